@@ -1,0 +1,217 @@
+"""fsfunc beside torch's own data parallelism, in one run: A B A B ..., medians.
+
+    python benchmarks/compare.py [--quick] [--peers] [--only KEYS] [--rounds N]
+                                 [--json PATH]
+
+Two processes on gloo, one thread each. A byte-level GPT from the same parameters, the
+same batches and the same AdamW on both sides; the losses of the first two steps must
+agree or the run fails. A step's time is that of the slowest rank. Ratios are ours over
+theirs, below one is faster; the floor is the same model's step on one device without
+communication, timed in the same processes and rounds. Ratios are of donated steps
+(`ff.donate`), with the pure step's beside them.
+
+`--quick` is a rehearsal on a tiny model: every row, no meaning in the numbers.
+`--peers` measures the peers alone.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import json
+import platform
+import sys
+from pathlib import Path
+from typing import Any
+
+import torch
+from measuring import ENVIRONMENT, import_seconds, medians, run_workers, slowest
+from models import FULL, QUICK, Size
+from report import render
+from rows import ROWS, Row
+
+RANKS = 2
+CHAINS = (4, 36)  # lengths whose difference is the cost of one more unit call
+
+
+@dataclasses.dataclass(frozen=True)
+class Plan:
+    """How much is measured."""
+
+    size: Size
+    rounds: int
+    warmup: int
+    imports: int
+    peers_only: bool
+
+    def run(self, kind: str, *, ranks: int = 1, **more: Any) -> list[Any]:
+        steps = (self.rounds + self.warmup) * len(more.get("competitors", "x"))
+        patience = 30 + 20 * steps if self.size == FULL else 60
+        task = {
+            "kind": kind,
+            "size": dataclasses.asdict(self.size),
+            "rounds": self.rounds,
+            "warmup": self.warmup,
+            "ours": not self.peers_only,
+            "patience": patience,
+            **more,
+        }
+        return run_workers(task, ranks=ranks, timeout=patience)
+
+
+Measured = dict[str, dict[str, Any]]
+
+
+def measure(rows: list[Row], plan: Plan) -> Measured:
+    """For every group that `rows` name, what was measured of each competitor."""
+    groups: dict[str, list[str]] = {}
+    for row in rows:
+        names = groups.setdefault(row.group, [])
+        names += [n for n in row.competitors(plan.peers_only) if n not in names]
+    measured: Measured = {}
+    for group, names in groups.items():
+        print(f"measuring {group}: {', '.join(names)}", file=sys.stderr, flush=True)
+        measured[group] = _measure(group, names, plan)
+    return measured
+
+
+def _measure(group: str, names: list[str], plan: Plan) -> dict[str, Any]:
+    if group == "memory":
+        return {name: _memory(name, plan) for name in names}
+    if group == "adam":
+        (answer,) = plan.run("adam", rounds=4 * plan.rounds)
+        return _medians(answer["times"])
+    if group == "hooks":
+        (answer,) = plan.run("hooks", rounds=5 * plan.rounds, units=CHAINS)
+        return _marginal(medians(answer["times"]))
+    if plan.peers_only and group in ("import", "example"):
+        return {}
+    if group == "import":
+        seconds = import_seconds(
+            "fsfunc", after="torch", runs=plan.imports, timeout=60.0
+        )
+        return {"import": {"seconds": seconds}}
+    if group == "example":
+        (answer,) = plan.run("example", rounds=4 * plan.rounds)
+        return _medians(answer["times"])
+    return _steps(names, plan, ranks=1 if group == "one_device" else RANKS)
+
+
+def _steps(names: list[str], plan: Plan, *, ranks: int) -> dict[str, Any]:
+    answers = plan.run("steps", ranks=ranks, competitors=names)
+    losses = answers[0]["losses"]
+    check_losses(losses, alike=[n for n in names if ranks == 1 or n != "plain"])
+    times = slowest([answer["times"] for answer in answers])
+    return {
+        name: {
+            "seconds": median,
+            "times": times[name],
+            "sent_bytes": answers[0]["sent"][name],
+            "losses": losses[name],
+        }
+        for name, median in medians(times).items()
+    }
+
+
+def check_losses(losses: dict[str, list[float]], *, alike: list[str]) -> None:
+    """Raises unless all compute the same: the first loss, and after one update.
+
+    The floor does not average gradients over ranks, so it is left out of `alike` there.
+    """
+    names = list(losses)
+    checks = ((0, names, 1e-5), (1, alike, 1e-4))
+    for step, those, tolerance in checks:
+        values = {name: losses[name][step] for name in those}
+        low, high = min(values.values()), max(values.values())
+        if not high - low <= tolerance * abs(high):
+            raise RuntimeError(f"losses of step {step + 1} differ: {values}")
+
+
+def _memory(name: str, plan: Plan) -> dict[str, Any]:
+    """Peak resident bytes over those after the imports; of the larger rank."""
+    answers = plan.run("memory", ranks=RANKS, competitor=name, rounds=3)
+    largest = max(answers, key=lambda a: a["peak"] - a["after_imports"])
+    return {"bytes": largest["peak"] - largest["after_imports"], **largest}
+
+
+def _medians(times: dict[str, list[float]]) -> dict[str, Any]:
+    return {name: {"seconds": median} for name, median in medians(times).items()}
+
+
+def _marginal(seconds: dict[str, float]) -> dict[str, Any]:
+    """Seconds that sharding adds to one more unit call, for either side."""
+    few, many = CHAINS
+
+    def slope(name: str) -> float:
+        missing = f"{name} {many}" not in seconds
+        if missing:
+            return float("nan")
+        return (seconds[f"{name} {many}"] - seconds[f"{name} {few}"]) / (many - few)
+
+    sides = {"fully_shard": "modules", "shard": "units"}
+    return {
+        side: {"seconds": slope(side) - slope(bare), "bare_seconds": slope(bare)}
+        for side, bare in sides.items()
+        if f"{side} {many}" in seconds
+    }
+
+
+def results(rows: list[Row], measured: Measured) -> list[dict[str, Any]]:
+    """One record a row, as printed and as written to JSON."""
+    return [row.result(measured[row.group]) for row in rows]
+
+
+def settings(plan: Plan) -> dict[str, Any]:
+    return {
+        "size": dataclasses.asdict(plan.size),
+        "parameters": plan.size.parameters,
+        "ranks": RANKS,
+        "backend": "gloo",
+        "environment": ENVIRONMENT,
+        "rounds": plan.rounds,
+        "torch": torch.__version__,
+        "python": platform.python_version(),
+        "machine": platform.processor() or platform.machine(),
+        "peers_sent": "closed form; fsfunc's by its ledger",
+    }
+
+
+def arguments(argv: list[str] | None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--quick", action="store_true", help="tiny model, 2 rounds")
+    parser.add_argument("--peers", action="store_true", help="the peers alone")
+    parser.add_argument("--only", metavar="KEYS", help="keys of rows, with commas")
+    parser.add_argument("--rounds", type=int, help="timed steps of each competitor")
+    parser.add_argument("--json", type=Path, metavar="PATH", help="write results here")
+    chosen = parser.parse_args(argv)
+    keys = [row.key for row in ROWS]
+    wanted = chosen.only.split(",") if chosen.only else keys
+    unknown = sorted(set(wanted) - set(keys))
+    if unknown:
+        parser.error(f"no row {', '.join(unknown)}; rows: {', '.join(keys)}")
+    chosen.rows = [row for row in ROWS if row.key in wanted]
+    return chosen
+
+
+def main(argv: list[str] | None = None) -> None:
+    chosen = arguments(argv)
+    quick = chosen.quick
+    plan = Plan(
+        size=QUICK if quick else FULL,
+        rounds=chosen.rounds or (2 if quick else 9),
+        warmup=2,  # the first step records and fills buffers; two losses are compared
+        imports=2 if quick else 7,
+        peers_only=chosen.peers,
+    )
+    measured = measure(chosen.rows, plan)
+    found = results(chosen.rows, measured)
+    print(render(found, measured, settings(plan)))
+    if chosen.json:
+        record = {"settings": settings(plan), "rows": found, "measured": measured}
+        chosen.json.write_text(json.dumps(record, indent=1))
+
+
+if __name__ == "__main__":
+    main()

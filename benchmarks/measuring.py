@@ -1,0 +1,196 @@
+"""How times and peaks are taken: fresh processes, alternating calls, medians.
+
+The parent starts `worker.py` once per rank and reads one JSON object from each. A
+worker dies with its parent, and the parent kills what has not answered in time, so that
+no process is left behind. Peaks are the kernel's own high-water mark (Linux).
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import statistics
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+HERE = Path(__file__).resolve().parent
+
+# glibc raises its own mmap threshold as it runs; pinned, freed tensors go back to the
+# system and peaks can be compared. The same for every competitor.
+ENVIRONMENT = {
+    "MALLOC_MMAP_THRESHOLD_": "65536",
+    "OMP_NUM_THREADS": "1",
+    "MKL_NUM_THREADS": "1",
+}
+
+
+class WorkerFailed(RuntimeError):
+    """A worker raised or did not answer in time."""
+
+
+def environment() -> dict[str, str]:
+    """This process's environment with what every worker is given."""
+    paths = [str(HERE.parent), os.environ.get("PYTHONPATH", "")]
+    given = {**os.environ, **ENVIRONMENT, "PYTHONPATH": os.pathsep.join(paths)}
+    # A package whose bytecode may not be kept would be compiled at each import.
+    given.pop("PYTHONDONTWRITEBYTECODE", None)
+    return given
+
+
+def run_workers(task: dict[str, Any], *, ranks: int, timeout: float) -> list[Any]:
+    """What `worker.py` answers to `task` on each of `ranks` fresh processes.
+
+    Raises:
+        WorkerFailed: a worker raised or `timeout` seconds have passed; with the end of
+            what the first failing rank wrote.
+    """
+    with tempfile.TemporaryDirectory() as folder:
+        workers = [
+            _start({**task, "rank": r, "ranks": ranks, "folder": folder})
+            for r in range(ranks)
+        ]
+        try:
+            return _collect(workers, folder, time.monotonic() + timeout, task)
+        finally:
+            for worker in workers:
+                worker.kill()
+                worker.wait()
+
+
+def _start(task: dict[str, Any]) -> subprocess.Popen[bytes]:
+    log = Path(task["folder"]) / f"log{task['rank']}"
+    with log.open("wb") as out:
+        return subprocess.Popen(
+            [sys.executable, str(HERE / "worker.py"), json.dumps(task)],
+            stdin=subprocess.DEVNULL,
+            stdout=out,
+            stderr=subprocess.STDOUT,
+            env=environment(),
+        )
+
+
+def _collect(
+    workers: list[subprocess.Popen[bytes]], folder: str, end: float, task: dict
+) -> list[Any]:
+    while any(worker.poll() is None for worker in workers):
+        failed = any(worker.poll() for worker in workers)
+        if failed or time.monotonic() > end:
+            # The rank that raised has written; the others wait for it in vain.
+            break
+        time.sleep(0.02)
+    codes = [worker.poll() for worker in workers]
+    if any(code != 0 for code in codes):
+        first = next((r for r, c in enumerate(codes) if c), codes.index(None))
+        tail = (Path(folder) / f"log{first}").read_text(errors="replace")[-3000:]
+        how = "did not answer in time" if codes[first] is None else "failed"
+        raise WorkerFailed(f"rank {first} of {task} {how}:\n{tail}")
+    answers = [Path(folder) / f"answer{r}" for r in range(len(workers))]
+    return [json.loads(path.read_text()) for path in answers]
+
+
+def alternate(
+    steps: dict[str, Callable[[], Any]],
+    *,
+    rounds: int,
+    barrier: Callable[[], Any] = lambda: None,
+) -> dict[str, list[float]]:
+    """Seconds of every call, the competitors in turn: A B A B ..."""
+    times: dict[str, list[float]] = {name: [] for name in steps}
+    for _ in range(rounds):
+        for name, step in steps.items():
+            barrier()
+            start = time.perf_counter()
+            step()
+            times[name].append(time.perf_counter() - start)
+    return times
+
+
+def slowest(per_rank: Sequence[dict[str, list[float]]]) -> dict[str, list[float]]:
+    """The times of the slowest rank, step by step."""
+    return {
+        name: [max(ts) for ts in zip(*(t[name] for t in per_rank), strict=True)]
+        for name in per_rank[0]
+    }
+
+
+def medians(times: dict[str, list[float]]) -> dict[str, float]:
+    return {name: statistics.median(ts) for name, ts in times.items()}
+
+
+def resident() -> int:
+    """Resident bytes of this process."""
+    pages = int(Path("/proc/self/statm").read_text().split()[1])
+    return pages * os.sysconf("SC_PAGE_SIZE")
+
+
+@contextmanager
+def peak_resident() -> Iterator[Callable[[], int]]:
+    """Gives a function that returns the peak resident bytes since entry.
+
+    The kernel's high-water mark is reset and read: exact, and nothing runs beside the
+    step. Where a sandbox forbids the reset, a thread samples every millisecond.
+    """
+    try:
+        Path("/proc/self/clear_refs").write_text("5")
+    except OSError:
+        with _sampled() as peak:
+            yield peak
+    else:
+        yield _high_water_mark
+
+
+def _high_water_mark() -> int:
+    status = Path("/proc/self/status").read_text()
+    found = re.search(r"VmHWM:\s+(\d+) kB", status)
+    if found is None:
+        raise RuntimeError("/proc/self/status has no VmHWM; Linux is needed")
+    return int(found[1]) * 1024
+
+
+@contextmanager
+def _sampled() -> Iterator[Callable[[], int]]:
+    peak, done = [resident()], threading.Event()
+
+    def sample() -> None:
+        while not done.wait(0.001):
+            peak[0] = max(peak[0], resident())
+
+    thread = threading.Thread(target=sample, daemon=True)
+    thread.start()
+    try:
+        yield lambda: peak[0]
+    finally:
+        done.set()
+        thread.join()
+
+
+def import_seconds(package: str, *, after: str, runs: int, timeout: float) -> float:
+    """Median seconds of `import package` once `after` is imported, fresh each time."""
+    code = (
+        f"import time, {after}; start = time.perf_counter(); import {package};"
+        "print(time.perf_counter() - start)"
+    )
+
+    def once() -> float:
+        done = subprocess.run(
+            [sys.executable, "-c", code],
+            env=environment(),
+            capture_output=True,
+            text=True,
+            timeout=timeout,
+            check=False,
+        )
+        if done.returncode:
+            raise WorkerFailed(f"import {package}:\n{done.stderr[-3000:]}")
+        return float(done.stdout)
+
+    once()  # writes the bytecode, so that no timed run compiles
+    return statistics.median(once() for _ in range(runs))

@@ -1,0 +1,192 @@
+"""One byte-level GPT, written twice over the same numbers.
+
+`Gpt` is the `nn.Module` that the peers wrap; `functional_loss` is the same arithmetic
+as pure functions of a dict tree, cut into units. `init_params` makes the numbers and
+`load` copies them into a module, so that both start from the same state and their
+losses can be compared.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+Function = Callable[..., Any]
+
+
+@dataclass(frozen=True)
+class Size:
+    """The sizes of a GPT and of one rank's batch."""
+
+    vocabulary: int
+    width: int
+    layers: int
+    heads: int
+    length: int
+    sequences: int
+
+    @property
+    def block_parameters(self) -> int:
+        return 12 * self.width**2 + 2 * self.width
+
+    @property
+    def parameters(self) -> int:
+        return self.layers * self.block_parameters + 2 * self.vocabulary * self.width
+
+    @property
+    def tokens(self) -> int:
+        return self.sequences * self.length
+
+    def flops(self) -> float:
+        """FLOPs of one step's forward and backward, recomputation not counted.
+
+        6 a token and parameter that a matrix product reads (the embedding is looked up,
+        not multiplied), and 6·T·D a token and layer for causal attention: two products
+        of 2·D FLOPs with T/2 keys on average, three times (forward and two gradients).
+        """
+        products = self.layers * 12 * self.width**2 + self.vocabulary * self.width
+        attention = self.layers * self.length * self.width
+        return 6.0 * self.tokens * (products + attention)
+
+
+FULL = Size(4096, 256, layers=8, heads=8, length=256, sequences=4)
+QUICK = Size(256, 64, layers=3, heads=4, length=32, sequences=2)
+
+
+def init_params(size: Size, *, seed: int = 0, device: str = "cpu") -> dict:
+    """The parameters as a tree: embed, a list of blocks, head."""
+    draw = torch.Generator(device).manual_seed(seed)
+    width = size.width
+
+    def normal(*shape: int) -> Tensor:
+        return 0.02 * torch.randn(*shape, generator=draw, device=device)
+
+    def block() -> dict[str, Tensor]:
+        return {
+            "norm1": torch.ones(width, device=device),
+            "qkv": normal(3 * width, width),
+            "out": normal(width, width),
+            "norm2": torch.ones(width, device=device),
+            "up": normal(4 * width, width),
+            "down": normal(width, 4 * width),
+        }
+
+    return {
+        "embed": {"w": normal(size.vocabulary, width)},
+        "blocks": [block() for _ in range(size.layers)],
+        "head": {"w": normal(size.vocabulary, width)},
+    }
+
+
+def make_batch(size: Size, rank: int, *, device: str = "cpu") -> dict[str, Tensor]:
+    """This rank's tokens and targets, each int64[sequences, length]."""
+    draw = torch.Generator(device).manual_seed(100 + rank)
+    shape = (size.sequences, size.length)
+
+    def tokens() -> Tensor:
+        return torch.randint(size.vocabulary, shape, generator=draw, device=device)
+
+    return {"tokens": tokens(), "targets": tokens()}
+
+
+# ---------------------------------------------------------------- as pure functions
+
+
+def functional_loss(size: Size, unit: Function, around_block: Function) -> Function:
+    """`loss_fn(params, batch)`, of 2 + layers unit calls.
+
+    Args:
+        size: the model's sizes.
+        unit: makes a unit of a function (`ff.unit`).
+        around_block: what is done to the block alone (`ff.remat`, or nothing), as the
+            peers checkpoint their blocks and neither the embedding nor the head.
+    """
+    width, heads = size.width, size.heads
+
+    def embed(p: dict[str, Tensor], tokens: Tensor) -> Tensor:
+        return F.embedding(tokens, p["w"])
+
+    def block(p: dict[str, Tensor], x: Tensor) -> Tensor:
+        h = F.rms_norm(x, (width,), p["norm1"])
+        x = x + F.linear(attend(F.linear(h, p["qkv"]), heads), p["out"])
+        h = F.rms_norm(x, (width,), p["norm2"])
+        return x + F.linear(F.gelu(F.linear(h, p["up"])), p["down"])
+
+    def head(p: dict[str, Tensor], x: Tensor, targets: Tensor) -> Tensor:
+        return cross_entropy(F.linear(x, p["w"]), targets)
+
+    embed, block, head = unit(embed), around_block(unit(block)), unit(head)
+
+    def loss_fn(params: dict, batch: dict[str, Tensor]) -> Tensor:
+        x = embed(params["embed"], batch["tokens"])
+        for p in params["blocks"]:
+            x = block(p, x)
+        return head(params["head"], x, batch["targets"])
+
+    return loss_fn
+
+
+def attend(qkv: Tensor, heads: int) -> Tensor:
+    """Causal attention of [b, t, 3·d] projections: [b, t, d]."""
+    b, t, triple = qkv.shape
+    q, k, v = qkv.view(b, t, 3, heads, triple // 3 // heads).permute(2, 0, 3, 1, 4)
+    mixed = F.scaled_dot_product_attention(q, k, v, is_causal=True)
+    return mixed.transpose(1, 2).reshape(b, t, triple // 3)
+
+
+def cross_entropy(logits: Tensor, targets: Tensor) -> Tensor:
+    return F.cross_entropy(logits.flatten(0, 1).float(), targets.flatten())
+
+
+# ----------------------------------------------------------------------- as a module
+
+
+class Block(nn.Module):
+    def __init__(self, size: Size):
+        super().__init__()
+        width = size.width
+        self.heads = size.heads
+        self.norm1 = nn.RMSNorm(width)
+        self.qkv = nn.Linear(width, 3 * width, bias=False)
+        self.out = nn.Linear(width, width, bias=False)
+        self.norm2 = nn.RMSNorm(width)
+        self.up = nn.Linear(width, 4 * width, bias=False)
+        self.down = nn.Linear(4 * width, width, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = x + self.out(attend(self.qkv(self.norm1(x)), self.heads))
+        return x + self.down(F.gelu(self.up(self.norm2(x))))
+
+
+class Gpt(nn.Module):
+    """The same model; its forward returns the loss, as DDP wants one call a step."""
+
+    def __init__(self, size: Size):
+        super().__init__()
+        self.embed = nn.Embedding(size.vocabulary, size.width)
+        self.blocks = nn.ModuleList(Block(size) for _ in range(size.layers))
+        self.head = nn.Linear(size.width, size.vocabulary, bias=False)
+
+    def forward(self, tokens: Tensor, targets: Tensor) -> Tensor:
+        x = self.embed(tokens)
+        for block in self.blocks:
+            x = block(x)
+        return cross_entropy(self.head(x), targets)
+
+
+def load(size: Size, params: dict, *, device: str = "cpu") -> Gpt:
+    """A `Gpt` holding copies of `params`."""
+    with torch.device(device):
+        model = Gpt(size)
+    with torch.no_grad():
+        model.embed.weight.copy_(params["embed"]["w"])
+        model.head.weight.copy_(params["head"]["w"])
+        for block, source in zip(model.blocks, params["blocks"], strict=True):
+            for name, value in source.items():
+                getattr(block, name).weight.copy_(value)
+    return model

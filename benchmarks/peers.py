@@ -1,0 +1,182 @@
+"""The peers' train steps, each set up as its documentation recommends.
+
+A competitor is built by a function of `Setting` and is then called once a step; its
+`sent` is what one rank sends in a step. A peer does not count its own traffic, so for
+these `sent` is the closed form of the scheme, with ring collectives (a gather or a
+reduce-scatter of S bytes sends αS, an all-reduce 2αS; α = (W-1)/W).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from models import Gpt, Size, init_params, load, make_batch
+from torch import Tensor, nn
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import (
+    checkpoint_wrapper,
+)
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.distributed.optim import ZeroRedundancyOptimizer
+from torch.nn.parallel import DistributedDataParallel
+from torch.utils.checkpoint import checkpoint
+
+ADAMW: dict[str, Any] = {"lr": 1e-3, "weight_decay": 1e-2}
+FLOAT = 4  # bytes; every master parameter and every reduction is fp32
+
+
+@dataclass(frozen=True)
+class Setting:
+    """What a competitor is told about the run it takes part in."""
+
+    size: Size
+    rank: int
+    ranks: int
+    device: str = "cpu"
+    compute: torch.dtype | None = None
+
+    def model(self) -> Gpt:
+        params = init_params(self.size, device=self.device)
+        return load(self.size, params, device=self.device)
+
+    def batch(self) -> dict[str, Tensor]:
+        return make_batch(self.size, self.rank, device=self.device)
+
+    @property
+    def alpha(self) -> float:
+        return (self.ranks - 1) / self.ranks
+
+
+@dataclass
+class Competitor:
+    """One step of training by `step()`, which returns the loss before it."""
+
+    step: Callable[[], Tensor]
+    sent: float | None = 0.0
+    state: object = field(default=None, repr=False)
+
+
+def adamw(parameters: Iterable[nn.Parameter]) -> torch.optim.AdamW:
+    return torch.optim.AdamW(parameters, fused=True, **ADAMW)
+
+
+def loop(
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer,
+    batch: dict[str, Tensor],
+    *,
+    sent: float = 0.0,
+) -> Competitor:
+    """The loop that everybody writes on torch.autograd."""
+
+    def step() -> Tensor:
+        loss = model(batch["tokens"], batch["targets"])
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        return loss.detach()
+
+    return Competitor(step, sent=sent, state=(model, optimizer))
+
+
+def plain(setting: Setting) -> Competitor:
+    """One device, no communication: the floor under every step time."""
+    model = setting.model()
+    if setting.compute is None:
+        return loop(model, adamw(model.parameters()), setting.batch())
+    cast = Cast(model, setting.compute)
+    return loop(cast, adamw(model.parameters()), setting.batch())
+
+
+def checkpointed(setting: Setting) -> Competitor:
+    """The same with each block under torch.utils.checkpoint, non-reentrant."""
+    model = setting.model()
+    for block in model.blocks:
+        inner = block.forward
+        block.forward = lambda x, inner=inner: checkpoint(inner, x, use_reentrant=False)
+    return loop(model, adamw(model.parameters()), setting.batch())
+
+
+def ddp(setting: Setting) -> Competitor:
+    model = DistributedDataParallel(setting.model(), gradient_as_bucket_view=True)
+    sent = 2 * setting.alpha * setting.size.parameters * FLOAT
+    return loop(model, adamw(model.parameters()), setting.batch(), sent=sent)
+
+
+def zero_redundancy(setting: Setting) -> Competitor:
+    """DDP's all-reduce, then each rank's updated parameters to the others."""
+    model = DistributedDataParallel(setting.model(), gradient_as_bucket_view=True)
+    optimizer = ZeroRedundancyOptimizer(
+        model.parameters(), torch.optim.AdamW, fused=True, **ADAMW
+    )
+    sent = 3 * setting.alpha * setting.size.parameters * FLOAT
+    return loop(model, optimizer, setting.batch(), sent=sent)
+
+
+def fsdp2(setting: Setting, *, recompute: bool = False) -> Competitor:
+    """`fully_shard` on each block and on the root, with its defaults.
+
+    Its default keeps the root gathered (embedding and head) after the forward, and
+    reshards each block, which is gathered twice.
+    """
+    size, model = setting.size, setting.model()
+    mesh = init_device_mesh(setting.device.split(":")[0], (setting.ranks,))
+    policy = MixedPrecisionPolicy(
+        param_dtype=setting.compute,
+        reduce_dtype=torch.float32,
+        cast_forward_inputs=setting.compute is not None,
+    )
+    for i, block in enumerate(model.blocks):
+        if recompute:
+            model.blocks[i] = block = checkpoint_wrapper(block)
+        fully_shard(block, mesh=mesh, mp_policy=policy)
+    fully_shard(model, mesh=mesh, mp_policy=policy)
+    gathered = torch.empty(0, dtype=setting.compute or torch.float32).element_size()
+    blocks = size.layers * size.block_parameters
+    sent = setting.alpha * (
+        gathered * (size.parameters + blocks) + FLOAT * size.parameters
+    )
+    return loop(model, adamw(model.parameters()), setting.batch(), sent=sent)
+
+
+def fsdp2_checkpointed(setting: Setting) -> Competitor:
+    return fsdp2(setting, recompute=True)
+
+
+class Cast(nn.Module):
+    """The model run on copies of its fp32 parameters in a lower dtype.
+
+    It is what FSDP2's MixedPrecisionPolicy and ff.precision compute, without sharding;
+    torch.autocast keeps other operations in fp32 and would be other work.
+    """
+
+    def __init__(self, model: Gpt, dtype: torch.dtype):
+        super().__init__()
+        self.model, self.dtype = model, dtype
+
+    def forward(self, *inputs: Tensor) -> Tensor:
+        cast = {k: p.to(self.dtype) for k, p in self.model.named_parameters()}
+        return torch.func.functional_call(self.model, cast, inputs)
+
+
+def mean_over_ranks(loss: Tensor) -> float:
+    """A peer's loss is its rank's own; fsfunc's is the mean already."""
+    loss = loss.detach().double().clone()
+    if dist.is_initialized() and dist.get_world_size() > 1:
+        dist.all_reduce(loss)
+        loss /= dist.get_world_size()
+    return loss.item()
+
+
+BUILDERS: dict[str, Callable[[Setting], Competitor]] = {
+    "plain": plain,
+    "checkpoint": checkpointed,
+    "ddp": ddp,
+    "zero_redundancy": zero_redundancy,
+    "fsdp2": fsdp2,
+    "fsdp2_checkpoint": fsdp2_checkpointed,
+}

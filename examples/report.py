@@ -1,0 +1,132 @@
+"""What a run shows: its progress, two tables, and a picture of the losses."""
+
+import math
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import optree
+from rich.console import Console
+from rich.progress import (
+    BarColumn,
+    MofNCompleteColumn,
+    Progress,
+    TextColumn,
+    TimeRemainingColumn,
+)
+from rich.table import Table
+from torch import Tensor
+
+import fsfunc as ff
+
+
+@contextmanager
+def progress_bar(
+    console: Console, steps: int, tokens: int
+) -> Iterator[Callable[[float], None]]:
+    """Shows a bar; gives the function to call after each step, with its loss.
+
+    Args:
+        console: a quiet one shows nothing.
+        steps: when the bar is full.
+        tokens: how many a step takes, over all ranks.
+    """
+    bar = Progress(
+        TextColumn("training"),
+        BarColumn(bar_width=None),
+        MofNCompleteColumn(),
+        TextColumn("loss {task.fields[loss]:.4f}"),
+        TextColumn("{task.fields[speed]:,.0f} tokens/s"),
+        TimeRemainingColumn(),
+        console=console,
+        disable=console.quiet,
+    )
+    with bar:
+        task = bar.add_task("", total=steps, loss=math.nan, speed=0.0)
+        start = time.perf_counter()
+
+        def advance(loss: float) -> None:
+            done = bar.tasks[0].completed + 1
+            speed = done * tokens / (time.perf_counter() - start)
+            bar.update(task, completed=done, loss=loss, speed=speed)
+
+        yield advance
+
+
+def held(tree: Any) -> list[int]:
+    """[numbers, bytes] that this rank holds for a tree.
+
+    Counted by storage: the leaves of a unit are views of one buffer. At zero=1 and 2 a
+    rank also keeps the whole buffer that its part was gathered into.
+    """
+    tensors = []
+    for leaf in optree.tree_leaves(tree, is_leaf=ff.is_sharded):
+        if ff.is_sharded(leaf):
+            tensors += [leaf.local, leaf.home and leaf.home.whole]
+        else:
+            tensors.append(leaf)
+    sizes = {}
+    for x in tensors:
+        if isinstance(x, Tensor) and x.is_floating_point():
+            storage = x.untyped_storage()
+            sizes[storage.data_ptr()] = storage.nbytes(), x.element_size()
+    numbers = sum(size // element for size, element in sizes.values())
+    return [numbers, sum(size for size, _ in sizes.values())]
+
+
+def held_table(kinds: Sequence[str], ranks: Tensor) -> Table:
+    """The table of [ranks, kinds, (numbers, bytes)]."""
+    table = Table(title="what each rank holds")
+    table.add_column("rank", justify="right")
+    for kind in kinds:
+        table.add_column(kind, justify="right")
+    for rank, row in enumerate(ranks.tolist()):
+        cells = (f"{numbers:,} ({as_bytes(size)})" for numbers, size in row)
+        table.add_row(str(rank), *cells)
+    return table
+
+
+def sent_table(rows: Sequence[tuple[str, str, int, float]]) -> Table:
+    """What rank 0 sent, from the rows (op, axis, count, bytes) of a ledger."""
+    table = Table(title="sent by rank 0 in one step")
+    table.add_column("op")
+    table.add_column("axis")
+    table.add_column("count", justify="right")
+    table.add_column("bytes", justify="right")
+    for op, axis, count, size in rows:
+        table.add_row(op, axis, str(count), as_bytes(size))
+    table.add_section()
+    count, size = sum(row[2] for row in rows), sum(row[3] for row in rows)
+    table.add_row("all", "", str(count), as_bytes(size))
+    return table
+
+
+def as_bytes(size: float) -> str:
+    """The size with a unit, in powers of 1024."""
+    for unit in ("B", "KiB", "MiB"):
+        if size < 1024:
+            return f"{size:,.0f} B" if unit == "B" else f"{size:,.1f} {unit}"
+        size /= 1024
+    return f"{size:,.1f} GiB"
+
+
+def plot_losses(
+    path: Path, losses: Sequence[float], validation: Sequence[tuple[int, float]]
+) -> None:
+    """Writes a PNG of the training loss, step by step, and the validation points."""
+    import matplotlib
+
+    matplotlib.use("Agg")  # draws files, and needs no display
+    import matplotlib.pyplot as plt
+
+    figure, axes = plt.subplots(figsize=(8, 4.5), layout="constrained")
+    axes.plot(range(1, len(losses) + 1), losses, linewidth=1, label="train")
+    axes.plot(*zip(*validation, strict=True), "o-", label="validation")
+    axes.set_xlabel("step")
+    axes.set_ylabel("cross entropy (nats a byte)")
+    axes.grid(alpha=0.3)
+    axes.legend()
+    figure.savefig(path, dpi=120)
+    plt.close(figure)

@@ -1,0 +1,187 @@
+"""The one file with private torch API; ``tests/test_torch.py`` names what breaks.
+
+Everything here was written against torch 2.13 and runs on 2.11.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch._C._functorch import (
+    get_unwrapped,
+    is_functorch_wrapped_tensor,
+    maybe_current_level,
+)
+from torch._subclasses import fake_tensor
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch.utils._python_dispatch import TorchDispatchMode
+
+__all__ = [
+    "TorchDispatchMode",
+    "FakeTensor",
+    "FakeTensorMode",
+    "active_modes",
+    "current_level",
+    "fake_active",
+    "forward_ad_active",
+    "functorch_active",
+    "graph_nodes",
+    "hook_saved",
+    "is_wrapped",
+    "sequence_number",
+    "storage_key",
+    "storage_uses",
+    "unwrapped",
+]
+
+
+def functorch_active() -> bool:
+    """Whether a ``torch.func`` transform (grad, vjp, jvp, vmap) is running."""
+    return torch._C._are_functorch_transforms_active()
+
+
+def forward_ad_active() -> bool:
+    """Whether a dual level of ``torch.autograd.forward_ad`` is open."""
+    return torch.autograd.forward_ad._current_level >= 0
+
+
+def fake_active() -> bool:
+    """Whether a fake tensor mode is on in this thread."""
+    return any(
+        isinstance(m, FakeTensorMode)
+        for m in torch.utils._python_dispatch._get_current_dispatch_mode_stack()
+    )
+
+
+def current_level() -> int:
+    """The functorch level that is running (0: none)."""
+    return maybe_current_level() or 0
+
+
+def unwrapped(x: Tensor) -> Tensor:
+    """The plain tensor inside any functorch wrappers."""
+    while is_functorch_wrapped_tensor(x):
+        x = get_unwrapped(x)
+    return x
+
+
+def is_wrapped(x: Tensor) -> bool:
+    """Whether a functorch level wraps ``x``."""
+    return is_functorch_wrapped_tensor(x)
+
+
+def storage_key(x: Tensor) -> int:
+    """Equal for two tensors exactly where they share a storage.
+
+    ``data_ptr`` would not do: it is 0 for every fake tensor, and raises in functorch.
+    """
+    return x.untyped_storage()._cdata
+
+
+def storage_uses(x: Tensor) -> int:
+    """How many tensors (and Python handles) hold the storage of ``x``."""
+    return torch._C._storage_Use_Count(storage_key(x))
+
+
+def sequence_number(node: Any) -> int:
+    """When an autograd node was made, counted per thread."""
+    return node._sequence_nr()
+
+
+def active_modes() -> list[str]:
+    """Names of the torch function and dispatch modes that are on in this thread."""
+    functions = torch.overrides._get_current_function_mode_stack()
+    dispatch = torch.utils._python_dispatch._get_current_dispatch_mode_stack()
+    return [
+        type(m).__name__
+        for m in [*functions, *dispatch]
+        if not isinstance(m, torch.utils._device.DeviceContext)
+    ]
+
+
+_SAVED: dict[type, list[tuple[str, str]]] = {}
+
+
+def _saved_attributes(kind: type) -> list[tuple[str, str]]:
+    """(raw name, value name) of what nodes of this type save."""
+    if kind not in _SAVED:
+        raw = [name for name in dir(kind) if name.startswith("_raw_saved_")]
+        _SAVED[kind] = [
+            (name, "saved_tensors" if name == "_raw_saved_tensors" else name[4:])
+            for name in raw
+        ]
+    return _SAVED[kind]
+
+
+def graph_nodes(roots: Iterable[Any], stop: set[Any]) -> list[Any]:
+    """The autograd nodes reached from ``roots`` without entering ``stop``."""
+    seen, found = set(stop), []
+    todo = [node for node in roots if node is not None]
+    while todo:
+        node = todo.pop()
+        if node in seen:
+            continue
+        seen.add(node)
+        found.append(node)
+        todo.extend(n for n, _ in node.next_functions if n is not None)
+    return found
+
+
+def hook_saved(
+    nodes: Iterable[Any],
+    storage: int,
+    pack: Callable[[Tensor], Any],
+    unpack: Callable[[Any], Tensor],
+) -> int:
+    """Puts hooks on the saved tensors of ``nodes`` that lie in ``storage``.
+
+    Returns how many there were. A tensor under somebody else's hooks is left alone:
+    it then keeps what those hooks kept.
+    """
+    count = 0
+    for node in nodes:
+        for raw_name, name in _saved_attributes(type(node)):
+            values = getattr(node, name)
+            if isinstance(values, Tensor):
+                values, raws = (values,), (getattr(node, raw_name),)
+            elif isinstance(values, (tuple, list)):
+                raws = getattr(node, raw_name)
+            else:
+                continue
+            for value, raw in zip(values, raws, strict=True):
+                if isinstance(value, Tensor) and storage_key(value) == storage:
+                    try:
+                        raw.register_hooks(pack, unpack)
+                    except RuntimeError as error:
+                        if "hooks" not in str(error):
+                            raise
+                        continue
+                    count += 1
+    return count
+
+
+def is_data_dependent(error: BaseException) -> bool:
+    """Whether ``error`` is a fake tensor refusing to tell a value."""
+    return isinstance(
+        error,
+        (
+            fake_tensor.DataDependentOutputException,
+            fake_tensor.DynamicOutputShapeException,
+        ),
+    )
+
+
+def fake_mode_of(values: Iterable[Any]) -> FakeTensorMode:
+    """The mode of the fake tensors among ``values``, or a new one."""
+    for x in values:
+        if isinstance(x, FakeTensor):
+            return x.fake_mode
+    return FakeTensorMode(allow_non_fake_inputs=True)
+
+
+def fake_of(mode: FakeTensorMode, x: Tensor) -> Tensor:
+    """``x`` without its data."""
+    return x if isinstance(x, FakeTensor) else mode.from_tensor(x, static_shapes=True)

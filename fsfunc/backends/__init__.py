@@ -1,0 +1,1 @@
+"""Links: what carries a rank's collectives to the other ranks."""

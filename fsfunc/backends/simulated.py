@@ -1,0 +1,287 @@
+"""Simulated ranks: threads of one process that pass a baton.
+
+One rank runs at a time and hands over only where it has to wait for a collective, so
+a run is deterministic and any Python control flow works. When no rank can go on, that
+is seen at once: the error tabulates where each one waits. The default generator's
+state goes with the baton (numpy's and ``random``'s states do not).
+"""
+
+from __future__ import annotations
+
+import contextvars
+import threading
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from fsfunc import _torch
+from fsfunc.accounting import current_label, source_line
+from fsfunc.backends.base import Link, Work
+from fsfunc.collectives import combine
+from fsfunc.mesh import Here, Mesh, place_here
+
+__all__ = ["CollectiveMismatch", "Deadlock", "run_simulated"]
+
+
+class Deadlock(RuntimeError):
+    """No simulated rank can go on."""
+
+
+class CollectiveMismatch(RuntimeError):
+    """Simulated ranks met in one group with different collectives."""
+
+
+class _Aborted(BaseException):
+    """Another rank failed. Not an Exception: user code must not swallow it."""
+
+
+@dataclass
+class _Call:
+    """What one rank said when it came to a collective."""
+
+    op: str
+    how: tuple[Any, ...]
+    axis: tuple[str, ...]
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    unit: str
+    phase: str
+    where: str
+
+    @property
+    def signature(self) -> tuple[Any, ...]:
+        return self.op, self.how, self.axis, self.shape, self.dtype
+
+    def __str__(self) -> str:
+        unit = f" of {self.unit} ({self.phase})" if self.unit else ""
+        dtype = str(self.dtype).removeprefix("torch.")
+        axis = ", ".join(self.axis)
+        return (
+            f'{self.op} over "{axis}", {dtype}{list(self.shape)}{unit} at {self.where}'
+        )
+
+
+@dataclass
+class _Meeting:
+    """One collective of one group: complete when every member has come."""
+
+    ranks: tuple[int, ...]
+    calls: dict[int, _Call] = field(default_factory=dict)
+    inputs: dict[int, Tensor] = field(default_factory=dict)
+    results: list[Tensor] | None = None
+    taken: int = 0
+
+    def complete(self, how: dict[str, Any]) -> None:
+        first = self.calls[self.ranks[0]]
+        self.results = combine(first.op, [self.inputs[r] for r in self.ranks], **how)
+        self.inputs.clear()
+
+    def take(self, rank: int, out: Tensor | None) -> Tensor:
+        """This rank's own copy: what another rank writes must not reach it."""
+        if self.results is None:
+            raise RuntimeError("taken before it was complete")
+        i = self.ranks.index(rank)
+        result, self.taken = self.results[i], self.taken + 1
+        if out is not None:
+            return out.copy_(result)
+        return result.clone()
+
+
+class _Session:
+    """The ranks of one ``spmd`` call and the baton among them."""
+
+    def __init__(self, mesh: Mesh):
+        self.mesh = mesh
+        n = mesh.size
+        self.wake = [threading.Semaphore(0) for _ in range(n)]
+        self.done = threading.Semaphore(0)
+        self.state = ["ready"] * n
+        self.waits: dict[int, _Meeting] = {}
+        self.error: BaseException | None = None
+        self.meetings: dict[tuple[Any, ...], _Meeting] = {}
+        self.counts: dict[tuple[int, tuple[int, ...]], int] = {}
+        self.random = [torch.random.default_generator.get_state()] * n
+
+    def hand_over(self, rank: int, last: bool = False) -> None:
+        """Passes the baton to the next rank that can run, and waits for it."""
+        generator = torch.random.default_generator
+        self.random[rank] = generator.get_state()
+        n = self.mesh.size
+        order = [(rank + k) % n for k in range(1, n + 1)]
+        chosen = next((r for r in order if self.state[r] == "ready"), None)
+        if chosen is None:
+            if all(state == "done" for state in self.state):
+                self.done.release()
+                return
+            self.fail(Deadlock(self.table("no simulated rank can go on")))
+            self.hand_over(rank, last)
+            return
+        if chosen != rank:
+            self.wake[chosen].release()
+            if not last:
+                self.wake[rank].acquire()
+        if not last:
+            generator.set_state(self.random[rank])
+
+    def fail(self, error: BaseException) -> None:
+        """Keeps the first error and lets every rank run into it."""
+        self.error = self.error or error
+        self.state = ["done" if s == "done" else "ready" for s in self.state]
+
+    def table(self, title: str) -> str:
+        lines = []
+        for rank, state in enumerate(self.state):
+            if state == "done":
+                text = "has returned"
+            elif rank in self.waits:
+                meeting = self.waits[rank]
+                missing = [r for r in meeting.ranks if r not in meeting.calls]
+                text = f"waits in {meeting.calls[rank]}, for ranks {missing}"
+            else:
+                text = "runs"
+            lines.append(f"  rank {rank} {text}")
+        return f"{title}:\n" + "\n".join(lines)
+
+    def start(self, rank: int, call: _Call, x: Tensor, ranks: tuple[int, ...], how):
+        if self.error is not None:
+            raise _Aborted
+        count = self.counts.get((rank, ranks), 0)
+        self.counts[rank, ranks] = count + 1
+        key = (ranks, count)
+        meeting = self.meetings.setdefault(key, _Meeting(ranks))
+        meeting.calls[rank], meeting.inputs[rank] = call, x
+        if len(meeting.calls) == len(ranks):
+            del self.meetings[key]
+            if len({c.signature for c in meeting.calls.values()}) > 1:
+                rows = "\n".join(f"  rank {r} {meeting.calls[r]}" for r in ranks)
+                error = CollectiveMismatch(
+                    f"simulated ranks call different collectives:\n{rows}"
+                )
+                self.fail(error)
+                raise error
+            meeting.complete(how)
+            for r in ranks:
+                if self.waits.get(r) is meeting and self.state[r] == "waiting":
+                    self.state[r] = "ready"
+        return meeting
+
+    def wait(self, rank: int, meeting: _Meeting, out: Tensor | None) -> Tensor:
+        if meeting.results is None:
+            self.waits[rank], self.state[rank] = meeting, "waiting"
+            self.hand_over(rank)
+            self.waits.pop(rank, None)
+        if self.error is not None:
+            raise _Aborted
+        return meeting.take(rank, out)
+
+
+class _Pending(Work):
+    def __init__(self, session: _Session, rank: int, meeting: _Meeting, out):
+        self.parts = session, rank, meeting, out
+
+    def wait(self) -> Tensor:
+        session, rank, meeting, out = self.parts
+        return session.wait(rank, meeting, out)
+
+
+class SimulatedLink(Link):
+    def __init__(self, session: _Session, rank: int):
+        self.session, self.rank = session, rank
+
+    def start(
+        self, op: str, x: Tensor, where: Any, *, out: Tensor | None = None, **how: Any
+    ) -> Work:
+        unit, phase = current_label()
+        call = _Call(
+            op,
+            tuple(how.values()),
+            where.axis,
+            tuple(x.shape),
+            x.dtype,
+            unit,
+            phase,
+            source_line(),
+        )
+        x = x.detach()
+        meeting = self.session.start(self.rank, call, x, where.ranks, how)
+        return _Pending(self.session, self.rank, meeting, out)
+
+
+def _carry() -> Callable[[], ExitStack]:
+    """What a new thread does not inherit, taken along (or refused)."""
+    if modes := _torch.active_modes():
+        raise RuntimeError(
+            f"spmd cannot carry {', '.join(modes)} into simulated ranks: a mode acts "
+            "in one thread; enter it inside the function given to spmd"
+        )
+    if _torch.functorch_active():
+        raise RuntimeError(
+            "spmd on simulated ranks inside a torch.func transform: differentiate or "
+            "map inside the function given to spmd"
+        )
+    grad, inference = torch.is_grad_enabled(), torch.is_inference_mode_enabled()
+    kinds = [k for k in ("cpu", "cuda") if torch.is_autocast_enabled(k)]
+    casts = [(k, torch.get_autocast_dtype(k)) for k in kinds]
+    device, threads = torch.get_default_device(), torch.get_num_threads()
+    plain = device == torch.device("cpu")
+
+    def enter() -> ExitStack:
+        stack = ExitStack()
+        torch.set_num_threads(threads)
+        # Backward stays in the rank's own thread, which can pass the baton.
+        stack.enter_context(torch.autograd.set_multithreading_enabled(False))
+        stack.enter_context(torch.inference_mode(inference))
+        stack.enter_context(torch.set_grad_enabled(grad))
+        for kind, dtype in casts:
+            stack.enter_context(torch.autocast(kind, dtype))
+        if not plain:
+            stack.enter_context(device)
+        return stack
+
+    return enter
+
+
+def run_simulated(mesh: Mesh, fn: Callable[..., Any], args: Sequence[Sequence[Any]]):
+    """``[fn(*args[r]) on rank r for each r]``; the first error of any rank is raised.
+
+    Every rank starts from the caller's default generator, and the caller goes on from
+    rank 0's.
+    """
+    session, enter = _Session(mesh), _carry()
+    results: list[Any] = [None] * mesh.size
+
+    def body(rank: int) -> None:
+        session.wake[rank].acquire()
+        torch.random.default_generator.set_state(session.random[rank])
+        try:
+            if session.error is None:
+                link = SimulatedLink(session, rank)
+                with enter(), place_here(Here(mesh, rank, link)):
+                    results[rank] = fn(*args[rank])
+        except _Aborted:
+            pass  # the error that stopped this rank is kept in the session
+        except BaseException as error:
+            if session.error is None:
+                error.add_note(f"on simulated rank {rank} of {mesh}")
+            session.fail(error)
+        session.state[rank] = "done"
+        session.hand_over(rank, last=True)
+
+    threads = []
+    for rank in range(mesh.size):
+        context = contextvars.copy_context()
+        thread = threading.Thread(target=context.run, args=(body, rank), daemon=True)
+        thread.start()
+        threads.append(thread)
+    session.wake[0].release()
+    session.done.acquire()
+    for thread in threads:
+        thread.join()
+    torch.random.default_generator.set_state(session.random[0])
+    if session.error is not None:
+        raise session.error
+    return results

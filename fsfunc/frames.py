@@ -1,0 +1,180 @@
+"""What a unit call or a gradient call needs to know, fixed when it is made.
+
+A :class:`Frame` is immutable and lives in a context variable. A call binds the frame
+in which it was made, so a recompute in a backward pass needs no context.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from fsfunc.mesh import Here, place_here
+
+__all__ = [
+    "Counter",
+    "Frame",
+    "Interpretation",
+    "Running",
+    "Thread",
+    "frame",
+    "inside",
+    "interpret",
+    "run_as",
+    "running",
+]
+
+
+class Interpretation:
+    """What a transform makes of the calls in its reach; by default, nothing."""
+
+    def unit(self, run: Callable[..., Any], call: Any) -> Callable[..., Any]:
+        """How to run a unit call whose inner interpretations are ``run``."""
+        return run
+
+    def gradient(self, run: Callable[..., Any]) -> Callable[..., Any]:
+        """How to run a gradient call whose inner interpretations are ``run``."""
+        return run
+
+
+@dataclass(frozen=True)
+class Running:
+    """What depends on when a call runs, not on where it was made.
+
+    Args:
+        thread: see :class:`Thread`; none where nobody ties it to a loss.
+        recompute: whether a backward pass runs the call a second time.
+    """
+
+    thread: Thread | None = None
+    recompute: bool = False
+
+
+class Counter:
+    """Numbers the unit calls made in one body."""
+
+    def __init__(self) -> None:
+        self.count = 0
+
+    def next(self) -> int:
+        self.count += 1
+        return self.count - 1
+
+
+class Thread:
+    """A zero that runs through the units of one gradient call, in call order.
+
+    Each unit takes it and hands it on, and the loss is tied to its end, so every unit's
+    backward runs on every rank, in reverse call order, whatever the loss made of the
+    unit's output.
+    """
+
+    def __init__(self, device: Any = None) -> None:
+        self.start = torch.zeros((), device=device, requires_grad=True)
+        self.token: Tensor = self.start
+
+
+@dataclass(frozen=True)
+class Frame:
+    """The transforms in reach and where in the step we are.
+
+    Args:
+        handlers: interpretations, outermost first.
+        at: the rank that runs, once a transform or ``spmd`` named a mesh.
+        sessions: what each interpretation keeps during one gradient call.
+            micro: (index, count) of each microbatch loop around us, outermost first.
+        varies: (index, count) of each data axis around us.
+        seed: the number drawn for this gradient call, if any.
+        path: names of the units around us; ``numbers``: which call each one was.
+        compute, reduce: dtypes that ``precision`` asked for.
+        donated: whether the state may be written in place.
+        recorder: notes unit calls while a step is recorded.
+        in_loss: whether a gradient call is around us.
+    """
+
+    handlers: tuple[Interpretation, ...] = ()
+    at: Here | None = None
+    sessions: tuple[tuple[Interpretation, Any], ...] = ()
+    micro: tuple[tuple[int, int], ...] = ()
+    varies: tuple[tuple[int, int], ...] = ()
+    seed: int | None = None
+    path: tuple[str, ...] = ()
+    numbers: tuple[int, ...] = ()
+    counter: Counter = field(default_factory=Counter)
+    compute: torch.dtype | None = None
+    reduce: torch.dtype | None = None
+    donated: bool = False
+    recorder: Any = None
+    in_loss: bool = False
+
+    def session(self, handler: Interpretation) -> Any:
+        """What ``handler`` keeps during the gradient call around us, or None."""
+        for owner, session in reversed(self.sessions):
+            if owner is handler:
+                return session
+        return None
+
+    @property
+    def data_index(self) -> int:
+        """Which microbatch of the global batch this is: data axes major."""
+        index = 0
+        for at, count in (*self.varies, *self.micro):
+            index = index * count + at
+        return index
+
+
+_RUNNING: ContextVar[Running | None] = ContextVar("fsfunc_running", default=None)
+_FRAME: ContextVar[Frame | None] = ContextVar("fsfunc_frame", default=None)
+_OUTSIDE = Frame()
+_ALONE = Running()
+
+
+def frame() -> Frame:
+    """The frame of whoever asks."""
+    return _FRAME.get() or _OUTSIDE
+
+
+def running() -> Running:
+    """What holds for the calls that run now."""
+    return _RUNNING.get() or _ALONE
+
+
+@contextmanager
+def run_as(value: Running) -> Iterator[Running]:
+    """Makes ``value`` hold for the calls within."""
+    token = _RUNNING.set(value)
+    try:
+        yield value
+    finally:
+        _RUNNING.reset(token)
+
+
+@contextmanager
+def inside(value: Frame) -> Iterator[Frame]:
+    """Makes ``value`` the frame of the calls within."""
+    token = _FRAME.set(value)
+    try:
+        if value.at is None:
+            yield value
+        else:
+            with place_here(value.at):
+                yield value
+    finally:
+        _FRAME.reset(token)
+
+
+def interpret(fn: Callable[..., Any], handler: Interpretation) -> Callable[..., Any]:
+    """``fn`` with ``handler`` in reach of every unit and gradient call inside."""
+
+    def run(*args: Any, **kwargs: Any) -> Any:
+        f = frame()
+        with inside(replace(f, handlers=(*f.handlers, handler), counter=f.counter)):
+            return fn(*args, **kwargs)
+
+    return run

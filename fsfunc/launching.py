@@ -1,0 +1,158 @@
+"""Where a program runs: ``make_mesh``, ``spmd`` and ``local_batch``."""
+
+from __future__ import annotations
+
+import functools
+import itertools
+import os
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch.distributed as dist
+from torch import Tensor
+
+from fsfunc import tree
+from fsfunc.backends.abstract import AbstractLink
+from fsfunc.mesh import Axis, Here, Mesh, here, place_here
+
+__all__ = ["PerRank", "local_batch", "make_mesh", "spmd"]
+
+BACKENDS = ("processes", "simulated", "abstract", "vmap")
+
+
+class PerRank(list):
+    """One value for each rank hosted here, in rank order, as ``spmd`` returns them."""
+
+
+def make_mesh(axes: Mapping[str, int], backend: str | None = None) -> Mesh:
+    """A mesh of named axes over ranks.
+
+    Args:
+        axes: name to size; the first axis varies slowest over the ranks.
+        backend: ``"processes"`` (torch.distributed: the default under ``torchrun`` or
+            where a process group is up), ``"simulated"`` (threads that pass a baton:
+            the default elsewhere), ``"abstract"`` (nothing moves, any size) or
+            ``"vmap"`` (all ranks in one batched call; pure functions only).
+
+    Raises:
+        ValueError: an unknown backend, a bad size, or a mesh unlike the number of
+            processes.
+
+    >>> make_mesh({"data": 4, "pipe": 2}, "simulated").size
+    8
+    """
+    if backend is None:
+        launched = "WORLD_SIZE" in os.environ and "RANK" in os.environ
+        up = dist.is_available() and dist.is_initialized()
+        backend = "processes" if launched or up else "simulated"
+    if backend not in BACKENDS:
+        raise ValueError(f"unknown backend {backend!r}: it is one of {BACKENDS}")
+    if backend != "processes":
+        return Mesh(axes, backend)
+    from fsfunc.backends.processes import connect
+
+    geometry = Mesh(axes, backend)
+    link = connect(axes, geometry.size)
+    mesh = Mesh(axes, backend, link)
+    names = tuple(mesh.axes)
+    for count in range(1, len(names) + 1):
+        for chosen in itertools.permutations(names, count):
+            every = {mesh.members(chosen, rank) for rank in range(mesh.size)}
+            link.connect(sorted(every))
+    return mesh
+
+
+def spmd(fn: Callable[..., Any], mesh: Mesh) -> Callable[..., PerRank]:
+    """``fn`` run on every rank that this process hosts.
+
+    ``spmd(fn, mesh)(*args)`` returns the ranks' results in rank order. Each rank gets
+    the same ``args``, but of a list that ``spmd`` returned each takes its own, so
+    ``out = spmd(step, mesh)(out, batch)`` goes on where it was.
+
+    Raises:
+        The first error of any rank, noting the rank; every rank then stops.
+        Deadlock, CollectiveMismatch: simulated ranks that cannot go on.
+
+    >>> import fsfunc as ff
+    >>> ff.spmd(lambda: ff.axis_index("data"), ff.make_mesh({"data": 3}))()
+    [0, 1, 2]
+    """
+
+    @functools.wraps(fn)
+    def run(*args: Any) -> PerRank:
+        if mesh.backend == "processes":
+            mine = [a[0] if isinstance(a, PerRank) else a for a in args]
+            with place_here(Here(mesh, mesh.link.rank, mesh.link)):
+                return PerRank([fn(*mine)])
+        if mesh.backend == "abstract":
+            mine = [a[0] if isinstance(a, PerRank) else a for a in args]
+            with place_here(Here(mesh, 0, AbstractLink())):
+                return PerRank([fn(*mine)])
+        for a in args:
+            if isinstance(a, PerRank) and len(a) != mesh.size:
+                raise ValueError(
+                    f"a list of {len(a)} ranks' values cannot go to {mesh}, which has "
+                    f"{mesh.size}"
+                )
+        by_rank = [
+            [a[r] if isinstance(a, PerRank) else a for a in args]
+            for r in range(mesh.size)
+        ]
+        if mesh.backend == "vmap":
+            from fsfunc.backends.vmapped import run_vmapped
+
+            return PerRank(run_vmapped(mesh, fn, by_rank))
+        from fsfunc.backends.simulated import run_simulated
+
+        return PerRank(run_simulated(mesh, fn, by_rank))
+
+    return run
+
+
+def local_batch(batch: Any, mesh: Mesh, axis: Axis, uneven: bool = False) -> Any:
+    """This rank's part, along dim 0, of a batch that every rank holds whole.
+
+    Args:
+        batch: a tree of tensors that agree in dim 0; other leaves pass through.
+        axis: one name or several, the first varying slowest.
+        uneven: allow parts that differ in size by one (return ``ff.Weighted`` from the
+            loss then, so that the mean is exact).
+
+    Raises:
+        ValueError: the axis does not divide dim 0, and ``uneven`` is not set.
+
+    Cost: nothing is sent and nothing is copied: the parts are views.
+
+    >>> import fsfunc as ff, torch
+    >>> mesh = ff.make_mesh({"data": 2}, "simulated")
+    >>> ff.spmd(lambda: ff.local_batch(torch.arange(4), mesh, "data").tolist(), mesh)()
+    [[0, 1], [2, 3]]
+    """
+    size = mesh.axis_size(axis)
+    paths, leaves, treedef = tree.flatten_with_paths(batch)
+    sizes = {}
+    for path, leaf in zip(paths, leaves, strict=True):
+        if not isinstance(leaf, Tensor):
+            continue
+        if leaf.ndim == 0:
+            raise ValueError(f"batch leaf {path!r} is a scalar: it has no dim 0 to cut")
+        sizes[path] = leaf.shape[0]
+        if leaf.shape[0] % size and not uneven:
+            raise ValueError(
+                f"cannot cut batch leaf {path!r} of shape {tuple(leaf.shape)} over "
+                f"axis {axis!r} of size {size} along dim 0: {leaf.shape[0]} is not a "
+                f"multiple of {size}; pass uneven=True, with ff.Weighted from the loss"
+            )
+    if len(set(sizes.values())) > 1:
+        raise ValueError(f"batch leaves differ in dim 0: {sizes}")
+    if mesh.backend == "vmap":
+        at = here(mesh)
+        index: Any = 0
+        for name in mesh.check(axis):
+            index = index * mesh.axes[name] + at.link.indices[name]
+        part = lambda x: x.unflatten(0, (size, -1))[index]  # noqa: E731
+    else:
+        index = mesh.coordinate(axis, here(mesh).rank)
+        part = lambda x: x.tensor_split(size)[index]  # noqa: E731
+    cut = [part(x) if isinstance(x, Tensor) else x for x in leaves]
+    return tree.unflatten(treedef, cut)

@@ -1,0 +1,160 @@
+"""A mesh: named axes over ranks, and the rank that is asking.
+
+A :class:`Mesh` is geometry (which rank lies where) and the name of its backend. Who
+is asking is a :class:`Here` in a context variable: ``spmd`` sets it for every rank
+that this process hosts.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from contextvars import ContextVar
+from dataclasses import dataclass
+from typing import Any
+
+__all__ = ["Axis", "Here", "Mesh", "NoMesh", "axis_names", "here", "place_here"]
+
+Axis = str | tuple[str, ...]
+
+
+class NoMesh(RuntimeError):
+    """A mesh is needed, and none is in sight."""
+
+
+def axis_names(axis: Axis) -> tuple[str, ...]:
+    """The names in ``axis``, always as a tuple.
+
+    >>> axis_names("data"), axis_names(("data", "node"))
+    (('data',), ('data', 'node'))
+    """
+    return (axis,) if isinstance(axis, str) else tuple(axis)
+
+
+class Mesh:
+    """Ranks ``0 .. size-1`` in row-major order over named axes.
+
+    Args:
+        axes: name to size, the first axis varying slowest.
+        backend: ``"processes"``, ``"simulated"``, ``"abstract"`` or ``"vmap"``.
+        link: what moves this process's data (only for ``"processes"``).
+
+    >>> mesh = Mesh({"data": 2, "pipe": 3}, "simulated")
+    >>> mesh.size, mesh.members("pipe", rank=4), mesh.coordinate("data", rank=4)
+    (6, (3, 4, 5), 1)
+    """
+
+    def __init__(self, axes: Mapping[str, int], backend: str, link: Any = None):
+        for name, size in axes.items():
+            if not isinstance(name, str) or not name:
+                raise ValueError(f"an axis needs a name, got {name!r}")
+            if not isinstance(size, int) or size < 1:
+                raise ValueError(f'axis "{name}" needs a size of at least 1: {size!r}')
+        self.axes = dict(axes)
+        self.backend = backend
+        self.size = math.prod(self.axes.values())
+        self.link = link
+        self._members: dict[tuple[tuple[str, ...], int], tuple[int, ...]] = {}
+
+    @property
+    def rank(self) -> int:
+        """The rank of whoever asks."""
+        return here(self).rank
+
+    def check(self, axis: Axis) -> tuple[str, ...]:
+        """The names in ``axis``, each an axis of this mesh and named once."""
+        names = axis_names(axis)
+        for name in names:
+            if name not in self.axes:
+                raise ValueError(f'unknown axis "{name}": this is {self}')
+        if len(set(names)) != len(names) or not names:
+            raise ValueError(f"each axis is named once, and at least one: got {axis!r}")
+        return names
+
+    def axis_size(self, axis: Axis) -> int:
+        """The number of ranks along ``axis`` (the product over several names)."""
+        return math.prod(self.axes[name] for name in self.check(axis))
+
+    def coordinates(self, rank: int | None = None) -> dict[str, int]:
+        """The coordinate of ``rank`` (default: whoever asks) on every axis."""
+        rest = self.rank if rank is None else rank
+        found = {}
+        for name, size in reversed(self.axes.items()):
+            rest, found[name] = divmod(rest, size)
+        return {name: found[name] for name in self.axes}
+
+    def coordinate(self, axis: Axis, rank: int | None = None) -> int:
+        """The index of ``rank`` along ``axis``, the first name varying slowest."""
+        position, index = self.coordinates(rank), 0
+        for name in self.check(axis):
+            index = index * self.axes[name] + position[name]
+        return index
+
+    def members(self, axis: Axis, rank: int | None = None) -> tuple[int, ...]:
+        """The ranks that differ from ``rank`` only along ``axis``, in axis order."""
+        names, rank = self.check(axis), self.rank if rank is None else rank
+        if (names, rank) not in self._members:
+            mine = self.coordinates(rank)
+            ranks: list[tuple[int, int]] = []
+            for other in range(self.size):
+                theirs = self.coordinates(other)
+                if all(theirs[a] == mine[a] for a in self.axes if a not in names):
+                    ranks.append((self.coordinate(names, other), other))
+            self._members[names, rank] = tuple(r for _, r in sorted(ranks))
+        return self._members[names, rank]
+
+    def __repr__(self) -> str:
+        return f"Mesh({self.axes}, {self.backend!r})"
+
+
+@dataclass(frozen=True)
+class Here:
+    """Who is asking: a rank of a mesh, and the link that carries its data."""
+
+    mesh: Mesh
+    rank: int
+    link: Any
+
+
+_HERE: ContextVar[Here | None] = ContextVar("fsfunc_here", default=None)
+
+
+def here(mesh: Mesh | None = None) -> Here:
+    """Who is asking, on ``mesh`` or on the mesh of the enclosing ``spmd``.
+
+    Raises:
+        NoMesh: nobody said (``spmd`` does on a simulated, vmap or abstract mesh).
+        ValueError: ``mesh`` and the running ranks differ in number.
+    """
+    found = _HERE.get()
+    if found is None:
+        if mesh is None:
+            raise NoMesh(
+                "no mesh in sight: call this inside a transform that names one, such "
+                "as shard(step, mesh, 'data'), or inside spmd(fn, mesh)"
+            )
+        if mesh.link is None:
+            raise NoMesh(
+                f"{mesh} hosts several ranks, and this call is on none of them: run it "
+                "inside spmd(fn, mesh)()"
+            )
+        return Here(mesh, mesh.link.rank, mesh.link)
+    if mesh is None or mesh is found.mesh:
+        return found
+    if mesh.size != found.mesh.size:
+        raise ValueError(
+            f"{mesh} has {mesh.size} ranks, but {found.mesh.size} are running "
+            f"({found.mesh}): pass spmd the mesh that the transforms name"
+        )
+    return Here(mesh, found.rank, found.link)
+
+
+@contextmanager
+def place_here(value: Here) -> Iterator[Here]:
+    """Makes ``value`` the answer of :func:`here` for the calls within."""
+    token = _HERE.set(value)
+    try:
+        yield value
+    finally:
+        _HERE.reset(token)

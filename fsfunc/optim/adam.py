@@ -1,0 +1,157 @@
+"""Adam with decoupled weight decay, one fused pass over whatever the rank holds."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from fsfunc.optim import kernels
+from fsfunc.optim.base import (
+    Optimizer,
+    apply_updates,
+    check_not_negative,
+    check_params_given,
+)
+from fsfunc.optim.leafwise import Mask, Tree, zeros_like
+from fsfunc.optim.matching import Decay, Matched
+from fsfunc.optim.schedules import Schedule, rate_at
+
+
+class AdamState(NamedTuple):
+    """How many updates were made, and the moments.
+
+    ``count`` is a plain number, so schedules and checkpoints read it without waiting
+    for a device; a 0-dim tensor is taken too (say, where a skipped step must not
+    branch). ``mu`` and ``nu`` are trees like the parameters, in the same layout, with
+    None for leaves that are not floating tensors.
+    """
+
+    count: int | Tensor
+    mu: Any
+    nu: Any
+
+
+def sharded_adam(
+    learning_rate: float | Schedule = 1e-3,
+    *,
+    b1: float = 0.9,
+    b2: float = 0.999,
+    eps: float = 1e-8,
+    weight_decay: float = 1e-2,
+    mask: Mask | None = None,
+    moment_dtype: torch.dtype | None = None,
+) -> Optimizer:
+    """AdamW, with the defaults of ``torch.optim.AdamW``, over whole or sharded leaves.
+
+    With g the gradient, t = count + 1 and l the learning rate::
+
+        m = b1 m + (1 - b1) g                v = b2 v + (1 - b2) g^2
+        p = p - l (m / (1 - b1^t) / (sqrt(v / (1 - b2^t)) + eps) + weight_decay p)
+
+    Args:
+        learning_rate: a number, or ``schedule(count)`` giving one; see `schedules`.
+        b1: decay of the mean, in [0, 1).
+        b2: decay of the mean square, in [0, 1).
+        eps: added to the denominator.
+        weight_decay: times the learning rate, what a leaf loses of itself.
+        mask: ``mask(path, leaf)`` says which leaves decay; the shape of a sharded leaf
+            is its global one. All do without it.
+        moment_dtype: of mu and nu; that of each parameter without it. Where it differs
+            from the parameter's, the pass runs on copies in the wider of the two.
+
+    Returns:
+        the optimizer; its state is an `AdamState`. ``apply`` gives the bits of
+        ``torch.optim.AdamW(fused=True)``; ``update`` is made of single operations that
+        differentiate, and agrees to rounding. Gradients of another dtype are cast.
+
+    Raises:
+        ValueError: a negative learning rate, eps or weight decay; a beta outside
+            [0, 1); an update without ``params`` while weights decay.
+        TreeMismatch: gradients or state do not fit the parameters; names the path.
+
+    Cost: no communication. One fused call for each device, dtype and decay, over the
+    flat buffers of the leaves' units; in place under `donate`, else 3 fresh tensors of
+    the size of the rank's parameters. A buffer whose leaves decay differently is
+    visited leaf by leaf, in the same call.
+
+    Source: Loshchilov and Hutter, Decoupled Weight Decay Regularization, algorithm 2.
+
+    >>> params = {"w": torch.ones(2, 2), "b": torch.ones(2)}
+    >>> optimizer = sharded_adam(0.1, mask=lambda path, leaf: leaf.ndim > 1)
+    >>> state = optimizer.init(params)
+    >>> grads = {"w": torch.zeros(2, 2), "b": torch.ones(2)}
+    >>> params, state = optimizer.apply(grads, state, params)
+    >>> params["b"], params["w"][0], state.count
+    (tensor([0.9000, 0.9000]), tensor([0.9990, 0.9990]), 1)
+    """
+    check_not_negative(eps=eps, weight_decay=weight_decay)
+    if not callable(learning_rate):
+        check_not_negative(learning_rate=learning_rate)
+    for name, beta in (("b1", b1), ("b2", b2)):
+        if not 0 <= beta < 1:
+            raise ValueError(f"{name} is {beta}: it must be at least 0 and below 1")
+
+    def init(params: Tree) -> AdamState:
+        mu, nu = zeros_like(params, moment_dtype), zeros_like(params, moment_dtype)
+        return AdamState(0, mu, nu)
+
+    def update(
+        grads: Tree, state: AdamState, params: Tree = None
+    ) -> tuple[Tree, AdamState]:
+        if weight_decay:
+            check_params_given(params, "sharded_adam")
+        like = grads if params is None else params
+        matched = Matched.of(like, grads, state.mu, state.nu)
+        t, rate = state.count + 1, rate_at(learning_rate, state.count)
+
+        def rule(p: Tensor, g: Tensor, m: Tensor, v: Tensor, decay: Decay):
+            dtype = torch.promote_types(p.dtype, m.dtype)
+            p, g, mean, square = (x.to(dtype) for x in (p, g, m, v))
+            mean = mean.lerp(g, 1 - b1)
+            square = square * b2 + (1 - b2) * g * g
+            denominator = square.sqrt() / (1 - b2**t) ** 0.5 + eps
+            u = mean / denominator * (-rate / (1 - b1**t))
+            if isinstance(decay, Tensor) or decay:
+                u = u - rate * decay * p
+            return u, mean.to(m.dtype), square.to(v.dtype)
+
+        updates, mu, nu = matched.composed(rule, matched.decays(weight_decay, mask))
+        return updates, AdamState(t, mu, nu)
+
+    def prepare(
+        grads: Tree, state: AdamState, params: Tree
+    ) -> Callable[[], tuple[Tree, AdamState]]:
+        matched = Matched.of(params, grads, state.mu, state.nu)
+        if matched.differentiated:
+            updates, state = update(grads, state, params)
+            return lambda: (apply_updates(params, updates), state)
+        kernel = partial(
+            _fused,
+            count=state.count,
+            learning_rate=rate_at(learning_rate, state.count),
+            b1=b1,
+            b2=b2,
+            eps=eps,
+        )
+        commit = matched.fused(kernel, matched.decays(weight_decay, mask))
+
+        def finish() -> tuple[Tree, AdamState]:
+            params, mu, nu = commit()
+            return params, AdamState(state.count + 1, mu, nu)
+
+        return finish
+
+    return Optimizer(init, update, prepare=prepare)
+
+
+def _fused(params: Any, grads: Any, mu: Any, nu: Any, *, count: Any, **how: Any):
+    device = params[0].device
+    if isinstance(count, Tensor):
+        step = (count + 1).to(device, torch.float32)
+    else:  # a fill: nothing is copied to the device, so nothing waits
+        step = torch.full((), count + 1, dtype=torch.float32, device=device)
+    kernels.fused_adamw(params, grads, mu, nu, step=step, **how)

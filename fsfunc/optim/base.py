@@ -1,0 +1,280 @@
+"""What an optimizer is: two functions, and what follows from them.
+
+``init(params)`` makes a state and ``update(grads, state, params)`` turns gradients into
+updates, which are **added** to the parameters (optax's contract; so the learning rate
+enters with its sign). ``apply`` is `update` and the addition, in one pass over memory
+where the optimizer has one. Clipping, weight decay and scaling have the same form, so
+`chain` makes optimizers out of pieces.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from fsfunc.optim import kernels
+from fsfunc.optim.leafwise import Mask, Tree, map_flat
+from fsfunc.optim.matching import Decay, Matched
+
+State = Any
+Init = Callable[[Tree], State]
+Update = Callable[..., tuple[Tree, State]]
+Apply = Callable[[Tree, State, Tree], tuple[Tree, State]]
+Prepare = Callable[[Tree, State, Tree], Callable[[], tuple[Tree, State]]]
+
+
+class _Functions(NamedTuple):
+    init: Init
+    update: Update
+    apply: Apply
+    prepare: Prepare
+
+
+class Optimizer(_Functions):
+    """The functions of an optimizer; called on a gradient function, a train step.
+
+    Args:
+        init: ``init(params) -> state``, a pytree of tensors and numbers.
+        update: ``update(grads, state, params=None) -> (updates, state)``: pure, made of
+            operations that differentiate; updates are added to the parameters, and None
+            stands for none.
+        apply: ``apply(grads, state, params) -> (params, state)``: the same as update
+            and addition. It may write into ``params`` and ``state`` where
+            ``frame().donated``, never into ``grads``.
+        prepare: ``prepare(grads, state, params) -> commit``: `apply` in two phases. All
+            checks, norms and collectives belong to the first; ``commit()`` only writes,
+            and returns what `apply` does. So several optimizers can share a step that,
+            failing, leaves the state as it was.
+
+    `apply` and `prepare` may be left out; one follows from the other, both from
+    `update`.
+
+    >>> import torch
+    >>> halve = Optimizer(
+    ...     init=lambda params: (),
+    ...     update=lambda grads, state, params=None: ({"w": -grads["w"] / 2}, state),
+    ... )
+    >>> halve.apply({"w": torch.ones(2)}, (), {"w": torch.ones(2)})
+    ({'w': tensor([0.5000, 0.5000])}, ())
+    """
+
+    __slots__ = ()
+
+    def __new__(
+        cls,
+        init: Init,
+        update: Update,
+        apply: Apply | None = None,
+        prepare: Prepare | None = None,
+    ) -> Optimizer:
+        if prepare is None:
+            prepare = _added(update) if apply is None else _deferred(apply)
+        if apply is None:
+            apply = _at_once(prepare)
+        return super().__new__(cls, init, update, apply, prepare)
+
+    def __call__(self, grad_fn: Callable[..., Any]) -> Callable[..., Any]:
+        """A train step ``step(state, *batch) -> (state, metrics)``.
+
+        Args:
+            grad_fn: ``grad_fn(params, *batch) -> (value, grads)``, such as
+                ``value_and_grad(loss)``; with auxiliary results, ``((value, aux),
+                grads)``.
+
+        Returns:
+            a step over any state with ``.params`` and ``.apply_gradients(grads,
+            optimizer)``. Its metrics are ``{"loss": value}``, and ``"aux"`` if any.
+
+        >>> import torch
+        >>> from types import SimpleNamespace
+        >>> class State(SimpleNamespace):
+        ...     def apply_gradients(self, grads, optimizer):
+        ...         params, _ = optimizer.apply(grads, (), self.params)
+        ...         return State(params=params)
+        >>> step = scale(-0.5)(lambda w, x: ((w * x).sum(), x))
+        >>> step(State(params=torch.ones(2)), torch.tensor([1.0, 2.0]))
+        (State(params=tensor([0.5000, 0.0000])), {'loss': tensor(3.)})
+        """
+
+        def train_step(state: Any, *batch: Any, **named: Any) -> tuple[Any, dict]:
+            value, grads = grad_fn(state.params, *batch, **named)
+            if isinstance(value, tuple):
+                metrics = dict(zip(("loss", "aux"), value, strict=True))
+            else:
+                metrics = {"loss": value}
+            return state.apply_gradients(grads, self), metrics
+
+        return train_step
+
+
+def _deferred(apply: Apply) -> Prepare:
+    return lambda grads, state, params: lambda: apply(grads, state, params)
+
+
+def _at_once(prepare: Prepare) -> Apply:
+    return lambda grads, state, params: prepare(grads, state, params)()
+
+
+def _added(update: Update) -> Prepare:
+    def prepare(grads: Tree, state: State, params: Tree):
+        updates, state = update(grads, state, params)
+        add = prepare_updates(params, updates)
+        return lambda: (add(), state)
+
+    return prepare
+
+
+def apply_updates(params: Tree, updates: Tree) -> Tree:
+    """``params + updates``, in the dtypes of ``params``.
+
+    Args:
+        params: any tree; what is no floating tensor stays as it is.
+        updates: a tree like it; None leaves a parameter as it is.
+
+    Raises:
+        TreeMismatch: the trees do not fit; the message names the path.
+
+    Cost: no communication; in place under `donate`.
+
+    >>> import torch
+    >>> apply_updates({"w": torch.ones(2), "n": 3}, {"w": torch.ones(2), "n": None})
+    {'w': tensor([2., 2.]), 'n': 3}
+    """
+    return prepare_updates(params, updates)()
+
+
+def prepare_updates(params: Tree, updates: Tree) -> Callable[[], Tree]:
+    """What does the work of `apply_updates`; the trees are checked now."""
+    matched = Matched.of(params, updates)
+    decays = [0.0] * len(matched.active)
+    if matched.differentiated:
+        return lambda: matched.composed(_sum, decays, as_params=True)[0]
+    commit = matched.fused(kernels.add, decays)
+    return lambda: commit()[0]
+
+
+def _sum(p: Tensor, u: Tensor, decay: Decay) -> list[Tensor]:
+    return [p + u.to(p.dtype)]
+
+
+def chain(*transforms: Optimizer) -> Optimizer:
+    """The optimizer that passes gradients through each of ``transforms`` in order.
+
+    Its state is the tuple of theirs. ``apply`` is the ``update`` of all but the last,
+    which write nothing, and the ``apply`` of the last.
+
+    Raises:
+        ValueError: nothing to chain.
+
+    Cost: the sum of theirs; all collectives come before the first write.
+
+    >>> import torch
+    >>> optimizer = chain(scale(0.5), add_decayed_weights(0.1), scale(-1.0))
+    >>> params = torch.tensor([10.0])
+    >>> optimizer.update(torch.tensor([4.0]), optimizer.init(params), params)[0]
+    tensor([-3.])
+    """
+    if not transforms:
+        raise ValueError("chain() needs at least one transformation, such as sgd(0.1)")
+    *before, last = transforms
+
+    def init(params: Tree) -> tuple[State, ...]:
+        return tuple(t.init(params) for t in transforms)
+
+    def through(grads: Tree, states: Any, params: Tree) -> tuple[Tree, list[State]]:
+        if len(states) != len(transforms):
+            raise ValueError(
+                f"a chain of {len(transforms)} was given a state of {len(states)}: "
+                "make one with its own init(params)"
+            )
+        done = []
+        for transform, state in zip(before, states, strict=False):
+            grads, state = transform.update(grads, state, params)
+            done.append(state)
+        return grads, done
+
+    def update(grads: Tree, states: Any, params: Tree = None):
+        grads, done = through(grads, states, params)
+        updates, state = last.update(grads, states[-1], params)
+        return updates, (*done, state)
+
+    def prepare(grads: Tree, states: Any, params: Tree):
+        grads, done = through(grads, states, params)
+        commit = last.prepare(grads, states[-1], params)
+
+        def finish() -> tuple[Tree, State]:
+            params, state = commit()
+            return params, (*done, state)
+
+        return finish
+
+    return Optimizer(init, update, prepare=prepare)
+
+
+def scale(factor: float) -> Optimizer:
+    """The transformation that multiplies gradients by ``factor``.
+
+    >>> import torch
+    >>> scale(-0.5).update({"w": torch.ones(2)}, ())[0]
+    {'w': tensor([-0.5000, -0.5000])}
+    """
+
+    def update(grads: Tree, state: State, params: Tree = None) -> tuple[Tree, State]:
+        return map_flat(lambda ts: kernels.scaled(ts, factor), grads), state
+
+    return Optimizer(lambda params: (), update)
+
+
+def add_decayed_weights(weight_decay: float, mask: Mask | None = None) -> Optimizer:
+    """The transformation ``g + weight_decay * p``.
+
+    Args:
+        weight_decay: not negative.
+        mask: ``mask(path, leaf)`` says which leaves decay; the shape of a sharded leaf
+            is its global one. All do without it.
+
+    Raises:
+        ValueError: a negative ``weight_decay``, or an update without ``params``.
+
+    >>> import torch
+    >>> decay = add_decayed_weights(0.1, mask=lambda path, leaf: leaf.ndim > 1)
+    >>> params = {"b": torch.ones(1), "w": torch.ones(1, 1)}
+    >>> decay.update({"b": torch.zeros(1), "w": torch.zeros(1, 1)}, (), params)[0]
+    {'b': tensor([0.]), 'w': tensor([[0.1000]])}
+    """
+    check_not_negative(weight_decay=weight_decay)
+
+    def update(grads: Tree, state: State, params: Tree = None) -> tuple[Tree, State]:
+        check_params_given(params, "add_decayed_weights")
+        matched = Matched.of(params, grads)
+        decays = matched.decays(weight_decay, mask)
+        (updates,) = matched.composed(lambda p, g, d: [decayed(g, p, d)], decays)
+        return updates, state
+
+    return Optimizer(lambda params: (), update)
+
+
+def decayed(g: Tensor, p: Tensor, decay: Decay) -> Tensor:
+    """``g + decay * p``; ``g`` itself where nothing decays."""
+    if isinstance(decay, Tensor):
+        return g + decay * p
+    return torch.add(g, p, alpha=decay) if decay else g
+
+
+def check_not_negative(**values: float) -> None:
+    """Raise ValueError where one of ``values`` is negative or no number."""
+    for name, value in values.items():
+        if not value >= 0:
+            raise ValueError(f"{name} is {value}: it must be 0 or more")
+
+
+def check_params_given(params: Tree, what: str) -> None:
+    """Raise ValueError where an update that reads the parameters has none."""
+    if params is None:
+        raise ValueError(
+            f"{what} decays weights, so it needs them: call "
+            "update(grads, state, params)"
+        )

@@ -1,0 +1,154 @@
+"""Learning rates as plain functions of how many updates were made: 0 at the first.
+
+Any function from a count to a number is a schedule; these are the usual ones.
+"""
+
+from __future__ import annotations
+
+import math
+from bisect import bisect_right
+from collections.abc import Callable, Sequence
+from typing import Any
+
+Schedule = Callable[[Any], Any]
+
+
+def rate_at(learning_rate: float | Schedule, count: Any) -> Any:
+    """The learning rate at ``count``; a schedule is asked for it.
+
+    Raises:
+        ValueError: the schedule gave a negative number, or none.
+
+    >>> rate_at(0.1, 7), rate_at(lambda count: 1 / (count + 1), 1)
+    (0.1, 0.5)
+    """
+    if not callable(learning_rate):
+        return learning_rate
+    rate = learning_rate(count)
+    if isinstance(rate, (int, float)) and not rate >= 0:
+        raise ValueError(
+            f"the schedule gave the learning rate {rate} at count {count}: "
+            "it must be 0 or more"
+        )
+    return rate
+
+
+def constant(value: float) -> Schedule:
+    """The schedule that is always ``value``.
+
+    >>> constant(0.1)(1000)
+    0.1
+    """
+    return lambda count: value
+
+
+def linear(start: float, end: float, steps: int) -> Schedule:
+    """The schedule on a straight line from ``start`` to ``end``, then ``end``.
+
+    ``start + (end - start) min(count / steps, 1)``; ``torch.optim.lr_scheduler.
+    LinearLR`` with the factors ``start / rate`` and ``end / rate``.
+
+    Raises:
+        ValueError: ``steps`` below 1.
+
+    >>> [linear(0.0, 1.0, 4)(count) for count in (0, 1, 4, 9)]
+    [0.0, 0.25, 1.0, 1.0]
+    """
+    _check_steps(steps=steps)
+    return lambda count: start + (end - start) * min(count / steps, 1.0)
+
+
+def cosine_decay(start: float, steps: int, end: float = 0.0) -> Schedule:
+    """The schedule on half a cosine from ``start`` down to ``end``, then ``end``.
+
+    ``end + (start - end) (1 + cos(pi min(count / steps, 1))) / 2``; through ``steps``
+    it is ``torch.optim.lr_scheduler.CosineAnnealingLR(T_max=steps, eta_min=end)``,
+    which then rises again.
+
+    Raises:
+        ValueError: ``steps`` below 1.
+
+    Source: Loshchilov and Hutter, SGDR, equation 5.
+
+    >>> [round(cosine_decay(1.0, 4)(count), 3) for count in (0, 1, 2, 4, 9)]
+    [1.0, 0.854, 0.5, 0.0, 0.0]
+    """
+    _check_steps(steps=steps)
+
+    def schedule(count: Any) -> float:
+        turn = math.pi * min(count / steps, 1.0)
+        return end + (start - end) * (1 + math.cos(turn)) / 2
+
+    return schedule
+
+
+def warmup_cosine(
+    peak: float,
+    warmup_steps: int,
+    total_steps: int,
+    *,
+    start: float = 0.0,
+    end: float = 0.0,
+) -> Schedule:
+    """The schedule that rises to ``peak`` linearly and falls to ``end`` by a cosine.
+
+    Args:
+        peak: the rate at ``warmup_steps``.
+        warmup_steps: how long it rises from ``start``.
+        total_steps: when it reaches ``end``, the warm-up counted in.
+        start: the rate of the first update; 0 wastes it.
+        end: the rate from ``total_steps`` on.
+
+    Raises:
+        ValueError: not ``1 <= warmup_steps < total_steps``.
+
+    >>> rate = warmup_cosine(1.0, 2, 6)
+    >>> [round(rate(count), 3) for count in range(8)]
+    [0.0, 0.5, 1.0, 0.854, 0.5, 0.146, 0.0, 0.0]
+    """
+    if not 1 <= warmup_steps < total_steps:
+        raise ValueError(
+            f"warmup_steps is {warmup_steps} of total_steps {total_steps}: it must be "
+            "at least 1 and leave steps for the decay"
+        )
+    rise = linear(start, peak, warmup_steps)
+    fall = cosine_decay(peak, total_steps - warmup_steps, end)
+    return join([rise, fall], [warmup_steps])
+
+
+def join(schedules: Sequence[Schedule], boundaries: Sequence[int]) -> Schedule:
+    """The schedule that follows each of ``schedules`` in turn, each counting from 0.
+
+    Args:
+        schedules: at least one.
+        boundaries: rising; at ``boundaries[i]`` schedule i + 1 takes over, as in
+            ``torch.optim.lr_scheduler.SequentialLR``.
+
+    Raises:
+        ValueError: not one boundary between any two schedules, or boundaries that do
+            not rise.
+
+    >>> rate = join([constant(1.0), linear(1.0, 0.0, 2)], [3])
+    >>> [rate(count) for count in range(6)]
+    [1.0, 1.0, 1.0, 1.0, 0.5, 0.0]
+    """
+    if len(schedules) != len(boundaries) + 1:
+        raise ValueError(
+            f"cannot join {len(schedules)} schedules at {len(boundaries)} boundaries: "
+            "give one boundary between any two"
+        )
+    starts = [0, *boundaries]
+    if any(a >= b for a, b in zip(starts, boundaries, strict=False)):
+        raise ValueError(f"boundaries {list(boundaries)} must rise and begin above 0")
+
+    def schedule(count: Any) -> float:
+        at = bisect_right(boundaries, count)
+        return schedules[at](count - starts[at])
+
+    return schedule
+
+
+def _check_steps(**steps: int) -> None:
+    for name, value in steps.items():
+        if value < 1:
+            raise ValueError(f"{name} is {value}: it must be at least 1")

@@ -1,0 +1,353 @@
+"""The leaf that carries its sharding, and the flat buffers that such leaves share.
+
+A :class:`Sharded` leaf is this rank's part of a tensor and its layout. The leaves of
+one unit lie in one buffer, each rank owning one contiguous range of it: the
+:class:`Home` of those leaves, whose parts are views. A gather or a reduction then needs
+no copy in or out, and an optimizer sees one long tensor in place of many short ones.
+A user's ``tree_map`` makes leaves without a home; :func:`settle` packs them again.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
+from typing import Any, NoReturn
+
+import torch
+from torch import Tensor
+
+from fsfunc import tree
+from fsfunc.layout import Layout
+
+__all__ = [
+    "Buffers",
+    "Home",
+    "Sharded",
+    "is_sharded",
+    "settle",
+    "split_alike",
+    "split_buffers",
+]
+
+
+class Sharded:
+    """This rank's part of a tensor, and how the whole lies on the mesh.
+
+    Args:
+        local: the rank's part, of the shape that the layout gives for its coordinates
+            (1-D, and often empty, in a flat buffer).
+        layout: global shape, dtype and placement.
+
+    ``shape``, ``ndim``, ``dtype`` and ``numel()`` are global, so that a mask such as
+    ``leaf.ndim > 1`` means what it says. Used as a tensor outside a unit it raises.
+    It is a pytree node (optree and torch) with the one child ``local``.
+    """
+
+    __slots__ = ("_local", "layout", "home", "spent", "__weakref__")
+
+    def __init__(self, local: Any, layout: Layout, home: Home | None = None):
+        self._local = local
+        self.layout = layout
+        self.home = home
+        self.spent = ""
+
+    @property
+    def local(self) -> Tensor:
+        if self.spent:
+            raise RuntimeError(f"{self.layout.name!r}: {self.spent}")
+        return self._local
+
+    @property
+    def name(self) -> str:
+        return self.layout.name
+
+    @property
+    def shape(self) -> torch.Size:
+        return torch.Size(self.layout.shape)
+
+    @property
+    def ndim(self) -> int:
+        return self.layout.ndim
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return self.layout.dtype
+
+    @property
+    def device(self) -> torch.device:
+        return self.local.device
+
+    def numel(self) -> int:
+        return self.layout.numel
+
+    def with_local(self, local: Any) -> Sharded:
+        """The same place with another part, on its own."""
+        return type(self)(local, self.layout)
+
+    def __repr__(self) -> str:
+        held = tuple(self._local.shape) if isinstance(self._local, Tensor) else "?"
+        return f"Sharded({self.layout}, local {held})"
+
+    def __reduce__(self) -> Any:
+        # A part is a view of a buffer: without the clone the whole buffer is written.
+        return Sharded, (self.local.clone(), self.layout)
+
+    def __hash__(self) -> int:
+        return id(self)
+
+    def _refuse(self, what: str) -> NoReturn:
+        raise TypeError(
+            f"{what}: {self.layout.name or 'a leaf'!r} ({self.layout}) is sharded, and "
+            "no tensor outside a unit. Read it in an @ff.unit function under "
+            "ff.shard; map over its part with tree_map; use ff.global_norm or "
+            "ff.tree_sum for sums over elements, ff.unshard for the whole"
+        )
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__"):
+            raise AttributeError(name)
+        self._refuse(f"cannot read .{name}")
+
+    @classmethod
+    def __torch_function__(cls, func, types, args=(), kwargs=None):
+        for x in tree.leaves((args, kwargs), is_leaf=is_sharded):
+            if isinstance(x, Sharded):
+                x._refuse(f"cannot call {getattr(func, '__name__', func)}")
+        raise TypeError(f"cannot call {func}")
+
+
+def _refusal(name: str) -> Any:
+    def method(self: Sharded, *args: Any) -> NoReturn:
+        self._refuse(f"cannot use {name}")
+
+    return method
+
+
+_OPERATORS = (
+    "add radd sub rsub mul rmul truediv rtruediv floordiv rfloordiv mod rmod pow rpow "
+    "matmul rmatmul and rand or ror xor rxor lshift rshift neg pos abs invert eq ne lt "
+    "le gt ge bool len iter contains getitem setitem float int index complex iadd isub "
+    "imul itruediv"
+)
+for _name in _OPERATORS.split():
+    setattr(Sharded, f"__{_name}__", _refusal(f"__{_name}__"))
+
+
+def is_sharded(x: Any) -> bool:
+    """Whether ``x`` is a sharded leaf (for ``is_leaf=``)."""
+    return isinstance(x, Sharded)
+
+
+tree.register_node(
+    Sharded,
+    lambda leaf: ((leaf.local,), leaf.layout),
+    lambda layout, children: Sharded(children[0], layout),
+)
+
+
+class Home:
+    """One rank's range of a flat buffer, in which several leaves lie.
+
+    Args:
+        members: the layouts of the leaves, in the order of their offsets.
+        flat: the rank's range, ``[chunk]``, padding zero.
+        coordinates: the rank's, on the axes of the buffer.
+        whole: the whole buffer ``[size * chunk]``, where the rank keeps it (zero 1 and
+            2); ``flat`` may be a view of it.
+
+    ``whole`` is a cache: it shows what ``flat`` held when ``keep`` was called, and
+    ``shows`` tells whether that still holds.
+    """
+
+    __slots__ = ("members", "flat", "coordinates", "whole", "_version", "port")
+
+    def __init__(
+        self,
+        members: tuple[Layout, ...],
+        flat: Tensor,
+        coordinates: Mapping[str, int],
+        whole: Tensor | None = None,
+    ):
+        self.members = members
+        self.flat = flat
+        self.coordinates = coordinates
+        self.whole = whole
+        self._version: int | None = None
+        self.port: Any = None
+
+    @property
+    def buffer(self) -> str:
+        return self.place.buffer
+
+    @property
+    def place(self) -> Any:
+        flat = self.members[0].flat
+        if flat is None:
+            raise ValueError(f"{self.members[0]} lies in no buffer")
+        return flat
+
+    def keep(self, whole: Tensor) -> None:
+        """Remembers the gathered buffer."""
+        self.whole, self._version = whole, self.flat._version
+
+    def shows(self, dtype: torch.dtype) -> bool:
+        """Whether ``whole`` is there, in ``dtype``, and as new as ``flat``."""
+        whole = self.whole
+        if whole is None or whole.dtype != dtype or self.flat.is_inference():
+            return False
+        return self._version == self.flat._version
+
+    def leaves(self) -> list[Sharded]:
+        """The leaves, as views of ``flat``."""
+        found = []
+        for layout in self.members:
+            start, stop = layout.buffer_range(self.coordinates)
+            found.append(Sharded(self.flat[start:stop], layout, self))
+        return found
+
+    def like(self, flat: Tensor) -> Home:
+        """The same leaves over another flat tensor of the same length."""
+        return Home(self.members, flat, self.coordinates)
+
+
+class Buffers:
+    """A tree as few tensors: one for each home, one for each leaf without.
+
+    Args:
+        treedef, leaves: the tree, sharded leaves counting as leaves.
+        groups: positions of leaves that go together; a home where it is complete.
+        paths: the leaves' paths.
+    """
+
+    def __init__(self, treedef: Any, leaves: list[Any], groups: list[Any], paths: Any):
+        self.treedef, self.leaves, self.groups = treedef, leaves, groups
+        self._paths = paths
+
+    @property
+    def tensors(self) -> list[Any]:
+        return [
+            home.flat if home is not None else _part(self.leaves[positions[0]])
+            for positions, home in self.groups
+        ]
+
+    @property
+    def paths(self) -> list[list[str]]:
+        names = self._paths()
+        return [[names[i] for i in positions] for positions, _ in self.groups]
+
+    def rebuild(self, tensors: Sequence[Any]) -> Any:
+        """The tree with these tensors for ``self.tensors``, homes kept."""
+        leaves = list(self.leaves)
+        for (positions, home), x in zip(self.groups, tensors, strict=True):
+            if home is None:
+                old = leaves[positions[0]]
+                leaves[positions[0]] = (
+                    old.with_local(x) if isinstance(old, Sharded) else x
+                )
+            elif x is home.flat:  # written in place: the views are still right
+                for i in positions:
+                    old = leaves[i]
+                    leaves[i] = Sharded(old._local, old.layout, home)
+            else:
+                for i, leaf in zip(positions, home.like(x).leaves(), strict=True):
+                    leaves[i] = leaf
+        return tree.unflatten(self.treedef, leaves)
+
+
+def _part(leaf: Any) -> Any:
+    return leaf.local if isinstance(leaf, Sharded) else leaf
+
+
+def _groups(leaves: Sequence[Any]) -> dict[int, tuple[list[int], Home]]:
+    """Positions of the leaves of every home that is here complete and in order."""
+    found: dict[int, tuple[list[int], Home]] = {}
+    for i, leaf in enumerate(leaves):
+        home = leaf.home if isinstance(leaf, Sharded) else None
+        if home is not None:
+            leaf.local  # noqa: B018  (raises where the leaf was donated)
+            found.setdefault(id(home), ([], home))[0].append(i)
+    complete = {}
+    for key, (positions, home) in found.items():
+        order = {id(member): k for k, member in enumerate(home.members)}
+        ranked = {order.get(id(leaves[i].layout)): i for i in positions}
+        if len(positions) == len(order) and set(ranked) == set(order.values()):
+            complete[key] = ([ranked[k] for k in range(len(order))], home)
+    return complete
+
+
+def split_buffers(t: Any) -> Buffers:
+    """``t`` as few tensors."""
+    return split_alike(t)[0]
+
+
+def split_alike(*trees: Any) -> list[Buffers]:
+    """Trees of one structure as few tensors, cut at the same places in each."""
+    flats = [tree.flatten(t, is_leaf=is_sharded) for t in trees]
+    for t, (_, treedef) in zip(trees[1:], flats[1:], strict=True):
+        if treedef != flats[0][1]:
+            tree.check_same_structure(trees[0], t)
+    complete = [_groups(leaves) for leaves, _ in flats]
+    first = flats[0][0]
+    homes: list[dict[int, Home]] = [
+        {p[0]: home for p, home in groups.values()} for groups in complete
+    ]
+    positions = [{tuple(p) for p, _ in groups.values()} for groups in complete]
+    shared = set.intersection(*positions)
+    inside = {i: p for p in shared for i in p}
+    cuts: list[tuple[int, ...]] = []
+    seen: set[tuple[int, ...]] = set()
+    for i in range(len(first)):
+        p = inside.get(i, (i,))
+        if p not in seen:
+            seen.add(p)
+            cuts.append(p)
+    out = []
+    for (leaves, treedef), by_start, t in zip(flats, homes, trees, strict=True):
+        groups = [(list(p), by_start[p[0]] if p in shared else None) for p in cuts]
+        paths = lambda t=t: tree.paths(t, is_leaf=is_sharded)  # noqa: E731
+        out.append(Buffers(treedef, leaves, groups, paths))
+    return out
+
+
+def settle(t: Any, coordinates: Mapping[str, int]) -> Any:
+    """``t`` with every flat leaf in a home: leaves that have none are packed.
+
+    Cost: one copy of the leaves that had lost their home, which is what a user's own
+    elementwise update costs. Leaves of one buffer that occur several times in the
+    tree (moments beside parameters) get a home for each occurrence.
+    """
+    leaves, treedef = tree.flatten(t, is_leaf=is_sharded)
+    settled = {i for positions, _ in _groups(leaves).values() for i in positions}
+    loose: dict[Any, list[int]] = defaultdict(list)
+    times: dict[Any, int] = defaultdict(int)
+    for i, leaf in enumerate(leaves):
+        if isinstance(leaf, Sharded) and leaf.layout.flat is not None:
+            flat = leaf.layout.flat
+            which = (flat.buffer, flat.offset, leaf.layout.name)
+            occurrence, times[which] = times[which], times[which] + 1
+            if i not in settled:
+                key = (flat.buffer, flat.axes, leaf.local.dtype, occurrence)
+                loose[key].append(i)
+    if not loose:
+        return t
+    for positions in loose.values():
+        chosen = sorted(positions, key=lambda i: leaves[i].layout.flat.offset)
+        home = pack([leaves[i] for i in chosen], coordinates)
+        for i, leaf in zip(chosen, home.leaves(), strict=True):
+            leaves[i] = leaf
+    return tree.unflatten(treedef, leaves)
+
+
+def pack(leaves: Sequence[Sharded], coordinates: Mapping[str, int]) -> Home:
+    """A home for leaves of one buffer; what is missing of the buffer is zero."""
+    members = tuple(leaf.layout for leaf in leaves)
+    first = members[0].flat
+    if first is None:
+        raise ValueError(f"{members[0]} lies in no buffer")
+    own = {a: coordinates[a] for a in first.axes}
+    flat = leaves[0].local.new_zeros(first.chunk)
+    home = Home(members, flat, own)
+    with torch.no_grad():
+        for target, leaf in zip(home.leaves(), leaves, strict=True):
+            target.local.copy_(leaf.local)
+    return home

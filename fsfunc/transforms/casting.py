@@ -1,0 +1,47 @@
+"""``precision``: compute in one dtype, keep and update in another."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import torch
+
+from fsfunc.frames import frame, inside
+
+__all__ = ["precision"]
+
+
+def precision(
+    f: Callable[..., Any],
+    compute: torch.dtype,
+    reduce: torch.dtype | None = None,
+) -> Callable[..., Any]:
+    """``f`` with units computing in ``compute`` on parameters kept as they are.
+
+    A unit's parameters and floating inputs are cast; under ``shard`` the rank's part is
+    cast before the gather, which then moves the smaller dtype, and no full-size copy in
+    the wider one exists. Gradients are reduced in ``reduce`` and given in the dtype of
+    the parameters.
+
+    Args:
+        f: a unit, a loss, or a train step.
+        compute: the dtype of units' arithmetic, such as ``torch.bfloat16``.
+        reduce: the dtype of the reductions; by default ``compute``.
+
+    >>> import torch, fsfunc as ff
+    >>> unit = ff.unit(lambda p, x: p * x)
+    >>> ff.precision(unit, torch.bfloat16)(torch.ones(2), torch.ones(2)).dtype
+    torch.bfloat16
+    """
+    for name, dtype in (("compute", compute), ("reduce", reduce)):
+        if dtype is not None and not dtype.is_floating_point:
+            raise ValueError(f"{name}={dtype}: it is a floating dtype")
+
+    def run(*args: Any, **keywords: Any) -> Any:
+        outer = frame()
+        with inside(replace(outer, compute=compute, reduce=reduce)):
+            return f(*args, **keywords)
+
+    return run

@@ -1,0 +1,271 @@
+"""A sharded unit: gather, run, forget; gather again for the backward, and reduce.
+
+Two small ``autograd.Function`` frame the unit's own graph, which stays ordinary:
+
+``_Enter``  brings the parameters in as views of the gathered buffer; its backward has
+            all their gradients, writes them into one buffer and reduces it.
+``_Exit``   lets the outputs out; its backward comes first, and gathers again.
+
+After the forward pass the unit's part of the graph is walked once, and the saved
+tensors that lie in the gathered buffer get hooks that keep (shape, stride, offset) in
+place of the data. Nothing is hooked while the function runs, so autograd's version
+checks and other people's hooks keep working; and since a hooked tensor is unpacked with
+its own history, the backward can be differentiated again.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from fsfunc import _torch
+from fsfunc.accounting import label
+from fsfunc.collectives import Move, move
+from fsfunc.layout import Layout
+from fsfunc.sharded import Home
+
+__all__ = ["Arena", "Box", "Passage", "Use", "enter", "leave"]
+
+
+class Arena:
+    """Buffers that gathers and reductions use in turn (CPU; CUDA has its own cache).
+
+    A fresh buffer costs page faults: as much again as a gather on two local ranks.
+    A buffer comes back only when nothing else holds its storage. With ``poison`` it is
+    filled with NaN first, for tests.
+    """
+
+    poison = False
+
+    def __init__(self) -> None:
+        self.free: list[torch.UntypedStorage] = []
+
+    def get(self, count: int, dtype: torch.dtype, like: Tensor) -> Tensor:
+        """``count`` elements of memory whose contents mean nothing."""
+        if like.device.type != "cpu" or isinstance(like, _torch.FakeTensor):
+            return torch.empty(count, dtype=dtype, device=like.device)
+        size = count * dtype.itemsize
+        fits = [i for i, s in enumerate(self.free) if s.nbytes() >= size]
+        if fits:
+            storage = self.free.pop(min(fits, key=lambda i: self.free[i].nbytes()))
+        else:
+            if self.free:  # outgrown: one too small makes room for this one
+                self.free.pop(0)
+            storage = torch.UntypedStorage(size)
+        # A tensor per use: it has a version counter of its own.
+        return torch.empty(0, dtype=dtype).set_(storage, 0, (count,))
+
+    def put(self, buffer: Tensor) -> None:
+        """Takes a buffer back, unless somebody still holds its storage."""
+        if buffer.device.type != "cpu" or isinstance(buffer, _torch.FakeTensor):
+            return
+        if _torch.storage_uses(buffer) <= _ALONE and len(self.free) < 4:
+            if self.poison:
+                buffer.view(torch.uint8).fill_(255)  # NaN in every floating dtype
+            self.free.append(buffer.untyped_storage())
+
+
+_ALONE = _torch.storage_uses(torch.empty(1))
+
+
+@dataclass
+class Box:
+    """A buffer that a unit call gathered, while it is held."""
+
+    home: Home
+    full: Tensor | None
+    dtype: torch.dtype
+    kept: bool = False  # the home's own whole buffer: never dropped
+    grad: Tensor | None = None  # of the calls so far, where neighbours share it
+
+
+@dataclass
+class Use:
+    """One buffer in one unit call, and which leaves of the call lie in it."""
+
+    home: Home
+    positions: list[int]
+    layouts: list[Layout]
+    flat: Tensor  # differentiable where the home has no port
+
+
+@dataclass
+class Passage:
+    """One unit call on its way through: what forward leaves for backward."""
+
+    session: Any
+    name: str
+    key: tuple[int, ...]
+    micro: tuple[tuple[int, int], ...]
+    uses: list[Use]
+    reduce: torch.dtype | None
+    boxes: list[Box] = field(default_factory=list)
+    hooked: bool = False
+
+    def views(self) -> list[Tensor]:
+        """The parameters, as views of the gathered buffers, use by use."""
+        return [
+            _view(box.full, layout)
+            for use, box in zip(self.uses, self.boxes, strict=True)
+            for layout in use.layouts
+        ]
+
+
+def _strides(shape: Sequence[int]) -> tuple[int, ...]:
+    strides, step = [], 1
+    for n in reversed(shape):
+        strides.append(step)
+        step *= max(n, 1)
+    return tuple(reversed(strides))
+
+
+def _view(full: Tensor | None, layout: Layout) -> Tensor:
+    if full is None or layout.flat is None:
+        raise RuntimeError(f"{layout} is not gathered")
+    offset = full.storage_offset() + layout.flat.offset
+    shape = whole_shape(layout)
+    return full.as_strided(shape, _strides(shape), offset)
+
+
+def whole_shape(layout: Layout) -> tuple[int, ...]:
+    """The shape that a unit sees: what the parts before the flat one leave."""
+    if len(layout.parts) == 1:
+        return layout.shape
+    outer = Layout(layout.shape, layout.dtype, layout.parts[:-1])
+    return outer.local_shape({axis: 0 for axis in outer.axes})
+
+
+class _Enter(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, passage: Passage, token, *flats):  # type: ignore[override]
+        ctx.passage = passage
+        ctx.set_materialize_grads(False)
+        return (None if token is None else token.clone(), *passage.views())
+
+    @staticmethod
+    def backward(ctx, token, *grads):  # type: ignore[override]
+        passage: Passage = ctx.passage
+        with label(passage.name, "backward"):
+            found, i = [], 0
+            for use, box in zip(passage.uses, passage.boxes, strict=True):
+                mine = grads[i : i + len(use.layouts)]
+                i += len(use.layouts)
+                if torch.is_grad_enabled():
+                    found.append(_reduce_again(passage, use, box, mine))
+                else:
+                    found.append(passage.session.gradient_of(passage, use, box, mine))
+            passage.session.left_backward(passage)
+        return (None, token, *found)
+
+
+def _reduce_again(passage: Passage, use: Use, box: Box, grads: Sequence[Any]) -> Any:
+    """The reduction as differentiable collectives, for a backward of the backward."""
+    if not use.flat.requires_grad:
+        return None
+    place, parts, at = use.home.place, [], 0
+    for layout, g in zip(use.layouts, grads, strict=True):
+        offset, shape = _flat(layout).offset, whole_shape(layout)
+        parts.append(use.flat.new_zeros(offset - at))
+        g = use.flat.new_zeros(shape) if g is None else g
+        parts.append(g.reshape(-1).to(use.flat.dtype))
+        at = offset + g.numel()
+    parts.append(use.flat.new_zeros(place.size * place.chunk - at))
+    return passage.session.handler.reduce(torch.cat(parts), passage.session)
+
+
+def _flat(layout: Layout) -> Any:
+    if layout.flat is None:
+        raise RuntimeError(f"{layout} lies in no buffer")
+    return layout.flat
+
+
+class _Exit(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, passage: Passage, token, *outs):  # type: ignore[override]
+        ctx.passage = passage
+        ctx.leaves_unit = True
+        ctx.set_materialize_grads(False)
+        # Detached, not returned as they are: a later in-place change of an output is
+        # allowed, and is seen by the version check where the unit saved it.
+        return (None if token is None else token.clone(), *[y.detach() for y in outs])
+
+    @staticmethod
+    def backward(ctx, token, *grads):  # type: ignore[override]
+        passage: Passage = ctx.passage
+        with label(passage.name, "backward"):
+            passage.session.enters_backward(passage)
+        return (None, token, *grads)
+
+
+def enter(passage: Passage, token: Tensor | None) -> tuple[Tensor | None, list[Tensor]]:
+    """The token and the call's parameters, differentiable where they should be."""
+    flats = [use.flat for use in passage.uses]
+    tracked = torch.is_grad_enabled() and (
+        token is not None or any(f.requires_grad for f in flats)
+    )
+    if not tracked:
+        return token, passage.views()
+    token, *views = _Enter.apply(passage, token, *flats)
+    return token, views
+
+
+def leave(
+    passage: Passage,
+    token: Tensor | None,
+    views: Sequence[Tensor],
+    inputs: Sequence[Any],
+    outs: list[Any],
+    forget: bool,
+) -> tuple[Tensor | None, list[Any]]:
+    """The token and the outputs; what they saved of the parameters is forgotten."""
+    storages = {_torch.storage_key(v) for v in views}
+    for i, y in enumerate(outs):
+        if isinstance(y, Tensor) and _torch.storage_key(y) in storages:
+            outs[i] = y.clone()
+    tracked = [y for y in outs if isinstance(y, Tensor) and y.requires_grad]
+    if not tracked and token is None:
+        return token, outs
+    if forget:
+        stop = {v.grad_fn for v in (*views, *inputs) if isinstance(v, Tensor)}
+        nodes = _torch.graph_nodes([y.grad_fn for y in tracked], stop)
+        for use, box in zip(passage.uses, passage.boxes, strict=True):
+            if box.full is not None and not box.kept:
+                key = _torch.storage_key(box.full)
+                pack, unpack = _forgetting(passage, use, box)
+                count = _torch.hook_saved(nodes, key, pack, unpack)
+                passage.hooked = passage.hooked or count > 0
+    token, *exits = _Exit.apply(passage, token, *tracked)
+    found = iter(exits)
+    outs = [
+        next(found) if isinstance(y, Tensor) and y.requires_grad else y for y in outs
+    ]
+    return token, outs
+
+
+def _forgetting(passage: Passage, use: Use, box: Box) -> tuple[Any, Any]:
+    """Hooks that keep the place of a saved tensor in place of its data."""
+    start = 0 if box.full is None else box.full.storage_offset()
+
+    def pack(x: Tensor) -> tuple[Any, ...]:
+        return x.shape, x.stride(), x.storage_offset() - start
+
+    def unpack(packed: tuple[Any, ...]) -> Tensor:
+        shape, stride, offset = packed
+        full = box.full
+        if full is None:  # used beside its gradient's path: gathered for this use only
+            with label(passage.name, "backward"):
+                full = passage.session.gather(use.home, box.dtype)
+        return full.as_strided(shape, stride, full.storage_offset() + offset)
+
+    return pack, unpack
+
+
+def gathered(flat: Tensor, where: Any, size: int) -> Tensor:
+    """``flat`` gathered by a differentiable collective, under the mean over ranks."""
+    if size == 1:
+        return flat
+    return move(flat, Move("all_gather", "M", "M"), where)

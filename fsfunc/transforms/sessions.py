@@ -1,0 +1,297 @@
+"""What ``shard`` keeps during one gradient call: gathers in flight, reductions due."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from fsfunc.backends.base import Done
+from fsfunc.collectives import Group
+from fsfunc.frames import frame, running
+from fsfunc.sharded import Home
+from fsfunc.transforms.gathering import Arena, Box, Passage, Use, whole_shape
+
+__all__ = ["Port", "Session"]
+
+
+class Port:
+    """Where the gradient of a home gathers, past autograd."""
+
+    def __init__(self, home: Home):
+        self.home = home
+        self.grad: Tensor | None = None
+
+    def add(self, grad: Tensor) -> None:
+        grad = grad.to(self.home.flat.dtype)
+        self.grad = grad if self.grad is None else self.grad.add_(grad)
+
+
+@dataclass
+class _Reduction:
+    port: Port
+    work: Any
+    buffer: Tensor
+
+
+class Session:
+    """One gradient call, or one plain call, of a sharded function on one rank.
+
+    Args:
+        handler: the ``shard`` interpretation it belongs to.
+        where: the group over which parameters are cut; ``replicas``: the group over
+            which the cut parameters are repeated, if any.
+        order: the buffers of each unit call of the last such session, to prefetch by.
+    """
+
+    def __init__(
+        self,
+        handler: Any,
+        where: Group,
+        replicas: Group | None,
+        arena: Arena,
+        homes: Iterable[Home],
+        order: Sequence[tuple[str, ...]],
+    ):
+        self.handler, self.where, self.replicas = handler, where, replicas
+        self.arena, self.order = arena, order
+        self.homes = {home.buffer: home for home in homes}
+        self.depth = len(frame().micro)
+        self.seen: list[tuple[str, ...]] = []
+        self.flights: dict[str, tuple[Home, torch.dtype, Tensor, Any]] = {}
+        self.recent: list[Box] = []
+        self.passages: list[Passage] = []
+        self.reductions: list[_Reduction] = []
+        self.held: dict[Any, tuple[Port, Tensor]] = {}
+        replicated = () if replicas is None else replicas.axis
+        self.mean_axes = (*replicated, *where.axis)
+        self.mean_size = where.size * (1 if replicas is None else replicas.size)
+
+    # Gathers
+
+    def begin(self) -> None:
+        """A forward pass starts: what the last one left over is forgotten."""
+        self.drop(self.recent)
+        self.recent, self.passages, self.seen = [], [], []
+
+    def _whole(self, home: Home, dtype: torch.dtype) -> Tensor | None:
+        """The whole buffer where this rank has it without a gather."""
+        if home.place.size == 1 and home.flat.dtype == dtype:
+            return home.flat.detach()
+        return home.whole if home.shows(dtype) else None
+
+    def _start(self, home: Home, dtype: torch.dtype) -> tuple[Tensor, Any]:
+        place = home.place
+        source, count = home.flat.detach().to(dtype), place.size * place.chunk
+        if place.size == 1:  # cut over no axis: a cast is all that is needed
+            return source, Done(source)
+        full = home.whole
+        if full is None or full.dtype != dtype:
+            full = self.arena.get(count, dtype, source)
+        if self.where.size == 1:
+            return full.copy_(source), Done(full)
+        return full, self.where.start("all_gather", source, out=full)
+
+    def gather(self, home: Home, dtype: torch.dtype) -> Tensor:
+        """The whole buffer: what is in flight, or a gather that is waited for."""
+        whole = self._whole(home, dtype)
+        if whole is not None:
+            return whole
+        flight = self.flights.pop(home.buffer, None)
+        if flight is not None:
+            source, kind, full, work = flight
+            work.wait()
+            if source is home and kind == dtype:
+                return self._kept(home, full)
+            self.arena.put(full)
+        full, work = self._start(home, dtype)
+        work.wait()
+        return self._kept(home, full)
+
+    def _kept(self, home: Home, full: Tensor) -> Tensor:
+        """At zero 1 and 2 the state keeps what was gathered, until it changes."""
+        if self.handler.zero in (1, 2):
+            home.keep(full)
+        return full
+
+    def prefetch(self, buffers: Iterable[str], dtype: torch.dtype | None) -> None:
+        """Puts the gathers of these buffers in flight, where that is possible."""
+        for name in buffers:
+            home = self.homes.get(name)
+            if home is None or name in self.flights or self.where.size == 1:
+                continue
+            shared = "+" in name and any(b.home is home for b in self.recent)
+            kind = _dtype(home, dtype)
+            if shared or self._whole(home, kind) is not None:
+                continue
+            self.flights[name] = (home, kind, *self._start(home, kind))
+
+    def take(self, passage: Passage, dtype: torch.dtype | None) -> None:
+        """Brings in the whole parameters of a call, and sends for the next one's."""
+        old, self.recent = self.recent, []
+        again = running().recompute
+        for use in passage.uses:
+            kind, home = _dtype(use.home, dtype), use.home
+            box = next((b for b in old if b.home is home and b.full is not None), None)
+            if box is not None and (again or "+" in home.buffer):
+                old.remove(box)
+            elif (whole := self._whole(home, kind)) is not None:
+                box = Box(home, whole, kind, kept=True)
+            else:
+                if not (self.handler.keeps and torch.is_grad_enabled()):
+                    self.drop(old)  # before the new one is waited for
+                old = []
+                full = self.gather(home, kind)
+                box = Box(home, full, kind, kept=home.whole is full)
+            self.recent.append(box)
+        passage.boxes = list(self.recent)
+        if not (self.handler.keeps and torch.is_grad_enabled()):
+            self.drop(old)
+        names = tuple(use.home.buffer for use in passage.uses)
+        if again:
+            self._look_back(passage, dtype)
+            return
+        at = len(self.seen)
+        self.seen.append(names)
+        self.passages.append(passage)
+        if at + 1 < len(self.order) and self.order[at] == names:
+            self.prefetch(self.order[at + 1], dtype)
+
+    def drop(self, boxes: Iterable[Box]) -> None:
+        """Forgets gathered buffers."""
+        for box in list(boxes):
+            full, box.full = box.full, None
+            if full is not None and not box.kept:
+                self.arena.put(full)
+
+    # Backward
+
+    def _find(self, passage: Passage) -> int:
+        for i in range(len(self.passages) - 1, -1, -1):
+            if self.passages[i].key == passage.key:
+                return i
+        return 0
+
+    def _look_back(self, passage: Passage, dtype: torch.dtype | None) -> None:
+        at = self._find(passage)
+        del self.passages[at + 1 :]
+        if at > 0 and (self.passages[at - 1].hooked or running().recompute):
+            lost = [b for b in self.passages[at - 1].boxes if b.full is None]
+            self.prefetch([b.home.buffer for b in lost], dtype)
+
+    def enters_backward(self, passage: Passage) -> None:
+        """The cotangents of a call's outputs are here: gather again, look back."""
+        if passage.hooked:
+            for box in passage.boxes:
+                if box.full is None:
+                    box.full = self.gather(box.home, box.dtype)
+        dtypes = [b.dtype for b in passage.boxes]
+        self._look_back(passage, dtypes[0] if dtypes else None)
+
+    def left_backward(self, passage: Passage) -> None:
+        """A call's gradients are out: its buffers go, but for a neighbour's."""
+        at = self._find(passage)
+        before = self.passages[at - 1].boxes if at > 0 else []
+        self.drop(b for b in passage.boxes if not any(b is o for o in before))
+
+    def gradient_of(
+        self, passage: Passage, use: Use, box: Box, grads: Sequence[Tensor | None]
+    ) -> Tensor | None:
+        """Reduces one buffer's gradients; returns those that autograd carries on."""
+        port = use.home.port
+        if port is None and not use.flat.requires_grad:
+            return None
+        buffer = self._collect(passage, use, box, grads)
+        if box.grad is not None:
+            buffer.add_(box.grad)
+            self.arena.put(box.grad)
+            box.grad = None
+        at = self._find(passage)
+        if at > 0 and any(box is b for b in self.passages[at - 1].boxes):
+            box.grad = buffer  # the call before shares the buffer, and reduces it
+            return None
+        if port is None:
+            return self.handler.reduce(buffer, self).to(use.flat.dtype)
+        inner = passage.micro[self.depth :]
+        key = (id(use.home), passage.key)
+        if key in self.held:
+            _, so_far = self.held.pop(key)
+            buffer = so_far.add_(buffer)
+        if any(i < n - 1 for i, n in inner) or self.handler.zero == 1:
+            self.held[key] = (port, buffer)
+        else:
+            self._reduce(port, buffer)
+        return None
+
+    def _collect(
+        self, passage: Passage, use: Use, box: Box, grads: Sequence[Tensor | None]
+    ) -> Tensor:
+        """The gradients in one buffer, in the dtype of the reduction."""
+        place, dtype = use.home.place, passage.reduce or box.dtype
+        buffer = self.arena.get(place.size * place.chunk, dtype, box.home.flat)
+        targets, sources, at = [], [], 0
+        for layout, g in zip(use.layouts, grads, strict=True):
+            offset = layout.flat.offset if layout.flat else 0
+            count = math.prod(whole_shape(layout))
+            if g is None:
+                continue
+            if offset > at:
+                buffer[at:offset].zero_()
+            targets.append(buffer[offset : offset + count].view(g.shape))
+            sources.append(g)
+            at = offset + count
+        buffer[at:].zero_()
+        if targets:
+            torch._foreach_copy_(targets, sources)
+        return buffer
+
+    def _reduce(self, port: Port, buffer: Tensor) -> None:
+        """Puts a reduction in flight, and waits for the one before."""
+        place = port.home.place
+        work: Any = None
+        if self.where.size == 1:
+            pass
+        elif place.size == 1:
+            work = self.where.start("psum", buffer)
+        else:
+            work = self.where.start("psum_scatter", buffer)
+        self.reductions.append(_Reduction(port, work, buffer))
+        if len(self.reductions) > 1:
+            self._finish(self.reductions.pop(0))
+
+    def _finish(self, reduction: _Reduction) -> None:
+        grad = reduction.buffer
+        if reduction.work is not None:
+            grad = reduction.work.wait()
+        if self.replicas is not None and self.replicas.size > 1:
+            grad = self.replicas.start("psum", grad).wait()
+        reduction.port.add(grad)
+        if reduction.work is not None:
+            self.arena.put(reduction.buffer)
+
+    def finish(self) -> None:
+        """Waits for all that is due; the ports then hold the mean gradients."""
+        for port, buffer in self.held.values():
+            self._reduce(port, buffer)
+        self.held.clear()
+        while self.reductions:
+            self._finish(self.reductions.pop(0))
+        self.close()
+
+    def close(self) -> None:
+        """Takes in what is still in flight, and forgets every buffer."""
+        self.drop(self.recent)
+        self.recent = []
+        for _, _, full, work in self.flights.values():
+            work.wait()
+            self.arena.put(full)
+        self.flights.clear()
+
+
+def _dtype(home: Home, dtype: torch.dtype | None) -> torch.dtype:
+    real = home.flat.dtype.is_floating_point
+    return dtype if dtype is not None and real else home.flat.dtype

@@ -1,0 +1,414 @@
+"""``shard``: parameters, gradients and moments in parts, one per rank (ZeRO 0 to 3)."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from fsfunc import _torch, tree
+from fsfunc.accounting import label
+from fsfunc.autodiff import GradientCall, Outcome
+from fsfunc.collectives import Group, Move, group, move
+from fsfunc.frames import Interpretation, frame, inside, running
+from fsfunc.layout import Layout
+from fsfunc.mesh import Axis, Mesh, here
+from fsfunc.sharded import Home, Sharded, is_sharded, pack, settle
+from fsfunc.transforms.gathering import (
+    Arena,
+    Passage,
+    Use,
+    enter,
+    leave,
+    whole_shape,
+)
+from fsfunc.transforms.sessions import Port, Session
+from fsfunc.transforms.transforming import transformed
+
+__all__ = ["Sharding", "shard"]
+
+
+def shard(
+    f: Callable[..., Any],
+    mesh: Mesh,
+    axis: Axis,
+    *,
+    zero: int = 3,
+    replicate: Axis | None = None,
+    reshard_after_forward: bool = True,
+    min_bytes: int = 0,
+) -> Callable[..., Any]:
+    """``f`` with its units' parameters in parts over ``axis``, one part per rank.
+
+    Each unit gathers its parameters, runs, and forgets them; its backward gathers
+    again, without computing again, and reduces the gradients. The loss is this rank's
+    own mean; value and gradient are those of the mean over the ranks.
+
+    Args:
+        f: a unit, a loss, or a train step.
+        axis: the mesh axis, or several, over which the data vary.
+        zero: 3: parameters, gradients and moments in parts. 2: parameters whole,
+            gradients reduced as they appear. 1: the same, reduced when the backward
+            ends. 0: everything whole, gradients all-reduced unit by unit.
+        replicate: a further axis over which the parts are repeated (HSDP).
+        reshard_after_forward: at zero=3, False keeps what the forward gathered.
+        min_bytes: neighbouring units below this size share one buffer.
+
+    Raises:
+        ValueError: an unknown axis, ``zero`` outside 0..3, two transforms over one axis.
+
+    Cost, a rank and step, for P bytes of parameters and a = (n-1)/n: zero=3 gathers
+    each unit twice, but for the last one and those whose backward reads no parameter,
+    and reduces each once: at most 3aP. zero 1 and 2: one gather and one reduction a
+    unit, 2aP. zero=0: one all-reduce a unit, 2aP. Besides, one psum of the loss.
+
+    Source: ZeRO (Rajbhandari et al., 2020), sections 5 and 7; FairScale's FSDP.
+
+    >>> import torch, fsfunc as ff
+    >>> mesh = ff.make_mesh({"data": 2}, "simulated")
+    >>> unit = ff.unit(lambda p, x: x @ p["w"])
+    >>> def main():
+    ...     f = ff.shard(lambda p, x: unit(p, x).sum(), mesh, "data")
+    ...     params = ff.place(f, {"w": torch.ones(3, 1)}, torch.ones(2, 3))
+    ...     return params["w"].local.tolist(), f(params, torch.ones(2, 3)).item()
+    >>> ff.spmd(main, mesh)()
+    [([1.0, 1.0], 6.0), ([1.0], 6.0)]
+    """
+    if zero not in (0, 1, 2, 3):
+        raise ValueError(f"zero={zero!r}: it is 0, 1, 2 or 3")
+    names = mesh.check(axis)
+    copies = () if replicate is None else mesh.check(replicate)
+    if set(names) & set(copies):
+        raise ValueError(f"replicate={replicate!r} repeats an axis of {axis!r}")
+    handler = Sharding(mesh, names, zero, copies, reshard_after_forward, min_bytes)
+    return transformed(f, handler, handler.call)
+
+
+class Sharding(Interpretation):
+    """What ``shard`` makes of unit and gradient calls."""
+
+    def __init__(
+        self,
+        mesh: Mesh,
+        axis: tuple[str, ...],
+        zero: int,
+        copies: tuple[str, ...],
+        reshard: bool,
+        min_bytes: int,
+    ):
+        self.mesh, self.axis, self.zero, self.copies = mesh, axis, zero, copies
+        self.min_bytes = min_bytes
+        self.keeps = not reshard
+        self.arenas: dict[int, Arena] = defaultdict(Arena)
+        self.orders: dict[tuple[int, str], list[tuple[str, ...]]] = {}
+
+    @property
+    def axes(self) -> tuple[str, ...]:
+        return (*self.copies, *self.axis)
+
+    def groups(self) -> tuple[Group, Group | None]:
+        at = here(self.mesh)
+        return group(self.axis, at), group(self.copies, at) if self.copies else None
+
+    def expect(self, rank: int, order: list[tuple[str, ...]]) -> None:
+        """Which buffers unit calls will want, in order: what to prefetch by."""
+        self.orders[rank, "plain"] = self.orders[rank, "gradient"] = order
+
+    # A call of the transformed function
+
+    def call(self, f: Callable[..., Any], args: Any, keywords: Any) -> Any:
+        """Runs ``f`` in reach of this interpretation; what it changed is packed."""
+        before = frame()
+        for other in before.handlers:
+            taken = set(getattr(other, "axes", ())) & set(self.axes)
+            if taken:
+                raise ValueError(
+                    f"two transforms over one axis: {sorted(taken)} is taken by an "
+                    "outer one; shard each axis once"
+                )
+        at = here(self.mesh)
+        found = replace(before, handlers=(*before.handlers, self), at=at)
+        if before.recorder is not None:
+            with inside(found):
+                return f(*args, **keywords)
+        coordinates = at.mesh.coordinates(at.rank)
+        with inside(found):
+            args, keywords = settle((args, keywords), coordinates)
+            session = self._session((args, keywords), "plain", at.rank)
+            sessions = (*found.sessions, (self, session))
+            with inside(replace(found, sessions=sessions)):
+                out = f(*args, **keywords)
+            self._closed(session, "plain", at.rank)
+            return settle(out, coordinates)
+
+    def _session(self, values: Any, kind: str, rank: int) -> Session:
+        homes = [
+            x.home
+            for x in tree.leaves(values, is_leaf=is_sharded)
+            if isinstance(x, Sharded) and x.home is not None and self._mine(x.layout)
+        ]
+        where, replicas = self.groups()
+        order = self.orders.get((rank, kind), [])
+        return Session(self, where, replicas, self.arenas[rank], homes[::-1], order)
+
+    def _closed(self, session: Session, kind: str, rank: int) -> None:
+        session.close()
+        if session.seen:
+            self.orders[rank, kind] = session.seen
+
+    def _mine(self, layout: Layout) -> bool:
+        flat = layout.flat
+        return flat is not None and flat.axes in (self.axis, ())
+
+    # Unit calls
+
+    def unit(self, run: Callable[..., Any], call: Any) -> Callable[..., Any]:
+        if call.frame.recorder is not None:
+            return call.frame.recorder.unit(self, run, call)
+
+        def sharded(params: Any, *inputs: Any, **keywords: Any) -> Any:
+            leaves, treedef = tree.flatten(params, is_leaf=is_sharded)
+            mine = [i for i, x in enumerate(leaves) if self._reads(x, call)]
+            if not mine:
+                return run(params, *inputs, **keywords)
+            if _torch.functorch_active() or _torch.forward_ad_active():
+                self._compose(leaves, mine, call)
+                return run(tree.unflatten(treedef, leaves), *inputs, **keywords)
+            with label(call.name, "forward"):
+                passage, views, token = self._enter(leaves, mine, call)
+            out = run(tree.unflatten(treedef, leaves), *inputs, **keywords)
+            flat, spec = tree.flatten(out)
+            given = tree.leaves((inputs, keywords))
+            thread = running().thread
+            token = thread.token if thread is not None else token
+            forget = not running().recompute and not self.keeps
+            token, flat = leave(passage, token, views, given, flat, forget)
+            if thread is not None and token is not None:
+                thread.token = token
+            return tree.unflatten(spec, flat)
+
+        return sharded
+
+    def _reads(self, leaf: Any, call: Any) -> bool:
+        """Whether this call gathers the leaf: it is ours, and no inner unit's."""
+        if not isinstance(leaf, Sharded) or not self._mine(leaf.layout):
+            return False
+        owner = leaf.layout.flat.buffer.partition(":")[0]  # type: ignore[union-attr]
+        return not owner.startswith(call.name + "/")
+
+    def _enter(self, leaves: list[Any], mine: list[int], call: Any) -> Any:
+        """Takes in a call's parameters; ``leaves`` then hold the views."""
+        f = call.frame
+        session = f.session(self)
+        if session is None:
+            raise RuntimeError(f"{call.name} runs outside the sharded function")
+        uses = []
+        for positions in _by_buffer(leaves, mine):
+            chosen = [leaves[i] for i in positions]
+            home, flat = _home_of(chosen, here(self.mesh))
+            layouts = [x.layout for x in chosen]
+            uses.append(Use(home, positions, layouts, flat))
+        key = (*f.numbers, call.number)
+        passage = Passage(session, call.name, key, f.micro, uses, f.reduce)
+        session.take(passage, f.compute)
+        thread = running().thread
+        token, views = enter(passage, None if thread is None else thread.token)
+        if thread is not None and token is not None:
+            thread.token = token
+        order = [i for use in uses for i in use.positions]
+        for i, view in zip(order, views, strict=True):
+            leaves[i] = view
+        return passage, views, token
+
+    def _compose(self, leaves: list[Any], mine: list[int], call: Any) -> None:
+        """The same by differentiable collectives, of any order and under any map."""
+        where, _ = self.groups()
+        for positions in _by_buffer(leaves, mine):
+            chosen = [leaves[i] for i in positions]
+            place, at, pieces = chosen[0].layout.flat, here(self.mesh), []
+            coordinates = at.mesh.coordinates(at.rank)
+            end = 0
+            for x in chosen:
+                start, stop = x.layout.buffer_range(coordinates)
+                if stop > start:
+                    pieces += [x.local.new_zeros(start - end), x.local]
+                    end = stop
+            first = chosen[0].local
+            flat = torch.cat([*pieces, first.new_zeros(place.chunk - end)])
+            if call.frame.compute is not None and flat.is_floating_point():
+                flat = flat.to(call.frame.compute)
+            flat = self._spread(flat, where, place.size)
+            for i, x in zip(positions, chosen, strict=True):
+                start, shape = x.layout.flat.offset, whole_shape(x.layout)
+                count = torch.Size(shape).numel()
+                leaves[i] = flat[start : start + count].view(shape)
+
+    def _spread(self, flat: Tensor, where: Group, size: int) -> Tensor:
+        """A rank's range as the whole buffer, under the mean over ranks."""
+        _, replicas = self.groups()
+        if replicas is not None:
+            flat = move(flat, Move("enter", "M", "M"), replicas)
+        how = Move("all_gather", "M", "M") if size > 1 else Move("enter", "M", "M")
+        return move(flat, how, where)
+
+    def reduce(self, flat: Tensor, session: Session) -> Tensor:
+        """The transpose of :meth:`_spread`."""
+        whole = self.zero == 0
+        how = Move("psum" if whole else "psum_scatter", "M", "M")
+        flat = move(flat, how, session.where)
+        if session.replicas is not None:
+            flat = move(flat, Move("psum", "M", "M"), session.replicas)
+        return flat
+
+    # Gradient calls
+
+    def gradient(self, run: Callable[..., Any]) -> Callable[..., Any]:
+        def sharded(call: GradientCall) -> Outcome:
+            if frame().recorder is not None:
+                return run(call)
+            at = here(self.mesh)
+            args = settle(call.args, at.mesh.coordinates(at.rank))
+            composed = _torch.functorch_active() or _torch.forward_ad_active()
+            session = self._session((args, call.keywords), "gradient", at.rank)
+            ports = {} if composed else _ports(args, call.argnums, self._mine)
+            f = frame()
+            sizes = tuple((a, self.mesh.axes[a]) for a in self.axes)
+            where = tuple((self.mesh.coordinate(a, at.rank), n) for a, n in sizes)
+            within = replace(
+                f,
+                sessions=(*f.sessions, (self, session)),
+                varies=(*f.varies, *where),
+            )
+            try:
+                with inside(within):
+                    outcome = run(replace(call, args=args))
+                session.finish()
+                grads = _collected(outcome.grads, args, call.argnums, ports, session)
+            finally:
+                for port in ports.values():
+                    port.home.port = None
+            self._closed(session, "gradient", at.rank)
+            return _averaged(replace(outcome, grads=grads), session, composed, at)
+
+        return sharded
+
+
+def _by_buffer(leaves: list[Any], mine: list[int]) -> list[list[int]]:
+    """Positions of the leaves that are gathered together, in buffer order."""
+    found: dict[Any, list[int]] = {}
+    for i in mine:
+        x = leaves[i]
+        key = (
+            id(x.home) if x.home is not None else (x.layout.flat.buffer, x.local.dtype)
+        )
+        found.setdefault(key, []).append(i)
+    return [
+        sorted(p, key=lambda i: leaves[i].layout.flat.offset) for p in found.values()
+    ]
+
+
+def _home_of(chosen: list[Sharded], at: Any) -> tuple[Home, Tensor]:
+    """The home of leaves that go together, and the flat tensor to differentiate."""
+    home = chosen[0].home
+    if home is not None:
+        return home, home.flat
+    coordinates = at.mesh.coordinates(at.rank)
+    home = pack(chosen, coordinates)
+    if not (torch.is_grad_enabled() and any(x.local.requires_grad for x in chosen)):
+        return home, home.flat
+    pieces, end = [], 0
+    for x in chosen:
+        start, stop = x.layout.buffer_range(coordinates)
+        if stop > start:
+            pieces += [x.local.new_zeros(start - end), x.local]
+            end = stop
+    return home, torch.cat([*pieces, home.flat.new_zeros(home.flat.numel() - end)])
+
+
+def _ports(args: Any, argnums: Any, mine: Callable[[Layout], bool]) -> dict[int, Port]:
+    """A port for each home whose leaves are all differentiated here."""
+    chosen = [args[i] for i in argnums]
+    counts: dict[int, tuple[Home, int]] = {}
+    for x in tree.leaves(chosen, is_leaf=is_sharded):
+        if isinstance(x, Sharded) and x.home is not None and mine(x.layout):
+            home, count = counts.get(id(x.home), (x.home, 0))
+            counts[id(home)] = (home, count + 1)
+    ports = {}
+    for key, (home, count) in counts.items():
+        real = home.flat.is_floating_point() and not home.flat.requires_grad
+        if count == len(home.members) and real and home.port is None:
+            ports[key] = home.port = Port(home)
+    return ports
+
+
+def _collected(
+    grads: tuple[Any, ...],
+    args: Any,
+    argnums: Any,
+    ports: dict[int, Port],
+    session: Session,
+) -> tuple[Any, ...]:
+    """The gradients' trees, with what the ports gathered in its places."""
+    chosen = tuple(args[i] for i in argnums)
+    old, treedef = tree.flatten(chosen, is_leaf=is_sharded)
+    direct = tree.flatten(grads, is_leaf=lambda x: x is None or is_sharded(x))[0]
+    flats: dict[int, Home] = {}
+    for key, port in ports.items():
+        grad = port.grad
+        if grad is None:
+            grad = torch.zeros_like(port.home.flat)
+        flats[key] = port.home.like(grad)
+    if flats and session.mean_size > 1:
+        torch._foreach_div_([h.flat for h in flats.values()], session.mean_size)
+    leaves = {key: home.leaves() for key, home in flats.items()}
+    out = list(direct)
+    for i, x in enumerate(old):
+        if isinstance(x, Sharded) and id(x.home) in leaves:
+            k = [id(m) for m in x.home.members].index(id(x.layout))  # type: ignore[union-attr]
+            new = leaves[id(x.home)][k]
+            if direct[i] is not None and direct[i]._local is not None:
+                new.local.add_(direct[i].local)  # used beside a unit, as by tree_map
+            out[i] = new
+    return tree.unflatten(treedef, out)
+
+
+def _averaged(outcome: Outcome, session: Session, composed: bool, at: Any) -> Outcome:
+    """Loss, weight, floating scalars of aux and plain gradients: means over ranks."""
+    where = group(session.mean_axes, at)
+    n = session.mean_size
+    if n == 1:
+        return outcome
+    aux, spec = tree.flatten(outcome.aux)
+    picked = [
+        i
+        for i, x in enumerate(aux)
+        if isinstance(x, Tensor) and x.ndim == 0 and x.is_floating_point()
+    ]
+    one = torch.ones_like(outcome.total) if outcome.weight is None else outcome.weight
+    values = [outcome.total, *[aux[i] for i in picked], one]
+    how = Move("psum", "M", "M")
+    with label("", "loss"):
+        vector = torch.stack([v.to(outcome.total.dtype) for v in values])
+        means = list(move(vector, how, where).unbind())
+    weight = means.pop()
+    weight = None if outcome.weight is None else weight
+    for i, value in zip(picked, means[1:], strict=True):
+        aux[i] = value.to(aux[i].dtype)
+    leaves, treedef = tree.flatten(outcome.grads, is_leaf=is_sharded)
+    plain: dict[torch.dtype, list[int]] = defaultdict(list)
+    for i, x in enumerate(leaves):
+        if isinstance(x, Tensor):
+            plain[x.dtype].append(i)
+    for positions in plain.values():
+        flat = torch.cat([leaves[i].reshape(-1) for i in positions])
+        with label("", "plain gradients"):
+            flat = move(flat, how, where)
+        parts = flat.split([leaves[i].numel() for i in positions])
+        for i, part in zip(positions, parts, strict=True):
+            leaves[i] = part.view(leaves[i].shape)
+    grads = tree.unflatten(treedef, leaves)
+    return Outcome(means[0], weight, grads, tree.unflatten(spec, aux))

@@ -1,0 +1,112 @@
+"""The benchmarks run: every row of the table is there, and measured."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+BENCHMARKS = Path(__file__).resolve().parents[2] / "benchmarks"
+
+KEYS = [
+    "one_device",
+    "remat",
+    "zero0",
+    "zero1",
+    "zero2",
+    "zero3",
+    "zero3_remat",
+    "zero3_memory",
+    "zero3_remat_memory",
+    "zero0_memory",
+    "zero1_memory",
+    "zero2_memory",
+    "sharded_adam",
+    "unit_call",
+    "import",
+    "example",
+]
+ABSOLUTE = {"import", "example"}
+STEPS = {"one_device", "remat", "zero0", "zero1", "zero2", "zero3", "zero3_remat"}
+
+
+def run(script: str, *args: str, timeout: float) -> subprocess.CompletedProcess[str]:
+    # Alone, the rehearsal takes under a minute; the limits leave room for a busy
+    # machine. fsfunc is found in a checkout that nobody installed.
+    return subprocess.run(
+        [sys.executable, str(BENCHMARKS / script), *args],
+        env={**os.environ, "PYTHONPATH": str(BENCHMARKS.parent)},
+        capture_output=True,
+        text=True,
+        timeout=timeout,
+        check=False,
+    )
+
+
+@pytest.mark.processes
+def test_quick_comparison_measures_every_row(tmp_path: Path) -> None:
+    path = tmp_path / "compare.json"
+    done = run("compare.py", "--quick", "--json", str(path), timeout=240)
+    assert done.returncode == 0, done.stderr
+    record = json.loads(path.read_text())
+    assert [row["key"] for row in record["rows"]] == KEYS
+    for row in record["rows"]:
+        assert row["what"] in done.stdout
+        wanted = ["ours"] if row["key"] in ABSOLUTE else ["ours", "theirs", "ratio"]
+        if row["key"] in STEPS:
+            wanted += ["pure_ratio", "ours_to_floor"]
+        for figure in wanted:
+            value = row[figure]
+            assert value is not None and math.isfinite(value), (row["key"], figure)
+
+
+@pytest.mark.processes
+def test_bytes_sent_are_those_of_the_scheme(tmp_path: Path) -> None:
+    # Both gather the blocks twice and the rest once: FSDP2's root stays gathered; here
+    # an embedding's backward reads no parameter and the last unit stays gathered.
+    path = tmp_path / "sent.json"
+    done = run(
+        "compare.py",
+        "--quick",
+        "--only",
+        "zero0,zero3",
+        "--json",
+        str(path),
+        timeout=120,
+    )
+    assert done.returncode == 0, done.stderr
+    measured = json.loads(path.read_text())["measured"]
+    for group, ours, theirs in (("zero0", "zero0", "ddp"), ("zero3", "zero3", "fsdp2")):
+        sent = {name: measured[group][name]["sent_bytes"] for name in (ours, theirs)}
+        # Besides, one psum of the loss and its weight: 2α·2·4 bytes, α = 1/2.
+        assert sent[ours] - sent[theirs] == 8, sent
+
+
+def test_an_unknown_row_is_refused_with_the_names() -> None:
+    done = run("compare.py", "--only", "zero9", timeout=60)
+    assert done.returncode == 2
+    assert "no row zero9" in done.stderr and "zero3_remat" in done.stderr
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="is about machines without one")
+def test_gpu_benchmark_says_that_there_is_no_gpu() -> None:
+    done = run("gpu.py", timeout=60)
+    assert done.returncode == 1
+    assert "needs a CUDA device" in done.stderr and "Traceback" not in done.stderr
+
+
+def test_gpu_benchmark_rehearses_on_a_cpu(tmp_path: Path) -> None:
+    path = tmp_path / "gpu.json"
+    done = run(
+        "gpu.py", "--device", "cpu", "--rounds", "2", "--json", str(path), timeout=120
+    )
+    assert done.returncode == 0, done.stderr
+    measured = json.loads(path.read_text())["measured"]
+    assert set(measured) >= {"plain", "fsdp2", "zero0", "zero3", "zero3_remat"}
+    assert all(m["tokens_per_second"] > 0 for m in measured.values())

@@ -1,0 +1,127 @@
+"""What every test runs under: hypothesis' profile, one thread, and real processes."""
+
+import os
+import signal
+import subprocess
+import sys
+import textwrap
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from hypothesis import settings
+
+# derandomize: a failure in CI is a failure on every machine. No deadline: the first
+# example pays for torch's warm-up. No database in CI: the checkout may be read-only.
+settings.register_profile(
+    "ci", derandomize=True, deadline=None, max_examples=25, database=None
+)
+settings.register_profile("dev", deadline=None, max_examples=25)
+settings.load_profile("ci" if os.environ.get("CI") else "dev")
+
+TIME_LIMIT = 120  # seconds; a run of torchrun that takes longer hangs
+
+
+def pytest_configure() -> None:
+    torch.set_num_threads(1)
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    if torch.cuda.is_available():
+        return
+    for item in items:
+        if item.get_closest_marker("gpu"):
+            item.add_marker(pytest.mark.skip(reason="no CUDA device"))
+
+
+@pytest.fixture
+def torchrun(
+    tmp_path: Path, pytestconfig: pytest.Config
+) -> Callable[[str | Path, int], str]:
+    """Return run(script, nproc, *args, timeout=TIME_LIMIT) -> its stdout.
+
+    `script` is a path, or the text of a program. Raises AssertionError with all that
+    it printed where it fails, and TimeoutError where it does not end; no process is
+    left either way.
+    """
+
+    def run(
+        script: str | Path, nproc: int, *args: str, timeout: float = TIME_LIMIT
+    ) -> str:
+        if isinstance(script, str):
+            path = tmp_path / "program.py"
+            path.write_text(textwrap.dedent(script))
+        else:
+            path = script
+        # standalone: the launcher picks a free port itself.
+        launcher = ["-m", "torch.distributed.run", "--standalone"]
+        options = [f"--nproc-per-node={nproc}", f"--log-dir={tmp_path}"]
+        root = str(pytestconfig.rootpath)
+        outside = os.environ.get("PYTHONPATH")
+        env = os.environ | {
+            "OMP_NUM_THREADS": "1",
+            "PYTHONPATH": os.pathsep.join([root, outside] if outside else [root]),
+        }
+        if sys.platform == "linux":  # gloo would look up the host's name otherwise
+            env.setdefault("GLOO_SOCKET_IFNAME", "lo")
+        process = subprocess.Popen(
+            [sys.executable, *launcher, *options, str(path), *args],
+            env=env,
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+            start_new_session=True,
+        )
+        try:
+            out, err = process.communicate(timeout=timeout)
+        except subprocess.TimeoutExpired:
+            end(process.pid)
+            out, err = process.communicate(timeout=10)
+            raise TimeoutError(
+                f"{path.name} ran past {timeout} s\n{out}\n{err}"
+            ) from None
+        finally:
+            if process.poll() is None:  # Ctrl-C, for one
+                end(process.pid)
+                process.wait()
+        if process.returncode:
+            raise AssertionError(
+                f"{path.name} ended with {process.returncode}\n{out}\n{err}"
+            )
+        return out
+
+    return run
+
+
+def end(pid: int) -> None:
+    """Kill the process group that `pid` leads, and all that descend from it.
+
+    torchrun starts each worker in a session of its own, so that killing the group
+    alone would leave the workers running.
+    """
+    os.killpg(pid, signal.SIGSTOP)  # it starts no other while we count
+    below = descendants(pid)
+    os.killpg(pid, signal.SIGKILL)
+    for member in below:
+        try:
+            os.kill(member, signal.SIGKILL)
+        except ProcessLookupError:
+            pass  # it went with the group, or ended by itself
+
+
+def descendants(pid: int) -> list[int]:
+    """Return the processes below `pid`, parents first; [] where there is no /proc."""
+    children: dict[int, list[int]] = {}
+    for stat in Path("/proc").glob("[0-9]*/stat"):
+        try:
+            text = stat.read_text()
+        except (FileNotFoundError, ProcessLookupError):
+            continue  # it ended while we were reading
+        parent = int(text.rpartition(")")[2].split()[1])
+        children.setdefault(parent, []).append(int(stat.parent.name))
+    below = list(children.get(pid, []))
+    for child in below:  # grows while it is walked
+        below += children.get(child, [])
+    return below

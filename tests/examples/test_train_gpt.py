@@ -1,0 +1,268 @@
+"""The example as its user runs it: a program of its own, on real text."""
+
+import json
+import math
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+from types import ModuleType
+from typing import NamedTuple
+
+import pytest
+import torch
+
+ROOT = Path(__file__).parents[2]
+SCRIPT = ROOT / "examples" / "train_gpt.py"
+STEPS = 12
+SIZES = "--dim 32 --layers 2 --heads 2 --seq 32 --batch 8 --lr 1e-2 --sample 24".split()
+
+
+class Run(NamedTuple):
+    out: str
+    losses: dict
+
+
+def program(*args: str | Path, check: bool = True) -> subprocess.CompletedProcess:
+    path = os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])
+    env = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": path, "COLUMNS": "100"}
+    env.pop("WORLD_SIZE", None)
+    done = subprocess.run(
+        [sys.executable, str(SCRIPT), *map(str, args)],
+        env=env,
+        capture_output=True,
+        text=True,
+        timeout=90,
+    )
+    assert not check or done.returncode == 0, done.stdout + done.stderr
+    return done
+
+
+def train(folder: Path, *args: str | Path) -> Run:
+    path = folder / "losses.json"
+    out = program(*SIZES, "--losses", path, *args).stdout
+    return Run(out, json.loads(path.read_text()))
+
+
+@pytest.fixture(scope="module")
+def simulated(tmp_path_factory: pytest.TempPathFactory) -> Run:
+    """A run on two simulated ranks, which the others are compared with."""
+    folder = tmp_path_factory.mktemp("simulated")
+    return train(folder, "--ranks", "2", "--steps", str(STEPS))
+
+
+def table_below(out: str, title: str) -> list[list[str]]:
+    """The cells of the rows of the table with this title."""
+    body = out.split(title, 1)[1].split("└", 1)[0]
+    return [
+        [cell.strip() for cell in line.strip("│ ").split("│")]
+        for line in body.splitlines()
+        if line.startswith("│")
+    ]
+
+
+def numbers_held(rows: list[list[str]]) -> list[list[int]]:
+    """How many numbers a rank holds of each kind, from cells like 1,024 (4.0 KiB)."""
+    return [[int(c.split()[0].replace(",", "")) for c in row[1:]] for row in rows]
+
+
+def test_validation_loss_falls_from_chance(simulated: Run) -> None:
+    shown = [float(x) for x in re.findall(r"val loss (\d+\.\d{4})", simulated.out)]
+    held = [loss for _, loss in simulated.losses["validation"]]
+    assert shown == [round(loss, 4) for loss in held]
+    assert abs(shown[0] - math.log(256)) < 0.1
+    assert shown[-1] < 4.2
+    assert [step for step, _ in simulated.losses["validation"]][::6] == [0, STEPS]
+    assert len(simulated.losses["train"]) == STEPS
+
+
+def test_bar_is_shown_once(simulated: Run) -> None:
+    bars = re.findall(r"training .* 12/12 loss .* tokens/s", simulated.out)
+    assert len(bars) == 1
+
+
+def test_table_of_what_each_rank_holds(simulated: Run) -> None:
+    rows = table_below(simulated.out, "what each rank holds")
+    numbers = 256 * 32 + 32 * 32  # embedding
+    numbers += 2 * (12 * 32 * 32 + 2 * 32)  # blocks
+    numbers += 256 * 32 + 32  # head
+    half = numbers // 2
+    assert [row[0] for row in rows] == ["0", "1"]
+    assert numbers_held(rows) == [[half, half, 2 * half]] * 2
+
+
+def test_table_of_what_is_sent(simulated: Run) -> None:
+    rows = table_below(simulated.out, "sent by rank 0 in one step")
+    counts = {(op, axis): int(count) for op, axis, count, _ in rows}
+    # 4 units: the last stays gathered and the first reads nothing in its backward
+    assert counts["all_gather", "data"] == 2 * 4 - 1 - 1
+    assert counts["psum_scatter", "data"] == 4
+    assert counts["psum", "data"] == 2  # the loss, and the norm that clips
+    assert counts["all", ""] == sum(counts.values()) // 2
+
+
+def test_ranks_write_the_same_sample(simulated: Run) -> None:
+    first, second = simulated.losses["samples"]
+    assert first == second
+    assert first.startswith("def ")
+    assert len(first.encode()) > 12
+    assert first in simulated.out
+
+
+@pytest.mark.processes
+def test_processes_train_like_simulated_ranks(
+    simulated: Run, torchrun, tmp_path: Path
+) -> None:
+    path = tmp_path / "losses.json"
+    out = torchrun(SCRIPT, 2, *SIZES, "--steps", str(STEPS), "--losses", str(path))
+    found = json.loads(path.read_text())
+    assert found["train"] == pytest.approx(simulated.losses["train"], abs=1e-5)
+    steps, losses = zip(*found["validation"], strict=True)
+    expected = simulated.losses["validation"]
+    assert steps == tuple(step for step, _ in expected)
+    assert losses == pytest.approx([loss for _, loss in expected], abs=1e-5)
+    for title in ("what each rank holds", "sent by rank 0 in one step"):
+        assert table_below(out, title) == table_below(simulated.out, title)
+
+
+def test_order_of_transforms_does_not_change_losses(
+    simulated: Run, tmp_path: Path
+) -> None:
+    options = "--ranks 4 --zero 2 --remat --accumulate 2 --no-donate".split()
+    run = train(tmp_path, *options, "--steps", str(STEPS))
+    assert run.losses["train"] == pytest.approx(simulated.losses["train"], abs=1e-4)
+
+
+@pytest.mark.parametrize("zero", range(4))
+def test_every_stage_with_all_options(
+    zero: int, simulated: Run, tmp_path: Path
+) -> None:
+    options = f"--ranks 2 --zero {zero} --remat --accumulate 2 --bf16 --steps 2"
+    run = train(tmp_path, *options.split())
+    first, second = run.losses["train"]
+    assert first == pytest.approx(simulated.losses["train"][0], abs=0.02)
+    assert run.losses["validation"][-1][1] < run.losses["validation"][0][1]
+    rows = table_below(run.out, "what each rank holds")
+    whole, part = 42144, 21072
+    rest = part if zero else whole  # of zero=1, the gradients once they are reduced
+    for parameters, *others in numbers_held(rows):
+        assert others == [rest, 2 * rest]
+        if zero in (1, 2):  # its part, and a whole in bf16
+            assert part + whole <= parameters <= 2 * whole
+        else:
+            assert parameters == (part if zero == 3 else whole)
+    rows = table_below(run.out, "sent by rank 0 in one step")
+    counts = {op: int(count) for op, _, count, _ in rows[:-1]}
+    if zero == 0:
+        assert counts == {"psum": 4 + 2}
+    else:  # two microbatches, each recomputed; reduced once
+        gathers = 2 * (2 * 4 - 1) if zero == 3 else 4
+        assert counts == {"all_gather": gathers, "psum_scatter": 4, "psum": 2}
+
+
+def test_own_text_and_plot(tmp_path: Path) -> None:
+    text, picture = tmp_path / "mine.txt", tmp_path / "losses.png"
+    text.write_text("It was the best of times, it was the worst of times. " * 40)
+    options = ["--text", text, "--plot", picture, "--ranks", "1", "--steps", "3"]
+    run = train(tmp_path, *options)
+    assert picture.read_bytes().startswith(b"\x89PNG\r\n\x1a\n")
+    # one rank sends nothing
+    assert table_below(run.out, "sent by rank 0 in one step") == [
+        ["all", "", "0", "0 B"]
+    ]
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ("--batch 6 --ranks 4", "--batch 6 must be a multiple of 4 ranks"),
+        ("--dim 30 --heads 4", "--dim 30 must be a multiple of --heads 4"),
+        ("--steps 0", "--steps must be at least 1"),
+        ("--zero 4", "invalid choice: 4"),
+        ("--text no/such/text", "no such file or folder"),
+    ],
+)
+def test_bad_options_are_refused(
+    options: str, message: str, examples: dict[str, ModuleType], capsys
+) -> None:
+    with pytest.raises(SystemExit) as refused:
+        examples["options"].parse("", options.split())
+    assert refused.value.code == 2
+    assert message in capsys.readouterr().err
+
+
+@pytest.fixture
+def examples(monkeypatch: pytest.MonkeyPatch) -> dict[str, ModuleType]:
+    """The modules beside the script, as the script imports them."""
+    monkeypatch.syspath_prepend(SCRIPT.parent)
+    names = ("gpt", "options", "text")
+    found = {name: __import__(name) for name in names}
+    for name in names:
+        monkeypatch.delitem(sys.modules, name)
+    return found
+
+
+def test_corpus_is_text_only(examples: dict[str, ModuleType], tmp_path: Path) -> None:
+    for name, content in {
+        "b.txt": b"b" * 20,
+        "a/a.txt": b"a" * 10,
+        "binary": b"x\0y",
+        "test/skipped.txt": b"t" * 10,
+        ".git/skipped.txt": b"g" * 10,
+    }.items():
+        file = tmp_path / name
+        file.parent.mkdir(exist_ok=True)
+        file.write_bytes(content)
+    corpus = examples["text"].read_corpus(tmp_path)
+    assert bytes(corpus.train.tolist()) == b"a" * 9 + b"b" * 18
+    assert bytes(corpus.validation.tolist()) == b"abb"
+    assert corpus.files == 2
+    limited = examples["text"].read_corpus(tmp_path, max_bytes=15)
+    assert len(limited.train) + len(limited.validation) == 15
+
+
+def test_corpus_without_text_is_refused(
+    examples: dict[str, ModuleType], tmp_path: Path
+) -> None:
+    with pytest.raises(FileNotFoundError, match="no text in"):
+        examples["text"].read_corpus(tmp_path)
+
+
+def test_batch_is_windows_of_the_text(examples: dict[str, ModuleType]) -> None:
+    text = torch.arange(100, dtype=torch.uint8)
+    draw = examples["text"].draw_batch
+    batch = draw(text, 64, 7, torch.Generator().manual_seed(0))
+    start = batch["tokens"][:, :1]
+    assert torch.equal(batch["tokens"], start + torch.arange(7))
+    assert torch.equal(batch["targets"], batch["tokens"] + 1)
+    again = draw(text, 64, 7, torch.Generator().manual_seed(0))
+    assert torch.equal(again["tokens"], batch["tokens"])
+    with pytest.raises(ValueError, match="part of 100 bytes, and a window takes 101"):
+        draw(text, 1, 100, torch.Generator())
+
+
+def test_model_sees_only_the_past(examples: dict[str, ModuleType]) -> None:
+    gpt = examples["gpt"]
+    sizes = {"vocab": 256, "seq": 8, "dim": 16, "layers": 2, "heads": 2}
+    params = gpt.init_params(torch.Generator().manual_seed(0), **sizes)
+    x = torch.randn(1, 8, 16, generator=torch.Generator().manual_seed(1))
+    changed = x.clone()
+    changed[:, 5] += 1.0
+    before, after = (gpt.block(params["blocks"][0], y) for y in (x, changed))
+    assert torch.equal(before[:, :5], after[:, :5])
+    assert not torch.equal(before[:, 6], after[:, 6])
+
+
+def test_next_logits_are_those_of_the_loss(examples: dict[str, ModuleType]) -> None:
+    gpt = examples["gpt"]
+    sizes = {"vocab": 256, "seq": 8, "dim": 16, "layers": 1, "heads": 2}
+    params = gpt.init_params(torch.Generator().manual_seed(0), **sizes)
+    tokens = torch.tensor([[1, 2, 3]])
+    targets = torch.tensor([[4, 5, 6]])
+    losses = [
+        -gpt.next_logits(params, tokens[:, : i + 1]).log_softmax(-1)[0, targets[0, i]]
+        for i in range(3)
+    ]
+    loss = gpt.loss_fn(params, {"tokens": tokens, "targets": targets})
+    torch.testing.assert_close(torch.stack(losses).mean(), loss)

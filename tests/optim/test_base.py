@@ -1,0 +1,199 @@
+"""The contract of an optimizer, chains of them, and the small pieces."""
+
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+from hypothesis import given
+
+from fsfunc import tree
+from fsfunc.optim import (
+    Optimizer,
+    add_decayed_weights,
+    apply_updates,
+    chain,
+    clip_by_global_norm,
+    scale,
+    sgd,
+    sharded_adam,
+)
+from tests.optim.trees import (
+    SEEDS,
+    SHAPES,
+    assert_bits,
+    assert_near,
+    copies,
+    donated,
+    floating,
+    like,
+    params_of,
+    trained,
+    trained_by_update,
+)
+
+
+class State(NamedTuple):
+    params: Any
+    opt_state: Any
+
+    def apply_gradients(self, grads, optimizer):
+        return State(*optimizer.apply(grads, self.opt_state, self.params))
+
+
+def double(grads, state, params=None):
+    return tree.map(lambda g: 2 * g, grads), state + 1
+
+
+def test_update_alone_makes_an_optimizer():
+    optimizer = Optimizer(lambda params: 0, double)
+    p, g = torch.ones(2), torch.tensor([1.0, 2.0])
+    after, state = optimizer.apply(g, 0, p)
+    assert_bits([torch.tensor([3.0, 5.0]), 1], [after, state])
+    assert_bits(torch.ones(2), p)
+    with donated():
+        assert optimizer.apply(g, 0, p)[0] is p
+    assert_bits(after, p)
+
+
+def test_an_apply_of_ones_own_is_used_and_waits_for_its_commit():
+    called = []
+
+    def apply(grads, state, params):
+        called.append(state)
+        return params, state
+
+    optimizer = Optimizer(lambda params: 0, double, apply)
+    assert optimizer.apply(1, 2, 3) == (3, 2) and called == [2]
+    commit = optimizer.prepare(1, 5, 3)
+    assert called == [2]
+    assert commit() == (3, 5) and called == [2, 5]
+
+
+def test_an_optimizer_is_three_functions_and_a_fourth():
+    init, update, apply, prepare = sgd(0.1)
+    assert callable(init) and callable(update)
+    assert callable(apply) and callable(prepare)
+
+
+def test_called_on_a_gradient_function_it_is_a_train_step():
+    optimizer = sgd(0.5)
+
+    def grad_fn(params, x, *, shift=0.0):
+        return (params * x).sum() + shift, x
+
+    p, x = torch.ones(2), torch.tensor([1.0, 2.0])
+    step = optimizer(grad_fn)
+    state, metrics = step(State(p, optimizer.init(p)), x, shift=1.0)
+    assert_bits(torch.tensor([0.5, 0.0]), state.params)
+    assert metrics.keys() == {"loss"} and metrics["loss"] == 4.0
+    with_aux = optimizer(lambda params, x: ((params.sum(), {"n": 1}), x))
+    _, metrics = with_aux(State(p, optimizer.init(p)), x)
+    assert metrics == {"loss": p.sum(), "aux": {"n": 1}}
+
+
+@given(shapes=SHAPES, seed=SEEDS)
+def test_apply_updates(shapes, seed):
+    params = params_of(shapes, seed)
+    updates = like(params, seed + 1)
+    before = copies((params, updates))
+    added = apply_updates(params, updates)
+    assert_bits(before, (params, updates))
+    for p, u, a in zip(
+        floating(params), floating(updates), floating(added), strict=True
+    ):
+        assert_bits(p + u, a)
+    assert added["steps"] is params["steps"]
+    with donated():
+        assert_bits(added, apply_updates(params, updates))
+    assert_bits(added, params)
+
+
+def test_apply_updates_keeps_dtype_and_differentiates():
+    p = torch.ones(2).bfloat16()
+    assert_bits(torch.full((2,), 1.5).bfloat16(), apply_updates(p, torch.ones(2) / 2))
+    total = torch.func.grad(lambda u: (apply_updates(p.float(), u) ** 2).sum())
+    assert_bits(torch.full((2,), 4.0), total(torch.ones(2)))
+
+
+def test_a_chain_composes_in_order():
+    p, g = torch.tensor([10.0]), torch.tensor([4.0])
+    decay, half = add_decayed_weights(0.1), scale(-0.5)
+    for transforms, expected in [
+        ((decay, half), -(4 + 1) / 2),
+        ((half, decay), -4 / 2 + 1),
+        ((decay, half, sgd(2.0)), (4 + 1) / 2 * 2),
+    ]:
+        optimizer = chain(*transforms)
+        state = optimizer.init(p)
+        assert_bits(torch.tensor([expected]), optimizer.update(g, state, p)[0])
+        assert_bits(p + expected, optimizer.apply(g, state, p)[0])
+
+
+@given(shapes=SHAPES, seed=SEEDS)
+def test_apply_is_update_and_addition(shapes, seed):
+    params = params_of(shapes, seed)
+    grads = [like(params, seed + k, scale=10.0) for k in range(3)]
+
+    def schedule(count):
+        return 0.1 / (count + 1)
+
+    optimizer = chain(
+        clip_by_global_norm(1.0),
+        chain(scale(2.0), add_decayed_weights(0.1, lambda path, leaf: leaf.ndim > 1)),
+        sharded_adam(schedule, mask=lambda path, leaf: leaf.ndim > 1),
+    )
+    applied, state = trained(optimizer, params, grads)
+    updated, its_state = trained_by_update(optimizer, params, grads)
+    assert_near(floating(updated), floating(applied), 1e-5)
+    assert_near(its_state, state, 1e-5)
+    assert [state[2].count, its_state[2].count] == [3, 3]
+
+
+def test_a_chain_advances_the_state_of_each():
+    counted = Optimizer(lambda params: 0, double)
+    optimizer = chain(counted, counted, sgd(0.1, momentum=0.9))
+    p = torch.ones(1)
+    _, state = trained(optimizer, p, [p] * 3)
+    assert state[:2] == (3, 3) and state[2].count == 3
+    _, state = trained_by_update(optimizer, p, [p] * 3)
+    assert state[:2] == (3, 3) and state[2].count == 3
+
+
+def test_nothing_is_written_before_the_last_check():
+    def refuse(grads, state, params=None):
+        raise RuntimeError("a collective failed")
+
+    optimizer = chain(Optimizer(lambda params: (), refuse), sgd(0.1))
+    p = torch.ones(2)
+    with donated(), pytest.raises(RuntimeError, match="a collective failed"):
+        optimizer.apply(p.clone(), optimizer.init(p), p)
+    assert_bits(torch.ones(2), p)
+
+
+def test_bad_chains_are_refused():
+    with pytest.raises(ValueError, match="at least one"):
+        chain()
+    optimizer = chain(scale(1.0), sgd(0.1))
+    p = torch.ones(1)
+    with pytest.raises(ValueError, match="chain of 2 was given a state of 1"):
+        optimizer.apply(p, ((),), p)
+
+
+def test_decayed_weights_by_mask():
+    with pytest.raises(ValueError, match="weight_decay is -1"):
+        add_decayed_weights(-1)
+    decay = add_decayed_weights(0.5, lambda path, leaf: path == "w")
+    params = {"w": torch.ones(1), "b": torch.ones(1), "n": 3}
+    grads = {"w": torch.ones(1), "b": torch.ones(1), "n": None}
+    updates, _ = decay.update(grads, (), params)
+    assert_bits({"w": torch.tensor([1.5]), "b": torch.ones(1), "n": None}, updates)
+    with pytest.raises(ValueError, match="needs them"):
+        decay.update(grads, ())
+
+
+def test_scale_leaves_other_leaves_alone():
+    grads = {"w": torch.ones(1), "n": 3, "i": torch.tensor(2)}
+    assert_bits(
+        {"w": torch.tensor([3.0]), "n": 3, "i": torch.tensor(2)},
+        scale(3.0).update(grads, ())[0],
+    )

@@ -1,0 +1,132 @@
+"""Masks and partitions: each leaf to one optimizer, or to none."""
+
+import pytest
+import torch
+from hypothesis import given
+
+from fsfunc import tree
+from fsfunc.optim import (
+    Optimizer,
+    chain,
+    clip_by_global_norm,
+    masked,
+    partition,
+    sgd,
+    sharded_adam,
+)
+from tests.optim.trees import (
+    SEEDS,
+    SHAPES,
+    assert_bits,
+    assert_near,
+    copies,
+    donated,
+    floating,
+    like,
+    params_of,
+    trained,
+    trained_by_update,
+)
+
+
+def two():
+    return {"a": torch.ones(2), "b": torch.ones(2)}
+
+
+def only_a(path, leaf):
+    return path == "a"
+
+
+def test_masked_freezes_the_rest():
+    optimizer = masked(sharded_adam(0.1), only_a)
+    params = two()
+    after, state = trained(optimizer, params, [two()] * 2)
+    assert after["b"] is params["b"]
+    assert state["trained"].mu["b"] is None
+    alone, its = trained(sharded_adam(0.1), {"a": params["a"]}, [{"a": two()["a"]}] * 2)
+    assert_bits(alone["a"], after["a"])
+    assert_bits(its.nu["a"], state["trained"].nu["a"])
+    updates, _ = optimizer.update(two(), state, params)
+    assert updates["b"] is None and updates["a"] is not None
+
+
+def test_a_masked_norm_counts_what_is_selected():
+    optimizer = masked(chain(clip_by_global_norm(1.0), sgd(1.0)), only_a)
+    grads = {"a": torch.tensor([3.0, 4.0]), "b": torch.full((2,), 1e6)}
+    after, _ = trained(optimizer, two(), [grads])
+    torch.testing.assert_close(after["a"], torch.tensor([0.4, 0.2]))
+
+
+def test_a_chain_of_two_masks_is_refused():
+    optimizer = chain(
+        masked(sgd(1.0), only_a), masked(sgd(1.0), lambda path, leaf: path == "b")
+    )
+    with pytest.raises(ValueError, match="write partition"):
+        trained(optimizer, two(), [two()])
+
+
+@given(shapes=SHAPES, seed=SEEDS)
+def test_a_partition_is_each_optimizer_on_its_own_leaves(shapes, seed):
+    def label(path, leaf):
+        return "adam" if leaf.ndim > 1 else "sgd" if path != "head" else None
+
+    optimizers = {
+        "adam": chain(clip_by_global_norm(1.0), sharded_adam(0.1)),
+        "sgd": sgd(0.1, momentum=0.9),
+    }
+    params = params_of(shapes, seed)
+    grads = [like(params, seed + k) for k in range(3)]
+    before = copies((params, grads))
+    both = partition(optimizers, label)
+    if all(label(p, x) is None for p, x in _named(params)):
+        return
+    after, state = trained(both, params, grads)
+    assert_bits(before, (params, grads))
+    updated, _ = trained_by_update(both, params, grads)
+    assert_near(floating(after), floating(updated), 1e-5)
+    for name, optimizer in optimizers.items():
+        mine = {p: x for p, x in _named(params) if label(p, x) == name}
+        its_grads = [{p: x for p, x in _named(g) if p in mine} for g in grads]
+        alone, its_state = trained(optimizer, mine, its_grads)
+        found = {p: x for p, x in _named(after) if p in mine}
+        assert_bits(alone, found)
+        assert len(tree.leaves(state[name])) == len(tree.leaves(its_state))
+    for path, x in _named(after):
+        if label(path, x) is None:
+            assert x is dict(_named(params))[path]
+    with donated():
+        assert_bits((after, state), trained(both, params, grads))
+
+
+def _named(values):
+    paths, leaves, _ = tree.flatten_with_paths(values)
+    return [(p, x) for p, x in zip(paths, leaves, strict=True) if p != "steps"]
+
+
+def test_nothing_is_written_before_every_part_is_ready():
+    def refuse(grads, state, params=None):
+        raise RuntimeError("a collective failed")
+
+    late = chain(Optimizer(lambda params: (), refuse), sgd(0.1))
+    optimizer = partition({"a": sgd(0.1), "b": late}, lambda path, leaf: path)
+    params = two()
+    with donated(), pytest.raises(RuntimeError, match="a collective failed"):
+        optimizer.apply(two(), optimizer.init(params), params)
+    assert_bits(two(), params)
+
+
+def test_a_part_may_go_without_gradients():
+    optimizer = partition({"a": sgd(0.1), "b": sgd(0.1)}, lambda path, leaf: path)
+    params = two()
+    after, _ = trained(optimizer, params, [{"a": torch.ones(2), "b": None}])
+    assert after["b"] is params["b"] and not torch.equal(after["a"], params["a"])
+
+
+def test_bad_labels_and_states_are_refused():
+    with pytest.raises(ValueError, match="'b' is labelled 'b', which names no"):
+        partition({"a": sgd(0.1)}, lambda path, leaf: path).init(two())
+    optimizer = partition({"a": sgd(0.1)}, lambda path, leaf: "a")
+    with pytest.raises(ValueError, match="labels \\['b'\\], the optimizers have"):
+        optimizer.apply(two(), {"b": ()}, two())
+    with pytest.raises(tree.TreeMismatch, match="gradients do not fit"):
+        optimizer.apply({"a": two()["a"]}, optimizer.init(two()), two())

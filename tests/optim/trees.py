@@ -1,0 +1,102 @@
+"""What the tests of optimizers share: trees to draw, and torch's own optimizers."""
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+
+import torch
+from hypothesis import strategies as st
+
+from fsfunc import tree
+from fsfunc.frames import frame, inside
+from fsfunc.sharded import is_sharded
+
+SHAPES = st.lists(
+    st.lists(st.integers(0, 5), max_size=3).map(tuple), min_size=1, max_size=4
+)
+SEEDS = st.integers(0, 2**31 - 1)
+
+
+def params_of(shapes, seed, dtype=torch.float32):
+    """A nested tree with one leaf for each shape, an integer leaf and a None."""
+    generator = torch.Generator().manual_seed(seed)
+    made = [torch.randn(s, generator=generator, dtype=dtype) for s in shapes]
+    return {"blocks": made[1:], "head": made[0], "steps": torch.tensor(3), "no": None}
+
+
+def like(params, seed, scale=1.0):
+    """Random gradients of ``params``: None for what is not floating."""
+    generator = torch.Generator().manual_seed(seed)
+
+    def draw(p):
+        if not p.dtype.is_floating_point:
+            return None
+        return scale * torch.randn(p.shape, generator=generator, dtype=p.dtype)
+
+    return tree.map(draw, params)
+
+
+def floating(values):
+    """The floating tensors of a tree, those of shards included."""
+    held = [x.local if is_sharded(x) else x for x in tree.leaves(values, is_sharded)]
+    return [
+        x for x in held if isinstance(x, torch.Tensor) and x.dtype.is_floating_point
+    ]
+
+
+def copies(values):
+    return tree.map(lambda x: x.clone() if isinstance(x, torch.Tensor) else x, values)
+
+
+def by_torch(make: Callable, params, grads_of_steps):
+    """The floating leaves of ``params`` after steps of a ``torch.optim`` optimizer."""
+    leaves = [torch.nn.Parameter(x.clone()) for x in floating(params)]
+    optimizer = make(leaves)
+    for grads in grads_of_steps:
+        for leaf, grad in zip(leaves, floating(grads), strict=True):
+            leaf.grad = grad.clone()
+        optimizer.step()
+    return [leaf.detach() for leaf in leaves]
+
+
+def trained(optimizer, params, grads_of_steps):
+    """(params, state) after steps by ``apply``."""
+    state = optimizer.init(params)
+    for grads in grads_of_steps:
+        params, state = optimizer.apply(grads, state, params)
+    return params, state
+
+
+def trained_by_update(optimizer, params, grads_of_steps):
+    """(params, state) after steps by ``update`` and an addition leaf by leaf."""
+    state = optimizer.init(params)
+    for grads in grads_of_steps:
+        updates, state = optimizer.update(grads, state, params)
+        leaves, treedef = tree.flatten(params)
+        added = treedef.flatten_up_to(updates)
+        params = tree.unflatten(
+            treedef,
+            [p if u is None else p + u for p, u in zip(leaves, added, strict=True)],
+        )
+    return params, state
+
+
+@contextmanager
+def donated() -> Iterator[None]:
+    with inside(replace(frame(), donated=True)):
+        yield
+
+
+def assert_bits(expected, actual):
+    """Two lists (or trees) hold the same bits."""
+    expected, actual = tree.leaves(expected), tree.leaves(actual)
+    assert len(expected) == len(actual)
+    for x, y in zip(expected, actual, strict=True):
+        torch.testing.assert_close(y, x, rtol=0, atol=0, equal_nan=True)
+
+
+def assert_near(expected, actual, tolerance=1e-6):
+    expected, actual = tree.leaves(expected), tree.leaves(actual)
+    assert len(expected) == len(actual)
+    for x, y in zip(expected, actual, strict=True):
+        torch.testing.assert_close(y, x, rtol=tolerance, atol=tolerance)

@@ -1,0 +1,329 @@
+"""The house has floors: a file imports from those below it, and from no private torch.
+
+The checks read the source and run nothing, so that imports inside functions and under
+`TYPE_CHECKING` count too. Each check is also shown a small house that breaks its rule.
+"""
+
+import ast
+from collections.abc import Iterator
+from fnmatch import fnmatch
+from pathlib import Path
+
+import pytest
+
+PACKAGE = "fsfunc"
+ROOT = Path(__file__).parent.parent
+
+# A pattern ending in "/" covers a folder. A new file needs a floor here.
+FLOORS = [
+    (0, ["tree.py", "structure.py", "_torch.py"]),
+    (1, ["layout.py", "parts.py", "pieces.py", "resharding.py"]),
+    (1, ["mesh.py", "sharded.py"]),
+    (2, ["accounting.py", "collectives.py", "launching.py", "backends/"]),
+    (3, ["frames.py", "units.py", "autodiff.py"]),
+    (4, ["optim/"]),
+    (5, ["transforms/", "recording.py"]),
+    (6, ["training.py"]),
+    (7, ["testing/"]),
+    (8, ["__init__.py"]),
+]
+
+PRIVATE_TORCH_LIVES_IN = "_torch.py"
+# The one flattener registers its nodes with torch: there is no public way to.
+PRIVATE_TORCH_IN = {"tree.py": ["torch.utils._pytree", "torch.utils._pytree.*"]}
+# The operators of torch's own optimizers: private by name, stable in fact, and without
+# a public equal.
+PRIVATE_TORCH_ANYWHERE = ["torch._foreach_*", "torch._fused_*"]
+
+House = dict[str, str]  # path below the package -> source
+
+
+def the_house() -> House:
+    """Return the source of every file of the package."""
+    package = ROOT / PACKAGE
+    return {
+        path.relative_to(package).as_posix(): path.read_text()
+        for path in sorted(package.rglob("*.py"))
+    }
+
+
+def floor(path: str) -> int | None:
+    """Return the floor of a file, None where the table has none for it."""
+    for number, patterns in FLOORS:
+        for pattern in patterns:
+            if path == pattern or pattern.endswith("/") and path.startswith(pattern):
+                return number
+    return None
+
+
+def module_name(path: str) -> str:
+    """Return the dotted name under which a file is imported."""
+    parts = [PACKAGE, *path.removesuffix(".py").split("/")]
+    return ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
+
+
+def imported_names(path: str, tree: ast.AST) -> Iterator[tuple[int, str, str | None]]:
+    """Yield (line, module, name) for each import: name is None for a whole module."""
+    package = module_name(path).split(".")
+    if not path.endswith("__init__.py"):
+        package.pop()
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            for alias in node.names:
+                yield node.lineno, alias.name, None
+        elif isinstance(node, ast.ImportFrom):
+            base = package[: len(package) + 1 - node.level] if node.level else []
+            module = ".".join([*base, *([node.module] if node.module else [])])
+            for alias in node.names:
+                yield node.lineno, module, alias.name
+        elif isinstance(node, ast.Call) and node.args:
+            called = ast.unparse(node.func).rpartition(".")[2]
+            name = node.args[0]
+            if called in ("import_module", "__import__") and isinstance(
+                name, ast.Constant
+            ):
+                relative = str(name.value).startswith(".")
+                prefix = ".".join(package) if relative else ""
+                yield node.lineno, prefix + str(name.value), None
+
+
+def imports(house: House) -> dict[str, dict[str, int]]:
+    """Return, for every file, the files of the house that it imports, with a line."""
+    file_of = {module_name(path): path for path in house}
+    found: dict[str, dict[str, int]] = {}
+    for path, source in house.items():
+        edges = found[path] = {}
+        for line, module, name in imported_names(path, ast.parse(source)):
+            inner = f"{module}.{name}"
+            target = file_of.get(inner, file_of.get(module))
+            if target is None:
+                if module.partition(".")[0] == PACKAGE:
+                    edges[f"(no such module) {module}"] = line
+                continue
+            edges.setdefault(target, line)
+            # Importing a.b.c runs a/b/__init__.py, unless we are inside a.b already.
+            steps = target.split("/")[:-1]
+            for depth in range(1, len(steps) + 1):
+                folder = "/".join(steps[:depth]) + "/"
+                initial = folder + "__init__.py"
+                if initial in house and not path.startswith(folder):
+                    edges.setdefault(initial, line)
+    return found
+
+
+def floor_faults(house: House) -> list[str]:
+    """Return files without a floor, and imports that go up or lead nowhere."""
+    faults = [
+        f"{path}: has no floor in FLOORS" for path in house if floor(path) is None
+    ]
+    for path, targets in imports(house).items():
+        for target, line in targets.items():
+            here, there = floor(path), floor(target)
+            if target.startswith("("):
+                faults.append(f"{path}:{line}: {target}")
+            elif here is not None and there is not None and there > here:
+                faults.append(
+                    f"{path}:{line}: floor {here} imports {target} of floor {there}"
+                )
+    return faults
+
+
+def cycles(house: House) -> list[str]:
+    """Return the chains of imports that lead back to where they began."""
+    graph = imports(house)
+    faults, done = [], set()
+
+    def visit(path: str, chain: list[str]) -> None:
+        if path in chain:
+            faults.append(" -> ".join([*chain[chain.index(path) :], path]))
+        elif path not in done and path in graph:
+            for target in graph[path]:
+                visit(target, [*chain, path])
+            done.add(path)
+
+    for path in graph:
+        visit(path, [])
+    return faults
+
+
+def is_private(name: str) -> bool:
+    return name.startswith("_") and not (name.startswith("__") and name.endswith("__"))
+
+
+def torch_names(path: str, tree: ast.AST) -> Iterator[tuple[int, str]]:
+    """Yield (line, dotted name) for everything reached by name from torch."""
+    bound = {}
+    for line, module, name in imported_names(path, tree):
+        if module.partition(".")[0] in ("torch", "functorch"):
+            yield line, f"{module}.{name}" if name else module
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            for alias in node.names:
+                root = alias.name.partition(".")[0]
+                bound[alias.asname or root] = alias.name if alias.asname else root
+        elif isinstance(node, ast.ImportFrom) and not node.level:
+            for alias in node.names:
+                bound[alias.asname or alias.name] = f"{node.module}.{alias.name}"
+    for node in ast.walk(tree):
+        steps, below = [], node
+        while isinstance(below, ast.Attribute):
+            steps.append(below.attr)
+            below = below.value
+        if steps and isinstance(below, ast.Name):
+            base = bound.get(below.id, "")
+            if base.partition(".")[0] in ("torch", "functorch"):
+                yield node.lineno, ".".join([base, *reversed(steps)])
+
+
+def private_faults(house: House) -> list[str]:
+    """Return the uses of torch's private names outside the file made for them."""
+    faults = set()
+    for path, source in house.items():
+        allowed = [*PRIVATE_TORCH_ANYWHERE, *PRIVATE_TORCH_IN.get(path, [])]
+        if path == PRIVATE_TORCH_LIVES_IN:
+            continue
+        for line, name in torch_names(path, ast.parse(source)):
+            steps = name.split(".")
+            first = next((i for i, s in enumerate(steps) if is_private(s)), None)
+            if first is None or any(fnmatch(name, pattern) for pattern in allowed):
+                continue
+            faults.add(f"{path}:{line}: {'.'.join(steps[: first + 1])} is private")
+    return sorted(faults)
+
+
+def name_faults(house: House) -> list[str]:
+    """Return the modules that bear the name of a public function or class.
+
+    Importing such a module puts it in the function's place. Public is what its own
+    file defines, and what an `__init__.py` names (in a string too: it may be lazy).
+    """
+    defined: dict[str, list[str]] = {}
+    exported: set[str] = set()
+    for path, source in house.items():
+        tree = ast.parse(source)
+        for node in tree.body:
+            if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
+                defined.setdefault(node.name, []).append(path)
+        if path.endswith("__init__.py"):
+            for node in ast.walk(tree):
+                if isinstance(node, ast.alias):
+                    exported.add(node.asname or node.name)
+                elif isinstance(node, ast.Constant):
+                    exported.add(str(node.value))
+    faults = []
+    for path in house:
+        name = module_name(path).rpartition(".")[2]
+        places = defined.get(name, [])
+        if path in places or places and name in exported:
+            faults.append(f"{path}: {name} is also defined in {places[0]}")
+    return faults
+
+
+@pytest.mark.parametrize("check", [floor_faults, cycles, private_faults, name_faults])
+def test_the_house_keeps_the_rule(check):
+    assert check(the_house()) == []
+
+
+def test_the_house_is_read():
+    house = the_house()
+    assert "structure.py" in imports(house)["tree.py"]
+    names = [name for _, name in torch_names("tree.py", ast.parse(house["tree.py"]))]
+    assert "torch.utils._pytree.register_pytree_node" in names
+
+
+@pytest.mark.parametrize(
+    ("source", "fault"),
+    [
+        ("import fsfunc.units", "imports units.py of floor 3"),
+        ("from fsfunc import units", "imports units.py of floor 3"),
+        ("from fsfunc.units import unit", "imports units.py of floor 3"),
+        ("from .units import unit", "imports units.py of floor 3"),
+        ("from . import units", "imports units.py of floor 3"),
+        ("def late():\n    from fsfunc import units", "mesh.py:2: floor 1"),
+        ("import fsfunc as ff", "imports __init__.py of floor 8"),
+        ("from importlib import import_module as i; i('x')", None),
+        ("import importlib; importlib.import_module('fsfunc.units')", "units.py"),
+        ("import importlib; importlib.import_module('.units', __package__)", "units"),
+        ("import fsfunc.nowhere", "no such module"),
+        ("import fsfunc.tree", None),
+        ("from fsfunc import tree", None),
+        ("from torch import units", None),
+    ],
+)
+def test_an_import_upward_is_seen(source, fault):
+    house = {"tree.py": "", "mesh.py": source, "units.py": "", "__init__.py": ""}
+    assert_one_fault(floor_faults(house), fault)
+
+
+def test_a_file_without_a_floor_is_seen():
+    assert floor_faults({"odd.py": ""}) == ["odd.py: has no floor in FLOORS"]
+    assert floor_faults({"optim/adam.py": ""}) == []
+
+
+def test_an_import_out_of_a_folder_goes_by_its_dots():
+    house = {"optim/adam.py": "from ..training import fit", "training.py": ""}
+    assert_one_fault(
+        floor_faults(house), "optim/adam.py:1: floor 4 imports training.py"
+    )
+
+
+def test_a_cycle_is_seen_and_a_step_sideways_is_not():
+    sideways = {"layout.py": "", "mesh.py": "from . import layout"}
+    assert floor_faults(sideways) == cycles(sideways) == []
+    lazily = {**sideways, "layout.py": "def f():\n    import fsfunc.mesh"}
+    assert cycles(lazily) == ["layout.py -> mesh.py -> layout.py"]
+    through = {
+        "collectives.py": "import fsfunc.backends.base",
+        "backends/__init__.py": "from . import processes",
+        "backends/base.py": "",
+        "backends/processes.py": "from fsfunc import collectives",
+    }
+    assert_one_fault(cycles(through), "collectives.py -> backends/__init__.py -> ")
+
+
+@pytest.mark.parametrize(
+    ("source", "fault"),
+    [
+        ("import torch._C", "torch._C is"),
+        ("from torch._functorch import vmap", "torch._functorch is"),
+        ("from torch import _dynamo", "torch._dynamo is"),
+        ("from torch.utils import _pytree", "torch.utils._pytree is"),
+        ("import torch\ndef f():\n    torch._C._get()", "mesh.py:3: torch._C is"),
+        ("import torch as t; t.nn._reduction.x", "torch.nn._reduction is"),
+        ("import torch.distributed as d; d._world", "torch.distributed._world is"),
+        ("from torch import distributed as d; d._w", "torch.distributed._w is"),
+        ("from torch.autograd import Function; Function._x", "Function._x is"),
+        ("import torch.utils._python_dispatch", "torch.utils._python_dispatch is"),
+        ("import torch; torch._foreach_add_([], [])", None),
+        ("from torch import _fused_adamw_", None),
+        ("import torch; torch.nn.Module.__call__", None),
+        ("import other; other._private", None),
+    ],
+)
+def test_private_torch_is_seen(source, fault):
+    assert_one_fault(private_faults({"mesh.py": source}), fault)
+    assert private_faults({"_torch.py": source}) == []
+
+
+def test_torchs_pytree_is_for_tree_alone():
+    source = "import torch.utils._pytree as p; p.SUPPORTED_NODES"
+    assert private_faults({"tree.py": source}) == []
+    assert "torch.utils._pytree is" in private_faults({"sharded.py": source})[0]
+
+
+@pytest.mark.parametrize("export", ["from .units import remat", "LAZY = ['remat']"])
+def test_a_module_named_like_a_function_is_seen(export):
+    house = {"transforms/remat.py": "", "units.py": "def remat(): ..."}
+    assert name_faults(house) == []
+    house["__init__.py"] = export
+    assert_one_fault(name_faults(house), "remat.py: remat is also defined in units.py")
+    assert_one_fault(name_faults({"mesh.py": "class mesh: ..."}), "mesh.py: mesh")
+    assert name_faults({"mesh.py": "class Mesh:\n    def mesh(self): ..."}) == []
+    assert name_faults({"tree.py": "", "__init__.py": "from . import tree"}) == []
+
+
+def assert_one_fault(faults: list[str], fault: str | None) -> None:
+    if fault is None:
+        assert faults == []
+    else:
+        assert len(faults) == 1 and fault in faults[0], faults
