@@ -48,7 +48,7 @@ def parse(
     )
 
     group = parser.add_argument_group("training")
-    option(group, "--steps", 250, "updates")
+    option(group, "--steps", 200, "updates")
     option(group, "--batch", 32, "windows in a global batch, over all ranks")
     option(group, "--seq", 128, "bytes in a window")
     option(group, "--dim", 128, "width of the model")

@@ -24,7 +24,7 @@ import fsfunc as ff
 
 VOCAB = 256  # a token is a byte
 PROMPT = b"def "
-TEMPERATURE = 0.7
+TEMPERATURE = 0.8
 
 
 class Results(NamedTuple):

@@ -5,7 +5,8 @@ Everything here was written against torch 2.13 and runs on 2.11.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -24,13 +25,16 @@ __all__ = [
     "FakeTensor",
     "FakeTensorMode",
     "active_modes",
+    "beneath_functorch",
     "current_level",
     "fake_active",
     "forward_ad_active",
     "functorch_active",
     "graph_nodes",
+    "held",
     "hook_saved",
     "is_wrapped",
+    "output_shape",
     "sequence_number",
     "storage_key",
     "storage_uses",
@@ -41,6 +45,16 @@ __all__ = [
 def functorch_active() -> bool:
     """Whether a ``torch.func`` transform (grad, vjp, jvp, vmap) is running."""
     return torch._C._are_functorch_transforms_active()
+
+
+@contextmanager
+def beneath_functorch() -> Iterator[None]:
+    """Inside, no ``torch.func`` transform sees what is called."""
+    guard = torch._C._DisableFuncTorch()
+    try:
+        yield
+    finally:
+        del guard
 
 
 def forward_ad_active() -> bool:
@@ -86,9 +100,19 @@ def storage_uses(x: Tensor) -> int:
     return torch._C._storage_Use_Count(storage_key(x))
 
 
+def held(storage: torch.UntypedStorage) -> int:
+    """How many tensors hold ``storage``, this handle counted as one more."""
+    return torch._C._storage_Use_Count(storage._cdata)
+
+
 def sequence_number(node: Any) -> int:
     """When an autograd node was made, counted per thread."""
     return node._sequence_nr()
+
+
+def output_shape(node: Any, k: int) -> tuple[int, ...]:
+    """The shape of the ``k``-th tensor that an autograd node's op made."""
+    return tuple(node._input_metadata[k].shape)
 
 
 def active_modes() -> list[str]:

@@ -17,7 +17,7 @@ from torch import Tensor
 from fsfunc import _torch, tree
 from fsfunc.collectives import watch_invariants
 from fsfunc.frames import Counter, Frame, Running, Thread, frame, inside, run_as
-from fsfunc.sharded import Sharded, is_sharded
+from fsfunc.sharded import Sharded, is_sharded, split_buffers
 
 __all__ = ["GradientCall", "Outcome", "Weighted", "value_and_grad"]
 
@@ -47,12 +47,15 @@ class Outcome:
             made the outermost call divides by the weight once all has been summed.
         grads: one tree for each differentiated argument.
         aux: what the loss returned beside its value.
+        count: of how many microbatches all this is the sum; whoever made the outermost
+            call divides by it, so that a transform on the way need not.
     """
 
     total: Tensor
     weight: Tensor | None
     grads: tuple[Any, ...]
     aux: Any
+    count: int = 1
 
 
 @dataclass(frozen=True)
@@ -91,10 +94,12 @@ def value_and_grad(
 
     Raises:
         TypeError, ValueError: a loss that is no scalar tensor.
+        ValueError: ``argnums`` names an argument twice, or one that is not there.
 
     Cost: one forward and one backward pass, as ``torch.autograd.grad`` without
-    ``create_graph``. Under a ``torch.func`` transform, or where a leaf already requires
-    grad, it is ``torch.func.vjp``, and can be differentiated again.
+    ``create_graph``. Under a ``torch.func`` transform, or where a tensor among the
+    arguments already requires grad, it is ``torch.func.vjp``, and can be differentiated
+    again; it then keeps every residual until its result is gone.
 
     >>> import torch, fsfunc as ff
     >>> value, grads = ff.value_and_grad(lambda w: (w**2).sum())(torch.tensor([1., 2.]))
@@ -111,6 +116,8 @@ def value_and_grad(
             raise ValueError(
                 f"argnums={argnums!r}, but {len(args)} positional arguments were given"
             )
+        if len(set(numbers)) < len(numbers):
+            raise ValueError(f"argnums={argnums!r} names one argument twice")
         f = frame()
         differentiate: Callable[..., Any] = _differentiate
         for handler in reversed(f.handlers):
@@ -129,19 +136,30 @@ def _draw() -> int:
     """One number from the default generator; a fake one where values are fake."""
     if _torch.fake_active():
         return 0
-    if _torch.functorch_active():
-        return torch.random.default_generator.initial_seed() & 0x7FFFFFFF
-    return int(torch.randint(1 << 62, ()).item())
+    with _torch.beneath_functorch():  # or vmap would refuse
+        return int(torch.randint(1 << 62, ()).item())
 
 
 def _divide(outcome: Outcome) -> Outcome:
-    weight = outcome.weight
-    if weight is None:
+    """The mean: sums over their weight, or over the number of microbatches."""
+    weight, count = outcome.weight, outcome.count
+    if weight is None and count == 1:
         return outcome
-    grads = tree.map(
-        lambda g: None if g is None else g / weight.to(g.dtype), outcome.grads
-    )
-    return Outcome(outcome.total / weight, weight, grads, outcome.aux)
+    buffers = split_buffers(outcome.grads)
+    tensors = [
+        g / (count if weight is None else weight.to(g.dtype))
+        if isinstance(g, Tensor)
+        else g
+        for g in buffers.tensors
+    ]
+    total = outcome.total / (count if weight is None else weight)
+    aux = tree.map(lambda x: x / count if averaged(x) else x, outcome.aux)
+    return Outcome(total, weight, buffers.rebuild(tensors), aux)
+
+
+def averaged(x: Any) -> bool:
+    """Whether a value beside the loss is averaged as the loss is."""
+    return isinstance(x, Tensor) and x.ndim == 0 and x.is_floating_point()
 
 
 def _loss(out: Any, has_aux: bool) -> tuple[Tensor, Tensor | None, Any]:
@@ -227,7 +245,7 @@ def _differentiate(call: GradientCall) -> Outcome:
     picked = [leaves.locals[i] for i in leaves.picked]
     if _torch.functorch_active() or _torch.forward_ad_active():
         return _by_vjp(call, leaves, picked)
-    if torch.is_grad_enabled() and any(x.requires_grad for x in picked):
+    if torch.is_grad_enabled() and _tracked((call.args, call.keywords)):
         return _by_vjp(call, leaves, picked)
     f = frame()
     for _, session in f.sessions:
@@ -252,6 +270,11 @@ def _differentiate(call: GradientCall) -> Outcome:
     return Outcome(total.detach(), weight, grads, _detach(aux))
 
 
+def _tracked(values: Any) -> bool:
+    """Whether somebody around us differentiates a tensor among ``values``."""
+    return any(isinstance(x, Tensor) and x.requires_grad for x in tree.leaves(values))
+
+
 def _by_vjp(call: GradientCall, leaves: _Leaves, picked: list[Tensor]) -> Outcome:
     """On ``torch.func``, where the result may be differentiated or mapped again."""
     weights: list[Tensor | None] = []
@@ -267,9 +290,11 @@ def _by_vjp(call: GradientCall, leaves: _Leaves, picked: list[Tensor]) -> Outcom
         return total, kept if weight is None else [*kept, weight]
 
     with inside(replace(frame(), counter=Counter(), in_loss=True)):
-        total, pull, kept = torch.func.vjp(pure, *picked, has_aux=True)
-    again = _torch.functorch_active() or any(x.requires_grad for x in picked)
-    found = pull(torch.ones_like(total), retain_graph=again, create_graph=again)
+        if not picked:  # torch.func.vjp wants something to differentiate
+            (total, kept), found = pure(), ()
+        else:
+            total, pull, kept = torch.func.vjp(pure, *picked, has_aux=True)
+            found = pull(torch.ones_like(total), retain_graph=True, create_graph=True)
     weight, (spec, rest, count) = weights  # type: ignore[misc]
     kept = list(kept)
     if weight is not None:

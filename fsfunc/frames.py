@@ -25,7 +25,6 @@ __all__ = [
     "Thread",
     "frame",
     "inside",
-    "interpret",
     "run_as",
     "running",
 ]
@@ -88,7 +87,7 @@ class Frame:
         handlers: interpretations, outermost first.
         at: the rank that runs, once a transform or ``spmd`` named a mesh.
         sessions: what each interpretation keeps during one gradient call.
-            micro: (index, count) of each microbatch loop around us, outermost first.
+        micro: (index, count) of each microbatch loop around us, outermost first.
         varies: (index, count) of each data axis around us.
         seed: the number drawn for this gradient call, if any.
         path: names of the units around us; ``numbers``: which call each one was.
@@ -167,14 +166,3 @@ def inside(value: Frame) -> Iterator[Frame]:
                 yield value
     finally:
         _FRAME.reset(token)
-
-
-def interpret(fn: Callable[..., Any], handler: Interpretation) -> Callable[..., Any]:
-    """``fn`` with ``handler`` in reach of every unit and gradient call inside."""
-
-    def run(*args: Any, **kwargs: Any) -> Any:
-        f = frame()
-        with inside(replace(f, handlers=(*f.handlers, handler), counter=f.counter)):
-            return fn(*args, **kwargs)
-
-    return run

@@ -159,7 +159,9 @@ class Home:
     ``shows`` tells whether that still holds.
     """
 
-    __slots__ = ("members", "flat", "coordinates", "whole", "_version", "port")
+    __slots__ = (
+        "members", "flat", "coordinates", "whole", "_version", "port", "_ranges"
+    )  # fmt: skip
 
     def __init__(
         self,
@@ -174,6 +176,14 @@ class Home:
         self.whole = whole
         self._version: int | None = None
         self.port: Any = None
+        self._ranges: list[tuple[int, int]] | None = None
+
+    @property
+    def ranges(self) -> list[tuple[int, int]]:
+        """(start, stop) of each leaf in ``flat``."""
+        if self._ranges is None:
+            self._ranges = [m.buffer_range(self.coordinates) for m in self.members]
+        return self._ranges
 
     @property
     def buffer(self) -> str:
@@ -199,15 +209,16 @@ class Home:
 
     def leaves(self) -> list[Sharded]:
         """The leaves, as views of ``flat``."""
-        found = []
-        for layout in self.members:
-            start, stop = layout.buffer_range(self.coordinates)
-            found.append(Sharded(self.flat[start:stop], layout, self))
-        return found
+        return [
+            Sharded(self.flat[start:stop], layout, self)
+            for layout, (start, stop) in zip(self.members, self.ranges, strict=True)
+        ]
 
     def like(self, flat: Tensor) -> Home:
         """The same leaves over another flat tensor of the same length."""
-        return Home(self.members, flat, self.coordinates)
+        home = Home(self.members, flat, self.coordinates)
+        home._ranges = self.ranges
+        return home
 
 
 class Buffers:

@@ -8,7 +8,7 @@ its parameters first, recompute it later, run it on another rank.
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any
@@ -19,7 +19,7 @@ from torch import Tensor
 from fsfunc import _torch, tree
 from fsfunc.accounting import aside
 from fsfunc.frames import Counter, Frame, frame, inside
-from fsfunc.sharded import Sharded, is_sharded
+from fsfunc.sharded import is_sharded
 
 __all__ = ["Call", "Unit", "unit"]
 
@@ -80,11 +80,10 @@ class Unit:
         given = [
             x for x in tree.leaves((params, inputs, keywords)) if isinstance(x, Tensor)
         ]
-        versions = None
-        if not torch.is_inference_mode_enabled():
-            versions = [x._version for x in given]
+        untracked = any(x.is_inference() for x in given)
+        versions = None if untracked else [x._version for x in given]
         key = tuple((x.shape, x.dtype, x.requires_grad) for x in given)
-        if key in self._seen or _torch.functorch_active():
+        if untracked or key in self._seen or _torch.functorch_active():
             out = self.fn(params, *inputs, **keywords)
         else:
             out = self._first(given, params, inputs, keywords)
@@ -113,28 +112,37 @@ class Unit:
         """The first call for these shapes: is a differentiated tensor captured?"""
         recording = torch.is_grad_enabled()
         with torch.inference_mode(False), torch.enable_grad():
-            start = _torch.sequence_number(_BORN().view(0).grad_fn)
+            start = _torch.sequence_number(_newborn().view(0).grad_fn)
             out = self.fn(params, *inputs, **keywords)
             roots = [x for x in tree.leaves(out) if isinstance(x, Tensor)]
-            known = {x.grad_fn for x in given if x.grad_fn is not None}
+            roots = [x for x in roots if x.requires_grad]
+            # An edge, not a node: of ``a, b = x.unbind()`` one may be given and the
+            # other captured.
+            known = {(x.grad_fn, x.output_nr) for x in given if x.grad_fn is not None}
             leaves = {id(x) for x in given}
-            nodes = _torch.graph_nodes([x.grad_fn for x in roots], known)
-            for node in nodes:
+            seen = set(known)
+            todo = [("", x.grad_fn, x.output_nr) for x in roots if x.grad_fn]
+            for x in roots:
+                if x.grad_fn is None and id(x) not in leaves:
+                    self._captured("", tuple(x.shape))
+            while todo:
+                user, node, k = todo.pop()
+                if (node, k) in seen:
+                    continue
+                seen.add((node, k))
                 variable = getattr(node, "variable", None)
-                if variable is not None and id(variable) not in leaves:
-                    self._captured(node, nodes, tuple(variable.shape))
-                if variable is None and _torch.sequence_number(node) < start:
-                    self._captured(node, nodes, None)
+                if variable is not None:
+                    if id(variable) not in leaves:
+                        self._captured(user, tuple(variable.shape))
+                elif _torch.sequence_number(node) < start:
+                    self._captured(user, _torch.output_shape(node, k))
+                todo += [(node.name(), n, i) for n, i in node.next_functions if n]
         if not recording:
             out = tree.map(lambda x: x.detach() if isinstance(x, Tensor) else x, out)
         return out
 
-    def _captured(self, node: Any, nodes: Sequence[Any], shape: Any) -> None:
-        users = [n for n in nodes if node in [m for m, _ in n.next_functions]]
-        op = users[0].name().removesuffix("0").removesuffix("Backward") if users else ""
-        if shape is None:
-            meta = getattr(node, "_input_metadata", None) or [None]
-            shape = tuple(getattr(meta[0], "shape", ())) if meta[0] else "?"
+    def _captured(self, user: str, shape: tuple[int, ...]) -> None:
+        op = user.rstrip("0123456789").removesuffix("Backward")
         raise RuntimeError(
             f"unit {self.__name__!r} uses, in {op or 'its output'}, a differentiated "
             f"tensor of shape {shape} captured by closure: its gradient would be lost "
@@ -142,7 +150,7 @@ class Unit:
         )
 
 
-def _BORN() -> Tensor:
+def _newborn() -> Tensor:
     return torch.empty(0, requires_grad=True)
 
 
@@ -175,12 +183,7 @@ def _cast(values: Any, dtype: torch.dtype) -> Any:
         real = isinstance(x, Tensor) and x.is_floating_point()
         return x.to(dtype) if real and x.dtype != dtype else x
 
-    leaf_or_shard = is_sharded
-    return tree.map(
-        lambda x: x if isinstance(x, Sharded) else cast(x),
-        values,
-        is_leaf=leaf_or_shard,
-    )
+    return tree.map(cast, values, is_leaf=is_sharded)
 
 
 _MASK = (1 << 64) - 1
@@ -211,14 +214,34 @@ def _generator(
         yield
         return
     number = mix(seed, data_index, len(numbers), *numbers)
+    with generators_kept() as states:
+        for g, _ in states:
+            g.manual_seed(number)
+        yield
+
+
+States = list[tuple[torch.Generator, Tensor]]
+
+
+def generator_states() -> States:
+    """The default generators in use, and how they stand."""
     generators = [torch.random.default_generator]
     if torch.cuda.is_available() and torch.cuda.is_initialized():
         generators.append(torch.cuda.default_generators[torch.cuda.current_device()])
-    states = [g.get_state() for g in generators]
-    for g in generators:
-        g.manual_seed(number)
+    return [(g, g.get_state()) for g in generators]
+
+
+def set_generators(states: States) -> None:
+    """Puts generators back to how they stood."""
+    for g, state in states:
+        g.set_state(state)
+
+
+@contextmanager
+def generators_kept() -> Iterator[States]:
+    """Whatever is drawn inside, the default generators stand as before at the end."""
+    states = generator_states()
     try:
-        yield
+        yield states
     finally:
-        for g, state in zip(generators, states, strict=True):
-            g.set_state(state)
+        set_generators(states)

@@ -18,7 +18,7 @@ ROOT = Path(__file__).parent.parent
 FLOORS = [
     (0, ["tree.py", "structure.py", "_torch.py"]),
     (1, ["layout.py", "parts.py", "pieces.py", "resharding.py"]),
-    (1, ["mesh.py", "sharded.py"]),
+    (1, ["arena.py", "mesh.py", "sharded.py"]),
     (2, ["accounting.py", "collectives.py", "launching.py", "backends/"]),
     (3, ["frames.py", "units.py", "autodiff.py"]),
     (4, ["optim/"]),

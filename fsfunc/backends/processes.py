@@ -16,6 +16,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from fsfunc.arena import Arena
 from fsfunc.backends.base import Link, Work
 
 __all__ = ["ProcessLink", "connect"]
@@ -43,6 +44,7 @@ class ProcessLink(Link):
         self.axes = dict(axes)
         self.rank = dist.get_rank()
         self.pairwise = dist.get_backend() == "gloo"
+        self.arena = Arena()
         self.groups: dict[tuple[int, ...], Any] = {
             tuple(range(dist.get_world_size())): dist.group.WORLD
         }
@@ -67,6 +69,11 @@ class ProcessLink(Link):
     def _receive(self, x: Tensor, where: Any, source: int) -> Any:
         return dist.irecv(x, where.ranks[source], group=self.groups[where.ranks])
 
+    def _room(self, x: Tensor, times: int = 1) -> Tensor:
+        """A buffer of the shape of ``x``, dim 0 taken ``times`` over."""
+        shape = (times * x.shape[0], *x.shape[1:]) if x.ndim else ()
+        return self.arena.get(times * x.numel(), x.dtype, x).view(shape)
+
     def _swap(self, sent: Mapping[int, Tensor], got: Mapping[int, Tensor], where: Any):
         works = [self._receive(y, where, r) for r, y in got.items() if y.numel()]
         works += [self._send(x, where, r) for r, x in sent.items() if x.numel()]
@@ -74,7 +81,7 @@ class ProcessLink(Link):
 
     def _pair_all_gather(self, x: Tensor, where: Any, out: Tensor | None) -> Work:
         n, me, k = where.size, where.index, x.shape[0]
-        full = x.new_empty((n * k, *x.shape[1:])) if out is None else out
+        full = self._room(x, n) if out is None else out
         parts = full.tensor_split(n) if k else [full] * n
         others = [r for r in range(n) if r != me]
         works = self._swap({r: x for r in others}, {r: parts[r] for r in others}, where)
@@ -84,25 +91,25 @@ class ProcessLink(Link):
     def _pair_psum_scatter(self, x: Tensor, where: Any, out: Tensor | None) -> Work:
         n, me = where.size, where.index
         parts = list(x.tensor_split(n))
-        got = {r: torch.empty_like(parts[me]) for r in range(n) if r != me}
+        got = {r: self._room(parts[me]) for r in range(n) if r != me}
         works = self._swap({r: parts[r] for r in got}, got, where)
         return _Exchange(works, lambda: _sum(parts[me], got, n, me, out), x)
 
     def _pair_psum(self, x: Tensor, where: Any, out: Tensor | None) -> Work:
         n, me = where.size, where.index
         flat, k = x.reshape(-1), -(-x.numel() // n)
-        if flat.numel() < 1024:  # one hop costs less than two
-            got = {r: torch.empty_like(flat) for r in range(n) if r != me}
+        if n == 2 or flat.numel() < 1024:  # one hop: for two ranks the same bytes
+            got = {r: self._room(flat) for r in range(n) if r != me}
             works = self._swap({r: flat for r in got}, got, where)
             return _Exchange(
                 works, lambda: _sum(flat, got, n, me, out).view_as(x), flat
             )
-        total = torch.empty_like(flat) if out is None else out.view(-1)
+        total = self._room(flat) if out is None else out.view(-1)
         cuts, sums = list(flat.split(k)), list(total.split(k))
         empty = flat.new_empty(0)
         cuts += [empty] * (n - len(cuts))
         sums += [empty] * (n - len(sums))
-        got = {r: torch.empty_like(cuts[me]) for r in range(n) if r != me}
+        got = {r: self._room(cuts[me]) for r in range(n) if r != me}
         works = self._swap({r: cuts[r] for r in got}, got, where)
 
         def finish() -> Tensor:
@@ -198,9 +205,13 @@ _REDUCE_SCATTER = _REDUCE_SCATTER or dist.reduce_scatter_tensor
 def _sum(
     mine: Tensor, got: Mapping[int, Tensor], n: int, me: int, out: Tensor | None
 ) -> Tensor:
-    """The sum of the ranks' parts in rank order, as the simulated ranks add them."""
+    """The sum of the ranks' parts in rank order, as the simulated ranks add them.
+
+    It is made in the first received part: that memory is warm.
+    """
     parts = [mine if r == me else got[r] for r in range(n)]
-    total = torch.add(parts[0], parts[1], out=out)
+    total = (parts[1] if me == 0 else parts[0]) if out is None else out
+    torch.add(parts[0], parts[1], out=total)
     for part in parts[2:]:
         total.add_(part)
     return total

@@ -101,7 +101,7 @@ def run_vmapped(mesh: Mesh, fn: Callable[..., Any], args: Sequence[Sequence[Any]
         return out
 
     def nest(depth: int) -> Callable[..., Any]:
-        """``call`` under one vmap for each axis from ``depth`` on, the first outside."""
+        """``call`` under a vmap for each axis from ``depth`` on, the first outside."""
         if depth == len(names):
             return call
         inner, name = nest(depth + 1), names[depth]

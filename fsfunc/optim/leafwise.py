@@ -91,9 +91,17 @@ def along(params: Tree, treedef: tree.TreeDef, other: Tree, what: str) -> list[A
         raise
 
 
-@lru_cache(maxsize=64)  # a step asks for the same one every time
 def paths_of(treedef: tree.TreeDef) -> list[str]:
     """The paths of the leaves of a tree flattened by `is_sharded`."""
+    try:
+        hash(treedef)
+    except TypeError:  # a user's node may have static data that do not hash
+        return _paths_of.__wrapped__(treedef)
+    return _paths_of(treedef)
+
+
+@lru_cache(maxsize=64)  # a step asks for the same one every time
+def _paths_of(treedef: tree.TreeDef) -> list[str]:
     return tree.paths(tree.unflatten(treedef, range(treedef.num_leaves)))
 
 

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fsfunc import tree
+from fsfunc import _torch, tree
 from fsfunc.frames import frame
 from fsfunc.optim import kernels
 from fsfunc.optim.leafwise import (
@@ -153,10 +153,13 @@ class Matched:
         return commit
 
     def _overlap(self) -> bool:
-        """Whether a tensor to write lies at two places: each then gets its own."""
+        """Whether memory to write lies at two places: each then gets its own."""
         params, grads, *moments = self.buffers
-        written = [id(t) for b in (params, *moments) for t in b.tensors]
-        read = {id(t) for t in grads.tensors}
+        tensors = [t for b in (params, *moments) for t in b.tensors]
+        if any(isinstance(t, _torch.FakeTensor) for t in tensors):
+            return False  # nothing is written, and asking where would raise
+        written = [t.data_ptr() for t in tensors if t.numel()]
+        read = {t.data_ptr() for t in grads.tensors}
         return len(set(written) - read) < len(written)
 
     def _writable(

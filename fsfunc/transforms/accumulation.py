@@ -10,9 +10,9 @@ import torch
 from torch import Tensor
 
 from fsfunc import tree
-from fsfunc.autodiff import GradientCall, Outcome
+from fsfunc.autodiff import GradientCall, Outcome, averaged
 from fsfunc.frames import Interpretation, frame, inside
-from fsfunc.sharded import Sharded, is_sharded, split_alike, split_buffers
+from fsfunc.sharded import is_sharded, split_alike
 from fsfunc.transforms.transforming import transformed
 
 __all__ = ["accumulate"]
@@ -24,7 +24,8 @@ def accumulate(f: Callable[..., Any], n: int) -> Callable[..., Any]:
     It equals the plain loop: the mean of the microbatches' values and gradients (with
     ``Weighted`` losses, the sums of totals over the sums of weights). The tensors of
     the arguments that are not differentiated are cut along dim 0; sharded leaves are
-    not. Where it stands decides when gradients are reduced: ``shard(accumulate(f, n))``
+    not. Of what a loss returns beside its value, floating scalars are averaged, other
+    tensors joined along dim 0, and of the rest the last is given. Where it stands decides when gradients are reduced: ``shard(accumulate(f, n))``
     reduces once and holds whole gradients meanwhile, ``accumulate(shard(f), n)``
     reduces each microbatch and holds parts.
 
@@ -54,15 +55,11 @@ class _Accumulate(Interpretation):
             parts = _microbatches(call, self.n)
             if frame().recorder is not None:
                 return run(parts[0])  # the others would show the same
-            total: Outcome | None = None
+            f, sums = frame(), _Sums()
             for i, part in enumerate(parts):
-                f = frame()
                 with inside(replace(f, micro=(*f.micro, (i, self.n)))):
-                    outcome = run(part)
-                total = outcome if total is None else _add(total, outcome)
-            if total is None:
-                raise RuntimeError("no microbatch")
-            return _scale(total, self.n)
+                    sums.add(run(part))
+            return sums.outcome()
 
         return accumulated
 
@@ -91,59 +88,56 @@ def _microbatches(call: GradientCall, n: int) -> list[GradientCall]:
     return parts
 
 
-def _has_value(x: Any) -> bool:
-    return x is not None and not (isinstance(x, Sharded) and x._local is None)
+class _Sums:
+    """Outcomes, added up one by one."""
+
+    def __init__(self) -> None:
+        self.first: Outcome | None = None
+        self.grads: Any = None
+        self.ours = False  # whether nobody else holds the memory of ``grads``
+
+    def add(self, outcome: Outcome) -> None:
+        """Adds one; what it holds is not written into."""
+        if self.first is None:
+            self.first, self.grads = outcome, outcome.grads
+            return
+        a, b = self.first, outcome
+        self.grads = self._added(outcome.grads)
+        weight = None if a.weight is None or b.weight is None else a.weight + b.weight
+        aux = tree.map(_both, a.aux, b.aux)
+        count = a.count + b.count
+        self.first = Outcome(a.total + b.total, weight, (), aux, count)
+
+    def _added(self, grads: Any) -> Any:
+        ours, theirs = split_alike(self.grads, grads)
+        out = list(ours.tensors)
+        at = [i for i, x in enumerate(out) if isinstance(x, Tensor)]
+        if not at:
+            return self.grads
+        xs, ys = [out[i] for i in at], [theirs.tensors[i] for i in at]
+        if self.ours:
+            torch._foreach_add_(xs, ys)
+            return self.grads
+        # Autograd may hand out one tensor twice, an expanded one, or the caller's own:
+        # only sums that we made ourselves are written into.
+        self.ours = not (
+            torch.is_grad_enabled() and any(x.requires_grad for x in (*xs, *ys))
+        )
+        for i, x in zip(at, torch._foreach_add(xs, ys), strict=True):
+            out[i] = x
+        return ours.rebuild(out)
+
+    def outcome(self) -> Outcome:
+        """The sum, and of how many."""
+        if self.first is None:
+            raise RuntimeError("no microbatch was run")
+        return replace(self.first, grads=self.grads)
 
 
-def _add(a: Outcome, b: Outcome) -> Outcome:
-    weight = a.weight
-    if weight is not None and b.weight is not None:
-        weight = weight + b.weight
-    grads = a.grads
-    if any(_has_value(g) for g in tree.leaves(grads, is_leaf=is_sharded)):
-        ours, theirs = split_alike(a.grads, b.grads)
-        pairs = [
-            (x, y)
-            for x, y in zip(ours.tensors, theirs.tensors, strict=True)
-            if isinstance(x, Tensor)
-        ]
-        if pairs:
-            xs, ys = zip(*pairs, strict=True)
-            if any(x.requires_grad for x in (*xs, *ys)):
-                sums = torch._foreach_add(xs, ys)
-            else:
-                torch._foreach_add_(xs, ys)  # the first microbatch's own tensors
-                sums = xs
-            found = iter(sums)
-            grads = ours.rebuild(
-                [next(found) if isinstance(x, Tensor) else x for x in ours.tensors]
-            )
-    return Outcome(a.total + b.total, weight, grads, _add_aux(a.aux, b.aux))
-
-
-def _add_aux(a: Any, b: Any) -> Any:
-    def add(x: Any, y: Any) -> Any:
-        if not isinstance(x, Tensor):
-            return y
-        if x.ndim == 0 and x.is_floating_point():
-            return x + y
-        return y if x.ndim == 0 else torch.cat([x, y])
-
-    return tree.map(add, a, b)
-
-
-def _scale(outcome: Outcome, n: int) -> Outcome:
-    grads = split_buffers(outcome.grads)
-    tensors = grads.tensors
-    real = [x for x in tensors if isinstance(x, Tensor)]
-    if real:
-        found = iter(torch._foreach_div(real, n))
-        tensors = [next(found) if isinstance(x, Tensor) else x for x in tensors]
-    weight = None if outcome.weight is None else outcome.weight / n
-
-    def mean(x: Any) -> Any:
-        scalar = isinstance(x, Tensor) and x.ndim == 0 and x.is_floating_point()
-        return x / n if scalar else x
-
-    aux = tree.map(mean, outcome.aux)
-    return Outcome(outcome.total / n, weight, grads.rebuild(tensors), aux)
+def _both(x: Any, y: Any) -> Any:
+    """What two microbatches returned beside their loss, as one."""
+    if not isinstance(x, Tensor):
+        return y
+    if averaged(x):
+        return x + y
+    return y if x.ndim == 0 else torch.cat([x, y])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
@@ -30,6 +31,9 @@ def precision(
         compute: the dtype of units' arithmetic, such as ``torch.bfloat16``.
         reduce: the dtype of the reductions; by default ``compute``.
 
+    Raises:
+        ValueError: a dtype that is not floating.
+
     >>> import torch, fsfunc as ff
     >>> unit = ff.unit(lambda p, x: p * x)
     >>> ff.precision(unit, torch.bfloat16)(torch.ones(2), torch.ones(2)).dtype
@@ -39,6 +43,7 @@ def precision(
         if dtype is not None and not dtype.is_floating_point:
             raise ValueError(f"{name}={dtype}: it is a floating dtype")
 
+    @functools.wraps(f)
     def run(*args: Any, **keywords: Any) -> Any:
         outer = frame()
         with inside(replace(outer, compute=compute, reduce=reduce)):

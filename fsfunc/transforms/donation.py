@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import functools
 import weakref
+from collections import defaultdict
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
 from torch import Tensor
 
-from fsfunc import tree
+from fsfunc import _torch, tree
 from fsfunc.frames import frame, inside
 from fsfunc.sharded import Sharded, is_sharded
 
@@ -59,15 +60,16 @@ def donate(step: Callable[..., Any]) -> Callable[..., Any]:
             if why:
                 raise RuntimeError(f"{path!r}: {why}")
         # The step sees other objects over the same memory: these ones can be marked.
-        mine = [_alias(x) for x in leaves]
+        mine = _aliases(leaves)
         versions = [_version(x) for x in leaves]
         given = tree.unflatten(treedef, mine)
         try:
             with inside(replace(outer, donated=True)):
                 out = step(given, *args, **keywords)
-        except BaseException:
+        except BaseException as error:
             if [_version(x) for x in leaves] != versions:
                 _mark(leaves, _SPOILED)
+                error.add_note(_SPOILED)
             raise
         _mark(leaves, _GONE)
         return out
@@ -79,10 +81,30 @@ def donate(step: Callable[..., Any]) -> Callable[..., Any]:
 _SPENT: dict[int, tuple[str, Any]] = {}
 
 
-def _alias(x: Any) -> Any:
-    if isinstance(x, Sharded):
-        return Sharded(x._local, x.layout, x.home)
-    return x.detach() if isinstance(x, Tensor) else x
+def _aliases(leaves: list[Any]) -> list[Any]:
+    """Other objects over the same memory, but for what lies there a second time.
+
+    An average that starts as the parameters themselves must not change when they do.
+    """
+    ends: dict[int, list[tuple[int, int]]] = defaultdict(list)
+    out = []
+    for leaf in leaves:
+        x = leaf._local if isinstance(leaf, Sharded) else leaf
+        if not isinstance(x, Tensor):
+            out.append(leaf)
+            continue
+        reach = zip(x.shape, x.stride(), strict=True)
+        start = x.storage_offset()
+        stop = start + sum((n - 1) * step for n, step in reach) + 1 if x.numel() else 0
+        taken = ends[_torch.storage_key(x)]
+        again = any(start < b and a < stop for a, b in taken)
+        taken.append((start, stop))
+        if isinstance(leaf, Sharded):
+            home = None if again else leaf.home
+            out.append(Sharded(x.clone() if again else x, leaf.layout, home))
+        else:
+            out.append(x.clone() if again else x.detach())
+    return out
 
 
 def _version(x: Any) -> int:

@@ -24,52 +24,12 @@ from torch import Tensor
 
 from fsfunc import _torch
 from fsfunc.accounting import label
+from fsfunc.arena import Arena
 from fsfunc.collectives import Move, move
 from fsfunc.layout import Layout
 from fsfunc.sharded import Home
 
 __all__ = ["Arena", "Box", "Passage", "Use", "enter", "leave"]
-
-
-class Arena:
-    """Buffers that gathers and reductions use in turn (CPU; CUDA has its own cache).
-
-    A fresh buffer costs page faults: as much again as a gather on two local ranks.
-    A buffer comes back only when nothing else holds its storage. With ``poison`` it is
-    filled with NaN first, for tests.
-    """
-
-    poison = False
-
-    def __init__(self) -> None:
-        self.free: list[torch.UntypedStorage] = []
-
-    def get(self, count: int, dtype: torch.dtype, like: Tensor) -> Tensor:
-        """``count`` elements of memory whose contents mean nothing."""
-        if like.device.type != "cpu" or isinstance(like, _torch.FakeTensor):
-            return torch.empty(count, dtype=dtype, device=like.device)
-        size = count * dtype.itemsize
-        fits = [i for i, s in enumerate(self.free) if s.nbytes() >= size]
-        if fits:
-            storage = self.free.pop(min(fits, key=lambda i: self.free[i].nbytes()))
-        else:
-            if self.free:  # outgrown: one too small makes room for this one
-                self.free.pop(0)
-            storage = torch.UntypedStorage(size)
-        # A tensor per use: it has a version counter of its own.
-        return torch.empty(0, dtype=dtype).set_(storage, 0, (count,))
-
-    def put(self, buffer: Tensor) -> None:
-        """Takes a buffer back, unless somebody still holds its storage."""
-        if buffer.device.type != "cpu" or isinstance(buffer, _torch.FakeTensor):
-            return
-        if _torch.storage_uses(buffer) <= _ALONE and len(self.free) < 4:
-            if self.poison:
-                buffer.view(torch.uint8).fill_(255)  # NaN in every floating dtype
-            self.free.append(buffer.untyped_storage())
-
-
-_ALONE = _torch.storage_uses(torch.empty(1))
 
 
 @dataclass

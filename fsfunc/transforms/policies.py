@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass
@@ -13,7 +13,8 @@ from torch import Tensor
 
 from fsfunc import _torch
 from fsfunc._torch import TorchDispatchMode
-from fsfunc.accounting import is_aside
+from fsfunc.accounting import aside, is_aside
+from fsfunc.units import States, generator_states, set_generators
 
 __all__ = ["Policy", "SaveAllBut", "SaveOnly", "Tape", "checkpoint_name"]
 
@@ -56,20 +57,43 @@ class SaveAllBut(Policy):
         return name not in self.names
 
 
-_TAPE: ContextVar[Tape | None] = ContextVar("fsfunc_tape", default=None)
+_TAPES: ContextVar[tuple[Tape, ...]] = ContextVar("fsfunc_tapes", default=())
 
 
 def checkpoint_name(x: Tensor, name: str) -> Tensor:
     """``x``, known by ``name`` to the policy of a ``remat`` around the unit.
 
+    What is kept is the output of the op that made ``x``. A value that was changed in
+    place, or is a view of the unit's input, is recomputed whatever the policy says.
+
     >>> import torch
     >>> checkpoint_name(torch.ones(2), "hidden").tolist()
     [1.0, 1.0]
     """
-    tape = _TAPE.get()
-    if tape is not None:
-        tape.name(x, name)
+    for tape in _TAPES.get():
+        with aside():
+            tape.name(x, name)
     return x
+
+
+@dataclass(frozen=True)
+class _Made:
+    """What an op of the first run returned, without the memory where that is possible.
+
+    Args:
+        number, func: which op it was; ``many``: whether it returned a sequence.
+        outs: its outputs but the one that this entry is about, which is at ``place``.
+        shape: (size, stride, offset, dtype) of that one.
+        states: how the generators stood afterwards, for an op that draws.
+    """
+
+    number: int
+    func: Any
+    many: type | None
+    outs: tuple[Any, ...]
+    place: int
+    shape: tuple[Any, ...]
+    states: States
 
 
 class Tape:
@@ -83,58 +107,119 @@ class Tape:
 
     def __init__(self, policy: Policy):
         self.policy = policy
-        self.kept: dict[int, Tensor] = {}
-        self.makers: dict[int, tuple[Any, ...]] = {}
-        self.replaying = False
+        self.makers: dict[int, _Made] = {}
+        self.kept: dict[int, _Made] = {}
+        self.values: dict[int, tuple[Tensor, int]] = {}
 
     def name(self, x: Tensor, name: str) -> None:
+        """Keeps ``x`` if the policy says so."""
         made = self.makers.get(_torch.storage_key(x))
-        if made is not None and not self.replaying and self.policy.keeps(name):
-            number, size, stride, offset = made
-            self.kept[number] = x.detach().as_strided(size, stride, offset)
+        if made is None or not self.policy.keeps(name):
+            return
+        size, stride, offset, dtype = made.shape
+        if x.dtype == dtype:
+            value = x.detach().as_strided(size, stride, offset)
+            self.values[made.number] = (value, value._version)
+            self.kept[made.number] = made
 
-    def made(self, out: Tensor, number: int, func: Any) -> None:
+    def tensors(self) -> list[Tensor]:
+        """What is kept: the caller holds it until :meth:`replay`."""
+        for number, (value, version) in list(self.values.items()):
+            if value._version != version:  # changed in place after it was named
+                del self.values[number], self.kept[number]
+        values = [value for value, _ in self.values.values()]
+        self.values.clear()
+        return values
+
+    def made(self, out: Any, number: int, func: Any, args: Any, keywords: Any) -> None:
         """An op of the first run returned ``out``."""
-        key = _torch.storage_key(out)
-        if func._schema.is_mutable or torch.Tag.nondeterministic_seeded in func.tags:
-            # Written in place, or random: to leave the op out would change the rest.
-            self.makers.pop(key, None)
-        elif key not in self.makers:
-            meta = out.size(), out.stride(), out.storage_offset()
-            self.makers[key] = (number, *meta)
+        for argument, value in zip(func._schema.arguments, args, strict=False):
+            self._written(argument, value)
+        for argument in func._schema.arguments:
+            self._written(argument, keywords.get(argument.name))
+        if func._schema.is_mutable or any(r.alias_info for r in func._schema.returns):
+            return  # a view: the storage keeps its maker
+        many = None if isinstance(out, Tensor) else type(out)
+        outs = (out,) if many is None else tuple(out or ())
+        draws = torch.Tag.nondeterministic_seeded in func.tags
+        states = generator_states() if draws else []
+        for i, x in enumerate(outs):
+            if isinstance(x, Tensor):
+                others = (*outs[:i], None, *outs[i + 1 :])
+                shape = x.size(), x.stride(), x.storage_offset(), x.dtype
+                key = _torch.storage_key(x)
+                self.makers[key] = _Made(number, func, many, others, i, shape, states)
+
+    def _written(self, argument: Any, value: Any) -> None:
+        if argument.alias_info is not None and argument.alias_info.is_write:
+            for x in value if isinstance(value, (list, tuple)) else [value]:
+                if isinstance(x, Tensor):
+                    self.makers.pop(_torch.storage_key(x), None)
 
     @contextmanager
     def keep(self) -> Iterator[None]:
         """The first run."""
-        token = _TAPE.set(self)
+        token = _TAPES.set((*_TAPES.get(), self))
         try:
-            with _Numbering(self):
+            with _Keeping(self):
                 yield
         finally:
-            _TAPE.reset(token)
+            _TAPES.reset(token)
             self.makers.clear()
 
     @contextmanager
-    def replay(self) -> Iterator[None]:
+    def replay(self, values: Sequence[Tensor]) -> Iterator[None]:
         """The second run."""
-        self.replaying = True
-        with _Numbering(self):
+        found = dict(zip(self.kept, values, strict=True))
+        with _Replaying(self.kept, found):
             yield
 
 
-class _Numbering(TorchDispatchMode):
-    def __init__(self, tape: Tape):
+class _Counting(TorchDispatchMode):
+    """Numbers the ops of the user's function."""
+
+    def __init__(self) -> None:
         super().__init__()
-        self.tape, self.count = tape, 0
+        self.count = 0
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         kwargs = kwargs or {}
         if is_aside():
             return func(*args, **kwargs)
         number, self.count = self.count, self.count + 1
-        if self.tape.replaying and number in self.tape.kept:
-            return self.tape.kept[number].detach()
+        return self.run(number, func, args, kwargs)
+
+    def run(self, number: int, func: Any, args: Any, kwargs: Any) -> Any:
+        raise NotImplementedError
+
+
+class _Keeping(_Counting):
+    def __init__(self, tape: Tape):
+        super().__init__()
+        self.tape = tape
+
+    def run(self, number: int, func: Any, args: Any, kwargs: Any) -> Any:
         out = func(*args, **kwargs)
-        if not self.tape.replaying and isinstance(out, Tensor):
-            self.tape.made(out, number, func)
+        self.tape.made(out, number, func, args, kwargs)
         return out
+
+
+class _Replaying(_Counting):
+    def __init__(self, kept: dict[int, _Made], values: dict[int, Tensor]):
+        super().__init__()
+        self.kept, self.values = kept, values
+
+    def run(self, number: int, func: Any, args: Any, kwargs: Any) -> Any:
+        made = self.kept.get(number)
+        if made is None:
+            return func(*args, **kwargs)
+        if made.func is not func:
+            raise RuntimeError(
+                f"the recompute of a unit called {func} where its first run called "
+                f"{made.func}: a unit under remat must do the same again"
+            )
+        outs = list(made.outs)
+        outs[made.place] = self.values[number]
+        outs = [x.detach() if isinstance(x, Tensor) else x for x in outs]
+        set_generators(made.states)
+        return outs[0] if made.many is None else made.many(outs)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from typing import Any
 
@@ -10,10 +10,12 @@ import torch
 from torch import Tensor
 
 from fsfunc import _torch, tree
+from fsfunc.accounting import aside
 from fsfunc.frames import Interpretation, Running, Thread, run_as, running
 from fsfunc.sharded import Sharded, is_sharded
 from fsfunc.transforms.policies import Policy, Tape
 from fsfunc.transforms.transforming import transformed
+from fsfunc.units import States, generator_states, generators_kept, set_generators
 
 __all__ = ["remat"]
 
@@ -75,11 +77,13 @@ class _Remat(Interpretation):
             token = None if thread is None else thread.token
             if token is None and not any(x.requires_grad for x in tensors):
                 return run(params, *inputs, **keywords)
-            replay = _Replay(run, leaves, places, treedef, self.policy)
-            token, *outs = _Recompute.apply(replay, token, *tensors)
+            seeded = call.frame.seed is not None
+            replay = _Replay(run, leaves, places, treedef, self.policy, seeded)
+            output = _Output()
+            token, *outs = _Recompute.apply(replay, output, token, *tensors)
             if thread is not None:
                 thread.token = token
-            return replay.output(outs)
+            return output.give(outs)
 
         return recomputed
 
@@ -94,6 +98,7 @@ class _Replay:
         places: list[int],
         treedef: Any,
         policy: Policy | None,
+        seeded: bool,
     ):
         self.run, self.places, self.treedef = run, places, treedef
         held = set(places)
@@ -103,89 +108,113 @@ class _Replay:
             for i, x in enumerate(leaves)
         ]
         self.tape = None if policy is None else Tape(policy)
-        self.casts = [
-            (k, torch.get_autocast_dtype(k))
-            for k in ("cpu", "cuda")
-            if torch.is_autocast_enabled(k)
-        ]
-        self.state = torch.random.default_generator.get_state()
-        self.spec: Any = None
-        self.rest: list[Any] = []
+        self.casts = {
+            kind: torch.get_autocast_dtype(kind)
+            for kind in ("cpu", "cuda")
+            if torch.is_autocast_enabled(kind)
+        }
+        # In a gradient call the unit's body sets the generators by itself.
+        self.states: States = [] if seeded else generator_states()
 
-    def __call__(self, tensors: list[Tensor]) -> list[Any]:
-        """The call's flat output."""
+    def __call__(self, tensors: Sequence[Tensor]) -> tuple[list[Any], Any]:
+        """The call's output, flat, and its structure."""
         leaves = list(self.leaves)
         for i, x in zip(self.places, tensors, strict=True):
             old = leaves[i]
             leaves[i] = old.with_local(x) if isinstance(old, Sharded) else x
         params, inputs, keywords = tree.unflatten(self.treedef, leaves)
-        out = self.run(params, *inputs, **keywords)
-        flat, self.spec = tree.flatten(out)
-        return flat
+        return tree.flatten(self.run(params, *inputs, **keywords))
 
-    def again(self, tensors: list[Tensor]) -> list[Any]:
-        """The same, with the casts and random numbers of the first time."""
-        generator = torch.random.default_generator
-        now = generator.get_state()
-        generator.set_state(self.state)
-        try:
-            with ExitStack() as stack:
-                for kind in ("cpu", "cuda"):
-                    dtype = dict(self.casts).get(kind)
-                    if dtype is not None or torch.is_autocast_enabled(kind):
-                        on = dtype is not None
-                        cast = torch.autocast(kind, dtype, enabled=on)
-                        stack.enter_context(cast)
-                if self.tape is not None:
-                    stack.enter_context(self.tape.replay())
-                return self(tensors)
-        finally:
-            generator.set_state(now)
+    def first(self, tensors: Sequence[Tensor]) -> tuple[list[Any], Any]:
+        """The first run: as without ``remat``, so that torch takes the same kernels."""
+        with ExitStack() as stack:
+            for kind, dtype in self.casts.items():
+                # What a cast here would leave in autocast's cache has no history.
+                cast = torch.autocast(kind, dtype, cache_enabled=False)
+                stack.enter_context(cast)
+            if self.tape is not None:
+                stack.enter_context(self.tape.keep())
+            return self(tensors)
 
-    def output(self, outs: list[Tensor]) -> Any:
-        """The call's output, from what came out of the Function."""
-        found = iter(outs)
-        flat = [next(found) if x is _TENSOR else x for x in self.rest]
+    def again(self, tensors: Sequence[Tensor], kept: Sequence[Tensor]) -> list[Any]:
+        """The second run: with the casts and random numbers of the first."""
+        with ExitStack() as stack:
+            if self.states:
+                stack.enter_context(generators_kept())
+                set_generators(self.states)
+            for kind in ("cpu", "cuda"):
+                dtype = self.casts.get(kind)
+                if dtype is not None or torch.is_autocast_enabled(kind):
+                    cast = torch.autocast(kind, dtype, enabled=dtype is not None)
+                    stack.enter_context(cast)
+            if self.tape is not None:
+                stack.enter_context(self.tape.replay(kept))
+            stack.enter_context(aside())
+            return self(tensors)[0]
+
+
+class _Output:
+    """A call's output: the tensors travel through the Function, the rest stays here."""
+
+    def __init__(self) -> None:
+        self.rest: list[Any] = []
+        self.spec: Any = None
+
+    def take(self, flat: list[Any], spec: Any) -> list[Tensor]:
+        """The tensors, each once, of a call's flat output."""
+        numbers: dict[int, int] = {}
+        tensors: list[Tensor] = []
+        for x in flat:
+            if isinstance(x, Tensor) and id(x) not in numbers:
+                numbers[id(x)] = len(tensors)
+                tensors.append(x)
+        self.spec = spec
+        self.rest = [
+            _Place(numbers[id(x)]) if isinstance(x, Tensor) else x for x in flat
+        ]
+        return tensors
+
+    def give(self, tensors: Sequence[Tensor]) -> Any:
+        """The output, with ``tensors`` in their places."""
+        flat = [tensors[x] if isinstance(x, _Place) else x for x in self.rest]
         return tree.unflatten(self.spec, flat)
 
 
-_TENSOR = object()
+class _Place(int):
+    """Where a tensor of the output goes."""
 
 
 class _Recompute(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, replay: _Replay, token, *tensors):  # type: ignore[override]
-        with ExitStack() as stack:
-            if replay.tape is not None:
-                stack.enter_context(replay.tape.keep())
-            stack.enter_context(run_as(Running()))
-            flat = replay(list(tensors))
-        replay.rest = [_TENSOR if isinstance(x, Tensor) else x for x in flat]
-        ctx.replay, ctx.tracked = replay, token is not None
-        ctx.leaves_unit = True
+    def forward(ctx, replay: _Replay, output, token, *tensors):  # type: ignore[override]
+        thread = None if token is None else Thread(token.device)
+        with torch.enable_grad(), run_as(Running(thread)):
+            found = output.take(*replay.first(tensors))
+        kept = [] if replay.tape is None else replay.tape.tensors()
+        ctx.replay, ctx.output, ctx.count = replay, output, len(tensors)
+        ctx.tracked, ctx.leaves_unit = token is not None, True
         ctx.set_materialize_grads(False)
-        ctx.save_for_backward(*tensors)
-        outs = []
-        given = {id(x) for x in tensors}
-        for x in flat:
-            if isinstance(x, Tensor):
-                outs.append(x.clone() if id(x) in given else x.detach())
-        ctx.mark_non_differentiable(*[y for y in outs if not _real(y)])
+        ctx.save_for_backward(*tensors, *kept)
+        outs = [x.detach() for x in found]
+        pairs = zip(outs, found, strict=True)
+        ctx.mark_non_differentiable(*[y for y, x in pairs if not x.requires_grad])
         return (None if token is None else token.clone(), *outs)
 
     @staticmethod
     def backward(ctx, token, *grads):  # type: ignore[override]
         saved = ctx.saved_tensors
+        saved, kept = saved[: ctx.count], saved[ctx.count :]
         twice = torch.is_grad_enabled()
-        needs = ctx.needs_input_grad[2:]
+        needs = ctx.needs_input_grad[3:]
+        # Views: one input may be made from another, which has its own gradient here.
         tensors = [
-            x if twice else x.detach().requires_grad_(need)
+            x.view_as(x) if twice else x.detach().requires_grad_(need)
             for x, need in zip(saved, needs, strict=True)
         ]
         thread = Thread(saved[0].device if saved else None) if ctx.tracked else None
         with torch.enable_grad(), run_as(Running(thread, recompute=True)):
-            flat = ctx.replay.again(list(tensors))
-        outs = [x for x in flat if isinstance(x, Tensor)]
+            flat = ctx.replay.again(tensors, kept)
+        outs = _Output().take(flat, None)
         pairs = [
             (y, g)
             for y, g in zip(outs, grads, strict=True)
@@ -203,8 +232,5 @@ class _Recompute(torch.autograd.Function):
                     ys, sources, gs, allow_unused=True, create_graph=twice
                 )
         each = iter(found)
-        return (None, token, *[next(each) if need else None for need in needs])
-
-
-def _real(x: Tensor) -> bool:
-    return x.is_floating_point() or x.is_complex()
+        given = [next(each) if need else None for need in needs]
+        return (None, None, token, *given)

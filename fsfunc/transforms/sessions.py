@@ -107,7 +107,7 @@ class Session:
             work.wait()
             if source is home and kind == dtype:
                 return self._kept(home, full)
-            self.arena.put(full)
+            self.arena.spoil(full)
         full, work = self._start(home, dtype)
         work.wait()
         return self._kept(home, full)
@@ -166,7 +166,7 @@ class Session:
         for box in list(boxes):
             full, box.full = box.full, None
             if full is not None and not box.kept:
-                self.arena.put(full)
+                self.arena.spoil(full)
 
     # Backward
 
@@ -208,7 +208,7 @@ class Session:
         buffer = self._collect(passage, use, box, grads)
         if box.grad is not None:
             buffer.add_(box.grad)
-            self.arena.put(box.grad)
+            self.arena.spoil(box.grad)
             box.grad = None
         at = self._find(passage)
         if at > 0 and any(box is b for b in self.passages[at - 1].boxes):
@@ -270,8 +270,8 @@ class Session:
         if self.replicas is not None and self.replicas.size > 1:
             grad = self.replicas.start("psum", grad).wait()
         reduction.port.add(grad)
-        if reduction.work is not None:
-            self.arena.put(reduction.buffer)
+        if reduction.work is not None and grad is not reduction.buffer:
+            self.arena.spoil(reduction.buffer)
 
     def finish(self) -> None:
         """Waits for all that is due; the ports then hold the mean gradients."""
@@ -288,7 +288,7 @@ class Session:
         self.recent = []
         for _, _, full, work in self.flights.values():
             work.wait()
-            self.arena.put(full)
+            self.arena.spoil(full)
         self.flights.clear()
 
 

@@ -59,7 +59,7 @@ def shard(
         min_bytes: neighbouring units below this size share one buffer.
 
     Raises:
-        ValueError: an unknown axis, ``zero`` outside 0..3, two transforms over one axis.
+        ValueError: an unknown axis, ``zero`` outside 0..3, an axis taken twice.
 
     Cost, a rank and step, for P bytes of parameters and a = (n-1)/n: zero=3 gathers
     each unit twice, but for the last one and those whose backward reads no parameter,
@@ -411,4 +411,5 @@ def _averaged(outcome: Outcome, session: Session, composed: bool, at: Any) -> Ou
         for i, part in zip(positions, parts, strict=True):
             leaves[i] = part.view(leaves[i].shape)
     grads = tree.unflatten(treedef, leaves)
-    return Outcome(means[0], weight, grads, tree.unflatten(spec, aux))
+    aux = tree.unflatten(spec, aux)
+    return replace(outcome, total=means[0], weight=weight, grads=grads, aux=aux)

@@ -162,14 +162,18 @@ def test_tensors_that_are_not_dense(strange, which):
     assert_bits(expected, p)
 
 
-def test_a_tensor_at_two_places_is_not_written_twice():
+@pytest.mark.parametrize("other", [lambda p: p, torch.Tensor.detach])
+def test_memory_at_two_places_is_not_written_twice(other):
     p, g = torch.ones(3), torch.ones(3)
-    optimizer = sharded_adam(0.1)
-    expected, _ = trained(optimizer, {"a": p, "b": p}, [{"a": g, "b": g}])
+    params, grads = {"a": p, "b": other(p)}, [{"a": g, "b": g}]
+    expected, _ = trained(sharded_adam(0.1), params, grads)
     with donated():
-        actual, _ = trained(optimizer, {"a": p, "b": p}, [{"a": g, "b": g}])
+        actual, _ = trained(sharded_adam(0.1), params, grads)
     assert_bits(expected, actual)
     assert_bits(torch.ones(3), p)
+    with donated():  # a gradient at two places is only read there
+        params["b"] = torch.ones(3)
+        assert trained(sharded_adam(0.1), params, grads)[0]["a"] is p
 
 
 def test_gradients_of_another_dtype_are_cast():

@@ -111,6 +111,8 @@ def test_apply_updates(shapes, seed):
 def test_apply_updates_keeps_dtype_and_differentiates():
     p = torch.ones(2).bfloat16()
     assert_bits(torch.full((2,), 1.5).bfloat16(), apply_updates(p, torch.ones(2) / 2))
+    asking = (torch.ones(2, requires_grad=True) / 2).clone()
+    assert_bits(torch.full((2,), 1.5).bfloat16(), apply_updates(p, asking).detach())
     total = torch.func.grad(lambda u: (apply_updates(p.float(), u) ** 2).sum())
     assert_bits(torch.full((2,), 4.0), total(torch.ones(2)))
 

@@ -130,3 +130,21 @@ def test_bad_labels_and_states_are_refused():
         optimizer.apply(two(), {"b": ()}, two())
     with pytest.raises(tree.TreeMismatch, match="gradients do not fit"):
         optimizer.apply({"a": two()["a"]}, optimizer.init(two()), two())
+
+
+class Tagged:
+    def __init__(self, w, tags):
+        self.w, self.tags = w, tags
+
+
+tree.register_node(
+    Tagged, lambda x: ([x.w], x.tags), lambda tags, children: Tagged(*children, tags)
+)
+
+
+def test_nodes_whose_static_data_do_not_hash():
+    params = {"a": Tagged(torch.ones(2), ["list"]), "b": torch.ones(2)}
+    seen = []
+    optimizer = sharded_adam(mask=lambda path, leaf: not seen.append(path))
+    optimizer.apply(params, optimizer.init(params), params)
+    assert seen == ["a", "b"]
