@@ -88,7 +88,9 @@ def _collect(
         time.sleep(0.02)
     codes = [worker.poll() for worker in workers]
     if any(code != 0 for code in codes):
-        first = next((r for r, c in enumerate(codes) if c), codes.index(None))
+        # One that raised says more than one that still waits for it (None).
+        first = next((r for r, c in enumerate(codes) if c), None)
+        first = codes.index(None) if first is None else first
         tail = (Path(folder) / f"log{first}").read_text(errors="replace")[-3000:]
         how = "did not answer in time" if codes[first] is None else "failed"
         raise WorkerFailed(f"rank {first} of {task} {how}:\n{tail}")

@@ -126,8 +126,9 @@ def split(columns: Sequence[Sequence[Any]]) -> list[Any]:
 def fits(leaf: Any, other: Any) -> bool:
     """Whether ``other`` lies as ``leaf`` does: in shape, layout and device."""
     if is_sharded(leaf):
-        if not is_sharded(other):
-            return False
+        if not is_sharded(other):  # a leaf cut over nothing is a plain tensor's equal
+            plain = isinstance(other, Tensor) and not leaf.layout.parts
+            return plain and leaf.local.shape == other.shape
         mine, its = leaf.layout, other.layout
         if mine is not its and (mine.shape, mine.parts) != (its.shape, its.parts):
             return False

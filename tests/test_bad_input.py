@@ -1,0 +1,332 @@
+"""Each bad input gets a clear error: the path, the sizes and the way out.
+
+Nothing is sent before what can be known, and the state stays as it was.
+"""
+
+import subprocess
+import sys
+
+import pytest
+import torch
+
+import fsfunc as ff
+from fsfunc import tree
+
+WIDTH = 4
+
+
+@ff.unit
+def layer(params, x):
+    return torch.tanh(x @ params["w"] + params["b"])
+
+
+def loss_fn(params, x):
+    for p in params["layers"]:
+        x = layer(p, x)
+    return x.square().mean()
+
+
+OPTIMIZER = ff.sgd(0.5)
+
+
+def train_step(state, x):
+    loss, grads = ff.value_and_grad(loss_fn)(state.params, x)
+    return state.apply_gradients(grads, OPTIMIZER), loss
+
+
+def parameters():
+    layers = [{"w": torch.eye(WIDTH), "b": torch.ones(WIDTH)} for _ in range(2)]
+    return {"layers": layers}
+
+
+BATCH = torch.ones(2, WIDTH)
+
+
+def on_ranks(main, size=2):
+    mesh = ff.make_mesh({"data": size}, "simulated")
+    with ff.ledger() as log:
+        try:
+            ff.spmd(lambda: main(mesh), mesh)()
+        finally:
+            on_ranks.sent = log.records
+
+
+def placed(mesh, step=train_step):
+    sharded = ff.shard(step, mesh, "data")
+    return sharded, ff.init_state(sharded, parameters(), OPTIMIZER, BATCH)
+
+
+def steps_with(loss):
+    """A sharded step with this loss, run once."""
+
+    def main(mesh):
+        def step(state, x):
+            value, grads = ff.value_and_grad(loss)(state.params, x)
+            return state.apply_gradients(grads, OPTIMIZER), value
+
+        sharded, state = placed(mesh, step)
+        sharded(state, BATCH)
+
+    return main
+
+
+def unknown_axis(mesh):
+    ff.shard(train_step, mesh, "dota")
+
+
+def zero_four(mesh):
+    ff.shard(train_step, mesh, "data", zero=4)
+
+
+def twice_over_one_axis(mesh):
+    step = ff.shard(ff.shard(train_step, mesh, "data"), mesh, "data")
+    ff.init_state(step, parameters(), OPTIMIZER, BATCH)
+
+
+def batch_not_divided(mesh):
+    ff.local_batch({"tokens": torch.ones(3, 5)}, mesh, "data")
+
+
+def microbatches_not_divided(mesh):
+    step, state = placed(mesh, ff.accumulate(train_step, 4))
+    step(state, BATCH)
+
+
+def other_tree(mesh):
+    step, state = placed(mesh)
+    grads = {"layers": state.params["layers"][:1]}
+    state.apply_gradients(grads, OPTIMIZER)
+
+
+def l2_over_leaves(params, x):
+    return loss_fn(params, x) + sum(w.square().sum() for w in tree.leaves(params))
+
+
+def read_outside(params, x):
+    return loss_fn(params, x) + params["layers"][0]["w"].sum()
+
+
+def not_scalar(params, x):
+    return layer(params["layers"][0], x)
+
+
+def not_floating(params, x):
+    return layer(params["layers"][0], x).sum().long()
+
+
+def asks_value(params, x):
+    return loss_fn(params, x) * (1 if loss_fn(params, x).item() > 0 else 2)
+
+
+def branches_on_value(params, x):
+    loss = loss_fn(params, x)
+    return loss if loss > 0 else -loss
+
+
+@ff.unit
+def writes_input(params, x):
+    x.mul_(2)
+    return x @ params["w"] + params["b"]
+
+
+def input_in_place(params, x):
+    return writes_input(params["layers"][0], x * 1).sum()
+
+
+def captured(params, x):
+    h = layer(params["layers"][0], x)
+    bad = ff.unit(lambda p, y: (y @ p["w"] + p["b"]) * h)
+    return bad(params["layers"][1], x).sum()
+
+
+def no_steps_alike(mesh):
+    if mesh.rank == 0:
+        ff.psum(torch.ones(2), "data")
+    else:
+        ff.all_gather(torch.ones(2), "data")
+
+
+def never_comes(mesh):
+    if mesh.rank == 0:
+        ff.psum(torch.ones(2), "data")
+
+
+def donated_twice(mesh):
+    step, state = placed(mesh)
+    donated = ff.donate(step)
+    donated(state, BATCH)
+    donated(state, BATCH)
+
+
+CASES = {
+    "unknown axis": (unknown_axis, ValueError, 'unknown axis "dota".*data'),
+    "zero=4": (zero_four, ValueError, "zero=4: it is 0, 1, 2 or 3"),
+    "one axis twice": (twice_over_one_axis, ValueError, "two transforms over one axis"),
+    "batch not divided": (
+        batch_not_divided,
+        ValueError,
+        r"'tokens' of shape \(3, 5\).*size 2.*3 is not a multiple of 2.*uneven=True",
+    ),
+    "microbatches": (
+        microbatches_not_divided,
+        ValueError,
+        r"shape \(2, 4\).*into 4 microbatches",
+    ),
+    "other tree": (other_tree, ValueError, "do not match the parameters at 'layers'"),
+    "penalty over leaves": (steps_with(l2_over_leaves), ValueError, "outside a unit"),
+    "read outside": (
+        steps_with(read_outside),
+        ValueError,
+        r"'layers/0/w' outside a unit, at .*test_bad_input.py:\d+",
+    ),
+    "no scalar": (steps_with(not_scalar), ValueError, r"scalar, got shape \(2, 4\)"),
+    "integer loss": (steps_with(not_floating), ValueError, "floating scalar"),
+    ".item()": (
+        steps_with(asks_value),
+        RuntimeError,
+        r'test_bad_input.py:\d+, which asks.*record="real"',
+    ),
+    "if tensor": (
+        steps_with(branches_on_value),
+        RuntimeError,
+        r'test_bad_input.py:\d+, which asks.*record="real"',
+    ),
+    "input in place": (
+        steps_with(input_in_place),
+        RuntimeError,
+        r"'writes_input' changed its input 0 of shape \(2, 4\) in place",
+    ),
+    "captured": (steps_with(captured), RuntimeError, "captured by closure"),
+    "other collectives": (
+        no_steps_alike,
+        RuntimeError,
+        r"(?s)rank 0 psum.*rank 1 all_gather.*test_bad_input.py",
+    ),
+    "one never comes": (
+        never_comes,
+        RuntimeError,
+        r"(?s)rank 0 waits in psum.*float32\[2\].*rank 1 has returned",
+    ),
+    "donated twice": (donated_twice, RuntimeError, "donated to a step"),
+}
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_a_clear_error_on_every_rank(case):
+    main, kind, message = CASES[case]
+    with pytest.raises(kind, match=message) as caught:
+        on_ranks(main)
+    notes = [str(caught.value), *getattr(caught.value, "__notes__", ())]
+    assert any("rank 0" in note for note in notes), "it says which rank it comes from"
+
+
+BEFORE_ANYTHING = [c for c in CASES if c not in (
+    "other collectives", "one never comes", "donated twice", "other tree"
+)]  # fmt: skip
+
+
+@pytest.mark.parametrize("case", BEFORE_ANYTHING)
+def test_nothing_is_sent_before(case):
+    main, kind, _ = CASES[case]
+    with pytest.raises(kind):
+        on_ranks(main)
+    assert on_ranks.sent == []
+
+
+USES = {
+    "add": lambda w: w + 1,
+    "radd": lambda w: torch.ones(1) + w,
+    "torch function": torch.relu,
+    "matmul": lambda w: torch.ones(1, WIDTH) @ w,
+    "method": lambda w: w.sum(),
+    "bool": bool,
+    "len": len,
+    "iteration": list,
+    "index": lambda w: w[0],
+    "==": lambda w: w == w,
+    "float": float,
+}
+
+
+@pytest.mark.parametrize("use", USES)
+def test_a_sharded_leaf_is_no_tensor(use):
+    def main(mesh):
+        _, state = placed(mesh)
+        USES[use](state.params["layers"][0]["w"])
+
+    with pytest.raises(TypeError, match="'layers/0/w'.*sharded.*ff.unit"):
+        on_ranks(main)
+
+
+def test_a_sharded_leaf_in_a_unit_without_shard():
+    def main(mesh):
+        _, state = placed(mesh)
+        loss_fn(state.params, BATCH)
+
+    with pytest.raises(TypeError, match="'layers/0/.'.*under ff.shard"):
+        on_ranks(main)
+
+
+def test_outside_spmd():
+    mesh = ff.make_mesh({"data": 2}, "simulated")
+    step = ff.shard(train_step, mesh, "data")
+    with pytest.raises(RuntimeError, match="run it inside spmd"):
+        step(ff.TrainState(parameters()), BATCH)
+    with pytest.raises(RuntimeError, match="no mesh in sight"):
+        ff.psum(torch.ones(1), "data")
+
+
+def test_a_mesh_unlike_the_processes(monkeypatch):
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    monkeypatch.setenv("RANK", "0")
+    with pytest.raises(ValueError, match="has 4 ranks, but there are 2 processes"):
+        ff.make_mesh({"data": 4})
+
+
+def test_processes_need_a_launcher():
+    code = "import fsfunc as ff; ff.make_mesh({'data': 1}, 'processes')"
+    done = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, timeout=60
+    )
+    assert done.returncode and "needs torchrun" in done.stderr
+
+
+def test_an_unknown_backend():
+    with pytest.raises(ValueError, match="unknown backend 'mpi'.*simulated"):
+        ff.make_mesh({"data": 1}, "mpi")
+
+
+def test_modes_around_spmd_are_refused():
+    from torch.utils.flop_counter import FlopCounterMode
+
+    mesh = ff.make_mesh({"data": 2}, "simulated")
+    with FlopCounterMode(display=False):
+        with pytest.raises(RuntimeError, match="cannot carry .*Mode.*inside"):
+            ff.spmd(lambda: None, mesh)()
+
+
+def test_the_state_is_as_it_was_after_an_error():
+    @ff.unit
+    def fails(params, x):
+        raise ArithmeticError("on purpose")
+
+    def main(mesh):
+        step, state = placed(mesh)
+        before = [t.clone() for t in tree.leaves(state)[:-1] if torch.is_tensor(t)]
+        good, _ = step(state, BATCH)
+
+        def broken(state, x):
+            loss, grads = ff.value_and_grad(
+                lambda p, x: fails(p["layers"][0], layer(p["layers"][1], x)).sum()
+            )(state.params, x)
+            return state.apply_gradients(grads, OPTIMIZER), loss
+
+        with pytest.raises(ArithmeticError):
+            ff.shard(broken, mesh, "data")(state, BATCH)
+        after = [t for t in tree.leaves(state)[:-1] if torch.is_tensor(t)]
+        assert all(map(torch.equal, before, after))
+        again, _ = step(state, BATCH)
+        for a, b in zip(tree.leaves(good), tree.leaves(again), strict=True):
+            assert a == b if not torch.is_tensor(a) else torch.equal(a, b)
+
+    on_ranks(main)
