@@ -37,6 +37,7 @@ from fsfunc.optim import (
     warmup_cosine,
 )
 from fsfunc.sharded import Sharded, is_sharded
+from fsfunc.splitting import start
 from fsfunc.training import TrainState, init_state, place, unshard
 from fsfunc.transforms.accumulation import accumulate
 from fsfunc.transforms.casting import precision

@@ -16,6 +16,7 @@ from torch._C._functorch import (
     is_functorch_wrapped_tensor,
     maybe_current_level,
 )
+from torch._functorch import eager_transforms
 from torch._subclasses import fake_tensor
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -29,12 +30,17 @@ __all__ = [
     "current_level",
     "fake_active",
     "forward_ad_active",
+    "forward_ad_on",
+    "forward_ad_state",
     "functorch_active",
     "graph_nodes",
     "held",
     "hook_saved",
     "is_wrapped",
     "output_shape",
+    "saved_tensors_hooked",
+    "set_forward_ad_state",
+    "shared_forward_ad",
     "sequence_number",
     "storage_key",
     "storage_uses",
@@ -60,6 +66,57 @@ def beneath_functorch() -> Iterator[None]:
 def forward_ad_active() -> bool:
     """Whether a dual level of ``torch.autograd.forward_ad`` is open."""
     return torch.autograd.forward_ad._current_level >= 0
+
+
+def forward_ad_on() -> Any:
+    """Inside, tangents go through plain operations.
+
+    torch shuts them off within a Function's ``jvp``, also those of outer levels: a
+    plain operation there makes a ``jvp`` of a ``jvp`` zero in silence.
+    """
+    return torch.autograd.forward_ad._set_fwd_grad_enabled(True)
+
+
+def forward_ad_state() -> tuple[int, int]:
+    """(the open dual level, how deep in ``jvp``): torch has one for the process."""
+    return torch.autograd.forward_ad._current_level, eager_transforms.JVP_NESTING
+
+
+def set_forward_ad_state(state: tuple[int, int]) -> None:
+    """Puts back what :func:`forward_ad_state` returned."""
+    torch.autograd.forward_ad._current_level, eager_transforms.JVP_NESTING = state
+
+
+@contextmanager
+def shared_forward_ad() -> Iterator[None]:
+    """Inside, threads that take turns may each have a dual level open.
+
+    torch has one for the process, and closing it ends everybody's tangents: here it
+    stays open until the last has closed it. Who passes on the turn also passes
+    :func:`forward_ad_state`.
+    """
+    ad = torch.autograd.forward_ad
+    enter, leave, holders = ad.enter_dual_level, ad.exit_dual_level, 0
+
+    def enter_shared() -> int:
+        nonlocal holders
+        if holders == 0 or ad._current_level >= 0:  # torch refuses to nest them
+            enter()
+        holders, ad._current_level = holders + 1, 0
+        return 0
+
+    def leave_shared(*, level: int | None = None) -> None:
+        nonlocal holders
+        holders -= 1
+        if holders == 0:
+            leave(level=level)
+        ad._current_level = -1
+
+    ad.enter_dual_level, ad.exit_dual_level = enter_shared, leave_shared
+    try:
+        yield
+    finally:
+        ad.enter_dual_level, ad.exit_dual_level = enter, leave
 
 
 def fake_active() -> bool:
@@ -124,6 +181,11 @@ def active_modes() -> list[str]:
         for m in [*functions, *dispatch]
         if not isinstance(m, torch.utils._device.DeviceContext)
     ]
+
+
+def saved_tensors_hooked() -> bool:
+    """Whether ``saved_tensors_hooks`` are on in this thread."""
+    return torch._C._autograd._top_saved_tensors_default_hooks(True) is not None
 
 
 _SAVED: dict[type, list[tuple[str, str]]] = {}

@@ -17,7 +17,9 @@ whatever the backend does underneath. An axis of size 1 sends, and counts, nothi
 
 from __future__ import annotations
 
+import os
 import sys
+import threading
 from collections import defaultdict
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -29,11 +31,17 @@ from pathlib import Path
 import torch
 
 from fsfunc.mesh import Axis, axis_names
+from fsfunc.scoped import Scoped
 
 __all__ = ["Ledger", "Record", "label", "ledger", "note", "source_line"]
 
-_HOME = str(Path(__file__).parent)
-_TORCH = str(Path(torch.__file__).parent)
+# Frames of these are nobody's source line: ours, torch's, and where a thread begins.
+_INNER = (
+    str(Path(__file__).parent) + os.sep,
+    str(Path(torch.__file__).parent) + os.sep,
+    threading.__file__,
+    "<frozen ",
+)
 _LEDGERS: ContextVar[tuple[Ledger, ...]] = ContextVar("fsfunc_ledgers", default=())
 _ASIDE: ContextVar[bool] = ContextVar("fsfunc_aside", default=False)
 _LABEL: ContextVar[tuple[str, str]] = ContextVar("fsfunc_label", default=("", ""))
@@ -124,14 +132,9 @@ def ledger() -> Iterator[Ledger]:
         _LEDGERS.reset(token)
 
 
-@contextmanager
-def label(unit: str, phase: str) -> Iterator[None]:
+def label(unit: str, phase: str) -> Scoped:
     """Says on whose behalf the collectives inside are issued."""
-    token = _LABEL.set((unit, phase))
-    try:
-        yield
-    finally:
-        _LABEL.reset(token)
+    return Scoped(_LABEL, (unit, phase))
 
 
 def current_label() -> tuple[str, str]:
@@ -144,7 +147,7 @@ def source_line() -> str:
     frame = sys._getframe(1)
     while frame is not None:
         name = frame.f_code.co_filename
-        if not name.startswith((_HOME, _TORCH, "<")):
+        if not name.startswith(_INNER):
             return f"{name}:{frame.f_lineno}"
         frame = frame.f_back
     return "?"
@@ -168,14 +171,9 @@ def note(
         log.records.append(record)
 
 
-@contextmanager
-def silence() -> Iterator[None]:
+def silence() -> Scoped:
     """Nothing inside is written into any ledger."""
-    token = _LEDGERS.set(())
-    try:
-        yield
-    finally:
-        _LEDGERS.reset(token)
+    return Scoped(_LEDGERS, ())
 
 
 def traceback_line(error: BaseException) -> str:
@@ -183,20 +181,15 @@ def traceback_line(error: BaseException) -> str:
     found, trace = "?", error.__traceback__
     while trace is not None:
         name = trace.tb_frame.f_code.co_filename
-        if not name.startswith((_HOME, _TORCH, "<")):
+        if not name.startswith(_INNER):
             found = f"{name}:{trace.tb_lineno}"
         trace = trace.tb_next
     return found
 
 
-@contextmanager
-def aside(value: bool = True) -> Iterator[None]:
+def aside(value: bool = True) -> Scoped:
     """What runs inside is the library's own doing (or, with False, the user's)."""
-    token = _ASIDE.set(value)
-    try:
-        yield
-    finally:
-        _ASIDE.reset(token)
+    return Scoped(_ASIDE, value)
 
 
 def is_aside() -> bool:

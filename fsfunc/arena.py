@@ -18,7 +18,6 @@ class Arena:
     storage, so nobody has to give anything back, and nothing is taken away from a
     tensor that still lives. CUDA's allocator does the like by itself.
 
-    ``keep`` free buffers stay for the next step; smaller ones beyond it are let go.
     With ``poison`` a buffer that is let go of is filled with NaN, for tests.
     """
 
@@ -34,12 +33,14 @@ class Arena:
         size = count * dtype.itemsize
         best, spare = None, []
         for i, storage in enumerate(self.storages):
-            if _torch.held(storage) > 1:
-                continue
-            if storage.nbytes() < size:
-                spare.append(i)
-            elif best is None or storage.nbytes() < self.storages[best].nbytes():
-                best = i
+            room = storage.nbytes()
+            if (best is None or room < self.storages[best].nbytes()) and (
+                _torch.held(storage) == 1
+            ):
+                if room < size:
+                    spare.append(i)
+                else:
+                    best = i
         if best is None:
             for i in reversed(spare):  # outgrown
                 del self.storages[i]
@@ -49,6 +50,14 @@ class Arena:
             storage = self.storages[best]
         # A tensor of its own has a version counter of its own.
         return torch.empty(0, dtype=dtype).set_(storage, 0, (count,))
+
+    def trim(self, keep: int) -> None:
+        """Lets go of free buffers, but for the ``keep`` largest."""
+        free = [s for s in self.storages if _torch.held(s) == 1]
+        free.sort(key=lambda s: -s.nbytes())
+        gone = {id(s) for s in free[keep:]}
+        free.clear()
+        self.storages = [s for s in self.storages if id(s) not in gone]
 
     def spoil(self, buffer: Tensor) -> None:
         """Under ``poison``: NaN where ``buffer`` was, unless somebody else holds it."""

@@ -16,8 +16,9 @@ from torch import Tensor
 
 from fsfunc import _torch, tree
 from fsfunc.collectives import watch_invariants
-from fsfunc.frames import Counter, Frame, Running, Thread, frame, inside, run_as
+from fsfunc.frames import Counter, Running, Thread, frame, inside, run_as
 from fsfunc.sharded import Sharded, is_sharded, split_buffers
+from fsfunc.tying import cotangent, tie
 
 __all__ = ["GradientCall", "Outcome", "Weighted", "value_and_grad"]
 
@@ -258,12 +259,12 @@ def _differentiate(call: GradientCall) -> Outcome:
         total, weight, aux = _loss(out, call.has_aux)
         tied = total
         if thread is not None and thread.token is not thread.start:
-            tied = _Tie.apply(total, thread.token)
+            tied = tie(total, thread.token)
     inputs = values if thread is None else [*values, thread.start]
     if not inputs or not tied.requires_grad:
         found: Sequence[Tensor | None] = [None] * len(values)
     else:
-        seeded = _seed(f, tied, total, seen)
+        seeded = cotangent(f, tied, total, seen)
         found = torch.autograd.grad(tied, inputs, seeded, allow_unused=True)
     weight = None if weight is None else weight.detach()
     grads = leaves.grads(found[: len(values)])
@@ -277,89 +278,28 @@ def _tracked(values: Any) -> bool:
 
 def _by_vjp(call: GradientCall, leaves: _Leaves, picked: list[Tensor]) -> Outcome:
     """On ``torch.func``, where the result may be differentiated or mapped again."""
-    weights: list[Tensor | None] = []
+    beside: list[Any] = []  # (structure, leaves) of the rest; no tensors of a level
 
     def pure(*values: Tensor) -> tuple[Tensor, list[Tensor]]:
         total, weight, aux = _loss(
             call.fn(*leaves.args(values), **call.keywords), call.has_aux
         )
-        flat, spec = tree.flatten(aux)
-        rest = [(i, x) for i, x in enumerate(flat) if not isinstance(x, Tensor)]
-        weights[:] = [weight, (spec, rest, len(flat))]  # type: ignore[list-item]
-        kept = [x for x in flat if isinstance(x, Tensor)]
-        return total, kept if weight is None else [*kept, weight]
+        flat, spec = tree.flatten((weight, aux))
+        beside[:] = [spec, [_TENSOR if isinstance(x, Tensor) else x for x in flat]]
+        return total, [x for x in flat if isinstance(x, Tensor)]
 
     with inside(replace(frame(), counter=Counter(), in_loss=True)):
-        if not picked:  # torch.func.vjp wants something to differentiate
-            (total, kept), found = pure(), ()
-        else:
-            total, pull, kept = torch.func.vjp(pure, *picked, has_aux=True)
+        found: Sequence[Tensor] = ()
+        if picked:
+            total, pull, kept = torch.func.vjp(pure, *picked, has_aux=True)  # type: ignore[misc]
             found = pull(torch.ones_like(total), retain_graph=True, create_graph=True)
-    weight, (spec, rest, count) = weights  # type: ignore[misc]
-    kept = list(kept)
-    if weight is not None:
-        weight = kept.pop()
-    others = dict(rest)
-    aux = [others[i] if i in others else kept.pop(0) for i in range(count)]
-    grads = leaves.grads(list(found))
-    return Outcome(total, weight, grads, tree.unflatten(spec, aux))
+        else:  # torch.func.vjp wants something to differentiate
+            total, kept = pure()
+    each = iter(kept)
+    spec, flat = beside
+    flat = [next(each) if x is _TENSOR else x for x in flat]
+    weight, aux = tree.unflatten(spec, flat)
+    return Outcome(total, weight, leaves.grads(found), aux)
 
 
-class _Tie(torch.autograd.Function):
-    """The loss, tied to the thread: its gradient reaches the token as an exact zero.
-
-    ``loss + 0 * token`` would not do: it turns an infinity into NaN.
-    """
-
-    @staticmethod
-    def forward(ctx, loss, token):  # type: ignore[override]
-        return loss.clone()
-
-    @staticmethod
-    def backward(ctx, g):  # type: ignore[override]
-        return g, torch.zeros_like(g)
-
-
-def _seed(f: Frame, tied: Tensor, total: Tensor, seen: set[str]) -> Tensor:
-    """The cotangent of the loss: 1, or n where the loss is one value over n ranks.
-
-    Under the mean over ranks each rank's own loss has the cotangent 1. A loss that the
-    user reduced over the axis is one value, which a cast I->V hands to the n ranks, so
-    it must be taken n times for the mean to take it once.
-    """
-    one = torch.ones_like(tied)
-    for owner, session in f.sessions:
-        axes = set(getattr(session, "mean_axes", ()))
-        if axes & seen and total.grad_fn is not None:
-            if invariant_over(total, axes, type(owner).__name__):
-                one = one * session.mean_size
-    return one
-
-
-def invariant_over(total: Tensor, axes: set[str], what: str) -> bool:
-    """Whether every path from the loss passes a collective that made one value.
-
-    Raises:
-        ValueError: some paths do and others do not.
-    """
-    reduced = varying = False
-    seen, todo = set(), [total.grad_fn]
-    while todo:
-        node = todo.pop()
-        if node is None or node in seen:
-            continue
-        seen.add(node)
-        move = getattr(node, "move", None)
-        if move is not None and move.to == "I" and axes <= set(node.where.axis):
-            reduced = True
-        elif hasattr(node, "variable") or getattr(node, "leaves_unit", False):
-            varying = True
-        else:
-            todo.extend(n for n, _ in node.next_functions)
-    if reduced and varying:
-        raise ValueError(
-            f"the loss adds a value reduced over {sorted(axes)} to this rank's own: "
-            "return the rank's own mean and let shard take the mean over the ranks, "
-            "or reduce all of it"
-        )
-    return reduced
+_TENSOR = object()

@@ -6,16 +6,16 @@ in which it was made, so a recompute in a backward pass needs no context.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from contextvars import ContextVar
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from fsfunc.mesh import Here, place_here
+from fsfunc.scoped import Scoped
 
 __all__ = [
     "Counter",
@@ -119,6 +119,12 @@ class Frame:
                 return session
         return None
 
+    def but(self, **changes: Any) -> Frame:
+        """The frame with some fields changed: ``replace``, at a fifth of its time."""
+        frame = object.__new__(Frame)
+        frame.__dict__.update(self.__dict__, **changes)
+        return frame
+
     @property
     def data_index(self) -> int:
         """Which microbatch of the global batch this is: data axes major."""
@@ -144,25 +150,28 @@ def running() -> Running:
     return _RUNNING.get() or _ALONE
 
 
-@contextmanager
-def run_as(value: Running) -> Iterator[Running]:
+def run_as(value: Running) -> Scoped:
     """Makes ``value`` hold for the calls within."""
-    token = _RUNNING.set(value)
-    try:
-        yield value
-    finally:
-        _RUNNING.reset(token)
+    return Scoped(_RUNNING, value)
 
 
-@contextmanager
-def inside(value: Frame) -> Iterator[Frame]:
-    """Makes ``value`` the frame of the calls within."""
-    token = _FRAME.set(value)
-    try:
-        if value.at is None:
-            yield value
-        else:
-            with place_here(value.at):
-                yield value
-    finally:
-        _FRAME.reset(token)
+class inside:
+    """``with inside(value)`` makes ``value`` the frame of the calls within."""
+
+    __slots__ = ("value", "scopes")
+
+    def __init__(self, value: Frame):
+        self.value = value
+
+    def __enter__(self) -> Frame:
+        at = self.value.at
+        self.scopes = [Scoped(_FRAME, self.value)]
+        if at is not None:
+            self.scopes.append(place_here(at))
+        for scope in self.scopes:
+            scope.__enter__()
+        return self.value
+
+    def __exit__(self, *_: Any) -> None:
+        for scope in reversed(self.scopes):
+            scope.__exit__()

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from fsfunc import tree
 from fsfunc.backends.abstract import AbstractLink
+from fsfunc.collectives import group
 from fsfunc.mesh import Axis, Here, Mesh, here, place_here
 
 __all__ = ["PerRank", "local_batch", "make_mesh", "spmd"]
@@ -80,24 +81,21 @@ def spmd(fn: Callable[..., Any], mesh: Mesh) -> Callable[..., PerRank]:
 
     @functools.wraps(fn)
     def run(*args: Any) -> PerRank:
-        if mesh.backend == "processes":
-            mine = [a[0] if isinstance(a, PerRank) else a for a in args]
-            with place_here(Here(mesh, mesh.link.rank, mesh.link)):
-                return PerRank([fn(*mine)])
-        if mesh.backend == "abstract":
-            mine = [a[0] if isinstance(a, PerRank) else a for a in args]
-            with place_here(Here(mesh, 0, AbstractLink())):
-                return PerRank([fn(*mine)])
+        alone = mesh.backend in ("processes", "abstract")
+        hosted = 1 if alone else mesh.size
         for a in args:
-            if isinstance(a, PerRank) and len(a) != mesh.size:
+            if isinstance(a, PerRank) and len(a) != hosted:
                 raise ValueError(
                     f"a list of {len(a)} ranks' values cannot go to {mesh}, which has "
-                    f"{mesh.size}"
+                    f"{hosted} here"
                 )
         by_rank = [
-            [a[r] if isinstance(a, PerRank) else a for a in args]
-            for r in range(mesh.size)
+            [a[i] if isinstance(a, PerRank) else a for a in args] for i in range(hosted)
         ]
+        if alone:
+            link = mesh.link or AbstractLink()
+            with place_here(Here(mesh, link.rank, link)):
+                return PerRank([fn(*by_rank[0])])
         if mesh.backend == "vmap":
             from fsfunc.backends.vmapped import run_vmapped
 
@@ -145,14 +143,13 @@ def local_batch(batch: Any, mesh: Mesh, axis: Axis, uneven: bool = False) -> Any
             )
     if len(set(sizes.values())) > 1:
         raise ValueError(f"batch leaves differ in dim 0: {sizes}")
-    if mesh.backend == "vmap":
-        at = here(mesh)
-        index: Any = 0
-        for name in mesh.check(axis):
-            index = index * mesh.axes[name] + at.link.indices[name]
-        part = lambda x: x.unflatten(0, (size, -1))[index]  # noqa: E731
-    else:
-        index = mesh.coordinate(axis, here(mesh).rank)
-        part = lambda x: x.tensor_split(size)[index]  # noqa: E731
-    cut = [part(x) if isinstance(x, Tensor) else x for x in leaves]
-    return tree.unflatten(treedef, cut)
+    index = group(axis, here(mesh)).position
+
+    def part(x: Tensor) -> Tensor:
+        if mesh.backend == "vmap":  # the index is a tensor: no rank can be told apart
+            return x.unflatten(0, (size, x.shape[0] // size))[index]
+        return x.tensor_split(size)[index]
+
+    return tree.unflatten(
+        treedef, [part(x) if isinstance(x, Tensor) else x for x in leaves]
+    )

@@ -7,12 +7,14 @@ that this process hosts.
 
 from __future__ import annotations
 
+import itertools
 import math
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping
 from contextvars import ContextVar
 from dataclasses import dataclass
 from typing import Any
+
+from fsfunc.scoped import Scoped
 
 __all__ = ["Axis", "Here", "Mesh", "NoMesh", "axis_names", "here", "place_here"]
 
@@ -95,14 +97,19 @@ class Mesh:
         """The ranks that differ from ``rank`` only along ``axis``, in axis order."""
         names, rank = self.check(axis), self.rank if rank is None else rank
         if (names, rank) not in self._members:
-            mine = self.coordinates(rank)
-            ranks: list[tuple[int, int]] = []
-            for other in range(self.size):
-                theirs = self.coordinates(other)
-                if all(theirs[a] == mine[a] for a in self.axes if a not in names):
-                    ranks.append((self.coordinate(names, other), other))
-            self._members[names, rank] = tuple(r for _, r in sorted(ranks))
+            there, along = self.coordinates(rank), [range(self.axes[n]) for n in names]
+            self._members[names, rank] = tuple(
+                self.rank_at({**there, **dict(zip(names, index, strict=True))})
+                for index in itertools.product(*along)
+            )
         return self._members[names, rank]
+
+    def rank_at(self, coordinates: Mapping[str, int]) -> int:
+        """The rank that lies at these coordinates, one for every axis."""
+        rank = 0
+        for name, size in self.axes.items():
+            rank = rank * size + coordinates[name]
+        return rank
 
     def __repr__(self) -> str:
         return f"Mesh({self.axes}, {self.backend!r})"
@@ -147,14 +154,11 @@ def here(mesh: Mesh | None = None) -> Here:
             f"{mesh} has {mesh.size} ranks, but {found.mesh.size} are running "
             f"({found.mesh}): pass spmd the mesh that the transforms name"
         )
+    if mesh.backend == found.mesh.backend == "processes":
+        return Here(mesh, found.rank, mesh.link)  # it has the groups of its own axes
     return Here(mesh, found.rank, found.link)
 
 
-@contextmanager
-def place_here(value: Here) -> Iterator[Here]:
+def place_here(value: Here) -> Scoped:
     """Makes ``value`` the answer of :func:`here` for the calls within."""
-    token = _HERE.set(value)
-    try:
-        yield value
-    finally:
-        _HERE.reset(token)
+    return Scoped(_HERE, value)

@@ -23,77 +23,10 @@ from fsfunc.backends.abstract import AbstractLink
 from fsfunc.frames import frame, inside
 from fsfunc.layout import Layout
 from fsfunc.mesh import NoMesh, here, place_here
-from fsfunc.sharded import Sharded, is_sharded
+from fsfunc.recorded import Recorded, plain, whole
+from fsfunc.sharded import is_sharded
 
-__all__ = ["Group", "Recorder", "record"]
-
-
-class Recorded(Sharded):
-    """A leaf of a step under recording: a tensor to those who ask, with a memory."""
-
-    __slots__ = ()
-
-    def __init__(self, local: Any, layout: Layout, home: Any = None):
-        super().__init__(local, layout)
-        recorder = frame().recorder
-        if recorder is not None and isinstance(local, Tensor):
-            recorder.know(local, layout.name)
-
-    def _refuse(self, what: str) -> Any:
-        raise RuntimeError(what)
-
-    def __getattr__(self, name: str) -> Any:
-        if name.startswith("__"):
-            raise AttributeError(name)
-        return getattr(self.local, name)
-
-    @classmethod
-    def __torch_function__(cls, func, types, args=(), kwargs=None):
-        args, kwargs = tree.map(_plain, (args, kwargs or {}), is_leaf=is_sharded)
-        return func(*args, **kwargs)
-
-
-def _plain(x: Any) -> Any:
-    return x.local if isinstance(x, Recorded) else x
-
-
-def _forward(name: str) -> Any:
-    def method(self: Recorded, *args: Any) -> Any:
-        return getattr(self.local, name)(*map(_plain, args))
-
-    return method
-
-
-for _name in dir(Sharded):
-    if _name in dir(Tensor) and getattr(Sharded, _name) is not getattr(
-        object, _name, 0
-    ):
-        if _name not in (
-            "__init__",
-            "__repr__",
-            "__reduce__",
-            "__hash__",
-            "__getattr__",
-            "__torch_function__",
-            "__slots__",
-            "__doc__",
-            "__module__",
-            "shape",
-            "ndim",
-            "dtype",
-            "device",
-            "numel",
-            "__weakref__",
-            "name",
-            "layout",
-        ):
-            setattr(Recorded, _name, _forward(_name))
-
-tree.register_node(
-    Recorded,
-    lambda leaf: ((leaf.local,), leaf.layout),
-    lambda layout, children: Recorded(children[0], layout),
-)
+__all__ = ["Group", "Recorder", "common", "record"]
 
 
 @dataclass(frozen=True)
@@ -118,17 +51,23 @@ class _Taken:
     leaves: list[str]
 
 
+_Reading = tuple[str, tuple[int, ...]]  # a leaf, and the numbers of the unit call
+_Where = tuple[str, bool]  # file and line, and whether a gradient call was around
+
+
 @dataclass
 class Recorder:
     """What one run of a step showed.
 
-    ``groups`` are made of ``taken`` (which unit calls took which leaves), ``outside``
-    (leaves read by a loss outside every unit, and where) and ``trained``.
+    ``groups`` are made of ``taken`` (which unit calls took which leaves), ``inside``
+    (which unit's own body read a leaf), ``outside`` (leaves read by a loss outside
+    every unit, and where) and ``trained``.
     """
 
     layouts: dict[str, Layout] = field(default_factory=dict)
     taken: list[_Taken] = field(default_factory=list)
-    outside: dict[str, tuple[str, bool]] = field(default_factory=dict)
+    inside: dict[_Reading, _Where] = field(default_factory=dict)
+    outside: dict[str, _Where] = field(default_factory=dict)
     trained: set[str] = field(default_factory=set)
     handlers: list[Any] = field(default_factory=list)
     differentiated: bool = False
@@ -160,35 +99,54 @@ class Recorder:
             for i, leaf in enumerate(leaves):
                 path = self.path_of(leaf)
                 if path is None:
+                    leaves[i] = whole(leaf)
                     continue
                 names.append(path)
-                leaves[i] = x = _plain(leaf)
+                leaves[i] = x = plain(leaf)
                 self.know(x, path)
                 if _torch.is_wrapped(x) or x.requires_grad:
                     self.trained.add(path)
                     self.differentiated = True
             numbers = (*call.frame.numbers, call.number)
             self.taken.append(_Taken(call.path, numbers, names))
-            return run(tree.unflatten(treedef, leaves), *inputs, **keywords)
+            out = run(tree.unflatten(treedef, leaves), *inputs, **keywords)
+            with inside(replace(call.frame, path=call.path, numbers=numbers)):
+                return tree.map(self._given, out, is_leaf=is_sharded)
 
         return recorded
 
+    def _given(self, x: Any) -> Any:
+        """An output; a leaf that a unit returns as it is, is no leaf any more."""
+        return x if self.path_of(x) is None else plain(x).view_as(plain(x))
+
     def read(self, values: Any) -> None:
-        """A torch function outside every unit read these values."""
+        """A torch function read these values, in a unit's own body or outside."""
+        f = frame()
         for x in tree.leaves(values, is_leaf=is_sharded):
             path = self.path_of(x)
-            if path is not None and path not in self.outside:
+            if path is None or (path, f.numbers) in self.inside:
+                continue
+            if f.path or path not in self.outside:
                 inner = isinstance(x, Tensor) and _torch.is_wrapped(x)
-                self.outside[path] = (source_line(), frame().in_loss or inner)
+                where = source_line(), f.in_loss or inner
+                if f.path:
+                    self.inside[path, f.numbers] = where
+                else:
+                    self.outside[path] = where
 
     # What follows from it
 
     def whole(self) -> set[str]:
         """Leaves that stay whole: a loss reads them, and no unit does."""
-        inner = any(in_loss for _, in_loss in self.outside.values())
+        found = self.outside | {
+            path: where
+            for (path, numbers), where in self.inside.items()
+            if not self._takes(path, numbers)  # it came in as an input
+        }
+        inner = any(in_loss for _, in_loss in found.values())
         read = {
             path: where
-            for path, (where, in_loss) in self.outside.items()
+            for path, (where, in_loss) in found.items()
             if in_loss or not (inner or self.differentiated)
         }
         taken = {path for t in self.taken for path in t.leaves}
@@ -197,10 +155,18 @@ class Recorder:
                 raise ValueError(
                     f"the loss reads {path!r} outside a unit, at {where}, and a unit "
                     "takes it too: under shard it is only whole inside the unit. Move "
-                    "the reading into a unit; for a sum over elements, such as a "
-                    "penalty, use ff.tree_sum or weight_decay"
+                    "the reading into a unit, whose first argument it is part of; for "
+                    "a sum over elements, such as a penalty, use ff.tree_sum or "
+                    "weight_decay"
                 )
         return set(read)
+
+    def _takes(self, path: str, numbers: tuple[int, ...]) -> bool:
+        """Whether this unit call, or one around it, has the leaf as a parameter."""
+        return any(
+            path in t.leaves and t.numbers == numbers[: len(t.numbers)]
+            for t in self.taken
+        )
 
     def groups(self, min_bytes: int = 0) -> list[Group]:
         """The buffers, in the order in which units first want them."""
@@ -213,10 +179,10 @@ class Recorder:
         for path, layout in self.layouts.items():
             if path in whole:
                 continue
-            mine = [t for t in calls[path] if not _outer(t, calls[path])]
+            mine = [t for t in calls[path] if self._owns(t, path, calls[path])]
             key = (
                 tuple(t.numbers for t in mine),
-                _common([t.path for t in mine]),
+                common([t.path for t in mine]),
                 layout.dtype,
                 path in self.trained,
             )
@@ -227,6 +193,15 @@ class Recorder:
             Group(f"{'/'.join(owner)}:{name}", tuple(paths), dtype)
             for owner, dtype, name, paths in merged
         ]
+
+    def _owns(self, t: _Taken, path: str, calls: list[_Taken]) -> bool:
+        """Whether ``t`` gathers the leaf: no unit around it, and no inner one, does."""
+        n, reads = len(t.numbers), (path, t.numbers) in self.inside
+        outer = [t.numbers[:k] for k in range(1, n)]
+        if any((path, numbers) in self.inside for numbers in outer):
+            return False
+        inner = [o for o in calls if len(o.numbers) > n and o.numbers[:n] == t.numbers]
+        return reads or not inner
 
     def order(self, groups: list[Group]) -> list[tuple[str, ...]]:
         """The buffers that each unit call wants, call by call."""
@@ -241,13 +216,8 @@ class Recorder:
         return order
 
 
-def _outer(t: _Taken, others: list[_Taken]) -> bool:
-    """Whether an inner call of ``t`` takes the leaf too: then it is the inner one's."""
-    n = len(t.numbers)
-    return any(len(o.numbers) > n and o.numbers[:n] == t.numbers for o in others)
-
-
-def _common(paths: list[tuple[str, ...]]) -> tuple[str, ...]:
+def common(paths: list[tuple[str, ...]]) -> tuple[str, ...]:
+    """The beginning that all ``paths`` share."""
     if not paths:
         return ()
     first = paths[0]
@@ -294,9 +264,9 @@ class _Watch(TorchFunctionMode):
 
     def __torch_function__(self, func, types, args=(), kwargs=None):
         name = getattr(func, "__name__", "")
-        if not frame().path and name not in _READS_NOTHING:
+        if name not in _READS_NOTHING:
             self.recorder.read((args, kwargs or {}))
-        args, kwargs = tree.map(_plain, (args, kwargs or {}), is_leaf=is_sharded)
+        args, kwargs = tree.map(plain, (args, kwargs or {}), is_leaf=is_sharded)
         return func(*args, **kwargs)
 
 
@@ -332,8 +302,9 @@ def record(
     if how not in ("fake", "real"):
         raise ValueError(f'record={how!r}: it is "fake" or "real"')
     recorder = Recorder()
-    state = torch.random.default_generator.get_state()
+    generator = torch.random.default_generator
     with ExitStack() as stack:
+        stack.callback(generator.set_state, generator.get_state())
         stack.enter_context(silence())
         convert: Callable[[Any], Any] = lambda x: x  # noqa: E731
         if how == "fake" and not _torch.fake_active():
@@ -348,14 +319,17 @@ def record(
             pass  # the step names its own mesh, or none
         f = replace(frame(), recorder=recorder)
         stack.enter_context(inside(f))
-        paths, leaves, treedef = tree.flatten_with_paths(params)
+        paths, leaves, treedef = tree.flatten_with_paths(params, is_leaf=is_sharded)
         for i, (path, x) in enumerate(zip(paths, leaves, strict=True)):
             if isinstance(x, Tensor):
                 layout = Layout(tuple(x.shape), x.dtype, (), path)
                 recorder.layouts[path] = layout
                 leaves[i] = Recorded(convert(x.detach()), layout)
-        others = tree.map(lambda x: convert(x) if isinstance(x, Tensor) else x, rest)
+        others = tree.map(
+            lambda x: convert(x) if isinstance(x, Tensor) else x,
+            rest,
+            is_leaf=is_sharded,
+        )
         with _Watch(recorder), _told_where(how == "real"):
             fn(tree.unflatten(treedef, leaves), *others)
-    torch.random.default_generator.set_state(state)
     return recorder

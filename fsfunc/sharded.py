@@ -4,12 +4,11 @@ A :class:`Sharded` leaf is this rank's part of a tensor and its layout. The leav
 one unit lie in one buffer, each rank owning one contiguous range of it: the
 :class:`Home` of those leaves, whose parts are views. A gather or a reduction then needs
 no copy in or out, and an optimizer sees one long tensor in place of many short ones.
-A user's ``tree_map`` makes leaves without a home; :func:`settle` packs them again.
+A user's ``tree_map`` makes leaves without a home; ``homes.settle`` packs them again.
 """
 
 from __future__ import annotations
 
-from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from typing import Any, NoReturn
 
@@ -17,14 +16,13 @@ import torch
 from torch import Tensor
 
 from fsfunc import tree
-from fsfunc.layout import Layout
+from fsfunc.layout import Flat, Layout
 
 __all__ = [
     "Buffers",
     "Home",
     "Sharded",
     "is_sharded",
-    "settle",
     "split_alike",
     "split_buffers",
 ]
@@ -104,7 +102,7 @@ class Sharded:
         )
 
     def __getattr__(self, name: str) -> Any:
-        if name.startswith("__"):
+        if name.startswith("_"):  # what libraries ask any object for
             raise AttributeError(name)
         self._refuse(f"cannot read .{name}")
 
@@ -160,7 +158,8 @@ class Home:
     """
 
     __slots__ = (
-        "members", "flat", "coordinates", "whole", "_version", "port", "_ranges"
+        "members", "flat", "coordinates", "whole", "_version", "port", "_ranges",
+        "place", "buffer",
     )  # fmt: skip
 
     def __init__(
@@ -177,6 +176,11 @@ class Home:
         self._version: int | None = None
         self.port: Any = None
         self._ranges: list[tuple[int, int]] | None = None
+        place = members[0].flat
+        if place is None:
+            raise ValueError(f"{members[0]} lies in no buffer")
+        self.place: Flat = place
+        self.buffer = place.buffer
 
     @property
     def ranges(self) -> list[tuple[int, int]]:
@@ -184,17 +188,6 @@ class Home:
         if self._ranges is None:
             self._ranges = [m.buffer_range(self.coordinates) for m in self.members]
         return self._ranges
-
-    @property
-    def buffer(self) -> str:
-        return self.place.buffer
-
-    @property
-    def place(self) -> Any:
-        flat = self.members[0].flat
-        if flat is None:
-            raise ValueError(f"{self.members[0]} lies in no buffer")
-        return flat
 
     def keep(self, whole: Tensor) -> None:
         """Remembers the gathered buffer."""
@@ -269,8 +262,8 @@ def _part(leaf: Any) -> Any:
     return leaf.local if isinstance(leaf, Sharded) else leaf
 
 
-def _groups(leaves: Sequence[Any]) -> dict[int, tuple[list[int], Home]]:
-    """Positions of the leaves of every home that is here complete and in order."""
+def complete_homes(leaves: Sequence[Any]) -> dict[int, tuple[list[int], Home]]:
+    """Positions, by home, of the leaves of every home that is here complete."""
     found: dict[int, tuple[list[int], Home]] = {}
     for i, leaf in enumerate(leaves):
         home = leaf.home if isinstance(leaf, Sharded) else None
@@ -297,7 +290,7 @@ def split_alike(*trees: Any) -> list[Buffers]:
     for t, (_, treedef) in zip(trees[1:], flats[1:], strict=True):
         if treedef != flats[0][1]:
             tree.check_same_structure(trees[0], t)
-    complete = [_groups(leaves) for leaves, _ in flats]
+    complete = [complete_homes(leaves) for leaves, _ in flats]
     first = flats[0][0]
     homes: list[dict[int, Home]] = [
         {p[0]: home for p, home in groups.values()} for groups in complete
@@ -318,47 +311,3 @@ def split_alike(*trees: Any) -> list[Buffers]:
         paths = lambda t=t: tree.paths(t, is_leaf=is_sharded)  # noqa: E731
         out.append(Buffers(treedef, leaves, groups, paths))
     return out
-
-
-def settle(t: Any, coordinates: Mapping[str, int]) -> Any:
-    """``t`` with every flat leaf in a home: leaves that have none are packed.
-
-    Cost: one copy of the leaves that had lost their home, which is what a user's own
-    elementwise update costs. Leaves of one buffer that occur several times in the
-    tree (moments beside parameters) get a home for each occurrence.
-    """
-    leaves, treedef = tree.flatten(t, is_leaf=is_sharded)
-    settled = {i for positions, _ in _groups(leaves).values() for i in positions}
-    loose: dict[Any, list[int]] = defaultdict(list)
-    times: dict[Any, int] = defaultdict(int)
-    for i, leaf in enumerate(leaves):
-        if isinstance(leaf, Sharded) and leaf.layout.flat is not None:
-            flat = leaf.layout.flat
-            which = (flat.buffer, flat.offset, leaf.layout.name)
-            occurrence, times[which] = times[which], times[which] + 1
-            if i not in settled:
-                key = (flat.buffer, flat.axes, leaf.local.dtype, occurrence)
-                loose[key].append(i)
-    if not loose:
-        return t
-    for positions in loose.values():
-        chosen = sorted(positions, key=lambda i: leaves[i].layout.flat.offset)
-        home = pack([leaves[i] for i in chosen], coordinates)
-        for i, leaf in zip(chosen, home.leaves(), strict=True):
-            leaves[i] = leaf
-    return tree.unflatten(treedef, leaves)
-
-
-def pack(leaves: Sequence[Sharded], coordinates: Mapping[str, int]) -> Home:
-    """A home for leaves of one buffer; what is missing of the buffer is zero."""
-    members = tuple(leaf.layout for leaf in leaves)
-    first = members[0].flat
-    if first is None:
-        raise ValueError(f"{members[0]} lies in no buffer")
-    own = {a: coordinates[a] for a in first.axes}
-    flat = leaves[0].local.new_zeros(first.chunk)
-    home = Home(members, flat, own)
-    with torch.no_grad():
-        for target, leaf in zip(home.leaves(), leaves, strict=True):
-            target.local.copy_(leaf.local)
-    return home

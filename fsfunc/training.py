@@ -15,7 +15,7 @@ from fsfunc.collectives import group
 from fsfunc.layout import Layout, pack_flat
 from fsfunc.mesh import here
 from fsfunc.pieces import assemble, take
-from fsfunc.recording import Group, Recorder, record
+from fsfunc.recording import Group, Recorder, common, record
 from fsfunc.sharded import Home, Sharded, is_sharded
 
 __all__ = ["TrainState", "init_state", "place", "unshard"]
@@ -38,7 +38,7 @@ class TrainState:
         """The state after one update by ``optimizer`` (of the state's own make)."""
         tree.check_same_structure(
             self.params, grads, what="gradients", against="the parameters",
-            is_leaf=is_sharded,
+            is_leaf=lambda x: x is None or is_sharded(x),  # None: not differentiated
         )  # fmt: skip
         params, opt_state = optimizer.apply(grads, self.opt_state, self.params)
         return replace(
@@ -99,10 +99,11 @@ def place(fn: Callable[..., Any], t: Any, *rest: Any, record: str = "fake") -> A
 
     The inverse of :func:`unshard`. Leaves that units take lie in flat buffers over the
     axis of the ``shard`` around them; a leaf that only mirrors another (a moment: the
-    same path but for its head, the same shape) lies as that one; what the loss reads
-    outside every unit stays whole.
+    same path but for its head, the same shape) lies as that one; what no unit takes
+    stays whole, and what is laid out already stays as it is. No memory is shared with
+    ``t``.
 
-    Cost: nothing is sent.
+    Cost: nothing is sent; one copy of the rank's part.
     """
     return _placed(fn, t, rest, record)
 
@@ -110,7 +111,7 @@ def place(fn: Callable[..., Any], t: Any, *rest: Any, record: str = "fake") -> A
 def _placed(fn: Callable[..., Any], t: Any, rest: tuple[Any, ...], how: str) -> Any:
     recorder = record(fn, t, rest, how)
     if not recorder.handlers:
-        return t
+        return tree.map(_own, t, is_leaf=is_sharded)
     handler = recorder.handlers[0]
     if len(recorder.handlers) > 1:
         axes = [h.axes for h in recorder.handlers]
@@ -129,43 +130,54 @@ def _placed(fn: Callable[..., Any], t: Any, rest: tuple[Any, ...], how: str) -> 
         home = _home(handler, g, [leaves[i] for i in chosen], coordinates)
         for i, leaf in zip(chosen, home.leaves(), strict=True):
             leaves[i] = leaf
-    return tree.unflatten(treedef, leaves)
+    return tree.unflatten(treedef, [_own(x) for x in leaves])
+
+
+def _own(x: Any) -> Any:
+    """A whole leaf in memory of its own: a donated step may write into the state."""
+    return x.detach().clone() if isinstance(x, Tensor) else x
 
 
 def _mirrored(
     groups: list[Group], recorder: Recorder, leaves: list[Any], where: dict[str, int]
 ) -> list[Group]:
-    """The groups, those of unread leaves that mirror a read one laid out like it."""
-    read = {p for taken in recorder.taken for p in taken.leaves}
-    if not read:
+    """The groups that units take, and those of leaves that mirror theirs (moments).
+
+    A leaf mirrors another of its shape whose path is the same but for its head: what
+    the paths of all parameters have in common, and at least the first word.
+    """
+    taken = {p for t in recorder.taken for p in t.leaves}
+    if not taken:
         return groups
-    out, homeless = [g for g in groups if set(g.paths) & read], []
-    for g in groups:
-        if not set(g.paths) & read:
-            homeless += g.paths
-    rest: dict[Any, list[str]] = {}
-    for path in homeless:
-        for g in out:
-            found = [p for p in g.paths if _mirrors(path, p, leaves, where)]
-            if found:
-                head = path[: -len(_tail(found[0]))]
-                key = (head, g.buffer, leaves[where[path]].dtype)
+    out = [g for g in groups if set(g.paths) & taken]
+    whole, split = recorder.whole(), {p: tuple(p.split("/")) for p in where}
+    head = max(1, len(common([split[p] for p in sorted(taken)])))
+    alone = len(taken) == 1  # then any leaf of its shape mirrors it
+    tail = {p: split[p][head:] or (() if alone else split[p]) for p in taken}
+    found: dict[Any, Group] = {}
+    for g in out:
+        for p in g.paths:
+            found.setdefault((tail[p], leaves[where[p]].shape), g)
+    mirrors: dict[Any, dict[int, str]] = {}
+    for path, i in where.items():
+        if path in taken or path in whole or not _real(leaves[i]):
+            continue
+        parts, shape = split[path], leaves[i].shape
+        for n in range(len(parts) + 1):
+            g = found.get((parts[n:], shape))
+            if g is not None:
+                at = [tail[p] for p in g.paths].index(parts[n:])
+                key = parts[:n], g.buffer, leaves[i].dtype
+                mirrors.setdefault(key, {})[at] = path
                 break
-        else:
-            if not leaves[where[path]].is_floating_point():
-                continue  # a counter: every rank has its own
-            key = ("", ":unread", leaves[where[path]].dtype)
-        rest.setdefault(key, []).append(path)
-    return out + [Group(k[1], tuple(p), k[2]) for k, p in rest.items()]
+    return out + [
+        Group(buffer, tuple(p for _, p in sorted(paths.items())), dtype)
+        for (_, buffer, dtype), paths in mirrors.items()
+    ]
 
 
-def _tail(path: str) -> str:
-    return path.partition("/")[2] or path
-
-
-def _mirrors(path: str, other: str, leaves: list[Any], where: dict[str, int]) -> bool:
-    same = leaves[where[path]].shape == leaves[where[other]].shape
-    return same and path.endswith("/" + _tail(other))
+def _real(x: Any) -> bool:
+    return isinstance(x, Tensor) and x.is_floating_point()
 
 
 def _home(

@@ -10,7 +10,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -18,7 +18,7 @@ from torch import Tensor
 
 from fsfunc import _torch, tree
 from fsfunc.accounting import aside
-from fsfunc.frames import Counter, Frame, frame, inside
+from fsfunc.frames import Counter, Frame, frame, inside, running
 from fsfunc.sharded import is_sharded
 
 __all__ = ["Call", "Unit", "unit"]
@@ -45,7 +45,7 @@ class Call:
         """Runs the function itself: what every interpretation comes down to."""
         f = self.frame
         numbers = (*f.numbers, self.number)
-        within = replace(f, path=self.path, numbers=numbers, counter=Counter())
+        within = f.but(path=self.path, numbers=numbers, counter=Counter())
         with inside(within), _generator(f.seed, numbers, f.data_index):
             if f.compute is not None:
                 params = _cast(params, f.compute)
@@ -81,17 +81,18 @@ class Unit:
             x for x in tree.leaves((params, inputs, keywords)) if isinstance(x, Tensor)
         ]
         untracked = any(x.is_inference() for x in given)
-        versions = None if untracked else [x._version for x in given]
+        # Not the parts of sharded leaves: gathers for inner units write around them.
+        watched = [] if untracked else _tensors((params, inputs, keywords))
+        versions = [x._version for x in watched]
         key = tuple((x.shape, x.dtype, x.requires_grad) for x in given)
         if untracked or key in self._seen or _torch.functorch_active():
             out = self.fn(params, *inputs, **keywords)
         else:
             out = self._first(given, params, inputs, keywords)
             self._seen.add(key)
-        if versions is not None:
-            for x, version in zip(given, versions, strict=True):
-                if x._version != version:
-                    self._changed(x, params, inputs, keywords)
+        for x, version in zip(watched, versions, strict=True):
+            if x._version != version:
+                self._changed(x, params, inputs, keywords)
         return out
 
     def _changed(self, x: Tensor, params: Any, inputs: Any, keywords: Any) -> None:
@@ -111,16 +112,18 @@ class Unit:
     def _first(self, given: list[Tensor], params: Any, inputs: Any, keywords: Any):
         """The first call for these shapes: is a differentiated tensor captured?"""
         recording = torch.is_grad_enabled()
+        thread = running().thread
+        known = given if thread is None else [*given, thread.token]
+        # An edge, not a node: of ``a, b = x.unbind()`` one may be given and the other
+        # captured.
+        seen = {(x.grad_fn, x.output_nr) for x in known if x.grad_fn is not None}
+        leaves = {id(x) for x in known}
         with torch.inference_mode(False), torch.enable_grad():
-            start = _torch.sequence_number(_newborn().view(0).grad_fn)
+            with aside():
+                start = _torch.sequence_number(_newborn().view(0).grad_fn)
             out = self.fn(params, *inputs, **keywords)
             roots = [x for x in tree.leaves(out) if isinstance(x, Tensor)]
             roots = [x for x in roots if x.requires_grad]
-            # An edge, not a node: of ``a, b = x.unbind()`` one may be given and the
-            # other captured.
-            known = {(x.grad_fn, x.output_nr) for x in given if x.grad_fn is not None}
-            leaves = {id(x) for x in given}
-            seen = set(known)
             todo = [("", x.grad_fn, x.output_nr) for x in roots if x.grad_fn]
             for x in roots:
                 if x.grad_fn is None and id(x) not in leaves:
@@ -148,6 +151,11 @@ class Unit:
             f"tensor of shape {shape} captured by closure: its gradient would be lost "
             "where the unit is recomputed or sharded; pass it as an argument"
         )
+
+
+def _tensors(values: Any) -> list[Tensor]:
+    found = tree.leaves(values, is_leaf=is_sharded)
+    return [x for x in found if isinstance(x, Tensor)]
 
 
 def _newborn() -> Tensor:
@@ -225,7 +233,7 @@ States = list[tuple[torch.Generator, Tensor]]
 
 def generator_states() -> States:
     """The default generators in use, and how they stand."""
-    generators = [torch.random.default_generator]
+    generators = [torch.default_generator]
     if torch.cuda.is_available() and torch.cuda.is_initialized():
         generators.append(torch.cuda.default_generators[torch.cuda.current_device()])
     return [(g, g.get_state()) for g in generators]

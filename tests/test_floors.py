@@ -16,13 +16,14 @@ ROOT = Path(__file__).parent.parent
 
 # A pattern ending in "/" covers a folder. A new file needs a floor here.
 FLOORS = [
-    (0, ["tree.py", "structure.py", "_torch.py"]),
+    (0, ["tree.py", "structure.py", "scoped.py", "_torch.py"]),
     (1, ["layout.py", "parts.py", "pieces.py", "resharding.py"]),
-    (1, ["arena.py", "mesh.py", "sharded.py"]),
-    (2, ["accounting.py", "collectives.py", "launching.py", "backends/"]),
-    (3, ["frames.py", "units.py", "autodiff.py"]),
+    (1, ["arena.py", "mesh.py", "sharded.py", "homes.py"]),
+    (2, ["accounting.py", "moves.py", "moving.py", "collectives.py"]),
+    (2, ["splitting.py", "launching.py", "backends/"]),
+    (3, ["frames.py", "tying.py", "units.py", "autodiff.py"]),
     (4, ["optim/"]),
-    (5, ["transforms/", "recording.py"]),
+    (5, ["transforms/", "recording.py", "recorded.py"]),
     (6, ["training.py"]),
     (7, ["testing/"]),
     (8, ["__init__.py"]),

@@ -14,8 +14,6 @@ __all__ = ["AbstractLink"]
 class AbstractLink(Link):
     """Every result has the right shape and dtype, and meaningless values."""
 
-    moves_data = False
-
     def __init__(self, rank: int = 0):
         self.rank = rank
 

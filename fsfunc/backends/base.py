@@ -31,21 +31,28 @@ class Link:
     """One rank's connection to the others of its mesh."""
 
     rank: int = 0
-    moves_data = True
+    level: int | None = None  # the functorch level that is the mesh, on a vmap mesh
 
     def start(
         self, op: str, x: Tensor, where: Any, *, out: Tensor | None = None, **how: Any
     ) -> Work:
-        """Issues ``op`` on contiguous ``x`` along dim 0, into ``out`` where given."""
+        """Issues ``op`` on contiguous ``x`` along dim 0, over two ranks or more.
+
+        The work's result is ``out`` where that is given: contiguous, of its shape.
+        With ``any_order`` in ``how``, other ranks may wait for it in another order.
+        """
         raise NotImplementedError
 
-    def level(self, axis: tuple[str, ...]) -> int | None:
-        """The functorch level that is this axis, on a vmap mesh."""
-        return None
+    def trim(self) -> None:
+        """Lets go of memory that is kept for the next collectives."""
 
     def apply(self, function: Callable[..., Any], x: Tensor, *rest: Any) -> Any:
         """Calls a collective's Function on ``x``."""
         return function(x, *rest)
+
+    def exchange(self, move: Any, x: Tensor, where: Any) -> Tensor:
+        """All ranks' results of ``move``, stacked along dim 0 as their inputs are."""
+        raise NotImplementedError
 
     def axis_index(self, where: Any) -> Any:
         """This rank's index along the axis of ``where``."""

@@ -2,8 +2,8 @@
 
 One rank runs at a time and hands over only where it has to wait for a collective, so
 a run is deterministic and any Python control flow works. When no rank can go on, that
-is seen at once: the error tabulates where each one waits. The default generator's
-state goes with the baton (numpy's and ``random``'s states do not).
+is seen at once: the error tabulates where each one waits. The states of torch's default
+generators go with the baton (numpy's and ``random``'s do not).
 """
 
 from __future__ import annotations
@@ -11,7 +11,6 @@ from __future__ import annotations
 import contextvars
 import threading
 from collections.abc import Callable, Sequence
-from contextlib import ExitStack
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -21,8 +20,9 @@ from torch import Tensor
 from fsfunc import _torch
 from fsfunc.accounting import current_label, source_line
 from fsfunc.backends.base import Link, Work
-from fsfunc.collectives import combine
+from fsfunc.backends.carrying import carry, own, resume
 from fsfunc.mesh import Here, Mesh, place_here
+from fsfunc.moves import combine
 
 __all__ = ["CollectiveMismatch", "Deadlock", "run_simulated"]
 
@@ -73,7 +73,6 @@ class _Meeting:
     calls: dict[int, _Call] = field(default_factory=dict)
     inputs: dict[int, Tensor] = field(default_factory=dict)
     results: list[Tensor] | None = None
-    taken: int = 0
 
     def complete(self, how: dict[str, Any]) -> None:
         first = self.calls[self.ranks[0]]
@@ -84,11 +83,8 @@ class _Meeting:
         """This rank's own copy: what another rank writes must not reach it."""
         if self.results is None:
             raise RuntimeError("taken before it was complete")
-        i = self.ranks.index(rank)
-        result, self.taken = self.results[i], self.taken + 1
-        if out is not None:
-            return out.copy_(result)
-        return result.clone()
+        result = self.results[self.ranks.index(rank)]
+        return result.clone() if out is None else out.copy_(result)
 
 
 class _Session:
@@ -104,12 +100,11 @@ class _Session:
         self.error: BaseException | None = None
         self.meetings: dict[tuple[Any, ...], _Meeting] = {}
         self.counts: dict[tuple[int, tuple[int, ...]], int] = {}
-        self.random = [torch.random.default_generator.get_state()] * n
+        self.own = [own()] * n
 
     def hand_over(self, rank: int, last: bool = False) -> None:
         """Passes the baton to the next rank that can run, and waits for it."""
-        generator = torch.random.default_generator
-        self.random[rank] = generator.get_state()
+        self.own[rank] = own()
         n = self.mesh.size
         order = [(rank + k) % n for k in range(1, n + 1)]
         chosen = next((r for r in order if self.state[r] == "ready"), None)
@@ -125,7 +120,7 @@ class _Session:
             if not last:
                 self.wake[rank].acquire()
         if not last:
-            generator.set_state(self.random[rank])
+            resume(self.own[rank])
 
     def fail(self, error: BaseException) -> None:
         """Keeps the first error and lets every rank run into it."""
@@ -193,7 +188,14 @@ class SimulatedLink(Link):
         self.session, self.rank = session, rank
 
     def start(
-        self, op: str, x: Tensor, where: Any, *, out: Tensor | None = None, **how: Any
+        self,
+        op: str,
+        x: Tensor,
+        where: Any,
+        *,
+        out: Tensor | None = None,
+        any_order: bool = True,
+        **how: Any,
     ) -> Work:
         unit, phase = current_label()
         call = _Call(
@@ -211,52 +213,18 @@ class SimulatedLink(Link):
         return _Pending(self.session, self.rank, meeting, out)
 
 
-def _carry() -> Callable[[], ExitStack]:
-    """What a new thread does not inherit, taken along (or refused)."""
-    if modes := _torch.active_modes():
-        raise RuntimeError(
-            f"spmd cannot carry {', '.join(modes)} into simulated ranks: a mode acts "
-            "in one thread; enter it inside the function given to spmd"
-        )
-    if _torch.functorch_active():
-        raise RuntimeError(
-            "spmd on simulated ranks inside a torch.func transform: differentiate or "
-            "map inside the function given to spmd"
-        )
-    grad, inference = torch.is_grad_enabled(), torch.is_inference_mode_enabled()
-    kinds = [k for k in ("cpu", "cuda") if torch.is_autocast_enabled(k)]
-    casts = [(k, torch.get_autocast_dtype(k)) for k in kinds]
-    device, threads = torch.get_default_device(), torch.get_num_threads()
-    plain = device == torch.device("cpu")
-
-    def enter() -> ExitStack:
-        stack = ExitStack()
-        torch.set_num_threads(threads)
-        # Backward stays in the rank's own thread, which can pass the baton.
-        stack.enter_context(torch.autograd.set_multithreading_enabled(False))
-        stack.enter_context(torch.inference_mode(inference))
-        stack.enter_context(torch.set_grad_enabled(grad))
-        for kind, dtype in casts:
-            stack.enter_context(torch.autocast(kind, dtype))
-        if not plain:
-            stack.enter_context(device)
-        return stack
-
-    return enter
-
-
 def run_simulated(mesh: Mesh, fn: Callable[..., Any], args: Sequence[Sequence[Any]]):
     """``[fn(*args[r]) on rank r for each r]``; the first error of any rank is raised.
 
     Every rank starts from the caller's default generator, and the caller goes on from
     rank 0's.
     """
-    session, enter = _Session(mesh), _carry()
+    session, enter = _Session(mesh), carry()
     results: list[Any] = [None] * mesh.size
 
     def body(rank: int) -> None:
         session.wake[rank].acquire()
-        torch.random.default_generator.set_state(session.random[rank])
+        resume(session.own[rank])
         try:
             if session.error is None:
                 link = SimulatedLink(session, rank)
@@ -277,11 +245,16 @@ def run_simulated(mesh: Mesh, fn: Callable[..., Any], args: Sequence[Sequence[An
         thread = threading.Thread(target=context.run, args=(body, rank), daemon=True)
         thread.start()
         threads.append(thread)
-    session.wake[0].release()
-    session.done.acquire()
+    with _torch.shared_forward_ad():
+        session.wake[0].release()
+        try:
+            session.done.acquire()
+        except BaseException as error:  # Ctrl-C comes to the thread that waits here
+            session.fail(error)
+            session.done.acquire()
     for thread in threads:
         thread.join()
-    torch.random.default_generator.set_state(session.random[0])
+    resume(session.own[0])
     if session.error is not None:
         raise session.error
     return results

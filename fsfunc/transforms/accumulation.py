@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fsfunc import tree
+from fsfunc import _torch, tree
 from fsfunc.autodiff import GradientCall, Outcome, averaged
 from fsfunc.frames import Interpretation, frame, inside
 from fsfunc.sharded import is_sharded, split_alike
@@ -25,7 +25,9 @@ def accumulate(f: Callable[..., Any], n: int) -> Callable[..., Any]:
     ``Weighted`` losses, the sums of totals over the sums of weights). The tensors of
     the arguments that are not differentiated are cut along dim 0; sharded leaves are
     not. Of what a loss returns beside its value, floating scalars are averaged, other
-    tensors joined along dim 0, and of the rest the last is given. Where it stands decides when gradients are reduced: ``shard(accumulate(f, n))``
+    tensors joined along dim 0, and of the rest the last is given.
+
+    Where it stands decides when gradients are reduced: ``shard(accumulate(f, n))``
     reduces once and holds whole gradients meanwhile, ``accumulate(shard(f), n)``
     reduces each microbatch and holds parts.
 
@@ -116,14 +118,16 @@ class _Sums:
             return self.grads
         xs, ys = [out[i] for i in at], [theirs.tensors[i] for i in at]
         if self.ours:
-            torch._foreach_add_(xs, ys)
+            torch._foreach_add_(xs, ys)  # pyright: ignore
             return self.grads
         # Autograd may hand out one tensor twice, an expanded one, or the caller's own:
         # only sums that we made ourselves are written into.
-        self.ours = not (
-            torch.is_grad_enabled() and any(x.requires_grad for x in (*xs, *ys))
-        )
-        for i, x in zip(at, torch._foreach_add(xs, ys), strict=True):
+        if _torch.functorch_active() or any(x.requires_grad for x in (*xs, *ys)):
+            sums = [x + y for x, y in zip(xs, ys, strict=True)]  # foreach has no vmap
+        else:
+            sums = torch._foreach_add(xs, ys)  # pyright: ignore
+            self.ours = True
+        for i, x in zip(at, sums, strict=True):
             out[i] = x
         return ours.rebuild(out)
 

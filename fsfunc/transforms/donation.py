@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import weakref
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
@@ -54,20 +54,19 @@ def donate(step: Callable[..., Any]) -> Callable[..., Any]:
         outer = frame()
         if outer.recorder is not None:
             return step(state, *args, **keywords)
-        paths, leaves, treedef = tree.flatten_with_paths(state, is_leaf=is_sharded)
-        for path, x in zip(paths, leaves, strict=True):
-            why = x.spent if isinstance(x, Sharded) else _SPENT.get(id(x), ("",))[0]
-            if why:
-                raise RuntimeError(f"{path!r}: {why}")
+        leaves, treedef = tree.flatten(state, is_leaf=is_sharded)
+        if any(map(_spent, leaves)):
+            refuse_spent(state)
         # The step sees other objects over the same memory: these ones can be marked.
         mine = _aliases(leaves)
-        versions = [_version(x) for x in leaves]
+        before = [_standing(x) for x in leaves]
         given = tree.unflatten(treedef, mine)
         try:
             with inside(replace(outer, donated=True)):
                 out = step(given, *args, **keywords)
         except BaseException as error:
-            if [_version(x) for x in leaves] != versions:
+            after = [_standing(x) for x in leaves]
+            if any(map(_written, before, after)):
                 _mark(leaves, _SPOILED)
                 error.add_note(_SPOILED)
             raise
@@ -75,6 +74,22 @@ def donate(step: Callable[..., Any]) -> Callable[..., Any]:
         return out
 
     return run
+
+
+def refuse_spent(t: Any) -> None:
+    """Raises where a leaf of ``t`` was donated.
+
+    Raises:
+        RuntimeError: names the first such leaf, and what became of it.
+    """
+    paths, leaves, _ = tree.flatten_with_paths(t, is_leaf=is_sharded)
+    for path, x in zip(paths, leaves, strict=True):
+        if why := _spent(x):
+            raise RuntimeError(f"{path!r}: {why}")
+
+
+def _spent(x: Any) -> str:
+    return x.spent if isinstance(x, Sharded) else _SPENT.get(id(x), ("",))[0]
 
 
 # id -> (why, weak reference): tensors have no place for a mark of their own.
@@ -86,19 +101,15 @@ def _aliases(leaves: list[Any]) -> list[Any]:
 
     An average that starts as the parameters themselves must not change when they do.
     """
-    ends: dict[int, list[tuple[int, int]]] = defaultdict(list)
-    out = []
-    for leaf in leaves:
-        x = leaf._local if isinstance(leaf, Sharded) else leaf
+    out, ends = [], defaultdict(list)
+    parts = [x._local if isinstance(x, Sharded) else x for x in leaves]
+    keys = [_torch.storage_key(x) if isinstance(x, Tensor) else 0 for x in parts]
+    times = Counter(keys)
+    for leaf, x, key in zip(leaves, parts, keys, strict=True):
         if not isinstance(x, Tensor):
             out.append(leaf)
             continue
-        reach = zip(x.shape, x.stride(), strict=True)
-        start = x.storage_offset()
-        stop = start + sum((n - 1) * step for n, step in reach) + 1 if x.numel() else 0
-        taken = ends[_torch.storage_key(x)]
-        again = any(start < b and a < stop for a, b in taken)
-        taken.append((start, stop))
+        again = times[key] > 1 and _overlaps(_reach(x), ends[key])
         if isinstance(leaf, Sharded):
             home = None if again else leaf.home
             out.append(Sharded(x.clone() if again else x, leaf.layout, home))
@@ -107,9 +118,40 @@ def _aliases(leaves: list[Any]) -> list[Any]:
     return out
 
 
-def _version(x: Any) -> int:
+def _reach(x: Tensor) -> tuple[int, int]:
+    """(first, last + 1) element of its storage that ``x`` holds."""
+    start = int(x.storage_offset())
+    steps = zip(x.shape, x.stride(), strict=True)
+    last = start + sum((n - 1) * step for n, step in steps)
+    return (start, int(last + 1)) if x.numel() else (start, start)
+
+
+def _overlaps(span: tuple[int, int], others: list[tuple[int, int]]) -> bool:
+    """Whether ``span`` meets one of ``others``, to which it is added."""
+    meets = any(span[0] < stop and start < span[1] for start, stop in others)
+    others.append(span)
+    return meets
+
+
+def _standing(x: Any) -> tuple[int, bool]:
+    """(how often a leaf was written to, whether a gathered buffer shows it)."""
     local = x._local if isinstance(x, Sharded) else x
-    return local._version if isinstance(local, Tensor) else 0
+    if not isinstance(local, Tensor) or local.is_inference():
+        return 0, False
+    home = x.home if isinstance(x, Sharded) else None
+    whole = None if home is None else home.whole
+    shown = home is not None and whole is not None and home.shows(whole.dtype)
+    return local._version, shown
+
+
+def _written(before: tuple[int, bool], after: tuple[int, bool]) -> bool:
+    """Whether a step changed a leaf.
+
+    At zero 1 and 2 a gather writes into the buffer of which the leaf is a view, what
+    the leaf holds already; the buffer then shows the leaf, as it did not before.
+    """
+    gathered = after[1] and not before[1]
+    return before[0] != after[0] and not gathered
 
 
 def _mark(leaves: list[Any], why: str) -> None:

@@ -228,4 +228,4 @@ def gathered(flat: Tensor, where: Any, size: int) -> Tensor:
     """``flat`` gathered by a differentiable collective, under the mean over ranks."""
     if size == 1:
         return flat
-    return move(flat, Move("all_gather", "M", "M"), where)
+    return move(flat, Move("all_gather", "V", "M"), where)

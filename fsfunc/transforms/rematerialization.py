@@ -67,7 +67,8 @@ class _Remat(Interpretation):
             tensors, places = [], []
             for i, x in enumerate(leaves):
                 if isinstance(x, Sharded):
-                    if x.home is None or x.home.port is None:
+                    ported = x.home is not None and x.home.port is not None
+                    if x.local.requires_grad and not ported:
                         tensors.append(x.local)
                         places.append(i)
                 elif isinstance(x, Tensor):
@@ -127,13 +128,9 @@ class _Replay:
 
     def first(self, tensors: Sequence[Tensor]) -> tuple[list[Any], Any]:
         """The first run: as without ``remat``, so that torch takes the same kernels."""
-        with ExitStack() as stack:
-            for kind, dtype in self.casts.items():
-                # What a cast here would leave in autocast's cache has no history.
-                cast = torch.autocast(kind, dtype, cache_enabled=False)
-                stack.enter_context(cast)
-            if self.tape is not None:
-                stack.enter_context(self.tape.keep())
+        if self.tape is None:
+            return self(tensors)
+        with self.tape.keep():
             return self(tensors)
 
     def again(self, tensors: Sequence[Tensor], kept: Sequence[Tensor]) -> list[Any]:
@@ -147,6 +144,8 @@ class _Replay:
                 if dtype is not None or torch.is_autocast_enabled(kind):
                     cast = torch.autocast(kind, dtype, enabled=dtype is not None)
                     stack.enter_context(cast)
+            if self.casts:  # an autocast around us would keep our leaves' casts
+                stack.callback(torch.clear_autocast_cache)
             if self.tape is not None:
                 stack.enter_context(self.tape.replay(kept))
             stack.enter_context(aside())
@@ -157,22 +156,22 @@ class _Output:
     """A call's output: the tensors travel through the Function, the rest stays here."""
 
     def __init__(self) -> None:
+        self.at: list[int] = []  # where each tensor occurs first
         self.rest: list[Any] = []
         self.spec: Any = None
 
     def take(self, flat: list[Any], spec: Any) -> list[Tensor]:
         """The tensors, each once, of a call's flat output."""
         numbers: dict[int, int] = {}
-        tensors: list[Tensor] = []
-        for x in flat:
+        for i, x in enumerate(flat):
             if isinstance(x, Tensor) and id(x) not in numbers:
-                numbers[id(x)] = len(tensors)
-                tensors.append(x)
+                numbers[id(x)] = len(self.at)
+                self.at.append(i)
         self.spec = spec
         self.rest = [
             _Place(numbers[id(x)]) if isinstance(x, Tensor) else x for x in flat
         ]
-        return tensors
+        return [flat[i] for i in self.at]
 
     def give(self, tensors: Sequence[Tensor]) -> Any:
         """The output, with ``tensors`` in their places."""
@@ -191,7 +190,7 @@ class _Recompute(torch.autograd.Function):
         with torch.enable_grad(), run_as(Running(thread)):
             found = output.take(*replay.first(tensors))
         kept = [] if replay.tape is None else replay.tape.tensors()
-        ctx.replay, ctx.output, ctx.count = replay, output, len(tensors)
+        ctx.replay, ctx.at, ctx.count = replay, output.at, len(tensors)
         ctx.tracked, ctx.leaves_unit = token is not None, True
         ctx.set_materialize_grads(False)
         ctx.save_for_backward(*tensors, *kept)
@@ -214,11 +213,10 @@ class _Recompute(torch.autograd.Function):
         thread = Thread(saved[0].device if saved else None) if ctx.tracked else None
         with torch.enable_grad(), run_as(Running(thread, recompute=True)):
             flat = ctx.replay.again(tensors, kept)
-        outs = _Output().take(flat, None)
         pairs = [
-            (y, g)
-            for y, g in zip(outs, grads, strict=True)
-            if g is not None and y.requires_grad
+            (flat[i], g)
+            for i, g in zip(ctx.at, grads, strict=True)
+            if g is not None and flat[i].requires_grad
         ]
         if thread is not None and thread.token is not thread.start:
             pairs.append((thread.token, torch.zeros_like(thread.token)))

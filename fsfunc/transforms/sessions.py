@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from fsfunc.accounting import label
 from fsfunc.backends.base import Done
 from fsfunc.collectives import Group
 from fsfunc.frames import frame, running
@@ -27,6 +28,7 @@ class Port:
         self.grad: Tensor | None = None
 
     def add(self, grad: Tensor) -> None:
+        """Adds a reduced gradient, which is the port's to keep."""
         grad = grad.to(self.home.flat.dtype)
         self.grad = grad if self.grad is None else self.grad.add_(grad)
 
@@ -66,7 +68,7 @@ class Session:
         self.recent: list[Box] = []
         self.passages: list[Passage] = []
         self.reductions: list[_Reduction] = []
-        self.held: dict[Any, tuple[Port, Tensor]] = {}
+        self.held: dict[Any, tuple[Port, Tensor, str]] = {}
         replicated = () if replicas is None else replicas.axis
         self.mean_axes = (*replicated, *where.axis)
         self.mean_size = where.size * (1 if replicas is None else replicas.size)
@@ -77,6 +79,9 @@ class Session:
         """A forward pass starts: what the last one left over is forgotten."""
         self.drop(self.recent)
         self.recent, self.passages, self.seen = [], [], []
+        if self.handler.zero == 3:  # memory before the odd page fault
+            self.arena.trim(2)
+            self.where.link.trim()
 
     def _whole(self, home: Home, dtype: torch.dtype) -> Tensor | None:
         """The whole buffer where this rank has it without a gather."""
@@ -122,22 +127,27 @@ class Session:
         """Puts the gathers of these buffers in flight, where that is possible."""
         for name in buffers:
             home = self.homes.get(name)
-            if home is None or name in self.flights or self.where.size == 1:
-                continue
-            shared = "+" in name and any(b.home is home for b in self.recent)
-            kind = _dtype(home, dtype)
-            if shared or self._whole(home, kind) is not None:
-                continue
-            self.flights[name] = (home, kind, *self._start(home, kind))
+            if home is not None:
+                self._send_for(home, _dtype(home, dtype))
+
+    def _send_for(self, home: Home, dtype: torch.dtype) -> None:
+        name = home.buffer
+        if name in self.flights or self.where.size == 1:
+            return
+        shared = "+" in name and any(b.home is home for b in self.recent)
+        if not shared and self._whole(home, dtype) is None:
+            self.flights[name] = (home, dtype, *self._start(home, dtype))
 
     def take(self, passage: Passage, dtype: torch.dtype | None) -> None:
         """Brings in the whole parameters of a call, and sends for the next one's."""
+        if running().recompute:
+            self._take_again(passage, dtype)
+            return
         old, self.recent = self.recent, []
-        again = running().recompute
         for use in passage.uses:
             kind, home = _dtype(use.home, dtype), use.home
             box = next((b for b in old if b.home is home and b.full is not None), None)
-            if box is not None and (again or "+" in home.buffer):
+            if box is not None and "+" in home.buffer:
                 old.remove(box)
             elif (whole := self._whole(home, kind)) is not None:
                 box = Box(home, whole, kind, kept=True)
@@ -152,14 +162,27 @@ class Session:
         if not (self.handler.keeps and torch.is_grad_enabled()):
             self.drop(old)
         names = tuple(use.home.buffer for use in passage.uses)
-        if again:
-            self._look_back(passage, dtype)
-            return
         at = len(self.seen)
         self.seen.append(names)
         self.passages.append(passage)
         if at + 1 < len(self.order) and self.order[at] == names:
             self.prefetch(self.order[at + 1], dtype)
+
+    def _take_again(self, passage: Passage, dtype: torch.dtype | None) -> None:
+        """The same for a recompute: into the boxes of the first run, which last."""
+        at = self._find(passage)
+        first = self.passages[at].boxes if at >= 0 else []
+        for use in passage.uses:
+            kind, home = _dtype(use.home, dtype), use.home
+            box = next((b for b in first if b.home is home), None)
+            box = Box(home, None, kind) if box is None else box
+            if box.full is None:
+                box.full = self.gather(home, kind)
+                box.kept = home.whole is box.full or home.place.size == 1
+            passage.boxes.append(box)
+        old, self.recent = self.recent, list(passage.boxes)
+        self.drop(b for b in old if not any(b is o for o in self.recent))
+        self._look_back(passage)
 
     def drop(self, boxes: Iterable[Box]) -> None:
         """Forgets gathered buffers."""
@@ -171,17 +194,22 @@ class Session:
     # Backward
 
     def _find(self, passage: Passage) -> int:
+        """Where in the forward pass the call was; -1: not in the present one."""
         for i in range(len(self.passages) - 1, -1, -1):
             if self.passages[i].key == passage.key:
                 return i
-        return 0
+        return -1
 
-    def _look_back(self, passage: Passage, dtype: torch.dtype | None) -> None:
+    def _look_back(self, passage: Passage) -> None:
+        """The calls after this one are done; the one before it comes next."""
         at = self._find(passage)
+        if at < 0:
+            return
         del self.passages[at + 1 :]
         if at > 0 and (self.passages[at - 1].hooked or running().recompute):
-            lost = [b for b in self.passages[at - 1].boxes if b.full is None]
-            self.prefetch([b.home.buffer for b in lost], dtype)
+            for box in self.passages[at - 1].boxes:
+                if box.full is None:
+                    self._send_for(box.home, box.dtype)
 
     def enters_backward(self, passage: Passage) -> None:
         """The cotangents of a call's outputs are here: gather again, look back."""
@@ -189,8 +217,7 @@ class Session:
             for box in passage.boxes:
                 if box.full is None:
                     box.full = self.gather(box.home, box.dtype)
-        dtypes = [b.dtype for b in passage.boxes]
-        self._look_back(passage, dtypes[0] if dtypes else None)
+        self._look_back(passage)
 
     def left_backward(self, passage: Passage) -> None:
         """A call's gradients are out: its buffers go, but for a neighbour's."""
@@ -219,10 +246,10 @@ class Session:
         inner = passage.micro[self.depth :]
         key = (id(use.home), passage.key)
         if key in self.held:
-            _, so_far = self.held.pop(key)
+            so_far = self.held.pop(key)[1]
             buffer = so_far.add_(buffer)
         if any(i < n - 1 for i, n in inner) or self.handler.zero == 1:
-            self.held[key] = (port, buffer)
+            self.held[key] = (port, buffer, passage.name)
         else:
             self._reduce(port, buffer)
         return None
@@ -275,8 +302,9 @@ class Session:
 
     def finish(self) -> None:
         """Waits for all that is due; the ports then hold the mean gradients."""
-        for port, buffer in self.held.values():
-            self._reduce(port, buffer)
+        for port, buffer, name in self.held.values():
+            with label(name, "backward"):
+                self._reduce(port, buffer)
         self.held.clear()
         while self.reductions:
             self._finish(self.reductions.pop(0))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections import defaultdict
 from collections.abc import Callable
 from dataclasses import replace
@@ -15,9 +16,10 @@ from fsfunc.accounting import label
 from fsfunc.autodiff import GradientCall, Outcome
 from fsfunc.collectives import Group, Move, group, move
 from fsfunc.frames import Interpretation, frame, inside, running
+from fsfunc.homes import pack, settle, side_by_side
 from fsfunc.layout import Layout
 from fsfunc.mesh import Axis, Mesh, here
-from fsfunc.sharded import Home, Sharded, is_sharded, pack, settle
+from fsfunc.sharded import Home, Sharded, is_sharded
 from fsfunc.transforms.gathering import (
     Arena,
     Passage,
@@ -229,16 +231,8 @@ class Sharding(Interpretation):
         where, _ = self.groups()
         for positions in _by_buffer(leaves, mine):
             chosen = [leaves[i] for i in positions]
-            place, at, pieces = chosen[0].layout.flat, here(self.mesh), []
-            coordinates = at.mesh.coordinates(at.rank)
-            end = 0
-            for x in chosen:
-                start, stop = x.layout.buffer_range(coordinates)
-                if stop > start:
-                    pieces += [x.local.new_zeros(start - end), x.local]
-                    end = stop
-            first = chosen[0].local
-            flat = torch.cat([*pieces, first.new_zeros(place.chunk - end)])
+            place, at = chosen[0].layout.flat, here(self.mesh)
+            flat = _joined(chosen, at.mesh.coordinates(at.rank))
             if call.frame.compute is not None and flat.is_floating_point():
                 flat = flat.to(call.frame.compute)
             flat = self._spread(flat, where, place.size)
@@ -252,13 +246,13 @@ class Sharding(Interpretation):
         _, replicas = self.groups()
         if replicas is not None:
             flat = move(flat, Move("enter", "M", "M"), replicas)
-        how = Move("all_gather", "M", "M") if size > 1 else Move("enter", "M", "M")
+        how = Move("all_gather", "V", "M") if size > 1 else Move("enter", "M", "M")
         return move(flat, how, where)
 
     def reduce(self, flat: Tensor, session: Session) -> Tensor:
         """The transpose of :meth:`_spread`."""
         whole = self.zero == 0
-        how = Move("psum" if whole else "psum_scatter", "M", "M")
+        how = Move("psum", "M", "M") if whole else Move("psum_scatter", "M", "V")
         flat = move(flat, how, session.where)
         if session.replicas is not None:
             flat = move(flat, Move("psum", "M", "M"), session.replicas)
@@ -278,9 +272,11 @@ class Sharding(Interpretation):
             f = frame()
             sizes = tuple((a, self.mesh.axes[a]) for a in self.axes)
             where = tuple((self.mesh.coordinate(a, at.rank), n) for a, n in sizes)
+            # In place of the plain call's: a loss is under one mean of ours.
+            others = [(h, kept) for h, kept in f.sessions if h is not self]
             within = replace(
                 f,
-                sessions=(*f.sessions, (self, session)),
+                sessions=(*others, (self, session)),
                 varies=(*f.varies, *where),
             )
             try:
@@ -299,16 +295,15 @@ class Sharding(Interpretation):
 
 def _by_buffer(leaves: list[Any], mine: list[int]) -> list[list[int]]:
     """Positions of the leaves that are gathered together, in buffer order."""
-    found: dict[Any, list[int]] = {}
+    homes: dict[int, list[int]] = {}
+    loose = []
     for i in mine:
-        x = leaves[i]
-        key = (
-            id(x.home) if x.home is not None else (x.layout.flat.buffer, x.local.dtype)
-        )
-        found.setdefault(key, []).append(i)
-    return [
-        sorted(p, key=lambda i: leaves[i].layout.flat.offset) for p in found.values()
+        home = leaves[i].home
+        (loose if home is None else homes.setdefault(id(home), [])).append(i)
+    found = [
+        sorted(p, key=lambda i: leaves[i].layout.flat.offset) for p in homes.values()
     ]
+    return [*found, *side_by_side(leaves, loose)] if loose else found
 
 
 def _home_of(chosen: list[Sharded], at: Any) -> tuple[Home, Tensor]:
@@ -320,13 +315,21 @@ def _home_of(chosen: list[Sharded], at: Any) -> tuple[Home, Tensor]:
     home = pack(chosen, coordinates)
     if not (torch.is_grad_enabled() and any(x.local.requires_grad for x in chosen)):
         return home, home.flat
-    pieces, end = [], 0
+    return home, _joined(chosen, coordinates)
+
+
+def _joined(chosen: list[Sharded], coordinates: Any) -> Tensor:
+    """A rank's range of the buffer, made of its leaves, differentiable in each."""
+    pieces: list[Tensor] = []
+    end = 0
     for x in chosen:
         start, stop = x.layout.buffer_range(coordinates)
         if stop > start:
-            pieces += [x.local.new_zeros(start - end), x.local]
+            pieces.append(x.local.new_zeros(start - end))
             end = stop
-    return home, torch.cat([*pieces, home.flat.new_zeros(home.flat.numel() - end)])
+        pieces.append(x.local)  # an empty part too: it has a gradient, an empty one
+    chunk = chosen[0].layout.flat.chunk  # type: ignore[union-attr]
+    return torch.cat([*pieces, chosen[0].local.new_zeros(chunk - end)])
 
 
 def _ports(args: Any, argnums: Any, mine: Callable[[Layout], bool]) -> dict[int, Port]:
@@ -355,7 +358,9 @@ def _collected(
     """The gradients' trees, with what the ports gathered in its places."""
     chosen = tuple(args[i] for i in argnums)
     old, treedef = tree.flatten(chosen, is_leaf=is_sharded)
-    direct = tree.flatten(grads, is_leaf=lambda x: x is None or is_sharded(x))[0]
+    # Up to the arguments' leaves: a gradient of None is one leaf, a None in the
+    # arguments is none.
+    direct = treedef.flatten_up_to(grads)
     flats: dict[int, Home] = {}
     for key, port in ports.items():
         grad = port.grad
@@ -392,10 +397,13 @@ def _averaged(outcome: Outcome, session: Session, composed: bool, at: Any) -> Ou
     values = [outcome.total, *[aux[i] for i in picked], one]
     how = Move("psum", "M", "M")
     with label("", "loss"):
-        vector = torch.stack([v.to(outcome.total.dtype) for v in values])
-        means = list(move(vector, how, where).unbind())
+        # At least fp32: a weight may be a count that bfloat16 cannot tell.
+        wide = functools.reduce(
+            torch.promote_types, [v.dtype for v in values], torch.float32
+        )
+        means = list(move(torch.stack([v.to(wide) for v in values]), how, where))
     weight = means.pop()
-    weight = None if outcome.weight is None else weight
+    weight = None if outcome.weight is None else weight.to(outcome.weight.dtype)
     for i, value in zip(picked, means[1:], strict=True):
         aux[i] = value.to(aux[i].dtype)
     leaves, treedef = tree.flatten(outcome.grads, is_leaf=is_sharded)
@@ -412,4 +420,5 @@ def _averaged(outcome: Outcome, session: Session, composed: bool, at: Any) -> Ou
             leaves[i] = part.view(leaves[i].shape)
     grads = tree.unflatten(treedef, leaves)
     aux = tree.unflatten(spec, aux)
-    return replace(outcome, total=means[0], weight=weight, grads=grads, aux=aux)
+    total = means[0].to(outcome.total.dtype)
+    return replace(outcome, total=total, weight=weight, grads=grads, aux=aux)

@@ -1,0 +1,252 @@
+"""The calculus of the collectives: linear maps between ranks, as data.
+
+Each is a frozen :class:`Move`. What is known of it is data too: its transpose is a row
+of a table, and :meth:`Move.across` says what it does to all ranks' inputs at once.
+
+Types. Over an axis a value is V (varies: every rank its own), I (invariant: equal, and
+one value), R (replicated: equal, with a cotangent of one part per rank) or P (partial:
+the value is the sum of the ranks' parts). The cotangent of V is V, of I is I, of R is
+P and of P is R; the pairings are the sum over ranks for V, once for I, and
+``<sum of parts, x>`` between P and R. M is V under the *mean* over ranks, the pairing
+of ``shard``, whose loss is the mean of the ranks' losses.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from fsfunc.accounting import aside, note
+from fsfunc.backends.base import Done, Work
+
+__all__ = ["Group", "Move", "combine", "meanings"]
+
+
+@dataclass(frozen=True)
+class Group:
+    """One rank's handle on the ranks along an axis: fixed when it is made.
+
+    Backward passes use the handle that the forward pass made, never the context.
+    """
+
+    axis: tuple[str, ...]
+    ranks: tuple[int, ...]
+    index: int
+    rank: int
+    link: Any
+
+    @property
+    def size(self) -> int:
+        return len(self.ranks)
+
+    @property
+    def name(self) -> str:
+        """The axis as messages show it."""
+        return ", ".join(f'"{name}"' for name in self.axis)
+
+    @property
+    def position(self) -> Any:
+        """This rank's index along the axis: on a vmap mesh, all of them as one."""
+        return self.link.axis_index(self)
+
+    def start(
+        self, op: str, x: Tensor, *, out: Tensor | None = None, **how: Any
+    ) -> Work:
+        """Issues ``op`` on contiguous ``x``, along dim 0; returns what to wait for.
+
+        ``how`` is ``pairs=`` for ppermute and ``source=`` for pbroadcast. Until
+        ``wait()`` has returned, ``x`` must not be written. Ranks wait for what they
+        started in one order, unless it was started with ``any_order``.
+        """
+        sends = any(s == self.index and s != d for s, d in how.get("pairs", ()))
+        note(op, self.axis, self.size, x, self.rank, sends)
+        return self.link.start(op, x, self, out=out, **how)
+
+
+# op, of -> to : op, of -> to
+_TRANSPOSES = {
+    ("psum", "V", "I"): ("cast", "I", "V"),
+    ("psum", "P", "I"): ("cast", "I", "R"),
+    ("psum", "P", "R"): ("psum", "P", "R"),
+    ("psum", "M", "M"): ("psum", "M", "M"),
+    ("cast", "I", "V"): ("psum", "V", "I"),
+    ("cast", "I", "R"): ("psum", "P", "I"),
+    ("cast", "R", "V"): ("cast", "V", "P"),
+    ("cast", "V", "P"): ("cast", "R", "V"),
+    ("cast", "R", "I"): ("keep", "I", "P"),
+    ("keep", "I", "P"): ("cast", "R", "I"),
+    ("all_gather", "V", "V"): ("psum_scatter", "V", "V"),
+    ("all_gather", "V", "R"): ("psum_scatter", "P", "V"),
+    ("all_gather", "V", "I"): ("slice", "I", "V"),
+    ("all_gather", "V", "M"): ("psum_scatter", "M", "V"),
+    ("psum_scatter", "V", "V"): ("all_gather", "V", "V"),
+    ("psum_scatter", "P", "V"): ("all_gather", "V", "R"),
+    ("psum_scatter", "M", "V"): ("all_gather", "V", "M"),
+    ("slice", "I", "V"): ("all_gather", "V", "I"),
+    ("slice", "R", "V"): ("embed", "V", "P"),
+    ("embed", "V", "P"): ("slice", "R", "V"),
+    ("all_to_all", "V", "V"): ("all_to_all", "V", "V"),
+    ("ppermute", "V", "V"): ("ppermute", "V", "V"),
+    ("pbroadcast", "V", "V"): ("collect", "V", "V"),
+    ("pbroadcast", "V", "I"): ("keep", "I", "V"),
+    ("keep", "I", "V"): ("pbroadcast", "V", "I"),
+    ("collect", "V", "V"): ("pbroadcast", "V", "V"),
+    ("enter", "M", "M"): ("psum", "M", "M"),  # what enters is equal on every rank
+}
+_LOCAL = {"cast", "keep", "slice", "embed", "enter"}
+_JOINS = {"all_gather", "psum_scatter", "all_to_all"}
+
+
+def meanings(op: str) -> list[str]:
+    """The types that ``op`` has a transpose for, such as ``V->I``."""
+    return [f"{a}->{b}" for o, a, b in _TRANSPOSES if o == op and "M" not in a + b]
+
+
+@dataclass(frozen=True)
+class Move:
+    """One linear map between ranks, as data (pmax too, which has no transpose).
+
+    Args:
+        op: a collective, or what moves nothing: ``cast``; ``keep`` (zero but on
+            ``source``); ``slice`` (this rank's part along ``dim``); ``embed`` (its
+            transpose); ``enter`` (a replicated parameter into the ranks' losses).
+        of, to: the types over the axis, before and after.
+        dim, to_dim: the tensor dims that are cut or joined (``to_dim``: all_to_all).
+        pairs: (source, target) indices along the axis, for ppermute.
+        source: the index along the axis that pbroadcast and keep read.
+        mean: whether the result is divided by the size of the axis.
+    """
+
+    op: str
+    of: str = "V"
+    to: str = "V"
+    dim: int = 0
+    to_dim: int = 0
+    pairs: tuple[tuple[int, int], ...] = ()
+    source: int = 0
+    mean: bool = False
+
+    def transpose(self) -> Move:
+        """The map that the cotangent takes."""
+        op, of, to = _TRANSPOSES[self.op, self.of, self.to]
+        dim, to_dim = self.dim, self.to_dim
+        if op == "all_to_all":
+            dim, to_dim = to_dim, dim
+        back = tuple((d, s) for s, d in self.pairs)
+        return replace(self, op=op, of=of, to=to, dim=dim, to_dim=to_dim, pairs=back)
+
+    @property
+    def sends(self) -> str | None:
+        """The op that goes over the wire, if any."""
+        return None if self.op in _LOCAL else {"collect": "psum"}.get(self.op, self.op)
+
+    @property
+    def how(self) -> dict[str, Any]:
+        """What the wire must know beside the op."""
+        if self.op == "ppermute":
+            return {"pairs": self.pairs}
+        return {"source": self.source} if self.op == "pbroadcast" else {}
+
+    def before(self, x: Tensor) -> Tensor:
+        """What this rank puts on the wire: the cut or joined dim first."""
+        if self.op in _JOINS:
+            x = x.movedim(self.dim, 0)
+        return x.contiguous()
+
+    def after(self, y: Tensor, x: Tensor, size: int, index: int) -> Tensor:
+        """This rank's result, from what came over the wire (or ``x`` itself)."""
+        if self.op in ("all_gather", "psum_scatter"):
+            y = y.movedim(0, self.dim)
+        elif self.op == "all_to_all":
+            parts = [p.movedim(0, self.dim) for p in y.tensor_split(size)]
+            y = torch.cat(parts, self.to_dim)
+        elif self.op == "slice":
+            y = x.tensor_split(size, self.dim)[index].clone()
+        elif self.op == "embed":
+            parts = [x if i == index else torch.zeros_like(x) for i in range(size)]
+            y = torch.cat(parts, self.dim)
+        elif self.op in ("keep", "collect"):
+            y = y.clone() if index == self.source else torch.zeros_like(y)
+        elif self.op in ("cast", "enter"):
+            y = y.view_as(y)
+        if self.mean or (self.of == "M" and self.op in ("psum", "psum_scatter")):
+            y = y / size
+        return y
+
+    def start(self, x: Tensor, where: Group, any_order: bool = False) -> Work:
+        """Issues the map on this rank; :meth:`finish` makes the result of its work."""
+        if self.sends is None or where.size == 1:
+            return Done(self.alone(x))
+        x = self.before(x)
+        return where.start(self.sends, x, any_order=any_order, **self.how)
+
+    def finish(self, work: Work, x: Tensor, where: Group) -> Tensor:
+        """This rank's result, once the others have sent theirs."""
+        return self.after(work.wait(), x, where.size, where.index)
+
+    def run(self, x: Tensor, where: Group) -> Tensor:
+        """Applies the map on this rank, waiting for the others."""
+        with aside():
+            return self.finish(self.start(x, where), x, where)
+
+    def alone(self, x: Tensor) -> Tensor:
+        """What an axis of size 1 brings: the input, or zeros where nobody sends.
+
+        It is a copy where a larger axis would make one: what may be written in place
+        must not depend on the size of the axis.
+        """
+        if self.sends is None:
+            return x
+        if self.op == "ppermute" and (0, 0) not in self.pairs:
+            return torch.zeros_like(x)
+        return (x.movedim(self.dim, 0) if self.op in _JOINS else x).clone()
+
+    def across(self, xs: Sequence[Tensor]) -> list[Tensor]:
+        """Applies the map to all ranks' inputs at once: the reference semantics."""
+        n = len(xs)
+        if self.sends is None or n == 1:
+            ys = [self.alone(x) for x in xs]
+        else:
+            ys = combine(self.sends, [self.before(x) for x in xs], **self.how)
+        return [
+            self.after(y, x, n, i) for i, (y, x) in enumerate(zip(ys, xs, strict=True))
+        ]
+
+
+def combine(
+    op: str,
+    xs: Sequence[Tensor],
+    pairs: tuple[tuple[int, int], ...] = (),
+    source: int = 0,
+) -> list[Tensor]:
+    """What each of two ranks or more receives where rank i sent ``xs[i]``, along dim 0.
+
+    Sums run in rank order, which fixes their bits. The results may share memory with
+    each other, never with an input.
+    """
+    n = len(xs)
+    if op == "psum":
+        total = xs[0] + xs[1]
+        for x in xs[2:]:
+            total = total + x
+        return [total] * n
+    if op == "pmax":
+        return [torch.stack(list(xs)).amax(0)] * n
+    if op == "all_gather":
+        return [torch.cat(list(xs))] * n
+    if op == "psum_scatter":
+        total = combine("psum", xs)[0]
+        return list(total.tensor_split(n))
+    if op == "all_to_all":
+        parts = [x.tensor_split(n) for x in xs]
+        return [torch.cat([p[i] for p in parts]) for i in range(n)]
+    if op == "ppermute":
+        by_target = {d: xs[s].clone() for s, d in pairs}
+        return [by_target.get(i, torch.zeros_like(x)) for i, x in enumerate(xs)]
+    if op == "pbroadcast":
+        return [xs[source].clone()] * n
+    raise ValueError(f"unknown collective {op!r}")

@@ -1,0 +1,114 @@
+"""A move on one rank's tensors, differentiably: what every collective comes down to.
+
+One ``autograd.Function`` runs them all: its backward applies the transposed move, its
+``jvp`` the same move, its ``vmap`` only shifts dims. So they hold under
+``torch.func.grad``, ``vjp``, ``jvp`` and ``vmap``, nested in any way, and under plain
+autograd, twice.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from fsfunc import _torch, tree
+from fsfunc.accounting import current_label, label
+from fsfunc.mesh import Axis, Here, here
+from fsfunc.moves import Group, Move
+
+__all__ = ["group", "move", "over", "run_by", "watch_invariants"]
+
+
+def group(axis: Axis, at: Here | None = None) -> Group:
+    """The group along ``axis`` of whoever asks.
+
+    Raises:
+        NoMesh: outside a transform and outside ``spmd``.
+        ValueError: an axis that the mesh does not have.
+    """
+    at = here() if at is None else at
+    names = at.mesh.check(axis)
+    ranks = at.mesh.members(names, at.rank)
+    return Group(names, ranks, ranks.index(at.rank), at.rank, at.link)
+
+
+class _Apply(torch.autograd.Function):
+    """Every collective: ``move`` on ``x`` over ``where``."""
+
+    @staticmethod
+    def forward(x: Tensor, move: Move, where: Group) -> Tensor:  # type: ignore[override]
+        return move.run(x, where)
+
+    @staticmethod
+    def setup_context(ctx, inputs, output):
+        _, ctx.move, ctx.where = inputs
+        ctx.unit = current_label()[0]
+
+    @staticmethod
+    def backward(ctx, g):  # type: ignore[override]
+        with label(ctx.unit, "backward"):
+            return move(g, ctx.move.transpose(), ctx.where), None, None
+
+    @staticmethod
+    def jvp(ctx, t, _, __):  # type: ignore[override]
+        return move(t, ctx.move, ctx.where)
+
+    @staticmethod
+    def vmap(info, in_dims, x, how, where):  # type: ignore[override]
+        d = in_dims[0]
+        if where.link.level == _torch.current_level() + 1:
+            return where.link.exchange(how, x.movedim(d, 0), where), 0
+        y = move(x.movedim(d, -1), how, where)
+        return y, y.ndim - 1
+
+
+def move(x: Tensor, how: Move, where: Group) -> Tensor:
+    """``how`` applied to one tensor over ``where``, differentiably."""
+    return where.link.apply(_Apply.apply, x, how, where)
+
+
+_RUN: ContextVar[Callable[..., Any] | None] = ContextVar("fsfunc_run", default=None)
+_INVARIANT: ContextVar[set[str] | None] = ContextVar("fsfunc_invariant", default=None)
+
+
+@contextmanager
+def watch_invariants() -> Iterator[set[str]]:
+    """Gathers the axes over which a collective inside made one value of many."""
+    seen: set[str] = set()
+    token = _INVARIANT.set(seen)
+    try:
+        yield seen
+    finally:
+        _INVARIANT.reset(token)
+
+
+@contextmanager
+def run_by(run: Callable[[Tensor, Move, Group], Any]) -> Iterator[None]:
+    """Inside, a collective returns ``run(x, move, where)`` for each of its tensors."""
+    token = _RUN.set(run)
+    try:
+        yield
+    finally:
+        _RUN.reset(token)
+
+
+def over(x: Any, axis: Axis, how: Callable[[Tensor, Group], Move]) -> Any:
+    """The move that ``how`` gives for each tensor of ``x``, over ``axis``."""
+    where, run, seen = group(axis), _RUN.get() or move, _INVARIANT.get()
+    leaves, treedef = tree.flatten(x)
+    for leaf in leaves:
+        if not isinstance(leaf, Tensor):
+            raise TypeError(
+                f"a collective over {where.name} needs tensors, got "
+                f"{type(leaf).__name__}; axis_size gives the number of ranks"
+            )
+    moves = [how(leaf, where) for leaf in leaves]
+    if seen is not None and any(m.to == "I" for m in moves):
+        seen.update(where.axis)
+    out = [run(leaf, m, where) for leaf, m in zip(leaves, moves, strict=True)]
+    return tree.unflatten(treedef, out)

@@ -1,0 +1,69 @@
+"""What tests watch with: live bytes, calls of an op, and trees compared bit by bit."""
+
+import weakref
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from fsfunc import tree
+
+
+class LiveBytes(TorchDispatchMode):
+    """The bytes that storages made inside hold: ``live`` now, ``peak`` at most.
+
+    ``known`` tensors were there before and do not count: a view of one is not new.
+    Storages are told apart by identity, since fake ones all have the address 0.
+    """
+
+    def __init__(self, *known: Any):
+        super().__init__()
+        self.live = self.peak = 0
+        self.seen: dict[int, int] = {}
+        for x in tree.leaves(known):
+            if isinstance(x, Tensor):
+                self.seen[x.untyped_storage()._cdata] = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        out = func(*args, **(kwargs or {}))
+        for x in out if isinstance(out, (tuple, list)) else [out]:
+            if isinstance(x, Tensor):
+                self._count(x.untyped_storage())
+        return out
+
+    def _count(self, storage: torch.UntypedStorage) -> None:
+        key, size = storage._cdata, storage.nbytes()
+        if key in self.seen:
+            return
+        self.seen[key] = size
+        self.live += size
+        self.peak = max(self.peak, self.live)
+        weakref.finalize(storage, self._gone, key).atexit = False
+
+    def _gone(self, key: int) -> None:
+        self.live -= self.seen.pop(key)
+
+
+class Calls(TorchDispatchMode):
+    """How often the ops whose names start with ``names`` ran."""
+
+    def __init__(self, *names: str):
+        super().__init__()
+        self.names, self.count = names, 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        self.count += func.__name__.startswith(self.names)
+        return func(*args, **(kwargs or {}))
+
+
+def same(actual: Any, expected: Any) -> None:
+    """Raises unless two trees are equal bit by bit, dtypes included."""
+    tree.check_same_structure(expected, actual)
+    paths, xs, _ = tree.flatten_with_paths(actual)
+    for path, x, y in zip(paths, xs, tree.leaves(expected), strict=True):
+        if isinstance(y, Tensor):
+            if x.dtype != y.dtype or not torch.equal(x, y):
+                raise AssertionError(f"{path}: {x} is not {y}")
+        elif x != y:
+            raise AssertionError(f"{path}: {x!r} is not {y!r}")

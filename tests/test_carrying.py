@@ -1,0 +1,108 @@
+"""What is set around ``spmd`` holds inside simulated ranks too, or is refused."""
+
+import contextvars
+
+import pytest
+import torch
+from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import TorchDispatchMode
+
+import fsfunc as ff
+from fsfunc import _torch
+
+
+def run(main):
+    return ff.spmd(main, ff.make_mesh({"data": 3}, "simulated"))()
+
+
+NAME = contextvars.ContextVar("name", default="nobody")
+
+
+def settings():
+    return (
+        torch.is_grad_enabled(),
+        torch.is_inference_mode_enabled(),
+        torch.is_autocast_enabled("cpu"),
+        torch.get_autocast_dtype("cpu"),
+        torch.get_default_device(),
+        torch.ones(1).device,
+        torch.get_num_threads(),
+        NAME.get(),
+    )
+
+
+@pytest.mark.parametrize(
+    "setting",
+    [
+        torch.no_grad,
+        torch.inference_mode,
+        lambda: torch.autocast("cpu", torch.bfloat16),
+        lambda: torch.autocast("cpu", torch.float16),
+        lambda: torch.device("meta"),
+    ],
+)
+def test_settings_are_carried_in(setting):
+    plain = settings()
+    with setting():
+        token = NAME.set("somebody")
+        outside = settings()
+        assert run(settings) == [outside] * 3 and outside != plain
+        NAME.reset(token)
+
+
+def test_what_a_rank_sets_stays_there():
+    def main():
+        NAME.set("mine")
+        torch.set_grad_enabled(ff.axis_index("data") == 1)
+        ff.psum(torch.ones(1), "data")
+        return torch.is_grad_enabled()
+
+    assert run(main) == [False, True, False]
+    assert NAME.get() == "nobody" and torch.is_grad_enabled()
+
+
+class Functions(TorchFunctionMode):
+    pass
+
+
+class Dispatches(TorchDispatchMode):
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize(
+    ("around", "says"),
+    [
+        (Functions, "cannot carry Functions.*inside the function given to spmd"),
+        (Dispatches, "cannot carry Dispatches.*inside the function given to spmd"),
+        (
+            lambda: torch.autograd.graph.saved_tensors_hooks(lambda x: x, lambda x: x),
+            "cannot carry saved_tensors_hooks.*inside the function",
+        ),
+    ],
+)
+def test_what_cannot_be_carried_is_refused(around, says):
+    with around(), pytest.raises(RuntimeError, match=says):
+        run(lambda: None)
+
+
+def test_levels_around_are_refused():
+    f = lambda x: run(lambda: x)[0].sum()  # noqa: E731
+    for around in (torch.func.grad(f), torch.func.vmap(f)):
+        with pytest.raises(RuntimeError, match="inside a torch.func transform"):
+            around(torch.ones(3))
+
+
+def test_modes_inside_a_rank_are_its_own():
+    def main():
+        with Dispatches():
+            return ff.psum(torch.ones(1), "data").item()
+
+    assert run(main) == [3] * 3
+
+
+def test_saved_tensors_hooks_are_seen():
+    what = f"torch {torch.__version__}: spmd drops saved_tensors_hooks in silence"
+    assert not _torch.saved_tensors_hooked()
+    with torch.autograd.graph.saved_tensors_hooks(lambda x: x, lambda x: x):
+        assert _torch.saved_tensors_hooked(), what

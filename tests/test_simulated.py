@@ -1,0 +1,337 @@
+"""Simulated ranks: deterministic, each as if alone, and nobody waits for ever."""
+
+import signal
+import threading
+import time
+
+import pytest
+import torch
+
+import fsfunc as ff
+from fsfunc import _torch
+from fsfunc.backends.simulated import CollectiveMismatch, Deadlock
+
+
+@pytest.fixture(autouse=True)
+def nobody_stays():
+    """No thread outlives its spmd, whatever happened in it."""
+    before = set(threading.enumerate())
+    yield
+    assert set(threading.enumerate()) == before
+
+
+def ranks(n=3):
+    return ff.make_mesh({"data": n}, "simulated")
+
+
+def run(main, n=3):
+    return ff.spmd(main, ranks(n))()
+
+
+def index():
+    return ff.axis_index("data")
+
+
+def step(x):
+    """A forward and a backward pass that cross the ranks."""
+    x = x.requires_grad_()
+    y = ff.all_gather(torch.nn.functional.dropout(x), "data").tanh()
+    ff.psum(y.sum(), "data").backward()
+    return x.grad
+
+
+# Order, and random numbers
+
+
+def test_one_rank_runs_at_a_time_and_hands_over_only_to_wait():
+    trace = []
+
+    def main():
+        for i in range(2):
+            trace.append((i, index()))
+            trace.append((i, index()))
+            ff.psum(torch.ones(1), "data")
+
+    run(main)
+    first, second = trace[:6], trace[6:]
+    assert first == [(0, r) for r in (0, 0, 1, 1, 2, 2)]
+    # The last to come goes on at once; the others follow in turn.
+    assert second == [(1, r) for r in (2, 2, 0, 0, 1, 1)]
+
+
+def test_runs_repeat_bit_by_bit():
+    torch.manual_seed(3)
+    state = torch.get_rng_state()
+    results = []
+    for _ in range(3):
+        torch.set_rng_state(state)
+        results.append(run(lambda: step(torch.rand(50))))
+    for other in results[1:]:
+        assert all(torch.equal(a, b) for a, b in zip(results[0], other, strict=True))
+
+
+def test_each_rank_draws_as_if_it_were_alone():
+    torch.manual_seed(5)
+    expected = [torch.rand(2) for _ in range(3)]
+    after = torch.get_rng_state()
+
+    def main():
+        drawn = []
+        for _ in range(3):
+            drawn.append(torch.rand(2))
+            ff.psum(torch.ones(1), "data")
+        return drawn
+
+    torch.manual_seed(5)
+    for drawn in run(main):
+        assert torch.equal(torch.stack(drawn), torch.stack(expected))
+    assert torch.equal(torch.get_rng_state(), after)  # the caller goes on from there
+
+
+def test_a_rank_may_seed_itself():
+    def main():
+        torch.manual_seed(index())
+        ff.psum(torch.ones(1), "data")
+        return torch.rand(1).item()
+
+    alone = []
+    for r in range(3):
+        torch.manual_seed(r)
+        alone.append(torch.rand(1).item())
+    assert run(main) == alone
+
+
+def test_64_ranks_take_a_moment():
+    began = time.perf_counter()
+    for _ in range(3):
+        run(lambda: step(torch.ones(4)), 64)
+    assert time.perf_counter() - began < 6
+
+
+@pytest.mark.filterwarnings("ignore:.torch.jit.script. is deprecated")
+def test_every_rank_has_a_forward_mode_level_of_its_own():
+    """torch has one for the process, and whoever leaves it first ends it for all."""
+    from torch.autograd import forward_ad
+
+    def main():
+        seen = [_torch.forward_ad_active()]
+        with forward_ad.dual_level():
+            x = forward_ad.make_dual(torch.ones(1), torch.full((1,), index() + 1.0))
+            y = ff.psum(x, "data")
+            if index():  # rank 0 leaves while the others are inside
+                ff.ppermute(torch.ones(1), "data", [(1, 2)])
+            z = forward_ad.unpack_dual(y * x).tangent
+        if not index():
+            ff.ppermute(torch.ones(1), "data", [(1, 2)])
+        return [*seen, _torch.forward_ad_active(), z.item()]
+
+    assert run(main) == [[False, False, 3 * (r + 1) + 6] for r in range(3)]
+    assert not _torch.forward_ad_active()
+    with forward_ad.dual_level():
+        pass
+
+
+# What another rank does is not seen
+
+
+@pytest.mark.parametrize(
+    "call",
+    [
+        lambda x: ff.psum(x, "data"),
+        lambda x: ff.all_gather(x, "data"),
+        lambda x: ff.ppermute(x, "data", [(0, 1), (1, 2), (2, 0)]),
+        lambda x: ff.ppermute(x, "data", [(0, 0), (1, 1), (2, 2)]),
+        lambda x: ff.pbroadcast(x, "data", source=2),
+        lambda x: ff.psum_scatter(x, "data"),
+        lambda x: ff.pmax(x, "data"),
+    ],
+)
+def test_results_belong_to_their_rank(call):
+    """Nobody's result changes where another rank writes into its input or result."""
+
+    def main():
+        x = torch.full((3,), index() + 1.0)
+        y = call(x)
+        kept = y.clone()
+        x.add_(100)
+        ff.psum(torch.ones(1), "data")
+        same = torch.equal(y, kept)
+        y.add_(1000)
+        ff.psum(torch.ones(1), "data")
+        return same and x.max() < 1000
+
+    assert all(run(main))
+
+
+@pytest.mark.parametrize("call", [ff.psum, ff.pmax, ff.pmean, ff.all_gather])
+def test_results_on_an_axis_of_size_1_are_new_too(call):
+    x = torch.ones(3)
+    (y,) = run(lambda: call(x, "data").add_(1), 1)
+    assert y.tolist() == [2, 2, 2] and x.tolist() == [1, 1, 1]
+
+
+# Errors
+
+
+def test_a_deadlock_is_a_table():
+    mesh = ff.make_mesh({"data": 2, "pipe": 2}, "simulated")
+
+    def main():
+        if mesh.rank == 3:
+            return  # early
+        with ff.accounting.label("blocks/0", "forward"):
+            ff.psum(torch.ones(2, 5), "data" if mesh.rank else "pipe")
+        ff.all_gather(torch.ones(3), "pipe")
+
+    with pytest.raises(Deadlock) as caught:
+        ff.spmd(main, mesh)()
+    text = str(caught.value)
+    rows = text.splitlines()
+    assert rows[0] == "no simulated rank can go on:" and len(rows) == 5
+    assert (
+        'rank 0 waits in psum over "pipe", float32[2, 5] of blocks/0 (forward) at '
+        in (rows[1])
+    )
+    assert rows[1].endswith("for ranks [1]") and f"{__file__}:" in rows[1]
+    assert rows[2].endswith("for ranks [3]") and '"data"' in rows[2]
+    assert rows[3].endswith("for ranks [0]")
+    assert rows[4] == "  rank 3 has returned"
+
+
+def test_a_collective_that_never_comes_is_seen_at_once():
+    began = time.perf_counter()
+    with pytest.raises(Deadlock, match="rank 2 has returned"):
+        run(lambda: ff.psum(torch.ones(1), "data") if index() < 2 else None)
+    assert time.perf_counter() - began < 5
+
+
+@pytest.mark.parametrize(
+    ("odd", "says"),
+    [
+        (lambda x: ff.pmax(x, "data"), "rank 1 pmax"),
+        (lambda x: ff.psum(x[:1], "data"), r"rank 1 psum .*float32\[1\]"),
+        (lambda x: ff.psum(x.double(), "data"), "rank 1 psum .*float64"),
+        (lambda x: ff.pbroadcast(x, "data", source=1), "rank 1 pbroadcast"),
+    ],
+)
+@pytest.mark.parametrize("swallow", [False, True])
+def test_different_collectives_are_told_apart(odd, says, swallow):
+    def main():
+        x = torch.ones(2)
+        try:
+            odd(x) if index() == 1 else ff.psum(x, "data")
+        except Exception:
+            if not swallow:
+                raise
+
+    with pytest.raises(CollectiveMismatch, match=says) as caught:
+        run(main)
+    assert "rank 0 psum" in str(caught.value) and "rank 2 psum" in str(caught.value)
+
+
+def test_other_pairs_are_another_collective():
+    def main():
+        ff.ppermute(torch.ones(1), "data", [(0, 1)] if index() else [(1, 0)])
+
+    with pytest.raises(CollectiveMismatch):
+        run(main)
+
+
+class Bad(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x):
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx, g):
+        raise ArithmeticError("no such gradient")
+
+
+def in_forward():
+    if index() == 1:
+        raise ArithmeticError("no such value")
+    ff.psum(torch.ones(1), "data")
+
+
+def in_backward():
+    x = torch.ones(1, requires_grad=True)
+    y = Bad.apply(x) if index() == 1 else x * 1
+    ff.all_gather(y, "data").sum().backward()
+    ff.psum(torch.ones(1), "data")
+
+
+def waited_for_in_backward():
+    x = torch.ones(1, requires_grad=True)
+    y = ff.all_gather(x, "data").sum()
+    if index() == 1:
+        raise ArithmeticError("before the backward pass")
+    y.backward()
+
+
+@pytest.mark.parametrize("main", [in_forward, in_backward, waited_for_in_backward])
+@pytest.mark.parametrize("handler", [None, Exception])
+def test_a_rank_that_raises_raises_everywhere(main, handler):
+    ended = []
+
+    def guarded():
+        if index() == 1 or handler is None:
+            main()
+        else:
+            try:
+                main()
+            except handler:
+                pass  # a user's own, which must not keep this rank going
+            ff.psum(torch.ones(1), "data")
+        ended.append(index())
+
+    with pytest.raises(ArithmeticError) as caught:
+        run(guarded)
+    assert ended == []
+    assert caught.value.__notes__ == [
+        "on simulated rank 1 of Mesh({'data': 3}, 'simulated')"
+    ]
+
+
+def test_the_first_error_wins():
+    def main():
+        try:
+            ff.psum(torch.ones(1), "data") if index() else in_nothing()
+        finally:
+            raise ValueError(f"rank {index()}")
+
+    def in_nothing():
+        raise KeyError("first")
+
+    with pytest.raises(ValueError, match="rank 0"):
+        run(main)
+
+
+def test_an_interrupt_ends_every_rank():
+    def main():
+        if index() == 1:
+            signal.pthread_kill(threading.main_thread().ident, signal.SIGINT)
+            time.sleep(0.2)  # long enough for the caller to wake up
+        for _ in range(100):
+            ff.psum(torch.ones(1), "data")
+            time.sleep(0.01)
+
+    began = time.perf_counter()
+    with pytest.raises(KeyboardInterrupt):
+        run(main)
+    assert time.perf_counter() - began < 2
+
+
+def test_ranks_go_on_after_an_error():
+    with pytest.raises(ArithmeticError):
+        run(in_forward)
+    assert run(lambda: ff.psum(torch.ones(1), "data").item()) == [3, 3, 3]
+
+
+def test_spmd_within_a_rank():
+    inner = ff.make_mesh({"pipe": 2}, "simulated")
+
+    def main():
+        few = ff.spmd(lambda: ff.psum(torch.ones(1), "pipe").item(), inner)()
+        return few, ff.psum(torch.ones(1), "data").item()
+
+    assert run(main) == [([2, 2], 3)] * 3

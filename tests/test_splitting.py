@@ -1,0 +1,205 @@
+"""start and wait: what overlaps forward overlaps backward, and nothing is touched.
+
+That each collective in two phases has the values and derivatives of the collective at
+once is tested with the collectives.
+"""
+
+import gc
+import weakref
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch.func import grad, vjp
+
+import fsfunc as ff
+from fsfunc.backends.base import Work
+from fsfunc.backends.simulated import SimulatedLink
+
+MESH = ff.make_mesh({"data": 2}, "simulated")
+
+
+class Watched(Work):
+    def __init__(self, work, seen, name):
+        self.work, self.seen, self.name = work, seen, name
+
+    def wait(self):
+        self.seen.append(("wait", self.name))
+        return self.work.wait()
+
+
+def watch(monkeypatch):
+    """What rank 0 starts and waits for, in order; a name is the size of the shard."""
+    seen, start = [], SimulatedLink.start
+
+    def watched(self, op, x, where, **how):
+        work = start(self, op, x, where, **how)
+        if self.rank:
+            return work
+        name = x.shape[0] // (1 if op == "all_gather" else where.size)
+        seen.append(("start", name))
+        return Watched(work, seen, name)
+
+    monkeypatch.setattr(SimulatedLink, "start", watched)
+    return seen
+
+
+def prefetched(shards, x, depth):
+    """Layers that each gather their weight, ``depth`` calls ahead of its use."""
+    flights = []
+    for i in range(len(shards)):
+        while len(flights) < min(i + depth + 1, len(shards)):
+            shard = shards[len(flights)]
+            flights.append(ff.start(ff.all_gather, shard, "data"))
+        x = (x * flights[i].wait().sum()).tanh()
+    return x
+
+
+def dual(order):
+    """The backward pass of an order: turned round, starts and waits exchanged."""
+    return [({"start": "wait", "wait": "start"}[a], n) for a, n in reversed(order)]
+
+
+@given(depth=st.integers(0, 5), layers=st.integers(1, 5), plain=st.booleans())
+def test_backward_is_the_forward_order_turned_round(depth, layers, plain):
+    def main():
+        shards = [torch.ones(i + 1, dtype=torch.float64) / 9 for i in range(layers)]
+        f = lambda shards: prefetched(shards, torch.tensor(0.3), depth)  # noqa: E731
+        if plain:
+            for shard in shards:
+                shard.requires_grad_()
+            f(shards).backward()
+        else:
+            y, pull = vjp(f, shards)
+            pull(torch.ones_like(y))
+
+    with pytest.MonkeyPatch.context() as patch:
+        seen = watch(patch)
+        ff.spmd(main, MESH)()
+    forward, backward = seen[: 2 * layers], seen[2 * layers :]
+    assert backward == dual(forward)
+    ahead = [a for a, _ in forward].index("wait")
+    assert ahead == min(depth + 1, layers)
+
+
+@pytest.mark.parametrize("depth", [0, 1, 3])
+def test_a_prefetched_gradient_is_that_of_the_plain_program(depth):
+    shards = [torch.full((i + 1,), 0.1 * i) for i in range(4)]
+
+    def plain(shards):
+        x = torch.tensor(0.3)
+        for shard in shards:
+            x = (x * ff.all_gather(shard, "data").sum()).tanh()
+        return x
+
+    def main():
+        split = grad(lambda s: prefetched(s, torch.tensor(0.3), depth))(shards)
+        return [split, grad(plain)(shards)]
+
+    with ff.ledger() as log:
+        for split, whole in ff.spmd(main, MESH)():
+            assert all(torch.equal(a, b) for a, b in zip(split, whole, strict=True))
+    kinds = [(r.op, r.bytes, r.phase) for r in log.of(0)]
+    assert sorted(kinds[:8]) == sorted(kinds[8:])
+    assert log.count("all_gather") == log.count("psum_scatter") == 8
+
+
+def test_flights_may_be_waited_for_in_any_order():
+    def main():
+        a = ff.start(ff.psum, torch.ones(1), "data")
+        b = ff.start(ff.all_gather, torch.full((1,), 2.0), "data")
+        first, second = (b, a) if ff.axis_index("data") else (a, b)
+        first.wait()
+        second.wait()
+        return a.wait().tolist() + b.wait().tolist()
+
+    assert ff.spmd(main, MESH)() == [[2, 2, 2]] * 2
+
+
+def test_wait_gives_the_same_result_every_time():
+    def main():
+        x = torch.ones(2, requires_grad=True)
+        pending = ff.start(ff.all_gather, x, "data")
+        y = pending.wait()
+        (pending.wait() + y).sum().backward()
+        return y is pending.wait(), x.grad.tolist()
+
+    assert ff.spmd(main, MESH)() == [(True, [4, 4])] * 2
+
+
+def test_a_pytree_is_in_flight_as_a_whole():
+    def main():
+        pending = ff.start(
+            ff.pmean, {"a": torch.ones(2), "b": [torch.ones(())]}, "data"
+        )
+        out = pending.wait()
+        return out["a"].tolist(), out["b"][0].item()
+
+    assert ff.spmd(main, MESH)() == [([1, 1], 1)] * 2
+
+
+@pytest.mark.parametrize("collective", [ff.pmax, ff.psum], ids=["pmax", "psum"])
+def test_integers_and_keywords(collective):
+    main = lambda: ff.start(collective, torch.tensor([3]), "data").wait().item()  # noqa: E731
+    assert ff.spmd(main, MESH)() == [6 if collective is ff.psum else 3] * 2
+    pairs = [(0, 1)]
+    sent = lambda: ff.start(ff.ppermute, torch.ones(1), "data", pairs).wait().item()  # noqa: E731
+    assert ff.spmd(sent, MESH)() == [0, 1]
+
+
+def test_an_axis_of_size_1_and_a_cast_fly_nowhere():
+    mesh = ff.make_mesh({"data": 1, "pipe": 2}, "simulated")
+
+    def main():
+        x = torch.ones(2)
+        y = ff.start(ff.all_gather, x, "data").wait()
+        z = ff.start(ff.pcast, x, "pipe", to="V").wait()
+        return y.tolist() == z.tolist() == x.tolist()
+
+    with ff.ledger() as log:
+        assert ff.spmd(main, mesh)() == [True, True]
+    assert log.records == []
+
+
+def test_writing_into_what_is_in_flight_is_refused():
+    def main():
+        x = torch.ones(2)
+        pending = ff.start(ff.psum, x, "data")
+        x.add_(1)
+        pending.wait()
+
+    with pytest.raises(RuntimeError, match=r"psum of shape \(2,\).*written in place"):
+        ff.spmd(main, MESH)()
+
+
+def test_inference_tensors_fly_too():
+    def main():
+        with torch.inference_mode():
+            return ff.start(ff.psum, torch.ones(1), "data").wait().item()
+
+    assert ff.spmd(main, MESH)() == [2, 2]
+
+
+def test_a_landed_flight_holds_nothing():
+    def main():
+        x = torch.ones(3)
+        pending = ff.start(ff.psum, x, "data")
+        pending.wait()
+        gone = weakref.ref(x)
+        del x
+        gc.collect()
+        return gone() is None
+
+    assert ff.spmd(main, MESH)() == [True, True]
+
+
+def test_only_collectives_start():
+    with pytest.raises(TypeError, match="takes a collective"):
+        ff.spmd(lambda: ff.start(lambda x, axis: x, torch.ones(1), "data"), MESH)()
+
+
+def test_two_in_a_row_are_two_starts():
+    chain = lambda x, axis: ff.psum(ff.psum(x, axis), axis)  # noqa: E731
+    with pytest.raises(TypeError, match="needs tensors"):
+        ff.spmd(lambda: ff.start(chain, torch.ones(1), "data"), MESH)()

@@ -1,0 +1,272 @@
+"""`donate`: the same bits in less memory, and no way to use what is gone."""
+
+import hashlib
+
+import pytest
+import torch
+
+import fsfunc as ff
+from fsfunc import tree
+from tests.probes import LiveBytes, same
+
+D = 4
+GENERATOR = torch.Generator().manual_seed(0)
+P = {
+    "blocks": [torch.randn(D, D, generator=GENERATOR) for _ in range(2)],
+    "bias": torch.randn(3, generator=GENERATOR),
+}
+X = torch.randn(4, D, generator=GENERATOR)
+MESH = ff.make_mesh({"data": 2}, "simulated")
+OPTIMIZERS = {
+    "adam": lambda: ff.sharded_adam(0.1, weight_decay=0.01),
+    "clipped": lambda: ff.chain(ff.clip_by_global_norm(0.5), ff.sharded_adam(0.1)),
+    "momentum": lambda: ff.sgd(0.1, momentum=0.9),
+    "sgd": lambda: ff.sgd(0.1),
+}
+
+
+@ff.unit
+def block(w, x):
+    return torch.tanh(x @ w)
+
+
+def loss(p, x):
+    for w in p["blocks"]:
+        x = block(w, x)
+    return (x**2).mean() + (p["bias"] ** 2).sum()
+
+
+def fresh():
+    return tree.map(torch.clone, P)
+
+
+def step_of(optimizer):
+    def step(state, x):
+        value, grads = ff.value_and_grad(loss)(state.params, x)
+        return state.apply_gradients(grads, optimizer), value
+
+    return step
+
+
+def digest(state):
+    """Of all bytes of a state, in order."""
+    found = hashlib.sha256()
+    for x in tree.leaves(state):
+        data = x.contiguous().numpy().tobytes() if isinstance(x, torch.Tensor) else x
+        found.update(repr(data).encode())
+    return found.hexdigest()
+
+
+@pytest.mark.parametrize("name", OPTIMIZERS)
+@pytest.mark.parametrize("zero", [None, 0, 1, 2, 3])
+def test_donated_equals_not_donated_and_only_it_changes_its_input(name, zero) -> None:
+    def train(donated):
+        optimizer = OPTIMIZERS[name]()
+        step = step_of(optimizer)
+        if zero is not None:
+            step = ff.shard(step, MESH, "data", zero=zero)
+        if zero == 2:  # in either order
+            step = ff.donate(step) if donated else step
+        elif donated:
+            step = ff.donate(step)
+        state = ff.init_state(step, fresh, optimizer, X)
+        values = []
+        for _ in range(3):
+            before = digest(state)
+            old = state
+            state, value = step(state, X)
+            if not donated:
+                assert digest(old) == before
+            values.append(value)
+        return ff.unshard(state), values
+
+    def main():
+        return train(False), train(True)
+
+    if zero is None:
+        same(*main())
+    else:
+        for plain, donated in ff.spmd(main, MESH)():
+            same(donated, plain)
+
+
+@pytest.mark.parametrize("sharded", [False, True])
+def test_donate_inside_and_outside_of_the_other_transforms(sharded) -> None:
+    optimizer = ff.sharded_adam(0.1)
+
+    def train(around):
+        step = around(step_of(optimizer))
+        state = ff.init_state(step, fresh, optimizer, X)
+        for _ in range(2):
+            state, _ = step(state, X)
+        return ff.unshard(state.params)
+
+    shard = (lambda f: ff.shard(f, MESH, "data")) if sharded else (lambda f: f)
+    orders = [
+        lambda f: ff.remat(shard(f)),
+        lambda f: ff.donate(ff.remat(shard(f))),
+        lambda f: shard(ff.remat(ff.donate(f))),
+        lambda f: ff.remat(ff.donate(shard(f))),
+    ]
+    mains = ff.spmd(lambda: [train(o) for o in orders], MESH)()
+    for found in mains[0][1:]:
+        same(found, mains[0][0])
+
+
+def test_it_takes_less_memory() -> None:
+    optimizer = ff.sharded_adam(0.1)
+    w = torch.ones(256, 256)
+    step = optimizer(ff.value_and_grad(lambda w: (w * 2).sum()))
+    state = ff.TrainState(w, optimizer.init(w))
+
+    def peak(step):
+        with LiveBytes(state) as memory:
+            step(state)
+        return memory.peak / w.nbytes
+
+    plain, donated = peak(step), peak(ff.donate(step))
+    assert plain - donated > 1.9, (plain, donated)  # parameters and moments anew
+
+
+def test_a_donated_plain_state_is_refused_by_its_path() -> None:
+    optimizer = ff.sharded_adam(0.1)
+    step = ff.donate(step_of(optimizer))
+    state = ff.TrainState(fresh(), None)
+    state = state.replace(opt_state=optimizer.init(state.params))
+    new, _ = step(state, X)
+    with pytest.raises(RuntimeError, match="'params/bias'.*donated.*go on with"):
+        step(state, X)
+    step(new, X)
+    mixed = new.replace(params=fresh())
+    with pytest.raises(RuntimeError, match="'opt_state/.*donated"):
+        step(mixed, X)
+
+
+@pytest.mark.parametrize("zero", [0, 1, 2, 3])
+def test_a_donated_sharded_state_is_refused_everywhere(zero) -> None:
+    optimizer = ff.sharded_adam(0.1)
+
+    def main():
+        plain = ff.shard(step_of(optimizer), MESH, "data", zero=zero)
+        state = ff.init_state(plain, fresh, optimizer, X)
+        ff.donate(plain)(state, X)
+        uses = [
+            lambda: ff.donate(plain)(state, X),
+            lambda: plain(state, X),
+            lambda: ff.unshard(state),
+            lambda: tree.map(lambda x: x, state),
+            lambda: torch.utils._pytree.tree_map(lambda x: x, state.params["blocks"]),
+            lambda: ff.global_norm(state.params["blocks"]),
+            lambda: state.params["blocks"][0].local,
+        ]
+        for use in uses:
+            with pytest.raises(RuntimeError, match=r"(blocks/0|bias).*donated"):
+                use()
+
+    ff.spmd(main, MESH)()
+
+
+class Boom(Exception):
+    pass
+
+
+def failing(optimizer, when, armed):
+    def step(state, x):
+        value, grads = ff.value_and_grad(loss)(state.params, x)
+        if armed and when == "before":
+            raise Boom
+        state = state.apply_gradients(grads, optimizer)
+        if armed and when == "after":
+            raise Boom
+        return state, value
+
+    return step
+
+
+@pytest.mark.parametrize("name", OPTIMIZERS)
+@pytest.mark.parametrize("zero", [None, 0, 1, 3])
+def test_a_step_that_raises_before_it_writes_leaves_the_state(name, zero) -> None:
+    def main():
+        optimizer, armed = OPTIMIZERS[name](), []
+        step = failing(optimizer, "before", armed)
+        if zero is not None:
+            step = ff.shard(step, MESH, "data", zero=zero)
+        step = ff.donate(step)
+        state = ff.init_state(step, fresh, optimizer, X)
+        expected = ff.unshard(step(ff.init_state(step, fresh, optimizer, X), X))
+        before = digest(state)
+        armed.append(True)
+        with pytest.raises(Boom):
+            step(state, X)
+        assert digest(state) == before
+        armed.clear()
+        same(ff.unshard(step(state, X)), expected)
+
+    if zero is None:
+        main()
+    else:
+        ff.spmd(main, MESH)()
+
+
+@pytest.mark.parametrize("name", OPTIMIZERS)
+@pytest.mark.parametrize("zero", [None, 0, 1, 3])
+def test_a_step_that_raises_after_it_wrote_says_that_the_state_is_spoiled(
+    name, zero
+) -> None:
+    def main():
+        optimizer, armed = OPTIMIZERS[name](), []
+        step = failing(optimizer, "after", armed)
+        if zero is not None:
+            step = ff.shard(step, MESH, "data", zero=zero)
+        step = ff.donate(step)
+        state = ff.init_state(step, fresh, optimizer, X)
+        armed.append(True)
+        with pytest.raises(Boom) as info:
+            step(state, X)
+        assert "neither the old one nor the new one" in info.value.__notes__[0]
+        with pytest.raises(RuntimeError, match="neither the old one nor the new"):
+            step(state, X)
+
+    if zero is None:
+        main()
+    else:
+        ff.spmd(main, MESH)()
+
+
+@pytest.mark.parametrize("zero", [None, 0, 2, 3])
+@pytest.mark.parametrize("alias", ["itself", "mapped", "view"])
+def test_what_lies_in_the_state_twice_changes_once(zero, alias) -> None:
+    """An average that starts as the parameters themselves is not the parameters."""
+    optimizer = ff.sgd(0.1)
+
+    def step(state, x):
+        value, grads = ff.value_and_grad(loss)(state.params, x)
+        new = state.apply_gradients(grads, optimizer)
+        ema = tree.map(lambda a, b: a + b, state.extra, new.params)
+        return new.replace(extra=ema), value
+
+    def train(around):
+        f = step if zero is None else ff.shard(step, MESH, "data", zero=zero)
+        f = around(f)
+
+        def start(p, x):
+            return f(ff.TrainState(p, optimizer.init(p), extra=p), x)
+
+        first = ff.place(start, fresh(), X)
+        again = {
+            "itself": first,
+            "mapped": tree.map(lambda x: x, first),
+            "view": tree.map(lambda x: x.view(x.shape), first),
+        }[alias]
+        state = ff.TrainState(first, optimizer.init(first), extra=again)
+        for _ in range(2):
+            state, _ = f(state, X)
+        return ff.unshard((state.params, state.extra))
+
+    def main():
+        same(train(ff.donate), train(lambda f: f))
+
+    if zero is None:
+        main()
+    else:
+        ff.spmd(main, MESH)()

@@ -1,0 +1,259 @@
+"""Policies: what they name is not computed again, and the bits stay."""
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+import fsfunc as ff
+from fsfunc.transforms.policies import checkpoint_name
+from tests.probes import Calls, LiveBytes, same
+
+D = 8
+GENERATOR = torch.Generator().manual_seed(0)
+X = torch.randn(4, D, generator=GENERATOR)
+P = [{k: torch.randn(D, D, generator=GENERATOR) for k in "abc"} for _ in range(2)]
+MESH = ff.make_mesh({"data": 2}, "simulated")
+
+
+@ff.unit
+def block(p, x):
+    h = checkpoint_name(torch.tanh(x) @ p["a"], "first")
+    h = F.dropout(h, 0.25)
+    t = (x * 2).sum()  # a temporary, whose memory the next op may take
+    del t
+    h = checkpoint_name(torch.sin(h) @ p["b"], "second")
+    return torch.cos(h) @ p["c"]
+
+
+def loss(ps, x):
+    for p in ps:
+        x = block(p, x)
+    return (x**2).sum()
+
+
+def matmuls(f, *args):
+    torch.manual_seed(3)
+    with Calls("mm.", "addmm", "bmm") as calls:
+        out = f(*args)
+    return calls.count, out
+
+
+PLAIN = matmuls(ff.value_and_grad(loss), P, X)
+
+# Each of two blocks: 3 products forward, 5 or 6 backward; recomputed: the last one's
+# value is not needed for its own gradient, but no policy leaves it out unnamed.
+POLICIES = [
+    (None, 6),
+    (ff.SaveOnly("first"), 4),
+    (ff.SaveOnly("second"), 4),
+    (ff.SaveOnly("first", "second"), 2),
+    (ff.SaveOnly(["first", "second"]), 2),
+    (ff.SaveOnly("unknown"), 6),
+    (ff.SaveOnly(), 6),
+    (ff.SaveAllBut(), 2),
+    (ff.SaveAllBut("first"), 4),
+    (ff.SaveAllBut("first", "second"), 6),
+]
+
+
+@pytest.mark.parametrize("policy, again", POLICIES, ids=lambda p: str(p))
+def test_named_values_are_not_computed_again(policy, again) -> None:
+    count, out = matmuls(ff.remat(ff.value_and_grad(loss), policy), P, X)
+    same(out, PLAIN[1])
+    assert count - PLAIN[0] == again
+
+
+def attention(p, x):
+    q = torch.sin(x @ p["a"]).view(1, 2, 2, D)
+    h = F.scaled_dot_product_attention(q, q, q, is_causal=True)
+    return checkpoint_name(h, "h")
+
+
+def normed(p, x):
+    return checkpoint_name(F.layer_norm(torch.sin(x), (D,), p["a"][0], p["b"][0]), "h")
+
+
+def dropped(p, x):
+    h = checkpoint_name(F.dropout(torch.sin(x @ p["a"]), 0.5), "h")
+    return 1 + F.dropout(h, 0.5)  # what is drawn next does not change
+
+
+def dropped_in_one_op(p, x):
+    h, _ = torch.native_dropout(torch.sin(x @ p["a"]), 0.5, True)
+    return 1 + F.dropout(checkpoint_name(h, "h"), 0.5)  # its own, the next draw
+
+
+def changed_after(p, x):
+    h = checkpoint_name(x @ p["a"], "h")
+    return torch.sin(h.add_(1)) @ p["b"]
+
+
+def changed_before(p, x):
+    return torch.sin(checkpoint_name((x @ p["a"]).add_(1).mul_(2), "h")) @ p["b"]
+
+
+def view_of_it(p, x):
+    return torch.sin(checkpoint_name((x @ p["a"]).t(), "h")) @ p["b"][:4]
+
+
+def view_of_an_input(p, x):
+    return torch.sin(checkpoint_name(x[1:], "h")) @ checkpoint_name(p["a"].t(), "h")
+
+
+def split(p, x):
+    a, b = (x @ p["a"]).chunk(2, -1)
+    return torch.sin(checkpoint_name(a, "h")) * checkpoint_name(b, "h")
+
+
+def largest(p, x):
+    values, indices = (x @ p["a"]).topk(2)
+    return torch.sin(checkpoint_name(values, "h")) * indices
+
+
+def strided(p, x):
+    x = x.expand(3, 4, D).contiguous().transpose(0, 2)
+    h = x.transpose(0, 2) @ (p["a"] * 1)
+    return checkpoint_name(torch.sin(h), "h") @ (p["b"] * 1)
+
+
+BODIES = [
+    attention, normed, dropped, dropped_in_one_op, changed_after, changed_before,
+    view_of_it, view_of_an_input, split, largest, strided,
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("body", BODIES, ids=lambda f: f.__name__)
+@pytest.mark.parametrize("autocast", [False, True])
+def test_any_op_may_be_named(body, autocast) -> None:
+    unit = ff.unit(body)
+
+    def f(p, x):
+        with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
+            return (unit(p, x) ** 2).sum().float()
+
+    grad = ff.value_and_grad(f)
+    expected = matmuls(grad, P[0], X)[1]
+    same(matmuls(ff.remat(grad, ff.SaveOnly("h")), P[0], X)[1], expected)
+
+
+@pytest.mark.parametrize(
+    "body, op",
+    [(attention, "_scaled_dot_product"), (normed, "native_layer_norm."),
+     (dropped, "bernoulli_"), (view_of_it, "mm"), (split, "mm"), (largest, "topk")],
+)  # fmt: skip
+def test_the_op_that_made_it_runs_once_in_the_forward(body, op) -> None:
+    grad = ff.value_and_grad(lambda p, x: ff.unit(body)(p, x).sum())
+
+    def count(f):
+        with Calls(op) as calls:
+            f(P[0], X)
+        return calls.count
+
+    saved = count(ff.remat(grad, ff.SaveOnly("h")))
+    again = count(ff.remat(grad))
+    if body is dropped:  # the first draw is an op within the dropout, not its last one
+        assert saved == again
+    else:
+        assert again - saved == 1
+
+
+def test_names_inside_nested_units_are_kept_once_and_for_both() -> None:
+    @ff.unit
+    def outer(ps, x):
+        x = checkpoint_name(x @ ps[1]["c"], "outer")
+        for p in ps:
+            x = block(p, torch.sin(x))
+        return x
+
+    def f(ps, x):
+        return (outer(ps, x) ** 2).sum()
+
+    grad = ff.value_and_grad(f)
+    plain, expected = matmuls(grad, P, X)
+    both, out = matmuls(ff.remat(grad), P, X)
+    same(out, expected)
+    assert both - plain == 7 + 6  # the outer unit runs again, then each inner one
+    names = ff.SaveOnly("first", "second", "outer")
+    kept, out = matmuls(ff.remat(grad, names), P, X)
+    same(out, expected)
+    assert kept - plain == 2 + 2
+
+
+@pytest.mark.parametrize("order", ["remat(shard)", "shard(remat)"])
+@pytest.mark.parametrize("zero", [0, 1, 2, 3])
+def test_names_beside_collectives(order, zero) -> None:
+    @ff.unit
+    def mixing(p, x):
+        h = checkpoint_name(x @ p["a"], "first")
+        h = checkpoint_name(ff.psum(torch.sin(h), "data"), "summed")
+        return checkpoint_name(h @ p["b"], "second") @ p["c"]
+
+    def f(ps, x):
+        for p in ps:
+            x = torch.sin(mixing(p, x))
+        return (x**2).sum()
+
+    def run(policy):
+        def main():
+            g = ff.value_and_grad(f)
+            if order == "remat(shard)":
+                g = ff.remat(ff.shard(g, MESH, "data", zero=zero), policy)
+            else:
+                g = ff.shard(ff.remat(g, policy), MESH, "data", zero=zero)
+            x = ff.local_batch(X, MESH, "data")
+            params = ff.place(g, P, x)
+            with Calls("mm.") as calls:
+                value, grads = g(params, x)
+            return calls.count, (value, ff.unshard(grads))
+
+        return ff.spmd(main, MESH)()
+
+    whole, saved = run(None), run(ff.SaveOnly("first", "second", "summed"))
+    for (n, expected), (m, out) in zip(whole, saved, strict=True):
+        same(out, expected)
+        assert n - m == 4
+
+
+def test_kept_values_go_as_the_backward_runs() -> None:
+    """Each unit's goes when its own backward is done, not all of them at the end."""
+    n, x = 8, torch.randn(256, 64)
+    ws = [torch.eye(64) for _ in range(n)]
+    alive = []
+
+    @ff.unit
+    def unit(w, x):
+        h = checkpoint_name(torch.sin(x) @ w, "h")
+        return torch.sin(h)
+
+    def f(ws):
+        h = x
+        for w in ws:
+            h = unit(w, h)
+            if h.requires_grad:
+                h.register_hook(lambda _: alive.append(memory.live))
+        return h.sum()
+
+    with LiveBytes(x, ws) as memory:
+        ff.remat(ff.value_and_grad(f), ff.SaveOnly("h"))(ws)
+    fall = (alive[1] - alive[-1]) / x.nbytes
+    # An output and a kept value go with each unit, a gradient of a quarter comes.
+    assert fall > 0.8 * 1.75 * (n - 2), fall
+
+
+def test_a_unit_that_does_something_else_the_second_time_is_refused() -> None:
+    calls = []
+
+    @ff.unit
+    def fickle(w, x):
+        calls.append(0)
+        if len(calls) > 1:
+            x = torch.sin(x)
+        return checkpoint_name(x @ w, "h").sum()
+
+    with pytest.raises(RuntimeError, match="must do the same again"):
+        ff.remat(ff.value_and_grad(fickle), ff.SaveOnly("h"))(P[0]["a"], X)
+
+
+def test_policies_are_values() -> None:
+    assert ff.SaveOnly("a", "b") == ff.SaveOnly(["b", "a"]) != ff.SaveAllBut("a", "b")
+    assert hash(ff.SaveOnly("a")) == hash(ff.SaveOnly("a"))

@@ -1,0 +1,246 @@
+"""Through a sharded unit, any order of derivative is that of one device."""
+
+import functools
+
+import pytest
+import torch
+import torch.autograd.forward_ad as forward_ad
+from torch.func import grad, hessian, jvp, vjp, vmap
+
+import fsfunc as ff
+from fsfunc import tree
+from fsfunc.mesh import here
+from fsfunc.sharded import is_sharded
+
+# torch scripts its own forward-mode decompositions, and warns of it.
+pytestmark = pytest.mark.filterwarnings("ignore:.torch.jit.script. is deprecated")
+
+WIDTH, RANKS = 3, 2
+MESH = ff.make_mesh({"data": RANKS}, "simulated")
+# torch has one forward-mode level for all threads: simulated ranks cannot share it.
+ALONE = ff.make_mesh({"data": 1}, "simulated")
+GRID = ff.make_mesh({"node": 2, "data": 2}, "simulated")
+ZEROS = pytest.mark.parametrize("zero", [0, 1, 2, 3])
+
+
+@ff.unit
+def layer(p, x):
+    return torch.tanh(x @ p["w"] + p["b"]) * p["s"]
+
+
+@ff.unit
+def square(p, x):
+    return (x * p["v"]) ** 2
+
+
+def loss_fn(params, x):
+    h = layer(params["a"], x)
+    h = layer(params["c"], h) if "c" in params else h
+    return square(params["d"], h).mean()
+
+
+def params_of(seed=0):
+    draw = torch.Generator().manual_seed(seed)
+    rand = lambda *s: torch.randn(s, generator=draw, dtype=torch.float64)  # noqa: E731
+    one = lambda: {"w": rand(WIDTH, WIDTH), "b": rand(WIDTH), "s": rand()}  # noqa: E731
+    return {"a": one(), "c": one(), "d": {"v": rand(WIDTH)}}
+
+
+def data(ranks=RANKS):
+    draw = torch.Generator().manual_seed(5)
+    return torch.randn(2 * ranks, WIDTH, generator=draw, dtype=torch.float64)
+
+
+def run(use, zero, *, remat=False, mesh=MESH, replicate=None):
+    """``use(loss, params, x)`` under shard, on each rank, unsharded."""
+    x = data(mesh.size)
+    shard = functools.partial(
+        ff.shard, mesh=mesh, axis="data", zero=zero, replicate=replicate
+    )
+
+    def main():
+        mine = ff.local_batch(x, mesh, tuple(mesh.axes))
+        step = lambda p, x: use(loss_fn, p, x)  # noqa: E731
+        step = shard(ff.remat(step) if remat else step)
+        params = ff.place(shard(loss_fn), params_of(), mine)
+        return ff.unshard(step(params, mine))
+
+    return ff.spmd(main, mesh)()
+
+
+def like(params, seed=3):
+    """A direction of the same layout, made of each leaf's whole."""
+
+    def one(path, leaf):
+        draw = torch.Generator().manual_seed(seed + len(path))
+        whole = torch.randn(leaf.shape, generator=draw, dtype=torch.float64)
+        if not is_sharded(leaf):
+            return whole
+        start, stop = leaf.layout.span(here().mesh.coordinates())
+        return leaf.with_local(whole.reshape(-1)[start:stop])
+
+    return tree.map_with_path(one, params, is_leaf=is_sharded)
+
+
+def check(found, expected, tolerance=1e-9):
+    for a, b in zip(tree.leaves(found), tree.leaves(expected), strict=True):
+        torch.testing.assert_close(a, b, rtol=tolerance, atol=tolerance)
+
+
+def gradient(loss, p, x):
+    return grad(loss)(p, x)
+
+
+def stock(loss, p, x):
+    grads, value = torch.func.grad_and_value(loss)(p, x)
+    return grads, ff.pmean(value, "data")
+
+
+@ZEROS
+@pytest.mark.parametrize("use", [gradient, stock])
+def test_stock_torch_func_gives_the_gradient_of_the_mean(use, zero):
+    grads, value = torch.func.grad_and_value(loss_fn)(params_of(), data())
+    expected = (grads, value) if use is stock else grads
+    for found in run(use, zero):
+        check(found, expected)
+
+
+@ZEROS
+@pytest.mark.parametrize("remat", [False, True])
+def test_value_and_grad_is_stock_grad_and_value(zero, remat):
+    found = run(lambda f, p, x: ff.value_and_grad(f)(p, x), zero, remat=remat)
+    grads, value = torch.func.grad_and_value(loss_fn)(params_of(), data())
+    for one in found:
+        check(one, (value, grads))
+
+
+def forward_over_reverse(loss, p, x):
+    return jvp(lambda p: grad(loss)(p, x), (p,), (like(p),))[1]
+
+
+def reverse_over_reverse(loss, p, x):
+    _, pull = vjp(lambda p: grad(loss)(p, x), p)
+    return pull(like(p))[0]
+
+
+def value_and_grad_inside(loss, p, x):
+    _, pull = vjp(lambda p: ff.value_and_grad(loss)(p, x)[1], p)
+    return pull(like(p))[0]
+
+
+def dual_numbers(loss, p, x):
+    """jvp of the loss itself; the mean over ranks by hand."""
+    return ff.pmean(jvp(lambda p: loss(p, x), (p,), (like(p),))[1], "data")
+
+
+def hessian_product(ranks=1):
+    params, x = params_of(), data(ranks)
+    v = tree.map_with_path(
+        lambda path, leaf: torch.randn(
+            leaf.shape,
+            generator=torch.Generator().manual_seed(3 + len(path)),
+            dtype=torch.float64,
+        ),
+        params,
+    )
+    return jvp(lambda p: grad(loss_fn)(p, x), (params,), (v,))[1], v
+
+
+@ZEROS
+@pytest.mark.parametrize(
+    "use", [forward_over_reverse, reverse_over_reverse, value_and_grad_inside]
+)
+@pytest.mark.parametrize("mesh", [MESH, GRID], ids=["line", "grid"])
+def test_a_hessian_product_is_that_of_one_device(use, zero, mesh):
+    mesh = ALONE if use is forward_over_reverse else mesh
+    replicate = "node" if mesh is GRID else None
+    expected, _ = hessian_product(mesh.size)
+    for found in run(use, zero, mesh=mesh, replicate=replicate):
+        check(found, expected)
+
+
+@ZEROS
+def test_a_jvp_is_that_of_one_device(zero):
+    _, direction = hessian_product()
+    expected = jvp(lambda p: loss_fn(p, data(1)), (params_of(),), (direction,))
+    for found in run(dual_numbers, zero, mesh=ALONE):
+        check(found, expected[1])
+
+
+@ZEROS
+def test_forward_mode_autograd_is_that_of_one_device(zero):
+    def use(loss, p, x):
+        with forward_ad.dual_level():
+            dual = tree.map(forward_ad.make_dual, p, like(p))
+            return ff.pmean(forward_ad.unpack_dual(loss(dual, x)).tangent, "data")
+
+    _, direction = hessian_product()
+    expected = jvp(lambda p: loss_fn(p, data(1)), (params_of(),), (direction,))
+    for found in run(use, zero, mesh=ALONE):
+        check(found, expected[1])
+
+
+@ZEROS
+def test_per_sample_gradients_are_those_of_one_device(zero):
+    """Each rank's sample k: the mean over ranks of their k-th gradients."""
+
+    def use(loss, p, x):
+        one = lambda p, sample: loss(p, sample[None])  # noqa: E731
+        return vmap(grad(one), in_dims=(None, 0))(p, x)
+
+    def main():
+        mine = ff.local_batch(data(), MESH, "data")
+        params = ff.place(ff.shard(loss_fn, MESH, "data", zero=zero), params_of(), mine)
+        step = ff.shard(lambda p, x: use(loss_fn, p, x), MESH, "data", zero=zero)
+        found = step(params, mine)
+        # One leading dim more than the layout says: unshard sample by sample.
+        each = [tree.map(lambda g, k=k: g[k], found) for k in range(mine.shape[0])]
+        return [ff.unshard(g) for g in each]
+
+    every = use(loss_fn, params_of(), data())
+    per_rank = data().shape[0] // RANKS
+    for found in ff.spmd(main, MESH)():
+        for k, g in enumerate(found):
+            mean = tree.map(lambda e, k=k: e[k::per_rank].mean(0), every)
+            check(g, mean)
+
+
+@ZEROS
+def test_vmap_over_inputs_is_that_of_one_device(zero):
+    def use(loss, p, x):
+        return vmap(lambda sample: loss(p, sample[None]))(x)
+
+    expected = use(loss_fn, params_of(), data()).chunk(RANKS)
+    for found, mine in zip(run(use, zero), expected, strict=True):
+        check(found, mine)
+
+
+@ZEROS
+def test_the_hessian_of_inputs_is_that_of_one_device(zero):
+    def use(loss, p, x):
+        return hessian(lambda x: loss(p, x))(x)
+
+    for rank, found in enumerate(run(use, zero)):
+        expected = use(loss_fn, params_of(), data().chunk(RANKS)[rank])
+        check(found, expected)
+
+
+@ZEROS
+def test_a_penalty_on_the_input_gradient(zero):
+    """Reverse over reverse inside the loss, under value_and_grad's plain autograd."""
+
+    def penalised(p, x):
+        x = x.clone().requires_grad_()
+        value = loss_fn(p, x)
+        (slope,) = torch.autograd.grad(value, x, create_graph=True)
+        return value + slope.square().sum(-1).mean()
+
+    def use(loss, p, x):
+        return ff.value_and_grad(penalised)(p, x)
+
+    # The slope of a mean over fewer samples is larger: each rank is its own mean.
+    params, parts = params_of(), data().chunk(RANKS)
+    one = [ff.value_and_grad(penalised)(params, part) for part in parts]
+    expected = tree.map(lambda *g: sum(g) / RANKS, *one)
+    for found in run(use, zero):
+        check(found, expected)

@@ -1,0 +1,251 @@
+"""What a sharded step sends: counts and bytes equal the closed forms, by scheme."""
+
+from dataclasses import replace
+from fractions import Fraction
+
+import pytest
+import torch
+
+import fsfunc as ff
+from fsfunc.testing.closed_forms import Buffer, UnitCall, sharded_step
+from tests.transforms.models import embed, layer
+
+MESH = ff.make_mesh({"data": 4}, "simulated")
+GRID = ff.make_mesh({"node": 2, "data": 2}, "simulated")
+SIZES = {"table": (4, 3), "w": (3, 3), "b": (3,), "wide": (3,), "tied": (3,)}
+
+first, second, third = (ff.unit(layer) for _ in range(3))
+frozen_layer = ff.unit(lambda p, x: layer(p["mine"], x) + x @ p["base"])
+
+
+def make(*names):
+    """Leaves of ones, but for ``wide``, which has another dtype."""
+    dtypes = {"wide": torch.float64}
+    return {n: torch.ones(SIZES[n], dtype=dtypes.get(n, torch.float32)) for n in names}
+
+
+EMBED = UnitCall((Buffer("embed", 12),), reads=False)
+FIRST = UnitCall((Buffer("first", 12),))
+SECOND = UnitCall((Buffer("second", 9),))  # not a multiple of any mesh here
+LAST = UnitCall((Buffer("third", 12),))
+PLAIN = [EMBED, FIRST, SECOND, LAST]
+
+
+def params_of(*extra):
+    p = {
+        "embed": make("table"),
+        "first": make("w", "b"),
+        "second": make("w"),
+        "third": make("w", "b"),
+    }
+    return p | {n: v for n, v in zip(extra[::2], extra[1::2], strict=True)}
+
+
+def plain(p, frozen, tokens):
+    h = first(p["first"], embed(p["embed"], tokens))
+    return third(p["third"], second(p["second"], h)).sum(-1).mean()
+
+
+def twice(p, frozen, tokens):
+    h = first(p["first"], embed(p["embed"], tokens))
+    h = first(p["first"], second(p["second"], h))
+    return third(p["third"], h).sum(-1).mean()
+
+
+def tied(p, frozen, tokens):
+    h = first(p["first"] | {"tied": p["tied"]}, embed(p["embed"], tokens))
+    h = second(p["second"] | {"tied": p["tied"]}, h)
+    return third(p["third"], h).sum(-1).mean()
+
+
+def with_frozen(p, frozen, tokens):
+    h = first(p["first"], embed(p["embed"], tokens))
+    h = frozen_layer({"mine": p["second"], "base": frozen["base"]}, h)
+    return third(p["third"], h).sum(-1).mean()
+
+
+def mixed(p, frozen, tokens):
+    p = p | {"second": p["second"] | {"wide": p["wide"]}}
+    return plain(p, frozen, tokens)
+
+
+def ignoring(p, frozen, tokens):
+    """A unit whose output the loss ignores is gathered and reduced all the same."""
+    h = first(p["first"], embed(p["embed"], tokens))
+    second(p["second"], h)
+    return third(p["third"], h).sum(-1).mean()
+
+
+TIED, BASE = Buffer("tied", 3), Buffer("base", 9, reduced=0)
+WIDE = Buffer("wide", 3, gathered=8, reduced=8)
+MODELS = {
+    "plain": (plain, params_of(), PLAIN),
+    "a unit twice": (twice, params_of(), [EMBED, FIRST, SECOND, FIRST, LAST]),
+    "a tied leaf": (
+        tied,
+        params_of("tied", make("tied")["tied"]),
+        [
+            EMBED,
+            UnitCall((*FIRST.buffers, TIED)),
+            UnitCall((*SECOND.buffers, TIED)),
+            LAST,
+        ],
+    ),
+    "a frozen leaf": (
+        with_frozen,
+        params_of(),
+        [EMBED, FIRST, UnitCall((*SECOND.buffers, BASE)), LAST],
+    ),
+    "two dtypes": (
+        mixed,
+        params_of("wide", make("wide")["wide"]),
+        [EMBED, FIRST, UnitCall((*SECOND.buffers, WIDE)), LAST],
+    ),
+    # Its backward reads nothing, since no gradient comes to it.
+    "an ignored unit": (ignoring, params_of(), PLAIN),
+}
+SCHEMES = {
+    **{f"zero={z}": {"zero": z} for z in range(4)},
+    "kept": {"reshard_after_forward": False},
+    "shard(remat)": {"order": ("remat", "shard")},
+    "remat(shard)": {"order": ("shard", "remat")},
+    **{
+        f"shard(accumulate) zero={z}": {"zero": z, "order": ("accumulate", "shard")}
+        for z in range(4)
+    },
+    **{
+        f"accumulate(shard) zero={z}": {"zero": z, "order": ("shard", "accumulate")}
+        for z in range(4)
+    },
+    "accumulate(shard(remat))": {"order": ("remat", "shard", "accumulate")},
+    "shard(remat(accumulate))": {"order": ("accumulate", "remat", "shard")},
+    **{f"HSDP zero={z}": {"zero": z, "replicate": "node"} for z in range(4)},
+    "two axes": {"axis": ("node", "data")},
+}
+MICROBATCHES = 2
+
+
+def measure(loss, params, *, order=("shard",), axis="data", dtypes=None, **options):
+    """The ledger of a step that follows a step, and who was asked."""
+    grid = "replicate" in options or isinstance(axis, tuple)
+    mesh = GRID if grid else MESH
+    frozen = {"base": torch.ones(3, 3)}
+    tokens = torch.zeros(mesh.size * MICROBATCHES, dtype=torch.int64)
+    names = tuple(mesh.axes)
+    transforms = {
+        "remat": ff.remat,
+        "accumulate": lambda f: ff.accumulate(f, MICROBATCHES),
+        "shard": lambda f: ff.shard(f, mesh, axis, **options),
+        "precision": lambda f: ff.precision(f, **(dtypes or {})),
+    }
+
+    def step(params, frozen, tokens):
+        loss_and_grads = ff.value_and_grad(loss)(params, frozen, tokens)
+        return torch.utils._pytree.tree_map(
+            lambda p, g: p - g, params, loss_and_grads[1]
+        )
+
+    for name in order:
+        step = transforms[name](step)
+
+    def main():
+        mine = ff.local_batch(tokens, mesh, names)
+        base = ff.place(lambda f: step(params, f, mine), frozen)
+        placed = ff.place(step, params, base, mine)
+        placed = step(placed, base, mine)
+        with ff.ledger() as log:
+            step(placed, base, mine)
+        return log
+
+    return ff.spmd(main, mesh)(), mesh
+
+
+def sums(log, rank, over):
+    """(op, over) -> (count, bytes), with the axes named as the closed form does."""
+    found = {}
+    for r in log.of(rank):
+        key = r.op, over[r.axis]
+        count, size = found.get(key, (0, Fraction(0)))
+        found[key] = count + 1, size + r.bytes
+    return found
+
+
+def check(loss, params, calls, **scheme):
+    logs, mesh = measure(loss, params, **scheme)
+    options = dict(scheme)
+    order = options.pop("order", ("shard",))
+    options.pop("dtypes", None)
+    options.pop("min_bytes", None)
+    axis, replicate = options.pop("axis", "data"), options.pop("replicate", None)
+    if replicate:
+        over = {("node",): "replicate", ("data",): "shard", ("node", "data"): "all"}
+    else:
+        over = {(axis,) if isinstance(axis, str) else axis: "shard"}
+    expected = {
+        (s.op, s.over): (s.count, s.bytes)
+        for s in sharded_step(
+            calls,
+            mesh.axis_size(axis),
+            replicas=mesh.axes["node"] if replicate else 1,
+            remat="remat" in order,
+            microbatches=MICROBATCHES if "accumulate" in order else 1,
+            reduce_each=order.index("shard") < order.index("accumulate")
+            if "accumulate" in order
+            else False,
+            **options,
+        )
+    }
+    if not replicate:  # one axis carries both: its psums are added up
+        loss_psum = expected.pop(("psum", "all"))
+        count, size = expected.get(("psum", "shard"), (0, 0))
+        expected["psum", "shard"] = count + loss_psum[0], size + loss_psum[1]
+    for rank, log in enumerate(logs):
+        assert sums(log, rank, over) == expected
+
+
+@pytest.mark.parametrize("model", MODELS)
+@pytest.mark.parametrize("scheme", SCHEMES)
+def test_a_step_sends_what_the_closed_form_says(model, scheme):
+    loss, params, calls = MODELS[model]
+    if model == "an ignored unit":
+        calls = [EMBED, FIRST, replace(SECOND, reads=True), LAST]
+    check(loss, params, calls, **SCHEMES[scheme])
+
+
+@pytest.mark.parametrize("zero", [0, 1, 2, 3])
+@pytest.mark.parametrize("reduce", [None, torch.float32])
+@pytest.mark.parametrize("order", [("precision", "shard"), ("shard", "precision")])
+def test_precision_sends_the_smaller_dtype(zero, reduce, order):
+    dtypes = {"compute": torch.bfloat16, "reduce": reduce}
+    cast = {"gathered": 2, "reduced": 4 if reduce else 2}
+    calls = [
+        replace(c, buffers=tuple(replace(b, **cast) for b in c.buffers)) for c in PLAIN
+    ]
+    check(plain, params_of(), calls, zero=zero, order=order, dtypes=dtypes)
+
+
+@pytest.mark.parametrize("zero", [0, 1, 2, 3])
+@pytest.mark.parametrize(
+    "order", [("shard",), ("remat", "shard"), ("shard", "remat")], ids="/".join
+)
+def test_small_neighbours_share_a_buffer(zero, order):
+    """min_bytes between one unit and two, then above them all."""
+    both = UnitCall((Buffer("embed + first", 24),))
+    rest = UnitCall((Buffer("second + third", 21),))
+    check(plain, params_of(), [both, rest], zero=zero, min_bytes=60, order=order)
+    every = UnitCall((Buffer("all", 45),))
+    check(plain, params_of(), [every], zero=zero, min_bytes=10**6, order=order)
+
+
+def test_an_axis_of_one_rank_sends_nothing():
+    mesh = ff.make_mesh({"data": 1, "node": 1}, "simulated")
+
+    def main():
+        step = ff.shard(ff.value_and_grad(plain), mesh, "data", replicate="node")
+        tokens = torch.zeros(2, dtype=torch.int64)
+        placed = ff.place(step, params_of(), {}, tokens)
+        with ff.ledger() as log:
+            step(placed, {}, tokens)
+        return log.records
+
+    assert ff.spmd(main, mesh)() == [[]]

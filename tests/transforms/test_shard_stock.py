@@ -1,0 +1,301 @@
+"""Sharded units under plain torch: stock autograd, errors, leaks, compiled units."""
+
+import gc
+import weakref
+
+import pytest
+import torch
+
+import fsfunc as ff
+from fsfunc import tree
+from fsfunc.arena import Arena
+from fsfunc.sharded import is_sharded, split_buffers
+from tests.transforms.models import assert_same, held
+
+MESH = ff.make_mesh({"data": 2}, "simulated")
+ZEROS = pytest.mark.parametrize("zero", [0, 1, 2, 3])
+unit = ff.unit(lambda p, x: torch.tanh(x @ p["w"] + p["b"]))
+
+
+def loss_fn(params, x):
+    for p in params:
+        x = unit(p, x)
+    return x.square().mean()
+
+
+def params_of(n=3):
+    draw = torch.Generator().manual_seed(1)
+    rand = lambda *s: torch.randn(s, generator=draw, dtype=torch.float64)  # noqa: E731
+    return [{"w": rand(3, 3), "b": rand(3)} for _ in range(n)]
+
+
+X = torch.randn(4, 3, generator=torch.Generator().manual_seed(2), dtype=torch.float64)
+EXPECTED = ff.value_and_grad(loss_fn)(params_of(), X)[1]
+
+
+def tracked(placed):
+    """The same leaves, each part requiring grad, as a user of torch.autograd would."""
+    return tree.map(lambda x: x.detach().clone().requires_grad_(), placed)
+
+
+def parts(t):
+    return [x.local for x in tree.leaves(t, is_leaf=is_sharded)]
+
+
+def ranks(zero, use, remat=False, **options):
+    """``use(sharded loss, tracked params, this rank's x)`` on each rank."""
+
+    def main():
+        mine = ff.local_batch(X, MESH, "data")
+        loss = ff.remat(loss_fn) if remat else loss_fn
+        loss = ff.shard(loss, MESH, "data", zero=zero, **options)
+        return use(loss, tracked(ff.place(loss, params_of(), mine)), mine)
+
+    return ff.spmd(main, MESH)()
+
+
+def whole(params, grads):
+    leaves = tree.leaves(params, is_leaf=is_sharded)
+    made = [x.with_local(g) for x, g in zip(leaves, grads, strict=True)]
+    treedef = tree.flatten(params, is_leaf=is_sharded)[1]
+    return ff.unshard(tree.unflatten(treedef, made))
+
+
+@ZEROS
+@pytest.mark.parametrize("remat", [False, True])
+@pytest.mark.parametrize("options", [{}, {"min_bytes": 10**6}], ids=["", "merged"])
+def test_backward_fills_the_parts(zero, remat, options, monkeypatch):
+    monkeypatch.setattr(Arena, "poison", True)
+
+    def use(loss, params, x):
+        loss(params, x).backward()
+        return whole(params, [p.grad for p in parts(params)])
+
+    for found in ranks(zero, use, remat, **options):
+        assert_same(found, EXPECTED, 1e-9)
+
+
+@ZEROS
+def test_a_graph_may_be_pulled_back_twice(zero, monkeypatch):
+    monkeypatch.setattr(Arena, "poison", True)
+
+    def use(loss, params, x):
+        value = loss(params, x)
+        first = torch.autograd.grad(value, parts(params), retain_graph=True)
+        again = torch.autograd.grad(value, parts(params))
+        return whole(params, first), whole(params, again)
+
+    for first, again in ranks(zero, use):
+        assert_same(first, EXPECTED, 1e-9)
+        assert_same(again, first)
+
+
+@ZEROS
+@pytest.mark.parametrize("remat", [False, True])
+def test_create_graph_gives_the_second_derivative(zero, remat):
+    def penalty(grads):
+        return sum(g.pow(3).sum() for g in grads)
+
+    def use(loss, params, x):
+        grads = torch.autograd.grad(loss(params, x), parts(params), create_graph=True)
+        # The parts' penalties add up over the ranks, as the parts make up the whole.
+        second = torch.autograd.grad(penalty(grads), parts(params))
+        return whole(params, second)
+
+    params = tree.map(lambda x: x.requires_grad_(), params_of())
+    leaves = tree.leaves(params)
+    grads = torch.autograd.grad(loss_fn(params, X), leaves, create_graph=True)
+    expected = torch.autograd.grad(penalty(grads), leaves)
+    for found in ranks(zero, use, remat):
+        for a, b in zip(tree.leaves(found), expected, strict=True):
+            torch.testing.assert_close(a, b, rtol=1e-9, atol=1e-9)
+
+
+def test_merged_units_of_which_the_loss_ignores_one():
+    """Neighbours share a buffer, and the first one's backward never comes."""
+
+    def ignoring(params, x):
+        unit(params[0], x)
+        return unit(params[1], x).square().mean()
+
+    def main():
+        mine = ff.local_batch(X, MESH, "data")
+        loss = ff.shard(ignoring, MESH, "data", min_bytes=10**6)
+        params = tracked(ff.place(loss, params_of(2), mine))
+        found = torch.autograd.grad(
+            loss(params, mine), parts(params), allow_unused=True
+        )
+        zeros = [
+            torch.zeros_like(p) if g is None else g
+            for p, g in zip(parts(params), found, strict=True)
+        ]
+        return whole(params, zeros)
+
+    expected = ff.value_and_grad(ignoring)(params_of(2), X)[1]
+    for found in ff.spmd(main, MESH)():
+        assert_same(found, expected, 1e-9)
+
+
+@ZEROS
+@pytest.mark.parametrize("where", ["forward", "backward", "after"])
+def test_a_call_that_raises_leaves_nothing_behind(zero, where):
+    """In the middle of either pass; then the same call gives the same bits."""
+
+    class Trip(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, x):
+            return x.clone()
+
+        @staticmethod
+        def backward(ctx, g):
+            raise ValueError("tripped in backward")
+
+    def loss(params, x, trip):
+        x = unit(params[0], x)
+        if trip and where == "forward":
+            raise ValueError("tripped in forward")
+        x = unit(params[1], Trip.apply(x) if trip and where == "backward" else x)
+        return unit(params[2], x).square().mean()
+
+    def step(params, x, trip):
+        found = ff.value_and_grad(loss)(params, x, trip)
+        if trip:
+            raise ValueError("tripped after")
+        return found
+
+    def main():
+        mine = ff.local_batch(X, MESH, "data")
+        sharded = ff.shard(step, MESH, "data", zero=zero)
+        params = ff.place(lambda p, x: sharded(p, x, False), params_of(), mine)
+        before = held(params)
+        first = sharded(params, mine, False)
+        with pytest.raises(ValueError, match="tripped"):
+            sharded(params, mine, True)
+        again = sharded(params, mine, False)
+        assert_same(held(params), before)
+        return first[1], again[1]
+
+    for first, again in ff.spmd(main, MESH)():
+        assert_same(parts(again), parts(first))
+
+
+def test_if_one_rank_raises_every_rank_raises():
+    def loss(params, x):
+        if ff.axis_index("data") == 1:
+            raise ValueError("rank 1 has had enough")
+        return loss_fn(params, x)
+
+    reached = []
+
+    def main():
+        mine = ff.local_batch(X, MESH, "data")
+        step = ff.shard(ff.value_and_grad(loss), MESH, "data")
+        good = ff.shard(ff.value_and_grad(loss_fn), MESH, "data")
+        params = ff.place(good, params_of(), mine)
+        try:
+            step(params, mine)
+        except Exception:
+            pass  # a user who swallows it does not stop the others' being told
+        step(params, mine)
+        reached.append(ff.axis_index("data"))
+
+    with pytest.raises(ValueError, match="rank 1 has had enough"):
+        ff.spmd(main, MESH)()
+    assert reached == []
+
+
+@ZEROS
+@pytest.mark.parametrize("grad", [True, False])
+def test_a_forward_without_a_backward_leaks_nothing(zero, grad):
+    seen = []
+
+    def watched(p, x):
+        out = torch.tanh(x @ p["w"] + p["b"])
+        seen.extend([weakref.ref(out), weakref.ref(p["w"])])
+        return out
+
+    inner = ff.unit(watched)
+
+    def main():
+        mine = ff.local_batch(X, MESH, "data")
+        loss = ff.shard(lambda p, x: inner(p[0], x).sum(), MESH, "data", zero=zero)
+        params = ff.place(loss, params_of(1), mine)
+        seen.clear()
+        with torch.set_grad_enabled(grad):
+            value = loss(tracked(params) if grad else params, mine)
+        assert value.requires_grad == grad
+
+    ff.spmd(main, MESH)()
+    gc.collect()
+    assert seen and not [r for r in seen if r() is not None]
+
+
+@ZEROS
+@pytest.mark.parametrize("mode", ["no_grad", "inference"])
+def test_evaluation_keeps_nothing_and_equals_one_device(zero, mode):
+    """Two evaluations between training calls: what is prefetched stays right."""
+    context = torch.no_grad if mode == "no_grad" else torch.inference_mode
+
+    def main():
+        mine = ff.local_batch(X, MESH, "data")
+        shard = lambda f: ff.shard(f, MESH, "data", zero=zero)  # noqa: E731
+        step, evaluate = shard(ff.value_and_grad(loss_fn)), shard(loss_fn)
+        params = ff.place(step, params_of(), mine)
+        first = step(params, mine)[1]
+        with context():
+            values = [evaluate(params, mine).item() for _ in range(2)]
+        again = step(params, mine)[1]
+        assert_same(parts(again), parts(first))
+        with ff.ledger() as log, context():
+            evaluate(params, mine)
+        return values, log.count("all_gather", rank=MESH.rank)
+
+    for rank, (values, gathers) in enumerate(ff.spmd(main, MESH)()):
+        assert values == [loss_fn(params_of(), X.chunk(2)[rank]).item()] * 2
+        assert gathers == (3 if zero == 3 else 0)
+
+
+# dynamo asks every input for .grad, and torch warns of it where that is no leaf.
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor")
+@ZEROS
+@pytest.mark.parametrize("backend", ["eager", "aot_eager"])
+def test_a_compiled_unit_is_the_same_unit(zero, backend, monkeypatch):
+    monkeypatch.setattr(Arena, "poison", True)
+
+    @torch.compile(backend=backend)
+    def compiled(p, x):
+        return torch.tanh(x @ p["w"] + p["b"])
+
+    inner = ff.unit(compiled)
+
+    def loss(params, x):
+        for p in params:
+            x = inner(p, x)
+        return x.square().mean()
+
+    mesh = ff.make_mesh({"data": 2}, "simulated")
+
+    def main():
+        mine = ff.local_batch(X, mesh, "data")
+        params = ff.place(ff.shard(loss_fn, mesh, "data", zero=zero), params_of(), mine)
+        step = ff.shard(ff.value_and_grad(loss), mesh, "data", zero=zero)
+        return [ff.unshard(step(params, mine)[1]) for _ in range(2)]
+
+    for found in ff.spmd(main, mesh)():
+        for grads in found:
+            assert_same(grads, EXPECTED, 1e-9)
+
+
+def test_a_gradient_is_one_tensor_for_each_buffer():
+    """So an optimizer sees few long tensors, and accumulation stays flat."""
+
+    def main():
+        mine = ff.local_batch(X, MESH, "data")
+        step = ff.shard(ff.value_and_grad(loss_fn), MESH, "data")
+        params = ff.place(step, params_of(), mine)
+        _, grads = step(params, mine)
+        updated = tree.map(lambda p, g: p - 0.1 * g, params, grads)
+        _, of_updated = step(updated, mine)
+        return [len(split_buffers(t).tensors) for t in (params, grads, of_updated)]
+
+    assert ff.spmd(main, MESH)() == [[3, 3, 3]] * 2

@@ -1,0 +1,296 @@
+"""The laws of one sharded unit: what it keeps, what it forgets, what it refuses."""
+
+import gc
+import weakref
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+import fsfunc as ff
+from fsfunc import tree
+from fsfunc.arena import Arena
+from fsfunc.transforms.sessions import Session
+from tests.transforms.models import assert_same
+
+MESH = ff.make_mesh({"data": 2}, "simulated")
+ZEROS = pytest.mark.parametrize("zero", [0, 1, 2, 3])
+
+
+@pytest.fixture
+def poisoned(monkeypatch):
+    """NaN wherever a gathered or reduced buffer was, once it is let go of."""
+    monkeypatch.setattr(Arena, "poison", True)
+
+
+def ranks(main, mesh=MESH):
+    return ff.spmd(main, mesh)()
+
+
+class KeepsItself(torch.autograd.Function):
+    """An old-style Function that keeps its input past ``save_for_backward``."""
+
+    @staticmethod
+    def forward(ctx, w, x):
+        ctx.w, ctx.x = w, x
+        return x @ w
+
+    @staticmethod
+    def backward(ctx, g):
+        return ctx.x.T @ g, g @ ctx.w.T
+
+
+def checkpointed(p, x):
+    f = lambda w, x: torch.tanh(x @ w)  # noqa: E731
+    return torch.utils.checkpoint.checkpoint(f, p["w"], x, use_reentrant=False)
+
+
+def autocast(p, x):
+    with torch.autocast("cpu", torch.bfloat16):
+        return (x @ p["w"]).float()
+
+
+def attention(p, x):
+    q, k, v = (x @ p["w"]).expand(3, 1, 1, *x.shape).unbind(0)
+    mask = torch.zeros(x.shape[0], x.shape[0])
+    return F.scaled_dot_product_attention(q, k, v, attn_mask=mask)[0, 0]
+
+
+inner = ff.unit(lambda p, x: torch.sin(x @ p["w"]))
+KINDS = {
+    "plain": lambda p, x: torch.tanh(x @ p["w"]),
+    "transposed": lambda p, x: torch.tanh(F.linear(x, p["w"])),
+    "keeps itself": lambda p, x: torch.tanh(KeepsItself.apply(p["w"], x)),
+    "returns a view": lambda p, x: (torch.tanh(x @ p["w"]), p["w"].T, p["w"]),
+    "detached": lambda p, x: x @ p["w"].detach() * p["w"].sum(),
+    "cast": lambda p, x: (x.bfloat16() @ p["w"].bfloat16()).float(),
+    "normalised": lambda p, x: torch.tanh(x @ F.normalize(p["w"])),
+    "embedding": lambda p, x: F.embedding(torch.arange(3), p["w"]) * x.sum(),
+    "attention": attention,
+    "dropout": lambda p, x: F.dropout(x @ p["w"], 0.5) @ p["w"],
+    "checkpoint": checkpointed,
+    "autocast": autocast,
+    "nested": lambda p, x: inner({"w": p["w"]}, x) + inner({"w": p["w"]}, x) @ p["w"],
+    "around": lambda p, x: inner(p["inner"], x) * p["w"].sum(),
+    "layer norm": lambda p, x: F.layer_norm(x @ p["w"], (3,), p["w"][0], p["w"][1]),
+    "in place": lambda p, x: (x @ p["w"]).mul_(2).relu_(),
+}
+ORDERS = {
+    "shard": lambda f, shard: shard(f),
+    "remat inside": lambda f, shard: shard(ff.remat(f)),
+    "remat outside": lambda f, shard: ff.remat(shard(f)),
+}
+
+
+def chain(fn):
+    """A loss through three calls of ``fn``: a first, a middle and a last unit."""
+    unit = ff.unit(fn)
+
+    def loss(params, x):
+        for p in params:
+            out = unit(p, x)
+            x = out if isinstance(out, torch.Tensor) else sum(o.sum() * x for o in out)
+        return x.square().mean()
+
+    return loss
+
+
+def three(seed=0):
+    draw = torch.Generator().manual_seed(seed)
+    make = lambda: torch.randn(3, 3, generator=draw)  # noqa: E731
+    return [{"w": make(), "inner": {"w": make()}} for _ in range(3)]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("order", ORDERS)
+@pytest.mark.parametrize("zero", [1, 3])
+def test_nothing_reads_a_buffer_that_was_let_go(poisoned, kind, order, zero):
+    """Of whatever kind: the gradient is that of one device, though buffers turn NaN."""
+    loss = chain(KINDS[kind])
+    x = torch.randn(3, 3, generator=torch.Generator().manual_seed(9))
+    params = three()
+    torch.manual_seed(1)
+    value, grads = ff.value_and_grad(loss)(params, x)
+
+    def main():
+        torch.manual_seed(1)
+        shard = lambda f: ff.shard(f, MESH, "data", zero=zero)  # noqa: E731
+        step = ORDERS[order](ff.value_and_grad(loss), shard)
+        placed = ff.place(step, params, x)
+        found = []
+        for _ in range(2):
+            torch.manual_seed(1)
+            mine, g = step(placed, x)
+            found.append((mine, ff.unshard(g)))
+        return found
+
+    if kind == "dropout":  # the two ranks draw different masks, by design
+        return finite(ranks(main))
+    for rank in ranks(main):
+        for mine, g in rank:
+            assert_same(mine, value, 1e-5)
+            assert_same(g, grads, 1e-5)
+
+
+def finite(values):
+    assert all(x.isfinite().all() for x in tree.leaves([*values]))
+
+
+def test_every_rank_reduces_in_one_order_whatever_its_loss_reads():
+    """Rank 0 ignores a unit, rank 1 a leaf, rank 2 everything: nobody waits in vain."""
+    mesh = ff.make_mesh({"data": 4}, "simulated")
+    unit = ff.unit(lambda p, x: (x @ p["w"], x * p["b"]))
+    params = {n: {"w": torch.eye(2) * 2, "b": torch.ones(2)} for n in "abc"}
+    x = torch.ones(1, 2)
+
+    def loss(params, x):
+        rank = ff.axis_index("data")
+        a, _ = unit(params["a"], x)
+        b, scaled = unit(params["b"], x)  # no path to rank 0's loss
+        c, _ = unit(params["c"], x if rank == 0 else b)
+        if rank == 2:
+            return x.sum()
+        return (c + a).sum() if rank != 1 else (c + a + scaled).sum()
+
+    def main():
+        step = ff.shard(ff.value_and_grad(loss), mesh, "data")
+        placed = ff.place(step, params, x)
+        with ff.ledger() as log:
+            _, grads = step(placed, x)
+        sent = [(r.op, r.unit) for r in log.of(mesh.rank) if r.phase == "backward"]
+        return ff.unshard(grads), sent
+
+    out = ff.spmd(main, mesh)()
+    reductions = [[s for s in sent if s[0] == "psum_scatter"] for _, sent in out]
+    assert len({tuple(r) for r in reductions}) == 1 and len(reductions[0]) == 3
+    # By hand: (1/4) of the sum of four losses' gradients, b of unit b only on rank 1.
+    assert_same(out[0][0]["b"]["b"], torch.full((2,), 0.25))
+    assert_same(out[0][0]["c"]["b"], torch.zeros(2))
+
+
+@ZEROS
+def test_inputs_that_need_no_gradient_keep_needing_none(zero):
+    """A float mask that requires grad would push attention onto its slow kernel."""
+    seen = {0: [], 1: []}
+
+    def unit(p, x, mask, *, more):
+        mine = seen[ff.axis_index("data")]
+        mine.append((mask.requires_grad, more["m"].requires_grad, x.requires_grad))
+        h = (x @ p["w"])[None, None]
+        out = F.scaled_dot_product_attention(h, h, h, attn_mask=mask)
+        mine.append(type(out.grad_fn).__name__)
+        return {"out": out[0, 0] + more["m"], "none": None, "n": 3}, mask
+
+    unit = ff.unit(unit)
+
+    def loss(params, x, mask):
+        first, same = unit(params, x, mask, more={"m": torch.ones(3), "k": None})
+        assert not same.requires_grad and first["n"] == 3 and first["none"] is None
+        second, _ = unit(params, first["out"], mask, more={"m": torch.ones(3)})
+        return second["out"].sum()
+
+    def main():
+        step = ff.shard(ff.value_and_grad(loss), MESH, "data", zero=zero)
+        args = torch.randn(4, 3), torch.zeros(4, 4)
+        placed = ff.place(step, {"w": torch.randn(3, 3)}, *args)
+        mine = seen[MESH.rank] = []
+        step(placed, *args)
+        return mine
+
+    for first, kernel, second, again in ranks(main):
+        assert (first, second) == ((False, False, False), (False, False, True))
+        assert "FlashAttention" in kernel and "FlashAttention" in again
+
+
+class Gathers:
+    """Weak references to the storages that sessions gathered into, and their sizes."""
+
+    def __init__(self, monkeypatch):
+        self.fulls = []
+        start = Session._start
+
+        def watched(session, home, dtype):
+            full, work = start(session, home, dtype)
+            self.fulls.append(weakref.ref(full))
+            return full, work
+
+        monkeypatch.setattr(Session, "_start", watched)
+
+    def alive(self):
+        return sum(
+            r().numel() * r().element_size() for r in self.fulls if r() is not None
+        )
+
+
+def deep(depth, width=8):
+    unit = ff.unit(lambda p, x: torch.tanh(x @ p))
+    seen = []
+
+    def loss(params, x):
+        for p in params:
+            x = unit(p, x)
+        gc.collect()
+        seen.append(None)
+        return x.sum()
+
+    return loss, [torch.randn(width, width) * 0.1 for _ in range(depth)], seen
+
+
+@pytest.mark.parametrize("depth", [3, 9])
+def test_after_the_forward_only_the_last_unit_is_whole(monkeypatch, depth):
+    """Two buffers at most, whatever the depth: the last unit's, and no other."""
+    unit_bytes = 8 * 8 * 4
+    gathers = Gathers(monkeypatch)
+    loss, params, _ = deep(depth)
+    one = ff.make_mesh({"data": 2}, "simulated")
+    found = []
+
+    def at_the_end(params, x):
+        value = loss(params, x)
+        if ff.axis_index("data") == 0:
+            found.append(gathers.alive())
+        return value
+
+    def main():
+        step = ff.shard(ff.value_and_grad(at_the_end), one, "data")
+        x = torch.ones(2, 8)
+        placed = ff.place(step, params, x)
+        for _ in range(2):
+            step(placed, x)
+        gc.collect()
+        return None
+
+    ff.spmd(main, one)()
+    # Two ranks share this process: each keeps its last unit's buffer. (The first
+    # figure is of the recording, which gathers nothing.)
+    assert found[0] == 0
+    assert all(0 < n <= 2 * unit_bytes for n in found[1:]), found
+    assert gathers.alive() == 0
+
+
+def test_buffers_in_the_backward_are_bounded(monkeypatch):
+    """At most this unit, the next gather, its gradient and the one being reduced."""
+    gathers = Gathers(monkeypatch)
+    loss, params, _ = deep(10)
+    peak = []
+    collect = Session._collect
+
+    def watched(session, *args):
+        buffer = collect(session, *args)
+        gathers.fulls.append(weakref.ref(buffer))
+        if session.where.rank == 0:
+            mine = session.arena.storages
+            peak.append(sum(s.nbytes() for s in mine))
+        return buffer
+
+    monkeypatch.setattr(Session, "_collect", watched)
+
+    def main():
+        step = ff.shard(ff.value_and_grad(loss), MESH, "data")
+        x = torch.ones(2, 8)
+        placed = ff.place(step, params, x)
+        for _ in range(3):
+            step(placed, x)
+
+    ranks(main)
+    assert max(peak) <= 4 * 8 * 8 * 4, max(peak) / (8 * 8 * 4)
