@@ -185,7 +185,8 @@ def active_modes() -> list[str]:
 
 def saved_tensors_hooked() -> bool:
     """Whether ``saved_tensors_hooks`` are on in this thread."""
-    return torch._C._autograd._top_saved_tensors_default_hooks(True) is not None
+    autograd: Any = torch._C._autograd
+    return autograd._top_saved_tensors_default_hooks(True) is not None
 
 
 _SAVED: dict[type, list[tuple[str, str]]] = {}

@@ -10,6 +10,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
+from functools import cached_property
 from itertools import product
 from typing import Any
 
@@ -67,7 +68,7 @@ class Layout:
     def ndim(self) -> int:
         return len(self.shape)
 
-    @property
+    @cached_property
     def numel(self) -> int:
         return math.prod(self.shape)
 
@@ -76,18 +77,18 @@ class Layout:
         """Bytes of the whole tensor."""
         return self.numel * self.dtype.itemsize
 
-    @property
+    @cached_property
     def flat(self) -> Flat | None:
         """The last part, where that is a `Flat`."""
         last = self.parts[-1] if self.parts else None
         return last if isinstance(last, Flat) else None
 
-    @property
+    @cached_property
     def sizes(self) -> dict[str, int]:
         """The size of each axis it is spread over, outermost first."""
         return {axis: n for part in self.parts for axis, n in part.spread}
 
-    @property
+    @cached_property
     def axes(self) -> tuple[str, ...]:
         """The axes it is spread over, outermost first."""
         return tuple(self.sizes)

@@ -40,16 +40,15 @@ def cotangent(f: Frame, tied: Tensor, total: Tensor, seen: set[str]) -> Tensor:
     it must be taken n times for the mean to take it once.
     """
     one = torch.ones_like(tied)
-    for owner, session in f.sessions:
-        axes: set[str] = set(getattr(session, "mean_axes", ()))
-        if axes & seen and total.grad_fn is not None:
-            if invariant_over(total, axes, type(owner).__name__):
-                one = one * session.mean_size
+    for _, session in f.sessions:
+        for axis in session.mean_axes:
+            if axis in seen and invariant_over(total, axis):
+                one = one * session.handler.mesh.axis_size(axis)
     return one
 
 
-def invariant_over(total: Tensor, axes: set[str], what: str) -> bool:
-    """Whether every path from the loss passes a collective that made one value.
+def invariant_over(total: Tensor, axis: str) -> bool:
+    """Whether every path from the loss passes a collective over ``axis`` to one value.
 
     Raises:
         ValueError: some paths do and others do not.
@@ -63,7 +62,7 @@ def invariant_over(total: Tensor, axes: set[str], what: str) -> bool:
             continue
         seen.add(node)
         move = getattr(node, "move", None)
-        if move is not None and move.to == "I" and axes <= set(node.where.axis):
+        if move is not None and move.to == "I" and axis in node.where.axis:
             reduced = True
         elif hasattr(node, "variable") or getattr(node, "leaves_unit", False):
             varying = True
@@ -71,7 +70,7 @@ def invariant_over(total: Tensor, axes: set[str], what: str) -> bool:
             todo.extend(n for n, _ in node.next_functions)
     if reduced and varying:
         raise ValueError(
-            f"the loss adds a value reduced over {sorted(axes)} to this rank's own: "
+            f"the loss adds a value reduced over {axis!r} to this rank's own: "
             "return the rank's own mean and let shard take the mean over the ranks, "
             "or reduce all of it"
         )

@@ -31,6 +31,12 @@ def settings():
     )
 
 
+def test_backward_stays_in_the_thread_of_its_rank():
+    """A CUDA backward would run in a thread that every rank shares."""
+    assert run(torch._C._is_multithreading_enabled) == [False] * 3
+    assert torch._C._is_multithreading_enabled()
+
+
 @pytest.mark.parametrize(
     "setting",
     [

@@ -185,12 +185,13 @@ def test_only_our_own_files_are_passed_over():
     scope = {"source_line": source_line}
     exec(compile("found = source_line()", f"{home}/a.py", "exec"), scope)
     assert scope["found"].startswith(__file__)
-    alone = []
-    thread = threading.Thread(target=lambda: alone.append(eval(ours, scope)))
-    ours = compile("source_line()", f"{home}/a.py", "eval")
+    scope["found"] = []
+    source = "def probe(): found.append(source_line())"
+    exec(compile(source, f"{home}/a.py", "exec"), scope)
+    thread = threading.Thread(target=scope["probe"])
     thread.start()
     thread.join()
-    assert alone[0].startswith(__file__)  # the lambda, and not threading.py
+    assert scope["found"] == ["?"]  # and not threading.py
 
 
 def test_labels_follow_into_the_backward_pass():

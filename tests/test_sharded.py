@@ -200,6 +200,7 @@ def test_buffers_of_one_name_stay_apart():
     t = tree.map(torch.clone, [*one, *other])
     assert side_by_side(t, range(4)) == [[0, 1], [2, 3]]
     assert values(settle(t, AT)) == values(t)
+    assert side_by_side([one[1], other[1]], range(2)) == [[0], [1]]
 
 
 @pytest.mark.parametrize("kind", ["requires grad", "vmap"])

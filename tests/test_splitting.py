@@ -183,13 +183,13 @@ def test_inference_tensors_fly_too():
 
 def test_a_landed_flight_holds_nothing():
     def main():
-        x = torch.ones(3)
-        pending = ff.start(ff.psum, x, "data")
-        pending.wait()
+        leaf = torch.ones(3, requires_grad=True)
+        x = leaf * 1
+        y = ff.start(ff.psum, x, "data").wait()
         gone = weakref.ref(x)
         del x
         gc.collect()
-        return gone() is None
+        return gone() is None and y.requires_grad  # the graph lives, the input does not
 
     assert ff.spmd(main, MESH)() == [True, True]
 

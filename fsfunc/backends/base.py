@@ -31,6 +31,7 @@ class Link:
     """One rank's connection to the others of its mesh."""
 
     rank: int = 0
+    notes: dict[Any, Any] | None = None  # what ranks of one process tell each other
     level: int | None = None  # the functorch level that is the mesh, on a vmap mesh
 
     def start(

@@ -68,10 +68,11 @@ def carry() -> Callable[[], ExitStack]:
     def enter() -> ExitStack:
         stack = ExitStack()
         torch.set_num_threads(threads)
-        # Backward stays in the rank's own thread, which can pass the baton.
-        stack.enter_context(torch.autograd.set_multithreading_enabled(False))
         stack.enter_context(torch.inference_mode(inference))
         stack.enter_context(torch.set_grad_enabled(grad))
+        # Backward stays in the rank's own thread, which can pass the baton. (After
+        # inference_mode, which turns multithreading on.)
+        stack.enter_context(torch.autograd.set_multithreading_enabled(False))
         for kind, dtype in casts:
             stack.enter_context(torch.autocast(kind, dtype))
         if not plain:

@@ -101,6 +101,7 @@ class _Session:
         self.meetings: dict[tuple[Any, ...], _Meeting] = {}
         self.counts: dict[tuple[int, tuple[int, ...]], int] = {}
         self.own = [own()] * n
+        self.notes: dict[Any, Any] = {}
 
     def hand_over(self, rank: int, last: bool = False) -> None:
         """Passes the baton to the next rank that can run, and waits for it."""
@@ -185,7 +186,7 @@ class _Pending(Work):
 
 class SimulatedLink(Link):
     def __init__(self, session: _Session, rank: int):
-        self.session, self.rank = session, rank
+        self.session, self.rank, self.notes = session, rank, session.notes
 
     def start(
         self,

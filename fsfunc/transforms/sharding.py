@@ -109,6 +109,11 @@ class Sharding(Interpretation):
         self.orders: dict[tuple[int, str], list[tuple[str, ...]]] = {}
 
     @property
+    def configuration(self) -> tuple[Any, ...]:
+        """What tells two of them apart, beside their mesh."""
+        return self.axis, self.zero, self.copies, self.keeps, self.min_bytes
+
+    @property
     def axes(self) -> tuple[str, ...]:
         return (*self.copies, *self.axis)
 

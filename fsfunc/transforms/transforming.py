@@ -32,4 +32,7 @@ def transformed(
         with inside(replace(outer, handlers=(*outer.handlers, handler))):
             return f(*args, **keywords)
 
+    # Known from outside: wrapping a transformed function keeps its attributes.
+    inner = getattr(f, "interpretations", ())
+    run.interpretations = (*inner, handler)  # type: ignore[attr-defined]
     return run

@@ -53,14 +53,15 @@ def test_a_loss_that_the_user_reduced_is_taken_once(zero, accumulate, scale):
 
 
 @ZEROS
-def test_over_both_axes_of_hsdp_too(zero):
-    loss = lambda p, x: ff.pmean(own(p, x), ("node", "data"))  # noqa: E731
+@pytest.mark.parametrize("axis", [("node", "data"), "data", "node"], ids=str)
+def test_over_each_axis_of_hsdp_too(zero, axis):
+    loss = lambda p, x: ff.pmean(own(p, x), axis)  # noqa: E731
     for found in ranks(loss, zero, GRID, replicate="node"):
         assert_same(found, EXPECTED, 1e-6)
 
 
 def test_a_sum_of_a_reduced_loss_and_a_ranks_own_is_refused():
-    with pytest.raises(ValueError, match=r"adds a value reduced over \['data'\]"):
+    with pytest.raises(ValueError, match="adds a value reduced over 'data'"):
         ranks(lambda p, x: reduced(p, x) + own(p, x))
 
 

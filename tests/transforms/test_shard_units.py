@@ -137,35 +137,56 @@ def finite(values):
 
 
 def test_every_rank_reduces_in_one_order_whatever_its_loss_reads():
-    """Rank 0 ignores a unit, rank 1 a leaf, rank 2 everything: nobody waits in vain."""
+    """Rank 0 ignores a unit, rank 1 a leaf, rank 2 all: nobody waits in vain."""
     mesh = ff.make_mesh({"data": 4}, "simulated")
-    unit = ff.unit(lambda p, x: (x @ p["w"], x * p["b"]))
+    unit = ff.unit(lambda p, x: (torch.sin(x @ p["w"]), x * p["b"]))
     params = {n: {"w": torch.eye(2) * 2, "b": torch.ones(2)} for n in "abc"}
     x = torch.ones(1, 2)
 
-    def loss(params, x):
-        rank = ff.axis_index("data")
+    def loss(params, x, rank):
         a, _ = unit(params["a"], x)
-        b, scaled = unit(params["b"], x)  # no path to rank 0's loss
-        c, _ = unit(params["c"], x if rank == 0 else b)
+        b, scaled = unit(params["b"], a)  # no path to rank 0's loss
+        c, _ = unit(params["c"], a if rank == 0 else b)
         if rank == 2:
             return x.sum()
         return (c + a).sum() if rank != 1 else (c + a + scaled).sum()
 
     def main():
         step = ff.shard(ff.value_and_grad(loss), mesh, "data")
-        placed = ff.place(step, params, x)
+        placed = ff.place(step, params, x, 3)
         with ff.ledger() as log:
-            _, grads = step(placed, x)
-        sent = [(r.op, r.unit) for r in log.of(mesh.rank) if r.phase == "backward"]
+            _, grads = step(placed, x, mesh.rank)
+        sent = [(r.op, r.unit, r.phase) for r in log.of(mesh.rank)]
         return ff.unshard(grads), sent
 
-    out = ff.spmd(main, mesh)()
-    reductions = [[s for s in sent if s[0] == "psum_scatter"] for _, sent in out]
-    assert len({tuple(r) for r in reductions}) == 1 and len(reductions[0]) == 3
-    # By hand: (1/4) of the sum of four losses' gradients, b of unit b only on rank 1.
-    assert_same(out[0][0]["b"]["b"], torch.full((2,), 0.25))
-    assert_same(out[0][0]["c"]["b"], torch.zeros(2))
+    each = [ff.value_and_grad(loss)(params, x, rank)[1] for rank in range(4)]
+    expected = tree.map(lambda *g: sum(g) / 4, *each)
+    every = ff.spmd(main, mesh)()
+    assert [sent for _, sent in every] == [every[0][1]] * 4
+    assert [op for op, _, _ in every[0][1]].count("psum_scatter") == 3
+    for grads, _ in every:
+        assert_same(grads, expected, 1e-6)
+
+
+@ZEROS
+def test_an_output_that_is_a_parameter_is_the_callers_own(zero):
+    """Written in place by the caller, it changes neither the state nor a buffer."""
+    unit = ff.unit(lambda p, x: (p, p.view(-1)[1:], x @ p))
+
+    def spoils(p, x):
+        with torch.no_grad():
+            same, view, _ = unit(p, x)
+            same.zero_()
+            view.zero_()
+        return unit(p, x)[2].sum()
+
+    def main():
+        evaluate, x = ff.shard(spoils, MESH, "data", zero=zero), torch.ones(1, 2)
+        placed = ff.place(evaluate, torch.ones(2, 2), x)
+        return evaluate(placed, x).item(), ff.unshard(placed)
+
+    for value, params in ranks(main):
+        assert value == 4 and torch.equal(params, torch.ones(2, 2))
 
 
 @ZEROS
