@@ -123,7 +123,7 @@ def fake_active() -> bool:
     """Whether a fake tensor mode is on in this thread."""
     return any(
         isinstance(m, FakeTensorMode)
-        for m in torch.utils._python_dispatch._get_current_dispatch_mode_stack()
+        for m in torch.utils._python_dispatch._get_current_dispatch_mode_stack()  # type: ignore[attr-defined]
     )
 
 
@@ -175,17 +175,17 @@ def output_shape(node: Any, k: int) -> tuple[int, ...]:
 def active_modes() -> list[str]:
     """Names of the torch function and dispatch modes that are on in this thread."""
     functions = torch.overrides._get_current_function_mode_stack()
-    dispatch = torch.utils._python_dispatch._get_current_dispatch_mode_stack()
+    dispatch = torch.utils._python_dispatch._get_current_dispatch_mode_stack()  # type: ignore[attr-defined]
     return [
         type(m).__name__
         for m in [*functions, *dispatch]
-        if not isinstance(m, torch.utils._device.DeviceContext)
+        if not isinstance(m, torch.utils._device.DeviceContext)  # type: ignore[attr-defined]
     ]
 
 
 def saved_tensors_hooked() -> bool:
     """Whether ``saved_tensors_hooks`` are on in this thread."""
-    autograd: Any = torch._C._autograd
+    autograd: Any = torch._C._autograd  # type: ignore[attr-defined]
     return autograd._top_saved_tensors_default_hooks(True) is not None
 
 

@@ -49,7 +49,8 @@ class Arena:
         else:
             storage = self.storages[best]
         # A tensor of its own has a version counter of its own.
-        return torch.empty(0, dtype=dtype).set_(storage, 0, (count,))
+        empty = torch.empty(0, dtype=dtype)
+        return empty.set_(storage, 0, (count,))  # type: ignore[call-overload]
 
     def trim(self, keep: int) -> None:
         """Lets go of free buffers, but for the ``keep`` largest."""

@@ -11,13 +11,14 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from fsfunc import _torch, tree
 from fsfunc.layout import Layout
 from fsfunc.parts import room
 from fsfunc.sharded import Home, Sharded, complete_homes, is_sharded
 
-__all__ = ["pack", "settle", "side_by_side"]
+__all__ = ["by_buffer", "home_of", "joined", "pack", "settle", "side_by_side"]
 
 
 def settle(t: Any, coordinates: Mapping[str, int]) -> Any:
@@ -103,3 +104,43 @@ def pack(leaves: Sequence[Sharded], coordinates: Mapping[str, int]) -> Home:
         for target, leaf in zip(home.leaves(), leaves, strict=True):
             target.local.copy_(leaf.local)
     return home
+
+
+def by_buffer(leaves: Sequence[Any], mine: Sequence[int]) -> list[list[int]]:
+    """Positions of the leaves that are gathered together, in buffer order."""
+    homes: dict[int, list[int]] = {}
+    loose = []
+    for i in mine:
+        home = leaves[i].home
+        (loose if home is None else homes.setdefault(id(home), [])).append(i)
+    found = [
+        sorted(p, key=lambda i: leaves[i].layout.flat.offset) for p in homes.values()
+    ]
+    return [*found, *side_by_side(leaves, loose)] if loose else found
+
+
+def home_of(
+    chosen: Sequence[Sharded], coordinates: Mapping[str, int]
+) -> tuple[Home, Tensor]:
+    """The home of leaves that go together, and the flat tensor to differentiate."""
+    home = chosen[0].home
+    if home is not None:
+        return home, home.flat
+    home = pack(chosen, coordinates)
+    if not (torch.is_grad_enabled() and any(x.local.requires_grad for x in chosen)):
+        return home, home.flat
+    return home, joined(chosen, coordinates)
+
+
+def joined(chosen: Sequence[Sharded], coordinates: Mapping[str, int]) -> Tensor:
+    """A rank's range of the buffer, made of its leaves, differentiable in each."""
+    pieces: list[Tensor] = []
+    end = 0
+    for x in chosen:
+        start, stop = x.layout.buffer_range(coordinates)
+        if stop > start:
+            pieces.append(x.local.new_zeros(start - end))
+            end = stop
+        pieces.append(x.local)  # an empty part too: it has a gradient, an empty one
+    chunk = chosen[0].layout.flat.chunk  # type: ignore[union-attr]
+    return torch.cat([*pieces, chosen[0].local.new_zeros(chunk - end)])

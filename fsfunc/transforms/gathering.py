@@ -25,7 +25,6 @@ from torch import Tensor
 from fsfunc import _torch
 from fsfunc.accounting import label
 from fsfunc.arena import Arena
-from fsfunc.collectives import Move, move
 from fsfunc.layout import Layout
 from fsfunc.sharded import Home
 
@@ -192,12 +191,17 @@ def leave(
     if forget:
         stop = {v.grad_fn for v in (*views, *inputs) if isinstance(v, Tensor)}
         nodes = _torch.graph_nodes([y.grad_fn for y in tracked], stop)
+        at = 0
         for use, box in zip(passage.uses, passage.boxes, strict=True):
-            if box.full is not None and not box.kept:
-                key = _torch.storage_key(box.full)
-                pack, unpack = _forgetting(passage, use, box)
+            # By the view: an inner unit's call may have dropped the box meanwhile.
+            first, at = views[at], at + len(use.layouts)
+            if not box.kept:
+                start = first.storage_offset() - _flat(use.layouts[0]).offset
+                pack, unpack = _forgetting(passage, use, box, start)
+                key = _torch.storage_key(first)
                 count = _torch.hook_saved(nodes, key, pack, unpack)
                 passage.hooked = passage.hooked or count > 0
+    passage.session.passed(passage)
     token, *exits = _Exit.apply(passage, token, *tracked)
     found = iter(exits)
     outs = [
@@ -206,9 +210,8 @@ def leave(
     return token, outs
 
 
-def _forgetting(passage: Passage, use: Use, box: Box) -> tuple[Any, Any]:
+def _forgetting(passage: Passage, use: Use, box: Box, start: int) -> tuple[Any, Any]:
     """Hooks that keep the place of a saved tensor in place of its data."""
-    start = 0 if box.full is None else box.full.storage_offset()
 
     def pack(x: Tensor) -> tuple[Any, ...]:
         return x.shape, x.stride(), x.storage_offset() - start
@@ -222,10 +225,3 @@ def _forgetting(passage: Passage, use: Use, box: Box) -> tuple[Any, Any]:
         return full.as_strided(shape, stride, full.storage_offset() + offset)
 
     return pack, unpack
-
-
-def gathered(flat: Tensor, where: Any, size: int) -> Tensor:
-    """``flat`` gathered by a differentiable collective, under the mean over ranks."""
-    if size == 1:
-        return flat
-    return move(flat, Move("all_gather", "V", "M"), where)

@@ -16,21 +16,9 @@ from fsfunc.collectives import Group
 from fsfunc.frames import frame, running
 from fsfunc.sharded import Home
 from fsfunc.transforms.gathering import Arena, Box, Passage, Use, whole_shape
+from fsfunc.transforms.ports import Port
 
-__all__ = ["Port", "Session"]
-
-
-class Port:
-    """Where the gradient of a home gathers, past autograd."""
-
-    def __init__(self, home: Home):
-        self.home = home
-        self.grad: Tensor | None = None
-
-    def add(self, grad: Tensor) -> None:
-        """Adds a reduced gradient, which is the port's to keep."""
-        grad = grad.to(self.home.flat.dtype)
-        self.grad = grad if self.grad is None else self.grad.add_(grad)
+__all__ = ["Session"]
 
 
 @dataclass
@@ -61,7 +49,13 @@ class Session:
     ):
         self.handler, self.where, self.replicas = handler, where, replicas
         self.arena, self.order = arena, order
-        self.homes = {home.buffer: home for home in homes}
+        self.homes: dict[str, list[Home]] = {}
+        for home in homes:
+            same = self.homes.setdefault(home.buffer, [])
+            if not any(home is h for h in same):
+                same.append(home)
+        self.copy = 0  # which of several trees with the same buffers is read
+        self.coordinates = handler.mesh.coordinates(where.rank)
         self.depth = len(frame().micro)
         self.seen: list[tuple[str, ...]] = []
         self.flights: dict[str, tuple[Home, torch.dtype, Tensor, Any]] = {}
@@ -126,8 +120,9 @@ class Session:
     def prefetch(self, buffers: Iterable[str], dtype: torch.dtype | None) -> None:
         """Puts the gathers of these buffers in flight, where that is possible."""
         for name in buffers:
-            home = self.homes.get(name)
-            if home is not None:
+            same = self.homes.get(name, [])
+            if self.copy < len(same):
+                home = same[self.copy]
                 self._send_for(home, _dtype(home, dtype))
 
     def _send_for(self, home: Home, dtype: torch.dtype) -> None:
@@ -164,7 +159,9 @@ class Session:
         names = tuple(use.home.buffer for use in passage.uses)
         at = len(self.seen)
         self.seen.append(names)
-        self.passages.append(passage)
+        for use in passage.uses:
+            for i, home in enumerate(self.homes.get(use.home.buffer, [])):
+                self.copy = i if home is use.home else self.copy
         if at + 1 < len(self.order) and self.order[at] == names:
             self.prefetch(self.order[at + 1], dtype)
 
@@ -183,6 +180,11 @@ class Session:
         old, self.recent = self.recent, list(passage.boxes)
         self.drop(b for b in old if not any(b is o for o in self.recent))
         self._look_back(passage)
+
+    def passed(self, passage: Passage) -> None:
+        """A call's outputs are out: the backward comes by in the reverse of this."""
+        if not running().recompute:
+            self.passages.append(passage)
 
     def drop(self, boxes: Iterable[Box]) -> None:
         """Forgets gathered buffers."""

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 from collections import defaultdict
 from collections.abc import Callable
 from dataclasses import replace
@@ -16,10 +15,11 @@ from fsfunc.accounting import label
 from fsfunc.autodiff import GradientCall, Outcome
 from fsfunc.collectives import Group, Move, group, move
 from fsfunc.frames import Interpretation, frame, inside, running
-from fsfunc.homes import pack, settle, side_by_side
+from fsfunc.homes import by_buffer, home_of, joined, settle
 from fsfunc.layout import Layout
 from fsfunc.mesh import Axis, Mesh, here
-from fsfunc.sharded import Home, Sharded, is_sharded
+from fsfunc.sharded import Sharded, is_sharded
+from fsfunc.transforms.averaging import averaged
 from fsfunc.transforms.gathering import (
     Arena,
     Passage,
@@ -28,7 +28,8 @@ from fsfunc.transforms.gathering import (
     leave,
     whole_shape,
 )
-from fsfunc.transforms.sessions import Port, Session
+from fsfunc.transforms.ports import collected, open_ports
+from fsfunc.transforms.sessions import Session
 from fsfunc.transforms.transforming import transformed
 
 __all__ = ["Sharding", "shard"]
@@ -160,7 +161,7 @@ class Sharding(Interpretation):
         ]
         where, replicas = self.groups()
         order = self.orders.get((rank, kind), [])
-        return Session(self, where, replicas, self.arenas[rank], homes[::-1], order)
+        return Session(self, where, replicas, self.arenas[rank], homes, order)
 
     def _closed(self, session: Session, kind: str, rank: int) -> None:
         session.close()
@@ -214,9 +215,9 @@ class Sharding(Interpretation):
         if session is None:
             raise RuntimeError(f"{call.name} runs outside the sharded function")
         uses = []
-        for positions in _by_buffer(leaves, mine):
+        for positions in by_buffer(leaves, mine):
             chosen = [leaves[i] for i in positions]
-            home, flat = _home_of(chosen, here(self.mesh))
+            home, flat = home_of(chosen, session.coordinates)
             layouts = [x.layout for x in chosen]
             uses.append(Use(home, positions, layouts, flat))
         key = (*f.numbers, call.number)
@@ -234,10 +235,10 @@ class Sharding(Interpretation):
     def _compose(self, leaves: list[Any], mine: list[int], call: Any) -> None:
         """The same by differentiable collectives, of any order and under any map."""
         where, _ = self.groups()
-        for positions in _by_buffer(leaves, mine):
+        for positions in by_buffer(leaves, mine):
             chosen = [leaves[i] for i in positions]
             place, at = chosen[0].layout.flat, here(self.mesh)
-            flat = _joined(chosen, at.mesh.coordinates(at.rank))
+            flat = joined(chosen, at.mesh.coordinates(at.rank))
             if call.frame.compute is not None and flat.is_floating_point():
                 flat = flat.to(call.frame.compute)
             flat = self._spread(flat, where, place.size)
@@ -273,7 +274,7 @@ class Sharding(Interpretation):
             args = settle(call.args, at.mesh.coordinates(at.rank))
             composed = _torch.functorch_active() or _torch.forward_ad_active()
             session = self._session((args, call.keywords), "gradient", at.rank)
-            ports = {} if composed else _ports(args, call.argnums, self._mine)
+            ports = {} if composed else open_ports(args, call.argnums, self._mine)
             f = frame()
             sizes = tuple((a, self.mesh.axes[a]) for a in self.axes)
             where = tuple((self.mesh.coordinate(a, at.rank), n) for a, n in sizes)
@@ -288,142 +289,13 @@ class Sharding(Interpretation):
                 with inside(within):
                     outcome = run(replace(call, args=args))
                 session.finish()
-                grads = _collected(outcome.grads, args, call.argnums, ports, session)
+                grads = collected(
+                    outcome.grads, args, call.argnums, ports, session.mean_size
+                )
             finally:
                 for port in ports.values():
                     port.home.port = None
             self._closed(session, "gradient", at.rank)
-            return _averaged(replace(outcome, grads=grads), session, composed, at)
+            return averaged(replace(outcome, grads=grads), session, at)
 
         return sharded
-
-
-def _by_buffer(leaves: list[Any], mine: list[int]) -> list[list[int]]:
-    """Positions of the leaves that are gathered together, in buffer order."""
-    homes: dict[int, list[int]] = {}
-    loose = []
-    for i in mine:
-        home = leaves[i].home
-        (loose if home is None else homes.setdefault(id(home), [])).append(i)
-    found = [
-        sorted(p, key=lambda i: leaves[i].layout.flat.offset) for p in homes.values()
-    ]
-    return [*found, *side_by_side(leaves, loose)] if loose else found
-
-
-def _home_of(chosen: list[Sharded], at: Any) -> tuple[Home, Tensor]:
-    """The home of leaves that go together, and the flat tensor to differentiate."""
-    home = chosen[0].home
-    if home is not None:
-        return home, home.flat
-    coordinates = at.mesh.coordinates(at.rank)
-    home = pack(chosen, coordinates)
-    if not (torch.is_grad_enabled() and any(x.local.requires_grad for x in chosen)):
-        return home, home.flat
-    return home, _joined(chosen, coordinates)
-
-
-def _joined(chosen: list[Sharded], coordinates: Any) -> Tensor:
-    """A rank's range of the buffer, made of its leaves, differentiable in each."""
-    pieces: list[Tensor] = []
-    end = 0
-    for x in chosen:
-        start, stop = x.layout.buffer_range(coordinates)
-        if stop > start:
-            pieces.append(x.local.new_zeros(start - end))
-            end = stop
-        pieces.append(x.local)  # an empty part too: it has a gradient, an empty one
-    chunk = chosen[0].layout.flat.chunk  # type: ignore[union-attr]
-    return torch.cat([*pieces, chosen[0].local.new_zeros(chunk - end)])
-
-
-def _ports(args: Any, argnums: Any, mine: Callable[[Layout], bool]) -> dict[int, Port]:
-    """A port for each home whose leaves are all differentiated here."""
-    chosen = [args[i] for i in argnums]
-    counts: dict[int, tuple[Home, int]] = {}
-    for x in tree.leaves(chosen, is_leaf=is_sharded):
-        if isinstance(x, Sharded) and x.home is not None and mine(x.layout):
-            home, count = counts.get(id(x.home), (x.home, 0))
-            counts[id(home)] = (home, count + 1)
-    ports = {}
-    for key, (home, count) in counts.items():
-        real = home.flat.is_floating_point() and not home.flat.requires_grad
-        if count == len(home.members) and real and home.port is None:
-            ports[key] = home.port = Port(home)
-    return ports
-
-
-def _collected(
-    grads: tuple[Any, ...],
-    args: Any,
-    argnums: Any,
-    ports: dict[int, Port],
-    session: Session,
-) -> tuple[Any, ...]:
-    """The gradients' trees, with what the ports gathered in its places."""
-    chosen = tuple(args[i] for i in argnums)
-    old, treedef = tree.flatten(chosen, is_leaf=is_sharded)
-    # Up to the arguments' leaves: a gradient of None is one leaf, a None in the
-    # arguments is none.
-    direct = treedef.flatten_up_to(grads)
-    flats: dict[int, Home] = {}
-    for key, port in ports.items():
-        grad = port.grad
-        if grad is None:
-            grad = torch.zeros_like(port.home.flat)
-        flats[key] = port.home.like(grad)
-    if flats and session.mean_size > 1:
-        torch._foreach_div_([h.flat for h in flats.values()], session.mean_size)
-    leaves = {key: home.leaves() for key, home in flats.items()}
-    out = list(direct)
-    for i, x in enumerate(old):
-        if isinstance(x, Sharded) and id(x.home) in leaves:
-            k = [id(m) for m in x.home.members].index(id(x.layout))  # type: ignore[union-attr]
-            new = leaves[id(x.home)][k]
-            if direct[i] is not None and direct[i]._local is not None:
-                new.local.add_(direct[i].local)  # used beside a unit, as by tree_map
-            out[i] = new
-    return tree.unflatten(treedef, out)
-
-
-def _averaged(outcome: Outcome, session: Session, composed: bool, at: Any) -> Outcome:
-    """Loss, weight, floating scalars of aux and plain gradients: means over ranks."""
-    where = group(session.mean_axes, at)
-    n = session.mean_size
-    if n == 1:
-        return outcome
-    aux, spec = tree.flatten(outcome.aux)
-    picked = [
-        i
-        for i, x in enumerate(aux)
-        if isinstance(x, Tensor) and x.ndim == 0 and x.is_floating_point()
-    ]
-    one = torch.ones_like(outcome.total) if outcome.weight is None else outcome.weight
-    values = [outcome.total, *[aux[i] for i in picked], one]
-    how = Move("psum", "M", "M")
-    with label("", "loss"):
-        # At least fp32: a weight may be a count that bfloat16 cannot tell.
-        wide = functools.reduce(
-            torch.promote_types, [v.dtype for v in values], torch.float32
-        )
-        means = list(move(torch.stack([v.to(wide) for v in values]), how, where))
-    weight = means.pop()
-    weight = None if outcome.weight is None else weight.to(outcome.weight.dtype)
-    for i, value in zip(picked, means[1:], strict=True):
-        aux[i] = value.to(aux[i].dtype)
-    leaves, treedef = tree.flatten(outcome.grads, is_leaf=is_sharded)
-    plain: dict[torch.dtype, list[int]] = defaultdict(list)
-    for i, x in enumerate(leaves):
-        if isinstance(x, Tensor):
-            plain[x.dtype].append(i)
-    for positions in plain.values():
-        flat = torch.cat([leaves[i].reshape(-1) for i in positions])
-        with label("", "plain gradients"):
-            flat = move(flat, how, where)
-        parts = flat.split([leaves[i].numel() for i in positions])
-        for i, part in zip(positions, parts, strict=True):
-            leaves[i] = part.view(leaves[i].shape)
-    grads = tree.unflatten(treedef, leaves)
-    aux = tree.unflatten(spec, aux)
-    total = means[0].to(outcome.total.dtype)
-    return replace(outcome, total=total, weight=weight, grads=grads, aux=aux)
