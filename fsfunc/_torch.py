@@ -230,24 +230,37 @@ def hook_saved(
     """
     count = 0
     for node in nodes:
-        for raw_name, name in _saved_attributes(type(node)):
-            values = getattr(node, name)
-            if isinstance(values, Tensor):
-                values, raws = (values,), (getattr(node, raw_name),)
-            elif isinstance(values, (tuple, list)):
-                raws = getattr(node, raw_name)
-            else:
-                continue
-            for value, raw in zip(values, raws, strict=True):
-                if isinstance(value, Tensor) and storage_key(value) == storage:
-                    try:
-                        raw.register_hooks(pack, unpack)
-                    except RuntimeError as error:
-                        if "hooks" not in str(error):
-                            raise
-                        continue
-                    count += 1
+        for raw, value in _saved(node):
+            if isinstance(value, Tensor) and storage_key(value) == storage:
+                try:
+                    raw.register_hooks(pack, unpack)
+                except RuntimeError as error:
+                    if "hooks" not in str(error):
+                        raise
+                    continue
+                count += 1
     return count
+
+
+def _saved(node: Any) -> Iterator[tuple[Any, Any]]:
+    """What ``node`` saves: the handle on it, and the data.
+
+    Where torch lets us look, without unpacking: to unpack is to run other people's
+    hooks, which compute a checkpoint again or gather an inner unit's parameters.
+    """
+    for raw_name, name in _saved_attributes(type(node)):
+        raws = getattr(node, raw_name)
+        raws = raws if isinstance(raws, (tuple, list)) else (raws,)
+        if _CAN_LOOK:
+            yield from ((raw, raw.data) for raw in raws if raw.unpack_hook is None)
+            continue
+        values = getattr(node, name)
+        values = values if isinstance(values, (tuple, list)) else (values,)
+        yield from zip(raws, values, strict=True)
+
+
+_SavedTensor: Any = torch._C._autograd.SavedTensor  # type: ignore[attr-defined]
+_CAN_LOOK = hasattr(_SavedTensor, "unpack_hook") and hasattr(_SavedTensor, "data")
 
 
 def is_data_dependent(error: BaseException) -> bool:

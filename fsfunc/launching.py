@@ -14,7 +14,7 @@ from torch import Tensor
 from fsfunc import tree
 from fsfunc.backends.abstract import AbstractLink
 from fsfunc.collectives import group
-from fsfunc.mesh import Axis, Here, Mesh, here, place_here
+from fsfunc.mesh import Axis, Here, Mesh, here, place_here, remember
 
 __all__ = ["PerRank", "local_batch", "make_mesh", "spmd"]
 
@@ -23,6 +23,14 @@ BACKENDS = ("processes", "simulated", "abstract", "vmap")
 
 class PerRank(list):
     """One value for each rank hosted here, in rank order, as ``spmd`` returns them."""
+
+    def unzip(self) -> tuple[PerRank, ...]:
+        """Of a list of tuples, a tuple of lists: ``states, metrics = out.unzip()``.
+
+        >>> PerRank([(1, "a"), (2, "b")]).unzip()
+        ([1, 2], ['a', 'b'])
+        """
+        return tuple(PerRank(column) for column in zip(*self, strict=True))
 
 
 def make_mesh(axes: Mapping[str, int], backend: str | None = None) -> Mesh:
@@ -42,6 +50,8 @@ def make_mesh(axes: Mapping[str, int], backend: str | None = None) -> Mesh:
     >>> make_mesh({"data": 4, "pipe": 2}, "simulated").size
     8
     """
+    if not isinstance(axes, Mapping):
+        raise TypeError(f"a mesh needs axes as {{name: size}}, got {axes!r}")
     if backend is None:
         launched = "WORLD_SIZE" in os.environ and "RANK" in os.environ
         up = dist.is_available() and dist.is_initialized()
@@ -60,7 +70,7 @@ def make_mesh(axes: Mapping[str, int], backend: str | None = None) -> Mesh:
         for chosen in itertools.permutations(names, count):
             every = {mesh.members(chosen, rank) for rank in range(mesh.size)}
             link.connect(sorted(every))
-    return mesh
+    return remember(mesh)
 
 
 def spmd(fn: Callable[..., Any], mesh: Mesh) -> Callable[..., PerRank]:

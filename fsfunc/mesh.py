@@ -16,7 +16,16 @@ from typing import Any
 
 from fsfunc.scoped import Scoped
 
-__all__ = ["Axis", "Here", "Mesh", "NoMesh", "axis_names", "here", "place_here"]
+__all__ = [
+    "Axis",
+    "Here",
+    "Mesh",
+    "NoMesh",
+    "axis_names",
+    "here",
+    "place_here",
+    "remember",
+]
 
 Axis = str | tuple[str, ...]
 
@@ -124,6 +133,7 @@ class Here:
     link: Any
 
 
+_PROCESSES: list[Mesh] = []  # under processes the calling process is its rank
 _HERE: ContextVar[Here | None] = ContextVar("fsfunc_here", default=None)
 
 
@@ -136,6 +146,7 @@ def here(mesh: Mesh | None = None) -> Here:
     """
     found = _HERE.get()
     if found is None:
+        mesh = mesh or (_PROCESSES[-1] if _PROCESSES else None)
         if mesh is None:
             raise NoMesh(
                 "no mesh in sight: call this inside a transform that names one, such "
@@ -157,6 +168,12 @@ def here(mesh: Mesh | None = None) -> Here:
     if mesh.backend == found.mesh.backend == "processes":
         return Here(mesh, found.rank, mesh.link)  # it has the groups of its own axes
     return Here(mesh, found.rank, found.link)
+
+
+def remember(mesh: Mesh) -> Mesh:
+    """``mesh``, which is from now on that of bare calls in this process."""
+    _PROCESSES[:] = [mesh]
+    return mesh
 
 
 def place_here(value: Here) -> Scoped:

@@ -61,13 +61,15 @@ class Recorder:
 
     ``groups`` are made of ``taken`` (which unit calls took which leaves), ``inside``
     (which unit's own body read a leaf), ``outside`` (leaves read by a loss outside
-    every unit, and where) and ``trained``.
+    every unit, and where), ``stock`` (those that ``torch.func`` differentiates there)
+    and ``trained``.
     """
 
     layouts: dict[str, Layout] = field(default_factory=dict)
     taken: list[_Taken] = field(default_factory=list)
     inside: dict[_Reading, _Where] = field(default_factory=dict)
     outside: dict[str, _Where] = field(default_factory=dict)
+    stock: dict[str, str] = field(default_factory=dict)
     trained: set[str] = field(default_factory=set)
     handlers: list[Any] = field(default_factory=list)
     differentiated: bool = False
@@ -126,8 +128,11 @@ class Recorder:
             path = self.path_of(x)
             if path is None or (path, f.numbers) in self.inside:
                 continue
+            local = plain(x)
+            inner = _torch.is_wrapped(local)
+            if inner and local.requires_grad and not (f.in_loss or f.path):
+                self.stock.setdefault(path, source_line())
             if f.path or path not in self.outside:
-                inner = isinstance(x, Tensor) and _torch.is_wrapped(x)
                 where = source_line(), f.in_loss or inner
                 if f.path:
                     self.inside[path, f.numbers] = where
@@ -158,6 +163,14 @@ class Recorder:
                     "the reading into a unit, whose first argument it is part of; for "
                     "a sum over elements, such as a penalty, use ff.tree_sum or "
                     "weight_decay"
+                )
+        for path, where in self.stock.items():
+            if path not in taken:
+                raise ValueError(
+                    f"torch.func differentiates {path!r}, which the loss reads outside "
+                    f"every unit, at {where}: its gradient would be this rank's own, "
+                    "not that of the mean over the ranks. Use ff.value_and_grad, or "
+                    "move the reading into a unit"
                 )
         return set(read)
 
@@ -251,7 +264,8 @@ _READS_NOTHING = {
     "__get__", "detach", "requires_grad_", "is_floating_point", "dim", "size", "numel",
     "element_size", "stride", "storage_offset", "is_contiguous", "untyped_storage",
     "is_complex", "__len__", "_is_view", "is_inference", "zeros_like", "empty_like",
-    "ones_like", "new_zeros", "new_empty",
+    "ones_like", "new_zeros", "new_empty", "grad", "_make_dual", "_unpack_dual",
+    "split",
 }  # fmt: skip
 
 

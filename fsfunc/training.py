@@ -42,6 +42,12 @@ class TrainState:
             self.params, grads, what="gradients", against="the parameters",
             is_leaf=lambda x: x is None or is_sharded(x),  # None: not differentiated
         )  # fmt: skip
+        if self.opt_state is None:
+            raise ValueError(
+                "this state has no optimizer state: make it by ff.init_state(step, "
+                "params, optimizer, batch), or TrainState(params, optimizer.init("
+                "params))"
+            )
         params, opt_state = optimizer.apply(grads, self.opt_state, self.params)
         return replace(
             self, params=params, opt_state=opt_state, step=self.step + 1, **changes

@@ -30,6 +30,7 @@ def own() -> Own:
 
 
 def resume(own: Own) -> None:
+    """Puts a rank's own state in place, as it gets the baton back."""
     cpu, cuda, level = own
     torch.set_rng_state(cpu)
     if cuda is not None:

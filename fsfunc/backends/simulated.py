@@ -185,6 +185,8 @@ class _Pending(Work):
 
 
 class SimulatedLink(Link):
+    """One simulated rank's connection to the others of its session."""
+
     def __init__(self, session: _Session, rank: int):
         self.session, self.rank, self.notes = session, rank, session.notes
 

@@ -139,6 +139,7 @@ def fits(leaf: Any, other: Any) -> bool:
 
 
 def said(leaf: Any) -> str:
+    """A leaf as error messages name it."""
     if is_sharded(leaf):
         return str(leaf.layout)
     if isinstance(leaf, Tensor):

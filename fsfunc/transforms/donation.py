@@ -18,8 +18,9 @@ from fsfunc.sharded import Sharded, is_sharded
 __all__ = ["donate"]
 
 _GONE = (
-    "this state was donated to a step, which wrote into it: go on with the state that "
-    "the step returned"
+    "this state was donated to a step, which writes into it: go on with the state that "
+    "the step returned (and give each simulated rank a state of its own, as init_state "
+    "and place do)"
 )
 _SPOILED = (
     "a donated step raised after it had begun to write into this state: it is neither "
@@ -61,16 +62,17 @@ def donate(step: Callable[..., Any]) -> Callable[..., Any]:
         mine = _aliases(leaves)
         before = [_standing(x) for x in leaves]
         given = tree.unflatten(treedef, mine)
+        _mark(leaves, _GONE)  # from now on: simulated ranks may share plain tensors
         try:
             with inside(replace(outer, donated=True)):
                 out = step(given, *args, **keywords)
         except BaseException as error:
             after = [_standing(x) for x in leaves]
-            if any(map(_written, before, after)):
-                _mark(leaves, _SPOILED)
+            spoiled = any(map(_written, before, after))
+            _mark(leaves, _SPOILED if spoiled else "")
+            if spoiled:
                 error.add_note(_SPOILED)
             raise
-        _mark(leaves, _GONE)
         return out
 
     return run
@@ -162,3 +164,5 @@ def _mark(leaves: list[Any], why: str) -> None:
             key = id(x)
             drop = lambda _, key=key: _SPENT.pop(key, None)  # noqa: E731
             _SPENT[key] = (why, weakref.ref(x, drop))
+            if not why:
+                del _SPENT[key]

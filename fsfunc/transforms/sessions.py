@@ -177,9 +177,12 @@ class Session:
                 box.full = self.gather(home, kind)
                 box.kept = home.whole is box.full or home.place.size == 1
             passage.boxes.append(box)
-        old, self.recent = self.recent, list(passage.boxes)
-        self.drop(b for b in old if not any(b is o for o in self.recent))
-        self._look_back(passage)
+        # The last unit's box is held still, for its own backward; each call's backward
+        # drops what the call took.
+        held = self.recent
+        self.recent = [*held, *(b for b in passage.boxes if not _among(b, held))]
+        if at == len(self.passages) - 1:  # not one of several in an outer unit
+            self._look_back(passage)
 
     def passed(self, passage: Passage) -> None:
         """A call's outputs are out: the backward comes by in the reverse of this."""
@@ -320,6 +323,10 @@ class Session:
             work.wait()
             self.arena.spoil(full)
         self.flights.clear()
+
+
+def _among(box: Box, boxes: Sequence[Box]) -> bool:
+    return any(box is b for b in boxes)
 
 
 def _dtype(home: Home, dtype: torch.dtype | None) -> torch.dtype:

@@ -160,6 +160,19 @@ class Sharding(Interpretation):
             if isinstance(x, Sharded) and x.home is not None and self._mine(x.layout)
         ]
         where, replicas = self.groups()
+        at = self.mesh.coordinates(rank)
+        for home in homes:
+            theirs = dict(home.coordinates)
+            if theirs != {a: at[a] for a in theirs} or home.place.size not in (
+                1,
+                where.size,
+            ):
+                raise ValueError(
+                    f"{home.members[0]} is the part of {theirs} of {home.place.size} "
+                    f"ranks, but this is {at} of {self.mesh}: give each rank its own "
+                    "part (a list that spmd returned, passed on whole), or place the "
+                    "whole tensors anew"
+                )
         order = self.orders.get((rank, kind), [])
         return Session(self, where, replicas, self.arenas[rank], homes, order)
 

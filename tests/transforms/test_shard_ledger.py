@@ -237,6 +237,59 @@ def test_small_neighbours_share_a_buffer(zero, order):
     check(plain, params_of(), [every], zero=zero, min_bytes=10**6, order=order)
 
 
+inner = ff.unit(lambda p, x: torch.tanh(x @ p["w"]))
+
+
+@ff.unit
+def around(p, x):
+    """A unit around units, whose own leaf is read after them."""
+    for q in p["inner"]:
+        x = inner(q, x)
+    return x * p["b"]
+
+
+NESTED = [
+    UnitCall((Buffer("outer0", 3),)),
+    UnitCall((Buffer("inner0", 9),), reads=False),  # a first layer, on data
+    UnitCall((Buffer("inner1", 9),)),
+    UnitCall((Buffer("outer1", 3),)),
+    UnitCall((Buffer("inner2", 9),)),
+    UnitCall((Buffer("inner3", 9),)),
+]
+
+
+@pytest.mark.parametrize("scheme", ["zero=0", "zero=2", "zero=3", "shard(remat)"])
+def test_nested_units_send_what_flat_ones_would(scheme):
+    def loss(p, frozen, tokens):
+        x = torch.ones(len(tokens), 3)
+        for q in p:
+            x = around(q, x)
+        return x.sum(-1).mean()
+
+    params = [make("b") | {"inner": [make("w"), make("w")]} for _ in range(2)]
+    check(loss, params, NESTED, **SCHEMES[scheme])
+
+
+@pytest.mark.parametrize("which", ["model", "average"])
+def test_evaluating_one_of_several_trees_gathers_it_alone(which):
+    """Their buffers bear one name: what is sent for ahead is the tree in use."""
+    tokens = torch.zeros(4, dtype=torch.int64)
+
+    def main():
+        grad = ff.value_and_grad(plain)
+        params = ff.place(ff.shard(grad, MESH, "data"), params_of(), {}, tokens)
+        average = torch.utils._pytree.tree_map(torch.clone, params)
+        state = {"average": average, "model": params}
+        evaluate = ff.shard(lambda s, x: plain(s[which], {}, x), MESH, "data")
+        with torch.no_grad():
+            evaluate(state, tokens)
+            with ff.ledger() as log:
+                evaluate(state, tokens)
+        return log.count("all_gather", rank=MESH.rank)
+
+    assert ff.spmd(main, MESH)() == [len(PLAIN)] * 4
+
+
 def test_an_axis_of_one_rank_sends_nothing():
     mesh = ff.make_mesh({"data": 1, "node": 1}, "simulated")
 

@@ -1,8 +1,5 @@
 """The laws of one sharded unit: what it keeps, what it forgets, what it refuses."""
 
-import gc
-import weakref
-
 import pytest
 import torch
 import torch.nn.functional as F
@@ -10,7 +7,6 @@ import torch.nn.functional as F
 import fsfunc as ff
 from fsfunc import tree
 from fsfunc.arena import Arena
-from fsfunc.transforms.sessions import Session
 from tests.transforms.models import assert_same
 
 MESH = ff.make_mesh({"data": 2}, "simulated")
@@ -168,6 +164,29 @@ def test_every_rank_reduces_in_one_order_whatever_its_loss_reads():
         assert_same(grads, expected, 1e-6)
 
 
+def test_a_checkpoint_inside_a_unit_computes_again_once():
+    """To look at what it saved must not run its hooks: they run the body."""
+    runs = {0: 0, 1: 0}
+
+    def body(w, x):
+        runs[MESH.rank] += 1
+        return torch.tanh(x @ w)
+
+    again = torch.utils.checkpoint.checkpoint
+    unit = ff.unit(lambda p, x: again(body, p, x, use_reentrant=False))
+
+    def main():
+        x, loss = torch.ones(2, 4), lambda p, x: unit(p[1], unit(p[0], x)).sum()
+        step = ff.shard(ff.value_and_grad(loss), MESH, "data")
+        placed = ff.place(step, [torch.eye(4)] * 2, x)
+        step(placed, x)
+        runs[MESH.rank] = 0
+        step(placed, x)
+        return runs[MESH.rank]
+
+    assert ranks(main) == [4, 4]  # two units, forward and backward
+
+
 @ZEROS
 def test_an_output_that_is_a_parameter_is_the_callers_own(zero):
     """Written in place by the caller, it changes neither the state nor a buffer."""
@@ -221,97 +240,3 @@ def test_inputs_that_need_no_gradient_keep_needing_none(zero):
     for first, kernel, second, again in ranks(main):
         assert (first, second) == ((False, False, False), (False, False, True))
         assert "FlashAttention" in kernel and "FlashAttention" in again
-
-
-class Gathers:
-    """Weak references to the storages that sessions gathered into, and their sizes."""
-
-    def __init__(self, monkeypatch):
-        self.fulls = []
-        start = Session._start
-
-        def watched(session, home, dtype):
-            full, work = start(session, home, dtype)
-            self.fulls.append(weakref.ref(full))
-            return full, work
-
-        monkeypatch.setattr(Session, "_start", watched)
-
-    def alive(self):
-        return sum(
-            r().numel() * r().element_size() for r in self.fulls if r() is not None
-        )
-
-
-def deep(depth, width=8):
-    unit = ff.unit(lambda p, x: torch.tanh(x @ p))
-    seen = []
-
-    def loss(params, x):
-        for p in params:
-            x = unit(p, x)
-        gc.collect()
-        seen.append(None)
-        return x.sum()
-
-    return loss, [torch.randn(width, width) * 0.1 for _ in range(depth)], seen
-
-
-@pytest.mark.parametrize("depth", [3, 9])
-def test_after_the_forward_only_the_last_unit_is_whole(monkeypatch, depth):
-    """Two buffers at most, whatever the depth: the last unit's, and no other."""
-    unit_bytes = 8 * 8 * 4
-    gathers = Gathers(monkeypatch)
-    loss, params, _ = deep(depth)
-    one = ff.make_mesh({"data": 2}, "simulated")
-    found = []
-
-    def at_the_end(params, x):
-        value = loss(params, x)
-        if ff.axis_index("data") == 0:
-            found.append(gathers.alive())
-        return value
-
-    def main():
-        step = ff.shard(ff.value_and_grad(at_the_end), one, "data")
-        x = torch.ones(2, 8)
-        placed = ff.place(step, params, x)
-        for _ in range(2):
-            step(placed, x)
-        gc.collect()
-        return None
-
-    ff.spmd(main, one)()
-    # Two ranks share this process: each keeps its last unit's buffer. (The first
-    # figure is of the recording, which gathers nothing.)
-    assert found[0] == 0
-    assert all(0 < n <= 2 * unit_bytes for n in found[1:]), found
-    assert gathers.alive() == 0
-
-
-def test_buffers_in_the_backward_are_bounded(monkeypatch):
-    """At most this unit, the next gather, its gradient and the one being reduced."""
-    gathers = Gathers(monkeypatch)
-    loss, params, _ = deep(10)
-    peak = []
-    collect = Session._collect
-
-    def watched(session, *args):
-        buffer = collect(session, *args)
-        gathers.fulls.append(weakref.ref(buffer))
-        if session.where.rank == 0:
-            mine = session.arena.storages
-            peak.append(sum(s.nbytes() for s in mine))
-        return buffer
-
-    monkeypatch.setattr(Session, "_collect", watched)
-
-    def main():
-        step = ff.shard(ff.value_and_grad(loss), MESH, "data")
-        x = torch.ones(2, 8)
-        placed = ff.place(step, params, x)
-        for _ in range(3):
-            step(placed, x)
-
-    ranks(main)
-    assert max(peak) <= 4 * 8 * 8 * 4, max(peak) / (8 * 8 * 4)
