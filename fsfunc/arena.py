@@ -13,10 +13,10 @@ __all__ = ["Arena"]
 class Arena:
     """Buffers that are handed out again once nothing else holds them (CPU only).
 
-    A fresh buffer costs page faults: as much again as a gather between two local
-    processes. A buffer is free when the arena's own handle is the last one on its
-    storage, so nobody has to give anything back, and nothing is taken away from a
-    tensor that still lives. CUDA's allocator does the like by itself.
+    A fresh buffer costs page faults, at each gather and reduction anew. A buffer is
+    free when the arena's own handle is the last one on its storage, so nobody has to
+    give anything back, and nothing is taken away from a tensor that still lives. CUDA's
+    allocator does the like by itself.
 
     With ``poison`` a buffer that is let go of is filled with NaN, for tests.
     """

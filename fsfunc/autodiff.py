@@ -1,7 +1,7 @@
 """``value_and_grad``: the gradient call that transforms may reinterpret.
 
 It means what ``torch.func.vjp`` means. When nobody is transforming us it runs on plain
-autograd: the same bits in half the time, with residuals freed as the backward runs.
+autograd: the same bits in less time, with residuals freed as the backward runs.
 """
 
 from __future__ import annotations

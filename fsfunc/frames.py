@@ -120,7 +120,7 @@ class Frame:
         return None
 
     def but(self, **changes: Any) -> Frame:
-        """The frame with some fields changed: ``replace``, at a fifth of its time."""
+        """The frame with some fields changed: ``replace``, without its checks."""
         frame = object.__new__(Frame)
         frame.__dict__.update(self.__dict__, **changes)
         return frame

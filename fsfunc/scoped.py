@@ -9,7 +9,7 @@ __all__ = ["Scoped"]
 
 
 class Scoped:
-    """``with Scoped(var, value)``: a third of the time of a generator that does it.
+    """``with Scoped(var, value)``: a class, since each unit call opens several.
 
     >>> var = ContextVar("var", default=0)
     >>> with Scoped(var, 1):

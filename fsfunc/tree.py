@@ -74,7 +74,7 @@ def paths(tree: Tree, is_leaf: IsLeaf | None = None) -> list[str]:
     "". A registered node with one unnamed child adds nothing, so a sharded leaf bears
     the same path as its local tensor.
 
-    Cost: about 3 microseconds a leaf.
+    Cost: one Python string a leaf: for messages and masks, not for each step.
 
     >>> paths({"blocks": [{"w": 0, "b": 0}], "head": 0})
     ['blocks/0/b', 'blocks/0/w', 'head']

@@ -216,7 +216,7 @@ def _generator(
 
     The state follows from (the gradient call's number, which unit call, which
     microbatch of the global batch): a recompute repeats by itself, and masks do not
-    depend on the schedule. It costs 2 microseconds on the CPU.
+    depend on the schedule.
     """
     if seed is None:
         yield
