@@ -4,6 +4,7 @@ import os
 import signal
 import subprocess
 import sys
+import tempfile
 import textwrap
 from collections.abc import Callable
 from pathlib import Path
@@ -39,8 +40,10 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 def torchrun(
     tmp_path: Path, pytestconfig: pytest.Config
 ) -> Callable[[str | Path, int], str]:
-    """Return run(script, nproc, *args, timeout=TIME_LIMIT) -> its stdout.
+    """Return run(script, nproc, *args, timeout=TIME_LIMIT) -> what its ranks printed.
 
+    That is rank 0's stdout, then rank 1's, and so on: each rank writes to a file of
+    its own, as lines that several processes print to one pipe come out mixed.
     `script` is a path, or the text of a program. Raises AssertionError with all that
     it printed where it fails, and TimeoutError where it does not end; no process is
     left either way.
@@ -54,9 +57,10 @@ def torchrun(
             path.write_text(textwrap.dedent(script))
         else:
             path = script
+        logs = Path(tempfile.mkdtemp(dir=tmp_path))  # a test may run several
         # standalone: the launcher picks a free port itself.
         launcher = ["-m", "torch.distributed.run", "--standalone"]
-        options = [f"--nproc-per-node={nproc}", f"--log-dir={tmp_path}"]
+        options = [f"--nproc-per-node={nproc}", f"--log-dir={logs}", "--redirects=1"]
         root = str(pytestconfig.rootpath)
         outside = os.environ.get("PYTHONPATH")
         env = os.environ | {
@@ -75,17 +79,18 @@ def torchrun(
             start_new_session=True,
         )
         try:
-            out, err = process.communicate(timeout=timeout)
+            _, err = process.communicate(timeout=timeout)
         except subprocess.TimeoutExpired:
             end(process.pid)
-            out, err = process.communicate(timeout=10)
+            _, err = process.communicate(timeout=10)
             raise TimeoutError(
-                f"{path.name} ran past {timeout} s\n{out}\n{err}"
+                f"{path.name} ran past {timeout} s\n{printed(logs)}\n{err}"
             ) from None
         finally:
             if process.poll() is None:  # Ctrl-C, for one
                 end(process.pid)
                 process.wait()
+        out = printed(logs)
         if process.returncode:
             raise AssertionError(
                 f"{path.name} ended with {process.returncode}\n{out}\n{err}"
@@ -93,6 +98,14 @@ def torchrun(
         return out
 
     return run
+
+
+def printed(logs: Path) -> str:
+    """Return what the ranks of one run wrote to stdout, in the order of ranks."""
+    files = logs.glob("*/attempt_0/*/stdout.log")
+    return "".join(
+        file.read_text() for file in sorted(files, key=lambda file: int(file.parts[-2]))
+    )
 
 
 def end(pid: int) -> None:
