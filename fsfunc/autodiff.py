@@ -9,33 +9,21 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from fsfunc import _torch, tree
+from fsfunc.auxiliary import divided
 from fsfunc.collectives import watch_invariants
+from fsfunc.differentiated import Leaves
 from fsfunc.frames import Counter, Running, Thread, frame, inside, run_as
-from fsfunc.sharded import Sharded, is_sharded, split_buffers
+from fsfunc.losses import Weighted, loss_parts
+from fsfunc.sharded import split_buffers
 from fsfunc.tying import cotangent, tie
 
 __all__ = ["GradientCall", "Outcome", "Weighted", "value_and_grad"]
-
-
-class Weighted(NamedTuple):
-    """A loss as a sum and its weight: the value is sum of totals / sum of weights.
-
-    Exact for batches of uneven size over ranks and microbatches: each returns the sum
-    over its samples and their number (or its tokens and their number).
-
-    Args:
-        total: scalar, differentiated.
-        weight: scalar tensor or number, not differentiated.
-    """
-
-    total: Tensor
-    weight: Tensor | float
 
 
 @dataclass(frozen=True)
@@ -50,6 +38,7 @@ class Outcome:
         aux: what the loss returned beside its value.
         count: of how many microbatches all this is the sum; whoever made the outermost
             call divides by it, so that a transform on the way need not.
+        due: what is still to be done to the gradients, once all has been summed.
     """
 
     total: Tensor
@@ -57,6 +46,7 @@ class Outcome:
     grads: tuple[Any, ...]
     aux: Any
     count: int = 1
+    due: tuple[Callable[[Any], Any], ...] = ()
 
 
 @dataclass(frozen=True)
@@ -86,8 +76,8 @@ def value_and_grad(
             are a tuple). Floating leaves are; integers, None and strings pass through
             as ``None`` gradients.
         has_aux: ``fn`` returns ``(loss, aux)``, and the value is ``(loss, aux)``; of
-            ``aux``, floating scalars are averaged as the loss is, the rest is this
-            rank's.
+            ``aux``, floating scalars are averaged as the loss is, what is
+            ``Summed(tree)`` is summed, the rest is this rank's.
 
     Returns:
         ``(value, grads)``; ``grads`` has the structure of the argument, zeros where
@@ -126,7 +116,7 @@ def value_and_grad(
         seed = _draw() if f.seed is None else f.seed
         with inside(replace(f, seed=seed)):
             call = GradientCall(fn, numbers, has_aux, args, keywords)
-            outcome = _divide(differentiate(call))
+            outcome = _divide(_settled(differentiate(call)))
         value = (outcome.total, outcome.aux) if has_aux else outcome.total
         return value, outcome.grads if several else outcome.grads[0]
 
@@ -139,6 +129,13 @@ def _draw() -> int:
         return 0
     with _torch.beneath_functorch():  # or vmap would refuse
         return int(torch.randint(1 << 62, ()).item())
+
+
+def _settled(outcome: Outcome) -> Outcome:
+    """The outcome, with what was still due done to its gradients."""
+    for finish in outcome.due:
+        outcome = replace(outcome, grads=finish(outcome.grads))
+    return outcome
 
 
 def _divide(outcome: Outcome) -> Outcome:
@@ -154,101 +151,25 @@ def _divide(outcome: Outcome) -> Outcome:
         for g in buffers.tensors
     ]
     total = outcome.total / (count if weight is None else weight)
-    aux = tree.map(lambda x: x / count if averaged(x) else x, outcome.aux)
+    aux = divided(outcome.aux, count)
     return Outcome(total, weight, buffers.rebuild(tensors), aux)
-
-
-def averaged(x: Any) -> bool:
-    """Whether a value beside the loss is averaged as the loss is."""
-    return isinstance(x, Tensor) and x.ndim == 0 and x.is_floating_point()
-
-
-def _loss(out: Any, has_aux: bool) -> tuple[Tensor, Tensor | None, Any]:
-    """(total, weight, aux) of what a loss returned, checked."""
-    aux = None
-    if has_aux:
-        if not isinstance(out, tuple) or len(out) != 2 or isinstance(out, Weighted):
-            raise TypeError("has_aux=True: the loss must return (loss, aux)")
-        out, aux = out
-    weight = None
-    if isinstance(out, Weighted):
-        out, weight = out
-        if not isinstance(weight, Tensor):
-            weight = torch.as_tensor(weight, dtype=out.dtype, device=out.device)
-        weight = weight.detach().to(out.dtype)
-    if not isinstance(out, Tensor):
-        raise TypeError(f"the loss must be a scalar tensor, got {type(out).__name__}")
-    if out.shape != () or not out.is_floating_point():
-        raise ValueError(
-            f"the loss must be a floating scalar, got shape {tuple(out.shape)} of "
-            f"{out.dtype}: take its mean, or return ff.Weighted(total, weight)"
-        )
-    return out, weight, aux
 
 
 def _detach(aux: Any) -> Any:
     return tree.map(lambda x: x.detach() if isinstance(x, Tensor) else x, aux)
 
 
-class _Leaves:
-    """The differentiated leaves of a call: taken out, and put back.
-
-    A leaf in a ported home is read through its port, so it is differentiable only for
-    those who use its part directly; a whole home then gives one differentiable tensor.
-    """
-
-    def __init__(self, call: GradientCall):
-        self.call = call
-        chosen = tuple(call.args[i] for i in call.argnums)
-        self.leaves, self.treedef = tree.flatten(chosen, is_leaf=is_sharded)
-        self.locals = [x.local if isinstance(x, Sharded) else x for x in self.leaves]
-        self.picked = [
-            i
-            for i, x in enumerate(self.locals)
-            if isinstance(x, Tensor) and x.is_floating_point()
-        ]
-
-    def args(self, values: Sequence[Tensor]) -> tuple[Any, ...]:
-        """The call's arguments, with ``values`` for the picked leaves."""
-        leaves = list(self.leaves)
-        for i, value in zip(self.picked, values, strict=True):
-            old = leaves[i]
-            if isinstance(old, Sharded):
-                leaves[i] = old.with_local(value)
-                leaves[i].home = old.home if _ported(old) else None
-            else:
-                leaves[i] = value
-        args = list(self.call.args)
-        chosen = tree.unflatten(self.treedef, leaves)
-        for i, value in zip(self.call.argnums, chosen, strict=True):
-            args[i] = value
-        return tuple(args)
-
-    def grads(self, values: Sequence[Tensor | None]) -> tuple[Any, ...]:
-        """Trees of gradients; None from a leaf that its port answers for."""
-        found: list[Any] = [None] * len(self.leaves)
-        for i, g in zip(self.picked, values, strict=True):
-            old = self.leaves[i]
-            if g is None and not _ported(old):
-                g = torch.zeros_like(self.locals[i])
-            found[i] = old.with_local(g) if isinstance(old, Sharded) else g
-        return tree.unflatten(self.treedef, found)
-
-
-def _ported(leaf: Any) -> bool:
-    home = leaf.home if isinstance(leaf, Sharded) else None
-    return home is not None and home.port is not None
-
-
 def _differentiate(call: GradientCall) -> Outcome:
     """The gradient call itself: what every interpretation comes down to."""
-    leaves = _Leaves(call)
-    picked = [leaves.locals[i] for i in leaves.picked]
+    f = frame()
+    if f.differentiate is not None:
+        return f.differentiate(call)
+    leaves = Leaves(call.args, call.argnums)
+    picked = leaves.tensors
     if _torch.functorch_active() or _torch.forward_ad_active():
         return _by_vjp(call, leaves, picked)
     if torch.is_grad_enabled() and _tracked((call.args, call.keywords)):
         return _by_vjp(call, leaves, picked)
-    f = frame()
     for _, session in f.sessions:
         session.begin()
     thread = Thread(picked[0].device if picked else None) if f.sessions else None
@@ -256,7 +177,7 @@ def _differentiate(call: GradientCall) -> Outcome:
     with run_as(Running(thread)), torch.enable_grad(), watch_invariants() as seen:
         with inside(replace(f, counter=Counter(), in_loss=True)):
             out = call.fn(*leaves.args(values), **call.keywords)
-        total, weight, aux = _loss(out, call.has_aux)
+        total, weight, aux = loss_parts(out, call.has_aux)
         tied = total
         if thread is not None and thread.token is not thread.start:
             tied = tie(total, thread.token)
@@ -276,12 +197,12 @@ def _tracked(values: Any) -> bool:
     return any(isinstance(x, Tensor) and x.requires_grad for x in tree.leaves(values))
 
 
-def _by_vjp(call: GradientCall, leaves: _Leaves, picked: list[Tensor]) -> Outcome:
+def _by_vjp(call: GradientCall, leaves: Leaves, picked: list[Tensor]) -> Outcome:
     """On ``torch.func``, where the result may be differentiated or mapped again."""
     beside: list[Any] = []  # (structure, leaves) of the rest; no tensors of a level
 
     def pure(*values: Tensor) -> tuple[Tensor, list[Tensor]]:
-        total, weight, aux = _loss(
+        total, weight, aux = loss_parts(
             call.fn(*leaves.args(values), **call.keywords), call.has_aux
         )
         flat, spec = tree.flatten((weight, aux))

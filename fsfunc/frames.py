@@ -94,6 +94,10 @@ class Frame:
         compute, reduce: dtypes that ``precision`` asked for.
         donated: whether the state may be written in place.
         recorder: notes unit calls while a step is recorded.
+        stage: decides what becomes of a unit call (not of one inside a unit): whether
+            it runs here at all; ``stage.unit(call, params, inputs, keywords)``.
+        differentiate: what a gradient call comes down to, in place of autograd's own
+            forward and backward.
         in_loss: whether a gradient call is around us.
     """
 
@@ -110,6 +114,8 @@ class Frame:
     reduce: torch.dtype | None = None
     donated: bool = False
     recorder: Any = None
+    stage: Any = None
+    differentiate: Any = None
     in_loss: bool = False
 
     def session(self, handler: Interpretation) -> Any:

@@ -66,6 +66,44 @@ class Group:
         note(op, self.axis, self.size, x, self.rank, sends)
         return self.link.start(op, x, self, out=out, **how)
 
+    def send(self, x: Tensor, to: int) -> Work:
+        """Sends ``x`` to the rank at index ``to``; returns at once what to wait for.
+
+        The n-th send from one rank to another meets the n-th receive there, whatever
+        collectives are under way; shape and dtype must be equal. Until the work is
+        ``done()``, ``x`` must not be written; its ``wait()`` returns when the receiver
+        has asked for ``x``.
+
+        Raises:
+            ValueError: ``to`` is no other rank of the group.
+
+        Cost: the bytes of ``x``, noted as one ppermute of the sender's.
+        """
+        self._check("send to", to)
+        note("ppermute", self.axis, self.size, x, self.rank, True)
+        return self.link.send(x.detach().contiguous(), self, to)
+
+    def receive(
+        self, shape: Sequence[int], dtype: torch.dtype, device: Any, source: int
+    ) -> Work:
+        """Asks for what the rank at index ``source`` sends; ``wait()`` returns it.
+
+        The memory is taken at once, for the sender to fill. See :meth:`send`.
+
+        Raises:
+            ValueError: ``source`` is no other rank of the group.
+        """
+        self._check("receive from", source)
+        like = torch.empty(tuple(shape), dtype=dtype, device=device)
+        return self.link.receive(like, self, source)
+
+    def _check(self, what: str, other: int) -> None:
+        if not 0 <= other < self.size or other == self.index:
+            raise ValueError(
+                f"rank {self.rank}, index {self.index} along {self.name}, cannot "
+                f"{what} index {other}: it is another one of 0 to {self.size - 1}"
+            )
+
 
 # op, of -> to : op, of -> to
 _TRANSPOSES = {

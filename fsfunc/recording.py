@@ -109,7 +109,7 @@ class Recorder:
                 if _torch.is_wrapped(x) or x.requires_grad:
                     self.trained.add(path)
                     self.differentiated = True
-            numbers = (*call.frame.numbers, call.number)
+            numbers = call.numbers
             self.taken.append(_Taken(call.path, numbers, names))
             out = run(tree.unflatten(treedef, leaves), *inputs, **keywords)
             with inside(replace(call.frame, path=call.path, numbers=numbers)):

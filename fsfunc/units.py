@@ -37,14 +37,26 @@ class Call:
         return (*self.frame.path, self.unit.__name__)
 
     @property
+    def numbers(self) -> tuple[int, ...]:
+        """Which call it was of each body around it, outermost first."""
+        return (*self.frame.numbers, self.number)
+
+    @property
     def name(self) -> str:
         """``block`` or, inside another unit, ``loss_fn/block``."""
         return "/".join(self.path)
 
+    def run(self, params: Any, *inputs: Any, **keywords: Any) -> Any:
+        """Runs the call as the transforms in reach of it say."""
+        run = self.body
+        for handler in reversed(self.frame.handlers):
+            run = handler.unit(run, self)
+        with aside():
+            return run(params, *inputs, **keywords)
+
     def body(self, params: Any, *inputs: Any, **keywords: Any) -> Any:
         """Runs the function itself: what every interpretation comes down to."""
-        f = self.frame
-        numbers = (*f.numbers, self.number)
+        f, numbers = self.frame, self.numbers
         within = f.but(path=self.path, numbers=numbers, counter=Counter())
         with inside(within), _generator(f.seed, numbers, f.data_index):
             if f.compute is not None:
@@ -66,11 +78,9 @@ class Unit:
     def __call__(self, params: Any, *inputs: Any, **keywords: Any) -> Any:
         f = frame()
         call = Call(self, f, f.counter.next())
-        run = call.body
-        for handler in reversed(f.handlers):
-            run = handler.unit(run, call)
-        with aside():
-            return run(params, *inputs, **keywords)
+        if f.stage is not None and not f.path:
+            return f.stage.unit(call, params, inputs, keywords)
+        return call.run(params, *inputs, **keywords)
 
     def __repr__(self) -> str:
         return f"unit({self.__name__})"

@@ -21,11 +21,12 @@ FLOORS = [
     (1, ["arena.py", "mesh.py", "sharded.py", "homes.py"]),
     (2, ["accounting.py", "moves.py", "moving.py", "collectives.py"]),
     (2, ["splitting.py", "launching.py", "backends/"]),
-    (3, ["frames.py", "tying.py", "units.py", "autodiff.py"]),
-    (4, ["optim/"]),
-    (5, ["transforms/", "recording.py", "recorded.py"]),
+    (3, ["frames.py", "tying.py", "units.py", "losses.py"]),
+    (3, ["differentiated.py", "auxiliary.py", "autodiff.py"]),
+    (4, ["optim/", "statistics.py"]),
+    (5, ["transforms/", "pipelining/", "recording.py", "recorded.py"]),
     (6, ["training.py"]),
-    (7, ["testing/"]),
+    (7, ["testing/", "show/"]),
     (8, ["__init__.py"]),
 ]
 

@@ -28,3 +28,9 @@ class AbstractLink(Link):
         if op == "psum_scatter":
             return Done(x.new_empty((x.shape[0] // n, *x.shape[1:])))
         return Done(x.clone())
+
+    def send(self, x: Tensor, where: Any, to: int) -> Work:
+        return Done(x.new_empty(0))
+
+    def receive(self, like: Tensor, where: Any, source: int) -> Work:
+        return Done(like)

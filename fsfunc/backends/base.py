@@ -9,11 +9,20 @@ from torch import Tensor
 
 __all__ = ["Done", "Link", "Work"]
 
+_ALL_AT_ONCE = (
+    "no rank of a vmap mesh can {} alone: they all run as one program; use a simulated "
+    "mesh"
+)
+
 
 class Work:
-    """A collective under way; ``wait`` returns this rank's result."""
+    """A collective or a transfer under way; ``wait`` returns this rank's result."""
 
     def wait(self) -> Tensor:
+        raise NotImplementedError
+
+    def done(self) -> bool:
+        """Whether it is known to be over: asks, and waits for nothing."""
         raise NotImplementedError
 
 
@@ -25,6 +34,9 @@ class Done(Work):
 
     def wait(self) -> Tensor:
         return self.result
+
+    def done(self) -> bool:
+        return True
 
 
 class Link:
@@ -43,6 +55,14 @@ class Link:
         With ``any_order`` in ``how``, other ranks may wait for it in another order.
         """
         raise NotImplementedError
+
+    def send(self, x: Tensor, where: Any, to: int) -> Work:
+        """Sends contiguous ``x`` to the rank at index ``to``; see ``Group.send``."""
+        raise RuntimeError(_ALL_AT_ONCE.format("send"))
+
+    def receive(self, like: Tensor, where: Any, source: int) -> Work:
+        """Receives into ``like`` what the rank at index ``source`` sends."""
+        raise RuntimeError(_ALL_AT_ONCE.format("receive"))
 
     def trim(self) -> None:
         """Lets go of memory that is kept for the next collectives."""

@@ -11,18 +11,15 @@ from __future__ import annotations
 import contextvars
 import threading
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from fsfunc import _torch
-from fsfunc.accounting import current_label, source_line
 from fsfunc.backends.base import Link, Work
 from fsfunc.backends.carrying import carry, own, resume
+from fsfunc.backends.meetings import Call, CollectiveMismatch, Meeting, Transfer
 from fsfunc.mesh import Here, Mesh, place_here
-from fsfunc.moves import combine
 
 __all__ = ["CollectiveMismatch", "Deadlock", "run_simulated"]
 
@@ -31,60 +28,8 @@ class Deadlock(RuntimeError):
     """No simulated rank can go on."""
 
 
-class CollectiveMismatch(RuntimeError):
-    """Simulated ranks met in one group with different collectives."""
-
-
 class _Aborted(BaseException):
     """Another rank failed. Not an Exception: user code must not swallow it."""
-
-
-@dataclass
-class _Call:
-    """What one rank said when it came to a collective."""
-
-    op: str
-    how: tuple[Any, ...]
-    axis: tuple[str, ...]
-    shape: tuple[int, ...]
-    dtype: torch.dtype
-    unit: str
-    phase: str
-    where: str
-
-    @property
-    def signature(self) -> tuple[Any, ...]:
-        return self.op, self.how, self.axis, self.shape, self.dtype
-
-    def __str__(self) -> str:
-        unit = f" of {self.unit} ({self.phase})" if self.unit else ""
-        dtype = str(self.dtype).removeprefix("torch.")
-        axis = ", ".join(self.axis)
-        return (
-            f'{self.op} over "{axis}", {dtype}{list(self.shape)}{unit} at {self.where}'
-        )
-
-
-@dataclass
-class _Meeting:
-    """One collective of one group: complete when every member has come."""
-
-    ranks: tuple[int, ...]
-    calls: dict[int, _Call] = field(default_factory=dict)
-    inputs: dict[int, Tensor] = field(default_factory=dict)
-    results: list[Tensor] | None = None
-
-    def complete(self, how: dict[str, Any]) -> None:
-        first = self.calls[self.ranks[0]]
-        self.results = combine(first.op, [self.inputs[r] for r in self.ranks], **how)
-        self.inputs.clear()
-
-    def take(self, rank: int, out: Tensor | None) -> Tensor:
-        """This rank's own copy: what another rank writes must not reach it."""
-        if self.results is None:
-            raise RuntimeError("taken before it was complete")
-        result = self.results[self.ranks.index(rank)]
-        return result.clone() if out is None else out.copy_(result)
 
 
 class _Session:
@@ -96,9 +41,9 @@ class _Session:
         self.wake = [threading.Semaphore(0) for _ in range(n)]
         self.done = threading.Semaphore(0)
         self.state = ["ready"] * n
-        self.waits: dict[int, _Meeting] = {}
+        self.waits: dict[int, Meeting] = {}
         self.error: BaseException | None = None
-        self.meetings: dict[tuple[Any, ...], _Meeting] = {}
+        self.meetings: dict[tuple[Any, ...], Meeting] = {}
         self.counts: dict[tuple[int, tuple[int, ...]], int] = {}
         self.own = [own()] * n
         self.notes: dict[Any, Any] = {}
@@ -135,53 +80,63 @@ class _Session:
                 text = "has returned"
             elif rank in self.waits:
                 meeting = self.waits[rank]
-                missing = [r for r in meeting.ranks if r not in meeting.calls]
-                text = f"waits in {meeting.calls[rank]}, for ranks {missing}"
+                text = f"waits in {meeting.calls[rank]}, for ranks {meeting.missing}"
             else:
                 text = "runs"
             lines.append(f"  rank {rank} {text}")
         return f"{title}:\n" + "\n".join(lines)
 
-    def start(self, rank: int, call: _Call, x: Tensor, ranks: tuple[int, ...], how):
+    def come(
+        self, rank: int, call: Call, x: Tensor, kind: type[Meeting], ranks: Any, how
+    ) -> Meeting:
+        """Takes a rank's next place among ``ranks``; the last to come completes it."""
         if self.error is not None:
             raise _Aborted
-        count = self.counts.get((rank, ranks), 0)
-        self.counts[rank, ranks] = count + 1
-        key = (ranks, count)
-        meeting = self.meetings.setdefault(key, _Meeting(ranks))
-        meeting.calls[rank], meeting.inputs[rank] = call, x
-        if len(meeting.calls) == len(ranks):
+        count = self.counts.get((rank, kind, ranks), 0)
+        self.counts[rank, kind, ranks] = count + 1
+        key = (kind, ranks, count)
+        meeting = self.meetings.setdefault(key, kind(ranks[-1]))
+        meeting.come(rank, call, x)
+        if not meeting.missing:
             del self.meetings[key]
-            if len({c.signature for c in meeting.calls.values()}) > 1:
-                rows = "\n".join(f"  rank {r} {meeting.calls[r]}" for r in ranks)
-                error = CollectiveMismatch(
-                    f"simulated ranks call different collectives:\n{rows}"
-                )
+            if wrong := meeting.mismatch():
+                error = CollectiveMismatch(wrong)
                 self.fail(error)
                 raise error
             meeting.complete(how)
-            for r in ranks:
+            for r in meeting.ranks:
                 if self.waits.get(r) is meeting and self.state[r] == "waiting":
                     self.state[r] = "ready"
         return meeting
 
-    def wait(self, rank: int, meeting: _Meeting, out: Tensor | None) -> Tensor:
-        if meeting.results is None:
+    def wait(self, rank: int, meeting: Meeting) -> None:
+        if not meeting.over:
             self.waits[rank], self.state[rank] = meeting, "waiting"
             self.hand_over(rank)
             self.waits.pop(rank, None)
         if self.error is not None:
             raise _Aborted
-        return meeting.take(rank, out)
 
 
 class _Pending(Work):
-    def __init__(self, session: _Session, rank: int, meeting: _Meeting, out):
-        self.parts = session, rank, meeting, out
+    """A rank's part in a meeting; ``result`` is asked for once it is over."""
+
+    def __init__(
+        self,
+        session: _Session,
+        rank: int,
+        meeting: Meeting,
+        result: Callable[[], Tensor],
+    ):
+        self.session, self.rank, self.meeting = session, rank, meeting
+        self.result = result
 
     def wait(self) -> Tensor:
-        session, rank, meeting, out = self.parts
-        return session.wait(rank, meeting, out)
+        self.session.wait(self.rank, self.meeting)
+        return self.result()
+
+    def done(self) -> bool:
+        return self.meeting.over
 
 
 class SimulatedLink(Link):
@@ -200,21 +155,21 @@ class SimulatedLink(Link):
         any_order: bool = True,
         **how: Any,
     ) -> Work:
-        unit, phase = current_label()
-        call = _Call(
-            op,
-            tuple(how.values()),
-            where.axis,
-            tuple(x.shape),
-            x.dtype,
-            unit,
-            phase,
-            source_line(),
-        )
-        x = x.detach()
-        meeting = self.session.start(self.rank, call, x, where.ranks, how)
-        return _Pending(self.session, self.rank, meeting, out)
+        call, ranks = Call.now(op, how, where.axis, x), (where.ranks,)
+        meeting = self._come(Meeting, call, x.detach(), ranks, how)
+        return self._pending(meeting, lambda: meeting.take(self.rank, out))
 
+    def send(self, x: Tensor, where: Any, to: int) -> Work:
+        call = Call.now("send", {}, where.axis, x)
+        pair = (where.rank, where.ranks[to])
+        meeting = self._come(Transfer, call, x, (where.ranks, pair), {})
+        return self._pending(meeting, lambda: _NOTHING)
+
+    def receive(self, like: Tensor, where: Any, source: int) -> Work:
+        call = Call.now("receive", {}, where.axis, like)
+        pair = (where.ranks[source], where.rank)
+        meeting = self._come(Transfer, call, like, (where.ranks, pair), {})
+        return self._pending(meeting, lambda: like)
 
 def run_simulated(mesh: Mesh, fn: Callable[..., Any], args: Sequence[Sequence[Any]]):
     """``[fn(*args[r]) on rank r for each r]``; the first error of any rank is raised.

@@ -10,7 +10,8 @@ import torch
 from torch import Tensor
 
 from fsfunc import _torch, tree
-from fsfunc.autodiff import GradientCall, Outcome, averaged
+from fsfunc.autodiff import GradientCall, Outcome
+from fsfunc.auxiliary import added
 from fsfunc.frames import Interpretation, frame, inside
 from fsfunc.sharded import is_sharded, split_alike
 from fsfunc.transforms.transforming import transformed
@@ -24,8 +25,9 @@ def accumulate(f: Callable[..., Any], n: int) -> Callable[..., Any]:
     It equals the plain loop: the mean of the microbatches' values and gradients (with
     ``Weighted`` losses, the sums of totals over the sums of weights). The tensors of
     the arguments that are not differentiated are cut along dim 0; sharded leaves are
-    not. Of what a loss returns beside its value, floating scalars are averaged, other
-    tensors joined along dim 0, and of the rest the last is given.
+    not. Of what a loss returns beside its value, floating scalars are averaged, what is
+    ``Summed(tree)`` is summed, other tensors are joined along dim 0, and of the rest
+    the last is given.
 
     Where it stands decides when gradients are reduced: ``shard(accumulate(f, n))``
     reduces once and holds whole gradients meanwhile, ``accumulate(shard(f), n)``
@@ -106,7 +108,7 @@ class _Sums:
         a, b = self.first, outcome
         self.grads = self._added(outcome.grads)
         weight = None if a.weight is None or b.weight is None else a.weight + b.weight
-        aux = tree.map(_both, a.aux, b.aux)
+        aux = added(a.aux, b.aux)
         count = a.count + b.count
         self.first = Outcome(a.total + b.total, weight, (), aux, count)
 
@@ -136,12 +138,3 @@ class _Sums:
         if self.first is None:
             raise RuntimeError("no microbatch was run")
         return replace(self.first, grads=self.grads)
-
-
-def _both(x: Any, y: Any) -> Any:
-    """What two microbatches returned beside their loss, as one."""
-    if not isinstance(x, Tensor):
-        return y
-    if averaged(x):
-        return x + y
-    return y if x.ndim == 0 else torch.cat([x, y])

@@ -13,7 +13,8 @@ from torch import Tensor
 from fsfunc import tree
 from fsfunc.accounting import label
 from fsfunc.autodiff import Outcome
-from fsfunc.autodiff import averaged as is_averaged
+from fsfunc.auxiliary import averaged as is_averaged
+from fsfunc.auxiliary import is_summed
 from fsfunc.collectives import Group, Move, group, move
 from fsfunc.sharded import is_sharded
 from fsfunc.transforms.sessions import Session
@@ -21,15 +22,19 @@ from fsfunc.transforms.sessions import Session
 __all__ = ["averaged"]
 
 _MEAN = Move("psum", "M", "M")
+_SUM = Move("psum", "V", "I")
 
 
 def averaged(outcome: Outcome, session: Session, at: Any) -> Outcome:
-    """Loss, weight, floating scalars of aux and plain gradients: means over ranks."""
+    """Loss, weight, floating scalars of aux and plain gradients: means over ranks.
+
+    What of aux is summed, is summed over them.
+    """
     where = group(session.mean_axes, at)
     n = session.mean_size
     if n == 1:
         return outcome
-    aux, spec = tree.flatten(outcome.aux)
+    aux, spec = tree.flatten(outcome.aux, is_leaf=is_summed)
     picked = [i for i, x in enumerate(aux) if is_averaged(x)]
     one = torch.ones_like(outcome.total) if outcome.weight is None else outcome.weight
     values = [outcome.total, *[aux[i] for i in picked], one]
@@ -43,6 +48,11 @@ def averaged(outcome: Outcome, session: Session, at: Any) -> Outcome:
     weight = None if outcome.weight is None else weight.to(outcome.weight.dtype)
     for i, value in zip(picked, means[1:], strict=True):
         aux[i] = value.to(aux[i].dtype)
+    at_sums = [i for i, x in enumerate(aux) if is_summed(x)]
+    sums, treedef = tree.flatten([aux[i] for i in at_sums])
+    sums = tree.unflatten(treedef, _packed(sums, _SUM, where, "sums"))
+    for i, x in zip(at_sums, sums, strict=True):
+        aux[i] = x
     return replace(
         outcome,
         total=means[0].to(outcome.total.dtype),
@@ -53,17 +63,26 @@ def averaged(outcome: Outcome, session: Session, at: Any) -> Outcome:
 
 
 def _plain(grads: Any, where: Group) -> Any:
-    """The means of the gradients of whole leaves, one collective for each dtype."""
+    """The means of the gradients of whole leaves."""
     leaves, treedef = tree.flatten(grads, is_leaf=is_sharded)
-    plain: dict[torch.dtype, list[int]] = defaultdict(list)
-    for i, x in enumerate(leaves):
-        if isinstance(x, Tensor):
-            plain[x.dtype].append(i)
-    for positions in plain.values():
-        flat = torch.cat([leaves[i].reshape(-1) for i in positions])
-        with label("", "plain gradients"):
-            flat = move(flat, _MEAN, where)
-        parts = flat.split([leaves[i].numel() for i in positions])
-        for i, part in zip(positions, parts, strict=True):
-            leaves[i] = part.view(leaves[i].shape)
+    plain = [i for i, x in enumerate(leaves) if isinstance(x, Tensor)]
+    means = _packed([leaves[i] for i in plain], _MEAN, where, "plain gradients")
+    for i, x in zip(plain, means, strict=True):
+        leaves[i] = x
     return tree.unflatten(treedef, leaves)
+
+
+def _packed(tensors: list[Tensor], how: Move, where: Group, name: str) -> list[Tensor]:
+    """``how`` applied to tensors, one collective for each dtype."""
+    out = list(tensors)
+    by_dtype: dict[torch.dtype, list[int]] = defaultdict(list)
+    for i, x in enumerate(tensors):
+        by_dtype[x.dtype].append(i)
+    for positions in by_dtype.values():
+        flat = torch.cat([tensors[i].reshape(-1) for i in positions])
+        with label("", name):
+            flat = move(flat, how, where)
+        parts = flat.split([tensors[i].numel() for i in positions])
+        for i, part in zip(positions, parts, strict=True):
+            out[i] = part.view(tensors[i].shape)
+    return out

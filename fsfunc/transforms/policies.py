@@ -16,7 +16,17 @@ from fsfunc._torch import TorchDispatchMode
 from fsfunc.accounting import aside, is_aside
 from fsfunc.units import States, generator_states, set_generators
 
-__all__ = ["Policy", "SaveAllBut", "SaveOnly", "Tape", "checkpoint_name"]
+__all__ = [
+    "MODES",
+    "Policy",
+    "SaveAllBut",
+    "SaveOnly",
+    "Tape",
+    "checkpoint_name",
+    "recomputes",
+]
+
+MODES = ("always", "except_last", "never")
 
 
 @dataclass(frozen=True)
@@ -55,6 +65,22 @@ class SaveAllBut(Policy):
 
     def keeps(self, name: str) -> bool:
         return name not in self.names
+
+
+def recomputes(policy: Policy | str | None, micro: Sequence[tuple[int, int]]) -> bool:
+    """Whether a call is recomputed that was made in the microbatches ``micro``.
+
+    ``"except_last"`` spares the last microbatch of the innermost loop, whose backward
+    comes first or at once: what it would free is wanted again directly. Outside any
+    loop there is one microbatch, which is the last.
+
+    >>> [recomputes("except_last", micro) for micro in ((), ((0, 2),), ((1, 2),))]
+    [False, True, False]
+    """
+    if policy == "except_last":
+        index, count = micro[-1] if micro else (0, 1)
+        return index < count - 1
+    return policy != "never"
 
 
 _TAPES: ContextVar[tuple[Tape, ...]] = ContextVar("fsfunc_tapes", default=())

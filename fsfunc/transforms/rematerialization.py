@@ -13,14 +13,16 @@ from fsfunc import _torch, tree
 from fsfunc.accounting import aside
 from fsfunc.frames import Interpretation, Running, Thread, run_as, running
 from fsfunc.sharded import Sharded, is_sharded
-from fsfunc.transforms.policies import Policy, Tape
+from fsfunc.transforms.policies import MODES, Policy, Tape, recomputes
 from fsfunc.transforms.transforming import transformed
 from fsfunc.units import States, generator_states, generators_kept, set_generators
 
 __all__ = ["remat"]
 
 
-def remat(f: Callable[..., Any], policy: Policy | None = None) -> Callable[..., Any]:
+def remat(
+    f: Callable[..., Any], policy: Policy | str | None = None
+) -> Callable[..., Any]:
     """``f`` with each unit keeping its inputs alone, and computing again in backward.
 
     The recompute runs under the same autocast, with the same random numbers, and with
@@ -30,7 +32,14 @@ def remat(f: Callable[..., Any], policy: Policy | None = None) -> Callable[..., 
         f: a unit, a loss, or a train step.
         policy: ``SaveOnly(names)`` or ``SaveAllBut(names)``: values named by
             ``checkpoint_name`` that are kept, so that the op which made them does not
-            run again. By default nothing is kept.
+            run again. By default nothing is kept. Or which microbatches of the innermost
+            loop around a call (``accumulate``, ``pipeline``) are recomputed:
+            ``"always"`` is the default, ``"except_last"`` all but the last one (of a
+            lone one, none), ``"never"`` none.
+
+    Raises:
+        TypeError: another kind of policy.
+        ValueError: a string that is none of the three.
 
     Cost: one more forward of each unit; under ``shard``, in either order, each unit is
     gathered twice, the last one once. Under ``torch.func`` transforms the function runs
@@ -44,19 +53,27 @@ def remat(f: Callable[..., Any], policy: Policy | None = None) -> Callable[..., 
     >>> ff.value_and_grad(loss)(torch.tensor(0.0))[1].item()
     2.0
     """
-    if policy is not None and not isinstance(policy, Policy):
+    if isinstance(policy, str) and policy not in MODES:
+        raise ValueError(
+            f"policy={policy!r}: a string is one of {', '.join(map(repr, MODES))}; "
+            f"a value to keep is named by SaveOnly({policy!r})"
+        )
+    if policy is not None and not isinstance(policy, Policy | str):
         raise TypeError(
-            f"policy={policy!r}: it is SaveOnly(names) or SaveAllBut(names), or None"
+            f"policy={policy!r}: it is SaveOnly(names), SaveAllBut(names), a string "
+            f"out of {', '.join(map(repr, MODES))}, or None"
         )
     return transformed(f, _Remat(policy))
 
 
 class _Remat(Interpretation):
-    def __init__(self, policy: Policy | None):
+    def __init__(self, policy: Policy | str | None):
         self.policy = policy
+        self.kept = None if isinstance(policy, str) else policy
 
     def unit(self, run: Callable[..., Any], call: Any) -> Callable[..., Any]:
-        if call.frame.recorder is not None:
+        frame = call.frame
+        if frame.recorder is not None or not recomputes(self.policy, frame.micro):
             return run
 
         def recomputed(params: Any, *inputs: Any, **keywords: Any) -> Any:

@@ -28,6 +28,16 @@ class _Reduction:
     buffer: Tensor
 
 
+@dataclass
+class _Held:
+    """The gradient of one call, summed over ``count`` microbatches so far."""
+
+    port: Port
+    buffer: Tensor
+    name: str
+    count: int
+
+
 class Session:
     """One gradient call, or one plain call, of a sharded function on one rank.
 
@@ -60,9 +70,9 @@ class Session:
         self.seen: list[tuple[str, ...]] = []
         self.flights: dict[str, tuple[Home, torch.dtype, Tensor, Any]] = {}
         self.recent: list[Box] = []
-        self.passages: list[Passage] = []
+        self.passages: dict[Any, list[Passage]] = {}  # by microbatch, in call order
         self.reductions: list[_Reduction] = []
-        self.held: dict[Any, tuple[Port, Tensor, str]] = {}
+        self.held: dict[Any, _Held] = {}
         replicated = () if replicas is None else replicas.axis
         self.mean_axes = (*replicated, *where.axis)
         self.mean_size = where.size * (1 if replicas is None else replicas.size)
@@ -72,7 +82,7 @@ class Session:
     def begin(self) -> None:
         """A forward pass starts: what the last one left over is forgotten."""
         self.drop(self.recent)
-        self.recent, self.passages, self.seen = [], [], []
+        self.recent, self.passages, self.seen = [], {}, []
         if self.handler.zero == 3:  # memory before the odd page fault
             self.arena.trim(2)
             self.where.link.trim()
@@ -167,8 +177,8 @@ class Session:
 
     def _take_again(self, passage: Passage, dtype: torch.dtype | None) -> None:
         """The same for a recompute: into the boxes of the first run, which last."""
-        at = self._find(passage)
-        first = self.passages[at].boxes if at >= 0 else []
+        passages, at = self._find(passage)
+        first = passages[at].boxes if at >= 0 else []
         for use in passage.uses:
             kind, home = _dtype(use.home, dtype), use.home
             box = next((b for b in first if b.home is home), None)
@@ -181,13 +191,16 @@ class Session:
         # drops what the call took.
         held = self.recent
         self.recent = [*held, *(b for b in passage.boxes if not _among(b, held))]
-        if at == len(self.passages) - 1:  # not one of several in an outer unit
+        if at == len(passages) - 1:  # not one of several in an outer unit
             self._look_back(passage)
 
     def passed(self, passage: Passage) -> None:
-        """A call's outputs are out: the backward comes by in the reverse of this."""
+        """A call's outputs are out: the backward comes by in the reverse of this.
+
+        Microbatch by microbatch: a pipeline has several under way.
+        """
         if not running().recompute:
-            self.passages.append(passage)
+            self.passages.setdefault(passage.micro, []).append(passage)
 
     def drop(self, boxes: Iterable[Box]) -> None:
         """Forgets gathered buffers."""
@@ -198,21 +211,22 @@ class Session:
 
     # Backward
 
-    def _find(self, passage: Passage) -> int:
-        """Where in the forward pass the call was; -1: not in the present one."""
-        for i in range(len(self.passages) - 1, -1, -1):
-            if self.passages[i].key == passage.key:
-                return i
-        return -1
+    def _find(self, passage: Passage) -> tuple[list[Passage], int]:
+        """The forward pass that the call was in, and where; -1: not in a present one."""
+        passages = self.passages.get(passage.micro, [])
+        for i in range(len(passages) - 1, -1, -1):
+            if passages[i].key == passage.key:
+                return passages, i
+        return passages, -1
 
     def _look_back(self, passage: Passage) -> None:
         """The calls after this one are done; the one before it comes next."""
-        at = self._find(passage)
+        passages, at = self._find(passage)
         if at < 0:
             return
-        del self.passages[at + 1 :]
-        if at > 0 and (self.passages[at - 1].hooked or running().recompute):
-            for box in self.passages[at - 1].boxes:
+        del passages[at + 1 :]
+        if at > 0 and (passages[at - 1].hooked or running().recompute):
+            for box in passages[at - 1].boxes:
                 if box.full is None:
                     self._send_for(box.home, box.dtype)
 
@@ -226,8 +240,8 @@ class Session:
 
     def left_backward(self, passage: Passage) -> None:
         """A call's gradients are out: its buffers go, but for a neighbour's."""
-        at = self._find(passage)
-        before = self.passages[at - 1].boxes if at > 0 else []
+        passages, at = self._find(passage)
+        before = passages[at - 1].boxes if at > 0 else []
         self.drop(b for b in passage.boxes if not any(b is o for o in before))
 
     def gradient_of(
@@ -242,19 +256,20 @@ class Session:
             buffer.add_(box.grad)
             self.arena.spoil(box.grad)
             box.grad = None
-        at = self._find(passage)
-        if at > 0 and any(box is b for b in self.passages[at - 1].boxes):
+        passages, at = self._find(passage)
+        if at > 0 and any(box is b for b in passages[at - 1].boxes):
             box.grad = buffer  # the call before shares the buffer, and reduces it
             return None
         if port is None:
             return self.handler.reduce(buffer, self).to(use.flat.dtype)
-        inner = passage.micro[self.depth :]
-        key = (id(use.home), passage.key)
+        # Counted, not numbered: microbatches may come back in any order.
+        due = math.prod(n for _, n in passage.micro[self.depth :])
+        key, count = (id(use.home), passage.key), 1
         if key in self.held:
-            so_far = self.held.pop(key)[1]
-            buffer = so_far.add_(buffer)
-        if any(i < n - 1 for i, n in inner) or self.handler.zero == 1:
-            self.held[key] = (port, buffer, passage.name)
+            held = self.held.pop(key)
+            buffer, count = held.buffer.add_(buffer), held.count + 1
+        if count < due or self.handler.zero == 1:
+            self.held[key] = _Held(port, buffer, passage.name, count)
         else:
             self._reduce(port, buffer)
         return None
@@ -307,9 +322,9 @@ class Session:
 
     def finish(self) -> None:
         """Waits for all that is due; the ports then hold the mean gradients."""
-        for port, buffer, name in self.held.values():
-            with label(name, "backward"):
-                self._reduce(port, buffer)
+        for held in self.held.values():
+            with label(held.name, "backward"):
+                self._reduce(held.port, held.buffer)
         self.held.clear()
         while self.reductions:
             self._finish(self.reductions.pop(0))

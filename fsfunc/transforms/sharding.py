@@ -233,8 +233,7 @@ class Sharding(Interpretation):
             home, flat = home_of(chosen, session.coordinates)
             layouts = [x.layout for x in chosen]
             uses.append(Use(home, positions, layouts, flat))
-        key = (*f.numbers, call.number)
-        passage = Passage(session, call.name, key, f.micro, uses, f.reduce)
+        passage = Passage(session, call.name, call.numbers, f.micro, uses, f.reduce)
         session.take(passage, f.compute)
         thread = running().thread
         token, views = enter(passage, None if thread is None else thread.token)
