@@ -1,4 +1,4 @@
-"""fsfunc beside torch's own data parallelism, in one run: A B A B ..., medians.
+"""fsfunc beside torch's data and pipeline parallelism, in one run: A B A B, medians.
 
     python benchmarks/compare.py [--quick] [--peers] [--only KEYS] [--rounds N]
                                  [--json PATH]
@@ -9,6 +9,10 @@ agree or the run fails. A step's time is that of the slowest rank. Ratios are ou
 theirs, below one is faster; the floor is the same model's step on one device without
 communication, timed in the same processes and rounds. Ratios are of donated steps
 (`ff.donate`), with the pure step's beside them.
+
+A pipeline's ranks share one batch, that of all ranks, in microbatches of one sequence;
+both sides are cut at the same units. Its floor is one device's step on the whole batch
+divided by the ranks: what is over it is bubbles, uneven stages and communication.
 
 `--quick` is a rehearsal on a tiny model: every row, no meaning in the numbers.
 `--peers` measures the peers alone.
@@ -28,9 +32,8 @@ import torch
 from measuring import ENVIRONMENT, import_seconds, medians, run_workers, slowest
 from models import FULL, QUICK, Size
 from report import render
-from rows import ROWS, Row
+from rows import RANKS, ROWS, Row
 
-RANKS = 2
 CHAINS = (4, 36)  # lengths whose difference is the cost of one more unit call
 
 

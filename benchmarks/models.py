@@ -94,6 +94,25 @@ def make_batch(size: Size, rank: int, *, device: str = "cpu") -> dict[str, Tenso
     return {"tokens": tokens(), "targets": tokens()}
 
 
+def whole_batch(size: Size, ranks: int, *, device: str = "cpu") -> dict[str, Tensor]:
+    """The batches of all ranks as one: int64[ranks·sequences, length] each."""
+    parts = [make_batch(size, rank, device=device) for rank in range(ranks)]
+    return {name: torch.cat([part[name] for part in parts]) for name in parts[0]}
+
+
+def cut(size: Size, n_stages: int) -> list[int]:
+    """How many of the 2 + layers units each stage of a pipeline has.
+
+    The blocks are dealt evenly, the first stages taking one more where they do not come
+    out even; the embedding is with the first stage and the head with the last.
+    """
+    each, more = divmod(size.layers, n_stages)
+    counts = [each + (stage < more) for stage in range(n_stages)]
+    counts[0] += 1
+    counts[-1] += 1
+    return counts
+
+
 # ---------------------------------------------------------------- as pure functions
 
 
@@ -177,6 +196,11 @@ class Gpt(nn.Module):
         for block in self.blocks:
             x = block(x)
         return cross_entropy(self.head(x), targets)
+
+
+def layers(model: Gpt) -> list[nn.Module]:
+    """What its forward calls in turn, one for each unit of `functional_loss`."""
+    return [model.embed, *model.blocks, model.head]
 
 
 def load(size: Size, params: dict, *, device: str = "cpu") -> Gpt:

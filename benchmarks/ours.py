@@ -50,12 +50,14 @@ def build(
         step = ff.shard(step, mesh, "data", zero=zero)
     params = init_params(setting.size, device=setting.device)
     batch = setting.batch()
-    state = ff.init_state(step, params, train.optimizer, batch)
-    del params
-    held = [state]
-    del state
-    if donate:
-        step = ff.donate(step)
+    held = [ff.init_state(step, params, train.optimizer, batch)]
+    return advancing(ff.donate(step) if donate else step, held, batch)
+
+
+def advancing(
+    step: Callable[..., Any], held: list[Any], batch: dict[str, Tensor]
+) -> Competitor:
+    """The competitor that replaces the state in `held`, its only holder."""
 
     def advance() -> Tensor:
         held[0], loss = step(held[0], batch)

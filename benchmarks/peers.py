@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from models import Gpt, Size, init_params, load, make_batch
+from models import Gpt, Size, init_params, load, make_batch, whole_batch
 from torch import Tensor, nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import (
     checkpoint_wrapper,
@@ -46,6 +46,15 @@ class Setting:
     def batch(self) -> dict[str, Tensor]:
         return make_batch(self.size, self.rank, device=self.device)
 
+    def whole_batch(self) -> dict[str, Tensor]:
+        """That of all ranks, which a pipeline's ranks work on together."""
+        return whole_batch(self.size, self.ranks, device=self.device)
+
+    @property
+    def microbatches(self) -> int:
+        """Of the whole batch, in pipelines: one sequence each."""
+        return self.ranks * self.size.sequences
+
     @property
     def alpha(self) -> float:
         return (self.ranks - 1) / self.ranks
@@ -53,9 +62,12 @@ class Setting:
 
 @dataclass
 class Competitor:
-    """One step of training by `step()`, which returns the loss before it."""
+    """One step of training by `step()`, which returns the loss before it.
 
-    step: Callable[[], Tensor]
+    A rank that does not come to know the loss returns None.
+    """
+
+    step: Callable[[], Tensor | None]
     sent: float | None = 0.0
     state: object = field(default=None, repr=False)
 
@@ -163,13 +175,18 @@ class Cast(nn.Module):
         return torch.func.functional_call(self.model, cast, inputs)
 
 
-def mean_over_ranks(loss: Tensor) -> float:
-    """A peer's loss is its rank's own; fsfunc's is the mean already."""
-    loss = loss.detach().double().clone()
+def mean_over_ranks(loss: Tensor | None) -> float:
+    """The mean over the ranks that know a loss.
+
+    A peer's loss is its rank's own, and a pipeline's is known where its last stage is;
+    fsfunc's is the mean already.
+    """
+    known = 0.0 if loss is None else 1.0
+    value = 0.0 if loss is None else loss.item()
+    total = torch.tensor([value, known], dtype=torch.float64)
     if dist.is_initialized() and dist.get_world_size() > 1:
-        dist.all_reduce(loss)
-        loss /= dist.get_world_size()
-    return loss.item()
+        dist.all_reduce(total)
+    return (total[0] / total[1]).item()
 
 
 BUILDERS: dict[str, Callable[[Setting], Competitor]] = {

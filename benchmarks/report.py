@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+from rows import floor_seconds
+
 
 def render(
     rows: list[dict[str, Any]],
@@ -18,9 +20,10 @@ def render(
         f"GPT of {settings['parameters'] / 1e6:.2f}M parameters: {size}",
         f"{settings['ranks']} processes on {settings['backend']}, one thread each, "
         f"{settings['rounds']} rounds, torch {settings['torch']}, {given}",
-        "ratio: ours / theirs, medians of alternating steps, the slowest rank's time. "
-        "floor: the\nsame step on one device without communication, in the same run. "
-        "memory: peak RSS of\nsteady steps over the RSS after the imports.",
+        "ratio: ours / theirs, medians of alternating steps, the slowest rank's time.\n"
+        "floor: the same step on one device without communication, in the same run;\n"
+        "for pipelines, one device's step on the batch of all ranks, over the ranks.\n"
+        "memory: peak RSS of steady steps over the RSS after the imports.",
         "",
         ratios(rows),
         "",
@@ -69,7 +72,7 @@ def competitors(measured: dict[str, dict[str, Any]]) -> str:
     head = ["group", "competitor", "median", "to floor", "sent MB", "peak MiB"]
     body = []
     for group, names in measured.items():
-        floor = names.get("plain", {}).get("seconds")
+        floor = floor_seconds(group, names)
         for name, found in names.items():
             seconds = found.get("seconds")
             sent, peak = found.get("sent_bytes"), found.get("bytes")

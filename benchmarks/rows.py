@@ -5,6 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
+RANKS = 2
+
 
 @dataclass(frozen=True)
 class Row:
@@ -15,7 +17,7 @@ class Row:
         what: what of fsfunc is measured.
         against: the peer, or "" where `bar` and `aim` are absolute.
         group: the measurement that it is read from; competitors of one group run side
-            by side.
+            by side, and those of the steps beside their floor.
         ours: fsfunc's competitor in that group.
         theirs: the peer's.
         bar: the ratio (or the absolute figure) to stay under; None: for information.
@@ -35,11 +37,12 @@ class Row:
 
     @property
     def timed_steps(self) -> bool:
-        return self.group == "one_device" or self.group.startswith("zero")
+        return floor_of(self.group) is not None
 
     def competitors(self, peers_only: bool) -> list[str]:
         """In the order of their turns; a group of steps begins with its floor."""
-        names = ["plain"] if self.timed_steps else []
+        floor = floor_of(self.group)
+        names = [] if floor is None else [floor]
         if self.theirs is not None and self.theirs not in names:
             names.append(self.theirs)
         if not peers_only:
@@ -59,7 +62,7 @@ class Row:
             return measured[of] / _UNITS[self.unit]
 
         ours, theirs = value(self.ours), value(self.theirs)
-        floor = value("plain") if self.timed_steps else None
+        floor = floor_seconds(self.group, group)
         ratio = over(ours, theirs)
         judged = ratio if self.theirs is not None else ours
         return {
@@ -89,6 +92,31 @@ class Row:
 def over(a: float | None, b: float | None) -> float | None:
     """a / b, or None where either is not measured or nothing is left of b."""
     return a / b if a is not None and b is not None and b > 0 else None
+
+
+def floor_of(group: str) -> str | None:
+    """The competitor whose time is under every step of `group`; None: not steps.
+
+    The same work on one device, without communication. Ranks that share data each have
+    a batch, so that is one rank's own step; a pipeline's ranks share one batch.
+    """
+    if group.startswith("pipeline"):
+        return "plain_whole"
+    if group == "one_device" or group.startswith("zero"):
+        return "plain"
+    return None
+
+
+def floor_seconds(group: str, measured: dict[str, dict[str, Any]]) -> float | None:
+    """What a step of `group` would take if nothing were lost.
+
+    That of `plain`; of `plain_whole` its part of a rank, as if the ranks of a pipeline
+    shared its work evenly and never waited.
+    """
+    floor = floor_of(group)
+    if floor is None or floor not in measured:
+        return None
+    return measured[floor]["seconds"] / (RANKS if floor == "plain_whole" else 1)
 
 
 _UNITS = {"s": 1.0, "ms": 1e-3, "us": 1e-6, "MiB": 2.0**20}
@@ -214,6 +242,63 @@ ROWS = [
         "memory",
         ours="zero2",
         theirs="zero_redundancy",
+        unit="MiB",
+    ),
+    Row(
+        "pipeline_1f1b",
+        "pipeline 1F1B step",
+        "torch's Schedule1F1B",
+        "pipeline 1F1B",
+        ours="one_f_one_b",
+        theirs="torch_1f1b",
+        bar=0.95,
+        aim=0.90,
+    ),
+    Row(
+        "pipeline_zb_v",
+        "pipeline ZB-V step",
+        "torch's ScheduleZBVZeroBubble",
+        "pipeline ZB-V",
+        ours="zb_v",
+        theirs="torch_zbv",
+        bar=0.95,
+        aim=0.90,
+    ),
+    Row(
+        "pipeline_gpipe",
+        "pipeline GPipe step",
+        "torch's ScheduleGPipe",
+        "pipeline GPipe",
+        ours="gpipe",
+        theirs="torch_gpipe",
+    ),
+    Row(
+        "pipeline_interleaved",
+        "pipeline interleaved 1F1B step",
+        "torch's ScheduleInterleaved1F1B",
+        "pipeline interleaved 1F1B",
+        ours="interleaved_1f1b",
+        theirs="torch_interleaved",
+    ),
+    Row(
+        "pipeline_1f1b_memory",
+        "pipeline 1F1B peak memory",
+        "torch's Schedule1F1B",
+        "memory",
+        ours="one_f_one_b",
+        theirs="torch_1f1b",
+        bar=1.00,
+        aim=0.85,
+        unit="MiB",
+    ),
+    Row(
+        "pipeline_zb_v_memory",
+        "pipeline ZB-V peak memory",
+        "torch's ScheduleZBVZeroBubble",
+        "memory",
+        ours="zb_v",
+        theirs="torch_zbv",
+        bar=1.00,
         unit="MiB",
     ),
     Row(

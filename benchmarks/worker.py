@@ -150,14 +150,17 @@ def example(task: dict[str, Any]) -> dict[str, Any]:
 
 def _build(name: str, task: dict[str, Any]) -> Any:
     import peers
+    import peers_pipelined
     from models import Size
 
     setting = peers.Setting(Size(**task["size"]), task["rank"], task["ranks"])
-    if name in peers.BUILDERS:
-        return peers.BUILDERS[name](setting)
-    import ours
+    builders = peers.BUILDERS | peers_pipelined.BUILDERS
+    if name not in builders:
+        import ours
+        import ours_pipelined
 
-    return ours.BUILDERS[name](setting)
+        builders = ours.BUILDERS | ours_pipelined.BUILDERS
+    return builders[name](setting)
 
 
 def _sent(name: str, competitor: Any) -> float:
@@ -170,11 +173,11 @@ def _sent(name: str, competitor: Any) -> float:
 
 def _import_everything(task: dict[str, Any]) -> None:
     """Also what torch.optim imports at its first step: no side's peak holds modules."""
-    import peers  # noqa: F401
+    import peers_pipelined  # noqa: F401
     import torch._dynamo  # noqa: F401
 
     if task["ours"]:
-        import ours  # noqa: F401
+        import ours_pipelined  # noqa: F401
 
 
 def _start_group(task: dict[str, Any]) -> None:

@@ -6,6 +6,16 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+STAGES_OF_A_RANK = {
+    "one_f_one_b": 1,
+    "gpipe": 1,
+    "zb_h1": 1,
+    "greedy": 1,
+    "interleaved_1f1b": 2,
+    "looped_bfs": 2,
+    "zb_v": 2,
+}
+
 
 def parse(
     description: str | None, argv: Sequence[str] | None = None
@@ -47,6 +57,32 @@ def parse(
         help="leave the state that a step is given as it was, and make a new one",
     )
 
+    group = parser.add_argument_group("pipeline")
+    option(
+        group,
+        "--pipe",
+        1,
+        "ranks over which the stages of the model lie; it divides the ranks",
+        metavar="N",
+    )
+    group.add_argument(
+        "--schedule",
+        choices=list(STAGES_OF_A_RANK),
+        help="the order in which stages take microbatches (default: one_f_one_b)",
+    )
+    group.add_argument(
+        "--microbatches",
+        type=int,
+        metavar="M",
+        help="of each pipelined batch (default: 2N, or its rows where they are fewer)",
+    )
+    group.add_argument(
+        "--trace",
+        type=Path,
+        metavar="PATH",
+        help="write the last step for a viewer such as https://ui.perfetto.dev",
+    )
+
     group = parser.add_argument_group("training")
     option(group, "--steps", 200, "updates")
     option(group, "--batch", 32, "windows in a global batch, over all ranks")
@@ -74,16 +110,47 @@ def parse(
 
     args = parser.parse_args(argv)
     args.ranks = int(os.environ.get("WORLD_SIZE", args.ranks))
-    for name in ("ranks", "accumulate", "steps", "batch", "seq", "dim", "heads"):
+    counts = "ranks accumulate pipe steps batch seq dim heads".split()
+    for name in counts + ["microbatches"] * (args.microbatches is not None):
         if getattr(args, name) < 1:
             parser.error(f"--{name} must be at least 1: {getattr(args, name)}")
-    if args.batch % (args.ranks * args.accumulate):
+    if args.ranks % args.pipe:
+        parser.error(f"--pipe {args.pipe} must divide the {args.ranks} ranks")
+    data = args.ranks // args.pipe
+    if args.batch % (data * args.accumulate):
         parser.error(
-            f"--batch {args.batch} must be a multiple of {args.ranks} ranks x "
-            f"{args.accumulate} microbatches"
+            f"--batch {args.batch} must be a multiple of {data} ranks that share it x "
+            f"--accumulate {args.accumulate}"
         )
     if args.dim % args.heads:
         parser.error(f"--dim {args.dim} must be a multiple of --heads {args.heads}")
     if args.text and not args.text.exists():
         parser.error(f"--text {args.text}: no such file or folder")
+    complete_pipeline(parser, args, args.batch // (data * args.accumulate))
     return args
+
+
+def complete_pipeline(
+    parser: argparse.ArgumentParser, args: argparse.Namespace, rows: int
+) -> None:
+    """Fills in what the pipeline's options leave out; `rows` is one batch of it."""
+    if args.pipe == 1:
+        for name in ("schedule", "microbatches", "trace"):
+            if getattr(args, name) is not None:
+                parser.error(f"--{name} is for a pipeline: add --pipe N, N > 1")
+        return
+    args.schedule = args.schedule or next(iter(STAGES_OF_A_RANK))
+    stages, units = args.pipe * STAGES_OF_A_RANK[args.schedule], args.layers + 2
+    if stages > units:
+        parser.error(
+            f"--pipe {args.pipe} --schedule {args.schedule} makes {stages} stages, but "
+            f"the model has {units} units: embed, {args.layers} blocks and head; take "
+            f"more --layers or fewer ranks"
+        )
+    args.microbatches = args.microbatches or min(2 * args.pipe, rows)
+    if args.microbatches > rows:
+        parser.error(
+            f"--microbatches {args.microbatches} of {rows} rows: --batch {args.batch} "
+            f"/ {args.ranks // args.pipe} ranks that share it / --accumulate "
+            f"{args.accumulate}"
+        )

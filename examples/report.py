@@ -1,5 +1,6 @@
-"""What a run shows: its progress, two tables, and a picture of the losses."""
+"""What a run shows: its progress, tables, and a picture of the losses."""
 
+import json
 import math
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -8,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import optree
+import torch
 from rich.console import Console
 from rich.progress import (
     BarColumn,
@@ -76,31 +78,58 @@ def held(tree: Any) -> list[int]:
     return [numbers, sum(size for size, _ in sizes.values())]
 
 
-def held_table(kinds: Sequence[str], ranks: Tensor) -> Table:
-    """The table of [ranks, kinds, (numbers, bytes)]."""
+def of_every_rank(value: Any, axis: str | Sequence[str], device: torch.device) -> list:
+    """Each rank's value, in the order of ranks: any that JSON can write.
+
+    Collectives move tensors alone: it travels as text, padded to the longest.
+    """
+    text = json.dumps(value).encode()
+    longest = int(ff.pmax(torch.tensor(len(text), device=device), axis))
+    row = torch.frombuffer(bytearray(text.ljust(longest)), dtype=torch.uint8)
+    rows = ff.all_gather(row[None].to(device), axis)
+    return [json.loads(bytes(row)) for row in rows.tolist()]
+
+
+def held_table(
+    kinds: Sequence[str], ranks: Sequence[Sequence[Sequence[int]]], pipe: int
+) -> Table:
+    """The table of [ranks, kinds, (numbers, bytes)].
+
+    Args:
+        pipe: how many ranks share a pipeline; they hold what their stages need.
+    """
     table = Table(title="what each rank holds")
     table.add_column("rank", justify="right")
+    if pipe > 1:
+        table.add_column("pipe", justify="right")
     for kind in kinds:
         table.add_column(kind, justify="right")
-    for rank, row in enumerate(ranks.tolist()):
+    for rank, row in enumerate(ranks):
+        where = [str(rank), str(rank % pipe)] if pipe > 1 else [str(rank)]
         cells = (f"{numbers:,} ({as_bytes(size)})" for numbers, size in row)
-        table.add_row(str(rank), *cells)
+        table.add_row(*where, *cells)
     return table
 
 
-def sent_table(rows: Sequence[tuple[str, str, int, float]]) -> Table:
-    """What rank 0 sent, from the rows (op, axis, count, bytes) of a ledger."""
-    table = Table(title="sent by rank 0 in one step")
+def sent_table(ranks: Sequence[Sequence[tuple[str, str, int, float]]]) -> Table:
+    """What ranks 0, 1, ... sent, from the rows (op, axis, count, bytes) of ledgers."""
+    table = Table(title="sent in one step")
     table.add_column("op")
     table.add_column("axis")
-    table.add_column("count", justify="right")
-    table.add_column("bytes", justify="right")
-    for op, axis, count, size in rows:
-        table.add_row(op, axis, str(count), as_bytes(size))
+    for rank in range(len(ranks)):
+        table.add_column(f"rank {rank}", justify="right")
+    sent = [{(op, axis): rest for op, axis, *rest in rows} for rows in ranks]
+    for kind in dict.fromkeys(kind for rows in sent for kind in rows):
+        cells = (counted(*rows.get(kind, (0, 0))) for rows in sent)
+        table.add_row(*kind, *cells)
     table.add_section()
-    count, size = sum(row[2] for row in rows), sum(row[3] for row in rows)
-    table.add_row("all", "", str(count), as_bytes(size))
+    sums = ([*zip(*rows.values(), strict=True)] or [(), ()] for rows in sent)
+    table.add_row("all", "", *(counted(sum(n), sum(size)) for n, size in sums))
     return table
+
+
+def counted(count: int, size: float) -> str:
+    return f"{count} ({as_bytes(size)})" if count else "0"
 
 
 def as_bytes(size: float) -> str:

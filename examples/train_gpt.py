@@ -2,8 +2,9 @@
 
     python examples/train_gpt.py                             4 simulated ranks
     torchrun --nproc-per-node 2 examples/train_gpt.py        2 real processes
+    python examples/train_gpt.py --pipe 2                    2 pipelines of 2 ranks
 
-Both run the same `train` below, and the same seed gives the same losses.
+All run the same `train` below, and the same seed gives the same losses.
 """
 
 import json
@@ -15,10 +16,17 @@ import optree
 import torch
 from gpt import init_params, loss_fn, next_logits
 from options import parse
-from report import held, held_table, plot_losses, progress_bar, sent_table
+from report import (
+    held,
+    held_table,
+    of_every_rank,
+    plot_losses,
+    progress_bar,
+    sent_table,
+)
 from rich.console import Console
+from stages import Stages, as_rows, make_stages, save_trace, show_stages
 from text import Corpus, draw_batch, printable, read_corpus
-from torch import Tensor
 
 import fsfunc as ff
 
@@ -44,15 +52,6 @@ def train(args: Namespace, corpus: Corpus, mesh: ff.Mesh) -> Results:
         loss, grads = ff.value_and_grad(loss_fn)(state.params, batch)
         return state.apply_gradients(grads, optimizer), {"loss": loss}
 
-    def mean_loss(params, batches):
-        losses = [loss_fn(params, batch) for batch in batches]
-        return ff.pmean(torch.stack(losses).mean(), "data")
-
-    step = sharded(train_step, mesh, args)
-    if not args.no_donate:
-        step = ff.donate(step)
-    evaluate = sharded(mean_loss, mesh, args)
-
     on_gpu = mesh.backend == "processes" and torch.cuda.is_available()
     device = torch.device("cuda" if on_gpu else "cpu")
 
@@ -74,13 +73,23 @@ def train(args: Namespace, corpus: Corpus, mesh: ff.Mesh) -> Results:
 
     batches, held_out = seeded(args.seed), seeded(args.seed + 1)
     validation = [draw(corpus.validation, held_out) for _ in range(4)]
+
+    stages = make_stages(args, init(), validation[0]) if args.pipe > 1 else None
+    step = transformed(train_step, mesh, args, stages)
+    if not args.no_donate:
+        step = ff.donate(step)
+    evaluate = transformed(loss_fn, mesh, args, stages)
     state = ff.init_state(step, init, optimizer, validation[0])
 
     console = Console(quiet=mesh.rank != 0, highlight=False)
     results = Results([], [], [])
+    if stages:
+        show_stages(console, stages)
 
     def validate():
-        done, loss = len(results.train), evaluate(state.params, validation).item()
+        losses = [evaluate(state.params, batch) for batch in validation]
+        loss = ff.pmean(torch.stack(losses).mean(), "data").item()
+        done = len(results.train)
         results.validation.append((done, loss))
         console.print(f"step {done:4}  val loss {loss:.4f}")
 
@@ -91,22 +100,28 @@ def train(args: Namespace, corpus: Corpus, mesh: ff.Mesh) -> Results:
     with progress_bar(console, args.steps, args.batch * args.seq) as advance:
         for done in range(1, args.steps + 1):
             batch = draw(corpus.train, batches)
-            with ff.ledger() as log:
+            with ff.ledger() as log, ff.clock() as events:
                 state, metrics = step(state, batch)
             results.train.append(metrics["loss"].item())
             advance(results.train[-1])
             if done == args.steps or (done % every == 0 and done + every <= args.steps):
                 validate()
 
-    _, grads = sharded(ff.value_and_grad(loss_fn), mesh, args)(state.params, batch)
+    gradients = transformed(ff.value_and_grad(loss_fn), mesh, args, stages)
+    _, grads = gradients(state.params, batch)
     kinds = {"parameters": state.params, "gradients": grads, "moments": state.opt_state}
-    mine = torch.tensor([[held(tree) for tree in kinds.values()]], device=device)
-    console.print(held_table(list(kinds), ff.all_gather(mine, "data")))
-    console.print(sent_table(log.table()))
+    mine, everyone = [held(tree) for tree in kinds.values()], tuple(mesh.axes)
+    ranks = of_every_rank(mine, everyone, device)
+    console.print(held_table(list(kinds), ranks, args.pipe))
+    sent = log.table(mesh.rank)
+    console.print(sent_table(of_every_rank(sent, "pipe", device) if stages else [sent]))
 
-    written = write(sharded(next_logits, mesh, args), state.params, args, device)
-    for tokens in ff.all_gather(written, "data").tolist():
-        results.samples.append(printable(bytes(tokens)))
+    if stages:  # it would record the model anew for each length of a window
+        written = write(next_logits, ff.unshard(state.params), args, device)
+    else:
+        predict = transformed(next_logits, mesh, args)
+        written = write(predict, state.params, args, device)
+    results.samples.extend(of_every_rank(printable(written), everyone, device))
     console.rule(f"a sample at temperature {TEMPERATURE}")
     console.print(results.samples[0], markup=False, soft_wrap=True)
 
@@ -115,22 +130,43 @@ def train(args: Namespace, corpus: Corpus, mesh: ff.Mesh) -> Results:
     if mesh.rank == 0 and args.plot:
         plot_losses(args.plot, results.train, results.validation)
         console.print(f"losses drawn in {args.plot}")
+    if args.trace:
+        steps = of_every_rank(as_rows(events), "pipe", device)
+        if mesh.rank == 0:
+            save_trace(args.trace, steps)
+        console.print(f"the last step's trace is in {args.trace}")
     return results
 
 
-def sharded(f: Callable, mesh: ff.Mesh, args: Namespace) -> Callable:
-    """`f` transformed as the options say, the innermost first."""
+def transformed(
+    f: Callable, mesh: ff.Mesh, args: Namespace, stages: Stages | None = None
+) -> Callable:
+    """`f` transformed as the options say, the innermost first.
+
+    What is outside is done more rarely. Innermost, each unit is recomputed in each
+    microbatch; `accumulate` runs the whole pipeline for each of its parts, and `shard`,
+    around both, reduces the gradients once a step, whatever their number.
+    """
     if args.remat:
         f = ff.remat(f)
+    if stages:
+        f = ff.pipeline(
+            f,
+            mesh,
+            "pipe",
+            n_microbatches=args.microbatches,
+            schedule=stages.schedule,
+            stages=stages.counts,
+        )
     if args.accumulate > 1:
-        f = ff.accumulate(f, args.accumulate)  # within shard: all reduced once
+        f = ff.accumulate(f, args.accumulate)
     if args.bf16:
         f = ff.precision(f, compute=torch.bfloat16, reduce=torch.float32)
     return ff.shard(f, mesh, "data", zero=args.zero)
 
 
-def write(predict: Callable, params: Any, args: Namespace, device) -> Tensor:
-    """The bytes [1, n] that the model writes after the prompt.
+def write(predict: Callable, params: Any, args: Namespace, device) -> bytes:
+    """The bytes that the model writes after the prompt.
 
     Every rank takes part, since each holds a part of the parameters, and draws the same
     bytes from a generator of its own.
@@ -140,7 +176,7 @@ def write(predict: Callable, params: Any, args: Namespace, device) -> Tensor:
         window = torch.tensor([tokens[-args.seq :]], device=device)
         chances = (predict(params, window)[0].cpu() / TEMPERATURE).softmax(-1)
         tokens.append(int(torch.multinomial(chances, 1, generator=generator)))
-    return torch.tensor([tokens], device=device)
+    return bytes(tokens)
 
 
 def seeded(seed: int) -> torch.Generator:
@@ -151,7 +187,10 @@ def main() -> None:
     args = parse(__doc__)
     corpus = read_corpus(args.text)
     torch.manual_seed(args.seed)  # what units draw, such as dropout, follows from it
-    mesh = ff.make_mesh({"data": args.ranks})
+    axes = {"data": args.ranks // args.pipe}
+    if args.pipe > 1:
+        axes["pipe"] = args.pipe
+    mesh = ff.make_mesh(axes)
     ff.spmd(train, mesh)(args, corpus, mesh)
 
 

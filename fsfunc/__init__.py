@@ -1,7 +1,9 @@
 """fsfunc: a plain train step, transformed."""
 
+from fsfunc import show
 from fsfunc.accounting import ledger
 from fsfunc.autodiff import Weighted, value_and_grad
+from fsfunc.auxiliary import Summed
 from fsfunc.collectives import (
     all_gather,
     all_to_all,
@@ -36,9 +38,23 @@ from fsfunc.optim import (
     tree_sum,
     warmup_cosine,
 )
+from fsfunc.pipelining import schedules
+from fsfunc.pipelining.balancing import balance
+from fsfunc.pipelining.clocks import clock
+from fsfunc.pipelining.pipelines import pipeline
+from fsfunc.pipelining.timing import Costs, bubble
+from fsfunc.pipelining.tracing import program
+from fsfunc.pipelining.verification import verify
+from fsfunc.placing import place, unshard
 from fsfunc.sharded import Sharded, is_sharded
 from fsfunc.splitting import start
-from fsfunc.training import TrainState, init_state, place, unshard
+from fsfunc.statistics import (
+    RunningStatistics,
+    batch_norm,
+    commit_statistics,
+    init_statistics,
+)
+from fsfunc.training import TrainState, init_state
 from fsfunc.transforms.accumulation import accumulate
 from fsfunc.transforms.casting import precision
 from fsfunc.transforms.donation import donate

@@ -45,6 +45,7 @@ __all__ = [
     "storage_key",
     "storage_uses",
     "unwrapped",
+    "written",
 ]
 
 
@@ -285,3 +286,19 @@ def fake_mode_of(values: Iterable[Any]) -> FakeTensorMode:
 def fake_of(mode: FakeTensorMode, x: Tensor) -> Tensor:
     """``x`` without its data."""
     return x if isinstance(x, FakeTensor) else mode.from_tensor(x, static_shapes=True)
+
+
+def written(operator: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Any]:
+    """The arguments, tensors or lists of them, that an operator's schema says it writes.
+
+    Version counters would not tell a mode: they rise after it has returned.
+    """
+    schema = operator._schema
+    if not schema.is_mutable:
+        return []
+    found = []
+    for i, argument in enumerate(schema.arguments):
+        alias = argument.alias_info
+        if alias is not None and alias.is_write:
+            found.append(args[i] if i < len(args) else kwargs.get(argument.name))
+    return found

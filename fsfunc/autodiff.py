@@ -23,7 +23,14 @@ from fsfunc.losses import Weighted, loss_parts
 from fsfunc.sharded import split_buffers
 from fsfunc.tying import cotangent, tie
 
-__all__ = ["GradientCall", "Outcome", "Weighted", "value_and_grad"]
+__all__ = [
+    "GradientCall",
+    "Outcome",
+    "Weighted",
+    "differentiate",
+    "tracked",
+    "value_and_grad",
+]
 
 
 @dataclass(frozen=True)
@@ -39,6 +46,7 @@ class Outcome:
         count: of how many microbatches all this is the sum; whoever made the outermost
             call divides by it, so that a transform on the way need not.
         due: what is still to be done to the gradients, once all has been summed.
+        own: whether nobody else holds the memory of ``grads``.
     """
 
     total: Tensor
@@ -47,6 +55,7 @@ class Outcome:
     aux: Any
     count: int = 1
     due: tuple[Callable[[Any], Any], ...] = ()
+    own: bool = False
 
 
 @dataclass(frozen=True)
@@ -110,13 +119,13 @@ def value_and_grad(
         if len(set(numbers)) < len(numbers):
             raise ValueError(f"argnums={argnums!r} names one argument twice")
         f = frame()
-        differentiate: Callable[..., Any] = _differentiate
+        run_inner: Callable[..., Any] = differentiate
         for handler in reversed(f.handlers):
-            differentiate = handler.gradient(differentiate)
+            run_inner = handler.gradient(run_inner)
         seed = _draw() if f.seed is None else f.seed
         with inside(replace(f, seed=seed)):
             call = GradientCall(fn, numbers, has_aux, args, keywords)
-            outcome = _divide(_settled(differentiate(call)))
+            outcome = _divide(_settled(run_inner(call)))
         value = (outcome.total, outcome.aux) if has_aux else outcome.total
         return value, outcome.grads if several else outcome.grads[0]
 
@@ -143,23 +152,34 @@ def _divide(outcome: Outcome) -> Outcome:
     weight, count = outcome.weight, outcome.count
     if weight is None and count == 1:
         return outcome
-    buffers = split_buffers(outcome.grads)
-    tensors = [
-        g / (count if weight is None else weight.to(g.dtype))
-        if isinstance(g, Tensor)
-        else g
-        for g in buffers.tensors
-    ]
-    total = outcome.total / (count if weight is None else weight)
-    aux = divided(outcome.aux, count)
-    return Outcome(total, weight, buffers.rebuild(tensors), aux)
+    by = count if weight is None else weight
+    grads = _divided(outcome.grads, by, outcome.own)
+    total, aux = outcome.total / by, divided(outcome.aux, count)
+    return Outcome(total, weight, grads, aux)
+
+
+def _divided(grads: Any, by: int | Tensor, own: bool) -> Any:
+    buffers = split_buffers(grads)
+    tensors = [g for g in buffers.tensors if isinstance(g, Tensor)]
+    if own and not isinstance(by, Tensor):
+        if tensors:
+            torch._foreach_div_(tensors, by)
+        return grads
+    return buffers.rebuild(
+        [
+            g / (by.to(g.dtype) if isinstance(by, Tensor) else by)
+            if isinstance(g, Tensor)
+            else g
+            for g in buffers.tensors
+        ]
+    )
 
 
 def _detach(aux: Any) -> Any:
     return tree.map(lambda x: x.detach() if isinstance(x, Tensor) else x, aux)
 
 
-def _differentiate(call: GradientCall) -> Outcome:
+def differentiate(call: GradientCall) -> Outcome:
     """The gradient call itself: what every interpretation comes down to."""
     f = frame()
     if f.differentiate is not None:
@@ -168,7 +188,7 @@ def _differentiate(call: GradientCall) -> Outcome:
     picked = leaves.tensors
     if _torch.functorch_active() or _torch.forward_ad_active():
         return _by_vjp(call, leaves, picked)
-    if torch.is_grad_enabled() and _tracked((call.args, call.keywords)):
+    if torch.is_grad_enabled() and tracked((call.args, call.keywords)):
         return _by_vjp(call, leaves, picked)
     for _, session in f.sessions:
         session.begin()
@@ -192,7 +212,7 @@ def _differentiate(call: GradientCall) -> Outcome:
     return Outcome(total.detach(), weight, grads, _detach(aux))
 
 
-def _tracked(values: Any) -> bool:
+def tracked(values: Any) -> bool:
     """Whether somebody around us differentiates a tensor among ``values``."""
     return any(isinstance(x, Tensor) and x.requires_grad for x in tree.leaves(values))
 

@@ -94,7 +94,10 @@ def added(a: Any, b: Any) -> Any:
 
     Raises:
         TreeMismatch: the two differ in structure.
+        ValueError: what is summed has two shapes.
     """
+    what = "what a microbatch's loss returned beside its value"
+    tree.check_same_structure(a, b, what=what, against="that of the one before")
     return tree.map(_both, a, b, is_leaf=is_summed)
 
 

@@ -31,7 +31,12 @@ __all__ = [
 
 
 class Interpretation:
-    """What a transform makes of the calls in its reach; by default, nothing."""
+    """What a transform makes of the calls in its reach; by default, nothing.
+
+    ``lays_out``: whether it decides how leaves lie on a mesh.
+    """
+
+    lays_out = False
 
     def unit(self, run: Callable[..., Any], call: Any) -> Callable[..., Any]:
         """How to run a unit call whose inner interpretations are ``run``."""

@@ -18,7 +18,15 @@ from fsfunc.layout import Layout
 from fsfunc.parts import room
 from fsfunc.sharded import Home, Sharded, complete_homes, is_sharded
 
-__all__ = ["by_buffer", "home_of", "joined", "pack", "settle", "side_by_side"]
+__all__ = [
+    "by_buffer",
+    "chunk_here",
+    "home_of",
+    "joined",
+    "pack",
+    "settle",
+    "side_by_side",
+]
 
 
 def settle(t: Any, coordinates: Mapping[str, int]) -> Any:
@@ -61,7 +69,8 @@ def side_by_side(leaves: Sequence[Any], positions: Sequence[int]) -> list[list[i
     for i in positions:
         layout = leaves[i].layout
         flat = layout.flat
-        key = flat.buffer, flat.axes, flat.size, flat.chunk, leaves[i].local.dtype
+        dtype, owned = leaves[i].local.dtype, layout.owned
+        key = flat.buffer, flat.axes, flat.size, flat.chunk, dtype, owned
         span, which = _span(layout), (layout.name, flat.offset)
         run = open_.get(key)
         if run is None or which in run[2] or _overlaps(span, run[1]):
@@ -97,8 +106,8 @@ def pack(leaves: Sequence[Sharded], coordinates: Mapping[str, int]) -> Home:
     first = members[0].flat
     if first is None:
         raise ValueError(f"{members[0]} lies in no buffer")
-    own = {a: coordinates[a] for a in first.axes}
-    flat = leaves[0].local.new_zeros(first.chunk)
+    own = {a: coordinates[a] for a in members[0].axes}
+    flat = leaves[0].local.new_zeros(chunk_here(members[0], own))
     home = Home(members, flat, own)
     with torch.no_grad():
         for target, leaf in zip(home.leaves(), leaves, strict=True):
@@ -142,5 +151,11 @@ def joined(chosen: Sequence[Sharded], coordinates: Mapping[str, int]) -> Tensor:
             pieces.append(x.local.new_zeros(start - end))
             end = stop
         pieces.append(x.local)  # an empty part too: it has a gradient, an empty one
-    chunk = chosen[0].layout.flat.chunk  # type: ignore[union-attr]
+    chunk = chunk_here(chosen[0].layout, coordinates)
     return torch.cat([*pieces, chosen[0].local.new_zeros(chunk - end)])
+
+
+def chunk_here(layout: Layout, coordinates: Mapping[str, int]) -> int:
+    """Elements that a rank holds of a leaf's buffer: none, where others own it."""
+    absent = layout.flat is None or layout.block(coordinates) is None
+    return 0 if absent else layout.flat.chunk  # type: ignore[union-attr]

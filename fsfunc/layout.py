@@ -84,6 +84,11 @@ class Layout:
         return last if isinstance(last, Flat) else None
 
     @cached_property
+    def owned(self) -> tuple[Owned, ...]:
+        """Its parts that leave it whole on one coordinate of an axis."""
+        return tuple(p for p in self.parts if isinstance(p, Owned))
+
+    @cached_property
     def sizes(self) -> dict[str, int]:
         """The size of each axis it is spread over, outermost first."""
         return {axis: n for part in self.parts for axis, n in part.spread}

@@ -7,7 +7,6 @@ share a buffer, in which order buffers are wanted, and which leaves no unit take
 
 from __future__ import annotations
 
-from collections import defaultdict
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field, replace
@@ -21,6 +20,7 @@ from fsfunc import _torch, tree
 from fsfunc.accounting import silence, source_line, traceback_line
 from fsfunc.backends.abstract import AbstractLink
 from fsfunc.frames import frame, inside
+from fsfunc.grouping import Findings, Group, Taken, common
 from fsfunc.layout import Layout
 from fsfunc.mesh import NoMesh, here, place_here
 from fsfunc.recorded import Recorded, plain, whole
@@ -29,50 +29,10 @@ from fsfunc.sharded import is_sharded
 __all__ = ["Group", "Recorder", "common", "record"]
 
 
-@dataclass(frozen=True)
-class Group:
-    """Leaves that share a buffer.
-
-    Args:
-        buffer: its name: the unit that owns it, and its first leaf.
-        paths: the leaves, in the tree's order.
-        dtype: theirs.
-    """
-
-    buffer: str
-    paths: tuple[str, ...]
-    dtype: torch.dtype
-
-
 @dataclass
-class _Taken:
-    path: tuple[str, ...]  # names of the units around, and the unit's own
-    numbers: tuple[int, ...]
-    leaves: list[str]
+class Recorder(Findings):
+    """What one run of a step shows, as it is noted down."""
 
-
-_Reading = tuple[str, tuple[int, ...]]  # a leaf, and the numbers of the unit call
-_Where = tuple[str, bool]  # file and line, and whether a gradient call was around
-
-
-@dataclass
-class Recorder:
-    """What one run of a step showed.
-
-    ``groups`` are made of ``taken`` (which unit calls took which leaves), ``inside``
-    (which unit's own body read a leaf), ``outside`` (leaves read by a loss outside
-    every unit, and where), ``stock`` (those that ``torch.func`` differentiates there)
-    and ``trained``.
-    """
-
-    layouts: dict[str, Layout] = field(default_factory=dict)
-    taken: list[_Taken] = field(default_factory=list)
-    inside: dict[_Reading, _Where] = field(default_factory=dict)
-    outside: dict[str, _Where] = field(default_factory=dict)
-    stock: dict[str, str] = field(default_factory=dict)
-    trained: set[str] = field(default_factory=set)
-    handlers: list[Any] = field(default_factory=list)
-    differentiated: bool = False
     _known: dict[int, str] = field(default_factory=dict)
     _alive: list[Tensor] = field(default_factory=list)
 
@@ -94,6 +54,8 @@ class Recorder:
         """A unit call under recording: its leaves become plain tensors again."""
         if handler not in self.handlers:
             self.handlers.append(handler)
+        if handler is not next(h for h in call.frame.handlers if h.lays_out):
+            return run  # noted by the outermost one
 
         def recorded(params: Any, *inputs: Any, **keywords: Any) -> Any:
             leaves, treedef = tree.flatten(params, is_leaf=is_sharded)
@@ -110,7 +72,9 @@ class Recorder:
                     self.trained.add(path)
                     self.differentiated = True
             numbers = call.numbers
-            self.taken.append(_Taken(call.path, numbers, names))
+            stage = call.frame.stage
+            owner = () if stage is None else stage.owner(numbers[0])
+            self.taken.append(Taken(call.path, numbers, names, owner))
             out = run(tree.unflatten(treedef, leaves), *inputs, **keywords)
             with inside(replace(call.frame, path=call.path, numbers=numbers)):
                 return tree.map(self._given, out, is_leaf=is_sharded)
@@ -138,126 +102,6 @@ class Recorder:
                     self.inside[path, f.numbers] = where
                 else:
                     self.outside[path] = where
-
-    # What follows from it
-
-    def whole(self) -> set[str]:
-        """Leaves that stay whole: a loss reads them, and no unit does."""
-        found = self.outside | {
-            path: where
-            for (path, numbers), where in self.inside.items()
-            if not self._takes(path, numbers)  # it came in as an input
-        }
-        inner = any(in_loss for _, in_loss in found.values())
-        read = {
-            path: where
-            for path, (where, in_loss) in found.items()
-            if in_loss or not (inner or self.differentiated)
-        }
-        taken = {path for t in self.taken for path in t.leaves}
-        for path, where in read.items():
-            if path in taken:
-                raise ValueError(
-                    f"the loss reads {path!r} outside a unit, at {where}, and a unit "
-                    "takes it too: under shard it is only whole inside the unit. Move "
-                    "the reading into a unit, whose first argument it is part of; for "
-                    "a sum over elements, such as a penalty, use ff.tree_sum or "
-                    "weight_decay"
-                )
-        for path, where in self.stock.items():
-            if path not in taken:
-                raise ValueError(
-                    f"torch.func differentiates {path!r}, which the loss reads outside "
-                    f"every unit, at {where}: its gradient would be this rank's own, "
-                    "not that of the mean over the ranks. Use ff.value_and_grad, or "
-                    "move the reading into a unit"
-                )
-        return set(read)
-
-    def _takes(self, path: str, numbers: tuple[int, ...]) -> bool:
-        """Whether this unit call, or one around it, has the leaf as a parameter."""
-        return any(
-            path in t.leaves and t.numbers == numbers[: len(t.numbers)]
-            for t in self.taken
-        )
-
-    def groups(self, min_bytes: int = 0) -> list[Group]:
-        """The buffers, in the order in which units first want them."""
-        whole = self.whole()
-        calls: dict[str, list[_Taken]] = defaultdict(list)
-        for t in self.taken:
-            for path in t.leaves:
-                calls[path].append(t)
-        found: dict[Any, list[str]] = {}
-        for path, layout in self.layouts.items():
-            if path in whole:
-                continue
-            mine = [t for t in calls[path] if self._owns(t, path, calls[path])]
-            key = (
-                tuple(t.numbers for t in mine),
-                common([t.path for t in mine]),
-                layout.dtype,
-                path in self.trained,
-            )
-            found.setdefault(key, []).append(path)
-        ordered = sorted(found.items(), key=lambda item: item[0][0] or ((1 << 30,),))
-        merged = _merged(ordered, min_bytes, self.layouts)
-        return [
-            Group(f"{'/'.join(owner)}:{name}", tuple(paths), dtype)
-            for owner, dtype, name, paths in merged
-        ]
-
-    def _owns(self, t: _Taken, path: str, calls: list[_Taken]) -> bool:
-        """Whether ``t`` gathers the leaf: no unit around it, and no inner one, does."""
-        n, reads = len(t.numbers), (path, t.numbers) in self.inside
-        outer = [t.numbers[:k] for k in range(1, n)]
-        if any((path, numbers) in self.inside for numbers in outer):
-            return False
-        inner = [o for o in calls if len(o.numbers) > n and o.numbers[:n] == t.numbers]
-        return reads or not inner
-
-    def order(self, groups: list[Group]) -> list[tuple[str, ...]]:
-        """The buffers that each unit call wants, call by call."""
-        buffer = {path: g.buffer for g in groups for path in g.paths}
-        order = []
-        for t in self.taken:
-            name = "/".join(t.path) + "/"
-            wanted = [buffer[p] for p in t.leaves if p in buffer]
-            mine = [b for b in wanted if not b.partition(":")[0].startswith(name)]
-            if mine:
-                order.append(tuple(dict.fromkeys(mine)))
-        return order
-
-
-def common(paths: list[tuple[str, ...]]) -> tuple[str, ...]:
-    """The beginning that all ``paths`` share."""
-    if not paths:
-        return ()
-    first = paths[0]
-    same = 0
-    while same < len(first) and all(p[: same + 1] == first[: same + 1] for p in paths):
-        same += 1
-    return first[:same]
-
-
-def _merged(ordered: list[Any], min_bytes: int, layouts: dict[str, Layout]):
-    """Neighbouring small groups as one, until they reach ``min_bytes``."""
-    out: list[tuple[tuple[str, ...], torch.dtype, str, list[str]]] = []
-    open_key: Any = None
-    size = 0
-    for (numbers, owner, dtype, trained), paths in ordered:
-        nbytes = sum(layouts[p].nbytes for p in paths)
-        single = len(numbers) == 1
-        key = (numbers[0][:-1], owner[:-1], dtype, trained) if single else None
-        small = single and nbytes < min_bytes
-        if small and key == open_key and size < min_bytes:
-            _, _, name, so_far = out[-1]
-            out[-1] = (owner[:-1], dtype, f"{name} + {paths[0]}", [*so_far, *paths])
-            size += nbytes
-            continue
-        out.append((owner, dtype, paths[0], list(paths)))
-        open_key, size = (key, nbytes) if small else (None, 0)
-    return out
 
 
 _READS_NOTHING = {

@@ -24,8 +24,9 @@ FLOORS = [
     (3, ["frames.py", "tying.py", "units.py", "losses.py"]),
     (3, ["differentiated.py", "auxiliary.py", "autodiff.py"]),
     (4, ["optim/", "statistics.py"]),
-    (5, ["transforms/", "pipelining/", "recording.py", "recorded.py"]),
-    (6, ["training.py"]),
+    (5, ["transforms/", "pipelining/", "grouping.py"]),
+    (5, ["recording.py", "recorded.py"]),
+    (6, ["placing.py", "training.py"]),
     (7, ["testing/", "show/"]),
     (8, ["__init__.py"]),
 ]

@@ -5,7 +5,7 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from fsfunc import _torch
+from fsfunc import _torch, tree
 from fsfunc.arena import Arena
 
 
@@ -145,3 +145,16 @@ def test_fake_tensors_say_what_they_are():
             x.sum().item()
     what = "recording no longer names the line that reads a value"
     assert _torch.is_data_dependent(caught.value), breaks(what)
+
+
+def test_a_schema_says_what_an_operator_writes():
+    aten, x, y = torch.ops.aten, torch.zeros(2), torch.zeros(2)
+    what = "glue that writes in place makes a pipeline wrong in silence"
+    for op, args, kwargs, expected in (
+        (aten.add.Tensor, (x, y), {}, []),
+        (aten.add_.Tensor, (x, y), {}, [x]),
+        (aten.add.out, (x, x), {"out": y}, [y]),
+        (aten._foreach_add_.Scalar, ([x, y], 1), {}, [x, y]),
+    ):
+        found = tree.leaves(_torch.written(op, args, kwargs))
+        assert list(map(id, found)) == list(map(id, expected)), breaks(what)

@@ -57,6 +57,7 @@ class Meeting:
     """One collective of one group: complete when every member has come."""
 
     ranks: tuple[int, ...]
+    how: dict[str, Any] = field(default_factory=dict)
     calls: dict[int, Call] = field(default_factory=dict)
     inputs: dict[int, Tensor] = field(default_factory=dict)
     results: list[Tensor] | None = None
@@ -79,9 +80,10 @@ class Meeting:
     def _rows(self) -> str:
         return "\n".join(f"  rank {r} {self.calls[r]}" for r in self.ranks)
 
-    def complete(self, how: dict[str, Any]) -> None:
+    def complete(self) -> None:
         first = self.calls[self.ranks[0]]
-        self.results = combine(first.op, [self.inputs[r] for r in self.ranks], **how)
+        inputs = [self.inputs[r] for r in self.ranks]
+        self.results = combine(first.op, inputs, **self.how)
         self.inputs.clear()
         self.over = True
 
@@ -106,7 +108,7 @@ class Transfer(Meeting):
             return None
         return f"simulated ranks send one thing and receive another:\n{self._rows()}"
 
-    def complete(self, how: dict[str, Any]) -> None:
+    def complete(self) -> None:
         x, y = (self.inputs[r] for r in self.ranks)
         y.copy_(x)
         self.inputs.clear()

@@ -18,6 +18,7 @@ from torch import Tensor
 
 from fsfunc.arena import Arena
 from fsfunc.backends.base import Link, Work
+from fsfunc.backends.sending import Transfers
 
 __all__ = ["ProcessLink", "connect"]
 
@@ -38,6 +39,9 @@ class _Exchange(Work):
             self.result = self.finish()
             del self.works, self.finish, self.held  # and the buffers with them
         return self.result
+
+    def done(self) -> bool:
+        return self.result is not None or all(w.is_completed() for w in self.works)
 
 
 class _Pairs:
@@ -81,6 +85,7 @@ class ProcessLink(Link):
         self.groups: dict[tuple[int, ...], Any] = {
             tuple(range(dist.get_world_size())): dist.group.WORLD
         }
+        self.transfers = Transfers(self.groups)
 
     def connect(self, every: Sequence[tuple[int, ...]]) -> None:
         """Makes the c10d group of each rank tuple; all processes call this alike."""
@@ -91,6 +96,13 @@ class ProcessLink(Link):
             unlike = list(ranks) != sorted(ranks) and dist.get_backend() != "gloo"
             order: Any = {"sort_ranks": False} if unlike else {}
             self.groups[ranks] = dist.new_group(list(ranks), **order)
+        self.transfers.connect(every)
+
+    def send(self, x: Tensor, where: Any, to: int) -> Work:
+        return self.transfers.send(x, where, to)
+
+    def receive(self, like: Tensor, where: Any, source: int) -> Work:
+        return self.transfers.receive(like, where, source)
 
     def trim(self) -> None:
         self.arena.trim(0)

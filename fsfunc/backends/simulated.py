@@ -13,6 +13,7 @@ import threading
 from collections.abc import Callable, Sequence
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from fsfunc import _torch
@@ -44,7 +45,7 @@ class _Session:
         self.waits: dict[int, Meeting] = {}
         self.error: BaseException | None = None
         self.meetings: dict[tuple[Any, ...], Meeting] = {}
-        self.counts: dict[tuple[int, tuple[int, ...]], int] = {}
+        self.counts: dict[tuple[Any, ...], int] = {}
         self.own = [own()] * n
         self.notes: dict[Any, Any] = {}
 
@@ -87,15 +88,19 @@ class _Session:
         return f"{title}:\n" + "\n".join(lines)
 
     def come(
-        self, rank: int, call: Call, x: Tensor, kind: type[Meeting], ranks: Any, how
+        self, rank: int, new: Meeting, group: tuple[int, ...], call: Call, x: Tensor
     ) -> Meeting:
-        """Takes a rank's next place among ``ranks``; the last to come completes it."""
+        """A rank comes to its next meeting with the ranks of ``new``, within a group.
+
+        That is ``new`` if it is the first to come; the last to come completes it.
+        """
         if self.error is not None:
             raise _Aborted
-        count = self.counts.get((rank, kind, ranks), 0)
-        self.counts[rank, kind, ranks] = count + 1
-        key = (kind, ranks, count)
-        meeting = self.meetings.setdefault(key, kind(ranks[-1]))
+        among = (type(new), group, new.ranks)
+        count = self.counts.get((rank, *among), 0)
+        self.counts[rank, *among] = count + 1
+        key = (*among, count)
+        meeting = self.meetings.setdefault(key, new)
         meeting.come(rank, call, x)
         if not meeting.missing:
             del self.meetings[key]
@@ -103,7 +108,7 @@ class _Session:
                 error = CollectiveMismatch(wrong)
                 self.fail(error)
                 raise error
-            meeting.complete(how)
+            meeting.complete()
             for r in meeting.ranks:
                 if self.waits.get(r) is meeting and self.state[r] == "waiting":
                     self.state[r] = "ready"
@@ -122,17 +127,12 @@ class _Pending(Work):
     """A rank's part in a meeting; ``result`` is asked for once it is over."""
 
     def __init__(
-        self,
-        session: _Session,
-        rank: int,
-        meeting: Meeting,
-        result: Callable[[], Tensor],
+        self, link: SimulatedLink, meeting: Meeting, result: Callable[[], Tensor]
     ):
-        self.session, self.rank, self.meeting = session, rank, meeting
-        self.result = result
+        self.link, self.meeting, self.result = link, meeting, result
 
     def wait(self) -> Tensor:
-        self.session.wait(self.rank, self.meeting)
+        self.link.session.wait(self.link.rank, self.meeting)
         return self.result()
 
     def done(self) -> bool:
@@ -155,21 +155,24 @@ class SimulatedLink(Link):
         any_order: bool = True,
         **how: Any,
     ) -> Work:
-        call, ranks = Call.now(op, how, where.axis, x), (where.ranks,)
-        meeting = self._come(Meeting, call, x.detach(), ranks, how)
-        return self._pending(meeting, lambda: meeting.take(self.rank, out))
+        meeting = Meeting(where.ranks, how)
+        meeting = self._come(meeting, op, x.detach(), where)
+        return _Pending(self, meeting, lambda: meeting.take(self.rank, out))
 
     def send(self, x: Tensor, where: Any, to: int) -> Work:
-        call = Call.now("send", {}, where.axis, x)
-        pair = (where.rank, where.ranks[to])
-        meeting = self._come(Transfer, call, x, (where.ranks, pair), {})
-        return self._pending(meeting, lambda: _NOTHING)
+        meeting = Transfer((where.rank, where.ranks[to]))
+        meeting = self._come(meeting, "send", x, where)
+        return _Pending(self, meeting, lambda: torch.empty(0))
 
     def receive(self, like: Tensor, where: Any, source: int) -> Work:
-        call = Call.now("receive", {}, where.axis, like)
-        pair = (where.ranks[source], where.rank)
-        meeting = self._come(Transfer, call, like, (where.ranks, pair), {})
-        return self._pending(meeting, lambda: like)
+        meeting = Transfer((where.ranks[source], where.rank))
+        meeting = self._come(meeting, "receive", like, where)
+        return _Pending(self, meeting, lambda: like)
+
+    def _come(self, new: Meeting, op: str, x: Tensor, where: Any) -> Meeting:
+        call = Call.now(op, new.how, where.axis, x)
+        return self.session.come(self.rank, new, where.ranks, call, x)
+
 
 def run_simulated(mesh: Mesh, fn: Callable[..., Any], args: Sequence[Sequence[Any]]):
     """``[fn(*args[r]) on rank r for each r]``; the first error of any rank is raised.

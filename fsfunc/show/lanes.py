@@ -5,15 +5,15 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import Any
 
-from fsfunc.pipelining.actions import Action
+from fsfunc.pipelining.actions import Action, stages_of
+from fsfunc.pipelining.timing import Event
 from fsfunc.pipelining.verification import held
-from fsfunc.show.palette import COMPUTE, OUTSIDE, TRANSFERS, WAITS
+from fsfunc.show.palette import OUTSIDE, WAITS
 
-__all__ = ["Bar", "Chart", "Gap", "Lane", "check_events", "draft", "name_of"]
-
-Event = tuple[int, Action, float, float]  # rank, action, start, end
+__all__ = ["Bar", "Chart", "Gap", "Lane", "check_events", "draft"]
 
 _NOISE = 1e-9  # of the makespan: sums of floats that should be equal
 
@@ -69,10 +69,10 @@ def check_events(events: Sequence[Any]) -> list[Event]:
 
     Raises:
         TypeError: an event that is no such tuple; says which.
-        ValueError: no events, a negative rank, a time that is not finite, an end
-            before its start, or an action of an unknown kind; says which.
+        ValueError: no events, a negative rank, a time that is not finite, or an end
+            before its start; says which.
     """
-    events = list(events)
+    events, checked = list(events), []
     if not events:
         raise ValueError("there are no events to show: was the run recorded?")
     for place, event in enumerate(events):
@@ -90,21 +90,13 @@ def check_events(events: Sequence[Any]) -> list[Event]:
         here = f"event {place}, {action} of rank {rank}"
         if not isinstance(rank, int) or rank < 0:
             raise ValueError(f"{here}: a rank is 0, 1, 2 ...")
-        if action.kind not in COMPUTE and action.kind not in TRANSFERS:
-            known = ", ".join([*COMPUTE, *TRANSFERS])
-            raise ValueError(f"{here}: kind {action.kind!r} is none of {known}")
         if not (math.isfinite(start) and math.isfinite(end) and start <= end):
             raise ValueError(f"{here}: it cannot last from {start} to {end}")
-    return events
+        checked.append(Event(rank, action, start, end))
+    return checked
 
 
-def name_of(action: Action, alone: bool) -> str:
-    """``F3``, or ``F3@5`` where its rank has other stages too (``alone`` is False)."""
-    stage = "" if alone else f"@{action.stage}"
-    return f"{action.kind}{action.microbatch}{stage}"
-
-
-def draft(events: Sequence[Event], n_ranks: int | None = None) -> Chart:
+def draft(events: Sequence[Any], n_ranks: int | None = None) -> Chart:
     """The chart of some events; transfers are not drawn, as ranks compute meanwhile.
 
     Args:
@@ -115,45 +107,46 @@ def draft(events: Sequence[Event], n_ranks: int | None = None) -> Chart:
         TypeError, ValueError: events that ``check_events`` refuses, or two compute
             actions of one rank at a time.
     """
-    events = [event for event in check_events(events) if event[1].kind in COMPUTE]
-    if not events:
+    computed = [event for event in check_events(events) if event.action.is_compute]
+    if not computed:
         raise ValueError("there is no F, B, I or W among the events to show")
-    start = min(event[2] for event in events)
-    makespan = max(event[3] for event in events) - start
-    ranks = max(max(event[0] for event in events) + 1, n_ranks or 0)
-    mine = [
-        sorted((e for e in events if e[0] == rank), key=lambda e: (e[2], e[3]))
-        for rank in range(ranks)
-    ]
-    stages = [sorted({event[1].stage for event in own}) for own in mine]
-    held_by = held(tuple(tuple(event[1] for event in own) for own in mine))
-    chunks = max(len(own) for own in stages)
+    zero = min(event.start for event in computed)
+    makespan = max(event.end for event in computed) - zero
+    rows: list[list[Event]] = [[] for _ in range(n_ranks or 0)]
+    for event in sorted(computed, key=lambda event: (event.start, event.end)):
+        rows += [[] for _ in range(len(rows), event.rank + 1)]
+        rows[event.rank].append(event)
+    stages = [stages_of(event.action for event in row) for row in rows]
+    holds = held(tuple(tuple(event.action for event in row) for row in rows))
+    chunks = max(map(len, stages))
     lanes = []
-    for own, of_rank, at_once in zip(mine, stages, held_by, strict=True):
+    for row, own, most in zip(rows, stages, holds, strict=True):
         bars = tuple(
             Bar(
-                first - start,
-                last - start,
-                action.kind,
-                name_of(action, alone=chunks == 1),
-                of_rank.index(action.stage),
+                event.start - zero,
+                event.end - zero,
+                event.action.kind,
+                event.action.text(stage=chunks > 1),
+                own.index(event.action.stage),
             )
-            for _, action, first, last in own
+            for event in row
         )
-        lanes.append(Lane(bars, gaps(bars, makespan), at_once))
+        for before, bar in pairwise(bars):
+            if bar.start < before.end - _NOISE * makespan:
+                raise ValueError(
+                    f"rank {row[0].rank}: {bar.label} starts at {bar.start:.6g}, "
+                    f"before {before.label} ends at {before.end:.6g}: a rank computes "
+                    "one action at a time"
+                )
+        lanes.append(Lane(bars, gaps(bars, makespan), most))
     return Chart(tuple(lanes), makespan, chunks)
 
 
 def gaps(bars: tuple[Bar, ...], makespan: float) -> tuple[Gap, ...]:
     """What a rank's bars leave free of [0, makespan]."""
     found, free_from, kind = [], 0.0, OUTSIDE
-    for before, bar in zip((None, *bars), bars, strict=False):
-        if bar.start < free_from - _NOISE * makespan:
-            raise ValueError(
-                f"{bar.label} starts at {bar.start:.6g}, before {before.label} ends "  # type: ignore[union-attr]
-                f"at {free_from:.6g}: a rank computes one action at a time"
-            )
+    for bar in bars:
         found.append(Gap(free_from, bar.start, kind))
-        free_from, kind = max(free_from, bar.end), WAITS
+        free_from, kind = bar.end, WAITS
     found.append(Gap(free_from, makespan, OUTSIDE))
     return tuple(g for g in found if g.end - g.start > _NOISE * makespan)

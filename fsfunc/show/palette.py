@@ -12,29 +12,29 @@ class Look:
     """How one kind is shown: in words, in print, in a picture and in a trace."""
 
     title: str
+    sign: str  # in text: what the action's name begins with, what a gap is filled with
     color: str  # "#rrggbb"
     reserved: str = ""  # the nearest of the names that trace viewers have colours for
-    fill: str = " "  # what a cell of text is filled with
 
 
 COMPUTE = {
-    "F": Look("forward", "#4c7cb8", "rail_response"),
-    "B": Look("backward", "#e07b39", "thread_state_iowait"),
-    "I": Look("input gradient", "#edb83d", "yellow"),
-    "W": Look("weight gradient", "#4fa37b", "thread_state_running"),
+    "F": Look("forward", "F", "#4c7cb8", "rail_response"),
+    "B": Look("backward", "B", "#e07b39", "thread_state_iowait"),
+    "I": Look("input gradient", "I", "#edb83d", "yellow"),
+    "W": Look("weight gradient", "W", "#4fa37b", "thread_state_running"),
 }
 TRANSFERS = {
-    "SF": Look("send activations", "#8aa9d1", "rail_idle"),
-    "RF": Look("receive activations", "#8aa9d1", "rail_idle"),
-    "SB": Look("send gradients", "#ecae85", "rail_animation"),
-    "RB": Look("receive gradients", "#ecae85", "rail_animation"),
+    "SF": Look("send activations", "SF", "#8aa9d1", "rail_idle"),
+    "RF": Look("receive activations", "RF", "#8aa9d1", "rail_idle"),
+    "SB": Look("send gradients", "SB", "#ecae85", "rail_animation"),
+    "RB": Look("receive gradients", "RB", "#ecae85", "rail_animation"),
 }
 # A rank that waits between two of its actions is not one that has not begun: zero
 # bubble schedules end the first and keep the second.
 WAITS, OUTSIDE, BORDER = "waits", "outside", "border"
 GAPS = {
-    WAITS: Look("waits for another rank", "#c9cdd6", fill="░"),
-    OUTSIDE: Look("before its first and after its last action", "#eff1f4", fill="·"),
+    WAITS: Look("waits for another rank", "░", "#c9cdd6"),
+    OUTSIDE: Look("not begun, or done", "·", "#eff1f4"),
 }
 
 
@@ -42,7 +42,7 @@ def lighter(color: str, chunk: int, chunks: int) -> str:
     """The colour of a rank's ``chunk``-th stage of ``chunks``: later is lighter.
 
     >>> lighter("#4c7cb8", 0, 2), lighter("#4c7cb8", 1, 2)
-    ('#4c7cb8', '#a1bad9')
+    ('#4c7cb8', '#a2bbda')
     """
     amount = 0.0 if chunks < 2 else min(0.7, 0.24 * chunks) * chunk / (chunks - 1)
     parts = [int(color[i : i + 2], 16) for i in (1, 3, 5)]

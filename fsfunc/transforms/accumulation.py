@@ -104,13 +104,14 @@ class _Sums:
         """Adds one; what it holds is not written into."""
         if self.first is None:
             self.first, self.grads = outcome, outcome.grads
+            self.ours = outcome.own
             return
         a, b = self.first, outcome
         self.grads = self._added(outcome.grads)
         weight = None if a.weight is None or b.weight is None else a.weight + b.weight
         aux = added(a.aux, b.aux)
-        count = a.count + b.count
-        self.first = Outcome(a.total + b.total, weight, (), aux, count)
+        total, count = a.total + b.total, a.count + b.count
+        self.first = replace(a, total=total, weight=weight, aux=aux, count=count)
 
     def _added(self, grads: Any) -> Any:
         ours, theirs = split_alike(self.grads, grads)
@@ -137,4 +138,4 @@ class _Sums:
         """The sum, and of how many."""
         if self.first is None:
             raise RuntimeError("no microbatch was run")
-        return replace(self.first, grads=self.grads)
+        return replace(self.first, grads=self.grads, own=self.ours)

@@ -95,7 +95,9 @@ def whole_shape(layout: Layout) -> tuple[int, ...]:
     if len(layout.parts) == 1:
         return layout.shape
     outer = Layout(layout.shape, layout.dtype, layout.parts[:-1])
-    return outer.local_shape({axis: 0 for axis in outer.axes})
+    at = {axis: 0 for axis in outer.axes}
+    at.update({p.axis: p.coordinate for p in outer.owned})
+    return outer.local_shape(at)
 
 
 class _Enter(torch.autograd.Function):

@@ -70,9 +70,11 @@ class SaveAllBut(Policy):
 def recomputes(policy: Policy | str | None, micro: Sequence[tuple[int, int]]) -> bool:
     """Whether a call is recomputed that was made in the microbatches ``micro``.
 
-    ``"except_last"`` spares the last microbatch of the innermost loop, whose backward
-    comes first or at once: what it would free is wanted again directly. Outside any
-    loop there is one microbatch, which is the last.
+    ``"except_last"`` spares the last microbatch of the innermost loop: where all run
+    forward first, its backward comes at once, and forgetting would free nothing.
+    Outside any loop there is one microbatch, which is the last.
+
+    Source: GPipe (Huang et al., 2019), as FairScale's Pipe has it.
 
     >>> [recomputes("except_last", micro) for micro in ((), ((0, 2),), ((1, 2),))]
     [False, True, False]

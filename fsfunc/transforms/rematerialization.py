@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
+from functools import partial
 from typing import Any
 
 import torch
@@ -32,14 +33,13 @@ def remat(
         f: a unit, a loss, or a train step.
         policy: ``SaveOnly(names)`` or ``SaveAllBut(names)``: values named by
             ``checkpoint_name`` that are kept, so that the op which made them does not
-            run again. By default nothing is kept. Or which microbatches of the innermost
-            loop around a call (``accumulate``, ``pipeline``) are recomputed:
-            ``"always"`` is the default, ``"except_last"`` all but the last one (of a
-            lone one, none), ``"never"`` none.
+            run again. By default nothing is kept. Or, as a string, which microbatches
+            of the innermost loop around a call (``accumulate``, ``pipeline``) are
+            recomputed: ``"always"`` all, as by default; ``"except_last"`` all but the
+            last, and none outside a loop; ``"never"`` none.
 
     Raises:
-        TypeError: another kind of policy.
-        ValueError: a string that is none of the three.
+        TypeError: another policy.
 
     Cost: one more forward of each unit; under ``shard``, in either order, each unit is
     gathered twice, the last one once. Under ``torch.func`` transforms the function runs
@@ -53,15 +53,10 @@ def remat(
     >>> ff.value_and_grad(loss)(torch.tensor(0.0))[1].item()
     2.0
     """
-    if isinstance(policy, str) and policy not in MODES:
-        raise ValueError(
-            f"policy={policy!r}: a string is one of {', '.join(map(repr, MODES))}; "
-            f"a value to keep is named by SaveOnly({policy!r})"
-        )
-    if policy is not None and not isinstance(policy, Policy | str):
+    if not (policy is None or isinstance(policy, Policy) or policy in MODES):
         raise TypeError(
-            f"policy={policy!r}: it is SaveOnly(names), SaveAllBut(names), a string "
-            f"out of {', '.join(map(repr, MODES))}, or None"
+            f"policy={policy!r}: it is SaveOnly(names), SaveAllBut(names), one of "
+            f"{', '.join(map(repr, MODES))}, or None"
         )
     return transformed(f, _Remat(policy))
 
@@ -96,7 +91,7 @@ class _Remat(Interpretation):
             if token is None and not any(x.requires_grad for x in tensors):
                 return run(params, *inputs, **keywords)
             seeded = call.frame.seed is not None
-            replay = _Replay(run, leaves, places, treedef, self.policy, seeded)
+            replay = _Replay(run, leaves, places, treedef, self.kept, seeded)
             output = _Output()
             token, *outs = _Recompute.apply(replay, output, token, *tensors)
             if thread is not None:
@@ -209,6 +204,7 @@ class _Recompute(torch.autograd.Function):
         kept = [] if replay.tape is None else replay.tape.tensors()
         ctx.replay, ctx.at, ctx.count = replay, output.at, len(tensors)
         ctx.tracked, ctx.leaves_unit = token is not None, True
+        ctx.pull_recomputed = _pull  # a pipeline's I and W put their own in its place
         ctx.set_materialize_grads(False)
         ctx.save_for_backward(*tensors, *kept)
         outs = [x.detach() for x in found]
@@ -238,14 +234,25 @@ class _Recompute(torch.autograd.Function):
         if thread is not None and thread.token is not thread.start:
             pairs.append((thread.token, torch.zeros_like(thread.token)))
         wanted = [x for x, need in zip(tensors, needs, strict=True) if need]
-        sources = wanted if thread is None else [*wanted, thread.start]
-        found: Any = [None] * len(sources)
-        if pairs and sources:
+        beside = [] if thread is None else [thread.start]
+        found: Any = [None] * len(wanted)
+        if pairs and (wanted or beside):
             ys, gs = zip(*pairs, strict=True)
+            pull = partial(_pull, twice=True) if twice else ctx.pull_recomputed
             with run_as(Running(None, recompute=True)):
-                found = torch.autograd.grad(
-                    ys, sources, gs, allow_unused=True, create_graph=twice
-                )
+                found = pull(ys, gs, wanted, beside)
         each = iter(found)
         given = [next(each) if need else None for need in needs]
         return (None, None, token, *given)
+
+
+def _pull(
+    ys: Sequence[Tensor],
+    gs: Sequence[Tensor],
+    wanted: Sequence[Tensor],
+    beside: Sequence[Tensor],
+    twice: bool = False,
+) -> Sequence[Tensor | None]:
+    """The gradients of ``wanted``; ``beside`` are to be reached, and no more."""
+    inputs = [*wanted, *beside]
+    return torch.autograd.grad(ys, inputs, gs, allow_unused=True, create_graph=twice)

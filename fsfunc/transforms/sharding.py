@@ -94,6 +94,8 @@ def shard(
 class Sharding(Interpretation):
     """What ``shard`` makes of unit and gradient calls."""
 
+    lays_out = True
+
     def __init__(
         self,
         mesh: Mesh,

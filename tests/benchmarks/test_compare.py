@@ -27,6 +27,12 @@ KEYS = [
     "zero0_memory",
     "zero1_memory",
     "zero2_memory",
+    "pipeline_1f1b",
+    "pipeline_zb_v",
+    "pipeline_gpipe",
+    "pipeline_interleaved",
+    "pipeline_1f1b_memory",
+    "pipeline_zb_v_memory",
     "sharded_adam",
     "unit_call",
     "import",
@@ -34,6 +40,9 @@ KEYS = [
 ]
 ABSOLUTE = {"import", "example"}
 STEPS = {"one_device", "remat", "zero0", "zero1", "zero2", "zero3", "zero3_remat"}
+PIPELINED = [key for key in KEYS if key.startswith("pipeline")]
+PIPELINED_STEPS = [key for key in PIPELINED if not key.endswith("memory")]
+OTHERS = [key for key in KEYS if key not in PIPELINED]
 
 
 def run(script: str, *args: str, timeout: float) -> subprocess.CompletedProcess[str]:
@@ -49,17 +58,24 @@ def run(script: str, *args: str, timeout: float) -> subprocess.CompletedProcess[
     )
 
 
-@pytest.mark.processes
-def test_quick_comparison_measures_every_row(tmp_path: Path) -> None:
-    path = tmp_path / "compare.json"
-    done = run("compare.py", "--quick", "--json", str(path), timeout=240)
+def compare(path: Path, keys: list[str], *more: str, timeout: float) -> dict:
+    """What a rehearsal of the rows `keys` writes as JSON; it must print them too."""
+    only = ["--only", ",".join(keys), "--json", str(path)]
+    done = run("compare.py", "--quick", *only, *more, timeout=timeout)
     assert done.returncode == 0, done.stderr
     record = json.loads(path.read_text())
-    assert [row["key"] for row in record["rows"]] == KEYS
+    assert [row["key"] for row in record["rows"]] == keys
+    assert all(row["what"] in done.stdout for row in record["rows"])
+    return record
+
+
+@pytest.mark.processes
+@pytest.mark.parametrize("keys", [OTHERS, PIPELINED], ids=["others", "pipelined"])
+def test_quick_comparison_measures_every_row(tmp_path: Path, keys: list[str]) -> None:
+    record = compare(tmp_path / "compare.json", keys, timeout=240)
     for row in record["rows"]:
-        assert row["what"] in done.stdout
         wanted = ["ours"] if row["key"] in ABSOLUTE else ["ours", "theirs", "ratio"]
-        if row["key"] in STEPS:
+        if row["key"] in STEPS or row["key"] in PIPELINED_STEPS:
             wanted += ["pure_ratio", "ours_to_floor"]
         for figure in wanted:
             value = row[figure]
@@ -67,21 +83,30 @@ def test_quick_comparison_measures_every_row(tmp_path: Path) -> None:
 
 
 @pytest.mark.processes
+def test_a_pipelines_floor_is_the_whole_batchs_step_over_the_ranks(
+    tmp_path: Path,
+) -> None:
+    # That the run succeeds says that the losses of the first two steps agree with those
+    # of one device on the whole batch.
+    path = tmp_path / "peers.json"
+    record = compare(path, PIPELINED_STEPS, "--peers", timeout=120)
+    message = 32 * 64 * 4  # bytes of one sequence's activations: length, width, float
+    microbatches = 4  # one for each of 2 sequences of 2 ranks
+    crossings = {"1F1B": 1, "ZB-V": 2, "GPipe": 1, "interleaved 1F1B": 3}
+    for row, (name, count) in zip(record["rows"], crossings.items(), strict=True):
+        measured = record["measured"][f"pipeline {name}"]
+        whole = measured["plain_whole"]["seconds"]
+        assert row["theirs_to_floor"] == pytest.approx(row["theirs"] / (whole / 2))
+        (theirs,) = (m for competitor, m in measured.items() if "torch" in competitor)
+        assert theirs["sent_bytes"] == count * microbatches * message, name
+
+
+@pytest.mark.processes
 def test_bytes_sent_are_those_of_the_scheme(tmp_path: Path) -> None:
     # Both gather the blocks twice and the rest once: FSDP2's root stays gathered; here
     # an embedding's backward reads no parameter and the last unit stays gathered.
-    path = tmp_path / "sent.json"
-    done = run(
-        "compare.py",
-        "--quick",
-        "--only",
-        "zero0,zero3",
-        "--json",
-        str(path),
-        timeout=120,
-    )
-    assert done.returncode == 0, done.stderr
-    measured = json.loads(path.read_text())["measured"]
+    record = compare(tmp_path / "sent.json", ["zero0", "zero3"], timeout=120)
+    measured = record["measured"]
     for group, ours, theirs in (("zero0", "zero0", "ddp"), ("zero3", "zero3", "fsdp2")):
         sent = {name: measured[group][name]["sent_bytes"] for name in (ours, theirs)}
         # Besides, one psum of the loss and its weight: 2α·2·4 bytes, α = 1/2.
@@ -91,7 +116,7 @@ def test_bytes_sent_are_those_of_the_scheme(tmp_path: Path) -> None:
 def test_an_unknown_row_is_refused_with_the_names() -> None:
     done = run("compare.py", "--only", "zero9", timeout=60)
     assert done.returncode == 2
-    assert "no row zero9" in done.stderr and "zero3_remat" in done.stderr
+    assert "no row zero9" in done.stderr and ", ".join(KEYS) in done.stderr
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="is about machines without one")

@@ -1,0 +1,202 @@
+"""Which leaves belong together: what follows from the unit calls that a step made."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from fsfunc.layout import Layout, Owned
+
+__all__ = ["Findings", "Group", "Taken", "common"]
+
+
+@dataclass(frozen=True)
+class Group:
+    """Leaves that share a buffer.
+
+    Args:
+        buffer: its name: the unit that owns it, and its first leaf.
+        paths: the leaves, in the tree's order.
+        dtype: theirs.
+        owner: where along an axis all calls that take them run, if at one coordinate.
+    """
+
+    buffer: str
+    paths: tuple[str, ...]
+    dtype: torch.dtype
+    owner: tuple[Owned, ...] = ()
+
+
+@dataclass
+class Taken:
+    path: tuple[str, ...]  # names of the units around, and the unit's own
+    numbers: tuple[int, ...]
+    leaves: list[str]
+    owner: tuple[Owned, ...] = ()  # where it runs, if not on every rank
+
+
+_Reading = tuple[str, tuple[int, ...]]  # a leaf, and the numbers of the unit call
+_Where = tuple[str, bool]  # file and line, and whether a gradient call was around
+
+
+@dataclass
+class Findings:
+    """What one run of a step showed.
+
+    ``groups`` are made of ``taken`` (which unit calls took which leaves), ``inside``
+    (which unit's own body read a leaf), ``outside`` (leaves read by a loss outside
+    every unit, and where), ``stock`` (those that ``torch.func`` differentiates there)
+    and ``trained``.
+    """
+
+    layouts: dict[str, Layout] = field(default_factory=dict)
+    taken: list[Taken] = field(default_factory=list)
+    inside: dict[_Reading, _Where] = field(default_factory=dict)
+    outside: dict[str, _Where] = field(default_factory=dict)
+    stock: dict[str, str] = field(default_factory=dict)
+    trained: set[str] = field(default_factory=set)
+    handlers: list[Any] = field(default_factory=list)
+    differentiated: bool = False
+
+    def whole(self, gathers: bool = True) -> set[str]:
+        """Leaves that stay whole: a loss reads them outside its units.
+
+        Args:
+            gathers: whether units gather their leaves, which no loss may read then.
+        """
+        found = self.outside | {
+            path: where
+            for (path, numbers), where in self.inside.items()
+            if not self._takes(path, numbers)  # it came in as an input
+        }
+        inner = any(in_loss for _, in_loss in found.values())
+        read = {
+            path: where
+            for path, (where, in_loss) in found.items()
+            if in_loss or not (inner or self.differentiated)
+        }
+        taken = {path for t in self.taken for path in t.leaves}
+        for path, where in read.items():
+            if path in taken and gathers:
+                raise ValueError(
+                    f"the loss reads {path!r} outside a unit, at {where}, and a unit "
+                    "takes it too: under shard it is only whole inside the unit. Move "
+                    "the reading into a unit, whose first argument it is part of; for "
+                    "a sum over elements, such as a penalty, use ff.tree_sum or "
+                    "weight_decay"
+                )
+        for path, where in self.stock.items():
+            if path not in taken and gathers:
+                raise ValueError(
+                    f"torch.func differentiates {path!r}, which the loss reads outside "
+                    f"every unit, at {where}: its gradient would be this rank's own, "
+                    "not that of the mean over the ranks. Use ff.value_and_grad, or "
+                    "move the reading into a unit"
+                )
+        return set(read)
+
+    def _takes(self, path: str, numbers: tuple[int, ...]) -> bool:
+        """Whether this unit call, or one around it, has the leaf as a parameter."""
+        return any(
+            path in t.leaves and t.numbers == numbers[: len(t.numbers)]
+            for t in self.taken
+        )
+
+    def owner(self, path: str) -> tuple[Owned, ...]:
+        """The one place along an axis where all calls that take a leaf run, if any."""
+        owners = {t.owner for t in self.taken if path in t.leaves}
+        return owners.pop() if len(owners) == 1 else ()
+
+    def groups(self, min_bytes: int = 0, gathers: bool = True) -> list[Group]:
+        """The buffers, in the order in which units first want them."""
+        whole = self.whole(gathers)
+        calls: dict[str, list[Taken]] = defaultdict(list)
+        for t in self.taken:
+            for path in t.leaves:
+                calls[path].append(t)
+        found: dict[Any, list[str]] = {}
+        for path, layout in self.layouts.items():
+            if path in whole:
+                continue
+            mine = [t for t in calls[path] if self._owns(t, path, calls[path])]
+            key = (
+                tuple(t.numbers for t in mine),
+                common([t.path for t in mine]),
+                layout.dtype,
+                path in self.trained,
+                self.owner(path),
+            )
+            found.setdefault(key, []).append(path)
+        ordered = sorted(found.items(), key=lambda item: item[0][0] or ((1 << 30,),))
+        merged = _merged(ordered, min_bytes, self.layouts)
+        return [
+            Group(f"{'/'.join(unit)}:{name}", tuple(paths), dtype, owner)
+            for unit, dtype, name, paths, owner in merged
+        ]
+
+    def _owns(self, t: Taken, path: str, calls: list[Taken]) -> bool:
+        """Whether ``t`` gathers the leaf: no unit around it, and no inner one, does."""
+        n, reads = len(t.numbers), (path, t.numbers) in self.inside
+        outer = [t.numbers[:k] for k in range(1, n)]
+        if any((path, numbers) in self.inside for numbers in outer):
+            return False
+        inner = [o for o in calls if len(o.numbers) > n and o.numbers[:n] == t.numbers]
+        return reads or not inner
+
+    def order(
+        self, groups: list[Group], coordinates: Mapping[str, int] | None = None
+    ) -> list[tuple[str, ...]]:
+        """The buffers that each unit call wants, call by call.
+
+        Args:
+            coordinates: those of a rank, for the calls that run there alone.
+        """
+        at = {} if coordinates is None else coordinates
+        buffer = {path: g.buffer for g in groups for path in g.paths}
+        order = []
+        for t in self.taken:
+            if any(at.get(p.axis, p.coordinate) != p.coordinate for p in t.owner):
+                continue
+            name = "/".join(t.path) + "/"
+            wanted = [buffer[p] for p in t.leaves if p in buffer]
+            mine = [b for b in wanted if not b.partition(":")[0].startswith(name)]
+            if mine:
+                order.append(tuple(dict.fromkeys(mine)))
+        return order
+
+
+def common(paths: list[tuple[str, ...]]) -> tuple[str, ...]:
+    """The beginning that all ``paths`` share."""
+    if not paths:
+        return ()
+    first = paths[0]
+    same = 0
+    while same < len(first) and all(p[: same + 1] == first[: same + 1] for p in paths):
+        same += 1
+    return first[:same]
+
+
+def _merged(ordered: list[Any], min_bytes: int, layouts: dict[str, Layout]):
+    """Neighbouring small groups as one, until they reach ``min_bytes``."""
+    out: list[tuple[tuple[str, ...], torch.dtype, str, list[str], Any]] = []
+    open_key: Any = None
+    size = 0
+    for (numbers, unit, dtype, trained, owner), paths in ordered:
+        nbytes = sum(layouts[p].nbytes for p in paths)
+        single = len(numbers) == 1
+        around = numbers[0][:-1] if single else None
+        key = (around, unit[:-1], dtype, trained, owner) if single else None
+        small = single and nbytes < min_bytes
+        if small and key == open_key and size < min_bytes:
+            _, _, name, so_far, _ = out[-1]
+            joint = f"{name} + {paths[0]}"
+            out[-1] = (unit[:-1], dtype, joint, [*so_far, *paths], owner)
+            size += nbytes
+            continue
+        out.append((unit, dtype, paths[0], list(paths), owner))
+        open_key, size = (key, nbytes) if small else (None, 0)
+    return out

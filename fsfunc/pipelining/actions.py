@@ -1,0 +1,266 @@
+"""What each rank of a pipeline does, as data: actions, schedules, their text and JSON.
+
+A schedule is a tuple of actions for each rank. The functions that make schedules write
+compute actions alone; `transfers.with_transfers` adds what travels between ranks.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+COMPUTE = ("F", "B", "I", "W")
+SENDS, RECEIVES = ("SF", "SB"), ("RF", "RB")
+KINDS = COMPUTE + SENDS + RECEIVES
+
+_TEXT = re.compile(r"([FBIW]|[SR][FB])(\d+)(?:@(\d+))?(?:([<>])(\d+))?")
+
+
+class ScheduleError(ValueError):
+    """A schedule that cannot be made, or that cannot run; says where and why."""
+
+
+@dataclass(frozen=True, order=True)
+class Action:
+    """One thing that a rank does for one stage and one microbatch.
+
+    Args:
+        kind: "F" forward, "B" the whole backward, "I" the gradient of the inputs, "W"
+            the gradient of the parameters; "SF" and "RF" send and receive
+            activations, "SB" and "RB" gradients.
+        stage: the stage whose action it is, in 0..n_stages - 1.
+        microbatch: in 0..n_microbatches - 1.
+        peer: of a transfer, the stage at the other end; else None.
+
+    Raises:
+        ScheduleError: an unknown kind, a number below 0, a peer that is missing or
+            has no place here.
+
+    >>> print(Action("F", 5, 3), Action("SF", 5, 3, 6), Action("RB", 5, 3, 6))
+    F3@5 SF3@5>6 RB3@5<6
+    """
+
+    kind: str
+    stage: int
+    microbatch: int
+    peer: int | None = None
+
+    def __post_init__(self) -> None:
+        peer = self.peer
+        if self.kind in COMPUTE:
+            right, wanted = peer is None, "no peer"
+        else:
+            right, wanted = (
+                _counts_from_zero(peer),
+                "a peer, the stage at the other end",
+            )
+        if self.kind not in KINDS:
+            raise ScheduleError(
+                f"no action has the kind {self.kind!r}: take one of {', '.join(KINDS)}"
+            )
+        if not right:
+            raise ScheduleError(f"{self.kind} has {wanted}; got peer={peer!r}")
+        if not (_counts_from_zero(self.stage) and _counts_from_zero(self.microbatch)):
+            raise ScheduleError(
+                f"{self.kind} needs integers from 0 on, got stage={self.stage!r} and "
+                f"microbatch={self.microbatch!r}"
+            )
+
+    @property
+    def is_compute(self) -> bool:
+        return self.kind in COMPUTE
+
+    def text(self, *, stage: bool = True) -> str:
+        """Return the action as text, with or without its own stage."""
+        at = f"@{self.stage}" if stage else ""
+        sign = ">" if self.kind in SENDS else "<"
+        to = "" if self.peer is None else f"{sign}{self.peer}"
+        return f"{self.kind}{self.microbatch}{at}{to}"
+
+    def __str__(self) -> str:
+        return self.text()
+
+
+Schedule = tuple[tuple[Action, ...], ...]  # one tuple for each rank
+
+
+def parse(rows: Iterable[str | Iterable[Action | str]]) -> Schedule:
+    """Return the schedule that the rows say, one row for each rank.
+
+    A row is a string of actions between blanks, or a sequence of actions and strings.
+    `F3@5` is the forward of microbatch 3 in stage 5; `F3` is that of the stage that
+    has the rank's own number. `SF3@5>6` sends to stage 6, `RF3@6<5` receives from
+    stage 5. Nothing is checked beyond the text: that is `verify`'s part.
+
+    Raises:
+        ScheduleError: an entry that is no action; names rank and place.
+
+    >>> schedule = parse(["F0 F1 B0 B1", "F0 B0 F1 B1"])
+    >>> schedule[1][0]
+    Action(kind='F', stage=1, microbatch=0, peer=None)
+    >>> parse([["F0@1", "SF0@1>2"], [Action("RF", 2, 0, 1)]])[0][1].peer
+    2
+    """
+    schedule = []
+    for rank, row in enumerate(rows):
+        entries = row.split() if isinstance(row, str) else row
+        schedule.append(
+            tuple(_action(entry, rank, at) for at, entry in enumerate(entries))
+        )
+    return tuple(schedule)
+
+
+def owners(schedule: Schedule) -> tuple[int, ...]:
+    """Return the rank of each stage.
+
+    Raises:
+        ScheduleError: no stage at all, a stage on two ranks, or a gap in the numbers.
+
+    >>> owners(parse(["F0@0 F0@3", "F0@1 F0@2"]))
+    (0, 1, 1, 0)
+    """
+    rank_of: dict[int, int] = {}
+    for rank, row in enumerate(schedule):
+        for action in row:
+            if rank_of.setdefault(action.stage, rank) != rank:
+                raise ScheduleError(
+                    f"rank {rank} has {action}, but stage {action.stage} is on rank "
+                    f"{rank_of[action.stage]}: a stage belongs to one rank"
+                )
+    missing = sorted(set(range(max(rank_of, default=0) + 1)) - set(rank_of))
+    if missing:
+        raise ScheduleError(
+            f"stage {missing[0]} is on no rank; the schedule has "
+            f"{sorted(rank_of) or 'no action'}: stages are numbered from 0 on"
+        )
+    return tuple(rank_of[stage] for stage in sorted(rank_of))
+
+
+def stages_of(row: Iterable[Action]) -> tuple[int, ...]:
+    """Return the stages of a rank, in ascending order."""
+    return tuple(sorted({action.stage for action in row}))
+
+
+def forward_only(schedule: Schedule) -> Schedule:
+    """Return the forward actions alone, in the same places and order.
+
+    >>> print(listing(forward_only(parse(["F0 F1 B0 B1", "F0 B0 F1 B1"]))))
+    0: F0 F1
+    1: F0 F1
+    """
+    return tuple(tuple(a for a in row if a.kind == "F") for row in schedule)
+
+
+def texts(schedule: Schedule) -> tuple[tuple[str, ...], ...]:
+    """Return the text of every action: `F3` where a rank has just its own stage.
+
+    >>> texts(parse(["F0@0", "F0@1 F0@2"]))
+    (('F0',), ('F0@1', 'F0@2'))
+    """
+    return tuple(
+        tuple(action.text(stage=stages_of(row) != (rank,)) for action in row)
+        for rank, row in enumerate(schedule)
+    )
+
+
+def listing(schedule: Schedule) -> str:
+    """Return the schedule for reading: one line for each rank.
+
+    >>> print(listing(parse(["F0 SF0>1 RB0<1 B0", "RF0<0 F0 B0 SB0>0"])))
+    0: F0 SF0>1 RB0<1 B0
+    1: RF0<0 F0 B0 SB0>0
+    """
+    width = len(str(max(len(schedule) - 1, 0)))
+    lines = (f"{r:>{width}}: {' '.join(row)}" for r, row in enumerate(texts(schedule)))
+    return "\n".join(line.rstrip() for line in lines)
+
+
+def to_json(schedule: Schedule) -> str:
+    """Return the schedule as JSON: a list of lists of text; `from_json` reads it.
+
+    >>> to_json(parse(["F0 B0"]))
+    '[["F0", "B0"]]'
+    """
+    return json.dumps(texts(schedule))
+
+
+def from_json(text: str) -> Schedule:
+    """Return the schedule that `to_json` wrote.
+
+    Raises:
+        ScheduleError: not a list of lists of actions.
+
+    >>> from_json('[["F0", "B0"]]') == parse(["F0 B0"])
+    True
+    """
+    rows = json.loads(text)
+    if not isinstance(rows, list) or not all(isinstance(row, list) for row in rows):
+        raise ScheduleError(
+            "a schedule in JSON is a list of lists, one for each rank, of actions "
+            f'such as "F3" or "F3@5"; got {text[:60]}'
+        )
+    return parse(rows)
+
+
+def _action(entry: Action | str, rank: int, at: int) -> Action:
+    if isinstance(entry, Action):
+        return entry
+    match = _TEXT.fullmatch(entry) if isinstance(entry, str) else None
+    sign = None if match is None else match[4]
+    wanted = {"S": ">", "R": "<"}.get(match[1][0] if match else "")
+    if match is None or sign != wanted:
+        raise ScheduleError(
+            f"rank {rank}, entry {at}: {entry!r} is no action; write F3, B3, I3 or W3 "
+            "for microbatch 3, F3@5 for that of stage 5, SF3>6 to send to stage 6, "
+            "RF3<4 to receive from stage 4 (SB, RB for gradients)"
+        )
+    kind, microbatch, stage, _, peer = match.groups()
+    return Action(
+        kind,
+        rank if stage is None else int(stage),
+        int(microbatch),
+        None if peer is None else int(peer),
+    )
+
+
+def _counts_from_zero(value: object) -> bool:
+    return type(value) is int and value >= 0  # not bool
+
+
+def ranks_for(n_stages: int, n_microbatches: int, chunks: int = 1) -> int:
+    """Return the number of ranks that hold `n_stages` stages, `chunks` on each.
+
+    Raises:
+        ScheduleError: a count below 1, or stages that the chunks do not divide.
+
+    >>> ranks_for(8, 4, chunks=2)
+    4
+    """
+    given = {"n_stages": n_stages, "n_microbatches": n_microbatches, "chunks": chunks}
+    for name, value in given.items():
+        if not _counts_from_zero(value) or value < 1:
+            raise ScheduleError(f"{name} must be an integer from 1 on, got {value!r}")
+    if n_stages % chunks:
+        raise ScheduleError(
+            f"{n_stages} stages do not come to {chunks} on each rank: take a multiple "
+            f"of chunks={chunks}"
+        )
+    return n_stages // chunks
+
+
+def numbered(pattern: Sequence[tuple[str, int]], n_microbatches: int) -> tuple:
+    """Return the actions of a pattern of (kind, stage).
+
+    The n-th time that a pair appears it is microbatch n; what would be past the last
+    microbatch is left out.
+    """
+    seen: dict[tuple[str, int], int] = {}
+    row = []
+    for kind, stage in pattern:
+        microbatch = seen.setdefault((kind, stage), 0)
+        seen[kind, stage] += 1
+        if microbatch < n_microbatches:
+            row.append(Action(kind, stage, microbatch))
+    return tuple(row)

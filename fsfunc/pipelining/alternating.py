@@ -1,0 +1,188 @@
+"""Schedules of whole backwards: forwards first, then one forward, one backward.
+
+The four differ in three things only: the order of a rank's forwards, the order of its
+backwards, and how many forwards it runs before the first backward.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+
+from fsfunc.pipelining.actions import Action, Schedule, ScheduleError, ranks_for
+
+Pairs = list[tuple[int, int]]  # (stage, microbatch)
+
+
+def gpipe(n_stages: int, n_microbatches: int) -> Schedule:
+    """Return the schedule of all forwards, then all backwards, one stage a rank.
+
+    Args:
+        n_stages: stages, as many as ranks.
+        n_microbatches: microbatches of a batch, from 1 on.
+
+    Raises:
+        ScheduleError: a count below 1.
+
+    Cost: bubble (P-1)(f+b); every rank holds all M microbatches.
+    Source: Huang et al., GPipe, 2019.
+
+    >>> from fsfunc.pipelining.actions import listing
+    >>> print(listing(gpipe(2, 3)))
+    0: F0 F1 F2 B0 B1 B2
+    1: F0 F1 F2 B0 B1 B2
+    """
+    ranks_for(n_stages, n_microbatches)
+    runs = [[(rank, m) for m in range(n_microbatches)] for rank in range(n_stages)]
+    return tuple(_alternating(run, run, n_microbatches) for run in runs)
+
+
+def one_f_one_b(n_stages: int, n_microbatches: int) -> Schedule:
+    """Return the schedule in which a rank takes a backward as soon as one can come.
+
+    Rank r runs P-1-r forwards, then one forward and one backward in turn.
+
+    Args:
+        n_stages: stages, as many as ranks.
+        n_microbatches: microbatches of a batch, from 1 on.
+
+    Raises:
+        ScheduleError: a count below 1.
+
+    Cost: bubble (P-1)(f+b); rank r holds min(M, P-r) microbatches.
+    Source: Harlap et al., PipeDream, 2018; Narayanan et al., Megatron-LM, 2021.
+
+    >>> from fsfunc.pipelining.actions import listing
+    >>> print(listing(one_f_one_b(2, 3)))
+    0: F0 F1 B0 F2 B1 B2
+    1: F0 B0 F1 B1 F2 B2
+    """
+    ranks_for(n_stages, n_microbatches)
+    runs = [[(rank, m) for m in range(n_microbatches)] for rank in range(n_stages)]
+    return tuple(
+        _alternating(run, run, n_stages - 1 - rank) for rank, run in enumerate(runs)
+    )
+
+
+def looped_bfs(n_stages: int, n_microbatches: int, *, chunks: int = 2) -> Schedule:
+    """Return GPipe over several stages a rank: each stage takes all microbatches.
+
+    Stage s is on rank s % P. The backwards run in the mirrored order.
+
+    Args:
+        n_stages: all stages, P * chunks.
+        n_microbatches: microbatches of a batch, from 1 on.
+        chunks: stages on each rank.
+
+    Raises:
+        ScheduleError: a count below 1; stages that chunks does not divide.
+
+    Cost: bubble (P-1)(f+b)/v for M a multiple of P; every rank holds M microbatches.
+    Source: Lamy-Poirier, Breadth-First Pipeline Parallelism, 2023.
+
+    >>> from fsfunc.pipelining.actions import listing
+    >>> print(listing(looped_bfs(4, 2)))
+    0: F0@0 F1@0 F0@2 F1@2 B1@2 B0@2 B1@0 B0@0
+    1: F0@1 F1@1 F0@3 F1@3 B1@3 B0@3 B1@1 B0@1
+    """
+    ranks = ranks_for(n_stages, n_microbatches, chunks)
+    rows = []
+    for rank in range(ranks):
+        stages = range(rank, n_stages, ranks)
+        run = [(s, m) for s in stages for m in range(n_microbatches)]
+        rows.append(_alternating(run, run[::-1], len(run)))
+    return tuple(rows)
+
+
+def interleaved_1f1b(
+    n_stages: int, n_microbatches: int, *, chunks: int = 2
+) -> Schedule:
+    """Return 1F1B over several stages a rank, which divides the bubble by them.
+
+    Stage s is on rank s % P. Microbatches go in rounds of P (of nearly P where M is
+    no multiple of it): each stage of a rank takes a round before the next stage does.
+
+    Args:
+        n_stages: all stages, P * chunks.
+        n_microbatches: microbatches of a batch, from 1 on.
+        chunks: stages on each rank, v.
+
+    Raises:
+        ScheduleError: a count below 1; stages that chunks does not divide.
+
+    Cost: bubble (P-1)(f+b)/v for M a multiple of P; rank r then holds at most
+    ((v-1)P + 2(P-1-r) + 1)/v microbatches.
+    Source: Narayanan et al., Megatron-LM, 2021, section 2.2.
+
+    >>> from fsfunc.pipelining.actions import listing
+    >>> print(listing(interleaved_1f1b(4, 2)))
+    0: F0@0 F1@0 F0@2 F1@2 B0@2 B1@2 B0@0 B1@0
+    1: F0@1 F1@1 F0@3 B0@3 F1@3 B1@3 B0@1 B1@1
+    """
+    ranks = ranks_for(n_stages, n_microbatches, chunks)
+    rounds = rounds_of(n_microbatches, ranks)
+    rows = []
+    for rank in range(ranks):
+        stages = range(rank, n_stages, ranks)
+        ahead = (chunks - 1) * len(rounds[0]) + 2 * (ranks - 1 - rank)
+        rows.append(
+            _alternating(
+                _by_round(rounds, stages), _by_round(rounds, stages[::-1]), ahead
+            )
+        )
+    return tuple(rows)
+
+
+def forwards(n_stages: int, n_microbatches: int, owners: Sequence[int]) -> Schedule:
+    """Return the schedule of an evaluation: forwards alone, in a given placement.
+
+    Args:
+        n_stages: all stages.
+        n_microbatches: microbatches of a batch, from 1 on.
+        owners: the rank of each stage, as `owners(schedule)` returns it.
+
+    Raises:
+        ScheduleError: a count below 1; not one rank for each stage.
+
+    >>> from fsfunc.pipelining.actions import listing
+    >>> print(listing(forwards(4, 2, (0, 1, 1, 0))))
+    0: F0@0 F1@0 F0@3 F1@3
+    1: F0@1 F1@1 F0@2 F1@2
+    """
+    ranks_for(n_stages, n_microbatches)
+    if len(owners) != n_stages:
+        raise ScheduleError(
+            f"owners names the rank of each stage: got {len(owners)} for {n_stages}"
+        )
+    ranks = max(owners) + 1
+    rounds = rounds_of(n_microbatches, ranks)
+    mine = [[s for s in range(n_stages) if owners[s] == rank] for rank in range(ranks)]
+    return tuple(
+        tuple(Action("F", s, m) for s, m in _by_round(rounds, stages))
+        for stages in mine
+    )
+
+
+def rounds_of(n_microbatches: int, ranks: int) -> list[range]:
+    """Return the microbatches in rounds of P each, or of more where P divides them not.
+
+    >>> rounds_of(3, 4), rounds_of(8, 4), rounds_of(11, 4)
+    ([range(0, 3)], [range(0, 4), range(4, 8)], [range(0, 6), range(6, 11)])
+    """
+    count = max(1, n_microbatches // ranks)
+    size, longer = divmod(n_microbatches, count)
+    starts = [n * size + min(n, longer) for n in range(count + 1)]
+    return [range(a, b) for a, b in zip(starts, starts[1:], strict=False)]
+
+
+def _by_round(rounds: Iterable[range], stages: Iterable[int]) -> Pairs:
+    return [(s, m) for group in rounds for s in stages for m in group]
+
+
+def _alternating(forwards: Pairs, backwards: Pairs, ahead: int) -> tuple[Action, ...]:
+    """Return `ahead` forwards, then a forward and a backward in turn, then the rest."""
+    ahead = min(ahead, len(forwards))
+    row = [Action("F", *pair) for pair in forwards[:ahead]]
+    for forward, backward in zip(forwards[ahead:], backwards, strict=False):
+        row += [Action("F", *forward), Action("B", *backward)]
+    row += [Action("B", *pair) for pair in backwards[len(forwards) - ahead :]]
+    return tuple(row)

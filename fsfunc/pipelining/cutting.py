@@ -1,0 +1,218 @@
+"""Cutting a program into stages, and what each stage then takes, gets and sends."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from fsfunc.pipelining.balancing import balance
+from fsfunc.pipelining.programs import Origins, Program, Value
+
+__all__ = ["StagePlan", "Stages", "cut", "edges"]
+
+Stages = Sequence[int] | Sequence[str] | None
+
+
+@dataclass(frozen=True)
+class StagePlan:
+    """One stage of a program.
+
+    Args:
+        number: its place among the stages.
+        calls: the numbers of its unit calls; it ends after the last of them.
+        receives: values of earlier stages that its calls, or the loss, depend on.
+        sends: its own values that later stages receive, and by which.
+        leaves: paths of the parameters that its unit calls are given.
+        reads: paths of the parameters read outside units on their behalf.
+        makes_loss: whether it goes on to the loss: the last stage does.
+    """
+
+    number: int
+    calls: range
+    receives: tuple[Value, ...]
+    sends: tuple[tuple[Value, tuple[int, ...]], ...]
+    leaves: frozenset[str]
+    reads: frozenset[str]
+    makes_loss: bool
+
+
+def cut(
+    program: Program, stages: Stages = None, n: int | None = None
+) -> tuple[StagePlan, ...]:
+    """What each stage takes, gets and sends, where a program is cut into ``stages``.
+
+    Args:
+        program: the loss's.
+        stages: how many unit calls each stage has; or the call at which each stage
+            begins, the first of a unit by its name, call k (from 0) as ``name:k``; by
+            default balanced by FLOPs.
+        n: how many stages there are; by default as many as ``stages`` says.
+
+    Returns:
+        one plan for each stage. Only outputs of unit calls travel; what the loss does
+        between the calls, each stage does for itself.
+
+    Raises:
+        ValueError: more stages than unit calls, an empty stage, counts that do not sum
+            up, a name that no call has, or stages out of order; or random numbers that
+            the loss draws outside units and two stages use.
+
+    >>> import torch, fsfunc as ff
+    >>> layer = ff.unit(lambda p, x: x * p)
+    >>> def loss(p, x):
+    ...     first = layer(p[0], x)
+    ...     return (layer(p[2], layer(p[1], first)) + first).sum()
+    >>> plans = cut(ff.program(loss, [torch.ones(2)] * 3, torch.ones(2)), [1, 1, 1])
+    >>> plans[0].sends
+    ((Value(call=0, leaf=0), (1, 2)),)
+    >>> plans[2].receives, sorted(plans[2].leaves)
+    ((Value(call=0, leaf=0), Value(call=1, leaf=0)), ['2'])
+    """
+    ranges = _ranges(program, stages, n)
+    origins = [_origins(program, calls) for calls in ranges]
+    _check_draws(program, origins)
+    received = [
+        tuple(sorted(v for v in o.needs if v.call not in calls))
+        for calls, o in zip(ranges, origins, strict=True)
+    ]
+    plans = []
+    for s, calls in enumerate(ranges):
+        users: dict[Value, list[int]] = {}
+        for t, values in enumerate(received):
+            for v in values:
+                if v.call in calls:
+                    users.setdefault(v, []).append(t)
+        taken = frozenset[str]().union(*(program.calls[c].params for c in calls))
+        plans.append(
+            StagePlan(
+                number=s,
+                calls=calls,
+                receives=received[s],
+                sends=tuple((v, tuple(users[v])) for v in sorted(users)),
+                leaves=taken,
+                reads=origins[s].reads,
+                makes_loss=s == len(ranges) - 1,
+            )
+        )
+    return tuple(plans)
+
+
+def edges(plans: Sequence[StagePlan]) -> frozenset[tuple[int, int]]:
+    """(sending, receiving) of every two stages between which something travels."""
+    return frozenset(
+        (plan.number, t) for plan in plans for _, users in plan.sends for t in users
+    )
+
+
+def _origins(program: Program, calls: range) -> Origins:
+    """Where all that a stage computes comes from."""
+    found = Origins()
+    for number in calls:
+        found = found | program.calls[number].origins
+    last = calls.stop == len(program.calls)
+    return found | program.loss.origins if last else found
+
+
+def _check_draws(program: Program, origins: Sequence[Origins]) -> None:
+    for k, draw in enumerate(program.draws):
+        users = [s for s, o in enumerate(origins) if k in o.draws]
+        if len(users) > 1:
+            raise ValueError(
+                f"{program.name} draws random numbers outside every unit, by {draw.op} "
+                f"at {draw.line}, which stages {_listed(users)} use: each would draw "
+                "its own. Draw them in a unit, whose output then travels"
+            )
+
+
+def _listed(numbers: Sequence[int]) -> str:
+    return ", ".join(map(str, numbers[:-1])) + f" and {numbers[-1]}"
+
+
+def _ranges(program: Program, stages: Stages, n: int | None) -> list[range]:
+    """The unit calls of each stage, as numbers."""
+    total = len(program.calls)
+    if stages is not None and n is not None and len(stages) != n:
+        raise ValueError(f"stages={stages!r} names {len(stages)} stages of {n}")
+    wanted = n if stages is None else len(stages)
+    if wanted is None or wanted < 1:
+        raise ValueError(
+            f"a pipeline has at least one stage: {wanted!r} were asked for"
+        )
+    if wanted > total:
+        raise ValueError(
+            f"{wanted} stages, but {program.name} has only {total} unit calls"
+            f"{_told(program)}: a stage has at least one. Use fewer stages, or make "
+            "smaller units"
+        )
+    if stages is None:
+        counts = balance([call.flops for call in program.calls], wanted)
+    else:
+        counts = _counts(program, list(stages))
+    ends = [sum(counts[: s + 1]) for s in range(wanted)]
+    return [range(e - c, e) for e, c in zip(ends, counts, strict=True)]
+
+
+def _counts(program: Program, stages: list[Any]) -> list[int]:
+    """How many unit calls each stage has, by what the user gave."""
+    if all(isinstance(s, str) for s in stages):
+        return _by_name(program, stages)
+    if not all(isinstance(s, int) and not isinstance(s, bool) for s in stages):
+        raise ValueError(
+            f"stages={stages!r}: give either counts of unit calls, or names of those "
+            "at which a stage begins"
+        )
+    if min(stages) < 1:
+        raise ValueError(f"stages={stages!r}: a stage has at least one unit call")
+    if sum(stages) != len(program.calls):
+        raise ValueError(
+            f"stages={stages!r} sums to {sum(stages)}, but {program.name} has "
+            f"{len(program.calls)} unit calls{_told(program)}"
+        )
+    return stages
+
+
+def _by_name(program: Program, stages: list[str]) -> list[int]:
+    """How many calls each stage has, from the names of those that begin one."""
+    starts: list[int] = []
+    for s, stage in enumerate(stages):
+        start = _call_named(program, stage)
+        if s == 0 and start != 0:
+            raise ValueError(
+                f"stages={stages!r}: the first stage begins at the first unit "
+                f"call, {program.calls[0].name!r}, not at {stage!r}, which is call "
+                f"{start}"
+            )
+        if starts and start <= starts[-1]:
+            raise ValueError(
+                f"stages={stages!r}: {stage!r} is call {start}, and the stage "
+                f"before begins at call {starts[-1]}: it would be empty"
+            )
+        starts.append(start)
+    ends = [*starts[1:], len(program.calls)]
+    return [end - start for start, end in zip(starts, ends, strict=True)]
+
+
+def _call_named(program: Program, stage: str) -> int:
+    name, _, k = stage.rpartition(":")
+    if not name or not k.isdecimal():
+        name, k = stage, "0"
+    found = [call.number for call in program.calls if call.name == name]
+    if int(k) >= len(found):
+        there = f"only {len(found)} calls of" if found else "no unit call named"
+        raise ValueError(
+            f"stage {stage!r}: {program.name} has {there} {name!r}{_told(program)}"
+        )
+    return found[int(k)]
+
+
+def _told(program: Program) -> str:
+    """The unit calls there are, runs of one name as one."""
+    runs: list[list[str]] = []
+    for call in program.calls:
+        if runs and runs[-1][0] == call.name:
+            runs[-1].append(call.name)
+        else:
+            runs.append([call.name])
+    shown = [r[0] if len(r) == 1 else f"{r[0]} x{len(r)}" for r in runs]
+    return f" ({', '.join(shown)})" if shown else ""

@@ -1,0 +1,86 @@
+"""A batch in microbatches: which leaves are cut, and how much each part counts."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from torch import Tensor
+
+from fsfunc import tree
+from fsfunc.sharded import is_sharded
+
+__all__ = ["Part", "cut_batch"]
+
+
+@dataclass(frozen=True)
+class Part:
+    """The arguments of one microbatch.
+
+    Args:
+        args, keywords: of the loss; what is not cut is in every part.
+        share: its rows, over the rows of an average part: what a mean over its rows
+            counts in the mean over the batch.
+        shapes: what tells parts apart that need programs of their own.
+    """
+
+    args: tuple[Any, ...]
+    keywords: dict[str, Any]
+    share: float
+    shapes: tuple[Any, ...]
+
+
+def cut_batch(
+    args: Sequence[Any],
+    keywords: Mapping[str, Any],
+    kept: Collection[int],
+    n: int,
+) -> list[Part]:
+    """``n`` parts along dim 0, as even as can be, the smaller ones last.
+
+    Args:
+        args, keywords: of the loss: tensors of one dim or more are cut, all alike;
+            sharded leaves and scalars are not.
+        kept: positions in ``args`` that are not cut (the parameters).
+        n: how many.
+
+    Raises:
+        ValueError: batch leaves that differ in dim 0, or fewer rows than parts.
+    """
+    others = [None if i in kept else x for i, x in enumerate(args)]
+    given = (others, dict(keywords))
+    paths, leaves, treedef = tree.flatten_with_paths(given, is_leaf=is_sharded)
+    cut = [i for i, x in enumerate(leaves) if isinstance(x, Tensor) and x.ndim]
+    rows = {paths[i].partition("/")[2]: leaves[i].shape[0] for i in cut}
+    if len(set(rows.values())) > 1:
+        raise ValueError(
+            f"batch leaves differ in dim 0, along which microbatches are cut: {rows}; "
+            "make what has no batch dim inside the loss"
+        )
+    count = next(iter(rows.values()), n)
+    if count < n:
+        raise ValueError(
+            f"cannot cut {count} rows (dim 0 of the batch leaves {sorted(rows)}) into "
+            f"{n} microbatches: give at least one row each"
+        )
+    pieces = {i: leaves[i].tensor_split(n) for i in cut}
+    parts = []
+    for m in range(n):
+        own = [pieces[i][m] if i in pieces else x for i, x in enumerate(leaves)]
+        size = own[cut[0]].shape[0] if cut else 1
+        some, rest = tree.unflatten(treedef, own)
+        some = [args[k] if k in kept else x for k, x in enumerate(some)]
+        shapes = tuple(_kind(x) for x in own)
+        parts.append(Part(tuple(some), rest, size * n / count, shapes))
+    return parts
+
+
+def _kind(x: Any) -> Any:
+    if isinstance(x, Tensor) or is_sharded(x):
+        return tuple(x.shape), x.dtype
+    try:
+        hash(x)
+    except TypeError:
+        return type(x)
+    return x

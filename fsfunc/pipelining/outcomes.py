@@ -1,0 +1,123 @@
+"""What a pipelined call returns: the microbatches' results as one, on every rank."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from fsfunc import tree
+from fsfunc.accounting import label
+from fsfunc.auxiliary import added, averaged, divided, is_summed
+from fsfunc.collectives import Group
+from fsfunc.layout import Owned
+from fsfunc.losses import Weighted
+from fsfunc.pipelining.programs import Outputs, Spec
+from fsfunc.sharded import is_sharded, split_buffers
+
+__all__ = ["blank", "combined", "everywhere", "forwarded", "sum_shared"]
+
+Result = tuple[Tensor, Tensor | None, Any]  # total, weight, aux
+
+
+def blank(outputs: Outputs) -> Any:
+    """A tree of zeros that looks like what a loss returned."""
+
+    def zeros(x: Any) -> Any:
+        if not isinstance(x, Spec):
+            return x
+        return torch.zeros(x.shape, dtype=x.dtype, device=x.device)
+
+    return tree.unflatten(outputs.treedef, [zeros(x) for x in outputs.leaves])
+
+
+def combined(results: Sequence[Result], shares: Sequence[float]) -> Result:
+    """The sums over microbatches, each mean counted by its share of the rows."""
+    scaled = []
+    for (total, weight, aux), share in zip(results, shares, strict=True):
+        if share != 1 and weight is None:
+            total, aux = total * share, _scaled(aux, share)
+        scaled.append((total, weight, aux))
+    total, weight, aux = scaled[0]
+    for more, heavier, beside in scaled[1:]:
+        total, aux = total + more, added(aux, beside)
+        weight = None if weight is None or heavier is None else weight + heavier
+    return total, weight, aux
+
+
+def forwarded(returned: Sequence[Any], shares: Sequence[float]) -> Any:
+    """What a forward pass alone returned: means, sums, and rows joined."""
+    if isinstance(returned[0], Weighted):
+        totals, weights = zip(*returned, strict=True)
+        return Weighted(torch.stack(totals).sum(), sum(weights))
+    trees = [_scaled(x, s) for x, s in zip(returned, shares, strict=True)]
+    return divided(functools.reduce(added, trees), len(trees))
+
+
+def _scaled(aux: Any, share: float) -> Any:
+    if share == 1:
+        return aux
+    return tree.map(lambda x: x * share if averaged(x) else x, aux, is_leaf=is_summed)
+
+
+def everywhere(value: Any, where: Group, source: int) -> Any:
+    """``value`` of the rank at index ``source``, on every rank of the pipeline.
+
+    Args:
+        value: of one structure and the same shapes on every rank.
+
+    Cost: one broadcast of all floating scalars together, one for each other tensor.
+    """
+    if where.size == 1:
+        return value
+    leaves, treedef = tree.flatten(value)
+    packed = [i for i, x in enumerate(leaves) if averaged(x)]
+    with label("", "loss"):
+        if packed:
+            wide = functools.reduce(
+                torch.promote_types, [leaves[i].dtype for i in packed], torch.float32
+            )
+            stack = torch.stack([leaves[i].to(wide) for i in packed])
+            stack = where.start("pbroadcast", stack, source=source).wait()
+            for i, x in zip(packed, stack, strict=True):
+                leaves[i] = x.to(leaves[i].dtype)
+        for i, x in enumerate(leaves):
+            if isinstance(x, Tensor) and i not in packed:
+                work = where.start("pbroadcast", x.contiguous(), source=source)
+                leaves[i] = work.wait()
+    return tree.unflatten(treedef, leaves)
+
+
+def sum_shared(grads: Any, where: Group) -> Any:
+    """``grads``, of leaves that several stages hold the sum over the stages.
+
+    Each rank has the part of the gradient that its own stages make. A leaf that one
+    rank owns has all of it there; the others are summed.
+
+    Cost: one psum for each dtype of such leaves; none where every leaf is owned.
+    """
+    if where.size == 1:
+        return grads
+    buffers = split_buffers(grads)
+    tensors = list(buffers.tensors)
+    chosen: dict[torch.dtype, list[int]] = {}
+    for i, (positions, _) in enumerate(buffers.groups):
+        x, leaf = tensors[i], buffers.leaves[positions[0]]
+        if isinstance(x, Tensor) and not _is_owned(leaf, where.axis):
+            chosen.setdefault(x.dtype, []).append(i)
+    for positions in chosen.values():
+        flat = torch.cat([tensors[i].reshape(-1) for i in positions])
+        with label("", "shared gradients"):
+            flat = where.start("psum", flat).wait()
+        parts = flat.split([tensors[i].numel() for i in positions])
+        for i, part in zip(positions, parts, strict=True):
+            tensors[i] = part.view(tensors[i].shape)
+    return buffers.rebuild(tensors)
+
+
+def _is_owned(leaf: Any, axis: tuple[str, ...]) -> bool:
+    parts: tuple[Owned, ...] = leaf.layout.owned if is_sharded(leaf) else ()
+    return any(part.axis in axis for part in parts)

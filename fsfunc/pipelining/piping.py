@@ -1,0 +1,299 @@
+"""What ``pipeline`` makes of unit calls and of gradient calls."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from fsfunc import _torch, tree
+from fsfunc.autodiff import GradientCall, Outcome, differentiate, tracked
+from fsfunc.collectives import Group, group
+from fsfunc.differentiated import Leaves
+from fsfunc.frames import Counter, Interpretation, frame, inside
+from fsfunc.losses import loss_parts
+from fsfunc.mesh import Mesh, here
+from fsfunc.pipelining.actions import Action, Schedule, owners
+from fsfunc.pipelining.cutting import Stages, cut, edges
+from fsfunc.pipelining.microbatches import Part, cut_batch
+from fsfunc.pipelining.outcomes import (
+    blank,
+    combined,
+    everywhere,
+    forwarded,
+    sum_shared,
+)
+from fsfunc.pipelining.runtime import Microbatch, Worker
+from fsfunc.pipelining.schedules import forward_only
+from fsfunc.pipelining.stages import Cut, Placement
+from fsfunc.pipelining.tracing import trace
+from fsfunc.pipelining.transfers import with_transfers
+from fsfunc.pipelining.verification import verify
+from fsfunc.recorded import plain
+from fsfunc.sharded import Sharded, is_sharded
+
+__all__ = ["Pipelining"]
+
+
+@functools.lru_cache(maxsize=256)
+def _explicit(made: Schedule, between: frozenset[tuple[int, int]]) -> Schedule:
+    """The schedule with its sends and receives."""
+    if all(action.is_compute for row in made for action in row):
+        return with_transfers(made, between)
+    verify(made, edges=between)
+    return made
+
+
+class _Outside(BaseException):
+    """A unit was called outside every gradient call: a forward pass alone."""
+
+    def __init__(self, handler: Pipelining):
+        self.handler = handler
+
+
+class Pipelining(Interpretation):
+    """What ``pipeline`` makes of unit and gradient calls."""
+
+    lays_out = True
+
+    def __init__(
+        self, mesh: Mesh, axis: str, n: int, schedule: Schedule, stages: Stages
+    ):
+        self.mesh, self.axis, self.n = mesh, axis, n
+        self.schedule, self.stages = schedule, stages
+        self.owners = owners(schedule)
+        self.cuts: dict[Any, Cut] = {}
+
+    @property
+    def configuration(self) -> tuple[Any, ...]:
+        """What tells two of them apart, beside their mesh."""
+        stages = None if self.stages is None else tuple(self.stages)
+        return self.axis, self.n, self.schedule, stages
+
+    @property
+    def axes(self) -> tuple[str, ...]:
+        return (self.axis,)
+
+    # A call of the transformed function
+
+    def call(self, f: Callable[..., Any], args: Any, keywords: Any) -> Any:
+        """Runs ``f`` in reach of this interpretation; a loss, as a forward pass."""
+        before = frame()
+        for other in before.handlers:
+            if isinstance(other, Pipelining) or self.axis in getattr(other, "axes", ()):
+                raise ValueError(
+                    f"pipeline over {self.axis!r} inside {type(other).__name__} over "
+                    f"{getattr(other, 'axes', ())}: there is one pipeline, and an axis "
+                    "of its own"
+                )
+        at = here(self.mesh)
+        found = before.but(handlers=(*before.handlers, self), at=at)
+        with inside(found):
+            try:
+                return f(*args, **keywords)
+            except _Outside as outside:
+                if outside.handler is not self:
+                    raise
+            return self._forward(f, args, keywords)
+
+    def unit(self, run: Callable[..., Any], call: Any) -> Callable[..., Any]:
+        f = call.frame
+        if f.stage is None:
+            if _torch.functorch_active() or _torch.forward_ad_active():
+                raise RuntimeError(_STOCK)
+            raise _Outside(self)
+        if f.recorder is not None:
+            return f.recorder.unit(self, run, call)
+
+        def staged(params: Any, *inputs: Any, **keywords: Any) -> Any:
+            params = tree.map(self._held, params, is_leaf=is_sharded)
+            return run(params, *inputs, **keywords)
+
+        return staged
+
+    def _held(self, leaf: Any) -> Any:
+        """A leaf that this rank owns, as the tensor that it is."""
+        if not isinstance(leaf, Sharded):
+            return leaf
+        for part in leaf.layout.owned:
+            at = self.mesh.coordinate(self.axis)
+            if part.axis == self.axis and part.coordinate != at:
+                raise ValueError(
+                    f"{leaf.layout} is read by a stage on {self.axis}={at}: the state "
+                    "was laid out for other stages; place it anew for this step"
+                )
+        alone = leaf.layout.parts == leaf.layout.owned
+        return leaf.local if alone else leaf
+
+    # Forward alone
+
+    def _forward(self, f: Callable[..., Any], args: Any, keywords: Any) -> Any:
+        if torch.is_grad_enabled() and tracked((args, keywords)):
+            raise RuntimeError(
+                "pipeline(loss) is a forward pass, of which autograd sees nothing: "
+                "differentiate inside it, by pipeline(ff.value_and_grad(loss))"
+            )
+        f_, parts = frame(), cut_batch(args, keywords, (0,), self.n)
+        if f_.recorder is not None:
+            part = parts[0]
+            placement = self._placement(self._cut(f, part, (0,)))
+            with inside(f_.but(stage=placement, counter=Counter())):
+                return f(*part.args, **part.keywords)
+        call = lambda part: f(*part.args, **part.keywords)  # noqa: E731
+        within = f_.but(micro=(*f_.micro, (0, self.n)))
+        batches = [Microbatch(p, self._cut(f, p, (0,))) for p in parts]
+        where = group(self.axis, here(self.mesh))
+        source, depth = self.owners[-1], len(f_.micro)
+        worker = Worker(
+            call, lambda out: (out, None, None), batches, self.owners, where, within,
+            depth, (),
+        )  # fmt: skip
+        worker.run(self._actions(batches, where, forward_only))
+        found = [
+            worker.results[m][0] if where.index == source else blank(_loss(b))
+            for m, b in enumerate(batches)
+        ]
+        out = forwarded(found, [p.share for p in parts])
+        return everywhere(out, where, source)
+
+    # Gradient calls
+
+    def gradient(self, run: Callable[..., Any]) -> Callable[..., Any]:
+        def pipelined(call: GradientCall) -> Outcome:
+            f = frame()
+            if f.stage is not None:
+                raise RuntimeError(_BOTH)
+            if _torch.functorch_active() or _torch.forward_ad_active():
+                raise RuntimeError(_STOCK)
+            if torch.is_grad_enabled() and tracked((call.args, call.keywords)):
+                raise RuntimeError(_STOCK)
+            depth = len(f.micro)
+            # A place for ours: what is inside it is done for each microbatch.
+            micro = (*f.micro, (0, self.n))
+            how = functools.partial(self._differentiate, depth)
+            with inside(f.but(micro=micro, differentiate=how)):
+                return run(call)
+
+        return pipelined
+
+    def _differentiate(self, depth: int, call: GradientCall) -> Outcome:
+        """What a gradient call comes down to: the actions of this rank."""
+        f = frame().but(differentiate=None)
+        if f.recorder is not None:
+            part = cut_batch(call.args, call.keywords, call.argnums, self.n)[0]
+            placement = self._placement(self._cut(call.fn, part, call.argnums))
+            with inside(f.but(stage=placement)):
+                return differentiate(
+                    replace(call, args=part.args, keywords=part.keywords)
+                )
+        leaves = Leaves(call.args, call.argnums)
+        values = [x.detach().requires_grad_() for x in leaves.tensors]
+        args = leaves.args(values)
+        parts = cut_batch(args, call.keywords, call.argnums, self.n)
+        batches = [Microbatch(p, self._cut(call.fn, p, call.argnums)) for p in parts]
+        where = group(self.axis, here(self.mesh))
+        for _, session in f.sessions:
+            session.begin()
+
+        def read(returned: Any) -> Any:
+            total, weight, aux = loss_parts(returned, call.has_aux)
+            return total, *tree.map(_detached, (weight, aux))
+
+        worker = Worker(
+            lambda part: call.fn(*part.args, **part.keywords),
+            read, batches, self.owners, where, f, depth, values,
+        )  # fmt: skip
+        worker.run(self._actions(batches, where))
+        source = self.owners[-1]
+        results = [
+            worker.results[m] if where.index == source else read(blank(_loss(b)))
+            for m, b in enumerate(batches)
+        ]
+        summed = combined(results, [p.share for p in parts])
+        total, weight, aux = everywhere(summed, where, source)
+        grads = leaves.grads([x.grad for x in values])
+        due = (functools.partial(sum_shared, where=where),)
+        return Outcome(total, weight, grads, aux, self.n, due, own=True)
+
+    # Programs and actions
+
+    def _cut(self, fn: Callable[..., Any], part: Part, argnums: Sequence[int]) -> Cut:
+        """The stages of the loss, for a microbatch of these shapes."""
+        chosen = [part.args[i] for i in argnums]
+        kinds = tuple(
+            (tuple(x.shape), x.dtype) if isinstance(x, Tensor | Sharded) else x
+            for x in tree.leaves(chosen, is_leaf=is_sharded)
+        )
+        key = (part.shapes, kinds)
+        if key not in self.cuts:
+            args = tree.map(plain, part.args, is_leaf=is_sharded)
+            fn, args = _first(fn, args, argnums)
+            program = trace(fn, args, part.keywords)
+            stages = self.stages
+            if self.cuts:  # as the state is laid out
+                known = next(iter(self.cuts.values()))
+                names = [[c.name for c in p.calls] for p in (known.program, program)]
+                if names[0] != names[1]:
+                    raise ValueError(
+                        f"a microbatch of other shapes makes other unit calls: "
+                        f"{names[1]}, not {names[0]}; the stages would differ"
+                    )
+                stages = [len(stage.calls) for stage in known.stages]
+            plans = cut(program, stages, len(self.owners))
+            self.cuts[key] = Cut(program, plans)
+        return self.cuts[key]
+
+    def _placement(self, found: Cut) -> Placement:
+        return Placement(found, self.owners, self.axis, len(self.schedule))
+
+    def _actions(
+        self,
+        batches: Sequence[Microbatch],
+        where: Group,
+        of: Callable[[Schedule], Schedule] = lambda schedule: schedule,
+    ) -> tuple[Action, ...]:
+        between = frozenset[tuple[int, int]]()
+        for batch in {id(b.cut): b for b in batches}.values():
+            between |= edges(batch.cut.stages)
+        return _explicit(of(self.schedule), between)[where.index]
+
+
+def _first(
+    fn: Callable[..., Any], args: tuple[Any, ...], argnums: Sequence[int]
+) -> tuple[Callable[..., Any], tuple[Any, ...]]:
+    """``fn`` with what is differentiated as its first argument."""
+    if tuple(argnums) == (0,):
+        return fn, args
+
+    @functools.wraps(fn)
+    def reordered(chosen: Any, others: Any, **keywords: Any) -> Any:
+        given = list(others)
+        for i, x in zip(argnums, chosen, strict=True):
+            given[i] = x
+        return fn(*given, **keywords)
+
+    others = [None if i in argnums else x for i, x in enumerate(args)]
+    return reordered, ([args[i] for i in argnums], others)
+
+
+def _loss(batch: Microbatch) -> Any:
+    return batch.cut.program.loss.outputs
+
+
+def _detached(x: Any) -> Any:
+    return x.detach() if isinstance(x, Tensor) else x
+
+
+_STOCK = (
+    "a pipeline must own the gradient call, but here torch.func or autograd around it "
+    "differentiates: use ff.value_and_grad inside the function that pipeline is given"
+)
+_BOTH = (
+    "this function calls units both inside and outside a gradient call, and pipeline "
+    "runs either a train step or a forward pass: evaluate by a pipeline(loss) of its "
+    "own"
+)

@@ -1,0 +1,257 @@
+"""The interpreter: one rank's actions of a schedule, one after another."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from fsfunc.accounting import label
+from fsfunc.collectives import Group, watch_invariants
+from fsfunc.frames import Counter, Frame, inside
+from fsfunc.moving import run_by
+from fsfunc.pipelining.actions import Action
+from fsfunc.pipelining.clocks import clocked
+from fsfunc.pipelining.microbatches import Part
+from fsfunc.pipelining.programs import Spec, Value
+from fsfunc.pipelining.stages import Cut, Ended, StageRun, abstractly
+from fsfunc.pipelining.tapes import Tape
+from fsfunc.tying import cotangent
+from fsfunc.units import generators_kept, mix
+
+__all__ = ["Microbatch", "Worker"]
+
+
+@dataclass(frozen=True)
+class Microbatch:
+    """One microbatch of a pipelined call: its arguments, its program."""
+
+    part: Part
+    cut: Cut
+
+
+class Worker:
+    """One rank of one pipelined call.
+
+    Args:
+        call: ``(part) -> what the loss returns`` on a part's arguments.
+        read: ``(returned) -> (total, weight, aux)``; the last stage's.
+        microbatches: all of them.
+        owners: by stage, the index along ``where`` of the rank that runs it.
+        where: the ranks of the pipeline.
+        frame: of the gradient call; ``depth``: where in its ``micro`` ours stands.
+        values: the differentiated leaves; none where only the forward is run.
+
+    After ``run``, ``results`` has what ``read`` gave for each microbatch, on the rank
+    of the last stage, and ``values`` hold their gradients.
+    """
+
+    def __init__(
+        self,
+        call: Callable[[Part], Any],
+        read: Callable[[Any], Any],
+        microbatches: Sequence[Microbatch],
+        owners: Sequence[int],
+        where: Group,
+        frame: Frame,
+        depth: int,
+        values: Sequence[Tensor],
+    ):
+        self.call, self.read = call, read
+        self.microbatches, self.owners, self.where = microbatches, owners, where
+        self.frame, self.depth, self.values = frame, depth, list(values)
+        self.results: dict[int, Any] = {}
+        # By (stage, microbatch): what came for it and what goes from it, till it has.
+        self.posted: dict[Any, dict[Any, list[Any]]] = defaultdict(dict)
+        self.arrived: dict[Any, dict[Value, Tensor]] = defaultdict(dict)
+        self.cotangents: dict[Any, dict[Value, Tensor]] = defaultdict(dict)
+        self.leaving: dict[Any, list[Tensor]] = {}
+        self.tapes: dict[Any, _Taped] = {}
+        self.sends: list[Any] = []
+
+    def run(self, actions: Sequence[Action]) -> None:
+        """Does a rank's actions in their order."""
+        draws = any(m.cut.program.draws for m in self.microbatches)
+        with generators_kept() as states:
+            for action in actions:
+                if draws and action.kind == "F":
+                    seed = mix(self.frame.seed or 0, action.stage, action.microbatch)
+                    for generator, _ in states:
+                        generator.manual_seed(seed)
+                with clocked(self.where.index, action):
+                    getattr(self, f"_{action.kind}")(action)
+                self.sends = [work for work in self.sends if not work.done()]
+        for work in self.sends:
+            work.wait()
+
+    # Forward
+
+    def _F(self, a: Action) -> None:
+        batch, key = self.microbatches[a.microbatch], (a.stage, a.microbatch)
+        cut = batch.cut
+        received = self._received(a)
+        tied = bool(self.values) and bool(self.frame.sessions)
+        stage = StageRun(cut, cut.stages[a.stage], received, tied)
+        micro = list(self.frame.micro)
+        micro[self.depth] = (a.microbatch, len(self.microbatches))
+        f = self.frame.but(
+            stage=stage, micro=tuple(micro), counter=Counter(), in_loss=True
+        )
+        with (
+            torch.set_grad_enabled(bool(self.values)),
+            watch_invariants() as seen,
+            run_by(abstractly),
+            inside(f),
+        ):
+            try:
+                returned = self.call(batch.part)
+            except Ended:
+                returned = None
+        outputs: list[Tensor] = []
+        seeds: list[Tensor | None] = []
+        if cut.stages[a.stage].makes_loss:
+            total, weight, aux = self.results[a.microbatch] = self.read(returned)
+            if isinstance(total, Tensor) and total.requires_grad:
+                share = batch.part.share if weight is None else 1.0
+                outputs.append(total)
+                seeds.append(cotangent(f, total, total, seen) * share)
+                self.results[a.microbatch] = total.detach(), weight, aux
+        self._hand_on(a, stage.made)
+        if not self.values:
+            return
+        given = [v for v, x in stage.made.items() if x.requires_grad]
+        taken = [v for v, x in received.items() if x.requires_grad]
+        outputs += [*(stage.made[v] for v in given), *stage.ends]
+        tape = Tape(
+            outputs, [received[v] for v in taken], [*self.values, *stage.starts]
+        )
+        ends = [torch.zeros_like(x) for x in stage.ends]
+        self.tapes[key] = _Taped(tape, seeds, given, taken, ends)
+
+    def _received(self, a: Action) -> dict[Value, Tensor]:
+        """The values that a stage depends on, each a leaf of its graph."""
+        key, cut = (a.stage, a.microbatch), self.microbatches[a.microbatch].cut
+        found = self.arrived.pop(key, {})
+        for peer, works in self.posted.pop(("RF", *key), {}).items():
+            values = cut.messages[peer, a.stage]
+            found.update({v: w.wait() for v, w in zip(values, works, strict=True)})
+        tracked = bool(self.values)
+        for value, x in found.items():
+            if tracked and cut.spec(value).requires_grad:
+                x.requires_grad_()
+        return found
+
+    def _hand_on(self, a: Action, made: dict[Value, Tensor]) -> None:
+        """Keeps what goes to other ranks; gives what stays to the stages here."""
+        cut, m = self.microbatches[a.microbatch].cut, a.microbatch
+        for peer, values in cut.consumers(a.stage):
+            message = [made[value].detach() for value in values]
+            if self.owners[peer] == self.owners[a.stage]:
+                self.arrived[peer, m].update(zip(values, message, strict=True))
+            else:
+                self.leaving["SF", a.stage, m, peer] = message
+
+    # Backward
+
+    def _B(self, a: Action) -> None:
+        taped = self.tapes.pop((a.stage, a.microbatch))
+        self._hand_back(a, taped, taped.tape.backward(self._cotangents(a, taped)))
+
+    def _I(self, a: Action) -> None:
+        taped = self.tapes[a.stage, a.microbatch]
+        grads = taped.tape.input_gradient(self._cotangents(a, taped))
+        self._hand_back(a, taped, grads)
+
+    def _W(self, a: Action) -> None:
+        self.tapes.pop((a.stage, a.microbatch)).tape.weight_gradient()
+
+    def _cotangents(self, a: Action, taped: _Taped) -> list[Tensor | None]:
+        """Those of the tape's outputs: of the loss, of what was sent, of threads."""
+        key, cut = (a.stage, a.microbatch), self.microbatches[a.microbatch].cut
+        found = self.cotangents.pop(key, {})
+        for peer, works in self.posted.pop(("RB", *key), {}).items():
+            values = cut.returned(a.stage, peer)
+            for value, work in zip(values, works, strict=True):
+                _add(found, value, work.wait())
+        return [*taped.seeds, *(found.get(v) for v in taped.given), *taped.ends]
+
+    def _hand_back(
+        self, a: Action, taped: _Taped, grads: Sequence[Tensor | None]
+    ) -> None:
+        """Gives the gradients of what came in to the stages that made it."""
+        cut, m = self.microbatches[a.microbatch].cut, a.microbatch
+        found = dict(zip(taped.taken, grads, strict=True))
+        for peer, values in cut.producers_of(a.stage):
+            message = {v: _whole(found[v], cut.spec(v)) for v in values}
+            if self.owners[peer] == self.owners[a.stage]:
+                for value, g in message.items():
+                    _add(self.cotangents[peer, m], value, g)
+            else:
+                self.leaving["SB", a.stage, m, peer] = list(message.values())
+
+    # Transfers
+
+    def _SF(self, a: Action) -> None:
+        cut = self.microbatches[a.microbatch].cut
+        self._send(a, cut.messages[a.stage, _peer(a)], "forward")
+
+    def _SB(self, a: Action) -> None:
+        cut = self.microbatches[a.microbatch].cut
+        self._send(a, cut.returned(_peer(a), a.stage), "backward")
+
+    def _send(self, a: Action, values: Sequence[Value], phase: str) -> None:
+        calls = self.microbatches[a.microbatch].cut.program.calls
+        message = self.leaving.pop((a.kind, a.stage, a.microbatch, a.peer))
+        for value, x in zip(values, message, strict=True):
+            with label(calls[value.call].name, phase):
+                self.sends.append(self.where.send(x, self.owners[_peer(a)]))
+
+    def _RF(self, a: Action) -> None:
+        cut = self.microbatches[a.microbatch].cut
+        self._post(a, cut.messages[_peer(a), a.stage])
+
+    def _RB(self, a: Action) -> None:
+        cut = self.microbatches[a.microbatch].cut
+        self._post(a, cut.returned(a.stage, _peer(a)))
+
+    def _post(self, a: Action, values: Sequence[Value]) -> None:
+        cut, source = self.microbatches[a.microbatch].cut, self.owners[_peer(a)]
+        works = []
+        for value in values:
+            spec = cut.spec(value)
+            works.append(
+                self.where.receive(spec.shape, spec.dtype, spec.device, source)
+            )
+        self.posted[a.kind, a.stage, a.microbatch][a.peer] = works
+
+
+@dataclass
+class _Taped:
+    """What a forward leaves for its backward."""
+
+    tape: Tape
+    seeds: list[Tensor | None]  # the loss's cotangent, where there is a loss
+    given: list[Value]
+    taken: list[Value]
+    ends: list[Tensor]
+
+
+def _whole(g: Tensor | None, spec: Spec) -> Tensor:
+    """A gradient, zeros where the stage made no use of the value."""
+    if g is not None:
+        return g
+    return torch.zeros(spec.shape, dtype=spec.dtype, device=spec.device)
+
+
+def _add(sums: dict[Value, Tensor], value: Value, g: Tensor) -> None:
+    sums[value] = sums[value] + g if value in sums else g
+
+
+def _peer(a: Action) -> int:
+    if a.peer is None:
+        raise ValueError(f"{a} names no other stage")
+    return a.peer

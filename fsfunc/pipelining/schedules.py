@@ -1,0 +1,46 @@
+"""The schedules of a pipeline, and what reads and writes them: `ff.schedules`.
+
+A schedule is made by a pure function `(n_stages, n_microbatches, **options)` and is a
+tuple of actions for each rank; a list of rows of text, read by `parse`, is one too.
+"""
+
+from fsfunc.pipelining.actions import (
+    Action,
+    Schedule,
+    ScheduleError,
+    forward_only,
+    from_json,
+    listing,
+    owners,
+    parse,
+    to_json,
+)
+from fsfunc.pipelining.alternating import (
+    forwards,
+    gpipe,
+    interleaved_1f1b,
+    looped_bfs,
+    one_f_one_b,
+)
+from fsfunc.pipelining.searching import greedy
+from fsfunc.pipelining.zero_bubble import zb_h1, zb_v
+
+__all__ = [
+    "Action",
+    "Schedule",
+    "ScheduleError",
+    "forward_only",
+    "forwards",
+    "from_json",
+    "gpipe",
+    "greedy",
+    "interleaved_1f1b",
+    "listing",
+    "looped_bfs",
+    "one_f_one_b",
+    "owners",
+    "parse",
+    "to_json",
+    "zb_h1",
+    "zb_v",
+]

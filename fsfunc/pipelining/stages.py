@@ -1,0 +1,176 @@
+"""One stage of one microbatch: the user's own loss, of which some unit calls run here.
+
+A call of another stage returns what was received, where this stage depends on it, and
+else a stand-in: a fake tensor of the right shape. Operations between the calls run
+where their results are used, and the loss ends after the stage's last unit.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from functools import cached_property
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from fsfunc import _torch, tree
+from fsfunc.backends.abstract import AbstractLink
+from fsfunc.collectives import Group, Move, move
+from fsfunc.frames import Running, Thread, run_as
+from fsfunc.layout import Owned
+from fsfunc.pipelining.cutting import StagePlan
+from fsfunc.pipelining.programs import Program, Spec, Value
+
+__all__ = ["Cut", "Ended", "Placement", "StageRun", "abstractly"]
+
+
+class Ended(BaseException):
+    """A stage's last unit has run. Not an Exception: a loss must not swallow it."""
+
+
+@dataclass(frozen=True)
+class Cut:
+    """A program and its stages."""
+
+    program: Program
+    stages: tuple[StagePlan, ...]
+
+    @cached_property
+    def producers(self) -> dict[int, int]:
+        """The stage of each unit call."""
+        return {k: stage.number for stage in self.stages for k in stage.calls}
+
+    @cached_property
+    def messages(self) -> dict[tuple[int, int], tuple[Value, ...]]:
+        """What travels from one stage to another, for each microbatch."""
+        found: dict[tuple[int, int], list[Value]] = {}
+        for stage in self.stages:
+            for value in stage.receives:
+                key = self.producers[value.call], stage.number
+                found.setdefault(key, []).append(value)
+        return {key: tuple(sorted(values)) for key, values in found.items()}
+
+    def consumers(self, stage: int) -> list[tuple[int, tuple[Value, ...]]]:
+        """Which stages depend on this one, and on which of its values."""
+        return [(c, values) for (p, c), values in self.messages.items() if p == stage]
+
+    def producers_of(self, stage: int) -> list[tuple[int, list[Value]]]:
+        """Which stages this one depends on, and what it gives gradients of."""
+        return [(p, self.returned(p, c)) for p, c in self.messages if c == stage]
+
+    def returned(self, producer: int, consumer: int) -> list[Value]:
+        """The values between two stages whose gradients travel back."""
+        values = self.messages[producer, consumer]
+        return [value for value in values if self.spec(value).requires_grad]
+
+    def spec(self, value: Value) -> Spec:
+        """What a value looks like."""
+        return self.program.calls[value.call].outputs.leaves[value.leaf]
+
+    @cached_property
+    def stand_ins(self) -> tuple[tuple[Any, ...], ...]:
+        """For each call the leaves of its output, without data."""
+        mode = _torch.fake_mode_of(())
+
+        def stand_in(x: Any) -> Any:
+            if not isinstance(x, Spec):
+                return x
+            with mode:
+                return torch.empty(x.shape, dtype=x.dtype, device=x.device)
+
+        return tuple(tuple(map(stand_in, c.outputs.leaves)) for c in self.program.calls)
+
+
+@dataclass(frozen=True)
+class Placement:
+    """Where each unit call of a recorded step will run."""
+
+    cut: Cut
+    owners: tuple[int, ...]  # by stage
+    axis: str
+    size: int
+
+    def owner(self, number: int) -> tuple[Owned, ...]:
+        stage = self.cut.producers[number]
+        return (Owned(self.axis, self.size, self.owners[stage]),)
+
+    def unit(self, call: Any, params: Any, inputs: Any, keywords: Any) -> Any:
+        return call.run(params, *inputs, **keywords)
+
+
+class StageRun:
+    """What becomes of the unit calls of a loss in one stage, for one microbatch.
+
+    Args:
+        cut: the program of this microbatch's shapes, cut.
+        plan: the stage.
+        received: values of other stages that this one depends on.
+        tied: whether each call needs a thread, so that its backward always runs.
+
+    After the run ``made`` has the values that other stages depend on, ``starts`` and
+    ``ends`` those of the threads.
+    """
+
+    def __init__(
+        self, cut: Cut, plan: StagePlan, received: Mapping[Value, Tensor], tied: bool
+    ):
+        self.cut, self.plan, self.received, self.tied = cut, plan, received, tied
+        self.wanted = {value for value, _ in plan.sends}
+        self.made: dict[Value, Tensor] = {}
+        self.starts: list[Tensor] = []
+        self.ends: list[Tensor] = []
+
+    def unit(self, call: Any, params: Any, inputs: Any, keywords: Any) -> Any:
+        known, k = self.cut.program.calls, call.number
+        name = call.unit.__name__
+        if k >= len(known) or name != known[k].name:
+            told = f"{known[k].name!r}" if k < len(known) else "no further call"
+            raise RuntimeError(
+                f"call {k} of the loss is of unit {name!r}, but when it was recorded "
+                f"there was {told}: a pipelined loss must make the same unit calls on "
+                "every rank and for every microbatch"
+            )
+        if k not in self.plan.calls:
+            return self._elsewhere(k)
+        out = self._here(call, params, inputs, keywords)
+        if k == self.plan.calls[-1] and not self.plan.makes_loss:
+            raise Ended
+        return out
+
+    def _here(self, call: Any, params: Any, inputs: Any, keywords: Any) -> Any:
+        leaves = tree.leaves(params) if self.tied else []
+        device = next((x.device for x in leaves if isinstance(x, Tensor)), None)
+        thread = Thread(device) if self.tied else None
+        with run_as(Running(thread)):
+            out = call.run(params, *inputs, **keywords)
+        if thread is not None and thread.token is not thread.start:
+            self.starts.append(thread.start)
+            self.ends.append(thread.token)
+        flat, treedef = tree.flatten(out)
+        for i, x in enumerate(flat):
+            value = Value(call.number, i)
+            if value in self.wanted:
+                self.made[value] = x
+                flat[i] = self._own(value, x)
+        return tree.unflatten(treedef, flat)
+
+    def _elsewhere(self, k: int) -> Any:
+        leaves = list(self.cut.stand_ins[k])
+        for i in range(len(leaves)):
+            value = Value(k, i)
+            if value in self.received:
+                leaves[i] = self._own(value, self.received[value])
+        return tree.unflatten(self.cut.program.calls[k].outputs.treedef, leaves)
+
+    def _own(self, value: Value, x: Tensor) -> Tensor:
+        """``x``, or a copy where the loss writes into it: others have it as it was."""
+        return x.clone() if value in self.cut.program.mutated else x
+
+
+def abstractly(x: Tensor, how: Move, where: Group) -> Tensor:
+    """A collective in a loss: one on a stand-in moves nothing."""
+    if isinstance(x, _torch.FakeTensor):
+        where = replace(where, link=AbstractLink(where.rank))
+    return move(x, how, where)

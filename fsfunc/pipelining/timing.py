@@ -1,0 +1,185 @@
+"""When each action of a schedule runs, given what actions cost, and the time lost."""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import Literal, NamedTuple
+
+from fsfunc.pipelining.actions import SENDS, Action, Schedule, ScheduleError
+from fsfunc.pipelining.dependencies import Dependencies, Edge, made, other_end, play
+from fsfunc.pipelining.verification import verify
+
+
+@dataclass(frozen=True)
+class Costs:
+    """What the actions of a pipeline cost, in any unit of time.
+
+    A number is the time that all stages of a rank take together for one microbatch:
+    each of its v stages takes 1/v of it. A sequence has one number for each stage,
+    which is the time of that stage as it is. Fractions stay exact.
+
+    Args:
+        f: the forward.
+        i: the gradient of the inputs.
+        w: the gradient of the parameters; the whole backward B takes i + w.
+        send: the time from a send to its arrival at another rank, of any message;
+            no rank computes less for it.
+
+    Raises:
+        ScheduleError: a time below 0, or not finite.
+
+    >>> Costs(f=2.0).of(Action("F", 3, 0), chunks=2), Costs().of(Action("B", 0, 0))
+    (1.0, 2.0)
+    >>> Costs(f=[1.0, 3.0]).of(Action("F", 1, 0), chunks=2)
+    3.0
+    """
+
+    f: float | Sequence[float] = 1.0
+    i: float | Sequence[float] = 1.0
+    w: float | Sequence[float] = 1.0
+    send: float = 0
+
+    def __post_init__(self) -> None:
+        if isinstance(self.send, Sequence):
+            raise ScheduleError(f"send is one number for all stages, got {self.send}")
+        for name in ("f", "i", "w", "send"):
+            value = getattr(self, name)
+            if isinstance(value, Sequence):
+                object.__setattr__(self, name, tuple(value))
+            times: Sequence[float] = value if isinstance(value, Sequence) else [value]
+            for time in times:
+                if not math.isfinite(time) or time < 0:
+                    raise ScheduleError(
+                        f"{name} has the time {time}: a cost is finite and not below 0"
+                    )
+
+    def of(self, action: Action, chunks: int = 1) -> float:
+        """Return the time of a compute action of a rank that has `chunks` stages."""
+        if action.kind == "B":
+            return self._time("i", action, chunks) + self._time("w", action, chunks)
+        return self._time(action.kind.lower(), action, chunks)
+
+    def _time(self, name: str, action: Action, chunks: int) -> float:
+        times = getattr(self, name)
+        if not isinstance(times, Sequence):
+            return times / chunks
+        if action.stage >= len(times):
+            raise ScheduleError(
+                f"the costs {name} have {len(times)} stages; {action} has none of them"
+            )
+        return times[action.stage]
+
+
+class Event(NamedTuple):
+    """One action of one rank, from its start to its end.
+
+    A send lasts from its issue to its arrival, a receive from its posting to it; both
+    go on beside the rank's own compute actions.
+    """
+
+    rank: int
+    action: Action
+    start: float
+    end: float
+
+
+def simulate(
+    schedule: Schedule,
+    costs: Costs | None = None,
+    *,
+    edges: Iterable[Edge] | None = None,
+) -> list[Event]:
+    """Return when each action starts and ends, rank by rank in the schedule's order.
+
+    A rank computes one action at a time, as soon as its needs are met. A message
+    arrives `costs.send` after the later of its send and, where the schedule has
+    transfers of its own, the posting of its receive.
+
+    Raises:
+        ScheduleError: what `verify` refuses; costs for fewer stages than there are.
+
+    >>> from fsfunc.pipelining.schedules import gpipe
+    >>> [(str(e.action), e.start, e.end) for e in simulate(gpipe(2, 1)) if e.rank == 0]
+    [('F0@0', 0, 1.0), ('B0@0', 4.0, 6.0)]
+    """
+    costs = Costs() if costs is None else costs
+    edges = None if edges is None else set(edges)
+    verify(schedule, edges=edges)
+    dependencies = Dependencies(schedule, edges)
+    chunks = Counter(dependencies.rank_of)
+    clock: list[float] = [0] * len(schedule)
+    issued: dict[Action, float] = {}  # sends and receives
+    done: dict[Action, float] = {}  # compute actions, and receives' arrivals
+    started: list[list[float]] = [[] for _ in schedule]
+
+    def step(rank: int, action: Action) -> bool:
+        needs = list(dependencies.needs(action)) if action.is_compute else []
+        if not all(need in done for need in needs):
+            return False
+        start = clock[rank]
+        if action.is_compute:
+            for need in needs:
+                far = need.peer is None and dependencies.crosses(
+                    need.stage, action.stage
+                )
+                start = max(start, done[need] + (costs.send if far else 0))
+            clock[rank] = start + costs.of(action, chunks[rank])
+            done[made(action)] = clock[rank]
+        else:
+            issued[action] = start
+            other = issued.get(other_end(action))
+            if other is not None:
+                receive = other_end(action) if action.kind in SENDS else action
+                done[receive] = max(start, other) + costs.send
+        started[rank].append(start)
+        return True
+
+    play(schedule, step)
+    events = []
+    for rank, row in enumerate(schedule):
+        for action, start in zip(row, started[rank], strict=True):
+            key = other_end(action) if action.kind in SENDS else made(action)
+            events.append(Event(rank, action, start, done[key]))
+    return events
+
+
+def bubble(
+    schedule: Schedule,
+    costs: Costs | None = None,
+    by: Literal["makespan", "span"] = "makespan",
+    *,
+    edges: Iterable[Edge] | None = None,
+) -> float:
+    """Return the time lost: that of the whole less the work of the busiest rank.
+
+    Args:
+        schedule: with or without its transfers.
+        costs: what actions cost; None: f = i = w = 1 for a rank's stages together.
+        by: "makespan" takes the whole from the first start to the last end of all
+            ranks, as a step does whose update waits for every rank; "span" takes the
+            longest time from one rank's own first start to its own last end.
+        edges: as for `verify`.
+
+    Raises:
+        ScheduleError: what `verify` refuses; an unknown `by`.
+
+    >>> from fsfunc.pipelining.schedules import one_f_one_b, zb_v
+    >>> bubble(one_f_one_b(4, 8)), bubble(zb_v(8, 8)), bubble(zb_v(8, 8), by="span")
+    (9.0, 1.5, 0.0)
+    """
+    if by not in ("makespan", "span"):
+        raise ScheduleError(f'by is "makespan" or "span", got {by!r}')
+    work: list[float] = [0] * len(schedule)
+    spans: list[list[float]] = [[] for _ in schedule]
+    for event in simulate(schedule, costs, edges=edges):
+        if event.action.is_compute:
+            work[event.rank] += event.end - event.start
+            spans[event.rank] += [event.start, event.end]
+    if by == "makespan":
+        whole = max(max(span) for span in spans if span)
+    else:
+        whole = max(span[-1] - span[0] for span in spans if span)
+    return whole - max(work)

@@ -1,0 +1,251 @@
+"""The proof that a schedule runs: complete, in order, without deadlock, in bounds.
+
+Transfers are proven in a model that is harder than any backend: a send blocks its rank
+until the receive has been posted, a receive is posted without waiting, and the compute
+action that needs it waits for it.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Sequence
+
+from fsfunc.pipelining.actions import (
+    RECEIVES,
+    SENDS,
+    Action,
+    Schedule,
+    ScheduleError,
+    stages_of,
+)
+from fsfunc.pipelining.dependencies import Dependencies, Edge, made, other_end, play
+
+
+def verify(
+    schedule: Schedule,
+    *,
+    edges: Iterable[Edge] | None = None,
+    in_flight: float | Sequence[float] | None = None,
+    n_stages: int | None = None,
+    n_microbatches: int | None = None,
+) -> None:
+    """Return nothing where the schedule is right and runs to its end.
+
+    Each stage lies on one rank and takes each microbatch forward once, and backward
+    once: by B, or by I and then W (nowhere, in a schedule of forwards alone). Every
+    action comes after what it needs. Where the schedule has transfers of its own, each
+    edge between two ranks carries one message each way for each microbatch, the
+    messages from one rank to another are received in the order in which they are
+    sent, and no rank waits for ever though sends block until their receive is posted.
+
+    Args:
+        schedule: compute actions alone, or with their transfers.
+        edges: pairs (producer stage, later consumer stage); None: a chain.
+        in_flight: the most microbatches that a rank may hold (see `held`), one number
+            or one for each rank; None: any.
+        n_stages: how many stages there have to be; None: as many as there are.
+        n_microbatches: how many microbatches; None: as many as there are.
+
+    Raises:
+        ScheduleError: names the rank, the action and what it waits for.
+
+    Cost: time in proportion to the actions; nothing is run or sent.
+
+    >>> from fsfunc.pipelining.schedules import one_f_one_b, parse
+    >>> verify(one_f_one_b(4, 8), in_flight=4)
+    >>> verify(parse(["F0 B0", "B0 F0"]))
+    Traceback (most recent call last):
+    fsfunc.pipelining.actions.ScheduleError: rank 1: B0@1 comes before F0@1, which...
+    """
+    dependencies = Dependencies(schedule, edges)
+    _check_complete(schedule, dependencies, n_stages, n_microbatches)
+    if dependencies.explicit:
+        _check_matched(schedule, dependencies)
+    _check_order(schedule, dependencies)
+    _check_runs(schedule, dependencies)
+    if in_flight is not None:
+        _check_bound(schedule, in_flight)
+
+
+def held(schedule: Schedule) -> tuple[float, ...]:
+    """Return how many microbatches' activations each rank holds at its fullest.
+
+    The unit is one microbatch in all layers of the rank: in one of a rank's v stages
+    it counts 1/v. F takes it up, B or W gives it back; I keeps it. A schedule of
+    forwards alone holds nothing.
+
+    >>> from fsfunc.pipelining.schedules import interleaved_1f1b, one_f_one_b
+    >>> held(one_f_one_b(4, 8)), held(interleaved_1f1b(8, 8))
+    ((4.0, 3.0, 2.0, 1.0), (5.5, 4.5, 3.5, 2.5))
+    """
+    return tuple(max(counts, default=0.0) for counts in _holding(schedule))
+
+
+def _holding(schedule: Schedule) -> list[list[float]]:
+    """Return what each rank holds after each of its actions."""
+    change = {"F": 1, "B": -1, "W": -1}
+    if not any(a.kind in ("B", "W") for row in schedule for a in row):
+        change = {}
+    counts = []
+    for row in schedule:
+        chunks, count, after = len(stages_of(row)), 0, []
+        for action in row:
+            count += change.get(action.kind, 0)
+            after.append(count / chunks)
+        counts.append(after)
+    return counts
+
+
+def _check_complete(
+    schedule: Schedule,
+    dependencies: Dependencies,
+    n_stages: int | None,
+    n_microbatches: int | None,
+) -> None:
+    rank_of = dependencies.rank_of
+    stages = len(rank_of) if n_stages is None else n_stages
+    actions = [action for row in schedule for action in row]
+    most = max(action.microbatch for action in actions) + 1
+    count = most if n_microbatches is None else n_microbatches
+    for action in actions:
+        if action.stage >= stages or action.microbatch >= count:
+            raise ScheduleError(
+                f"rank {rank_of[action.stage]}: {action} is impossible: there are "
+                f"{stages} stages and {count} microbatches, numbered from 0 on"
+            )
+    if len(rank_of) < stages:
+        raise ScheduleError(
+            f"stage {len(rank_of)} of {stages} is on no rank of the schedule"
+        )
+    for action, times in Counter(actions).items():
+        if times > 1:
+            raise ScheduleError(
+                f"rank {rank_of[action.stage]}: {action} comes {times} times: once "
+                "is right"
+            )
+    have = set(actions)
+    backwards = any(action.kind in ("B", "I", "W") for action in actions)
+    for stage, rank in enumerate(rank_of):
+        for m in range(count):
+            kinds = {k for k in "FBIW" if Action(k, stage, m) in have}
+            if kinds in ([{"F", "B"}, {"F", "I", "W"}] if backwards else [{"F"}]):
+                continue
+            wanted = "F, and B or I and W" if backwards else "F"
+            raise ScheduleError(
+                f"rank {rank}: microbatch {m} of stage {stage} needs {wanted}, each "
+                f"once; it has {', '.join(sorted(kinds)) or 'nothing'}"
+            )
+
+
+def _check_matched(schedule: Schedule, dependencies: Dependencies) -> None:
+    rank_of = dependencies.rank_of
+    sends = {send for row in schedule for a in row for send in dependencies.sends(a)}
+    wanted = sends | {other_end(send) for send in sends}
+    found = {action for row in schedule for action in row if not action.is_compute}
+    for action in sorted(wanted - found):
+        raise ScheduleError(
+            f"rank {rank_of[action.stage]} has no {action}; the stages "
+            f"{action.stage} and {action.peer} are joined by an edge"
+        )
+    for action in sorted(found - wanted):
+        raise ScheduleError(
+            f"rank {rank_of[action.stage]}: {action} has no place: no edge between "
+            "two ranks carries it"
+        )
+    sent: dict[tuple[int, int], list[Action]] = {}
+    received: dict[tuple[int, int], list[Action]] = {}
+    for action in (a for row in schedule for a in row):
+        here, there = rank_of[action.stage], rank_of[action.peer or 0]
+        if action.kind in SENDS:
+            sent.setdefault((here, there), []).append(action)
+        elif action.kind in RECEIVES:
+            received.setdefault((there, here), []).append(action)
+    for (source, target), messages in sent.items():
+        for send, receive in zip(messages, received[source, target], strict=True):
+            if other_end(send) != receive:
+                raise ScheduleError(
+                    f"rank {target} posts {receive} where rank {source} sends {send}: "
+                    "the messages from one rank to another are received in the order "
+                    "in which they are sent"
+                )
+
+
+def _check_order(schedule: Schedule, dependencies: Dependencies) -> None:
+    for rank, row in enumerate(schedule):
+        mine = {made(action): action for action in row}
+        before: set[Action] = set()
+        for action in row:
+            for need in dependencies.needs(action):
+                if need in mine and need not in before:
+                    raise ScheduleError(
+                        f"rank {rank}: {action} comes before {mine[need]}, which it "
+                        "needs"
+                    )
+            before.add(made(action))
+
+
+def _check_runs(schedule: Schedule, dependencies: Dependencies) -> None:
+    done: set[Action] = set()
+    posted: set[Action] = set()
+
+    def step(rank: int, action: Action) -> bool:
+        if _missing(action, dependencies, done, posted):
+            return False
+        if action.kind in RECEIVES:
+            posted.add(action)
+        elif action.kind in SENDS:
+            done.add(other_end(action))
+        else:
+            done.add(made(action))
+        return True
+
+    at = play(schedule, step)
+    if all(n == len(row) for n, row in zip(at, schedule, strict=True)):
+        return
+    lines = []
+    for rank, (n, row) in enumerate(zip(at, schedule, strict=True)):
+        if n == len(row):
+            lines.append(f"  rank {rank}: has ended")
+            continue
+        missing = _missing(row[n], dependencies, done, posted)
+        stage = missing[0].stage
+        if missing[0].kind in RECEIVES and row[n].is_compute:
+            stage = missing[0].peer or 0
+        waits = ", ".join(map(str, missing))
+        lines.append(
+            f"  rank {rank}: {row[n]} (entry {n}) waits for {waits} of rank "
+            f"{dependencies.rank_of[stage]}"
+        )
+    raise ScheduleError("deadlock: no rank can go on\n" + "\n".join(lines))
+
+
+def _missing(
+    action: Action,
+    dependencies: Dependencies,
+    done: set[Action],
+    posted: set[Action],
+) -> list[Action]:
+    """Return what the action waits for; a send waits for the receive's posting."""
+    if action.kind in SENDS:
+        receive = other_end(action)
+        return [] if receive in posted else [receive]
+    return [need for need in dependencies.needs(action) if need not in done]
+
+
+def _check_bound(schedule: Schedule, in_flight: float | Sequence[float]) -> None:
+    bounds = (
+        in_flight if isinstance(in_flight, Sequence) else [in_flight] * len(schedule)
+    )
+    if len(bounds) != len(schedule):
+        raise ScheduleError(
+            f"in_flight has {len(bounds)} bounds for {len(schedule)} ranks"
+        )
+    for rank, (counts, bound) in enumerate(
+        zip(_holding(schedule), bounds, strict=True)
+    ):
+        for action, count in zip(schedule[rank], counts, strict=True):
+            if count > bound:
+                raise ScheduleError(
+                    f"rank {rank} holds {count:g} microbatches at {action}; "
+                    f"in_flight allows {bound:g}"
+                )

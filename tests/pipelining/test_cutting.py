@@ -1,0 +1,232 @@
+"""What stages take, get and send; and cuts that cannot be made."""
+
+import re
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+import fsfunc as ff
+from fsfunc import tree
+from fsfunc.frames import Counter, frame, inside
+from fsfunc.pipelining.cutting import StagePlan, cut, edges
+from fsfunc.pipelining.programs import Value
+from tests.pipelining.drawn import batch_of, losses, params_of
+
+
+@ff.unit
+def embed(p, x):
+    return {"h": x * p, "mask": x > 0}
+
+
+@ff.unit
+def block(p, h):
+    return h * p["w"] + p["b"]
+
+
+@ff.unit
+def head(p, h):
+    return h * p
+
+
+def loss(params, x):
+    first = embed(params["embed"], x)
+    h = first["h"]
+    for p in params["blocks"]:
+        h = block(p, h)
+    h = torch.where(first["mask"], h, 0) * params["gain"]
+    return head(params["embed"], h).sum() + params["extra"].sum() + first["h"].mean()
+
+
+def model():
+    one = torch.ones(2)
+    blocks = [{"w": one, "b": one} for _ in range(3)]
+    return {"embed": one, "blocks": blocks, "gain": one, "extra": one}
+
+
+def shown():
+    return ff.program(loss, model(), torch.ones(2))
+
+
+def block_leaves(*numbers):
+    return {f"blocks/{k}/{name}" for k in numbers for name in "wb"}
+
+
+def test_a_stage_knows_what_it_takes_gets_and_sends():
+    h, mask = Value(0, 0), Value(0, 1)
+    assert cut(shown(), [2, 1, 2]) == (
+        StagePlan(
+            number=0,
+            calls=range(0, 2),
+            receives=(),
+            sends=((h, (2,)), (mask, (2,)), (Value(1, 0), (1,))),
+            leaves=frozenset({"embed"} | block_leaves(0)),
+            reads=frozenset(),
+            makes_loss=False,
+        ),
+        StagePlan(
+            number=1,
+            calls=range(2, 3),
+            receives=(Value(1, 0),),
+            sends=((Value(2, 0), (2,)),),
+            leaves=frozenset(block_leaves(1)),
+            reads=frozenset(),
+            makes_loss=False,
+        ),
+        StagePlan(
+            number=2,
+            calls=range(3, 5),
+            receives=(h, mask, Value(2, 0)),
+            sends=(),
+            leaves=frozenset({"embed"} | block_leaves(2)),
+            reads=frozenset({"gain", "extra"}),
+            makes_loss=True,
+        ),
+    )
+    assert edges(cut(shown(), [2, 1, 2])) == {(0, 1), (0, 2), (1, 2)}
+    assert edges(cut(shown(), [5])) == set()
+
+
+def spoiled(x):
+    """``x`` as somebody sees it who must not use it."""
+    return torch.full_like(x, torch.nan)
+
+
+class Elsewhere:
+    """Calls of other stages return what the stage receives, and else nonsense."""
+
+    def __init__(self, plan, made):
+        self.plan, self.made, self.seen = plan, made, {}
+
+    def unit(self, call, params, inputs, keywords):
+        found = tree.leaves((params, inputs, keywords))
+        self.seen[call.number] = [x.clone() for x in found]
+        leaves, treedef = tree.flatten(call.body(params, *inputs, **keywords))
+        for i, x in enumerate(leaves):
+            value = Value(call.number, i)
+            if not isinstance(x, torch.Tensor):
+                continue
+            if self.plan is None:
+                self.made[value] = x.clone()
+            elif call.number not in self.plan.calls:
+                known = value in self.plan.receives
+                leaves[i] = self.made[value].clone() if known else spoiled(x)
+        return tree.unflatten(treedef, leaves)
+
+    def run(self, loss, params, batch):
+        with inside(frame().but(stage=self, counter=Counter())), torch.no_grad():
+            return loss(params, batch)
+
+
+@given(losses(), st.data())
+def test_a_stage_computes_what_the_whole_does_from_what_it_has(drawn, data):
+    params, batch = params_of(), batch_of()
+    program = ff.program(drawn.loss, params, batch)
+    count = len(program.calls)
+    n = data.draw(st.integers(1, count))
+    inner = data.draw(st.permutations(range(1, count))) if count > 1 else []
+    ends = [0, *sorted(inner[: n - 1]), count]
+    plans = cut(program, [b - a for a, b in zip(ends, ends[1:], strict=False)])
+    whole = Elsewhere(None, {})
+    expected = whole.run(drawn.loss, params, batch)
+    sent = {(v, t) for plan in plans for v, users in plan.sends for t in users}
+    assert sent == {(v, plan.number) for plan in plans for v in plan.receives}
+    for plan in plans:
+        has = plan.leaves | plan.reads
+        mine = tree.map_with_path(lambda q, x: x if q in has else spoiled(x), params)  # noqa: B023
+        run = Elsewhere(plan, whole.made)
+        out = run.run(drawn.loss, mine, batch)
+        for k in plan.calls:
+            pairs = zip(run.seen[k], whole.seen[k], strict=True)
+            assert all(torch.equal(a, b) for a, b in pairs)
+        assert plan.makes_loss == (plan is plans[-1])
+        if plan.makes_loss:
+            assert torch.equal(out, expected)
+
+
+@pytest.mark.parametrize(
+    ("stages", "counts"),
+    [
+        ([1, 3, 1], [1, 3, 1]),
+        (["embed", "block", "head"], [1, 3, 1]),
+        (["embed", "block:1", "block:2"], [2, 1, 2]),
+        (["embed:0", "head"], [4, 1]),
+        (["embed"], [5]),
+    ],
+)
+def test_stages_are_given_by_counts_or_by_names(stages, counts):
+    plans = cut(shown(), stages)
+    assert [len(plan.calls) for plan in plans] == counts
+    assert [c for plan in plans for c in plan.calls] == list(range(5))
+
+
+def test_stages_are_balanced_by_flops():
+    @ff.unit
+    def small(p, x):
+        return x @ p[:, :4].repeat(1, 2)
+
+    @ff.unit
+    def large(p, x):
+        return x @ p @ p
+
+    def chain(p, x):
+        for unit in (large, large, small, small, small, small):
+            x = unit(p, x)
+        return x
+
+    program = ff.program(chain, torch.ones(8, 8), torch.ones(2, 8))
+    assert [len(plan.calls) for plan in cut(program, n=2)] == [2, 4]
+    assert [len(plan.calls) for plan in cut(program, n=4)] == [1, 1, 2, 2]
+
+
+UNITS = re.escape("loss has 5 unit calls (embed, block x3, head)")
+BAD = [
+    ([1, 1, 1, 1, 1, 1], None, r"6 stages, but .* 5 unit calls .embed, block x3, head"),
+    (None, 6, "6 stages, but loss has only 5 unit calls"),
+    (None, 0, "at least one stage"),
+    (None, None, "at least one stage"),
+    ([], None, "at least one stage"),
+    ([2, 3], 3, r"\[2, 3\] names 2 stages of 3"),
+    ([5, 0], None, r"stages=\[5, 0\]: a stage has at least one unit call"),
+    ([2, 2], None, r"\[2, 2\] sums to 4, but " + UNITS),
+    ([2, 3.0], None, "either counts of unit calls, or names"),
+    ([True, 4], None, "either counts of unit calls, or names"),
+    (["embed", 4], None, "either counts of unit calls, or names"),
+    (["embed", "decoder"], None, r"no unit call named 'decoder' \(embed, block x3"),
+    (["embed", "block:3"], None, "only 3 calls of 'block'"),
+    (["embed", "block:x"], None, "no unit call named 'block:x'"),
+    (["block", "head"], None, "the first stage begins at the first .* 'embed', not"),
+    (["embed", "head", "block"], None, "'block' is call 1, .* before begins at call 4"),
+    (["embed", "block", "block:0"], None, "it would be empty"),
+]
+
+
+@pytest.mark.parametrize(("stages", "n", "told"), BAD)
+def test_a_cut_that_cannot_be_made_says_why(stages, n, told):
+    with pytest.raises(ValueError, match=told):
+        cut(shown(), stages, n)
+
+
+def noisy(p, x):
+    noise = torch.rand(2)
+    h = head(p, x * noise)
+    return head(p, h + noise).sum()
+
+
+def test_draws_that_two_stages_use_are_refused():
+    program = ff.program(noisy, torch.ones(2), torch.ones(2))
+    assert len(cut(program, [2])) == 1
+    line = re.escape(__file__) + r":\d+"
+    told = rf"noisy draws .* by rand at {line}, which stages 0 and 1 use.* in a unit"
+    with pytest.raises(ValueError, match=told):
+        cut(program, [1, 1])
+
+
+def test_draws_that_one_stage_uses_are_fine():
+    def loss(p, x):
+        h = head(p, x)
+        return head(p, torch.nn.functional.dropout(h)).sum()
+
+    program = ff.program(loss, torch.ones(2), torch.ones(2))
+    assert len(cut(program, [1, 1])) == 2

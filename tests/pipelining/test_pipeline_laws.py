@@ -1,0 +1,148 @@
+"""Laws of ``pipeline`` over drawn losses, cuts and schedules: it equals one device."""
+
+from dataclasses import replace
+
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import fsfunc as ff
+from tests.pipelining.models import (
+    NAMED,
+    assert_same,
+    batch_of,
+    held,
+    orders,
+    specs,
+)
+
+one_f_one_b = ff.schedules.one_f_one_b
+SEEDS = st.integers(0, 2**20)
+
+
+@st.composite
+def pipelines(draw, most=4):
+    """(ranks, microbatches, schedule, stages, loss)."""
+    ranks, m = draw(st.integers(1, most)), draw(st.integers(1, 6))
+    name = draw(st.sampled_from([*NAMED, "by hand"]))
+    if name == "by hand":
+        n_stages = draw(st.integers(ranks, 2 * ranks))
+        schedule = draw(orders(ranks, n_stages, m))
+    else:
+        schedule, chunks = NAMED[name]
+        n_stages = ranks * chunks
+    spec = draw(specs(n_stages))
+    stages = None
+    if draw(st.booleans()):
+        cuts = draw(
+            st.sets(
+                st.integers(1, spec.n_calls - 1),
+                min_size=n_stages - 1,
+                max_size=n_stages - 1,
+            )
+            if n_stages > 1
+            else st.just(set())
+        )
+        ends = [0, *sorted(cuts), spec.n_calls]
+        stages = [b - a for a, b in zip(ends, ends[1:], strict=False)]
+    return ranks, m, schedule, stages, spec
+
+
+def on(ranks, m, schedule, stages):
+    """(mesh, transform) of a drawn pipeline."""
+    mesh = ff.make_mesh({"pipe": ranks}, "simulated")
+
+    def transform(f):
+        return ff.pipeline(
+            f, mesh, "pipe", n_microbatches=m, schedule=schedule, stages=stages
+        )
+
+    return mesh, transform
+
+
+def without_draws(spec):
+    """The loss without dropout, whose masks differ between one batch and several."""
+    steps = (replace(s, kind="layer") if s.kind == "drop" else s for s in spec.steps)
+    return replace(spec, steps=tuple(steps))
+
+
+@given(pipelines(), st.integers(0, 1), st.booleans(), SEEDS)
+@settings(max_examples=120)
+def test_a_pipelined_gradient_call_has_the_bits_of_one_device(drawn, k, laid, seed):
+    ranks, m, schedule, stages, spec = drawn
+    params, batch = spec.params(seed), batch_of(m * 2**k, seed)
+    torch.manual_seed(seed)
+    expected = ff.accumulate(spec.gradient(), m)(*spec.arguments(params, batch))
+    mesh, transform = on(ranks, m, schedule, stages)
+    torch.manual_seed(seed)
+
+    def main():
+        grad, given = transform(spec.gradient()), params
+        if laid:
+            given = ff.place(lambda p: grad(*spec.arguments(p, batch)), params)
+        before = held((given, batch))
+        value, grads = grad(*spec.arguments(given, batch))
+        return value, ff.unshard(grads), ff.unshard(given), before, held((given, batch))
+
+    for value, grads, whole, before, after in ff.spmd(main, mesh)():
+        assert_same((value, grads), expected)
+        assert_same(whole, params)
+        assert_same(after, before)
+
+
+@given(pipelines(), st.integers(1, 9), SEEDS)
+@settings(max_examples=60)
+def test_uneven_microbatches_make_the_mean_over_the_batch(drawn, more, seed):
+    ranks, m, schedule, stages, spec = drawn
+    spec = without_draws(spec)
+    params, batch = spec.params(seed), batch_of(m + more, seed)
+    expected = spec.gradient()(*spec.arguments(params, batch))
+    mesh, transform = on(ranks, m, schedule, stages)
+    grad = transform(spec.gradient())
+    tolerance = 0.0 if spec.ends == "sum" and not spec.aux else 1e-12
+    for found in ff.spmd(lambda: grad(*spec.arguments(params, batch)), mesh)():
+        assert_same(found, expected, tolerance)
+
+
+@given(pipelines(), st.integers(0, 9), st.booleans(), SEEDS)
+@settings(max_examples=60)
+def test_a_pipelined_loss_is_the_forward_pass(drawn, more, laid, seed):
+    ranks, m, schedule, stages, spec = drawn
+    spec = replace(without_draws(spec), argnums=0)
+    params, batch = spec.params(seed), batch_of(m + more, seed)
+    with torch.no_grad():
+        expected = spec.loss(*spec.arguments(params, batch))
+    mesh, transform = on(ranks, m, schedule, stages)
+
+    def main():
+        loss, given = transform(spec.loss), params
+        if laid:
+            given = ff.place(lambda p: loss(*spec.arguments(p, batch)), params)
+        return loss(*spec.arguments(given, batch))
+
+    with ff.ledger() as log:
+        for found in ff.spmd(main, mesh)():
+            assert_same(found, expected, 1e-12)
+    assert not any(r.phase == "backward" for r in log.records)
+
+
+@given(pipelines(), st.integers(0, 5), SEEDS)
+@settings(max_examples=30)
+def test_masks_depend_on_no_schedule(drawn, more, seed):
+    """Dropout in every unit, and microbatches that may be uneven."""
+    ranks, m, schedule, stages, spec = drawn
+    steps = [replace(s, kind="drop") if k % 2 else s for k, s in enumerate(spec.steps)]
+    n_calls = spec.n_calls
+    spec = replace(spec, steps=tuple(steps))
+    stages = stages if spec.n_calls == n_calls else None
+    if spec.n_calls < n_calls:
+        schedule, stages = one_f_one_b, None
+    params, batch = spec.params(seed), batch_of(m + more, seed)
+    found = []
+    for size, how, cuts in ((1, one_f_one_b, None), (ranks, schedule, stages)):
+        mesh, transform = on(size, m, how, cuts)
+        grad = transform(spec.gradient())
+        torch.manual_seed(seed)
+        found += ff.spmd(lambda g=grad: g(*spec.arguments(params, batch)), mesh)()
+    for other in found[1:]:
+        assert_same(other, found[0], 0.0 if spec.ends == "sum" else 1e-12)

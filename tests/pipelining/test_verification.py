@@ -1,0 +1,252 @@
+"""What verify accepts and what it refuses, and with which words."""
+
+import pytest
+from hypothesis import assume, given
+from hypothesis import strategies as st
+
+from fsfunc.pipelining.actions import Action, ScheduleError, parse
+from fsfunc.pipelining.dependencies import Dependencies, made
+from fsfunc.pipelining.schedules import forward_only, gpipe, one_f_one_b, zb_v
+from fsfunc.pipelining.transfers import with_transfers
+from fsfunc.pipelining.verification import held, verify
+from tests.pipelining.drawing import any_edges, valid_schedules
+
+
+def refused(schedule, words, **options):
+    with pytest.raises(ScheduleError, match=words):
+        verify(schedule, **options)
+
+
+@given(valid_schedules(), st.data())
+def test_what_a_chain_allows_is_right(schedule, data):
+    verify(schedule, in_flight=held(schedule))
+    verify(schedule, edges=data.draw(any_edges(schedule)))
+    verify(forward_only(schedule))
+
+
+@given(valid_schedules(), st.booleans(), st.data())
+def test_a_dropped_action_is_missed(schedule, explicit, data):
+    schedule = with_transfers(schedule) if explicit else schedule
+    rank, at = pick(schedule, data)
+    action = schedule[rank][at]
+    assume(not only_one(schedule, action))
+    row = schedule[rank][:at] + schedule[rank][at + 1 :]
+    words = (
+        f"rank {rank}: microbatch {action.microbatch} of stage {action.stage} needs"
+        if action.is_compute
+        else f"rank {rank} has no {action}"
+    )
+    refused(with_row(schedule, rank, row), words)
+
+
+@given(valid_schedules(), st.booleans(), st.data())
+def test_a_repeated_action_is_seen(schedule, explicit, data):
+    schedule = with_transfers(schedule) if explicit else schedule
+    rank, at = pick(schedule, data)
+    action = schedule[rank][at]
+    to = data.draw(st.integers(0, len(schedule[rank])))
+    row = (*schedule[rank][:to], action, *schedule[rank][to:])
+    refused(with_row(schedule, rank, row), f"rank {rank}: {action} comes 2 times")
+
+
+@given(valid_schedules(), st.booleans(), st.data())
+def test_what_stands_before_its_need_is_refused(schedule, explicit, data):
+    schedule = with_transfers(schedule) if explicit else schedule
+    rank, at = pick(schedule, data)
+    row = schedule[rank]
+    action = row[at]
+    needs = set(Dependencies(schedule).needs(action))
+    mine = [n for n in range(at) if made(row[n]) in needs]
+    assume(mine)
+    moved = (*row[: mine[-1]], action, *row[mine[-1] : at], *row[at + 1 :])
+    words = f"rank {rank}: .* comes before .*, which it needs|in the order in which"
+    refused(with_row(schedule, rank, moved), words)
+
+
+@given(valid_schedules(), st.randoms(use_true_random=False))
+def test_a_shuffled_schedule_is_right_or_refused_and_never_hangs(schedule, random):
+    rows = []
+    for row in schedule:
+        actions = list(row)
+        random.shuffle(actions)
+        rows.append(tuple(actions))
+    try:
+        verify(tuple(rows))
+    except ScheduleError as error:
+        assert "comes before" in str(error) or "deadlock" in str(error)
+    else:
+        verify(with_transfers(tuple(rows)))
+
+
+def pick(schedule, data):
+    rank = data.draw(st.sampled_from([r for r, row in enumerate(schedule) if row]))
+    return rank, data.draw(st.integers(0, len(schedule[rank]) - 1))
+
+
+def only_one(schedule, action):
+    """Return whether the action is all that its stage or microbatch has, or the only
+    one of a backward."""
+    every = [a for row in schedule for a in row if a.is_compute]
+    stage = [a for a in every if a.stage == action.stage]
+    count = [a for a in every if a.microbatch == action.microbatch]
+    back = [a for a in every if a.kind != "F"]
+    return action.is_compute and (
+        stage == [action] or count == [action] or back == [action]
+    )
+
+
+def with_row(schedule, rank, row):
+    return (*schedule[:rank], tuple(row), *schedule[rank + 1 :])
+
+
+@pytest.mark.parametrize(
+    ("rows", "words"),
+    [
+        ([], "stage 0 is on no rank; the schedule has no action"),
+        (["F0 B0", "F0@0 B0@0"], "rank 1 has F0@0, but stage 0 is on rank 0"),
+        (["F0 F1 B0"], "microbatch 1 of stage 0 needs F, and B or I and W, .* has F$"),
+        (["F0 B0 I0 W0"], "microbatch 0 .* it has B, F, I, W"),
+        (["F0 I0"], "it has F, I"),
+        (["F0 W0"], "it has F, W"),
+        (["F0 B0", "F0"], "rank 1: microbatch 0 of stage 1 needs F, and B or I and W"),
+        (["F0 F2"], "microbatch 1 of stage 0 needs F, each once; it has nothing"),
+        (["F0 F0 B0"], "F0@0 comes 2 times"),
+        (["F0 W0 I0"], "rank 0: W0@0 comes before I0@0, which it needs"),
+        (["B0 F0"], "rank 0: B0@0 comes before F0@0"),
+        (["F0@1 F0@0"], "rank 0: F0@1 comes before F0@0"),
+        (["F0@0 F0@1 B0@0 B0@1"], "rank 0: B0@0 comes before B0@1"),
+        (["F0@0 F0@1 I0@0 I0@1 W0@0 W0@1"], "I0@0 comes before I0@1"),
+        (["F0 B0 SF0>0"], "rank 0: SF0@0>0 has no place"),
+        (["F0 SF0>1", "F0"], r"rank 1 has no RF0@1<0; the stages 1 and 0 are joined"),
+        (["F0", "RF0<0 F0"], "rank 0 has no SF0@0>1"),
+        (["SF0>1 F0", "RF0<0 F0"], "rank 0: SF0@0>1 comes before F0@0"),
+        (["F0 SF0>1", "F0 RF0<0"], "rank 1: F0@1 comes before RF0@1<0"),
+    ],
+)
+def test_a_wrong_schedule_is_refused(rows, words):
+    refused(parse(rows), words)
+
+
+def test_counts_that_were_asked_for():
+    schedule = one_f_one_b(3, 4)
+    verify(schedule, n_stages=3, n_microbatches=4)
+    refused(schedule, "stage 3 of 4 is on no rank", n_stages=4)
+    refused(schedule, r"rank 2: F0@2 is impossible: .* 2 stages", n_stages=2)
+    refused(schedule, "microbatch 4 of stage 0 needs", n_microbatches=5)
+    refused(schedule, "rank 0: F3@0 is impossible: .* 3 microb", n_microbatches=3)
+
+
+def test_edges_decide_what_is_needed():
+    rows = parse(["F0 B0", "F0 B0", "F0 B0"])
+    verify(rows)
+    backward_first = parse(["F0@0 F0@1 F0@2 B0@0 B0@2 B0@1"])
+    refused(backward_first, "B0@0 comes before B0@1")
+    verify(backward_first, edges={(1, 2)})
+    refused(backward_first, "B0@0 comes before B0@2", edges={(0, 2), (1, 2)})
+    refused(
+        rows, r"the edge \(1, 3\) has to lead from a stage to a later", edges={(1, 3)}
+    )
+    chain = with_transfers(rows)
+    verify(chain)
+    refused(chain, "rank 0 has no RB0@0<2", edges={(0, 1), (1, 2), (0, 2)})
+    refused(chain, "rank 1: RB0@1<2 has no place", edges={(0, 1)})
+
+
+def test_a_schedule_of_forwards_alone_may_not_lack_some_backwards():
+    verify(forward_only(gpipe(2, 3)))
+    refused(
+        parse(["F0 F1", "F0 F1 B0"]), "rank 0: microbatch 0 of stage 0 needs F, and"
+    )
+
+
+def test_a_cycle_between_ranks_is_a_deadlock_with_a_table():
+    rows = parse(["F1 F0 B0 B1", "F0 B0 F1 B1", "F0 F1 B1 B0"])
+    with pytest.raises(ScheduleError) as error:
+        verify(rows)
+    assert str(error.value) == (
+        "deadlock: no rank can go on\n"
+        "  rank 0: B0@0 (entry 2) waits for I0@1 of rank 1\n"
+        "  rank 1: B0@1 (entry 1) waits for I0@2 of rank 2\n"
+        "  rank 2: F1@2 (entry 1) waits for F1@1 of rank 1"
+    )
+
+
+def test_sends_that_wait_for_each_other_are_a_deadlock():
+    rows = parse(
+        [
+            "F0 SF0>1 F1 SF1>1 RB0<1 B0 RB1<1 B1",
+            "RF0<0 F0 B0 SB0>0 RF1<0 F1 B1 SB1>0",
+        ]
+    )
+    with pytest.raises(ScheduleError) as error:
+        verify(rows)
+    assert str(error.value) == (
+        "deadlock: no rank can go on\n"
+        "  rank 0: SF1@0>1 (entry 3) waits for RF1@1<0 of rank 1\n"
+        "  rank 1: SB0@1>0 (entry 3) waits for RB0@0<1 of rank 0"
+    )
+    verify(
+        parse(
+            [
+                "F0 SF0>1 RB0<1 F1 SF1>1 B0 RB1<1 B1",
+                "RF0<0 F0 B0 SB0>0 RF1<0 F1 B1 SB1>0",
+            ]
+        )
+    )
+
+
+def test_a_compute_action_that_waits_for_a_message_names_the_sender():
+    rows = parse(
+        [
+            "F0 SF0>1 RB0<1 B0 F1 SF1>1 RB1<1 B1",
+            "RF0<0 F0 RF1<0 F1 B0 SB0>0 B1 SB1>0",
+        ]
+    )
+    words = r"rank 1: F1@1 \(entry 3\) waits for RF1@1<0 of rank 0"
+    refused(rows, words)
+
+
+def test_a_rank_that_has_ended_is_in_the_table():
+    rows = parse(["F0@0", "F0@4 F0@1", "F0@3 F0@2"])
+    with pytest.raises(ScheduleError) as error:
+        verify(rows, edges={(0, 1), (2, 4), (1, 3)})
+    assert str(error.value) == (
+        "deadlock: no rank can go on\n"
+        "  rank 0: has ended\n"
+        "  rank 1: F0@4 (entry 0) waits for F0@2 of rank 2\n"
+        "  rank 2: F0@3 (entry 0) waits for F0@1 of rank 1"
+    )
+
+
+def test_messages_are_received_in_the_order_in_which_they_are_sent():
+    rows = parse(["F0 SF0>1 F1 SF1>1", "RF1<0 RF0<0 F0 F1"])
+    refused(rows, "rank 1 posts RF1@1<0 where rank 0 sends SF0@0>1: the messages from")
+    # Forward and backward messages from one rank to another share the one order.
+    v = with_transfers(zb_v(4, 2))
+    verify(v)
+    sends = [a for a in v[1] if a.kind[0] == "S"]
+    assert {a.kind for a in sends} == {"SF", "SB"}
+    receives = [n for n, a in enumerate(v[0]) if a.kind[0] == "R"]
+    first = next(
+        (a, b)
+        for a, b in zip(receives, receives[1:], strict=False)
+        if v[0][a].kind != v[0][b].kind
+    )
+    row = list(v[0])
+    row[first[0]], row[first[1]] = row[first[1]], row[first[0]]
+    refused(with_row(v, 0, row), "rank 0 posts .* where rank 1 sends")
+
+
+def test_the_bound_of_what_is_held():
+    verify(gpipe(2, 4), in_flight=4)
+    refused(
+        gpipe(2, 4),
+        "rank 0 holds 4 microbatches at F3@0; in_flight allows 3",
+        in_flight=3,
+    )
+    verify(one_f_one_b(2, 4), in_flight=[2, 1])
+    refused(one_f_one_b(2, 4), "rank 0 holds 2 .* allows 1", in_flight=[1, 2])
+    refused(
+        zb_v(4, 4), "rank 0 holds 2 microbatches at F0@3; .* allows 1.5", in_flight=1.5
+    )
+    refused(gpipe(2, 4), "in_flight has 1 bounds for 2 ranks", in_flight=[4])
