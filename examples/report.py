@@ -78,7 +78,9 @@ def held(tree: Any) -> list[int]:
     return [numbers, sum(size for size, _ in sizes.values())]
 
 
-def of_every_rank(value: Any, axis: str | Sequence[str], device: torch.device) -> list:
+def of_every_rank(
+    value: Any, axis: str | tuple[str, ...], device: torch.device
+) -> list:
     """Each rank's value, in the order of ranks: any that JSON can write.
 
     Collectives move tensors alone: it travels as text, padded to the longest.
@@ -118,7 +120,7 @@ def sent_table(ranks: Sequence[Sequence[tuple[str, str, int, float]]]) -> Table:
     table.add_column("axis")
     for rank in range(len(ranks)):
         table.add_column(f"rank {rank}", justify="right")
-    sent = [{(op, axis): rest for op, axis, *rest in rows} for rows in ranks]
+    sent = [{(op, axis): (n, size) for op, axis, n, size in rows} for rows in ranks]
     for kind in dict.fromkeys(kind for rows in sent for kind in rows):
         cells = (counted(*rows.get(kind, (0, 0))) for rows in sent)
         table.add_row(*kind, *cells)
@@ -128,7 +130,7 @@ def sent_table(ranks: Sequence[Sequence[tuple[str, str, int, float]]]) -> Table:
     return table
 
 
-def counted(count: int, size: float) -> str:
+def counted(count: float, size: float) -> str:
     return f"{count} ({as_bytes(size)})" if count else "0"
 
 

@@ -12,13 +12,12 @@ from rich.console import Console
 
 import fsfunc as ff
 from fsfunc import show
-from fsfunc.pipelining.schedules import Action, Schedule
 
 Row = tuple[int, str, float, float]  # rank, action, start and end in seconds
 
 
 class Stages(NamedTuple):
-    schedule: Schedule
+    schedule: ff.schedules.Schedule
     units: list[list[str]]  # the unit calls of each stage
 
     @property
@@ -48,7 +47,9 @@ def show_stages(console: Console, stages: Stages) -> None:
     console.print(show.timeline(stages.schedule))
 
 
-def as_rows(events: Iterable[tuple[int, Action, float, float]]) -> list[Row]:
+def as_rows(
+    events: Iterable[tuple[int, ff.schedules.Action, float, float]],
+) -> list[Row]:
     """What `ff.clock` gives, fit for JSON."""
     return [(rank, str(action), start, end) for rank, action, start, end in events]
 

@@ -42,6 +42,7 @@ from fsfunc.pipelining import schedules
 from fsfunc.pipelining.balancing import balance
 from fsfunc.pipelining.clocks import clock
 from fsfunc.pipelining.pipelines import pipeline
+from fsfunc.pipelining.predicting import momentum_prediction
 from fsfunc.pipelining.timing import Costs, bubble
 from fsfunc.pipelining.tracing import program
 from fsfunc.pipelining.verification import verify

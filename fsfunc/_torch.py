@@ -264,6 +264,33 @@ _SavedTensor: Any = torch._C._autograd.SavedTensor  # type: ignore[attr-defined]
 _CAN_LOOK = hasattr(_SavedTensor, "unpack_hook") and hasattr(_SavedTensor, "data")
 
 
+# Attention on the CPU, of which torch's own counter of operations knows nothing.
+CPU_ATTENTION: Any = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
+
+# A matrix product's node: which of its edges leads to the second factor, and under
+# which name it saves the first.
+_PRODUCTS = {"MmBackward0": (1, "_saved_self"), "AddmmBackward0": (2, "_saved_mat1")}
+_RESHAPING = {"TBackward0": "turn", "ViewBackward0": "view"}
+
+
+def second_factor(node: Any) -> int | None:
+    """The edge of a plain matrix product that leads to its second factor."""
+    found = _PRODUCTS.get(node.name())
+    if found is None or getattr(node, "_saved_alpha", 1) != 1:
+        return None
+    return found[0]
+
+
+def first_factor(node: Any) -> Tensor:
+    """What a matrix product saved of its first factor; it has it for the second's."""
+    return getattr(node, _PRODUCTS[node.name()][1])
+
+
+def reshaping(node: Any) -> str | None:
+    """``"turn"`` for a transpose of two dims, ``"view"`` for another shape."""
+    return _RESHAPING.get(node.name())
+
+
 def is_data_dependent(error: BaseException) -> bool:
     """Whether ``error`` is a fake tensor refusing to tell a value."""
     return isinstance(
@@ -288,12 +315,22 @@ def fake_of(mode: FakeTensorMode, x: Tensor) -> Tensor:
     return x if isinstance(x, FakeTensor) else mode.from_tensor(x, static_shapes=True)
 
 
+# In training they write the running statistics, and their schemas do not say so.
+_BATCH_NORMS = {
+    "aten::native_batch_norm",
+    "aten::cudnn_batch_norm",
+    "aten::miopen_batch_norm",
+}
+
+
 def written(operator: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Any]:
     """The arguments, tensors or lists of them, that an operator's schema says it writes.
 
     Version counters would not tell a mode: they rise after it has returned.
     """
     schema = operator._schema
+    if schema.name in _BATCH_NORMS and args[5]:
+        return list(args[3:5])
     if not schema.is_mutable:
         return []
     found = []

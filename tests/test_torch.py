@@ -4,6 +4,7 @@ import pytest
 import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.flop_counter import FlopCounterMode
 
 from fsfunc import _torch, tree
 from fsfunc.arena import Arena
@@ -155,6 +156,43 @@ def test_a_schema_says_what_an_operator_writes():
         (aten.add_.Tensor, (x, y), {}, [x]),
         (aten.add.out, (x, x), {"out": y}, [y]),
         (aten._foreach_add_.Scalar, ([x, y], 1), {}, [x, y]),
+        (aten.native_batch_norm.default, (x, x, x, x, y, True, 0, 0), {}, [x, y]),
+        (aten.native_batch_norm.default, (x, x, x, x, y, False, 0, 0), {}, []),
+        (aten.native_batch_norm.default, (x, x, x, None, None, True, 0, 0), {}, []),
     ):
         found = tree.leaves(_torch.written(op, args, kwargs))
         assert list(map(id, found)) == list(map(id, expected)), breaks(what)
+
+
+def test_products_say_what_they_multiplied():
+    x, w = torch.ones(2, 3, requires_grad=True), torch.ones(3, 4, requires_grad=True)
+    bias = torch.ones(4, requires_grad=True)
+    what = "a pipeline makes each weight gradient in memory of its own"
+    for y, at in (x @ w, 1), (torch.addmm(bias, x, w), 2):
+        assert _torch.second_factor(y.grad_fn) == at, breaks(what)
+        assert torch.equal(_torch.first_factor(y.grad_fn), x), breaks(what)
+        assert y.grad_fn.next_functions[at][0].variable is w, breaks(what)
+    assert _torch.second_factor(torch.addmm(bias, x, w, alpha=2).grad_fn) is None
+    assert _torch.second_factor((x * x).grad_fn) is None
+    assert _torch.reshaping(x.t().grad_fn) == "turn", breaks(what)
+    assert _torch.reshaping(x.view(6).grad_fn) == "view", breaks(what)
+    assert _torch.reshaping(x.exp().grad_fn) is None
+
+
+def test_attention_on_the_cpu_has_the_name_that_is_counted():
+    q = torch.ones(1, 1, 4, 8)
+    with FlopCounterMode(display=False) as counter:
+        torch.nn.functional.scaled_dot_product_attention(q, q, q)
+    assert counter.get_total_flops() == 0, "torch counts it now: drop our formula"
+    mode = _torch.fake_mode_of([])
+    seen = []
+
+    class Watch(TorchDispatchMode):
+        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+            seen.append(func.overloadpacket)
+            return func(*args, **(kwargs or {}))
+
+    q = _torch.fake_of(mode, q)
+    with Watch():
+        torch.nn.functional.scaled_dot_product_attention(q, q, q)
+    assert _torch.CPU_ATTENTION in seen, breaks("attention counts for nothing")

@@ -1,1 +1,1 @@
-"""Pipelines: a step over several stages, its schedule as data, proven before it runs."""
+"""Pipelines: a step in stages, its schedule as data, proven before it runs."""

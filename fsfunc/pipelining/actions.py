@@ -11,11 +11,11 @@ import re
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
-COMPUTE = ("F", "B", "I", "W")
+COMPUTE = ("F", "B", "I", "W", "U")
 SENDS, RECEIVES = ("SF", "SB"), ("RF", "RB")
 KINDS = COMPUTE + SENDS + RECEIVES
 
-_TEXT = re.compile(r"([FBIW]|[SR][FB])(\d+)(?:@(\d+))?(?:([<>])(\d+))?")
+_TEXT = re.compile(r"([FBIWU]|[SR][FB])(\d+)(?:@(\d+))?(?:([<>])(\d+))?")
 
 
 class ScheduleError(ValueError):
@@ -28,8 +28,9 @@ class Action:
 
     Args:
         kind: "F" forward, "B" the whole backward, "I" the gradient of the inputs, "W"
-            the gradient of the parameters; "SF" and "RF" send and receive
-            activations, "SB" and "RB" gradients.
+            the gradient of the parameters; "U" updates the parameters by the
+            gradients since the last update, of which the microbatch's is the last;
+            "SF" and "RF" send and receive activations, "SB" and "RB" gradients.
         stage: the stage whose action it is, in 0..n_stages - 1.
         microbatch: in 0..n_microbatches - 1.
         peer: of a transfer, the stage at the other end; else None.
@@ -153,6 +154,15 @@ def forward_only(schedule: Schedule) -> Schedule:
     return tuple(tuple(a for a in row if a.kind == "F") for row in schedule)
 
 
+def is_asynchronous(schedule: Schedule) -> bool:
+    """Return whether stages update in between: whether there is an action U.
+
+    >>> is_asynchronous(parse(["F0 B0 U0"])), is_asynchronous(parse(["F0 B0"]))
+    (True, False)
+    """
+    return any(action.kind == "U" for row in schedule for action in row)
+
+
 def texts(schedule: Schedule) -> tuple[tuple[str, ...], ...]:
     """Return the text of every action: `F3` where a rank has just its own stage.
 
@@ -212,8 +222,8 @@ def _action(entry: Action | str, rank: int, at: int) -> Action:
     wanted = {"S": ">", "R": "<"}.get(match[1][0] if match else "")
     if match is None or sign != wanted:
         raise ScheduleError(
-            f"rank {rank}, entry {at}: {entry!r} is no action; write F3, B3, I3 or W3 "
-            "for microbatch 3, F3@5 for that of stage 5, SF3>6 to send to stage 6, "
+            f"rank {rank}, entry {at}: {entry!r} is no action; write F3, B3, I3, W3 "
+            "or U3 for microbatch 3, F3@5 for that of stage 5, SF3>6 to send to stage 6, "
             "RF3<4 to receive from stage 4 (SB, RB for gradients)"
         )
     kind, microbatch, stage, _, peer = match.groups()

@@ -62,9 +62,6 @@ def balance(
             f"no cut into {n} stages keeps each within memory {bound}: the calls "
             f"need {list(memory or ())}"
         )
-    if limit == 0:  # then only the counts can be even
-        spent = _sums([1] * len(costs))
-        limit = inf
     return _most_even(spent, size, n, limit, bound)
 
 

@@ -29,9 +29,9 @@ def _attention(q: Any, k: Any, v: Any, *_: Any, **__: Any) -> int:
     return 2 * rows * k.shape[-2] * (k.shape[-1] + v.shape[-1])
 
 
-# torch has no formula for the first.
+# torch counts nothing for the first.
 FLOPS = {
-    torch.ops.aten._scaled_dot_product_flash_attention_for_cpu: _attention,
+    _torch.CPU_ATTENTION: _attention,
     **flop_registry,
 }
 
@@ -91,11 +91,11 @@ class Flow(_torch.TorchDispatchMode):
         self._alive: list[Tensor] = []  # or a key would come to mean another storage
 
     def know(self, x: Tensor, origins: Origins, owner: Leaf | Value | None) -> None:
-        """Adds to where the storage of ``x`` comes from, and says whose it is."""
+        """Says where what is in the storage of ``x`` comes from, and whose it is."""
         key = _torch.storage_key(x)
         if key not in self._origins:
             self._alive.append(x)
-        self._origins[key] = self._origins.get(key, NOWHERE) | origins
+        self._origins[key] = origins
         if owner is not None:
             self.owner[key] = owner
 

@@ -38,9 +38,9 @@ def combined(results: Sequence[Result], shares: Sequence[float]) -> Result:
     """The sums over microbatches, each mean counted by its share of the rows."""
     scaled = []
     for (total, weight, aux), share in zip(results, shares, strict=True):
-        if share != 1 and weight is None:
-            total, aux = total * share, _scaled(aux, share)
-        scaled.append((total, weight, aux))
+        if weight is None:
+            total = total * share
+        scaled.append((total, weight, _scaled(aux, share)))
     total, weight, aux = scaled[0]
     for more, heavier, beside in scaled[1:]:
         total, aux = total + more, added(aux, beside)
@@ -53,6 +53,9 @@ def forwarded(returned: Sequence[Any], shares: Sequence[float]) -> Any:
     if isinstance(returned[0], Weighted):
         totals, weights = zip(*returned, strict=True)
         return Weighted(torch.stack(totals).sum(), sum(weights))
+    if isinstance(returned[0], tuple) and isinstance(returned[0][0], Weighted):
+        losses, others = [x[0] for x in returned], [x[1:] for x in returned]
+        return forwarded(losses, shares), *forwarded(others, shares)
     trees = [_scaled(x, s) for x, s in zip(returned, shares, strict=True)]
     return divided(functools.reduce(added, trees), len(trees))
 

@@ -7,10 +7,18 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 from fsfunc.mesh import Mesh
-from fsfunc.pipelining.actions import Action, Schedule, ScheduleError, parse
+from fsfunc.optim import Optimizer
+from fsfunc.pipelining.actions import (
+    Action,
+    Schedule,
+    ScheduleError,
+    is_asynchronous,
+    parse,
+)
 from fsfunc.pipelining.cutting import Stages
 from fsfunc.pipelining.piping import Pipelining
 from fsfunc.pipelining.schedules import one_f_one_b
+from fsfunc.pipelining.updating import Predict, Updating
 from fsfunc.pipelining.verification import verify
 from fsfunc.transforms.transforming import transformed
 
@@ -28,6 +36,8 @@ def pipeline(
     n_microbatches: int,
     schedule: MakeSchedule | Rows = one_f_one_b,
     stages: Stages = None,
+    update: Optimizer | None = None,
+    predict: Predict | None = None,
 ) -> Callable[..., Any]:
     """``f`` with the unit calls of its loss in stages, one or several on each rank.
 
@@ -46,11 +56,31 @@ def pipeline(
             stages. Or the schedule itself: a list of actions for each rank.
         stages: how many unit calls each stage has, or the name of the unit at which
             each begins; by default balanced by FLOPs.
+        update: for a schedule with updates, such as ``ff.schedules.asynchronous``: the
+            optimizer that a rank applies to its own leaves at each of them. ``f`` is
+            a loss, and what comes back a train step.
+        predict: with ``update``: ``(params, opt_state, updates) -> params``, by which
+            a forward whose gradient will be some updates late uses parameters
+            predicted so far ahead; such as ``ff.momentum_prediction``.
+
+    With ``update`` the result is ``step(state, *batch) -> (state, {"loss": loss})``;
+    ``state.step`` counts calls, the optimizer's own count its updates. An update
+    applies the mean of the gradients, over the rows of the microbatches since the last
+    one, to the newest parameters. Each gradient is taken at the parameters that the
+    stages had at the microbatch's forward: w[k+1] = w[k] - l g(w[k-s]) for ``sgd``, s
+    being ``ff.schedules.staleness``, which differs from stage to stage. So the numbers
+    are those of no synchronous step, but where s is 0 (one rank: SGD on the
+    microbatches; an interval of M or more: the step of 1F1B). The loss is the mean of
+    the microbatches', each at the parameters that it was computed with. Nothing is in
+    flight between two calls.
 
     Raises:
         ScheduleError: a schedule that cannot run; says why, before anything is sent.
+            With updates: no ``update``, or several stages on a rank.
         ValueError: more stages than unit calls, a cut that names no unit, fewer rows
             than microbatches, random numbers drawn outside units for two stages.
+            With updates: a leaf of stages on several ranks, an optimizer that
+            communicates, a ``Weighted`` loss, ``shard`` or ``accumulate`` around.
         RuntimeError: a loss whose course depends on a tensor's value, or which is
             differentiated by ``torch.func``.
 
@@ -60,8 +90,11 @@ def pipeline(
     several ranks use. The first call for each shape of microbatch runs the loss once
     on fake tensors.
 
+    With updates, also the parameters of each microbatch in flight that differ.
+
     Source: GPipe (Huang et al., 2019); PipeDream-flush, or 1F1B (Narayanan et al.,
-    2021); FairScale's Pipe.
+    2021); FairScale's Pipe. Updates: AMPNet (Gaunt et al., 2017); PipeDream (Narayanan
+    et al., 2019), whose weight stashing this is; SpecTrain (Chen et al., 2018).
 
     >>> import torch, fsfunc as ff
     >>> mesh = ff.make_mesh({"pipe": 2}, "simulated")
@@ -96,8 +129,29 @@ def pipeline(
         verify(made, n_microbatches=n_microbatches)
     if stages is not None:
         stages = list(stages)  # type: ignore[assignment]
-    handler = Pipelining(mesh, names[0], n_microbatches, made, stages)
-    return transformed(f, handler, handler.call)
+    if update is None:
+        _check_synchronous(made, predict)
+        handler = Pipelining(mesh, names[0], n_microbatches, made, stages)
+        return transformed(f, handler, handler.call)
+    if not is_asynchronous(made):
+        raise ScheduleError(
+            "update= is for a schedule with updates (U3), such as "
+            "ff.schedules.asynchronous: with another one apply the optimizer to what "
+            "the gradient call returns, as update(ff.value_and_grad(loss)) does"
+        )
+    own = Updating(mesh, names[0], n_microbatches, made, stages, update, predict)
+    return transformed(own.step(f), own, own.call)
+
+
+def _check_synchronous(schedule: Schedule, predict: Predict | None) -> None:
+    if is_asynchronous(schedule):
+        raise ScheduleError(
+            "the schedule has updates (U3), but there is no update=: give the loss and "
+            "its optimizer, pipeline(loss, ..., update=optimizer), and evaluate by "
+            "another schedule"
+        )
+    if predict is not None:
+        raise ScheduleError("predict= goes with update= and a schedule with updates")
 
 
 def _chunks(schedule: MakeSchedule) -> int:

@@ -91,7 +91,9 @@ class Pipelining(Interpretation):
                     "of its own"
                 )
         at = here(self.mesh)
-        found = before.but(handlers=(*before.handlers, self), at=at)
+        # The counter tells the gradient calls apart.
+        handlers = (*before.handlers, self)
+        found = before.but(handlers=handlers, at=at, counter=Counter())
         with inside(found):
             try:
                 return f(*args, **keywords)
@@ -174,18 +176,21 @@ class Pipelining(Interpretation):
             depth = len(f.micro)
             # A place for ours: what is inside it is done for each microbatch.
             micro = (*f.micro, (0, self.n))
-            how = functools.partial(self._differentiate, depth)
+            again = any(i for i, _ in f.micro)  # the call before, on another part
+            number = f.counter.count - 1 if again else f.counter.next()
+            how = functools.partial(self._differentiate, depth, number)
             with inside(f.but(micro=micro, differentiate=how)):
                 return run(call)
 
         return pipelined
 
-    def _differentiate(self, depth: int, call: GradientCall) -> Outcome:
+    def _differentiate(self, depth: int, number: int, call: GradientCall) -> Outcome:
         """What a gradient call comes down to: the actions of this rank."""
         f = frame().but(differentiate=None)
         if f.recorder is not None:
             part = cut_batch(call.args, call.keywords, call.argnums, self.n)[0]
-            placement = self._placement(self._cut(call.fn, part, call.argnums))
+            found = self._cut(call.fn, part, call.argnums, number)
+            placement = self._placement(found)
             with inside(f.but(stage=placement)):
                 return differentiate(
                     replace(call, args=part.args, keywords=part.keywords)
@@ -194,7 +199,9 @@ class Pipelining(Interpretation):
         values = [x.detach().requires_grad_() for x in leaves.tensors]
         args = leaves.args(values)
         parts = cut_batch(args, call.keywords, call.argnums, self.n)
-        batches = [Microbatch(p, self._cut(call.fn, p, call.argnums)) for p in parts]
+        batches = [
+            Microbatch(p, self._cut(call.fn, p, call.argnums, number)) for p in parts
+        ]
         where = group(self.axis, here(self.mesh))
         for _, session in f.sessions:
             session.begin()
@@ -221,21 +228,32 @@ class Pipelining(Interpretation):
 
     # Programs and actions
 
-    def _cut(self, fn: Callable[..., Any], part: Part, argnums: Sequence[int]) -> Cut:
-        """The stages of the loss, for a microbatch of these shapes."""
+    def _cut(
+        self,
+        fn: Callable[..., Any],
+        part: Part,
+        argnums: Sequence[int],
+        number: int = 0,
+    ) -> Cut:
+        """The stages of a loss, for a microbatch of these shapes.
+
+        Args:
+            number: of the step's gradient calls, in each of which the loss is one.
+        """
         chosen = [part.args[i] for i in argnums]
         kinds = tuple(
             (tuple(x.shape), x.dtype) if isinstance(x, Tensor | Sharded) else x
             for x in tree.leaves(chosen, is_leaf=is_sharded)
         )
-        key = (part.shapes, kinds)
+        loss = number, _code(fn)
+        key = (loss, part.shapes, kinds)
         if key not in self.cuts:
             args = tree.map(plain, part.args, is_leaf=is_sharded)
             fn, args = _first(fn, args, argnums)
             program = trace(fn, args, part.keywords)
             stages = self.stages
-            if self.cuts:  # as the state is laid out
-                known = next(iter(self.cuts.values()))
+            known = next((c for k, c in self.cuts.items() if k[0] == loss), None)
+            if known is not None:  # as the state is laid out
                 names = [[c.name for c in p.calls] for p in (known.program, program)]
                 if names[0] != names[1]:
                     raise ValueError(
@@ -260,6 +278,13 @@ class Pipelining(Interpretation):
         for batch in {id(b.cut): b for b in batches}.values():
             between |= edges(batch.cut.stages)
         return _explicit(of(self.schedule), between)[where.index]
+
+
+def _code(fn: Any) -> Any:
+    """What a function is, also where it is made anew for every step."""
+    while isinstance(fn, functools.partial):
+        fn = fn.func
+    return getattr(fn, "__code__", fn)
 
 
 def _first(

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from fsfunc import tree
-from fsfunc.frames import Counter, Running, frame, inside, run_as
+from fsfunc.frames import Counter, frame, inside
 from fsfunc.sharded import Sharded, is_sharded
 from fsfunc.units import generators_kept
 
@@ -64,7 +64,7 @@ def profile(
         handlers=(), sessions=(), path=(), numbers=(), counter=Counter(), stage=clock
     )
     params = tree.map(_differentiated, args[0])
-    with generators_kept(), run_as(Running()), inside(f.but(in_loss=True)):
+    with generators_kept(), inside(f.but(in_loss=True)):
         with torch.inference_mode(False), torch.enable_grad():
             loss_fn(params, *args[1:], **keywords)
     return clock.times

@@ -84,7 +84,7 @@ class Worker:
                         generator.manual_seed(seed)
                 with clocked(self.where.index, action):
                     getattr(self, f"_{action.kind}")(action)
-                self.sends = [work for work in self.sends if not work.done()]
+                pass
         for work in self.sends:
             work.wait()
 

@@ -22,6 +22,7 @@ from fsfunc.pipelining.alternating import (
     looped_bfs,
     one_f_one_b,
 )
+from fsfunc.pipelining.delaying import asynchronous, staleness
 from fsfunc.pipelining.searching import greedy
 from fsfunc.pipelining.zero_bubble import zb_h1, zb_v
 
@@ -29,6 +30,7 @@ __all__ = [
     "Action",
     "Schedule",
     "ScheduleError",
+    "asynchronous",
     "forward_only",
     "forwards",
     "from_json",
@@ -40,6 +42,7 @@ __all__ = [
     "one_f_one_b",
     "owners",
     "parse",
+    "staleness",
     "to_json",
     "zb_h1",
     "zb_v",

@@ -72,8 +72,9 @@ def greedy(
         for schedule in _named(n_stages, n_microbatches, chunks)
         if memory_bound is None or max(held(schedule)) <= memory_bound
     ]
-    bound = min(n_microbatches, memory_bound or n_microbatches)
-    room = int(bound * chunks + 1e-9)  # a bound of n/chunks is n, whatever it rounds to
+    bound = n_microbatches if memory_bound is None else memory_bound
+    counts = range(chunks, n_microbatches * chunks + 1)
+    room = max(count for count in counts if count / chunks <= bound)
     for owners in _placements(ranks, chunks):
         for rule in RULES:
             found.append(_Play(owners, n_microbatches, costs, room, rule).run())

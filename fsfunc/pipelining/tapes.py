@@ -16,6 +16,7 @@ from torch import Tensor
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from fsfunc.frames import Running, run_as, running
+from fsfunc.pipelining.adding import addition, additions
 from fsfunc.pipelining.frontiers import Frontier, Group, frontier
 
 __all__ = ["Tape"]
@@ -70,10 +71,17 @@ class Tape:
         Cost: one backward pass, which frees the graph as it goes.
         """
         edges, grads = self._start("backward", "spent", cotangents)
-        inputs, wanted = self.inputs, [*self.inputs, *self.parameters]
+        inputs, parameters = self.inputs, self.parameters
         self._forget()
+        adds = additions([edge.node for edge in edges], inputs, parameters)
+        added = {id(add.leaf) for add in adds}
+        wanted = [*inputs, *(p for p in parameters if id(p) not in added)]
+        hooks = [add.node.register_prehook(add) for add in adds]
+        del adds
         if edges and wanted:
             torch.autograd.backward(edges, grads, inputs=wanted)
+        for hook in hooks:
+            hook.remove()
         found = [x.grad for x in inputs]
         for x in inputs:
             x.grad = None
@@ -97,9 +105,10 @@ class Tape:
         self.weights = _Weights(plan, names)
         inner = []
         for edge, g in zip(edges, grads, strict=True):
-            if edge.node in plan.inner:
+            group = plan.group_of.get(edge.node)
+            if edge.node in plan.inner or (group is not None and group.crossed):
                 inner.append((edge, g))
-            elif edge.node in plan.group_of:
+            elif group is not None:
                 self.weights.arrive((edge.node, edge.output_nr), g)
         self._forget()
         if not inner:
@@ -249,7 +258,7 @@ class _Weights:
             roots = [GradientEdge(node, k) for k, _ in pairs]
             grads = [g for _, g in pairs]
             if all(g.users == {node} and not g.found for g in groups):
-                self._backward(roots, grads, groups)
+                self._backward(roots, grads, self._added(node, kept, edges, groups))
             else:
                 targets = [GradientEdge(*edge) for edge in edges]
                 found = torch.autograd.grad(roots, targets, grads, allow_unused=True)
@@ -257,6 +266,22 @@ class _Weights:
                     self.arrive(edge, g)
         for group in groups:
             group.users.discard(node)
+
+    def _added(
+        self, node: Any, grads: Any, edges: list[Any], groups: list[Group]
+    ) -> list[Group]:
+        """Adds the product of a weight in place; returns the groups that are left."""
+        add = addition(node)
+        if add is None or add.edge not in edges:
+            return groups
+        group = self.plan.group_of[add.edge[0]]
+        into = [edge for edge in edges if self.plan.group_of[edge[0]] is group]
+        if into != [add.edge] or [id(self.names[n]) for n in group.leaves] != [
+            id(add.leaf)
+        ]:
+            return groups
+        add(grads)
+        return [g for g in groups if g is not group]
 
     def _finish(self, group: Group) -> None:
         found, group.found = group.found, []

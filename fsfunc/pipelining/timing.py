@@ -27,6 +27,7 @@ class Costs:
         w: the gradient of the parameters; the whole backward B takes i + w.
         send: the time from a send to its arrival at another rank, of any message;
             no rank computes less for it.
+        u: an update, of an asynchronous schedule.
 
     Raises:
         ScheduleError: a time below 0, or not finite.
@@ -41,11 +42,12 @@ class Costs:
     i: float | Sequence[float] = 1.0
     w: float | Sequence[float] = 1.0
     send: float = 0
+    u: float | Sequence[float] = 0
 
     def __post_init__(self) -> None:
         if isinstance(self.send, Sequence):
             raise ScheduleError(f"send is one number for all stages, got {self.send}")
-        for name in ("f", "i", "w", "send"):
+        for name in ("f", "i", "w", "send", "u"):
             value = getattr(self, name)
             if isinstance(value, Sequence):
                 object.__setattr__(self, name, tuple(value))

@@ -14,7 +14,7 @@ from torch import Tensor
 from fsfunc import _torch, tree
 from fsfunc.accounting import silence, traceback_line
 from fsfunc.backends.abstract import AbstractLink
-from fsfunc.frames import Frame, Running, frame, inside, run_as
+from fsfunc.frames import Frame, frame, inside
 from fsfunc.mesh import NoMesh, here, place_here
 from fsfunc.pipelining.flowing import Flow, Leaf
 from fsfunc.pipelining.naming import Names, below
@@ -88,7 +88,7 @@ def trace(
         )
     labels = _labels(loss_fn, len(args))
     with ExitStack() as stack:
-        for scope in (generators_kept(), silence(), run_as(Running())):
+        for scope in (generators_kept(), silence()):
             stack.enter_context(scope)
         stack.enter_context(torch.inference_mode(False))
         stack.enter_context(torch.enable_grad())
@@ -119,7 +119,6 @@ def _frame(tracer: Tracer, stack: ExitStack) -> Frame:
         path=(),
         numbers=(),
         counter=tracer.counter,
-        seed=None,
         recorder=None,
         stage=tracer,
         in_loss=True,

@@ -41,7 +41,28 @@ def with_transfers(schedule: Schedule, edges: Iterable[Edge] | None = None) -> S
     if any(not action.is_compute for row in schedule for action in row):
         raise ScheduleError("this schedule has transfers already: give it without")
     verify(schedule, edges=edges)
-    return _Lowering(schedule, edges).run()
+    computing = tuple(tuple(a for a in row if a.kind != "U") for row in schedule)
+    rows = _Lowering(computing, edges).run()
+    return tuple(map(_with_updates, schedule, rows))
+
+
+def _with_updates(
+    row: tuple[Action, ...], lowered: tuple[Action, ...]
+) -> tuple[Action, ...]:
+    """Return a rank's lowered row with its updates.
+
+    An update stands before the compute action that it stood before: what goes to
+    other ranks goes first.
+    """
+    found: list[Action] = []
+    rest = list(row)
+    for action in lowered:
+        while action.is_compute and rest[0] != action:
+            found.append(rest.pop(0))
+        if action.is_compute:
+            rest.pop(0)
+        found.append(action)
+    return (*found, *rest)
 
 
 class _Lowering:

@@ -50,7 +50,7 @@ def run_on_data(
     finally:
         fake.__enter__()
         flow.__enter__()
-    for x in tensors(real):
+    for x in tensors((real, out)):
         body.kept.pop(_torch.storage_key(x), None)
     given = {id(r): x for r, x in zip(real, leaves, strict=True)}
     return tree.map(

@@ -16,6 +16,7 @@ from fsfunc.pipelining.actions import (
     Action,
     Schedule,
     ScheduleError,
+    is_asynchronous,
     stages_of,
 )
 from fsfunc.pipelining.dependencies import Dependencies, Edge, made, other_end, play
@@ -33,7 +34,8 @@ def verify(
 
     Each stage lies on one rank and takes each microbatch forward once, and backward
     once: by B, or by I and then W (nowhere, in a schedule of forwards alone). Every
-    action comes after what it needs. Where the schedule has transfers of its own, each
+    action comes after what it needs. Where a stage updates (U), every update has
+    gradients to take up, and every gradient of every stage an update. Where the schedule has transfers of its own, each
     edge between two ranks carries one message each way for each microbatch, the
     messages from one rank to another are received in the order in which they are
     sent, and no rank waits for ever though sends block until their receive is posted.
@@ -59,6 +61,7 @@ def verify(
     """
     dependencies = Dependencies(schedule, edges)
     _check_complete(schedule, dependencies, n_stages, n_microbatches)
+    _check_updates(schedule)
     if dependencies.explicit:
         _check_matched(schedule, dependencies)
     _check_order(schedule, dependencies)
@@ -135,6 +138,34 @@ def _check_complete(
                 f"rank {rank}: microbatch {m} of stage {stage} needs {wanted}, each "
                 f"once; it has {', '.join(sorted(kinds)) or 'nothing'}"
             )
+
+
+def _check_updates(schedule: Schedule) -> None:
+    if not is_asynchronous(schedule):
+        return
+    for rank, row in enumerate(schedule):
+        due: dict[int, list[int]] = {stage: [] for stage in stages_of(row)}
+        for action in row:
+            gradients = due[action.stage]
+            if action.kind in ("B", "W"):
+                gradients.append(action.microbatch)
+            elif action.kind == "U":
+                if gradients[-1:] != [action.microbatch]:
+                    last = gradients[-1] if gradients else None
+                    found = "none" if last is None else f"microbatch {last}'s as last"
+                    raise ScheduleError(
+                        f"rank {rank}: {action} is to take up gradients, microbatch "
+                        f"{action.microbatch}'s as last, but since the update before "
+                        f"there is {found}"
+                    )
+                gradients.clear()
+        for stage, gradients in due.items():
+            if gradients:
+                raise ScheduleError(
+                    f"rank {rank}: no update takes up the gradients of microbatches "
+                    f"{gradients} of stage {stage}: an update is missing at the end, "
+                    f"U{gradients[-1]}@{stage}"
+                )
 
 
 def _check_matched(schedule: Schedule, dependencies: Dependencies) -> None:

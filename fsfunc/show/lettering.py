@@ -67,16 +67,20 @@ def common_unit(bars: list[Bar]) -> Fraction | None:
 
 def letters(lane: Lane, grid: Grid, columns: int) -> tuple[str, list[str]]:
     """A rank's whole row, and for each of its letters the kind that colours it."""
-    text, kinds = [" "] * columns, [""] * columns
+    text, kinds, marks = [" "] * columns, [""] * columns, []
     text.append(_EDGE)
     kinds.append(BORDER)
     for piece in sorted((*lane.gaps, *lane.bars), key=lambda piece: piece.start):
         first, last = grid.column(piece.start), grid.column(piece.end)
         room = last - first - 1
-        if room < 0:
-            continue  # too short for a column
+        if room < 0:  # too short for a column
+            if isinstance(piece, Bar) and piece.kind == "U":
+                marks.append(first)
+            continue
         text[first:last] = [_EDGE, *body(piece, room)]
         kinds[first:last] = [BORDER, *[piece.kind] * room]
+    for column in marks:  # what takes no time stands where others meet
+        text[column] = COMPUTE["U"].sign
     return "".join(text), kinds
 
 
@@ -107,7 +111,7 @@ def lines(chart: Chart, width: int | None) -> Iterator[list[Run]]:
         last = min(first + space, columns)
         yield [(" " * margin + ruler(grid, first, last, chart.makespan), "")]
         for rank, (text, kinds) in enumerate(rows):
-            end = _EDGE if text[last] == _EDGE else _CUT
+            end = text[last] if kinds[last] == BORDER else _CUT
             yield [
                 (f"rank {rank}".ljust(margin), ""),
                 *runs(text[first:last], kinds[first:last]),
@@ -128,7 +132,7 @@ def runs(text: str, kinds: list[str]) -> Iterator[Run]:
 
 def ruler(grid: Grid, first: int, last: int, makespan: float) -> str:
     """The times above the columns ``first`` to ``last``."""
-    least = max(_TICK, len(f"{makespan:.4g}") + 2) / grid.rate
+    least = max(_TICK, len(number(makespan)) + 2) / grid.rate
     power = 10.0 ** math.floor(math.log10(least))
     steps = (m * power for m in (1, 2, 2.5, 5, 10))
     step = next(step for step in steps if step >= least * (1 - 1e-9))

@@ -22,6 +22,7 @@ COMPUTE = {
     "B": Look("backward", "B", "#e07b39", "thread_state_iowait"),
     "I": Look("input gradient", "I", "#edb83d", "yellow"),
     "W": Look("weight gradient", "W", "#4fa37b", "thread_state_running"),
+    "U": Look("update", "U", "#8b5fa8", "black"),
 }
 TRANSFERS = {
     "SF": Look("send activations", "SF", "#8aa9d1", "rail_idle"),

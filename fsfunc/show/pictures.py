@@ -79,14 +79,20 @@ def _rows(axes: Axes, chart: Chart) -> None:
             pieces.setdefault(GAPS[gap.kind].color, []).append(span)
         for color, spans in pieces.items():
             axes.broken_barh(spans, base, facecolors=color, linewidth=0)
-        pieces = {}
+        pieces, marks = {}, []
         for bar in lane.bars:
             span = (bar.start, bar.end - bar.start)
+            if not span[1]:
+                marks.append(bar)
+                continue
             pieces.setdefault(_color(bar, chart), []).append(span)
         for color, spans in pieces.items():
             axes.broken_barh(
                 spans, base, facecolors=color, edgecolors="white", linewidth=0.7
             )
+        for bar in marks:
+            ends = (base[0], sum(base))
+            axes.vlines(bar.start, *ends, colors=_color(bar, chart), linewidth=2)
 
 
 def _color(bar: Bar, chart: Chart) -> str:

@@ -304,7 +304,16 @@ def orders(draw, ranks, n_stages, m):
     """A schedule that somebody wrote by hand: any order in which it can run."""
     owners = draw(
         st.permutations(
-            [*range(ranks), *draw(st.lists(st.integers(0, ranks - 1), min_size=n_stages - ranks, max_size=n_stages - ranks))]
+            [
+                *range(ranks),
+                *draw(
+                    st.lists(
+                        st.integers(0, ranks - 1),
+                        min_size=n_stages - ranks,
+                        max_size=n_stages - ranks,
+                    )
+                ),
+            ]
         )
     )
     split = draw(st.sets(st.integers(0, n_stages - 1)))

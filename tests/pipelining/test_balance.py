@@ -27,9 +27,14 @@ def parts(values, counts):
 def problems(draw):
     k = draw(st.integers(1, 8))
     n = draw(st.integers(1, k))
-    few = st.integers(0, draw(st.sampled_from([0, 1, 3, 50])))
-    many = st.lists(few, min_size=k, max_size=k)
-    return draw(many), draw(many), n, draw(st.none() | st.integers(0, 60))
+
+    def values():
+        few = st.integers(0, draw(st.sampled_from([0, 1, 3, 50])))
+        return draw(st.lists(few, min_size=k, max_size=k))
+
+    costs, memory = values(), values()
+    bound = st.integers(max(memory), max(max(memory), sum(memory)))
+    return costs, memory, n, draw(st.none() | st.integers(0, 60) | bound)
 
 
 @given(problems())
@@ -124,12 +129,14 @@ def slow_forward(p, x):
 
 @ff.unit
 def slow_backward(p, x):
+    torch.rand(2)
     return {"y": Slow.apply(x * p), "n": 3}
 
 
 def loss(params, x):
     h = quick(params[0], x)
     time.sleep(0.01)  # nobody's
+    assert h.grad_fn is None  # or every activation would be kept
     h = slow_forward(params[0], h)
     return quick(params[1], slow_backward(params[1], h)["y"]).sum()
 
@@ -173,3 +180,20 @@ def test_the_clock_wants_whole_parameters_and_a_run():
         profile(loss, [torch.ones(2)] * 2, torch.ones(2), repeat=0)
     with pytest.raises(TypeError, match="first argument of the loss is missing"):
         profile(loss)
+
+
+def test_the_clock_sees_no_transforms():
+    runs = []
+
+    @ff.unit
+    def inner(p, x):
+        runs.append(0)
+        return torch.tanh(x * p)
+
+    outer = ff.unit(lambda p, x: inner(p, x))
+
+    def step(p, x):
+        return profile(lambda p, x: outer(p, x), p, x, repeat=2)
+
+    ff.remat(step)(torch.ones(2), torch.ones(2))
+    assert len(runs) == 3

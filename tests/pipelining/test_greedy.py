@@ -16,6 +16,7 @@ from fsfunc.pipelining.schedules import (
     zb_h1,
     zb_v,
 )
+from fsfunc.pipelining.searching import RULES, _Play
 from fsfunc.pipelining.timing import Costs, bubble, simulate
 from fsfunc.pipelining.verification import held, verify
 
@@ -60,7 +61,11 @@ def test_shorter_than_zb_v_for_few_microbatches_in_the_same_memory(P):
     found = greedy(2 * P, P, memory_bound=P, chunks=2)
     assert bubble(found) == (P - 1) / 2
     assert bubble(zb_v(2 * P, P)) == P - 1
-    assert owners(found) == owners(zb_v(2 * P, P))
+
+
+def test_stages_to_and_fro_save_transfers():
+    found = greedy(8, 4, costs=Costs(send=0.5), chunks=2)
+    assert owners(found) == owners(zb_v(8, 4))
 
 
 def test_shorter_than_zb_h1_with_more_memory():
@@ -75,6 +80,23 @@ def test_of_equals_the_one_that_holds_less():
     costs = Costs(1, 3, 0)
     assert greedy(3, 5, costs=costs) == one_f_one_b(3, 5)
     assert greedy(1, 4) == one_f_one_b(1, 4)
+    costs = Costs([5, 1, 5, 6], [4, 6, 1, 3], [1, 6, 4, 1])
+    assert max(held(greedy(4, 5, costs=costs, chunks=2))) == 4.5  # the first found: 5
+
+
+def test_it_may_pay_to_leave_a_w():
+    # Found without patience: 78.
+    costs = Costs([3, 4, 4, 1], [3, 4, 6, 2], [6, 3, 2, 1])
+    found = greedy(4, 3, costs=costs, memory_bound=1.5, chunks=2)
+    assert makespan(found, costs) == 76
+
+
+@pytest.mark.parametrize("rule", RULES, ids=str)
+def test_play_runs_in_the_time_that_the_schedule_takes(rule):
+    for costs in (Costs(2, 3, 1, send=5), Costs([4, 1, 2, 8], 2, 6)):
+        for placement in ([0, 1, 0, 1], [0, 1, 1, 0], [0, 1, 2, 3]):
+            play = _Play(placement, 5, costs, 6, rule)
+            assert makespan(play.run(), costs) == max(play.free)
 
 
 @pytest.mark.parametrize("chunks", [1, 2, 3])

@@ -337,6 +337,13 @@ def unit_writes_captured(p, x):
     return ff.unit(counting)(p["w"], x).sum()
 
 
+def norms_captured(p, x):
+    def norm(p, x):
+        return F.batch_norm((x * p).expand(3, 2), CAPTURED, CAPTURED, training=True)
+
+    return ff.unit(norm)(p["w"], x).sum()
+
+
 def writes_shared(p, x):
     h = add_one(p["w"], x)
     same = ff.unit(lambda p, x: x)
@@ -360,6 +367,7 @@ def writes_twin(p, x):
         (writes_batch, rf"writes in place into 'x', at {here()}"),
         (writes_captured, rf"the loss writes .* captured .* \(2,\), at {here()}"),
         (unit_writes_captured, rf"unit 'counting' writes .* \(2,\), at {here()}"),
+        (norms_captured, rf"unit 'norm' writes .* \(2,\), at {here()}"),
         (writes_shared, rf"at {here()}, into memory .* of unit 'same' shares"),
         (writes_twin, rf"at {here()}, into memory .* of unit 'twins' shares"),
     ],
@@ -404,6 +412,36 @@ def test_in_a_unit_a_value_may_be_asked_for(kind):
     assert [c.needs for c in shown.calls[1:]] == [{Value(0, 0)}, {Value(1, 0)}]
 
 
+def test_a_unit_that_asks_for_a_value_is_as_any_other():
+    @ff.unit
+    def asks(p, x):
+        y = F.dropout(x) * p
+        return (y.sum().item() * y.exp()).exp(), x
+
+    @ff.unit
+    def does_not(p, x):
+        y = F.dropout(x) * p
+        return (2.5 * y.exp()).exp(), x
+
+    def loss(unit, write=False):
+        def loss(p, x):
+            y, x = unit(p, add_one(p, x))
+            return (y * (x.mul_(2) if write else x)).sum()
+
+        return loss
+
+    p = torch.ones(6)
+    before = torch.get_rng_state()
+    _, found = ff.program(loss(asks), p, torch.ones(6)).calls
+    assert torch.equal(torch.get_rng_state(), before)
+    _, expected = ff.program(loss(does_not), p, torch.ones(6)).calls
+    assert found.activations == expected.activations > 0
+    assert found.outputs == expected.outputs
+    for unit in (asks, does_not):
+        with pytest.raises(RuntimeError, match=f"unit '{unit.__name__}' shares"):
+            ff.program(loss(unit, write=True), p, torch.ones(6))
+
+
 def test_a_unit_that_cannot_do_without_the_true_values_is_told_where():
     @ff.unit
     def picky(p, x):
@@ -423,7 +461,11 @@ def mapped(p, x):
     return torch.func.vmap(lambda x: add_one(p, x))(x).sum()
 
 
-@pytest.mark.parametrize("loss", [gradient_inside, mapped])
+def gradient_of_the_batch(p, x):
+    return ff.value_and_grad(lambda x: add_one(p, x).sum())(x)[0]
+
+
+@pytest.mark.parametrize("loss", [gradient_inside, gradient_of_the_batch, mapped])
 def test_a_loss_that_differentiates_or_maps_units_is_refused(loss):
     with pytest.raises(RuntimeError, match=rf"maps unit 'add_one', at {here()}"):
         ff.program(loss, torch.ones(2), torch.ones(2))
@@ -442,6 +484,29 @@ def test_an_output_that_hides_tensors_is_refused():
 def test_the_first_argument_is_asked_for():
     with pytest.raises(TypeError, match="first argument of the loss is missing"):
         ff.program(lambda: 0)
+
+
+def test_operations_with_several_results_or_keywords_are_followed():
+    def normed(p, x):
+        h, mean, var = add_one(p, x), torch.zeros(2), torch.ones(2)
+        F.batch_norm(h, mean, var, training=True)
+        return add_one(p, mean).sum()
+
+    def attended(p, x):
+        mask = add_one(p, x)
+        with torch.no_grad():
+            x = F.scaled_dot_product_attention(*x.expand(3, 1, 1, 2, 2), attn_mask=mask)
+        return add_one(p, x).sum()
+
+    def added(p, x):
+        h, buffer = add_one(p, x), torch.zeros(2, 2)
+        with torch.no_grad():
+            torch._foreach_add_([buffer], [h])
+        return add_one(p, buffer).sum()
+
+    p, x = torch.ones(2), torch.ones(2, 2)
+    for loss in (normed, attended, added):
+        assert ff.program(loss, p, x).calls[1].needs == {Value(0, 0)}
 
 
 # Random numbers, costs, and what is left alone
@@ -532,3 +597,39 @@ def test_a_loss_that_raises_raises():
     with pytest.raises(KeyError, match="mine"):
         ff.program(loss, torch.ones(2), torch.ones(2))
     assert not torch.utils._python_dispatch._get_current_dispatch_mode_stack()
+
+
+def stacked(p, x):
+    outer = ff.unit(lambda p, x: torch.tanh(add_one(p, x.t().view(-1))).exp())
+    return outer(p, x).sum()
+
+
+@pytest.mark.parametrize(
+    "around", ["plain", "no_grad", "inference", "remat", "shard", "unit"]
+)
+def test_a_program_is_the_same_wherever_it_is_made(around):
+    p, x = torch.ones(4), torch.ones(2, 2).t().expand(2, 2)
+    mesh = ff.make_mesh({"data": 2}, "simulated")
+
+    def step(p, x):
+        return ff.program(stacked, p, x)
+
+    if around == "no_grad":
+        with torch.no_grad():
+            found = step(p, x)
+    elif around == "inference":
+        with torch.inference_mode():
+            found = step(p, x)
+    elif around == "remat":
+        found = ff.remat(step)(p, x)
+    elif around == "shard":
+        found = ff.spmd(lambda: ff.shard(step, mesh, "data")(p, x), mesh)()[0]
+    elif around == "unit":
+        kept = []
+        ff.unit(lambda p, x: kept.append(step(p, x)) or p)(p, x)
+        found = kept[0]
+    else:
+        found = step(p, x)
+    (call,) = found.calls
+    assert call.name == "<lambda>" and call.outputs.leaves[0].requires_grad
+    assert call.activations == 4 * 4 * 2 and found.loss.needs == {Value(0, 0)}

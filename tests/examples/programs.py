@@ -1,0 +1,75 @@
+"""Running the example as its user does, and reading what it prints."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import NamedTuple
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+SCRIPT = ROOT / "examples" / "train_gpt.py"
+SIZES = "--dim 32 --layers 2 --heads 2 --seq 32 --batch 8 --lr 1e-2 --sample 24".split()
+
+
+class Run(NamedTuple):
+    out: str
+    losses: dict
+
+
+def program(*args: str | Path, check: bool = True) -> subprocess.CompletedProcess:
+    path = os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])
+    env = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": path, "COLUMNS": "100"}
+    env.pop("WORLD_SIZE", None)
+    done = subprocess.run(
+        [sys.executable, str(SCRIPT), *map(str, args)],
+        env=env,
+        capture_output=True,
+        text=True,
+        timeout=90,
+    )
+    assert not check or done.returncode == 0, done.stdout + done.stderr
+    return done
+
+
+def train(folder: Path, *args: str | Path) -> Run:
+    path = folder / "losses.json"
+    out = program(*SIZES, "--losses", path, *args).stdout
+    return Run(out, json.loads(path.read_text()))
+
+
+def table_below(out: str, title: str) -> list[list[str]]:
+    """The cells of the rows of the table with this title."""
+    body = out.split(title, 1)[1].split("└", 1)[0]
+    return [
+        [cell.strip() for cell in line.strip("│ ").split("│")]
+        for line in body.splitlines()
+        if line.startswith("│")
+    ]
+
+
+def numbers_held(rows: list[list[str]]) -> list[list[int]]:
+    """How many numbers a rank holds of each kind, from cells like 1,024 (4.0 KiB)."""
+    return [[int(c.split()[0].replace(",", "")) for c in row[1:]] for row in rows]
+
+
+def numbers_sent(out: str) -> list[dict[tuple[str, str], int]]:
+    """How often each rank sent, by op and axis, from cells like 4 (16.0 KiB)."""
+    rows = table_below(out, "sent in one step")
+    columns = zip(*(row[2:] for row in rows), strict=True)
+    kinds = [(op, axis) for op, axis, *_ in rows]
+    return [
+        {kind: int(cell.split()[0]) for kind, cell in zip(kinds, column, strict=True)}
+        for column in columns
+    ]
+
+
+def check_losses(found: dict, expected: dict, tolerance: float) -> None:
+    assert found["train"] == pytest.approx(expected["train"], abs=tolerance)
+    for (step, loss), (at, other) in zip(
+        found["validation"], expected["validation"], strict=True
+    ):
+        assert step == at
+        assert loss == pytest.approx(other, abs=tolerance)

@@ -1,0 +1,217 @@
+"""What a pipeline sends, on every rank: messages, one broadcast, shared gradients."""
+
+from fractions import Fraction
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import fsfunc as ff
+from fsfunc import tree
+from tests.pipelining.models import NAMED, WIDTH, Spec, Step, batch_of, layer, parts
+
+ITEM = 8  # bytes of a float64
+ROW = WIDTH * ITEM
+
+
+def parameters(n_calls):
+    params = Spec((Step(),) * n_calls).params(1)
+    return {key: params[key] for key in ("layers", "tied")}
+
+
+def chain(params, batch):
+    h = batch["x"]
+    for p in params["layers"]:
+        h = layer(p, h)
+    return (h * batch["y"]).mean()
+
+
+def records(f, mesh, m, schedule, args, placed=True, **options):
+    """What each rank sent in one call."""
+
+    def main():
+        run = ff.pipeline(
+            f, mesh, "pipe", n_microbatches=m, schedule=schedule, **options
+        )
+        params, *rest = args
+        if placed:
+            params = ff.place(run, params, *rest)
+        with ff.ledger() as log:
+            run(params, *rest)
+        return log.of(mesh.rank)
+
+    return ff.spmd(main, mesh)()
+
+
+def table(sent):
+    """(op, unit, phase) -> [count, bytes], of one rank."""
+    found = {}
+    for r in sent:
+        assert r.axis == ("pipe",)
+        row = found.setdefault((r.op, r.unit, r.phase), [0, 0])
+        row[0] += 1
+        row[1] += r.bytes
+    return {key: tuple(row) for key, row in found.items()}
+
+
+def broadcast(numbers, ranks):
+    return (1, Fraction(numbers * ITEM * (ranks - 1), ranks))
+
+
+@given(
+    st.integers(1, 4), st.integers(1, 5), st.sampled_from(sorted(NAMED)),
+    st.integers(0, 3),
+)  # fmt: skip
+@settings(max_examples=40)
+def test_a_chain_sends_each_activation_once_each_way(ranks, m, name, more):
+    schedule, chunks = NAMED[name]
+    count = ranks * chunks
+    params, batch = parameters(count), batch_of(m + more, 0)
+    del params["tied"]  # what no unit takes is whole, and summed
+    mesh = ff.make_mesh({"pipe": ranks}, "simulated")
+    stages = [1] * count
+    owners = ff.schedules.owners(
+        schedule(count, m, chunks=chunks) if chunks > 1 else schedule(count, m)
+    )
+    both = records(
+        ff.value_and_grad(chain), mesh, m, schedule, (params, batch), stages=stages
+    )
+    alone = records(chain, mesh, m, schedule, (params, batch), stages=stages)
+    rows = m + more
+    for rank in range(ranks):
+        mine = [s for s in range(count) if owners[s] == rank]
+        on = [s for s in mine if s + 1 < count and owners[s + 1] != rank]
+        back = [s for s in mine if s and owners[s - 1] != rank]
+        forward = {("ppermute", "layer", "forward"): (len(on) * m, len(on) * rows * ROW)}
+        backward = {
+            ("ppermute", "layer", "backward"): (len(back) * m, len(back) * rows * ROW)
+        }
+        loss = {("pbroadcast", "", "loss"): broadcast(1, ranks)}
+        for found, wanted in (
+            (both[rank], forward | backward | loss),
+            (alone[rank], forward | loss),
+        ):
+            some = ranks > 1
+            wanted = {key: row for key, row in wanted.items() if row[0] and some}
+            assert table(found) == wanted
+
+
+@pytest.mark.parametrize("ranks", [2, 4])
+def test_whole_leaves_are_summed_over_the_stages_in_one_buffer(ranks):
+    """Parameters that nobody placed: every rank has all, and gets all gradients."""
+    params, batch = parameters(ranks), batch_of(2, 0)
+    mesh = ff.make_mesh({"pipe": ranks}, "simulated")
+    sizes = sum(x.numel() for x in tree.leaves(params) if isinstance(x, torch.Tensor))
+    for sent in records(
+        ff.value_and_grad(chain), mesh, 2, ff.schedules.gpipe, (params, batch), False
+    ):
+        found = table(sent)["psum", "", "shared gradients"]
+        assert found == (1, 2 * sizes * ITEM * (ranks - 1) / ranks)
+
+
+def test_of_placed_leaves_only_those_that_stages_share_are_summed():
+    """And those of each dtype on their own; a leaf used on one rank never."""
+
+    def loss(params, batch):
+        h = layer(params["layers"][0], batch["x"]) * params["tied"]
+        h = layer(params["layers"][1], h)
+        h = shifted({"own": params["layers"][2], "all": params["all"]}, h)
+        h = shifted({"own": params["layers"][3], "all": params["all"]}, h)
+        return (h * batch["y"]).mean() + shifted.fn(
+            {"own": params["layers"][0], "all": params["all"]}, batch["x"]
+        ).mean() * 0
+
+    params, batch = parameters(4), batch_of(4, 0)
+    params["all"] = torch.ones(WIDTH, dtype=torch.float32)
+    mesh = ff.make_mesh({"pipe": 2}, "simulated")
+    call = ff.value_and_grad(loss)
+    first = sum(x.numel() for x in params["layers"][0].values() if x is not None)
+    for sent in records(call, mesh, 2, ff.schedules.gpipe, (params, batch)):
+        sums = [r for r in sent if r.phase == "shared gradients"]
+        # The glue reads layer 0 and "all" on the last rank, "tied" on one alone: what
+        # no unit takes, or glue reads too, is whole on every rank.
+        assert {(r.dtype, int(r.bytes)) for r in sums} == {
+            (torch.float64, (first + WIDTH) * 8),
+            (torch.float32, WIDTH * 4),
+        }
+        assert len(sums) == 2
+
+
+@ff.unit
+def shifted(p, x):
+    return layer.fn(p["own"], x) + p["all"].to(x.dtype)
+
+
+def test_a_skip_goes_straight_to_its_consumer():
+    def loss(params, batch):
+        seen = [layer(params["layers"][0], batch["x"])]
+        for p in params["layers"][1:]:
+            seen.append(layer(p, seen[-1]))
+        return ((seen[3] + seen[0]) * batch["y"]).mean()
+
+    params, batch, m = parameters(4), batch_of(4, 0), 2
+    mesh = ff.make_mesh({"pipe": 4}, "simulated")
+    sent = records(
+        ff.value_and_grad(loss), mesh, m, ff.schedules.one_f_one_b, (params, batch)
+    )
+    messages = {"forward": [2, 1, 1, 0], "backward": [0, 1, 1, 2]}
+    for phase, wanted in messages.items():
+        for rank, n in enumerate(wanted):
+            found = table(sent[rank]).get(("ppermute", "layer", phase), (0, 0))
+            assert found == (n * m, n * 4 * ROW)
+
+
+def test_of_a_tree_of_outputs_only_what_is_needed_travels():
+    """Booleans and integers go forward, and have no gradients to come back."""
+
+    def loss(params, batch):
+        out = parts(params["layers"][0], batch["x"])
+        mask, (ids, *_) = out["rest"]
+        h = layer(params["layers"][1], out["h"] * mask)
+        return (h + params["tied"][ids][:, None]).mean()
+
+    params, batch, m = parameters(2), batch_of(4, 0), 2
+    mesh = ff.make_mesh({"pipe": 2}, "simulated")
+    first, last = records(
+        ff.value_and_grad(loss), mesh, m, ff.schedules.one_f_one_b, (params, batch)
+    )
+    sent = [(r.dtype, int(r.bytes)) for r in first if r.op == "ppermute"]
+    rows = 4 // m
+    one = [(torch.float64, rows * ROW), (torch.bool, rows * WIDTH),
+           (torch.int64, rows * 8)]  # fmt: skip
+    assert sorted(sent, key=str) == sorted(one * m, key=str)
+    assert table(last)["ppermute", "parts", "backward"] == (m, 4 * ROW)
+
+
+def test_what_a_loss_returns_goes_out_in_one_broadcast_and_one_for_each_tensor():
+    spec = Spec((Step(),) * 2, ends="sum", aux=True)
+    params, batch = spec.params(0), batch_of(4, 0)
+    mesh = ff.make_mesh({"pipe": 2}, "simulated")
+    for sent in records(
+        spec.gradient(), mesh, 2, ff.schedules.gpipe, (params, batch)
+    ):
+        loss = [r for r in sent if r.phase == "loss"]
+        # total, weight and the aux's mean; the rows; two integers.
+        assert [float(r.bytes) for r in loss] == [3 * 8 / 2, *[8 / 2], 8 / 2, 4 * 8 / 2]
+
+
+def test_one_rank_sends_nothing():
+    params, batch = parameters(4), batch_of(4, 0)
+    mesh = ff.make_mesh({"pipe": 1}, "simulated")
+    for name in ("1f1b", "interleaved", "zb_v"):
+        assert records(
+            ff.value_and_grad(chain), mesh, 2, NAMED[name][0], (params, batch)
+        ) == [[]]
+
+
+def test_recording_and_placing_send_nothing():
+    params, batch = parameters(4), batch_of(4, 0)
+    mesh = ff.make_mesh({"pipe": 2}, "simulated")
+    optimizer = ff.sharded_adam(0.1)
+    step = ff.pipeline(
+        optimizer(ff.value_and_grad(chain)), mesh, "pipe", n_microbatches=2
+    )
+    with ff.ledger() as log:
+        ff.spmd(lambda: ff.init_state(step, params, optimizer, batch), mesh)()
+    assert log.records == []
