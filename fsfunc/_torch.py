@@ -243,6 +243,14 @@ def hook_saved(
     return count
 
 
+def saved_tensors(nodes: Iterable[Any]) -> Iterator[Tensor]:
+    """The tensors that ``nodes`` save as they are, under nobody's hooks."""
+    for node in nodes:
+        for _, value in _saved(node):
+            if isinstance(value, Tensor):
+                yield value
+
+
 def _saved(node: Any) -> Iterator[tuple[Any, Any]]:
     """What ``node`` saves: the handle on it, and the data.
 
@@ -267,28 +275,38 @@ _CAN_LOOK = hasattr(_SavedTensor, "unpack_hook") and hasattr(_SavedTensor, "data
 # Attention on the CPU, of which torch's own counter of operations knows nothing.
 CPU_ATTENTION: Any = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
 
-# A matrix product's node: which of its edges leads to the second factor, and under
-# which name it saves the first.
-_PRODUCTS = {"MmBackward0": (1, "_saved_self"), "AddmmBackward0": (2, "_saved_mat1")}
-_RESHAPING = {"TBackward0": "turn", "ViewBackward0": "view"}
+# A matrix product's node: which of its edges lead to the first and the second factor,
+# and under which name it saves the first.
+_PRODUCTS = {
+    "MmBackward0": (0, 1, "_saved_self"),
+    "AddmmBackward0": (1, 2, "_saved_mat1"),
+}
+_KINDS = {"AccumulateGrad": "leaf", "TBackward0": "turn", "ViewBackward0": "view"}
 
 
-def second_factor(node: Any) -> int | None:
-    """The edge of a plain matrix product that leads to its second factor."""
-    found = _PRODUCTS.get(node.name())
+def kind_of(node: Any) -> str | None:
+    """What an autograd node is: a leaf, a product, a turn (transpose), a view."""
+    name = type(node).__name__
+    return "product" if name in _PRODUCTS else _KINDS.get(name)
+
+
+def second_factor(node: Any) -> Any:
+    """The edge of a plain matrix product to its second factor; None if it has none."""
+    found = _PRODUCTS.get(type(node).__name__)
     if found is None or getattr(node, "_saved_alpha", 1) != 1:
         return None
-    return found[0]
+    edge = node.next_functions[found[1]]
+    return None if edge[0] is None else edge
+
+
+def is_inner(node: Any) -> bool:
+    """Whether a product's first factor needs a gradient as well."""
+    return node.next_functions[_PRODUCTS[type(node).__name__][0]][0] is not None
 
 
 def first_factor(node: Any) -> Tensor:
     """What a matrix product saved of its first factor; it has it for the second's."""
-    return getattr(node, _PRODUCTS[node.name()][1])
-
-
-def reshaping(node: Any) -> str | None:
-    """``"turn"`` for a transpose of two dims, ``"view"`` for another shape."""
-    return _RESHAPING.get(node.name())
+    return getattr(node, _PRODUCTS[type(node).__name__][2])
 
 
 def is_data_dependent(error: BaseException) -> bool:
@@ -324,7 +342,7 @@ _BATCH_NORMS = {
 
 
 def written(operator: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Any]:
-    """The arguments, tensors or lists of them, that an operator's schema says it writes.
+    """The arguments, tensors or lists of them, that an operator says it writes.
 
     Version counters would not tell a mode: they rise after it has returned.
     """

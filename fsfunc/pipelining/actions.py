@@ -223,8 +223,8 @@ def _action(entry: Action | str, rank: int, at: int) -> Action:
     if match is None or sign != wanted:
         raise ScheduleError(
             f"rank {rank}, entry {at}: {entry!r} is no action; write F3, B3, I3, W3 "
-            "or U3 for microbatch 3, F3@5 for that of stage 5, SF3>6 to send to stage 6, "
-            "RF3<4 to receive from stage 4 (SB, RB for gradients)"
+            "or U3 for microbatch 3, F3@5 for that of stage 5, SF3>6 to send to stage "
+            "6, RF3<4 to receive from stage 4 (SB, RB for gradients)"
         )
     kind, microbatch, stage, _, peer = match.groups()
     return Action(

@@ -8,7 +8,6 @@ all the same, for its input gradient.
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -29,7 +28,7 @@ class Addition:
         node: the product's, in the graph.
         leaf: the parameter that is its second factor, perhaps seen in another shape.
         edge: the edge of ``node`` that leads there.
-        between: nodes between the two.
+        between: nodes between the two; ``end``: the parameter's own.
         turned: whether the factor is the transpose of what the parameter holds.
     """
 
@@ -37,6 +36,7 @@ class Addition:
     leaf: Tensor
     edge: tuple[Any, int]
     between: tuple[Any, ...]
+    end: Any
     turned: bool
 
     def __call__(self, grads: Sequence[Tensor | None]) -> None:
@@ -55,24 +55,24 @@ class Addition:
 
 def addition(node: Any) -> Addition | None:
     """What ``node`` adds to a parameter, if it is a product with one."""
-    at = _torch.second_factor(node)
-    if at is None:
+    edge = _torch.second_factor(node)
+    if edge is None:
         return None
-    edge = node.next_functions[at]
     between: list[Any] = []
     turned, (below, _) = False, edge
-    while below is not None and (kind := _torch.reshaping(below)):
-        if kind == "turn" and between:
-            return None
-        turned = turned or kind == "turn"
+    while below is not None and _torch.kind_of(below) in ("turn", "view"):
+        if _torch.kind_of(below) == "turn":
+            if between:
+                return None
+            turned = True
         between.append(below)
         below = below.next_functions[0][0]
-    leaf = getattr(below, "variable", None)
+    leaf = None if below is None else getattr(below, "variable", None)
     if leaf is None or not leaf.is_contiguous():
         return None
     if leaf.grad is not None and not leaf.grad.is_contiguous():
         return None
-    return Addition(node, leaf, edge, tuple(between), turned)
+    return Addition(node, leaf, edge, tuple(between), below, turned)
 
 
 def additions(
@@ -80,53 +80,36 @@ def additions(
 ) -> list[Addition]:
     """The products of a graph whose parameters nothing else reads.
 
-    The engine comes to each of their nodes also when it has no such parameter to find:
-    each leads to an input, or to another parameter.
+    Each has a first factor that needs a gradient too, so the engine comes to its node
+    on the way to what is left: some input, or another parameter. None is given where
+    the graph has leaves that are neither.
     """
     wanted = {id(p) for p in parameters}
-    goals = {id(x) for x in inputs} | wanted
-    users: Counter[Any] = Counter()
-    found: list[Addition] = []
-    leads: dict[Any, bool] = {}
-    stack = list(roots)
+    goals = wanted.union(map(id, inputs))
+    users: dict[Any, int] = dict.fromkeys(roots, 1)
+    stack, products = list(users), []
     while stack:
-        node = stack[-1]
-        if node in leads:
-            stack.pop()
-            continue
-        nexts = [c for c, _ in node.next_functions if c is not None]
-        todo = [c for c in nexts if c not in leads]
-        if todo:
-            stack += todo
-            continue
-        stack.pop()
-        users.update(nexts)
-        leads[node] = any(leads[c] for c in nexts)
-        variable = getattr(node, "variable", None)
-        if variable is not None:
-            leads[node] = id(variable) in goals
-        elif (add := addition(node)) is not None and id(add.leaf) in wanted:
-            others = [c for c in nexts if c is not add.edge[0]]
-            if any(leads[c] for c in others):
-                found.append(add)
-    return _alone(found, users)
-
-
-def _alone(found: list[Addition], users: Counter[Any]) -> list[Addition]:
-    """Those whose parameter, and all on the way to it, has no other user."""
-    by_leaf: dict[int, list[Addition]] = {}
-    for add in found:
-        by_leaf.setdefault(id(add.leaf), []).append(add)
-    alone = []
-    for adds in by_leaf.values():
-        last = [(add.between[-1] if add.between else add.node) for add in adds]
-        end = last[0].next_functions[_end(adds[0])][0]
-        single = all(users[node] == 1 for add in adds for node in add.between)
-        if single and users[end] == len(adds):
-            alone += adds
-    return alone
-
-
-def _end(add: Addition) -> int:
-    """Which edge of the last node on the way leads to the parameter."""
-    return 0 if add.between else list(add.node.next_functions).index(add.edge)
+        node = stack.pop()
+        kind = _torch.kind_of(node)
+        if kind == "leaf" and id(node.variable) not in goals:
+            return []
+        if kind == "product":
+            products.append(node)
+        for below, _ in node.next_functions:
+            if below in users:
+                users[below] += 1
+            elif below is not None:
+                users[below] = 1
+                stack.append(below)
+    found: dict[Any, list[Addition]] = {}
+    for node in products:
+        add = addition(node)
+        if add is not None and id(add.leaf) in wanted and _torch.is_inner(node):
+            found.setdefault(add.end, []).append(add)
+    return [
+        add
+        for end, adds in found.items()
+        for add in adds
+        if users[end] == len(adds)
+        and all(users[node] == 1 for a in adds for node in a.between)
+    ]

@@ -61,10 +61,19 @@ class Body:
     origins: Origins = NOWHERE
     kept: dict[int, torch.UntypedStorage] = field(default_factory=dict)
 
-    def keep(self, x: Tensor) -> Tensor:
-        """Notes a tensor that autograd saves, and hands it back."""
+    def keep(self, x: Tensor) -> None:
+        """Notes a tensor that its backward pass keeps."""
         self.kept[_torch.storage_key(x)] = x.untyped_storage()
-        return x
+
+    def keep_saved(self, given: Any, out: Any) -> None:
+        """Notes what autograd saved between the arguments and the outputs.
+
+        Seen after the fact: hooks meanwhile would forbid ``torch.func`` in a unit.
+        """
+        stop = {x.grad_fn for x in tensors(given)}
+        roots = [x.grad_fn for x in tensors(out) if x.grad_fn not in stop]
+        for x in _torch.saved_tensors(_torch.graph_nodes(roots, stop)):
+            self.keep(x)
 
 
 class Flow(_torch.TorchDispatchMode):

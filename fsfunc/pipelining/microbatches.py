@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from torch import Tensor
@@ -11,7 +11,7 @@ from torch import Tensor
 from fsfunc import tree
 from fsfunc.sharded import is_sharded
 
-__all__ = ["Part", "cut_batch"]
+__all__ = ["Part", "cut_batch", "folded"]
 
 
 @dataclass(frozen=True)
@@ -20,8 +20,8 @@ class Part:
 
     Args:
         args, keywords: of the loss; what is not cut is in every part.
-        share: its rows, over the rows of an average part: what a mean over its rows
-            counts in the mean over the batch.
+        share: what a mean over its rows counts: its rows, over those of an average
+            part.
         shapes: what tells parts apart that need programs of their own.
     """
 
@@ -84,3 +84,15 @@ def _kind(x: Any) -> Any:
     except TypeError:
         return type(x)
     return x
+
+
+def folded(parts: Sequence[Part]) -> tuple[list[Part], int]:
+    """The parts, with a mean over them in their shares, and what is left to divide by.
+
+    To divide by a power of two is exact at any time: better one scalar now than all
+    gradients later.
+    """
+    n = len(parts)
+    if n & (n - 1):
+        return list(parts), n
+    return [replace(part, share=part.share / n) for part in parts], 1

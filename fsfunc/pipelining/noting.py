@@ -10,7 +10,6 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd.graph import saved_tensors_hooks
 
 from fsfunc import _torch, tree
 from fsfunc.accounting import source_line, traceback_line
@@ -94,8 +93,7 @@ class Tracer:
     def _run(self, body: Body, call: Any, params: Any, inputs: Any, keywords: Any):
         """The unit's function on fake tensors, or else on stand-ins with data."""
         try:
-            with saved_tensors_hooks(body.keep, lambda x: x):
-                return call.body(params, *inputs, **keywords)
+            out = call.body(params, *inputs, **keywords)
         except Exception as error:
             if not asks_for_a_value(error):
                 raise
@@ -109,6 +107,8 @@ class Tracer:
                     "fake tensors has not, and it does not run on tensors of ones "
                     f"either ({second}). Make it a torch.where"
                 ) from error
+        body.keep_saved((params, inputs, keywords), out)
+        return out
 
     def _apart(self, body: Body, out: Any, number: int) -> tuple[Any, Outputs]:
         """A unit's outputs, each in a storage of its own, and what they are."""

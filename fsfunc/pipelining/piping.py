@@ -19,7 +19,7 @@ from fsfunc.losses import loss_parts
 from fsfunc.mesh import Mesh, here
 from fsfunc.pipelining.actions import Action, Schedule, owners
 from fsfunc.pipelining.cutting import Stages, cut, edges
-from fsfunc.pipelining.microbatches import Part, cut_batch
+from fsfunc.pipelining.microbatches import Part, cut_batch, folded
 from fsfunc.pipelining.outcomes import (
     blank,
     combined,
@@ -100,6 +100,8 @@ class Pipelining(Interpretation):
             except _Outside as outside:
                 if outside.handler is not self:
                     raise
+                if found.counter.count > 1:  # gradient calls came before
+                    raise RuntimeError(_BOTH) from None
             return self._forward(f, args, keywords)
 
     def unit(self, run: Callable[..., Any], call: Any) -> Callable[..., Any]:
@@ -198,7 +200,8 @@ class Pipelining(Interpretation):
         leaves = Leaves(call.args, call.argnums)
         values = [x.detach().requires_grad_() for x in leaves.tensors]
         args = leaves.args(values)
-        parts = cut_batch(args, call.keywords, call.argnums, self.n)
+        cuts = cut_batch(args, call.keywords, call.argnums, self.n)
+        parts, count = folded(cuts)
         batches = [
             Microbatch(p, self._cut(call.fn, p, call.argnums, number)) for p in parts
         ]
@@ -214,17 +217,16 @@ class Pipelining(Interpretation):
             lambda part: call.fn(*part.args, **part.keywords),
             read, batches, self.owners, where, f, depth, values,
         )  # fmt: skip
-        worker.run(self._actions(batches, where))
-        source = self.owners[-1]
-        results = [
-            worker.results[m] if where.index == source else read(blank(_loss(b)))
-            for m, b in enumerate(batches)
-        ]
+        actions, source = self._actions(batches, where), self.owners[-1]
+        results = [read(blank(_loss(b))) for b in batches]  # or no rank begins
+        worker.run(actions)
+        if where.index == source:
+            results = [worker.results[m] for m in range(self.n)]
         summed = combined(results, [p.share for p in parts])
         total, weight, aux = everywhere(summed, where, source)
         grads = leaves.grads([x.grad for x in values])
         due = (functools.partial(sum_shared, where=where),)
-        return Outcome(total, weight, grads, aux, self.n, due, own=True)
+        return Outcome(total, weight, grads, aux, count, due, own=True)
 
     # Programs and actions
 

@@ -9,7 +9,7 @@ from torch import Tensor
 from fsfunc.optim import AdamState, SgdState
 from fsfunc.optim.base import check_not_negative
 from fsfunc.optim.leafwise import Tree
-from fsfunc.optim.matching import Decay, Matched
+from fsfunc.optim.matching import Matched
 from fsfunc.optim.schedules import Schedule, rate_at
 from fsfunc.pipelining.updating import Predict
 
@@ -63,17 +63,17 @@ def momentum_prediction(
         # A leaf without moments takes no part: they stand where gradients do.
         if isinstance(state, SgdState):
             matched = Matched.of(params, state.momentum)
-
-            def rule(p: Tensor, v: Tensor, _: Decay):
-                return (p - (updates * rate) * v,)
-
         else:
             matched = Matched.of(params, state.mu, state.nu)
 
-            def rule(p: Tensor, m: Tensor, v: Tensor, _: Decay):
-                scale = v.sqrt() / (1 - b2**count) ** 0.5 + eps
-                far = updates * rate / (1 - b1**count)
-                return p - far * (m / scale).to(p.dtype), v
+        def rule(p: Tensor, m: Tensor, *rest: Any):
+            *squares, _ = rest
+            if not squares:
+                return (p - (updates * rate) * m,)
+            (v,) = squares
+            scale = v.sqrt() / (1 - b2**count) ** 0.5 + eps
+            far = updates * rate / (1 - b1**count)
+            return p - far * (m / scale).to(p.dtype), v
 
         return matched.composed(rule, [0.0] * len(matched.active), as_params=True)[0]
 

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from fsfunc import tree
-from fsfunc.frames import Counter, frame, inside
+from fsfunc.frames import Frame, frame, inside
 from fsfunc.sharded import Sharded, is_sharded
 from fsfunc.units import generators_kept
 
@@ -60,12 +60,10 @@ def profile(
                 "pass ff.unshard(params)"
             )
     clock = _Clock(repeat)
-    f = frame().but(
-        handlers=(), sessions=(), path=(), numbers=(), counter=Counter(), stage=clock
-    )
+    f = Frame(at=frame().at, compute=frame().compute, stage=clock, in_loss=True)
     params = tree.map(_differentiated, args[0])
-    with generators_kept(), inside(f.but(in_loss=True)):
-        with torch.inference_mode(False), torch.enable_grad():
+    with generators_kept(), inside(f):
+        with torch.inference_mode(False):  # and gradients on
             loss_fn(params, *args[1:], **keywords)
     return clock.times
 

@@ -84,7 +84,7 @@ class Worker:
                         generator.manual_seed(seed)
                 with clocked(self.where.index, action):
                     getattr(self, f"_{action.kind}")(action)
-                pass
+                self.sends = [work for work in self.sends if not work.done()]
         for work in self.sends:
             work.wait()
 
@@ -116,8 +116,8 @@ class Worker:
         if cut.stages[a.stage].makes_loss:
             total, weight, aux = self.results[a.microbatch] = self.read(returned)
             if isinstance(total, Tensor) and total.requires_grad:
-                share = batch.part.share if weight is None else 1.0
                 outputs.append(total)
+                share = batch.part.share if weight is None else 1.0
                 seeds.append(cotangent(f, total, total, seen) * share)
                 self.results[a.microbatch] = total.detach(), weight, aux
         self._hand_on(a, stage.made)

@@ -90,8 +90,7 @@ def trace(
     with ExitStack() as stack:
         for scope in (generators_kept(), silence()):
             stack.enter_context(scope)
-        stack.enter_context(torch.inference_mode(False))
-        stack.enter_context(torch.enable_grad())
+        stack.enter_context(torch.inference_mode(False))  # and gradients on
         fake = None
         if not _torch.fake_active():
             fake = _torch.fake_mode_of(tree.leaves((args, keywords)))
@@ -113,15 +112,8 @@ def trace(
 
 def _frame(tracer: Tracer, stack: ExitStack) -> Frame:
     """The frame of the run: no transforms, no rank that sends, calls noted."""
-    f = frame().but(
-        handlers=(),
-        sessions=(),
-        path=(),
-        numbers=(),
-        counter=tracer.counter,
-        recorder=None,
-        stage=tracer,
-        in_loss=True,
+    f = Frame(
+        compute=frame().compute, counter=tracer.counter, stage=tracer, in_loss=True
     )
     try:
         at = here()

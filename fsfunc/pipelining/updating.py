@@ -55,7 +55,7 @@ class Updating(Pipelining):
         super().__init__(mesh, axis, n, schedule, stages)
         self.optimizer, self.predict = optimizer, predict
         self.late = staleness(schedule)
-        self.is_local = False  # the optimizer: known once it was tried
+        self.is_tried = False
 
     def step(self, loss: Callable[..., Any]) -> Callable[..., Any]:
         """The train step of a loss; it runs in reach of this interpretation."""
@@ -82,7 +82,7 @@ class Updating(Pipelining):
 
     def _differentiate(self, depth: int, number: int, call: GradientCall) -> Outcome:
         running = call.fn
-        if not isinstance(running, _Running):
+        if not isinstance(running, _Running):  # a step that is being recorded
             return super()._differentiate(depth, number, call)
         f = frame().but(differentiate=None, donated=False)  # forwards use old versions
         parts = cut_batch(call.args, call.keywords, (0,), self.n)
@@ -97,9 +97,9 @@ class Updating(Pipelining):
                 "loss are known: return the mean over the microbatch's rows"
             )
         self._check_leaves(batches, running.params)
-        if where.size > 1 and not self.is_local:
-            _check_local(self.optimizer, running, f)
-            self.is_local = True
+        if where.size > 1 and not self.is_tried:
+            self._try(running, f)
+            self.is_tried = True
         worker = _UpdatingWorker(
             self, running, batches, where, f, depth, self.late[where.index]
         )
@@ -146,6 +146,35 @@ class Updating(Pipelining):
                 "batch), and read the leaf in a unit, not in the loss"
             )
 
+    def _try(self, running: _Running, f: Frame) -> None:
+        """Raises where the optimizer would communicate, or predict would fail."""
+
+        def refused(x: Tensor, how: Move, where: Group) -> Any:
+            raise ValueError(
+                f"the optimizer issues {how.op} over {where.name}, but under an "
+                "asynchronous schedule every rank updates at times of its own: do "
+                "without what sums over all leaves, such as clip_by_global_norm, or "
+                "use another schedule"
+            )
+
+        params, opt_state = running.params, running.opt_state
+        zeros = Leaves((params,), (0,))
+        (grads,) = zeros.grads([torch.zeros_like(x) for x in zeros.tensors])
+        with torch.no_grad(), inside(f), silence(), run_by(refused):
+            self.optimizer.apply(grads, opt_state, params)
+            self.ahead(params, opt_state, 1)
+
+    def ahead(self, params: Any, opt_state: Any, updates: int) -> Any:
+        """The parameters that a forward uses whose gradient is some updates late."""
+        if self.predict is None or not updates:
+            return params
+        predicted = self.predict(params, opt_state, updates)
+        tree.check_same_structure(
+            params, predicted, what="predicted parameters",
+            against="the parameters", is_leaf=is_sharded,
+        )  # fmt: skip
+        return predicted
+
 
 class _Running:
     """The loss of one call, and the state as the call changes it."""
@@ -190,11 +219,7 @@ class _UpdatingWorker(Worker):
             lambda returned: loss_parts(returned, False),
             microbatches, handler.owners, where, frame, depth, (),
         )  # fmt: skip
-        self.optimizer, self.predict, self.late = (
-            handler.optimizer,
-            handler.predict,
-            late,
-        )
+        self.optimizer, self.ahead, self.late = handler.optimizer, handler.ahead, late
         self.params, self.opt_state = running.params, running.opt_state
         self.actual = self.version = _Version(self.params)
         self.used: dict[int, _Version] = {}  # by microbatch, till its backward
@@ -203,15 +228,10 @@ class _UpdatingWorker(Worker):
         self.share = 0.0
 
     def _F(self, a: Action) -> None:
-        self.version, ahead = self.actual, self.late[a.microbatch]
-        if ahead and self.predict is not None:
-            with torch.no_grad(), inside(self.frame):
-                predicted = self.predict(self.params, self.opt_state, ahead)
-            tree.check_same_structure(
-                self.params, predicted, what="predicted parameters",
-                against="the parameters", is_leaf=is_sharded,
-            )  # fmt: skip
-            self.version = _Version(predicted)
+        with torch.no_grad(), inside(self.frame):
+            late = self.late[a.microbatch]
+            params = self.ahead(self.params, self.opt_state, late)
+        self.version = self.actual if params is self.params else _Version(params)
         self.used[a.microbatch], self.values = self.version, self.version.values
         super()._F(a)
 
@@ -245,7 +265,7 @@ class _UpdatingWorker(Worker):
                 grads, self.opt_state, self.params
             )
         self.actual = _Version(self.params)
-        self.sums, self.share = [None] * len(self.sums), 0.0
+        self.sums, self.share = [None for _ in self.sums], 0.0
 
 
 def _check_schedule(schedule: Schedule) -> None:
@@ -273,20 +293,3 @@ def _check_around(handlers: Sequence[Interpretation]) -> None:
                 "at times of their own, so there is no gradient of the step that "
                 "another transform could sum or shard; use another schedule"
             )
-
-
-def _check_local(optimizer: Optimizer, running: _Running, f: Frame) -> None:
-    """Raises where an optimizer would communicate; tries it, and sends nothing."""
-
-    def refused(x: Tensor, how: Move, where: Group) -> Any:
-        raise ValueError(
-            f"the optimizer issues {how.op} over {where.name}, but under an "
-            "asynchronous schedule every rank updates at times of its own: do without "
-            "what sums over all leaves, such as clip_by_global_norm, or use another "
-            "schedule"
-        )
-
-    zeros = Leaves((running.params,), (0,))
-    (grads,) = zeros.grads([torch.zeros_like(x) for x in zeros.tensors])
-    with torch.no_grad(), inside(f), silence(), run_by(refused):
-        optimizer.apply(grads, running.opt_state, running.params)

@@ -6,7 +6,6 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd.graph import saved_tensors_hooks
 
 from fsfunc import _torch, tree
 from fsfunc.pipelining.flowing import Flow, tensors
@@ -45,8 +44,9 @@ def run_on_data(
     try:
         real = [_with_data(x) if isinstance(x, Tensor) else x for x in leaves]
         params, inputs, keywords = tree.unflatten(treedef, real)
-        with flow, saved_tensors_hooks(body.keep, lambda x: x):
+        with flow:
             out = call.body(params, *inputs, **keywords)
+        body.keep_saved((params, inputs, keywords), out)
     finally:
         fake.__enter__()
         flow.__enter__()

@@ -35,10 +35,11 @@ def verify(
     Each stage lies on one rank and takes each microbatch forward once, and backward
     once: by B, or by I and then W (nowhere, in a schedule of forwards alone). Every
     action comes after what it needs. Where a stage updates (U), every update has
-    gradients to take up, and every gradient of every stage an update. Where the schedule has transfers of its own, each
-    edge between two ranks carries one message each way for each microbatch, the
-    messages from one rank to another are received in the order in which they are
-    sent, and no rank waits for ever though sends block until their receive is posted.
+    gradients to take up, and every gradient of every stage an update. Where the
+    schedule has transfers of its own, each edge between two ranks carries one
+    message each way for each microbatch, the messages from one rank to another are
+    received in the order in which they are sent, and no rank waits for ever though
+    sends block until their receive is posted.
 
     Args:
         schedule: compute actions alone, or with their transfers.

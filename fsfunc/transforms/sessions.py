@@ -279,18 +279,21 @@ class Session:
     ) -> Tensor:
         """The gradients in one buffer, in the dtype of the reduction."""
         place, dtype = use.home.place, passage.reduce or box.dtype
-        buffer = self.arena.get(place.size * place.chunk, dtype, box.home.flat)
+        count = place.size * place.chunk
+        if self.where.size > 1:
+            buffer = self.arena.get(count, dtype, box.home.flat)
+        else:  # the port keeps it: no larger memory than that
+            buffer = box.home.flat.new_empty(count, dtype=dtype)
         targets, sources, at = [], [], 0
         for layout, g in zip(use.layouts, grads, strict=True):
             offset = layout.flat.offset if layout.flat else 0
-            count = math.prod(whole_shape(layout))
             if g is None:
                 continue
             if offset > at:
                 buffer[at:offset].zero_()
-            targets.append(buffer[offset : offset + count].view(g.shape))
+            at = offset + math.prod(whole_shape(layout))
+            targets.append(buffer[offset:at].view(g.shape))
             sources.append(g)
-            at = offset + count
         buffer[at:].zero_()
         if targets:
             torch._foreach_copy_(targets, sources)

@@ -176,9 +176,8 @@ def run(loss, schedule, optimizer, stages, params, x, n, calls=1, around=None, *
 
 
 def count_of(opt_state):
-    while isinstance(opt_state, tuple) and not hasattr(opt_state, "count"):
-        opt_state = opt_state[-1]
-    return opt_state.count
+    found = opt_state[-1] if type(opt_state) is tuple else opt_state  # of a chain
+    return found.count
 
 
 @st.composite
@@ -429,15 +428,15 @@ def test_an_update_costs_what_is_asked():
     schedule = S.asynchronous(2, 3)
     assert ff.bubble(schedule) == ff.bubble(S.one_f_one_b(2, 3))
     ends = [e.end for e in simulate(schedule, Costs(u=[0.5, 0.25])) if e.rank == 0]
-    assert ends == [1, 2, 6, 6.5, 7.5, 9.5, 10, 12.75, 13.25]
+    assert ends == [1, 2, 6, 6.5, 7.5, 9.5, 10, 12.5, 13]
     with pytest.raises(ScheduleError, match="u has the time -1"):
         Costs(u=-1)
 
 
 def test_a_timeline_marks_updates():
-    shown = timeline(S.asynchronous(2, 2)).text().splitlines()
-    assert shown[1] == "rank 0 │F0│F1│░░│B0   U░░│B1   U"
-    assert shown[2] == "rank 1 │··│F0│B0   UF1│B1   U··│"
+    shown = str(timeline(S.asynchronous(2, 2))).splitlines()
+    assert shown[1] == "rank 0 │F0│F1│░░░░░│B0   U░░│B1   U"
+    assert shown[2] == "rank 1 │··│F0│B0   UF1│B1   U·····│"
     assert "U  update" in shown[4]
     wide = timeline(S.asynchronous(2, 1), Costs(u=1)).text()
     assert "│U0│" in wide and "B0   U" not in wide
@@ -544,7 +543,7 @@ def test_what_cannot_be_made_right_is_refused(how, around, error, message):
     with pytest.raises(error, match=message), ff.ledger() as log:
         mesh, make = step_of(**how)
         ff.spmd(main, mesh)()
-    assert "predict" in how or not log.records
+    assert not log.records
 
 
 def test_a_state_that_is_not_laid_out_is_refused():
@@ -571,38 +570,50 @@ def test_one_rank_takes_whole_leaves_shared_ones_and_norms():
     assert_same(state.params, expected)
 
 
-def test_a_train_step_in_place_of_the_loss_is_refused():
+def test_a_gradient_function_in_place_of_the_loss_is_refused():
     params, x = model(2, 4, 0)
-    optimizer = ff.sgd(RATE)
-    mesh, make = step_of()
-    state = ff.TrainState(params, optimizer.init(params))
-    with pytest.raises((RuntimeError, TypeError, AttributeError)):
-        ff.spmd(
-            lambda: make(optimizer(ff.value_and_grad(chain_loss)))(state, x), mesh
-        )()
+    mesh, make = step_of(ff.value_and_grad(chain_loss))
+    state = ff.TrainState(params, ff.sgd(RATE).init(params))
+    with pytest.raises(RuntimeError, match="the loss itself differentiates"):
+        ff.spmd(lambda: make()(state, x), mesh)()
+    with pytest.raises(RuntimeError, match="the loss itself differentiates"):
+        ff.spmd(lambda: ff.init_state(make(), params, ff.sgd(RATE), x), mesh)()
 
 
-@pytest.mark.parametrize("tensor_count", [False, True])
-def test_prediction_goes_on_as_the_last_update_went(tensor_count):
-    """With a constant gradient the momentum is its own: any distance ahead is right."""
-    p, g = torch.tensor([2.0, -1.0]), torch.tensor([1.0, 0.5])
-    for name, decay in (("momentum", 0.5), ("adam", 0.0)):
-        optimizer = {
-            "momentum": ff.sgd(RATE, momentum=0.5, dampening=0.5),
-            "adam": ff.sharded_adam(RATE, weight_decay=decay * 0),
-        }[name]
-        params, state = {"w": p, "n": 3}, optimizer.init({"w": p, "n": 3})
-        predict = ff.momentum_prediction(lambda count: RATE)
-        if tensor_count:
-            state = state._replace(count=torch.tensor(state.count))
-        if not (tensor_count and name == "momentum"):
-            assert_same(predict(params, state, 3), params)
-        for _ in range(2):
-            params, state = optimizer.apply({"w": g, "n": None}, state, params)
-        found = predict(params, state, 3)
-        for _ in range(3):
-            params, state = optimizer.apply({"w": g, "n": None}, state, params)
-        assert_same(found, params, 1e-6)
+@pytest.mark.parametrize(
+    "optimizer",
+    [
+        ff.sgd(RATE, momentum=0.5, dampening=0.5),
+        ff.chain(ff.scale(2.0), ff.sharded_adam(RATE, weight_decay=0.0)),
+    ],
+)
+def test_prediction_goes_on_as_the_last_update_went(optimizer):
+    """Gradients that stay are their own momentum: then it is right, however far."""
+    predict = ff.momentum_prediction(lambda count: RATE)
+    params = {"w": torch.tensor([2.0, -1.0], dtype=torch.float64), "n": 3}
+    grads = {"w": torch.tensor([1.0, 0.5], dtype=torch.float64), "n": None}
+    state = optimizer.init(params)
+    assert_same(predict(params, state, 3), params)
+    for _ in range(2):
+        params, state = optimizer.apply(grads, state, params)
+    found = predict(params, state, 3)
+    for _ in range(3):
+        params, state = optimizer.apply(grads, state, params)
+    assert_same(found, params, 1e-6)
+
+
+def test_prediction_reads_a_count_that_is_a_tensor():
+    optimizer, params = ff.sharded_adam(RATE), torch.ones(2)
+    state, predict = optimizer.init(params), ff.momentum_prediction(RATE)
+    for _ in range(2):
+        told = state._replace(count=torch.tensor(state.count))
+        expected = predict(params, state, 3)
+        assert_same(predict(params, told, 3), expected, 1e-5)
+        params, state = optimizer.apply(torch.ones(2), state, params)
+    with pytest.raises(ValueError, match="2 states with momentum"):
+        predict(params, (state, state), 1)
+    with pytest.raises(ValueError, match="learning_rate is -1"):
+        ff.momentum_prediction(-1)
 
 
 def test_it_runs_over_processes(torchrun):

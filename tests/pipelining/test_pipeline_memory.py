@@ -111,7 +111,7 @@ def test_elsewhere_it_holds_what_the_verifier_counts(name, ranks, m):
 
 @pytest.mark.parametrize("name", ["gpipe", "1f1b", "zb_h1"])
 def test_of_an_activation_on_its_way_there_is_one_copy(name):
-    """Where it arrived, the sender has none left. Integers, which no gradient mirrors."""
+    """Where it arrived, the sender has none left; integers, without gradients."""
     m, seen, out, watches = 6, [], [], {}
     mesh = ff.make_mesh({"pipe": 2}, "simulated")
 

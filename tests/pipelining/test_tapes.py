@@ -201,6 +201,27 @@ def test_a_derived_weight_is_derived_back_once():
     assert counted(make, torch.ones(D, D)) == (8 * product, 2 * product, 6 * product)
 
 
+def test_a_weight_used_as_it_is_and_derived():
+    """Above, below and beside: no operation runs for both halves."""
+    product = 2 * D**3
+    x, (w, v) = leaves(1, 0)[0], leaves(2, 10)
+
+    def above():
+        return Tape([torch.relu(x @ (w @ v)) @ w], [x], [w, v])
+
+    def below():
+        return Tape([torch.relu(x @ w) @ (w @ v)], [x], [w, v])
+
+    def given():
+        u = w @ v
+        return Tape([torch.relu(x @ u) @ w, u], [x], [w, v])
+
+    cotangent = torch.ones(D, D, dtype=torch.double)
+    assert counted(above, cotangent) == (6 * product, 6 * product, 0)
+    assert counted(below, cotangent) == (6 * product, 6 * product, 0)
+    assert counted(given, cotangent, cotangent) == (6 * product, 6 * product, 0)
+
+
 def test_without_inputs_all_of_it_waits():
     product = 2 * D**3
     x, ws = whole_numbers(D, D, seed=3), leaves(3, 10)
@@ -356,6 +377,24 @@ def test_the_second_half_holds_one_weight_gradient_at_a_time():
     with LiveBytes(ws, [w.grad for w in ws]) as memory:
         tape.weight_gradient()
     assert memory.peak <= 2 * 64 * 64 * 4
+
+
+def test_a_unit_is_entered_when_its_gradients_are_there():
+    x, n = torch.ones(1, 64, requires_grad=True), 8
+    ws = [torch.eye(64, requires_grad=True) for _ in range(n)]
+    tokens = [torch.zeros((), requires_grad=True) for _ in ws]
+    h, ends = x, []
+    for w, start in zip(ws, tokens, strict=True):
+        token, v = (y.view_as(y) for y in Enter.apply(start, w))
+        token, h = Exit.apply(token, torch.sin(h @ v))
+        ends.append(token)
+        w.grad = torch.zeros(64, 64)
+    tape = Tape([h, *ends], [x], [*ws, *tokens])
+    tape.input_gradient([torch.ones(1, 64), *[torch.zeros(()) for _ in ends]])
+    del ends, h, v, token
+    with LiveBytes(ws, [w.grad for w in ws]) as memory:
+        tape.weight_gradient()
+    assert memory.peak <= 3 * 64 * 64 * 4
 
 
 # Errors

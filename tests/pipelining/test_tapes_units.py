@@ -7,7 +7,7 @@ import torch
 import torch.nn.functional as F
 
 import fsfunc as ff
-from fsfunc.frames import Running, Thread, frame, run_as
+from fsfunc.frames import Running, Thread, frame, run_as, running
 from fsfunc.pipelining.tapes import Tape
 from tests.pipelining.test_tapes import flops
 from tests.probes import LiveBytes, same
@@ -40,7 +40,7 @@ def stage(ps, x, tied=False):
     return x
 
 
-def pulled(f, halves: bool, **how: Any):
+def pulled(f, halves: bool, **how: Any) -> tuple[Any, Any]:
     """(gradients, operations forward and of each part) of a stage on plain tensors."""
     ps = [{k: w.requires_grad_() for k, w in p.items()} for p in weights()]
     leaves = [w for p in ps for w in p.values()]
@@ -105,6 +105,37 @@ def test_what_was_recomputed_goes_with_the_second_half():
         tape.weight_gradient()
         del tape
         assert memory.live == 5 * x.nbytes  # x and the gradients
+
+
+class Told(torch.autograd.Function):
+    """A derived weight whose backward tells whether it belongs to a recompute."""
+
+    @staticmethod
+    def forward(ctx, w):  # type: ignore[override]
+        return w * 2
+
+    @staticmethod
+    def backward(ctx, g):  # type: ignore[override]
+        TOLD.append(running().recompute)
+        return g * 2
+
+
+TOLD: list[bool] = []
+
+
+@pytest.mark.parametrize("halves", [False, True])
+def test_both_halves_run_as_a_recompute_does(halves):
+    unit = ff.remat(ff.unit(lambda w, x: x @ Told.apply(w)))
+    w, x = weights()[0]["w"].requires_grad_(), X.clone().requires_grad_()
+    tape = Tape([unit(w, x)], [x], [w])
+    TOLD.clear()
+    if halves:
+        tape.input_gradient([CT])
+        assert TOLD == []
+        tape.weight_gradient()
+    else:
+        tape.backward([CT])
+    assert TOLD == [True]
 
 
 def test_the_node_is_left_as_it_was():

@@ -5,7 +5,13 @@ import sys
 import pytest
 
 from fsfunc.pipelining.actions import Action
-from fsfunc.pipelining.schedules import gpipe, interleaved_1f1b, zb_h1, zb_v
+from fsfunc.pipelining.schedules import (
+    asynchronous,
+    gpipe,
+    interleaved_1f1b,
+    zb_h1,
+    zb_v,
+)
 from fsfunc.pipelining.timing import Costs
 from fsfunc.show import Timeline, timeline
 from fsfunc.show.palette import COMPUTE, GAPS, OUTSIDE, WAITS, lighter
@@ -56,6 +62,14 @@ def test_input_and_weight_gradients_differ(tmp_path):
     picture = Picture(timeline(zb_h1(1, 1)), tmp_path / "t.png")
     seen = [picture.color(0, time) for time in (0.5, 1.5, 2.5)]
     assert seen == [COMPUTE[kind].color for kind in "FIW"]
+
+
+def test_an_update_is_a_line_between_two_actions(tmp_path):
+    picture = Picture(timeline(asynchronous(1, 2)), tmp_path / "t.png")
+    seen = [picture.color(0, time) for time in (2.5, 3.0, 3.5)]
+    assert seen == [COMPUTE[kind].color for kind in "BUF"]
+    picture = Picture(timeline(asynchronous(1, 2), Costs(u=1)), tmp_path / "t.png")
+    assert picture.color(0, 3.5) == COMPUTE["U"].color
 
 
 def test_a_later_stage_of_a_rank_is_lighter(tmp_path):

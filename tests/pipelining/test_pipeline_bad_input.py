@@ -1,0 +1,490 @@
+"""Bad input of ``pipeline``: a clear error on every rank, before anything is sent."""
+
+import pytest
+import torch
+
+import fsfunc as ff
+from tests.pipelining.models import (
+    Spec,
+    Step,
+    assert_same,
+    batch_of,
+    drop,
+    held,
+    join,
+    layer,
+)
+
+MESH = ff.make_mesh({"pipe": 2}, "simulated")
+S = ff.schedules
+
+
+def parameters(count=4):
+    params = Spec((Step(),) * count).params(1)
+    return {key: params[key] for key in ("layers", "tied")}
+
+
+def chain(params, batch):
+    h = batch["x"]
+    for p in params["layers"]:
+        h = layer(p, h)
+    return (h * batch["y"]).mean()
+
+
+def batch(rows=4):
+    return {key: batch_of(rows, 0)[key] for key in "xy"}
+
+
+def on(f, mesh=MESH, m=2, **options):
+    return ff.pipeline(f, mesh, "pipe", n_microbatches=m, **options)
+
+
+def grad(loss=chain, **options):
+    """A gradient call in a pipeline, on data."""
+    return on(ff.value_and_grad(loss), **options)(parameters(), batch())
+
+
+def evaluated(loss=chain, **options):
+    return on(loss, **options)(parameters(), batch())
+
+
+# Before anything is sent
+
+
+def more_stages_than_units():
+    grad(lambda params, batch: layer(params["layers"][0], batch["x"]).mean())
+
+
+def many_chunks():
+    grad(schedule=lambda n, m, *, chunks=4: S.interleaved_1f1b(n, m, chunks=chunks))
+
+
+def a_cut_of_no_unit():
+    grad(stages=["layer", "head"])
+
+
+def a_cut_of_a_call_that_is_not_there():
+    grad(stages=["layer", "layer:9"])
+
+
+def counts_that_do_not_sum_up():
+    grad(stages=[1, 2])
+
+
+def an_empty_stage():
+    grad(stages=[4, 0])
+
+
+def another_number_of_stages():
+    grad(stages=[2, 1, 1])
+
+
+def stages_that_chunks_do_not_divide():
+    grad(stages=[2, 1, 1], schedule=S.interleaved_1f1b)
+
+
+def no_microbatch():
+    grad(m=0)
+
+
+def half_a_microbatch():
+    grad(m=2.0)
+
+
+def fewer_rows_than_microbatches():
+    grad(m=5)
+
+
+def fewer_rows_in_a_forward_pass():
+    evaluated(m=5)
+
+
+def leaves_of_other_rows():
+    def loss(params, batch, more):
+        return chain(params, batch) + more.mean()
+
+    on(ff.value_and_grad(loss))(parameters(), batch(), torch.ones(3))
+
+
+def a_missing_action():
+    grad(schedule=["F0 F1 B0 B1", "F0 B0 F1"])
+
+
+def a_repeated_action():
+    grad(schedule=["F0 F1 B0 B1 B1", "F0 B0 F1 B1"])
+
+
+def a_microbatch_too_many():
+    grad(schedule=["F0 F1 F2 B0 B1 B2", "F0 B0 F1 B1 F2 B2"])
+
+
+def an_unknown_action():
+    grad(schedule=["F0 F1 X0 B1", "F0 B0 F1 B1"])
+
+
+def an_order_that_cannot_be():
+    grad(schedule=["F0 B0 F1 B1", "F0 F1 B1 B0", ""][:2])
+
+
+def backward_before_forward():
+    grad(schedule=["B0 F0 F1 B1", "F0 B0 F1 B1"])
+
+
+def a_deadlock():
+    grad(schedule=["F0@0 B0@0 F0@2 B0@2", "F0@1 B0@1 F0@3 B0@3"], m=1)
+
+
+def ranks_that_are_not_there():
+    grad(schedule=["F0 F1 B0 B1"] * 3)
+
+
+def a_stage_on_two_ranks():
+    grad(schedule=["F0@0 F1@0 B0@0 B1@0", "F0@1 B0@1 F1@0 B1@1"])
+
+
+def sends_on_an_edge_that_is_not_there():
+    """Transfers for a chain, in a loss whose last stage reads the batch alone."""
+
+    def loss(params, batch):
+        for p in params["layers"]:
+            h = layer(p, batch["x"])
+        return (h * batch["y"]).mean()
+
+    grad(loss, m=1, schedule=["F0 SF0>1 RB0<1 B0", "RF0<0 F0 B0 SB0>0"])
+
+
+def a_transfer_that_is_missing():
+    """A skip from the first stage to the last needs a message of its own."""
+
+    def loss(params, batch):
+        first = layer(params["layers"][0], batch["x"])
+        h = layer(params["layers"][1], first)
+        return (join(params["layers"][2], h, first) * batch["y"]).mean()
+
+    rows = [
+        "F0@0 SF0@0>1 RB0@0<1 B0@0",
+        "RF0@1<0 F0@1 SF0@1>2 RB0@1<2 B0@1 SB0@1>0",
+        "RF0@2<1 F0@2 B0@2 SB0@2>1",
+    ]
+    mesh = ff.make_mesh({"pipe": 3}, "simulated")
+    on(ff.value_and_grad(loss), mesh, 1, schedule=rows)(parameters(), batch())
+
+
+def stock_gradients():
+    def loss(w, x):
+        for _ in range(2):
+            x = square(w, x)
+        return x.mean()
+
+    on(torch.func.grad(loss))(torch.eye(4), torch.ones(4, 4))
+
+
+@ff.unit
+def square(w, x):
+    return x @ w
+
+
+def stock_gradients_around():
+    step = on(ff.value_and_grad(lambda w, x: square(w, square(w, x)).mean()))
+    torch.func.grad(lambda w: step(w, torch.ones(4, 4))[0])(torch.eye(4))
+
+
+def autograd_around():
+    w = torch.eye(4, requires_grad=True)
+    on(lambda w, x: square(w, square(w, x)).mean())(w, torch.ones(4, 4))
+
+
+def a_course_that_depends_on_a_value():
+    def loss(params, batch):
+        h = layer(params["layers"][0], batch["x"])
+        if h.sum() > 0:  # this line
+            h = h * 2
+        return layer(params["layers"][1], h).mean()
+
+    grad(loss)
+
+
+def an_item():
+    def loss(params, batch):
+        h = layer(params["layers"][0], batch["x"])
+        return layer(params["layers"][1], h * h.max().item()).mean()
+
+    grad(loss)
+
+
+def random_numbers_for_two_stages():
+    def loss(params, batch):
+        h = layer(params["layers"][0], batch["x"])
+        noise = torch.rand(h.shape)
+        h = layer(params["layers"][1], h + noise)
+        return (layer(params["layers"][2], h) + noise).mean()
+
+    grad(loss, stages=[2, 1])
+
+
+def units_in_and_out():
+    def step(params, batch):
+        value, grads = ff.value_and_grad(chain)(params, batch)
+        return value + chain(params, batch)
+
+    on(step)(parameters(), batch())
+
+
+def a_pipeline_in_a_pipeline():
+    on(on(ff.value_and_grad(chain)))(parameters(), batch())
+
+
+def an_axis_of_shard_around():
+    step = on(ff.value_and_grad(chain))
+    ff.shard(step, MESH, "pipe")(parameters(), batch())
+
+
+def an_axis_of_shard_inside():
+    step = ff.shard(ff.value_and_grad(chain), MESH, "pipe")
+    on(step)(parameters(), batch())
+
+
+def two_axes():
+    ff.pipeline(chain, MESH, ("pipe",) * 2, n_microbatches=2)
+
+
+def an_unknown_axis():
+    ff.pipeline(chain, MESH, "pope", n_microbatches=2)
+
+
+def a_loss_that_writes_into_its_parameters():
+    def loss(params, batch):
+        params["tied"].data.add_(1)
+        return chain(params, batch)
+
+    grad(loss)
+
+
+def a_unit_that_the_loss_maps():
+    def loss(params, batch):
+        h = torch.func.vmap(lambda x: layer(params["layers"][0], x))(batch["x"])
+        return layer(params["layers"][1], h).mean()
+
+    grad(loss)
+
+
+def no_scalar():
+    grad(lambda params, batch: layer(params["layers"][1], layer(
+        params["layers"][0], batch["x"])))  # fmt: skip
+
+
+def other_calls_for_other_shapes():
+    """The last microbatch is smaller, and its loss makes other calls."""
+
+    def loss(params, batch):
+        h = layer(params["layers"][0], batch["x"])
+        if len(h) == 2:
+            h = layer(params["layers"][1], h)
+        return layer(params["layers"][2], h).mean()
+
+    on(ff.value_and_grad(loss), m=3)(parameters(), batch(5))
+
+
+BEFORE = {
+    more_stages_than_units: "2 stages, but .* has only 1 unit call",
+    many_chunks: "8 stages, but chain has only 4 unit calls",
+    a_cut_of_no_unit: "no unit call named 'head'",
+    a_cut_of_a_call_that_is_not_there: "only 4 calls of 'layer'",
+    counts_that_do_not_sum_up: r"\[1, 2\] sums to 3, but chain has 4 unit calls",
+    an_empty_stage: "a stage has at least one unit call",
+    another_number_of_stages: "for 3 ranks, but axis 'pipe' has 2",
+    stages_that_chunks_do_not_divide: "3 stages do not part evenly over 2 ranks",
+    no_microbatch: "n_microbatches=0: there is at least one",
+    half_a_microbatch: "n_microbatches=2.0",
+    fewer_rows_than_microbatches: "cannot cut 4 rows .*1/x.* into 5 microbatches",
+    fewer_rows_in_a_forward_pass: "cannot cut 4 rows .* into 5 microbatches",
+    leaves_of_other_rows: r"differ in dim 0, .*\{'1/x': 4, '1/y': 4, '2': 3\}",
+    a_missing_action: "rank 1: microbatch 1 of stage 1 needs F, and B or I and W",
+    a_repeated_action: "rank 0: B1@0 comes 2 times",
+    a_microbatch_too_many: "F2@0 is impossible: there are 2 stages and 2 microb",
+    an_unknown_action: "rank 0, entry 2: 'X0' is no action",
+    an_order_that_cannot_be: "deadlock: no rank can go on\n  rank 0: B0@0",
+    backward_before_forward: "rank 0: B0@0 comes before F0@0",
+    a_deadlock: "deadlock: no rank can go on\n  rank 0: B0@0 .entry 1. waits",
+    ranks_that_are_not_there: "for 3 ranks, but axis 'pipe' has 2",
+    a_stage_on_two_ranks: "a stage belongs to one rank",
+    sends_on_an_edge_that_is_not_there: "RB0@0<1 has no place: no edge",
+    a_transfer_that_is_missing: "rank 0 has no RB0@0<2; the stages 0 and 2 are joined",
+    stock_gradients: "use ff.value_and_grad inside",
+    stock_gradients_around: "use ff.value_and_grad inside",
+    autograd_around: r"pipeline\(ff.value_and_grad\(loss\)\)",
+    a_course_that_depends_on_a_value: r"test_pipeline_bad_input.py:\d+ .*into a unit",
+    an_item: r"test_pipeline_bad_input.py:\d+ .*into a unit",
+    random_numbers_for_two_stages: "random numbers outside every unit, by rand at .*"
+    "test_pipeline_bad_input.py.* stages 0 and 1 use",
+    units_in_and_out: "both inside and outside a gradient call",
+    a_pipeline_in_a_pipeline: "there is one pipeline",
+    an_axis_of_shard_around: "pipeline over 'pipe' inside Sharding",
+    an_axis_of_shard_inside: "'pipe'",
+    two_axes: "",
+    an_unknown_axis: "pope",
+    a_loss_that_writes_into_its_parameters: "writes in place into 'params/tied'",
+    a_unit_that_the_loss_maps: "maps unit 'layer'",
+    no_scalar: "the loss must be a floating scalar, got shape",
+    other_calls_for_other_shapes: "makes other unit calls",
+}
+
+
+@pytest.mark.parametrize("bad", BEFORE, ids=lambda f: f.__name__)
+def test_every_rank_says_what_is_wrong_and_sends_nothing(bad):
+    def main():
+        with pytest.raises((ValueError, RuntimeError, TypeError)) as caught:
+            bad()
+        return str(caught.value)
+
+    mesh = ff.make_mesh({"pipe": 3}, "simulated")
+    mesh = mesh if bad is a_transfer_that_is_missing else MESH
+    with ff.ledger() as log:
+        messages = ff.spmd(main, mesh)()
+    assert len(set(messages)) == 1
+    if bad is units_in_and_out:  # of which the first half runs
+        log.records.clear()
+    pytest.raises(ValueError, _say, messages[0]).match("(?s)" + BEFORE[bad])
+    assert log.records == []
+
+
+def _say(message):
+    raise ValueError(message)
+
+
+def test_the_line_that_asked_for_a_value_is_named():
+    line = a_course_that_depends_on_a_value.__code__.co_consts
+    first = next(c for c in line if hasattr(c, "co_firstlineno")).co_firstlineno
+    with pytest.raises(RuntimeError, match=rf"test_pipeline_bad_input.py:{first + 2}"):
+        ff.spmd(a_course_that_depends_on_a_value, MESH)()
+
+
+# In the middle
+
+
+class Broken(Exception):
+    pass
+
+
+def breaking(where, rank, when):
+    """A unit that fails on a rank, at its ``when``-th forward, or in its backward."""
+    calls = [0]
+
+    class Fail(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, x):
+            return x.view_as(x)
+
+        @staticmethod
+        def backward(ctx, g):
+            if ff.axis_index("pipe") == rank:
+                raise Broken("in the backward")
+            return g
+
+    @ff.unit
+    def broken(p, x):
+        if type(x) is torch.Tensor and ff.axis_index("pipe") == rank:
+            calls[0] += 1
+            if where == "forward" and calls[0] == when:
+                raise Broken("in the forward")
+        return layer.fn(p, Fail.apply(x) if where == "backward" else x)
+
+    return broken
+
+
+@pytest.mark.parametrize("schedule", [S.one_f_one_b, S.gpipe, S.zb_h1, S.zb_v])
+@pytest.mark.parametrize("where", ["forward", "backward"])
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_stage_that_raises_raises_everywhere_and_leaves_the_state(
+    rank, where, schedule
+):
+    broken = breaking(where, rank, 2)
+    optimizer = ff.sharded_adam(0.1)
+    given, failed = {}, {}
+
+    def loss(unit):
+        def chained(params, batch):
+            h = batch["x"]
+            for p in params["layers"]:
+                h = unit(p, h)
+            return (h * batch["y"]).mean()
+
+        return chained
+
+    def step(unit):
+        return on(optimizer(ff.value_and_grad(loss(unit))), m=4, schedule=schedule)
+
+    def bad():
+        mine = ff.axis_index("pipe")
+        state = ff.init_state(step(layer), parameters(), optimizer, batch(8))
+        given[mine] = state, held(state)
+        ff.psum(torch.zeros(()), "pipe")  # all ranks are there
+        try:
+            step(broken)(state, batch(8))
+        except BaseException as error:
+            failed[mine] = error
+            raise
+
+    with pytest.raises(Broken, match=where):
+        ff.spmd(bad, MESH)()
+    assert sorted(failed) == [0, 1]
+
+    def good():
+        state, before = given[ff.axis_index("pipe")]
+        assert_same(held(state), before)
+        return ff.unshard(step(layer)(state, batch(8))[0].params)
+
+    one = ff.accumulate(optimizer(ff.value_and_grad(loss(layer))), 4)
+    first = ff.TrainState(parameters(), optimizer.init(parameters()))
+    expected = one(first, batch(8))[0].params
+    for found in ff.spmd(good, MESH)():
+        assert_same(found, expected, 1e-12)
+
+
+def test_calls_that_differ_from_the_recording_are_refused():
+    """A loss that goes by something else than its arguments' shapes."""
+    turns = [0]
+
+    def loss(params, batch):
+        turns[0] += 1
+        h = batch["x"]
+        for k, p in enumerate(params["layers"]):
+            unit = drop if turns[0] > 1 and k == 1 else layer
+            h = unit(p, h)
+        return (h * batch["y"]).mean()
+
+    with pytest.raises(RuntimeError, match="call 1 of the loss is of unit 'drop', but"):
+        ff.spmd(lambda: grad(loss), MESH)()
+
+
+def test_a_state_placed_for_other_stages_is_refused():
+    def main():
+        first = on(ff.value_and_grad(chain), stages=[1, 3])
+        other = on(ff.value_and_grad(chain), stages=[3, 1])
+        placed = ff.place(first, parameters(), batch())
+        with ff.ledger() as log:
+            try:
+                other(placed, batch())
+            finally:
+                sent.extend(log.records)
+
+    sent = []
+    with pytest.raises(ValueError, match="laid out for other stages; place it anew"):
+        ff.spmd(main, MESH)()
+    assert sent == []
+
+
+def test_a_rank_with_another_batch_is_seen():
+    """One that lies elsewhere on the data axis by mistake, say."""
+
+    def main():
+        rows = 4 + 2 * ff.axis_index("pipe")
+        on(ff.value_and_grad(chain))(parameters(), batch(rows))
+
+    with pytest.raises(Exception, match="send|receive|shape|collectives"):
+        ff.spmd(main, MESH)()
+
+
+def test_outside_spmd_it_says_so():
+    with pytest.raises(RuntimeError, match="spmd"):
+        grad()
