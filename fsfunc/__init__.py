@@ -43,6 +43,7 @@ from fsfunc.pipelining.balancing import balance
 from fsfunc.pipelining.clocks import clock
 from fsfunc.pipelining.pipelines import pipeline
 from fsfunc.pipelining.predicting import momentum_prediction
+from fsfunc.pipelining.profiling import profile
 from fsfunc.pipelining.timing import Costs, bubble
 from fsfunc.pipelining.tracing import program
 from fsfunc.pipelining.verification import verify

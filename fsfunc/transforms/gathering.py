@@ -62,6 +62,7 @@ class Passage:
     micro: tuple[tuple[int, int], ...]
     uses: list[Use]
     reduce: torch.dtype | None
+    apart: bool = False  # whether parameters' gradients are asked for one by one
     boxes: list[Box] = field(default_factory=list)
     hooked: bool = False
 
@@ -171,6 +172,10 @@ def enter(passage: Passage, token: Tensor | None) -> tuple[Tensor | None, list[T
     if not tracked:
         return token, passage.views()
     token, *views = _Enter.apply(passage, token, *flats)
+    if passage.apart:
+        # Each seen through a node of its own: to find what comes to one of a node's
+        # outputs the engine runs all that leads to any.
+        views = [x.view_as(x) for x in views]
     return token, views
 
 

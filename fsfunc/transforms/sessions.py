@@ -2,40 +2,20 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from fsfunc.accounting import label
 from fsfunc.backends.base import Done
 from fsfunc.collectives import Group
 from fsfunc.frames import frame, running
 from fsfunc.sharded import Home
-from fsfunc.transforms.gathering import Arena, Box, Passage, Use, whole_shape
-from fsfunc.transforms.ports import Port
+from fsfunc.transforms.gathering import Arena, Box, Passage, Use
+from fsfunc.transforms.reducing import Reductions
 
 __all__ = ["Session"]
-
-
-@dataclass
-class _Reduction:
-    port: Port
-    work: Any
-    buffer: Tensor
-
-
-@dataclass
-class _Held:
-    """The gradient of one call, summed over ``count`` microbatches so far."""
-
-    port: Port
-    buffer: Tensor
-    name: str
-    count: int
 
 
 class Session:
@@ -66,13 +46,12 @@ class Session:
                 same.append(home)
         self.copy = 0  # which of several trees with the same buffers is read
         self.coordinates = handler.mesh.coordinates(where.rank)
-        self.depth = len(frame().micro)
         self.seen: list[tuple[str, ...]] = []
         self.flights: dict[str, tuple[Home, torch.dtype, Tensor, Any]] = {}
         self.recent: list[Box] = []
         self.passages: dict[Any, list[Passage]] = {}  # by microbatch, in call order
-        self.reductions: list[_Reduction] = []
-        self.held: dict[Any, _Held] = {}
+        depth = len(frame().micro)
+        self.reductions = Reductions(handler.zero, where, replicas, arena, depth)
         replicated = () if replicas is None else replicas.axis
         self.mean_axes = (*replicated, *where.axis)
         self.mean_size = where.size * (1 if replicas is None else replicas.size)
@@ -212,7 +191,7 @@ class Session:
     # Backward
 
     def _find(self, passage: Passage) -> tuple[list[Passage], int]:
-        """The forward pass that the call was in, and where; -1: not in a present one."""
+        """The forward pass that the call was in, and where; -1: in none any more."""
         passages = self.passages.get(passage.micro, [])
         for i in range(len(passages) - 1, -1, -1):
             if passages[i].key == passage.key:
@@ -251,7 +230,7 @@ class Session:
         port = use.home.port
         if port is None and not use.flat.requires_grad:
             return None
-        buffer = self._collect(passage, use, box, grads)
+        buffer = self.reductions.collect(passage, use, box, grads)
         if box.grad is not None:
             buffer.add_(box.grad)
             self.arena.spoil(box.grad)
@@ -262,75 +241,12 @@ class Session:
             return None
         if port is None:
             return self.handler.reduce(buffer, self).to(use.flat.dtype)
-        # Counted, not numbered: microbatches may come back in any order.
-        due = math.prod(n for _, n in passage.micro[self.depth :])
-        key, count = (id(use.home), passage.key), 1
-        if key in self.held:
-            held = self.held.pop(key)
-            buffer, count = held.buffer.add_(buffer), held.count + 1
-        if count < due or self.handler.zero == 1:
-            self.held[key] = _Held(port, buffer, passage.name, count)
-        else:
-            self._reduce(port, buffer)
+        self.reductions.add(port, buffer, passage)
         return None
-
-    def _collect(
-        self, passage: Passage, use: Use, box: Box, grads: Sequence[Tensor | None]
-    ) -> Tensor:
-        """The gradients in one buffer, in the dtype of the reduction."""
-        place, dtype = use.home.place, passage.reduce or box.dtype
-        count = place.size * place.chunk
-        if self.where.size > 1:
-            buffer = self.arena.get(count, dtype, box.home.flat)
-        else:  # the port keeps it: no larger memory than that
-            buffer = box.home.flat.new_empty(count, dtype=dtype)
-        targets, sources, at = [], [], 0
-        for layout, g in zip(use.layouts, grads, strict=True):
-            offset = layout.flat.offset if layout.flat else 0
-            if g is None:
-                continue
-            if offset > at:
-                buffer[at:offset].zero_()
-            at = offset + math.prod(whole_shape(layout))
-            targets.append(buffer[offset:at].view(g.shape))
-            sources.append(g)
-        buffer[at:].zero_()
-        if targets:
-            torch._foreach_copy_(targets, sources)
-        return buffer
-
-    def _reduce(self, port: Port, buffer: Tensor) -> None:
-        """Puts a reduction in flight, and waits for the one before."""
-        place = port.home.place
-        work: Any = None
-        if self.where.size == 1:
-            pass
-        elif place.size == 1:
-            work = self.where.start("psum", buffer)
-        else:
-            work = self.where.start("psum_scatter", buffer)
-        self.reductions.append(_Reduction(port, work, buffer))
-        if len(self.reductions) > 1:
-            self._finish(self.reductions.pop(0))
-
-    def _finish(self, reduction: _Reduction) -> None:
-        grad = reduction.buffer
-        if reduction.work is not None:
-            grad = reduction.work.wait()
-        if self.replicas is not None and self.replicas.size > 1:
-            grad = self.replicas.start("psum", grad).wait()
-        reduction.port.add(grad)
-        if reduction.work is not None and grad is not reduction.buffer:
-            self.arena.spoil(reduction.buffer)
 
     def finish(self) -> None:
         """Waits for all that is due; the ports then hold the mean gradients."""
-        for held in self.held.values():
-            with label(held.name, "backward"):
-                self._reduce(held.port, held.buffer)
-        self.held.clear()
-        while self.reductions:
-            self._finish(self.reductions.pop(0))
+        self.reductions.finish()
         self.close()
 
     def close(self) -> None:

@@ -235,7 +235,10 @@ class Sharding(Interpretation):
             home, flat = home_of(chosen, session.coordinates)
             layouts = [x.layout for x in chosen]
             uses.append(Use(home, positions, layouts, flat))
-        passage = Passage(session, call.name, call.numbers, f.micro, uses, f.reduce)
+        staged = f.stage is not None
+        passage = Passage(
+            session, call.name, call.numbers, f.micro, uses, f.reduce, staged
+        )
         session.take(passage, f.compute)
         thread = running().thread
         token, views = enter(passage, None if thread is None else thread.token)

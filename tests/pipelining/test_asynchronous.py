@@ -9,6 +9,7 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 import fsfunc as ff
+from fsfunc import tree
 from fsfunc.pipelining.actions import COMPUTE, ScheduleError, forward_only
 from fsfunc.pipelining.timing import Costs, simulate
 from fsfunc.pipelining.transfers import with_transfers
@@ -103,7 +104,7 @@ class Reference:
             group = self.rows[s][1][len(self.states[s]) - 1]
             params, opt_state = self.states[s][-1]
             weights = [self.parts[m].shape[0] for m in group]
-            total = ff.tree.map(
+            total = tree.map(
                 lambda *gs, w=weights: sum(
                     g * n for g, n in zip(gs, w, strict=True)
                 ) / sum(w),
@@ -442,13 +443,15 @@ def test_a_timeline_marks_updates():
     assert "│U0│" in wide and "B0   U" not in wide
 
 
-def step_of(loss=chain_loss, ranks=2, schedule=S.asynchronous, update=None, **how):
+def step_of(
+    loss=chain_loss, ranks=2, schedule=S.asynchronous, update=None, n=2, predict=None
+):
     mesh = ff.make_mesh({"pipe": ranks}, "simulated")
     update = ff.sgd(RATE) if update is None else update
-    how = {"n_microbatches": 2} | how
-    return mesh, lambda f=loss: ff.pipeline(
-        f, mesh, "pipe", schedule=schedule, update=update, **how
-    )
+    return mesh, lambda: ff.pipeline(
+        loss, mesh, "pipe", n_microbatches=n, schedule=schedule, update=update,
+        predict=predict,
+    )  # fmt: skip
 
 
 @pytest.mark.parametrize(
@@ -457,7 +460,7 @@ def step_of(loss=chain_loss, ranks=2, schedule=S.asynchronous, update=None, **ho
         ({"schedule": S.one_f_one_b}, "update= is for a schedule with updates"),
         ({"schedule": ["F0 B0 U0 F1 B1 U1", "F0 B0 F1 B1 U1"]}, r"update \[2, 1\]"),
         (
-            {"schedule": ["F0@0 F0@1 B0@1 U0@1 B0@0 U0@0"], "n_microbatches": 1,
+            {"schedule": ["F0@0 F0@1 B0@1 U0@1 B0@0 U0@0"], "n": 1,
              "ranks": 1},
             "2 stages on 1 ranks: under an asynchronous schedule a rank has one",
         ),
@@ -475,11 +478,11 @@ def test_a_schedule_that_makes_no_step_is_refused(how, message):
 
 def test_updates_without_an_optimizer_are_refused():
     mesh = ff.make_mesh({"pipe": 2}, "simulated")
-    given = {"mesh": mesh, "axis": "pipe", "n_microbatches": 2}
+    piped = functools.partial(ff.pipeline, chain_loss, mesh, "pipe", n_microbatches=2)
     with pytest.raises(ScheduleError, match="there is no update=: give the loss and"):
-        ff.pipeline(chain_loss, **given, schedule=S.asynchronous)
+        piped(schedule=S.asynchronous)
     with pytest.raises(ScheduleError, match="predict= goes with update="):
-        ff.pipeline(chain_loss, **given, predict=ff.momentum_prediction(RATE))
+        piped(predict=ff.momentum_prediction(RATE))
 
 
 def shared(params, x):
@@ -527,7 +530,7 @@ def in_two(f):
         ),
         (
             {"predict": lambda params, state, updates: params[:1]}, None,
-            ff.tree.TreeMismatch, "predicted parameters",
+            tree.TreeMismatch, "predicted parameters",
         ),
     ],
 )  # fmt: skip

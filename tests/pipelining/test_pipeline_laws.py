@@ -67,7 +67,7 @@ def without_draws(spec):
 
 
 @given(pipelines(), st.integers(0, 1), st.booleans(), SEEDS)
-@settings(max_examples=120)
+@settings(max_examples=80)
 def test_a_pipelined_gradient_call_has_the_bits_of_one_device(drawn, k, laid, seed):
     ranks, m, schedule, stages, spec = drawn
     params, batch = spec.params(seed), batch_of(m * 2**k, seed)
@@ -91,7 +91,7 @@ def test_a_pipelined_gradient_call_has_the_bits_of_one_device(drawn, k, laid, se
 
 
 @given(pipelines(), st.integers(1, 9), SEEDS)
-@settings(max_examples=60)
+@settings(max_examples=40)
 def test_uneven_microbatches_make_the_mean_over_the_batch(drawn, more, seed):
     ranks, m, schedule, stages, spec = drawn
     spec = without_draws(spec)
@@ -105,7 +105,7 @@ def test_uneven_microbatches_make_the_mean_over_the_batch(drawn, more, seed):
 
 
 @given(pipelines(), st.integers(0, 9), st.booleans(), SEEDS)
-@settings(max_examples=60)
+@settings(max_examples=40)
 def test_a_pipelined_loss_is_the_forward_pass(drawn, more, laid, seed):
     ranks, m, schedule, stages, spec = drawn
     spec = replace(without_draws(spec), argnums=0)

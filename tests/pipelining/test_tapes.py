@@ -222,6 +222,17 @@ def test_a_weight_used_as_it_is_and_derived():
     assert counted(given, cotangent, cotangent) == (6 * product, 6 * product, 0)
 
 
+def test_a_weight_that_is_an_output_too():
+    """What is given for it adds to what its products make."""
+    for view in (lambda w: w, lambda w: w.t()):
+        x, (w,) = leaves(1, 0)[0], leaves(1, 10)
+        v = view(w)
+        g = torch.ones(D, D, dtype=torch.double)
+        Tape([torch.relu(x @ v), v], [x], [w]).backward([g, 5 * g])
+        y = torch.relu(x @ view(w)) + 5 * view(w)
+        same(w.grad, torch.autograd.grad(y, w, g)[0])
+
+
 def test_without_inputs_all_of_it_waits():
     product = 2 * D**3
     x, ws = whole_numbers(D, D, seed=3), leaves(3, 10)

@@ -220,6 +220,8 @@ def test_sharded_units_gather_in_the_first_half_and_reduce_in_the_second(around,
     ):
         same(found, expected)
         assert parted["first"] + parted["second"] == spent["whole"]
+        if not tied:
+            assert parted["second"] == parted["forward"]
         ops = {k: [op for op, *_ in v] for k, v in logs.items()}
         assert set(ops["first"]) <= {"all_gather"}
         assert ops["second"] == ["psum_scatter"] * len(ops["second"])

@@ -7,6 +7,7 @@ import pytest
 import torch
 
 import fsfunc as ff
+from fsfunc.transforms.reducing import Reductions
 from fsfunc.transforms.sessions import Session
 
 MESH = ff.make_mesh({"data": 2}, "simulated")
@@ -93,7 +94,7 @@ def test_buffers_in_the_backward_are_bounded(monkeypatch):
     gathers = Gathers(monkeypatch)
     loss, params = deep(10)
     peak = []
-    collect = Session._collect
+    collect = Reductions.collect
 
     def watched(session, *args):
         buffer = collect(session, *args)
@@ -103,7 +104,7 @@ def test_buffers_in_the_backward_are_bounded(monkeypatch):
             peak.append(sum(s.nbytes() for s in mine))
         return buffer
 
-    monkeypatch.setattr(Session, "_collect", watched)
+    monkeypatch.setattr(Reductions, "collect", watched)
 
     def main():
         step = ff.shard(ff.value_and_grad(loss), MESH, "data")
