@@ -165,7 +165,7 @@ def legend(chart: Chart, width: int | None) -> Iterator[list[Run]]:
     yield [(f"makespan {number(chart.makespan)}", "")]
     table = [("", "busy", "bubble", "", "held")]
     for rank, lane in enumerate(chart.lanes):
-        share = f"{100 * lane.bubble / chart.makespan:.0f} %"
+        share = f"{float(100 * lane.bubble / chart.makespan):.0f} %"
         table.append(
             (f"rank {rank}", number(lane.busy), number(lane.bubble), share)
             + (number(lane.held),)

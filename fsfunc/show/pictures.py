@@ -162,12 +162,12 @@ def _margins(axes: Axes, chart: Chart) -> None:
 
     above = -0.5 - 0.12 / ROW  # a line over the rows
     idle = sum(lane.bubble for lane in chart.lanes) / (len(ranks) * chart.makespan)
-    title = f"makespan {chart.makespan:.4g}, {100 * idle:.0f} % bubble"
+    title = f"makespan {float(chart.makespan):.4g}, {float(100 * idle):.0f} % bubble"
     write(title, 0, above, va="baseline", size=10)
     write("bubble", 1, above, 38, FAINT, "baseline")
     write("held", 1, above, 66, FAINT, "baseline")
     for rank, lane in enumerate(chart.lanes):
-        write(f"{100 * lane.bubble / chart.makespan:.0f} %", 1, rank, 38)
+        write(f"{float(100 * lane.bubble / chart.makespan):.0f} %", 1, rank, 38)
         write(f"{float(lane.held):.4g}", 1, rank, 66)
 
 

@@ -171,11 +171,12 @@ def enter(passage: Passage, token: Tensor | None) -> tuple[Tensor | None, list[T
     )
     if not tracked:
         return token, passage.views()
-    token, *views = _Enter.apply(passage, token, *flats)
+    found = _Enter.apply(passage, token, *flats)
     if passage.apart:
         # Each seen through a node of its own: to find what comes to one of a node's
         # outputs the engine runs all that leads to any.
-        views = [x.view_as(x) for x in views]
+        found = [None if x is None else x.view_as(x) for x in found]
+    token, *views = found
     return token, views
 
 

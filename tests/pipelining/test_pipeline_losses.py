@@ -1,5 +1,7 @@
 """Losses that are easy to get wrong when cut into stages, one by one."""
 
+import functools
+
 import pytest
 import torch
 
@@ -225,6 +227,21 @@ def test_it_equals_one_device(loss, schedule):
         assert_same((value, grads), expected)
         if loss is not with_dropout:  # whose masks are drawn anew
             assert_same(again, value)
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_a_value_may_have_several_consumers_on_its_own_rank(ranks):
+    """Of eight stages on two ranks, four take what the first one makes."""
+    deep = {"layers": parameters()["layers"] * 2}
+    batch = batch_of(4, 3)
+    call = ff.value_and_grad(every_distance)
+    expected = ff.accumulate(call, 2)(deep, batch)
+    mesh = ff.make_mesh({"pipe": ranks}, "simulated")
+    for schedule in (S.interleaved_1f1b, S.looped_bfs):
+        how = functools.partial(schedule, chunks=8 // ranks)
+        grad = ff.pipeline(call, mesh, "pipe", n_microbatches=2, schedule=how)
+        for found in ff.spmd(lambda g=grad: g(deep, batch), mesh)():
+            assert_same(found, expected)
 
 
 def test_data_are_not_trivial():
