@@ -265,7 +265,8 @@ class _UpdatingWorker(Worker):
                 grads, self.opt_state, self.params
             )
         self.actual = _Version(self.params)
-        self.sums, self.share = [None for _ in self.sums], 0.0
+        self.sums = [None] * len(self.sums)
+        self.share = 0.0
 
 
 def _check_schedule(schedule: Schedule) -> None:

@@ -171,7 +171,7 @@ def enter(passage: Passage, token: Tensor | None) -> tuple[Tensor | None, list[T
     )
     if not tracked:
         return token, passage.views()
-    found = _Enter.apply(passage, token, *flats)
+    found: Any = _Enter.apply(passage, token, *flats)
     if passage.apart:
         # Each seen through a node of its own: to find what comes to one of a node's
         # outputs the engine runs all that leads to any.
