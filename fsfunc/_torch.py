@@ -275,38 +275,60 @@ _CAN_LOOK = hasattr(_SavedTensor, "unpack_hook") and hasattr(_SavedTensor, "data
 # Attention on the CPU, of which torch's own counter of operations knows nothing.
 CPU_ATTENTION: Any = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
 
-# A matrix product's node: which of its edges lead to the first and the second factor,
-# and under which name it saves the first.
-_PRODUCTS = {
-    "MmBackward0": (0, 1, "_saved_self"),
-    "AddmmBackward0": (1, 2, "_saved_mat1"),
+# A matrix product's node: which of its edges leads to the second factor, and under
+# which name it saves the first.
+_PRODUCTS = {"MmBackward0": (1, "_saved_self"), "AddmmBackward0": (2, "_saved_mat1")}
+_NAMES = {
+    **dict.fromkeys(_PRODUCTS, "product"),
+    "EmbeddingBackward0": "lookup",
+    "AccumulateGrad": "leaf",
+    "TBackward0": "turn",
+    "ViewBackward0": "view",
 }
-_KINDS = {"AccumulateGrad": "leaf", "TBackward0": "turn", "ViewBackward0": "view"}
+
+
+class _Kinds(dict[type, str | None]):
+    def __missing__(self, kind: type) -> str | None:
+        self[kind] = found = _NAMES.get(kind.__name__)
+        return found
+
+
+KINDS = _Kinds()  # by the type of a node; graphs are walked node by node
 
 
 def kind_of(node: Any) -> str | None:
-    """What an autograd node is: a leaf, a product, a turn (transpose), a view."""
-    name = type(node).__name__
-    return "product" if name in _PRODUCTS else _KINDS.get(name)
+    """What an autograd node is: a product, lookup, leaf, turn (transpose) or view."""
+    return KINDS[type(node)]
 
 
-def second_factor(node: Any) -> Any:
-    """The edge of a plain matrix product to its second factor; None if it has none."""
-    found = _PRODUCTS.get(type(node).__name__)
-    if found is None or getattr(node, "_saved_alpha", 1) != 1:
+def weight_edge(node: Any) -> Any:
+    """The edge of a plain product to its second factor, of a lookup to its rows.
+
+    None where that needs no gradient, or where the node does more than that.
+    """
+    kind, at = kind_of(node), 0
+    if kind == "product":
+        at = _PRODUCTS[type(node).__name__][0]
+        plain = getattr(node, "_saved_alpha", 1) == 1
+    elif kind == "lookup":
+        rare = node._saved_scale_grad_by_freq or node._saved_sparse
+        # -1, which is no row: nothing is left out. On CUDA adding rows has no order.
+        plain = not rare and node._saved_padding_idx in (-1, 2**64 - 1)
+        plain = plain and node._saved_indices.device.type == "cpu"
+    else:
         return None
-    edge = node.next_functions[found[1]]
-    return None if edge[0] is None else edge
-
-
-def is_inner(node: Any) -> bool:
-    """Whether a product's first factor needs a gradient as well."""
-    return node.next_functions[_PRODUCTS[type(node).__name__][0]][0] is not None
+    edge = node.next_functions[at]
+    return edge if plain and edge[0] is not None else None
 
 
 def first_factor(node: Any) -> Tensor:
     """What a matrix product saved of its first factor; it has it for the second's."""
-    return getattr(node, _PRODUCTS[type(node).__name__][2])
+    return getattr(node, _PRODUCTS[type(node).__name__][1])
+
+
+def looked_up(node: Any) -> Tensor:
+    """The numbers of the rows that a lookup took."""
+    return node._saved_indices
 
 
 def is_data_dependent(error: BaseException) -> bool:

@@ -171,16 +171,35 @@ def test_products_say_what_they_multiplied():
     for y in x @ w, torch.addmm(bias, x, w):
         assert _torch.kind_of(y.grad_fn) == "product", breaks(what)
         assert torch.equal(_torch.first_factor(y.grad_fn), x), breaks(what)
-        assert _torch.second_factor(y.grad_fn)[0].variable is w, breaks(what)
-        assert _torch.is_inner(y.grad_fn)
-    assert not _torch.is_inner((x.detach() @ w).grad_fn)
-    assert _torch.second_factor((x @ w.detach()).grad_fn) is None
-    assert _torch.second_factor(torch.addmm(bias, x, w, alpha=2).grad_fn) is None
-    assert _torch.second_factor((x * x).grad_fn) is None
+        assert _torch.weight_edge(y.grad_fn)[0].variable is w, breaks(what)
+    assert _torch.weight_edge((x @ w.detach()).grad_fn) is None
+    assert _torch.weight_edge(torch.addmm(bias, x, w, alpha=2).grad_fn) is None
+    assert _torch.weight_edge((x * x).grad_fn) is None
     kinds = [x.t().grad_fn, x.view(6).grad_fn, (x * 1).grad_fn.next_functions[0][0]]
     found = list(map(_torch.kind_of, kinds))
     assert found == ["turn", "view", "leaf"], breaks(what)
     assert _torch.kind_of(x.exp().grad_fn) is None
+
+
+def test_lookups_say_what_they_looked_up():
+    w, rows = torch.ones(4, 2, requires_grad=True), torch.tensor([[1, 3]])
+    look, what = torch.nn.functional.embedding, "embeddings' gradients are made anew"
+    node = look(rows, w).grad_fn
+    assert _torch.kind_of(node) == "lookup", breaks(what)
+    assert torch.equal(_torch.looked_up(node), rows), breaks(what)
+    assert _torch.weight_edge(node)[0].variable is w, breaks(what)
+    for how in {"padding_idx": 1}, {"sparse": True}, {"scale_grad_by_freq": True}:
+        assert _torch.weight_edge(look(rows, w, **how).grad_fn) is None, how
+
+
+def test_the_engine_comes_to_an_edge_that_is_asked_for():
+    """And computes nothing for a leaf that is not: ``pull_back`` stands on both."""
+    w, rows = torch.ones(4, 2, requires_grad=True), torch.tensor([1, 3])
+    y, came = torch.nn.functional.embedding(rows, w), []
+    edge = torch.autograd.graph.get_gradient_edge(y)
+    edge.node.register_prehook(lambda grads: came.append(grads[0]))
+    torch.autograd.backward([y.sum()], inputs=[edge])
+    assert len(came) == 1 and w.grad is None, breaks("weights get no gradient")
 
 
 def test_attention_on_the_cpu_has_the_name_that_is_counted():

@@ -1,9 +1,9 @@
-"""Weight gradients of matrix products, added right where they are kept.
+"""Weight gradients of products and lookups, added right where they are kept.
 
 Over a step's microbatches autograd makes each weight's gradient anew, in fresh memory,
-and adds it to the last. One product can do both: ``addmm_`` into the gradient so far.
-It takes a parameter away from the engine and a hook on the product's node, which runs
-all the same, for its input gradient.
+and adds it to the last. One operation can do both: ``addmm_`` into the gradient so far.
+It takes the parameter away from the engine, and a hook on the product's node, which
+runs all the same.
 """
 
 from __future__ import annotations
@@ -14,22 +14,27 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.autograd.graph import GradientEdge
 
 from fsfunc import _torch
+from fsfunc.arena import Arena
 
-__all__ = ["Addition", "addition", "additions"]
+__all__ = ["Addition", "addition", "pull_back"]
 
 
 @dataclass(frozen=True)
 class Addition:
-    """How one product adds to the gradient of a parameter: ``y = x @ w``, or ``w.T``.
+    """How one node adds to the gradient of a parameter.
+
+    Of a product ``y = x @ w``, or ``x @ w.T``, or of a lookup of rows of ``w``.
 
     Args:
         node: the product's, in the graph.
-        leaf: the parameter that is its second factor, perhaps seen in another shape.
+        leaf: the parameter that is ``w``, perhaps seen in another shape.
         edge: the edge of ``node`` that leads there.
         between: nodes between the two; ``end``: the parameter's own.
-        turned: whether the factor is the transpose of what the parameter holds.
+        turned: whether ``w`` is the transpose of what the parameter holds.
+        arena: where the first gradient finds memory.
     """
 
     node: Any
@@ -38,31 +43,49 @@ class Addition:
     between: tuple[Any, ...]
     end: Any
     turned: bool
+    arena: Arena
 
     def __call__(self, grads: Sequence[Tensor | None]) -> None:
         """Adds what the cotangent of ``y`` gives; it may be a node's prehook."""
         (g,) = grads
-        if g is None:
-            return
+        if g is not None:
+            with torch.no_grad():
+                if _torch.kind_of(self.node) == "lookup":
+                    self._rows(g)
+                else:
+                    self._product(g)
+
+    def _product(self, g: Tensor) -> None:
         x, leaf = _torch.first_factor(self.node), self.leaf
         a, b = (g.t(), x) if self.turned else (x.t(), g)
-        with torch.no_grad():
-            if leaf.grad is None:
-                leaf.grad = torch.mm(a, b).view(leaf.shape)
-            else:
-                leaf.grad.view(a.shape[0], b.shape[1]).addmm_(a, b)
+        if leaf.grad is None:
+            leaf.grad = self._room()
+            torch.mm(a, b, out=leaf.grad.view(a.shape[0], b.shape[1]))
+        else:
+            leaf.grad.view(a.shape[0], b.shape[1]).addmm_(a, b)
+
+    def _rows(self, g: Tensor) -> None:
+        rows, leaf = _torch.looked_up(self.node), self.leaf
+        if leaf.grad is None:
+            leaf.grad = self._room().zero_()
+        size = leaf.shape[-1]
+        leaf.grad.view(-1, size).index_add_(0, rows.reshape(-1), g.reshape(-1, size))
+
+    def _room(self) -> Tensor:
+        leaf = self.leaf
+        return self.arena.get(leaf.numel(), leaf.dtype, leaf).view(leaf.shape)
 
 
-def addition(node: Any) -> Addition | None:
-    """What ``node`` adds to a parameter, if it is a product with one."""
-    edge = _torch.second_factor(node)
+def addition(node: Any, arena: Arena) -> Addition | None:
+    """What ``node`` adds to a parameter, if it is a product with one or a lookup."""
+    edge = _torch.weight_edge(node)
     if edge is None:
         return None
     between: list[Any] = []
     turned, (below, _) = False, edge
     while below is not None and _torch.kind_of(below) in ("turn", "view"):
         if _torch.kind_of(below) == "turn":
-            if between:
+            if between or _torch.kind_of(node) == "lookup":
                 return None
             turned = True
         between.append(below)
@@ -72,29 +95,47 @@ def addition(node: Any) -> Addition | None:
         return None
     if leaf.grad is not None and not leaf.grad.is_contiguous():
         return None
-    return Addition(node, leaf, edge, tuple(between), below, turned)
+    return Addition(node, leaf, edge, tuple(between), below, turned, arena)
 
 
-def additions(
-    roots: Iterable[Any], inputs: Iterable[Tensor], parameters: Iterable[Tensor]
-) -> list[Addition]:
-    """The products of a graph whose parameters nothing else reads.
+def pull_back(
+    roots: Sequence[GradientEdge],
+    grads: Sequence[Tensor],
+    inputs: Sequence[Tensor],
+    parameters: Sequence[Tensor],
+    arena: Arena,
+) -> None:
+    """Adds to the ``.grad`` of inputs and parameters; as ``autograd.backward`` does.
 
-    Each has a first factor that needs a gradient too, so the engine comes to its node
-    on the way to what is left: some input, or another parameter. None is given where
-    the graph has leaves that are neither.
+    Parameters that products and lookups alone read take their gradients in place.
     """
+    adds = _alone([edge.node for edge in roots], parameters, arena)
+    added = {id(add.leaf) for add in adds}
+    wanted: list[Any] = [*inputs, *(p for p in parameters if id(p) not in added)]
+    # What the engine has to come to, though there is nothing left for it to compute.
+    wanted += [GradientEdge(add.node, 0) for add in adds]
+    if not wanted:
+        return
+    hooks = [add.node.register_prehook(add) for add in adds]
+    del adds
+    try:
+        torch.autograd.backward(list(roots), list(grads), inputs=wanted)
+    finally:
+        for hook in hooks:
+            hook.remove()
+
+
+def _alone(
+    roots: Iterable[Any], parameters: Iterable[Tensor], arena: Arena
+) -> list[Addition]:
+    """The additions to parameters that nothing else in the graph reads."""
     wanted = {id(p) for p in parameters}
-    goals = wanted.union(map(id, inputs))
     users: dict[Any, int] = dict.fromkeys(roots, 1)
-    stack, products = list(users), []
+    stack, nodes, kinds = list(users), [], _torch.KINDS
     while stack:
         node = stack.pop()
-        kind = _torch.kind_of(node)
-        if kind == "leaf" and id(node.variable) not in goals:
-            return []
-        if kind == "product":
-            products.append(node)
+        if kinds[type(node)] in ("product", "lookup"):
+            nodes.append(node)
         for below, _ in node.next_functions:
             if below in users:
                 users[below] += 1
@@ -102,9 +143,9 @@ def additions(
                 users[below] = 1
                 stack.append(below)
     found: dict[Any, list[Addition]] = {}
-    for node in products:
-        add = addition(node)
-        if add is not None and id(add.leaf) in wanted and _torch.is_inner(node):
+    for node in nodes:
+        add = addition(node, arena)
+        if add is not None and id(add.leaf) in wanted:
             found.setdefault(add.end, []).append(add)
     return [
         add

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+from collections import defaultdict
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
@@ -11,6 +12,7 @@ import torch
 from torch import Tensor
 
 from fsfunc import _torch, tree
+from fsfunc.arena import Arena
 from fsfunc.autodiff import GradientCall, Outcome, differentiate, tracked
 from fsfunc.collectives import Group, group
 from fsfunc.differentiated import Leaves
@@ -67,6 +69,7 @@ class Pipelining(Interpretation):
         self.schedule, self.stages = schedule, stages
         self.owners = owners(schedule)
         self.cuts: dict[Any, Cut] = {}
+        self.arenas: dict[int, Arena] = defaultdict(Arena)
 
     @property
     def configuration(self) -> tuple[Any, ...]:
@@ -216,6 +219,7 @@ class Pipelining(Interpretation):
         worker = Worker(
             lambda part: call.fn(*part.args, **part.keywords),
             read, batches, self.owners, where, f, depth, values,
+            self.arenas[where.rank],
         )  # fmt: skip
         actions, source = self._actions(batches, where), self.owners[-1]
         results = [read(blank(_loss(b))) for b in batches]  # or no rank begins

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from fsfunc.accounting import label
+from fsfunc.arena import Arena
 from fsfunc.collectives import Group, watch_invariants
 from fsfunc.frames import Counter, Frame, inside
 from fsfunc.moving import run_by
@@ -45,6 +46,7 @@ class Worker:
         where: the ranks of the pipeline.
         frame: of the gradient call; ``depth``: where in its ``micro`` ours stands.
         values: the differentiated leaves; none where only the forward is run.
+        arena: memory for their gradients.
 
     After ``run``, ``results`` has what ``read`` gave for each microbatch, on the rank
     of the last stage, and ``values`` hold their gradients.
@@ -60,10 +62,12 @@ class Worker:
         frame: Frame,
         depth: int,
         values: Sequence[Tensor],
+        arena: Arena | None = None,
     ):
         self.call, self.read = call, read
         self.microbatches, self.owners, self.where = microbatches, owners, where
         self.frame, self.depth, self.values = frame, depth, list(values)
+        self.arena = Arena() if arena is None else arena
         self.results: dict[int, Any] = {}
         # By (stage, microbatch): what came for it and what goes from it, till it has.
         self.posted: dict[Any, dict[Any, list[Any]]] = defaultdict(dict)
@@ -126,9 +130,8 @@ class Worker:
         given = [v for v, x in stage.made.items() if x.requires_grad]
         taken = [v for v, x in received.items() if x.requires_grad]
         outputs += [*(stage.made[v] for v in given), *stage.ends]
-        tape = Tape(
-            outputs, [received[v] for v in taken], [*self.values, *stage.starts]
-        )
+        inputs = [received[v] for v in taken]
+        tape = Tape(outputs, inputs, [*self.values, *stage.starts], self.arena)
         ends = [torch.zeros_like(x) for x in stage.ends]
         self.tapes[key] = _Taped(tape, seeds, given, taken, ends)
 

@@ -15,8 +15,9 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
+from fsfunc.arena import Arena
 from fsfunc.frames import Running, run_as, running
-from fsfunc.pipelining.adding import addition, additions
+from fsfunc.pipelining.adding import addition, pull_back
 from fsfunc.pipelining.frontiers import Frontier, Group, frontier
 
 __all__ = ["Tape"]
@@ -38,6 +39,7 @@ class Tape:
             the stage's side effects hang, such as the zeros that start a thread of
             sharded units, are among them; an output with the cotangent zero is the
             thread's end.
+        arena: memory for the parameters' gradients, used again once they are gone.
 
     >>> x, w = torch.ones(1, 2, requires_grad=True), torch.eye(2, requires_grad=True)
     >>> tape = Tape([x @ w], [x], [w])
@@ -52,7 +54,9 @@ class Tape:
         outputs: Sequence[Tensor],
         inputs: Sequence[Tensor],
         parameters: Sequence[Tensor],
+        arena: Arena | None = None,
     ):
+        self.arena = Arena() if arena is None else arena
         self.outputs = [get_gradient_edge(y) for y in outputs]
         self.inputs, self.parameters = list(inputs), list(parameters)
         self.state = "new"
@@ -73,15 +77,8 @@ class Tape:
         edges, grads = self._start("backward", "spent", cotangents)
         inputs, parameters = self.inputs, self.parameters
         self._forget()
-        adds = additions([edge.node for edge in edges], inputs, parameters)
-        added = {id(add.leaf) for add in adds}
-        wanted = [*inputs, *(p for p in parameters if id(p) not in added)]
-        hooks = [add.node.register_prehook(add) for add in adds]
-        del adds
-        if edges and wanted:
-            torch.autograd.backward(edges, grads, inputs=wanted)
-        for hook in hooks:
-            hook.remove()
+        if edges:
+            pull_back(edges, grads, inputs, parameters, self.arena)
         found = [x.grad for x in inputs]
         for x in inputs:
             x.grad = None
@@ -102,7 +99,7 @@ class Tape:
         names = {get_gradient_edge(x).node: x for x in self.parameters}
         ends = [edge.node for edge in wanted]
         plan = frontier([edge.node for edge in edges], ends, names)
-        self.weights = _Weights(plan, names)
+        self.weights = _Weights(plan, names, self.arena)
         inner = []
         for edge, g in zip(edges, grads, strict=True):
             group = plan.group_of.get(edge.node)
@@ -158,8 +155,8 @@ _SAYS = {
 class _Weights:
     """What input gradients leave for later: cotangents, at nodes and at edges."""
 
-    def __init__(self, plan: Frontier, names: dict[Any, Tensor]):
-        self.plan, self.names = plan, names
+    def __init__(self, plan: Frontier, names: dict[Any, Tensor], arena: Arena):
+        self.plan, self.names, self.arena = plan, names, arena
         self.kept: dict[Any, Any] = {}  # by node apart, in the order of the backward
 
     def arrive(self, edge: tuple[Any, int], g: Tensor | None) -> None:
@@ -216,7 +213,7 @@ class _Weights:
         waits = [edge in late for edge in edges]
         now = [x for x, wait in zip(wanted, waits, strict=True) if not wait]
         later = [x for x, wait in zip(wanted, waits, strict=True) if wait]
-        inner = Tape(ys, now, [*later, *beside])
+        inner = Tape(ys, now, [*later, *beside], self.arena)
         found = iter(inner.input_gradient(gs))
         targets = [edge for edge, wait in zip(edges, waits, strict=True) if wait]
         self.kept[node] = _Inner(inner, later, targets, running())
@@ -258,7 +255,10 @@ class _Weights:
             roots = [GradientEdge(node, k) for k, _ in pairs]
             grads = [g for _, g in pairs]
             if all(g.users == {node} and not g.found for g in groups):
-                self._backward(roots, grads, self._added(node, kept, edges, groups))
+                left = self._added(node, kept, edges, groups)
+                inputs = [self.names[leaf] for g in left for leaf in g.leaves]
+                if roots and inputs:
+                    torch.autograd.backward(roots, grads, inputs=inputs)
             else:
                 targets = [GradientEdge(*edge) for edge in edges]
                 found = torch.autograd.grad(roots, targets, grads, allow_unused=True)
@@ -271,14 +271,12 @@ class _Weights:
         self, node: Any, grads: Any, edges: list[Any], groups: list[Group]
     ) -> list[Group]:
         """Adds the product of a weight in place; returns the groups that are left."""
-        add = addition(node)
+        add = addition(node, self.arena)
         if add is None or add.edge not in edges:
             return groups
         group = self.plan.group_of[add.edge[0]]
         into = [edge for edge in edges if self.plan.group_of[edge[0]] is group]
-        if into != [add.edge] or [id(self.names[n]) for n in group.leaves] != [
-            id(add.leaf)
-        ]:
+        if into != [add.edge] or len(group.leaves) != 1:
             return groups
         add(grads)
         return [g for g in groups if g is not group]
@@ -287,14 +285,8 @@ class _Weights:
         found, group.found = group.found, []
         if found:
             roots = [GradientEdge(*edge) for edge, _ in found]
-            self._backward(roots, [g for _, g in found], [group])
-
-    def _backward(
-        self, roots: list[GradientEdge], grads: list[Tensor], groups: list[Group]
-    ) -> None:
-        inputs = [self.names[leaf] for g in groups for leaf in g.leaves]
-        if roots and inputs:
-            torch.autograd.backward(roots, grads, inputs=inputs)
+            leaves = [self.names[leaf] for leaf in group.leaves]
+            pull_back(roots, [g for _, g in found], [], leaves, self.arena)
 
 
 class _Inner:

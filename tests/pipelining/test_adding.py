@@ -5,7 +5,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from fsfunc.pipelining.adding import additions
+from fsfunc.arena import Arena
+from fsfunc.pipelining.adding import _alone
 from fsfunc.pipelining.tapes import Tape
 from tests.probes import LiveBytes, same
 
@@ -28,12 +29,14 @@ def weights() -> dict[str, Tensor]:
         "also_added": whole(D, D, seed=7),
         "cut": whole(D, 2 * D, seed=8),
         "first": whole(D, D, seed=9),
+        "table": whole(5, D, seed=12),
     }
     return {name: w.requires_grad_() for name, w in found.items()}
 
 
 def network(p: dict[str, Tensor], x: Tensor, batch: Tensor) -> Tensor:
     h = x + batch @ p["first"]  # its other factor needs no gradient
+    h = h + F.embedding(torch.tensor([0, 3, 3, 1, 0, 2]), p["table"])
     h = F.linear(h, p["linear"])
     h = F.linear(h, p["biased"], p["bias"]) @ p["plain"]
     h = F.linear(h, p["viewed"].flatten(0, 1))
@@ -53,10 +56,12 @@ def expected(x: Tensor, batch: Tensor, g: Tensor, times: int) -> list[Tensor]:
 def test_only_what_products_alone_read_is_added_by_them():
     p, x = weights(), whole(T, D).requires_grad_()
     y = network(p, x, whole(T, D, seed=10))
-    found = additions([y.grad_fn], [x], p.values())
+    found = _alone([y.grad_fn], p.values(), Arena())
     names = {id(w): name for name, w in p.items()}
     added = [names[id(add.leaf)] for add in found]
-    assert sorted(added) == ["biased", "linear", "plain", "twice", "twice", "viewed"]
+    assert sorted(added) == [
+        *("biased", "first", "linear", "plain", "table", "twice", "twice", "viewed")
+    ]
 
 
 @pytest.mark.parametrize("halves", [False, True])
@@ -76,12 +81,18 @@ def test_several_pull_backs_add_up(halves):
     same(found, expected(*inputs, g, 3))
 
 
-def test_an_input_alone_leads_the_engine_there():
-    """The lowest product has nothing below it: the engine would never come by."""
+@pytest.mark.parametrize("halves", [False, True])
+def test_there_is_nothing_else_to_find(halves):
+    """The engine comes to the products though no leaf is left for it."""
     w = whole(D, D, seed=1).requires_grad_()
     v = whole(D, D, seed=2).requires_grad_()
     batch, g = whole(T, D), whole(T, D, seed=3)
-    Tape([(batch @ w) @ v], [], [w, v]).backward([g])
+    tape = Tape([(batch @ w) @ v], [], [w, v])
+    if halves:
+        tape.input_gradient([g])
+        tape.weight_gradient()
+    else:
+        tape.backward([g])
     same([w.grad, v.grad], [batch.t() @ g @ v.t(), (batch @ w).t() @ g])
 
 
@@ -109,6 +120,25 @@ def test_a_strided_weight_goes_the_usual_way():
     w = whole(D, D).t().requires_grad_()
     x, g = whole(T, D, seed=1).requires_grad_(), whole(T, D, seed=2)
     y = x @ w
-    assert additions([y.grad_fn], [x], [w]) == []
+    assert _alone([y.grad_fn], [w], Arena()) == []
     Tape([y], [x], [w]).backward([g])
     same([w.grad], [x.detach().t() @ g])
+
+
+def test_memory_of_gradients_that_are_gone_is_used_again():
+    arena, w = Arena(), whole(D, D).requires_grad_()
+
+    def gradient() -> Tensor:
+        x = whole(T, D).requires_grad_()
+        Tape([x @ w], [x], [w], arena).backward([torch.ones(T, D)])
+        found, w.grad = w.grad, None
+        assert found is not None
+        return found
+
+    first = gradient()
+    place, bits = first.data_ptr(), first.clone()
+    second = gradient()
+    assert second.data_ptr() != place  # somebody holds the first
+    same([first, second], [bits, bits])
+    del first
+    assert gradient().data_ptr() == place
