@@ -8,8 +8,9 @@ runs all the same.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -47,16 +48,20 @@ class Addition:
 
     def __call__(self, grads: Sequence[Tensor | None]) -> None:
         """Adds what the cotangent of ``y`` gives; it may be a node's prehook."""
-        (g,) = grads
-        if g is not None:
-            with torch.no_grad():
-                if _torch.kind_of(self.node) == "lookup":
-                    self._rows(g)
-                else:
-                    self._product(g)
+        self.bound(grads)()
 
-    def _product(self, g: Tensor) -> None:
-        x, leaf = _torch.first_factor(self.node), self.leaf
+    def bound(self, grads: Sequence[Tensor | None]) -> Callable[[], None]:
+        """The same for later: what it needs of the node is kept, the node may go."""
+        (g,) = grads
+        if g is None:
+            return _nothing
+        if _torch.kind_of(self.node) == "lookup":
+            return partial(self._rows, _torch.looked_up(self.node), g)
+        return partial(self._product, _torch.first_factor(self.node), g)
+
+    @torch.no_grad()
+    def _product(self, x: Tensor, g: Tensor) -> None:
+        leaf = self.leaf
         a, b = (g.t(), x) if self.turned else (x.t(), g)
         if leaf.grad is None:
             leaf.grad = self._room()
@@ -64,8 +69,9 @@ class Addition:
         else:
             leaf.grad.view(a.shape[0], b.shape[1]).addmm_(a, b)
 
-    def _rows(self, g: Tensor) -> None:
-        rows, leaf = _torch.looked_up(self.node), self.leaf
+    @torch.no_grad()
+    def _rows(self, rows: Tensor, g: Tensor) -> None:
+        leaf = self.leaf
         if leaf.grad is None:
             leaf.grad = self._room().zero_()
         size = leaf.shape[-1]
@@ -74,6 +80,10 @@ class Addition:
     def _room(self) -> Tensor:
         leaf = self.leaf
         return self.arena.get(leaf.numel(), leaf.dtype, leaf).view(leaf.shape)
+
+
+def _nothing() -> None:
+    """A node to which no cotangent came."""
 
 
 def addition(node: Any, arena: Arena) -> Addition | None:
@@ -104,25 +114,45 @@ def pull_back(
     inputs: Sequence[Tensor],
     parameters: Sequence[Tensor],
     arena: Arena,
+    between: Callable[[], None] | None = None,
 ) -> None:
     """Adds to the ``.grad`` of inputs and parameters; as ``autograd.backward`` does.
 
     Parameters that products and lookups alone read take their gradients in place.
+
+    Args:
+        between: called when the inputs have their gradients; those products and
+            lookups come after it, and what they need is kept till then.
     """
     adds = _alone([edge.node for edge in roots], parameters, arena)
     added = {id(add.leaf) for add in adds}
     wanted: list[Any] = [*inputs, *(p for p in parameters if id(p) not in added)]
     # What the engine has to come to, though there is nothing left for it to compute.
     wanted += [GradientEdge(add.node, 0) for add in adds]
-    if not wanted:
-        return
-    hooks = [add.node.register_prehook(add) for add in adds]
+    later: list[Callable[[], None]] = []
+    hooks = [
+        add.node.register_prehook(
+            add if between is None else partial(_put_off, later, add)
+        )
+        for add in adds
+    ]
     del adds
     try:
-        torch.autograd.backward(list(roots), list(grads), inputs=wanted)
+        if wanted and roots:
+            torch.autograd.backward(list(roots), list(grads), inputs=wanted)
     finally:
         for hook in hooks:
             hook.remove()
+    if between is not None:
+        between()
+    for run in later:
+        run()
+
+
+def _put_off(
+    later: list[Callable[[], None]], add: Addition, grads: Sequence[Tensor | None]
+) -> None:
+    later.append(add.bound(grads))
 
 
 def _alone(

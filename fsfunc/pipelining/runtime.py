@@ -76,12 +76,18 @@ class Worker:
         self.leaving: dict[Any, list[Tensor]] = {}
         self.tapes: dict[Any, _Taped] = {}
         self.sends: list[Any] = []
+        self.actions: Sequence[Action] = ()
+        self.at = 0  # which of the actions is done now
+        self.early: set[Action] = set()  # what was done before its turn
 
     def run(self, actions: Sequence[Action]) -> None:
         """Does a rank's actions in their order."""
+        self.actions, self.early = actions, set[Action]()
         draws = any(m.cut.program.draws for m in self.microbatches)
         with generators_kept() as states:
-            for action in actions:
+            for self.at, action in enumerate(actions):
+                if action in self.early:
+                    continue
                 if draws and action.kind == "F":
                     seed = mix(self.frame.seed or 0, action.stage, action.microbatch)
                     for generator, _ in states:
@@ -162,7 +168,18 @@ class Worker:
 
     def _B(self, a: Action) -> None:
         taped = self.tapes.pop((a.stage, a.microbatch))
-        self._hand_back(a, taped, taped.tape.backward(self._cotangents(a, taped)))
+        cut, own = self.microbatches[a.microbatch].cut, self.owners[a.stage]
+
+        def give(grads: Sequence[Tensor | None]) -> None:
+            self._hand_back(a, taped, grads)
+            self._send_back(a)
+
+        # Another rank waits for the gradients of its outputs, nobody for the weights'.
+        waits = any(self.owners[p] != own for p, _ in cut.producers_of(a.stage))
+        cotangents = self._cotangents(a, taped)
+        found = taped.tape.backward(cotangents, give if waits else None)
+        if not waits:
+            self._hand_back(a, taped, found)
 
     def _I(self, a: Action) -> None:
         taped = self.tapes[a.stage, a.microbatch]
@@ -195,6 +212,15 @@ class Worker:
                     _add(self.cotangents[peer, m], value, g)
             else:
                 self.leaving["SB", a.stage, m, peer] = list(message.values())
+
+    def _send_back(self, a: Action) -> None:
+        """Does the sends that come right after a backward before its end."""
+        for action in self.actions[self.at + 1 :]:
+            mine = (action.stage, action.microbatch) == (a.stage, a.microbatch)
+            if action.kind != "SB" or not mine:
+                break
+            self._SB(action)
+            self.early.add(action)
 
     # Transfers
 

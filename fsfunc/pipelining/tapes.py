@@ -7,7 +7,7 @@ on first, and fill a bubble with the rest.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
@@ -21,6 +21,8 @@ from fsfunc.pipelining.adding import addition, pull_back
 from fsfunc.pipelining.frontiers import Frontier, Group, frontier
 
 __all__ = ["Tape"]
+
+Give = Callable[[list[Tensor | None]], None]
 
 
 class Tape:
@@ -62,11 +64,15 @@ class Tape:
         self.state = "new"
         self.weights: _Weights | None = None
 
-    def backward(self, cotangents: Sequence[Tensor | None]) -> list[Tensor | None]:
+    def backward(
+        self, cotangents: Sequence[Tensor | None], give: Give | None = None
+    ) -> list[Tensor | None]:
         """The inputs' gradients, None where there is none; adds to the parameters'.
 
         Args:
             cotangents: one for each output, None for zero.
+            give: called with what is returned as soon as it is there: before the
+                products of weights, whose factors are kept till then.
 
         Raises:
             RuntimeError: the tape has been used.
@@ -77,11 +83,19 @@ class Tape:
         edges, grads = self._start("backward", "spent", cotangents)
         inputs, parameters = self.inputs, self.parameters
         self._forget()
-        if edges:
-            pull_back(edges, grads, inputs, parameters, self.arena)
-        found = [x.grad for x in inputs]
-        for x in inputs:
-            x.grad = None
+        found: list[Tensor | None] = []
+
+        def take() -> None:
+            found.extend(x.grad for x in inputs)
+            for x in inputs:
+                x.grad = None
+            if give is not None:
+                give(found)
+
+        between = None if give is None else take
+        pull_back(edges, grads, inputs, parameters, self.arena, between)
+        if give is None:
+            take()
         return found
 
     def input_gradient(
