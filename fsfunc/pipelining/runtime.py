@@ -77,12 +77,14 @@ class Worker:
         self.tapes: dict[Any, _Taped] = {}
         self.sends: list[Any] = []
         self.actions: Sequence[Action] = ()
-        self.at = 0  # which of the actions is done now
+        self.at = self.last = 0  # the action that is done now, and the last forward
         self.early: set[Action] = set()  # what was done before its turn
 
     def run(self, actions: Sequence[Action]) -> None:
         """Does a rank's actions in their order."""
         self.actions, self.early = actions, set[Action]()
+        forwards = [i for i, action in enumerate(actions) if action.kind == "F"]
+        self.last = max(forwards, default=-1)
         draws = any(m.cut.program.draws for m in self.microbatches)
         with generators_kept() as states:
             for self.at, action in enumerate(actions):
@@ -174,8 +176,12 @@ class Worker:
             self._hand_back(a, taped, grads)
             self._send_back(a)
 
-        # Another rank waits for the gradients of its outputs, nobody for the weights'.
-        waits = any(self.owners[p] != own for p, _ in cut.producers_of(a.stage))
+        # Past the last forward, another rank has nothing else to do than to wait for
+        # the gradients of its outputs; for those of the weights nobody waits. (Before
+        # it, a weight's product is better done while its factors are in the cache.)
+        waits = self.at > self.last and any(
+            self.owners[p] != own for p, _ in cut.producers_of(a.stage)
+        )
         cotangents = self._cotangents(a, taped)
         found = taped.tape.backward(cotangents, give if waits else None)
         if not waits:
