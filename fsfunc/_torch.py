@@ -36,6 +36,7 @@ __all__ = [
     "graph_nodes",
     "held",
     "hook_saved",
+    "is_hooked",
     "is_wrapped",
     "output_shape",
     "saved_tensors_hooked",
@@ -324,6 +325,11 @@ def weight_edge(node: Any) -> Any:
 def first_factor(node: Any) -> Tensor:
     """What a matrix product saved of its first factor; it has it for the second's."""
     return getattr(node, _PRODUCTS[type(node).__name__][1])
+
+
+def is_hooked(leaf: Tensor) -> bool:
+    """Whether somebody registered a hook on a leaf, which sees its gradient."""
+    return bool(leaf._backward_hooks)
 
 
 def looked_up(node: Any) -> Tensor:

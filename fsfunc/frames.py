@@ -38,6 +38,9 @@ class Interpretation:
 
     lays_out = False
 
+    def learn(self, other: Any) -> None:
+        """Takes over what ``other``, one like it, has seen of a recorded step."""
+
     def unit(self, run: Callable[..., Any], call: Any) -> Callable[..., Any]:
         """How to run a unit call whose inner interpretations are ``run``."""
         return run

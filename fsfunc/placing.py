@@ -87,7 +87,9 @@ def _recorded(fn: Callable[..., Any], t: Any, rest: Any, how: str) -> Recorder:
         found = _record(fn, t, rest, how)
         if set(found.handlers) != set(mine):
             return found
-        notes[key] = found
+        notes[key] = replace(found, handlers=mine)
+    for ours, theirs in zip(mine, notes[key].handlers, strict=True):
+        ours.learn(theirs)
     return replace(notes[key], handlers=mine)
 
 

@@ -96,9 +96,10 @@ class Sharded:
     def _refuse(self, what: str) -> NoReturn:
         raise TypeError(
             f"{what}: {self.layout.name or 'a leaf'!r} ({self.layout}) is sharded, and "
-            "no tensor outside a unit. Read it in an @ff.unit function under "
-            "ff.shard; map over its part with tree_map; use ff.global_norm or "
-            "ff.tree_sum for sums over elements, ff.unshard for the whole"
+            "a tensor only where a unit has it in its first argument. Read it in an "
+            "@ff.unit function under ff.shard; map over its part with tree_map; use "
+            "ff.global_norm or ff.tree_sum for sums over elements, ff.unshard for the "
+            "whole"
         )
 
     def __getattr__(self, name: str) -> Any:

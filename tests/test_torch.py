@@ -202,6 +202,15 @@ def test_the_engine_comes_to_an_edge_that_is_asked_for():
     assert len(came) == 1 and w.grad is None, breaks("weights get no gradient")
 
 
+def test_a_hook_on_a_leaf_is_seen():
+    w = torch.ones(2, requires_grad=True)
+    assert not _torch.is_hooked(w)
+    handle = w.register_hook(lambda g: g)
+    assert _torch.is_hooked(w), breaks("a pipeline passes by hooks on parameters")
+    handle.remove()
+    assert not _torch.is_hooked(w), breaks("gradients are added in place more rarely")
+
+
 def test_attention_on_the_cpu_has_the_name_that_is_counted():
     q = torch.ones(1, 1, 4, 8)
     with FlopCounterMode(display=False) as counter:

@@ -96,7 +96,7 @@ def parse(rows: Iterable[str | Iterable[Action | str]]) -> Schedule:
     stage 5. Nothing is checked beyond the text: that is `verify`'s part.
 
     Raises:
-        ScheduleError: an entry that is no action; names rank and place.
+        ScheduleError: an entry that is no action; names rank and place. No rows.
 
     >>> schedule = parse(["F0 F1 B0 B1", "F0 B0 F1 B1"])
     >>> schedule[1][0]
@@ -105,6 +105,11 @@ def parse(rows: Iterable[str | Iterable[Action | str]]) -> Schedule:
     2
     """
     schedule = []
+    if isinstance(rows, str) or not isinstance(rows, Iterable):
+        raise ScheduleError(
+            f"{rows!r} is no schedule, which is a list of rows, one for each rank, "
+            'such as ["F0 B0", "F0 B0"], or what a function of ff.schedules returns'
+        )
     for rank, row in enumerate(rows):
         entries = row.split() if isinstance(row, str) else row
         schedule.append(

@@ -101,7 +101,7 @@ def addition(node: Any, arena: Arena) -> Addition | None:
         between.append(below)
         below = below.next_functions[0][0]
     leaf = None if below is None else getattr(below, "variable", None)
-    if leaf is None or not leaf.is_contiguous():
+    if leaf is None or not leaf.is_contiguous() or _torch.is_hooked(leaf):
         return None
     if leaf.grad is not None and not leaf.grad.is_contiguous():
         return None

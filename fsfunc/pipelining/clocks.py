@@ -12,7 +12,7 @@ from fsfunc.pipelining.timing import Event
 
 __all__ = ["clock", "clocked"]
 
-_EVENTS: ContextVar[list[Event] | None] = ContextVar("fsfunc_events", default=None)
+_EVENTS: ContextVar[tuple[list[Event], ...]] = ContextVar("fsfunc_events", default=())
 
 
 @contextmanager
@@ -31,7 +31,7 @@ def clock() -> Iterator[list[Event]]:
     []
     """
     events: list[Event] = []
-    token = _EVENTS.set(events)
+    token = _EVENTS.set((*_EVENTS.get(), events))
     try:
         yield events
     finally:
@@ -41,8 +41,9 @@ def clock() -> Iterator[list[Event]]:
 @contextmanager
 def clocked(rank: int, action: Action) -> Iterator[None]:
     """Notes the time of what runs inside, where somebody asked for it."""
-    events = _EVENTS.get()
     start = time.perf_counter()
     yield
-    if events is not None:
-        events.append(Event(rank, action, start, time.perf_counter()))
+    if logs := _EVENTS.get():
+        event = Event(rank, action, start, time.perf_counter())
+        for events in logs:
+            events.append(event)

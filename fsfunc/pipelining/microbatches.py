@@ -6,6 +6,7 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from fsfunc import tree
@@ -22,7 +23,8 @@ class Part:
         args, keywords: of the loss; what is not cut is in every part.
         share: what a mean over its rows counts: its rows, over those of an average
             part.
-        shapes: what tells parts apart that need programs of their own.
+        shapes: what tells parts apart that need programs of their own; autocast too,
+            under which the same unit gives other dtypes.
     """
 
     args: tuple[Any, ...]
@@ -56,7 +58,8 @@ def cut_batch(
     if len(set(rows.values())) > 1:
         raise ValueError(
             f"batch leaves differ in dim 0, along which microbatches are cut: {rows}; "
-            "make what has no batch dim inside the loss"
+            "make what has no batch dim inside the loss; frozen parameters go into the "
+            "first argument, or the loss captures them"
         )
     count = next(iter(rows.values()), n)
     if count < n:
@@ -65,15 +68,20 @@ def cut_batch(
             f"{n} microbatches: give at least one row each"
         )
     pieces = {i: leaves[i].tensor_split(n) for i in cut}
-    parts = []
+    parts, casts = [], _casts()
     for m in range(n):
         own = [pieces[i][m] if i in pieces else x for i, x in enumerate(leaves)]
         size = own[cut[0]].shape[0] if cut else 1
         some, rest = tree.unflatten(treedef, own)
         some = [args[k] if k in kept else x for k, x in enumerate(some)]
-        shapes = tuple(_kind(x) for x in own)
+        shapes = (treedef, casts, *(_kind(x) for x in own))
         parts.append(Part(tuple(some), rest, size * n / count, shapes))
     return parts
+
+
+def _casts() -> tuple[Any, ...]:
+    kinds = [k for k in ("cpu", "cuda") if torch.is_autocast_enabled(k)]
+    return tuple((k, torch.get_autocast_dtype(k)) for k in kinds)
 
 
 def _kind(x: Any) -> Any:

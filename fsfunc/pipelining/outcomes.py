@@ -72,11 +72,14 @@ def everywhere(value: Any, where: Group, source: int) -> Any:
     Args:
         value: of one structure and the same shapes on every rank.
 
-    Cost: one broadcast of all floating scalars together, one for each other tensor.
+    Cost: one broadcast of all floating scalars together, one of all Python numbers, one
+    for each other tensor.
     """
     if where.size == 1:
         return value
     leaves, treedef = tree.flatten(value)
+    tensors = [i for i, x in enumerate(leaves) if isinstance(x, Tensor)]
+    numbers = [i for i, x in enumerate(leaves) if type(x) in (bool, int, float)]
     packed = [i for i, x in enumerate(leaves) if averaged(x)]
     with label("", "loss"):
         if packed:
@@ -87,10 +90,18 @@ def everywhere(value: Any, where: Group, source: int) -> Any:
             stack = where.start("pbroadcast", stack, source=source).wait()
             for i, x in zip(packed, stack, strict=True):
                 leaves[i] = x.to(leaves[i].dtype)
-        for i, x in enumerate(leaves):
-            if isinstance(x, Tensor) and i not in packed:
-                work = where.start("pbroadcast", x.contiguous(), source=source)
-                leaves[i] = work.wait()
+        for i in tensors:
+            if i not in packed:
+                x = leaves[i].contiguous()
+                leaves[i] = where.start("pbroadcast", x, source=source).wait()
+        if numbers:  # those here may be as old as the program
+            device = leaves[tensors[0]].device if tensors else None
+            sent = [float(leaves[i]) for i in numbers]
+            sent = torch.tensor(sent, dtype=torch.float64, device=device)
+            sent = where.start("pbroadcast", sent, source=source).wait().tolist()
+            if where.index != source:
+                for i, x in zip(numbers, sent, strict=True):
+                    leaves[i] = type(leaves[i])(x) if x.is_integer() else x
     return tree.unflatten(treedef, leaves)
 
 
@@ -110,6 +121,7 @@ def sum_shared(grads: Any, where: Group) -> Any:
     for i, (positions, _) in enumerate(buffers.groups):
         x, leaf = tensors[i], buffers.leaves[positions[0]]
         if isinstance(x, Tensor) and not _is_owned(leaf, where.axis):
+            tensors[i] = x.to_dense()  # sparse here, perhaps not on other ranks
             chosen.setdefault(x.dtype, []).append(i)
     for positions in chosen.values():
         flat = torch.cat([tensors[i].reshape(-1) for i in positions])

@@ -46,6 +46,10 @@ def pipeline(
     calls do something: outputs of units are all that travels. Value and metrics reach
     every rank of the axis; a rank holds the parameters of its own stages.
 
+    A loss is a mean over its rows: the value is the mean of the microbatches' values,
+    by their rows, and so are metrics and gradients. (Of a sum over rows it would be a
+    part.) ``ff.Weighted`` has weights of its own, and what is ``ff.Summed`` is summed.
+
     Args:
         f: a train step; or a loss ``(params, *batch)``: the forward pass alone.
         axis: the mesh axis along which the stages lie. Every rank of it is given the
@@ -115,6 +119,12 @@ def pipeline(
         raise ValueError(f"a pipeline lies along one axis, got {names}")
     if not isinstance(n_microbatches, int) or n_microbatches < 1:
         raise ValueError(f"n_microbatches={n_microbatches!r}: there is at least one")
+    if isinstance(stages, str) or not isinstance(stages, Sequence | None):
+        raise ValueError(
+            f"stages={stages!r}: give a list, with the number of unit calls of each "
+            "stage, or the name of the unit at which it begins; by default there are "
+            "as many stages as the schedule has"
+        )
     size = mesh.axes[names[0]]
     if callable(schedule):
         count = size * _chunks(schedule) if stages is None else len(stages)

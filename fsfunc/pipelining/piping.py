@@ -19,7 +19,7 @@ from fsfunc.differentiated import Leaves
 from fsfunc.frames import Counter, Interpretation, frame, inside
 from fsfunc.losses import loss_parts
 from fsfunc.mesh import Mesh, here
-from fsfunc.pipelining.actions import Action, Schedule, owners
+from fsfunc.pipelining.actions import Action, Schedule, ScheduleError, owners
 from fsfunc.pipelining.cutting import Stages, cut, edges
 from fsfunc.pipelining.microbatches import Part, cut_batch, folded
 from fsfunc.pipelining.outcomes import (
@@ -76,6 +76,11 @@ class Pipelining(Interpretation):
         """What tells two of them apart, beside their mesh."""
         stages = None if self.stages is None else tuple(self.stages)
         return self.axis, self.n, self.schedule, stages
+
+    def learn(self, other: Pipelining) -> None:
+        """Takes over the programs: later ones are cut as those were."""
+        for key, found in other.cuts.items():
+            self.cuts.setdefault(key, found)
 
     @property
     def axes(self) -> tuple[str, ...]:
@@ -177,7 +182,9 @@ class Pipelining(Interpretation):
             if _torch.functorch_active() or _torch.forward_ad_active():
                 raise RuntimeError(_STOCK)
             if torch.is_grad_enabled() and tracked((call.args, call.keywords)):
-                raise RuntimeError(_STOCK)
+                raise RuntimeError(_TRACKED)
+            if self.schedule == forward_only(self.schedule):
+                raise ScheduleError(_NO_BACKWARD)
             depth = len(f.micro)
             # A place for ours: what is inside it is done for each microbatch.
             micro = (*f.micro, (0, self.n))
@@ -247,11 +254,12 @@ class Pipelining(Interpretation):
             number: of the step's gradient calls, in each of which the loss is one.
         """
         chosen = [part.args[i] for i in argnums]
+        flat, structure = tree.flatten(chosen, is_leaf=is_sharded)
         kinds = tuple(
             (tuple(x.shape), x.dtype) if isinstance(x, Tensor | Sharded) else x
-            for x in tree.leaves(chosen, is_leaf=is_sharded)
+            for x in flat
         )
-        loss = number, _code(fn)
+        loss = number, _code(fn), structure
         key = (loss, part.shapes, kinds)
         if key not in self.cuts:
             args = tree.map(plain, part.args, is_leaf=is_sharded)
@@ -322,6 +330,17 @@ def _detached(x: Any) -> Any:
 _STOCK = (
     "a pipeline must own the gradient call, but here torch.func or autograd around it "
     "differentiates: use ff.value_and_grad inside the function that pipeline is given"
+)
+_TRACKED = (
+    "an argument of this gradient call requires grad, as an nn.Parameter does, or "
+    "comes from one that does; autograd sees nothing of a pipeline: use "
+    "ff.value_and_grad inside the function that pipeline is given, and give it "
+    "parameters .detach()ed"
+)
+_NO_BACKWARD = (
+    "the schedule has forward actions alone, and this is a gradient call, which needs "
+    "B, or I and W, of every stage and microbatch; for evaluation give pipeline the "
+    "loss alone"
 )
 _BOTH = (
     "this function calls units both inside and outside a gradient call, and pipeline "

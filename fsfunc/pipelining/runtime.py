@@ -22,7 +22,7 @@ from fsfunc.pipelining.programs import Spec, Value
 from fsfunc.pipelining.stages import Cut, Ended, StageRun, abstractly
 from fsfunc.pipelining.tapes import Tape
 from fsfunc.tying import cotangent
-from fsfunc.units import generators_kept, mix
+from fsfunc.units import States, generators_kept, mix
 
 __all__ = ["Microbatch", "Worker"]
 
@@ -97,6 +97,8 @@ class Worker:
                 with clocked(self.where.index, action):
                     getattr(self, f"_{action.kind}")(action)
                 self.sends = [work for work in self.sends if not work.done()]
+            if not draws and self.frame.seed is not None:
+                _check_undrawn(states)
         for work in self.sends:
             work.wait()
 
@@ -126,12 +128,14 @@ class Worker:
         outputs: list[Tensor] = []
         seeds: list[Tensor | None] = []
         if cut.stages[a.stage].makes_loss:
+            stage.check_loss(returned)
             total, weight, aux = self.results[a.microbatch] = self.read(returned)
             if isinstance(total, Tensor) and total.requires_grad:
                 outputs.append(total)
                 share = batch.part.share if weight is None else 1.0
                 seeds.append(cotangent(f, total, total, seen) * share)
                 self.results[a.microbatch] = total.detach(), weight, aux
+        stage.check_made(tracked=bool(self.values))
         self._hand_on(a, stage.made)
         if not self.values:
             return
@@ -225,7 +229,8 @@ class Worker:
             mine = (action.stage, action.microbatch) == (a.stage, a.microbatch)
             if action.kind != "SB" or not mine:
                 break
-            self._SB(action)
+            with clocked(self.where.index, action):
+                self._SB(action)
             self.early.add(action)
 
     # Transfers
@@ -273,6 +278,16 @@ class _Taped:
     given: list[Value]
     taken: list[Value]
     ends: list[Tensor]
+
+
+def _check_undrawn(states: States) -> None:
+    """Raises where glue drew numbers, of which the program knows nothing."""
+    if any(not torch.equal(g.get_state(), state) for g, state in states):
+        raise RuntimeError(
+            "the loss draws random numbers outside every unit, and drew none when it "
+            "was recorded: what the loss does may change with its arguments, not with "
+            "what its function captured; pass what changes as an argument"
+        )
 
 
 def _whole(g: Tensor | None, spec: Spec) -> Tensor:

@@ -134,10 +134,55 @@ class StageRun:
             )
         if k not in self.plan.calls:
             return self._elsewhere(k)
+        self.check((params, inputs, keywords), f"call {k}, of unit {name!r},")
         out = self._here(call, params, inputs, keywords)
         if k == self.plan.calls[-1] and not self.plan.makes_loss:
             raise Ended
         return out
+
+    def check(self, values: Any, what: str) -> None:
+        """Raises where ``values`` hold a stand-in: nobody sent what they depend on."""
+        for x in tree.leaves(values):
+            if isinstance(x, _torch.FakeTensor) and not _torch.fake_active():
+                raise RuntimeError(
+                    f"{what} depends on an output of a stage on which it did not when "
+                    "the loss was recorded: what the loss does may change with its "
+                    "arguments, not with what its function captured; pass what changes "
+                    "as an argument"
+                )
+
+    def check_loss(self, returned: Any) -> None:
+        """Raises where a loss returned what no other rank expects."""
+        self.check(returned, "the loss")
+        leaves, treedef = tree.flatten(returned)
+        known = self.cut.program.loss.outputs
+        found = [_look(x) for x in leaves]
+        if treedef != known.treedef or found != [_look(x) for x in known.leaves]:
+            raise RuntimeError(
+                f"the loss returned {treedef} of {found}, but when it was recorded "
+                f"{known}: what it returns may change with its arguments, not with "
+                "what its function captured; pass what changes as an argument"
+            )
+
+    def check_made(self, tracked: bool) -> None:
+        """Raises where others wait for something else than what this stage made."""
+        for value, x in self.made.items():
+            spec = self.cut.spec(value)
+            told = f"call {value.call}, of unit "
+            told += f"{self.cut.program.calls[value.call].name!r},"
+            if (x.shape, x.dtype) != (spec.shape, spec.dtype):
+                raise RuntimeError(
+                    f"{told} gave {x.dtype} {tuple(x.shape)} for another stage, where "
+                    f"{spec.dtype} {tuple(spec.shape)} was recorded: the shape of what "
+                    "travels may depend on shapes, not on data or on what a function "
+                    "captured; pad it, or make one unit of the call and its users"
+                )
+            if tracked and x.requires_grad and not spec.requires_grad:
+                raise RuntimeError(
+                    f"{told} is differentiated, and was not when the loss was "
+                    "recorded: what the loss does may change with its arguments, not "
+                    "with what its function captured; pass what changes as an argument"
+                )
 
     def _here(self, call: Any, params: Any, inputs: Any, keywords: Any) -> Any:
         leaves = tree.leaves(params) if self.tied else []
@@ -160,13 +205,22 @@ class StageRun:
         leaves = list(self.cut.stand_ins[k])
         for i in range(len(leaves)):
             value = Value(k, i)
-            if value in self.received:
-                leaves[i] = self._own(value, self.received[value])
+            leaf = self.received.get(value, leaves[i])
+            leaves[i] = self._own(value, leaf)
         return tree.unflatten(self.cut.program.calls[k].outputs.treedef, leaves)
 
-    def _own(self, value: Value, x: Tensor) -> Tensor:
-        """``x``, or a copy where the loss writes into it: others have it as it was."""
+    def _own(self, value: Value, x: Any) -> Any:
+        """``x``, or a copy where the loss writes into it: others have it as it was.
+
+        A stand-in too: it would keep the history of every write, and its new shape.
+        """
         return x.clone() if value in self.cut.program.mutated else x
+
+
+def _look(x: Any) -> Any:
+    """The shape and dtype of a tensor or its spec; of other leaves nothing counts."""
+    real = isinstance(x, Tensor | Spec)
+    return (tuple(x.shape), x.dtype) if real else None
 
 
 def abstractly(x: Tensor, how: Move, where: Group) -> Tensor:

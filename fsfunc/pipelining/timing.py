@@ -8,7 +8,13 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Literal, NamedTuple
 
-from fsfunc.pipelining.actions import SENDS, Action, Schedule, ScheduleError
+from fsfunc.pipelining.actions import (
+    SENDS,
+    Action,
+    Schedule,
+    ScheduleError,
+    parse,
+)
 from fsfunc.pipelining.dependencies import Dependencies, Edge, made, other_end, play
 from fsfunc.pipelining.verification import verify
 
@@ -89,7 +95,7 @@ class Event(NamedTuple):
 
 
 def simulate(
-    schedule: Schedule,
+    schedule: Schedule | Sequence[str | Sequence[Action | str]],
     costs: Costs | None = None,
     *,
     edges: Iterable[Edge] | None = None,
@@ -107,6 +113,7 @@ def simulate(
     >>> [(str(e.action), e.start, e.end) for e in simulate(gpipe(2, 1)) if e.rank == 0]
     [('F0@0', 0, 1.0), ('B0@0', 4.0, 6.0)]
     """
+    schedule = parse(schedule)
     costs = Costs() if costs is None else costs
     edges = None if edges is None else set(edges)
     verify(schedule, edges=edges)
@@ -149,7 +156,7 @@ def simulate(
 
 
 def bubble(
-    schedule: Schedule,
+    schedule: Schedule | Sequence[str | Sequence[Action | str]],
     costs: Costs | None = None,
     by: Literal["makespan", "span"] = "makespan",
     *,

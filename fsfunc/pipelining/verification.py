@@ -17,13 +17,14 @@ from fsfunc.pipelining.actions import (
     Schedule,
     ScheduleError,
     is_asynchronous,
+    parse,
     stages_of,
 )
 from fsfunc.pipelining.dependencies import Dependencies, Edge, made, other_end, play
 
 
 def verify(
-    schedule: Schedule,
+    schedule: Schedule | Sequence[str | Sequence[Action | str]],
     *,
     edges: Iterable[Edge] | None = None,
     in_flight: float | Sequence[float] | None = None,
@@ -42,7 +43,7 @@ def verify(
     sends block until their receive is posted.
 
     Args:
-        schedule: compute actions alone, or with their transfers.
+        schedule: compute actions alone, or with their transfers; rows of text too.
         edges: pairs (producer stage, later consumer stage); None: a chain.
         in_flight: the most microbatches that a rank may hold (see `held`), one number
             or one for each rank; None: any.
@@ -60,6 +61,7 @@ def verify(
     Traceback (most recent call last):
     fsfunc.pipelining.actions.ScheduleError: rank 1: B0@1 comes before F0@1, which...
     """
+    schedule = parse(schedule)
     dependencies = Dependencies(schedule, edges)
     _check_complete(schedule, dependencies, n_stages, n_microbatches)
     _check_updates(schedule)
