@@ -84,7 +84,7 @@ def test_used_as_a_tensor_it_names_its_path_and_the_way_out(use):
 
 
 def test_a_bare_leaf_has_a_name_in_errors_too():
-    with pytest.raises(TypeError, match="sharded, and no tensor"):
+    with pytest.raises(TypeError, match="sharded, and a tensor only"):
         leaf("") + 1
 
 

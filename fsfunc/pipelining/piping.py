@@ -20,8 +20,9 @@ from fsfunc.frames import Counter, Interpretation, frame, inside
 from fsfunc.losses import loss_parts
 from fsfunc.mesh import Mesh, here
 from fsfunc.pipelining.actions import Action, Schedule, ScheduleError, owners
-from fsfunc.pipelining.cutting import Stages, cut, edges
-from fsfunc.pipelining.microbatches import Part, cut_batch, folded
+from fsfunc.pipelining.cuts import Cuts
+from fsfunc.pipelining.cutting import Stages, edges
+from fsfunc.pipelining.microbatches import cut_batch, folded
 from fsfunc.pipelining.outcomes import (
     blank,
     combined,
@@ -32,10 +33,8 @@ from fsfunc.pipelining.outcomes import (
 from fsfunc.pipelining.runtime import Microbatch, Worker
 from fsfunc.pipelining.schedules import forward_only
 from fsfunc.pipelining.stages import Cut, Placement
-from fsfunc.pipelining.tracing import trace
 from fsfunc.pipelining.transfers import with_transfers
 from fsfunc.pipelining.verification import verify
-from fsfunc.recorded import plain
 from fsfunc.sharded import Sharded, is_sharded
 
 __all__ = ["Pipelining"]
@@ -68,7 +67,7 @@ class Pipelining(Interpretation):
         self.mesh, self.axis, self.n = mesh, axis, n
         self.schedule, self.stages = schedule, stages
         self.owners = owners(schedule)
-        self.cuts: dict[Any, Cut] = {}
+        self.cuts = Cuts(stages, self.owners, axis)
         self.arenas: dict[int, Arena] = defaultdict(Arena)
 
     @property
@@ -79,8 +78,7 @@ class Pipelining(Interpretation):
 
     def learn(self, other: Pipelining) -> None:
         """Takes over the programs: later ones are cut as those were."""
-        for key, found in other.cuts.items():
-            self.cuts.setdefault(key, found)
+        self.cuts.learn(other.cuts)
 
     @property
     def axes(self) -> tuple[str, ...]:
@@ -152,12 +150,13 @@ class Pipelining(Interpretation):
         f_, parts = frame(), cut_batch(args, keywords, (0,), self.n)
         if f_.recorder is not None:
             part = parts[0]
-            placement = self._placement(self._cut(f, part, (0,)))
+            placement = self._placement(self.cuts.of(f, part, (0,)))
             with inside(f_.but(stage=placement, counter=Counter())):
                 return f(*part.args, **part.keywords)
         call = lambda part: f(*part.args, **part.keywords)  # noqa: E731
         within = f_.but(micro=(*f_.micro, (0, self.n)))
-        batches = [Microbatch(p, self._cut(f, p, (0,))) for p in parts]
+        batches = [Microbatch(p, self.cuts.of(f, p, (0,))) for p in parts]
+        self.cuts.check([b.cut for b in batches], args[0])
         where = group(self.axis, here(self.mesh))
         source, depth = self.owners[-1], len(f_.micro)
         worker = Worker(
@@ -201,7 +200,7 @@ class Pipelining(Interpretation):
         f = frame().but(differentiate=None)
         if f.recorder is not None:
             part = cut_batch(call.args, call.keywords, call.argnums, self.n)[0]
-            found = self._cut(call.fn, part, call.argnums, number)
+            found = self.cuts.of(call.fn, part, call.argnums, number)
             placement = self._placement(found)
             with inside(f.but(stage=placement)):
                 return differentiate(
@@ -213,9 +212,11 @@ class Pipelining(Interpretation):
         cuts = cut_batch(args, call.keywords, call.argnums, self.n)
         parts, count = folded(cuts)
         batches = [
-            Microbatch(p, self._cut(call.fn, p, call.argnums, number)) for p in parts
+            Microbatch(p, self.cuts.of(call.fn, p, call.argnums, number)) for p in parts
         ]
         where = group(self.axis, here(self.mesh))
+        chosen = _chosen(call.args, call.argnums)
+        self.cuts.check([b.cut for b in batches], chosen)
         for _, session in f.sessions:
             session.begin()
 
@@ -241,44 +242,6 @@ class Pipelining(Interpretation):
 
     # Programs and actions
 
-    def _cut(
-        self,
-        fn: Callable[..., Any],
-        part: Part,
-        argnums: Sequence[int],
-        number: int = 0,
-    ) -> Cut:
-        """The stages of a loss, for a microbatch of these shapes.
-
-        Args:
-            number: of the step's gradient calls, in each of which the loss is one.
-        """
-        chosen = [part.args[i] for i in argnums]
-        flat, structure = tree.flatten(chosen, is_leaf=is_sharded)
-        kinds = tuple(
-            (tuple(x.shape), x.dtype) if isinstance(x, Tensor | Sharded) else x
-            for x in flat
-        )
-        loss = number, _code(fn), structure
-        key = (loss, part.shapes, kinds)
-        if key not in self.cuts:
-            args = tree.map(plain, part.args, is_leaf=is_sharded)
-            fn, args = _first(fn, args, argnums)
-            program = trace(fn, args, part.keywords)
-            stages = self.stages
-            known = next((c for k, c in self.cuts.items() if k[0] == loss), None)
-            if known is not None:  # as the state is laid out
-                names = [[c.name for c in p.calls] for p in (known.program, program)]
-                if names[0] != names[1]:
-                    raise ValueError(
-                        f"a microbatch of other shapes makes other unit calls: "
-                        f"{names[1]}, not {names[0]}; the stages would differ"
-                    )
-                stages = [len(stage.calls) for stage in known.stages]
-            plans = cut(program, stages, len(self.owners))
-            self.cuts[key] = Cut(program, plans)
-        return self.cuts[key]
-
     def _placement(self, found: Cut) -> Placement:
         return Placement(found, self.owners, self.axis, len(self.schedule))
 
@@ -294,29 +257,9 @@ class Pipelining(Interpretation):
         return _explicit(of(self.schedule), between)[where.index]
 
 
-def _code(fn: Any) -> Any:
-    """What a function is, also where it is made anew for every step."""
-    while isinstance(fn, functools.partial):
-        fn = fn.func
-    return getattr(fn, "__code__", fn)
-
-
-def _first(
-    fn: Callable[..., Any], args: tuple[Any, ...], argnums: Sequence[int]
-) -> tuple[Callable[..., Any], tuple[Any, ...]]:
-    """``fn`` with what is differentiated as its first argument."""
-    if tuple(argnums) == (0,):
-        return fn, args
-
-    @functools.wraps(fn)
-    def reordered(chosen: Any, others: Any, **keywords: Any) -> Any:
-        given = list(others)
-        for i, x in zip(argnums, chosen, strict=True):
-            given[i] = x
-        return fn(*given, **keywords)
-
-    others = [None if i in argnums else x for i, x in enumerate(args)]
-    return reordered, ([args[i] for i in argnums], others)
+def _chosen(args: Sequence[Any], argnums: Sequence[int]) -> Any:
+    """What a program knows as the first argument of its loss."""
+    return args[0] if tuple(argnums) == (0,) else [args[i] for i in argnums]
 
 
 def _loss(batch: Microbatch) -> Any:

@@ -87,7 +87,7 @@ class Updating(Pipelining):
         f = frame().but(differentiate=None, donated=False)  # forwards use old versions
         parts = cut_batch(call.args, call.keywords, (0,), self.n)
         batches = [
-            Microbatch(p, self._cut(running.loss, p, (0,), number)) for p in parts
+            Microbatch(p, self.cuts.of(running.loss, p, (0,), number)) for p in parts
         ]
         where = group(self.axis, here(self.mesh))
         blanks = [loss_parts(blank(b.cut.program.loss.outputs), False) for b in batches]
@@ -96,6 +96,7 @@ class Updating(Pipelining):
                 "an asynchronous schedule updates before all weights of a Weighted "
                 "loss are known: return the mean over the microbatch's rows"
             )
+        self.cuts.check([b.cut for b in batches], running.params)
         self._check_leaves(batches, running.params)
         if where.size > 1 and not self.is_tried:
             self._try(running, f)

@@ -58,7 +58,7 @@ def test_what_a_loss_writes_into_a_stand_in_is_gone_with_the_microbatch(loss):
     grad = ff.pipeline(ff.value_and_grad(loss), mesh, "pipe", n_microbatches=2)
     ff.spmd(lambda: [grad(parameters(), X) for _ in range(2)], mesh)()
     (handler,) = grad.interpretations  # pyright: ignore[reportFunctionMemberAccess]
-    stand_ins = [x for c in handler.cuts.values() for (x,) in c.stand_ins]
+    stand_ins = [x for c in handler.cuts.known.values() for (x,) in c.stand_ins]
     assert [tuple(x.shape) for x in stand_ins] == [(2, 4)] * 4
     assert not any(x.requires_grad for x in stand_ins)
 
@@ -270,3 +270,28 @@ def test_parameters_of_another_structure_are_laid_out_anew():
 
     expected = steps(one, lambda p: ff.TrainState(p, optimizer.init(p)))
     same(list(ff.spmd(main, mesh)()), [expected, expected])
+
+
+def test_a_state_of_other_stages_is_refused_on_every_rank():
+    """Before anything is sent: a rank that goes on would wait for the others."""
+    mesh = ff.make_mesh({"pipe": 2}, "simulated")
+    layer = ff.unit(lambda p, x: x * p)
+
+    def loss(params, x):
+        for p in params:
+            x = layer(p, x)
+        return x.mean()
+
+    def main():
+        grad = ff.value_and_grad(loss)
+        one, other = (
+            ff.pipeline(grad, mesh, "pipe", n_microbatches=2, schedule=schedule)
+            for schedule in (ff.schedules.one_f_one_b, ff.schedules.zb_v)
+        )
+        x, params = torch.ones(4), [torch.ones(4)[i].clone() for i in range(4)]
+        placed = ff.place(one, params, x)
+        with ff.ledger() as log, pytest.raises(ValueError, match="place it anew"):
+            other(placed, x)
+        return log.count(), one(placed, x)[0].item()
+
+    assert ff.spmd(main, mesh)() == [(0, 1.0), (0, 1.0)]

@@ -1,0 +1,127 @@
+"""The programs of a pipelined function: one for each shape of microbatch, cut alike."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
+
+from torch import Tensor
+
+from fsfunc import tree
+from fsfunc.pipelining.cutting import Stages, cut
+from fsfunc.pipelining.microbatches import Part
+from fsfunc.pipelining.stages import Cut
+from fsfunc.pipelining.tracing import trace
+from fsfunc.recorded import plain
+from fsfunc.sharded import Sharded, is_sharded
+
+__all__ = ["Cuts"]
+
+
+class Cuts:
+    """What the losses of a pipelined function have shown.
+
+    Args:
+        stages: as the user gave them.
+        owners: by stage, where along ``axis`` it runs.
+    """
+
+    def __init__(self, stages: Stages, owners: Sequence[int], axis: str):
+        self.stages, self.owners, self.axis = stages, owners, axis
+        self.known: dict[Any, Cut] = {}
+        self.checked: set[Any] = set()
+
+    def learn(self, other: Cuts) -> None:
+        """Takes over what ``other`` knows: later programs are cut as those were."""
+        for key, found in other.known.items():
+            self.known.setdefault(key, found)
+
+    def of(
+        self,
+        fn: Callable[..., Any],
+        part: Part,
+        argnums: Sequence[int],
+        number: int = 0,
+    ) -> Cut:
+        """The stages of a loss, for a microbatch of these shapes.
+
+        Args:
+            number: of the step's gradient calls, in each of which the loss is one.
+        """
+        chosen = [part.args[i] for i in argnums]
+        flat, structure = tree.flatten(chosen, is_leaf=is_sharded)
+        kinds = tuple(
+            (tuple(x.shape), x.dtype) if isinstance(x, Tensor | Sharded) else x
+            for x in flat
+        )
+        loss = number, _code(fn), structure
+        key = (loss, part.shapes, kinds)
+        if key not in self.known:
+            args = tree.map(plain, part.args, is_leaf=is_sharded)
+            fn, args = _first(fn, args, argnums)
+            program = trace(fn, args, part.keywords)
+            stages = self.stages
+            before = next((c for k, c in self.known.items() if k[0] == loss), None)
+            if before is not None:  # as the state is laid out
+                names = [[c.name for c in p.calls] for p in (before.program, program)]
+                if names[0] != names[1]:
+                    raise ValueError(
+                        f"a microbatch of other shapes makes other unit calls: "
+                        f"{names[1]}, not {names[0]}; the stages would differ"
+                    )
+                stages = [len(stage.calls) for stage in before.stages]
+            plans = cut(program, stages, len(self.owners))
+            self.known[key] = Cut(program, plans)
+        return self.known[key]
+
+    def check(self, cuts: Iterable[Cut], params: Any) -> None:
+        """Raises, on every rank alike, where leaves lie with other stages than theirs.
+
+        Args:
+            params: what the loss has as its first argument.
+        """
+        leaves = tree.leaves(params, is_leaf=is_sharded)
+        owned = tuple(x.layout.owned for x in leaves if isinstance(x, Sharded))
+        for found in {id(found): found for found in cuts}.values():
+            if (id(found), owned) in self.checked:
+                continue
+            paths = tree.paths(params, is_leaf=is_sharded)
+            at = dict(zip(paths, leaves, strict=True))
+            for stage in found.stages:
+                for path in sorted(stage.leaves):
+                    self._check_leaf(at.get(path), self.owners[stage.number])
+            self.checked.add((id(found), owned))
+
+    def _check_leaf(self, leaf: Any, rank: int) -> None:
+        for part in leaf.layout.owned if isinstance(leaf, Sharded) else ():
+            if part.axis == self.axis and part.coordinate != rank:
+                raise ValueError(
+                    f"{leaf.layout} is read by a stage on {self.axis}={rank}: it "
+                    "was laid out for other stages; place it anew for this step"
+                )
+
+
+def _code(fn: Any) -> Any:
+    """What a function is, also where it is made anew for every step."""
+    while isinstance(fn, functools.partial):
+        fn = fn.func
+    return getattr(fn, "__code__", fn)
+
+
+def _first(
+    fn: Callable[..., Any], args: tuple[Any, ...], argnums: Sequence[int]
+) -> tuple[Callable[..., Any], tuple[Any, ...]]:
+    """``fn`` with what is differentiated as its first argument."""
+    if tuple(argnums) == (0,):
+        return fn, args
+
+    @functools.wraps(fn)
+    def reordered(chosen: Any, others: Any, **keywords: Any) -> Any:
+        given = list(others)
+        for i, x in zip(argnums, chosen, strict=True):
+            given[i] = x
+        return fn(*given, **keywords)
+
+    others = [None if i in argnums else x for i, x in enumerate(args)]
+    return reordered, ([args[i] for i in argnums], others)
