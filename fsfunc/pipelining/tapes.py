@@ -62,7 +62,7 @@ class Tape:
         self.outputs = [get_gradient_edge(y) for y in outputs]
         self.inputs, self.parameters = list(inputs), list(parameters)
         self.state = "new"
-        self.weights: _Weights | None = None
+        self.rest: Callable[[], None] | None = None  # for weight_gradient
 
     def backward(
         self, cotangents: Sequence[Tensor | None], give: Give | None = None
@@ -109,22 +109,28 @@ class Tape:
         kernel does together with them. What the weight gradients need is kept.
         """
         edges, grads = self._start("input_gradient", "half", cotangents)
+        if not self.inputs:  # then nobody waits for anything
+            parameters, arena = self.parameters, self.arena
+            self.rest = partial(pull_back, edges, grads, [], parameters, arena)
+            self._forget()
+            return []
         wanted = [get_gradient_edge(x) for x in self.inputs]
         names = {get_gradient_edge(x).node: x for x in self.parameters}
         ends = [edge.node for edge in wanted]
         plan = frontier([edge.node for edge in edges], ends, names)
-        self.weights = _Weights(plan, names, self.arena)
+        weights = _Weights(plan, names, self.arena)
+        self.rest = weights.run
         inner = []
         for edge, g in zip(edges, grads, strict=True):
             group = plan.group_of.get(edge.node)
             if edge.node in plan.inner or (group is not None and group.crossed):
                 inner.append((edge, g))
             elif group is not None:
-                self.weights.arrive((edge.node, edge.output_nr), g)
+                weights.arrive((edge.node, edge.output_nr), g)
         self._forget()
         if not inner:
             return [None] * len(wanted)
-        return self.weights.around(inner, wanted)
+        return weights.around(inner, wanted)
 
     def weight_gradient(self) -> None:
         """Adds to the parameters' gradients what ``input_gradient`` left.
@@ -132,14 +138,14 @@ class Tape:
         Raises:
             RuntimeError: not right after ``input_gradient``, and once.
         """
-        if self.state != "half" or self.weights is None:
+        if self.state != "half" or self.rest is None:
             raise RuntimeError(
                 "weight_gradient comes after input_gradient, and once: "
                 + _SAYS[self.state]
             )
         self.state = "spent"
-        weights, self.weights = self.weights, None
-        weights.run()
+        rest, self.rest = self.rest, None
+        rest()
 
     def _start(
         self, what: str, then: str, cotangents: Sequence[Tensor | None]
