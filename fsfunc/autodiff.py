@@ -181,6 +181,11 @@ def _detach(aux: Any) -> Any:
 
 def differentiate(call: GradientCall) -> Outcome:
     """The gradient call itself: what every interpretation comes down to."""
+    if torch.is_inference_mode_enabled():
+        raise RuntimeError(
+            "value_and_grad under torch.inference_mode(): autograd records nothing "
+            "there, and all gradients would be zero; leave that mode for it"
+        )
     f = frame()
     if f.differentiate is not None:
         return f.differentiate(call)

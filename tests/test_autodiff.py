@@ -229,3 +229,10 @@ def test_the_peak_is_that_of_autograd_and_far_below_torch_func() -> None:
     ours, theirs = peak(ff.value_and_grad(f)), peak(torch.func.grad_and_value(f))
     assert ours == pytest.approx(peak(plain), abs=0.01)
     assert ours <= 17.5 and theirs > 40, (ours, theirs)  # measured: 17.25 and 51
+
+
+def test_inference_mode_is_refused():
+    """Nothing is recorded in it: the gradients would be zeros, in silence."""
+    w = torch.ones(2)
+    with torch.inference_mode(), pytest.raises(RuntimeError, match="leave that mode"):
+        ff.value_and_grad(lambda w: (w**2).sum())(w)
