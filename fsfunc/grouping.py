@@ -33,6 +33,8 @@ class Group:
 
 @dataclass
 class Taken:
+    """One unit call, and the leaves that it was given."""
+
     path: tuple[str, ...]  # names of the units around, and the unit's own
     numbers: tuple[int, ...]
     leaves: list[str]

@@ -90,10 +90,11 @@ class Cuts:
             at = dict(zip(paths, leaves, strict=True))
             for stage in found.stages:
                 for path in sorted(stage.leaves):
-                    self._check_leaf(at.get(path), self.owners[stage.number])
+                    self.check_leaf(at.get(path), self.owners[stage.number])
             self.checked.add((id(found), owned))
 
-    def _check_leaf(self, leaf: Any, rank: int) -> None:
+    def check_leaf(self, leaf: Any, rank: int) -> None:
+        """Raises where ``leaf`` belongs to another rank of the pipeline."""
         for part in leaf.layout.owned if isinstance(leaf, Sharded) else ():
             if part.axis == self.axis and part.coordinate != rank:
                 raise ValueError(

@@ -129,13 +129,7 @@ class Pipelining(Interpretation):
         """A leaf that this rank owns, as the tensor that it is."""
         if not isinstance(leaf, Sharded):
             return leaf
-        for part in leaf.layout.owned:
-            at = self.mesh.coordinate(self.axis)
-            if part.axis == self.axis and part.coordinate != at:
-                raise ValueError(
-                    f"{leaf.layout} is read by a stage on {self.axis}={at}: the state "
-                    "was laid out for other stages; place it anew for this step"
-                )
+        self.cuts.check_leaf(leaf, self.mesh.coordinate(self.axis))
         alone = leaf.layout.parts == leaf.layout.owned
         return leaf.local if alone else leaf
 

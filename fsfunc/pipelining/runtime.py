@@ -19,7 +19,7 @@ from fsfunc.pipelining.actions import Action
 from fsfunc.pipelining.clocks import clocked
 from fsfunc.pipelining.microbatches import Part
 from fsfunc.pipelining.programs import Spec, Value
-from fsfunc.pipelining.stages import Cut, Ended, StageRun, abstractly
+from fsfunc.pipelining.stages import CAPTURED, Cut, Ended, StageRun, abstractly
 from fsfunc.pipelining.tapes import Tape
 from fsfunc.tying import cotangent
 from fsfunc.units import States, generators_kept, mix
@@ -285,8 +285,7 @@ def _check_undrawn(states: States) -> None:
     if any(not torch.equal(g.get_state(), state) for g, state in states):
         raise RuntimeError(
             "the loss draws random numbers outside every unit, and drew none when it "
-            "was recorded: what the loss does may change with its arguments, not with "
-            "what its function captured; pass what changes as an argument"
+            f"was recorded: {CAPTURED}"
         )
 
 

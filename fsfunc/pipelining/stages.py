@@ -23,7 +23,12 @@ from fsfunc.layout import Owned
 from fsfunc.pipelining.cutting import StagePlan
 from fsfunc.pipelining.programs import Program, Spec, Value
 
-__all__ = ["Cut", "Ended", "Placement", "StageRun", "abstractly"]
+__all__ = ["CAPTURED", "Cut", "Ended", "Placement", "StageRun", "abstractly"]
+
+CAPTURED = (
+    "what the loss does may change with its arguments, not with what its function "
+    "captured; pass what changes as an argument"
+)
 
 
 class Ended(BaseException):
@@ -146,9 +151,7 @@ class StageRun:
             if isinstance(x, _torch.FakeTensor) and not _torch.fake_active():
                 raise RuntimeError(
                     f"{what} depends on an output of a stage on which it did not when "
-                    "the loss was recorded: what the loss does may change with its "
-                    "arguments, not with what its function captured; pass what changes "
-                    "as an argument"
+                    f"the loss was recorded: {CAPTURED}"
                 )
 
     def check_loss(self, returned: Any) -> None:
@@ -160,8 +163,7 @@ class StageRun:
         if treedef != known.treedef or found != [_look(x) for x in known.leaves]:
             raise RuntimeError(
                 f"the loss returned {treedef} of {found}, but when it was recorded "
-                f"{known}: what it returns may change with its arguments, not with "
-                "what its function captured; pass what changes as an argument"
+                f"{known}: {CAPTURED}"
             )
 
     def check_made(self, tracked: bool) -> None:
@@ -180,8 +182,7 @@ class StageRun:
             if tracked and x.requires_grad and not spec.requires_grad:
                 raise RuntimeError(
                     f"{told} is differentiated, and was not when the loss was "
-                    "recorded: what the loss does may change with its arguments, not "
-                    "with what its function captured; pass what changes as an argument"
+                    f"recorded: {CAPTURED}"
                 )
 
     def _here(self, call: Any, params: Any, inputs: Any, keywords: Any) -> Any:
