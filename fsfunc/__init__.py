@@ -17,6 +17,7 @@ from fsfunc.collectives import (
     psum,
     psum_scatter,
 )
+from fsfunc.foresight.planning import plan
 from fsfunc.launching import local_batch, make_mesh, spmd
 from fsfunc.layout import Flat, Layout, Owned, Split
 from fsfunc.mesh import Mesh

@@ -5,6 +5,7 @@ Everything here was written against torch 2.13 and runs on 2.11.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -169,6 +170,16 @@ def sequence_number(node: Any) -> int:
     return node._sequence_nr()
 
 
+def next_sequence_number() -> int:
+    """The number that the next autograd node of this thread will have, or above it."""
+    return torch._C._autograd._get_sequence_nr()  # type: ignore[attr-defined]
+
+
+def current_node() -> Any:
+    """The autograd node whose backward runs in this thread, if one does."""
+    return torch._C._current_autograd_node()
+
+
 def output_shape(node: Any, k: int) -> tuple[int, ...]:
     """The shape of the ``k``-th tensor that an autograd node's op made."""
     return tuple(node._input_metadata[k].shape)
@@ -244,6 +255,19 @@ def hook_saved(
     return count
 
 
+def saved_under_hooks(nodes: Iterable[Any]) -> bool:
+    """Whether ``nodes`` save anything under somebody's hooks."""
+    if not _CAN_LOOK:
+        return False
+    for node in nodes:
+        for name, _ in _saved_attributes(type(node)):
+            raws = getattr(node, name)
+            raws = raws if isinstance(raws, (tuple, list)) else (raws,)
+            if any(raw.unpack_hook is not None for raw in raws):
+                return True
+    return False
+
+
 def saved_tensors(nodes: Iterable[Any]) -> Iterator[Tensor]:
     """The tensors that ``nodes`` save as they are, under nobody's hooks."""
     for node in nodes:
@@ -275,6 +299,9 @@ _CAN_LOOK = hasattr(_SavedTensor, "unpack_hook") and hasattr(_SavedTensor, "data
 
 # Attention on the CPU, of which torch's own counter of operations knows nothing.
 CPU_ATTENTION: Any = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
+CPU_ATTENTION_BACKWARD: Any = (
+    torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
+)
 
 # A matrix product's node: which of its edges leads to the second factor, and under
 # which name it saves the first.
@@ -356,9 +383,20 @@ def fake_mode_of(values: Iterable[Any]) -> FakeTensorMode:
     return FakeTensorMode(allow_non_fake_inputs=True)
 
 
+@functools.cache
+def abstract_mode() -> FakeTensorMode:
+    """The one mode of all abstract meshes: tensors of two modes cannot meet."""
+    return FakeTensorMode(allow_non_fake_inputs=True)
+
+
 def fake_of(mode: FakeTensorMode, x: Tensor) -> Tensor:
     """``x`` without its data."""
     return x if isinstance(x, FakeTensor) else mode.from_tensor(x, static_shapes=True)
+
+
+def device_of(x: Tensor) -> torch.device:
+    """``x.device``, without the operator that a fake tensor runs to tell it."""
+    return x.fake_device if isinstance(x, FakeTensor) else x.device
 
 
 # In training they write the running statistics, and their schemas do not say so.

@@ -176,6 +176,16 @@ def silence() -> Scoped:
     return Scoped(_LEDGERS, ())
 
 
+def is_silent() -> bool:
+    """Whether no ledger is open: nobody asked, or :func:`silence` is kept."""
+    return not _LEDGERS.get()
+
+
+def only(log: Ledger) -> Scoped:
+    """What is issued inside is written into ``log``, and into no other ledger."""
+    return Scoped(_LEDGERS, (log,))
+
+
 def traceback_line(error: BaseException) -> str:
     """``file:line`` of the innermost frame of ``error`` outside fsfunc and torch."""
     found, trace = "?", error.__traceback__

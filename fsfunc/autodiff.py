@@ -19,6 +19,7 @@ from fsfunc.auxiliary import divided
 from fsfunc.collectives import watch_invariants
 from fsfunc.differentiated import Leaves
 from fsfunc.frames import Counter, Running, Thread, frame, inside, run_as
+from fsfunc.kinds import count_as
 from fsfunc.losses import Weighted, loss_parts
 from fsfunc.sharded import split_buffers
 from fsfunc.tying import cotangent, tie
@@ -213,6 +214,7 @@ def differentiate(call: GradientCall) -> Outcome:
         seeded = cotangent(f, tied, total, seen)
         found = torch.autograd.grad(tied, inputs, seeded, allow_unused=True)
     weight = None if weight is None else weight.detach()
+    count_as("gradients", found[: len(values)])
     grads = leaves.grads(found[: len(values)])
     return Outcome(total.detach(), weight, grads, _detach(aux))
 

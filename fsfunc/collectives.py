@@ -15,7 +15,7 @@ from typing import Any
 from torch import Tensor
 
 from fsfunc import tree
-from fsfunc.mesh import Axis
+from fsfunc.mesh import Axis, asks
 from fsfunc.moves import Group, Move, meanings
 from fsfunc.moving import group, move, over, watch_invariants
 
@@ -248,6 +248,8 @@ def ppermute(x: Any, axis: Axis, pairs: Sequence[tuple[int, int]]) -> Any:
                 f"ppermute over {axis!r} of size {n}: each source and target once, "
                 f"each in 0..{n - 1}; got {list(pairs)}"
             )
+    if len({s for s, d in pairs if s != d}) not in (0, n):
+        asks(group(axis).axis)  # some ranks send, and some do not
     return over(x, axis, lambda leaf, where: Move("ppermute", pairs=pairs))
 
 
@@ -314,7 +316,9 @@ def axis_index(axis: Axis) -> Any:
     >>> ff.spmd(lambda: ff.axis_index(("pipe", "data")), mesh)()
     [0, 2, 1, 3]
     """
-    return group(axis).position
+    where = group(axis)
+    asks(where.axis)
+    return where.position
 
 
 def axis_size(axis: Axis) -> int:

@@ -106,6 +106,8 @@ class Frame:
             it runs here at all; ``stage.unit(call, params, inputs, keywords)``.
         differentiate: what a gradient call comes down to, in place of autograd's own
             forward and backward.
+        rehearsal: runs the units' bodies in place of their functions, where a step is
+            planned; ``rehearsal.body(call, params, inputs, keywords)``.
         in_loss: whether a gradient call is around us.
     """
 
@@ -124,6 +126,7 @@ class Frame:
     recorder: Any = None
     stage: Any = None
     differentiate: Any = None
+    rehearsal: Any = None
     in_loss: bool = False
 
     def session(self, handler: Interpretation) -> Any:

@@ -5,16 +5,16 @@ from __future__ import annotations
 import functools
 import itertools
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch.distributed as dist
 from torch import Tensor
 
 from fsfunc import tree
-from fsfunc.backends.abstract import AbstractLink
+from fsfunc.backends.abstract import run_abstract
 from fsfunc.collectives import group
-from fsfunc.mesh import Axis, Here, Mesh, here, place_here, remember
+from fsfunc.mesh import Axis, Here, Mesh, asks, here, place_here, remember
 
 __all__ = ["PerRank", "local_batch", "make_mesh", "spmd"]
 
@@ -22,7 +22,14 @@ BACKENDS = ("processes", "simulated", "abstract", "vmap")
 
 
 class PerRank(list):
-    """One value for each rank hosted here, in rank order, as ``spmd`` returns them."""
+    """One value for each rank hosted here, in rank order, as ``spmd`` returns them.
+
+    Of an abstract mesh it has one for each distinct program: ``ranks`` says whose they
+    are, and ranks that agree on the axes ``asked`` share one.
+    """
+
+    ranks: tuple[int, ...] | None = None
+    asked: tuple[str, ...] = ()
 
     def unzip(self) -> tuple[PerRank, ...]:
         """Of a list of tuples, a tuple of lists: ``states, metrics = out.unzip()``.
@@ -30,7 +37,16 @@ class PerRank(list):
         >>> PerRank([(1, "a"), (2, "b")]).unzip()
         ([1, 2], ['a', 'b'])
         """
-        return tuple(PerRank(column) for column in zip(*self, strict=True))
+        columns = tuple(PerRank(column) for column in zip(*self, strict=True))
+        for column in columns:
+            column.ranks, column.asked = self.ranks, self.asked
+        return columns
+
+    def of(self, rank: int, mesh: Mesh) -> Any:
+        """The value of one rank of an abstract mesh."""
+        place = lambda r: [mesh.coordinates(r)[a] for a in self.asked]  # noqa: E731
+        at = [place(r) for r in self.ranks or (0,)].index(place(rank))
+        return self[at]
 
 
 def make_mesh(axes: Mapping[str, int], backend: str | None = None) -> Mesh:
@@ -80,6 +96,10 @@ def spmd(fn: Callable[..., Any], mesh: Mesh) -> Callable[..., PerRank]:
     the same ``args``, but of a list that ``spmd`` returned each takes its own, so
     ``out = spmd(step, mesh)(out, batch)`` goes on where it was.
 
+    On an abstract mesh all tensors are fake, and nothing is moved or computed. One rank
+    runs for each distinct program: ranks run the same one but for those that differ on
+    an axis along which ``fn`` asks for its coordinate, as a pipeline does on its own.
+
     Raises:
         The first error of any rank, noting the rank; every rank then stops.
         Deadlock, CollectiveMismatch: simulated ranks that cannot go on.
@@ -91,7 +111,9 @@ def spmd(fn: Callable[..., Any], mesh: Mesh) -> Callable[..., PerRank]:
 
     @functools.wraps(fn)
     def run(*args: Any) -> PerRank:
-        alone = mesh.backend in ("processes", "abstract")
+        if mesh.backend == "abstract":
+            return _abstract(fn, mesh, args)
+        alone = mesh.backend == "processes"
         hosted = 1 if alone else mesh.size
         for a in args:
             if isinstance(a, PerRank) and len(a) != hosted:
@@ -103,8 +125,7 @@ def spmd(fn: Callable[..., Any], mesh: Mesh) -> Callable[..., PerRank]:
             [a[i] if isinstance(a, PerRank) else a for a in args] for i in range(hosted)
         ]
         if alone:
-            link = mesh.link or AbstractLink()
-            with place_here(Here(mesh, link.rank, link)):
+            with place_here(Here(mesh, mesh.link.rank, mesh.link)):
                 return PerRank([fn(*by_rank[0])])
         if mesh.backend == "vmap":
             from fsfunc.backends.vmapped import run_vmapped
@@ -115,6 +136,30 @@ def spmd(fn: Callable[..., Any], mesh: Mesh) -> Callable[..., PerRank]:
         return PerRank(run_simulated(mesh, fn, by_rank))
 
     return run
+
+
+def _abstract(fn: Callable[..., Any], mesh: Mesh, args: Sequence[Any]) -> PerRank:
+    """One result for each distinct program."""
+    many = [a for a in args if isinstance(a, PerRank)]
+    for a in many:
+        ranks = a.ranks or (0,)
+        if len(a) != len(ranks) or ranks[-1] >= mesh.size:
+            raise ValueError(
+                f"a list of {len(a)} ranks' values cannot go to {mesh}: it takes what "
+                "spmd returned for this very mesh, whole"
+            )
+    asked = {axis for a in many for axis in a.asked}
+
+    def of(rank: int) -> list[Any]:
+        return [a.of(rank, mesh) if isinstance(a, PerRank) else a for a in args]
+
+    found = run_abstract(mesh, fn, of, asked)
+    results = PerRank(found.values())
+    results.ranks, results.asked = (
+        tuple(found),
+        tuple(a for a in mesh.axes if a in asked),
+    )
+    return results
 
 
 def local_batch(batch: Any, mesh: Mesh, axis: Axis, uneven: bool = False) -> Any:
@@ -153,6 +198,8 @@ def local_batch(batch: Any, mesh: Mesh, axis: Axis, uneven: bool = False) -> Any
             )
     if len(set(sizes.values())) > 1:
         raise ValueError(f"batch leaves differ in dim 0: {sizes}")
+    if any(n % size for n in sizes.values()):
+        asks(mesh.check(axis))
     index = group(axis, here(mesh)).position
 
     def part(x: Tensor) -> Tensor:

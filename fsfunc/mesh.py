@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from contextvars import ContextVar
 from dataclasses import dataclass
 from typing import Any
@@ -21,6 +21,8 @@ __all__ = [
     "Here",
     "Mesh",
     "NoMesh",
+    "asking",
+    "asks",
     "axis_names",
     "here",
     "place_here",
@@ -71,6 +73,7 @@ class Mesh:
     @property
     def rank(self) -> int:
         """The rank of whoever asks."""
+        asks(self.axes)
         return here(self).rank
 
     def check(self, axis: Axis) -> tuple[str, ...]:
@@ -89,7 +92,9 @@ class Mesh:
 
     def coordinates(self, rank: int | None = None) -> dict[str, int]:
         """The coordinate of ``rank`` (default: whoever asks) on every axis."""
-        rest = self.rank if rank is None else rank
+        if rank is None:
+            rank = self.rank
+        rest = rank
         found = {}
         for name, size in reversed(self.axes.items()):
             rest, found[name] = divmod(rest, size)
@@ -97,8 +102,12 @@ class Mesh:
 
     def coordinate(self, axis: Axis, rank: int | None = None) -> int:
         """The index of ``rank`` along ``axis``, the first name varying slowest."""
+        names = self.check(axis)
+        if rank is None:
+            asks(names)
+            rank = here(self).rank
         position, index = self.coordinates(rank), 0
-        for name in self.check(axis):
+        for name in names:
             index = index * self.axes[name] + position[name]
         return index
 
@@ -131,6 +140,24 @@ class Here:
     mesh: Mesh
     rank: int
     link: Any
+
+
+_ASKED: ContextVar[set[str] | None] = ContextVar("fsfunc_asked", default=None)
+
+
+def asks(axes: Iterable[str]) -> None:
+    """Notes that what runs depends on its coordinates on these axes.
+
+    Ranks of an abstract mesh that differ on no axis that is asked for run the same
+    program, and one of them stands for all.
+    """
+    if (seen := _ASKED.get()) is not None:
+        seen.update(axes)
+
+
+def asking(seen: set[str] | None) -> Scoped:
+    """Inside, ``seen`` gathers the axes that are asked for (None: nobody's)."""
+    return Scoped(_ASKED, seen)
 
 
 _PROCESSES: list[Mesh] = []  # under processes the calling process is its rank
@@ -166,7 +193,9 @@ def here(mesh: Mesh | None = None) -> Here:
             f"({found.mesh}): pass spmd the mesh that the transforms name"
         )
     if mesh.backend == found.mesh.backend == "processes":
-        return Here(mesh, found.rank, mesh.link)  # it has the groups of its own axes
+        moves = getattr(found.link, "moves", True)  # or we are at the planning of it
+        # A mesh's own link has the groups of its own axes.
+        return Here(mesh, found.rank, mesh.link if moves else found.link)
     return Here(mesh, found.rank, found.link)
 
 

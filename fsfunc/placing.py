@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fsfunc import tree
+from fsfunc import _torch, tree
 from fsfunc.accounting import label
 from fsfunc.collectives import group
 from fsfunc.homes import chunk_here
@@ -161,9 +161,11 @@ def _home(
     keeps = handler.zero in (1, 2)
     size = math.prod(sizes) * chunk if keeps else chunk
     whole = full[0].new_zeros(size, dtype=g.dtype)
-    index = handler.mesh.coordinate(axes) if axes else 0
+    index = handler.mesh.coordinate(axes, here(handler.mesh).rank) if axes else 0
     flat = whole[index * chunk : (index + 1) * chunk] if keeps else whole
     home = Home(layouts, flat, own, whole if keeps else None)
+    if isinstance(flat, _torch.FakeTensor):
+        return home  # there is nothing to copy
     with torch.no_grad():
         for leaf, layout, x in zip(home.leaves(), layouts, full, strict=True):
             leaf.local.copy_(take(x, layout, own))

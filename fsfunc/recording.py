@@ -175,7 +175,8 @@ def record(
             stack.enter_context(place_here(replace(at, link=link)))
         except NoMesh:
             pass  # the step names its own mesh, or none
-        f = replace(frame(), recorder=recorder)
+        # What is fake may be written: an optimizer then copies nothing.
+        f = replace(frame(), recorder=recorder, donated=how == "fake")
         stack.enter_context(inside(f))
         paths, leaves, treedef = tree.flatten_with_paths(params, is_leaf=is_sharded)
         for i, (path, x) in enumerate(zip(paths, leaves, strict=True)):

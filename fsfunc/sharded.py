@@ -9,13 +9,13 @@ A user's ``tree_map`` makes leaves without a home; ``homes.settle`` packs them a
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NoReturn
 
 import torch
 from torch import Tensor
 
-from fsfunc import tree
+from fsfunc import _torch, tree
 from fsfunc.layout import Flat, Layout
 
 __all__ = [
@@ -41,19 +41,31 @@ class Sharded:
     It is a pytree node (optree and torch) with the one child ``local``.
     """
 
-    __slots__ = ("_local", "layout", "home", "spent", "__weakref__")
+    __slots__ = ("_part", "_range", "layout", "home", "spent", "__weakref__")
 
     def __init__(self, local: Any, layout: Layout, home: Home | None = None):
-        self._local = local
+        self._part = local
+        self._range: tuple[Tensor, int, int] | None = None
         self.layout = layout
         self.home = home
         self.spent = ""
 
     @property
+    def _local(self) -> Any:
+        if self._range is not None:
+            flat, start, stop = self._range
+            self._part, self._range = flat[start:stop], None
+        return self._part
+
+    @property
     def local(self) -> Tensor:
+        self.check()
+        return self._local
+
+    def check(self) -> None:
+        """Raises where the leaf was donated."""
         if self.spent:
             raise RuntimeError(f"{self.layout.name!r}: {self.spent}")
-        return self._local
 
     @property
     def name(self) -> str:
@@ -73,7 +85,16 @@ class Sharded:
 
     @property
     def device(self) -> torch.device:
-        return self.local.device
+        source = self.local if self._range is None else self._range[0]
+        return _torch.device_of(source)
+
+    @property
+    def part_shape(self) -> tuple[int, ...]:
+        """The shape of ``local``, without making it."""
+        self.check()
+        if self._range is not None:
+            return (self._range[2] - self._range[1],)
+        return tuple(self._part.shape)
 
     def numel(self) -> int:
         return self.layout.numel
@@ -82,8 +103,16 @@ class Sharded:
         """The same place with another part, on its own."""
         return type(self)(local, self.layout)
 
+    def again(self, home: Home | None) -> Sharded:
+        """The same part as a leaf of ``home``, which lies in the same memory."""
+        self.check()
+        leaf = Sharded(self._part, self.layout, home)
+        leaf._range = self._range
+        return leaf
+
     def __repr__(self) -> str:
-        held = tuple(self._local.shape) if isinstance(self._local, Tensor) else "?"
+        local = self._local
+        held = tuple(local.shape) if isinstance(local, Tensor) else "?"
         return f"Sharded({self.layout}, local {held})"
 
     def __reduce__(self) -> Any:
@@ -202,16 +231,39 @@ class Home:
         return self._version == self.flat._version
 
     def leaves(self) -> list[Sharded]:
-        """The leaves, as views of ``flat``."""
-        return [
-            Sharded(self.flat[start:stop], layout, self)
-            for layout, (start, stop) in zip(self.members, self.ranges, strict=True)
-        ]
+        """The leaves, as views of ``flat``, each made when it is first asked for.
+
+        Most never are: gathers, reductions and optimizers read ``flat``.
+        """
+        flat, leaves = self.flat, []
+        at_once = flat.requires_grad or _torch.is_wrapped(flat)  # views have a history
+        for layout, (start, stop) in zip(self.members, self.ranges, strict=True):
+            leaf = Sharded(flat[start:stop] if at_once else None, layout, self)
+            if not at_once:
+                leaf._range = (flat, start, stop)
+            leaves.append(leaf)
+        return leaves
 
     def like(self, flat: Tensor) -> Home:
         """The same leaves over another flat tensor of the same length."""
         home = Home(self.members, flat, self.coordinates)
         home._ranges = self.ranges
+        return home
+
+    def shadow(self, convert: Callable[[Tensor], Tensor]) -> Home:
+        """The same home over converted tensors, which share memory as these do."""
+        whole = None if self.whole is None else convert(self.whole)
+        if whole is not None and _torch.storage_key(self.whole) == _torch.storage_key(
+            self.flat
+        ):
+            start = self.flat.storage_offset()
+            flat = whole.as_strided(self.flat.shape, self.flat.stride(), start)
+        else:
+            flat = convert(self.flat)
+        home = Home(self.members, flat, self.coordinates, whole)
+        home._ranges = self._ranges
+        if self.whole is not None and self.shows(self.whole.dtype):
+            home._version = flat._version
         return home
 
 
@@ -252,7 +304,7 @@ class Buffers:
             elif x is home.flat:  # written in place: the views are still right
                 for i in positions:
                     old = leaves[i]
-                    leaves[i] = Sharded(old._local, old.layout, home)
+                    leaves[i] = old.again(home)
             else:
                 for i, leaf in zip(positions, home.like(x).leaves(), strict=True):
                     leaves[i] = leaf
@@ -269,7 +321,7 @@ def complete_homes(leaves: Sequence[Any]) -> dict[int, tuple[list[int], Home]]:
     for i, leaf in enumerate(leaves):
         home = leaf.home if isinstance(leaf, Sharded) else None
         if home is not None:
-            leaf.local  # noqa: B018  (raises where the leaf was donated)
+            leaf.check()
             found.setdefault(id(home), ([], home))[0].append(i)
     complete = {}
     for key, (positions, home) in found.items():

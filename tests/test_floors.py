@@ -17,6 +17,7 @@ ROOT = Path(__file__).parent.parent
 # A pattern ending in "/" covers a folder. A new file needs a floor here.
 FLOORS = [
     (0, ["tree.py", "structure.py", "scoped.py", "_torch.py"]),
+    (0, ["kinds.py", "hardware.py"]),
     (1, ["layout.py", "parts.py", "pieces.py", "resharding.py"]),
     (1, ["arena.py", "mesh.py", "sharded.py", "homes.py"]),
     (2, ["accounting.py", "moves.py", "moving.py", "collectives.py"]),
@@ -27,8 +28,10 @@ FLOORS = [
     (5, ["transforms/", "pipelining/", "grouping.py"]),
     (5, ["recording.py", "recorded.py"]),
     (6, ["placing.py", "training.py"]),
-    (7, ["testing/", "show/"]),
-    (8, ["__init__.py"]),
+    (7, ["foresight/", "testing/"]),
+    (8, ["show/"]),
+    (9, ["__init__.py"]),
+    (10, ["__main__.py", "commands.py"]),
 ]
 
 PRIVATE_TORCH_LIVES_IN = "_torch.py"
@@ -243,7 +246,7 @@ def test_the_house_is_read():
         ("from .units import unit", "imports units.py of floor 3"),
         ("from . import units", "imports units.py of floor 3"),
         ("def late():\n    from fsfunc import units", "mesh.py:2: floor 1"),
-        ("import fsfunc as ff", "imports __init__.py of floor 8"),
+        ("import fsfunc as ff", "imports __init__.py of floor 9"),
         ("from importlib import import_module as i; i('x')", None),
         ("import importlib; importlib.import_module('fsfunc.units')", "units.py"),
         ("import importlib; importlib.import_module('.units', __package__)", "units"),

@@ -43,6 +43,7 @@ class Link:
     """One rank's connection to the others of its mesh."""
 
     rank: int = 0
+    moves: bool = True  # data; what is only planned stays where it is
     notes: dict[Any, Any] | None = None  # what ranks of one process tell each other
     level: int | None = None  # the functorch level that is the mesh, on a vmap mesh
 

@@ -44,7 +44,7 @@ def again(leaf: Any) -> Any:
 
     A donated shard is spent: what a step hands back must be another object.
     """
-    return Sharded(leaf.local, leaf.layout, leaf.home) if is_sharded(leaf) else leaf
+    return leaf.again(leaf.home) if is_sharded(leaf) else leaf
 
 
 def zeros_like(params: Tree, dtype: torch.dtype | None = None) -> Tree:
@@ -128,11 +128,11 @@ def fits(leaf: Any, other: Any) -> bool:
     if is_sharded(leaf):
         if not is_sharded(other):  # a leaf cut over nothing is a plain tensor's equal
             plain = isinstance(other, Tensor) and not leaf.layout.parts
-            return plain and leaf.local.shape == other.shape
+            return plain and leaf.part_shape == other.shape
         mine, its = leaf.layout, other.layout
         if mine is not its and (mine.shape, mine.parts) != (its.shape, its.parts):
             return False
-        leaf, other = leaf.local, other.local
+        return leaf.part_shape == other.part_shape and leaf.device == other.device
     elif not isinstance(other, Tensor):
         return False
     return leaf.shape == other.shape and leaf.device == other.device

@@ -18,7 +18,7 @@ from fsfunc.collectives import Group, group
 from fsfunc.differentiated import Leaves
 from fsfunc.frames import Counter, Interpretation, frame, inside
 from fsfunc.losses import loss_parts
-from fsfunc.mesh import Mesh, here
+from fsfunc.mesh import Mesh, asks, here
 from fsfunc.pipelining.actions import Action, Schedule, ScheduleError, owners
 from fsfunc.pipelining.cuts import Cuts
 from fsfunc.pipelining.cutting import Stages, edges
@@ -97,6 +97,7 @@ class Pipelining(Interpretation):
                     "of its own"
                 )
         at = here(self.mesh)
+        asks((self.axis,))
         # The counter tells the gradient calls apart.
         handlers = (*before.handlers, self)
         found = before.but(handlers=handlers, at=at, counter=Counter())

@@ -1,10 +1,23 @@
-"""What each kind of action is called and how it is coloured, wherever it is shown."""
+"""What each kind of thing is called and how it is coloured, wherever it is shown."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
-__all__ = ["BORDER", "COMPUTE", "GAPS", "TRANSFERS", "WAITS", "lighter"]
+__all__ = [
+    "BORDER",
+    "COMPUTE",
+    "GAPS",
+    "Look",
+    "MEMORY",
+    "MOVES",
+    "PHASE",
+    "STALL",
+    "TRANSFERS",
+    "WAITS",
+    "lighter",
+    "look_of",
+]
 
 
 @dataclass(frozen=True)
@@ -37,6 +50,40 @@ GAPS = {
     WAITS: Look("waits for another rank", "░", "#c9cdd6"),
     OUTSIDE: Look("not begun, or done", "·", "#eff1f4"),
 }
+
+
+# Memory by kind, as it is stacked: what stays lies below what comes and goes.
+MEMORY = {
+    "parameters": Look("parameters", "p", "#4c7cb8"),
+    "moments": Look("moments", "m", "#8b5fa8"),
+    "buffers": Look("buffers", "b", "#737a87"),
+    "gradients": Look("gradients", "d", "#e07b39"),
+    "gathered": Look("gathered", "g", "#8aa9d1"),
+    "activations": Look("activations", "a", "#4fa37b"),
+}
+PHASE = {
+    "forward": Look("forward", "F", "#4c7cb8", "rail_response"),
+    "recompute": Look("recompute", "R", "#8aa9d1", "rail_idle"),
+    "backward": Look("backward", "B", "#e07b39", "thread_state_iowait"),
+    "update": Look("update", "U", "#8b5fa8", "black"),
+}
+MOVES = {
+    "all_gather": Look("all_gather", "g", "#4fa37b", "thread_state_running"),
+    "psum_scatter": Look("psum_scatter", "s", "#edb83d", "yellow"),
+    "psum": Look("psum", "+", "#b8a13c", "olive"),
+    "pmax": Look("pmax", "^", "#b8a13c", "olive"),
+    "all_to_all": Look("all_to_all", "x", "#c26a9a", "terrible"),
+    "pbroadcast": Look("pbroadcast", "b", "#6bb3b8", "good"),
+    "ppermute": Look("ppermute", "p", "#ecae85", "rail_animation"),
+    "message": Look("message", ">", "#ecae85", "rail_animation"),
+}
+STALL = Look("waits for a transfer", "░", "#c9cdd6")
+_OTHER = Look("other", "?", "#a5abb7", "generic_work")
+
+
+def look_of(looks: dict[str, Look], kind: str) -> Look:
+    """The look of a kind; of one that has none, a grey one."""
+    return looks.get(kind, _OTHER)
 
 
 def lighter(color: str, chunk: int, chunks: int) -> str:

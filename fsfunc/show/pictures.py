@@ -7,23 +7,30 @@ from os import PathLike
 from statistics import quantiles
 from typing import TYPE_CHECKING
 
+from fsfunc.show.canvases import (
+    DPI,
+    FAINT,
+    INK,
+    MARK_BAND,
+    canvas,
+    check_drawing,
+    is_dark,
+    legend,
+    legend_bands,
+)
 from fsfunc.show.lanes import Bar, Chart
 from fsfunc.show.palette import COMPUTE, GAPS, lighter
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
-    from matplotlib.figure import Figure
 
 __all__ = ["draw"]
 
-DPI = 160
 ROW, BAR = 0.44, 0.36  # inches: from rank to rank, and how high a bar is
 LEFT, RIGHT, TOP, BOTTOM = 0.75, 1.15, 0.42, 0.74  # inches around the rows
 NARROWEST, WIDEST = 5.0, 20.0  # inches of the time axis
 LARGEST, SMALLEST = 8.5, 5.5  # points of the labels in the bars
-MARK, MARK_LETTER, MARK_BAND = 0.33, 0.063, 0.18  # inches: a legend's square, letter
 LETTER = 0.7  # of the font's size: how wide a letter is
-INK, FAINT = "#22262e", "#737a87"
 
 
 def draw(chart: Chart, path: str | PathLike[str]) -> None:
@@ -34,14 +41,7 @@ def draw(chart: Chart, path: str | PathLike[str]) -> None:
         ValueError: an ending that matplotlib has no format for, or no action that
             takes time.
     """
-    try:
-        from matplotlib.figure import Figure
-    except ImportError as error:
-        raise ImportError(
-            "a picture of a timeline needs matplotlib: pip install matplotlib, or "
-            "print the timeline"
-        ) from error
-
+    check_drawing("timeline")
     bars = [b for lane in chart.lanes for b in lane.bars if b.end > b.start]
     if not bars:
         raise ValueError("every action takes no time: give costs above 0")
@@ -51,13 +51,10 @@ def draw(chart: Chart, path: str | PathLike[str]) -> None:
     width = min(max(inches * LARGEST, NARROWEST), WIDEST)
     height = ROW * len(chart.lanes)
     marks = _marks(chart)
-    long = sum(MARK + MARK_LETTER * len(title) for title in marks)
-    bands = math.ceil(long / (width + RIGHT))  # of the legend
+    bands = legend_bands(marks, width + RIGHT)
     below = BOTTOM + MARK_BAND * (bands - 1)
     whole = (LEFT + width + RIGHT, TOP + height + below)
-    figure = Figure(figsize=whole, dpi=DPI, facecolor="white")
-    place = (LEFT / whole[0], below / whole[1], width / whole[0], height / whole[1])
-    axes = figure.add_axes(place)
+    figure, axes = canvas(whole, (LEFT, below, width, height))
     axes.set_xlim(0, chart.makespan)
     axes.set_ylim(len(chart.lanes) - 0.5, -0.5)  # rank 0 on top
     _rows(axes, chart)
@@ -65,7 +62,7 @@ def draw(chart: Chart, path: str | PathLike[str]) -> None:
     if size >= SMALLEST:
         _labels(axes, chart, size, 72 * width / chart.makespan)
     _margins(axes, chart)
-    _legend(figure, marks, math.ceil(len(marks) / bands))
+    legend(figure, marks, LEFT, math.ceil(len(marks) / bands))
     figure.savefig(path, dpi=DPI)
 
 
@@ -119,25 +116,17 @@ def _labels(axes: Axes, chart: Chart, size: float, points: float) -> None:
                 rank,
                 _short(bar),
                 size=size,
-                color="white" if _is_dark(_color(bar, chart)) else INK,
+                color="white" if is_dark(_color(bar, chart)) else INK,
                 ha="center",
                 va="center_baseline",
             )
 
 
-def _is_dark(color: str) -> bool:
-    red, green, blue = (int(color[i : i + 2], 16) for i in (1, 3, 5))
-    return 0.299 * red + 0.587 * green + 0.114 * blue < 150
-
-
 def _margins(axes: Axes, chart: Chart) -> None:
     """Write the ranks, the times, and each rank's figures."""
     ranks = range(len(chart.lanes))
-    for spine in axes.spines.values():
-        spine.set_visible(False)
     axes.set_yticks(ranks, [f"rank {rank}" for rank in ranks])
     axes.tick_params(axis="y", length=0, labelsize=9, labelcolor=INK, pad=6)
-    axes.tick_params(axis="x", length=3, labelsize=8, color=FAINT, labelcolor=FAINT)
 
     def write(
         text: str,
@@ -180,24 +169,3 @@ def _marks(chart: Chart) -> dict[str, str]:
         pale = lighter(COMPUTE["F"].color, chart.chunks - 1, chart.chunks)
         marks["lighter: a rank's later stage"] = pale
     return marks
-
-
-def _legend(figure: Figure, marks: dict[str, str], columns: int) -> None:
-    """Write what the colours mean under the picture."""
-    from matplotlib.patches import Patch
-
-    figure.legend(
-        handles=[Patch(facecolor=color, label=title) for title, color in marks.items()],
-        loc="lower left",
-        bbox_to_anchor=(LEFT / figure.get_figwidth(), 0.14 / figure.get_figheight()),
-        ncols=columns,
-        frameon=False,
-        fontsize=8,
-        labelcolor=INK,
-        borderpad=0,
-        borderaxespad=0,
-        handlelength=1,
-        handleheight=1,
-        handletextpad=0.5,
-        columnspacing=1.4,
-    )

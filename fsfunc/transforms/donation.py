@@ -90,6 +90,11 @@ def refuse_spent(t: Any) -> None:
             raise RuntimeError(f"{path!r}: {why}")
 
 
+def restore(t: Any) -> None:
+    """``t`` is as good as before: the step that it was donated to only was planned."""
+    _mark(tree.leaves(t, is_leaf=is_sharded), "")
+
+
 def _spent(x: Any) -> str:
     return x.spent if isinstance(x, Sharded) else _SPENT.get(id(x), ("",))[0]
 

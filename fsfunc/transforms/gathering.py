@@ -75,12 +75,13 @@ class Passage:
         ]
 
 
-def _strides(shape: Sequence[int]) -> tuple[int, ...]:
-    strides, step = [], 1
+def strides(shape: Sequence[int]) -> tuple[int, ...]:
+    """Those of a contiguous tensor."""
+    steps, step = [], 1
     for n in reversed(shape):
-        strides.append(step)
+        steps.append(step)
         step *= max(n, 1)
-    return tuple(reversed(strides))
+    return tuple(reversed(steps))
 
 
 def _view(full: Tensor | None, layout: Layout) -> Tensor:
@@ -88,7 +89,7 @@ def _view(full: Tensor | None, layout: Layout) -> Tensor:
         raise RuntimeError(f"{layout} is not gathered")
     offset = full.storage_offset() + layout.flat.offset
     shape = whole_shape(layout)
-    return full.as_strided(shape, _strides(shape), offset)
+    return full.as_strided(shape, strides(shape), offset)
 
 
 def whole_shape(layout: Layout) -> tuple[int, ...]:

@@ -14,6 +14,7 @@ from torch import Tensor
 from fsfunc import _torch
 from fsfunc._torch import TorchDispatchMode
 from fsfunc.accounting import aside, is_aside
+from fsfunc.scoped import Scoped
 from fsfunc.units import States, generator_states, set_generators
 
 __all__ = [
@@ -86,6 +87,12 @@ def recomputes(policy: Policy | str | None, micro: Sequence[tuple[int, int]]) ->
 
 
 _TAPES: ContextVar[tuple[Tape, ...]] = ContextVar("fsfunc_tapes", default=())
+_TAPED: ContextVar[bool] = ContextVar("fsfunc_taped", default=False)
+
+
+def is_taped() -> bool:
+    """Whether a policy numbers the operators that run now."""
+    return _TAPED.get()
 
 
 def checkpoint_name(x: Tensor, name: str) -> Tensor:
@@ -189,7 +196,7 @@ class Tape:
         """The first run."""
         token = _TAPES.set((*_TAPES.get(), self))
         try:
-            with _Keeping(self):
+            with Scoped(_TAPED, True), _Keeping(self):
                 yield
         finally:
             _TAPES.reset(token)
@@ -199,7 +206,7 @@ class Tape:
     def replay(self, values: Sequence[Tensor]) -> Iterator[None]:
         """The second run."""
         found = dict(zip(self.kept, values, strict=True))
-        with _Replaying(self.kept, found):
+        with Scoped(_TAPED, True), _Replaying(self.kept, found):
             yield
 
 

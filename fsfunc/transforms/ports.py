@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from fsfunc import tree
+from fsfunc.kinds import count_as
 from fsfunc.layout import Layout
 from fsfunc.sharded import Home, Sharded, is_sharded
 
@@ -25,6 +26,7 @@ class Port:
     def add(self, grad: Tensor) -> None:
         """Adds a reduced gradient, which is the port's to keep."""
         grad = grad.to(self.home.flat.dtype)
+        count_as("gradients", [grad])
         self.grad = grad if self.grad is None else self.grad.add_(grad)
 
 

@@ -12,7 +12,15 @@ from torch import Tensor
 
 from fsfunc.accounting import label
 from fsfunc.collectives import Group
-from fsfunc.transforms.gathering import Arena, Box, Passage, Use, whole_shape
+from fsfunc.kinds import count_as
+from fsfunc.transforms.gathering import (
+    Arena,
+    Box,
+    Passage,
+    Use,
+    strides,
+    whole_shape,
+)
 from fsfunc.transforms.ports import Port
 
 __all__ = ["Reductions"]
@@ -63,7 +71,9 @@ class Reductions:
             buffer = self.arena.get(count, dtype, box.home.flat)
         else:  # the port keeps it: no larger memory than that
             buffer = box.home.flat.new_empty(count, dtype=dtype)
+        count_as("gradients", [buffer, *grads])
         targets, sources, at = [], [], 0
+        start = buffer.storage_offset()
         for layout, g in zip(use.layouts, grads, strict=True):
             offset = layout.flat.offset if layout.flat else 0
             if g is None:
@@ -71,9 +81,10 @@ class Reductions:
             if offset > at:
                 buffer[at:offset].zero_()
             at = offset + math.prod(whole_shape(layout))
-            targets.append(buffer[offset:at].view(g.shape))
+            targets.append(buffer.as_strided(g.shape, strides(g.shape), start + offset))
             sources.append(g)
-        buffer[at:].zero_()
+        if at < count:
+            buffer[at:].zero_()
         if targets:
             torch._foreach_copy_(targets, sources)
         return buffer
@@ -111,6 +122,7 @@ class Reductions:
             grad = reduction.work.wait()
         if self.replicas is not None and self.replicas.size > 1:
             grad = self.replicas.start("psum", grad).wait()
+        count_as("gradients", [grad])
         reduction.port.add(grad)
         if reduction.work is not None and grad is not reduction.buffer:
             self.arena.spoil(reduction.buffer)

@@ -11,6 +11,7 @@ from torch import Tensor
 from fsfunc.backends.base import Done
 from fsfunc.collectives import Group
 from fsfunc.frames import frame, running
+from fsfunc.kinds import count_as
 from fsfunc.sharded import Home
 from fsfunc.transforms.gathering import Arena, Box, Passage, Use
 from fsfunc.transforms.reducing import Reductions
@@ -80,6 +81,7 @@ class Session:
         full = home.whole
         if full is None or full.dtype != dtype:
             full = self.arena.get(count, dtype, source)
+            count_as("gathered", [full])
         if self.where.size == 1:
             return full.copy_(source), Done(full)
         return full, self.where.start("all_gather", source, out=full)

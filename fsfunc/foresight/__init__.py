@@ -1,0 +1,1 @@
+"""What a step will do and what it will cost, before it runs."""

@@ -1,0 +1,64 @@
+"""The link of a rank that is planned: nothing moves, and what would is noted."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import Tensor
+
+from fsfunc.accounting import Ledger
+from fsfunc.backends.abstract import AbstractLink
+from fsfunc.backends.base import Work
+from fsfunc.foresight.events import Asked, Sent, Started, Waited
+from fsfunc.foresight.observing import Observer
+
+__all__ = ["PlannedLink"]
+
+
+class _Planned(Work):
+    """A collective or transfer that is noted again when it is waited for."""
+
+    def __init__(self, work: Work, number: int, observer: Observer):
+        self.work, self.number, self.observer = work, number, observer
+        self.over = False
+
+    def wait(self) -> Tensor:
+        if not self.over:
+            self.over = True
+            self.observer.book.events.append(Waited(self.number))
+        return self.work.wait()
+
+    def done(self) -> bool:
+        return True
+
+
+class PlannedLink(AbstractLink):
+    """Notes in the observer's book when each transfer starts and is waited for.
+
+    Args:
+        log: the ledger into which the collectives are written, each just before.
+    """
+
+    def __init__(self, rank: int, observer: Observer, log: Ledger):
+        super().__init__(rank)
+        self.observer, self.log, self.count = observer, log, 0
+
+    def _noted(self, work: Work, event: Any) -> Work:
+        self.observer.book.events.append(event)
+        self.count += 1
+        return _Planned(work, self.count - 1, self.observer)
+
+    def start(
+        self, op: str, x: Tensor, where: Any, *, out: Tensor | None = None, **how: Any
+    ) -> Work:
+        event = Started(self.count, self.log.records[-1], where.ranks)
+        return self._noted(super().start(op, x, where, out=out, **how), event)
+
+    def send(self, x: Tensor, where: Any, to: int) -> Work:
+        event = Sent(self.count, self.log.records[-1], where.ranks[to])
+        return self._noted(super().send(x, where, to), event)
+
+    def receive(self, like: Tensor, where: Any, source: int) -> Work:
+        size = like.numel() * like.element_size()
+        event = Asked(self.count, size, where.ranks[source])
+        return self._noted(super().receive(like, where, source), event)

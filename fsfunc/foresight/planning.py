@@ -1,0 +1,272 @@
+"""``plan``: run a step where nothing is computed or sent, and note what it would do."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from fsfunc import _torch, tree
+from fsfunc.accounting import Ledger, only, traceback_line
+from fsfunc.foresight.linking import PlannedLink
+from fsfunc.foresight.observing import Observer
+from fsfunc.foresight.plans import Leaf, Plan, RankPlan
+from fsfunc.foresight.rehearsing import DifferentiatedTwice, Rehearsal
+from fsfunc.frames import frame, inside
+from fsfunc.kinds import counting
+from fsfunc.launching import spmd
+from fsfunc.mesh import Here, Mesh, NoMesh, asking, asks, here, place_here
+from fsfunc.sharded import Home, Sharded, is_sharded
+from fsfunc.training import TrainState, init_state
+from fsfunc.transforms.donation import refuse_spent, restore
+
+__all__ = ["plan"]
+
+
+def plan(
+    step: Callable[..., Any], *args: Any, mesh: Mesh | None = None, repeat: bool = True
+) -> Plan:
+    """What ``step(*args)`` will do: every collective, FLOP and byte, before it runs.
+
+    The step runs on fake tensors over ranks that send nothing, so a plan is made of a
+    mesh of any size and of parameters that nobody could hold. A unit that is called
+    again on the same shapes is looked at once.
+
+    In two forms: ``plan(step, state, batch)``, inside ``spmd(main, mesh)`` on any mesh,
+    is this rank's plan (on real ranks nothing runs, and the state stays as it is); and
+    ``plan(step, init_fn, optimizer, batch, mesh=mesh)`` makes the state too, as
+    ``init_state`` does, and plans every distinct program of the mesh.
+
+    Args:
+        step: any function that transforms may be around: a step, a loss, one's own
+            function that calls collectives.
+        args: what it is called with: a state, real or fake, and a batch. Or a function
+            that returns the whole parameters, an optimizer, and this rank's own batch
+            (or a function that returns it).
+        mesh: the mesh to plan for, whatever its backend; by default that of the
+            transforms around ``step``, or one rank alone.
+        repeat: whether to look at equal unit calls once (else at each).
+
+    Returns:
+        a :class:`Plan`; ``plan[rank]`` is one rank's program.
+
+    Raises:
+        RuntimeError: the step asks for a tensor's value; names the line.
+        ValueError: tensors of a device that fake tensors cannot stand for here.
+
+    Cost: about a millisecond a unit call, once units are known; no memory beside the
+    events themselves.
+
+    >>> import torch, fsfunc as ff
+    >>> layer = ff.unit(lambda p, x: torch.tanh(x @ p))
+    >>> def loss(params, x):
+    ...     for p in params:
+    ...         x = layer(p, x)
+    ...     return x.sum()
+    >>> mesh = ff.make_mesh({"data": 1024}, "abstract")
+    >>> optimizer = ff.sharded_adam(1e-3)
+    >>> step = ff.shard(optimizer(ff.value_and_grad(loss)), mesh, "data")
+    >>> init = lambda: [torch.zeros(64, 64) for _ in range(3)]
+    >>> found = ff.plan(step, init, optimizer, torch.zeros(4, 64))
+    >>> found.count("all_gather"), found.bytes("data", "psum_scatter")
+    (5, 49104)
+    """
+    try:
+        at = None if mesh is not None else here()
+    except NoMesh:
+        at = None
+    makes = len(args) == 3 and callable(args[0]) and hasattr(args[1], "init")
+    if at is None:
+        return _everywhere(step, args, _mesh_of(step, mesh), makes, repeat)
+    rehearsal = Rehearsal(Observer(), repeat)
+    if makes:
+        args = _made(step, args, rehearsal)
+    return _here(step, args, at, rehearsal)
+
+
+def _mesh_of(step: Any, mesh: Mesh | None) -> Mesh:
+    """An abstract mesh like the one given, or the one that the transforms name."""
+    if mesh is None:
+        named = [getattr(h, "mesh", None) for h in getattr(step, "interpretations", ())]
+        mesh = next((m for m in named if m is not None), None)
+    return Mesh({} if mesh is None else mesh.axes, "abstract")
+
+
+def _everywhere(
+    step: Any, args: Sequence[Any], mesh: Mesh, makes: bool, repeat: bool
+) -> Plan:
+    rehearsal = Rehearsal(Observer(), repeat)  # what one rank saw serves the others
+
+    def main() -> Plan:
+        given = _made(step, args, rehearsal) if makes else args
+        return _here(step, given, here(), rehearsal)
+
+    found = spmd(main, mesh)()
+    alike = mesh.size // len(found)
+    ranks = (replace(p.ranks[0], alike=alike) for p in found)
+    return Plan(mesh, tuple(ranks), found.asked)
+
+
+def _made(step: Any, args: Sequence[Any], rehearsal: Rehearsal) -> tuple[Any, ...]:
+    """The state and the batch, of the functions that make them."""
+    init, optimizer, batch = args
+    batch = batch() if callable(batch) else batch
+    with _told_where(), _rehearsed(rehearsal, frame().at):
+        return init_state(step, init, optimizer, batch), batch
+
+
+@contextmanager
+def _rehearsed(rehearsal: Rehearsal, at: Here | None) -> Iterator[None]:
+    """Inside, bodies of units are replayed."""
+    with inside(frame().but(rehearsal=rehearsal, at=at)), rehearsal.observer:
+        yield
+
+
+def _here(step: Any, args: Sequence[Any], at: Here, rehearsal: Rehearsal) -> Plan:
+    """The plan of this rank."""
+    try:
+        found, asked = _planned(step, args, at, rehearsal)
+    except DifferentiatedTwice:
+        plainly = Rehearsal(Observer(), repeat=False)
+        found, asked = _planned(step, args, at, plainly)
+    asks(asked)
+    count = math.prod(at.mesh.axes[a] for a in asked)
+    return Plan(
+        at.mesh,
+        (replace(found, alike=at.mesh.size // count),),
+        tuple(at.mesh.axes if at.mesh.backend != "abstract" else sorted(asked)),
+    )
+
+
+def _planned(
+    step: Any, args: Sequence[Any], at: Here, rehearsal: Rehearsal
+) -> tuple[RankPlan, set[str]]:
+    log, observer, asked = Ledger(), rehearsal.begin(), set[str]()
+    refuse_spent(args)
+    with ExitStack() as stack:
+        generator = torch.random.default_generator
+        stack.callback(generator.set_state, generator.get_state())
+        if not _torch.fake_active():
+            _check_devices(args)
+            mode = _torch.fake_mode_of(tree.leaves(args))
+            args = _shadows(mode, args)
+            stack.enter_context(mode)
+        else:
+            stack.callback(restore, args)
+        link = PlannedLink(at.rank, observer, log)
+        now = replace(at, link=link)
+        f = frame()
+        for scope in (only(log), asking(asked), place_here(now)):
+            stack.enter_context(scope)
+        stack.enter_context(counting(observer))
+        leaves = list(_leaves(args))
+        for leaf, tensors in leaves:
+            observer.given(leaf.kind, tensors)
+        with _told_where(), _rehearsed(rehearsal, None if f.at is None else now):
+            out = step(*args)
+        rehearsal.look_back()
+        for value in out if isinstance(out, tuple) else (out,):
+            if isinstance(value, TrainState):
+                for leaf, tensors in _leaves((value,)):
+                    observer.count_as(leaf.kind, tensors)
+        book = observer.book
+        book.close()
+    found = RankPlan(
+        at.rank, 1, at.mesh.coordinates(at.rank), book.events, book.kinds,
+        [leaf for leaf, _ in leaves], log.records, rehearsal.derived,
+    )  # fmt: skip
+    return found, asked
+
+
+@contextmanager
+def _told_where() -> Iterator[None]:
+    """Turns a refusal of fake tensors into the line that asked for a value."""
+    try:
+        yield
+    except Exception as error:
+        if not _torch.is_data_dependent(error):
+            raise
+        raise RuntimeError(
+            f"planning stopped at {traceback_line(error)}, which asks for a tensor's "
+            "value (.item(), `if tensor`, a boolean mask), and a plan has none. Move "
+            "it out of the step (what is only shown can be read from the metrics "
+            "afterwards), or make it a torch.where"
+        ) from error
+
+
+def _check_devices(args: Any) -> None:
+    """Refuses devices that torch cannot run here: autograd would end the process."""
+    for x in tree.leaves(args):
+        if isinstance(x, Tensor) and x.device.type not in ("cpu", "meta"):
+            if x.device.type != "cuda" or not torch.cuda.is_available():
+                raise ValueError(
+                    f"a tensor of device {x.device} cannot be planned with this torch, "
+                    "which cannot run that device: make the state and the batch on "
+                    "the CPU; a plan is the same"
+                )
+
+
+# What the step is given
+
+
+def _shadows(mode: Any, args: Any) -> Any:
+    """The arguments as fake tensors, leaves of one buffer in one buffer again."""
+    leaves, treedef = tree.flatten(args, is_leaf=is_sharded)
+    homes: dict[int, tuple[Home, list[Sharded]]] = {}
+    for i, x in enumerate(leaves):
+        if isinstance(x, Tensor):
+            leaves[i] = _torch.fake_of(mode, x.detach())
+        elif isinstance(x, Sharded):
+            home = x.home
+            if home is None:
+                leaves[i] = x.with_local(_torch.fake_of(mode, x.local.detach()))
+                continue
+            if id(home) not in homes:
+                shadow = home.shadow(lambda t: _torch.fake_of(mode, t.detach()))
+                homes[id(home)] = (home, shadow.leaves())
+            _, members = homes[id(home)]
+            at = [id(m) for m in home.members].index(id(x.layout))
+            leaves[i] = members[at]
+    return tree.unflatten(treedef, leaves)
+
+
+def _leaves(args: Any) -> Iterator[tuple[Leaf, list[Tensor]]]:
+    """Each tensor among the arguments, and the memory that it lies in."""
+    for i, value in enumerate(args):
+        head = "" if i == 0 else "batch" if i == 1 else f"argument {i}"
+        paths, leaves, _ = tree.flatten_with_paths(value, is_leaf=is_sharded)
+        for path, x in zip(paths, leaves, strict=True):
+            if not isinstance(x, Tensor | Sharded):
+                continue
+            kind = _kind(i, value, path)
+            path = "/".join(part for part in (head, path) if part)
+            layout = x.layout if isinstance(x, Sharded) else None
+            home = x.home if isinstance(x, Sharded) else None
+            flat = None if layout is None else layout.flat
+            unit = "" if flat is None else flat.buffer.partition(":")[0]
+            if home is not None and layout is not None:  # a view of its buffer
+                at = [id(m) for m in home.members].index(id(layout))
+                start, stop = home.ranges[at]
+                size = (stop - start) * home.flat.element_size()
+                tensors = [home.flat, *([] if home.whole is None else [home.whole])]
+            else:
+                local = x.local if isinstance(x, Sharded) else x
+                size = local.numel() * local.element_size()
+                tensors = [local]
+            shape = tuple(int(n) for n in x.shape)
+            yield Leaf(path, kind, shape, x.dtype, size, layout, unit), tensors
+
+
+def _kind(i: int, value: Any, path: str) -> str:
+    """What a leaf of argument ``i`` is for."""
+    if i > 0:
+        return "buffers"
+    if not isinstance(value, TrainState):
+        return "parameters"
+    head = path.partition("/")[0]
+    return {"params": "parameters", "opt_state": "moments"}.get(head, "buffers")
