@@ -1,6 +1,6 @@
 """fsfunc: a plain train step, transformed."""
 
-from fsfunc import show
+from fsfunc import show, testing
 from fsfunc.accounting import ledger
 from fsfunc.autodiff import Weighted, value_and_grad
 from fsfunc.auxiliary import Summed

@@ -22,13 +22,16 @@ class Arena:
     """
 
     poison = False
+    reuse = True  # False: every buffer is a fresh one
 
     def __init__(self) -> None:
         self.storages: list[torch.UntypedStorage] = []
 
     def get(self, count: int, dtype: torch.dtype, like: Tensor) -> Tensor:
         """``[count]`` elements of ``dtype`` whose values mean nothing."""
-        if like.device.type != "cpu" or isinstance(like, _torch.FakeTensor):
+        if isinstance(like, _torch.FakeTensor) or not self.reuse:
+            return torch.empty(count, dtype=dtype, device=_torch.device_of(like))
+        if like.device.type != "cpu":
             return torch.empty(count, dtype=dtype, device=like.device)
         size = count * dtype.itemsize
         best, spare = None, []

@@ -53,8 +53,10 @@ class Sharded:
     @property
     def _local(self) -> Any:
         if self._range is not None:
-            flat, start, stop = self._range
-            self._part, self._range = flat[start:stop], None
+            # As it would have been made at once, whoever asks first.
+            with torch.enable_grad(), _torch.beneath_functorch():
+                flat, start, stop = self._range
+                self._part, self._range = flat[start:stop], None
         return self._part
 
     @property
@@ -106,7 +108,7 @@ class Sharded:
     def again(self, home: Home | None) -> Sharded:
         """The same part as a leaf of ``home``, which lies in the same memory."""
         self.check()
-        leaf = Sharded(self._part, self.layout, home)
+        leaf = type(self)(self._part, self.layout, home)
         leaf._range = self._range
         return leaf
 

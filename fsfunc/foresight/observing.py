@@ -47,17 +47,20 @@ class Book:
         self.held: dict[int, _Watched] = {}  # by the storage's address
         self.open = True
 
-    def take(self, x: Tensor, op: str, unit: str, phase: str) -> None:
-        """Notes the storage of ``x``, if it is a new one."""
+    def take(
+        self, x: Tensor, op: str, unit: str, phase: str, size: int | None = None
+    ) -> None:
+        """Notes the storage of ``x``, if it is a new one (as of ``size`` bytes)."""
         storage = x.untyped_storage()
+        size = storage.nbytes() if size is None else size
         key = storage._cdata
         if key in self.held:
             return
         watched = _Watched(storage, self._gone)
         watched.key, watched.number = key, len(self.sizes)
         self.held[key] = watched
-        self.events.append(Took(watched.number, storage.nbytes(), op, unit, phase))
-        self.sizes.append(storage.nbytes())
+        self.events.append(Took(watched.number, size, op, unit, phase))
+        self.sizes.append(size)
 
     def _gone(self, watched: _Watched) -> None:
         if self.open:
@@ -78,23 +81,32 @@ class Observer(_torch.TorchDispatchMode):
     """Writes what a rank's thread does into ``book``, while it is on.
 
     Args:
+        strangers: whether memory counts that no operator seen here has made, such as
+            what other ranks sent.
         units: (name, phase) of the unit bodies that run now, the innermost last.
         roots: storages of the running body's parameters; ``pure``: of what was computed
             from them alone.
         reads: storages that any operator read.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, strangers: bool = False) -> None:
         super().__init__()
+        self.strangers = strangers
+        self.always = strangers
+        self.paused = False
         self.book = Book()
+        self.fake: Any = None
         self.units: list[tuple[str, str]] = []
         self.roots: set[int] = set()
         self.pure: set[int] = set()
         self.reads: set[int] = set()
-        self.always = False
         # Whose the autograd nodes are, from which number on.
         self._turns: list[int] = []
         self._names: list[str] = []
+
+    def __enter__(self) -> Any:
+        self.fake = _torch.fake_mode()
+        return super().__enter__()
 
     # What runs
 
@@ -102,14 +114,21 @@ class Observer(_torch.TorchDispatchMode):
         if func is _DEVICE and isinstance(args[0], _torch.FakeTensor):
             return _torch.device_of(args[0])  # asked all the time
         kwargs = kwargs or {}
-        out = func(*args, **kwargs)
-        if self.always or not is_silent():
+        out = NotImplemented
+        if self.fake is not None:
+            out = _torch.quick_fake(self.fake, func, args, kwargs)
+        if out is NotImplemented:
+            out = func(*args, **kwargs)
+        if not self.paused and (self.always or not is_silent()):
             self._note(func, args, kwargs, out)
         return out
 
     def _note(self, func: Any, args: Any, kwargs: Any, out: Any) -> None:
         read, made = list(_tensors((args, kwargs.values()))), list(_tensors((out,)))
         known = {_torch.storage_key(x) for x in read}
+        if self.strangers:
+            for x in read:
+                self.book.take(x, "", "", "")
         fresh = [x for x in made if _torch.storage_key(x) not in known]
         if not fresh and not func._schema.is_mutable:
             return  # a view

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import math
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
@@ -81,12 +82,25 @@ def plan(
     except NoMesh:
         at = None
     makes = len(args) == 3 and callable(args[0]) and hasattr(args[1], "init")
-    if at is None:
-        return _everywhere(step, args, _mesh_of(step, mesh), makes, repeat)
-    rehearsal = Rehearsal(Observer(), repeat)
-    if makes:
-        args = _made(step, args, rehearsal)
-    return _here(step, args, at, rehearsal)
+    with _uncollected():
+        if at is None:
+            return _everywhere(step, args, _mesh_of(step, mesh), makes, repeat)
+        rehearsal = Rehearsal(Observer(), repeat)
+        if makes:
+            args = _made(step, args, rehearsal)
+        return _here(step, args, at, rehearsal)
+
+
+@contextmanager
+def _uncollected() -> Iterator[None]:
+    """Without rounds of garbage collection: each would go through all events."""
+    on = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if on:
+            gc.enable()
 
 
 def _mesh_of(step: Any, mesh: Mesh | None) -> Mesh:

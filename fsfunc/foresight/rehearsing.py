@@ -284,9 +284,7 @@ class Rehearsal:
                     size = x.untyped_storage().nbytes()
                     whole = size == x.numel() * x.element_size() and not offset
                     count = (size // x.element_size(),)
-                    storages.append(
-                        shape if whole else _Shape(count, (1,), *shape[2:])
-                    )
+                    storages.append(shape if whole else _Shape(count, (1,), *shape[2:]))
                 grads.append(_Grad(shape, seen[key], None, offset))
             return _Backward(segment, storages, grads)
 

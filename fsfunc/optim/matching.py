@@ -156,7 +156,7 @@ class Matched:
         """Whether memory to write lies at two places: each then gets its own."""
         params, grads, *moments = self.buffers
         tensors = [t for b in (params, *moments) for t in b.tensors]
-        if any(isinstance(t, _torch.FakeTensor) for t in tensors):
+        if any(isinstance(t, _torch.FakeTensor) for t in (*tensors, *grads.tensors)):
             return False  # nothing is written, and asking where would raise
         written = [t.data_ptr() for t in tensors if t.numel()]
         read = {t.data_ptr() for t in grads.tensors}
