@@ -20,7 +20,7 @@ class _Planned(Work):
 
     def __init__(self, work: Work, number: int, observer: Observer):
         self.work, self.number, self.observer = work, number, observer
-        self.over = False
+        self.over = self.asked = False
 
     def wait(self) -> Tensor:
         if not self.over:
@@ -29,7 +29,9 @@ class _Planned(Work):
         return self.work.wait()
 
     def done(self) -> bool:
-        return True
+        """When others come is not known here: a message lasts for one action more."""
+        over, self.asked = self.over or self.asked, True
+        return over
 
 
 class PlannedLink(AbstractLink):
