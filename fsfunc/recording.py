@@ -7,8 +7,8 @@ share a buffer, in which order buffers are wanted, and which leaves no unit take
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable
+from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -17,7 +17,7 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
 from fsfunc import _torch, tree
-from fsfunc.accounting import silence, source_line, traceback_line
+from fsfunc.accounting import silence, source_line
 from fsfunc.backends.abstract import AbstractLink
 from fsfunc.frames import frame, inside
 from fsfunc.grouping import Findings, Group, Taken, common
@@ -25,6 +25,7 @@ from fsfunc.layout import Layout
 from fsfunc.mesh import NoMesh, here, place_here
 from fsfunc.recorded import Recorded, plain, whole
 from fsfunc.sharded import is_sharded
+from fsfunc.values import told_where
 
 __all__ = ["Group", "Recorder", "common", "record"]
 
@@ -124,24 +125,20 @@ class _Watch(TorchFunctionMode):
         name = getattr(func, "__name__", "")
         if name not in _READS_NOTHING:
             self.recorder.read((args, kwargs or {}))
-        args, kwargs = tree.map(plain, (args, kwargs or {}), is_leaf=is_sharded)
-        return func(*args, **kwargs)
+        return func(*map(_plain_in, args), **_plain_in(kwargs or {}))
 
 
-@contextmanager
-def _told_where(real: bool) -> Iterator[None]:
-    """Turns a refusal of fake tensors into the line that asked for a value."""
-    try:
-        yield
-    except Exception as error:
-        if real or not _torch.is_data_dependent(error):
-            raise
-        raise RuntimeError(
-            f"recording the step on fake tensors stopped at {traceback_line(error)}, "
-            "which asks for a tensor's value (.item(), `if tensor`, a boolean mask). "
-            "Move it out of the step or make it a torch.where; or record one real call "
-            'with record="real"'
-        ) from error
+def _plain_in(value: Any) -> Any:
+    """An argument of a torch function, its recorded leaves as tensors."""
+    if isinstance(value, (list, tuple, dict)) and value:
+        return tree.map(plain, value, is_leaf=is_sharded)
+    return plain(value)
+
+
+_INSTEAD = (
+    ". Move it out of the step or make it a torch.where; or record one real call with "
+    'record="real"'
+)
 
 
 def record(
@@ -189,6 +186,10 @@ def record(
             rest,
             is_leaf=is_sharded,
         )
-        with _Watch(recorder), _told_where(how == "real"):
+        if how == "fake":
+            stack.enter_context(
+                told_where("the step, recorded on fake tensors,", _INSTEAD)
+            )
+        with _Watch(recorder):
             fn(tree.unflatten(treedef, leaves), *others)
     return recorder

@@ -12,9 +12,14 @@ from torch import Tensor
 from fsfunc import _torch, tree
 from fsfunc.backends.base import Done, Link, Work
 from fsfunc.mesh import Here, Mesh, asking, place_here
+from fsfunc.values import told_where
 
 __all__ = ["AbstractLink", "run_abstract"]
 
+_INSTEAD = (
+    ", where all tensors are fake: leave out there what reads a value, or run it on a "
+    "simulated mesh"
+)
 _MOST = 512  # distinct programs: more are a mistake, and would take for ever
 
 
@@ -72,7 +77,8 @@ def run_abstract(
     while todo := [r for r in _lowest(mesh, asked) if r not in found]:
         for rank in todo:
             link = AbstractLink(rank)
-            with mode, asking(asked), place_here(Here(mesh, rank, link)):
+            told = told_where("a function run on an abstract mesh", _INSTEAD)
+            with told, mode, asking(asked), place_here(Here(mesh, rank, link)):
                 found[rank] = fn(*tree.map(fake, list(args(rank))))
             if len(found) == 1:
                 break  # now it is known what it asks for

@@ -70,6 +70,11 @@ class _Counted:
             work = self._link.start(op, x, where, **how)
         return _Awaited(work, self, room)
 
+    def receive(self, like: Tensor, where: Any, source: int) -> Work:
+        with self._paused():
+            work = self._link.receive(like, where, source)
+        return _Awaited(work, self, like)
+
     @contextmanager
     def _paused(self) -> Iterator[None]:
         self._observer.paused = True

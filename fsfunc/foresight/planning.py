@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from fsfunc import _torch, tree
-from fsfunc.accounting import Ledger, only, traceback_line
+from fsfunc.accounting import Ledger, only
 from fsfunc.foresight.linking import PlannedLink
 from fsfunc.foresight.observing import Observer
 from fsfunc.foresight.plans import Leaf, Plan, RankPlan
@@ -25,8 +25,14 @@ from fsfunc.mesh import Here, Mesh, NoMesh, asking, asks, here, place_here
 from fsfunc.sharded import Home, Sharded, is_sharded
 from fsfunc.training import TrainState, init_state
 from fsfunc.transforms.donation import refuse_spent, restore
+from fsfunc.values import told_where
 
 __all__ = ["plan"]
+
+_INSTEAD = (
+    ", and in a plan nothing has one. Move it out of the step (what is only shown can "
+    "be read off the metrics afterwards), or make it a torch.where"
+)
 
 
 def plan(
@@ -130,7 +136,10 @@ def _made(step: Any, args: Sequence[Any], rehearsal: Rehearsal) -> tuple[Any, ..
     """The state and the batch, of the functions that make them."""
     init, optimizer, batch = args
     batch = batch() if callable(batch) else batch
-    with _told_where(), _rehearsed(rehearsal, frame().at):
+    with (
+        told_where("the step that is planned", _INSTEAD),
+        _rehearsed(rehearsal, frame().at),
+    ):
         return init_state(step, init, optimizer, batch), batch
 
 
@@ -181,7 +190,10 @@ def _planned(
         leaves = list(_leaves(args))
         for leaf, tensors in leaves:
             observer.given(leaf.kind, tensors)
-        with _told_where(), _rehearsed(rehearsal, None if f.at is None else now):
+        with (
+            told_where("the step that is planned", _INSTEAD),
+            _rehearsed(rehearsal, None if f.at is None else now),
+        ):
             out = step(*args)
         rehearsal.look_back()
         for value in out if isinstance(out, tuple) else (out,):
@@ -195,22 +207,6 @@ def _planned(
         [leaf for leaf, _ in leaves], log.records, rehearsal.derived,
     )  # fmt: skip
     return found, asked
-
-
-@contextmanager
-def _told_where() -> Iterator[None]:
-    """Turns a refusal of fake tensors into the line that asked for a value."""
-    try:
-        yield
-    except Exception as error:
-        if not _torch.is_data_dependent(error):
-            raise
-        raise RuntimeError(
-            f"planning stopped at {traceback_line(error)}, which asks for a tensor's "
-            "value (.item(), `if tensor`, a boolean mask), and a plan has none. Move "
-            "it out of the step (what is only shown can be read from the metrics "
-            "afterwards), or make it a torch.where"
-        ) from error
 
 
 def _check_devices(args: Any) -> None:

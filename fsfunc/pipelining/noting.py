@@ -25,7 +25,8 @@ from fsfunc.pipelining.programs import (
     UnitCall,
     Value,
 )
-from fsfunc.pipelining.valuing import asks_for_a_value, run_on_data
+from fsfunc.pipelining.valuing import run_on_data
+from fsfunc.values import asks_for_a_value
 
 __all__ = ["Tracer"]
 

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable
+from contextlib import ExitStack
 from dataclasses import replace
 from typing import Any
 
@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from fsfunc import _torch, tree
-from fsfunc.accounting import silence, traceback_line
+from fsfunc.accounting import silence
 from fsfunc.backends.abstract import AbstractLink
 from fsfunc.frames import Frame, frame, inside
 from fsfunc.mesh import NoMesh, here, place_here
@@ -20,27 +20,16 @@ from fsfunc.pipelining.flowing import Flow, Leaf
 from fsfunc.pipelining.naming import Names, below
 from fsfunc.pipelining.noting import Tracer
 from fsfunc.pipelining.programs import Program
-from fsfunc.pipelining.valuing import asks_for_a_value
 from fsfunc.sharded import Sharded, is_sharded
 from fsfunc.units import generators_kept
+from fsfunc.values import told_where
 
 __all__ = ["program", "trace"]
 
-
-@contextmanager
-def _told_where() -> Iterator[None]:
-    """Turns a refusal of fake tensors into the line that asked for a value."""
-    try:
-        yield
-    except Exception as error:
-        if not asks_for_a_value(error):
-            raise
-        raise RuntimeError(
-            f"the loss asks for a tensor's value at {traceback_line(error)} (.item(), "
-            "`if tensor`, a boolean mask), outside every unit: what it does next must "
-            "not depend on a value that another stage holds. Move it into a unit, or "
-            "make it a torch.where"
-        ) from error
+_INSTEAD = (
+    ", outside every unit: what it does next must not depend on a value that another "
+    "stage holds. Move it into a unit, or make it a torch.where"
+)
 
 
 def program(loss_fn: Callable[..., Any], *args: Any, **keywords: Any) -> Program:
@@ -105,7 +94,7 @@ def trace(
         ]
         keywords = {k: _blank(tracer, x, k) for k, x in keywords.items()}
         stack.enter_context(flow)
-        stack.enter_context(_told_where())
+        stack.enter_context(told_where("the loss", _INSTEAD))
         out = loss_fn(*given, **keywords)
         return tracer.finished(getattr(loss_fn, "__name__", "loss"), out)
 
