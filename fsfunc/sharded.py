@@ -254,14 +254,13 @@ class Home:
 
     def shadow(self, convert: Callable[[Tensor], Tensor]) -> Home:
         """The same home over converted tensors, which share memory as these do."""
-        whole = None if self.whole is None else convert(self.whole)
-        if whole is not None and _torch.storage_key(self.whole) == _torch.storage_key(
-            self.flat
-        ):
-            start = self.flat.storage_offset()
-            flat = whole.as_strided(self.flat.shape, self.flat.stride(), start)
-        else:
-            flat = convert(self.flat)
+        flat, whole = None, None
+        if self.whole is not None:
+            whole = convert(self.whole)
+            if _torch.storage_key(self.whole) == _torch.storage_key(self.flat):
+                start = self.flat.storage_offset()
+                flat = whole.as_strided(self.flat.shape, self.flat.stride(), start)
+        flat = convert(self.flat) if flat is None else flat
         home = Home(self.members, flat, self.coordinates, whole)
         home._ranges = self._ranges
         if self.whole is not None and self.shows(self.whole.dtype):
