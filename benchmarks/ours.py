@@ -63,7 +63,8 @@ def advancing(
         held[0], loss = step(held[0], batch)
         return loss
 
-    return Competitor(advance, sent=None, state=held)
+    plan = lambda: ff.plan(step, held[0], batch)  # noqa: E731
+    return Competitor(advance, sent=None, state=held, plan=plan)
 
 
 def sent_bytes(competitor: Competitor) -> float:

@@ -70,6 +70,7 @@ class Competitor:
     step: Callable[[], Tensor | None]
     sent: float | None = 0.0
     state: object = field(default=None, repr=False)
+    plan: Callable[[], Any] | None = None  # what fsfunc says that a step will do
 
 
 def adamw(parameters: Iterable[nn.Parameter]) -> torch.optim.AdamW:

@@ -148,6 +148,13 @@ def example(task: dict[str, Any]) -> dict[str, Any]:
     return {"times": alternate(calls, rounds=task["rounds"])}
 
 
+def foresee(task: dict[str, Any]) -> dict[str, Any]:
+    """Estimated and measured seconds of steps, on the hardware as measured here."""
+    from foreseen import foresee
+
+    return foresee(task)
+
+
 def _build(name: str, task: dict[str, Any]) -> Any:
     import peers
     import peers_pipelined
@@ -202,7 +209,7 @@ def main() -> None:
     warnings.filterwarnings("ignore")  # torch's own, about names that it has renamed
     if task["ranks"] > 1:
         _start_group(task)
-    kinds = {f.__name__: f for f in (steps, memory, adam, hooks, example)}
+    kinds = {f.__name__: f for f in (steps, memory, adam, hooks, example, foresee)}
     answer = kinds[task["kind"]](task)
     path = Path(task["folder"]) / f"answer{task['rank']}"
     path.write_text(json.dumps(answer))

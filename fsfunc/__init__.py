@@ -1,6 +1,9 @@
 """fsfunc: a plain train step, transformed."""
 
-from fsfunc import show, testing
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+from fsfunc import hardware
 from fsfunc.accounting import ledger
 from fsfunc.autodiff import Weighted, value_and_grad
 from fsfunc.auxiliary import Summed
@@ -17,9 +20,9 @@ from fsfunc.collectives import (
     psum,
     psum_scatter,
 )
-from fsfunc.foresight.planning import plan
 from fsfunc.launching import local_batch, make_mesh, spmd
 from fsfunc.layout import Flat, Layout, Owned, Split
+from fsfunc.machines import Hardware, Level
 from fsfunc.mesh import Mesh
 from fsfunc.optim import (
     Optimizer,
@@ -66,4 +69,32 @@ from fsfunc.transforms.rematerialization import remat
 from fsfunc.transforms.sharding import shard
 from fsfunc.units import unit
 
+if TYPE_CHECKING:
+    from fsfunc import show, testing
+    from fsfunc.foresight.estimating import estimate
+    from fsfunc.foresight.measuring import measure_hardware
+    from fsfunc.foresight.planning import plan
+
 __version__ = "0.1.0"
+
+# What only some programs use comes when it is asked for: imports are paid by all.
+_LATER = {
+    "show": "fsfunc.show",
+    "testing": "fsfunc.testing",
+    "plan": "fsfunc.foresight.planning",
+    "estimate": "fsfunc.foresight.estimating",
+    "measure_hardware": "fsfunc.foresight.measuring",
+}
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _LATER:
+        raise AttributeError(f"module 'fsfunc' has no attribute {name!r}")
+    module = import_module(_LATER[name])
+    found = module if _LATER[name].endswith(f".{name}") else getattr(module, name)
+    globals()[name] = found
+    return found
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *_LATER})

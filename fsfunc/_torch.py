@@ -378,18 +378,37 @@ def is_data_dependent(error: BaseException) -> bool:
     )
 
 
+_LIBRARY = torch.library.Library("aten", "IMPL", "Meta")
+
+
+@functools.cache
+def _teach() -> None:
+    """Tells torch what this does to tensors without data, where it does not know.
+
+    It would run the operator on zeros of full size in their place.
+    """
+    has: Any = torch._C._dispatch_has_kernel_for_dispatch_key
+    if not has("aten::_fused_sgd_", "Meta"):
+        _LIBRARY.impl("_fused_sgd_", lambda *args, **kwargs: None)
+
+
+def _new_fake_mode() -> FakeTensorMode:
+    _teach()
+    return FakeTensorMode(allow_non_fake_inputs=True)
+
+
 def fake_mode_of(values: Iterable[Any]) -> FakeTensorMode:
     """The mode of the fake tensors among ``values``, or a new one."""
     for x in values:
         if isinstance(x, FakeTensor):
             return x.fake_mode
-    return FakeTensorMode(allow_non_fake_inputs=True)
+    return _new_fake_mode()
 
 
 @functools.cache
 def abstract_mode() -> FakeTensorMode:
     """The one mode of all abstract meshes: tensors of two modes cannot meet."""
-    return FakeTensorMode(allow_non_fake_inputs=True)
+    return _new_fake_mode()
 
 
 def fake_of(mode: FakeTensorMode, x: Tensor) -> Tensor:

@@ -70,10 +70,11 @@ class Findings:
         Args:
             gathers: whether units gather their leaves, which no loss may read then.
         """
+        calls = self._calls()
         found = self.outside | {
             path: where
             for (path, numbers), where in self.inside.items()
-            if not self._takes(path, numbers)  # it came in as an input
+            if not _takes(calls[path], numbers)  # it came in as an input
         }
         inner = any(in_loss for _, in_loss in found.values())
         read = {
@@ -101,25 +102,22 @@ class Findings:
                 )
         return set(read)
 
-    def _takes(self, path: str, numbers: tuple[int, ...]) -> bool:
-        """Whether this unit call, or one around it, has the leaf as a parameter."""
-        return any(
-            path in t.leaves and t.numbers == numbers[: len(t.numbers)]
-            for t in self.taken
-        )
-
-    def owner(self, path: str) -> tuple[Owned, ...]:
-        """The one place along an axis where all calls that take a leaf run, if any."""
-        owners = {t.owner for t in self.taken if path in t.leaves}
-        return owners.pop() if len(owners) == 1 else ()
-
-    def groups(self, min_bytes: int = 0, gathers: bool = True) -> list[Group]:
-        """The buffers, in the order in which units first want them."""
-        whole = self.whole(gathers)
+    def _calls(self) -> dict[str, list[Taken]]:
+        """The unit calls that were given each leaf."""
         calls: dict[str, list[Taken]] = defaultdict(list)
         for t in self.taken:
             for path in t.leaves:
                 calls[path].append(t)
+        return calls
+
+    def owner(self, path: str) -> tuple[Owned, ...]:
+        """The one place along an axis where all calls that take a leaf run, if any."""
+        return _owner(self._calls()[path])
+
+    def groups(self, min_bytes: int = 0, gathers: bool = True) -> list[Group]:
+        """The buffers, in the order in which units first want them."""
+        whole = self.whole(gathers)
+        calls = self._calls()
         found: dict[Any, list[str]] = {}
         for path, layout in self.layouts.items():
             if path in whole:
@@ -130,7 +128,7 @@ class Findings:
                 common([t.path for t in mine]),
                 layout.dtype,
                 path in self.trained,
-                self.owner(path),
+                _owner(calls[path]),
             )
             found.setdefault(key, []).append(path)
         ordered = sorted(found.items(), key=lambda item: item[0][0] or ((1 << 30,),))
@@ -169,6 +167,16 @@ class Findings:
             if mine:
                 order.append(tuple(dict.fromkeys(mine)))
         return order
+
+
+def _takes(calls: list[Taken], numbers: tuple[int, ...]) -> bool:
+    """Whether a unit call, or one around it, is among those that take a leaf."""
+    return any(t.numbers == numbers[: len(t.numbers)] for t in calls)
+
+
+def _owner(calls: list[Taken]) -> tuple[Owned, ...]:
+    owners = {t.owner for t in calls}
+    return owners.pop() if len(owners) == 1 else ()
 
 
 def common(paths: list[tuple[str, ...]]) -> tuple[str, ...]:

@@ -17,11 +17,11 @@ ROOT = Path(__file__).parent.parent
 # A pattern ending in "/" covers a folder. A new file needs a floor here.
 FLOORS = [
     (0, ["tree.py", "structure.py", "scoped.py", "_torch.py"]),
-    (0, ["kinds.py", "hardware.py"]),
+    (0, ["kinds.py", "machines.py", "hardware.py"]),
     (1, ["layout.py", "parts.py", "pieces.py", "resharding.py"]),
     (1, ["arena.py", "mesh.py", "sharded.py", "homes.py"]),
     (2, ["accounting.py", "moves.py", "moving.py", "collectives.py"]),
-    (2, ["splitting.py", "launching.py", "backends/"]),
+    (2, ["splitting.py", "launching.py", "values.py", "backends/"]),
     (3, ["frames.py", "tying.py", "units.py", "losses.py"]),
     (3, ["differentiated.py", "auxiliary.py", "autodiff.py"]),
     (4, ["optim/", "statistics.py"]),
@@ -201,26 +201,29 @@ def name_faults(house: House) -> list[str]:
     """Return the modules that bear the name of a public function or class.
 
     Importing such a module puts it in the function's place. Public is what its own
-    file defines, and what an `__init__.py` names (in a string too: it may be lazy).
+    file defines, and what an `__init__.py` names (in a string too: it may be lazy): of
+    a folder's, in that folder; of the package's own, anywhere.
     """
     defined: dict[str, list[str]] = {}
-    exported: set[str] = set()
+    exported: dict[str, set[str]] = {}  # by the folder in which it counts
     for path, source in house.items():
         tree = ast.parse(source)
         for node in tree.body:
             if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
                 defined.setdefault(node.name, []).append(path)
         if path.endswith("__init__.py"):
+            names = exported.setdefault(path.removesuffix("__init__.py"), set())
             for node in ast.walk(tree):
                 if isinstance(node, ast.alias):
-                    exported.add(node.asname or node.name)
+                    names.add(node.asname or node.name)
                 elif isinstance(node, ast.Constant):
-                    exported.add(str(node.value))
+                    names.add(str(node.value))
     faults = []
     for path in house:
         name = module_name(path).rpartition(".")[2]
         places = defined.get(name, [])
-        if path in places or places and name in exported:
+        shown = any(path.startswith(f) and name in ns for f, ns in exported.items())
+        if path in places or places and shown:
             faults.append(f"{path}: {name} is also defined in {places[0]}")
     return faults
 
@@ -326,6 +329,12 @@ def test_a_module_named_like_a_function_is_seen(export):
     assert_one_fault(name_faults({"mesh.py": "class mesh: ..."}), "mesh.py: mesh")
     assert name_faults({"mesh.py": "class Mesh:\n    def mesh(self): ..."}) == []
     assert name_faults({"tree.py": "", "__init__.py": "from . import tree"}) == []
+    house = {
+        "a/tree.py": "",
+        "b/c.py": "def tree(): ...",
+        "b/__init__.py": "from b.c import tree",
+    }
+    assert name_faults(house) == []
 
 
 def assert_one_fault(faults: list[str], fault: str | None) -> None:

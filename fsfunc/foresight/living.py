@@ -64,8 +64,10 @@ class _Counted:
     def start(self, op: str, x: Tensor, where: Any, **how: Any) -> Work:
         room = None
         if how.get("out") is None:
-            shape = AbstractLink().start(op, x.detach().to("meta"), where).wait()
+            with self._paused():
+                shape = AbstractLink().start(op, x.detach().to("meta"), where).wait()
             room = torch.empty_like(shape, device=x.device)
+            del shape
         with self._paused():
             work = self._link.start(op, x, where, **how)
         return _Awaited(work, self, room)

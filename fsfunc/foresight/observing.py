@@ -87,6 +87,7 @@ class Observer(_torch.TorchDispatchMode):
         roots: storages of the running body's parameters; ``pure``: of what was computed
             from them alone.
         reads: storages that any operator read.
+        said: who takes memory now, in place of the operator that does.
     """
 
     def __init__(self, strangers: bool = False) -> None:
@@ -97,6 +98,7 @@ class Observer(_torch.TorchDispatchMode):
         self.book = Book()
         self.fake: Any = None
         self.units: list[tuple[str, str]] = []
+        self.said = ""
         self.roots: set[int] = set()
         self.pure: set[int] = set()
         self.reads: set[int] = set()
@@ -139,7 +141,7 @@ class Observer(_torch.TorchDispatchMode):
         self.reads |= known
         made_of = known and known <= self.roots | self.pure
         for x in fresh:
-            self.book.take(x, str(func), unit, phase)
+            self.book.take(x, self.said or str(func), unit, phase)
             key = _torch.storage_key(x)
             self.roots.discard(key)  # of a storage that is gone
             (self.pure.add if made_of else self.pure.discard)(key)
@@ -164,12 +166,16 @@ class Observer(_torch.TorchDispatchMode):
         """The unit and the phase of what runs now."""
         if self.units:
             return self.units[-1]
-        unit, _ = current_label()
+        unit, phase = current_label()
         node = _torch.current_node()
+        # The node that recomputes, and not one of those that it then runs.
+        again = running().recompute and hasattr(node, "pull_recomputed")
+        if unit:
+            return unit, "recompute" if again else phase
         if node is not None:
-            phase = "recompute" if running().recompute else "backward"
-            return unit or self._unit_of(_torch.sequence_number(node)), phase
-        return unit, "forward" if unit or frame().in_loss else "update"
+            unit = self._unit_of(_torch.sequence_number(node))
+            return unit, "recompute" if again else "backward"
+        return "", "forward" if frame().in_loss else "update"
 
     def _unit_of(self, number: int) -> str:
         """The unit whose body made the autograd node of this number."""
@@ -192,6 +198,17 @@ class Observer(_torch.TorchDispatchMode):
         finally:
             self.units.pop()
             self._turn(self.units[-1][0] if self.units else "")
+
+    @contextmanager
+    def standing_for(self, name: str, phase: str, what: str) -> Iterator[None]:
+        """Memory that is taken inside is a unit's, as if ``what`` had taken it."""
+        self.units.append((name, phase))
+        before, self.said = self.said, what
+        try:
+            yield
+        finally:
+            self.units.pop()
+            self.said = before
 
     # What memory is for
 

@@ -158,12 +158,9 @@ def _here(step: Any, args: Sequence[Any], at: Here, rehearsal: Rehearsal) -> Pla
         plainly = Rehearsal(Observer(), repeat=False)
         found, asked = _planned(step, args, at, plainly)
     asks(asked)
-    count = math.prod(at.mesh.axes[a] for a in asked)
-    return Plan(
-        at.mesh,
-        (replace(found, alike=at.mesh.size // count),),
-        tuple(at.mesh.axes if at.mesh.backend != "abstract" else sorted(asked)),
-    )
+    axes = tuple(a for a in at.mesh.axes if a in asked)
+    count = math.prod(at.mesh.axes[a] for a in axes)
+    return Plan(at.mesh, (replace(found, alike=at.mesh.size // count),), axes)
 
 
 def _planned(

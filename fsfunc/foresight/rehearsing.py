@@ -13,7 +13,8 @@ taken apart node by node), those under a policy that names values, or ``torch.fu
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -127,23 +128,27 @@ class Rehearsal:
         if any(x.tracked for x in script.outs if isinstance(x, Shape)):
             found = iter(_Body.apply(played, *tensors(played.leaves)))
         else:
-            self.note(script.forward, played.call.name, backward=False)
-            found = (x.make() for x in script.outs if isinstance(x, Shape))
+            with self.replay(script.forward, played.call.name, "output"):
+                found = iter([x.make() for x in script.outs if isinstance(x, Shape)])
         outs = [next(found) if isinstance(x, Shape) else x for x in script.outs]
         return tree.unflatten(script.treedef, outs)
 
-    def note(self, segment: Segment, name: str, backward: bool) -> None:
-        """Writes a replay into the observer's book."""
+    @contextmanager
+    def replay(self, segment: Segment, name: str, what: str) -> Iterator[None]:
+        """Writes a replay into the book; inside, what it leaves behind is taken."""
+        phase = "recompute" if running().recompute else "forward"
+        phase = "backward" if what == "gradient" else phase
         if not is_silent():
-            again = running().recompute
-            phase = "backward" if backward else "recompute" if again else "forward"
             self.observer.book.events.append(Replayed(segment, name, phase))
+        with self.observer.standing_for(name, phase, what):
+            yield
 
     def keep(self, played: _Played) -> Tensor | None:
         """Memory in place of all that the body keeps for its backward."""
         script = played.script
         if not script.kept:
             return None
+        self.observer.said = "kept for the backward"
         memory = torch.empty(script.kept, dtype=torch.uint8)
         number = self.observer.book.number(memory)
         if script.derived and number is not None:
@@ -176,8 +181,9 @@ class _Body(torch.autograd.Function):
     @staticmethod
     def forward(ctx, played: _Played, *given):  # type: ignore[override]
         script, rehearsal = played.script, played.rehearsal
-        rehearsal.note(script.forward, played.call.name, backward=False)
-        outs = [x.make() if isinstance(x, Shape) else x for x in script.outs]
+        with rehearsal.replay(script.forward, played.call.name, "output"):
+            outs = [x.make() if isinstance(x, Shape) else x for x in script.outs]
+            ctx.kept = rehearsal.keep(played)
         ctx.set_materialize_grads(False)
         ctx.mark_non_differentiable(
             *[outs[i] for i, x in enumerate(script.outs) if not _tracked(x)]
@@ -186,7 +192,6 @@ class _Body(torch.autograd.Function):
             *[played.leaves[i] for i in script.saved],
             *[outs[i] for i in script.echoed],
         )
-        ctx.kept = rehearsal.keep(played)
         leaves = [Shape.of(x) if isinstance(x, Tensor) else x for x in played.leaves]
         ctx.played = replace(played, leaves=leaves)
         return tuple(tensors(outs))
@@ -210,9 +215,9 @@ class _Body(torch.autograd.Function):
                     pattern,
                 )
         back = script.backward[pattern]
-        rehearsal.note(back.segment, played.call.name, backward=True)
-        ctx.kept = None
-        new = [shape.make() for shape in back.storages]
+        with rehearsal.replay(back.segment, played.call.name, "gradient"):
+            ctx.kept = None
+            new = [shape.make() for shape in back.storages]
         found = iter(back.grads)
         grads = [
             _made(next(found), new, cotangents) if x.tracked else None

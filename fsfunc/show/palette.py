@@ -56,7 +56,7 @@ GAPS = {
 MEMORY = {
     "parameters": Look("parameters", "p", "#4c7cb8"),
     "moments": Look("moments", "m", "#8b5fa8"),
-    "buffers": Look("buffers", "b", "#737a87"),
+    "buffers": Look("buffers", "b", "#edb83d"),
     "gradients": Look("gradients", "d", "#e07b39"),
     "gathered": Look("gathered", "g", "#8aa9d1"),
     "activations": Look("activations", "a", "#4fa37b"),

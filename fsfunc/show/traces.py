@@ -1,4 +1,4 @@
-"""``trace``: a recorded run as JSON that https://ui.perfetto.dev opens."""
+"""``trace``: a run, or an estimate, as JSON that https://ui.perfetto.dev opens."""
 
 from __future__ import annotations
 
@@ -9,43 +9,57 @@ from os import PathLike
 from pathlib import Path
 from typing import Any
 
+from fsfunc.foresight.estimating import Estimate
+from fsfunc.foresight.plans import Plan
+from fsfunc.foresight.simulating import Span
 from fsfunc.pipelining.actions import Action
 from fsfunc.pipelining.timing import Event
 from fsfunc.show.lanes import check_events
 from fsfunc.show.palette import COMPUTE, TRANSFERS
+from fsfunc.show.streaming import check_spans
+from fsfunc.show.tracks import (
+    THREADS_OF_A_RANK,
+    microseconds,
+    name_tracks,
+    stream_events,
+)
 
 __all__ = ["trace"]
 
-# Viewers know a thread by its number alone, whatever its process: numbers differ
-# between ranks, and 0 is taken (it is the idle thread).
-_THREADS_OF_A_RANK = 1000
 _TRACKS = {"compute": 1, "send": 100, "receive": 500}  # first thread of each
 _SHORTEST = 0.002  # microseconds: an arrow needs something to begin and end in
 _NOISE = 0.0005  # microseconds: sums of floats that should be equal
 
 
 def trace(
-    events: Sequence[tuple[int, Action, float, float]],
+    events: Sequence[tuple[int, Action, float, float]] | Estimate | Sequence[Span],
     path: str | PathLike[str] | None = None,
+    *,
+    plan: Plan | None = None,
 ) -> dict[str, Any]:
     """The run as a Chrome trace, which is also written to ``path`` where given.
 
     Each rank is a process with a track for what it computes and tracks for what it
     sends and receives; slices are named as actions are (``F3@5``), and an arrow leads
-    from every send to its receive. https://ui.perfetto.dev and chrome://tracing open
-    the file.
+    from every send to its receive. Of an estimate, slices are named after units and
+    collectives, with a track for each stream. https://ui.perfetto.dev and
+    chrome://tracing open the file.
 
     Args:
         events: (rank, action, start, end), times in seconds on a clock that all ranks
             share; of a recorded run, or of ``simulate(schedule, costs)``, where one
-            time unit reads as a second. The trace begins at the first of them.
+            time unit reads as a second. The trace begins at the first of them. Or an
+            estimate of ``ff.estimate``, or its spans.
         path: the file to write.
+        plan: of which the estimate is: the memory that ranks hold is then a counter
+            beside their tracks.
 
     Returns:
         ``{"traceEvents": [...], "displayTimeUnit": "ms"}``.
 
     Raises:
-        TypeError, ValueError: events that are none; says which.
+        TypeError, ValueError: events that are none; says which. A plan without an
+            estimate, or another plan than that of the estimate.
 
     Source: the Trace Event Format; perfetto's importer of it.
 
@@ -53,7 +67,15 @@ def trace(
     >>> written["traceEvents"][-1]["name"], written["traceEvents"][-1]["dur"]
     ('F3@0', 500000.0)
     """
-    ordered = sorted(check_events(events), key=lambda event: (event.start, event.end))
+    given: Any = events if isinstance(events, Estimate) else list(events)
+    if isinstance(given, Estimate) or given and isinstance(given[0], Span):
+        return _written(stream_events(check_spans(given), plan), path)
+    if plan is not None:
+        raise TypeError(
+            "memory is drawn beside an estimate, and these are events of a run: give "
+            "trace(estimate, path, plan=plan)"
+        )
+    ordered = sorted(check_events(given), key=lambda event: (event.start, event.end))
     zero = ordered[0].start
     slices = [_slice(event, zero) for event in ordered]
     pairs = _pairs(slices)
@@ -62,13 +84,15 @@ def trace(
         if 0 < late <= 2 * _SHORTEST:  # an arrow cannot lead back
             receive["dur"] += late
     threads = _assign(slices)
-    written = {
-        "traceEvents": [
-            *_names(threads),
-            *sorted([*slices, *_arrows(pairs)], key=lambda e: e["ts"]),
-        ],
-        "displayTimeUnit": "ms",
-    }
+    sorted_by_time = sorted([*slices, *_arrows(pairs)], key=lambda e: e["ts"])
+    return _written([*name_tracks(threads), *sorted_by_time], path)
+
+
+def _written(
+    events: list[dict[str, Any]], path: str | PathLike[str] | None
+) -> dict[str, Any]:
+    """The trace of these events, also in a file where a path is given."""
+    written = {"traceEvents": events, "displayTimeUnit": "ms"}
     if path is not None:
         Path(path).write_text(json.dumps(written))
     return written
@@ -81,13 +105,13 @@ def _slice(event: Event, zero: float) -> dict[str, Any]:
     about = {"kind": look.title, "stage": action.stage, "microbatch": action.microbatch}
     if action.peer is not None:
         about["peer"] = action.peer
-    long = _microseconds(end - start)
+    long = microseconds(end - start)
     return {
         "ph": "X",
         "name": str(action),
         "cat": "compute" if action.is_compute else "transfer",
         "pid": rank,
-        "ts": _microseconds(start - zero),
+        "ts": microseconds(start - zero),
         "dur": long if action.is_compute else max(long, _SHORTEST),
         "cname": look.reserved,
         "args": about,
@@ -104,7 +128,7 @@ def _assign(slices: list[dict[str, Any]]) -> dict[int, tuple[int, str]]:
     threads = {}
     for piece in slices:
         track = {"S": "send", "R": "receive"}.get(piece["name"][0], "compute")
-        thread = first = piece["pid"] * _THREADS_OF_A_RANK + _TRACKS[track]
+        thread = first = piece["pid"] * THREADS_OF_A_RANK + _TRACKS[track]
         while ends.get(thread, 0.0) > piece["ts"] + _NOISE:
             thread += 1
         ends[thread] = piece["ts"] + piece["dur"]
@@ -112,24 +136,6 @@ def _assign(slices: list[dict[str, Any]]) -> dict[int, tuple[int, str]]:
         threads[thread] = (piece["pid"], name)
         piece["tid"] = thread
     return threads
-
-
-def _names(threads: dict[int, tuple[int, str]]) -> list[dict[str, Any]]:
-    """The metadata that names ranks and tracks, and orders them."""
-    named = []
-    for rank in sorted({rank for rank, _ in threads.values()}):
-        about = {"ph": "M", "pid": rank, "ts": 0}
-        named += [
-            {**about, "name": "process_name", "args": {"name": f"rank {rank}"}},
-            {**about, "name": "process_sort_index", "args": {"sort_index": rank}},
-        ]
-    for thread, (rank, name) in sorted(threads.items()):
-        about = {"ph": "M", "pid": rank, "tid": thread, "ts": 0}
-        named += [
-            {**about, "name": "thread_name", "args": {"name": name}},
-            {**about, "name": "thread_sort_index", "args": {"sort_index": thread}},
-        ]
-    return named
 
 
 def _pairs(slices: list[dict[str, Any]]) -> list[tuple[dict, dict]]:
@@ -171,7 +177,3 @@ def _arrows(pairs: list[tuple[dict, dict]]) -> list[dict[str, Any]]:
             arrows.append({**about, "ph": phase, **where})
         arrows[-1]["bp"] = "e"  # the slice around the time, not the next one
     return arrows
-
-
-def _microseconds(seconds: float) -> float:
-    return round(float(seconds) * 1e6, 3)

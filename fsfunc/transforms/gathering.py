@@ -113,6 +113,7 @@ class _Enter(torch.autograd.Function):
     def backward(ctx, token, *grads):  # type: ignore[override]
         passage: Passage = ctx.passage
         with label(passage.name, "backward"):
+            passage.session.left_backward(passage)
             found, i = [], 0
             for use, box in zip(passage.uses, passage.boxes, strict=True):
                 mine = grads[i : i + len(use.layouts)]
@@ -121,7 +122,6 @@ class _Enter(torch.autograd.Function):
                     found.append(_reduce_again(passage, use, box, mine))
                 else:
                     found.append(passage.session.gradient_of(passage, use, box, mine))
-            passage.session.left_backward(passage)
         return (None, token, *found)
 
 

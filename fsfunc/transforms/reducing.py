@@ -65,6 +65,8 @@ class Reductions:
         self, passage: Passage, use: Use, box: Box, grads: Sequence[Tensor | None]
     ) -> Tensor:
         """The gradients in one buffer, in the dtype of the reduction."""
+        while self.in_flight:  # its buffer is what this one may lie in
+            self._finish(self.in_flight.pop(0))
         place, dtype = use.home.place, passage.reduce or box.dtype
         count = place.size * place.chunk
         if self.where.size > 1:

@@ -7,11 +7,16 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from fsfunc.foresight.estimating import estimate
+from fsfunc.foresight.simulating import Span
+from fsfunc.hardware import A100_40
 from fsfunc.pipelining.actions import Action
 from fsfunc.pipelining.schedules import gpipe, interleaved_1f1b, one_f_one_b, zb_v
 from fsfunc.pipelining.timing import Costs, simulate
 from fsfunc.pipelining.transfers import with_transfers
-from fsfunc.show import trace
+from fsfunc.show import trace, tracks
+from fsfunc.show.curves import curve_of
+from tests.show.planned import small, stages
 
 F0, SF0, RF0 = Action("F", 0, 0), Action("SF", 0, 0, 1), Action("RF", 1, 0, 0)
 
@@ -124,3 +129,87 @@ def test_events_that_are_none_are_refused(tmp_path, events, error, match):
     with pytest.raises(error, match=match):
         trace(events, tmp_path / "run.json")
     assert list(tmp_path.iterdir()) == []
+
+
+def test_spans_in_full(tmp_path):
+    spans = [
+        Span(2, "data", "all_gather", "f", "forward", 0.0, 0.5),
+        Span(2, "compute", "f", "f", "forward", 0.5, 1.5),
+    ]
+    path = tmp_path / "step.json"
+    written = trace(spans, path)
+    assert json.loads(path.read_text()) == written
+    named = {(e["name"], e.get("tid")): e["args"] for e in of_kind(written, "M")}
+    assert named["process_name", None] == {"name": "rank 2"}
+    assert named["thread_name", 2001] == {"name": "compute"}
+    assert named["thread_name", 2002] == {"name": "data"}
+    assert of_kind(written, "X") == [
+        {"ph": "X", "name": "all_gather", "cat": "transfer", "pid": 2, "ts": 0.0,
+         "dur": 500000.0, "cname": "thread_state_running", "tid": 2002,
+         "args": {"unit": "f", "phase": "forward", "stream": "data"}},
+        {"ph": "X", "name": "f", "cat": "compute", "pid": 2, "ts": 500000.0,
+         "dur": 1000000.0, "cname": "rail_response", "tid": 2001,
+         "args": {"unit": "f", "phase": "forward", "stream": "compute"}},
+    ]  # fmt: skip
+
+
+def test_an_arrow_leads_from_stream_to_stream():
+    spans = [
+        Span(r, s, what, "", "", t, t + 1.0)
+        for t in (0.0, 2.0)
+        for r, s, what in ((0, "to 1", "send"), (1, "from 0", "receive"))
+    ]
+    spans.append(Span(1, "to 5", "send", "", "", 0.0, 1.0))  # nobody's
+    written = trace(spans)
+    starts, ends = of_kind(written, "s"), of_kind(written, "f")
+    assert [(s["id"], s["pid"], s["ts"]) for s in starts] == [
+        (1, 0, 250000.0),
+        (2, 0, 2250000.0),
+    ]
+    assert [(e["id"], e["pid"], e["ts"], e["bp"]) for e in ends] == [
+        (1, 1, 750000.0, "e"),
+        (2, 1, 2750000.0, "e"),
+    ]
+
+
+def test_the_memory_of_a_plan_is_a_counter():
+    plan = small()
+    found = estimate(plan, A100_40)
+    written = trace(found, plan=plan)
+    counters, own = of_kind(written, "C"), plan.ranks[0]
+    assert {(e["name"], e["pid"]) for e in counters} == {("memory", 0)}
+    top = max(counters, key=lambda e: sum(e["args"].values()))
+    assert top["args"] == own.peak
+    backward = [s for s in found.spans if (s.unit, s.phase) == ("block", "backward")]
+    at = top["ts"] / 1e6
+    assert backward[0].start <= at <= backward[0].end
+    times = [e["ts"] for e in counters]
+    assert times == sorted(times) and times[-1] <= found.seconds * 1e6 + 1e-3
+    assert counters[-1]["args"] == own.peak | {
+        kind: size
+        for kind, size in zip(own.peak, curve_of(own).points[-1][1], strict=True)
+    }
+    assert of_kind(trace(found), "C") == []
+    everywhere = [e["ts"] for e in written["traceEvents"]]
+    assert everywhere == sorted(everywhere)
+
+
+def test_the_peak_is_kept_where_moments_are_left_out(monkeypatch):
+    plan = small()
+    monkeypatch.setattr(tracks, "_MOMENTS", 3)
+    written = of_kind(trace(estimate(plan, A100_40), plan=plan), "C")
+    assert len(written) <= 8
+    assert max(sum(e["args"].values()) for e in written) == plan.peak_bytes
+
+
+def test_a_plan_belongs_to_its_estimate():
+    found = estimate(small(), A100_40)
+    other = [s._replace(rank=1) for s in found.spans]
+    with pytest.raises(ValueError, match=r"rank 1, and the plan only \[0, 2\]"):
+        trace(other, plan=stages())
+    with pytest.raises(TypeError, match="give trace.estimate, path, plan=plan"):
+        trace([(0, F0, 0, 1)], plan=small())
+    with pytest.raises(TypeError, match="shows a plan, and got int"):
+        trace(found, plan=3)
+    with pytest.raises(TypeError, match="span 1 is"):
+        trace([found.spans[0], (0, F0, 0, 1)])

@@ -1,0 +1,45 @@
+"""One rank's side of foresight.py: measure the machine, estimate, run."""
+
+from __future__ import annotations
+
+import statistics
+from typing import Any
+
+import torch.distributed as dist
+from measuring import alternate
+from models import Size
+from ours import build
+from peers import Setting
+
+import fsfunc as ff
+from fsfunc.foresight.estimating import estimate
+from fsfunc.foresight.measuring import measure_hardware
+
+
+def foresee(task: dict[str, Any]) -> dict[str, Any]:
+    """For each scheme, the estimated and the measured seconds of a step."""
+    size = Size(**task["size"])
+    setting = Setting(size, task["rank"], task["ranks"])
+    mesh = ff.make_mesh({"data": task["ranks"]}, backend="processes")
+    made = {i: build(setting, **scheme) for i, scheme in enumerate(task["schemes"])}
+    for _ in range(task["warmup"]):
+        for competitor in made.values():
+            competitor.step()
+    hardware = measure_hardware(mesh, seconds=task["seconds"])
+    calls = {str(i): competitor.step for i, competitor in made.items()}
+    times = alternate(calls, rounds=task["rounds"], barrier=dist.barrier)
+    rows = []
+    for i, scheme in enumerate(task["schemes"]):
+        plan = made[i].plan()
+        found = estimate(plan, hardware, tokens=size.tokens * task["ranks"])
+        rows.append(
+            {
+                "name": f"zero={scheme['zero']}" + " + remat" * scheme["remat"],
+                "estimated": found.seconds,
+                "measured": statistics.median(times[str(i)]),
+                "compute": found.compute,
+                "exposed": found.exposed,
+                "peak": plan.peak_bytes,
+            }
+        )
+    return {"rows": rows, "hardware": repr(hardware)}

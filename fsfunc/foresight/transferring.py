@@ -1,0 +1,69 @@
+"""Streams between ranks: transfers that begin when the last of their parties comes."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+from fsfunc.backends.meetings import CollectiveMismatch
+
+__all__ = ["Drawn", "Lane", "Party", "Transfer"]
+
+Drawn = tuple[int, str, str, str, str]  # a span without its times
+
+
+class Party(NamedTuple):
+    """A rank's side of a transfer."""
+
+    rank: int
+    did: str  # "issued", "sent" or "asked for"
+
+
+@dataclass(eq=False)
+class Transfer:
+    """One collective, or one message, from its first mention to its end."""
+
+    lane: Lane
+    number: int
+    what: str
+    arrived: dict[Party, Drawn] = field(default_factory=dict)
+    met: float = 0.0  # when the last party came
+    length: float = 0.0
+    start: float = 0.0
+    end: float | None = None
+    waiting: list[Any] = field(default_factory=list)
+
+
+class Lane:
+    """A stream between parties that meet in order: the n-th call of each is one."""
+
+    def __init__(self, parties: frozenset[Party], label: str, is_message: bool):
+        self.parties, self.label, self.is_message = parties, label, is_message
+        self.transfers: list[Transfer] = []
+        self.counts: dict[Party, int] = defaultdict(int)
+        self.free = 0.0
+
+    def come(
+        self, party: Party, what: str, time: float, length: float, drawn: Drawn
+    ) -> Transfer:
+        """The next transfer of ``party``, which issues it now."""
+        number = self.counts[party]
+        self.counts[party] += 1
+        if number == len(self.transfers):
+            self.transfers.append(Transfer(self, number, what))
+        transfer = self.transfers[number]
+        if transfer.what != what:
+            others = ", ".join(str(p.rank) for p in transfer.arrived)
+            raise CollectiveMismatch(
+                f"call {number} {self.label} is a {what} of rank {party.rank} but a "
+                f"{transfer.what} of rank {others}: all ranks of a group issue their "
+                "collectives in one order"
+            )
+        transfer.arrived[party] = drawn
+        transfer.met = max(transfer.met, time)
+        transfer.length = max(transfer.length, length)
+        if len(transfer.arrived) == len(self.parties):
+            transfer.start = max(transfer.met, self.free)
+            transfer.end = self.free = transfer.start + transfer.length
+        return transfer

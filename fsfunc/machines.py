@@ -1,0 +1,214 @@
+"""What a machine is to an estimate: a few numbers, checked and read-only."""
+
+from __future__ import annotations
+
+import dataclasses
+import difflib
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from types import MappingProxyType
+from typing import Any
+
+__all__ = ["Hardware", "Level", "nearest", "refuse_unknown"]
+
+DTYPES = ("bfloat16", "float16", "float32", "float64")
+
+
+def refuse_unknown(cls: type, given: Iterable[str]) -> None:
+    known = [f.name for f in dataclasses.fields(cls)]
+    for name in given:
+        if name not in known:
+            raise TypeError(
+                f'{cls.__name__} has no field "{name}"{nearest(name, known)}; '
+                f"it has: {', '.join(known)}"
+            )
+
+
+def nearest(name: str, known: Sequence[str]) -> str:
+    close = difflib.get_close_matches(name, known, 1, 0.5)
+    return f' (did you mean "{close[0]}"?)' if close else ""
+
+
+def _positive(what: str, value: Any) -> None:
+    if isinstance(value, bool) or not isinstance(value, (int, float)):
+        raise ValueError(f"{what} is a number above 0, got {value!r}")
+    if not (math.isfinite(value) and value > 0):
+        raise ValueError(f"{what} is finite and above 0, got {value!r}")
+
+
+def _not_negative(what: str, value: Any) -> None:
+    if value != 0 or isinstance(value, bool):
+        _positive(what, value)
+
+
+def _share(what: str, value: Any) -> None:
+    _positive(what, value)
+    if value > 1:
+        raise ValueError(f"{what} is a share, above 0 and at most 1, got {value!r}")
+
+
+@dataclass(frozen=True)
+class Level:
+    """One step out of the network's hierarchy: a node's links, then its network.
+
+    Args:
+        ranks: how many lie within one group of this level, such as 8 for a node; 0 is
+            all there are, for the outermost.
+        bandwidth: bytes/s in one direction that leave one group of the level below:
+            one rank at the first level, at the next a whole node, whose ranks share it.
+        latency: seconds that a message takes beside its bytes.
+
+    Raises:
+        TypeError: a field that it does not have.
+        ValueError: a rate that is not above 0, a negative number of ranks.
+
+    >>> Level(ranks=8, bandwidth=300e9, latency=10e-6).ranks
+    8
+    """
+
+    ranks: int
+    bandwidth: float
+    latency: float
+
+    def __new__(cls, *args: Any, **fields: Any) -> Level:
+        refuse_unknown(cls, fields)
+        return super().__new__(cls)
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.ranks, int) or isinstance(self.ranks, bool):
+            raise ValueError(f"ranks of a level is a whole number, got {self.ranks!r}")
+        if self.ranks < 0:
+            raise ValueError(f"ranks of a level is not below 0, got {self.ranks}")
+        _positive("bandwidth of a level", self.bandwidth)
+        _not_negative("latency of a level", self.latency)
+
+
+@dataclass(frozen=True)
+class Hardware:
+    """What a rank computes, remembers and sends with.
+
+    Ranks lie on nodes in the mesh's row-major order. Two of equal fields are equal,
+    and one can be the key of a dict. Its mappings cannot be changed.
+
+    Args:
+        name: what messages and tables call it.
+        peak: FLOP/s of matrix products by the dtype's name, such as "bfloat16".
+        efficiency: (size, share of peak) of products of growing size, which is
+            (m·k·n)**(1/3) of [m, k] @ [k, n]; read between its points in log(size).
+        attention: the share of peak that fused attention reaches.
+        bandwidth: bytes/s of memory, read and written.
+        overhead: seconds that an operator costs beside its work.
+        levels: of the network, the innermost first; () for one that sends nothing.
+        memory: bytes that a rank has.
+        overlap: the share of a transfer's time that goes on beside computing: 1 where
+            copy engines move the data, less where the cores that compute do.
+        rates: bytes/s of what memory or links alone do not bound: of operators by
+            name ("aten.gelu"), all that they read and write; of collectives ("psum"),
+            what a rank sends.
+        fresh: bytes/s at which memory that is taken from the system is written first
+            and given back; None where a caching allocator makes that free.
+
+    Raises:
+        TypeError: a field that it does not have.
+        ValueError: a rate not above 0, a share outside (0, 1], sizes or levels that do
+            not grow, an unknown dtype; named with the field.
+
+    >>> Hardware("one core", peak={"float32": 1e11}, efficiency=[(512, 0.9)],
+    ...     attention=0.4, bandwidth=1e10, overhead=1e-6, levels=(), memory=2**34).name
+    'one core'
+    """
+
+    name: str
+    peak: Mapping[str, float]
+    efficiency: tuple[tuple[float, float], ...]
+    attention: float
+    bandwidth: float
+    overhead: float
+    levels: tuple[Level, ...]
+    memory: int
+    overlap: float = 1.0
+    rates: Mapping[str, float] = field(default_factory=dict)
+    fresh: float | None = None
+
+    def __new__(cls, *args: Any, **fields: Any) -> Hardware:
+        refuse_unknown(cls, fields)
+        return super().__new__(cls)
+
+    def __post_init__(self) -> None:
+        curve = tuple((size, share) for size, share in self.efficiency)
+        for name, value in (
+            ("peak", MappingProxyType(dict(self.peak))),
+            ("rates", MappingProxyType(dict(self.rates))),
+            ("efficiency", curve),
+            ("levels", tuple(self.levels)),
+        ):
+            object.__setattr__(self, name, value)
+        self._check_peak()
+        self._check_curve()
+        self._check_levels()
+        _share("attention", self.attention)
+        _positive("bandwidth", self.bandwidth)
+        _not_negative("overhead", self.overhead)
+        _positive("memory", self.memory)
+        if not 0 <= self.overlap <= 1:
+            raise ValueError(f"overlap is a share, 0 to 1, got {self.overlap!r}")
+        if self.fresh is not None:
+            _positive("fresh", self.fresh)
+        for name, rate in self.rates.items():
+            _positive(f'rates["{name}"]', rate)
+
+    def _check_peak(self) -> None:
+        if not self.peak:
+            raise ValueError(f"peak names no dtype; give one of {', '.join(DTYPES)}")
+        for dtype, rate in self.peak.items():
+            if dtype not in DTYPES:
+                raise ValueError(
+                    f'peak has no dtype "{dtype}"{nearest(dtype, DTYPES)}; '
+                    f"it knows: {', '.join(DTYPES)}"
+                )
+            _positive(f'peak["{dtype}"]', rate)
+
+    def _check_curve(self) -> None:
+        if not self.efficiency:
+            raise ValueError("efficiency has no point; give (size, share) pairs")
+        last = 0.0
+        for size, share in self.efficiency:
+            _positive("a size of efficiency", size)
+            _share(f"efficiency at size {size:g}", share)
+            if size <= last:
+                raise ValueError(
+                    f"efficiency is sorted by size, each once: {size:g} after {last:g}"
+                )
+            last = size
+
+    def _check_levels(self) -> None:
+        for inner, outer in zip(self.levels, self.levels[1:], strict=False):
+            if inner.ranks == 0 or 0 < outer.ranks <= inner.ranks:
+                raise ValueError(
+                    "levels go outwards, each of more ranks than the one before (0, "
+                    f"for all, last): {outer.ranks} after {inner.ranks}"
+                )
+
+    def __hash__(self) -> int:
+        return hash((self.name, self.efficiency, self.bandwidth, self.levels))
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        found = [getattr(self, f.name) for f in dataclasses.fields(self)]
+        plain = [dict(x) if isinstance(x, Mapping) else x for x in found]
+        return Hardware, tuple(plain)  # read-only mappings cannot be pickled
+
+    def efficiency_at(self, size: float) -> float:
+        """The share of peak that a product of this size reaches.
+
+        Below the first point it falls with the size, as a product that small is bound
+        by what grows slower than its work; above the last it stays.
+        """
+        points = self.efficiency
+        first, share = points[0]
+        if size <= first:
+            return share * size / first
+        for (low, a), (high, b) in zip(points, points[1:], strict=False):
+            if size <= high:
+                return a + (b - a) * math.log(size / low) / math.log(high / low)
+        return points[-1][1]

@@ -1,0 +1,111 @@
+"""``estimate``: how long a planned step takes, and whether it fits, as tables."""
+
+from __future__ import annotations
+
+from fsfunc.foresight.estimating import Estimate
+from fsfunc.foresight.plans import Plan
+from fsfunc.machines import Hardware
+from fsfunc.show.amounts import of_bytes, of_count, of_flops, of_seconds, of_share
+from fsfunc.show.peaks import check_plan
+from fsfunc.show.tables import Report, Table
+
+__all__ = ["estimate", "room"]
+
+
+def estimate(
+    estimate: Estimate, plan: Plan | None = None, hardware: Hardware | None = None
+) -> Report:
+    """The tables of an estimate: its rates, where the time goes, and what is too much.
+
+    Args:
+        estimate: of ``ff.estimate``.
+        plan: of which it is; each program's memory is then shown.
+        hardware: on which; with ``plan``: whether its memory is enough.
+
+    Returns:
+        A ``Report``: print it, or print it in colours with ``rich.print``.
+
+    Raises:
+        TypeError: no estimate, or no plan.
+
+    >>> from fsfunc.foresight.simulating import RankTimes
+    >>> times = RankTimes(0, 8, 0.75, 0.25, 0.0, 0.0)
+    >>> print(estimate(Estimate("A100-80", 1.0, 0.75, 0.25, 0.0, (times,), 9e13, 0.29)))
+    1.00 s a step on A100-80: 90.0 TFLOP/s a device, 29 % of its peak
+    <BLANKLINE>
+    time of a step                seconds  share
+    computing                      750 ms   75 %
+    waiting for collectives        250 ms   25 %
+    waiting for other programs        0 s    0 %
+    """
+    if not isinstance(estimate, Estimate):
+        raise TypeError(
+            f"this shows an estimate, and got {type(estimate).__name__}: make one by "
+            "ff.estimate(plan, hardware)"
+        )
+    whole = estimate.seconds
+    parts = (
+        ("computing", estimate.compute),
+        ("waiting for collectives", estimate.exposed),
+        ("waiting for other programs", estimate.bubble),
+    )
+    rows = [(name, of_seconds(t), of_share(t, whole)) for name, t in parts]
+    shown: list[Table | str] = [
+        _rates(estimate),
+        "",
+        Table("", ("<time of a step", ">seconds", ">share"), rows),
+    ]
+    if len(estimate.ranks) > 1:
+        shown += ["", _ranks(estimate, plan)]
+    if plan is not None and hardware is not None:
+        shown += ["", room(check_plan(plan), hardware)]
+    return Report(tuple(shown))
+
+
+def _rates(estimate: Estimate) -> str:
+    rate = f"{of_flops(estimate.flops_per_second)}/s a device"
+    peak = of_share(estimate.share_of_peak, 1)
+    tokens = estimate.tokens_per_second
+    said = "" if tokens is None else f", {of_count(tokens)} tokens/s"
+    step = f"{of_seconds(estimate.seconds)} a step on {estimate.hardware}"
+    return f"{step}: {rate}, {peak} of its peak{said}"
+
+
+def _ranks(estimate: Estimate, plan: Plan | None) -> Table:
+    """One row for each program: of its time, and its memory where it is known."""
+    peaks = {own.rank: own.peak_bytes for own in plan.ranks} if plan else {}
+    rows = [
+        (
+            str(r.rank),
+            str(r.alike),
+            *(of_seconds(t) for t in (r.compute, r.exposed, r.bubble, r.idle)),
+            *([of_bytes(peaks[r.rank])] if r.rank in peaks else []),
+        )
+        for r in estimate.ranks
+    ]
+    head = (">rank", ">ranks alike", ">computes", ">collectives", ">others", ">idle")
+    head += (">memory",) if peaks else ()
+    return Table("time of each program", head, rows)
+
+
+def room(plan: Plan, hardware: Hardware) -> str:
+    """Whether the plan fits the hardware's memory, in words: by how much, and where.
+
+    >>> from fsfunc.foresight.events import Took
+    >>> from fsfunc.foresight.plans import RankPlan
+    >>> from fsfunc.hardware import A100_40
+    >>> from fsfunc.mesh import Mesh
+    >>> events = [Took(0, 50 * 10**9, "", "", "")]
+    >>> own = RankPlan(0, 8, {"data": 0}, events, {0: "parameters"}, [], [])
+    >>> room(Plan(Mesh({"data": 8}, "abstract"), (own,)), A100_40)
+    'does not fit A100-40: rank 0 holds 50.0 GB, 10.0 GB more than its 40.0 GB'
+    """
+    most = max(plan.ranks, key=lambda own: own.peak_bytes)
+    size, memory = most.peak_bytes, hardware.memory
+    if size <= memory:
+        share = of_share(size, memory)
+        return f"fits {hardware.name}: {of_bytes(size)} of {of_bytes(memory)}, {share}"
+    return (
+        f"does not fit {hardware.name}: rank {most.rank} holds {of_bytes(size)}, "
+        f"{of_bytes(size - memory)} more than its {of_bytes(memory)}"
+    )

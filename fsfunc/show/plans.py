@@ -1,0 +1,255 @@
+"""``plan``: what a step will do, as tables."""
+
+from __future__ import annotations
+
+import math
+import os
+from collections import defaultdict
+from fractions import Fraction
+from pathlib import Path
+
+from fsfunc.accounting import Record
+from fsfunc.foresight.events import PHASES
+from fsfunc.foresight.plans import Leaf, Plan, RankPlan
+from fsfunc.parts import describe
+from fsfunc.show.amounts import of_bytes, of_count, of_flops
+from fsfunc.show.layers import alike, together
+from fsfunc.show.peaks import OUTSIDE, alive_table, check_plan, kinds_table
+from fsfunc.show.places import in_words
+from fsfunc.show.tables import Report, Table
+
+__all__ = ["plan"]
+
+
+def plan(plan: Plan, rank: int | None = None) -> Report:
+    """The tables of a plan: units, collectives, parameters, state, and memory.
+
+    Bytes and FLOPs are those of one rank and one step; 1 GB is 10^9 bytes. Rows that
+    differ in a number alone, as equal layers do, are one row: ``blocks/0-999/up``.
+    Rows add up: of a unit that runs a thousand times, they say what all calls take.
+
+    Args:
+        plan: of ``ff.plan``.
+        rank: whose program is shown in full; the lowest that was planned by default.
+
+    Returns:
+        A ``Report``: print it, or print it in colours with ``rich.print``.
+
+    Raises:
+        TypeError: no plan.
+        IndexError: a rank that the mesh has not.
+
+    >>> import torch
+    >>> from fsfunc.foresight.events import Op, Ran, Took
+    >>> from fsfunc.mesh import Mesh
+    >>> product = Op("aten.mm", 2 * 10**9, 3 * 10**6, torch.float32, (1, 10, 10, 10))
+    >>> events = [Took(0, 4096, "", "", ""), Ran(product, "block", "forward")]
+    >>> own = RankPlan(0, 8, {"data": 0}, events, {0: "parameters"}, [], [])
+    >>> shown = plan(Plan(Mesh({"data": 8}, "abstract"), (own,)))
+    >>> print(shown.parts[0])
+    rank 0 of data=8 and 7 more that run the same program
+    2.00 GFLOP (forward 2.00 G), 0 B sent, at most 4.10 kB held
+    """
+    chosen = check_plan(plan).on(rank)
+    parts: list[Table | str] = [_totals(plan, chosen, rank)]
+    tables = [
+        _programs(plan) if len(plan.ranks) > 1 else None,
+        _units(chosen),
+        _collectives(chosen),
+        _parameters(chosen),
+        _state(chosen),
+        kinds_table(chosen),
+        alive_table(chosen),
+    ]
+    for table in tables:
+        if table is not None and table.rows:
+            parts += ["", table]
+    return Report(tuple(parts))
+
+
+def _totals(plan: Plan, own: RankPlan, rank: int | None) -> str:
+    """Whose program it is, and its figures in one line."""
+    mesh = ", ".join(f"{axis}={n}" for axis, n in plan.mesh.axes.items())
+    shown = own.rank if rank is None else rank
+    others = f" and {own.alike - 1} more that run the same program"
+    first = f"rank {shown} of {mesh or 'one'}{others if own.alike > 1 else ''}"
+    phases = [(p, own.flops(phase=p)) for p in _phases(own)]
+    split = ", ".join(f"{p} {of_count(n)}" for p, n in phases if n)
+    split = f" ({split})" if split else ""
+    sent = _sent(own) or "0 B sent"
+    held = f"at most {of_bytes(own.peak_bytes)} held"
+    return f"{first}\n{of_flops(own.flops())}{split}, {sent}, {held}"
+
+
+def _sent(own: RankPlan) -> str:
+    """The bytes that a rank sends over each axis: ``1.2 GB sent over data``."""
+    over: dict[str, Fraction] = defaultdict(Fraction)
+    for record in own.records:
+        over[",".join(record.axis)] += record.bytes
+    return ", ".join(f"{of_bytes(n)} sent over {axis}" for axis, n in over.items() if n)
+
+
+def _phases(own: RankPlan) -> list[str]:
+    """The phases in which something runs, in order."""
+    found = dict.fromkeys(phase for _, phase in own.work)
+    return [p for p in PHASES if p in found] + [p for p in found if p not in PHASES]
+
+
+def _programs(plan: Plan) -> Table:
+    """One row for each distinct program."""
+    rows = [
+        (
+            str(own.rank),
+            str(own.alike),
+            " ".join(f"{axis}={at}" for axis, at in own.coordinates.items()),
+            of_bytes(own.peak_bytes),
+            of_count(own.flops()),
+            _sent(own) or "0 B",
+        )
+        for own in plan.ranks
+    ]
+    head = ("<rank", ">ranks alike", "<at", ">peak", ">FLOP", "<sent")
+    return Table("programs", head, rows)
+
+
+def _unit_of(leaf: Leaf) -> str:
+    """The unit of a leaf; a buffer's name goes on with its first leaf."""
+    return leaf.unit.partition(":")[0]
+
+
+def _units(own: RankPlan) -> Table:
+    """One row for each unit: its parameters, and what it computes in each phase."""
+    phases = [p for p in _phases(own) if own.flops(phase=p)]
+    leaves: dict[str, list[Leaf]] = defaultdict(list)
+    for leaf in own.leaves:
+        if leaf.kind == "parameters":
+            leaves[_unit_of(leaf)].append(leaf)
+    names = dict.fromkeys([u for u, _ in own.work] + list(leaves) + list(own.derived))
+    flops: dict[tuple[str, str], int] = defaultdict(int)
+    calls: dict[str, int] = defaultdict(int)
+    for (unit, phase), work in own.work.items():
+        flops[unit, phase] += work.flops
+        calls[unit] = max(calls[unit], work.calls)
+
+    def figures(unit: str) -> tuple[int, ...]:
+        held = leaves[unit]
+        return (
+            calls[unit],
+            len(held),
+            sum(_numel(leaf) for leaf in held),
+            sum(leaf.bytes for leaf in held),
+            *(flops[unit, p] for p in phases),
+            own.derived.get(unit, 0),
+        )
+
+    lying = {u: "; ".join(dict.fromkeys(map(_lies, leaves[u]))) for u in names}
+    rows = []
+    keyed = [(unit, (figures(unit), lying[unit]), unit) for unit in names]
+    for group, found in alike(keyed):
+        n, row = len(found), figures(found[0])
+        if not any(row):
+            continue
+        counts = [of_count(n * x) if x else "" for x in row[:3]]
+        computed = [of_count(n * x) if x else "" for x in row[4:-1]]
+        held, kept = (of_bytes(n * x) if x else "" for x in (row[3], row[-1]))
+        name = f"{together(group) or OUTSIDE}{f' ×{n}' if n > 1 else ''}"
+        rows.append((name, *counts, lying[found[0]], held, *computed, kept))
+    head = ("<unit", ">calls", ">tensors", ">elements", "<lie", ">held here")
+    head += (*(f">{p} FLOP" for p in phases), ">derived, a call")
+    return _without_empty(Table("units", head, rows))
+
+
+def _without_empty(table: Table) -> Table:
+    """The table without the columns that have nothing in them."""
+    full = [i for i, _ in enumerate(table.head) if any(row[i] for row in table.rows)]
+    rows = [tuple(row[i] for i in full) for row in table.rows]
+    return Table(table.title, tuple(table.head[i] for i in full), rows)
+
+
+def _numel(leaf: Leaf) -> int:
+    return math.prod(leaf.shape)
+
+
+def _whole_bytes(leaf: Leaf) -> int:
+    return _numel(leaf) * leaf.dtype.itemsize
+
+
+def _lies(leaf: Leaf) -> str:
+    """How a leaf lies; those of one layer on each stage lie alike."""
+    return "whole" if leaf.layout is None else in_words(leaf.layout, owner=False)
+
+
+def _all_lie(leaves: list[Leaf]) -> str:
+    """How leaves that lie alike lie, with their owner where that is one."""
+    said = {in_words(leaf.layout) for leaf in leaves if leaf.layout is not None}
+    return said.pop() if len(said) == 1 else _lies(leaves[0])
+
+
+def _collectives(own: RankPlan) -> Table:
+    """One row for each collective, axis and phase."""
+    found: dict[tuple[str, str, str], list[Record]] = defaultdict(list)
+    for record in own.records:
+        found[record.op, ",".join(record.axis), record.phase].append(record)
+    rows = [
+        (
+            op,
+            axis,
+            phase or "update",
+            str(len(records)),
+            of_bytes(sum((r.bytes for r in records), Fraction(0))),
+            of_bytes(max(r.bytes for r in records)),
+            _line(records[0].where),
+        )
+        for (op, axis, phase), records in found.items()
+    ]
+    head = ("<collective", "<over", "<phase", ">count", ">sends", ">largest", "<first")
+    return Table("collectives", head, rows)
+
+
+def _line(where: str) -> str:
+    """``file:line``, as short as it is plain from the current folder."""
+    path, colon, line = where.rpartition(":")
+    if not colon:
+        return where
+    here = Path(path)
+    if here.is_relative_to(os.getcwd()):
+        return f"{here.relative_to(os.getcwd())}:{line}"
+    return f"{here.name}:{line}"
+
+
+def _parameters(own: RankPlan) -> Table:
+    """One row for each parameter, or for all that differ in a layer's number."""
+    keyed = [
+        (leaf.path, (leaf.shape, leaf.dtype, _lies(leaf)), leaf)
+        for leaf in own.leaves
+        if leaf.kind == "parameters"
+    ]
+    rows = []
+    for names, leaves in alike(keyed):
+        count = f" ×{len(leaves)}" if len(leaves) > 1 else ""
+        first, held = leaves[0], sum(leaf.bytes for leaf in leaves)
+        what = describe(first.shape, first.dtype)
+        whole = of_bytes(sum(map(_whole_bytes, leaves)))
+        name = together(names) + count
+        rows.append((name, what, _all_lie(leaves), whole, of_bytes(held)))
+    head = ("<path", "<each", "<lies", ">whole", ">held here")
+    return Table("parameters", head, rows)
+
+
+def _state(own: RankPlan) -> Table:
+    """One row for each part of what the step is given."""
+    found: dict[tuple[str, str], list[Leaf]] = defaultdict(list)
+    for leaf in own.leaves:
+        found[leaf.path.partition("/")[0], leaf.kind].append(leaf)
+    rows = []
+    for (part, kind), leaves in found.items():
+        whole = sum(map(_whole_bytes, leaves))
+        here = sum(leaf.bytes for leaf in leaves)
+        elements = of_count(sum(map(_numel, leaves)))
+        row = (part, kind, str(len(leaves)), elements, of_bytes(whole), of_bytes(here))
+        rows.append(row)
+    if len(rows) > 1:
+        held = of_bytes(sum(leaf.bytes for leaf in own.leaves))
+        rows.append(("total", "", "", "", "", held))
+    head = ("<given", "<kind", ">tensors", ">elements", ">whole", ">held here")
+    return Table("state and batch", head, rows)

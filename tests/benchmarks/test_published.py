@@ -1,0 +1,77 @@
+"""The benchmark of published numbers runs, and its exact figures are exact."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+BENCHMARKS = Path(__file__).resolve().parents[2] / "benchmarks"
+KEYS = [
+    "175B_hidden",
+    "175B_exposed",
+    "1T_hidden",
+    "1T_exposed",
+    *(f"zero{zero}_{of}" for zero in range(4) for of in ("formula", "plan")),
+    *(f"{size}_{card}" for size in ("13B", "175B") for card in ("V100-32", "A100-40")),
+]
+
+
+def published(path: Path, *args: str) -> dict:
+    """What a run writes as JSON; it must print every row and all words too."""
+    done = subprocess.run(
+        [sys.executable, str(BENCHMARKS / "published.py"), "--json", str(path), *args],
+        env={**os.environ, "PYTHONPATH": str(BENCHMARKS.parent), "COLUMNS": "200"},
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    record = json.loads(path.read_text())
+    assert [row["key"] for row in record["rows"]] == KEYS
+    assert all(row["what"] in done.stdout for row in record["rows"])
+    assert all(words in done.stdout for words in record["words"].values())
+    for row in record["rows"]:
+        assert math.isfinite(row["predicted"]) and row["predicted"] > 0
+        assert row["ratio"] == pytest.approx(row["predicted"] / row["published"])
+    record["by_key"] = {row["key"]: row for row in record["rows"]}
+    return record
+
+
+def test_small_models_have_the_same_rows_and_the_zero_table_is_exact(tmp_path):
+    record = published(tmp_path / "quick.json", "--quick")
+    rows = record["by_key"]
+    formulas = [rows[f"zero{zero}_formula"] for zero in range(4)]
+    assert [row["published"] for row in formulas] == [120, 31.4, 16.6, 1.9]
+    assert [row["predicted"] for row in formulas] == [120, 31.40625, 16.640625, 1.875]
+    # Bytes a parameter of ours, on 64 ranks: whole, and over the ranks.
+    for zero, (whole, parts) in enumerate([(16, 0), (6, 12), (6, 12), (0, 16)]):
+        expected = 7.5 * (whole + parts / 64)
+        # Two layers are padded to 64 parts, and hold a few scalars beside.
+        found = rows[f"zero{zero}_plan"]["predicted"]
+        assert found == pytest.approx(expected, rel=0.02), zero
+    for planned, formula in record["flops"].values():
+        assert planned == pytest.approx(formula, rel=1e-12)
+
+
+def test_a_trillion_parameters_are_planned_in_seconds_and_fit_this_machine(tmp_path):
+    record = published(tmp_path / "full.json")
+    rows = record["by_key"]
+    assert record["plan_seconds"]["GPT-1T"] <= 10
+    assert record["process_bytes"] <= 2 * 2**30
+    for planned, formula in record["flops"].values():
+        assert planned == pytest.approx(formula, rel=1e-12)
+    for zero in (0, 3):  # 16 bytes a parameter, as in the paper
+        row = rows[f"zero{zero}_plan"]
+        assert row["predicted"] == pytest.approx([120, 0, 0, 1.875][zero], rel=1e-5)
+    # Nobody computes faster than the card, and hiding transfers cannot slow a step.
+    for name in ("175B", "1T"):
+        hidden, exposed = rows[f"{name}_hidden"], rows[f"{name}_exposed"]
+        assert exposed["predicted"] < hidden["predicted"] < 312
+    assert rows["13B_V100-32"]["says"].startswith("fits")

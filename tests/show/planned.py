@@ -1,0 +1,94 @@
+"""Plans of a few events, written by hand, for the tests of what shows them."""
+
+from fractions import Fraction
+
+import torch
+
+from fsfunc.accounting import Record
+from fsfunc.foresight.events import Gave, Op, Ran, Replayed, Segment, Took
+from fsfunc.foresight.plans import Leaf, Plan, RankPlan
+from fsfunc.layout import pack_flat
+from fsfunc.mesh import Mesh
+
+F32 = torch.float32
+
+
+def op(name="aten.mm", flops=0):
+    return Op(name, flops, 12, F32)
+
+
+def ran(unit, phase, flops=0, name="aten.mm"):
+    return Ran(op(name, flops), unit, phase)
+
+
+def record(name, phase, size, unit="", axis=("data",), line=7):
+    return Record(
+        name, axis, Fraction(size), F32, unit, phase, 0, f"/x/train.py:{line}"
+    )
+
+
+def segment(memory, flops, count=3):
+    """A body of ``count`` operators; its first has all the FLOPs."""
+    held, peak = 0, 0
+    for _, change in memory:
+        held += change
+        peak = max(peak, held)
+    ops = tuple(op("aten.mm", flops if i == 0 else 0) for i in range(count))
+    return Segment(ops, tuple(memory), peak, flops)
+
+
+def small():
+    """Two equal layers and a head over 4 ranks, forward and backward."""
+    forward = segment([(1, 400), (2, -400)], 2000)
+    backward = segment([(1, 900), (2, -900)], 4000)
+    leaves, events, kinds = [], [], {}
+    shapes = {"blocks/0/w": (16, 8), "blocks/1/w": (16, 8), "head": (6,)}
+    for key, (path, shape) in enumerate(shapes.items()):
+        unit = "head" if path == "head" else "block"
+        layout = pack_flat([shape], F32, [path], ["data"], 4, f"{unit}:{path}")[0]
+        size = 4 * layout.local_shape({"data": 0})[0]
+        for part, kind in (("params", "parameters"), ("opt_state/mu", "moments")):
+            leaf = Leaf(f"{part}/{path}", kind, shape, F32, size, layout, unit)
+            leaves.append(leaf)
+            number = key + (10 if kind == "moments" else 0)
+            events.append(Took(number, size, "", "", ""))
+            kinds[number] = kind
+    leaves.append(Leaf("batch/x", "buffers", (2, 4), F32, 32, None, ""))
+    events += [Took(20, 32, "", "", "")]
+    kinds[20] = "buffers"
+    for i in (0, 1):
+        events += [Took(30 + i, 128, "aten.empty", "block", "forward")]
+        kinds[30 + i] = "gathered"
+        events += [Replayed(forward, "block", "forward"), Gave(30 + i)]
+        events += [Took(40 + i, 200, "aten.mm", "block", "forward")]
+    events += [ran("head", "forward", 50), ran("head", "backward", 100)]
+    for i in (1, 0):
+        events += [Replayed(forward, "block", "recompute")]
+        events += [Replayed(backward, "block", "backward"), Gave(40 + i)]
+        events += [Took(50 + i, 32, "aten.add", "block", "backward")]
+        kinds[50 + i] = "gradients"
+    events += [ran("", "update", 0, "aten.add_"), Gave(50), Gave(51)]
+    records = [
+        record("all_gather", "forward", 384, "block", line=3),
+        record("all_gather", "forward", 384, "block", line=3),
+        record("psum_scatter", "backward", 96, "block"),
+        record("psum_scatter", "backward", 200, "head"),
+        record("psum", "loss", Fraction(25, 2)),
+    ]
+    own = RankPlan(
+        0, 4, {"data": 0}, events, kinds, leaves, records, {"block": 64}
+    )  # fmt: skip
+    return Plan(Mesh({"data": 4}, "abstract"), (own,))
+
+
+def stages():
+    """Two ranks of a pipeline that run programs of their own, of four."""
+    mesh = Mesh({"pipe": 2, "data": 2}, "abstract")
+    ranks = []
+    for stage, (flops, size) in enumerate([(100, 8), (300, 24)]):
+        events = [Took(0, size, "", "", ""), ran(f"blocks/{stage}", "forward", flops)]
+        sent = [record("ppermute", "forward", 40, axis=("pipe",))] * (1 - stage)
+        at = {"pipe": stage, "data": 0}
+        own = RankPlan(2 * stage, 2, at, events, {0: "parameters"}, [], sent)
+        ranks.append(own)
+    return Plan(mesh, tuple(ranks), ("pipe",))

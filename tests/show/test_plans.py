@@ -1,0 +1,199 @@
+"""A plan as tables: exact text of small ones, sums, equal layers, and bad input."""
+
+import io
+from pathlib import Path
+
+import pytest
+import torch
+
+import fsfunc as ff
+from fsfunc.foresight.planning import plan as plan_of
+from fsfunc.foresight.plans import Leaf, Plan, RankPlan
+from fsfunc.layout import Layout, Owned
+from fsfunc.mesh import Mesh
+from fsfunc.show import plan
+from fsfunc.show.layers import alike, together
+from tests.show.planned import ran, record, small, stages
+
+
+def golden(text):
+    """Text as a test writes it: without the first newline and the last."""
+    return text.strip("\n")
+
+
+def test_a_plan_in_full():
+    assert str(plan(small())) == golden("""
+rank 0 of data=4 and 3 more that run the same program
+16.1 kFLOP (forward 4.05 k, recompute 4.00 k, backward 8.10 k), 1.08 kB sent over data, at most 1.86 kB held
+
+units
+unit   calls  tensors  elements  lie               held here  forward FLOP  recompute FLOP  backward FLOP  derived, a call
+block      2        2       256  flat over data=4      256 B        4.00 k          4.00 k         8.00 k             64 B
+head                1         6  flat over data=4        8 B            50                            100
+
+collectives
+collective    over  phase     count   sends  largest  first
+all_gather    data  forward       2   768 B    384 B  train.py:3
+psum_scatter  data  backward      2   296 B    200 B  train.py:7
+psum          data  loss          1  12.5 B   12.5 B  train.py:7
+
+parameters
+path                    each        lies                whole  held here
+params/blocks/0-1/w ×2  f32[16, 8]  flat over data=4  1.02 kB      256 B
+params/head             f32[6]      flat over data=4     24 B        8 B
+
+state and batch
+given      kind        tensors  elements    whole  held here
+params     parameters        3       262  1.05 kB      264 B
+opt_state  moments           3       262  1.05 kB      264 B
+batch      buffers           1         8     32 B       32 B
+total                                                  560 B
+
+memory at the peak, in the backward of block
+kind           bytes  share
+parameters     264 B   14 %
+moments        264 B   14 %
+activations  1.30 kB   70 %
+buffers         32 B    2 %
+total        1.86 kB
+
+what is held then, largest first
+kind         unit   taken by             phase     tensors  bytes  share
+activations  block  (within its body)    backward        1  900 B   48 %
+activations  block  aten.mm              forward         2  400 B   22 %
+parameters          (given to the step)                  3  264 B   14 %
+moments             (given to the step)                  3  264 B   14 %
+buffers             (given to the step)                  1   32 B    2 %""")  # noqa: E501
+
+
+def test_each_program_has_a_line():
+    text = str(plan(stages()))
+    assert (
+        golden("""
+programs
+rank  ranks alike  at             peak  FLOP  sent
+0               2  pipe=0 data=0   8 B   100  40 B sent over pipe
+2               2  pipe=1 data=0  24 B   300  0 B""")
+        in text
+    )
+    assert text.startswith("rank 0 of pipe=2, data=2 and 1 more that run the same")
+    text = str(plan(stages(), rank=3))
+    assert text.startswith("rank 3 of pipe=2, data=2 and 1 more that run the same")
+    assert "300 FLOP (forward 300), 0 B sent, at most 24 B held" in text
+    assert "blocks/1" in text and "blocks/0" not in text
+
+
+def lone(events, records=(), mesh=None):
+    own = RankPlan(0, 1, {}, events, {}, [], list(records))
+    return Plan(mesh or Mesh({}, "abstract"), (own,))
+
+
+def test_equal_layers_are_one_row_and_add_up():
+    events = [ran(f"blocks/{i}", "forward", 3) for i in range(1000)]
+    events += [ran("blocks/1000", "forward", 5), ran("head", "backward", 7)]
+    rows = plan(lone(events)).tables["units"].rows
+    assert rows == [
+        ("blocks/0-999 ×1000", "3.00 k", ""),
+        ("blocks/1000", "5", ""),
+        ("head", "", "7"),
+    ]
+
+
+def test_lines_of_the_current_folder_are_short(monkeypatch, tmp_path):
+    monkeypatch.chdir(tmp_path)
+    here = record("psum", "loss", 8)
+    for where, said in [
+        (f"{tmp_path}/a/train.py:3", str(Path("a", "train.py:3"))),
+        ("/elsewhere/train.py:3", "train.py:3"),
+        ("?", "?"),
+    ]:
+        records = [here.__class__(**{**here.__dict__, "where": where})]
+        table = plan(lone([], records)).tables["collectives"]
+        assert table.rows[0][-1] == said
+
+
+def test_an_empty_plan():
+    assert str(plan(lone([]))) == "rank 0 of one\n0 FLOP, 0 B sent, at most 0 B held"
+
+
+def test_a_real_plan_says_what_the_plan_says():
+    layer = ff.unit(lambda p, x: torch.tanh(x @ p))
+
+    def loss(params, x):
+        for p in params:
+            x = layer(p, x)
+        return x.sum()
+
+    mesh = ff.make_mesh({"data": 256}, "abstract")
+    optimizer = ff.sharded_adam(1e-3)
+    step = ff.shard(optimizer(ff.value_and_grad(loss)), mesh, "data")
+    init = lambda: [torch.zeros(64, 64) for _ in range(50)]  # noqa: E731
+    found = plan_of(step, init, optimizer, torch.zeros(4, 64))
+    shown = plan(found, rank=200)
+    (unit,) = [row for row in shown.tables["units"].rows if row[1]]
+    assert unit[1:6] == ("50", "50", "205 k", "flat over data=256", "3.20 kB")
+    rows = shown.tables["collectives"].rows
+    assert [(row[0], int(row[3])) for row in rows if row[2] != "loss"] == [
+        ("all_gather", found.count("all_gather") - int(rows[1][3])),
+        ("all_gather", int(rows[1][3])),
+        ("psum_scatter", 50),
+    ]
+    assert len(str(shown).splitlines()) < 70
+
+
+def test_layers_of_several_stages_are_one_row():
+    def leaf(i, stage):
+        parts = (Owned("pipe", 2, stage),)
+        layout = Layout((3, 2), torch.float32, parts, f"b/{i}/w")
+        size = 24 if stage == 0 else 0
+        return Leaf(f"b/{i}/w", "parameters", (3, 2), layout.dtype, size, layout, "b")
+
+    def rows(*stages):
+        leaves = [leaf(i, stage) for i, stage in enumerate(stages)]
+        own = RankPlan(0, 1, {"pipe": 0}, [], {}, leaves, [])
+        shown = plan(Plan(Mesh({"pipe": 2}, "abstract"), (own,)))
+        return shown.tables["parameters"].rows
+
+    assert rows(0, 0, 1) == [
+        ("b/0-2/w ×3", "f32[3, 2]", "owned over pipe=2", "72 B", "48 B")
+    ]
+    assert rows(1, 1) == [
+        ("b/0-1/w ×2", "f32[3, 2]", "owned over pipe=2 by 1", "48 B", "0 B")
+    ]
+
+
+def test_rich_prints_the_same_cells():
+    from rich.console import Console
+
+    file = io.StringIO()
+    Console(file=file, width=200).print(plan(small()))
+    said = [line.split() for line in file.getvalue().splitlines()]
+    for line in str(plan(small())).splitlines():
+        assert line.split() in said
+
+
+@pytest.mark.parametrize(
+    ("names", "said"),
+    [
+        (["head"], "head"),
+        ([""], ""),
+        (["b/3", "b/1", "b/2", "b/3"], "b/1-3"),
+        (["b/0/x", "b/2/x", "b/4/x", "b/6/x"], "b/*/x"),
+        ([f"s/{i}/b/{j}" for i in (0, 1) for j in (0, 1, 2)], "s/0-1/b/0-2"),
+        (["s/0/b/0", "s/1/b/1"], "s/*/b/*"),
+    ],
+)
+def test_names_that_differ_in_a_number_are_one(names, said):
+    assert together(names) == said
+
+
+def test_names_that_differ_otherwise_are_not():
+    rows = [("a/0", 1, 0), ("a/1", 2, 1), ("b/0", 1, 2), ("a/0/c", 1, 3)]
+    assert [found for _, found in alike(rows)] == [[0], [1], [2], [3]]
+
+
+def test_bad_input_is_refused():
+    with pytest.raises(TypeError, match="shows a plan, and got RankPlan: .*ff.plan"):
+        plan(small().ranks[0])
+    with pytest.raises(IndexError, match="rank 4 of Mesh"):
+        plan(small(), rank=4)

@@ -1,0 +1,263 @@
+"""Which rank holds which elements: grids, tables, and bad input."""
+
+import io
+import math
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+import fsfunc as ff
+from fsfunc.layout import Layout, Owned, Split, every_coordinate, pack_flat
+from fsfunc.mesh import Mesh
+from fsfunc.pieces import runs
+from fsfunc.show import sharding
+from fsfunc.show.places import part_in_words
+from fsfunc.show.regions import MOST_COLUMNS, MOST_ROWS, grid_of
+
+F32 = torch.float32
+
+
+def golden(text):
+    """Text as a test writes it: without the first newline and the last."""
+    return text.strip("\n")
+
+
+@st.composite
+def layouts(draw, max_dims=3):
+    """Layouts of few elements: products of Owned, Split and Flat, uneven and empty."""
+    shape = tuple(draw(st.lists(st.integers(0, 6), max_size=max_dims)))
+    parts, names = [], iter(["pipe", "model", "expert", "data"])
+    if draw(st.booleans()):
+        size = draw(st.integers(1, 2))
+        parts.append(Owned(next(names), size, draw(st.integers(0, size - 1))))
+    for _ in range(draw(st.integers(0, 2 if shape else 0))):
+        dim = draw(st.integers(0, len(shape) - 1))
+        parts.append(Split(next(names), draw(st.integers(1, 3)), dim))
+    if draw(st.booleans()):
+        before, after = draw(st.integers(0, 5)), draw(st.integers(0, 5))
+        packed = pack_flat(
+            [(before,), shape, (after,)], F32, ["a", "w", "b"], [next(names)],
+            draw(st.integers(1, 4)), "u", outer=[(), parts, ()],
+        )  # fmt: skip
+        return packed[1]
+    return Layout(shape, F32, tuple(parts), "w")
+
+
+def owners(layout):
+    """For each element, flattened row-major, the key of those who hold it."""
+    held = {}
+    for at in every_coordinate(layout):
+        for start, length in runs(layout, at).tolist():
+            for element in range(start, start + length):
+                assert element not in held
+                held[element] = layout.key(at)
+    return held
+
+
+@given(layouts())
+def test_every_element_lies_in_the_cell_of_who_holds_it(layout):
+    grid, held = grid_of(layout), owners(layout)
+    assert len(held) == layout.numel
+    cut = {p.dim for p in layout.parts if isinstance(p, Split)}
+    if grid is None:
+        assert layout.numel == 0 or len(cut) > 1 and 1 in cut and 2 in cut
+        return
+    columns = math.prod(layout.shape[grid.dims :])
+    assert (grid.rows[0], grid.columns[0]) == (0, 0)
+    assert grid.rows[-1] * grid.columns[-1] == layout.numel
+    assert len(grid.rows) <= MOST_ROWS + 1 and len(grid.columns) <= MOST_COLUMNS + 1
+    for element, key in held.items():
+        assert grid.at(*divmod(element, columns)) == key
+
+
+@given(layouts(), st.integers(1, 3), st.integers(0, 200))
+def test_a_rank_is_said_to_hold_what_it_holds(layout, replicas, pick):
+    mesh = Mesh({"replica": replicas, **layout.sizes}, "abstract")
+    rank = pick % mesh.size
+    shown = sharding(layout, mesh, rank=rank)
+    at = mesh.coordinates(rank)
+    held = sum(key == layout.key(at) for key in owners(layout).values())
+    last = shown.text().splitlines()[-1]
+    assert last.startswith(f"rank {rank} holds ")
+    assert f": {held} of {layout.numel} elements, {4 * held} B, as [" in last
+    ranks = shown.holders(layout.key(at))
+    assert rank in ranks and len(ranks) == replicas
+    assert {layout.key(mesh.coordinates(r)) for r in ranks} == {layout.key(at)}
+
+
+@given(layouts())
+def test_words_index_the_elements(layout):
+    full = torch.arange(layout.numel, dtype=torch.int64).view(layout.shape)
+    for at in every_coordinate(layout):
+        said = part_in_words(layout, at)
+        block, _, span = said.partition(".flat")
+        found = full
+        if block not in ("all", "nothing", ""):
+            found = eval(f"full{block}")
+        if said == "nothing":
+            found = full.new_empty(0)
+        if span:
+            found = eval(f"found.reshape(-1){span}")
+        expected = [
+            i
+            for start, length in runs(layout, at).tolist()
+            for i in range(start, start + length)
+        ]
+        assert found.flatten().tolist() == expected
+
+
+def test_a_grid_of_two_axes():
+    parts = (Split("data", 2, 0), Split("model", 2, 1))
+    mesh = Mesh({"data": 2, "model": 2}, "abstract")
+    assert str(sharding(Layout((5, 3), F32, parts, "w"), mesh)) == golden("""
+w f32[5, 3], split over data=2 along dim 0, split over model=2 along dim 1
+a cell names the ranks that hold it
+
+      0:2    2
+    ┌─────┬─────┐
+0:3 │  0  │  1  │
+    ├─────┼─────┤
+3:5 │  2  │  3  │
+    └─────┴─────┘
+
+rank  at              holds       elements  as
+0     data=0 model=0  [0:3, 0:2]         6  [3, 2]
+1     data=0 model=1  [0:3, 2:3]         3  [3, 1]
+2     data=1 model=0  [3:5, 0:2]         4  [2, 2]
+3     data=1 model=1  [3:5, 2:3]         2  [2, 1]""")
+
+
+def test_a_vector_and_who_holds_nothing():
+    mesh = Mesh({"data": 2, "model": 4}, "abstract")
+    shown = sharding(Layout((5,), F32, (Split("model", 4, 0),), "b"), mesh, rank=7)
+    assert str(shown) == golden("""
+b f32[5], split over model=4 along dim 0
+a cell names the ranks that hold it
+
+   0:2   2:4    4
+ ┌─────┬─────┬─────┐
+ │ 0,4 │ 1,5 │ 2,6 │
+ └─────┴─────┴─────┘
+
+rank  at       holds  elements  as
+0,4   model=0  [0:2]         2  [2]
+1,5   model=1  [2:4]         2  [2]
+2,6   model=2  [4:5]         1  [1]
+1 other holds nothing
+
+rank 7 holds nothing: 0 of 5 elements, 0 B, as [0]""")
+
+
+def test_a_scalar_of_one_owner():
+    shown = sharding(Layout((), F32, (Owned("pipe", 3, 2),), "s"))
+    assert str(shown) == golden("""
+s f32[], owned over pipe=3 by 2
+a cell names the ranks that hold it
+
+   0
+ ┌───┐
+ │ 2 │
+ └───┘
+
+rank  at      holds  elements  as
+2     pipe=2  all           1  []
+2 others hold nothing""")
+
+
+def test_what_is_too_fine_for_a_grid_is_a_table():
+    flat = pack_flat([(4096, 512)], F32, ["w"], ["data"], 1024, "u")[0]
+    shown = sharding(flat, rank=1023)
+    assert shown.grid is None and len(shown.held) == 1024
+    assert shown.text().splitlines()[-3:] == [
+        "... and 1004 more",
+        "",
+        "rank 1023 holds .flat[2095104:2097152]: "
+        "2048 of 2097152 elements, 8.19 kB, as [2048]",
+    ]
+    vast = pack_flat([(200_000,)], F32, ["w"], ["data"], 20_000, "u")[0]
+    assert "... and 19980 more" in sharding(vast).text()
+    inner = (Split("a", 2, 1), Split("b", 2, 2))
+    assert sharding(Layout((2, 4, 4), F32, inner, "w")).grid is None
+
+
+def test_an_empty_leaf_has_no_grid():
+    shown = sharding(Layout((0, 4), F32, (Split("data", 2, 0),), "w"))
+    assert str(shown) == golden("""
+w f32[0, 4], split over data=2 along dim 0
+
+rank  at  holds  elements  as
+2 others hold nothing""")
+
+
+def state_of(mesh, zero=3):
+    layer = ff.unit(lambda p, x: torch.tanh(x @ p["w"] + p["b"]))
+
+    def loss(params, x):
+        for p in params:
+            x = layer(p, x)
+        return x.sum()
+
+    optimizer = ff.sharded_adam(1e-3)
+    step = ff.shard(optimizer(ff.value_and_grad(loss)), mesh, "data", zero=zero)
+    init = lambda: [{"w": torch.zeros(4, 4), "b": torch.zeros(4)} for _ in range(3)]  # noqa: E731
+    return ff.init_state(step, init, optimizer, torch.zeros(2, 4))
+
+
+def test_a_state_is_a_table():
+    mesh = ff.make_mesh({"data": 4}, "simulated")
+    shown = ff.spmd(lambda: str(sharding(state_of(mesh).params)), mesh)()
+    assert shown[3] == golden("""
+over data=4
+
+path      whole      lies              rank 3 holds  bytes each
+0-2/b ×3  f32[4]     flat over data=4  nothing              0 B
+0-2/w ×3  f32[4, 4]  flat over data=4  .flat[11:16]        20 B
+
+rank 3 holds 60 B in 6 leaves""")
+    assert "0-2/b ×3  f32[4]     flat over data=4  all " in shown[0]
+    state = ff.spmd(lambda: state_of(mesh), mesh)()[0]
+    text = sharding(state, rank=3).text()
+    assert "params/0-2/w ×3        f32[4, 4]" in text
+    assert "step                   int        whole             all" in text
+    assert text.splitlines()[-1] == "rank 3 holds 180 B in 20 leaves"
+
+
+def test_plain_tensors_are_whole():
+    text = str(sharding({"w": torch.zeros(2, 3, dtype=torch.bfloat16)}))
+    assert text.splitlines()[-3].split() == [
+        "w",
+        "bf16[2,",
+        "3]",
+        "whole",
+        "all",
+        "12",
+        "B",
+    ]
+
+
+def test_rich_colours_the_cells():
+    from rich.console import Console
+
+    file = io.StringIO()
+    console = Console(
+        file=file, width=60, force_terminal=True, color_system="truecolor"
+    )
+    console.print(sharding(Layout((4,), F32, (Split("data", 2, 0),), "w")))
+    assert "48;2;138;169;209m  0  " in file.getvalue()
+    assert "48;2;236;174;133m  1  " in file.getvalue()
+
+
+def test_bad_input_is_refused():
+    layout = Layout((4,), F32, (Split("data", 2, 0),), "w")
+    with pytest.raises(ValueError, match=r"'w' f32\[4\] lies on axis \"data\" of"):
+        sharding(layout, Mesh({"model": 2}, "abstract"))
+    with pytest.raises(ValueError, match="which is of size 4 in Mesh.*pass the mesh"):
+        sharding([layout], Mesh({"data": 4}, "abstract"))
+    with pytest.raises(IndexError, match="no rank 2 in Mesh.*: 0 to 1"):
+        sharding(layout, rank=2)
+    with pytest.raises(ValueError, match="no leaves"):
+        sharding({})
+    with pytest.raises(TypeError, match="over a mesh, and got dict"):
+        sharding(layout, {"data": 2})
