@@ -392,9 +392,39 @@ def _teach() -> None:
         _LIBRARY.impl("_fused_sgd_", lambda *args, **kwargs: None)
 
 
+class _HereFakeMode(FakeTensorMode):
+    """Fake tensors of the devices that this torch can run, and of no others.
+
+    Of another device autograd would end the process, where it looks for its streams.
+    """
+
+    def dispatch(self, func, types, args=(), kwargs=None):  # type: ignore[override]
+        out = super().dispatch(func, types, args, kwargs)
+        for x in out if isinstance(out, (tuple, list)) else (out,):
+            if isinstance(x, FakeTensor):
+                check_device(x.fake_device)
+        return out
+
+
+def check_device(device: torch.device) -> None:
+    """Refuses tensors without data of a device that this torch cannot run.
+
+    Raises:
+        ValueError: names the device and the way out.
+    """
+    if device.type in ("cpu", "meta"):
+        return
+    if not (device.type == "cuda" and torch.cuda.is_available()):
+        raise ValueError(
+            f"a fake tensor of device {str(device)!r} cannot be used with this torch, "
+            "which cannot run that device: make parameters and batch on the CPU; a "
+            "plan is the same"
+        )
+
+
 def _new_fake_mode() -> FakeTensorMode:
     _teach()
-    return FakeTensorMode(allow_non_fake_inputs=True)
+    return _HereFakeMode(allow_non_fake_inputs=True)
 
 
 def fake_mode_of(values: Iterable[Any]) -> FakeTensorMode:

@@ -64,7 +64,7 @@ def plan(
 
     Raises:
         RuntimeError: the step asks for a tensor's value; names the line.
-        ValueError: tensors of a device that fake tensors cannot stand for here.
+        ValueError: tensors of a device that this torch cannot run.
 
     Cost: about a millisecond a unit call, once units are known; no memory beside the
     events themselves.
@@ -172,7 +172,9 @@ def _planned(
         generator = torch.random.default_generator
         stack.callback(generator.set_state, generator.get_state())
         if not _torch.fake_active():
-            _check_devices(args)
+            for x in tree.leaves(args):
+                if isinstance(x, Tensor):
+                    _torch.check_device(_torch.device_of(x))
             mode = _torch.fake_mode_of(tree.leaves(args))
             args = _shadows(mode, args)
             stack.enter_context(mode)
@@ -204,18 +206,6 @@ def _planned(
         [leaf for leaf, _ in leaves], log.records, rehearsal.derived,
     )  # fmt: skip
     return found, asked
-
-
-def _check_devices(args: Any) -> None:
-    """Refuses devices that torch cannot run here: autograd would end the process."""
-    for x in tree.leaves(args):
-        if isinstance(x, Tensor) and x.device.type not in ("cpu", "meta"):
-            if x.device.type != "cuda" or not torch.cuda.is_available():
-                raise ValueError(
-                    f"a tensor of device {x.device} cannot be planned with this torch, "
-                    "which cannot run that device: make the state and the batch on "
-                    "the CPU; a plan is the same"
-                )
 
 
 # What the step is given

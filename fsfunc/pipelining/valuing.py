@@ -53,7 +53,7 @@ def run_on_data(
     )
 
 
-_OURS = ["FakeTensorMode", "Flow"]
+_OURS = ["_HereFakeMode", "Flow"]
 
 
 def _with_data(x: Tensor) -> Tensor:
