@@ -125,7 +125,7 @@ def estimate(
         message=partial(costing.message_seconds, hardware=hardware),
         taken=None
         if hardware.fresh is None
-        else partial(costing.taken_seconds, hardware=hardware),
+        else lambda size, op: costing.taken_seconds(size, hardware, op),
         overlap=hardware.overlap,
     )
     seconds, times, spans = play_through(plan, prices)

@@ -7,7 +7,6 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from fsfunc import tree
@@ -66,8 +65,7 @@ class _Counted:
         if how.get("out") is None:
             with self._paused():
                 shape = AbstractLink().start(op, x.detach().to("meta"), where).wait()
-            room = torch.empty_like(shape, device=x.device)
-            del shape
+            room = x.new_empty(shape.shape)
         with self._paused():
             work = self._link.start(op, x, where, **how)
         return _Awaited(work, self, room)

@@ -42,7 +42,8 @@ class Prices:
         op, segment: of an operator, and of a body that is replayed as a whole.
         collective: of (its record, the ranks of its group).
         message: of (its bytes, the rank it comes from, the rank it goes to).
-        taken: of memory of so many bytes, beside its use; None: nothing.
+        taken: of so many bytes of memory that an operator takes, beside its use; None:
+            nothing.
         overlap: the share of a transfer's time that costs computing nothing.
     """
 
@@ -50,7 +51,7 @@ class Prices:
     segment: Callable[[Segment], float]
     collective: Callable[[Record, tuple[int, ...]], float]
     message: Callable[[float, int, int], float]
-    taken: Callable[[int], float] | None = None
+    taken: Callable[[int, str], float] | None = None
     overlap: float = 1.0
 
 
@@ -218,7 +219,7 @@ class _Play:
                     return
             elif isinstance(event, Took):
                 if prices.taken is not None and event.op:
-                    cost = prices.taken(event.bytes)
+                    cost = prices.taken(event.bytes, event.op)
                     actor.work(cost, event.unit, event.phase)
             elif isinstance(event, (Started, Sent, Asked)):
                 self._come(actor, event)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from fsfunc.foresight.estimating import Estimate
 from fsfunc.foresight.plans import Plan
 from fsfunc.machines import Hardware
@@ -9,7 +11,7 @@ from fsfunc.show.amounts import of_bytes, of_count, of_flops, of_seconds, of_sha
 from fsfunc.show.peaks import check_plan
 from fsfunc.show.tables import Report, Table
 
-__all__ = ["estimate", "room"]
+__all__ = ["comparison", "estimate", "room"]
 
 
 def estimate(
@@ -33,9 +35,9 @@ def estimate(
     >>> print(estimate(Estimate("A100-80", 1.0, 0.75, 0.25, 0.0, (times,), 9e13, 0.29)))
     1.00 s a step on A100-80: 90.0 TFLOP/s a device, 29 % of its peak
     <BLANKLINE>
-    time of a step                seconds  share
-    computing                      750 ms   75 %
-    waiting for collectives        250 ms   25 %
+    time of a step              seconds  share
+    computing                    750 ms   75 %
+    waiting for collectives      250 ms   25 %
     waiting for other programs        0 s    0 %
     """
     if not isinstance(estimate, Estimate):
@@ -109,3 +111,26 @@ def room(plan: Plan, hardware: Hardware) -> str:
         f"does not fit {hardware.name}: rank {most.rank} holds {of_bytes(size)}, "
         f"{of_bytes(size - memory)} more than its {of_bytes(memory)}"
     )
+
+
+def comparison(plans: Sequence[tuple[Plan, Estimate | None]]) -> Report:
+    """One row for each plan: what its rank that has most computes, sends and holds.
+
+    >>> from fsfunc.mesh import Mesh
+    >>> from fsfunc.foresight.plans import RankPlan
+    >>> own = RankPlan(0, 8, {"data": 0}, [], {}, [], [])
+    >>> print(comparison([(Plan(Mesh({"data": 8}, "abstract"), (own,)), None)]))
+    mesh    FLOP  sent  memory
+    data=8     0   0 B     0 B
+    """
+    rows = []
+    for plan, times in plans:
+        mesh = ", ".join(f"{axis}={n}" for axis, n in plan.mesh.axes.items())
+        sent = max(own.ledger.bytes() for own in plan.ranks)
+        row = (mesh, of_count(plan.flops), of_bytes(sent), of_bytes(plan.peak_bytes))
+        if times is not None:
+            row += (of_seconds(times.seconds), of_share(times.share_of_peak, 1))
+        rows.append(row)
+    head = ("<mesh", ">FLOP", ">sent", ">memory")
+    head += (">a step", ">of peak") if len(rows[0]) > len(head) else ()
+    return Report((Table("", head, rows),))

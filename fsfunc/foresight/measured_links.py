@@ -1,0 +1,108 @@
+"""What the links between processes do, measured through the library's collectives."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from itertools import cycle
+from typing import Any
+
+import torch
+
+from fsfunc.accounting import silence
+from fsfunc.collectives import Group
+from fsfunc.foresight.specimens import Sizes
+from fsfunc.foresight.stopwatch import Watch
+from fsfunc.machines import Level
+
+__all__ = ["links"]
+
+SENDING = ("all_gather", "psum_scatter", "psum")
+ALONE, BESIDE = 0.15, 0.1  # of all the time
+MOST_BUFFERS = 16
+
+
+def links(
+    watch: Watch, where: Group, sizes: Sizes
+) -> tuple[Level, dict[str, float], float]:
+    """(the links as one level, bytes/s of each collective, overlap).
+
+    Each collective is timed alone, on buffers of several sizes, which gives a latency
+    and a rate; and beside a product that outlasts it, as a step issues it, which gives
+    what it adds to the product's time. What it does not add is the overlap. Where cores
+    copy what they send it may add more than it takes alone: then the rate is that of
+    what it adds.
+    """
+    rates, added, latency = {}, [], 0.0
+    for op in SENDING:
+        sent, spent = [], []
+        for size in sizes.messages:
+            start, share = _sending(watch, where, op, size, sizes)
+            sent.append(share)
+            each = ALONE / len(SENDING) / len(sizes.messages)
+            spent.append(watch.together(lambda start=start: start().wait(), each))
+        least, slope = line(sent, spent)
+        start, _ = _sending(watch, where, op, sizes.messages[-2], sizes)
+        added.append(_added(watch, start, spent[-2], sizes))
+        rates[op] = 1 / slope / max(1.0, added[-1])
+        if op == "all_gather":
+            latency = least / (where.size - 1)
+    level = Level(ranks=0, bandwidth=max(rates.values()), latency=latency)
+    return level, rates, min(1.0, max(0.0, 1 - sum(added) / len(added)))
+
+
+def _sending(
+    watch: Watch, where: Group, op: str, size: int, sizes: Sizes
+) -> tuple[Callable[[], Any], float]:
+    """Starts a collective of whole buffers of ``size`` bytes; what a rank sends of one.
+
+    Buffers take turns, so that no cache holds them: a step uses each of its own once.
+    """
+    n = where.size
+    count = max(size // 4 // n, 1)
+    turns = min(MOST_BUFFERS, -(-4 * sizes.memory // size))
+    wholes = [torch.ones(n * count, device=watch.device) for _ in range(turns)]
+    parts = [x[:count].clone() for x in wholes]
+    turn = cycle(zip(wholes, parts, strict=True))
+
+    def start() -> Any:
+        whole, part = next(turn)
+        with silence():
+            if op == "all_gather":
+                return where.start(op, part, out=whole)
+            return where.start(op, whole)
+
+    return start, wholes[0].nbytes * (n - 1) / n * (2 if op == "psum" else 1)
+
+
+def _added(watch: Watch, start: Callable[[], Any], alone: float, sizes: Sizes) -> float:
+    """What a transfer adds to products beside it, over what it takes alone."""
+    share, side = BESIDE / len(SENDING) / 3, sizes.other
+    x, y = (torch.randn(side, side, device=watch.device) for _ in range(2))
+    out = torch.empty_like(x)
+    one = watch.together(lambda: torch.mm(x, y, out=out), share)
+    times = max(1, round(2 * alone / one))
+
+    def compute() -> None:
+        for _ in range(times):
+            torch.mm(x, y, out=out)
+
+    def both() -> None:
+        work = start()
+        compute()
+        work.wait()
+
+    return (watch.together(both, share) - watch.together(compute, share)) / alone
+
+
+def line(xs: Sequence[float], ys: Sequence[float]) -> tuple[float, float]:
+    """(start, slope) of the line through the points, of least relative error."""
+    weights = [1 / y**2 for y in ys]
+    total = sum(weights)
+    x0 = sum(w * x for w, x in zip(weights, xs, strict=True)) / total
+    y0 = sum(w * y for w, y in zip(weights, ys, strict=True)) / total
+    rows = list(zip(weights, xs, ys, strict=True))
+    slope = sum(w * (x - x0) * (y - y0) for w, x, y in rows) / sum(
+        w * (x - x0) ** 2 for w, x, _ in rows
+    )
+    slope = max(slope, 1e-15)
+    return max(y0 - slope * x0, 0.0), slope
