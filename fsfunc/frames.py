@@ -57,10 +57,12 @@ class Running:
     Args:
         thread: see :class:`Thread`; none where nobody ties it to a loss.
         recompute: whether a backward pass runs the call a second time.
+        forgets: whether nobody keeps the graph of what runs: it will run again.
     """
 
     thread: Thread | None = None
     recompute: bool = False
+    forgets: bool = False
 
 
 class Counter:

@@ -28,8 +28,8 @@ class AbstractLink(Link):
 
     moves = False
 
-    def __init__(self, rank: int = 0):
-        self.rank = rank
+    def __init__(self, rank: int = 0, notes: dict[Any, Any] | None = None):
+        self.rank, self.notes = rank, notes
 
     def start(
         self, op: str, x: Tensor, where: Any, *, out: Tensor | None = None, **how: Any
@@ -70,13 +70,14 @@ def run_abstract(
         ValueError: more than 512 programs.
     """
     mode, found = _torch.abstract_mode(), {}
+    notes: dict[Any, Any] = {}  # a step that all ranks are laid out by is recorded once
 
     def fake(x: Any) -> Any:
         return _torch.fake_of(mode, x) if isinstance(x, Tensor) else x
 
     while todo := [r for r in _lowest(mesh, asked) if r not in found]:
         for rank in todo:
-            link = AbstractLink(rank)
+            link = AbstractLink(rank, notes)
             told = told_where("a function run on an abstract mesh", _INSTEAD)
             with told, mode, asking(asked), place_here(Here(mesh, rank, link)):
                 found[rank] = fn(*tree.map(fake, list(args(rank))))

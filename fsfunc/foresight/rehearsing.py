@@ -7,8 +7,8 @@ memory as the body's own would, saves the same parameters and inputs, and return
 gradients of the same shapes. Transforms around it see no difference.
 
 What a trial cannot stand for runs plainly: units that call units or collectives, that
-return a view of what they were given, bodies in a pipeline's stages (whose backward is
-taken apart node by node), those under a policy that names values, or ``torch.func``.
+return a view of what they were given, bodies in a pipeline's stages whose backward is
+taken apart node by node, those under a policy that names values, or ``torch.func``.
 """
 
 from __future__ import annotations
@@ -104,7 +104,10 @@ class Rehearsal:
 
     def _key(self, call: Any, leaves: list[Any], treedef: Any) -> Any:
         f = frame()
-        if f.stage is not None or is_taped() or _torch.functorch_active():
+        apart = f.stage is not None and torch.is_grad_enabled()
+        if (apart and not running().forgets) or is_taped():
+            return None
+        if _torch.functorch_active():
             return None
         if _torch.forward_ad_active() or torch.is_inference_mode_enabled():
             return None

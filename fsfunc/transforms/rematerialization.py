@@ -199,7 +199,7 @@ class _Recompute(torch.autograd.Function):
     @staticmethod
     def forward(ctx, replay: _Replay, output, token, *tensors):  # type: ignore[override]
         thread = None if token is None else Thread(token.device)
-        with torch.enable_grad(), run_as(Running(thread)):
+        with torch.enable_grad(), run_as(Running(thread, forgets=True)):
             found = output.take(*replay.first(tensors))
         kept = [] if replay.tape is None else replay.tape.tensors()
         ctx.replay, ctx.at, ctx.count = replay, output.at, len(tensors)
