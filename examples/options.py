@@ -1,8 +1,9 @@
 """The options of train_gpt.py."""
 
 import argparse
+import math
 import os
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -18,9 +19,14 @@ STAGES_OF_A_RANK = {
 
 
 def parse(
-    description: str | None, argv: Sequence[str] | None = None
+    description: str | None,
+    argv: Sequence[str] | None = None,
+    axes: Mapping[str, int] | None = None,
 ) -> argparse.Namespace:
-    """The options of a run; ends the program where they make no sense."""
+    """The options of a run; ends the program where they make no sense.
+
+    Where a mesh is given, by its axes, the ranks are its own.
+    """
     parser = argparse.ArgumentParser(
         description=description,
         formatter_class=argparse.RawDescriptionHelpFormatter,
@@ -85,7 +91,12 @@ def parse(
 
     group = parser.add_argument_group("training")
     option(group, "--steps", 200, "updates")
-    option(group, "--batch", 32, "windows in a global batch, over all ranks")
+    group.add_argument(
+        "--batch",
+        type=int,
+        help="windows in a global batch, over all ranks (default: 32, or the next "
+        "number that they can share)",
+    )
     option(group, "--seq", 128, "bytes in a window")
     option(group, "--dim", 128, "width of the model")
     option(group, "--layers", 4, "blocks of the model")
@@ -110,24 +121,46 @@ def parse(
 
     args = parser.parse_args(argv)
     args.ranks = int(os.environ.get("WORLD_SIZE", args.ranks))
-    counts = "ranks accumulate pipe steps batch seq dim heads".split()
-    for name in counts + ["microbatches"] * (args.microbatches is not None):
-        if getattr(args, name) < 1:
-            parser.error(f"--{name} must be at least 1: {getattr(args, name)}")
+    if axes is not None:
+        take_ranks(parser, args, axes)
+    counts = "ranks accumulate pipe steps batch seq dim heads microbatches".split()
+    for name in counts:
+        if (value := getattr(args, name)) is not None and value < 1:
+            parser.error(f"--{name} must be at least 1: {value}")
     if args.ranks % args.pipe:
         parser.error(f"--pipe {args.pipe} must divide the {args.ranks} ranks")
-    data = args.ranks // args.pipe
-    if args.batch % (data * args.accumulate):
+    args.data = args.ranks // args.pipe
+    share = args.data * args.accumulate
+    args.batch = args.batch or math.ceil(32 / share) * share
+    if args.batch % share:
         parser.error(
-            f"--batch {args.batch} must be a multiple of {data} ranks that share it x "
-            f"--accumulate {args.accumulate}"
+            f"--batch {args.batch} must be a multiple of {args.data} ranks that share "
+            f"it x --accumulate {args.accumulate}"
         )
     if args.dim % args.heads:
         parser.error(f"--dim {args.dim} must be a multiple of --heads {args.heads}")
     if args.text and not args.text.exists():
         parser.error(f"--text {args.text}: no such file or folder")
-    complete_pipeline(parser, args, args.batch // (data * args.accumulate))
+    complete_pipeline(parser, args, args.batch // share)
     return args
+
+
+def take_ranks(
+    parser: argparse.ArgumentParser, args: argparse.Namespace, axes: Mapping[str, int]
+) -> None:
+    """Sets the ranks and their pipelines to those of a mesh."""
+    shown = ", ".join(f"{name}={size}" for name, size in axes.items())
+    if unknown := set(axes) - {"data", "pipe"}:
+        parser.error(
+            f"the mesh {shown} has the axis {min(unknown)}, of which this script knows "
+            "nothing: its axes are data and, for pipelines, pipe"
+        )
+    if "data" not in axes:
+        parser.error(f"the mesh {shown} lacks the axis data (data=1 is one pipeline)")
+    pipe = axes.get("pipe", 1)
+    if args.pipe not in (1, pipe):
+        parser.error(f"--pipe {args.pipe}, but the mesh {shown} has pipe={pipe}")
+    args.ranks, args.pipe = axes["data"] * pipe, pipe
 
 
 def complete_pipeline(
@@ -151,6 +184,5 @@ def complete_pipeline(
     if args.microbatches > rows:
         parser.error(
             f"--microbatches {args.microbatches} of {rows} rows: --batch {args.batch} "
-            f"/ {args.ranks // args.pipe} ranks that share it / --accumulate "
-            f"{args.accumulate}"
+            f"/ {args.data} ranks that share it / --accumulate {args.accumulate}"
         )

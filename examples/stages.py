@@ -1,7 +1,7 @@
 """The stages of the model under --pipe: what each has, where, and in what order."""
 
 from argparse import Namespace
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from itertools import groupby
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -25,10 +25,14 @@ class Stages(NamedTuple):
         return [len(names) for names in self.units]
 
 
-def make_stages(args: Namespace, params: Any, batch: Any) -> Stages:
+def make_stages(
+    args: Namespace,
+    params_of: Callable[[Namespace], Any],
+    batch_of: Callable[[Namespace], Any],
+) -> Stages:
     """Stages of about equal FLOPs, and the schedule by which they run."""
     n = args.pipe * STAGES_OF_A_RANK[args.schedule]
-    calls = ff.program(loss_fn, params, batch).calls
+    calls = ff.program(loss_fn, params_of(args), batch_of(args)).calls
     counts = ff.balance([call.flops for call in calls], n)
     names = (call.name for call in calls)
     units = [[next(names) for _ in range(count)] for count in counts]

@@ -4,7 +4,10 @@
     torchrun --nproc-per-node 2 examples/train_gpt.py        2 real processes
     python examples/train_gpt.py --pipe 2                    2 pipelines of 2 ranks
 
-All run the same `train` below, and the same seed gives the same losses.
+All run the same `train` below, and the same seed gives the same losses. What a step
+will do on any number of ranks, without them (options of this file follow the `--`):
+
+    python -m fsfunc plan examples/train_gpt.py --mesh data=1024 -- --remat
 """
 
 import json
@@ -25,7 +28,7 @@ from report import (
     sent_table,
 )
 from rich.console import Console
-from stages import Stages, as_rows, make_stages, save_trace, show_stages
+from stages import as_rows, make_stages, save_trace, show_stages
 from text import Corpus, draw_batch, printable, read_corpus
 
 import fsfunc as ff
@@ -41,8 +44,14 @@ class Results(NamedTuple):
     samples: list[str]  # what each rank wrote
 
 
-def train(args: Namespace, corpus: Corpus, mesh: ff.Mesh) -> Results:
-    """The results of a run; every rank runs this, and rank 0 shows it."""
+def build(mesh: ff.Mesh, args: Namespace | None = None) -> tuple:
+    """(step, init, optimizer, batch) on a mesh: what `train` below starts from.
+
+    `python -m fsfunc plan` calls it with an abstract mesh. The batch is a rank's own,
+    of which shapes alone matter: (rows, seq) tokens of text, and the targets.
+    """
+    if args is None:
+        args = settings(mesh)
     rate = ff.warmup_cosine(
         args.lr, max(1, args.steps // 10), args.steps + 1, start=args.lr / 10
     )
@@ -52,34 +61,32 @@ def train(args: Namespace, corpus: Corpus, mesh: ff.Mesh) -> Results:
         loss, grads = ff.value_and_grad(loss_fn)(state.params, batch)
         return state.apply_gradients(grads, optimizer), {"loss": loss}
 
-    on_gpu = mesh.backend == "processes" and torch.cuda.is_available()
-    device = torch.device("cuda" if on_gpu else "cpu")
+    step = transformed(train_step, mesh, args)
+    if not args.no_donate:
+        step = ff.donate(step)
+    device = device_of(mesh)
+
+    def init():
+        return optree.tree_map(lambda leaf: leaf.to(device), params_of(args))
+
+    batch = {name: part.to(device) for name, part in blank_batch(args).items()}
+    return step, init, optimizer, batch
+
+
+def train(args: Namespace, corpus: Corpus, mesh: ff.Mesh) -> Results:
+    """The results of a run; every rank runs this, and rank 0 shows it."""
+    step, init, optimizer, batch = build(mesh, args)
+    state = ff.init_state(step, init, optimizer, batch)
+    evaluate = transformed(loss_fn, mesh, args)
+    device, stages = device_of(mesh), args.stages
 
     def draw(text, generator):
         batch = draw_batch(text, args.batch, args.seq, generator)
         mine = ff.local_batch(batch, mesh, "data")
         return {name: part.to(device) for name, part in mine.items()}
 
-    def init():
-        params = init_params(
-            seeded(args.seed),
-            vocab=VOCAB,
-            seq=args.seq,
-            dim=args.dim,
-            layers=args.layers,
-            heads=args.heads,
-        )
-        return optree.tree_map(lambda leaf: leaf.to(device), params)
-
     batches, held_out = seeded(args.seed), seeded(args.seed + 1)
     validation = [draw(corpus.validation, held_out) for _ in range(4)]
-
-    stages = make_stages(args, init(), validation[0]) if args.pipe > 1 else None
-    step = transformed(train_step, mesh, args, stages)
-    if not args.no_donate:
-        step = ff.donate(step)
-    evaluate = transformed(loss_fn, mesh, args, stages)
-    state = ff.init_state(step, init, optimizer, validation[0])
 
     console = Console(quiet=mesh.rank != 0, highlight=False)
     results = Results([], [], [])
@@ -107,7 +114,7 @@ def train(args: Namespace, corpus: Corpus, mesh: ff.Mesh) -> Results:
             if done == args.steps or (done % every == 0 and done + every <= args.steps):
                 validate()
 
-    gradients = transformed(ff.value_and_grad(loss_fn), mesh, args, stages)
+    gradients = transformed(ff.value_and_grad(loss_fn), mesh, args)
     _, grads = gradients(state.params, batch)
     kinds = {"parameters": state.params, "gradients": grads, "moments": state.opt_state}
     mine, everyone = [held(tree) for tree in kinds.values()], tuple(mesh.axes)
@@ -138,9 +145,7 @@ def train(args: Namespace, corpus: Corpus, mesh: ff.Mesh) -> Results:
     return results
 
 
-def transformed(
-    f: Callable, mesh: ff.Mesh, args: Namespace, stages: Stages | None = None
-) -> Callable:
+def transformed(f: Callable, mesh: ff.Mesh, args: Namespace) -> Callable:
     """`f` transformed as the options say, the innermost first.
 
     What is outside is done more rarely. Innermost, each unit is recomputed in each
@@ -149,14 +154,14 @@ def transformed(
     """
     if args.remat:
         f = ff.remat(f)
-    if stages:
+    if args.stages:
         f = ff.pipeline(
             f,
             mesh,
             "pipe",
             n_microbatches=args.microbatches,
-            schedule=stages.schedule,
-            stages=stages.counts,
+            schedule=args.stages.schedule,
+            stages=args.stages.counts,
         )
     if args.accumulate > 1:
         f = ff.accumulate(f, args.accumulate)
@@ -179,15 +184,41 @@ def write(predict: Callable, params: Any, args: Namespace, device) -> bytes:
     return bytes(tokens)
 
 
+def settings(mesh: ff.Mesh | None = None) -> Namespace:
+    """The options, on the given mesh if any, and the stages that they ask for."""
+    args = parse(__doc__, axes=mesh and mesh.axes)
+    args.stages = None
+    if args.pipe > 1:
+        make = ff.spmd(make_stages, ff.make_mesh({}, "abstract"))  # on fake tensors
+        args.stages = make(args, params_of, blank_batch)[0]
+    return args
+
+
+def params_of(args: Namespace) -> dict:
+    sizes = {"seq": args.seq, "dim": args.dim, "layers": args.layers}
+    return init_params(seeded(args.seed), vocab=VOCAB, heads=args.heads, **sizes)
+
+
+def blank_batch(args: Namespace) -> dict[str, torch.Tensor]:
+    shape = args.batch // args.data, args.seq
+    names = "tokens", "targets"
+    return {name: torch.zeros(shape, dtype=torch.long) for name in names}
+
+
+def device_of(mesh: ff.Mesh) -> torch.device:
+    on_gpu = mesh.backend == "processes" and torch.cuda.is_available()
+    return torch.device("cuda" if on_gpu else "cpu")
+
+
 def seeded(seed: int) -> torch.Generator:
     return torch.Generator().manual_seed(seed)
 
 
 def main() -> None:
-    args = parse(__doc__)
+    args = settings()
     corpus = read_corpus(args.text)
     torch.manual_seed(args.seed)  # what units draw, such as dropout, follows from it
-    axes = {"data": args.ranks // args.pipe}
+    axes = {"data": args.data}
     if args.pipe > 1:
         axes["pipe"] = args.pipe
     mesh = ff.make_mesh(axes)

@@ -66,14 +66,17 @@ from fsfunc.transforms.casting import precision
 from fsfunc.transforms.donation import donate
 from fsfunc.transforms.policies import SaveAllBut, SaveOnly, checkpoint_name
 from fsfunc.transforms.rematerialization import remat
+from fsfunc.transforms.selecting import remat_calls
 from fsfunc.transforms.sharding import shard
 from fsfunc.units import unit
 
 if TYPE_CHECKING:
     from fsfunc import show, testing
+    from fsfunc.foresight.choosing import search
     from fsfunc.foresight.estimating import estimate
     from fsfunc.foresight.measuring import measure_hardware
     from fsfunc.foresight.planning import plan
+    from fsfunc.foresight.recomputing import recompute_points
 
 __version__ = "0.1.0"
 
@@ -83,6 +86,8 @@ _LATER = {
     "testing": "fsfunc.testing",
     "plan": "fsfunc.foresight.planning",
     "estimate": "fsfunc.foresight.estimating",
+    "search": "fsfunc.foresight.choosing",
+    "recompute_points": "fsfunc.foresight.recomputing",
     "measure_hardware": "fsfunc.foresight.measuring",
 }
 

@@ -66,6 +66,16 @@ def beneath_functorch() -> Iterator[None]:
         del guard
 
 
+@contextmanager
+def beneath_modes(x: Tensor) -> Iterator[None]:
+    """Inside, no dispatch mode sees what is done to ``x``, unless ``x`` is fake."""
+    if isinstance(x, FakeTensor) or not torch._C._len_torch_dispatch_stack():
+        yield
+        return
+    with torch.utils._python_dispatch._disable_current_modes():
+        yield
+
+
 def forward_ad_active() -> bool:
     """Whether a dual level of ``torch.autograd.forward_ad`` is open."""
     return torch.autograd.forward_ad._current_level >= 0

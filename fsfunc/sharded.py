@@ -54,9 +54,10 @@ class Sharded:
     def _local(self) -> Any:
         if self._range is not None:
             # As it would have been made at once, whoever asks first.
+            flat, start, stop = self._range
             with torch.enable_grad(), _torch.beneath_functorch():
-                flat, start, stop = self._range
-                self._part, self._range = flat[start:stop], None
+                with _torch.beneath_modes(flat):
+                    self._part, self._range = flat[start:stop], None
         return self._part
 
     @property
@@ -254,13 +255,8 @@ class Home:
 
     def shadow(self, convert: Callable[[Tensor], Tensor]) -> Home:
         """The same home over converted tensors, which share memory as these do."""
-        flat, whole = None, None
-        if self.whole is not None:
-            whole = convert(self.whole)
-            if _torch.storage_key(self.whole) == _torch.storage_key(self.flat):
-                start = self.flat.storage_offset()
-                flat = whole.as_strided(self.flat.shape, self.flat.stride(), start)
-        flat = convert(self.flat) if flat is None else flat
+        whole = None if self.whole is None else convert(self.whole)
+        flat = convert(self.flat)
         home = Home(self.members, flat, self.coordinates, whole)
         home._ranges = self._ranges
         if self.whole is not None and self.shows(self.whole.dtype):

@@ -6,6 +6,7 @@ its launch do, a collective what a ring over its ranks does.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from weakref import WeakKeyDictionary
 
@@ -127,9 +128,10 @@ def collective_seconds(
     collectives of their own: k members of a node of r get k/r of its bandwidth. An
     all-to-all is no ring: each of the k sends for itself what leaves the node.
 
-    A ring takes a message's latency for each of its n-1 steps, and twice for a psum: at
-    each level, as many as it has groups of the level below, less one for each of its
-    own. Messages of a ppermute go at once.
+    A ring takes a message's latency for each of its n-1 steps: at each level, as many as
+    it has groups of the level below, less one for each of its own. A psum goes up a
+    tree and down again, which sends as much in 2 log2 n steps. Messages of a ppermute
+    go at once.
 
     Args:
         record: what the ledger notes of it on one rank.
@@ -140,7 +142,8 @@ def collective_seconds(
         ValueError: hardware without levels, or whose outermost level ends before the
             last of ``ranks``.
 
-    Source: Patarasuk and Yuan (2009) for the ring.
+    Source: Patarasuk and Yuan (2009) for the ring; Sanders, Speck and Träff (2009) for
+    two trees that together have its bandwidth.
 
     >>> import torch
     >>> from fractions import Fraction
@@ -168,18 +171,16 @@ def collective_seconds(
             if record.op == "all_to_all":
                 leaves = sent * members * (n - members) / (n - 1)
             slowest = max(slowest, leaves * width / (level.bandwidth * members))
-            latency = _latency(record.op, latency, steps, level.latency)
+            if record.op in ("psum", "pmax"):
+                steps = 2 * math.ceil(math.log2(-(-len(inner) // len(outer))))
+            elif record.op == "ppermute":
+                steps = 1
+            latency = latency + level.latency * steps
         if len(outer) == 1:
             cap = hardware.rates.get(record.op)
             return max(slowest, sent / cap if cap else 0.0) + latency
         inner, width = outer, level.ranks
     raise ValueError(_too_small(hardware, max(ranks)))
-
-
-def _latency(op: str, so_far: float, steps: int, latency: float) -> float:
-    if op == "ppermute":
-        return max(so_far, latency)
-    return so_far + latency * steps * (2 if op in ("psum", "pmax") else 1)
 
 
 def message_seconds(size: float, source: int, to: int, hardware: Hardware) -> float:

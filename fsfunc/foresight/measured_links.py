@@ -10,7 +10,7 @@ import torch
 
 from fsfunc.accounting import silence
 from fsfunc.collectives import Group
-from fsfunc.foresight.specimens import Sizes
+from fsfunc.foresight.samples import Sizes
 from fsfunc.foresight.stopwatch import Watch
 from fsfunc.machines import Level
 

@@ -17,7 +17,7 @@ import torch
 from fsfunc.foresight.events import Op, Ran, Took
 from fsfunc.foresight.measured_links import links
 from fsfunc.foresight.observing import Observer
-from fsfunc.foresight.specimens import Sizes, attention, chain, layer, specimens
+from fsfunc.foresight.samples import Sizes, attention, chain, layer, specimens
 from fsfunc.foresight.stopwatch import Watch
 from fsfunc.machines import Hardware, Level
 from fsfunc.mesh import Here, Mesh, NoMesh, here

@@ -87,6 +87,7 @@ class Observer(_torch.TorchDispatchMode):
         roots: storages of the running body's parameters; ``pure``: of what was computed
             from them alone.
         reads: storages that any operator read.
+        before_backward: is called once, when a backward begins.
         said: who takes memory now, in place of the operator that does.
     """
 
@@ -99,6 +100,7 @@ class Observer(_torch.TorchDispatchMode):
         self.fake: Any = None
         self.units: list[tuple[str, str]] = []
         self.said = ""
+        self.before_backward: Any = None
         self.roots: set[int] = set()
         self.pure: set[int] = set()
         self.reads: set[int] = set()
@@ -135,6 +137,9 @@ class Observer(_torch.TorchDispatchMode):
         if not fresh and not func._schema.is_mutable:
             return  # a view
         unit, phase = self.where()
+        if phase == "backward" and self.before_backward is not None:
+            look, self.before_backward = self.before_backward, None
+            look()
         op = describe(func, args, kwargs, out, read, made)
         if op is not None:
             self.book.events.append(Ran(op, unit, phase))
@@ -156,7 +161,8 @@ class Observer(_torch.TorchDispatchMode):
 
         Outputs are not among them: they are somebody else's to keep.
         """
-        keys = self.pure - {_torch.storage_key(x) for x in _tensors(outs)}
+        given = map(_torch.unwrapped, _tensors(outs))
+        keys = self.pure - {_torch.storage_key(x) for x in given}
         held = self.book.held
         return [held[k].number for k in keys if k in held]
 

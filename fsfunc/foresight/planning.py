@@ -22,7 +22,7 @@ from fsfunc.frames import frame, inside
 from fsfunc.kinds import counting
 from fsfunc.launching import spmd
 from fsfunc.mesh import Here, Mesh, NoMesh, asking, asks, here, place_here
-from fsfunc.sharded import Home, Sharded, is_sharded
+from fsfunc.sharded import Sharded, is_sharded
 from fsfunc.training import TrainState, init_state
 from fsfunc.transforms.donation import refuse_spent, restore
 from fsfunc.values import told_where
@@ -136,6 +136,12 @@ def _made(step: Any, args: Sequence[Any], rehearsal: Rehearsal) -> tuple[Any, ..
     """The state and the batch, of the functions that make them."""
     init, optimizer, batch = args
     batch = batch() if callable(batch) else batch
+    if (mode := _torch.fake_mode()) is not None:  # one fake of it, not one at each use
+        batch = tree.map(
+            lambda x: _torch.fake_of(mode, x) if isinstance(x, Tensor) else x,
+            batch,
+            is_leaf=is_sharded,
+        )
     with (
         told_where("the step that is planned", _INSTEAD),
         _rehearsed(rehearsal, frame().at),
@@ -212,24 +218,40 @@ def _planned(
 
 
 def _shadows(mode: Any, args: Any) -> Any:
-    """The arguments as fake tensors, leaves of one buffer in one buffer again."""
+    """The arguments as fake tensors, which share memory as these do."""
     leaves, treedef = tree.flatten(args, is_leaf=is_sharded)
-    homes: dict[int, tuple[Home, list[Sharded]]] = {}
+    homes: dict[int, list[Sharded]] = {}
+    storages: dict[int, Tensor] = {}
+
+    def fake(x: Tensor) -> Tensor:
+        return _shadow(mode, x, storages)
+
     for i, x in enumerate(leaves):
         if isinstance(x, Tensor):
-            leaves[i] = _torch.fake_of(mode, x.detach())
-        elif isinstance(x, Sharded):
+            leaves[i] = fake(x)
+        elif isinstance(x, Sharded) and x.home is None:
+            leaves[i] = x.with_local(fake(x.local))
+        elif isinstance(x, Sharded) and x.home is not None:
             home = x.home
-            if home is None:
-                leaves[i] = x.with_local(_torch.fake_of(mode, x.local.detach()))
-                continue
             if id(home) not in homes:
-                shadow = home.shadow(lambda t: _torch.fake_of(mode, t.detach()))
-                homes[id(home)] = (home, shadow.leaves())
-            _, members = homes[id(home)]
+                homes[id(home)] = home.shadow(fake).leaves()
             at = [id(m) for m in home.members].index(id(x.layout))
-            leaves[i] = members[at]
+            leaves[i] = homes[id(home)][at]
     return tree.unflatten(treedef, leaves)
+
+
+def _shadow(mode: Any, x: Tensor, storages: dict[int, Tensor]) -> Tensor:
+    """``x`` without its data, in a storage as large as its own."""
+    size, width = x.untyped_storage().nbytes(), x.element_size()
+    if isinstance(x, _torch.FakeTensor) or size % width:
+        return _torch.fake_of(mode, x.detach())
+    key = _torch.storage_key(x)
+    with mode:
+        if key not in storages:
+            storages[key] = torch.empty(size, dtype=torch.uint8, device=x.device)
+        whole = storages[key].view(x.dtype)
+        part = whole.as_strided(x.shape, x.stride(), x.storage_offset())
+    return part.requires_grad_(x.requires_grad)
 
 
 def _leaves(args: Any) -> Iterator[tuple[Leaf, list[Tensor]]]:

@@ -163,6 +163,7 @@ class Rehearsal:
     def _keeps(self, name: str, numbers: list[int], size: int = 0) -> None:
         if numbers and not running().recompute and not is_silent():
             self._kept.append((name, numbers, size))
+            self.observer.before_backward = self.look_back
 
     def look_back(self) -> None:
         """Of the bodies that ran, which still keep what they derived?"""

@@ -18,7 +18,8 @@ from fsfunc import _torch, tree
 from fsfunc.accounting import aside
 from fsfunc.foresight.events import Gave, Ran, Segment, Took
 from fsfunc.foresight.observing import Book, Observer
-from fsfunc.frames import Interpretation, inside
+from fsfunc.frames import Counter, Interpretation, inside
+from fsfunc.mesh import NoMesh, here
 
 __all__ = [
     "Backward",
@@ -238,9 +239,19 @@ def _begin(observer: Observer, given: Sequence[Tensor]) -> int:
 
 def _run(observer: Observer, call: Any, treedef: Any, leaves: Sequence[Any]) -> Any:
     """Runs the body where it reaches neither a unit nor a rank."""
-    f = call.frame
-    at = None if f.at is None else replace(f.at, link=_NoLink())
-    alone = f.but(handlers=(_Stop(),), sessions=(), recorder=None, at=at)
+    try:
+        at = replace(here(), link=_NoLink())
+    except NoMesh:
+        at = None
+    alone = call.frame.but(
+        handlers=(_Stop(),),
+        sessions=(),
+        recorder=None,
+        at=at,
+        path=call.path,
+        numbers=call.numbers,
+        counter=Counter(),  # a trial is no call: the true one counts for itself
+    )
     params, inputs, keywords = tree.unflatten(treedef, leaves)
     with inside(alone), observer.unit(call.name), aside(False):
         return call.unit.checked(params, inputs, keywords)

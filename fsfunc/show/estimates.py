@@ -38,7 +38,7 @@ def estimate(
     time of a step              seconds  share
     computing                    750 ms   75 %
     waiting for collectives      250 ms   25 %
-    waiting for other programs        0 s    0 %
+    waiting for other programs      0 s    0 %
     """
     if not isinstance(estimate, Estimate):
         raise TypeError(

@@ -19,12 +19,14 @@ class Run(NamedTuple):
     losses: dict
 
 
-def program(*args: str | Path, check: bool = True) -> subprocess.CompletedProcess:
+def program(
+    *args: str | Path, check: bool = True, start: tuple[str, ...] = (str(SCRIPT),)
+) -> subprocess.CompletedProcess:
     path = os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])
     env = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": path, "COLUMNS": "100"}
     env.pop("WORLD_SIZE", None)
     done = subprocess.run(
-        [sys.executable, str(SCRIPT), *map(str, args)],
+        [sys.executable, *start, *map(str, args)],
         env=env,
         capture_output=True,
         text=True,
@@ -38,6 +40,20 @@ def train(folder: Path, *args: str | Path) -> Run:
     path = folder / "losses.json"
     out = program(*SIZES, "--losses", path, *args).stdout
     return Run(out, json.loads(path.read_text()))
+
+
+def planned(folder: Path, mesh: str, *args: str) -> list[dict[tuple[str, str], int]]:
+    """How often each program of a plan sends, by op and axis, as numbers_sent says."""
+    path, start = folder / "plan.json", ("-m", "fsfunc", "plan", str(SCRIPT))
+    program("--mesh", mesh, "--json", path, "--", *SIZES, *args, start=start)
+    found: list[dict[tuple[str, str], int]] = []
+    for one in json.loads(path.read_text())["plans"][0]["programs"]:
+        counts: dict[tuple[str, str], int] = {}
+        for row in one["collectives"]:
+            key = row["op"], ", ".join(row["axes"])
+            counts[key] = counts.get(key, 0) + row["count"]
+        found.append({**counts, ("all", ""): sum(counts.values())})
+    return found
 
 
 def table_below(out: str, title: str) -> list[list[str]]:

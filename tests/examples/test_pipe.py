@@ -19,6 +19,7 @@ from tests.examples.programs import (
     check_losses,
     numbers_held,
     numbers_sent,
+    planned,
     table_below,
     train,
 )
@@ -79,6 +80,10 @@ def test_gradients_are_reduced_once_a_step(piped: Run) -> None:
     assert ends == ["4 (16.0 KiB)"] * 2
 
 
+def test_a_plan_of_each_stage_sends_what_it_sends(piped: Run, tmp_path: Path) -> None:
+    assert planned(tmp_path, "data=2,pipe=2") == numbers_sent(piped.out)
+
+
 @pytest.mark.parametrize(
     ("options", "tolerance"),
     [
@@ -136,7 +141,7 @@ def test_every_schedule_can_be_asked_for(examples: dict[str, ModuleType]) -> Non
     for name, chunks in examples["options"].STAGES_OF_A_RANK.items():
         options = f"--ranks 2 --pipe 2 --layers 3 --schedule {name}".split()
         args: Namespace = examples["options"].parse("", options)
-        stages = examples["stages"].make_stages(args, params, batch)
+        stages = examples["stages"].make_stages(args, lambda _: params, lambda _: batch)
         ff.verify(stages.schedule, n_microbatches=4)
         assert len(stages.schedule) == 2
         assert len(ff.schedules.owners(stages.schedule)) == 2 * chunks

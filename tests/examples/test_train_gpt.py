@@ -17,6 +17,7 @@ from tests.examples.programs import (
     check_losses,
     numbers_held,
     numbers_sent,
+    planned,
     table_below,
     train,
 )
@@ -63,6 +64,10 @@ def test_table_of_what_is_sent(simulated: Run) -> None:
     assert counts["psum_scatter", "data"] == 4
     assert counts["psum", "data"] == 2  # the loss, and the norm that clips
     assert counts["all", ""] == sum(counts.values()) // 2
+
+
+def test_a_plan_sends_what_the_run_sends(simulated: Run, tmp_path: Path) -> None:
+    assert planned(tmp_path, "data=2") == numbers_sent(simulated.out)
 
 
 def test_ranks_write_the_same_sample(simulated: Run) -> None:
@@ -162,6 +167,39 @@ def test_bad_options_are_refused(
         examples["options"].parse("", options.split())
     assert refused.value.code == 2
     assert message in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("axes", "options", "message"),
+    [
+        ({"data": 4, "model": 2}, "", "has the axis model, of which this script knows"),
+        ({"pipe": 4}, "", "the mesh pipe=4 lacks the axis data"),
+        ({"data": 4}, "--pipe 2", "--pipe 2, but the mesh data=4 has pipe=1"),
+        ({"data": 4, "pipe": 4}, "--pipe 2", "the mesh data=4, pipe=4 has pipe=4"),
+        ({"data": 64}, "--batch 32", "--batch 32 must be a multiple of 64 ranks"),
+        ({"data": 1, "pipe": 8}, "", "makes 8 stages, but the model has 6 units"),
+    ],
+)
+def test_meshes_on_which_it_cannot_lie_are_refused(
+    axes, options, message, examples, capsys
+) -> None:
+    with pytest.raises(SystemExit) as refused:
+        examples["options"].parse("", options.split(), axes)
+    assert refused.value.code == 2
+    assert message in capsys.readouterr().err
+
+
+def test_ranks_and_batch_follow_the_mesh(examples: dict[str, ModuleType]) -> None:
+    parse = examples["options"].parse
+    for axes, options, expected in (
+        (None, "", (4, 4, 1, 32)),
+        (None, "--ranks 6 --pipe 2", (6, 3, 2, 33)),
+        ({"data": 8}, "--ranks 2", (8, 8, 1, 32)),
+        ({"data": 1024}, "--accumulate 2", (1024, 1024, 1, 2048)),
+        ({"data": 16, "pipe": 2}, "--batch 64", (32, 16, 2, 64)),
+    ):
+        args = parse("", options.split(), axes)
+        assert (args.ranks, args.data, args.pipe, args.batch) == expected
 
 
 @pytest.fixture

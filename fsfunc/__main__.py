@@ -1,0 +1,15 @@
+"""``python -m fsfunc``: what the library answers from the command line."""
+
+import os
+import sys
+
+from fsfunc.commands import main
+
+if __name__ == "__main__":
+    try:
+        status = main()
+        sys.stdout.flush()
+    except BrokenPipeError:  # whoever read it, such as `head`, has seen enough
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        status = 0
+    sys.exit(status)

@@ -1,0 +1,199 @@
+"""``Stack``: which transforms, in which order, as data: applied, or written as code."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import torch
+
+from fsfunc.mesh import Mesh
+from fsfunc.pipelining import schedules
+from fsfunc.pipelining.pipelines import pipeline
+from fsfunc.transforms.accumulation import accumulate
+from fsfunc.transforms.casting import precision
+from fsfunc.transforms.donation import donate
+from fsfunc.transforms.policies import Policy
+from fsfunc.transforms.rematerialization import remat
+from fsfunc.transforms.sharding import shard
+
+__all__ = ["DATA", "NODE", "PIPE", "Layer", "Stack"]
+
+DATA, PIPE, NODE = "data", "pipe", "node"  # what lies along an axis of that name
+
+TRANSFORMS: Mapping[str, Callable[..., Any]] = {
+    "remat": remat,
+    "pipeline": pipeline,
+    "accumulate": accumulate,
+    "precision": precision,
+    "shard": shard,
+    "donate": donate,
+}
+ON_A_MESH = ("pipeline", "shard")
+
+
+class Layer(NamedTuple):
+    """One transform, ``ff.name(f, [mesh,] *args, **keywords)``."""
+
+    name: str
+    args: tuple[Any, ...] = ()
+    keywords: Mapping[str, Any] = {}
+
+
+@dataclass(frozen=True)
+class Stack:
+    """The transforms around a train step, and the mesh that they are for.
+
+    Their order is fixed, the innermost first: units are recomputed; stages run
+    microbatches; whole passes are accumulated; all of it in ``compute``; gradients are
+    reduced around all that, once a step.
+
+    Args:
+        axes: of the mesh: "data" and "node" cut the batch, "pipe" the model.
+        zero: of ``shard`` over "data", which repeats along "node"; None: no ``shard``.
+        remat: a policy of ``remat``, "always" for every unit; None: no ``remat``.
+        accumulate: how many parts of the batch a rank takes one after another.
+        schedule: the name of one in ``ff.schedules``; None: no ``pipeline``.
+        microbatches: of the pipeline.
+        compute, reduce: dtypes of ``precision``; None, None: no ``precision``.
+        donate: whether the step may write into its state.
+
+    >>> stack = Stack((("data", 8),), zero=3, remat="always")
+    >>> print(stack)
+    data=8: donate(shard(remat, zero=3))
+    >>> print(stack.code)
+    mesh = ff.make_mesh({"data": 8})
+    step = ff.remat(train_step)
+    step = ff.shard(step, mesh, "data", zero=3)
+    step = ff.donate(step)
+    # a rank's batch: ff.local_batch(batch, mesh, "data")
+    """
+
+    axes: tuple[tuple[str, int], ...]
+    zero: int | None = None
+    remat: Policy | str | None = None
+    accumulate: int = 1
+    schedule: str | None = None
+    microbatches: int = 1
+    compute: torch.dtype | None = None
+    reduce: torch.dtype | None = None
+    donate: bool = True
+
+    @property
+    def ranks(self) -> int:
+        """How many ranks the mesh has."""
+        return Mesh(dict(self.axes), "abstract").size
+
+    @property
+    def cuts(self) -> tuple[str, ...]:
+        """The axes that the batch is cut along, as ``local_batch`` wants them."""
+        return tuple(name for name, _ in self.axes if name != PIPE)
+
+    @property
+    def parts(self) -> int:
+        """How many parts the batch is cut into."""
+        return Mesh({a: n for a, n in self.axes if a != PIPE}, "abstract").size
+
+    def layers(self) -> list[Layer]:
+        """The transforms, the innermost first."""
+        found: list[Layer] = []
+        if self.remat is not None:
+            always = self.remat == "always"  # what remat does by default
+            found.append(Layer("remat", () if always else (self.remat,)))
+        if self.schedule is not None:
+            keywords = {
+                "n_microbatches": self.microbatches,
+                "schedule": getattr(schedules, self.schedule),
+            }
+            found.append(Layer("pipeline", (PIPE,), keywords))
+        if self.accumulate > 1:
+            found.append(Layer("accumulate", (self.accumulate,)))
+        if self.compute is not None:
+            reduce = {} if self.reduce is None else {"reduce": self.reduce}
+            found.append(Layer("precision", (), {"compute": self.compute, **reduce}))
+        if self.zero is not None:
+            copies = {"replicate": NODE} if NODE in dict(self.axes) else {}
+            found.append(Layer("shard", (DATA,), {"zero": self.zero, **copies}))
+        if self.donate:
+            found.append(Layer("donate"))
+        return found
+
+    def apply(self, train_step: Callable[..., Any], mesh: Mesh) -> Callable[..., Any]:
+        """``train_step``, transformed.
+
+        Args:
+            mesh: with the axes of this stack, of any backend.
+
+        Raises:
+            ValueError: a mesh of other axes.
+        """
+        if dict(mesh.axes) != dict(self.axes):
+            raise ValueError(
+                f"this stack is for the axes {dict(self.axes)}, not {mesh}"
+            )
+        step = train_step
+        for layer in self.layers():
+            where = (mesh,) if layer.name in ON_A_MESH else ()
+            step = TRANSFORMS[layer.name](step, *where, *layer.args, **layer.keywords)
+        return step
+
+    @property
+    def code(self) -> str:
+        """The same as Python, which makes ``mesh`` and ``step`` of ``train_step``.
+
+        It names ``ff`` (and ``torch``, for dtypes), and has no line over 88 columns
+        but for names that are longer.
+        """
+        axes = ", ".join(f'"{name}": {size}' for name, size in self.axes)
+        lines, step = [f"mesh = ff.make_mesh({{{axes}}})"], "train_step"
+        for layer in self.layers():
+            where = ["mesh"] if layer.name in ON_A_MESH else []
+            given = [step, *where, *_written(layer)]
+            lines += _call(f"step = ff.{layer.name}(", given)
+            step = "step"
+        if step == "train_step":
+            lines.append("step = train_step")
+        if self.cuts:
+            cuts = ", ".join(f'"{axis}"' for axis in self.cuts)
+            cuts = cuts if len(self.cuts) == 1 else f"({cuts})"
+            lines.append(f"# a rank's batch: ff.local_batch(batch, mesh, {cuts})")
+        return "\n".join(lines)
+
+    def __str__(self) -> str:
+        """In one line: the mesh, and the transforms around one another."""
+        shown = ""
+        for layer in self.layers():
+            given = [a for a in _written(layer) if a not in (f'"{DATA}"', f'"{PIPE}"')]
+            given = [a.replace("ff.schedules.", "") for a in given]
+            inner = [shown] if shown else []
+            inside = ", ".join([*inner, *given])
+            shown = f"{layer.name}({inside})" if inside else layer.name
+        axes = ", ".join(f"{name}={size}" for name, size in self.axes)
+        return f"{axes}: {shown or 'no transform'}"
+
+
+def _written(layer: Layer) -> list[str]:
+    """The arguments of a transform as Python."""
+    keywords = [f"{name}={_value(value)}" for name, value in layer.keywords.items()]
+    return [*map(_value, layer.args), *keywords]
+
+
+def _value(value: Any) -> str:
+    if isinstance(value, str):
+        return '"' + value.replace("\\", "\\\\").replace('"', '\\"') + '"'
+    if isinstance(value, Policy):
+        return (
+            f"ff.{type(value).__name__}({', '.join(map(_value, sorted(value.names)))})"
+        )
+    if callable(value):
+        return f"ff.schedules.{value.__name__}"
+    return repr(value)  # a number, or a dtype: torch.bfloat16
+
+
+def _call(head: str, given: list[str]) -> list[str]:
+    """A call in one line or, where it is too long, in three."""
+    line = f"{head}{', '.join(given)})"
+    if len(line) <= 88:
+        return [line]
+    return [head, f"    {', '.join(given)}", ")"]
