@@ -193,6 +193,16 @@ def current_node() -> Any:
     return torch._C._current_autograd_node()
 
 
+def will_run(node: Any) -> bool:
+    """Whether the backward that is under way comes to a node (None: to nothing).
+
+    Of a leaf torch does not tell: yes, then.
+    """
+    if node is None or hasattr(node, "variable"):
+        return node is not None
+    return torch._C._will_engine_execute_node(node)
+
+
 def output_shape(node: Any, k: int) -> tuple[int, ...]:
     """The shape of the ``k``-th tensor that an autograd node's op made."""
     return tuple(node._input_metadata[k].shape)

@@ -22,14 +22,14 @@ class Arena:
     """
 
     poison = False
-    reuse = True  # False: every buffer is a fresh one
+    fresh = 0  # how many there are who want every buffer to be a fresh one
 
     def __init__(self) -> None:
         self.storages: list[torch.UntypedStorage] = []
 
     def get(self, count: int, dtype: torch.dtype, like: Tensor) -> Tensor:
         """``[count]`` elements of ``dtype`` whose values mean nothing."""
-        if isinstance(like, _torch.FakeTensor) or not self.reuse:
+        if isinstance(like, _torch.FakeTensor) or self.fresh:
             return torch.empty(count, dtype=dtype, device=_torch.device_of(like))
         if like.device.type != "cpu":
             return torch.empty(count, dtype=dtype, device=like.device)

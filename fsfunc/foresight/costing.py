@@ -128,8 +128,8 @@ def collective_seconds(
     collectives of their own: k members of a node of r get k/r of its bandwidth. An
     all-to-all is no ring: each of the k sends for itself what leaves the node.
 
-    A ring takes a message's latency for each of its n-1 steps: at each level, as many as
-    it has groups of the level below, less one for each of its own. A psum goes up a
+    A ring takes a message's latency for each of its n-1 steps: at each level, as many
+    as it has groups of the level below, less one for each of its own. A psum goes up a
     tree and down again, which sends as much in 2 log2 n steps. Messages of a ppermute
     go at once.
 

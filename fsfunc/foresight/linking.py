@@ -16,21 +16,26 @@ __all__ = ["PlannedLink"]
 
 
 class _Planned(Work):
-    """A collective or transfer that is noted again when it is waited for."""
+    """A collective or transfer that is noted again when it is waited for.
 
-    def __init__(self, work: Work, number: int, observer: Observer):
+    Until then it holds ``x``, as links do that read it.
+    """
+
+    def __init__(self, work: Work, number: int, observer: Observer, x: Any):
         self.work, self.number, self.observer = work, number, observer
+        self.x: Tensor | None = x
         self.over = self.asked = False
 
     def wait(self) -> Tensor:
         if not self.over:
-            self.over = True
+            self.over, self.x = True, None
             self.observer.book.events.append(Waited(self.number))
         return self.work.wait()
 
     def done(self) -> bool:
         """When others come is not known here: a message lasts for one action more."""
         over, self.asked = self.over or self.asked, True
+        self.x = None if over else self.x
         return over
 
 
@@ -45,22 +50,22 @@ class PlannedLink(AbstractLink):
         super().__init__(rank)
         self.observer, self.log, self.count = observer, log, 0
 
-    def _noted(self, work: Work, event: Any) -> Work:
+    def _noted(self, work: Work, event: Any, x: Tensor) -> Work:
         self.observer.book.events.append(event)
         self.count += 1
-        return _Planned(work, self.count - 1, self.observer)
+        return _Planned(work, self.count - 1, self.observer, x)
 
     def start(
         self, op: str, x: Tensor, where: Any, *, out: Tensor | None = None, **how: Any
     ) -> Work:
         event = Started(self.count, self.log.records[-1], where.ranks)
-        return self._noted(super().start(op, x, where, out=out, **how), event)
+        return self._noted(super().start(op, x, where, out=out, **how), event, x)
 
     def send(self, x: Tensor, where: Any, to: int) -> Work:
         event = Sent(self.count, self.log.records[-1], where.ranks[to])
-        return self._noted(super().send(x, where, to), event)
+        return self._noted(super().send(x, where, to), event, x)
 
     def receive(self, like: Tensor, where: Any, source: int) -> Work:
         size = like.numel() * like.element_size()
         event = Asked(self.count, size, where.ranks[source])
-        return self._noted(super().receive(like, where, source), event)
+        return self._noted(super().receive(like, where, source), event, like)

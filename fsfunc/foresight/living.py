@@ -121,7 +121,7 @@ def live_bytes(*given: Any) -> Iterator[Living]:
     """
     observer = Observer(strangers=True)
     observer.given("buffers", _held(given))
-    reuse, Arena.reuse = Arena.reuse, False
+    Arena.fresh += 1
     try:
         with ExitStack() as stack:
             try:
@@ -134,7 +134,7 @@ def live_bytes(*given: Any) -> Iterator[Living]:
             stack.enter_context(observer)
             yield Living(observer)
     finally:
-        Arena.reuse = reuse
+        Arena.fresh -= 1
         observer.book.close()
 
 

@@ -136,12 +136,8 @@ def _made(step: Any, args: Sequence[Any], rehearsal: Rehearsal) -> tuple[Any, ..
     """The state and the batch, of the functions that make them."""
     init, optimizer, batch = args
     batch = batch() if callable(batch) else batch
-    if (mode := _torch.fake_mode()) is not None:  # one fake of it, not one at each use
-        batch = tree.map(
-            lambda x: _torch.fake_of(mode, x) if isinstance(x, Tensor) else x,
-            batch,
-            is_leaf=is_sharded,
-        )
+    if (mode := _torch.fake_mode()) is not None:
+        batch = _shadows(mode, batch)
     with (
         told_where("the step that is planned", _INSTEAD),
         _rehearsed(rehearsal, frame().at),
@@ -177,15 +173,14 @@ def _planned(
     with ExitStack() as stack:
         generator = torch.random.default_generator
         stack.callback(generator.set_state, generator.get_state())
-        if not _torch.fake_active():
-            for x in tree.leaves(args):
-                if isinstance(x, Tensor):
-                    _torch.check_device(_torch.device_of(x))
-            mode = _torch.fake_mode_of(tree.leaves(args))
-            args = _shadows(mode, args)
-            stack.enter_context(mode)
-        else:
-            stack.callback(restore, args)
+        for x in tree.leaves(args):
+            if isinstance(x, Tensor):
+                _torch.check_device(_torch.device_of(x))
+        mode = _torch.fake_mode()
+        if mode is None:
+            mode = stack.enter_context(_torch.fake_mode_of(tree.leaves(args)))
+        args = _shadows(mode, args)
+        stack.callback(restore, args)  # a donated step marks what is the caller's
         link = PlannedLink(at.rank, observer, log)
         now = replace(at, link=link)
         f = frame()
@@ -233,6 +228,8 @@ def _shadows(mode: Any, args: Any) -> Any:
             leaves[i] = x.with_local(fake(x.local))
         elif isinstance(x, Sharded) and x.home is not None:
             home = x.home
+            if isinstance(home.flat, _torch.FakeTensor):
+                continue
             if id(home) not in homes:
                 homes[id(home)] = home.shadow(fake).leaves()
             at = [id(m) for m in home.members].index(id(x.layout))
@@ -242,8 +239,10 @@ def _shadows(mode: Any, args: Any) -> Any:
 
 def _shadow(mode: Any, x: Tensor, storages: dict[int, Tensor]) -> Tensor:
     """``x`` without its data, in a storage as large as its own."""
+    if isinstance(x, _torch.FakeTensor):
+        return x
     size, width = x.untyped_storage().nbytes(), x.element_size()
-    if isinstance(x, _torch.FakeTensor) or size % width:
+    if size % width:
         return _torch.fake_of(mode, x.detach())
     key = _torch.storage_key(x)
     with mode:

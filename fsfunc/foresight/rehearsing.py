@@ -208,15 +208,18 @@ class _Body(torch.autograd.Function):
         rehearsal, script = played.rehearsal, played.script
         rehearsal.look_back()
         _ = ctx.saved_tensors  # as the body's own nodes would: it may gather again
-        pattern = tuple(None if g is None else Shape.of(g) for g in cotangents)
+        # What leads to nothing that was asked for, autograd does not compute.
+        wanted = iter(_torch.will_run(node) for node, _ in ctx.next_functions)
+        leaves = [
+            x._replace(tracked=next(wanted)) if isinstance(x, Shape) else x
+            for x in played.leaves
+        ]
+        shapes = tuple(None if g is None else Shape.of(g) for g in cotangents)
+        pattern = shapes, tuple(_tracked(x) for x in leaves)
         if pattern not in script.backward:
             with _autocast(played.casts):
                 script.backward[pattern] = pulled(
-                    rehearsal.observer,
-                    played.call,
-                    played.leaves,
-                    played.treedef,
-                    pattern,
+                    rehearsal.observer, played.call, leaves, played.treedef, shapes
                 )
         back = script.backward[pattern]
         with rehearsal.replay(back.segment, played.call.name, "gradient"):
@@ -225,7 +228,7 @@ class _Body(torch.autograd.Function):
         found = iter(back.grads)
         grads = [
             _made(next(found), new, cotangents) if x.tracked else None
-            for x in played.leaves
+            for x in leaves
             if isinstance(x, Shape)
         ]
         return (None, *grads)
