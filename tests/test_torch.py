@@ -228,3 +228,267 @@ def test_attention_on_the_cpu_has_the_name_that_is_counted():
     with Watch():
         torch.nn.functional.scaled_dot_product_attention(q, q, q)
     assert _torch.CPU_ATTENTION in seen, breaks("attention counts for nothing")
+
+
+# What plans stand on
+
+aten = torch.ops.aten
+X = {"dtype": torch.float32}
+# Each operator that ``quick_fake`` knows, on arguments of many kinds.
+QUICK = [
+    *[
+        (op, make, rest, {})
+        for make in (
+            lambda: torch.ones(4, 6),
+            lambda: torch.ones(6, 4, dtype=torch.bfloat16).t(),
+            lambda: torch.ones(10, 6)[2:6],
+            lambda: torch.ones(4, 6, dtype=torch.int64),
+            lambda: torch.ones(1, 6).expand(4, 6),
+        )
+        for op, rest in (
+            (aten.slice.Tensor, (0, 1, 3)),
+            (aten.slice.Tensor, (1, -3, 9223372036854775807, 2)),
+            (aten.slice.Tensor, ()),
+            (aten.select.int, (0, -1)),
+            (aten.as_strided.default, ([2, 2], [1, 2])),
+            (aten.as_strided.default, ([3], [1], 1)),
+            (aten.detach.default, ()),
+            (aten.alias.default, ()),
+            (aten.view.default, ([4, 2, 3],)),
+            (aten.t.default, ()),
+            (aten.transpose.int, (0, -1)),
+        )
+    ],
+    *[
+        (op, make, rest, how)
+        for make in (
+            lambda: torch.ones(4, 6),
+            lambda: torch.ones(6, 4, dtype=torch.bfloat16).t(),
+            lambda: torch.ones(2, 3, 4, 5).to(memory_format=torch.channels_last),
+            lambda: torch.ones(1, 6).expand(4, 6),
+            lambda: torch.ones(8, 6)[::2],
+        )
+        for op, rest, how in (
+            (aten.zeros_like.default, (), {}),
+            (aten.zeros_like.default, (), {"dtype": torch.float64}),
+            (aten.empty_like.default, (), {"memory_format": torch.contiguous_format}),
+            (aten.empty_like.default, (), {"device": torch.device("cpu")}),
+            (aten.new_empty.default, ([3, 2],), {}),
+            (aten.new_zeros.default, ([0],), {"dtype": torch.int32}),
+            (aten.new_empty.default, ([],), {"device": "cpu", "pin_memory": False}),
+        )
+    ],
+    (aten.empty.memory_format, None, ([2, 3],), X),
+    (aten.empty.memory_format, None, ([],), {}),
+    (aten.empty.memory_format, None, ([1, 2, 3, 4],),
+     {"memory_format": torch.channels_last}),
+    (aten.empty_strided.default, None, ([2, 3], [5, 1]), X | {"device": "cpu"}),
+    (aten.zeros.default, None, ([2, 3],), {"dtype": torch.bool, "layout": None}),
+]  # fmt: skip
+
+
+def test_quick_fakes_are_those_of_the_mode():
+    what, quick = "plans have other shapes, or views that share no memory", 0
+    for op, make, rest, how in QUICK:
+        mode = _torch.fake_mode_of([])
+        with mode:
+            try:
+                given = [] if make is None else [make()]
+                slow = op(*given, *rest, **how)
+            except RuntimeError:  # no view of these strides
+                with pytest.raises(RuntimeError):
+                    _torch.quick_fake(mode, op, (*given, *rest), how)
+                continue
+            fast = _torch.quick_fake(mode, op, (*given, *rest), how)
+        quick += fast is not NotImplemented
+        assert fast is not NotImplemented, (op, how)
+        assert isinstance(fast, _torch.FakeTensor) and fast.fake_mode is mode
+        same = ("shape", "dtype", "device", "layout", "requires_grad")
+        for name in same:
+            assert getattr(fast, name) == getattr(slow, name), breaks(what)
+        assert fast.stride() == slow.stride(), (op, breaks(what))
+        assert fast.storage_offset() == slow.storage_offset(), breaks(what)
+        assert fast.is_contiguous() == slow.is_contiguous()
+        size = [y.untyped_storage().nbytes() for y in (fast, slow)]
+        assert size[0] == size[1], (op, breaks("plans count other bytes"))
+        if given:
+            shares = [
+                _torch.storage_key(y) == _torch.storage_key(given[0])
+                for y in (fast, slow)
+            ]
+            assert shares[0] == shares[1], (op, breaks(what))
+    assert quick > 70
+
+
+def test_quick_fakes_leave_the_rest_to_the_mode():
+    mode, other = _torch.fake_mode_of([]), _torch.fake_mode_of([])
+    with mode:
+        x, on_meta = torch.ones(3), torch.ones(3, device="meta")
+        constant = torch.tensor(3.0)
+    with other:
+        strange = torch.ones(3)
+    for args, how in (
+        ((torch.ones(3),), {}),  # a real one
+        ((on_meta,), {}),
+        ((constant,), {}),  # whose value is known
+        ((strange,), {}),  # of another mode
+        ((x,), {"device": "meta"}),
+        ((x,), {"layout": torch.sparse_coo}),
+        ((x,), {"pin_memory": True}),
+    ):
+        found = _torch.quick_fake(mode, aten.zeros_like.default, args, how)
+        assert found is NotImplemented, (args, how)
+    assert _torch.quick_fake(mode, aten.add.Tensor, (x, x), {}) is NotImplemented
+    assert _torch.quick_fake(mode, aten.ones_like.default, (x,), {}) is NotImplemented
+
+
+def test_a_quick_fake_keeps_autograd_s_history():
+    """Through a mode that asks it, views and their gradients are as ever."""
+
+    class Quick(TorchDispatchMode):
+        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+            out = _torch.quick_fake(mode, func, args, kwargs or {})
+            seen.append(out is not NotImplemented)
+            return func(*args, **(kwargs or {})) if out is NotImplemented else out
+
+    mode, seen = _torch.fake_mode_of([]), []
+    with mode, Quick():
+        x = torch.ones(4, 6).requires_grad_()
+        y = x.t()[1:].view(5, 2, 2).select(0, 1).detach().requires_grad_()
+        z = x.t()[1:].transpose(0, 1)
+        assert z._base is x and z.grad_fn is not None and y.grad_fn is None
+        version = x._version
+        with torch.no_grad():
+            z.add_(1)
+        assert x._version == version + 1, breaks("writes into leaves go unseen")
+        (g,) = torch.autograd.grad(z.square().sum(), x)
+    assert g.shape == x.shape and any(seen) and not all(seen)
+
+
+def test_the_fake_mode_that_is_on_is_found():
+    class Mode(TorchDispatchMode):
+        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+            return func(*args, **(kwargs or {}))
+
+    assert _torch.fake_mode() is None
+    one, two = _torch.fake_mode_of([]), _torch.fake_mode_of([])
+    with one, Mode():
+        assert _torch.fake_mode() is one
+        with two:
+            assert _torch.fake_mode() is two
+        assert _torch.fake_mode() is one
+    assert _torch.fake_mode() is None
+
+
+def test_abstract_meshes_have_one_mode():
+    mode = _torch.abstract_mode()
+    assert _torch.abstract_mode() is mode and mode.allow_non_fake_inputs
+    with mode:
+        x = torch.ones(2)
+    with _torch.abstract_mode():
+        assert (x + torch.ones(2)).shape == (2,), "tensors of two modes cannot meet"
+
+
+def test_a_device_is_told_without_an_operator():
+    seen = []
+
+    class Watch(TorchDispatchMode):
+        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+            seen.append(func)
+            return func(*args, **(kwargs or {}))
+
+    with _torch.fake_mode_of([]):
+        x, y = torch.ones(2), torch.ones(2, device="meta")
+    with Watch():
+        what = "asking each fake tensor for its device makes plans slow"
+        assert _torch.device_of(x) == torch.device("cpu"), breaks(what)
+        assert _torch.device_of(y) == torch.device("meta"), breaks(what)
+        assert _torch.device_of(torch.ones(2)) == torch.device("cpu")
+    assert torch.ops.prim.device.default not in seen, breaks(what)
+
+
+def test_the_next_node_s_number_is_known():
+    x = torch.ones(2, requires_grad=True)
+    what = "backward operators are booked under the wrong unit"
+    before = x * 2
+    number = _torch.next_sequence_number()
+    after = x * 3
+    numbers = [_torch.sequence_number(y.grad_fn) for y in (before, after)]
+    assert numbers[0] < number <= numbers[1], breaks(what)
+    with torch.no_grad():
+        x * 2
+    assert _torch.next_sequence_number() >= number
+
+
+def test_the_node_whose_backward_runs_is_known():
+    seen = []
+
+    class Watch(TorchDispatchMode):
+        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+            node = _torch.current_node()
+            seen.append((func.overloadpacket, None if node is None else node.name()))
+            return func(*args, **(kwargs or {}))
+
+    x = torch.ones(2, requires_grad=True)
+    with Watch():
+        y = x.exp().sum()
+        torch.autograd.grad(y, x)
+    what = "operators of a backward are booked as the forward's"
+    assert (aten.exp, None) in seen, breaks(what)
+    assert (aten.mul, "ExpBackward0") in seen, breaks(what)
+    assert _torch.current_node() is None
+
+
+def test_saved_tensors_under_hooks_are_told():
+    x = torch.ones(2, requires_grad=True)
+    plain = x.exp()
+    with torch.autograd.graph.saved_tensors_hooks(lambda t: t, lambda t: t):
+        hooked = x.exp()
+    what = "a unit that offloads what it saves is replayed without its hooks"
+    nodes = [_torch.graph_nodes([y.grad_fn], set()) for y in (plain, hooked)]
+    assert [_torch.saved_under_hooks(n) for n in nodes] == [False, True], breaks(what)
+    below = _torch.graph_nodes([(hooked * 2).sum().grad_fn], set())
+    assert _torch.saved_under_hooks(below), breaks(what)
+    found = list(_torch.saved_tensors([*nodes[0], *nodes[1]]))
+    assert len(found) == 1 and torch.equal(found[0], plain)
+
+
+def test_attention_s_backward_on_the_cpu_has_the_name_that_is_counted():
+    q = torch.ones(1, 1, 4, 8, requires_grad=True)
+    seen = []
+
+    class Watch(TorchDispatchMode):
+        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+            seen.append(func.overloadpacket)
+            return func(*args, **(kwargs or {}))
+
+    with Watch():
+        y = torch.nn.functional.scaled_dot_product_attention(q, q, q)
+        torch.autograd.grad(y.sum(), q)
+    what = "attention's backward counts for nothing"
+    assert _torch.CPU_ATTENTION_BACKWARD in seen, breaks(what)
+    assert seen.count(_torch.CPU_ATTENTION) == 1
+
+
+def test_no_mode_sees_what_is_done_to_a_real_tensor():
+    x = torch.ones(4)
+    with _torch.fake_mode_of([]):
+        fake = torch.ones(4)
+        with _torch.beneath_modes(x):
+            part = x[1:]
+        with _torch.beneath_modes(fake):
+            other = fake[1:]
+    what = "a plan turns leaves of the state into fake tensors"
+    assert type(part) is Tensor and part.data_ptr() == x[1:].data_ptr(), breaks(what)
+    assert isinstance(other, _torch.FakeTensor), breaks(what)
+
+
+def test_devices_that_cannot_run_are_refused():
+    if torch.cuda.is_available():
+        pytest.skip("this torch can run them")
+    for device in "cpu", "meta":
+        _torch.check_device(torch.device(device))
+    with pytest.raises(Exception, match="cuda"):
+        _torch.check_device(torch.device("cuda"))
+    with _torch.fake_mode_of([]), pytest.raises(Exception, match="cuda"):
+        torch.ones(2, device="cuda").requires_grad_()

@@ -173,9 +173,9 @@ def collective_seconds(
             slowest = max(slowest, leaves * width / (level.bandwidth * members))
             if record.op in ("psum", "pmax"):
                 steps = 2 * math.ceil(math.log2(-(-len(inner) // len(outer))))
-            elif record.op == "ppermute":
-                steps = 1
-            latency = latency + level.latency * steps
+            passed = 0.0 if record.op == "ppermute" else latency
+            steps = 1 if record.op == "ppermute" else steps
+            latency = max(latency, passed + level.latency * steps)
         if len(outer) == 1:
             cap = hardware.rates.get(record.op)
             return max(slowest, sent / cap if cap else 0.0) + latency

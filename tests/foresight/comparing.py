@@ -48,7 +48,7 @@ class Both:
         assert totals(mine) == totals(plain)
         assert mine.derived == plain.derived
         close(plain.peak_bytes, self.peak, memory * self.peak)
-        close(mine.peak_bytes, self.peak, max(slack, 0.01 * self.peak))
+        close(mine.peak_bytes, plain.peak_bytes, max(slack, 0.01 * self.peak))
 
 
 def close(found, expected, distance):

@@ -9,6 +9,7 @@ import fsfunc as ff
 from tests.foresight.process_plans import run, schemes
 
 pytestmark = pytest.mark.processes
+COTANGENT = 4 * 5 * 4  # bytes: a replayed backward holds it to its end
 PROGRAM = Path(__file__).with_name("process_plans.py")
 
 
@@ -27,4 +28,4 @@ def test_plans_on_processes_are_those_of_simulated_ranks(torchrun):
                 planned, plain, peak = step[3]
                 assert [planned, plain] == one[3][:2], name
                 assert abs(plain - peak) <= 0.02 * peak, (name, step[3])
-                assert abs(planned - peak) <= 0.02 * peak, (name, step[3])
+                assert abs(planned - plain) <= max(0.01 * peak, COTANGENT), name
