@@ -81,7 +81,7 @@ def plan(
     >>> init = lambda: [torch.zeros(64, 64) for _ in range(3)]
     >>> found = ff.plan(step, init, optimizer, torch.zeros(4, 64))
     >>> found.count("all_gather"), found.bytes("data", "psum_scatter")
-    (5, 49104)
+    (4, 49104)
     """
     try:
         at = None if mesh is not None else here()

@@ -175,13 +175,20 @@ class Sharding(Interpretation):
                     "part (a list that spmd returned, passed on whole), or place the "
                     "whole tensors anew"
                 )
-        order = self.orders.get((rank, kind), [])
+        order = self._known_orders().get((rank, kind), [])
         return Session(self, where, replicas, self.arenas[rank], homes, order)
 
     def _closed(self, session: Session, kind: str, rank: int) -> None:
         session.close()
-        if session.seen and frame().rehearsal is None:  # a plan leaves no trace
-            self.orders[rank, kind] = session.seen
+        if session.seen:
+            self._known_orders()[rank, kind] = session.seen
+
+    def _known_orders(self) -> dict[tuple[int, str], list[tuple[str, ...]]]:
+        """What is learned of the calls' order: by a plan, for as long as it runs."""
+        rehearsal = frame().rehearsal
+        if rehearsal is None:
+            return self.orders
+        return rehearsal.orders.setdefault(id(self), dict(self.orders))
 
     def _mine(self, layout: Layout) -> bool:
         flat = layout.flat

@@ -341,22 +341,30 @@ def test_under_remat_nothing_is_kept():
 # A plan leaves everything as it was
 
 
-def test_random_numbers_and_modes_stay_as_they_were():
+@pytest.mark.parametrize("ranks", [None, 2])
+def test_random_numbers_and_modes_stay_as_they_were(ranks):
     drop = ff.unit(lambda p, x: F.dropout(x @ p, 0.5))
     step = ff.value_and_grad(lambda p, x: drop(p, x).sum() + torch.rand(()))
     p, x = torch.ones(3, 3), torch.ones(2, 3)
-    for mode in torch.enable_grad, torch.no_grad:
-        with mode():
-            before, on = torch.random.get_rng_state(), torch.is_grad_enabled()
-            ff.plan(step, p, x)
-            assert torch.is_grad_enabled() == on and not _torch.fake_active()
-            assert torch.equal(torch.random.get_rng_state(), before)
-            assert not p.requires_grad and p.grad is None
-    torch.manual_seed(3)
-    expected = step(p, x)
-    torch.manual_seed(3)
-    ff.plan(step, p, x)
-    same_bits(tree.leaves(step(p, x)), tree.leaves(expected))
+
+    def main():
+        for mode in torch.enable_grad, torch.no_grad:
+            with mode():
+                before, on = torch.random.get_rng_state(), torch.is_grad_enabled()
+                ff.plan(step, p, x)
+                assert torch.is_grad_enabled() == on and not _torch.fake_active()
+                assert torch.equal(torch.random.get_rng_state(), before)
+                assert not p.requires_grad and p.grad is None
+        torch.manual_seed(3)
+        expected = step(p, x)
+        torch.manual_seed(3)
+        ff.plan(step, p, x)
+        same_bits(tree.leaves(step(p, x)), tree.leaves(expected))
+
+    if ranks is None:
+        main()
+    else:
+        ff.spmd(main, ff.make_mesh({"data": ranks}, "simulated"))()
 
 
 def test_a_ledger_around_a_plan_sees_nothing():

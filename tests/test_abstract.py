@@ -1,0 +1,208 @@
+"""Abstract meshes: one rank runs for each distinct program, and nothing is computed."""
+
+import pytest
+import torch
+
+import fsfunc as ff
+from fsfunc import _torch, tree
+from fsfunc.launching import PerRank
+
+GRID = ff.make_mesh({"a": 2, "b": 3, "c": 2}, "abstract")
+
+
+def counted(fn):
+    ran = []
+
+    def main(*args):
+        ran.append(ff.mesh.here().rank)
+        return fn(*args)
+
+    return main, ran
+
+
+@pytest.mark.parametrize(
+    "ask, ranks, asked",
+    [
+        (lambda: 0, (0,), ()),
+        (lambda: ff.axis_size("b"), (0,), ()),
+        (lambda: ff.axis_index("b"), (0, 2, 4), ("b",)),
+        (lambda: ff.axis_index(("c", "a")), (0, 1, 6, 7), ("a", "c")),
+        (lambda: GRID.coordinate("a"), (0, 6), ("a",)),
+        (lambda: GRID.coordinates(), tuple(range(12)), ("a", "b", "c")),
+        (lambda: GRID.rank, tuple(range(12)), ("a", "b", "c")),
+        (lambda: GRID.coordinate("a", rank=7), (0,), ()),
+    ],
+)
+def test_ranks_run_that_ask_for_what_tells_them_apart(ask, ranks, asked):
+    main, ran = counted(ask)
+    found = ff.spmd(main, GRID)()
+    assert isinstance(found, PerRank)
+    assert (found.ranks, found.asked) == (ranks, asked)
+    assert sorted(ran) == list(ranks) and len(found) == len(ranks)
+
+
+def test_what_one_program_asks_makes_others():
+    """Asked along the second axis only where the first is 1."""
+
+    def branching():
+        if ff.axis_index("a") == 1:
+            return "b", ff.axis_index("b")
+        return "a", 0
+
+    main, ran = counted(branching)
+    found = ff.spmd(main, GRID)()
+    assert found.asked == ("a", "b") and found.ranks == (0, 2, 4, 6, 8, 10)
+    assert sorted(ran) == [0, 2, 4, 6, 8, 10]
+    for rank in range(12):
+        at = GRID.coordinates(rank)
+        expected = ("b", at["b"]) if at["a"] else ("a", 0)
+        assert found.of(rank, GRID) == expected
+
+
+def test_the_values_are_right_for_every_rank():
+    mesh = ff.make_mesh(GRID.axes, "simulated")
+    f = lambda: (ff.axis_index("c"), ff.axis_index(("b", "c")))  # noqa: E731
+    real, found = ff.spmd(f, mesh)(), ff.spmd(f, GRID)()
+    assert [found.of(rank, GRID) for rank in range(12)] == list(real)
+
+
+def test_collectives_and_batches_ask_nothing():
+    def main(x):
+        x = ff.local_batch(x, GRID, ("a", "b"))
+        x = ff.psum(ff.all_gather(x, "a"), "b")
+        return ff.psum_scatter(ff.pmax(ff.pbroadcast(x, "c", source=1), "c"), "c")
+
+    found = ff.spmd(main, GRID)(torch.zeros(12, 5))
+    assert found.ranks == (0,) and found[0].shape == (2, 5)
+    assert isinstance(found[0], _torch.FakeTensor)
+
+
+def test_uneven_batches_are_distinct_programs():
+    main = lambda x: ff.local_batch(x, GRID, "b", uneven=True)  # noqa: E731
+    found = ff.spmd(main, GRID)(torch.zeros(7, 5))
+    assert found.asked == ("b",)
+    assert [x.shape[0] for x in found] == [3, 2, 2]
+    assert ff.spmd(main, GRID)(torch.zeros(6, 5)).asked == ()
+
+
+def test_a_sharded_step_is_one_program_and_a_pipeline_is_one_per_stage():
+    mesh = ff.make_mesh({"data": 256, "pipe": 3}, "abstract")
+    layer = ff.unit(lambda p, x: torch.tanh(x @ p))
+
+    def loss(params, x):
+        for p in params:
+            x = layer(p, x)
+        return x.square().mean()
+
+    optimizer = ff.sharded_adam(0.1)
+    step = optimizer(ff.value_and_grad(loss))
+    params, x = [torch.ones(4, 4) for _ in range(6)], torch.ones(4, 4)
+    shard = ff.shard(step, mesh, "data")
+    both = ff.shard(ff.pipeline(step, mesh, "pipe", n_microbatches=2), mesh, "data")
+    for transformed, ranks, asked in ((shard, (0,), ()), (both, (0, 1, 2), ("pipe",))):
+
+        def main(transformed=transformed):
+            return ff.init_state(transformed, params, optimizer, x)
+
+        state = ff.spmd(main, mesh)()
+        assert (state.ranks, state.asked) == (ranks, asked)
+        state, metrics = ff.spmd(transformed, mesh)(state, x).unzip()
+        assert (state.ranks, state.asked) == (ranks, asked)
+        assert (metrics.ranks, metrics.asked) == (ranks, asked)
+        assert {m["loss"].shape for m in metrics} == {torch.Size([])}
+        again = ff.spmd(transformed, mesh)(state, x)
+        assert again.ranks == ranks
+        local = tree.leaves(state[0].params, is_leaf=ff.is_sharded)[0].local
+        assert isinstance(local, _torch.FakeTensor) and local.numel() <= 1
+
+
+def test_results_are_passed_back_in():
+    """What differed on the way in differs on the way out."""
+    by_a = ff.spmd(lambda: ff.axis_index("a"), GRID)()
+    found = ff.spmd(lambda i: i * 10, GRID)(by_a)
+    assert list(found) == [0, 10] and found.asked == ("a",)
+    both = ff.spmd(lambda i: (i, ff.axis_index("c")), GRID)(found)
+    assert both.asked == ("a", "c")
+    assert list(both) == [(0, 0), (0, 1), (10, 0), (10, 1)]
+    by_c = both.unzip()[1]
+    crossed = ff.spmd(lambda i, j, k: (i, j, k), GRID)(by_a, by_c, 5)
+    assert crossed.asked == ("a", "c")
+    assert crossed.of(7, GRID) == (1, 1, 5)
+
+
+def test_results_of_another_mesh_are_refused():
+    found = ff.spmd(lambda: ff.axis_index("b"), GRID)()
+    small = ff.make_mesh({"a": 2, "b": 1, "c": 1}, "abstract")
+    with pytest.raises(ValueError, match="cannot go to .*'abstract'"):
+        ff.spmd(lambda i: i, small)(found)
+    simulated = ff.make_mesh(GRID.axes, "simulated")
+    with pytest.raises(ValueError, match="3 ranks' values cannot go to"):
+        ff.spmd(lambda i: i, simulated)(found)
+    real = ff.spmd(lambda: ff.axis_index("b"), simulated)()
+    with pytest.raises(ValueError, match="cannot go to"):
+        ff.spmd(lambda i: i, GRID)(real)
+
+
+def test_a_list_cut_short_is_refused():
+    found = ff.spmd(lambda: ff.axis_index("b"), GRID)()
+    found.pop()
+    with pytest.raises(ValueError, match="a list of 2 ranks' values"):
+        ff.spmd(lambda i: i, GRID)(found)
+
+
+def test_too_many_programs():
+    mesh = ff.make_mesh({"a": 1024, "b": 4}, "abstract")
+    ran = []
+
+    def main():
+        ran.append(1)
+        return ff.axis_index("a")
+
+    match = r"\['a'\].* 1024 ranks .* at most 512.*local_batch"
+    with pytest.raises(ValueError, match=match):
+        ff.spmd(main, mesh)()
+    assert len(ran) == 1  # found out before they run
+    most = ff.make_mesh({"a": 512}, "abstract")
+    assert len(ff.spmd(lambda: ff.axis_index("a"), most)()) == 512
+
+
+def test_any_size():
+    mesh = ff.make_mesh({"data": 10**6, "pipe": 10**3}, "abstract")
+    found = ff.spmd(lambda: ff.psum(torch.ones(2), "data"), mesh)()
+    assert found.ranks == (0,)
+
+
+def test_an_error_is_that_of_the_program():
+    def main():
+        if ff.axis_index("b") == 2:
+            raise ValueError("mine")
+
+    with pytest.raises(ValueError, match="mine"):
+        ff.spmd(main, GRID)()
+    assert not _torch.fake_active()
+    assert ff.spmd(lambda: ff.axis_index("b"), GRID)() == [0, 1, 2]
+
+
+def test_nothing_is_computed_and_arguments_stay():
+    x = torch.zeros(3)
+
+    def main(x, y):
+        x.add_(1)
+        return x, y, torch.ones(3) * 2
+
+    found = ff.spmd(main, GRID)(x, {"n": 4})
+    assert torch.equal(x, torch.zeros(3))
+    assert isinstance(found[0][0], _torch.FakeTensor) and found[0][1] == {"n": 4}
+    assert isinstance(found[0][2], _torch.FakeTensor)
+
+
+def test_the_ledger_sees_one_of_each():
+    def main():
+        x = ff.psum(torch.ones(3), "a")
+        return ff.all_gather(x, "c") if ff.axis_index("b") else x
+
+    with ff.ledger() as log:
+        ff.spmd(main, GRID)()
+    ops = {rank: [r.op for r in log.of(rank)] for rank in (0, 2, 4)}
+    assert ops == {0: ["psum"], 2: ["psum", "all_gather"], 4: ["psum", "all_gather"]}
+    assert {r.rank for r in log.records} == {0, 2, 4}
