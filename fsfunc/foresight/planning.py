@@ -187,9 +187,11 @@ def _planned(
         for scope in (only(log), asking(asked), place_here(now)):
             stack.enter_context(scope)
         stack.enter_context(counting(observer))
-        leaves = list(_leaves(args))
-        for leaf, tensors in leaves:
+        leaves = []
+        for leaf, tensors in _leaves(args):
             observer.given(leaf.kind, tensors)
+            leaves.append(leaf)
+            del tensors  # the step may let go of a buffer that the state keeps
         with (
             told_where("the step that is planned", _INSTEAD),
             _rehearsed(rehearsal, None if f.at is None else now),
@@ -204,7 +206,7 @@ def _planned(
         book.close()
     found = RankPlan(
         at.rank, 1, at.mesh.coordinates(at.rank), book.events, book.kinds,
-        [leaf for leaf, _ in leaves], log.records, rehearsal.derived,
+        leaves, log.records, rehearsal.derived,
     )  # fmt: skip
     return found, asked
 
