@@ -51,7 +51,8 @@ class _Counted:
     """A link whose own doings do not count, but for the tensor that it returns.
 
     Simulated ranks do each other's sums, and share what comes of them when all have
-    come; a rank alone takes the memory of a result before it sends.
+    come; the last of them waits for nobody. A rank alone takes the memory of a result
+    before it sends, and holds what it sends until that is over.
     """
 
     def __init__(self, link: Any, observer: Observer):
@@ -68,12 +69,12 @@ class _Counted:
             room = x.new_empty(shape.shape)
         with self._paused():
             work = self._link.start(op, x, where, **how)
-        return _Awaited(work, self, room)
+        return _Awaited(work, self, room, x)
 
     def receive(self, like: Tensor, where: Any, source: int) -> Work:
         with self._paused():
             work = self._link.receive(like, where, source)
-        return _Awaited(work, self, like)
+        return _Awaited(work, self, like, like)
 
     @contextmanager
     def _paused(self) -> Iterator[None]:
@@ -85,12 +86,16 @@ class _Counted:
 
 
 class _Awaited(Work):
-    def __init__(self, work: Work, link: _Counted, room: Tensor | None):
+    """A transfer that holds what it sends, and has room for what comes, to its end."""
+
+    def __init__(self, work: Work, link: _Counted, room: Tensor | None, x: Tensor):
         self.work, self.link, self.room = work, link, room
+        self.x: Tensor | None = x
 
     def wait(self) -> Tensor:
         with self.link._paused():
             result = self.work.wait()
+        self.x = None
         if self.room is not None:
             self.room = None
             size = result.numel() * result.element_size()
