@@ -240,9 +240,9 @@ sequence a GPU without offloading. 32 and 40 GB are taken as 10^9 bytes each: th
 have 7% more, of which the context and NCCL's buffers take a part. Ours: AdamW, 16 bytes
 a parameter over the ranks, blocks recomputed and gathered whole. "published" is the
 card's memory.
-Where it stops being right: fragments of the allocator are not counted. Of the 40 GB of
-175B, 18 are one block's in flight (two gathered, three as gradients): units smaller
-than a block, as FairScale could nest them, need less.""",
+Where it stops being right: fragments of the allocator are not counted. Of the 38 GB of
+175B, 7 are two gathered blocks, and gradients of blocks on their way come on top of the
+ranks' own: units smaller than a block, as FairScale could nest them, need less.""",
 }
 
 

@@ -72,7 +72,7 @@ def beneath_modes(x: Tensor) -> Iterator[None]:
     if isinstance(x, FakeTensor) or not torch._C._len_torch_dispatch_stack():
         yield
         return
-    with torch.utils._python_dispatch._disable_current_modes():
+    with torch.utils._python_dispatch._disable_current_modes():  # type: ignore[attr-defined]
         yield
 
 
