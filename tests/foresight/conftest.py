@@ -5,7 +5,7 @@ import gc
 import pytest
 
 
-@pytest.fixture(autouse=True)
+@pytest.fixture
 def uncollected():
     """Plans run without the garbage collector; so do the runs they are held against."""
     gc.collect()

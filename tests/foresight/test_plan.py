@@ -13,6 +13,8 @@ from fsfunc import _torch, tree
 from tests.foresight.comparing import facts, planned_and_run, same_bits, totals
 from tests.transforms import test_shard_ledger as closed
 
+pytestmark = pytest.mark.usefixtures("uncollected")
+
 MESH = ff.make_mesh({"data": 2}, "simulated")
 GRID = ff.make_mesh({"node": 2, "data": 2}, "simulated")
 

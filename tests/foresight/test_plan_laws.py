@@ -1,5 +1,6 @@
 """Laws of plans over drawn models, meshes and transforms: a plan is what runs."""
 
+import pytest
 import torch
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
@@ -16,6 +17,8 @@ from tests.transforms.test_shard_laws import (
     places,
     transformed,
 )
+
+pytestmark = pytest.mark.usefixtures("uncollected")
 
 HALF, FULL = "bfloat16", "float32"
 DTYPES = st.sampled_from([None, None, (HALF, None), (HALF, FULL)])

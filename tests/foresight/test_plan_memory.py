@@ -9,6 +9,8 @@ import fsfunc as ff
 from fsfunc.kinds import KINDS
 from tests.foresight.comparing import facts, planned_and_run
 
+pytestmark = pytest.mark.usefixtures("uncollected")
+
 S = ff.schedules
 DIM, SEQ, BATCH, VOCAB, LAYERS = 32, 16, 8, 64, 3
 

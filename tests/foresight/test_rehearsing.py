@@ -9,6 +9,8 @@ import fsfunc as ff
 from fsfunc.foresight.events import Replayed
 from tests.foresight.comparing import planned_and_run
 
+pytestmark = pytest.mark.usefixtures("uncollected")
+
 MESH = ff.make_mesh({"data": 2}, "simulated")
 WIDTH, ROWS = 16, 6
 MASK = torch.arange(WIDTH) % 2 == 0
