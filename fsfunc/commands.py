@@ -57,6 +57,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def parser() -> argparse.ArgumentParser:
+    """What the command line understands: a subcommand, and its options."""
     top = argparse.ArgumentParser(prog="python -m fsfunc")
     commands = top.add_subparsers(dest="command", required=True, metavar="COMMAND")
     _plan_options(commands)

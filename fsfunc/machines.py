@@ -16,6 +16,7 @@ DTYPES = ("bfloat16", "float16", "float32", "float64")
 
 
 def refuse_unknown(cls: type, given: Iterable[str]) -> None:
+    """Raises a TypeError for the first name in ``given`` that is no field of ``cls``."""
     known = [f.name for f in dataclasses.fields(cls)]
     for name in given:
         if name not in known:
@@ -26,6 +27,7 @@ def refuse_unknown(cls: type, given: Iterable[str]) -> None:
 
 
 def nearest(name: str, known: Sequence[str]) -> str:
+    """The end of a message: which of ``known`` was perhaps meant, or nothing."""
     close = difflib.get_close_matches(name, known, 1, 0.5)
     return f' (did you mean "{close[0]}"?)' if close else ""
 

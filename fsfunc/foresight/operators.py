@@ -7,20 +7,14 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils.flop_counter import flop_registry
 
 from fsfunc import _torch
 from fsfunc.foresight.events import Op
+from fsfunc.pipelining.flowing import FLOPS as FORWARD
 
 __all__ = ["describe"]
 
 aten: Any = torch.ops.aten
-
-
-def _cpu_attention(q: Any, k: Any, v: Any, *_: Any, **__: Any) -> int:
-    """q k^T and then (that) v, for each batch entry and head."""
-    rows = q.shape[:-1].numel()
-    return 2 * rows * k.shape[-2] * (k.shape[-1] + v.shape[-1])
 
 
 def _cpu_attention_backward(g: Any, q: Any, k: Any, v: Any, *_: Any, **__: Any) -> int:
@@ -29,10 +23,8 @@ def _cpu_attention_backward(g: Any, q: Any, k: Any, v: Any, *_: Any, **__: Any) 
     return 2 * rows * keys * (3 * q.shape[-1] + 2 * v.shape[-1])
 
 
-# torch counts nothing for the attention of CPUs.
 FLOPS: dict[Any, Any] = {
-    **flop_registry,
-    _torch.CPU_ATTENTION: _cpu_attention,
+    **FORWARD,
     _torch.CPU_ATTENTION_BACKWARD: _cpu_attention_backward,
 }
 
