@@ -16,7 +16,7 @@ DTYPES = ("bfloat16", "float16", "float32", "float64")
 
 
 def refuse_unknown(cls: type, given: Iterable[str]) -> None:
-    """Raises a TypeError for the first name in ``given`` that is no field of ``cls``."""
+    """Raises a TypeError for the first of ``given`` that is no field of ``cls``."""
     known = [f.name for f in dataclasses.fields(cls)]
     for name in given:
         if name not in known:

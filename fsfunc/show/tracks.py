@@ -190,4 +190,5 @@ def name_tracks(threads: dict[int, tuple[int, str]]) -> list[dict[str, Any]]:
 
 
 def microseconds(seconds: float) -> float:
+    """Seconds as a trace file gives times."""
     return round(float(seconds) * 1e6, 3)
