@@ -72,6 +72,15 @@ from fsfunc.units import unit
 
 if TYPE_CHECKING:
     from fsfunc import show, testing
+    from fsfunc.checkpointing import (
+        CheckpointError,
+        consolidate,
+        latest,
+        load,
+        metadata,
+        save,
+        save_async,
+    )
     from fsfunc.foresight.choosing import search
     from fsfunc.foresight.estimating import estimate
     from fsfunc.foresight.measuring import measure_hardware
@@ -82,6 +91,13 @@ __version__ = "0.1.0"
 
 # What only some programs use comes when it is asked for: imports are paid by all.
 _LATER = {
+    "CheckpointError": "fsfunc.checkpointing.manifest",
+    "consolidate": "fsfunc.checkpointing.consolidating",
+    "latest": "fsfunc.checkpointing.folders",
+    "metadata": "fsfunc.checkpointing.finding",
+    "load": "fsfunc.checkpointing.loading",
+    "save_async": "fsfunc.checkpointing.saving",
+    "save": "fsfunc.checkpointing.saving",
     "show": "fsfunc.show",
     "testing": "fsfunc.testing",
     "plan": "fsfunc.foresight.planning",

@@ -13,7 +13,8 @@ from torch import Tensor
 
 from fsfunc import _torch, tree
 from fsfunc.frames import frame, inside
-from fsfunc.sharded import Sharded, is_sharded
+from fsfunc.holding import is_held
+from fsfunc.sharded import Home, Sharded, is_sharded
 
 __all__ = ["donate"]
 
@@ -36,6 +37,9 @@ def donate(step: Callable[..., Any]) -> Callable[..., Any]:
 
     Raises:
         RuntimeError: a state that was donated before.
+
+    A state that is being saved (``save_async``) is left as it is: the step then works
+    as without `donate`, in memory of its own.
 
     Every check, norm and reduction of a step comes before its first write; a step that
     raises before it leaves the state as it was, one that raises after it marks the
@@ -60,15 +64,17 @@ def donate(step: Callable[..., Any]) -> Callable[..., Any]:
             refuse_spent(state)
         # The step sees other objects over the same memory: these ones can be marked.
         mine = _aliases(leaves)
-        before = [_standing(x) for x in leaves]
+        parts = [_part(x) for x in leaves]
+        before = [standing(x, h) for x, h in parts]
         given = tree.unflatten(treedef, mine)
         _mark(leaves, _GONE)  # from now on: simulated ranks may share plain tensors
         try:
-            with inside(replace(outer, donated=True)):
+            free = not is_held(x for x, _ in parts if isinstance(x, Tensor))
+            with inside(replace(outer, donated=free)):
                 out = step(given, *args, **keywords)
         except BaseException as error:
-            after = [_standing(x) for x in leaves]
-            spoiled = any(map(_written, before, after))
+            after = [standing(x, h) for x, h in parts]
+            spoiled = any(map(written, before, after))
             _mark(leaves, _SPOILED if spoiled else "")
             if spoiled:
                 error.add_note(_SPOILED)
@@ -140,18 +146,20 @@ def _overlaps(span: tuple[int, int], others: list[tuple[int, int]]) -> bool:
     return meets
 
 
-def _standing(x: Any) -> tuple[int, bool]:
-    """(how often a leaf was written to, whether a gathered buffer shows it)."""
-    local = x._local if isinstance(x, Sharded) else x
-    if not isinstance(local, Tensor) or local.is_inference():
+def _part(leaf: Any) -> tuple[Any, Home | None]:
+    return (leaf._local, leaf.home) if isinstance(leaf, Sharded) else (leaf, None)
+
+
+def standing(part: Any, home: Home | None) -> tuple[int, bool]:
+    """(how often a leaf's part was written to, whether a gathered buffer shows it)."""
+    if not isinstance(part, Tensor) or part.is_inference():
         return 0, False
-    home = x.home if isinstance(x, Sharded) else None
     whole = None if home is None else home.whole
     shown = home is not None and whole is not None and home.shows(whole.dtype)
-    return local._version, shown
+    return part._version, shown
 
 
-def _written(before: tuple[int, bool], after: tuple[int, bool]) -> bool:
+def written(before: tuple[int, bool], after: tuple[int, bool]) -> bool:
     """Whether a step changed a leaf.
 
     At zero 1 and 2 a gather writes into the buffer of which the leaf is a view, what

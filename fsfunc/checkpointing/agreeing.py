@@ -1,0 +1,64 @@
+"""One rank's error raised on every rank."""
+
+from __future__ import annotations
+
+import builtins
+from typing import Any
+
+import torch
+
+from fsfunc import tree
+from fsfunc.accounting import label
+from fsfunc.checkpointing.manifest import CheckpointError
+from fsfunc.collectives import all_gather, psum
+from fsfunc.mesh import Here
+
+__all__ = ["agree", "device_of"]
+
+_PLAIN = ValueError | TypeError | RuntimeError
+_LONGEST = 2048  # bytes of a message that travels
+
+
+def agree(at: Here | None, error: BaseException | None, device: Any = "cpu") -> None:
+    """Raises on every rank if any rank has an ``error``; also waits for all ranks.
+
+    Raises:
+        the rank's own error where it has one; else one like the first rank's.
+
+    Cost: one psum of a number; where there is an error, one gather of 2 KiB messages.
+    """
+    if at is not None and at.mesh.size > 1:
+        axes = tuple(at.mesh.axes)
+        with label("", "checkpoint"), torch.no_grad():
+            flag = torch.tensor([float(error is not None)], device=device)
+            if psum(flag, axes).item() and error is None:
+                raise _first(_exchange("", axes, device))
+            if error is not None:
+                _exchange(f"{type(error).__name__}: {error}", axes, device)
+    if error is not None:
+        raise error
+
+
+def _exchange(message: str, axes: tuple[str, ...], device: Any) -> list[str]:
+    text = message.encode()[:_LONGEST].ljust(_LONGEST, b"\0")
+    mine = torch.frombuffer(bytearray(text), dtype=torch.uint8).to(device)
+    every = all_gather(mine, axes).cpu().view(-1, _LONGEST)
+    return [bytes(row.tolist()).rstrip(b"\0").decode(errors="replace") for row in every]
+
+
+def _first(messages: list[str]) -> Exception:
+    """The error of the first rank that has one, of the same kind if Python knows it."""
+    rank = next(i for i, message in enumerate(messages) if message)
+    name, _, text = messages[rank].partition(": ")
+    kind = getattr(builtins, name, CheckpointError)
+    if not (isinstance(kind, type) and issubclass(kind, OSError | _PLAIN)):
+        kind = CheckpointError
+    return kind(f"rank {rank} could not go on: {text}")
+
+
+def device_of(t: Any) -> Any:
+    """Where the collectives of a state run: the device of its first tensor."""
+    for x in tree.leaves(t):
+        if isinstance(x, torch.Tensor) and x.device.type != "meta":
+            return x.device
+    return torch.device("cpu")

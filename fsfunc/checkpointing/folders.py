@@ -1,0 +1,129 @@
+"""Folders that appear whole or not at all, and go as whole.
+
+What is being written lies in ``.<name>.saving`` beside the place it will have, and gets
+there by one rename. What is being deleted is first renamed to ``.<name>.deleting``. So
+whatever has a checkpoint's name and a manifest is a complete one, whenever the process
+was killed; the others' remains are removed by the next save.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+from pathlib import Path
+
+from fsfunc.checkpointing.manifest import MANIFEST
+
+__all__ = ["appear", "begin_folder", "discard", "keep_newest", "latest", "sync"]
+
+_SAVING, _DELETING = ".saving", ".deleting"
+
+
+def latest(folder: str | os.PathLike) -> Path | None:
+    """The newest complete checkpoint in ``folder``, None where there is none.
+
+    The newest is the one with the highest numbers in its name (``step-00000200``); of
+    names without numbers, the last by name. Every rank that sees the folder finds the
+    same one.
+
+    >>> import tempfile, torch, fsfunc as ff
+    >>> with tempfile.TemporaryDirectory() as folder:
+    ...     for step in (9, 10):
+    ...         ff.save(f"{folder}/step-{step}", {"w": torch.ones(2)})
+    ...     ff.latest(folder).name
+    'step-10'
+    """
+    found = [path for path in _entries(Path(folder)) if _is_complete(path)]
+    return max(found, key=_age, default=None)
+
+
+def begin_folder(path: Path) -> Path:
+    """A new folder to write into before it becomes ``path``.
+
+    Raises:
+        FileExistsError: ``path`` exists.
+        OSError: the folder around it cannot be made or written.
+    """
+    if path.exists() or path.is_symlink():
+        raise FileExistsError(
+            f"{path} exists: a checkpoint is never written over; save under another "
+            "name (such as the step's number), or remove it first"
+        )
+    path.parent.mkdir(parents=True, exist_ok=True)
+    for remains in _entries(path.parent):
+        if _remains_of(remains, path):
+            shutil.rmtree(remains)
+    folder = path.parent / f".{path.name}{_SAVING}"
+    folder.mkdir()
+    return folder
+
+
+def saving_folder(path: Path) -> Path:
+    """Where the checkpoint that will be ``path`` is written."""
+    return path.parent / f".{path.name}{_SAVING}"
+
+
+def appear(folder: Path, path: Path) -> None:
+    """Gives what was written its name, once the disk has all of it.
+
+    Raises:
+        FileExistsError: somebody else made ``path`` meanwhile.
+    """
+    sync(folder)
+    if path.exists():
+        raise FileExistsError(f"{path} was made by somebody else while it was saved")
+    os.rename(folder, path)
+    sync(path.parent)
+
+
+def discard(folder: Path) -> None:
+    """Removes what was written for nothing."""
+    shutil.rmtree(folder, ignore_errors=True)
+
+
+def keep_newest(path: Path, keep: int) -> None:
+    """Deletes all but the ``keep`` newest checkpoints named as ``path`` is.
+
+    Names are alike where they differ in digits alone.
+    """
+    family = [p for p in _entries(path.parent) if _alike(p.name, path.name)]
+    complete = sorted(filter(_is_complete, family), key=_age)
+    for old in complete[:-keep]:
+        gone = old.parent / f".{old.name}{_DELETING}"
+        os.rename(old, gone)
+        shutil.rmtree(gone)
+
+
+def sync(folder: Path) -> None:
+    """Waits until the disk has a folder's entries."""
+    handle = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)
+
+
+def _entries(folder: Path) -> list[Path]:
+    return sorted(folder.iterdir()) if folder.is_dir() else []
+
+
+def _is_complete(path: Path) -> bool:
+    hidden = path.name.startswith(".") and path.name.endswith((_SAVING, _DELETING))
+    return not hidden and (path / MANIFEST).is_file()
+
+
+def _remains_of(path: Path, other: Path) -> bool:
+    """Whether ``path`` is what a killed process left of a checkpoint like ``other``."""
+    for ending in (_SAVING, _DELETING):
+        if path.name.startswith(".") and path.name.endswith(ending) and path.is_dir():
+            return _alike(path.name[1 : -len(ending)], other.name)
+    return False
+
+
+def _alike(a: str, b: str) -> bool:
+    return re.sub(r"\d+", "0", a) == re.sub(r"\d+", "0", b)
+
+
+def _age(path: Path) -> tuple[tuple[int, ...], str]:
+    return tuple(int(n) for n in re.findall(r"\d+", path.name)), path.name

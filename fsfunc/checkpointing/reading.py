@@ -1,0 +1,270 @@
+"""Reading boxes out of checkpoint files, each block proven by its checksum.
+
+`Reader` is a storage reader of torch.distributed.checkpoint, so that whatever plans by
+its rules can read what fsfunc wrote.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+import zlib
+from collections import defaultdict
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.distributed.checkpoint import (
+    ChunkStorageMetadata,
+    LoadPlan,
+    LoadPlanner,
+    Metadata,
+    ReadItem,
+    StorageReader,
+    TensorStorageMetadata,
+)
+from torch.distributed.checkpoint.metadata import (
+    MetadataIndex,
+    StorageMeta,
+    TensorProperties,
+)
+from torch.futures import Future
+
+from fsfunc.checkpointing.manifest import BLOCK, CheckpointError, Chunk, Stored
+from fsfunc.checkpointing.memory import bytes_of
+
+__all__ = ["Blocks", "Reader", "check_files"]
+
+_SLAB = 8 * BLOCK  # bytes read at once for a box that is not one range of its file
+
+
+class Reader(StorageReader):
+    """Reads what ``stored`` describes, for any load plan of DCP."""
+
+    def __init__(self, stored: Stored):
+        self.stored = stored
+        self.chunks: dict[tuple[str, tuple[int, ...]], Chunk] = {
+            (path, chunk.offsets): chunk
+            for path, leaf in stored.tensors.items()
+            for chunk in leaf.chunks
+        }
+
+    def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
+        """What DCP plans by."""
+        return Metadata(
+            {
+                path: TensorStorageMetadata(
+                    TensorProperties(dtype=leaf.dtype),
+                    torch.Size(leaf.shape),
+                    [
+                        ChunkStorageMetadata(torch.Size(c.offsets), torch.Size(c.sizes))
+                        for c in leaf.chunks
+                    ],
+                )
+                for path, leaf in self.stored.tensors.items()
+            },
+            storage_data={
+                MetadataIndex(path, offsets): chunk
+                for (path, offsets), chunk in self.chunks.items()
+            },
+            storage_meta=StorageMeta(),
+        )
+
+    def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
+        """Fills the tensors that the planner resolves.
+
+        Raises:
+            CheckpointError: a block whose checksum is not that of its bytes.
+
+        Cost: each block of a file that holds something asked for is read once where
+        requests follow each other; memory for one slab (8 MiB).
+        """
+        by_file: dict[str, list[_Request]] = defaultdict(list)
+        for item in plan.items:
+            chunk = self.chunk_of(item)
+            target = planner.resolve_tensor(item)
+            asked = _Request(
+                chunk, tuple(item.storage_offsets), tuple(item.lengths), target
+            )
+            by_file[chunk.file].append(asked)
+        for name, requests in by_file.items():
+            requests.sort(key=lambda r: r.begin)
+            blocks = Blocks(self.stored, name)
+            try:
+                for request in requests:
+                    _fill(blocks, request)
+            finally:
+                blocks.close()
+        done: Future[None] = Future()
+        done.set_result(None)
+        return done
+
+    def chunk_of(self, item: ReadItem) -> Chunk:
+        """The stored box that an item of a plan reads of."""
+        index = item.storage_index
+        return self.chunks[index.fqn, tuple(index.offset or ())]
+
+    def set_up_storage_reader(
+        self, metadata: Metadata, is_coordinator: bool, *args: Any, **kwargs: Any
+    ) -> None:
+        pass
+
+    def prepare_local_plan(self, plan: LoadPlan) -> LoadPlan:
+        return plan
+
+    def prepare_global_plan(self, plans: list[LoadPlan]) -> list[LoadPlan]:
+        return plans
+
+    def reset(self, checkpoint_id: str | os.PathLike | None = None) -> None:
+        pass
+
+    @classmethod
+    def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike) -> bool:
+        return Path(checkpoint_id).exists()
+
+
+class _Request(NamedTuple):
+    """A box of a chunk, ``offsets`` and ``lengths`` counted in it, and its place."""
+
+    chunk: Chunk
+    offsets: tuple[int, ...]
+    lengths: tuple[int, ...]
+    target: Tensor
+
+    @property
+    def begin(self) -> int:
+        """Where in the file its first element lies."""
+        at = sum(o * s for o, s in zip(self.offsets, self.strides, strict=True))
+        return self.chunk.begin + at * self.target.itemsize
+
+    @property
+    def strides(self) -> tuple[int, ...]:
+        sizes = self.chunk.sizes
+        return tuple(math.prod(sizes[d + 1 :]) for d in range(len(sizes)))
+
+    @property
+    def span(self) -> int:
+        """Bytes from its first element to the end of its last."""
+        steps = zip(self.lengths, self.strides, strict=True)
+        return (sum((n - 1) * s for n, s in steps) + 1) * self.target.itemsize
+
+    def halves(self) -> tuple[_Request, _Request]:
+        """The request cut in two along its first dim that has anything to cut."""
+        dim = next(d for d, n in enumerate(self.lengths) if n > 1)
+        half = self.lengths[dim] // 2
+        first, second = list(self.lengths), list(self.lengths)
+        first[dim], second[dim] = half, self.lengths[dim] - half
+        offsets = list(self.offsets)
+        offsets[dim] += half
+        left = self.target.narrow(dim, 0, half)
+        right = self.target.narrow(dim, half, second[dim])
+        return (
+            _Request(self.chunk, self.offsets, tuple(first), left),
+            _Request(self.chunk, tuple(offsets), tuple(second), right),
+        )
+
+
+def _fill(blocks: Blocks, request: _Request) -> None:
+    target = request.target
+    if target.numel() == 0:
+        return
+    begin, span = request.begin, request.span
+    one_range = span == target.nbytes
+    if one_range and target.device.type == "cpu" and target.is_contiguous():
+        blocks.read(begin, bytes_of(target))
+    elif span <= _SLAB or target.numel() == 1:
+        slab = torch.empty(span // target.itemsize, dtype=target.dtype, device="cpu")
+        blocks.read(begin, bytes_of(slab))
+        target.copy_(slab.as_strided(target.shape, request.strides))
+    else:
+        for half in request.halves():
+            _fill(blocks, half)
+
+
+class Blocks:
+    """A file, read in ranges, of which every block is proven before it is given out."""
+
+    def __init__(self, stored: Stored, name: str):
+        self.path = stored.path / name
+        self.nbytes, self.sums = stored.files[name]
+        self.file = os.open(self.path, os.O_RDONLY | os.O_CLOEXEC)
+        self.scratch = memoryview(bytearray(BLOCK))
+        self.held = -1  # the number of the block in the scratch
+
+    def close(self) -> None:
+        os.close(self.file)
+
+    def read(self, begin: int, into: memoryview) -> None:
+        """Fills ``into`` with the bytes from ``begin`` on.
+
+        Raises:
+            CheckpointError: the file ends too soon, or a checksum is wrong.
+        """
+        if self.sums is None:
+            self._read(begin, into)
+            return
+        at, end = begin, begin + len(into)
+        while at < end:
+            number = at // BLOCK
+            low, high = number * BLOCK, min((number + 1) * BLOCK, self.nbytes)
+            stop = min(high, end)
+            part = into[at - begin : stop - begin]
+            if low == at and high == stop:
+                self._read(low, part)
+                self._prove(number, part)
+            else:
+                block = self.scratch[: high - low]
+                if self.held != number:
+                    self.held = -1
+                    self._read(low, block)
+                    self._prove(number, block)
+                    self.held = number
+                part[:] = block[at - low : stop - low]
+            at = stop
+
+    def _read(self, begin: int, into: memoryview) -> None:
+        done = 0
+        while done < len(into):
+            count = os.preadv(self.file, [into[done:]], begin + done)
+            if count == 0:
+                raise CheckpointError(
+                    f"{self.path} ends at byte {begin + done}, and {self.nbytes} bytes "
+                    "were written: the file is truncated; go back to an earlier "
+                    "checkpoint"
+                )
+            done += count
+
+    def _prove(self, number: int, block: memoryview) -> None:
+        assert self.sums is not None
+        found = zlib.crc32(block)
+        if found != self.sums[number]:
+            low = number * BLOCK
+            raise CheckpointError(
+                f"{self.path} is damaged between bytes {low} and {low + len(block)}: "
+                f"their checksum is {found:08x}, and {self.sums[number]:08x} was "
+                "written; go back to an earlier checkpoint"
+            )
+
+
+def check_files(stored: Stored, names: Sequence[str]) -> None:
+    """Raises where a file is missing, or not as long as it was written.
+
+    Raises:
+        CheckpointError: names the file and both lengths.
+    """
+    for name in names:
+        path, expected = stored.path / name, stored.files[name].nbytes
+        try:
+            found = path.stat().st_size
+        except FileNotFoundError as error:
+            raise CheckpointError(
+                f"{path} is missing: the checkpoint had a file of {expected} bytes "
+                "there; go back to an earlier one"
+            ) from error
+        if found != expected:
+            raise CheckpointError(
+                f"{path} has {found} bytes, and {expected} were written: the file is "
+                "damaged; go back to an earlier checkpoint"
+            )

@@ -1,0 +1,154 @@
+"""Writing a rank's boxes: safetensors files as torch.distributed.checkpoint lays them.
+
+A file holds a box of each leaf, under the leaf's path, and says in its header where in
+the whole it lies (``DCP_SHARDING_INFO``). So `HuggingFaceStorageReader` of torch reads
+the folder, and safetensors each file. A leaf of which a rank holds several boxes (the
+few that its range of a flat buffer cuts) goes into as many files.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import zlib
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from pathlib import Path
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from fsfunc.boxing import Box
+from fsfunc.checkpointing.manifest import BLOCK, Chunk, StoredFile
+from fsfunc.checkpointing.memory import bytes_of
+
+__all__ = ["SAFE_DTYPES", "Entry", "header_of", "write_file", "write_parts"]
+
+SAFE_DTYPES = {
+    torch.bool: "BOOL", torch.uint8: "U8", torch.int8: "I8", torch.int16: "I16",
+    torch.int32: "I32", torch.int64: "I64", torch.uint16: "U16", torch.uint32: "U32",
+    torch.uint64: "U64", torch.float16: "F16", torch.bfloat16: "BF16",
+    torch.float32: "F32", torch.float64: "F64", torch.complex64: "C64",
+    torch.float8_e4m3fn: "F8_E4M3", torch.float8_e5m2: "F8_E5M2",
+}  # fmt: skip
+
+_STRIDE = 8 * BLOCK  # bytes handed to the system at a time
+
+
+class Entry(NamedTuple):
+    """A tensor of a file: its name, its dtype and shape, and where it lies in a whole.
+
+    ``read()`` returns the elements, contiguous, on the CPU, when they are written.
+    """
+
+    name: str
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+    read: Callable[[], Tensor]
+    offsets: tuple[int, ...] = ()
+
+    @property
+    def nbytes(self) -> int:
+        return torch.Size(self.shape).numel() * self.dtype.itemsize
+
+
+def write_parts(
+    folder: Path, rank: int, parts: Iterable[tuple[str, Box, Tensor]]
+) -> tuple[dict[str, StoredFile], dict[str, list[Chunk]]]:
+    """Writes the boxes that a rank holds; returns its files, and the chunks by path.
+
+    Args:
+        parts: (path, box, its elements); of one path in the order of the elements.
+
+    Raises:
+        OSError: the disk is full, or the like.
+
+    Cost: the bytes of the parts, read once for their checksums and once to be written;
+    memory for nothing (on a GPU for one box). Returns when the disk has it all.
+    """
+    by_file: dict[int, list[Entry]] = defaultdict(list)
+    seen: dict[str, int] = defaultdict(int)
+    for path, box, x in parts:
+        read = lambda x=x: x.cpu().contiguous()  # noqa: E731
+        by_file[seen[path]].append(Entry(path, x.dtype, box.sizes, read, box.offsets))
+        seen[path] += 1
+    files: dict[str, StoredFile] = {}
+    chunks: dict[str, list[Chunk]] = defaultdict(list)
+    for number, entries in sorted(by_file.items()):
+        name = (
+            f"shard-{rank + 1:05}-model-{number + 1:05}-of-{len(by_file):05}"
+            ".safetensors"
+        )
+        # Wide elements first: safetensors aligns nothing, and so all are aligned.
+        entries.sort(key=lambda e: -e.dtype.itemsize)
+        info = {e.name: {"saved_offsets": e.offsets} for e in entries}
+        said = {"DCP_SHARDING_INFO": json.dumps(info), "DCP_VERSION": "1.0"}
+        head, begins = header_of(entries, said)
+        files[name] = write_file(folder / name, head, entries)
+        for e, begin in zip(entries, begins, strict=True):
+            chunks[e.name].append(Chunk(name, begin, e.offsets, e.shape))
+    return files, chunks
+
+
+def header_of(
+    entries: Sequence[Entry], metadata: dict[str, str]
+) -> tuple[bytes, list[int]]:
+    """The head of a safetensors file, and where in the file each entry begins."""
+    said: dict[str, object] = {"__metadata__": {"format": "pt", **metadata}}
+    ends = [0]
+    for e in entries:
+        ends.append(ends[-1] + e.nbytes)
+        said[e.name] = {
+            "dtype": SAFE_DTYPES[e.dtype],
+            "shape": e.shape,
+            "data_offsets": ends[-2:],
+        }
+    text = json.dumps(said, separators=(",", ":")).encode()
+    text += b" " * (-len(text) % 8)
+    head = len(text).to_bytes(8, "little") + text
+    return head, [len(head) + end for end in ends[:-1]]
+
+
+def write_file(path: Path, head: bytes, entries: Iterable[Entry]) -> StoredFile:
+    """Writes a safetensors file; returns length and checksums when it is on disk."""
+    sums = _Sums()
+    with open(path, "xb", buffering=BLOCK) as file:
+        for piece in _pieces(head, entries):
+            for start in range(0, len(piece), _STRIDE):
+                part = piece[start : start + _STRIDE]
+                sums.add(part)
+                file.write(part)
+        file.flush()
+        os.fsync(file.fileno())
+    return sums.done()
+
+
+def _pieces(head: bytes, entries: Iterable[Entry]) -> Iterator[memoryview]:
+    yield memoryview(head)
+    for e in entries:
+        yield bytes_of(e.read())
+
+
+class _Sums:
+    """The checksum of each block of a stream."""
+
+    def __init__(self) -> None:
+        self.sums: list[int] = []
+        self.last, self.length = 0, 0
+
+    def add(self, piece: memoryview) -> None:
+        at = 0
+        while at < len(piece):
+            room = BLOCK - self.length % BLOCK
+            part = piece[at : at + room]
+            self.last = zlib.crc32(part, self.last)
+            self.length += len(part)
+            at += len(part)
+            if self.length % BLOCK == 0:
+                self.sums.append(self.last)
+                self.last = 0
+
+    def done(self) -> StoredFile:
+        tail = [self.last] if self.length % BLOCK else []
+        return StoredFile(self.length, (*self.sums, *tail))
