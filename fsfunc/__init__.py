@@ -72,15 +72,12 @@ from fsfunc.units import unit
 
 if TYPE_CHECKING:
     from fsfunc import show, testing
-    from fsfunc.checkpointing import (
-        CheckpointError,
-        consolidate,
-        latest,
-        load,
-        metadata,
-        save,
-        save_async,
-    )
+    from fsfunc.checkpointing.consolidating import consolidate
+    from fsfunc.checkpointing.finding import metadata
+    from fsfunc.checkpointing.folders import latest
+    from fsfunc.checkpointing.loading import load
+    from fsfunc.checkpointing.manifest import CheckpointError
+    from fsfunc.checkpointing.saving import save, save_async
     from fsfunc.foresight.choosing import search
     from fsfunc.foresight.estimating import estimate
     from fsfunc.foresight.measuring import measure_hardware

@@ -1,4 +1,4 @@
-"""The commands of ``python -m fsfunc``: ``plan`` and ``hardware``."""
+"""The commands of ``python -m fsfunc``: plan, hardware, checkpoint, consolidate."""
 
 from __future__ import annotations
 
@@ -32,6 +32,7 @@ from fsfunc.show.describing import description
 from fsfunc.show.estimates import comparison
 from fsfunc.show.estimates import estimate as estimate_tables
 from fsfunc.show.tables import Printed
+from fsfunc.stored_commands import add_commands
 
 __all__ = ["main"]
 
@@ -62,6 +63,7 @@ def parser() -> argparse.ArgumentParser:
     commands = top.add_subparsers(dest="command", required=True, metavar="COMMAND")
     _plan_options(commands)
     _hardware_options(commands)
+    add_commands(commands, _print)
     return top
 
 

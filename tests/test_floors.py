@@ -32,7 +32,7 @@ FLOORS = [
     (7, ["foresight/", "testing/", "checkpointing/"]),
     (8, ["show/"]),
     (9, ["__init__.py"]),
-    (10, ["__main__.py", "commands.py"]),
+    (10, ["__main__.py", "commands.py", "stored_commands.py"]),
 ]
 
 PRIVATE_TORCH_LIVES_IN = "_torch.py"

@@ -3,23 +3,22 @@
 from __future__ import annotations
 
 import builtins
-from typing import Any
 
 import torch
+import torch.distributed as dist
 
-from fsfunc import tree
 from fsfunc.accounting import label
 from fsfunc.checkpointing.manifest import CheckpointError
 from fsfunc.collectives import all_gather, psum
 from fsfunc.mesh import Here
 
-__all__ = ["agree", "device_of"]
+__all__ = ["agree"]
 
 _PLAIN = ValueError | TypeError | RuntimeError
 _LONGEST = 2048  # bytes of a message that travels
 
 
-def agree(at: Here | None, error: BaseException | None, device: Any = "cpu") -> None:
+def agree(at: Here | None, error: BaseException | None) -> None:
     """Raises on every rank if any rank has an ``error``; also waits for all ranks.
 
     Raises:
@@ -28,7 +27,7 @@ def agree(at: Here | None, error: BaseException | None, device: Any = "cpu") -> 
     Cost: one psum of a number; where there is an error, one gather of 2 KiB messages.
     """
     if at is not None and at.mesh.size > 1:
-        axes = tuple(at.mesh.axes)
+        axes, device = tuple(at.mesh.axes), _device(at)
         with label("", "checkpoint"), torch.no_grad():
             flag = torch.tensor([float(error is not None)], device=device)
             if psum(flag, axes).item() and error is None:
@@ -39,7 +38,7 @@ def agree(at: Here | None, error: BaseException | None, device: Any = "cpu") -> 
         raise error
 
 
-def _exchange(message: str, axes: tuple[str, ...], device: Any) -> list[str]:
+def _exchange(message: str, axes: tuple[str, ...], device: str) -> list[str]:
     text = message.encode()[:_LONGEST].ljust(_LONGEST, b"\0")
     mine = torch.frombuffer(bytearray(text), dtype=torch.uint8).to(device)
     every = all_gather(mine, axes).cpu().view(-1, _LONGEST)
@@ -56,9 +55,7 @@ def _first(messages: list[str]) -> Exception:
     return kind(f"rank {rank} could not go on: {text}")
 
 
-def device_of(t: Any) -> Any:
-    """Where the collectives of a state run: the device of its first tensor."""
-    for x in tree.leaves(t):
-        if isinstance(x, torch.Tensor) and x.device.type != "meta":
-            return x.device
-    return torch.device("cpu")
+def _device(at: Here) -> str:
+    """Where the mesh's collectives run, whatever the state lies on."""
+    nccl = at.mesh.backend == "processes" and "nccl" in dist.get_backend()
+    return "cuda" if nccl else "cpu"

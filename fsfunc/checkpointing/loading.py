@@ -18,7 +18,7 @@ from torch.distributed.checkpoint.planner_helpers import (
 
 from fsfunc import _torch, tree
 from fsfunc.boxing import Box
-from fsfunc.checkpointing.agreeing import agree, device_of
+from fsfunc.checkpointing.agreeing import agree
 from fsfunc.checkpointing.finding import find
 from fsfunc.checkpointing.leaves import Held, coordinates_here, mesh_here
 from fsfunc.checkpointing.manifest import CheckpointError, Stored
@@ -69,14 +69,12 @@ def load(
     error: Exception | None = None
     result: Any = None
     stored: Stored | None = None
-    where: Any = "cpu"
     try:
-        where = device_of(target)
         stored = within(find(path), at)
         result = fill(stored, target, here, device)
     except Exception as failure:
         error = failure
-    agree(here, error, where)
+    agree(here, error)
     assert stored is not None
     if random:
         _restore(stored.random)

@@ -35,7 +35,7 @@ from torch.futures import Future
 from fsfunc.checkpointing.manifest import BLOCK, CheckpointError, Chunk, Stored
 from fsfunc.checkpointing.memory import bytes_of
 
-__all__ = ["Blocks", "Reader", "check_files"]
+__all__ = ["Blocks", "Reader", "check_files", "prove"]
 
 _SLAB = 8 * BLOCK  # bytes read at once for a box that is not one range of its file
 
@@ -246,6 +246,29 @@ class Blocks:
                 f"their checksum is {found:08x}, and {self.sums[number]:08x} was "
                 "written; go back to an earlier checkpoint"
             )
+
+
+def prove(stored: Stored) -> int:
+    """Reads every file and compares its checksums; returns how many bytes that were.
+
+    Raises:
+        CheckpointError: a file is missing, too short, or damaged; or has no checksums.
+    """
+    check_files(stored, list(stored.files))
+    total = 0
+    for name, file in stored.files.items():
+        if file.sums is None:
+            raise CheckpointError(
+                f"{stored.path / name} has no checksums to prove it by"
+            )
+        blocks, into = Blocks(stored, name), memoryview(bytearray(BLOCK))
+        try:
+            for begin in range(0, file.nbytes, BLOCK):
+                blocks.read(begin, into[: min(BLOCK, file.nbytes - begin)])
+        finally:
+            blocks.close()
+        total += file.nbytes
+    return total
 
 
 def check_files(stored: Stored, names: Sequence[str]) -> None:

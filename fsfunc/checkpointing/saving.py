@@ -22,7 +22,7 @@ from threading import Thread
 from typing import Any
 
 from fsfunc.checkpointing import folders
-from fsfunc.checkpointing.agreeing import agree, device_of
+from fsfunc.checkpointing.agreeing import agree
 from fsfunc.checkpointing.leaves import Holdings, holdings, mesh_here, parts_of
 from fsfunc.checkpointing.manifest import (
     MANIFEST,
@@ -148,7 +148,6 @@ class Saving:
         )
         self.first = self.rank == 0
         self.owner = _owner(self.at)
-        self.device = device_of([h.part for h in held])
         self.release = hold(h.part for h in held)
         self._standing = [(h, standing(h.part, h.home)) for h in held]
 
@@ -177,7 +176,7 @@ class Saving:
             raise self.error
 
     def agree(self, error: BaseException | None) -> None:
-        agree(self.at, error, self.device)
+        agree(self.at, error)
 
     @staticmethod
     def attempt(action: Any) -> BaseException | None:
@@ -290,7 +289,6 @@ def _begin(path: Any, state: Any, metadata: Any, keep: int | None) -> Saving:
     earlier = _IN_FLIGHT.get(_owner(at))
     error = None if earlier is None else Saving.attempt(earlier.wait)
     saving: Saving | None = None
-    device: Any = "cpu"
     try:
         if error is not None:
             raise error
@@ -305,14 +303,13 @@ def _begin(path: Any, state: Any, metadata: Any, keep: int | None) -> Saving:
             raise ValueError(
                 f"keep={keep}: it is how many checkpoints stay, at least 1"
             )
-        device = device_of(state)
         saving = Saving(path, at, _saveable(state, at), said, keep, _random())
         if saving.first:
             folders.begin_folder(path)
     except Exception as failure:
         error = failure
     try:
-        agree(at, error, device)
+        agree(at, error)
     except BaseException:
         if saving is not None:
             saving.release()

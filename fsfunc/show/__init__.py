@@ -1,5 +1,6 @@
 """Tables and pictures for people."""
 
+from fsfunc.show.checkpoints import checkpoint
 from fsfunc.show.memories import MemoryChart, memory
 from fsfunc.show.plans import plan
 from fsfunc.show.shardings import LeafPicture, sharding
@@ -14,6 +15,7 @@ __all__ = [
     "Report",
     "StreamChart",
     "Timeline",
+    "checkpoint",
     "memory",
     "plan",
     "sharding",

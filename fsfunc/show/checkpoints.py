@@ -1,0 +1,56 @@
+"""What lies in a checkpoint, as tables."""
+
+from __future__ import annotations
+
+import os
+
+from fsfunc.checkpointing.finding import find
+from fsfunc.checkpointing.manifest import Stored
+from fsfunc.checkpointing.matching import within
+from fsfunc.parts import describe
+from fsfunc.show.amounts import of_bytes
+from fsfunc.show.tables import Report, Table
+
+__all__ = ["checkpoint"]
+
+
+def checkpoint(found: Stored | str | os.PathLike, *, at: str = "") -> Report:
+    """The tensors, values and files of a checkpoint, to print.
+
+    Args:
+        found: what ``metadata(path)`` returned, or a path.
+        at: the path of the subtree to show.
+
+    >>> import tempfile, torch, fsfunc as ff
+    >>> with tempfile.TemporaryDirectory() as folder:
+    ...     ff.save(f"{folder}/a", {"w": torch.ones(2, 3), "step": 7})
+    ...     print(ff.show.checkpoint(f"{folder}/a").tables["values"].rows)
+    [('step', '7')]
+    """
+    stored = within(found if isinstance(found, Stored) else find(found), at)
+    mesh = ", ".join(f"{axis}={size}" for axis, size in stored.mesh.items())
+    by = "fsfunc" if stored.version is not None else "safetensors, of no manifest"
+    head = (
+        f"{stored.path}: {of_bytes(stored.nbytes)} in {len(stored.tensors)} tensors "
+        f"and {len(stored.files)} files, by {by}" + (f" on {mesh}" if mesh else "")
+    )
+    tensors = [
+        (
+            path,
+            describe(leaf.shape, leaf.dtype),
+            of_bytes(leaf.nbytes),
+            str(len(leaf.chunks)),
+        )
+        for path, leaf in stored.tensors.items()
+    ]
+    values = [(path, repr(value)) for path, value in stored.values.items()]
+    said = [(key, repr(value)) for key, value in stored.metadata.items()]
+    parts: list[Table | str] = [head]
+    if tensors:
+        columns = ("<path", "<tensor", ">bytes", ">boxes")
+        parts.append(Table("tensors", columns, tensors))
+    if values:
+        parts.append(Table("values", ("<path", "<value"), values))
+    if said:
+        parts.append(Table("metadata", ("<key", "<value"), said))
+    return Report(tuple(parts))
