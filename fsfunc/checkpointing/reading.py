@@ -38,6 +38,7 @@ from fsfunc.checkpointing.memory import bytes_of
 __all__ = ["Blocks", "Reader", "check_files", "prove"]
 
 _SLAB = 8 * BLOCK  # bytes read at once for a box that is not one range of its file
+_AHEAD = 32 * BLOCK  # bytes that the disk is asked for while those before are proven
 
 
 class Reader(StorageReader):
@@ -192,6 +193,7 @@ class Blocks:
         self.file = os.open(self.path, os.O_RDONLY | os.O_CLOEXEC)
         self.scratch = memoryview(bytearray(BLOCK))
         self.held = -1  # the number of the block in the scratch
+        self.asked = 0  # up to where the disk was asked to read ahead
 
     def close(self) -> None:
         os.close(self.file)
@@ -225,6 +227,11 @@ class Blocks:
             at = stop
 
     def _read(self, begin: int, into: memoryview) -> None:
+        end = min(begin + _AHEAD, self.nbytes)
+        if hasattr(os, "posix_fadvise") and end - self.asked > _AHEAD // 2:
+            start = max(begin, self.asked)
+            os.posix_fadvise(self.file, start, end - start, os.POSIX_FADV_WILLNEED)
+            self.asked = end
         done = 0
         while done < len(into):
             count = os.preadv(self.file, [into[done:]], begin + done)

@@ -8,36 +8,20 @@ background needs no collective and cannot disturb those of the training.
 
 from __future__ import annotations
 
-import atexit
 import base64
 import json
 import os
-import sys
-import time
-import traceback
 from collections.abc import Mapping
-from dataclasses import dataclass, field
 from pathlib import Path
-from threading import Thread
 from typing import Any
 
 from fsfunc.checkpointing import folders
 from fsfunc.checkpointing.agreeing import agree
-from fsfunc.checkpointing.leaves import Holdings, holdings, mesh_here, parts_of
-from fsfunc.checkpointing.manifest import (
-    MANIFEST,
-    CheckpointError,
-    Chunk,
-    Leaf,
-    Stored,
-    StoredFile,
-    dtype_name,
-    write_manifest,
-)
-from fsfunc.checkpointing.writing import SAFE_DTYPES, write_parts
-from fsfunc.holding import hold
+from fsfunc.checkpointing.leaves import Holdings, holdings, mesh_here
+from fsfunc.checkpointing.manifest import dtype_name
+from fsfunc.checkpointing.under_way import Saving, attempt, in_flight
+from fsfunc.checkpointing.writing import SAFE_DTYPES
 from fsfunc.mesh import Here
-from fsfunc.transforms.donation import standing, written
 from fsfunc.units import generator_states
 
 __all__ = ["Saving", "save", "save_async"]
@@ -84,9 +68,9 @@ def save(
     """
     saving = _begin(path, state, metadata, keep)
     try:
-        error = saving.attempt(saving.write)
+        error = attempt(saving.write)
         saving.agree(error)
-        error = saving.attempt(saving.complete) if saving.first else None
+        error = attempt(saving.complete) if saving.first else None
         saving.agree(error)
     except BaseException:
         if saving.first:
@@ -119,175 +103,18 @@ def save_async(
     thread. Memory: a donated step given the state makes a second state, once.
     """
     saving = _begin(path, state, metadata, keep)
-    saving.thread = Thread(target=saving.run, name=f"save {path}")
-    _IN_FLIGHT[saving.owner] = saving
-    saving.thread.start()
+    saving.start()
+    if saving.at is not None and saving.at.mesh.backend == "simulated":
+        # Whoever waits holds the baton: by then every rank's thread must be running.
+        saving.agree(None)
     return saving
-
-
-@dataclass
-class Saving:
-    """A checkpoint under way on this rank."""
-
-    path: Path
-    at: Here | None
-    found: Holdings
-    metadata: dict[str, Any]
-    keep: int | None
-    random: dict[str, str]
-    thread: Thread | None = None
-    error: BaseException | None = None
-    _finished: bool = False
-    _standing: list[Any] = field(default_factory=list)
-
-    def __post_init__(self) -> None:
-        held = self.found.tensors.values()
-        self.folder = folders.saving_folder(self.path)
-        self.rank, self.size = (
-            (0, 1) if self.at is None else (self.at.rank, self.at.mesh.size)
-        )
-        self.first = self.rank == 0
-        self.owner = _owner(self.at)
-        self.release = hold(h.part for h in held)
-        self._standing = [(h, standing(h.part, h.home)) for h in held]
-
-    def done(self) -> bool:
-        """Whether it is over, well or not; it never waits."""
-        if self.thread is not None and self.thread.is_alive():
-            return False
-        if self._finished or self.error is not None or self.first:
-            return True
-        return self._over() or _failure(self.folder) is not None
-
-    def wait(self) -> None:
-        """Returns when the checkpoint is complete.
-
-        Raises:
-            what went wrong, on this rank or on another.
-        """
-        if self.thread is not None:
-            self.thread.join()
-        if _IN_FLIGHT.get(self.owner) is self:
-            del _IN_FLIGHT[self.owner]
-        if self.error is None and not self.first and not self._finished:
-            self.error = self.attempt(self._wait_for_first)
-        self._finished = True
-        if self.error is not None:
-            raise self.error
-
-    def agree(self, error: BaseException | None) -> None:
-        agree(self.at, error)
-
-    @staticmethod
-    def attempt(action: Any) -> BaseException | None:
-        """What ``action()`` raised."""
-        try:
-            action()
-        except Exception as error:
-            return error
-        return None
-
-    def run(self) -> None:
-        """What the thread does."""
-        try:
-            self.write()
-            if self.first:
-                self._wait_for_notes()
-                self.complete()
-        except BaseException as error:
-            self.error = error
-            text = f"{type(error).__name__}: {error}"
-            self.attempt(lambda: _put(self.folder / f"failed-{self.rank:05}", text))
-        finally:
-            self.release()
-
-    def write(self) -> None:
-        """Writes this rank's files, and the note of them."""
-        parts = parts_of(self.found, self.at)
-        files, chunks = write_parts(
-            self.folder, self.rank, [(h.path, box, x) for h, box, x in parts]
-        )
-        for held, before in self._standing:
-            if written(before, standing(held.part, held.home)):
-                raise CheckpointError(
-                    f"{held.path!r} was changed in place while it was being saved: the "
-                    "checkpoint would hold neither the old values nor the new ones; "
-                    "wait() first, or change a copy"
-                )
-        _put(
-            _note(self.folder, self.rank), json.dumps({"files": files, **_said(chunks)})
-        )
-
-    def complete(self) -> None:
-        """Writes the manifest and gives the folder its name: the first rank's work."""
-        files: dict[str, StoredFile] = {}
-        chunks: dict[str, list[Chunk]] = {path: [] for path in self.found.tensors}
-        for rank in range(self.size):
-            try:
-                note = json.loads(_note(self.folder, rank).read_text())
-            except FileNotFoundError as error:
-                raise CheckpointError(
-                    f"rank {rank} wrote its part of {self.path} where rank 0 does not "
-                    "see it: all ranks need one shared file system"
-                ) from error
-            files |= {k: StoredFile(n, tuple(s)) for k, (n, s) in note["files"].items()}
-            for path, boxes in note["chunks"].items():
-                chunks[path] += [
-                    Chunk(name, begin, tuple(offsets), tuple(sizes))
-                    for name, begin, offsets, sizes in boxes
-                ]
-        leaves = {
-            path: Leaf(held.layout.shape, held.part.dtype, tuple(chunks[path]))
-            for path, held in self.found.tensors.items()
-        }
-        for path, leaf in leaves.items():
-            if not leaf.is_whole:
-                raise CheckpointError(
-                    f"the ranks' parts of {path!r} {leaf} do not make it up: every "
-                    "rank must save the same tree, with the same layouts"
-                )
-        mesh = {} if self.at is None else dict(self.at.mesh.axes)
-        stored = Stored(
-            self.path,
-            leaves,
-            self.found.values,
-            self.metadata,
-            mesh,
-            files,
-            self.random,
-        )
-        write_manifest(stored, self.folder)
-        for rank in range(self.size):
-            _note(self.folder, rank).unlink()
-        folders.appear(self.folder, self.path)
-        if self.keep is not None:
-            folders.keep_newest(self.path, self.keep)
-
-    def _wait_for_notes(self) -> None:
-        _poll(
-            lambda: all(_note(self.folder, r).exists() for r in range(self.size)), self
-        )
-
-    def _wait_for_first(self) -> None:
-        _poll(self._over, self)
-        if not (self.path / MANIFEST).exists():
-            raise CheckpointError(
-                f"{self.path} was not saved: the folder in which it was written is gone"
-            )
-
-    def _over(self) -> bool:
-        return not self.folder.exists()
-
-
-# By rank: what is saved in the background.
-_IN_FLIGHT: dict[Any, Saving] = {}
 
 
 def _begin(path: Any, state: Any, metadata: Any, keep: int | None) -> Saving:
     """Checks everything that can be checked, makes the folder, and agrees."""
     at = mesh_here()
-    earlier = _IN_FLIGHT.get(_owner(at))
-    error = None if earlier is None else Saving.attempt(earlier.wait)
+    earlier = in_flight(at)
+    error = None if earlier is None else attempt(earlier.wait)
     saving: Saving | None = None
     try:
         if error is not None:
@@ -358,52 +185,3 @@ def _random() -> dict[str, str]:
         g.device.type: base64.b64encode(bytes(state.tolist())).decode()
         for g, state in generator_states()
     }
-
-
-def _owner(at: Here | None) -> Any:
-    return None if at is None else (id(at.link), at.rank)
-
-
-def _note(folder: Path, rank: int) -> Path:
-    return folder / f"rank-{rank:05}.json"
-
-
-def _said(chunks: Mapping[str, list[Chunk]]) -> dict[str, Any]:
-    return {"chunks": dict(chunks)}
-
-
-def _put(path: Path, text: str) -> None:
-    """A file that is there whole or not at all."""
-    part = path.with_name(path.name + ".part")
-    part.write_text(text)
-    os.rename(part, path)
-
-
-def _failure(folder: Path) -> str | None:
-    """What a rank said that could not go on."""
-    for path in sorted(folder.glob("failed-*")):
-        if not path.name.endswith(".part"):
-            rank = int(path.name.removeprefix("failed-"))
-            return f"rank {rank} could not go on: {path.read_text()}"
-    return None
-
-
-def _poll(ready: Any, saving: Saving) -> None:
-    pause = 0.001
-    while not ready():
-        if (why := _failure(saving.folder)) is not None:
-            raise CheckpointError(f"{saving.path} was not saved: {why}")
-        time.sleep(pause)
-        pause = min(2 * pause, 0.05)
-
-
-def _tell_at_exit() -> None:
-    """Waits for what is under way; says what nobody asked for."""
-    for saving in list(_IN_FLIGHT.values()):
-        error = saving.attempt(saving.wait)
-        if error is not None:
-            print(f"fsfunc: {saving.path} was not saved:", file=sys.stderr)
-            traceback.print_exception(error)
-
-
-atexit.register(_tell_at_exit)

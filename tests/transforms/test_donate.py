@@ -7,6 +7,7 @@ import torch
 
 import fsfunc as ff
 from fsfunc import tree
+from fsfunc.holding import hold
 from tests.probes import LiveBytes, same
 
 D = 4
@@ -270,3 +271,32 @@ def test_what_lies_in_the_state_twice_changes_once(zero, alias) -> None:
         main()
     else:
         ff.spmd(main, MESH)()
+
+
+@pytest.mark.parametrize("name", OPTIMIZERS)
+@pytest.mark.parametrize("zero", [None, 0, 1, 2, 3])
+def test_held_memory_is_left_as_it_is(name, zero) -> None:
+    """What somebody reads in the background a donated step does not write into."""
+
+    def main():
+        optimizer = OPTIMIZERS[name]()
+        step = step_of(optimizer)
+        if zero is not None:
+            step = ff.shard(step, MESH, "data", zero=zero)
+        state = ff.init_state(step, fresh(), optimizer, X)
+        expected = digest(ff.unshard(step(step(state, X)[0], X)[0]))
+        parts = [x for x in tree.leaves(state) if isinstance(x, torch.Tensor)]
+        before = [x.clone() for x in parts]
+        release = hold(parts)
+        donated = ff.donate(step)
+        new, _ = donated(state, X)
+        assert all(map(torch.equal, parts, before))
+        with pytest.raises(RuntimeError, match="donated"):
+            donated(state, X)
+        release()
+        where = [x.data_ptr() for x in tree.leaves(new.params)]
+        newer, _ = donated(new, X)  # held no more: in place again
+        assert [x.data_ptr() for x in tree.leaves(newer.params)] == where
+        return digest(ff.unshard(newer)) == expected
+
+    assert all(ff.spmd(main, MESH)())

@@ -1,0 +1,111 @@
+"""What ranks that save together tell each other, by files in the folder they write.
+
+So a save in the background needs no collective, which could meet those of training.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import time
+from collections.abc import Callable, Mapping
+from contextlib import suppress
+from pathlib import Path
+from threading import Event
+from typing import NamedTuple
+
+from fsfunc.checkpointing.manifest import CheckpointError, Chunk, StoredFile
+
+__all__ = ["ENDING", "Note", "failed", "leave", "left", "read_note", "told", "until"]
+
+ENDING = Event()  # this process ends: others may have been killed
+_PATIENCE = 15.0  # seconds without a word; a disk may take that long to answer
+
+
+class Note(NamedTuple):
+    """What a rank has written: its files, and the boxes of each leaf."""
+
+    files: Mapping[str, StoredFile]
+    chunks: Mapping[str, list[Chunk]]
+
+
+def leave(folder: Path, rank: int, note: Note) -> None:
+    """Tells the others that a rank's files are on disk."""
+    _put(_path(folder, rank), json.dumps(note._asdict()))
+
+
+def left(folder: Path, size: int) -> bool:
+    """Whether all ranks have left their notes."""
+    return all(_path(folder, rank).exists() for rank in range(size))
+
+
+def read_note(folder: Path, rank: int) -> Note:
+    """Takes a rank's note out of the folder.
+
+    Raises:
+        FileNotFoundError: it is not there.
+    """
+    said = json.loads(_path(folder, rank).read_text())
+    _path(folder, rank).unlink()
+    files = {name: StoredFile(n, tuple(s)) for name, (n, s) in said["files"].items()}
+    chunks = {
+        path: [Chunk(name, at, tuple(o), tuple(n)) for name, at, o, n in boxes]
+        for path, boxes in said["chunks"].items()
+    }
+    return Note(files, chunks)
+
+
+def failed(folder: Path, rank: int, error: BaseException) -> None:
+    """Tells the others that a rank cannot go on."""
+    _put(folder / f"failed-{rank:05}", f"{type(error).__name__}: {error}")
+
+
+def told(folder: Path) -> str | None:
+    """What a rank said that could not go on, if any."""
+    for path in sorted(folder.glob("failed-?????")):
+        rank = int(path.name.removeprefix("failed-"))
+        return f"rank {rank} could not go on: {path.read_text()}"
+    return None
+
+
+def until(ready: Callable[[], bool], folder: Path) -> None:
+    """Returns when ``ready()``.
+
+    Raises:
+        CheckpointError: a rank failed; or this process ends, and no rank has written
+            anything for a while.
+    """
+    pause, seen, since = 0.001, None, time.monotonic()
+    while not ready():
+        if (why := told(folder)) is not None:
+            raise CheckpointError(why)
+        if ENDING.is_set():
+            now = _sizes(folder)
+            if now != seen:
+                seen, since = now, time.monotonic()
+            elif time.monotonic() - since > _PATIENCE:
+                raise CheckpointError(
+                    f"this process ends, and for {_PATIENCE:.0f} s no rank has "
+                    "written anything"
+                )
+        time.sleep(pause)
+        pause = min(2 * pause, 0.05)
+
+
+def _path(folder: Path, rank: int) -> Path:
+    return folder / f"rank-{rank:05}.json"
+
+
+def _put(path: Path, text: str) -> None:
+    """A file that is there whole or not at all."""
+    part = path.with_name(f"{path.name}.part")
+    part.write_text(text)
+    os.rename(part, path)
+
+
+def _sizes(folder: Path) -> dict[str, int]:
+    found = {}
+    for entry in folder.glob("*"):
+        with suppress(FileNotFoundError):
+            found[entry.name] = entry.stat().st_size
+    return found

@@ -1,0 +1,209 @@
+"""A checkpoint under way on a rank: what is to be written, and how it ends."""
+
+from __future__ import annotations
+
+import atexit
+import sys
+import traceback
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from threading import Thread
+from typing import Any
+
+from fsfunc.checkpointing import folders, notes
+from fsfunc.checkpointing.agreeing import agree
+from fsfunc.checkpointing.leaves import Holdings, parts_of
+from fsfunc.checkpointing.manifest import (
+    MANIFEST,
+    CheckpointError,
+    Chunk,
+    Leaf,
+    Stored,
+    StoredFile,
+    write_manifest,
+)
+from fsfunc.checkpointing.writing import write_parts
+from fsfunc.holding import hold
+from fsfunc.mesh import Here
+from fsfunc.transforms.donation import standing, written
+
+__all__ = ["Saving", "attempt", "in_flight"]
+
+
+@dataclass
+class Saving:
+    """A checkpoint under way on this rank."""
+
+    path: Path
+    at: Here | None
+    found: Holdings
+    metadata: dict[str, Any]
+    keep: int | None
+    random: dict[str, str]
+    thread: Thread | None = None
+    error: BaseException | None = None
+    _finished: bool = False
+    _standing: list[Any] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        held = self.found.tensors.values()
+        self.folder = folders.saving_folder(self.path)
+        self.rank, self.size = (
+            (0, 1) if self.at is None else (self.at.rank, self.at.mesh.size)
+        )
+        self.first = self.rank == 0
+        self.release = hold(h.part for h in held)
+        self._standing = [(h, standing(h.part, h.home)) for h in held]
+
+    def start(self) -> None:
+        """Goes on in the background."""
+        # A daemon: at the end Python waits for it no longer than _tell_at_exit does.
+        self.thread = Thread(target=self.run, name=f"save {self.path}", daemon=True)
+        _IN_FLIGHT[self.rank] = self
+        self.thread.start()
+
+    def done(self) -> bool:
+        """Whether it is over, well or not; it never waits."""
+        if self.thread is not None and self.thread.is_alive():
+            return False
+        if self._finished or self.error is not None or self.first:
+            return True
+        return self._over() or notes.told(self.folder) is not None
+
+    def wait(self) -> None:
+        """Returns when the checkpoint is complete.
+
+        Raises:
+            what went wrong, on this rank or on another.
+        """
+        if self.thread is not None:
+            self.thread.join()
+        if _IN_FLIGHT.get(self.rank) is self:
+            del _IN_FLIGHT[self.rank]
+        if self.error is None and not self.first and not self._finished:
+            self.error = attempt(self._wait_for_first)
+        self._finished = True
+        if self.error is not None:
+            raise self.error
+
+    def agree(self, error: BaseException | None) -> None:
+        agree(self.at, error)
+
+    def run(self) -> None:
+        """What the thread does."""
+        try:
+            self.write()
+            if self.first:
+                self._wait_for_notes()
+                self.complete()
+        except BaseException as error:
+            self.error = error
+            attempt(lambda error=error: notes.failed(self.folder, self.rank, error))
+        finally:
+            self.release()
+            self.found, self._standing = Holdings(), []  # it may be kept for long
+
+    def write(self) -> None:
+        """Writes this rank's files, and the note of them."""
+        parts = parts_of(self.found, self.at)
+        files, chunks = write_parts(
+            self.folder, self.rank, [(h.path, box, x) for h, box, x in parts]
+        )
+        for held, before in self._standing:
+            if written(before, standing(held.part, held.home)):
+                raise CheckpointError(
+                    f"{held.path!r} was changed in place while it was being saved: the "
+                    "checkpoint would hold neither the old values nor the new ones; "
+                    "wait() first, or change a copy"
+                )
+        notes.leave(self.folder, self.rank, notes.Note(files, chunks))
+
+    def complete(self) -> None:
+        """Writes the manifest and gives the folder its name: the first rank's work."""
+        files: dict[str, StoredFile] = {}
+        chunks: dict[str, list[Chunk]] = {path: [] for path in self.found.tensors}
+        for rank in range(self.size):
+            try:
+                note = notes.read_note(self.folder, rank)
+            except FileNotFoundError as error:
+                raise CheckpointError(
+                    f"rank {rank} wrote its part of {self.path} where rank 0 does not "
+                    "see it: all ranks need one shared file system"
+                ) from error
+            files |= note.files
+            for path, boxes in note.chunks.items():
+                chunks[path] += boxes
+        leaves = {
+            path: Leaf(held.layout.shape, held.part.dtype, tuple(chunks[path]))
+            for path, held in self.found.tensors.items()
+        }
+        for path, leaf in leaves.items():
+            if not leaf.is_whole:
+                raise CheckpointError(
+                    f"the ranks' parts of {path!r} {leaf} do not make it up: every "
+                    "rank must save the same tree, with the same layouts"
+                )
+        mesh = {} if self.at is None else dict(self.at.mesh.axes)
+        stored = Stored(
+            self.path,
+            leaves,
+            self.found.values,
+            self.metadata,
+            mesh,
+            files,
+            self.random,
+        )
+        write_manifest(stored, self.folder)
+        folders.appear(self.folder, self.path)
+        if self.keep is not None:
+            folders.keep_newest(self.path, self.keep)
+
+    def _wait_for_notes(self) -> None:
+        self._until(lambda: notes.left(self.folder, self.size))
+
+    def _wait_for_first(self) -> None:
+        self._until(self._over)
+        if not (self.path / MANIFEST).exists():
+            raise CheckpointError(
+                f"{self.path} was not saved: the folder in which it was written is gone"
+            )
+
+    def _until(self, ready: Callable[[], bool]) -> None:
+        try:
+            notes.until(ready, self.folder)
+        except CheckpointError as error:
+            raise CheckpointError(f"{self.path} was not saved: {error}") from None
+
+    def _over(self) -> bool:
+        return not self.folder.exists()
+
+
+_IN_FLIGHT: dict[int, Saving] = {}  # by rank
+
+
+def in_flight(at: Here | None) -> Saving | None:
+    """What this rank saves in the background."""
+    return _IN_FLIGHT.get(0 if at is None else at.rank)
+
+
+def attempt(action: Callable[[], Any]) -> Exception | None:
+    """What ``action()`` raised."""
+    try:
+        action()
+    except Exception as error:
+        return error
+    return None
+
+
+def _tell_at_exit() -> None:
+    """Waits for what is under way; says what nobody asked for."""
+    notes.ENDING.set()
+    for saving in list(_IN_FLIGHT.values()):
+        error = attempt(saving.wait)
+        if error is not None:
+            print(f"fsfunc: {saving.path} was not saved:", file=sys.stderr)
+            traceback.print_exception(error)
+
+
+atexit.register(_tell_at_exit)
