@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import builtins
-
 import torch
 import torch.distributed as dist
 
@@ -14,7 +12,10 @@ from fsfunc.mesh import Here
 
 __all__ = ["agree"]
 
-_PLAIN = ValueError | TypeError | RuntimeError
+_PLAIN = (
+    FileExistsError, FileNotFoundError, PermissionError, OSError, KeyError, TypeError,
+    ValueError, RuntimeError,
+)  # fmt: skip
 _LONGEST = 2048  # bytes of a message that travels
 
 
@@ -39,7 +40,7 @@ def agree(at: Here | None, error: BaseException | None) -> None:
 
 
 def _exchange(message: str, axes: tuple[str, ...], device: str) -> list[str]:
-    text = message.encode()[:_LONGEST].ljust(_LONGEST, b"\0")
+    text = message.encode(errors="replace")[:_LONGEST].ljust(_LONGEST, b"\0")
     mine = torch.frombuffer(bytearray(text), dtype=torch.uint8).to(device)
     every = all_gather(mine, axes).cpu().view(-1, _LONGEST)
     return [bytes(row.tolist()).rstrip(b"\0").decode(errors="replace") for row in every]
@@ -49,9 +50,8 @@ def _first(messages: list[str]) -> Exception:
     """The error of the first rank that has one, of the same kind if Python knows it."""
     rank = next(i for i, message in enumerate(messages) if message)
     name, _, text = messages[rank].partition(": ")
-    kind = getattr(builtins, name, CheckpointError)
-    if not (isinstance(kind, type) and issubclass(kind, OSError | _PLAIN)):
-        kind = CheckpointError
+    kinds = {kind.__name__: kind for kind in _PLAIN}
+    kind = kinds.get(name, CheckpointError)
     return kind(f"rank {rank} could not go on: {text}")
 
 

@@ -53,8 +53,7 @@ def find(path: str | os.PathLike) -> Stored:
     if (path / MANIFEST).is_file():
         return read_manifest(path)
     if path.is_dir():
-        files = sorted(path.glob("*.safetensors"))
-        if files:
+        if files := _files_of(path):
             return _foreign(path, files)
         if any(_is_pickle(p) for p in path.iterdir()):
             raise _refusal(path)
@@ -67,6 +66,22 @@ def find(path: str | os.PathLike) -> Stored:
             raise _refusal(path)
         return _foreign(path.parent, [path])
     raise FileNotFoundError(f"there is no checkpoint at {path}")
+
+
+def _files_of(folder: Path) -> list[Path]:
+    """The safetensors files of a folder: those that its index names, if it has one."""
+    for index in sorted(folder.glob("*.safetensors.index.json")):
+        try:
+            names = {
+                str(n) for n in json.loads(index.read_bytes())["weight_map"].values()
+            }
+        except (ValueError, LookupError, AttributeError, TypeError) as error:
+            raise CheckpointError(f"{index} is damaged: {error}") from error
+        for name in sorted(names):
+            if not (folder / name).is_file():
+                raise CheckpointError(f"{folder / name} is missing: {index} names it")
+        return [folder / name for name in sorted(names)]
+    return sorted(folder.glob("*.safetensors"))
 
 
 def _is_pickle(path: Path) -> bool:

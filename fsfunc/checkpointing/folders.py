@@ -11,11 +11,20 @@ from __future__ import annotations
 import os
 import re
 import shutil
+from contextlib import suppress
 from pathlib import Path
 
 from fsfunc.checkpointing.manifest import MANIFEST
 
-__all__ = ["appear", "begin_folder", "discard", "keep_newest", "latest", "sync"]
+__all__ = [
+    "appear",
+    "begin_folder",
+    "discard",
+    "empty",
+    "keep_newest",
+    "latest",
+    "sync",
+]
 
 _SAVING, _DELETING = ".saving", ".deleting"
 
@@ -77,19 +86,26 @@ def appear(folder: Path, path: Path) -> None:
     sync(path.parent)
 
 
+def empty(folder: Path, files: str) -> None:
+    """Removes files that were written for nothing, and leaves what ranks say there."""
+    for file in folder.glob(files):
+        with suppress(OSError):
+            file.unlink()
+
+
 def discard(folder: Path) -> None:
     """Removes what was written for nothing."""
     shutil.rmtree(folder, ignore_errors=True)
 
 
 def keep_newest(path: Path, keep: int) -> None:
-    """Deletes all but the ``keep`` newest checkpoints named as ``path`` is.
+    """Deletes all checkpoints named as ``path`` is but itself and the newest others.
 
-    Names are alike where they differ in digits alone.
+    ``keep`` stay in all. Names are alike where they differ in digits alone.
     """
     family = [p for p in _entries(path.parent) if _alike(p.name, path.name)]
-    complete = sorted(filter(_is_complete, family), key=_age)
-    for old in complete[:-keep]:
+    others = [p for p in family if _is_complete(p) and p.name != path.name]
+    for old in sorted(others, key=_age)[: len(others) - (keep - 1)]:
         gone = old.parent / f".{old.name}{_DELETING}"
         os.rename(old, gone)
         shutil.rmtree(gone)

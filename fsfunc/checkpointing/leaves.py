@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 from collections import defaultdict
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
@@ -38,10 +39,12 @@ class Held(NamedTuple):
             return [
                 (Box(none, self.layout.shape, 0), self.part.view(self.layout.shape))
             ]
-        flat = self.part.reshape(-1)
+        found = boxes(self.layout, coordinates)
+        if self.layout.flat is None:  # one box: the part itself, contiguous or not
+            return [(box, self.part) for box in found]
         return [
-            (box, flat[box.start : box.start + box.numel].view(box.sizes))
-            for box in boxes(self.layout, coordinates)
+            (box, self.part[box.start : box.start + box.numel].view(box.sizes))
+            for box in found
         ]
 
 
@@ -51,6 +54,15 @@ class Holdings:
 
     tensors: dict[str, Held] = field(default_factory=dict)
     values: dict[str, Any] = field(default_factory=dict)
+
+    @property
+    def digest(self) -> str:
+        """Equal for trees of the same paths, shapes and dtypes."""
+        lines = [
+            str(Layout(h.layout.shape, h.part.dtype, (), p))
+            for p, h in self.tensors.items()
+        ]
+        return hashlib.sha256("\n".join(lines).encode()).hexdigest()
 
 
 def mesh_here() -> Here | None:
@@ -82,6 +94,7 @@ def holdings(state: Any) -> Holdings:
                 f"two leaves of the state have the path {path!r}: a key of a dict that "
                 "holds '/' looks like a path; rename it"
             )
+        _check_path(path)
         if isinstance(leaf, Sharded):
             layout, part, home = leaf.layout, leaf.local, leaf.home
         elif isinstance(leaf, Tensor):
@@ -99,6 +112,18 @@ def holdings(state: Any) -> Holdings:
         check_real(path, part, "save")
         found.tensors[path] = Held(path, layout, part, home)
     return found
+
+
+def _check_path(path: str) -> None:
+    try:
+        path.encode()
+    except UnicodeEncodeError:
+        raise ValueError(
+            f"the path {path!r} is no Unicode text, and a file could not hold it: "
+            "rename the key"
+        ) from None
+    if path == "__metadata__":
+        raise ValueError("a leaf called '__metadata__' cannot be saved: rename it")
 
 
 def check_real(path: str, part: Tensor, verb: str) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import base64
 import os
 from collections.abc import Mapping
 from typing import Any
@@ -23,11 +22,11 @@ from fsfunc.checkpointing.finding import find
 from fsfunc.checkpointing.leaves import Held, coordinates_here, mesh_here
 from fsfunc.checkpointing.manifest import CheckpointError, Stored
 from fsfunc.checkpointing.matching import check_match, within
+from fsfunc.checkpointing.randomness import restore_random
 from fsfunc.checkpointing.reading import Reader, check_files
 from fsfunc.layout import Layout
 from fsfunc.mesh import Here
 from fsfunc.sharded import Sharded, is_sharded, split_buffers
-from fsfunc.units import generator_states
 
 __all__ = ["Fill", "fill", "load"]
 
@@ -77,7 +76,7 @@ def load(
     agree(here, error)
     assert stored is not None
     if random:
-        _restore(stored.random)
+        restore_random(stored.random, 0 if here is None else here.rank)
     return result
 
 
@@ -200,10 +199,3 @@ def _check_mesh(target: Any, here: Here | None) -> None:
                         f"{size}, and the mesh in sight has {dict(axes)}; load inside "
                         "spmd(fn, mesh) on the target's own mesh"
                     )
-
-
-def _restore(random: Mapping[str, str]) -> None:
-    for g, _ in generator_states():
-        if (text := random.get(g.device.type)) is not None:
-            state = bytearray(base64.b64decode(text))
-            g.set_state(torch.frombuffer(state, dtype=torch.uint8))

@@ -94,7 +94,7 @@ class Stored:
         metadata: what the user gave to ``save``.
         mesh: the axes of the mesh that saved it.
         files: names and lengths of the files that hold the tensors.
-        random: states of the default generators, by device type.
+        random: states of the default generators, and which of them each rank had.
         version: of the format; None for files that fsfunc did not write.
     """
 
@@ -104,7 +104,7 @@ class Stored:
     metadata: dict[str, Any] = field(default_factory=dict)
     mesh: dict[str, int] = field(default_factory=dict)
     files: dict[str, StoredFile] = field(default_factory=dict)
-    random: dict[str, str] = field(default_factory=dict)
+    random: dict[str, Any] = field(default_factory=dict)
     version: int | None = VERSION
 
     @property

@@ -12,7 +12,7 @@ from collections.abc import Callable, Mapping
 from contextlib import suppress
 from pathlib import Path
 from threading import Event
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from fsfunc.checkpointing.manifest import CheckpointError, Chunk, StoredFile
 
@@ -23,10 +23,21 @@ _PATIENCE = 15.0  # seconds without a word; a disk may take that long to answer
 
 
 class Note(NamedTuple):
-    """What a rank has written: its files, and the boxes of each leaf."""
+    """What a rank has written, and what it takes the whole to be.
+
+    Args:
+        files: its files.
+        chunks: the boxes of each leaf that it wrote.
+        random: its default generators' states, by device type.
+        values: the numbers, strings and bools of its tree.
+        tree: a digest of the paths, shapes and dtypes of its tree.
+    """
 
     files: Mapping[str, StoredFile]
     chunks: Mapping[str, list[Chunk]]
+    random: Mapping[str, str]
+    values: Mapping[str, Any]
+    tree: str
 
 
 def leave(folder: Path, rank: int, note: Note) -> None:
@@ -52,7 +63,7 @@ def read_note(folder: Path, rank: int) -> Note:
         path: [Chunk(name, at, tuple(o), tuple(n)) for name, at, o, n in boxes]
         for path, boxes in said["chunks"].items()
     }
-    return Note(files, chunks)
+    return Note(files, chunks, said["random"], said["values"], said["tree"])
 
 
 def failed(folder: Path, rank: int, error: BaseException) -> None:

@@ -8,7 +8,6 @@ background needs no collective and cannot disturb those of the training.
 
 from __future__ import annotations
 
-import base64
 import json
 import os
 from collections.abc import Mapping
@@ -19,10 +18,10 @@ from fsfunc.checkpointing import folders
 from fsfunc.checkpointing.agreeing import agree
 from fsfunc.checkpointing.leaves import Holdings, holdings, mesh_here
 from fsfunc.checkpointing.manifest import dtype_name
+from fsfunc.checkpointing.randomness import random_state
 from fsfunc.checkpointing.under_way import Saving, attempt, in_flight
 from fsfunc.checkpointing.writing import SAFE_DTYPES
 from fsfunc.mesh import Here
-from fsfunc.units import generator_states
 
 __all__ = ["Saving", "save", "save_async"]
 
@@ -130,7 +129,7 @@ def _begin(path: Any, state: Any, metadata: Any, keep: int | None) -> Saving:
             raise ValueError(
                 f"keep={keep}: it is how many checkpoints stay, at least 1"
             )
-        saving = Saving(path, at, _saveable(state, at), said, keep, _random())
+        saving = Saving(path, at, _saveable(state, at), said, keep, random_state())
         if saving.first:
             folders.begin_folder(path)
     except Exception as failure:
@@ -151,8 +150,6 @@ def _saveable(state: Any, at: Here | None) -> Holdings:
     found = holdings(state)
     axes = {} if at is None else at.mesh.axes
     for path, held in found.tensors.items():
-        if path == "__metadata__":
-            raise ValueError("a leaf called '__metadata__' cannot be saved: rename it")
         if held.part.dtype not in SAFE_DTYPES:
             raise TypeError(
                 f"cannot save {path!r}, of dtype {dtype_name(held.part.dtype)}: "
@@ -177,11 +174,3 @@ def _checked(metadata: Mapping[str, Any]) -> dict[str, Any]:
             "strings, lists and dicts"
         ) from error
     return dict(metadata)
-
-
-def _random() -> dict[str, str]:
-    """The default generators' states, by device type."""
-    return {
-        g.device.type: base64.b64encode(bytes(state.tolist())).decode()
-        for g, state in generator_states()
-    }

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import atexit
+import json
 import sys
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from threading import Thread
@@ -23,6 +24,7 @@ from fsfunc.checkpointing.manifest import (
     StoredFile,
     write_manifest,
 )
+from fsfunc.checkpointing.randomness import together
 from fsfunc.checkpointing.writing import write_parts
 from fsfunc.holding import hold
 from fsfunc.mesh import Here
@@ -100,13 +102,15 @@ class Saving:
         except BaseException as error:
             self.error = error
             attempt(lambda error=error: notes.failed(self.folder, self.rank, error))
+            mine = "*" if self.first else f"shard-{self.rank + 1:05}-*"
+            folders.empty(self.folder, f"{mine}.safetensors")
         finally:
             self.release()
             self.found, self._standing = Holdings(), []  # it may be kept for long
 
     def write(self) -> None:
         """Writes this rank's files, and the note of them."""
-        parts = parts_of(self.found, self.at)
+        found, parts = self.found, parts_of(self.found, self.at)
         files, chunks = write_parts(
             self.folder, self.rank, [(h.path, box, x) for h, box, x in parts]
         )
@@ -117,12 +121,17 @@ class Saving:
                     "checkpoint would hold neither the old values nor the new ones; "
                     "wait() first, or change a copy"
                 )
-        notes.leave(self.folder, self.rank, notes.Note(files, chunks))
+        notes.leave(
+            self.folder,
+            self.rank,
+            notes.Note(files, chunks, self.random, found.values, found.digest),
+        )
 
     def complete(self) -> None:
         """Writes the manifest and gives the folder its name: the first rank's work."""
         files: dict[str, StoredFile] = {}
         chunks: dict[str, list[Chunk]] = {path: [] for path in self.found.tensors}
+        random: list[Mapping[str, str]] = []
         for rank in range(self.size):
             try:
                 note = notes.read_note(self.folder, rank)
@@ -131,6 +140,8 @@ class Saving:
                     f"rank {rank} wrote its part of {self.path} where rank 0 does not "
                     "see it: all ranks need one shared file system"
                 ) from error
+            self._compare(note, rank)
+            random.append(note.random)
             files |= note.files
             for path, boxes in note.chunks.items():
                 chunks[path] += boxes
@@ -152,12 +163,27 @@ class Saving:
             self.metadata,
             mesh,
             files,
-            self.random,
+            together(random),
         )
         write_manifest(stored, self.folder)
         folders.appear(self.folder, self.path)
         if self.keep is not None:
             folders.keep_newest(self.path, self.keep)
+
+    def _compare(self, note: notes.Note, rank: int) -> None:
+        """Raises where a rank saves another tree than this one."""
+        extra = sorted(note.chunks.keys() - self.found.tensors.keys())
+        mine = {path: json.dumps(value) for path, value in self.found.values.items()}
+        theirs = {path: json.dumps(value) for path, value in note.values.items()}
+        other = sorted(p for p, _ in mine.items() ^ theirs.items())
+        if not (extra or other or note.tree != self.found.digest):
+            return
+        where = f", at {(extra or other)[0]!r}" if extra or other else ""
+        raise CheckpointError(
+            f"rank {rank} saves another tree than rank 0{where}: every rank must save "
+            "the same paths, shapes and values; what is a rank's own belongs into a "
+            "tensor that is Sharded over its axis"
+        )
 
     def _wait_for_notes(self) -> None:
         self._until(lambda: notes.left(self.folder, self.size))

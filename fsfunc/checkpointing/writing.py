@@ -70,7 +70,7 @@ def write_parts(
     by_file: dict[int, list[Entry]] = defaultdict(list)
     seen: dict[str, int] = defaultdict(int)
     for path, box, x in parts:
-        read = lambda x=x: x.cpu().contiguous()  # noqa: E731
+        read = lambda x=x: _plain(x)  # noqa: E731
         by_file[seen[path]].append(Entry(path, x.dtype, box.sizes, read, box.offsets))
         seen[path] += 1
     files: dict[str, StoredFile] = {}
@@ -89,6 +89,11 @@ def write_parts(
         for e, begin in zip(entries, begins, strict=True):
             chunks[e.name].append(Chunk(name, begin, e.offsets, e.shape))
     return files, chunks
+
+
+def _plain(x: Tensor) -> Tensor:
+    """The elements as they are, in order, on the CPU: a view may only promise them."""
+    return x.resolve_conj().resolve_neg().cpu().contiguous()
 
 
 def header_of(
