@@ -17,6 +17,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from fsfunc.arena import Arena
+from fsfunc.backends.attempts import agent_store
 from fsfunc.backends.base import Link, Work
 from fsfunc.backends.sending import Transfers
 
@@ -298,7 +299,12 @@ def connect(axes: Mapping[str, int], size: int) -> ProcessLink:
         _check_size(axes, size, world)
         if torch.cuda.is_available():
             torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", 0)))
-        dist.init_process_group("nccl" if torch.cuda.is_available() else "gloo")
+        backend = "nccl" if torch.cuda.is_available() else "gloo"
+        if (store := agent_store()) is None:
+            dist.init_process_group(backend)
+        else:
+            rank = int(os.environ["RANK"])
+            dist.init_process_group(backend, store=store, rank=rank, world_size=world)
     _check_size(axes, size, dist.get_world_size())
     return ProcessLink()
 
