@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import json
 import os
 from pathlib import Path
 
 import torch
 from torch import Tensor
 
-from fsfunc.checkpointing.finding import find
+from fsfunc.checkpointing.finding import find, seal
 from fsfunc.checkpointing.folders import sync
 from fsfunc.checkpointing.loading import fill
 from fsfunc.checkpointing.manifest import Leaf, Stored
@@ -59,7 +58,7 @@ def consolidate(
         "values": stored.values, "metadata": stored.metadata,
         "random": stored.random, "mesh": stored.mesh,
     }  # fmt: skip
-    head, _ = header_of(entries, {"fsfunc": json.dumps(ours)})
+    head, _ = header_of(entries, seal(ours))
     part = file.with_name(f".{file.name}.saving")
     part.unlink(missing_ok=True)
     try:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import zlib
 from pathlib import Path
 from typing import Any
 
@@ -18,12 +19,13 @@ from fsfunc.checkpointing.manifest import (
     StoredFile,
     read_manifest,
 )
-from fsfunc.checkpointing.writing import SAFE_DTYPES
+from fsfunc.checkpointing.writing import PART_OF, SAFE_DTYPES
 
-__all__ = ["find", "metadata"]
+__all__ = ["find", "metadata", "seal"]
 
 _DTYPES = {name: dtype for dtype, name in SAFE_DTYPES.items()}
 _PICKLES = (".pt", ".pth", ".bin", ".ckpt", ".pkl", ".pickle", ".distcp", ".metadata")
+_OURS = "fsfunc"
 _LONGEST_HEAD = 100_000_000  # bytes; what safetensors itself accepts
 
 
@@ -111,7 +113,12 @@ def _foreign(folder: Path, paths: list[Path]) -> Stored:
         head, start = _head(path)
         files[path.name] = StoredFile(path.stat().st_size)
         extra = head.pop("__metadata__", {})
-        ours |= json.loads(extra.get("fsfunc", "{}"))
+        if PART_OF in extra:
+            raise CheckpointError(
+                f"{path} is a part of a checkpoint of fsfunc: load its folder, where "
+                f"{MANIFEST} lies too; where that is missing, go back to an earlier one"
+            )
+        ours |= _unsealed(extra, path)
         info = json.loads(extra.get("DCP_SHARDING_INFO", "{}"))
         for name, said in head.items():
             sizes = tuple(said["shape"])
@@ -133,6 +140,23 @@ def _foreign(folder: Path, paths: list[Path]) -> Stored:
     tensors = {name: _joined(boxes) for name, boxes in sorted(found.items())}
     kept = {k: ours.get(k, {}) for k in ("values", "metadata", "random", "mesh")}
     return Stored(folder, tensors, files=files, version=None, **kept)
+
+
+def seal(said: dict[str, Any]) -> dict[str, str]:
+    """What a consolidated file says besides its tensors, as a header holds it."""
+    text = json.dumps(said)
+    return {_OURS: text, f"{_OURS}.crc32": str(zlib.crc32(text.encode()))}
+
+
+def _unsealed(extra: dict[str, str], path: Path) -> dict[str, Any]:
+    text = extra.get(_OURS)
+    if text is None:
+        return {}
+    if extra.get(f"{_OURS}.crc32") != str(zlib.crc32(text.encode())):
+        raise CheckpointError(
+            f"{path} is damaged: the checksum of its header is not that of its text"
+        )
+    return json.loads(text)
 
 
 def _joined(boxes: list[tuple[torch.dtype, Chunk]]) -> Leaf:

@@ -65,6 +65,11 @@ def load(
     result's memory and a few megabytes. A few numbers are sent to agree on success.
     """
     here = mesh_here()
+    if here is not None and here.mesh.backend in ("abstract", "vmap"):
+        raise RuntimeError(
+            f"cannot load on {here.mesh}, which holds no values of its own: load on a "
+            "simulated mesh or on processes"
+        )
     error: Exception | None = None
     result: Any = None
     stored: Stored | None = None
@@ -185,11 +190,6 @@ def _room(x: Any, device: Any) -> Any:
 
 def _check_mesh(target: Any, here: Here | None) -> None:
     axes = {} if here is None else here.mesh.axes
-    if here is not None and here.mesh.backend in ("abstract", "vmap"):
-        raise RuntimeError(
-            f"cannot load on {here.mesh}, which holds no values of its own: load on a "
-            "simulated mesh or on processes"
-        )
     for leaf in tree.leaves(target, is_leaf=is_sharded):
         if isinstance(leaf, Sharded):
             for axis, size in leaf.layout.sizes.items():

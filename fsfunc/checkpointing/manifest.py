@@ -31,6 +31,7 @@ __all__ = [
     "MANIFEST",
     "Stored",
     "StoredFile",
+    "VERSION",
     "dtype_name",
     "read_manifest",
     "write_manifest",

@@ -67,15 +67,24 @@ def read_note(folder: Path, rank: int) -> Note:
 
 
 def failed(folder: Path, rank: int, error: BaseException) -> None:
-    """Tells the others that a rank cannot go on."""
-    _put(folder / f"failed-{rank:05}", f"{type(error).__name__}: {error}")
+    """Tells the others that a rank cannot go on.
+
+    On a full disk there may be no room for a word; a short link needs none.
+    """
+    path = folder / f"failed-{rank:05}"
+    try:
+        _put(path, f"{type(error).__name__}: {error}")
+    except OSError:
+        with suppress(FileExistsError, FileNotFoundError):
+            os.symlink(type(error).__name__[:40], path)
 
 
 def told(folder: Path) -> str | None:
     """What a rank said that could not go on, if any."""
     for path in sorted(folder.glob("failed-?????")):
         rank = int(path.name.removeprefix("failed-"))
-        return f"rank {rank} could not go on: {path.read_text()}"
+        why = os.readlink(path) if path.is_symlink() else path.read_text()
+        return f"rank {rank} could not go on: {why}"
     return None
 
 

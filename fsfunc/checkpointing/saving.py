@@ -22,6 +22,7 @@ from fsfunc.checkpointing.randomness import random_state
 from fsfunc.checkpointing.under_way import Saving, attempt, in_flight
 from fsfunc.checkpointing.writing import SAFE_DTYPES
 from fsfunc.mesh import Here
+from fsfunc.transforms.donation import refuse_spent
 
 __all__ = ["Saving", "save", "save_async"]
 
@@ -112,17 +113,17 @@ def save_async(
 def _begin(path: Any, state: Any, metadata: Any, keep: int | None) -> Saving:
     """Checks everything that can be checked, makes the folder, and agrees."""
     at = mesh_here()
+    if at is not None and at.mesh.backend in ("abstract", "vmap"):
+        raise RuntimeError(
+            f"cannot save on {at.mesh}, which holds no values of its own: save on a "
+            "simulated mesh or on processes"
+        )
     earlier = in_flight(at)
     error = None if earlier is None else attempt(earlier.wait)
     saving: Saving | None = None
     try:
         if error is not None:
             raise error
-        if at is not None and at.mesh.backend in ("abstract", "vmap"):
-            raise RuntimeError(
-                f"cannot save on {at.mesh}, which holds no values of its own: save on "
-                "a simulated mesh or on processes"
-            )
         path = Path(os.path.abspath(os.fspath(path)))
         said = _checked(metadata or {})
         if keep is not None and (keep < 1 or int(keep) != keep):
@@ -147,6 +148,7 @@ def _begin(path: Any, state: Any, metadata: Any, keep: int | None) -> Saving:
 
 
 def _saveable(state: Any, at: Here | None) -> Holdings:
+    refuse_spent(state)
     found = holdings(state)
     axes = {} if at is None else at.mesh.axes
     for path, held in found.tensors.items():

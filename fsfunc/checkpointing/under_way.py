@@ -101,12 +101,16 @@ class Saving:
                 self.complete()
         except BaseException as error:
             self.error = error
+            self._clear("*" if self.first else None)  # first: the disk may be full
             attempt(lambda error=error: notes.failed(self.folder, self.rank, error))
-            mine = "*" if self.first else f"shard-{self.rank + 1:05}-*"
-            folders.empty(self.folder, f"{mine}.safetensors")
         finally:
             self.release()
             self.found, self._standing = Holdings(), []  # it may be kept for long
+
+    def _clear(self, files: str | None = None) -> None:
+        """Removes this rank's files, or all."""
+        mine = files or f"shard-{self.rank + 1:05}-*"
+        folders.empty(self.folder, f"{mine}.safetensors")
 
     def write(self) -> None:
         """Writes this rank's files, and the note of them."""
@@ -121,6 +125,8 @@ class Saving:
                     "checkpoint would hold neither the old values nor the new ones; "
                     "wait() first, or change a copy"
                 )
+        if notes.told(self.folder) is not None:
+            self._clear()
         notes.leave(
             self.folder,
             self.rank,

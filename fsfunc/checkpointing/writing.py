@@ -20,10 +20,10 @@ import torch
 from torch import Tensor
 
 from fsfunc.boxing import Box
-from fsfunc.checkpointing.manifest import BLOCK, Chunk, StoredFile
+from fsfunc.checkpointing.manifest import BLOCK, VERSION, Chunk, StoredFile
 from fsfunc.checkpointing.memory import bytes_of
 
-__all__ = ["SAFE_DTYPES", "Entry", "header_of", "write_file", "write_parts"]
+__all__ = ["PART_OF", "SAFE_DTYPES", "Entry", "header_of", "write_file", "write_parts"]
 
 SAFE_DTYPES = {
     torch.bool: "BOOL", torch.uint8: "U8", torch.int8: "I8", torch.int16: "I16",
@@ -32,6 +32,8 @@ SAFE_DTYPES = {
     torch.float32: "F32", torch.float64: "F64", torch.complex64: "C64",
     torch.float8_e4m3fn: "F8_E4M3", torch.float8_e5m2: "F8_E5M2",
 }  # fmt: skip
+
+PART_OF = "fsfunc.part"  # in a header: the file is nothing without its manifest
 
 _STRIDE = 8 * BLOCK  # bytes handed to the system at a time
 
@@ -83,7 +85,11 @@ def write_parts(
         # Wide elements first: safetensors aligns nothing, and so all are aligned.
         entries.sort(key=lambda e: -e.dtype.itemsize)
         info = {e.name: {"saved_offsets": e.offsets} for e in entries}
-        said = {"DCP_SHARDING_INFO": json.dumps(info), "DCP_VERSION": "1.0"}
+        said = {
+            "DCP_SHARDING_INFO": json.dumps(info),
+            "DCP_VERSION": "1.0",
+            PART_OF: str(VERSION),
+        }
         head, begins = header_of(entries, said)
         files[name] = write_file(folder / name, head, entries)
         for e, begin in zip(entries, begins, strict=True):
