@@ -20,6 +20,7 @@ from fsfunc.collectives import (
     psum,
     psum_scatter,
 )
+from fsfunc.data.loading import batches
 from fsfunc.launching import local_batch, make_mesh, spmd
 from fsfunc.layout import Flat, Layout, Owned, Split
 from fsfunc.machines import Hardware, Level
@@ -31,6 +32,7 @@ from fsfunc.optim import (
     clip_by_global_norm,
     constant,
     cosine_decay,
+    from_torch,
     global_norm,
     join,
     linear,

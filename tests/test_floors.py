@@ -28,7 +28,7 @@ FLOORS = [
     (4, ["optim/", "statistics.py"]),
     (5, ["transforms/", "pipelining/", "grouping.py"]),
     (5, ["recording.py", "recorded.py"]),
-    (6, ["placing.py", "training.py"]),
+    (6, ["placing.py", "training.py", "data/"]),
     (7, ["foresight/", "testing/", "checkpointing/"]),
     (8, ["show/"]),
     (9, ["__init__.py"]),

@@ -10,6 +10,7 @@ from fsfunc.optim.base import (
 )
 from fsfunc.optim.clipping import clip_by_global_norm, global_norm, tree_sum
 from fsfunc.optim.descent import SgdState, sgd
+from fsfunc.optim.foreign import TorchState, from_torch
 from fsfunc.optim.masking import masked, partition
 from fsfunc.optim.schedules import (
     Schedule,
@@ -25,12 +26,14 @@ __all__ = [
     "Optimizer",
     "Schedule",
     "SgdState",
+    "TorchState",
     "add_decayed_weights",
     "apply_updates",
     "chain",
     "clip_by_global_norm",
     "constant",
     "cosine_decay",
+    "from_torch",
     "global_norm",
     "join",
     "linear",

@@ -1,0 +1,227 @@
+"""torch's own optimizers as pairs of functions, over whole or sharded leaves."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from functools import cache
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from fsfunc import _torch
+from fsfunc.frames import frame, inside
+from fsfunc.optim.base import Optimizer, check_not_negative
+from fsfunc.optim.leafwise import Tree, map_flat
+from fsfunc.optim.matching import Matched
+from fsfunc.optim.probing import as_numbers, at_rest, probe, run_step
+from fsfunc.optim.schedules import Schedule, rate_at
+
+_NOT_ELEMENTWISE = {
+    "LBFGS": "it takes a closure, and directions of the whole",
+    "Adafactor": "it keeps sums over the rows and columns of a matrix",
+    "Muon": "it orthogonalises a matrix",
+    "SparseAdam": "it takes sparse gradients",
+}
+_REFUSED = {
+    "capturable": "steps are counted on the host, where nothing waits for them",
+    "differentiable": "take ff.sharded_adam or ff.sgd, whose update differentiates",
+}
+
+
+class TorchState(NamedTuple):
+    """How many updates were made, and what the class keeps.
+
+    ``numbers`` has, by torch's name, what is one number for all elements, such as
+    ``step``, as plain numbers; ``moments`` has, by torch's name, trees like the
+    parameters, in the same layout, with None for leaves that are not floating tensors.
+    """
+
+    count: int
+    numbers: dict[str, Any]
+    moments: dict[str, Any]
+
+
+def from_torch(
+    kind: type[torch.optim.Optimizer],
+    *,
+    lr: float | Schedule | None = None,
+    **options: Any,
+) -> Optimizer:
+    """Any elementwise optimizer of torch's kind, over whole or sharded leaves.
+
+    Args:
+        kind: the class, such as ``torch.optim.RMSprop``, or one of the user's own. It
+            is tried on twelve numbers here and now: what it does to a part of a
+            parameter must be that part of what it does to the whole.
+        lr: a number, or ``schedule(count)`` giving one; the class's own without it.
+        options: passed on to the class. Parameter groups: see `partition`, `masked`.
+
+    Returns:
+        the optimizer; its state is a `TorchState`. ``apply`` gives the bits of the
+        class on one device (with ``fused``, whose kernels treat the last few elements
+        of a tensor otherwise, to rounding); ``update`` the difference that it makes, so
+        the sum agrees to rounding. A step is counted for all leaves, also for those
+        that have no gradient in it.
+
+    Raises:
+        ValueError: a class that is not elementwise, or carries more than it keeps for
+            a parameter; ``capturable`` and ``differentiable``; a state of another
+            class; an update without ``params``, or that somebody differentiates.
+        TreeMismatch: gradients or state do not fit the parameters; names the path.
+
+    Cost: no communication. One call of the class's own step for each device and dtype,
+    over the flat buffers of the leaves' units; in place under `donate` (a step of the
+    class may make tensors of its own), else on copies of the rank's parameters and
+    moments. ``fused=True`` is the fastest where the class has it.
+
+    >>> optimizer = from_torch(torch.optim.RMSprop, lr=0.1, alpha=0.75)
+    >>> w = torch.ones(2)
+    >>> w, state = optimizer.apply(torch.ones(2), optimizer.init(w), w)
+    >>> w, state.moments["square_avg"], state.numbers
+    (tensor([0.8000, 0.8000]), tensor([0.2500, 0.2500]), {'step': 1.0})
+    """
+    if not (isinstance(kind, type) and issubclass(kind, torch.optim.Optimizer)):
+        raise TypeError(f"from_torch takes a torch.optim class, not {kind!r}")
+    name = kind.__name__
+    known = getattr(torch.optim, name, None) is kind
+    if known and (why := _NOT_ELEMENTWISE.get(name)):
+        raise ValueError(f"{name} cannot run on shards: {why}; take ff.sharded_adam")
+    for option, why in _REFUSED.items():
+        if options.get(option):
+            raise ValueError(f"from_torch({name}) does without {option}: {why}")
+    if isinstance(lr, (int, float)):
+        check_not_negative(lr=lr)
+
+    def made(count: int, **other: Any) -> Callable[..., torch.optim.Optimizer]:
+        given = dict(options) if lr is None else {"lr": rate_at(lr, count), **options}
+        return lambda params: kind(params, **{**given, **other})
+
+    plain = {"fused": False} if options.get("fused") else {}
+    # A rate of 0, as a warm-up starts with, would show nothing.
+    tried = plain if lr is None or rate_at(lr, 0) else {**plain, "lr": 1e-2}
+    kept = probe(made(0, **tried), name)
+    if "lr" in tried:
+        still = probe(made(0, **plain), name)
+        kept = replace(kept, numbers=still.numbers, moments=still.moments)
+    if made(0)([torch.zeros(1)]).defaults.get("foreach", False) is None:
+        # What torch takes on a GPU may write where what it takes here does not.
+        writes = probe(made(0, **tried, foreach=True), name).writes_gradients
+        kept = replace(kept, writes_gradients=writes)
+    names = list(kept.moments)
+
+    @cache
+    def lying(device: torch.device) -> Mapping[str, torch.device]:
+        """Where torch keeps its numbers for parameters on ``device``."""
+        if device.type == "cpu" or not kept.dtypes:
+            return {}
+        with at_rest():
+            p = torch.zeros(1, device=device)
+            p.grad = torch.zeros_like(p)
+            optimizer = made(0)([p])
+            optimizer.step()
+            return {k: optimizer.state[p][k].device for k in kept.dtypes}
+
+    def following(state: TorchState) -> dict[str, Any]:
+        """The numbers after a step, where no step of this rank shows them."""
+        with at_rest():
+            p = torch.zeros(1)
+            moments = {k: [kept.start(k, p)] for k in names}
+            make = made(state.count, **plain)
+            first = state.count == 0
+            args = make, kept, [p], [p.clone()], moments, state.numbers
+            return as_numbers(run_step(*args, first=first))
+
+    def init(params: Tree) -> TorchState:
+        def started(k: str) -> Callable[[list[Tensor]], list[Tensor]]:
+            return lambda tensors: [kept.start(k, t) for t in tensors]
+
+        def check(tensors: list[Tensor]) -> list[Tensor]:
+            for t in tensors:
+                for k, dtype in kept.own.items():
+                    if t.dtype != dtype:
+                        raise ValueError(
+                            f"{name} keeps {k!r} in {dtype}, whatever the parameters, "
+                            f"and these are {t.dtype}: make them {dtype}"
+                        )
+            return tensors
+
+        map_flat(check, params)
+        moments = {k: map_flat(started(k), params, rest=None) for k in names}
+        return TorchState(0, dict(kept.numbers), moments)
+
+    def matched(grads: Tree, state: TorchState, params: Tree) -> Matched:
+        found = [*state.numbers, *state.moments]
+        if set(found) != {*kept.numbers, *names}:
+            raise ValueError(
+                f"the state keeps {found}, and {name} keeps {[*kept.numbers, *names]}: "
+                "make it with this optimizer's own init(params)"
+            )
+        out = Matched.of(params, grads, *(state.moments[k] for k in names))
+        if out.differentiated:
+            raise ValueError(
+                f"torch's own step cannot be differentiated or batched, and {name} is "
+                "called where it would be: take ff.sharded_adam or ff.sgd"
+            )
+        return out
+
+    def prepare(
+        grads: Tree, state: TorchState, params: Tree
+    ) -> Callable[[], tuple[Tree, TorchState]]:
+        match = matched(grads, state, params)
+        make, found = made(state.count), []
+
+        def kernel(ps: Any, gs: Any, *ms: Any, weight_decay: float) -> None:
+            try:
+                numbers = run_step(
+                    make,
+                    kept,
+                    ps,
+                    gs,
+                    dict(zip(names, ms, strict=True)),
+                    state.numbers,
+                    first=state.count == 0,
+                    devices=lying(_torch.device_of(ps[0])),
+                )
+            except Exception as error:
+                # Without data a step that reads a number of its own ends here: what it
+                # would still have computed is missing in a plan.
+                if not _torch.is_data_dependent(error):
+                    raise
+            else:
+                found[:] = [numbers] if all(map(_on_host, numbers.values())) else []
+
+        commit = match.fused(kernel, [0.0] * len(match.active))
+
+        def finish() -> tuple[Tree, TorchState]:
+            params, *moments = commit()
+            numbers = as_numbers(found[0]) if found else following(state)
+            kept_now = dict(zip(names, moments, strict=True))
+            return params, TorchState(state.count + 1, numbers, kept_now)
+
+        return finish
+
+    def update(
+        grads: Tree, state: TorchState, params: Tree = None
+    ) -> tuple[Tree, TorchState]:
+        if params is None:
+            raise ValueError(
+                f"{name} writes into parameters: call update(grads, state, params)"
+            )
+        with inside(replace(frame(), donated=False)):
+            new, state = prepare(grads, state, params)()
+        match = Matched.of(params, grads, new)
+        updates, _ = match.composed(
+            lambda p, g, after, decay: (after - p, after), [0.0] * len(match.active)
+        )
+        return updates, state
+
+    return Optimizer(init, update, prepare=prepare)
+
+
+def _on_host(x: Any) -> bool:
+    """Whether the value of a number can be read without waiting for a device."""
+    if isinstance(x, _torch.FakeTensor):
+        return False
+    return not isinstance(x, Tensor) or x.device.type == "cpu"

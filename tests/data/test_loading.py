@@ -1,0 +1,353 @@
+"""Batches: the rows of one device, each rank reading its own, resumed to the row."""
+
+import json
+import multiprocessing
+import random
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch.utils.data import IterableDataset, TensorDataset
+
+import fsfunc as ff
+from fsfunc import _torch
+
+numpy = pytest.importorskip("numpy")
+
+
+class Rows:
+    """A dataset that draws with each row, and knows which were read."""
+
+    def __init__(self, n):
+        self.n, self.read = n, []
+
+    def __len__(self):
+        return self.n
+
+    def __getitem__(self, i):
+        self.read.append(i)
+        noise = torch.randn(2, dtype=torch.float64)
+        drawn = [random.random(), float(numpy.random.rand()), *noise.tolist()]
+        return {"row": i, "drawn": torch.tensor(drawn, dtype=torch.float64)}
+
+
+def taken(loader, count):
+    return [next(loader) for _ in range(count)]
+
+
+def joined(parts, part_of_axis):
+    """The global batch that the ranks' parts make up, in order along the axis."""
+    by_part = dict(zip(part_of_axis, parts, strict=True))
+    names = parts[0].keys()
+    return {k: torch.cat([by_part[i][k] for i in sorted(by_part)]) for k in names}
+
+
+def assert_same(expected, actual):
+    assert expected.keys() == actual.keys()
+    for k in expected:
+        assert torch.equal(expected[k], actual[k]), (k, expected[k], actual[k])
+
+
+MESHES = st.sampled_from(
+    [({"data": n}, "data") for n in (1, 2, 3, 4, 8)]
+    + [({"a": 2, "b": 3}, axis) for axis in ("a", "b", ("a", "b"), ("b", "a"))]
+)
+
+
+@given(MESHES, st.integers(5, 30), st.booleans(), st.booleans(), st.integers(0, 9))
+@settings(max_examples=30)
+def test_ranks_see_what_one_device_sees(where, rows, shuffle, drop_last, seed):
+    axes, axis = where
+    size = 5
+    how = {"seed": seed, "shuffle": shuffle, "drop_last": drop_last, "uneven": True}
+    alone = ff.batches(Rows(rows), None, None, size, **how)
+    count = len(alone) + 2  # into the second epoch
+    expected = taken(alone, count)
+    mesh = ff.make_mesh(axes, "simulated")
+
+    def main():
+        dataset = Rows(rows)
+        loader = ff.batches(dataset, mesh, axis, size, **how)
+        mine = taken(loader, count)
+        at = mesh.coordinate(axis)
+        for whole, part in zip(expected, mine, strict=True):
+            cut = ff.local_batch(whole, mesh, axis, uneven=True)
+            assert_same(cut, part)
+        # Of an empty part one row is read for its form; else only the rank's own.
+        own = [max(1, len(part["row"])) for part in mine]
+        assert len(dataset.read) == sum(own)
+        if all(len(part["row"]) for part in mine):
+            assert dataset.read == torch.cat([p["row"] for p in mine]).tolist()
+        return at, mine, loader.position
+
+    with ff.ledger() as log:
+        found = ff.spmd(main, mesh)()
+    assert log.records == []
+    for _, _, position in found:
+        assert position == alone.position
+    for k, whole in enumerate(expected):
+        parts = {at: mine[k] for at, mine, _ in found}
+        assert_same(whole, joined([*parts.values()], [*parts]))
+
+
+@pytest.mark.parametrize("drop_last", [True, False])
+def test_an_epoch_has_each_row_once(drop_last):
+    loader = ff.batches(Rows(23), None, None, 5, drop_last=drop_last, epochs=3)
+    assert len(loader) == (4 if drop_last else 5)
+    epochs = []
+    for epoch in range(3):
+        assert loader.position["epoch"] == epoch
+        rows = torch.cat([batch["row"] for batch in loader.epoch()]).tolist()
+        assert len(rows) == len(set(rows)) == (20 if drop_last else 23)
+        epochs.append(rows)
+    assert epochs[0] != epochs[1] != epochs[2]
+    assert list(loader) == list(loader.epoch()) == []
+    assert loader.position["epoch"] == 3
+
+
+@given(st.integers(0, 12), st.sampled_from([1, 2, 4]), st.sampled_from([1, 2, 4]))
+@settings(max_examples=12)
+def test_a_resumed_run_goes_on(done, before, after):
+    expected = taken(ff.batches(Rows(22), None, None, 4, seed=3), 15)
+
+    def part(n, run):
+        mesh = ff.make_mesh({"data": n}, "simulated")
+
+        def main():
+            return run(ff.batches(Rows(22), mesh, "data", 4, seed=3))
+
+        return ff.spmd(main, mesh)()
+
+    def begin(loader):
+        taken(loader, done)
+        return loader.position
+
+    def go_on(loader):
+        taken(loader, 1)
+        loader.seek(position)
+        return taken(loader, 15 - done)
+
+    position, *others = part(before, begin)
+    assert all(other == position for other in others)
+    assert all(type(value) is int for value in position.values())
+    found = part(after, go_on)
+    for k in range(15 - done):
+        parts = [mine[k] for mine in found]
+        assert_same(expected[done + k], joined(parts, range(after)))
+
+
+def test_workers_change_nothing_and_do_not_count_what_they_read_ahead():
+    dataset = TensorDataset(torch.arange(12), torch.arange(12.0))
+    plain = ff.batches(dataset, None, None, 4)
+    loader = ff.batches(dataset, None, None, 4, workers=1, prefetch_factor=2)
+    for _ in range(4):  # past an epoch
+        for x, y in zip(next(plain), next(loader), strict=True):
+            assert torch.equal(x, y)
+        assert loader.position == plain.position
+    loader.seek(plain.position)
+    assert torch.equal(next(plain)[0], next(loader)[0])
+
+
+def test_workers_draw_what_the_process_would():
+    plain, loader = (
+        ff.batches(Rows(9), None, None, 3, workers=workers, epochs=1)
+        for workers in (0, 2)
+    )
+    for expected, actual in zip(plain, loader, strict=True):
+        assert_same(expected, actual)
+
+
+def test_simulated_ranks_read_for_themselves():
+    mesh = ff.make_mesh({"data": 2}, "simulated")
+    how = {"workers": 2, "prefetch_factor": 4, "shuffle": False, "epochs": 1}
+
+    def main():
+        loader = ff.batches(range(4), mesh, "data", 4, **how)
+        first = next(loader).tolist()
+        assert multiprocessing.active_children() == []
+        return [first, *(batch.tolist() for batch in loader)]
+
+    assert ff.spmd(main, mesh)() == [[[0, 1]], [[2, 3]]]
+
+
+def test_the_default_generators_are_left_alone():
+    def state():
+        at = numpy.random.get_state()
+        return torch.get_rng_state().tolist(), random.getstate(), at[1].tolist(), at[2]
+
+    before = state()
+    taken(ff.batches(Rows(8), None, None, 2), 5)
+    assert state() == before
+    failing = ff.batches(Failing(8), None, None, 2, shuffle=False)
+    with pytest.raises(ZeroDivisionError):
+        taken(failing, 8)
+    assert state() == before
+
+
+class Failing(Rows):
+    def __getitem__(self, i):
+        if i == 3 and self.read.count(3) < 1:
+            self.read.append(3)
+            raise ZeroDivisionError
+        return super().__getitem__(i)["row"]
+
+
+def test_a_batch_that_could_not_be_read_is_the_next_one():
+    loader = ff.batches(Failing(8), None, None, 2, shuffle=False)
+    next(loader)
+    with pytest.raises(ZeroDivisionError):
+        next(loader)
+    assert loader.position["batch"] == 1
+    assert next(loader).tolist() == [2, 3]
+
+
+def test_an_empty_part_has_the_form_of_a_batch():
+    mesh = ff.make_mesh({"data": 3}, "simulated")
+
+    def main():
+        return next(ff.batches(Rows(2), mesh, "data", 2, uneven=True))
+
+    *_, empty = ff.spmd(main, mesh)()
+    assert empty["row"].shape == (0,) and empty["drawn"].shape == (0, 4)
+
+
+def test_batches_may_be_made_otherwise():
+    loader = ff.batches("abcdef", None, None, 3, shuffle=False, collate="".join)
+    assert taken(loader, 3) == ["abc", "def", "abc"]
+
+
+def test_an_abstract_mesh_reads_rows_and_forgets_them():
+    mesh = ff.make_mesh({"data": 1000}, "abstract")
+    dataset = TensorDataset(torch.arange(4000.0).view(2000, 2))
+
+    def main():
+        (x,) = next(ff.batches(dataset, mesh, "data", 2000))
+        return x
+
+    (x,) = ff.spmd(main, mesh)()
+    assert isinstance(x, _torch.FakeTensor) and x.shape == (2, 2)
+
+
+def test_abstract_ranks_with_parts_of_other_sizes_run_apart():
+    mesh = ff.make_mesh({"data": 2}, "abstract")
+    dataset = TensorDataset(torch.arange(5))
+
+    def main():
+        return next(ff.batches(dataset, mesh, "data", 5, uneven=True))[0].shape[0]
+
+    assert ff.spmd(main, mesh)() == [3, 2]
+
+
+def test_training_on_batches_is_training_on_one_device():
+    data = torch.randint(-3, 4, (12, 2), generator=torch.Generator().manual_seed(0))
+    dataset = TensorDataset(data.double())
+    layer = ff.unit(lambda p, x: x @ p["w"])
+    optimizer = ff.sgd(0.125)
+
+    def train(mesh, wrap):
+        step = wrap(
+            optimizer(ff.value_and_grad(lambda p, x: layer(p, x).sum(1).mean()))
+        )
+        loader = ff.batches(dataset, mesh, "data", 4, epochs=2)
+        params = {"w": torch.eye(2, dtype=torch.float64)}
+        state = ff.init_state(step, params, optimizer, torch.zeros(2, 2).double())
+        for (x,) in loader:
+            state, _ = step(state, x)
+        return ff.unshard(state.params)["w"]
+
+    mesh = ff.make_mesh({"data": 2}, "simulated")
+    expected = train(None, lambda step: step)
+    for w in ff.spmd(lambda: train(mesh, lambda s: ff.shard(s, mesh, "data")), mesh)():
+        assert torch.equal(w, expected)
+
+
+class Endless(IterableDataset):
+    def __iter__(self):
+        yield 0
+
+
+class NoLength:
+    def __getitem__(self, i):
+        return i
+
+
+MESH = ff.make_mesh({"data": 4}, "simulated")
+
+
+@pytest.mark.parametrize(
+    ("dataset", "size", "how", "error", "message"),
+    [
+        (Endless(), 4, {}, TypeError, "Endless gives its rows in one order only"),
+        ({1, 2}, 4, {}, TypeError, "set gives its rows in one order only"),
+        (NoLength(), 4, {}, TypeError, "NoLength has no len"),
+        ([], 4, {}, ValueError, "of a dataset of 0"),
+        (range(9), 0, {}, ValueError, "a batch of 0 rows"),
+        (range(3), 4, {}, ValueError, "3 rows does not fill a batch of 4"),
+        (range(9), 6, {}, ValueError, "a batch, of 6 rows, over axis 'data' of size 4"),
+        (range(9), 4, {"drop_last": False}, ValueError, "last batch .* of 1 rows"),
+        (range(9), 4, {"generator": None}, TypeError, "generator itself: pass seed"),
+    ],
+)
+def test_bad_batches_are_refused(dataset, size, how, error, message):
+    with pytest.raises(error, match=message):
+        ff.spmd(lambda: ff.batches(dataset, MESH, "data", size, **how), MESH)()
+
+
+def test_a_mesh_in_nobodys_sight_is_refused():
+    with pytest.raises(RuntimeError, match="inside spmd"):
+        ff.batches(range(8), MESH, "data", 4)
+    with pytest.raises(ValueError, match="needs the axis"):
+        ff.batches(range(8), MESH, None, 4)
+    vmap = ff.make_mesh({"data": 2}, "vmap")
+    with pytest.raises(ValueError, match="cut it by ff.local_batch"):
+        ff.batches(range(8), vmap, "data", 4)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"seed": 1}, r"of other batches: seed 1 \(here 0\)"),
+        (
+            {"batch_size": 2, "rows": 11},
+            r"rows 11 \(here 12\), batch_size 2 \(here 4\)",
+        ),
+        ({"shuffle": 0}, r"shuffle 0 \(here 1\)"),
+        ({"batch": 3}, "no batch 3 of epoch 0: an epoch has 3"),
+        ({"epoch": -1}, "no batch 0 of epoch -1"),
+    ],
+)
+def test_a_position_elsewhere_is_refused(change, message):
+    loader = ff.batches(range(12), None, None, 4)
+    position = loader.position | change
+    with pytest.raises(ValueError, match=message):
+        loader.seek(position)
+    assert loader.position == ff.batches(range(12), None, None, 4).position
+    loader.seek({"epoch": 5, "batch": 1})
+    assert (loader.position["epoch"], loader.position["batch"]) == (5, 1)
+
+
+@pytest.mark.processes
+def test_processes_read_what_one_device_would(torchrun):
+    """With workers, and resumed on another number of ranks."""
+    program = """
+        import json, torch, fsfunc as ff
+        from tests.data.test_loading import Rows
+        mesh = ff.make_mesh({"data": 2})
+        loader = ff.batches(Rows(10), mesh, "data", 4, seed=2, workers=1)
+        loader.seek({"epoch": 0, "batch": 1})
+        found = [
+            [batch["row"].tolist(), batch["drawn"].tolist(), loader.position]
+            for batch, _ in zip(loader, range(3))
+        ]
+        print(json.dumps(found))
+        torch.distributed.destroy_process_group()
+    """
+    ranks = [json.loads(line) for line in torchrun(program, 2).splitlines()]
+    alone = ff.batches(Rows(10), None, None, 4, seed=2)
+    next(alone)
+    for (rows, drawn, at), (more, drawn_too, at_too) in zip(*ranks, strict=True):
+        batch = next(alone)
+        assert rows + more == batch["row"].tolist()
+        assert drawn + drawn_too == batch["drawn"].tolist()
+        assert at == at_too == alone.position
