@@ -169,10 +169,9 @@ def _saveable(state: Any, at: Here | None) -> Holdings:
 
 def _checked(metadata: Mapping[str, Any]) -> dict[str, Any]:
     try:
-        json.dumps(dict(metadata))
+        return json.loads(json.dumps(dict(metadata)))  # a copy: it may change meanwhile
     except (TypeError, ValueError) as error:
         raise TypeError(
             f"metadata must be what JSON can hold: {error}; turn it into numbers, "
             "strings, lists and dicts"
         ) from error
-    return dict(metadata)
