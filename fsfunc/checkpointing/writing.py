@@ -12,9 +12,9 @@ import json
 import os
 import zlib
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
-from typing import NamedTuple
+from typing import BinaryIO, NamedTuple
 
 import torch
 from torch import Tensor
@@ -125,20 +125,20 @@ def write_file(path: Path, head: bytes, entries: Iterable[Entry]) -> StoredFile:
     """Writes a safetensors file; returns length and checksums when it is on disk."""
     sums = _Sums()
     with open(path, "xb", buffering=BLOCK) as file:
-        for piece in _pieces(head, entries):
-            for start in range(0, len(piece), _STRIDE):
-                part = piece[start : start + _STRIDE]
-                sums.add(part)
-                file.write(part)
+        _write(file, sums, memoryview(head))
+        for e in entries:
+            _write(file, sums, bytes_of(e.read()))
         file.flush()
         os.fsync(file.fileno())
     return sums.done()
 
 
-def _pieces(head: bytes, entries: Iterable[Entry]) -> Iterator[memoryview]:
-    yield memoryview(head)
-    for e in entries:
-        yield bytes_of(e.read())
+def _write(file: BinaryIO, sums: _Sums, piece: memoryview) -> None:
+    """A call of its own, so that nothing of a piece is held when the next is made."""
+    for start in range(0, len(piece), _STRIDE):
+        part = piece[start : start + _STRIDE]
+        sums.add(part)
+        file.write(part)
 
 
 class _Sums:
