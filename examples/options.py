@@ -104,6 +104,17 @@ def parse(
     option(group, "--lr", 3e-3, "peak learning rate")
     option(group, "--seed", 0, "of the parameters, the batches and the sample")
 
+    group = parser.add_argument_group("restart")
+    group.add_argument(
+        "--checkpoints",
+        type=Path,
+        metavar="DIR",
+        help="save the run there, and go on from the newest that is there; SIGTERM "
+        "saves and ends it",
+    )
+    option(group, "--every", 50, "steps from one checkpoint to the next", metavar="N")
+    option(group, "--keep", 2, "checkpoints to keep: the newest", metavar="N")
+
     group = parser.add_argument_group("text and results")
     group.add_argument(
         "--text",
@@ -123,8 +134,8 @@ def parse(
     args.ranks = int(os.environ.get("WORLD_SIZE", args.ranks))
     if axes is not None:
         take_ranks(parser, args, axes)
-    counts = "ranks accumulate pipe steps batch seq dim heads microbatches".split()
-    for name in counts:
+    counts = "ranks accumulate pipe steps batch seq dim heads microbatches every keep"
+    for name in counts.split():
         if (value := getattr(args, name)) is not None and value < 1:
             parser.error(f"--{name} must be at least 1: {value}")
     if args.ranks % args.pipe:
@@ -141,6 +152,8 @@ def parse(
         parser.error(f"--dim {args.dim} must be a multiple of --heads {args.heads}")
     if args.text and not args.text.exists():
         parser.error(f"--text {args.text}: no such file or folder")
+    if args.checkpoints and args.checkpoints.is_file():
+        parser.error(f"--checkpoints {args.checkpoints}: a file, and not a folder")
     complete_pipeline(parser, args, args.batch // share)
     return args
 

@@ -1,12 +1,12 @@
 """What a run shows: its progress, tables, and a picture of the losses."""
 
 import json
-import math
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from math import nan
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import optree
 import torch
@@ -24,9 +24,17 @@ from torch import Tensor
 import fsfunc as ff
 
 
+class Results(NamedTuple):
+    """What a run has found out, fit for JSON."""
+
+    train: list[float]  # the loss of each step, before its update
+    validation: list[tuple[int, float]]  # (steps taken, loss)
+    samples: list[str]  # what each rank wrote
+
+
 @contextmanager
 def progress_bar(
-    console: Console, steps: int, tokens: int
+    console: Console, steps: int, tokens: int, begun: int = 0
 ) -> Iterator[Callable[[float], None]]:
     """Shows a bar; gives the function to call after each step, with its loss.
 
@@ -34,6 +42,7 @@ def progress_bar(
         console: a quiet one shows nothing.
         steps: when the bar is full.
         tokens: how many a step takes, over all ranks.
+        begun: how many steps an earlier process took.
     """
     bar = Progress(
         TextColumn("training"),
@@ -46,12 +55,12 @@ def progress_bar(
         disable=console.quiet,
     )
     with bar:
-        task = bar.add_task("", total=steps, loss=math.nan, speed=0.0)
+        task = bar.add_task("", total=steps, completed=begun, loss=nan, speed=0.0)
         start = time.perf_counter()
 
         def advance(loss: float) -> None:
             done = bar.tasks[0].completed + 1
-            speed = done * tokens / (time.perf_counter() - start)
+            speed = (done - begun) * tokens / (time.perf_counter() - start)
             bar.update(task, completed=done, loss=loss, speed=speed)
 
         yield advance

@@ -6,6 +6,7 @@ from typing import NamedTuple
 
 import torch
 from torch import Tensor
+from torch.utils.data import Dataset
 
 MAX_BYTES = 4_000_000
 SKIPPED = {"site-packages", "dist-packages", "test", "tests", "__pycache__"}
@@ -78,14 +79,36 @@ def draw_batch(
 
     Raises: ValueError where the text is no longer than one window.
     """
+    check_length(text, seq)
+    starts = torch.randint(len(text) - seq, (batch, 1), generator=generator)
+    windows = text[starts + torch.arange(seq + 1)].long()
+    return {"tokens": windows[:, :-1], "targets": windows[:, 1:]}
+
+
+class Windows(Dataset):
+    """Every window of a text: {"tokens", "targets"}, each [seq], the next one byte on.
+
+    Raises: ValueError where the text is no longer than one window.
+    """
+
+    def __init__(self, text: Tensor, seq: int):
+        check_length(text, seq)
+        self.text, self.seq = text, seq
+
+    def __len__(self) -> int:
+        return len(self.text) - self.seq
+
+    def __getitem__(self, start: int) -> dict[str, Tensor]:
+        window = self.text[start : start + self.seq + 1].long()
+        return {"tokens": window[:-1], "targets": window[1:]}
+
+
+def check_length(text: Tensor, seq: int) -> None:
     if len(text) <= seq:
         raise ValueError(
             f"the text has a part of {len(text)} bytes, and a window takes {seq + 1}: "
             f"name a longer text or a smaller --seq"
         )
-    starts = torch.randint(len(text) - seq, (batch, 1), generator=generator)
-    windows = text[starts + torch.arange(seq + 1)].long()
-    return {"tokens": windows[:, :-1], "targets": windows[:, 1:]}
 
 
 def printable(text: bytes) -> str:

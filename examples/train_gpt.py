@@ -3,6 +3,8 @@
     python examples/train_gpt.py                             4 simulated ranks
     torchrun --nproc-per-node 2 examples/train_gpt.py        2 real processes
     python examples/train_gpt.py --pipe 2                    2 pipelines of 2 ranks
+    torchrun --nproc-per-node 2 --max-restarts 3 examples/train_gpt.py \
+        --checkpoints DIR               goes on by itself after a crash, or when rerun
 
 All run the same `train` below, and the same seed gives the same losses. What a step
 will do on any number of ranks, without them (options of this file follow the `--`):
@@ -13,13 +15,15 @@ will do on any number of ranks, without them (options of this file follow the `-
 import json
 from argparse import Namespace
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from contextlib import nullcontext
+from typing import Any
 
 import optree
 import torch
 from gpt import init_params, loss_fn, next_logits
 from options import parse
 from report import (
+    Results,
     held,
     held_table,
     of_every_rank,
@@ -27,21 +31,16 @@ from report import (
     progress_bar,
     sent_table,
 )
+from restart import Checkpoints, asked_to_leave, results_of
 from rich.console import Console
 from stages import as_rows, make_stages, save_trace, show_stages
-from text import Corpus, draw_batch, printable, read_corpus
+from text import Corpus, Windows, draw_batch, printable, read_corpus
 
 import fsfunc as ff
 
 VOCAB = 256  # a token is a byte
 PROMPT = b"def "
 TEMPERATURE = 0.8
-
-
-class Results(NamedTuple):
-    train: list[float]  # the loss of each step, before its update
-    validation: list[tuple[int, float]]  # (steps taken, loss)
-    samples: list[str]  # what each rank wrote
 
 
 def build(mesh: ff.Mesh, args: Namespace | None = None) -> tuple:
@@ -76,20 +75,32 @@ def build(mesh: ff.Mesh, args: Namespace | None = None) -> tuple:
 def train(args: Namespace, corpus: Corpus, mesh: ff.Mesh) -> Results:
     """The results of a run; every rank runs this, and rank 0 shows it."""
     step, init, optimizer, batch = build(mesh, args)
-    state = ff.init_state(step, init, optimizer, batch)
     evaluate = transformed(loss_fn, mesh, args)
     device, stages = device_of(mesh), args.stages
+    windows = Windows(corpus.train, args.seq)
+    batches = ff.batches(windows, mesh, "data", args.batch, seed=args.seed)
 
-    def draw(text, generator):
-        batch = draw_batch(text, args.batch, args.seq, generator)
-        mine = ff.local_batch(batch, mesh, "data")
-        return {name: part.to(device) for name, part in mine.items()}
+    checkpoints = Checkpoints(args, mesh, corpus.train)
+    if newest := checkpoints.newest():
+        empty = ff.abstract_state(step, init, optimizer, batch)
+        target = {"train": empty, "data": batches.position}
+        loaded = ff.load(newest, target, device=device)
+        state, results = loaded["train"], results_of(newest)
+        batches.seek(loaded["data"])
+    else:
+        state = ff.init_state(step, init, optimizer, batch)
+        results = Results([], [], [])
+    begun = len(results.train)
 
-    batches, held_out = seeded(args.seed), seeded(args.seed + 1)
-    validation = [draw(corpus.validation, held_out) for _ in range(4)]
+    def part_of(batch):
+        part = ff.local_batch(batch, mesh, "data")
+        return {name: x.to(device) for name, x in part.items()}
+
+    held_out, size = seeded(args.seed + 1), (args.batch, args.seq)
+    drawn = (draw_batch(corpus.validation, *size, held_out) for _ in range(4))
+    validation = [part_of(batch) for batch in drawn]
 
     console = Console(quiet=mesh.rank != 0, highlight=False)
-    results = Results([], [], [])
     if stages:
         show_stages(console, stages)
 
@@ -100,28 +111,36 @@ def train(args: Namespace, corpus: Corpus, mesh: ff.Mesh) -> Results:
         results.validation.append((done, loss))
         console.print(f"step {done:4}  val loss {loss:.4f}")
 
-    validate()
+    if not begun:
+        validate()
     # At zero=1 and 2 a validation gathers what the step after it would have gathered;
     # the last step, whose traffic is shown, must not come right after one.
     every = max(2, args.steps // 5)
-    with progress_bar(console, args.steps, args.batch * args.seq) as advance:
-        for done in range(1, args.steps + 1):
-            batch = draw(corpus.train, batches)
+    log = events = None
+    with progress_bar(console, args.steps, args.batch * args.seq, begun) as advance:
+        for done in range(begun + 1, args.steps + 1):
+            batch = {name: x.to(device) for name, x in next(batches).items()}
             with ff.ledger() as log, ff.clock() as events:
                 state, metrics = step(state, batch)
             results.train.append(metrics["loss"].item())
             advance(results.train[-1])
             if done == args.steps or (done % every == 0 and done + every <= args.steps):
                 validate()
+            whole = {"train": state, "data": batches.position}
+            if checkpoints.after(done, whole, results, device):
+                console.print(f"asked to leave: saved after step {done}")
+                return results
 
     gradients = transformed(ff.value_and_grad(loss_fn), mesh, args)
-    _, grads = gradients(state.params, batch)
+    _, grads = gradients(state.params, validation[0])
     kinds = {"parameters": state.params, "gradients": grads, "moments": state.opt_state}
     mine, everyone = [held(tree) for tree in kinds.values()], tuple(mesh.axes)
     ranks = of_every_rank(mine, everyone, device)
     console.print(held_table(list(kinds), ranks, args.pipe))
-    sent = log.table(mesh.rank)
-    console.print(sent_table(of_every_rank(sent, "pipe", device) if stages else [sent]))
+    if log is not None:  # a step was left to take
+        sent = log.table(mesh.rank)
+        ranks = of_every_rank(sent, "pipe", device) if stages else [sent]
+        console.print(sent_table(ranks))
 
     if stages:  # it would record the model anew for each length of a window
         written = write(next_logits, ff.unshard(state.params), args, device)
@@ -137,11 +156,12 @@ def train(args: Namespace, corpus: Corpus, mesh: ff.Mesh) -> Results:
     if mesh.rank == 0 and args.plot:
         plot_losses(args.plot, results.train, results.validation)
         console.print(f"losses drawn in {args.plot}")
-    if args.trace:
+    if args.trace and events:
         steps = of_every_rank(as_rows(events), "pipe", device)
         if mesh.rank == 0:
             save_trace(args.trace, steps)
         console.print(f"the last step's trace is in {args.trace}")
+    checkpoints.wait()
     return results
 
 
@@ -222,7 +242,8 @@ def main() -> None:
     if args.pipe > 1:
         axes["pipe"] = args.pipe
     mesh = ff.make_mesh(axes)
-    ff.spmd(train, mesh)(args, corpus, mesh)
+    with asked_to_leave() if args.checkpoints else nullcontext() as args.leaving:
+        ff.spmd(train, mesh)(args, corpus, mesh)
 
 
 if __name__ == "__main__":

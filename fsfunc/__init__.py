@@ -62,7 +62,7 @@ from fsfunc.statistics import (
     commit_statistics,
     init_statistics,
 )
-from fsfunc.training import TrainState, init_state
+from fsfunc.training import TrainState, abstract_state, init_state
 from fsfunc.transforms.accumulation import accumulate
 from fsfunc.transforms.casting import precision
 from fsfunc.transforms.donation import donate
@@ -85,6 +85,8 @@ if TYPE_CHECKING:
     from fsfunc.foresight.measuring import measure_hardware
     from fsfunc.foresight.planning import plan
     from fsfunc.foresight.recomputing import recompute_points
+    from fsfunc.interop.modules import from_module, to_module
+    from fsfunc.interop.patterns import by_size
 
 __version__ = "0.1.0"
 
@@ -104,6 +106,9 @@ _LATER = {
     "search": "fsfunc.foresight.choosing",
     "recompute_points": "fsfunc.foresight.recomputing",
     "measure_hardware": "fsfunc.foresight.measuring",
+    "from_module": "fsfunc.interop.modules",
+    "to_module": "fsfunc.interop.modules",
+    "by_size": "fsfunc.interop.patterns",
 }
 
 

@@ -20,13 +20,18 @@ from torch._C._functorch import (
 from torch._functorch import eager_transforms
 from torch._subclasses import fake_tensor
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
-from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._python_dispatch import (
+    TorchDispatchMode,
+    _disable_current_modes,
+)
 
 __all__ = [
     "TorchDispatchMode",
     "FakeTensor",
     "FakeTensorMode",
     "active_modes",
+    "arguments_of",
+    "beneath_all_modes",
     "beneath_functorch",
     "current_level",
     "fake_active",
@@ -37,15 +42,19 @@ __all__ = [
     "graph_nodes",
     "held",
     "hook_saved",
+    "hook_tables",
     "is_hooked",
     "is_wrapped",
     "output_shape",
+    "outside_modes",
     "saved_tensors_hooked",
     "set_forward_ad_state",
     "shared_forward_ad",
     "sequence_number",
+    "set_tables",
     "storage_key",
     "storage_uses",
+    "tables",
     "unwrapped",
     "written",
 ]
@@ -70,6 +79,16 @@ def beneath_functorch() -> Iterator[None]:
 def beneath_modes(x: Tensor) -> Iterator[None]:
     """Inside, no dispatch mode sees what is done to ``x``, unless ``x`` is fake."""
     if isinstance(x, FakeTensor) or not torch._C._len_torch_dispatch_stack():
+        yield
+        return
+    with torch.utils._python_dispatch._disable_current_modes():  # type: ignore[attr-defined]
+        yield
+
+
+@contextmanager
+def beneath_all_modes() -> Iterator[None]:
+    """Inside, no dispatch mode sees anything: what is made is real."""
+    if not torch._C._len_torch_dispatch_stack():
         yield
         return
     with torch.utils._python_dispatch._disable_current_modes():  # type: ignore[attr-defined]
@@ -466,6 +485,15 @@ def fake_of(mode: FakeTensorMode, x: Tensor) -> Tensor:
     return x if isinstance(x, FakeTensor) else mode.from_tensor(x, static_shapes=True)
 
 
+def forget_fakes(mode: FakeTensorMode) -> None:
+    """Lets go of the weak references that a mode keeps to what it made.
+
+    A module that is converted (``module.double()``) cannot swap a parameter for another
+    while there is one.
+    """
+    mode.fake_tensor_converter.meta_converter.tensor_memo.clear()
+
+
 _aten: Any = torch.ops.aten
 # What depends on shapes alone, alike on every device.
 _OF_ONE = {
@@ -514,6 +542,21 @@ def device_of(x: Tensor) -> torch.device:
     return x.fake_device if isinstance(x, FakeTensor) else x.device
 
 
+def arguments_of(
+    operator: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> dict[str, Any]:
+    """What an operator is called with, by name and in its schema's order."""
+    found = {}
+    for i, argument in enumerate(operator._schema.arguments):
+        if i < len(args):
+            found[argument.name] = args[i]
+        elif argument.name in kwargs:
+            found[argument.name] = kwargs[argument.name]
+        elif argument.has_default_value():
+            found[argument.name] = argument.default_value
+    return found
+
+
 # In training they write the running statistics, and their schemas do not say so.
 _BATCH_NORMS = {
     "aten::native_batch_norm",
@@ -538,3 +581,34 @@ def written(operator: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> lis
         if alias is not None and alias.is_write:
             found.append(args[i] if i < len(args) else kwargs.get(argument.name))
     return found
+
+
+def tables(module: torch.nn.Module) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Where a module keeps its own parameters and its own buffers, by attribute."""
+    return module._parameters, module._buffers
+
+
+def set_tables(module: torch.nn.Module, parameters: Any, buffers: Any) -> None:
+    """Makes a module look for its parameters and buffers in these dicts."""
+    module.__dict__["_parameters"] = parameters
+    module.__dict__["_buffers"] = buffers
+
+
+_HOOKS_BEFORE = ("_forward_pre_hooks", "_forward_pre_hooks_with_kwargs")
+_HOOKS_AFTER = (
+    "_forward_hooks", "_forward_hooks_with_kwargs", "_forward_hooks_always_called",
+    "_backward_hooks", "_backward_pre_hooks",
+)  # fmt: skip
+
+
+def hook_tables(module: torch.nn.Module, *, before: bool) -> list[dict[Any, Any]]:
+    """Where a module keeps the hooks that run before its forward, or the others."""
+    names = _HOOKS_BEFORE if before else _HOOKS_AFTER
+    return [module.__dict__[name] for name in names]
+
+
+@contextmanager
+def outside_modes() -> Iterator[None]:
+    """Whatever modes are on, tensors that are copied here are what they were."""
+    with _disable_current_modes(), torch.inference_mode(False):
+        yield

@@ -14,16 +14,17 @@ from fsfunc import _torch, tree
 from fsfunc.accounting import label
 from fsfunc.collectives import group
 from fsfunc.homes import chunk_here
+from fsfunc.initializing.sources import Given
 from fsfunc.layout import Layout, pack_flat
 from fsfunc.mesh import here
-from fsfunc.pieces import assemble, take
+from fsfunc.pieces import assemble
 from fsfunc.recording import Group, Recorder, common
 from fsfunc.recording import record as _record
 from fsfunc.sharded import Home, Sharded, is_sharded
 from fsfunc.transforms.donation import refuse_spent
 from fsfunc.transforms.sharding import Sharding
 
-__all__ = ["place", "unshard"]
+__all__ = ["lay_out", "place", "unshard"]
 
 
 def place(fn: Callable[..., Any], t: Any, *rest: Any, record: str = "fake") -> Any:
@@ -37,9 +38,19 @@ def place(fn: Callable[..., Any], t: Any, *rest: Any, record: str = "fake") -> A
 
     Cost: nothing is sent; one copy of the rank's part.
     """
+    return lay_out(fn, t, rest, record, Given())
+
+
+def lay_out(
+    fn: Callable[..., Any], t: Any, rest: Any, record: str, source: Given
+) -> Any:
+    """:func:`place`, of leaves whose values come from ``source``.
+
+    Cost: leaf by leaf, what ``source`` takes for this rank's part of one.
+    """
     recorder = _recorded(fn, t, rest, record)
     if not recorder.handlers:
-        return tree.map(_own, t, is_leaf=is_sharded)
+        return tree.map(source.own, t, is_leaf=is_sharded)
     shards = [h for h in recorder.handlers if isinstance(h, Sharding)]
     if len(shards) > 1:
         axes = [h.axes for h in shards]
@@ -57,15 +68,15 @@ def place(fn: Callable[..., Any], t: Any, *rest: Any, record: str = "fake") -> A
         chosen = [where[p] for p in g.paths]
         full = [leaves[i] for i in chosen]
         laid = (
-            _home(shards[0], g, full, coordinates).leaves()
+            _home(shards[0], g, full, coordinates, source).leaves()
             if shards
-            else _owned(g, full, coordinates)
+            else _owned(g, full, coordinates, source)
         )
         for i, leaf in zip(chosen, laid, strict=True):
             leaves[i] = leaf
     if shards:
         shards[0].expect(at.rank, recorder.order(groups, coordinates))
-    return tree.unflatten(treedef, [_own(x) for x in leaves])
+    return tree.unflatten(treedef, [source.own(x) for x in leaves])
 
 
 def _recorded(fn: Callable[..., Any], t: Any, rest: Any, how: str) -> Recorder:
@@ -95,11 +106,6 @@ def _recorded(fn: Callable[..., Any], t: Any, rest: Any, how: str) -> Recorder:
 
 def _kind(x: Any) -> Any:
     return (x.shape, x.dtype) if isinstance(x, Tensor | Sharded) else type(x)
-
-
-def _own(x: Any) -> Any:
-    """A whole leaf in memory of its own: a donated step may write into the state."""
-    return x.detach().clone() if isinstance(x, Tensor) else x
 
 
 def _mirrored(
@@ -149,7 +155,11 @@ def _real(x: Any) -> bool:
 
 
 def _home(
-    handler: Any, g: Group, full: list[Tensor], coordinates: dict[str, int]
+    handler: Any,
+    g: Group,
+    full: list[Tensor],
+    coordinates: dict[str, int],
+    source: Given,
 ) -> Home:
     """This rank's part of whole tensors, as views of one flat buffer."""
     axes = handler.axis if handler.zero else ()
@@ -158,22 +168,28 @@ def _home(
     layouts = pack_flat(shapes, g.dtype, g.paths, axes, sizes, g.buffer, outer=outer)
     own = {a: coordinates[a] for a in layouts[0].axes}
     chunk = chunk_here(layouts[0], own)
-    keeps = handler.zero in (1, 2)
-    size = math.prod(sizes) * chunk if keeps else chunk
-    whole = full[0].new_zeros(size, dtype=g.dtype)
-    index = handler.mesh.coordinate(axes, here(handler.mesh).rank) if axes else 0
-    flat = whole[index * chunk : (index + 1) * chunk] if keeps else whole
-    home = Home(layouts, flat, own, whole if keeps else None)
+    if handler.zero in (1, 2):
+        whole = source.zeros(math.prod(sizes) * chunk, g.dtype, full[0])
+        index = handler.mesh.coordinate(axes, here(handler.mesh).rank) if axes else 0
+        flat = whole[index * chunk : (index + 1) * chunk]
+    else:
+        whole, flat = None, source.empty(chunk, g.dtype, full[0])
+    home = Home(layouts, flat, own, whole)
     if isinstance(flat, _torch.FakeTensor):
-        return home  # there is nothing to copy
+        return home  # there is nothing to write
+    end = 0
     with torch.no_grad():
-        for leaf, layout, x in zip(home.leaves(), layouts, full, strict=True):
-            leaf.local.copy_(take(x, layout, own))
+        for (start, stop), layout, x in zip(home.ranges, layouts, full, strict=True):
+            if stop > start:
+                flat[end:start] = 0  # room that leaves of other shapes take elsewhere
+                source.write(x, layout, own, flat[start:stop])
+                end = stop
+        flat[end:] = 0  # padding
     return home  # its whole buffer does not show it yet: the first use gathers
 
 
 def _owned(
-    g: Group, full: list[Tensor], coordinates: dict[str, int]
+    g: Group, full: list[Tensor], coordinates: dict[str, int], source: Given
 ) -> list[Sharded | Tensor]:
     """Whole tensors, each on the coordinate that owns it and absent elsewhere."""
     if not g.owner:
@@ -182,7 +198,9 @@ def _owned(
     for x, path in zip(full, g.paths, strict=True):
         layout = Layout(tuple(x.shape), g.dtype, g.owner, path)
         own = {a: coordinates[a] for a in layout.axes}
-        laid.append(Sharded(take(x.detach(), layout, own).clone(), layout))
+        absent = layout.block(own) is None
+        part = source.empty(0, g.dtype, x) if absent else source.whole(x)
+        laid.append(Sharded(part, layout))
     return laid
 
 

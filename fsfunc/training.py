@@ -7,10 +7,11 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from fsfunc import tree
-from fsfunc.placing import place
+from fsfunc.initializing.sources import Deferred, Given, Shapes, defer
+from fsfunc.placing import lay_out
 from fsfunc.sharded import is_sharded
 
-__all__ = ["TrainState", "init_state"]
+__all__ = ["TrainState", "abstract_state", "init_state"]
 
 
 @dataclass(frozen=True)
@@ -67,27 +68,99 @@ def init_state(
 
     The step is run once on fake tensors to see which leaves its units take.
 
+    A function that returns the parameters is run on fake tensors too, and what it would
+    have made is then made leaf by leaf, of each leaf this rank's part alone. What it
+    draws, each operator draws from a stream of its own, which one number of its
+    generator starts: so the values differ from those of a plain ``init_fn()``, and do
+    not depend on the mesh, nor on the transforms; the same seed gives the same bits.
+
     Args:
         step: ``(state, batch) -> (state, metrics)``, transformed.
         params_or_init_fn: the whole parameters, or a function that returns them; on
             every rank the same.
         optimizer: its ``init`` gives the optimizer's state, made on the parts alone.
         batch: of the shapes that the step will see (its values are not read).
-        record: ``"real"`` runs one real call, where fake tensors cannot go on.
+        record: ``"real"`` runs one real call, where fake tensors cannot go on, on the
+            whole parameters.
 
     Raises:
-        RuntimeError: the step asks a fake tensor for its value; names the line.
+        RuntimeError: the step or the function asks a fake tensor for its value, or the
+            function calls a collective; names the line.
         ValueError: a leaf is read inside and outside units.
 
-    Cost: nothing is sent. One run on fake tensors, one copy of the rank's part.
+    Cost: nothing is sent. One run on fake tensors of each function. Whole parameters:
+    one copy of the rank's part. A function: beside the rank's part one leaf at a time
+    and what it is computed from; of leaves that are drawn, or computed element by
+    element, a block of 131072 elements.
+
+    >>> import torch, fsfunc as ff
+    >>> layer = ff.unit(lambda w, x: torch.tanh(x @ w))
+    >>> optimizer = ff.sharded_adam(0.1)
+    >>> step = optimizer(ff.value_and_grad(lambda w, x: layer(w, x).sum()))
+    >>> x, seed = torch.ones(2, 4), torch.Generator()
+    >>> init = lambda: torch.randn(4, 4, generator=seed.manual_seed(0))
+    >>> alone = ff.init_state(step, init, optimizer, x)
+    >>> mesh = ff.make_mesh({"data": 8}, "simulated")
+    >>> def main():
+    ...     state = ff.init_state(ff.shard(step, mesh, "data"), init, optimizer, x)
+    ...     return state.params.local.numel(), ff.unshard(state.params)
+    >>> size, params = ff.spmd(main, mesh)()[3]
+    >>> size, torch.equal(params, alone.params)
+    (2, True)
+    """
+    params, source = params_or_init_fn, Given()
+    if callable(params_or_init_fn):
+        params, source = defer(params_or_init_fn, batch)
+    if record == "real" and isinstance(source, Deferred):
+        params = tree.map(source.own, params, is_leaf=is_sharded)
+        source = Given()
+    return _state(step, params, optimizer, batch, record, source)
+
+
+def abstract_state(
+    step: Callable[..., Any], params_or_init_fn: Any, optimizer: Any, batch: Any
+) -> TrainState:
+    """The state that ``init_state`` would make, of "meta" tensors: its shapes alone.
+
+    What ``ff.load`` needs to know of the state that it is to make.
+
+    Args: as for :func:`init_state`.
+
+    Raises: as for :func:`init_state`.
+
+    Cost: no memory; nothing is drawn or sent.
+
+    >>> import torch, fsfunc as ff
+    >>> mesh = ff.make_mesh({"data": 4}, "simulated")
+    >>> layer = ff.unit(lambda w, x: x @ w)
+    >>> optimizer = ff.sharded_adam(0.1)
+    >>> step = optimizer(ff.value_and_grad(lambda w, x: layer(w, x).sum()))
+    >>> def main():
+    ...     init = lambda: torch.randn(1 << 16, 1 << 16)
+    ...     sharded = ff.shard(step, mesh, "data")
+    ...     return ff.abstract_state(sharded, init, optimizer, torch.ones(1, 1 << 16))
+    >>> w = ff.spmd(main, mesh)()[0].params
+    >>> w.local.device, w.local.numel() == 2**32 / 4
+    (device(type='meta'), True)
     """
     params = params_or_init_fn
     if callable(params_or_init_fn):
-        params = params_or_init_fn()
+        params, _ = defer(params_or_init_fn, batch, draws=False)
+    return _state(step, params, optimizer, batch, "fake", Shapes())
 
+
+def _state(
+    step: Callable[..., Any],
+    params: Any,
+    optimizer: Any,
+    batch: Any,
+    record: str,
+    source: Given,
+) -> TrainState:
     def run(params: Any, batch: Any) -> Any:
         return step(TrainState(params, optimizer.init(params)), batch)
 
     run.interpretations = getattr(step, "interpretations", ())  # type: ignore
-    placed = place(run, params, batch, record=record)
+    placed = lay_out(run, params, (batch,), record, source)
+    source.release()
     return TrainState(placed, optimizer.init(placed))

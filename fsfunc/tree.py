@@ -6,7 +6,7 @@ and it takes None for a node without leaves. torch's pytree does neither; it onl
 learns of the nodes registered here, so that `torch.func` sees through them.
 """
 
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from typing import Any
 
 import optree
@@ -215,6 +215,37 @@ def register_node(
             flatten_list,
             lambda children, static: unflatten(static, tuple(children)),
         )
+
+
+def adopt(cls: type[Any]) -> bool:
+    """Return whether torch's pytree knows `cls`; optree then knows it too.
+
+    Of a mapping the children are its values, and their paths its keys.
+
+    >>> adopt(dict), adopt(object)
+    (True, False)
+    """
+    node = torch_pytree.SUPPORTED_NODES.get(cls)
+    if node is None:
+        return False
+
+    def flatten_named(value: Any) -> tuple[tuple[Any, ...], Any, Any]:
+        children, context = node.flatten_fn(value)
+        keys = tuple(value) if issubclass(cls, Mapping) else None
+        # A list of keys could not be hashed.
+        static = (True, tuple(context)) if type(context) is list else (False, context)
+        return tuple(children), static, keys
+
+    def unflatten(static: Any, children: Any) -> Any:
+        listed, context = static
+        return node.unflatten_fn(list(children), list(context) if listed else context)
+
+    if optree.register_pytree_node.get(cls) is None:
+        optree.register_pytree_node(
+            cls, flatten_named, unflatten, namespace=EVERYWHERE,
+            path_entry_type=optree.AutoEntry,
+        )  # fmt: skip
+    return True
 
 
 def _flatten_up_to(

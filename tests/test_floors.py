@@ -16,7 +16,7 @@ ROOT = Path(__file__).parent.parent
 
 # A pattern ending in "/" covers a folder. A new file needs a floor here.
 FLOORS = [
-    (0, ["tree.py", "structure.py", "scoped.py", "_torch.py"]),
+    (0, ["tree.py", "structure.py", "scoped.py", "paging.py", "_torch.py"]),
     (0, ["kinds.py", "machines.py", "hardware.py"]),
     (1, ["layout.py", "parts.py", "pieces.py", "resharding.py"]),
     (1, ["arena.py", "mesh.py", "sharded.py", "homes.py"]),
@@ -28,6 +28,8 @@ FLOORS = [
     (4, ["optim/", "statistics.py"]),
     (5, ["transforms/", "pipelining/", "grouping.py"]),
     (5, ["recording.py", "recorded.py"]),
+    (5, ["initializing/"]),
+    (6, ["interop/"]),
     (6, ["placing.py", "training.py", "data/"]),
     (7, ["foresight/", "testing/", "checkpointing/"]),
     (8, ["show/"]),

@@ -1,4 +1,4 @@
-"""`python -m fsfunc checkpoint` and `consolidate`: what they print, write and refuse."""
+"""`python -m fsfunc checkpoint` and `consolidate`: what they print and refuse."""
 
 import pytest
 import torch

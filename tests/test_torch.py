@@ -1,5 +1,7 @@
 """Each private torch function, and what breaks when torch changes it."""
 
+import weakref
+
 import pytest
 import torch
 from torch import Tensor
@@ -492,3 +494,65 @@ def test_devices_that_cannot_run_are_refused():
         _torch.check_device(torch.device("cuda"))
     with _torch.fake_mode_of([]), pytest.raises(Exception, match="cuda"):
         torch.ones(2, device="cuda").requires_grad_()
+
+
+def test_a_module_reads_its_tensors_from_tables():
+    module = torch.nn.BatchNorm1d(2)
+    parameters, buffers = _torch.tables(module)
+    what = "units made of modules run on no parameters, or on those of another call"
+    assert [*parameters, *buffers] == [
+        "weight", "bias", "running_mean", "running_var", "num_batches_tracked",
+    ], breaks(what)  # fmt: skip
+    _torch.set_tables(module, {"weight": 1, "bias": None}, {"running_mean": 2})
+    found = module.weight, module.bias, module.running_mean
+    assert found == (1, None, 2), breaks(what)
+
+
+def test_a_modules_hooks_are_found():
+    module = torch.nn.ReLU()
+    what = "hooks of modules run twice, or outside their units"
+    module.register_forward_pre_hook(lambda *_: None)
+    assert [len(x) for x in _torch.hook_tables(module, before=True)] == [1, 0], breaks(
+        what
+    )
+    module.register_forward_hook(lambda *_: None, with_kwargs=True)
+    found = _torch.hook_tables(module, before=False)
+    assert [len(x) for x in found] == [1, 1, 0, 0, 0], breaks(what)
+
+
+def test_what_is_copied_outside_modes_is_real():
+    real = torch.ones(2)
+    with _torch.FakeTensorMode(allow_non_fake_inputs=True), torch.inference_mode():
+        with _torch.outside_modes():
+            x = real.clone()
+    what = "a module's constants become fake tensors where it is first recorded"
+    assert type(x) is Tensor and not x.is_inference(), breaks(what)
+
+
+def test_beneath_all_modes_tensors_are_real():
+    with _torch.FakeTensorMode():
+        with _torch.beneath_all_modes():
+            x = torch.ones(2)
+        assert isinstance(torch.ones(2), _torch.FakeTensor)
+    what = "an init function draws no key, or computes with no values"
+    assert not isinstance(x, _torch.FakeTensor) and x.tolist() == [1, 1], breaks(what)
+
+
+def test_arguments_of_an_operator_are_named():
+    normal = torch.ops.aten.normal_.default
+    found = _torch.arguments_of(normal, (1, 2.0), {"generator": None})
+    what = "what an init function draws has other means and deviations"
+    expected = {"self": 1, "mean": 2.0, "std": 1, "generator": None}
+    assert found == expected and list(found)[:3] == ["self", "mean", "std"], breaks(
+        what
+    )
+
+
+def test_fakes_that_are_forgotten_can_be_swapped():
+    mode = _torch.FakeTensorMode()
+    with mode:
+        linear = torch.nn.Linear(2, 2)
+        weight = linear.weight
+        _torch.forget_fakes(mode)
+        what = "a module cannot be converted within an init function"
+        assert not weakref.getweakrefs(weight), breaks(what)

@@ -126,8 +126,11 @@ def test_init_state_takes_a_function_and_runs_nothing_real():
         assert log.records == []
         return ff.unshard(state.params), state.step
 
+    alone = ff.init_state(
+        optimizer(ff.value_and_grad(loss_fn)), params_of, optimizer, X
+    )
     for found, count in on_each_rank(main):
-        assert_same(found, params_of())
+        assert_same(found, alone.params)
         assert count == 0
     # Each rank makes its parameters; one records for all.
     assert sorted(calls) == ["FakeTensor", "init", "init"]

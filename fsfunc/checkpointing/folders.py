@@ -32,9 +32,9 @@ _SAVING, _DELETING = ".saving", ".deleting"
 def latest(folder: str | os.PathLike) -> Path | None:
     """The newest complete checkpoint in ``folder``, None where there is none.
 
-    The newest is the one with the highest numbers in its name (``step-00000200``); of
-    names without numbers, the last by name. Every rank that sees the folder finds the
-    same one.
+    The newest is the one with the highest last number in its name (``step-00000200``);
+    of names without numbers, the last by name. Every rank that sees the folder finds
+    the same one.
 
     >>> import tempfile, torch, fsfunc as ff
     >>> with tempfile.TemporaryDirectory() as folder:
@@ -101,7 +101,7 @@ def discard(folder: Path) -> None:
 def keep_newest(path: Path, keep: int) -> None:
     """Deletes all checkpoints named as ``path`` is but itself and the newest others.
 
-    ``keep`` stay in all. Names are alike where they differ in digits alone.
+    ``keep`` stay in all. Names are alike that differ in their last number alone.
     """
     family = [p for p in _entries(path.parent) if _alike(p.name, path.name)]
     others = [p for p in family if _is_complete(p) and p.name != path.name]
@@ -138,8 +138,16 @@ def _remains_of(path: Path, other: Path) -> bool:
 
 
 def _alike(a: str, b: str) -> bool:
-    return re.sub(r"\d+", "0", a) == re.sub(r"\d+", "0", b)
+    """Whether two names differ in their last number alone, as two steps of a run do."""
+    (before, one, after), (same, other, end) = _parts(a), _parts(b)
+    return (before, bool(one), after) == (same, bool(other), end)
 
 
-def _age(path: Path) -> tuple[tuple[int, ...], str]:
-    return tuple(int(n) for n in re.findall(r"\d+", path.name)), path.name
+def _age(path: Path) -> tuple[int, str]:
+    return int(_parts(path.name)[1] or -1), path.name
+
+
+def _parts(name: str) -> tuple[str, str, str]:
+    """What stands before a name's last number, that number, and what follows it."""
+    found = re.fullmatch(r"(.*?)(\d+)(\D*)", name, re.S)
+    return found.groups() if found else (name, "", "")  # type: ignore[return-value]

@@ -27,6 +27,7 @@ from fsfunc.checkpointing.reading import Reader, check_files
 from fsfunc.layout import Layout
 from fsfunc.mesh import Here
 from fsfunc.sharded import Sharded, is_sharded, split_buffers
+from fsfunc.transforms.donation import refuse_spent
 
 __all__ = ["Fill", "fill", "load"]
 
@@ -89,6 +90,9 @@ def fill(stored: Stored, target: Any, here: Here | None, device: Any = None) -> 
     """A tree like ``target`` with the values of ``stored``."""
     check_match(stored, target)
     _check_mesh(target, here)
+    refuse_spent(target)
+    if device is not None and torch.device(device).type == "meta":
+        raise ValueError("cannot load to the meta device, which holds no values")
     buffers = split_buffers(target)
     fresh = [_room(x, device) for x in buffers.tensors]
     result = buffers.rebuild(fresh)

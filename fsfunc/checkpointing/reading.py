@@ -11,6 +11,7 @@ import os
 import zlib
 from collections import defaultdict
 from collections.abc import Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -30,14 +31,14 @@ from torch.distributed.checkpoint.metadata import (
     StorageMeta,
     TensorProperties,
 )
-from torch.futures import Future
+from torch.futures import Future as Promise
 
 from fsfunc.checkpointing.manifest import BLOCK, CheckpointError, Chunk, Stored
 from fsfunc.checkpointing.memory import bytes_of
 
 __all__ = ["Blocks", "Reader", "check_files", "prove"]
 
-_SLAB = 8 * BLOCK  # bytes read at once for a box that is not one range of its file
+_SLAB = 8 * BLOCK  # bytes that are read at once
 _AHEAD = 32 * BLOCK  # bytes that the disk is asked for while those before are proven
 
 
@@ -73,7 +74,7 @@ class Reader(StorageReader):
             storage_meta=StorageMeta(),
         )
 
-    def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
+    def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Promise[None]:
         """Fills the tensors that the planner resolves.
 
         Raises:
@@ -92,13 +93,10 @@ class Reader(StorageReader):
             by_file[chunk.file].append(asked)
         for name, requests in by_file.items():
             requests.sort(key=lambda r: r.begin)
-            blocks = Blocks(self.stored, name)
-            try:
+            with Blocks(self.stored, name) as blocks:
                 for request in requests:
                     _fill(blocks, request)
-            finally:
-                blocks.close()
-        done: Future[None] = Future()
+        done: Promise[None] = Promise()
         done.set_result(None)
         return done
 
@@ -178,6 +176,7 @@ def _fill(blocks: Blocks, request: _Request) -> None:
     elif span <= _SLAB or target.numel() == 1:
         slab = torch.empty(span // target.itemsize, dtype=target.dtype, device="cpu")
         blocks.read(begin, bytes_of(slab))
+        blocks.settle()  # so that one slab is there at a time
         target.copy_(slab.as_strided(target.shape, request.strides))
     else:
         for half in request.halves():
@@ -185,7 +184,10 @@ def _fill(blocks: Blocks, request: _Request) -> None:
 
 
 class Blocks:
-    """A file, read in ranges, of which every block is proven before it is given out."""
+    """A file, read in ranges, of which every block is proven before `close` returns.
+
+    Blocks are proven by a thread, while the next ones come from the disk.
+    """
 
     def __init__(self, stored: Stored, name: str):
         self.path = stored.path / name
@@ -194,37 +196,56 @@ class Blocks:
         self.scratch = memoryview(bytearray(BLOCK))
         self.held = -1  # the number of the block in the scratch
         self.asked = 0  # up to where the disk was asked to read ahead
+        self.prover = ThreadPoolExecutor(1, "prove")
+        self.unproven: list[Future[None]] = []
 
-    def close(self) -> None:
+    def __enter__(self) -> Blocks:
+        return self
+
+    def __exit__(self, kind: Any, error: Any, trace: Any) -> None:
         os.close(self.file)
+        self.prover.shutdown(cancel_futures=error is not None)
+        if error is None:
+            self.settle()
+
+    def settle(self) -> None:
+        """Waits until all that was read is proven."""
+        while self.unproven:
+            self.unproven.pop().result()
 
     def read(self, begin: int, into: memoryview) -> None:
         """Fills ``into`` with the bytes from ``begin`` on.
 
         Raises:
-            CheckpointError: the file ends too soon, or a checksum is wrong.
+            CheckpointError: the file ends too soon, or (then or at the end) a checksum
+                is wrong.
         """
         if self.sums is None:
             self._read(begin, into)
             return
         at, end = begin, begin + len(into)
         while at < end:
-            number = at // BLOCK
-            low, high = number * BLOCK, min((number + 1) * BLOCK, self.nbytes)
-            stop = min(high, end)
-            part = into[at - begin : stop - begin]
-            if low == at and high == stop:
-                self._read(low, part)
-                self._prove(number, part)
+            whole = (end if end == self.nbytes else end // BLOCK * BLOCK) - at
+            if at % BLOCK == 0 and whole > 0:
+                part = into[at - begin :][: min(whole, _SLAB)]
+                self._read(at, part)
+                self.unproven.append(self.prover.submit(self._prove, at, part))
+                at += len(part)
             else:
-                block = self.scratch[: high - low]
-                if self.held != number:
-                    self.held = -1
-                    self._read(low, block)
-                    self._prove(number, block)
-                    self.held = number
-                part[:] = block[at - low : stop - low]
-            at = stop
+                at += self._read_part(at, into[at - begin :])
+
+    def _read_part(self, at: int, into: memoryview) -> int:
+        """Fills ``into`` up to the end of one block, of which only a part is wanted."""
+        low = at // BLOCK * BLOCK
+        block = self.scratch[: min(BLOCK, self.nbytes - low)]
+        if self.held != low:
+            self.held = -1
+            self._read(low, block)
+            self._prove(low, block)
+            self.held = low
+        count = min(len(block) - (at - low), len(into))
+        into[:count] = block[at - low :][:count]
+        return count
 
     def _read(self, begin: int, into: memoryview) -> None:
         end = min(begin + _AHEAD, self.nbytes)
@@ -243,16 +264,18 @@ class Blocks:
                 )
             done += count
 
-    def _prove(self, number: int, block: memoryview) -> None:
+    def _prove(self, begin: int, blocks: memoryview) -> None:
+        """Compares the checksums of blocks that lie from ``begin`` on."""
         assert self.sums is not None
-        found = zlib.crc32(block)
-        if found != self.sums[number]:
-            low = number * BLOCK
-            raise CheckpointError(
-                f"{self.path} is damaged between bytes {low} and {low + len(block)}: "
-                f"their checksum is {found:08x}, and {self.sums[number]:08x} was "
-                "written; go back to an earlier checkpoint"
-            )
+        for low in range(begin, begin + len(blocks), BLOCK):
+            block = blocks[low - begin :][:BLOCK]
+            found, expected = zlib.crc32(block), self.sums[low // BLOCK]
+            if found != expected:
+                raise CheckpointError(
+                    f"{self.path} is damaged between bytes {low} and "
+                    f"{low + len(block)}: their checksum is {found:08x}, and "
+                    f"{expected:08x} was written; go back to an earlier checkpoint"
+                )
 
 
 def prove(stored: Stored) -> int:
@@ -262,18 +285,15 @@ def prove(stored: Stored) -> int:
         CheckpointError: a file is missing, too short, or damaged; or has no checksums.
     """
     check_files(stored, list(stored.files))
-    total = 0
+    total, into = 0, memoryview(bytearray(_SLAB))
     for name, file in stored.files.items():
         if file.sums is None:
             raise CheckpointError(
                 f"{stored.path / name} has no checksums to prove it by"
             )
-        blocks, into = Blocks(stored, name), memoryview(bytearray(BLOCK))
-        try:
-            for begin in range(0, file.nbytes, BLOCK):
-                blocks.read(begin, into[: min(BLOCK, file.nbytes - begin)])
-        finally:
-            blocks.close()
+        for begin in range(0, file.nbytes, _SLAB):
+            with Blocks(stored, name) as blocks:
+                blocks.read(begin, into[: min(_SLAB, file.nbytes - begin)])
         total += file.nbytes
     return total
 

@@ -47,8 +47,9 @@ def save(
         state: any tree of sharded leaves, tensors, numbers, strings and bools, such as
             ``{"train": state, "data": loader.position}``.
         metadata: anything that JSON can hold, for the reader.
-        keep: delete all but so many of the newest checkpoints beside ``path`` whose
-            names differ from its own in digits alone, once this one is complete.
+        keep: once this one is complete, delete all but so many of the checkpoints
+            beside it whose names differ in their last number alone: it stays, and the
+            highest numbers.
 
     Raises (on every rank, with nothing left behind):
         FileExistsError: ``path`` exists.

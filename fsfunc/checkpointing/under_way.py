@@ -114,6 +114,11 @@ class Saving:
 
     def write(self) -> None:
         """Writes this rank's files, and the note of them."""
+        if not self.folder.is_dir():
+            raise CheckpointError(
+                f"rank {self.rank} is to save {self.path}, and rank 0 made no folder "
+                "there: all ranks must name one path on one shared file system"
+            )
         found, parts = self.found, parts_of(self.found, self.at)
         files, chunks = write_parts(
             self.folder, self.rank, [(h.path, box, x) for h, box, x in parts]

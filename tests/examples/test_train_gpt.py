@@ -252,6 +252,17 @@ def test_batch_is_windows_of_the_text(examples: dict[str, ModuleType]) -> None:
         draw(text, 1, 100, torch.Generator())
 
 
+def test_windows_are_all_there_are(examples: dict[str, ModuleType]) -> None:
+    text = torch.arange(10, dtype=torch.uint8)
+    windows = examples["text"].Windows(text, 7)
+    assert len(windows) == 3
+    for start in range(3):
+        assert windows[start]["tokens"].tolist() == [*range(start, start + 7)]
+        assert windows[start]["targets"].tolist() == [*range(start + 1, start + 8)]
+    with pytest.raises(ValueError, match="part of 10 bytes, and a window takes 11"):
+        examples["text"].Windows(text, 10)
+
+
 def test_model_sees_only_the_past(examples: dict[str, ModuleType]) -> None:
     gpt = examples["gpt"]
     sizes = {"vocab": 256, "seq": 8, "dim": 16, "layers": 2, "heads": 2}

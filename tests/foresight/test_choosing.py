@@ -148,7 +148,7 @@ def test_what_does_not_fit_one_rank_fits_another_stack():
             losses.append(metrics["loss"].item())
         return losses
 
-    alone = ff.TrainState(init(), OPTIMIZER.init(init()))
+    alone = ff.init_state(train_step, init, OPTIMIZER, BATCH)
     wanted = []
     for _ in range(3):
         alone, metrics = train_step(alone, BATCH)

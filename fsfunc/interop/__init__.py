@@ -1,0 +1,1 @@
+"""nn.Module in and out: modules as functions, cut into units."""

@@ -1,0 +1,189 @@
+"""``from_module`` and ``to_module``: an nn.Module as a function, and back."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Mapping
+from difflib import get_close_matches
+from typing import Any
+
+from torch import Tensor, nn
+
+from fsfunc.interop.containers import opened
+from fsfunc.interop.patterns import Units, chosen, completed
+from fsfunc.interop.structures import Structure
+from fsfunc.interop.tensors import tensors_of
+from fsfunc.sharded import is_sharded
+
+__all__ = ["from_module", "to_module"]
+
+
+def from_module(
+    module: nn.Module, units: Units = ()
+) -> tuple[Callable[..., Any], dict[str, Tensor], dict[str, Tensor]]:
+    """``(apply, params, buffers)``: a module as a function of its tensors.
+
+    ``apply(params, buffers, *args, **keywords)`` returns what the module would. The
+    module is not kept and never touched; ``apply`` may run many times at once. Its
+    hooks run, on copies: those of a unit after its forward outside of it, all others
+    within.
+
+    Args:
+        module: any nn.Module, on any device (``"meta"`` too); ``apply`` is in the mode,
+            ``train()`` or ``eval()``, that it is in now.
+        units: which of its modules are units, by class; by name (``"model.layers.*"``,
+            where ``*`` is one component and ``**`` any number) or compiled regular
+            expression; by size (:func:`by_size`, or its number); by a predicate of
+            ``(name, module)``; or several of these. Modules beside them that own
+            parameters, or draw random numbers, become units too. A unit has the
+            module's name; ``apply.units`` lists them.
+
+    Returns:
+        ``apply``; ``params``, what is trained, by state-dict names, tied ones once;
+        ``buffers``, what runs need besides: buffers, and parameters that do not require
+        grad, which so get no gradient, no moment and no reduction. Both share memory
+        with the module. With ``mutable=True``, ``apply`` returns ``(output, buffers)``,
+        these with what the forward wrote: under ``shard`` each rank's own (batch
+        statistics over all ranks are those of ``ff.batch_norm``).
+
+    Raises:
+        ValueError: units that match nothing; parameters without a shape yet, or tied by
+            their memory. Of ``apply``: missing, further or mis-shaped tensors.
+        TypeError: a module that is wrapped (DataParallel, fully_shard, compile,
+            script), or whose structure cannot be copied. Of ``apply``: a unit that is
+            given tensors out of sight, such as a cache of keys and values.
+        RuntimeError: of ``apply``: a forward writes a buffer without ``mutable=True``,
+            or changes a parameter, or hands on tensors by attributes of its units.
+
+    Cost: a copy of the structure, without tensors, for every call that runs at once;
+    of each buffer that a call reads a copy. A parameter that a forward reads outside
+    every unit is a unit call of its own.
+
+    >>> import torch, fsfunc as ff
+    >>> model = torch.nn.Sequential(torch.nn.Linear(2, 2), torch.nn.BatchNorm1d(2))
+    >>> apply, params, buffers = from_module(model)
+    >>> list(params), apply.units
+    (['0.weight', '0.bias', '1.weight', '1.bias'], ('0', '1'))
+    >>> y, new = apply(params, buffers, torch.ones(4, 2), mutable=True)
+    >>> y.shape, new["1.num_batches_tracked"], buffers["1.num_batches_tracked"]
+    (torch.Size([4, 2]), tensor(1), tensor(0))
+    """
+    tensors = tensors_of(module)
+    names = completed(module, chosen(module, units))
+    structure = Structure(module, tensors, names)
+    params = {name: x.detach() for name, x in tensors.params.items()}
+    buffers = {name: x.detach() for name, x in tensors.frozen.items()}
+    buffers |= {name: x.detach() for name, x in tensors.buffers.items()}
+    shapes = _shapes(params), _shapes(buffers)
+    frozen = tuple(tensors.frozen)
+
+    def apply(
+        params: Any, buffers: Any, /, *args: Any, mutable: bool = False, **keywords: Any
+    ) -> Any:
+        _check("params", params, shapes[0])
+        _check("buffers", buffers, shapes[1])
+        given = {**params, **{name: buffers[name] for name in frozen}}
+        out, changed = structure.call(given, buffers, args, keywords, mutable)
+        opened(out, "the module")
+        return (out, {**buffers, **changed}) if mutable else out
+
+    apply.units = tuple(n or type(module).__name__ for n in names)  # type: ignore
+    return apply, params, buffers
+
+
+def to_module(
+    module: nn.Module,
+    params: Mapping[str, Tensor],
+    buffers: Mapping[str, Tensor] | None = None,
+) -> nn.Module:
+    """A new module like ``module`` that holds these tensors; ties are kept.
+
+    The inverse of :func:`from_module`: state-dict names are those of ``module``.
+
+    Args:
+        module: gives the structure; it is not touched.
+        params: whole tensors (``ff.unshard`` first), by name, of any dtype and device.
+        buffers: as from_module gave them; by default the module's own.
+
+    Raises:
+        TypeError: a tensor that is sharded.
+        ValueError: missing, further or mis-shaped tensors; none, where the module is on
+            "meta".
+
+    Cost: one copy of the tensors.
+
+    >>> from torch import nn
+    >>> model = nn.Linear(2, 1)
+    >>> apply, params, _ = from_module(model)
+    >>> double = to_module(model, {name: 2 * x for name, x in params.items()})
+    >>> bool((double.weight == 2 * model.weight).all())
+    True
+    """
+    tensors = tensors_of(module)
+    beside = tensors.frozen | tensors.buffers
+    _check("params", params, _shapes(tensors.params))
+    if buffers is None:
+        buffers = beside
+        if any(x.is_meta for x in buffers.values()):
+            raise ValueError(
+                "the module is on 'meta', so that its buffers have no values: give "
+                "buffers= too"
+            )
+    _check("buffers", buffers, _shapes(beside))
+    memo: dict[int, Any] = {}
+    for name, old in tensors.all.items():
+        new = (params if name in params else buffers)[name]
+        if is_sharded(new):
+            raise TypeError(
+                f"{name!r} is this rank's part: to_module(module, ff.unshard(params)) "
+                "puts the parts together, on every rank"
+            )
+        x = new.detach().clone()
+        if name in tensors.buffers:
+            x.requires_grad_(old.requires_grad)
+        else:
+            x = nn.Parameter(x, requires_grad=old.requires_grad)
+        memo[id(old)] = x
+    return copy.deepcopy(module, memo)
+
+
+_Shapes = dict[str, tuple[int, ...]]
+
+
+def _shapes(tensors: Mapping[str, Tensor]) -> _Shapes:
+    return {name: tuple(x.shape) for name, x in tensors.items()}
+
+
+def _check(what: str, given: Any, shapes: _Shapes) -> None:
+    """Raises where the names or the shapes are not the module's."""
+    if not isinstance(given, Mapping):
+        raise TypeError(
+            f"{what}: expected the dict of tensors by name that from_module returned, "
+            f"got {type(given).__name__}"
+        )
+    if given.keys() != shapes.keys():
+        missing = [name for name in shapes if name not in given]
+        further = [name for name in given if name not in shapes]
+        raise ValueError("; ".join(_misnamed(what, missing, further, given, shapes)))
+    for name, shape in shapes.items():
+        if given[name].shape != shape:
+            raise ValueError(
+                f"{what}: {name!r} has shape {tuple(given[name].shape)}, and {shape} "
+                "in the module"
+            )
+
+
+def _misnamed(what: str, missing: Any, further: Any, given: Any, shapes: _Shapes):
+    for name in missing[:3]:
+        near = get_close_matches(name, further, 1)
+        yield f"{what}: {name!r} is missing" + (
+            f" ({near[0]!r} is there)" if near else ""
+        )
+    for name in further[:3]:
+        near = get_close_matches(str(name), list(shapes), 1)
+        yield f"{what}: the module has no {name!r}" + (
+            f", but {near[0]!r}" if near else ""
+        )
+    rest = len(missing[3:]) + len(further[3:])
+    if rest:
+        yield f"and {rest} more"

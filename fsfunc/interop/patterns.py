@@ -1,0 +1,233 @@
+"""Which parts of a module are units: by class, name, size or predicate."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from difflib import get_close_matches
+from typing import Any
+
+from torch import nn
+
+from fsfunc import _torch
+
+__all__ = ["BySize", "by_size", "called", "chosen", "completed"]
+
+Units = Any  # a class, a name, a pattern, a size, a predicate; or several
+
+
+@dataclass(frozen=True)
+class BySize:
+    """Units of about one size: see :func:`by_size`."""
+
+    min_params: int
+    whole: tuple[type[nn.Module], ...]
+    through: tuple[type[nn.Module], ...]
+
+    def names(self, module: nn.Module) -> list[str]:
+        """The names of the units within ``module``."""
+        found: list[str] = []
+        self._visit("", module, found)
+        return found
+
+    def _visit(self, name: str, module: nn.Module, found: list[str]) -> int:
+        """How many parameters the units at and below ``module`` have."""
+        count = sum(p.numel() for p in module.parameters())
+        if count < self.min_params or isinstance(module, self.whole):
+            return 0
+        taken = sum(
+            self._visit(f"{name}.{part}" if name else part, child, found)
+            for part, child in module.named_children()
+        )
+        if count - taken < self.min_params or isinstance(module, self.through):
+            return taken
+        found.append(name)
+        return count
+
+
+def by_size(
+    min_params: int = 100_000_000,
+    *,
+    whole: Sequence[type[nn.Module]] = (nn.MultiheadAttention,),
+    through: Sequence[type[nn.Module]] = (nn.ModuleList, nn.ModuleDict),
+) -> BySize:
+    """Units of at least ``min_params`` parameters each, counted from below.
+
+    A module becomes a unit where the parameters that no unit within it has are that
+    many.
+
+    Args:
+        min_params: how many elements.
+        whole: classes that are not looked into: they stay with what is around them.
+        through: classes that are looked into, and never units themselves.
+
+    Raises:
+        ValueError: ``min_params`` below 1.
+
+    Source: FairScale's ``default_auto_wrap_policy``.
+
+    >>> from torch import nn
+    >>> model = nn.Sequential(nn.Linear(4, 4), nn.Linear(2, 2), nn.Linear(9, 9))
+    >>> by_size(20).names(model)
+    ['0', '2']
+    """
+    if not isinstance(min_params, int) or min_params < 1:
+        raise ValueError(f"by_size({min_params!r}): a number of elements, 1 or more")
+    return BySize(min_params, tuple(whole), tuple(through))
+
+
+def called(module: nn.Module) -> bool:
+    """Whether a module has a forward: a ModuleList, for one, has none."""
+    return type(module).forward is not nn.Module.forward
+
+
+def chosen(module: nn.Module, units: Units) -> list[str]:
+    """The names of the modules that ``units`` means, each by its first name.
+
+    Raises:
+        ValueError: one of ``units`` matches nothing; the nearest are named.
+        TypeError: one of them is nothing that could match.
+    """
+    found: set[str] = set()
+    first = {id(m): name for name, m in module.named_modules()}
+    for one in _each(units):
+        names = _matching(module, one)
+        parts = {name: module.get_submodule(name) for name in names}
+        good = [first[id(m)] for m in parts.values() if called(m)]
+        if not good:
+            raise ValueError(_nothing(module, one, parts))
+        found.update(good)
+    return [name for name in first.values() if name in found]
+
+
+def _each(units: Units) -> Iterator[Any]:
+    if isinstance(units, list | tuple | set | frozenset):
+        for one in units:
+            yield from _each(one)
+    elif units is not None:
+        yield units
+
+
+def _matching(module: nn.Module, one: Any) -> list[str]:
+    if isinstance(one, int) and not isinstance(one, bool):
+        one = by_size(one)
+    if isinstance(one, BySize):
+        return one.names(module)
+    return [
+        name
+        for name, m in module.named_modules(remove_duplicate=False)
+        if _test(one)(name, m)
+    ]
+
+
+def _test(one: Any) -> Callable[[str, nn.Module], bool]:
+    if isinstance(one, type) and issubclass(one, nn.Module):
+        return lambda _, m: isinstance(m, one)
+    if isinstance(one, str):
+        glob = _glob(one)
+        return lambda name, _: glob.fullmatch(name + "." if name else "") is not None
+    if isinstance(one, re.Pattern):
+        return lambda name, _: one.fullmatch(name) is not None
+    if callable(one) and not isinstance(one, type):
+        return lambda name, m: bool(one(name, m))
+    raise TypeError(
+        f"units has {one!r}: it takes classes of modules, names such as "
+        '"model.layers.*", compiled regular expressions, sizes (ff.by_size(n) or n), '
+        "predicates (name, module) -> bool, and lists of these"
+    )
+
+
+def _glob(pattern: str) -> re.Pattern[str]:
+    """``*`` is one component, or a part of one; ``**`` any number of them.
+
+    >>> [bool(_glob("a.**.w").fullmatch(x)) for x in ("a.w.", "a.b.c.w.", "a.b.")]
+    [True, True, False]
+    """
+    if not pattern:
+        return re.compile("")
+    parts = pattern.split(".")
+    text = ""
+    for i, part in enumerate(parts):
+        if part == "**":
+            text += r"(?:[^.]+\.)" + ("+" if i == len(parts) - 1 else "*")
+        else:
+            some = re.split(r"(\*|\?|\[[^\]]*\])", part)
+            text += "".join(
+                {"*": "[^.]*", "?": "[^.]"}.get(x, x if i % 2 else re.escape(x))
+                for i, x in enumerate(some)
+            )
+            text += r"\."
+    return re.compile(text)
+
+
+def _nothing(module: nn.Module, one: Any, parts: dict[str, nn.Module]) -> str:
+    """What to say of a pattern that gives no unit."""
+    if parts:
+        name, m = next(iter(parts.items()))
+        return (
+            f"units: {_said(one)} matches {name!r}, a {type(m).__name__}, which is "
+            f'never called itself: "{name}.*" names its parts'
+        )
+    names = [name for name, m in module.named_modules() if name and called(m)]
+    classes = sorted({type(m).__name__ for m in module.modules() if called(m)})
+    if isinstance(one, int | BySize):
+        count = sum(p.numel() for p in module.parameters())
+        return f"units: {_said(one)} matches nothing; the module has {count} parameters"
+    if isinstance(one, type):
+        near = get_close_matches(one.__name__, classes, 3, 0.4) or classes[:12]
+        return f"units: no module is a {one.__name__}; there are {', '.join(near)}"
+    text = one if isinstance(one, str) else getattr(one, "pattern", "")
+    near = get_close_matches(text, names, 3, 0.4) or names[:8]
+    return (
+        f"units: {_said(one)} matches no module; there are {', '.join(map(repr, near))}"
+        f", of the classes {', '.join(classes[:12])}"
+    )
+
+
+def _said(one: Any) -> str:
+    if isinstance(one, re.Pattern):
+        return repr(one.pattern)
+    if isinstance(one, BySize):
+        return f"by_size({one.min_params})"
+    return repr(one) if isinstance(one, str | int) else "the predicate"
+
+
+_DRAWS = (
+    nn.Dropout, nn.Dropout1d, nn.Dropout2d, nn.Dropout3d, nn.AlphaDropout,
+    nn.FeatureAlphaDropout, nn.RReLU,
+)  # fmt: skip
+
+
+def _draws(m: nn.Module) -> bool:
+    return isinstance(m, _DRAWS) and m.training and getattr(m, "p", 1.0) > 0
+
+
+def completed(module: nn.Module, names: Sequence[str]) -> list[str]:
+    """``names``, and what must be a unit beside them.
+
+    Modules that have parameters of their own become units, and those that draw random
+    numbers, as only units draw the same on every mesh. A module around units does not:
+    its own parameters are read through small units of their own.
+    """
+    units = set(names)
+    above = {name[:i] for name in units for i, c in enumerate(name) if c == "."}
+    if units - {""}:
+        above.add("")
+
+    def visit(name: str, m: nn.Module) -> None:
+        if name in units:
+            return
+        params, _ = _torch.tables(m)
+        owns = any(p is not None for p in params.values())
+        below = [c for c in m.children() if any(True for _ in c.parameters())]
+        alone = name not in above and (name or not below)
+        if called(m) and (owns and alone or _draws(m)):
+            units.add(name)
+            return
+        for part, child in m.named_children():
+            visit(f"{name}.{part}" if name else part, child)
+
+    visit("", module)
+    first = [name for name, _ in module.named_modules()]
+    return [name for name in first if name in units]

@@ -1,0 +1,176 @@
+"""A module as a function, and the unit calls that it makes."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from torch import Tensor, nn
+
+from fsfunc.interop.absence import Absent
+from fsfunc.interop.containers import opened
+from fsfunc.interop.copies import Copy, without_tensors
+from fsfunc.interop.ports import Attribute
+from fsfunc.interop.tensors import Tensors
+from fsfunc.units import Unit, unit
+
+__all__ = ["Structure"]
+
+
+class Structure:
+    """A module without its tensors, cut into units.
+
+    Args:
+        module: it is copied, and not kept.
+        tensors: the module's.
+        units: names of the modules that are units.
+    """
+
+    def __init__(self, module: nn.Module, tensors: Tensors, units: Sequence[str]):
+        self.template = without_tensors(module, tensors)
+        self.fixed = tensors.overlapping
+        first = {id(m): name for name, m in self.template.named_modules()}
+        every = self.template.named_modules(remove_duplicate=False)
+        self._first = {name: first[id(m)] for name, m in every}
+        self.parts = {name: _Part(self, name) for name in units}
+        self._fetches: dict[str, Unit] = {}
+        self._free: dict[str, list[Copy]] = {name: [] for name in ("", *units)}
+
+    def call(
+        self,
+        params: Mapping[str, Any],
+        buffers: Mapping[str, Tensor],
+        args: tuple[Any, ...],
+        keywords: dict[str, Any],
+        mutable: bool,
+    ) -> tuple[Any, dict[str, Tensor]]:
+        """The module's output, and the buffers that it wrote."""
+        if "" in self.parts:
+            part = self.parts[""]
+            return part.call(params, buffers, args, keywords, mutable)
+        return self.run("", params, buffers, args, keywords, mutable)
+
+    def run(
+        self,
+        name: str,
+        params: Mapping[str, Any],
+        buffers: Mapping[str, Tensor],
+        args: tuple[Any, ...],
+        keywords: dict[str, Any],
+        mutable: bool,
+    ) -> tuple[Any, dict[str, Tensor]]:
+        """The output of one part, run here and now on a copy of its own."""
+        free = self._free[name]
+        borrowed = free.pop() if free else self._copy(name)
+        borrowed.begin(params, buffers, mutable)
+        try:
+            out = borrowed.module(*args, **keywords)
+            changed = borrowed.changed()
+        finally:
+            found = borrowed.end()
+            if not borrowed.spoiled:
+                free.append(borrowed)
+        borrowed.check(found)
+        if found and name in self.parts:
+            self.parts[name].sets |= found
+        return out, changed
+
+    def _copy(self, name: str) -> Copy:
+        template = self.template.get_submodule(name)
+        below = {
+            path: self._first[f"{name}.{path}" if name else path]
+            for path, _ in template.named_modules()
+            if path
+        }
+        ports = {
+            path: self.parts[full].port
+            for path, full in below.items()
+            if full in self.parts
+        }
+        fetch = None if name in self.parts else self._fetch
+        return Copy(template, ports, fetch, name, self.fixed)
+
+    def _fetch(self, name: str, leaf: Any) -> Any:
+        """A parameter that is read outside every unit, through one of its own."""
+        if name not in self._fetches:
+            fetched = _given()
+            fetched.__name__ = name
+            self._fetches[name] = unit(fetched)
+        return self._fetches[name]({name: leaf})[name]
+
+
+def _given() -> Callable[..., Any]:
+    return lambda params: params
+
+
+class _Part:
+    """One unit: its names, and the function that runs it."""
+
+    def __init__(self, structure: Structure, name: str):
+        self.structure, self.name = structure, name
+        m = structure.template.get_submodule(name)
+        # Absent ones, which bear the names that these tensors have in the whole.
+        tables = [(dict(x.named_parameters(recurse=False)), x) for x in m.modules()]
+        self.params = _names(x for table, _ in tables for x in table.values())
+        self.buffers = _names(
+            x for _, one in tables for _, x in one.named_buffers(recurse=False)
+        )
+        self.units: dict[bool, Unit] = {}
+        self.sets: set[Attribute] = set()
+
+    def port(self, outer: Copy, m: nn.Module, args: Any, keywords: Any) -> Any:
+        """Calls the unit in place of ``m``, within a part that holds its tensors."""
+        params = {n: outer.params[n] for n in self.params}
+        buffers = {n: outer.current(n) for n in self.buffers}
+        out, changed = self._called(params, buffers, args, keywords, outer.mutable)
+        for name, x in changed.items():
+            outer.write(name, x)
+        for path, name in self.sets:  # on a copy that is not this one
+            where = ".".join(filter(None, (self.name, path, name)))
+            vars(m.get_submodule(path))[name] = Absent(where, None, None)
+        return out
+
+    def call(
+        self, params: Any, buffers: Any, args: Any, keywords: Any, mutable: bool
+    ) -> tuple[Any, dict[str, Tensor]]:
+        """Calls the unit that is the whole module."""
+        params = {n: params[n] for n in self.params}
+        buffers = {n: buffers[n] for n in self.buffers}
+        return self._called(params, buffers, args, keywords, mutable)
+
+    def _called(
+        self, params: Any, buffers: Any, args: Any, keywords: Any, mutable: bool
+    ) -> tuple[Any, dict[str, Tensor]]:
+        who = f"unit {self.name!r}"
+        others = opened((args, keywords), who)
+        mutable = mutable and bool(buffers)
+        if "params" in keywords:  # what a unit's first argument is called
+            keywords = {_PARAMS if k == "params" else k: x for k, x in keywords.items()}
+        found = self.units.get(mutable) or self._unit(mutable)
+        out = found(params, buffers, *args, **keywords)
+        if others:
+            opened((args, keywords), who)
+        return out if mutable else (out, {})
+
+    def _unit(self, mutable: bool) -> Unit:
+        name = self.name or type(self.structure.template).__name__
+
+        def run(params: Any, buffers: Any, /, *args: Any, **keywords: Any) -> Any:
+            if _PARAMS in keywords:
+                keywords["params"] = keywords.pop(_PARAMS)
+            out, changed = self.structure.run(
+                self.name, params, buffers, args, keywords, mutable
+            )
+            opened(out, f"unit {name!r}")
+            return (out, changed) if mutable else out
+
+        run.__name__ = name
+        self.units[mutable] = unit(run)
+        return self.units[mutable]
+
+
+_PARAMS = "params of the module's"
+
+
+def _names(absent: Any) -> tuple[str, ...]:
+    return tuple(dict.fromkeys(x.name for x in absent))

@@ -1,0 +1,39 @@
+"""Memory taken from the system some pages at a time, just before it is written."""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import mmap
+import sys
+from typing import Any
+
+from torch import Tensor
+
+__all__ = ["populate"]
+
+_POPULATE_WRITE = 23  # MADV_POPULATE_WRITE, of Linux 5.14
+
+
+@functools.cache
+def _advise() -> Any:
+    try:
+        return ctypes.CDLL(None).madvise if sys.platform == "linux" else None
+    except (OSError, AttributeError):
+        return None
+
+
+def populate(x: Tensor) -> None:
+    """Takes the pages of ``x``, which will be written next, at once.
+
+    A fault for each page of 4 KiB is a third of the time in which fresh memory is
+    filled with random numbers; taken together they cost a fifth less. Nothing happens
+    where the system does not know how, or ``x`` is not on the CPU.
+    """
+    advise = _advise()
+    if advise is None or x.device.type != "cpu" or not x.is_contiguous():
+        return
+    first = -(-x.data_ptr() // mmap.PAGESIZE) * mmap.PAGESIZE
+    size = (x.data_ptr() + x.nbytes) // mmap.PAGESIZE * mmap.PAGESIZE - first
+    if size > 0:
+        advise(ctypes.c_void_p(first), ctypes.c_size_t(size), _POPULATE_WRITE)

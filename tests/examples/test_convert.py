@@ -1,0 +1,63 @@
+"""An ordinary torch script and the same one moved over: ten lines, the same losses."""
+
+import difflib
+import runpy
+from pathlib import Path
+
+import pytest
+
+import fsfunc as ff
+from tests.examples.programs import ROOT
+
+CONVERT = ROOT / "examples" / "convert"
+ORDINARY, SHARDED = CONVERT / "ordinary.py", CONVERT / "sharded.py"
+
+
+def code(script: Path) -> list[str]:
+    """The lines below the docstring, without blank ones."""
+    _, _, below = script.read_text().split('"""', 2)
+    return [line for line in below.splitlines() if line.strip()]
+
+
+@pytest.fixture(scope="module")
+def expected() -> list[float]:
+    """What the ordinary script finds."""
+    return runpy.run_path(str(ORDINARY))["main"]()
+
+
+def sharded(ranks: int) -> list[list[float]]:
+    """What each of some simulated ranks finds."""
+    mesh = ff.make_mesh({"data": ranks}, "simulated")
+    main = runpy.run_path(str(SHARDED))["main"]
+    main.__globals__["mesh"] = mesh
+    return ff.spmd(main, mesh)()
+
+
+def test_ten_lines_are_new() -> None:
+    lines = difflib.ndiff(code(ORDINARY), code(SHARDED))
+    kinds = [line[0] for line in lines if line[0] in "+-"]
+    assert kinds.count("+") <= 10
+    assert kinds.count("-") <= 11  # a training loop is shorter as a step
+
+
+def test_it_learns(expected: list[float]) -> None:
+    assert expected[0] == pytest.approx(1.4, abs=0.1)  # of four kinds, log 4
+    assert sum(expected[-5:]) / 5 < 0.5
+
+
+def test_one_rank_finds_the_same_bits(expected: list[float]) -> None:
+    assert sharded(1) == [expected]
+
+
+@pytest.mark.parametrize("ranks", [2, 4])
+def test_ranks_find_the_same_losses(ranks: int, expected: list[float]) -> None:
+    first, *others = sharded(ranks)
+    assert first == pytest.approx(expected, abs=1e-6)
+    assert all(other == first for other in others)
+
+
+@pytest.mark.processes
+def test_processes_print_the_losses_of_simulated_ranks(torchrun) -> None:
+    losses = sharded(2)[0]
+    printed = [f"step {i:2}  loss {loss:.4f}" for i, loss in enumerate(losses)]
+    assert torchrun(SHARDED, 2).splitlines() == 2 * printed

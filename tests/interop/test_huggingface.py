@@ -1,0 +1,202 @@
+"""Models of transformers, as they are: sharded, recomputed and in stages.
+
+Each is compared with the module itself under torch.optim.AdamW, in fp64, on a batch
+with an attention mask; what is sent is told by closed forms.
+"""
+
+import copy
+
+import pytest
+import torch
+
+import fsfunc as ff
+from tests.interop.models import (
+    close,
+    gpt2,
+    hugging_face,
+    llama,
+    mixtral,
+    on_mesh,
+    step_of,
+    text,
+    trained,
+)
+
+MODELS = {
+    "gpt2": (gpt2, {}, "transformer.h.*"),  # tied embeddings
+    "llama": (llama, {}, "model.layers.*"),
+    "llama tied": (llama, {"tie_word_embeddings": True}, "**.layers.*"),
+    "mixtral": (mixtral, {"experts_implementation": "batched_mm"}, "model.layers.*"),
+    "mixtral by value": (
+        mixtral,
+        {"experts_implementation": "eager"},
+        "model.layers.*",
+    ),
+}
+TRANSFORMS = {
+    "zero=3": ({"data": 2}, lambda step, mesh: ff.shard(step, mesh, "data")),
+    "zero=1 remat": (
+        {"data": 2},
+        lambda step, mesh: ff.shard(ff.remat(step), mesh, "data", zero=1),
+    ),
+    "zero=3 remat accumulate": (
+        {"data": 2},
+        lambda step, mesh: ff.shard(ff.accumulate(ff.remat(step), 2), mesh, "data"),
+    ),
+    "pipeline": (
+        {"pipe": 2},
+        lambda step, mesh: ff.pipeline(step, mesh, "pipe", n_microbatches=2),
+    ),
+    "pipeline of shards": (
+        {"data": 2, "pipe": 2},
+        lambda step, mesh: ff.pipeline(
+            ff.shard(ff.remat(step), mesh, "data"), mesh, "pipe", n_microbatches=2
+        ),
+    ),
+}
+
+
+@pytest.fixture(scope="module")
+def references():
+    """What each module itself does: made once, for all transforms of it."""
+    found = {}
+
+    def reference(name):
+        if name not in found:
+            make, options, units = MODELS[name]
+            module = hugging_face(make, **options)
+            made = ff.from_module(copy.deepcopy(module), units=units)
+            batch = text()
+            logits = module(**batch, use_cache=False).logits.detach()
+            found[name] = made, batch, logits, trained(module, batch)
+        return found[name]
+
+    return reference
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_apply_returns_what_the_module_does(references, name):
+    (apply, params, buffers), batch, logits, _ = references(name)
+    given = {k: v.clone().requires_grad_() for k, v in params.items()}
+    out = apply(given, buffers, **batch, use_cache=False)
+    assert torch.equal(out.logits, logits)
+    assert type(out).__module__.startswith("transformers.")
+
+
+@pytest.mark.parametrize("how", TRANSFORMS)
+@pytest.mark.parametrize("name", MODELS)
+def test_a_model_trains_as_by_itself(references, name, how):
+    (apply, params, buffers), batch, _, (losses, expected) = references(name)
+    optimizer = ff.sharded_adam(1e-2)
+    step = step_of(apply, buffers, optimizer)
+    axes, transform = TRANSFORMS[how]
+    record = "real" if "value" in name else "fake"  # experts are asked who is wanted
+    found, tensors, log = on_mesh(
+        transform, axes, params, step, optimizer, batch, record=record
+    )
+    close(found, losses)
+    close(tensors, expected)
+    n = sum(1 for u in apply.units if "drop" not in u)  # unit calls with parameters
+    if how == "zero=3":  # the embeddings' backward, and the last unit, gather nothing
+        embeddings = 2 if name == "gpt2" else 1
+        assert log.count("all_gather") == 2 * (2 * n - 1 - embeddings)
+        assert log.count("psum_scatter") == 2 * n
+    elif how == "zero=3 remat accumulate":
+        assert log.count("psum_scatter") == 2 * n
+    elif how == "pipeline":
+        assert log.count("all_gather") == log.count("psum_scatter") == 0
+
+
+def test_units_by_class_are_units_by_name():
+    from transformers.models.llama.modeling_llama import LlamaDecoderLayer
+
+    module = hugging_face(llama)
+    by_class = ff.from_module(module, units=LlamaDecoderLayer)[0].units
+    assert by_class == ff.from_module(module, units="model.layers.*")[0].units
+    assert by_class == (
+        "model.embed_tokens", "model.layers.0", "model.layers.1", "model.layers.2",
+        "model.norm", "lm_head",
+    )  # fmt: skip
+
+
+def test_a_model_around_units_is_a_unit_too():
+    """Its output is one of transformers' own classes, seen as a tree."""
+    from transformers import LlamaModel
+    from transformers.models.llama.modeling_llama import LlamaDecoderLayer
+
+    module = hugging_face(llama)
+    apply, params, buffers = ff.from_module(module, [LlamaModel, LlamaDecoderLayer])
+    optimizer = ff.sharded_adam(1e-2)
+    step = step_of(apply, buffers, optimizer)
+    shard = TRANSFORMS["zero=1 remat"][1]
+    batch = text()
+    found = on_mesh(shard, {"data": 2}, params, step, optimizer, batch)
+    close(found[:2], trained(module, batch))
+
+
+def test_dropout_is_that_of_one_device_under_accumulation():
+    module = hugging_face(gpt2, resid_pdrop=0.5, embd_pdrop=0.5, attn_pdrop=0.5)
+    apply, params, buffers = ff.from_module(module, units="transformer.h.*")
+    optimizer = ff.sgd(0.1)
+    step = step_of(apply, buffers, optimizer)
+    batch = text()
+
+    def run(transform, axes):
+        torch.manual_seed(7)
+        return on_mesh(transform, axes, params, step, optimizer, batch)[:2]
+
+    alone = run(lambda step, mesh: ff.accumulate(step, 2), {"data": 1})
+    sharded = run(lambda s, mesh: ff.shard(ff.remat(s), mesh, "data"), {"data": 2})
+    piped = run(TRANSFORMS["pipeline"][1], {"pipe": 2})
+    close(sharded, alone)
+    close(piped, alone)
+
+
+def test_hidden_states_are_those_of_the_units():
+    module = hugging_face(llama)
+    apply, params, buffers = ff.from_module(module, units="model.layers.*")
+    batch = text() | {"output_hidden_states": True, "use_cache": False}
+    for _ in range(2):  # transformers adds hooks on first use
+        with torch.no_grad():
+            found = apply(params, buffers, **batch).hidden_states
+            expected = module(**batch).hidden_states
+        assert len(found) == len(expected) == 4
+        close(list(found), list(expected))
+
+
+@pytest.mark.parametrize("use_cache", [None, True])
+def test_a_cache_of_keys_is_refused(use_cache):  # by the one unit that fills it
+    module = hugging_face(llama, num_hidden_layers=1)
+    apply, params, buffers = ff.from_module(module, "model.layers.*")
+    with pytest.raises(TypeError, match="DynamicCache.*use_cache=False"):
+        apply(params, buffers, **text(), use_cache=use_cache)
+
+
+def test_names_round_trip():
+    module = hugging_face(gpt2)
+    apply, params, buffers = ff.from_module(module)
+    again = ff.to_module(module, params, buffers)
+    assert "lm_head.weight" not in params
+    assert again.state_dict().keys() == module.state_dict().keys()
+    assert again.lm_head.weight is again.transformer.wte.weight
+    assert again.lm_head.weight is not module.lm_head.weight
+    close(dict(again.state_dict()), dict(module.state_dict()), 0.0)
+
+
+def test_mixed_precision_computes_in_bf16_and_keeps_fp32():
+    module = hugging_face(llama).float()
+    apply, params, buffers = ff.from_module(module, units="model.layers.*")
+    optimizer = ff.sharded_adam(1e-2)
+    step = step_of(apply, buffers, optimizer)
+    batch = text()
+
+    def transform(step, mesh):
+        return ff.shard(ff.precision(step, compute=torch.bfloat16), mesh, "data")
+
+    found, tensors, log = on_mesh(
+        transform, {"data": 2}, params, step, optimizer, batch
+    )
+    losses, _ = trained(module, batch)
+    close([x.float() for x in found], losses, 2e-2)
+    assert {r.dtype for r in log.records if r.op == "all_gather"} == {torch.bfloat16}
+    assert {x.dtype for x in tensors.values()} == {torch.float32}

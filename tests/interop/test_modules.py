@@ -1,0 +1,503 @@
+"""A module as a function: the same values, and nothing of it is touched."""
+
+import copy
+from dataclasses import dataclass
+
+import pytest
+import torch
+from torch import nn
+from torch.nn.utils import prune
+
+import fsfunc as ff
+from tests.interop.models import Block, Stack, close, seeded
+
+TOKENS = torch.tensor([[0, 1, 2], [3, 4, 0], [1, 1, 4], [2, 0, 3]])
+
+
+def model(make=Stack, *args, **options):
+    torch.manual_seed(0)
+    return make(*args, **options)
+
+
+def loss_of(apply, buffers):
+    return lambda params, x: apply(params, buffers, x).square().mean()
+
+
+def gradients(module, x):
+    """(loss, gradients by name) of the module itself."""
+    names, params = zip(*module.named_parameters(), strict=True)
+    loss = module(x).square().mean()
+    found = torch.autograd.grad(loss, params)
+    return loss.detach(), dict(zip(names, found, strict=True))
+
+
+class Fetching(nn.Module):
+    """Parameters read by the module around the units, and by a parent of their own."""
+
+    def __init__(self):
+        super().__init__()
+        self.shift = nn.Parameter(torch.ones(4))
+        self.scales = nn.ParameterList([torch.full((4,), 2.0)])
+        self.layer = nn.Linear(4, 4)
+
+    def forward(self, x):
+        assert self.shift.dtype == x.dtype and len(list(self.parameters())) == 4
+        x = self.layer(x + self.shift) * self.scales[0]
+        return nn.functional.linear(x, self.layer.weight)
+
+
+class Calling(nn.Module):
+    """A module that calls itself, and one of its parts under two names."""
+
+    def __init__(self):
+        super().__init__()
+        self.first = Block()
+        self.second = self.first
+
+    def forward(self, x, depth=2):
+        if depth:
+            return self(self.second(self.first(x, scale=2)), depth - 1)
+        return x
+
+
+X = torch.randn(4, 4, generator=seeded(3))
+CASES = {
+    "tied": (Stack, (), TOKENS),
+    "tied, blocks": (Stack, Block, TOKENS),
+    "tied, nested": (Stack, [Block, nn.Linear], TOKENS),
+    "tied, whole": (Stack, "", TOKENS),
+    "read outside": (Fetching, (), X),
+    "calls itself": (Calling, Block, X),
+    "calls itself, whole": (Calling, [Calling, Block], X),
+    "lstm": (lambda: nn.LSTM(4, 3, 2), (), X),
+    "attention": (
+        lambda: nn.TransformerEncoderLayer(4, 2, 8, 0.0, batch_first=True), (),
+        X[:, None].expand(4, 3, 4),
+    ),
+    "parametrized": (
+        lambda: nn.utils.parametrizations.weight_norm(nn.Linear(4, 4)), (), X,
+    ),
+    "unit parametrized": (
+        lambda: nn.Sequential(nn.utils.parametrizations.orthogonal(nn.Linear(4, 4))),
+        "0", X,
+    ),
+}  # fmt: skip
+
+# Two uses of one weight add up in another order; sums over keys that cancel.
+ROUNDED = "tied, nested", "attention"
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_loss_and_gradients_are_the_modules_bit_for_bit(case):
+    make, units, x = CASES[case]
+    module = model(make)
+    before = copy.deepcopy(module.state_dict())
+    if isinstance(module, nn.LSTM):
+        loss, grads = _first(module, x)
+    else:
+        loss, grads = gradients(module, x)
+    apply, params, buffers = ff.from_module(module, units)
+
+    def loss_fn(params, x):
+        return _first_of(apply(params, buffers, x)).square().mean()
+
+    for transform in (lambda f: f, ff.remat):
+        found = transform(ff.value_and_grad(loss_fn))(params, x)
+        assert torch.equal(found[0], loss)
+        assert found[1].keys() == grads.keys()
+        close(found[1], grads, 1e-6 if case in ROUNDED else 0.0)
+    close(dict(module.state_dict()), dict(before), 0.0)
+    assert all(p.grad is None for p in module.parameters())
+
+
+def _first_of(out):
+    return out[0] if isinstance(out, tuple) else out
+
+
+def _first(module, x):
+    names, params = zip(*module.named_parameters(), strict=True)
+    loss = module(x)[0].square().mean()
+    found = torch.autograd.grad(loss, params)
+    return loss.detach(), dict(zip(names, found, strict=True))
+
+
+@pytest.mark.parametrize("zero", [0, 1, 2, 3])
+@pytest.mark.parametrize("case", [c for c in CASES if c != "lstm"])
+def test_shards_give_the_modules_loss_and_gradients(case, zero):
+    make, units, x = CASES[case]
+    module = model(make).double()
+    x = x if x.dtype == torch.long else x.double()
+    loss, grads = gradients(module, x)
+    apply, params, buffers = ff.from_module(module, units)
+    mesh = ff.make_mesh({"data": 2}, "simulated")
+    step = ff.value_and_grad(loss_of(apply, buffers))
+
+    def main():
+        f = ff.shard(ff.remat(step), mesh, "data", zero=zero)
+        mine = ff.local_batch(x, mesh, "data")
+        placed = ff.place(f, params, mine)
+        with ff.ledger() as log:
+            found = f(placed, mine)
+        return *ff.unshard(found), log.count("psum_scatter")
+
+    for value, found, reductions in ff.spmd(main, mesh)():
+        close(value, loss)
+        close(found, grads)
+        assert (reductions > 0) == (zero > 0)
+
+
+def test_what_is_sent_is_told_by_a_closed_form():
+    n, width = 3, 4
+    apply, params, buffers = ff.from_module(model(Stack, n, width), Block)
+    mesh = ff.make_mesh({"data": 2}, "simulated")
+    step = ff.value_and_grad(loss_of(apply, buffers))
+
+    def main():
+        f = ff.shard(step, mesh, "data")
+        mine = ff.local_batch(TOKENS, mesh, "data")
+        placed = ff.place(f, params, mine)
+        with ff.ledger() as log:
+            f(placed, mine)
+        moved = [r for r in log.records if r.op != "psum"]  # that of the loss
+        return sum(r.bytes for r in moved), log.count("all_gather")
+
+    block = 2 * width + 2 * width + 4 * width * width + width
+    table = 5 * width
+    # embed, blocks, head; blocks again; every unit call reduced: half a buffer of 4
+    # bytes an element goes out each time.
+    gathered = 2 * table + 2 * n * block
+    reduced = 2 * table + n * block
+    assert ff.spmd(main, mesh)() == [(2 * (gathered + reduced), 2 * n + 2)] * 2
+
+
+def test_stages_follow_the_units_names():
+    apply, params, buffers = ff.from_module(model().double(), Block)
+    loss = loss_of(apply, buffers)
+    program = ff.program(loss, params, TOKENS)
+    assert [c.name for c in program.calls] == list(apply.units)
+    expected = ff.value_and_grad(loss)(params, TOKENS)
+    mesh = ff.make_mesh({"pipe": 2}, "simulated")
+    step = ff.pipeline(
+        ff.value_and_grad(loss), mesh, "pipe", n_microbatches=2,
+        stages=["embed", "blocks.1"],
+    )  # fmt: skip
+
+    def main():
+        placed = ff.place(step, params, TOKENS)
+        with ff.ledger() as log:
+            found = step(placed, TOKENS)
+        return ff.unshard(found), log.count("all_gather")
+
+    for found, gathers in ff.spmd(main, mesh)():
+        close(found[0], expected[0])
+        close(found[1], expected[1])
+        assert gathers == 0
+
+
+def test_ranks_and_calls_in_calls_have_copies_of_their_own():
+    """Two ranks meet in the middle of one module; a third call runs inside."""
+    mesh = ff.make_mesh({"data": 2}, "simulated")
+
+    class Meeting(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.layer = nn.Linear(1, 1, bias=False)
+            self.kept = None
+
+        def forward(self, x, inner=None):
+            self.kept = x
+            if inner is not None:
+                inner()
+            total = ff.psum(x, "data")  # the other rank runs
+            return self.kept + 0 * self.layer(total)
+
+    apply, params, buffers = ff.from_module(Meeting())
+
+    def main():
+        x = torch.full((1,), float(mesh.coordinate("data")))
+        return apply(params, buffers, x, inner=lambda: apply(params, buffers, x + 5))
+
+    assert [x.item() for x in ff.spmd(main, mesh)()] == [0.0, 1.0]
+
+
+def test_what_a_forward_sets_is_gone_after_the_call():
+    class Remembering(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.layer = nn.Linear(4, 4)
+            self.seen, self.cache = None, {}
+
+        def forward(self, x):
+            assert self.seen is None and not self.cache
+            self.seen = self.cache[0] = x
+            return self.layer(self.seen)
+
+    apply, params, buffers = ff.from_module(nn.Sequential(Remembering()), Remembering)
+    mesh = ff.make_mesh({"data": 2}, "simulated")
+    f = ff.value_and_grad(loss_of(apply, buffers))
+
+    def main():  # recorded on fake tensors first: a kept one would spoil the call
+        sharded = ff.shard(ff.remat(f), mesh, "data")
+        return sharded(ff.place(sharded, params, X), X)[0]
+
+    assert torch.equal(ff.spmd(main, mesh)()[0], f(params, X)[0])
+
+
+def test_frozen_parameters_have_no_gradient_no_moment_and_no_reduction():
+    module = model().double()
+    module.blocks[1].requires_grad_(False)
+    apply, params, buffers = ff.from_module(module, Block)
+    assert not any(name.startswith("blocks.1.") for name in params)
+    assert "blocks.1.up.weight" in buffers
+    mesh = ff.make_mesh({"data": 2}, "simulated")
+    optimizer = ff.sharded_adam(1e-2)
+    step = optimizer(ff.value_and_grad(loss_of(apply, buffers)))
+
+    def main():
+        f = ff.shard(step, mesh, "data")
+        mine = ff.local_batch(TOKENS, mesh, "data")
+        state = ff.init_state(f, params, optimizer, mine)
+        with ff.ledger() as log:
+            state, _ = f(state, mine)
+        return ff.unshard(state.params), log.count("psum_scatter")
+
+    found, reductions = ff.spmd(main, mesh)()[0]
+    trained = [p for p in module.parameters() if p.requires_grad]
+    reference = torch.optim.AdamW(trained, 1e-2)
+    module(TOKENS).square().mean().backward()
+    reference.step()
+    close(found, {n: p.detach() for n, p in module.named_parameters() if n in params})
+    assert reductions == 4  # embed, two blocks, head
+
+
+def test_buffers_come_back_where_they_are_asked_for():
+    module = model(lambda: nn.Sequential(Block(), nn.BatchNorm1d(4), nn.BatchNorm1d(4)))
+    apply, params, buffers = ff.from_module(copy.deepcopy(module))
+    given = {name: x.clone() for name, x in buffers.items()}
+    out, new = apply(params, buffers, X, mutable=True)
+    close(buffers, given, 0.0)
+    close(out, module(X))
+    close(new, dict(module.named_buffers()), 0.0)
+    assert new["1.num_batches_tracked"] == 1
+    assert new["1.running_mean"] is not buffers["1.running_mean"]
+    again = ff.from_module(module.eval())[0]
+    close(again(params, new, X), module(X))
+
+
+class Normalizing(nn.Module):
+    """Has its statistics written by an operator that does not say so."""
+
+    def __init__(self):
+        super().__init__()
+        self.register_buffer("mean", torch.zeros(4))
+        self.register_buffer("var", torch.ones(4))
+
+    def forward(self, x):
+        return nn.functional.batch_norm(x, self.mean, self.var, training=True)
+
+
+@pytest.mark.parametrize("units", [(), Normalizing])
+def test_buffers_are_seen_to_be_written_where_operators_hide_it(units):
+    module = nn.Sequential(Normalizing(), nn.Linear(4, 4))
+    apply, params, buffers = ff.from_module(copy.deepcopy(module), units)
+    for _ in range(2):
+        given = {name: x.clone() for name, x in buffers.items()}
+        with pytest.raises(RuntimeError, match="writes the buffer '0.mean', '0.var'"):
+            apply(params, buffers, X)
+        close(buffers, given, 0.0)
+        _, buffers = apply(params, buffers, X, mutable=True)
+        module(X)
+        close(buffers, dict(module.named_buffers()), 0.0)
+
+
+def test_a_program_shows_the_buffers_that_batch_norm_writes():
+    apply, params, buffers = ff.from_module(nn.Sequential(nn.BatchNorm1d(4)), "0")
+    shown = ff.program(lambda p, x: apply(p, buffers, x, mutable=True), params, X)
+    assert len(shown.calls[0].outputs.leaves) == 4  # y, mean, variance, count
+
+
+class Counting(nn.Module):
+    """Writes a buffer of a part of it, and calls that part twice."""
+
+    def __init__(self):
+        super().__init__()
+        self.part = Adding()
+
+    def forward(self, x):
+        self.part.count += 10
+        return self.part(self.part(x, params=1), params=2).y
+
+
+@dataclass
+class Pair:
+    y: torch.Tensor
+    n: int = 0
+
+
+class Adding(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.layer = nn.Linear(4, 4)
+        self.register_buffer("count", torch.zeros(()))
+        self.constant = torch.full((4,), 2.0)
+
+    def forward(self, x, params=0):
+        self.count += 1
+        x = x.y if isinstance(x, Pair) else x
+        return Pair(self.layer(x) * self.count.clone() * self.constant + params)
+
+
+@pytest.mark.parametrize("units", [(), Adding, Counting, [Counting, Adding]])
+def test_buffers_keywords_and_dataclasses_go_through_units(units):
+    module = model(Counting)
+    apply, params, buffers = ff.from_module(copy.deepcopy(module), units)
+    f = ff.value_and_grad(
+        lambda p, x: apply(p, buffers, x, mutable=True)[0].square().mean()
+    )
+    mesh = ff.make_mesh({"data": 2}, "simulated")
+
+    def main():  # recorded first: the constant must not come out fake
+        sharded = ff.shard(ff.remat(f), mesh, "data")
+        mine = ff.local_batch(X, mesh, "data")
+        return ff.unshard(sharded(ff.place(sharded, params, mine), mine))
+
+    found = ff.spmd(main, mesh)()[0]
+    new = apply(params, buffers, X, mutable=True)[1]
+    loss, grads = gradients(module, X)
+    close(found, (loss, grads), 1e-5)
+    assert new["part.count"] == module.part.count == 12
+
+
+def test_a_parameter_read_without_gradients_is_read_again_with_them():
+    class Twice(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.w, self.layer = nn.Parameter(torch.ones(4)), nn.Linear(4, 4)
+
+        def forward(self, x):
+            with torch.no_grad():
+                norm = self.w.norm()
+            return self.layer(x) * self.w / norm
+
+    module = Twice()
+    apply, params, buffers = ff.from_module(module)
+    found = ff.value_and_grad(loss_of(apply, buffers))(params, X)
+    close(found, gradients(module, X), 0.0)
+
+
+def test_parameters_may_be_made_by_a_function():
+    apply, _, buffers = ff.from_module(model(), Block)
+    optimizer = ff.sgd(0.1)
+    step = optimizer(ff.value_and_grad(loss_of(apply, buffers)))
+    mesh = ff.make_mesh({"data": 2}, "simulated")
+
+    def main():
+        f = ff.shard(step, mesh, "data")
+        mine = ff.local_batch(TOKENS, mesh, "data")
+
+        def init():
+            return ff.from_module(Stack())[1]
+
+        state = ff.init_state(f, init, optimizer, mine)
+        before = ff.unshard(state.params)
+        return before, f(state, mine)[1]["loss"]
+
+    params, loss = ff.spmd(main, mesh)()[0]
+    close(loss, loss_of(apply, buffers)(params, TOKENS), 1e-6)
+
+
+def test_under_shard_each_rank_has_its_own_statistics():
+    module = model(lambda: nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4)))
+    apply, params, buffers = ff.from_module(module)
+    mesh = ff.make_mesh({"data": 2}, "simulated")
+
+    def loss_fn(params, x):
+        out, new = apply(params, buffers, x, mutable=True)
+        return out.square().mean(), {k: v for k, v in new.items() if v.ndim}
+
+    def main():
+        f = ff.shard(ff.remat(ff.value_and_grad(loss_fn, has_aux=True)), mesh, "data")
+        mine = ff.local_batch(X, mesh, "data")
+        return f(ff.place(f, params, mine), mine)[0][1]
+
+    for rank, new in enumerate(ff.spmd(main, mesh)()):
+        alone = apply(params, buffers, X[2 * rank : 2 * rank + 2], mutable=True)[1]
+        close(new["1.running_mean"], alone["1.running_mean"], 1e-6)
+
+
+def test_hooks_run_on_copies_and_a_units_own_on_its_output():
+    module = model(lambda: nn.Sequential(Block(), nn.Linear(4, 4)))
+    seen = []
+    module[0].register_forward_pre_hook(lambda m, args: (args[0] + 1,))
+    module[0].register_forward_hook(lambda m, args, out: seen.append(m) or 2 * out)
+    module[0].up.register_forward_hook(lambda m, args, out: out + 1)
+    module.register_forward_hook(lambda m, args, out: out - 1)
+    expected = gradients(module, X)
+    apply, params, buffers = ff.from_module(module, Block)
+    step = ff.value_and_grad(loss_of(apply, buffers))
+    found = ff.remat(step)(params, X)
+    assert torch.equal(found[0], expected[0])
+    close(found[1], expected[1], 0.0)
+    assert len(seen) == 2 and seen[1] is not seen[0] is module[0]
+
+
+def test_old_hooks_that_compute_weights_run_in_the_unit():
+    module = nn.Sequential(nn.Linear(4, 4))
+    prune.l1_unstructured(module[0], "weight", 0.5)
+    expected = gradients(module, X)
+    apply, params, buffers = ff.from_module(module)
+    found = ff.remat(ff.value_and_grad(loss_of(apply, buffers)))(params, X)
+    close(list(found), list(expected), 0.0)
+
+
+def test_modes_are_those_of_the_module_then():
+    module = model(Stack, p=0.9)
+    train = ff.from_module(module, Block)
+    module.eval()
+    evaluate = ff.from_module(module, Block)
+    assert torch.equal(evaluate[0](*evaluate[1:], TOKENS), module(TOKENS))
+    assert not torch.equal(train[0](*train[1:], TOKENS), module(TOKENS))
+
+
+def test_dropout_between_units_is_a_unit():
+    module = nn.Sequential(nn.Linear(4, 4), nn.Dropout(0.5), nn.ReLU())
+    assert ff.from_module(module)[0].units == ("0", "1")
+    assert ff.from_module(module.eval())[0].units == ("0",)
+
+
+def test_maps_and_stock_transforms_pass():
+    apply, params, buffers = ff.from_module(model().double(), Block)
+    loss = loss_of(apply, buffers)
+    stacked = {name: torch.stack([x, 2 * x]) for name, x in params.items()}
+    mapped = torch.func.vmap(loss, (0, None))(stacked, TOKENS)
+    close(mapped[0], loss(params, TOKENS))
+    grads = torch.func.grad(loss)(params, TOKENS)
+    close(grads, ff.value_and_grad(loss)(params, TOKENS)[1])
+
+
+def test_a_module_on_meta_has_parameters_to_make():
+    with torch.device("meta"):
+        module = Stack()
+    apply, params, buffers = ff.from_module(module, Block)
+    assert all(x.is_meta for x in params.values())
+    real = ff.from_module(model(), Block)[1]
+    assert torch.equal(apply(real, buffers, TOKENS), model()(TOKENS))
+    assert apply(params, buffers, TOKENS.to("meta")).is_meta
+
+
+def test_to_module_is_the_inverse():
+    module = model(lambda: nn.Sequential(Stack(), nn.BatchNorm1d(3)))
+    module[0].blocks[0].requires_grad_(False)
+    apply, params, buffers = ff.from_module(module)
+    doubled = {name: 2 * x for name, x in params.items()}
+    again = ff.to_module(module, doubled, buffers)
+    assert again[0].head.weight is again[0].embed.weight
+    with torch.no_grad():
+        again[0].embed.weight.mul_(1.0)
+        assert doubled["0.embed.weight"]._version == 0
+    assert not again[0].blocks[0].up.weight.requires_grad
+    assert again.state_dict().keys() == module.state_dict().keys()
+    found = ff.from_module(again)
+    close(found[1], doubled, 0.0)
+    close(found[2], buffers, 0.0)
+    close(ff.from_module(ff.to_module(module, params))[2], buffers, 0.0)
