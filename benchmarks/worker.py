@@ -155,6 +155,13 @@ def foresee(task: dict[str, Any]) -> dict[str, Any]:
     return foresee(task)
 
 
+def checkpoints(task: dict[str, Any]) -> dict[str, Any]:
+    """Times of saving and loading one state, beside the disk and torch's own."""
+    from stored import measure
+
+    return measure(task)
+
+
 def _build(name: str, task: dict[str, Any]) -> Any:
     import peers
     import peers_pipelined
@@ -209,7 +216,8 @@ def main() -> None:
     warnings.filterwarnings("ignore")  # torch's own, about names that it has renamed
     if task["ranks"] > 1:
         _start_group(task)
-    kinds = {f.__name__: f for f in (steps, memory, adam, hooks, example, foresee)}
+    every = (steps, memory, adam, hooks, example, foresee, checkpoints)
+    kinds = {f.__name__: f for f in every}
     answer = kinds[task["kind"]](task)
     path = Path(task["folder"]) / f"answer{task['rank']}"
     path.write_text(json.dumps(answer))

@@ -1,7 +1,7 @@
 """Trees of any leaves on any mesh, by any layout, for the laws of checkpoints."""
 
-from hypothesis import strategies as st
 import torch
+from hypothesis import strategies as st
 
 import fsfunc as ff
 from fsfunc import tree

@@ -1,4 +1,4 @@
-"""A model, and every stack of transforms by which a checkpoint of it may be laid out."""
+"""A model, and every stack of transforms by which its state may be laid out."""
 
 import functools
 

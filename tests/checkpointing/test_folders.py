@@ -35,7 +35,6 @@ def test_what_is_no_complete_checkpoint_is_not_the_newest(tmp_path):
     ff.save(tmp_path / "other" / "step-6", W)
     for ending in ("saving", "deleting"):
         (tmp_path / "step-1").rename(tmp_path / f".step-7.{ending}")
-        ff.save(tmp_path / "step-1", W) if ending == "none" else None
         assert ff.latest(tmp_path) is None
         (tmp_path / f".step-7.{ending}").rename(tmp_path / "step-1")
     assert ff.latest(tmp_path) == tmp_path / "step-1"
@@ -54,6 +53,15 @@ def test_only_checkpoints_of_its_name_are_deleted(tmp_path):
     mine = ["step-3", "step-4", "step-5"]
     assert names(tmp_path) == sorted([*others, *mine, "step-13", "step-14"])
     assert (tmp_path / "step-3" / "notes.txt").read_text() == "mine"
+
+
+def test_of_several_numbers_the_last_counts(tmp_path):
+    """The others tell runs apart."""
+    for name in ("lr1e-3-step-9", "lr1e-4-step-7"):
+        ff.save(tmp_path / name, W)
+    ff.save(tmp_path / "lr1e-4-step-8", W, keep=1)
+    assert names(tmp_path) == ["lr1e-3-step-9", "lr1e-4-step-8"]
+    assert ff.latest(tmp_path).name == "lr1e-3-step-9"
 
 
 def test_the_one_just_saved_stays_though_its_number_is_lower(tmp_path):

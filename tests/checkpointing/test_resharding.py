@@ -67,9 +67,27 @@ def test_any_layout_is_loaded_by_any_other(drawn, is_abstract):
         assert sum(n for *_, n in held) == stored.nbytes
 
 
+VIEWS = {
+    "transposed": lambda x: x.t(),
+    "every other": lambda x: x[:, ::2],
+    "expanded": lambda x: x[:1].expand(4, -1),
+    "conjugate": lambda x: x.conj(),
+    "negative": lambda x: x.conj().imag,
+    "part of a buffer": lambda x: x[1:],
+}
+
+
+@pytest.mark.parametrize("view", VIEWS)
+def test_a_view_is_saved_as_it_reads(tmp_path, view):
+    x = VIEWS[view](torch.randn(3, 4, dtype=torch.complex64))
+    ff.save(tmp_path / "a", {"x": x})
+    found = ff.load(tmp_path / "a", {"x": torch.zeros_like(x).contiguous()})
+    assert torch.equal(found["x"], x)
+
+
 @pytest.fixture(scope="module")
 def trained():
-    """The whole state after two steps on one device, and after a third, with its loss."""
+    """The whole state after two steps on one device, after a third, and its loss."""
     step, state, mine = made("one device", None)
     for batch in mine[:2]:
         state, _ = step(state, batch)

@@ -99,11 +99,12 @@ def test_a_state_that_is_saved_and_stepped_is_spent(tmp_path, gate):
     optimizer = ff.sgd(0.1)
     step = ff.donate(optimizer(ff.value_and_grad(lambda w, x: (w * x).sum())))
     state = ff.TrainState(torch.ones(2), optimizer.init(torch.ones(2)))
-    ff.save_async(tmp_path / "a", state)
+    saving = ff.save_async(tmp_path / "a", state)
     step(state, torch.ones(2))
     with pytest.raises(RuntimeError, match="donated"):
         step(state, torch.ones(2))
     gate.set()
+    saving.wait()
 
 
 @pytest.mark.parametrize("through", ["itself", "a view", "its base", "its home"])

@@ -1,0 +1,45 @@
+"""The checkpoint benchmark runs: every row of its table is there, and measured."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+BENCHMARKS = Path(__file__).resolve().parents[2] / "benchmarks"
+
+
+@pytest.mark.processes
+def test_quick_run_measures_every_row(tmp_path: Path) -> None:
+    (tmp_path / "disk").mkdir()
+    options = ["--folder", str(tmp_path / "disk"), "--json", str(tmp_path / "json")]
+    done = subprocess.run(
+        [sys.executable, str(BENCHMARKS / "checkpoints.py"), "--quick", *options],
+        env={**os.environ, "PYTHONPATH": str(BENCHMARKS.parent)},
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    record = json.loads((tmp_path / "json").read_text())
+    names = [(row["ours"], row["theirs"]) for row in record["rows"]]
+    assert names == [
+        ("save", "dd write"),
+        ("load", "dd read"),
+        ("save", "dcp save"),
+        ("load", "dcp load"),
+        ("save_async", "save"),
+    ]
+    for row in record["rows"]:
+        assert math.isfinite(row["ratio"]) and row["ratio"] > 0
+        assert row["what"] in done.stdout
+    # Parameters and two moments; DCP's files have as much in them.
+    assert record["bytes"] >= 12 * record["parameters"]
+    assert record["dcp_bytes"] >= 12 * record["parameters"]
+    assert not list((tmp_path / "disk").iterdir())

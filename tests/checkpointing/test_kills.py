@@ -1,0 +1,36 @@
+"""A process that trains and saves is killed at random moments: nothing is lost."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+PROGRAM = Path(__file__).with_name("killed.py")
+KILLS = 50
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="forks")
+def test_killed_at_any_moment_nothing_is_lost_or_half_read(tmp_path, pytestconfig):
+    done = subprocess.run(
+        [sys.executable, str(PROGRAM), str(tmp_path), str(KILLS), "0"],
+        env={
+            **os.environ,
+            "PYTHONPATH": str(pytestconfig.rootpath),
+            "OMP_NUM_THREADS": "1",
+        },
+        capture_output=True,
+        text=True,
+        timeout=240,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+    assert not done.stderr
+    found = json.loads(done.stdout)
+    assert found["steps"] > KILLS / 2
+    # The moments were those that matter: in the middle of a save.
+    assert found["remains"]["saving"] > KILLS / 10
+    # The remains are gone with the next save, and only so many checkpoints stay.
+    assert len(found["names"]) == 2 and not any(n[0] == "." for n in found["names"])
