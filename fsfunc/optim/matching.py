@@ -143,6 +143,7 @@ class Matched:
                 kept = [[again(leaf) for leaf in column] for column in kept]
             with torch.no_grad():
                 new = self._writable(kept, in_place)
+                _count_write([t for _, tensors in new for t in tensors])
                 for (_, dtype, decay), rows in self._groups(new, decays).items():
                     _write(kernel, rows, dtype, decay)
             return [
@@ -236,6 +237,17 @@ class Matched:
         return tree.unflatten(self.treedef, out)
 
 
+def _count_write(tensors: Sequence[Tensor]) -> None:
+    """Counts one write more, where a rank holds no element too.
+
+    By the versions `shard` sees whether a gathered buffer is still right, and all ranks
+    must come to one answer.
+    """
+    counted = [t for t in tensors if not t.is_inference()]
+    if counted:
+        torch.autograd.graph.increment_version(counted)
+
+
 def _write(
     kernel: Callable[..., None],
     rows: list[list[Tensor]],
@@ -255,9 +267,6 @@ def _write(
         for target, source in zip(targets, sources, strict=True):
             if target is not source:
                 target.copy_(source)
-        # Fused kernels leave the versions, by which autograd and `shard` see a change.
-        if not targets[0].is_inference():
-            torch.autograd.graph.increment_version(targets)
 
 
 def _dense(x: Tensor, dtype: torch.dtype) -> Tensor:

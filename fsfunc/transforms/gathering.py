@@ -195,8 +195,8 @@ def leave(
         if isinstance(y, Tensor) and _torch.storage_key(y) in storages:
             outs[i] = y.clone()
     tracked = [y for y in outs if isinstance(y, Tensor) and y.requires_grad]
-    if not tracked and token is None:
-        return token, outs
+    if not tracked and token is None or not torch.is_grad_enabled():
+        return token, outs  # a token made without grad would cut the thread of units
     if forget:
         stop = {v.grad_fn for v in (*views, *inputs) if isinstance(v, Tensor)}
         nodes = _torch.graph_nodes([y.grad_fn for y in tracked], stop)

@@ -300,3 +300,39 @@ def test_held_memory_is_left_as_it_is(name, zero) -> None:
         return digest(ff.unshard(newer)) == expected
 
     assert all(ff.spmd(main, MESH)())
+
+
+MASKED = {
+    **OPTIMIZERS,
+    "torch's": lambda: ff.from_torch(torch.optim.RMSprop, lr=0.1),
+}
+
+
+@pytest.mark.parametrize("name", MASKED)
+@pytest.mark.parametrize("zero", [1, 2])
+def test_ranks_agree_on_what_to_gather_where_one_of_them_wrote_nothing(name, zero):
+    """A leaf that is not trained fills the first rank's whole range."""
+    params = {"a": torch.ones(D, D), "b": torch.eye(D)}
+
+    @ff.unit
+    def both(p, x):
+        return torch.tanh(x @ p["a"]) @ p["b"]
+
+    def train(step, optimizer):
+        state = ff.init_state(step, params, optimizer, X)
+        for _ in range(3):
+            state, _ = step(state, X)
+        return ff.unshard(state.params)
+
+    def main(sharded):
+        trained = ff.masked(MASKED[name](), lambda path, leaf: path == "b")
+        gradients = ff.value_and_grad(lambda p, x: both(p, x).square().mean())
+        step = trained(gradients)
+        if sharded:
+            step = ff.donate(ff.shard(step, MESH, "data", zero=zero))
+        return train(step, trained)
+
+    expected = main(False)
+    for found in ff.spmd(lambda: main(True), MESH)():
+        assert torch.equal(found["a"], expected["a"])
+        assert torch.allclose(found["b"], expected["b"], atol=1e-6)
