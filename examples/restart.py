@@ -60,7 +60,7 @@ class Checkpoints:
 
         Raises: SystemExit where it is of another run.
         """
-        path = ff.latest(self.folder) if self.folder else None
+        path = ff.latest(self.folder, "step-*") if self.folder else None
         theirs = ff.metadata(path).metadata["run"] if path else self.run
         for name, mine in self.run.items():
             if theirs[name] != mine:

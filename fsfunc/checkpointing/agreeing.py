@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import zlib
+
 import torch
 import torch.distributed as dist
 
 from fsfunc.accounting import label
 from fsfunc.checkpointing.manifest import CheckpointError
-from fsfunc.collectives import all_gather, psum
+from fsfunc.collectives import all_gather, pmax, psum
 from fsfunc.mesh import Here
 
-__all__ = ["agree"]
+__all__ = ["agree", "check_alike"]
 
 _PLAIN = (
     FileExistsError, FileNotFoundError, PermissionError, OSError, KeyError, TypeError,
@@ -37,6 +39,27 @@ def agree(at: Here | None, error: BaseException | None) -> None:
                 _exchange(f"{type(error).__name__}: {error}", axes, device)
     if error is not None:
         raise error
+
+
+def check_alike(at: Here | None, text: str, what: str) -> None:
+    """Raises on every rank where ``text`` is not the same on all of them.
+
+    Raises:
+        ValueError: says ``what`` the ranks do, and this rank's text.
+
+    Cost: one pmax of two numbers.
+    """
+    if at is None or at.mesh.size == 1:
+        return
+    mine = zlib.crc32(text.encode(errors="replace"))
+    with label("", "checkpoint"), torch.no_grad():
+        both = torch.tensor([mine, -mine], device=_device(at))
+        high, low = pmax(both, tuple(at.mesh.axes)).tolist()
+    if high != -low:
+        raise ValueError(
+            f"the ranks {what}, and every rank must name the same one: rank {at.rank} "
+            f"says {text[:200]}"
+        )
 
 
 def _exchange(message: str, axes: tuple[str, ...], device: str) -> list[str]:

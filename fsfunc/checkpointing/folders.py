@@ -8,9 +8,12 @@ was killed; the others' remains are removed by the next save.
 
 from __future__ import annotations
 
+import errno
+import fcntl
 import os
 import re
 import shutil
+import uuid
 from contextlib import suppress
 from pathlib import Path
 
@@ -19,18 +22,24 @@ from fsfunc.checkpointing.manifest import MANIFEST
 __all__ = [
     "appear",
     "begin_folder",
+    "check_absent",
     "discard",
     "empty",
     "keep_newest",
     "latest",
+    "saving_folder",
     "sync",
 ]
 
 _SAVING, _DELETING = ".saving", ".deleting"
 
 
-def latest(folder: str | os.PathLike) -> Path | None:
+def latest(folder: str | os.PathLike, pattern: str = "*") -> Path | None:
     """The newest complete checkpoint in ``folder``, None where there is none.
+
+    Args:
+        pattern: what its name looks like, such as ``"step-*"``, where a folder holds
+            others too.
 
     The newest is the one with the highest last number in its name (``step-00000200``);
     of names without numbers, the last by name. Every rank that sees the folder finds
@@ -43,29 +52,74 @@ def latest(folder: str | os.PathLike) -> Path | None:
     ...     ff.latest(folder).name
     'step-10'
     """
-    found = [path for path in _entries(Path(folder)) if _is_complete(path)]
+    found = [p for p in _entries(Path(folder)) if p.match(pattern) and _is_complete(p)]
     return max(found, key=_age, default=None)
 
 
-def begin_folder(path: Path) -> Path:
-    """A new folder to write into before it becomes ``path``.
+def check_absent(path: Path) -> None:
+    """Raises where something is at ``path``.
 
     Raises:
-        FileExistsError: ``path`` exists.
-        OSError: the folder around it cannot be made or written.
+        FileExistsError: names the way out.
     """
     if path.exists() or path.is_symlink():
         raise FileExistsError(
             f"{path} exists: a checkpoint is never written over; save under another "
             "name (such as the step's number), or remove it first"
         )
+
+
+def begin_folder(path: Path) -> int:
+    """Makes a folder to write into before it becomes ``path``; returns its lock.
+
+    While the lock (a file descriptor) is open the folder is in use. What killed
+    processes left, of this name or of one like it, is locked no more and removed.
+
+    Raises:
+        FileExistsError: another process is saving ``path``.
+        OSError: the folder around it cannot be made or written.
+    """
     path.parent.mkdir(parents=True, exist_ok=True)
     for remains in _entries(path.parent):
         if _remains_of(remains, path):
-            shutil.rmtree(remains)
-    folder = path.parent / f".{path.name}{_SAVING}"
+            _remove_unlocked(remains)
+    # Locked before it has the name by which others would find it unlocked.
+    folder = path.parent / f".{uuid.uuid4().hex}{_SAVING}"
     folder.mkdir()
-    return folder
+    lock = None
+    try:
+        lock = os.open(folder, os.O_RDONLY | os.O_CLOEXEC)
+        with suppress(OSError):  # a file system without locks
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        os.rename(folder, saving_folder(path))
+    except OSError as error:
+        if lock is not None:
+            os.close(lock)
+        folder.rmdir()
+        if error.errno in (errno.ENOTEMPTY, errno.EEXIST):
+            raise FileExistsError(f"another process is saving {path}") from error
+        raise
+    return lock
+
+
+def _remove_unlocked(remains: Path) -> None:
+    """Removes a folder that no living process writes into."""
+    try:
+        lock = os.open(remains, os.O_RDONLY | os.O_CLOEXEC)
+    except FileNotFoundError:
+        return  # it has become a checkpoint meanwhile
+    try:
+        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return
+    except OSError:  # no locks here: take it for dead
+        pass
+    else:
+        if not remains.exists():
+            return
+    finally:
+        os.close(lock)
+    shutil.rmtree(remains, ignore_errors=True)
 
 
 def saving_folder(path: Path) -> Path:

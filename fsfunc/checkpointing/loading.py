@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -17,7 +17,7 @@ from torch.distributed.checkpoint.planner_helpers import (
 
 from fsfunc import _torch, tree
 from fsfunc.boxing import Box
-from fsfunc.checkpointing.agreeing import agree
+from fsfunc.checkpointing.agreeing import agree, check_alike
 from fsfunc.checkpointing.finding import find
 from fsfunc.checkpointing.leaves import Held, coordinates_here, mesh_here
 from fsfunc.checkpointing.manifest import CheckpointError, Stored
@@ -37,7 +37,7 @@ def load(
     target: Any,
     *,
     at: str = "",
-    random: bool = True,
+    random: bool | None = None,
     device: torch.device | str | None = None,
 ) -> Any:
     """The state saved at ``path``, laid out as ``target`` is.
@@ -52,7 +52,7 @@ def load(
             (`abstract_state`), whose tensors take no memory. It is left as it is.
         at: the path of the subtree to read: ``load(path, state.params, at="params")``.
         random: restore the states of the default random generators, as they stood when
-            the state was saved.
+            the state was saved. Without ``at`` it is the default.
         device: where the result lies, if not where the target does (the CPU, where that
             is abstract).
 
@@ -71,19 +71,21 @@ def load(
             f"cannot load on {here.mesh}, which holds no values of its own: load on a "
             "simulated mesh or on processes"
         )
-    error: Exception | None = None
-    result: Any = None
-    stored: Stored | None = None
-    try:
-        stored = within(find(path), at)
-        result = fill(stored, target, here, device)
-    except Exception as failure:
-        error = failure
+    stored, error = _attempt(lambda: find(path))
     agree(here, error)
-    assert stored is not None
-    if random:
+    check_alike(here, stored.identity, "load different checkpoints")
+    result, error = _attempt(lambda: fill(within(stored, at), target, here, device))
+    agree(here, error)
+    if not at if random is None else random:
         restore_random(stored.random, 0 if here is None else here.rank)
     return result
+
+
+def _attempt(action: Callable[[], Any]) -> tuple[Any, Exception | None]:
+    try:
+        return action(), None
+    except Exception as error:
+        return None, error
 
 
 def fill(stored: Stored, target: Any, here: Here | None, device: Any = None) -> Any:

@@ -119,6 +119,12 @@ class Stored:
         return sum(leaf.nbytes for leaf in self.tensors.values())
 
     @property
+    def identity(self) -> str:
+        """Its name, and a checksum that no other checkpoint has."""
+        text = repr((self.tensors, self.values, self.files, self.random))
+        return f"{self.path.name} ({zlib.crc32(text.encode()):08x})"
+
+    @property
     def complete(self) -> bool:
         """Whether the chunks make up every tensor."""
         return all(leaf.is_whole for leaf in self.tensors.values())

@@ -38,7 +38,9 @@ def restore_random(random: Mapping[str, Any], rank: int) -> None:
     if not random:
         return
     mine = random["states"][random["of"][rank % len(random["of"])]]
-    for g, _ in generator_states():
-        if (text := mine.get(g.device.type)) is not None:
-            state = bytearray(base64.b64decode(text))
-            g.set_state(torch.frombuffer(state, dtype=torch.uint8))
+    for kind, text in mine.items():
+        state = torch.frombuffer(bytearray(base64.b64decode(text)), dtype=torch.uint8)
+        if kind == "cpu":
+            torch.default_generator.set_state(state)
+        elif kind == "cuda" and torch.cuda.is_available():
+            torch.cuda.set_rng_state(state)  # also where CUDA was not used so far

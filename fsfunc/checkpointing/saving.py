@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from fsfunc.checkpointing import folders
-from fsfunc.checkpointing.agreeing import agree
+from fsfunc.checkpointing.agreeing import agree, check_alike
 from fsfunc.checkpointing.leaves import Holdings, holdings, mesh_here
 from fsfunc.checkpointing.manifest import dtype_name
 from fsfunc.checkpointing.randomness import random_state
@@ -45,7 +45,8 @@ def save(
     Args:
         path: where; nothing may be there.
         state: any tree of sharded leaves, tensors, numbers, strings and bools, such as
-            ``{"train": state, "data": loader.position}``.
+            ``{"train": state, "data": loader.position}``. A whole tensor is taken to be
+            the same on every rank: one of them writes it.
         metadata: anything that JSON can hold, for the reader.
         keep: once this one is complete, delete all but so many of the checkpoints
             beside it whose names differ in their last number alone: it stays, and the
@@ -69,16 +70,13 @@ def save(
     """
     saving = _begin(path, state, metadata, keep)
     try:
-        error = attempt(saving.write)
-        saving.agree(error)
-        error = attempt(saving.complete) if saving.first else None
-        saving.agree(error)
+        saving.agree(attempt(saving.write))
+        saving.agree(attempt(saving.complete) if saving.first else None)
     except BaseException:
-        if saving.first:
-            folders.discard(saving.folder)
+        saving.abandon()
         raise
-    finally:
-        saving.release()
+    saving.release()
+    saving.unlock()
 
 
 def save_async(
@@ -100,7 +98,7 @@ def save_async(
         next save of this rank, or told when Python ends. A second save waits for the
         first.
 
-    Cost: the call checks and agrees on one number; a rank's files are written by a
+    Cost: the call checks and agrees on a few numbers; a rank's files are written by a
     thread. Memory: a donated step given the state makes a second state, once.
     """
     saving = _begin(path, state, metadata, keep)
@@ -122,30 +120,35 @@ def _begin(path: Any, state: Any, metadata: Any, keep: int | None) -> Saving:
     earlier = in_flight(at)
     error = None if earlier is None else attempt(earlier.wait)
     saving: Saving | None = None
+    if error is None:
+        try:
+            saving = _prepared(at, path, state, metadata, keep)
+        except Exception as failure:
+            error = failure
     try:
-        if error is not None:
-            raise error
-        path = Path(os.path.abspath(os.fspath(path)))
-        said = _checked(metadata or {})
-        if keep is not None and (keep < 1 or int(keep) != keep):
-            raise ValueError(
-                f"keep={keep}: it is how many checkpoints stay, at least 1"
-            )
-        saving = Saving(path, at, _saveable(state, at), said, keep, random_state())
-        if saving.first:
-            folders.begin_folder(path)
-    except Exception as failure:
-        error = failure
-    try:
+        # Until all have come here, somebody may still be waiting for an earlier one.
         agree(at, error)
+        assert saving is not None
+        check_alike(at, str(saving.path), "save to different paths")
+        agree(at, attempt(saving.make_folder))
+        agree(at, attempt(saving.find_folder))
     except BaseException:
         if saving is not None:
-            saving.release()
-            if saving.first and error is None:
-                folders.discard(saving.folder)
+            saving.abandon()
         raise
-    assert saving is not None
     return saving
+
+
+def _prepared(
+    at: Here | None, path: Any, state: Any, metadata: Any, keep: Any
+) -> Saving:
+    """What is to be saved, all of it checked that can be without the other ranks."""
+    path = Path(os.path.abspath(os.fspath(path)))
+    said = _checked(metadata or {})
+    if keep is not None and (not isinstance(keep, int) or keep < 1):
+        raise ValueError(f"keep={keep!r}: it is how many checkpoints stay, at least 1")
+    folders.check_absent(path)
+    return Saving(path, at, _saveable(state, at), said, keep, random_state())
 
 
 def _saveable(state: Any, at: Here | None) -> Holdings:

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import atexit
 import json
+import os
 import sys
+import time
 import traceback
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
@@ -45,6 +47,7 @@ class Saving:
     random: dict[str, str]
     thread: Thread | None = None
     error: BaseException | None = None
+    lock: int | None = None
     _finished: bool = False
     _standing: list[Any] = field(default_factory=list)
 
@@ -57,6 +60,34 @@ class Saving:
         self.first = self.rank == 0
         self.release = hold(h.part for h in held)
         self._standing = [(h, standing(h.part, h.home)) for h in held]
+
+    def make_folder(self) -> None:
+        """The first rank's: what others will write into."""
+        if self.first:
+            self.lock = folders.begin_folder(self.path)
+
+    def find_folder(self) -> None:
+        """Raises where this rank does not see the folder."""
+        for pause in (0, 0.1, 1, 3):  # seconds; a network's file system may be slow
+            time.sleep(pause)
+            if self.folder.is_dir():
+                return
+        raise CheckpointError(
+            f"rank {self.rank} is to save {self.path}, and does not see the folder "
+            "that rank 0 made there: all ranks need one shared file system"
+        )
+
+    def abandon(self) -> None:
+        """Nothing comes of it: what was written is removed, what was held let go."""
+        self.release()
+        if self.lock is not None:
+            folders.discard(self.folder)
+        self.unlock()
+
+    def unlock(self) -> None:
+        lock, self.lock = self.lock, None
+        if lock is not None:
+            os.close(lock)
 
     def start(self) -> None:
         """Goes on in the background."""
@@ -105,6 +136,7 @@ class Saving:
             attempt(lambda error=error: notes.failed(self.folder, self.rank, error))
         finally:
             self.release()
+            self.unlock()
             self.found, self._standing = Holdings(), []  # it may be kept for long
 
     def _clear(self, files: str | None = None) -> None:
@@ -114,11 +146,6 @@ class Saving:
 
     def write(self) -> None:
         """Writes this rank's files, and the note of them."""
-        if not self.folder.is_dir():
-            raise CheckpointError(
-                f"rank {self.rank} is to save {self.path}, and rank 0 made no folder "
-                "there: all ranks must name one path on one shared file system"
-            )
         found, parts = self.found, parts_of(self.found, self.at)
         files, chunks = write_parts(
             self.folder, self.rank, [(h.path, box, x) for h, box, x in parts]

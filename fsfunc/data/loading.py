@@ -64,7 +64,8 @@ def batches(
         workers: processes that read ahead. Of simulated ranks each reads for itself:
             the rows are the same.
         collate: makes a batch of a list of rows; ``torch.utils.data.default_collate``
-            without it.
+            without it. What it draws follows from the last row of a rank's part, and so
+            depends on how many ranks there are; what the dataset draws does not.
         options: passed on to ``torch.utils.data.DataLoader``, such as ``pin_memory``.
 
     Returns:
@@ -77,7 +78,8 @@ def batches(
         TypeError: a dataset that cannot tell its length, or is only iterable.
 
     Cost: nothing is sent. A rank reads its own rows, and no others; one whose part is
-    empty reads one row, and returns none of it. While row ``i`` is read the default
+    empty reads one row (thrice, where the batch has lists), and returns none of it:
+    tensors and lists of rows are cut to none. While row ``i`` is read the default
     generators of torch, Python and NumPy are seeded from (seed, epoch, i); then they
     are as before. That and the order take some 35 microseconds a row; ``workers`` take
     them off the step.

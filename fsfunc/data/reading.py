@@ -81,14 +81,40 @@ class Reading:
         # A part of no rows has the form of a batch: that of one row, cut to none.
         taken = [self._rows[start + k] for k in places or range(1)]  # type: ignore
         with _kept_generators() as seed_all:
-            found = []
-            for row in taken:
-                seed_all(mixed(self.order.seed, epoch, row))
-                found.append(self.dataset[row])
-            made = self.collate(found)
-        if places:
-            return made
-        return tree.map(lambda x: x[:0] if isinstance(x, Tensor) else x, made)
+
+            def batch_of(rows: list[int]) -> Any:
+                found = []
+                for row in rows:
+                    seed_all(mixed(self.order.seed, epoch, row))
+                    found.append(self.dataset[row])
+                return self.collate(found)
+
+            made = batch_of(taken)
+            if places:
+                return made
+            # Of lists only a batch of two tells which have an item for each row.
+            lists = any(map(_is_list, tree.leaves(made, _is_list)))
+            more = batch_of(taken * 2) if lists else made
+        return _emptied(made, more)
+
+
+def _is_list(x: Any) -> bool:
+    return type(x) in (list, tuple)
+
+
+def _emptied(one: Any, two: Any) -> Any:
+    """A batch of one row cut to none; ``two`` is the batch of that row twice."""
+
+    def cut(x: Any, y: Any) -> Any:
+        if isinstance(x, Tensor):
+            return x[:0] if x.ndim else x
+        if not _is_list(x):
+            return x
+        if len(x) != len(y):
+            return x[:0]
+        return type(x)(map(_emptied, x, y))
+
+    return tree.map(cut, one, two, is_leaf=_is_list)
 
 
 @contextmanager

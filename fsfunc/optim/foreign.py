@@ -54,7 +54,8 @@ def from_torch(
     Args:
         kind: the class, such as ``torch.optim.RMSprop``, or one of the user's own. It
             is tried on twelve numbers here and now: what it does to a part of a
-            parameter must be that part of what it does to the whole.
+            parameter must be that part of what it does to the whole, a matrix as a
+            vector. What shows only in longer or larger ones stays unseen.
         lr: a number, or ``schedule(count)`` giving one; the class's own without it.
         options: passed on to the class. Parameter groups: see `partition`, `masked`.
 
@@ -63,12 +64,14 @@ def from_torch(
         class on one device (with ``fused``, whose kernels treat the last few elements
         of a tensor otherwise, to rounding); ``update`` the difference that it makes, so
         the sum agrees to rounding. A step is counted for all leaves, also for those
-        that have no gradient in it.
+        that have no gradient in it: one whose first gradient comes late goes without
+        what a first step does otherwise (as ``SGD``, which does not dampen it).
 
     Raises:
-        ValueError: a class that is not elementwise, or carries more than it keeps for
-            a parameter; ``capturable`` and ``differentiable``; a state of another
-            class; an update without ``params``, or that somebody differentiates.
+        ValueError: a class that is not elementwise, looks at ``p.ndim``, or carries
+            more than it keeps for a parameter, as in a group; ``capturable`` and
+            ``differentiable``; a state of another class; an update without ``params``,
+            or that somebody differentiates.
         TreeMismatch: gradients or state do not fit the parameters; names the path.
 
     Cost: no communication. One call of the class's own step for each device and dtype,

@@ -3,7 +3,7 @@
 Such a class says neither what it keeps for a parameter nor what that is before the
 first step, nor whether it treats each element by itself. All three show on twelve
 numbers: what it keeps, and where each part starts, is noted as it is stored; and eight
-steps of the parts must be the parts of eight steps of the whole.
+steps of the parts must be the parts of eight steps of the whole, in whatever shape.
 """
 
 from __future__ import annotations
@@ -26,6 +26,9 @@ Numbers = dict[str, Any]
 
 _REAL = torch.zeros(1)
 _LENGTH, _CUT, _STEPS = 12, 5, 8  # RAdam's sixth step is of another kind than its first
+_SHAPES = (3, 4), (1, 3, 2, 2)  # of those twelve: a matrix, and filters
+# Of vars(optimizer): looked at one by one, and torch's note of a check it has made.
+_TOLD = {"state", "param_groups", "_need_device_dtype_check_for_fused"}
 _PARAMETER = object()  # a moment that starts as the parameter does
 
 
@@ -215,15 +218,16 @@ def _value(first: Any, p: Tensor, its_first: Any, its_p: Tensor) -> Any:
 
 def _checked(make: Make, kept: Kept, start: Tensor, grads: list[Tensor]) -> Kept:
     """``kept``, once steps of the parts are seen to be parts of the steps."""
-    p = start.clone()
-    optimizer = make([p])
-    for g in grads:
-        p.grad = g.clone()
-        optimizer.step()
+    p, state = _steps_itself(make, start, grads)
+    last = as_numbers({name: state[name] for name in kept.numbers})
     whole = slice(None)
-    for afresh in (False, True):
-        kept = replace(kept, afresh=afresh)
-        if torch.equal(_steps(make, kept, start, grads, whole)[0], p):
+    # A number first seen after it was counted up began at 0.
+    zeros = {name: type(value)() for name, value in kept.numbers.items()}
+    first = kept.numbers
+    for numbers, afresh in ((first, False), (zeros, False), (first, True)):
+        kept = replace(kept, numbers=numbers, afresh=afresh)
+        found, its_last = _steps(make, kept, start, grads, whole)
+        if torch.equal(found, p) and its_last == last:
             break
     else:
         raise _Refused(
@@ -239,11 +243,73 @@ def _checked(make: Make, kept: Kept, start: Tensor, grads: list[Tensor]) -> Kept
                 "part of the step"
             )
         for name, value in numbers.items():
-            if value != optimizer.state[p][name]:
+            if value != last[name]:
                 raise _Refused(
                     f"what it keeps as {name!r} depends on all elements of a parameter"
                 )
+    for shape in _SHAPES:
+        shaped = [g.view(shape) for g in grads]
+        try:
+            found, its_state = _steps_itself(make, start.view(shape), shaped)
+        except _Refused:
+            raise
+        except Exception as error:
+            raise _Refused(
+                f"its step fails on a parameter of shape {shape} ({error})"
+            ) from error
+        same = torch.equal(found.view(-1), p) and its_state.keys() == state.keys()
+        if not same or any(its_state[name] != last[name] for name in last):
+            raise _Refused(
+                f"a parameter of shape {shape} is stepped otherwise than its elements "
+                "in a row, which is how parts are stepped (a rule that depends on "
+                "p.ndim or p.shape is to be one optimizer for each kind of leaf, by "
+                "ff.partition)"
+            )
     return kept
+
+
+def _steps_itself(
+    make: Make, start: Tensor, grads: list[Tensor]
+) -> tuple[Tensor, Mapping[str, Any]]:
+    """The parameter after the class's own steps, and what it keeps for it then."""
+    p = start.clone()
+    optimizer = make([p])
+    before = _outside(optimizer, p)
+    for g in grads:
+        p.grad = g.clone()
+        optimizer.step()
+        after = _outside(optimizer, p)
+        changed = [k for k in {**before, **after} if before.get(k) != after.get(k)]
+        if changed:
+            raise _Refused(
+                f"it carries {', '.join(changed)} from step to step, which is more "
+                "than it keeps in state[parameter]"
+            )
+    return p, optimizer.state[p]
+
+
+def _outside(optimizer: torch.optim.Optimizer, p: Tensor) -> dict[str, str]:
+    """What an optimizer holds beside what it keeps for ``p``, as text."""
+
+    def text(x: Any) -> str:
+        if x is p:
+            return "p"
+        if isinstance(x, Tensor):
+            return f"{x.dtype} {x.tolist()}"
+        if isinstance(x, Mapping):
+            return str([(text(k), text(v)) for k, v in x.items()])
+        if isinstance(x, (list, tuple)):
+            return str([text(v) for v in x])
+        plain = isinstance(x, (bool, int, float, complex, str))
+        return repr(x) if plain else str(id(x))
+
+    held = {k: v for k, v in vars(optimizer).items() if k not in _TOLD}
+    for i, group in enumerate(optimizer.param_groups):
+        held |= {
+            f"param_groups[{i}][{k!r}]": v for k, v in group.items() if k != "params"
+        }
+    held |= {f"state[{k!r}]": v for k, v in optimizer.state.items() if k is not p}
+    return {k if "[" in k else repr(k): text(v) for k, v in held.items()}
 
 
 def _steps(

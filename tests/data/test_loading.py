@@ -212,6 +212,45 @@ def test_an_empty_part_has_the_form_of_a_batch():
     assert empty["row"].shape == (0,) and empty["drawn"].shape == (0, 4)
 
 
+class Named:
+    """Rows of a tensor, a string and a number, in one container or another."""
+
+    def __init__(self, form):
+        self.form = form
+
+    def __len__(self):
+        return 5
+
+    def __getitem__(self, i):
+        row = {"x": torch.ones(3), "name": f"row{i}", "n": i, "ids": ["a", "b"]}
+        return row if self.form is dict else self.form(row.values())
+
+
+def counted(rows):
+    """Rows in lists of their own, and a number of the whole batch."""
+    ids = [row["ids"] for row in rows]
+    return {"ids": ids, "rows": rows, "count": torch.tensor(len(rows))}
+
+
+@pytest.mark.parametrize("form", [dict, list, tuple])
+def test_an_empty_part_keeps_no_row_in_lists_either(form):
+    mesh = ff.make_mesh({"data": 3}, "simulated")
+
+    def main(collate=None):
+        how = {"uneven": True, "collate": collate}
+        return next(ff.batches(Named(form), mesh, "data", 2, **how))
+
+    *_, empty = ff.spmd(main, mesh)()
+    x, name, n, ids = empty.values() if form is dict else empty
+    assert x.shape == (0, 3) and n.shape == (0,)
+    assert len(name) == 0 and [len(column) for column in ids] == [0, 0]
+    if form is dict:
+        *_, empty = ff.spmd(main, mesh)(counted)
+        assert empty["ids"] == empty["rows"] == [] and empty["count"].shape == ()
+    *_, empty = ff.spmd(main, mesh)(list)
+    assert empty == []
+
+
 def test_batches_may_be_made_otherwise():
     loader = ff.batches("abcdef", None, None, 3, shuffle=False, collate="".join)
     assert taken(loader, 3) == ["abc", "def", "abc"]

@@ -327,13 +327,14 @@ class Own(torch.optim.Optimizer):
     """A user's optimizer, with one fault or none."""
 
     def __init__(self, params, lr=0.1, fault=""):
-        super().__init__(params, {"lr": lr, "fault": fault})
+        super().__init__(params, {"lr": lr, "fault": fault, "steps": 0})
         self.fault, self.calls = fault, 0
 
     @torch.no_grad()
     def step(self, closure=None):
-        self.calls += 1
+        self.calls += self.fault == "calls"
         for group in self.param_groups:
+            group["steps"] += self.fault == "group"
             for p in group["params"]:
                 state, g, fault = self.state[p], p.grad, self.fault
                 if "slow" not in state:
@@ -343,8 +344,22 @@ class Own(torch.optim.Optimizer):
                     g = g / g.norm()
                 elif fault == "total":
                     state["total"] = state.get("total", 0) + float(g.sum())
-                elif fault == "calls":
+                elif fault == "calls" and self.calls > 10:
                     g = g * self.calls
+                elif fault == "group" and group["steps"] > 10:
+                    g = g * group["steps"]
+                elif fault == "shared":
+                    self.state["total"] = group["lr"]  # type: ignore
+                elif fault == "decays matrices" and p.ndim > 1:
+                    g = g + 0.1 * p
+                elif fault == "decays filters" and p.ndim == 4:
+                    g = g + 0.1 * p
+                elif fault == "factors matrices" and p.ndim > 1:
+                    state["rows"] = g.mean(0)
+                elif fault == "no matrices":
+                    g = g + torch.dot(p, p) * 0
+                elif fault == "from one":
+                    state["step"] = state.get("step", 0) + 1
                 elif fault == "noise":
                     g = g + torch.randn_like(g)
                 elif fault == "matrix":
@@ -376,12 +391,29 @@ def test_a_class_of_ones_own(fault):
     assert state.numbers == {"count": 3}
 
 
+def test_a_number_that_begins_with_the_first_step():
+    """A late leaf finds it as an early one does."""
+    optimizer = from_torch(Own, fault="from one")
+    w, g = torch.ones(2), torch.ones(2)
+    state = optimizer.init(w)
+    assert state.numbers == {"count": 0, "step": 0}
+    for t in range(3):
+        w, state = optimizer.apply(g, state, w)
+        assert state.numbers == {"count": t + 1, "step": t + 1}
+
+
 @pytest.mark.parametrize(
     ("fault", "message"),
     [
         ("norm", "Own cannot run on shards: it is not elementwise"),
         ("total", "'total' depends on all elements"),
-        ("calls", "carries more than it keeps"),
+        ("calls", r"carries 'calls' .* more than it keeps in state\[parameter\]"),
+        ("group", r"carries param_groups\[0\]\['steps'\]"),
+        ("shared", r"carries state\['total'\]"),
+        ("decays matrices", r"of shape \(3, 4\) .*p.ndim.* ff.partition"),
+        ("decays filters", r"of shape \(1, 3, 2, 2\)"),
+        ("factors matrices", r"of shape \(3, 4\)"),
+        ("no matrices", r"fails on a parameter of shape \(3, 4\)"),
         ("noise", "draws random numbers"),
         ("matrix", r"'rows', a tensor of shape \(3, 3\)"),
         ("list", "'rows', list"),
