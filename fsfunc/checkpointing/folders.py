@@ -32,6 +32,7 @@ __all__ = [
 ]
 
 _SAVING, _DELETING = ".saving", ".deleting"
+_UNFINISHED = re.compile(r"\.(.+)\.(?:saving(?:-[0-9a-f]+)?|deleting)", re.S)
 
 
 def latest(folder: str | os.PathLike, pattern: str = "*") -> Path | None:
@@ -84,18 +85,19 @@ def begin_folder(path: Path) -> int:
         if _remains_of(remains, path):
             _remove_unlocked(remains)
     # Locked before it has the name by which others would find it unlocked.
-    folder = path.parent / f".{uuid.uuid4().hex}{_SAVING}"
-    folder.mkdir()
+    folder = saving_folder(path)
+    new = folder.with_name(f"{folder.name}-{uuid.uuid4().hex}")
+    new.mkdir()
     lock = None
     try:
-        lock = os.open(folder, os.O_RDONLY | os.O_CLOEXEC)
+        lock = os.open(new, os.O_RDONLY | os.O_CLOEXEC)
         with suppress(OSError):  # a file system without locks
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        os.rename(folder, saving_folder(path))
+        os.rename(new, folder)
     except OSError as error:
         if lock is not None:
             os.close(lock)
-        folder.rmdir()
+        new.rmdir()
         if error.errno in (errno.ENOTEMPTY, errno.EEXIST):
             raise FileExistsError(f"another process is saving {path}") from error
         raise
@@ -179,16 +181,13 @@ def _entries(folder: Path) -> list[Path]:
 
 
 def _is_complete(path: Path) -> bool:
-    hidden = path.name.startswith(".") and path.name.endswith((_SAVING, _DELETING))
-    return not hidden and (path / MANIFEST).is_file()
+    return _UNFINISHED.fullmatch(path.name) is None and (path / MANIFEST).is_file()
 
 
 def _remains_of(path: Path, other: Path) -> bool:
     """Whether ``path`` is what a killed process left of a checkpoint like ``other``."""
-    for ending in (_SAVING, _DELETING):
-        if path.name.startswith(".") and path.name.endswith(ending) and path.is_dir():
-            return _alike(path.name[1 : -len(ending)], other.name)
-    return False
+    found = _UNFINISHED.fullmatch(path.name)
+    return bool(found) and path.is_dir() and _alike(found[1], other.name)
 
 
 def _alike(a: str, b: str) -> bool:
