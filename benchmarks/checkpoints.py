@@ -56,7 +56,9 @@ ROWS = [
     Row("save", "dd, written and synced", "save", "dd write", DISK),
     Row("load, nothing cached", "dd, read", "load", "dd read", DISK),
     Row("save", "DCP under FSDP2", "save", "dcp save", 1.0),
-    Row("load, nothing cached", "DCP under FSDP2", "load", "dcp load", 1.0),
+    Row("load into new memory", "DCP under FSDP2", "load", "dcp load", 1.0),
+    Row("load in place", "DCP under FSDP2", "load in place", "dcp load", 1.0),
+    Row("load in place", "dd, read", "load in place", "dd read", DISK),
     Row("save_async, the call", "save", "save_async", "save", 0.1),
 ]
 

@@ -19,17 +19,23 @@ from fsfunc import _torch, tree
 from fsfunc.boxing import Box
 from fsfunc.checkpointing.agreeing import agree, check_alike
 from fsfunc.checkpointing.finding import find
-from fsfunc.checkpointing.leaves import Held, coordinates_here, mesh_here
+from fsfunc.checkpointing.leaves import Held, check_real, coordinates_here, mesh_here
 from fsfunc.checkpointing.manifest import CheckpointError, Stored
 from fsfunc.checkpointing.matching import check_match, within
 from fsfunc.checkpointing.randomness import restore_random
 from fsfunc.checkpointing.reading import Reader, check_files
+from fsfunc.holding import is_held
 from fsfunc.layout import Layout
 from fsfunc.mesh import Here
-from fsfunc.sharded import Sharded, is_sharded, split_buffers
-from fsfunc.transforms.donation import refuse_spent
+from fsfunc.sharded import Buffers, Sharded, is_sharded, split_buffers
+from fsfunc.transforms.donation import refuse_spent, spend
 
 __all__ = ["Fill", "fill", "load"]
+
+_TAKEN = (
+    "this state's memory was given to ff.load(..., donate=True): go on with what it "
+    "returned"
+)
 
 
 def load(
@@ -38,6 +44,7 @@ def load(
     *,
     at: str = "",
     random: bool | None = None,
+    donate: bool = False,
     device: torch.device | str | None = None,
 ) -> Any:
     """The state saved at ``path``, laid out as ``target`` is.
@@ -49,10 +56,13 @@ def load(
         path: what `save` wrote; or one safetensors file (`consolidate`), or a folder of
             them, as torch.distributed.checkpoint or Hugging Face write them.
         target: a tree like the one saved: a placed state, or an abstract one
-            (`abstract_state`), whose tensors take no memory. It is left as it is.
+            (`abstract_state`), whose tensors take no memory. It is left as it
+            is, but under ``donate``.
         at: the path of the subtree to read: ``load(path, state.params, at="params")``.
         random: restore the states of the default random generators, as they stood when
             the state was saved. Without ``at`` it is the default.
+        donate: write into the target's own memory, as a donated step does: the target
+            is spent then, and spoiled where the load fails.
         device: where the result lies, if not where the target does (the CPU, where that
             is abstract).
 
@@ -74,7 +84,9 @@ def load(
     stored, error = _attempt(lambda: find(path))
     agree(here, error)
     check_alike(here, stored.identity, "load different checkpoints")
-    result, error = _attempt(lambda: fill(within(stored, at), target, here, device))
+    result, error = _attempt(
+        lambda: fill(within(stored, at), target, here, device, donate)
+    )
     agree(here, error)
     if not at if random is None else random:
         restore_random(stored.random, 0 if here is None else here.rank)
@@ -88,7 +100,13 @@ def _attempt(action: Callable[[], Any]) -> tuple[Any, Exception | None]:
         return None, error
 
 
-def fill(stored: Stored, target: Any, here: Here | None, device: Any = None) -> Any:
+def fill(
+    stored: Stored,
+    target: Any,
+    here: Here | None,
+    device: Any = None,
+    donate: bool = False,
+) -> Any:
     """A tree like ``target`` with the values of ``stored``."""
     check_match(stored, target)
     _check_mesh(target, here)
@@ -96,7 +114,10 @@ def fill(stored: Stored, target: Any, here: Here | None, device: Any = None) -> 
     if device is not None and torch.device(device).type == "meta":
         raise ValueError("cannot load to the meta device, which holds no values")
     buffers = split_buffers(target)
-    fresh = [_room(x, device) for x in buffers.tensors]
+    if donate:
+        fresh, spoil = _own_memory(target, buffers, device)
+    else:
+        fresh, spoil = [_room(x, device) for x in buffers.tensors], None
     result = buffers.rebuild(fresh)
     paths, leaves, treedef = tree.flatten_with_paths(result, is_leaf=is_sharded)
     wanted: dict[str, Held] = {}
@@ -114,9 +135,41 @@ def fill(stored: Stored, target: Any, here: Here | None, device: Any = None) -> 
     plan = planner.finish_plan(planner.create_local_plan())
     names = {reader.chunk_of(item).file for item in plan.items}
     check_files(stored, sorted(names))
+    if spoil is not None:
+        spoil()
     with torch.no_grad():
         reader.read_data(plan, planner).wait()
     return tree.unflatten(treedef, leaves)
+
+
+def _own_memory(
+    target: Any, buffers: Buffers, device: Any
+) -> tuple[list[Any], Callable[[], None]]:
+    """The target's own memory, as few tensors; and what marks the target as spent."""
+    leaves = tree.leaves(target, is_leaf=is_sharded)
+    for x in buffers.tensors:
+        if isinstance(x, Tensor):
+            check_real("the target", x, "load into")
+            if x.is_inference() or device not in (None, x.device, str(x.device)):
+                raise ValueError(
+                    "a load into the target's own memory stays on its device, and "
+                    "takes no inference tensors: leave donate= out"
+                )
+    if is_held(x for x in buffers.tensors if isinstance(x, Tensor)):
+        raise ValueError("the target is being saved: wait() for that before a load")
+    homes = {id(x) for _, home in buffers.groups if home for x in (home.flat,)}
+    # Whole leaves as other objects: the marks are on the old ones.
+    fresh = [
+        x.detach() if isinstance(x, Tensor) and id(x) not in homes else x
+        for x in buffers.tensors
+    ]
+
+    def spoil() -> None:
+        spend(leaves, _TAKEN)
+        written = [x for x in fresh if isinstance(x, Tensor)]
+        torch.autograd.graph.increment_version(written)  # no gathered buffer shows it
+
+    return fresh, spoil
 
 
 class Fill(LoadPlanner):

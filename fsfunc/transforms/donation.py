@@ -96,6 +96,11 @@ def refuse_spent(t: Any) -> None:
             raise RuntimeError(f"{path!r}: {why}")
 
 
+def spend(leaves: list[Any], why: str) -> None:
+    """Marks leaves as given away: using them raises ``why``."""
+    _mark(leaves, why)
+
+
 def restore(t: Any) -> None:
     """``t`` is as good as before: the step that it was donated to only was planned."""
     _mark(tree.leaves(t, is_leaf=is_sharded), "")

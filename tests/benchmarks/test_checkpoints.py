@@ -34,6 +34,8 @@ def test_quick_run_measures_every_row(tmp_path: Path) -> None:
         ("load", "dd read"),
         ("save", "dcp save"),
         ("load", "dcp load"),
+        ("load in place", "dcp load"),
+        ("load in place", "dd read"),
         ("save_async", "save"),
     ]
     for row in record["rows"]:

@@ -1,0 +1,75 @@
+"""A load that is given its target's memory writes there, and the target is spent."""
+
+import pytest
+import torch
+
+import fsfunc as ff
+from fsfunc import tree
+from fsfunc.holding import hold
+from tests.checkpointing.drawn import on
+from tests.checkpointing.stacks import STACKS, made
+from tests.probes import same
+
+
+def whole(state):
+    return tree.map(lambda x: x.clone() if isinstance(x, torch.Tensor) else x, state)
+
+
+def at(state):
+    return [x.data_ptr() for x in tree.leaves(state) if isinstance(x, torch.Tensor)]
+
+
+@pytest.mark.parametrize("name", STACKS)
+def test_it_lies_where_the_target_lay(tmp_path, name):
+    def main(mesh):
+        step, state, (batch, *_) = made(name, mesh)
+        ff.save(tmp_path / "a", state)
+        saved = whole(ff.unshard(state))
+        for _ in range(2):
+            state, _ = step(state, batch)
+        old, where = state, at(state)
+        state = ff.load(tmp_path / "a", state, donate=True)
+        # What units last saw of it is gone too: the next step gathers anew.
+        assert at(state) == where
+        same(ff.unshard(state), saved)
+        fresh = ff.load(tmp_path / "a", state)
+        same(ff.unshard(step(state, batch)[0]), ff.unshard(step(fresh, batch)[0]))
+        with pytest.raises(RuntimeError, match=r"given to ff\.load"):
+            ff.unshard(old)
+        return True
+
+    assert all(on(STACKS[name][0], main))
+
+
+def test_whole_tensors_and_what_is_refused(tmp_path):
+    ff.save(tmp_path / "a", {"w": torch.arange(3.0), "n": 1})
+    target = {"w": torch.zeros(3), "n": 0}
+    found = ff.load(tmp_path / "a", target, donate=True)
+    assert found["w"].data_ptr() == target["w"].data_ptr() and found["n"] == 1
+    with pytest.raises(RuntimeError, match=r"'w': this state's memory was given"):
+        ff.load(tmp_path / "a", target)
+    with pytest.raises(ValueError, match="cannot load into"):
+        meta = {"w": torch.zeros(3, device="meta"), "n": 0}
+        ff.load(tmp_path / "a", meta, donate=True)
+    with pytest.raises(ValueError, match="stays on its device"):
+        ff.load(tmp_path / "a", found, donate=True, device="cuda")
+
+
+def test_a_target_that_is_being_saved_is_refused(tmp_path):
+    state = {"w": torch.arange(3.0)}
+    ff.save(tmp_path / "a", state)
+    release = hold([state["w"]])
+    with pytest.raises(ValueError, match="is being saved"):
+        ff.load(tmp_path / "a", state, donate=True)
+    release()
+    ff.load(tmp_path / "a", state, donate=True)
+
+
+def test_a_damaged_checkpoint_is_refused_before_the_target_is_touched(tmp_path):
+    state = {"w": torch.arange(3.0)}
+    ff.save(tmp_path / "a", state)
+    next((tmp_path / "a").glob("*.safetensors")).unlink()
+    with pytest.raises(ff.CheckpointError, match="is missing"):
+        ff.load(tmp_path / "a", state, donate=True)
+    assert state["w"].tolist() == [0, 1, 2]
+    ff.save(tmp_path / "b", state)  # not spent
