@@ -62,7 +62,9 @@ class Call:
         with inside(within), _generator(seed, numbers, f.data_index):
             if f.compute is not None:
                 params = _cast(params, f.compute)
-                inputs, keywords = _cast((inputs, keywords), f.compute)
+                kept = inputs[: self.unit.as_given]
+                rest, keywords = _cast((inputs[len(kept) :], keywords), f.compute)
+                inputs = (*kept, *rest)
             if f.rehearsal is not None:
                 return f.rehearsal.body(self, params, inputs, keywords)
             with aside(False):
@@ -76,6 +78,8 @@ class Unit:
         functools.update_wrapper(self, fn)
         self.__name__ = getattr(fn, "__name__", type(fn).__name__)
         self.fn = fn
+        # How many of the first inputs ``precision`` leaves as they are: buffers.
+        self.as_given: int = getattr(fn, "as_given", 0)
         self._seen: set[Any] = set()
 
     def __call__(self, params: Any, *inputs: Any, **keywords: Any) -> Any:

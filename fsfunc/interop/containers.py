@@ -57,13 +57,22 @@ def _adopt_dataclass(x: Any) -> bool:
     if not dataclasses.is_dataclass(x) or isinstance(x, type | Mapping):
         return False
     cls, fields = type(x), dataclasses.fields(x)
+    names = tuple(f.name for f in fields)
+    if not set(getattr(x, "__dict__", ())) <= set(names):
+        return False  # what its __post_init__ set beside them would be lost
     if not all(f.init for f in fields):
         return False
-    names = tuple(f.name for f in fields)
+
+    def made(_: Any, children: Any) -> Any:
+        new = object.__new__(cls)  # __post_init__ has run
+        for name, child in zip(names, children, strict=True):
+            object.__setattr__(new, name, child)
+        return new
+
     tree.register_node(
         cls,
         lambda value: ([getattr(value, n) for n in names], None),
-        lambda _, children: cls(**dict(zip(names, children, strict=True))),
+        made,
         names=names,
     )
     return True

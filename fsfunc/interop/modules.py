@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from fsfunc.interop.containers import opened
 from fsfunc.interop.patterns import Units, chosen, completed
 from fsfunc.interop.structures import Structure
-from fsfunc.interop.tensors import tensors_of
+from fsfunc.interop.tensors import computed, tensors_of
 from fsfunc.sharded import is_sharded
 
 __all__ = ["from_module", "to_module"]
@@ -35,29 +35,40 @@ def from_module(
             where ``*`` is one component and ``**`` any number) or compiled regular
             expression; by size (:func:`by_size`, or its number); by a predicate of
             ``(name, module)``; or several of these. Modules beside them that own
-            parameters, or draw random numbers, become units too. A unit has the
-            module's name; ``apply.units`` lists them.
+            parameters, or are torch's dropouts or RReLU in train mode, become units
+            too; others that draw random numbers draw the same on every mesh only if
+            they are made units. A unit has the module's name; ``apply.units`` lists
+            them.
 
     Returns:
         ``apply``; ``params``, what is trained, by state-dict names, tied ones once;
         ``buffers``, what runs need besides: buffers, and parameters that do not require
         grad, which so get no gradient, no moment and no reduction. Both share memory
         with the module. With ``mutable=True``, ``apply`` returns ``(output, buffers)``,
-        these with what the forward wrote: under ``shard`` each rank's own (batch
-        statistics over all ranks are those of ``ff.batch_norm``).
+        these with what the forward wrote: under ``shard`` each rank's own, and under
+        ``accumulate`` and ``pipeline`` each microbatch's own, as each starts from the
+        buffers that were given (batch statistics over all are those of
+        ``ff.batch_norm``).
 
     Raises:
         ValueError: units that match nothing; parameters without a shape yet, or tied by
             their memory. Of ``apply``: missing, further or mis-shaped tensors.
         TypeError: a module that is wrapped (DataParallel, fully_shard, compile,
-            script), or whose structure cannot be copied. Of ``apply``: a unit that is
-            given tensors out of sight, such as a cache of keys and values.
+            script), or whose structure cannot be copied; functions in it, such as a
+            patched forward or a hook, that hold the module by closure; parameters with
+            hooks. Of ``apply``: a unit that is given tensors out of sight, such as a
+            cache of keys and values.
         RuntimeError: of ``apply``: a forward writes a buffer without ``mutable=True``,
-            or changes a parameter, or hands on tensors by attributes of its units.
+            or changes a parameter, a count or a sum in an attribute, or a list that a
+            unit is given, or hands on tensors by attributes of its units; a
+            torch.utils.checkpoint within, whose backward comes after the call.
 
-    Cost: a copy of the structure, without tensors, for every call that runs at once;
-    of each buffer that a call reads a copy. A parameter that a forward reads outside
-    every unit is a unit call of its own.
+    Cost: a copy of the structure, without tensors, for every call that runs at once
+    (for every call, where attributes hold what cannot be put back, such as a random
+    generator's state); of each buffer that a call reads a copy, and a comparison with
+    it; in a unit's first call on data, of its parameters too, which tells whether the
+    forward writes them. A parameter that a forward reads outside every unit is a unit
+    call of its own.
 
     >>> import torch, fsfunc as ff
     >>> model = torch.nn.Sequential(torch.nn.Linear(2, 2), torch.nn.BatchNorm1d(2))
@@ -144,6 +155,8 @@ def to_module(
         else:
             x = nn.Parameter(x, requires_grad=old.requires_grad)
         memo[id(old)] = x
+    for _, x in computed(module):  # by the hooks of old: the next forward does again
+        memo.setdefault(id(x), x.detach().clone())
     return copy.deepcopy(module, memo)
 
 

@@ -153,10 +153,9 @@ def _glob(pattern: str) -> re.Pattern[str]:
             text += r"(?:[^.]+\.)" + ("+" if i == len(parts) - 1 else "*")
         else:
             some = re.split(r"(\*|\?|\[[^\]]*\])", part)
-            text += "".join(
-                {"*": "[^.]*", "?": "[^.]"}.get(x, x if i % 2 else re.escape(x))
-                for i, x in enumerate(some)
-            )
+            for i, x in enumerate(some):
+                one = x.replace("[!", r"(?!\.)[^", 1) if i % 2 else re.escape(x)
+                text += {"*": "[^.]*", "?": "[^.]"}.get(x, one)
             text += r"\."
     return re.compile(text)
 

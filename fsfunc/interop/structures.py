@@ -3,15 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from operator import is_
 from typing import Any
 
 from torch import Tensor, nn
 
+from fsfunc import tree
 from fsfunc.interop.absence import Absent
 from fsfunc.interop.containers import opened
 from fsfunc.interop.copies import Copy, without_tensors
-from fsfunc.interop.ports import Attribute
+from fsfunc.interop.given import Knowledge
 from fsfunc.interop.tensors import Tensors
+from fsfunc.interop.watching import Attribute
+from fsfunc.sharded import is_sharded
 from fsfunc.units import Unit, unit
 
 __all__ = ["Structure"]
@@ -28,12 +32,15 @@ class Structure:
 
     def __init__(self, module: nn.Module, tensors: Tensors, units: Sequence[str]):
         self.template = without_tensors(module, tensors)
-        self.fixed = tensors.overlapping
         first = {id(m): name for name, m in self.template.named_modules()}
         every = self.template.named_modules(remove_duplicate=False)
         self._first = {name: first[id(m)] for name, m in every}
         self.parts = {name: _Part(self, name) for name in units}
         self._fetches: dict[str, Unit] = {}
+        frozen = frozenset(tensors.frozen)
+        self._knowledge = {
+            name: Knowledge(frozen, tensors.overlapping) for name in ("", *units)
+        }
         self._free: dict[str, list[Copy]] = {name: [] for name in ("", *units)}
 
     def call(
@@ -72,7 +79,7 @@ class Structure:
                 free.append(borrowed)
         borrowed.check(found)
         if found and name in self.parts:
-            self.parts[name].sets |= found
+            self.parts[name].sets |= found.keys()
         return out, changed
 
     def _copy(self, name: str) -> Copy:
@@ -88,7 +95,7 @@ class Structure:
             if full in self.parts
         }
         fetch = None if name in self.parts else self._fetch
-        return Copy(template, ports, fetch, name, self.fixed)
+        return Copy(template, ports, fetch, name, self._knowledge[name])
 
     def _fetch(self, name: str, leaf: Any) -> Any:
         """A parameter that is read outside every unit, through one of its own."""
@@ -120,11 +127,12 @@ class _Part:
 
     def port(self, outer: Copy, m: nn.Module, args: Any, keywords: Any) -> Any:
         """Calls the unit in place of ``m``, within a part that holds its tensors."""
-        params = {n: outer.params[n] for n in self.params}
-        buffers = {n: outer.current(n) for n in self.buffers}
+        given = outer.given
+        params = {n: given.params[n] for n in self.params}
+        buffers = {n: given.current(n) for n in self.buffers}
         out, changed = self._called(params, buffers, args, keywords, outer.mutable)
         for name, x in changed.items():
-            outer.write(name, x)
+            given.write(name, x)
         for path, name in self.sets:  # on a copy that is not this one
             where = ".".join(filter(None, (self.name, path, name)))
             vars(m.get_submodule(path))[name] = Absent(where, None, None)
@@ -158,13 +166,22 @@ class _Part:
         def run(params: Any, buffers: Any, /, *args: Any, **keywords: Any) -> Any:
             if _PARAMS in keywords:
                 keywords["params"] = keywords.pop(_PARAMS)
+            before = tree.flatten((args, keywords), is_leaf=is_sharded)
             out, changed = self.structure.run(
                 self.name, params, buffers, args, keywords, mutable
             )
+            after = tree.flatten((args, keywords), is_leaf=is_sharded)
+            if after[1] != before[1] or not all(map(is_, after[0], before[0])):
+                raise RuntimeError(
+                    f"unit {name!r} changes a list or dict that it is given: where the "
+                    "unit runs again, or elsewhere, it is another; return what is new, "
+                    "or make a unit of what is around both"
+                )
             opened(out, f"unit {name!r}")
             return (out, changed) if mutable else out
 
         run.__name__ = name
+        run.as_given = 1  # type: ignore[attr-defined]  # statistics stay exact
         self.units[mutable] = unit(run)
         return self.units[mutable]
 

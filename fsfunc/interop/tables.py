@@ -9,23 +9,31 @@ __all__ = ["Buffers", "Parameters"]
 
 
 class Parameters(dict):
-    """The parameters of one module of a copy, by attribute."""
+    """The parameters of one module of a copy, by attribute.
 
-    def __init__(self, copy: Any, table: Mapping[str, Any]):
+    Args:
+        like: the buffer whose dtype they are read in: batch norms take no other.
+    """
+
+    def __init__(self, copy: Any, table: Mapping[str, Any], like: str | None):
         super().__init__({k: None if x is None else x.name for k, x in table.items()})
-        self.copy_of = copy
+        self.copy_of, self.like = copy, like
 
     def __getitem__(self, attribute: str) -> Any:
         name = super().__getitem__(attribute)
-        return None if name is None else self.copy_of.parameter(name)
+        if name is None:
+            return None
+        given = self.copy_of.given
+        x = given.parameter(name)
+        return x if self.like is None else x.to(given.buffers[self.like].dtype)
 
     def get(self, attribute: str, default: Any = None) -> Any:
         return self[attribute] if attribute in self else default
 
     def items(self) -> Any:
         # Who lists them wants to know of dtypes and devices: nothing is gathered.
-        params = self.copy_of.params
-        return [(k, None if n is None else params[n]) for k, n in super().items()]
+        given = self.copy_of.given
+        return [(k, None if n is None else given.leaf(n)) for k, n in super().items()]
 
     def values(self) -> Any:
         return [x for _, x in self.items()]
@@ -46,7 +54,7 @@ class Buffers(dict):
 
     def __getitem__(self, attribute: str) -> Any:
         name = super().__getitem__(attribute)
-        return None if name is None else self.copy_of.buffer(name)
+        return None if name is None else self.copy_of.given.buffer(name)
 
     def get(self, attribute: str, default: Any = None) -> Any:
         return self[attribute] if attribute in self else default
@@ -64,4 +72,4 @@ class Buffers(dict):
                 f"the module's forward registers or removes the buffer {attribute!r}: "
                 "register it, with its shape, where the module is made"
             )
-        self.copy_of.write(name, value)
+        self.copy_of.given.write(name, value)

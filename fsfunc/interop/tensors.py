@@ -11,7 +11,7 @@ from torch.nn.parameter import UninitializedBuffer, UninitializedParameter
 
 from fsfunc import _torch
 
-__all__ = ["Tensors", "tensors_of"]
+__all__ = ["Tensors", "computed", "tensors_of"]
 
 
 @dataclass(frozen=True)
@@ -39,7 +39,8 @@ def tensors_of(module: nn.Module) -> Tensors:
     """The tensors of a module, as they are.
 
     Raises:
-        TypeError: not a module, or one that is wrapped for another library.
+        TypeError: not a module, or one that is wrapped for another library; a tensor
+            with hooks.
         ValueError: a parameter without a shape, with memory in common with another
             tensor, or that its forward changes (``max_norm``).
     """
@@ -61,6 +62,14 @@ def tensors_of(module: nn.Module) -> Tensors:
             )
     overlapping = frozenset(name for pair in found for name in pair)
     return Tensors(params, frozen, buffers, overlapping)
+
+
+def computed(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
+    """Attributes that a hook or a forward computed: no leaves, which none may copy."""
+    for name, m in module.named_modules():
+        for attribute, x in vars(m).items():
+            if isinstance(x, Tensor) and x.grad_fn is not None:
+                yield f"{name}.{attribute}" if name else attribute, x
 
 
 def _check_kind(module: nn.Module) -> None:
@@ -100,6 +109,11 @@ def _check_tensor(name: str, x: Tensor) -> None:
         raise TypeError(
             f"{name!r} is a {type(x).__name__}, sharded already: give the module "
             "before fully_shard or parallelize_module"
+        )
+    if _torch.is_hooked(x) or getattr(x, "_post_accumulate_grad_hooks", None):
+        raise TypeError(
+            f"{name!r} has a hook, which no transform would run: change the gradients "
+            "that value_and_grad returns"
         )
 
 

@@ -1,4 +1,4 @@
-"""Several ranks, several runs and one folder: nobody waits for ever or harms another."""
+"""Several ranks, several runs, one folder: nobody waits for ever or harms another."""
 
 import fcntl
 import os

@@ -88,7 +88,7 @@ def test_a_forward_that_sets_attributes_of_units():
 def test_a_parameter_changed_in_place():
     apply, params, buffers = ff.from_module(Writing(in_place), units="")
     params = {name: x.clone() for name, x in params.items()}
-    with pytest.raises(RuntimeError, match="changed its params at 'layer.weight'"):
+    with pytest.raises(RuntimeError, match="changes the parameter 'layer.weight'"):
         apply(params, buffers, X)
 
 

@@ -25,6 +25,7 @@ def units(spec, module=None):
         ("blocks.*", BLOCKS),
         ("blocks.[01]", ("blocks.0", "blocks.1", "blocks.2.norm", "blocks.2.up")),
         ("b*.?", BLOCKS),
+        ("blocks.[!12]", ("blocks.0", "blocks.1.norm", "blocks.1.up")),
         (re.compile(r"blocks\.\d"), BLOCKS),
         (lambda name, m: isinstance(m, Block), BLOCKS),
         ("**.up", tuple(f"{b}.{p}" for b in BLOCKS for p in ("norm", "up", "down"))),

@@ -1,0 +1,209 @@
+"""What a copy remembers of its attributes, and of all that lies in them."""
+
+from __future__ import annotations
+
+import copy
+import functools
+import types
+from collections import OrderedDict, defaultdict, deque
+from collections.abc import Mapping
+from itertools import chain
+from operator import is_
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from fsfunc import _torch
+from fsfunc.interop.absence import Absent
+
+__all__ = ["Attribute", "Watch", "copied"]
+
+Attribute = tuple[str, str]  # the path of a module in a part, and the attribute's name
+
+_CONTAINERS = frozenset((list, dict, set, deque, OrderedDict, defaultdict))
+_FIXED = (
+    Absent, tuple, frozenset, range, slice, torch.device, functools.partial,
+    types.MethodType,
+)  # fmt: skip
+
+
+def copied(module: nn.Module) -> tuple[nn.Module, list[Any]]:
+    """A copy of ``module``, and what was copied with it: not what it shares."""
+    memo: dict[int, Any] = {}
+    with _torch.outside_modes():  # a fake tensor would stay
+        found = copy.deepcopy(module, memo)
+    originals = memo.pop(id(memo), [])
+    for x in originals:  # copies of their dicts that nobody keeps
+        if hasattr(x, "__dict__"):
+            memo.pop(id(vars(x)), None)
+    return found, list(memo.values())
+
+
+class Watch:
+    """The attributes of a copy's modules, and all mutable things in them.
+
+    Looked at after every call, and so by a few C functions where nothing has changed.
+
+    Args:
+        module: the copy, its tables and ports in place.
+        things: what was copied with it.
+        within: whether a path is within a unit of this part.
+    """
+
+    def __init__(self, module: nn.Module, things: list[Any], within: Any):
+        self.within = within
+        self.attributes = [
+            (path, m, dict(vars(m))) for path, m in module.named_modules()
+        ]
+        ours = {id(m) for _, m, _ in self.attributes}
+        tables = [t for m in module.modules() for t in _torch.tables(m)]
+        ours.update(map(id, tables))
+        containers: dict[int, Any] = {}
+        tensors: dict[int, Tensor] = {}
+        #: Whether there are things in it that cannot be put back as they were.
+        self.is_closed = False
+        for x in things:
+            if id(x) in ours:
+                continue
+            if isinstance(x, Tensor):
+                tensors[id(x)] = x
+            elif type(x) in _CONTAINERS:
+                containers[id(x)] = x
+            elif _is_plain(x):
+                containers[id(vars(x))] = vars(x)
+            elif not isinstance(x, _FIXED):
+                self.is_closed = True
+        for _, m, saved in self.attributes:
+            hooks = [t for b in (True, False) for t in _torch.hook_tables(m, before=b)]
+            for x in [saved["_modules"], *hooks]:
+                containers[id(x)] = x
+        self.containers = list(containers.values())
+        self.saved = [copy.copy(x) for x in self.containers]
+        self.tensors = [(x, x._version) for x in tensors.values() if _counts(x)]
+        self._views = [
+            x.values() if isinstance(x, dict) else x
+            for x in [*(vars(m) for _, m, _ in self.attributes), *self.containers]
+        ]
+        self._sizes = list(map(len, self._views))
+        self._values = list(chain.from_iterable(self._views))
+
+    def is_kept(self) -> bool:
+        """Whether all is as it was."""
+        return list(map(len, self._views)) == self._sizes and all(
+            map(is_, chain.from_iterable(self._views), self._values)
+        )
+
+    def written(self) -> str | None:
+        """A tensor among the attributes that was written in place, if one was."""
+        for x, version in self.tensors:
+            if x._version != version:
+                for path, _, saved in self.attributes:
+                    for name, value in saved.items():
+                        if name not in _OWN and _reaches(value, {id(x)}, 6):
+                            return _said(path, name)
+                return "a tensor of its attributes"
+        return None
+
+    def restored(self) -> dict[Attribute, str | None]:
+        """Puts all back as it was.
+
+        Returns:
+            the attributes that had been set or filled; for each, why that is refused,
+            if it is.
+        """
+        changed: set[int] = set()
+        for x, before in zip(self.containers, self.saved, strict=True):
+            if not _same(x, before):
+                changed.add(id(x))
+                x.clear()
+                x.extend(before) if isinstance(x, list | deque) else x.update(before)
+        found: dict[Attribute, str | None] = {}
+        for path, m, saved in self.attributes:
+            now = vars(m)
+            for name, x in now.items():
+                old = saved.get(name)
+                if isinstance(x, Absent) or name in _OWN:
+                    continue
+                if name not in saved or x is not old:
+                    found[path, name] = self._lost(path, name, old, x, m)
+                elif changed and _reaches(x, changed, 6):
+                    found[path, name] = self._outside(path, name)
+            if id(saved["_modules"]) in changed and self.within(path):
+                found[path, "_modules"] = self._outside(path, "_modules")
+            now.clear()
+            now.update(saved)
+        return found
+
+    def _outside(self, path: str, name: str) -> str | None:
+        if not self.within(path):
+            return None
+        return (
+            f"sets {_said(path, name)} on a unit from outside, which the unit does not "
+            "see: pass it to the call, or make a unit of what is around both"
+        )
+
+    def _lost(self, path: str, name: str, old: Any, x: Any, m: nn.Module) -> str | None:
+        """Why it cannot be that a call set an attribute."""
+        outside = self._outside(path, name)
+        if outside or isinstance(x, bool) or isinstance(old, bool):
+            return outside
+        number = int | float | complex
+        counts = isinstance(old, number) and isinstance(x, number) and old != x
+        sums = isinstance(old, Tensor) and isinstance(x, Tensor)
+        own, _ = _torch.tables(m)
+        if not (counts or sums) or any(f"{name}_{s}" in own for s in ("orig", "v")):
+            return None  # weights that hooks compute are set anew in every call
+        return (
+            f"changes {_said(path, name)}, which is lost after the call: make it a "
+            "buffer (register_buffer), and apply(..., mutable=True) returns it; what "
+            "is made anew in each call, set to None before from_module"
+        )
+
+
+_OWN = frozenset((*vars(nn.Module()), "_fsfunc")) - {"training"}
+
+
+def _said(path: str, name: str) -> str:
+    return f"{path}.{name}" if path else name
+
+
+def _counts(x: Tensor) -> bool:
+    return not x.is_inference()
+
+
+def _is_plain(x: Any) -> bool:
+    """Whether an object is its ``__dict__``, and no more."""
+    cls = type(x)
+    return (
+        hasattr(x, "__dict__")
+        and cls.__reduce__ is object.__reduce__
+        and cls.__reduce_ex__ is object.__reduce_ex__
+        and not any(getattr(c, "__slots__", ()) for c in cls.__mro__)
+        and not isinstance(x, list | dict | set | deque | tuple)
+    )
+
+
+def _same(x: Any, before: Any) -> bool:
+    if len(x) != len(before):
+        return False
+    if isinstance(x, dict):
+        return list(x) == list(before) and all(map(is_, x.values(), before.values()))
+    return x == before if isinstance(x, set) else all(map(is_, x, before))
+
+
+def _reaches(x: Any, wanted: set[int], depth: int) -> bool:
+    """Whether one of the things with these ids is in ``x``: not within modules."""
+    if id(x) in wanted:
+        return True
+    if not depth or isinstance(x, nn.Module | Tensor | Absent | type):
+        return False
+    if isinstance(x, Mapping):
+        inner = list(x.values())
+    elif isinstance(x, list | tuple | set | deque):
+        inner = list(x)
+    elif _is_plain(x):
+        inner = [vars(x)]
+    else:
+        return False
+    return any(_reaches(y, wanted, depth - 1) for y in inner)

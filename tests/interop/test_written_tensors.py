@@ -1,0 +1,204 @@
+"""Parameters and buffers that a forward writes, openly and not: never in silence."""
+
+import copy
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional as F
+from torch.utils.checkpoint import checkpoint
+
+import fsfunc as ff
+from tests.interop.models import close, seeded
+
+X = torch.randn(4, 4, generator=seeded(3))
+
+
+class Teacher(nn.Module):
+    """A student and its teacher, an average of it that takes no gradient."""
+
+    def __init__(self, write):
+        super().__init__()
+        self.student, self.teacher = nn.Linear(4, 4), nn.Linear(4, 4)
+        self.teacher.requires_grad_(False)
+        self.write = write
+
+    def forward(self, x):
+        with torch.no_grad():
+            self.write(self)
+        return self.student(x) - self.teacher(x)
+
+
+def by_list(m):
+    for new, old in zip(m.student.parameters(), m.teacher.parameters(), strict=True):
+        old.mul_(0.9).add_(new, alpha=0.1)
+
+
+def by_name(m):
+    m.teacher.weight.mul_(0.9).add_(m.student.weight, alpha=0.1)
+
+
+def by_data(m):
+    m.teacher.weight.data.mul_(0.9).add_(m.student.weight.data, alpha=0.1)
+
+
+def normalized(m):
+    w = m.student.weight
+    w.data.copy_(F.normalize(w.data, dim=1))
+
+
+@pytest.mark.parametrize("units", [(), Teacher])
+@pytest.mark.parametrize("ranks", [0, 2])
+@pytest.mark.parametrize("write", [by_list, by_name, by_data, normalized])
+def test_a_parameter_that_is_written_is_told_and_left(write, ranks, units):
+    module = nn.Sequential(Teacher(write))
+    before = copy.deepcopy(module.state_dict())
+    apply, params, buffers = ff.from_module(module, units)
+    step = ff.value_and_grad(lambda p: apply(p, buffers, X).square().mean())
+    mesh = ff.make_mesh({"data": ranks or 1}, "simulated")
+
+    def main():
+        f = ff.shard(ff.remat(step), mesh, "data")
+        return f(ff.place(f, params))
+
+    for _ in range(2):
+        with pytest.raises(RuntimeError, match="changes the parameter '0.*weight' in"):
+            ff.spmd(main, mesh)() if ranks else apply(params, buffers, X)
+    close(dict(module.state_dict()), dict(before), 0.0)
+
+
+class Statistics(nn.Module):
+    """Writes its buffers, in ways no version counter shows, when it is told to."""
+
+    def __init__(self, how):
+        super().__init__()
+        self.layer, self.how = nn.Linear(4, 4), how
+        self.register_buffer("mean", torch.zeros(4))
+        self.register_buffer("var", torch.ones(4))
+
+    def forward(self, x, update=True):
+        y = self.layer(x)
+        if self.how == "data":
+            self.mean.data.add_(1.0 if update else 0.0)
+            return y * (1 + self.mean)
+        return F.batch_norm(y, self.mean, self.var, training=update)
+
+
+@pytest.mark.parametrize("units", [(), Statistics])
+@pytest.mark.parametrize("how", ["data", "batch_norm"])
+def test_hidden_writes_are_seen_in_every_call(how, units):
+    module = Statistics(how)
+    apply, params, buffers = ff.from_module(copy.deepcopy(module), units)
+    for update in (False, True, False, True):
+        expected = module(X, update)
+        if update:
+            with pytest.raises(RuntimeError, match="writes the buffer 'mean'"):
+                apply(params, buffers, X, update)
+            out, buffers = apply(params, buffers, X, update, mutable=True)
+        else:
+            out = apply(params, buffers, X, update)
+        close(out, expected, 0.0)
+        close(buffers, dict(module.named_buffers()), 0.0)
+
+
+class Outer(nn.Module):
+    """Writes a buffer of a unit before the unit reads it."""
+
+    def __init__(self):
+        super().__init__()
+        self.part = Statistics("data")
+
+    def forward(self, x):
+        self.part.mean.data.add_(3.0)
+        return self.part(x)
+
+
+def test_a_unit_reads_what_was_written_around_it():
+    module = Outer()
+    apply, params, buffers = ff.from_module(copy.deepcopy(module), Statistics)
+    for _ in range(2):
+        out, buffers = apply(params, buffers, X, mutable=True)
+        close(out, module(X), 0.0)
+        close(buffers, dict(module.named_buffers()), 0.0)
+
+
+@pytest.mark.parametrize("make", [lambda: Statistics("data"), lambda: Normed()])
+def test_hidden_writes_are_seen_under_torch_func(make):
+    torch.manual_seed(0)
+    module = make()
+    apply, params, buffers = ff.from_module(copy.deepcopy(module))
+
+    def loss(params, mutable):
+        out = apply(params, buffers, X, mutable=mutable)
+        out, new = out if mutable else (out, {})
+        return out.square().mean(), new
+
+    with pytest.raises(RuntimeError, match="writes the buffer"):
+        torch.func.grad(loss, has_aux=True)(params, False)
+    new = torch.func.grad(loss, has_aux=True)(params, True)[1]
+    module(X)
+    close(new, dict(module.named_buffers()), 1e-6)
+
+
+class Normed(Statistics):
+    def __init__(self):
+        super().__init__("batch_norm")
+
+
+class Checkpointing(nn.Module):
+    def __init__(self, reentrant):
+        super().__init__()
+        self.first, self.second = nn.Linear(4, 4), nn.Linear(4, 4)
+        self.reentrant = reentrant
+
+    def forward(self, x):
+        y = torch.tanh(self.first(x))
+        return checkpoint(self.second, y, use_reentrant=self.reentrant)
+
+
+@pytest.mark.parametrize("units", [(), Checkpointing])
+def test_a_checkpoint_within_is_told_what_to_use_instead(units):
+    apply, params, buffers = ff.from_module(nn.Sequential(Checkpointing(False)), units)
+    with pytest.raises(RuntimeError, match=r"checkpoint.*ff\.remat\(step\)"):
+        ff.value_and_grad(lambda p: apply(p, buffers, X).square().mean())(params)
+    leaves = {name: x.clone().requires_grad_() for name, x in params.items()}
+    out = apply(leaves, buffers, X).square().mean()
+
+    with pytest.raises(RuntimeError, match=r"checkpoint.*ff\.remat\(step\)"):
+        out.backward()
+
+
+class Counting(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.layer = nn.Linear(4, 4)
+        self.register_buffer("count", torch.full((), 256.0))
+
+    def forward(self, x):
+        self.count += 1  # bf16 has no 257
+        return self.layer(x)
+
+
+@pytest.mark.parametrize("units", [(), ""])
+@pytest.mark.parametrize("train", [True, False])
+def test_under_precision_buffers_keep_their_dtype(train, units):
+    torch.manual_seed(0)
+    module = nn.Sequential(Counting(), nn.BatchNorm1d(4), nn.Linear(4, 4)).train(train)
+    apply, params, buffers = ff.from_module(copy.deepcopy(module), units)
+
+    def loss(params, x):
+        out, new = apply(params, buffers, x, mutable=True)
+        assert out.dtype == torch.bfloat16
+        return out.float().square().mean(), new
+
+    step = ff.precision(ff.value_and_grad(loss, has_aux=True), compute=torch.bfloat16)
+    (value, new), grads = step(params, X)
+    expected = module(X).square().mean()
+    expected.backward()
+    assert new["0.count"] == 257
+    assert {n: x.dtype for n, x in new.items()} == {
+        n: x.dtype for n, x in module.named_buffers()
+    }
+    close(new, dict(module.named_buffers()), 1e-2)
+    close(value, expected.detach(), 2e-2)
+    close(grads, {n: p.grad for n, p in module.named_parameters()}, 3e-2)
