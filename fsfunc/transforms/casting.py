@@ -24,7 +24,7 @@ def precision(
     A unit's parameters and floating inputs are cast; under ``shard`` the rank's part is
     cast before the gather, which then moves the smaller dtype, and no full-size copy in
     the wider one exists. Gradients are reduced in ``reduce`` and given in the dtype of
-    the parameters. The buffers of a module (`from_module`) are left as they are: running
+    the parameters. Buffers of a module (`from_module`) are left as they are: running
     statistics and counters would not survive a narrow dtype.
 
     Args:
