@@ -78,10 +78,10 @@ def beneath_functorch() -> Iterator[None]:
 @contextmanager
 def beneath_modes(x: Tensor) -> Iterator[None]:
     """Inside, no dispatch mode sees what is done to ``x``, unless ``x`` is fake."""
-    if isinstance(x, FakeTensor) or not torch._C._len_torch_dispatch_stack():
+    if isinstance(x, FakeTensor):
         yield
         return
-    with torch.utils._python_dispatch._disable_current_modes():  # type: ignore[attr-defined]
+    with beneath_all_modes():
         yield
 
 
@@ -91,7 +91,7 @@ def beneath_all_modes() -> Iterator[None]:
     if not torch._C._len_torch_dispatch_stack():
         yield
         return
-    with torch.utils._python_dispatch._disable_current_modes():  # type: ignore[attr-defined]
+    with _disable_current_modes():
         yield
 
 
@@ -610,5 +610,5 @@ def hook_tables(module: torch.nn.Module, *, before: bool) -> list[dict[Any, Any]
 @contextmanager
 def outside_modes() -> Iterator[None]:
     """Whatever modes are on, tensors that are copied here are what they were."""
-    with _disable_current_modes(), torch.inference_mode(False):
+    with beneath_all_modes(), torch.inference_mode(False):
         yield

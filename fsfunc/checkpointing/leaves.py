@@ -16,7 +16,16 @@ from fsfunc.layout import Coordinates, Layout
 from fsfunc.mesh import Here, NoMesh, here
 from fsfunc.sharded import Sharded, is_sharded
 
-__all__ = ["Held", "Holdings", "coordinates_here", "holdings", "mesh_here", "parts_of"]
+__all__ = [
+    "Held",
+    "Holdings",
+    "check_mesh",
+    "check_real",
+    "coordinates_here",
+    "holdings",
+    "mesh_here",
+    "parts_of",
+]
 
 VALUES = (bool, int, float, str)
 
@@ -139,6 +148,18 @@ def check_real(path: str, part: Tensor, verb: str) -> None:
             f"cannot {verb} {path!r}, a tensor of layout {part.layout}, quantized or "
             "under a torch.func transform: give a plain, dense one"
         )
+
+
+def check_mesh(layout: Layout, at: Here | None, verb: str) -> None:
+    """Raises where a leaf lies over axes that the mesh in sight does not have."""
+    axes = {} if at is None else at.mesh.axes
+    for axis, size in layout.sizes.items():
+        if axes.get(axis) != size:
+            raise ValueError(
+                f"cannot {verb} {layout}: it lies over {axis!r} of size {size}, and "
+                f"the mesh in sight has {dict(axes)}; {verb} it inside spmd(fn, mesh) "
+                "on its own mesh"
+            )
 
 
 def parts_of(found: Holdings, at: Here | None) -> list[tuple[Held, Box, Tensor]]:

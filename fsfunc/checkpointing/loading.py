@@ -19,7 +19,13 @@ from fsfunc import _torch, tree
 from fsfunc.boxing import Box
 from fsfunc.checkpointing.agreeing import agree, check_alike
 from fsfunc.checkpointing.finding import find
-from fsfunc.checkpointing.leaves import Held, check_real, coordinates_here, mesh_here
+from fsfunc.checkpointing.leaves import (
+    Held,
+    check_mesh,
+    check_real,
+    coordinates_here,
+    mesh_here,
+)
 from fsfunc.checkpointing.manifest import CheckpointError, Stored
 from fsfunc.checkpointing.matching import check_match, within
 from fsfunc.checkpointing.randomness import restore_random
@@ -109,7 +115,9 @@ def fill(
 ) -> Any:
     """A tree like ``target`` with the values of ``stored``."""
     check_match(stored, target)
-    _check_mesh(target, here)
+    for leaf in tree.leaves(target, is_leaf=is_sharded):
+        if isinstance(leaf, Sharded):
+            check_mesh(leaf.layout, here, "load")
     refuse_spent(target)
     if device is not None and torch.device(device).type == "meta":
         raise ValueError("cannot load to the meta device, which holds no values")
@@ -245,16 +253,3 @@ def _room(x: Any, device: Any) -> Any:
     abstract = x.device.type == "meta" or isinstance(x, _torch.FakeTensor)
     device = device or ("cpu" if abstract else x.device)
     return torch.zeros(x.shape, dtype=x.dtype, device=device)
-
-
-def _check_mesh(target: Any, here: Here | None) -> None:
-    axes = {} if here is None else here.mesh.axes
-    for leaf in tree.leaves(target, is_leaf=is_sharded):
-        if isinstance(leaf, Sharded):
-            for axis, size in leaf.layout.sizes.items():
-                if axes.get(axis) != size:
-                    raise ValueError(
-                        f"cannot load {leaf.layout}: it lies over {axis!r} of size "
-                        f"{size}, and the mesh in sight has {dict(axes)}; load inside "
-                        "spmd(fn, mesh) on the target's own mesh"
-                    )

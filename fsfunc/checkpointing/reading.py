@@ -291,9 +291,10 @@ def prove(stored: Stored) -> int:
             raise CheckpointError(
                 f"{stored.path / name} has no checksums to prove it by"
             )
-        for begin in range(0, file.nbytes, _SLAB):
-            with Blocks(stored, name) as blocks:
+        with Blocks(stored, name) as blocks:
+            for begin in range(0, file.nbytes, _SLAB):
                 blocks.read(begin, into[: min(_SLAB, file.nbytes - begin)])
+                blocks.settle()  # before the next bytes take its place
         total += file.nbytes
     return total
 

@@ -16,7 +16,7 @@ from typing import Any
 
 from fsfunc.checkpointing import folders
 from fsfunc.checkpointing.agreeing import agree, check_alike
-from fsfunc.checkpointing.leaves import Holdings, holdings, mesh_here
+from fsfunc.checkpointing.leaves import Holdings, check_mesh, holdings, mesh_here
 from fsfunc.checkpointing.manifest import dtype_name
 from fsfunc.checkpointing.randomness import random_state
 from fsfunc.checkpointing.under_way import Saving, attempt, in_flight
@@ -154,20 +154,13 @@ def _prepared(
 def _saveable(state: Any, at: Here | None) -> Holdings:
     refuse_spent(state)
     found = holdings(state)
-    axes = {} if at is None else at.mesh.axes
     for path, held in found.tensors.items():
         if held.part.dtype not in SAFE_DTYPES:
             raise TypeError(
                 f"cannot save {path!r}, of dtype {dtype_name(held.part.dtype)}: "
                 "safetensors has none such; save a view of it in another"
             )
-        for axis, size in held.layout.sizes.items():
-            if axes.get(axis) != size:
-                raise ValueError(
-                    f"cannot save {held.layout}: it lies over {axis!r} of size {size}, "
-                    f"and the mesh in sight has {dict(axes)}; save it inside "
-                    "spmd(fn, mesh) on its own mesh"
-                )
+        check_mesh(held.layout, at, "save")
     return found
 
 
