@@ -27,6 +27,10 @@ _PORTS: dict[type, type] = {}
 
 
 def make_port(m: nn.Module, call: Callable[..., Any], outer: Any) -> None:
+    """Makes ``m``, a copy's module, call ``call`` in place of its forward.
+
+    Its class becomes one of its own class's kind, so that ``isinstance`` goes on.
+    """
     cls = type(m)
     if cls not in _PORTS:
         named = {k: getattr(cls, k) for k in ("__module__", "__qualname__", "__doc__")}
