@@ -36,7 +36,6 @@ class Held(NamedTuple):
     path: str
     layout: Layout
     part: Tensor
-    home: Any = None
 
     def boxes(self, coordinates: Coordinates) -> list[tuple[Box, Tensor]]:
         """The part as boxes of the whole, each with its elements (views of the part).
@@ -105,9 +104,9 @@ def holdings(state: Any) -> Holdings:
             )
         _check_path(path)
         if isinstance(leaf, Sharded):
-            layout, part, home = leaf.layout, leaf.local, leaf.home
+            layout, part = leaf.layout, leaf.local
         elif isinstance(leaf, Tensor):
-            layout, part, home = Layout(leaf.shape, leaf.dtype, (), path), leaf, None
+            layout, part = Layout(leaf.shape, leaf.dtype, (), path), leaf
         elif isinstance(leaf, VALUES) and type(leaf) in VALUES:
             found.values[path] = leaf
             continue
@@ -119,7 +118,7 @@ def holdings(state: Any) -> Holdings:
             )
         part = part.detach()
         check_real(path, part, "save")
-        found.tensors[path] = Held(path, layout, part, home)
+        found.tensors[path] = Held(path, layout, part)
     return found
 
 

@@ -30,7 +30,7 @@ from fsfunc.checkpointing.randomness import together
 from fsfunc.checkpointing.writing import write_parts
 from fsfunc.holding import hold
 from fsfunc.mesh import Here
-from fsfunc.transforms.donation import standing, written
+from fsfunc.transforms.donation import version
 
 __all__ = ["Saving", "attempt", "in_flight"]
 
@@ -49,7 +49,7 @@ class Saving:
     error: BaseException | None = None
     lock: int | None = None
     _finished: bool = False
-    _standing: list[Any] = field(default_factory=list)
+    _versions: list[int] = field(default_factory=list)
 
     def __post_init__(self) -> None:
         held = self.found.tensors.values()
@@ -59,7 +59,7 @@ class Saving:
         )
         self.first = self.rank == 0
         self.release = hold(h.part for h in held)
-        self._standing = [(h, standing(h.part, h.home)) for h in held]
+        self._versions = [version(h.part) for h in held]
 
     def make_folder(self) -> None:
         """The first rank's: what others will write into."""
@@ -137,7 +137,7 @@ class Saving:
         finally:
             self.release()
             self.unlock()
-            self.found, self._standing = Holdings(), []  # it may be kept for long
+            self.found, self._versions = Holdings(), []  # it may be kept for long
 
     def _clear(self, files: str | None = None) -> None:
         """Removes this rank's files, or all."""
@@ -150,8 +150,8 @@ class Saving:
         files, chunks = write_parts(
             self.folder, self.rank, [(h.path, box, x) for h, box, x in parts]
         )
-        for held, before in self._standing:
-            if written(before, standing(held.part, held.home)):
+        for held, before in zip(found.tensors.values(), self._versions, strict=True):
+            if version(held.part) != before:
                 raise CheckpointError(
                     f"{held.path!r} was changed in place while it was being saved: the "
                     "checkpoint would hold neither the old values nor the new ones; "

@@ -14,7 +14,7 @@ from torch import Tensor
 from fsfunc import _torch, tree
 from fsfunc.frames import frame, inside
 from fsfunc.holding import is_held
-from fsfunc.sharded import Home, Sharded, is_sharded
+from fsfunc.sharded import Sharded, is_sharded
 
 __all__ = ["donate"]
 
@@ -64,17 +64,16 @@ def donate(step: Callable[..., Any]) -> Callable[..., Any]:
             refuse_spent(state)
         # The step sees other objects over the same memory: these ones can be marked.
         mine = _aliases(leaves)
-        parts = [_part(x) for x in leaves]
-        before = [standing(x, h) for x, h in parts]
+        parts = [x._local if isinstance(x, Sharded) else x for x in leaves]
+        before = [version(x) for x in parts]
         given = tree.unflatten(treedef, mine)
         _mark(leaves, _GONE)  # from now on: simulated ranks may share plain tensors
         try:
-            free = not is_held(x for x, _ in parts if isinstance(x, Tensor))
+            free = not is_held(x for x in parts if isinstance(x, Tensor))
             with inside(replace(outer, donated=free)):
                 out = step(given, *args, **keywords)
         except BaseException as error:
-            after = [standing(x, h) for x, h in parts]
-            spoiled = any(map(written, before, after))
+            spoiled = before != [version(x) for x in parts]
             _mark(leaves, _SPOILED if spoiled else "")
             if spoiled:
                 error.add_note(_SPOILED)
@@ -151,27 +150,10 @@ def _overlaps(span: tuple[int, int], others: list[tuple[int, int]]) -> bool:
     return meets
 
 
-def _part(leaf: Any) -> tuple[Any, Home | None]:
-    return (leaf._local, leaf.home) if isinstance(leaf, Sharded) else (leaf, None)
-
-
-def standing(part: Any, home: Home | None) -> tuple[int, bool]:
-    """(how often a leaf's part was written to, whether a gathered buffer shows it)."""
-    if not isinstance(part, Tensor) or part.is_inference():
-        return 0, False
-    whole = None if home is None else home.whole
-    shown = home is not None and whole is not None and home.shows(whole.dtype)
-    return part._version, shown
-
-
-def written(before: tuple[int, bool], after: tuple[int, bool]) -> bool:
-    """Whether a step changed a leaf.
-
-    At zero 1 and 2 a gather writes into the buffer of which the leaf is a view, what
-    the leaf holds already; the buffer then shows the leaf, as it did not before.
-    """
-    gathered = after[1] and not before[1]
-    return before[0] != after[0] and not gathered
+def version(part: Any) -> int:
+    """How often a leaf's part was written to: a gather does not count."""
+    counted = isinstance(part, Tensor) and not part.is_inference()
+    return part._version if counted else 0
 
 
 def _mark(leaves: list[Any], why: str) -> None:

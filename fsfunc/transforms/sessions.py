@@ -82,9 +82,12 @@ class Session:
         if full is None or full.dtype != dtype:
             full = self.arena.get(count, dtype, source)
             count_as("gathered", [full])
+        # `flat` may be a view of `full`, and its elements stay what they are: `.data`
+        # has a version of its own, and the state's says what others wrote.
+        out = full.data if full is home.whole else full
         if self.where.size == 1:
-            return full.copy_(source), Done(full)
-        return full, self.where.start("all_gather", source, out=full)
+            return full, Done(out.copy_(source))
+        return full, self.where.start("all_gather", source, out=out)
 
     def gather(self, home: Home, dtype: torch.dtype) -> Tensor:
         """The whole buffer: what is in flight, or a gather that is waited for."""

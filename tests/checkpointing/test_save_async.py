@@ -13,6 +13,7 @@ import torch
 import fsfunc as ff
 from fsfunc.checkpointing import writing
 from fsfunc.checkpointing.manifest import CheckpointError
+from fsfunc.transforms import sessions
 from tests.checkpointing.drawn import on
 from tests.checkpointing.stacks import STACKS, made
 from tests.probes import same
@@ -81,6 +82,56 @@ def test_the_state_of_the_call_is_saved(tmp_path, gate, name, donated):
         state, _ = step(state, mine[3])
 
     on(STACKS[name][0], main)
+
+
+def stepping(mesh, zero):
+    """A step over 5 elements and its state, whose gathered buffer shows nothing yet."""
+    optimizer = ff.sgd(0.1)
+    loss = ff.unit(lambda w, x: (w * x).sum())
+    step = ff.shard(optimizer(ff.value_and_grad(loss)), mesh, "data", zero=zero)
+    return step, ff.init_state(step, lambda: torch.ones(5), optimizer, torch.ones(5))
+
+
+@pytest.mark.parametrize("zero", [1, 2])
+def test_a_gather_is_no_change(tmp_path, gate, monkeypatch, zero):
+    """The save ends while the buffer that its part lies in is being gathered."""
+
+    def main(mesh):
+        step, state = stepping(mesh, zero)
+        saving = ff.save_async(tmp_path / "a", state)
+        slowly.saving[mesh_rank()] = saving
+        step(state, torch.ones(5))
+        saving.wait()
+        same(ff.unshard(ff.load(tmp_path / "a", state)).params, torch.ones(5))
+
+    def slowly(self, home, full):
+        gate.set()
+        slowly.saving[mesh_rank()].thread.join()
+        return kept(self, home, full)
+
+    slowly.saving, kept = {}, sessions.Session._kept
+    monkeypatch.setattr(sessions.Session, "_kept", slowly)
+    mesh = ff.make_mesh(PAIR, "simulated")
+    ff.spmd(lambda: main(mesh), mesh)()
+
+
+@pytest.mark.parametrize("zero", [1, 2])
+def test_a_change_beside_a_gather_is_found(tmp_path, gate, zero):
+    def main(mesh):
+        step, state = stepping(mesh, zero)
+        saving = ff.save_async(tmp_path / "a", state)
+        state.params.local.add_(1)
+        step(state, torch.ones(5))
+        gate.set()
+        with pytest.raises(CheckpointError, match="'params' was changed in place"):
+            saving.wait()
+
+    mesh = ff.make_mesh(PAIR, "simulated")
+    ff.spmd(lambda: main(mesh), mesh)()
+
+
+def mesh_rank():
+    return ff.mesh.here().rank
 
 
 def test_a_donated_step_writes_in_place_again_afterwards(tmp_path):
