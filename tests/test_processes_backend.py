@@ -1,6 +1,7 @@
 """Real processes: the bits and the ledger of simulated ranks, and nobody hangs."""
 
 import time
+from pathlib import Path
 
 import pytest
 
@@ -80,6 +81,35 @@ def test_a_rank_that_raises_ends_all(torchrun):
         torchrun(RAISES, 2, timeout=60)
     assert "went on" not in str(caught.value)
     assert time.perf_counter() - began < 30
+
+
+@pytest.mark.skipif(not Path("/proc/self/task").exists(), reason="asks /proc")
+def test_a_mesh_keeps_no_group_alive(torchrun):
+    """A thread of gloo's that is there when Python ends may abort the process."""
+    out = torchrun(
+        """
+        import os, torch, torch.distributed as dist, fsfunc as ff
+
+        def threads():
+            at = "/proc/self/task"
+            names = [open(f"{at}/{t}/comm").read() for t in os.listdir(at)]
+            return sum("gloo" in name for name in names)
+
+        mesh = ff.make_mesh({"node": 1, "data": 2})
+        total = ff.spmd(lambda: ff.psum(torch.ones(3), "data"), mesh)
+        total()
+        dist.all_gather_object([None, None], "queued")
+        before = threads()
+        dist.destroy_process_group()
+        print(before > 0, threads())
+        try:
+            total()
+        except RuntimeError as error:
+            print("make the mesh anew" in str(error), flush=True)
+        """,
+        2,
+    )
+    assert out.split() == ["True", "0", "True"] * 2
 
 
 def test_a_mesh_unlike_the_processes(torchrun):

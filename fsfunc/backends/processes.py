@@ -19,6 +19,7 @@ from torch import Tensor
 from fsfunc.arena import Arena
 from fsfunc.backends.attempts import agent_store
 from fsfunc.backends.base import Link, Work
+from fsfunc.backends.groups import Groups
 from fsfunc.backends.sending import Transfers
 
 __all__ = ["ProcessLink", "connect"]
@@ -83,20 +84,18 @@ class ProcessLink(Link):
         self.arena = Arena()
         self.paired = dist.get_backend() != "fake"  # torch's stand-in has no pairs
         self.issued: Counter[tuple[int, ...]] = Counter()
-        self.groups: dict[tuple[int, ...], Any] = {
-            tuple(range(dist.get_world_size())): dist.group.WORLD
-        }
+        self.groups = Groups.of_world()
         self.transfers = Transfers(self.groups)
 
     def connect(self, every: Sequence[tuple[int, ...]]) -> None:
         """Makes the c10d group of each rank tuple; all processes call this alike."""
         for ranks in every:
-            if len(ranks) == 1 or ranks in self.groups:
+            if len(ranks) == 1:
                 continue
             # Pairs of ranks have no order, and NCCL's own collectives have one.
             unlike = list(ranks) != sorted(ranks) and dist.get_backend() != "gloo"
             order: Any = {"sort_ranks": False} if unlike else {}
-            self.groups[ranks] = dist.new_group(list(ranks), **order)
+            self.groups.make(ranks, **order)
         self.transfers.connect(every)
 
     def send(self, x: Tensor, where: Any, to: int) -> Work:
@@ -118,7 +117,7 @@ class ProcessLink(Link):
         any_order: bool = False,
         **how: Any,
     ) -> Work:
-        x, group = x.detach(), self.groups[where.ranks]
+        x, group = x.detach(), self.groups.get(where.ranks)
         if x.device.type != "cpu" or not self.paired:
             return self._native(op, x, where, out, group, **how)
         pairs = _Pairs(where, group, self.issued[where.ranks] % _TAGS)

@@ -19,6 +19,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from fsfunc.backends.base import Done, Work
+from fsfunc.backends.groups import Groups
 
 __all__ = ["Transfers"]
 
@@ -81,12 +82,12 @@ class Transfers:
     """The transfers of one process; the n-th send of a pair meets the n-th receive.
 
     Args:
-        groups: the c10d groups of the collectives, by their ranks.
+        groups: those of the collectives.
     """
 
-    def __init__(self, groups: dict[tuple[int, ...], Any]) -> None:
+    def __init__(self, groups: Groups) -> None:
         self.groups = groups
-        self.down: dict[tuple[int, ...], Any] = {}  # for sends to lower indices
+        self.down = Groups()  # for sends to lower indices
         self.numbers: Counter[tuple[Any, ...]] = Counter()
         self.open: list[_Sent] = []  # not answered yet
         self.said: dict[tuple[Any, ...], Any] = {}  # the last answer to each
@@ -99,14 +100,14 @@ class Transfers:
         order for both: two ranks that send to each other would never meet.
         """
         for ranks in every if dist.get_backend() == "nccl" else ():
-            if len(ranks) > 1 and ranks not in self.down:
-                self.down[ranks] = dist.new_group(list(ranks))
+            if len(ranks) > 1:
+                self.down.make(ranks)
 
     def _way(self, where: Any, source: int, to: int) -> tuple[Any, int]:
         """The c10d group, and the number, of the next transfer between two indices."""
-        group = self.groups[where.ranks]
+        group = self.groups.get(where.ranks)
         if to < source:
-            group = self.down.get(where.ranks, group)
+            group = self.down.get(where.ranks) or group
         key = (where.ranks, source, to)
         number = self.numbers[key] % _TAGS
         self.numbers[key] += 1

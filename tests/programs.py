@@ -1,0 +1,30 @@
+"""Programs of their own: one Python process, with the library of this checkout."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[1]
+
+
+def python(
+    *args: object, timeout: float = 90, **more: str
+) -> subprocess.CompletedProcess[str]:
+    """What ``python *args`` printed and how it ended; ``more``: its environment.
+
+    One thread, and no trace of a launcher around this process. Raises
+    `subprocess.TimeoutExpired` where it does not end (seconds); it is killed then.
+    """
+    path = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
+    env = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": path} | more
+    env.pop("WORLD_SIZE", None)
+    return subprocess.run(
+        [sys.executable, *map(str, args)],
+        env=env,
+        stdin=subprocess.DEVNULL,
+        capture_output=True,
+        text=True,
+        timeout=timeout,
+        check=False,
+    )
