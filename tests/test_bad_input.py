@@ -3,14 +3,12 @@
 Nothing is sent before what can be known, and the state stays as it was.
 """
 
-import subprocess
-import sys
-
 import pytest
 import torch
 
 import fsfunc as ff
 from fsfunc import tree
+from tests.programs import python
 
 WIDTH = 4
 
@@ -287,9 +285,7 @@ def test_a_mesh_unlike_the_processes(monkeypatch):
 
 def test_processes_need_a_launcher():
     code = "import fsfunc as ff; ff.make_mesh({'data': 1}, 'processes')"
-    done = subprocess.run(
-        [sys.executable, "-c", code], capture_output=True, text=True, timeout=60
-    )
+    done = python("-c", code, timeout=60)
     assert done.returncode and "needs torchrun" in done.stderr
 
 

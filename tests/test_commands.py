@@ -15,8 +15,8 @@ from fsfunc.__main__ import main
 from fsfunc.foresight.estimating import estimate
 from fsfunc.foresight.plans import Plan
 from fsfunc.show.amounts import of_bytes, of_flops, of_seconds
+from tests.programs import ROOT, python
 
-ROOT = Path(__file__).parents[1]
 EXAMPLE = ROOT / "examples" / "train_gpt.py"
 SIZES = "--dim 32 --layers 2 --heads 2 --seq 32".split()
 
@@ -69,15 +69,7 @@ def script(
 
 
 def run(*args: object) -> subprocess.CompletedProcess:
-    path = os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])
-    env = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": path}
-    return subprocess.run(
-        [sys.executable, "-W", "error", "-m", "fsfunc", *map(str, args)],
-        env=env,
-        capture_output=True,
-        text=True,
-        timeout=90,
-    )
+    return python("-W", "error", "-m", "fsfunc", *args)
 
 
 def plan_of(path: Path, mesh: ff.Mesh) -> Plan:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import zlib
+from collections.abc import Callable
+from typing import Any, TypeVar, cast
 
 import torch
 import torch.distributed as dist
@@ -12,13 +14,35 @@ from fsfunc.checkpointing.manifest import CheckpointError
 from fsfunc.collectives import all_gather, pmax, psum
 from fsfunc.mesh import Here
 
-__all__ = ["agree", "check_alike"]
+__all__ = ["agree", "agreed", "attempt", "check_alike"]
+
+_T = TypeVar("_T")
 
 _PLAIN = (
     FileExistsError, FileNotFoundError, PermissionError, OSError, KeyError, TypeError,
     ValueError, RuntimeError,
 )  # fmt: skip
 _LONGEST = 2048  # bytes of a message that travels
+
+
+def agreed(at: Here | None, action: Callable[[], _T]) -> _T:
+    """``action()``, or on every rank the error of any; also waits for all ranks."""
+    result = error = None
+    try:
+        result = action()
+    except Exception as failure:
+        error = failure
+    agree(at, error)
+    return cast("_T", result)
+
+
+def attempt(action: Callable[[], Any]) -> Exception | None:
+    """What ``action()`` raised."""
+    try:
+        action()
+    except Exception as error:
+        return error
+    return None
 
 
 def agree(at: Here | None, error: BaseException | None) -> None:

@@ -17,7 +17,7 @@ from torch.distributed.checkpoint.planner_helpers import (
 
 from fsfunc import _torch, tree
 from fsfunc.boxing import Box
-from fsfunc.checkpointing.agreeing import agree, check_alike
+from fsfunc.checkpointing.agreeing import agreed, check_alike
 from fsfunc.checkpointing.finding import find
 from fsfunc.checkpointing.leaves import (
     Held,
@@ -87,23 +87,14 @@ def load(
             f"cannot load on {here.mesh}, which holds no values of its own: load on a "
             "simulated mesh or on processes"
         )
-    stored, error = _attempt(lambda: find(path))
-    agree(here, error)
+    stored = agreed(here, lambda: find(path))
     check_alike(here, stored.identity, "load different checkpoints")
-    result, error = _attempt(
-        lambda: fill(within(stored, at), target, here, device, donate)
+    result = agreed(
+        here, lambda: fill(within(stored, at), target, here, device, donate)
     )
-    agree(here, error)
     if not at if random is None else random:
         restore_random(stored.random, 0 if here is None else here.rank)
     return result
-
-
-def _attempt(action: Callable[[], Any]) -> tuple[Any, Exception | None]:
-    try:
-        return action(), None
-    except Exception as error:
-        return None, error
 
 
 def fill(

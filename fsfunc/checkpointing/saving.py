@@ -15,11 +15,11 @@ from pathlib import Path
 from typing import Any
 
 from fsfunc.checkpointing import folders
-from fsfunc.checkpointing.agreeing import agree, check_alike
+from fsfunc.checkpointing.agreeing import agree, agreed, attempt, check_alike
 from fsfunc.checkpointing.leaves import Holdings, check_mesh, holdings, mesh_here
 from fsfunc.checkpointing.manifest import dtype_name
 from fsfunc.checkpointing.randomness import random_state
-from fsfunc.checkpointing.under_way import Saving, attempt, in_flight
+from fsfunc.checkpointing.under_way import Saving, in_flight
 from fsfunc.checkpointing.writing import SAFE_DTYPES
 from fsfunc.mesh import Here
 from fsfunc.transforms.donation import refuse_spent
@@ -70,8 +70,8 @@ def save(
     """
     saving = _begin(path, state, metadata, keep)
     try:
-        saving.agree(attempt(saving.write))
-        saving.agree(attempt(saving.complete) if saving.first else None)
+        agreed(saving.at, saving.write)
+        agreed(saving.at, saving.complete)
     except BaseException:
         saving.abandon()
         raise
@@ -103,9 +103,10 @@ def save_async(
     """
     saving = _begin(path, state, metadata, keep)
     saving.start()
-    if saving.at is not None and saving.at.mesh.backend == "simulated":
+    at = saving.at
+    if at is not None and at.mesh.backend == "simulated":
         # Whoever waits holds the baton: by then every rank's thread must be running.
-        saving.agree(None)
+        agree(at, None)
     return saving
 
 
@@ -130,8 +131,8 @@ def _begin(path: Any, state: Any, metadata: Any, keep: int | None) -> Saving:
         agree(at, error)
         assert saving is not None
         check_alike(at, str(saving.path), "save to different paths")
-        agree(at, attempt(saving.make_folder))
-        agree(at, attempt(saving.find_folder))
+        agreed(at, saving.make_folder)
+        agreed(at, saving.find_folder)
     except BaseException:
         if saving is not None:
             saving.abandon()

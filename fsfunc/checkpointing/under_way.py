@@ -15,7 +15,7 @@ from threading import Thread
 from typing import Any
 
 from fsfunc.checkpointing import folders, notes
-from fsfunc.checkpointing.agreeing import agree
+from fsfunc.checkpointing.agreeing import attempt
 from fsfunc.checkpointing.leaves import Holdings, parts_of
 from fsfunc.checkpointing.manifest import (
     MANIFEST,
@@ -32,7 +32,7 @@ from fsfunc.holding import hold
 from fsfunc.mesh import Here
 from fsfunc.transforms.donation import version
 
-__all__ = ["Saving", "attempt", "in_flight"]
+__all__ = ["Saving", "in_flight"]
 
 
 @dataclass
@@ -120,16 +120,13 @@ class Saving:
         if self.error is not None:
             raise self.error
 
-    def agree(self, error: BaseException | None) -> None:
-        agree(self.at, error)
-
     def run(self) -> None:
         """What the thread does."""
         try:
             self.write()
             if self.first:
                 self._wait_for_notes()
-                self.complete()
+            self.complete()
         except BaseException as error:
             self.error = error
             self._clear("*" if self.first else None)  # first: the disk may be full
@@ -166,7 +163,9 @@ class Saving:
         )
 
     def complete(self) -> None:
-        """Writes the manifest and gives the folder its name: the first rank's work."""
+        """The first rank's: writes the manifest and gives the folder its name."""
+        if not self.first:
+            return
         files: dict[str, StoredFile] = {}
         chunks: dict[str, list[Chunk]] = {path: [] for path in self.found.tensors}
         random: list[Mapping[str, str]] = []
@@ -249,15 +248,6 @@ _IN_FLIGHT: dict[int, Saving] = {}  # by rank
 def in_flight(at: Here | None) -> Saving | None:
     """What this rank saves in the background."""
     return _IN_FLIGHT.get(0 if at is None else at.rank)
-
-
-def attempt(action: Callable[[], Any]) -> Exception | None:
-    """What ``action()`` raised."""
-    try:
-        action()
-    except Exception as error:
-        return error
-    return None
 
 
 def _tell_at_exit() -> None:

@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import json
 import math
-import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
+
+from tests.programs import python
 
 BENCHMARKS = Path(__file__).resolve().parents[2] / "benchmarks"
 
@@ -18,14 +17,7 @@ BENCHMARKS = Path(__file__).resolve().parents[2] / "benchmarks"
 def test_quick_run_measures_every_row(tmp_path: Path) -> None:
     (tmp_path / "disk").mkdir()
     options = ["--folder", str(tmp_path / "disk"), "--json", str(tmp_path / "json")]
-    done = subprocess.run(
-        [sys.executable, str(BENCHMARKS / "checkpoints.py"), "--quick", *options],
-        env={**os.environ, "PYTHONPATH": str(BENCHMARKS.parent)},
-        capture_output=True,
-        text=True,
-        timeout=120,
-        check=False,
-    )
+    done = python(BENCHMARKS / "checkpoints.py", "--quick", *options, timeout=120)
     assert done.returncode == 0, done.stderr
     record = json.loads((tmp_path / "json").read_text())
     names = [(row["ours"], row["theirs"]) for row in record["rows"]]

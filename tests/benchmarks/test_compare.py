@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import json
 import math
-import os
 import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 import torch
+
+from tests.programs import python
 
 BENCHMARKS = Path(__file__).resolve().parents[2] / "benchmarks"
 
@@ -53,15 +53,8 @@ SCHEDULED = ["pipeline_1f1b", "pipeline_zb_v", "pipeline_1f1b_memory"]
 
 def run(script: str, *args: str, timeout: float) -> subprocess.CompletedProcess[str]:
     # Alone, the rehearsal takes under a minute; the limits leave room for a busy
-    # machine. fsfunc is found in a checkout that nobody installed.
-    return subprocess.run(
-        [sys.executable, str(BENCHMARKS / script), *args],
-        env={**os.environ, "PYTHONPATH": str(BENCHMARKS.parent)},
-        capture_output=True,
-        text=True,
-        timeout=timeout,
-        check=False,
-    )
+    # machine.
+    return python(BENCHMARKS / script, *args, timeout=timeout)
 
 
 def compare(path: Path, keys: list[str], *more: str, timeout: float) -> dict:

@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import json
 import math
-import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
+
+from tests.programs import python
 
 BENCHMARKS = Path(__file__).resolve().parents[2] / "benchmarks"
 KEYS = [
@@ -24,14 +23,8 @@ KEYS = [
 
 def published(path: Path, *args: str) -> dict:
     """What a run writes as JSON; it must print every row and all words too."""
-    done = subprocess.run(
-        [sys.executable, str(BENCHMARKS / "published.py"), "--json", str(path), *args],
-        env={**os.environ, "PYTHONPATH": str(BENCHMARKS.parent), "COLUMNS": "200"},
-        capture_output=True,
-        text=True,
-        timeout=120,
-        check=False,
-    )
+    script = BENCHMARKS / "published.py"
+    done = python(script, "--json", path, *args, timeout=120, COLUMNS="200")
     assert done.returncode == 0, done.stderr
     record = json.loads(path.read_text())
     assert [row["key"] for row in record["rows"]] == KEYS

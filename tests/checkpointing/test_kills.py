@@ -2,30 +2,19 @@
 
 import json
 import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
+
+from tests.programs import python
 
 PROGRAM = Path(__file__).with_name("killed.py")
 KILLS = 50
 
 
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="forks")
-def test_killed_at_any_moment_nothing_is_lost_or_half_read(tmp_path, pytestconfig):
-    done = subprocess.run(
-        [sys.executable, str(PROGRAM), str(tmp_path), str(KILLS), "0"],
-        env={
-            **os.environ,
-            "PYTHONPATH": str(pytestconfig.rootpath),
-            "OMP_NUM_THREADS": "1",
-        },
-        capture_output=True,
-        text=True,
-        timeout=240,
-        check=False,
-    )
+def test_killed_at_any_moment_nothing_is_lost_or_half_read(tmp_path):
+    done = python(PROGRAM, tmp_path, KILLS, 0, timeout=240)
     assert done.returncode == 0, done.stderr[-3000:]
     assert not done.stderr
     found = json.loads(done.stdout)

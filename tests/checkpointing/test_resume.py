@@ -1,15 +1,13 @@
 """n steps are k steps, a checkpoint, another process, and n - k steps: bit by bit."""
 
 import json
-import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
 import fsfunc as ff
 from tests.checkpointing.resuming import AFTER, BEFORE, ON_TWO, PAIR, SCHEMES, Run, on
+from tests.programs import python
 
 PROGRAM = Path(__file__).with_name("resuming.py")
 
@@ -43,20 +41,9 @@ def check(lines, expected):
             assert found[name, rank][1] == digest, (name, rank)
 
 
-def test_another_process_goes_on_bit_by_bit(stopped, pytestconfig):
+def test_another_process_goes_on_bit_by_bit(stopped):
     folder, expected = stopped
-    done = subprocess.run(
-        [sys.executable, str(PROGRAM), "simulated", str(folder)],
-        env={
-            **os.environ,
-            "PYTHONPATH": str(pytestconfig.rootpath),
-            "OMP_NUM_THREADS": "1",
-        },
-        capture_output=True,
-        text=True,
-        timeout=120,
-        check=False,
-    )
+    done = python(PROGRAM, "simulated", folder, timeout=120)
     assert done.returncode == 0, done.stderr[-3000:]
     check(done.stdout.splitlines(), expected)
 

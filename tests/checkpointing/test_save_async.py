@@ -1,8 +1,6 @@
 """Saving in the background: the state of the call, whatever runs meanwhile."""
 
 import gc
-import subprocess
-import sys
 import threading
 import time
 import weakref
@@ -17,6 +15,7 @@ from fsfunc.transforms import sessions
 from tests.checkpointing.drawn import on
 from tests.checkpointing.stacks import STACKS, made
 from tests.probes import same
+from tests.programs import python
 
 PAIR = {"data": 2}
 PATIENCE = 20  # seconds
@@ -347,12 +346,8 @@ if sys.argv[2] == "raises":
 
 
 @pytest.mark.parametrize("how", ["well", "fails", "raises"])
-def test_python_does_not_end_before_it_is_saved(tmp_path, how, pytestconfig):
-    done = subprocess.run(
-        [sys.executable, "-c", ENDS, str(tmp_path / "a"), how],
-        cwd=pytestconfig.rootpath, capture_output=True, text=True, timeout=60,
-        check=False,
-    )  # fmt: skip
+def test_python_does_not_end_before_it_is_saved(tmp_path, how):
+    done = python("-c", ENDS, tmp_path / "a", how, timeout=60)
     if how == "fails":
         assert "a was not saved" in done.stderr and "No space left" in done.stderr
         assert nothing_saved(tmp_path)

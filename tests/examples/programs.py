@@ -1,15 +1,14 @@
 """Running the example as its user does, and reading what it prints."""
 
 import json
-import os
 import subprocess
-import sys
 from pathlib import Path
 from typing import NamedTuple
 
 import pytest
 
-ROOT = Path(__file__).parents[2]
+from tests.programs import ROOT, python
+
 SCRIPT = ROOT / "examples" / "train_gpt.py"
 SIZES = "--dim 32 --layers 2 --heads 2 --seq 32 --batch 8 --lr 1e-2 --sample 24".split()
 
@@ -22,16 +21,7 @@ class Run(NamedTuple):
 def program(
     *args: str | Path, check: bool = True, start: tuple[str, ...] = (str(SCRIPT),)
 ) -> subprocess.CompletedProcess:
-    path = os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])
-    env = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": path, "COLUMNS": "100"}
-    env.pop("WORLD_SIZE", None)
-    done = subprocess.run(
-        [sys.executable, *start, *map(str, args)],
-        env=env,
-        capture_output=True,
-        text=True,
-        timeout=90,
-    )
+    done = python(*start, *args, COLUMNS="100")
     assert not check or done.returncode == 0, done.stdout + done.stderr
     return done
 

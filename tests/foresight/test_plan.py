@@ -1,6 +1,5 @@
 """What ``plan`` says: closed forms, users' own functions, FLOPs, derived copies."""
 
-import subprocess
 import sys
 
 import pytest
@@ -11,6 +10,7 @@ from torch.utils.flop_counter import FlopCounterMode
 import fsfunc as ff
 from fsfunc import _torch, tree
 from tests.foresight.comparing import facts, planned_and_run, same_bits, totals
+from tests.programs import python
 from tests.transforms import test_shard_ledger as closed
 
 pytestmark = pytest.mark.usefixtures("uncollected")
@@ -461,9 +461,8 @@ print(seconds, memory, found.count("all_gather"), found.count("psum_scatter"))
 @pytest.mark.skipif(sys.platform != "linux", reason="memory is counted in KiB")
 def test_a_thousand_layers_on_a_thousand_ranks():
     """10 s and 2 GiB alone on a machine; a busy one is given twice the time."""
-    run = subprocess.run(
-        [sys.executable, "-c", PROGRAM], capture_output=True, text=True, check=True
-    )
+    run = python("-c", PROGRAM)
+    assert run.returncode == 0, run.stderr
     seconds, memory, gathers, reductions = map(float, run.stdout.split())
     assert (gathers, reductions) == (1999, 1000)
     assert seconds < 20 and memory < 2048, (seconds, memory)

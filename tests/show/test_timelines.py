@@ -1,8 +1,6 @@
 """A schedule in letters: golden text, bands, colours, real runs, and bad input."""
 
 import io
-import subprocess
-import sys
 from fractions import Fraction
 from itertools import pairwise
 
@@ -16,6 +14,7 @@ from fsfunc.pipelining.timing import Costs, Event, bubble, simulate
 from fsfunc.pipelining.verification import held
 from fsfunc.show import Timeline, timeline
 from fsfunc.show.palette import COMPUTE
+from tests.programs import python
 
 F0, B0 = Action("F", 0, 0), Action("B", 0, 0)
 
@@ -249,5 +248,5 @@ def test_nothing_that_draws_is_imported_before_it_draws(tmp_path):
         assert "matplotlib" in sys.modules
         assert "matplotlib.pyplot" not in sys.modules  # it has state of its own
     """
-    command = [sys.executable, "-c", program, str(tmp_path / "t.png")]
-    subprocess.run(command, check=True, timeout=60)
+    done = python("-c", program, tmp_path / "t.png", timeout=60)
+    assert done.returncode == 0, done.stderr
