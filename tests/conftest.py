@@ -29,11 +29,15 @@ def pytest_configure() -> None:
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    if torch.cuda.is_available():
-        return
     for item in items:
-        if item.get_closest_marker("gpu"):
+        if item.get_closest_marker("gpu") and not torch.cuda.is_available():
             item.add_marker(pytest.mark.skip(reason="no CUDA device"))
+        # For `pytest -n 2 --dist loadgroup`: a file's tests share fixtures, and tests
+        # that start processes leave the other cores to the others.
+        module = getattr(item, "module", None)
+        apart = item.get_closest_marker("processes") or hasattr(module, "python")
+        group = "programs" if apart else str(item.path)
+        item.add_marker(pytest.mark.xdist_group(group))
 
 
 @pytest.fixture

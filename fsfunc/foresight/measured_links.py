@@ -95,7 +95,10 @@ def _added(watch: Watch, start: Callable[[], Any], alone: float, sizes: Sizes) -
 
 
 def line(xs: Sequence[float], ys: Sequence[float]) -> tuple[float, float]:
-    """(start, slope) of the line through the points, of least relative error."""
+    """(start, slope) of the line through the points, of least relative error.
+
+    Where noise leaves no slope, all that the longest transfer took is its bytes'.
+    """
     weights = [1 / y**2 for y in ys]
     total = sum(weights)
     x0 = sum(w * x for w, x in zip(weights, xs, strict=True)) / total
@@ -104,5 +107,7 @@ def line(xs: Sequence[float], ys: Sequence[float]) -> tuple[float, float]:
     slope = sum(w * (x - x0) * (y - y0) for w, x, y in rows) / sum(
         w * (x - x0) ** 2 for w, x, _ in rows
     )
-    slope = max(slope, 1e-15)
+    if slope <= 0:
+        longest = max(range(len(xs)), key=lambda i: xs[i])
+        return 0.0, ys[longest] / xs[longest]
     return max(y0 - slope * x0, 0.0), slope

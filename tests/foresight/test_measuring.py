@@ -63,6 +63,8 @@ def test_a_line_has_its_start_and_slope():
     # A tenth off in the largest does not drown what the smallest say.
     start, slope = line([1.0, 10.0, 1000.0], [3.0, 21.0, 2201.0])
     assert start == pytest.approx(1.0, abs=0.5) and slope == pytest.approx(2, rel=0.12)
+    # Somebody else had the machine while the smallest was timed.
+    assert line([1.0, 10.0, 100.0], [90.0, 70.0, 50.0]) == (0.0, 0.5)
 
 
 def test_what_is_refused():
