@@ -52,7 +52,7 @@ def _look(options: argparse.Namespace, show: Any) -> None:
         shown: Printed = checkpoint(stored, at=options.at)
         show(shown)
         if options.prove:
-            from fsfunc.checkpointing.reading import prove
+            from fsfunc.checkpointing.blocks import prove
 
             print(f"{of_bytes(prove(stored))} read: every checksum is right")
 

@@ -18,6 +18,7 @@ from torch.distributed.checkpoint.planner_helpers import (
 from fsfunc import _torch, tree
 from fsfunc.boxing import Box
 from fsfunc.checkpointing.agreeing import agreed, check_alike
+from fsfunc.checkpointing.blocks import check_files
 from fsfunc.checkpointing.finding import find
 from fsfunc.checkpointing.leaves import (
     Held,
@@ -29,7 +30,7 @@ from fsfunc.checkpointing.leaves import (
 from fsfunc.checkpointing.manifest import CheckpointError, Stored
 from fsfunc.checkpointing.matching import check_match, within
 from fsfunc.checkpointing.randomness import restore_random
-from fsfunc.checkpointing.reading import Reader, check_files
+from fsfunc.checkpointing.reading import Reader
 from fsfunc.holding import is_held
 from fsfunc.layout import Layout
 from fsfunc.mesh import Here
@@ -79,7 +80,7 @@ def load(
         ValueError: a shape or dtype differs.
 
     Cost: reads what the rank needs, whole checksum blocks (1 MiB) of it; makes the
-    result's memory and a few megabytes. A few numbers are sent to agree on success.
+    result's memory and some 20 MiB. A few numbers are sent to agree on success.
     """
     here = mesh_here()
     if here is not None and here.mesh.backend in ("abstract", "vmap"):

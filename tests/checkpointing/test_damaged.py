@@ -10,8 +10,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import fsfunc as ff
+from fsfunc.checkpointing.blocks import prove
 from fsfunc.checkpointing.manifest import CheckpointError
-from fsfunc.checkpointing.reading import prove
 from fsfunc.structure import TreeMismatch
 from tests.checkpointing.drawn import laid_out, on
 from tests.checkpointing.small import PAIR, empty, save_on_two, split, tree_of
