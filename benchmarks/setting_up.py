@@ -110,10 +110,11 @@ def paired(args: argparse.Namespace) -> dict[str, Any]:
     if not args.alone:
         sides["fsdp2"] = theirs(blocks, width)
     ran: dict[str, list[float]] = {name: [] for name in sides}
+    made: list[Any] = []
 
     def timed(name: str) -> None:
         start = time.process_time()
-        sides[name]()
+        made.append(sides[name]())
         ran[name].append(time.process_time() - start)
 
     calls = {name: (lambda name=name: timed(name)) for name in sides}
@@ -122,7 +123,8 @@ def paired(args: argparse.Namespace) -> dict[str, Any]:
     sides["ours"]()  # a virtual machine's memory is slow when it is first touched
 
     def barrier() -> None:
-        gc.collect()  # neither side pays for what the other left
+        made.clear()
+        gc.collect()  # neither side pays for its own end, nor for the other's
         dist.barrier()
 
     mine = alternate(calls, rounds=args.rounds, barrier=barrier)

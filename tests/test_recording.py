@@ -267,6 +267,29 @@ def test_a_step_that_asks_for_a_value_is_told_where(kind):
         torch.testing.assert_close(a, b)
 
 
+@pytest.mark.parametrize("how, times", [("fake", 0), ("real", MESH.size)])
+def test_a_backward_runs_only_where_values_are_asked_for(how, times):
+    """Who takes which leaf, and in which order, a forward pass shows."""
+    ran = []
+
+    class Seen(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, x):
+            return x.clone()
+
+        @staticmethod
+        def backward(ctx, g):
+            ran.append(g.sum().item())
+            return g
+
+    params = layers(2)
+    groups, order, recorder = recorded(
+        lambda p, x: Seen.apply(stack(p, x)), params, how=how
+    )
+    assert len(ran) == times and recorder.differentiated
+    assert order == [(g.buffer,) for g in groups] and len(groups) == 2
+
+
 def test_recording_leaves_no_trace():
     """Nothing is sent, drawn or written, also where it fails."""
     unit = ff.unit(lambda p, x: torch.dropout(x * p, 0.5, True))
