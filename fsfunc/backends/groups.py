@@ -13,6 +13,10 @@ from typing import Any
 
 import torch.distributed as dist
 
+# Its functions have the group of all processes as a default, which is that of their
+# import: here none yet. Imported later (checkpoints do), they would keep it for ever.
+import torch.distributed.nn.functional  # noqa: F401
+
 __all__ = ["Groups"]
 
 
