@@ -210,8 +210,8 @@ def differentiate(call: GradientCall) -> Outcome:
     inputs = values if thread is None else [*values, thread.start]
     if not inputs or not tied.requires_grad:
         found: Sequence[Tensor | None] = [None] * len(values)
-    elif f.recorder is not None and _torch.fake_active():
-        found = [torch.empty_like(x) for x in values]  # a forward pass shows all
+    elif f.recorder is not None and f.recorder.forward_only:
+        found = [torch.empty_like(x) for x in values]
     else:
         seeded = cotangent(f, tied, total, seen)
         found = torch.autograd.grad(tied, inputs, seeded, allow_unused=True)

@@ -9,6 +9,10 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch.distributed as dist
+
+# Its functions have the group of all processes as a default, the one of their import:
+# none yet. Imported once there is one (checkpoints do), they would hold it for ever.
+import torch.distributed.nn.functional  # noqa: F401
 from torch import Tensor
 
 from fsfunc import tree

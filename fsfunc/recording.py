@@ -32,8 +32,13 @@ __all__ = ["Group", "Recorder", "common", "record"]
 
 @dataclass
 class Recorder(Findings):
-    """What one run of a step shows, as it is noted down."""
+    """What one run of a step shows, as it is noted down.
 
+    Args:
+        forward_only: gradients have their shapes alone; no backward pass makes them.
+    """
+
+    forward_only: bool = False
     _known: dict[int, str] = field(default_factory=dict)
     _alive: list[Tensor] = field(default_factory=list)
 
@@ -156,7 +161,23 @@ def record(
     """
     if how not in ("fake", "real"):
         raise ValueError(f'record={how!r}: it is "fake" or "real"')
-    recorder = Recorder()
+    if how == "fake":
+        # A forward pass shows which units take which leaves, and in which order.
+        try:
+            return _record(fn, params, rest, how, forward_only=True)
+        except Exception:
+            pass  # the step may want what its backward pass leaves behind
+    return _record(fn, params, rest, how)
+
+
+def _record(
+    fn: Callable[..., Any],
+    params: Any,
+    rest: tuple[Any, ...],
+    how: str,
+    forward_only: bool = False,
+) -> Recorder:
+    recorder = Recorder(forward_only=forward_only)
     generator = torch.random.default_generator
     with ExitStack() as stack:
         stack.callback(generator.set_state, generator.get_state())

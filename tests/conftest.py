@@ -21,6 +21,7 @@ settings.register_profile(
 settings.register_profile("dev", deadline=None, max_examples=25)
 settings.load_profile("ci" if os.environ.get("CI") else "dev")
 
+PROGRAMS = {"benchmarks", "examples"}  # folders whose tests start programs
 TIME_LIMIT = 120  # seconds; a run of torchrun that takes longer hangs
 
 
@@ -29,14 +30,14 @@ def pytest_configure() -> None:
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    # For `pytest -n 2 --dist loadgroup`: a file's tests share fixtures, and files that
+    # start many processes leave the other cores to the others.
+    apart = {item.path for item in items if item.get_closest_marker("processes")}
     for item in items:
         if item.get_closest_marker("gpu") and not torch.cuda.is_available():
             item.add_marker(pytest.mark.skip(reason="no CUDA device"))
-        # For `pytest -n 2 --dist loadgroup`: a file's tests share fixtures, and tests
-        # that start processes leave the other cores to the others.
-        module = getattr(item, "module", None)
-        apart = item.get_closest_marker("processes") or hasattr(module, "python")
-        group = "programs" if apart else str(item.path)
+        several = item.path in apart or item.path.parent.name in PROGRAMS
+        group = "programs" if several else str(item.path)
         item.add_marker(pytest.mark.xdist_group(group))
 
 

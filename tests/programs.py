@@ -6,6 +6,7 @@ import sys
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
+LAUNCHED = {"WORLD_SIZE", "RANK", "LOCAL_RANK", "TORCHELASTIC_USE_AGENT_STORE"}
 
 
 def python(
@@ -13,12 +14,12 @@ def python(
 ) -> subprocess.CompletedProcess[str]:
     """What ``python *args`` printed and how it ended; ``more``: its environment.
 
-    One thread, and no trace of a launcher around this process. Raises
+    One thread, and a launcher around this process is not seen. Raises
     `subprocess.TimeoutExpired` where it does not end (seconds); it is killed then.
     """
     path = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
-    env = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": path} | more
-    env.pop("WORLD_SIZE", None)
+    env = {k: v for k, v in os.environ.items() if k not in LAUNCHED}
+    env |= {"OMP_NUM_THREADS": "1", "PYTHONPATH": path} | more
     return subprocess.run(
         [sys.executable, *map(str, args)],
         env=env,

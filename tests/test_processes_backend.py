@@ -84,17 +84,22 @@ def test_a_rank_that_raises_ends_all(torchrun):
 
 
 @pytest.mark.skipif(not Path("/proc/self/task").exists(), reason="asks /proc")
-def test_a_mesh_keeps_no_group_alive(torchrun):
+@pytest.mark.parametrize("whose", ["own", "ours"])
+def test_a_mesh_keeps_no_group_alive(torchrun, whose):
     """A thread of gloo's that is there when Python ends may abort the process."""
     out = torchrun(
         """
-        import os, torch, torch.distributed as dist, fsfunc as ff
+        import os, sys, torch, torch.distributed as dist, fsfunc as ff
+
+        own = sys.argv[1] == "own"
 
         def threads():
             at = "/proc/self/task"
             names = [open(f"{at}/{t}/comm").read() for t in os.listdir(at)]
             return sum("gloo" in name for name in names)
 
+        if own:
+            dist.init_process_group("gloo")
         mesh = ff.make_mesh({"node": 1, "data": 2})
         total = ff.spmd(lambda: ff.psum(torch.ones(3), "data"), mesh)
         total()
@@ -109,6 +114,7 @@ def test_a_mesh_keeps_no_group_alive(torchrun):
             print("make the mesh anew" in str(error), flush=True)
         """,
         2,
+        whose,
     )
     assert out.split() == ["True", "0", "True"] * 2
 

@@ -290,6 +290,22 @@ def test_a_backward_runs_only_where_values_are_asked_for(how, times):
     assert order == [(g.buffer,) for g in groups] and len(groups) == 2
 
 
+def test_what_a_backward_leaves_behind_is_there_for_a_step_that_wants_it():
+    def step(p, x):
+        seen = []
+
+        def loss(p, x):
+            y = stack(p, x)
+            y.register_hook(seen.append)
+            return y * 2
+
+        value, grads = ff.value_and_grad(loss)(p, x)
+        return value, grads, seen[0].norm()
+
+    groups, order, _ = recorded(step, layers(2), plain=True)
+    assert len(groups) == 2 and order == [(g.buffer,) for g in groups]
+
+
 def test_recording_leaves_no_trace():
     """Nothing is sent, drawn or written, also where it fails."""
     unit = ff.unit(lambda p, x: torch.dropout(x * p, 0.5, True))

@@ -13,10 +13,6 @@ from typing import Any
 
 import torch.distributed as dist
 
-# Its functions have the group of all processes as a default, which is that of their
-# import: here none yet. Imported later (checkpoints do), they would keep it for ever.
-import torch.distributed.nn.functional  # noqa: F401
-
 __all__ = ["Groups"]
 
 
@@ -49,7 +45,7 @@ class Groups:
         if ranks not in self._found:
             return None
         group = self._found[ranks]()
-        if group is None:
+        if group is None or not dist.is_initialized():
             raise RuntimeError(
                 f"the process group of ranks {list(ranks)} is gone "
                 "(destroy_process_group): make the mesh anew, after init_process_group"

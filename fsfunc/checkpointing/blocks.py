@@ -13,6 +13,7 @@ from typing import Any
 import torch
 
 from fsfunc.checkpointing.manifest import BLOCK, CheckpointError, Stored
+from fsfunc.checkpointing.memory import copy
 from fsfunc.paging import populate
 
 __all__ = ["Blocks", "Threads", "check_files", "prove"]
@@ -21,7 +22,7 @@ __all__ = ["Blocks", "Threads", "check_files", "prove"]
 # cores are both busy. A slab fits a core's cache, so that it comes from memory once.
 SLAB = 2 * BLOCK  # bytes that a thread reads at once
 THREADS = 6
-_MANY = 1 << 16  # bytes from which a copy is worth letting other threads run
+_MANY = 1 << 16  # bytes from which pages are taken at once
 
 _Wanted = list[tuple[int, memoryview]]  # (where in the file, what to fill)
 
@@ -69,14 +70,22 @@ class Blocks:
             if error is None:
                 self.settle()
         finally:
-            for work in self.running:
-                if not work.cancel():
-                    work.exception()  # waits: it reads from the file
-            os.close(self.file)
+            try:
+                for work in self.running:
+                    if not work.cancel():
+                        work.exception()  # waits: it reads from the file
+            finally:
+                os.close(self.file)
 
     def read(self, begin: int, into: memoryview) -> None:
-        """Fills ``into`` with the bytes from ``begin`` on, by the next `settle`."""
+        """Fills ``into`` with the bytes from ``begin`` on, by the next `settle`.
+
+        Raises:
+            CheckpointError: as `settle`; or the range goes past the end of the file.
+        """
         at, end = begin, begin + len(into)
+        if end > self.nbytes:
+            raise self._truncated(self.nbytes, end)
         while at < end:
             low = at // SLAB * SLAB
             if low != self.low:
@@ -94,7 +103,11 @@ class Blocks:
         """
         self._send()
         while self.running:
-            self.running.popleft().result()
+            self._wait()
+
+    def _wait(self) -> None:
+        self.running[0].result()  # it stays there, in case this is interrupted
+        self.running.popleft()
 
     def prove(self) -> None:
         """Reads the whole file for its checksums alone."""
@@ -112,7 +125,7 @@ class Blocks:
     def _start(self, low: int, end: int, wanted: _Wanted) -> None:
         self.running.append(self.threads.pool.submit(self._fill, low, end, wanted))
         if len(self.running) > 2 * THREADS:
-            self.running.popleft().result()
+            self._wait()
 
     def _fill(self, low: int, end: int, wanted: _Wanted) -> None:
         """What a thread does: reads the blocks of one slab, proves and copies them."""
@@ -120,25 +133,23 @@ class Blocks:
         self._read(low, end - low, slab)
         self._prove(low, slab[: end - low])
         for at, into in wanted:
-            source = slab[at - low :][: len(into)]
-            if len(into) < _MANY:
-                into[:] = source
-            else:
-                target = torch.frombuffer(into, dtype=torch.uint8)
-                populate(target)
-                target.copy_(torch.frombuffer(source, dtype=torch.uint8))
+            if len(into) >= _MANY:
+                populate(torch.frombuffer(into, dtype=torch.uint8))
+            copy(into, slab[at - low :])
 
     def _read(self, low: int, size: int, slab: memoryview) -> None:
         done = 0
         while done < size:
             count = os.preadv(self.file, [slab[done:size]], low + done)
             if count == 0:
-                raise CheckpointError(
-                    f"{self.path} ends at byte {low + done}, and {self.nbytes} bytes "
-                    "were written: the file is truncated; go back to an earlier "
-                    "checkpoint"
-                )
+                raise self._truncated(low + done, self.nbytes)
             done += count
+
+    def _truncated(self, end: int, expected: int) -> CheckpointError:
+        return CheckpointError(
+            f"{self.path} ends at byte {end}, and {expected} bytes were written: the "
+            "file is truncated; go back to an earlier checkpoint"
+        )
 
     def _prove(self, begin: int, blocks: memoryview) -> None:
         """Compares the checksums of blocks that lie from ``begin`` on."""

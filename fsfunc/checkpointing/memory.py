@@ -7,7 +7,7 @@ from typing import Any
 
 from torch import Tensor
 
-__all__ = ["bytes_of"]
+__all__ = ["bytes_of", "copy"]
 
 
 def bytes_of(x: Tensor) -> memoryview:
@@ -29,3 +29,21 @@ def bytes_of(x: Tensor) -> memoryview:
     memory: Any = (ctypes.c_ubyte * x.nbytes).from_address(x.data_ptr())
     memory.tensor = x
     return memoryview(memory).cast("B")
+
+
+def copy(into: memoryview, source: memoryview) -> None:
+    """Fills ``into`` with the first bytes of ``source``, both writable.
+
+    Other threads run meanwhile, as they do not for a slice's assignment; and it takes
+    no threads of its own, as torch's copies do.
+
+    >>> into = bytearray(2)
+    >>> copy(memoryview(into), memoryview(bytearray(b"abc")))
+    >>> into
+    bytearray(b'ab')
+    """
+    if len(into) > len(source):
+        raise ValueError(f"{len(into)} bytes are to come from {len(source)}")
+    if len(into):
+        target, first = map(ctypes.c_char.from_buffer, (into, source))
+        ctypes.memmove(ctypes.byref(target), ctypes.byref(first), len(into))

@@ -36,7 +36,8 @@ from fsfunc.checkpointing.memory import bytes_of
 
 __all__ = ["Reader"]
 
-_HELD = 8 * BLOCK  # bytes that wait to be put in another order
+# What waits to be put in another order: bytes, and tensors.
+_HELD, _MANY = 8 * BLOCK, 1024
 
 
 class Reader(StorageReader):
@@ -186,7 +187,7 @@ class _Filling:
         if one_range and target.device.type == "cpu" and target.is_contiguous():
             self.blocks.read(begin, bytes_of(target))
         elif span <= _HELD or target.numel() == 1:
-            if self.nbytes + span > _HELD:
+            if self.nbytes + span > _HELD or len(self.held) == _MANY:
                 self.land()
             found = torch.empty(
                 span // target.itemsize, dtype=target.dtype, device="cpu"

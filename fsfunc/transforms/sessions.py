@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from fsfunc import _torch
 from fsfunc.backends.base import Done
 from fsfunc.collectives import Group
 from fsfunc.frames import frame, running
@@ -82,9 +83,11 @@ class Session:
         if full is None or full.dtype != dtype:
             full = self.arena.get(count, dtype, source)
             count_as("gathered", [full])
-        # `flat` may be a view of `full`, and its elements stay what they are: `.data`
-        # has a version of its own, and the state's says what others wrote.
-        out = full.data if full is home.whole else full
+        out = full
+        if _torch.storage_key(full) == _torch.storage_key(home.flat):
+            # The state lies in it, and stays what it is: `.data` has a version of its
+            # own. (Any other buffer's version tells graphs that it was written.)
+            out = full.data
         if self.where.size == 1:
             return full, Done(out.copy_(source))
         return full, self.where.start("all_gather", source, out=out)

@@ -130,6 +130,40 @@ def test_after_an_error_nobody_reads_from_a_closed_file(stored, monkeypatch):
         assert begun and sorted(ended) == sorted(begun)
 
 
+def test_an_interrupt_waits_for_who_reads(stored, monkeypatch):
+    preadv, ended = os.preadv, []
+
+    def slow(file, into, at):
+        time.sleep(0.1)
+        ended.append(preadv(file, into, at))
+        return ended[-1]
+
+    def interrupted(self):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(blocks.os, "preadv", slow)
+    with Threads() as threads:
+        with pytest.raises(KeyboardInterrupt):
+            with Blocks(stored, "x", threads) as file:
+                file.read(0, memoryview(bytearray(10)))
+                file._send()
+                work = file.running[0]
+                while not work.running():
+                    time.sleep(0.001)
+                monkeypatch.setattr(type(work), "result", interrupted)
+                file.settle()
+        assert ended == [BLOCK]
+
+
+def test_a_range_past_the_end_is_refused(stored):
+    with Threads() as threads:
+        with pytest.raises(
+            CheckpointError, match=f"ends at byte {SIZE}, and {SIZE + 1}"
+        ):
+            with Blocks(stored, "x", threads) as file:
+                file.read(SIZE - 1, memoryview(bytearray(2)))
+
+
 def test_no_more_is_under_way_than_threads_can_take(stored, monkeypatch):
     """So that what is asked for, however much, holds no more than a few slabs."""
     most = []

@@ -336,3 +336,30 @@ def test_ranks_agree_on_what_to_gather_where_one_of_them_wrote_nothing(name, zer
     for found in ff.spmd(lambda: main(True), MESH)():
         assert torch.equal(found["a"], expected["a"])
         assert torch.allclose(found["b"], expected["b"], atol=1e-6)
+
+
+@pytest.mark.parametrize("zero", [1, 2])
+@pytest.mark.parametrize("first", ["pure", "donated"])
+@pytest.mark.parametrize("compute", [torch.float32, torch.bfloat16])
+def test_a_graph_over_weights_that_a_donated_step_changed_raises(zero, first, compute):
+    """Whether the state lies in the buffer that was gathered, or beside it."""
+    mesh = ff.make_mesh({"data": 2}, "simulated")
+    unit = ff.unit(lambda w, x: x @ w)
+    optimizer, x = ff.sharded_adam(0.1), torch.ones(2, 4)
+    sharded = lambda f: ff.shard(f, mesh, "data", zero=zero)  # noqa: E731
+    loss = lambda w, x: unit(w, x).float().sum()  # noqa: E731
+    train = sharded(optimizer(ff.precision(ff.value_and_grad(loss), compute)))
+    call = sharded(ff.precision(lambda w, x: unit(w, x), compute))
+
+    def main():
+        state = ff.init_state(train, lambda: torch.ones(4, 4), optimizer, x)
+        state, _ = (train if first == "pure" else ff.donate(train))(state, x)
+        call(state.params, x)
+        over = x.clone().requires_grad_()
+        y = call(state.params, over)
+        state, _ = ff.donate(train)(state, x)
+        call(state.params, x)
+        with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+            torch.autograd.grad(y.sum(), over)
+
+    ff.spmd(main, mesh)()
