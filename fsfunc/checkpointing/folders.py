@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import errno
 import fcntl
+import fnmatch
 import os
 import re
 import shutil
@@ -27,6 +28,7 @@ __all__ = [
     "empty",
     "keep_newest",
     "latest",
+    "names",
     "saving_folder",
     "sync",
 ]
@@ -144,9 +146,21 @@ def appear(folder: Path, path: Path) -> None:
 
 def empty(folder: Path, files: str) -> None:
     """Removes files that were written for nothing, and leaves what ranks say there."""
-    for file in folder.glob(files):
+    for name in fnmatch.filter(names(folder), files):
         with suppress(OSError):
-            file.unlink()
+            (folder / name).unlink()
+
+
+def names(folder: Path) -> list[str]:
+    """What lies in a folder, by name; nothing where it is gone, or goes meanwhile.
+
+    Another rank may give it its name, or remove it, at any time; `Path.glob` raises
+    where that comes after its first look.
+    """
+    try:
+        return sorted(os.listdir(folder))
+    except FileNotFoundError:
+        return []
 
 
 def discard(folder: Path) -> None:

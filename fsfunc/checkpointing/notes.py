@@ -5,6 +5,7 @@ So a save in the background needs no collective, which could meet those of train
 
 from __future__ import annotations
 
+import fnmatch
 import json
 import os
 import time
@@ -14,6 +15,7 @@ from pathlib import Path
 from threading import Event
 from typing import Any, NamedTuple
 
+from fsfunc.checkpointing.folders import names
 from fsfunc.checkpointing.manifest import CheckpointError, Chunk, StoredFile
 
 __all__ = ["ENDING", "Note", "failed", "leave", "left", "read_note", "told", "until"]
@@ -81,10 +83,11 @@ def failed(folder: Path, rank: int, error: BaseException) -> None:
 
 def told(folder: Path) -> str | None:
     """What a rank said that could not go on, if any."""
-    for path in sorted(folder.glob("failed-?????")):
-        rank = int(path.name.removeprefix("failed-"))
-        why = os.readlink(path) if path.is_symlink() else path.read_text()
-        return f"rank {rank} could not go on: {why}"
+    for name in fnmatch.filter(names(folder), "failed-?????"):
+        path, rank = folder / name, int(name.removeprefix("failed-"))
+        with suppress(FileNotFoundError):  # the folder may go at any time
+            why = os.readlink(path) if path.is_symlink() else path.read_text()
+            return f"rank {rank} could not go on: {why}"
     return None
 
 
@@ -125,7 +128,7 @@ def _put(path: Path, text: str) -> None:
 
 def _sizes(folder: Path) -> dict[str, int]:
     found = {}
-    for entry in folder.glob("*"):
+    for name in names(folder):
         with suppress(FileNotFoundError):
-            found[entry.name] = entry.stat().st_size
+            found[name] = (folder / name).stat().st_size
     return found

@@ -1,11 +1,14 @@
 """Which folder is the newest checkpoint, which are deleted, and what a save leaves."""
 
 import json
+import threading
+import time
 
 import pytest
 import torch
 
 import fsfunc as ff
+from fsfunc.checkpointing import folders, notes
 from tests.checkpointing.drawn import on
 from tests.probes import same
 
@@ -161,3 +164,27 @@ def test_each_rank_gets_its_own_generator_back(tmp_path):
     assert on(PAIR, load) == expected
     assert on({"data": 3}, load) == [*expected, expected[0]]
     assert on({}, load) == expected[:1]
+
+
+def test_a_folder_may_get_its_name_at_any_moment(tmp_path):
+    """While another rank looks into it: it is then empty or whole, and no error."""
+    here, there, stop = tmp_path / ".a.saving", tmp_path / "a", threading.Event()
+    here.mkdir()
+    (here / "rank-00000.json").write_text("{}")
+
+    def rename():
+        while not stop.is_set():
+            here.rename(there)
+            there.rename(here)
+
+    thread = threading.Thread(target=rename)
+    thread.start()
+    try:
+        end = time.monotonic() + 0.5
+        while time.monotonic() < end:
+            assert notes.told(here) is None
+            assert notes._sizes(here) in ({}, {"rank-00000.json": 2})
+            folders.empty(here, "*.safetensors")
+    finally:
+        stop.set()
+        thread.join()
