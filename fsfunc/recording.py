@@ -158,6 +158,10 @@ def record(
     Raises:
         RuntimeError: the step asks a fake tensor for its value; names the line.
         ValueError: a leaf is read by a unit and by the loss outside one.
+
+    Cost: one run whose gradients are shapes alone. A fake run that raises is made again
+    with its backward pass: a hook, or a Function's backward, may leave behind what the
+    step reads, and an error that stays is that of the second run.
     """
     if how not in ("fake", "real"):
         raise ValueError(f'record={how!r}: it is "fake" or "real"')
@@ -166,7 +170,7 @@ def record(
         try:
             return _record(fn, params, rest, how, forward_only=True)
         except Exception:
-            pass  # the step may want what its backward pass leaves behind
+            pass  # raised again below, unless the backward pass mends it
     return _record(fn, params, rest, how)
 
 

@@ -33,7 +33,7 @@ class Groups:
         """Makes the group of ``ranks``, once; all processes call this alike."""
         if ranks not in self._found:
             group: Any = dist.new_group(list(ranks), **options)
-            mine = dist.get_rank() in ranks  # others are given a mark, not a group
+            mine = dist.get_rank() in ranks  # others get a mark, and never ask for it
             self._found[ranks] = weakref.ref(group) if mine else lambda: None
 
     def get(self, ranks: tuple[int, ...]) -> Any:

@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from fsfunc.checkpointing import blocks
 from fsfunc.checkpointing.blocks import SLAB, Blocks, Threads
 from fsfunc.checkpointing.manifest import BLOCK, CheckpointError, Stored, StoredFile
+from fsfunc.checkpointing.memory import copy
 
 SIZE = 2 * SLAB + BLOCK + 12345
 DATA = os.urandom(SIZE)
@@ -179,3 +180,8 @@ def test_no_more_is_under_way_than_threads_can_take(stored, monkeypatch):
     with Threads() as threads, Blocks(stored, "x", threads) as file:
         file.read(0, memoryview(into))
     assert into == DATA and len(most) == 3 and max(most) == 2
+
+
+def test_a_copy_reads_nothing_beyond_its_source():
+    with pytest.raises(ValueError, match="3 bytes are to come from 2"):
+        copy(memoryview(bytearray(3)), memoryview(bytearray(2)))
