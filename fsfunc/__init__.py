@@ -41,6 +41,7 @@ from fsfunc.optim import (
     scale,
     sgd,
     sharded_adam,
+    tree_scale,
     tree_sum,
     warmup_cosine,
 )
