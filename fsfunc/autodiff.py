@@ -22,6 +22,7 @@ from fsfunc.kinds import count_as
 from fsfunc.losses import Weighted, loss_parts
 from fsfunc.sharded import split_buffers
 from fsfunc.tying import tie
+from fsfunc.units import one_number
 
 __all__ = [
     "GradientCall",
@@ -123,7 +124,7 @@ def value_and_grad(
         # Inside a unit a derivative is this rank's own: no transform's business.
         for handler in () if f.path else reversed(f.handlers):
             run_inner = handler.gradient(run_inner)
-        seed = _draw() if f.seed is None else f.seed
+        seed = one_number() if f.seed is None else f.seed
         with inside(replace(f, seed=seed)):
             call = GradientCall(fn, numbers, has_aux, args, keywords)
             outcome = _divide(_settled(run_inner(call)))
@@ -131,14 +132,6 @@ def value_and_grad(
         return value, outcome.grads if several else outcome.grads[0]
 
     return run
-
-
-def _draw() -> int:
-    """One number from the default generator; a fake one where values are fake."""
-    if _torch.fake_active():
-        return 0
-    with _torch.beneath_functorch():  # or vmap would refuse
-        return int(torch.randint(1 << 62, ()).item())
 
 
 def _settled(outcome: Outcome) -> Outcome:

@@ -21,7 +21,7 @@ from fsfunc.accounting import aside
 from fsfunc.frames import Counter, Frame, frame, inside, running
 from fsfunc.sharded import is_sharded
 
-__all__ = ["Call", "Unit", "unit"]
+__all__ = ["Call", "Unit", "one_number", "unit"]
 
 
 @dataclass(frozen=True)
@@ -248,6 +248,14 @@ def mix(*numbers: int) -> int:
         state = ((state ^ state >> 27) * 0x94D049BB133111EB) & _MASK
         state ^= state >> 31
     return state >> 1
+
+
+def one_number(generator: torch.Generator | None = None) -> int:
+    """One number from a generator (the default one); 0 where values are fake."""
+    if _torch.fake_active():
+        return 0
+    with _torch.beneath_functorch():  # or vmap would refuse
+        return int(torch.randint(1 << 62, (), generator=generator).item())
 
 
 @contextmanager
