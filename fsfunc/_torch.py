@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import functools
 import logging
+import sys
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -55,6 +56,7 @@ __all__ = [
     "quiet_fakes",
     "outside_modes",
     "saved_tensors_hooked",
+    "seeds_a_backward",
     "set_forward_ad_state",
     "shared_forward_ad",
     "sequence_number",
@@ -232,6 +234,14 @@ def sequence_number(node: Any) -> int:
 def next_sequence_number() -> int:
     """The number that the next autograd node of this thread will have, or above it."""
     return torch._C._autograd._get_sequence_nr()  # type: ignore[attr-defined]
+
+
+def seeds_a_backward() -> bool:
+    """Whether torch itself makes what a backward starts from: a cotangent of ones."""
+    frame: Any = sys._getframe(1)
+    while frame is not None and frame.f_code.co_name != "_make_grads":
+        frame = frame.f_back
+    return frame is not None and frame.f_code.co_filename == torch.autograd.__file__
 
 
 def current_node() -> Any:

@@ -19,12 +19,14 @@ from fsfunc import _torch, tree
 from fsfunc.accounting import label
 from fsfunc.collectives import Group, group, move
 from fsfunc.crossings import ENTER, GATHER, LAY, MEAN, REDUCE
+from fsfunc.homes import in_a_row
 from fsfunc.initializing.drawing import draw, standard_normal
 from fsfunc.layout import Layout
 from fsfunc.mesh import NoMesh, here
 from fsfunc.moves import Move
-from fsfunc.moving import claim
+from fsfunc.moving import assumed, claim
 from fsfunc.optim import kernels
+from fsfunc.optim.elements import entered
 from fsfunc.pieces import assemble
 from fsfunc.sharded import Sharded, is_sharded
 from fsfunc.transforms.donation import refuse_spent
@@ -67,7 +69,7 @@ def unshard(
 
     def whole(x: Any) -> Any:
         if not isinstance(x, Sharded):
-            return x
+            return entered(x) if isinstance(x, Tensor) else x
         if kernels.differentiated([x.local]) and set(x.layout.axes) <= set(_means()):
             if only is not None:
                 raise ValueError(
@@ -118,7 +120,7 @@ def _entered(x: Sharded) -> Tensor:
     where = group(axes)
     counts = _counts(x.layout, where)
     size = max(counts)
-    sent = torch.cat([local, local.new_zeros(size - local.numel())])
+    sent = in_a_row([local, local.new_zeros(size - local.numel())])
     every = move(sent, GATHER, where).split(size)
     parts = [part[:n] for part, n in zip(every, counts, strict=True)]
     return torch.cat(parts).view(x.shape)
@@ -327,7 +329,7 @@ def _laid(
     mine = [_counts(x.layout, where) for x in like]  # by leaf, by rank
     pieces = [x.reshape(-1).split(c) for x, c in zip(values, mine, strict=True)]
     if parts.sends is None and not kernels.differentiated(values):
-        return [part[where.index].clone() for part in pieces]
+        return [assumed(part[where.index].clone(), "S") for part in pieces]
     sums = [sum(counts[k] for counts in mine) for k in range(where.size)]
     rows: list[Tensor] = []
     for k, total in enumerate(sums):

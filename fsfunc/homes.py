@@ -22,6 +22,7 @@ __all__ = [
     "by_buffer",
     "chunk_here",
     "home_of",
+    "in_a_row",
     "joined",
     "pack",
     "settle",
@@ -152,7 +153,16 @@ def joined(chosen: Sequence[Sharded], coordinates: Mapping[str, int]) -> Tensor:
             end = stop
         pieces.append(x.local)  # an empty part too: it has a gradient, an empty one
     chunk = chunk_here(chosen[0].layout, coordinates)
-    return torch.cat([*pieces, chosen[0].local.new_zeros(chunk - end)])
+    return in_a_row([*pieces, chosen[0].local.new_zeros(chunk - end)])
+
+
+def in_a_row(pieces: Sequence[Tensor]) -> Tensor:
+    """1-D tensors as one, of which the empty ones, too, keep their history.
+
+    ``torch.cat`` gives a tensor of shape [0] a gradient that comes from nowhere: a
+    derivative of it would end on the ranks whose parts are empty, and go on elsewhere.
+    """
+    return torch.cat([x.unsqueeze(1) for x in pieces]).squeeze(1)
 
 
 def chunk_here(layout: Layout, coordinates: Mapping[str, int]) -> int:

@@ -111,10 +111,11 @@ def claim(x: Tensor, what: str) -> None:
         watcher.claimed(x, what)
 
 
-def assumed(y: Tensor, kind: str) -> None:
-    """Says of what type ``y`` is, to whoever looks."""
+def assumed(y: Tensor, kind: str) -> Tensor:
+    """Says of what type ``y`` is, to whoever looks; returns it."""
     if (watcher := _WATCHER.get()) is not None:
         watcher.assumed(y, kind)
+    return y
 
 
 def watched(x: Tensor, how: Move, where: Group, y: Tensor) -> Tensor:

@@ -573,3 +573,29 @@ def test_fakes_that_are_forgotten_can_be_swapped():
         _torch.forget_fakes(mode)
         what = "a module cannot be converted within an init function"
         assert not weakref.getweakrefs(weight), breaks(what)
+
+
+def test_where_a_backward_starts_is_told():
+    """The cotangent that torch makes of a loss is the same on every rank."""
+    seen = []
+
+    class Look(_torch.TorchDispatchMode):
+        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+            if func.overloadpacket is torch.ops.aten.ones_like:
+                seen.append(_torch.seeds_a_backward())
+            return func(*args, **(kwargs or {}))
+
+    x = torch.ones(2, requires_grad=True)
+    with Look():
+        torch.autograd.grad(x.sum(), x)
+        torch.func.grad(torch.sum)(torch.ones(2))
+        torch.ones_like(x)
+    assert seen == [True, True, False], breaks("a step's cotangents have no type")
+
+
+def test_fakes_that_refuse_may_be_quiet(caplog):
+    mode = _torch.fake_mode_of(())
+    with mode, _torch.quiet_fakes(), pytest.raises(RuntimeError):
+        torch.ones(3) * torch.ones(4)
+    what = "a step that raises is logged by torch as it is tried"
+    assert not caplog.records, breaks(what)

@@ -22,13 +22,14 @@ from torch.linalg import vector_norm
 from fsfunc import tree
 from fsfunc.collectives import group, move, pmax, psum
 from fsfunc.crossings import ENTER, SPREAD, SUM
+from fsfunc.frames import frame
 from fsfunc.mesh import NoMesh, here
 from fsfunc.moving import claim
 from fsfunc.optim import kernels
 from fsfunc.optim.leafwise import Tree, map_flat, split, trainable
 from fsfunc.sharded import Sharded, is_sharded
 
-__all__ = ["global_norm", "tree_scale", "tree_sum"]
+__all__ = ["entered", "global_norm", "tree_scale", "tree_sum"]
 
 Spread = tuple[str, ...] | None  # the axes of a sharded leaf; None: a plain tensor
 
@@ -91,6 +92,8 @@ def global_norm(values: Tree, p: float = 2.0) -> Tensor:
     for axes, tensors in held:
         # The infinite norm has no identity: torch refuses an empty tensor.
         norms = kernels.norms([t for t in tensors if t.numel()], p, dtype)
+        if kernels.differentiated(tensors):  # the psum's transpose is every rank's
+            norms += [t.sum(dtype=dtype) for t in tensors if not t.numel()]
         local.append((axes, _combined(norms, norm_of, tensors[0].device, dtype)))
     device = _device(held)
     if math.isinf(p):
@@ -156,15 +159,24 @@ def tree_scale(values: Tree, factor: float | Tensor) -> Tree:
 def _out_of_parts(x: Tensor, axes: Spread) -> Tensor:
     """The ranks' sums over their parts as one sum, each rank's own."""
     if axes is None:
-        return x
+        return x  # each leaf entered by itself
     if not kernels.differentiated([x]):
-        return psum(x, axes) if axes else x
+        return move(x, SUM, group(axes)) if axes else x
     over, others, copies = _parted(axes)
     if copies:
         x = move(x, ENTER, group(copies))
     if over:
         x = move(x, SUM, group(over))
     return psum(x, others) if others else x
+
+
+def entered(x: Tensor) -> Tensor:
+    """A plain tensor as each rank's own: of a parameter the gradient is the mean."""
+    if kernels.differentiated([x]):
+        for handler, session in frame().sessions:
+            if session.ownership.is_one_value(x):
+                x = move(x, ENTER, group(handler.axes))  # type: ignore[attr-defined]
+    return x
 
 
 def _into_parts(x: Tensor, axes: tuple[str, ...]) -> Tensor:
@@ -197,6 +209,7 @@ def _by_axes(values: Tree) -> tuple[list[tuple[Spread, list[Tensor]]], torch.dty
     for tensor, (positions, _) in zip(buffers.tensors, buffers.groups, strict=True):
         first = leaves[positions[0]]
         axes = tuple(sorted(first.layout.axes)) if is_sharded(first) else None
+        tensor = entered(tensor) if axes is None else tensor
         held.setdefault(axes, []).append(tensor)
         dtype = torch.promote_types(dtype, tensor.dtype)
     return sorted(held.items(), key=lambda item: item[0] or ()), dtype

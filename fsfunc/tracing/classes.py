@@ -11,7 +11,10 @@ import torch
 __all__ = ["OperatorClass", "class_of"]
 
 _ALIKE = {"zeros_like", "ones_like", "full_like", "empty_like"}
-_FACTORIES = {"new_zeros", "new_ones", "new_full", "new_empty", "new_empty_strided"}
+_FACTORIES = {
+    "new_zeros", "new_ones", "new_full", "new_empty", "new_empty_strided",
+    "_new_zeros_with_same_feature_meta",
+}  # fmt: skip
 _ELEMENTWISE = {
     "copy", "_to_copy", "fill", "zero", "lift_fresh", "_fused_adamw", "_fused_adam",
     "_fused_sgd", "_fused_adagrad", "_amp_foreach_non_finite_check_and_unscale",

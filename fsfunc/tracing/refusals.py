@@ -3,31 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 from fsfunc.accounting import source_line
-from fsfunc.tracing.types import Kind
+from fsfunc.tracing.knowledge import Seen
+from fsfunc.tracing.types import PARTS, Kind
 
-__all__ = ["LawError", "Seen", "refusal"]
+__all__ = ["LawError", "refusal"]
 
 
 class LawError(ValueError):
     """A step means another thing on every rank where it should mean one."""
-
-
-@dataclass(frozen=True)
-class Seen:
-    """What is known of a tensor: its type, what to call it, where it came from."""
-
-    kind: Kind
-    what: str
-    where: str
-
-    def __str__(self) -> str:
-        return f"{self.what} ({self.where})" if self.where else self.what
-
-
-_PARTS = (Kind.S, Kind.P, Kind.R)
 
 
 def refusal(
@@ -40,8 +25,8 @@ def refusal(
         given: what it was given.
         forward: for the derivative of an operator, its name and line.
     """
-    part = next((x for x in given if x.kind in _PARTS), None)
-    other = next((x for x in given if x.kind not in _PARTS), None)
+    part = next((x for x in given if x.kind in PARTS), None)
+    other = next((x for x in given if x.kind not in PARTS), None)
     own = next((x for x in given if x.kind is Kind.V), None)
     where = forward[1] if forward else source_line()
     at = f"{op} at {where}" if op else f"the derivative at {where}"

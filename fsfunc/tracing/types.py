@@ -28,9 +28,20 @@ from enum import Enum
 
 from torch import Tensor
 
+from fsfunc.moves import Move
 from fsfunc.tracing.classes import OperatorClass
 
-__all__ = ["PARTS", "Kind", "Operand", "Untyped", "agrees", "result"]
+__all__ = [
+    "PARTS",
+    "Kind",
+    "Operand",
+    "Untyped",
+    "agrees",
+    "joint",
+    "misused",
+    "moved_to",
+    "result",
+]
 
 Kind = Enum("Kind", "K I A V S P R")
 
@@ -90,6 +101,11 @@ def result(
         raise Untyped("own")
     if op.factory:  # x.new_zeros(...)
         return Kind.K
+    if op.picks:
+        kept = all(y.ndim > 1 for y in out) and _ends(given) >= _lasts(out)
+        if kept:  # along a dim that vmap brought
+            return Kind.S
+        raise Untyped("mixes")
     if op.elementwise:
         if any(agrees(x.kind) and not x.number for x in given):
             raise Untyped("positions")
@@ -99,13 +115,21 @@ def result(
     if op.sums and Kind.S not in kinds:
         return Kind.R
     if op.sums:
-        ends = {x.shape[-1] for x in given if x.kind is Kind.S and x.shape}
-        if all(y.ndim and y.shape[-1] in ends for y in out):
+        if all(y.ndim for y in out) and _ends(given) >= _lasts(out):
             return Kind.S
         if backward:
             return Kind.P
         raise Untyped("sums")
     raise Untyped("mixes")
+
+
+def _ends(given: Sequence[Operand]) -> set[int]:
+    """The lengths of parts: their last dims."""
+    return {x.shape[-1] for x in given if x.kind is Kind.S and x.shape}
+
+
+def _lasts(out: Sequence[Tensor]) -> set[int]:
+    return {y.shape[-1] for y in out}
 
 
 def _of_terms(op: OperatorClass, given: Sequence[Operand], kinds: set[Kind]) -> Kind:
@@ -116,3 +140,34 @@ def _of_terms(op: OperatorClass, given: Sequence[Operand], kinds: set[Kind]) -> 
     if op.scales and terms == 1 and all(agrees(k) for k in kinds - {Kind.P}):
         return Kind.P
     raise Untyped("term")
+
+
+def misused(how: Move, kind: Kind) -> str:
+    """Why a value of this type may not go that way; "" if it may."""
+    if how.of == "I":
+        return "" if agrees(kind) else "one value"
+    if how.op in ("enter", "slice") or (how.op, how.of, how.to) == ("cast", "M", "R"):
+        # Of parts that are repeated over further axes, each is one value there.
+        return "disagrees" if kind is Kind.V else ""
+    if how.of == "P" and kind not in (Kind.P, Kind.S, Kind.K):
+        return "no term"
+    crosses = how.of in ("V", "R") and how.to == "M"
+    if crosses and kind not in (Kind.S, Kind.R, Kind.K):
+        return "no part"
+    return ""
+
+
+_AGREE = {"psum", "pmax", "all_gather", "pbroadcast", "enter"}
+
+
+def moved_to(how: Move, kind: Kind) -> Kind:
+    """The type of what a move makes of a value of this type."""
+    if agrees(kind) and how.power == -1 and how.op in ("psum", "enter"):
+        return kind if kind is Kind.K else Kind.A  # the mean of what is the same
+    if kind in PARTS and how.of == how.to == "M":
+        return kind
+    if how.op == "pmax":
+        return Kind.A
+    if how.to == "M":
+        return Kind.A if how.op in _AGREE else Kind.V
+    return {"I": Kind.I, "R": Kind.R, "P": Kind.P}.get(how.to, Kind.S)

@@ -1,0 +1,135 @@
+"""What a run on fake tensors knows, of each tensor and of each autograd node."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from torch import Tensor
+
+from fsfunc import _torch
+from fsfunc.accounting import source_line
+from fsfunc.tracing.types import PARTS, Kind, joint
+
+__all__ = ["Known", "Nodes", "Origin", "Seen"]
+
+
+@dataclass(frozen=True)
+class Seen:
+    """What is known of a tensor.
+
+    Args:
+        what: what to call it; ``where``: the line it came from, if that tells anything.
+        digest: of a constant, what tells it from others; None where nobody knows.
+    """
+
+    kind: Kind
+    what: str
+    where: str = ""
+    digest: Any = None
+
+    def __str__(self) -> str:
+        return f"{self.what} ({self.where})" if self.where else self.what
+
+
+class Known:
+    """Tensors by their storages: a type belongs to a storage, and only rises."""
+
+    def __init__(self) -> None:
+        self._seen: dict[int, Seen] = {}
+        self._alive: list[Any] = []  # or an address would be another storage's
+
+    def of(self, x: Tensor) -> Seen:
+        """What is known of a tensor: it is a constant, if nothing is."""
+        found = self._seen.get(_torch.storage_key(_torch.unwrapped(x)))
+        return Seen(Kind.K, "a constant", "", digest_of(x)) if found is None else found
+
+    def kind(self, x: Tensor) -> Kind:
+        return self.of(x).kind
+
+    def give(self, x: Tensor, kind: Kind, what: str, where: str | None = None) -> None:
+        """Says of what type a tensor is, what to call it, and where it came from."""
+        self.put(x, Seen(kind, what, source_line() if where is None else where))
+
+    def put(self, x: Tensor, seen: Seen) -> None:
+        base = _torch.unwrapped(x)
+        key = _torch.storage_key(base)
+        if key not in self._seen:
+            self._alive.append(base.untyped_storage())
+        self._seen[key] = seen
+
+    def write(self, x: Tensor, seen: Seen) -> None:
+        """The same of a tensor that is written into: its type does not fall."""
+        before = self.kind(x)
+        if before in PARTS or seen.kind in PARTS:
+            rises = before not in PARTS
+        else:
+            rises = joint({before, seen.kind}) is not before
+        if rises:
+            self.put(x, seen)
+
+    def meet(self, x: Tensor, kind: Kind, what: str) -> None:
+        """Says what a tensor is of which nothing was known."""
+        if self.kind(x) is Kind.K:
+            self.give(x, kind, what, "")
+
+
+def digest_of(x: Tensor) -> Any:
+    """What tells the values of a constant from others; None where it has none."""
+    if isinstance(x, _torch.FakeTensor) or _torch.is_wrapped(x):
+        return None
+    with _torch.beneath_all_modes():
+        data = x.detach().cpu().contiguous().view(-1)
+        return tuple(x.shape), hash(bytes(data.untyped_storage())) if len(data) else 0
+
+
+@dataclass(frozen=True)
+class Origin:
+    """The operator that an autograd node is of; ``trusted``: the library called it."""
+
+    name: str
+    where: str
+    trusted: bool
+
+
+class Nodes:
+    """Which operator each autograd node is of, and which nodes are of units' bodies."""
+
+    def __init__(self) -> None:
+        self._counted = _torch.next_sequence_number()
+        self._origins: dict[int, Origin] = {}
+        self._bodies: list[tuple[int, int]] = []
+        self._within: set[int] = set()  # of derivatives of bodies
+
+    def new(self) -> range:
+        """Those made since the last time: of each ``torch.func`` level one."""
+        start, self._counted = self._counted, _torch.next_sequence_number()
+        return range(start, self._counted)
+
+    def body(self, start: int) -> None:
+        """All since ``start`` are of a unit's body."""
+        self._bodies.append((start, _torch.next_sequence_number()))
+
+    def begin(self) -> int:
+        return _torch.next_sequence_number()
+
+    def came_from(self, numbers: range, origin: Origin) -> None:
+        self._origins.update(dict.fromkeys(numbers, origin))
+
+    def in_a_body(self, node: Any, numbers: range) -> bool:
+        """Whether a node is of a body; ``numbers``, that it makes, are then too."""
+        number = _torch.sequence_number(node)
+        inside = any(start <= number < end for start, end in self._bodies)
+        if inside or number in self._within:
+            self._within.update(numbers)
+            return True
+        return False
+
+    def origin(self, node: Any, numbers: range = range(0)) -> Origin | None:
+        """The operator that a node is of; ``numbers``, that it makes, are then too."""
+        if node is None:
+            return None
+        found = self._origins.get(_torch.sequence_number(node))
+        if found is not None:
+            self.came_from(numbers, found)
+        return found

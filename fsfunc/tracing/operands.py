@@ -1,0 +1,47 @@
+"""What an operator was given, as the rules of types look at it."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from fsfunc.tracing.types import Kind, Operand
+
+__all__ = ["OF_LISTS", "flat", "number", "operand", "rows"]
+
+
+def operand(x: Tensor, kind: Kind) -> Operand:
+    """A tensor of a type."""
+    steps = zip(x.shape, x.stride(), strict=True) if x.layout == torch.strided else ()
+    number = x.numel() == 1 or all(n == 1 or step == 0 for n, step in steps)
+    return Operand(kind, number, tuple(x.shape))
+
+
+OF_LISTS = ("aten::_foreach_", "aten::_fused_")
+
+
+def rows(args: Any, kwargs: Any, made: list[Tensor]) -> list[tuple[list[Any], Any]]:
+    """What an operator over lists does at each place: what it is given, and made."""
+    every = [*args, *kwargs.values()]
+    n = len(args[0])
+    lists = [x for x in every if isinstance(x, (list, tuple)) and len(x) == n]
+    others = [x for x in every if not isinstance(x, (list, tuple))]
+    results = [made[i::n] for i in range(n)] if len(made) % n == 0 else [made] * n
+    return [([*(x[i] for x in lists), *others], results[i]) for i in range(n)]
+
+
+def number(x: Any) -> Any:
+    """What of an argument that is no tensor tells it from others."""
+    simple = isinstance(x, (bool, int, float, complex, str, type(None)))
+    return x if simple else type(x).__name__
+
+
+def flat(values: Any) -> list[Any]:
+    """What lists of lists hold."""
+    if isinstance(values, (tuple, list)):
+        return [y for x in values for y in flat(x)]
+    if isinstance(values, dict):
+        return [y for x in values.values() for y in flat(x)]
+    return [values]

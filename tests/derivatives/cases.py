@@ -1,0 +1,215 @@
+"""Programs of research, each a few lines: ``program(o, w, x)`` in either world."""
+
+import torch
+
+
+def mlp(o, w, x):
+    return o.unit(o.leaf(w, "b"), o.unit(o.leaf(w, "a"), x))
+
+
+def loss(o, w, x):
+    return o.own(lambda h: h.square().mean(), mlp(o, w, x))
+
+
+def squares(o, w):
+    return o.tree_sum(o.map(lambda a: a * a, w))
+
+
+def plus(o, *values):
+    return o.own(lambda *vs: sum(vs), *values)
+
+
+def times(o, *values):
+    return o.own(lambda *vs: torch.stack(vs).prod(), *values)
+
+
+def flipped(o, x):
+    return o.own(lambda x: x.flip(1), x)
+
+
+def norm_penalty(o, w, x):
+    return plus(o, loss(o, w, x), o.own(lambda n: n**2, o.norm(w)))
+
+
+def l2_penalty(o, w, x):
+    return plus(o, loss(o, w, x), squares(o, w))
+
+
+def times_squares(o, w, x):
+    return times(o, loss(o, w, x), squares(o, w))
+
+
+def gradient_norm_penalty(o, w, x):
+    g = o.grad_w(lambda w: loss(o, w, x), w)
+    return plus(o, loss(o, w, x), o.own(lambda n: n**2, o.norm(g)))
+
+
+def maml(o, w, x, take="grad_w"):
+    """One inner step on the whole batch, which all ranks take alike."""
+    g = getattr(o, take)(lambda w: loss(o, w, x), w)
+    return loss(o, o.map(lambda a, g: a - 0.5 * g, w, g), flipped(o, x))
+
+
+def maml_by_value_and_grad(o, w, x):
+    return maml(o, w, x, "vag_w")
+
+
+def maml_one_task_a_rank(o, w, x):
+    """Each rank adapts to its own rows alone."""
+    return o.whole(lambda o, w, x: maml(o, w, x), w, x)
+
+
+def normed_step(o, w, x):
+    """A step of given length: the norm is differentiated, so it is a scale."""
+    g = o.grad_w(lambda w: loss(o, w, x), w)
+    factor = o.own(lambda n: 0.3 / n, o.norm(g))
+    return loss(o, o.map(torch.sub, w, o.scale(g, factor)), flipped(o, x))
+
+
+def loss_scaled_step(o, w, x):
+    """A step as long as the loss is large: its mean is one number for all."""
+    g = o.grad_w(lambda w: loss(o, w, x), w)
+    step = o.scale(g, o.pmean(loss(o, w, x)))
+    return loss(o, o.map(torch.sub, w, step), flipped(o, x))
+
+
+def weight_noise(o, w, x):
+    noise = o.noise(w, 3)
+    return loss(o, o.map(lambda a, e: a + 0.1 * e, w, noise), x)
+
+
+def hessian_vector_product(o, w, x):
+    direction = o.noise(w, 5)
+    return o.hvp(lambda w: loss(o, w, x), w, direction)
+
+
+def orthogonal(o, w, x):
+    """Whole matrices inside a gradient call: what Muon and Shampoo are made of."""
+    full = o.unshard(w)
+    return o.own(
+        lambda a, b, x: (x @ torch.linalg.inv(a @ a.T + torch.eye(len(a))) @ b).mean(),
+        full["a"], full["b"], x,
+    )  # fmt: skip
+
+
+def laid(o, w, x):
+    full = o.unshard(w)
+    normed = {k: o.own(lambda a: a / a.norm(), full[k]) for k in full}
+    return loss(o, o.lay(normed, w), x)
+
+
+def contrastive(o, w, x):
+    h = mlp(o, w, x)
+    every = o.gather(h)
+    return o.own(lambda h, e: (h @ e.T).logsumexp(1).mean(), h, every)
+
+
+def centred(o, w, x):
+    """Statistics of the whole batch in the middle of a loss."""
+    h = o.unit(o.leaf(w, "a"), x)
+    mean = o.pmean(o.own(lambda h: h.mean(0), h))
+    h = o.own(torch.sub, h, mean)
+    var = o.pmean(o.own(lambda h: h.square().mean(0), h))
+    h = o.own(lambda h, v: h / (v + 1).sqrt(), h, var)
+    return o.own(lambda h: (h**3).mean(), o.unit(o.leaf(w, "b"), h))
+
+
+def neighbours(o, w, x):
+    h = o.own(lambda h: h.mean(0), mlp(o, w, x))
+    one = o.own(lambda h, f, s: ((h - f) ** 2).sum() + (h * s).sum(),
+                h, o.first(h), o.shift(h))  # fmt: skip
+    return plus(o, one, o.psum(one))
+
+
+def fgsm(o, w, x):
+    g = o.grad_x(lambda x: loss(o, w, x), x)
+    return loss(o, w, o.own(lambda x, g: x + 0.1 * g.sign(), x, g))
+
+
+def wgan_gp(o, w, x):
+    """A critic, and how steep it is at the data."""
+
+    def critic(x):
+        return o.own(lambda h: h.sum(), mlp(o, w, x))
+
+    slope = o.grad_x(critic, x)
+    gp = o.own(lambda g: ((g.norm(dim=1) - 1) ** 2).mean(), slope)
+    return plus(o, loss(o, w, x), gp)
+
+
+LOSSES = {
+    f.__name__: f
+    for f in (
+        loss, norm_penalty, l2_penalty, times_squares, gradient_norm_penalty, maml,
+        maml_by_value_and_grad, maml_one_task_a_rank, normed_step, loss_scaled_step,
+        weight_noise, orthogonal, laid, contrastive, centred, neighbours, fgsm, wgan_gp,
+    )
+}  # fmt: skip
+
+
+def dp_sgd(o, w, x):
+    """Per-sample gradients, clipped, and noise on their mean."""
+
+    def clipped(o, w, x):
+        each = o.per_sample(lambda w, x: loss(o, w, x), w, x)
+
+        def clip(*leaves):
+            norms = sum(g.flatten(1).square().sum(1) for g in leaves).sqrt()
+            factor = (0.1 / (norms + 1e-6)).clamp(max=1)
+            means = [torch.einsum("n,n...->...", factor, g) / len(g) for g in leaves]
+            return torch.stack(means)
+
+        both = o.own(clip, each["a"], each["b"])
+        return {k: o.own(lambda m, i=i: m[i], both) for i, k in enumerate("ab")}
+
+    mean = o.reduce(o.whole(clipped, w, x), w)
+    return o.map(lambda g, e: g + 0.01 * e, mean, o.noise(w, 9))
+
+
+def sgld(o, w, x):
+    g = o.vag_w(lambda w: loss(o, w, x), w)
+    return o.map(lambda a, g, e: a - 0.1 * g + 0.01 * e, w, g, o.noise(w, 11))
+
+
+def muon(o, w, x):
+    """The gradient's matrices, made orthogonal: alike on every rank."""
+    full = o.unshard(o.vag_w(lambda w: loss(o, w, x), w))
+    made = {k: o.own(_orthogonalised, v) for k, v in full.items()}
+    return o.map(lambda a, u: a - 0.1 * u, w, o.lay(made, w))
+
+
+def _orthogonalised(g):
+    u, _, v = torch.linalg.svd(g + 0.1 * torch.eye(len(g), dtype=g.dtype))
+    return u @ v
+
+
+def shampoo(o, w, x):
+    full = o.unshard(o.vag_w(lambda w: loss(o, w, x), w))
+
+    def conditioned(g):
+        left = g @ g.T + torch.eye(len(g), dtype=g.dtype)
+        return torch.linalg.solve(left, g)
+
+    made = {k: o.own(conditioned, v) for k, v in full.items()}
+    return o.map(lambda a, u: a - 0.1 * u, w, o.lay(made, w))
+
+
+def adversarial_rows(o, w, x):
+    """Own values' derivatives as results: nobody divides them by n."""
+    return o.vag_x(lambda x: loss(o, w, x), x), o.grad_x(lambda x: loss(o, w, x), x)
+
+
+def gradients_of_neighbours(o, w, x):
+    """What other ranks' losses owe this rank's rows, through collectives."""
+    return o.grad_x(lambda x: contrastive(o, w, x), x), o.vag_x(
+        lambda x: centred(o, w, x), x
+    )
+
+
+STEPS = {
+    f.__name__: f
+    for f in (
+        dp_sgd, sgld, muon, shampoo, hessian_vector_product, adversarial_rows,
+        gradients_of_neighbours,
+    )
+}  # fmt: skip

@@ -1,0 +1,64 @@
+"""Running a program in both worlds, and holding one against the other."""
+
+import torch
+
+import fsfunc as ff
+from fsfunc import tree
+from tests.derivatives.worlds import AXIS, Law, Ranks, by_units
+
+D = 3
+DRAW = torch.Generator().manual_seed(7)
+W = {k: torch.randn(D, D, generator=DRAW, dtype=torch.float64) for k in "ab"}
+X = torch.randn(12, D, generator=DRAW, dtype=torch.float64)
+MESHES = {
+    1: ff.make_mesh({AXIS: 1}, "simulated"),
+    2: ff.make_mesh({AXIS: 2}, "simulated"),
+    3: ff.make_mesh({AXIS: 3}, "simulated"),
+    4: ff.make_mesh({AXIS: 4}, "simulated"),
+}
+# zero, or None: whole parameters, that nobody placed
+WAYS = [0, 1, 2, 3, None]
+
+
+def on_ranks(program, n, way, wrap=lambda f: f, w=W, x=X, mesh=None):
+    """What ``program(o, w, x)`` returns on each of ``n`` simulated ranks, unsharded."""
+    mesh = MESHES[n] if mesh is None else mesh
+    main = rank_main(program, mesh, way, wrap, w, x)
+    return ff.spmd(main, mesh)()
+
+
+def rank_main(program, mesh, way, wrap=lambda f: f, w=W, x=X):
+    """What one rank runs."""
+
+    def shard(f):
+        return ff.shard(wrap(f), mesh, AXIS, zero=3 if way is None else way)
+
+    def main():
+        mine = ff.local_batch(x, mesh, AXIS)
+        given = w if way is None else ff.place(shard(by_units), w, mine)
+        step = shard(lambda w, x: program(Ranks(), w, x))
+        return ff.unshard(step(given, mine))
+
+    return main
+
+
+def by_law(program, n, w=W, x=X):
+    """What the law says that each rank gets."""
+    w = {k: a.clone().requires_grad_() for k, a in w.items()}
+    out = program(Law(n), w, [part.clone() for part in x.chunk(n)])
+    return [tree.map(lambda a: a.detach(), _of_rank(out, r)) for r in range(n)]
+
+
+def _of_rank(out, r):
+    if isinstance(out, dict):
+        return {k: _of_rank(v, r) for k, v in out.items()}
+    if isinstance(out, tuple):
+        return tuple(_of_rank(v, r) for v in out)
+    return out[r] if isinstance(out, list) else out
+
+
+def assert_lawful(found, expected, tolerance=1e-9):
+    for one, right in zip(found, expected, strict=True):
+        pairs = zip(tree.leaves(one), tree.leaves(right), strict=True)
+        for a, b in pairs:
+            torch.testing.assert_close(a, b, rtol=tolerance, atol=tolerance)

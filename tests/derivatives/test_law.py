@@ -1,0 +1,135 @@
+"""What a gradient is under ``shard``: wherever research takes one, it is the law's.
+
+Each program runs at every ``zero``, on placed and on whole parameters, on 1 to 4 ranks;
+the judge is plain autograd over all ranks' data at once (`worlds.Law`).
+"""
+
+import pytest
+import torch
+
+import fsfunc as ff
+from tests.derivatives.cases import LOSSES, STEPS, loss
+from tests.derivatives.judging import (
+    MESHES,
+    WAYS,
+    W,
+    X,
+    assert_lawful,
+    by_law,
+    on_ranks,
+)
+from tests.derivatives.worlds import Ranks, by_units
+
+# torch scripts its own forward-mode decompositions, and warns of it.
+pytestmark = pytest.mark.filterwarnings("ignore:.torch.jit.script. is deprecated")
+
+EVERY = [(n, way) for n in MESHES for way in WAYS]
+
+
+# torch.func has no end at which to take a mean of what a plain parameter gets outside
+# units: squares of it, that meet the rank's own loss.
+REFUSED = {("times_squares", "grad_w", None)}
+
+
+def taken_by(how, program):
+    """The program as a loss, differentiated by its parameters."""
+    return lambda o, w, x: getattr(o, how)(lambda w: program(o, w, x), w)
+
+
+@pytest.mark.parametrize("how", ["vag_w", "grad_w"])
+@pytest.mark.parametrize("name", LOSSES)
+def test_a_loss_has_the_gradient_of_the_mean(name, how):
+    step = taken_by(how, LOSSES[name])
+    for n, way in EVERY:
+        if n > 1 and (name, how, way) in REFUSED:
+            with pytest.raises(ValueError, match="one value on all ranks, is this ra"):
+                on_ranks(step, n, way)
+        else:
+            assert_lawful(on_ranks(step, n, way), by_law(step, n))
+
+
+@pytest.mark.parametrize("name", STEPS)
+def test_a_step_gives_what_the_law_says(name):
+    for n, way in EVERY:
+        assert_lawful(on_ranks(STEPS[name], n, way), by_law(STEPS[name], n))
+
+
+@pytest.mark.parametrize("name", LOSSES)
+def test_under_remat_too(name):
+    step = taken_by("vag_w", LOSSES[name])
+    for way in WAYS:
+        assert_lawful(on_ranks(step, 2, way, wrap=ff.remat), by_law(step, 2))
+
+
+def test_parameters_and_data_at_once():
+    """``argnums=(0, 1)``: the mean's for the one, its own for the other."""
+
+    def step(o, w, x):
+        if not o.law:
+            f = lambda w, x: loss(o, w, x)  # noqa: E731
+            return ff.value_and_grad(f, argnums=(0, 1))(w, x)[1]
+        by_w = o.grad_w(lambda w: loss(o, w, x), w)
+        return by_w, o.grad_x(lambda x: loss(o, w, x), x)
+
+    for n, way in EVERY:
+        assert_lawful(on_ranks(step, n, way), by_law(step, n))
+
+
+def test_a_weighted_loss_is_divided_by_the_mean_weight():
+    """Of an own value: total_r / the mean weight."""
+
+    def step(o, w, x):
+        if not o.law:
+            f = lambda x: ff.Weighted(x.pow(3).sum(), x[:, 0].exp().sum())  # noqa: E731
+            return ff.value_and_grad(f)(x)[1]
+        weight = sum(part[:, 0].exp().sum() for part in x) / o.n
+        return [3 * part**2 / weight for part in x]
+
+    for n in MESHES:
+        assert_lawful(on_ranks(step, n, None), by_law(step, n))
+
+
+@pytest.mark.parametrize("by_hand", ["grad", "backward"])
+def test_plain_autograd_by_own_values(by_hand):
+    """Inside a step, by torch.autograd itself."""
+
+    def step(o, w, x):
+        if o.law:
+            return o.grad_x(lambda x: loss(o, w, x), x)
+        x = x.detach().requires_grad_()
+        with torch.enable_grad():
+            value = loss(o, w, x)
+        if by_hand == "grad":
+            return torch.autograd.grad(value, x)[0]
+        value.backward()
+        return x.grad
+
+    for n, way in EVERY:
+        assert_lawful(on_ranks(step, n, way), by_law(step, n))
+
+
+def test_a_learned_inner_rate():
+    """A parameter that is a number: it scales the tree by ``tree_scale``."""
+    rate = torch.tensor(0.5, dtype=torch.float64)
+
+    def loss_of(o, w, a, x):
+        g = o.grad_w(lambda w: loss(o, w, x), w)
+        return loss(o, o.map(torch.sub, w, o.scale(g, a)), o.own(torch.neg, x))
+
+    for n, way in EVERY:
+        mesh = MESHES[n]
+
+        def main(mesh=mesh, way=way):
+            shard = lambda f: ff.shard(f, mesh, "data", zero=way or 0)  # noqa: E731
+            mine = ff.local_batch(X, mesh, "data")
+            w = W if way is None else ff.place(shard(by_units), W, mine)
+            f = lambda p, x: loss_of(Ranks(), p[0], p[1], x)  # noqa: E731
+            step = shard(lambda p, x: ff.value_and_grad(f)(p, x)[1])
+            return ff.unshard(step((w, rate), mine)[1])
+
+        def law(o, w, x):
+            a = rate.clone().requires_grad_()
+            mean = sum(loss_of(o, w, a, x)) / o.n
+            return torch.autograd.grad(mean, a)[0]
+
+        assert_lawful(ff.spmd(main, mesh)(), by_law(law, n))
