@@ -174,7 +174,7 @@ CASES = {
     "penalty over leaves": (
         steps_with(l2_over_leaves),
         ValueError,
-        r"sum at .*test_bad_input.py:\d+ .*part of 'params/layers/0/b'.*: use ff.tree_sum",
+        r"sum at .*py:\d+ .*part of 'params/layers/0/b'.*: use ff.tree_sum",
     ),
     "read outside": (
         steps_with(read_outside),

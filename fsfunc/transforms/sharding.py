@@ -236,7 +236,9 @@ class Sharding(Interpretation):
         def sharded(params: Any, *inputs: Any, **keywords: Any) -> Any:
             leaves, treedef = tree.flatten(params, is_leaf=is_sharded)
             mine = [i for i, x in enumerate(leaves) if self._reads(x, call)]
-            entered = not call.frame.path and self._enter_plain(leaves, call)
+            entered = not call.frame.path and self._enter_plain(
+                leaves, call, (inputs, keywords)
+            )
             if not mine:
                 params = tree.unflatten(treedef, leaves) if entered else params
                 return run(params, *inputs, **keywords)
@@ -268,7 +270,7 @@ class Sharding(Interpretation):
         owner = leaf.layout.flat.buffer.partition(":")[0]  # type: ignore[union-attr]
         return call.unit.whole or not owner.startswith(call.name + "/")
 
-    def _enter_plain(self, leaves: list[Any], call: Any) -> bool:
+    def _enter_plain(self, leaves: list[Any], call: Any, inputs: Any) -> bool:
         """Whole parameters as each rank's own: their gradients are means from here on.
 
         Not those that the gradient call around will average itself.
@@ -280,6 +282,7 @@ class Sharding(Interpretation):
                 continue
             averaged = session is not None and session.averages(x)
             if x.is_floating_point() and not (averaged and not functional):
+                check_derivatives(call, [x], inputs)
                 at = here(self.mesh)
                 leaves[i], entered = move(x, ENTER, group(self.axes, at)), True
         return entered

@@ -125,12 +125,17 @@ class Ranks:
 
 
 class Law(Ranks):
-    """The same for all ranks at once: an own value is the list of the ranks' values."""
+    """The same for all ranks at once: an own value is the list of the ranks' values.
+
+    Args:
+        parts: whether parameters are in parts, so that each is one value or nothing.
+        inside: whether we are in a unit, where parameters are the rank's own.
+    """
 
     law = True
 
-    def __init__(self, n):
-        self.n = n
+    def __init__(self, n, parts=True, inside=False):
+        self.n, self.parts, self.inside = n, parts, inside
 
     def own(self, fn, *values):
         return [fn(*each) for each in zip(*map(self._each, values), strict=True)]
@@ -163,13 +168,17 @@ class Law(Ranks):
         return list(sum(self._each(v)).tensor_split(self.n))
 
     def tree_sum(self, w):
-        return [sum(a.sum() for a in w.values())] * self.n
+        return self.own(lambda *leaves: sum(a.sum() for a in leaves), *w.values())
 
     def norm(self, w):
-        return [sum(a.square().sum() for a in w.values()).sqrt()] * self.n
+        squares = self.tree_sum(self.map(torch.square, w))
+        return self.own(torch.sqrt, squares)
 
     def scale(self, w, factor):
-        return {k: a * self._agreed(factor) for k, a in w.items()}
+        if self.inside:
+            return {k: self.own(torch.mul, a, factor) for k, a in w.items()}
+        factor = self._agreed(factor)
+        return self.map(lambda a: a * factor, w)
 
     def _agreed(self, v):
         """What is the same on every rank, as one value: of derivatives too."""
@@ -179,19 +188,39 @@ class Law(Ranks):
         return sum(v) / self.n
 
     def map(self, fn, *trees):
-        return {k: fn(*(t[k] for t in trees)) for k in trees[0]}
+        found = {}
+        for k in trees[0]:
+            leaves = [t[k] for t in trees]
+            several = any(isinstance(a, list) for a in leaves)
+            found[k] = self.own(fn, *leaves) if several else fn(*leaves)
+        return found
+
+    def leaf(self, w, k):
+        return self._one(w[k])
+
+    def _one(self, a):
+        if isinstance(a, list) and not self.inside:
+            raise NoMeaning("parameters that differ from rank to rank")
+        return a
 
     def unshard(self, w):
-        return {k: [a] * self.n for k, a in w.items()}
+        return {k: self._each(a) for k, a in w.items()}
 
     def lay(self, t, like):
+        if self.inside:
+            return t
         return {k: self._agreed(v) for k, v in t.items()}
 
     def reduce(self, t, like):
         return {k: sum(self._each(v)) / self.n for k, v in t.items()}
 
     def grad_w(self, loss, w):
-        w = {k: _tracked(a) for k, a in w.items()}
+        if self.inside:
+            keys, w = list(w), {k: [_tracked(a) for a in self._each(w[k])] for k in w}
+            each = [a for k in keys for a in w[k]]
+            found = _pulled(sum(self._each(loss(w))), each)
+            return {k: found[i * self.n : (i + 1) * self.n] for i, k in enumerate(keys)}
+        w = {k: _tracked(self._one(a)) for k, a in w.items()}
         mean = sum(self._each(loss(w))) / self.n
         return dict(zip(w, _pulled(mean, list(w.values())), strict=True))
 
@@ -204,7 +233,7 @@ class Law(Ranks):
     vag_x = grad_x
 
     def hvp(self, loss, w, direction):
-        w = {k: _tracked(a) for k, a in w.items()}
+        w = {k: _tracked(self._one(a)) for k, a in w.items()}
         g = self.grad_w(loss, w)
         along = sum((g[k] * direction[k].detach()).sum() for k in g)
         first = dict(zip(w, _pulled(along, list(w.values())), strict=True))
@@ -214,41 +243,52 @@ class Law(Ranks):
         return first
 
     def whole(self, fn, w, *inputs):
-        """Rank by rank, each alone: there every derivative is that rank's own."""
-        alone = Law(1)
-        found = []
-        for each in zip(*map(self._each, inputs), strict=True):
-            out = fn(alone, w, *([v] for v in each))
-            found.append(tree.map(lambda y: y, _first(out)))
-        if isinstance(found[0], dict):
-            return {k: [f[k] for f in found] for k in found[0]}
-        return found
+        """Each rank has the parameters to itself: derivatives are that rank's own."""
+        inside = Law(self.n, parts=False, inside=True)
+        own = {k: self._each(self._one(a)) for k, a in w.items()}
+        return fn(inside, own, *map(self._each, inputs))
 
     def per_sample(self, loss, w, x):
-        (rows,) = x
-        samples = [self.grad_w(lambda w, r=r: loss(w, [r[None]]), w) for r in rows]
-        return {k: [torch.stack([s[k] for s in samples])] for k in w}
+        """Inside a unit, each rank's own; else only where the ranks' rows agree."""
+        one = Law(self.n, parts=False, inside=True)
+        w = {k: self._each(a) for k, a in w.items()}
+        rows = len(x[0])
+        each = [
+            one.grad_w(lambda w, i=i: loss(w, [r[i : i + 1] for r in x]), w)
+            for i in range(rows)
+        ]
+        found = {
+            k: [torch.stack([g[k][r] for g in each]) for r in range(self.n)] for k in w
+        }
+        if not self.inside:
+            for v in found.values():
+                self._agreed(v)  # or rows of several ranks would mix
+        return found
 
     def times_own(self, w, s):
-        return self.scale(w, s)
+        if self.parts:
+            return self.scale(w, s)
+        return {k: self.own(lambda a, s: a * s, a, s) for k, a in w.items()}
 
     def rough_noise(self, w):
-        raise NoMeaning("noise that depends on how the leaf is cut")
+        if self.parts:
+            raise NoMeaning("noise that depends on how the leaf is cut")
+        raise NotImplementedError("noise of torch's generator")
 
     def rough_sum(self, w):
         return [sum(a.square().sum() for a in w.values())] * self.n
 
     def own_matrix(self, matrix, h):
-        if not all(torch.equal(m, matrix[0]) for m in matrix):
-            raise NoMeaning("a unit's parameters that differ from rank to rank")
         return self.unit(matrix, h)
 
 
-def _first(out):
-    """What a rank alone gives: the only value of each list."""
-    if isinstance(out, dict):
-        return {k: v[0] if isinstance(v, list) else v for k, v in out.items()}
-    return out[0] if isinstance(out, list) else out
+def values(g):
+    """A dict's values; of sharded leaves the tensors in them, as a tree map would."""
+    return list(g.values()) if any(map(_is_own, g.values())) else tree.leaves(g)
+
+
+def _is_own(v):
+    return isinstance(v, list)
 
 
 def _tracked(a):
