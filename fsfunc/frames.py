@@ -8,13 +8,13 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from contextvars import ContextVar
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from fsfunc.mesh import Here, place_here
+from fsfunc.mesh import Here, Mesh, here, place_here
 from fsfunc.scoped import Scoped
 
 __all__ = [
@@ -33,13 +33,24 @@ __all__ = [
 class Interpretation:
     """What a transform makes of the calls in its reach; by default, nothing.
 
-    ``lays_out``: whether it decides how leaves lie on a mesh.
+    ``lays_out``: whether it decides how leaves lie on a mesh. ``compared``: whether
+    the ranks know that they run one program under it, by its record or a first call.
     """
 
     lays_out = False
+    compared = False
 
     def learn(self, other: Any) -> None:
         """Takes over what ``other``, one like it, has seen of a recorded step."""
+
+    def here(self, mesh: Mesh) -> Here:
+        """Who runs under it, on ``mesh``, and whether there is still to compare."""
+        at = here(mesh)
+        return replace(at, compared=at.compared or self.compared)
+
+    def ran(self, at: Here) -> None:
+        """A call of it is over: what its ranks sent each other in it was compared."""
+        self.compared = self.compared or getattr(at.link, "moves", False)
 
     def unit(self, run: Callable[..., Any], call: Any) -> Callable[..., Any]:
         """How to run a unit call whose inner interpretations are ``run``."""

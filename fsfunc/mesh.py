@@ -135,11 +135,16 @@ class Mesh:
 
 @dataclass(frozen=True)
 class Here:
-    """Who is asking: a rank of a mesh, and the link that carries its data."""
+    """Who is asking: a rank of a mesh, and the link that carries its data.
+
+    Args:
+        compared: whether the ranks know that they run one program.
+    """
 
     mesh: Mesh
     rank: int
     link: Any
+    compared: bool = False
 
 
 _ASKED: ContextVar[set[str] | None] = ContextVar("fsfunc_asked", default=None)
@@ -195,8 +200,9 @@ def here(mesh: Mesh | None = None) -> Here:
     if mesh.backend == found.mesh.backend == "processes":
         moves = getattr(found.link, "moves", True)  # or we are at the planning of it
         # A mesh's own link has the groups of its own axes.
-        return Here(mesh, found.rank, mesh.link if moves else found.link)
-    return Here(mesh, found.rank, found.link)
+        link = mesh.link if moves else found.link
+        return Here(mesh, found.rank, link, found.compared)
+    return Here(mesh, found.rank, found.link, found.compared)
 
 
 def remember(mesh: Mesh) -> Mesh:

@@ -31,6 +31,7 @@ class Group:
     """One rank's handle on the ranks along an axis: fixed when it is made.
 
     Backward passes use the handle that the forward pass made, never the context.
+    ``compared``: whether the ranks know that they run one program.
     """
 
     axis: tuple[str, ...]
@@ -38,6 +39,7 @@ class Group:
     index: int
     rank: int
     link: Any
+    compared: bool = False
 
     @property
     def size(self) -> int:
@@ -54,25 +56,32 @@ class Group:
         return self.link.axis_index(self)
 
     def start(
-        self, op: str, x: Tensor, *, out: Tensor | None = None, **how: Any
+        self,
+        op: str,
+        x: Tensor,
+        *,
+        out: Tensor | None = None,
+        what: str = "",
+        **how: Any,
     ) -> Work:
         """Issues ``op`` on contiguous ``x``, along dim 0; returns what to wait for.
 
         ``how`` is ``pairs=`` for ppermute and ``source=`` for pbroadcast. Until
         ``wait()`` has returned, ``x`` must not be written. Ranks wait for what they
-        started in one order, unless it was started with ``any_order``.
+        started in one order, unless it was started with ``any_order``. ``what`` names
+        the buffer that ``x`` is part of: ranks that meet with unlike ones raise.
         """
         sends = any(s == self.index and s != d for s, d in how.get("pairs", ()))
-        note(op, self.axis, self.size, x, self.rank, sends)
-        return self.link.start(op, x, self, out=out, **how)
+        note(op, self.axis, self.size, x, self.rank, sends, what)
+        return self.link.start(op, x, self, out=out, what=what, **how)
 
-    def send(self, x: Tensor, to: int) -> Work:
+    def send(self, x: Tensor, to: int, what: str = "") -> Work:
         """Sends ``x`` to the rank at index ``to``; returns at once what to wait for.
 
         The n-th send from one rank to another meets the n-th receive there, whatever
-        collectives are under way; shape and dtype must be equal. Until the work is
-        ``done()``, ``x`` must not be written; its ``wait()`` returns when the receiver
-        has asked for ``x``.
+        collectives are under way; shape, dtype and ``what`` must be equal. Until the
+        work is ``done()``, ``x`` must not be written; its ``wait()`` returns when the
+        receiver has asked for ``x``.
 
         Raises:
             ValueError: ``to`` is no other rank of the group.
@@ -80,11 +89,16 @@ class Group:
         Cost: the bytes of ``x``, noted as one ppermute of the sender's.
         """
         self._check("send to", to)
-        note("ppermute", self.axis, self.size, x, self.rank, True)
-        return self.link.send(x.detach().contiguous(), self, to)
+        note("ppermute", self.axis, self.size, x, self.rank, True, what)
+        return self.link.send(x.detach().contiguous(), self, to, what)
 
     def receive(
-        self, shape: Sequence[int], dtype: torch.dtype, device: Any, source: int
+        self,
+        shape: Sequence[int],
+        dtype: torch.dtype,
+        device: Any,
+        source: int,
+        what: str = "",
     ) -> Work:
         """Asks for what the rank at index ``source`` sends; ``wait()`` returns it.
 
@@ -95,7 +109,7 @@ class Group:
         """
         self._check("receive from", source)
         like = torch.empty(tuple(shape), dtype=dtype, device=device)
-        return self.link.receive(like, self, source)
+        return self.link.receive(like, self, source, what)
 
     def _check(self, what: str, other: int) -> None:
         if not 0 <= other < self.size or other == self.index:
@@ -157,6 +171,7 @@ class Move:
         pairs: (source, target) indices along the axis, for ppermute.
         source: the index along the axis that pbroadcast and keep read.
         mean: whether the result is divided by the size of the axis.
+        what: the buffer that is moved, where it is one: its unit and leaves.
     """
 
     op: str
@@ -167,6 +182,7 @@ class Move:
     pairs: tuple[tuple[int, int], ...] = ()
     source: int = 0
     mean: bool = False
+    what: str = ""
 
     def transpose(self) -> Move:
         """The map that the cotangent takes."""
@@ -220,7 +236,8 @@ class Move:
         if self.sends is None or where.size == 1:
             return Done(self.alone(x))
         x = self.before(x)
-        return where.start(self.sends, x, any_order=any_order, **self.how)
+        how = {"any_order": any_order, "what": self.what, **self.how}
+        return where.start(self.sends, x, **how)
 
     def finish(self, work: Work, x: Tensor, where: Group) -> Tensor:
         """This rank's result, once the others have sent theirs."""

@@ -34,7 +34,8 @@ def group(axis: Axis, at: Here | None = None) -> Group:
     at = here() if at is None else at
     names = at.mesh.check(axis)
     ranks = at.mesh.members(names, at.rank)
-    return Group(names, ranks, ranks.index(at.rank), at.rank, at.link)
+    index = ranks.index(at.rank)
+    return Group(names, ranks, index, at.rank, at.link, at.compared)
 
 
 class _Apply(torch.autograd.Function):

@@ -251,7 +251,11 @@ def _whole(x: Sharded) -> Tensor:
     size = max(_count(layout, at.mesh.coordinates(r)) for r in where.ranks)
     sent = local.new_zeros(size)
     sent[: local.numel()] = local.reshape(-1)
-    every = sent if where.size == 1 else where.start("all_gather", sent).wait()
+    every = (
+        sent
+        if where.size == 1
+        else where.start("all_gather", sent, what=layout.name).wait()
+    )
     parts = []
     for k, rank in enumerate(where.ranks):
         coordinates = at.mesh.coordinates(rank)

@@ -1,9 +1,11 @@
 """Each private torch function, and what breaks when torch changes it."""
 
 import weakref
+from datetime import timedelta
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import FlopCounterMode
@@ -556,3 +558,16 @@ def test_fakes_that_are_forgotten_can_be_swapped():
         _torch.forget_fakes(mode)
         what = "a module cannot be converted within an init function"
         assert not weakref.getweakrefs(weight), breaks(what)
+
+
+def test_a_process_group_says_how_long_it_waits():
+    limit = timedelta(seconds=8)
+    how = {"store": dist.HashStore(), "rank": 0, "world_size": 1}
+    for backend, expected in {"gloo": limit, "fake": None}.items():
+        dist.init_process_group(backend, timeout=limit, **how)
+        try:
+            found = _torch.group_timeout(dist.group.WORLD)
+        finally:
+            dist.destroy_process_group()
+        what = "a timeout that the user gave is lost on a mesh of two axes"
+        assert found == expected, breaks(what)

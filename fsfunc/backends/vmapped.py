@@ -28,7 +28,14 @@ class VmapLink(Link):
         self.mesh, self.level, self.ranks = mesh, level, ranks
 
     def start(
-        self, op: str, x: Tensor, where: Any, *, out: Tensor | None = None, **how: Any
+        self,
+        op: str,
+        x: Tensor,
+        where: Any,
+        *,
+        out: Tensor | None = None,
+        what: str = "",
+        **how: Any,
     ) -> Work:
         raise RuntimeError(
             f"{op} over {where.axis} on a vmap mesh was not called on every rank at "

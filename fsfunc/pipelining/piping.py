@@ -96,20 +96,22 @@ class Pipelining(Interpretation):
                     f"{getattr(other, 'axes', ())}: there is one pipeline, and an axis "
                     "of its own"
                 )
-        at = here(self.mesh)
+        at = self.here(self.mesh)
         asks((self.axis,))
         # The counter tells the gradient calls apart.
         handlers = (*before.handlers, self)
         found = before.but(handlers=handlers, at=at, counter=Counter())
         with inside(found):
             try:
-                return f(*args, **keywords)
+                out = f(*args, **keywords)
             except _Outside as outside:
                 if outside.handler is not self:
                     raise
                 if found.counter.count > 1:  # gradient calls came before
                     raise RuntimeError(_BOTH) from None
-            return self._forward(f, args, keywords)
+                out = self._forward(f, args, keywords)
+        self.ran(at)
+        return out
 
     def unit(self, run: Callable[..., Any], call: Any) -> Callable[..., Any]:
         f = call.frame

@@ -18,7 +18,7 @@ from fsfunc.frames import Interpretation, frame, inside, running
 from fsfunc.homes import by_buffer, home_of, joined, settle
 from fsfunc.layout import Layout
 from fsfunc.mesh import Axis, Mesh, here
-from fsfunc.sharded import Sharded, is_sharded
+from fsfunc.sharded import Home, Sharded, is_sharded
 from fsfunc.transforms.averaging import averaged
 from fsfunc.transforms.gathering import (
     Arena,
@@ -140,7 +140,7 @@ class Sharding(Interpretation):
                     f"two transforms over one axis: {sorted(taken)} is taken by an "
                     "outer one; shard each axis once"
                 )
-        at = here(self.mesh)
+        at = self.here(self.mesh)
         found = replace(before, handlers=(*before.handlers, self), at=at)
         if before.recorder is not None:
             with inside(found):
@@ -153,6 +153,7 @@ class Sharding(Interpretation):
             with inside(replace(found, sessions=sessions)):
                 out = f(*args, **keywords)
             self._closed(session, "plain", at.rank)
+            self.ran(at)
             return settle(out, coordinates)
 
     def _session(self, values: Any, kind: str, rank: int) -> Session:
@@ -265,27 +266,29 @@ class Sharding(Interpretation):
             flat = joined(chosen, at.mesh.coordinates(at.rank))
             if call.frame.compute is not None and flat.is_floating_point():
                 flat = flat.to(call.frame.compute)
-            flat = self._spread(flat, where, place.size)
+            name = f"{call.name}({chosen[0].layout.name})"
+            flat = self._spread(flat, where, place.size, name)
             for i, x in zip(positions, chosen, strict=True):
                 start, shape = x.layout.flat.offset, whole_shape(x.layout)
                 count = torch.Size(shape).numel()
                 leaves[i] = flat[start : start + count].view(shape)
 
-    def _spread(self, flat: Tensor, where: Group, size: int) -> Tensor:
+    def _spread(self, flat: Tensor, where: Group, size: int, name: str) -> Tensor:
         """A rank's range as the whole buffer, under the mean over ranks."""
         _, replicas = self.groups()
+        enter = Move("enter", "M", "M", what=name)
         if replicas is not None:
-            flat = move(flat, Move("enter", "M", "M"), replicas)
-        how = Move("all_gather", "V", "M") if size > 1 else Move("enter", "M", "M")
+            flat = move(flat, enter, replicas)
+        how = Move("all_gather", "V", "M", what=name) if size > 1 else enter
         return move(flat, how, where)
 
-    def reduce(self, flat: Tensor, session: Session) -> Tensor:
+    def reduce(self, flat: Tensor, session: Session, home: Home) -> Tensor:
         """The transpose of :meth:`_spread`."""
-        whole = self.zero == 0
-        how = Move("psum", "M", "M") if whole else Move("psum_scatter", "M", "V")
-        flat = move(flat, how, session.where)
+        total = Move("psum", "M", "M", what=home.name)
+        scattered = Move("psum_scatter", "M", "V", what=home.name)
+        flat = move(flat, scattered if self.zero else total, session.where)
         if session.replicas is not None:
-            flat = move(flat, Move("psum", "M", "M"), session.replicas)
+            flat = move(flat, total, session.replicas)
         return flat
 
     # Gradient calls
