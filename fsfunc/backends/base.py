@@ -44,6 +44,7 @@ class Link:
 
     rank: int = 0
     moves: bool = True  # data; what is only planned stays where it is
+    device: str = "cpu"  # of tensors that a caller makes only to move them
     notes: dict[Any, Any] | None = None  # what ranks of one process tell each other
     level: int | None = None  # the functorch level that is the mesh, on a vmap mesh
 

@@ -53,6 +53,7 @@ class ProcessLink(Link):
         self.arena = Arena()
         self.fake = dist.get_backend() == "fake"  # torch's stand-in: nothing moves
         self.paired = not self.fake  # what lies on the CPU
+        self.device = "cuda" if dist.get_backend() == "nccl" else "cpu"
         self.checks = os.environ.get("FSFUNC_CHECK", "0") not in ("", "0")
         self.issued: Counter[tuple[int, ...]] = Counter()
         self.groups = Groups(timeout).use_world()
@@ -163,9 +164,7 @@ def _compare_meshes(axes: Mapping[str, int], link: ProcessLink) -> None:
     checks = ", FSFUNC_CHECK=1" if link.checks else ""
     text = f"makes a mesh {dict(axes)}, timeout {link.groups.timeout}{checks}"
     said = hashlib.blake2b(text.encode(), digest_size=8).digest()
-    mine = packed(text, said)
-    if dist.get_backend() == "nccl":
-        mine = mine.cuda()
+    mine = packed(text, said).to(link.device)
     ranks = range(dist.get_world_size())
     gathered(mine, dist.group.WORLD, ranks, "ranks make unlike meshes")
 

@@ -12,14 +12,15 @@ from torch import Tensor
 
 from fsfunc import tree
 from fsfunc.accounting import label
-from fsfunc.autodiff import Outcome
+from fsfunc.autodiff import GradientCall, Outcome
 from fsfunc.auxiliary import averaged as is_averaged
 from fsfunc.auxiliary import is_summed
 from fsfunc.collectives import Group, Move, group, move
+from fsfunc.comparing import compare, whole_values
 from fsfunc.sharded import is_sharded
 from fsfunc.transforms.sessions import Session
 
-__all__ = ["averaged"]
+__all__ = ["averaged", "check_whole"]
 
 _MEAN = Move("psum", "M", "M")
 _SUM = Move("psum", "V", "I")
@@ -60,6 +61,22 @@ def averaged(outcome: Outcome, session: Session, at: Any) -> Outcome:
         grads=_plain(outcome.grads, where),
         aux=tree.unflatten(spec, aux),
     )
+
+
+def check_whole(call: GradientCall, raw: set[int], where: Group) -> None:
+    """Raises where ranks differentiate unlike values of what must be one value.
+
+    Args:
+        raw: the ids of whole leaves of the sharded function's first argument.
+
+    Raises:
+        RanksDiffer: on every rank.
+    """
+    chosen = [call.args[i] for i in call.argnums]
+    paths, leaves, _ = tree.flatten_with_paths(chosen, is_leaf=is_sharded)
+    mine = [x if id(x) in raw else None for x in leaves]
+    if any(x is not None for x in mine):
+        compare([whole_values(paths, mine, where.link.notes)], where)
 
 
 def _plain(grads: Any, where: Group) -> Any:

@@ -46,6 +46,7 @@ class Session:
             same = self.homes.setdefault(home.buffer, [])
             if not any(home is h for h in same):
                 same.append(home)
+        self.raw: set[int] = set()  # ids of whole leaves of the first argument
         self.copy = 0  # which of several trees with the same buffers is read
         self.coordinates = handler.mesh.coordinates(where.rank)
         self.seen: list[tuple[str, ...]] = []

@@ -19,7 +19,7 @@ from fsfunc.homes import by_buffer, home_of, joined, settle
 from fsfunc.layout import Layout
 from fsfunc.mesh import Axis, Mesh, here
 from fsfunc.sharded import Home, Sharded, is_sharded
-from fsfunc.transforms.averaging import averaged
+from fsfunc.transforms.averaging import averaged, check_whole
 from fsfunc.transforms.gathering import (
     Arena,
     Passage,
@@ -95,6 +95,7 @@ class Sharding(Interpretation):
     """What ``shard`` makes of unit and gradient calls."""
 
     lays_out = True
+    called = "shard"
 
     def __init__(
         self,
@@ -112,9 +113,14 @@ class Sharding(Interpretation):
         self.orders: dict[tuple[int, str], list[tuple[str, ...]]] = {}
 
     @property
-    def configuration(self) -> tuple[Any, ...]:
-        """What tells two of them apart, beside their mesh."""
-        return self.axis, self.zero, self.copies, self.keeps, self.min_bytes
+    def configuration(self) -> tuple[tuple[str, Any], ...]:
+        return (
+            ("axis", self.axis),
+            ("zero", self.zero),
+            ("replicate", self.copies),
+            ("reshard_after_forward", not self.keeps),
+            ("min_bytes", self.min_bytes),
+        )
 
     @property
     def axes(self) -> tuple[str, ...]:
@@ -149,6 +155,9 @@ class Sharding(Interpretation):
         with inside(found):
             args, keywords = settle((args, keywords), coordinates)
             session = self._session((args, keywords), "plain", at.rank)
+            if not at.compared:  # nobody has seen whether ranks give the same
+                whole = tree.leaves(args[:1], is_leaf=is_sharded)
+                session.raw = {id(x) for x in whole if isinstance(x, Tensor)}
             sessions = (*found.sessions, (self, session))
             with inside(replace(found, sessions=sessions)):
                 out = f(*args, **keywords)
@@ -303,6 +312,9 @@ class Sharding(Interpretation):
             session = self._session((args, call.keywords), "gradient", at.rank)
             ports = {} if composed else open_ports(args, call.argnums, self._mine)
             f = frame()
+            outer = f.session(self)
+            if outer is not None and outer.raw and at.link.moves and not composed:
+                check_whole(call, outer.raw, group(session.mean_axes, at))
             sizes = tuple((a, self.mesh.axes[a]) for a in self.axes)
             where = tuple((self.mesh.coordinate(a, at.rank), n) for a, n in sizes)
             # In place of the plain call's: a loss is under one mean of ours.
