@@ -22,6 +22,7 @@ from torch import Tensor
 
 from fsfunc.accounting import aside, note
 from fsfunc.backends.base import Done, Work
+from fsfunc.movable import check_kind, dense
 
 __all__ = ["Group", "Move", "combine", "meanings"]
 
@@ -71,6 +72,7 @@ class Group:
         started in one order, unless it was started with ``any_order``. ``what`` names
         the buffer that ``x`` is part of: ranks that meet with unlike ones raise.
         """
+        check_kind(op, x, self)
         sends = any(s == self.index and s != d for s, d in how.get("pairs", ()))
         note(op, self.axis, self.size, x, self.rank, sends, what)
         return self.link.start(op, x, self, out=out, what=what, **how)
@@ -90,7 +92,7 @@ class Group:
         """
         self._check("send to", to)
         note("ppermute", self.axis, self.size, x, self.rank, True, what)
-        return self.link.send(x.detach().contiguous(), self, to, what)
+        return self.link.send(dense(x.detach()), self, to, what)
 
     def receive(
         self,
@@ -205,11 +207,34 @@ class Move:
             return {"pairs": self.pairs}
         return {"source": self.source} if self.op == "pbroadcast" else {}
 
+    def check(self, x: Tensor, where: Group) -> None:
+        """Raises where no backend could do it to ``x``, whatever the mesh.
+
+        Raises:
+            TypeError: a dtype, or a layout, that does not travel; numbers without an
+                order, of which there is no largest.
+        """
+        check_kind(self.op, x, where)
+        if self.op == "pmax" and x.is_complex():
+            raise TypeError(
+                f"pmax over {where.name} of {x.dtype}: complex numbers have no order; "
+                "take it of x.abs(), or of x.real and x.imag"
+            )
+
     def before(self, x: Tensor) -> Tensor:
         """What this rank puts on the wire: the cut or joined dim first."""
+        x = self._counted(x)
         if self.op in _JOINS:
             x = x.movedim(self.dim, 0)
-        return x.contiguous()
+        return dense(x)
+
+    def _counted(self, x: Tensor) -> Tensor:
+        """``x`` in a dtype that holds the sum: truth values and means are counted."""
+        if self.sends not in ("psum", "psum_scatter"):
+            return x
+        real = x.is_floating_point() or x.is_complex()
+        counts = x.dtype == torch.bool or self.mean and not real
+        return x.to(torch.int64) if counts else x
 
     def after(self, y: Tensor, x: Tensor, size: int, index: int) -> Tensor:
         """This rank's result, from what came over the wire (or ``x`` itself)."""
@@ -258,6 +283,7 @@ class Move:
             return x
         if self.op == "ppermute" and (0, 0) not in self.pairs:
             return torch.zeros_like(x)
+        x = self._counted(x)
         return (x.movedim(self.dim, 0) if self.op in _JOINS else x).clone()
 
     def across(self, xs: Sequence[Tensor]) -> list[Tensor]:

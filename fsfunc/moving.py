@@ -109,6 +109,8 @@ def over(x: Any, axis: Axis, how: Callable[[Tensor, Group], Move]) -> Any:
                 f"{type(leaf).__name__}; axis_size gives the number of ranks"
             )
     moves = [how(leaf, where) for leaf in leaves]
+    for leaf, m in zip(leaves, moves, strict=True):
+        m.check(leaf, where)
     if seen is not None and any(m.to == "I" for m in moves):
         seen.update(where.axis)
     out = [run(leaf, m, where) for leaf, m in zip(leaves, moves, strict=True)]

@@ -21,7 +21,7 @@ FLOORS = [
     (1, ["layout.py", "parts.py", "pieces.py", "resharding.py"]),
     (1, ["arena.py", "mesh.py", "sharded.py", "homes.py"]),
     (1, ["boxing.py", "holding.py"]),
-    (2, ["accounting.py", "moves.py", "moving.py", "collectives.py"]),
+    (2, ["movable.py", "accounting.py", "moves.py", "moving.py", "collectives.py"]),
     (2, ["splitting.py", "launching.py", "values.py", "backends/", "comparing.py"]),
     (3, ["frames.py", "tying.py", "units.py", "losses.py"]),
     (3, ["differentiated.py", "auxiliary.py", "autodiff.py"]),

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -18,7 +18,49 @@ _REDUCE_SCATTER: Any = getattr(dist, "reduce_scatter_single", None)
 _REDUCE_SCATTER = _REDUCE_SCATTER or dist.reduce_scatter_tensor
 
 
+_KNOWN = {
+    torch.float16, torch.bfloat16, torch.float32, torch.float64,
+    torch.uint8, torch.int8, torch.int32, torch.int64,
+}  # fmt: skip
+_REDUCES = {"psum", "psum_scatter", "pmax"}
+
+
 def issue(
+    op: str, x: Tensor, where: Any, out: Tensor | None, group: Any, **how: Any
+) -> tuple[list[Any], Callable[[], Tensor]]:
+    """The works of ``op`` on ``x``, and what then gives its result.
+
+    Other dtypes than NCCL's travel as bytes, or are reduced as what holds them: complex
+    numbers as two real ones, short integers as longer ones.
+    """
+    dtype, shape = x.dtype, list(x.shape)
+    if op == "all_gather":
+        shape[0] *= where.size
+    elif op == "psum_scatter":
+        shape[0] //= where.size
+    if not x.numel():
+        y = x.new_empty(shape) if out is None else out
+        return [], lambda: y
+    if dtype in _KNOWN:
+        works, y = _issue(op, x, where, out, group, **how)
+        return works, lambda: y
+    if op not in _REDUCES:
+        x = x.view(-1).view(torch.uint8)
+    else:
+        x = torch.view_as_real(x) if dtype.is_complex else x.to(torch.int32)
+    works, found = _issue(op, x, where, None, group, **how)
+
+    def finish() -> Tensor:
+        if op not in _REDUCES:
+            y = found.view(dtype).view(shape)
+        else:
+            y = torch.view_as_complex(found) if dtype.is_complex else found.to(dtype)
+        return y if out is None else out.copy_(y)
+
+    return works, finish
+
+
+def _issue(
     op: str,
     x: Tensor,
     where: Any,

@@ -117,8 +117,8 @@ class ProcessLink(Link):
             mine = packed(Call.now(said), digest(said)).to(x.device)
             gathered(mine, group, where.ranks)
         call = functools.partial(Call, said, *current_label())
-        works, y = issue(said[0], x, where, out, group, **how)
-        return Exchange(works, lambda: y, x, call, where)
+        works, finish = issue(said[0], x, where, out, group, **how)
+        return Exchange(works, finish, x, call, where)
 
 
 def connect(

@@ -49,7 +49,8 @@ class VmapLink(Link):
     def spread(self, x: Tensor) -> Tensor:
         """``x``, batched at the mesh's level."""
         with _torch.forward_ad_on():  # we may be inside a jvp
-            return x + (self.ranks * 0).to(x.dtype)
+            zeros = (self.ranks * 0).to(x.dtype)
+            return x | zeros if x.dtype == torch.bool else x - zeros  # -0.0 stays so
 
     def exchange(self, move: Move, x: Tensor, where: Any) -> Tensor:
         inputs = x.unbind(0)
