@@ -6,6 +6,7 @@ Everything here was written against torch 2.13 and runs on 2.11.
 from __future__ import annotations
 
 import functools
+import logging
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from datetime import timedelta
@@ -15,8 +16,11 @@ import torch
 from torch import Tensor
 from torch._C._functorch import (
     get_unwrapped,
+    is_batchedtensor,
     is_functorch_wrapped_tensor,
+    is_gradtrackingtensor,
     maybe_current_level,
+    maybe_get_level,
 )
 from torch._functorch import eager_transforms
 from torch._subclasses import fake_tensor
@@ -35,6 +39,7 @@ __all__ = [
     "beneath_all_modes",
     "beneath_functorch",
     "current_level",
+    "differentiated_at",
     "fake_active",
     "forward_ad_active",
     "forward_ad_on",
@@ -47,7 +52,9 @@ __all__ = [
     "hook_tables",
     "is_hooked",
     "is_wrapped",
+    "mapped_at",
     "output_shape",
+    "quiet_fakes",
     "outside_modes",
     "saved_tensors_hooked",
     "set_forward_ad_state",
@@ -179,6 +186,26 @@ def unwrapped(x: Tensor) -> Tensor:
 def is_wrapped(x: Tensor) -> bool:
     """Whether a functorch level wraps ``x``."""
     return is_functorch_wrapped_tensor(x)
+
+
+def _wrappers(x: Tensor) -> Iterator[tuple[Tensor, int]]:
+    """Each functorch wrapper around a tensor and its level, the outermost first."""
+    while is_functorch_wrapped_tensor(x):
+        yield x, maybe_get_level(x)
+        x = get_unwrapped(x)
+
+
+def differentiated_at(x: Tensor) -> int:
+    """The innermost functorch level that differentiates ``x`` in reverse (0: none)."""
+    levels = [
+        n for y, n in _wrappers(x) if is_gradtrackingtensor(y) and y.requires_grad
+    ]
+    return max(levels, default=0)
+
+
+def mapped_at(x: Tensor) -> list[int]:
+    """The functorch levels that ``vmap`` over ``x``."""
+    return [n for y, n in _wrappers(x) if is_batchedtensor(y)]
 
 
 def storage_key(x: Tensor) -> int:
@@ -480,6 +507,17 @@ def fake_mode_of(values: Iterable[Any]) -> FakeTensorMode:
 def abstract_mode() -> FakeTensorMode:
     """The one mode of all abstract meshes: tensors of two modes cannot meet."""
     return _new_fake_mode()
+
+
+@contextmanager
+def quiet_fakes() -> Iterator[None]:
+    """Inside, torch does not log what an operator refuses on fake tensors."""
+    logger = logging.getLogger(fake_tensor.__name__)
+    before, logger.disabled = logger.disabled, True
+    try:
+        yield
+    finally:
+        logger.disabled = before
 
 
 def fake_of(mode: FakeTensorMode, x: Tensor) -> Tensor:

@@ -11,7 +11,7 @@ import itertools
 import math
 from collections.abc import Iterable, Mapping
 from contextvars import ContextVar
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from fsfunc.scoped import Scoped
@@ -138,12 +138,15 @@ class Here:
     """Who is asking: a rank of a mesh, and the link that carries its data.
 
     Args:
+        mean: the axes over which the loss is the mean of the ranks' own, as ``shard``
+            makes it; over others it is one value.
         compared: whether the ranks know that they run one program.
     """
 
     mesh: Mesh
     rank: int
     link: Any
+    mean: tuple[str, ...] = ()
     compared: bool = False
 
 
@@ -201,8 +204,8 @@ def here(mesh: Mesh | None = None) -> Here:
         moves = getattr(found.link, "moves", True)  # or we are at the planning of it
         # A mesh's own link has the groups of its own axes.
         link = mesh.link if moves else found.link
-        return Here(mesh, found.rank, link, found.compared)
-    return Here(mesh, found.rank, found.link, found.compared)
+        return replace(found, mesh=mesh, link=link)
+    return replace(found, mesh=mesh)
 
 
 def remember(mesh: Mesh) -> Mesh:

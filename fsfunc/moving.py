@@ -20,8 +20,19 @@ from fsfunc import _torch, tree
 from fsfunc.accounting import current_label, label
 from fsfunc.mesh import Axis, Here, here
 from fsfunc.moves import Group, Move
+from fsfunc.scoped import Scoped
 
-__all__ = ["group", "move", "over", "run_by", "watch_invariants"]
+__all__ = [
+    "Watcher",
+    "assumed",
+    "claim",
+    "group",
+    "move",
+    "over",
+    "run_by",
+    "watched",
+    "watching",
+]
 
 
 def group(axis: Axis, at: Here | None = None) -> Group:
@@ -33,9 +44,9 @@ def group(axis: Axis, at: Here | None = None) -> Group:
     """
     at = here() if at is None else at
     names = at.mesh.check(axis)
-    ranks = at.mesh.members(names, at.rank)
+    ranks, mean = at.mesh.members(names, at.rank), set(names) <= set(at.mean)
     index = ranks.index(at.rank)
-    return Group(names, ranks, index, at.rank, at.link, at.compared)
+    return Group(names, ranks, index, at.rank, at.link, mean, at.compared)
 
 
 class _Apply(torch.autograd.Function):
@@ -43,7 +54,7 @@ class _Apply(torch.autograd.Function):
 
     @staticmethod
     def forward(x: Tensor, move: Move, where: Group) -> Tensor:  # type: ignore[override]
-        return move.run(x, where)
+        return watched(x, move, where, move.run(x, where))
 
     @staticmethod
     def setup_context(ctx, inputs, output):
@@ -57,6 +68,7 @@ class _Apply(torch.autograd.Function):
 
     @staticmethod
     def jvp(ctx, t, _, __):  # type: ignore[override]
+        ctx.move.transpose()  # which raises where there is no derivative
         return move(t, ctx.move, ctx.where)
 
     @staticmethod
@@ -73,19 +85,52 @@ def move(x: Tensor, how: Move, where: Group) -> Tensor:
     return where.link.apply(_Apply.apply, x, how, where)
 
 
+class Watcher:
+    """Who is told of the moves while a step is only tried."""
+
+    def collective(self, x: Tensor, how: Move, where: Group) -> None:
+        """Somebody asks for a collective, of ``x``."""
+
+    def moved(self, x: Tensor, how: Move, where: Group, y: Tensor) -> None:
+        """A move has made ``y`` of ``x``."""
+
+    def assumed(self, y: Tensor, kind: str) -> None:
+        """Somebody says that ``y`` is of this type."""
+
+    def claimed(self, x: Tensor, what: str) -> None:
+        """``what`` takes ``x`` for the same on every rank."""
+
+
+def watching(watcher: Watcher) -> Scoped:
+    """Inside, ``watcher`` is told of every move."""
+    return Scoped(_WATCHER, watcher)
+
+
+def claim(x: Tensor, what: str) -> None:
+    """Says that ``x`` is the same on every rank, to whoever looks."""
+    if (watcher := _WATCHER.get()) is not None:
+        watcher.claimed(x, what)
+
+
+def assumed(y: Tensor, kind: str) -> None:
+    """Says of what type ``y`` is, to whoever looks."""
+    if (watcher := _WATCHER.get()) is not None:
+        watcher.assumed(y, kind)
+
+
+def watched(x: Tensor, how: Move, where: Group, y: Tensor) -> Tensor:
+    """``y``, that ``how`` has made of ``x``, in memory of its own if somebody looks."""
+    watcher = _WATCHER.get()
+    if watcher is None:
+        return y
+    if _torch.storage_key(y) == _torch.storage_key(x):
+        y = y.clone()
+    watcher.moved(x, how, where, y)
+    return y
+
+
+_WATCHER: ContextVar[Watcher | None] = ContextVar("fsfunc_watcher", default=None)
 _RUN: ContextVar[Callable[..., Any] | None] = ContextVar("fsfunc_run", default=None)
-_INVARIANT: ContextVar[set[str] | None] = ContextVar("fsfunc_invariant", default=None)
-
-
-@contextmanager
-def watch_invariants() -> Iterator[set[str]]:
-    """Gathers the axes over which a collective inside made one value of many."""
-    seen: set[str] = set()
-    token = _INVARIANT.set(seen)
-    try:
-        yield seen
-    finally:
-        _INVARIANT.reset(token)
 
 
 @contextmanager
@@ -100,7 +145,7 @@ def run_by(run: Callable[[Tensor, Move, Group], Any]) -> Iterator[None]:
 
 def over(x: Any, axis: Axis, how: Callable[[Tensor, Group], Move]) -> Any:
     """The move that ``how`` gives for each tensor of ``x``, over ``axis``."""
-    where, run, seen = group(axis), _RUN.get() or move, _INVARIANT.get()
+    where, run = group(axis), _RUN.get() or move
     leaves, treedef = tree.flatten(x)
     for leaf in leaves:
         if not isinstance(leaf, Tensor):
@@ -108,10 +153,11 @@ def over(x: Any, axis: Axis, how: Callable[[Tensor, Group], Move]) -> Any:
                 f"a collective over {where.name} needs tensors, got "
                 f"{type(leaf).__name__}; axis_size gives the number of ranks"
             )
-    moves = [how(leaf, where) for leaf in leaves]
+    moves = [how(leaf, where) for leaf in leaves]  # all checked before one is issued
     for leaf, m in zip(leaves, moves, strict=True):
         m.check(leaf, where)
-    if seen is not None and any(m.to == "I" for m in moves):
-        seen.update(where.axis)
+    if (watcher := _WATCHER.get()) is not None:
+        for leaf, m in zip(leaves, moves, strict=True):
+            watcher.collective(leaf, m, where)
     out = [run(leaf, m, where) for leaf, m in zip(leaves, moves, strict=True)]
     return tree.unflatten(treedef, out)

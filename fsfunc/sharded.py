@@ -21,11 +21,16 @@ from fsfunc.layout import Flat, Layout
 __all__ = [
     "Buffers",
     "Home",
+    "NotATensor",
     "Sharded",
     "is_sharded",
     "split_alike",
     "split_buffers",
 ]
+
+
+class NotATensor(TypeError):
+    """A sharded leaf was used as the tensor of which it is a part."""
 
 
 class Sharded:
@@ -126,7 +131,7 @@ class Sharded:
         return id(self)
 
     def _refuse(self, what: str) -> NoReturn:
-        raise TypeError(
+        raise NotATensor(
             f"{what}: {self.layout.name or 'a leaf'!r} ({self.layout}) is sharded, and "
             "a tensor only where a unit has it in its first argument. Read it in an "
             "@ff.unit function under ff.shard; map over its part with tree_map; use "
@@ -320,11 +325,14 @@ def _part(leaf: Any) -> Any:
 
 
 def complete_homes(leaves: Sequence[Any]) -> dict[int, tuple[list[int], Home]]:
-    """Positions, by home, of the leaves of every home that is here complete."""
+    """Positions, by home, of the leaves of every home that is here complete.
+
+    Not where a gradient call differentiates the leaves: ``flat`` has no history then.
+    """
     found: dict[int, tuple[list[int], Home]] = {}
     for i, leaf in enumerate(leaves):
         home = leaf.home if isinstance(leaf, Sharded) else None
-        if home is not None:
+        if home is not None and home.port is None:
             leaf.check()
             found.setdefault(id(home), ([], home))[0].append(i)
     complete = {}

@@ -212,7 +212,7 @@ class _Recompute(torch.autograd.Function):
             found = output.take(*replay.first(tensors))
         kept = [] if replay.tape is None else replay.tape.tensors()
         ctx.replay, ctx.at, ctx.count = replay, output.at, len(tensors)
-        ctx.tracked, ctx.leaves_unit = token is not None, True
+        ctx.tracked = token is not None
         ctx.pull_recomputed = _pull  # a pipeline's I and W put their own in its place
         ctx.set_materialize_grads(False)
         ctx.save_for_backward(*tensors, *kept)
@@ -264,4 +264,7 @@ def _pull(
 ) -> Sequence[Tensor | None]:
     """The gradients of ``wanted``; ``beside`` are to be reached, and no more."""
     inputs = [*wanted, *beside]
-    return torch.autograd.grad(ys, inputs, gs, allow_unused=True, create_graph=twice)
+    with aside():
+        return torch.autograd.grad(
+            ys, inputs, gs, allow_unused=True, create_graph=twice
+        )

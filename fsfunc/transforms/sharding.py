@@ -11,15 +11,18 @@ import torch
 from torch import Tensor
 
 from fsfunc import _torch, tree
-from fsfunc.accounting import label
+from fsfunc.accounting import aside, label
 from fsfunc.autodiff import GradientCall, Outcome
-from fsfunc.collectives import Group, Move, group, move
+from fsfunc.collectives import Group, group, move
+from fsfunc.crossings import ENTER, GATHER, MEAN, REDUCE
 from fsfunc.frames import Interpretation, frame, inside, running
 from fsfunc.homes import by_buffer, home_of, joined, settle
 from fsfunc.layout import Layout
-from fsfunc.mesh import Axis, Mesh, here
+from fsfunc.mesh import Axis, Here, Mesh, here
 from fsfunc.sharded import Home, Sharded, is_sharded
+from fsfunc.tracing.trial import check, signature
 from fsfunc.transforms.averaging import averaged, check_whole
+from fsfunc.transforms.derivatives import check_derivatives
 from fsfunc.transforms.gathering import (
     Arena,
     Passage,
@@ -28,6 +31,7 @@ from fsfunc.transforms.gathering import (
     leave,
     whole_shape,
 )
+from fsfunc.transforms.ownership import Ownership
 from fsfunc.transforms.ports import collected, open_ports
 from fsfunc.transforms.sessions import Session
 from fsfunc.transforms.transforming import transformed
@@ -109,6 +113,7 @@ class Sharding(Interpretation):
         self.mesh, self.axis, self.zero, self.copies = mesh, axis, zero, copies
         self.min_bytes = min_bytes
         self.keeps = not reshard
+        self.checked: set[Any] = set()
         self.arenas: dict[int, Arena] = defaultdict(Arena)
         self.orders: dict[tuple[int, str], list[tuple[str, ...]]] = {}
 
@@ -147,6 +152,8 @@ class Sharding(Interpretation):
                     "outer one; shard each axis once"
                 )
         at = self.here(self.mesh)
+        self._check(f, args, keywords, at)
+        at = replace(at, mean=(*at.mean, *self.axes))
         found = replace(before, handlers=(*before.handlers, self), at=at)
         if before.recorder is not None:
             with inside(found):
@@ -154,10 +161,7 @@ class Sharding(Interpretation):
         coordinates = at.mesh.coordinates(at.rank)
         with inside(found):
             args, keywords = settle((args, keywords), coordinates)
-            session = self._session((args, keywords), "plain", at.rank)
-            if not at.compared:  # nobody has seen whether ranks give the same
-                whole = tree.leaves(args[:1], is_leaf=is_sharded)
-                session.raw = {id(x) for x in whole if isinstance(x, Tensor)}
+            session = self._session((args, keywords), "plain", at.rank, Ownership(args))
             sessions = (*found.sessions, (self, session))
             with inside(replace(found, sessions=sessions)):
                 out = f(*args, **keywords)
@@ -165,7 +169,30 @@ class Sharding(Interpretation):
             self.ran(at)
             return settle(out, coordinates)
 
-    def _session(self, values: Any, kind: str, rank: int) -> Session:
+    def _check(self, f: Any, args: Any, keywords: Any, at: Here) -> None:
+        """Looks at a program that is new, before anything of it runs."""
+        f_ = frame()
+        if self.mesh.axis_size(self.axes) == 1 or self.mesh.backend == "vmap":
+            return
+        key = signature(args, keywords)
+        told = f_.recorder or f_.rehearsal
+        if told is not None:
+            told.called(key, args, keywords)
+            return
+        if _torch.functorch_active() or _torch.fake_active():
+            return
+        if not self.knows(at.rank, key):
+            call = lambda *args, **keywords: self.call(f, args, keywords)  # noqa: E731
+            check(call, args, keywords, at, (*at.mean, *self.axes))
+            self.checked.add((at.rank, key))
+
+    def knows(self, rank: int, key: Any) -> bool:
+        """Whether a call was looked at, or is like one in which nothing could be."""
+        return (rank, key) in self.checked or (rank, key[0]) in self.checked
+
+    def _session(
+        self, values: Any, kind: str, rank: int, ownership: Ownership
+    ) -> Session:
         homes = [
             x.home
             for x in tree.leaves(values, is_leaf=is_sharded)
@@ -186,7 +213,8 @@ class Sharding(Interpretation):
                     "whole tensors anew"
                 )
         order = self._known_orders().get((rank, kind), [])
-        return Session(self, where, replicas, self.arenas[rank], homes, order)
+        arena = self.arenas[rank]
+        return Session(self, where, replicas, arena, homes, order, ownership)
 
     def _closed(self, session: Session, kind: str, rank: int) -> None:
         session.close()
@@ -209,13 +237,20 @@ class Sharding(Interpretation):
     def unit(self, run: Callable[..., Any], call: Any) -> Callable[..., Any]:
         if call.frame.recorder is not None:
             return call.frame.recorder.unit(self, run, call)
+        if call.frame.whole:  # its parameters are plain tensors, and its own
+            return run
 
         def sharded(params: Any, *inputs: Any, **keywords: Any) -> Any:
             leaves, treedef = tree.flatten(params, is_leaf=is_sharded)
             mine = [i for i, x in enumerate(leaves) if self._reads(x, call)]
+            entered = not call.frame.path and self._enter_plain(leaves, call)
             if not mine:
+                params = tree.unflatten(treedef, leaves) if entered else params
                 return run(params, *inputs, **keywords)
+            if call.frame.rehearsal is not None:
+                call.frame.rehearsal.taken(call.name, [leaves[i] for i in mine])
             if _torch.functorch_active() or _torch.forward_ad_active():
+                check_derivatives(call, [leaves[i] for i in mine], (inputs, keywords))
                 self._compose(leaves, mine, call)
                 return run(tree.unflatten(treedef, leaves), *inputs, **keywords)
             with label(call.name, "forward"):
@@ -238,7 +273,23 @@ class Sharding(Interpretation):
         if not isinstance(leaf, Sharded) or not self._mine(leaf.layout):
             return False
         owner = leaf.layout.flat.buffer.partition(":")[0]  # type: ignore[union-attr]
-        return not owner.startswith(call.name + "/")
+        return call.unit.whole or not owner.startswith(call.name + "/")
+
+    def _enter_plain(self, leaves: list[Any], call: Any) -> bool:
+        """Whole parameters as each rank's own: their gradients are means from here on.
+
+        Not those that the gradient call around will average itself.
+        """
+        session, entered = call.frame.session(self), False
+        functional = _torch.functorch_active()
+        for i, x in enumerate(leaves):
+            if not isinstance(x, Tensor) or not (x.requires_grad or functional):
+                continue
+            averaged = session is not None and session.averages(x)
+            if x.is_floating_point() and not (averaged and not functional):
+                at = here(self.mesh)
+                leaves[i], entered = move(x, ENTER, group(self.axes, at)), True
+        return entered
 
     def _enter(self, leaves: list[Any], mine: list[int], call: Any) -> Any:
         """Takes in a call's parameters; ``leaves`` then hold the views."""
@@ -285,20 +336,16 @@ class Sharding(Interpretation):
     def _spread(self, flat: Tensor, where: Group, size: int, name: str) -> Tensor:
         """A rank's range as the whole buffer, under the mean over ranks."""
         _, replicas = self.groups()
-        enter = Move("enter", "M", "M", what=name)
+        enter = replace(ENTER, what=name)
         if replicas is not None:
             flat = move(flat, enter, replicas)
-        how = Move("all_gather", "V", "M", what=name) if size > 1 else enter
-        return move(flat, how, where)
+        return move(flat, replace(GATHER, what=name) if size > 1 else enter, where)
 
     def reduce(self, flat: Tensor, session: Session, home: Home) -> Tensor:
         """The transpose of :meth:`_spread`."""
-        total = Move("psum", "M", "M", what=home.name)
-        scattered = Move("psum_scatter", "M", "V", what=home.name)
-        flat = move(flat, scattered if self.zero else total, session.where)
-        if session.replicas is not None:
-            flat = move(flat, total, session.replicas)
-        return flat
+        how, mean = (replace(m, what=home.name) for m in (REDUCE, MEAN))
+        flat = move(flat, how if self.zero else mean, session.where)
+        return flat if session.replicas is None else move(flat, mean, session.replicas)
 
     # Gradient calls
 
@@ -306,15 +353,17 @@ class Sharding(Interpretation):
         def sharded(call: GradientCall) -> Outcome:
             if frame().recorder is not None:
                 return run(call)
-            at = here(self.mesh)
+            at, f = here(self.mesh), frame()
             args = settle(call.args, at.mesh.coordinates(at.rank))
             composed = _torch.functorch_active() or _torch.forward_ad_active()
-            session = self._session((args, call.keywords), "gradient", at.rank)
+            ownership = f.session(self).ownership
+            session = self._session(
+                (args, call.keywords), "gradient", at.rank, ownership
+            )
+            session.differentiated = [args[i] for i in call.argnums]
             ports = {} if composed else open_ports(args, call.argnums, self._mine)
-            f = frame()
-            outer = f.session(self)
-            if outer is not None and outer.raw and at.link.moves and not composed:
-                check_whole(call, outer.raw, group(session.mean_axes, at))
+            if not at.compared and at.link.moves and not composed:
+                check_whole(session, group(session.mean_axes, at))
             sizes = tuple((a, self.mesh.axes[a]) for a in self.axes)
             where = tuple((self.mesh.coordinate(a, at.rank), n) for a, n in sizes)
             # In place of the plain call's: a loss is under one mean of ours.
@@ -328,13 +377,20 @@ class Sharding(Interpretation):
                 with inside(within):
                     outcome = run(replace(call, args=args))
                 session.finish()
-                grads = collected(
-                    outcome.grads, args, call.argnums, ports, session.mean_size
-                )
+                if f.rehearsal is not None:
+                    whose = ownership.is_one_value
+                    by = tuple(session.differentiated)
+                    f.rehearsal.gradient(by, outcome.grads, whose)
+                with aside():
+                    grads = collected(
+                        outcome.grads, args, call.argnums, ports, session.mean_size
+                    )
             finally:
                 for port in ports.values():
                     port.home.port = None
             self._closed(session, "gradient", at.rank)
+            if f.rehearsal is not None:
+                f.rehearsal.reduced(tuple(session.differentiated), grads)
             return averaged(replace(outcome, grads=grads), session, at)
 
         return sharded
