@@ -7,8 +7,6 @@ import torch
 
 import fsfunc as ff
 
-case, rank = sys.argv[1], int(os.environ["RANK"])
-mesh = ff.make_mesh({"data": int(os.environ["WORLD_SIZE"])}, timeout=3)
 wrong = []
 
 
@@ -25,7 +23,8 @@ def loss(ws, x):
     return x.square().mean()
 
 
-def main():
+def main(case, mesh):
+    rank = mesh.rank
     f = ff.shard(ff.value_and_grad(loss), mesh, "data")
     ws, x = [torch.eye(64) for _ in range(4)], torch.ones(1, 64)
     placed = ff.place(f, ws, x)
@@ -43,4 +42,6 @@ def main():
     print("went on", flush=True)
 
 
-ff.spmd(main, mesh)()
+if __name__ == "__main__":
+    together = ff.make_mesh({"data": int(os.environ["WORLD_SIZE"])}, timeout=3)
+    ff.spmd(main, together)(sys.argv[1], together)
