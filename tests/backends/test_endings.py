@@ -13,7 +13,6 @@ from tests.programs import LAUNCHED, ROOT
 PROGRAM = Path(__file__).with_name("ending.py")
 SAYS = {
     "raises": ("waits in vain", "ArithmeticError: no such value"),
-    "in flight": ("waits in vain", "ArithmeticError: with 4 in flight"),
     "unlike in a step": ("of layer(0)", "of layer(3)"),
 }
 
