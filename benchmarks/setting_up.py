@@ -96,6 +96,7 @@ def ours(blocks: int, width: int, mesh: ff.Mesh, optimizer: Any) -> Callable[[],
     def run() -> ff.TrainState:
         train = optimizer(ff.value_and_grad(loss_fn))
         step = ff.shard(train, mesh, "data")
+        torch.manual_seed(0)  # FSDP2's ranks drew each for itself
         return ff.init_state(step, init, optimizer, torch.zeros(1, width))
 
     return run

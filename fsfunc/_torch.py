@@ -10,6 +10,7 @@ import logging
 import sys
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
+from datetime import timedelta
 from typing import Any
 
 import torch
@@ -46,6 +47,7 @@ __all__ = [
     "forward_ad_state",
     "functorch_active",
     "graph_nodes",
+    "group_timeout",
     "held",
     "hook_saved",
     "hook_tables",
@@ -660,3 +662,12 @@ def outside_modes() -> Iterator[None]:
     """Whatever modes are on, tensors that are copied here are what they were."""
     with beneath_all_modes(), torch.inference_mode(False):
         yield
+
+
+def group_timeout(group: Any) -> timedelta | None:
+    """How long a process group waits for a rank; None where its kind has no limit."""
+    found = []
+    for device in group._device_types:
+        options = getattr(group._get_backend(device), "options", None)
+        found.append(getattr(options, "_timeout", None))
+    return min((t for t in found if t is not None), default=None)

@@ -49,7 +49,7 @@ _LABEL: ContextVar[tuple[str, str]] = ContextVar("fsfunc_label", default=("", ""
 
 @dataclass(frozen=True)
 class Record:
-    """One collective that one rank issued."""
+    """One collective that one rank issued; ``what``: a buffer's unit and leaves."""
 
     op: str
     axis: tuple[str, ...]
@@ -59,6 +59,7 @@ class Record:
     phase: str = ""
     rank: int = 0
     where: str = ""
+    what: str = ""
 
 
 def _number(value: Fraction) -> int | float:
@@ -173,7 +174,13 @@ def is_own_call() -> bool:
 
 
 def note(
-    op: str, axis: tuple[str, ...], size: int, x: torch.Tensor, rank: int, sends: bool
+    op: str,
+    axis: tuple[str, ...],
+    size: int,
+    x: torch.Tensor,
+    rank: int,
+    sends: bool,
+    what: str = "",
 ) -> None:
     """Writes one collective over ``size`` ranks into every open ledger."""
     logs = _LEDGERS.get()
@@ -185,7 +192,7 @@ def note(
     if op == "ppermute":
         sent = Fraction(b if sends else 0)
     unit, phase = _LABEL.get()
-    record = Record(op, axis, sent, x.dtype, unit, phase, rank, source_line())
+    record = Record(op, axis, sent, x.dtype, unit, phase, rank, source_line(), what)
     for log in logs:
         log.records.append(record)
 

@@ -3,6 +3,9 @@
 Each is a linear map described by a :class:`~fsfunc.moves.Move`, whose transpose is a
 row of a table; all of them hold under autograd and ``torch.func``, nested in any way.
 
+All of them take bool, integers (but unsigned ones of 16 bits and more), fp16, bf16,
+fp32, fp64 and complex numbers, of any shape and strides, and refuse the rest by name.
+
 ``of`` and ``to`` are types over the axis (see ``fsfunc.moves``): V varies from rank to
 rank, I is one value, R is replicated with a cotangent in parts, P is in parts.
 
@@ -103,7 +106,8 @@ def psum(x: Any, axis: Axis, *, of: str = "V", to: str | None = None) -> Any:
             of ``shard`` is one value for all ranks: it enters their own by ``pcast``.
 
     Returns:
-        Tensors like ``x``, bit for bit the same on every rank of the axis.
+        Tensors like ``x``, bit for bit the same on every rank of the axis. Truth values
+        are counted, in int64, as ``torch.sum`` counts them.
 
     Raises:
         ValueError: another pair of types, or an axis that the mesh does not have.
@@ -125,6 +129,9 @@ def psum(x: Any, axis: Axis, *, of: str = "V", to: str | None = None) -> Any:
 
 def pmean(x: Any, axis: Axis, *, of: str = "V", to: str | None = None) -> Any:
     """The mean of ``x`` over the ranks along ``axis``: ``psum(x) / n``.
+
+    Integers and truth values are summed in int64, and their mean is of torch's default
+    dtype.
 
     Transpose: that of psum, divided by n.
 
@@ -157,6 +164,7 @@ def pmax(x: Any, axis: Axis) -> Any:
         axis: one name or several.
 
     Raises:
+        TypeError: complex numbers, which have no order.
         RuntimeError: in a backward pass or a jvp.
 
     Cost: one all-reduce, 2(n-1)/n of the bytes.
@@ -211,6 +219,8 @@ def _check_cut(x: Tensor, dim: int, where: Group, op: str) -> int:
 
 def psum_scatter(x: Any, axis: Axis, *, dim: int = 0, of: str = "V") -> Any:
     """This rank's part, along ``dim``, of the sum over the ranks along ``axis``.
+
+    Truth values are counted, in int64.
 
     Transpose: all_gather (``of="P"``: ``to="R"``).
 

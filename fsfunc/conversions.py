@@ -99,7 +99,9 @@ def _gathered(x: Sharded) -> Tensor:
     size = max(counts)
     sent = local.new_zeros(size)
     sent[: local.numel()] = local.reshape(-1)
-    every = sent if where.size == 1 else where.start("all_gather", sent).wait()
+    every = sent
+    if where.size > 1:
+        every = where.start("all_gather", sent, what=layout.name).wait()
     parts = []
     for k, rank in enumerate(where.ranks):
         coordinates = at.mesh.coordinates(rank)

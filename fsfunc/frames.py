@@ -8,13 +8,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 from contextvars import ContextVar
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from fsfunc.mesh import Here, place_here
+from fsfunc.comparing import stated
+from fsfunc.mesh import Here, Mesh, here, place_here
 from fsfunc.scoped import Scoped
 
 __all__ = [
@@ -33,13 +34,39 @@ __all__ = [
 class Interpretation:
     """What a transform makes of the calls in its reach; by default, nothing.
 
-    ``lays_out``: whether it decides how leaves lie on a mesh.
+    ``lays_out``: whether it decides how leaves lie on a mesh. ``compared``: the ranks
+    hosted here that know that all run one program under it, by its record or a first
+    call. ``called``: its public name. ``same_batch``: the axes along which all ranks
+    must be given one batch.
     """
 
     lays_out = False
+    compared: frozenset[int] = frozenset()
+    called = ""
+    same_batch: tuple[str, ...] = ()
+
+    @property
+    def configuration(self) -> tuple[tuple[str, Any], ...]:
+        """(name, value): what tells it from others of its kind, beside a mesh."""
+        return ()
+
+    def __str__(self) -> str:
+        said = ", ".join(f"{k}={stated(v)}" for k, v in self.configuration)
+        return f"{self.called or type(self).__name__}({said})"
 
     def learn(self, other: Any) -> None:
         """Takes over what ``other``, one like it, has seen of a recorded step."""
+
+    def here(self, mesh: Mesh) -> Here:
+        """Who runs under it, on ``mesh``, and whether there is still to compare."""
+        at = here(mesh)
+        known = at.compared or at.rank in self.compared
+        return at if known == at.compared else replace(at, compared=known)
+
+    def ran(self, at: Here) -> None:
+        """A call of it is over: what its ranks sent each other in it was compared."""
+        if at.rank not in self.compared and getattr(at.link, "moves", False):
+            self.compared |= {at.rank}
 
     def unit(self, run: Callable[..., Any], call: Any) -> Callable[..., Any]:
         """How to run a unit call whose inner interpretations are ``run``."""

@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from fsfunc.layout import Layout, Owned
+from fsfunc.layout import Layout, Owned, describe
 
 __all__ = ["Findings", "Group", "Taken", "common"]
 
@@ -39,6 +39,16 @@ class Taken:
     numbers: tuple[int, ...]
     leaves: list[str]
     owner: tuple[Owned, ...] = ()  # where it runs, if not on every rank
+    cast: tuple[torch.dtype | None, ...] = ()  # to compute in, to reduce in
+
+    def __str__(self) -> str:
+        place = ", ".join(f"{p.axis}={p.coordinate}" for p in self.owner)
+        kinds = [str(d).removeprefix("torch.") for d in self.cast if d is not None]
+        return (
+            f"{'/'.join(self.path)}({', '.join(self.leaves)})"
+            + (f" on {place}" if place else "")
+            + (f" in {', reduced in '.join(kinds)}" if kinds else "")
+        )
 
 
 _Reading = tuple[str, tuple[int, ...]]  # a leaf, and the numbers of the unit call
@@ -64,6 +74,20 @@ class Findings:
     handlers: list[Any] = field(default_factory=list)
     differentiated: bool = False
     looked_at: bool = True
+
+    def lines(self) -> list[tuple[str, str]]:
+        """What ranks that run one program have in common: (what it is about, text).
+
+        Nothing of a batch's lengths is in it, which ranks may choose for themselves.
+        """
+        found = [(f"unit call {i}", str(taken)) for i, taken in enumerate(self.taken)]
+        for path, layout in self.layouts.items():
+            trained = ", differentiated" if path in self.trained else ""
+            found.append(
+                (f"leaf {path!r}", describe(layout.shape, layout.dtype) + trained)
+            )
+        outside = ", ".join(map(repr, sorted(self.outside))) or "nothing"
+        return [*found, ("read outside units", outside)]
 
     def whole(self, gathers: bool = True) -> set[str]:
         """Leaves that stay whole: a loss reads them outside its units, and no unit.

@@ -6,6 +6,7 @@ import functools
 import itertools
 import os
 from collections.abc import Callable, Mapping, Sequence
+from datetime import timedelta
 from typing import Any
 
 import torch.distributed as dist
@@ -53,8 +54,15 @@ class PerRank(list):
         return self[at]
 
 
-def make_mesh(axes: Mapping[str, int], backend: str | None = None) -> Mesh:
+def make_mesh(
+    axes: Mapping[str, int],
+    backend: str | None = None,
+    *,
+    timeout: float | timedelta | None = None,
+) -> Mesh:
     """A mesh of named axes over ranks.
+
+    Over processes every rank makes it, and all raise where they ask for unlike ones.
 
     Args:
         axes: name to size; the first axis varies slowest over the ranks.
@@ -62,10 +70,16 @@ def make_mesh(axes: Mapping[str, int], backend: str | None = None) -> Mesh:
             where a process group is up), ``"simulated"`` (threads that pass a baton:
             the default elsewhere), ``"abstract"`` (nothing moves, any size) or
             ``"vmap"`` (all ranks in one batched call; pure functions only).
+        timeout: over processes, how long a rank waits for others before it raises, in
+            seconds or as a timedelta, for every group of the mesh; None: as long as
+            the process group does (30 minutes, if nobody told it). Ranks of one
+            process wait for nobody: there it means nothing.
 
     Raises:
-        ValueError: an unknown backend, a bad size, or a mesh unlike the number of
-            processes.
+        TypeError: ``axes`` that are no mapping, or a timeout that is no time.
+        ValueError: an unknown backend, a bad size or timeout, or a mesh unlike the
+            number of processes.
+        CollectiveMismatch: processes that ask for unlike meshes.
 
     >>> make_mesh({"data": 4, "pipe": 2}, "simulated").size
     8
@@ -78,12 +92,13 @@ def make_mesh(axes: Mapping[str, int], backend: str | None = None) -> Mesh:
         backend = "processes" if launched or up else "simulated"
     if backend not in BACKENDS:
         raise ValueError(f"unknown backend {backend!r}: it is one of {BACKENDS}")
+    limit = _limit(timeout)
     if backend != "processes":
         return Mesh(axes, backend)
     from fsfunc.backends.processes import connect
 
     geometry = Mesh(axes, backend)
-    link = connect(axes, geometry.size)
+    link = connect(axes, geometry.size, limit)
     mesh = Mesh(axes, backend, link)
     names = tuple(mesh.axes)
     for count in range(1, len(names) + 1):
@@ -91,6 +106,32 @@ def make_mesh(axes: Mapping[str, int], backend: str | None = None) -> Mesh:
             every = {mesh.members(chosen, rank) for rank in range(mesh.size)}
             link.connect(sorted(every))
     return remember(mesh)
+
+
+def _limit(timeout: Any) -> timedelta | None:
+    """A timeout as torch.distributed takes it.
+
+    >>> _limit(1.5)
+    datetime.timedelta(seconds=1, microseconds=500000)
+    """
+    if timeout is None:
+        return None
+    if not isinstance(timeout, int | float | timedelta) or isinstance(timeout, bool):
+        raise TypeError(
+            f"timeout={timeout!r}: it is a number of seconds, or a datetime.timedelta"
+        )
+    seconds = (
+        timeout / timedelta(seconds=1) if isinstance(timeout, timedelta) else timeout
+    )
+    if not 1e-3 <= seconds <= _LONGEST:
+        raise ValueError(
+            f"timeout={timeout!r}: a rank waits for at least a millisecond, and for "
+            "ten years at most; None waits as long as the process group does"
+        )
+    return timedelta(seconds=seconds)
+
+
+_LONGEST = 10 * 365 * 86400  # seconds: what more means overflows somewhere
 
 
 def spmd(fn: Callable[..., Any], mesh: Mesh) -> Callable[..., PerRank]:

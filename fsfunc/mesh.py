@@ -11,7 +11,7 @@ import itertools
 import math
 from collections.abc import Iterable, Mapping
 from contextvars import ContextVar
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from fsfunc.scoped import Scoped
@@ -140,12 +140,14 @@ class Here:
     Args:
         mean: the axes over which the loss is the mean of the ranks' own, as ``shard``
             makes it; over others it is one value.
+        compared: whether the ranks know that they run one program.
     """
 
     mesh: Mesh
     rank: int
     link: Any
     mean: tuple[str, ...] = ()
+    compared: bool = False
 
 
 _ASKED: ContextVar[set[str] | None] = ContextVar("fsfunc_asked", default=None)
@@ -202,8 +204,8 @@ def here(mesh: Mesh | None = None) -> Here:
         moves = getattr(found.link, "moves", True)  # or we are at the planning of it
         # A mesh's own link has the groups of its own axes.
         link = mesh.link if moves else found.link
-        return Here(mesh, found.rank, link, found.mean)
-    return Here(mesh, found.rank, found.link, found.mean)
+        return replace(found, mesh=mesh, link=link)
+    return replace(found, mesh=mesh)
 
 
 def remember(mesh: Mesh) -> Mesh:

@@ -26,6 +26,7 @@ from torch import Tensor
 
 from fsfunc.accounting import aside, note
 from fsfunc.backends.base import Done, Work
+from fsfunc.movable import check_kind, dense
 
 __all__ = ["Group", "Move", "combine", "meanings"]
 
@@ -38,6 +39,7 @@ class Group:
 
     Args:
         mean: whether the loss is the mean over these ranks of their own.
+        compared: whether the ranks know that they run one program.
     """
 
     axis: tuple[str, ...]
@@ -46,6 +48,7 @@ class Group:
     rank: int
     link: Any
     mean: bool = False
+    compared: bool = False
 
     @property
     def size(self) -> int:
@@ -62,25 +65,33 @@ class Group:
         return self.link.axis_index(self)
 
     def start(
-        self, op: str, x: Tensor, *, out: Tensor | None = None, **how: Any
+        self,
+        op: str,
+        x: Tensor,
+        *,
+        out: Tensor | None = None,
+        what: str = "",
+        **how: Any,
     ) -> Work:
         """Issues ``op`` on contiguous ``x``, along dim 0; returns what to wait for.
 
         ``how`` is ``pairs=`` for ppermute and ``source=`` for pbroadcast. Until
         ``wait()`` has returned, ``x`` must not be written. Ranks wait for what they
-        started in one order, unless it was started with ``any_order``.
+        started in one order, unless it was started with ``any_order``. ``what`` names
+        the buffer that ``x`` is part of: ranks that meet with unlike ones raise.
         """
+        check_kind(op, x, self)
         sends = any(s == self.index and s != d for s, d in how.get("pairs", ()))
-        note(op, self.axis, self.size, x, self.rank, sends)
-        return self.link.start(op, x, self, out=out, **how)
+        note(op, self.axis, self.size, x, self.rank, sends, what)
+        return self.link.start(op, x, self, out=out, what=what, **how)
 
-    def send(self, x: Tensor, to: int) -> Work:
+    def send(self, x: Tensor, to: int, what: str = "") -> Work:
         """Sends ``x`` to the rank at index ``to``; returns at once what to wait for.
 
         The n-th send from one rank to another meets the n-th receive there, whatever
-        collectives are under way; shape and dtype must be equal. Until the work is
-        ``done()``, ``x`` must not be written; its ``wait()`` returns when the receiver
-        has asked for ``x``.
+        collectives are under way; shape, dtype and ``what`` must be equal. Until the
+        work is ``done()``, ``x`` must not be written; its ``wait()`` returns when the
+        receiver has asked for ``x``.
 
         Raises:
             ValueError: ``to`` is no other rank of the group.
@@ -88,11 +99,16 @@ class Group:
         Cost: the bytes of ``x``, noted as one ppermute of the sender's.
         """
         self._check("send to", to)
-        note("ppermute", self.axis, self.size, x, self.rank, True)
-        return self.link.send(x.detach().contiguous(), self, to)
+        note("ppermute", self.axis, self.size, x, self.rank, True, what)
+        return self.link.send(dense(x.detach()), self, to, what)
 
     def receive(
-        self, shape: Sequence[int], dtype: torch.dtype, device: Any, source: int
+        self,
+        shape: Sequence[int],
+        dtype: torch.dtype,
+        device: Any,
+        source: int,
+        what: str = "",
     ) -> Work:
         """Asks for what the rank at index ``source`` sends; ``wait()`` returns it.
 
@@ -103,7 +119,7 @@ class Group:
         """
         self._check("receive from", source)
         like = torch.empty(tuple(shape), dtype=dtype, device=device)
-        return self.link.receive(like, self, source)
+        return self.link.receive(like, self, source, what)
 
     def _check(self, what: str, other: int) -> None:
         if not 0 <= other < self.size or other == self.index:
@@ -172,6 +188,7 @@ class Move:
         pairs: (source, target) indices along the axis, for ppermute.
         source: the index along the axis that pbroadcast and keep read.
         power: of n, the number of ranks, by which the result is multiplied.
+        what: the buffer that is moved, where it is one: its unit and leaves.
     """
 
     op: str
@@ -182,6 +199,7 @@ class Move:
     pairs: tuple[tuple[int, int], ...] = ()
     source: int = 0
     power: int = 0
+    what: str = ""
 
     def transpose(self) -> Move:
         """The map that the cotangent takes."""
@@ -219,11 +237,34 @@ class Move:
             return {"pairs": self.pairs}
         return {"source": self.source} if self.op == "pbroadcast" else {}
 
+    def check(self, x: Tensor, where: Group) -> None:
+        """Raises where no backend could do it to ``x``, whatever the mesh.
+
+        Raises:
+            TypeError: a dtype, or a layout, that does not travel; numbers without an
+                order, of which there is no largest.
+        """
+        check_kind(self.op, x, where)
+        if self.op == "pmax" and x.is_complex():
+            raise TypeError(
+                f"pmax over {where.name} of {x.dtype}: complex numbers have no order; "
+                "take it of x.abs(), or of x.real and x.imag"
+            )
+
     def before(self, x: Tensor) -> Tensor:
         """What this rank puts on the wire: the cut or joined dim first."""
+        x = self._counted(x)
         if self.op in _JOINS:
             x = x.movedim(self.dim, 0)
-        return x.contiguous()
+        return dense(x)
+
+    def _counted(self, x: Tensor) -> Tensor:
+        """``x`` in a dtype that holds the sum: truth values and means are counted."""
+        if self.sends not in ("psum", "psum_scatter"):
+            return x
+        real = x.is_floating_point() or x.is_complex()
+        counts = x.dtype == torch.bool or self.power < 0 and not real
+        return x.to(torch.int64) if counts else x
 
     def after(self, y: Tensor, x: Tensor, size: int, index: int) -> Tensor:
         """This rank's result, from what came over the wire (or ``x`` itself)."""
@@ -251,7 +292,8 @@ class Move:
         if self.sends is None or where.size == 1:
             return Done(self.alone(x))
         x = self.before(x)
-        return where.start(self.sends, x, any_order=any_order, **self.how)
+        how = {"any_order": any_order, "what": self.what, **self.how}
+        return where.start(self.sends, x, **how)
 
     def finish(self, work: Work, x: Tensor, where: Group) -> Tensor:
         """This rank's result, once the others have sent theirs."""
@@ -272,6 +314,7 @@ class Move:
             return x
         if self.op == "ppermute" and (0, 0) not in self.pairs:
             return torch.zeros_like(x)
+        x = self._counted(x)
         return (x.movedim(self.dim, 0) if self.op in _JOINS else x).clone()
 
     def across(self, xs: Sequence[Tensor]) -> list[Tensor]:

@@ -45,7 +45,8 @@ def group(axis: Axis, at: Here | None = None) -> Group:
     at = here() if at is None else at
     names = at.mesh.check(axis)
     ranks, mean = at.mesh.members(names, at.rank), set(names) <= set(at.mean)
-    return Group(names, ranks, ranks.index(at.rank), at.rank, at.link, mean)
+    index = ranks.index(at.rank)
+    return Group(names, ranks, index, at.rank, at.link, mean, at.compared)
 
 
 class _Apply(torch.autograd.Function):
@@ -154,6 +155,8 @@ def over(x: Any, axis: Axis, how: Callable[[Tensor, Group], Move]) -> Any:
                 f"{type(leaf).__name__}; axis_size gives the number of ranks"
             )
     moves = [how(leaf, where) for leaf in leaves]  # all checked before one is issued
+    for leaf, m in zip(leaves, moves, strict=True):
+        m.check(leaf, where)
     if (watcher := _WATCHER.get()) is not None:
         for leaf, m in zip(leaves, moves, strict=True):
             watcher.collective(leaf, m, where)

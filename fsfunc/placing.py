@@ -11,6 +11,8 @@ import torch
 from torch import Tensor
 
 from fsfunc import _torch, tree
+from fsfunc.collectives import group
+from fsfunc.comparing import Section, compare
 from fsfunc.frames import frame
 from fsfunc.homes import chunk_here
 from fsfunc.initializing.sources import Given, Shapes
@@ -34,7 +36,17 @@ def place(fn: Callable[..., Any], t: Any, *rest: Any, record: str = "fake") -> A
     stays whole, and what is laid out already stays as it is. No memory is shared with
     ``t``.
 
-    Cost: nothing is sent; one copy of the rank's part.
+    Every rank calls it, with the same ``t`` and a function that makes the same unit
+    calls: ranks compare what they recorded, the configuration of their transforms, and
+    a checksum of each whole leaf; of ``rest`` tensors may have any lengths (under
+    ``pipeline``, the same). Simulated ranks compare likewise, where the first and the
+    last have a record of their own, and the others take the first one's.
+
+    Raises:
+        RanksDiffer: on every rank: what differs, and on which ranks.
+
+    Cost: of each whole leaf, the rank's part is copied, and all of it read once; over
+    processes a gather of 32 bytes, of which ledgers say nothing.
     """
     return lay_out(fn, t, rest, record, Given())
 
@@ -59,6 +71,8 @@ def lay_out(
     paths, leaves, treedef = tree.flatten_with_paths(t, is_leaf=is_sharded)
     where = {path: i for i, path in enumerate(paths)}
     at = here(recorder.handlers[0].mesh)
+    values = lambda: source.section(paths, leaves, at.link.notes)  # noqa: E731
+    _compare(fn, recorder, rest, at, values)
     coordinates = at.mesh.coordinates(at.rank)
     groups = recorder.groups(shards[0].min_bytes if shards else 0, bool(shards))
     whole = recorder.whole(bool(shards))
@@ -107,14 +121,42 @@ def _recorded(fn: Callable[..., Any], t: Any, rest: Any, how: str) -> Recorder:
     shapes = tuple(_kind(x) for x in leaves)
     kinds = tuple(h.configuration for h in mine)
     key = ("record", count, how, treedef, shapes, kinds)
-    if key not in notes:
+    last = rank == here(mine[0].mesh).mesh.size - 1  # it looks for itself
+    if key not in notes or last and here(mine[0].mesh).link.moves:
         found = _record(fn, t, rest, how)
-        if set(found.handlers) != set(mine):
+        if set(found.handlers) != set(mine) or last:
             return found
         notes[key] = replace(found, handlers=mine)
     for ours, theirs in zip(mine, notes[key].handlers, strict=True):
         ours.learn(theirs)
     return replace(notes[key], handlers=mine)
+
+
+def _compare(
+    fn: Callable[..., Any],
+    recorder: Recorder,
+    rest: Any,
+    at: Here,
+    values: Callable[[], Section],
+) -> None:
+    """Raises on every rank where the ranks lay out for unlike programs, or values."""
+    if not at.link.moves or at.link.level is not None:
+        return  # what is planned has no others, and a vmap mesh one program
+    handlers = recorder.handlers
+    axes = {axis for h in handlers for axis in h.axes}
+    where = group(tuple(a for a in at.mesh.axes if a in axes), at)
+    transforms = getattr(fn, "interpretations", ()) or handlers
+    lines = [(f"transform {i}", str(h)) for i, h in enumerate(transforms)]
+    program = Section("ranks lay out for unlike steps", [*lines, *recorder.lines()])
+    compare([program, values()], where)
+    if same := {axis for h in handlers for axis in h.same_batch}:
+        found = zip(*tree.flatten_with_paths(rest)[:2], strict=True)
+        shapes = [(f"{p!r}", f"{_kind(x)}") for p, x in found if isinstance(x, Tensor)]
+        title = f"the ranks along {sorted(same)} are given unlike batches"
+        where = group(tuple(a for a in at.mesh.axes if a in same), at)
+        compare([Section(title, shapes)], where)
+    for h in handlers:
+        h.ran(at)
 
 
 def _kind(x: Any) -> Any:

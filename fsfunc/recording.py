@@ -115,7 +115,8 @@ class Recorder(Findings, Watcher):
             numbers = call.numbers
             stage = call.frame.stage
             owner = () if stage is None else stage.owner(numbers[0])
-            self.taken.append(Taken(call.path, numbers, names, owner))
+            cast = call.frame.compute, call.frame.reduce
+            self.taken.append(Taken(call.path, numbers, names, owner, cast))
             out = run(tree.unflatten(treedef, leaves), *inputs, **keywords)
             with inside(replace(call.frame, path=call.path, numbers=numbers)):
                 return tree.map(self._given, out, is_leaf=is_sharded)

@@ -221,6 +221,13 @@ class Home:
         self.buffer = place.buffer
 
     @property
+    def name(self) -> str:
+        """Whose parameters they are: the unit, and the first leaf."""
+        unit, first = self.buffer.partition(":")[0], self.members[0].name
+        more = len(self.members) - 1
+        return f"{unit}({first} and {more} more)" if more else f"{unit}({first})"
+
+    @property
     def ranges(self) -> list[tuple[int, int]]:
         """(start, stop) of each leaf in ``flat``."""
         if self._ranges is None:

@@ -17,8 +17,10 @@ def test_processes_are_as_simulated_ranks(torchrun, n):
     out = torchrun(
         f"""
         import warnings; warnings.simplefilter("ignore", DeprecationWarning)
+        from tests.dtype_sweep import over_processes
         from tests.spmd_program import against_simulated
         mesh = against_simulated({{"data": {n}}}, ["data"])
+        assert over_processes({n}) == []
         print(f"rank {{mesh.rank}}\\n", end="", flush=True)
         """,
         n,

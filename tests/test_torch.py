@@ -1,9 +1,11 @@
 """Each private torch function, and what breaks when torch changes it."""
 
 import weakref
+from datetime import timedelta
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import FlopCounterMode
@@ -599,3 +601,16 @@ def test_fakes_that_refuse_may_be_quiet(caplog):
         torch.ones(3) * torch.ones(4)
     what = "a step that raises is logged by torch as it is tried"
     assert not caplog.records, breaks(what)
+
+
+def test_a_process_group_says_how_long_it_waits():
+    limit = timedelta(seconds=8)
+    how = {"store": dist.HashStore(), "rank": 0, "world_size": 1}
+    for backend, expected in {"gloo": limit, "fake": None}.items():
+        dist.init_process_group(backend, timeout=limit, **how)
+        try:
+            found = _torch.group_timeout(dist.group.WORLD)
+        finally:
+            dist.destroy_process_group()
+        what = "a timeout that the user gave is lost on a mesh of two axes"
+        assert found == expected, breaks(what)

@@ -32,7 +32,14 @@ class AbstractLink(Link):
         self.rank, self.notes = rank, notes
 
     def start(
-        self, op: str, x: Tensor, where: Any, *, out: Tensor | None = None, **how: Any
+        self,
+        op: str,
+        x: Tensor,
+        where: Any,
+        *,
+        out: Tensor | None = None,
+        what: str = "",
+        **how: Any,
     ) -> Work:
         n = where.size
         if out is not None:
@@ -43,10 +50,10 @@ class AbstractLink(Link):
             return Done(x.new_empty((x.shape[0] // n, *x.shape[1:])))
         return Done(x.clone())
 
-    def send(self, x: Tensor, where: Any, to: int) -> Work:
+    def send(self, x: Tensor, where: Any, to: int, what: str = "") -> Work:
         return Done(x.new_empty(0))
 
-    def receive(self, like: Tensor, where: Any, source: int) -> Work:
+    def receive(self, like: Tensor, where: Any, source: int, what: str = "") -> Work:
         return Done(like)
 
 

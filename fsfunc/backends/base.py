@@ -44,24 +44,33 @@ class Link:
 
     rank: int = 0
     moves: bool = True  # data; what is only planned stays where it is
+    device: str = "cpu"  # of tensors that a caller makes only to move them
     notes: dict[Any, Any] | None = None  # what ranks of one process tell each other
     level: int | None = None  # the functorch level that is the mesh, on a vmap mesh
 
     def start(
-        self, op: str, x: Tensor, where: Any, *, out: Tensor | None = None, **how: Any
+        self,
+        op: str,
+        x: Tensor,
+        where: Any,
+        *,
+        out: Tensor | None = None,
+        what: str = "",
+        **how: Any,
     ) -> Work:
         """Issues ``op`` on contiguous ``x`` along dim 0, over two ranks or more.
 
         The work's result is ``out`` where that is given: contiguous, of its shape.
         With ``any_order`` in ``how``, other ranks may wait for it in another order.
+        ``what`` is the name of a buffer: the same one on every rank.
         """
         raise NotImplementedError
 
-    def send(self, x: Tensor, where: Any, to: int) -> Work:
+    def send(self, x: Tensor, where: Any, to: int, what: str = "") -> Work:
         """Sends contiguous ``x`` to the rank at index ``to``; see ``Group.send``."""
         raise RuntimeError(_ALL_AT_ONCE.format("send"))
 
-    def receive(self, like: Tensor, where: Any, source: int) -> Work:
+    def receive(self, like: Tensor, where: Any, source: int, what: str = "") -> Work:
         """Receives into ``like`` what the rank at index ``source`` sends."""
         raise RuntimeError(_ALL_AT_ONCE.format("receive"))
 

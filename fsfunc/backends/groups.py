@@ -9,30 +9,39 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable
+from datetime import timedelta
 from typing import Any
 
 import torch.distributed as dist
+
+from fsfunc import _torch
 
 __all__ = ["Groups"]
 
 
 class Groups:
-    """Groups by the ranks in them, for as long as torch has them."""
+    """Groups by the ranks in them, for as long as torch has them.
 
-    def __init__(self) -> None:
+    Args:
+        timeout: how long they wait for a rank. None: as long as the group of all
+            ranks, whose own timeout torch gives to no other group.
+    """
+
+    def __init__(self, timeout: timedelta | None = None) -> None:
         self._found: dict[tuple[int, ...], Callable[[], Any]] = {}
+        self.timeout = timeout or _torch.group_timeout(dist.group.WORLD)
 
-    @classmethod
-    def of_world(cls) -> Groups:
-        """The one that is there already, of all ranks."""
-        groups, world = cls(), tuple(range(dist.get_world_size()))
-        groups._found[world] = weakref.ref(dist.group.WORLD)
-        return groups
+    def use_world(self) -> Groups:
+        """Takes the group of all ranks that is there already, if it waits as long."""
+        world = dist.group.WORLD
+        if self.timeout == _torch.group_timeout(world):
+            self._found[tuple(range(dist.get_world_size()))] = weakref.ref(world)
+        return self
 
     def make(self, ranks: tuple[int, ...], **options: Any) -> None:
         """Makes the group of ``ranks``, once; all processes call this alike."""
         if ranks not in self._found:
-            group: Any = dist.new_group(list(ranks), **options)
+            group: Any = dist.new_group(list(ranks), self.timeout, **options)
             mine = dist.get_rank() in ranks  # others get a mark, and never ask for it
             self._found[ranks] = weakref.ref(group) if mine else lambda: None
 

@@ -5,51 +5,12 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any
 
-import torch
 from torch import Tensor
 
-from fsfunc.accounting import current_label, source_line
+from fsfunc.backends.calls import Call, table
 from fsfunc.moves import combine
 
-__all__ = ["Call", "CollectiveMismatch", "Meeting", "Transfer"]
-
-
-class CollectiveMismatch(RuntimeError):
-    """Simulated ranks met in one group with different collectives."""
-
-
-@dataclass
-class Call:
-    """What one rank said when it came to a collective or a transfer."""
-
-    op: str
-    how: tuple[Any, ...]
-    axis: tuple[str, ...]
-    shape: tuple[int, ...]
-    dtype: torch.dtype
-    unit: str
-    phase: str
-    where: str
-
-    @classmethod
-    def now(cls, op: str, how: dict[str, Any], axis: tuple[str, ...], x: Tensor):
-        """The call that is being made, with its label and source line."""
-        said = tuple(how.values())
-        return cls(
-            op, said, axis, tuple(x.shape), x.dtype, *current_label(), source_line()
-        )
-
-    @property
-    def signature(self) -> tuple[Any, ...]:
-        return self.op, self.how, self.axis, self.shape, self.dtype
-
-    def __str__(self) -> str:
-        unit = f" of {self.unit} ({self.phase})" if self.unit else ""
-        dtype = str(self.dtype).removeprefix("torch.")
-        axis = ", ".join(self.axis)
-        return (
-            f'{self.op} over "{axis}", {dtype}{list(self.shape)}{unit} at {self.where}'
-        )
+__all__ = ["Meeting", "Transfer"]
 
 
 @dataclass
@@ -73,17 +34,17 @@ class Meeting:
 
     def mismatch(self) -> str | None:
         """What is wrong where the members came to different collectives."""
-        if len({c.signature for c in self.calls.values()}) == 1:
+        if len({c.said for c in self.calls.values()}) == 1:
             return None
-        return f"simulated ranks call different collectives:\n{self._rows()}"
+        return self._table("simulated ranks call different collectives")
 
-    def _rows(self) -> str:
-        return "\n".join(f"  rank {r} {self.calls[r]}" for r in self.ranks)
+    def _table(self, title: str) -> str:
+        return table(title, {r: self.calls[r] for r in self.ranks})
 
     def complete(self) -> None:
-        first = self.calls[self.ranks[0]]
+        op = self.calls[self.ranks[0]].said[0]
         inputs = [self.inputs[r] for r in self.ranks]
-        self.results = combine(first.op, inputs, **self.how)
+        self.results = combine(op, inputs, **self.how)
         self.inputs.clear()
         self.over = True
 
@@ -104,9 +65,9 @@ class Transfer(Meeting):
 
     def mismatch(self) -> str | None:
         sent, wanted = (self.calls[r] for r in self.ranks)
-        if sent.signature[2:] == wanted.signature[2:]:
+        if sent.said[2:] == wanted.said[2:]:
             return None
-        return f"simulated ranks send one thing and receive another:\n{self._rows()}"
+        return self._table("simulated ranks send one thing and receive another")
 
     def complete(self) -> None:
         x, y = (self.inputs[r] for r in self.ranks)

@@ -18,8 +18,9 @@ from torch import Tensor
 
 from fsfunc import _torch
 from fsfunc.backends.base import Link, Work
+from fsfunc.backends.calls import Call, CollectiveMismatch, signature
 from fsfunc.backends.carrying import carry, own, resume
-from fsfunc.backends.meetings import Call, CollectiveMismatch, Meeting, Transfer
+from fsfunc.backends.meetings import Meeting, Transfer
 from fsfunc.mesh import Here, Mesh, place_here
 
 __all__ = ["CollectiveMismatch", "Deadlock", "run_simulated"]
@@ -152,25 +153,26 @@ class SimulatedLink(Link):
         where: Any,
         *,
         out: Tensor | None = None,
+        what: str = "",
         any_order: bool = True,
         **how: Any,
     ) -> Work:
         meeting = Meeting(where.ranks, how)
-        meeting = self._come(meeting, op, x.detach(), where)
+        meeting = self._come(meeting, op, x.detach(), where, what)
         return _Pending(self, meeting, lambda: meeting.take(self.rank, out))
 
-    def send(self, x: Tensor, where: Any, to: int) -> Work:
+    def send(self, x: Tensor, where: Any, to: int, what: str = "") -> Work:
         meeting = Transfer((where.rank, where.ranks[to]))
-        meeting = self._come(meeting, "send", x, where)
+        meeting = self._come(meeting, "send", x, where, what)
         return _Pending(self, meeting, lambda: torch.empty(0))
 
-    def receive(self, like: Tensor, where: Any, source: int) -> Work:
+    def receive(self, like: Tensor, where: Any, source: int, what: str = "") -> Work:
         meeting = Transfer((where.ranks[source], where.rank))
-        meeting = self._come(meeting, "receive", like, where)
+        meeting = self._come(meeting, "receive", like, where, what)
         return _Pending(self, meeting, lambda: like)
 
-    def _come(self, new: Meeting, op: str, x: Tensor, where: Any) -> Meeting:
-        call = Call.now(op, new.how, where.axis, x)
+    def _come(self, new: Meeting, op: str, x: Tensor, where: Any, what: str) -> Meeting:
+        call = Call.now(signature(op, new.how, where.axis, x, what))
         return self.session.come(self.rank, new, where.ranks, call, x)
 
 

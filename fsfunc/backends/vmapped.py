@@ -28,7 +28,14 @@ class VmapLink(Link):
         self.mesh, self.level, self.ranks = mesh, level, ranks
 
     def start(
-        self, op: str, x: Tensor, where: Any, *, out: Tensor | None = None, **how: Any
+        self,
+        op: str,
+        x: Tensor,
+        where: Any,
+        *,
+        out: Tensor | None = None,
+        what: str = "",
+        **how: Any,
     ) -> Work:
         raise RuntimeError(
             f"{op} over {where.axis} on a vmap mesh was not called on every rank at "
@@ -42,7 +49,8 @@ class VmapLink(Link):
     def spread(self, x: Tensor) -> Tensor:
         """``x``, batched at the mesh's level."""
         with _torch.forward_ad_on():  # we may be inside a jvp
-            return x + (self.ranks * 0).to(x.dtype)
+            zeros = (self.ranks * 0).to(x.dtype)
+            return x | zeros if x.dtype == torch.bool else x - zeros  # -0.0 stays so
 
     def exchange(self, move: Move, x: Tensor, where: Any) -> Tensor:
         inputs = x.unbind(0)

@@ -7,7 +7,6 @@ from collections.abc import Callable
 from typing import Any, TypeVar, cast
 
 import torch
-import torch.distributed as dist
 
 from fsfunc.accounting import label
 from fsfunc.checkpointing.manifest import CheckpointError
@@ -104,5 +103,4 @@ def _first(messages: list[str]) -> Exception:
 
 def _device(at: Here) -> str:
     """Where the mesh's collectives run, whatever the state lies on."""
-    nccl = at.mesh.backend == "processes" and "nccl" in dist.get_backend()
-    return "cuda" if nccl else "cpu"
+    return at.link.device

@@ -56,16 +56,23 @@ class PlannedLink(AbstractLink):
         return _Planned(work, self.count - 1, self.observer, x)
 
     def start(
-        self, op: str, x: Tensor, where: Any, *, out: Tensor | None = None, **how: Any
+        self,
+        op: str,
+        x: Tensor,
+        where: Any,
+        *,
+        out: Tensor | None = None,
+        what: str = "",
+        **how: Any,
     ) -> Work:
         event = Started(self.count, self.log.records[-1], where.ranks)
         return self._noted(super().start(op, x, where, out=out, **how), event, x)
 
-    def send(self, x: Tensor, where: Any, to: int) -> Work:
+    def send(self, x: Tensor, where: Any, to: int, what: str = "") -> Work:
         event = Sent(self.count, self.log.records[-1], where.ranks[to])
         return self._noted(super().send(x, where, to), event, x)
 
-    def receive(self, like: Tensor, where: Any, source: int) -> Work:
+    def receive(self, like: Tensor, where: Any, source: int, what: str = "") -> Work:
         size = like.numel() * like.element_size()
         event = Asked(self.count, size, where.ranks[source])
         return self._noted(super().receive(like, where, source), event, like)

@@ -71,9 +71,9 @@ class _Counted:
             work = self._link.start(op, x, where, **how)
         return _Awaited(work, self, room, x)
 
-    def receive(self, like: Tensor, where: Any, source: int) -> Work:
+    def receive(self, like: Tensor, where: Any, source: int, what: str = "") -> Work:
         with self._paused():
-            work = self._link.receive(like, where, source)
+            work = self._link.receive(like, where, source, what)
         return _Awaited(work, self, like, like)
 
     @contextmanager

@@ -17,6 +17,7 @@ from torch import Tensor
 
 from fsfunc import _torch
 from fsfunc.accounting import source_line
+from fsfunc.comparing import checksums, stated
 from fsfunc.initializing.drawing import Streams
 from fsfunc.initializing.taped import Op, Ref, Storage, exchange, how_of
 
@@ -181,6 +182,22 @@ class Tape(_torch.TorchDispatchMode):
                     storage.given = storage.given.clone()
         with _torch.beneath_all_modes():
             return func(*args, **kwargs)
+
+    def lines(self) -> list[tuple[str, str]]:
+        """What functions that make the same have in common: (about what, text)."""
+        keys = sorted({op.stream[0] for op in self.ops if op.stream is not None})
+        read = sorted({r.storage for op in self.ops for r in op.reads})
+        given = [x for x in (self.storages[i].given for i in read) if x is not None]
+        with _torch.beneath_all_modes():
+            sums = checksums(given)
+        return [
+            ("the numbers of their generators", str(keys)),
+            *[(f"given tensor {i}", f"checksum {n}") for i, n in enumerate(sums)],
+            *[
+                (f"operator {i}", stated((str(op.func), op.args, op.kwargs)))
+                for i, op in enumerate(self.ops)
+            ],
+        ]
 
     # What must be run again
 

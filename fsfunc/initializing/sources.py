@@ -6,13 +6,14 @@ and gives a leaf whole in memory of its own.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from fsfunc import _torch, tree
+from fsfunc.comparing import ALIKE, Section, whole_values
 from fsfunc.initializing.deferring import Tape
 from fsfunc.initializing.materializing import Replay
 from fsfunc.layout import Layout
@@ -50,6 +51,16 @@ class Given:
     def release(self) -> None:
         """Lets go of what was kept for the next leaf."""
 
+    def section(
+        self, paths: Sequence[str], leaves: Sequence[Any], notes: Any
+    ) -> Section:
+        """What is to be the same on every rank of the values.
+
+        Args:
+            notes: of ranks that share a process, which may share tensors too.
+        """
+        return whole_values(paths, leaves, notes)
+
 
 class Shapes(Given):
     """Leaves of which only the shapes are wanted."""
@@ -66,6 +77,11 @@ class Shapes(Given):
 
     def whole(self, x: Tensor) -> Tensor:
         return torch.empty_strided(x.shape, x.stride(), dtype=x.dtype, device="meta")
+
+    def section(
+        self, paths: Sequence[str], leaves: Sequence[Any], notes: Any
+    ) -> Section:
+        return Section("", [])
 
 
 class Deferred(Given):
@@ -101,6 +117,19 @@ class Deferred(Given):
 
     def release(self) -> None:
         self.replay.release()
+
+    def section(
+        self, paths: Sequence[str], leaves: Sequence[Any], notes: Any
+    ) -> Section:
+        """Which numbers are drawn from, what is done, and what was given to it."""
+        given = [x if self._is_given(x) else None for x in leaves]
+        lines = [*self.tape.lines(), *super().section(paths, given, notes).lines]
+        return Section(
+            "the init functions of ranks make unlike parameters", lines, ALIKE
+        )
+
+    def _is_given(self, x: Any) -> bool:
+        return not isinstance(x, Tensor) or self.tape.found(x) is None
 
 
 _INSTEAD = (

@@ -19,7 +19,13 @@ from fsfunc.differentiated import Leaves
 from fsfunc.frames import Counter, Interpretation, frame, inside
 from fsfunc.losses import loss_parts
 from fsfunc.mesh import Mesh, asks, here
-from fsfunc.pipelining.actions import Action, Schedule, ScheduleError, owners
+from fsfunc.pipelining.actions import (
+    Action,
+    Schedule,
+    ScheduleError,
+    listing,
+    owners,
+)
 from fsfunc.pipelining.cuts import Cuts
 from fsfunc.pipelining.cutting import Stages, edges
 from fsfunc.pipelining.microbatches import cut_batch, folded
@@ -60,6 +66,7 @@ class Pipelining(Interpretation):
     """What ``pipeline`` makes of unit and gradient calls."""
 
     lays_out = True
+    called = "pipeline"
 
     def __init__(
         self, mesh: Mesh, axis: str, n: int, schedule: Schedule, stages: Stages
@@ -68,13 +75,18 @@ class Pipelining(Interpretation):
         self.schedule, self.stages = schedule, stages
         self.owners = owners(schedule)
         self.cuts = Cuts(stages, self.owners, axis)
+        self.same_batch = (axis,)
         self.arenas: dict[int, Arena] = defaultdict(Arena)
 
-    @property
-    def configuration(self) -> tuple[Any, ...]:
-        """What tells two of them apart, beside their mesh."""
+    @functools.cached_property
+    def configuration(self) -> tuple[tuple[str, Any], ...]:
         stages = None if self.stages is None else tuple(self.stages)
-        return self.axis, self.n, self.schedule, stages
+        return (
+            ("axis", self.axis),
+            ("n_microbatches", self.n),
+            ("stages", stages),
+            ("schedule", listing(self.schedule).replace("\n", " | ")),
+        )
 
     def learn(self, other: Pipelining) -> None:
         """Takes over the programs: later ones are cut as those were."""
@@ -96,20 +108,22 @@ class Pipelining(Interpretation):
                     f"{getattr(other, 'axes', ())}: there is one pipeline, and an axis "
                     "of its own"
                 )
-        at = here(self.mesh)
+        at = self.here(self.mesh)
         asks((self.axis,))
         # The counter tells the gradient calls apart.
         handlers = (*before.handlers, self)
         found = before.but(handlers=handlers, at=at, counter=Counter())
         with inside(found):
             try:
-                return f(*args, **keywords)
+                out = f(*args, **keywords)
             except _Outside as outside:
                 if outside.handler is not self:
                     raise
                 if found.counter.count > 1:  # gradient calls came before
                     raise RuntimeError(_BOTH) from None
-            return self._forward(f, args, keywords)
+                out = self._forward(f, args, keywords)
+        self.ran(at)
+        return out
 
     def unit(self, run: Callable[..., Any], call: Any) -> Callable[..., Any]:
         f = call.frame

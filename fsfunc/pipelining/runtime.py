@@ -243,11 +243,12 @@ class Worker:
         self._send(a, cut.returned(_peer(a), a.stage), "backward")
 
     def _send(self, a: Action, values: Sequence[Value], phase: str) -> None:
-        calls = self.microbatches[a.microbatch].cut.program.calls
+        calls, to = self.microbatches[a.microbatch].cut.program.calls, _peer(a)
         message = self.leaving.pop((a.kind, a.stage, a.microbatch, a.peer))
         for value, x in zip(values, message, strict=True):
+            what = _named(value, calls, a)
             with label(calls[value.call].name, phase):
-                self.sends.append(self.where.send(x, self.owners[_peer(a)]))
+                self.sends.append(self.where.send(x, self.owners[to], what))
 
     def _RF(self, a: Action) -> None:
         cut = self.microbatches[a.microbatch].cut
@@ -261,9 +262,10 @@ class Worker:
         cut, source = self.microbatches[a.microbatch].cut, self.owners[_peer(a)]
         works = []
         for value in values:
-            spec = cut.spec(value)
+            spec, what = cut.spec(value), _named(value, cut.program.calls, a)
+            where = self.where
             works.append(
-                self.where.receive(spec.shape, spec.dtype, spec.device, source)
+                where.receive(spec.shape, spec.dtype, spec.device, source, what)
             )
         self.posted[a.kind, a.stage, a.microbatch][a.peer] = works
 
@@ -295,6 +297,12 @@ def _whole(g: Tensor | None, spec: Spec) -> Tensor:
     if g is not None:
         return g
     return torch.zeros(spec.shape, dtype=spec.dtype, device=spec.device)
+
+
+def _named(value: Value, calls: Sequence[Any], a: Action) -> str:
+    """What travels: an output of a unit call, or, coming back, its gradient."""
+    name, what = calls[value.call].name, "" if a.kind.endswith("F") else "gradient of "
+    return f"{what}{name} #{value.call}.{value.leaf}, microbatch {a.microbatch}"
 
 
 def _add(sums: dict[Value, Tensor], value: Value, g: Tensor) -> None:

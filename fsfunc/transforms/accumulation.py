@@ -51,8 +51,14 @@ def accumulate(f: Callable[..., Any], n: int) -> Callable[..., Any]:
 
 
 class _Accumulate(Interpretation):
+    called = "accumulate"
+
     def __init__(self, n: int):
         self.n = n
+
+    @property
+    def configuration(self) -> tuple[tuple[str, Any], ...]:
+        return (("n", self.n),)
 
     def gradient(self, run: Callable[..., Any]) -> Callable[..., Any]:
         def accumulated(call: GradientCall) -> Outcome:

@@ -16,11 +16,12 @@ from fsfunc.autodiff import Outcome
 from fsfunc.auxiliary import averaged as is_averaged
 from fsfunc.auxiliary import is_summed
 from fsfunc.collectives import Group, Move, group, move
+from fsfunc.comparing import compare, whole_values
 from fsfunc.crossings import MEAN
 from fsfunc.sharded import is_sharded
 from fsfunc.transforms.sessions import Session
 
-__all__ = ["averaged"]
+__all__ = ["averaged", "check_whole"]
 
 _SUM = Move("psum", "M", "M")
 
@@ -60,6 +61,22 @@ def averaged(outcome: Outcome, session: Session, at: Any) -> Outcome:
         grads=_plain(outcome.grads, session, where),
         aux=tree.unflatten(spec, aux),
     )
+
+
+def check_whole(session: Session, where: Group) -> None:
+    """Raises where ranks differentiate unlike values of what must be one value.
+
+    Raises:
+        RanksDiffer: on every rank.
+    """
+    paths, leaves, _ = tree.flatten_with_paths(
+        session.differentiated, is_leaf=is_sharded
+    )
+    mine = [
+        x if isinstance(x, Tensor) and session.averages(x) else None for x in leaves
+    ]
+    if any(x is not None for x in mine):
+        compare([whole_values(paths, mine, where.link.notes)], where)
 
 
 def _plain(grads: Any, session: Session, where: Group) -> Any:

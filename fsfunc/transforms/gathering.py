@@ -137,7 +137,8 @@ def _reduce_again(passage: Passage, use: Use, box: Box, grads: Sequence[Any]) ->
         parts.append(g.reshape(-1).to(use.flat.dtype))
         at = offset + g.numel()
     parts.append(use.flat.new_zeros(place.size * place.chunk - at))
-    return passage.session.handler.reduce(torch.cat(parts), passage.session)
+    session = passage.session
+    return session.handler.reduce(torch.cat(parts), session, use.home)
 
 
 def _flat(layout: Layout) -> Any:

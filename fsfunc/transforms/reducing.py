@@ -106,14 +106,14 @@ class Reductions:
 
     def _reduce(self, port: Port, buffer: Tensor) -> None:
         """Puts a reduction in flight, and waits for the one before."""
-        place = port.home.place
+        place, name = port.home.place, port.home.name
         work: Any = None
         if self.where.size == 1:
             pass
         elif place.size == 1:
-            work = self.where.start("psum", buffer)
+            work = self.where.start("psum", buffer, what=name)
         else:
-            work = self.where.start("psum_scatter", buffer)
+            work = self.where.start("psum_scatter", buffer, what=name)
         self.in_flight.append(_Reduction(port, work, buffer))
         if len(self.in_flight) > 1:
             self._finish(self.in_flight.pop(0))
@@ -123,7 +123,8 @@ class Reductions:
         if reduction.work is not None:
             grad = reduction.work.wait()
         if self.replicas is not None and self.replicas.size > 1:
-            grad = self.replicas.start("psum", grad).wait()
+            name = reduction.port.home.name
+            grad = self.replicas.start("psum", grad, what=name).wait()
         count_as("gradients", [grad])
         reduction.port.add(grad)
         if reduction.work is not None and grad is not reduction.buffer:

@@ -62,9 +62,18 @@ def remat(
 
 
 class _Remat(Interpretation):
+    called = "remat"
+
     def __init__(self, policy: Policy | str | None):
         self.policy = policy
         self.kept = None if isinstance(policy, str) else policy
+
+    @property
+    def configuration(self) -> tuple[tuple[str, Any], ...]:
+        policy = self.policy
+        if isinstance(policy, Policy):
+            policy = (type(policy).__name__, *sorted(policy.names))
+        return (("policy", policy),)
 
     def unit(self, run: Callable[..., Any], call: Any) -> Callable[..., Any]:
         frame = call.frame

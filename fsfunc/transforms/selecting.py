@@ -53,9 +53,15 @@ def remat_calls(
 
 
 class _Some(Interpretation):
+    called = "remat_calls"
+
     def __init__(self, calls: frozenset[int], policy: Policy | str | None):
         self.calls = calls
         (self.remat,) = remat(_nothing, policy).interpretations  # type: ignore
+
+    @property
+    def configuration(self) -> tuple[tuple[str, Any], ...]:
+        return (("calls", sorted(self.calls)), *self.remat.configuration)
 
     def unit(self, run: Callable[..., Any], call: Any) -> Callable[..., Any]:
         if call.frame.path or call.number not in self.calls:

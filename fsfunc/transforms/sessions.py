@@ -100,7 +100,7 @@ class Session:
             out = full.data
         if self.where.size == 1:
             return full, Done(out.copy_(source))
-        return full, self.where.start("all_gather", source, out=out)
+        return full, self.where.start("all_gather", source, out=out, what=home.name)
 
     def gather(self, home: Home, dtype: torch.dtype) -> Tensor:
         """The whole buffer: what is in flight, or a gather that is waited for."""
@@ -258,7 +258,7 @@ class Session:
             box.grad = buffer  # the call before shares the buffer, and reduces it
             return None
         if port is None:
-            return self.handler.reduce(buffer, self).to(use.flat.dtype)
+            return self.handler.reduce(buffer, self, use.home).to(use.flat.dtype)
         self.reductions.add(port, buffer, passage)
         return None
 

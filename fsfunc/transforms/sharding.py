@@ -19,9 +19,9 @@ from fsfunc.frames import Interpretation, frame, inside, running
 from fsfunc.homes import by_buffer, home_of, joined, settle
 from fsfunc.layout import Layout
 from fsfunc.mesh import Axis, Here, Mesh, here
-from fsfunc.sharded import Sharded, is_sharded
+from fsfunc.sharded import Home, Sharded, is_sharded
 from fsfunc.tracing.trial import check, signature
-from fsfunc.transforms.averaging import averaged
+from fsfunc.transforms.averaging import averaged, check_whole
 from fsfunc.transforms.derivatives import check_derivatives
 from fsfunc.transforms.gathering import (
     Arena,
@@ -99,6 +99,7 @@ class Sharding(Interpretation):
     """What ``shard`` makes of unit and gradient calls."""
 
     lays_out = True
+    called = "shard"
 
     def __init__(
         self,
@@ -117,9 +118,14 @@ class Sharding(Interpretation):
         self.orders: dict[tuple[int, str], list[tuple[str, ...]]] = {}
 
     @property
-    def configuration(self) -> tuple[Any, ...]:
-        """What tells two of them apart, beside their mesh."""
-        return self.axis, self.zero, self.copies, self.keeps, self.min_bytes
+    def configuration(self) -> tuple[tuple[str, Any], ...]:
+        return (
+            ("axis", self.axis),
+            ("zero", self.zero),
+            ("replicate", self.copies),
+            ("reshard_after_forward", not self.keeps),
+            ("min_bytes", self.min_bytes),
+        )
 
     @property
     def axes(self) -> tuple[str, ...]:
@@ -145,7 +151,7 @@ class Sharding(Interpretation):
                     f"two transforms over one axis: {sorted(taken)} is taken by an "
                     "outer one; shard each axis once"
                 )
-        at = here(self.mesh)
+        at = self.here(self.mesh)
         self._check(f, args, keywords, at)
         at = replace(at, mean=(*at.mean, *self.axes))
         found = replace(before, handlers=(*before.handlers, self), at=at)
@@ -160,6 +166,7 @@ class Sharding(Interpretation):
             with inside(replace(found, sessions=sessions)):
                 out = f(*args, **keywords)
             self._closed(session, "plain", at.rank)
+            self.ran(at)
             return settle(out, coordinates)
 
     def _check(self, f: Any, args: Any, keywords: Any, at: Here) -> None:
@@ -322,23 +329,26 @@ class Sharding(Interpretation):
             flat = joined(chosen, at.mesh.coordinates(at.rank))
             if call.frame.compute is not None and flat.is_floating_point():
                 flat = flat.to(call.frame.compute)
-            flat = self._spread(flat, where, place.size)
+            name = f"{call.name}({chosen[0].layout.name})"
+            flat = self._spread(flat, where, place.size, name)
             for i, x in zip(positions, chosen, strict=True):
                 start, shape = x.layout.flat.offset, whole_shape(x.layout)
                 count = torch.Size(shape).numel()
                 leaves[i] = flat[start : start + count].view(shape)
 
-    def _spread(self, flat: Tensor, where: Group, size: int) -> Tensor:
+    def _spread(self, flat: Tensor, where: Group, size: int, name: str) -> Tensor:
         """A rank's range as the whole buffer, under the mean over ranks."""
         _, replicas = self.groups()
+        enter = replace(ENTER, what=name)
         if replicas is not None:
-            flat = move(flat, ENTER, replicas)
-        return move(flat, GATHER if size > 1 else ENTER, where)
+            flat = move(flat, enter, replicas)
+        return move(flat, replace(GATHER, what=name) if size > 1 else enter, where)
 
-    def reduce(self, flat: Tensor, session: Session) -> Tensor:
+    def reduce(self, flat: Tensor, session: Session, home: Home) -> Tensor:
         """The transpose of :meth:`_spread`."""
-        flat = move(flat, REDUCE if self.zero else MEAN, session.where)
-        return flat if session.replicas is None else move(flat, MEAN, session.replicas)
+        how, mean = (replace(m, what=home.name) for m in (REDUCE, MEAN))
+        flat = move(flat, how if self.zero else mean, session.where)
+        return flat if session.replicas is None else move(flat, mean, session.replicas)
 
     # Gradient calls
 
@@ -355,6 +365,8 @@ class Sharding(Interpretation):
             )
             session.differentiated = [args[i] for i in call.argnums]
             ports = {} if composed else open_ports(args, call.argnums, self._mine)
+            if not at.compared and at.link.moves and not composed:
+                check_whole(session, group(session.mean_axes, at))
             sizes = tuple((a, self.mesh.axes[a]) for a in self.axes)
             where = tuple((self.mesh.coordinate(a, at.rank), n) for a, n in sizes)
             # In place of the plain call's: a loss is under one mean of ours.

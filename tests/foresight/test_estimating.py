@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from fsfunc.accounting import Record
-from fsfunc.backends.meetings import CollectiveMismatch
+from fsfunc.backends.calls import CollectiveMismatch
 from fsfunc.backends.simulated import Deadlock
 from fsfunc.foresight import costing
 from fsfunc.foresight.estimating import estimate

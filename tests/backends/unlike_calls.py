@@ -1,0 +1,201 @@
+"""Processes that come to unlike collectives: every one of three is told, and goes on.
+
+Rank 2 does what the others do not. Prints a line for each case that went as it should.
+"""
+
+import os
+import re
+import time
+
+import torch
+import torch.distributed as dist
+
+import fsfunc as ff
+
+ones, ring = torch.ones, [(0, 1), (1, 2), (2, 0)]
+# What ranks 0 and 1 call, what rank 2 calls, and how a table names the two.
+CASES = {
+    "op": (
+        lambda: ff.psum(ones(4), "data"),
+        lambda: ff.all_gather(ones(4), "data"),
+        ('psum over "data", float32[4]', 'all_gather over "data", float32[4]'),
+    ),
+    "dtype": (
+        lambda: ff.psum(ones(4), "data"),
+        lambda: ff.psum(ones(4, dtype=torch.int32), "data"),
+        ("float32[4]", "int32[4]"),
+    ),
+    "size": (
+        lambda: ff.psum(ones(4), "data"),
+        lambda: ff.psum(ones(8), "data"),
+        ("float32[4]", "float32[8]"),
+    ),
+    "size, past one hop": (
+        lambda: ff.psum(ones(40_000), "data"),
+        lambda: ff.psum(ones(80_000), "data"),
+        ("float32[40000]", "float32[80000]"),
+    ),
+    "hops": (
+        lambda: ff.psum(ones(4), "data"),
+        lambda: ff.psum(ones(4000), "data"),
+        ("float32[4]", "float32[4000]"),
+    ),
+    "shape": (
+        lambda: ff.all_to_all(ones(6, 2), "data", split_dim=0, concat_dim=0),
+        lambda: ff.all_to_all(ones(3, 4), "data", split_dim=0, concat_dim=0),
+        ("float32[6, 2]", "float32[3, 4]"),
+    ),
+    "nothing to send": (
+        lambda: ff.all_gather(ones(0), "data"),
+        lambda: ff.all_gather(ones(3), "data"),
+        ("float32[0]", "float32[3]"),
+    ),
+    "source": (
+        lambda: ff.pbroadcast(ones(4), "data", source=0),
+        lambda: ff.pbroadcast(ones(4), "data", source=1),
+        ("source=0", "source=1"),
+    ),
+    "pairs": (
+        lambda: ff.ppermute(ones(4), "data", ring),
+        lambda: ff.ppermute(ones(4), "data", ring[:2]),
+        ("pairs=((0, 1), (1, 2), (2, 0))", "pairs=((0, 1), (1, 2))"),
+    ),
+    "two phases": (
+        lambda: ff.start(ff.psum_scatter, ones(6), "data").wait(),
+        lambda: ff.start(ff.psum_scatter, ones(3), "data").wait(),
+        ("psum_scatter", "float32[3]"),
+    ),
+    "gradient": (
+        lambda: torch.func.grad(lambda x: ff.all_gather(x, "data").sum())(ones(3)),
+        lambda: torch.func.grad(lambda x: ff.psum_scatter(x, "data").sum())(ones(3)),
+        ("all_gather", "psum_scatter"),
+    ),
+}
+
+
+@ff.unit
+def layer(w, x):
+    return torch.tanh(x @ w)
+
+
+def loss(ws, x, order):
+    for i in order:
+        x = layer(ws[i], x)
+    return x.square().mean()
+
+
+def steps(mesh):
+    """Cases of sharded functions: what was placed, and what is called unlike."""
+    ws, x = [torch.eye(3), 2 * torch.eye(3)], ones(2, 3)
+    f = ff.shard(ff.value_and_grad(loss), mesh, "data")
+    placed = ff.place(f, ws, x, (0, 1))
+    new = lambda: ff.shard(ff.value_and_grad(loss), mesh, "data")  # noqa: E731
+    first, second = "layer(0)", "layer(1)"
+    return f, placed, {
+        "unshard": (
+            lambda: ff.unshard(placed),
+            lambda: ff.psum(ones(3), "data"),
+            ("all_gather", "(unshard)", "psum"),
+        ),
+        "global_norm": (
+            lambda: ff.global_norm(placed),
+            lambda: ff.unshard(placed),
+            ("psum", "all_gather"),
+        ),
+        "units in another order, never compared": (
+            lambda: new()(placed, x, (0, 1)),
+            lambda: new()(placed, x, (1, 0)),
+            (first, second),
+        ),
+    }  # fmt: skip
+
+
+def differs(mesh, like, unlike, says):
+    """Whether every rank raises, and its error names what all of them called."""
+    try:
+        found = (unlike if mesh.rank == 2 else like)()
+    except RuntimeError as error:
+        text = str(error)
+        rows = [text.splitlines()[1 + r].strip() for r in range(3)]
+        told = all(row.startswith(f"rank {r} ") for r, row in enumerate(rows))
+        lines = all(re.search(r"unlike_calls.py:\d+$", row) for row in rows)
+        named = all(s in rows[0] or s in rows[2] for s in says)
+        return told and lines and named and rows[0][7:] != rows[2][7:] or text
+    return f"returned {found}"
+
+
+def transfers(mesh):
+    """Rank 0 sends what rank 1 does not expect."""
+    where = ff.collectives.group("data")
+    if mesh.rank == 2:
+        return True
+    try:
+        if mesh.rank == 0:
+            where.send(ones(4), 1).wait()
+        else:
+            where.receive((8,), torch.float32, "cpu", 0).wait()
+    except RuntimeError as error:
+        return all(s in str(error) for s in ("send", "receive", "[4]", "[8]"))
+    return False
+
+
+def in_a_step(mesh, f, placed):
+    """A step that ranks have compared sends no headers; unlike buffers never meet."""
+    x, order = ones(2, 3), (1, 0) if mesh.rank == 2 else (0, 1)
+    sent = []
+    isend = dist.isend
+    dist.isend = lambda x, *rest: (sent.append(x.numel()), isend(x, *rest))[1]
+    f(placed, x, (0, 1))
+    bare = 512 not in sent
+    try:
+        found = f(placed, x, order)
+    except RuntimeError as error:
+        named = "all_gather" in str(error) and "of layer(" in str(error)
+        return bare and (named or str(error))
+    finally:
+        dist.isend = isend
+    return f"returned {found}"
+
+
+def main():
+    mesh = ff.make_mesh({"data": 3}, timeout=60)
+    f, placed, more = ff.spmd(lambda: steps(mesh), mesh)()[0]
+    found = {}
+    for name, case in (CASES | more).items():
+        found[name] = ff.spmd(lambda case=case: differs(mesh, *case), mesh)()[0]
+        total = ff.spmd(lambda: ff.psum(ones(5), "data"), mesh)()[0]
+        if total.tolist() != [3.0] * 5:
+            found[name] = f"and then {total}"
+    found["transfer"] = ff.spmd(lambda: transfers(mesh), mesh)()[0]
+
+    natively = ff.make_mesh({"data": 3}, timeout=60)
+    natively.link.paired = False  # as on NCCL
+    for name in ("op", "dtype", "size", "source"):
+        case = CASES[name]
+        found[f"{name}, natively"] = ff.spmd(
+            lambda case=case: differs(natively, *case), natively
+        )()[0]
+
+    os.environ["FSFUNC_CHECK"] = "1"
+    checked = ff.make_mesh({"data": 3}, timeout=60)
+    f, placed, _ = ff.spmd(lambda: steps(checked), checked)()[0]
+    run = lambda order: lambda: f(placed, ones(2, 3), order)  # noqa: E731
+    like = ff.spmd(run((0, 1)), checked)()[0]
+    found["checked, alike"] = torch.is_tensor(like[0])
+    case = run((0, 1)), run((1, 0)), ("layer(0)", "layer(1)")
+    found["checked"] = ff.spmd(lambda: differs(checked, *case), checked)()[0]
+
+    os.environ["FSFUNC_CHECK"] = "0"
+    short = ff.make_mesh({"data": 3}, timeout=2)
+    f, placed, _ = ff.spmd(lambda: steps(short), short)()[0]
+    ff.spmd(lambda: f(placed, ones(2, 3), (0, 1)), short)()
+    began = time.perf_counter()
+    found["in a step"] = ff.spmd(lambda: in_a_step(short, f, placed), short)()[0]
+    if time.perf_counter() - began > 40:
+        found["in a step"] = "late"
+    for name, right in found.items():
+        print(f"{name}: {'told' if right is True else right}", flush=True)
+
+
+if __name__ == "__main__":
+    main()
