@@ -6,6 +6,7 @@ Everything here was written against torch 2.13 and runs on 2.11.
 from __future__ import annotations
 
 import functools
+import sys
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -33,6 +34,8 @@ __all__ = [
     "arguments_of",
     "beneath_all_modes",
     "beneath_functorch",
+    "compiler_at_work",
+    "compiler_stance",
     "current_level",
     "fake_active",
     "forward_ad_active",
@@ -43,11 +46,13 @@ __all__ = [
     "held",
     "hook_saved",
     "hook_tables",
+    "is_compiled",
     "is_hooked",
     "is_wrapped",
     "output_shape",
     "outside_modes",
     "saved_tensors_hooked",
+    "set_compiler_stance",
     "set_forward_ad_state",
     "shared_forward_ad",
     "sequence_number",
@@ -58,6 +63,35 @@ __all__ = [
     "unwrapped",
     "written",
 ]
+
+
+# What compiles the code that runs in this thread; None (or False: nothing new) where no
+# compiled function is running. As torch has it: a frame of ours it would compile too.
+compiler_at_work: Callable[[], Any] = (
+    torch._C._dynamo.eval_frame.get_eval_frame_callback  # type: ignore[attr-defined]
+)
+
+
+def compiler_stance() -> Any:
+    """How compiled functions run: torch has one answer for all threads.
+
+    None where nothing can have been compiled yet.
+    """
+    module = sys.modules.get("torch._dynamo.eval_frame")
+    return None if module is None else module._stance
+
+
+def set_compiler_stance(stance: Any) -> None:
+    """Puts back what :func:`compiler_stance` returned; or ``"force_eager"``: plainly.
+
+    Between the graphs of a compiled function too, where torch's own way is shut.
+    """
+    module: Any = sys.modules.get("torch._dynamo.eval_frame")
+    if module is None:
+        return  # the first fake mode imports it
+    if stance is None or isinstance(stance, str):
+        stance = module.DynamoStance(stance or "default")
+    module._stance = stance
 
 
 def functorch_active() -> bool:
@@ -592,6 +626,11 @@ def set_tables(module: torch.nn.Module, parameters: Any, buffers: Any) -> None:
     """Makes a module look for its parameters and buffers in these dicts."""
     module.__dict__["_parameters"] = parameters
     module.__dict__["_buffers"] = buffers
+
+
+def is_compiled(module: torch.nn.Module) -> bool:
+    """Whether somebody called a module's ``compile()``."""
+    return module._compiled_call_impl is not None
 
 
 _HOOKS_BEFORE = ("_forward_pre_hooks", "_forward_pre_hooks_with_kwargs")

@@ -18,6 +18,7 @@ from torch import Tensor
 
 from fsfunc import _torch, tree
 from fsfunc.accounting import aside
+from fsfunc.compiled import refuse_compiled
 from fsfunc.frames import Counter, Frame, frame, inside, running
 from fsfunc.sharded import is_sharded
 
@@ -83,6 +84,7 @@ class Unit:
         self._seen: set[Any] = set()
 
     def __call__(self, params: Any, *inputs: Any, **keywords: Any) -> Any:
+        refuse_compiled(self)
         f = frame()
         call = Call(self, f, f.counter.next())
         if f.stage is not None and not f.path:
@@ -188,10 +190,13 @@ def unit(fn: Callable[..., Any]) -> Unit:
     Args:
         fn: a pure function of ``(params, *inputs, **keywords)``: any pytrees in, any
             pytree out. Units nest; an outer one gathers only what no inner one takes.
+            It may be compiled, ``unit(torch.compile(fn))``, where it calls no unit: a
+            step is recorded and planned with the plain function.
 
     Raises (when called):
         RuntimeError: ``fn`` captured a differentiated tensor by closure (seen on the
-            first call for each set of shapes), or changed an input in place.
+            first call for each set of shapes), or changed an input in place; or the
+            unit is called inside a compiled function.
 
     >>> import torch, fsfunc as ff
     >>> @ff.unit

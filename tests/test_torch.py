@@ -556,3 +556,44 @@ def test_fakes_that_are_forgotten_can_be_swapped():
         _torch.forget_fakes(mode)
         what = "a module cannot be converted within an init function"
         assert not weakref.getweakrefs(weight), breaks(what)
+
+
+def test_code_between_graphs_knows_of_its_compiler():
+    found = [_torch.compiler_at_work()]
+
+    def between(x):
+        if torch.compiler.is_dynamo_compiling():
+            raise ValueError("not to be compiled")
+        found.append(_torch.compiler_at_work())
+        return x + 1
+
+    torch.compile(between, backend="eager")(torch.ones(1))
+    what = "a compiled step is torn into graphs in silence"
+    assert found[0] is None, breaks(what)
+    assert len(found) == 2 and callable(found[1]), breaks(what)
+
+
+def test_compiled_functions_run_plainly_and_compiled_again():
+    ran = []
+
+    def backend(graph, _):
+        return lambda *args: ran.append(1) or graph.forward(*args)
+
+    double = torch.compile(lambda x: x + x, backend=backend)
+    double(torch.ones(1))
+    before = _torch.compiler_stance()
+    _torch.set_compiler_stance("force_eager")
+    double(torch.ones(1))
+    what = "compiled kernels read the memory of fake tensors: segmentation fault"
+    assert len(ran) == 1, breaks(what)
+    _torch.set_compiler_stance(before)
+    double(torch.ones(1))
+    assert len(ran) == 2, breaks("units are compiled no more")
+
+
+def test_a_module_tells_that_it_was_compiled():
+    module = torch.nn.Linear(1, 1)
+    assert not _torch.is_compiled(module)
+    module.compile(backend="eager")
+    what = "modules compiled in place run uncompiled, without a word"
+    assert _torch.is_compiled(module), breaks(what)

@@ -193,6 +193,12 @@ def compiled(module):
         return torch.compile(module)
 
 
+def compiled_in_place():
+    module = nn.Sequential(Block())
+    module[0].compile(backend="eager")
+    return module
+
+
 @pytest.mark.parametrize(
     ("make", "error", "says"),
     [
@@ -200,6 +206,7 @@ def compiled(module):
         (lambda: nn.LazyLinear(2), ValueError, "'weight' has no shape yet"),
         (lambda: nn.DataParallel(Block()), TypeError, r"DataParallel.*\.module"),
         (lambda: compiled(Block()), TypeError, r"OptimizedModule.*\._orig_mod"),
+        (compiled_in_place, TypeError, "'0' is compiled in place.*before its compile"),
         (overlapping, ValueError, "'part' and 'weight'|'weight' and 'part'"),
         (lambda: nn.Embedding(2, 2, max_norm=1.0), ValueError, "max_norm"),
         (lambda: locked(Block()), TypeError, "cannot be copied"),
