@@ -59,6 +59,8 @@ def lay_out(
             "or replicate="
         )
     paths, leaves, treedef = tree.flatten_with_paths(t, is_leaf=is_sharded)
+    if not tree.are_shown(leaves):
+        tree.shown(t, "place", "is given", is_leaf=is_sharded)
     where = {path: i for i, path in enumerate(paths)}
     at = here(recorder.handlers[0].mesh)
     coordinates = at.mesh.coordinates(at.rank)

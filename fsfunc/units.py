@@ -96,9 +96,8 @@ class Unit:
 
     def checked(self, params: Any, inputs: Any, keywords: Any) -> Any:
         """Calls the function and looks at what it did to its surroundings."""
-        given = [
-            x for x in tree.leaves((params, inputs, keywords)) if isinstance(x, Tensor)
-        ]
+        given = tree.shown((params, inputs, keywords), self, "is given", _PARTS)
+        given = [x for x in given if isinstance(x, Tensor)]
         untracked = any(x.is_inference() for x in given)
         # Not the parts of sharded leaves: gathers for inner units write around them.
         watched = [] if untracked else _tensors((params, inputs, keywords))
@@ -141,7 +140,8 @@ class Unit:
             with aside():
                 start = _torch.sequence_number(_newborn().view(0).grad_fn)
             out = self.fn(params, *inputs, **keywords)
-            roots = [x for x in tree.leaves(out) if isinstance(x, Tensor)]
+            roots = tree.shown(out, self, "returns")
+            roots = [x for x in roots if isinstance(x, Tensor)]
             roots = [x for x in roots if x.requires_grad]
             todo = [("", x.grad_fn, x.output_nr) for x in roots if x.grad_fn]
             for x in roots:
@@ -170,6 +170,9 @@ class Unit:
             f"tensor of shape {shape} captured by closure: its gradient would be lost "
             "where the unit is recomputed or sharded; pass it as an argument"
         )
+
+
+_PARTS = ("params", "inputs", "keywords")
 
 
 def _tensors(values: Any) -> list[Tensor]:
