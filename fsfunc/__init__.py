@@ -20,6 +20,7 @@ from fsfunc.collectives import (
     psum,
     psum_scatter,
 )
+from fsfunc.conversions import lay_like, randn_like, reduce_like, unshard
 from fsfunc.data.loading import batches
 from fsfunc.launching import local_batch, make_mesh, spmd
 from fsfunc.layout import Flat, Layout, Owned, Split
@@ -41,6 +42,7 @@ from fsfunc.optim import (
     scale,
     sgd,
     sharded_adam,
+    tree_scale,
     tree_sum,
     warmup_cosine,
 )
@@ -53,7 +55,7 @@ from fsfunc.pipelining.profiling import profile
 from fsfunc.pipelining.timing import Costs, bubble
 from fsfunc.pipelining.tracing import program
 from fsfunc.pipelining.verification import verify
-from fsfunc.placing import place, unshard
+from fsfunc.placing import place
 from fsfunc.sharded import Sharded, is_sharded
 from fsfunc.splitting import start
 from fsfunc.statistics import (

@@ -15,8 +15,11 @@ import torch
 from torch import Tensor
 from torch._C._functorch import (
     get_unwrapped,
+    is_batchedtensor,
     is_functorch_wrapped_tensor,
+    is_gradtrackingtensor,
     maybe_current_level,
+    maybe_get_level,
 )
 from torch._functorch import eager_transforms
 from torch._subclasses import fake_tensor
@@ -37,6 +40,7 @@ __all__ = [
     "compiler_at_work",
     "compiler_stance",
     "current_level",
+    "differentiated_at",
     "fake_active",
     "forward_ad_active",
     "forward_ad_on",
@@ -49,6 +53,7 @@ __all__ = [
     "is_compiled",
     "is_hooked",
     "is_wrapped",
+    "mapped_at",
     "output_shape",
     "outside_modes",
     "saved_tensors_hooked",
@@ -211,6 +216,26 @@ def unwrapped(x: Tensor) -> Tensor:
 def is_wrapped(x: Tensor) -> bool:
     """Whether a functorch level wraps ``x``."""
     return is_functorch_wrapped_tensor(x)
+
+
+def _wrappers(x: Tensor) -> Iterator[tuple[Tensor, int]]:
+    """Each functorch wrapper around a tensor and its level, the outermost first."""
+    while is_functorch_wrapped_tensor(x):
+        yield x, maybe_get_level(x)
+        x = get_unwrapped(x)
+
+
+def differentiated_at(x: Tensor) -> int:
+    """The innermost functorch level that differentiates ``x`` in reverse (0: none)."""
+    levels = [
+        n for y, n in _wrappers(x) if is_gradtrackingtensor(y) and y.requires_grad
+    ]
+    return max(levels, default=0)
+
+
+def mapped_at(x: Tensor) -> list[int]:
+    """The functorch levels that ``vmap`` over ``x``."""
+    return [n for y, n in _wrappers(x) if is_batchedtensor(y)]
 
 
 def storage_key(x: Tensor) -> int:

@@ -16,14 +16,14 @@ from torch import Tensor
 
 from fsfunc import _torch, tree
 from fsfunc.auxiliary import divided
-from fsfunc.collectives import watch_invariants
 from fsfunc.compiled import refuse_compiled
 from fsfunc.differentiated import Leaves
 from fsfunc.frames import Counter, Running, Thread, frame, inside, run_as
 from fsfunc.kinds import count_as
 from fsfunc.losses import Weighted, loss_parts
 from fsfunc.sharded import split_buffers
-from fsfunc.tying import cotangent, tie
+from fsfunc.tying import tie
+from fsfunc.units import one_number
 
 __all__ = [
     "GradientCall",
@@ -123,9 +123,10 @@ def value_and_grad(
             raise ValueError(f"argnums={argnums!r} names one argument twice")
         f = frame()
         run_inner: Callable[..., Any] = differentiate
-        for handler in reversed(f.handlers):
+        # Inside a unit a derivative is this rank's own: no transform's business.
+        for handler in () if f.path else reversed(f.handlers):
             run_inner = handler.gradient(run_inner)
-        seed = _draw() if f.seed is None else f.seed
+        seed = one_number() if f.seed is None else f.seed
         with inside(replace(f, seed=seed)):
             call = GradientCall(fn, numbers, has_aux, args, keywords)
             outcome = _divide(_settled(run_inner(call)))
@@ -133,14 +134,6 @@ def value_and_grad(
         return value, outcome.grads if several else outcome.grads[0]
 
     return run
-
-
-def _draw() -> int:
-    """One number from the default generator; a fake one where values are fake."""
-    if _torch.fake_active():
-        return 0
-    with _torch.beneath_functorch():  # or vmap would refuse
-        return int(torch.randint(1 << 62, ()).item())
 
 
 def _settled(outcome: Outcome) -> Outcome:
@@ -198,11 +191,12 @@ def differentiate(call: GradientCall) -> Outcome:
         return _by_vjp(call, leaves, picked)
     if torch.is_grad_enabled() and tracked((call.args, call.keywords)):
         return _by_vjp(call, leaves, picked)
-    for _, session in f.sessions:
+    sessions = () if f.path else f.sessions
+    for _, session in sessions:
         session.begin()
-    thread = Thread(picked[0].device if picked else None) if f.sessions else None
+    thread = Thread(picked[0].device if picked else None) if sessions else None
     values = [x.detach().requires_grad_() for x in picked]
-    with run_as(Running(thread)), torch.enable_grad(), watch_invariants() as seen:
+    with run_as(Running(thread)), torch.enable_grad():
         with inside(replace(f, counter=Counter(), in_loss=True)):
             out = call.fn(*leaves.args(values), **call.keywords)
         total, weight, aux = loss_parts(out, call.has_aux)
@@ -215,8 +209,7 @@ def differentiate(call: GradientCall) -> Outcome:
     elif f.recorder is not None and f.recorder.forward_only:
         found = [torch.empty_like(x) for x in values]
     else:
-        seeded = cotangent(f, tied, total, seen)
-        found = torch.autograd.grad(tied, inputs, seeded, allow_unused=True)
+        found = torch.autograd.grad(tied, inputs, allow_unused=True)
     weight = None if weight is None else weight.detach()
     count_as("gradients", found[: len(values)])
     grads = leaves.grads(found[: len(values)])

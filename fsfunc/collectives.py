@@ -5,6 +5,15 @@ row of a table; all of them hold under autograd and ``torch.func``, nested in an
 
 ``of`` and ``to`` are types over the axis (see ``fsfunc.moves``): V varies from rank to
 rank, I is one value, R is replicated with a cotangent in parts, P is in parts.
+
+Under ``shard`` the loss is the mean over its axes of the ranks' own losses, and every
+value is a rank's own, V. There a collective may stand anywhere in a loss: ``psum``,
+``pmean`` and ``pbroadcast`` return own values that happen to agree, which may be added
+to others, or be the loss; what they deliver is differentiated as if each rank's loss
+were a term of one sum. An ``autograd.Function`` of one's own around one returns in its
+backward what the transpose would: the psum of the cotangents for a psum, their pmean
+for a pmean, their psum_scatter for an all_gather. Over other axes, those that split the
+work of one loss, a psum is one value, I.
 """
 
 from __future__ import annotations
@@ -14,10 +23,10 @@ from typing import Any
 
 from torch import Tensor
 
-from fsfunc import tree
-from fsfunc.mesh import Axis, asks
+from fsfunc.crossings import ENTER
+from fsfunc.mesh import Axis, asks, here
 from fsfunc.moves import Group, Move, meanings
-from fsfunc.moving import group, move, over, watch_invariants
+from fsfunc.moving import group, move, over
 
 __all__ = [
     "Group",
@@ -35,7 +44,6 @@ __all__ = [
     "ppermute",
     "psum",
     "psum_scatter",
-    "watch_invariants",
 ]
 
 
@@ -45,21 +53,54 @@ def _dim(x: Tensor, dim: int, name: str = "dim") -> int:
     return dim % x.ndim
 
 
-def _typed(op: str, of: str, to: str, **fields: Any) -> Move:
-    if f"{of}->{to}" not in (legal := meanings(op)):
-        raise ValueError(f"{op} {of}->{to} has no meaning; it has: {', '.join(legal)}")
+def _typed(where: Group, op: str, of: str, to: str, **fields: Any) -> Move:
+    """The move between two types, as the axis takes them."""
+    legal = meanings(op)
+    if where.mean:  # a value is the rank's own, or one value that somebody asked for
+        legal = [row for row in legal if set(row.split("->")) <= {"V", "I"}]
+    if f"{of}->{to}" not in legal:
+        what = ", under shard a mean of losses," if where.mean else ""
+        raise ValueError(
+            f"{op} {of}->{to} over {where.name}{what} has no meaning; it has: "
+            f"{', '.join(legal)}"
+        )
+    if where.mean:
+        of, to = of.replace("V", "M"), to.replace("V", "M")
     return Move(op, of, to, **fields)
 
 
-def psum(x: Any, axis: Axis, *, of: str = "V", to: str = "I") -> Any:
+def _sum(x: Any, axis: Axis, of: str, to: str | None, power: int) -> Any:
+    means = set(here().mean)
+    names = group(axis).axis
+    mine = tuple(name for name in names if name in means)
+    others = tuple(name for name in names if name not in means)
+    if mine and others:  # the loss is a mean over some, and one value over the others
+        if (of, to) != ("V", None):
+            raise ValueError(
+                f"a sum {of}->{to} over {mine}, means under shard, and {others} at "
+                "once: sum over the ones, then over the others"
+            )
+        return _sum(_sum(x, mine, of, to, power), others, of, to, power)
+
+    def how(leaf: Tensor, where: Group) -> Move:
+        default = "V" if where.mean else "I"
+        return _typed(where, "psum", of, default if to is None else to, power=power)
+
+    return over(x, axis, how)
+
+
+def psum(x: Any, axis: Axis, *, of: str = "V", to: str | None = None) -> Any:
     """The sum of ``x`` over the ranks along ``axis``, on each of them.
 
-    Transpose: V->I a cast, without communication; P->R a psum (Megatron's g after f).
+    Transpose: V->V a psum; V->I a cast, without communication; P->R a psum (Megatron's
+    g after f).
 
     Args:
         x: tensors, each of one shape and dtype on every rank.
         axis: one name or several.
-        of, to: the types before and after: V->I, P->I or P->R.
+        of, to: the types before and after: V->V, V->I, P->I or P->R. By default V->V
+            over the axes of a ``shard`` around, and V->I over others. I over an axis
+            of ``shard`` is one value for all ranks: it enters their own by ``pcast``.
 
     Returns:
         Tensors like ``x``, bit for bit the same on every rank of the axis.
@@ -68,7 +109,8 @@ def psum(x: Any, axis: Axis, *, of: str = "V", to: str = "I") -> Any:
         ValueError: another pair of types, or an axis that the mesh does not have.
         NoMesh: outside a transform and outside ``spmd`` (so do all collectives).
 
-    Cost: one all-reduce, 2(n-1)/n of the bytes.
+    Cost: one all-reduce, 2(n-1)/n of the bytes (over axes of ``shard`` and others at
+    once, one for each of the two).
 
     Source: Patarasuk and Yuan (2009) for the bytes; Shoeybi et al. (2019), sec. 3, for
     f and g.
@@ -78,10 +120,10 @@ def psum(x: Any, axis: Axis, *, of: str = "V", to: str = "I") -> Any:
     >>> ff.spmd(lambda: ff.psum(torch.ones(2), "data").tolist(), mesh)()
     [[2.0, 2.0], [2.0, 2.0]]
     """
-    return over(x, axis, lambda leaf, where: _typed("psum", of, to))
+    return _sum(x, axis, of, to, power=0)
 
 
-def pmean(x: Any, axis: Axis, *, of: str = "V", to: str = "I") -> Any:
+def pmean(x: Any, axis: Axis, *, of: str = "V", to: str | None = None) -> Any:
     """The mean of ``x`` over the ranks along ``axis``: ``psum(x) / n``.
 
     Transpose: that of psum, divided by n.
@@ -94,7 +136,7 @@ def pmean(x: Any, axis: Axis, *, of: str = "V", to: str = "I") -> Any:
     Raises:
         ValueError: a pair of types that psum does not have.
 
-    Cost: one psum.
+    Cost: that of psum.
 
     >>> import fsfunc as ff, torch
     >>> mesh = ff.make_mesh({"data": 2}, "simulated")
@@ -102,15 +144,20 @@ def pmean(x: Any, axis: Axis, *, of: str = "V", to: str = "I") -> Any:
     >>> ff.spmd(main, mesh)()
     [0.5, 0.5]
     """
-    return over(x, axis, lambda leaf, where: _typed("psum", of, to, mean=True))
+    return _sum(x, axis, of, to, power=-1)
 
 
 def pmax(x: Any, axis: Axis) -> Any:
-    """The elementwise maximum over the ranks along ``axis``. Not differentiable.
+    """The elementwise maximum over the ranks along ``axis``.
+
+    It has no derivative: one that reaches it raises.
 
     Args:
         x: tensors, each of one shape and dtype on every rank.
         axis: one name or several.
+
+    Raises:
+        RuntimeError: in a backward pass or a jvp.
 
     Cost: one all-reduce, 2(n-1)/n of the bytes.
 
@@ -120,10 +167,7 @@ def pmax(x: Any, axis: Axis) -> Any:
     >>> ff.spmd(main, mesh)()
     [1, 1]
     """
-    fixed = tree.map(
-        lambda leaf: leaf.detach() if isinstance(leaf, Tensor) else leaf, x
-    )
-    return over(fixed, axis, lambda leaf, where: Move("pmax", to="I"))
+    return over(x, axis, lambda leaf, where: Move("pmax", to="I"))
 
 
 def all_gather(x: Any, axis: Axis, *, dim: int = 0, to: str = "V") -> Any:
@@ -147,9 +191,11 @@ def all_gather(x: Any, axis: Axis, *, dim: int = 0, to: str = "V") -> Any:
     >>> ff.spmd(main, mesh)()
     [torch.Size([1, 4]), torch.Size([1, 4])]
     """
-    return over(
-        x, axis, lambda leaf, _: _typed("all_gather", "V", to, dim=_dim(leaf, dim))
-    )
+
+    def how(leaf: Tensor, where: Group) -> Move:
+        return _typed(where, "all_gather", "V", to, dim=_dim(leaf, dim))
+
+    return over(x, axis, how)
 
 
 def _check_cut(x: Tensor, dim: int, where: Group, op: str) -> int:
@@ -186,7 +232,7 @@ def psum_scatter(x: Any, axis: Axis, *, dim: int = 0, of: str = "V") -> Any:
 
     def how(leaf: Tensor, where: Group) -> Move:
         cut = _check_cut(leaf, dim, where, "psum_scatter")
-        return _typed("psum_scatter", of, "V", dim=cut)
+        return _typed(where, "psum_scatter", of, "V", dim=cut)
 
     return over(x, axis, how)
 
@@ -278,13 +324,18 @@ def pbroadcast(x: Any, axis: Axis, *, source: int, to: str = "V") -> Any:
     n = axis_size(axis)
     if not 0 <= source < n:
         raise ValueError(f"source={source} is off the axis {axis!r} of size {n}")
-    return over(x, axis, lambda leaf, _: _typed("pbroadcast", "V", to, source=source))
+
+    def how(leaf: Tensor, where: Group) -> Move:
+        return _typed(where, "pbroadcast", "V", to, source=source)
+
+    return over(x, axis, how)
 
 
 def pcast(x: Any, axis: Axis, *, to: str, of: str = "I") -> Any:
     """``x`` with another type over ``axis``; nothing moves in the forward pass.
 
-    Transpose: I->V a psum of what varies; I->R a psum of parts (Megatron's f); R->V
+    Transpose: I->V a psum of what varies (under ``shard`` its mean: how one value, a
+    parameter, enters the ranks' own losses); I->R a psum of parts (Megatron's f); R->V
     and V->P each other; R->I what the first rank holds.
 
     Args:
@@ -303,7 +354,13 @@ def pcast(x: Any, axis: Axis, *, to: str, of: str = "I") -> Any:
     >>> ff.spmd(main, mesh)()
     [1.0, 1.0]
     """
-    return over(x, axis, lambda leaf, where: _typed("cast", of, to))
+
+    def how(leaf: Tensor, where: Group) -> Move:
+        if where.mean and (of, to) == ("I", "V"):
+            return ENTER
+        return _typed(where, "cast", of, to)
+
+    return over(x, axis, how)
 
 
 def axis_index(axis: Axis) -> Any:

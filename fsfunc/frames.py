@@ -111,6 +111,8 @@ class Frame:
         rehearsal: runs the units' bodies in place of their functions, where a step is
             planned; ``rehearsal.body(call, params, inputs, keywords)``.
         in_loss: whether a gradient call is around us.
+        whole: whether a unit around us gathered all of its parameters (see ``unit``).
+        level: the functorch level at which the outermost unit around us was called.
     """
 
     handlers: tuple[Interpretation, ...] = ()
@@ -130,6 +132,8 @@ class Frame:
     differentiate: Any = None
     rehearsal: Any = None
     in_loss: bool = False
+    whole: bool = False
+    level: int = 0
 
     def session(self, handler: Interpretation) -> Any:
         """What ``handler`` keeps during the gradient call around us, or None."""

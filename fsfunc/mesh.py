@@ -135,11 +135,17 @@ class Mesh:
 
 @dataclass(frozen=True)
 class Here:
-    """Who is asking: a rank of a mesh, and the link that carries its data."""
+    """Who is asking: a rank of a mesh, and the link that carries its data.
+
+    Args:
+        mean: the axes over which the loss is the mean of the ranks' own, as ``shard``
+            makes it; over others it is one value.
+    """
 
     mesh: Mesh
     rank: int
     link: Any
+    mean: tuple[str, ...] = ()
 
 
 _ASKED: ContextVar[set[str] | None] = ContextVar("fsfunc_asked", default=None)
@@ -195,8 +201,9 @@ def here(mesh: Mesh | None = None) -> Here:
     if mesh.backend == found.mesh.backend == "processes":
         moves = getattr(found.link, "moves", True)  # or we are at the planning of it
         # A mesh's own link has the groups of its own axes.
-        return Here(mesh, found.rank, mesh.link if moves else found.link)
-    return Here(mesh, found.rank, found.link)
+        link = mesh.link if moves else found.link
+        return Here(mesh, found.rank, link, found.mean)
+    return Here(mesh, found.rank, found.link, found.mean)
 
 
 def remember(mesh: Mesh) -> Mesh:

@@ -7,8 +7,12 @@ Types. Over an axis a value is V (varies: every rank its own), I (invariant: equ
 one value), R (replicated: equal, with a cotangent of one part per rank) or P (partial:
 the value is the sum of the ranks' parts). The cotangent of V is V, of I is I, of R is
 P and of P is R; the pairings are the sum over ranks for V, once for I, and
-``<sum of parts, x>`` between P and R. M is V under the *mean* over ranks, the pairing
-of ``shard``, whose loss is the mean of the ranks' losses.
+``<sum of parts, x>`` between P and R.
+
+M is V under the *mean* over ranks, the pairing of ``shard``, whose loss is the mean of
+the ranks' losses. M moves as V does, so its transposes are those of V, up to n, the
+number of ranks: a map that leaves M has n times the transpose, one that comes to M one
+n-th of it. This is the one place where n enters a derivative.
 """
 
 from __future__ import annotations
@@ -31,6 +35,9 @@ class Group:
     """One rank's handle on the ranks along an axis: fixed when it is made.
 
     Backward passes use the handle that the forward pass made, never the context.
+
+    Args:
+        mean: whether the loss is the mean over these ranks of their own.
     """
 
     axis: tuple[str, ...]
@@ -38,6 +45,7 @@ class Group:
     index: int
     rank: int
     link: Any
+    mean: bool = False
 
     @property
     def size(self) -> int:
@@ -105,35 +113,40 @@ class Group:
             )
 
 
-# op, of -> to : op, of -> to
+# op, of -> to : op, of -> to; M counts as V. Rows with an asterisk take what differs by
+# type alone: their input is the same on every rank.
 _TRANSPOSES = {
     ("psum", "V", "I"): ("cast", "I", "V"),
     ("psum", "P", "I"): ("cast", "I", "R"),
     ("psum", "P", "R"): ("psum", "P", "R"),
-    ("psum", "M", "M"): ("psum", "M", "M"),
+    ("psum", "V", "V"): ("psum", "V", "V"),
+    ("psum", "P", "V"): ("psum", "V", "R"),
+    ("psum", "V", "R"): ("psum", "P", "V"),
     ("cast", "I", "V"): ("psum", "V", "I"),
     ("cast", "I", "R"): ("psum", "P", "I"),
     ("cast", "R", "V"): ("cast", "V", "P"),
     ("cast", "V", "P"): ("cast", "R", "V"),
+    ("cast", "V", "R"): ("cast", "P", "V"),  # *
+    ("cast", "P", "V"): ("cast", "V", "R"),
     ("cast", "R", "I"): ("keep", "I", "P"),
     ("keep", "I", "P"): ("cast", "R", "I"),
     ("all_gather", "V", "V"): ("psum_scatter", "V", "V"),
     ("all_gather", "V", "R"): ("psum_scatter", "P", "V"),
     ("all_gather", "V", "I"): ("slice", "I", "V"),
-    ("all_gather", "V", "M"): ("psum_scatter", "M", "V"),
     ("psum_scatter", "V", "V"): ("all_gather", "V", "V"),
     ("psum_scatter", "P", "V"): ("all_gather", "V", "R"),
-    ("psum_scatter", "M", "V"): ("all_gather", "V", "M"),
     ("slice", "I", "V"): ("all_gather", "V", "I"),
     ("slice", "R", "V"): ("embed", "V", "P"),
     ("embed", "V", "P"): ("slice", "R", "V"),
+    ("slice", "V", "V"): ("embed", "V", "V"),  # *
+    ("embed", "V", "V"): ("slice", "V", "V"),
     ("all_to_all", "V", "V"): ("all_to_all", "V", "V"),
     ("ppermute", "V", "V"): ("ppermute", "V", "V"),
     ("pbroadcast", "V", "V"): ("collect", "V", "V"),
     ("pbroadcast", "V", "I"): ("keep", "I", "V"),
     ("keep", "I", "V"): ("pbroadcast", "V", "I"),
     ("collect", "V", "V"): ("pbroadcast", "V", "V"),
-    ("enter", "M", "M"): ("psum", "M", "M"),  # what enters is equal on every rank
+    ("enter", "V", "V"): ("psum", "V", "V"),  # *
 }
 _LOCAL = {"cast", "keep", "slice", "embed", "enter"}
 _JOINS = {"all_gather", "psum_scatter", "all_to_all"}
@@ -141,7 +154,7 @@ _JOINS = {"all_gather", "psum_scatter", "all_to_all"}
 
 def meanings(op: str) -> list[str]:
     """The types that ``op`` has a transpose for, such as ``V->I``."""
-    return [f"{a}->{b}" for o, a, b in _TRANSPOSES if o == op and "M" not in a + b]
+    return [f"{a}->{b}" for o, a, b in _TRANSPOSES if o == op]
 
 
 @dataclass(frozen=True)
@@ -151,12 +164,13 @@ class Move:
     Args:
         op: a collective, or what moves nothing: ``cast``; ``keep`` (zero but on
             ``source``); ``slice`` (this rank's part along ``dim``); ``embed`` (its
-            transpose); ``enter`` (a replicated parameter into the ranks' losses).
+            transpose); ``enter`` (the mean of what is equal on all ranks, which is
+            itself: how one value enters the ranks' losses).
         of, to: the types over the axis, before and after.
         dim, to_dim: the tensor dims that are cut or joined (``to_dim``: all_to_all).
         pairs: (source, target) indices along the axis, for ppermute.
         source: the index along the axis that pbroadcast and keep read.
-        mean: whether the result is divided by the size of the axis.
+        power: of n, the number of ranks, by which the result is multiplied.
     """
 
     op: str
@@ -166,16 +180,31 @@ class Move:
     to_dim: int = 0
     pairs: tuple[tuple[int, int], ...] = ()
     source: int = 0
-    mean: bool = False
+    power: int = 0
 
     def transpose(self) -> Move:
         """The map that the cotangent takes."""
-        op, of, to = _TRANSPOSES[self.op, self.of, self.to]
+        leaves, comes = self.of == "M", self.to == "M"
+        if self.op == "pmax":
+            raise RuntimeError(
+                "pmax has no derivative here: give it x.detach(), where it only scales "
+                "or shifts"
+            )
+        row = self.op, *("V" if kind == "M" else kind for kind in (self.of, self.to))
+        op, of, to = _TRANSPOSES[row]  # type: ignore[index]
         dim, to_dim = self.dim, self.to_dim
         if op == "all_to_all":
             dim, to_dim = to_dim, dim
-        back = tuple((d, s) for s, d in self.pairs)
-        return replace(self, op=op, of=of, to=to, dim=dim, to_dim=to_dim, pairs=back)
+        return replace(
+            self,
+            op=op,
+            of="M" if comes else of,
+            to="M" if leaves else to,
+            dim=dim,
+            to_dim=to_dim,
+            pairs=tuple((d, s) for s, d in self.pairs),
+            power=self.power + leaves - comes,
+        )
 
     @property
     def sends(self) -> str | None:
@@ -211,8 +240,8 @@ class Move:
             y = y.clone() if index == self.source else torch.zeros_like(y)
         elif self.op in ("cast", "enter"):
             y = y.view_as(y)
-        if self.mean or (self.of == "M" and self.op in ("psum", "psum_scatter")):
-            y = y / size
+        if self.power and self.op != "enter":
+            y = y / size if self.power == -1 else y * size**self.power
         return y
 
     def start(self, x: Tensor, where: Group, any_order: bool = False) -> Work:

@@ -21,7 +21,7 @@ from fsfunc.accounting import current_label, label
 from fsfunc.mesh import Axis, Here, here
 from fsfunc.moves import Group, Move
 
-__all__ = ["group", "move", "over", "run_by", "watch_invariants"]
+__all__ = ["group", "move", "over", "run_by"]
 
 
 def group(axis: Axis, at: Here | None = None) -> Group:
@@ -33,8 +33,8 @@ def group(axis: Axis, at: Here | None = None) -> Group:
     """
     at = here() if at is None else at
     names = at.mesh.check(axis)
-    ranks = at.mesh.members(names, at.rank)
-    return Group(names, ranks, ranks.index(at.rank), at.rank, at.link)
+    ranks, mean = at.mesh.members(names, at.rank), set(names) <= set(at.mean)
+    return Group(names, ranks, ranks.index(at.rank), at.rank, at.link, mean)
 
 
 class _Apply(torch.autograd.Function):
@@ -56,6 +56,7 @@ class _Apply(torch.autograd.Function):
 
     @staticmethod
     def jvp(ctx, t, _, __):  # type: ignore[override]
+        ctx.move.transpose()  # which raises where there is no derivative
         return move(t, ctx.move, ctx.where)
 
     @staticmethod
@@ -73,18 +74,6 @@ def move(x: Tensor, how: Move, where: Group) -> Tensor:
 
 
 _RUN: ContextVar[Callable[..., Any] | None] = ContextVar("fsfunc_run", default=None)
-_INVARIANT: ContextVar[set[str] | None] = ContextVar("fsfunc_invariant", default=None)
-
-
-@contextmanager
-def watch_invariants() -> Iterator[set[str]]:
-    """Gathers the axes over which a collective inside made one value of many."""
-    seen: set[str] = set()
-    token = _INVARIANT.set(seen)
-    try:
-        yield seen
-    finally:
-        _INVARIANT.reset(token)
 
 
 @contextmanager
@@ -99,7 +88,7 @@ def run_by(run: Callable[[Tensor, Move, Group], Any]) -> Iterator[None]:
 
 def over(x: Any, axis: Axis, how: Callable[[Tensor, Group], Move]) -> Any:
     """The move that ``how`` gives for each tensor of ``x``, over ``axis``."""
-    where, run, seen = group(axis), _RUN.get() or move, _INVARIANT.get()
+    where, run = group(axis), _RUN.get() or move
     leaves, treedef = tree.flatten(x)
     for leaf in leaves:
         if not isinstance(leaf, Tensor):
@@ -107,8 +96,6 @@ def over(x: Any, axis: Axis, how: Callable[[Tensor, Group], Move]) -> Any:
                 f"a collective over {where.name} needs tensors, got "
                 f"{type(leaf).__name__}; axis_size gives the number of ranks"
             )
-    moves = [how(leaf, where) for leaf in leaves]
-    if seen is not None and any(m.to == "I" for m in moves):
-        seen.update(where.axis)
+    moves = [how(leaf, where) for leaf in leaves]  # all checked before one is issued
     out = [run(leaf, m, where) for leaf, m in zip(leaves, moves, strict=True)]
     return tree.unflatten(treedef, out)

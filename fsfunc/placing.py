@@ -1,4 +1,4 @@
-"""Laying a tree out as a step expects it, and putting it together: place, unshard."""
+"""Laying a tree out as a step expects it: ``place``."""
 
 from __future__ import annotations
 
@@ -11,26 +11,22 @@ import torch
 from torch import Tensor
 
 from fsfunc import _torch, tree
-from fsfunc.accounting import label
-from fsfunc.collectives import group
 from fsfunc.homes import chunk_here
 from fsfunc.initializing.sources import Given
 from fsfunc.layout import Layout, pack_flat
 from fsfunc.mesh import here
-from fsfunc.pieces import assemble
 from fsfunc.recording import Group, Recorder, common
 from fsfunc.recording import record as _record
 from fsfunc.sharded import Home, Sharded, is_sharded
-from fsfunc.transforms.donation import refuse_spent
 from fsfunc.transforms.sharding import Sharding
 
-__all__ = ["lay_out", "place", "unshard"]
+__all__ = ["lay_out", "place"]
 
 
 def place(fn: Callable[..., Any], t: Any, *rest: Any, record: str = "fake") -> Any:
     """``t``, whole on every rank, as the call ``fn(t, *rest)`` expects it.
 
-    The inverse of :func:`unshard`. Leaves that units take lie in flat buffers over the
+    The inverse of ``unshard``. Leaves that units take lie in flat buffers over the
     axis of the ``shard`` around them; a leaf that only mirrors another (a moment: the
     same path but for its head, the same shape) lies as that one; what no unit takes
     stays whole, and what is laid out already stays as it is. No memory is shared with
@@ -204,64 +200,3 @@ def _owned(
         part = source.empty(0, g.dtype, x) if absent else source.whole(x)
         laid.append(Sharded(part, layout))
     return laid
-
-
-def unshard(
-    t: Any, *, to: torch.device | str | None = None, only: int | None = None
-) -> Any:
-    """``t`` with every sharded leaf whole: the inverse of :func:`place`.
-
-    Leaf by leaf, for any tree (states included): values carry their layout. Every rank
-    calls it.
-
-    Args:
-        to: the device of the result.
-        only: the one rank that gets the result; the others get None for those leaves.
-
-    Cost: one all-gather for each leaf, (n-1) times the rank's largest part.
-
-    >>> import torch, fsfunc as ff
-    >>> mesh = ff.make_mesh({"data": 2}, "simulated")
-    >>> unit = ff.unit(lambda p, x: x @ p)
-    >>> def main():
-    ...     f = ff.shard(lambda p, x: unit(p, x).sum(), mesh, "data")
-    ...     params = ff.place(f, torch.arange(3.0), torch.ones(1, 3))
-    ...     return ff.unshard(params).tolist()
-    >>> ff.spmd(main, mesh)()
-    [[0.0, 1.0, 2.0], [0.0, 1.0, 2.0]]
-    """
-
-    def whole(x: Any) -> Any:
-        if not isinstance(x, Sharded):
-            return x
-        full = _whole(x)
-        if only is not None and here().rank != only:
-            return None
-        return full if to is None else full.to(to)
-
-    refuse_spent(t)
-    with label("", "unshard"), torch.no_grad():
-        return tree.map(whole, t, is_leaf=is_sharded)
-
-
-def _whole(x: Sharded) -> Tensor:
-    layout, at = x.layout, here()
-    local = x.local.detach()
-    if not layout.axes:
-        return local.reshape(layout.shape).clone()
-    where = group(layout.axes, at)
-    size = max(_count(layout, at.mesh.coordinates(r)) for r in where.ranks)
-    sent = local.new_zeros(size)
-    sent[: local.numel()] = local.reshape(-1)
-    every = sent if where.size == 1 else where.start("all_gather", sent).wait()
-    parts = []
-    for k, rank in enumerate(where.ranks):
-        coordinates = at.mesh.coordinates(rank)
-        shape = layout.local_shape(coordinates)
-        count = torch.Size(shape).numel()
-        parts.append((coordinates, every[k * size : k * size + count].view(shape)))
-    return assemble(parts, layout)
-
-
-def _count(layout: Layout, coordinates: dict[str, int]) -> int:
-    return torch.Size(layout.local_shape(coordinates)).numel()

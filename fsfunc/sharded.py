@@ -313,11 +313,14 @@ def _part(leaf: Any) -> Any:
 
 
 def complete_homes(leaves: Sequence[Any]) -> dict[int, tuple[list[int], Home]]:
-    """Positions, by home, of the leaves of every home that is here complete."""
+    """Positions, by home, of the leaves of every home that is here complete.
+
+    Not where a gradient call differentiates the leaves: ``flat`` has no history then.
+    """
     found: dict[int, tuple[list[int], Home]] = {}
     for i, leaf in enumerate(leaves):
         home = leaf.home if isinstance(leaf, Sharded) else None
-        if home is not None:
+        if home is not None and home.port is None:
             leaf.check()
             found.setdefault(id(home), ([], home))[0].append(i)
     complete = {}

@@ -22,7 +22,7 @@ from fsfunc.compiled import refuse_compiled
 from fsfunc.frames import Counter, Frame, frame, inside, running
 from fsfunc.sharded import is_sharded
 
-__all__ = ["Call", "Unit", "unit"]
+__all__ = ["Call", "Unit", "one_number", "unit"]
 
 
 @dataclass(frozen=True)
@@ -58,7 +58,13 @@ class Call:
     def body(self, params: Any, *inputs: Any, **keywords: Any) -> Any:
         """Runs the function itself: what every interpretation comes down to."""
         f, numbers = self.frame, self.numbers
-        within = f.but(path=self.path, numbers=numbers, counter=Counter())
+        within = f.but(
+            path=self.path,
+            numbers=numbers,
+            counter=Counter(),
+            whole=f.whole or self.unit.whole,
+            level=f.level if f.path else _torch.current_level(),
+        )
         seed = f.seed if f.rehearsal is None else None  # fake tensors draw nothing
         with inside(within), _generator(seed, numbers, f.data_index):
             if f.compute is not None:
@@ -75,8 +81,9 @@ class Call:
 class Unit:
     """A function of ``(params, *inputs)`` that transforms may reinterpret."""
 
-    def __init__(self, fn: Callable[..., Any]):
+    def __init__(self, fn: Callable[..., Any], whole: bool = False):
         functools.update_wrapper(self, fn)
+        self.whole = whole
         self.__name__ = getattr(fn, "__name__", type(fn).__name__)
         self.fn = fn
         # How many of the first inputs ``precision`` leaves as they are: buffers.
@@ -184,17 +191,25 @@ def _newborn() -> Tensor:
     return torch.empty(0, requires_grad=True)
 
 
-def unit(fn: Callable[..., Any]) -> Unit:
+def unit(fn: Callable[..., Any], *, whole: bool = False) -> Unit:
     """``fn`` as a unit: a call that transforms may reinterpret.
 
     The granularity of gathers, recomputation, offload and pipeline stages. With no
     transform around it, calling a unit calls ``fn``.
+
+    Inside, parameters are plain tensors, and a derivative that is taken there is this
+    rank's own; the mean over the ranks is taken once, of the parameters' cotangents, as
+    they leave the unit.
 
     Args:
         fn: a pure function of ``(params, *inputs, **keywords)``: any pytrees in, any
             pytree out. Units nest; an outer one gathers only what no inner one takes.
             It may be compiled, ``unit(torch.compile(fn))``, where it calls no unit: a
             step is recorded and planned with the plain function.
+        whole: gather at the entry all that this unit or units within it take, and run
+            them as plain functions: for derivatives by parameters inside, as per-sample
+            gradients or a task's own inner step. Cost: one gather of all of it, held
+            until the unit has run, and one reduction in its backward.
 
     Raises (when called):
         RuntimeError: ``fn`` captured a differentiated tensor by closure (seen on the
@@ -207,8 +222,18 @@ def unit(fn: Callable[..., Any]) -> Unit:
     ...     return torch.tanh(x @ params["w"])
     >>> layer({"w": torch.eye(2)}, torch.zeros(3, 2)).shape
     torch.Size([3, 2])
+
+    Per-sample gradients of a loss that is made of units, on every rank its own:
+
+    >>> from torch.func import grad, vmap
+    >>> loss = lambda params, x: layer(params, x[None]).sum()
+    >>> each = ff.unit(lambda p, x: vmap(grad(loss), (None, 0))(p, x), whole=True)
+    >>> each({"w": torch.eye(2)}, torch.zeros(3, 2))["w"].shape
+    torch.Size([3, 2, 2])
     """
-    return fn if isinstance(fn, Unit) else Unit(fn)
+    if isinstance(fn, Unit) and fn.whole == whole:
+        return fn
+    return Unit(fn, whole)
 
 
 def _cast(values: Any, dtype: torch.dtype) -> Any:
@@ -231,6 +256,14 @@ def mix(*numbers: int) -> int:
         state = ((state ^ state >> 27) * 0x94D049BB133111EB) & _MASK
         state ^= state >> 31
     return state >> 1
+
+
+def one_number(generator: torch.Generator | None = None) -> int:
+    """One number from a generator (the default one); 0 where values are fake."""
+    if _torch.fake_active():
+        return 0
+    with _torch.beneath_functorch():  # or vmap would refuse
+        return int(torch.randint(1 << 62, (), generator=generator).item())
 
 
 @contextmanager

@@ -23,7 +23,7 @@ def every_collective(x, axis):
     return {
         "psum": ff.psum(x, axis),
         "pmean": ff.pmean(x, axis),
-        "pmax": ff.pmax(x, axis),
+        "pmax": ff.pmax(x.detach(), axis),
         "all_gather": ff.all_gather(x, axis, dim=-1),
         "psum_scatter": ff.psum_scatter(x, axis),
         "psum_scatter, not contiguous": ff.psum_scatter(x.t(), axis, dim=1),

@@ -30,6 +30,23 @@ def test_functorch_levels_are_seen():
     assert (_torch.functorch_active(), _torch.current_level()) == (False, 0)
 
 
+def test_the_levels_that_differentiate_and_map_a_tensor_are_told():
+    """A derivative sample by sample is told from one of a batch."""
+    seen = []
+
+    def look(w, x):
+        seen.append((_torch.differentiated_at(w), _torch.mapped_at(x)))
+        return (w * x).sum()
+
+    w, xs = torch.ones(2), torch.ones(3, 2)
+    grad, vmap = torch.func.grad, torch.func.vmap
+    vmap(grad(look), (None, 0))(w, xs)  # the derivative is inside the map
+    grad(lambda w: vmap(lambda x: look(w, x))(xs).sum())(w)  # and outside
+    look(w, xs)
+    what = "per-sample derivatives of sharded leaves are not told, and mix the ranks"
+    assert seen == [(2, [1]), (1, [2]), (0, [])], breaks(what)
+
+
 def test_forward_mode_is_seen():
     assert not _torch.forward_ad_active()
     with torch.autograd.forward_ad.dual_level():

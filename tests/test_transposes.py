@@ -1,9 +1,11 @@
 """Every row of the table of transposes, by typed dot products: <f(x), g> = <x, f'(g)>.
 
-The tensors hold integers, multiples of 840 so that means over up to 8 ranks are exact
-too: the two sides are equal, not close.
+The tensors hold integers, multiples of 840 squared so that means of means over up to 8
+ranks are exact too: the two sides are equal, not close.
 """
 
+import itertools
+from dataclasses import replace
 from fractions import Fraction
 
 import pytest
@@ -17,8 +19,22 @@ from fsfunc.launching import PerRank
 from fsfunc.moves import Move
 from fsfunc.moving import group, move
 
-ROWS = sorted(moves._TRANSPOSES)
+PLAIN = sorted(moves._TRANSPOSES)
+# Each as it is, and with V under the mean on either side.
+ROWS = sorted(
+    (op, *kinds)
+    for op, of, to in PLAIN
+    for kinds in itertools.product(
+        *["VM" if kind == "V" else kind for kind in (of, to)]
+    )
+)
 COTANGENT = {"V": "V", "I": "I", "R": "P", "P": "R", "M": "M"}
+# These take own values that are the same on every rank.
+AGREEING = {("enter", "V", "V"), ("slice", "V", "V"), ("cast", "V", "R")}
+
+
+def plain(row):
+    return tuple(part.replace("M", "V") if len(part) == 1 else part for part in row)
 
 
 def pairing(kind: str, xs, gs) -> Fraction:
@@ -33,14 +49,13 @@ def pairing(kind: str, xs, gs) -> Fraction:
     return sum(each) / (len(each) if kind == "M" else 1)
 
 
-def typed(kind: str, shape, mesh, axis, generator) -> PerRank:
-    """Integers for every rank: the same ones in a group where the type says so."""
+def typed(alike: bool, shape, mesh, axis, generator) -> PerRank:
+    """Integers for every rank; ``alike``: the same ones in a group."""
+    keys = [mesh.members(axis, r) if alike else r for r in range(mesh.size)]
     made = {}
-    for rank in range(mesh.size):
-        key = mesh.members(axis, rank) if kind in "IR" else rank
+    for key in keys:
         if key not in made:
-            made[key] = 840.0 * torch.randint(-9, 10, shape, generator=generator)
-    keys = [mesh.members(axis, r) if kind in "IR" else r for r in range(mesh.size)]
+            made[key] = 840.0**2 * torch.randint(-3, 4, shape, generator=generator)
     return PerRank([made[key].double() for key in keys])
 
 
@@ -50,10 +65,11 @@ def dot_products(how: Move, sizes, axis, shape, seed):
     generator = torch.Generator().manual_seed(seed)
     n = mesh.axis_size(axis)
     shape = tuple(n * k for k in shape)  # whatever the op cuts, it divides
-    of = "I" if how.op == "enter" else how.of  # which only takes equal values
-    xs = typed(of, shape, mesh, axis, generator)
+    of, row = how.of, plain((how.op, how.of, how.to))
+    xs = typed(of in "IR" or row in AGREEING, shape, mesh, axis, generator)
     out = how.across([xs[0]] * n)[0].shape
-    gs = typed(COTANGENT[how.to], out, mesh, axis, generator)
+    alike = COTANGENT[how.to] in "IR" or moves._TRANSPOSES[row] in AGREEING
+    gs = typed(alike, out, mesh, axis, generator)
 
     def main(x, g):
         y, pull = torch.func.vjp(lambda x: move(x, how, group(axis)), x)
@@ -87,7 +103,7 @@ def examples(draw, op):
         "dim": draw(st.integers(0, 1)),
         "to_dim": draw(st.integers(0, 1)),
         "source": draw(st.integers(0, n - 1)),
-        "mean": op in ("psum", "cast") and draw(st.booleans()),
+        "power": draw(st.integers(-1, 1)) if op in ("psum", "cast") else 0,
     }
     if op == "ppermute":
         fields["pairs"] = tuple(zip(sources[:count], targets[:count], strict=True))
@@ -99,6 +115,8 @@ def examples(draw, op):
 @given(data=st.data())
 def test_a_move_and_its_transpose_pair_alike(row, data):
     fields, sizes, axis, shape, seed = data.draw(examples(row[0]))
+    if row[0] == "enter":
+        fields["power"] = -1  # what it is: the mean of what is equal
     pairs, kept = dot_products(Move(*row, **fields), sizes, axis, shape, seed)
     assert all(left == right for left, right in pairs)
     assert kept
@@ -106,26 +124,18 @@ def test_a_move_and_its_transpose_pair_alike(row, data):
 
 @pytest.mark.parametrize("row", ROWS, ids="-".join)
 def test_a_transpose_takes_the_cotangent_types(row):
-    """From the dual of ``to`` to the dual of ``of``; and there and back is the row."""
-    back = moves._TRANSPOSES[row]
-    assert back[1:] == (COTANGENT[row[2]], COTANGENT[row[1]])
-    if row[0] != "enter":  # I seen as M: the way back is a psum, as good as none
-        assert moves._TRANSPOSES[back] == row
-
-
-@pytest.mark.parametrize("op", ["psum", "cast", "all_gather", "psum_scatter"])
-def test_a_transpose_forgets_no_field(op):
-    to = {"psum": "I", "cast": "V"}.get(op, "V")
-    of = {"cast": "I"}.get(op, "V")
-    how = Move(op, of, to, dim=1, source=2, mean=True)
-    assert how.transpose().transpose() == how
+    """From the dual of ``to`` to the dual of ``of``; and there and back is the move."""
+    how = Move(*row, dim=1, source=2, power=-1)
+    back = how.transpose()
+    assert (back.of, back.to) == (COTANGENT[how.to], COTANGENT[how.of])
+    if how.op != "enter":  # whose way back is a psum, as good as none on what is equal
+        assert back.transpose() == how
 
 
 PLANTED = [
     (("psum", "V", "I"), ("psum", "V", "I"), 4),
     (("all_gather", "V", "I"), ("psum_scatter", "V", "V"), 4),
     (("psum", "P", "R"), ("cast", "V", "P"), None),
-    (("all_gather", "V", "M"), ("psum_scatter", "V", "V"), 4),
     (("psum_scatter", "V", "V"), ("embed", "V", "P"), None),
     (("cast", "I", "V"), ("cast", "I", "V"), None),
     (("cast", "I", "R"), ("cast", "P", "I"), None),
@@ -133,19 +143,42 @@ PLANTED = [
     (("ppermute", "V", "V"), ("cast", "V", "V"), None),
     (("slice", "R", "V"), ("all_gather", "V", "I"), 4),
     (("keep", "I", "P"), ("psum", "P", "I"), 4),
-    (("enter", "M", "M"), ("cast", "M", "M"), None),
+    (("psum", "P", "V"), ("cast", "V", "R"), None),
+    (("cast", "V", "R"), ("psum", "P", "V"), 4),
 ]
 
 
 @pytest.mark.parametrize(("row", "wrong", "ratio"), PLANTED, ids=lambda v: str(v))
 def test_a_wrong_transpose_is_caught(row, wrong, ratio, monkeypatch):
+    pairs = ((0, 1), (2, 0)) * (row[0] == "ppermute")
+    power = -1 if row[0] == "enter" else 0
+    how = Move(*row, dim=1, source=1, pairs=pairs, power=power)
     monkeypatch.setitem(moves._TRANSPOSES, row, wrong)
-    how = Move(*row, dim=1, source=1, pairs=((0, 1), (2, 0)) * (row[0] == "ppermute"))
     pairs, kept = dot_products(how, (4, 1), "a", (1, 2), seed=3)
     ((left, right),) = pairs
     assert left != right or not kept
     if ratio is not None:
         assert right == ratio * left != 0
+
+
+@pytest.mark.parametrize(
+    "row",
+    [("all_gather", "V", "M"), ("psum_scatter", "M", "V"), ("slice", "M", "V")],
+    ids="-".join,
+)
+def test_the_ranks_are_counted_where_a_move_leaves_or_joins_their_mean(
+    row, monkeypatch
+):
+    how, turned = Move(*row, dim=1), Move.transpose
+
+    def uncounted(self):
+        return replace(turned(self), power=self.power)
+
+    ((left, right),), _ = dot_products(how, (4, 1), "a", (1, 2), seed=3)
+    assert left == right != 0
+    monkeypatch.setattr(Move, "transpose", uncounted)
+    ((left, right),), _ = dot_products(how, (4, 1), "a", (1, 2), seed=3)
+    assert left in (4 * right, right / 4)
 
 
 def test_turned_pairs_are_needed(monkeypatch):

@@ -17,7 +17,16 @@ from torch import Tensor
 from fsfunc import _torch
 from fsfunc.units import generators_kept, mix
 
-__all__ = ["BLOCK", "Fill", "Stream", "Streams", "draw", "fill_of", "seeded"]
+__all__ = [
+    "BLOCK",
+    "Fill",
+    "Stream",
+    "Streams",
+    "draw",
+    "fill_of",
+    "seeded",
+    "standard_normal",
+]
 
 BLOCK = 1 << 17
 """Elements that one generator draws: few enough to lie in a cache. To change it is to
@@ -35,6 +44,11 @@ class Fill:
 
     def __call__(self, x: Tensor, generator: torch.Generator) -> None:
         self.operator(x, *self.args, generator=generator)
+
+
+def standard_normal() -> Fill:
+    """Numbers of mean 0 and variance 1."""
+    return Fill(_normal, (0.0, 1.0))
 
 
 _aten: Any = torch.ops.aten

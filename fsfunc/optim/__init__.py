@@ -8,8 +8,9 @@ from fsfunc.optim.base import (
     chain,
     scale,
 )
-from fsfunc.optim.clipping import clip_by_global_norm, global_norm, tree_sum
+from fsfunc.optim.clipping import clip_by_global_norm
 from fsfunc.optim.descent import SgdState, sgd
+from fsfunc.optim.elements import global_norm, tree_scale, tree_sum
 from fsfunc.optim.foreign import TorchState, from_torch
 from fsfunc.optim.masking import masked, partition
 from fsfunc.optim.schedules import (
@@ -42,6 +43,7 @@ __all__ = [
     "scale",
     "sgd",
     "sharded_adam",
+    "tree_scale",
     "tree_sum",
     "warmup_cosine",
 ]

@@ -105,6 +105,13 @@ def scaled(tensors: Sequence[Tensor], factor: float | Tensor) -> list[Tensor]:
     return list(torch._foreach_mul(list(tensors), factor)) if tensors else []
 
 
+def differentiated(tensors: Sequence[Tensor]) -> bool:
+    """Whether somebody may differentiate through what is done with ``tensors``."""
+    if composable():
+        return True
+    return torch.is_grad_enabled() and any(t.requires_grad for t in tensors)
+
+
 def composable() -> bool:
     """Whether only operations with derivatives and ``vmap`` rules will do."""
     return _torch.functorch_active() or _torch.forward_ad_active()

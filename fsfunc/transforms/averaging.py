@@ -16,13 +16,13 @@ from fsfunc.autodiff import Outcome
 from fsfunc.auxiliary import averaged as is_averaged
 from fsfunc.auxiliary import is_summed
 from fsfunc.collectives import Group, Move, group, move
+from fsfunc.crossings import MEAN
 from fsfunc.sharded import is_sharded
 from fsfunc.transforms.sessions import Session
 
 __all__ = ["averaged"]
 
-_MEAN = Move("psum", "M", "M")
-_SUM = Move("psum", "V", "I")
+_SUM = Move("psum", "M", "M")
 
 
 def averaged(outcome: Outcome, session: Session, at: Any) -> Outcome:
@@ -43,7 +43,7 @@ def averaged(outcome: Outcome, session: Session, at: Any) -> Outcome:
         wide = functools.reduce(
             torch.promote_types, [v.dtype for v in values], torch.float32
         )
-        means = list(move(torch.stack([v.to(wide) for v in values]), _MEAN, where))
+        means = list(move(torch.stack([v.to(wide) for v in values]), MEAN, where))
     weight = means.pop()
     weight = None if outcome.weight is None else weight.to(outcome.weight.dtype)
     for i, value in zip(picked, means[1:], strict=True):
@@ -57,19 +57,26 @@ def averaged(outcome: Outcome, session: Session, at: Any) -> Outcome:
         outcome,
         total=means[0].to(outcome.total.dtype),
         weight=weight,
-        grads=_plain(outcome.grads, where),
+        grads=_plain(outcome.grads, session, where),
         aux=tree.unflatten(spec, aux),
     )
 
 
-def _plain(grads: Any, where: Group) -> Any:
-    """The means of the gradients of whole leaves."""
-    leaves, treedef = tree.flatten(grads, is_leaf=is_sharded)
-    plain = [i for i, x in enumerate(leaves) if isinstance(x, Tensor)]
-    means = _packed([leaves[i] for i in plain], _MEAN, where, "plain gradients")
-    for i, x in zip(plain, means, strict=True):
-        leaves[i] = x
-    return tree.unflatten(treedef, leaves)
+def _plain(grads: Any, session: Session, where: Group) -> Any:
+    """The gradients of whole parameters as means; a rank's own stay its own."""
+    leaves, treedef = tree.flatten(tuple(session.differentiated), is_leaf=is_sharded)
+    found: list[Any] = treedef.flatten_up_to(grads)  # type: ignore[arg-type]
+    shared = [
+        i
+        for i, x in enumerate(leaves)
+        if isinstance(x, Tensor)
+        and isinstance(found[i], Tensor)
+        and session.ownership.is_one_value(x)
+    ]
+    means = _packed([found[i] for i in shared], MEAN, where, "plain gradients")
+    for i, x in zip(shared, means, strict=True):
+        found[i] = x
+    return tree.unflatten(treedef, found)
 
 
 def _packed(tensors: list[Tensor], how: Move, where: Group, name: str) -> list[Tensor]:

@@ -150,7 +150,6 @@ class _Exit(torch.autograd.Function):
     @staticmethod
     def forward(ctx, passage: Passage, token, *outs):  # type: ignore[override]
         ctx.passage = passage
-        ctx.leaves_unit = True
         ctx.set_materialize_grads(False)
         # Detached, not returned as they are: a later in-place change of an output is
         # allowed, and is seen by the version check where the unit saved it.

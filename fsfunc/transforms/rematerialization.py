@@ -203,7 +203,7 @@ class _Recompute(torch.autograd.Function):
             found = output.take(*replay.first(tensors))
         kept = [] if replay.tape is None else replay.tape.tensors()
         ctx.replay, ctx.at, ctx.count = replay, output.at, len(tensors)
-        ctx.tracked, ctx.leaves_unit = token is not None, True
+        ctx.tracked = token is not None
         ctx.pull_recomputed = _pull  # a pipeline's I and W put their own in its place
         ctx.set_materialize_grads(False)
         ctx.save_for_backward(*tensors, *kept)

@@ -15,6 +15,7 @@ from fsfunc.frames import frame, running
 from fsfunc.kinds import count_as
 from fsfunc.sharded import Home
 from fsfunc.transforms.gathering import Arena, Box, Passage, Use
+from fsfunc.transforms.ownership import Ownership
 from fsfunc.transforms.reducing import Reductions
 
 __all__ = ["Session"]
@@ -28,6 +29,9 @@ class Session:
         where: the group over which parameters are cut; ``replicas``: the group over
             which the cut parameters are repeated, if any.
         order: the buffers of each unit call of the last such session, to prefetch by.
+        ownership: whose the plain tensors of the sharded call are.
+
+    ``differentiated`` are the arguments that the gradient call differentiates.
     """
 
     def __init__(
@@ -38,9 +42,11 @@ class Session:
         arena: Arena,
         homes: Iterable[Home],
         order: Sequence[tuple[str, ...]],
+        ownership: Ownership,
     ):
         self.handler, self.where, self.replicas = handler, where, replicas
-        self.arena, self.order = arena, order
+        self.arena, self.order, self.ownership = arena, order, ownership
+        self.differentiated: Sequence[Any] = ()
         self.homes: dict[str, list[Home]] = {}
         for home in homes:
             same = self.homes.setdefault(home.buffer, [])
@@ -57,6 +63,10 @@ class Session:
         replicated = () if replicas is None else replicas.axis
         self.mean_axes = (*replicated, *where.axis)
         self.mean_size = where.size * (1 if replicas is None else replicas.size)
+
+    def averages(self, x: Tensor) -> bool:
+        """Whether the gradient call will average the gradient of a whole parameter."""
+        return bool(self.differentiated) and self.ownership.is_one_value(x)
 
     # Gathers
 

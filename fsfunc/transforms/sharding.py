@@ -13,13 +13,15 @@ from torch import Tensor
 from fsfunc import _torch, tree
 from fsfunc.accounting import label
 from fsfunc.autodiff import GradientCall, Outcome
-from fsfunc.collectives import Group, Move, group, move
+from fsfunc.collectives import Group, group, move
+from fsfunc.crossings import ENTER, GATHER, MEAN, REDUCE
 from fsfunc.frames import Interpretation, frame, inside, running
 from fsfunc.homes import by_buffer, home_of, joined, settle
 from fsfunc.layout import Layout
 from fsfunc.mesh import Axis, Mesh, here
 from fsfunc.sharded import Sharded, is_sharded
 from fsfunc.transforms.averaging import averaged
+from fsfunc.transforms.derivatives import check_derivatives
 from fsfunc.transforms.gathering import (
     Arena,
     Passage,
@@ -28,6 +30,7 @@ from fsfunc.transforms.gathering import (
     leave,
     whole_shape,
 )
+from fsfunc.transforms.ownership import Ownership
 from fsfunc.transforms.ports import collected, open_ports
 from fsfunc.transforms.sessions import Session
 from fsfunc.transforms.transforming import transformed
@@ -141,6 +144,7 @@ class Sharding(Interpretation):
                     "outer one; shard each axis once"
                 )
         at = here(self.mesh)
+        at = replace(at, mean=(*at.mean, *self.axes))
         found = replace(before, handlers=(*before.handlers, self), at=at)
         if before.recorder is not None:
             with inside(found):
@@ -148,14 +152,16 @@ class Sharding(Interpretation):
         coordinates = at.mesh.coordinates(at.rank)
         with inside(found):
             args, keywords = settle((args, keywords), coordinates)
-            session = self._session((args, keywords), "plain", at.rank)
+            session = self._session((args, keywords), "plain", at.rank, Ownership(args))
             sessions = (*found.sessions, (self, session))
             with inside(replace(found, sessions=sessions)):
                 out = f(*args, **keywords)
             self._closed(session, "plain", at.rank)
             return settle(out, coordinates)
 
-    def _session(self, values: Any, kind: str, rank: int) -> Session:
+    def _session(
+        self, values: Any, kind: str, rank: int, ownership: Ownership
+    ) -> Session:
         homes = [
             x.home
             for x in tree.leaves(values, is_leaf=is_sharded)
@@ -176,7 +182,8 @@ class Sharding(Interpretation):
                     "whole tensors anew"
                 )
         order = self._known_orders().get((rank, kind), [])
-        return Session(self, where, replicas, self.arenas[rank], homes, order)
+        arena = self.arenas[rank]
+        return Session(self, where, replicas, arena, homes, order, ownership)
 
     def _closed(self, session: Session, kind: str, rank: int) -> None:
         session.close()
@@ -199,13 +206,18 @@ class Sharding(Interpretation):
     def unit(self, run: Callable[..., Any], call: Any) -> Callable[..., Any]:
         if call.frame.recorder is not None:
             return call.frame.recorder.unit(self, run, call)
+        if call.frame.whole:  # its parameters are plain tensors, and its own
+            return run
 
         def sharded(params: Any, *inputs: Any, **keywords: Any) -> Any:
             leaves, treedef = tree.flatten(params, is_leaf=is_sharded)
             mine = [i for i, x in enumerate(leaves) if self._reads(x, call)]
+            entered = not call.frame.path and self._enter_plain(leaves, call)
             if not mine:
+                params = tree.unflatten(treedef, leaves) if entered else params
                 return run(params, *inputs, **keywords)
             if _torch.functorch_active() or _torch.forward_ad_active():
+                check_derivatives(call, [leaves[i] for i in mine], (inputs, keywords))
                 self._compose(leaves, mine, call)
                 return run(tree.unflatten(treedef, leaves), *inputs, **keywords)
             with label(call.name, "forward"):
@@ -228,7 +240,23 @@ class Sharding(Interpretation):
         if not isinstance(leaf, Sharded) or not self._mine(leaf.layout):
             return False
         owner = leaf.layout.flat.buffer.partition(":")[0]  # type: ignore[union-attr]
-        return not owner.startswith(call.name + "/")
+        return call.unit.whole or not owner.startswith(call.name + "/")
+
+    def _enter_plain(self, leaves: list[Any], call: Any) -> bool:
+        """Whole parameters as each rank's own: their gradients are means from here on.
+
+        Not those that the gradient call around will average itself.
+        """
+        session, entered = call.frame.session(self), False
+        functional = _torch.functorch_active()
+        for i, x in enumerate(leaves):
+            if not isinstance(x, Tensor) or not (x.requires_grad or functional):
+                continue
+            averaged = session is not None and session.averages(x)
+            if x.is_floating_point() and not (averaged and not functional):
+                at = here(self.mesh)
+                leaves[i], entered = move(x, ENTER, group(self.axes, at)), True
+        return entered
 
     def _enter(self, leaves: list[Any], mine: list[int], call: Any) -> Any:
         """Takes in a call's parameters; ``leaves`` then hold the views."""
@@ -275,18 +303,13 @@ class Sharding(Interpretation):
         """A rank's range as the whole buffer, under the mean over ranks."""
         _, replicas = self.groups()
         if replicas is not None:
-            flat = move(flat, Move("enter", "M", "M"), replicas)
-        how = Move("all_gather", "V", "M") if size > 1 else Move("enter", "M", "M")
-        return move(flat, how, where)
+            flat = move(flat, ENTER, replicas)
+        return move(flat, GATHER if size > 1 else ENTER, where)
 
     def reduce(self, flat: Tensor, session: Session) -> Tensor:
         """The transpose of :meth:`_spread`."""
-        whole = self.zero == 0
-        how = Move("psum", "M", "M") if whole else Move("psum_scatter", "M", "V")
-        flat = move(flat, how, session.where)
-        if session.replicas is not None:
-            flat = move(flat, Move("psum", "M", "M"), session.replicas)
-        return flat
+        flat = move(flat, REDUCE if self.zero else MEAN, session.where)
+        return flat if session.replicas is None else move(flat, MEAN, session.replicas)
 
     # Gradient calls
 
@@ -294,12 +317,15 @@ class Sharding(Interpretation):
         def sharded(call: GradientCall) -> Outcome:
             if frame().recorder is not None:
                 return run(call)
-            at = here(self.mesh)
+            at, f = here(self.mesh), frame()
             args = settle(call.args, at.mesh.coordinates(at.rank))
             composed = _torch.functorch_active() or _torch.forward_ad_active()
-            session = self._session((args, call.keywords), "gradient", at.rank)
+            ownership = f.session(self).ownership
+            session = self._session(
+                (args, call.keywords), "gradient", at.rank, ownership
+            )
+            session.differentiated = [args[i] for i in call.argnums]
             ports = {} if composed else open_ports(args, call.argnums, self._mine)
-            f = frame()
             sizes = tuple((a, self.mesh.axes[a]) for a in self.axes)
             where = tuple((self.mesh.coordinate(a, at.rank), n) for a, n in sizes)
             # In place of the plain call's: a loss is under one mean of ours.

@@ -180,29 +180,25 @@ def test_forward_mode_autograd_is_that_of_one_device(zero):
         check(found, expected[1])
 
 
+def per_sample(loss):
+    one = lambda p, sample: loss(p, sample[None])  # noqa: E731
+    return vmap(grad(one), in_dims=(None, 0))
+
+
 @ZEROS
-def test_per_sample_gradients_are_those_of_one_device(zero):
-    """Each rank's sample k: the mean over ranks of their k-th gradients."""
+@pytest.mark.parametrize("remat", [False, True])
+def test_per_sample_gradients_in_a_whole_unit_are_those_of_one_device(zero, remat):
+    """Each rank has those of its own samples, of all parameters."""
+    each = ff.unit(per_sample(loss_fn), whole=True)
+    expected = per_sample(loss_fn)(params_of(), data())
+    for rank, found in enumerate(run(lambda f, p, x: each(p, x), zero, remat=remat)):
+        check(found, tree.map(lambda g, r=rank: g.chunk(RANKS)[r], expected))
 
-    def use(loss, p, x):
-        one = lambda p, sample: loss(p, sample[None])  # noqa: E731
-        return vmap(grad(one), in_dims=(None, 0))(p, x)
 
-    def main():
-        mine = ff.local_batch(data(), MESH, "data")
-        params = ff.place(ff.shard(loss_fn, MESH, "data", zero=zero), params_of(), mine)
-        step = ff.shard(lambda p, x: use(loss_fn, p, x), MESH, "data", zero=zero)
-        found = step(params, mine)
-        # One leading dim more than the layout says: unshard sample by sample.
-        each = [tree.map(lambda g, k=k: g[k], found) for k in range(mine.shape[0])]
-        return [ff.unshard(g) for g in each]
-
-    every = use(loss_fn, params_of(), data())
-    per_rank = data().shape[0] // RANKS
-    for found in ff.spmd(main, MESH)():
-        for k, g in enumerate(found):
-            mean = tree.map(lambda e, k=k: e[k::per_rank].mean(0), every)
-            check(g, mean)
+@ZEROS
+def test_per_sample_gradients_outside_a_unit_would_mix_the_ranks_and_are_refused(zero):
+    with pytest.raises(ValueError, match="per-sample .* by 'a/b', .*whole=True"):
+        run(lambda f, p, x: per_sample(f)(p, x), zero)
 
 
 @ZEROS

@@ -60,9 +60,15 @@ def test_over_each_axis_of_hsdp_too(zero, axis):
         assert_same(found, EXPECTED, 1e-6)
 
 
-def test_a_sum_of_a_reduced_loss_and_a_ranks_own_is_refused():
-    with pytest.raises(ValueError, match="adds a value reduced over 'data'"):
-        ranks(lambda p, x: reduced(p, x) + own(p, x))
+@ZEROS
+@pytest.mark.parametrize("accumulate", [False, True])
+def test_a_reduced_value_may_be_added_to_a_ranks_own(zero, accumulate):
+    """The mean over the ranks of either is the same."""
+    for sign in (1, -3):
+        loss = lambda p, x, k=sign: own(p, x) + k * reduced(p, x)  # noqa: E731
+        expected = tree.map(lambda x, k=sign: (1 + k) * x, EXPECTED)
+        for found in ranks(loss, zero, accumulate=accumulate):
+            assert_same(found, expected, 1e-6)
 
 
 def test_a_reduced_value_that_is_not_differentiated_may_be_added():
