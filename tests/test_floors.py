@@ -31,7 +31,7 @@ FLOORS = [
     (5, ["recording.py", "recorded.py"]),
     (5, ["initializing/"]),
     (6, ["interop/"]),
-    (6, ["placing.py", "conversions.py", "training.py", "data/"]),
+    (6, ["placing.py", "mirroring.py", "conversions.py", "training.py", "data/"]),
     (7, ["foresight/", "testing/", "checkpointing/"]),
     (8, ["show/"]),
     (9, ["__init__.py"]),
