@@ -134,9 +134,9 @@ def _lots(
 ) -> list[_Lot]:
     """What lies together: leaves that units take, and those that mirror them."""
     taken = {p for t in recorder.taken for p in t.leaves}
-    chosen = [g for g in groups if not taken.isdisjoint(g.paths)]
+    chosen = [g for g in groups if not (taken and taken.isdisjoint(g.paths))]
     lots = [_Lot(g, {p: p for p in g.paths}, g.dtype) for g in chosen]
-    if not lots:
+    if not taken:
         return lots
     parted = {p: tuple(p.split("/")) for p, x in leaves.items() if _real(x)}
     home = {parted[p]: g for g in chosen for p in g.paths if p in parted}

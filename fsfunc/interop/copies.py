@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Mapping
+from itertools import accumulate
 from typing import Any
 
 from torch import Tensor, nn
@@ -92,10 +93,12 @@ class Copy:
         if fetch is None and where:
             for hooks in _torch.hook_tables(self.module, before=False):
                 hooks.clear()  # they run on the unit's output, outside it
-        below = tuple(f"{x}." for x in ports)
-        self._watch = Watch(
-            self.module, things, lambda path: path in ports or path.startswith(below)
-        )
+
+        def unit_of(path: str) -> str | None:
+            names = accumulate(path.split("."), "{}.{}".format)
+            return next((name for name in names if name in ports), None)
+
+        self._watch = Watch(self.module, things, unit_of)
 
     # What a call is given
 
@@ -149,14 +152,37 @@ class Copy:
                 )
         return found
 
-    def end(self) -> dict[Attribute, str | None]:
+    def enter(self) -> None:
+        """A unit in it is called.
+
+        Raises:
+            RuntimeError: things that the unit has too were changed, which in the unit's
+                own copy they are not.
+        """
+        if said := self._watch.unseen():
+            raise RuntimeError(f"{self._who} {said}")
+
+    def left(self, unit: str, where: str, filled: Any) -> None:
+        """A unit in it has run, and filled one of its attributes.
+
+        Raises:
+            RuntimeError: that is shared with others, which see none of it.
+        """
+        if self._watch.is_shared(filled):
+            raise RuntimeError(
+                f"unit {unit!r} fills {where}, which others have too, and see none of "
+                "it: return what is new, or make a unit of what is around both"
+            )
+
+    def end(self) -> tuple[dict[Attribute, str | None], set[Attribute]]:
         """The call is over: what it was given and what it set are let go.
 
         Returns:
-            the attributes that it set, and why that is refused, if it is.
+            the attributes that it set, and why that is refused, if it is; and which of
+            them it filled.
         """
         self._given = None
-        return {} if self._watch.is_kept() else self._watch.restored()
+        return ({}, set()) if self._watch.is_kept() else self._watch.restored()
 
     @property
     def spoiled(self) -> bool:

@@ -74,12 +74,13 @@ class Structure:
             out = borrowed.module(*args, **keywords)
             changed = borrowed.changed()
         finally:
-            found = borrowed.end()
+            found, filled = borrowed.end()
             if not borrowed.spoiled:
                 free.append(borrowed)
         borrowed.check(found)
         if found and name in self.parts:
             self.parts[name].sets |= found.keys()
+            self.parts[name].fills |= filled
         return out, changed
 
     def _copy(self, name: str) -> Copy:
@@ -124,10 +125,12 @@ class _Part:
         )
         self.units: dict[bool, Unit] = {}
         self.sets: set[Attribute] = set()
+        self.fills: set[Attribute] = set()
 
     def port(self, outer: Copy, m: nn.Module, args: Any, keywords: Any) -> Any:
         """Calls the unit in place of ``m``, within a part that holds its tensors."""
         given = outer.given
+        outer.enter()
         params = {n: given.params[n] for n in self.params}
         buffers = {n: given.current(n) for n in self.buffers}
         out, changed = self._called(params, buffers, args, keywords, outer.mutable)
@@ -135,7 +138,10 @@ class _Part:
             given.write(name, x)
         for path, name in self.sets:  # on a copy that is not this one
             where = ".".join(filter(None, (self.name, path, name)))
-            vars(m.get_submodule(path))[name] = Absent(where, None, None)
+            attributes = vars(m.get_submodule(path))
+            if (path, name) in self.fills:
+                outer.left(self.name, where, attributes.get(name))
+            attributes[name] = Absent(where, None, None)
         return out
 
     def call(
