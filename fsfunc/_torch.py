@@ -490,6 +490,29 @@ def _teach() -> None:
         _LIBRARY.impl("_fused_sgd_", lambda *args, **kwargs: None)
 
 
+_CPU = torch.device("cpu")
+_GROUPED: Any = torch.ops.aten._grouped_mm.default
+
+
+def _grouped_product(mode: FakeTensorMode, given: dict[str, Any]) -> Tensor:
+    """What a product of groups returns on a CPU (a mixture of experts).
+
+    torch's own rule for tensors without data knows only one of its dtypes.
+    """
+    a, b = given["self"], given["mat2"]
+    dtype, groups = given["out_dtype"] or a.dtype, ()
+    if a.ndim == b.ndim:
+        groups = given["offs"].shape if a.ndim == 2 else a.shape[:-2]
+    size = (*groups, a.shape[-2], b.shape[-1])
+    step = 16 // dtype.itemsize  # rows begin at a multiple of 16 bytes
+    row = -(-size[-1] // step) * step
+    strides = (size[-2] * row, row, 1)[-len(size) :]
+    with torch._C._DisableTorchDispatch():
+        return FakeTensor(
+            mode, torch.empty_strided(size, strides, dtype=dtype, device="meta"), _CPU
+        )
+
+
 class _HereFakeMode(FakeTensorMode):
     """Fake tensors of the devices that this torch can run, and of no others.
 
@@ -497,6 +520,10 @@ class _HereFakeMode(FakeTensorMode):
     """
 
     def dispatch(self, func, types, args=(), kwargs=None):  # type: ignore[override]
+        if func is _GROUPED:
+            given = arguments_of(func, tuple(args), dict(kwargs or {}))
+            if device_of(given["self"]) == _CPU:
+                return _grouped_product(self, given)
         out = super().dispatch(func, types, args, kwargs)
         for x in out if isinstance(out, (tuple, list)) else (out,):
             if isinstance(x, FakeTensor):
@@ -567,7 +594,6 @@ _LIKE_ONE = {
 _OF_NONE = {
     _aten.empty.memory_format, _aten.empty_strided.default, _aten.zeros.default,
 }  # fmt: skip
-_CPU = torch.device("cpu")
 
 
 def quick_fake(mode: FakeTensorMode, func: Any, args: Any, kwargs: Any) -> Any:

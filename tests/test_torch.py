@@ -614,3 +614,24 @@ def test_a_module_tells_that_it_was_compiled():
     module.compile(backend="eager")
     what = "modules compiled in place run uncompiled, without a word"
     assert _torch.is_compiled(module), breaks(what)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
+def test_fakes_know_the_product_of_groups(dtype):
+    """That of a mixture of experts: both passes, as they lie in memory."""
+
+    def found():
+        x = torch.ones(6, 8, dtype=dtype, requires_grad=True)
+        w = torch.ones(3, 8, 16, dtype=dtype, requires_grad=True)
+        ends = torch.tensor([2, 5, 6], dtype=torch.int32)
+        y = torch.nn.functional.grouped_mm(x, w, offs=ends)
+        grads = torch.autograd.grad(y, (x, w), torch.ones_like(y))
+        odd = torch.nn.functional.grouped_mm(x, w.detach()[..., :12], offs=ends)
+        pairs = torch.nn.functional.grouped_mm(w.mT.detach(), w.detach())
+        every = [y, *grads, odd, pairs]
+        return [(x.shape, x.stride(), x.dtype, x.device) for x in every]
+
+    with _torch.fake_mode_of(()):
+        fake = found()
+    what = "a model with experts cannot be recorded"
+    assert fake == found(), breaks(what)

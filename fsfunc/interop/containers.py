@@ -24,6 +24,15 @@ def opened(values: Any, who: str) -> bool:
     """
     if type(values) is Tensor:
         return False
-    return not tree.are_shown(
-        tree.shown(values, who, "is given, or gives,", is_leaf=is_sharded)
-    )
+    parts = _PARTS if isinstance(values, tuple) and len(values) == 2 else ()
+    try:
+        found = tree.shown(values, who, "is given, or gives,", parts, is_sharded)
+    except TypeError as error:
+        raise TypeError(
+            f"{error}. A cache that a model fills, of keys and values, works under "
+            "torch.no_grad() alone: leave use_cache at its default, or False"
+        ) from error
+    return not tree.are_shown(found)
+
+
+_PARTS = ("args", "keywords")

@@ -18,6 +18,7 @@ from torch.nn.modules import batchnorm as _batchnorm
 
 from fsfunc import _torch
 from fsfunc.interop.absence import Absent
+from fsfunc.interop.caching import without_caches
 from fsfunc.interop.closures import check_closures
 from fsfunc.interop.given import Given, Knowledge
 from fsfunc.interop.ports import make_port
@@ -58,6 +59,7 @@ class Copy:
         fetch: reads a parameter outside every unit; None inside one.
         where: the name of the part.
         knowledge: what calls of the part have shown.
+        fills: whether it may fill a cache.
     """
 
     def __init__(
@@ -67,8 +69,12 @@ class Copy:
         fetch: Callable[[str, Any], Any] | None,
         where: str,
         knowledge: Knowledge,
+        fills: bool,
     ):
         self.module, things = copied(template)
+        self.fills = fills
+        if not fills:
+            without_caches(things)
         self.where, self._fetch, self._knowledge = where, fetch, knowledge
         self.mutable = False
         self._given: Given | None = None

@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 from fsfunc import tree
 from fsfunc.interop.absence import Absent
+from fsfunc.interop.caching import are_filled, handed, taken
 from fsfunc.interop.containers import opened
 from fsfunc.interop.copies import Copy, without_tensors
 from fsfunc.interop.given import Knowledge
@@ -41,7 +42,9 @@ class Structure:
         self._knowledge = {
             name: Knowledge(frozen, tensors.overlapping) for name in ("", *units)
         }
-        self._free: dict[str, list[Copy]] = {name: [] for name in ("", *units)}
+        self._free: dict[tuple[str, bool], list[Copy]] = {
+            (name, fills): [] for name in ("", *units) for fills in (False, True)
+        }
 
     def call(
         self,
@@ -52,10 +55,11 @@ class Structure:
         mutable: bool,
     ) -> tuple[Any, dict[str, Tensor]]:
         """The module's output, and the buffers that it wrote."""
+        fills = are_filled()
         if "" in self.parts:
             part = self.parts[""]
-            return part.call(params, buffers, args, keywords, mutable)
-        return self.run("", params, buffers, args, keywords, mutable)
+            return part.call(params, buffers, args, keywords, mutable, fills)
+        return self.run("", params, buffers, args, keywords, mutable, fills)
 
     def run(
         self,
@@ -65,10 +69,11 @@ class Structure:
         args: tuple[Any, ...],
         keywords: dict[str, Any],
         mutable: bool,
+        fills: bool,
     ) -> tuple[Any, dict[str, Tensor]]:
         """The output of one part, run here and now on a copy of its own."""
-        free = self._free[name]
-        borrowed = free.pop() if free else self._copy(name)
+        free = self._free[name, fills]
+        borrowed = free.pop() if free else self._copy(name, fills)
         borrowed.begin(params, buffers, mutable)
         try:
             out = borrowed.module(*args, **keywords)
@@ -83,7 +88,7 @@ class Structure:
             self.parts[name].fills |= filled
         return out, changed
 
-    def _copy(self, name: str) -> Copy:
+    def _copy(self, name: str, fills: bool) -> Copy:
         template = self.template.get_submodule(name)
         below = {
             path: self._first[f"{name}.{path}" if name else path]
@@ -96,7 +101,7 @@ class Structure:
             if full in self.parts
         }
         fetch = None if name in self.parts else self._fetch
-        return Copy(template, ports, fetch, name, self._knowledge[name])
+        return Copy(template, ports, fetch, name, self._knowledge[name], fills)
 
     def _fetch(self, name: str, leaf: Any) -> Any:
         """A parameter that is read outside every unit, through one of its own."""
@@ -133,7 +138,9 @@ class _Part:
         outer.enter()
         params = {n: given.params[n] for n in self.params}
         buffers = {n: given.current(n) for n in self.buffers}
-        out, changed = self._called(params, buffers, args, keywords, outer.mutable)
+        out, changed = self._called(
+            params, buffers, args, keywords, outer.mutable, outer.fills
+        )
         for name, x in changed.items():
             given.write(name, x)
         for path, name in self.sets:  # on a copy that is not this one
@@ -145,17 +152,31 @@ class _Part:
         return out
 
     def call(
-        self, params: Any, buffers: Any, args: Any, keywords: Any, mutable: bool
+        self,
+        params: Any,
+        buffers: Any,
+        args: Any,
+        keywords: Any,
+        mutable: bool,
+        fills: bool,
     ) -> tuple[Any, dict[str, Tensor]]:
         """Calls the unit that is the whole module."""
         params = {n: params[n] for n in self.params}
         buffers = {n: buffers[n] for n in self.buffers}
-        return self._called(params, buffers, args, keywords, mutable)
+        return self._called(params, buffers, args, keywords, mutable, fills)
 
     def _called(
-        self, params: Any, buffers: Any, args: Any, keywords: Any, mutable: bool
+        self,
+        params: Any,
+        buffers: Any,
+        args: Any,
+        keywords: Any,
+        mutable: bool,
+        fills: bool,
     ) -> tuple[Any, dict[str, Tensor]]:
         who = f"unit {self.name!r}"
+        if fills:
+            args, keywords = handed((args, {**keywords, _FILLS: True}))
         others = opened((args, keywords), who)
         mutable = mutable and bool(buffers)
         if "params" in keywords:  # what a unit's first argument is called
@@ -164,6 +185,7 @@ class _Part:
         out = found(params, buffers, *args, **keywords)
         if others:
             opened((args, keywords), who)
+        out = taken(out) if fills else out
         return out if mutable else (out, {})
 
     def _unit(self, mutable: bool) -> Unit:
@@ -172,9 +194,12 @@ class _Part:
         def run(params: Any, buffers: Any, /, *args: Any, **keywords: Any) -> Any:
             if _PARAMS in keywords:
                 keywords["params"] = keywords.pop(_PARAMS)
+            fills = keywords.pop(_FILLS, False)
+            if fills:
+                args, keywords = taken((args, keywords))
             before = tree.flatten((args, keywords), is_leaf=is_sharded)
             out, changed = self.structure.run(
-                self.name, params, buffers, args, keywords, mutable
+                self.name, params, buffers, args, keywords, mutable, fills
             )
             after = tree.flatten((args, keywords), is_leaf=is_sharded)
             if after[1] != before[1] or not all(map(is_, after[0], before[0])):
@@ -183,6 +208,8 @@ class _Part:
                     "unit runs again, or elsewhere, it is another; return what is new, "
                     "or make a unit of what is around both"
                 )
+            if fills:
+                out = handed(out)
             opened(out, f"unit {name!r}")
             return (out, changed) if mutable else out
 
@@ -192,7 +219,8 @@ class _Part:
         return self.units[mutable]
 
 
-_PARAMS = "params of the module's"
+# Keywords that no module has.
+_PARAMS, _FILLS = "params of the module's", "whether caches are filled"
 
 
 def _names(absent: Any) -> tuple[str, ...]:

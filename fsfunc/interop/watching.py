@@ -90,7 +90,7 @@ class Watch:
 
     def _found_twice(self, containers: Set[int]) -> frozenset[int]:
         owners: dict[int, set[Any]] = {}
-        known: dict[int, set[int]] = {}
+        known: dict[int, Set[int]] = {}
         for path, _, saved in self.attributes:
             for name, x in saved.items():
                 if name not in _OWN and id(x) not in known:
