@@ -9,7 +9,7 @@ up what the call was given; what a forward sets on its module is gone after the 
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from itertools import accumulate
 from typing import Any
 
@@ -21,6 +21,7 @@ from fsfunc.interop.absence import Absent
 from fsfunc.interop.caching import without_caches
 from fsfunc.interop.closures import check_closures
 from fsfunc.interop.given import Given, Knowledge
+from fsfunc.interop.hooks import Hook, LateHooks, Seen, shown_by
 from fsfunc.interop.ports import make_port
 from fsfunc.interop.tables import Buffers, Parameters
 from fsfunc.interop.tensors import Tensors, computed
@@ -96,6 +97,8 @@ class Copy:
         self._written, self._trusted = frozenset(hidden), frozenset(trusted - hidden)
         for name, call in ports.items():
             make_port(self.module.get_submodule(name), call, self)
+        units = map(self.module.get_submodule, ports)
+        self._hooks = {id(m): LateHooks(m) for m in units}
         if fetch is None and where:
             for hooks in _torch.hook_tables(self.module, before=False):
                 hooks.clear()  # they run on the unit's output, outside it
@@ -167,6 +170,18 @@ class Copy:
         """
         if said := self._watch.unseen():
             raise RuntimeError(f"{self._who} {said}")
+
+    def late_hooks(self, m: nn.Module) -> dict[str, list[Hook]]:
+        """What the call has hung on modules within a unit, which run on another copy.
+
+        Raises:
+            RuntimeError: hooks that only the unit itself could run.
+        """
+        return self._hooks[id(m)].found()
+
+    def show(self, paths: Sequence[str]) -> Seen:
+        """What modules in it, by path, will have been given and have returned."""
+        return shown_by(self.module, paths)
 
     def left(self, unit: str, where: str, filled: Any) -> None:
         """A unit in it has run, and filled one of its attributes.

@@ -67,8 +67,8 @@ def model(kind, config, batch, units, config_of=None, **options):
     for tail in ("ForSequenceClassification", "ForImageClassification"):
         name = name.removesuffix(tail)
 
-    def make():
-        settings = getattr(hf, f"{name}Config")(**config, **options)
+    def make(**more):
+        settings = getattr(hf, f"{name}Config")(**config, **options, **more)
         return getattr(hf, kind)(settings)
 
     return make, batch, units
@@ -291,3 +291,19 @@ def test_experts_that_are_picked_by_value_are_told_the_way():
         ff.spmd(main, MESH)("fake")
     expected = module(**NEXT).loss.detach()
     close(list(ff.spmd(main, MESH)("real")), [expected] * 2, 1e-5)
+
+
+def test_attentions_are_those_of_the_units():
+    module = hugging_face(MODELS["llama"][0], attn_implementation="eager").double()
+    apply, params, buffers = ff.from_module(module, "model.layers.*")
+    asked = {"output_attentions": True, "output_hidden_states": True}
+    for _ in range(2):
+        found, expected = (
+            apply(params, buffers, **NEXT, **asked),
+            module(**NEXT, **asked),
+        )
+        assert len(found.attentions) == 2 and len(found.hidden_states) == 3
+        for name in ("attentions", "hidden_states"):
+            close(
+                [x.detach() for x in found[name]], [x.detach() for x in expected[name]]
+            )
