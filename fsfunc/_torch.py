@@ -491,7 +491,8 @@ def _teach() -> None:
 
 
 _CPU = torch.device("cpu")
-_GROUPED: Any = torch.ops.aten._grouped_mm.default
+# Each row times the matrix of its group: a mixture of experts.
+GROUPED_PRODUCT: Any = torch.ops.aten._grouped_mm
 
 
 def _grouped_product(mode: FakeTensorMode, given: dict[str, Any]) -> Tensor:
@@ -520,7 +521,7 @@ class _HereFakeMode(FakeTensorMode):
     """
 
     def dispatch(self, func, types, args=(), kwargs=None):  # type: ignore[override]
-        if func is _GROUPED:
+        if func is GROUPED_PRODUCT.default:
             given = arguments_of(func, tuple(args), dict(kwargs or {}))
             if device_of(given["self"]) == _CPU:
                 return _grouped_product(self, given)
