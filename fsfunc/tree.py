@@ -7,7 +7,7 @@ torch's pytree does neither; it only learns of the nodes registered here, so tha
 """
 
 from builtins import map as each
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import optree
@@ -129,11 +129,16 @@ def _looked_into(
         if type(x) in closed and hides(x):
             first, *rest = path.split("/")
             path = "/".join([parts[int(first)] if parts else first, *rest])
+            use = (
+                "Give dict(...) of it"
+                if isinstance(x, Mapping)
+                else ("Use a dict, a tuple or a dataclass")
+            )
             raise TypeError(
                 f"{who} {does} a {type(x).__name__}{path and f', at {path!r},'} that "
                 "holds a tensor out of sight: no transform would gather, cast, cut or "
-                "recompute it. Use a dict, a tuple or a dataclass, or say what the "
-                "class holds by fsfunc.tree.register_node"
+                f"recompute it. {use}, or say what the class holds by "
+                "fsfunc.tree.register_node"
             )
     return found
 

@@ -86,6 +86,10 @@ MODELS = {
     "mixtral": model(
         "MixtralForCausalLM", GROUPED, NEXT, "model.layers.*", num_local_experts=3
     ),
+    "mixtral in balance": model(  # its loss reads what the routers return
+        "MixtralForCausalLM", GROUPED, NEXT, "model.layers.*", num_local_experts=3,
+        output_router_logits=True, router_aux_loss_coef=0.5,
+    ),
     "t5": model(
         "T5ForConditionalGeneration", TRANSLATING,
         IDS | {"decoder_input_ids": tokens(4, 5)}, BLOCKS,
@@ -136,7 +140,10 @@ MODELS = {
     ),
 }  # fmt: skip
 WRITES = {"resnet"}  # batch statistics
-SINGLE = {"mixtral"}  # torch multiplies groups in no double precision
+SINGLE = {
+    "mixtral",
+    "mixtral in balance",
+}  # torch multiplies groups in no double precision
 
 
 def made(name):
