@@ -68,6 +68,7 @@ from fsfunc.training import TrainState, abstract_state, init_state
 from fsfunc.transforms.accumulation import accumulate
 from fsfunc.transforms.casting import precision
 from fsfunc.transforms.donation import donate
+from fsfunc.transforms.ownership import assume
 from fsfunc.transforms.policies import SaveAllBut, SaveOnly, checkpoint_name
 from fsfunc.transforms.rematerialization import remat
 from fsfunc.transforms.selecting import remat_calls

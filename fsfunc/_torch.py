@@ -6,6 +6,7 @@ Everything here was written against torch 2.13 and runs on 2.11.
 from __future__ import annotations
 
 import functools
+import logging
 import sys
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
@@ -55,6 +56,7 @@ __all__ = [
     "is_wrapped",
     "mapped_at",
     "output_shape",
+    "quiet_fakes",
     "outside_modes",
     "saved_tensors_hooked",
     "set_compiler_stance",
@@ -565,6 +567,17 @@ def fake_mode_of(values: Iterable[Any]) -> FakeTensorMode:
 def abstract_mode() -> FakeTensorMode:
     """The one mode of all abstract meshes: tensors of two modes cannot meet."""
     return _new_fake_mode()
+
+
+@contextmanager
+def quiet_fakes() -> Iterator[None]:
+    """Inside, torch does not log what an operator refuses on fake tensors."""
+    logger = logging.getLogger(fake_tensor.__name__)
+    before, logger.disabled = logger.disabled, True
+    try:
+        yield
+    finally:
+        logger.disabled = before
 
 
 def fake_of(mode: FakeTensorMode, x: Tensor) -> Tensor:

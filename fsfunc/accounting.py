@@ -153,6 +153,25 @@ def source_line() -> str:
     return "?"
 
 
+_TORCH = str(Path(torch.__file__).parent) + os.sep
+_ANYBODYS = ("tree.py", "structure.py")  # which call what a user gives them
+_MODES = ("__torch_function__", "__torch_dispatch__", "dispatch")  # pass on a call
+
+
+def is_own_call() -> bool:
+    """Whether it is fsfunc itself that calls torch now, not a user's function."""
+    frame = sys._getframe(1)
+    here = frame.f_code.co_filename  # whoever asks is ours
+    while frame is not None:
+        code = frame.f_code
+        name = code.co_filename
+        passes_on = name == here or code.co_name in _MODES
+        if not passes_on and not name.startswith((_TORCH, "<frozen ")):
+            return name.startswith(_INNER[0]) and not name.endswith(_ANYBODYS)
+        frame = frame.f_back
+    return False
+
+
 def note(
     op: str, axis: tuple[str, ...], size: int, x: torch.Tensor, rank: int, sends: bool
 ) -> None:

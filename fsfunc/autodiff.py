@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from fsfunc import _torch, tree
+from fsfunc.accounting import aside
 from fsfunc.auxiliary import divided
 from fsfunc.compiled import refuse_compiled
 from fsfunc.differentiated import Leaves
@@ -208,8 +209,10 @@ def differentiate(call: GradientCall) -> Outcome:
         found: Sequence[Tensor | None] = [None] * len(values)
     elif f.recorder is not None and f.recorder.forward_only:
         found = [torch.empty_like(x) for x in values]
+        f.recorder.gradients(picked, found)
     else:
-        found = torch.autograd.grad(tied, inputs, allow_unused=True)
+        with aside():
+            found = torch.autograd.grad(tied, inputs, allow_unused=True)
     weight = None if weight is None else weight.detach()
     count_as("gradients", found[: len(values)])
     grads = leaves.grads(found[: len(values)])

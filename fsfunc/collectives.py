@@ -23,7 +23,7 @@ from typing import Any
 
 from torch import Tensor
 
-from fsfunc.crossings import ENTER
+from fsfunc.crossings import ENTER, OWN, PART
 from fsfunc.mesh import Axis, asks, here
 from fsfunc.moves import Group, Move, meanings
 from fsfunc.moving import group, move, over
@@ -262,7 +262,7 @@ def all_to_all(x: Any, axis: Axis, *, split_dim: int, concat_dim: int) -> Any:
     def how(leaf: Tensor, where: Group) -> Move:
         cut = _check_cut(leaf, split_dim, where, "all_to_all")
         join = _dim(leaf, concat_dim, "concat_dim")
-        return Move("all_to_all", dim=cut, to_dim=join)
+        return _typed(where, "all_to_all", "V", "V", dim=cut, to_dim=join)
 
     return over(x, axis, how)
 
@@ -296,7 +296,11 @@ def ppermute(x: Any, axis: Axis, pairs: Sequence[tuple[int, int]]) -> Any:
             )
     if len({s for s, d in pairs if s != d}) not in (0, n):
         asks(group(axis).axis)  # some ranks send, and some do not
-    return over(x, axis, lambda leaf, where: Move("ppermute", pairs=pairs))
+
+    def how(leaf: Tensor, where: Group) -> Move:
+        return _typed(where, "ppermute", "V", "V", pairs=pairs)
+
+    return over(x, axis, how)
 
 
 def pbroadcast(x: Any, axis: Axis, *, source: int, to: str = "V") -> Any:
@@ -331,16 +335,25 @@ def pbroadcast(x: Any, axis: Axis, *, source: int, to: str = "V") -> Any:
     return over(x, axis, how)
 
 
+_CASTS = {"I->V", "I->R", "R->V", "R->I", "V->P"}
+_CASTS_UNDER_SHARD = {"I->V": ENTER, "S->V": OWN, "V->S": PART}
+
+
 def pcast(x: Any, axis: Axis, *, to: str, of: str = "I") -> Any:
     """``x`` with another type over ``axis``; nothing moves in the forward pass.
 
-    Transpose: I->V a psum of what varies (under ``shard`` its mean: how one value, a
-    parameter, enters the ranks' own losses); I->R a psum of parts (Megatron's f); R->V
+    Transpose: I->V a psum of what varies; I->R a psum of parts (Megatron's f); R->V
     and V->P each other; R->I what the first rank holds.
+
+    Under ``shard``, I->V is how one value, such as a parameter, enters the ranks' own
+    losses: its gradient is their mean. S->V takes this rank's part of a sharded leaf
+    for a tensor of its own, and V->S takes it back: for what is done to each part
+    alone, on purpose. Transposes: divided by n, and times n.
 
     Args:
         x: tensors; the result shares their memory.
-        of, to: the types before and after: I->V, I->R, R->V, R->I or V->P.
+        of, to: the types before and after: I->V, I->R, R->V, R->I or V->P; over axes
+            of ``shard`` I->V, S->V or V->S.
 
     Raises:
         ValueError: another pair of types.
@@ -356,9 +369,14 @@ def pcast(x: Any, axis: Axis, *, to: str, of: str = "I") -> Any:
     """
 
     def how(leaf: Tensor, where: Group) -> Move:
-        if where.mean and (of, to) == ("I", "V"):
-            return ENTER
-        return _typed(where, "cast", of, to)
+        known = _CASTS_UNDER_SHARD if where.mean else _CASTS
+        if f"{of}->{to}" not in known:
+            what = ", under shard a mean of losses," if where.mean else ""
+            raise ValueError(
+                f"cast {of}->{to} over {where.name}{what} has no meaning; it has: "
+                f"{', '.join(sorted(known))}"
+            )
+        return _CASTS_UNDER_SHARD[f"{of}->{to}"] if where.mean else Move("cast", of, to)
 
     return over(x, axis, how)
 

@@ -23,6 +23,7 @@ from fsfunc.initializing.drawing import draw, standard_normal
 from fsfunc.layout import Layout
 from fsfunc.mesh import NoMesh, here
 from fsfunc.moves import Move
+from fsfunc.moving import claim
 from fsfunc.optim import kernels
 from fsfunc.pieces import assemble
 from fsfunc.sharded import Sharded, is_sharded
@@ -219,11 +220,11 @@ def randn_like(like: Any, *, generator: torch.Generator | None = None) -> Any:
         stream = number, next(count)
         if not isinstance(x, Tensor | Sharded) or not x.dtype.is_floating_point:
             return None
-        local = _torch.unwrapped(x.local if isinstance(x, Sharded) else x)
-        start, made = (
-            0,
-            torch.empty(local.shape, dtype=local.dtype, device=local.device),
+        local = x.local if isinstance(x, Sharded) else x
+        made = torch.empty_like(
+            _torch.unwrapped(local), memory_format=torch.contiguous_format
         )
+        start = 0
         if isinstance(x, Sharded) and x.layout.axes:
             start, _ = x.layout.span(here().mesh.coordinates())
         draw(standard_normal(), stream, made.view(-1), start, math.prod(x.shape))
@@ -277,6 +278,8 @@ def _back(t: Any, like: Any, what: str, parts: Move, whole: Move | None) -> Any:
     for i, (x, old) in enumerate(zip(values, leaves, strict=True)):
         if x is not None:
             _check_like(x, old, what)
+            if whole is None:
+                claim(x, what)
             chosen.setdefault((_axes(old), x.dtype), []).append(i)
     out = list(values)
     for (axes, _), positions in sorted(chosen.items(), key=lambda item: item[1]):

@@ -15,6 +15,8 @@ MEAN         own to own, which agree                  MEAN
 SUM          partial sums of parts to own: a norm     the mean, into parts
 SPREAD       own, which agree, into parts: a scale    n times own
 LAY          own, which agree, to parts: this rank's  n times own, zero elsewhere
+OWN          a part, taken for a value of its own     one n-th
+PART         own, taken for a part                    n times
 ===========  =======================================  ===============================
 """
 
@@ -22,7 +24,7 @@ from __future__ import annotations
 
 from fsfunc.moves import Move
 
-__all__ = ["ENTER", "GATHER", "LAY", "MEAN", "REDUCE", "SPREAD", "SUM"]
+__all__ = ["ENTER", "GATHER", "LAY", "MEAN", "OWN", "PART", "REDUCE", "SPREAD", "SUM"]
 
 GATHER = Move("all_gather", "V", "M")
 REDUCE = Move("psum_scatter", "M", "V", power=-1)
@@ -31,3 +33,5 @@ ENTER = Move("enter", "M", "M", power=-1)
 SUM = Move("psum", "P", "M")
 SPREAD = Move("cast", "M", "R")
 LAY = Move("slice", "M", "V")
+OWN = Move("cast", "V", "M")
+PART = Move("cast", "M", "V")

@@ -6,7 +6,7 @@ in which it was made, so a recompute in a backward pass needs no context.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from contextvars import ContextVar
 from dataclasses import dataclass, field
 from typing import Any
@@ -48,6 +48,35 @@ class Interpretation:
     def gradient(self, run: Callable[..., Any]) -> Callable[..., Any]:
         """How to run a gradient call whose inner interpretations are ``run``."""
         return run
+
+
+class Rehearsed:
+    """A run of a step on tensors without data, as its calls know of it.
+
+    ``orders`` are what a transform learns of the order of unit calls meanwhile.
+    """
+
+    orders: dict[int, Any]
+
+    def body(self, call: Any, params: Any, inputs: Any, keywords: Any) -> Any:
+        """What a unit's function returns."""
+        raise NotImplementedError
+
+    def called(self, key: Any, args: tuple[Any, ...], keywords: Any) -> None:
+        """Hears that a sharded function is called; ``key``: on what kinds of things."""
+
+    def taken(self, name: str, leaves: Iterable[Any]) -> None:
+        """Hears that a unit call takes sharded leaves."""
+
+    def gradient(self, by: Any, found: Any, averaged: Callable[[Tensor], bool]) -> None:
+        """Hears that ``found`` is the gradient by the tree ``by``.
+
+        Args:
+            averaged: whether the gradient by a plain leaf becomes the ranks' mean.
+        """
+
+    def reduced(self, by: Any, grads: Any) -> None:
+        """Hears that the sharded leaves among ``grads`` are means by now."""
 
 
 @dataclass(frozen=True)
@@ -109,7 +138,7 @@ class Frame:
         differentiate: what a gradient call comes down to, in place of autograd's own
             forward and backward.
         rehearsal: runs the units' bodies in place of their functions, where a step is
-            planned; ``rehearsal.body(call, params, inputs, keywords)``.
+            planned or its types are looked at.
         in_loss: whether a gradient call is around us.
         whole: whether a unit around us gathered all of its parameters (see ``unit``).
         level: the functorch level at which the outermost unit around us was called.
@@ -130,7 +159,7 @@ class Frame:
     recorder: Any = None
     stage: Any = None
     differentiate: Any = None
-    rehearsal: Any = None
+    rehearsal: Rehearsed | None = None
     in_loss: bool = False
     whole: bool = False
     level: int = 0

@@ -52,7 +52,7 @@ class Findings:
     ``groups`` are made of ``taken`` (which unit calls took which leaves), ``inside``
     (which unit's own body read a leaf), ``outside`` (leaves read by a loss outside
     every unit, and where), ``stock`` (those that ``torch.func`` differentiates there)
-    and ``trained``.
+    and ``trained``. ``looked_at``: whether the types of the step are, too.
     """
 
     layouts: dict[str, Layout] = field(default_factory=dict)
@@ -63,12 +63,14 @@ class Findings:
     trained: set[str] = field(default_factory=set)
     handlers: list[Any] = field(default_factory=list)
     differentiated: bool = False
+    looked_at: bool = True
 
     def whole(self, gathers: bool = True) -> set[str]:
-        """Leaves that stay whole: a loss reads them outside its units.
+        """Leaves that stay whole: a loss reads them outside its units, and no unit.
 
         Args:
-            gathers: whether units gather their leaves, which no loss may read then.
+            gathers: whether units gather their leaves, of which a loss then reads this
+                rank's parts.
         """
         calls = self._calls()
         found = self.outside | {
@@ -82,25 +84,30 @@ class Findings:
             for path, (where, in_loss) in found.items()
             if in_loss or not (inner or self.differentiated)
         }
-        taken = {path for t in self.taken for path in t.leaves}
+        taken = {path for t in self.taken for path in t.leaves} if gathers else set()
+        if not self.looked_at:
+            self._refuse_unseen(read, taken)
+        return set(read) - taken
+
+    def _refuse_unseen(self, read: dict[str, str], taken: set[str]) -> None:
+        """Refuses what might be wrong, where nobody looks at the types of the step."""
         for path, where in read.items():
-            if path in taken and gathers:
+            if path in taken:
                 raise ValueError(
                     f"the loss reads {path!r} outside a unit, at {where}, and a unit "
-                    "takes it too: under shard it is only whole inside the unit. Move "
-                    "the reading into a unit, whose first argument it is part of; for "
-                    "a sum over elements, such as a penalty, use ff.tree_sum or "
-                    "weight_decay"
+                    "takes it too: under shard that is this rank's part, and as the "
+                    "step depends on a value nobody can see that it is used as such. "
+                    "Move the reading into a unit, whose first argument it is part of; "
+                    "or leave out record=, and move what asks for a value into a unit"
                 )
         for path, where in self.stock.items():
-            if path not in taken and gathers:
+            if path not in taken:
                 raise ValueError(
                     f"torch.func differentiates {path!r}, which the loss reads outside "
                     f"every unit, at {where}: its gradient would be this rank's own, "
                     "not that of the mean over the ranks. Use ff.value_and_grad, or "
                     "move the reading into a unit"
                 )
-        return set(read)
 
     def _calls(self) -> dict[str, list[Taken]]:
         """The unit calls that were given each leaf."""

@@ -126,6 +126,7 @@ _TRANSPOSES = {
     ("cast", "I", "R"): ("psum", "P", "I"),
     ("cast", "R", "V"): ("cast", "V", "P"),
     ("cast", "V", "P"): ("cast", "R", "V"),
+    ("cast", "V", "V"): ("cast", "V", "V"),
     ("cast", "V", "R"): ("cast", "P", "V"),  # *
     ("cast", "P", "V"): ("cast", "V", "R"),
     ("cast", "R", "I"): ("keep", "I", "P"),
@@ -241,7 +242,8 @@ class Move:
         elif self.op in ("cast", "enter"):
             y = y.view_as(y)
         if self.power and self.op != "enter":
-            y = y / size if self.power == -1 else y * size**self.power
+            n = size ** abs(self.power)
+            y = y / n if self.power < 0 else y * n
         return y
 
     def start(self, x: Tensor, where: Group, any_order: bool = False) -> Work:

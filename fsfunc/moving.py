@@ -20,8 +20,19 @@ from fsfunc import _torch, tree
 from fsfunc.accounting import current_label, label
 from fsfunc.mesh import Axis, Here, here
 from fsfunc.moves import Group, Move
+from fsfunc.scoped import Scoped
 
-__all__ = ["group", "move", "over", "run_by"]
+__all__ = [
+    "Watcher",
+    "assumed",
+    "claim",
+    "group",
+    "move",
+    "over",
+    "run_by",
+    "watched",
+    "watching",
+]
 
 
 def group(axis: Axis, at: Here | None = None) -> Group:
@@ -42,7 +53,7 @@ class _Apply(torch.autograd.Function):
 
     @staticmethod
     def forward(x: Tensor, move: Move, where: Group) -> Tensor:  # type: ignore[override]
-        return move.run(x, where)
+        return watched(x, move, where, move.run(x, where))
 
     @staticmethod
     def setup_context(ctx, inputs, output):
@@ -73,6 +84,51 @@ def move(x: Tensor, how: Move, where: Group) -> Tensor:
     return where.link.apply(_Apply.apply, x, how, where)
 
 
+class Watcher:
+    """Who is told of the moves while a step is only tried."""
+
+    def collective(self, x: Tensor, how: Move, where: Group) -> None:
+        """Somebody asks for a collective, of ``x``."""
+
+    def moved(self, x: Tensor, how: Move, where: Group, y: Tensor) -> None:
+        """A move has made ``y`` of ``x``."""
+
+    def assumed(self, y: Tensor, kind: str) -> None:
+        """Somebody says that ``y`` is of this type."""
+
+    def claimed(self, x: Tensor, what: str) -> None:
+        """``what`` takes ``x`` for the same on every rank."""
+
+
+def watching(watcher: Watcher) -> Scoped:
+    """Inside, ``watcher`` is told of every move."""
+    return Scoped(_WATCHER, watcher)
+
+
+def claim(x: Tensor, what: str) -> None:
+    """Says that ``x`` is the same on every rank, to whoever looks."""
+    if (watcher := _WATCHER.get()) is not None:
+        watcher.claimed(x, what)
+
+
+def assumed(y: Tensor, kind: str) -> None:
+    """Says of what type ``y`` is, to whoever looks."""
+    if (watcher := _WATCHER.get()) is not None:
+        watcher.assumed(y, kind)
+
+
+def watched(x: Tensor, how: Move, where: Group, y: Tensor) -> Tensor:
+    """``y``, that ``how`` has made of ``x``, in memory of its own if somebody looks."""
+    watcher = _WATCHER.get()
+    if watcher is None:
+        return y
+    if _torch.storage_key(y) == _torch.storage_key(x):
+        y = y.clone()
+    watcher.moved(x, how, where, y)
+    return y
+
+
+_WATCHER: ContextVar[Watcher | None] = ContextVar("fsfunc_watcher", default=None)
 _RUN: ContextVar[Callable[..., Any] | None] = ContextVar("fsfunc_run", default=None)
 
 
@@ -97,5 +153,8 @@ def over(x: Any, axis: Axis, how: Callable[[Tensor, Group], Move]) -> Any:
                 f"{type(leaf).__name__}; axis_size gives the number of ranks"
             )
     moves = [how(leaf, where) for leaf in leaves]  # all checked before one is issued
+    if (watcher := _WATCHER.get()) is not None:
+        for leaf, m in zip(leaves, moves, strict=True):
+            watcher.collective(leaf, m, where)
     out = [run(leaf, m, where) for leaf, m in zip(leaves, moves, strict=True)]
     return tree.unflatten(treedef, out)

@@ -11,14 +11,16 @@ import torch
 from torch import Tensor
 
 from fsfunc import _torch, tree
+from fsfunc.frames import frame
 from fsfunc.homes import chunk_here
-from fsfunc.initializing.sources import Given
+from fsfunc.initializing.sources import Given, Shapes
 from fsfunc.layout import Layout, pack_flat
-from fsfunc.mesh import here
+from fsfunc.mesh import Here, here
 from fsfunc.mirroring import mirrors
 from fsfunc.recording import Group, Recorder
 from fsfunc.recording import record as _record
 from fsfunc.sharded import Home, Sharded, is_sharded
+from fsfunc.tracing.trial import check
 from fsfunc.transforms.sharding import Sharding
 
 __all__ = ["lay_out", "place"]
@@ -76,9 +78,24 @@ def lay_out(
             else _owned(lot, found, coordinates, source)
         )
         found.update(zip(lot.paths.values(), laid, strict=True))
+    placed = tree.unflatten(treedef, map(source.own, found.values()))
     if shards:
         shards[0].expect(at.rank, recorder.order(groups, coordinates))
-    return tree.unflatten(treedef, map(source.own, found.values()))
+        if record == "fake" and not isinstance(source, Shapes):
+            _look(shards[0], fn, recorder, (placed, *rest), at)
+    return placed
+
+
+def _look(
+    shard: Sharding, fn: Callable[..., Any], recorder: Recorder, args: Any, at: Here
+) -> None:
+    """Looks at the types of a step, where it does anything that has to do with them."""
+    if recorder.plain:  # on batches of any shape
+        shard.checked.update((at.rank, key[0]) for key in recorder.calls)
+    elif at.link.moves and frame().rehearsal is None and at.mesh.backend != "vmap":
+        if at.mesh.axis_size(shard.axes) > 1 and not _torch.fake_active():
+            keys = check(fn, args, {}, at, shard.axes)
+            shard.checked.update((at.rank, key) for key in keys)
 
 
 def _recorded(fn: Callable[..., Any], t: Any, rest: Any, how: str) -> Recorder:

@@ -7,7 +7,7 @@ share a buffer, in which order buffers are wanted, and which leaves no unit take
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -17,13 +17,16 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
 from fsfunc import _torch, tree
-from fsfunc.accounting import silence, source_line
+from fsfunc.accounting import is_aside, is_own_call, silence, source_line
 from fsfunc.backends.abstract import AbstractLink
 from fsfunc.compiled import plainly
 from fsfunc.frames import frame, inside
 from fsfunc.grouping import Findings, Group, Taken, common
 from fsfunc.layout import Layout
-from fsfunc.mesh import NoMesh, here, place_here
+from fsfunc.mesh import NoMesh, asking, asks, here, place_here
+from fsfunc.moves import Group as Ranks
+from fsfunc.moves import Move
+from fsfunc.moving import Watcher, watching
 from fsfunc.recorded import Recorded, plain, whole
 from fsfunc.sharded import is_sharded
 from fsfunc.values import told_where
@@ -32,20 +35,49 @@ __all__ = ["Group", "Recorder", "common", "record"]
 
 
 @dataclass
-class Recorder(Findings):
+class Recorder(Findings, Watcher):
     """What one run of a step shows, as it is noted down.
 
     Args:
         forward_only: gradients have their shapes alone; no backward pass makes them.
+        plain: whether the derivatives are those of ``value_and_grad`` alone, by leaves
+            of the tree, and nobody but units and the library reads what is sharded:
+            then there is nothing about types to look at.
+        glue: leaves that the user's functions read outside units; whether in a loss.
+        calls: of sharded functions, and on what.
     """
 
     forward_only: bool = False
+    plain: bool = True
+    glue: dict[str, bool] = field(default_factory=dict)
+    calls: list[Any] = field(default_factory=list)
     _known: dict[int, str] = field(default_factory=dict)
+    _gradients: set[int] = field(default_factory=set)
     _alive: list[Tensor] = field(default_factory=list)
 
     def know(self, x: Tensor, path: str) -> None:
         self._known[id(x)] = path
         self._alive.append(x)
+
+    def called(self, key: Any, args: tuple[Any, ...], keywords: Any) -> None:
+        """Hears that a sharded function is called; ``key``: on what kinds of things."""
+        self.calls.append(key)
+
+    def gradients(self, leaves: Sequence[Tensor], found: Sequence[Tensor]) -> None:
+        """Hears what a gradient call gives: of leaves it is laid out as these are."""
+        f = frame()
+        known = all(self.path_of(x) is not None for x in leaves)
+        self.plain = self.plain and known and not (f.in_loss or f.path)
+        self._gradients.update(map(id, found))
+        self._alive.extend(found)
+
+    def collective(self, x: Tensor, how: Move, where: Ranks) -> None:
+        typed = how.to == "I" or how.op in ("cast", "enter", "slice")
+        if typed or self._is_leaf(x):
+            self.plain = False
+
+    def _is_leaf(self, x: Any) -> bool:
+        return id(x) in self._gradients or self.path_of(x) is not None
 
     def path_of(self, x: Any) -> str | None:
         if isinstance(x, Recorded):
@@ -67,9 +99,12 @@ class Recorder(Findings):
         def recorded(params: Any, *inputs: Any, **keywords: Any) -> Any:
             leaves, treedef = tree.flatten(params, is_leaf=is_sharded)
             names = []
+            self.plain = self.plain and not _torch.functorch_active()
             for i, leaf in enumerate(leaves):
                 path = self.path_of(leaf)
                 if path is None:
+                    derived = isinstance(leaf, Tensor) and leaf.requires_grad
+                    self.plain = self.plain and not derived
                     leaves[i] = whole(leaf)
                     continue
                 names.append(path)
@@ -97,8 +132,12 @@ class Recorder(Findings):
         f = frame()
         for x in tree.leaves(values, is_leaf=is_sharded):
             path = self.path_of(x)
+            if path is None and id(x) in self._gradients and not is_own_call():
+                self.plain = False
             if path is None or (path, f.numbers) in self.inside:
                 continue
+            if not f.path and not is_own_call():
+                self.glue.setdefault(path, f.in_loss)
             local = plain(x)
             inner = _torch.is_wrapped(local)
             if inner and local.requires_grad and not (f.in_loss or f.path):
@@ -120,6 +159,9 @@ _READS_NOTHING = {
 }  # fmt: skip
 
 
+_DERIVATIVES = {torch.autograd.grad, Tensor.backward, torch.autograd.backward}
+
+
 class _Watch(TorchFunctionMode):
     """Sees which leaves are read outside every unit."""
 
@@ -131,6 +173,8 @@ class _Watch(TorchFunctionMode):
         name = getattr(func, "__name__", "")
         if name not in _READS_NOTHING:
             self.recorder.read((args, kwargs or {}))
+        if func in _DERIVATIVES and not is_aside():
+            self.recorder.plain = False
         return func(*map(_plain_in, args), **_plain_in(kwargs or {}))
 
 
@@ -182,7 +226,7 @@ def _record(
     how: str,
     forward_only: bool = False,
 ) -> Recorder:
-    recorder = Recorder(forward_only=forward_only)
+    recorder = Recorder(forward_only=forward_only, looked_at=how == "fake")
     generator = torch.random.default_generator
     with ExitStack() as stack:
         stack.callback(generator.set_state, generator.get_state())
@@ -217,6 +261,15 @@ def _record(
             stack.enter_context(
                 told_where("the step, recorded on fake tensors,", _INSTEAD)
             )
+        stack.enter_context(watching(recorder))
+        stack.enter_context(asking(asked := set()))
         with _Watch(recorder):
             fn(tree.unflatten(treedef, leaves), *others)
+    asks(asked)
+    taken = {path for t in recorder.taken for path in t.leaves}
+    apart = all(
+        in_loss and path not in taken for path, in_loss in recorder.glue.items()
+    )
+    means = {axis for h in recorder.handlers for axis in getattr(h, "axes", ())}
+    recorder.plain = recorder.plain and apart and not asked & means
     return recorder

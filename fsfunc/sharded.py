@@ -21,11 +21,16 @@ from fsfunc.layout import Flat, Layout
 __all__ = [
     "Buffers",
     "Home",
+    "NotATensor",
     "Sharded",
     "is_sharded",
     "split_alike",
     "split_buffers",
 ]
+
+
+class NotATensor(TypeError):
+    """A sharded leaf was used as the tensor of which it is a part."""
 
 
 class Sharded:
@@ -126,7 +131,7 @@ class Sharded:
         return id(self)
 
     def _refuse(self, what: str) -> NoReturn:
-        raise TypeError(
+        raise NotATensor(
             f"{what}: {self.layout.name or 'a leaf'!r} ({self.layout}) is sharded, and "
             "a tensor only where a unit has it in its first argument. Read it in an "
             "@ff.unit function under ff.shard; map over its part with tree_map; use "

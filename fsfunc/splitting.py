@@ -20,7 +20,7 @@ from fsfunc.accounting import aside, current_label, label
 from fsfunc.backends.base import Done, Work
 from fsfunc.mesh import Axis
 from fsfunc.moves import Group, Move
-from fsfunc.moving import run_by
+from fsfunc.moving import run_by, watched
 
 __all__ = ["Pending", "start"]
 
@@ -54,6 +54,7 @@ class _Flight:
             )
         with aside():
             y = move.finish(self.work, self.sent, where)
+        y = watched(self.sent, move, where, y)
         del self.work, self.sent
         return y
 

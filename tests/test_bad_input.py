@@ -171,11 +171,15 @@ CASES = {
         r"shape \(2, 4\).*into 4 microbatches",
     ),
     "other tree": (other_tree, ValueError, "do not match the parameters at 'layers'"),
-    "penalty over leaves": (steps_with(l2_over_leaves), ValueError, "outside a unit"),
+    "penalty over leaves": (
+        steps_with(l2_over_leaves),
+        ValueError,
+        r"sum at .*test_bad_input.py:\d+ .*part of 'layers/0/b'.*: use ff.tree_sum",
+    ),
     "read outside": (
         steps_with(read_outside),
-        ValueError,
-        r"'layers/0/w' outside a unit, at .*test_bad_input.py:\d+",
+        TypeError,
+        "cannot read .sum: 'layers/0/w' .*is sharded",
     ),
     "no scalar": (steps_with(not_scalar), ValueError, r"scalar, got shape \(2, 4\)"),
     "integer loss": (steps_with(not_floating), ValueError, "floating scalar"),

@@ -29,7 +29,7 @@ FLOORS = [
     (4, ["optim/", "statistics.py"]),
     (5, ["transforms/", "pipelining/", "grouping.py"]),
     (5, ["recording.py", "recorded.py"]),
-    (5, ["initializing/"]),
+    (5, ["initializing/", "tracing/"]),
     (6, ["interop/"]),
     (6, ["placing.py", "mirroring.py", "conversions.py", "training.py", "data/"]),
     (7, ["foresight/", "testing/", "checkpointing/"]),

@@ -23,6 +23,7 @@ from fsfunc.kinds import counting
 from fsfunc.launching import spmd
 from fsfunc.mesh import Here, Mesh, NoMesh, asking, asks, here, place_here
 from fsfunc.sharded import Sharded, is_sharded
+from fsfunc.tracing.fakes import shadows
 from fsfunc.training import TrainState, init_state
 from fsfunc.transforms.donation import refuse_spent, restore
 from fsfunc.values import told_where
@@ -137,7 +138,7 @@ def _made(step: Any, args: Sequence[Any], rehearsal: Rehearsal) -> tuple[Any, ..
     init, optimizer, batch = args
     batch = batch() if callable(batch) else batch
     if (mode := _torch.fake_mode()) is not None:
-        batch = _shadows(mode, batch)
+        batch = shadows(mode, batch)
     with (
         told_where("the step that is planned", _INSTEAD),
         _rehearsed(rehearsal, frame().at),
@@ -179,7 +180,7 @@ def _planned(
         mode = _torch.fake_mode()
         if mode is None:
             mode = stack.enter_context(_torch.fake_mode_of(tree.leaves(args)))
-        args = _shadows(mode, args)
+        args = shadows(mode, args)
         stack.callback(restore, args)  # a donated step marks what is the caller's
         link = PlannedLink(at.rank, observer, log)
         now = replace(at, link=link)
@@ -212,47 +213,6 @@ def _planned(
 
 
 # What the step is given
-
-
-def _shadows(mode: Any, args: Any) -> Any:
-    """The arguments as fake tensors, which share memory as these do."""
-    leaves, treedef = tree.flatten(args, is_leaf=is_sharded)
-    homes: dict[int, list[Sharded]] = {}
-    storages: dict[int, Tensor] = {}
-
-    def fake(x: Tensor) -> Tensor:
-        return _shadow(mode, x, storages)
-
-    for i, x in enumerate(leaves):
-        if isinstance(x, Tensor):
-            leaves[i] = fake(x)
-        elif isinstance(x, Sharded) and x.home is None:
-            leaves[i] = x.with_local(fake(x.local))
-        elif isinstance(x, Sharded) and x.home is not None:
-            home = x.home
-            if isinstance(home.flat, _torch.FakeTensor):
-                continue
-            if id(home) not in homes:
-                homes[id(home)] = home.shadow(fake).leaves()
-            at = [id(m) for m in home.members].index(id(x.layout))
-            leaves[i] = homes[id(home)][at]
-    return tree.unflatten(treedef, leaves)
-
-
-def _shadow(mode: Any, x: Tensor, storages: dict[int, Tensor]) -> Tensor:
-    """``x`` without its data, in a storage as large as its own."""
-    if isinstance(x, _torch.FakeTensor):
-        return x
-    size, width = x.untyped_storage().nbytes(), x.element_size()
-    if size % width:
-        return _torch.fake_of(mode, x.detach())
-    key = _torch.storage_key(x)
-    with mode:
-        if key not in storages:
-            storages[key] = torch.empty(size, dtype=torch.uint8, device=x.device)
-        whole = storages[key].view(x.dtype)
-        part = whole.as_strided(x.shape, x.stride(), x.storage_offset())
-    return part.requires_grad_(x.requires_grad)
 
 
 def _leaves(args: Any) -> Iterator[tuple[Leaf, list[Tensor]]]:

@@ -34,7 +34,7 @@ from fsfunc.foresight.scripts import (
     tensors,
     tried,
 )
-from fsfunc.frames import frame, running
+from fsfunc.frames import Rehearsed, frame, running
 from fsfunc.sharded import is_sharded
 from fsfunc.transforms.policies import is_taped
 
@@ -57,7 +57,7 @@ class _Played:
     casts: torch.dtype | None  # of the autocast that was on
 
 
-class Rehearsal:
+class Rehearsal(Rehearsed):
     """Runs the bodies of units for ``observer``.
 
     Args:

@@ -23,6 +23,7 @@ from fsfunc import tree
 from fsfunc.collectives import group, move, pmax, psum
 from fsfunc.crossings import ENTER, SPREAD, SUM
 from fsfunc.mesh import NoMesh, here
+from fsfunc.moving import claim
 from fsfunc.optim import kernels
 from fsfunc.optim.leafwise import Tree, map_flat, split, trainable
 from fsfunc.sharded import Sharded, is_sharded
@@ -137,6 +138,8 @@ def tree_scale(values: Tree, factor: float | Tensor) -> Tree:
             f"tree_scale by a tensor of shape {tuple(factor.shape)}: one number scales "
             "a tree; multiply leaf by leaf in a unit, or take its mean first"
         )
+    if isinstance(factor, Tensor):
+        claim(factor, "tree_scale")
     if not isinstance(factor, Tensor) or not kernels.differentiated([factor]):
         return map_flat(lambda ts: kernels.scaled(ts, factor), values)
 

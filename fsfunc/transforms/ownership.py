@@ -13,9 +13,12 @@ import torch
 from torch import Tensor
 
 from fsfunc import _torch, tree
+from fsfunc.frames import frame
+from fsfunc.mesh import Axis
+from fsfunc.moving import assumed, group
 from fsfunc.sharded import is_sharded
 
-__all__ = ["Ownership"]
+__all__ = ["Ownership", "assume"]
 
 
 class Ownership:
@@ -23,6 +26,7 @@ class Ownership:
 
     def __init__(self, args: tuple[Any, ...]):
         self._args = args
+        self._said: dict[int, tuple[bool, Tensor]] = {}  # kept, or memory comes again
 
     @cached_property
     def _one_value(self) -> set[int]:
@@ -34,9 +38,60 @@ class Ownership:
 
         By memory, not by object: to detach a leaf, or to track it, makes a new object.
         """
-        return _storage(x) in self._one_value
+        key = _storage(x)
+        if key in self._said:
+            return self._said[key][0]
+        return key in self._one_value
+
+    def say(self, x: Tensor, one_value: bool) -> None:
+        """Says whose ``x`` is, for as long as the call runs."""
+        self._said[_storage(x)] = one_value, _torch.unwrapped(x)
 
 
 def _storage(x: Tensor) -> int:
     x = _torch.unwrapped(x)
     return _torch.storage_key(x) if x.layout == torch.strided else id(x)
+
+
+def assume(x: Any, axis: Axis, type: str) -> Any:
+    """``x``, of which the caller answers for whose it is over an axis of ``shard``.
+
+    The way past a refusal where the library cannot know: for one value, never for a
+    whole step. Nothing is checked, and the derivative goes through as it is.
+
+    Args:
+        x: tensors, no parts of sharded leaves (for these see ``pcast``).
+        type: "I": it is the same on every rank, so that it may scale parameters, be
+            laid out, or be differentiated as one value, whose gradient is the ranks'
+            mean. "V": it is this rank's own, and so is its gradient.
+
+    Raises:
+        ValueError: another type.
+
+    Cost: a copy.
+
+    >>> import torch, fsfunc as ff
+    >>> mesh = ff.make_mesh({"data": 2}, "simulated")
+    >>> def step(w, x):
+    ...     delta = ff.assume(torch.zeros(2), "data", "V")
+    ...     return ff.value_and_grad(lambda d: ((x + d) * w).sum())(delta)[1]
+    >>> def main():
+    ...     return ff.shard(step, mesh, "data")(torch.ones(2), torch.ones(3, 2))
+    >>> ff.spmd(main, mesh)()
+    [tensor([3., 3.]), tensor([3., 3.])]
+    """
+    if type not in ("I", "V"):
+        raise ValueError(f"assume(x, {axis!r}, {type!r}): the type is 'I' or 'V'")
+    where = group(axis)
+
+    def said(leaf: Any) -> Any:
+        if not isinstance(leaf, Tensor) or not where.mean:
+            return leaf
+        leaf = leaf.clone()
+        for handler, session in frame().sessions:
+            if set(where.axis) <= set(getattr(handler, "axes", ())):
+                session.ownership.say(leaf, type == "I")
+        assumed(leaf, type)
+        return leaf
+
+    return tree.map(said, x)

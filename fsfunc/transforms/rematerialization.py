@@ -255,4 +255,7 @@ def _pull(
 ) -> Sequence[Tensor | None]:
     """The gradients of ``wanted``; ``beside`` are to be reached, and no more."""
     inputs = [*wanted, *beside]
-    return torch.autograd.grad(ys, inputs, gs, allow_unused=True, create_graph=twice)
+    with aside():
+        return torch.autograd.grad(
+            ys, inputs, gs, allow_unused=True, create_graph=twice
+        )

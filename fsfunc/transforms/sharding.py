@@ -11,15 +11,16 @@ import torch
 from torch import Tensor
 
 from fsfunc import _torch, tree
-from fsfunc.accounting import label
+from fsfunc.accounting import aside, label
 from fsfunc.autodiff import GradientCall, Outcome
 from fsfunc.collectives import Group, group, move
 from fsfunc.crossings import ENTER, GATHER, MEAN, REDUCE
 from fsfunc.frames import Interpretation, frame, inside, running
 from fsfunc.homes import by_buffer, home_of, joined, settle
 from fsfunc.layout import Layout
-from fsfunc.mesh import Axis, Mesh, here
+from fsfunc.mesh import Axis, Here, Mesh, here
 from fsfunc.sharded import Sharded, is_sharded
+from fsfunc.tracing.trial import check, signature
 from fsfunc.transforms.averaging import averaged
 from fsfunc.transforms.derivatives import check_derivatives
 from fsfunc.transforms.gathering import (
@@ -111,6 +112,7 @@ class Sharding(Interpretation):
         self.mesh, self.axis, self.zero, self.copies = mesh, axis, zero, copies
         self.min_bytes = min_bytes
         self.keeps = not reshard
+        self.checked: set[Any] = set()
         self.arenas: dict[int, Arena] = defaultdict(Arena)
         self.orders: dict[tuple[int, str], list[tuple[str, ...]]] = {}
 
@@ -144,6 +146,7 @@ class Sharding(Interpretation):
                     "outer one; shard each axis once"
                 )
         at = here(self.mesh)
+        self._check(f, args, keywords, at)
         at = replace(at, mean=(*at.mean, *self.axes))
         found = replace(before, handlers=(*before.handlers, self), at=at)
         if before.recorder is not None:
@@ -158,6 +161,27 @@ class Sharding(Interpretation):
                 out = f(*args, **keywords)
             self._closed(session, "plain", at.rank)
             return settle(out, coordinates)
+
+    def _check(self, f: Any, args: Any, keywords: Any, at: Here) -> None:
+        """Looks at a program that is new, before anything of it runs."""
+        f_ = frame()
+        if self.mesh.axis_size(self.axes) == 1 or self.mesh.backend == "vmap":
+            return
+        key = signature(args, keywords)
+        told = f_.recorder or f_.rehearsal
+        if told is not None:
+            told.called(key, args, keywords)
+            return
+        if _torch.functorch_active() or _torch.fake_active():
+            return
+        if not self.knows(at.rank, key):
+            call = lambda *args, **keywords: self.call(f, args, keywords)  # noqa: E731
+            check(call, args, keywords, at, (*at.mean, *self.axes))
+            self.checked.add((at.rank, key))
+
+    def knows(self, rank: int, key: Any) -> bool:
+        """Whether a call was looked at, or is like one in which nothing could be."""
+        return (rank, key) in self.checked or (rank, key[0]) in self.checked
 
     def _session(
         self, values: Any, kind: str, rank: int, ownership: Ownership
@@ -216,6 +240,8 @@ class Sharding(Interpretation):
             if not mine:
                 params = tree.unflatten(treedef, leaves) if entered else params
                 return run(params, *inputs, **keywords)
+            if call.frame.rehearsal is not None:
+                call.frame.rehearsal.taken(call.name, [leaves[i] for i in mine])
             if _torch.functorch_active() or _torch.forward_ad_active():
                 check_derivatives(call, [leaves[i] for i in mine], (inputs, keywords))
                 self._compose(leaves, mine, call)
@@ -339,13 +365,20 @@ class Sharding(Interpretation):
                 with inside(within):
                     outcome = run(replace(call, args=args))
                 session.finish()
-                grads = collected(
-                    outcome.grads, args, call.argnums, ports, session.mean_size
-                )
+                if f.rehearsal is not None:
+                    whose = ownership.is_one_value
+                    by = tuple(session.differentiated)
+                    f.rehearsal.gradient(by, outcome.grads, whose)
+                with aside():
+                    grads = collected(
+                        outcome.grads, args, call.argnums, ports, session.mean_size
+                    )
             finally:
                 for port in ports.values():
                     port.home.port = None
             self._closed(session, "gradient", at.rank)
+            if f.rehearsal is not None:
+                f.rehearsal.reduced(tuple(session.differentiated), grads)
             return averaged(replace(outcome, grads=grads), session, at)
 
         return sharded

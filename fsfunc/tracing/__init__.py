@@ -1,0 +1,1 @@
+"""What a step does, seen by running it on tensors without data."""

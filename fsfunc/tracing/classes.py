@@ -1,0 +1,90 @@
+"""What kind of work an operator of torch does, as far as parts of leaves go."""
+
+from __future__ import annotations
+
+import functools
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+__all__ = ["OperatorClass", "class_of"]
+
+_ALIKE = {"zeros_like", "ones_like", "full_like", "empty_like"}
+_FACTORIES = {"new_zeros", "new_ones", "new_full", "new_empty", "new_empty_strided"}
+_ELEMENTWISE = {
+    "copy", "_to_copy", "fill", "zero", "lift_fresh", "_fused_adamw", "_fused_adam",
+    "_fused_sgd", "_fused_adagrad", "_amp_foreach_non_finite_check_and_unscale",
+    *_ALIKE,
+}  # fmt: skip
+_JOINS = {"cat", "stack"}
+_PICKS = {
+    "slice", "select", "split", "split_with_sizes", "unbind", "narrow", "diagonal",
+    "unfold", "tensor_split", "chunk",
+}  # fmt: skip
+_SUMS = {"sum", "dot", "vdot", "_foreach_sum"}
+_ADDS = {"add", "sub", "_foreach_add", "_foreach_sub"}
+_SCALES = {
+    "mul", "div", "neg", "clone", "_to_copy", "copy", "_foreach_mul", "_foreach_div",
+    "_foreach_neg",
+}  # fmt: skip
+_FOREACH_REDUCES = {"_foreach_norm", "_foreach_max", "_foreach_powsum"}
+
+
+@dataclass(frozen=True)
+class OperatorClass:
+    """What an operator does.
+
+    Args:
+        name: without its overload, and without the underscore of one in place.
+        random: whether it draws.
+        elementwise: whether each element of the result follows from those at its place.
+        alike: whether it makes a tensor like its first, of whatever values.
+        factory: whether it makes a tensor of any shape, of values of its own.
+        joins: whether it puts tensors side by side.
+        picks: whether it gives a view of some elements, chosen by their places.
+        sums, adds, scales: whether it is linear in what it reduces, adds or scales.
+    """
+
+    name: str
+    random: bool
+    elementwise: bool
+    alike: bool
+    factory: bool
+    joins: bool
+    picks: bool
+    sums: bool
+    adds: bool
+    scales: bool
+
+
+@functools.cache
+def class_of(operator: Any) -> OperatorClass:
+    """The class of an operator, by its tags where torch gives them, else by its name.
+
+    >>> class_of(torch.ops.aten.tanh.default).elementwise
+    True
+    >>> class_of(torch.ops.aten.mm.default).elementwise
+    False
+    """
+    packet = operator.overloadpacket
+    name = packet.__name__
+    base = name[:-1] if name.endswith("_") and not name.endswith("__") else name
+    tags = set(operator.tags)
+    if base != name:  # one in place has the tags of the other, where there is one
+        plain = getattr(torch.ops.aten, base, None)
+        same = getattr(plain, operator._overloadname, None) if plain else None
+        tags |= set(getattr(same, "tags", ()))
+    foreach = base.startswith("_foreach_") and base not in _FOREACH_REDUCES
+    return OperatorClass(
+        name=base,
+        random=torch.Tag.nondeterministic_seeded in tags,
+        elementwise=torch.Tag.pointwise in tags or base in _ELEMENTWISE or foreach,
+        alike=base in _ALIKE,
+        factory=base in _FACTORIES,
+        joins=base in _JOINS,
+        picks=base in _PICKS,
+        sums=base in _SUMS,
+        adds=base in _ADDS,
+        scales=base in _SCALES,
+    )

@@ -1,0 +1,138 @@
+"""Why a value or a derivative under ``shard`` is refused, and the way out."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from fsfunc.accounting import source_line
+from fsfunc.tracing.types import Kind
+
+__all__ = ["LawError", "Seen", "refusal"]
+
+
+class LawError(ValueError):
+    """A step means another thing on every rank where it should mean one."""
+
+
+@dataclass(frozen=True)
+class Seen:
+    """What is known of a tensor: its type, what to call it, where it came from."""
+
+    kind: Kind
+    what: str
+    where: str
+
+    def __str__(self) -> str:
+        return f"{self.what} ({self.where})" if self.where else self.what
+
+
+_PARTS = (Kind.S, Kind.P, Kind.R)
+
+
+def refusal(
+    why: str, op: str, given: Sequence[Seen], forward: tuple[str, str] | None
+) -> LawError:
+    """The error for one case.
+
+    Args:
+        op: the operator or collective.
+        given: what it was given.
+        forward: for the derivative of an operator, its name and line.
+    """
+    part = next((x for x in given if x.kind in _PARTS), None)
+    other = next((x for x in given if x.kind not in _PARTS), None)
+    own = next((x for x in given if x.kind is Kind.V), None)
+    where = forward[1] if forward else source_line()
+    at = f"{op} at {where}" if op else f"the derivative at {where}"
+    at = f"{forward[0]}'s derivative, of {where}" if forward else at
+    text = _TEXTS[why].format(
+        at=at,
+        op=op,
+        line=source_line(),
+        part=part,
+        other=other,
+        own=own,
+        first=given[0] if given else None,
+        second=given[-1] if given else None,
+    )
+    return LawError(text)
+
+
+_TEXTS = {
+    "random": (
+        "{at} draws on this rank's part of {part}: every rank would draw the same for "
+        "another part. Use ff.randn_like(tree), which draws the whole leaf's numbers"
+    ),
+    "own": (
+        "{at} puts together this rank's part of {part} and {own}, which differs from "
+        "rank to rank: the parts would be of no one tensor. Take ff.pmean of it first, "
+        "and ff.tree_scale(tree, factor) where it is a factor; or work on whole "
+        "tensors, in a unit or by ff.unshard and ff.lay_like or ff.reduce_like"
+    ),
+    "positions": (
+        "{at} puts together this rank's part of {part} and a tensor that is no single "
+        "number ({other}): the part is a range of the leaf's elements, 1-D, and not "
+        "the same on every rank. Use ff.unshard(tree) and ff.lay_like(result, tree), "
+        "or zeros_like and the like of the part"
+    ),
+    "sums": (
+        "{at} sums over this rank's part of {part} alone: use ff.tree_sum(tree), or "
+        "ff.global_norm(tree), which sum over all of it"
+    ),
+    "mixes": (
+        "{at} mixes the elements of this rank's part of {part}, which is a range of "
+        "the leaf's, 1-D: use ff.unshard(tree) for whole tensors and ff.lay_like("
+        "result, tree) for the way back; ff.tree_sum and ff.global_norm for sums"
+    ),
+    "term": (
+        "a sum over this rank's part alone, in {at}, is taken for the whole: a number "
+        "that multiplies parts of {part} is differentiated. Multiply by "
+        "ff.tree_scale(tree, factor)"
+    ),
+    "input": (
+        "unit {op!r} is given this rank's part of {part} as an input: give the leaf in "
+        "its parameters, where it is whole, or ff.unshard(tree)"
+    ),
+    "disagrees": (
+        "{op} at {line} takes {first}, which differs from rank to rank, for the same "
+        "on all of them: take ff.pmean of it, or ff.reduce_like of whole gradients; "
+        "what is a rank's own goes into a unit as an input"
+    ),
+    "parts": (
+        "{op} is given this rank's part of {first}: use ff.tree_sum or ff.global_norm "
+        "for sums, ff.unshard(tree) for whole tensors"
+    ),
+    "one value": (
+        'the gradient of one value, made by to="I", differs from rank to rank: let it '
+        'meet the ranks\' own values by ff.pcast(x, axis, to="V"), or leave out to='
+    ),
+    "rows": (
+        "a derivative along each element of a sharded leaf (jacfwd, hessian) at {at}: "
+        "row k would be element k of every rank's part. Take it inside a unit that has "
+        "the leaf whole: ff.unit(fn, whole=True)"
+    ),
+    "no term": "{op}: expected a sum over parts, found {first}",
+    "no part": "{op}: expected this rank's part of a leaf, found {first}",
+    "own gradient": (
+        "the gradient by {first} would be this rank's own: {second} reached it outside "
+        "every unit. Use the leaf in a unit, or ff.unshard(tree)"
+    ),
+    "unaveraged": (
+        "the gradient by {first}, one value on all ranks, is this rank's own: it is "
+        "read outside every unit, at a place where nobody takes the mean. Use "
+        "ff.value_and_grad, which does, read it in a unit, or let it enter by "
+        'ff.pcast(x, axis, to="V")'
+    ),
+    "whose": (
+        "a tensor born in the step ({first}) is differentiated, and its gradient "
+        "differs from rank to rank: say whose it is. If it is each rank's own, make it "
+        'of the rank\'s data (zeros_like(x)) or ff.pcast(x, axis, to="V"); if it is a '
+        "parameter, pass it in the first argument"
+    ),
+    "returned": (
+        "the step returns, in the place of {first}, a value that differs from rank to "
+        "rank ({second}): the ranks' parameters would part. Take ff.pmean of it, or "
+        "use ff.value_and_grad for the gradient"
+    ),
+}

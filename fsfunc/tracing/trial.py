@@ -1,0 +1,198 @@
+"""A step tried on tensors without data, before it runs: has it one meaning?"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from contextvars import ContextVar
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.overrides import TorchFunctionMode
+
+from fsfunc import _torch, tree
+from fsfunc.accounting import silence
+from fsfunc.backends.abstract import AbstractLink
+from fsfunc.compiled import plainly
+from fsfunc.frames import frame, inside
+from fsfunc.mesh import Here, asking, place_here
+from fsfunc.moving import watching
+from fsfunc.sharded import NotATensor, Sharded, is_sharded
+from fsfunc.tracing.checking import Checker
+from fsfunc.tracing.fakes import shadows
+from fsfunc.tracing.refusals import LawError
+
+__all__ = ["check", "signature", "unchecked"]
+
+_UNCHECKED: ContextVar[list[Exception] | None] = ContextVar("unchecked", default=None)
+
+
+@contextmanager
+def unchecked() -> Iterator[list[Exception]]:
+    """Gathers why calls inside could not be tried before they ran."""
+    found: list[Exception] = []
+    token = _UNCHECKED.set(found)
+    try:
+        yield found
+    finally:
+        _UNCHECKED.reset(token)
+
+
+def check(
+    call: Callable[..., Any],
+    args: tuple[Any, ...],
+    keywords: dict[str, Any],
+    at: Here,
+    axes: tuple[str, ...],
+) -> list[Any]:
+    """Raises where ``call(*args, **keywords)`` has no meaning under ``shard``.
+
+    The first argument is one value on all ranks, the others are the rank's own. A step
+    that fake tensors cannot go through, since it asks for a value, is not looked at:
+    what is refused as it runs is refused all the same. Of simulated ranks, which run
+    one program, the first to come and the last of the mesh look.
+
+    Args:
+        at: the rank; ``axes``: those over which the loss is a mean.
+
+    Returns:
+        the signatures of the calls of sharded functions that were made.
+
+    Raises:
+        LawError, NotATensor: names the line, the leaf, and the way out.
+    """
+    notes, last = at.link.notes, at.rank == at.mesh.size - 1
+    key, known = None, None
+    if notes is not None:
+        count = notes["checks", at.rank] = notes.get(("checks", at.rank), 0) + 1
+        key = "checked", count, tree.flatten((args, keywords), is_leaf=is_sharded)[1]
+        known = notes.get(key)
+        if known is not None and not last:
+            return known.calls
+    asked: set[str] = set()
+    try:
+        found = there = _tried(call, args, keywords, at, asked)
+        other = at.rank
+        if known is not None:
+            there, other = known, known.rank
+        elif notes is None and asked & set(axes):
+            other = _neighbour(at, axes)
+            elsewhere = replace(at, rank=other)
+            there = _tried(call, args, keywords, elsewhere, set())
+        if varying := differing(found.events, there.events, at.rank, other):
+            _tried(call, args, keywords, at, set(), varying)
+    except (LawError, NotATensor):
+        raise
+    except Exception as error:
+        if (seen := _UNCHECKED.get()) is not None:
+            seen.append(error)
+        return []
+    if notes is not None:
+        notes[key] = found
+    return found.calls
+
+
+def signature(args: Any, keywords: Any) -> Any:
+    """What tells programs apart by what they are given: structure, shapes, dtypes."""
+    leaves, treedef = tree.flatten((args, keywords), is_leaf=is_sharded)
+    return treedef, *[
+        (x.shape, x.dtype, isinstance(x, Tensor) and x.requires_grad)
+        if isinstance(x, Tensor | Sharded)
+        else type(x)
+        for x in leaves
+    ]
+
+
+def _neighbour(at: Here, axes: tuple[str, ...]) -> int:
+    """Another rank, at another coordinate on each of ``axes`` that has several."""
+    other = at.mesh.coordinates(at.rank)
+    for axis in axes:
+        other[axis] = (other[axis] + 1) % at.mesh.axes[axis]
+    return at.mesh.rank_at(other)
+
+
+def differing(events: Any, others: Any, rank: int, other: int) -> set[int]:
+    """Which events of two ranks had other constants.
+
+    Raises:
+        LawError: they are not the same operators.
+    """
+    for a, b in zip(events, others, strict=False):
+        if a.name != b.name:
+            raise LawError(
+                f"ranks {rank} and {other} compute what should be one value in other "
+                f"ways: {a.name} at {a.where}, and {b.name} at {b.where}. What depends "
+                "on the rank may only go into own values: data, or a unit's inputs"
+            )
+    if len(events) != len(others):
+        more, who = (events, rank) if len(events) > len(others) else (others, other)
+        extra = more[min(len(events), len(others))]
+        raise LawError(
+            f"only rank {who} computes {extra.name} at {extra.where}, of what should "
+            "be one value on all ranks. What depends on the rank may only go into own "
+            "values: data, or a unit's inputs"
+        )
+    pairs = enumerate(zip(events, others, strict=True))
+    return {i for i, (a, b) in pairs if a.constants != b.constants}
+
+
+def _tried(
+    call: Callable[..., Any],
+    args: tuple[Any, ...],
+    keywords: dict[str, Any],
+    at: Here,
+    asked: set[str],
+    varying: set[int] | None = None,
+) -> Checker:
+    checker = Checker(at.rank, varying or ())
+    generator = torch.random.default_generator
+    with ExitStack() as stack:
+        stack.callback(generator.set_state, generator.get_state())
+        # Backward passes stay in this thread, whose modes see them.
+        stack.enter_context(torch.autograd.set_multithreading_enabled(False))
+        mode = _torch.fake_mode_of(tree.leaves((args, keywords)))
+        stack.enter_context(mode)
+        given, named = shadows(mode, (args, keywords))
+        now = replace(at, link=AbstractLink(at.rank))
+        f = frame().but(rehearsal=checker, at=now)
+        scopes = silence(), asking(asked), place_here(now), inside(f)
+        for scope in (*scopes, _torch.quiet_fakes(), plainly()):
+            stack.enter_context(scope)
+        stack.enter_context(watching(checker))
+        stack.enter_context(checker)
+        stack.enter_context(_Gradients(checker))
+        out = call(*given, **named)
+        checker.returned(given[:1], out)
+    return checker
+
+
+class _Gradients(TorchFunctionMode):
+    """Sees the gradients that ``torch.func`` and ``torch.autograd`` take."""
+
+    def __init__(self, checker: Checker):
+        super().__init__()
+        self.checker = checker
+
+    def __torch_function__(self, func, types, args=(), kwargs=None):
+        if func in (Tensor.backward, torch.autograd.backward):
+            return self._backward(func, args, kwargs or {})
+        out = func(*args, **(kwargs or {}))
+        if func is torch.autograd.grad:
+            given = dict(zip(("outputs", "inputs"), args, strict=False)) | (
+                kwargs or {}
+            )
+            inputs = given["inputs"]
+            inputs = [inputs] if isinstance(inputs, Tensor) else list(inputs)
+            self.checker.pulled(inputs, out)
+        return out
+
+    def _backward(self, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
+        roots = [x.grad_fn for x in tree.leaves(args) if isinstance(x, Tensor)]
+        nodes = _torch.graph_nodes(roots, set())
+        found = [getattr(node, "variable", None) for node in nodes]
+        leaves = [x for x in found if x is not None]
+        out = func(*args, **kwargs)
+        self.checker.pulled(leaves, [x.grad for x in leaves])
+        return out
