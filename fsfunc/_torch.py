@@ -39,6 +39,8 @@ __all__ = [
     "arguments_of",
     "beneath_all_modes",
     "beneath_functorch",
+    "compiler_at_work",
+    "compiler_stance",
     "current_level",
     "differentiated_at",
     "fake_active",
@@ -51,6 +53,7 @@ __all__ = [
     "held",
     "hook_saved",
     "hook_tables",
+    "is_compiled",
     "is_hooked",
     "is_wrapped",
     "mapped_at",
@@ -59,6 +62,7 @@ __all__ = [
     "outside_modes",
     "saved_tensors_hooked",
     "seeds_a_backward",
+    "set_compiler_stance",
     "set_forward_ad_state",
     "shared_forward_ad",
     "sequence_number",
@@ -69,6 +73,35 @@ __all__ = [
     "unwrapped",
     "written",
 ]
+
+
+# What compiles the code that runs in this thread; None (or False: nothing new) where no
+# compiled function is running. As torch has it: a frame of ours it would compile too.
+compiler_at_work: Callable[[], Any] = (
+    torch._C._dynamo.eval_frame.get_eval_frame_callback  # type: ignore[attr-defined]
+)
+
+
+def compiler_stance() -> Any:
+    """How compiled functions run: torch has one answer for all threads.
+
+    None where nothing can have been compiled yet.
+    """
+    module = sys.modules.get("torch._dynamo.eval_frame")
+    return None if module is None else module._stance
+
+
+def set_compiler_stance(stance: Any) -> None:
+    """Puts back what :func:`compiler_stance` returned; or ``"force_eager"``: plainly.
+
+    Between the graphs of a compiled function too, where torch's own way is shut.
+    """
+    module: Any = sys.modules.get("torch._dynamo.eval_frame")
+    if module is None:
+        return  # the first fake mode imports it
+    if stance is None or isinstance(stance, str):
+        stance = module.DynamoStance(stance or "default")
+    module._stance = stance
 
 
 def functorch_active() -> bool:
@@ -470,6 +503,30 @@ def _teach() -> None:
         _LIBRARY.impl("_fused_sgd_", lambda *args, **kwargs: None)
 
 
+_CPU = torch.device("cpu")
+# Each row times the matrix of its group: a mixture of experts.
+GROUPED_PRODUCT: Any = torch.ops.aten._grouped_mm
+
+
+def _grouped_product(mode: FakeTensorMode, given: dict[str, Any]) -> Tensor:
+    """What a product of groups returns on a CPU (a mixture of experts).
+
+    torch's own rule for tensors without data knows only one of its dtypes.
+    """
+    a, b = given["self"], given["mat2"]
+    dtype, groups = given["out_dtype"] or a.dtype, ()
+    if a.ndim == b.ndim:
+        groups = given["offs"].shape if a.ndim == 2 else a.shape[:-2]
+    size = (*groups, a.shape[-2], b.shape[-1])
+    step = 16 // dtype.itemsize  # rows begin at a multiple of 16 bytes
+    row = -(-size[-1] // step) * step
+    strides = (size[-2] * row, row, 1)[-len(size) :]
+    with torch._C._DisableTorchDispatch():
+        return FakeTensor(
+            mode, torch.empty_strided(size, strides, dtype=dtype, device="meta"), _CPU
+        )
+
+
 class _HereFakeMode(FakeTensorMode):
     """Fake tensors of the devices that this torch can run, and of no others.
 
@@ -477,6 +534,10 @@ class _HereFakeMode(FakeTensorMode):
     """
 
     def dispatch(self, func, types, args=(), kwargs=None):  # type: ignore[override]
+        if func is GROUPED_PRODUCT.default:
+            given = arguments_of(func, tuple(args), dict(kwargs or {}))
+            if device_of(given["self"]) == _CPU:
+                return _grouped_product(self, given)
         out = super().dispatch(func, types, args, kwargs)
         for x in out if isinstance(out, (tuple, list)) else (out,):
             if isinstance(x, FakeTensor):
@@ -558,7 +619,6 @@ _LIKE_ONE = {
 _OF_NONE = {
     _aten.empty.memory_format, _aten.empty_strided.default, _aten.zeros.default,
 }  # fmt: skip
-_CPU = torch.device("cpu")
 
 
 def quick_fake(mode: FakeTensorMode, func: Any, args: Any, kwargs: Any) -> Any:
@@ -642,6 +702,11 @@ def set_tables(module: torch.nn.Module, parameters: Any, buffers: Any) -> None:
     """Makes a module look for its parameters and buffers in these dicts."""
     module.__dict__["_parameters"] = parameters
     module.__dict__["_buffers"] = buffers
+
+
+def is_compiled(module: torch.nn.Module) -> bool:
+    """Whether somebody called a module's ``compile()``."""
+    return module._compiled_call_impl is not None
 
 
 _HOOKS_BEFORE = ("_forward_pre_hooks", "_forward_pre_hooks_with_kwargs")

@@ -17,6 +17,7 @@ from torch import Tensor
 from fsfunc import _torch, tree
 from fsfunc.accounting import aside
 from fsfunc.auxiliary import divided
+from fsfunc.compiled import refuse_compiled
 from fsfunc.differentiated import Leaves
 from fsfunc.frames import Counter, Running, Thread, frame, inside, run_as
 from fsfunc.kinds import count_as
@@ -113,6 +114,7 @@ def value_and_grad(
 
     @functools.wraps(fn)
     def run(*args: Any, **keywords: Any) -> Any:
+        refuse_compiled("ff.value_and_grad")
         numbers = tuple(i % len(args) if args else i for i in chosen)
         if any(not -len(args) <= i < len(args) for i in chosen):
             raise ValueError(

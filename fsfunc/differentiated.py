@@ -25,6 +25,9 @@ class Leaves:
         self.given, self.argnums = tuple(args), tuple(argnums)
         chosen = tuple(args[i] for i in argnums)
         self.leaves, self.treedef = tree.flatten(chosen, is_leaf=is_sharded)
+        if not tree.are_shown(self.leaves):
+            names = [f"argument {i}" for i in argnums]
+            tree.shown(chosen, "value_and_grad", "is given", names, is_sharded)
         self.locals = [x.local if isinstance(x, Sharded) else x for x in self.leaves]
         self.picked = [
             i

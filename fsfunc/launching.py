@@ -227,6 +227,7 @@ def local_batch(batch: Any, mesh: Mesh, axis: Axis, uneven: bool = False) -> Any
     [[0, 1], [2, 3]]
     """
     size = mesh.axis_size(axis)
+    tree.shown(batch, "local_batch", "is given")
     paths, leaves, treedef = tree.flatten_with_paths(batch)
     sizes = {}
     for path, leaf in zip(paths, leaves, strict=True):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -18,7 +18,8 @@ from fsfunc.homes import chunk_here
 from fsfunc.initializing.sources import Given, Shapes
 from fsfunc.layout import Layout, pack_flat
 from fsfunc.mesh import Here, here
-from fsfunc.recording import Group, Recorder, common
+from fsfunc.mirroring import mirrors
+from fsfunc.recording import Group, Recorder
 from fsfunc.recording import record as _record
 from fsfunc.sharded import Home, Sharded, is_sharded
 from fsfunc.tracing.trial import check
@@ -31,10 +32,16 @@ def place(fn: Callable[..., Any], t: Any, *rest: Any, record: str = "fake") -> A
     """``t``, whole on every rank, as the call ``fn(t, *rest)`` expects it.
 
     The inverse of ``unshard``. Leaves that units take lie in flat buffers over the
-    axis of the ``shard`` around them; a leaf that only mirrors another (a moment: the
-    same path but for its head, the same shape) lies as that one; what no unit takes
-    stays whole, and what is laid out already stays as it is. No memory is shared with
-    ``t``.
+    axis of the ``shard`` around them; what no unit takes stays whole, and what is laid
+    out already stays as it is. No memory is shared with ``t``.
+
+    A copy of parameters that no unit takes (moments, an average of weights) lies as
+    they do, leaf by leaf, so that elementwise arithmetic between the two just works:
+    the largest subtree that has the paths and shapes of one that units take, or of a
+    part of it. Of several that are like it the nearest counts, by the names that lead
+    to both: a model's moments beside it, ``ema_d`` for ``d``; if that does not tell
+    them apart, the copy stays whole. Nest it beside its model then, or make it of the
+    placed parameters: ``tree.map(torch.clone, placed["d"])``.
 
     Every rank calls it, with the same ``t`` and a function that makes the same unit
     calls: ranks compare what they recorded, the configuration of their transforms, and
@@ -69,24 +76,23 @@ def lay_out(
             "or replicate="
         )
     paths, leaves, treedef = tree.flatten_with_paths(t, is_leaf=is_sharded)
-    where = {path: i for i, path in enumerate(paths)}
+    if not tree.are_shown(leaves):
+        tree.shown(t, "place", "is given", is_leaf=is_sharded)
+    found = dict(zip(paths, leaves, strict=True))
     at = here(recorder.handlers[0].mesh)
     values = lambda: source.section(paths, leaves, at.link.notes)  # noqa: E731
     _compare(fn, recorder, rest, at, values)
     coordinates = at.mesh.coordinates(at.rank)
     groups = recorder.groups(shards[0].min_bytes if shards else 0, bool(shards))
     whole = recorder.whole(bool(shards))
-    for g in _mirrored(groups, recorder, whole, leaves, where):
-        chosen = [where[p] for p in g.paths]
-        full = [leaves[i] for i in chosen]
+    for lot in _lots(groups, recorder, whole, dict(found)):
         laid = (
-            _home(shards[0], g, full, coordinates, source).leaves()
+            _home(shards[0], lot, found, coordinates, source).leaves()
             if shards
-            else _owned(g, full, coordinates, source)
+            else _owned(lot, found, coordinates, source)
         )
-        for i, leaf in zip(chosen, laid, strict=True):
-            leaves[i] = leaf
-    placed = tree.unflatten(treedef, [source.own(x) for x in leaves])
+        found.update(zip(lot.paths.values(), laid, strict=True))
+    placed = tree.unflatten(treedef, map(source.own, found.values()))
     if shards:
         shards[0].expect(at.rank, recorder.order(groups, coordinates))
         if record == "fake" and not isinstance(source, Shapes):
@@ -163,46 +169,48 @@ def _kind(x: Any) -> Any:
     return (x.shape, x.dtype) if isinstance(x, Tensor | Sharded) else type(x)
 
 
-def _mirrored(
-    groups: list[Group],
-    recorder: Recorder,
-    whole: set[str],
-    leaves: list[Any],
-    where: dict[str, int],
-) -> list[Group]:
-    """The groups that units take, and those of leaves that mirror theirs (moments).
+@dataclass(frozen=True)
+class _Lot:
+    """Leaves that lie in one buffer: those that units take, or copies of them.
 
-    A leaf mirrors another of its shape whose path is the same but for its head: what
-    the paths of all parameters have in common, and at least the first word.
+    Args:
+        group: the buffer, and all that lie in it.
+        paths: the leaves, by the path in ``group`` of the one that each copies.
+        dtype: theirs.
     """
+
+    group: Group
+    paths: dict[str, str]
+    dtype: torch.dtype
+
+    @property
+    def copies(self) -> bool:
+        return any(path != own for path, own in self.paths.items())
+
+
+def _lots(
+    groups: list[Group], recorder: Recorder, whole: set[str], leaves: dict[str, Any]
+) -> list[_Lot]:
+    """What lies together: leaves that units take, and those that mirror them."""
     taken = {p for t in recorder.taken for p in t.leaves}
+    chosen = [g for g in groups if not (taken and taken.isdisjoint(g.paths))]
+    lots = [_Lot(g, {p: p for p in g.paths}, g.dtype) for g in chosen]
     if not taken:
-        return groups
-    out = [g for g in groups if set(g.paths) & taken]
-    split = {p: tuple(p.split("/")) for p in where}
-    head = max(1, len(common([split[p] for p in sorted(taken)])))
-    alone = len(taken) == 1  # then any leaf of its shape mirrors it
-    tail = {p: split[p][head:] or (() if alone else split[p]) for p in taken}
-    found: dict[Any, Group] = {}
-    for g in out:
-        for p in g.paths:
-            found.setdefault((tail[p], leaves[where[p]].shape), g)
-    mirrors: dict[Any, dict[int, str]] = {}
-    for path, i in where.items():
-        if path in taken or path in whole or not _real(leaves[i]):
-            continue
-        parts, shape = split[path], leaves[i].shape
-        for n in range(len(parts) + 1):
-            g = found.get((parts[n:], shape))
-            if g is not None:
-                at = [tail[p] for p in g.paths].index(parts[n:])
-                key = parts[:n], g.buffer, leaves[i].dtype, g.owner
-                mirrors.setdefault(key, {})[at] = path
-                break
-    return out + [
-        Group(buffer, tuple(p for _, p in sorted(paths.items())), dtype, owner)
-        for (_, buffer, dtype, owner), paths in mirrors.items()
-    ]
+        return lots
+    parted = {p: tuple(p.split("/")) for p, x in leaves.items() if _real(x)}
+    home = {parted[p]: g for g in chosen for p in g.paths if p in parted}
+    trained = [parted[p] for p in recorder.trained if p in parted]
+    fixed = [parted[p] for p in whole if p in parted]
+    shapes = {parts: leaves[p].shape for p, parts in parted.items()}
+    copies: dict[Any, dict[str, str]] = {}
+    for parts, (source, *roots) in mirrors(shapes, home, fixed, trained).items():
+        path, g = "/".join(parts), home[source]
+        key = (*roots, g.buffer, leaves[path].dtype)
+        copies.setdefault(key, {})["/".join(source)] = path
+    for (*_, dtype), paths in copies.items():
+        g = home[parted[next(iter(paths))]]
+        lots.append(_Lot(g, {p: paths[p] for p in g.paths if p in paths}, dtype))
+    return lots
 
 
 def _real(x: Any) -> bool:
@@ -211,24 +219,27 @@ def _real(x: Any) -> bool:
 
 def _home(
     handler: Any,
-    g: Group,
-    full: list[Tensor],
+    lot: _Lot,
+    leaves: dict[str, Any],
     coordinates: dict[str, int],
     source: Given,
 ) -> Home:
     """This rank's part of whole tensors, as views of one flat buffer."""
-    axes = handler.axis if handler.zero else ()
+    axes, g = handler.axis if handler.zero else (), lot.group
     sizes = [handler.mesh.axes[a] for a in axes]
-    shapes, outer = [x.shape for x in full], [g.owner] * len(full)
-    layouts = pack_flat(shapes, g.dtype, g.paths, axes, sizes, g.buffer, outer=outer)
+    shapes, outer = [leaves[p].shape for p in g.paths], [g.owner] * len(g.paths)
+    names = [lot.paths.get(p, p) for p in g.paths]
+    every = pack_flat(shapes, lot.dtype, names, axes, sizes, g.buffer, outer=outer)
+    layouts = tuple(x for x, p in zip(every, g.paths, strict=True) if p in lot.paths)
+    full = [leaves[p] for p in lot.paths.values()]
     own = {a: coordinates[a] for a in layouts[0].axes}
     chunk = chunk_here(layouts[0], own)
-    if handler.zero in (1, 2):
-        whole = source.zeros(math.prod(sizes) * chunk, g.dtype, full[0])
+    if handler.zero in (1, 2) and not lot.copies:
+        whole = source.zeros(math.prod(sizes) * chunk, lot.dtype, full[0])
         index = handler.mesh.coordinate(axes, here(handler.mesh).rank) if axes else 0
         flat = whole[index * chunk : (index + 1) * chunk]
     else:
-        whole, flat = None, source.empty(chunk, g.dtype, full[0])
+        whole, flat = None, source.empty(chunk, lot.dtype, full[0])
     home = Home(layouts, flat, own, whole)
     if isinstance(flat, _torch.FakeTensor):
         return home  # there is nothing to write
@@ -244,16 +255,19 @@ def _home(
 
 
 def _owned(
-    g: Group, full: list[Tensor], coordinates: dict[str, int], source: Given
+    lot: _Lot, leaves: dict[str, Any], coordinates: dict[str, int], source: Given
 ) -> list[Sharded | Tensor]:
     """Whole tensors, each on the coordinate that owns it and absent elsewhere."""
-    if not g.owner:
-        return list(full)
+    owner = lot.group.owner
     laid: list[Sharded | Tensor] = []
-    for x, path in zip(full, g.paths, strict=True):
-        layout = Layout(tuple(x.shape), g.dtype, g.owner, path)
+    for path in lot.paths.values():
+        x = leaves[path]
+        if not owner:
+            laid.append(x)
+            continue
+        layout = Layout(tuple(x.shape), lot.dtype, owner, path)
         own = {a: coordinates[a] for a in layout.axes}
         absent = layout.block(own) is None
-        part = source.empty(0, g.dtype, x) if absent else source.whole(x)
+        part = source.empty(0, lot.dtype, x) if absent else source.whole(x)
         laid.append(Sharded(part, layout))
     return laid

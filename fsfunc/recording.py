@@ -19,6 +19,7 @@ from torch.overrides import TorchFunctionMode
 from fsfunc import _torch, tree
 from fsfunc.accounting import is_aside, is_own_call, silence, source_line
 from fsfunc.backends.abstract import AbstractLink
+from fsfunc.compiled import plainly
 from fsfunc.frames import frame, inside
 from fsfunc.grouping import Findings, Group, Taken, common
 from fsfunc.layout import Layout
@@ -231,6 +232,7 @@ def _record(
     with ExitStack() as stack:
         stack.callback(generator.set_state, generator.get_state())
         stack.enter_context(silence())
+        stack.enter_context(plainly())  # a compiler would not see who reads a leaf
         convert: Callable[[Any], Any] = lambda x: x  # noqa: E731
         if how == "fake" and not _torch.fake_active():
             mode = _torch.fake_mode_of(tree.leaves((params, rest)))

@@ -5,6 +5,8 @@ from typing import Any, NamedTuple
 
 import optree
 
+from fsfunc.opaque import NAMESPACE
+
 Tree = Any
 TreeDef = optree.PyTreeSpec
 IsLeaf = Callable[[Any], bool]
@@ -44,7 +46,9 @@ class Node(NamedTuple):
         """Return the top level of the tree `value`."""
         if is_leaf is not None and is_leaf(value):
             return cls(value, optree.treespec_leaf(), [value], [""])
-        children, treedef = optree.tree_flatten(value, lambda v: v is not value)
+        children, treedef = optree.tree_flatten(
+            value, lambda v: v is not value, namespace=NAMESPACE
+        )
         components = [path_of(accessor) for accessor in treedef.accessors()]
         return cls(value, treedef, children, components)
 

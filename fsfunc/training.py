@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, NamedTuple
 
 from fsfunc import tree
 from fsfunc.initializing.sources import Deferred, Given, Shapes, defer
@@ -63,6 +63,8 @@ def init_state(
     optimizer: Any,
     batch: Any,
     record: str = "fake",
+    *,
+    extra: Any = None,
 ) -> TrainState:
     """The first state of ``step``, each rank holding its part.
 
@@ -82,6 +84,10 @@ def init_state(
         batch: of the shapes that the step will see (its values are not read).
         record: ``"real"`` runs one real call, where fake tensors cannot go on, on the
             whole parameters.
+        extra: what the step finds in ``state.extra``: any tree, the same on every rank,
+            or a function that makes it of the parameters, whole. Leaves that mirror
+            parameters (an average of weights) lie as they do, others stay whole: see
+            ``place``.
 
     Raises:
         RuntimeError: the step or the function asks a fake tensor for its value, or the
@@ -109,18 +115,46 @@ def init_state(
     >>> size, params = ff.spmd(main, mesh)()[3]
     >>> size, torch.equal(params, alone.params)
     (2, True)
+
+    An average of the weights, that lies as they do:
+
+    >>> average = lambda params: {"ema": params}
+    >>> def main():
+    ...     s = ff.init_state(ff.shard(step, mesh, "data"), init, optimizer, x,
+    ...                       extra=average)
+    ...     return s.extra["ema"].layout == s.params.layout
+    >>> ff.spmd(main, mesh)()[3]
+    True
     """
-    params, source = params_or_init_fn, Given()
+    whole, source = _with_extra(params_or_init_fn, extra), Given()
     if callable(params_or_init_fn):
-        params, source = defer(params_or_init_fn, batch)
+        whole, source = defer(whole, batch)
     if record == "real" and isinstance(source, Deferred):
-        params = tree.map(source.own, params, is_leaf=is_sharded)
+        whole = tree.map(source.own, whole, is_leaf=is_sharded)
         source = Given()
-    return _state(step, params, optimizer, batch, record, source)
+    return _state(step, whole, optimizer, batch, record, source)
+
+
+def _with_extra(params_or_init_fn: Any, extra: Any) -> Any:
+    """(parameters, extra), or a function that makes both."""
+    of = extra if callable(extra) else lambda _: {} if extra is None else extra
+    if not callable(params_or_init_fn):
+        return params_or_init_fn, of(params_or_init_fn)
+
+    def init() -> tuple[Any, Any]:
+        params = params_or_init_fn()
+        return params, of(params)
+
+    return init
 
 
 def abstract_state(
-    step: Callable[..., Any], params_or_init_fn: Any, optimizer: Any, batch: Any
+    step: Callable[..., Any],
+    params_or_init_fn: Any,
+    optimizer: Any,
+    batch: Any,
+    *,
+    extra: Any = None,
 ) -> TrainState:
     """The state that ``init_state`` would make, of "meta" tensors: its shapes alone.
 
@@ -145,24 +179,39 @@ def abstract_state(
     >>> w.local.device, w.local.numel() == 2**32 / 4
     (device(type='meta'), True)
     """
-    params = params_or_init_fn
+    whole = _with_extra(params_or_init_fn, extra)
     if callable(params_or_init_fn):
-        params, _ = defer(params_or_init_fn, batch, draws=False)
-    return _state(step, params, optimizer, batch, "fake", Shapes())
+        whole, _ = defer(whole, batch, draws=False)
+    return _state(step, whole, optimizer, batch, "fake", Shapes())
 
 
 def _state(
     step: Callable[..., Any],
-    params: Any,
+    made: tuple[Any, Any],
     optimizer: Any,
     batch: Any,
     record: str,
     source: Given,
 ) -> TrainState:
-    def run(params: Any, batch: Any) -> Any:
-        return step(TrainState(params, optimizer.init(params)), batch)
+    params, extra = made
+    beside = bool(tree.leaves(extra, is_leaf=is_sharded))  # else paths are as they are
+
+    def run(whole: Any, batch: Any) -> Any:
+        params, more = whole if beside else (whole, extra)
+        return step(TrainState(params, optimizer.init(params), extra=more), batch)
 
     run.interpretations = getattr(step, "interpretations", ())  # type: ignore
-    placed = lay_out(run, params, (batch,), record, source)
+    if beside:
+        both = _Whole(params, extra)
+        params, extra = lay_out(run, both, (batch,), record, source)
+    else:
+        params = lay_out(run, params, (batch,), record, source)
     source.release()
-    return TrainState(placed, optimizer.init(placed))
+    return TrainState(params, optimizer.init(params), extra=extra)
+
+
+class _Whole(NamedTuple):
+    """What a state is made of, as its paths show it."""
+
+    params: Any
+    extra: Any

@@ -1,18 +1,20 @@
 """Trees of values: flattened, mapped, named by path and compared.
 
-The one file that knows torch's pytree too. optree alone decides the order of leaves:
-it sorts the keys of a dict, so that two ranks that built one in another order agree,
-and it takes None for a node without leaves. torch's pytree does neither; it only
-learns of the nodes registered here, so that `torch.func` sees through them.
+optree alone decides the order of leaves: it sorts the keys of a dict, so that two ranks
+that built one in another order agree, and it takes None for a node without leaves.
+torch's pytree does neither; it only learns of the nodes registered here, so that
+`torch.func` sees through them.
 """
 
-from collections.abc import Callable, Hashable, Mapping, Sequence
+from builtins import map as each
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import optree
-import torch.utils._pytree as torch_pytree
-from optree.registry import __GLOBAL_NAMESPACE as EVERYWHERE
 
+from fsfunc.nodes import learned
+from fsfunc.nodes import register_node as register_node
+from fsfunc.opaque import LEAVES, NAMESPACE, SHOWN, hides
 from fsfunc.structure import (
     IsLeaf,
     Node,
@@ -24,13 +26,17 @@ from fsfunc.structure import (
     path_of,
 )
 
+_are_leaves, _are_shown = LEAVES.issuperset, SHOWN.issuperset
+
 
 def flatten(tree: Tree, is_leaf: IsLeaf | None = None) -> tuple[list[Any], TreeDef]:
     """Return the leaves of `tree` and the structure that holds them.
 
     Args:
-        tree: any nesting of dicts, lists, tuples, named tuples and registered nodes;
-            None holds nothing, anything else is a leaf.
+        tree: any nesting of dicts, lists, tuples, named tuples, registered nodes, and
+            dataclasses that hold a tensor (children are their fields, in their order;
+            they are rebuilt without ``__init__``); None holds nothing, anything else is
+            a leaf.
         is_leaf: says of a subtree that it counts as one leaf.
 
     Returns:
@@ -43,7 +49,10 @@ def flatten(tree: Tree, is_leaf: IsLeaf | None = None) -> tuple[list[Any], TreeD
     >>> unflatten(treedef, "xy")
     {'b': ['y', None], 'a': 'x'}
     """
-    return optree.tree_flatten(tree, is_leaf)
+    found = optree.tree_flatten(tree, is_leaf, namespace=NAMESPACE)
+    while not _are_leaves(each(type, found[0])) and learned(found[0]):
+        found = optree.tree_flatten(tree, is_leaf, namespace=NAMESPACE)
+    return found
 
 
 def unflatten(treedef: TreeDef, leaves: Any) -> Tree:
@@ -64,7 +73,74 @@ def leaves(tree: Tree, is_leaf: IsLeaf | None = None) -> list[Any]:
     >>> leaves({"b": 1, "a": (2, None)})
     [2, 1]
     """
-    return optree.tree_leaves(tree, is_leaf)
+    found = optree.tree_leaves(tree, is_leaf, namespace=NAMESPACE)
+    while not _are_leaves(each(type, found)) and learned(found):
+        found = optree.tree_leaves(tree, is_leaf, namespace=NAMESPACE)
+    return found
+
+
+def shown(
+    tree: Tree,
+    who: object,
+    does: str,
+    parts: Sequence[str] = (),
+    is_leaf: IsLeaf | None = None,
+) -> list[Any]:
+    """Return the leaves of `tree`, none of which hides a tensor.
+
+    Args:
+        who, does: for the message: who does what with the tree.
+        parts: what its children are called, for the message.
+
+    Raises:
+        TypeError: an object holds a tensor that is no leaf of the tree: what is done to
+            tensors would pass it by. Functions and modules may hold what they like.
+
+    >>> from types import SimpleNamespace
+    >>> import torch
+    >>> shown({"x": SimpleNamespace(size=2)}, "unit f", "is given")
+    [namespace(size=2)]
+    >>> hidden = {"x": SimpleNamespace(y=torch.ones(2))}
+    >>> shown(hidden, "unit f", "is given")  # doctest: +ELLIPSIS
+    Traceback (most recent call last):
+        ...
+    TypeError: unit f is given a SimpleNamespace, at 'x', that holds a tensor out of ...
+    """
+    found = optree.tree_leaves(tree, is_leaf, namespace=NAMESPACE)
+    return found if are_shown(found) else _looked_into(tree, who, does, parts, is_leaf)
+
+
+def are_shown(leaves: list[Any]) -> bool:
+    """Return whether no leaf is of a type whose objects may hide tensors.
+
+    >>> are_shown([1, "a"]), are_shown([object])
+    (True, True)
+    """
+    return _are_shown(each(type, leaves))
+
+
+def _looked_into(
+    tree: Tree, who: object, does: str, parts: Sequence[str], is_leaf: IsLeaf | None
+) -> list[Any]:
+    closed = {type(x) for x in leaves(tree, is_leaf) if hides(x)}
+    LEAVES.difference_update(closed)  # somebody may have registered one since
+    where, found, _ = flatten_with_paths(tree, is_leaf)
+    for path, x in zip(where, found, strict=True):
+        if type(x) in closed and hides(x):
+            first, *rest = path.split("/")
+            path = "/".join([parts[int(first)] if parts else first, *rest])
+            use = (
+                "Give dict(...) of it"
+                if isinstance(x, Mapping)
+                else ("Use a dict, a tuple or a dataclass")
+            )
+            raise TypeError(
+                f"{who} {does} a {type(x).__name__}{path and f', at {path!r},'} that "
+                "holds a tensor out of sight: no transform would gather, cast, cut or "
+                f"recompute it. {use}, or say what the class holds by "
+                "fsfunc.tree.register_node"
+            )
+    return found
 
 
 def paths(tree: Tree, is_leaf: IsLeaf | None = None) -> list[str]:
@@ -161,91 +237,6 @@ def check_same_structure(
     verb = "do" if what.endswith("s") and not what.endswith("ss") else "does"
     found = list(differences(expected, actual, is_leaf, Node.same))
     raise TreeMismatch(message(f"{what} {verb} not match {against}", found))
-
-
-def register_node(
-    cls: type[Any],
-    flatten: Callable[[Any], tuple[Sequence[Any], Hashable]],
-    unflatten: Callable[[Any, Sequence[Any]], Any],
-    *,
-    names: Sequence[str] | None = None,
-) -> None:
-    """Return None, with `cls` known as a node to optree (everywhere) and to torch.
-
-    Args:
-        cls: the class; its subclasses stay leaves.
-        flatten: value -> (children, static data); static data are compared by `==`.
-        unflatten: (static data, children) -> value, for children of any kind.
-        names: the attribute names of the children, for paths. Without them a single
-            child adds nothing to a path, and several are numbered.
-
-    A second registration of the same class changes nothing, so that a module may be
-    run again.
-
-    >>> class Celsius:
-    ...     def __init__(self, degrees):
-    ...         self.degrees = degrees
-    >>> register_node(Celsius, lambda c: ([c.degrees], None), lambda _, c: Celsius(*c))
-    >>> leaves([Celsius(20), 1]), paths([Celsius(20), 1])
-    ([20, 1], ['0', '1'])
-    """
-
-    def flatten_named(value: Any) -> tuple[tuple[Any, ...], Any, Any]:
-        children, static = flatten(value)
-        if names is not None:
-            return tuple(children), static, tuple(names)
-        # path_of leaves out a component that is None.
-        return tuple(children), static, (None,) if len(children) == 1 else None
-
-    def flatten_list(value: Any) -> tuple[list[Any], Any]:
-        children, static = flatten(value)
-        return list(children), static
-
-    if optree.register_pytree_node.get(cls) is None:
-        optree.register_pytree_node(
-            cls,
-            flatten_named,
-            lambda static, children: unflatten(static, tuple(children)),
-            path_entry_type=optree.AutoEntry if names is None else optree.GetAttrEntry,
-            namespace=EVERYWHERE,
-        )
-    if cls not in torch_pytree.SUPPORTED_NODES:
-        torch_pytree.register_pytree_node(
-            cls,
-            flatten_list,
-            lambda children, static: unflatten(static, tuple(children)),
-        )
-
-
-def adopt(cls: type[Any]) -> bool:
-    """Return whether torch's pytree knows `cls`; optree then knows it too.
-
-    Of a mapping the children are its values, and their paths its keys.
-
-    >>> adopt(dict), adopt(object)
-    (True, False)
-    """
-    node = torch_pytree.SUPPORTED_NODES.get(cls)
-    if node is None:
-        return False
-
-    def flatten_named(value: Any) -> tuple[tuple[Any, ...], Any, Any]:
-        children, context = node.flatten_fn(value)
-        keys = tuple(value) if issubclass(cls, Mapping) else None
-        # A list of keys could not be hashed.
-        static = (True, tuple(context)) if type(context) is list else (False, context)
-        return tuple(children), static, keys
-
-    def unflatten(static: Any, children: Any) -> Any:
-        listed, context = static
-        return node.unflatten_fn(list(children), list(context) if listed else context)
-
-    if optree.register_pytree_node.get(cls) is None:
-        optree.register_pytree_node(
-            cls, flatten_named, unflatten, namespace=EVERYWHERE,
-            path_entry_type=optree.AutoEntry,
-        )  # fmt: skip
-    return True
 
 
 def _flatten_up_to(

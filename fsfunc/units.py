@@ -18,6 +18,7 @@ from torch import Tensor
 
 from fsfunc import _torch, tree
 from fsfunc.accounting import aside
+from fsfunc.compiled import refuse_compiled
 from fsfunc.frames import Counter, Frame, frame, inside, running
 from fsfunc.sharded import is_sharded
 
@@ -90,6 +91,7 @@ class Unit:
         self._seen: set[Any] = set()
 
     def __call__(self, params: Any, *inputs: Any, **keywords: Any) -> Any:
+        refuse_compiled(self)
         f = frame()
         call = Call(self, f, f.counter.next())
         if f.stage is not None and not f.path:
@@ -101,9 +103,8 @@ class Unit:
 
     def checked(self, params: Any, inputs: Any, keywords: Any) -> Any:
         """Calls the function and looks at what it did to its surroundings."""
-        given = [
-            x for x in tree.leaves((params, inputs, keywords)) if isinstance(x, Tensor)
-        ]
+        given = tree.shown((params, inputs, keywords), self, "is given", _PARTS)
+        given = [x for x in given if isinstance(x, Tensor)]
         untracked = any(x.is_inference() for x in given)
         # Not the parts of sharded leaves: gathers for inner units write around them.
         watched = [] if untracked else _tensors((params, inputs, keywords))
@@ -146,7 +147,8 @@ class Unit:
             with aside():
                 start = _torch.sequence_number(_newborn().view(0).grad_fn)
             out = self.fn(params, *inputs, **keywords)
-            roots = [x for x in tree.leaves(out) if isinstance(x, Tensor)]
+            roots = tree.shown(out, self, "returns")
+            roots = [x for x in roots if isinstance(x, Tensor)]
             roots = [x for x in roots if x.requires_grad]
             todo = [("", x.grad_fn, x.output_nr) for x in roots if x.grad_fn]
             for x in roots:
@@ -177,6 +179,9 @@ class Unit:
         )
 
 
+_PARTS = ("params", "inputs", "keywords")
+
+
 def _tensors(values: Any) -> list[Tensor]:
     found = tree.leaves(values, is_leaf=is_sharded)
     return [x for x in found if isinstance(x, Tensor)]
@@ -199,6 +204,8 @@ def unit(fn: Callable[..., Any], *, whole: bool = False) -> Unit:
     Args:
         fn: a pure function of ``(params, *inputs, **keywords)``: any pytrees in, any
             pytree out. Units nest; an outer one gathers only what no inner one takes.
+            It may be compiled, ``unit(torch.compile(fn))``, where it calls no unit: a
+            step is recorded and planned with the plain function.
         whole: gather at the entry all that this unit or units within it take, and run
             them as plain functions: for derivatives by parameters inside, as per-sample
             gradients or a task's own inner step. Cost: one gather of all of it, held
@@ -206,7 +213,8 @@ def unit(fn: Callable[..., Any], *, whole: bool = False) -> Unit:
 
     Raises (when called):
         RuntimeError: ``fn`` captured a differentiated tensor by closure (seen on the
-            first call for each set of shapes), or changed an input in place.
+            first call for each set of shapes), or changed an input in place; or the
+            unit is called inside a compiled function.
 
     >>> import torch, fsfunc as ff
     >>> @ff.unit

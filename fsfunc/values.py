@@ -7,6 +7,7 @@ from contextlib import contextmanager
 
 from fsfunc import _torch
 from fsfunc.accounting import traceback_line
+from fsfunc.compiled import plainly
 
 __all__ = ["asks_for_a_value", "told_where"]
 
@@ -20,6 +21,8 @@ def asks_for_a_value(error: BaseException) -> bool:
 def told_where(what: str, instead: str) -> Iterator[None]:
     """Turns a refusal of fake tensors into one that names the line that asked.
 
+    What is compiled runs plainly inside: see there.
+
     Args:
         what: who asked.
         instead: what to do about it, as the message goes on.
@@ -28,7 +31,8 @@ def told_where(what: str, instead: str) -> Iterator[None]:
         RuntimeError: in place of torch's own error.
     """
     try:
-        yield
+        with plainly():
+            yield
     except Exception as error:
         if not asks_for_a_value(error):
             raise

@@ -16,8 +16,9 @@ ROOT = Path(__file__).parent.parent
 
 # A pattern ending in "/" covers a folder. A new file needs a floor here.
 FLOORS = [
-    (0, ["tree.py", "structure.py", "scoped.py", "paging.py", "_torch.py"]),
-    (0, ["kinds.py", "machines.py", "hardware.py"]),
+    (0, ["tree.py", "structure.py", "nodes.py", "opaque.py"]),
+    (0, ["scoped.py", "paging.py", "_torch.py"]),
+    (0, ["kinds.py", "machines.py", "hardware.py", "compiled.py"]),
     (1, ["layout.py", "parts.py", "pieces.py", "resharding.py"]),
     (1, ["arena.py", "mesh.py", "sharded.py", "homes.py"]),
     (1, ["boxing.py", "holding.py"]),
@@ -31,7 +32,7 @@ FLOORS = [
     (5, ["recording.py", "recorded.py"]),
     (5, ["initializing/", "tracing/"]),
     (6, ["interop/"]),
-    (6, ["placing.py", "conversions.py", "training.py", "data/"]),
+    (6, ["placing.py", "mirroring.py", "conversions.py", "training.py", "data/"]),
     (7, ["foresight/", "testing/", "checkpointing/"]),
     (8, ["show/"]),
     (9, ["__init__.py"]),
@@ -39,8 +40,8 @@ FLOORS = [
 ]
 
 PRIVATE_TORCH_LIVES_IN = "_torch.py"
-# The one flattener registers its nodes with torch: there is no public way to.
-PRIVATE_TORCH_IN = {"tree.py": ["torch.utils._pytree", "torch.utils._pytree.*"]}
+# Nodes are registered with torch's pytree too: there is no public way to.
+PRIVATE_TORCH_IN = {"nodes.py": ["torch.utils._pytree", "torch.utils._pytree.*"]}
 # The operators of torch's own optimizers: private by name, stable in fact, and without
 # a public equal.
 PRIVATE_TORCH_ANYWHERE = ["torch._foreach_*", "torch._fused_*"]
@@ -240,7 +241,8 @@ def test_the_house_keeps_the_rule(check):
 def test_the_house_is_read():
     house = the_house()
     assert "structure.py" in imports(house)["tree.py"]
-    names = [name for _, name in torch_names("tree.py", ast.parse(house["tree.py"]))]
+    source = ast.parse(house["nodes.py"])
+    names = [name for _, name in torch_names("nodes.py", source)]
     assert "torch.utils._pytree.register_pytree_node" in names
 
 
@@ -318,9 +320,9 @@ def test_private_torch_is_seen(source, fault):
     assert private_faults({"_torch.py": source}) == []
 
 
-def test_torchs_pytree_is_for_tree_alone():
+def test_torchs_pytree_is_for_nodes_alone():
     source = "import torch.utils._pytree as p; p.SUPPORTED_NODES"
-    assert private_faults({"tree.py": source}) == []
+    assert private_faults({"nodes.py": source}) == []
     assert "torch.utils._pytree is" in private_faults({"sharded.py": source})[0]
 
 

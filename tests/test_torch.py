@@ -614,3 +614,65 @@ def test_a_process_group_says_how_long_it_waits():
             dist.destroy_process_group()
         what = "a timeout that the user gave is lost on a mesh of two axes"
         assert found == expected, breaks(what)
+
+
+def test_code_between_graphs_knows_of_its_compiler():
+    found = [_torch.compiler_at_work()]
+
+    def between(x):
+        if torch.compiler.is_dynamo_compiling():
+            raise ValueError("not to be compiled")
+        found.append(_torch.compiler_at_work())
+        return x + 1
+
+    torch.compile(between, backend="eager")(torch.ones(1))
+    what = "a compiled step is torn into graphs in silence"
+    assert found[0] is None, breaks(what)
+    assert len(found) == 2 and callable(found[1]), breaks(what)
+
+
+def test_compiled_functions_run_plainly_and_compiled_again():
+    ran = []
+
+    def backend(graph, _):
+        return lambda *args: ran.append(1) or graph.forward(*args)
+
+    double = torch.compile(lambda x: x + x, backend=backend)
+    double(torch.ones(1))
+    before = _torch.compiler_stance()
+    _torch.set_compiler_stance("force_eager")
+    double(torch.ones(1))
+    what = "compiled kernels read the memory of fake tensors: segmentation fault"
+    assert len(ran) == 1, breaks(what)
+    _torch.set_compiler_stance(before)
+    double(torch.ones(1))
+    assert len(ran) == 2, breaks("units are compiled no more")
+
+
+def test_a_module_tells_that_it_was_compiled():
+    module = torch.nn.Linear(1, 1)
+    assert not _torch.is_compiled(module)
+    module.compile(backend="eager")
+    what = "modules compiled in place run uncompiled, without a word"
+    assert _torch.is_compiled(module), breaks(what)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
+def test_fakes_know_the_product_of_groups(dtype):
+    """That of a mixture of experts: both passes, as they lie in memory."""
+
+    def found():
+        x = torch.ones(6, 8, dtype=dtype, requires_grad=True)
+        w = torch.ones(3, 8, 16, dtype=dtype, requires_grad=True)
+        ends = torch.tensor([2, 5, 6], dtype=torch.int32)
+        y = torch.nn.functional.grouped_mm(x, w, offs=ends)
+        grads = torch.autograd.grad(y, (x, w), torch.ones_like(y))
+        odd = torch.nn.functional.grouped_mm(x, w.detach()[..., :12], offs=ends)
+        pairs = torch.nn.functional.grouped_mm(w.mT.detach(), w.detach())
+        every = [y, *grads, odd, pairs]
+        return [(x.shape, x.stride(), x.dtype, x.device) for x in every]
+
+    with _torch.fake_mode_of(()):
+        fake = found()
+    what = "a model with experts cannot be recorded"
+    assert fake == found(), breaks(what)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import ExitStack
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -16,26 +17,28 @@ from fsfunc import _torch
 
 __all__ = ["Own", "carry", "own", "resume"]
 
-Own = tuple[Tensor, Tensor | None, tuple[int, int]]
+Own = tuple[Tensor, Tensor | None, tuple[int, int], Any]
 
 
 def own() -> Own:
     """What torch has once for all threads, and each rank for itself.
 
-    The default generators' states (the CPU's, and that of a CUDA device in use) and
-    the level of forward-mode differentiation.
+    The default generators' states (the CPU's, and that of a CUDA device in use), the
+    level of forward-mode differentiation, and how compiled functions run.
     """
     cuda = torch.cuda.get_rng_state() if torch.cuda.is_initialized() else None
-    return torch.get_rng_state(), cuda, _torch.forward_ad_state()
+    level, stance = _torch.forward_ad_state(), _torch.compiler_stance()
+    return torch.get_rng_state(), cuda, level, stance
 
 
 def resume(own: Own) -> None:
     """Puts a rank's own state in place, as it gets the baton back."""
-    cpu, cuda, level = own
+    cpu, cuda, level, stance = own
     torch.set_rng_state(cpu)
     if cuda is not None:
         torch.cuda.set_rng_state(cuda)
     _torch.set_forward_ad_state(level)
+    _torch.set_compiler_stance(stance)
 
 
 def carry() -> Callable[[], ExitStack]:

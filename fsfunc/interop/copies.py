@@ -9,7 +9,8 @@ up what the call was given; what a forward sets on its module is gone after the 
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
+from itertools import accumulate
 from typing import Any
 
 from torch import Tensor, nn
@@ -17,8 +18,10 @@ from torch.nn.modules import batchnorm as _batchnorm
 
 from fsfunc import _torch
 from fsfunc.interop.absence import Absent
+from fsfunc.interop.caching import without_caches
 from fsfunc.interop.closures import check_closures
 from fsfunc.interop.given import Given, Knowledge
+from fsfunc.interop.hooks import Hook, LateHooks, Seen, shown_by
 from fsfunc.interop.ports import make_port
 from fsfunc.interop.tables import Buffers, Parameters
 from fsfunc.interop.tensors import Tensors, computed
@@ -57,6 +60,7 @@ class Copy:
         fetch: reads a parameter outside every unit; None inside one.
         where: the name of the part.
         knowledge: what calls of the part have shown.
+        fills: whether it may fill a cache.
     """
 
     def __init__(
@@ -66,8 +70,12 @@ class Copy:
         fetch: Callable[[str, Any], Any] | None,
         where: str,
         knowledge: Knowledge,
+        fills: bool,
     ):
         self.module, things = copied(template)
+        self.fills = fills
+        if not fills:
+            without_caches(things)
         self.where, self._fetch, self._knowledge = where, fetch, knowledge
         self.mutable = False
         self._given: Given | None = None
@@ -89,13 +97,17 @@ class Copy:
         self._written, self._trusted = frozenset(hidden), frozenset(trusted - hidden)
         for name, call in ports.items():
             make_port(self.module.get_submodule(name), call, self)
+        units = map(self.module.get_submodule, ports)
+        self._hooks = {id(m): LateHooks(m) for m in units}
         if fetch is None and where:
             for hooks in _torch.hook_tables(self.module, before=False):
                 hooks.clear()  # they run on the unit's output, outside it
-        below = tuple(f"{x}." for x in ports)
-        self._watch = Watch(
-            self.module, things, lambda path: path in ports or path.startswith(below)
-        )
+
+        def unit_of(path: str) -> str | None:
+            names = accumulate(path.split("."), "{}.{}".format)
+            return next((name for name in names if name in ports), None)
+
+        self._watch = Watch(self.module, things, unit_of)
 
     # What a call is given
 
@@ -149,14 +161,49 @@ class Copy:
                 )
         return found
 
-    def end(self) -> dict[Attribute, str | None]:
+    def enter(self) -> None:
+        """A unit in it is called.
+
+        Raises:
+            RuntimeError: things that the unit has too were changed, which in the unit's
+                own copy they are not.
+        """
+        if said := self._watch.unseen():
+            raise RuntimeError(f"{self._who} {said}")
+
+    def late_hooks(self, m: nn.Module) -> dict[str, list[Hook]]:
+        """What the call has hung on modules within a unit, which run on another copy.
+
+        Raises:
+            RuntimeError: hooks that only the unit itself could run.
+        """
+        return self._hooks[id(m)].found()
+
+    def show(self, paths: Sequence[str]) -> Seen:
+        """What modules in it, by path, will have been given and have returned."""
+        return shown_by(self.module, paths)
+
+    def left(self, unit: str, where: str, filled: Any) -> None:
+        """A unit in it has run, and filled one of its attributes.
+
+        Raises:
+            RuntimeError: that is shared with others, which see none of it.
+        """
+        if self._watch.is_shared(filled):
+            raise RuntimeError(
+                f"unit {unit!r} fills {where}, which others have too, and see none of "
+                "it: return what is new, or make a unit of what is around both"
+            )
+
+    def end(self) -> tuple[dict[Attribute, str | None], set[Attribute]]:
         """The call is over: what it was given and what it set are let go.
 
         Returns:
-            the attributes that it set, and why that is refused, if it is.
+            the attributes that it set, and why that is refused, if it is; and which of
+            them it filled.
         """
         self._given = None
-        return {} if self._watch.is_kept() else self._watch.restored()
+        return ({}, set()) if self._watch.is_kept() else self._watch.restored()
 
     @property
     def spoiled(self) -> bool:

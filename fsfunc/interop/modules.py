@@ -9,6 +9,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
+from fsfunc.interop.caching import are_filled
 from fsfunc.interop.containers import opened
 from fsfunc.interop.patterns import Units, chosen, completed
 from fsfunc.interop.structures import Structure
@@ -27,6 +28,10 @@ def from_module(
     module is not kept and never touched; ``apply`` may run many times at once. Its
     hooks run, on copies: those of a unit after its forward outside of it, all others
     within.
+
+    A Hugging Face model leaves out its cache of keys and values while gradients are on,
+    as under a checkpoint: a unit that runs again would fill it twice. Under
+    ``torch.no_grad()`` it fills it, sharded too; a pipeline's stages never do.
 
     Args:
         module: any nn.Module, on any device (``"meta"`` too); ``apply`` is in the mode,
@@ -57,11 +62,12 @@ def from_module(
             script), or whose structure cannot be copied; functions in it, such as a
             patched forward or a hook, that hold the module by closure; parameters with
             hooks. Of ``apply``: a unit that is given tensors out of sight, such as a
-            cache of keys and values.
+            cache of keys and values, while gradients are on.
         RuntimeError: of ``apply``: a forward writes a buffer without ``mutable=True``,
             or changes a parameter, a count or a sum in an attribute, or a list that a
-            unit is given, or hands on tensors by attributes of its units; a
-            torch.utils.checkpoint within, whose backward comes after the call.
+            unit is given or shares with others, or hands on tensors by attributes of
+            its units; a torch.utils.checkpoint within, whose backward comes after the
+            call.
 
     Cost: a copy of the structure, without tensors, for every call that runs at once
     (for every call, where attributes hold what cannot be put back, such as a random
@@ -95,7 +101,8 @@ def from_module(
         _check("buffers", buffers, shapes[1])
         given = {**params, **{name: buffers[name] for name in frozen}}
         out, changed = structure.call(given, buffers, args, keywords, mutable)
-        opened(out, "the module")
+        if not are_filled():
+            opened(out, "the module")
         return (out, {**buffers, **changed}) if mutable else out
 
     apply.units = tuple(n or type(module).__name__ for n in names)  # type: ignore

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from operator import is_
 from typing import Any
 
@@ -10,15 +11,37 @@ from torch import Tensor, nn
 
 from fsfunc import tree
 from fsfunc.interop.absence import Absent
+from fsfunc.interop.caching import are_filled, handed, taken
 from fsfunc.interop.containers import opened
 from fsfunc.interop.copies import Copy, without_tensors
 from fsfunc.interop.given import Knowledge
+from fsfunc.interop.hooks import Seen, run_late
 from fsfunc.interop.tensors import Tensors
 from fsfunc.interop.watching import Attribute
 from fsfunc.sharded import is_sharded
 from fsfunc.units import Unit, unit
 
 __all__ = ["Structure"]
+
+
+@dataclass(frozen=True)
+class Asked:
+    """What is wanted of a part beside its output.
+
+    Args:
+        mutable: the buffers that it wrote.
+        fills: that it fills caches, which nobody will fill twice.
+        shows: what modules within it are given, and return.
+    """
+
+    mutable: bool
+    fills: bool
+    shows: tuple[str, ...] = ()
+
+    @property
+    def is_plain(self) -> bool:
+        """Whether a unit gives its output, and no more."""
+        return not (self.mutable or self.shows)
 
 
 class Structure:
@@ -41,7 +64,9 @@ class Structure:
         self._knowledge = {
             name: Knowledge(frozen, tensors.overlapping) for name in ("", *units)
         }
-        self._free: dict[str, list[Copy]] = {name: [] for name in ("", *units)}
+        self._free: dict[tuple[str, bool], list[Copy]] = {
+            (name, fills): [] for name in ("", *units) for fills in (False, True)
+        }
 
     def call(
         self,
@@ -52,10 +77,13 @@ class Structure:
         mutable: bool,
     ) -> tuple[Any, dict[str, Tensor]]:
         """The module's output, and the buffers that it wrote."""
+        asked = Asked(mutable, are_filled())
         if "" in self.parts:
             part = self.parts[""]
-            return part.call(params, buffers, args, keywords, mutable)
-        return self.run("", params, buffers, args, keywords, mutable)
+            params = {n: params[n] for n in part.params}
+            buffers = {n: buffers[n] for n in part.buffers}
+            return part.called(params, buffers, args, keywords, asked)[:2]
+        return self.run("", params, buffers, args, keywords, asked)[:2]
 
     def run(
         self,
@@ -64,25 +92,27 @@ class Structure:
         buffers: Mapping[str, Tensor],
         args: tuple[Any, ...],
         keywords: dict[str, Any],
-        mutable: bool,
-    ) -> tuple[Any, dict[str, Tensor]]:
+        asked: Asked,
+    ) -> tuple[Any, dict[str, Tensor], Seen]:
         """The output of one part, run here and now on a copy of its own."""
-        free = self._free[name]
-        borrowed = free.pop() if free else self._copy(name)
-        borrowed.begin(params, buffers, mutable)
+        free = self._free[name, asked.fills]
+        borrowed = free.pop() if free else self._copy(name, asked.fills)
+        borrowed.begin(params, buffers, asked.mutable)
         try:
+            seen = borrowed.show(asked.shows)
             out = borrowed.module(*args, **keywords)
             changed = borrowed.changed()
         finally:
-            found = borrowed.end()
+            found, filled = borrowed.end()
             if not borrowed.spoiled:
                 free.append(borrowed)
         borrowed.check(found)
         if found and name in self.parts:
             self.parts[name].sets |= found.keys()
-        return out, changed
+            self.parts[name].fills |= filled
+        return out, changed, seen
 
-    def _copy(self, name: str) -> Copy:
+    def _copy(self, name: str, fills: bool) -> Copy:
         template = self.template.get_submodule(name)
         below = {
             path: self._first[f"{name}.{path}" if name else path]
@@ -95,7 +125,7 @@ class Structure:
             if full in self.parts
         }
         fetch = None if name in self.parts else self._fetch
-        return Copy(template, ports, fetch, name, self._knowledge[name])
+        return Copy(template, ports, fetch, name, self._knowledge[name], fills)
 
     def _fetch(self, name: str, leaf: Any) -> Any:
         """A parameter that is read outside every unit, through one of its own."""
@@ -122,53 +152,61 @@ class _Part:
         self.buffers = _names(
             x for _, one in tables for _, x in one.named_buffers(recurse=False)
         )
-        self.units: dict[bool, Unit] = {}
+        self.units: dict[Asked, Unit] = {}
         self.sets: set[Attribute] = set()
+        self.fills: set[Attribute] = set()
 
     def port(self, outer: Copy, m: nn.Module, args: Any, keywords: Any) -> Any:
         """Calls the unit in place of ``m``, within a part that holds its tensors."""
         given = outer.given
+        outer.enter()
+        hooks = outer.late_hooks(m)
         params = {n: given.params[n] for n in self.params}
         buffers = {n: given.current(n) for n in self.buffers}
-        out, changed = self._called(params, buffers, args, keywords, outer.mutable)
+        asked = Asked(outer.mutable, outer.fills, tuple(hooks))
+        out, changed, seen = self.called(params, buffers, args, keywords, asked)
         for name, x in changed.items():
             given.write(name, x)
+        for path, inputs, output in seen:
+            run_late(m.get_submodule(path), hooks[path], inputs, output)
         for path, name in self.sets:  # on a copy that is not this one
             where = ".".join(filter(None, (self.name, path, name)))
-            vars(m.get_submodule(path))[name] = Absent(where, None, None)
+            attributes = vars(m.get_submodule(path))
+            if (path, name) in self.fills:
+                outer.left(self.name, where, attributes.get(name))
+            attributes[name] = Absent(where, None, None)
         return out
 
-    def call(
-        self, params: Any, buffers: Any, args: Any, keywords: Any, mutable: bool
-    ) -> tuple[Any, dict[str, Tensor]]:
-        """Calls the unit that is the whole module."""
-        params = {n: params[n] for n in self.params}
-        buffers = {n: buffers[n] for n in self.buffers}
-        return self._called(params, buffers, args, keywords, mutable)
-
-    def _called(
-        self, params: Any, buffers: Any, args: Any, keywords: Any, mutable: bool
-    ) -> tuple[Any, dict[str, Tensor]]:
+    def called(
+        self, params: Any, buffers: Any, args: Any, keywords: Any, asked: Asked
+    ) -> tuple[Any, dict[str, Tensor], Seen]:
+        """Calls the unit, and nothing else."""
         who = f"unit {self.name!r}"
+        if asked.mutable and not buffers:
+            asked = replace(asked, mutable=False)
+        if asked.fills:
+            args, keywords = handed((args, keywords))
         others = opened((args, keywords), who)
-        mutable = mutable and bool(buffers)
         if "params" in keywords:  # what a unit's first argument is called
             keywords = {_PARAMS if k == "params" else k: x for k, x in keywords.items()}
-        found = self.units.get(mutable) or self._unit(mutable)
+        found = self.units.get(asked) or self._unit(asked)
         out = found(params, buffers, *args, **keywords)
         if others:
             opened((args, keywords), who)
-        return out if mutable else (out, {})
+        out, changed, seen = (out, {}, []) if asked.is_plain else out
+        return taken(out) if asked.fills else out, changed, seen
 
-    def _unit(self, mutable: bool) -> Unit:
+    def _unit(self, asked: Asked) -> Unit:
         name = self.name or type(self.structure.template).__name__
 
         def run(params: Any, buffers: Any, /, *args: Any, **keywords: Any) -> Any:
             if _PARAMS in keywords:
                 keywords["params"] = keywords.pop(_PARAMS)
+            if asked.fills:
+                args, keywords = taken((args, keywords))
             before = tree.flatten((args, keywords), is_leaf=is_sharded)
-            out, changed = self.structure.run(
-                self.name, params, buffers, args, keywords, mutable
+            out, changed, seen = self.structure.run(
+                self.name, params, buffers, args, keywords, asked
             )
             after = tree.flatten((args, keywords), is_leaf=is_sharded)
             if after[1] != before[1] or not all(map(is_, after[0], before[0])):
@@ -177,16 +215,18 @@ class _Part:
                     "unit runs again, or elsewhere, it is another; return what is new, "
                     "or make a unit of what is around both"
                 )
+            if asked.fills:
+                out = handed(out)
             opened(out, f"unit {name!r}")
-            return (out, changed) if mutable else out
+            return out if asked.is_plain else (out, changed, seen)
 
         run.__name__ = name
         run.as_given = 1  # type: ignore[attr-defined]  # statistics stay exact
-        self.units[mutable] = unit(run)
-        return self.units[mutable]
+        self.units[asked] = unit(run)
+        return self.units[asked]
 
 
-_PARAMS = "params of the module's"
+_PARAMS = "params of the module's"  # a keyword that no module has
 
 
 def _names(absent: Any) -> tuple[str, ...]:

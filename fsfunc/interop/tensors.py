@@ -85,6 +85,11 @@ def _check_kind(module: nn.Module) -> None:
                 f"{at} a {kind} with max_norm, which changes its weight in forward: "
                 "leave max_norm out, and normalise the rows that are looked up"
             )
+        if _torch.is_compiled(m):
+            raise TypeError(
+                f"{at} compiled in place, and what runs is a copy of it: give the "
+                "module before its compile(), and compile functions that it calls"
+            )
         wrapped = next((a for a in ("_orig_mod", "module") if hasattr(m, a)), None)
         if wrapped and kind in _WRAPPED:
             raise TypeError(

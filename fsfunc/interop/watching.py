@@ -6,7 +6,7 @@ import copy
 import functools
 import types
 from collections import OrderedDict, defaultdict, deque
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping, Set
 from itertools import chain
 from operator import is_
 from typing import Any
@@ -48,11 +48,11 @@ class Watch:
     Args:
         module: the copy, its tables and ports in place.
         things: what was copied with it.
-        within: whether a path is within a unit of this part.
+        unit_of: the unit of this part that a path is within, or None.
     """
 
-    def __init__(self, module: nn.Module, things: list[Any], within: Any):
-        self.within = within
+    def __init__(self, module: nn.Module, things: list[Any], unit_of: Any):
+        self.unit_of = unit_of
         self.attributes = [
             (path, m, dict(vars(m))) for path, m in module.named_modules()
         ]
@@ -81,18 +81,40 @@ class Watch:
         self.containers = list(containers.values())
         self.saved = [copy.copy(x) for x in self.containers]
         self.tensors = [(x, x._version) for x in tensors.values() if _counts(x)]
-        self._views = [
-            x.values() if isinstance(x, dict) else x
-            for x in [*(vars(m) for _, m, _ in self.attributes), *self.containers]
-        ]
-        self._sizes = list(map(len, self._views))
-        self._values = list(chain.from_iterable(self._views))
+        self._all = _Snapshot(
+            [*(vars(m) for _, m, _ in self.attributes), *self.containers]
+        )
+        #: Containers that a unit shares with another one, or with what is around it.
+        self.shared = self._found_twice(containers.keys())
+        self._between = _Snapshot([containers[key] for key in self.shared])
+
+    def _found_twice(self, containers: Set[int]) -> frozenset[int]:
+        owners: dict[int, set[Any]] = {}
+        known: dict[int, Set[int]] = {}
+        for path, _, saved in self.attributes:
+            for name, x in saved.items():
+                if name not in _OWN and id(x) not in known:
+                    known[id(x)] = containers & set(_inside(x, 6))
+                for key in known.get(id(x), ()):
+                    owners.setdefault(key, set()).add(self.unit_of(path))
+        return frozenset(key for key, units in owners.items() if len(units) > 1)
 
     def is_kept(self) -> bool:
         """Whether all is as it was."""
-        return list(map(len, self._views)) == self._sizes and all(
-            map(is_, chain.from_iterable(self._views), self._values)
-        )
+        return self._all.is_kept()
+
+    def unseen(self) -> str | None:
+        """What was done to things that units have too, who see none of it."""
+        if self._between.is_kept():
+            return None
+        pairs = zip(self.containers, self.saved, strict=True)
+        changed = {id(x) for x, before in pairs if not _same(x, before)}
+        for path, _, saved in self.attributes:
+            for name, x in saved.items():
+                reached = changed and name not in _OWN and _reaches(x, changed, 6)
+                if reached and (said := self._outside(path, name)):
+                    return said
+        return None
 
     def written(self) -> str | None:
         """A tensor among the attributes that was written in place, if one was."""
@@ -105,13 +127,14 @@ class Watch:
                 return "a tensor of its attributes"
         return None
 
-    def restored(self) -> dict[Attribute, str | None]:
+    def restored(self) -> tuple[dict[Attribute, str | None], set[Attribute]]:
         """Puts all back as it was.
 
         Returns:
             the attributes that had been set or filled; for each, why that is refused,
-            if it is.
+            if it is; and those that had been filled.
         """
+        filled: set[Attribute] = set()
         changed: set[int] = set()
         for x, before in zip(self.containers, self.saved, strict=True):
             if not _same(x, before):
@@ -128,15 +151,20 @@ class Watch:
                 if name not in saved or x is not old:
                     found[path, name] = self._lost(path, name, old, x, m)
                 elif changed and _reaches(x, changed, 6):
-                    found[path, name] = self._outside(path, name)
-            if id(saved["_modules"]) in changed and self.within(path):
+                    found[path, name] = None  # by now every unit has run
+                    filled.add((path, name))
+            if id(saved["_modules"]) in changed and self.unit_of(path) is not None:
                 found[path, "_modules"] = self._outside(path, "_modules")
             now.clear()
             now.update(saved)
-        return found
+        return found, filled
+
+    def is_shared(self, x: Any) -> bool:
+        """Whether what a unit has filled is there for others, who see none of it."""
+        return not self.shared.isdisjoint(_inside(x, 6))
 
     def _outside(self, path: str, name: str) -> str | None:
-        if not self.within(path):
+        if self.unit_of(path) is None:
             return None
         return (
             f"sets {_said(path, name)} on a unit from outside, which the unit does not "
@@ -158,6 +186,20 @@ class Watch:
             f"changes {_said(path, name)}, which is lost after the call: make it a "
             "buffer (register_buffer), and apply(..., mutable=True) returns it; what "
             "is made anew in each call, set to None before from_module"
+        )
+
+
+class _Snapshot:
+    """What lies in some containers, compared by a few C functions."""
+
+    def __init__(self, containers: list[Any]):
+        self._views = [x.values() if isinstance(x, dict) else x for x in containers]
+        self._sizes = list(map(len, self._views))
+        self._values = list(chain.from_iterable(self._views))
+
+    def is_kept(self) -> bool:
+        return list(map(len, self._views)) == self._sizes and all(
+            map(is_, chain.from_iterable(self._views), self._values)
         )
 
 
@@ -194,10 +236,14 @@ def _same(x: Any, before: Any) -> bool:
 
 def _reaches(x: Any, wanted: set[int], depth: int) -> bool:
     """Whether one of the things with these ids is in ``x``: not within modules."""
-    if id(x) in wanted:
-        return True
+    return any(key in wanted for key in _inside(x, depth))
+
+
+def _inside(x: Any, depth: int) -> Iterator[int]:
+    """The ids of the things in ``x``, and its own: not of what modules hold."""
+    yield id(x)
     if not depth or isinstance(x, nn.Module | Tensor | Absent | type):
-        return False
+        return
     if isinstance(x, Mapping):
         inner = list(x.values())
     elif isinstance(x, list | tuple | set | deque):
@@ -205,5 +251,6 @@ def _reaches(x: Any, wanted: set[int], depth: int) -> bool:
     elif _is_plain(x):
         inner = [vars(x)]
     else:
-        return False
-    return any(_reaches(y, wanted, depth - 1) for y in inner)
+        return
+    for y in inner:
+        yield from _inside(y, depth - 1)

@@ -29,9 +29,16 @@ def _attention(q: Any, k: Any, v: Any, *_: Any, **__: Any) -> int:
     return 2 * rows * k.shape[-2] * (k.shape[-1] + v.shape[-1])
 
 
-# torch counts nothing for the first.
+def _grouped(a: Any, b: Any, *_: Any, **__: Any) -> int:
+    """Each row, or each column, times those of its own group alone."""
+    pairs = a.shape[0] if a.ndim == b.ndim == 3 else 1
+    return 2 * pairs * a.shape[-2] * a.shape[-1] * b.shape[-1]
+
+
+# torch counts nothing for the first two.
 FLOPS = {
     _torch.CPU_ATTENTION: _attention,
+    _torch.GROUPED_PRODUCT: _grouped,
     **flop_registry,
 }
 

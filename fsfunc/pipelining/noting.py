@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
@@ -113,11 +113,11 @@ class Tracer:
 
     def _apart(self, body: Body, out: Any, number: int) -> tuple[Any, Outputs]:
         """A unit's outputs, each in a storage of its own, and what they are."""
+        tree.shown(out, f"unit {body.name!r}", "returns")
         flow, (paths, leaves, treedef) = self.flow, tree.flatten_with_paths(out)
         specs, apart = list(leaves), defaultdict[int, list[Tensor]](list)
         for i, x in enumerate(leaves):
             if not isinstance(x, Tensor):
-                _check_open(x, body.name)
                 continue
             specs[i] = Spec(tuple(x.shape), x.dtype, x.requires_grad, x.device)
             body.keep(x)
@@ -154,15 +154,4 @@ class Tracer:
             loss=loss,
             mutated=frozenset(flow.mutated),
             draws=tuple(flow.draws),
-        )
-
-
-def _check_open(x: Any, name: str) -> None:
-    """Raises where a leaf of a unit's output, no tensor, hides tensors."""
-    inner = x if isinstance(x, Mapping) else getattr(x, "__dict__", {})
-    if any(isinstance(y, Tensor) for y in inner.values()):
-        raise TypeError(
-            f"unit {name!r} returned a {type(x).__name__}, which holds tensors but is "
-            "no tree that fsfunc knows: return a dict, or make the class known by "
-            "fsfunc.tree.register_node"
         )

@@ -14,6 +14,7 @@ from fsfunc import _torch
 from fsfunc.accounting import label
 from fsfunc.arena import Arena
 from fsfunc.collectives import Group
+from fsfunc.compiled import plainly
 from fsfunc.frames import Counter, Frame, inside
 from fsfunc.moving import run_by
 from fsfunc.pipelining.actions import Action
@@ -118,6 +119,7 @@ class Worker:
         with (
             torch.set_grad_enabled(bool(self.values)),
             run_by(abstractly),
+            plainly(),  # it may be given stand-ins
             inside(f),
         ):
             try:

@@ -18,6 +18,7 @@ from torch import Tensor
 from fsfunc import _torch, tree
 from fsfunc.backends.abstract import AbstractLink
 from fsfunc.collectives import Group, Move, move
+from fsfunc.compiled import standing
 from fsfunc.frames import Running, Thread, run_as
 from fsfunc.layout import Owned
 from fsfunc.pipelining.cutting import StagePlan
@@ -126,6 +127,7 @@ class StageRun:
         self.made: dict[Value, Tensor] = {}
         self.starts: list[Tensor] = []
         self.ends: list[Tensor] = []
+        self.stance = _torch.compiler_stance()  # of units; what is between runs plainly
 
     def unit(self, call: Any, params: Any, inputs: Any, keywords: Any) -> Any:
         known, k = self.cut.program.calls, call.number
@@ -189,7 +191,7 @@ class StageRun:
         leaves = tree.leaves(params) if self.tied else []
         device = next((x.device for x in leaves if isinstance(x, Tensor)), None)
         thread = Thread(device) if self.tied else None
-        with run_as(Running(thread)):
+        with run_as(Running(thread)), standing(self.stance):
             out = call.run(params, *inputs, **keywords)
         if thread is not None and thread.token is not thread.start:
             self.starts.append(thread.start)

@@ -15,6 +15,7 @@ from torch.overrides import TorchFunctionMode
 from fsfunc import _torch, tree
 from fsfunc.accounting import silence
 from fsfunc.backends.abstract import AbstractLink
+from fsfunc.compiled import plainly
 from fsfunc.frames import frame, inside
 from fsfunc.mesh import Here, asking, place_here
 from fsfunc.moving import watching
@@ -157,7 +158,7 @@ def _tried(
         now = replace(at, link=AbstractLink(at.rank))
         f = frame().but(rehearsal=checker, at=now)
         scopes = silence(), asking(asked), place_here(now), inside(f)
-        for scope in (*scopes, _torch.quiet_fakes()):
+        for scope in (*scopes, _torch.quiet_fakes(), plainly()):
             stack.enter_context(scope)
         stack.enter_context(watching(checker))
         stack.enter_context(checker)

@@ -7,6 +7,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
+from fsfunc.compiled import refuse_compiled
 from fsfunc.frames import Interpretation, frame, inside
 
 __all__ = ["transformed"]
@@ -26,6 +27,7 @@ def transformed(
 
     @functools.wraps(f)
     def run(*args: Any, **keywords: Any) -> Any:
+        refuse_compiled("a transformed function")
         if call is not None:
             return call(f, args, keywords)
         outer = frame()

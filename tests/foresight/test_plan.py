@@ -466,3 +466,23 @@ def test_a_thousand_layers_on_a_thousand_ranks():
     seconds, memory, gathers, reductions = map(float, run.stdout.split())
     assert (gathers, reductions) == (1999, 1000)
     assert seconds < 20 and memory < 2048, (seconds, memory)
+
+
+def test_experts_count_for_the_rows_that_are_theirs():
+    """Each row is multiplied once, forward; and twice for its gradients."""
+    rows, groups, width, out = 6, 3, 8, 16
+    ends = torch.tensor([2, 5, 6], dtype=torch.int32)
+    experts = ff.unit(lambda w, x: torch.nn.functional.grouped_mm(x, w, offs=ends))
+    mesh = ff.make_mesh({"data": 2}, "abstract")
+    optimizer = ff.sgd(0.1)
+    layer = ff.unit(lambda w, x: x @ w)
+    params = [torch.zeros(width, width), torch.zeros(groups, width, out)]
+
+    def loss(params, x):
+        return experts(params[1], layer(params[0], x)).sum()
+
+    step = ff.shard(optimizer(ff.value_and_grad(loss)), mesh, "data")
+    x = torch.zeros(rows, width)
+    plan = ff.plan(step, lambda: params, optimizer, x, mesh=mesh)
+    first = 2 * 2 * rows * width * width  # of the data no gradient is asked
+    assert plan.flops == first + 3 * 2 * rows * width * out

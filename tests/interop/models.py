@@ -104,7 +104,7 @@ def step_of(apply, buffers, optimizer, loss=language_loss):
     """The train step of a model that takes a batch's entries and returns logits."""
 
     def loss_fn(params, batch):
-        out = apply(params, buffers, **batch, use_cache=False)
+        out = apply(params, buffers, **batch)
         return loss(out.logits, batch)
 
     def train_step(state, batch):
@@ -120,7 +120,7 @@ def trained(module, batch, steps=2, lr=1e-2):
     losses = []
     for _ in range(steps):
         optimizer.zero_grad()
-        loss = language_loss(module(**batch, use_cache=False).logits, batch)
+        loss = language_loss(module(**batch).logits, batch)
         loss.backward()
         optimizer.step()
         losses.append(loss.detach())

@@ -67,7 +67,7 @@ def references():
             module = hugging_face(make, **options)
             made = ff.from_module(copy.deepcopy(module), units=units)
             batch = text()
-            logits = module(**batch, use_cache=False).logits.detach()
+            logits = module(**batch).logits.detach()
             found[name] = made, batch, logits, trained(module, batch)
         return found[name]
 
@@ -78,7 +78,7 @@ def references():
 def test_apply_returns_what_the_module_does(references, name):
     (apply, params, buffers), batch, logits, _ = references(name)
     given = {k: v.clone().requires_grad_() for k, v in params.items()}
-    out = apply(given, buffers, **batch, use_cache=False)
+    out = apply(given, buffers, **batch)
     assert torch.equal(out.logits, logits)
     assert type(out).__module__.startswith("transformers.")
 
@@ -155,21 +155,13 @@ def test_dropout_is_that_of_one_device_under_accumulation():
 def test_hidden_states_are_those_of_the_units():
     module = hugging_face(llama)
     apply, params, buffers = ff.from_module(module, units="model.layers.*")
-    batch = text() | {"output_hidden_states": True, "use_cache": False}
+    batch = text() | {"output_hidden_states": True}
     for _ in range(2):  # transformers adds hooks on first use
         with torch.no_grad():
             found = apply(params, buffers, **batch).hidden_states
             expected = module(**batch).hidden_states
         assert len(found) == len(expected) == 4
         close(list(found), list(expected))
-
-
-@pytest.mark.parametrize("use_cache", [None, True])
-def test_a_cache_of_keys_is_refused(use_cache):  # by the one unit that fills it
-    module = hugging_face(llama, num_hidden_layers=1)
-    apply, params, buffers = ff.from_module(module, "model.layers.*")
-    with pytest.raises(TypeError, match="DynamicCache.*use_cache=False"):
-        apply(params, buffers, **text(), use_cache=use_cache)
 
 
 def test_names_round_trip():

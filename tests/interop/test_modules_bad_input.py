@@ -1,5 +1,6 @@
 """What no function can do for a module is refused, by name and with the way out."""
 
+import copy
 import threading
 import warnings
 
@@ -126,6 +127,73 @@ def test_what_a_units_forward_sets_is_not_read_outside():
         torch.testing.assert_close(apply(params, buffers, X), module(X))
 
 
+class Settings:
+    def __init__(self):
+        self.scale, self.seen = 1.0, []
+
+
+class Sharing(nn.Module):
+    """A layer that reads, or fills, what it shares with what is around it."""
+
+    def __init__(self, settings, fills=False):
+        super().__init__()
+        self.layer, self.settings, self.fills = nn.Linear(4, 4), settings, fills
+
+    def forward(self, x):
+        y = self.layer(x) * self.settings.scale
+        if self.fills:
+            self.settings.seen.append(y.mean())
+        return y
+
+
+class Around(nn.Module):
+    def __init__(self, early=False, fills=False):
+        super().__init__()
+        self.settings, self.early = Settings(), early
+        self.layers = nn.ModuleList(Sharing(self.settings, fills) for _ in range(2))
+
+    def forward(self, x):
+        if self.early:
+            self.settings.scale = 2.0
+        for layer in self.layers:
+            x = layer(x)
+        self.settings.scale = 3.0  # no unit of this call is there to see it
+        return x + sum(self.settings.seen)
+
+
+def test_what_is_written_after_every_unit_has_run_is_gone():
+    module = Around()
+    apply, params, buffers = ff.from_module(module, Sharing)
+    with torch.no_grad():
+        expected = module(X)
+    for _ in range(2):
+        assert torch.equal(apply(params, buffers, X), expected)
+
+
+def test_what_a_unit_would_read_and_does_not_see_is_refused():
+    module = Around(early=True)
+    apply, params, buffers = ff.from_module(module, Sharing)
+    for _ in range(2):
+        with pytest.raises(RuntimeError, match="layers.0.settings on a unit from out"):
+            apply(params, buffers, X)
+    apply, params, buffers = ff.from_module(module, Around)
+    with torch.no_grad():
+        assert torch.equal(apply(params, buffers, X), copy.deepcopy(module)(X))
+
+
+def test_what_units_fill_for_others_is_refused():
+    module = Around(fills=True)
+    apply, params, buffers = ff.from_module(module, Sharing)
+    for _ in range(2):
+        with pytest.raises(
+            RuntimeError, match="'layers.0' fills layers.0.settings, which others have"
+        ):
+            apply(params, buffers, X)
+    apply, params, buffers = ff.from_module(module, Around)
+    with torch.no_grad():
+        assert torch.equal(apply(params, buffers, X), copy.deepcopy(module)(X))
+
+
 class Listed(nn.Module):
     def __init__(self):
         super().__init__()
@@ -193,6 +261,12 @@ def compiled(module):
         return torch.compile(module)
 
 
+def compiled_in_place():
+    module = nn.Sequential(Block())
+    module[0].compile(backend="eager")
+    return module
+
+
 @pytest.mark.parametrize(
     ("make", "error", "says"),
     [
@@ -200,6 +274,7 @@ def compiled(module):
         (lambda: nn.LazyLinear(2), ValueError, "'weight' has no shape yet"),
         (lambda: nn.DataParallel(Block()), TypeError, r"DataParallel.*\.module"),
         (lambda: compiled(Block()), TypeError, r"OptimizedModule.*\._orig_mod"),
+        (compiled_in_place, TypeError, "'0' is compiled in place.*before its compile"),
         (overlapping, ValueError, "'part' and 'weight'|'weight' and 'part'"),
         (lambda: nn.Embedding(2, 2, max_norm=1.0), ValueError, "max_norm"),
         (lambda: locked(Block()), TypeError, "cannot be copied"),

@@ -477,7 +477,7 @@ def test_an_output_that_hides_tensors_is_refused():
             self.x = x
 
     boxed = ff.unit(lambda p, x: Box(x))
-    with pytest.raises(TypeError, match="Box, which holds tensors but is no tree"):
+    with pytest.raises(TypeError, match="Box that holds a tensor out of sight"):
         ff.program(lambda p, x: boxed(p, x).x, torch.ones(2), torch.ones(2))
 
 

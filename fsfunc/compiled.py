@@ -1,0 +1,52 @@
+"""Where what ``torch.compile`` made runs, and where it does not.
+
+A unit's function may be compiled. What is around units may not: which unit is called
+when is for Python to say, and for transforms to see.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager
+from typing import Any
+
+import torch
+
+from fsfunc import _torch
+
+__all__ = ["plainly", "refuse_compiled", "standing"]
+
+
+@contextmanager
+def standing(stance: Any) -> Iterator[None]:
+    """Inside, compiled functions run as where ``compiler_stance()`` was asked."""
+    before = _torch.compiler_stance()
+    _torch.set_compiler_stance(stance)
+    try:
+        yield
+    finally:
+        _torch.set_compiler_stance(before)
+
+
+def plainly() -> AbstractContextManager[None]:
+    """Inside, a compiled function runs as the plain one that it was made of.
+
+    For tensors without values: a kernel would read their memory, and there is none.
+    """
+    return standing("force_eager")
+
+
+def refuse_compiled(what: object) -> None:
+    """Raises where a compiled function calls ``what``.
+
+    Raises:
+        RuntimeError: one does, as it is compiled or between its graphs.
+    """
+    # While this is compiled the first is true, and nobody compiles the second.
+    compiling = torch.compiler.is_dynamo_compiling()
+    if compiling or _torch.compiler_at_work() not in (None, False):
+        raise RuntimeError(
+            f"{what} is called inside a function that torch.compile made: units "
+            "compile, steps do not. Compile the unit's function, "
+            "ff.unit(torch.compile(fn)), and leave steps, losses and units as they are"
+        )

@@ -1,0 +1,140 @@
+"""Hooks that a forward hangs on modules within its units see what those return."""
+
+import copy
+
+import pytest
+import torch
+from torch import nn
+
+import fsfunc as ff
+from tests.interop.models import close
+
+MESH = ff.make_mesh({"data": 2}, "simulated")
+X = torch.randn(4, 3, generator=torch.Generator().manual_seed(0)).double()
+
+
+class Layer(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.inner, self.outer = nn.Linear(3, 5), nn.Linear(5, 3)
+
+    def forward(self, x):
+        return x + self.outer(torch.tanh(self.inner(x)))
+
+
+class Watched(nn.Module):
+    """Collects what some modules of its layers return, as transformers' models do."""
+
+    def __init__(self, hang=None):
+        super().__init__()
+        self.layers = nn.ModuleList(Layer() for _ in range(3))
+        self.hang = hang or self.collect
+
+    def collect(self, module, found):
+        module.register_forward_hook(lambda m, args, out: found.append((args[0], out)))
+
+    def forward(self, x, seen=True):
+        found = []
+        if seen:
+            for layer in self.layers:
+                self.hang(layer.inner, found)
+        for layer in self.layers:
+            x = layer(x)
+        return x, found
+
+
+def loss_of(out):
+    x, found = out
+    return x.square().mean() + sum((a.sum(-1) * b.sum(-1)).mean() for a, b in found)
+
+
+def made(**options):
+    torch.manual_seed(0)
+    return Watched(**options).double()
+
+
+@pytest.mark.parametrize("units", [Layer, [Layer, nn.Linear], Watched])
+def test_what_they_see_is_what_the_module_would_show(units):
+    module = made()
+    apply, params, buffers = ff.from_module(module, units)
+    for seen in (True, False, True):
+        x, found = apply(params, buffers, X, seen)
+        expected, others = copy.deepcopy(module)(X, seen)
+        close(x, expected.detach())
+        close([y for pair in found for y in pair], [y for p in others for y in p])
+    assert not module.layers[0].inner._forward_hooks
+
+
+STACKS = {
+    "remat": lambda f: ff.shard(ff.remat(f), MESH, "data"),
+    "zero=3": lambda f: ff.shard(f, MESH, "data"),
+}
+
+
+@pytest.mark.parametrize("stack", STACKS)
+def test_gradients_flow_through_what_they_see(stack):
+    module = made()
+    apply, params, buffers = ff.from_module(module, Layer)
+    own = copy.deepcopy(module)
+    loss_of(own(X)).backward()
+
+    def main():
+        loss = lambda p, x: loss_of(apply(p, buffers, x))  # noqa: E731
+        mine = ff.local_batch(X, MESH, "data")
+        step = STACKS[stack](ff.value_and_grad(loss))
+        return ff.unshard(step(ff.place(step, params, mine), mine)[1])
+
+    expected = {name: p.grad for name, p in own.named_parameters()}
+    close(ff.spmd(main, MESH)()[0], expected)
+
+
+def test_in_a_pipeline_every_stage_sees_what_it_needs():
+    mesh = ff.make_mesh({"pipe": 3}, "simulated")
+    module = made()
+    apply, params, buffers = ff.from_module(module, Layer)
+    own = copy.deepcopy(module)
+    loss_of(own(X)).backward()
+
+    def main():
+        loss = lambda p, x: loss_of(apply(p, buffers, x))  # noqa: E731
+        step = ff.pipeline(ff.value_and_grad(loss), mesh, "pipe", n_microbatches=2)
+        return ff.unshard(step(ff.place(step, params, X), X)[1])
+
+    expected = {name: p.grad for name, p in own.named_parameters()}
+    close(ff.spmd(main, mesh)()[0], expected)
+
+
+def before(module, found):
+    module.register_forward_pre_hook(lambda m, args: None)
+
+
+def backward(module, found):
+    module.register_full_backward_hook(lambda m, given, out: None)
+
+
+def with_keywords(module, found):
+    module.register_forward_hook(lambda m, a, k, out: None, with_kwargs=True)
+
+
+def changing(module, found):
+    module.register_forward_hook(lambda m, args, out: 2 * out)
+
+
+@pytest.mark.parametrize(
+    ("hang", "says"),
+    [
+        (before, "hangs a hook on 'inner' within a unit.*before from_module"),
+        (backward, "hangs a hook on 'inner' within a unit"),
+        (with_keywords, "hangs a hook on 'inner' within a unit"),
+        (changing, "Linear within a unit.*changes what it returns"),
+    ],
+)
+def test_hooks_that_only_the_unit_could_run_are_refused(hang, says):
+    module = made(hang=hang)
+    apply, params, buffers = ff.from_module(module, Layer)
+    for _ in range(2):
+        with pytest.raises(RuntimeError, match=says):
+            apply(params, buffers, X)
+    apply(params, buffers, X, seen=False)
+    apply, params, buffers = ff.from_module(module, Watched)
+    close(apply(params, buffers, X)[0], copy.deepcopy(module)(X)[0].detach())

@@ -1,0 +1,323 @@
+"""Units whose functions are compiled are as the plain ones; nothing else compiles.
+
+Their numbers, what they send and what they hold are those of the plain functions; while
+a step is recorded or planned, the plain ones run.
+"""
+
+import weakref
+
+import pytest
+import torch
+from torch._dynamo import lookup_backend
+
+import fsfunc as ff
+from fsfunc import tree
+from fsfunc.transforms.sessions import Session
+
+# The compiler asks every tensor for its .grad, and hides this from who prints warnings.
+pytestmark = [
+    pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor"),
+    pytest.mark.filterwarnings("ignore::DeprecationWarning:torch"),
+]
+
+MESH = ff.make_mesh({"data": 2}, "simulated")
+PIPE = ff.make_mesh({"pipe": 2}, "simulated")
+BOTH = ff.make_mesh({"data": 2, "pipe": 2}, "simulated")
+WIDTH, UNITS, STEPS = 4, 3, 2
+BUFFER = 2 * WIDTH * 8 * 8  # bytes of one unit's parameters
+RAN = []  # once for each run of a compiled graph
+
+
+def counted(graph, inputs):
+    """The backend "aot_eager", each run of whose graphs is noted."""
+    run = lookup_backend("aot_eager")(graph, inputs)
+
+    def noted(*args):
+        RAN.append(graph)
+        return run(*args)
+
+    return noted
+
+
+def layer(p, x):
+    return x + torch.relu(x @ p["up"]) @ p["down"].t()
+
+
+plain = ff.unit(layer)
+compiled = ff.unit(torch.compile(layer, backend=counted))
+
+
+@pytest.fixture(autouse=True)
+def forgotten():
+    """No test sees what another one ran or compiled."""
+    RAN.clear()
+    yield
+    torch._dynamo.reset()
+
+
+def params():
+    draw = torch.Generator().manual_seed(0)
+
+    def make():
+        return torch.randint(-1, 2, (WIDTH, 8), generator=draw).double()
+
+    return [{"up": make(), "down": make()} for _ in range(UNITS)]
+
+
+draw = torch.Generator().manual_seed(1)
+BATCH = torch.randint(-2, 3, (8, WIDTH), generator=draw).double()
+OPTIMIZER = ff.sgd(2.0**-6)
+
+
+def loss_of(unit, glue=lambda x: x, after=lambda: None):
+    def loss(params, x):
+        for p in params:
+            x = glue(unit(p, x))
+        after()
+        return x.sum(-1).mean()
+
+    return loss
+
+
+def step_of(loss):
+    return OPTIMIZER(ff.value_and_grad(loss))
+
+
+def trained(loss, transform=lambda step: step, mesh=MESH, record="fake"):
+    """(losses, whole parameters, what was sent) of one rank, after some steps."""
+
+    def main():
+        step = transform(step_of(loss))
+        mine = ff.local_batch(BATCH, mesh, "data") if "data" in mesh.axes else BATCH
+        state = ff.init_state(step, params(), OPTIMIZER, mine, record=record)
+        if mesh.rank == 0:  # it goes first
+            assert not RAN, "a compiled function ran while the step was recorded"
+        losses = []
+        with ff.ledger() as log:
+            for _ in range(STEPS):
+                state, metrics = step(state, mine)
+                losses.append(metrics["loss"])
+        sent = [(r.op, r.axis, r.bytes, r.phase) for r in log.of(mesh.rank)]
+        return losses, ff.unshard(state.params), sent
+
+    torch.manual_seed(0)
+    return ff.spmd(main, mesh)()[0]
+
+
+def sharded(**options):
+    return lambda step: ff.shard(step, MESH, "data", **options)
+
+
+STACKS = {
+    **{f"zero={z}": (sharded(zero=z), MESH) for z in range(4)},
+    **{
+        f"zero={z} remat": (
+            lambda s, z=z: ff.shard(ff.remat(s), MESH, "data", zero=z),
+            MESH,
+        )
+        for z in (1, 3)
+    },
+    "remat(shard)": (lambda s: ff.remat(ff.shard(s, MESH, "data")), MESH),
+    "shard(accumulate)": (
+        lambda s: ff.shard(ff.accumulate(s, 2), MESH, "data"),
+        MESH,
+    ),
+    "accumulate(shard)": (
+        lambda s: ff.accumulate(ff.shard(s, MESH, "data"), 2),
+        MESH,
+    ),
+    "precision": (
+        lambda s: ff.shard(ff.precision(s, compute=torch.bfloat16), MESH, "data"),
+        MESH,
+    ),
+    "donate": (lambda s: ff.donate(ff.shard(s, MESH, "data")), MESH),
+    "pipeline": (
+        lambda s: ff.pipeline(s, PIPE, "pipe", n_microbatches=2),
+        PIPE,
+    ),
+    "zero bubble": (
+        lambda s: ff.pipeline(
+            s, PIPE, "pipe", n_microbatches=2, schedule=ff.schedules.zb_h1
+        ),
+        PIPE,
+    ),
+    "pipeline(shard(remat))": (
+        lambda s: ff.pipeline(
+            ff.shard(ff.remat(s), BOTH, "data"), BOTH, "pipe", n_microbatches=2
+        ),
+        BOTH,
+    ),
+}
+# Runs of units on all ranks: the recompute of each, and one for each microbatch.
+RUNS = {"shard(accumulate)": 2, "accumulate(shard)": 2, "pipeline(shard(remat))": 4}
+
+
+@pytest.mark.parametrize("stack", STACKS)
+def test_a_compiled_unit_is_the_plain_one(stack):
+    """The same bits, and the same record of what was sent, call by call."""
+    transform, mesh = STACKS[stack]
+    expected = trained(loss_of(plain), transform, mesh)
+    assert not RAN
+    assert_same(trained(loss_of(compiled), transform, mesh), expected)
+    each = RUNS.get(stack, 2 if "remat" in stack or mesh is PIPE else 1)
+    ranks = 2 if "data" in mesh.axes else 1
+    assert len(RAN) == STEPS * UNITS * ranks * each
+
+
+def assert_same(found, expected):
+    for x, y in zip(tree.leaves(found[:2]), tree.leaves(expected[:2]), strict=True):
+        assert torch.equal(x, y)
+    assert found[2] == expected[2]
+
+
+@pytest.mark.parametrize(
+    ("stack", "backend"), [("zero=3", "inductor"), ("zero=3 remat", "aot_eager")]
+)
+def test_what_a_compiled_unit_gathered_goes_after_its_forward(
+    monkeypatch, stack, backend
+):
+    """At the end of the forward one rank's last buffer is alive, and gathered again."""
+    gathered, alive, start = [], [], Session._start
+
+    def watched(session, home, dtype):
+        full, work = start(session, home, dtype)
+        gathered.append(weakref.ref(full))
+        return full, work
+
+    def look():
+        alive.append(sum(full() is not None for full in gathered))
+
+    monkeypatch.setattr(Session, "_start", watched)
+    unit = ff.unit(torch.compile(layer, backend=backend))
+    losses, _, sent = trained(loss_of(unit, after=look), *STACKS[stack])
+    torch.testing.assert_close(losses, trained(loss_of(plain), *STACKS[stack])[0])
+    gathers = [r for r in sent if r[0] == "all_gather"]
+    assert len(gathers) == STEPS * (2 * UNITS - 1)
+    assert {r[2] for r in gathers} == {BUFFER // 2}
+    # Of two ranks each, and of the recording that gathers nothing.
+    assert alive == [0, *[2] * (2 * STEPS)]
+
+
+class Body(torch.nn.Module):
+    """Holds no tensors: its methods are functions of what they are given."""
+
+    def method(self, p, x):
+        return layer(p, x)
+
+    forward = method
+
+
+def compile_(fn, **options):
+    return torch.compile(fn, backend=counted, **options)
+
+
+inner = compile_(layer)
+FORMS = {
+    "a module's method": lambda: compile_(Body().method),
+    "a module": lambda: compile_(Body()),
+    "one graph": lambda: compile_(layer, fullgraph=True),
+    "compiled twice": lambda: compile_(compile_(layer)),
+    "within": lambda: lambda p, x: inner(p, x) * 1,
+    "made within": lambda: lambda p, x: compile_(layer)(p, x),
+}
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_it_does_not_matter_what_is_compiled(form):
+    expected = trained(loss_of(plain), *STACKS["zero=3 remat"])
+    unit = ff.unit(FORMS[form]())
+    assert_same(trained(loss_of(unit), *STACKS["zero=3 remat"]), expected)
+    assert RAN
+
+
+def test_a_step_is_recorded_on_data_without_compiling():
+    expected = trained(loss_of(plain), *STACKS["zero=3"])
+    found = trained(loss_of(compiled), *STACKS["zero=3"], record="real")
+    assert_same(found, expected)
+
+
+def test_what_is_compiled_between_units_runs_plainly_in_a_stage():
+    """It may be given stand-ins for what other stages hold, which have no memory."""
+
+    def glue(x):
+        return torch.relu(x) + 1
+
+    fast = torch.compile(glue, backend="inductor")
+    expected = trained(loss_of(plain, glue), *STACKS["pipeline"])
+    assert_same(trained(loss_of(compiled, fast), *STACKS["pipeline"]), expected)
+    assert len(RAN) == STEPS * UNITS * 2  # units are compiled all the same
+
+
+def test_a_compiled_unit_draws_again_what_it_drew():
+    def dropped(p, x):
+        return torch.nn.functional.dropout(layer(p, x), 0.5)
+
+    unit = ff.unit(torch.compile(dropped, backend="inductor"))
+    once = trained(loss_of(unit), *STACKS["zero=3"])
+    again = trained(loss_of(unit), *STACKS["remat(shard)"])
+    assert_same((*again[:2], None), (*once[:2], None))
+
+
+def test_a_plan_of_compiled_units_is_that_of_plain_ones():
+    mesh = ff.make_mesh({"data": 8}, "abstract")
+
+    def planned(unit):
+        step = ff.shard(ff.remat(step_of(loss_of(unit))), mesh, "data")
+        return ff.plan(step, params, OPTIMIZER, BATCH, mesh=mesh)
+
+    found, expected = planned(compiled), planned(plain)
+    assert not RAN
+    assert found.bytes("data") == expected.bytes("data") > 0
+    assert (found.peak_bytes, found.flops) == (expected.peak_bytes, expected.flops)
+
+
+def test_a_captured_tensor_is_seen_through_a_graph():
+    w = torch.ones(WIDTH, WIDTH, dtype=torch.double, requires_grad=True)
+    unit = ff.unit(compile_(lambda p, x: x @ w))
+    with pytest.raises(RuntimeError, match="captured by closure"):
+        unit({}, BATCH)
+
+
+REFUSED = {
+    "a gradient call": lambda: (compile_(ff.value_and_grad(loss_of(plain))), params()),
+    "a loss": lambda: (ff.value_and_grad(compile_(loss_of(plain))), params()),
+    "a unit": lambda: (compile_(plain), params()[0]),
+    "a unit in a unit": lambda: (
+        ff.unit(compile_(lambda p, x: plain(p, x))),
+        params()[0],
+    ),
+    "a transformed loss": lambda: (compile_(ff.remat(loss_of(plain))), params()),
+    "a step": lambda: (
+        compile_(step_of(loss_of(plain))),
+        ff.TrainState(params(), OPTIMIZER.init(params())),
+    ),
+}
+WAY_OUT = r"units compile, steps do not.*ff.unit\(torch.compile\(fn\)\)"
+
+
+@pytest.mark.parametrize("what", REFUSED)
+def test_what_is_around_units_does_not_compile(what):
+    fn, first = REFUSED[what]()
+    with pytest.raises(RuntimeError, match=WAY_OUT) as error:
+        fn(first, BATCH)
+    assert type(error.value) is RuntimeError
+
+
+def test_a_sharded_step_does_not_compile():
+    def compiled_step(step):
+        return compile_(ff.shard(step, MESH, "data"))
+
+    with pytest.raises(RuntimeError, match=f"a transformed function.*{WAY_OUT}"):
+        trained(loss_of(plain), compiled_step)
+
+
+def test_as_one_graph_it_is_refused_by_the_compiler_in_our_words():
+    fn = torch.compile(ff.value_and_grad(loss_of(plain)), fullgraph=True)
+    with pytest.raises(torch._dynamo.exc.Unsupported, match=WAY_OUT):
+        fn(params(), BATCH)
+
+
+def test_a_step_compiles_where_nothing_is_compiled():
+    with torch.compiler.set_stance("force_eager"):
+        value, _ = compile_(ff.value_and_grad(loss_of(plain)))(params(), BATCH)
+    assert torch.equal(value, ff.value_and_grad(loss_of(plain))(params(), BATCH)[0])

@@ -1,0 +1,543 @@
+"""Dataclasses that hold tensors are nodes at first sight; what hides one is refused."""
+
+import dataclasses
+import enum
+import functools
+import warnings
+from collections import UserDict
+from collections.abc import Callable
+from dataclasses import InitVar, dataclass, field
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, ClassVar, Generic, TypeVar
+
+import optree
+import pytest
+import torch
+import torch.utils._pytree as torch_pytree
+from hypothesis import given
+from hypothesis import strategies as st
+
+import fsfunc as ff
+from fsfunc import tree
+
+MESH = ff.make_mesh({"data": 2}, "simulated")
+T = TypeVar("T")
+
+
+def held(**options):
+    """A dataclass of its own for whoever asks: a class is seen first only once."""
+
+    @dataclass(**options)
+    class Held:
+        x: Any
+        name: str = "h"
+        more: Any = None
+
+    return Held
+
+
+# What a dataclass is as a node
+
+
+@dataclass
+class Plain:
+    x: Any
+    scale: float = 1.0
+    count: int = field(default=0, init=False)
+    names: list = field(default_factory=lambda: ["a"])
+    limit: ClassVar[int] = 3
+    start: InitVar[int] = 5
+
+    def __post_init__(self, start):
+        self.count += start  # run again it would differ
+
+
+@dataclass(frozen=True)
+class Frozen:
+    x: Any
+    act: Callable = torch.relu
+
+
+@dataclass(slots=True, kw_only=True)
+class Slotted:
+    x: Any
+    note: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Both(Frozen):
+    y: Any = None
+
+
+@dataclass
+class Below(Plain):
+    z: Any = 0
+
+
+@dataclass(eq=False)
+class Of(Generic[T]):
+    value: T
+
+
+class Base:
+    __slots__ = ("tag",)
+
+
+@dataclass(slots=True)
+class Tagged(Base):
+    x: Any
+
+
+def tagged(x):
+    made = Tagged(x)
+    made.tag = "kept"
+    return made
+
+
+MADE = {
+    "plain": (Plain, ["x", "scale", "count", "names/0"]),
+    "frozen": (Frozen, ["x", "act"]),
+    "slots": (lambda x: Slotted(x=x), ["x", "note"]),
+    "inherited slots": (lambda x: Both(x, y=x), ["x", "act", "y"]),
+    "inherited": (Below, ["x", "scale", "count", "names/0", "z"]),
+    "generic": (Of[Any], ["value"]),
+    "beside": (tagged, ["x"]),
+}
+
+
+@pytest.mark.parametrize("kind", MADE)
+def test_its_fields_are_its_children_in_order_with_their_names(kind):
+    make, names = MADE[kind]
+    value = make(torch.ones(2))
+    found, leaves, treedef = tree.flatten_with_paths(value)
+    assert found == names
+    again = tree.unflatten(treedef, leaves)
+    assert type(again) is type(value) and again is not value
+    for f in dataclasses.fields(value):
+        mine, theirs = getattr(value, f.name), getattr(again, f.name)
+        assert mine is theirs or mine == theirs
+    assert getattr(again, "tag", "kept") == "kept"
+    assert isinstance(hash(treedef), int)
+    assert treedef == tree.flatten(make(torch.zeros(3)))[1]
+    nested = tree.map(lambda x: x, {"a": [value]})
+    assert tree.paths(nested) == [f"a/0/{name}" for name in names]
+
+
+def test_what_holds_no_tensor_survives():
+    value = Frozen(torch.ones(2), act=torch.tanh)
+    doubled = tree.map(lambda x: 2 * x if isinstance(x, torch.Tensor) else x, value)
+    assert torch.equal(doubled.x, torch.full((2,), 2.0)) and doubled.act is torch.tanh
+    empty = held()(torch.ones(1), more=None)
+    assert tree.map(lambda x: x, empty).more is None
+
+
+VALUES = st.recursive(
+    st.one_of(st.none(), st.integers(), st.text(max_size=2), st.just(torch.ones(1))),
+    lambda below: st.one_of(
+        st.lists(below, max_size=2),
+        st.dictionaries(st.sampled_from("ab"), below, max_size=2),
+        st.builds(Frozen, below),
+        st.builds(lambda x: Slotted(x=x), below),
+    ),
+    max_leaves=4,
+)
+
+
+@given(st.lists(VALUES, min_size=1, max_size=3), st.booleans(), st.booleans())
+def test_a_drawn_dataclass_is_rebuilt_as_it_was(values, frozen, slots):
+    names = [f"f{i}" for i in range(len(values))]
+    made = dataclasses.make_dataclass("Drawn", names, frozen=frozen, slots=slots)
+    value = made(*values)
+    leaves, treedef = tree.flatten(value)
+    if not any(isinstance(x, torch.Tensor) for x in tree.leaves(values)):
+        assert leaves == [value] and leaves[0] is value  # a config
+        return
+    expected = tree.leaves(values)
+    assert len(leaves) == len(expected)
+    assert all(a is b for a, b in zip(leaves, expected, strict=True))
+    again = tree.unflatten(treedef, leaves)
+    assert type(again) is made
+    for name, v in zip(names, values, strict=True):
+        assert tree.flatten(getattr(again, name))[1] == tree.flatten(v)[1]
+
+
+def test_a_config_is_a_leaf():
+    @dataclass
+    class Config:
+        width: int = 3
+        names: list = field(default_factory=list)
+        sizes: dict = field(default_factory=dict)
+
+    config = Config(sizes={"a": Frozen(1)})
+    for _ in range(2):
+        assert tree.leaves({"c": config, "x": torch.ones(1)})[0] is config
+
+
+def test_a_field_that_was_never_set_is_not_set_again():
+    @dataclass
+    class Late:
+        x: Any
+        y: Any = field(init=False)
+
+    again = tree.map(lambda x: x, Late(torch.ones(1)))
+    assert not hasattr(again, "y")
+
+
+def test_what_is_computed_of_the_fields_is_computed_anew():
+    @dataclass
+    class Summed:
+        x: Any
+
+        @functools.cached_property
+        def total(self):
+            return self.x.sum()
+
+    value = Summed(torch.ones(3))
+    assert value.total == 3
+    assert tree.map(lambda x: 2 * x, value).total == 6
+
+
+def test_a_tensor_beside_the_fields_is_refused():
+    @dataclass
+    class Masked:
+        x: Any
+
+        def __post_init__(self):
+            self.mask = self.x > 0
+
+    with pytest.raises(TypeError, match=r"Masked holds tensors in 'mask'.*init=False"):
+        tree.leaves([Masked(torch.ones(1))])
+
+
+def test_it_is_as_a_named_tuple_where_trees_are_compared():
+    left, right = Frozen(torch.ones(1)), Frozen([torch.ones(1)])
+    with pytest.raises(tree.TreeMismatch, match="at 'x': expected a leaf"):
+        tree.check_same_structure(left, right)
+    with pytest.raises(tree.TreeMismatch, match="at 'a': expected a leaf"):
+        tree.check_same_structure({"a": 1}, {"a": left})
+
+
+def test_stock_transforms_of_torch_see_through_one():
+    value = held()(torch.ones(2), name="h")
+    tree.leaves(value)
+    found = torch_pytree.tree_leaves(value)
+    assert found[0] is value.x and found[1] == "h"
+
+
+# Whoever registered the class
+
+
+def test_a_class_that_optree_knew_before_is_what_it_was():
+    cls = held()
+    optree.register_pytree_node(
+        cls,
+        lambda h: ((h.x,), (h.name, h.more)),
+        lambda static, children: cls(*children, *static),
+        namespace=optree.registry.__GLOBAL_NAMESPACE,
+    )
+    assert tree.leaves(cls(torch.ones(1), "name")) == [torch.ones(1)]
+
+
+@pytest.mark.parametrize("how", ["dataclass", "node", "export"])
+def test_a_class_that_torch_knew_before_is_what_it_was(how):
+    cls = held()
+    if how == "dataclass":
+        torch_pytree.register_dataclass(
+            cls, field_names=["x", "more"], drop_field_names=["name"]
+        )
+    elif how == "export":
+        torch.export.register_dataclass(cls)
+    else:
+        torch_pytree.register_pytree_node(
+            cls, lambda h: ([h.x, h.more], ["unhashable"]), lambda c, _: cls(c[0])
+        )
+    value = cls(torch.ones(1), "other", [2])
+    paths, leaves, treedef = tree.flatten_with_paths(value)
+    assert isinstance(hash(treedef), int)
+    if how == "export":
+        assert (paths, leaves[1:]) == (["x", "name", "more/0"], ["other", 2])
+    elif how == "dataclass":
+        assert (paths, leaves[1:]) == (["x", "more/0"], [2])
+        assert tree.unflatten(treedef, leaves).name == "h"
+    else:
+        assert (paths, leaves[1:]) == (["0", "1/0"], [2])
+
+
+def test_who_registers_it_later_may():
+    cls = held()
+    value = cls(torch.ones(1))
+    assert len(tree.leaves(value)) == 2
+    rules = (lambda h: ((h.x,), None), lambda _, c: cls(*c))
+    optree.register_pytree_node(cls, *rules, namespace="another")
+    optree.register_pytree_node(
+        cls, *rules, namespace=optree.registry.__GLOBAL_NAMESPACE
+    )
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # torch says that it is known already
+        torch_pytree.register_dataclass(cls)
+    assert len(tree.leaves(value)) == 2
+    other = held()
+    assert len(tree.leaves(other(torch.ones(1)))) == 2
+    tree.register_node(other, lambda h: ([h.x], h.name), lambda n, c: other(c[0], n))
+    assert len(tree.leaves(other(torch.ones(1)))) == 1
+    assert len(torch_pytree.tree_leaves(other(torch.ones(1)))) == 1
+
+
+def test_who_registers_after_a_refusal_is_heard():
+    class Late:
+        def __init__(self, x):
+            self.x = x
+
+    with pytest.raises(TypeError, match="register_node"):
+        tree.shown([Late(torch.ones(1))], "f", "is given")
+    torch_pytree.register_pytree_node(
+        Late, lambda v: ([v.x], None), lambda c, _: Late(*c)
+    )
+    assert torch.equal(
+        tree.shown([Late(torch.ones(1))], "f", "is given")[0], torch.ones(1)
+    )
+
+
+# Units, states and batches of them
+
+
+@dataclass
+class Hidden:
+    x: torch.Tensor
+    name: str = "h"
+
+
+@dataclass(frozen=True)
+class Layer:
+    w: torch.Tensor
+    b: torch.Tensor
+    name: str = "layer"
+
+
+@dataclass
+class Model:
+    layers: list
+    head: Layer
+
+
+RAN = []
+
+
+@ff.unit
+def of_classes(p, h):
+    RAN.append(h.x.dtype)
+    return Hidden(torch.relu(h.x @ p.w) + p.b, h.name)
+
+
+@ff.unit
+def of_dicts(p, h):
+    return {"x": torch.relu(h["x"] @ p["w"]) + p["b"]}
+
+
+def layer(make, k):
+    draw = torch.Generator().manual_seed(k)
+    w, b = (torch.randint(-1, 2, s, generator=draw).float() for s in ((3, 3), (3,)))
+    return make(w=w, b=b)
+
+
+def model(make=Layer):
+    layers, head = [layer(make, k) for k in range(3)], layer(make, 9)
+    return Model(layers, head) if make is Layer else {"head": head, "layers": layers}
+
+
+def loss_of_classes(params, batch):
+    h = Hidden(batch)
+    for p in [*params.layers, params.head]:
+        h = of_classes(p, h)
+    return h.x.sum(-1).mean()
+
+
+def loss_of_dicts(params, batch):
+    h = {"x": batch}
+    for p in [*params["layers"], params["head"]]:
+        h = of_dicts(p, h)
+    return h["x"].sum(-1).mean()
+
+
+OPTIMIZER = ff.sgd(0.25)
+X = torch.arange(12.0).reshape(4, 3)
+
+
+def trained(loss, params, transform):
+    def main():
+        step = transform(OPTIMIZER(ff.value_and_grad(loss)))
+        x = ff.local_batch(X, MESH, "data")
+        state = ff.init_state(step, params, OPTIMIZER, x)
+        with ff.ledger() as log:
+            state, metrics = step(state, x)
+        sent = [(r.op, r.bytes, r.phase) for r in log.of(MESH.rank)]
+        return metrics["loss"], state, ff.unshard(state.params), sent
+
+    RAN.clear()
+    return ff.spmd(main, MESH)()[0]
+
+
+STACKS = {
+    **{f"zero={z}": lambda s, z=z: ff.shard(s, MESH, "data", zero=z) for z in range(4)},
+    "shard(remat)": lambda s: ff.shard(ff.remat(s), MESH, "data"),
+    "remat(shard)": lambda s: ff.remat(ff.shard(s, MESH, "data")),
+    "shard(accumulate)": lambda s: ff.shard(ff.accumulate(s, 2), MESH, "data"),
+    "donate": lambda s: ff.donate(ff.shard(s, MESH, "data")),
+}
+
+
+@pytest.mark.parametrize("stack", STACKS)
+def test_a_state_of_dataclasses_is_that_of_dicts(stack):
+    loss, state, found, sent = trained(loss_of_classes, model(), STACKS[stack])
+    expected = trained(loss_of_dicts, model(dict), STACKS[stack])
+    assert torch.equal(loss, expected[0])
+    assert sorted(sent) == sorted(expected[3])
+    assert isinstance(found, Model) and found.head.name == "layer"
+    for k, p in enumerate([found.head, *found.layers]):
+        q = [expected[2]["head"], *expected[2]["layers"]][k]
+        assert torch.equal(p.w, q["w"]) and torch.equal(p.b, q["b"])
+    if stack != "zero=0":
+        assert state.params.head.w.local.numel() < 9
+
+
+def test_remat_of_a_unit_that_takes_and_gives_one():
+    ff.remat(ff.value_and_grad(loss_of_classes))(model(), X)
+    RAN.clear()
+    ff.remat(ff.value_and_grad(loss_of_classes))(model(), X)
+    assert len(RAN) == 8
+    RAN.clear()
+    ff.value_and_grad(loss_of_classes)(model(), X)
+    assert len(RAN) == 4
+
+
+def test_precision_casts_what_one_holds():
+    RAN.clear()
+    ff.precision(loss_of_classes, compute=torch.bfloat16)(model(), X)
+    assert set(RAN) == {torch.bfloat16}
+
+
+def test_a_pipeline_of_them():
+    mesh = ff.make_mesh({"pipe": 2}, "simulated")
+
+    def main():
+        grad = ff.pipeline(
+            ff.value_and_grad(loss_of_classes), mesh, "pipe", n_microbatches=2
+        )
+        value, grads = grad(ff.place(grad, model(), X), X)
+        return value, ff.unshard(grads)
+
+    value, grads = ff.spmd(main, mesh)()[0]
+    expected, whole = ff.value_and_grad(loss_of_classes)(model(), X)
+    assert torch.equal(value, expected)
+    for found, x in zip(tree.leaves(grads), tree.leaves(whole), strict=True):
+        assert found == x if isinstance(x, str) else torch.equal(found, x)
+
+
+def test_a_batch_of_them_is_cut():
+    def main():
+        return ff.local_batch(Hidden(X), MESH, "data")
+
+    first, second = ff.spmd(main, MESH)()
+    assert torch.equal(first.x, X[:2]) and torch.equal(second.x, X[2:])
+
+
+# What is out of sight
+
+
+class Opaque:
+    def __init__(self, x):
+        self.x = x
+
+
+class Slots:
+    __slots__ = ("x",)
+
+    def __init__(self, x):
+        self.x = x
+
+
+@dataclass
+class Listed(list):
+    x: Any = None
+
+
+HIDES = {
+    "an object": Opaque,
+    "slots": Slots,
+    "a namespace": lambda x: SimpleNamespace(x=x),
+    "nested": lambda x: Opaque([{"a": Slots(x)}]),
+    "a mapping": lambda x: UserDict(x=x),
+    "a set": lambda x: {x},
+    "a dataclass that is a list": lambda x: Listed(x),
+}
+
+
+@pytest.mark.parametrize("kind", HIDES)
+def test_what_hides_a_tensor_is_refused_with_the_way_out(kind):
+    value = HIDES[kind](torch.ones(4, 3))
+    identity = ff.unit(lambda p, x: x)
+    opened = ff.unit(lambda p, x: torch.ones(2))
+    way = "holds a tensor out of sight.*fsfunc.tree.register_node"
+    with pytest.raises(TypeError, match=rf"unit\(.*is given .* at 'inputs/0/a'.*{way}"):
+        opened({}, {"a": value})
+    with pytest.raises(TypeError, match=f"is given.*at 'keywords/x'.*{way}"):
+        opened({}, x=value)
+    gives = ff.unit(lambda p, x: {"y": HIDES[kind](x)})
+    with pytest.raises(TypeError, match=f"returns .* at 'y'.*{way}"):
+        gives({}, torch.ones(4, 3))
+    with pytest.raises(
+        TypeError, match=f"value_and_grad is given.*'argument 0/p'.*{way}"
+    ):
+        ff.value_and_grad(lambda p: torch.ones(()))({"p": value})
+
+    def place():
+        step = ff.shard(lambda p, x: identity({}, x), MESH, "data")
+        ff.place(step, {"p": value}, torch.ones(1))
+
+    with pytest.raises(TypeError, match=f"place is given.*at 'p'.*{way}"):
+        ff.spmd(place, MESH)()
+    with pytest.raises(TypeError, match=f"local_batch is given.*at 'b'.*{way}"):
+        ff.spmd(lambda: ff.local_batch({"b": value}, MESH, "data"), MESH)()
+
+
+class Color(enum.Enum):
+    RED = 1
+
+
+@dataclass
+class Config:
+    width: int = 3
+    act: Callable = torch.relu
+    color: Color = Color.RED
+    path: Path = Path("a")
+
+
+HARMLESS = {
+    "a config": Config(),
+    "an object": Opaque({"a": [1, (2.0, None)]}),
+    "a function": torch.relu,
+    "a closure": functools.partial(torch.mul, torch.ones(1)),
+    "a module": torch.nn.Linear(2, 2),
+    "a class": Opaque,
+    "a generator": torch.Generator(),
+    "a path": Path("a"),
+    "a mapping": UserDict(a=1),
+    "an enum": Color.RED,
+    "a dtype": torch.float32,
+}
+
+
+@pytest.mark.parametrize("kind", HARMLESS)
+def test_what_holds_no_tensor_goes_in_and_out_as_it_is(kind):
+    value = HARMLESS[kind]
+    unit = ff.unit(lambda p, x, beside: (x * p, beside))
+
+    def loss(w, x):
+        y, beside = unit(w, x, value)
+        assert beside is value
+        return y.sum()
+
+    for transform in (lambda f: f, ff.remat):
+        grad = transform(ff.value_and_grad(loss))(torch.ones(2), torch.ones(2))[1]
+        assert torch.equal(grad, torch.ones(2))
