@@ -192,7 +192,7 @@ class Home:
 
     __slots__ = (
         "members", "flat", "coordinates", "whole", "_version", "port", "_ranges",
-        "place", "buffer",
+        "place", "buffer", "__weakref__",
     )  # fmt: skip
 
     def __init__(

@@ -22,6 +22,7 @@ from fsfunc.sharded import Sharded, is_sharded
 from fsfunc.transforms.averaging import averaged
 from fsfunc.transforms.gathering import (
     Arena,
+    Gathered,
     Passage,
     Use,
     enter,
@@ -243,9 +244,8 @@ class Sharding(Interpretation):
             layouts = [x.layout for x in chosen]
             uses.append(Use(home, positions, layouts, flat))
         staged = f.stage is not None
-        passage = Passage(
-            session, call.name, call.numbers, f.micro, uses, f.reduce, staged
-        )
+        gathered = Gathered(call.numbers)
+        passage = Passage(session, call.name, gathered, f.micro, uses, f.reduce, staged)
         session.take(passage, f.compute)
         thread = running().thread
         token, views = enter(passage, None if thread is None else thread.token)
