@@ -47,6 +47,8 @@ __all__ = [
     "is_wrapped",
     "output_shape",
     "outside_modes",
+    "plain_tensors",
+    "plainly",
     "saved_tensors_hooked",
     "set_forward_ad_state",
     "shared_forward_ad",
@@ -63,6 +65,14 @@ __all__ = [
 def functorch_active() -> bool:
     """Whether a ``torch.func`` transform (grad, vjp, jvp, vmap) is running."""
     return torch._C._are_functorch_transforms_active()
+
+
+def plainly() -> bool:
+    """Whether nothing but autograd sees what is called here, and it looks."""
+    quiet = not torch._C._are_functorch_transforms_active()
+    return (
+        quiet and torch.is_grad_enabled() and not torch._C._len_torch_dispatch_stack()
+    )
 
 
 @contextmanager
@@ -93,6 +103,11 @@ def beneath_all_modes() -> Iterator[None]:
         return
     with _disable_current_modes():
         yield
+
+
+def plain_tensors() -> Any:
+    """Inside, tensors of subclasses are taken for plain ones."""
+    return torch._C.DisableTorchFunctionSubclass()
 
 
 def forward_ad_active() -> bool:

@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from fsfunc.donated import Donation
 from fsfunc.mesh import Here, place_here
 from fsfunc.scoped import Scoped
 
@@ -102,7 +103,7 @@ class Frame:
         seed: the number drawn for this gradient call, if any.
         path: names of the units around us; ``numbers``: which call each one was.
         compute, reduce: dtypes that ``precision`` asked for.
-        donated: whether the state may be written in place.
+        donated: the memory of the state that may be written in place, if any.
         recorder: notes unit calls while a step is recorded.
         stage: decides what becomes of a unit call (not of one inside a unit): whether
             it runs here at all; ``stage.unit(call, params, inputs, keywords)``.
@@ -124,7 +125,7 @@ class Frame:
     counter: Counter = field(default_factory=Counter)
     compute: torch.dtype | None = None
     reduce: torch.dtype | None = None
-    donated: bool = False
+    donated: Donation | None = None
     recorder: Any = None
     stage: Any = None
     differentiate: Any = None

@@ -217,6 +217,16 @@ def register_node(
         )
 
 
+def refuse(cls: type[Any], why: Callable[[Any], Any]) -> None:
+    """Return None, with torch's own trees raising where one holds a `cls`.
+
+    ``why(value)`` raises. To us a `cls` stays a leaf.
+    """
+    torch_pytree.register_pytree_node(
+        cls, lambda value: (why(value), None), lambda children, static: None
+    )
+
+
 def adopt(cls: type[Any]) -> bool:
     """Return whether torch's pytree knows `cls`; optree then knows it too.
 

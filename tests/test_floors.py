@@ -20,7 +20,7 @@ FLOORS = [
     (0, ["kinds.py", "machines.py", "hardware.py"]),
     (1, ["layout.py", "parts.py", "pieces.py", "resharding.py"]),
     (1, ["arena.py", "mesh.py", "sharded.py", "homes.py"]),
-    (1, ["boxing.py", "holding.py"]),
+    (1, ["boxing.py", "holding.py", "donated.py"]),
     (2, ["accounting.py", "moves.py", "moving.py", "collectives.py"]),
     (2, ["splitting.py", "launching.py", "values.py", "backends/"]),
     (3, ["frames.py", "tying.py", "units.py", "losses.py"]),

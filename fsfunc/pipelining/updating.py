@@ -84,7 +84,7 @@ class Updating(Pipelining):
         running = call.fn
         if not isinstance(running, _Running):  # a step that is being recorded
             return super()._differentiate(depth, number, call)
-        f = frame().but(differentiate=None, donated=False)  # forwards use old versions
+        f = frame().but(differentiate=None, donated=None)  # forwards use old versions
         parts = cut_batch(call.args, call.keywords, (0,), self.n)
         batches = [
             Microbatch(p, self.cuts.of(running.loss, p, (0,), number)) for p in parts

@@ -42,7 +42,7 @@ class Box:
         kept: whether it is the home's own whole buffer: never dropped.
     """
 
-    __slots__ = ("_home", "full", "dtype", "kept", "grad")
+    __slots__ = ("_home", "full", "dtype", "kept", "grad", "_version")
 
     def __init__(
         self,
@@ -53,6 +53,7 @@ class Box:
     ):
         self._home = weakref.ref(home)
         self.full, self.dtype, self.kept = full, dtype, kept
+        self._version = _version(home)
         # Of the calls so far, where neighbours share the buffer.
         self.grad: Tensor | None = None
 
@@ -60,6 +61,24 @@ class Box:
     def home(self) -> Home | None:
         """The home, for as long as somebody else holds it."""
         return self._home()
+
+    def shows(self, home: Home) -> bool:
+        """Whether it is of ``home``, as new as that is."""
+        return self._home() is home and self._version == _version(home)
+
+    def check(self, home: Home) -> None:
+        """Raises where the weights were written over since they were gathered."""
+        if self._version != _version(home):
+            raise RuntimeError(
+                f"{home.members[0].name!r} and what lies beside it was written over "
+                "since a unit used it, by a donated step or a load, and the backward "
+                "of that unit would gather the new values: take the gradients before "
+                "the update"
+            )
+
+
+def _version(home: Home) -> int:
+    return 0 if home.flat.is_inference() else home.flat._version
 
 
 @dataclass
@@ -265,7 +284,7 @@ def _forgetting(passage: Passage, use: Use, box: Box, start: int) -> tuple[Any, 
         full = box.full
         if full is None:  # used beside its gradient's path: gathered for this use only
             with label(passage.name, "backward"):
-                full = passage.session.gather(use.home, box.dtype)
+                full = passage.session.gather_again(use.home, box)
         return full.as_strided(shape, stride, full.storage_offset() + offset)
 
     return pack, unpack

@@ -49,7 +49,7 @@ class Session:
         self.copy = 0  # which of several trees with the same buffers is read
         self.coordinates = handler.mesh.coordinates(where.rank)
         self.seen: list[tuple[str, ...]] = []
-        self.flights: dict[str, tuple[Box, Any]] = {}
+        self.flights: dict[str, tuple[Box, Any, Tensor]] = {}
         self.recent: list[Box] = []
         self.calls: dict[Any, list[Gathered]] = {}  # by microbatch, in call order
         depth = len(frame().micro)
@@ -99,14 +99,19 @@ class Session:
             return whole
         flight = self.flights.pop(home.buffer, None)
         if flight is not None:
-            box, work = flight
+            box, work, _ = flight
             work.wait()
-            if box.full is not None and box.home is home and box.dtype == dtype:
+            if box.full is not None and box.shows(home) and box.dtype == dtype:
                 return self._kept(home, box.full)
             self.drop([box])
         full, work = self._start(home, dtype)
         work.wait()
         return self._kept(home, full)
+
+    def gather_again(self, home: Home, box: Box) -> Tensor:
+        """The same for a backward, which wants what the forward had."""
+        box.check(home)
+        return self.gather(home, box.dtype)
 
     def _kept(self, home: Home, full: Tensor) -> Tensor:
         """At zero 1 and 2 the state keeps what was gathered, until it changes."""
@@ -126,10 +131,13 @@ class Session:
         name = home.buffer
         if name in self.flights or self.where.size == 1:
             return
-        shared = "+" in name and any(b.home is home for b in self.recent)
+        shared = "+" in name and any(b.shows(home) for b in self.recent)
         if not shared and self._whole(home, dtype) is None:
             full, work = self._start(home, dtype)
-            self.flights[name] = Box(home, full, dtype), work
+            # What is sent is held to the end, on all ranks alike: no donated step
+            # writes into it meanwhile.
+            sent = home.flat.detach()
+            self.flights[name] = Box(home, full, dtype), work, sent
 
     def take(self, passage: Passage, dtype: torch.dtype | None) -> None:
         """Brings in the whole parameters of a call, and sends for the next one's."""
@@ -139,7 +147,7 @@ class Session:
         old, self.recent = self.recent, []
         for use in passage.uses:
             kind, home = _dtype(use.home, dtype), use.home
-            box = next((b for b in old if b.home is home and b.full is not None), None)
+            box = next((b for b in old if b.full is not None and b.shows(home)), None)
             if box is not None and "+" in home.buffer:
                 old.remove(box)
             elif (whole := self._whole(home, kind)) is not None:
@@ -172,7 +180,7 @@ class Session:
             box = next((b for b in first if b.home is home), None)
             box = Box(home, None, kind) if box is None else box
             if box.full is None:
-                box.full = self.gather(home, kind)
+                box.full = self.gather_again(home, box)
                 box.kept = home.whole is box.full or home.place.size == 1
             passage.boxes.append(box)
         # The last unit's box is held still, for its own backward; each call's backward
@@ -223,7 +231,7 @@ class Session:
         if passage.gathered.hooked:
             for use, box in zip(passage.uses, passage.boxes, strict=True):
                 if box.full is None:
-                    box.full = self.gather(use.home, box.dtype)
+                    box.full = self.gather_again(use.home, box)
         self._look_back(passage)
 
     def left_backward(self, passage: Passage) -> None:
@@ -262,7 +270,7 @@ class Session:
         """Takes in what is still in flight, and forgets every buffer."""
         self.drop(self.recent)
         self.recent = []
-        for box, work in self.flights.values():
+        for box, work, _ in self.flights.values():
             work.wait()
             self.drop([box])
         self.flights.clear()
