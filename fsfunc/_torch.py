@@ -60,6 +60,8 @@ __all__ = [
     "output_shape",
     "quiet_fakes",
     "outside_modes",
+    "plain_tensors",
+    "plainly",
     "saved_tensors_hooked",
     "seeds_a_backward",
     "set_compiler_stance",
@@ -109,6 +111,14 @@ def functorch_active() -> bool:
     return torch._C._are_functorch_transforms_active()
 
 
+def plainly() -> bool:
+    """Whether nothing but autograd sees what is called here, and it looks."""
+    quiet = not torch._C._are_functorch_transforms_active()
+    return (
+        quiet and torch.is_grad_enabled() and not torch._C._len_torch_dispatch_stack()
+    )
+
+
 @contextmanager
 def beneath_functorch() -> Iterator[None]:
     """Inside, no ``torch.func`` transform sees what is called."""
@@ -137,6 +147,11 @@ def beneath_all_modes() -> Iterator[None]:
         return
     with _disable_current_modes():
         yield
+
+
+def plain_tensors() -> Any:
+    """Inside, tensors of subclasses are taken for plain ones."""
+    return torch._C.DisableTorchFunctionSubclass()
 
 
 def forward_ad_active() -> bool:

@@ -19,6 +19,7 @@ from fsfunc import _torch, tree
 from fsfunc.accounting import label
 from fsfunc.collectives import Group, group, move
 from fsfunc.crossings import ENTER, GATHER, LAY, MEAN, REDUCE
+from fsfunc.donated import refuse_spent
 from fsfunc.homes import in_a_row
 from fsfunc.initializing.drawing import draw, standard_normal
 from fsfunc.layout import Layout
@@ -29,7 +30,6 @@ from fsfunc.optim import kernels
 from fsfunc.optim.elements import entered
 from fsfunc.pieces import assemble
 from fsfunc.sharded import Sharded, is_sharded
-from fsfunc.transforms.donation import refuse_spent
 from fsfunc.units import one_number
 
 __all__ = ["lay_like", "randn_like", "reduce_like", "unshard"]

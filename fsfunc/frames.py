@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from fsfunc.comparing import stated
+from fsfunc.donated import Donation
 from fsfunc.mesh import Here, Mesh, here, place_here
 from fsfunc.scoped import Scoped
 
@@ -158,7 +159,7 @@ class Frame:
         seed: the number drawn for this gradient call, if any.
         path: names of the units around us; ``numbers``: which call each one was.
         compute, reduce: dtypes that ``precision`` asked for.
-        donated: whether the state may be written in place.
+        donated: the memory of the state that may be written in place, if any.
         recorder: notes unit calls while a step is recorded.
         stage: decides what becomes of a unit call (not of one inside a unit): whether
             it runs here at all; ``stage.unit(call, params, inputs, keywords)``.
@@ -182,7 +183,7 @@ class Frame:
     counter: Counter = field(default_factory=Counter)
     compute: torch.dtype | None = None
     reduce: torch.dtype | None = None
-    donated: bool = False
+    donated: Donation | None = None
     recorder: Any = None
     stage: Any = None
     differentiate: Any = None

@@ -121,6 +121,7 @@ def by_buffer(leaves: Sequence[Any], mine: Sequence[int]) -> list[list[int]]:
     homes: dict[int, list[int]] = {}
     loose = []
     for i in mine:
+        leaves[i].check()
         home = leaves[i].home
         (loose if home is None else homes.setdefault(id(home), [])).append(i)
     found = [

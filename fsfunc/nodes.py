@@ -27,7 +27,7 @@ from fsfunc.opaque import (
     slots_of,
 )
 
-__all__ = ["adopt", "learned", "register_node"]
+__all__ = ["adopt", "learned", "refuse", "register_node"]
 
 _Flatten = Callable[[Any], tuple[Sequence[Any], Hashable]]
 _Unflatten = Callable[[Any, Sequence[Any]], Any]
@@ -92,6 +92,17 @@ def register_node(
             flatten_list,
             lambda children, static: unflatten(static, tuple(children)),
         )
+    count_as_leaf(cls)
+
+
+def refuse(cls: type[Any], why: Callable[[Any], Any]) -> None:
+    """Return None, with torch's own trees raising where one holds a `cls`.
+
+    ``why(value)`` raises. To us a `cls` stays a leaf.
+    """
+    torch_pytree.register_pytree_node(
+        cls, lambda value: (why(value), None), lambda children, static: None
+    )
     count_as_leaf(cls)
 
 

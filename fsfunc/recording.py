@@ -20,6 +20,7 @@ from fsfunc import _torch, tree
 from fsfunc.accounting import is_aside, is_own_call, silence, source_line
 from fsfunc.backends.abstract import AbstractLink
 from fsfunc.compiled import plainly
+from fsfunc.donated import Everything
 from fsfunc.frames import frame, inside
 from fsfunc.grouping import Findings, Group, Taken, common
 from fsfunc.layout import Layout
@@ -245,7 +246,8 @@ def _record(
         except NoMesh:
             pass  # the step names its own mesh, or none
         # What is fake may be written: an optimizer then copies nothing.
-        f = replace(frame(), recorder=recorder, donated=how == "fake")
+        donated = Everything() if how == "fake" else None
+        f = replace(frame(), recorder=recorder, donated=donated)
         stack.enter_context(inside(f))
         paths, leaves, treedef = tree.flatten_with_paths(params, is_leaf=is_sharded)
         for i, (path, x) in enumerate(zip(paths, leaves, strict=True)):

@@ -57,12 +57,15 @@ class Sharded:
 
     @property
     def _local(self) -> Any:
-        if self._range is not None:
+        if self._part is None and self._range is not None:
             # As it would have been made at once, whoever asks first.
             flat, start, stop = self._range
+            if _torch.plainly():
+                self._part = flat[start:stop]
+                return self._part
             with torch.enable_grad(), _torch.beneath_functorch():
                 with _torch.beneath_modes(flat):
-                    self._part, self._range = flat[start:stop], None
+                    self._part = flat[start:stop]
         return self._part
 
     @property
@@ -111,10 +114,12 @@ class Sharded:
         """The same place with another part, on its own."""
         return type(self)(local, self.layout)
 
-    def again(self, home: Home | None) -> Sharded:
-        """The same part as a leaf of ``home``, which lies in the same memory."""
+    def twin(self) -> Sharded:
+        """Another leaf over the same memory, with a tensor of its own, of no graph."""
         self.check()
-        leaf = type(self)(self._part, self.layout, home)
+        part = self._part if self._range is None else None  # made when asked for
+        part = part.detach() if isinstance(part, Tensor) else part
+        leaf = type(self)(part, self.layout, self.home)
         leaf._range = self._range
         return leaf
 
@@ -197,7 +202,7 @@ class Home:
 
     __slots__ = (
         "members", "flat", "coordinates", "whole", "_version", "port", "_ranges",
-        "place", "buffer",
+        "place", "buffer", "__weakref__",
     )  # fmt: skip
 
     def __init__(
@@ -265,6 +270,16 @@ class Home:
         home._ranges = self.ranges
         return home
 
+    def renewed(self) -> Home:
+        """Another home over the same memory, which is about to be written over.
+
+        So unit calls gather anew, as after an update that writes elsewhere: on all
+        ranks alike, whether each of them could write in place or not.
+        """
+        home = Home(self.members, self.flat, self.coordinates, self.whole)
+        home._ranges, home._version = self._ranges, self._version
+        return home
+
     def shadow(self, convert: Callable[[Tensor], Tensor]) -> Home:
         """The same home over converted tensors, which share memory as these do."""
         whole = None if self.whole is None else convert(self.whole)
@@ -310,12 +325,9 @@ class Buffers:
                 leaves[positions[0]] = (
                     old.with_local(x) if isinstance(old, Sharded) else x
                 )
-            elif x is home.flat:  # written in place: the views are still right
-                for i in positions:
-                    old = leaves[i]
-                    leaves[i] = old.again(home)
             else:
-                for i, leaf in zip(positions, home.like(x).leaves(), strict=True):
+                home = home if x is home.flat else home.like(x)  # written in place
+                for i, leaf in zip(positions, home.leaves(), strict=True):
                     leaves[i] = leaf
         return tree.unflatten(self.treedef, leaves)
 

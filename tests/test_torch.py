@@ -76,6 +76,49 @@ def test_holders_of_a_storage_are_counted():
     assert _torch.held(storage) == 1, breaks(what)
 
 
+def test_views_and_detached_tensors_hold_a_storage():
+    x = torch.ones(4)
+    what = "a donated step writes into what somebody still reads, or copies all"
+    assert _torch.held(x.untyped_storage()) == 2, breaks(what)  # x, and who asks
+    for hold in (lambda: x[1:], x.detach, x.numpy, lambda: (x.detach(), x.data)[0]):
+        y = hold()
+        assert _torch.held(x.untyped_storage()) == 3, breaks(what)
+        del y
+    assert _torch.held(x.untyped_storage()) == 2, breaks(what)
+
+
+class Odd(Tensor):
+    @classmethod
+    def __torch_function__(cls, func, types, args=(), kwargs=None):
+        raise KeyError
+
+
+def test_a_tensor_may_change_its_class():
+    x = torch.ones(3)
+    x.__class__ = Odd
+    what = "a spent tensor is read in silence, or can no longer be given back"
+    with pytest.raises(KeyError):
+        x + 1
+    with pytest.raises(KeyError):
+        _ = x.shape
+    with _torch.plain_tensors():
+        assert x.shape == (3,) and x._version == 0, breaks(what)
+    x.__class__ = Tensor
+    assert (x + 1).tolist() == [2, 2, 2], breaks(what)
+
+
+def test_it_is_known_when_autograd_alone_looks():
+    what = "a leaf's part is made where a transform or a mode sees it"
+    assert _torch.plainly(), breaks(what)
+    seen = []
+    torch.func.grad(lambda x: (seen.append(_torch.plainly()), x)[1])(torch.ones(()))
+    with torch.no_grad():
+        seen.append(_torch.plainly())
+    with FlopCounterMode(display=False):
+        seen.append(_torch.plainly())
+    assert seen == [False] * 3, breaks(what)
+
+
 def test_the_arena_reuses_only_what_is_free():
     arena, like = Arena(), torch.empty(1)
     a = arena.get(8, torch.float32, like)

@@ -218,6 +218,10 @@ def run_simulated(mesh: Mesh, fn: Callable[..., Any], args: Sequence[Sequence[An
     for thread in threads:
         thread.join()
     resume(session.own[0])
-    if session.error is not None:
-        raise session.error
-    return results
+    error, session.error = session.error, None
+    try:
+        if error is not None:
+            raise error
+        return results
+    finally:
+        del error  # its traceback holds this frame: no circle, in which tensors wait

@@ -31,11 +31,11 @@ from fsfunc.checkpointing.manifest import CheckpointError, Stored
 from fsfunc.checkpointing.matching import check_match, within
 from fsfunc.checkpointing.randomness import restore_random
 from fsfunc.checkpointing.reading import Reader
+from fsfunc.donated import refuse_spent, spend
 from fsfunc.holding import is_held
 from fsfunc.layout import Layout
 from fsfunc.mesh import Here
 from fsfunc.sharded import Buffers, Sharded, is_sharded, split_buffers
-from fsfunc.transforms.donation import refuse_spent, spend
 
 __all__ = ["Fill", "fill", "load"]
 
@@ -106,11 +106,11 @@ def fill(
     donate: bool = False,
 ) -> Any:
     """A tree like ``target`` with the values of ``stored``."""
+    refuse_spent(target)
     check_match(stored, target)
     for leaf in tree.leaves(target, is_leaf=is_sharded):
         if isinstance(leaf, Sharded):
             check_mesh(leaf.layout, here, "load")
-    refuse_spent(target)
     if device is not None and torch.device(device).type == "meta":
         raise ValueError("cannot load to the meta device, which holds no values")
     buffers = split_buffers(target)
@@ -165,7 +165,8 @@ def _own_memory(
     ]
 
     def spoil() -> None:
-        spend(leaves, _TAKEN)
+        for leaf in leaves:
+            spend(leaf, _TAKEN)
         written = [x for x in fresh if isinstance(x, Tensor)]
         torch.autograd.graph.increment_version(written)  # no gathered buffer shows it
 

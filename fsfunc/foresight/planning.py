@@ -14,6 +14,7 @@ from torch import Tensor
 
 from fsfunc import _torch, tree
 from fsfunc.accounting import Ledger, only
+from fsfunc.donated import refuse_spent
 from fsfunc.foresight.linking import PlannedLink
 from fsfunc.foresight.observing import Observer
 from fsfunc.foresight.plans import Leaf, Plan, RankPlan
@@ -25,7 +26,7 @@ from fsfunc.mesh import Here, Mesh, NoMesh, asking, asks, here, place_here
 from fsfunc.sharded import Sharded, is_sharded
 from fsfunc.tracing.fakes import shadows
 from fsfunc.training import TrainState, init_state
-from fsfunc.transforms.donation import refuse_spent, restore
+from fsfunc.transforms.donation import restore
 from fsfunc.values import told_where
 
 __all__ = ["plan"]

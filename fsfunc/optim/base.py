@@ -42,8 +42,9 @@ class Optimizer(_Functions):
             operations that differentiate; updates are added to the parameters, and None
             stands for none.
         apply: ``apply(grads, state, params) -> (params, state)``: the same as update
-            and addition. It may write into ``params`` and ``state`` where
-            ``frame().donated``, never into ``grads``.
+            and addition. It may write into tensors of ``params`` and ``state`` of
+            which ``frame().donated`` says so (`Donation.may_write`), and then tells it
+            which leaves it took; never into ``grads``.
         prepare: ``prepare(grads, state, params) -> commit``: `apply` in two phases. All
             checks, norms and collectives belong to the first; ``commit()`` only writes,
             and returns what `apply` does. So several optimizers can share a step that,

@@ -212,7 +212,7 @@ def from_torch(
             raise ValueError(
                 f"{name} writes into parameters: call update(grads, state, params)"
             )
-        with inside(replace(frame(), donated=False)):
+        with inside(replace(frame(), donated=None)):
             new, state = prepare(grads, state, params)()
         match = Matched.of(params, grads, new)
         updates, _ = match.composed(

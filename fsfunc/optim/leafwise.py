@@ -39,12 +39,12 @@ def local(leaf: Any) -> Tensor:
     return leaf.local if is_sharded(leaf) else leaf
 
 
-def again(leaf: Any) -> Any:
-    """A new leaf over the same tensor, in the same home.
+def twin(leaf: Any) -> Any:
+    """Another leaf over the same memory, in the same home.
 
-    A donated shard is spent: what a step hands back must be another object.
+    Of a leaf that is written over the old one is spent: the new one is another object.
     """
-    return leaf.again(leaf.home) if is_sharded(leaf) else leaf
+    return leaf.twin() if is_sharded(leaf) else leaf.detach()
 
 
 def zeros_like(params: Tree, dtype: torch.dtype | None = None) -> Tree:

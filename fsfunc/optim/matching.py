@@ -16,12 +16,12 @@ import torch
 from torch import Tensor
 
 from fsfunc import _torch, tree
+from fsfunc.donated import Donation, Everything
 from fsfunc.frames import frame
 from fsfunc.optim import kernels
 from fsfunc.optim.leafwise import (
     Mask,
     Tree,
-    again,
     along,
     fits,
     local,
@@ -29,6 +29,7 @@ from fsfunc.optim.leafwise import (
     said,
     split,
     trainable,
+    twin,
 )
 from fsfunc.sharded import is_sharded
 
@@ -130,22 +131,26 @@ class Matched:
     ) -> Callable[[], list[Tree]]:
         """What writes ``kernel`` into params and moments, and returns them.
 
-        Under `donate` it writes into the tensors given, else into copies (on fresh
-        memory the page faults cost most, whatever the order of copy and update).
+        Under `donate` it writes into the tensors given, where nobody else holds their
+        memory, else into copies (on fresh memory the page faults cost most, whatever
+        the order of copy and update).
         ``kernel(params, grads, *moments, weight_decay=)`` takes lists of dense tensors
         of one dtype on one device, and is called once for each such group.
         """
-        in_place = frame().donated and not self._overlap()
+        donation = frame().donated
+        if donation is not None and self._overlap():
+            donation = None
 
         def commit() -> list[Tree]:
             kept = [self.trees[0], *self.trees[2:]]
-            if in_place:
-                kept = [[again(leaf) for leaf in column] for column in kept]
+            taken: tuple[list[Any], list[Any]] = [], []
             with torch.no_grad():
-                new = self._writable(kept, in_place)
+                new = self._writable(kept, donation, taken)
                 _count_write([t for _, tensors in new for t in tensors])
                 for (_, dtype, decay), rows in self._groups(new, decays).items():
                     _write(kernel, rows, dtype, decay)
+            if donation is not None:
+                donation.take(*taken)
             return [
                 self._restore(leaves, old)
                 for (leaves, _), old in zip(new, kept, strict=True)
@@ -164,17 +169,28 @@ class Matched:
         return len(set(written) - read) < len(written)
 
     def _writable(
-        self, columns: list[list[Any]], in_place: bool
+        self,
+        columns: list[list[Any]],
+        donation: Donation | None,
+        taken: tuple[list[Any], list[Any]],
     ) -> list[tuple[list[Any], list[Tensor]]]:
-        """By tree to write: its active leaves and its flat tensors, or copies."""
+        """By tree to write: its active leaves and its flat tensors, or copies.
+
+        ``taken`` gets the old and the new leaves where memory is written over.
+        """
         written = [self.buffers[0], *self.buffers[2:]]
-        if in_place:
-            return [
-                ([column[i] for i in self.active], b.tensors)
-                for column, b in zip(columns, written, strict=True)
-            ]
-        copies = [[t.clone() for t in b.tensors] for b in written]
-        return [(b.rebuild(c), c) for b, c in zip(written, copies, strict=True)]
+        if donation is None:
+            copies = [[t.clone() for t in b.tensors] for b in written]
+            return [(b.rebuild(c), c) for b, c in zip(written, copies, strict=True)]
+        active = [[column[i] for i in self.active] for column in columns]
+        if isinstance(donation, Everything):  # leaves that are recorded stay themselves
+            return [(x, b.tensors) for x, b in zip(active, written, strict=True)]
+        flats = [b.tensors for b in written]
+        donation.look()
+        return [
+            _over(old, b, tensors, donation.may_write(tensors), taken)
+            for old, b, tensors in zip(active, written, flats, strict=True)
+        ]
 
     def _groups(
         self, new: list[tuple[list[Any], list[Tensor]]], decays: Sequence[float]
@@ -235,6 +251,34 @@ class Matched:
         for i, leaf in zip(self.active, active, strict=True):
             out[i] = leaf
         return tree.unflatten(self.treedef, out)
+
+
+def _over(
+    old: list[Any],
+    buffers: Any,
+    tensors: list[Tensor],
+    mine: list[bool],
+    taken: tuple[list[Any], list[Any]],
+) -> tuple[list[Any], list[Tensor]]:
+    """New leaves over the memory of the old ones, or over copies; and flat tensors."""
+    leaves = list(old)
+    if not all(mine):
+        pairs = zip(tensors, mine, strict=True)
+        tensors = [t if own else t.clone() for t, own in pairs]
+        leaves = buffers.rebuild(tensors)
+    at: list[int] = []
+    for (positions, home), own in zip(buffers.groups, mine, strict=True):
+        if not own:
+            continue
+        at += positions
+        if home is None:
+            leaves[positions[0]] = twin(old[positions[0]])
+            continue
+        for j, new in zip(positions, home.renewed().leaves(), strict=True):
+            leaves[j] = new
+    taken[0].extend(old[j] for j in at)
+    taken[1].extend(leaves[j] for j in at)
+    return leaves, tensors
 
 
 def _count_write(tensors: Sequence[Tensor]) -> None:

@@ -162,14 +162,13 @@ class Pipelining(Interpretation):
             placement = self._placement(self.cuts.of(f, part, (0,)))
             with inside(f_.but(stage=placement, counter=Counter())):
                 return f(*part.args, **part.keywords)
-        call = lambda part: f(*part.args, **part.keywords)  # noqa: E731
         within = f_.but(micro=(*f_.micro, (0, self.n)))
         batches = [Microbatch(p, self.cuts.of(f, p, (0,))) for p in parts]
         self.cuts.check([b.cut for b in batches], args[0])
         where = group(self.axis, here(self.mesh))
         source, depth = self.owners[-1], len(f_.micro)
         worker = Worker(
-            call, lambda out: (out, None, None), batches, self.owners, where, within,
+            f, lambda out: (out, None, None), batches, self.owners, where, within,
             depth, (),
         )  # fmt: skip
         worker.run(self._actions(batches, where, forward_only))
@@ -234,8 +233,7 @@ class Pipelining(Interpretation):
             return total, *tree.map(_detached, (weight, aux))
 
         worker = Worker(
-            lambda part: call.fn(*part.args, **part.keywords),
-            read, batches, self.owners, where, f, depth, values,
+            call.fn, read, batches, self.owners, where, f, depth, values,
             self.arenas[where.rank],
         )  # fmt: skip
         actions, source = self._actions(batches, where), self.owners[-1]

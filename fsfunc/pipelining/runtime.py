@@ -40,7 +40,7 @@ class Worker:
     """One rank of one pipelined call.
 
     Args:
-        call: ``(part) -> what the loss returns`` on a part's arguments.
+        call: the loss.
         read: ``(returned) -> (total, weight, aux)``; the last stage's.
         microbatches: all of them.
         owners: by stage, the index along ``where`` of the rank that runs it.
@@ -55,7 +55,7 @@ class Worker:
 
     def __init__(
         self,
-        call: Callable[[Part], Any],
+        call: Callable[..., Any],
         read: Callable[[Any], Any],
         microbatches: Sequence[Microbatch],
         owners: Sequence[int],
@@ -123,7 +123,7 @@ class Worker:
             inside(f),
         ):
             try:
-                returned = self.call(batch.part)
+                returned = self._returned(batch.part)
             except Ended:
                 returned = None
         outputs: list[Tensor] = []
@@ -147,6 +147,9 @@ class Worker:
         tape = Tape(outputs, inputs, [*self.values, *stage.starts], self.arena)
         ends = [torch.zeros_like(x) for x in stage.ends]
         self.tapes[key] = _Taped(tape, seeds, given, taken, ends)
+
+    def _returned(self, part: Part) -> Any:
+        return self.call(*part.args, **part.keywords)
 
     def _received(self, a: Action) -> dict[Value, Tensor]:
         """The values that a stage depends on, each a leaf of its graph."""

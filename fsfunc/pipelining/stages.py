@@ -191,8 +191,10 @@ class StageRun:
         leaves = tree.leaves(params) if self.tied else []
         device = next((x.device for x in leaves if isinstance(x, Tensor)), None)
         thread = Thread(device) if self.tied else None
+        # A recompute holds the call, and we hold its outputs: no circle of the two.
+        apart = replace(call, frame=call.frame.but(stage=self.plan))
         with run_as(Running(thread)), standing(self.stance):
-            out = call.run(params, *inputs, **keywords)
+            out = apart.run(params, *inputs, **keywords)
         if thread is not None and thread.token is not thread.start:
             self.starts.append(thread.start)
             self.ends.append(thread.token)

@@ -22,7 +22,7 @@ from fsfunc.optim import Optimizer
 from fsfunc.pipelining.actions import Action, Schedule, ScheduleError, owners
 from fsfunc.pipelining.cutting import Stages
 from fsfunc.pipelining.delaying import staleness
-from fsfunc.pipelining.microbatches import cut_batch
+from fsfunc.pipelining.microbatches import Part, cut_batch
 from fsfunc.pipelining.outcomes import blank, combined, everywhere
 from fsfunc.pipelining.piping import Pipelining
 from fsfunc.pipelining.runtime import Microbatch, Worker
@@ -84,7 +84,7 @@ class Updating(Pipelining):
         running = call.fn
         if not isinstance(running, _Running):  # a step that is being recorded
             return super()._differentiate(depth, number, call)
-        f = frame().but(differentiate=None, donated=False)  # forwards use old versions
+        f = frame().but(differentiate=None, donated=None)  # forwards use old versions
         parts = cut_batch(call.args, call.keywords, (0,), self.n)
         batches = [
             Microbatch(p, self.cuts.of(running.loss, p, (0,), number)) for p in parts
@@ -216,7 +216,7 @@ class _UpdatingWorker(Worker):
         late: Sequence[int],
     ):
         super().__init__(
-            lambda p: running.loss(self.version.params, *p.args[1:], **p.keywords),
+            running.loss,
             lambda returned: loss_parts(returned, False),
             microbatches, handler.owners, where, frame, depth, (),
         )  # fmt: skip
@@ -235,6 +235,10 @@ class _UpdatingWorker(Worker):
         self.version = self.actual if params is self.params else _Version(params)
         self.used[a.microbatch], self.values = self.version, self.version.values
         super()._F(a)
+
+    def _returned(self, part: Part) -> Any:
+        # Not a function that knows this worker: a circle, in which tensors would wait.
+        return self.call(self.version.params, *part.args[1:], **part.keywords)
 
     def _B(self, a: Action) -> None:
         with self._gathering(a):

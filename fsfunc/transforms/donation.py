@@ -3,18 +3,18 @@
 from __future__ import annotations
 
 import functools
-import weakref
-from collections import Counter, defaultdict
-from collections.abc import Callable
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import replace
 from typing import Any
 
 from torch import Tensor
 
 from fsfunc import _torch, tree
+from fsfunc.donated import Donation, refuse_spent, spend, unspend, why_spent
 from fsfunc.frames import frame, inside
 from fsfunc.holding import is_held
-from fsfunc.sharded import Sharded, is_sharded
+from fsfunc.sharded import Home, Sharded, is_sharded
 
 __all__ = ["donate"]
 
@@ -32,11 +32,16 @@ _SPOILED = (
 def donate(step: Callable[..., Any]) -> Callable[..., Any]:
     """``step``, which may write into the state (its first argument) it is given.
 
-    The result is that of ``step``, in less memory: optimizers update in place. Using
-    the donated state again raises.
+    The result is that of ``step``, in less memory: optimizers update in place, where
+    nobody else holds the memory. A view or a graph that somebody keeps goes on showing
+    the old values; what it shows is then left as it is, and costs a copy.
+
+    Using the donated state again raises, be it outside the step, or inside after the
+    update: read it before, or keep a copy made before (``x.clone()``).
 
     Raises:
-        RuntimeError: a state that was donated before.
+        RuntimeError: a state that was donated before; a leaf that the update has
+            written over.
 
     A state that is being saved (``save_async``) is left as it is: the step then works
     as without `donate`, in memory of its own.
@@ -49,9 +54,13 @@ def donate(step: Callable[..., Any]) -> Callable[..., Any]:
     >>> optimizer = ff.sharded_adam(0.1)
     >>> step = ff.donate(optimizer(ff.value_and_grad(lambda w: (w**2).sum())))
     >>> w = torch.ones(2)
+    >>> at = w.data_ptr()
     >>> state, _ = step(ff.TrainState(w, optimizer.init(w)))
-    >>> state.params.data_ptr() == w.data_ptr()
+    >>> state.params.data_ptr() == at
     True
+    >>> w + 1
+    Traceback (most recent call last):
+    RuntimeError: f32[2]: this state was donated to a step, ...
     """
 
     @functools.wraps(step)
@@ -60,21 +69,23 @@ def donate(step: Callable[..., Any]) -> Callable[..., Any]:
         if outer.recorder is not None:
             return step(state, *args, **keywords)
         leaves, treedef = tree.flatten(state, is_leaf=is_sharded)
-        if any(map(_spent, leaves)):
+        if any(map(why_spent, leaves)):
             refuse_spent(state)
+        memory = _Memory(leaves)
+        before = memory.versions()
         # The step sees other objects over the same memory: these ones can be marked.
-        mine = _aliases(leaves)
-        parts = [x._local if isinstance(x, Sharded) else x for x in leaves]
-        before = [version(x) for x in parts]
+        mine = [_twin(x) for x in leaves] if memory.once else _apart(leaves)
+        donated = None if is_held(memory.written) else Donation(memory.tensors, mine)
         given = tree.unflatten(treedef, mine)
-        _mark(leaves, _GONE)  # from now on: simulated ranks may share plain tensors
+        for leaf in leaves:  # from now on: simulated ranks may share plain tensors
+            spend(leaf, _GONE)
         try:
-            free = not is_held(x for x in parts if isinstance(x, Tensor))
-            with inside(replace(outer, donated=free)):
+            with inside(replace(outer, donated=donated)):
                 out = step(given, *args, **keywords)
         except BaseException as error:
-            spoiled = before != [version(x) for x in parts]
-            _mark(leaves, _SPOILED if spoiled else "")
+            spoiled = before != memory.versions()
+            for leaf in leaves:
+                spend(leaf, _SPOILED) if spoiled else unspend(leaf)
             if spoiled:
                 error.add_note(_SPOILED)
             raise
@@ -83,55 +94,68 @@ def donate(step: Callable[..., Any]) -> Callable[..., Any]:
     return run
 
 
-def refuse_spent(t: Any) -> None:
-    """Raises where a leaf of ``t`` was donated.
-
-    Raises:
-        RuntimeError: names the first such leaf, and what became of it.
-    """
-    paths, leaves, _ = tree.flatten_with_paths(t, is_leaf=is_sharded)
-    for path, x in zip(paths, leaves, strict=True):
-        if why := _spent(x):
-            raise RuntimeError(f"{path!r}: {why}")
-
-
-def spend(leaves: list[Any], why: str) -> None:
-    """Marks leaves as given away: using them raises ``why``."""
-    _mark(leaves, why)
-
-
 def restore(t: Any) -> None:
     """``t`` is as good as before: the step that it was donated to only was planned."""
-    _mark(tree.leaves(t, is_leaf=is_sharded), "")
+    for leaf in tree.leaves(t, is_leaf=is_sharded):
+        unspend(leaf)
 
 
-def _spent(x: Any) -> str:
-    return x.spent if isinstance(x, Sharded) else _SPENT.get(id(x), ("",))[0]
+class _Memory:
+    """What leaves lie in, and the tensors over it.
+
+    ``written`` are buffers of packed leaves, and others' parts; ``tensors`` all that
+    are there already; ``once`` says whether nothing lies at two places.
+    """
+
+    def __init__(self, leaves: list[Any]):
+        homes, parts, seats = {}, [], []
+        self.written: list[Tensor] = []
+        for leaf in leaves:
+            home = leaf.home if isinstance(leaf, Sharded) else None
+            x = leaf._part if isinstance(leaf, Sharded) else leaf
+            if home is not None:
+                homes[id(home)] = home
+                seats.append((id(home), id(leaf.layout)))
+                if isinstance(x, Tensor):
+                    parts.append(x)
+            elif isinstance(x, Tensor):
+                self.written.append(x)
+        self.written += [home.flat for home in homes.values()]
+        keys = list(map(_torch.storage_key, self.written))
+        self.once = len(set(seats)) == len(seats) and len(set(keys)) == len(keys)
+        self.tensors = [*self.written, *parts, *_wholes(homes.values())]
+
+    def versions(self) -> list[int]:
+        with _torch.plain_tensors():
+            return list(map(version, self.written))
 
 
-# id -> (why, weak reference): tensors have no place for a mark of their own.
-_SPENT: dict[int, tuple[str, Any]] = {}
+def _wholes(homes: Iterable[Home]) -> Iterator[Tensor]:
+    """The buffers that homes lie in, where the state keeps them whole."""
+    for home in homes:
+        for x in (home.whole, home.flat._base):
+            if x is not None and _torch.storage_key(x) == _torch.storage_key(home.flat):
+                yield x
 
 
-def _aliases(leaves: list[Any]) -> list[Any]:
-    """Other objects over the same memory, but for what lies there a second time.
+def _twin(leaf: Any) -> Any:
+    if isinstance(leaf, Sharded):
+        return leaf.twin()
+    return leaf.detach() if isinstance(leaf, Tensor) else leaf
+
+
+def _apart(leaves: list[Any]) -> list[Any]:
+    """Twins of leaves, but copies of what lies at a place a second time.
 
     An average that starts as the parameters themselves must not change when they do.
     """
     out, ends = [], defaultdict(list)
-    parts = [x._local if isinstance(x, Sharded) else x for x in leaves]
-    keys = [_torch.storage_key(x) if isinstance(x, Tensor) else 0 for x in parts]
-    times = Counter(keys)
-    for leaf, x, key in zip(leaves, parts, keys, strict=True):
-        if not isinstance(x, Tensor):
-            out.append(leaf)
-            continue
-        again = times[key] > 1 and _overlaps(_reach(x), ends[key])
-        if isinstance(leaf, Sharded):
-            home = None if again else leaf.home
-            out.append(Sharded(x.clone() if again else x, leaf.layout, home))
-        else:
-            out.append(x.clone() if again else x.detach())
+    for leaf in map(_twin, leaves):
+        x = leaf._local if isinstance(leaf, Sharded) else leaf
+        if isinstance(x, Tensor) and _overlaps(_reach(x), ends[_torch.storage_key(x)]):
+            x = x.clone()
+            leaf = Sharded(x, leaf.layout) if isinstance(leaf, Sharded) else x
+        out.append(leaf)
     return out
 
 
@@ -154,15 +178,3 @@ def version(part: Any) -> int:
     """How often a leaf's part was written to: a gather does not count."""
     counted = isinstance(part, Tensor) and not part.is_inference()
     return part._version if counted else 0
-
-
-def _mark(leaves: list[Any], why: str) -> None:
-    for x in leaves:
-        if isinstance(x, Sharded):
-            x.spent = why
-        elif isinstance(x, Tensor):
-            key = id(x)
-            drop = lambda _, key=key: _SPENT.pop(key, None)  # noqa: E731
-            _SPENT[key] = (why, weakref.ref(x, drop))
-            if not why:
-                del _SPENT[key]

@@ -15,6 +15,7 @@ its own history, the backward can be differentiated again.
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -28,18 +29,56 @@ from fsfunc.arena import Arena
 from fsfunc.layout import Layout
 from fsfunc.sharded import Home
 
-__all__ = ["Arena", "Box", "Passage", "Use", "enter", "leave"]
+__all__ = ["Arena", "Box", "Gathered", "Passage", "Use", "enter", "leave"]
 
 
-@dataclass
 class Box:
-    """A buffer that a unit call gathered, while it is held."""
+    """A buffer that a unit call gathered, while it is held.
 
-    home: Home
-    full: Tensor | None
-    dtype: torch.dtype
-    kept: bool = False  # the home's own whole buffer: never dropped
-    grad: Tensor | None = None  # of the calls so far, where neighbours share it
+    Args:
+        home: whose; held weakly, since what the home holds may have a history, which
+            leads to the session that holds this box.
+        full: the whole buffer, until it is dropped.
+        kept: whether it is the home's own whole buffer: never dropped.
+    """
+
+    __slots__ = ("_home", "full", "dtype", "kept", "grad", "_version")
+
+    def __init__(
+        self,
+        home: Home,
+        full: Tensor | None,
+        dtype: torch.dtype,
+        kept: bool = False,
+    ):
+        self._home = weakref.ref(home)
+        self.full, self.dtype, self.kept = full, dtype, kept
+        self._version = _version(home)
+        # Of the calls so far, where neighbours share the buffer.
+        self.grad: Tensor | None = None
+
+    @property
+    def home(self) -> Home | None:
+        """The home, for as long as somebody else holds it."""
+        return self._home()
+
+    def shows(self, home: Home) -> bool:
+        """Whether it is of ``home``, as new as that is."""
+        return self._home() is home and self._version == _version(home)
+
+    def check(self, home: Home) -> None:
+        """Raises where the weights were written over since they were gathered."""
+        if self._version != _version(home):
+            raise RuntimeError(
+                f"{home.members[0].name!r} and what lies beside it was written over "
+                "since a unit used it, by a donated step or a load, and the backward "
+                "of that unit would gather the new values: take the gradients before "
+                "the update"
+            )
+
+
+def _version(home: Home) -> int:
+    return 0 if home.flat.is_inference() else home.flat._version
 
 
 @dataclass
@@ -53,18 +92,33 @@ class Use:
 
 
 @dataclass
+class Gathered:
+    """What a session keeps of a unit call: nothing in it leads to the graph.
+
+    The graph holds the session, which looks from one call to its neighbours: a way back
+    would be a circle, in which gradients wait for the garbage collector.
+    """
+
+    key: tuple[int, ...]
+    boxes: list[Box] = field(default_factory=list)
+    hooked: bool = False  # whether the graph forgot what it saved of them
+
+
+@dataclass
 class Passage:
-    """One unit call on its way through: what forward leaves for backward."""
+    """One unit call on its way through: what the graph holds for the backward."""
 
     session: Any
     name: str
-    key: tuple[int, ...]
+    gathered: Gathered
     micro: tuple[tuple[int, int], ...]
     uses: list[Use]
     reduce: torch.dtype | None
     apart: bool = False  # whether parameters' gradients are asked for one by one
-    boxes: list[Box] = field(default_factory=list)
-    hooked: bool = False
+
+    @property
+    def boxes(self) -> list[Box]:
+        return self.gathered.boxes
 
     def views(self) -> list[Tensor]:
         """The parameters, as views of the gathered buffers, use by use."""
@@ -209,7 +263,7 @@ def leave(
                 pack, unpack = _forgetting(passage, use, box, start)
                 key = _torch.storage_key(first)
                 count = _torch.hook_saved(nodes, key, pack, unpack)
-                passage.hooked = passage.hooked or count > 0
+                passage.gathered.hooked |= count > 0
     passage.session.passed(passage)
     token, *exits = _Exit.apply(passage, token, *tracked)
     found = iter(exits)
@@ -230,7 +284,7 @@ def _forgetting(passage: Passage, use: Use, box: Box, start: int) -> tuple[Any, 
         full = box.full
         if full is None:  # used beside its gradient's path: gathered for this use only
             with label(passage.name, "backward"):
-                full = passage.session.gather(use.home, box.dtype)
+                full = passage.session.gather_again(use.home, box)
         return full.as_strided(shape, stride, full.storage_offset() + offset)
 
     return pack, unpack

@@ -50,7 +50,8 @@ class Ownership:
 
 def _storage(x: Tensor) -> int:
     x = _torch.unwrapped(x)
-    return _torch.storage_key(x) if x.layout == torch.strided else id(x)
+    with _torch.plain_tensors():  # a donated step's own leaves are known as well
+        return _torch.storage_key(x) if x.layout == torch.strided else id(x)
 
 
 def assume(x: Any, axis: Axis, type: str) -> Any:

@@ -70,9 +70,9 @@ class Reductions:
         place, dtype = use.home.place, passage.reduce or box.dtype
         count = place.size * place.chunk
         if self.where.size > 1:
-            buffer = self.arena.get(count, dtype, box.home.flat)
+            buffer = self.arena.get(count, dtype, use.home.flat)
         else:  # the port keeps it: no larger memory than that
-            buffer = box.home.flat.new_empty(count, dtype=dtype)
+            buffer = use.home.flat.new_empty(count, dtype=dtype)
         count_as("gradients", [buffer, *grads])
         targets, sources, at = [], [], 0
         start = buffer.storage_offset()
@@ -95,7 +95,7 @@ class Reductions:
         """Takes the gradient of one call, which it reduces when all are there."""
         # Counted, not numbered: microbatches may come back in any order.
         due = math.prod(n for _, n in passage.micro[self.depth :])
-        key, count = (id(port.home), passage.key), 1
+        key, count = (id(port.home), passage.gathered.key), 1
         if key in self.held:
             held = self.held.pop(key)
             buffer, count = held.buffer.add_(buffer), held.count + 1

@@ -14,7 +14,7 @@ from fsfunc.collectives import Group
 from fsfunc.frames import frame, running
 from fsfunc.kinds import count_as
 from fsfunc.sharded import Home
-from fsfunc.transforms.gathering import Arena, Box, Passage, Use
+from fsfunc.transforms.gathering import Arena, Box, Gathered, Passage, Use
 from fsfunc.transforms.ownership import Ownership
 from fsfunc.transforms.reducing import Reductions
 
@@ -55,9 +55,9 @@ class Session:
         self.copy = 0  # which of several trees with the same buffers is read
         self.coordinates = handler.mesh.coordinates(where.rank)
         self.seen: list[tuple[str, ...]] = []
-        self.flights: dict[str, tuple[Home, torch.dtype, Tensor, Any]] = {}
+        self.flights: dict[str, tuple[Box, Any, Tensor]] = {}
         self.recent: list[Box] = []
-        self.passages: dict[Any, list[Passage]] = {}  # by microbatch, in call order
+        self.calls: dict[Any, list[Gathered]] = {}  # by microbatch, in call order
         depth = len(frame().micro)
         self.reductions = Reductions(handler.zero, where, replicas, arena, depth)
         replicated = () if replicas is None else replicas.axis
@@ -73,7 +73,7 @@ class Session:
     def begin(self) -> None:
         """A forward pass starts: what the last one left over is forgotten."""
         self.drop(self.recent)
-        self.recent, self.passages, self.seen = [], {}, []
+        self.recent, self.calls, self.seen = [], {}, []
         if self.handler.zero == 3:  # memory before the odd page fault
             self.arena.trim(2)
             self.where.link.trim()
@@ -109,14 +109,19 @@ class Session:
             return whole
         flight = self.flights.pop(home.buffer, None)
         if flight is not None:
-            source, kind, full, work = flight
+            box, work, _ = flight
             work.wait()
-            if source is home and kind == dtype:
-                return self._kept(home, full)
-            self.arena.spoil(full)
+            if box.full is not None and box.shows(home) and box.dtype == dtype:
+                return self._kept(home, box.full)
+            self.drop([box])
         full, work = self._start(home, dtype)
         work.wait()
         return self._kept(home, full)
+
+    def gather_again(self, home: Home, box: Box) -> Tensor:
+        """The same for a backward, which wants what the forward had."""
+        box.check(home)
+        return self.gather(home, box.dtype)
 
     def _kept(self, home: Home, full: Tensor) -> Tensor:
         """At zero 1 and 2 the state keeps what was gathered, until it changes."""
@@ -136,9 +141,13 @@ class Session:
         name = home.buffer
         if name in self.flights or self.where.size == 1:
             return
-        shared = "+" in name and any(b.home is home for b in self.recent)
+        shared = "+" in name and any(b.shows(home) for b in self.recent)
         if not shared and self._whole(home, dtype) is None:
-            self.flights[name] = (home, dtype, *self._start(home, dtype))
+            full, work = self._start(home, dtype)
+            # What is sent is held to the end, on all ranks alike: no donated step
+            # writes into it meanwhile.
+            sent = home.flat.detach()
+            self.flights[name] = Box(home, full, dtype), work, sent
 
     def take(self, passage: Passage, dtype: torch.dtype | None) -> None:
         """Brings in the whole parameters of a call, and sends for the next one's."""
@@ -148,7 +157,7 @@ class Session:
         old, self.recent = self.recent, []
         for use in passage.uses:
             kind, home = _dtype(use.home, dtype), use.home
-            box = next((b for b in old if b.home is home and b.full is not None), None)
+            box = next((b for b in old if b.full is not None and b.shows(home)), None)
             if box is not None and "+" in home.buffer:
                 old.remove(box)
             elif (whole := self._whole(home, kind)) is not None:
@@ -160,7 +169,7 @@ class Session:
                 full = self.gather(home, kind)
                 box = Box(home, full, kind, kept=home.whole is full)
             self.recent.append(box)
-        passage.boxes = list(self.recent)
+        passage.boxes.extend(self.recent)
         if not (self.handler.keeps and torch.is_grad_enabled()):
             self.drop(old)
         names = tuple(use.home.buffer for use in passage.uses)
@@ -174,21 +183,21 @@ class Session:
 
     def _take_again(self, passage: Passage, dtype: torch.dtype | None) -> None:
         """The same for a recompute: into the boxes of the first run, which last."""
-        passages, at = self._find(passage)
-        first = passages[at].boxes if at >= 0 else []
+        calls, at = self._find(passage)
+        first = calls[at].boxes if at >= 0 else []
         for use in passage.uses:
             kind, home = _dtype(use.home, dtype), use.home
             box = next((b for b in first if b.home is home), None)
             box = Box(home, None, kind) if box is None else box
             if box.full is None:
-                box.full = self.gather(home, kind)
+                box.full = self.gather_again(home, box)
                 box.kept = home.whole is box.full or home.place.size == 1
             passage.boxes.append(box)
         # The last unit's box is held still, for its own backward; each call's backward
         # drops what the call took.
         held = self.recent
         self.recent = [*held, *(b for b in passage.boxes if not _among(b, held))]
-        if at == len(passages) - 1:  # not one of several in an outer unit
+        if at == len(calls) - 1:  # not one of several in an outer unit
             self._look_back(passage)
 
     def passed(self, passage: Passage) -> None:
@@ -197,7 +206,7 @@ class Session:
         Microbatch by microbatch: a pipeline has several under way.
         """
         if not running().recompute:
-            self.passages.setdefault(passage.micro, []).append(passage)
+            self.calls.setdefault(passage.micro, []).append(passage.gathered)
 
     def drop(self, boxes: Iterable[Box]) -> None:
         """Forgets gathered buffers."""
@@ -208,37 +217,37 @@ class Session:
 
     # Backward
 
-    def _find(self, passage: Passage) -> tuple[list[Passage], int]:
+    def _find(self, passage: Passage) -> tuple[list[Gathered], int]:
         """The forward pass that the call was in, and where; -1: in none any more."""
-        passages = self.passages.get(passage.micro, [])
-        for i in range(len(passages) - 1, -1, -1):
-            if passages[i].key == passage.key:
-                return passages, i
-        return passages, -1
+        calls = self.calls.get(passage.micro, [])
+        for i in range(len(calls) - 1, -1, -1):
+            if calls[i].key == passage.gathered.key:
+                return calls, i
+        return calls, -1
 
     def _look_back(self, passage: Passage) -> None:
         """The calls after this one are done; the one before it comes next."""
-        passages, at = self._find(passage)
+        calls, at = self._find(passage)
         if at < 0:
             return
-        del passages[at + 1 :]
-        if at > 0 and (passages[at - 1].hooked or running().recompute):
-            for box in passages[at - 1].boxes:
-                if box.full is None:
-                    self._send_for(box.home, box.dtype)
+        del calls[at + 1 :]
+        if at > 0 and (calls[at - 1].hooked or running().recompute):
+            for box in calls[at - 1].boxes:
+                if box.full is None and (home := box.home) is not None:
+                    self._send_for(home, box.dtype)
 
     def enters_backward(self, passage: Passage) -> None:
         """The cotangents of a call's outputs are here: gather again, look back."""
-        if passage.hooked:
-            for box in passage.boxes:
+        if passage.gathered.hooked:
+            for use, box in zip(passage.uses, passage.boxes, strict=True):
                 if box.full is None:
-                    box.full = self.gather(box.home, box.dtype)
+                    box.full = self.gather_again(use.home, box)
         self._look_back(passage)
 
     def left_backward(self, passage: Passage) -> None:
         """A call's gradients are out: its buffers go, but for a neighbour's."""
-        passages, at = self._find(passage)
-        before = passages[at - 1].boxes if at > 0 else []
+        calls, at = self._find(passage)
+        before = calls[at - 1].boxes if at > 0 else []
         self.drop(b for b in passage.boxes if not any(b is o for o in before))
 
     def gradient_of(
@@ -253,8 +262,8 @@ class Session:
             buffer.add_(box.grad)
             self.arena.spoil(box.grad)
             box.grad = None
-        passages, at = self._find(passage)
-        if at > 0 and any(box is b for b in passages[at - 1].boxes):
+        calls, at = self._find(passage)
+        if at > 0 and any(box is b for b in calls[at - 1].boxes):
             box.grad = buffer  # the call before shares the buffer, and reduces it
             return None
         if port is None:
@@ -271,9 +280,9 @@ class Session:
         """Takes in what is still in flight, and forgets every buffer."""
         self.drop(self.recent)
         self.recent = []
-        for _, _, full, work in self.flights.values():
+        for box, work, _ in self.flights.values():
             work.wait()
-            self.arena.spoil(full)
+            self.drop([box])
         self.flights.clear()
 
 

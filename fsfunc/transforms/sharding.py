@@ -15,6 +15,7 @@ from fsfunc.accounting import aside, label
 from fsfunc.autodiff import GradientCall, Outcome
 from fsfunc.collectives import Group, group, move
 from fsfunc.crossings import ENTER, GATHER, MEAN, REDUCE
+from fsfunc.donated import refuse_spent
 from fsfunc.frames import Interpretation, frame, inside, running
 from fsfunc.homes import by_buffer, home_of, joined, settle
 from fsfunc.layout import Layout
@@ -25,6 +26,7 @@ from fsfunc.transforms.averaging import averaged, check_whole
 from fsfunc.transforms.derivatives import check_derivatives
 from fsfunc.transforms.gathering import (
     Arena,
+    Gathered,
     Passage,
     Use,
     enter,
@@ -174,7 +176,12 @@ class Sharding(Interpretation):
         f_ = frame()
         if self.mesh.axis_size(self.axes) == 1 or self.mesh.backend == "vmap":
             return
-        key = signature(args, keywords)
+        try:
+            key = signature(args, keywords)
+        except RuntimeError:
+            for given in (*args, keywords):
+                refuse_spent(given)
+            raise
         told = f_.recorder or f_.rehearsal
         if told is not None:
             told.called(key, args, keywords)
@@ -307,9 +314,8 @@ class Sharding(Interpretation):
             layouts = [x.layout for x in chosen]
             uses.append(Use(home, positions, layouts, flat))
         staged = f.stage is not None
-        passage = Passage(
-            session, call.name, call.numbers, f.micro, uses, f.reduce, staged
-        )
+        gathered = Gathered(call.numbers)
+        passage = Passage(session, call.name, gathered, f.micro, uses, f.reduce, staged)
         session.take(passage, f.compute)
         thread = running().thread
         token, views = enter(passage, None if thread is None else thread.token)

@@ -44,8 +44,11 @@ def test_it_lies_where_the_target_lay(tmp_path, name):
 def test_whole_tensors_and_what_is_refused(tmp_path):
     ff.save(tmp_path / "a", {"w": torch.arange(3.0), "n": 1})
     target = {"w": torch.zeros(3), "n": 0}
+    where = target["w"].data_ptr()
     found = ff.load(tmp_path / "a", target, donate=True)
-    assert found["w"].data_ptr() == target["w"].data_ptr() and found["n"] == 1
+    assert found["w"].data_ptr() == where and found["n"] == 1
+    with pytest.raises(RuntimeError, match=r"f32\[3\]: this state's memory was given"):
+        target["w"] + 1
     with pytest.raises(RuntimeError, match=r"'w': this state's memory was given"):
         ff.load(tmp_path / "a", target)
     with pytest.raises(ValueError, match="cannot load into"):

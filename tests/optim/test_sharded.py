@@ -267,17 +267,19 @@ def test_a_unit_is_one_tensor_that_stays_one(monkeypatch, in_place):
     flat = home_of(params).flat
     state = optimizer.init(params)
     assert home_of(state.mu).flat.shape == flat.shape
-    with donated() if in_place else torch.no_grad():
+    updates, _ = optimizer.update(grads, state, params)
+    assert home_of(updates) is not None
+    nu = home_of(state.nu).flat
+    with donated(params, state) if in_place else torch.no_grad():
         after, later = optimizer.apply(grads, state, params)
     assert calls == [[10]]
     for made in (after, later.mu, later.nu):
         assert home_of(made) is not None
     assert (home_of(after).flat is flat) == in_place
-    assert (home_of(later.nu).flat is home_of(state.nu).flat) == in_place
-    # A donated leaf is spent, so what comes back is another.
+    assert (home_of(later.nu).flat is nu) == in_place
+    # A leaf that is written over is spent, so what comes back is another.
     assert after["w"] is not params["w"]
-    updates, _ = optimizer.update(grads, state, params)
-    assert home_of(updates) is not None
+    assert bool(params["w"].spent) == bool(state.mu["w"].spent) == in_place
 
 
 @pytest.mark.parametrize("cut", ["decay", "partition", "frozen"])
@@ -292,11 +294,13 @@ def test_a_unit_cut_by_its_leaves_keeps_its_home_in_place(cut):
         grads["b"] = None
     expected = trained(optimizer, params, [grads])
     flat, version = home_of(params).flat, home_of(params).flat._version
-    with donated():
+    with donated(params):
         actual = trained(optimizer, params, [grads])
     assert_bits(floating(expected), floating(actual))
     assert home_of(actual[0]).flat is flat and flat._version > version
-    assert all(actual[0][k] is not params[k] for k in params)
+    for k, leaf in params.items():
+        frozen = cut == "frozen" and k == "b"
+        assert (actual[0][k] is leaf) == frozen and bool(leaf.spent) != frozen
 
 
 @pytest.mark.parametrize("make", [sharded_adam, lambda: sgd(0.1)])

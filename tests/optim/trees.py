@@ -8,6 +8,7 @@ import torch
 from hypothesis import strategies as st
 
 from fsfunc import tree
+from fsfunc.donated import Donation, Everything
 from fsfunc.frames import frame, inside
 from fsfunc.sharded import is_sharded
 
@@ -82,9 +83,20 @@ def trained_by_update(optimizer, params, grads_of_steps):
 
 
 @contextmanager
-def donated() -> Iterator[None]:
-    with inside(replace(frame(), donated=True)):
+def donated(*values) -> Iterator[None]:
+    """Inside, optimizers write into the memory of ``values``; without any, into all."""
+    leaves = tree.leaves(values, is_leaf=is_sharded)
+    tensors = [x for leaf in leaves for x in over(leaf)]
+    given = Donation(tensors) if values else Everything()
+    with inside(replace(frame(), donated=given)):
         yield
+
+
+def over(leaf):
+    """The tensors over the memory of a leaf."""
+    if is_sharded(leaf):
+        return [leaf.local] if leaf.home is None else [leaf.local, leaf.home.flat]
+    return [leaf] if isinstance(leaf, torch.Tensor) else []
 
 
 def assert_bits(expected, actual):
