@@ -57,6 +57,7 @@ __all__ = [
     "is_hooked",
     "is_wrapped",
     "mapped_at",
+    "mapping_levels",
     "output_shape",
     "quiet_fakes",
     "outside_modes",
@@ -256,6 +257,13 @@ def differentiated_at(x: Tensor) -> int:
 def mapped_at(x: Tensor) -> list[int]:
     """The functorch levels that ``vmap`` over ``x``."""
     return [n for y, n in _wrappers(x) if is_batchedtensor(y)]
+
+
+def mapping_levels() -> list[int]:
+    """The functorch levels of the ``vmap``s around, the outermost first."""
+    kind = torch._C._functorch.TransformType.Vmap
+    stack = torch._C._functorch.get_interpreter_stack() or []
+    return [i.level() for i in stack if i.key() == kind]
 
 
 def storage_key(x: Tensor) -> int:

@@ -18,7 +18,7 @@ from torch import Tensor
 from fsfunc import _torch, tree
 from fsfunc.accounting import label
 from fsfunc.collectives import Group, group, move
-from fsfunc.crossings import ENTER, GATHER, LAY, MEAN, REDUCE
+from fsfunc.crossings import ENTER, GATHER, LAY, MEAN, REDUCE, check_samples
 from fsfunc.donated import refuse_spent
 from fsfunc.homes import in_a_row
 from fsfunc.initializing.drawing import draw, standard_normal
@@ -115,6 +115,7 @@ def _entered(x: Sharded) -> Tensor:
     """The same as each rank's own, differentiable."""
     _check_flat(x, "unshard")
     axes, local = x.layout.axes, x.local
+    check_samples(local, repr(x.name))
     if copies := tuple(a for a in _means() if a not in axes):
         local = move(local, ENTER, group(copies))
     if not axes:

@@ -22,9 +22,13 @@ PART         own, taken for a part                    n times
 
 from __future__ import annotations
 
+from torch import Tensor
+
+from fsfunc import _torch
 from fsfunc.moves import Move
 
 __all__ = ["ENTER", "GATHER", "LAY", "MEAN", "OWN", "PART", "REDUCE", "SPREAD", "SUM"]
+__all__ += ["LawError", "check_samples"]
 
 GATHER = Move("all_gather", "V", "M")
 REDUCE = Move("psum_scatter", "M", "V", power=-1)
@@ -35,3 +39,32 @@ SPREAD = Move("cast", "M", "R")
 LAY = Move("slice", "M", "V")
 OWN = Move("cast", "V", "M")
 PART = Move("cast", "M", "V")
+
+
+class LawError(ValueError):
+    """A step means another thing on every rank where it should mean one."""
+
+
+def check_samples(x: Tensor, what: str, mapped: bool | None = None) -> None:
+    """Raises where the gradient by ``x`` would be a mean of unlike samples.
+
+    Args:
+        x: one value, or parts of one, about to become the rank's own.
+        what: names it; ``mapped``: whether what it meets is mapped around the
+            derivative, if anybody knows.
+
+    Raises:
+        LawError: the derivative is taken sample by sample.
+    """
+    if not _torch.functorch_active():
+        return
+    level = _torch.differentiated_at(x)
+    if mapped is None:
+        mapped = any(0 < n < level for n in _torch.mapping_levels())
+    if level and mapped:
+        raise LawError(
+            f"per-sample (vmapped) derivatives by {what}: sample k of this rank would "
+            "be averaged with sample k of the others. Take them inside a unit that has "
+            "the parameters to itself: ff.unit(lambda params, batch: vmap(grad(loss), "
+            "(None, 0))(params, batch), whole=True)"
+        )

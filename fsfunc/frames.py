@@ -6,7 +6,7 @@ in which it was made, so a recompute in a backward pass needs no context.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from contextvars import ContextVar
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -81,17 +81,23 @@ class Interpretation:
 class Rehearsed:
     """A run of a step on tensors without data, as its calls know of it.
 
-    ``orders`` are what a transform learns of the order of unit calls meanwhile.
+    ``orders`` are what a transform learns of the order of unit calls meanwhile;
+    ``only_types``: whether nothing is used up by it, and a pipeline need not run.
     """
 
     orders: dict[int, Any]
+    only_types = False
 
     def body(self, call: Any, params: Any, inputs: Any, keywords: Any) -> Any:
         """What a unit's function returns."""
         raise NotImplementedError
 
-    def called(self, key: Any, args: tuple[Any, ...], keywords: Any) -> None:
-        """Hears that a sharded function is called; ``key``: on what kinds of things."""
+    def called(self, key: Any, args: Any, keywords: Any, mean: Sequence[str]) -> None:
+        """Hears that a sharded function is called.
+
+        Args:
+            key: on what kinds of things; ``mean``: the axes over which it averages.
+        """
 
     def taken(self, name: str, leaves: Iterable[Any]) -> None:
         """Hears that a unit call takes sharded leaves."""

@@ -27,6 +27,7 @@ __all__ = [
     "assumed",
     "claim",
     "group",
+    "issue",
     "move",
     "over",
     "run_by",
@@ -144,9 +145,14 @@ def run_by(run: Callable[[Tensor, Move, Group], Any]) -> Iterator[None]:
         _RUN.reset(token)
 
 
+def issue(x: Tensor, how: Move, where: Group) -> Any:
+    """A move that stands in the user's program, for whoever runs these."""
+    return (_RUN.get() or move)(x, how, where)
+
+
 def over(x: Any, axis: Axis, how: Callable[[Tensor, Group], Move]) -> Any:
     """The move that ``how`` gives for each tensor of ``x``, over ``axis``."""
-    where, run = group(axis), _RUN.get() or move
+    where = group(axis)
     leaves, treedef = tree.flatten(x)
     for leaf in leaves:
         if not isinstance(leaf, Tensor):
@@ -160,5 +166,5 @@ def over(x: Any, axis: Axis, how: Callable[[Tensor, Group], Move]) -> Any:
     if (watcher := _WATCHER.get()) is not None:
         for leaf, m in zip(leaves, moves, strict=True):
             watcher.collective(leaf, m, where)
-    out = [run(leaf, m, where) for leaf, m in zip(leaves, moves, strict=True)]
+    out = [issue(leaf, m, where) for leaf, m in zip(leaves, moves, strict=True)]
     return tree.unflatten(treedef, out)

@@ -60,7 +60,7 @@ class Recorder(Findings, Watcher):
         self._known[id(x)] = path
         self._alive.append(x)
 
-    def called(self, key: Any, args: tuple[Any, ...], keywords: Any) -> None:
+    def called(self, key: Any, args: Any, keywords: Any, mean: Sequence[str]) -> None:
         """Hears that a sharded function is called; ``key``: on what kinds of things."""
         self.calls.append(key)
 

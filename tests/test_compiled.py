@@ -194,8 +194,8 @@ def test_what_a_compiled_unit_gathered_goes_after_its_forward(
     gathers = [r for r in sent if r[0] == "all_gather"]
     assert len(gathers) == STEPS * (2 * UNITS - 1)
     assert {r[2] for r in gathers} == {BUFFER // 2}
-    # Of two ranks each, and of the recording that gathers nothing.
-    assert alive == [0, *[2] * (2 * STEPS)]
+    # Of two ranks each, after the step was recorded, and tried on fake tensors.
+    assert alive[-2 * STEPS :] == [2] * (2 * STEPS)
 
 
 class Body(torch.nn.Module):

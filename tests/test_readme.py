@@ -3,22 +3,80 @@
 import re
 from pathlib import Path
 
+import pytest
+import torch
+
+import fsfunc as ff
+from fsfunc import tree
+
 README = Path(__file__).parents[1] / "README.md"
+CODES = re.findall(r"```python\n(.*?)```", README.read_text(), re.S)
 
 
 def test_the_readme_s_example_runs(capsys):
-    codes = re.findall(r"```python\n(.*?)```", README.read_text(), re.S)
     names = {}
 
     def printed(code):
         exec(compile(code, str(README), "exec"), names)
         return capsys.readouterr().out
 
-    step, plan, outlives, module = map(printed, codes)
+    step, law, plan, outlives, module = map(printed, CODES)
     assert "psum_scatter" in step and "all_gather" in step
     assert plan.startswith("5 ") and "on H100" in plan
     assert outlives == "[3, 3, 3, 3] [5, 5, 5, 5]\n"
-    assert not module
+    assert not module and not law
     x = names["torch"].randn(2, 3, 8)
     trained = names["trained"](x).square().mean()
     assert abs(names["module_loss"](names["params"], x) - trained) < 1e-6
+
+
+WAYS = ["penalty", "maml", "one_task", "learned_rate", "wgan_gp", "fgsm", "contrastive"]
+WAYS += ["dp_sgd", "sgld", "curvature", "muon", "shampoo"]
+
+
+@pytest.fixture(scope="module")
+def ways():
+    """The functions of the page on gradients, and one that lays out what they take."""
+    names = {"torch": torch, "ff": ff}
+    exec(compile(CODES[1], str(README), "exec"), names)
+    return names
+
+
+@pytest.mark.filterwarnings("ignore:.torch.jit.script. is deprecated")
+@pytest.mark.parametrize("way", WAYS)
+def test_each_way_is_one_device_s(ways, way):
+    draw = torch.Generator().manual_seed(0)
+    w = [torch.randn(3, 3, generator=draw, dtype=torch.float64) for _ in range(2)]
+    rows = torch.randn(8, 3, generator=draw, dtype=torch.float64)
+    fn = ways[way]
+
+    def step(w, x):
+        torch.manual_seed(5)  # noise is of the default generator
+        if way == "curvature":
+            return fn(w, x, tree.map(torch.ones_like, w))
+        if way in ("dp_sgd", "sgld", "muon", "shampoo"):
+            return fn(w, x)
+        if way == "learned_rate":
+            rate = ff.assume(torch.tensor(0.5, dtype=torch.float64), "data", "I")
+            return ff.value_and_grad(fn)((w, rate), x)[1]
+        return ff.value_and_grad(fn)(w, x)[1]
+
+    def found(n, zero, x=rows):
+        mesh = ff.make_mesh({"data": n}, "simulated")
+
+        def main():
+            mine = ff.local_batch(x, mesh, "data")
+            sharded = lambda f: ff.shard(f, mesh, "data", zero=zero)  # noqa: E731
+            placed = ff.place(sharded(ways["loss"]), w, mine)
+            return ff.unshard(sharded(step)(placed, mine))
+
+        return ff.spmd(main, mesh)()
+
+    expected = found(1, 3)[0]
+    if way == "one_task":  # two tasks, each on half of the rows
+        halves = [found(1, 3, x)[0] for x in rows.chunk(2)]
+        expected = tree.map(lambda a, b: (a + b) / 2, *halves)
+    for zero in range(4):
+        for one in found(2, zero):
+            pairs = zip(tree.leaves(one), tree.leaves(expected), strict=True)
+            assert all(torch.allclose(a, b, atol=1e-9) for a, b in pairs)

@@ -38,14 +38,15 @@ def test_the_levels_that_differentiate_and_map_a_tensor_are_told():
 
     def look(w, x):
         seen.append((_torch.differentiated_at(w), _torch.mapped_at(x)))
+        assert _torch.mapping_levels() == seen[-1][1], breaks(what)
         return (w * x).sum()
 
+    what = "per-sample derivatives of sharded leaves are not told, and mix the ranks"
     w, xs = torch.ones(2), torch.ones(3, 2)
     grad, vmap = torch.func.grad, torch.func.vmap
     vmap(grad(look), (None, 0))(w, xs)  # the derivative is inside the map
     grad(lambda w: vmap(lambda x: look(w, x))(xs).sum())(w)  # and outside
     look(w, xs)
-    what = "per-sample derivatives of sharded leaves are not told, and mix the ranks"
     assert seen == [(2, [1]), (1, [2]), (0, [])], breaks(what)
 
 

@@ -21,10 +21,10 @@ from torch.linalg import vector_norm
 
 from fsfunc import tree
 from fsfunc.collectives import group, move, pmax, psum
-from fsfunc.crossings import ENTER, SPREAD, SUM
+from fsfunc.crossings import ENTER, SPREAD, SUM, check_samples
 from fsfunc.frames import frame
 from fsfunc.mesh import NoMesh, here
-from fsfunc.moving import claim
+from fsfunc.moving import claim, issue
 from fsfunc.optim import kernels
 from fsfunc.optim.leafwise import Tree, map_flat, split, trainable
 from fsfunc.sharded import Sharded, is_sharded
@@ -161,12 +161,13 @@ def _out_of_parts(x: Tensor, axes: Spread) -> Tensor:
     if axes is None:
         return x  # each leaf entered by itself
     if not kernels.differentiated([x]):
-        return move(x, SUM, group(axes)) if axes else x
+        return issue(x, SUM, group(axes)) if axes else x
+    check_samples(x, "a sum over sharded leaves")
     over, others, copies = _parted(axes)
     if copies:
-        x = move(x, ENTER, group(copies))
+        x = issue(x, ENTER, group(copies))
     if over:
-        x = move(x, SUM, group(over))
+        x = issue(x, SUM, group(over))
     return psum(x, others) if others else x
 
 
@@ -175,6 +176,7 @@ def entered(x: Tensor) -> Tensor:
     if kernels.differentiated([x]):
         for handler, session in frame().sessions:
             if session.ownership.is_one_value(x):
+                check_samples(x, "a parameter")
                 x = move(x, ENTER, group(handler.axes))  # type: ignore[attr-defined]
     return x
 

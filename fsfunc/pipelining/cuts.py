@@ -44,7 +44,7 @@ class Cuts:
         argnums: Sequence[int],
         number: int = 0,
     ) -> Cut:
-        """The stages of a loss, for a microbatch of these shapes.
+        """The stages of a loss, for a microbatch of these shapes; a penalty has none.
 
         Args:
             number: of the step's gradient calls, in each of which the loss is one.
@@ -71,12 +71,16 @@ class Cuts:
                         f"{names[1]}, not {names[0]}; the stages would differ"
                     )
                 stages = [len(stage.calls) for stage in before.stages]
-            plans = cut(program, stages, len(self.owners))
+            alone = not program.calls and not program.loss.origins.batch
+            plans = () if alone else cut(program, stages, len(self.owners))
             self.known[key] = Cut(program, plans)
         return self.known[key]
 
     def check(self, cuts: Iterable[Cut], params: Any) -> None:
-        """Raises, on every rank alike, where leaves lie with other stages than theirs.
+        """Raises, on every rank alike, where a stage would not have what it reads.
+
+        That is a leaf that lies with another stage, or a part of one that is read
+        outside units: sums, scalings and noise there would be those of this stage.
 
         Args:
             params: what the loss has as its first argument.
@@ -88,6 +92,11 @@ class Cuts:
                 continue
             paths = tree.paths(params, is_leaf=is_sharded)
             at = dict(zip(paths, leaves, strict=True))
+            for call in (*found.program.calls, found.program.loss):
+                for path in sorted(call.reads):
+                    if isinstance(leaf := at.get(path), Sharded):
+                        before = getattr(call, "name", "")
+                        raise ValueError(_READ.format(leaf.layout, _place(before)))
             for stage in found.stages:
                 for path in sorted(stage.leaves):
                     self.check_leaf(at.get(path), self.owners[stage.number])
@@ -101,6 +110,19 @@ class Cuts:
                     f"{leaf.layout} is read by a stage on {self.axis}={rank}: it "
                     "was laid out for other stages; place it anew for this step"
                 )
+
+
+_READ = (
+    "{} is read outside units in a loss that a pipeline runs, {}: a stage has the "
+    "parameters of its own units alone, and of these the rank's part. Read it inside "
+    "a unit. A term of the loss that is of parameters alone, as a penalty is, has its "
+    "own gradient call beside the pipelined one, in the same step: "
+    "ff.value_and_grad(penalty)(params), and the two gradients are added by tree.map"
+)
+
+
+def _place(unit: str) -> str:
+    return f"for what unit {unit!r} is given" if unit else "for the loss"
 
 
 def _code(fn: Any) -> Any:

@@ -16,9 +16,10 @@ from fsfunc.arena import Arena
 from fsfunc.autodiff import GradientCall, Outcome, differentiate, tracked
 from fsfunc.collectives import Group, group
 from fsfunc.differentiated import Leaves
-from fsfunc.frames import Counter, Interpretation, frame, inside
+from fsfunc.frames import Counter, Frame, Interpretation, frame, inside
 from fsfunc.losses import loss_parts
 from fsfunc.mesh import Mesh, asks, here
+from fsfunc.moving import assumed
 from fsfunc.pipelining.actions import (
     Action,
     Schedule,
@@ -171,13 +172,13 @@ class Pipelining(Interpretation):
             f, lambda out: (out, None, None), batches, self.owners, where, within,
             depth, (),
         )  # fmt: skip
-        worker.run(self._actions(batches, where, forward_only))
-        found = [
-            worker.results[m][0] if where.index == source else blank(_loss(b))
-            for m, b in enumerate(batches)
-        ]
+        found = [blank(_loss(b)) for b in batches]
+        if runs := _runs_stages():
+            worker.run(self._actions(batches, where, forward_only))
+        if runs and where.index == source:
+            found = [worker.results[m][0] for m in range(len(batches))]
         out = forwarded(found, [p.share for p in parts])
-        return everywhere(out, where, source)
+        return _own(everywhere(out, where, source))
 
     # Gradient calls
 
@@ -209,6 +210,8 @@ class Pipelining(Interpretation):
         if f.recorder is not None:
             part = cut_batch(call.args, call.keywords, call.argnums, self.n)[0]
             found = self.cuts.of(call.fn, part, call.argnums, number)
+            if not found.stages:
+                return _alone(f, call)
             placement = self._placement(found)
             with inside(f.but(stage=placement)):
                 return differentiate(
@@ -222,6 +225,8 @@ class Pipelining(Interpretation):
         batches = [
             Microbatch(p, self.cuts.of(call.fn, p, call.argnums, number)) for p in parts
         ]
+        if not batches[0].cut.stages:
+            return _alone(f, call)
         where = group(self.axis, here(self.mesh))
         chosen = _chosen(call.args, call.argnums)
         self.cuts.check([b.cut for b in batches], chosen)
@@ -238,12 +243,13 @@ class Pipelining(Interpretation):
         )  # fmt: skip
         actions, source = self._actions(batches, where), self.owners[-1]
         results = [read(blank(_loss(b))) for b in batches]  # or no rank begins
-        worker.run(actions)
-        if where.index == source:
+        if runs := _runs_stages():
+            worker.run(actions)
+        if runs and where.index == source:
             results = [worker.results[m] for m in range(self.n)]
         summed = combined(results, [p.share for p in parts])
-        total, weight, aux = everywhere(summed, where, source)
-        grads = leaves.grads([x.grad for x in values])
+        total, weight, aux = _own(everywhere(summed, where, source))
+        grads = leaves.grads([x.grad if runs else torch.zeros_like(x) for x in values])
         due = (functools.partial(sum_shared, where=where),)
         return Outcome(total, weight, grads, aux, count, due, own=True)
 
@@ -267,6 +273,23 @@ class Pipelining(Interpretation):
 def _chosen(args: Sequence[Any], argnums: Sequence[int]) -> Any:
     """What a program knows as the first argument of its loss."""
     return args[0] if tuple(argnums) == (0,) else [args[i] for i in argnums]
+
+
+def _alone(f: Frame, call: GradientCall) -> Outcome:
+    """The gradient of what is of parameters alone, as if there were no pipeline."""
+    with inside(f):
+        return differentiate(call)
+
+
+def _runs_stages() -> bool:
+    """Whether stages run: whose values types are, their programs have told by now."""
+    told = frame().rehearsal
+    return told is None or not told.only_types
+
+
+def _own(out: Any) -> Any:
+    """What a pipeline returned, said to be of this rank's rows."""
+    return tree.map(lambda x: assumed(x, "V") if isinstance(x, Tensor) else x, out)
 
 
 def _loss(batch: Microbatch) -> Any:

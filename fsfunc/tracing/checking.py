@@ -8,7 +8,7 @@ runs the bodies of units, inside which every value is the rank's own.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -62,8 +62,11 @@ class Checker(Rehearsed, Watcher, _torch.TorchDispatchMode):
         varying: which events had constants that differ from rank to rank.
 
     ``events`` are what the ranks must agree on; ``calls`` the signatures of the calls
-    of sharded functions.
+    of sharded functions. Of a pipelined loss it sees what that returns: in it sharded
+    leaves go into units alone.
     """
+
+    only_types = True
 
     def __init__(self, rank: int, varying: Iterable[int] = ()):
         _torch.TorchDispatchMode.__init__(self)
@@ -138,13 +141,19 @@ class Checker(Rehearsed, Watcher, _torch.TorchDispatchMode):
         kind = self._typed(op, operands, tensors, made, origin)
         if view:
             return
+        if op.random and not any(isinstance(x, torch.Generator) for x in given):
+            kind = Kind.V  # the ranks' default generators are their own
         digest = None
         if node is None and kind is not Kind.V and not _trusted():
             kind, digest = self._event(op, given, tensors, kind)
-        source = next((x for x in tensors if self.known.kind(x) is kind), None)
+        sources = [self.known.of(x) for x in tensors]
+        source = next((x for x in sources if x.kind is kind), None)
         seen = Seen(kind, f"what {op.name} made", source_line(), digest)
         if source is not None and kind is not Kind.K:
-            seen = self.known.of(source)
+            seen = source
+        elif kind in PARTS:  # a sum over parts, which is of the same leaf
+            part = next((x for x in sources if x.kind in PARTS), seen)
+            seen = replace(part, kind=kind)
         for y in made:
             if _torch.storage_key(y) in inputs:
                 self.known.write(y, seen)
@@ -197,7 +206,10 @@ class Checker(Rehearsed, Watcher, _torch.TorchDispatchMode):
     # Collectives
 
     def moved(self, x: Tensor, how: Move, where: Group, y: Tensor) -> None:
-        if not where.mean or frame().path:
+        if frame().path:
+            return
+        if not where.mean:  # of other axes: it stays whose it was
+            self.known.put(y, self.known.of(x))
             return
         seen, node = self.known.of(x), _torch.current_node()
         if node is not None and self.nodes.in_a_body(node, self.nodes.new()):
@@ -227,7 +239,7 @@ class Checker(Rehearsed, Watcher, _torch.TorchDispatchMode):
 
     # Calls of sharded functions, and units
 
-    def called(self, key: Any, args: tuple[Any, ...], keywords: Any) -> None:
+    def called(self, key: Any, args: Any, keywords: Any, mean: Sequence[str]) -> None:
         self.calls.append(key)
         for i, value in enumerate((*args, keywords)):
             paths, leaves, _ = tree.flatten_with_paths(value, is_leaf=is_sharded)
@@ -235,7 +247,8 @@ class Checker(Rehearsed, Watcher, _torch.TorchDispatchMode):
                 name = f"argument {i}" + (f" at {path!r}" if path else "")
                 name = repr(path) if i == 0 and path else name
                 if isinstance(x, Sharded):
-                    kind = Kind.S if x.layout.axes else Kind.I
+                    cut = set(x.layout.axes) & set(mean)
+                    kind = Kind.S if cut else Kind.I
                     self.known.meet(x._local, kind, name)
                 elif isinstance(x, Tensor):
                     self.known.meet(x, Kind.V if i else Kind.I, name)
@@ -285,8 +298,11 @@ class Checker(Rehearsed, Watcher, _torch.TorchDispatchMode):
     def reduced(self, by: Any, grads: Any) -> None:
         for x, g in _pairs(by, grads):
             if isinstance(x, Sharded) and isinstance(g, Sharded):
-                name = f"the gradient by {x.name!r}"
-                self.known.give(g._local, self.known.kind(x._local), name)
+                kind, name = self.known.kind(x._local), f"the gradient by {x.name!r}"
+                self.known.give(g._local, kind, name)
+                if kind is Kind.I:
+                    local = _torch.unwrapped(x._local)
+                    self._parameters.add(_torch.storage_key(local))
 
     def pulled(self, inputs: Iterable[Any], grads: Iterable[Any]) -> None:
         """A gradient was taken that nobody averages afterwards."""

@@ -5,14 +5,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from fsfunc.accounting import source_line
+from fsfunc.crossings import LawError
 from fsfunc.tracing.knowledge import Seen
 from fsfunc.tracing.types import PARTS, Kind
 
 __all__ = ["LawError", "refusal"]
-
-
-class LawError(ValueError):
-    """A step means another thing on every rank where it should mean one."""
 
 
 def refusal(
@@ -68,7 +65,9 @@ _TEXTS = {
     "mixes": (
         "{at} mixes the elements of this rank's part of {part}, which is a range of "
         "the leaf's, 1-D: use ff.unshard(tree) for whole tensors and ff.lay_like("
-        "result, tree) for the way back; ff.tree_sum and ff.global_norm for sums"
+        "result, tree) for the way back; ff.tree_sum and ff.global_norm for sums. What "
+        "has a derivative for each element (jacrev, hessian) is taken in a unit that "
+        "has the leaf whole: ff.unit(fn, whole=True)"
     ),
     "term": (
         "a sum over this rank's part alone, in {at}, is taken for the whole: a number "

@@ -149,6 +149,8 @@ def misused(how: Move, kind: Kind) -> str:
     if how.op in ("enter", "slice") or (how.op, how.of, how.to) == ("cast", "M", "R"):
         # Of parts that are repeated over further axes, each is one value there.
         return "disagrees" if kind is Kind.V else ""
+    if how.of in ("M", "V") and kind is Kind.P:
+        return "term"  # it would be taken for the rank's own
     if how.of == "P" and kind not in (Kind.P, Kind.S, Kind.K):
         return "no term"
     crosses = how.of in ("V", "R") and how.to == "M"

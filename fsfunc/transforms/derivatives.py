@@ -12,6 +12,7 @@ from typing import Any
 from torch import Tensor
 
 from fsfunc import _torch, tree
+from fsfunc.crossings import LawError, check_samples
 from fsfunc.sharded import Sharded
 
 __all__ = ["check_derivatives"]
@@ -25,33 +26,25 @@ def check_derivatives(call: Any, taken: Sequence[Any], inputs: Any) -> None:
         inputs: what else it is given.
 
     Raises:
-        ValueError: the derivative is taken sample by sample, or within a unit around.
+        LawError: the derivative is taken sample by sample, or within a unit around.
     """
-    levels = {}
+    inner, name, local = 0, "", None
     for leaf in taken:
-        name = leaf.name if isinstance(leaf, Sharded) else ""
-        local = leaf.local if isinstance(leaf, Sharded) else leaf
-        if level := _torch.differentiated_at(local):
-            levels[name] = max(level, levels.get(name, 0))
-    if not levels:
+        x = leaf.local if isinstance(leaf, Sharded) else leaf
+        if (level := _torch.differentiated_at(x)) > inner:
+            named = isinstance(leaf, Sharded) and leaf.name
+            inner, name, local = level, repr(leaf.name) if named else "a parameter", x
+    if local is None:
         return
-    name, inner = max(levels.items(), key=lambda item: item[1])
-    name = repr(name) if name else "a parameter"
     if call.frame.path and inner > call.frame.level:
         around = "/".join(call.frame.path)
-        raise ValueError(
+        raise LawError(
             f"a derivative is taken inside unit {around!r} by {name}, which "
             f"only unit {call.unit.__name__!r} within it gathers: it would be that of "
             "the mean over the ranks, where a unit's derivatives are the rank's own. "
             f"Make {call.frame.path[0]!r} ff.unit(fn, whole=True), which gathers all "
             "that it is given, or take the derivative outside"
         )
-    mapped = [_torch.mapped_at(x) for x in tree.leaves(inputs) if isinstance(x, Tensor)]
-    if any(0 < level < inner for each in mapped for level in each):
-        raise ValueError(
-            f"per-sample (vmapped) derivatives by {name}, which unit "
-            f"{call.name!r} takes: sample k of this rank would be averaged with "
-            "sample k of the others. Take them inside a unit that has the parameters "
-            "to itself: ff.unit(lambda params, batch: vmap(grad(loss), (None, 0))("
-            "params, batch), whole=True)"
-        )
+    seen = [_torch.mapped_at(x) for x in tree.leaves(inputs) if isinstance(x, Tensor)]
+    mapped = any(0 < level < inner for each in seen for level in each)
+    check_samples(local, f"{name}, which unit {call.name!r} takes", mapped)

@@ -184,7 +184,7 @@ class Sharding(Interpretation):
             raise
         told = f_.recorder or f_.rehearsal
         if told is not None:
-            told.called(key, args, keywords)
+            told.called(key, args, keywords, (*at.mean, *self.axes))
             return
         if _torch.functorch_active() or _torch.fake_active():
             return

@@ -172,7 +172,7 @@ class Law(Ranks):
 
     def norm(self, w):
         squares = self.tree_sum(self.map(torch.square, w))
-        return self.own(torch.sqrt, squares)
+        return self.own(_root, squares)
 
     def scale(self, w, factor):
         if self.inside:
@@ -276,7 +276,9 @@ class Law(Ranks):
         raise NotImplementedError("noise of torch's generator")
 
     def rough_sum(self, w):
-        return [sum(a.square().sum() for a in w.values())] * self.n
+        return self.own(
+            lambda *leaves: sum(a.square().sum() for a in leaves), *w.values()
+        )
 
     def own_matrix(self, matrix, h):
         return self.unit(matrix, h)
@@ -285,6 +287,11 @@ class Law(Ranks):
 def values(g):
     """A dict's values; of sharded leaves the tensors in them, as a tree map would."""
     return list(g.values()) if any(map(_is_own, g.values())) else tree.leaves(g)
+
+
+def _root(x):
+    """The root, whose derivative at 0 is 0, as that of a norm is."""
+    return torch.where(x == 0, 0, torch.where(x == 0, 1, x).sqrt())
 
 
 def _is_own(v):

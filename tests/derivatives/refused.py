@@ -1,0 +1,155 @@
+"""Steps that have no one meaning: what each is told, by name, and how it is mended.
+
+``step(w, x)`` gets matrices "a" and "b" in parts, and this rank's rows.
+"""
+
+import torch
+from torch.func import grad, hessian, vmap
+
+import fsfunc as ff
+from fsfunc import tree
+from tests.derivatives.worlds import by_units, unit
+
+each = tree.map
+
+
+def gradient(step):
+    """The gradient of a loss by its parameters."""
+    return lambda w, x: ff.value_and_grad(step)(w, x)[1]
+
+
+@ff.unit
+def around(w, x, slope=True):
+    """A unit that differentiates one within it, which gathers for itself."""
+    inner = lambda m: unit(m, x).sum()  # noqa: E731
+    return (grad(inner)(w["a"]).sum() if slope else inner(w["a"])) + w["b"].sum()
+
+
+def by_around(w, x):
+    return around(w, x, slope=False)
+
+
+def hidden_noise(w, x):
+    return each(lambda a: a + torch.randn_like(a), w)
+
+
+def own_factor(w, x):
+    return by_units(each(lambda a: a * x.mean(), w), x)
+
+
+def a_range(w, x):
+    return each(lambda a: a + torch.ones(len(a), dtype=a.dtype), w)
+
+
+def sum_of_parts(w, x):
+    return by_units(w, x) + sum((a * a).sum() for a in tree.leaves(w))
+
+
+def sorted_parts(w, x):
+    return each(lambda a: a.sort()[0], w)
+
+
+def factor_by_hand(w, x):
+    return by_units(each(lambda a: a * (1 + ff.global_norm(w)), w), x)
+
+
+def part_as_an_input(w, x):
+    full = ff.unshard(w)["b"]
+    return unit(full, tree.leaves(w["a"])[0]).sum()
+
+
+def laid_own(w, x):
+    full = ff.unshard(w)
+    return ff.lay_like({k: full[k] * x.mean() for k in full}, w)
+
+
+def psum_of_parts(w, x):
+    return each(lambda a: ff.psum(a, "data"), w)
+
+
+def gathered_as_one(w, x):
+    every = ff.all_gather(x, "data", to="I")
+    return ff.value_and_grad(lambda e: (e * x.sum()).mean())(every)[1]
+
+
+def hessian_of_units(w, x):
+    return hessian(lambda w: by_units(w, x))(w)
+
+
+def per_sample(w, x):
+    return vmap(grad(lambda w, one: by_units(w, one[None])), (None, 0))(w, x)
+
+
+def plain_by_torch(s, x):
+    return grad(lambda s: (s * x).mean())(s)
+
+
+def born_here(w, x):
+    delta = torch.zeros(3, dtype=x.dtype)
+    return ff.value_and_grad(lambda d: by_units(w, x + d))(delta)[1]
+
+
+def returned_apart(s, x):
+    g = ff.value_and_grad(lambda s: (s * x).mean())(s)[1]
+    return s - g * x.mean()
+
+
+def noise_of_the_rank(s, x):
+    """The ranks' default generators are their own."""
+    g = ff.value_and_grad(lambda s: (s * x).mean())(s)[1]
+    return s - g + torch.randn_like(s)
+
+
+def own_rate(w, x):
+    g = ff.value_and_grad(by_units)(w, x)[1]
+    return each(lambda a, g: a - x.mean() * g, w, g)
+
+
+def another_rate_by_rank(w, x):
+    rate = 0.1 * (1 + ff.axis_index("data"))
+    return each(lambda a: a * rate, w)
+
+
+def more_on_one_rank(w, x):
+    w = each(lambda a: a + 1, w) if ff.axis_index("data") else w
+    return by_units(w, x)
+
+
+# name: the step, and what the error must say
+STEPS = {
+    "noise on parts": (hidden_noise, "rand.* draws on .*part of 'a'.*ff.randn_like"),
+    "an own factor": (gradient(own_factor), "mul .*part of 'a'.*argument 1.*tree_scal"),
+    "a range": (a_range, "add .*no single number.*ff.unshard.*ff.lay_like"),
+    "a sum": (gradient(sum_of_parts), "sum .*part of 'a' alone: use ff.tree_sum"),
+    "mixed": (sorted_parts, "sort .*mixes .*ff.unshard.tree. for whole tensors"),
+    "a factor": (gradient(factor_by_hand), "sum over this rank's part .*ff.tree_scale"),
+    "an input": (part_as_an_input, "unit .* part of 'a' as an input: give the leaf"),
+    "laid own": (laid_own, "lay_like .*differs from rank to rank.*ff.reduce_like"),
+    "psum of parts": (psum_of_parts, "psum is given .*part of 'a'.*ff.tree_sum"),
+    "one value": (gathered_as_one, "gives .*one value.*by ff.pcast.x, axis, to="),
+    "per sample": (per_sample, "per-sample .vmapped. .*'a'.*whole=True"),
+    "hessian": (hessian_of_units, "for each element .jacrev, hessian.*whole"),
+    "born here": (born_here, "born in the step .*zeros_like.x.*first argument"),
+    "own rate": (own_rate, "mul .*part of the gradient by 'a'.*argument 1.*ff.pmean"),
+    "another rate": (another_rate_by_rank, "mul .*part of 'a'.*a number .0.[12]"),
+    "more on one rank": (gradient(more_on_one_rank), "only rank 1 computes add at .*"),
+    "inside a unit": (gradient(around), "inside unit 'around' by .*whole=True"),
+}
+# The same of a number that nobody placed, which is one value on all ranks.
+PLAIN = {
+    "unaveraged": (plain_by_torch, "nobody takes the mean. Use ff.value_and_grad"),
+    "returned": (returned_apart, "place of .*the ranks' parameters would part"),
+    "noise": (noise_of_the_rank, "place of .*randn_like.*parameters would part"),
+}
+
+
+def attempt(step, mesh, zero, w, x, plain=False):
+    """What one rank runs, and raises at."""
+    shard = lambda f: ff.shard(f, mesh, "data", zero=zero)  # noqa: E731
+    mine = ff.local_batch(x, mesh, "data")
+    if plain:
+        given = torch.tensor(2.0, dtype=x.dtype)
+    else:
+        laid = by_around if step is STEPS["inside a unit"][0] else by_units
+        given = ff.place(shard(laid), w, mine)
+    shard(step)(given, mine)
