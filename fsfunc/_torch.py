@@ -16,6 +16,8 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch._C._functorch import (
+    TransformType,
+    get_interpreter_stack,
     get_unwrapped,
     is_batchedtensor,
     is_functorch_wrapped_tensor,
@@ -261,9 +263,8 @@ def mapped_at(x: Tensor) -> list[int]:
 
 def mapping_levels() -> list[int]:
     """The functorch levels of the ``vmap``s around, the outermost first."""
-    kind = torch._C._functorch.TransformType.Vmap
-    stack = torch._C._functorch.get_interpreter_stack() or []
-    return [i.level() for i in stack if i.key() == kind]
+    stack = get_interpreter_stack() or []
+    return [i.level() for i in stack if i.key() == TransformType.Vmap]
 
 
 def storage_key(x: Tensor) -> int:

@@ -18,10 +18,11 @@ from fsfunc import _torch, tree
 from fsfunc.accounting import aside, is_aside, is_own_call, source_line
 from fsfunc.crossings import GATHER, OWN
 from fsfunc.frames import Rehearsed, frame
+from fsfunc.mesh import here
 from fsfunc.moves import Group, Move
 from fsfunc.moving import Watcher
 from fsfunc.sharded import Sharded, is_sharded
-from fsfunc.tracing.classes import OperatorClass, class_of
+from fsfunc.tracing.classes import TURNS, OperatorClass, class_of
 from fsfunc.tracing.knowledge import Known, Nodes, Origin, Seen
 from fsfunc.tracing.operands import OF_LISTS, flat, number, operand, rows
 from fsfunc.tracing.refusals import refusal
@@ -77,6 +78,7 @@ class Checker(Rehearsed, Watcher, _torch.TorchDispatchMode):
         self.known, self.nodes = Known(), Nodes()
         self.fake: Any = None
         self._parameters: set[int] = set()  # plain leaves that were differentiated
+        self._given: set[int] = set()  # to the bodies of units that run
         self._paused = False
 
     def __enter__(self) -> Any:
@@ -93,8 +95,11 @@ class Checker(Rehearsed, Watcher, _torch.TorchDispatchMode):
         out = _torch.quick_fake(self.fake, func, args, kwargs)
         if out is NotImplemented:
             out = func(*args, **kwargs)
-        if self._paused or frame().path:
-            return out  # in a unit all is the rank's own, whatever it does
+        if self._paused:
+            return out
+        if path := frame().path:  # there all is the rank's own, whatever it does
+            self._captured(path[0], args, kwargs)
+            return out
         written = _torch.written(func, args, kwargs)
         made = [x for x in flat([out, written]) if isinstance(x, Tensor)]
         if made:
@@ -134,8 +139,11 @@ class Checker(Rehearsed, Watcher, _torch.TorchDispatchMode):
         if op.name == "ones_like" and _torch.seeds_a_backward():
             return  # each rank's loss counts once
         read = tensors[1:] if op.name == "copy" else tensors  # the first is overwritten
-        operands = [operand(x, self.known.kind(x)) for x in read]
+        sources = [self.known.of(x) for x in tensors]
+        operands = [operand(x, self.known.of(x)) for x in read]
         view = not writes and all(_torch.storage_key(y) in inputs for y in made)
+        if node is None and not _trusted():
+            self._placed(op, tensors, sources, made, view)
         if view and not op.picks:
             return
         kind = self._typed(op, operands, tensors, made, origin)
@@ -146,19 +154,64 @@ class Checker(Rehearsed, Watcher, _torch.TorchDispatchMode):
         digest = None
         if node is None and kind is not Kind.V and not _trusted():
             kind, digest = self._event(op, given, tensors, kind)
-        sources = [self.known.of(x) for x in tensors]
-        source = next((x for x in sources if x.kind is kind), None)
-        seen = Seen(kind, f"what {op.name} made", source_line(), digest)
-        if source is not None and kind is not Kind.K:
-            seen = source
-        elif kind in PARTS:  # a sum over parts, which is of the same leaf
-            part = next((x for x in sources if x.kind in PARTS), seen)
-            seen = replace(part, kind=kind)
+        seen = self._seen(op, kind, sources, digest)
+        numbers_alone = all(x.number for x in operands)
+        seen = replace(
+            seen,
+            uniform=numbers_alone and (op.elementwise or op.factory) and not op.random,
+            flat=node is None and op.elementwise and any(x.flat for x in sources)
+            and not _trusted(),
+        )  # fmt: skip
         for y in made:
             if _torch.storage_key(y) in inputs:
                 self.known.write(y, seen)
             else:
                 self.known.put(y, seen)
+
+    def _captured(self, name: str, args: Any, kwargs: Any) -> None:
+        """Raises where a unit's body reads parts that it was not given."""
+        for x in flat([args, kwargs]):
+            if isinstance(x, Tensor) and self.known.kind(x) in PARTS:
+                given = _torch.storage_key(_torch.unwrapped(x)) in self._given
+                if _torch.current_node() is None and not given and not _trusted():
+                    raise refusal("input", name, [self.known.of(x)], None)
+
+    def _placed(
+        self,
+        op: OperatorClass,
+        given: Sequence[Tensor],
+        sources: Sequence[Seen],
+        made: Sequence[Tensor],
+        view: bool,
+    ) -> None:
+        """Raises where the dims of a placed leaf's elements count: it shows a row."""
+        for x, seen in zip(given, sources, strict=True):
+            if not (seen.flat or seen.kind is Kind.S):
+                continue
+            if view:
+                turned = op.name in TURNS or any(
+                    y.shape[-1:] != x.shape[-1:] for y in made
+                )
+                if turned and not op.picks:
+                    raise refusal("mixes", op.name, [seen], None)
+            elif seen.flat and not op.elementwise and any(y.ndim for y in made):
+                raise refusal("mixes", op.name, [seen], None)
+
+    def _seen(
+        self, op: OperatorClass, kind: Kind, sources: Sequence[Seen], digest: Any
+    ) -> Seen:
+        """What is known of a result: where it came from, if it is of that kind."""
+        made = Seen(kind, f"what {op.name} made", source_line(), digest)
+        source = next((x for x in sources if x.kind is kind), None)
+        of_one = any(x.parameter or x.kind is Kind.I for x in sources)
+        if kind is Kind.A and of_one:
+            return replace(source or made, parameter=True)
+        if source is not None and kind is not Kind.K:
+            return source
+        if kind in PARTS:  # a sum over parts, which is of the same leaf
+            part = next((x for x in sources if x.kind in PARTS), made)
+            return replace(part, kind=kind)
+        return made
 
     def _typed(
         self,
@@ -173,7 +226,7 @@ class Checker(Rehearsed, Watcher, _torch.TorchDispatchMode):
             return result(op, operands, made, backward)
         except Untyped as why:
             sure = _trusted() if origin is None else origin.trusted
-            if is_aside() or sure and str(why) != "own":
+            if is_aside() and not backward or sure and str(why) != "own":
                 # The library knows what it does with parts.
                 return Kind.S if any(y.ndim for y in made) else Kind.P
             forward = (origin.name, origin.where) if backward and origin else None
@@ -190,7 +243,14 @@ class Checker(Rehearsed, Watcher, _torch.TorchDispatchMode):
         """Notes what the ranks must agree on; what they do not is each rank's own."""
         seen = [self.known.of(x) for x in tensors]
         numbers = tuple(number(x) for x in given if not isinstance(x, Tensor))
-        constants = (*numbers, *(x.digest for x in seen if x.kind is Kind.K))
+        constants = (
+            *numbers,
+            *(
+                (x.digest, t.storage_offset(), t.shape, t.stride())
+                for x, t in zip(seen, tensors, strict=True)
+                if x.kind is Kind.K
+            ),
+        )
         if kind is Kind.K:
             return kind, (op.name, constants)  # nobody's, till it meets something
         self.events.append(Event(op.name, constants, source_line()))
@@ -209,7 +269,11 @@ class Checker(Rehearsed, Watcher, _torch.TorchDispatchMode):
         if frame().path:
             return
         if not where.mean:  # of other axes: it stays whose it was
-            self.known.put(y, self.known.of(x))
+            seen = self.known.of(x)
+            summed = how.of == "P" and seen.kind is Kind.P
+            if summed and set(where.axis) & set(here().mean):
+                seen = Seen(Kind.A, f"what {how.op} gives", source_line())
+            self.known.put(y, seen)
             return
         seen, node = self.known.of(x), _torch.current_node()
         if node is not None and self.nodes.in_a_body(node, self.nodes.new()):
@@ -264,17 +328,19 @@ class Checker(Rehearsed, Watcher, _torch.TorchDispatchMode):
             for x in tree.leaves((inputs, keywords), is_leaf=is_sharded):
                 if isinstance(x, Tensor) and self.known.kind(x) in PARTS:
                     raise refusal("input", call.name, [self.known.of(x)], None)
-        start = self.nodes.begin()
-        with aside(False):
-            out = call.unit.checked(params, inputs, keywords)
-        self.nodes.body(start)
-        if not outermost:
-            return out
         taken = {
             _torch.storage_key(_torch.unwrapped(x))
             for x in tree.leaves((params, inputs, keywords), is_leaf=is_sharded)
             if isinstance(x, Tensor)
         }
+        start, before = self.nodes.begin(), self._given
+        self._given = before | taken  # whole parameters may lie where their parts do
+        with aside(False):
+            out = call.unit.checked(params, inputs, keywords)
+        self._given = before
+        self.nodes.body(start)
+        if not outermost:
+            return out
 
         def own(y: Any) -> Any:
             if not isinstance(y, Tensor):
@@ -326,6 +392,8 @@ class Checker(Rehearsed, Watcher, _torch.TorchDispatchMode):
         elif of.kind in (Kind.K, Kind.I) and not agrees(found.kind) and not averaged:
             why = "whose" if of.kind is Kind.K else "unaveraged"
             raise refusal(why, "", [of, found], None)
+        elif of.parameter and found.kind is Kind.V and not averaged:
+            raise refusal("made of one", "", [of, found], None)
 
     def returned(self, state: Any, out: Any) -> None:
         """Holds what a step returns against the state that it was given."""

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-__all__ = ["OperatorClass", "class_of"]
+__all__ = ["TURNS", "OperatorClass", "class_of"]
 
 _ALIKE = {"zeros_like", "ones_like", "full_like", "empty_like"}
 _FACTORIES = {
@@ -20,6 +20,8 @@ _ELEMENTWISE = {
     "_fused_sgd", "_fused_adagrad", "_amp_foreach_non_finite_check_and_unscale",
     *_ALIKE,
 }  # fmt: skip
+# Views of a row that mean another thing where the leaf has dims.
+TURNS = {"t", "transpose", "permute", "numpy_T", "swapaxes", "movedim", "flip"}
 _JOINS = {"cat", "stack"}
 _PICKS = {
     "slice", "select", "split", "split_with_sizes", "unbind", "narrow", "diagonal",

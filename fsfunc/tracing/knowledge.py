@@ -21,12 +21,18 @@ class Seen:
     Args:
         what: what to call it; ``where``: the line it came from, if that tells anything.
         digest: of a constant, what tells it from others; None where nobody knows.
+        uniform: whether all of its elements are one number.
+        flat: whether it shows a placed leaf of other dims as a row of elements.
+        parameter: whether it is made of one value on all ranks, with means.
     """
 
     kind: Kind
     what: str
     where: str = ""
     digest: Any = None
+    uniform: bool = False
+    flat: bool = False
+    parameter: bool = False
 
     def __str__(self) -> str:
         return f"{self.what} ({self.where})" if self.where else self.what
@@ -65,7 +71,7 @@ class Known:
             rises = before not in PARTS
         else:
             rises = joint({before, seen.kind}) is not before
-        if rises:
+        if rises or before is seen.kind is Kind.K:  # another constant
             self.put(x, seen)
 
     def meet(self, x: Tensor, kind: Kind, what: str) -> None:

@@ -7,16 +7,17 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fsfunc.tracing.types import Kind, Operand
+from fsfunc.tracing.knowledge import Seen
+from fsfunc.tracing.types import Operand
 
 __all__ = ["OF_LISTS", "flat", "number", "operand", "rows"]
 
 
-def operand(x: Tensor, kind: Kind) -> Operand:
-    """A tensor of a type."""
+def operand(x: Tensor, seen: Seen) -> Operand:
+    """A tensor of which something is known."""
     steps = zip(x.shape, x.stride(), strict=True) if x.layout == torch.strided else ()
     number = x.numel() == 1 or all(n == 1 or step == 0 for n, step in steps)
-    return Operand(kind, number, tuple(x.shape))
+    return Operand(seen.kind, number or seen.uniform, tuple(x.shape))
 
 
 OF_LISTS = ("aten::_foreach_", "aten::_fused_")
@@ -34,6 +35,8 @@ def rows(args: Any, kwargs: Any, made: list[Tensor]) -> list[tuple[list[Any], An
 
 def number(x: Any) -> Any:
     """What of an argument that is no tensor tells it from others."""
+    if isinstance(x, torch.Generator):
+        return "generator", x.initial_seed()
     simple = isinstance(x, (bool, int, float, complex, str, type(None)))
     return x if simple else type(x).__name__
 

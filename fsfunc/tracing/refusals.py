@@ -104,9 +104,16 @@ _TEXTS = {
     ),
     "unaveraged": (
         "the gradient by {first}, one value on all ranks, is this rank's own: it is "
-        "read outside every unit, at a place where nobody takes the mean. Use "
-        "ff.value_and_grad, which does, read it in a unit, or let it enter by "
+        "read outside every unit, at a place where nobody takes the mean. An "
+        "ff.value_and_grad of the step itself does; else read it in a unit, or say "
+        'that it is one value, by ff.assume(x, axis, "I"), or let it enter by '
         'ff.pcast(x, axis, to="V")'
+    ),
+    "made of one": (
+        "{first} is made of parameters, and differentiated where nobody takes the mean "
+        "over the ranks: its gradient, {second}, would be this rank's own. Say that it "
+        'is one value, by ff.assume(x, axis, "I") or in a unit; or that it is the '
+        'rank\'s own, by ff.pcast(x, axis, to="V")'
     ),
     "whose": (
         "a tensor born in the step ({first}) is differentiated, and its gradient "

@@ -137,7 +137,7 @@ STEPS = {
 }
 # The same of a number that nobody placed, which is one value on all ranks.
 PLAIN = {
-    "unaveraged": (plain_by_torch, "nobody takes the mean. Use ff.value_and_grad"),
+    "unaveraged": (plain_by_torch, "nobody takes the mean.*ff.assume"),
     "returned": (returned_apart, "place of .*the ranks' parameters would part"),
     "noise": (noise_of_the_rank, "place of .*randn_like.*parameters would part"),
 }
