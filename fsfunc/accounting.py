@@ -27,6 +27,7 @@ from contextvars import ContextVar
 from dataclasses import dataclass, field
 from fractions import Fraction
 from pathlib import Path
+from types import FrameType
 
 import torch
 
@@ -157,6 +158,12 @@ def source_line() -> str:
 _TORCH = str(Path(torch.__file__).parent) + os.sep
 _ANYBODYS = ("tree.py", "structure.py")  # which call what a user gives them
 _MODES = ("__torch_function__", "__torch_dispatch__", "dispatch")  # pass on a call
+
+
+def called_by_user(frame: FrameType) -> bool:
+    """Whether the code of this frame, not of what it calls, is the user's."""
+    name = frame.f_code.co_filename
+    return not name.startswith((_TORCH, *_INNER))
 
 
 def is_own_call() -> bool:

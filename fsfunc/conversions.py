@@ -78,7 +78,7 @@ def unshard(
                 )
             full = _entered(x)
         else:
-            full = _gathered(x)
+            full = assumed(_gathered(x), "A")
         if only is not None and here().rank != only:
             return None
         return full if to is None else full.to(to)

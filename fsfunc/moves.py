@@ -292,7 +292,8 @@ class Move:
         if self.sends is None or where.size == 1:
             return Done(self.alone(x))
         x = self.before(x)
-        how = {"any_order": any_order, "what": self.what, **self.how}
+        what = self.what or ("a mean" if self.power < 0 else "")
+        how = {"any_order": any_order, "what": what, **self.how}
         return where.start(self.sends, x, **how)
 
     def finish(self, work: Work, x: Tensor, where: Group) -> Tensor:

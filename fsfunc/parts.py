@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 
@@ -26,7 +26,7 @@ class Flat:
 
     axes: tuple[str, ...]
     size: int
-    buffer: str
+    buffer: str = field(compare=False)  # a copy of parameters adds up with them
     offset: int
     chunk: int
     sizes: tuple[int, ...] = ()

@@ -24,7 +24,14 @@ from fsfunc.moving import Watcher
 from fsfunc.sharded import Sharded, is_sharded
 from fsfunc.tracing.classes import TURNS, OperatorClass, class_of
 from fsfunc.tracing.knowledge import Known, Nodes, Origin, Seen
-from fsfunc.tracing.operands import OF_LISTS, flat, number, operand, rows
+from fsfunc.tracing.operands import (
+    OF_LISTS,
+    flat,
+    names_dims,
+    number,
+    operand,
+    rows,
+)
 from fsfunc.tracing.refusals import refusal
 from fsfunc.tracing.types import (
     PARTS,
@@ -59,7 +66,7 @@ class Checker(Rehearsed, Watcher, _torch.TorchDispatchMode):
     """Types the values of a step, and raises where one has none.
 
     Args:
-        rank: whose program it is.
+        rank: whose program it is; ``alone``: whether there is no other.
         varying: which events had constants that differ from rank to rank.
 
     ``events`` are what the ranks must agree on; ``calls`` the signatures of the calls
@@ -69,9 +76,10 @@ class Checker(Rehearsed, Watcher, _torch.TorchDispatchMode):
 
     only_types = True
 
-    def __init__(self, rank: int, varying: Iterable[int] = ()):
+    def __init__(self, rank: int, alone: bool, varying: Iterable[int] = ()):
         _torch.TorchDispatchMode.__init__(self)
         self.rank, self.varying = rank, set(varying)
+        self.own = Kind.A if alone else Kind.V
         self.events: list[Event] = []
         self.orders: dict[int, Any] = {}
         self.calls: list[Any] = []
@@ -79,6 +87,7 @@ class Checker(Rehearsed, Watcher, _torch.TorchDispatchMode):
         self.fake: Any = None
         self._parameters: set[int] = set()  # plain leaves that were differentiated
         self._given: set[int] = set()  # to the bodies of units that run
+        self._along = False  # whether an operator was given dims
         self._paused = False
 
     def __enter__(self) -> Any:
@@ -109,6 +118,7 @@ class Checker(Rehearsed, Watcher, _torch.TorchDispatchMode):
                     for row, results in rows(args, kwargs, made):
                         self._note(func, row, results, bool(written), numbers)
                 else:
+                    self._along = names_dims(func, args, kwargs)
                     given = [*flat(args), *flat(kwargs)]
                     self._note(func, given, made, bool(written), numbers)
             finally:
@@ -132,7 +142,7 @@ class Checker(Rehearsed, Watcher, _torch.TorchDispatchMode):
         elif self.nodes.in_a_body(node, numbers):
             for y in made:
                 if _torch.storage_key(y) not in inputs:
-                    self.known.give(y, Kind.V, "a unit's derivative")
+                    self.known.give(y, self.own, "a unit's derivative")
             return
         else:
             origin = self.nodes.origin(node, numbers)
@@ -150,18 +160,18 @@ class Checker(Rehearsed, Watcher, _torch.TorchDispatchMode):
         if view:
             return
         if op.random and not any(isinstance(x, torch.Generator) for x in given):
-            kind = Kind.V  # the ranks' default generators are their own
+            kind = self.own  # the ranks' default generators are their own
         digest = None
         if node is None and kind is not Kind.V and not _trusted():
             kind, digest = self._event(op, given, tensors, kind)
         seen = self._seen(op, kind, sources, digest)
-        numbers_alone = all(x.number for x in operands)
+        alike = op.elementwise or op.factory
+        rows = node is None and (op.elementwise or _trusted())
         seen = replace(
             seen,
-            uniform=numbers_alone and (op.elementwise or op.factory) and not op.random,
-            flat=node is None and op.elementwise and any(x.flat for x in sources)
-            and not _trusted(),
-        )  # fmt: skip
+            uniform=alike and not op.random and all(x.number for x in operands),
+            flat=rows and any(x.flat for x in sources) and made[0].ndim == 1,
+        )
         for y in made:
             if _torch.storage_key(y) in inputs:
                 self.known.write(y, seen)
@@ -194,8 +204,9 @@ class Checker(Rehearsed, Watcher, _torch.TorchDispatchMode):
                 )
                 if turned and not op.picks:
                     raise refusal("mixes", op.name, [seen], None)
-            elif seen.flat and not op.elementwise and any(y.ndim for y in made):
-                raise refusal("mixes", op.name, [seen], None)
+            elif seen.flat and not op.elementwise:
+                if self._along or any(y.ndim for y in made):
+                    raise refusal("mixes", op.name, [seen], None)
 
     def _seen(
         self, op: OperatorClass, kind: Kind, sources: Sequence[Seen], digest: Any
@@ -268,6 +279,9 @@ class Checker(Rehearsed, Watcher, _torch.TorchDispatchMode):
     def moved(self, x: Tensor, how: Move, where: Group, y: Tensor) -> None:
         if frame().path:
             return
+        if where.size == 1:
+            self.known.give(y, Kind.A, f"what {how.op} gives")
+            return
         if not where.mean:  # of other axes: it stays whose it was
             seen = self.known.of(x)
             summed = how.of == "P" and seen.kind is Kind.P
@@ -277,7 +291,7 @@ class Checker(Rehearsed, Watcher, _torch.TorchDispatchMode):
             return
         seen, node = self.known.of(x), _torch.current_node()
         if node is not None and self.nodes.in_a_body(node, self.nodes.new()):
-            self.known.give(y, Kind.V, "a unit's derivative")
+            self.known.give(y, self.own, "a unit's derivative")
             return
         why = misused(how, seen.kind)
         if how == GATHER and seen.kind is Kind.K and x.ndim > 1:
@@ -298,8 +312,15 @@ class Checker(Rehearsed, Watcher, _torch.TorchDispatchMode):
         if not frame().path and self.known.kind(x) is Kind.V:
             raise refusal("disagrees", what, [self.known.of(x)], None)
 
+    def measured(self, x: Tensor, what: str) -> None:
+        """Raises where the shape is asked of what shows a placed leaf's elements."""
+        seen = self.known.of(x)
+        if (seen.kind is Kind.S or seen.flat) and not frame().path:
+            raise refusal("shape", what, [seen], None)
+
     def assumed(self, y: Tensor, kind: str) -> None:
-        self.known.give(y, Kind[kind], "what assume gave")
+        alone = self.own is Kind.A
+        self.known.give(y, Kind.A if alone else Kind[kind], "what assume gave")
 
     # Calls of sharded functions, and units
 
@@ -311,11 +332,11 @@ class Checker(Rehearsed, Watcher, _torch.TorchDispatchMode):
                 name = f"argument {i}" + (f" at {path!r}" if path else "")
                 name = repr(path) if i == 0 and path else name
                 if isinstance(x, Sharded):
-                    cut = set(x.layout.axes) & set(mean)
+                    cut = self.own is Kind.V and set(x.layout.axes) & set(mean)
                     kind = Kind.S if cut else Kind.I
-                    self.known.meet(x._local, kind, name)
+                    self.known.meet(x._local, placed(x, kind, name))
                 elif isinstance(x, Tensor):
-                    self.known.meet(x, Kind.V if i else Kind.I, name)
+                    self.known.meet(x, Seen(self.own if i else Kind.I, name))
 
     def taken(self, name: str, leaves: Iterable[Sharded]) -> None:
         for leaf in leaves:
@@ -347,7 +368,7 @@ class Checker(Rehearsed, Watcher, _torch.TorchDispatchMode):
                 return y
             if _torch.storage_key(_torch.unwrapped(y)) in taken:
                 y = y.clone()
-            self.known.give(y, Kind.V, f"what unit {call.name!r} returned")
+            self.known.give(y, self.own, f"what unit {call.name!r} returned")
             return y
 
         return tree.map(own, out, is_leaf=is_sharded)
@@ -365,7 +386,8 @@ class Checker(Rehearsed, Watcher, _torch.TorchDispatchMode):
         for x, g in _pairs(by, grads):
             if isinstance(x, Sharded) and isinstance(g, Sharded):
                 kind, name = self.known.kind(x._local), f"the gradient by {x.name!r}"
-                self.known.give(g._local, kind, name)
+                seen = placed(g, kind, name)
+                self.known.put(g._local, replace(seen, where=source_line()))
                 if kind is Kind.I:
                     local = _torch.unwrapped(x._local)
                     self._parameters.add(_torch.storage_key(local))
@@ -397,6 +419,10 @@ class Checker(Rehearsed, Watcher, _torch.TorchDispatchMode):
 
     def returned(self, state: Any, out: Any) -> None:
         """Holds what a step returns against the state that it was given."""
+        for y in tree.leaves(out, is_leaf=is_sharded):
+            if isinstance(y, Sharded) and self.known.kind(y._local) is Kind.V:
+                leaf = Seen(Kind.I, repr(y.name) if y.name else "a placed leaf")
+                raise refusal("returned", "", [leaf, self.known.of(y._local)], None)
         new = out[:1] if isinstance(out, tuple) else (out,)
         leaves, treedef = tree.flatten(state, is_leaf=is_sharded)
         found, other = tree.flatten(new, is_leaf=is_sharded)
@@ -411,6 +437,11 @@ class Checker(Rehearsed, Watcher, _torch.TorchDispatchMode):
             if same and self.known.kind(y) is Kind.V:
                 seen = [self.known.of(x), self.known.of(y)]
                 raise refusal("returned", "", seen, None)
+
+
+def placed(x: Sharded, kind: Kind, name: str) -> Seen:
+    """What is known of a placed leaf's own tensor."""
+    return Seen(kind, name, flat=kind is Kind.I and x.ndim > 1)
 
 
 def _trusted() -> bool:

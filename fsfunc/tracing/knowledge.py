@@ -74,10 +74,10 @@ class Known:
         if rises or before is seen.kind is Kind.K:  # another constant
             self.put(x, seen)
 
-    def meet(self, x: Tensor, kind: Kind, what: str) -> None:
+    def meet(self, x: Tensor, seen: Seen) -> None:
         """Says what a tensor is of which nothing was known."""
         if self.kind(x) is Kind.K:
-            self.give(x, kind, what, "")
+            self.put(x, seen)
 
 
 def digest_of(x: Tensor) -> Any:

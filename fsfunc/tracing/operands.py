@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -10,7 +11,7 @@ from torch import Tensor
 from fsfunc.tracing.knowledge import Seen
 from fsfunc.tracing.types import Operand
 
-__all__ = ["OF_LISTS", "flat", "number", "operand", "rows"]
+__all__ = ["OF_LISTS", "flat", "names_dims", "number", "operand", "rows"]
 
 
 def operand(x: Tensor, seen: Seen) -> Operand:
@@ -31,6 +32,13 @@ def rows(args: Any, kwargs: Any, made: list[Tensor]) -> list[tuple[list[Any], An
     others = [x for x in every if not isinstance(x, (list, tuple))]
     results = [made[i::n] for i in range(n)] if len(made) % n == 0 else [made] * n
     return [([*(x[i] for x in lists), *others], results[i]) for i in range(n)]
+
+
+def names_dims(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> bool:
+    """Whether an operator works along dims that it is given."""
+    said = {a.name: x for a, x in zip(func._schema.arguments, args, strict=False)}
+    said |= kwargs
+    return any(said.get(name) not in (None, [], ()) for name in ("dim", "dims"))
 
 
 def number(x: Any) -> Any:

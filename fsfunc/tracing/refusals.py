@@ -22,7 +22,7 @@ def refusal(
         given: what it was given.
         forward: for the derivative of an operator, its name and line.
     """
-    part = next((x for x in given if x.kind in PARTS), None)
+    part = next((x for x in given if x.kind in PARTS or x.flat), None)
     other = next((x for x in given if x.kind not in PARTS), None)
     own = next((x for x in given if x.kind is Kind.V), None)
     where = forward[1] if forward else source_line()
@@ -68,6 +68,12 @@ _TEXTS = {
         "result, tree) for the way back; ff.tree_sum and ff.global_norm for sums. What "
         "has a derivative for each element (jacrev, hessian) is taken in a unit that "
         "has the leaf whole: ff.unit(fn, whole=True)"
+    ),
+    "shape": (
+        "{op} at {line} is asked of this rank's part of {first}, which shows its "
+        "elements as a row: ask the leaf, which knows its own shape, by tree.map(fn, "
+        "t, is_leaf=ff.is_sharded), or before the step; tensors alike are made by "
+        "zeros_like and others of that kind"
     ),
     "term": (
         "a sum over this rank's part alone, in {at}, is taken for the whole: a number "

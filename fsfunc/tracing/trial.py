@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from contextvars import ContextVar
@@ -13,7 +14,7 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
 from fsfunc import _torch, tree
-from fsfunc.accounting import silence
+from fsfunc.accounting import called_by_user, silence
 from fsfunc.backends.abstract import AbstractLink
 from fsfunc.compiled import plainly
 from fsfunc.frames import frame, inside
@@ -52,7 +53,8 @@ def check(
     The first argument is one value on all ranks, the others are the rank's own. A step
     that fake tensors cannot go through, since it asks for a value, is not looked at:
     what is refused as it runs is refused all the same. Of simulated ranks, which run
-    one program, the first to come and the last of the mesh look.
+    one program, the first to come and the last of the mesh look; all of them where it
+    asks for its rank.
 
     Args:
         at: the rank; ``axes``: those over which the loss is a mean.
@@ -68,21 +70,22 @@ def check(
     if notes is not None:
         count = notes["checks", at.rank] = notes.get(("checks", at.rank), 0) + 1
         key = "checked", count, tree.flatten((args, keywords), is_leaf=is_sharded)[1]
-        known = notes.get(key)
-        if known is not None and not last:
+        known, asks = notes.get(key, (None, False))
+        if known is not None and not (last or asks):
             return known.calls
     asked: set[str] = set()
     try:
-        found = there = _tried(call, args, keywords, at, asked)
+        alone = at.mesh.axis_size(axes) == 1
+        found = there = _tried(call, args, keywords, at, alone, asked)
         other = at.rank
         if known is not None:
             there, other = known, known.rank
         elif notes is None and asked & set(axes):
             other = _neighbour(at, axes)
             elsewhere = replace(at, rank=other)
-            there = _tried(call, args, keywords, elsewhere, set())
+            there = _tried(call, args, keywords, elsewhere, alone, set())
         if varying := differing(found.events, there.events, at.rank, other):
-            _tried(call, args, keywords, at, set(), varying)
+            _tried(call, args, keywords, at, alone, set(), varying)
     except (LawError, NotATensor):
         raise
     except Exception as error:
@@ -90,7 +93,7 @@ def check(
             seen.append(error)
         return []
     if notes is not None:
-        notes[key] = found
+        notes.setdefault(key, (found, bool(asked & set(axes))))
     return found.calls
 
 
@@ -143,10 +146,11 @@ def _tried(
     args: tuple[Any, ...],
     keywords: dict[str, Any],
     at: Here,
+    alone: bool,
     asked: set[str],
     varying: set[int] | None = None,
 ) -> Checker:
-    checker = Checker(at.rank, varying or ())
+    checker = Checker(at.rank, alone, varying or ())
     generator = torch.random.default_generator
     with ExitStack() as stack:
         stack.callback(generator.set_state, generator.get_state())
@@ -162,20 +166,35 @@ def _tried(
             stack.enter_context(scope)
         stack.enter_context(watching(checker))
         stack.enter_context(checker)
-        stack.enter_context(_Gradients(checker))
+        stack.enter_context(_Asked(checker))
         out = call(*given, **named)
         checker.returned(given[:1], out)
     return checker
 
 
-class _Gradients(TorchFunctionMode):
-    """Sees the gradients that ``torch.func`` and ``torch.autograd`` take."""
+_SHAPES: dict[Any, str] = {
+    Tensor.shape.__get__: "shape",  # type: ignore[attr-defined]
+    Tensor.ndim.__get__: "ndim",  # type: ignore[attr-defined]
+    Tensor.size: "size",
+    Tensor.dim: "dim",
+    Tensor.numel: "numel",
+    Tensor.nelement: "nelement",
+    Tensor.__len__: "len",
+}
+
+
+class _Asked(TorchFunctionMode):
+    """Sees the gradients that autograd takes, and who asks for a tensor's shape."""
 
     def __init__(self, checker: Checker):
         super().__init__()
         self.checker = checker
 
     def __torch_function__(self, func, types, args=(), kwargs=None):
+        if name := _SHAPES.get(func):
+            if called_by_user(sys._getframe(1)):
+                self.checker.measured(args[0], name)
+            return func(*args, **(kwargs or {}))
         if func in (Tensor.backward, torch.autograd.backward):
             return self._backward(func, args, kwargs or {})
         out = func(*args, **(kwargs or {}))
