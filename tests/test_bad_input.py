@@ -168,7 +168,7 @@ CASES = {
     "microbatches": (
         microbatches_not_divided,
         ValueError,
-        r"shape \(2, 4\).*into 4 microbatches",
+        r"\(2, 4\).*into 4 microbatches",
     ),
     "other tree": (other_tree, ValueError, "do not match the parameters at 'layers'"),
     "penalty over leaves": (

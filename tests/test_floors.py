@@ -25,7 +25,7 @@ FLOORS = [
     (2, ["movable.py", "accounting.py", "moves.py", "moving.py", "crossings.py"]),
     (2, ["collectives.py", "splitting.py", "launching.py", "values.py", "backends/"]),
     (2, ["comparing.py"]),
-    (3, ["frames.py", "tying.py", "units.py", "losses.py"]),
+    (3, ["frames.py", "tying.py", "units.py", "losses.py", "rows.py"]),
     (3, ["differentiated.py", "auxiliary.py", "autodiff.py"]),
     (4, ["optim/", "statistics.py"]),
     (5, ["transforms/", "pipelining/", "grouping.py"]),

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from fsfunc import tree
+from fsfunc.rows import rows_of
 from fsfunc.sharded import is_sharded
 
 __all__ = ["Part", "cut_batch", "folded"]
@@ -54,19 +55,7 @@ def cut_batch(
     given = (others, dict(keywords))
     paths, leaves, treedef = tree.flatten_with_paths(given, is_leaf=is_sharded)
     cut = [i for i, x in enumerate(leaves) if isinstance(x, Tensor) and x.ndim]
-    rows = {paths[i].partition("/")[2]: leaves[i].shape[0] for i in cut}
-    if len(set(rows.values())) > 1:
-        raise ValueError(
-            f"batch leaves differ in dim 0, along which microbatches are cut: {rows}; "
-            "make what has no batch dim inside the loss; frozen parameters go into the "
-            "first argument, or the loss captures them"
-        )
-    count = next(iter(rows.values()), n)
-    if count < n:
-        raise ValueError(
-            f"cannot cut {count} rows (dim 0 of the batch leaves {sorted(rows)}) into "
-            f"{n} microbatches: give at least one row each"
-        )
+    count = rows_of({paths[i].partition("/")[2]: leaves[i] for i in cut}, n)
     pieces = {i: leaves[i].tensor_split(n) for i in cut}
     parts, casts = [], _casts()
     for m in range(n):

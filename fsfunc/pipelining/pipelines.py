@@ -26,6 +26,7 @@ __all__ = ["pipeline"]
 
 MakeSchedule = Callable[..., Schedule]
 Rows = Sequence[Iterable[Action | str] | str]
+_MOST = 10_000  # half a second to make and prove
 
 
 def pipeline(
@@ -119,6 +120,12 @@ def pipeline(
         raise ValueError(f"a pipeline lies along one axis, got {names}")
     if not isinstance(n_microbatches, int) or n_microbatches < 1:
         raise ValueError(f"n_microbatches={n_microbatches!r}: there is at least one")
+    if n_microbatches > _MOST:
+        raise ValueError(
+            f"n_microbatches={n_microbatches}: a schedule is made and proved action by "
+            f"action, for {_MOST} microbatches at most; accumulate around the pipeline "
+            "for more"
+        )
     if isinstance(stages, str) or not isinstance(stages, Sequence | None):
         raise ValueError(
             f"stages={stages!r}: give a list, with the number of unit calls of each "
