@@ -149,9 +149,9 @@ def sharded_adam(
 
 
 def _fused(params: Any, grads: Any, mu: Any, nu: Any, *, count: Any, **how: Any):
-    device = params[0].device
-    if isinstance(count, Tensor):
-        step = (count + 1).to(device, torch.float32)
+    device, step = params[0].device, count + 1  # a tensor too where it is recorded
+    if isinstance(step, Tensor):
+        step = step.to(device, torch.float32)
     else:  # a fill: nothing is copied to the device, so nothing waits
-        step = torch.full((), count + 1, dtype=torch.float32, device=device)
+        step = torch.full((), step, dtype=torch.float32, device=device)
     kernels.fused_adamw(params, grads, mu, nu, step=step, **how)

@@ -43,7 +43,8 @@ def pipeline(
     """``f`` with the unit calls of its loss in stages, one or several on each rank.
 
     A gradient call is cut into microbatches along dim 0, which go through the stages
-    as the schedule says. Each rank runs the loss itself, of which only its own units'
+    as the schedule says; arguments that it differentiates are parameters, and are not
+    cut. Each rank runs the loss itself, of which only its own units'
     calls do something: outputs of units are all that travels. Value and metrics reach
     every rank of the axis; a rank holds the parameters of its own stages.
 
