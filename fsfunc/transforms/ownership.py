@@ -9,7 +9,6 @@ from __future__ import annotations
 from functools import cached_property
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from fsfunc import _torch, tree
@@ -52,7 +51,7 @@ def storage_of(x: Tensor) -> int:
     """Equal for two tensors in one memory, whoever tracks, maps or donates them."""
     x = _torch.unwrapped(x)
     with _torch.plain_tensors():  # a donated step's own leaves are known as well
-        return _torch.storage_key(x) if x.layout == torch.strided else id(x)
+        return _torch.storage_key(x)
 
 
 def assume(x: Any, axis: Axis, type: str) -> Any:

@@ -20,6 +20,7 @@ from fsfunc.frames import Interpretation, frame, inside, running
 from fsfunc.homes import by_buffer, home_of, joined, settle
 from fsfunc.layout import Layout
 from fsfunc.mesh import Axis, Here, Mesh, here
+from fsfunc.moving import Dense
 from fsfunc.sharded import Home, Sharded, is_sharded
 from fsfunc.tracing.trial import check, signature
 from fsfunc.transforms.averaging import averaged, check_whole
@@ -340,7 +341,7 @@ class Sharding(Interpretation):
             for i, x in zip(positions, chosen, strict=True):
                 start, shape = x.layout.flat.offset, whole_shape(x.layout)
                 count = torch.Size(shape).numel()
-                leaves[i] = flat[start : start + count].view(shape)
+                leaves[i] = Dense.apply(flat[start : start + count].view(shape))
 
     def _spread(self, flat: Tensor, where: Group, size: int, name: str) -> Tensor:
         """A rank's range as the whole buffer, under the mean over ranks."""
