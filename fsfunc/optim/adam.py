@@ -14,6 +14,7 @@ from fsfunc.optim.base import (
     Optimizer,
     apply_updates,
     check_not_negative,
+    check_numbers,
     check_params_given,
 )
 from fsfunc.optim.leafwise import Mask, Tree, zeros_like
@@ -91,6 +92,7 @@ def sharded_adam(
     check_not_negative(eps=eps, weight_decay=weight_decay)
     if not callable(learning_rate):
         check_not_negative(learning_rate=learning_rate)
+    check_numbers(b1=b1, b2=b2)
     for name, beta in (("b1", b1), ("b2", b2)):
         if not 0 <= beta < 1:
             raise ValueError(f"{name} is {beta}: it must be at least 0 and below 1")

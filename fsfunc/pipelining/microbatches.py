@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from fsfunc import tree
+from fsfunc.admitting import arguments, refuse
 from fsfunc.rows import rows_of
 from fsfunc.sharded import is_sharded
 
@@ -53,6 +54,8 @@ def cut_batch(
     """
     others = [None if i in kept else x for i, x in enumerate(args)]
     given = (others, dict(keywords))
+    names = [*arguments(len(args)), *keywords]
+    refuse("array sparse", "pipeline", [*others, *keywords.values()], *names)
     paths, leaves, treedef = tree.flatten_with_paths(given, is_leaf=is_sharded)
     cut = [i for i, x in enumerate(leaves) if isinstance(x, Tensor) and x.ndim]
     count = rows_of({paths[i].partition("/")[2]: leaves[i] for i in cut}, n)

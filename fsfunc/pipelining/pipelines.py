@@ -6,7 +6,7 @@ import inspect
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
-from fsfunc.mesh import Mesh
+from fsfunc.mesh import Mesh, check_mesh
 from fsfunc.optim import Optimizer
 from fsfunc.pipelining.actions import (
     Action,
@@ -116,7 +116,7 @@ def pipeline(
     >>> ff.spmd(main, mesh)()
     [(9.0, [4.5, 3.0]), (9.0, [4.5, 3.0])]
     """
-    names = mesh.check(axis)
+    names = check_mesh(mesh, "pipeline").check(axis)
     if len(names) != 1:
         raise ValueError(f"a pipeline lies along one axis, got {names}")
     if not isinstance(n_microbatches, int) or n_microbatches < 1:

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from fsfunc import tree
+from fsfunc.admitting import arguments, refuse
 from fsfunc.autodiff import GradientCall, Outcome
 from fsfunc.rows import rows_of
 from fsfunc.sharded import is_sharded
@@ -42,6 +43,9 @@ class Microbatches:
         keywords: Mapping[str, Any],
     ):
         self._call, count = call, len(call.args)
+        given = [*call.args, *call.keywords.values()]
+        names = [*arguments(count), *call.keywords]
+        refuse("array sparse", "accumulate", given, *names)
         if any(not -count <= k < count for k in chosen or ()):
             raise ValueError(
                 f"batch_argnums={chosen}, but this gradient call has {count} "
