@@ -210,3 +210,55 @@ def foreign(tmp_path_factory):
     ff.save(folder / "a", {"w": torch.ones(2, 3), "z": torch.ones(2), "step": 3})
     path = ff.consolidate(folder / "a", folder / "a.safetensors")
     return Path(path), Path(path).read_bytes()
+
+
+@pytest.fixture(scope="module", params=[6, 3 << 18])
+def single(request, tmp_path_factory):
+    """One file of tensors of up to 3 MiB, as `consolidate` writes it."""
+    folder = tmp_path_factory.mktemp("single")
+    state = {"w": torch.randn(request.param), "n": torch.arange(5), "step": 3}
+    ff.save(folder / "a", state)
+    path = ff.consolidate(folder / "a", folder / "a.safetensors")
+    return Single(path, state, path.read_bytes())
+
+
+class Single:
+    """Of a short ``repr``, which hypothesis prints."""
+
+    def __init__(self, *known):
+        self.known = known
+
+
+def test_a_single_file_is_proven(single):
+    path, state, data = single.known
+    path.write_bytes(data)
+    found = ff.load(
+        path, {"w": torch.zeros_like(state["w"]), "n": state["n"], "step": 0}
+    )
+    same(found, state)
+    length = 8 + int.from_bytes(data[:8], "little")
+    assert prove(ff.metadata(path)) == len(data)
+    assert ff.metadata(path).files[path.name].origin == length
+    assert set(safetensors_of(path)) == {"w", "n"}
+
+
+def safetensors_of(path):
+    data = path.read_bytes()
+    length = int.from_bytes(data[:8], "little")
+    return json.loads(data[8 : 8 + length]).keys() - {"__metadata__"}
+
+
+@settings(max_examples=150)
+@given(st.integers(0, 1 << 40), st.booleans(), st.integers(0, 7))
+def test_a_flipped_bit_of_a_single_file_is_found(single, where, in_head, bit):
+    path, state, data = single.known
+    data = bytearray(data)
+    head = 8 + int.from_bytes(data[:8], "little")
+    where %= head if in_head else len(data)
+    data[where] ^= 1 << bit
+    path.write_bytes(data)
+    target = {"w": torch.zeros_like(state["w"]), "n": torch.zeros(5).long(), "step": 0}
+    with pytest.raises(CheckpointError):
+        ff.load(path, target)
+    with pytest.raises(CheckpointError):
+        prove(ff.metadata(path))
