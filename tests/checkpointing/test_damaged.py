@@ -262,3 +262,24 @@ def test_a_flipped_bit_of_a_single_file_is_found(single, where, in_head, bit):
         ff.load(path, target)
     with pytest.raises(CheckpointError):
         prove(ff.metadata(path))
+
+
+@pytest.mark.parametrize(
+    "text", [b"__metadata__", b'"fsfunc"', b"fsfunc.crc32", b"fsfunc.sums", b'"w"']
+)
+def test_a_flipped_bit_of_what_a_single_file_calls_things_is_found(single, text):
+    path, state, data = single.known
+    at = data.index(text) + 2
+    path.write_bytes(data[:at] + bytes([data[at] ^ 1]) + data[at + 1 :])
+    with pytest.raises(CheckpointError):
+        ff.metadata(path)
+
+
+def test_a_checksum_that_reads_alike_is_no_other_text(single):
+    path, state, data = single.known
+    start = data.index(b'fsfunc.sums":"') + 14
+    end = data.index(b'"', start)
+    at = next(i for i in range(start, end) if data[i : i + 1].isalpha())
+    path.write_bytes(data[:at] + data[at : at + 1].upper() + data[at + 1 :])
+    with pytest.raises(CheckpointError, match="damaged: the checksum of its header"):
+        ff.metadata(path)
