@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fsfunc import tree
+from fsfunc import _torch, tree
 from fsfunc.sharded import is_sharded
 
 __all__ = ["arguments", "refuse"]
@@ -86,12 +86,12 @@ def refuse(kinds: str, who: str, values: Any, *parts: str) -> None:
     """
     looks = [_KINDS[kind] for kind in kinds.split()]
     leaves = tree.leaves(values, is_leaf=is_sharded)
-    for i, x in enumerate(leaves):
-        for found, said in looks:
-            if found(x):
-                path, where = tree.paths(values, is_leaf=is_sharded)[i], ""
-                if parts:
-                    first, _, path = path.partition("/")
-                    where = f" as {parts[int(first)]}"
-                where += f" at {path!r}" if path else ""
-                raise TypeError(f"{who} is given{where and f',{where},'} {said(x)}")
+    with _torch.plain_tensors():  # what was donated is refused by others, or not
+        odd = [(i, s) for i, x in enumerate(leaves) for f, s in looks if f(x)]
+    for i, said in odd:
+        path, where = tree.paths(values, is_leaf=is_sharded)[i], ""
+        if parts:
+            first, _, path = path.partition("/")
+            where = f" as {parts[int(first)]}"
+        where += f" at {path!r}" if path else ""
+        raise TypeError(f"{who} is given{where and f',{where},'} {said(leaves[i])}")
