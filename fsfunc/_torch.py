@@ -72,6 +72,7 @@ __all__ = [
     "shared_forward_ad",
     "sequence_number",
     "set_tables",
+    "storage",
     "storage_key",
     "storage_uses",
     "tables",
@@ -271,8 +272,14 @@ def storage_key(x: Tensor) -> int:
     """Equal for two tensors exactly where they share a storage.
 
     ``data_ptr`` would not do: it is 0 for every fake tensor, and raises in functorch.
+    A sparse tensor has no storage: it shares with itself alone.
     """
-    return x.untyped_storage()._cdata
+    return storage(x)._cdata
+
+
+def storage(x: Tensor) -> Any:
+    """What holds the memory that ``x`` lies in: to keep alive, or to tell apart."""
+    return x.untyped_storage() if x.layout == torch.strided else x
 
 
 def storage_uses(x: Tensor) -> int:

@@ -16,13 +16,14 @@ from torch import Tensor
 
 from fsfunc import _torch, tree
 from fsfunc.accounting import aside
+from fsfunc.admitting import arguments, refuse
 from fsfunc.auxiliary import divided
 from fsfunc.compiled import refuse_compiled
 from fsfunc.differentiated import Leaves
 from fsfunc.frames import Counter, Running, Thread, frame, inside, run_as
 from fsfunc.kinds import count_as
 from fsfunc.losses import Weighted, loss_parts
-from fsfunc.sharded import split_buffers
+from fsfunc.sharded import is_sharded, split_buffers
 from fsfunc.tying import tie
 from fsfunc.units import one_number
 
@@ -97,6 +98,8 @@ def value_and_grad(
 
     Raises:
         TypeError, ValueError: a loss that is no scalar tensor.
+        TypeError: an argument to differentiate is a numpy array, or holds tensors and
+            no floating one; a tensor that was made in inference mode.
         ValueError: ``argnums`` names an argument twice, or one that is not there.
 
     Cost: one forward and one backward pass, as ``torch.autograd.grad`` without
@@ -122,6 +125,9 @@ def value_and_grad(
             )
         if len(set(numbers)) < len(numbers):
             raise ValueError(f"argnums={argnums!r} names one argument twice")
+        given, names = [*args, *keywords.values()], [*arguments(len(args)), *keywords]
+        refuse("inference", "value_and_grad", given, *names)
+        _check_differentiable([args[i] for i in numbers], [names[i] for i in numbers])
         f = frame()
         run_inner: Callable[..., Any] = differentiate
         # Inside a unit a derivative is this rank's own: no transform's business.
@@ -135,6 +141,18 @@ def value_and_grad(
         return value, outcome.grads if several else outcome.grads[0]
 
     return run
+
+
+def _check_differentiable(chosen: list[Any], names: list[str]) -> None:
+    refuse("array", "value_and_grad", chosen, *names)
+    leaves = tree.leaves(chosen, is_leaf=is_sharded)
+    kinds = [x.dtype for x in leaves if isinstance(x, Tensor) or is_sharded(x)]
+    if kinds and not any(kind.is_floating_point for kind in kinds):
+        raise TypeError(
+            f"value_and_grad by {', '.join(names)}: nothing there is a floating tensor "
+            f"(the first is {kinds[0]}), and all gradients would be None; "
+            "x.to(torch.float32) has one"
+        )
 
 
 def _settled(outcome: Outcome) -> Outcome:

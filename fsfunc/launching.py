@@ -17,9 +17,10 @@ import torch.distributed.nn.functional  # noqa: F401
 from torch import Tensor
 
 from fsfunc import tree
+from fsfunc.admitting import refuse
 from fsfunc.backends.abstract import run_abstract
 from fsfunc.collectives import group
-from fsfunc.mesh import Axis, Here, Mesh, asks, here, place_here, remember
+from fsfunc.mesh import Axis, Here, Mesh, asks, check_mesh, here, place_here, remember
 
 __all__ = ["PerRank", "local_batch", "make_mesh", "spmd"]
 
@@ -153,6 +154,7 @@ def spmd(fn: Callable[..., Any], mesh: Mesh) -> Callable[..., PerRank]:
     >>> ff.spmd(lambda: ff.axis_index("data"), ff.make_mesh({"data": 3}))()
     [0, 1, 2]
     """
+    check_mesh(mesh, "spmd")
 
     @functools.wraps(fn)
     def run(*args: Any) -> PerRank:
@@ -218,6 +220,7 @@ def local_batch(batch: Any, mesh: Mesh, axis: Axis, uneven: bool = False) -> Any
 
     Raises:
         ValueError: the axis does not divide dim 0, and ``uneven`` is not set.
+        TypeError: a numpy array or a sparse tensor, which would not be cut.
 
     Cost: nothing is sent and nothing is copied: the parts are views.
 
@@ -226,8 +229,9 @@ def local_batch(batch: Any, mesh: Mesh, axis: Axis, uneven: bool = False) -> Any
     >>> ff.spmd(lambda: ff.local_batch(torch.arange(4), mesh, "data").tolist(), mesh)()
     [[0, 1], [2, 3]]
     """
-    size = mesh.axis_size(axis)
+    size = check_mesh(mesh, "local_batch").axis_size(axis)
     tree.shown(batch, "local_batch", "is given")
+    refuse("array sparse", "local_batch", batch)
     paths, leaves, treedef = tree.flatten_with_paths(batch)
     sizes = {}
     for path, leaf in zip(paths, leaves, strict=True):

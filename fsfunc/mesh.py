@@ -24,6 +24,7 @@ __all__ = [
     "asking",
     "asks",
     "axis_names",
+    "check_mesh",
     "here",
     "place_here",
     "remember",
@@ -78,6 +79,11 @@ class Mesh:
 
     def check(self, axis: Axis) -> tuple[str, ...]:
         """The names in ``axis``, each an axis of this mesh and named once."""
+        if not isinstance(axis, (str, tuple, list)):
+            raise TypeError(
+                f"axis={axis!r}: an axis of a mesh is a name, or a tuple of names, "
+                f"such as {next(iter(self.axes), 'data')!r}; this is {self}"
+            )
         names = axis_names(axis)
         for name in names:
             if name not in self.axes:
@@ -166,6 +172,20 @@ def asks(axes: Iterable[str]) -> None:
 def asking(seen: set[str] | None) -> Scoped:
     """Inside, ``seen`` gathers the axes that are asked for (None: nobody's)."""
     return Scoped(_ASKED, seen)
+
+
+def check_mesh(mesh: Any, who: str) -> Mesh:
+    """``mesh``, which ``who`` was given.
+
+    Raises:
+        TypeError: it is none; says how to make one.
+    """
+    if not isinstance(mesh, Mesh):
+        raise TypeError(
+            f"{who} needs a mesh, got {mesh!r}: ff.make_mesh({{'data': 4}}) makes one "
+            "of 4 ranks, which differ along the axis 'data'"
+        )
+    return mesh
 
 
 _PROCESSES: list[Mesh] = []  # under processes the calling process is its rank

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-__all__ = ["check_kind", "dense"]
+__all__ = ["check_kind", "dense", "strided"]
 
 _MOVED = {
     torch.bool, torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64,
@@ -41,3 +41,8 @@ def dense(x: Tensor) -> Tensor:
     if x.is_complex() or x.is_neg():
         x = x.resolve_conj().resolve_neg()
     return x.contiguous()
+
+
+def strided(x: Tensor) -> Tensor:
+    """A gradient with all its zeros: some ranks' may be sparse, and others' not."""
+    return x if x.layout == torch.strided else x.to_dense()

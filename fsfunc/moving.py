@@ -19,10 +19,12 @@ from torch import Tensor
 from fsfunc import _torch, tree
 from fsfunc.accounting import current_label, label
 from fsfunc.mesh import Axis, Here, here
+from fsfunc.movable import strided
 from fsfunc.moves import Group, Move
 from fsfunc.scoped import Scoped
 
 __all__ = [
+    "Dense",
     "Watcher",
     "assumed",
     "claim",
@@ -65,7 +67,7 @@ class _Apply(torch.autograd.Function):
     @staticmethod
     def backward(ctx, g):  # type: ignore[override]
         with label(ctx.unit, "backward"):
-            return move(g, ctx.move.transpose(), ctx.where), None, None
+            return move(strided(g), ctx.move.transpose(), ctx.where), None, None
 
     @staticmethod
     def jvp(ctx, t, _, __):  # type: ignore[override]
@@ -168,3 +170,25 @@ def over(x: Any, axis: Axis, how: Callable[[Tensor, Group], Move]) -> Any:
             watcher.collective(leaf, m, where)
     out = [issue(leaf, m, where) for leaf, m in zip(leaves, moves, strict=True)]
     return tree.unflatten(treedef, out)
+
+
+class Dense(torch.autograd.Function):
+    """The identity, to which a sparse gradient is one with all its zeros."""
+
+    generate_vmap_rule = True
+
+    @staticmethod
+    def forward(x: Tensor) -> Tensor:  # type: ignore[override]
+        return x.view_as(x)
+
+    @staticmethod
+    def setup_context(ctx, inputs, output):
+        pass
+
+    @staticmethod
+    def backward(ctx, g):  # type: ignore[override]
+        return strided(g)
+
+    @staticmethod
+    def jvp(ctx, t):  # type: ignore[override]
+        return t.view_as(t)

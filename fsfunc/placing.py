@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from fsfunc import _torch, tree
+from fsfunc.admitting import arguments, refuse
 from fsfunc.collectives import group
 from fsfunc.comparing import Section, compare
 from fsfunc.frames import frame
@@ -65,6 +66,12 @@ def lay_out(
 
     Cost: leaf by leaf, what ``source`` takes for this rank's part of one.
     """
+    refuse("array sparse inference", "place", t)
+    refuse("array inference", "place", rest, *arguments(len(rest), 1))
+    laying = [h for h in getattr(fn, "interpretations", ()) if h.lays_out]
+    if type(source) is Given and any(h.mesh.backend != "abstract" for h in laying):
+        refuse("meta", "place", t)
+        refuse("meta", "place", rest, *arguments(len(rest), 1))
     recorder = _recorded(fn, t, rest, record)
     if not recorder.handlers:
         return tree.map(source.own, t, is_leaf=is_sharded)
@@ -86,6 +93,8 @@ def lay_out(
     groups = recorder.groups(shards[0].min_bytes if shards else 0, bool(shards))
     whole = recorder.whole(bool(shards))
     for lot in _lots(groups, recorder, whole, dict(found)):
+        for path in lot.paths.values():
+            refuse("float8", "place", {path: found[path]})
         laid = (
             _home(shards[0], lot, found, coordinates, source).leaves()
             if shards

@@ -3,6 +3,7 @@
 Nothing is sent before what can be known, and the state stays as it was.
 """
 
+import numpy as np
 import pytest
 import torch
 
@@ -156,7 +157,88 @@ def donated_twice(mesh):
     donated(state, BATCH)
 
 
-CASES = {
+def with_param(w):
+    """`parameters`, with another leaf at 'layers/1/w'."""
+    found = parameters()
+    found["layers"][1]["w"] = w
+    return found
+
+
+def made_in_inference_mode(*shape):
+    with torch.inference_mode():
+        return torch.ones(*shape)
+
+
+ODD = {
+    "array": (lambda *s: np.ones(s, np.float32), r"numpy array float32\[.*from_numpy"),
+    "sparse": (lambda *s: torch.ones(*s).to_sparse(), r"sparse_coo.*x.to_dense\(\)"),
+    "meta": (lambda *s: torch.ones(*s, device="meta"), "meta tensor, which has no val"),
+    "inference": (made_in_inference_mode, r"inference_mode\(\).*x.clone\(\)"),
+    "float8": (lambda *s: torch.ones(*s).to(torch.float8_e4m3fn), "float8.*bfloat16"),
+}
+GRADIENT = ff.value_and_grad(loss_fn)
+
+
+def laid_out(how, w):
+    def main(mesh):
+        if how == "place":
+            ff.place(ff.shard(GRADIENT, mesh, "data"), with_param(w), BATCH)
+        elif how == "init_state":
+            step = ff.shard(train_step, mesh, "data")
+            ff.init_state(step, with_param(w), OPTIMIZER, BATCH)
+        else:
+            ff.shard(GRADIENT, mesh, "data")(with_param(w), BATCH)
+
+    return main
+
+
+def batch_given(how, x):
+    def main(mesh):
+        if how == "local_batch":
+            ff.local_batch({"x": [x]}, mesh, "data")
+        elif how == "accumulate":
+            ff.accumulate(GRADIENT, 2)(parameters(), x)
+        elif how == "init_state":
+            ff.init_state(
+                ff.shard(train_step, mesh, "data"), parameters(), OPTIMIZER, x
+            )
+        elif how == "pipeline":
+            ff.pipeline(GRADIENT, mesh, "data", n_microbatches=2)(parameters(), x)
+        else:
+            ff.shard(GRADIENT, mesh, "data")(parameters(), x)
+
+    return main
+
+
+ODD_LEAVES = {
+    **{
+        f"{kind} in {how}": (
+            laid_out(how, ODD[kind][0](WIDTH, WIDTH)),
+            TypeError,
+            r"given, .*'layers/1/w', a.*" + ODD[kind][1],
+        )
+        for how in ("place", "init_state", "whole")
+        for kind in ODD
+        if (how, kind) != ("whole", "float8")
+    },
+    **{
+        f"batch {kind} in {how}": (
+            batch_given(how, ODD[kind][0](2, WIDTH)),
+            TypeError,
+            r"given, .*(argument 1|'x/0'), a.*" + ODD[kind][1],
+        )
+        for how, kinds in {
+            "local_batch": ["array", "sparse"],
+            "accumulate": ["array", "sparse", "inference"],
+            "pipeline": ["array", "sparse", "inference"],
+            "init_state": ["array", "meta", "inference"],
+            "step": ["array", "meta", "inference"],
+        }.items()
+        for kind in kinds
+    },
+}
+
+CASES = ODD_LEAVES | {
     "unknown axis": (unknown_axis, ValueError, 'unknown axis "dota".*data'),
     "zero=4": (zero_four, ValueError, "zero=4: it is 0, 1, 2 or 3"),
     "one axis twice": (twice_over_one_axis, ValueError, "two transforms over one axis"),
@@ -168,7 +250,7 @@ CASES = {
     "microbatches": (
         microbatches_not_divided,
         ValueError,
-        r"shape \(2, 4\).*into 4 microbatches",
+        r"\(2, 4\).*into 4 microbatches",
     ),
     "other tree": (other_tree, ValueError, "do not match the parameters at 'layers'"),
     "penalty over leaves": (
@@ -269,6 +351,62 @@ def test_a_sharded_leaf_in_a_unit_without_shard():
 
     with pytest.raises(TypeError, match="'layers/0/.'.*under ff.shard"):
         on_ranks(main)
+
+
+NO_NUMBERS = {
+    "sharded_adam": lambda: ff.sharded_adam("1e-2"),
+    "sgd": lambda: ff.sgd("1e-2"),
+    "momentum": lambda: ff.sgd(1e-2, momentum="1e-2"),
+    "b1": lambda: ff.sharded_adam(b1="1e-2"),
+    "eps": lambda: ff.sharded_adam(eps="1e-2"),
+    "from_torch": lambda: ff.from_torch(torch.optim.RMSprop, lr="1e-2"),
+    "clipping": lambda: ff.clip_by_global_norm("1e-2"),
+}
+
+
+@pytest.mark.parametrize("case", NO_NUMBERS)
+def test_a_number_that_is_a_string(case):
+    said = r" is '1e-2', a str: it must be a number; give float\('1e-2'\)"
+    with pytest.raises(TypeError, match=said):
+        NO_NUMBERS[case]()
+
+
+MESH = ff.make_mesh({"data": 2}, "simulated")
+NAMED = {
+    "shard": lambda mesh, axis: ff.shard(train_step, mesh, axis),
+    "pipeline": lambda mesh, axis: ff.pipeline(
+        train_step, mesh, axis, n_microbatches=1
+    ),
+    "local_batch": lambda mesh, axis: ff.local_batch(BATCH, mesh, axis),
+    "spmd": lambda mesh, axis: ff.spmd(lambda: ff.psum(BATCH, axis), mesh)(),
+}
+
+
+@pytest.mark.parametrize("call", NAMED)
+def test_an_axis_that_is_no_name_and_a_mesh_that_is_none(call):
+    for axis in (0, None):
+        with pytest.raises(TypeError, match=f"axis={axis}.*is a name, .* 'data'; this"):
+            NAMED[call](MESH, axis)
+    for mesh in (None, "data", {"data": 2}):
+        with pytest.raises(TypeError, match=f"{call} needs a mesh, got .*make_mesh"):
+            NAMED[call](mesh, "data")
+
+
+def test_other_meshes_that_are_none():
+    with pytest.raises(TypeError, match="plan needs a mesh"):
+        ff.plan(train_step, parameters, OPTIMIZER, BATCH, mesh={"data": 2})
+    with pytest.raises(TypeError, match="batches needs a mesh"):
+        ff.batches([1, 2, 3], "data", "data", 2)
+
+
+def test_nothing_to_differentiate():
+    params = {"w": torch.eye(WIDTH).long(), "n": 3}
+    gradient = ff.value_and_grad(lambda p, x: (x @ p["w"].float()).sum())
+    with pytest.raises(TypeError, match="argument 0: nothing .*int64.*float32"):
+        gradient(params, BATCH)
+    with pytest.raises(TypeError, match="argument 0 at 'w', a numpy array float64"):
+        gradient({"w": np.eye(WIDTH)}, BATCH)
+    assert ff.value_and_grad(lambda p, x: x.sum())({"n": 3}, BATCH)[1] == {"n": None}
 
 
 def test_outside_spmd():

@@ -65,6 +65,14 @@ def test_a_storage_has_one_key():
         assert _torch.storage_key(a) != _torch.storage_key(b), breaks(what)
 
 
+def test_a_sparse_tensor_shares_with_itself_alone():
+    x = torch.eye(2).to_sparse()
+    what = "a wrong gradient passes where it is sparse: its type is not known"
+    assert _torch.storage(x) is x, breaks(what)
+    assert _torch.storage_key(x) == _torch.storage_key(x), breaks(what)
+    assert _torch.storage_key(x) != _torch.storage_key(x * 1), breaks(what)
+
+
 def test_holders_of_a_storage_are_counted():
     storage = torch.UntypedStorage(16)
     what = "the arena hands out memory that somebody still reads, or never again"

@@ -55,7 +55,7 @@ class Blocks:
 
     def __init__(self, stored: Stored, name: str, threads: Threads):
         self.path = stored.path / name
-        self.nbytes, self.sums = stored.files[name]
+        self.nbytes, self.sums, self.origin = stored.files[name]
         self.threads = threads
         self.file = os.open(self.path, os.O_RDONLY | os.O_CLOEXEC)
         self.low = -1  # where the slab begins that `wanted` lies in
@@ -87,7 +87,7 @@ class Blocks:
         if end > self.nbytes:
             raise self._truncated(self.nbytes, end)
         while at < end:
-            low = at // SLAB * SLAB
+            low = self._floor(at, SLAB)
             if low != self.low:
                 self._send()
                 self.low = low
@@ -111,16 +111,21 @@ class Blocks:
 
     def prove(self) -> None:
         """Reads the whole file for its checksums alone."""
-        for low in range(0, self.nbytes, SLAB):
+        for low in range(self.origin, self.nbytes, SLAB):
             self._start(low, min(low + SLAB, self.nbytes), [])
         self.settle()
 
     def _send(self) -> None:
         if self.wanted:
             wanted, self.wanted, self.low = self.wanted, [], -1
-            low = min(at for at, _ in wanted) // BLOCK * BLOCK
+            low = self._floor(min(at for at, _ in wanted), BLOCK)
             end = max(at + len(into) for at, into in wanted)
-            self._start(low, min(-(-end // BLOCK) * BLOCK, self.nbytes), wanted)
+            end = self._floor(end + BLOCK - 1, BLOCK)
+            self._start(low, min(end, self.nbytes), wanted)
+
+    def _floor(self, at: int, size: int) -> int:
+        """Where the piece of ``size`` begins that ``at`` lies in."""
+        return at - (at - self.origin) % size
 
     def _start(self, low: int, end: int, wanted: _Wanted) -> None:
         self.running.append(self.threads.pool.submit(self._fill, low, end, wanted))
@@ -157,7 +162,7 @@ class Blocks:
             return
         for low in range(begin, begin + len(blocks), BLOCK):
             block = blocks[low - begin :][:BLOCK]
-            found, expected = zlib.crc32(block), self.sums[low // BLOCK]
+            found, expected = zlib.crc32(block), self.sums[(low - self.origin) // BLOCK]
             if found != expected:
                 raise CheckpointError(
                     f"{self.path} is damaged between bytes {low} and "

@@ -8,7 +8,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from fsfunc.checkpointing.finding import find, seal
+from fsfunc.checkpointing.finding import find, seal, with_sums
 from fsfunc.checkpointing.folders import sync
 from fsfunc.checkpointing.loading import fill
 from fsfunc.checkpointing.manifest import Leaf, Stored
@@ -24,8 +24,8 @@ def consolidate(
     """One safetensors file with every tensor of a checkpoint whole; returns its path.
 
     ``safetensors.torch.load_file`` reads it, under the tensors' paths; so does `load`,
-    which finds the other values in its header. It needs no mesh and no process group:
-    one process calls it.
+    which finds the other values in its header, and checksums: of every mebibyte and of
+    the header itself. It needs no mesh and no process group: one process calls it.
 
     Args:
         path: the checkpoint.
@@ -58,11 +58,12 @@ def consolidate(
         "values": stored.values, "metadata": stored.metadata,
         "random": stored.random, "mesh": stored.mesh,
     }  # fmt: skip
-    head, _ = header_of(entries, seal(ours))
+    nbytes = sum(e.nbytes for e in entries)
+    head, _ = header_of(entries, seal(ours, nbytes))
     part = file.with_name(f".{file.name}.saving")
     part.unlink(missing_ok=True)
     try:
-        write_file(part, head, entries)
+        write_file(part, head, entries, lambda sums: with_sums(head, sums))
         os.rename(part, file)
     except BaseException:
         part.unlink(missing_ok=True)

@@ -56,10 +56,14 @@ class Chunk(NamedTuple):
 
 
 class StoredFile(NamedTuple):
-    """A file's length in bytes, and the CRC-32 of each `BLOCK` of it, if known."""
+    """A file's length in bytes, and the CRC-32 of each `BLOCK` of it, if known.
+
+    ``origin``: where the first block begins; what lies before is proven elsewhere.
+    """
 
     nbytes: int
     sums: tuple[int, ...] | None = None
+    origin: int = 0
 
 
 @dataclass(frozen=True)

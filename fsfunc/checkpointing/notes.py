@@ -60,7 +60,9 @@ def read_note(folder: Path, rank: int) -> Note:
     """
     said = json.loads(_path(folder, rank).read_text())
     _path(folder, rank).unlink()
-    files = {name: StoredFile(n, tuple(s)) for name, (n, s) in said["files"].items()}
+    files = {
+        name: StoredFile(n, tuple(s)) for name, (n, s, *_) in said["files"].items()
+    }
     chunks = {
         path: [Chunk(name, at, tuple(o), tuple(n)) for name, at, o, n in boxes]
         for path, boxes in said["chunks"].items()

@@ -184,7 +184,9 @@ class _Filling:
             return
         begin, span = request.begin, request.span
         one_range = span == target.nbytes
-        if one_range and target.device.type == "cpu" and target.is_contiguous():
+        plain = not (target.is_conj() or target.is_neg())  # its bytes are its values
+        on_cpu = target.device.type == "cpu"
+        if one_range and on_cpu and plain and target.is_contiguous():
             self.blocks.read(begin, bytes_of(target))
         elif span <= _HELD or target.numel() == 1:
             if self.nbytes + span > _HELD or len(self.held) == _MANY:

@@ -121,13 +121,28 @@ def header_of(
     return head, [len(head) + end for end in ends[:-1]]
 
 
-def write_file(path: Path, head: bytes, entries: Iterable[Entry]) -> StoredFile:
-    """Writes a safetensors file; returns length and checksums when it is on disk."""
+def write_file(
+    path: Path,
+    head: bytes,
+    entries: Iterable[Entry],
+    sealed: Callable[[tuple[int, ...]], bytes] | None = None,
+) -> StoredFile:
+    """Writes a safetensors file; returns length and checksums when it is on disk.
+
+    Args:
+        sealed: gives the head that takes the place of ``head``, as long, from the
+            checksums of what comes after it; without it they are of all.
+    """
     sums = _Sums()
     with open(path, "xb", buffering=BLOCK) as file:
         _write(file, sums, memoryview(head))
+        if sealed is not None:
+            sums = _Sums()
         for e in entries:
             _write(file, sums, bytes_of(e.read()))
+        if sealed is not None:
+            file.seek(0)
+            file.write(sealed(sums.done().sums or ()))
         file.flush()
         os.fsync(file.fileno())
     return sums.done()

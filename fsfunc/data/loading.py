@@ -16,7 +16,7 @@ from torch.utils.data import DataLoader, IterableDataset, default_collate
 from fsfunc import _torch, tree
 from fsfunc.collectives import group
 from fsfunc.data.reading import Order, Part, Reading
-from fsfunc.mesh import Axis, Mesh, asks, here
+from fsfunc.mesh import Axis, Mesh, asks, check_mesh, here
 
 __all__ = ["Batches", "batches"]
 
@@ -132,7 +132,7 @@ def _part_of(mesh: Mesh | None, axis: Axis | None, order: Order, uneven: bool) -
     """This rank's part, where the ranks can share every batch."""
     if mesh is None:
         return Part(0, 1)
-    if mesh.backend == "vmap":
+    if check_mesh(mesh, "batches").backend == "vmap":
         raise ValueError(
             "the ranks of a vmap mesh run as one and cannot read rows of their own: "
             "make the batch outside of spmd, and cut it by ff.local_batch"

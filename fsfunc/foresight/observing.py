@@ -51,6 +51,12 @@ class Book:
         self, x: Tensor, op: str, unit: str, phase: str, size: int | None = None
     ) -> None:
         """Notes the storage of ``x``, if it is a new one (as of ``size`` bytes)."""
+        if x.layout != torch.strided:
+            raise RuntimeError(
+                f"a plan counts dense memory, but {op}{unit and f' of unit {unit!r}'} "
+                f"makes a tensor with layout {x.layout}, as large as its values: plan "
+                "the step with sparse=False; it runs either way"
+            )
         storage = x.untyped_storage()
         size = storage.nbytes() if size is None else size
         key = storage._cdata

@@ -22,7 +22,7 @@ from fsfunc.foresight.rehearsing import DifferentiatedTwice, Rehearsal
 from fsfunc.frames import frame, inside
 from fsfunc.kinds import counting
 from fsfunc.launching import spmd
-from fsfunc.mesh import Here, Mesh, NoMesh, asking, asks, here, place_here
+from fsfunc.mesh import Here, Mesh, NoMesh, asking, asks, check_mesh, here, place_here
 from fsfunc.sharded import Sharded, is_sharded
 from fsfunc.tracing.fakes import shadows
 from fsfunc.training import TrainState, init_state
@@ -116,7 +116,7 @@ def _mesh_of(step: Any, mesh: Mesh | None) -> Mesh:
     if mesh is None:
         named = [getattr(h, "mesh", None) for h in getattr(step, "interpretations", ())]
         mesh = next((m for m in named if m is not None), None)
-    return Mesh({} if mesh is None else mesh.axes, "abstract")
+    return Mesh({} if mesh is None else check_mesh(mesh, "plan").axes, "abstract")
 
 
 def _everywhere(

@@ -14,6 +14,7 @@ from fsfunc.optim.base import (
     Optimizer,
     apply_updates,
     check_not_negative,
+    check_numbers,
     check_params_given,
 )
 from fsfunc.optim.leafwise import Mask, Tree, zeros_like
@@ -91,6 +92,7 @@ def sharded_adam(
     check_not_negative(eps=eps, weight_decay=weight_decay)
     if not callable(learning_rate):
         check_not_negative(learning_rate=learning_rate)
+    check_numbers(b1=b1, b2=b2)
     for name, beta in (("b1", b1), ("b2", b2)):
         if not 0 <= beta < 1:
             raise ValueError(f"{name} is {beta}: it must be at least 0 and below 1")
@@ -149,9 +151,9 @@ def sharded_adam(
 
 
 def _fused(params: Any, grads: Any, mu: Any, nu: Any, *, count: Any, **how: Any):
-    device = params[0].device
-    if isinstance(count, Tensor):
-        step = (count + 1).to(device, torch.float32)
+    device, step = params[0].device, count + 1  # a tensor too where it is recorded
+    if isinstance(step, Tensor):
+        step = step.to(device, torch.float32)
     else:  # a fill: nothing is copied to the device, so nothing waits
-        step = torch.full((), count + 1, dtype=torch.float32, device=device)
+        step = torch.full((), step, dtype=torch.float32, device=device)
     kernels.fused_adamw(params, grads, mu, nu, step=step, **how)

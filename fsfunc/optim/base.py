@@ -10,6 +10,7 @@ where the optimizer has one. Clipping, weight decay and scaling have the same fo
 from __future__ import annotations
 
 from collections.abc import Callable
+from numbers import Real
 from typing import Any, NamedTuple
 
 import torch
@@ -265,8 +266,20 @@ def decayed(g: Tensor, p: Tensor, decay: Decay) -> Tensor:
     return torch.add(g, p, alpha=decay) if decay else g
 
 
+def check_numbers(**values: Any) -> None:
+    """Raise TypeError where one of ``values`` is neither a number nor a tensor."""
+    for name, value in values.items():
+        if not isinstance(value, (Real, Tensor)):
+            said = f"float({value!r})" if isinstance(value, str) else "a float"
+            raise TypeError(
+                f"{name} is {value!r}, a {type(value).__name__}: it must be a number; "
+                f"give {said}"
+            )
+
+
 def check_not_negative(**values: float) -> None:
-    """Raise ValueError where one of ``values`` is negative or no number."""
+    """Raise ValueError where one of ``values`` is negative, TypeError if no number."""
+    check_numbers(**values)
     for name, value in values.items():
         if not value >= 0:
             raise ValueError(f"{name} is {value}: it must be 0 or more")

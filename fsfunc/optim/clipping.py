@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from fsfunc.optim.base import Optimizer, State
+from fsfunc.optim.base import Optimizer, State, check_numbers
 from fsfunc.optim.elements import global_norm, tree_scale
 from fsfunc.optim.leafwise import Tree
 
@@ -33,6 +33,7 @@ def clip_by_global_norm(
     >>> clip.update({"w": torch.tensor([3.0]), "b": torch.tensor(4.0)}, ())[0]
     {'w': tensor([0.6000]), 'b': tensor(0.8000)}
     """
+    check_numbers(max_norm=max_norm, p=p, eps=eps)
     if not (max_norm > 0 and p > 0 and eps >= 0):
         raise ValueError(
             f"max_norm is {max_norm}, p is {p} and eps is {eps}: the first two must be "

@@ -94,7 +94,7 @@ def from_torch(
     for option, why in _REFUSED.items():
         if options.get(option):
             raise ValueError(f"from_torch({name}) does without {option}: {why}")
-    if isinstance(lr, (int, float)):
+    if lr is not None and not callable(lr):
         check_not_negative(lr=lr)
 
     def made(count: int, **other: Any) -> Callable[..., torch.optim.Optimizer]:

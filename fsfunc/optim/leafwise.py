@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from fsfunc import tree
+from fsfunc.movable import strided
 from fsfunc.parts import describe
 from fsfunc.sharded import Sharded, is_sharded, split_alike
 
@@ -109,7 +110,7 @@ class Loose:
     """Whole tensors in the place of `Buffers`, which would find nothing to join."""
 
     def __init__(self, tensors: Sequence[Tensor]):
-        self.tensors = list(tensors)
+        self.tensors = [strided(x) for x in tensors]
         self.groups = [([i], None) for i in range(len(self.tensors))]
 
     def rebuild(self, tensors: Sequence[Tensor]) -> list[Tensor]:

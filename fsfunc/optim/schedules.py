@@ -1,6 +1,7 @@
 """Learning rates as plain functions of how many updates were made: 0 at the first.
 
-Any function from a count to a number is a schedule; these are the usual ones.
+Any function from a count to a number is a schedule; these are the usual ones. Of a
+count that is a 0-dim tensor they make one.
 """
 
 from __future__ import annotations
@@ -9,6 +10,9 @@ import math
 from bisect import bisect_right
 from collections.abc import Callable, Sequence
 from typing import Any
+
+import torch
+from torch import Tensor
 
 Schedule = Callable[[Any], Any]
 
@@ -55,7 +59,7 @@ def linear(start: float, end: float, steps: int) -> Schedule:
     [0.0, 0.25, 1.0, 1.0]
     """
     _check_steps(steps=steps)
-    return lambda count: start + (end - start) * min(count / steps, 1.0)
+    return lambda count: start + (end - start) * _at_most_1(count / steps)
 
 
 def cosine_decay(start: float, steps: int, end: float = 0.0) -> Schedule:
@@ -75,9 +79,10 @@ def cosine_decay(start: float, steps: int, end: float = 0.0) -> Schedule:
     """
     _check_steps(steps=steps)
 
-    def schedule(count: Any) -> float:
-        turn = math.pi * min(count / steps, 1.0)
-        return end + (start - end) * (1 + math.cos(turn)) / 2
+    def schedule(count: Any) -> Any:
+        turn = math.pi * _at_most_1(count / steps)
+        cosine = torch.cos(turn) if isinstance(turn, Tensor) else math.cos(turn)
+        return end + (start - end) * (1 + cosine) / 2
 
     return schedule
 
@@ -141,11 +146,23 @@ def join(schedules: Sequence[Schedule], boundaries: Sequence[int]) -> Schedule:
     if any(a >= b for a, b in zip(starts, boundaries, strict=False)):
         raise ValueError(f"boundaries {list(boundaries)} must rise and begin above 0")
 
-    def schedule(count: Any) -> float:
+    def schedule(count: Any) -> Any:
+        if isinstance(count - 0, Tensor):  # which, nobody may ask where it is recorded
+            rate, *later = [
+                torch.as_tensor(each(count - start), device=count.device)
+                for each, start in zip(schedules, starts, strict=True)
+            ]
+            for boundary, other in zip(boundaries, later, strict=True):
+                rate = torch.where(count - boundary >= 0, other, rate)
+            return rate
         at = bisect_right(boundaries, count)
         return schedules[at](count - starts[at])
 
     return schedule
+
+
+def _at_most_1(share: Any) -> Any:
+    return share.clamp(max=1.0) if isinstance(share, Tensor) else min(share, 1.0)
 
 
 def _check_steps(**steps: int) -> None:

@@ -10,6 +10,8 @@ import torch
 from torch import Tensor
 
 from fsfunc import tree
+from fsfunc.admitting import arguments, refuse
+from fsfunc.rows import rows_of
 from fsfunc.sharded import is_sharded
 
 __all__ = ["Part", "cut_batch", "folded"]
@@ -52,21 +54,11 @@ def cut_batch(
     """
     others = [None if i in kept else x for i, x in enumerate(args)]
     given = (others, dict(keywords))
+    names = [*arguments(len(args)), *keywords]
+    refuse("array sparse", "pipeline", [*others, *keywords.values()], *names)
     paths, leaves, treedef = tree.flatten_with_paths(given, is_leaf=is_sharded)
     cut = [i for i, x in enumerate(leaves) if isinstance(x, Tensor) and x.ndim]
-    rows = {paths[i].partition("/")[2]: leaves[i].shape[0] for i in cut}
-    if len(set(rows.values())) > 1:
-        raise ValueError(
-            f"batch leaves differ in dim 0, along which microbatches are cut: {rows}; "
-            "make what has no batch dim inside the loss; frozen parameters go into the "
-            "first argument, or the loss captures them"
-        )
-    count = next(iter(rows.values()), n)
-    if count < n:
-        raise ValueError(
-            f"cannot cut {count} rows (dim 0 of the batch leaves {sorted(rows)}) into "
-            f"{n} microbatches: give at least one row each"
-        )
+    count = rows_of({paths[i].partition("/")[2]: leaves[i] for i in cut}, n)
     pieces = {i: leaves[i].tensor_split(n) for i in cut}
     parts, casts = [], _casts()
     for m in range(n):

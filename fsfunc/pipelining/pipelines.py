@@ -6,7 +6,7 @@ import inspect
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
-from fsfunc.mesh import Mesh
+from fsfunc.mesh import Mesh, check_mesh
 from fsfunc.optim import Optimizer
 from fsfunc.pipelining.actions import (
     Action,
@@ -26,6 +26,7 @@ __all__ = ["pipeline"]
 
 MakeSchedule = Callable[..., Schedule]
 Rows = Sequence[Iterable[Action | str] | str]
+_MOST = 10_000  # half a second to make and prove
 
 
 def pipeline(
@@ -42,7 +43,8 @@ def pipeline(
     """``f`` with the unit calls of its loss in stages, one or several on each rank.
 
     A gradient call is cut into microbatches along dim 0, which go through the stages
-    as the schedule says. Each rank runs the loss itself, of which only its own units'
+    as the schedule says; arguments that it differentiates are parameters, and are not
+    cut. Each rank runs the loss itself, of which only its own units'
     calls do something: outputs of units are all that travels. Value and metrics reach
     every rank of the axis; a rank holds the parameters of its own stages.
 
@@ -114,11 +116,17 @@ def pipeline(
     >>> ff.spmd(main, mesh)()
     [(9.0, [4.5, 3.0]), (9.0, [4.5, 3.0])]
     """
-    names = mesh.check(axis)
+    names = check_mesh(mesh, "pipeline").check(axis)
     if len(names) != 1:
         raise ValueError(f"a pipeline lies along one axis, got {names}")
     if not isinstance(n_microbatches, int) or n_microbatches < 1:
         raise ValueError(f"n_microbatches={n_microbatches!r}: there is at least one")
+    if n_microbatches > _MOST:
+        raise ValueError(
+            f"n_microbatches={n_microbatches}: a schedule is made and proved action by "
+            f"action, for {_MOST} microbatches at most; accumulate around the pipeline "
+            "for more"
+        )
     if isinstance(stages, str) or not isinstance(stages, Sequence | None):
         raise ValueError(
             f"stages={stages!r}: give a list, with the number of unit calls of each "

@@ -16,7 +16,8 @@ _FACTORIES = {
     "_new_zeros_with_same_feature_meta",
 }  # fmt: skip
 _ELEMENTWISE = {
-    "copy", "_to_copy", "to", "fill", "zero", "lift_fresh", "contiguous", "type_as", "_fused_adamw", "_fused_adam",
+    "copy", "_to_copy", "to", "fill", "zero", "lift_fresh", "contiguous", "type_as",
+    "_fused_adamw", "_fused_adam",
     "softplus", "softplus_backward", "smooth_l1_loss", "smooth_l1_loss_backward",
     "huber_loss", "huber_loss_backward", "mse_loss", "mse_loss_backward",
     "log_sigmoid_forward", "log_sigmoid_backward", "threshold", "threshold_backward",

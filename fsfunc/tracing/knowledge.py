@@ -61,7 +61,7 @@ class Known:
         base = _torch.unwrapped(x)
         key = _torch.storage_key(base)
         if key not in self._seen:
-            self._alive.append(base.untyped_storage())
+            self._alive.append(_torch.storage(base))
         self._seen[key] = seen
 
     def write(self, x: Tensor, seen: Seen) -> None:

@@ -2,32 +2,41 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from fsfunc import _torch, tree
+from fsfunc import _torch
 from fsfunc.autodiff import GradientCall, Outcome
 from fsfunc.auxiliary import added
 from fsfunc.frames import Interpretation, frame, inside
-from fsfunc.sharded import is_sharded, split_alike
+from fsfunc.sharded import split_alike
+from fsfunc.transforms.microbatches import Microbatches
 from fsfunc.transforms.transforming import transformed
 
 __all__ = ["accumulate"]
 
 
-def accumulate(f: Callable[..., Any], n: int) -> Callable[..., Any]:
+def accumulate(
+    f: Callable[..., Any], n: int, *, batch_argnums: int | Sequence[int] | None = None
+) -> Callable[..., Any]:
     """``f`` with each gradient call made on ``n`` microbatches, one after another.
 
     It equals the plain loop: the mean of the microbatches' values and gradients (with
-    ``Weighted`` losses, the sums of totals over the sums of weights). The tensors of
-    the arguments that are not differentiated are cut along dim 0; sharded leaves are
-    not. Of what a loss returns beside its value, floating scalars are averaged, what is
-    ``Summed(tree)`` is summed, other tensors are joined along dim 0, and of the rest
-    the last is given.
+    ``Weighted`` losses, the sums of totals over the sums of weights). Of what a loss
+    returns beside its value, floating scalars are averaged, what is ``Summed(tree)`` is
+    summed, other tensors are joined along dim 0, and of the rest the last is given.
+
+    Cut along dim 0 are the tensors among the arguments of the gradient call, but for
+    scalars, sharded leaves, and whatever lies in the memory of the first argument of
+    ``f``: its state, frozen parameters and buffers too. What a loss captures is not
+    cut. An argument that is differentiated and was made in ``f`` is cut only where
+    ``batch_argnums`` says so. The gradients by what is cut, such as a batch, are those
+    of the mean over the microbatches, joined along dim 0: the rows of what the whole
+    batch would have, where the loss is a mean over rows.
 
     Where it stands decides when gradients are reduced: ``shard(accumulate(f, n))``
     reduces once and holds whole gradients meanwhile, ``accumulate(shard(f), n)``
@@ -36,9 +45,12 @@ def accumulate(f: Callable[..., Any], n: int) -> Callable[..., Any]:
     Args:
         f: a train step.
         n: the number of microbatches.
+        batch_argnums: which positional arguments of its gradient calls are cut, where
+            the rule above does not say what is meant.
 
     Raises:
-        ValueError: ``n`` does not divide dim 0 of a batch leaf.
+        ValueError: ``n`` does not divide dim 0 of the batch; batch leaves that differ
+            in it; an argument of which it cannot be known whether it is cut.
 
     >>> import torch, fsfunc as ff
     >>> grad = ff.accumulate(ff.value_and_grad(lambda w, x: (w * x).mean()), 2)
@@ -47,55 +59,49 @@ def accumulate(f: Callable[..., Any], n: int) -> Callable[..., Any]:
     """
     if not isinstance(n, int) or n < 1:
         raise ValueError(f"accumulate(f, {n!r}): the number of microbatches is >= 1")
-    return transformed(f, _Accumulate(n))
+    chosen = None
+    if batch_argnums is not None:
+        given = [batch_argnums] if isinstance(batch_argnums, int) else batch_argnums
+        chosen = tuple(given)
+    handler = _Accumulate(n, chosen)
+    return transformed(f, handler, handler.call)
 
 
 class _Accumulate(Interpretation):
     called = "accumulate"
 
-    def __init__(self, n: int):
-        self.n = n
+    def __init__(self, n: int, chosen: tuple[int, ...] | None, given: Any = None):
+        self.n, self.chosen, self.given = n, chosen, given
 
     @property
     def configuration(self) -> tuple[tuple[str, Any], ...]:
-        return (("n", self.n),)
+        said = () if self.chosen is None else (("batch_argnums", self.chosen),)
+        return (("n", self.n), *said)
+
+    def call(self, f: Callable[..., Any], args: Any, keywords: Any) -> Any:
+        """Runs ``f`` in reach of one like this, which knows what ``f`` was given."""
+        outer, one = frame(), _Accumulate(self.n, self.chosen, (args, keywords))
+        try:
+            with inside(replace(outer, handlers=(*outer.handlers, one))):
+                return f(*args, **keywords)
+        finally:
+            one.given = None  # frames outlive the call in graphs
 
     def gradient(self, run: Callable[..., Any]) -> Callable[..., Any]:
         def accumulated(call: GradientCall) -> Outcome:
-            parts = _microbatches(call, self.n)
-            if frame().recorder is not None:
-                return run(parts[0])  # the others would show the same
+            args, keywords = self.given
+            cut = Microbatches(call, self.n, self.chosen, args, keywords)
+            own: list[Any] = []
+            if frame().recorder is not None:  # the others would show the same
+                outcome = cut.apart(run(cut.part(0)), own)
+                return cut.joined(outcome, own * self.n)
             f, sums = frame(), _Sums()
-            for i, part in enumerate(parts):
+            for i in range(self.n):
                 with inside(replace(f, micro=(*f.micro, (i, self.n)))):
-                    sums.add(run(part))
-            return sums.outcome()
+                    sums.add(cut.apart(run(cut.part(i)), own))
+            return cut.joined(sums.outcome(), own)
 
         return accumulated
-
-
-def _microbatches(call: GradientCall, n: int) -> list[GradientCall]:
-    others = [None if i in call.argnums else x for i, x in enumerate(call.args)]
-    given = (others, call.keywords)
-    paths, leaves, treedef = tree.flatten_with_paths(given, is_leaf=is_sharded)
-    cuts: list[Any] = []
-    for path, x in zip(paths, leaves, strict=True):
-        if not isinstance(x, Tensor) or x.ndim == 0:
-            cuts.append([x] * n)
-        elif x.shape[0] % n:
-            raise ValueError(
-                f"cannot cut the batch leaf of shape {tuple(x.shape)} (argument "
-                f"{path.partition('/')[2]}) into {n} microbatches: {x.shape[0]} is not "
-                f"a multiple of {n}"
-            )
-        else:
-            cuts.append(x.tensor_split(n))
-    parts = []
-    for i in range(n):
-        args, keywords = tree.unflatten(treedef, [c[i] for c in cuts])
-        args = [call.args[k] if k in call.argnums else x for k, x in enumerate(args)]
-        parts.append(replace(call, args=tuple(args), keywords=keywords))
-    return parts
 
 
 class _Sums:

@@ -18,6 +18,7 @@ from fsfunc.auxiliary import is_summed
 from fsfunc.collectives import Group, Move, group, move
 from fsfunc.comparing import compare, whole_values
 from fsfunc.crossings import MEAN
+from fsfunc.movable import strided
 from fsfunc.sharded import is_sharded
 from fsfunc.transforms.sessions import Session
 
@@ -98,6 +99,7 @@ def _plain(grads: Any, session: Session, where: Group) -> Any:
 
 def _packed(tensors: list[Tensor], how: Move, where: Group, name: str) -> list[Tensor]:
     """``how`` applied to tensors, one collective for each dtype."""
+    tensors = [strided(x) for x in tensors]
     out = list(tensors)
     by_dtype: dict[torch.dtype, list[int]] = defaultdict(list)
     for i, x in enumerate(tensors):

@@ -41,8 +41,12 @@ def precision(
     torch.bfloat16
     """
     for name, dtype in (("compute", compute), ("reduce", reduce)):
-        if dtype is not None and not dtype.is_floating_point:
-            raise ValueError(f"{name}={dtype}: it is a floating dtype")
+        if dtype is None and name == "reduce":
+            continue
+        if not (isinstance(dtype, torch.dtype) and dtype.is_floating_point):
+            raise ValueError(
+                f"{name}={dtype!r}: it is a floating dtype, such as torch.bfloat16"
+            )
 
     @functools.wraps(f)
     def run(*args: Any, **keywords: Any) -> Any:

@@ -27,6 +27,7 @@ from fsfunc import _torch
 from fsfunc.accounting import label
 from fsfunc.arena import Arena
 from fsfunc.layout import Layout
+from fsfunc.movable import strided
 from fsfunc.sharded import Home
 
 __all__ = ["Arena", "Box", "Gathered", "Passage", "Use", "enter", "leave"]
@@ -188,7 +189,7 @@ def _reduce_again(passage: Passage, use: Use, box: Box, grads: Sequence[Any]) ->
         offset, shape = _flat(layout).offset, whole_shape(layout)
         parts.append(use.flat.new_zeros(offset - at))
         g = use.flat.new_zeros(shape) if g is None else g
-        parts.append(g.reshape(-1).to(use.flat.dtype))
+        parts.append(strided(g).reshape(-1).to(use.flat.dtype))
         at = offset + g.numel()
     parts.append(use.flat.new_zeros(place.size * place.chunk - at))
     session = passage.session

@@ -9,7 +9,6 @@ from __future__ import annotations
 from functools import cached_property
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from fsfunc import _torch, tree
@@ -18,7 +17,7 @@ from fsfunc.mesh import Axis
 from fsfunc.moving import assumed, group
 from fsfunc.sharded import is_sharded
 
-__all__ = ["Ownership", "assume"]
+__all__ = ["Ownership", "assume", "storage_of"]
 
 
 class Ownership:
@@ -31,27 +30,28 @@ class Ownership:
     @cached_property
     def _one_value(self) -> set[int]:
         leaves = tree.leaves(self._args[:1], is_leaf=is_sharded)
-        return {_storage(x) for x in leaves if isinstance(x, Tensor)}
+        return {storage_of(x) for x in leaves if isinstance(x, Tensor)}
 
     def is_one_value(self, x: Tensor) -> bool:
         """Whether ``x`` lies in the memory of a parameter: then its gradient is a mean.
 
         By memory, not by object: to detach a leaf, or to track it, makes a new object.
         """
-        key = _storage(x)
+        key = storage_of(x)
         if key in self._said:
             return self._said[key][0]
         return key in self._one_value
 
     def say(self, x: Tensor, one_value: bool) -> None:
         """Says whose ``x`` is, for as long as the call runs."""
-        self._said[_storage(x)] = one_value, _torch.unwrapped(x)
+        self._said[storage_of(x)] = one_value, _torch.unwrapped(x)
 
 
-def _storage(x: Tensor) -> int:
+def storage_of(x: Tensor) -> int:
+    """Equal for two tensors in one memory, whoever tracks, maps or donates them."""
     x = _torch.unwrapped(x)
     with _torch.plain_tensors():  # a donated step's own leaves are known as well
-        return _torch.storage_key(x) if x.layout == torch.strided else id(x)
+        return _torch.storage_key(x)
 
 
 def assume(x: Any, axis: Axis, type: str) -> Any:

@@ -13,6 +13,7 @@ from torch import Tensor
 from fsfunc.accounting import label
 from fsfunc.collectives import Group
 from fsfunc.kinds import count_as
+from fsfunc.movable import strided
 from fsfunc.transforms.gathering import (
     Arena,
     Box,
@@ -84,7 +85,7 @@ class Reductions:
                 buffer[at:offset].zero_()
             at = offset + math.prod(whole_shape(layout))
             targets.append(buffer.as_strided(g.shape, strides(g.shape), start + offset))
-            sources.append(g)
+            sources.append(strided(g))
         if at < count:
             buffer[at:].zero_()
         if targets:

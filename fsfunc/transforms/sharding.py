@@ -12,6 +12,7 @@ from torch import Tensor
 
 from fsfunc import _torch, tree
 from fsfunc.accounting import aside, label
+from fsfunc.admitting import arguments, refuse
 from fsfunc.autodiff import GradientCall, Outcome
 from fsfunc.collectives import Group, group, move
 from fsfunc.crossings import ENTER, GATHER, MEAN, REDUCE
@@ -19,7 +20,8 @@ from fsfunc.donated import refuse_spent
 from fsfunc.frames import Interpretation, frame, inside, running
 from fsfunc.homes import by_buffer, home_of, joined, settle
 from fsfunc.layout import Layout
-from fsfunc.mesh import Axis, Here, Mesh, here
+from fsfunc.mesh import Axis, Here, Mesh, check_mesh, here
+from fsfunc.moving import Dense
 from fsfunc.sharded import Home, Sharded, is_sharded
 from fsfunc.tracing.trial import check, signature
 from fsfunc.transforms.averaging import averaged, check_whole
@@ -89,7 +91,7 @@ def shard(
     """
     if zero not in (0, 1, 2, 3):
         raise ValueError(f"zero={zero!r}: it is 0, 1, 2 or 3")
-    names = mesh.check(axis)
+    names = check_mesh(mesh, "shard").check(axis)
     copies = () if replicate is None else mesh.check(replicate)
     if set(names) & set(copies):
         raise ValueError(f"replicate={replicate!r} repeats an axis of {axis!r}")
@@ -174,6 +176,13 @@ class Sharding(Interpretation):
     def _check(self, f: Any, args: Any, keywords: Any, at: Here) -> None:
         """Looks at a program that is new, before anything of it runs."""
         f_ = frame()
+        if at.link.moves:
+            refuse(
+                "array meta",
+                "a sharded function",
+                args[1:],
+                *arguments(len(args) - 1, 1),
+            )
         if self.mesh.backend == "vmap":
             return
         try:
@@ -189,6 +198,12 @@ class Sharding(Interpretation):
         if _torch.functorch_active() or _torch.fake_active():
             return
         if not self.knows(at.rank, key):
+            refuse(
+                "array meta sparse",
+                "a sharded function",
+                args[:1],
+                *arguments(1),
+            )
             call = lambda *args, **keywords: self.call(f, args, keywords)  # noqa: E731
             check(call, args, keywords, at, (*at.mean, *self.axes))
             self.checked.add((at.rank, key))
@@ -340,7 +355,7 @@ class Sharding(Interpretation):
             for i, x in zip(positions, chosen, strict=True):
                 start, shape = x.layout.flat.offset, whole_shape(x.layout)
                 count = torch.Size(shape).numel()
-                leaves[i] = flat[start : start + count].view(shape)
+                leaves[i] = Dense.apply(flat[start : start + count].view(shape))
 
     def _spread(self, flat: Tensor, where: Group, size: int, name: str) -> Tensor:
         """A rank's range as the whole buffer, under the mean over ranks."""

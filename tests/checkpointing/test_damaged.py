@@ -210,3 +210,76 @@ def foreign(tmp_path_factory):
     ff.save(folder / "a", {"w": torch.ones(2, 3), "z": torch.ones(2), "step": 3})
     path = ff.consolidate(folder / "a", folder / "a.safetensors")
     return Path(path), Path(path).read_bytes()
+
+
+@pytest.fixture(scope="module", params=[6, 3 << 18])
+def single(request, tmp_path_factory):
+    """One file of tensors of up to 3 MiB, as `consolidate` writes it."""
+    folder = tmp_path_factory.mktemp("single")
+    state = {"w": torch.randn(request.param), "n": torch.arange(5), "step": 3}
+    ff.save(folder / "a", state)
+    path = ff.consolidate(folder / "a", folder / "a.safetensors")
+    return Single(path, state, path.read_bytes())
+
+
+class Single:
+    """Of a short ``repr``, which hypothesis prints."""
+
+    def __init__(self, *known):
+        self.known = known
+
+
+def test_a_single_file_is_proven(single):
+    path, state, data = single.known
+    path.write_bytes(data)
+    found = ff.load(
+        path, {"w": torch.zeros_like(state["w"]), "n": state["n"], "step": 0}
+    )
+    same(found, state)
+    length = 8 + int.from_bytes(data[:8], "little")
+    assert prove(ff.metadata(path)) == len(data)
+    assert ff.metadata(path).files[path.name].origin == length
+    assert set(safetensors_of(path)) == {"w", "n"}
+
+
+def safetensors_of(path):
+    data = path.read_bytes()
+    length = int.from_bytes(data[:8], "little")
+    return json.loads(data[8 : 8 + length]).keys() - {"__metadata__"}
+
+
+@settings(max_examples=150)
+@given(st.integers(0, 1 << 40), st.booleans(), st.integers(0, 7))
+def test_a_flipped_bit_of_a_single_file_is_found(single, where, in_head, bit):
+    path, state, data = single.known
+    data = bytearray(data)
+    head = 8 + int.from_bytes(data[:8], "little")
+    where %= head if in_head else len(data)
+    data[where] ^= 1 << bit
+    path.write_bytes(data)
+    target = {"w": torch.zeros_like(state["w"]), "n": torch.zeros(5).long(), "step": 0}
+    with pytest.raises(CheckpointError):
+        ff.load(path, target)
+    with pytest.raises(CheckpointError):
+        prove(ff.metadata(path))
+
+
+@pytest.mark.parametrize(
+    "text", [b"__metadata__", b'"fsfunc"', b"fsfunc.crc32", b"fsfunc.sums", b'"w"']
+)
+def test_a_flipped_bit_of_what_a_single_file_calls_things_is_found(single, text):
+    path, state, data = single.known
+    at = data.index(text) + 2
+    path.write_bytes(data[:at] + bytes([data[at] ^ 1]) + data[at + 1 :])
+    with pytest.raises(CheckpointError):
+        ff.metadata(path)
+
+
+def test_a_checksum_that_reads_alike_is_no_other_text(single):
+    path, state, data = single.known
+    start = data.index(b'fsfunc.sums":"') + 14
+    end = data.index(b'"', start)
+    at = next(i for i in range(start, end) if data[i : i + 1].isalpha())
+    path.write_bytes(data[:at] + data[at : at + 1].upper() + data[at + 1 :])
+    with pytest.raises(CheckpointError, match="damaged: the checksum of its header"):
+        ff.metadata(path)

@@ -41,6 +41,27 @@ def test_it_lies_where_the_target_lay(tmp_path, name):
     assert all(on(STACKS[name][0], main))
 
 
+LAZY = {"conjugate": lambda x: x.conj(), "negative": lambda x: x.conj().imag}
+
+
+@pytest.mark.parametrize("shape", [(3,), (3, 2)])
+@pytest.mark.parametrize("view", LAZY)
+def test_into_a_view_that_is_not_what_its_memory_says(tmp_path, view, shape):
+    x = LAZY[view](torch.randn(shape, dtype=torch.complex64))
+    ff.save(tmp_path / "a", {"x": x})
+    memory = torch.zeros(shape, dtype=torch.complex64)
+    found = ff.load(tmp_path / "a", {"x": LAZY[view](memory)}, donate=True)["x"]
+    assert torch.equal(found, x)
+    assert torch.equal(LAZY[view](memory), x)
+
+
+def test_into_a_contiguous_negative_view(tmp_path):
+    lazy = lambda x: torch._neg_view(x)  # noqa: E731
+    ff.save(tmp_path / "a", {"x": torch.arange(3.0)})
+    found = ff.load(tmp_path / "a", {"x": lazy(torch.zeros(3))}, donate=True)["x"]
+    assert torch.equal(found, torch.arange(3.0))
+
+
 def test_whole_tensors_and_what_is_refused(tmp_path):
     ff.save(tmp_path / "a", {"w": torch.arange(3.0), "n": 1})
     target = {"w": torch.zeros(3), "n": 0}

@@ -7,6 +7,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+import fsfunc as ff
 from fsfunc import tree
 from fsfunc.optim import AdamState, kernels, sharded_adam
 from tests.optim.trees import (
@@ -254,6 +255,43 @@ def test_the_count_may_be_a_tensor():
         optimizer.update(grads, state, params)[0],
         optimizer.update(grads, counted, params)[0],
     )
+
+
+@pytest.mark.parametrize("given", [False, True])
+@pytest.mark.parametrize("lay_out", ["place", "init_state"])
+@pytest.mark.parametrize("zero", [0, 1, 2, 3])
+def test_a_tensor_count_is_recorded_and_sharded(zero, lay_out, given):
+    plain = sharded_adam(ff.warmup_cosine(0.1, 2, 5, start=0.05))
+    init = lambda params: plain.init(params)._replace(count=torch.tensor(0))  # noqa: E731
+    optimizer = plain._replace(init=init)
+    unit = ff.unit(lambda params, x: x @ params["w"])
+    loss = lambda params, x: unit(params, x).square().mean()  # noqa: E731
+    params, x = {"w": torch.eye(3)}, torch.ones(4, 3)
+
+    def step(state, x):
+        _, grads = ff.value_and_grad(loss)(state.params, x)
+        return state.apply_gradients(grads, optimizer), state.opt_state.count
+
+    expected = ff.TrainState(params, optimizer.init(params))
+    for _ in range(3):
+        expected, _ = step(expected, x)
+    mesh = ff.make_mesh({"data": 2}, "simulated")
+
+    def main():
+        sharded = ff.shard(step, mesh, "data", zero=zero)
+        if lay_out == "place":
+            whole = ff.TrainState(params, optimizer.init(params))
+            state = ff.place(sharded, whole, x)
+        else:
+            state = ff.init_state(sharded, params, optimizer, x)
+        run = ff.donate(sharded) if given else sharded
+        for _ in range(3):
+            state, _ = run(state, x)
+        return ff.unshard(state.params)["w"], state.opt_state.count
+
+    for w, count in ff.spmd(main, mesh)():
+        assert isinstance(count, torch.Tensor) and count.item() == 3
+        assert_near(w, expected.params["w"])
 
 
 def test_state_survives_saving(tmp_path):

@@ -81,3 +81,11 @@ def test_join_restarts_the_count():
 def test_bad_settings_are_refused(make, message):
     with pytest.raises(ValueError, match=message):
         make()
+
+
+def test_a_tensor_is_counted_as_a_number_is():
+    rate = join([constant(1.0), warmup_cosine(0.5, 2, 6, end=0.1)], [3])
+    for count in range(12):
+        found = rate(torch.tensor(count))
+        assert isinstance(found, torch.Tensor)
+        assert found.item() == pytest.approx(rate(count), abs=1e-6)
