@@ -62,6 +62,7 @@ __all__ = [
     "mapping_levels",
     "output_shape",
     "quiet_fakes",
+    "remembering_nothing",
     "outside_modes",
     "plain_tensors",
     "plainly",
@@ -603,6 +604,14 @@ def fake_mode_of(values: Iterable[Any]) -> FakeTensorMode:
         if isinstance(x, FakeTensor):
             return x.fake_mode
     return _new_fake_mode()
+
+
+def remembering_nothing(mode: FakeTensorMode) -> Any:
+    """Inside, each operator on fakes is asked anew.
+
+    The results that torch remembers share views, and forward mode cannot have those.
+    """
+    return fake_tensor.disable_fake_tensor_cache(mode)
 
 
 @functools.cache

@@ -25,7 +25,7 @@ from fsfunc.initializing.drawing import draw, standard_normal
 from fsfunc.layout import Layout
 from fsfunc.mesh import NoMesh, here
 from fsfunc.moves import Move
-from fsfunc.moving import assumed, claim
+from fsfunc.moving import assumed, claim, laid
 from fsfunc.optim import kernels
 from fsfunc.optim.elements import entered
 from fsfunc.pieces import assemble
@@ -78,7 +78,7 @@ def unshard(
                 )
             full = _entered(x)
         else:
-            full = assumed(_gathered(x), "A")
+            full = _gathered(x)
         if only is not None and here().rank != only:
             return None
         return full if to is None else full.to(to)
@@ -93,6 +93,8 @@ def _gathered(x: Sharded) -> Tensor:
     layout, at = x.layout, here()
     local = x.local.detach()
     if not layout.axes:
+        if copies := _means():
+            local = move(local, ENTER, group(copies))
         return local.reshape(layout.shape).clone()
     where = group(layout.axes, at)
     counts = _counts(layout, where)
@@ -108,7 +110,7 @@ def _gathered(x: Sharded) -> Tensor:
         shape = layout.local_shape(coordinates)
         part = every[k * size : k * size + counts[k]]
         parts.append((coordinates, part.view(shape)))
-    return assemble(parts, layout)
+    return assumed(assemble(parts, layout), "A")
 
 
 def _entered(x: Sharded) -> Tensor:
@@ -233,7 +235,7 @@ def randn_like(like: Any, *, generator: torch.Generator | None = None) -> Any:
         if isinstance(x, Sharded) and x.layout.axes:
             start, _ = x.layout.span(here().mesh.coordinates())
         draw(standard_normal(), stream, made.view(-1), start, math.prod(x.shape))
-        return x.with_local(made) if isinstance(x, Sharded) else made
+        return laid(x.with_local(made)) if isinstance(x, Sharded) else made
 
     with torch.no_grad(), _torch.beneath_functorch():
         return tree.map(noise, like, is_leaf=is_sharded)
@@ -290,7 +292,7 @@ def _back(t: Any, like: Any, what: str, parts: Move, whole: Move | None) -> Any:
     for (axes, _), positions in sorted(chosen.items(), key=lambda item: item[1]):
         some, old = [values[i] for i in positions], [leaves[i] for i in positions]
         for i, x in zip(positions, _laid(some, old, axes, parts, whole), strict=True):
-            out[i] = leaves[i].with_local(x) if is_sharded(leaves[i]) else x
+            out[i] = laid(leaves[i].with_local(x)) if is_sharded(leaves[i]) else x
     return tree.unflatten(treedef, out)
 
 
@@ -327,7 +329,10 @@ def _laid(
             flat = torch.cat([x.reshape(-1) for x in values])
             flat = move(flat, whole, group(copies))
             values = flat.split([x.numel() for x in values])
-        return [x.reshape(shape) for x, shape in zip(values, shapes, strict=True)]
+        return [
+            x.reshape(shape).clone() if is_sharded(old) else x.reshape(shape)
+            for x, shape, old in zip(values, shapes, like, strict=True)
+        ]
     where = group(axes)
     mine = [_counts(x.layout, where) for x in like]  # by leaf, by rank
     pieces = [x.reshape(-1).split(c) for x, c in zip(values, mine, strict=True)]

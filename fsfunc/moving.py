@@ -30,6 +30,7 @@ __all__ = [
     "claim",
     "group",
     "issue",
+    "laid",
     "move",
     "over",
     "run_by",
@@ -100,6 +101,9 @@ class Watcher:
     def assumed(self, y: Tensor, kind: str) -> None:
         """Somebody says that ``y`` is of this type."""
 
+    def laid(self, leaf: Any) -> None:
+        """A sharded leaf was made of whole tensors, or like another."""
+
     def claimed(self, x: Tensor, what: str) -> None:
         """``what`` takes ``x`` for the same on every rank."""
 
@@ -120,6 +124,13 @@ def assumed(y: Tensor, kind: str) -> Tensor:
     if (watcher := _WATCHER.get()) is not None:
         watcher.assumed(y, kind)
     return y
+
+
+def laid(leaf: Any) -> Any:
+    """Says that a sharded leaf was made, to whoever looks; returns it."""
+    if (watcher := _WATCHER.get()) is not None:
+        watcher.laid(leaf)
+    return leaf
 
 
 def watched(x: Tensor, how: Move, where: Group, y: Tensor) -> Tensor:

@@ -239,6 +239,8 @@ def _record(
             mode = _torch.fake_mode_of(tree.leaves((params, rest)))
             convert = lambda x: _torch.fake_of(mode, x)  # noqa: E731
             stack.enter_context(mode)
+            if not forward_only:
+                stack.enter_context(_torch.remembering_nothing(mode))
         try:
             at = here()
             link = AbstractLink(at.rank)

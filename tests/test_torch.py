@@ -647,6 +647,21 @@ def test_where_a_backward_starts_is_told():
     assert seen == [True, True, False], breaks("a step's cotangents have no type")
 
 
+@pytest.mark.filterwarnings("ignore:.torch.jit.script. is deprecated")
+def test_what_fakes_do_need_not_be_remembered():
+    """Twice, as the second time torch would hand out what it remembers."""
+    mode = _torch.fake_mode_of(())
+
+    def slopes(x):
+        return torch.func.vmap(torch.func.jacfwd(lambda x: torch.tanh(x @ x)))(x)
+
+    for _ in range(2):
+        with mode, _torch.remembering_nothing(mode):
+            assert slopes(torch.ones(3, 2)).shape == (3, 2)
+            what = "a step with forward mode in it cannot be recorded twice"
+            assert not mode.cache_enabled, breaks(what)
+
+
 def test_fakes_that_refuse_may_be_quiet(caplog):
     mode = _torch.fake_mode_of(())
     with mode, _torch.quiet_fakes(), pytest.raises(RuntimeError):

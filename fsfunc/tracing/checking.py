@@ -18,7 +18,7 @@ from fsfunc import _torch, tree
 from fsfunc.accounting import aside, is_aside, is_own_call, source_line
 from fsfunc.crossings import GATHER, OWN
 from fsfunc.frames import Rehearsed, frame
-from fsfunc.mesh import here
+from fsfunc.mesh import asks, here
 from fsfunc.moves import Group, Move
 from fsfunc.moving import Watcher
 from fsfunc.sharded import Sharded, is_sharded
@@ -47,6 +47,8 @@ from fsfunc.tracing.types import (
 __all__ = ["Checker", "Event"]
 
 _DEVICE: Any = torch.ops.prim.device.default
+_EQUAL: Any = torch.ops.aten.equal.default
+_VALUES = {_EQUAL, torch.ops.aten._local_scalar_dense.default}
 
 
 @dataclass(frozen=True)
@@ -66,7 +68,8 @@ class Checker(Rehearsed, Watcher, _torch.TorchDispatchMode):
     """Types the values of a step, and raises where one has none.
 
     Args:
-        rank: whose program it is; ``alone``: whether there is no other.
+        rank: whose program it is; ``axes``: over which its loss is a mean;
+            ``alone``: whether there is no other rank on them.
         varying: which events had constants that differ from rank to rank.
 
     ``events`` are what the ranks must agree on; ``calls`` the signatures of the calls
@@ -76,9 +79,11 @@ class Checker(Rehearsed, Watcher, _torch.TorchDispatchMode):
 
     only_types = True
 
-    def __init__(self, rank: int, alone: bool, varying: Iterable[int] = ()):
+    def __init__(
+        self, rank: int, axes: tuple[str, ...], alone: bool, varying: Iterable[int] = ()
+    ):
         _torch.TorchDispatchMode.__init__(self)
-        self.rank, self.varying = rank, set(varying)
+        self.rank, self.axes, self.varying = rank, axes, set(varying)
         self.own = Kind.A if alone else Kind.V
         self.events: list[Event] = []
         self.orders: dict[int, Any] = {}
@@ -100,6 +105,8 @@ class Checker(Rehearsed, Watcher, _torch.TorchDispatchMode):
         kwargs = kwargs or {}
         if func is _DEVICE and isinstance(args[0], _torch.FakeTensor):
             return _torch.device_of(args[0])  # asked all the time
+        if func in _VALUES and isinstance(args[0], _torch.FakeTensor):
+            return self._value(args[0], func)
         numbers = self.nodes.new()
         out = _torch.quick_fake(self.fake, func, args, kwargs)
         if out is NotImplemented:
@@ -124,6 +131,16 @@ class Checker(Rehearsed, Watcher, _torch.TorchDispatchMode):
             finally:
                 self._paused = False
         return out
+
+    def _value(self, x: Tensor, func: Any) -> Any:
+        """A number in place of one that nobody has; an own one tells ranks apart."""
+        if func is _EQUAL or x.dtype == torch.bool:
+            return func is _EQUAL
+        own = self.known.kind(x) is Kind.V or frame().path
+        if not x.is_floating_point() or not own:
+            return 1.0 if x.is_floating_point() else 1
+        asks(self.axes)
+        return 1 + self.rank / 64
 
     def _note(
         self,
@@ -165,11 +182,11 @@ class Checker(Rehearsed, Watcher, _torch.TorchDispatchMode):
         if node is None and kind is not Kind.V and not _trusted():
             kind, digest = self._event(op, given, tensors, kind)
         seen = self._seen(op, kind, sources, digest)
-        alike = op.elementwise or op.factory
+        made_of = op.elementwise and all(x.number for x in operands)
         rows = node is None and (op.elementwise or _trusted())
         seen = replace(
             seen,
-            uniform=alike and not op.random and all(x.number for x in operands),
+            uniform=(made_of or op.factory or op.alike) and not op.random,
             flat=rows and any(x.flat for x in sources) and made[0].ndim == 1,
         )
         for y in made:
@@ -317,6 +334,11 @@ class Checker(Rehearsed, Watcher, _torch.TorchDispatchMode):
         seen = self.known.of(x)
         if (seen.kind is Kind.S or seen.flat) and not frame().path:
             raise refusal("shape", what, [seen], None)
+
+    def laid(self, leaf: Sharded) -> None:
+        seen = self.known.of(leaf._local)
+        if seen.kind not in PARTS and leaf.ndim > 1:
+            self.known.put(leaf._local, replace(seen, flat=True))
 
     def assumed(self, y: Tensor, kind: str) -> None:
         alone = self.own is Kind.A

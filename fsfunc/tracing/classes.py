@@ -13,7 +13,8 @@ __all__ = ["TURNS", "OperatorClass", "class_of"]
 _ALIKE = {"zeros_like", "ones_like", "full_like", "empty_like"}
 _FACTORIES = {
     "new_zeros", "new_ones", "new_full", "new_empty", "new_empty_strided",
-    "_new_zeros_with_same_feature_meta",
+    "_new_zeros_with_same_feature_meta", "zeros", "ones", "full",
+    "_efficientzerotensor",
 }  # fmt: skip
 _ELEMENTWISE = {
     "copy", "_to_copy", "to", "fill", "zero", "lift_fresh", "contiguous", "type_as",

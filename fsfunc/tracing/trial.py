@@ -50,9 +50,10 @@ def check(
 ) -> list[Any]:
     """Raises where ``call(*args, **keywords)`` has no meaning under ``shard``.
 
-    The first argument is one value on all ranks, the others are the rank's own. A step
-    that fake tensors cannot go through, since it asks for a value, is not looked at:
-    what is refused as it runs is refused all the same. Of simulated ranks, which run
+    The first argument is one value on all ranks, the others are the rank's own. Where a
+    step asks for a value it gets a stand-in, so one way through it is looked at; one
+    that fake tensors cannot go through at all is not: what is refused as it runs is
+    refused all the same. Of simulated ranks, which run
     one program, the first to come and the last of the mesh look; all of them where it
     asks for its rank.
 
@@ -75,17 +76,16 @@ def check(
             return known.calls
     asked: set[str] = set()
     try:
-        alone = at.mesh.axis_size(axes) == 1
-        found = there = _tried(call, args, keywords, at, alone, asked)
+        found = there = _tried(call, args, keywords, at, axes, asked)
         other = at.rank
         if known is not None:
             there, other = known, known.rank
         elif notes is None and asked & set(axes):
             other = _neighbour(at, axes)
             elsewhere = replace(at, rank=other)
-            there = _tried(call, args, keywords, elsewhere, alone, set())
+            there = _tried(call, args, keywords, elsewhere, axes, set())
         if varying := differing(found.events, there.events, at.rank, other):
-            _tried(call, args, keywords, at, alone, set(), varying)
+            _tried(call, args, keywords, at, axes, set(), varying)
     except (LawError, NotATensor):
         raise
     except Exception as error:
@@ -146,11 +146,12 @@ def _tried(
     args: tuple[Any, ...],
     keywords: dict[str, Any],
     at: Here,
-    alone: bool,
+    axes: tuple[str, ...],
     asked: set[str],
     varying: set[int] | None = None,
 ) -> Checker:
-    checker = Checker(at.rank, alone, varying or ())
+    alone = at.mesh.axis_size(axes) == 1
+    checker = Checker(at.rank, axes, alone, varying or ())
     generator = torch.random.default_generator
     with ExitStack() as stack:
         stack.callback(generator.set_state, generator.get_state())

@@ -72,7 +72,11 @@ def trees(depth, odd):
         nodes("reduced", p, s),
     ]
     if odd:
-        made += [nodes("times own", p, s), nodes("rough noise", p)]
+        made += [nodes("times own", p, s), nodes("rough noise", p), nodes("turned", p)]
+        made += [nodes("sized", p), nodes("times item", p, s)]
+        made.append(
+            nodes("times own", p, st.one_of(nodes("norm", p), nodes("pmean", s)))
+        )
     return st.one_of(made)
 
 
@@ -178,5 +182,8 @@ _RUN = {
     "laid": _laid,
     "reduced": _reduced,
     "times own": lambda o, go, w, x, p, s: o.times_own(go(p), go(s)),
+    "turned": lambda o, go, w, x, p: o.turned(go(p)),
+    "sized": lambda o, go, w, x, p: o.sized(go(p)),
+    "times item": lambda o, go, w, x, p, s: o.times_item(go(p), go(s)),
     "rough noise": lambda o, go, w, x, p: o.rough_noise(go(p)),
 }

@@ -120,6 +120,16 @@ class Ranks:
     def rough_sum(self, w):
         return sum(a.square().sum() for a in tree.leaves(w))
 
+    def turned(self, w):
+        return tree.map(lambda a: a + 0.5 * a.T, w)
+
+    def sized(self, w):
+        return tree.map(lambda a: a / (a.ndim + a.numel()), w)
+
+    def times_item(self, w, s):
+        rate = s.item()
+        return tree.map(lambda a: a * rate, w)
+
     def own_matrix(self, matrix, h):
         return unit(matrix, h)
 
@@ -180,6 +190,11 @@ class Law(Ranks):
         factor = self._agreed(factor)
         return self.map(lambda a: a * factor, w)
 
+    def noise(self, w, seed):
+        """Of the leaves' shapes alone."""
+        shapes = {k: a[0] if isinstance(a, list) else a for k, a in w.items()}
+        return super().noise(shapes, seed)
+
     def _agreed(self, v):
         """What is the same on every rank, as one value: of derivatives too."""
         v = self._each(v)
@@ -220,9 +235,16 @@ class Law(Ranks):
             each = [a for k in keys for a in w[k]]
             found = _pulled(sum(self._each(loss(w))), each)
             return {k: found[i * self.n : (i + 1) * self.n] for i, k in enumerate(keys)}
-        w = {k: _tracked(self._one(a)) for k, a in w.items()}
-        mean = sum(self._each(loss(w))) / self.n
-        return dict(zip(w, _pulled(mean, list(w.values())), strict=True))
+        own = {k for k, a in w.items() if isinstance(a, list) and not self.parts}
+        w = {
+            k: list(map(_tracked, a)) if k in own else _tracked(self._one(a))
+            for k, a in w.items()
+        }
+        total = sum(self._each(loss(w)))
+        found = {k: _pulled(total, w[k]) for k in own}  # as of anything else
+        one = [k for k in w if k not in own]
+        mean = _pulled(total / self.n, [w[k] for k in one])
+        return {k: found.get(k, dict(zip(one, mean, strict=True)).get(k)) for k in w}
 
     vag_w = grad_w
 
@@ -280,6 +302,15 @@ class Law(Ranks):
             lambda *leaves: sum(a.square().sum() for a in leaves), *w.values()
         )
 
+    def turned(self, w):
+        return self.map(lambda a: a + 0.5 * a.T, w)
+
+    def sized(self, w):
+        return self.map(lambda a: a / (a.ndim + a.numel()), w)
+
+    def times_item(self, w, s):
+        return self.times_own(w, self.own(torch.detach, s))
+
     def own_matrix(self, matrix, h):
         return self.unit(matrix, h)
 
@@ -303,7 +334,7 @@ def _tracked(a):
 
 
 def _pulled(y, xs):
-    if not y.requires_grad:
+    if not xs or not y.requires_grad:
         return [torch.zeros_like(x) for x in xs]
     found = torch.autograd.grad(y, xs, create_graph=True, allow_unused=True)
     return [
