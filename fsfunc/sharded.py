@@ -280,12 +280,21 @@ class Home:
         home._ranges, home._version = self._ranges, self._version
         return home
 
-    def shadow(self, convert: Callable[[Tensor], Tensor]) -> Home:
-        """The same home over converted tensors, which share memory as these do."""
+    def shadow(
+        self,
+        convert: Callable[[Tensor], Tensor],
+        coordinates: Mapping[str, int] | None = None,
+    ) -> Home:
+        """The same home over converted tensors, which share memory as these do.
+
+        ``coordinates``: of the rank that it is to be of, if that is another one.
+        """
         whole = None if self.whole is None else convert(self.whole)
         flat = convert(self.flat)
-        home = Home(self.members, flat, self.coordinates, whole)
-        home._ranges = self._ranges
+        at = {a: (coordinates or self.coordinates)[a] for a in self.coordinates}
+        home = Home(self.members, flat, at, whole)
+        if at == self.coordinates:
+            home._ranges = self._ranges
         if self.whole is not None and self.shows(self.whole.dtype):
             home._version = flat._version
         return home

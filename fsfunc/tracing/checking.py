@@ -22,7 +22,7 @@ from fsfunc.mesh import asks, here
 from fsfunc.moves import Group, Move
 from fsfunc.moving import Watcher
 from fsfunc.sharded import Sharded, is_sharded
-from fsfunc.tracing.classes import TURNS, OperatorClass, class_of
+from fsfunc.tracing.classes import COPIES, TURNS, OperatorClass, class_of
 from fsfunc.tracing.knowledge import Known, Nodes, Origin, Seen
 from fsfunc.tracing.operands import (
     OF_LISTS,
@@ -31,6 +31,7 @@ from fsfunc.tracing.operands import (
     number,
     operand,
     rows,
+    shown,
 )
 from fsfunc.tracing.refusals import refusal
 from fsfunc.tracing.types import (
@@ -270,11 +271,13 @@ class Checker(Rehearsed, Watcher, _torch.TorchDispatchMode):
     ) -> tuple[Kind, Any]:
         """Notes what the ranks must agree on; what they do not is each rank's own."""
         seen = [self.known.of(x) for x in tensors]
+        if op.name in COPIES:  # a rank may make more of them
+            return kind, seen[-1].digest if seen else None
         numbers = tuple(number(x) for x in given if not isinstance(x, Tensor))
         constants = (
             *numbers,
             *(
-                (x.digest, t.storage_offset(), t.shape, t.stride())
+                (x.digest, None if x.uniform else shown(t))
                 for x, t in zip(seen, tensors, strict=True)
                 if x.kind is Kind.K
             ),

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-__all__ = ["TURNS", "OperatorClass", "class_of"]
+__all__ = ["COPIES", "TURNS", "OperatorClass", "class_of"]
 
 _ALIKE = {"zeros_like", "ones_like", "full_like", "empty_like"}
 _FACTORIES = {
@@ -27,6 +27,7 @@ _ELEMENTWISE = {
 }  # fmt: skip
 # Views of a row that mean another thing where the leaf has dims.
 TURNS = {"t", "transpose", "permute", "numpy_T", "swapaxes", "movedim", "flip"}
+COPIES = {"copy", "clone", "alias", "contiguous", "detach", "lift_fresh"}
 _JOINS = {"cat", "stack"}
 _PICKS = {
     "slice", "select", "split", "split_with_sizes", "unbind", "narrow", "diagonal",

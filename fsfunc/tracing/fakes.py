@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -13,8 +14,11 @@ from fsfunc.sharded import Sharded, is_sharded
 __all__ = ["shadows"]
 
 
-def shadows(mode: Any, args: Any) -> Any:
-    """The arguments as fake tensors, which share memory as these do."""
+def shadows(mode: Any, args: Any, coordinates: Mapping[str, int] | None = None) -> Any:
+    """The arguments as fake tensors, which share memory as these do.
+
+    ``coordinates``: of the rank whose parts they are to be, if that is another one.
+    """
     leaves, treedef = tree.flatten(args, is_leaf=is_sharded)
     homes: dict[int, list[Sharded]] = {}
     storages: dict[int, Tensor] = {}
@@ -32,7 +36,7 @@ def shadows(mode: Any, args: Any) -> Any:
             if isinstance(home.flat, _torch.FakeTensor):
                 continue
             if id(home) not in homes:
-                homes[id(home)] = home.shadow(fake).leaves()
+                homes[id(home)] = home.shadow(fake, coordinates).leaves()
             at = [id(m) for m in home.members].index(id(x.layout))
             leaves[i] = homes[id(home)][at]
     return tree.unflatten(treedef, leaves)

@@ -11,7 +11,7 @@ from torch import Tensor
 from fsfunc.tracing.knowledge import Seen
 from fsfunc.tracing.types import Operand
 
-__all__ = ["OF_LISTS", "flat", "names_dims", "number", "operand", "rows"]
+__all__ = ["OF_LISTS", "flat", "names_dims", "number", "operand", "rows", "shown"]
 
 
 def operand(x: Tensor, seen: Seen) -> Operand:
@@ -47,6 +47,13 @@ def number(x: Any) -> Any:
         return "generator", x.initial_seed()
     simple = isinstance(x, (bool, int, float, complex, str, type(None)))
     return x if simple else type(x).__name__
+
+
+def shown(x: Tensor) -> Any:
+    """Which elements of its memory a tensor shows, where it is not all of them."""
+    if x.layout != torch.strided or x.nbytes == x.untyped_storage().nbytes():
+        return None
+    return x.storage_offset(), tuple(x.shape), x.stride()
 
 
 def flat(values: Any) -> list[Any]:

@@ -141,7 +141,17 @@ def differing(events: Any, others: Any, rank: int, other: int) -> set[int]:
     return {i for i, (a, b) in pairs if a.constants != b.constants}
 
 
-def _tried(
+def _tried(*how: Any) -> Checker:
+    """The step run once; what raises may do so for what fakes remember, at first."""
+    try:
+        return _run(*how)
+    except (LawError, NotATensor):
+        raise
+    except RuntimeError:
+        return _run(*how, forget=True)
+
+
+def _run(
     call: Callable[..., Any],
     args: tuple[Any, ...],
     keywords: dict[str, Any],
@@ -149,6 +159,8 @@ def _tried(
     axes: tuple[str, ...],
     asked: set[str],
     varying: set[int] | None = None,
+    *,
+    forget: bool = False,
 ) -> Checker:
     alone = at.mesh.axis_size(axes) == 1
     checker = Checker(at.rank, axes, alone, varying or ())
@@ -159,7 +171,10 @@ def _tried(
         stack.enter_context(torch.autograd.set_multithreading_enabled(False))
         mode = _torch.fake_mode_of(tree.leaves((args, keywords)))
         stack.enter_context(mode)
-        given, named = shadows(mode, (args, keywords))
+        if forget:
+            stack.enter_context(_torch.remembering_nothing(mode))
+        coordinates = at.mesh.coordinates(at.rank)
+        given, named = shadows(mode, (args, keywords), coordinates)
         now = replace(at, link=AbstractLink(at.rank))
         f = frame().but(rehearsal=checker, at=now)
         scopes = silence(), asking(asked), place_here(now), inside(f)
@@ -193,7 +208,10 @@ class _Asked(TorchFunctionMode):
 
     def __torch_function__(self, func, types, args=(), kwargs=None):
         if name := _SHAPES.get(func):
-            if called_by_user(sys._getframe(1)):
+            asker = sys._getframe(1)
+            while asker.f_code.co_name in ("__len__", "handle_torch_function"):
+                asker = asker.f_back or asker
+            if called_by_user(asker):
                 self.checker.measured(args[0], name)
             return func(*args, **(kwargs or {}))
         if func in (Tensor.backward, torch.autograd.backward):

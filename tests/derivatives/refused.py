@@ -38,7 +38,16 @@ def own_factor(w, x):
 
 
 def a_range(w, x):
-    return each(lambda a: a + torch.ones(len(a), dtype=a.dtype), w)
+    n = 5 - ff.axis_index("data")  # of nine
+    return each(lambda a: a + torch.arange(n, dtype=a.dtype), w)
+
+
+def by_dims(w, x):
+    return each(lambda a: a * 0.9 if a.ndim > 1 else a, w)
+
+
+def by_length(w, x):
+    return each(lambda a: a / len(a), w)
 
 
 def sum_of_parts(w, x):
@@ -119,6 +128,8 @@ def more_on_one_rank(w, x):
 STEPS = {
     "noise on parts": (hidden_noise, "rand.* draws on .*part of 'a'.*ff.randn_like"),
     "an own factor": (gradient(own_factor), "mul .*part of 'a'.*argument 1.*tree_scal"),
+    "dims": (by_dims, "ndim at .*part of 'a'.*is_leaf=ff.is_sharded"),
+    "length": (by_length, "len at .*part of 'a'.*is_leaf=ff.is_sharded"),
     "a range": (a_range, "add .*no single number.*ff.unshard.*ff.lay_like"),
     "a sum": (gradient(sum_of_parts), "sum .*part of 'a' alone: use ff.tree_sum"),
     "mixed": (sorted_parts, "sort .*mixes .*ff.unshard.tree. for whole tensors"),
