@@ -70,6 +70,7 @@ __all__ = [
     "seeds_a_backward",
     "set_compiler_stance",
     "set_forward_ad_state",
+    "tells_value",
     "shared_forward_ad",
     "sequence_number",
     "set_tables",
@@ -659,6 +660,11 @@ _LIKE_ONE = {
 _OF_NONE = {
     _aten.empty.memory_format, _aten.empty_strided.default, _aten.zeros.default,
 }  # fmt: skip
+
+
+def tells_value(func: Any) -> bool:
+    """Whether an operator gives the value of its tensor as a number of Python."""
+    return func is torch.ops.aten._local_scalar_dense.default
 
 
 def quick_fake(mode: FakeTensorMode, func: Any, args: Any, kwargs: Any) -> Any:

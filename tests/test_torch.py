@@ -662,6 +662,21 @@ def test_what_fakes_do_need_not_be_remembered():
             assert not mode.cache_enabled, breaks(what)
 
 
+def test_who_asks_for_a_value_is_told():
+    asked = []
+
+    class Look(_torch.TorchDispatchMode):
+        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+            asked.append(_torch.tells_value(func))
+            return func(*args, **(kwargs or {}))
+
+    with Look():
+        x = torch.ones(())
+        float(x), x.item(), bool(x == 1)
+    what = "a step that asks for values is not looked at any more"
+    assert sum(asked) == 3 and asked[0] is False, breaks(what)
+
+
 def test_fakes_that_refuse_may_be_quiet(caplog):
     mode = _torch.fake_mode_of(())
     with mode, _torch.quiet_fakes(), pytest.raises(RuntimeError):
