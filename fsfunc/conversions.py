@@ -17,9 +17,10 @@ from torch import Tensor
 
 from fsfunc import _torch, tree
 from fsfunc.accounting import label
-from fsfunc.collectives import Group, group, move
+from fsfunc.collectives import Group, group, move, pbroadcast
 from fsfunc.crossings import ENTER, GATHER, LAY, MEAN, REDUCE, check_samples
 from fsfunc.donated import refuse_spent
+from fsfunc.frames import frame
 from fsfunc.homes import in_a_row
 from fsfunc.initializing.drawing import draw, standard_normal
 from fsfunc.layout import Layout
@@ -211,16 +212,17 @@ def randn_like(like: Any, *, generator: torch.Generator | None = None) -> Any:
 
     Args:
         like: a tree of tensors and shards; None is returned for what is not floating.
-        generator: one number is drawn of it, alike on every rank; by default of
-            torch's own.
+        generator: one number is drawn of it, which must be alike on every rank; by
+            default of the first rank's own, and sent.
 
-    Cost: nothing is sent; blocks of 131072 elements are drawn whole.
+    Cost: one broadcast of one number, with a generator nothing; blocks of 131072
+    elements are drawn whole.
 
     >>> import torch, fsfunc as ff
     >>> {k: x.shape for k, x in ff.randn_like({"w": torch.ones(2, 3)}).items()}
     {'w': torch.Size([2, 3])}
     """
-    number, leaves = one_number(generator), tree.leaves(like, is_leaf=is_sharded)
+    leaves = tree.leaves(like, is_leaf=is_sharded)
     count = iter(range(len(leaves)))
 
     def noise(x: Any) -> Any:
@@ -238,7 +240,20 @@ def randn_like(like: Any, *, generator: torch.Generator | None = None) -> Any:
         return laid(x.with_local(made)) if isinstance(x, Sharded) else made
 
     with torch.no_grad(), _torch.beneath_functorch():
+        number = one_number(generator)
+        if generator is None and not frame().path:
+            devices = [x.device for x in leaves if isinstance(x, Tensor | Sharded)]
+            number = _agreed(number, devices[0]) if devices else number
         return tree.map(noise, like, is_leaf=is_sharded)
+
+
+def _agreed(number: int, device: torch.device) -> int:
+    """The first rank's number, on every rank of the mean."""
+    if not (axes := _means()):
+        return number
+    with label("", "randn_like"):
+        found = pbroadcast(torch.tensor(number, device=device), axes, source=0)
+    return number if _torch.fake_active() else int(found)
 
 
 def _means() -> tuple[str, ...]:

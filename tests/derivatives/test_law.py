@@ -133,3 +133,22 @@ def test_a_learned_inner_rate():
             return torch.autograd.grad(mean, a)[0]
 
         assert_lawful(ff.spmd(main, mesh)(), by_law(law, n))
+
+
+@pytest.mark.parametrize("way", [0, 3])
+def test_noise_is_one_draw_however_the_ranks_are_seeded(way):
+    def main():
+        mine = ff.local_batch(X, MESHES[2], "data")
+        shard = lambda f: ff.shard(f, MESHES[2], "data", zero=way)  # noqa: E731
+
+        def step(w, x):
+            torch.manual_seed(ff.axis_index("data"))
+            return ff.randn_like(w)
+
+        return ff.unshard(shard(step)(ff.place(shard(by_units), W, mine), mine))
+
+    with ff.ledger() as log:
+        found = ff.spmd(main, MESHES[2])()
+    torch.manual_seed(0)
+    assert_lawful(found, [ff.randn_like(W)] * 2, 0)
+    assert log.count("pbroadcast", rank=0) == 1
