@@ -109,7 +109,7 @@ def test_a_record_names_unit_and_leaves(zero):
         return [(r.op, *r.axis, r.what) for r in log.of(mesh.rank) if r.what]
 
     names = {what for *_, what in ff.spmd(main, mesh)()[3]}
-    assert names == {"(0 and 1 more)", "first(2)"}
+    assert names == {"(0 and 1 more)", "first(2)", "a mean"}  # the last of the loss
     found = ff.spmd(main, mesh)()[3]
     both = {(op, axis) for op, axis, _ in found}
     reduced = ("psum_scatter", "data") if zero else ("psum", "data")
