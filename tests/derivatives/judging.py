@@ -42,10 +42,12 @@ def rank_main(program, mesh, way, wrap=lambda f: f, w=W, x=X):
     return main
 
 
-def by_law(program, n, parts=True, w=W, x=X):
+def by_law(program, n, parts=True, w=W, x=X, placed=True):
     """What the law says that each rank gets; ``parts``: whether parameters are cut."""
     w = {k: a.clone().requires_grad_() for k, a in w.items()}
-    out = program(Law(n, parts), w, [part.clone() for part in x.chunk(n)])
+    out = program(
+        Law(n, parts, placed=placed), w, [part.clone() for part in x.chunk(n)]
+    )
     return [tree.map(lambda a: a.detach(), _of_rank(out, r)) for r in range(n)]
 
 

@@ -59,7 +59,7 @@ def close(found, expected):
 def test_right_or_refused(node, take, n, way, stack):
     step = step_of(node, take)
     try:
-        expected = by_law(step, n, parts=bool(way))
+        expected = by_law(step, n, parts=bool(way), placed=way is not None)
     except NoMeaning:
         expected = None
     except NotImplementedError:

@@ -140,12 +140,13 @@ class Law(Ranks):
     Args:
         parts: whether parameters are in parts, so that each is one value or nothing.
         inside: whether we are in a unit, where parameters are the rank's own.
+        placed: whether leaves were placed, and so claim to be one value.
     """
 
     law = True
 
-    def __init__(self, n, parts=True, inside=False):
-        self.n, self.parts, self.inside = n, parts, inside
+    def __init__(self, n, parts=True, inside=False, placed=True):
+        self.n, self.parts, self.inside, self.placed = n, parts, inside, placed
 
     def own(self, fn, *values):
         return [fn(*each) for each in zip(*map(self._each, values), strict=True)]
@@ -211,7 +212,7 @@ class Law(Ranks):
         return found
 
     def leaf(self, w, k):
-        return self._one(w[k])
+        return self._one(w[k]) if self.placed else w[k]
 
     def _one(self, a):
         if isinstance(a, list) and not self.inside:
