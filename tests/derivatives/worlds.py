@@ -198,10 +198,13 @@ class Law(Ranks):
 
     def _agreed(self, v):
         """What is the same on every rank, as one value: of derivatives too."""
-        v = self._each(v)
-        if not all(torch.allclose(x, v[0], rtol=1e-9, atol=1e-12) for x in v):
+        if not self._agree(v):
             raise NoMeaning("a number that differs from rank to rank")
-        return sum(v) / self.n
+        return sum(self._each(v)) / self.n
+
+    def _agree(self, v):
+        v = self._each(v)
+        return all(torch.allclose(x, v[0], rtol=1e-9, atol=1e-12) for x in v)
 
     def map(self, fn, *trees):
         found = {}
@@ -289,7 +292,7 @@ class Law(Ranks):
         return found
 
     def times_own(self, w, s):
-        if self.parts:
+        if self.parts or self.placed and not self.inside and self._agree(s):
             return self.scale(w, s)
         return {k: self.own(lambda a, s: a * s, a, s) for k, a in w.items()}
 
