@@ -47,6 +47,7 @@ __all__ = [
     "differentiated_at",
     "fake_active",
     "forward_ad_active",
+    "function_around",
     "forward_ad_on",
     "forward_ad_state",
     "functorch_active",
@@ -660,6 +661,18 @@ _LIKE_ONE = {
 _OF_NONE = {
     _aten.empty.memory_format, _aten.empty_strided.default, _aten.zeros.default,
 }  # fmt: skip
+
+
+def function_around() -> Any:
+    """The user's ``autograd.Function`` whose forward is running, if any."""
+    code = torch.autograd.Function.apply.__func__.__code__  # type: ignore[attr-defined]
+    frame = sys._getframe(1)
+    while frame is not None:
+        cls = frame.f_locals.get("cls") if frame.f_code is code else None
+        if cls is not None and not cls.__module__.startswith("fsfunc."):
+            return cls
+        frame = frame.f_back
+    return None
 
 
 def tells_value(func: Any) -> bool:

@@ -662,6 +662,24 @@ def test_what_fakes_do_need_not_be_remembered():
             assert not mode.cache_enabled, breaks(what)
 
 
+def test_whose_function_is_running_is_told():
+    seen = []
+
+    class Double(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, x):
+            seen.append(_torch.function_around())
+            return 2 * x
+
+        @staticmethod
+        def backward(ctx, g):
+            return 2 * g
+
+    Double.apply(torch.ones(1, requires_grad=True))
+    what = "collectives in a Function with another backward give wrong gradients"
+    assert seen == [Double] and _torch.function_around() is None, breaks(what)
+
+
 def test_who_asks_for_a_value_is_told():
     asked = []
 

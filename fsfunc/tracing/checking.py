@@ -45,6 +45,8 @@ class Checker(Rehearsed, Watcher, Operators):
         self.orders: dict[int, Any] = {}
         self.calls: list[Any] = []
         self._parameters: set[int] = set()  # plain leaves that were differentiated
+        self._functions: dict[str, str] = {}  # around collectives, and where these are
+        self._answered: set[str] = set()  # those whose backward sends something
 
     # Collectives
 
@@ -62,6 +64,10 @@ class Checker(Rehearsed, Watcher, Operators):
             self.known.put(y, seen)
             return
         seen, node = self.known.of(x), _torch.current_node()
+        if node is not None:
+            self._answered.add(node.name())
+        elif cls := _torch.function_around():
+            self._functions[f"{cls.__name__}Backward"] = source_line()
         if node is not None and self.nodes.in_a_body(node, self.nodes.new()):
             self.known.give(y, self.own, "a unit's derivative")
             return
@@ -98,6 +104,18 @@ class Checker(Rehearsed, Watcher, Operators):
     def assumed(self, y: Tensor, kind: str) -> None:
         alone = self.own is Kind.A
         self.known.give(y, Kind.A if alone else Kind[kind], "what assume gave")
+
+    def used(self, x: Tensor) -> None:
+        node = x.grad_fn if self._functions else None
+        name = "" if node is None else node.name()
+        if node is not None and name in self._functions:
+            del self._functions[name]
+            node.register_hook(lambda *_: self._ran(name.removesuffix("Backward")))
+
+    def _ran(self, name: str) -> None:
+        """A Function's backward has run; a collective's own sends."""
+        if f"{name}Backward" not in self._answered:
+            raise refusal("unanswered", name, [], None)
 
     # Calls of sharded functions, and units
 

@@ -144,6 +144,8 @@ class Operators(_torch.TorchDispatchMode):
             origin = self.nodes.origin(node, numbers)
         if op.name == "ones_like" and _torch.seeds_a_backward():
             return  # each rank's loss counts once
+        for x in tensors:
+            self.used(x)
         read = tensors[1:] if op.name == "copy" else tensors  # the first is overwritten
         sources = [self.known.of(x) for x in tensors]
         operands = [operand(x, self.known.of(x)) for x in read]
@@ -173,6 +175,9 @@ class Operators(_torch.TorchDispatchMode):
                 self.known.write(y, seen)
             else:
                 self.known.put(y, seen)
+
+    def used(self, x: Tensor) -> None:
+        """Hears that an operator reads a tensor."""
 
     def _captured(self, name: str, args: Any, kwargs: Any) -> None:
         """Raises where a unit's body reads parts that it was not given."""

@@ -97,6 +97,12 @@ _TEXTS = {
         'the gradient of one value, made by to="I", differs from rank to rank: let it '
         'meet the ranks\' own values by ff.pcast(x, axis, to="V"), or leave out to='
     ),
+    "unanswered": (
+        "the backward of {op}, an autograd.Function around a collective, sends "
+        "nothing: what the other ranks' losses owe is lost. Let it return what the "
+        "collective's own transpose gives: the psum of the cotangents for a psum, "
+        "their pmean for a pmean, their psum_scatter for an all_gather"
+    ),
     "rows": (
         "a derivative along each element of a sharded leaf (jacfwd, hessian) at {at}: "
         "row k would be element k of every rank's part. Take it inside a unit that has "
