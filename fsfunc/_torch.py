@@ -277,7 +277,12 @@ def storage_key(x: Tensor) -> int:
     ``data_ptr`` would not do: it is 0 for every fake tensor, and raises in functorch.
     A sparse tensor has no storage: it shares with itself alone.
     """
-    return storage(x)._cdata
+    try:
+        return x.untyped_storage()._cdata
+    except NotImplementedError:
+        if x.layout == torch.strided:
+            raise
+        return x._cdata
 
 
 def storage(x: Tensor) -> Any:

@@ -38,14 +38,21 @@ class Donation:
     Args:
         tensors: those over the memory of the state that was given.
         leaves: what the step was given; their tensors are known too.
+        keys: of ``tensors``, each once, what tells their storages apart, if somebody
+            has asked.
     """
 
-    def __init__(self, tensors: Iterable[Tensor], leaves: Iterable[Any] = ()):
+    def __init__(
+        self,
+        tensors: Iterable[Tensor],
+        leaves: Iterable[Any] = (),
+        keys: Iterable[int] | None = None,
+    ):
         # Held to the end: one that went meanwhile would be taken for somebody's view.
         self.known = list({id(x): x for x in tensors}.values())
-        self.uses = Counter(map(_torch.storage_key, self.known))
-        self.lazy: list[Sharded] = []  # leaves that have not made their tensor yet
-        self.add(leaves)
+        found = map(_torch.storage_key, self.known) if keys is None else keys
+        self.uses = Counter(found)
+        self.lazy = list(leaves)  # which are looked at when somebody would write
 
     def add(self, leaves: Iterable[Any]) -> None:
         """Knows of leaves over the memory, and of the tensors that they will make."""
@@ -53,7 +60,7 @@ class Donation:
         for leaf in leaves:
             if isinstance(leaf, Sharded):
                 if leaf._part is None:
-                    self.lazy.append(leaf)
+                    self.lazy.append(leaf)  # it has not made its tensor yet
                     continue
                 leaf = leaf._part
             if isinstance(leaf, Tensor):
@@ -62,7 +69,7 @@ class Donation:
         self.uses.update(map(_torch.storage_key, found))
 
     def look(self) -> None:
-        """Learns of the tensors that leaves have made since."""
+        """Learns of the tensors of leaves, as far as they are made."""
         if self.lazy:
             leaves, self.lazy = self.lazy, []
             self.add(leaves)
@@ -82,7 +89,7 @@ class Donation:
         """Marks leaves that were written over; those in their place are known."""
         for leaf in old:
             spend(leaf, _OVERWRITTEN)
-        self.add(new)
+        self.lazy += new
 
 
 class Everything(Donation):

@@ -76,7 +76,8 @@ def donate(step: Callable[..., Any]) -> Callable[..., Any]:
         before = memory.versions()
         # The step sees other objects over the same memory: these ones can be marked.
         mine = [_twin(x) for x in leaves] if memory.once else _apart(leaves)
-        donated = None if is_held(memory.written) else Donation(memory.tensors, mine)
+        held = is_held(memory.written)
+        donated = None if held else Donation(memory.tensors, mine, memory.keys)
         given = tree.unflatten(treedef, mine)
         for leaf in leaves:  # from now on: simulated ranks may share plain tensors
             spend(leaf, _GONE)
@@ -124,7 +125,10 @@ class _Memory:
         self.written += [home.flat for home in homes.values()]
         keys = list(map(_torch.storage_key, self.written))
         self.once = len(set(seats)) == len(seats) and len(set(keys)) == len(keys)
-        self.tensors = [*self.written, *parts, *_wholes(homes.values())]
+        by_id = dict(zip(map(id, self.written), keys, strict=True))
+        others = {id(x): x for x in (*parts, *_wholes(homes.values()))}
+        by_id |= {i: _torch.storage_key(x) for i, x in others.items() if i not in by_id}
+        self.tensors, self.keys = [*self.written, *others.values()], by_id.values()
 
     def versions(self) -> list[int]:
         with _torch.plain_tensors():
