@@ -9,8 +9,10 @@ import warnings
 import fsfunc as ff
 from tests.derivatives import refused
 from tests.derivatives.cases import LOSSES, STEPS
-from tests.derivatives.judging import WAYS, W, X, assert_lawful, by_law, rank_main
+from tests.derivatives.judging import W, X, assert_lawful, by_law, rank_main
 from tests.derivatives.test_law import taken_by
+
+SOME_WAYS = [0, 1, 3, None]  # 2 is 1 where the gradients of one call are summed
 
 
 def main():
@@ -20,7 +22,7 @@ def main():
     right = 0
     for step in programs.values():
         expected = by_law(step, 2)[mesh.rank]
-        for way in WAYS:
+        for way in SOME_WAYS:
             assert_lawful([rank_main(step, mesh, way)()], [expected])
             right += 1
     told = 0

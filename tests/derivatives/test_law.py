@@ -23,7 +23,9 @@ from tests.derivatives.worlds import Ranks, by_units
 # torch scripts its own forward-mode decompositions, and warns of it.
 pytestmark = pytest.mark.filterwarnings("ignore:.torch.jit.script. is deprecated")
 
-EVERY = [(n, way) for n in MESHES for way in WAYS]
+EVERY = [(n, way) for n in (2, 3) for way in WAYS]
+EVERY += [(1, 3), (1, None), (4, 0), (4, 3)]
+SOME = [(2, 0), (2, 1), (3, 3), (2, None)]  # of the composable path
 
 
 # torch.func has no end at which to take a mean of what a plain parameter gets outside
@@ -40,7 +42,7 @@ def taken_by(how, program):
 @pytest.mark.parametrize("name", LOSSES)
 def test_a_loss_has_the_gradient_of_the_mean(name, how):
     step = taken_by(how, LOSSES[name])
-    for n, way in EVERY:
+    for n, way in EVERY if how == "vag_w" else SOME:
         if n > 1 and (name, how, way) in REFUSED:
             with pytest.raises(ValueError, match="one value on all ranks, is this ra"):
                 on_ranks(step, n, way)

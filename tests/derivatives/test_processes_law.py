@@ -6,14 +6,14 @@ import pytest
 
 from tests.derivatives import refused
 from tests.derivatives.cases import LOSSES, STEPS
-from tests.derivatives.judging import WAYS
+from tests.derivatives.process_law import SOME_WAYS
 
 PROGRAM = Path(__file__).with_name("process_law.py")
 
 
 @pytest.mark.processes
 def test_processes_keep_the_law(torchrun):
-    right = (len(STEPS) + len(LOSSES)) * len(WAYS)
+    right = (len(STEPS) + len(LOSSES)) * len(SOME_WAYS)
     told = len(refused.STEPS | refused.PLAIN)
     said = f"{right} right, {told} refused"
     assert torchrun(PROGRAM, 2, timeout=240).splitlines() == [said] * 2
