@@ -47,6 +47,7 @@ def count_as_leaf(cls: type) -> None:
 
 
 def is_node(cls: type) -> bool:
+    """Whether optree takes one apart."""
     registered = optree.register_pytree_node.get(cls, namespace=NAMESPACE)
     tuples = optree.is_namedtuple_class(cls) or optree.is_structseq_class(cls)
     return registered is not None or tuples
@@ -63,6 +64,7 @@ CONTAINERS = (list, tuple, set, frozenset, deque, Mapping)
 
 
 def slots_of(cls: type) -> list[str]:
+    """The attributes that a class keeps in slots, those of its bases too."""
     return [
         name
         for c in cls.__mro__

@@ -26,7 +26,7 @@ _ELEMENTWISE = {
     *_ALIKE,
 }  # fmt: skip
 # Views of a row that mean another thing where the leaf has dims.
-TURNS = {"t", "transpose", "permute", "numpy_T", "swapaxes", "movedim", "flip"}
+TURNS = {"t", "transpose", "permute"}
 COPIES = {"copy", "clone", "alias", "contiguous", "detach", "lift_fresh"}
 _JOINS = {"cat", "stack"}
 _PICKS = {

@@ -53,9 +53,8 @@ def check(
     The first argument is one value on all ranks, the others are the rank's own. Where a
     step asks for a value it gets a stand-in, so one way through it is looked at; one
     that fake tensors cannot go through at all is not: what is refused as it runs is
-    refused all the same. Of simulated ranks, which run
-    one program, the first to come and the last of the mesh look; all of them where it
-    asks for its rank.
+    refused all the same. Of simulated ranks, which run one program, the first to come
+    and the last of the mesh look; all of them where it asks for its rank.
 
     Args:
         at: the rank; ``axes``: those over which the loss is a mean.

@@ -95,6 +95,8 @@ def result(
         return joint(kinds)
     if op.random:
         raise Untyped("random")
+    if Kind.P in kinds and backward and op.adds and not any(y.numel() for y in out):
+        return Kind.S  # of an empty part, whose norm is a sum of nothing
     if Kind.P in kinds:
         return _of_terms(op, given, kinds)
     if Kind.V in kinds:

@@ -15,7 +15,7 @@ from fsfunc.accounting import aside, label
 from fsfunc.admitting import arguments, refuse
 from fsfunc.autodiff import GradientCall, Outcome
 from fsfunc.collectives import Group, group, move
-from fsfunc.crossings import ENTER, GATHER, MEAN, REDUCE
+from fsfunc.crossings import ENTER, GATHER, MEAN, REDUCE, LawError
 from fsfunc.donated import refuse_spent
 from fsfunc.frames import Interpretation, frame, inside, running
 from fsfunc.homes import by_buffer, home_of, joined, settle
@@ -312,6 +312,8 @@ class Sharding(Interpretation):
                 continue
             averaged = session is not None and session.averages(x)
             if x.is_floating_point() and not (averaged and not functional):
+                if call.frame.stage is not None:
+                    raise LawError(_MADE.format(call.name))
                 check_derivatives(call, [x], inputs)
                 at = here(self.mesh)
                 leaves[i], entered = move(x, ENTER, group(self.axes, at)), True
@@ -419,3 +421,10 @@ class Sharding(Interpretation):
             return averaged(replace(outcome, grads=grads), session, at)
 
         return sharded
+
+
+_MADE = (
+    "unit {!r} of a pipelined loss has a parameter that was made in the loss: whether "
+    "it is one value on all ranks, whose gradient is a mean, or this rank's own, "
+    "nobody can tell there. Make it inside the unit, of the parameter itself"
+)
