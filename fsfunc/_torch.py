@@ -11,7 +11,7 @@ import sys
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from datetime import timedelta
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -657,7 +657,21 @@ _aten: Any = torch.ops.aten
 _OF_ONE = {
     _aten.slice.Tensor, _aten.select.int, _aten.as_strided.default,
     _aten.detach.default, _aten.alias.default, _aten.view.default,
-    _aten.t.default, _aten.transpose.int,
+    _aten.t.default, _aten.transpose.int, _aten.permute.default,
+    _aten.expand.default, _aten._unsafe_view.default,
+}  # fmt: skip
+# Whose results have shapes, strides and dtypes that the kernel for meta tensors gives.
+_COMPUTED = {
+    _aten.mul.Tensor, _aten.mul.Scalar, _aten.add.Tensor, _aten.add.Scalar,
+    _aten.add_.Tensor, _aten.add_.Scalar, _aten.mul_.Tensor, _aten.div.Tensor,
+    _aten.div.Scalar, _aten.pow.Tensor_Scalar, _aten.rsqrt.default,
+    _aten.mm.default, _aten.bmm.default, _aten.addmm.default,
+    _aten.sum.dim_IntList, _aten.mean.dim, _aten.clone.default,
+    _aten.gelu.default, _aten.gelu_backward.default,
+    _aten.tanh.default, _aten.tanh_backward.default,
+    _aten.relu.default, _aten.threshold_backward.default,
+    _aten.silu.default, _aten.silu_backward.default, _aten.cat.default,
+    _aten.stack.default, CPU_ATTENTION.default, CPU_ATTENTION_BACKWARD.default,
 }  # fmt: skip
 _LIKE_ONE = {
     _aten.zeros_like.default, _aten.empty_like.default, _aten.new_empty.default,
@@ -692,11 +706,11 @@ def quick_fake(mode: FakeTensorMode, func: Any, args: Any, kwargs: Any) -> Any:
     """
     if func._schema.is_mutable and not func._schema.returns:
         return None  # it only writes, and there is nothing to write
+    if func in _COMPUTED:
+        return _computed(mode, func, args, kwargs)
     kwargs = dict(kwargs)
     if func in _OF_ONE or func in _LIKE_ONE:
-        x = args[0]
-        odd = not isinstance(x, FakeTensor) or x.constant is not None
-        if odd or x.fake_device != _CPU or x.fake_mode is not mode:
+        if not _is_plain(mode, args[0]):
             return NotImplemented
     elif func not in _OF_NONE:
         return NotImplemented
@@ -709,6 +723,82 @@ def quick_fake(mode: FakeTensorMode, func: Any, args: Any, kwargs: Any) -> Any:
         kwargs["device"] = "meta"
     with torch._C._DisableTorchDispatch():
         return FakeTensor(mode, func(*args, **kwargs), _CPU)
+
+
+def _is_plain(mode: FakeTensorMode, x: Any) -> bool:
+    """Whether ``x`` is a fake tensor of a CPU and of this mode, of unknown values."""
+    return (
+        isinstance(x, FakeTensor)
+        and x.constant is None
+        and x.fake_device == _CPU
+        and x.fake_mode is mode
+    )
+
+
+def _computed(mode: FakeTensorMode, func: Any, args: Any, kwargs: Any) -> Any:
+    """New tensors without data; what their kernel refuses is the mode's to say."""
+
+    def look(x: Any) -> Any:
+        if isinstance(x, (list, tuple)):
+            return tuple(map(look, x))
+        if not isinstance(x, Tensor):
+            return x
+        if not _is_plain(mode, x):
+            raise LookupError
+        return _Look(x.shape, x.stride(), x.dtype)
+
+    def made(x: Any) -> Any:
+        if type(x) is tuple:
+            return tuple(map(made, x))
+        if not isinstance(x, _Look):
+            return x
+        x = torch.empty_strided(x.size, x.stride, dtype=x.dtype, device="meta")
+        return FakeTensor(mode, x, _CPU)
+
+    try:
+        given = [look(x) for x in args]
+        how = {name: look(x) for name, x in kwargs.items()}
+    except LookupError:
+        return NotImplemented
+    with torch._C._DisableTorchDispatch():
+        found = _result(func, torch.get_default_dtype(), *given, **how)
+        if found is NotImplemented or func._schema.is_mutable:
+            return found if found is NotImplemented else args[0]
+        return made(found)
+
+
+class _Look(NamedTuple):
+    """All of a tensor that the shape of a result depends on."""
+
+    size: tuple[int, ...]
+    stride: tuple[int, ...]
+    dtype: torch.dtype
+
+
+@functools.lru_cache(maxsize=2**14, typed=True)  # 2 and 2.0 give two dtypes
+def _result(func: Any, default: torch.dtype, *given: Any, **how: Any) -> Any:
+    """What the kernel for meta tensors makes of such arguments, or NotImplemented.
+
+    Args:
+        default: the dtype of Python's floats.
+        given, how: the arguments, where a tuple is a list, and a look a tensor.
+    """
+
+    def made(x: Any) -> Any:
+        if isinstance(x, _Look):
+            return torch.empty_strided(x.size, x.stride, dtype=x.dtype, device="meta")
+        return list(map(made, x)) if isinstance(x, tuple) else x
+
+    def look(x: Any) -> Any:
+        if isinstance(x, (list, tuple)):
+            return tuple(map(look, x))
+        return _Look(x.shape, x.stride(), x.dtype) if isinstance(x, Tensor) else x
+
+    try:
+        named = {name: made(x) for name, x in how.items()}
+        return look(func(*map(made, given), **named))
+    except Exception:
+        return NotImplemented
 
 
 def device_of(x: Tensor) -> torch.device:

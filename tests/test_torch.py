@@ -1,6 +1,7 @@
 """Each private torch function, and what breaks when torch changes it."""
 
 import weakref
+from contextlib import suppress
 from datetime import timedelta
 
 import pytest
@@ -330,8 +331,71 @@ QUICK = [
             (aten.view.default, ([4, 2, 3],)),
             (aten.t.default, ()),
             (aten.transpose.int, (0, -1)),
+            (aten.permute.default, ([1, 0],)),
+            (aten.expand.default, ([3, 4, 6],)),
+            (aten._unsafe_view.default, ([2, 12],)),
         )
     ],
+    *[
+        (op, make, rest, {})
+        for make in (
+            lambda: torch.ones(4, 6),
+            lambda: torch.ones(6, 4, dtype=torch.bfloat16).t(),
+            lambda: torch.ones(10, 6)[2:6],
+            lambda: torch.ones(4, 6, dtype=torch.int64),
+            lambda: torch.ones(4, 6, dtype=torch.bool),
+            lambda: torch.ones(1, 6).expand(4, 6),
+            lambda: torch.ones(6, 8, 4, dtype=torch.float16).permute(2, 0, 1)[..., ::2],
+            lambda: torch.ones(2, 3, 4, 6).to(memory_format=torch.channels_last),
+            lambda: torch.ones(()),
+            lambda: torch.ones(0, 6),
+        )
+        for op, rest in (
+            (aten.clone.default, ()),
+            (aten.rsqrt.default, ()),
+            (aten.tanh.default, ()),
+            (aten.relu.default, ()),
+            (aten.gelu.default, ()),
+            (aten.pow.Tensor_Scalar, (2,)),
+            (aten.pow.Tensor_Scalar, (0.5,)),
+            (aten.mul.Scalar, (2.0,)),
+            (aten.div.Scalar, (3,)),
+            (aten.add.Scalar, (1, 2)),
+            (aten.add_.Scalar, (1e-5,)),
+            (aten.mul_.Tensor, (lambda: torch.ones(6),)),
+            (aten.add_.Tensor, (lambda: torch.ones(4, 6, dtype=torch.float64),)),
+            (aten.sum.dim_IntList, ([0],)),
+            (aten.sum.dim_IntList, ([-1], True)),
+            (aten.sum.dim_IntList, (None,)),
+            (aten.mean.dim, ([-1], True)),
+            (aten.mean.dim, ([0, 1],)),
+            (aten.mul.Tensor, (2.5,)),
+            (aten.mul.Tensor, (lambda: torch.ones(6, 4).t(),)),
+            (aten.mul.Tensor, (lambda: torch.ones((), dtype=torch.float64),)),
+            (aten.add.Tensor, (lambda: torch.ones(6, dtype=torch.int32),)),
+            (aten.add.Tensor, (lambda: torch.ones(1, 3, 1, 1).bfloat16(),)),
+            (aten.div.Tensor, (lambda: torch.ones(5, 1, 1, dtype=torch.int64),)),
+            (aten.mm.default, (lambda: torch.ones(6, 5),)),
+            (aten.mm.default, (lambda: torch.ones(5, 6, dtype=torch.bfloat16).t(),)),
+            (aten.bmm.default, (lambda: torch.ones(4, 4, 3).half(),)),
+            (aten.addmm.default, (lambda: torch.ones(4, 2), lambda: torch.ones(2, 6))),
+            (aten.gelu_backward.default, (lambda: torch.ones(4, 6),)),
+            (aten.tanh_backward.default, (lambda: torch.ones(6, 4).t(),)),
+            (aten.threshold_backward.default, (lambda: torch.ones(4, 6), 0)),
+            (aten.silu.default, ()),
+            (aten.silu_backward.default, (lambda: torch.ones(4, 6),)),
+        )
+    ],
+    *[
+        (op, lambda: torch.ones(6, 4).t(), (), how)
+        for op, how in (
+            (aten.clone.default, {"memory_format": torch.contiguous_format}),
+            (aten.clone.default, {"memory_format": torch.preserve_format}),
+            (aten.clone.default, {"memory_format": torch.channels_last}),
+        )
+    ],
+    (aten.sum.dim_IntList, lambda: torch.ones(6, 4).bfloat16(), ([0],), X),
+    (aten.add.Tensor, lambda: torch.ones(6), (2,), {"alpha": 3}),
     *[
         (op, make, rest, how)
         for make in (
@@ -362,15 +426,17 @@ QUICK = [
 
 def test_quick_fakes_are_those_of_the_mode():
     what, quick = "plans have other shapes, or views that share no memory", 0
-    for op, make, rest, how in QUICK:
+    for op, make, others, how in QUICK:
         mode = _torch.fake_mode_of([])
-        with mode:
+        with mode, _torch.quiet_fakes():
+            given = [] if make is None else [make()]
+            rest = [x() if callable(x) else x for x in others]
             try:
-                given = [] if make is None else [make()]
                 slow = op(*given, *rest, **how)
-            except RuntimeError:  # no view of these strides
-                with pytest.raises(RuntimeError):
-                    _torch.quick_fake(mode, op, (*given, *rest), how)
+            except Exception:  # no such view, shapes or dtypes
+                with suppress(RuntimeError):
+                    fast = _torch.quick_fake(mode, op, (*given, *rest), how)
+                    assert fast is NotImplemented, (op, breaks(what))
                 continue
             fast = _torch.quick_fake(mode, op, (*given, *rest), how)
         quick += fast is not NotImplemented
@@ -390,7 +456,35 @@ def test_quick_fakes_are_those_of_the_mode():
                 for y in (fast, slow)
             ]
             assert shares[0] == shares[1], (op, breaks(what))
-    assert quick > 70
+    assert quick > 250
+
+
+def test_quick_fakes_of_several_tensors_are_those_of_the_mode():
+    """What takes a list, and what gives several."""
+
+    def q():
+        return torch.ones(2, 5, 3, 8, dtype=torch.bfloat16).transpose(1, 2)
+
+    calls = [
+        (aten.cat.default, lambda: ([torch.ones(3, 2).t(), torch.ones(2, 1)], 1)),
+        (aten.cat.default, lambda: ([torch.ones(2).int(), torch.ones(3)],)),
+        (aten.stack.default, lambda: ([torch.ones(3, 2).t()] * 2, -1)),
+        (_torch.CPU_ATTENTION.default, lambda: (q(), q(), q(), 0.0, True)),
+        (
+            _torch.CPU_ATTENTION_BACKWARD.default,
+            lambda: (q(), q(), q(), q(), q(), torch.ones(2, 3, 5), 0.0, False),
+        ),
+    ]
+    for op, make in calls:
+        mode = _torch.fake_mode_of([])
+        with mode:
+            args = make()
+            slow, fast = op(*args), _torch.quick_fake(mode, op, args, {})
+        both = [x if isinstance(x, tuple) else (x,) for x in (slow, fast)]
+        for x, y in zip(*both, strict=True):
+            assert (x.shape, x.dtype, x.stride()) == (y.shape, y.dtype, y.stride()), op
+            assert x.device == y.device and y.fake_mode is mode
+            assert x.untyped_storage().nbytes() == y.untyped_storage().nbytes(), op
 
 
 def test_quick_fakes_leave_the_rest_to_the_mode():
@@ -411,7 +505,11 @@ def test_quick_fakes_leave_the_rest_to_the_mode():
     ):
         found = _torch.quick_fake(mode, aten.zeros_like.default, args, how)
         assert found is NotImplemented, (args, how)
-    assert _torch.quick_fake(mode, aten.add.Tensor, (x, x), {}) is NotImplemented
+    for odd in (torch.ones(3), on_meta, constant, strange):
+        for two in ((x, odd), (odd, x)):
+            found = _torch.quick_fake(mode, aten.add.Tensor, two, {})
+            assert found is NotImplemented, two
+    assert _torch.quick_fake(mode, aten.sin.default, (x,), {}) is NotImplemented
     assert _torch.quick_fake(mode, aten.ones_like.default, (x,), {}) is NotImplemented
 
 
