@@ -28,10 +28,10 @@ from fsfunc.foresight.stating import facts
 from fsfunc.launching import make_mesh, spmd
 from fsfunc.machines import Hardware
 from fsfunc.mesh import Mesh
+from fsfunc.printing.tables import Printed
 from fsfunc.show.describing import description
 from fsfunc.show.estimates import comparison
 from fsfunc.show.estimates import estimate as estimate_tables
-from fsfunc.show.tables import Printed
 from fsfunc.stored_commands import add_commands
 
 __all__ = ["main"]

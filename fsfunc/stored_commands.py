@@ -11,9 +11,9 @@ from typing import Any
 from fsfunc.checkpointing.finding import find
 from fsfunc.checkpointing.manifest import CheckpointError
 from fsfunc.foresight.building import Refused
-from fsfunc.show.amounts import of_bytes
+from fsfunc.printing.amounts import of_bytes
+from fsfunc.printing.tables import Printed
 from fsfunc.show.checkpoints import checkpoint
-from fsfunc.show.tables import Printed
 
 __all__ = ["add_commands"]
 

@@ -14,7 +14,7 @@ from fsfunc import hardware as machines
 from fsfunc.__main__ import main
 from fsfunc.foresight.estimating import estimate
 from fsfunc.foresight.plans import Plan
-from fsfunc.show.amounts import of_bytes, of_flops, of_seconds
+from fsfunc.printing.amounts import of_bytes, of_flops, of_seconds
 from tests.programs import ROOT, python
 
 EXAMPLE = ROOT / "examples" / "train_gpt.py"

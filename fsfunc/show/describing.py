@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from fsfunc.machines import Hardware
-from fsfunc.show.amounts import of_bytes, of_flops, of_seconds, of_share
-from fsfunc.show.tables import Report, Table
+from fsfunc.printing.amounts import of_bytes, of_flops, of_seconds, of_share
+from fsfunc.printing.tables import Report, Table
 
 __all__ = ["description"]
 

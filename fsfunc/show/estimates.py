@@ -7,9 +7,9 @@ from collections.abc import Sequence
 from fsfunc.foresight.estimating import Estimate
 from fsfunc.foresight.plans import Plan
 from fsfunc.machines import Hardware
-from fsfunc.show.amounts import of_bytes, of_count, of_flops, of_seconds, of_share
-from fsfunc.show.peaks import check_plan
-from fsfunc.show.tables import Report, Table
+from fsfunc.printing.amounts import of_bytes, of_count, of_flops, of_seconds, of_share
+from fsfunc.printing.tables import Report, Table
+from fsfunc.show.memory_plot import check_plan
 
 __all__ = ["comparison", "estimate", "room"]
 
