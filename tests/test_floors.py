@@ -36,7 +36,7 @@ FLOORS = [
     (7, ["foresight/", "testing/", "checkpointing/"]),
     (8, ["show/"]),
     (9, ["__init__.py"]),
-    (10, ["__main__.py", "commands.py", "stored_commands.py"]),
+    (10, ["__main__.py", "cli/"]),
 ]
 
 PRIVATE_TORCH_LIVES_IN = "_torch.py"
