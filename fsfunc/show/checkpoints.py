@@ -8,7 +8,7 @@ from fsfunc.checkpointing.finding import find
 from fsfunc.checkpointing.manifest import Stored
 from fsfunc.checkpointing.matching import within
 from fsfunc.parts import describe
-from fsfunc.printing.amounts import of_bytes
+from fsfunc.printing.amounts import of_axes, of_bytes
 from fsfunc.printing.tables import Report, Table
 
 __all__ = ["checkpoint"]
@@ -28,7 +28,7 @@ def checkpoint(found: Stored | str | os.PathLike, *, at: str = "") -> Report:
     [('step', '7')]
     """
     stored = within(found if isinstance(found, Stored) else find(found), at)
-    mesh = ", ".join(f"{axis}={size}" for axis, size in stored.mesh.items())
+    mesh = of_axes(stored.mesh)
     by = "fsfunc" if stored.version is not None else "safetensors, of no manifest"
     head = (
         f"{stored.path}: {of_bytes(stored.nbytes)} in {len(stored.tensors)} tensors "
