@@ -13,8 +13,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
-from fsfunc.accounting import Record
-from fsfunc.backends.simulated import Deadlock
+from fsfunc.comm.backends.baton import Deadlock
+from fsfunc.comm.ledgers import Record
 from fsfunc.foresight.events import (
     Asked,
     Op,

@@ -6,7 +6,7 @@ from collections import defaultdict
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
-from fsfunc.backends.calls import CollectiveMismatch
+from fsfunc.comm.backends.link import CollectiveMismatch
 
 __all__ = ["Drawn", "Lane", "Party", "Transfer"]
 

@@ -11,6 +11,7 @@ import torch
 import fsfunc as ff
 from fsfunc.checkpointing import writing
 from fsfunc.checkpointing.manifest import CheckpointError
+from fsfunc.comm.mesh import here
 from fsfunc.transforms import sessions
 from tests.checkpointing.drawn import on
 from tests.checkpointing.stacks import STACKS, made
@@ -130,7 +131,7 @@ def test_a_change_beside_a_gather_is_found(tmp_path, gate, zero):
 
 
 def mesh_rank():
-    return ff.mesh.here().rank
+    return here().rank
 
 
 def test_a_donated_step_writes_in_place_again_afterwards(tmp_path):
