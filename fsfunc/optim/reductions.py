@@ -11,7 +11,7 @@ into own values, and a number crosses into parts, each with its transpose (`cros
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
@@ -26,8 +26,15 @@ from fsfunc.comm.crossings import ENTER, SPREAD, SUM, check_samples
 from fsfunc.comm.groups import group
 from fsfunc.comm.mesh import NoMesh, here
 from fsfunc.frames import frame
-from fsfunc.optim import kernels
-from fsfunc.optim.leafwise import Tree, map_flat, split, trainable
+from fsfunc.optim.leaves import (
+    Tree,
+    composable,
+    differentiated,
+    map_flat,
+    scaled,
+    split,
+    trainable,
+)
 from fsfunc.sharded import Sharded, is_sharded
 
 __all__ = ["entered", "global_norm", "tree_scale", "tree_sum"]
@@ -92,8 +99,8 @@ def global_norm(values: Tree, p: float = 2.0) -> Tensor:
     local = []
     for axes, tensors in held:
         # The infinite norm has no identity: torch refuses an empty tensor.
-        norms = kernels.norms([t for t in tensors if t.numel()], p, dtype)
-        if kernels.differentiated(tensors):  # the psum's transpose is every rank's
+        norms = _norms([t for t in tensors if t.numel()], p, dtype)
+        if differentiated(tensors):  # the psum's transpose is every rank's
             norms += [t.sum(dtype=dtype) for t in tensors if not t.numel()]
         local.append((axes, _combined(norms, norm_of, tensors[0].device, dtype)))
     device = _device(held)
@@ -106,9 +113,16 @@ def global_norm(values: Tree, p: float = 2.0) -> Tensor:
     return _root(_combined(powers, torch.sum, device, dtype), p)
 
 
+def _norms(tensors: Sequence[Tensor], p: float, dtype: torch.dtype) -> list[Tensor]:
+    """The p-norm of each (non-empty) tensor, accumulated in ``dtype``: 0-dim."""
+    if composable():
+        return [torch.linalg.vector_norm(t, p, dtype=dtype) for t in tensors]
+    return list(torch._foreach_norm(list(tensors), p, dtype=dtype)) if tensors else []
+
+
 def _root(power: Tensor, p: float) -> Tensor:
     """``power ** (1/p)``, whose derivative at 0 is 0, as that of a norm is."""
-    if not kernels.differentiated([power]):
+    if not differentiated([power]):
         return power.sqrt() if p == 2 else power ** (1 / p)
     zero = power == 0
     return torch.where(zero, 0, torch.where(zero, 1, power) ** (1 / p))
@@ -144,24 +158,24 @@ def tree_scale(values: Tree, factor: float | Tensor) -> Tree:
         )
     if isinstance(factor, Tensor):
         claim(factor, "tree_scale")
-    if not isinstance(factor, Tensor) or not kernels.differentiated([factor]):
-        return map_flat(lambda ts: kernels.scaled(ts, factor), values)
+    if not isinstance(factor, Tensor) or not differentiated([factor]):
+        return map_flat(lambda ts: scaled(ts, factor), values)
 
-    def scaled(leaf: Any) -> Any:
+    def times(leaf: Any) -> Any:
         if not trainable(leaf):
             return leaf
         if not isinstance(leaf, Sharded):
             return leaf * factor
         return leaf.with_local(leaf.local * _into_parts(factor, leaf.layout.axes))
 
-    return tree.map(scaled, values, is_leaf=is_sharded)
+    return tree.map(times, values, is_leaf=is_sharded)
 
 
 def _out_of_parts(x: Tensor, axes: Spread) -> Tensor:
     """The ranks' sums over their parts as one sum, each rank's own."""
     if axes is None:
         return x  # each leaf entered by itself
-    if not kernels.differentiated([x]):
+    if not differentiated([x]):
         return issue(x, SUM, group(axes)) if axes else x
     check_samples(x, "a sum over sharded leaves")
     over, others, copies = _parted(axes)
@@ -174,7 +188,7 @@ def _out_of_parts(x: Tensor, axes: Spread) -> Tensor:
 
 def entered(x: Tensor) -> Tensor:
     """A plain tensor as each rank's own: of a parameter the gradient is the mean."""
-    if kernels.differentiated([x]):
+    if differentiated([x]):
         for handler, session in frame().sessions:
             if session.ownership.is_one_value(x):
                 check_samples(x, "a parameter")

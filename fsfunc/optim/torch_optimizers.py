@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import replace
-from functools import cache
+from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
 import torch
@@ -12,11 +11,12 @@ from torch import Tensor
 
 from fsfunc import _torch
 from fsfunc.frames import frame, inside
-from fsfunc.optim.base import Optimizer, check_not_negative
-from fsfunc.optim.leafwise import Tree, map_flat
+from fsfunc.optim.in_place import fused
+from fsfunc.optim.leaves import Tree, map_flat
 from fsfunc.optim.matching import Matched
-from fsfunc.optim.probing import as_numbers, at_rest, probe, run_step
+from fsfunc.optim.optimizer import Optimizer, check_not_negative
 from fsfunc.optim.schedules import Schedule, rate_at
+from fsfunc.optim.torch_probe import Kept, as_numbers, at_rest, probe, run_step
 
 _NOT_ELEMENTWISE = {
     "LBFGS": "it takes a closure, and directions of the whole",
@@ -97,71 +97,89 @@ def from_torch(
     if lr is not None and not callable(lr):
         check_not_negative(lr=lr)
 
-    def made(count: int, **other: Any) -> Callable[..., torch.optim.Optimizer]:
-        given = dict(options) if lr is None else {"lr": rate_at(lr, count), **options}
-        return lambda params: kind(params, **{**given, **other})
+    given = _Given(kind, lr, options)
+    functions = _TorchFunctions(given, _kept_by(given))
+    return Optimizer(functions.init, functions.update, prepare=functions.prepare)
 
-    plain = {"fused": False} if options.get("fused") else {}
+
+@dataclass(frozen=True, eq=False)
+class _Given:
+    """A class of torch's kind, and the options for it."""
+
+    kind: type[torch.optim.Optimizer]
+    lr: float | Schedule | None
+    options: dict[str, Any]
+
+    @property
+    def name(self) -> str:
+        return self.kind.__name__
+
+    @property
+    def plain(self) -> dict[str, Any]:
+        """The options that take torch's own kernel off, for a few numbers."""
+        return {"fused": False} if self.options.get("fused") else {}
+
+    def at(self, count: int, **other: Any) -> Callable[..., torch.optim.Optimizer]:
+        """What makes the class's optimizers after so many updates."""
+        lr = {} if self.lr is None else {"lr": rate_at(self.lr, count)}
+        return lambda params: self.kind(params, **{**lr, **self.options, **other})
+
+
+def _kept_by(given: _Given) -> Kept:
+    """What the class keeps, as it is found on a few numbers."""
+    name, plain = given.name, given.plain
     # A rate of 0, as a warm-up starts with, would show nothing.
-    tried = plain if lr is None or rate_at(lr, 0) else {**plain, "lr": 1e-2}
-    kept = probe(made(0, **tried), name)
-    if "lr" in tried:
-        still = probe(made(0, **plain), name)
-        kept = replace(kept, numbers=still.numbers, moments=still.moments)
-    if made(0)([torch.zeros(1)]).defaults.get("foreach", False) is None:
+    still = given.lr is not None and not rate_at(given.lr, 0)
+    tried = {**plain, "lr": 1e-2} if still else plain
+    kept = probe(given.at(0, **tried), name)
+    if still:
+        first = probe(given.at(0, **plain), name)
+        kept = replace(kept, numbers=first.numbers, moments=first.moments)
+    if given.at(0)([torch.zeros(1)]).defaults.get("foreach", False) is None:
         # What torch takes on a GPU may write where what it takes here does not.
-        writes = probe(made(0, **tried, foreach=True), name).writes_gradients
+        writes = probe(given.at(0, **tried, foreach=True), name).writes_gradients
         kept = replace(kept, writes_gradients=writes)
-    names = list(kept.moments)
+    return kept
 
-    @cache
-    def lying(device: torch.device) -> Mapping[str, torch.device]:
-        """Where torch keeps its numbers for parameters on ``device``."""
-        if device.type == "cpu" or not kept.dtypes:
-            return {}
-        with at_rest():
-            p = torch.zeros(1, device=device)
-            p.grad = torch.zeros_like(p)
-            optimizer = made(0)([p])
-            optimizer.step()
-            return {k: optimizer.state[p][k].device for k in kept.dtypes}
 
-    def following(state: TorchState) -> dict[str, Any]:
-        """The numbers after a step, where no step of this rank shows them."""
-        with at_rest():
-            p = torch.zeros(1)
-            moments = {k: [kept.start(k, p)] for k in names}
-            make = made(state.count, **plain)
-            first = state.count == 0
-            args = make, kept, [p], [p.clone()], moments, state.numbers
-            return as_numbers(run_step(*args, first=first))
+@dataclass(frozen=True, eq=False)
+class _TorchFunctions:
+    """The functions of such an optimizer; ``found``: where it keeps its numbers."""
 
-    def init(params: Tree) -> TorchState:
+    given: _Given
+    kept: Kept
+    found: dict[torch.device, Mapping[str, torch.device]] = field(default_factory=dict)
+
+    def init(self, params: Tree) -> TorchState:
+        kept = self.kept
+
         def started(k: str) -> Callable[[list[Tensor]], list[Tensor]]:
             return lambda tensors: [kept.start(k, t) for t in tensors]
 
-        def check(tensors: list[Tensor]) -> list[Tensor]:
-            for t in tensors:
-                for k, dtype in kept.own.items():
-                    if t.dtype != dtype:
-                        raise ValueError(
-                            f"{name} keeps {k!r} in {dtype}, whatever the parameters, "
-                            f"and these are {t.dtype}: make them {dtype}"
-                        )
-            return tensors
-
-        map_flat(check, params)
-        moments = {k: map_flat(started(k), params, rest=None) for k in names}
+        map_flat(self._check_dtypes, params)
+        moments = {k: map_flat(started(k), params, rest=None) for k in kept.moments}
         return TorchState(0, dict(kept.numbers), moments)
 
-    def matched(grads: Tree, state: TorchState, params: Tree) -> Matched:
+    def _check_dtypes(self, tensors: list[Tensor]) -> list[Tensor]:
+        for t in tensors:
+            for k, dtype in self.kept.own.items():
+                if t.dtype != dtype:
+                    raise ValueError(
+                        f"{self.given.name} keeps {k!r} in {dtype}, whatever the "
+                        f"parameters, and these are {t.dtype}: make them {dtype}"
+                    )
+        return tensors
+
+    def _matched(self, grads: Tree, state: TorchState, params: Tree) -> Matched:
+        kept, name = self.kept, self.given.name
         found = [*state.numbers, *state.moments]
-        if set(found) != {*kept.numbers, *names}:
+        if set(found) != {*kept.numbers, *kept.moments}:
             raise ValueError(
-                f"the state keeps {found}, and {name} keeps {[*kept.numbers, *names]}: "
-                "make it with this optimizer's own init(params)"
+                f"the state keeps {found}, and {name} keeps "
+                f"{[*kept.numbers, *kept.moments]}: make it with this optimizer's own "
+                "init(params)"
             )
-        out = Matched.of(params, grads, *(state.moments[k] for k in names))
+        out = Matched.of(params, grads, *(state.moments[k] for k in kept.moments))
         if out.differentiated:
             raise ValueError(
                 f"torch's own step cannot be differentiated or batched, and {name} is "
@@ -170,10 +188,10 @@ def from_torch(
         return out
 
     def prepare(
-        grads: Tree, state: TorchState, params: Tree
+        self, grads: Tree, state: TorchState, params: Tree
     ) -> Callable[[], tuple[Tree, TorchState]]:
-        match = matched(grads, state, params)
-        make, found = made(state.count), []
+        matched, kept = self._matched(grads, state, params), self.kept
+        make, found = self.given.at(state.count), []
 
         def kernel(ps: Any, gs: Any, *ms: Any, weight_decay: float) -> None:
             try:
@@ -182,10 +200,10 @@ def from_torch(
                     kept,
                     ps,
                     gs,
-                    dict(zip(names, ms, strict=True)),
+                    dict(zip(kept.moments, ms, strict=True)),
                     state.numbers,
                     first=state.count == 0,
-                    devices=lying(_torch.device_of(ps[0])),
+                    devices=self._lying(_torch.device_of(ps[0])),
                 )
             except Exception as error:
                 # Without data a step that reads a number of its own ends here: what it
@@ -195,32 +213,54 @@ def from_torch(
             else:
                 found[:] = [numbers] if all(map(_on_host, numbers.values())) else []
 
-        commit = match.fused(kernel, [0.0] * len(match.active))
+        commit = fused(matched, kernel, [0.0] * len(matched.active))
 
         def finish() -> tuple[Tree, TorchState]:
             params, *moments = commit()
-            numbers = as_numbers(found[0]) if found else following(state)
-            kept_now = dict(zip(names, moments, strict=True))
+            numbers = as_numbers(found[0]) if found else self._following(state)
+            kept_now = dict(zip(kept.moments, moments, strict=True))
             return params, TorchState(state.count + 1, numbers, kept_now)
 
         return finish
 
+    def _following(self, state: TorchState) -> dict[str, Any]:
+        """The numbers after a step, where no step of this rank shows them."""
+        with at_rest():
+            p = torch.zeros(1)
+            moments = {k: [self.kept.start(k, p)] for k in self.kept.moments}
+            make = self.given.at(state.count, **self.given.plain)
+            args = make, self.kept, [p], [p.clone()], moments, state.numbers
+            return as_numbers(run_step(*args, first=state.count == 0))
+
     def update(
-        grads: Tree, state: TorchState, params: Tree = None
+        self, grads: Tree, state: TorchState, params: Tree = None
     ) -> tuple[Tree, TorchState]:
         if params is None:
             raise ValueError(
-                f"{name} writes into parameters: call update(grads, state, params)"
+                f"{self.given.name} writes into parameters: call "
+                "update(grads, state, params)"
             )
         with inside(replace(frame(), donated=None)):
-            new, state = prepare(grads, state, params)()
-        match = Matched.of(params, grads, new)
-        updates, _ = match.composed(
-            lambda p, g, after, decay: (after - p, after), [0.0] * len(match.active)
+            new, state = self.prepare(grads, state, params)()
+        matched = Matched.of(params, grads, new)
+        updates, _ = matched.composed(
+            lambda p, g, after, decay: (after - p, after), [0.0] * len(matched.active)
         )
         return updates, state
 
-    return Optimizer(init, update, prepare=prepare)
+    def _lying(self, device: torch.device) -> Mapping[str, torch.device]:
+        """Where torch keeps its numbers for parameters on ``device``."""
+        if device.type == "cpu" or not self.kept.dtypes:
+            return {}
+        if device not in self.found:
+            with at_rest():
+                p = torch.zeros(1, device=device)
+                p.grad = torch.zeros_like(p)
+                optimizer = self.given.at(0)([p])
+                optimizer.step()
+                kept = optimizer.state[p]
+                self.found[device] = {k: kept[k].device for k in self.kept.dtypes}
+        return self.found[device]
 
 
 def _on_host(x: Any) -> bool:

@@ -3,22 +3,22 @@
 ``init(params)`` makes a state and ``update(grads, state, params)`` turns gradients into
 updates, which are **added** to the parameters (optax's contract; so the learning rate
 enters with its sign). ``apply`` is `update` and the addition, in one pass over memory
-where the optimizer has one. Clipping, weight decay and scaling have the same form, so
-`chain` makes optimizers out of pieces.
+where the optimizer has one. Most are made by `elementwise` of a rule for one element;
+clipping, weight decay and scaling have the same form, and `chain` joins them.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from numbers import Real
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from fsfunc.optim import kernels
-from fsfunc.optim.leafwise import Mask, Tree, map_flat
-from fsfunc.optim.matching import Decay, Matched
+from fsfunc.optim.in_place import fused
+from fsfunc.optim.leaves import Mask, Tree
+from fsfunc.optim.matching import Decay, Matched, Rule
 
 State = Any
 Init = Callable[[Tree], State]
@@ -96,6 +96,7 @@ class Optimizer(_Functions):
         ...     def apply_gradients(self, grads, optimizer):
         ...         params, _ = optimizer.apply(grads, (), self.params)
         ...         return State(params=params)
+        >>> from fsfunc.optim import scale
         >>> step = scale(-0.5)(lambda w, x: ((w * x).sum(), x))
         >>> step(State(params=torch.ones(2)), torch.tensor([1.0, 2.0]))
         (State(params=tensor([0.5000, 0.0000])), {'loss': tensor(3.)})
@@ -154,7 +155,7 @@ def prepare_updates(params: Tree, updates: Tree) -> Callable[[], Tree]:
     decays = [0.0] * len(matched.active)
     if matched.differentiated:
         return lambda: matched.composed(_sum, decays, as_params=True)[0]
-    commit = matched.fused(kernels.add, decays)
+    commit = fused(matched, _add, decays)
     return lambda: commit()[0]
 
 
@@ -162,108 +163,61 @@ def _sum(p: Tensor, u: Tensor, decay: Decay) -> list[Tensor]:
     return [p + u.to(p.dtype)]
 
 
-def chain(*transforms: Optimizer) -> Optimizer:
-    """The optimizer that passes gradients through each of ``transforms`` in order.
+def _add(params: Any, updates: Any, *, weight_decay: float) -> None:
+    torch._foreach_add_(params, updates)  # there is no decay in an addition
 
-    Its state is the tuple of theirs. ``apply`` is the ``update`` of all but the last,
-    which write nothing, and the ``apply`` of the last.
 
-    Raises:
-        ValueError: nothing to chain.
+def elementwise(
+    name: str,
+    init: Init,
+    *,
+    moments: Callable[[State], Sequence[Tree]],
+    after: Callable[..., State],
+    rule: Callable[[Any], Rule],
+    kernel: Callable[[Any], Callable[..., None]],
+    weight_decay: float = 0.0,
+    mask: Mask | None = None,
+) -> Optimizer:
+    """An optimizer that treats each element by itself.
 
-    Cost: the sum of theirs; all collectives come before the first write.
-
-    >>> import torch
-    >>> optimizer = chain(scale(0.5), add_decayed_weights(0.1), scale(-1.0))
-    >>> params = torch.tensor([10.0])
-    >>> optimizer.update(torch.tensor([4.0]), optimizer.init(params), params)[0]
-    tensor([-3.])
+    Args:
+        name: what errors call it.
+        moments: the trees in its state, which are like the parameters.
+        after: ``after(state, *moments)``: its next state.
+        rule: ``rule(state)(param, grad, *moments, decay) -> (update, *moments)``, made
+            of operations that differentiate; all are tensors but ``decay``, which may
+            be a number.
+        kernel: ``kernel(state)(params, grads, *moments, weight_decay=)`` writes the
+            same step into lists of dense tensors, in one pass over memory.
+        weight_decay, mask: which decay a leaf has.
     """
-    if not transforms:
-        raise ValueError("chain() needs at least one transformation, such as sgd(0.1)")
-    *before, last = transforms
 
-    def init(params: Tree) -> tuple[State, ...]:
-        return tuple(t.init(params) for t in transforms)
+    def update(grads: Tree, state: State, params: Tree = None) -> tuple[Tree, State]:
+        if weight_decay:
+            check_params_given(params, name)
+        like = grads if params is None else params
+        matched = Matched.of(like, grads, *moments(state))
+        decays = matched.decays(weight_decay, mask)
+        updates, *new = matched.composed(rule(state), decays)
+        return updates, after(state, *new)
 
-    def through(grads: Tree, states: Any, params: Tree) -> tuple[Tree, list[State]]:
-        if len(states) != len(transforms):
-            raise ValueError(
-                f"a chain of {len(transforms)} was given a state of {len(states)}: "
-                "make one with its own init(params)"
-            )
-        done = []
-        for transform, state in zip(before, states, strict=False):
-            grads, state = transform.update(grads, state, params)
-            done.append(state)
-        return grads, done
-
-    def update(grads: Tree, states: Any, params: Tree = None):
-        grads, done = through(grads, states, params)
-        updates, state = last.update(grads, states[-1], params)
-        return updates, (*done, state)
-
-    def prepare(grads: Tree, states: Any, params: Tree):
-        grads, done = through(grads, states, params)
-        commit = last.prepare(grads, states[-1], params)
+    def prepare(
+        grads: Tree, state: State, params: Tree
+    ) -> Callable[[], tuple[Tree, State]]:
+        matched = Matched.of(params, grads, *moments(state))
+        if matched.differentiated:
+            updates, state = update(grads, state, params)
+            return lambda: (apply_updates(params, updates), state)
+        decays = matched.decays(weight_decay, mask)
+        commit = fused(matched, kernel(state), decays)
 
         def finish() -> tuple[Tree, State]:
-            params, state = commit()
-            return params, (*done, state)
+            params, *new = commit()
+            return params, after(state, *new)
 
         return finish
 
     return Optimizer(init, update, prepare=prepare)
-
-
-def scale(factor: float) -> Optimizer:
-    """The transformation that multiplies gradients by ``factor``.
-
-    >>> import torch
-    >>> scale(-0.5).update({"w": torch.ones(2)}, ())[0]
-    {'w': tensor([-0.5000, -0.5000])}
-    """
-
-    def update(grads: Tree, state: State, params: Tree = None) -> tuple[Tree, State]:
-        return map_flat(lambda ts: kernels.scaled(ts, factor), grads), state
-
-    return Optimizer(lambda params: (), update)
-
-
-def add_decayed_weights(weight_decay: float, mask: Mask | None = None) -> Optimizer:
-    """The transformation ``g + weight_decay * p``.
-
-    Args:
-        weight_decay: not negative.
-        mask: ``mask(path, leaf)`` says which leaves decay; the shape of a sharded leaf
-            is its global one. All do without it.
-
-    Raises:
-        ValueError: a negative ``weight_decay``, or an update without ``params``.
-
-    >>> import torch
-    >>> decay = add_decayed_weights(0.1, mask=lambda path, leaf: leaf.ndim > 1)
-    >>> params = {"b": torch.ones(1), "w": torch.ones(1, 1)}
-    >>> decay.update({"b": torch.zeros(1), "w": torch.zeros(1, 1)}, (), params)[0]
-    {'b': tensor([0.]), 'w': tensor([[0.1000]])}
-    """
-    check_not_negative(weight_decay=weight_decay)
-
-    def update(grads: Tree, state: State, params: Tree = None) -> tuple[Tree, State]:
-        check_params_given(params, "add_decayed_weights")
-        matched = Matched.of(params, grads)
-        decays = matched.decays(weight_decay, mask)
-        (updates,) = matched.composed(lambda p, g, d: [decayed(g, p, d)], decays)
-        return updates, state
-
-    return Optimizer(lambda params: (), update)
-
-
-def decayed(g: Tensor, p: Tensor, decay: Decay) -> Tensor:
-    """``g + decay * p``; ``g`` itself where nothing decays."""
-    if isinstance(decay, Tensor):
-        return g + decay * p
-    return torch.add(g, p, alpha=decay) if decay else g
 
 
 def check_numbers(**values: Any) -> None:

@@ -9,8 +9,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fsfunc import tree
+from fsfunc import _torch, tree
 from fsfunc.comm.groups import strided
+from fsfunc.layout import Layout
 from fsfunc.parts import describe
 from fsfunc.sharded import Sharded, is_sharded, split_alike
 
@@ -38,14 +39,6 @@ def trainable(leaf: Any) -> bool:
 def local(leaf: Any) -> Tensor:
     """The tensor that this rank holds of a leaf."""
     return leaf.local if is_sharded(leaf) else leaf
-
-
-def twin(leaf: Any) -> Any:
-    """Another leaf over the same memory, in the same home.
-
-    Of a leaf that is written over the old one is spent: the new one is another object.
-    """
-    return leaf.twin() if is_sharded(leaf) else leaf.detach()
 
 
 def zeros_like(params: Tree, dtype: torch.dtype | None = None) -> Tree:
@@ -124,17 +117,44 @@ def split(columns: Sequence[Sequence[Any]]) -> list[Any]:
     return split_alike(*map(list, columns))
 
 
-def fits(leaf: Any, other: Any) -> bool:
-    """Whether ``other`` lies as ``leaf`` does: in shape, layout and device."""
+def first_unfit(
+    leaves: Sequence[Any], others: Sequence[Any], positions: Sequence[int]
+) -> int | None:
+    """The first position where ``others`` does not lie as ``leaves`` does.
+
+    In shape, layout or device. Leaves of one home lie as their home does, so of two
+    homes that is asked once.
+    """
+    alike: set[tuple[int, int]] = set()
+    for i in positions:
+        leaf, other = leaves[i], others[i]
+        home = leaf.home if is_sharded(leaf) else None
+        its = other.home if is_sharded(other) else None
+        if home is None or its is None or leaf.spent or other.spent:
+            if not _fits(leaf, other):
+                return i
+        elif not _same_place(leaf.layout, other.layout):
+            return i
+        elif (id(home), id(its)) not in alike:
+            if not _fits(leaf, other):
+                return i
+            alike.add((id(home), id(its)))
+    return None
+
+
+def _same_place(mine: Layout, its: Layout) -> bool:
+    return mine is its or (mine.shape, mine.parts) == (its.shape, its.parts)
+
+
+def _fits(leaf: Any, other: Any) -> bool:
     if is_sharded(leaf):
         if not is_sharded(other):  # a leaf cut over nothing is a plain tensor's equal
             plain = isinstance(other, Tensor) and not leaf.layout.parts
             return plain and leaf.part_shape == other.shape
-        mine, its = leaf.layout, other.layout
-        if mine is not its and (mine.shape, mine.parts) != (its.shape, its.parts):
+        if not _same_place(leaf.layout, other.layout):
             return False
         return leaf.part_shape == other.part_shape and leaf.device == other.device
-    elif not isinstance(other, Tensor):
+    if not isinstance(other, Tensor):
         return False
     return leaf.shape == other.shape and leaf.device == other.device
 
@@ -146,3 +166,24 @@ def said(leaf: Any) -> str:
     if isinstance(leaf, Tensor):
         return f"{describe(leaf.shape, leaf.dtype)} on {leaf.device}"
     return "None" if leaf is None else f"a {type(leaf).__name__}"
+
+
+def scaled(tensors: Sequence[Tensor], factor: float | Tensor) -> list[Tensor]:
+    """Each tensor times ``factor`` (a number or 0-dim tensor), in its own dtype."""
+    if composable():
+        return [t * factor for t in tensors]
+    if isinstance(factor, Tensor) and len({t.device for t in tensors}) > 1:
+        return [t * factor.to(t.device) for t in tensors]
+    return list(torch._foreach_mul(list(tensors), factor)) if tensors else []
+
+
+def differentiated(tensors: Sequence[Tensor]) -> bool:
+    """Whether somebody may differentiate through what is done with ``tensors``."""
+    if composable():
+        return True
+    return torch.is_grad_enabled() and any(t.requires_grad for t in tensors)
+
+
+def composable() -> bool:
+    """Whether only operations with derivatives and ``vmap`` rules will do."""
+    return _torch.functorch_active() or _torch.forward_ad_active()
