@@ -11,7 +11,6 @@ from torch import Tensor
 
 from fsfunc import _torch, tree
 from fsfunc.comm.groups import strided
-from fsfunc.layout import Layout
 from fsfunc.parts import describe
 from fsfunc.sharded import Sharded, is_sharded, split_alike
 
@@ -133,16 +132,18 @@ def first_unfit(
         if home is None or its is None or leaf.spent or other.spent:
             if not _fits(leaf, other):
                 return i
-        elif not _same_place(leaf.layout, other.layout):
+            continue
+        if leaf.layout is not other.layout and not _same_place(leaf, other):
             return i
-        elif (id(home), id(its)) not in alike:
-            if not _fits(leaf, other):
+        if (pair := (id(home), id(its))) not in alike:
+            if not _fits(home.flat, its.flat):
                 return i
-            alike.add((id(home), id(its)))
+            alike.add(pair)
     return None
 
 
-def _same_place(mine: Layout, its: Layout) -> bool:
+def _same_place(leaf: Sharded, other: Sharded) -> bool:
+    mine, its = leaf.layout, other.layout
     return mine is its or (mine.shape, mine.parts) == (its.shape, its.parts)
 
 
@@ -151,7 +152,7 @@ def _fits(leaf: Any, other: Any) -> bool:
         if not is_sharded(other):  # a leaf cut over nothing is a plain tensor's equal
             plain = isinstance(other, Tensor) and not leaf.layout.parts
             return plain and leaf.part_shape == other.shape
-        if not _same_place(leaf.layout, other.layout):
+        if not _same_place(leaf, other):
             return False
         return leaf.part_shape == other.part_shape and leaf.device == other.device
     if not isinstance(other, Tensor):
