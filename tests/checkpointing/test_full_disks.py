@@ -11,7 +11,7 @@ import torch
 import fsfunc as ff
 from tests.checkpointing.drawn import on
 from tests.checkpointing.small import PAIR, empty, tree_of
-from tests.probes import same
+from tests.checks import same
 
 
 def test_a_disk_that_is_full_in_the_middle_of_a_file(tmp_path):

@@ -14,7 +14,7 @@ from fsfunc.checkpointing.manifest import CheckpointError
 from fsfunc.transforms import sessions
 from tests.checkpointing.drawn import on
 from tests.checkpointing.stacks import STACKS, made
-from tests.probes import same
+from tests.checks import same
 from tests.programs import python
 
 PAIR = {"data": 2}
