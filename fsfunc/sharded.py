@@ -174,8 +174,8 @@ for _name in _OPERATORS.split():
     setattr(Sharded, f"__{_name}__", _refusal(f"__{_name}__"))
 
 
-# Whether an object is a sharded leaf, for ``is_leaf=``: ``isinstance`` as a function in C,
-# since a walk asks it of every node.
+# Whether an object is a sharded leaf, for ``is_leaf=``: ``isinstance`` as a function in
+# C, since a walk asks it of every node.
 is_sharded: Callable[[Any], bool] = Sharded.__instancecheck__
 
 
