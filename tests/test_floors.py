@@ -19,7 +19,7 @@ FLOORS = [
     (0, ["tree.py", "structure.py", "nodes.py", "opaque.py"]),
     (0, ["scoped.py", "paging.py", "_torch.py"]),
     (0, ["kinds.py", "machines.py", "hardware.py", "compiled.py"]),
-    (1, ["layout.py", "parts.py", "pieces.py", "resharding.py"]),
+    (1, ["layout.py", "parts.py", "pieces.py"]),
     (1, ["arena.py", "sharded.py", "homes.py"]),
     (1, ["boxing.py", "holding.py", "donated.py", "admitting.py"]),
     (2, ["comm/", "values.py", "comparing.py"]),

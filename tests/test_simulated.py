@@ -315,7 +315,15 @@ def test_the_first_error_wins():
         run(main)
 
 
-def test_an_interrupt_ends_every_rank():
+@pytest.fixture
+def interruptible():
+    """A shell starts what runs in its background with SIGINT ignored."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
+
+
+def test_an_interrupt_ends_every_rank(interruptible):
     def main():
         if index() == 1:
             signal.pthread_kill(threading.main_thread().ident, signal.SIGINT)

@@ -39,7 +39,7 @@ def test_processes_are_as_simulated_ranks(torchrun, n):
     out = torchrun(
         f"""
         import fsfunc as ff
-        from tests.probes import same
+        from tests.checks import same
         from tests.transfers_program import everything
         main = lambda: everything("pipe")
         real, simulated = (

@@ -15,7 +15,7 @@ from fsfunc.comm.mesh import here
 from fsfunc.transforms import sessions
 from tests.checkpointing.drawn import on
 from tests.checkpointing.stacks import STACKS, made
-from tests.probes import same
+from tests.checks import same
 from tests.programs import python
 
 PAIR = {"data": 2}
