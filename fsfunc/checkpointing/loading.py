@@ -23,10 +23,10 @@ from fsfunc.checkpointing.contents import (
 from fsfunc.checkpointing.finding import find
 from fsfunc.checkpointing.manifest import CheckpointError, Stored, StoredTensor
 from fsfunc.checkpointing.reading import Request, read, requests
+from fsfunc.comm.mesh import Here
 from fsfunc.donated import refuse_spent, spend
 from fsfunc.holding import is_held
 from fsfunc.layout import Coordinates
-from fsfunc.mesh import Here
 from fsfunc.parts import describe
 from fsfunc.sharded import Buffers, Sharded, is_sharded, split_buffers
 

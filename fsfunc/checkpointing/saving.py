@@ -20,8 +20,8 @@ from fsfunc.checkpointing.contents import Contents, check_mesh, contents_of, mes
 from fsfunc.checkpointing.manifest import dtype_name
 from fsfunc.checkpointing.safetensors import SAFE_DTYPES
 from fsfunc.checkpointing.tasks import SaveTask, in_flight
+from fsfunc.comm.mesh import Here
 from fsfunc.donated import refuse_spent
-from fsfunc.mesh import Here
 
 __all__ = ["save", "save_async"]
 
