@@ -58,9 +58,7 @@ def _look(options: argparse.Namespace, show: Any) -> None:
 
 
 def _consolidate(options: argparse.Namespace) -> None:
-    from fsfunc.checkpointing.consolidating import (
-        consolidate,
-    )  # DCP takes half a second
+    from fsfunc.checkpointing.consolidation import consolidate
 
     with _refusing():
         file = consolidate(options.path, options.file, at=options.at)
