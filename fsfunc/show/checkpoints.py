@@ -7,8 +7,8 @@ import os
 from fsfunc.checkpointing.finding import find
 from fsfunc.checkpointing.manifest import Stored
 from fsfunc.parts import describe
-from fsfunc.show.amounts import of_bytes
-from fsfunc.show.tables import Report, Table
+from fsfunc.printing.amounts import of_bytes
+from fsfunc.printing.tables import Report, Table
 
 __all__ = ["checkpoint"]
 
