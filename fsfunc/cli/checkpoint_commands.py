@@ -50,7 +50,7 @@ def _look(options: argparse.Namespace) -> None:
 
 def _consolidate(options: argparse.Namespace) -> None:
     # DCP takes half a second to import.
-    from fsfunc.checkpointing.consolidating import consolidate
+    from fsfunc.checkpointing.consolidation import consolidate
 
     with _refusing():
         file = consolidate(options.path, options.file, at=options.at)

@@ -9,10 +9,10 @@ from pathlib import Path
 from typing import Any
 
 from fsfunc.cli.output import put, write_json
+from fsfunc.comm.launch import make_mesh, spmd
 from fsfunc.foresight.building import Refused
 from fsfunc.foresight.measuring import measure_hardware
 from fsfunc.hardware import to_json
-from fsfunc.launching import make_mesh, spmd
 from fsfunc.machines import Hardware
 from fsfunc.show.estimates import description
 

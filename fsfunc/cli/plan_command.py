@@ -9,6 +9,8 @@ from typing import Any
 from fsfunc import hardware as machines
 from fsfunc import show
 from fsfunc.cli.output import put, write_json, writing
+from fsfunc.comm.launch import make_mesh
+from fsfunc.comm.mesh import Mesh
 from fsfunc.foresight.building import (
     RETURNS,
     Refused,
@@ -21,9 +23,7 @@ from fsfunc.foresight.estimating import Estimate, estimate
 from fsfunc.foresight.measuring import measure_hardware
 from fsfunc.foresight.plan_json import facts
 from fsfunc.foresight.plans import Plan
-from fsfunc.launching import make_mesh
 from fsfunc.machines import Hardware
-from fsfunc.mesh import Mesh
 from fsfunc.show.estimates import comparison
 from fsfunc.show.estimates import estimate as estimate_tables
 

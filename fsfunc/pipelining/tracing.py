@@ -12,10 +12,10 @@ import torch
 from torch import Tensor
 
 from fsfunc import _torch, tree
-from fsfunc.accounting import silence
-from fsfunc.backends.abstract import AbstractLink
+from fsfunc.comm.backends.abstract import AbstractLink
+from fsfunc.comm.ledgers import silence
+from fsfunc.comm.mesh import NoMesh, here, place_here
 from fsfunc.frames import Frame, frame, inside
-from fsfunc.mesh import NoMesh, here, place_here
 from fsfunc.pipelining.flowing import Flow, Leaf
 from fsfunc.pipelining.naming import Names, below
 from fsfunc.pipelining.noting import Tracer

@@ -12,8 +12,8 @@ from typing import TYPE_CHECKING, Any
 from torch import Tensor
 
 from fsfunc import tree
+from fsfunc.comm.mesh import Mesh, NoMesh, here
 from fsfunc.layout import Key, Layout, every_coordinate
-from fsfunc.mesh import Mesh, NoMesh, here
 from fsfunc.parts import describe
 from fsfunc.printing.amounts import of_axes, of_bytes
 from fsfunc.printing.tables import Printed, Report, Table, painted
