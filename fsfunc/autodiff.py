@@ -21,11 +21,11 @@ from fsfunc.comm.attribution import internal
 from fsfunc.compiled import refuse_compiled
 from fsfunc.differentiated import Leaves
 from fsfunc.frames import Counter, Running, Thread, frame, inside, run_as
+from fsfunc.generators import one_number
 from fsfunc.kinds import count_as
 from fsfunc.losses import Weighted, loss_parts
 from fsfunc.sharded import is_sharded, split_buffers
 from fsfunc.tying import tie
-from fsfunc.units import one_number
 
 __all__ = [
     "GradientCall",

@@ -17,7 +17,7 @@ ROOT = Path(__file__).parent.parent
 # A pattern ending in "/" covers a folder. A new file needs a floor here.
 FLOORS = [
     (0, ["tree.py", "structure.py", "nodes.py", "opaque.py"]),
-    (0, ["scoped.py", "paging.py", "_torch.py", "printing/"]),
+    (0, ["scoped.py", "paging.py", "_torch.py", "printing/", "generators.py"]),
     (0, ["kinds.py", "machines.py", "hardware.py", "compiled.py"]),
     (1, ["layout.py", "parts.py", "pieces.py"]),
     (1, ["arena.py", "sharded.py", "homes.py"]),
