@@ -15,17 +15,17 @@ import torch
 from torch import Tensor
 
 from fsfunc import _torch, tree
-from fsfunc.accounting import aside
 from fsfunc.admitting import arguments, refuse
 from fsfunc.auxiliary import divided
+from fsfunc.comm.attribution import internal
 from fsfunc.compiled import refuse_compiled
 from fsfunc.differentiated import Leaves
 from fsfunc.frames import Counter, Running, Thread, frame, inside, run_as
+from fsfunc.generators import one_number
 from fsfunc.kinds import count_as
 from fsfunc.losses import Weighted, loss_parts
 from fsfunc.sharded import is_sharded, split_buffers
 from fsfunc.tying import tie
-from fsfunc.units import one_number
 
 __all__ = [
     "GradientCall",
@@ -229,7 +229,7 @@ def differentiate(call: GradientCall) -> Outcome:
         found = [torch.empty_like(x) for x in values]
         f.recorder.gradients(picked, found)
     else:
-        with aside():
+        with internal():
             found = torch.autograd.grad(tied, inputs, allow_unused=True)
     weight = None if weight is None else weight.detach()
     count_as("gradients", found[: len(values)])

@@ -14,9 +14,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from fsfunc.comm.mesh import Here, Mesh, here, place_here
 from fsfunc.comparing import stated
 from fsfunc.donated import Donation
-from fsfunc.mesh import Here, Mesh, here, place_here
 from fsfunc.scoped import Scoped
 
 __all__ = [

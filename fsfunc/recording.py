@@ -17,17 +17,18 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
 from fsfunc import _torch, tree
-from fsfunc.accounting import is_aside, is_own_call, silence, source_line
-from fsfunc.backends.abstract import AbstractLink
+from fsfunc.comm.attribution import is_internal, is_own_call, source_line
+from fsfunc.comm.backends.abstract import AbstractLink
+from fsfunc.comm.collective_ops import Watcher, watching
+from fsfunc.comm.groups import RankGroup
+from fsfunc.comm.ledgers import silence
+from fsfunc.comm.linear_maps import LinearMap
+from fsfunc.comm.mesh import NoMesh, asking, asks, here, place_here
 from fsfunc.compiled import plainly
 from fsfunc.donated import Everything
 from fsfunc.frames import frame, inside
 from fsfunc.grouping import Findings, Group, Taken, common
 from fsfunc.layout import Layout
-from fsfunc.mesh import NoMesh, asking, asks, here, place_here
-from fsfunc.moves import Group as Ranks
-from fsfunc.moves import Move
-from fsfunc.moving import Watcher, watching
 from fsfunc.recorded import Recorded, plain, whole
 from fsfunc.sharded import is_sharded
 from fsfunc.values import told_where
@@ -72,7 +73,7 @@ class Recorder(Findings, Watcher):
         self._gradients.update(map(id, found))
         self._alive.extend(found)
 
-    def collective(self, x: Tensor, how: Move, where: Ranks) -> None:
+    def collective(self, x: Tensor, how: LinearMap, where: RankGroup) -> None:
         typed = how.to == "I" or how.op in ("cast", "enter", "slice")
         if typed or self._is_leaf(x):
             self.plain = False
@@ -175,7 +176,7 @@ class _Watch(TorchFunctionMode):
         name = getattr(func, "__name__", "")
         if name not in _READS_NOTHING:
             self.recorder.read((args, kwargs or {}))
-        if func in _DERIVATIVES and not is_aside():
+        if func in _DERIVATIVES and not is_internal():
             self.recorder.plain = False
         return func(*map(_plain_in, args), **_plain_in(kwargs or {}))
 

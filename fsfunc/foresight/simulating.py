@@ -13,8 +13,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
-from fsfunc.backends.calls import CollectiveMismatch
-from fsfunc.backends.simulated import Deadlock
+from fsfunc.comm.backends.baton import Deadlock
+from fsfunc.comm.backends.link import CollectiveMismatch
 from fsfunc.foresight import costing
 from fsfunc.foresight.events import (
     Asked,

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from fsfunc import _torch, tree
-from fsfunc.accounting import source_line, traceback_line
+from fsfunc.comm.attribution import source_line, traceback_line
 from fsfunc.frames import Counter
 from fsfunc.pipelining.flowing import Body, Flow, Leaf, tensors
 from fsfunc.pipelining.naming import below

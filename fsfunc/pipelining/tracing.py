@@ -12,16 +12,16 @@ import torch
 from torch import Tensor
 
 from fsfunc import _torch, tree
-from fsfunc.accounting import silence
-from fsfunc.backends.abstract import AbstractLink
+from fsfunc.comm.backends.abstract import AbstractLink
+from fsfunc.comm.ledgers import silence
+from fsfunc.comm.mesh import NoMesh, here, place_here
 from fsfunc.frames import Frame, frame, inside
-from fsfunc.mesh import NoMesh, here, place_here
+from fsfunc.generators import generators_kept
 from fsfunc.pipelining.flowing import Flow, Leaf
 from fsfunc.pipelining.naming import Names, below
 from fsfunc.pipelining.noting import Tracer
 from fsfunc.pipelining.programs import Program
 from fsfunc.sharded import Sharded, is_sharded
-from fsfunc.units import generators_kept
 from fsfunc.values import told_where
 
 __all__ = ["program", "trace"]

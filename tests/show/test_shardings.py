@@ -9,19 +9,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import fsfunc as ff
+from fsfunc.comm.mesh import Mesh
 from fsfunc.layout import Layout, Owned, Split, every_coordinate, pack_flat
-from fsfunc.mesh import Mesh
 from fsfunc.pieces import runs
 from fsfunc.show import sharding
-from fsfunc.show.places import part_in_words
-from fsfunc.show.regions import MOST_COLUMNS, MOST_ROWS, grid_of
+from fsfunc.show.regions import MOST_COLUMNS, MOST_ROWS, grid_of, part_in_words
+from tests.show.planned import golden
 
 F32 = torch.float32
-
-
-def golden(text):
-    """Text as a test writes it: without the first newline and the last."""
-    return text.strip("\n")
 
 
 @st.composite
