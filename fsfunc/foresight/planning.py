@@ -26,8 +26,8 @@ from fsfunc.comm.mesh import (
     place_here,
 )
 from fsfunc.donated import refuse_spent
-from fsfunc.foresight.linking import PlannedLink
 from fsfunc.foresight.observing import Observer
+from fsfunc.foresight.planned_links import PlannedLink
 from fsfunc.foresight.plans import Leaf, Plan, RankPlan
 from fsfunc.foresight.rehearsing import DifferentiatedTwice, Rehearsal
 from fsfunc.frames import frame, inside

@@ -11,7 +11,7 @@ from fsfunc.optim.leaves import Tree
 from fsfunc.optim.matching import Matched
 from fsfunc.optim.optimizer import check_not_negative
 from fsfunc.optim.schedules import Schedule, rate_at
-from fsfunc.pipelining.updating import Predict
+from fsfunc.pipelining.stage_updates import Predict
 
 __all__ = ["momentum_prediction"]
 

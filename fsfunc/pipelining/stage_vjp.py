@@ -17,15 +17,15 @@ from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from fsfunc.arena import Arena
 from fsfunc.frames import Running, run_as, running
-from fsfunc.pipelining.adding import addition, pull_back
-from fsfunc.pipelining.frontiers import Frontier, Group, frontier
+from fsfunc.pipelining.backward_split import Frontier, WeightGroup, frontier
+from fsfunc.pipelining.fused_gradients import addition, pull_back
 
-__all__ = ["Tape"]
+__all__ = ["StageVjp"]
 
 Give = Callable[[list[Tensor | None]], None]
 
 
-class Tape:
+class StageVjp:
     """The graph from ``outputs`` back to ``inputs`` and ``parameters``, used once.
 
     Outputs are kept as edges of the graph alone, so the tensors may go. A node that
@@ -44,10 +44,10 @@ class Tape:
         arena: memory for the parameters' gradients, used again once they are gone.
 
     >>> x, w = torch.ones(1, 2, requires_grad=True), torch.eye(2, requires_grad=True)
-    >>> tape = Tape([x @ w], [x], [w])
-    >>> tape.input_gradient([torch.ones(1, 2)])[0].tolist(), w.grad
+    >>> vjp = StageVjp([x @ w], [x], [w])
+    >>> vjp.input_gradient([torch.ones(1, 2)])[0].tolist(), w.grad
     ([[1.0, 1.0]], None)
-    >>> tape.weight_gradient(); w.grad.tolist()
+    >>> vjp.weight_gradient(); w.grad.tolist()
     [[1.0, 1.0], [1.0, 1.0]]
     """
 
@@ -75,7 +75,7 @@ class Tape:
                 products of weights, whose factors are kept till then.
 
         Raises:
-            RuntimeError: the tape has been used.
+            RuntimeError: it has been used.
             ValueError: cotangents unlike the outputs in number.
 
         Cost: one backward pass, which frees the graph as it goes.
@@ -151,7 +151,9 @@ class Tape:
         self, what: str, then: str, cotangents: Sequence[Tensor | None]
     ) -> tuple[list[GradientEdge], list[Tensor]]:
         if self.state != "new":
-            raise RuntimeError(f"{what} of a used tape: {_SAYS[self.state]}")
+            raise RuntimeError(
+                f"{what} of a forward pass that is used: {_SAYS[self.state]}"
+            )
         if len(cotangents) != len(self.outputs):
             raise ValueError(
                 f"{len(cotangents)} cotangents for {len(self.outputs)} outputs"
@@ -233,7 +235,7 @@ class _Weights:
         waits = [edge in late for edge in edges]
         now = [x for x, wait in zip(wanted, waits, strict=True) if not wait]
         later = [x for x, wait in zip(wanted, waits, strict=True) if wait]
-        inner = Tape(ys, now, [*later, *beside], self.arena)
+        inner = StageVjp(ys, now, [*later, *beside], self.arena)
         found = iter(inner.input_gradient(gs))
         targets = [edge for edge, wait in zip(edges, waits, strict=True) if wait]
         self.kept[node] = _Inner(inner, later, targets, running())
@@ -255,7 +257,7 @@ class _Weights:
             self._finish(head)
             head = next(groups, None)
 
-    def _alone(self, group: Group) -> bool:
+    def _alone(self, group: WeightGroup) -> bool:
         """Whether a single node leads to the group, and to none that others lead to."""
         if group.found or len(group.users) != 1:
             return False
@@ -288,8 +290,8 @@ class _Weights:
             group.users.discard(node)
 
     def _added(
-        self, node: Any, grads: Any, edges: list[Any], groups: list[Group]
-    ) -> list[Group]:
+        self, node: Any, grads: Any, edges: list[Any], groups: list[WeightGroup]
+    ) -> list[WeightGroup]:
         """Adds the product of a weight in place; returns the groups that are left."""
         add = addition(node, self.arena)
         if add is None or add.edge not in edges:
@@ -301,7 +303,7 @@ class _Weights:
         add(grads)
         return [g for g in groups if g is not group]
 
-    def _finish(self, group: Group) -> None:
+    def _finish(self, group: WeightGroup) -> None:
         found, group.found = group.found, []
         if found:
             roots = [GradientEdge(*edge) for edge, _ in found]
@@ -310,16 +312,16 @@ class _Weights:
 
 
 class _Inner:
-    """The tape of a recomputed graph, whose weight gradients are due."""
+    """The vjp of a recomputed graph, whose weight gradients are due."""
 
     def __init__(
-        self, tape: Tape, leaves: list[Tensor], edges: list[Any], scope: Running
+        self, vjp: StageVjp, leaves: list[Tensor], edges: list[Any], scope: Running
     ):
-        self.tape, self.leaves, self.edges, self.scope = tape, leaves, edges, scope
+        self.vjp, self.leaves, self.edges, self.scope = vjp, leaves, edges, scope
 
     def run(self, outer: _Weights) -> None:
         with run_as(self.scope):
-            self.tape.weight_gradient()
+            self.vjp.weight_gradient()
         for edge, leaf in zip(self.edges, self.leaves, strict=True):
             outer.arrive(edge, leaf.grad)
             leaf.grad = None

@@ -5,12 +5,12 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
+from tests.pipelining.test_stage_vjp import flops
 
 import fsfunc as ff
 from fsfunc.frames import Running, Thread, frame, inside, run_as, running
-from fsfunc.pipelining.tapes import Tape
+from fsfunc.pipelining.stage_vjp import StageVjp
 from tests.checks import same
-from tests.pipelining.test_tapes import flops
 from tests.probes import LiveBytes
 
 D, N = 8, 4  # width, units
@@ -47,13 +47,13 @@ def pulled(f, halves: bool, **how: Any) -> tuple[Any, Any]:
     leaves = [w for p in ps for w in p.values()]
     x = X.clone().requires_grad_()
     y, forward = flops(lambda: f(ps, x, **how))
-    tape = Tape([y], [x], leaves)
+    vjp = StageVjp([y], [x], leaves)
     if not halves:
-        found, whole = flops(lambda: tape.backward([CT]))
+        found, whole = flops(lambda: vjp.backward([CT]))
         return (found, [w.grad for w in leaves]), (forward, whole)
-    found, first = flops(lambda: tape.input_gradient([CT]))
+    found, first = flops(lambda: vjp.input_gradient([CT]))
     before = [w.grad for w in leaves]
-    _, second = flops(tape.weight_gradient)
+    _, second = flops(vjp.weight_gradient)
     return (found, [w.grad for w in leaves]), (forward, first, second, before)
 
 
@@ -80,11 +80,11 @@ def test_a_recompute_draws_the_same_numbers():
     def run(f, halves):
         w, x = weights()[0]["w"].requires_grad_(), X.clone().requires_grad_()
         torch.manual_seed(3)
-        tape = Tape([f(w, x)], [x], [w])
+        vjp = StageVjp([f(w, x)], [x], [w])
         torch.manual_seed(4)
-        found = (tape.input_gradient if halves else tape.backward)([CT])
+        found = (vjp.input_gradient if halves else vjp.backward)([CT])
         if halves:
-            tape.weight_gradient()
+            vjp.weight_gradient()
         return found, w.grad
 
     same(run(ff.remat(unit), True), run(unit, False))
@@ -98,13 +98,13 @@ def test_what_was_recomputed_goes_with_the_second_half():
         h = x
         for w in ws:
             h = unit(w, h)
-        tape = Tape([h], [x], ws)
+        vjp = StageVjp([h], [x], ws)
         del h
         forward = memory.live
-        tape.input_gradient([torch.ones(64, 64)])
+        vjp.input_gradient([torch.ones(64, 64)])
         assert forward == 4 * x.nbytes < memory.live
-        tape.weight_gradient()
-        del tape
+        vjp.weight_gradient()
+        del vjp
         assert memory.live == 5 * x.nbytes  # x and the gradients
 
 
@@ -128,14 +128,14 @@ TOLD: list[bool] = []
 def test_both_halves_run_as_a_recompute_does(halves):
     unit = ff.remat(ff.unit(lambda w, x: x @ Told.apply(w)))
     w, x = weights()[0]["w"].requires_grad_(), X.clone().requires_grad_()
-    tape = Tape([unit(w, x)], [x], [w])
+    vjp = StageVjp([unit(w, x)], [x], [w])
     TOLD.clear()
     if halves:
-        tape.input_gradient([CT])
+        vjp.input_gradient([CT])
         assert TOLD == []
-        tape.weight_gradient()
+        vjp.weight_gradient()
     else:
-        tape.backward([CT])
+        vjp.backward([CT])
     assert TOLD == [True]
 
 
@@ -144,10 +144,10 @@ def test_the_node_is_left_as_it_was():
     w, x = weights()[0]["w"].requires_grad_(), X.clone().requires_grad_()
     y = unit(w, x)
     pull = y.grad_fn.pull_recomputed
-    tape = Tape([y], [x], [w])
-    tape.input_gradient([CT])
+    vjp = StageVjp([y], [x], [w])
+    vjp.input_gradient([CT])
     assert y.grad_fn.pull_recomputed is pull
-    tape.weight_gradient()
+    vjp.weight_gradient()
 
 
 # Sharded
@@ -190,13 +190,13 @@ def on_two_ranks(around, halves: bool, **how: Any):
             threads.clear(), found.clear()  # the step is tried before it runs
             y = part("forward", lambda: threaded(ps, x))
             ends = [t.token for t in threads]
-            tape = Tape([y, *ends], [x], [t.start for t in threads])
+            vjp = StageVjp([y, *ends], [x], [t.start for t in threads])
             cts = [CT, *[torch.zeros_like(end) for end in ends]]
             if halves:
-                found.extend(part("first", lambda: tape.input_gradient(cts)))
-                part("second", tape.weight_gradient)
+                found.extend(part("first", lambda: vjp.input_gradient(cts)))
+                part("second", vjp.weight_gradient)
             else:
-                found.extend(part("whole", lambda: tape.backward(cts)))
+                found.extend(part("whole", lambda: vjp.backward(cts)))
             return torch.zeros(()), frame().sessions
 
         threads: list[Thread] = []

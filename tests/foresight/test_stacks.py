@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import fsfunc as ff
-from fsfunc.foresight.recipes import Stack
+from fsfunc.foresight.stacks import Stack
 
 WIDTH, ROWS = 4, 8
 

@@ -9,10 +9,10 @@ from hypothesis import strategies as st
 
 import fsfunc as ff
 from fsfunc.foresight.candidates import lowered, meshes
-from fsfunc.foresight.choosing import _climb, search
 from fsfunc.foresight.chosen import Choice, front_of
-from fsfunc.foresight.estimating import estimate
-from fsfunc.foresight.recipes import Stack
+from fsfunc.foresight.estimation import estimate
+from fsfunc.foresight.stack_search import _climb, search
+from fsfunc.foresight.stacks import Stack
 from fsfunc.hardware import CPU, H100, replace
 
 WIDTH, ROWS, LAYERS = 32, 64, 4

@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import fsfunc as ff
-from fsfunc.pipelining.profiling import profile
+from fsfunc.pipelining.balanced_cuts import profile
 
 
 def all_cuts(k, n):

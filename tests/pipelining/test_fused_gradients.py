@@ -6,8 +6,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from fsfunc.arena import Arena
-from fsfunc.pipelining.adding import _alone
-from fsfunc.pipelining.tapes import Tape
+from fsfunc.pipelining.fused_gradients import _alone
+from fsfunc.pipelining.stage_vjp import StageVjp
 from tests.checks import same
 from tests.probes import LiveBytes
 
@@ -71,12 +71,12 @@ def test_several_pull_backs_add_up(halves):
     inputs = whole(T, D), whole(T, D, seed=10)
     for _ in range(3):
         x = inputs[0].clone().requires_grad_()
-        tape = Tape([network(p, x, inputs[1])], [x], list(p.values()))
+        vjp = StageVjp([network(p, x, inputs[1])], [x], list(p.values()))
         if halves:
-            (dx,) = tape.input_gradient([g])
-            tape.weight_gradient()
+            (dx,) = vjp.input_gradient([g])
+            vjp.weight_gradient()
         else:
-            (dx,) = tape.backward([g])
+            (dx,) = vjp.backward([g])
         assert x.grad is None
     found = [dx, *(w.grad for w in p.values())]
     same(found, expected(*inputs, g, 3))
@@ -88,12 +88,12 @@ def test_there_is_nothing_else_to_find(halves):
     w = whole(D, D, seed=1).requires_grad_()
     v = whole(D, D, seed=2).requires_grad_()
     batch, g = whole(T, D), whole(T, D, seed=3)
-    tape = Tape([(batch @ w) @ v], [], [w, v])
+    vjp = StageVjp([(batch @ w) @ v], [], [w, v])
     if halves:
-        tape.input_gradient([g])
-        tape.weight_gradient()
+        vjp.input_gradient([g])
+        vjp.weight_gradient()
     else:
-        tape.backward([g])
+        vjp.backward([g])
     same([w.grad, v.grad], [batch.t() @ g @ v.t(), (batch @ w).t() @ g])
 
 
@@ -103,12 +103,12 @@ def test_no_second_gradient_is_made(halves):
     x, w = torch.ones(1, n, requires_grad=True), torch.ones(n, n, requires_grad=True)
 
     def once() -> None:
-        tape, g = Tape([F.linear(x, w)], [x], [w]), torch.ones(1, n)
+        vjp, g = StageVjp([F.linear(x, w)], [x], [w]), torch.ones(1, n)
         if halves:
-            tape.input_gradient([g])
-            tape.weight_gradient()
+            vjp.input_gradient([g])
+            vjp.weight_gradient()
         else:
-            tape.backward([g])
+            vjp.backward([g])
 
     once()
     with LiveBytes() as live:
@@ -122,7 +122,7 @@ def test_a_strided_weight_goes_the_usual_way():
     x, g = whole(T, D, seed=1).requires_grad_(), whole(T, D, seed=2)
     y = x @ w
     assert _alone([y.grad_fn], [w], Arena()) == []
-    Tape([y], [x], [w]).backward([g])
+    StageVjp([y], [x], [w]).backward([g])
     same([w.grad], [x.detach().t() @ g])
 
 
@@ -131,7 +131,7 @@ def test_memory_of_gradients_that_are_gone_is_used_again():
 
     def gradient() -> Tensor:
         x = whole(T, D).requires_grad_()
-        Tape([x @ w], [x], [w], arena).backward([torch.ones(T, D)])
+        StageVjp([x @ w], [x], [w], arena).backward([torch.ones(T, D)])
         found, w.grad = w.grad, None
         assert found is not None
         return found

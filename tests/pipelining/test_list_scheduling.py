@@ -7,6 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from fsfunc.pipelining.actions import Action, ScheduleError, owners
+from fsfunc.pipelining.list_scheduling import RULES, ListScheduler
 from fsfunc.pipelining.schedules import (
     gpipe,
     greedy,
@@ -16,7 +17,6 @@ from fsfunc.pipelining.schedules import (
     zb_h1,
     zb_v,
 )
-from fsfunc.pipelining.searching import RULES, ListScheduler
 from fsfunc.pipelining.timing import Costs, bubble, simulate
 from fsfunc.pipelining.verification import held, verify
 

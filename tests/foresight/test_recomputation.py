@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import fsfunc as ff
-from fsfunc.foresight.recomputing import recompute_points
+from fsfunc.foresight.recomputation import recompute_points
 from fsfunc.transforms.selecting import remat_calls
 
 numbers = st.integers(0, 9)

@@ -9,8 +9,8 @@ import torch
 
 from fsfunc.foresight.candidates import Axes, Space, meshes
 from fsfunc.foresight.chosen import Choice, Search, front_of
-from fsfunc.foresight.recipes import PIPE, Stack
-from fsfunc.foresight.trying import Trials
+from fsfunc.foresight.stacks import PIPE, Stack
+from fsfunc.foresight.trials import Trials
 from fsfunc.machines import Hardware
 from fsfunc.transforms.policies import Policy
 

@@ -20,7 +20,7 @@ from typing import Any
 
 from fsfunc import _torch
 
-__all__ = ["Edge", "Frontier", "Group", "frontier"]
+__all__ = ["Edge", "Frontier", "WeightGroup", "frontier"]
 
 Edge = tuple[Any, int]  # a node, and which of its outputs
 
@@ -35,7 +35,7 @@ _APART = {
 
 
 @dataclass(eq=False)
-class Group:
+class WeightGroup:
     """Nodes beyond the frontier with parameters of their own: they run at once.
 
     Args:
@@ -66,8 +66,8 @@ class Frontier:
     inner: set[Any]
     early: list[Edge]
     late: dict[Any, list[Edge]]
-    group_of: dict[Any, Group]
-    groups: list[Group]
+    group_of: dict[Any, WeightGroup]
+    groups: list[WeightGroup]
 
 
 def frontier(
@@ -137,7 +137,7 @@ def _leading(
 
 def _grouped(
     users: Iterable[Any], beyond: Iterable[Any], owning: set[Any], leaves: set[Any]
-) -> dict[Any, Group]:
+) -> dict[Any, WeightGroup]:
     """The group of each node beyond the frontier: one for nodes that share anything.
 
     A group in which one frontier node leads to another is ``crossed``: to find what
@@ -164,7 +164,7 @@ def _grouped(
                 same[top(me)] = top(label[node])
             else:
                 label[node] = me
-    groups: dict[int, Group] = defaultdict(Group)
+    groups: dict[int, WeightGroup] = defaultdict(WeightGroup)
     found = {}
     for node, i in label.items():
         group = found[node] = groups[top(i)]

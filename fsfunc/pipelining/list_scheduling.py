@@ -13,16 +13,17 @@ from itertools import product
 from math import inf
 
 from fsfunc.pipelining.actions import Action, Schedule, ScheduleError, ranks_for
-from fsfunc.pipelining.alternating import (
+from fsfunc.pipelining.player import Player
+from fsfunc.pipelining.synchronous import (
     gpipe,
     interleaved_1f1b,
     looped_bfs,
     one_f_one_b,
+    zb_h1,
+    zb_v,
 )
-from fsfunc.pipelining.player import Player
 from fsfunc.pipelining.timing import Costs, simulate
 from fsfunc.pipelining.verification import held
-from fsfunc.pipelining.zero_bubble import zb_h1, zb_v
 
 
 def greedy(
@@ -54,7 +55,7 @@ def greedy(
     Cost: plays the pipeline once for each rule: time in proportion to the actions.
 
     >>> from fsfunc.pipelining.timing import bubble
-    >>> from fsfunc.pipelining.zero_bubble import zb_v
+    >>> from fsfunc.pipelining.synchronous import zb_v
     >>> short = greedy(8, 4, chunks=2)  # too few microbatches for zb_v
     >>> bubble(zb_v(8, 4)), bubble(short), max(held(zb_v(8, 4))), max(held(short))
     (3.0, 1.5, 4.0, 4.0)

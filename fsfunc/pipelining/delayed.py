@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from fsfunc.pipelining.actions import Action, Schedule, ScheduleError
-from fsfunc.pipelining.alternating import one_f_one_b
+from fsfunc.pipelining.synchronous import one_f_one_b
 
 
 def asynchronous(n_stages: int, n_microbatches: int, *, interval: int = 1) -> Schedule:

@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 
 from fsfunc.comm.backends.baton import Deadlock
 from fsfunc.comm.backends.link import CollectiveMismatch
-from fsfunc.foresight import costing
+from fsfunc.foresight import cost_model
 from fsfunc.foresight.events import (
     Asked,
     Ran,
@@ -251,12 +251,12 @@ class _PlanRun(Player):
             if isinstance(event, Ran):
                 op = event.op
                 if op not in costs:
-                    costs[op] = costing.op_seconds(op, hardware)
+                    costs[op] = cost_model.op_seconds(op, hardware)
                 run.work(costs[op], event.unit, event.phase)
             elif isinstance(event, Replayed):
                 segment = event.segment
                 if segment not in costs:
-                    costs[segment] = costing.segment_seconds(segment, hardware)
+                    costs[segment] = cost_model.segment_seconds(segment, hardware)
                 run.work(costs[segment], event.unit, event.phase)
             elif isinstance(event, Waited):
                 if event.number in run.pending:
@@ -264,7 +264,7 @@ class _PlanRun(Player):
                 run.wait(event.number, overlap)
             elif isinstance(event, Took):
                 if touching and event.op:
-                    cost = costing.taken_seconds(event.bytes, hardware, event.op)
+                    cost = cost_model.taken_seconds(event.bytes, hardware, event.op)
                     run.work(cost, event.unit, event.phase)
             elif isinstance(event, (Started, Sent, Asked)):
                 self._come(run, event)
@@ -281,7 +281,7 @@ class _PlanRun(Player):
             party = Party(rank, "issued")
             key = (stream, r.op, r.bytes, r.dtype)
             if key not in self.lengths:
-                self.lengths[key] = costing.collective_seconds(
+                self.lengths[key] = cost_model.collective_seconds(
                     r, event.ranks, self.hardware
                 )
             drawn = (rank, ", ".join(r.axis), r.op, r.unit, r.phase)
@@ -291,7 +291,7 @@ class _PlanRun(Player):
             stream = self._pair(rank, event.to)
             party = Party(rank, "sent")
             drawn = (rank, f"to {event.to}", "send", r.unit, r.phase)
-            length = costing.message_seconds(size, rank, event.to, self.hardware)
+            length = cost_model.message_seconds(size, rank, event.to, self.hardware)
             what = "message"
         else:
             stream = self._pair(event.source, rank)

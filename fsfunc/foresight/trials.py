@@ -15,9 +15,9 @@ from fsfunc.comm.launch import spmd
 from fsfunc.comm.mesh import Mesh
 from fsfunc.foresight.candidates import Axes, lowered, stages_of
 from fsfunc.foresight.chosen import Choice, Search, Skipped, front_of
-from fsfunc.foresight.estimating import estimate
+from fsfunc.foresight.estimation import estimate
 from fsfunc.foresight.planning import plan
-from fsfunc.foresight.recipes import Stack
+from fsfunc.foresight.stacks import Stack
 from fsfunc.machines import Hardware
 from fsfunc.pipelining.tracing import program
 from fsfunc.printing.amounts import of_bytes

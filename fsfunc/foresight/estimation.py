@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 
 from fsfunc.foresight.events import Ran, Replayed
 from fsfunc.foresight.plans import Plan, RankPlan
-from fsfunc.foresight.simulating import RankTimes, Span, play_through
+from fsfunc.foresight.simulation import RankTimes, Span, play_through
 from fsfunc.machines import Hardware
 from fsfunc.printing.amounts import of_count, of_flops, of_seconds
 
@@ -77,11 +77,11 @@ def estimate(
     the moment when the last planned rank has issued them, and messages likewise on one
     stream for each pair. ``Waited`` is where a rank waits. So what is hidden is what
     the step really issues ahead. What operators and transfers take is
-    ``foresight.costing``'s to say.
+    ``foresight.cost_model``'s to say.
 
     Where ``hardware.overlap`` is below 1, a transfer of length t takes (1 - overlap) t
     from the computing beside it; it is counted among ``exposed`` where the transfer is
-    waited for (``foresight.simulating.play_through`` has the equation).
+    waited for (``foresight.simulation.play_through`` has the equation).
 
     What it leaves out: ranks of one program that are not equally fast, streams that
     share a link, the allocator when memory runs out, and the host, which is taken to

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 from torch.utils.flop_counter import FlopCounterMode
 
-from fsfunc.pipelining.tapes import Tape
+from fsfunc.pipelining.stage_vjp import StageVjp
 from tests.checks import same
 from tests.probes import LiveBytes
 
@@ -99,8 +99,8 @@ def leaves(count: int, seed: int) -> list[Tensor]:
     return [whole_numbers(D, D, seed=seed + i).requires_grad_() for i in range(count)]
 
 
-def build(net) -> tuple[Tape, list[Tensor], list[Tensor | None]]:
-    """The tape of a network, its parameters, and cotangents for its outputs."""
+def build(net) -> tuple[StageVjp, list[Tensor], list[Tensor | None]]:
+    """The vjp of a network, its parameters, and cotangents for its outputs."""
     n_inputs, n_params, steps, outs = net
     xs, ws = leaves(n_inputs, 0), leaves(n_params, 100)
     values, tokens, ends = [*xs, *ws, whole_numbers(D, D, seed=7)], [], []
@@ -124,7 +124,7 @@ def build(net) -> tuple[Tape, list[Tensor], list[Tensor | None]]:
         for i, _ in enumerate(picked)
     ]
     cotangents += [torch.zeros_like(end) for end in ends]
-    return Tape([*picked, *ends], xs, [*ws, *tokens]), [*ws, *tokens], cotangents
+    return StageVjp([*picked, *ends], xs, [*ws, *tokens]), [*ws, *tokens], cotangents
 
 
 def flops(run) -> tuple[Any, int]:
@@ -142,16 +142,16 @@ def flops(run) -> tuple[Any, int]:
 def test_the_halves_are_the_whole(net):
     """The same bits; every operation once; every side effect once and in order."""
     RUNS.clear()
-    tape, params, cts = build(net)
-    grads, whole = flops(lambda: tape.backward(cts))
+    vjp, params, cts = build(net)
+    grads, whole = flops(lambda: vjp.backward(cts))
     expected, effects = (grads, [w.grad for w in params]), list(RUNS)
     RUNS.clear()
-    tape, params, cts = build(net)
+    vjp, params, cts = build(net)
     for w in params:
         w.grad = None
-    grads, first = flops(lambda: tape.input_gradient(cts))
+    grads, first = flops(lambda: vjp.input_gradient(cts))
     in_first = list(RUNS)
-    _, second = flops(tape.weight_gradient)
+    _, second = flops(vjp.weight_gradient)
     same((grads, [w.grad for w in params]), expected)
     assert first + second == whole
     assert sorted(RUNS) == sorted(effects)
@@ -163,11 +163,11 @@ def test_the_halves_are_the_whole(net):
 
 def counted(make, *cts):
     """(whole, first, second): operations of the backward and of its halves."""
-    tape = make()
-    _, whole = flops(lambda: tape.backward(cts))
-    tape = make()
-    _, first = flops(lambda: tape.input_gradient(cts))
-    _, second = flops(tape.weight_gradient)
+    vjp = make()
+    _, whole = flops(lambda: vjp.backward(cts))
+    vjp = make()
+    _, first = flops(lambda: vjp.input_gradient(cts))
+    _, second = flops(vjp.weight_gradient)
     return whole, first, second
 
 
@@ -181,14 +181,14 @@ def deep(x: Tensor, ws: list[Tensor]) -> Tensor:
 def test_half_of_the_products_wait():
     product = 2 * D**3
     x, ws = leaves(1, 0)[0], leaves(5, 10)
-    make = lambda: Tape([deep(x, ws)], [x], ws)  # noqa: E731
+    make = lambda: StageVjp([deep(x, ws)], [x], ws)  # noqa: E731
     assert counted(make, torch.ones(D, D)) == (10 * product, 5 * product, 5 * product)
 
 
 def test_a_weight_used_twice_in_a_row_does_not_wait():
     product = 2 * D**3
     x, (w, v) = leaves(1, 0)[0], leaves(2, 10)
-    make = lambda: Tape([(x @ w @ v) @ w], [x], [w, v])  # noqa: E731
+    make = lambda: StageVjp([(x @ w @ v) @ w], [x], [w, v])  # noqa: E731
     assert counted(make, torch.ones(D, D)) == (6 * product, 5 * product, product)
 
 
@@ -197,7 +197,7 @@ def test_a_derived_weight_is_derived_back_once():
     x, (w, v) = leaves(1, 0)[0], leaves(2, 10)
 
     def make():
-        return Tape([torch.relu(x @ (w @ v)).t() @ (w @ v).t()], [x], [w, v])
+        return StageVjp([torch.relu(x @ (w @ v)).t() @ (w @ v).t()], [x], [w, v])
 
     assert counted(make, torch.ones(D, D)) == (8 * product, 2 * product, 6 * product)
 
@@ -208,14 +208,14 @@ def test_a_weight_used_as_it_is_and_derived():
     x, (w, v) = leaves(1, 0)[0], leaves(2, 10)
 
     def above():
-        return Tape([torch.relu(x @ (w @ v)) @ w], [x], [w, v])
+        return StageVjp([torch.relu(x @ (w @ v)) @ w], [x], [w, v])
 
     def below():
-        return Tape([torch.relu(x @ w) @ (w @ v)], [x], [w, v])
+        return StageVjp([torch.relu(x @ w) @ (w @ v)], [x], [w, v])
 
     def given():
         u = w @ v
-        return Tape([torch.relu(x @ u) @ w, u], [x], [w, v])
+        return StageVjp([torch.relu(x @ u) @ w, u], [x], [w, v])
 
     cotangent = torch.ones(D, D, dtype=torch.double)
     assert counted(above, cotangent) == (6 * product, 6 * product, 0)
@@ -229,7 +229,7 @@ def test_a_weight_that_is_an_output_too():
         x, (w,) = leaves(1, 0)[0], leaves(1, 10)
         v = view(w)
         g = torch.ones(D, D, dtype=torch.double)
-        Tape([torch.relu(x @ v), v], [x], [w]).backward([g, 5 * g])
+        StageVjp([torch.relu(x @ v), v], [x], [w]).backward([g, 5 * g])
         y = torch.relu(x @ view(w)) + 5 * view(w)
         same(w.grad, torch.autograd.grad(y, w, g)[0])
 
@@ -237,7 +237,7 @@ def test_a_weight_that_is_an_output_too():
 def test_without_inputs_all_of_it_waits():
     product = 2 * D**3
     x, ws = whole_numbers(D, D, seed=3), leaves(3, 10)
-    make = lambda: Tape([deep(x, ws)], [], ws)  # noqa: E731
+    make = lambda: StageVjp([deep(x, ws)], [], ws)  # noqa: E731
     assert counted(make, torch.ones(D, D)) == (5 * product, 0, 5 * product)
 
 
@@ -250,16 +250,16 @@ def units(n: int):
         token, v = Enter.apply(tokens[-1], w)
         token, y = Exit.apply(token, torch.relu(y @ v))
         ends.append(token)
-    tape = Tape([y, *ends], [x], [*ws, *tokens])
-    return tape, [torch.ones_like(y), *[torch.zeros_like(end) for end in ends]]
+    vjp = StageVjp([y, *ends], [x], [*ws, *tokens])
+    return vjp, [torch.ones_like(y), *[torch.zeros_like(end) for end in ends]]
 
 
 def test_units_are_left_in_the_first_half_and_entered_in_the_second():
-    tape, cts = units(3)
+    vjp, cts = units(3)
     RUNS.clear()
-    tape.input_gradient(cts)
+    vjp.input_gradient(cts)
     assert RUNS == ["exit"] * 3
-    tape.weight_gradient()
+    vjp.weight_gradient()
     assert RUNS == ["exit"] * 3 + ["enter"] * 3
 
 
@@ -285,13 +285,13 @@ def test_side_effects_of_the_second_half_keep_the_order_of_a_backward():
         y = x @ pairs[0][0]
         y = (y if used else x) @ pairs[1][0] + pairs[0][1]
         y = y @ pairs[2][0] @ pairs[2][1] @ pairs[1][1]
-        tape, cts = Tape([y], [x], ws), [torch.ones(D, D)]
+        vjp, cts = StageVjp([y], [x], ws), [torch.ones(D, D)]
         if whole:
-            tape.backward(cts)
+            vjp.backward(cts)
         else:
-            tape.input_gradient(cts)
+            vjp.input_gradient(cts)
             assert RUNS == []
-            tape.weight_gradient()
+            vjp.weight_gradient()
         return list(RUNS)
 
     assert [run(w, u) for w in (True, False) for u in (True, False)] == [[2, 1, 0]] * 4
@@ -303,12 +303,12 @@ def test_gradients_add_up_in_place():
         w.grad = torch.ones_like(w)
     places = [w.grad.data_ptr() for w in ws]  # type: ignore[union-attr]
     for half in (False, True, True):
-        tape = Tape([deep(x, ws)], [x], ws)
+        vjp = StageVjp([deep(x, ws)], [x], ws)
         if half:
-            tape.input_gradient([torch.ones(D, D, dtype=torch.double)])
-            tape.weight_gradient()
+            vjp.input_gradient([torch.ones(D, D, dtype=torch.double)])
+            vjp.weight_gradient()
         else:
-            tape.backward([torch.ones(D, D, dtype=torch.double)])
+            vjp.backward([torch.ones(D, D, dtype=torch.double)])
     assert [w.grad.data_ptr() for w in ws] == places  # type: ignore[union-attr]
     assert x.grad is None
 
@@ -319,13 +319,13 @@ def test_dropout_and_integers_and_what_nobody_uses():
         (x, unused), ws = leaves(2, 0), leaves(3, 10)
         table = ws[2][torch.tensor([0, 3, 1, 1])]
         y = F.dropout(x @ ws[0] + table, 0.5)
-        tape = Tape([y, y * 2], [x, unused], ws)
+        vjp = StageVjp([y, y * 2], [x, unused], ws)
         cts = [torch.ones_like(y), None]
         if half:
-            found = tape.input_gradient(cts)
-            tape.weight_gradient()
+            found = vjp.input_gradient(cts)
+            vjp.weight_gradient()
         else:
-            found = tape.backward(cts)
+            found = vjp.backward(cts)
         return found, [w.grad for w in ws]
 
     same(net(True), net(False))
@@ -344,13 +344,13 @@ def test_the_outputs_may_go_and_the_rest_goes_with_the_second_half():
         for w in ws:
             h = torch.sin(h @ w)
         out = h * 2  # nothing saves it
-        tape = Tape([out], [leaf], ws)
+        vjp = StageVjp([out], [leaf], ws)
         del h, out
         forward = memory.live / x.nbytes
-        tape.input_gradient([torch.ones(64, 64)])
+        vjp.input_gradient([torch.ones(64, 64)])
         first = memory.live / x.nbytes
-        tape.weight_gradient()
-        del tape
+        vjp.weight_gradient()
+        del vjp
         last = memory.live / x.nbytes
     assert forward == 6 + 5  # x @ w and its sine, but for the last sine
     assert forward <= first <= forward + 6
@@ -366,11 +366,11 @@ def test_a_whole_backward_frees_as_it_goes():
         h = x
         for w in ws:
             h = torch.sin(h @ w)
-        tape = Tape([h], [x], ws)
+        vjp = StageVjp([h], [x], ws)
         del h
         held = memory.live
         memory.peak = memory.live
-        found = tape.backward([torch.ones(64, 64)])
+        found = vjp.backward([torch.ones(64, 64)])
         assert memory.peak <= held + 5 * x.nbytes
         del found
         assert memory.live == 0
@@ -384,10 +384,10 @@ def test_the_second_half_holds_one_weight_gradient_at_a_time():
     h = x
     for w in ws:
         h = torch.sin(F.linear(h, w))
-    tape = Tape([h], [x], ws)
-    tape.input_gradient([torch.ones(1, 64)])
+    vjp = StageVjp([h], [x], ws)
+    vjp.input_gradient([torch.ones(1, 64)])
     with LiveBytes(ws, [w.grad for w in ws]) as memory:
-        tape.weight_gradient()
+        vjp.weight_gradient()
     assert memory.peak <= 2 * 64 * 64 * 4
 
 
@@ -401,11 +401,11 @@ def test_a_unit_is_entered_when_its_gradients_are_there():
         token, h = Exit.apply(token, torch.sin(h @ v))
         ends.append(token)
         w.grad = torch.zeros(64, 64)
-    tape = Tape([h, *ends], [x], [*ws, *tokens])
-    tape.input_gradient([torch.ones(1, 64), *[torch.zeros(()) for _ in ends]])
+    vjp = StageVjp([h, *ends], [x], [*ws, *tokens])
+    vjp.input_gradient([torch.ones(1, 64), *[torch.zeros(()) for _ in ends]])
     del ends, h, v, token
     with LiveBytes(ws, [w.grad for w in ws]) as memory:
-        tape.weight_gradient()
+        vjp.weight_gradient()
     assert memory.peak <= 3 * 64 * 64 * 4
 
 
@@ -415,22 +415,22 @@ def test_a_unit_is_entered_when_its_gradients_are_there():
 def test_a_tape_runs_once():
     x, ws = leaves(1, 0)[0], leaves(2, 10)
     cts = [torch.ones(D, D, dtype=torch.double)]
-    tape = Tape([deep(x, ws)], [x], ws)
+    vjp = StageVjp([deep(x, ws)], [x], ws)
     with pytest.raises(ValueError, match="2 cotangents for 1 outputs"):
-        tape.backward([*cts, None])
+        vjp.backward([*cts, None])
     with pytest.raises(RuntimeError, match="nothing has been pulled back yet"):
-        tape.weight_gradient()
-    tape.input_gradient(cts)
-    for again in (tape.backward, tape.input_gradient):
+        vjp.weight_gradient()
+    vjp.input_gradient(cts)
+    for again in (vjp.backward, vjp.input_gradient):
         with pytest.raises(RuntimeError, match="weight_gradient is due"):
             again(cts)
-    tape.weight_gradient()
+    vjp.weight_gradient()
     with pytest.raises(RuntimeError, match="once: all its gradients are out"):
-        tape.weight_gradient()
-    tape = Tape([deep(x, ws)], [x], ws)
-    tape.backward(cts)
-    for again in (tape.backward, tape.input_gradient):
+        vjp.weight_gradient()
+    vjp = StageVjp([deep(x, ws)], [x], ws)
+    vjp.backward(cts)
+    for again in (vjp.backward, vjp.input_gradient):
         with pytest.raises(RuntimeError, match="all its gradients are out"):
             again(cts)
     with pytest.raises(RuntimeError, match="all its gradients are out"):
-        tape.weight_gradient()
+        vjp.weight_gradient()

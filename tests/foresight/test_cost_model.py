@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from fsfunc.comm.ledgers import Record
-from fsfunc.foresight.costing import (
+from fsfunc.foresight.cost_model import (
     collective_seconds,
     message_seconds,
     op_seconds,

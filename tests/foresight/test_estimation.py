@@ -15,8 +15,8 @@ from fsfunc.comm.backends.baton import Deadlock
 from fsfunc.comm.backends.link import CollectiveMismatch
 from fsfunc.comm.ledgers import Record
 from fsfunc.comm.mesh import Mesh
-from fsfunc.foresight import costing
-from fsfunc.foresight.estimating import estimate
+from fsfunc.foresight import cost_model
+from fsfunc.foresight.estimation import estimate
 from fsfunc.foresight.events import (
     Asked,
     Gave,
@@ -468,10 +468,10 @@ def test_a_thousand_layers_on_a_thousand_ranks_are_quick(monkeypatch):
             asked[name] += 1
             return of(*args, **more)
 
-        monkeypatch.setattr(costing, name, counted)
+        monkeypatch.setattr(cost_model, name, counted)
 
-    count("segment_seconds", costing.segment_seconds)
-    count("collective_seconds", costing.collective_seconds)
+    count("segment_seconds", cost_model.segment_seconds)
+    count("collective_seconds", cost_model.collective_seconds)
     mesh = Mesh({"data": 1024}, "abstract")
     body = Segment(tuple(op(1, flops=n) for n in range(50)), (), 0, sum(range(50)))
     events = []

@@ -6,9 +6,8 @@ import pytest
 import torch
 
 import fsfunc as ff
-from fsfunc.foresight import measuring
-from fsfunc.foresight.measured_links import line
-from fsfunc.foresight.measuring import measure_hardware
+from fsfunc.foresight.calibration import measure_hardware, middle
+from fsfunc.foresight.rank_timing import line
 from fsfunc.hardware import Level
 
 
@@ -52,7 +51,7 @@ def test_a_disturbed_pass_is_not_in_the_median():
         {"overhead": 9.0, "rates": {"a": 0.1}, "levels": level(0.1), "fresh": 2.0},
         {"overhead": 1.1, "rates": {"a": 5.1}, "levels": level(2.1), "fresh": None},
     ]
-    found = measuring._middle(passes)
+    found = middle(passes)
     assert found["overhead"] == 1.1 and found["rates"] == {"a": 5.0}
     assert found["levels"] == [Level(0, 2.0, 1.0)] and found["fresh"] is None
 
@@ -82,7 +81,7 @@ def test_ranks_measure_their_links_and_agree(torchrun):
         import torch
         import torch.distributed as dist
         import fsfunc as ff
-        from fsfunc.foresight.measuring import measure_hardware
+        from fsfunc.foresight.calibration import measure_hardware, middle
         from fsfunc.hardware import to_json
 
         torch.set_num_threads(1)

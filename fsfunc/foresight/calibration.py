@@ -16,10 +16,9 @@ import torch
 
 from fsfunc.comm.mesh import Here, Mesh, NoMesh, here
 from fsfunc.foresight.events import Op, Ran, Took
-from fsfunc.foresight.measured_links import links
 from fsfunc.foresight.observing import Observer
-from fsfunc.foresight.samples import Sizes, attention, chain, layer, specimens
-from fsfunc.foresight.stopwatch import Watch
+from fsfunc.foresight.rank_timing import Stopwatch, links
+from fsfunc.foresight.sample_operators import Sizes, attention, chain, layer, specimens
 from fsfunc.machines import Hardware, Level
 
 __all__ = ["measure_hardware"]
@@ -62,13 +61,13 @@ def measure_hardware(
         raise ValueError(f"seconds is above 0, got {seconds!r}")
     at, cuda = _place(mesh), torch.cuda.is_available()
     kind = torch.device("cuda", torch.cuda.current_device()) if cuda else None
-    watch = Watch(kind or torch.device("cpu"), at, seconds / PASSES)
+    watch = Stopwatch(kind or torch.device("cpu"), at, seconds / PASSES)
     with torch.no_grad():
         found = [_measured(watch, Sizes.of(watch.device)) for _ in range(PASSES)]
-    return Hardware(name=name, **_middle(found))
+    return Hardware(name=name, **middle(found))
 
 
-def _measured(watch: Watch, sizes: Sizes) -> dict[str, Any]:
+def _measured(watch: Stopwatch, sizes: Sizes) -> dict[str, Any]:
     """All fields but the name, measured once."""
     small, length = torch.ones(4, device=watch.device), 20
     # A call alone is subtracted from what is measured; autograd's share is a step's.
@@ -85,16 +84,16 @@ def _measured(watch: Watch, sizes: Sizes) -> dict[str, Any]:
     return {**fields, "overhead": overhead, "rates": rates, "levels": levels}
 
 
-def _middle(found: Sequence[Any]) -> Any:
+def middle(found: Sequence[Any]) -> Any:
     """Of values of one structure, each number's median; None where most are."""
     first = found[0]
     if isinstance(first, dict):
-        return {key: _middle([one[key] for one in found]) for key in first}
+        return {key: middle([one[key] for one in found]) for key in first}
     if isinstance(first, (list, tuple)):
-        return [_middle(column) for column in zip(*found, strict=True)]
+        return [middle(column) for column in zip(*found, strict=True)]
     if isinstance(first, Level):
-        latency = _middle([level.latency for level in found])
-        bandwidth = _middle([level.bandwidth for level in found])
+        latency = middle([level.latency for level in found])
+        bandwidth = middle([level.bandwidth for level in found])
         return dataclasses.replace(first, bandwidth=bandwidth, latency=latency)
     numbers = [one for one in found if one is not None]
     return statistics.median_high(numbers) if 2 * len(numbers) > len(found) else None
@@ -118,7 +117,7 @@ def _place(mesh: Mesh | None) -> Here | None:
 # Memory
 
 
-def _memory(watch: Watch, sizes: Sizes) -> dict[str, Any]:
+def _memory(watch: Stopwatch, sizes: Sizes) -> dict[str, Any]:
     """How much there is, how fast it is, and what its first touch costs."""
     large = [torch.ones(sizes.memory, device=watch.device) for _ in range(3)]
     streamed = watch(lambda: torch.add(large[0], large[1], out=large[2]), MEMORY / 2)
@@ -132,7 +131,7 @@ def _memory(watch: Watch, sizes: Sizes) -> dict[str, Any]:
     }
 
 
-def _capacity(watch: Watch) -> int:
+def _capacity(watch: Stopwatch) -> int:
     if watch.device.type == "cuda":
         return torch.cuda.get_device_properties(watch.device).total_memory
     alone = watch.where.size if watch.where is not None else 1
@@ -144,7 +143,7 @@ def _capacity(watch: Watch) -> int:
 # Products and attention
 
 
-def _products(watch: Watch, sizes: Sizes, overhead: float) -> dict[str, Any]:
+def _products(watch: Stopwatch, sizes: Sizes, overhead: float) -> dict[str, Any]:
     """Peaks of all dtypes, and the curve of the one that training uses."""
     main = _main_dtype(watch)
     rates = [_rate(watch, n, main, sizes, overhead) for n in sizes.products]
@@ -159,7 +158,7 @@ def _products(watch: Watch, sizes: Sizes, overhead: float) -> dict[str, Any]:
     return {"peak": peaks, "efficiency": curve}
 
 
-def _main_dtype(watch: Watch) -> torch.dtype:
+def _main_dtype(watch: Stopwatch) -> torch.dtype:
     return torch.bfloat16 if watch.device.type == "cuda" else torch.float32
 
 
@@ -168,7 +167,7 @@ def _name(dtype: torch.dtype) -> str:
 
 
 def _rate(
-    watch: Watch, n: int, dtype: torch.dtype, sizes: Sizes, overhead: float
+    watch: Stopwatch, n: int, dtype: torch.dtype, sizes: Sizes, overhead: float
 ) -> float:
     """FLOP/s of products [n, n] @ [n, n], over the layouts that training has."""
     turns = max(1, min(MOST_TURNS, sizes.memory // n**2))
@@ -177,7 +176,7 @@ def _rate(
     return 3 * 2 * n**3 / max(spent, 1e-9)
 
 
-def _attention(watch: Watch, sizes: Sizes, bare: Hardware) -> float:
+def _attention(watch: Stopwatch, sizes: Sizes, bare: Hardware) -> float:
     dtype = _main_dtype(watch)
     call = attention(sizes, watch.device, dtype)
     ops, aside = _observed(call, bare)
@@ -203,7 +202,7 @@ def _observed(call: Callable[[], Any], bare: Hardware) -> tuple[list[Op], float]
     return ops, len(ops) * bare.overhead + touched
 
 
-def _rates(watch: Watch, sizes: Sizes, bare: Hardware) -> dict[str, float]:
+def _rates(watch: Stopwatch, sizes: Sizes, bare: Hardware) -> dict[str, float]:
     """bytes/s of each operator that a step has beside its products."""
     calls, rates = specimens(sizes, watch.device), {}
     for call in calls:

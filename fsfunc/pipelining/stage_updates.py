@@ -22,9 +22,8 @@ from fsfunc.losses import loss_parts
 from fsfunc.optim import Optimizer
 from fsfunc.pipelining.actions import Action, Schedule, ScheduleError, owners
 from fsfunc.pipelining.cutting import Stages
-from fsfunc.pipelining.delaying import staleness
-from fsfunc.pipelining.microbatches import Part, cut_batch
-from fsfunc.pipelining.outcomes import blank, combined, everywhere
+from fsfunc.pipelining.delayed import staleness
+from fsfunc.pipelining.microbatches import Part, blank, combined, cut_batch, everywhere
 from fsfunc.pipelining.piping import Pipelining
 from fsfunc.pipelining.runtime import Microbatch, Worker
 from fsfunc.sharded import is_sharded

@@ -1,20 +1,96 @@
-"""What the links between processes do, measured through the library's collectives."""
+"""Timing on all ranks at once: calls, and the links between processes."""
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Sequence
 from itertools import cycle
+from statistics import median
 from typing import Any
 
 import torch
 
-from fsfunc.comm.groups import RankGroup
+from fsfunc.comm.collectives import pmax, pmean
+from fsfunc.comm.groups import RankGroup, group
 from fsfunc.comm.ledgers import silence
-from fsfunc.foresight.samples import Sizes
-from fsfunc.foresight.stopwatch import Watch
+from fsfunc.comm.mesh import Here
+from fsfunc.foresight.sample_operators import Sizes
 from fsfunc.machines import Level
 
-__all__ = ["links"]
+__all__ = ["Stopwatch", "links"]
+
+FEWEST = 3
+
+
+class Stopwatch:
+    """Times calls on all ranks at once; every rank reads the same.
+
+    Args:
+        device: where the calls compute.
+        at: which rank of which mesh this is; None: a process alone.
+        seconds: for all that is timed together.
+    """
+
+    def __init__(self, device: torch.device, at: Here | None, seconds: float):
+        self.device, self.seconds = device, seconds
+        self.where: RankGroup | None = None
+        if at is not None and at.mesh.size > 1:
+            self.where = group(tuple(at.mesh.axes), at)
+
+    def __call__(self, call: Callable[[], Any], share: float, batch: int = 1) -> float:
+        """Seconds of a call: the lower quartile of many, averaged over the ranks.
+
+        Ranks start together and go on for a ``share`` of all the time, so that each is
+        measured beside the others. Calls above the median show other programs.
+
+        Args:
+            batch: calls between two looks at the clock.
+        """
+        batch *= 10 if self.device.type == "cuda" else 1
+        self._once(call, batch)
+        self.mean(0.0)
+        times, end = [], time.perf_counter() + share * self.seconds
+        while len(times) < FEWEST or time.perf_counter() < end:
+            times.append(self._once(call, batch))
+        return self.mean(sorted(times)[len(times) // 4])
+
+    def together(self, call: Callable[[], Any], share: float) -> float:
+        """Seconds of a call that sends: the median of many, as all ranks make it.
+
+        Not a quartile: that one rank comes late is what sending costs.
+        """
+        self._once(call, 1)
+        first = max(self.most(self._once(call, 1)), 1e-9)
+        count = max(FEWEST, int(share * self.seconds / first))
+        return self.mean(median(self._once(call, 1) for _ in range(count)))
+
+    def mean(self, value: float) -> float:
+        """The mean over all ranks; also where they wait for each other."""
+        return self._over_ranks(pmean, value)
+
+    def most(self, value: float) -> float:
+        """The largest of all ranks."""
+        return self._over_ranks(pmax, value)
+
+    def _over_ranks(self, collective: Callable[..., Any], value: float) -> float:
+        if self.where is None:
+            return value
+        x = torch.tensor([value], dtype=torch.float64, device=self.device)
+        with silence():
+            return float(collective(x, self.where.axis).item())
+
+    def _once(self, call: Callable[[], Any], batch: int) -> float:
+        self._wait()
+        start = time.perf_counter()
+        for _ in range(batch):
+            call()
+        self._wait()
+        return (time.perf_counter() - start) / batch
+
+    def _wait(self) -> None:
+        if self.device.type == "cuda":
+            torch.cuda.synchronize(self.device)
+
 
 SENDING = ("all_gather", "psum_scatter", "psum")
 ALONE, BESIDE = 0.15, 0.1  # of all the time
@@ -22,7 +98,7 @@ MOST_BUFFERS = 16
 
 
 def links(
-    watch: Watch, where: RankGroup, sizes: Sizes
+    watch: Stopwatch, where: RankGroup, sizes: Sizes
 ) -> tuple[Level, dict[str, float], float]:
     """(the links as one level, bytes/s of each collective, overlap).
 
@@ -51,7 +127,7 @@ def links(
 
 
 def _sending(
-    watch: Watch, where: RankGroup, op: str, size: int, sizes: Sizes
+    watch: Stopwatch, where: RankGroup, op: str, size: int, sizes: Sizes
 ) -> tuple[Callable[[], Any], float]:
     """Starts a collective of whole buffers of ``size`` bytes; what a rank sends of one.
 
@@ -74,7 +150,9 @@ def _sending(
     return start, wholes[0].nbytes * (n - 1) / n * (2 if op == "psum" else 1)
 
 
-def _added(watch: Watch, start: Callable[[], Any], alone: float, sizes: Sizes) -> float:
+def _added(
+    watch: Stopwatch, start: Callable[[], Any], alone: float, sizes: Sizes
+) -> float:
     """What a transfer adds to products beside it, over what it takes alone."""
     share, side = BESIDE / len(SENDING) / 3, sizes.other
     x, y = (torch.randn(side, side, device=watch.device) for _ in range(2))
