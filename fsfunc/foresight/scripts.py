@@ -18,7 +18,7 @@ from fsfunc import _torch, tree
 from fsfunc.accounting import aside
 from fsfunc.foresight.events import Gave, Ran, Segment, Took
 from fsfunc.foresight.observing import Book, Observer
-from fsfunc.frames import Counter, Interpretation, inside
+from fsfunc.frames import Counter, Interpretation, Tracer, inside
 from fsfunc.mesh import NoMesh, here
 
 __all__ = [
@@ -246,7 +246,7 @@ def _run(observer: Observer, call: Any, treedef: Any, leaves: Sequence[Any]) -> 
     alone = call.frame.but(
         handlers=(_Stop(),),
         sessions=(),
-        recorder=None,
+        tracer=Tracer(),
         at=at,
         path=call.path,
         numbers=call.numbers,

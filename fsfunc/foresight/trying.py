@@ -19,7 +19,7 @@ from fsfunc.foresight.recipes import Stack
 from fsfunc.launching import spmd
 from fsfunc.machines import Hardware
 from fsfunc.mesh import Mesh
-from fsfunc.pipelining.tracing import program
+from fsfunc.tracing.tracer import program
 
 __all__ = ["Trials"]
 

@@ -13,7 +13,7 @@ import torch
 
 from fsfunc import tree
 from fsfunc.parts import describe
-from fsfunc.pipelining.naming import nested
+from fsfunc.tracing.names import nested
 
 __all__ = ["Draw", "Glue", "Loss", "Origins", "Outputs", "Program", "Spec"]
 __all__ += ["UnitCall", "Value"]
