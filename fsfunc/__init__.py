@@ -4,10 +4,10 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 from fsfunc import hardware
-from fsfunc.accounting import ledger
 from fsfunc.autodiff import Weighted, value_and_grad
 from fsfunc.auxiliary import Summed
-from fsfunc.collectives import (
+from fsfunc.comm.async_collectives import start
+from fsfunc.comm.collectives import (
     all_gather,
     all_to_all,
     axis_index,
@@ -20,12 +20,13 @@ from fsfunc.collectives import (
     psum,
     psum_scatter,
 )
+from fsfunc.comm.launch import local_batch, make_mesh, spmd
+from fsfunc.comm.ledgers import ledger
+from fsfunc.comm.mesh import Mesh
 from fsfunc.conversions import lay_like, randn_like, reduce_like, unshard
 from fsfunc.data.loading import batches
-from fsfunc.launching import local_batch, make_mesh, spmd
 from fsfunc.layout import Flat, Layout, Owned, Split
 from fsfunc.machines import Hardware, Level
-from fsfunc.mesh import Mesh
 from fsfunc.optim import (
     Optimizer,
     add_decayed_weights,
@@ -56,7 +57,6 @@ from fsfunc.pipelining.timing import Costs, bubble
 from fsfunc.pipelining.verification import verify
 from fsfunc.placing import place
 from fsfunc.sharded import Sharded, is_sharded
-from fsfunc.splitting import start
 from fsfunc.statistics import (
     RunningStatistics,
     batch_norm,

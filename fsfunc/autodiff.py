@@ -15,9 +15,9 @@ import torch
 from torch import Tensor
 
 from fsfunc import _torch, tree
-from fsfunc.accounting import aside
 from fsfunc.admitting import arguments, refuse
 from fsfunc.auxiliary import divided
+from fsfunc.comm.attribution import internal
 from fsfunc.compiled import refuse_compiled
 from fsfunc.differentiated import Leaves
 from fsfunc.frames import Counter, Running, Thread, frame, inside, run_as
@@ -233,7 +233,7 @@ def differentiate(call: GradientCall) -> Outcome:
         found = [torch.empty_like(x) for x in values]
         f.tracer.gradients(picked, found)
     else:
-        with aside():
+        with internal():
             found = torch.autograd.grad(tied, inputs, allow_unused=True)
     weight = None if weight is None else weight.detach()
     count_as("gradients", found[: len(values)])

@@ -13,6 +13,8 @@ from typing import Any
 
 from fsfunc import hardware as machines
 from fsfunc import show
+from fsfunc.comm.launch import make_mesh, spmd
+from fsfunc.comm.mesh import Mesh
 from fsfunc.foresight.building import (
     RETURNS,
     Refused,
@@ -25,9 +27,7 @@ from fsfunc.foresight.estimating import Estimate, estimate
 from fsfunc.foresight.measuring import measure_hardware
 from fsfunc.foresight.plans import Plan
 from fsfunc.foresight.stating import facts
-from fsfunc.launching import make_mesh, spmd
 from fsfunc.machines import Hardware
-from fsfunc.mesh import Mesh
 from fsfunc.show.describing import description
 from fsfunc.show.estimates import comparison
 from fsfunc.show.estimates import estimate as estimate_tables

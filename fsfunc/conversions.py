@@ -16,17 +16,18 @@ import torch
 from torch import Tensor
 
 from fsfunc import _torch, tree
-from fsfunc.accounting import label
-from fsfunc.collectives import Group, group, move, pbroadcast
-from fsfunc.crossings import ENTER, GATHER, LAY, MEAN, REDUCE, check_samples
+from fsfunc.comm.attribution import label
+from fsfunc.comm.collective_ops import apply_map, assumed, claim, laid
+from fsfunc.comm.collectives import pbroadcast
+from fsfunc.comm.crossings import ENTER, GATHER, LAY, MEAN, REDUCE, check_samples
+from fsfunc.comm.groups import RankGroup, group
+from fsfunc.comm.linear_maps import LinearMap
+from fsfunc.comm.mesh import NoMesh, here
 from fsfunc.donated import refuse_spent
 from fsfunc.frames import frame
 from fsfunc.homes import in_a_row
 from fsfunc.initializing.drawing import draw, standard_normal
 from fsfunc.layout import Layout
-from fsfunc.mesh import NoMesh, here
-from fsfunc.moves import Move
-from fsfunc.moving import assumed, claim, laid
 from fsfunc.optim import kernels
 from fsfunc.optim.elements import entered
 from fsfunc.pieces import assemble
@@ -95,7 +96,7 @@ def _gathered(x: Sharded) -> Tensor:
     local = x.local.detach()
     if not layout.axes:
         if copies := _means():
-            local = move(local, ENTER, group(copies))
+            local = apply_map(local, ENTER, group(copies))
         return local.reshape(layout.shape).clone()
     where = group(layout.axes, at)
     counts = _counts(layout, where)
@@ -120,14 +121,14 @@ def _entered(x: Sharded) -> Tensor:
     axes, local = x.layout.axes, x.local
     check_samples(local, repr(x.name))
     if copies := tuple(a for a in _means() if a not in axes):
-        local = move(local, ENTER, group(copies))
+        local = apply_map(local, ENTER, group(copies))
     if not axes:
         return local.reshape(x.shape)
     where = group(axes)
     counts = _counts(x.layout, where)
     size = max(counts)
     sent = in_a_row([local, local.new_zeros(size - local.numel())])
-    every = move(sent, GATHER, where).split(size)
+    every = apply_map(sent, GATHER, where).split(size)
     parts = [part[:n] for part, n in zip(every, counts, strict=True)]
     return torch.cat(parts).view(x.shape)
 
@@ -264,7 +265,7 @@ def _means() -> tuple[str, ...]:
         return ()
 
 
-def _counts(layout: Layout, where: Group) -> list[int]:
+def _counts(layout: Layout, where: RankGroup) -> list[int]:
     """How many elements of a leaf each rank of a group holds."""
     mesh = here().mesh
     shapes = [layout.local_shape(mesh.coordinates(rank)) for rank in where.ranks]
@@ -282,7 +283,9 @@ def _check_flat(x: Sharded, what: str) -> None:
         )
 
 
-def _back(t: Any, like: Any, what: str, parts: Move, whole: Move | None) -> Any:
+def _back(
+    t: Any, like: Any, what: str, parts: LinearMap, whole: LinearMap | None
+) -> Any:
     """Whole tensors as ``like`` lies; those that go the same way go together."""
     leaves, treedef = tree.flatten(like, is_leaf=is_sharded)
     try:
@@ -333,8 +336,8 @@ def _laid(
     values: Sequence[Tensor],
     like: Sequence[Any],
     axes: tuple[str, ...],
-    parts: Move,
-    whole: Move | None,
+    parts: LinearMap,
+    whole: LinearMap | None,
 ) -> list[Tensor]:
     """Tensors of one dtype, of which each rank keeps the parts over ``axes``."""
     copies = tuple(a for a in _means() if a not in axes) if whole is not None else ()
@@ -342,7 +345,7 @@ def _laid(
         shapes = [x.local.shape if is_sharded(x) else x.shape for x in like]
         if whole is not None and copies:
             flat = torch.cat([x.reshape(-1) for x in values])
-            flat = move(flat, whole, group(copies))
+            flat = apply_map(flat, whole, group(copies))
             values = flat.split([x.numel() for x in values])
         return [
             x.reshape(shape).clone() if is_sharded(old) else x.reshape(shape)
@@ -358,8 +361,8 @@ def _laid(
     for k, total in enumerate(sums):
         rows += [part[k] for part in pieces]
         rows.append(values[0].new_zeros(max(sums) - total))
-    flat = move(torch.cat(rows), parts, where)
+    flat = apply_map(torch.cat(rows), parts, where)
     if whole is not None and copies:
-        flat = move(flat, whole, group(copies))
+        flat = apply_map(flat, whole, group(copies))
     held = [counts[where.index] for counts in mine]
     return list(flat[: sum(held)].split(held))

@@ -14,10 +14,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fsfunc.accounting import aside
+from fsfunc.comm.attribution import internal
+from fsfunc.comm.mesh import Here, Mesh, here, place_here
 from fsfunc.comparing import stated
 from fsfunc.donated import Donation
-from fsfunc.mesh import Here, Mesh, here, place_here
 from fsfunc.scoped import Scoped
 
 __all__ = [
@@ -138,7 +138,7 @@ class Tracer:
 
     def body(self, call: Any, params: Any, inputs: Any, keywords: Any) -> Any:
         """What a unit's function returns."""
-        with aside(False):
+        with internal(False):
             return call.unit.checked(params, inputs, keywords)
 
     def know(self, x: Tensor, path: str) -> None:

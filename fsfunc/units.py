@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from fsfunc import _torch, tree
-from fsfunc.accounting import aside
+from fsfunc.comm.attribution import internal
 from fsfunc.compiled import refuse_compiled
 from fsfunc.frames import Counter, Frame, frame, inside, running
 from fsfunc.sharded import is_sharded
@@ -52,7 +52,7 @@ class Call:
         run = self.body
         for handler in reversed(self.frame.handlers):
             run = handler.unit(run, self)
-        with aside():
+        with internal():
             return run(params, *inputs, **keywords)
 
     def body(self, params: Any, *inputs: Any, **keywords: Any) -> Any:
@@ -74,7 +74,7 @@ class Call:
                 inputs = (*kept, *rest)
             if f.tracer is not None:
                 return f.tracer.body(self, params, inputs, keywords)
-            with aside(False):
+            with internal(False):
                 return self.unit.checked(params, inputs, keywords)
 
 
@@ -142,7 +142,7 @@ class Unit:
         seen = {(x.grad_fn, x.output_nr) for x in known if x.grad_fn is not None}
         leaves = {id(x) for x in known}
         with torch.inference_mode(False), torch.enable_grad():
-            with aside():
+            with internal():
                 start = _torch.sequence_number(_newborn().view(0).grad_fn)
             out = self.fn(params, *inputs, **keywords)
             roots = tree.shown(out, self, "returns")

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 from fsfunc import _torch
-from fsfunc.accounting import traceback_line
+from fsfunc.comm.attribution import traceback_line
 from fsfunc.compiled import plainly
 
 __all__ = ["asks_for_a_value", "told_where"]

@@ -8,10 +8,10 @@ from typing import Any, TypeVar, cast
 
 import torch
 
-from fsfunc.accounting import label
 from fsfunc.checkpointing.manifest import CheckpointError
-from fsfunc.collectives import all_gather, pmax, psum
-from fsfunc.mesh import Here
+from fsfunc.comm.attribution import label
+from fsfunc.comm.collectives import all_gather, pmax, psum
+from fsfunc.comm.mesh import Here
 
 __all__ = ["agree", "agreed", "attempt", "check_alike"]
 

@@ -12,8 +12,8 @@ from torch import Tensor
 
 from fsfunc import _torch, tree
 from fsfunc.boxing import Box, boxes
+from fsfunc.comm.mesh import Here, NoMesh, here
 from fsfunc.layout import Coordinates, Layout
-from fsfunc.mesh import Here, NoMesh, here
 from fsfunc.sharded import Sharded, is_sharded
 
 __all__ = [

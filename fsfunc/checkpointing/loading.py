@@ -31,10 +31,10 @@ from fsfunc.checkpointing.manifest import CheckpointError, Stored
 from fsfunc.checkpointing.matching import check_match, within
 from fsfunc.checkpointing.randomness import restore_random
 from fsfunc.checkpointing.reading import Reader
+from fsfunc.comm.mesh import Here
 from fsfunc.donated import refuse_spent, spend
 from fsfunc.holding import is_held
 from fsfunc.layout import Layout
-from fsfunc.mesh import Here
 from fsfunc.sharded import Buffers, Sharded, is_sharded, split_buffers
 
 __all__ = ["Fill", "fill", "load"]

@@ -21,8 +21,8 @@ from fsfunc.checkpointing.manifest import dtype_name
 from fsfunc.checkpointing.randomness import random_state
 from fsfunc.checkpointing.under_way import Saving, in_flight
 from fsfunc.checkpointing.writing import SAFE_DTYPES
+from fsfunc.comm.mesh import Here
 from fsfunc.donated import refuse_spent
-from fsfunc.mesh import Here
 
 __all__ = ["Saving", "save", "save_async"]
 

@@ -28,8 +28,8 @@ from fsfunc.checkpointing.manifest import (
 )
 from fsfunc.checkpointing.randomness import together
 from fsfunc.checkpointing.writing import write_parts
+from fsfunc.comm.mesh import Here
 from fsfunc.holding import hold
-from fsfunc.mesh import Here
 from fsfunc.transforms.donation import version
 
 __all__ = ["Saving", "in_flight"]

@@ -14,9 +14,9 @@ from torch import Tensor
 from torch.utils.data import DataLoader, IterableDataset, default_collate
 
 from fsfunc import _torch, tree
-from fsfunc.collectives import group
+from fsfunc.comm.groups import group
+from fsfunc.comm.mesh import Axis, Mesh, asks, check_mesh, here
 from fsfunc.data.reading import Order, Part, Reading
-from fsfunc.mesh import Axis, Mesh, asks, check_mesh, here
 
 __all__ = ["Batches", "batches"]
 

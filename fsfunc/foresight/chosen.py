@@ -7,8 +7,8 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
+from fsfunc.comm.mesh import Mesh
 from fsfunc.foresight.recipes import Stack
-from fsfunc.mesh import Mesh
 
 __all__ = ["Choice", "Search", "Skipped", "amount", "front_of"]
 

@@ -4,12 +4,10 @@ from __future__ import annotations
 
 from collections import Counter
 from dataclasses import dataclass, field
-from functools import partial
 
-from fsfunc.foresight import costing
 from fsfunc.foresight.events import Ran, Replayed
 from fsfunc.foresight.plans import Plan, RankPlan
-from fsfunc.foresight.simulating import Prices, RankTimes, Span, play_through
+from fsfunc.foresight.simulating import RankTimes, Span, play_through
 from fsfunc.machines import Hardware
 
 __all__ = ["Estimate", "estimate"]
@@ -118,17 +116,7 @@ def estimate(
     """
     if tokens is not None and not tokens > 0:
         raise ValueError(f"tokens of one step are more than none, got {tokens!r}")
-    prices = Prices(
-        op=partial(costing.op_seconds, hardware=hardware),
-        segment=partial(costing.segment_seconds, hardware=hardware),
-        collective=partial(costing.collective_seconds, hardware=hardware),
-        message=partial(costing.message_seconds, hardware=hardware),
-        taken=None
-        if hardware.fresh is None
-        else lambda size, op: costing.taken_seconds(size, hardware, op),
-        overlap=hardware.overlap,
-    )
-    seconds, times, spans = play_through(plan, prices)
+    seconds, times, spans = play_through(plan, hardware)
     busiest = max(times, key=lambda r: (r.compute, -r.rank))
     flops, at_peak = _work(plan, hardware)
     return Estimate(

@@ -12,7 +12,9 @@ from typing import Any
 from torch import Tensor
 
 from fsfunc import _torch, tree
-from fsfunc.accounting import Ledger
+from fsfunc.comm.launch import spmd
+from fsfunc.comm.ledgers import Ledger
+from fsfunc.comm.mesh import Here, Mesh, NoMesh, asks, check_mesh, here
 from fsfunc.donated import refuse_spent
 from fsfunc.foresight.linking import PlannedLink
 from fsfunc.foresight.observing import Observer
@@ -20,8 +22,6 @@ from fsfunc.foresight.plans import Leaf, Plan, RankPlan
 from fsfunc.foresight.rehearsing import DifferentiatedTwice, Rehearsal
 from fsfunc.frames import frame, inside
 from fsfunc.kinds import counting
-from fsfunc.launching import spmd
-from fsfunc.mesh import Here, Mesh, NoMesh, asks, check_mesh, here
 from fsfunc.sharded import Sharded, is_sharded
 from fsfunc.tracing.fakes import shadows
 from fsfunc.tracing.runs import without_data

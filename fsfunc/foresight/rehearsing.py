@@ -22,7 +22,8 @@ import torch
 from torch import Tensor
 
 from fsfunc import _torch, tree
-from fsfunc.accounting import aside, is_silent
+from fsfunc.comm.attribution import internal
+from fsfunc.comm.ledgers import is_silent
 from fsfunc.foresight.events import Replayed, Segment
 from fsfunc.foresight.observing import Observer
 from fsfunc.foresight.scripts import (
@@ -99,7 +100,7 @@ class Rehearsal(Tracer):
         before = observer.roots, observer.pure
         mine = tensors(tree.leaves(params, is_leaf=is_sharded))
         observer.begin_body([x for x in mine if not _torch.is_wrapped(x)])
-        with observer.unit(call.name), aside(False):
+        with observer.unit(call.name), internal(False):
             out = call.unit.checked(params, inputs, keywords)
         self._keeps(call.name, observer.derived(tree.leaves(out)))
         observer.roots, observer.pure = before

@@ -6,7 +6,7 @@ from collections import defaultdict
 from collections.abc import Iterable
 from typing import Any
 
-from fsfunc.accounting import Ledger, Record
+from fsfunc.comm.ledgers import Ledger, Record
 from fsfunc.foresight.estimating import Estimate
 from fsfunc.foresight.plans import Plan, RankPlan
 from fsfunc.machines import Hardware
@@ -23,7 +23,7 @@ def facts(
     of one rank and step, times in seconds. Spans are left out: ``show.trace`` writes
     them.
 
-    >>> from fsfunc.mesh import Mesh
+    >>> from fsfunc.comm.mesh import Mesh
     >>> own = RankPlan(0, 8, {"data": 0}, [], {}, [], [])
     >>> found = facts(Plan(Mesh({"data": 8}, "abstract"), (own,)))
     >>> found["mesh"], found["programs"][0]["alike"], found["peak_bytes"]

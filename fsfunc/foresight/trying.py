@@ -11,14 +11,14 @@ from torch import Tensor
 
 from fsfunc import tree
 from fsfunc.autodiff import value_and_grad
+from fsfunc.comm.launch import spmd
+from fsfunc.comm.mesh import Mesh
 from fsfunc.foresight.candidates import Axes, lowered, stages_of
 from fsfunc.foresight.chosen import Choice, Search, Skipped, amount, front_of
 from fsfunc.foresight.estimating import estimate
 from fsfunc.foresight.planning import plan
 from fsfunc.foresight.recipes import Stack
-from fsfunc.launching import spmd
 from fsfunc.machines import Hardware
-from fsfunc.mesh import Mesh
 from fsfunc.tracing.tracer import program
 
 __all__ = ["Trials"]

@@ -20,11 +20,12 @@ from torch import Tensor
 from torch.linalg import vector_norm
 
 from fsfunc import tree
-from fsfunc.collectives import group, move, pmax, psum
-from fsfunc.crossings import ENTER, SPREAD, SUM, check_samples
+from fsfunc.comm.collective_ops import apply_map, claim, issue
+from fsfunc.comm.collectives import pmax, psum
+from fsfunc.comm.crossings import ENTER, SPREAD, SUM, check_samples
+from fsfunc.comm.groups import group
+from fsfunc.comm.mesh import NoMesh, here
 from fsfunc.frames import frame
-from fsfunc.mesh import NoMesh, here
-from fsfunc.moving import claim, issue
 from fsfunc.optim import kernels
 from fsfunc.optim.leafwise import Tree, map_flat, split, trainable
 from fsfunc.sharded import Sharded, is_sharded
@@ -177,14 +178,14 @@ def entered(x: Tensor) -> Tensor:
         for handler, session in frame().sessions:
             if session.ownership.is_one_value(x):
                 check_samples(x, "a parameter")
-                x = move(x, ENTER, group(handler.axes))  # type: ignore[attr-defined]
+                x = apply_map(x, ENTER, group(handler.axes))  # type: ignore[attr-defined]
     return x
 
 
 def _into_parts(x: Tensor, axes: tuple[str, ...]) -> Tensor:
     """What is the same on every rank, as a factor of parts over ``axes``."""
     over, _, _ = _parted(axes)
-    return move(x, SPREAD, group(over)) if over else x
+    return apply_map(x, SPREAD, group(over)) if over else x
 
 
 def _parted(axes: tuple[str, ...]) -> tuple[tuple[str, ...], ...]:

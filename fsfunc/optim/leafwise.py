@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from fsfunc import tree
-from fsfunc.movable import strided
+from fsfunc.comm.groups import strided
 from fsfunc.parts import describe
 from fsfunc.sharded import Sharded, is_sharded, split_alike
 

@@ -6,7 +6,7 @@ import inspect
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
-from fsfunc.mesh import Mesh, check_mesh
+from fsfunc.comm.mesh import Mesh, check_mesh
 from fsfunc.optim import Optimizer
 from fsfunc.pipelining.actions import (
     Action,

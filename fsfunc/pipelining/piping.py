@@ -14,13 +14,13 @@ from torch import Tensor
 from fsfunc import _torch, tree
 from fsfunc.arena import Arena
 from fsfunc.autodiff import GradientCall, Outcome, differentiate, tracked
-from fsfunc.collectives import Group, group
+from fsfunc.comm.collective_ops import assumed
+from fsfunc.comm.groups import RankGroup, group
+from fsfunc.comm.mesh import Mesh, asks, here
 from fsfunc.differentiated import Leaves
 from fsfunc.frames import Counter, Frame, Interpretation, frame, inside
 from fsfunc.layout import Owned
 from fsfunc.losses import loss_parts
-from fsfunc.mesh import Mesh, asks, here
-from fsfunc.moving import assumed
 from fsfunc.pipelining.actions import (
     Action,
     Schedule,
@@ -244,7 +244,7 @@ class Pipelining(Interpretation):
     def _actions(
         self,
         batches: Sequence[Microbatch],
-        where: Group,
+        where: RankGroup,
         of: Callable[[Schedule], Schedule] = lambda schedule: schedule,
     ) -> tuple[Action, ...]:
         between = frozenset[tuple[int, int]]()

@@ -11,12 +11,12 @@ import torch
 from torch import Tensor
 
 from fsfunc import _torch
-from fsfunc.accounting import label
 from fsfunc.arena import Arena
-from fsfunc.collectives import Group
+from fsfunc.comm.attribution import label
+from fsfunc.comm.collective_ops import run_by
+from fsfunc.comm.groups import RankGroup
 from fsfunc.compiled import plainly
 from fsfunc.frames import Counter, Frame, inside
-from fsfunc.moving import run_by
 from fsfunc.pipelining.actions import Action
 from fsfunc.pipelining.clocks import clocked
 from fsfunc.pipelining.microbatches import Part
@@ -59,7 +59,7 @@ class Worker:
         read: Callable[[Any], Any],
         microbatches: Sequence[Microbatch],
         owners: Sequence[int],
-        where: Group,
+        where: RankGroup,
         frame: Frame,
         depth: int,
         values: Sequence[Tensor],

@@ -16,8 +16,10 @@ import torch
 from torch import Tensor
 
 from fsfunc import _torch, tree
-from fsfunc.backends.abstract import AbstractLink
-from fsfunc.collectives import Group, Move, move
+from fsfunc.comm.backends.abstract import AbstractLink
+from fsfunc.comm.collective_ops import apply_map
+from fsfunc.comm.groups import RankGroup
+from fsfunc.comm.linear_maps import LinearMap
 from fsfunc.compiled import standing
 from fsfunc.frames import Running, Stage, Thread, run_as
 from fsfunc.pipelining.cutting import StagePlan
@@ -221,8 +223,8 @@ def _look(x: Any) -> Any:
     return (tuple(x.shape), x.dtype) if real else None
 
 
-def abstractly(x: Tensor, how: Move, where: Group) -> Tensor:
+def abstractly(x: Tensor, how: LinearMap, where: RankGroup) -> Tensor:
     """A collective in a loss: one on a stand-in moves nothing."""
     if isinstance(x, _torch.FakeTensor):
         where = replace(where, link=AbstractLink(where.rank))
-    return move(x, how, where)
+    return apply_map(x, how, where)

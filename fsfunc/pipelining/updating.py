@@ -10,14 +10,15 @@ import torch
 from torch import Tensor
 
 from fsfunc import tree
-from fsfunc.accounting import silence
 from fsfunc.autodiff import GradientCall, Outcome, value_and_grad
-from fsfunc.collectives import Group, Move, group
+from fsfunc.comm.collective_ops import run_by
+from fsfunc.comm.groups import RankGroup, group
+from fsfunc.comm.ledgers import silence
+from fsfunc.comm.linear_maps import LinearMap
+from fsfunc.comm.mesh import Mesh, here
 from fsfunc.differentiated import Leaves
 from fsfunc.frames import Frame, Interpretation, frame, inside
 from fsfunc.losses import loss_parts
-from fsfunc.mesh import Mesh, here
-from fsfunc.moving import run_by
 from fsfunc.optim import Optimizer
 from fsfunc.pipelining.actions import Action, Schedule, ScheduleError, owners
 from fsfunc.pipelining.cutting import Stages
@@ -148,7 +149,7 @@ class Updating(Pipelining):
     def _try(self, running: _Running, f: Frame) -> None:
         """Raises where the optimizer would communicate, or predict would fail."""
 
-        def refused(x: Tensor, how: Move, where: Group) -> Any:
+        def refused(x: Tensor, how: LinearMap, where: RankGroup) -> Any:
             raise ValueError(
                 f"the optimizer issues {how.op} over {where.name}, but under an "
                 "asynchronous schedule every rank updates at times of its own: do "
@@ -208,7 +209,7 @@ class _UpdatingWorker(Worker):
         handler: Updating,
         running: _Running,
         microbatches: Sequence[Microbatch],
-        where: Group,
+        where: RankGroup,
         frame: Frame,
         depth: int,
         late: Sequence[int],

@@ -96,7 +96,7 @@ def room(plan: Plan, hardware: Hardware) -> str:
     >>> from fsfunc.foresight.events import Took
     >>> from fsfunc.foresight.plans import RankPlan
     >>> from fsfunc.hardware import A100_40
-    >>> from fsfunc.mesh import Mesh
+    >>> from fsfunc.comm.mesh import Mesh
     >>> events = [Took(0, 50 * 10**9, "", "", "")]
     >>> own = RankPlan(0, 8, {"data": 0}, events, {0: "parameters"}, [], [])
     >>> room(Plan(Mesh({"data": 8}, "abstract"), (own,)), A100_40)
@@ -116,7 +116,7 @@ def room(plan: Plan, hardware: Hardware) -> str:
 def comparison(plans: Sequence[tuple[Plan, Estimate | None]]) -> Report:
     """One row for each plan: what its rank that has most computes, sends and holds.
 
-    >>> from fsfunc.mesh import Mesh
+    >>> from fsfunc.comm.mesh import Mesh
     >>> from fsfunc.foresight.plans import RankPlan
     >>> own = RankPlan(0, 8, {"data": 0}, [], {}, [], [])
     >>> print(comparison([(Plan(Mesh({"data": 8}, "abstract"), (own,)), None)]))

@@ -119,7 +119,7 @@ def memory(
 
     >>> import torch
     >>> from fsfunc.foresight.events import Gave, Op, Ran, Took
-    >>> from fsfunc.mesh import Mesh
+    >>> from fsfunc.comm.mesh import Mesh
     >>> op = Op("aten.mm", 20, 12, torch.float32)
     >>> forward, backward = Ran(op, "f", "forward"), Ran(op, "f", "backward")
     >>> given, made = Took(0, 600, "", "", ""), Took(1, 600, "aten.mm", "f", "forward")

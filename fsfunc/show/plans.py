@@ -8,7 +8,7 @@ from collections import defaultdict
 from fractions import Fraction
 from pathlib import Path
 
-from fsfunc.accounting import Record
+from fsfunc.comm.ledgers import Record
 from fsfunc.foresight.events import PHASES
 from fsfunc.foresight.plans import Leaf, Plan, RankPlan
 from fsfunc.parts import describe
@@ -41,7 +41,7 @@ def plan(plan: Plan, rank: int | None = None) -> Report:
 
     >>> import torch
     >>> from fsfunc.foresight.events import Op, Ran, Took
-    >>> from fsfunc.mesh import Mesh
+    >>> from fsfunc.comm.mesh import Mesh
     >>> product = Op("aten.mm", 2 * 10**9, 3 * 10**6, torch.float32, (1, 10, 10, 10))
     >>> events = [Took(0, 4096, "", "", ""), Ran(product, "block", "forward")]
     >>> own = RankPlan(0, 8, {"data": 0}, events, {0: "parameters"}, [], [])

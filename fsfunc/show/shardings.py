@@ -12,8 +12,8 @@ from typing import Any
 from torch import Tensor
 
 from fsfunc import tree
+from fsfunc.comm.mesh import Mesh, NoMesh, here
 from fsfunc.layout import Key, Layout, every_coordinate
-from fsfunc.mesh import Mesh, NoMesh, here
 from fsfunc.parts import describe
 from fsfunc.sharded import Sharded, is_sharded
 from fsfunc.show.amounts import of_bytes

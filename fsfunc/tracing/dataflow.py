@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.utils.flop_counter import flop_registry
 
 from fsfunc import _torch, tree
-from fsfunc.accounting import source_line
+from fsfunc.comm.attribution import source_line
 from fsfunc.tracing.names import Names
 from fsfunc.tracing.programs import NOWHERE, Draw, Glue, Origins, Value
 

@@ -14,9 +14,9 @@ import torch
 from torch import Tensor
 
 from fsfunc import _torch
-from fsfunc.accounting import is_aside, is_own_call, source_line
+from fsfunc.comm.attribution import is_internal, is_own_call, source_line
+from fsfunc.comm.mesh import asks
 from fsfunc.frames import frame
-from fsfunc.mesh import asks
 from fsfunc.tracing.classes import COPIES, TURNS, OperatorClass, class_of
 from fsfunc.tracing.knowledge import Known, Nodes, Origin, Seen
 from fsfunc.tracing.operands import (
@@ -238,7 +238,7 @@ class Operators(_torch.TorchDispatchMode):
             return result(op, operands, made, backward)
         except Untyped as why:
             sure = _trusted() if origin is None else origin.trusted
-            if is_aside() and not backward or sure and str(why) != "own":
+            if is_internal() and not backward or sure and str(why) != "own":
                 # The library knows what it does with parts.
                 return Kind.S if any(y.ndim for y in made) else Kind.P
             forward = (origin.name, origin.where) if backward and origin else None
@@ -280,4 +280,4 @@ class Operators(_torch.TorchDispatchMode):
 
 def _trusted() -> bool:
     """Whether the library is at work, which knows what it does with parts."""
-    return is_aside() or is_own_call()
+    return is_internal() or is_own_call()

@@ -19,14 +19,14 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
 from fsfunc import _torch, tree
-from fsfunc.accounting import is_aside, is_own_call, source_line
+from fsfunc.comm.attribution import is_internal, is_own_call, source_line
+from fsfunc.comm.collective_ops import Watcher, watching
+from fsfunc.comm.groups import RankGroup
+from fsfunc.comm.linear_maps import LinearMap
+from fsfunc.comm.mesh import asks
 from fsfunc.donated import Everything
 from fsfunc.frames import Interpretation, Tracer, frame, inside
 from fsfunc.layout import Layout, Owned
-from fsfunc.mesh import asks
-from fsfunc.moves import Group as Ranks
-from fsfunc.moves import Move
-from fsfunc.moving import Watcher, watching
 from fsfunc.sharded import is_sharded
 from fsfunc.tracing.groups import Findings, Group, Taken, common
 from fsfunc.tracing.leaves import Recorded, plain, whole
@@ -75,7 +75,7 @@ class Recorder(Findings, Tracer, Watcher):
         self._gradients.update(map(id, found))
         self._alive.extend(found)
 
-    def collective(self, x: Tensor, how: Move, where: Ranks) -> None:
+    def collective(self, x: Tensor, how: LinearMap, where: RankGroup) -> None:
         typed = how.to == "I" or how.op in ("cast", "enter", "slice")
         if typed or self._is_leaf(x):
             self.plain = False
@@ -206,7 +206,7 @@ class _Watch(TorchFunctionMode):
         name = getattr(func, "__name__", "")
         if name not in _READS_NOTHING:
             self.recorder.read((args, kwargs or {}))
-        if func in _DERIVATIVES and not is_aside():
+        if func in _DERIVATIVES and not is_internal():
             self.recorder.plain = False
         return func(*map(_plain_in, args), **_plain_in(kwargs or {}))
 

@@ -13,10 +13,10 @@ from dataclasses import replace
 from typing import Any
 
 from fsfunc import _torch, tree
-from fsfunc.accounting import Ledger, only, silence
-from fsfunc.backends.abstract import AbstractLink
+from fsfunc.comm.backends.abstract import AbstractLink
+from fsfunc.comm.ledgers import Ledger, only, silence
+from fsfunc.comm.mesh import Here, NoMesh, asking, here, place_here
 from fsfunc.compiled import plainly
-from fsfunc.mesh import Here, NoMesh, asking, here, place_here
 from fsfunc.units import generators_kept
 from fsfunc.values import told_where
 

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from fsfunc import _torch, tree
-from fsfunc.accounting import source_line, traceback_line
+from fsfunc.comm.attribution import source_line, traceback_line
 from fsfunc.frames import Counter, Frame, Stage, frame, inside
 from fsfunc.sharded import Sharded, is_sharded
 from fsfunc.tracing.dataflow import Body, Flow, Leaf, tensors

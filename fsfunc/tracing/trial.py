@@ -14,11 +14,11 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
 from fsfunc import _torch, tree
-from fsfunc.accounting import called_by_user
-from fsfunc.backends.abstract import AbstractLink
+from fsfunc.comm.attribution import called_by_user
+from fsfunc.comm.backends.abstract import AbstractLink
+from fsfunc.comm.collective_ops import watching
+from fsfunc.comm.mesh import Here
 from fsfunc.frames import frame, inside
-from fsfunc.mesh import Here
-from fsfunc.moving import watching
 from fsfunc.sharded import NotATensor, Sharded, is_sharded
 from fsfunc.tracing.checking import Checker
 from fsfunc.tracing.fakes import shadows

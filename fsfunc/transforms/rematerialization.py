@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from fsfunc import _torch, tree
-from fsfunc.accounting import aside
+from fsfunc.comm.attribution import internal
 from fsfunc.frames import Interpretation, Running, Thread, run_as, running
 from fsfunc.sharded import Sharded, is_sharded
 from fsfunc.transforms.policies import MODES, Policy, Tape, recomputes
@@ -171,7 +171,7 @@ class _Replay:
                 stack.callback(torch.clear_autocast_cache)
             if self.tape is not None:
                 stack.enter_context(self.tape.replay(kept))
-            stack.enter_context(aside())
+            stack.enter_context(internal())
             return self(tensors)[0]
 
 
@@ -266,7 +266,7 @@ def _pull(
 ) -> Sequence[Tensor | None]:
     """The gradients of ``wanted``; ``beside`` are to be reached, and no more."""
     inputs = [*wanted, *beside]
-    with aside():
+    with internal():
         return torch.autograd.grad(
             ys, inputs, gs, allow_unused=True, create_graph=twice
         )

@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 
 from fsfunc import _torch
-from fsfunc.backends.base import Done
-from fsfunc.collectives import Group
+from fsfunc.comm.backends.link import Done
+from fsfunc.comm.groups import RankGroup
 from fsfunc.frames import frame, running
 from fsfunc.kinds import count_as
 from fsfunc.sharded import Home
@@ -37,8 +37,8 @@ class Session:
     def __init__(
         self,
         handler: Any,
-        where: Group,
-        replicas: Group | None,
+        where: RankGroup,
+        replicas: RankGroup | None,
         arena: Arena,
         homes: Iterable[Home],
         order: Sequence[tuple[str, ...]],

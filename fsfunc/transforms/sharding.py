@@ -11,17 +11,17 @@ import torch
 from torch import Tensor
 
 from fsfunc import _torch, tree
-from fsfunc.accounting import aside, label
 from fsfunc.admitting import arguments, refuse
 from fsfunc.autodiff import GradientCall, Outcome
-from fsfunc.collectives import Group, group, move
-from fsfunc.crossings import ENTER, GATHER, MEAN, REDUCE, LawError
+from fsfunc.comm.attribution import internal, label
+from fsfunc.comm.collective_ops import Dense, apply_map
+from fsfunc.comm.crossings import ENTER, GATHER, MEAN, REDUCE, LawError
+from fsfunc.comm.groups import RankGroup, group
+from fsfunc.comm.mesh import Axis, Here, Mesh, check_mesh, here
 from fsfunc.donated import refuse_spent
 from fsfunc.frames import Frame, Interpretation, frame, inside, running
 from fsfunc.homes import by_buffer, home_of, joined, settle
 from fsfunc.layout import Layout
-from fsfunc.mesh import Axis, Here, Mesh, check_mesh, here
-from fsfunc.moving import Dense
 from fsfunc.sharded import Home, Sharded, is_sharded
 from fsfunc.tracing.recorder import Noted, Recorder
 from fsfunc.tracing.trial import check, signature
@@ -136,7 +136,7 @@ class Sharding(Interpretation):
     def axes(self) -> tuple[str, ...]:
         return (*self.copies, *self.axis)
 
-    def groups(self) -> tuple[Group, Group | None]:
+    def groups(self) -> tuple[RankGroup, RankGroup | None]:
         at = here(self.mesh)
         return group(self.axis, at), group(self.copies, at) if self.copies else None
 
@@ -320,7 +320,7 @@ class Sharding(Interpretation):
                     raise LawError(_MADE.format(call.name))
                 check_derivatives(call, [x], inputs)
                 at = here(self.mesh)
-                leaves[i], entered = move(x, ENTER, group(self.axes, at)), True
+                leaves[i], entered = apply_map(x, ENTER, group(self.axes, at)), True
         return entered
 
     def _enter(self, leaves: list[Any], mine: list[int], call: Any) -> Any:
@@ -364,19 +364,23 @@ class Sharding(Interpretation):
                 count = torch.Size(shape).numel()
                 leaves[i] = Dense.apply(flat[start : start + count].view(shape))
 
-    def _spread(self, flat: Tensor, where: Group, size: int, name: str) -> Tensor:
+    def _spread(self, flat: Tensor, where: RankGroup, size: int, name: str) -> Tensor:
         """A rank's range as the whole buffer, under the mean over ranks."""
         _, replicas = self.groups()
         enter = replace(ENTER, what=name)
         if replicas is not None:
-            flat = move(flat, enter, replicas)
-        return move(flat, replace(GATHER, what=name) if size > 1 else enter, where)
+            flat = apply_map(flat, enter, replicas)
+        return apply_map(flat, replace(GATHER, what=name) if size > 1 else enter, where)
 
     def reduce(self, flat: Tensor, session: Session, home: Home) -> Tensor:
         """The transpose of :meth:`_spread`."""
         how, mean = (replace(m, what=home.name) for m in (REDUCE, MEAN))
-        flat = move(flat, how if self.zero else mean, session.where)
-        return flat if session.replicas is None else move(flat, mean, session.replicas)
+        flat = apply_map(flat, how if self.zero else mean, session.where)
+        return (
+            flat
+            if session.replicas is None
+            else apply_map(flat, mean, session.replicas)
+        )
 
     # Gradient calls
 
@@ -410,7 +414,7 @@ class Sharding(Interpretation):
                     whose = ownership.is_one_value
                     by = tuple(session.differentiated)
                     f.tracer.gradient(by, outcome.grads, whose)
-                with aside():
+                with internal():
                     grads = collected(
                         outcome.grads, args, call.argnums, ports, session.mean_size
                     )

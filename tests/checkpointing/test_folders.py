@@ -10,7 +10,7 @@ import torch
 import fsfunc as ff
 from fsfunc.checkpointing import folders, notes
 from tests.checkpointing.drawn import on
-from tests.probes import same
+from tests.checks import same
 
 W = {"w": torch.ones(2)}
 PAIR = {"data": 2}

@@ -8,7 +8,7 @@ from fsfunc import tree
 from fsfunc.holding import hold
 from tests.checkpointing.drawn import on
 from tests.checkpointing.stacks import STACKS, made
-from tests.probes import same
+from tests.checks import same
 
 
 def whole(state):

@@ -13,7 +13,7 @@ from fsfunc import tree
 from fsfunc.pieces import take
 from tests.checkpointing.drawn import alike, laid_out, on, saved_and_asked
 from tests.checkpointing.stacks import STACKS, abstract, made
-from tests.probes import same
+from tests.checks import same
 
 
 def agree(found, expected):

@@ -11,10 +11,11 @@ import torch
 import fsfunc as ff
 from fsfunc.checkpointing import writing
 from fsfunc.checkpointing.manifest import CheckpointError
+from fsfunc.comm.mesh import here
 from fsfunc.transforms import sessions
 from tests.checkpointing.drawn import on
 from tests.checkpointing.stacks import STACKS, made
-from tests.probes import same
+from tests.checks import same
 from tests.programs import python
 
 PAIR = {"data": 2}
@@ -130,7 +131,7 @@ def test_a_change_beside_a_gather_is_found(tmp_path, gate, zero):
 
 
 def mesh_rank():
-    return ff.mesh.here().rank
+    return here().rank
 
 
 def test_a_donated_step_writes_in_place_again_afterwards(tmp_path):

@@ -5,8 +5,8 @@ import torch
 
 import fsfunc as ff
 from fsfunc import tree
-from fsfunc.backends.calls import CollectiveMismatch
-from fsfunc.crossings import LawError
+from fsfunc.comm.backends.link import CollectiveMismatch
+from fsfunc.comm.crossings import LawError
 from tests.derivatives.judging import MESHES, W, X
 from tests.derivatives.worlds import by_units, unit
 

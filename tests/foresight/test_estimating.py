@@ -11,9 +11,10 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from fsfunc.accounting import Record
-from fsfunc.backends.calls import CollectiveMismatch
-from fsfunc.backends.simulated import Deadlock
+from fsfunc.comm.backends.baton import Deadlock
+from fsfunc.comm.backends.link import CollectiveMismatch
+from fsfunc.comm.ledgers import Record
+from fsfunc.comm.mesh import Mesh
 from fsfunc.foresight import costing
 from fsfunc.foresight.estimating import estimate
 from fsfunc.foresight.events import (
@@ -30,7 +31,6 @@ from fsfunc.foresight.events import (
 )
 from fsfunc.foresight.plans import Plan, RankPlan
 from fsfunc.hardware import Hardware, Level, replace
-from fsfunc.mesh import Mesh
 from fsfunc.pipelining.schedules import gpipe, one_f_one_b, zb_h1
 from fsfunc.pipelining.timing import Costs, bubble
 from fsfunc.pipelining.transfers import with_transfers

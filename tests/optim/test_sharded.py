@@ -8,10 +8,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from fsfunc import tree
-from fsfunc.accounting import ledger
-from fsfunc.launching import make_mesh, spmd
+from fsfunc.comm.launch import make_mesh, spmd
+from fsfunc.comm.ledgers import ledger
+from fsfunc.comm.mesh import here
 from fsfunc.layout import Layout, pack_flat
-from fsfunc.mesh import here
 from fsfunc.optim import (
     chain,
     clip_by_global_norm,

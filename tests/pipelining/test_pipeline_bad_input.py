@@ -4,16 +4,8 @@ import pytest
 import torch
 
 import fsfunc as ff
-from tests.pipelining.models import (
-    Spec,
-    Step,
-    assert_same,
-    batch_of,
-    drop,
-    held,
-    join,
-    layer,
-)
+from tests.checks import close, held, same
+from tests.pipelining.models import Spec, Step, batch_of, drop, join, layer
 
 MESH = ff.make_mesh({"pipe": 2}, "simulated")
 S = ff.schedules
@@ -431,14 +423,14 @@ def test_a_stage_that_raises_raises_everywhere_and_leaves_the_state(
 
     def good():
         state, before = given[ff.axis_index("pipe")]
-        assert_same(held(state), before)
+        same(held(state), before)
         return ff.unshard(step(layer)(state, batch(8))[0].params)
 
     one = ff.accumulate(optimizer(ff.value_and_grad(loss(layer))), 4)
     first = ff.TrainState(parameters(), optimizer.init(parameters()))
     expected = one(first, batch(8))[0].params
     for found in ff.spmd(good, MESH)():
-        assert_same(found, expected, 1e-12)
+        close(found, expected, 1e-12)
 
 
 def test_calls_that_differ_from_the_recording_are_refused():

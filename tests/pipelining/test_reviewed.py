@@ -4,7 +4,7 @@ import pytest
 import torch
 
 import fsfunc as ff
-from tests.probes import same
+from tests.checks import same
 
 # Glue of a real tensor and a stand-in: FakeTensor reads .grad of the real one.
 pytestmark = pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor")

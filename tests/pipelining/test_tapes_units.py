@@ -9,8 +9,9 @@ import torch.nn.functional as F
 import fsfunc as ff
 from fsfunc.frames import Running, Stage, Thread, frame, inside, run_as, running
 from fsfunc.pipelining.tapes import Tape
+from tests.checks import same
 from tests.pipelining.test_tapes import flops
-from tests.probes import LiveBytes, same
+from tests.probes import LiveBytes
 
 D, N = 8, 4  # width, units
 PRODUCT = 2 * 4 * D * D  # operations of one product of a unit

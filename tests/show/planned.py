@@ -4,11 +4,11 @@ from fractions import Fraction
 
 import torch
 
-from fsfunc.accounting import Record
+from fsfunc.comm.ledgers import Record
+from fsfunc.comm.mesh import Mesh
 from fsfunc.foresight.events import Gave, Op, Ran, Replayed, Segment, Took
 from fsfunc.foresight.plans import Leaf, Plan, RankPlan
 from fsfunc.layout import pack_flat
-from fsfunc.mesh import Mesh
 
 F32 = torch.float32
 

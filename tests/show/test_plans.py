@@ -7,10 +7,10 @@ import pytest
 import torch
 
 import fsfunc as ff
+from fsfunc.comm.mesh import Mesh
 from fsfunc.foresight.planning import plan as plan_of
 from fsfunc.foresight.plans import Leaf, Plan, RankPlan
 from fsfunc.layout import Layout, Owned
-from fsfunc.mesh import Mesh
 from fsfunc.show import plan
 from fsfunc.show.layers import alike, together
 from tests.show.planned import ran, record, small, stages

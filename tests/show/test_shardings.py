@@ -9,8 +9,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import fsfunc as ff
+from fsfunc.comm.mesh import Mesh
 from fsfunc.layout import Layout, Owned, Split, every_coordinate, pack_flat
-from fsfunc.mesh import Mesh
 from fsfunc.pieces import runs
 from fsfunc.show import sharding
 from fsfunc.show.places import part_in_words

@@ -8,7 +8,8 @@ from hypothesis import strategies as st
 import fsfunc as ff
 from fsfunc import tree
 from fsfunc.sharded import is_sharded, split_buffers
-from tests.probes import LiveBytes, same
+from tests.checks import same
+from tests.probes import LiveBytes
 
 GENERATOR = torch.Generator().manual_seed(0)
 

@@ -8,7 +8,8 @@ import torch
 import fsfunc as ff
 from fsfunc import tree
 from fsfunc.holding import hold
-from tests.probes import LiveBytes, same
+from tests.checks import same
+from tests.probes import LiveBytes
 
 D = 4
 GENERATOR = torch.Generator().manual_seed(0)

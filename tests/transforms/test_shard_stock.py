@@ -10,7 +10,7 @@ import fsfunc as ff
 from fsfunc import tree
 from fsfunc.arena import Arena
 from fsfunc.sharded import is_sharded, split_buffers
-from tests.transforms.models import assert_same, held
+from tests.checks import close, held, same
 
 MESH = ff.make_mesh({"data": 2}, "simulated")
 ZEROS = pytest.mark.parametrize("zero", [0, 1, 2, 3])
@@ -72,7 +72,7 @@ def test_backward_fills_the_parts(zero, remat, options, monkeypatch):
         return whole(params, [p.grad for p in parts(params)])
 
     for found in ranks(zero, use, remat, **options):
-        assert_same(found, EXPECTED, 1e-9)
+        close(found, EXPECTED, 1e-9)
 
 
 @ZEROS
@@ -86,8 +86,8 @@ def test_a_graph_may_be_pulled_back_twice(zero, monkeypatch):
         return whole(params, first), whole(params, again)
 
     for first, again in ranks(zero, use):
-        assert_same(first, EXPECTED, 1e-9)
-        assert_same(again, first)
+        close(first, EXPECTED, 1e-9)
+        same(again, first)
 
 
 @ZEROS
@@ -133,7 +133,7 @@ def test_merged_units_of_which_the_loss_ignores_one():
 
     expected = ff.value_and_grad(ignoring)(params_of(2), X)[1]
     for found in ff.spmd(main, MESH)():
-        assert_same(found, expected, 1e-9)
+        close(found, expected, 1e-9)
 
 
 @ZEROS
@@ -172,11 +172,11 @@ def test_a_call_that_raises_leaves_nothing_behind(zero, where):
         with pytest.raises(ValueError, match="tripped"):
             sharded(params, mine, True)
         again = sharded(params, mine, False)
-        assert_same(held(params), before)
+        same(held(params), before)
         return first[1], again[1]
 
     for first, again in ff.spmd(main, MESH)():
-        assert_same(parts(again), parts(first))
+        same(parts(again), parts(first))
 
 
 def test_if_one_rank_raises_every_rank_raises():
@@ -245,7 +245,7 @@ def test_evaluation_keeps_nothing_and_equals_one_device(zero, mode):
         with context():
             values = [evaluate(params, mine).item() for _ in range(2)]
         again = step(params, mine)[1]
-        assert_same(parts(again), parts(first))
+        same(parts(again), parts(first))
         with ff.ledger() as log, context():
             evaluate(params, mine)
         return values, log.count("all_gather", rank=MESH.rank)
@@ -283,7 +283,7 @@ def test_a_compiled_unit_is_the_same_unit(zero, backend, monkeypatch):
 
     for found in ff.spmd(main, mesh)():
         for grads in found:
-            assert_same(grads, EXPECTED, 1e-9)
+            close(grads, EXPECTED, 1e-9)
 
 
 def test_a_gradient_is_one_tensor_for_each_buffer():

@@ -1,7 +1,7 @@
-"""A move on one rank's tensors, differentiably: what every collective comes down to.
+"""A linear map on one rank's tensors, differentiably: what every collective comes to.
 
-One ``autograd.Function`` runs them all: its backward applies the transposed move, its
-``jvp`` the same move, its ``vmap`` only shifts dims. So they hold under
+One ``autograd.Function`` runs them all: its backward applies the transposed map, its
+``jvp`` the same map, its ``vmap`` only shifts dims. So they hold under
 ``torch.func.grad``, ``vjp``, ``jvp`` and ``vmap``, nested in any way, and under plain
 autograd, twice.
 """
@@ -17,21 +17,20 @@ import torch
 from torch import Tensor
 
 from fsfunc import _torch, tree
-from fsfunc.accounting import current_label, label
-from fsfunc.mesh import Axis, Here, here
-from fsfunc.movable import strided
-from fsfunc.moves import Group, Move
+from fsfunc.comm.attribution import current_label, label
+from fsfunc.comm.groups import RankGroup, group, strided
+from fsfunc.comm.linear_maps import LinearMap
+from fsfunc.comm.mesh import Axis
 from fsfunc.scoped import Scoped
 
 __all__ = [
     "Dense",
     "Watcher",
+    "apply_map",
     "assumed",
     "claim",
-    "group",
     "issue",
     "laid",
-    "move",
     "over",
     "run_by",
     "watched",
@@ -39,64 +38,50 @@ __all__ = [
 ]
 
 
-def group(axis: Axis, at: Here | None = None) -> Group:
-    """The group along ``axis`` of whoever asks.
-
-    Raises:
-        NoMesh: outside a transform and outside ``spmd``.
-        ValueError: an axis that the mesh does not have.
-    """
-    at = here() if at is None else at
-    names = at.mesh.check(axis)
-    ranks, mean = at.mesh.members(names, at.rank), set(names) <= set(at.mean)
-    index = ranks.index(at.rank)
-    return Group(names, ranks, index, at.rank, at.link, mean, at.compared)
-
-
 class _Apply(torch.autograd.Function):
-    """Every collective: ``move`` on ``x`` over ``where``."""
+    """Every collective: ``how`` on ``x`` over ``where``."""
 
     @staticmethod
-    def forward(x: Tensor, move: Move, where: Group) -> Tensor:  # type: ignore[override]
-        return watched(x, move, where, move.run(x, where))
+    def forward(x: Tensor, how: LinearMap, where: RankGroup) -> Tensor:  # type: ignore[override]
+        return watched(x, how, where, how.run(x, where))
 
     @staticmethod
     def setup_context(ctx, inputs, output):
-        _, ctx.move, ctx.where = inputs
+        _, ctx.how, ctx.where = inputs
         ctx.unit = current_label()[0]
 
     @staticmethod
     def backward(ctx, g):  # type: ignore[override]
         with label(ctx.unit, "backward"):
-            return move(strided(g), ctx.move.transpose(), ctx.where), None, None
+            return apply_map(strided(g), ctx.how.transpose(), ctx.where), None, None
 
     @staticmethod
     def jvp(ctx, t, _, __):  # type: ignore[override]
-        ctx.move.transpose()  # which raises where there is no derivative
-        return move(t, ctx.move, ctx.where)
+        ctx.how.transpose()  # which raises where there is no derivative
+        return apply_map(t, ctx.how, ctx.where)
 
     @staticmethod
     def vmap(info, in_dims, x, how, where):  # type: ignore[override]
         d = in_dims[0]
         if where.link.level == _torch.current_level() + 1:
             return where.link.exchange(how, x.movedim(d, 0), where), 0
-        y = move(x.movedim(d, -1), how, where)
+        y = apply_map(x.movedim(d, -1), how, where)
         return y, y.ndim - 1
 
 
-def move(x: Tensor, how: Move, where: Group) -> Tensor:
+def apply_map(x: Tensor, how: LinearMap, where: RankGroup) -> Tensor:
     """``how`` applied to one tensor over ``where``, differentiably."""
     return where.link.apply(_Apply.apply, x, how, where)
 
 
 class Watcher:
-    """Who is told of the moves while a step is only tried."""
+    """Who is told of what moves while a step is only tried."""
 
-    def collective(self, x: Tensor, how: Move, where: Group) -> None:
+    def collective(self, x: Tensor, how: LinearMap, where: RankGroup) -> None:
         """Somebody asks for a collective, of ``x``."""
 
-    def moved(self, x: Tensor, how: Move, where: Group, y: Tensor) -> None:
-        """A move has made ``y`` of ``x``."""
+    def moved(self, x: Tensor, how: LinearMap, where: RankGroup, y: Tensor) -> None:
+        """``how`` has made ``y`` of ``x``."""
 
     def assumed(self, y: Tensor, kind: str) -> None:
         """Somebody says that ``y`` is of this type."""
@@ -109,7 +94,7 @@ class Watcher:
 
 
 def watching(watcher: Watcher) -> Scoped:
-    """Inside, ``watcher`` is told of every move."""
+    """Inside, ``watcher`` is told of every linear map."""
     return Scoped(_WATCHER, watcher)
 
 
@@ -133,7 +118,7 @@ def laid(leaf: Any) -> Any:
     return leaf
 
 
-def watched(x: Tensor, how: Move, where: Group, y: Tensor) -> Tensor:
+def watched(x: Tensor, how: LinearMap, where: RankGroup, y: Tensor) -> Tensor:
     """``y``, that ``how`` has made of ``x``, in memory of its own if somebody looks."""
     watcher = _WATCHER.get()
     if watcher is None:
@@ -149,8 +134,8 @@ _RUN: ContextVar[Callable[..., Any] | None] = ContextVar("fsfunc_run", default=N
 
 
 @contextmanager
-def run_by(run: Callable[[Tensor, Move, Group], Any]) -> Iterator[None]:
-    """Inside, a collective returns ``run(x, move, where)`` for each of its tensors."""
+def run_by(run: Callable[[Tensor, LinearMap, RankGroup], Any]) -> Iterator[None]:
+    """Inside, a collective returns ``run(x, map, where)`` for each of its tensors."""
     token = _RUN.set(run)
     try:
         yield
@@ -158,13 +143,13 @@ def run_by(run: Callable[[Tensor, Move, Group], Any]) -> Iterator[None]:
         _RUN.reset(token)
 
 
-def issue(x: Tensor, how: Move, where: Group) -> Any:
-    """A move that stands in the user's program, for whoever runs these."""
-    return (_RUN.get() or move)(x, how, where)
+def issue(x: Tensor, how: LinearMap, where: RankGroup) -> Any:
+    """A linear map that stands in the user's program, for whoever runs these."""
+    return (_RUN.get() or apply_map)(x, how, where)
 
 
-def over(x: Any, axis: Axis, how: Callable[[Tensor, Group], Move]) -> Any:
-    """The move that ``how`` gives for each tensor of ``x``, over ``axis``."""
+def over(x: Any, axis: Axis, how: Callable[[Tensor, RankGroup], LinearMap]) -> Any:
+    """The linear map that ``how`` gives for each tensor of ``x``, over ``axis``."""
     where = group(axis)
     leaves, treedef = tree.flatten(x)
     for leaf in leaves:
@@ -173,13 +158,13 @@ def over(x: Any, axis: Axis, how: Callable[[Tensor, Group], Move]) -> Any:
                 f"a collective over {where.name} needs tensors, got "
                 f"{type(leaf).__name__}; axis_size gives the number of ranks"
             )
-    moves = [how(leaf, where) for leaf in leaves]  # all checked before one is issued
-    for leaf, m in zip(leaves, moves, strict=True):
+    maps = [how(leaf, where) for leaf in leaves]  # all checked before one is issued
+    for leaf, m in zip(leaves, maps, strict=True):
         m.check(leaf, where)
     if (watcher := _WATCHER.get()) is not None:
-        for leaf, m in zip(leaves, moves, strict=True):
+        for leaf, m in zip(leaves, maps, strict=True):
             watcher.collective(leaf, m, where)
-    out = [issue(leaf, m, where) for leaf, m in zip(leaves, moves, strict=True)]
+    out = [issue(leaf, m, where) for leaf, m in zip(leaves, maps, strict=True)]
     return tree.unflatten(treedef, out)
 
 

@@ -10,8 +10,8 @@ from typing import Any
 from torch import Tensor
 
 from fsfunc import _torch, tree
-from fsfunc.backends.base import Done, Link, Work
-from fsfunc.mesh import Here, Mesh, asking, place_here
+from fsfunc.comm.backends.link import Done, Handle, Link
+from fsfunc.comm.mesh import Here, Mesh, asking, place_here
 from fsfunc.values import told_where
 
 __all__ = ["AbstractLink", "run_abstract"]
@@ -40,7 +40,7 @@ class AbstractLink(Link):
         out: Tensor | None = None,
         what: str = "",
         **how: Any,
-    ) -> Work:
+    ) -> Handle:
         n = where.size
         if out is not None:
             return Done(out)
@@ -50,10 +50,10 @@ class AbstractLink(Link):
             return Done(x.new_empty((x.shape[0] // n, *x.shape[1:])))
         return Done(x.clone())
 
-    def send(self, x: Tensor, where: Any, to: int, what: str = "") -> Work:
+    def send(self, x: Tensor, where: Any, to: int, what: str = "") -> Handle:
         return Done(x.new_empty(0))
 
-    def receive(self, like: Tensor, where: Any, source: int, what: str = "") -> Work:
+    def receive(self, like: Tensor, where: Any, source: int, what: str = "") -> Handle:
         return Done(like)
 
 

@@ -13,12 +13,18 @@ import torch
 from torch import Tensor
 
 from fsfunc import _torch, tree
-from fsfunc.accounting import note
-from fsfunc.backends.base import Link, Work
-from fsfunc.mesh import Here, Mesh, place_here
-from fsfunc.moves import Move
+from fsfunc.comm.backends.link import Handle, Link
+from fsfunc.comm.ledgers import note
+from fsfunc.comm.linear_maps import LinearMap
+from fsfunc.comm.mesh import Here, Mesh, place_here
 
 __all__ = ["run_vmapped"]
+
+
+_ALL_AT_ONCE = (
+    "no rank of a vmap mesh can {} alone: they all run as one program; use a simulated "
+    "mesh"
+)
 
 
 class VmapLink(Link):
@@ -36,11 +42,17 @@ class VmapLink(Link):
         out: Tensor | None = None,
         what: str = "",
         **how: Any,
-    ) -> Work:
+    ) -> Handle:
         raise RuntimeError(
             f"{op} over {where.axis} on a vmap mesh was not called on every rank at "
             "once: this transform needs ranks of their own; use a simulated mesh"
         )
+
+    def send(self, x: Tensor, where: Any, to: int, what: str = "") -> Handle:
+        raise RuntimeError(_ALL_AT_ONCE.format("send"))
+
+    def receive(self, like: Tensor, where: Any, source: int, what: str = "") -> Handle:
+        raise RuntimeError(_ALL_AT_ONCE.format("receive"))
 
     def apply(self, function: Callable[..., Any], x: Tensor, *rest: Any) -> Any:
         """Calls ``function`` at the mesh's level, also on what is equal everywhere."""
@@ -52,16 +64,16 @@ class VmapLink(Link):
             zeros = (self.ranks * 0).to(x.dtype)
             return x | zeros if x.dtype == torch.bool else x - zeros  # -0.0 stays so
 
-    def exchange(self, move: Move, x: Tensor, where: Any) -> Tensor:
+    def exchange(self, how: LinearMap, x: Tensor, where: Any) -> Tensor:
         inputs = x.unbind(0)
         results = list(inputs)
         for ranks in {self.mesh.members(where.axis, r) for r in range(self.mesh.size)}:
-            made = move.across([inputs[r] for r in ranks])
+            made = how.across([inputs[r] for r in ranks])
             for i, (r, y) in enumerate(zip(ranks, made, strict=True)):
                 results[r] = y
-                if move.sends and len(ranks) > 1:
-                    sent = any(s == i and s != d for s, d in move.pairs)
-                    note(move.sends, where.axis, len(ranks), inputs[r], r, sent)
+                if how.sends and len(ranks) > 1:
+                    sent = any(s == i and s != d for s, d in how.pairs)
+                    note(how.sends, where.axis, len(ranks), inputs[r], r, sent)
         return torch.stack(results)
 
     def axis_index(self, where: Any) -> Any:

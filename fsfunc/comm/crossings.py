@@ -3,7 +3,7 @@
 Under ``shard`` the loss is the mean over n ranks of their own losses. Own values pair
 by the mean over ranks (M), the parts of a sharded leaf by the sum over the ranks that
 hold them (V), and what is one value on all ranks is paired once. Each crossing is a
-:class:`~fsfunc.moves.Move`, and so has its transpose; nothing else knows of n:
+linear map, and so has its transpose; nothing else knows of n:
 
 ===========  =======================================  ===============================
 crossing     forward                                  transpose
@@ -25,20 +25,20 @@ from __future__ import annotations
 from torch import Tensor
 
 from fsfunc import _torch
-from fsfunc.moves import Move
+from fsfunc.comm.linear_maps import LinearMap
 
 __all__ = ["ENTER", "GATHER", "LAY", "MEAN", "OWN", "PART", "REDUCE", "SPREAD", "SUM"]
 __all__ += ["LawError", "check_samples"]
 
-GATHER = Move("all_gather", "V", "M")
-REDUCE = Move("psum_scatter", "M", "V", power=-1)
-MEAN = Move("psum", "M", "M", power=-1)
-ENTER = Move("enter", "M", "M", power=-1)
-SUM = Move("psum", "P", "M")
-SPREAD = Move("cast", "M", "R")
-LAY = Move("slice", "M", "V")
-OWN = Move("cast", "V", "M")
-PART = Move("cast", "M", "V")
+GATHER = LinearMap("all_gather", "V", "M")
+REDUCE = LinearMap("psum_scatter", "M", "V", power=-1)
+MEAN = LinearMap("psum", "M", "M", power=-1)
+ENTER = LinearMap("enter", "M", "M", power=-1)
+SUM = LinearMap("psum", "P", "M")
+SPREAD = LinearMap("cast", "M", "R")
+LAY = LinearMap("slice", "M", "V")
+OWN = LinearMap("cast", "V", "M")
+PART = LinearMap("cast", "M", "V")
 
 
 class LawError(ValueError):

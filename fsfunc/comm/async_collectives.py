@@ -16,11 +16,12 @@ import torch
 from torch import Tensor
 
 from fsfunc import _torch, tree
-from fsfunc.accounting import aside, current_label, label
-from fsfunc.backends.base import Done, Work
-from fsfunc.mesh import Axis
-from fsfunc.moves import Group, Move
-from fsfunc.moving import run_by, watched
+from fsfunc.comm.attribution import current_label, internal, label
+from fsfunc.comm.backends.link import Done, Handle
+from fsfunc.comm.collective_ops import run_by, watched
+from fsfunc.comm.groups import RankGroup
+from fsfunc.comm.linear_maps import LinearMap
+from fsfunc.comm.mesh import Axis
 
 __all__ = ["Pending", "start"]
 
@@ -32,7 +33,7 @@ class _Flight:
     graph: the data stay here, where nobody can touch them.
     """
 
-    work: Work
+    work: Handle
     sent: Tensor
     version: int | None
     dual: _Flight
@@ -40,91 +41,91 @@ class _Flight:
     def __init__(self) -> None:
         self.tangents: dict[int, _Flight] = {}  # by functorch level
 
-    def leave(self, x: Tensor, move: Move, where: Group) -> None:
-        with aside():
-            self.sent, self.work = x, move.start(x, where, any_order=True)
+    def leave(self, x: Tensor, how: LinearMap, where: RankGroup) -> None:
+        with internal():
+            self.sent, self.work = x, how.start(x, where, any_order=True)
         self.version = None if x.is_inference() else x._version
 
-    def land(self, move: Move, where: Group) -> Tensor:
+    def land(self, how: LinearMap, where: RankGroup) -> Tensor:
         if self.version is not None and self.version != self.sent._version:
             raise RuntimeError(
-                f"{move.op} of shape {tuple(self.sent.shape)} over {where.name}: its "
+                f"{how.op} of shape {tuple(self.sent.shape)} over {where.name}: its "
                 "input was written in place while in flight; wait first, or start it "
                 "on a copy"
             )
-        with aside():
-            y = move.finish(self.work, self.sent, where)
-        y = watched(self.sent, move, where, y)
+        with internal():
+            y = how.finish(self.work, self.sent, where)
+        y = watched(self.sent, how, where, y)
         del self.work, self.sent
         return y
 
 
 class _Start(torch.autograd.Function):
     @staticmethod
-    def forward(x, move, where, flight):  # type: ignore[override]
-        flight.leave(x, move, where)
+    def forward(x, how, where, flight):  # type: ignore[override]
+        flight.leave(x, how, where)
         return x.new_zeros(())
 
     @staticmethod
     def setup_context(ctx, inputs, output):
-        _, ctx.move, ctx.where, ctx.flight = inputs
+        _, ctx.how, ctx.where, ctx.flight = inputs
 
     @staticmethod
     def backward(ctx, token):  # type: ignore[override]
-        g = _wait(token, ctx.move.transpose(), ctx.where, ctx.flight.dual)
+        g = _wait(token, ctx.how.transpose(), ctx.where, ctx.flight.dual)
         return g, None, None, None
 
     @staticmethod
     def jvp(ctx, t, *_):  # type: ignore[override]
         flight = ctx.flight.tangents[_torch.current_level()] = _Flight()
-        return _start(t, ctx.move, ctx.where, flight)
+        return _start(t, ctx.how, ctx.where, flight)
 
     @staticmethod
-    def vmap(info, in_dims, x, move, where, flight):  # type: ignore[override]
+    def vmap(info, in_dims, x, how, where, flight):  # type: ignore[override]
         d = in_dims[0]
         if where.link.level == _torch.current_level() + 1:
-            flight.work = Done(where.link.exchange(move, x.movedim(d, 0), where))
+            flight.work = Done(where.link.exchange(how, x.movedim(d, 0), where))
             return x.new_zeros(info.batch_size), 0
-        token = _start(x.movedim(d, -1), move, where, flight)
+        token = _start(x.movedim(d, -1), how, where, flight)
         return token.expand(info.batch_size), 0
 
 
 class _Wait(torch.autograd.Function):
     @staticmethod
-    def forward(token, move, where, flight):  # type: ignore[override]
-        return flight.land(move, where)
+    def forward(token, how, where, flight):  # type: ignore[override]
+        return flight.land(how, where)
 
     @staticmethod
     def setup_context(ctx, inputs, output):
-        _, ctx.move, ctx.where, ctx.flight = inputs
+        _, ctx.how, ctx.where, ctx.flight = inputs
         ctx.unit = current_label()[0]
 
     @staticmethod
     def backward(ctx, g):  # type: ignore[override]
         flight = ctx.flight.dual = _Flight()
         with label(ctx.unit, "backward"):
-            token = _start(g, ctx.move.transpose(), ctx.where, flight)
+            token = _start(g, ctx.how.transpose(), ctx.where, flight)
         return token, None, None, None
 
     @staticmethod
     def jvp(ctx, token, *_):  # type: ignore[override]
         flight = ctx.flight.tangents[_torch.current_level()]
-        return _wait(token, ctx.move, ctx.where, flight)
+        return _wait(token, ctx.how, ctx.where, flight)
 
     @staticmethod
-    def vmap(info, in_dims, token, move, where, flight):  # type: ignore[override]
+    def vmap(info, in_dims, token, how, where, flight):  # type: ignore[override]
         if where.link.level == _torch.current_level() + 1:
             return flight.work.wait(), 0
-        y = _wait(token.sum(), move, where, flight)
+        y = _wait(token.sum(), how, where, flight)
         return y, y.ndim - 1
 
 
-def _start(x: Tensor, move: Move, where: Group, flight: _Flight) -> Tensor:
-    return where.link.apply(_Start.apply, x, move, where, flight)
+def _start(x: Tensor, how: LinearMap, where: RankGroup, flight: _Flight) -> Tensor:
+    return where.link.apply(_Start.apply, x, how, where, flight)
 
 
-def _wait(token: Tensor, move: Move, where: Group, flight: _Flight) -> Tensor:
-    return where.link.apply(_Wait.apply, token, move, where, flight)
+def _wait(token: Tensor, how: LinearMap, where: RankGroup, flight: _Flight) -> Tensor:
+    return where.link.apply(_Wait.apply, token, how, where, flight)
 
 
 class Pending:
@@ -171,10 +172,10 @@ def start(collective: Callable[..., Any], x: Any, axis: Axis, *args, **how) -> P
     [[2.0, 2.0], [2.0, 2.0]]
     """
 
-    def begin(x: Tensor, move: Move, where: Group) -> Callable[[], Tensor]:
+    def begin(x: Tensor, how: LinearMap, where: RankGroup) -> Callable[[], Tensor]:
         flight = _Flight()
-        token = _start(x, move, where, flight)
-        return lambda: _wait(token, move, where, flight)
+        token = _start(x, how, where, flight)
+        return lambda: _wait(token, how, where, flight)
 
     with run_by(begin):
         waits, treedef = tree.flatten(collective(x, axis, *args, **how))

@@ -17,35 +17,22 @@ whatever the backend does underneath. An axis of size 1 sends, and counts, nothi
 
 from __future__ import annotations
 
-import os
-import sys
-import threading
 from collections import defaultdict
 from collections.abc import Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass, field
 from fractions import Fraction
-from pathlib import Path
-from types import FrameType
 
 import torch
 
-from fsfunc.mesh import Axis, axis_names
+from fsfunc.comm.attribution import current_label, source_line
+from fsfunc.comm.mesh import Axis, axis_names
 from fsfunc.scoped import Scoped
 
-__all__ = ["Ledger", "Record", "label", "ledger", "note", "source_line"]
+__all__ = ["Ledger", "Record", "is_silent", "ledger", "note", "only", "silence"]
 
-# Frames of these are nobody's source line: ours, torch's, and where a thread begins.
-_INNER = (
-    str(Path(__file__).parent) + os.sep,
-    str(Path(torch.__file__).parent) + os.sep,
-    threading.__file__,
-    "<frozen ",
-)
 _LEDGERS: ContextVar[tuple[Ledger, ...]] = ContextVar("fsfunc_ledgers", default=())
-_ASIDE: ContextVar[bool] = ContextVar("fsfunc_aside", default=False)
-_LABEL: ContextVar[tuple[str, str]] = ContextVar("fsfunc_label", default=("", ""))
 
 
 @dataclass(frozen=True)
@@ -134,52 +121,6 @@ def ledger() -> Iterator[Ledger]:
         _LEDGERS.reset(token)
 
 
-def label(unit: str, phase: str) -> Scoped:
-    """Says on whose behalf the collectives inside are issued."""
-    return Scoped(_LABEL, (unit, phase))
-
-
-def current_label() -> tuple[str, str]:
-    """The (unit, phase) on whose behalf collectives are issued now."""
-    return _LABEL.get()
-
-
-def source_line() -> str:
-    """``file:line`` of the innermost caller outside fsfunc and torch."""
-    frame = sys._getframe(1)
-    while frame is not None:
-        name = frame.f_code.co_filename
-        if not name.startswith(_INNER):
-            return f"{name}:{frame.f_lineno}"
-        frame = frame.f_back
-    return "?"
-
-
-_TORCH = str(Path(torch.__file__).parent) + os.sep
-_ANYBODYS = ("tree.py", "structure.py")  # which call what a user gives them
-_MODES = ("__torch_function__", "__torch_dispatch__", "dispatch")  # pass on a call
-
-
-def called_by_user(frame: FrameType) -> bool:
-    """Whether the code of this frame, not of what it calls, is the user's."""
-    name = frame.f_code.co_filename
-    return not name.startswith((_TORCH, *_INNER))
-
-
-def is_own_call() -> bool:
-    """Whether it is fsfunc itself that calls torch now, not a user's function."""
-    frame = sys._getframe(1)
-    here = frame.f_code.co_filename  # whoever asks is ours
-    while frame is not None:
-        code = frame.f_code
-        name = code.co_filename
-        passes_on = name == here or code.co_name in _MODES
-        if not passes_on and not name.startswith((_TORCH, "<frozen ")):
-            return name.startswith(_INNER[0]) and not name.endswith(_ANYBODYS)
-        frame = frame.f_back
-    return False
-
-
 def note(
     op: str,
     axis: tuple[str, ...],
@@ -198,7 +139,7 @@ def note(
     sent = Fraction(b * (n - 1) * share, n)
     if op == "ppermute":
         sent = Fraction(b if sends else 0)
-    unit, phase = _LABEL.get()
+    unit, phase = current_label()
     record = Record(op, axis, sent, x.dtype, unit, phase, rank, source_line(), what)
     for log in logs:
         log.records.append(record)
@@ -217,24 +158,3 @@ def is_silent() -> bool:
 def only(log: Ledger) -> Scoped:
     """What is issued inside is written into ``log``, and into no other ledger."""
     return Scoped(_LEDGERS, (log,))
-
-
-def traceback_line(error: BaseException) -> str:
-    """``file:line`` of the innermost frame of ``error`` outside fsfunc and torch."""
-    found, trace = "?", error.__traceback__
-    while trace is not None:
-        name = trace.tb_frame.f_code.co_filename
-        if not name.startswith(_INNER):
-            found = f"{name}:{trace.tb_lineno}"
-        trace = trace.tb_next
-    return found
-
-
-def aside(value: bool = True) -> Scoped:
-    """What runs inside is the library's own doing (or, with False, the user's)."""
-    return Scoped(_ASIDE, value)
-
-
-def is_aside() -> bool:
-    """Whether the library is at work, not the user's function."""
-    return _ASIDE.get()

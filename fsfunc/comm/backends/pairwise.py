@@ -14,49 +14,13 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from fsfunc.accounting import current_label
 from fsfunc.arena import Arena
-from fsfunc.backends.base import Work
-from fsfunc.backends.calls import Call, Signature, digest
-from fsfunc.backends.headers import Headers, settle
-from fsfunc.backends.native import permuted
-from fsfunc.backends.tags import DATA, tag
+from fsfunc.comm.attribution import current_label
+from fsfunc.comm.backends.exchange import DATA, Exchange, Headers, settle, tag
+from fsfunc.comm.backends.link import Handle, Signature, digest
+from fsfunc.comm.backends.native import permuted
 
-__all__ = ["Exchange", "Pairs"]
-
-
-class Exchange(Work):
-    """Works of torch.distributed, then a local finish.
-
-    Args:
-        call: what it is, for who has to be told.
-        headers: those of its ranks, where they are compared.
-    """
-
-    def __init__(
-        self,
-        works: Sequence[Any],
-        finish: Callable[[], Tensor],
-        held: Any,
-        call: Callable[[], Any],
-        where: Any,
-        headers: Headers | None = None,
-    ):
-        self.works, self.finish, self.held = list(works), finish, held
-        self.call, self.where, self.headers = call, where, headers
-        self.result: Tensor | None = None
-
-    def wait(self) -> Tensor:
-        if self.result is None:
-            if self.headers is not None:
-                self.headers.check(held=(self.works, self.finish, self.held))
-            settle(self.works, self.call, self.where)
-            self.result = self.finish()
-            del self.works, self.finish, self.held  # and the buffers with them
-        return self.result
-
-    def done(self) -> bool:
-        return self.result is not None or all(w.is_completed() for w in self.works)
+__all__ = ["Pairs"]
 
 
 class Pairs:
@@ -83,16 +47,12 @@ class Pairs:
         self.others = [r for r in range(self.n) if r != self.me]
         self.headers: Headers | None = None
         if not compared:
-            call = Call.now(said)
-            self.headers = Headers(call, self.digest, where, self.others, group, number)
-
-    def _call(self) -> Call:
-        return Call(self.said, *self.label)
+            self.headers = Headers(said, self.digest, where, self.others, group, number)
 
     def _exchange(
         self, works: Sequence[Any], finish: Callable[[], Tensor], held: Any
-    ) -> Work:
-        return Exchange(works, finish, held, self._call, self.where, self.headers)
+    ) -> Exchange:
+        return Exchange(works, finish, held, self.said, self.where, self.headers)
 
     def _each(self, *parts: Tensor) -> dict[int, Tensor]:
         """By index, the others' parts (or the same one for each)."""
@@ -120,21 +80,21 @@ class Pairs:
         shape = (times * x.shape[0], *x.shape[1:]) if x.ndim else ()
         return self.arena.get(times * x.numel(), x.dtype, x).view(shape)
 
-    def all_gather(self, x: Tensor, out: Tensor | None) -> Work:
+    def all_gather(self, x: Tensor, out: Tensor | None) -> Handle:
         full = self._room(x, self.n) if out is None else out
         parts = full.tensor_split(self.n)
         works = self._swap(self._each(x), self._each(*parts))
         parts[self.me].copy_(x)
         return self._exchange(works, lambda: full, x)
 
-    def psum_scatter(self, x: Tensor, out: Tensor | None) -> Work:
+    def psum_scatter(self, x: Tensor, out: Tensor | None) -> Handle:
         parts = x.tensor_split(self.n)
         mine = parts[self.me]
         got = {r: self._room(mine) for r in self.others}
         works = self._swap(self._each(*parts), got)
         return self._exchange(works, lambda: _sum(mine, got, self.me, out), x)
 
-    def psum(self, x: Tensor, out: Tensor | None, hops: int = 1) -> Work:
+    def psum(self, x: Tensor, out: Tensor | None, hops: int = 1) -> Handle:
         """In one hop: for two ranks, the bytes of a ring."""
         if hops == 2:
             return self._psum_in_two(x, out)
@@ -142,7 +102,7 @@ class Pairs:
         works = self._swap(self._each(x), got)
         return self._exchange(works, lambda: _sum(x, got, self.me, out), x)
 
-    def _psum_in_two(self, x: Tensor, out: Tensor | None) -> Work:
+    def _psum_in_two(self, x: Tensor, out: Tensor | None) -> Handle:
         """A scatter, and in its wait a gather: all ranks must come to that wait."""
         n, me = self.n, self.me
         total = self._room(x) if out is None else out
@@ -153,12 +113,12 @@ class Pairs:
         def finish() -> Tensor:
             _sum(cuts[me], got, me, sums[me])
             works = self._swap(self._each(sums[me]), self._each(*sums), hop=1)
-            settle(works, self._call, self.where)
+            settle(works, self.said, self.label, self.where)
             return total
 
         return self._exchange(works, finish, x)
 
-    def pmax(self, x: Tensor, out: Tensor | None) -> Work:
+    def pmax(self, x: Tensor, out: Tensor | None) -> Handle:
         got = {r: self._room(x) for r in self.others}
         works = self._swap(self._each(x), got)
 
@@ -168,7 +128,7 @@ class Pairs:
 
         return self._exchange(works, finish, x)
 
-    def all_to_all(self, x: Tensor, out: Tensor | None) -> Work:
+    def all_to_all(self, x: Tensor, out: Tensor | None) -> Handle:
         y = torch.empty_like(x) if out is None else out
         cuts, slots = x.tensor_split(self.n), y.tensor_split(self.n)
         works = self._swap(self._each(*cuts), self._each(*slots))
@@ -177,11 +137,11 @@ class Pairs:
 
     def ppermute(
         self, x: Tensor, out: Tensor | None, pairs: Sequence[tuple[int, int]]
-    ) -> Work:
+    ) -> Handle:
         y, sent, got = permuted(x, self.me, out, pairs)
         return self._exchange(self._swap(sent, got), lambda: y, x)
 
-    def pbroadcast(self, x: Tensor, out: Tensor | None, source: int) -> Work:
+    def pbroadcast(self, x: Tensor, out: Tensor | None, source: int) -> Handle:
         y = torch.empty_like(x) if out is None else out
         if self.me != source:
             return self._exchange(self._swap({}, {source: y}), lambda: y, x)

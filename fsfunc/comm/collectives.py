@@ -1,12 +1,12 @@
 """The collectives: the only functions that move data between ranks.
 
-Each is a linear map described by a :class:`~fsfunc.moves.Move`, whose transpose is a
-row of a table; all of them hold under autograd and ``torch.func``, nested in any way.
+Each is a linear map, as data (see ``linear_maps``), whose transpose is a row of a
+table; all of them hold under autograd and ``torch.func``, nested in any way.
 
 All of them take bool, integers (but unsigned ones of 16 bits and more), fp16, bf16,
 fp32, fp64 and complex numbers, of any shape and strides, and refuse the rest by name.
 
-``of`` and ``to`` are types over the axis (see ``fsfunc.moves``): V varies from rank to
+``of`` and ``to`` are types over the axis (see ``linear_maps``): V varies from rank to
 rank, I is one value, R is replicated with a cotangent in parts, P is in parts.
 
 Under ``shard`` the loss is the mean over its axes of the ranks' own losses, and every
@@ -26,20 +26,17 @@ from typing import Any
 
 from torch import Tensor
 
-from fsfunc.crossings import ENTER, OWN, PART
-from fsfunc.mesh import Axis, asks, here
-from fsfunc.moves import Group, Move, meanings
-from fsfunc.moving import group, move, over
+from fsfunc.comm.collective_ops import over
+from fsfunc.comm.crossings import ENTER, OWN, PART
+from fsfunc.comm.groups import RankGroup, group
+from fsfunc.comm.linear_maps import LinearMap, meanings
+from fsfunc.comm.mesh import Axis, asks, here
 
 __all__ = [
-    "Group",
-    "Move",
     "all_gather",
     "all_to_all",
     "axis_index",
     "axis_size",
-    "group",
-    "move",
     "pbroadcast",
     "pcast",
     "pmax",
@@ -56,7 +53,7 @@ def _dim(x: Tensor, dim: int, name: str = "dim") -> int:
     return dim % x.ndim
 
 
-def _typed(where: Group, op: str, of: str, to: str, **fields: Any) -> Move:
+def _typed(where: RankGroup, op: str, of: str, to: str, **fields: Any) -> LinearMap:
     """The move between two types, as the axis takes them."""
     legal = meanings(op)
     if where.mean:  # a value is the rank's own, or one value that somebody asked for
@@ -69,7 +66,7 @@ def _typed(where: Group, op: str, of: str, to: str, **fields: Any) -> Move:
         )
     if where.mean:
         of, to = of.replace("V", "M"), to.replace("V", "M")
-    return Move(op, of, to, **fields)
+    return LinearMap(op, of, to, **fields)
 
 
 def _sum(x: Any, axis: Axis, of: str, to: str | None, power: int) -> Any:
@@ -85,7 +82,7 @@ def _sum(x: Any, axis: Axis, of: str, to: str | None, power: int) -> Any:
             )
         return _sum(_sum(x, mine, of, to, power), others, of, to, power)
 
-    def how(leaf: Tensor, where: Group) -> Move:
+    def how(leaf: Tensor, where: RankGroup) -> LinearMap:
         default = "V" if where.mean else "I"
         return _typed(where, "psum", of, default if to is None else to, power=power)
 
@@ -175,7 +172,7 @@ def pmax(x: Any, axis: Axis) -> Any:
     >>> ff.spmd(main, mesh)()
     [1, 1]
     """
-    return over(x, axis, lambda leaf, where: Move("pmax", to="I"))
+    return over(x, axis, lambda leaf, where: LinearMap("pmax", to="I"))
 
 
 def all_gather(x: Any, axis: Axis, *, dim: int = 0, to: str = "V") -> Any:
@@ -200,13 +197,13 @@ def all_gather(x: Any, axis: Axis, *, dim: int = 0, to: str = "V") -> Any:
     [torch.Size([1, 4]), torch.Size([1, 4])]
     """
 
-    def how(leaf: Tensor, where: Group) -> Move:
+    def how(leaf: Tensor, where: RankGroup) -> LinearMap:
         return _typed(where, "all_gather", "V", to, dim=_dim(leaf, dim))
 
     return over(x, axis, how)
 
 
-def _check_cut(x: Tensor, dim: int, where: Group, op: str) -> int:
+def _check_cut(x: Tensor, dim: int, where: RankGroup, op: str) -> int:
     dim = _dim(x, dim)
     if x.shape[dim] % where.size:
         raise ValueError(
@@ -240,7 +237,7 @@ def psum_scatter(x: Any, axis: Axis, *, dim: int = 0, of: str = "V") -> Any:
     [[0], [2]]
     """
 
-    def how(leaf: Tensor, where: Group) -> Move:
+    def how(leaf: Tensor, where: RankGroup) -> LinearMap:
         cut = _check_cut(leaf, dim, where, "psum_scatter")
         return _typed(where, "psum_scatter", of, "V", dim=cut)
 
@@ -269,7 +266,7 @@ def all_to_all(x: Any, axis: Axis, *, split_dim: int, concat_dim: int) -> Any:
     [[[0], [1]], [[0], [1]]]
     """
 
-    def how(leaf: Tensor, where: Group) -> Move:
+    def how(leaf: Tensor, where: RankGroup) -> LinearMap:
         cut = _check_cut(leaf, split_dim, where, "all_to_all")
         join = _dim(leaf, concat_dim, "concat_dim")
         return _typed(where, "all_to_all", "V", "V", dim=cut, to_dim=join)
@@ -307,7 +304,7 @@ def ppermute(x: Any, axis: Axis, pairs: Sequence[tuple[int, int]]) -> Any:
     if len({s for s, d in pairs if s != d}) not in (0, n):
         asks(group(axis).axis)  # some ranks send, and some do not
 
-    def how(leaf: Tensor, where: Group) -> Move:
+    def how(leaf: Tensor, where: RankGroup) -> LinearMap:
         return _typed(where, "ppermute", "V", "V", pairs=pairs)
 
     return over(x, axis, how)
@@ -339,7 +336,7 @@ def pbroadcast(x: Any, axis: Axis, *, source: int, to: str = "V") -> Any:
     if not 0 <= source < n:
         raise ValueError(f"source={source} is off the axis {axis!r} of size {n}")
 
-    def how(leaf: Tensor, where: Group) -> Move:
+    def how(leaf: Tensor, where: RankGroup) -> LinearMap:
         return _typed(where, "pbroadcast", "V", to, source=source)
 
     return over(x, axis, how)
@@ -378,7 +375,7 @@ def pcast(x: Any, axis: Axis, *, to: str, of: str = "I") -> Any:
     [1.0, 1.0]
     """
 
-    def how(leaf: Tensor, where: Group) -> Move:
+    def how(leaf: Tensor, where: RankGroup) -> LinearMap:
         known = _CASTS_UNDER_SHARD if where.mean else _CASTS
         if f"{of}->{to}" not in known:
             what = ", under shard a mean of losses," if where.mean else ""
@@ -386,7 +383,11 @@ def pcast(x: Any, axis: Axis, *, to: str, of: str = "I") -> Any:
                 f"cast {of}->{to} over {where.name}{what} has no meaning; it has: "
                 f"{', '.join(sorted(known))}"
             )
-        return _CASTS_UNDER_SHARD[f"{of}->{to}"] if where.mean else Move("cast", of, to)
+        return (
+            _CASTS_UNDER_SHARD[f"{of}->{to}"]
+            if where.mean
+            else LinearMap("cast", of, to)
+        )
 
     return over(x, axis, how)
 

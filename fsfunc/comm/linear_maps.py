@@ -1,7 +1,8 @@
 """The calculus of the collectives: linear maps between ranks, as data.
 
-Each is a frozen :class:`Move`. What is known of it is data too: its transpose is a row
-of a table, and :meth:`Move.across` says what it does to all ranks' inputs at once.
+Each is a frozen :class:`LinearMap`. What is known of it is data too: its transpose is a
+row of a table, and :meth:`LinearMap.across` says what it does to all ranks' inputs at
+once.
 
 Types. Over an axis a value is V (varies: every rank its own), I (invariant: equal, and
 one value), R (replicated: equal, with a cotangent of one part per rank) or P (partial:
@@ -24,109 +25,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fsfunc.accounting import aside, note
-from fsfunc.backends.base import Done, Work
-from fsfunc.movable import check_kind, dense
+from fsfunc.comm.attribution import internal
+from fsfunc.comm.backends.link import Done, Handle
+from fsfunc.comm.groups import RankGroup, check_kind, dense
 
-__all__ = ["Group", "Move", "combine", "meanings"]
-
-
-@dataclass(frozen=True)
-class Group:
-    """One rank's handle on the ranks along an axis: fixed when it is made.
-
-    Backward passes use the handle that the forward pass made, never the context.
-
-    Args:
-        mean: whether the loss is the mean over these ranks of their own.
-        compared: whether the ranks know that they run one program.
-    """
-
-    axis: tuple[str, ...]
-    ranks: tuple[int, ...]
-    index: int
-    rank: int
-    link: Any
-    mean: bool = False
-    compared: bool = False
-
-    @property
-    def size(self) -> int:
-        return len(self.ranks)
-
-    @property
-    def name(self) -> str:
-        """The axis as messages show it."""
-        return ", ".join(f'"{name}"' for name in self.axis)
-
-    @property
-    def position(self) -> Any:
-        """This rank's index along the axis: on a vmap mesh, all of them as one."""
-        return self.link.axis_index(self)
-
-    def start(
-        self,
-        op: str,
-        x: Tensor,
-        *,
-        out: Tensor | None = None,
-        what: str = "",
-        **how: Any,
-    ) -> Work:
-        """Issues ``op`` on contiguous ``x``, along dim 0; returns what to wait for.
-
-        ``how`` is ``pairs=`` for ppermute and ``source=`` for pbroadcast. Until
-        ``wait()`` has returned, ``x`` must not be written. Ranks wait for what they
-        started in one order, unless it was started with ``any_order``. ``what`` names
-        the buffer that ``x`` is part of: ranks that meet with unlike ones raise.
-        """
-        check_kind(op, x, self)
-        sends = any(s == self.index and s != d for s, d in how.get("pairs", ()))
-        note(op, self.axis, self.size, x, self.rank, sends, what)
-        return self.link.start(op, x, self, out=out, what=what, **how)
-
-    def send(self, x: Tensor, to: int, what: str = "") -> Work:
-        """Sends ``x`` to the rank at index ``to``; returns at once what to wait for.
-
-        The n-th send from one rank to another meets the n-th receive there, whatever
-        collectives are under way; shape, dtype and ``what`` must be equal. Until the
-        work is ``done()``, ``x`` must not be written; its ``wait()`` returns when the
-        receiver has asked for ``x``.
-
-        Raises:
-            ValueError: ``to`` is no other rank of the group.
-
-        Cost: the bytes of ``x``, noted as one ppermute of the sender's.
-        """
-        self._check("send to", to)
-        note("ppermute", self.axis, self.size, x, self.rank, True, what)
-        return self.link.send(dense(x.detach()), self, to, what)
-
-    def receive(
-        self,
-        shape: Sequence[int],
-        dtype: torch.dtype,
-        device: Any,
-        source: int,
-        what: str = "",
-    ) -> Work:
-        """Asks for what the rank at index ``source`` sends; ``wait()`` returns it.
-
-        The memory is taken at once, for the sender to fill. See :meth:`send`.
-
-        Raises:
-            ValueError: ``source`` is no other rank of the group.
-        """
-        self._check("receive from", source)
-        like = torch.empty(tuple(shape), dtype=dtype, device=device)
-        return self.link.receive(like, self, source, what)
-
-    def _check(self, what: str, other: int) -> None:
-        if not 0 <= other < self.size or other == self.index:
-            raise ValueError(
-                f"rank {self.rank}, index {self.index} along {self.name}, cannot "
-                f"{what} index {other}: it is another one of 0 to {self.size - 1}"
-            )
+__all__ = ["LinearMap", "combine", "meanings"]
 
 
 # op, of -> to : op, of -> to; M counts as V. Rows with an asterisk take what differs by
@@ -175,7 +78,7 @@ def meanings(op: str) -> list[str]:
 
 
 @dataclass(frozen=True)
-class Move:
+class LinearMap:
     """One linear map between ranks, as data (pmax too, which has no transpose).
 
     Args:
@@ -201,7 +104,7 @@ class Move:
     power: int = 0
     what: str = ""
 
-    def transpose(self) -> Move:
+    def transpose(self) -> LinearMap:
         """The map that the cotangent takes."""
         leaves, comes = self.of == "M", self.to == "M"
         if self.op == "pmax":
@@ -237,7 +140,7 @@ class Move:
             return {"pairs": self.pairs}
         return {"source": self.source} if self.op == "pbroadcast" else {}
 
-    def check(self, x: Tensor, where: Group) -> None:
+    def check(self, x: Tensor, where: RankGroup) -> None:
         """Raises where no backend could do it to ``x``, whatever the mesh.
 
         Raises:
@@ -287,7 +190,7 @@ class Move:
             y = y / n if self.power < 0 else y * n
         return y
 
-    def start(self, x: Tensor, where: Group, any_order: bool = False) -> Work:
+    def start(self, x: Tensor, where: RankGroup, any_order: bool = False) -> Handle:
         """Issues the map on this rank; :meth:`finish` makes the result of its work."""
         if self.sends is None or where.size == 1:
             return Done(self.alone(x))
@@ -296,13 +199,13 @@ class Move:
         how = {"any_order": any_order, "what": what, **self.how}
         return where.start(self.sends, x, **how)
 
-    def finish(self, work: Work, x: Tensor, where: Group) -> Tensor:
+    def finish(self, work: Handle, x: Tensor, where: RankGroup) -> Tensor:
         """This rank's result, once the others have sent theirs."""
         return self.after(work.wait(), x, where.size, where.index)
 
-    def run(self, x: Tensor, where: Group) -> Tensor:
+    def run(self, x: Tensor, where: RankGroup) -> Tensor:
         """Applies the map on this rank, waiting for the others."""
-        with aside():
+        with internal():
             return self.finish(self.start(x, where), x, where)
 
     def alone(self, x: Tensor) -> Tensor:

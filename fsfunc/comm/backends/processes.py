@@ -12,13 +12,12 @@ transfer. On the CPU a header is on its way beside the data, so that it costs no
 second round; on NCCL it is waited for before the data are sent, and transfers have
 none.
 
-What is unlike in spite of all that never meets, on the CPU (see ``tags``): the ranks
-wait until the group's timeout, and raise.
+What is unlike in spite of all that never meets, on the CPU (see ``exchange``): the
+ranks wait until the group's timeout, and raise.
 """
 
 from __future__ import annotations
 
-import functools
 import hashlib
 import os
 from collections import Counter
@@ -30,16 +29,20 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from fsfunc.accounting import current_label
 from fsfunc.arena import Arena
-from fsfunc.backends.attempts import agent_store
-from fsfunc.backends.base import Link, Work
-from fsfunc.backends.calls import Call, Signature, digest, signature
-from fsfunc.backends.groups import Groups
-from fsfunc.backends.headers import gathered, packed
-from fsfunc.backends.native import issue
-from fsfunc.backends.pairs import Exchange, Pairs
-from fsfunc.backends.sending import Transfers
+from fsfunc.comm.backends.exchange import Exchange, compare_gathered, packed
+from fsfunc.comm.backends.link import (
+    CollectiveCall,
+    Handle,
+    Link,
+    Signature,
+    digest,
+    signature,
+)
+from fsfunc.comm.backends.native import issue
+from fsfunc.comm.backends.pairwise import Pairs
+from fsfunc.comm.backends.point_to_point import Transfers
+from fsfunc.comm.backends.process_groups import Groups, agent_store
 
 __all__ = ["ProcessLink", "connect"]
 
@@ -73,10 +76,10 @@ class ProcessLink(Link):
             self.groups.make(ranks, **order)
         self.transfers.connect(every)
 
-    def send(self, x: Tensor, where: Any, to: int, what: str = "") -> Work:
+    def send(self, x: Tensor, where: Any, to: int, what: str = "") -> Handle:
         return self.transfers.send(x, where, to, what)
 
-    def receive(self, like: Tensor, where: Any, source: int, what: str = "") -> Work:
+    def receive(self, like: Tensor, where: Any, source: int, what: str = "") -> Handle:
         return self.transfers.receive(like, where, source, what)
 
     def trim(self) -> None:
@@ -92,7 +95,7 @@ class ProcessLink(Link):
         what: str = "",
         any_order: bool = False,
         **how: Any,
-    ) -> Work:
+    ) -> Handle:
         x, group = x.detach(), self.groups.get(where.ranks)
         compared = where.compared and not self.checks
         if x.device.type != "cpu" or not self.paired:
@@ -115,13 +118,12 @@ class ProcessLink(Link):
         group: Any,
         compared: bool,
         how: dict[str, Any],
-    ) -> Work:
+    ) -> Handle:
         if not compared:
-            mine = packed(Call.now(said), digest(said)).to(x.device)
-            gathered(mine, group, where.ranks)
-        call = functools.partial(Call, said, *current_label())
+            mine = packed(CollectiveCall.now(said), digest(said)).to(x.device)
+            compare_gathered(mine, group, where.ranks)
         works, finish = issue(said[0], x, where, out, group, **how)
-        return Exchange(works, finish, x, call, where)
+        return Exchange(works, finish, x, said, where)
 
 
 def connect(
@@ -169,7 +171,7 @@ def _compare_meshes(axes: Mapping[str, int], link: ProcessLink) -> None:
     said = hashlib.blake2b(text.encode(), digest_size=8).digest()
     mine = packed(text, said).to(link.device)
     ranks = range(dist.get_world_size())
-    gathered(mine, dist.group.WORLD, ranks, "ranks make unlike meshes")
+    compare_gathered(mine, dist.group.WORLD, ranks, "ranks make unlike meshes")
 
 
 def _check_size(axes: Mapping[str, int], size: int, world: int) -> None:

@@ -18,9 +18,18 @@ from torch import Tensor
 
 from fsfunc import tree
 from fsfunc.admitting import refuse
-from fsfunc.backends.abstract import run_abstract
-from fsfunc.collectives import group
-from fsfunc.mesh import Axis, Here, Mesh, asks, check_mesh, here, place_here, remember
+from fsfunc.comm.backends.abstract import run_abstract
+from fsfunc.comm.groups import group
+from fsfunc.comm.mesh import (
+    Axis,
+    Here,
+    Mesh,
+    asks,
+    check_mesh,
+    here,
+    place_here,
+    remember,
+)
 
 __all__ = ["PerRank", "local_batch", "make_mesh", "spmd"]
 
@@ -96,7 +105,7 @@ def make_mesh(
     limit = _limit(timeout)
     if backend != "processes":
         return Mesh(axes, backend)
-    from fsfunc.backends.processes import connect
+    from fsfunc.comm.backends.processes import connect
 
     geometry = Mesh(axes, backend)
     link = connect(axes, geometry.size, limit)
@@ -175,10 +184,10 @@ def spmd(fn: Callable[..., Any], mesh: Mesh) -> Callable[..., PerRank]:
             with place_here(Here(mesh, mesh.link.rank, mesh.link)):
                 return PerRank([fn(*by_rank[0])])
         if mesh.backend == "vmap":
-            from fsfunc.backends.vmapped import run_vmapped
+            from fsfunc.comm.backends.vmapped import run_vmapped
 
             return PerRank(run_vmapped(mesh, fn, by_rank))
-        from fsfunc.backends.simulated import run_simulated
+        from fsfunc.comm.backends.simulated import run_simulated
 
         return PerRank(run_simulated(mesh, fn, by_rank))
 
