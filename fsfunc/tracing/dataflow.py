@@ -17,6 +17,7 @@ from torch.utils.flop_counter import flop_registry
 
 from fsfunc import _torch, tree
 from fsfunc.comm.attribution import source_line
+from fsfunc.tracing.modes import OperatorMode
 from fsfunc.tracing.names import Names
 from fsfunc.tracing.programs import NOWHERE, Draw, Glue, Origins, Value
 
@@ -83,7 +84,7 @@ class Body:
             self.keep(x)
 
 
-class Flow(_torch.TorchDispatchMode):
+class Flow(OperatorMode):
     """Notes where the values of a run come from, while it is on.
 
     Args:
@@ -140,10 +141,7 @@ class Flow(_torch.TorchDispatchMode):
             found = found | self._origins.get(_torch.storage_key(x), NOWHERE)
         return found
 
-    def __torch_dispatch__(
-        self, func: Any, types: Any, args: Any = (), kwargs: Any = None
-    ) -> Any:
-        kwargs = kwargs or {}
+    def operator(self, func: Any, args: Any, kwargs: Any) -> Any:
         if func.namespace == "prim":  # asks for a device
             return func(*args, **kwargs)
         written = tensors(_torch.written(func, args, kwargs))
@@ -156,7 +154,7 @@ class Flow(_torch.TorchDispatchMode):
         body.origins = body.origins | self.of((args, kwargs))
         if not body.real:
             self._refuse_captured(written, f"unit {body.name!r}")
-        out = func(*args, **kwargs)
+        out = self.run(func, args, kwargs)
         formula = FLOPS.get(func.overloadpacket)
         if formula is not None:
             body.flops += formula(*args, **kwargs, out_val=out)
@@ -173,7 +171,7 @@ class Flow(_torch.TorchDispatchMode):
         if torch.Tag.nondeterministic_seeded in func.tags:
             origins = origins | Origins(draws=frozenset((len(self.draws),)))
             self.draws.append(Draw(name, line))
-        out = func(*args, **kwargs)
+        out = self.run(func, args, kwargs)
         made = tensors(out) or written
         for x in (*made, *written):
             self.know(x, origins, None)
