@@ -16,7 +16,7 @@ from fsfunc import _torch, tree
 from fsfunc.comm.attribution import source_line, traceback_line
 from fsfunc.frames import Counter, Frame, Stage, frame, inside
 from fsfunc.sharded import Sharded, is_sharded
-from fsfunc.tracing.dataflow import Body, Flow, Leaf, tensors
+from fsfunc.tracing.dataflow import Argument, Body, Flow, run_on_data, tensors
 from fsfunc.tracing.names import Names, below
 from fsfunc.tracing.programs import (
     Loss,
@@ -28,7 +28,6 @@ from fsfunc.tracing.programs import (
     Value,
 )
 from fsfunc.tracing.runs import place_without_data, without_data
-from fsfunc.tracing.valuing import run_on_data
 from fsfunc.values import asks_for_a_value
 
 __all__ = ["program", "trace"]
@@ -121,7 +120,7 @@ class LossTracer(Stage):
         self.flow, self.fake = flow, fake
         self.counter = Counter()
         self.calls: list[UnitCall] = []
-        self.leaves: dict[int, Leaf] = {}
+        self.leaves: dict[int, Argument] = {}
 
     def decide(self, call: Any, params: Any, inputs: Any, keywords: Any) -> Any:
         """A unit call of the loss: run, noted, and its outputs set apart."""
@@ -264,7 +263,7 @@ def _blank(tracer: LossTracer, value: Any, label: str, parameter: bool = False) 
         blank = torch.empty_strided(shape, strides, dtype=x.dtype, device=x.device)
         if parameter and x.dtype.is_floating_point:
             blank.requires_grad_()
-        leaf = Leaf(path if parameter else below(label, path), parameter)
+        leaf = Argument(path if parameter else below(label, path), parameter)
         tracer.leaves[id(blank)] = leaf
         leaves[i] = tracer.flow.argument(blank, leaf)
     return tree.unflatten(treedef, leaves)
