@@ -14,7 +14,7 @@ import torch
 
 from fsfunc.checkpointing.manifest import BLOCK, CheckpointError, Stored
 from fsfunc.checkpointing.memory import copy
-from fsfunc.paging import populate
+from fsfunc.prefault import populate
 
 __all__ = ["Blocks", "Threads", "check_files", "prove"]
 

@@ -16,7 +16,6 @@ from torch.distributed.checkpoint.planner_helpers import (
 )
 
 from fsfunc import _torch, tree
-from fsfunc.boxing import Box
 from fsfunc.checkpointing.agreeing import agreed, check_alike
 from fsfunc.checkpointing.blocks import check_files
 from fsfunc.checkpointing.finding import find
@@ -33,9 +32,10 @@ from fsfunc.checkpointing.randomness import restore_random
 from fsfunc.checkpointing.reading import Reader
 from fsfunc.comm.mesh import Here
 from fsfunc.donated import refuse_spent, spend
-from fsfunc.holding import is_held
 from fsfunc.layout import Layout
+from fsfunc.save_guard import is_held
 from fsfunc.sharded import Buffers, Sharded, is_sharded, split_buffers
+from fsfunc.slices import Box
 
 __all__ = ["Fill", "fill", "load"]
 

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from fsfunc import tree
 from fsfunc.checkpointing.manifest import Leaf, Stored
-from fsfunc.parts import describe
+from fsfunc.placements import describe
 from fsfunc.sharded import Sharded, is_sharded
 
 __all__ = ["check_match", "within"]

@@ -19,9 +19,9 @@ from typing import BinaryIO, NamedTuple
 import torch
 from torch import Tensor
 
-from fsfunc.boxing import Box
 from fsfunc.checkpointing.manifest import BLOCK, VERSION, Chunk, StoredFile
 from fsfunc.checkpointing.memory import bytes_of
+from fsfunc.slices import Box
 
 __all__ = ["PART_OF", "SAFE_DTYPES", "Entry", "header_of", "write_file", "write_parts"]
 

@@ -7,7 +7,7 @@ import os
 from fsfunc.checkpointing.finding import find
 from fsfunc.checkpointing.manifest import Stored
 from fsfunc.checkpointing.matching import within
-from fsfunc.parts import describe
+from fsfunc.placements import describe
 from fsfunc.show.amounts import of_bytes
 from fsfunc.show.tables import Report, Table
 

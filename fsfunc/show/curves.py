@@ -10,7 +10,7 @@ from typing import NamedTuple
 
 from fsfunc.foresight.events import Ran, Replayed, Took
 from fsfunc.foresight.plans import RankPlan
-from fsfunc.kinds import KINDS
+from fsfunc.memory_kinds import KINDS
 
 __all__ = ["Curve", "Turn", "curve_of"]
 

@@ -8,7 +8,7 @@ from itertools import groupby
 from os import PathLike
 
 from fsfunc.foresight.plans import Plan, RankPlan
-from fsfunc.kinds import KINDS
+from fsfunc.memory_kinds import KINDS
 from fsfunc.show.amounts import of_bytes
 from fsfunc.show.curves import Curve, curve_of
 from fsfunc.show.palette import MEMORY, PHASE, look_of

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 
 from fsfunc.layout import Coordinates, Layout
-from fsfunc.parts import Flat, Owned, Split
+from fsfunc.placements import Flat, Owned, Split
 
 __all__ = ["in_words", "part_in_words"]
 

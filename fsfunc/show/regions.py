@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from fsfunc.layout import Coordinates, Key, Layout, every_coordinate
-from fsfunc.parts import Split
+from fsfunc.placements import Split
 from fsfunc.show.tables import Line
 
 __all__ = ["Grid", "Rectangle", "boxes", "grid_of", "sheet"]

@@ -6,7 +6,7 @@ import math
 from itertools import groupby
 from typing import TYPE_CHECKING
 
-from fsfunc.kinds import KINDS
+from fsfunc.memory_kinds import KINDS
 from fsfunc.show.amounts import of_bytes
 from fsfunc.show.canvases import (
     FAINT,

@@ -8,7 +8,7 @@ from typing import Any
 
 from fsfunc.foresight.plans import Plan
 from fsfunc.foresight.simulating import Span
-from fsfunc.kinds import KINDS
+from fsfunc.memory_kinds import KINDS
 from fsfunc.show.curves import Curve, curve_of
 from fsfunc.show.peaks import check_plan
 from fsfunc.show.streaming import COMPUTE, look_of_span

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from fsfunc.comm.mesh import Mesh
 from fsfunc.foresight.events import Gave, Replayed, Took
 from fsfunc.foresight.plans import Plan, RankPlan
-from fsfunc.kinds import KINDS
+from fsfunc.memory_kinds import KINDS
 from fsfunc.show import memory
 from fsfunc.show.curves import curve_of
 from fsfunc.show.memories import ROWS, stack
