@@ -77,7 +77,7 @@ from fsfunc.units import unit
 
 if TYPE_CHECKING:
     from fsfunc import show, testing
-    from fsfunc.checkpointing.consolidating import consolidate
+    from fsfunc.checkpointing.consolidation import consolidate
     from fsfunc.checkpointing.finding import metadata
     from fsfunc.checkpointing.folders import latest
     from fsfunc.checkpointing.loading import load
@@ -96,7 +96,7 @@ __version__ = "0.1.0"
 # What only some programs use comes when it is asked for: imports are paid by all.
 _LATER = {
     "CheckpointError": "fsfunc.checkpointing.manifest",
-    "consolidate": "fsfunc.checkpointing.consolidating",
+    "consolidate": "fsfunc.checkpointing.consolidation",
     "latest": "fsfunc.checkpointing.folders",
     "metadata": "fsfunc.checkpointing.finding",
     "load": "fsfunc.checkpointing.loading",

@@ -17,7 +17,7 @@ ROOT = Path(__file__).parent.parent
 # A pattern ending in "/" covers a folder. A new file needs a floor here.
 FLOORS = [
     (0, ["tree.py", "structure.py", "nodes.py", "opaque.py"]),
-    (0, ["scoped.py", "prefault.py", "_torch.py"]),
+    (0, ["scoped.py", "prefault.py", "_torch.py", "printing/"]),
     (0, ["memory_kinds.py", "machines.py", "hardware.py", "compiled.py"]),
     (1, ["layout.py", "placements.py", "slices.py"]),
     (1, ["arena.py", "sharded.py", "homes.py"]),
@@ -34,7 +34,7 @@ FLOORS = [
     (7, ["foresight/", "testing/", "checkpointing/"]),
     (8, ["show/"]),
     (9, ["__init__.py"]),
-    (10, ["__main__.py", "commands.py", "stored_commands.py"]),
+    (10, ["__main__.py", "cli/"]),
 ]
 
 PRIVATE_TORCH_LIVES_IN = "_torch.py"

@@ -6,10 +6,9 @@ import os
 
 from fsfunc.checkpointing.finding import find
 from fsfunc.checkpointing.manifest import Stored
-from fsfunc.checkpointing.matching import within
 from fsfunc.placements import describe
-from fsfunc.show.amounts import of_bytes
-from fsfunc.show.tables import Report, Table
+from fsfunc.printing.amounts import of_bytes
+from fsfunc.printing.tables import Report, Table
 
 __all__ = ["checkpoint"]
 
@@ -27,7 +26,7 @@ def checkpoint(found: Stored | str | os.PathLike, *, at: str = "") -> Report:
     ...     print(ff.show.checkpoint(f"{folder}/a").tables["values"].rows)
     [('step', '7')]
     """
-    stored = within(found if isinstance(found, Stored) else find(found), at)
+    stored = (found if isinstance(found, Stored) else find(found)).below(at)
     mesh = ", ".join(f"{axis}={size}" for axis, size in stored.mesh.items())
     by = "fsfunc" if stored.version is not None else "safetensors, of no manifest"
     head = (

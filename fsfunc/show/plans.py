@@ -12,11 +12,11 @@ from fsfunc.comm.ledgers import Record
 from fsfunc.foresight.events import PHASES
 from fsfunc.foresight.plans import Leaf, Plan, RankPlan
 from fsfunc.placements import describe
-from fsfunc.show.amounts import of_bytes, of_count, of_flops
+from fsfunc.printing.amounts import of_bytes, of_count, of_flops
+from fsfunc.printing.tables import Report, Table
 from fsfunc.show.layers import alike, together
-from fsfunc.show.peaks import OUTSIDE, alive_table, check_plan, kinds_table
+from fsfunc.show.memory_plot import OUTSIDE_UNITS, alive_table, check_plan, kinds_table
 from fsfunc.show.places import in_words
-from fsfunc.show.tables import Report, Table
 
 __all__ = ["plan"]
 
@@ -152,7 +152,7 @@ def _units(own: RankPlan) -> Table:
         counts = [of_count(n * x) if x else "" for x in row[:3]]
         computed = [of_count(n * x) if x else "" for x in row[4:-1]]
         held, kept = (of_bytes(n * x) if x else "" for x in (row[3], row[-1]))
-        name = f"{together(group) or OUTSIDE}{f' ×{n}' if n > 1 else ''}"
+        name = f"{together(group) or OUTSIDE_UNITS}{f' ×{n}' if n > 1 else ''}"
         rows.append((name, *counts, lying[found[0]], held, *computed, kept))
     head = ("<unit", ">calls", ">tensors", ">elements", "<lie", ">held here")
     head += (*(f">{p} FLOP" for p in phases), ">derived, a call")

@@ -9,7 +9,6 @@ from typing import NamedTuple
 
 from fsfunc.layout import Coordinates, Key, Layout, every_coordinate
 from fsfunc.placements import Split
-from fsfunc.show.tables import Line
 
 __all__ = ["Grid", "Rectangle", "boxes", "grid_of", "sheet"]
 
@@ -55,8 +54,8 @@ class Grid:
         i = sum(start <= row for start in self.rows) - 1
         return self.keys[i][sum(start <= column for start in self.columns) - 1]
 
-    def lines(self, say: Callable[[Key], str]) -> Iterator[Line]:
-        """Yield the grid line by line, ``say(key)`` in each cell."""
+    def lines(self, say: Callable[[Key], str]) -> Iterator[list[tuple[str, str]]]:
+        """Yield the grid's lines, ``say(key)`` in each cell: letters, and styles."""
         said = {key: say(key) for row in self.keys for key in row}
         heads = [_range(*ends) for ends in _pairs(self.columns)]
         sides = [_range(*ends) for ends in _pairs(self.rows)]
@@ -67,13 +66,13 @@ class Grid:
         yield [(" " * (margin + 1) + " ".join(h.center(width) for h in heads), "")]
         for i, (row, side) in enumerate(zip(self.keys, sides, strict=True)):
             yield [(" " * margin, ""), (self._rule(i, width), "")]
-            runs = [(f"{side.rjust(margin - 1)} ", "")]
+            cells = [(f"{side.rjust(margin - 1)} ", "")]
             for j, key in enumerate(row):
                 style = f"#000000 on {colors[key]}"
                 same = j > 0 and row[j - 1] == key
-                runs.append((" ", style) if same else ("│", ""))
-                runs.append((said[key].center(width), style))
-            yield [*runs, ("│", "")]
+                cells.append((" ", style) if same else ("│", ""))
+                cells.append((said[key].center(width), style))
+            yield [*cells, ("│", "")]
         yield [(" " * margin, ""), (self._rule(len(self.keys), width), "")]
 
     def _rule(self, i: int, width: int) -> str:

@@ -64,7 +64,7 @@ def drop(p, x):
 
 
 @ff.unit
-def same(p, x):
+def identity(p, x):
     """An output that is the input."""
     return x
 
@@ -221,8 +221,8 @@ class Spec:
             elif kind == "table":
                 h = bare(None, h) + table(p)
             else:
-                unit = {"layer": layer, "nested": nested, "drop": drop, "same": same,
-                        "bare": bare, "integers": integers}[kind]  # fmt: skip
+                unit = {"layer": layer, "nested": nested, "drop": drop,
+                        "same": identity, "bare": bare, "integers": integers}[kind]  # fmt: skip
                 h = unit(p, h)
             saved.append(h)
             h = glued(h, step.glue, params, batch, p)

@@ -15,13 +15,9 @@ from fsfunc.show import sharding
 from fsfunc.show.places import part_in_words
 from fsfunc.show.regions import MOST_COLUMNS, MOST_ROWS, grid_of
 from fsfunc.slices import take
+from tests.show.planned import golden
 
 F32 = torch.float32
-
-
-def golden(text):
-    """Text as a test writes it: without the first newline and the last."""
-    return text.strip("\n")
 
 
 @st.composite

@@ -1,19 +1,15 @@
-"""The commands of ``python -m fsfunc``: plan, hardware, checkpoint, consolidate."""
+"""``python -m fsfunc plan``: what a script's step will do, before it runs."""
 
 from __future__ import annotations
 
 import argparse
-import json
-import os
-import sys
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 from fsfunc import hardware as machines
 from fsfunc import show
-from fsfunc.comm.launch import make_mesh, spmd
+from fsfunc.cli.output import put, write_json, writing
+from fsfunc.comm.launch import make_mesh
 from fsfunc.comm.mesh import Mesh
 from fsfunc.foresight.building import (
     RETURNS,
@@ -25,49 +21,20 @@ from fsfunc.foresight.building import (
 )
 from fsfunc.foresight.estimating import Estimate, estimate
 from fsfunc.foresight.measuring import measure_hardware
+from fsfunc.foresight.plan_json import facts
 from fsfunc.foresight.plans import Plan
-from fsfunc.foresight.stating import facts
 from fsfunc.machines import Hardware
-from fsfunc.show.describing import description
 from fsfunc.show.estimates import comparison
 from fsfunc.show.estimates import estimate as estimate_tables
-from fsfunc.show.tables import Printed
-from fsfunc.stored_commands import add_commands
 
-__all__ = ["main"]
+__all__ = ["add_to"]
 
 THIS = "this"  # as a hardware's name: the machine at hand
 MESH = "an axis is NAME=SIZE, such as data=1024 or data=128,pipe=8"
 
 
-def main(argv: Sequence[str] | None = None) -> int:
-    """The exit status of a command line: 0, or 2 where it makes no sense.
-
-    What follows ``--`` is the script's own, which finds it in ``sys.argv``.
-    """
-    given = list(sys.argv[1:] if argv is None else argv)
-    cut = given.index("--") if "--" in given else len(given)
-    options = parser().parse_args(given[:cut])
-    options.passed = given[cut + 1 :]
-    try:
-        options.run(options)
-    except Refused as error:
-        print(f"python -m fsfunc {options.command}: {error}", file=sys.stderr)
-        return 2
-    return 0
-
-
-def parser() -> argparse.ArgumentParser:
-    """What the command line understands: a subcommand, and its options."""
-    top = argparse.ArgumentParser(prog="python -m fsfunc")
-    commands = top.add_subparsers(dest="command", required=True, metavar="COMMAND")
-    _plan_options(commands)
-    _hardware_options(commands)
-    add_commands(commands, _print)
-    return top
-
-
-def _plan_options(commands: Any) -> None:
+def add_to(commands: Any) -> None:
+    """Adds ``plan`` to argparse's subparsers."""
     about = "what a script's step will do on a mesh of any size, before it runs"
     one = commands.add_parser(
         "plan",
@@ -78,7 +45,7 @@ def _plan_options(commands: Any) -> None:
         epilog="example: python -m fsfunc plan examples/train_gpt.py --mesh data=1024 "
         "--hardware a100-80 -- --layers 48 --dim 2048 --heads 16",
     )
-    one.set_defaults(run=_run_plan)
+    one.set_defaults(run=_run)
     add = one.add_argument
     add("script", type=Path, metavar="SCRIPT", help="a Python file with build(mesh)")
     add(
@@ -105,21 +72,6 @@ def _plan_options(commands: Any) -> None:
     add("--json", type=Path, metavar="PATH", help="write all numbers")
 
 
-def _hardware_options(commands: Any) -> None:
-    about = "this machine, measured, as an estimate wants it described"
-    one = commands.add_parser(
-        "hardware",
-        help=about,
-        description=f"Prints {about}. Under torchrun the links between its processes "
-        "are measured too: torchrun --nproc-per-node 2 -m fsfunc hardware",
-    )
-    one.set_defaults(run=_run_hardware)
-    add = one.add_argument
-    add("--name", default="this machine", help="what tables call it")
-    add("--seconds", type=float, default=5.0, help="that it may take (default: 5)")
-    add("--json", type=Path, metavar="PATH", help="write it for plan --hardware")
-
-
 def _mesh(text: str) -> Mesh:
     axes: dict[str, int] = {}
     for part in text.split(","):
@@ -136,10 +88,7 @@ def _text(mesh: Mesh) -> str:
     return ",".join(f"{name}={size}" for name, size in mesh.axes.items())
 
 
-# plan
-
-
-def _run_plan(options: argparse.Namespace) -> None:
+def _run(options: argparse.Namespace) -> None:
     _check(options)
     machine = _machine(options.hardware)
     seen: list[tuple[Plan, Estimate | None]] = []
@@ -153,11 +102,11 @@ def _run_plan(options: argparse.Namespace) -> None:
             seen.append((found, times))
             _show(found, times, machine, options)
     if len(seen) > 1:
-        _print(comparison(seen))
+        put(comparison(seen))
     if options.json:
         about = {"script": str(options.script), "arguments": options.passed}
         plans = [facts(found, times, machine) for found, times in seen]
-        _write(options.json, {**about, "plans": plans})
+        write_json(options.json, {**about, "plans": plans})
 
 
 def _check(options: argparse.Namespace) -> None:
@@ -211,9 +160,9 @@ def _show(
 ) -> None:
     """Print what was asked for of one plan, and draw and write it."""
     rank = options.rank
-    _print(show.plan(plan, rank))
+    put(show.plan(plan, rank))
     if times is not None:
-        _print(estimate_tables(times, plan, machine))
+        put(estimate_tables(times, plan, machine))
     charts: dict[str, Any] = {}
     if options.memory or options.png:
         charts["memory"] = show.memory(plan, rank)
@@ -222,62 +171,12 @@ def _show(
         charts["streams"] = show.streams(times, ranks=ranks)
     for name, chart in charts.items():
         if getattr(options, name):
-            _print(chart)
+            put(chart)
         if options.png:
-            _draw(chart, options.png / f"{_text(plan.mesh)},{name}.png")
+            path = options.png / f"{_text(plan.mesh)},{name}.png"
+            with writing(path):
+                path.parent.mkdir(parents=True, exist_ok=True)
+                chart.save(path)
     if options.trace and times is not None:
-        with _writing(options.trace):
+        with writing(options.trace):
             show.trace(times, options.trace, plan=plan)
-
-
-def _draw(chart: Any, path: Path) -> None:
-    with _writing(path):
-        path.parent.mkdir(parents=True, exist_ok=True)
-        chart.save(path)
-
-
-@contextmanager
-def _writing(path: Path) -> Iterator[None]:
-    """Refuses what cannot be written, and says what was."""
-    try:
-        yield
-    except (OSError, ImportError) as error:
-        raise Refused(f"cannot write {path}: {error}") from None
-    print(f"{path} is written")
-
-
-def _write(path: Path, value: Any) -> None:
-    with _writing(path):
-        path.write_text(json.dumps(value, indent=1) + "\n")
-
-
-def _print(shown: Printed) -> None:
-    """In colours on a terminal; elsewhere as text, whose lines nothing cuts."""
-    if sys.stdout.isatty():
-        import rich
-
-        rich.print(shown)
-    else:
-        print(shown)
-    print()
-
-
-# hardware
-
-
-def _run_hardware(options: argparse.Namespace) -> None:
-    if not options.seconds > 0:
-        raise Refused(f"--seconds is above 0: {options.seconds:g}")
-
-    def measured() -> Hardware:
-        return measure_hardware(name=options.name, seconds=options.seconds)
-
-    mesh = None
-    if {"RANK", "WORLD_SIZE"} <= set(os.environ):
-        mesh = make_mesh({"data": int(os.environ["WORLD_SIZE"])})
-    machine = measured() if mesh is None else spmd(measured, mesh)()[0]
-    if mesh is not None and mesh.rank != 0:
-        return
-    _print(description(machine))
-    if options.json:
-        _write(options.json, json.loads(machines.to_json(machine)))

@@ -1,9 +1,12 @@
-"""Writing a rank's boxes: safetensors files as torch.distributed.checkpoint lays them.
+"""Safetensors files, as torch.distributed.checkpoint lays them: written, and opened.
 
-A file holds a box of each leaf, under the leaf's path, and says in its header where in
-the whole it lies (``DCP_SHARDING_INFO``). So `HuggingFaceStorageReader` of torch reads
-the folder, and safetensors each file. A leaf of which a rank holds several boxes (the
-few that its range of a flat buffer cuts) goes into as many files.
+A rank's file holds a box of each leaf, under the leaf's path, and says in its header
+where in the whole it lies (``DCP_SHARDING_INFO``). So `HuggingFaceStorageReader` of
+torch reads the folder, and safetensors each file. A leaf of which a rank holds several
+boxes (the few that its range of a flat buffer cuts) goes into as many files.
+
+A consolidated file is sealed: its header holds what a manifest would, and checksums of
+itself and of what comes after it.
 """
 
 from __future__ import annotations
@@ -14,16 +17,36 @@ import zlib
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
-from typing import BinaryIO, NamedTuple
+from typing import Any, BinaryIO, NamedTuple
 
 import torch
 from torch import Tensor
 
-from fsfunc.checkpointing.manifest import BLOCK, VERSION, Chunk, StoredFile
-from fsfunc.checkpointing.memory import bytes_of
+from fsfunc.checkpointing.blocks import bytes_of
+from fsfunc.checkpointing.manifest import (
+    BLOCK,
+    VERSION,
+    CheckpointError,
+    Chunk,
+    StoredFile,
+    as_hex,
+    from_hex,
+)
 from fsfunc.slices import Box
 
-__all__ = ["PART_OF", "SAFE_DTYPES", "Entry", "header_of", "write_file", "write_parts"]
+__all__ = [
+    "PART_OF",
+    "SAFE_DTYPES",
+    "Entry",
+    "head_at",
+    "header_of",
+    "seal",
+    "sums_of",
+    "unsealed",
+    "with_sums",
+    "write_file",
+    "write_parts",
+]
 
 SAFE_DTYPES = {
     torch.bool: "BOOL", torch.uint8: "U8", torch.int8: "I8", torch.int16: "I16",
@@ -35,6 +58,8 @@ SAFE_DTYPES = {
 
 PART_OF = "fsfunc.part"  # in a header: the file is nothing without its manifest
 
+_OURS, _SUMS = "fsfunc", "fsfunc.sums"
+_LONGEST_HEAD = 100_000_000  # bytes; what safetensors itself accepts
 _STRIDE = 8 * BLOCK  # bytes handed to the system at a time
 
 
@@ -133,11 +158,11 @@ def write_file(
         sealed: gives the head that takes the place of ``head``, as long, from the
             checksums of what comes after it; without it they are of all.
     """
-    sums = _Sums()
+    sums = _BlockSums()
     with open(path, "xb", buffering=BLOCK) as file:
         _write(file, sums, memoryview(head))
         if sealed is not None:
-            sums = _Sums()
+            sums = _BlockSums()
         for e in entries:
             _write(file, sums, bytes_of(e.read()))
         if sealed is not None:
@@ -148,7 +173,7 @@ def write_file(
     return sums.done()
 
 
-def _write(file: BinaryIO, sums: _Sums, piece: memoryview) -> None:
+def _write(file: BinaryIO, sums: _BlockSums, piece: memoryview) -> None:
     """A call of its own, so that nothing of a piece is held when the next is made."""
     for start in range(0, len(piece), _STRIDE):
         part = piece[start : start + _STRIDE]
@@ -156,7 +181,7 @@ def _write(file: BinaryIO, sums: _Sums, piece: memoryview) -> None:
         file.write(part)
 
 
-class _Sums:
+class _BlockSums:
     """The checksum of each block of a stream."""
 
     def __init__(self) -> None:
@@ -178,3 +203,85 @@ class _Sums:
     def done(self) -> StoredFile:
         tail = [self.last] if self.length % BLOCK else []
         return StoredFile(self.length, (*self.sums, *tail))
+
+
+def head_at(path: Path) -> tuple[dict[str, Any], bytes]:
+    """The header of a safetensors file, and all the bytes before its data.
+
+    Raises:
+        ValueError: there is none; says what is there.
+    """
+    with open(path, "rb") as file:
+        size = file.read(8)
+        length = int.from_bytes(size, "little")
+        if not 2 <= length <= _LONGEST_HEAD:
+            raise ValueError(f"a header of {length} bytes")
+        text = file.read(length)
+    if len(text) < length:
+        raise ValueError(f"{len(text)} of the header's {length} bytes")
+    head = json.loads(text)
+    if not isinstance(head, dict):
+        raise ValueError("a header that is no table")
+    return head, size + text
+
+
+def seal(said: dict[str, Any], nbytes: int) -> dict[str, str]:
+    """What a consolidated file says besides its tensors, as a header holds it.
+
+    Args:
+        nbytes: of its tensors, for whose checksums there is room: see `with_sums`.
+    """
+    text, room = json.dumps(said | {"sums": True}), "0" * 8 * (-(-nbytes // BLOCK) + 1)
+    crc = str(zlib.crc32(text.encode()))
+    return {_OURS: text, f"{_OURS}.crc32": crc, _SUMS: room}
+
+
+def unsealed(extra: dict[str, str], path: Path) -> dict[str, Any]:
+    """What `seal` was given; nothing of a file that is not sealed.
+
+    Raises:
+        CheckpointError: it is not what was written.
+    """
+    text = extra.get(_OURS)
+    if text is None:
+        return {}
+    if extra.get(f"{_OURS}.crc32") != str(zlib.crc32(text.encode())):
+        raise _damaged(path)
+    said = json.loads(text)
+    if said.pop("sums", False) and _SUMS not in extra:
+        raise _damaged(path)
+    return said
+
+
+def with_sums(head: bytes, sums: Sequence[int]) -> bytes:
+    """The head of a sealed file with its checksums: of the blocks, and of itself."""
+    said = as_hex((*sums, zlib.crc32(head))).encode()
+    field = f'"{_SUMS}":"'.encode()
+    return head.replace(field + b"0" * len(said), field + said, 1)
+
+
+def sums_of(
+    head: bytes, extra: dict[str, str], nbytes: int, path: Path
+) -> tuple[int, ...] | None:
+    """The checksums of a sealed file's blocks; None of another's.
+
+    Raises:
+        CheckpointError: the head is not what was written.
+    """
+    if (said := extra.get(_SUMS)) is None:
+        return None
+    try:
+        *sums, own = from_hex(said)
+    except ValueError:
+        raise _damaged(path) from None
+    blank = head.replace(said.encode(), b"0" * len(said), 1)
+    right = zlib.crc32(blank) == own and said == as_hex((*sums, own))
+    if not right or len(sums) != -(-nbytes // BLOCK):
+        raise _damaged(path)
+    return tuple(sums)
+
+
+def _damaged(path: Path) -> CheckpointError:
+    return CheckpointError(
+        f"{path} is damaged: the checksum of its header is not that of its text"
+    )

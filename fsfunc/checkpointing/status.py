@@ -1,4 +1,4 @@
-"""What ranks that save together tell each other, by files in the folder they write.
+"""How each rank fares that saves, as files in the folder that ranks write together.
 
 So a save in the background needs no collective, which could meet those of training.
 """
@@ -18,13 +18,22 @@ from typing import Any, NamedTuple
 from fsfunc.checkpointing.folders import names
 from fsfunc.checkpointing.manifest import CheckpointError, Chunk, StoredFile
 
-__all__ = ["ENDING", "Note", "failed", "leave", "left", "read_note", "told", "until"]
+__all__ = [
+    "ENDING",
+    "RankStatus",
+    "failure",
+    "report",
+    "report_failure",
+    "reported",
+    "take_status",
+    "wait_until",
+]
 
 ENDING = Event()  # this process ends: others may have been killed
 _PATIENCE = 15.0  # seconds without a word; a disk may take that long to answer
 
 
-class Note(NamedTuple):
+class RankStatus(NamedTuple):
     """What a rank has written, and what it takes the whole to be.
 
     Args:
@@ -42,18 +51,18 @@ class Note(NamedTuple):
     tree: str
 
 
-def leave(folder: Path, rank: int, note: Note) -> None:
+def report(folder: Path, rank: int, status: RankStatus) -> None:
     """Tells the others that a rank's files are on disk."""
-    _put(_path(folder, rank), json.dumps(note._asdict()))
+    _put(_path(folder, rank), json.dumps(status._asdict()))
 
 
-def left(folder: Path, size: int) -> bool:
-    """Whether all ranks have left their notes."""
+def reported(folder: Path, size: int) -> bool:
+    """Whether all ranks' files are on disk."""
     return all(_path(folder, rank).exists() for rank in range(size))
 
 
-def read_note(folder: Path, rank: int) -> Note:
-    """Takes a rank's note out of the folder.
+def take_status(folder: Path, rank: int) -> RankStatus:
+    """Takes what a rank reported out of the folder.
 
     Raises:
         FileNotFoundError: it is not there.
@@ -67,10 +76,10 @@ def read_note(folder: Path, rank: int) -> Note:
         path: [Chunk(name, at, tuple(o), tuple(n)) for name, at, o, n in boxes]
         for path, boxes in said["chunks"].items()
     }
-    return Note(files, chunks, said["random"], said["values"], said["tree"])
+    return RankStatus(files, chunks, said["random"], said["values"], said["tree"])
 
 
-def failed(folder: Path, rank: int, error: BaseException) -> None:
+def report_failure(folder: Path, rank: int, error: BaseException) -> None:
     """Tells the others that a rank cannot go on.
 
     On a full disk there may be no room for a word; a short link needs none.
@@ -83,7 +92,7 @@ def failed(folder: Path, rank: int, error: BaseException) -> None:
             os.symlink(type(error).__name__[:40], path)
 
 
-def told(folder: Path) -> str | None:
+def failure(folder: Path) -> str | None:
     """What a rank said that could not go on, if any."""
     for name in fnmatch.filter(names(folder), "failed-?????"):
         path, rank = folder / name, int(name.removeprefix("failed-"))
@@ -93,8 +102,12 @@ def told(folder: Path) -> str | None:
     return None
 
 
-def until(ready: Callable[[], bool], folder: Path) -> None:
+def wait_until(ready: Callable[[], bool], folder: Path, path: Path) -> None:
     """Returns when ``ready()``.
+
+    Args:
+        folder: where the ranks write.
+        path: the place that it will have, for messages.
 
     Raises:
         CheckpointError: a rank failed; or this process ends, and no rank has written
@@ -102,16 +115,16 @@ def until(ready: Callable[[], bool], folder: Path) -> None:
     """
     pause, seen, since = 0.001, None, time.monotonic()
     while not ready():
-        if (why := told(folder)) is not None:
-            raise CheckpointError(why)
+        if (why := failure(folder)) is not None:
+            raise CheckpointError(f"{path} was not saved: {why}")
         if ENDING.is_set():
             now = _sizes(folder)
             if now != seen:
                 seen, since = now, time.monotonic()
             elif time.monotonic() - since > _PATIENCE:
                 raise CheckpointError(
-                    f"this process ends, and for {_PATIENCE:.0f} s no rank has "
-                    "written anything"
+                    f"{path} was not saved: this process ends, and for {_PATIENCE:.0f} "
+                    "s no rank has written anything"
                 )
         time.sleep(pause)
         pause = min(2 * pause, 0.05)

@@ -8,12 +8,17 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from fsfunc.checkpointing.finding import find, seal, with_sums
+from fsfunc.checkpointing.finding import find
 from fsfunc.checkpointing.folders import sync
 from fsfunc.checkpointing.loading import fill
-from fsfunc.checkpointing.manifest import Leaf, Stored
-from fsfunc.checkpointing.matching import within
-from fsfunc.checkpointing.writing import Entry, header_of, write_file
+from fsfunc.checkpointing.manifest import Stored, StoredTensor
+from fsfunc.checkpointing.safetensors import (
+    Entry,
+    header_of,
+    seal,
+    with_sums,
+    write_file,
+)
 
 __all__ = ["consolidate"]
 
@@ -45,7 +50,7 @@ def consolidate(
     ...     ff.load(f"{folder}/a.safetensors", {"w": torch.zeros(2)}, at="params")
     {'w': tensor([1., 1.])}
     """
-    stored, file = within(find(path), at), Path(file)
+    stored, file = find(path).below(at), Path(file)
     if file.exists():
         raise FileExistsError(f"{file} exists: name another, or remove it first")
     entries = [
@@ -72,7 +77,7 @@ def consolidate(
     return file
 
 
-def _whole(stored: Stored, name: str, leaf: Leaf) -> Tensor:
+def _whole(stored: Stored, name: str, leaf: StoredTensor) -> Tensor:
     alone = Stored(stored.path, {"": leaf}, files=stored.files)
     like = torch.empty(leaf.shape, dtype=leaf.dtype, device="meta")
     return fill(alone, like, None)

@@ -1,9 +1,14 @@
-"""What of a tree is saved, and which of the ranks that hold a part writes it."""
+"""What is saved: of a tree, and of chance; and which of the ranks that hold it writes.
+
+Of chance the states of the default random generators, as text, of every rank.
+"""
 
 from __future__ import annotations
 
+import base64
 import hashlib
 from collections import defaultdict
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -15,16 +20,19 @@ from fsfunc.comm.mesh import Here, NoMesh, here
 from fsfunc.layout import Coordinates, Layout
 from fsfunc.sharded import Sharded, is_sharded
 from fsfunc.slices import Box, boxes
+from fsfunc.units import generator_states
 
 __all__ = [
+    "Contents",
     "Held",
-    "Holdings",
     "check_mesh",
     "check_real",
+    "contents_of",
     "coordinates_here",
-    "holdings",
     "mesh_here",
     "parts_of",
+    "restore_random",
+    "together",
 ]
 
 VALUES = (bool, int, float, str)
@@ -36,6 +44,13 @@ class Held(NamedTuple):
     path: str
     layout: Layout
     part: Tensor
+
+    @staticmethod
+    def of(path: str, leaf: Sharded | Tensor) -> Held:
+        """A leaf, as it lies."""
+        if isinstance(leaf, Sharded):
+            return Held(path, leaf.layout, leaf.local)
+        return Held(path, Layout(leaf.shape, leaf.dtype, (), path), leaf)
 
     def boxes(self, coordinates: Coordinates) -> list[tuple[Box, Tensor]]:
         """The part as boxes of the whole, each with its elements (views of the part).
@@ -57,11 +72,12 @@ class Held(NamedTuple):
 
 
 @dataclass
-class Holdings:
-    """The tensors and the other values of a tree, by path."""
+class Contents:
+    """The tensors and the other values of a tree, by path; the generators' states."""
 
     tensors: dict[str, Held] = field(default_factory=dict)
     values: dict[str, Any] = field(default_factory=dict)
+    random: dict[str, str] = field(default_factory=dict)
 
     @property
     def digest(self) -> str:
@@ -73,12 +89,22 @@ class Holdings:
         return hashlib.sha256("\n".join(lines).encode()).hexdigest()
 
 
-def mesh_here() -> Here | None:
-    """Who is asking, if there is a mesh in sight."""
+def mesh_here(verb: str) -> Here | None:
+    """Who is asking, if there is a mesh in sight.
+
+    Raises:
+        RuntimeError: there is one, and it holds no values.
+    """
     try:
-        return here()
+        at = here()
     except NoMesh:
         return None
+    if at.mesh.backend in ("abstract", "vmap"):
+        raise RuntimeError(
+            f"cannot {verb} on {at.mesh}, which holds no values of its own: {verb} on "
+            "a simulated mesh or on processes"
+        )
+    return at
 
 
 def coordinates_here(at: Here | None) -> dict[str, int]:
@@ -86,7 +112,7 @@ def coordinates_here(at: Here | None) -> dict[str, int]:
     return {} if at is None else at.mesh.coordinates(at.rank)
 
 
-def holdings(state: Any) -> Holdings:
+def contents_of(state: Any) -> Contents:
     """What of ``state`` is saved.
 
     Raises:
@@ -94,7 +120,7 @@ def holdings(state: Any) -> Holdings:
         ValueError: two leaves of one path; a tensor that is fake or on "meta".
         RuntimeError: a leaf that was donated.
     """
-    found = Holdings()
+    found = Contents(random=_random_state())
     paths, leaves, _ = tree.flatten_with_paths(state, is_leaf=is_sharded)
     for path, leaf in zip(paths, leaves, strict=True):
         if path in found.tensors or path in found.values:
@@ -103,22 +129,18 @@ def holdings(state: Any) -> Holdings:
                 "holds '/' looks like a path; rename it"
             )
         _check_path(path)
-        if isinstance(leaf, Sharded):
-            layout, part = leaf.layout, leaf.local
-        elif isinstance(leaf, Tensor):
-            layout, part = Layout(leaf.shape, leaf.dtype, (), path), leaf
+        if isinstance(leaf, Sharded | Tensor):
+            held = Held.of(path, leaf)
+            found.tensors[path] = held._replace(part=held.part.detach())
+            check_real(path, found.tensors[path].part, "save")
         elif isinstance(leaf, VALUES) and type(leaf) in VALUES:
             found.values[path] = leaf
-            continue
         else:
             raise TypeError(
                 f"cannot save {path!r}, a {type(leaf).__name__}: a checkpoint holds "
                 "tensors, numbers, strings and bools; turn it into one, or leave it "
                 "out of the state"
             )
-        part = part.detach()
-        check_real(path, part, "save")
-        found.tensors[path] = Held(path, layout, part)
     return found
 
 
@@ -161,15 +183,15 @@ def check_mesh(layout: Layout, at: Here | None, verb: str) -> None:
             )
 
 
-def parts_of(found: Holdings, at: Here | None) -> list[tuple[Held, Box, Tensor]]:
-    """The boxes that this rank writes.
+def parts_of(found: Contents, at: Here | None) -> list[tuple[str, Box, Tensor]]:
+    """The boxes that this rank writes, each with its path and elements.
 
     Ranks whose coordinates agree on a leaf's axes hold the same part. Whole leaves go
     to them in turn, each to the one that has the fewest bytes so far: every rank comes
     to the same answer by the layouts alone.
     """
     coordinates = coordinates_here(at)
-    written: list[tuple[Held, Box, Tensor]] = []
+    written: list[tuple[str, Box, Tensor]] = []
     load: dict[tuple[str, ...], list[int]] = defaultdict(list)
     for held in sorted(found.tensors.values(), key=lambda h: -h.layout.nbytes):
         mine, count = _replica(held.layout, at)
@@ -179,7 +201,7 @@ def parts_of(found: Holdings, at: Here | None) -> list[tuple[Held, Box, Tensor]]
         if held.layout.numel == 0:
             mine = 0 if at is None else at.rank
         if writer == mine:
-            written += [(held, box, x) for box, x in held.boxes(coordinates)]
+            written += [(held.path, box, x) for box, x in held.boxes(coordinates)]
     return written
 
 
@@ -192,3 +214,36 @@ def _replica(layout: Layout, at: Here | None) -> tuple[int, int]:
         if axis not in layout.axes:
             index, count = index * size + coordinates[axis], count * size
     return index, count
+
+
+def _random_state() -> dict[str, str]:
+    """How the default generators stand, by device type."""
+    return {
+        g.device.type: base64.b64encode(bytes(state.tolist())).decode()
+        for g, state in generator_states()
+    }
+
+
+def together(states: Sequence[Mapping[str, str]]) -> dict[str, Any]:
+    """The generators of all ranks; those that are equal, as they usually are, once."""
+    distinct: list[Mapping[str, str]] = []
+    for state in states:
+        if state not in distinct:
+            distinct.append(state)
+    return {"states": distinct, "of": [distinct.index(state) for state in states]}
+
+
+def restore_random(random: Mapping[str, Any], rank: int) -> None:
+    """Sets this rank's default generators as they stood when it was saved.
+
+    Where there are more ranks now, they take the saved ones in turn.
+    """
+    if not random:
+        return
+    mine = random["states"][random["of"][rank % len(random["of"])]]
+    for kind, text in mine.items():
+        state = torch.frombuffer(bytearray(base64.b64decode(text)), dtype=torch.uint8)
+        if kind == "cpu":
+            torch.default_generator.set_state(state)
+        elif kind == "cuda" and torch.cuda.is_available():
+            torch.cuda.set_rng_state(state)  # also where CUDA was not used so far

@@ -5,7 +5,7 @@ import torch
 from safetensors.torch import load_file
 
 import fsfunc as ff
-from fsfunc import commands
+from fsfunc.cli import main
 
 
 @pytest.fixture
@@ -17,7 +17,7 @@ def saved(tmp_path):
 
 
 def test_a_checkpoint_is_listed_and_proven(saved, capsys):
-    assert commands.main(["checkpoint", str(saved), "--prove"]) == 0
+    assert main(["checkpoint", str(saved), "--prove"]) == 0
     shown = capsys.readouterr().out
     for part in ("params/w", "f32[2, 3]", "step", "3", "run", "every checksum is"):
         assert part in shown
@@ -28,16 +28,16 @@ def test_a_damaged_one_is_told(saved, capsys):
     data = bytearray(file.read_bytes())
     data[-1] ^= 1
     file.write_bytes(data)
-    assert commands.main(["checkpoint", str(saved)]) == 0
-    assert commands.main(["checkpoint", str(saved), "--prove"]) == 2
+    assert main(["checkpoint", str(saved)]) == 0
+    assert main(["checkpoint", str(saved), "--prove"]) == 2
     assert "is damaged between bytes" in capsys.readouterr().err
 
 
 def test_a_subtree_becomes_one_file(saved, tmp_path, capsys):
     file = tmp_path / "w.safetensors"
-    assert commands.main(["consolidate", str(saved), str(file), "--at", "params"]) == 0
+    assert main(["consolidate", str(saved), str(file), "--at", "params"]) == 0
     assert load_file(file)["w"].tolist() == [[0, 1, 2], [3, 4, 5]]
-    assert commands.main(["consolidate", str(saved), str(file)]) == 2
+    assert main(["consolidate", str(saved), str(file)]) == 2
     assert "exists" in capsys.readouterr().err
 
 
@@ -51,5 +51,5 @@ def test_a_subtree_becomes_one_file(saved, tmp_path, capsys):
 )
 def test_what_is_not_there_is_refused(saved, capsys, arguments, said):
     given = [a.format(saved.parent) for a in arguments]
-    assert commands.main(given) == 2
+    assert main(given) == 2
     assert said in capsys.readouterr().err

@@ -13,7 +13,7 @@ from fsfunc.comm.attribution import label
 from fsfunc.comm.collectives import all_gather, pmax, psum
 from fsfunc.comm.mesh import Here
 
-__all__ = ["agree", "agreed", "attempt", "check_alike"]
+__all__ = ["attempt", "check_alike", "everywhere", "raise_everywhere"]
 
 _T = TypeVar("_T")
 
@@ -24,14 +24,14 @@ _PLAIN = (
 _LONGEST = 2048  # bytes of a message that travels
 
 
-def agreed(at: Here | None, action: Callable[[], _T]) -> _T:
+def everywhere(at: Here | None, action: Callable[[], _T]) -> _T:
     """``action()``, or on every rank the error of any; also waits for all ranks."""
     result = error = None
     try:
         result = action()
     except Exception as failure:
         error = failure
-    agree(at, error)
+    raise_everywhere(at, error)
     return cast("_T", result)
 
 
@@ -44,7 +44,7 @@ def attempt(action: Callable[[], Any]) -> Exception | None:
     return None
 
 
-def agree(at: Here | None, error: BaseException | None) -> None:
+def raise_everywhere(at: Here | None, error: BaseException | None) -> None:
     """Raises on every rank if any rank has an ``error``; also waits for all ranks.
 
     Raises:
@@ -53,7 +53,7 @@ def agree(at: Here | None, error: BaseException | None) -> None:
     Cost: one psum of a number; where there is an error, one gather of 2 KiB messages.
     """
     if at is not None and at.mesh.size > 1:
-        axes, device = tuple(at.mesh.axes), _device(at)
+        axes, device = tuple(at.mesh.axes), at.link.device  # wherever the state lies
         with label("", "checkpoint"), torch.no_grad():
             flag = torch.tensor([float(error is not None)], device=device)
             if psum(flag, axes).item() and error is None:
@@ -76,7 +76,7 @@ def check_alike(at: Here | None, text: str, what: str) -> None:
         return
     mine = zlib.crc32(text.encode(errors="replace"))
     with label("", "checkpoint"), torch.no_grad():
-        both = torch.tensor([mine, -mine], device=_device(at))
+        both = torch.tensor([mine, -mine], device=at.link.device)
         high, low = pmax(both, tuple(at.mesh.axes)).tolist()
     if high != -low:
         raise ValueError(
@@ -99,8 +99,3 @@ def _first(messages: list[str]) -> Exception:
     kinds = {kind.__name__: kind for kind in _PLAIN}
     kind = kinds.get(name, CheckpointError)
     return kind(f"rank {rank} could not go on: {text}")
-
-
-def _device(at: Here) -> str:
-    """Where the mesh's collectives run, whatever the state lies on."""
-    return at.link.device

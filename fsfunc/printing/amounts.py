@@ -5,7 +5,6 @@ Units are decimal: 1 kB is 1,000 bytes, 1 GB is 10^9 bytes.
 
 from __future__ import annotations
 
-import math
 from fractions import Fraction
 
 __all__ = ["of_bytes", "of_count", "of_flops", "of_seconds", "of_share"]
@@ -77,9 +76,4 @@ def _large(value: int | float | Fraction) -> str:
 
 def _digits(value: float) -> str:
     """Three digits: ``1.23``, ``12.3``, ``123``; all of them of a longer number."""
-    if not value:
-        return "0"
-    before = math.floor(math.log10(abs(value))) + 1
-    text = f"{value:.{min(max(3 - before, 0), 2)}f}"
-    # What rounds up to 10 or 100 has a digit too many.
-    return f"{float(text):.1f}" if len(text.lstrip("-")) == 5 and "." in text else text
+    return f"{value:#.3g}".rstrip(".") if abs(value) < 999.5 else f"{value:.0f}"

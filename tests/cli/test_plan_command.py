@@ -14,7 +14,7 @@ from fsfunc import hardware as machines
 from fsfunc.__main__ import main
 from fsfunc.foresight.estimating import estimate
 from fsfunc.foresight.plans import Plan
-from fsfunc.show.amounts import of_bytes, of_flops, of_seconds
+from fsfunc.printing.amounts import of_bytes, of_flops, of_seconds
 from tests.programs import ROOT, python
 
 EXAMPLE = ROOT / "examples" / "train_gpt.py"
@@ -388,14 +388,14 @@ def test_of_several_processes_one_speaks(torchrun, tmp_path: Path) -> None:
         import sys
         import torch
         import fsfunc as ff
-        from fsfunc import commands, hardware
+        from fsfunc import cli, hardware
 
         def measured(name, seconds):  # the real one takes its time
             ranks = int(ff.psum(torch.ones(()), "data"))
             return hardware.replace(hardware.CPU, name=name, memory=ranks)
 
-        commands.measure_hardware = measured
-        sys.exit(commands.main(["hardware", "--name", "two", "--json", sys.argv[1]]))
+        cli.hardware_command.measure_hardware = measured
+        sys.exit(cli.main(["hardware", "--name", "two", "--json", sys.argv[1]]))
     """
     out = torchrun(program, 2, str(path))
     assert out.count("two\n") == out.count("is written") == 1
