@@ -24,7 +24,7 @@ from fsfunc.comm.launch import local_batch, make_mesh, spmd
 from fsfunc.comm.ledgers import ledger
 from fsfunc.comm.mesh import Mesh
 from fsfunc.conversions import lay_like, randn_like, reduce_like, unshard
-from fsfunc.data.loading import batches
+from fsfunc.data.loader import batches
 from fsfunc.layout import Flat, Layout, Owned, Split
 from fsfunc.machines import Hardware, Level
 from fsfunc.optim import (
@@ -77,7 +77,7 @@ from fsfunc.units import unit
 
 if TYPE_CHECKING:
     from fsfunc import show, testing
-    from fsfunc.checkpointing.consolidating import consolidate
+    from fsfunc.checkpointing.consolidation import consolidate
     from fsfunc.checkpointing.finding import metadata
     from fsfunc.checkpointing.folders import latest
     from fsfunc.checkpointing.loading import load
@@ -96,7 +96,7 @@ __version__ = "0.1.0"
 # What only some programs use comes when it is asked for: imports are paid by all.
 _LATER = {
     "CheckpointError": "fsfunc.checkpointing.manifest",
-    "consolidate": "fsfunc.checkpointing.consolidating",
+    "consolidate": "fsfunc.checkpointing.consolidation",
     "latest": "fsfunc.checkpointing.folders",
     "metadata": "fsfunc.checkpointing.finding",
     "load": "fsfunc.checkpointing.loading",

@@ -16,18 +16,18 @@ from fsfunc.comm.launch import spmd
 from fsfunc.comm.ledgers import Ledger
 from fsfunc.comm.mesh import Here, Mesh, NoMesh, asks, check_mesh, here
 from fsfunc.donated import refuse_spent
+from fsfunc.fake_errors import told_where
 from fsfunc.foresight.linking import PlannedLink
 from fsfunc.foresight.observing import Observer
 from fsfunc.foresight.plans import Leaf, Plan, RankPlan
 from fsfunc.foresight.rehearsing import DifferentiatedTwice, Rehearsal
 from fsfunc.frames import frame, inside
-from fsfunc.kinds import counting
+from fsfunc.memory_kinds import counting
 from fsfunc.sharded import Sharded, is_sharded
 from fsfunc.tracing.fakes import shadows
 from fsfunc.tracing.runs import without_data
 from fsfunc.training import TrainState, init_state
 from fsfunc.transforms.donation import restore
-from fsfunc.values import told_where
 
 __all__ = ["plan"]
 

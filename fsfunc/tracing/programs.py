@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 import torch
 
 from fsfunc import tree
-from fsfunc.parts import describe
+from fsfunc.placements import describe
 from fsfunc.tracing.names import nested
 
 __all__ = ["Draw", "Glue", "Loss", "Origins", "Outputs", "Program", "Spec"]

@@ -17,8 +17,8 @@ from fsfunc.comm.backends.abstract import AbstractLink
 from fsfunc.comm.ledgers import Ledger, only, silence
 from fsfunc.comm.mesh import Here, NoMesh, asking, here, place_here
 from fsfunc.compiled import plainly
+from fsfunc.fake_errors import told_where
 from fsfunc.units import generators_kept
-from fsfunc.values import told_where
 
 __all__ = ["place_without_data", "without_data"]
 

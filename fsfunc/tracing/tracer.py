@@ -14,6 +14,7 @@ from torch import Tensor
 
 from fsfunc import _torch, tree
 from fsfunc.comm.attribution import source_line, traceback_line
+from fsfunc.fake_errors import asks_for_a_value
 from fsfunc.frames import Counter, Frame, Stage, frame, inside
 from fsfunc.sharded import Sharded, is_sharded
 from fsfunc.tracing.dataflow import Argument, Body, Flow, run_on_data, tensors
@@ -28,7 +29,6 @@ from fsfunc.tracing.programs import (
     Value,
 )
 from fsfunc.tracing.runs import place_without_data, without_data
-from fsfunc.values import asks_for_a_value
 
 __all__ = ["program", "trace"]
 
