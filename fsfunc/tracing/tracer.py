@@ -70,6 +70,19 @@ def program(loss_fn: Callable[..., Any], *args: Any, **keywords: Any) -> Program
     %1 = <lambda>(params/1, g0) -> f32[2, 3]
       g1 = sum(%1)
     loss = g1 -> f32[]
+
+    Layers that are alike are one line of the listing:
+
+    >>> def deep(params, x):
+    ...     for p in params:
+    ...         x = layer(p, x)
+    ...     return x.sum()
+    >>> print(ff.program(deep, [w] * 96, torch.ones(2, 3)))
+    deep: 96 unit calls
+    %0 = <lambda>(params/0, x) -> f32[2, 3]
+    %1-95 = <lambda>(params/1-95, %0-94) -> f32[2, 3]  x95
+      g0 = sum(%95)
+    loss = g0 -> f32[]
     """
     return trace(loss_fn, args, keywords)
 
