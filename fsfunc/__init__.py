@@ -51,7 +51,6 @@ from fsfunc.pipelining import schedules
 from fsfunc.pipelining.balanced_cuts import balance, profile
 from fsfunc.pipelining.pipelines import pipeline
 from fsfunc.pipelining.timing import Costs, bubble, clock
-from fsfunc.pipelining.tracing import program
 from fsfunc.pipelining.verification import verify
 from fsfunc.pipelining.weight_prediction import momentum_prediction
 from fsfunc.placing import place
@@ -62,6 +61,7 @@ from fsfunc.statistics import (
     commit_statistics,
     init_statistics,
 )
+from fsfunc.tracing.tracer import program
 from fsfunc.training import TrainState, abstract_state, init_state
 from fsfunc.transforms.accumulation import accumulate
 from fsfunc.transforms.casting import precision

@@ -11,7 +11,7 @@ import sys
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from datetime import timedelta
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -662,19 +662,6 @@ _OF_ONE = {
     _aten.t.default, _aten.transpose.int, _aten.permute.default,
     _aten.expand.default, _aten._unsafe_view.default,
 }  # fmt: skip
-# Whose results have shapes, strides and dtypes that the kernel for meta tensors gives.
-_COMPUTED = {
-    _aten.mul.Tensor, _aten.mul.Scalar, _aten.add.Tensor, _aten.add.Scalar,
-    _aten.add_.Tensor, _aten.add_.Scalar, _aten.mul_.Tensor, _aten.div.Tensor,
-    _aten.div.Scalar, _aten.pow.Tensor_Scalar, _aten.rsqrt.default,
-    _aten.mm.default, _aten.bmm.default, _aten.addmm.default,
-    _aten.sum.dim_IntList, _aten.mean.dim, _aten.clone.default,
-    _aten.gelu.default, _aten.gelu_backward.default,
-    _aten.tanh.default, _aten.tanh_backward.default,
-    _aten.relu.default, _aten.threshold_backward.default,
-    _aten.silu.default, _aten.silu_backward.default, _aten.cat.default,
-    _aten.stack.default, CPU_ATTENTION.default, CPU_ATTENTION_BACKWARD.default,
-}  # fmt: skip
 _LIKE_ONE = {
     _aten.zeros_like.default, _aten.empty_like.default, _aten.new_empty.default,
     _aten.new_zeros.default,
@@ -708,11 +695,11 @@ def quick_fake(mode: FakeTensorMode, func: Any, args: Any, kwargs: Any) -> Any:
     """
     if func._schema.is_mutable and not func._schema.returns:
         return None  # it only writes, and there is nothing to write
-    if func in _COMPUTED:
-        return _computed(mode, func, args, kwargs)
     kwargs = dict(kwargs)
     if func in _OF_ONE or func in _LIKE_ONE:
-        if not _is_plain(mode, args[0]):
+        x = args[0]
+        odd = not isinstance(x, FakeTensor) or x.constant is not None
+        if odd or x.fake_device != _CPU or x.fake_mode is not mode:
             return NotImplemented
     elif func not in _OF_NONE:
         return NotImplemented
@@ -727,80 +714,110 @@ def quick_fake(mode: FakeTensorMode, func: Any, args: Any, kwargs: Any) -> Any:
         return FakeTensor(mode, func(*args, **kwargs), _CPU)
 
 
-def _is_plain(mode: FakeTensorMode, x: Any) -> bool:
-    """Whether ``x`` is a fake tensor of a CPU and of this mode, of unknown values."""
+_MADE: dict[Any, Any] = {}  # what operators made of arguments that look so
+_MOST_MADE = 1 << 16
+_ODD = object()
+_SHAPELESS = frozenset(
+    {int, float, bool, str, type(None), torch.dtype, torch.layout, torch.memory_format}
+    | {torch.device}
+)
+
+
+def fake_result(mode: FakeTensorMode, func: Any, args: Any, kwargs: Any) -> Any:
+    """What ``func`` returns for fake tensors of CPUs.
+
+    The mode's own way is asked once for arguments that look alike: it costs ten times
+    as much as what is remembered here, of operators that make new memory.
+    """
+    out = quick_fake(mode, func, args, kwargs)
+    if out is not NotImplemented:
+        return out
+    key = None
+    if _makes_anew(func):
+        looks = _looks(mode, args), _looks(mode, tuple(kwargs.items()))
+        if _ODD not in looks:
+            key = func, torch.get_default_dtype(), looks
+    made = _MADE.get(key) if key is not None else None
+    if made is None:
+        out = func(*args, **kwargs)
+        if key is not None:
+            if len(_MADE) >= _MOST_MADE:
+                _MADE.clear()
+            _MADE[key] = _made_anew(out, args, kwargs)
+        return out
+    if made is _ODD:
+        return func(*args, **kwargs)
+    kind, specs = made
+    with torch._C._DisableTorchDispatch():
+        new = [
+            FakeTensor(
+                mode, torch.empty_strided(*spec[:2], dtype=spec[2], device="meta"), _CPU
+            )
+            for spec in specs
+        ]
+    return new[0] if kind is None else kind(new)
+
+
+@functools.cache
+def _makes_anew(func: Any) -> bool:
+    """Whether shapes alone say what an operator makes, in memory of its own."""
+    told = {torch.Tag.dynamic_output_shape, torch.Tag.data_dependent_output}
+    schema = func._schema
     return (
-        isinstance(x, FakeTensor)
-        and x.constant is None
-        and x.fake_device == _CPU
-        and x.fake_mode is mode
+        func.namespace == "aten"
+        and not schema.is_mutable
+        and not told & set(func.tags)
+        and bool(schema.returns)
+        and all(
+            r.alias_info is None and str(r.type) in ("Tensor", "List[Tensor]")
+            for r in schema.returns
+        )
     )
 
 
-def _computed(mode: FakeTensorMode, func: Any, args: Any, kwargs: Any) -> Any:
-    """New tensors without data; what their kernel refuses is the mode's to say."""
-
-    def look(x: Any) -> Any:
-        if isinstance(x, (list, tuple)):
-            return tuple(map(look, x))
-        if not isinstance(x, Tensor):
-            return x
-        if not _is_plain(mode, x):
-            raise LookupError
-        return _Look(x.shape, x.stride(), x.dtype)
-
-    def made(x: Any) -> Any:
-        if type(x) is tuple:
-            return tuple(map(made, x))
-        if not isinstance(x, _Look):
-            return x
-        x = torch.empty_strided(x.size, x.stride, dtype=x.dtype, device="meta")
-        return FakeTensor(mode, x, _CPU)
-
-    try:
-        given = [look(x) for x in args]
-        how = {name: look(x) for name, x in kwargs.items()}
-    except LookupError:
-        return NotImplemented
-    with torch._C._DisableTorchDispatch():
-        found = _result(func, torch.get_default_dtype(), *given, **how)
-        if found is NotImplemented or func._schema.is_mutable:
-            return found if found is NotImplemented else args[0]
-        return made(found)
+def _looks(mode: FakeTensorMode, x: Any) -> Any:
+    """What of an argument decides how results look, or ``_ODD``."""
+    kind = type(x)
+    if kind is FakeTensor:
+        if (
+            x.fake_mode is not mode
+            or x.fake_device != _CPU
+            or x.constant is not None
+            or x.ndim == 0  # it may stand for a number of Python
+            or x.layout is not torch.strided
+            or x.is_conj()
+            or x.is_neg()
+        ):
+            return _ODD
+        return x.dtype, x.shape, x.stride()
+    if kind in _SHAPELESS:
+        return kind, x
+    if kind is tuple or kind is list:
+        found = (kind, *[_looks(mode, y) for y in x])
+        return _ODD if _ODD in found else found
+    return _ODD
 
 
-class _Look(NamedTuple):
-    """All of a tensor that the shape of a result depends on."""
-
-    size: tuple[int, ...]
-    stride: tuple[int, ...]
-    dtype: torch.dtype
-
-
-@functools.lru_cache(maxsize=2**14, typed=True)  # 2 and 2.0 give two dtypes
-def _result(func: Any, default: torch.dtype, *given: Any, **how: Any) -> Any:
-    """What the kernel for meta tensors makes of such arguments, or NotImplemented.
-
-    Args:
-        default: the dtype of Python's floats.
-        given, how: the arguments, where a tuple is a list, and a look a tensor.
-    """
-
-    def made(x: Any) -> Any:
-        if isinstance(x, _Look):
-            return torch.empty_strided(x.size, x.stride, dtype=x.dtype, device="meta")
-        return list(map(made, x)) if isinstance(x, tuple) else x
-
-    def look(x: Any) -> Any:
-        if isinstance(x, (list, tuple)):
-            return tuple(map(look, x))
-        return _Look(x.shape, x.stride(), x.dtype) if isinstance(x, Tensor) else x
-
-    try:
-        named = {name: made(x) for name, x in how.items()}
-        return look(func(*map(made, given), **named))
-    except Exception:
-        return NotImplemented
+def _made_anew(out: Any, args: Any, kwargs: Any) -> Any:
+    """How results look that lie in memory of their own, or ``_ODD``."""
+    kind = type(out) if isinstance(out, (tuple, list)) else None
+    specs, seen = [], set[int]()
+    given = torch.utils._pytree.tree_leaves((args, kwargs))
+    seen.update(storage_key(x) for x in given if isinstance(x, Tensor))
+    for x in (out,) if kind is None else out:
+        if type(x) is not FakeTensor or x.fake_device != _CPU or x.constant is not None:
+            return _ODD
+        if x.layout is not torch.strided or x.is_conj() or x.is_neg():
+            return _ODD
+        steps = zip(x.shape, x.stride(), strict=True)
+        reach = 1 + sum((n - 1) * step for n, step in steps) if x.numel() else 0
+        size = x.untyped_storage().nbytes()
+        key = storage_key(x)
+        if x.storage_offset() or size != reach * x.element_size() or key in seen:
+            return _ODD
+        seen.add(key)
+        specs.append((tuple(x.shape), x.stride(), x.dtype))
+    return kind, specs
 
 
 def device_of(x: Tensor) -> torch.device:

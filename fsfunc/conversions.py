@@ -31,8 +31,8 @@ from fsfunc.initializing.drawing import draw, standard_normal
 from fsfunc.layout import Layout
 from fsfunc.optim.leaves import differentiated
 from fsfunc.optim.reductions import entered
-from fsfunc.pieces import assemble
 from fsfunc.sharded import Sharded, is_sharded
+from fsfunc.slices import assemble
 
 __all__ = ["lay_like", "randn_like", "reduce_like", "unshard"]
 

@@ -1,7 +1,6 @@
 """Each private torch function, and what breaks when torch changes it."""
 
 import weakref
-from contextlib import suppress
 from datetime import timedelta
 
 import pytest
@@ -333,69 +332,9 @@ QUICK = [
             (aten.transpose.int, (0, -1)),
             (aten.permute.default, ([1, 0],)),
             (aten.expand.default, ([3, 4, 6],)),
-            (aten._unsafe_view.default, ([2, 12],)),
+            (aten._unsafe_view.default, ([4, 2, 3],)),
         )
     ],
-    *[
-        (op, make, rest, {})
-        for make in (
-            lambda: torch.ones(4, 6),
-            lambda: torch.ones(6, 4, dtype=torch.bfloat16).t(),
-            lambda: torch.ones(10, 6)[2:6],
-            lambda: torch.ones(4, 6, dtype=torch.int64),
-            lambda: torch.ones(4, 6, dtype=torch.bool),
-            lambda: torch.ones(1, 6).expand(4, 6),
-            lambda: torch.ones(6, 8, 4, dtype=torch.float16).permute(2, 0, 1)[..., ::2],
-            lambda: torch.ones(2, 3, 4, 6).to(memory_format=torch.channels_last),
-            lambda: torch.ones(()),
-            lambda: torch.ones(0, 6),
-        )
-        for op, rest in (
-            (aten.clone.default, ()),
-            (aten.rsqrt.default, ()),
-            (aten.tanh.default, ()),
-            (aten.relu.default, ()),
-            (aten.gelu.default, ()),
-            (aten.pow.Tensor_Scalar, (2,)),
-            (aten.pow.Tensor_Scalar, (0.5,)),
-            (aten.mul.Scalar, (2.0,)),
-            (aten.div.Scalar, (3,)),
-            (aten.add.Scalar, (1, 2)),
-            (aten.add_.Scalar, (1e-5,)),
-            (aten.mul_.Tensor, (lambda: torch.ones(6),)),
-            (aten.add_.Tensor, (lambda: torch.ones(4, 6, dtype=torch.float64),)),
-            (aten.sum.dim_IntList, ([0],)),
-            (aten.sum.dim_IntList, ([-1], True)),
-            (aten.sum.dim_IntList, (None,)),
-            (aten.mean.dim, ([-1], True)),
-            (aten.mean.dim, ([0, 1],)),
-            (aten.mul.Tensor, (2.5,)),
-            (aten.mul.Tensor, (lambda: torch.ones(6, 4).t(),)),
-            (aten.mul.Tensor, (lambda: torch.ones((), dtype=torch.float64),)),
-            (aten.add.Tensor, (lambda: torch.ones(6, dtype=torch.int32),)),
-            (aten.add.Tensor, (lambda: torch.ones(1, 3, 1, 1).bfloat16(),)),
-            (aten.div.Tensor, (lambda: torch.ones(5, 1, 1, dtype=torch.int64),)),
-            (aten.mm.default, (lambda: torch.ones(6, 5),)),
-            (aten.mm.default, (lambda: torch.ones(5, 6, dtype=torch.bfloat16).t(),)),
-            (aten.bmm.default, (lambda: torch.ones(4, 4, 3).half(),)),
-            (aten.addmm.default, (lambda: torch.ones(4, 2), lambda: torch.ones(2, 6))),
-            (aten.gelu_backward.default, (lambda: torch.ones(4, 6),)),
-            (aten.tanh_backward.default, (lambda: torch.ones(6, 4).t(),)),
-            (aten.threshold_backward.default, (lambda: torch.ones(4, 6), 0)),
-            (aten.silu.default, ()),
-            (aten.silu_backward.default, (lambda: torch.ones(4, 6),)),
-        )
-    ],
-    *[
-        (op, lambda: torch.ones(6, 4).t(), (), how)
-        for op, how in (
-            (aten.clone.default, {"memory_format": torch.contiguous_format}),
-            (aten.clone.default, {"memory_format": torch.preserve_format}),
-            (aten.clone.default, {"memory_format": torch.channels_last}),
-        )
-    ],
-    (aten.sum.dim_IntList, lambda: torch.ones(6, 4).bfloat16(), ([0],), X),
-    (aten.add.Tensor, lambda: torch.ones(6), (2,), {"alpha": 3}),
     *[
         (op, make, rest, how)
         for make in (
@@ -426,17 +365,15 @@ QUICK = [
 
 def test_quick_fakes_are_those_of_the_mode():
     what, quick = "plans have other shapes, or views that share no memory", 0
-    for op, make, others, how in QUICK:
+    for op, make, rest, how in QUICK:
         mode = _torch.fake_mode_of([])
-        with mode, _torch.quiet_fakes():
-            given = [] if make is None else [make()]
-            rest = [x() if callable(x) else x for x in others]
+        with mode:
             try:
+                given = [] if make is None else [make()]
                 slow = op(*given, *rest, **how)
-            except Exception:  # no such view, shapes or dtypes
-                with suppress(RuntimeError):
-                    fast = _torch.quick_fake(mode, op, (*given, *rest), how)
-                    assert fast is NotImplemented, (op, breaks(what))
+            except RuntimeError:  # no view of these strides
+                with pytest.raises(RuntimeError):
+                    _torch.quick_fake(mode, op, (*given, *rest), how)
                 continue
             fast = _torch.quick_fake(mode, op, (*given, *rest), how)
         quick += fast is not NotImplemented
@@ -456,35 +393,7 @@ def test_quick_fakes_are_those_of_the_mode():
                 for y in (fast, slow)
             ]
             assert shares[0] == shares[1], (op, breaks(what))
-    assert quick > 250
-
-
-def test_quick_fakes_of_several_tensors_are_those_of_the_mode():
-    """What takes a list, and what gives several."""
-
-    def q():
-        return torch.ones(2, 5, 3, 8, dtype=torch.bfloat16).transpose(1, 2)
-
-    calls = [
-        (aten.cat.default, lambda: ([torch.ones(3, 2).t(), torch.ones(2, 1)], 1)),
-        (aten.cat.default, lambda: ([torch.ones(2).int(), torch.ones(3)],)),
-        (aten.stack.default, lambda: ([torch.ones(3, 2).t()] * 2, -1)),
-        (_torch.CPU_ATTENTION.default, lambda: (q(), q(), q(), 0.0, True)),
-        (
-            _torch.CPU_ATTENTION_BACKWARD.default,
-            lambda: (q(), q(), q(), q(), q(), torch.ones(2, 3, 5), 0.0, False),
-        ),
-    ]
-    for op, make in calls:
-        mode = _torch.fake_mode_of([])
-        with mode:
-            args = make()
-            slow, fast = op(*args), _torch.quick_fake(mode, op, args, {})
-        both = [x if isinstance(x, tuple) else (x,) for x in (slow, fast)]
-        for x, y in zip(*both, strict=True):
-            assert (x.shape, x.dtype, x.stride()) == (y.shape, y.dtype, y.stride()), op
-            assert x.device == y.device and y.fake_mode is mode
-            assert x.untyped_storage().nbytes() == y.untyped_storage().nbytes(), op
+    assert quick > 70
 
 
 def test_quick_fakes_leave_the_rest_to_the_mode():
@@ -505,12 +414,66 @@ def test_quick_fakes_leave_the_rest_to_the_mode():
     ):
         found = _torch.quick_fake(mode, aten.zeros_like.default, args, how)
         assert found is NotImplemented, (args, how)
-    for odd in (torch.ones(3), on_meta, constant, strange):
-        for two in ((x, odd), (odd, x)):
-            found = _torch.quick_fake(mode, aten.add.Tensor, two, {})
-            assert found is NotImplemented, two
-    assert _torch.quick_fake(mode, aten.sin.default, (x,), {}) is NotImplemented
+    assert _torch.quick_fake(mode, aten.add.Tensor, (x, x), {}) is NotImplemented
     assert _torch.quick_fake(mode, aten.ones_like.default, (x,), {}) is NotImplemented
+
+
+def wide(dtype=torch.float32):
+    return torch.ones(6, 4, dtype=dtype)
+
+
+# Operators whose results are remembered, or must not be: views, and what is odd.
+REMEMBERED = [
+    (aten.add.Tensor, lambda: (wide(), wide()), {}, True),
+    (aten.add.Tensor, lambda: (wide(), wide(torch.bfloat16)), {"alpha": 2}, True),
+    (aten.mul.Tensor, lambda: (wide(torch.int64), 2), {}, True),
+    (aten.mul.Tensor, lambda: (wide(torch.int64), 2.0), {}, True),
+    (aten.mul.Tensor, lambda: (wide().t(), wide().t()), {}, True),
+    (aten.mm.default, lambda: (wide(), wide().t()), {}, True),
+    (aten.cat.default, lambda: ([wide(), wide()], 1), {}, True),
+    (aten._foreach_add.List, lambda: ([wide(), wide()[0]], [wide(), wide()[1]]), {},
+     True),
+    (aten.native_layer_norm.default, lambda: (wide(), [4], None, None, 1e-5), {}, True),
+    (aten._to_copy.default, lambda: (wide(),), {"dtype": torch.float64}, True),
+    (aten.clone.default, lambda: (wide().t(),), {"memory_format":
+     torch.contiguous_format}, True),
+    (aten.sum.dim_IntList, lambda: (wide(), [0]), {}, True),
+    (aten._unsafe_view.default, lambda: (wide(), [24]), {}, False),
+    (aten.permute.default, lambda: (wide(), [1, 0]), {}, False),
+    (aten.add.Tensor, lambda: (wide(), torch.ones(())), {}, False),  # a number's type?
+    (aten.neg.default, lambda: (torch.ones(2, dtype=torch.cfloat).conj().imag,), {},
+     False),
+]  # fmt: skip
+
+
+def test_remembered_fakes_are_those_of_the_mode():
+    def looks(out):
+        out = out if isinstance(out, (tuple, list)) else (out,)
+        return [
+            (x.shape, x.stride(), x.dtype, x.device, x.storage_offset(), x.layout)
+            + (x.untyped_storage().nbytes(), x.requires_grad, x.is_neg())
+            for x in out
+        ]
+
+    for op, make, how, remembered in REMEMBERED:
+        mode = _torch.fake_mode_of([])
+        asked = []
+
+        def counted(*args, op=op, asked=asked, **kwargs):
+            asked.append(op)
+            return op(*args, **kwargs)
+
+        func = type("Counted", (), {"__call__": staticmethod(counted)})()
+        for name in ("namespace", "_schema", "tags"):
+            setattr(func, name, getattr(op, name))
+        with mode:
+            slow = looks(op(*make(), **how))
+            for _ in range(3):
+                given = make()
+                out = _torch.fake_result(mode, func, given, how)
+                assert looks(out) == slow, (op, breaks("plans have other shapes"))
+                assert type(out) is type(op(*given, **how))
+        assert (len(asked) == 1) == remembered, (op, len(asked))
 
 
 def test_a_quick_fake_keeps_autograd_s_history():

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from fsfunc import _torch, tree
 from fsfunc.comm.groups import strided
-from fsfunc.parts import describe
+from fsfunc.placements import describe
 from fsfunc.sharded import Sharded, is_sharded, split_alike
 
 Tree = Any
@@ -129,7 +129,8 @@ def first_unfit(
         leaf, other = leaves[i], others[i]
         home = leaf.home if is_sharded(leaf) else None
         its = other.home if is_sharded(other) else None
-        if home is None or its is None or leaf.spent or other.spent:
+        odd = home is None or its is None or home.coordinates != its.coordinates
+        if odd or leaf.spent or other.spent:
             if not _fits(leaf, other):
                 return i
             continue

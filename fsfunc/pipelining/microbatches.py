@@ -11,15 +11,14 @@ import torch
 from torch import Tensor
 
 from fsfunc import tree
-from fsfunc.admitting import arguments, refuse
 from fsfunc.auxiliary import added, averaged, divided, is_summed
 from fsfunc.comm.attribution import label
 from fsfunc.comm.groups import RankGroup
+from fsfunc.inputs import arguments, refuse, rows_of
 from fsfunc.layout import Owned
 from fsfunc.losses import Weighted
-from fsfunc.pipelining.programs import Outputs, Spec
-from fsfunc.rows import rows_of
 from fsfunc.sharded import is_sharded, split_buffers
+from fsfunc.tracing.programs import Outputs, Spec
 
 __all__ = [
     "Part",

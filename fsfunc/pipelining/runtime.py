@@ -20,10 +20,10 @@ from fsfunc.frames import Counter, Frame, inside
 from fsfunc.generators import States, generators_kept, mix
 from fsfunc.pipelining.actions import Action
 from fsfunc.pipelining.microbatches import Part
-from fsfunc.pipelining.programs import Spec, Value
 from fsfunc.pipelining.stage_vjp import StageVjp
 from fsfunc.pipelining.stages import CAPTURED, Cut, Ended, StageRun, abstractly
 from fsfunc.pipelining.timing import clocked
+from fsfunc.tracing.programs import Spec, Value
 
 __all__ = ["Microbatch", "Worker"]
 
@@ -114,7 +114,10 @@ class Worker:
         micro = list(self.frame.micro)
         micro[self.depth] = (a.microbatch, len(self.microbatches))
         f = self.frame.but(
-            stage=stage, micro=tuple(micro), counter=Counter(), in_loss=True
+            handlers=(stage, *self.frame.handlers),
+            micro=tuple(micro),
+            counter=Counter(),
+            in_loss=True,
         )
         with (
             torch.set_grad_enabled(bool(self.values)),

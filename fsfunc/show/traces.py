@@ -13,7 +13,7 @@ from typing import Any
 from fsfunc.foresight.estimation import Estimate
 from fsfunc.foresight.plans import Plan
 from fsfunc.foresight.simulation import Span
-from fsfunc.kinds import KINDS
+from fsfunc.memory_kinds import KINDS
 from fsfunc.pipelining.actions import SENDS, Action
 from fsfunc.pipelining.timing import TimedAction
 from fsfunc.show.curves import clock_of, curve_of

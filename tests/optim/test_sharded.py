@@ -22,9 +22,9 @@ from fsfunc.optim import (
     sharded_adam,
     tree_sum,
 )
-from fsfunc.parts import Owned, Split
-from fsfunc.pieces import assemble, take
+from fsfunc.placements import Owned, Split
 from fsfunc.sharded import Home, Sharded, is_sharded, split_buffers
+from fsfunc.slices import assemble, take
 from tests.optim.trees import (
     SEEDS,
     assert_bits,

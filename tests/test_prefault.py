@@ -6,7 +6,7 @@ import sys
 import pytest
 import torch
 
-from fsfunc.paging import populate
+from fsfunc.prefault import populate
 
 
 def faults():

@@ -75,10 +75,10 @@ class Whole:
         return ()
 
 
-Part = Flat | Split | Owned | Whole
+Placement = Flat | Split | Owned | Whole
 
 
-def room(shape: Sequence[int], parts: Sequence[Part]) -> int:
+def room(shape: Sequence[int], parts: Sequence[Placement]) -> int:
     """Elements of the largest block that the `Split`s among these parts leave.
 
     >>> room((10, 7), (Split("model", 4, 0),))
@@ -91,7 +91,7 @@ def room(shape: Sequence[int], parts: Sequence[Part]) -> int:
     return math.prod(lengths)
 
 
-def check(shape: Sequence[int], parts: Sequence[Part], subject: str) -> None:
+def check(shape: Sequence[int], parts: Sequence[Placement], subject: str) -> None:
     """Raises ValueError, naming the leaf, its axis and the way out, at a bad part."""
     if any(n < 0 for n in shape):
         raise ValueError(f"cannot lay out {subject}: a dim has a negative length")
@@ -115,7 +115,7 @@ def check(shape: Sequence[int], parts: Sequence[Part], subject: str) -> None:
 
 
 def _problem(
-    part: Part, shape: Sequence[int], before: Sequence[Part], last: bool
+    part: Placement, shape: Sequence[int], before: Sequence[Placement], last: bool
 ) -> str | None:
     """What is wrong with a part, as the end of an error message."""
     if isinstance(part, Split) and not 0 <= part.dim < len(shape):
@@ -145,7 +145,7 @@ def _problem(
     return None
 
 
-def _over(part: Part) -> str:
+def _over(part: Placement) -> str:
     """The axes and sizes of a part, as error messages name them."""
     if isinstance(part, Flat):
         axes = ", ".join(f'"{axis}"' for axis in part.axes)
@@ -153,7 +153,7 @@ def _over(part: Part) -> str:
     return ", ".join(f'axis "{axis}" of size {size}' for axis, size in part.spread)
 
 
-def say(part: Part, shape: Sequence[int], before: Sequence[Part]) -> str:
+def say(part: Placement, shape: Sequence[int], before: Sequence[Placement]) -> str:
     """A part in one phrase: `flat over data=4 at 0:70 of 4x20`."""
     over = ",".join(f"{axis}={size}" for axis, size in part.spread)
     match part:

@@ -1,55 +1,26 @@
-"""The elements a rank holds: taken from a full tensor, named, put together again.
+"""The elements a rank holds: taken from a full tensor, put together again, as boxes.
 
-`assemble` is the inverse of `take`; `runs` says the same without any tensor.
+`assemble` is the inverse of `take`; `boxes` says the same without any tensor. A flat
+range of a row-major tensor is no box, but a few: the end of a row, whole rows, the
+beginning of another, and so on in each dim. Formats that know of boxes alone
+(checkpoints of torch) can so hold any layout.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping
-from typing import cast
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import NamedTuple, cast
 
 import torch
 from torch import Tensor
 
 from fsfunc.layout import Coordinates, Key, Layout, every_coordinate
 
+__all__ = ["Box", "assemble", "boxes", "take"]
+
 Locals = Mapping[Key, Tensor] | Iterable[tuple[Coordinates, Tensor]]
 """Local parts by `layout.key(coordinates)`, or beside their coordinates."""
-
-
-def runs(layout: Layout, coordinates: Coordinates) -> Tensor:
-    """The elements a rank holds: int64 [k, 2] of (global row-major start, length).
-
-    They are in local order, which is also ascending; none touches the next.
-    Cost: O(k), at most one run for each row that is cut.
-
-    >>> from fsfunc.layout import Split
-    >>> layout = Layout((3, 4), torch.float32, (Split("model", 2, 1),))
-    >>> runs(layout, {"model": 1}).tolist()
-    [[2, 2], [6, 2], [10, 2]]
-    """
-    box = layout.block(coordinates)
-    start, stop = layout.span(coordinates)
-    if box is None or start == stop:
-        return torch.empty((0, 2), dtype=torch.int64, device="cpu")
-    lengths = [n for _, n in box]
-    strides = [math.prod(layout.shape[dim + 1 :]) for dim in range(layout.ndim)]
-    cut = [dim for dim, n in enumerate(layout.shape) if lengths[dim] < n]
-    outer = cut[-1] if cut else 0  # dims before this one step from run to run
-    length = math.prod(lengths[outer:])
-    first, end = start // length, -(-stop // length)
-    rest = torch.arange(first, end, dtype=torch.int64, device="cpu")
-    at = sum(begin * stride for (begin, _), stride in zip(box, strides, strict=True))
-    begins = torch.full_like(rest, at)
-    for dim in reversed(range(outer)):
-        begins += rest % lengths[dim] * strides[dim]
-        rest = rest // lengths[dim]
-    found = torch.stack([begins, torch.full_like(begins, length)], dim=1)
-    skip = start - first * length  # a Flat may begin and end inside a run
-    found[0] += torch.tensor([skip, -skip], device="cpu")
-    found[-1, 1] -= end * length - stop
-    return found
 
 
 def take(full: Tensor, layout: Layout, coordinates: Coordinates) -> Tensor:
@@ -106,8 +77,9 @@ def assemble(parts: Locals, layout: Layout) -> Tensor:
     >>> assemble([(at, take(x, layout, at)) for at in every_coordinate(layout)], layout)
     tensor([5, 6, 7])
     """
-    held = by_key(parts, layout)
-    full = first_or_empty(held, layout).new_empty(layout.shape)
+    held = _by_key(parts, layout)
+    like = next(iter(held.values()), torch.empty(0, dtype=layout.dtype))
+    full = like.new_empty(layout.shape)
     missing = []
     for coordinates in every_coordinate(layout):
         start, stop = layout.span(coordinates)
@@ -129,7 +101,7 @@ def assemble(parts: Locals, layout: Layout) -> Tensor:
     return full
 
 
-def by_key(parts: Locals, layout: Layout) -> dict[Key, Tensor]:
+def _by_key(parts: Locals, layout: Layout) -> dict[Key, Tensor]:
     """The parts by key, their shapes checked."""
     pairs: list[tuple[Coordinates, Tensor]] = []
     if isinstance(parts, Mapping):
@@ -149,11 +121,6 @@ def by_key(parts: Locals, layout: Layout) -> dict[Key, Tensor]:
     return held
 
 
-def first_or_empty(held: Mapping[Key, Tensor], layout: Layout) -> Tensor:
-    """A tensor with the dtype and device of the parts."""
-    return next(iter(held.values()), torch.empty(0, dtype=layout.dtype))
-
-
 def _narrow(full: Tensor, box: tuple[tuple[int, int], ...]) -> Tensor:
     for dim, (start, length) in enumerate(box):
         if length < full.shape[dim]:
@@ -164,18 +131,84 @@ def _narrow(full: Tensor, box: tuple[tuple[int, int], ...]) -> Tensor:
 def _cover(block: Tensor, start: int, stop: int) -> list[Tensor]:
     """Views that make up [start, stop) of a block's flattening, in order.
 
-    A cut block is not contiguous, and flattening all of it would copy all of it: whole
-    rows are one view, and the rows at either end are cut in turn.
+    A cut block is not contiguous, and flattening all of it would copy all of it.
     """
     if start == stop:
         return []
     if block.is_contiguous():
         return [block.view(-1)[start:stop]]
-    row = block[0].numel()
+    return [
+        _narrow(block, tuple(zip(offsets, sizes, strict=True)))
+        for offsets, sizes in _cut(block.shape, start, stop)
+    ]
+
+
+class Box(NamedTuple):
+    """A block of a tensor, contiguous in the local part that holds it.
+
+    `offsets` and `sizes` are counted in the whole tensor, one for each dim; `start` is
+    the block's first element in the flattened local part.
+    """
+
+    offsets: tuple[int, ...]
+    sizes: tuple[int, ...]
+    start: int
+
+    @property
+    def numel(self) -> int:
+        return math.prod(self.sizes)
+
+
+def boxes(layout: Layout, coordinates: Coordinates) -> list[Box]:
+    """The boxes that make up a rank's part, in the order of its elements.
+
+    None where it holds no element; at most 2 * ndim - 1 under a `Flat`, else one.
+
+    >>> import torch
+    >>> from fsfunc.layout import Flat
+    >>> layout = Layout((4, 3), torch.float32, (Flat(("data",), 2, "u", 0, 7),))
+    >>> for box in boxes(layout, {"data": 0}):
+    ...     print(*box)
+    (0, 0) (2, 3) 0
+    (2, 0) (1, 1) 6
+    """
+    block = layout.block(coordinates)
+    if block is None:
+        return []
+    begins = tuple(start for start, _ in block)
+    found, at = [], 0
+    span = layout.span(coordinates)
+    for offsets, sizes in _cut(tuple(n for _, n in block), *span):
+        where = tuple(a + b for a, b in zip(begins, offsets, strict=True))
+        found.append(Box(where, sizes, at))
+        at += found[-1].numel
+    return found
+
+
+def _cut(
+    sizes: Sequence[int], start: int, stop: int
+) -> Iterator[tuple[tuple[int, ...], tuple[int, ...]]]:
+    """(offsets, sizes) of the boxes that cover [start, stop) of a flattened block."""
+    if start == stop:
+        return
+    if not sizes:
+        yield (), ()
+        return
+    inner = tuple(sizes[1:])
+    row = math.prod(inner)
     first, last = start // row, stop // row
+
+    def within(index: int, low: int, high: int):
+        for offsets, lengths in _cut(inner, low, high):
+            yield (index, *offsets), (1, *lengths)
+
     if first == last:
-        return _cover(block[first], start - first * row, stop - first * row)
-    head = _cover(block[first], start % row, row) if start % row else []
-    tail = _cover(block[last], 0, stop % row) if stop % row else []
-    rows = block[first + bool(head) : last]
-    return [*head, *([rows] if len(rows) else []), *tail]
+        yield from within(first, start - first * row, stop - first * row)
+        return
+    if start % row:
+        yield from within(first, start % row, row)
+        first += 1
+    if first < last:
+        yield (first, *(0 for _ in inner)), (last - first, *inner)
+    if stop % row:
+        yield from within(last, 0, stop % row)
