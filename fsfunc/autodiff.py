@@ -20,11 +20,11 @@ from fsfunc.comm.attribution import internal
 from fsfunc.compiled import refuse_compiled
 from fsfunc.differentiated import Leaves
 from fsfunc.frames import Counter, Running, Thread, frame, inside, run_as
+from fsfunc.generators import one_number
 from fsfunc.inputs import arguments, refuse
 from fsfunc.losses import Weighted, loss_parts, tie
 from fsfunc.memory_kinds import count_as
 from fsfunc.sharded import is_sharded, split_buffers
-from fsfunc.units import one_number
 
 __all__ = [
     "GradientCall",

@@ -25,6 +25,7 @@ from fsfunc.comm.linear_maps import LinearMap
 from fsfunc.comm.mesh import NoMesh, here
 from fsfunc.donated import refuse_spent
 from fsfunc.frames import frame
+from fsfunc.generators import one_number
 from fsfunc.homes import in_a_row
 from fsfunc.initializing.drawing import draw, standard_normal
 from fsfunc.layout import Layout
@@ -32,7 +33,6 @@ from fsfunc.optim.leaves import differentiated
 from fsfunc.optim.reductions import entered
 from fsfunc.sharded import Sharded, is_sharded
 from fsfunc.slices import assemble
-from fsfunc.units import one_number
 
 __all__ = ["lay_like", "randn_like", "reduce_like", "unshard"]
 

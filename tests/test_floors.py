@@ -17,8 +17,20 @@ ROOT = Path(__file__).parent.parent
 # A pattern ending in "/" covers a folder. A new file needs a floor here.
 FLOORS = [
     (0, ["tree.py", "structure.py", "nodes.py", "opaque.py"]),
-    (0, ["scoped.py", "prefault.py", "_torch.py", "printing/"]),
-    (0, ["memory_kinds.py", "machines.py", "hardware.py", "compiled.py"]),
+    (
+        0,
+        [
+            "scoped.py",
+            "_torch.py",
+            "printing/",
+            "generators.py",
+            "machines.py",
+            "hardware.py",
+            "compiled.py",
+            "prefault.py",
+            "memory_kinds.py",
+        ],
+    ),
     (1, ["layout.py", "placements.py", "slices.py"]),
     (1, ["arena.py", "sharded.py", "homes.py"]),
     (1, ["save_guard.py", "donated.py", "inputs.py"]),

@@ -17,10 +17,10 @@ from torch import Tensor
 
 from fsfunc import _torch, tree
 from fsfunc.comm.mesh import Here, NoMesh, here
+from fsfunc.generators import generator_states
 from fsfunc.layout import Coordinates, Layout
 from fsfunc.sharded import Sharded, is_sharded
 from fsfunc.slices import Box, boxes
-from fsfunc.units import generator_states
 
 __all__ = [
     "Contents",

@@ -11,8 +11,8 @@ from torch import Tensor
 
 from fsfunc import tree
 from fsfunc.frames import Frame, frame, inside
+from fsfunc.generators import generators_kept
 from fsfunc.sharded import Sharded, is_sharded
-from fsfunc.units import generators_kept
 
 __all__ = ["profile"]
 

@@ -17,13 +17,13 @@ from fsfunc.comm.collective_ops import run_by
 from fsfunc.comm.groups import RankGroup
 from fsfunc.compiled import plainly
 from fsfunc.frames import Counter, Frame, inside
+from fsfunc.generators import States, generators_kept, mix
 from fsfunc.pipelining.actions import Action
 from fsfunc.pipelining.clocks import clocked
 from fsfunc.pipelining.microbatches import Part
 from fsfunc.pipelining.programs import Spec, Value
 from fsfunc.pipelining.stages import CAPTURED, Cut, Ended, StageRun, abstractly
 from fsfunc.pipelining.tapes import Tape
-from fsfunc.units import States, generators_kept, mix
 
 __all__ = ["Microbatch", "Worker"]
 

@@ -17,12 +17,12 @@ from fsfunc.comm.ledgers import silence
 from fsfunc.comm.mesh import NoMesh, here, place_here
 from fsfunc.fake_errors import told_where
 from fsfunc.frames import Frame, frame, inside
+from fsfunc.generators import generators_kept
 from fsfunc.pipelining.flowing import Flow, Leaf
 from fsfunc.pipelining.naming import Names, below
 from fsfunc.pipelining.noting import Tracer
 from fsfunc.pipelining.programs import Program
 from fsfunc.sharded import Sharded, is_sharded
-from fsfunc.units import generators_kept
 
 __all__ = ["program", "trace"]
 

@@ -1,13 +1,14 @@
-"""Bytes, counts and seconds in three digits, in one spelling wherever they are shown.
+"""Bytes, counts, seconds and axes, in one spelling wherever they are said.
 
-Units are decimal: 1 kB is 1,000 bytes, 1 GB is 10^9 bytes.
+Amounts have three digits; units are decimal: 1 kB is 1,000 bytes, 1 GB is 10^9 bytes.
 """
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from fractions import Fraction
 
-__all__ = ["of_bytes", "of_count", "of_flops", "of_seconds", "of_share"]
+__all__ = ["of_axes", "of_bytes", "of_count", "of_flops", "of_seconds", "of_share"]
 
 _LARGE = ("", "k", "M", "G", "T", "P", "E", "Z", "Y")
 _SMALL = ("", "m", "µ", "n", "p")
@@ -62,6 +63,15 @@ def of_share(part: float | Fraction, whole: float | Fraction) -> str:
     """
     share = float(100 * part / whole) if whole else 0.0
     return "<1 %" if 0 < share < 0.5 else f"{share:.0f} %"
+
+
+def of_axes(sizes: Mapping[str, int]) -> str:
+    """A mesh's axes as text.
+
+    >>> of_axes({"data": 4, "pipe": 2})
+    'data=4, pipe=2'
+    """
+    return ", ".join(f"{axis}={size}" for axis, size in sizes.items())
 
 
 def _large(value: int | float | Fraction) -> str:

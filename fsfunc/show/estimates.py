@@ -7,7 +7,14 @@ from collections.abc import Sequence
 from fsfunc.foresight.estimating import Estimate
 from fsfunc.foresight.plans import Plan
 from fsfunc.machines import Hardware
-from fsfunc.printing.amounts import of_bytes, of_count, of_flops, of_seconds, of_share
+from fsfunc.printing.amounts import (
+    of_axes,
+    of_bytes,
+    of_count,
+    of_flops,
+    of_seconds,
+    of_share,
+)
 from fsfunc.printing.tables import Report, Table
 from fsfunc.show.memory_plot import check_plan
 
@@ -125,9 +132,13 @@ def comparison(plans: Sequence[tuple[Plan, Estimate | None]]) -> Report:
     """
     rows = []
     for plan, times in plans:
-        mesh = ", ".join(f"{axis}={n}" for axis, n in plan.mesh.axes.items())
         sent = max(own.ledger.bytes() for own in plan.ranks)
-        row = (mesh, of_count(plan.flops), of_bytes(sent), of_bytes(plan.peak_bytes))
+        row = (
+            of_axes(plan.mesh.axes),
+            of_count(plan.flops),
+            of_bytes(sent),
+            of_bytes(plan.peak_bytes),
+        )
         if times is not None:
             row += (of_seconds(times.seconds), of_share(times.share_of_peak, 1))
         rows.append(row)

@@ -13,6 +13,7 @@ __all__ = [
     "GAPS",
     "Look",
     "MEMORY",
+    "OTHER",
     "OUTSIDE",
     "SENDING",
     "STALL",
@@ -87,15 +88,15 @@ MEMORY = _by_title(
     Look("gathered", "g", "#8aa9d1"),
     Look("activations", "a", "#4fa37b"),
 )
-_OTHER = Look("other", "?", "#a5abb7", "generic_work")
+OTHER = Look("other", "?", "#a5abb7", "generic_work")
 _MESSAGES = {"send", "receive"}
 
 
 def look_of(span: Span) -> Look:
     """What is computed by its phase, what is sent by its kind; a grey one of others."""
     if span.stream == COMPUTE:
-        return (COMPUTING | GAPS).get(span.phase, _OTHER)
-    return SENDING.get("message" if span.name in _MESSAGES else span.name, _OTHER)
+        return (COMPUTING | GAPS).get(span.phase, OTHER)
+    return SENDING.get("message" if span.name in _MESSAGES else span.name, OTHER)
 
 
 def by_sign(kind: str) -> Look:

@@ -15,12 +15,11 @@ from fsfunc import tree
 from fsfunc.comm.mesh import Mesh, NoMesh, here
 from fsfunc.layout import Key, Layout, every_coordinate
 from fsfunc.placements import describe
-from fsfunc.printing.amounts import of_bytes
+from fsfunc.printing.amounts import of_axes, of_bytes
 from fsfunc.printing.tables import Printed, Report, Table, painted
 from fsfunc.sharded import Sharded, is_sharded
-from fsfunc.show.layers import alike, together
-from fsfunc.show.places import in_words, part_in_words
-from fsfunc.show.regions import Grid, grid_of
+from fsfunc.show.layers import alike, counted
+from fsfunc.show.regions import Grid, grid_of, in_words, part_in_words
 
 if TYPE_CHECKING:
     from rich.text import Text
@@ -174,9 +173,8 @@ def sharding(
         total += size
         keyed.append((path, (cells, size), cells))
     for names, found in alike(keyed):
-        count = f" ×{len(found)}" if len(found) > 1 else ""
-        rows.append((f"{together(names)}{count}", *found[0]))
-    over = ", ".join(f"{axis}={n}" for axis, n in mesh.axes.items()) or "one rank"
+        rows.append((counted(names), *found[0]))
+    over = of_axes(mesh.axes) or "one rank"
     head = ("<path", "<whole", "<lies", f"<rank {own} holds", ">bytes each")
     end = f"rank {own} holds {of_bytes(total)} in {len(leaves)} leaves"
     return Report((f"over {over}", "", Table("", head, rows, most=200), "", end))

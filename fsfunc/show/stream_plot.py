@@ -17,6 +17,7 @@ from fsfunc.show.lanes import Lane, check_spans
 from fsfunc.show.palette import (
     COMPUTE,
     COMPUTING,
+    OTHER,
     SENDING,
     STALL,
     Look,
@@ -80,22 +81,11 @@ class StreamChart(Drawn):
 
     def marks(self) -> list[list[Look]]:
         """The looks that are in the chart: of computing, of sending."""
-        computing, sending = (
-            {
-                look_of(span)
-                for lane in self.lanes
-                for span in lane.spans
-                if (lane.stream == COMPUTE) == computes
-            }
-            for computes in (True, False)
-        )
-        order = [*COMPUTING.values(), *SENDING.values()]
-        found = [
-            sorted(looks, key=lambda k: order.index(k) if k in order else len(order))
-            for looks in (computing, sending)
-        ]
-        found[0] += [STALL] if computing else []
-        return [looks for looks in found if looks]
+        seen = {look_of(span) for lane in self.lanes for span in lane.spans}
+        computing = [look for look in COMPUTING.values() if look in seen]
+        sending = [look for look in (*SENDING.values(), OTHER) if look in seen]
+        waits = [STALL] if computing else []
+        return [looks for looks in ([*computing, *waits], sending) if looks]
 
     def figure(self) -> Figure:
         rows = []

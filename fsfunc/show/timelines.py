@@ -41,6 +41,8 @@ class Timeline(Drawn):
     Each rank has a row. ``F3`` is the forward of microbatch 3 (``F3@5``: of stage 5,
     where ranks have several), as wide as it lasts. A rank that waits between two
     of its actions shows ``░``; before its first and after its last it shows ``·``.
+    What is wider than the paper goes on below; ``text(None)`` makes one band, for a
+    file that one scrolls.
 
     Args:
         lanes: what each rank computes, from time 0; a span's unit is its stage.
@@ -72,13 +74,6 @@ class Timeline(Drawn):
             sum(gap.end - gap.start for gap in lane.gaps(self.makespan))
             for lane in self.lanes
         )
-
-    def text(self, width: int | None = 120) -> str:
-        """The timeline as text of at most ``width`` columns, longer ones in bands.
-
-        ``width=None`` makes one band, for a file that one scrolls.
-        """
-        return super().text(width)
 
     def pieces(self, width: int | None) -> Iterator[Table | Text | str]:
         self._check_lengths()

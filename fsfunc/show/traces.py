@@ -261,23 +261,20 @@ def _counters(spans: Sequence[Span], plan: Plan) -> Iterator[Json]:
         curve = curve_of(own[rank])
         computed = [s for s in spans if s.rank == rank and s.stream == COMPUTE]
         clock = clock_of(curve, computed)
-        moments: dict[int, list[tuple[float, tuple[int, ...]]]] = {}
-        step = (computed[-1].end if computed else 1.0) / _MOMENTS
-        for at, held in curve.points:
-            time = clock(at)
-            both = moments.setdefault(int(time / step), [(time, held), (time, held)])
-            if sum(held) > sum(both[0][1]):
-                both[0] = (time, held)
-            both[1] = (time, held)
-        for highest, latest in moments.values():  # peaks stay, whatever is left out
-            for time, held in dict.fromkeys((highest, latest)):
-                yield {
-                    "ph": "C",
-                    "name": "memory",
-                    "pid": rank,
-                    "ts": _microseconds(time),
-                    "args": dict(zip(KINDS, held, strict=True)),
-                }
+        # Of moments too near to tell apart, the one at which most is held.
+        count = max(min(curve.length, _MOMENTS), 1)
+        moments = [
+            (i * curve.length // count, held)
+            for i, held in enumerate(curve.columns(count))
+        ]
+        for at, held in [*moments, (curve.length, curve.points[-1][1])]:
+            yield {
+                "ph": "C",
+                "name": "memory",
+                "pid": rank,
+                "ts": _microseconds(clock(at)),
+                "args": dict(zip(KINDS, held, strict=True)),
+            }
 
 
 def _microseconds(seconds: float) -> float:

@@ -145,6 +145,14 @@ def test_a_donated_plain_state_is_refused_by_its_path() -> None:
         step(mixed, X)
 
 
+def test_a_plain_state_that_ranks_share_is_donated_once() -> None:
+    optimizer = ff.sgd(1.0)
+    state = ff.TrainState(fresh(), optimizer.init(fresh()))
+    donated = ff.donate(ff.shard(step_of(optimizer), MESH, "data"))
+    with pytest.raises(RuntimeError, match="'params/bias'.*a state of its own"):
+        ff.spmd(lambda: donated(state, ff.local_batch(X, MESH, "data")), MESH)()
+
+
 @pytest.mark.parametrize("zero", [0, 1, 2, 3])
 def test_a_donated_sharded_state_is_refused_everywhere(zero) -> None:
     optimizer = ff.sharded_adam(0.1)

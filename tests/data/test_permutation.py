@@ -8,7 +8,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from fsfunc.data.shuffling import Shuffled, mixed
+from fsfunc.data.permutation import Shuffled
+from fsfunc.generators import mixed
 
 
 @given(st.integers(1, 3000), st.integers(-(2**70), 2**70))

@@ -9,33 +9,12 @@ Source: Black and Rogaway, Ciphers with Arbitrary Finite Domains, section 3 and 
 
 from __future__ import annotations
 
-__all__ = ["Shuffled", "mixed"]
+from fsfunc.generators import mixed, scrambled
 
-_MASK = 2**64 - 1
-_GOLDEN = 0x9E3779B97F4A7C15
+__all__ = ["Shuffled"]
+
 _ROUNDS = 8  # twice what makes an ideal network indistinguishable from chance
 _SMALL = 8  # bits: below, a network of a few bits reaches some orders more than others
-
-
-def mixed(*numbers: int) -> int:
-    """A number below 2^64 that depends on all of ``numbers`` and their order.
-
-    Each is mixed as by SplitMix64 (Steele, Lea and Flood, Fast Splittable Pseudorandom
-    Number Generators, 2014); the same on every machine, for ever.
-
-    >>> mixed(0, 1) == mixed(0, 1), mixed(0, 1) == mixed(1, 0)
-    (True, False)
-    """
-    x = 0
-    for number in numbers:
-        x = _mix((x + number + _GOLDEN) & _MASK)
-    return x
-
-
-def _mix(x: int) -> int:
-    x = (x ^ x >> 30) * 0xBF58476D1CE4E5B9 & _MASK
-    x = (x ^ x >> 27) * 0x94D049BB133111EB & _MASK
-    return x ^ x >> 31
 
 
 class Shuffled:
@@ -69,6 +48,6 @@ class Shuffled:
         high, low = self._masks
         left, right = x >> self._low, x & low
         for k in range(0, _ROUNDS, 2):  # each half by a random function of the other
-            left ^= _mix(right ^ self._keys[k]) & high
-            right ^= _mix(left ^ self._keys[k + 1]) & low
+            left ^= scrambled(right ^ self._keys[k]) & high
+            right ^= scrambled(left ^ self._keys[k + 1]) & low
         return left << self._low | right

@@ -17,9 +17,10 @@ import torch
 from torch import Tensor
 
 from fsfunc import tree
-from fsfunc.data.shuffling import Shuffled, mixed
+from fsfunc.data.permutation import Shuffled
+from fsfunc.generators import generators_kept, mixed
 
-__all__ = ["Order", "Part", "Reading"]
+__all__ = ["Order", "Share", "BatchDataset"]
 
 
 @dataclass(frozen=True)
@@ -48,7 +49,7 @@ class Order:
         return Shuffled(self.rows, mixed(self.seed, epoch))
 
 
-class Part(NamedTuple):
+class Share(NamedTuple):
     """Which of ``count`` parts a rank reads."""
 
     index: int
@@ -61,13 +62,13 @@ class Part(NamedTuple):
         return range(start, start + each + (self.index < more))
 
 
-class Reading:
+class BatchDataset:
     """A dataset of batches, as a ``DataLoader`` and its workers see it."""
 
     def __init__(
-        self, dataset: Any, order: Order, part: Part, collate: Callable[..., Any]
+        self, dataset: Any, order: Order, share: Share, collate: Callable[..., Any]
     ):
-        self.dataset, self.order, self.part = dataset, order, part
+        self.dataset, self.order, self.share = dataset, order, share
         self.collate = collate
         self._epoch, self._rows = -1, None
 
@@ -77,7 +78,7 @@ class Reading:
         if epoch != self._epoch:
             self._epoch, self._rows = epoch, self.order.of(epoch)
         start = batch * self.order.batch_size
-        places = self.part.of(self.order.size(batch))
+        places = self.share.of(self.order.size(batch))
         # A part of no rows has the form of a batch: that of one row, cut to none.
         taken = [self._rows[start + k] for k in places or range(1)]  # type: ignore
         with _kept_generators() as seed_all:
@@ -121,8 +122,7 @@ def _emptied(one: Any, two: Any) -> Any:
 def _kept_generators() -> Iterator[Callable[[int], None]]:
     """Gives what seeds the default generators, which are put back in the end."""
     numpy = sys.modules.get("numpy")
-    ours, python = torch.get_rng_state(), random.getstate()
-    theirs = numpy.random.get_state() if numpy else None
+    python, theirs = random.getstate(), numpy.random.get_state() if numpy else None
 
     def seed_all(seed: int) -> None:
         torch.default_generator.manual_seed(seed)
@@ -131,9 +131,9 @@ def _kept_generators() -> Iterator[Callable[[int], None]]:
             numpy.random.seed(seed % 2**32)
 
     try:
-        yield seed_all
+        with generators_kept():
+            yield seed_all
     finally:
-        torch.set_rng_state(ours)
         random.setstate(python)
         if numpy:
             numpy.random.set_state(theirs)

@@ -16,7 +16,7 @@ from torch.utils.data import DataLoader, IterableDataset, default_collate
 from fsfunc import _torch, tree
 from fsfunc.comm.groups import group
 from fsfunc.comm.mesh import Axis, Mesh, asks, check_mesh, here
-from fsfunc.data.reading import Order, Part, Reading
+from fsfunc.data.dataset import BatchDataset, Order, Share
 
 __all__ = ["Batches", "batches"]
 
@@ -117,8 +117,8 @@ def batches(
             f"a dataset of {rows} rows does not fill a batch of {batch_size}: take a "
             "smaller batch_size, or pass drop_last=False"
         )
-    part = _part_of(mesh, axis, order, uneven)
-    reading = Reading(dataset, order, part, collate or default_collate)
+    share = _share_of(mesh, axis, order, uneven)
+    reading = BatchDataset(dataset, order, share, collate or default_collate)
     if mesh is not None and mesh.backend != "processes":
         workers = 0
         options = {k: v for k, v in options.items() if k not in _OF_WORKERS}
@@ -128,10 +128,12 @@ def batches(
 _OF_WORKERS = ("prefetch_factor", "multiprocessing_context", "timeout", "in_order")
 
 
-def _part_of(mesh: Mesh | None, axis: Axis | None, order: Order, uneven: bool) -> Part:
+def _share_of(
+    mesh: Mesh | None, axis: Axis | None, order: Order, uneven: bool
+) -> Share:
     """This rank's part, where the ranks can share every batch."""
     if mesh is None:
-        return Part(0, 1)
+        return Share(0, 1)
     if check_mesh(mesh, "batches").backend == "vmap":
         raise ValueError(
             "the ranks of a vmap mesh run as one and cannot read rows of their own: "
@@ -153,7 +155,7 @@ def _part_of(mesh: Mesh | None, axis: Axis | None, order: Order, uneven: bool) -
                     "with ff.Weighted from the loss"
                 )
             asks(mesh.check(axis))
-    return Part(group(axis, here(mesh)).position, count)
+    return Share(group(axis, here(mesh)).position, count)
 
 
 def _itself(batch: Any) -> Any:
@@ -167,7 +169,9 @@ class Batches(Iterator[Any]):
     batches that workers have read ahead do not count.
     """
 
-    def __init__(self, reading: Reading, epochs: int | None, options: dict[str, Any]):
+    def __init__(
+        self, reading: BatchDataset, epochs: int | None, options: dict[str, Any]
+    ):
         self._reading, self._epochs, self._options = reading, epochs, options
         self._order = reading.order
         self._epoch = self._batch = 0
