@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from fsfunc.backends.calls import CollectiveMismatch
+from fsfunc.comm.backends.link import CollectiveMismatch
 
 import fsfunc as ff
 from fsfunc import tree
