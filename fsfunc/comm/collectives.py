@@ -52,7 +52,7 @@ def _dim(x: Tensor, dim: int, name: str = "dim") -> int:
 
 
 def _typed(where: RankGroup, op: str, of: str, to: str, **fields: Any) -> LinearMap:
-    """The move between two types, as the axis takes them."""
+    """The linear map between two types, as the axis takes them."""
     legal = meanings(op)
     if where.mean:  # a value is the rank's own, or one value that somebody asked for
         legal = [row for row in legal if set(row.split("->")) <= {"V", "I"}]
