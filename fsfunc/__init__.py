@@ -10,8 +10,6 @@ from fsfunc.comm.async_collectives import start
 from fsfunc.comm.collectives import (
     all_gather,
     all_to_all,
-    axis_index,
-    axis_size,
     pbroadcast,
     pcast,
     pmax,
@@ -20,6 +18,7 @@ from fsfunc.comm.collectives import (
     psum,
     psum_scatter,
 )
+from fsfunc.comm.groups import axis_index, axis_size
 from fsfunc.comm.launch import local_batch, make_mesh, spmd
 from fsfunc.comm.ledgers import ledger
 from fsfunc.comm.mesh import Mesh

@@ -11,7 +11,7 @@ import itertools
 import math
 from collections.abc import Iterable, Mapping
 from contextvars import ContextVar
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from fsfunc.scoped import Scoped
@@ -147,6 +147,8 @@ class Here:
         mean: the axes over which the loss is the mean of the ranks' own, as ``shard``
             makes it; over others it is one value.
         compared: whether the ranks know that they run one program.
+
+    ``groups`` keeps what `groups.group` has made for this rank, by axis.
     """
 
     mesh: Mesh
@@ -154,6 +156,9 @@ class Here:
     link: Any
     mean: tuple[str, ...] = ()
     compared: bool = False
+    groups: dict[Axis, Any] = field(
+        default_factory=dict, init=False, compare=False, repr=False
+    )
 
 
 _ASKED: ContextVar[set[str] | None] = ContextVar("fsfunc_asked", default=None)
