@@ -1,4 +1,4 @@
-"""Sharded units under plain torch: stock autograd, errors, leaks, compiled units."""
+"""Sharded units under plain torch: stock autograd, errors, leaks, evaluation."""
 
 import gc
 import weakref
@@ -286,37 +286,6 @@ def test_evaluation_keeps_nothing_and_equals_one_device(zero, mode):
     for rank, (values, gathers) in enumerate(ff.spmd(main, MESH)()):
         assert values == [loss_fn(params_of(), X.chunk(2)[rank]).item()] * 2
         assert gathers == (3 if zero == 3 else 0)
-
-
-# dynamo asks every input for .grad, and torch warns of it where that is no leaf.
-@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor")
-@ZEROS
-@pytest.mark.parametrize("backend", ["eager", "aot_eager"])
-def test_a_compiled_unit_is_the_same_unit(zero, backend, monkeypatch):
-    monkeypatch.setattr(Arena, "poison", True)
-
-    @torch.compile(backend=backend)
-    def compiled(p, x):
-        return torch.tanh(x @ p["w"] + p["b"])
-
-    inner = ff.unit(compiled)
-
-    def loss(params, x):
-        for p in params:
-            x = inner(p, x)
-        return x.square().mean()
-
-    mesh = ff.make_mesh({"data": 2}, "simulated")
-
-    def main():
-        mine = ff.local_batch(X, mesh, "data")
-        params = ff.place(ff.shard(loss_fn, mesh, "data", zero=zero), params_of(), mine)
-        step = ff.shard(ff.value_and_grad(loss), mesh, "data", zero=zero)
-        return [ff.unshard(step(params, mine)[1]) for _ in range(2)]
-
-    for found in ff.spmd(main, mesh)():
-        for grads in found:
-            close(grads, EXPECTED, 1e-9)
 
 
 def test_a_gradient_is_one_tensor_for_each_buffer():
