@@ -234,31 +234,6 @@ def test_a_clear_error_on_every_rank(call, error, way_out):
         assert log.records == []
 
 
-USES = {
-    "add": lambda w: w + 1,
-    "radd": lambda w: torch.ones(1) + w,
-    "torch function": torch.relu,
-    "matmul": lambda w: torch.ones(1, WIDTH) @ w,
-    "method": lambda w: w.sum(),
-    "bool": bool,
-    "len": len,
-    "iteration": list,
-    "index": lambda w: w[0],
-    "==": lambda w: w == w,
-    "float": float,
-}
-
-
-@pytest.mark.parametrize("use", USES)
-def test_a_sharded_leaf_is_no_tensor(use):
-    def main(mesh):
-        _, state = placed(mesh)
-        USES[use](state.params[0]["w"])
-
-    with pytest.raises(TypeError, match="'0/w'.*sharded.*ff.unit"):
-        ff.spmd(lambda: main(MESH), MESH)()
-
-
 def test_a_sharded_leaf_in_a_unit_without_shard():
     def main(mesh):
         _, state = placed(mesh)
