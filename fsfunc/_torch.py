@@ -379,7 +379,9 @@ def graph_nodes(roots: Iterable[Any], stop: set[Any]) -> list[Any]:
             continue
         seen.add(node)
         found.append(node)
-        todo.extend(n for n, _ in node.next_functions if n is not None)
+        for n, _ in node.next_functions:
+            if n is not None:
+                todo.append(n)
     return found
 
 

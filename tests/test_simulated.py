@@ -9,7 +9,9 @@ import torch
 
 import fsfunc as ff
 from fsfunc import _torch
-from fsfunc.backends.simulated import CollectiveMismatch, Deadlock
+from fsfunc.comm.attribution import label
+from fsfunc.comm.backends.baton import Deadlock
+from fsfunc.comm.backends.link import CollectiveMismatch
 
 
 @pytest.fixture(autouse=True)
@@ -187,7 +189,7 @@ def test_a_deadlock_is_a_table():
     def main():
         if mesh.rank == 3:
             return  # early
-        with ff.accounting.label("blocks/0", "forward"):
+        with label("blocks/0", "forward"):
             ff.psum(torch.ones(2, 5), "data" if mesh.rank else "pipe")
         ff.all_gather(torch.ones(3), "pipe")
 

@@ -24,10 +24,10 @@ import torch
 from torch import Tensor
 
 from fsfunc import _torch
-from fsfunc.accounting import label
 from fsfunc.arena import Arena
+from fsfunc.comm.attribution import label
+from fsfunc.comm.groups import strided
 from fsfunc.layout import Layout
-from fsfunc.movable import strided
 from fsfunc.sharded import Home
 
 __all__ = ["Arena", "Box", "Gathered", "Passage", "Use", "enter", "leave"]

@@ -10,10 +10,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fsfunc.accounting import label
-from fsfunc.collectives import Group
-from fsfunc.kinds import count_as
-from fsfunc.movable import strided
+from fsfunc.comm.attribution import label
+from fsfunc.comm.groups import RankGroup, strided
+from fsfunc.memory_kinds import count_as
 from fsfunc.transforms.gathering import (
     Arena,
     Box,
@@ -55,7 +54,12 @@ class Reductions:
     """
 
     def __init__(
-        self, zero: int, where: Group, replicas: Group | None, arena: Arena, depth: int
+        self,
+        zero: int,
+        where: RankGroup,
+        replicas: RankGroup | None,
+        arena: Arena,
+        depth: int,
     ):
         self.zero, self.where, self.replicas = zero, where, replicas
         self.arena, self.depth = arena, depth

@@ -9,10 +9,10 @@ import torch
 from torch import Tensor
 
 from fsfunc import _torch
-from fsfunc.backends.base import Done
-from fsfunc.collectives import Group
+from fsfunc.comm.backends.link import Done
+from fsfunc.comm.groups import RankGroup
 from fsfunc.frames import frame, running
-from fsfunc.kinds import count_as
+from fsfunc.memory_kinds import count_as
 from fsfunc.sharded import Home
 from fsfunc.transforms.gathering import Arena, Box, Gathered, Passage, Use
 from fsfunc.transforms.ownership import Ownership
@@ -37,8 +37,8 @@ class Session:
     def __init__(
         self,
         handler: Any,
-        where: Group,
-        replicas: Group | None,
+        where: RankGroup,
+        replicas: RankGroup | None,
         arena: Arena,
         homes: Iterable[Home],
         order: Sequence[tuple[str, ...]],
