@@ -15,17 +15,16 @@ import torch
 from torch import Tensor
 
 from fsfunc import _torch, tree
-from fsfunc.admitting import arguments, refuse
 from fsfunc.auxiliary import divided
 from fsfunc.comm.attribution import internal
 from fsfunc.compiled import refuse_compiled
 from fsfunc.differentiated import Leaves
 from fsfunc.frames import Counter, Running, Thread, frame, inside, run_as
 from fsfunc.generators import one_number
-from fsfunc.kinds import count_as
-from fsfunc.losses import Weighted, loss_parts
+from fsfunc.inputs import arguments, refuse
+from fsfunc.losses import Weighted, loss_parts, tie
+from fsfunc.memory_kinds import count_as
 from fsfunc.sharded import is_sharded, split_buffers
-from fsfunc.tying import tie
 
 __all__ = [
     "GradientCall",

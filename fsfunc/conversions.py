@@ -29,10 +29,10 @@ from fsfunc.generators import one_number
 from fsfunc.homes import in_a_row
 from fsfunc.initializing.drawing import draw, standard_normal
 from fsfunc.layout import Layout
-from fsfunc.optim import kernels
-from fsfunc.optim.elements import entered
-from fsfunc.pieces import assemble
+from fsfunc.optim.leaves import differentiated
+from fsfunc.optim.reductions import entered
 from fsfunc.sharded import Sharded, is_sharded
+from fsfunc.slices import assemble
 
 __all__ = ["lay_like", "randn_like", "reduce_like", "unshard"]
 
@@ -72,7 +72,7 @@ def unshard(
     def whole(x: Any) -> Any:
         if not isinstance(x, Sharded):
             return entered(x) if isinstance(x, Tensor) else x
-        if kernels.differentiated([x.local]) and set(x.layout.axes) <= set(_means()):
+        if differentiated([x.local]) and set(x.layout.axes) <= set(_means()):
             if only is not None:
                 raise ValueError(
                     f"unshard(..., only={only}) of {x.name!r}, which is differentiated "
@@ -354,7 +354,7 @@ def _laid(
     where = group(axes)
     mine = [_counts(x.layout, where) for x in like]  # by leaf, by rank
     pieces = [x.reshape(-1).split(c) for x, c in zip(values, mine, strict=True)]
-    if parts.sends is None and not kernels.differentiated(values):
+    if parts.sends is None and not differentiated(values):
         return [assumed(part[where.index].clone(), "S") for part in pieces]
     sums = [sum(counts[k] for counts in mine) for k in range(where.size)]
     rows: list[Tensor] = []

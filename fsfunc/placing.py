@@ -11,13 +11,13 @@ import torch
 from torch import Tensor
 
 from fsfunc import _torch, tree
-from fsfunc.admitting import arguments, refuse
 from fsfunc.comm.groups import group
 from fsfunc.comm.mesh import Here, here
 from fsfunc.comparing import Section, compare
 from fsfunc.frames import frame
 from fsfunc.homes import chunk_here
 from fsfunc.initializing.sources import Given, Shapes
+from fsfunc.inputs import arguments, refuse
 from fsfunc.layout import Layout, pack_flat
 from fsfunc.mirroring import mirrors
 from fsfunc.recording import Group, Recorder

@@ -26,12 +26,12 @@ from fsfunc.comm.linear_maps import LinearMap
 from fsfunc.comm.mesh import NoMesh, asking, asks, here, place_here
 from fsfunc.compiled import plainly
 from fsfunc.donated import Everything
+from fsfunc.fake_errors import told_where
 from fsfunc.frames import frame, inside
 from fsfunc.grouping import Findings, Group, Taken, common
 from fsfunc.layout import Layout
 from fsfunc.recorded import Recorded, plain, whole
 from fsfunc.sharded import is_sharded
-from fsfunc.values import told_where
 
 __all__ = ["Group", "Recorder", "common", "record"]
 

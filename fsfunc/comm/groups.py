@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -35,7 +36,7 @@ class RankGroup:
     mean: bool = False
     compared: bool = False
 
-    @property
+    @cached_property
     def size(self) -> int:
         return len(self.ranks)
 

@@ -26,17 +26,17 @@ from fsfunc.comm.mesh import (
     place_here,
 )
 from fsfunc.donated import refuse_spent
+from fsfunc.fake_errors import told_where
 from fsfunc.foresight.linking import PlannedLink
 from fsfunc.foresight.observing import Observer
 from fsfunc.foresight.plans import Leaf, Plan, RankPlan
 from fsfunc.foresight.rehearsing import DifferentiatedTwice, Rehearsal
 from fsfunc.frames import frame, inside
-from fsfunc.kinds import counting
+from fsfunc.memory_kinds import counting
 from fsfunc.sharded import Sharded, is_sharded
 from fsfunc.tracing.fakes import shadows
 from fsfunc.training import TrainState, init_state
 from fsfunc.transforms.donation import restore
-from fsfunc.values import told_where
 
 __all__ = ["plan"]
 

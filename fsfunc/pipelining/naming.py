@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from fsfunc import _torch, tree
-from fsfunc.parts import describe
+from fsfunc.placements import describe
 
 __all__ = ["Names", "below", "nested"]
 

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from fsfunc import _torch, tree
 from fsfunc.comm.attribution import source_line, traceback_line
+from fsfunc.fake_errors import asks_for_a_value
 from fsfunc.frames import Counter
 from fsfunc.pipelining.flowing import Body, Flow, Leaf, tensors
 from fsfunc.pipelining.naming import below
@@ -26,7 +27,6 @@ from fsfunc.pipelining.programs import (
     Value,
 )
 from fsfunc.pipelining.valuing import run_on_data
-from fsfunc.values import asks_for_a_value
 
 __all__ = ["Tracer"]
 

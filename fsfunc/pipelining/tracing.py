@@ -15,6 +15,7 @@ from fsfunc import _torch, tree
 from fsfunc.comm.backends.abstract import AbstractLink
 from fsfunc.comm.ledgers import silence
 from fsfunc.comm.mesh import NoMesh, here, place_here
+from fsfunc.fake_errors import told_where
 from fsfunc.frames import Frame, frame, inside
 from fsfunc.generators import generators_kept
 from fsfunc.pipelining.flowing import Flow, Leaf
@@ -22,7 +23,6 @@ from fsfunc.pipelining.naming import Names, below
 from fsfunc.pipelining.noting import Tracer
 from fsfunc.pipelining.programs import Program
 from fsfunc.sharded import Sharded, is_sharded
-from fsfunc.values import told_where
 
 __all__ = ["program", "trace"]
 

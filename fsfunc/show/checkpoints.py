@@ -6,9 +6,9 @@ import os
 
 from fsfunc.checkpointing.finding import find
 from fsfunc.checkpointing.manifest import Stored
-from fsfunc.parts import describe
-from fsfunc.show.amounts import of_bytes
-from fsfunc.show.tables import Report, Table
+from fsfunc.placements import describe
+from fsfunc.printing.amounts import of_axes, of_bytes
+from fsfunc.printing.tables import Report, Table
 
 __all__ = ["checkpoint"]
 
@@ -27,7 +27,7 @@ def checkpoint(found: Stored | str | os.PathLike, *, at: str = "") -> Report:
     [('step', '7')]
     """
     stored = (found if isinstance(found, Stored) else find(found)).below(at)
-    mesh = ", ".join(f"{axis}={size}" for axis, size in stored.mesh.items())
+    mesh = of_axes(stored.mesh)
     by = "fsfunc" if stored.version is not None else "safetensors, of no manifest"
     head = (
         f"{stored.path}: {of_bytes(stored.nbytes)} in {len(stored.tensors)} tensors "

@@ -13,7 +13,7 @@ from torch import Tensor
 from fsfunc import _torch, tree
 from fsfunc.donated import Donation, refuse_spent, spend, unspend, why_spent
 from fsfunc.frames import frame, inside
-from fsfunc.holding import is_held
+from fsfunc.save_guard import is_held
 from fsfunc.sharded import Home, Sharded, is_sharded
 
 __all__ = ["donate"]

@@ -11,7 +11,6 @@ import torch
 from torch import Tensor
 
 from fsfunc import _torch, tree
-from fsfunc.admitting import arguments, refuse
 from fsfunc.autodiff import GradientCall, Outcome
 from fsfunc.comm.attribution import internal, label
 from fsfunc.comm.collective_ops import Dense, apply_map
@@ -21,6 +20,7 @@ from fsfunc.comm.mesh import Axis, Here, Mesh, check_mesh, here
 from fsfunc.donated import refuse_spent
 from fsfunc.frames import Interpretation, frame, inside, running
 from fsfunc.homes import by_buffer, home_of, joined, settle
+from fsfunc.inputs import arguments, refuse
 from fsfunc.layout import Layout
 from fsfunc.sharded import Home, Sharded, is_sharded
 from fsfunc.tracing.trial import check, signature

@@ -16,16 +16,15 @@ from fsfunc.optim import (
     chain,
     clip_by_global_norm,
     global_norm,
-    kernels,
     masked,
     partition,
     sgd,
     sharded_adam,
     tree_sum,
 )
-from fsfunc.parts import Owned, Split
-from fsfunc.pieces import assemble, take
+from fsfunc.placements import Owned, Split
 from fsfunc.sharded import Home, Sharded, is_sharded, split_buffers
+from fsfunc.slices import assemble, take
 from tests.optim.trees import (
     SEEDS,
     assert_bits,
@@ -256,13 +255,13 @@ def home_of(values):
 @pytest.mark.parametrize("in_place", [False, True])
 def test_a_unit_is_one_tensor_that_stays_one(monkeypatch, in_place):
     calls = []
-    real = kernels.fused_adamw
+    real = torch._fused_adamw_
 
     def counted(params, *rest, **how):
         calls.append([len(x) for x in params])
         return real(params, *rest, **how)
 
-    monkeypatch.setattr(kernels, "fused_adamw", counted)
+    monkeypatch.setattr(torch, "_fused_adamw_", counted)
     params, grads, optimizer = unit_of_two(), unit_of_two(), sharded_adam()
     flat = home_of(params).flat
     state = optimizer.init(params)

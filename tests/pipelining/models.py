@@ -64,7 +64,7 @@ def drop(p, x):
 
 
 @ff.unit
-def same(p, x):
+def identity(p, x):
     """An output that is the input."""
     return x
 
@@ -92,6 +92,16 @@ def table(p):
 def integers(p, x):
     """A layer with integer leaves, beside some that are read by nobody."""
     return x * p["i"] + p["b"]
+
+
+PLAIN = {  # the kinds of units that take (p, x) and give one tensor
+    "layer": layer,
+    "nested": nested,
+    "drop": drop,
+    "same": identity,
+    "bare": bare,
+    "integers": integers,
+}
 
 
 class _Straight(torch.autograd.Function):
@@ -221,9 +231,7 @@ class Spec:
             elif kind == "table":
                 h = bare(None, h) + table(p)
             else:
-                unit = {"layer": layer, "nested": nested, "drop": drop, "same": same,
-                        "bare": bare, "integers": integers}[kind]  # fmt: skip
-                h = unit(p, h)
+                h = PLAIN[kind](p, h)
             saved.append(h)
             h = glued(h, step.glue, params, batch, p)
         return self.ended(h, saved, batch)

@@ -16,6 +16,7 @@ from tests.pipelining.models import (
     bare,
     batch_of,
     drop,
+    identity,
     join,
     layer,
     nested,
@@ -140,7 +141,7 @@ def one_inside_another(params, batch):
     h = layer(params["layers"][0], batch["x"])
     h = nested({"inner": inner, "shift": params["tied"]}, h)
     h = bare(None, h)
-    return (same(None, layer(params["layers"][3], h)) * batch["y"]).mean()
+    return (identity(None, layer(params["layers"][3], h)) * batch["y"]).mean()
 
 
 def of_keywords(params, batch, *, weights=None, scale=1):
@@ -418,6 +419,16 @@ def test_a_forward_pass_returns_rows_joined():
     mesh, run = pipelined(predict, 3)
     for found in ff.spmd(lambda: run(params, batch), mesh)():
         close(found, tree.map(_detached, expected), 1e-12)
+
+
+def test_a_schedule_of_forwards_evaluates():
+    params, batch = parameters(), batch_of(4, 3)
+    mesh = ff.make_mesh({"pipe": 2}, "simulated")
+    run = ff.pipeline(
+        views, mesh, "pipe", n_microbatches=2, schedule=["F0 F1", "F0 F1"]
+    )
+    expected = views(params, batch).detach()
+    same(list(ff.spmd(lambda: run(params, batch), mesh)()), [expected] * 2)
 
 
 def _detached(x):

@@ -111,6 +111,39 @@ def test_create_graph_gives_the_second_derivative(zero, remat):
             torch.testing.assert_close(a, b, rtol=1e-9, atol=1e-9)
 
 
+STOCK = {
+    "grad": torch.func.grad,
+    "grad_and_value": lambda f: lambda p, x: torch.func.grad_and_value(f)(p, x)[0],
+    "vjp": lambda f: lambda p, x: torch.func.vjp(f, p, x)[1](f(p, x) * 0 + 1)[0],
+    "jacrev": torch.func.jacrev,
+}
+
+
+@pytest.mark.parametrize("kind", STOCK)
+def test_a_step_of_torch_func_can_be_placed(kind):
+    def main():
+        mine = ff.local_batch(X, MESH, "data")
+        step = ff.shard(STOCK[kind](loss_fn), MESH, "data")
+        placed = ff.place(step, params_of(), mine)
+        assert all(map(is_sharded, tree.leaves(placed, is_leaf=is_sharded)))
+        return ff.unshard(
+            ff.shard(torch.func.grad(loss_fn), MESH, "data")(placed, mine)
+        )
+
+    for found in ff.spmd(main, MESH)():
+        close(found, EXPECTED, 1e-9)
+
+
+def test_torch_func_on_a_leaf_outside_units_is_refused():
+    def scaled(params, x):
+        return loss_fn(params["layers"], x) * params["s"]
+
+    params = {"layers": params_of(), "s": torch.ones((), dtype=torch.float64)}
+    step = ff.shard(torch.func.grad(scaled), MESH, "data")
+    with pytest.raises(ValueError, match="gradient by 's'.*ff.value_and_grad of"):
+        ff.spmd(lambda: ff.place(step, params, X), MESH)()
+
+
 def test_merged_units_of_which_the_loss_ignores_one():
     """Neighbours share a buffer, and the first one's backward never comes."""
 
