@@ -23,10 +23,11 @@ from fsfunc.comm.collectives import (
 from fsfunc.comm.launch import local_batch, make_mesh, spmd
 from fsfunc.comm.ledgers import ledger
 from fsfunc.comm.mesh import Mesh
-from fsfunc.conversions import lay_like, randn_like, reduce_like, unshard
+from fsfunc.conversions import lay_like, reduce_like, unshard
 from fsfunc.data.loader import batches
 from fsfunc.layout import Flat, Layout, Owned, Split
 from fsfunc.machines import Hardware, Level
+from fsfunc.noise import randn_like
 from fsfunc.optim import (
     Optimizer,
     add_decayed_weights,
