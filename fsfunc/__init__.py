@@ -55,7 +55,6 @@ from fsfunc.pipelining.pipelines import pipeline
 from fsfunc.pipelining.predicting import momentum_prediction
 from fsfunc.pipelining.profiling import profile
 from fsfunc.pipelining.timing import Costs, bubble
-from fsfunc.pipelining.tracing import program
 from fsfunc.pipelining.verification import verify
 from fsfunc.placing import place
 from fsfunc.sharded import Sharded, is_sharded
@@ -65,6 +64,7 @@ from fsfunc.statistics import (
     commit_statistics,
     init_statistics,
 )
+from fsfunc.tracing.tracer import program
 from fsfunc.training import TrainState, abstract_state, init_state
 from fsfunc.transforms.accumulation import accumulate
 from fsfunc.transforms.casting import precision

@@ -66,15 +66,15 @@ class Call:
             whole=f.whole or self.unit.whole,
             level=f.level if f.path else _torch.current_level(),
         )
-        seed = f.seed if f.rehearsal is None else None  # fake tensors draw nothing
+        seed = f.seed if f.tracer is None or f.tracer.draws else None
         with inside(within), _generator(seed, numbers, f.data_index):
             if f.compute is not None:
                 params = _cast(params, f.compute)
                 kept = inputs[: self.unit.as_given]
                 rest, keywords = _cast((inputs[len(kept) :], keywords), f.compute)
                 inputs = (*kept, *rest)
-            if f.rehearsal is not None:
-                return f.rehearsal.body(self, params, inputs, keywords)
+            if f.tracer is not None:
+                return f.tracer.body(self, params, inputs, keywords)
             with internal(False):
                 return self.unit.checked(params, inputs, keywords)
 
@@ -95,8 +95,6 @@ class Unit:
         refuse_compiled(self)
         f = frame()
         call = Call(self, f, f.counter.next())
-        if f.stage is not None and not f.path:
-            return f.stage.unit(call, params, inputs, keywords)
         return call.run(params, *inputs, **keywords)
 
     def __repr__(self) -> str:

@@ -19,8 +19,8 @@ from fsfunc.foresight.estimating import estimate
 from fsfunc.foresight.planning import plan
 from fsfunc.foresight.recipes import Stack
 from fsfunc.machines import Hardware
-from fsfunc.pipelining.tracing import program
 from fsfunc.printing.amounts import of_bytes
+from fsfunc.tracing.tracer import program
 
 __all__ = ["Trials"]
 

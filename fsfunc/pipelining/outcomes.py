@@ -15,8 +15,8 @@ from fsfunc.comm.attribution import label
 from fsfunc.comm.groups import RankGroup
 from fsfunc.layout import Owned
 from fsfunc.losses import Weighted
-from fsfunc.pipelining.programs import Outputs, Spec
 from fsfunc.sharded import is_sharded, split_buffers
+from fsfunc.tracing.programs import Outputs, Spec
 
 __all__ = ["blank", "combined", "everywhere", "forwarded", "sum_shared"]
 

@@ -21,9 +21,9 @@ from fsfunc.generators import States, generators_kept, mix
 from fsfunc.pipelining.actions import Action
 from fsfunc.pipelining.clocks import clocked
 from fsfunc.pipelining.microbatches import Part
-from fsfunc.pipelining.programs import Spec, Value
 from fsfunc.pipelining.stages import CAPTURED, Cut, Ended, StageRun, abstractly
 from fsfunc.pipelining.tapes import Tape
+from fsfunc.tracing.programs import Spec, Value
 
 __all__ = ["Microbatch", "Worker"]
 
@@ -114,7 +114,10 @@ class Worker:
         micro = list(self.frame.micro)
         micro[self.depth] = (a.microbatch, len(self.microbatches))
         f = self.frame.but(
-            stage=stage, micro=tuple(micro), counter=Counter(), in_loss=True
+            handlers=(stage, *self.frame.handlers),
+            micro=tuple(micro),
+            counter=Counter(),
+            in_loss=True,
         )
         with (
             torch.set_grad_enabled(bool(self.values)),

@@ -65,7 +65,7 @@ class Updating(Pipelining):
         def step(state: Any, *batch: Any, **named: Any) -> tuple[Any, dict[str, Any]]:
             f = frame()
             _check_around(f.handlers[:-1])
-            if f.recorder is not None:
+            if f.handlers[-1] is not self:  # recorded, by what stands for it
                 value, grads = value_and_grad(loss)(state.params, *batch, **named)
                 return state.apply_gradients(grads, self.optimizer), {"loss": value}
             if state.opt_state is None:
@@ -83,9 +83,7 @@ class Updating(Pipelining):
 
     def _differentiate(self, depth: int, number: int, call: GradientCall) -> Outcome:
         running = call.fn
-        if not isinstance(running, _Running):  # a step that is being recorded
-            return super()._differentiate(depth, number, call)
-        f = frame().but(differentiate=None, donated=None)  # forwards use old versions
+        f = frame().but(donated=None)  # forwards use old versions
         parts = cut_batch(call.args, call.keywords, (0,), self.n)
         batches = [
             Microbatch(p, self.cuts.of(running.loss, p, (0,), number)) for p in parts
@@ -292,7 +290,7 @@ def _check_schedule(schedule: Schedule) -> None:
 
 def _check_around(handlers: Sequence[Interpretation]) -> None:
     """Raises where another transform would reinterpret the gradient call."""
-    for handler in handlers:
+    for handler in (getattr(h, "handler", h) for h in handlers):
         if type(handler).gradient is not Interpretation.gradient:
             name = type(handler).__name__.strip("_").lower()
             raise ValueError(

@@ -75,9 +75,11 @@ class _Remat(Interpretation):
             policy = (type(policy).__name__, *sorted(policy.names))
         return (("policy", policy),)
 
+    def recorded(self, recorder: Any) -> Interpretation:
+        return Interpretation()  # what is recorded is computed once
+
     def unit(self, run: Callable[..., Any], call: Any) -> Callable[..., Any]:
-        frame = call.frame
-        if frame.recorder is not None or not recomputes(self.policy, frame.micro):
+        if not recomputes(self.policy, call.frame.micro):
             return run
 
         def recomputed(params: Any, *inputs: Any, **keywords: Any) -> Any:

@@ -17,8 +17,8 @@ from torch.utils.flop_counter import flop_registry
 
 from fsfunc import _torch, tree
 from fsfunc.comm.attribution import source_line
-from fsfunc.pipelining.naming import Names
-from fsfunc.pipelining.programs import NOWHERE, Draw, Glue, Origins, Value
+from fsfunc.tracing.names import Names
+from fsfunc.tracing.programs import NOWHERE, Draw, Glue, Origins, Value
 
 __all__ = ["Body", "Flow", "Leaf", "tensors"]
 

@@ -9,18 +9,18 @@ from torch.nn import functional as F
 
 import fsfunc as ff
 from fsfunc import tree
-from fsfunc.frames import Counter, frame, inside
-from fsfunc.pipelining.programs import Spec, Value
+from fsfunc.frames import Counter, Stage, frame, inside
+from fsfunc.tracing.programs import Spec, Value
 from tests.pipelining.drawn import EXACT, batch_of, losses, params_of
 
 
-class Frozen:
+class Frozen(Stage):
     """Unit calls return what is in ``values``; their inputs are kept in ``seen``."""
 
     def __init__(self, values=None, clone=True):
         self.values, self.seen, self.out, self.clone = values, [], [], clone
 
-    def unit(self, call, params, inputs, keywords):
+    def decide(self, call, params, inputs, keywords):
         found = tree.leaves((params, inputs, keywords))
         self.seen.append([x.detach().clone() if tensor(x) else x for x in found])
         out = call.body(params, *inputs, **keywords)
@@ -41,7 +41,7 @@ def tensor(x):
 def run(loss, params, batch, values=None, clone=True):
     """(inputs of each call and the loss, outputs by Value) of a run."""
     stage = Frozen(values, clone)
-    with inside(frame().but(stage=stage, counter=Counter())), torch.no_grad():
+    with inside(frame().but(handlers=(stage,), counter=Counter())), torch.no_grad():
         out = loss(params, batch)
     made = {
         Value(c, i): x
@@ -127,7 +127,7 @@ def test_outputs_are_as_in_a_real_run(drawn):
     shown = ff.program(drawn.loss, params, batch)
     tracked = tree.map(lambda x: x.clone().requires_grad_(), params)
     stage = Frozen()
-    with inside(frame().but(stage=stage, counter=Counter())):
+    with inside(frame().but(handlers=(stage,), counter=Counter())):
         drawn.loss(tracked, batch)
     assert len(stage.out) == len(shown.calls)
     for call, out in zip(shown.calls, stage.out, strict=True):

@@ -3,12 +3,14 @@
 The step runs once on fake tensors, moving nothing. Its leaves are :class:`Recorded`:
 they pass for tensors, and note who reads them. The unit calls then say which leaves
 share a buffer, in which order buffers are wanted, and which leaves no unit takes.
+
+Recording is an interpretation like others: a transform that lays out is stood for by
+one that notes its unit calls (:class:`Noted`), one that computes again by none.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -18,26 +20,23 @@ from torch.overrides import TorchFunctionMode
 
 from fsfunc import _torch, tree
 from fsfunc.comm.attribution import is_internal, is_own_call, source_line
-from fsfunc.comm.backends.abstract import AbstractLink
 from fsfunc.comm.collective_ops import Watcher, watching
 from fsfunc.comm.groups import RankGroup
-from fsfunc.comm.ledgers import silence
 from fsfunc.comm.linear_maps import LinearMap
-from fsfunc.comm.mesh import NoMesh, asking, asks, here, place_here
-from fsfunc.compiled import plainly
+from fsfunc.comm.mesh import asks
 from fsfunc.donated import Everything
-from fsfunc.fake_errors import told_where
-from fsfunc.frames import frame, inside
-from fsfunc.grouping import Findings, Group, Taken, common
-from fsfunc.layout import Layout
-from fsfunc.recorded import Recorded, plain, whole
+from fsfunc.frames import Interpretation, Tracer, frame, inside
+from fsfunc.layout import Layout, Owned
 from fsfunc.sharded import is_sharded
+from fsfunc.tracing.groups import Findings, Group, Taken, common
+from fsfunc.tracing.leaves import Recorded, plain, whole
+from fsfunc.tracing.runs import place_without_data, without_data
 
 __all__ = ["Group", "Recorder", "common", "record"]
 
 
 @dataclass
-class Recorder(Findings, Watcher):
+class Recorder(Findings, Tracer, Watcher):
     """What one run of a step shows, as it is noted down.
 
     Args:
@@ -45,12 +44,15 @@ class Recorder(Findings, Watcher):
         plain: whether the derivatives are those of ``value_and_grad`` alone, by leaves
             of the tree, and nobody but units and the library reads what is sharded:
             then there is nothing about types to look at.
+        around: who looks on already: bodies of units run as it says.
         glue: leaves that the user's functions read outside units; whether in a loss.
         calls: of sharded functions, and on what.
     """
 
     forward_only: bool = False
+    draws: bool = False
     plain: bool = True
+    around: Tracer | None = None
     glue: dict[str, bool] = field(default_factory=dict)
     calls: list[Any] = field(default_factory=list)
     _known: dict[int, str] = field(default_factory=dict)
@@ -91,11 +93,19 @@ class Recorder(Findings, Watcher):
             found = self._known.get(id(_torch.unwrapped(x)))
         return found
 
-    def unit(self, handler: Any, run: Callable[..., Any], call: Any):
+    def standing_for(self, handler: Interpretation) -> Interpretation:
+        return handler.recorded(self)
+
+    def body(self, call: Any, params: Any, inputs: Any, keywords: Any) -> Any:
+        runs = super() if self.around is None else self.around
+        return runs.body(call, params, inputs, keywords)
+
+    def unit(self, noted: Noted, run: Callable[..., Any], call: Any):
         """A unit call under recording: its leaves become plain tensors again."""
-        if handler not in self.handlers:
-            self.handlers.append(handler)
-        if handler is not next(h for h in call.frame.handlers if h.lays_out):
+        if noted.handler not in self.handlers:
+            self.handlers.append(noted.handler)
+        laid = [h for h in call.frame.handlers if h.lays_out]
+        if noted is not laid[0]:
             return run  # noted by the outermost one
 
         def recorded(params: Any, *inputs: Any, **keywords: Any) -> Any:
@@ -116,8 +126,7 @@ class Recorder(Findings, Watcher):
                     self.trained.add(path)
                     self.differentiated = True
             numbers = call.numbers
-            stage = call.frame.stage
-            owner = () if stage is None else stage.owner(numbers[0])
+            owner = tuple(p for h in laid for p in h.owner(numbers[0]))
             cast = call.frame.compute, call.frame.reduce
             self.taken.append(Taken(call.path, numbers, names, owner, cast))
             out = run(tree.unflatten(treedef, leaves), *inputs, **keywords)
@@ -151,6 +160,27 @@ class Recorder(Findings, Watcher):
                     self.inside[path, f.numbers] = where
                 else:
                     self.outside[path] = where
+
+
+class Noted(Interpretation):
+    """What stands for a transform that lays out, while a step is recorded.
+
+    Args:
+        handler: the transform's own interpretation.
+    """
+
+    lays_out = True
+
+    def __init__(self, handler: Any, recorder: Recorder):
+        self.handler, self.recorder = handler, recorder
+        self.axes: tuple[str, ...] = handler.axes
+
+    def unit(self, run: Callable[..., Any], call: Any) -> Callable[..., Any]:
+        return self.recorder.unit(self, run, call)
+
+    def owner(self, number: int) -> tuple[Owned, ...]:
+        """Where along an axis the loss's unit call of this number runs, if known."""
+        return ()
 
 
 _READS_NOTHING = {
@@ -188,9 +218,10 @@ def _plain_in(value: Any) -> Any:
     return plain(value)
 
 
-_INSTEAD = (
+_TOLD = (
+    "the step, recorded on fake tensors,",
     ". Move it out of the step or make it a torch.where; or record one real call with "
-    'record="real"'
+    'record="real"',
 )
 
 
@@ -229,48 +260,42 @@ def _record(
     how: str,
     forward_only: bool = False,
 ) -> Recorder:
-    recorder = Recorder(forward_only=forward_only, looked_at=how == "fake")
-    generator = torch.random.default_generator
-    with ExitStack() as stack:
-        stack.callback(generator.set_state, generator.get_state())
-        stack.enter_context(silence())
-        stack.enter_context(plainly())  # a compiler would not see who reads a leaf
-        convert: Callable[[Any], Any] = lambda x: x  # noqa: E731
-        if how == "fake" and not _torch.fake_active():
-            mode = _torch.fake_mode_of(tree.leaves((params, rest)))
-            convert = lambda x: _torch.fake_of(mode, x)  # noqa: E731
-            stack.enter_context(mode)
-            if not forward_only:
-                stack.enter_context(_torch.remembering_nothing(mode))
-        try:
-            at = here()
-            link = AbstractLink(at.rank)
-            stack.enter_context(place_here(replace(at, link=link)))
-        except NoMesh:
-            pass  # the step names its own mesh, or none
+    f, fake = frame(), how == "fake"
+    recorder = Recorder(
+        forward_only=forward_only, looked_at=fake, draws=not fake, around=f.tracer
+    )
+    mine = fake and not _torch.fake_active()  # else they are fake already
+    asked: set[str] = set()
+    with without_data(
+        (params, rest),
+        place_without_data(),
+        fake=fake,
+        remembers=forward_only,
+        asked=asked,
+        told=_TOLD if fake else None,
+    ) as mode:
+
+        def convert(x: Tensor) -> Tensor:
+            return _torch.fake_of(mode, x) if mine else x
+
         # What is fake may be written: an optimizer then copies nothing.
-        donated = Everything() if how == "fake" else None
-        f = replace(frame(), recorder=recorder, donated=donated)
-        stack.enter_context(inside(f))
+        donated = Everything() if fake else None
+        handlers = tuple(map(recorder.standing_for, f.handlers))
+        f = replace(f, handlers=handlers, tracer=recorder, donated=donated)
         paths, leaves, treedef = tree.flatten_with_paths(params, is_leaf=is_sharded)
-        for i, (path, x) in enumerate(zip(paths, leaves, strict=True)):
-            if isinstance(x, Tensor):
-                layout = Layout(tuple(x.shape), x.dtype, (), path)
-                recorder.layouts[path] = layout
-                leaves[i] = Recorded(convert(x.detach()), layout)
-        others = tree.map(
-            lambda x: convert(x) if isinstance(x, Tensor) else x,
-            rest,
-            is_leaf=is_sharded,
-        )
-        if how == "fake":
-            stack.enter_context(
-                told_where("the step, recorded on fake tensors,", _INSTEAD)
+        with inside(f), watching(recorder):
+            for i, (path, x) in enumerate(zip(paths, leaves, strict=True)):
+                if isinstance(x, Tensor):
+                    layout = Layout(tuple(x.shape), x.dtype, (), path)
+                    recorder.layouts[path] = layout
+                    leaves[i] = Recorded(convert(x.detach()), layout)
+            others = tree.map(
+                lambda x: convert(x) if isinstance(x, Tensor) else x,
+                rest,
+                is_leaf=is_sharded,
             )
-        stack.enter_context(watching(recorder))
-        stack.enter_context(asking(asked := set()))
-        with _Watch(recorder):
-            fn(tree.unflatten(treedef, leaves), *others)
+            with _Watch(recorder):
+                fn(tree.unflatten(treedef, leaves), *others)
     asks(asked)
     taken = {path for t in recorder.taken for path in t.leaves}
     apart = all(

@@ -12,8 +12,8 @@ from typing import Any, NamedTuple
 import torch
 
 from fsfunc import tree
-from fsfunc.pipelining.naming import nested
 from fsfunc.placements import describe
+from fsfunc.tracing.names import nested
 
 __all__ = ["Draw", "Glue", "Loss", "Origins", "Outputs", "Program", "Spec"]
 __all__ += ["UnitCall", "Value"]

@@ -1,9 +1,10 @@
-"""The unit calls of a loss that runs on fake tensors, noted one by one."""
+"""``program``: a loss run once on fake tensors, its unit calls noted one by one."""
 
 from __future__ import annotations
 
+import inspect
 from collections import defaultdict
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
@@ -14,10 +15,11 @@ from torch import Tensor
 from fsfunc import _torch, tree
 from fsfunc.comm.attribution import source_line, traceback_line
 from fsfunc.fake_errors import asks_for_a_value
-from fsfunc.frames import Counter
-from fsfunc.pipelining.flowing import Body, Flow, Leaf, tensors
-from fsfunc.pipelining.naming import below
-from fsfunc.pipelining.programs import (
+from fsfunc.frames import Counter, Frame, Stage, frame, inside
+from fsfunc.sharded import Sharded, is_sharded
+from fsfunc.tracing.dataflow import Body, Flow, Leaf, tensors
+from fsfunc.tracing.names import Names, below
+from fsfunc.tracing.programs import (
     Loss,
     Origins,
     Outputs,
@@ -26,13 +28,89 @@ from fsfunc.pipelining.programs import (
     UnitCall,
     Value,
 )
-from fsfunc.pipelining.valuing import run_on_data
+from fsfunc.tracing.runs import place_without_data, without_data
+from fsfunc.tracing.valuing import run_on_data
 
-__all__ = ["Tracer"]
+__all__ = ["program", "trace"]
+
+_TOLD = (
+    "the loss",
+    ", outside every unit: what it does next must not depend on a value that another "
+    "stage holds. Move it into a unit, or make it a torch.where",
+)
 
 
-class Tracer:
-    """The ``stage`` of a frame whose unit calls are noted.
+def program(loss_fn: Callable[..., Any], *args: Any, **keywords: Any) -> Program:
+    """What one run of ``loss_fn(*args, **keywords)`` shows: its unit calls, in order.
+
+    The loss runs once on fake tensors: nothing is computed or sent, and no random
+    number drawn.
+
+    Args:
+        loss_fn: a loss that calls units; it may return any tree.
+        args: its arguments; the first holds its parameters. A sharded leaf counts as
+            the whole tensor.
+
+    Returns:
+        the calls, with the values and parameters that each one's inputs depend on.
+
+    Raises:
+        RuntimeError: the loss asks for a tensor's value, writes into its arguments or
+            into captured tensors, or differentiates units itself; names the line.
+
+    >>> import torch, fsfunc as ff
+    >>> layer = ff.unit(lambda p, x: torch.tanh(x @ p))
+    >>> def loss(params, x):
+    ...     h = layer(params[0], x)
+    ...     return layer(params[1], h * 2).sum()
+    >>> w = torch.ones(3, 3)
+    >>> print(ff.program(loss, [w, w], torch.ones(2, 3)))
+    loss: 2 unit calls
+    %0 = <lambda>(params/0, x) -> f32[2, 3]
+      g0 = mul(%0, 2)
+    %1 = <lambda>(params/1, g0) -> f32[2, 3]
+      g1 = sum(%1)
+    loss = g1 -> f32[]
+    """
+    return trace(loss_fn, args, keywords)
+
+
+def trace(
+    loss_fn: Callable[..., Any], args: tuple[Any, ...], keywords: dict[str, Any]
+) -> Program:
+    """:func:`program`, for arguments in hand."""
+    if not args:
+        raise TypeError(
+            "program(loss_fn, params, ...): the first argument of the loss is missing"
+        )
+    labels, at = _labels(loss_fn, len(args)), place_without_data()
+    names = Names(labels[0], tree.paths(args[0], is_leaf=is_sharded))
+    mine = not _torch.fake_active()
+    with (
+        torch.inference_mode(False),  # and gradients on
+        without_data((args, keywords), at, told=_TOLD) as mode,
+    ):
+        tracer = LossTracer(Flow(names), mode if mine else None)
+        f = Frame(
+            handlers=(tracer,),
+            at=at,
+            compute=frame().compute,
+            counter=tracer.counter,
+            in_loss=True,
+        )
+        with inside(f):
+            given = [
+                _blank(tracer, x, label, parameter=i == 0)
+                for i, (label, x) in enumerate(zip(labels, args, strict=True))
+            ]
+            keywords = {k: _blank(tracer, x, k) for k, x in keywords.items()}
+            with tracer.flow:
+                out = loss_fn(*given, **keywords)
+                return tracer.finished(getattr(loss_fn, "__name__", "loss"), out)
+
+
+class LossTracer(Stage):
+    """Notes the unit calls of a loss.
 
     Args:
         flow: what depends on what.
@@ -45,7 +123,7 @@ class Tracer:
         self.calls: list[UnitCall] = []
         self.leaves: dict[int, Leaf] = {}
 
-    def unit(self, call: Any, params: Any, inputs: Any, keywords: Any) -> Any:
+    def decide(self, call: Any, params: Any, inputs: Any, keywords: Any) -> Any:
         """A unit call of the loss: run, noted, and its outputs set apart."""
         name, line, flow = call.unit.__name__, source_line(), self.flow
         if _torch.functorch_active() or call.frame.counter is not self.counter:
@@ -155,3 +233,38 @@ class Tracer:
             mutated=frozenset(flow.mutated),
             draws=tuple(flow.draws),
         )
+
+
+def _labels(fn: Callable[..., Any], count: int) -> list[str]:
+    """What the function calls its first ``count`` arguments."""
+    try:
+        known = list(inspect.signature(fn).parameters.values())
+    except (TypeError, ValueError):  # a builtin's
+        known = []
+    labels = []
+    for i in range(count):
+        last = known[min(i, len(known) - 1)] if known else None
+        if last is None:
+            labels.append(f"argument {i}")
+        elif last.kind is last.VAR_POSITIONAL:
+            labels.append(f"{last.name}/{i + 1 - len(known)}")
+        else:
+            labels.append(last.name)
+    return labels
+
+
+def _blank(tracer: LossTracer, value: Any, label: str, parameter: bool = False) -> Any:
+    """An argument as fake tensors, each in a storage of its own."""
+    paths, leaves, treedef = tree.flatten_with_paths(value, is_leaf=is_sharded)
+    for i, (path, x) in enumerate(zip(paths, leaves, strict=True)):
+        if not isinstance(x, Tensor | Sharded):
+            continue
+        shape, strides = tuple(x.shape), None if is_sharded(x) else x.stride()
+        strides = strides or torch.empty(shape, device="meta").stride()
+        blank = torch.empty_strided(shape, strides, dtype=x.dtype, device=x.device)
+        if parameter and x.dtype.is_floating_point:
+            blank.requires_grad_()
+        leaf = Leaf(path if parameter else below(label, path), parameter)
+        tracer.leaves[id(blank)] = leaf
+        leaves[i] = tracer.flow.argument(blank, leaf)
+    return tree.unflatten(treedef, leaves)

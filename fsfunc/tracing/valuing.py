@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from fsfunc import _torch, tree
-from fsfunc.pipelining.flowing import Flow, tensors
+from fsfunc.tracing.dataflow import Flow, tensors
 
 __all__ = ["run_on_data"]
 

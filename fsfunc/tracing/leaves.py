@@ -21,9 +21,9 @@ class Recorded(Sharded):
 
     def __init__(self, local: Any, layout: Layout, home: Any = None):
         super().__init__(local, layout)
-        recorder = frame().recorder
-        if recorder is not None and isinstance(local, Tensor):
-            recorder.know(local, layout.name)
+        tracer = frame().tracer
+        if tracer is not None and isinstance(local, Tensor):
+            tracer.know(local, layout.name)
 
     def _refuse(self, what: str) -> Any:
         raise RuntimeError(what)

@@ -8,7 +8,7 @@ import torch
 
 import fsfunc as ff
 from fsfunc import tree
-from fsfunc.recording import record
+from fsfunc.tracing.recorder import record
 
 MESH = ff.make_mesh({"data": 2}, "simulated")
 layer = ff.unit(lambda p, x: torch.tanh(x @ p["w"]) * p["s"])
