@@ -65,7 +65,7 @@ from fsfunc.statistics import (
     init_statistics,
 )
 from fsfunc.tracing.tracer import program
-from fsfunc.training import TrainState, abstract_state, init_state
+from fsfunc.train_state import TrainState, abstract_state, init_state
 from fsfunc.transforms.accumulation import accumulate
 from fsfunc.transforms.casting import precision
 from fsfunc.transforms.donation import donate
