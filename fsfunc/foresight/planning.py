@@ -26,7 +26,7 @@ from fsfunc.memory_kinds import counting
 from fsfunc.sharded import Sharded, is_sharded
 from fsfunc.tracing.fakes import shadows
 from fsfunc.tracing.runs import without_data
-from fsfunc.training import TrainState, init_state
+from fsfunc.train_state import TrainState, init_state
 from fsfunc.transforms.donation import restore
 
 __all__ = ["plan"]
