@@ -101,7 +101,8 @@ class Timeline(Drawn):
                     color = lighter(color, ordered.index(span.unit), chunks)
                     label = label.partition("@")[0]  # the shade tells the stage
                 bars.append(Bar(span.start, span.end, color, label, bool(span.unit)))
-            rows.append(Row(f"rank {lane.rank}", bars, notes))
+            note = "{} bubble, {} held".format(*notes)
+            rows.append(Row(f"rank {lane.rank}", bars, note))
         looks = COMPUTING | GAPS
         marks = {t: looks[t].color for t in looks if t in self._seen()}
         if chunks > 1:
@@ -109,8 +110,7 @@ class Timeline(Drawn):
             marks["lighter: a rank's later stage"] = pale
         idle = of_share(sum(self.bubble), len(self.lanes) * self.makespan)
         title = f"makespan {number(self.makespan)}, {idle} bubble"
-        heads = ("bubble", "held")
-        return lane_figure(title, rows, 0, self.makespan, marks, notes=heads)
+        return lane_figure(title, rows, 0, self.makespan, marks)
 
     def _notes(self) -> list[tuple[str, str]]:
         """Of each rank its bubble's share and what it holds."""
