@@ -21,7 +21,6 @@ from fsfunc.collectives import Group, group, move, pbroadcast
 from fsfunc.crossings import ENTER, GATHER, LAY, MEAN, REDUCE, check_samples
 from fsfunc.donated import refuse_spent
 from fsfunc.frames import frame
-from fsfunc.homes import in_a_row
 from fsfunc.initializing.drawing import draw, standard_normal
 from fsfunc.layout import Layout
 from fsfunc.mesh import NoMesh, here
@@ -29,6 +28,7 @@ from fsfunc.moves import Move
 from fsfunc.moving import assumed, claim, laid
 from fsfunc.optim import kernels
 from fsfunc.optim.elements import entered
+from fsfunc.packing import in_a_row
 from fsfunc.pieces import assemble
 from fsfunc.sharded import Sharded, is_sharded
 from fsfunc.units import one_number

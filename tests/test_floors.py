@@ -20,7 +20,7 @@ FLOORS = [
     (0, ["scoped.py", "paging.py", "_torch.py"]),
     (0, ["kinds.py", "machines.py", "hardware.py", "compiled.py"]),
     (1, ["layout.py", "parts.py", "pieces.py", "resharding.py"]),
-    (1, ["arena.py", "mesh.py", "sharded.py", "homes.py"]),
+    (1, ["arena.py", "mesh.py", "sharded.py", "packing.py"]),
     (1, ["boxing.py", "holding.py", "donated.py", "admitting.py"]),
     (2, ["movable.py", "accounting.py", "moves.py", "moving.py", "crossings.py"]),
     (2, ["collectives.py", "splitting.py", "launching.py", "values.py", "backends/"]),

@@ -35,7 +35,8 @@ from fsfunc.donated import refuse_spent, spend
 from fsfunc.holding import is_held
 from fsfunc.layout import Layout
 from fsfunc.mesh import Here
-from fsfunc.sharded import Buffers, Sharded, is_sharded, split_buffers
+from fsfunc.packing import PackedTree, split_buffers
+from fsfunc.sharded import Sharded, is_sharded
 
 __all__ = ["Fill", "fill", "load"]
 
@@ -143,7 +144,7 @@ def fill(
 
 
 def _own_memory(
-    target: Any, buffers: Buffers, device: Any
+    target: Any, buffers: PackedTree, device: Any
 ) -> tuple[list[Any], Callable[[], None]]:
     """The target's own memory, as few tensors; and what marks the target as spent."""
     leaves = tree.leaves(target, is_leaf=is_sharded)

@@ -11,8 +11,9 @@ from torch import Tensor
 
 from fsfunc import tree
 from fsfunc.movable import strided
+from fsfunc.packing import split_alike
 from fsfunc.parts import describe
-from fsfunc.sharded import Sharded, is_sharded, split_alike
+from fsfunc.sharded import Sharded, is_sharded
 
 Tree = Any
 Mask = Callable[[str, Any], bool]  # (path, leaf) -> whether it applies to that leaf

@@ -15,8 +15,9 @@ from fsfunc.auxiliary import added, averaged, divided, is_summed
 from fsfunc.collectives import Group
 from fsfunc.layout import Owned
 from fsfunc.losses import Weighted
+from fsfunc.packing import split_buffers
 from fsfunc.pipelining.programs import Outputs, Spec
-from fsfunc.sharded import is_sharded, split_buffers
+from fsfunc.sharded import is_sharded
 
 __all__ = ["blank", "combined", "everywhere", "forwarded", "sum_shared"]
 
