@@ -33,7 +33,7 @@ from fsfunc.foresight.events import Ran
 from fsfunc.foresight.planning import plan
 from fsfunc.foresight.plans import Plan
 from fsfunc.hardware import A100_40, replace
-from fsfunc.kinds import KINDS
+from fsfunc.memory_kinds import KINDS
 
 VOCABULARY = 50257  # GPT-2's, not padded; the announcement says "50K"
 GPT_175B = Size(VOCABULARY, 12288, layers=96, heads=96, length=512, sequences=20)

@@ -4,10 +4,10 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 from fsfunc import hardware
-from fsfunc.accounting import ledger
 from fsfunc.autodiff import Weighted, value_and_grad
 from fsfunc.auxiliary import Summed
-from fsfunc.collectives import (
+from fsfunc.comm.async_collectives import start
+from fsfunc.comm.collectives import (
     all_gather,
     all_to_all,
     axis_index,
@@ -20,12 +20,13 @@ from fsfunc.collectives import (
     psum,
     psum_scatter,
 )
+from fsfunc.comm.launch import local_batch, make_mesh, spmd
+from fsfunc.comm.ledgers import ledger
+from fsfunc.comm.mesh import Mesh
 from fsfunc.conversions import lay_like, randn_like, reduce_like, unshard
-from fsfunc.data.loading import batches
-from fsfunc.launching import local_batch, make_mesh, spmd
+from fsfunc.data.loader import batches
 from fsfunc.layout import Flat, Layout, Owned, Split
 from fsfunc.machines import Hardware, Level
-from fsfunc.mesh import Mesh
 from fsfunc.optim import (
     Optimizer,
     add_decayed_weights,
@@ -53,17 +54,16 @@ from fsfunc.pipelining.pipelines import pipeline
 from fsfunc.pipelining.predicting import momentum_prediction
 from fsfunc.pipelining.profiling import profile
 from fsfunc.pipelining.timing import Costs, bubble
-from fsfunc.pipelining.tracing import program
 from fsfunc.pipelining.verification import verify
 from fsfunc.placing import place
 from fsfunc.sharded import Sharded, is_sharded
-from fsfunc.splitting import start
 from fsfunc.statistics import (
     RunningStatistics,
     batch_norm,
     commit_statistics,
     init_statistics,
 )
+from fsfunc.tracing.tracer import program
 from fsfunc.training import TrainState, abstract_state, init_state
 from fsfunc.transforms.accumulation import accumulate
 from fsfunc.transforms.casting import precision
@@ -77,7 +77,7 @@ from fsfunc.units import unit
 
 if TYPE_CHECKING:
     from fsfunc import show, testing
-    from fsfunc.checkpointing.consolidating import consolidate
+    from fsfunc.checkpointing.consolidation import consolidate
     from fsfunc.checkpointing.finding import metadata
     from fsfunc.checkpointing.folders import latest
     from fsfunc.checkpointing.loading import load
@@ -96,7 +96,7 @@ __version__ = "0.1.0"
 # What only some programs use comes when it is asked for: imports are paid by all.
 _LATER = {
     "CheckpointError": "fsfunc.checkpointing.manifest",
-    "consolidate": "fsfunc.checkpointing.consolidating",
+    "consolidate": "fsfunc.checkpointing.consolidation",
     "latest": "fsfunc.checkpointing.folders",
     "metadata": "fsfunc.checkpointing.finding",
     "load": "fsfunc.checkpointing.loading",

@@ -3,7 +3,7 @@
 import os
 import sys
 
-from fsfunc.commands import main
+from fsfunc.cli import main
 
 if __name__ == "__main__":
     try:

@@ -15,18 +15,17 @@ import torch
 from torch import Tensor
 
 from fsfunc import _torch, tree
-from fsfunc.accounting import aside
-from fsfunc.admitting import arguments, refuse
 from fsfunc.auxiliary import divided
+from fsfunc.comm.attribution import internal
 from fsfunc.compiled import refuse_compiled
 from fsfunc.differentiated import Leaves, add_gradients
 from fsfunc.frames import Counter, Running, Thread, frame, inside, run_as
-from fsfunc.kinds import count_as
-from fsfunc.losses import Weighted, loss_parts
+from fsfunc.generators import one_number
+from fsfunc.inputs import arguments, refuse
+from fsfunc.losses import Weighted, loss_parts, tie
+from fsfunc.memory_kinds import count_as
 from fsfunc.packing import split_buffers
 from fsfunc.sharded import FlatShard, Parts, is_sharded
-from fsfunc.tying import tie
-from fsfunc.units import one_number
 
 __all__ = [
     "GradientCall",
@@ -68,7 +67,8 @@ class GradientCall:
     """What is differentiated: interpretations pass it along, and change it.
 
     ``packed``: by identity, the buffers whose gradients a transform keeps; ``parts``:
-    those of their leaves that are used beside units, with their gradients.
+    those of their leaves that are used beside units, with their gradients. ``by``: what
+    it comes down to, in place of autograd's own forward and backward.
     """
 
     fn: Callable[..., Any]
@@ -78,6 +78,7 @@ class GradientCall:
     keywords: dict[str, Any]
     packed: Mapping[int, FlatShard] = field(default_factory=dict)
     parts: Parts | None = None
+    by: Callable[[GradientCall], Outcome] | None = None
 
 
 def value_and_grad(
@@ -208,9 +209,9 @@ def differentiate(call: GradientCall) -> Outcome:
             "value_and_grad under torch.inference_mode(): autograd records nothing "
             "there, and all gradients would be zero; leave that mode for it"
         )
+    if call.by is not None:
+        return call.by(replace(call, by=None))
     f = frame()
-    if f.differentiate is not None:
-        return f.differentiate(call)
     if _torch.functorch_active() or _torch.forward_ad_active():
         return _by_vjp(call)
     if torch.is_grad_enabled() and tracked((call.args, call.keywords)):
@@ -233,11 +234,11 @@ def differentiate(call: GradientCall) -> Outcome:
     inputs = [*values, *made, *([] if thread is None else [thread.start])]
     if not inputs or not tied.requires_grad:
         found: Sequence[Tensor | None] = [None] * len(inputs)
-    elif f.recorder is not None and f.recorder.forward_only:
+    elif f.tracer is not None and f.tracer.forward_only:
         found = [torch.empty_like(x) for x in inputs]
-        f.recorder.gradients(picked, found)
+        f.tracer.gradients(picked, found)
     else:
-        with aside():
+        with internal():
             found = torch.autograd.grad(tied, inputs, allow_unused=True)
     weight = None if weight is None else weight.detach()
     count_as("gradients", found[: len(values)])

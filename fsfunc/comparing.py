@@ -18,9 +18,10 @@ import torch
 from torch import Tensor
 
 from fsfunc import _torch
-from fsfunc.accounting import label, silence
+from fsfunc.comm.attribution import label
+from fsfunc.comm.groups import RankGroup
+from fsfunc.comm.ledgers import silence
 from fsfunc.layout import describe
-from fsfunc.moves import Group
 
 __all__ = [
     "ALIKE",
@@ -70,7 +71,7 @@ def stated(value: Any) -> str:
     return re.sub(r" at 0x[0-9a-f]+", "", repr(value))
 
 
-def compare(sections: Sequence[Section], where: Group) -> None:
+def compare(sections: Sequence[Section], where: RankGroup) -> None:
     """Raises unless all ranks of a group say the same.
 
     Raises:
@@ -91,7 +92,7 @@ def compare(sections: Sequence[Section], where: Group) -> None:
                 raise RanksDiffer(_difference(section, _texts(section.lines, where)))
 
 
-def _with_the_first(sections: Sequence[Section], where: Group) -> None:
+def _with_the_first(sections: Sequence[Section], where: RankGroup) -> None:
     """Ranks of one process: each is compared with the first that came."""
     notes, rank, n = where.link.notes, where.rank, where.size
     number = notes["compared", where.ranks, rank] = (
@@ -108,14 +109,14 @@ def _with_the_first(sections: Sequence[Section], where: Group) -> None:
             raise RanksDiffer(_difference(section, both))
 
 
-def _gathered(mine: bytes, where: Group) -> list[bytes]:
+def _gathered(mine: bytes, where: RankGroup) -> list[bytes]:
     """What each rank of the group gave, all of one length."""
     x = torch.frombuffer(bytearray(mine), dtype=torch.uint8).to(where.link.device)
     every = where.start("all_gather", x).wait().cpu()
     return [bytes(row.tolist()) for row in every.view(where.size, len(mine))]
 
 
-def _texts(lines: Lines, where: Group) -> dict[int, Lines]:
+def _texts(lines: Lines, where: RankGroup) -> dict[int, Lines]:
     """Every rank's lines."""
     text = "\0".join(part for line in lines for part in line)
     mine = text.encode(errors="replace")

@@ -16,22 +16,23 @@ import torch
 from torch import Tensor
 
 from fsfunc import _torch, tree
-from fsfunc.accounting import label
-from fsfunc.collectives import Group, group, move, pbroadcast
-from fsfunc.crossings import ENTER, GATHER, LAY, MEAN, REDUCE, check_samples
+from fsfunc.comm.attribution import label
+from fsfunc.comm.collective_ops import apply_map, assumed, claim, laid
+from fsfunc.comm.collectives import pbroadcast
+from fsfunc.comm.crossings import ENTER, GATHER, LAY, MEAN, REDUCE, check_samples
+from fsfunc.comm.groups import RankGroup, group
+from fsfunc.comm.linear_maps import LinearMap
+from fsfunc.comm.mesh import NoMesh, here
 from fsfunc.donated import refuse_spent
 from fsfunc.frames import frame
+from fsfunc.generators import one_number
 from fsfunc.initializing.drawing import draw, standard_normal
 from fsfunc.layout import Layout
-from fsfunc.mesh import NoMesh, here
-from fsfunc.moves import Move
-from fsfunc.moving import assumed, claim, laid
-from fsfunc.optim import kernels
-from fsfunc.optim.elements import entered
+from fsfunc.optim.leaves import differentiated
+from fsfunc.optim.reductions import entered
 from fsfunc.packing import in_a_row
-from fsfunc.pieces import assemble
 from fsfunc.sharded import Sharded, is_sharded
-from fsfunc.units import one_number
+from fsfunc.slices import assemble
 
 __all__ = ["lay_like", "randn_like", "reduce_like", "unshard"]
 
@@ -71,7 +72,7 @@ def unshard(
     def whole(x: Any) -> Any:
         if not isinstance(x, Sharded):
             return entered(x) if isinstance(x, Tensor) else x
-        if kernels.differentiated([x.local]) and set(x.layout.axes) <= set(_means()):
+        if differentiated([x.local]) and set(x.layout.axes) <= set(_means()):
             if only is not None:
                 raise ValueError(
                     f"unshard(..., only={only}) of {x.name!r}, which is differentiated "
@@ -95,7 +96,7 @@ def _gathered(x: Sharded) -> Tensor:
     local = x.local.detach()
     if not layout.axes:
         if copies := _means():
-            local = move(local, ENTER, group(copies))
+            local = apply_map(local, ENTER, group(copies))
         return local.reshape(layout.shape).clone()
     where = group(layout.axes, at)
     counts = _counts(layout, where)
@@ -120,14 +121,14 @@ def _entered(x: Sharded) -> Tensor:
     axes, local = x.layout.axes, x.local
     check_samples(local, repr(x.name))
     if copies := tuple(a for a in _means() if a not in axes):
-        local = move(local, ENTER, group(copies))
+        local = apply_map(local, ENTER, group(copies))
     if not axes:
         return local.reshape(x.shape)
     where = group(axes)
     counts = _counts(x.layout, where)
     size = max(counts)
     sent = in_a_row([local, local.new_zeros(size - local.numel())])
-    every = move(sent, GATHER, where).split(size)
+    every = apply_map(sent, GATHER, where).split(size)
     parts = [part[:n] for part, n in zip(every, counts, strict=True)]
     return torch.cat(parts).view(x.shape)
 
@@ -264,7 +265,7 @@ def _means() -> tuple[str, ...]:
         return ()
 
 
-def _counts(layout: Layout, where: Group) -> list[int]:
+def _counts(layout: Layout, where: RankGroup) -> list[int]:
     """How many elements of a leaf each rank of a group holds."""
     mesh = here().mesh
     shapes = [layout.local_shape(mesh.coordinates(rank)) for rank in where.ranks]
@@ -282,7 +283,9 @@ def _check_flat(x: Sharded, what: str) -> None:
         )
 
 
-def _back(t: Any, like: Any, what: str, parts: Move, whole: Move | None) -> Any:
+def _back(
+    t: Any, like: Any, what: str, parts: LinearMap, whole: LinearMap | None
+) -> Any:
     """Whole tensors as ``like`` lies; those that go the same way go together."""
     leaves, treedef = tree.flatten(like, is_leaf=is_sharded)
     try:
@@ -333,8 +336,8 @@ def _laid(
     values: Sequence[Tensor],
     like: Sequence[Any],
     axes: tuple[str, ...],
-    parts: Move,
-    whole: Move | None,
+    parts: LinearMap,
+    whole: LinearMap | None,
 ) -> list[Tensor]:
     """Tensors of one dtype, of which each rank keeps the parts over ``axes``."""
     copies = tuple(a for a in _means() if a not in axes) if whole is not None else ()
@@ -342,7 +345,7 @@ def _laid(
         shapes = [x.local.shape if is_sharded(x) else x.shape for x in like]
         if whole is not None and copies:
             flat = torch.cat([x.reshape(-1) for x in values])
-            flat = move(flat, whole, group(copies))
+            flat = apply_map(flat, whole, group(copies))
             values = flat.split([x.numel() for x in values])
         return [
             x.reshape(shape).clone() if is_sharded(old) else x.reshape(shape)
@@ -351,15 +354,15 @@ def _laid(
     where = group(axes)
     mine = [_counts(x.layout, where) for x in like]  # by leaf, by rank
     pieces = [x.reshape(-1).split(c) for x, c in zip(values, mine, strict=True)]
-    if parts.sends is None and not kernels.differentiated(values):
+    if parts.sends is None and not differentiated(values):
         return [assumed(part[where.index].clone(), "S") for part in pieces]
     sums = [sum(counts[k] for counts in mine) for k in range(where.size)]
     rows: list[Tensor] = []
     for k, total in enumerate(sums):
         rows += [part[k] for part in pieces]
         rows.append(values[0].new_zeros(max(sums) - total))
-    flat = move(torch.cat(rows), parts, where)
+    flat = apply_map(torch.cat(rows), parts, where)
     if whole is not None and copies:
-        flat = move(flat, whole, group(copies))
+        flat = apply_map(flat, whole, group(copies))
     held = [counts[where.index] for counts in mine]
     return list(flat[: sum(held)].split(held))

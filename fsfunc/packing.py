@@ -16,7 +16,7 @@ from torch import Tensor
 
 from fsfunc import _torch, tree
 from fsfunc.layout import Layout
-from fsfunc.parts import room
+from fsfunc.placements import room
 from fsfunc.sharded import FlatShard, Sharded, is_sharded
 
 __all__ = [

@@ -25,15 +25,32 @@ PROGRAMS = {"benchmarks", "examples"}  # folders whose tests start programs
 TIME_LIMIT = 120  # seconds; a run of torchrun that takes longer hangs
 
 
+@pytest.hookimpl(tryfirst=True)  # before pytest-xdist looks
+def pytest_cmdline_main(config: pytest.Config) -> None:
+    """`pytest` alone: every law, without slow tests, two at a time.
+
+    Who names files, or marks (`-m "slow or not slow"`: everything), gets what they say.
+    """
+    given = config.option
+    if config.args_source is config.ArgsSource.TESTPATHS and not given.markexpr:
+        given.markexpr = "not slow"
+        if getattr(given, "numprocesses", 0) is None and not given.usepdb:
+            given.numprocesses, given.dist = 2, "loadgroup"
+
+
 def pytest_configure() -> None:
     torch.set_num_threads(1)
 
 
+@pytest.hookimpl(tryfirst=True)  # before `-m "not slow"` is looked at
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    # For `pytest -n 2 --dist loadgroup`: a file's tests share fixtures, and files that
-    # start many processes leave the other cores to the others.
+    # For `-n 2 --dist loadgroup`: a file's tests share fixtures, and files that start
+    # many processes leave the other cores to the others.
     apart = {item.path for item in items if item.get_closest_marker("processes")}
     for item in items:
+        processes = item.get_closest_marker("processes")
+        if processes and processes.kwargs.get("slow", True):
+            item.add_marker(pytest.mark.slow)
         if item.get_closest_marker("gpu") and not torch.cuda.is_available():
             item.add_marker(pytest.mark.skip(reason="no CUDA device"))
         several = item.path in apart or item.path.parent.name in PROGRAMS

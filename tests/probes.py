@@ -1,4 +1,4 @@
-"""What tests watch with: live bytes, calls of an op, and trees compared bit by bit."""
+"""What tests watch with: the bytes that live, and the calls of an op."""
 
 import weakref
 from typing import Any
@@ -55,15 +55,3 @@ class Calls(TorchDispatchMode):
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         self.count += func.__name__.startswith(self.names)
         return func(*args, **(kwargs or {}))
-
-
-def same(actual: Any, expected: Any) -> None:
-    """Raises unless two trees are equal bit by bit, dtypes included."""
-    tree.check_same_structure(expected, actual)
-    paths, xs, _ = tree.flatten_with_paths(actual)
-    for path, x, y in zip(paths, xs, tree.leaves(expected), strict=True):
-        if isinstance(y, Tensor):
-            if x.dtype != y.dtype or not torch.equal(x, y):
-                raise AssertionError(f"{path}: {x} is not {y}")
-        elif x != y:
-            raise AssertionError(f"{path}: {x!r} is not {y!r}")

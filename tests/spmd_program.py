@@ -3,8 +3,9 @@
 import torch
 
 import fsfunc as ff
-from fsfunc.backends.processes import ProcessLink
-from fsfunc.mesh import here
+from fsfunc.comm.backends.processes import ProcessLink
+from fsfunc.comm.groups import group
+from fsfunc.comm.mesh import here
 
 SHAPES = [(0, 2), (6, 1), (12, 5), (6, 700)]  # the last is past the one-hop sum
 FLOATS = [torch.float32, torch.bfloat16, torch.float64]
@@ -84,7 +85,7 @@ def out_of_order(axis):
     c = c or ff.start(ff.all_gather, x[:2], axis)
     found = {"a": a.wait(), "b": b.wait(), "c": c.wait()}
 
-    where = ff.collectives.group(axis)  # a sum in two hops; something else in between
+    where = group(axis)  # a sum in two hops; something else in between
     total = where.start("psum", x)
     if where.index:
         d = where.start("psum", 3 * x, any_order=True)
@@ -97,7 +98,7 @@ def out_of_order(axis):
 
 def into_buffers(axis):
     """Links write into the buffer that they are given."""
-    where = ff.collectives.group(axis)
+    where = group(axis)
     n, x = where.size, inputs((6, 2), torch.float32, where.rank)
     found = {}
     for op, rows in {

@@ -5,7 +5,8 @@ import torch
 
 import fsfunc as ff
 from fsfunc import _torch, tree
-from fsfunc.launching import PerRank
+from fsfunc.comm.launch import PerRank
+from fsfunc.comm.mesh import here
 
 GRID = ff.make_mesh({"a": 2, "b": 3, "c": 2}, "abstract")
 
@@ -14,7 +15,7 @@ def counted(fn):
     ran = []
 
     def main(*args):
-        ran.append(ff.mesh.here().rank)
+        ran.append(here().rank)
         return fn(*args)
 
     return main, ran

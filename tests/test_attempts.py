@@ -5,7 +5,7 @@ from threading import Thread
 import pytest
 import torch.distributed as dist
 
-from fsfunc.backends.attempts import fresh
+from fsfunc.comm.backends.process_groups import fresh
 
 
 def attempt(store, size, absent=()):

@@ -6,7 +6,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import fsfunc as ff
-from tests.probes import LiveBytes, same
+from tests.checks import same
+from tests.probes import LiveBytes
 
 
 def params():

@@ -9,7 +9,7 @@ import fsfunc as ff
 from fsfunc import tree
 from fsfunc.auxiliary import Summed, added, averaged, divided, is_summed
 from fsfunc.structure import TreeMismatch
-from tests.probes import same
+from tests.checks import same
 
 X = torch.arange(-6.0, 10.0).view(16, 1)
 W = torch.tensor(2.0)

@@ -418,6 +418,32 @@ def test_outside_spmd():
         ff.psum(torch.ones(1), "data")
 
 
+def test_another_ranks_state_is_refused():
+    def main(mesh):
+        return ff.place(ff.shard(loss_fn, mesh, "data"), parameters(), BATCH)
+
+    mesh, wider = (ff.make_mesh({"data": n}, "simulated") for n in (2, 4))
+    first = ff.spmd(lambda: main(mesh), mesh)()[0]
+    for there, said in (
+        (mesh, "layers/0/. f32.*is the part of {'data': 0} of 2 ranks"),
+        (wider, "of 2 ranks, but this is .*4"),
+    ):
+        call = ff.shard(loss_fn, there, "data")
+        with pytest.raises(ValueError, match=said):
+            ff.spmd(lambda call=call: call(first, BATCH), there)()
+
+
+def test_a_state_without_an_optimizer_state():
+    state = ff.TrainState(parameters())
+    with pytest.raises(ValueError, match="no optimizer state.*init_state"):
+        state.apply_gradients(parameters(), OPTIMIZER)
+
+
+def test_axes_that_are_no_mapping():
+    with pytest.raises(TypeError, match="axes as {name: size}"):
+        ff.make_mesh(["data", 2])
+
+
 def test_a_mesh_unlike_the_processes(monkeypatch):
     monkeypatch.setenv("WORLD_SIZE", "2")
     monkeypatch.setenv("RANK", "0")

@@ -8,7 +8,7 @@ import torch
 from torch.func import grad, hessian, jacfwd, jacrev, jvp, vjp, vmap
 
 import fsfunc as ff
-from fsfunc.launching import PerRank
+from fsfunc.comm.launch import PerRank
 
 # The first jvp of a process lets torch compile its own decompositions.
 pytestmark = pytest.mark.filterwarnings("ignore:.torch.jit.script. is deprecated")

@@ -7,6 +7,7 @@ import pytest
 import torch
 
 import fsfunc as ff
+from fsfunc.comm.groups import group
 from fsfunc.comparing import RanksDiffer, Section, checksums, compare
 from tests.unlike_programs import UNLIKE, Case, alike, block, run
 
@@ -106,7 +107,7 @@ def test_a_difference_names_keys_ranks_and_what_to_do():
     mesh = ff.make_mesh({"data": 3}, "simulated")
 
     def main(ranks):
-        where = ff.collectives.group("data")
+        where = group("data")
         said = Section("they differ", lines[ranks[where.rank]], "be alike")
         compare([Section("not this", [("x", "y")]), said], where)
 

@@ -5,8 +5,8 @@ import torch
 import torch.nn.functional as F
 
 import fsfunc as ff
-from fsfunc.units import mix
-from tests.probes import same
+from fsfunc.generators import mix
+from tests.checks import same
 
 D, B = 16, 8
 # Ones and halves: what survives is exact, and tells which mask it was.

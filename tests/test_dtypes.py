@@ -4,7 +4,7 @@ import pytest
 import torch
 
 import fsfunc as ff
-from fsfunc.launching import PerRank
+from fsfunc.comm.launch import PerRank
 from tests.dtype_sweep import drawn, expected, sweep, wrong
 
 

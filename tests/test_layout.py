@@ -2,7 +2,6 @@
 
 import json
 import math
-import time
 
 import pytest
 import torch
@@ -10,9 +9,8 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from fsfunc.layout import Layout, every_coordinate, pack_flat
-from fsfunc.parts import Flat, Owned, Split, Whole, dtype_name
-from fsfunc.pieces import assemble, runs, take
-from fsfunc.resharding import Move, ReshardPlan, apply_plan, reshard_plan
+from fsfunc.placements import Flat, Owned, Split, Whole, dtype_name
+from fsfunc.slices import assemble, boxes, take
 
 F32 = torch.float32
 AXES = ("node", "data", "model")
@@ -54,7 +52,6 @@ def layouts(draw, shape):
 
 
 one_layout = shapes.flatmap(layouts)
-two_layouts = shapes.flatmap(lambda shape: st.tuples(layouts(shape), layouts(shape)))
 law = settings(deadline=None, max_examples=200)
 
 NINE = Layout((9,), torch.int64, (Split("data", 8, 0),), "w")
@@ -69,11 +66,6 @@ CUBE = Layout((3, 4, 5), torch.int64, (Split("data", 2, 1), Split("node", 4, 1))
 
 def of_every_layout(test):
     return law(given(one_layout)(example(NINE)(example(PRODUCT)(example(CUBE)(test)))))
-
-
-def of_every_pair(test):
-    pairs = example((PRODUCT, CUBE))(example((CUBE, PRODUCT))(test))
-    return law(given(two_layouts)(pairs))
 
 
 def count_up(layout):
@@ -130,65 +122,36 @@ def test_assemble_inverts_take(layout):
 
 
 @of_every_layout
-def test_runs_name_the_elements_taken_and_partition_the_tensor(layout):
+def test_boxes_hold_what_the_rank_holds_and_partition_the_tensor(layout):
     x, seen = count_up(layout), []
     for at, local in take_all(x, layout):
-        found = runs(layout, at).tolist()
-        named = [i for start, n in found for i in range(start, start + n)]
-        assert named == local.reshape(-1).tolist(), at
-        ends = [start + n for start, n in found]
-        assert all(n > 0 for _, n in found)
-        gaps = zip(ends[:-1], found[1:], strict=True)
-        assert all(end < start for end, (start, _) in gaps), "adjacent runs not merged"
-        seen += named
+        found, end = boxes(layout, at), 0
+        flat = layout.flat is not None
+        assert len(found) <= (max(2 * layout.ndim - 1, 1) if flat else 1)
+        for box in found:
+            where = tuple(slice(o, o + n) for o, n in zip(*box[:2], strict=True))
+            assert box.start == end and box.numel
+            end += box.numel
+            assert torch.equal(
+                x[where].reshape(-1), local.reshape(-1)[box.start : end]
+            ), at
+            seen += x[where].reshape(-1).tolist()
+        assert end == local.numel()
     assert sorted(seen) == list(range(layout.numel))
 
 
-@of_every_pair
-def test_a_plan_leads_from_any_layout_to_any_other(pair):
-    source, target = pair
-    x = count_up(source)
-    plan = reshard_plan(source, target)
-    made = apply_plan(plan, take_all(x, source))
-    assert set(made) == {target.key(at) for at in every_coordinate(target)}
-    for at in every_coordinate(target):
-        assert torch.equal(made[target.key(at)], take(x, target, at)), at
-
-
-@of_every_pair
-def test_a_plan_reads_each_element_once(pair):
-    source, target = pair
-    plan = reshard_plan(source, target)
-    assert plan.numel == source.numel
-    parts = {source.key(at): part for at, part in take_all(count_up(source), source)}
-    read = []
-    for move in plan.moves:
-        flat = parts[move.source].reshape(-1)
-        for start, _, n in move.copies.tolist():
-            read += flat[start : start + n].tolist()
-    assert sorted(read) == list(range(source.numel))
+def test_a_range_within_one_row_is_one_box():
+    flat = Flat(("data",), 4, "u", 0, 2)
+    layout = Layout((1, 1, 8), torch.float32, (flat,))
+    assert [len(boxes(layout, {"data": i})) for i in range(4)] == [1, 1, 1, 1]
+    assert boxes(layout, {"data": 2})[0][:2] == ((0, 0, 4), (1, 1, 2))
 
 
 @of_every_layout
-def test_a_plan_to_the_same_layout_is_one_copy_a_rank(layout):
-    plan = reshard_plan(layout, layout)
-    want = []
-    for at, part in take_all(count_up(layout), layout):
-        if part.numel():
-            copy = torch.tensor([[0, 0, part.numel()]])
-            want.append(Move(layout.key(at), layout.key(at), copy))
-    assert plan.moves == tuple(want)
-
-
-@of_every_pair
-def test_layouts_and_plans_survive_json(pair):
-    plan = reshard_plan(*pair)
-    again = ReshardPlan.from_data(json.loads(json.dumps(plan.to_data())))
-    assert again == plan
-    assert again.source.name == "w"
-    assert all(move.copies.dtype == torch.int64 for move in again.moves)
-    assert hash(again) == hash(plan)
-    assert str(again) == str(plan)
+def test_layouts_survive_json(layout):
+    again = Layout.from_data(json.loads(json.dumps(layout.to_data())))
+    assert again == layout and hash(again) == hash(layout)
+    assert again.name == "w" and str(again) == str(layout)
 
 
 @law
@@ -223,8 +186,8 @@ def test_nine_elements_over_eight_ranks():
 
 def test_flat_indexes_its_first_axis_as_the_major_one():
     (layout,) = pack_flat([(6,)], F32, ["b"], ["node", "data"], [2, 3], "unit")
-    found = [runs(layout, {"data": d, "node": n})[0, 0] for n in (0, 1) for d in (0, 1)]
-    assert found == [0, 1, 3, 4]
+    found = [boxes(layout, {"data": d, "node": n}) for n in (0, 1) for d in (0, 1)]
+    assert [first.offsets for first, *_ in found] == [(0,), (1,), (3,), (4,)]
 
 
 def test_a_part_is_a_view_where_it_can_be():
@@ -265,32 +228,10 @@ def test_take_flattens_a_transposed_tensor_row_major():
         assert torch.equal(part, cut(full, layout, at))
 
 
-@pytest.mark.parametrize("width", [6, 600])
-def test_many_copies_are_applied_alike_short_and_long(width):
-    columns = Layout((40, width), torch.int64, (Split("data", 3, 1),))
-    plan = reshard_plan(columns, Layout((40, width), torch.int64))
-    assert [len(move.copies) for move in plan.moves] == [40] * 3
-    x = count_up(columns)
-    assert torch.equal(apply_plan(plan, take_all(x, columns))[()], x)
-
-
-def test_columns_of_a_large_matrix_take_milliseconds():
-    layout = Layout((4096, 4096), F32, (Split("model", 4096, 1),))
-    took = []
-    for _ in range(3):
-        start = time.perf_counter()
-        found = runs(layout, {"model": 7})
-        took.append(time.perf_counter() - start)
-    assert found.shape == (4096, 2)
-    assert min(took) < 0.02
-
-
 def test_parts_keep_the_dtype_they_come_in():
     layout = Layout((5,), F32, (Split("data", 2, 0),))
     x = torch.arange(5, dtype=torch.bfloat16)
     assert assemble(take_all(x, layout), layout).dtype == torch.bfloat16
-    plan = reshard_plan(layout, Layout((5,), F32))
-    assert apply_plan(plan, take_all(x, layout))[()].dtype == torch.bfloat16
 
 
 def test_layouts_are_hashable_values_that_ignore_their_name():
@@ -336,23 +277,6 @@ def test_a_layout_tells_its_facts():
 )
 def test_layouts_print(parts, text):
     assert str(Layout((10, 7), F32, parts, "blocks/3/w")) == text
-
-
-def test_plans_print_a_few_copies_of_each_move():
-    rows = Layout((5, 4), F32, (Split("d", 2, 0),), "w")
-    plan = reshard_plan(Layout((5, 4), F32, (Split("m", 2, 1),), "w"), rows)
-    assert str(plan).splitlines() == [
-        "reshard w f32[5, 4] split over m=2 along dim 1",
-        "     to w f32[5, 4] split over d=2 along dim 0",
-        "  m=0 -> d=0: 0:2 to 0:2, 2:4 to 4:6, 4:6 to 8:10",
-        "  m=0 -> d=1: 6:8 to 0:2, 8:10 to 4:6",
-        "  m=1 -> d=0: 0:2 to 2:4, 2:4 to 6:8, 4:6 to 10:12",
-        "  m=1 -> d=1: 6:8 to 2:4, 8:10 to 6:8",
-    ]
-    tall = reshard_plan(Layout((9, 2), F32, (Split("m", 2, 1),)), Layout((9, 2), F32))
-    assert str(tall).splitlines()[2] == (
-        "  m=0 -> every rank: 0:1 to 0:1, 1:2 to 2:3, 2:3 to 4:5, 6 more"
-    )
 
 
 @pytest.mark.parametrize(
@@ -441,7 +365,7 @@ def test_bad_input_is_refused_with_the_way_out():
             f"cannot find the part of {W} at {{'pipe': 0}}: axis \"data\" of size 4 is "
             "missing; give each of ['data'] a coordinate from 0 to its size - 1",
         ),
-        (lambda: runs(layout, {"data": 4}), "of size 4 has coordinate 4"),
+        (lambda: boxes(layout, {"data": 4}), "of size 4 has coordinate 4"),
         (lambda: layout.buffer_range({"data": 0}), "lies in no buffer"),
         (
             lambda: take(x[1:], layout, {"data": 0}),
@@ -455,14 +379,6 @@ def test_bad_input_is_refused_with_the_way_out():
         (
             lambda: assemble({(3,): x[:3]}, layout),
             f"the part of {W} at {{'data': 3}} has shape [3, 7], not [1, 7]",
-        ),
-        (
-            lambda: reshard_plan(layout, Layout((7, 10), F32, (), "v")),
-            f"cannot reshard {W} to 'v' f32[7, 10]: a plan keeps the shape",
-        ),
-        (
-            lambda: apply_plan(reshard_plan(layout, layout), {(0,): x[:3]}),
-            f"cannot reshard {W}: the part at {{'data': 1}} is missing",
         ),
         (
             lambda: pack_flat([(2,), ()], [F32, torch.bool], "ab", ["data"], 2, "u"),

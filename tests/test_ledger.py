@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import fsfunc as ff
-from fsfunc.accounting import label, source_line
+from fsfunc.comm.attribution import label, source_line
 
 
 def mesh_of(backend="simulated", **sizes):

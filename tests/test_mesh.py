@@ -8,8 +8,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import fsfunc as ff
-from fsfunc.launching import PerRank
-from fsfunc.mesh import Here, Mesh, NoMesh, here, place_here
+from fsfunc.comm.launch import PerRank
+from fsfunc.comm.mesh import Here, Mesh, NoMesh, here, place_here
 
 SIZES = st.dictionaries(st.sampled_from("abc"), st.integers(1, 4), min_size=1)
 

@@ -14,12 +14,8 @@ from hypothesis import strategies as st
 from fsfunc import tree
 from fsfunc.layout import pack_flat
 from fsfunc.packing import repack, side_by_side, split_alike, split_buffers
-from fsfunc.pieces import take
-from fsfunc.sharded import (
-    FlatShard,
-    Sharded,
-    is_sharded,
-)
+from fsfunc.sharded import FlatShard, Sharded, is_sharded
+from fsfunc.slices import take
 
 AT = {"data": 1}
 SHAPES = st.lists(

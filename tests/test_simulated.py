@@ -9,7 +9,9 @@ import torch
 
 import fsfunc as ff
 from fsfunc import _torch
-from fsfunc.backends.simulated import CollectiveMismatch, Deadlock
+from fsfunc.comm.attribution import label
+from fsfunc.comm.backends.baton import Deadlock
+from fsfunc.comm.backends.link import CollectiveMismatch
 
 
 @pytest.fixture(autouse=True)
@@ -187,7 +189,7 @@ def test_a_deadlock_is_a_table():
     def main():
         if mesh.rank == 3:
             return  # early
-        with ff.accounting.label("blocks/0", "forward"):
+        with label("blocks/0", "forward"):
             ff.psum(torch.ones(2, 5), "data" if mesh.rank else "pipe")
         ff.all_gather(torch.ones(3), "pipe")
 
@@ -313,7 +315,15 @@ def test_the_first_error_wins():
         run(main)
 
 
-def test_an_interrupt_ends_every_rank():
+@pytest.fixture
+def interruptible():
+    """A shell starts what runs in its background with SIGINT ignored."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
+
+
+def test_an_interrupt_ends_every_rank(interruptible):
     def main():
         if index() == 1:
             signal.pthread_kill(threading.main_thread().ident, signal.SIGINT)

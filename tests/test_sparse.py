@@ -6,7 +6,7 @@ import torch.nn.functional as F
 
 import fsfunc as ff
 from fsfunc.tracing.refusals import LawError
-from tests.probes import same
+from tests.checks import same
 
 
 def integers(*shape):

@@ -14,13 +14,13 @@ from hypothesis import strategies as st
 from torch.func import grad, vjp
 
 import fsfunc as ff
-from fsfunc.backends.base import Work
-from fsfunc.backends.simulated import SimulatedLink
+from fsfunc.comm.backends.link import Handle
+from fsfunc.comm.backends.simulated import SimulatedLink
 
 MESH = ff.make_mesh({"data": 2}, "simulated")
 
 
-class Watched(Work):
+class Watched(Handle):
     def __init__(self, work, seen, name):
         self.work, self.seen, self.name = work, seen, name
 

@@ -13,7 +13,8 @@ from fsfunc import tree
 from fsfunc.auxiliary import Summed, added
 from fsfunc.statistics import Moments
 from fsfunc.structure import TreeMismatch
-from tests.probes import LiveBytes, same
+from tests.checks import same
+from tests.probes import LiveBytes
 
 C = 3
 GENERATOR = torch.Generator().manual_seed(0)

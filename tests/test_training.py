@@ -9,7 +9,8 @@ import fsfunc as ff
 from fsfunc import tree
 from fsfunc.packing import split_buffers
 from fsfunc.sharded import is_sharded
-from tests.transforms.models import SPECS, assert_same, batch_of, held
+from tests.checks import close, held, same
+from tests.transforms.models import SPECS, batch_of
 
 MESH = ff.make_mesh({"data": 2}, "simulated")
 ZEROS = pytest.mark.parametrize("zero", [0, 1, 2, 3])
@@ -67,7 +68,7 @@ def test_unshard_undoes_place(spec, where, zero, min_bytes, with_moments):
         given = held(t)
         placed = ff.place(tree_of, t, frozen, batch)
         again = ff.place(tree_of, placed, frozen, batch)
-        assert_same(held(t), given)
+        same(held(t), given)
         if with_moments:  # laid out alike, so an elementwise update just works
             layouts = [
                 [x.layout if is_sharded(x) else None for x in leaves_of(placed[k])]
@@ -80,8 +81,8 @@ def test_unshard_undoes_place(spec, where, zero, min_bytes, with_moments):
     if with_moments:
         expected = {"mu": tree.map(lambda x: x + 1, params), "params": params}
     for found, again in ff.spmd(main, mesh)():
-        assert_same(found, expected)
-        assert_same(again, expected)
+        same(found, expected)
+        same(again, expected)
 
 
 def real(layout):
@@ -131,7 +132,7 @@ def test_init_state_takes_a_function_and_runs_nothing_real():
         optimizer(ff.value_and_grad(loss_fn)), params_of, optimizer, X
     )
     for found, count in on_each_rank(main):
-        assert_same(found, alone.params)
+        same(found, alone.params)
         assert count == 0
     # Each rank makes its parameters; the first and the last record.
     assert sorted(calls) == ["FakeTensor", "FakeTensor", "init", "init"]
@@ -157,8 +158,8 @@ def test_the_state_shares_no_memory_with_what_it_was_made_of():
     for _ in range(3):
         state, _ = one(state, X)
     for found in on_each_rank(main):
-        assert_same(found, state.params, 1e-9)
-    assert_same(held(params), before)
+        close(found, state.params, 1e-9)
+    same(held(params), before)
 
 
 def own_state(seed=0):
@@ -208,7 +209,7 @@ def test_a_users_own_state_with_two_optimizers_and_an_average(zero):
     for _ in range(3):
         expected = own_step(expected, X)
     for found, sizes in on_each_rank(main):
-        assert_same(found, expected, 1e-9)
+        close(found, expected, 1e-9)
         assert sizes == {"model": 2, "average": 2}  # packed again on the way out
 
 
@@ -268,7 +269,7 @@ def test_a_frozen_base_has_no_gradient_moment_or_reduction(zero):
     for _ in range(2):
         state = step(state, x)
     for found in on_each_rank(main):
-        assert_same(found, state, 1e-5)
+        close(found, state, 1e-5)
 
 
 @ZEROS
@@ -293,9 +294,9 @@ def test_weighted_losses_are_exact_over_uneven_parts(zero, n):
     every = ff.spmd(main, mesh)()
     parts = [loss(params_of(), part)[1]["mean"] for *_, part in every]
     for found, unsharded, beside, part in every:
-        assert_same(found, value, 1e-9)
-        assert_same(unsharded, grads, 1e-9)
-        assert_same(beside["mean"], sum(parts) / 3, 1e-9)  # scalars are averaged,
+        close(found, value, 1e-9)
+        close(unsharded, grads, 1e-9)
+        close(beside["mean"], sum(parts) / 3, 1e-9)  # scalars are averaged,
         assert beside["n"] == len(part) // n  # the rest is this rank's
 
 
@@ -307,8 +308,8 @@ def test_unshard_for_one_rank_and_to_a_dtype_of_device():
 
     (none, every), (one, _) = on_each_rank(main)
     assert tree.leaves(none) == []
-    assert_same(one, params_of())
-    assert_same(every, params_of())
+    same(one, params_of())
+    same(every, params_of())
 
 
 def test_gradients_of_another_tree_are_refused():

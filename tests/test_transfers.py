@@ -9,9 +9,10 @@ import pytest
 import torch
 
 import fsfunc as ff
-from fsfunc.accounting import label
-from fsfunc.backends.simulated import CollectiveMismatch, Deadlock
-from fsfunc.moving import group
+from fsfunc.comm.attribution import label
+from fsfunc.comm.backends.baton import Deadlock
+from fsfunc.comm.backends.link import CollectiveMismatch
+from fsfunc.comm.groups import group
 from tests.probes import LiveBytes
 from tests.transfers_program import everything
 
@@ -38,7 +39,7 @@ def test_processes_are_as_simulated_ranks(torchrun, n):
     out = torchrun(
         f"""
         import fsfunc as ff
-        from tests.probes import same
+        from tests.checks import same
         from tests.transfers_program import everything
         main = lambda: everything("pipe")
         real, simulated = (
@@ -308,7 +309,7 @@ def test_a_vmap_mesh_has_no_single_ranks(what):
 
 MEMORY = """
     import time, weakref, torch, fsfunc as ff
-    from fsfunc.moving import group
+    from fsfunc.comm.groups import group
     def main():
         where = group("pipe")
         if where.index == 0:
@@ -341,7 +342,7 @@ def test_a_process_lets_go_of_what_was_received(torchrun):
 
 ENDS = """
     import torch, fsfunc as ff
-    from fsfunc.moving import group
+    from fsfunc.comm.groups import group
     def main():
         where = group("pipe")
         for _ in range(3):

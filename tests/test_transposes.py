@@ -14,12 +14,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import fsfunc as ff
-from fsfunc import moves
-from fsfunc.launching import PerRank
-from fsfunc.moves import Move
-from fsfunc.moving import group, move
+from fsfunc.comm import linear_maps
+from fsfunc.comm.collective_ops import apply_map
+from fsfunc.comm.groups import group
+from fsfunc.comm.launch import PerRank
+from fsfunc.comm.linear_maps import LinearMap
 
-PLAIN = sorted(moves._TRANSPOSES)
+PLAIN = sorted(linear_maps._TRANSPOSES)
 # Each as it is, and with V under the mean on either side.
 ROWS = sorted(
     (op, *kinds)
@@ -59,7 +60,7 @@ def typed(alike: bool, shape, mesh, axis, generator) -> PerRank:
     return PerRank([made[key].double() for key in keys])
 
 
-def dot_products(how: Move, sizes, axis, shape, seed):
+def dot_products(how: LinearMap, sizes, axis, shape, seed):
     """((<y, g>, <x, gx>) of each group, whether every value has its type)."""
     mesh = ff.make_mesh(dict(zip("ab", sizes, strict=True)), "simulated")
     generator = torch.Generator().manual_seed(seed)
@@ -68,11 +69,11 @@ def dot_products(how: Move, sizes, axis, shape, seed):
     of, row = how.of, plain((how.op, how.of, how.to))
     xs = typed(of in "IR" or row in AGREEING, shape, mesh, axis, generator)
     out = how.across([xs[0]] * n)[0].shape
-    alike = COTANGENT[how.to] in "IR" or moves._TRANSPOSES[row] in AGREEING
+    alike = COTANGENT[how.to] in "IR" or linear_maps._TRANSPOSES[row] in AGREEING
     gs = typed(alike, out, mesh, axis, generator)
 
     def main(x, g):
-        y, pull = torch.func.vjp(lambda x: move(x, how, group(axis)), x)
+        y, pull = torch.func.vjp(lambda x: apply_map(x, how, group(axis)), x)
         return y, pull(g)[0]
 
     ys, gxs = zip(*ff.spmd(main, mesh)(xs, gs), strict=True)
@@ -117,7 +118,7 @@ def test_a_move_and_its_transpose_pair_alike(row, data):
     fields, sizes, axis, shape, seed = data.draw(examples(row[0]))
     if row[0] == "enter":
         fields["power"] = -1  # what it is: the mean of what is equal
-    pairs, kept = dot_products(Move(*row, **fields), sizes, axis, shape, seed)
+    pairs, kept = dot_products(LinearMap(*row, **fields), sizes, axis, shape, seed)
     assert all(left == right for left, right in pairs)
     assert kept
 
@@ -125,7 +126,7 @@ def test_a_move_and_its_transpose_pair_alike(row, data):
 @pytest.mark.parametrize("row", ROWS, ids="-".join)
 def test_a_transpose_takes_the_cotangent_types(row):
     """From the dual of ``to`` to the dual of ``of``; and there and back is the move."""
-    how = Move(*row, dim=1, source=2, power=-1)
+    how = LinearMap(*row, dim=1, source=2, power=-1)
     back = how.transpose()
     assert (back.of, back.to) == (COTANGENT[how.to], COTANGENT[how.of])
     if how.op != "enter":  # whose way back is a psum, as good as none on what is equal
@@ -152,8 +153,8 @@ PLANTED = [
 def test_a_wrong_transpose_is_caught(row, wrong, ratio, monkeypatch):
     pairs = ((0, 1), (2, 0)) * (row[0] == "ppermute")
     power = -1 if row[0] == "enter" else 0
-    how = Move(*row, dim=1, source=1, pairs=pairs, power=power)
-    monkeypatch.setitem(moves._TRANSPOSES, row, wrong)
+    how = LinearMap(*row, dim=1, source=1, pairs=pairs, power=power)
+    monkeypatch.setitem(linear_maps._TRANSPOSES, row, wrong)
     pairs, kept = dot_products(how, (4, 1), "a", (1, 2), seed=3)
     ((left, right),) = pairs
     assert left != right or not kept
@@ -169,29 +170,29 @@ def test_a_wrong_transpose_is_caught(row, wrong, ratio, monkeypatch):
 def test_the_ranks_are_counted_where_a_move_leaves_or_joins_their_mean(
     row, monkeypatch
 ):
-    how, turned = Move(*row, dim=1), Move.transpose
+    how, turned = LinearMap(*row, dim=1), LinearMap.transpose
 
     def uncounted(self):
         return replace(turned(self), power=self.power)
 
     ((left, right),), _ = dot_products(how, (4, 1), "a", (1, 2), seed=3)
     assert left == right != 0
-    monkeypatch.setattr(Move, "transpose", uncounted)
+    monkeypatch.setattr(LinearMap, "transpose", uncounted)
     ((left, right),), _ = dot_products(how, (4, 1), "a", (1, 2), seed=3)
     assert left in (4 * right, right / 4)
 
 
 def test_turned_pairs_are_needed(monkeypatch):
     """A ppermute whose transpose keeps its pairs is caught too."""
-    turned = Move.transpose
+    turned = LinearMap.transpose
 
     def unturned(self):
         back = turned(self)
-        return Move(back.op, pairs=self.pairs)
+        return LinearMap(back.op, pairs=self.pairs)
 
-    how = Move("ppermute", pairs=((0, 1), (1, 2)))
+    how = LinearMap("ppermute", pairs=((0, 1), (1, 2)))
     ((left, right),), _ = dot_products(how, (3, 1), "a", (1, 1), seed=0)
     assert left == right
-    monkeypatch.setattr(Move, "transpose", unturned)
+    monkeypatch.setattr(LinearMap, "transpose", unturned)
     ((left, right),), _ = dot_products(how, (3, 1), "a", (1, 1), seed=0)
     assert left != right

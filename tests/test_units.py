@@ -9,7 +9,7 @@ from torch import nn
 
 import fsfunc as ff
 from fsfunc._torch import FakeTensor
-from tests.probes import same
+from tests.checks import same
 
 Point = namedtuple("Point", "a b")
 MESH = ff.make_mesh({"data": 2}, "simulated")

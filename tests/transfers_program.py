@@ -3,8 +3,8 @@
 import torch
 
 import fsfunc as ff
-from fsfunc.accounting import label
-from fsfunc.moving import group
+from fsfunc.comm.attribution import label
+from fsfunc.comm.groups import group
 
 SHAPES = [(), (1,), (0, 3), (2, 0), (5, 7), (300, 41)]
 DTYPES = [torch.float32, torch.bfloat16, torch.float64, torch.int64, torch.bool]

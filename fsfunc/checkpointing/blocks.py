@@ -2,21 +2,23 @@
 
 from __future__ import annotations
 
+import ctypes
 import os
 import threading
 import zlib
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from itertools import groupby
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from fsfunc.checkpointing.manifest import BLOCK, CheckpointError, Stored
-from fsfunc.checkpointing.memory import copy
-from fsfunc.paging import populate
+from fsfunc.prefault import populate
 
-__all__ = ["Blocks", "Threads", "check_files", "prove"]
+__all__ = ["Blocks", "Threads", "bytes_of", "check_files", "copy", "prove"]
 
 # A thread waits for the disk, sums and copies in turn: with several of them disk and
 # cores are both busy. A slab fits a core's cache, so that it comes from memory once.
@@ -24,7 +26,7 @@ SLAB = 2 * BLOCK  # bytes that a thread reads at once
 THREADS = 6
 _MANY = 1 << 16  # bytes from which pages are taken at once
 
-_Wanted = list[tuple[int, memoryview]]  # (where in the file, what to fill)
+Range = tuple[int, memoryview]  # (where in the file, what to fill)
 
 
 class Threads:
@@ -48,96 +50,89 @@ class Threads:
 
 
 class Blocks:
-    """A file, read in ranges, of which every block is proven before it is copied.
-
-    Ranges should come in order: those of one slab, one after the other, are read once.
-    """
+    """A file of a checkpoint, of which every block is proven before it is copied."""
 
     def __init__(self, stored: Stored, name: str, threads: Threads):
         self.path = stored.path / name
         self.nbytes, self.sums, self.origin = stored.files[name]
         self.threads = threads
         self.file = os.open(self.path, os.O_RDONLY | os.O_CLOEXEC)
-        self.low = -1  # where the slab begins that `wanted` lies in
-        self.wanted: _Wanted = []
-        self.running: deque[Future[None]] = deque()
 
     def __enter__(self) -> Blocks:
         return self
 
     def __exit__(self, kind: Any, error: Any, trace: Any) -> None:
-        try:
-            if error is None:
-                self.settle()
-        finally:
-            try:
-                for work in self.running:
-                    if not work.cancel():
-                        work.exception()  # waits: it reads from the file
-            finally:
-                os.close(self.file)
+        os.close(self.file)
 
-    def read(self, begin: int, into: memoryview) -> None:
-        """Fills ``into`` with the bytes from ``begin`` on, by the next `settle`.
+    def read(self, wanted: Iterable[Range]) -> None:
+        """Fills pieces of memory, each with the bytes from its place in the file on.
 
-        Raises:
-            CheckpointError: as `settle`; or the range goes past the end of the file.
-        """
-        at, end = begin, begin + len(into)
-        if end > self.nbytes:
-            raise self._truncated(self.nbytes, end)
-        while at < end:
-            low = self._floor(at, SLAB)
-            if low != self.low:
-                self._send()
-                self.low = low
-            stop = min(low + SLAB, end)
-            self.wanted.append((at, into[at - begin : stop - begin]))
-            at = stop
-
-    def settle(self) -> None:
-        """Waits until all that was asked for is there, and proven.
+        Args:
+            wanted: best in the file's order: ranges of one slab, one after the other,
+                are read once.
 
         Raises:
             CheckpointError: the file ends too soon, or a checksum is wrong.
         """
-        self._send()
-        while self.running:
-            self._wait()
-
-    def _wait(self) -> None:
-        self.running[0].result()  # it stays there, in case this is interrupted
-        self.running.popleft()
+        self._run(self._slabs(wanted))
 
     def prove(self) -> None:
-        """Reads the whole file for its checksums alone."""
-        for low in range(self.origin, self.nbytes, SLAB):
-            self._start(low, min(low + SLAB, self.nbytes), [])
-        self.settle()
+        """Reads the whole file for its checksums alone.
 
-    def _send(self) -> None:
-        if self.wanted:
-            wanted, self.wanted, self.low = self.wanted, [], -1
-            low = self._floor(min(at for at, _ in wanted), BLOCK)
-            end = max(at + len(into) for at, into in wanted)
-            end = self._floor(end + BLOCK - 1, BLOCK)
-            self._start(low, min(end, self.nbytes), wanted)
+        Raises:
+            CheckpointError: as `read`.
+        """
+        lows = range(self.origin, self.nbytes, SLAB)
+        self._run((low, min(low + SLAB, self.nbytes), []) for low in lows)
+
+    def _slabs(self, wanted: Iterable[Range]) -> Iterator[tuple[int, int, list[Range]]]:
+        """(begin, end, ranges) of each slab, no wider than the blocks of its ranges."""
+        pieces = self._cut(wanted)
+        for _, some in groupby(pieces, lambda piece: self._floor(piece[0], SLAB)):
+            ranges = list(some)
+            end = max(at + len(into) for at, into in ranges)
+            low = self._floor(min(at for at, _ in ranges), BLOCK)
+            yield low, min(self._floor(end + BLOCK - 1, BLOCK), self.nbytes), ranges
+
+    def _cut(self, wanted: Iterable[Range]) -> Iterator[Range]:
+        """The ranges, cut where slabs meet."""
+        for at, into in wanted:
+            if at + len(into) > self.nbytes:
+                raise self._truncated(self.nbytes, at + len(into))
+            while into:
+                count = self._floor(at, SLAB) + SLAB - at
+                yield at, into[:count]
+                at, into = at + count, into[count:]
 
     def _floor(self, at: int, size: int) -> int:
         """Where the piece of ``size`` begins that ``at`` lies in."""
         return at - (at - self.origin) % size
 
-    def _start(self, low: int, end: int, wanted: _Wanted) -> None:
-        self.running.append(self.threads.pool.submit(self._fill, low, end, wanted))
-        if len(self.running) > 2 * THREADS:
-            self._wait()
+    def _run(self, slabs: Iterable[tuple[int, int, list[Range]]]) -> None:
+        """Fills slabs by the threads, a few at a time; when it ends nobody reads."""
+        running: deque[Future[None]] = deque()
 
-    def _fill(self, low: int, end: int, wanted: _Wanted) -> None:
+        def wait(count: int) -> None:
+            while len(running) > count:
+                running[0].result()  # it stays there, in case this is interrupted
+                running.popleft()
+
+        try:
+            for slab in slabs:
+                running.append(self.threads.pool.submit(self._fill, *slab))
+                wait(2 * THREADS)
+            wait(0)
+        finally:
+            for work in running:
+                if not work.cancel():
+                    work.exception()  # waits: it reads from the file
+
+    def _fill(self, low: int, end: int, ranges: list[Range]) -> None:
         """What a thread does: reads the blocks of one slab, proves and copies them."""
         slab = self.threads.slab
         self._read(low, end - low, slab)
         self._prove(low, slab[: end - low])
-        for at, into in wanted:
+        for at, into in ranges:
             if len(into) >= _MANY:
                 populate(torch.frombuffer(into, dtype=torch.uint8))
             copy(into, slab[at - low :])
@@ -209,3 +204,42 @@ def check_files(stored: Stored, names: Sequence[str]) -> None:
                 f"{path} has {found} bytes, and {expected} were written: the file is "
                 "damaged; go back to an earlier checkpoint"
             )
+
+
+def bytes_of(x: Tensor) -> memoryview:
+    """The memory of a contiguous tensor on the CPU, to be read and written.
+
+    The view keeps the tensor alive. numpy would do the same, but not for bfloat16, and
+    it is not a dependency.
+
+    >>> import torch
+    >>> bytes_of(torch.tensor([1, 258], dtype=torch.int16)).tolist()
+    [1, 0, 2, 1]
+    """
+    if x.device.type != "cpu" or not x.is_contiguous():
+        raise ValueError(
+            f"a view of bytes needs a contiguous CPU tensor, not {x.device}"
+        )
+    if x.nbytes == 0:
+        return memoryview(bytearray())
+    memory: Any = (ctypes.c_ubyte * x.nbytes).from_address(x.data_ptr())
+    memory.tensor = x
+    return memoryview(memory).cast("B")
+
+
+def copy(into: memoryview, source: memoryview) -> None:
+    """Fills ``into`` with the first bytes of ``source``, both writable.
+
+    Other threads run meanwhile, as they do not for a slice's assignment; and it takes
+    no threads of its own, as torch's copies do.
+
+    >>> into = bytearray(2)
+    >>> copy(memoryview(into), memoryview(bytearray(b"abc")))
+    >>> into
+    bytearray(b'ab')
+    """
+    if len(into) > len(source):
+        raise ValueError(f"{len(into)} bytes are to come from {len(source)}")
+    if len(into):
+        target, first = map(ctypes.c_char.from_buffer, (into, source))
+        ctypes.memmove(ctypes.byref(target), ctypes.byref(first), len(into))

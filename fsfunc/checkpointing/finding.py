@@ -4,32 +4,33 @@ from __future__ import annotations
 
 import json
 import os
-import zlib
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from fsfunc.checkpointing.manifest import (
-    BLOCK,
     MANIFEST,
     CheckpointError,
     Chunk,
-    Leaf,
     Stored,
     StoredFile,
+    StoredTensor,
     read_manifest,
 )
-from fsfunc.checkpointing.writing import PART_OF, SAFE_DTYPES
+from fsfunc.checkpointing.safetensors import (
+    PART_OF,
+    SAFE_DTYPES,
+    head_at,
+    sums_of,
+    unsealed,
+)
 
-__all__ = ["find", "metadata", "seal", "with_sums"]
+__all__ = ["find", "metadata"]
 
 _DTYPES = {name: dtype for dtype, name in SAFE_DTYPES.items()}
 _PICKLES = (".pt", ".pth", ".bin", ".ckpt", ".pkl", ".pickle", ".distcp", ".metadata")
-_OURS, _SUMS = "fsfunc", "fsfunc.sums"
 _KEYS = {"dtype", "shape", "data_offsets"}
-_LONGEST_HEAD = 100_000_000  # bytes; what safetensors itself accepts
 
 
 def metadata(path: str | os.PathLike) -> Stored:
@@ -116,14 +117,14 @@ def _foreign(folder: Path, paths: list[Path]) -> Stored:
         head, text = _head(path)
         start, nbytes = len(text), path.stat().st_size
         extra = head.pop("__metadata__", {})
-        sums = _sums_of(text, extra, nbytes - start, path)
+        sums = sums_of(text, extra, nbytes - start, path)
         files[path.name] = StoredFile(nbytes, sums, start if sums is not None else 0)
         if PART_OF in extra:
             raise CheckpointError(
                 f"{path} is a part of a checkpoint of fsfunc: load its folder, where "
                 f"{MANIFEST} lies too; where that is missing, go back to an earlier one"
             )
-        ours |= _unsealed(extra, path)
+        ours |= unsealed(extra, path)
         info = json.loads(extra.get("DCP_SHARDING_INFO", "{}"))
         for name, said in head.items():
             if not isinstance(said, dict) or not _KEYS <= said.keys():
@@ -152,90 +153,17 @@ def _foreign(folder: Path, paths: list[Path]) -> Stored:
     return Stored(folder, tensors, files=files, version=None, **kept)
 
 
-def seal(said: dict[str, Any], nbytes: int) -> dict[str, str]:
-    """What a consolidated file says besides its tensors, as a header holds it.
-
-    Args:
-        nbytes: of its tensors, for whose checksums there is room: see `with_sums`.
-    """
-    text, room = json.dumps(said | {"sums": True}), "0" * 8 * (-(-nbytes // BLOCK) + 1)
-    crc = str(zlib.crc32(text.encode()))
-    return {_OURS: text, f"{_OURS}.crc32": crc, _SUMS: room}
-
-
-def with_sums(head: bytes, sums: Sequence[int]) -> bytes:
-    """The head of a sealed file with its checksums: of the blocks, and of itself."""
-    said = _hexes(*sums, zlib.crc32(head)).encode()
-    field = f'"{_SUMS}":"'.encode()
-    return head.replace(field + b"0" * len(said), field + said, 1)
-
-
-def _hexes(*sums: int) -> str:
-    return "".join(f"{s:08x}" for s in sums)
-
-
-def _sums_of(
-    head: bytes, extra: dict[str, str], nbytes: int, path: Path
-) -> tuple[int, ...] | None:
-    """The checksums of a sealed file's blocks; None of another's.
-
-    Raises:
-        CheckpointError: the head is not what was written.
-    """
-    if (said := extra.get(_SUMS)) is None:
-        return None
-    try:
-        *sums, own = [int(said[i : i + 8], 16) for i in range(0, len(said), 8)]
-    except ValueError:
-        sums, own = [], -1
-    blank = head.replace(said.encode(), b"0" * len(said), 1)
-    right = zlib.crc32(blank) == own and said == _hexes(*sums, own)
-    if not right or len(sums) != -(-nbytes // BLOCK):
-        raise _damaged(path)
-    return tuple(sums)
-
-
-def _damaged(path: Path) -> CheckpointError:
-    return CheckpointError(
-        f"{path} is damaged: the checksum of its header is not that of its text"
-    )
-
-
-def _unsealed(extra: dict[str, str], path: Path) -> dict[str, Any]:
-    text = extra.get(_OURS)
-    if text is None:
-        return {}
-    if extra.get(f"{_OURS}.crc32") != str(zlib.crc32(text.encode())):
-        raise _damaged(path)
-    said = json.loads(text)
-    if said.pop("sums", False) and _SUMS not in extra:
-        raise _damaged(path)
-    return said
-
-
-def _joined(boxes: list[tuple[torch.dtype, Chunk]]) -> Leaf:
+def _joined(boxes: list[tuple[torch.dtype, Chunk]]) -> StoredTensor:
     """The leaf of which these are the boxes; it reaches as far as they do."""
     chunks = tuple(chunk for _, chunk in boxes)
     ends = [[o + n for o, n in zip(c.offsets, c.sizes, strict=True)] for c in chunks]
     shape = tuple(max(column) for column in zip(*ends, strict=True))
-    return Leaf(shape, boxes[0][0], chunks)
+    return StoredTensor(shape, boxes[0][0], chunks)
 
 
 def _head(path: Path) -> tuple[dict[str, Any], bytes]:
-    """The header of a safetensors file, and all the bytes before its data."""
     try:
-        with open(path, "rb") as file:
-            size = file.read(8)
-            length = int.from_bytes(size, "little")
-            if not 2 <= length <= _LONGEST_HEAD:
-                raise ValueError(f"a header of {length} bytes")
-            text = file.read(length)
-        if len(text) < length:
-            raise ValueError(f"{len(text)} of the header's {length} bytes")
-        head = json.loads(text)
-        if not isinstance(head, dict):
-            raise ValueError("a header that is no table")
-        return head, size + text
+        return head_at(path)
     except ValueError as error:
         if _is_pickle(path):
             raise _refusal(path) from error

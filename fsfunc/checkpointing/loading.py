@@ -3,42 +3,35 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.distributed.checkpoint import ChunkStorageMetadata, LoadPlan, LoadPlanner
-from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex
-from torch.distributed.checkpoint.planner import ReadItem
-from torch.distributed.checkpoint.planner_helpers import (
-    create_read_items_for_chunk_list,
-)
 
 from fsfunc import _torch, tree
-from fsfunc.boxing import Box
-from fsfunc.checkpointing.agreeing import agreed, check_alike
+from fsfunc.checkpointing.agreement import check_alike, everywhere
 from fsfunc.checkpointing.blocks import check_files
-from fsfunc.checkpointing.finding import find
-from fsfunc.checkpointing.leaves import (
+from fsfunc.checkpointing.contents import (
     Held,
     check_mesh,
     check_real,
     coordinates_here,
     mesh_here,
+    restore_random,
 )
-from fsfunc.checkpointing.manifest import CheckpointError, Stored
-from fsfunc.checkpointing.matching import check_match, within
-from fsfunc.checkpointing.randomness import restore_random
-from fsfunc.checkpointing.reading import Reader
+from fsfunc.checkpointing.finding import find
+from fsfunc.checkpointing.manifest import CheckpointError, Stored, StoredTensor
+from fsfunc.checkpointing.reading import Request, read, requests
+from fsfunc.comm.mesh import Here
 from fsfunc.donated import refuse_spent, spend
-from fsfunc.holding import is_held
-from fsfunc.layout import Layout
-from fsfunc.mesh import Here
+from fsfunc.layout import Coordinates
 from fsfunc.packing import PackedTree, split_buffers
+from fsfunc.placements import describe
+from fsfunc.save_guard import is_held
 from fsfunc.sharded import Sharded, is_sharded
 
-__all__ = ["Fill", "fill", "load"]
+__all__ = ["fill", "load"]
 
 _TAKEN = (
     "this state's memory was given to ff.load(..., donate=True): go on with what it "
@@ -83,16 +76,11 @@ def load(
     Cost: reads what the rank needs, whole checksum blocks (1 MiB) of it; makes the
     result's memory and some 20 MiB. A few numbers are sent to agree on success.
     """
-    here = mesh_here()
-    if here is not None and here.mesh.backend in ("abstract", "vmap"):
-        raise RuntimeError(
-            f"cannot load on {here.mesh}, which holds no values of its own: load on a "
-            "simulated mesh or on processes"
-        )
-    stored = agreed(here, lambda: find(path))
+    here = mesh_here("load")
+    stored = everywhere(here, lambda: find(path))
     check_alike(here, stored.identity, "load different checkpoints")
-    result = agreed(
-        here, lambda: fill(within(stored, at), target, here, device, donate)
+    result = everywhere(
+        here, lambda: fill(stored.below(at), target, here, device, donate)
     )
     if not at if random is None else random:
         restore_random(stored.random, 0 if here is None else here.rank)
@@ -108,7 +96,7 @@ def fill(
 ) -> Any:
     """A tree like ``target`` with the values of ``stored``."""
     refuse_spent(target)
-    check_match(stored, target)
+    _check_match(stored, target)
     for leaf in tree.leaves(target, is_leaf=is_sharded):
         if isinstance(leaf, Sharded):
             check_mesh(leaf.layout, here, "load")
@@ -121,26 +109,47 @@ def fill(
         fresh, spoil = [_room(x, device) for x in buffers.tensors], None
     result = buffers.rebuild(fresh)
     paths, leaves, treedef = tree.flatten_with_paths(result, is_leaf=is_sharded)
-    wanted: dict[str, Held] = {}
+    wanted: list[Request] = []
     for i, (path, leaf) in enumerate(zip(paths, leaves, strict=True)):
-        if isinstance(leaf, Sharded):
-            wanted[path] = Held(path, leaf.layout, leaf.local)
-        elif isinstance(leaf, Tensor):
-            layout = Layout(leaf.shape, leaf.dtype, (), path)
-            wanted[path] = Held(path, layout, leaf)
+        if isinstance(leaf, Sharded | Tensor):
+            held, coordinates = Held.of(path, leaf), coordinates_here(here)
+            wanted += _requests(stored.tensors[path], held, coordinates)
         else:
             leaves[i] = stored.values[path]
-    reader, planner = Reader(stored), Fill(wanted, coordinates_here(here))
-    metadata = reader.read_metadata()
-    planner.set_up_planner({}, metadata, True)
-    plan = planner.finish_plan(planner.create_local_plan())
-    names = {reader.chunk_of(item).file for item in plan.items}
-    check_files(stored, sorted(names))
+    check_files(stored, sorted({request.chunk.file for request in wanted}))
     if spoil is not None:
         spoil()
     with torch.no_grad():
-        reader.read_data(plan, planner).wait()
+        read(stored, wanted)
     return tree.unflatten(treedef, leaves)
+
+
+def _requests(
+    leaf: StoredTensor, held: Held, coordinates: Coordinates
+) -> list[Request]:
+    """What to read for a rank's part of a leaf.
+
+    Raises:
+        CheckpointError: the stored boxes do not hold all of it.
+    """
+    boxes = held.boxes(coordinates)
+    found = [r for box, x in boxes for r in requests(leaf.chunks, box, x)]
+    asked = sum(box.numel for box, _ in boxes)
+    if sum(request.target.numel() for request in found) != asked:
+        raise CheckpointError(
+            f"the checkpoint holds {held.path!r} {held.layout.subject} in part only: a "
+            "file of it is missing; go back to an earlier one"
+        )
+    return found
+
+
+def _room(x: Any, device: Any) -> Any:
+    """Memory like ``x``; zero, as padding is (the system gives zero pages anyway)."""
+    if not isinstance(x, Tensor):
+        return x
+    abstract = x.device.type == "meta" or isinstance(x, _torch.FakeTensor)
+    device = device or ("cpu" if abstract else x.device)
+    return torch.zeros(x.shape, dtype=x.dtype, device=device)
 
 
 def _own_memory(
@@ -174,76 +183,62 @@ def _own_memory(
     return fresh, spoil
 
 
-class Fill(LoadPlanner):
-    """DCP's planner for parts that are boxes of a whole.
+def _check_match(stored: Stored, target: Any) -> None:
+    """Raises where ``target`` is not laid over the same paths, shapes and dtypes.
 
-    Args:
-        wanted: path -> the leaf whose part is to be filled.
+    Raises:
+        TreeMismatch: the paths differ; names the smallest subtree that does.
+        ValueError: a leaf differs in kind, shape or dtype.
     """
-
-    def __init__(self, wanted: Mapping[str, Held], coordinates: dict[str, int]):
-        self.wanted = wanted
-        self.coordinates = coordinates
-        self.parts: dict[tuple[str, tuple[int, ...]], Tensor] = {}
-
-    def set_up_planner(
-        self,
-        state_dict: Any,
-        metadata: Metadata | None = None,
-        is_coordinator: bool = False,
-    ) -> None:
-        self.metadata = metadata
-
-    def create_local_plan(self) -> LoadPlan:
-        assert self.metadata is not None
-        items: list[ReadItem] = []
-        for path, held in self.wanted.items():
-            boxes = held.boxes(self.coordinates)
-            for box, x in boxes:
-                self.parts[path, box.offsets] = x
-            said: Any = self.metadata.state_dict_metadata[path]
-            found = create_read_items_for_chunk_list(
-                path, said, [_chunk(box) for box, _ in boxes]
-            )
-            asked = sum(box.numel for box, _ in boxes)
-            if sum(torch.Size(item.lengths).numel() for item in found) != asked:
-                raise CheckpointError(
-                    f"the checkpoint holds {path!r} {held.layout.subject} in part "
-                    "only: a file of it is missing; go back to an earlier one"
-                )
-            items += found
-        return LoadPlan(items)
-
-    def create_global_plan(self, global_plan: list[LoadPlan]) -> list[LoadPlan]:
-        return global_plan
-
-    def finish_plan(self, central_plan: LoadPlan) -> LoadPlan:
-        return central_plan
-
-    def resolve_tensor(self, read_item: ReadItem) -> Tensor:
-        index: MetadataIndex = read_item.dest_index
-        x = self.parts[index.fqn, tuple(index.offset or ())]
-        for dim, (start, length) in enumerate(
-            zip(read_item.dest_offsets, read_item.lengths, strict=True)
-        ):
-            x = x.narrow(dim, start, length)
-        return x
-
-    def load_bytes(self, read_item: ReadItem, value: Any) -> None:
-        raise CheckpointError("bytes are never loaded: they would be unpickled")
-
-    def commit_tensor(self, read_item: ReadItem, tensor: Tensor) -> None:
-        pass
+    paths, leaves, _ = tree.flatten_with_paths(target, is_leaf=is_sharded)
+    here = dict(zip(paths, leaves, strict=True))
+    there = {**stored.tensors, **stored.values}
+    if len(here) < len(paths):
+        twice = next(p for p in paths if paths.count(p) > 1)
+        raise ValueError(f"two leaves of the target have the path {twice!r}")
+    if here.keys() != there.keys():
+        tree.check_same_structure(
+            _nested(here),
+            _nested(there),
+            what=f"the state saved at {stored.path}",
+            against="the target",
+        )
+    faults = [
+        f"{path!r} is {_say(there[path])} in the checkpoint and {_say(leaf)} in the "
+        "target"
+        for path, leaf in here.items()
+        if _kind(there[path]) != _kind(leaf)
+    ]
+    if faults:
+        more = f" (and {len(faults) - 1} others differ)" if len(faults) > 1 else ""
+        raise ValueError(
+            f"cannot load {stored.path}: {faults[0]}{more}; give a target of the "
+            "shapes and dtypes that were saved, and convert what comes back"
+        )
 
 
-def _chunk(box: Box) -> ChunkStorageMetadata:
-    return ChunkStorageMetadata(torch.Size(box.offsets), torch.Size(box.sizes))
+def _nested(paths: Iterable[str]) -> Any:
+    """Nested dicts with a leaf at each path."""
+    top: dict[str, Any] = {}
+    for path in paths:
+        *way, last = path.split("/")
+        node = top
+        for step in way:
+            inner = node.setdefault(step, {})
+            if not isinstance(inner, dict):  # a leaf, and leaves below: odd keys
+                inner = node[step] = {}
+            node = inner
+        node.setdefault(last, 0)
+    return top
 
 
-def _room(x: Any, device: Any) -> Any:
-    """Memory like ``x``; zero, as padding is (the system gives zero pages anyway)."""
-    if not isinstance(x, Tensor):
-        return x
-    abstract = x.device.type == "meta" or isinstance(x, _torch.FakeTensor)
-    device = device or ("cpu" if abstract else x.device)
-    return torch.zeros(x.shape, dtype=x.dtype, device=device)
+def _kind(x: Any) -> Any:
+    if isinstance(x, StoredTensor | Sharded | Tensor):
+        return tuple(x.shape), x.dtype
+    return type(x)
+
+
+def _say(x: Any) -> str:
+    if isinstance(x, StoredTensor | Sharded | Tensor):
+        return f"a tensor {describe(tuple(x.shape), x.dtype)}"
+    return f"a {type(x).__name__} ({x!r})"

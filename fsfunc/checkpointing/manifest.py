@@ -15,24 +15,26 @@ import math
 import os
 import zlib
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
 
-from fsfunc.parts import describe
+from fsfunc.placements import describe
 
 __all__ = [
     "BLOCK",
     "CheckpointError",
     "Chunk",
-    "Leaf",
     "MANIFEST",
     "Stored",
     "StoredFile",
+    "StoredTensor",
     "VERSION",
     "dtype_name",
+    "as_hex",
+    "from_hex",
     "read_manifest",
     "write_manifest",
 ]
@@ -67,7 +69,7 @@ class StoredFile(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Leaf:
+class StoredTensor:
     """A tensor of the saved tree."""
 
     shape: tuple[int, ...]
@@ -104,7 +106,7 @@ class Stored:
     """
 
     path: Path
-    tensors: dict[str, Leaf]
+    tensors: dict[str, StoredTensor]
     values: dict[str, Any] = field(default_factory=dict)
     metadata: dict[str, Any] = field(default_factory=dict)
     mesh: dict[str, int] = field(default_factory=dict)
@@ -133,6 +135,30 @@ class Stored:
         """Whether the chunks make up every tensor."""
         return all(leaf.is_whole for leaf in self.tensors.values())
 
+    def below(self, at: str) -> Stored:
+        """The subtree at the path ``at``, its paths beginning there.
+
+        Raises:
+            KeyError: there is no such path.
+        """
+        if not at:
+            return self
+
+        def inside(found: Mapping[str, Any]) -> dict[str, Any]:
+            if at in found:
+                return {"": found[at]}
+            return {
+                p[len(at) + 1 :]: x for p, x in found.items() if p.startswith(f"{at}/")
+            }
+
+        tensors, values = inside(self.tensors), inside(self.values)
+        if not tensors and not values:
+            tops = sorted({p.partition("/")[0] for p in (*self.tensors, *self.values)})
+            raise KeyError(
+                f"{self.path} holds nothing at {at!r}; at its top are {tops}"
+            )
+        return replace(self, tensors=tensors, values=values)
+
     def __str__(self) -> str:
         lines = [f"{self.path}: {self.nbytes:,} bytes in {len(self.files)} files"]
         lines += [f"  {path} {leaf}" for path, leaf in self.tensors.items()]
@@ -155,7 +181,7 @@ def write_manifest(stored: Stored, folder: Path) -> None:
         },
         "values": stored.values,
         "files": [
-            {"name": name, "bytes": file.nbytes, "crc32": _hex(file.sums or ())}
+            {"name": name, "bytes": file.nbytes, "crc32": as_hex(file.sums or ())}
             for name, file in stored.files.items()
         ],
         "metadata": stored.metadata,
@@ -200,12 +226,12 @@ def read_manifest(folder: Path) -> Stored:
             "update fsfunc"
         )
     files = {
-        file["name"]: StoredFile(file["bytes"], _unhex(file["crc32"]))
+        file["name"]: StoredFile(file["bytes"], from_hex(file["crc32"]))
         for file in body["files"]
     }
     names = list(files)
     leaves = {
-        at: Leaf(
+        at: StoredTensor(
             tuple(leaf["shape"]),
             getattr(torch, leaf["dtype"]),
             tuple(
@@ -224,9 +250,9 @@ def dtype_name(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")
 
 
-def _hex(sums: tuple[int, ...]) -> str:
+def as_hex(sums: tuple[int, ...]) -> str:
     return "".join(f"{s:08x}" for s in sums)
 
 
-def _unhex(text: str) -> tuple[int, ...]:
+def from_hex(text: str) -> tuple[int, ...]:
     return tuple(int(text[i : i + 8], 16) for i in range(0, len(text), 8))

@@ -1,131 +1,27 @@
-"""Reading boxes out of checkpoint files, each block proven by its checksum.
-
-`Reader` is a storage reader of torch.distributed.checkpoint, so that whatever plans by
-its rules can read what fsfunc wrote.
-"""
+"""Which boxes of which files hold what a rank asks for, and how they come to it."""
 
 from __future__ import annotations
 
 import math
-import os
 from collections import defaultdict
-from pathlib import Path
-from typing import Any, NamedTuple
+from collections.abc import Iterable, Iterator
+from operator import sub
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
-from torch.distributed.checkpoint import (
-    ChunkStorageMetadata,
-    LoadPlan,
-    LoadPlanner,
-    Metadata,
-    ReadItem,
-    StorageReader,
-    TensorStorageMetadata,
-)
-from torch.distributed.checkpoint.metadata import (
-    MetadataIndex,
-    StorageMeta,
-    TensorProperties,
-)
-from torch.futures import Future as Promise
 
-from fsfunc.checkpointing.blocks import Blocks, Threads
+from fsfunc.checkpointing.blocks import Blocks, Threads, bytes_of
 from fsfunc.checkpointing.manifest import BLOCK, Chunk, Stored
-from fsfunc.checkpointing.memory import bytes_of
+from fsfunc.slices import Box
 
-__all__ = ["Reader"]
+__all__ = ["Request", "read", "requests"]
 
 # What waits to be put in another order: bytes, and tensors.
 _HELD, _MANY = 8 * BLOCK, 1024
 
 
-class Reader(StorageReader):
-    """Reads what ``stored`` describes, for any load plan of DCP."""
-
-    def __init__(self, stored: Stored):
-        self.stored = stored
-        self.chunks: dict[tuple[str, tuple[int, ...]], Chunk] = {
-            (path, chunk.offsets): chunk
-            for path, leaf in stored.tensors.items()
-            for chunk in leaf.chunks
-        }
-
-    def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
-        """What DCP plans by."""
-        return Metadata(
-            {
-                path: TensorStorageMetadata(
-                    TensorProperties(dtype=leaf.dtype),
-                    torch.Size(leaf.shape),
-                    [
-                        ChunkStorageMetadata(torch.Size(c.offsets), torch.Size(c.sizes))
-                        for c in leaf.chunks
-                    ],
-                )
-                for path, leaf in self.stored.tensors.items()
-            },
-            storage_data={
-                MetadataIndex(path, offsets): chunk
-                for (path, offsets), chunk in self.chunks.items()
-            },
-            storage_meta=StorageMeta(),
-        )
-
-    def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Promise[None]:
-        """Fills the tensors that the planner resolves.
-
-        Raises:
-            CheckpointError: a block whose checksum is not that of its bytes.
-
-        Cost: each block of a file that holds something asked for is read once where
-        requests follow each other; some 20 MiB of memory.
-        """
-        by_file: dict[str, list[_Request]] = defaultdict(list)
-        for item in plan.items:
-            chunk = self.chunk_of(item)
-            target = planner.resolve_tensor(item)
-            asked = _Request(
-                chunk, tuple(item.storage_offsets), tuple(item.lengths), target
-            )
-            by_file[chunk.file].append(asked)
-        with Threads() as threads:
-            for name, requests in by_file.items():
-                requests.sort(key=lambda r: r.begin)
-                with Blocks(self.stored, name, threads) as blocks:
-                    filling = _Filling(blocks)
-                    for request in requests:
-                        filling.add(request)
-                    filling.land()
-        done: Promise[None] = Promise()
-        done.set_result(None)
-        return done
-
-    def chunk_of(self, item: ReadItem) -> Chunk:
-        """The stored box that an item of a plan reads of."""
-        index = item.storage_index
-        return self.chunks[index.fqn, tuple(index.offset or ())]
-
-    def set_up_storage_reader(
-        self, metadata: Metadata, is_coordinator: bool, *args: Any, **kwargs: Any
-    ) -> None:
-        pass
-
-    def prepare_local_plan(self, plan: LoadPlan) -> LoadPlan:
-        return plan
-
-    def prepare_global_plan(self, plans: list[LoadPlan]) -> list[LoadPlan]:
-        return plans
-
-    def reset(self, checkpoint_id: str | os.PathLike | None = None) -> None:
-        pass
-
-    @classmethod
-    def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike) -> bool:
-        return Path(checkpoint_id).exists()
-
-
-class _Request(NamedTuple):
+class Request(NamedTuple):
     """A box of a chunk, ``offsets`` and ``lengths`` counted in it, and its place."""
 
     chunk: Chunk
@@ -150,61 +46,94 @@ class _Request(NamedTuple):
         steps = zip(self.lengths, self.strides, strict=True)
         return (sum((n - 1) * s for n, s in steps) + 1) * self.target.itemsize
 
-    def halves(self) -> tuple[_Request, _Request]:
-        """The request cut in two along its first dim that has anything to cut."""
+    @property
+    def is_plain(self) -> bool:
+        """Whether its bytes lie in the file as they do in memory."""
+        x = self.target
+        as_written = x.is_contiguous() and not (x.is_conj() or x.is_neg())
+        return as_written and x.device.type == "cpu" and self.span == x.nbytes
+
+    def pieces(self) -> Iterator[Request]:
+        """The request, cut along its first dims into what can wait in memory."""
+        if self.is_plain or self.span <= _HELD or self.target.numel() == 1:
+            yield self
+            return
         dim = next(d for d, n in enumerate(self.lengths) if n > 1)
         half = self.lengths[dim] // 2
-        first, second = list(self.lengths), list(self.lengths)
-        first[dim], second[dim] = half, self.lengths[dim] - half
-        offsets = list(self.offsets)
-        offsets[dim] += half
-        left = self.target.narrow(dim, 0, half)
-        right = self.target.narrow(dim, half, second[dim])
-        return (
-            _Request(self.chunk, self.offsets, tuple(first), left),
-            _Request(self.chunk, tuple(offsets), tuple(second), right),
-        )
+        for start, length in ((0, half), (half, self.lengths[dim] - half)):
+            offsets, lengths = list(self.offsets), list(self.lengths)
+            offsets[dim], lengths[dim] = offsets[dim] + start, length
+            target = self.target.narrow(dim, start, length)
+            piece = Request(self.chunk, tuple(offsets), tuple(lengths), target)
+            yield from piece.pieces()
 
 
-class _Filling:
-    """Filling what requests ask for from one file.
+def requests(chunks: Iterable[Chunk], box: Box, target: Tensor) -> Iterator[Request]:
+    """What to read of the stored boxes of a leaf, to fill a box of it.
 
-    What lies in the file as it does in memory goes there at once. What does not comes
-    into memory of its own first, and goes to its place when there is enough of it.
+    Args:
+        chunks: they do not overlap.
+        target: the elements of ``box``, of its shape.
     """
+    for chunk in chunks:
+        starts = tuple(map(max, chunk.offsets, box.offsets))
+        lengths = tuple(
+            min(o + n, a + m) - start
+            for start, o, n, a, m in zip(starts, *chunk[2:], *box[:2], strict=True)
+        )
+        if all(n > 0 for n in lengths):
+            part = target
+            for dim, (start, n) in enumerate(zip(starts, lengths, strict=True)):
+                part = part.narrow(dim, start - box.offsets[dim], n)
+            offsets = tuple(map(sub, starts, chunk.offsets))
+            yield Request(chunk, offsets, lengths, part)
 
-    def __init__(self, blocks: Blocks):
-        self.blocks = blocks
-        self.held: list[tuple[_Request, Tensor]] = []
-        self.nbytes = 0
 
-    def add(self, request: _Request) -> None:
-        target = request.target
-        if target.numel() == 0:
-            return
-        begin, span = request.begin, request.span
-        one_range = span == target.nbytes
-        plain = not (target.is_conj() or target.is_neg())  # its bytes are its values
-        on_cpu = target.device.type == "cpu"
-        if one_range and on_cpu and plain and target.is_contiguous():
-            self.blocks.read(begin, bytes_of(target))
-        elif span <= _HELD or target.numel() == 1:
-            if self.nbytes + span > _HELD or len(self.held) == _MANY:
-                self.land()
-            found = torch.empty(
-                span // target.itemsize, dtype=target.dtype, device="cpu"
-            )
-            self.blocks.read(begin, bytes_of(found))
-            self.held.append((request, found))
-            self.nbytes += span
-        else:
-            for half in request.halves():
-                self.add(half)
+def read(stored: Stored, wanted: Iterable[Request]) -> None:
+    """Fills the targets of requests.
 
-    def land(self) -> None:
-        """Waits for what was asked for, and puts it in its place."""
-        self.blocks.settle()
-        for request, found in self.held:
-            target = request.target
-            target.copy_(found.as_strided(target.shape, request.strides))
-        self.held, self.nbytes = [], 0
+    Raises:
+        CheckpointError: a block whose checksum is not that of its bytes.
+
+    Cost: each block of a file that holds something asked for is read once where
+    requests follow each other; some 20 MiB of memory.
+    """
+    by_file: dict[str, list[Request]] = defaultdict(list)
+    for request in wanted:
+        by_file[request.chunk.file].append(request)
+    with Threads() as threads:
+        for name, some in by_file.items():
+            some.sort(key=lambda request: request.begin)
+            with Blocks(stored, name, threads) as file:
+                for batch in _batches(some):
+                    file.read((request.begin, bytes_of(x)) for request, x in batch)
+                    _land(batch)
+
+
+def _land(batch: list[tuple[Request, Tensor]]) -> None:
+    """Puts what was read in its place, and lets it go."""
+    while batch:
+        request, x = batch.pop()
+        if x is not request.target:
+            ordered = x.as_strided(request.target.shape, request.strides)
+            request.target.copy_(ordered)
+
+
+def _batches(wanted: Iterable[Request]) -> Iterator[list[tuple[Request, Tensor]]]:
+    """Requests, each with the memory that is read into: its target, where that lies so.
+
+    What does not lie in memory as it does in the file comes into memory of its own
+    first; a batch has no more of that than may wait to be put in its place.
+    """
+    batch: list[tuple[Request, Tensor]] = []
+    waiting = nbytes = 0
+    for request in (piece for one in wanted for piece in one.pieces()):
+        x = request.target
+        if not request.is_plain:
+            if nbytes + request.span > _HELD or waiting == _MANY:
+                yield batch
+                batch, waiting, nbytes = [], 0, 0
+            x = torch.empty(request.span // x.itemsize, dtype=x.dtype, device="cpu")
+            waiting, nbytes = waiting + 1, nbytes + request.span
+        batch.append((request, x))
+    yield batch

@@ -1,8 +1,8 @@
 """Saving a state: each rank its own boxes, at once or in the background.
 
 The layouts say what every rank holds, so nothing is planned together: each rank writes
-its files and a note of them, and the first rank, when all notes are there, writes the
-manifest and gives the folder its name. Notes are files too, so that a save in the
+its files and reports them, and the first rank, when all reports are there, writes the
+manifest and gives the folder its name. Reports are files too, so that a save in the
 background needs no collective and cannot disturb those of the training.
 """
 
@@ -15,16 +15,15 @@ from pathlib import Path
 from typing import Any
 
 from fsfunc.checkpointing import folders
-from fsfunc.checkpointing.agreeing import agree, agreed, attempt, check_alike
-from fsfunc.checkpointing.leaves import Holdings, check_mesh, holdings, mesh_here
+from fsfunc.checkpointing.agreement import check_alike, everywhere, raise_everywhere
+from fsfunc.checkpointing.contents import Contents, check_mesh, contents_of, mesh_here
 from fsfunc.checkpointing.manifest import dtype_name
-from fsfunc.checkpointing.randomness import random_state
-from fsfunc.checkpointing.under_way import Saving, in_flight
-from fsfunc.checkpointing.writing import SAFE_DTYPES
+from fsfunc.checkpointing.safetensors import SAFE_DTYPES
+from fsfunc.checkpointing.tasks import SaveTask, in_flight
+from fsfunc.comm.mesh import Here
 from fsfunc.donated import refuse_spent
-from fsfunc.mesh import Here
 
-__all__ = ["Saving", "save", "save_async"]
+__all__ = ["save", "save_async"]
 
 
 def save(
@@ -68,15 +67,15 @@ def save(
     ...     ff.load(f"{folder}/step-1", {"w": torch.zeros(2), "step": 0})
     {'w': tensor([1., 1.]), 'step': 1}
     """
-    saving = _begin(path, state, metadata, keep)
+    task = _begin(path, state, metadata, keep)
     try:
-        agreed(saving.at, saving.write)
-        agreed(saving.at, saving.complete)
+        everywhere(task.at, task.write)
+        everywhere(task.at, task.complete)
     except BaseException:
-        saving.abandon()
+        task.abandon()
         raise
-    saving.release()
-    saving.unlock()
+    task.release()
+    task.unlock()
 
 
 def save_async(
@@ -85,7 +84,7 @@ def save_async(
     *,
     metadata: Mapping[str, Any] | None = None,
     keep: int | None = None,
-) -> Saving:
+) -> SaveTask:
     """Begins what `save` does, and goes on in the background.
 
     Nothing is copied: a state is never changed, and while it is being saved a donated
@@ -93,7 +92,7 @@ def save_async(
     tensor of the state by hand meanwhile makes the save fail.
 
     Returns:
-        a `Saving`: ``wait()`` returns when the checkpoint is complete, or raises what
+        a `SaveTask`: ``wait()`` returns when the checkpoint is complete, or raises what
         went wrong, ``done()`` tells. An error that nobody waited for is raised by the
         next save of this rank, or told when Python ends. A second save waits for the
         first.
@@ -101,60 +100,47 @@ def save_async(
     Cost: the call checks and agrees on a few numbers; a rank's files are written by a
     thread. Memory: a donated step given the state makes a second state, once.
     """
-    saving = _begin(path, state, metadata, keep)
-    saving.start()
-    at = saving.at
+    task = _begin(path, state, metadata, keep)
+    task.start()
+    at = task.at
     if at is not None and at.mesh.backend == "simulated":
         # Whoever waits holds the baton: by then every rank's thread must be running.
-        agree(at, None)
-    return saving
+        raise_everywhere(at, None)
+    return task
 
 
-def _begin(path: Any, state: Any, metadata: Any, keep: int | None) -> Saving:
+def _begin(path: Any, state: Any, metadata: Any, keep: int | None) -> SaveTask:
     """Checks everything that can be checked, makes the folder, and agrees."""
-    at = mesh_here()
-    if at is not None and at.mesh.backend in ("abstract", "vmap"):
-        raise RuntimeError(
-            f"cannot save on {at.mesh}, which holds no values of its own: save on a "
-            "simulated mesh or on processes"
-        )
-    earlier = in_flight(at)
-    error = None if earlier is None else attempt(earlier.wait)
-    saving: Saving | None = None
-    if error is None:
-        try:
-            saving = _prepared(at, path, state, metadata, keep)
-        except Exception as failure:
-            error = failure
+    at = mesh_here("save")
+
+    def checked() -> tuple[Path, Contents, dict[str, Any]]:
+        if (earlier := in_flight(at)) is not None:
+            earlier.wait()
+        where = Path(os.path.abspath(os.fspath(path)))
+        said = _checked(metadata or {})
+        if keep is not None and (not isinstance(keep, int) or keep < 1):
+            raise ValueError(
+                f"keep={keep!r}: it is how many checkpoints stay, at least 1"
+            )
+        folders.check_absent(where)
+        return where, _saveable(state, at), said
+
+    # Until all have come here, somebody may still be waiting for an earlier one.
+    where, found, said = everywhere(at, checked)
+    task = SaveTask(where, at, found, said, keep)
     try:
-        # Until all have come here, somebody may still be waiting for an earlier one.
-        agree(at, error)
-        assert saving is not None
-        check_alike(at, str(saving.path), "save to different paths")
-        agreed(at, saving.make_folder)
-        agreed(at, saving.find_folder)
+        check_alike(at, str(where), "save to different paths")
+        everywhere(at, task.make_folder)
+        everywhere(at, task.find_folder)
     except BaseException:
-        if saving is not None:
-            saving.abandon()
+        task.abandon()
         raise
-    return saving
+    return task
 
 
-def _prepared(
-    at: Here | None, path: Any, state: Any, metadata: Any, keep: Any
-) -> Saving:
-    """What is to be saved, all of it checked that can be without the other ranks."""
-    path = Path(os.path.abspath(os.fspath(path)))
-    said = _checked(metadata or {})
-    if keep is not None and (not isinstance(keep, int) or keep < 1):
-        raise ValueError(f"keep={keep!r}: it is how many checkpoints stay, at least 1")
-    folders.check_absent(path)
-    return Saving(path, at, _saveable(state, at), said, keep, random_state())
-
-
-def _saveable(state: Any, at: Here | None) -> Holdings:
+def _saveable(state: Any, at: Here | None) -> Contents:
     refuse_spent(state)
-    found = holdings(state)
+    found = contents_of(state)
     for path, held in found.tensors.items():
         if held.part.dtype not in SAFE_DTYPES:
             raise TypeError(

@@ -17,9 +17,9 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
+from fsfunc.comm.mesh import Mesh
 from fsfunc.foresight.planning import plan
 from fsfunc.foresight.plans import Plan
-from fsfunc.mesh import Mesh
 
 __all__ = ["Refused", "build_of", "plan_of", "refusing", "started"]
 

@@ -7,10 +7,12 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
+from fsfunc.comm.mesh import Mesh
 from fsfunc.foresight.recipes import Stack
-from fsfunc.mesh import Mesh
+from fsfunc.printing.amounts import of_bytes, of_seconds
+from fsfunc.printing.tables import Printed, Table
 
-__all__ = ["Choice", "Search", "Skipped", "amount", "front_of"]
+__all__ = ["Choice", "Search", "Skipped", "front_of"]
 
 
 @dataclass(frozen=True)
@@ -53,7 +55,7 @@ class Choice:
         return self.stack.apply(train_step, mesh)
 
     def __str__(self) -> str:
-        return f"{duration(self.seconds)}, {amount(self.peak_bytes)}: {self.stack}"
+        return f"{of_seconds(self.seconds)}, {of_bytes(self.peak_bytes)}: {self.stack}"
 
 
 class Skipped(NamedTuple):
@@ -65,7 +67,7 @@ class Skipped(NamedTuple):
 
 
 @dataclass(frozen=True, repr=False)
-class Search(Sequence[Choice]):
+class Search(Printed, Sequence[Choice]):
     """The Pareto front of step time and memory, fastest first; and all there was.
 
     Args:
@@ -101,28 +103,22 @@ class Search(Sequence[Choice]):
         found = []
         for c in self.front:
             mesh, _, transforms = str(c.stack).partition(": ")
-            times = map(duration, (c.seconds, c.exposed, c.bubble))
-            found.append((*times, amount(c.peak_bytes), mesh, transforms))
+            times = map(of_seconds, (c.seconds, c.exposed, c.bubble))
+            found.append((*times, of_bytes(c.peak_bytes), mesh, transforms))
         return found
 
     def table(self) -> str:
         """The front as text, and below it what was tried and skipped."""
-        rows = [HEAD, *self.rows()]
-        widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-        lines = []
-        for row in rows:
-            cells = [
-                cell.rjust(width) if i < 4 else cell.ljust(width)
-                for i, (cell, width) in enumerate(zip(row, widths, strict=True))
-            ]
-            lines.append("  ".join(cells).rstrip())
-        return "\n".join([*lines, *self._notes()])
+        return self.text()
+
+    def pieces(self, width: int | None) -> list[Table | str]:
+        return [Table("", HEAD, self.rows(), most=len(self)), *self._notes()]
 
     def _notes(self) -> list[str]:
         fit = sum(c.fits for c in self.tried)
         lines = [
             f"{len(self.tried)} stacks planned, of which {fit} fit in "
-            f"{amount(self.memory)}; {len(self.skipped)} skipped"
+            f"{of_bytes(self.memory)}; {len(self.skipped)} skipped"
         ]
         whys = Counter(
             why if not s.least else HEAVY for s in self.skipped for why in [s.why]
@@ -130,31 +126,13 @@ class Search(Sequence[Choice]):
         lines += [f"  {n}: {why}" for why, n in whys.most_common()]
         return lines
 
-    def __str__(self) -> str:
-        return self.table()
-
     def __repr__(self) -> str:
         return (
             f"Search({len(self.front)} of {len(self.tried)} stacks; best {self.best})"
         )
 
-    def __rich__(self) -> Any:
-        """The same in colours, for ``rich.print``."""
-        from rich.console import Group
-        from rich.markup import escape
-        from rich.table import Table
 
-        shown = Table(box=None, pad_edge=False)
-        for i, name in enumerate(HEAD):
-            shown.add_column(
-                name, justify="right" if i < 4 else "left", overflow="fold"
-            )
-        for row in self.rows():
-            shown.add_row(*map(escape, row))
-        return Group(shown, *self._notes())
-
-
-HEAD = ("step", "exposed", "bubble", "peak", "mesh", "transforms")
+HEAD = (">step", ">exposed", ">bubble", ">peak", "<mesh", "<transforms")
 HEAVY = "parameters and moments alone are too large"
 
 
@@ -169,27 +147,3 @@ def front_of(choices: Iterable[Choice]) -> list[Choice]:
 
 def _order(choice: Choice) -> tuple[float, int]:
     return choice.seconds, choice.peak_bytes
-
-
-def amount(size: float) -> str:
-    """Bytes in decimal units.
-
-    >>> amount(1_234_567), amount(40e9), amount(12)
-    ('1.23 MB', '40 GB', '12 B')
-    """
-    for scale, unit in ((1e12, "TB"), (1e9, "GB"), (1e6, "MB"), (1e3, "kB")):
-        if size >= scale:
-            return f"{size / scale:.3g} {unit}"
-    return f"{size:.0f} B"
-
-
-def duration(seconds: float) -> str:
-    """Seconds in the unit that fits.
-
-    >>> duration(0.0123), duration(2), duration(0)
-    ('12.3 ms', '2 s', '0 s')
-    """
-    for scale, unit in ((1.0, "s"), (1e-3, "ms")):
-        if seconds >= scale:
-            return f"{seconds / scale:.3g} {unit}"
-    return f"{seconds / 1e-6:.3g} us" if seconds else "0 s"

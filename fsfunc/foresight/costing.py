@@ -10,7 +10,7 @@ import math
 from collections.abc import Sequence
 from weakref import WeakKeyDictionary
 
-from fsfunc.accounting import Record
+from fsfunc.comm.ledgers import Record
 from fsfunc.foresight.events import Op, Segment
 from fsfunc.machines import Hardware
 

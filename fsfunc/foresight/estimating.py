@@ -4,13 +4,12 @@ from __future__ import annotations
 
 from collections import Counter
 from dataclasses import dataclass, field
-from functools import partial
 
-from fsfunc.foresight import costing
 from fsfunc.foresight.events import Ran, Replayed
 from fsfunc.foresight.plans import Plan, RankPlan
-from fsfunc.foresight.simulating import Prices, RankTimes, Span, play_through
+from fsfunc.foresight.simulating import RankTimes, Span, play_through
 from fsfunc.machines import Hardware
+from fsfunc.printing.amounts import of_count, of_flops, of_seconds
 
 __all__ = ["Estimate", "estimate"]
 
@@ -47,10 +46,10 @@ class Estimate:
 
     def __repr__(self) -> str:
         tokens = self.tokens_per_second
-        rate = "" if tokens is None else f", {_number(tokens)} tokens/s"
+        rate = "" if tokens is None else f", {of_count(tokens)} tokens/s"
         return (
-            f"Estimate({_time(self.seconds)} on {self.hardware}: {self._parts(self)}; "
-            f"{_number(self.flops_per_second)}FLOP/s a device, "
+            f"Estimate({of_seconds(self.seconds)} on {self.hardware}: "
+            f"{self._parts(self)}; {of_flops(self.flops_per_second)}/s a device, "
             f"{self.share_of_peak:.0%} of peak{rate})"
         )
 
@@ -58,14 +57,14 @@ class Estimate:
         rows = [repr(self)]
         for r in self.ranks:
             others = f" and {r.alike - 1} like it" if r.alike > 1 else ""
-            parts = f"{self._parts(r)}, idle {_time(r.idle)}"
+            parts = f"{self._parts(r)}, idle {of_seconds(r.idle)}"
             rows.append(f"  rank {r.rank}{others}: {parts}")
         return "\n".join(rows)
 
     @staticmethod
     def _parts(of: Estimate | RankTimes) -> str:
         names = ("compute", "exposed", "bubble")
-        return ", ".join(f"{name} {_time(getattr(of, name))}" for name in names)
+        return ", ".join(f"{name} {of_seconds(getattr(of, name))}" for name in names)
 
 
 def estimate(
@@ -118,17 +117,7 @@ def estimate(
     """
     if tokens is not None and not tokens > 0:
         raise ValueError(f"tokens of one step are more than none, got {tokens!r}")
-    prices = Prices(
-        op=partial(costing.op_seconds, hardware=hardware),
-        segment=partial(costing.segment_seconds, hardware=hardware),
-        collective=partial(costing.collective_seconds, hardware=hardware),
-        message=partial(costing.message_seconds, hardware=hardware),
-        taken=None
-        if hardware.fresh is None
-        else lambda size, op: costing.taken_seconds(size, hardware, op),
-        overlap=hardware.overlap,
-    )
-    seconds, times, spans = play_through(plan, prices)
+    seconds, times, spans = play_through(plan, hardware)
     busiest = max(times, key=lambda r: (r.compute, -r.rank))
     flops, at_peak = _work(plan, hardware)
     return Estimate(
@@ -166,18 +155,3 @@ def _by_dtype(plan: RankPlan) -> Counter[str]:
         if op.flops:
             found[str(op.dtype).removeprefix("torch.")] += n * op.flops
     return found
-
-
-def _time(seconds: float) -> str:
-    for scale, unit in ((1.0, "s"), (1e-3, "ms")):
-        if seconds >= scale:
-            return f"{seconds / scale:.3g} {unit}"
-    return f"{seconds / 1e-6:.3g} us" if seconds else "0 s"
-
-
-def _number(value: float) -> str:
-    """A count with the letter of its thousands, such as ``1.5 G``."""
-    for scale, letter in ((1e15, "P"), (1e12, "T"), (1e9, "G"), (1e6, "M"), (1e3, "k")):
-        if value >= scale:
-            return f"{value / scale:.3g} {letter}"
-    return f"{value:.3g} "

@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 import torch
 
-from fsfunc.accounting import Record
+from fsfunc.comm.ledgers import Record
 
 __all__ = [
     "Asked",

@@ -6,22 +6,22 @@ from typing import Any
 
 from torch import Tensor
 
-from fsfunc.accounting import Ledger
-from fsfunc.backends.abstract import AbstractLink
-from fsfunc.backends.base import Work
+from fsfunc.comm.backends.abstract import AbstractLink
+from fsfunc.comm.backends.link import Handle
+from fsfunc.comm.ledgers import Ledger
 from fsfunc.foresight.events import Asked, Sent, Started, Waited
 from fsfunc.foresight.observing import Observer
 
 __all__ = ["PlannedLink"]
 
 
-class _Planned(Work):
+class _Planned(Handle):
     """A collective or transfer that is noted again when it is waited for.
 
     Until then it holds ``x``, as links do that read it.
     """
 
-    def __init__(self, work: Work, number: int, observer: Observer, x: Any):
+    def __init__(self, work: Handle, number: int, observer: Observer, x: Any):
         self.work, self.number, self.observer = work, number, observer
         self.x: Tensor | None = x
         self.over = self.asked = False
@@ -50,7 +50,7 @@ class PlannedLink(AbstractLink):
         super().__init__(rank)
         self.observer, self.log, self.count = observer, log, 0
 
-    def _noted(self, work: Work, event: Any, x: Tensor) -> Work:
+    def _noted(self, work: Handle, event: Any, x: Tensor) -> Handle:
         self.observer.book.events.append(event)
         self.count += 1
         return _Planned(work, self.count - 1, self.observer, x)
@@ -64,15 +64,15 @@ class PlannedLink(AbstractLink):
         out: Tensor | None = None,
         what: str = "",
         **how: Any,
-    ) -> Work:
+    ) -> Handle:
         event = Started(self.count, self.log.records[-1], where.ranks)
         return self._noted(super().start(op, x, where, out=out, **how), event, x)
 
-    def send(self, x: Tensor, where: Any, to: int, what: str = "") -> Work:
+    def send(self, x: Tensor, where: Any, to: int, what: str = "") -> Handle:
         event = Sent(self.count, self.log.records[-1], where.ranks[to])
         return self._noted(super().send(x, where, to), event, x)
 
-    def receive(self, like: Tensor, where: Any, source: int, what: str = "") -> Work:
+    def receive(self, like: Tensor, where: Any, source: int, what: str = "") -> Handle:
         size = like.numel() * like.element_size()
         event = Asked(self.count, size, where.ranks[source])
         return self._noted(super().receive(like, where, source), event, like)

@@ -11,11 +11,11 @@ from torch import Tensor
 
 from fsfunc import tree
 from fsfunc.arena import Arena
-from fsfunc.backends.abstract import AbstractLink
-from fsfunc.backends.base import Work
+from fsfunc.comm.backends.abstract import AbstractLink
+from fsfunc.comm.backends.link import Handle
+from fsfunc.comm.mesh import NoMesh, here, place_here
 from fsfunc.foresight.events import Gave, Took
 from fsfunc.foresight.observing import Observer
-from fsfunc.mesh import NoMesh, here, place_here
 from fsfunc.sharded import Sharded, is_sharded
 
 __all__ = ["Living", "live_bytes"]
@@ -61,7 +61,7 @@ class _Counted:
     def __getattr__(self, name: str) -> Any:
         return getattr(self._link, name)
 
-    def start(self, op: str, x: Tensor, where: Any, **how: Any) -> Work:
+    def start(self, op: str, x: Tensor, where: Any, **how: Any) -> Handle:
         room = None
         if how.get("out") is None:
             with self._paused():
@@ -71,7 +71,7 @@ class _Counted:
             work = self._link.start(op, x, where, **how)
         return _Awaited(work, self, room, x)
 
-    def receive(self, like: Tensor, where: Any, source: int, what: str = "") -> Work:
+    def receive(self, like: Tensor, where: Any, source: int, what: str = "") -> Handle:
         with self._paused():
             work = self._link.receive(like, where, source, what)
         return _Awaited(work, self, like, like)
@@ -85,10 +85,10 @@ class _Counted:
             self._observer.paused = False
 
 
-class _Awaited(Work):
+class _Awaited(Handle):
     """A transfer that holds what it sends, and has room for what comes, to its end."""
 
-    def __init__(self, work: Work, link: _Counted, room: Tensor | None, x: Tensor):
+    def __init__(self, work: Handle, link: _Counted, room: Tensor | None, x: Tensor):
         self.work, self.link, self.room = work, link, room
         self.x: Tensor | None = x
 

@@ -8,8 +8,8 @@ from typing import Any
 
 import torch
 
-from fsfunc.accounting import silence
-from fsfunc.collectives import Group
+from fsfunc.comm.groups import RankGroup
+from fsfunc.comm.ledgers import silence
 from fsfunc.foresight.samples import Sizes
 from fsfunc.foresight.stopwatch import Watch
 from fsfunc.machines import Level
@@ -22,7 +22,7 @@ MOST_BUFFERS = 16
 
 
 def links(
-    watch: Watch, where: Group, sizes: Sizes
+    watch: Watch, where: RankGroup, sizes: Sizes
 ) -> tuple[Level, dict[str, float], float]:
     """(the links as one level, bytes/s of each collective, overlap).
 
@@ -51,7 +51,7 @@ def links(
 
 
 def _sending(
-    watch: Watch, where: Group, op: str, size: int, sizes: Sizes
+    watch: Watch, where: RankGroup, op: str, size: int, sizes: Sizes
 ) -> tuple[Callable[[], Any], float]:
     """Starts a collective of whole buffers of ``size`` bytes; what a rank sends of one.
 

@@ -14,13 +14,13 @@ from typing import Any
 
 import torch
 
+from fsfunc.comm.mesh import Here, Mesh, NoMesh, here
 from fsfunc.foresight.events import Op, Ran, Took
 from fsfunc.foresight.measured_links import links
 from fsfunc.foresight.observing import Observer
 from fsfunc.foresight.samples import Sizes, attention, chain, layer, specimens
 from fsfunc.foresight.stopwatch import Watch
 from fsfunc.machines import Hardware, Level
-from fsfunc.mesh import Here, Mesh, NoMesh, here
 
 __all__ = ["measure_hardware"]
 

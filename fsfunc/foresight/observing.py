@@ -18,7 +18,8 @@ import torch
 from torch import Tensor
 
 from fsfunc import _torch
-from fsfunc.accounting import current_label, is_silent
+from fsfunc.comm.attribution import current_label
+from fsfunc.comm.ledgers import is_silent
 from fsfunc.foresight.events import Event, Gave, Ran, Took
 from fsfunc.foresight.operators import describe
 from fsfunc.frames import frame, running

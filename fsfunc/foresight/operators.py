@@ -10,7 +10,7 @@ from torch import Tensor
 
 from fsfunc import _torch
 from fsfunc.foresight.events import Op
-from fsfunc.pipelining.flowing import FLOPS as FORWARD
+from fsfunc.tracing.dataflow import FLOPS as FORWARD
 
 __all__ = ["describe"]
 

@@ -10,7 +10,8 @@ from typing import NamedTuple
 
 import torch
 
-from fsfunc.accounting import Ledger, Record
+from fsfunc.comm.ledgers import Ledger, Record
+from fsfunc.comm.mesh import Axis, Mesh
 from fsfunc.foresight.events import (
     Event,
     Gave,
@@ -18,9 +19,8 @@ from fsfunc.foresight.events import (
     Replayed,
     Took,
 )
-from fsfunc.kinds import KINDS
 from fsfunc.layout import Layout
-from fsfunc.mesh import Axis, Mesh
+from fsfunc.memory_kinds import KINDS
 
 __all__ = ["Alive", "Leaf", "Plan", "RankPlan", "Work"]
 

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from fsfunc.mesh import Mesh
+from fsfunc.comm.mesh import Mesh
 from fsfunc.pipelining import schedules
 from fsfunc.pipelining.pipelines import pipeline
 from fsfunc.transforms.accumulation import accumulate

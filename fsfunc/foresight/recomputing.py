@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
-from fsfunc.pipelining.programs import Program, Spec
+from fsfunc.tracing.programs import Program, Spec
 
 __all__ = ["Points", "recompute_points"]
 

@@ -22,7 +22,8 @@ import torch
 from torch import Tensor
 
 from fsfunc import _torch, tree
-from fsfunc.accounting import aside, is_silent
+from fsfunc.comm.attribution import internal
+from fsfunc.comm.ledgers import is_silent
 from fsfunc.foresight.events import Replayed, Segment
 from fsfunc.foresight.observing import Observer
 from fsfunc.foresight.scripts import (
@@ -34,7 +35,7 @@ from fsfunc.foresight.scripts import (
     tensors,
     tried,
 )
-from fsfunc.frames import Rehearsed, frame, running
+from fsfunc.frames import Tracer, frame, running
 from fsfunc.sharded import is_sharded
 from fsfunc.transforms.policies import is_taped
 
@@ -57,24 +58,25 @@ class _Played:
     casts: torch.dtype | None  # of the autocast that was on
 
 
-class Rehearsal(Rehearsed):
+class Rehearsal(Tracer):
     """Runs the bodies of units for ``observer``.
 
     Args:
         repeat: whether to replay; else each body runs plainly.
     """
 
+    complete = True
+
     def __init__(self, observer: Observer, repeat: bool = True):
         self.observer, self.repeat = observer, repeat
         self.scripts: dict[Any, Script | None] = {}
         self.derived: dict[str, int] = {}
-        self.orders: dict[int, Any] = {}  # of buffers, by ``shard``: see there
         self._kept: list[tuple[str, list[int], int]] = []
 
     def begin(self) -> Observer:
         """An observer for the next run, with an empty book."""
         self.observer = Observer()
-        self.derived, self._kept, self.orders = {}, [], {}
+        self.derived, self._kept = {}, []
         return self.observer
 
     def body(self, call: Any, params: Any, inputs: Any, keywords: Any) -> Any:
@@ -97,7 +99,7 @@ class Rehearsal(Rehearsed):
         before = observer.roots, observer.pure
         mine = tensors(tree.leaves(params, is_leaf=is_sharded))
         observer.begin_body([x for x in mine if not _torch.is_wrapped(x)])
-        with observer.unit(call.name), aside(False):
+        with observer.unit(call.name), internal(False):
             out = call.unit.checked(params, inputs, keywords)
         self._keeps(call.name, observer.derived(tree.leaves(out)))
         observer.roots, observer.pure = before
@@ -105,7 +107,7 @@ class Rehearsal(Rehearsed):
 
     def _key(self, call: Any, leaves: list[Any], treedef: Any) -> Any:
         f = frame()
-        apart = f.stage is not None and torch.is_grad_enabled()
+        apart = f.staged and torch.is_grad_enabled()
         if (apart and not running().forgets) or is_taped():
             return None
         if _torch.functorch_active():
@@ -126,9 +128,9 @@ class Rehearsal(Rehearsed):
     # Replays
 
     def _replayed(self, played: _Played) -> Any:
-        script, f = played.script, frame()
-        if f.recorder is not None:
-            f.recorder.read([played.leaves[i] for i in script.read])
+        script, tracer = played.script, frame().tracer
+        if tracer is not None:
+            tracer.read([played.leaves[i] for i in script.read])
         if any(x.tracked for x in script.outs if isinstance(x, Shape)):
             found = iter(_Body.apply(played, *tensors(played.leaves)))
         else:

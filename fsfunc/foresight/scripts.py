@@ -15,11 +15,11 @@ import torch
 from torch import Tensor
 
 from fsfunc import _torch, tree
-from fsfunc.accounting import aside
+from fsfunc.comm.attribution import internal
+from fsfunc.comm.mesh import NoMesh, here
 from fsfunc.foresight.events import Gave, Ran, Segment, Took
 from fsfunc.foresight.observing import Book, Observer
-from fsfunc.frames import Counter, Interpretation, inside
-from fsfunc.mesh import NoMesh, here
+from fsfunc.frames import Counter, Interpretation, Tracer, inside
 
 __all__ = [
     "Backward",
@@ -246,14 +246,14 @@ def _run(observer: Observer, call: Any, treedef: Any, leaves: Sequence[Any]) -> 
     alone = call.frame.but(
         handlers=(_Stop(),),
         sessions=(),
-        recorder=None,
+        tracer=Tracer(),
         at=at,
         path=call.path,
         numbers=call.numbers,
         counter=Counter(),  # a trial is no call: the true one counts for itself
     )
     params, inputs, keywords = tree.unflatten(treedef, leaves)
-    with inside(alone), observer.unit(call.name), aside(False):
+    with inside(alone), observer.unit(call.name), internal(False):
         return call.unit.checked(params, inputs, keywords)
 
 

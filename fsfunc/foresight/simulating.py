@@ -8,51 +8,30 @@ order in which ranks are looked at, and nothing gets earlier where a cost grows.
 
 from __future__ import annotations
 
-from collections import deque
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections import defaultdict
+from collections.abc import Iterator
+from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
-from fsfunc.accounting import Record
-from fsfunc.backends.simulated import Deadlock
+from fsfunc.comm.backends.baton import Deadlock
+from fsfunc.comm.backends.link import CollectiveMismatch
+from fsfunc.foresight import costing
 from fsfunc.foresight.events import (
     Asked,
-    Op,
     Ran,
     Replayed,
-    Segment,
     Sent,
     Started,
     Took,
     Waited,
 )
 from fsfunc.foresight.plans import Plan, RankPlan
-from fsfunc.foresight.transferring import Lane, Party, Transfer
+from fsfunc.machines import Hardware
+from fsfunc.pipelining.player import Player
 
-__all__ = ["Played", "Prices", "RankTimes", "Span", "play_through"]
+__all__ = ["Played", "RankTimes", "Span", "play_through"]
 
 COMPUTE = "compute"
-
-
-@dataclass(frozen=True)
-class Prices:
-    """What things cost, in seconds.
-
-    Args:
-        op, segment: of an operator, and of a body that is replayed as a whole.
-        collective: of (its record, the ranks of its group).
-        message: of (its bytes, the rank it comes from, the rank it goes to).
-        taken: of so many bytes of memory that an operator takes, beside its use; None:
-            nothing.
-        overlap: the share of a transfer's time that costs computing nothing.
-    """
-
-    op: Callable[[Op], float]
-    segment: Callable[[Segment], float]
-    collective: Callable[[Record, tuple[int, ...]], float]
-    message: Callable[[float, int, int], float]
-    taken: Callable[[int, str], float] | None = None
-    overlap: float = 1.0
 
 
 class Span(NamedTuple):
@@ -102,13 +81,71 @@ class Played(NamedTuple):
     spans: list[Span]
 
 
-class _Actor:
+Drawn = tuple[int, str, str, str, str]  # a span without its times
+
+
+class Party(NamedTuple):
+    """A rank's side of a transfer."""
+
+    rank: int
+    did: str  # "issued", "sent" or "asked for"
+
+
+@dataclass(eq=False)
+class Rendezvous:
+    """One collective, or one message, from its first mention to its end."""
+
+    stream: Stream
+    number: int
+    what: str
+    arrived: dict[Party, Drawn] = field(default_factory=dict)
+    met: float = 0.0  # when the last party came
+    length: float = 0.0
+    start: float = 0.0
+    end: float | None = None
+
+
+class Stream:
+    """A stream between parties that meet in order: the n-th call of each is one."""
+
+    def __init__(self, parties: frozenset[Party], label: str, is_message: bool):
+        self.parties, self.label, self.is_message = parties, label, is_message
+        self.transfers: list[Rendezvous] = []
+        self.counts: dict[Party, int] = defaultdict(int)
+        self.free = 0.0
+
+    def come(
+        self, party: Party, what: str, time: float, length: float, drawn: Drawn
+    ) -> Rendezvous:
+        """The next one of ``party``, which issues it now."""
+        number = self.counts[party]
+        self.counts[party] += 1
+        if number == len(self.transfers):
+            self.transfers.append(Rendezvous(self, number, what))
+        transfer = self.transfers[number]
+        if transfer.what != what:
+            others = ", ".join(str(p.rank) for p in transfer.arrived)
+            raise CollectiveMismatch(
+                f"call {number} {self.label} is a {what} of rank {party.rank} but a "
+                f"{transfer.what} of rank {others}: all ranks of a group issue their "
+                "collectives in one order"
+            )
+        transfer.arrived[party] = drawn
+        transfer.met = max(transfer.met, time)
+        transfer.length = max(transfer.length, length)
+        if len(transfer.arrived) == len(self.parties):
+            transfer.start = max(transfer.met, self.free)
+            transfer.end = self.free = transfer.start + transfer.length
+        return transfer
+
+
+class _RankRun:
     """One planned rank on its way through its events."""
 
     def __init__(self, plan: RankPlan):
         self.plan, self.at = plan, 0
         self.clock = self.compute = self.exposed = self.bubble = 0.0
-        self.pending: dict[int, Transfer] = {}  # issued and not yet waited for
+        self.pending: dict[int, Rendezvous] = {}  # issued and not yet waited for
         self.over: set[int] = set()
         self.spans: list[Span] = []
         self._unit, self._phase, self._start, self._end = "", "", 0.0, 0.0
@@ -133,18 +170,25 @@ class _Actor:
 
     def wait(self, number: int, overlap: float) -> None:
         """Goes on when a transfer is over and what it took is made up for."""
-        transfer = self.pending.pop(number)
+        transfer = self.pending.pop(number, None)
+        if transfer is None:
+            if number in self.over:
+                return
+            raise ValueError(
+                f"rank {self.plan.rank} waits for number {number}, which it has not "
+                f"started before event {self.at}"
+            )
         self.over.add(number)
         begun, end = self.clock, transfer.end or 0.0
         self.clock = max(begun + transfer.length * (1 - overlap), end)
         # Until the others came it was theirs to be late, and a message's whole way.
-        late = end if transfer.lane.is_message else transfer.met
+        late = end if transfer.stream.is_message else transfer.met
         bubble = max(late - begun, 0.0)
         self.bubble += bubble
         self.exposed += self.clock - begun - bubble
 
 
-def play_through(plan: Plan, prices: Prices) -> Played:
+def play_through(plan: Plan, hardware: Hardware) -> Played:
     """The times of every planned rank, and the spans of all their streams.
 
     A collective starts when all planned ranks of its group have issued it and the one
@@ -154,8 +198,8 @@ def play_through(plan: Plan, prices: Prices) -> Played:
     started is over. Streams do not take bandwidth from each other.
 
     A transfer of length t, waited for at time c and over at time e, lets its rank go on
-    at max(e, c + (1 - overlap) t): what it took from the computing beside it is added
-    where it is waited for. With overlap 0 a rank never does both at once.
+    at max(e, c + (1 - hardware.overlap) t): what it took from the computing beside it
+    is added where it is waited for. With overlap 0 a rank never does both at once.
 
     Raises:
         Deadlock: ranks that wait for each other, or for what is never issued.
@@ -165,114 +209,101 @@ def play_through(plan: Plan, prices: Prices) -> Played:
 
     Cost: some microseconds an event.
     """
-    return _Play(plan, prices).run()
+    return _PlanRun(plan, hardware).run()
 
 
-class _Play:
+class _PlanRun(Player):
     """One run of :func:`play_through`."""
 
-    def __init__(self, plan: Plan, prices: Prices):
-        self.plan, self.prices = plan, prices
-        self.actors = [_Actor(r) for r in plan.ranks]
-        self.lanes: dict[Any, Lane] = {}
-        self.groups: dict[Any, Lane] = {}
+    def __init__(self, plan: Plan, hardware: Hardware):
+        super().__init__()
+        self.plan, self.hardware = plan, hardware
+        self.ranks = [_RankRun(r) for r in plan.ranks]
+        self.streams: dict[Any, Stream] = {}
+        self.groups: dict[Any, Stream] = {}
         self.lengths: dict[Any, float] = {}
         self.costs: dict[Any, float] = {}
-        self.ready = deque(self.actors)
 
     def run(self) -> Played:
-        while self.ready:
-            self._go_on(self.ready.popleft())
-        stuck = [a for a in self.actors if a.at < len(a.plan.events) or a.pending]
+        self.play(map(self._rank, self.ranks))
+        stuck = [r for r in self.ranks if r.pending]
         if stuck:
             raise Deadlock("no rank can go on: " + "; ".join(map(_state, stuck)))
-        whole = max((a.clock for a in self.actors), default=0.0)
+        whole = max((r.clock for r in self.ranks), default=0.0)
         times, spans = [], []
-        for a in self.actors:
-            a.rest()
-            sums = (a.compute, a.exposed, a.bubble, whole - a.clock)
-            times.append(RankTimes(a.plan.rank, a.plan.alike, *sums))
-            spans += a.spans
-        for lane in self.lanes.values():
-            for t in lane.transfers:
+        for r in self.ranks:
+            r.rest()
+            sums = (r.compute, r.exposed, r.bubble, whole - r.clock)
+            times.append(RankTimes(r.plan.rank, r.plan.alike, *sums))
+            spans += r.spans
+        for stream in self.streams.values():
+            for t in stream.transfers:
                 between = (t.start, t.end or 0.0)
                 spans += [Span(*drawn, *between) for drawn in t.arrived.values()]
         return Played(whole, times, spans)
 
-    def _go_on(self, actor: _Actor) -> None:
-        """Plays a rank's events until one that must wait for another rank."""
-        events, costs, prices = actor.plan.events, self.costs, self.prices
-        while actor.at < len(events):
-            event = events[actor.at]
+    def _rank(self, run: _RankRun) -> Iterator[Rendezvous]:
+        """Plays a rank's events; it waits for transfers alone."""
+        costs, hardware = self.costs, self.hardware
+        touching, overlap = hardware.fresh is not None, hardware.overlap
+        for at, event in enumerate(run.plan.events):
+            run.at = at
             if isinstance(event, Ran):
                 op = event.op
                 if op not in costs:
-                    costs[op] = prices.op(op)
-                actor.work(costs[op], event.unit, event.phase)
+                    costs[op] = costing.op_seconds(op, hardware)
+                run.work(costs[op], event.unit, event.phase)
             elif isinstance(event, Replayed):
                 segment = event.segment
                 if segment not in costs:
-                    costs[segment] = prices.segment(segment)
-                actor.work(costs[segment], event.unit, event.phase)
+                    costs[segment] = costing.segment_seconds(segment, hardware)
+                run.work(costs[segment], event.unit, event.phase)
             elif isinstance(event, Waited):
-                if not self._over(actor, event.number):
-                    return
+                if event.number in run.pending:
+                    yield run.pending[event.number]
+                run.wait(event.number, overlap)
             elif isinstance(event, Took):
-                if prices.taken is not None and event.op:
-                    cost = prices.taken(event.bytes, event.op)
-                    actor.work(cost, event.unit, event.phase)
+                if touching and event.op:
+                    cost = costing.taken_seconds(event.bytes, hardware, event.op)
+                    run.work(cost, event.unit, event.phase)
             elif isinstance(event, (Started, Sent, Asked)):
-                self._come(actor, event)
-            actor.at += 1
-        for number in list(actor.pending):
-            if not self._over(actor, number):
-                return
+                self._come(run, event)
+        run.at = len(run.plan.events)
+        for number in list(run.pending):
+            yield run.pending[number]
+            run.wait(number, overlap)
 
-    def _over(self, actor: _Actor, number: int) -> bool:
-        """Whether a transfer is over; if so, the rank has waited for it."""
-        transfer = actor.pending.get(number)
-        if transfer is None and number not in actor.over:
-            raise ValueError(
-                f"rank {actor.plan.rank} waits for number {number}, which it has not "
-                f"started before event {actor.at}"
-            )
-        if transfer is None:
-            return True
-        if transfer.end is None:
-            transfer.waiting.append(actor)
-            return False
-        actor.wait(number, self.prices.overlap)
-        return True
-
-    def _come(self, actor: _Actor, event: Started | Sent | Asked) -> None:
-        rank = actor.plan.rank
+    def _come(self, run: _RankRun, event: Started | Sent | Asked) -> None:
+        rank = run.plan.rank
         if isinstance(event, Started):
             r = event.record
-            lane = self._group(event)
+            stream = self._group(event)
             party = Party(rank, "issued")
-            key = (lane, r.op, r.bytes, r.dtype)
+            key = (stream, r.op, r.bytes, r.dtype)
             if key not in self.lengths:
-                self.lengths[key] = self.prices.collective(r, event.ranks)
+                self.lengths[key] = costing.collective_seconds(
+                    r, event.ranks, self.hardware
+                )
             drawn = (rank, ", ".join(r.axis), r.op, r.unit, r.phase)
             what, length = r.op, self.lengths[key]
         elif isinstance(event, Sent):
             r, size = event.record, float(event.record.bytes)
-            lane = self._pair(rank, event.to)
+            stream = self._pair(rank, event.to)
             party = Party(rank, "sent")
             drawn = (rank, f"to {event.to}", "send", r.unit, r.phase)
-            what, length = "message", self.prices.message(size, rank, event.to)
+            length = costing.message_seconds(size, rank, event.to, self.hardware)
+            what = "message"
         else:
-            lane = self._pair(event.source, rank)
+            stream = self._pair(event.source, rank)
             party = Party(rank, "asked for")
             drawn = (rank, f"from {event.source}", "receive", "", "")
             what, length = "message", 0.0
-        transfer = lane.come(party, what, actor.clock, length, drawn)
-        actor.pending[event.number] = transfer
+        transfer = stream.come(party, what, run.clock, length, drawn)
+        run.pending[event.number] = transfer
         if transfer.end is not None:
-            self.ready.extend(transfer.waiting)
-            transfer.waiting.clear()
+            self.happened(transfer, transfer.end)
 
-    def _group(self, event: Started) -> Lane:
+    def _group(self, event: Started) -> Stream:
         """The stream of a collective's group: one for the planned ranks in it."""
         axis, ranks = event.record.axis, event.ranks
         key = (axis, len(ranks), ranks[0], ranks[-1])
@@ -280,11 +311,11 @@ class _Play:
             found = {self._planned(rank) for rank in ranks} - {None}
             parties = frozenset(Party(p.rank, "issued") for p in found if p)
             names = ", ".join(f'"{name}"' for name in axis)
-            lane = Lane(parties, f"over {names}", is_message=False)
-            self.groups[key] = self.lanes.setdefault((axis, parties), lane)
+            stream = Stream(parties, f"over {names}", is_message=False)
+            self.groups[key] = self.streams.setdefault((axis, parties), stream)
         return self.groups[key]
 
-    def _pair(self, source: int, to: int) -> Lane:
+    def _pair(self, source: int, to: int) -> Stream:
         """The stream of messages from one rank to another, or between such as they."""
         sender, receiver = self._planned(source), self._planned(to)
         if sender is None or receiver is None:
@@ -298,11 +329,11 @@ class _Play:
         at, there = mesh.coordinates(source), mesh.coordinates(to)
         way = tuple((there[a] - at[a]) % size for a, size in mesh.axes.items())
         key = (sender.rank, receiver.rank, way)
-        if key not in self.lanes:
+        if key not in self.streams:
             sides = (Party(sender.rank, "sent"), Party(receiver.rank, "asked for"))
             label = f"from rank {sender.rank} to rank {receiver.rank}"
-            self.lanes[key] = Lane(frozenset(sides), label, is_message=True)
-        return self.lanes[key]
+            self.streams[key] = Stream(frozenset(sides), label, is_message=True)
+        return self.streams[key]
 
     def _planned(self, rank: int) -> RankPlan | None:
         try:
@@ -311,14 +342,14 @@ class _Play:
             return None  # the plan of one rank alone
 
 
-def _state(actor: _Actor) -> str:
+def _state(run: _RankRun) -> str:
     """What a rank that cannot go on waits for, and who has not done their part."""
-    events, rank = actor.plan.events, actor.plan.rank
-    left = events[actor.at] if actor.at < len(events) else None
+    events, rank = run.plan.events, run.plan.rank
+    left = events[run.at] if run.at < len(events) else None
     # After its last event it waits for all that it has started.
-    number = left.number if isinstance(left, Waited) else next(iter(actor.pending))
-    t = actor.pending[number]
-    parties = sorted(t.lane.parties - set(t.arrived))
+    number = left.number if isinstance(left, Waited) else next(iter(run.pending))
+    t = run.pending[number]
+    parties = sorted(t.stream.parties - set(t.arrived))
     missing = " and ".join(f"rank {p.rank} has not {p.did} it" for p in parties)
-    which = f"{t.what} {t.number} {t.lane.label}"
-    return f"rank {rank} waits, at event {actor.at}, for {which}: {missing}"
+    which = f"{t.what} {t.number} {t.stream.label}"
+    return f"rank {rank} waits, at event {run.at}, for {which}: {missing}"

@@ -9,9 +9,10 @@ from typing import Any
 
 import torch
 
-from fsfunc.accounting import silence
-from fsfunc.collectives import Group, group, pmax, pmean
-from fsfunc.mesh import Here
+from fsfunc.comm.collectives import pmax, pmean
+from fsfunc.comm.groups import RankGroup, group
+from fsfunc.comm.ledgers import silence
+from fsfunc.comm.mesh import Here
 
 __all__ = ["Watch"]
 
@@ -29,7 +30,7 @@ class Watch:
 
     def __init__(self, device: torch.device, at: Here | None, seconds: float):
         self.device, self.seconds = device, seconds
-        self.where: Group | None = None
+        self.where: RankGroup | None = None
         if at is not None and at.mesh.size > 1:
             self.where = group(tuple(at.mesh.axes), at)
 

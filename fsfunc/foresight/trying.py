@@ -11,15 +11,16 @@ from torch import Tensor
 
 from fsfunc import tree
 from fsfunc.autodiff import value_and_grad
+from fsfunc.comm.launch import spmd
+from fsfunc.comm.mesh import Mesh
 from fsfunc.foresight.candidates import Axes, lowered, stages_of
-from fsfunc.foresight.chosen import Choice, Search, Skipped, amount, front_of
+from fsfunc.foresight.chosen import Choice, Search, Skipped, front_of
 from fsfunc.foresight.estimating import estimate
 from fsfunc.foresight.planning import plan
 from fsfunc.foresight.recipes import Stack
-from fsfunc.launching import spmd
 from fsfunc.machines import Hardware
-from fsfunc.mesh import Mesh
-from fsfunc.pipelining.tracing import program
+from fsfunc.printing.amounts import of_bytes
+from fsfunc.tracing.tracer import program
 
 __all__ = ["Trials"]
 
@@ -74,7 +75,7 @@ class Trials:
             return None
         least = self.least(stack)
         if least > self.memory:
-            why = f"parameters and moments alone are {amount(least)}"
+            why = f"parameters and moments alone are {of_bytes(least)}"
             self.skipped.append(Skipped(stack, why, least))
             return None
         mesh = Mesh(dict(stack.axes), "abstract")
@@ -116,14 +117,14 @@ class Trials:
 
     def _nothing(self) -> str:
         """Why there is no stack to give."""
-        limit = f"the {amount(self.memory)} that a rank may hold"
+        limit = f"the {of_bytes(self.memory)} that a rank may hold"
         total = len(self.tried) + len(self.skipped)
         if self.tried:
             closest = min(self.tried, key=lambda c: c.peak_bytes)
             peak = closest.peak_bytes
             return (
                 f"none of {total} stacks fits in {limit}: the closest needs "
-                f"{amount(peak)}, {amount(peak - self.memory)} too much "
+                f"{of_bytes(peak)}, {of_bytes(peak - self.memory)} too much "
                 f"({peak / self.memory:.3g} times it): {closest.stack}"
             )
         heavy = [s for s in self.skipped if s.least]
@@ -131,7 +132,7 @@ class Trials:
             best = min(heavy, key=lambda s: s.least)
             return (
                 f"none of {total} stacks fits in {limit}: of the closest, {best.why}, "
-                f"{amount(best.least - self.memory)} too much: {best.stack}"
+                f"{of_bytes(best.least - self.memory)} too much: {best.stack}"
             )
         whys = Counter(s.why for s in self.skipped)
         listed = "; ".join(f"{why} ({n} stacks)" for why, n in whys.most_common())

@@ -22,7 +22,7 @@ __all__ = ["are_filled", "handed", "taken", "without_caches"]
 def are_filled() -> bool:
     """Whether a cache may be filled: no unit that is called now will run again."""
     f = frame()
-    noted = f.recorder is not None or f.stage is not None or f.rehearsal is not None
+    noted = f.tracer is not None or f.staged
     return not (noted or torch.is_grad_enabled() or _torch.functorch_active())
 
 

@@ -1,18 +1,10 @@
 """Optimizers as pairs of functions; elementwise over shards, exact across them."""
 
 from fsfunc.optim.adam import AdamState, sharded_adam
-from fsfunc.optim.base import (
-    Optimizer,
-    add_decayed_weights,
-    apply_updates,
-    chain,
-    scale,
-)
-from fsfunc.optim.clipping import clip_by_global_norm
 from fsfunc.optim.descent import SgdState, sgd
-from fsfunc.optim.elements import global_norm, tree_scale, tree_sum
-from fsfunc.optim.foreign import TorchState, from_torch
 from fsfunc.optim.masking import masked, partition
+from fsfunc.optim.optimizer import Optimizer, apply_updates
+from fsfunc.optim.reductions import global_norm, tree_scale, tree_sum
 from fsfunc.optim.schedules import (
     Schedule,
     constant,
@@ -20,6 +12,13 @@ from fsfunc.optim.schedules import (
     join,
     linear,
     warmup_cosine,
+)
+from fsfunc.optim.torch_optimizers import TorchState, from_torch
+from fsfunc.optim.transformations import (
+    add_decayed_weights,
+    chain,
+    clip_by_global_norm,
+    scale,
 )
 
 __all__ = [

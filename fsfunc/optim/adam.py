@@ -2,23 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Sequence
 from functools import partial
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from fsfunc.optim import kernels
-from fsfunc.optim.base import (
+from fsfunc.optim.leaves import Mask, Tree, zeros_like
+from fsfunc.optim.matching import Decay
+from fsfunc.optim.optimizer import (
     Optimizer,
-    apply_updates,
     check_not_negative,
     check_numbers,
-    check_params_given,
+    elementwise,
 )
-from fsfunc.optim.leafwise import Mask, Tree, zeros_like
-from fsfunc.optim.matching import Decay, Matched
 from fsfunc.optim.schedules import Schedule, rate_at
 
 
@@ -101,16 +99,10 @@ def sharded_adam(
         mu, nu = zeros_like(params, moment_dtype), zeros_like(params, moment_dtype)
         return AdamState(0, mu, nu)
 
-    def update(
-        grads: Tree, state: AdamState, params: Tree = None
-    ) -> tuple[Tree, AdamState]:
-        if weight_decay:
-            check_params_given(params, "sharded_adam")
-        like = grads if params is None else params
-        matched = Matched.of(like, grads, state.mu, state.nu)
+    def rule(state: AdamState):
         t, rate = state.count + 1, rate_at(learning_rate, state.count)
 
-        def rule(p: Tensor, g: Tensor, m: Tensor, v: Tensor, decay: Decay):
+        def step(p: Tensor, g: Tensor, m: Tensor, v: Tensor, decay: Decay):
             dtype = torch.promote_types(p.dtype, m.dtype)
             p, g, mean, square = (x.to(dtype) for x in (p, g, m, v))
             mean = mean.lerp(g, 1 - b1)
@@ -121,39 +113,40 @@ def sharded_adam(
                 u = u - rate * decay * p
             return u, mean.to(m.dtype), square.to(v.dtype)
 
-        updates, mu, nu = matched.composed(rule, matched.decays(weight_decay, mask))
-        return updates, AdamState(t, mu, nu)
+        return step
 
-    def prepare(
-        grads: Tree, state: AdamState, params: Tree
-    ) -> Callable[[], tuple[Tree, AdamState]]:
-        matched = Matched.of(params, grads, state.mu, state.nu)
-        if matched.differentiated:
-            updates, state = update(grads, state, params)
-            return lambda: (apply_updates(params, updates), state)
-        kernel = partial(
-            _fused,
-            count=state.count,
-            learning_rate=rate_at(learning_rate, state.count),
-            b1=b1,
-            b2=b2,
-            eps=eps,
-        )
-        commit = matched.fused(kernel, matched.decays(weight_decay, mask))
+    def kernel(state: AdamState):
+        rate = rate_at(learning_rate, state.count)
+        return partial(_fused, count=state.count, lr=rate, beta1=b1, beta2=b2, eps=eps)
 
-        def finish() -> tuple[Tree, AdamState]:
-            params, mu, nu = commit()
-            return params, AdamState(state.count + 1, mu, nu)
-
-        return finish
-
-    return Optimizer(init, update, prepare=prepare)
+    return elementwise(
+        "sharded_adam",
+        init,
+        moments=lambda state: (state.mu, state.nu),
+        after=lambda state, mu, nu: AdamState(state.count + 1, mu, nu),
+        rule=rule,
+        kernel=kernel,
+        weight_decay=weight_decay,
+        mask=mask,
+    )
 
 
-def _fused(params: Any, grads: Any, mu: Any, nu: Any, *, count: Any, **how: Any):
+def _fused(
+    params: Sequence[Tensor],
+    grads: Sequence[Tensor],
+    mu: Sequence[Tensor],
+    nu: Sequence[Tensor],
+    *,
+    count: int | Tensor,
+    **how: Any,
+) -> None:
+    """Writes one step into params, mu and nu, dense and on one device, in one pass."""
     device, step = params[0].device, count + 1  # a tensor too where it is recorded
     if isinstance(step, Tensor):
         step = step.to(device, torch.float32)
     else:  # a fill: nothing is copied to the device, so nothing waits
         step = torch.full((), step, dtype=torch.float32, device=device)
-    kernels.fused_adamw(params, grads, mu, nu, step=step, **how)
+    steps = [step] * len(params)
+    torch._fused_adamw_(
+        params, grads, mu, nu, [], steps, amsgrad=False, maximize=False, **how
+    )

@@ -2,22 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Sequence
 from functools import partial
 from typing import Any, NamedTuple
 
+import torch
 from torch import Tensor
 
-from fsfunc.optim import kernels
-from fsfunc.optim.base import (
-    Optimizer,
-    apply_updates,
-    check_not_negative,
-    check_params_given,
-    decayed,
-)
-from fsfunc.optim.leafwise import Mask, Tree, zeros_like
-from fsfunc.optim.matching import Matched
+from fsfunc.optim.leaves import Mask, Tree, zeros_like
+from fsfunc.optim.matching import decayed
+from fsfunc.optim.optimizer import Optimizer, check_not_negative, elementwise
 from fsfunc.optim.schedules import Schedule, rate_at
 
 
@@ -91,59 +85,50 @@ def sgd(
     def init(params: Tree) -> SgdState:
         return SgdState(0, zeros_like(params) if momentum else None)
 
-    def update(
-        grads: Tree, state: SgdState, params: Tree = None
-    ) -> tuple[Tree, SgdState]:
-        if weight_decay:
-            check_params_given(params, "sgd with weight_decay")
-        like = grads if params is None else params
-        matched = Matched.of(like, grads, *_moments(state))
-        rate, first = rate_at(learning_rate, state.count), _first(state.count)
+    def first(count: int | Tensor) -> bool:
+        # Zero momentum gives the same first step; only dampening needs to know of it.
+        return bool(dampening) and bool(count == 0)
 
-        def rule(p: Tensor, g: Tensor, *rest: Any):
+    def rule(state: SgdState):
+        rate, starts = rate_at(learning_rate, state.count), first(state.count)
+
+        def step(p: Tensor, g: Tensor, *rest: Any):
             *moments, decay = rest
             d = decayed(g.to(p.dtype), p, decay)
             if not moments:
                 return (-rate * d,)
-            v = d.clone() if first else momentum * moments[0] + (1 - dampening) * d
+            v = d.clone() if starts else momentum * moments[0] + (1 - dampening) * d
             return -rate * (d + momentum * v if nesterov else v), v
 
-        updates, *moments = matched.composed(rule, matched.decays(weight_decay, mask))
-        return updates, SgdState(state.count + 1, *(moments or [None]))
+        return step
 
-    def prepare(
-        grads: Tree, state: SgdState, params: Tree
-    ) -> Callable[[], tuple[Tree, SgdState]]:
-        matched = Matched.of(params, grads, *_moments(state))
-        if matched.differentiated:
-            updates, state = update(grads, state, params)
-            return lambda: (apply_updates(params, updates), state)
-        kernel = partial(
+    def kernel(state: SgdState):
+        return partial(
             _fused,
-            learning_rate=rate_at(learning_rate, state.count),
+            lr=rate_at(learning_rate, state.count),
             momentum=momentum,
             dampening=dampening,
             nesterov=nesterov,
-            first=_first(state.count),
+            is_first_step=first(state.count),
         )
-        commit = matched.fused(kernel, matched.decays(weight_decay, mask))
 
-        def finish() -> tuple[Tree, SgdState]:
-            params, *moments = commit()
-            return params, SgdState(state.count + 1, *(moments or [None]))
-
-        return finish
-
-    def _first(count: int | Tensor) -> bool:
-        # Zero momentum gives the same first step; only dampening needs to know of it.
-        return bool(dampening) and bool(count == 0)
-
-    return Optimizer(init, update, prepare=prepare)
+    return elementwise(
+        "sgd with weight_decay",
+        init,
+        moments=lambda state: () if state.momentum is None else (state.momentum,),
+        after=lambda state, velocity=None: SgdState(state.count + 1, velocity),
+        rule=rule,
+        kernel=kernel,
+        weight_decay=weight_decay,
+        mask=mask,
+    )
 
 
-def _moments(state: SgdState) -> list[Tree]:
-    return [] if state.momentum is None else [state.momentum]
-
-
-def _fused(params: Any, grads: Any, momenta: Any = (), **how: Any) -> None:
-    kernels.fused_sgd(params, grads, momenta, **how)
+def _fused(
+    params: Sequence[Tensor],
+    grads: Sequence[Tensor],
+    momenta: Sequence[Tensor] = (),
+    **how: Any,
+) -> None:
+    """Writes one step into params and momenta, dense and on one device, in one pass."""
+    torch._fused_sgd_(params, grads, momenta, maximize=False, **how)

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from typing import Any
 
 from fsfunc import tree
-from fsfunc.optim.base import Optimizer
-from fsfunc.optim.leafwise import Mask, Tree, along, paths_of, trainable
+from fsfunc.optim.leaves import Mask, Tree, along, paths_of, trainable
+from fsfunc.optim.optimizer import Optimizer
 from fsfunc.sharded import is_sharded
 
 Labels = Callable[[str, Any], str | None]  # (path, leaf) -> which optimizer, if any
@@ -71,107 +72,107 @@ def partition(optimizers: Mapping[str, Optimizer], labels: Labels) -> Optimizer:
     {'b': tensor([0.9000]), 'w': tensor([[0.5000]])}
     """
 
-    def labelled(params: Tree) -> list[str | None]:
+    functions = _Partitioned(optimizers, labels)
+    return Optimizer(functions.init, functions.update, prepare=functions.prepare)
+
+
+@dataclass(frozen=True, eq=False)
+class _Partition:
+    """A tree whose leaves belong to optimizers, by label."""
+
+    like: Tree
+    treedef: tree.TreeDef
+    leaves: list[Any]
+    labels: list[str | None]
+
+    def only(self, label: str, values: Tree, what: str) -> Tree:
+        """``values``, with None in place of all leaves that are labelled otherwise."""
+        column = zip(self.along(values, what), self.labels, strict=True)
+        return tree.unflatten(
+            self.treedef, [x if its == label else None for x, its in column]
+        )
+
+    def merged(self, values: Mapping[str, Tree], frozen: list[Any]) -> Tree:
+        """By leaf, what the tree of its label holds; of ``frozen`` without one."""
+        columns = {k: self.along(part, "updates") for k, part in values.items()}
+        merged = [
+            frozen[i] if label is None else columns[label][i]
+            for i, label in enumerate(self.labels)
+        ]
+        return tree.unflatten(self.treedef, merged)
+
+    def along(self, values: Tree, what: str) -> list[Any]:
+        return along(self.like, self.treedef, values, what)
+
+
+@dataclass(frozen=True, eq=False)
+class _Partitioned:
+    """The functions of such an optimizer."""
+
+    optimizers: Mapping[str, Optimizer]
+    labels: Labels
+
+    def parted(self, params: Tree) -> _Partition:
         leaves, treedef = tree.flatten(params, is_sharded)
         found: list[str | None] = []
         for path, leaf in zip(paths_of(treedef), leaves, strict=True):
-            label = labels(path, leaf) if trainable(leaf) else None
-            if label is not None and label not in optimizers:
+            label = self.labels(path, leaf) if trainable(leaf) else None
+            if label is not None and label not in self.optimizers:
                 raise ValueError(
                     f"{path!r} is labelled {label!r}, which names no optimizer: "
-                    f"there are {list(optimizers)}; None freezes a leaf"
+                    f"there are {list(self.optimizers)}; None freezes a leaf"
                 )
             found.append(label)
-        return found
+        return _Partition(params, treedef, leaves, found)
 
-    def init(params: Tree) -> dict[str, Any]:
-        found = labelled(params)
+    def init(self, params: Tree) -> dict[str, Any]:
+        parts = self.parted(params)
         return {
-            label: optimizer.init(_only(params, params, found, label))
-            for label, optimizer in optimizers.items()
+            label: optimizer.init(parts.only(label, params, "parameters"))
+            for label, optimizer in self.optimizers.items()
         }
 
-    def parts(grads: Tree, states: Any, params: Tree, found: list[str | None]):
-        """(label, its gradients, its state, its parameters) for each optimizer."""
-        if set(states) != set(optimizers):
+    def shares(self, parts: _Partition, grads: Tree, states: Any, params: Tree):
+        """By label, the gradients, state and parameters of its optimizer."""
+        if set(states) != set(self.optimizers):
             raise ValueError(
                 f"the state has the labels {list(states)}, the optimizers have "
-                f"{list(optimizers)}: make it with this partition's own init(params)"
+                f"{list(self.optimizers)}: make it with this partition's own "
+                "init(params)"
             )
-        like = grads if params is None else params
-        treedef = tree.flatten(like, is_sharded)[1]
-        given = zip(found, along(like, treedef, grads, "gradients"), strict=True)
-        if any(found) and all(label is None or g is None for label, g in given):
+        given = zip(parts.labels, parts.along(grads, "gradients"), strict=True)
+        if any(parts.labels) and all(label is None or g is None for label, g in given):
             raise ValueError(
                 "none of the leaves to train has a gradient; a chain of two masked "
                 "optimizers gives this: write partition({label: optimizer}, labels)"
             )
-        return [
-            (
-                label,
-                _only(like, grads, found, label),
+        return {
+            label: (
+                parts.only(label, grads, "gradients"),
                 states[label],
-                None if params is None else _only(params, params, found, label),
+                None if params is None else parts.only(label, params, "parameters"),
             )
-            for label in optimizers
-        ]
-
-    def update(grads: Tree, states: Any, params: Tree = None):
-        like = grads if params is None else params
-        found = labelled(like)
-        done = {
-            label: optimizers[label].update(g, s, p)
-            for label, g, s, p in parts(grads, states, params, found)
+            for label in self.optimizers
         }
-        updates = {label: u for label, (u, _) in done.items()}
-        return (
-            _merged(like, found, updates, frozen=None),
-            {label: state for label, (_, state) in done.items()},
+
+    def update(self, grads: Tree, states: Any, params: Tree = None):
+        parts = self.parted(grads if params is None else params)
+        shares = self.shares(parts, grads, states, params)
+        done = {k: self.optimizers[k].update(*share) for k, share in shares.items()}
+        return _joined(done, parts, [None] * len(parts.leaves))
+
+    def prepare(self, grads: Tree, states: Any, params: Tree):
+        parts = self.parted(params)
+        shares = self.shares(parts, grads, states, params)
+        commits = {k: self.optimizers[k].prepare(*share) for k, share in shares.items()}
+        return lambda: _joined(
+            {k: commit() for k, commit in commits.items()}, parts, parts.leaves
         )
 
-    def prepare(grads: Tree, states: Any, params: Tree):
-        found = labelled(params)
-        commits = {
-            label: optimizers[label].prepare(g, s, p)
-            for label, g, s, p in parts(grads, states, params, found)
-        }
 
-        def finish():
-            done = {label: commit() for label, commit in commits.items()}
-            new = {label: p for label, (p, _) in done.items()}
-            return (
-                _merged(params, found, new, frozen=params),
-                {label: state for label, (_, state) in done.items()},
-            )
-
-        return finish
-
-    return Optimizer(init, update, prepare=prepare)
-
-
-def _only(like: Tree, values: Tree, found: list[str | None], label: str) -> Tree:
-    """``values``, with None in place of all leaves that are labelled otherwise."""
-    treedef = tree.flatten(like, is_sharded)[1]
-    column = along(like, treedef, values, "gradients")
-    return tree.unflatten(
-        treedef,
-        [x if its == label else None for x, its in zip(column, found, strict=True)],
-    )
-
-
-def _merged(
-    like: Tree, found: list[str | None], values: Mapping[str, Tree], frozen: Tree
-) -> Tree:
-    """By leaf, what the tree of its label holds; what ``frozen`` does without one."""
-    leaves, treedef = tree.flatten(like, is_sharded)
-    columns: dict[str | None, list[Any]] = {
-        label: along(like, treedef, part, "updates") for label, part in values.items()
-    }
-    kept = [None] * len(leaves) if frozen is None else leaves
-    return tree.unflatten(
-        treedef,
-        [
-            kept[i] if label is None else columns[label][i]
-            for i, label in enumerate(found)
-        ],
-    )
+def _joined(
+    done: Mapping[str, tuple[Tree, Any]], parts: _Partition, frozen: list[Any]
+) -> tuple[Tree, dict[str, Any]]:
+    """One tree of what each optimizer made, and their states."""
+    merged = parts.merged({label: new for label, (new, _) in done.items()}, frozen)
+    return merged, {label: state for label, (_, state) in done.items()}

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from fsfunc.pipelining.balancing import balance
-from fsfunc.pipelining.programs import Origins, Program, Value
+from fsfunc.tracing.programs import Origins, Program, Value
 
 __all__ = ["StagePlan", "Stages", "cut", "edges"]
 

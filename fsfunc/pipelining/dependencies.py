@@ -1,4 +1,4 @@
-"""What an action of a schedule has to wait for, and how far a schedule gets.
+"""What an action of a schedule has to wait for.
 
 An edge (p, c) says that stage c takes outputs of the earlier stage p: c's forward
 needs p's, and p's backward needs c's. Without edges given each stage feeds the next.
@@ -6,7 +6,7 @@ needs p's, and p's backward needs c's. Without edges given each stage feeds the 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 
 from fsfunc.pipelining.actions import Action, Schedule, ScheduleError, owners
 
@@ -92,21 +92,3 @@ def other_end(transfer: Action) -> Action:
         raise ScheduleError(f"{transfer} is no transfer: it has no other end")
     letter = "R" if kind[0] == "S" else "S"
     return Action(letter + kind[1], peer, transfer.microbatch, transfer.stage)
-
-
-def play(schedule: Schedule, step: Callable[[int, Action], bool]) -> list[int]:
-    """Return how many actions each rank gets through.
-
-    `step(rank, action)` does the next action of a rank and returns True, or returns
-    False where it cannot be done yet. What can be done stays so: the order in which
-    ranks are asked changes nothing.
-    """
-    at = [0] * len(schedule)
-    moving = True
-    while moving:
-        moving = False
-        for rank, row in enumerate(schedule):
-            while at[rank] < len(row) and step(rank, row[at[rank]]):
-                at[rank] += 1
-                moving = True
-    return at

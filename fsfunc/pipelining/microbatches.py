@@ -10,8 +10,7 @@ import torch
 from torch import Tensor
 
 from fsfunc import tree
-from fsfunc.admitting import arguments, refuse
-from fsfunc.rows import rows_of
+from fsfunc.inputs import arguments, refuse, rows_of
 from fsfunc.sharded import is_sharded
 
 __all__ = ["Part", "cut_batch", "folded"]

@@ -10,14 +10,14 @@ import torch
 from torch import Tensor
 
 from fsfunc import tree
-from fsfunc.accounting import label
 from fsfunc.auxiliary import added, averaged, divided, is_summed
-from fsfunc.collectives import Group
+from fsfunc.comm.attribution import label
+from fsfunc.comm.groups import RankGroup
 from fsfunc.layout import Owned
 from fsfunc.losses import Weighted
 from fsfunc.packing import split_buffers
-from fsfunc.pipelining.programs import Outputs, Spec
 from fsfunc.sharded import is_sharded
+from fsfunc.tracing.programs import Outputs, Spec
 
 __all__ = ["blank", "combined", "everywhere", "forwarded", "sum_shared"]
 
@@ -67,7 +67,7 @@ def _scaled(aux: Any, share: float) -> Any:
     return tree.map(lambda x: x * share if averaged(x) else x, aux, is_leaf=is_summed)
 
 
-def everywhere(value: Any, where: Group, source: int) -> Any:
+def everywhere(value: Any, where: RankGroup, source: int) -> Any:
     """``value`` of the rank at index ``source``, on every rank of the pipeline.
 
     Args:
@@ -106,7 +106,7 @@ def everywhere(value: Any, where: Group, source: int) -> Any:
     return tree.unflatten(treedef, leaves)
 
 
-def sum_shared(grads: Any, where: Group) -> Any:
+def sum_shared(grads: Any, where: RankGroup) -> Any:
     """``grads``, of leaves that several stages hold the sum over the stages.
 
     Each rank has the part of the gradient that its own stages make. A leaf that one

@@ -6,7 +6,7 @@ import inspect
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
-from fsfunc.mesh import Mesh, check_mesh
+from fsfunc.comm.mesh import Mesh, check_mesh
 from fsfunc.optim import Optimizer
 from fsfunc.pipelining.actions import (
     Action,
@@ -150,7 +150,7 @@ def pipeline(
     if update is None:
         _check_synchronous(made, predict)
         handler = Pipelining(mesh, names[0], n_microbatches, made, stages)
-        return transformed(f, handler, handler.call)
+        return transformed(f, handler)
     if not is_asynchronous(made):
         raise ScheduleError(
             "update= is for a schedule with updates (U3), such as "
@@ -158,7 +158,7 @@ def pipeline(
             "the gradient call returns, as update(ff.value_and_grad(loss)) does"
         )
     own = Updating(mesh, names[0], n_microbatches, made, stages, update, predict)
-    return transformed(own.step(f), own, own.call)
+    return transformed(own.step(f), own)
 
 
 def _check_synchronous(schedule: Schedule, predict: Predict | None) -> None:

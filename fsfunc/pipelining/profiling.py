@@ -10,9 +10,9 @@ import torch
 from torch import Tensor
 
 from fsfunc import tree
-from fsfunc.frames import Frame, frame, inside
+from fsfunc.frames import Frame, Stage, frame, inside
+from fsfunc.generators import generators_kept
 from fsfunc.sharded import Sharded, is_sharded
-from fsfunc.units import generators_kept
 
 __all__ = ["profile"]
 
@@ -59,7 +59,7 @@ def profile(
                 "pass ff.unshard(params)"
             )
     clock = _Clock(repeat)
-    f = Frame(at=frame().at, compute=frame().compute, stage=clock, in_loss=True)
+    f = Frame(at=frame().at, compute=frame().compute, handlers=(clock,), in_loss=True)
     params = tree.map(_differentiated, args[0])
     with generators_kept(), inside(f):
         with torch.inference_mode(False):  # and gradients on
@@ -67,14 +67,14 @@ def profile(
     return clock.times
 
 
-class _Clock:
-    """The ``stage`` of a frame whose unit calls are timed."""
+class _Clock(Stage):
+    """Times the unit calls of a loss."""
 
     def __init__(self, repeat: int):
         self.repeat = repeat
         self.times: list[float] = []
 
-    def unit(self, call: Any, params: Any, inputs: Any, keywords: Any) -> Any:
+    def decide(self, call: Any, params: Any, inputs: Any, keywords: Any) -> Any:
         """A unit call of the loss: timed, its outputs cut off from its graph."""
         given = tree.map(_cut_off, (params, inputs, keywords))
         timed: list[float] = []

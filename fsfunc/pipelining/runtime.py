@@ -11,19 +11,19 @@ import torch
 from torch import Tensor
 
 from fsfunc import _torch
-from fsfunc.accounting import label
 from fsfunc.arena import Arena
-from fsfunc.collectives import Group
+from fsfunc.comm.attribution import label
+from fsfunc.comm.collective_ops import run_by
+from fsfunc.comm.groups import RankGroup
 from fsfunc.compiled import plainly
 from fsfunc.frames import Counter, Frame, inside
-from fsfunc.moving import run_by
+from fsfunc.generators import States, generators_kept, mix
 from fsfunc.pipelining.actions import Action
 from fsfunc.pipelining.clocks import clocked
 from fsfunc.pipelining.microbatches import Part
-from fsfunc.pipelining.programs import Spec, Value
 from fsfunc.pipelining.stages import CAPTURED, Cut, Ended, StageRun, abstractly
 from fsfunc.pipelining.tapes import Tape
-from fsfunc.units import States, generators_kept, mix
+from fsfunc.tracing.programs import Spec, Value
 
 __all__ = ["Microbatch", "Worker"]
 
@@ -59,7 +59,7 @@ class Worker:
         read: Callable[[Any], Any],
         microbatches: Sequence[Microbatch],
         owners: Sequence[int],
-        where: Group,
+        where: RankGroup,
         frame: Frame,
         depth: int,
         values: Sequence[Tensor],
@@ -114,7 +114,10 @@ class Worker:
         micro = list(self.frame.micro)
         micro[self.depth] = (a.microbatch, len(self.microbatches))
         f = self.frame.but(
-            stage=stage, micro=tuple(micro), counter=Counter(), in_loss=True
+            handlers=(stage, *self.frame.handlers),
+            micro=tuple(micro),
+            counter=Counter(),
+            in_loss=True,
         )
         with (
             torch.set_grad_enabled(bool(self.values)),

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from heapq import heappop, heappush
 from itertools import product
 from math import inf
 
@@ -20,6 +19,7 @@ from fsfunc.pipelining.alternating import (
     looped_bfs,
     one_f_one_b,
 )
+from fsfunc.pipelining.player import Player
 from fsfunc.pipelining.timing import Costs, simulate
 from fsfunc.pipelining.verification import held
 from fsfunc.pipelining.zero_bubble import zb_h1, zb_v
@@ -77,7 +77,7 @@ def greedy(
     room = max(count for count in counts if count / chunks <= bound)
     for owners in _placements(ranks, chunks):
         for rule in RULES:
-            found.append(_Play(owners, n_microbatches, costs, room, rule).run())
+            found.append(ListScheduler(owners, n_microbatches, costs, room, rule).run())
     return min(found, key=lambda each: (_ends(each, costs), max(held(each))))
 
 
@@ -123,10 +123,14 @@ class Rule:
 RULES = [Rule(*each) for each in product([True, False], [0.0, 0.5, 1.0])]
 
 
-class _Play:
-    """One run of the pipeline in time, in which every stage goes by microbatch.
+class ListScheduler(Player):
+    """The pipeline played in time, each rank choosing what it starts when it is free.
 
-    `room` is what a rank may hold, in microbatches of one of its stages.
+    Every stage goes by microbatch.
+
+    Args:
+        owners: the rank of each stage.
+        room: what a rank may hold, in microbatches of one of its stages.
     """
 
     def __init__(
@@ -137,6 +141,7 @@ class _Play:
         room: int,
         rule: Rule,
     ) -> None:
+        super().__init__()
         self.owners, self.count, self.costs = owners, n_microbatches, costs
         self.room, self.rule = room, rule
         ranks = max(owners) + 1
@@ -145,19 +150,22 @@ class _Play:
         self.rows: list[list[Action]] = [[] for _ in range(ranks)]
         self.free: list[float] = [0] * ranks  # when its last action ends
         self.holds = [0] * ranks
-        self.wake: list[tuple[float, int]] = [(0, rank) for rank in range(ranks)]
         # The ends of each stage's actions of a kind: as many as there have been.
         self.ends: dict[str, list[list[float]]] = {
             kind: [[] for _ in owners] for kind in "FIW"
         }
 
     def run(self) -> Schedule:
-        while self.wake:
-            now, rank = heappop(self.wake)
-            choice = None if self.free[rank] > now else self._choose(rank, now)
-            if choice is not None:
-                self._start(rank, now, *choice)
+        self.play(map(self._rank, range(len(self.rows))))
         return tuple(tuple(row) for row in self.rows)
+
+    def _rank(self, rank: int) -> Iterator[None]:
+        while True:
+            if self.free[rank] <= self.now:
+                choice = self._choose(rank, self.now)
+                if choice is not None:
+                    self._start(rank, self.now, *choice)
+            yield
 
     def _choose(self, rank: int, now: float) -> tuple[str, int] | None:
         """Return the kind and stage of what the rank starts now, None for nothing."""
@@ -225,7 +233,7 @@ class _Play:
         self.rows[rank].append(action)
         self.holds[rank] += {"F": 1, "I": 0, "W": -1}[kind]
         self.free[rank] = end
-        heappush(self.wake, (end, rank))
+        self.wake(rank, end)
         other = stage + {"F": 1, "I": -1, "W": 0}[kind]
         if 0 <= other < len(self.owners):
-            heappush(self.wake, (end + self.costs.send, self.owners[other]))
+            self.wake(self.owners[other], end + self.costs.send)

@@ -15,8 +15,8 @@ from fsfunc.pipelining.actions import (
     ScheduleError,
     parse,
 )
-from fsfunc.pipelining.dependencies import Dependencies, Edge, made, other_end, play
-from fsfunc.pipelining.verification import verify
+from fsfunc.pipelining.dependencies import Dependencies, Edge, made, other_end
+from fsfunc.pipelining.verification import verified_run
 
 
 @dataclass(frozen=True)
@@ -115,43 +115,18 @@ def simulate(
     """
     schedule = parse(schedule)
     costs = Costs() if costs is None else costs
-    edges = None if edges is None else set(edges)
-    verify(schedule, edges=edges)
     dependencies = Dependencies(schedule, edges)
     chunks = Counter(dependencies.rank_of)
-    clock: list[float] = [0] * len(schedule)
-    issued: dict[Action, float] = {}  # sends and receives
-    done: dict[Action, float] = {}  # compute actions, and receives' arrivals
-    started: list[list[float]] = [[] for _ in schedule]
 
-    def step(rank: int, action: Action) -> bool:
-        needs = list(dependencies.needs(action)) if action.is_compute else []
-        if not all(need in done for need in needs):
-            return False
-        start = clock[rank]
-        if action.is_compute:
-            for need in needs:
-                far = need.peer is None and dependencies.crosses(
-                    need.stage, action.stage
-                )
-                start = max(start, done[need] + (costs.send if far else 0))
-            clock[rank] = start + costs.of(action, chunks[rank])
-            done[made(action)] = clock[rank]
-        else:
-            issued[action] = start
-            other = issued.get(other_end(action))
-            if other is not None:
-                receive = other_end(action) if action.kind in SENDS else action
-                done[receive] = max(start, other) + costs.send
-        started[rank].append(start)
-        return True
+    def cost(action: Action) -> float:
+        return costs.of(action, chunks[dependencies.rank_of[action.stage]])
 
-    play(schedule, step)
+    run = verified_run(schedule, dependencies, cost=cost, send=costs.send)
     events = []
     for rank, row in enumerate(schedule):
-        for action, start in zip(row, started[rank], strict=True):
+        for action, start in zip(row, run.starts[rank], strict=True):
             key = other_end(action) if action.kind in SENDS else made(action)
-            events.append(Event(rank, action, start, done[key]))
+            events.append(Event(rank, action, start, run.times[key]))
     return events
 
 

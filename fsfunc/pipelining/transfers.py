@@ -8,10 +8,12 @@ blocking sends wait for each other in a ring, a receive moves further ahead.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator, Sequence
+from typing import Any
 
 from fsfunc.pipelining.actions import Action, Schedule, ScheduleError
 from fsfunc.pipelining.dependencies import Dependencies, Edge, made, other_end
+from fsfunc.pipelining.player import Player, Posting
 from fsfunc.pipelining.verification import verify
 
 
@@ -55,18 +57,18 @@ def _with_updates(
     other ranks goes first.
     """
     found: list[Action] = []
-    rest = list(row)
+    rest = deque(row)
     for action in lowered:
         while action.is_compute and rest[0] != action:
-            found.append(rest.pop(0))
+            found.append(rest.popleft())
         if action.is_compute:
-            rest.pop(0)
+            rest.popleft()
         found.append(action)
     return (*found, *rest)
 
 
-class _Lowering:
-    """One run of the schedule with blocking sends, in which receives find a place.
+class _Lowering(Player):
+    """The schedule played with blocking sends, in which receives find a place.
 
     Every rank goes on as far as it can. When none can, the first one that stands in a
     send has the receive posted where the receiver stands. Ranks that can go on stay
@@ -74,81 +76,57 @@ class _Lowering:
     """
 
     def __init__(self, schedule: Schedule, edges: Iterable[Edge] | None) -> None:
+        super().__init__()
         self.schedule = schedule
         self.dependencies = Dependencies(schedule, edges)
         self.dependencies.explicit = True  # what comes from other ranks is received
         self.rows: list[list[Action]] = [[] for _ in schedule]
-        self.at = [0] * len(schedule)  # the next compute action of each rank
-        self.sending: list[list[Action]] = [[] for _ in schedule]
-        self.posted: set[Action] = set()
-        self.done: set[Action] = set()
-        self.expected: dict[
-            tuple[int, int], deque[Action]
-        ] = {}  # in the sender's order
-        for rank, row in enumerate(schedule):
+        # Of each pair of ranks, what is not posted yet, in the sender's order.
+        self.expected: dict[tuple[int, int], deque[Action]] = {}
+        for row in schedule:
             for action in row:
                 for send in self.dependencies.sends(action):
-                    pair = rank, self._rank(other_end(send))
-                    self.expected.setdefault(pair, deque()).append(other_end(send))
+                    receive = other_end(send)
+                    self.expected.setdefault(self._pair(receive), deque()).append(
+                        receive
+                    )
 
-    def _rank(self, action: Action) -> int:
-        return self.dependencies.rank_of[action.stage]
+    def _pair(self, receive: Action) -> tuple[int, int]:
+        """The sending and the receiving rank."""
+        rank_of = self.dependencies.rank_of
+        return rank_of[receive.peer or 0], rank_of[receive.stage]
 
     def run(self) -> Schedule:
-        ranks = range(len(self.schedule))
-        for rank in ranks:
-            self._post_for(rank, 0)
-            self._post_for(rank, 1)
-        while True:
-            if any([self._go_on(rank) for rank in ranks]):
-                continue
-            blocked = next((rank for rank in ranks if self.sending[rank]), None)
-            if blocked is None:
-                return tuple(tuple(row) for row in self.rows)
-            self._post(other_end(self.sending[blocked][0]), blocked)
+        self.play(map(self._rank, self.schedule, self.rows))
+        while blocked := [need for need in self.waits if isinstance(need, Posting)]:
+            self._post(blocked[0].receive)
+            self.go_on()
+        return tuple(tuple(row) for row in self.rows)
 
-    def _go_on(self, rank: int) -> bool:
-        """Take the rank as far as it goes; return whether it moved."""
-        moved = False
-        while self._send(rank) or self._compute(rank):
-            moved = True
-        return moved
+    def _rank(self, row: Sequence[Action], made_row: list[Action]) -> Iterator[Any]:
+        self._post_for(row[:2])
+        for at, action in enumerate(row):
+            yield from self.dependencies.needs(action)
+            self.happened(made(action))
+            made_row.append(action)
+            for send in self.dependencies.sends(action):
+                receive = other_end(send)
+                yield Posting(receive)
+                self.happened(receive)
+                made_row.append(send)
+            self._post_for(row[at + 2 : at + 3])
 
-    def _send(self, rank: int) -> bool:
-        sending = self.sending[rank]
-        if not sending or other_end(sending[0]) not in self.posted:
-            return False
-        self.done.add(other_end(sending[0]))
-        self.rows[rank].append(sending.pop(0))
-        if not sending:
-            self._post_for(rank, self.at[rank] + 1)
-        return True
-
-    def _compute(self, rank: int) -> bool:
-        if self.sending[rank] or self.at[rank] == len(self.schedule[rank]):
-            return False
-        action = self.schedule[rank][self.at[rank]]
-        if not self.done.issuperset(self.dependencies.needs(action)):
-            return False
-        self.done.add(made(action))
-        self.rows[rank].append(action)
-        self.at[rank] += 1
-        self.sending[rank] = list(self.dependencies.sends(action))
-        if not self.sending[rank]:
-            self._post_for(rank, self.at[rank] + 1)
-        return True
-
-    def _post_for(self, rank: int, position: int) -> None:
-        """Post what the compute action at that position receives."""
-        if position < len(self.schedule[rank]):
-            for need in self.dependencies.needs(self.schedule[rank][position]):
+    def _post_for(self, actions: Iterable[Action]) -> None:
+        """Posts what these compute actions receive."""
+        for action in actions:
+            for need in self.dependencies.needs(action):
                 if need.peer is not None:
-                    self._post(need, self.dependencies.rank_of[need.peer])
+                    self._post(need)
 
-    def _post(self, receive: Action, source: int) -> None:
-        """Post a receive, and first those that its sender sends before it."""
-        expected = self.expected[source, self._rank(receive)]
-        while receive not in self.posted:
+    def _post(self, receive: Action) -> None:
+        """Posts a receive, and first those that its sender sends before it."""
+        expected = self.expected[self._pair(receive)]
+        while Posting(receive) not in self.times:
             first = expected.popleft()
-            self.posted.add(first)
-            self.rows[self._rank(receive)].append(first)
+            self.rows[self.dependencies.rank_of[first.stage]].append(first)
+            self.happened(Posting(first))

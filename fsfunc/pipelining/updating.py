@@ -10,14 +10,15 @@ import torch
 from torch import Tensor
 
 from fsfunc import tree
-from fsfunc.accounting import silence
 from fsfunc.autodiff import GradientCall, Outcome, value_and_grad
-from fsfunc.collectives import Group, Move, group
+from fsfunc.comm.collective_ops import run_by
+from fsfunc.comm.groups import RankGroup, group
+from fsfunc.comm.ledgers import silence
+from fsfunc.comm.linear_maps import LinearMap
+from fsfunc.comm.mesh import Mesh, here
 from fsfunc.differentiated import Leaves
 from fsfunc.frames import Frame, Interpretation, frame, inside
 from fsfunc.losses import loss_parts
-from fsfunc.mesh import Mesh, here
-from fsfunc.moving import run_by
 from fsfunc.optim import Optimizer
 from fsfunc.pipelining.actions import Action, Schedule, ScheduleError, owners
 from fsfunc.pipelining.cutting import Stages
@@ -64,7 +65,7 @@ class Updating(Pipelining):
         def step(state: Any, *batch: Any, **named: Any) -> tuple[Any, dict[str, Any]]:
             f = frame()
             _check_around(f.handlers[:-1])
-            if f.recorder is not None:
+            if f.handlers[-1] is not self:  # recorded, by what stands for it
                 value, grads = value_and_grad(loss)(state.params, *batch, **named)
                 return state.apply_gradients(grads, self.optimizer), {"loss": value}
             if state.opt_state is None:
@@ -82,9 +83,7 @@ class Updating(Pipelining):
 
     def _differentiate(self, depth: int, number: int, call: GradientCall) -> Outcome:
         running = call.fn
-        if not isinstance(running, _Running):  # a step that is being recorded
-            return super()._differentiate(depth, number, call)
-        f = frame().but(differentiate=None, donated=None)  # forwards use old versions
+        f = frame().but(donated=None)  # forwards use old versions
         parts = cut_batch(call.args, call.keywords, (0,), self.n)
         batches = [
             Microbatch(p, self.cuts.of(running.loss, p, (0,), number)) for p in parts
@@ -150,7 +149,7 @@ class Updating(Pipelining):
     def _try(self, running: _Running, f: Frame) -> None:
         """Raises where the optimizer would communicate, or predict would fail."""
 
-        def refused(x: Tensor, how: Move, where: Group) -> Any:
+        def refused(x: Tensor, how: LinearMap, where: RankGroup) -> Any:
             raise ValueError(
                 f"the optimizer issues {how.op} over {where.name}, but under an "
                 "asynchronous schedule every rank updates at times of its own: do "
@@ -210,7 +209,7 @@ class _UpdatingWorker(Worker):
         handler: Updating,
         running: _Running,
         microbatches: Sequence[Microbatch],
-        where: Group,
+        where: RankGroup,
         frame: Frame,
         depth: int,
         late: Sequence[int],
@@ -291,7 +290,7 @@ def _check_schedule(schedule: Schedule) -> None:
 
 def _check_around(handlers: Sequence[Interpretation]) -> None:
     """Raises where another transform would reinterpret the gradient call."""
-    for handler in handlers:
+    for handler in (getattr(h, "handler", h) for h in handlers):
         if type(handler).gradient is not Interpretation.gradient:
             name = type(handler).__name__.strip("_").lower()
             raise ValueError(

@@ -1,14 +1,9 @@
-"""The proof that a schedule runs: complete, in order, without deadlock, in bounds.
-
-Transfers are proven in a model that is harder than any backend: a send blocks its rank
-until the receive has been posted, a receive is posted without waiting, and the compute
-action that needs it waits for it.
-"""
+"""The proof that a schedule runs: complete, in order, without deadlock, in bounds."""
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 
 from fsfunc.pipelining.actions import (
     RECEIVES,
@@ -20,7 +15,8 @@ from fsfunc.pipelining.actions import (
     parse,
     stages_of,
 )
-from fsfunc.pipelining.dependencies import Dependencies, Edge, made, other_end, play
+from fsfunc.pipelining.dependencies import Dependencies, Edge, made, other_end
+from fsfunc.pipelining.player import ScheduleRun
 
 
 def verify(
@@ -62,15 +58,29 @@ def verify(
     fsfunc.pipelining.actions.ScheduleError: rank 1: B0@1 comes before F0@1, which...
     """
     schedule = parse(schedule)
-    dependencies = Dependencies(schedule, edges)
+    verified_run(schedule, Dependencies(schedule, edges), n_stages, n_microbatches)
+    if in_flight is not None:
+        _check_bound(schedule, in_flight)
+
+
+def verified_run(
+    schedule: Schedule,
+    dependencies: Dependencies,
+    n_stages: int | None = None,
+    n_microbatches: int | None = None,
+    *,
+    cost: Callable[[Action], float] = lambda action: 0,
+    send: float = 0,
+) -> ScheduleRun:
+    """Return the schedule as it was played to its end; `verify` without a bound."""
     _check_complete(schedule, dependencies, n_stages, n_microbatches)
     _check_updates(schedule)
     if dependencies.explicit:
         _check_matched(schedule, dependencies)
     _check_order(schedule, dependencies)
-    _check_runs(schedule, dependencies)
-    if in_flight is not None:
-        _check_bound(schedule, in_flight)
+    run = ScheduleRun(schedule, dependencies, cost, send)
+    _check_ended(schedule, run)
+    return run
 
 
 def held(schedule: Schedule) -> tuple[float, ...]:
@@ -218,52 +228,25 @@ def _check_order(schedule: Schedule, dependencies: Dependencies) -> None:
             before.add(made(action))
 
 
-def _check_runs(schedule: Schedule, dependencies: Dependencies) -> None:
-    done: set[Action] = set()
-    posted: set[Action] = set()
-
-    def step(rank: int, action: Action) -> bool:
-        if _missing(action, dependencies, done, posted):
-            return False
-        if action.kind in RECEIVES:
-            posted.add(action)
-        elif action.kind in SENDS:
-            done.add(other_end(action))
-        else:
-            done.add(made(action))
-        return True
-
-    at = play(schedule, step)
-    if all(n == len(row) for n, row in zip(at, schedule, strict=True)):
+def _check_ended(schedule: Schedule, run: ScheduleRun) -> None:
+    if all(need is None for need in run.waits):
         return
     lines = []
-    for rank, (n, row) in enumerate(zip(at, schedule, strict=True)):
+    for rank, (row, starts) in enumerate(zip(schedule, run.starts, strict=True)):
+        n = len(starts)
         if n == len(row):
             lines.append(f"  rank {rank}: has ended")
             continue
-        missing = _missing(row[n], dependencies, done, posted)
+        missing = run.missing(row[n])
         stage = missing[0].stage
         if missing[0].kind in RECEIVES and row[n].is_compute:
             stage = missing[0].peer or 0
         waits = ", ".join(map(str, missing))
         lines.append(
             f"  rank {rank}: {row[n]} (entry {n}) waits for {waits} of rank "
-            f"{dependencies.rank_of[stage]}"
+            f"{run.dependencies.rank_of[stage]}"
         )
     raise ScheduleError("deadlock: no rank can go on\n" + "\n".join(lines))
-
-
-def _missing(
-    action: Action,
-    dependencies: Dependencies,
-    done: set[Action],
-    posted: set[Action],
-) -> list[Action]:
-    """Return what the action waits for; a send waits for the receive's posting."""
-    if action.kind in SENDS:
-        receive = other_end(action)
-        return [] if receive in posted else [receive]
-    return [need for need in dependencies.needs(action) if need not in done]
 
 
 def _check_bound(schedule: Schedule, in_flight: float | Sequence[float]) -> None:

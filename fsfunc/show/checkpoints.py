@@ -6,10 +6,9 @@ import os
 
 from fsfunc.checkpointing.finding import find
 from fsfunc.checkpointing.manifest import Stored
-from fsfunc.checkpointing.matching import within
-from fsfunc.parts import describe
-from fsfunc.show.amounts import of_bytes
-from fsfunc.show.tables import Report, Table
+from fsfunc.placements import describe
+from fsfunc.printing.amounts import of_axes, of_bytes
+from fsfunc.printing.tables import Report, Table
 
 __all__ = ["checkpoint"]
 
@@ -27,8 +26,8 @@ def checkpoint(found: Stored | str | os.PathLike, *, at: str = "") -> Report:
     ...     print(ff.show.checkpoint(f"{folder}/a").tables["values"].rows)
     [('step', '7')]
     """
-    stored = within(found if isinstance(found, Stored) else find(found), at)
-    mesh = ", ".join(f"{axis}={size}" for axis, size in stored.mesh.items())
+    stored = (found if isinstance(found, Stored) else find(found)).below(at)
+    mesh = of_axes(stored.mesh)
     by = "fsfunc" if stored.version is not None else "safetensors, of no manifest"
     head = (
         f"{stored.path}: {of_bytes(stored.nbytes)} in {len(stored.tensors)} tensors "

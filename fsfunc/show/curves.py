@@ -2,28 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from bisect import bisect_left
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import pairwise
-from typing import NamedTuple
 
 from fsfunc.foresight.events import Ran, Replayed, Took
 from fsfunc.foresight.plans import RankPlan
-from fsfunc.kinds import KINDS
+from fsfunc.foresight.simulating import Span
+from fsfunc.memory_kinds import KINDS
+from fsfunc.show.lanes import Lane
+from fsfunc.show.palette import COMPUTE
 
-__all__ = ["Curve", "Turn", "curve_of"]
+__all__ = ["Curve", "clock_of", "curve_of"]
 
 Held = tuple[int, ...]  # bytes of each of KINDS
-
-
-class Turn(NamedTuple):
-    """A run of operators of one unit and phase: those from ``start`` to ``end``."""
-
-    start: int
-    end: int
-    unit: str
-    phase: str
 
 
 @dataclass(frozen=True)
@@ -32,14 +26,14 @@ class Curve:
 
     Args:
         points: (operators that ran before, bytes of each of ``KINDS`` from then on).
-        turns: what ran when.
+        turns: what ran when, in operators: those of one unit and phase are a span.
         length: operators in all.
         peak: the point at which most is held.
         given: what is held before the step begins.
     """
 
     points: tuple[tuple[int, Held], ...]
-    turns: tuple[Turn, ...]
+    turns: Lane
     length: int
     peak: tuple[int, Held]
     given: Held
@@ -59,19 +53,6 @@ class Curve:
                 if size > sum(tops[column]):
                     tops[column] = held
         return tops
-
-    def phases(self, count: int) -> list[str]:
-        """The phase of most operators in each of ``count`` equal parts of the step."""
-        sums: list[dict[str, float]] = [{} for _ in range(count)]
-        width = max(self.length, 1) / count
-        for turn in self.turns:
-            for column in range(
-                self._column(turn.start, count), self._last(turn.start, turn.end, count)
-            ):
-                low, high = column * width, (column + 1) * width
-                share = min(turn.end, high) - max(turn.start, low)
-                sums[column][turn.phase] = sums[column].get(turn.phase, 0) + share
-        return [max(s, key=lambda phase: s[phase]) if s else "" for s in sums]
 
     def peak_column(self, count: int) -> int:
         """The column in which the peak lies."""
@@ -99,7 +80,7 @@ def curve_of(own: RankPlan) -> Curve:
     aside, rows = KINDS.index("activations"), iter(own.memory)
     row = next(rows, None)
     points: list[tuple[int, Held]] = []
-    turns: list[Turn] = []
+    turns: list[Span] = []
     ran, held = 0, (0,) * len(KINDS)
     peak, given = (0, held), held
 
@@ -129,8 +110,50 @@ def curve_of(own: RankPlan) -> Curve:
                 given = held if isinstance(event, Took) and not event.op else given
             row = next(rows, None)
         if isinstance(event, Ran | Replayed) and ran > before:
-            what = (event.unit, event.phase)
-            if turns and turns[-1][2:] == what:
+            unit, phase = event.unit, event.phase
+            if turns and (turns[-1].unit, turns[-1].phase) == (unit, phase):
                 before = turns.pop().start
-            turns.append(Turn(before, ran, *what))
-    return Curve(tuple(points), tuple(turns), ran, peak, given)
+            turns.append(Span(own.rank, COMPUTE, unit, unit, phase, before, ran))
+    lane = Lane(own.rank, COMPUTE, tuple(turns))
+    return Curve(tuple(points), lane, ran, peak, given)
+
+
+def clock_of(curve: Curve, spans: Sequence[Span]) -> Callable[[int], float]:
+    """When so many operators of a curve have run, by the spans they are part of.
+
+    A turn is one span, or several where it waited; within it, operators are taken to
+    be equally long.
+
+    Args:
+        spans: what the curve's rank computes, in order.
+    """
+    merged: list[tuple[tuple[str, str], float, float]] = []
+    for s in spans:
+        what, start = (s.unit, s.phase), s.start
+        if merged and merged[-1][0] == what:
+            _, start, _ = merged.pop()
+        merged.append((what, start, s.end))
+    ends = [turn.end for turn in curve.turns.spans]
+    times: list[tuple[float, float]] = []
+    place, now = 0, 0.0
+    for turn in curve.turns.spans:
+        # Taking memory may be a span of its own, without operators.
+        for i in range(place, len(merged)):
+            what, start, end = merged[i]
+            if what == (turn.unit, turn.phase):
+                place, now = i + 1, end
+                times.append((start, end))
+                break
+        else:
+            times.append((now, now))
+    last = spans[-1].end if spans else 0.0
+
+    def clock(at: int) -> float:
+        i = bisect_left(ends, at)
+        if i == len(ends):
+            return last
+        turn, (start, end) = curve.turns.spans[i], times[i]
+        share = max(at - turn.start, 0) / (turn.end - turn.start)
+        return start + share * (end - start)
+
+    return clock

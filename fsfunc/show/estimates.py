@@ -1,4 +1,4 @@
-"""``estimate``: how long a planned step takes, and whether it fits, as tables."""
+"""``estimate``: how long a planned step takes, on what, and whether it fits."""
 
 from __future__ import annotations
 
@@ -7,11 +7,18 @@ from collections.abc import Sequence
 from fsfunc.foresight.estimating import Estimate
 from fsfunc.foresight.plans import Plan
 from fsfunc.machines import Hardware
-from fsfunc.show.amounts import of_bytes, of_count, of_flops, of_seconds, of_share
-from fsfunc.show.peaks import check_plan
-from fsfunc.show.tables import Report, Table
+from fsfunc.printing.amounts import (
+    of_axes,
+    of_bytes,
+    of_count,
+    of_flops,
+    of_seconds,
+    of_share,
+)
+from fsfunc.printing.tables import Report, Table
+from fsfunc.show.memory_plot import check_plan
 
-__all__ = ["comparison", "estimate", "room"]
+__all__ = ["comparison", "description", "estimate", "room"]
 
 
 def estimate(
@@ -96,7 +103,7 @@ def room(plan: Plan, hardware: Hardware) -> str:
     >>> from fsfunc.foresight.events import Took
     >>> from fsfunc.foresight.plans import RankPlan
     >>> from fsfunc.hardware import A100_40
-    >>> from fsfunc.mesh import Mesh
+    >>> from fsfunc.comm.mesh import Mesh
     >>> events = [Took(0, 50 * 10**9, "", "", "")]
     >>> own = RankPlan(0, 8, {"data": 0}, events, {0: "parameters"}, [], [])
     >>> room(Plan(Mesh({"data": 8}, "abstract"), (own,)), A100_40)
@@ -116,7 +123,7 @@ def room(plan: Plan, hardware: Hardware) -> str:
 def comparison(plans: Sequence[tuple[Plan, Estimate | None]]) -> Report:
     """One row for each plan: what its rank that has most computes, sends and holds.
 
-    >>> from fsfunc.mesh import Mesh
+    >>> from fsfunc.comm.mesh import Mesh
     >>> from fsfunc.foresight.plans import RankPlan
     >>> own = RankPlan(0, 8, {"data": 0}, [], {}, [], [])
     >>> print(comparison([(Plan(Mesh({"data": 8}, "abstract"), (own,)), None)]))
@@ -125,12 +132,46 @@ def comparison(plans: Sequence[tuple[Plan, Estimate | None]]) -> Report:
     """
     rows = []
     for plan, times in plans:
-        mesh = ", ".join(f"{axis}={n}" for axis, n in plan.mesh.axes.items())
         sent = max(own.ledger.bytes() for own in plan.ranks)
-        row = (mesh, of_count(plan.flops), of_bytes(sent), of_bytes(plan.peak_bytes))
+        row = (
+            of_axes(plan.mesh.axes),
+            of_count(plan.flops),
+            of_bytes(sent),
+            of_bytes(plan.peak_bytes),
+        )
         if times is not None:
             row += (of_seconds(times.seconds), of_share(times.share_of_peak, 1))
         rows.append(row)
     head = ("<mesh", ">FLOP", ">sent", ">memory")
     head += (">a step", ">of peak") if len(rows[0]) > len(head) else ()
     return Report((Table("", head, rows),))
+
+
+def description(hardware: Hardware) -> Report:
+    """The table of all that a hardware says of itself.
+
+    >>> from fsfunc.hardware import A100_80
+    >>> print(description(A100_80).tables["A100-80"].rows[0])
+    ('peak, bfloat16', '312 TFLOP/s')
+    """
+    rows = [(f"peak, {d}", f"{of_flops(rate)}/s") for d, rate in hardware.peak.items()]
+    rows += [
+        (f"of peak, products of size {size:g}", of_share(share, 1))
+        for size, share in hardware.efficiency
+    ]
+    rows += [
+        ("of peak, attention", of_share(hardware.attention, 1)),
+        ("memory", of_bytes(hardware.memory)),
+        ("memory's bandwidth", f"{of_bytes(hardware.bandwidth)}/s"),
+        ("an operator beside its work", of_seconds(hardware.overhead)),
+    ]
+    if hardware.fresh is not None:
+        rows.append(("first touch of memory", f"{of_bytes(hardware.fresh)}/s"))
+    for level in hardware.levels:
+        name = f"links of {level.ranks or 'all'} ranks"
+        said = f"{of_bytes(level.bandwidth)}/s, {of_seconds(level.latency)} a message"
+        rows.append((name, said))
+    if hardware.levels:
+        rows.append(("of a transfer beside computing", of_share(hardware.overlap, 1)))
+    rows += [(name, f"{of_bytes(rate)}/s") for name, rate in hardware.rates.items()]
+    return Report((Table(hardware.name, ("<field", ">value"), rows, most=len(rows)),))

@@ -1,70 +1,80 @@
-"""When each rank computes and when it does not: what text and picture both draw."""
+"""What streams do over time, as rows of spans: what text and picture both draw."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from itertools import pairwise
 from typing import Any
 
-from fsfunc.pipelining.actions import Action, stages_of
+from fsfunc.foresight.simulating import Span
+from fsfunc.pipelining.actions import Action
 from fsfunc.pipelining.timing import Event
-from fsfunc.pipelining.verification import held
-from fsfunc.show.palette import OUTSIDE, WAITS
+from fsfunc.show.palette import COMPUTE, OUTSIDE, STALL, WAITS, Look, look_of
 
-__all__ = ["Bar", "Chart", "Gap", "Lane", "check_events", "draft"]
+__all__ = ["Lane", "check_events", "check_spans"]
 
-_NOISE = 1e-9  # of the makespan: sums of floats that should be equal
-
-
-@dataclass(frozen=True)
-class Bar:
-    """One compute action of one rank; times count from the start of the chart."""
-
-    start: float
-    end: float
-    kind: str
-    label: str
-    chunk: int  # its stage's place among the rank's stages
-
-
-@dataclass(frozen=True)
-class Gap:
-    """A time in which a rank computes nothing; kind is ``WAITS`` or ``OUTSIDE``."""
-
-    start: float
-    end: float
-    kind: str
+NOISE = 1e-9  # of the whole: sums of floats that should be equal
 
 
 @dataclass(frozen=True)
 class Lane:
-    """One rank's row: its bars in order, the gaps around them, and what it holds."""
+    """One stream of one rank, and what it does from the left edge to the right."""
 
-    bars: tuple[Bar, ...]
-    gaps: tuple[Gap, ...]
-    held: float
+    rank: int
+    stream: str
+    spans: tuple[Span, ...]
+
+    @property
+    def name(self) -> str:
+        return f"rank {self.rank} {self.stream}"
 
     @property
     def busy(self) -> float:
-        return sum(bar.end - bar.start for bar in self.bars)
+        return sum(span.end - span.start for span in self.spans)
 
-    @property
-    def bubble(self) -> float:
-        return sum(gap.end - gap.start for gap in self.gaps)
+    def columns(self, start: float, end: float, count: int) -> list[Look | None]:
+        """What takes most of each of ``count`` equal parts of the time; None: idle.
+
+        Transfers may be short beside what is computed: a part in which anything is
+        sent shows what. A computing lane waits between what it computes.
+        """
+        width = (end - start) / count
+        sums: list[dict[Look, float]] = [{} for _ in range(count)]
+        for span in self.spans:
+            look = look_of(span)
+            first = min(int((span.start - start) / width), count - 1)
+            last = min(max(math.ceil((span.end - start) / width), first + 1), count)
+            for i in range(first, last):
+                low, high = start + i * width, start + (i + 1) * width
+                share = max(min(span.end, high) - max(span.start, low), 0.0)
+                sums[i][look] = sums[i].get(look, 0.0) + share
+        computes = self.stream == COMPUTE
+        free = width / 2 if computes else -1.0
+        busy = [
+            i for i, parts in enumerate(sums) if parts and sum(parts.values()) > free
+        ]
+        found: list[Look | None] = [None] * count
+        if computes and busy:
+            found[busy[0] : busy[-1]] = [STALL] * (busy[-1] - busy[0])
+        for i in busy:
+            found[i] = max(sums[i], key=sums[i].__getitem__)
+        return found
+
+    def gaps(self, end: float) -> list[Span]:
+        """What the spans leave free from 0 to ``end``; a gap's phase names its look."""
+        found, free_from, phase = [], 0.0, OUTSIDE.title
+        for span in self.spans:
+            found.append(self._gap(phase, free_from, span.start))
+            free_from, phase = span.end, WAITS.title
+        found.append(self._gap(OUTSIDE.title, free_from, end))
+        return [gap for gap in found if gap.end - gap.start > NOISE * end]
+
+    def _gap(self, phase: str, start: float, end: float) -> Span:
+        return Span(self.rank, self.stream, "", "", phase, start, end)
 
 
-@dataclass(frozen=True)
-class Chart:
-    """Every rank's lane, the time they all span, and the most stages of one rank."""
-
-    lanes: tuple[Lane, ...]
-    makespan: float
-    chunks: int
-
-
-def check_events(events: Sequence[Any]) -> list[Event]:
+def check_events(events: Iterable[Any]) -> list[Event]:
     """The events as a list, if each is ``(rank, action, start, end)``.
 
     Raises:
@@ -72,9 +82,7 @@ def check_events(events: Sequence[Any]) -> list[Event]:
         ValueError: no events, a negative rank, a time that is not finite, or an end
             before its start; says which.
     """
-    events, checked = list(events), []
-    if not events:
-        raise ValueError("there are no events to show: was the run recorded?")
+    checked = []
     for place, event in enumerate(events):
         if not isinstance(event, tuple) or len(event) != 4:
             raise TypeError(
@@ -90,63 +98,34 @@ def check_events(events: Sequence[Any]) -> list[Event]:
         here = f"event {place}, {action} of rank {rank}"
         if not isinstance(rank, int) or rank < 0:
             raise ValueError(f"{here}: a rank is 0, 1, 2 ...")
-        if not (math.isfinite(start) and math.isfinite(end) and start <= end):
-            raise ValueError(f"{here}: it cannot last from {start} to {end}")
+        _check_times(here, start, end)
         checked.append(Event(rank, action, start, end))
+    if not checked:
+        raise ValueError("there are no events to show: was the run recorded?")
     return checked
 
 
-def draft(events: Sequence[Any], n_ranks: int | None = None) -> Chart:
-    """The chart of some events; transfers are not drawn, as ranks compute meanwhile.
-
-    Args:
-        events: from a recorded run or a simulated schedule, in any order.
-        n_ranks: how many ranks there are; up to the last with an event by default.
+def check_spans(estimate: Any) -> list[Span]:
+    """The spans of an estimate, or those given, by rank and start.
 
     Raises:
-        TypeError, ValueError: events that ``check_events`` refuses, or two compute
-            actions of one rank at a time.
+        TypeError: what is no span; says which.
+        ValueError: no spans, or one that ends before it starts.
     """
-    computed = [event for event in check_events(events) if event.action.is_compute]
-    if not computed:
-        raise ValueError("there is no F, B, I or W among the events to show")
-    zero = min(event.start for event in computed)
-    makespan = max(event.end for event in computed) - zero
-    rows: list[list[Event]] = [[] for _ in range(n_ranks or 0)]
-    for event in sorted(computed, key=lambda event: (event.start, event.end)):
-        rows += [[] for _ in range(len(rows), event.rank + 1)]
-        rows[event.rank].append(event)
-    stages = [stages_of(event.action for event in row) for row in rows]
-    holds = held(tuple(tuple(event.action for event in row) for row in rows))
-    chunks = max(map(len, stages))
-    lanes = []
-    for row, own, most in zip(rows, stages, holds, strict=True):
-        bars = tuple(
-            Bar(
-                event.start - zero,
-                event.end - zero,
-                event.action.kind,
-                event.action.text(stage=chunks > 1),
-                own.index(event.action.stage),
+    found: Sequence[Any] = list(getattr(estimate, "spans", estimate))
+    if not found:
+        raise ValueError("there are no spans to show: the plan has no events")
+    for place, span in enumerate(found):
+        if not isinstance(span, Span):
+            raise TypeError(
+                f"span {place} is {span!r}: give an estimate, as ff.estimate(plan, "
+                "hardware) makes it, or its spans"
             )
-            for event in row
-        )
-        for before, bar in pairwise(bars):
-            if bar.start < before.end - _NOISE * makespan:
-                raise ValueError(
-                    f"rank {row[0].rank}: {bar.label} starts at {bar.start:.6g}, "
-                    f"before {before.label} ends at {before.end:.6g}: a rank computes "
-                    "one action at a time"
-                )
-        lanes.append(Lane(bars, gaps(bars, makespan), most))
-    return Chart(tuple(lanes), makespan, chunks)
+        here = f"span {place}, {span.name} of rank {span.rank}"
+        _check_times(here, span.start, span.end)
+    return sorted(found, key=lambda span: (span.rank, span.start, span.end))
 
 
-def gaps(bars: tuple[Bar, ...], makespan: float) -> tuple[Gap, ...]:
-    """What a rank's bars leave free of [0, makespan]."""
-    found, free_from, kind = [], 0.0, OUTSIDE
-    for bar in bars:
-        found.append(Gap(free_from, bar.start, kind))
-        free_from, kind = bar.end, WAITS
-    found.append(Gap(free_from, makespan, OUTSIDE))
-    return tuple(g for g in found if g.end - g.start > _NOISE * makespan)
+def _check_times(subject: str, start: float, end: float) -> None:
+    if not (math.isfinite(start) and math.isfinite(end) and start <= end):
+        raise ValueError(f"{subject}: it cannot last from {start} to {end}")

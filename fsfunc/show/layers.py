@@ -6,7 +6,7 @@ from collections.abc import Hashable, Iterable, Sequence
 from itertools import groupby
 from typing import TypeVar
 
-__all__ = ["alike", "together"]
+__all__ = ["alike", "counted", "together"]
 
 Row = TypeVar("Row")
 _MOST = 3  # ranges of one number; more are said as *
@@ -56,6 +56,16 @@ def together(names: Sequence[str]) -> str:
         varies = [len(set(column)) > 1 for column in columns]
         said = ["*" if v else s for s, v in zip(said, varies, strict=True)]
     return "/".join(said)
+
+
+def counted(names: Sequence[str], nothing: str = "") -> str:
+    """:func:`together` and how many they are; ``nothing`` where their name is "".
+
+    >>> counted(["b/0", "b/1"]), counted(["b/0"]), counted([""], "(none)")
+    ('b/0-1 ×2', 'b/0', '(none)')
+    """
+    times = f" ×{len(names)}" if len(names) > 1 else ""
+    return f"{together(names) or nothing}{times}"
 
 
 def _ranges(numbers: list[int]) -> str:

@@ -8,15 +8,15 @@ from collections import defaultdict
 from fractions import Fraction
 from pathlib import Path
 
-from fsfunc.accounting import Record
+from fsfunc.comm.ledgers import Record
 from fsfunc.foresight.events import PHASES
 from fsfunc.foresight.plans import Leaf, Plan, RankPlan
-from fsfunc.parts import describe
-from fsfunc.show.amounts import of_bytes, of_count, of_flops
-from fsfunc.show.layers import alike, together
-from fsfunc.show.peaks import OUTSIDE, alive_table, check_plan, kinds_table
-from fsfunc.show.places import in_words
-from fsfunc.show.tables import Report, Table
+from fsfunc.placements import describe
+from fsfunc.printing.amounts import of_axes, of_bytes, of_count, of_flops
+from fsfunc.printing.tables import Report, Table
+from fsfunc.show.layers import alike, counted
+from fsfunc.show.memory_plot import OUTSIDE_UNITS, alive_table, check_plan, kinds_table
+from fsfunc.show.regions import in_words
 
 __all__ = ["plan"]
 
@@ -41,7 +41,7 @@ def plan(plan: Plan, rank: int | None = None) -> Report:
 
     >>> import torch
     >>> from fsfunc.foresight.events import Op, Ran, Took
-    >>> from fsfunc.mesh import Mesh
+    >>> from fsfunc.comm.mesh import Mesh
     >>> product = Op("aten.mm", 2 * 10**9, 3 * 10**6, torch.float32, (1, 10, 10, 10))
     >>> events = [Took(0, 4096, "", "", ""), Ran(product, "block", "forward")]
     >>> own = RankPlan(0, 8, {"data": 0}, events, {0: "parameters"}, [], [])
@@ -69,10 +69,10 @@ def plan(plan: Plan, rank: int | None = None) -> Report:
 
 def _totals(plan: Plan, own: RankPlan, rank: int | None) -> str:
     """Whose program it is, and its figures in one line."""
-    mesh = ", ".join(f"{axis}={n}" for axis, n in plan.mesh.axes.items())
     shown = own.rank if rank is None else rank
-    others = f" and {own.alike - 1} more that run the same program"
-    first = f"rank {shown} of {mesh or 'one'}{others if own.alike > 1 else ''}"
+    first = f"rank {shown} of {of_axes(plan.mesh.axes) or 'one'}"
+    if own.alike > 1:
+        first += f" and {own.alike - 1} more that run the same program"
     phases = [(p, own.flops(phase=p)) for p in _phases(own)]
     split = ", ".join(f"{p} {of_count(n)}" for p, n in phases if n)
     split = f" ({split})" if split else ""
@@ -152,7 +152,7 @@ def _units(own: RankPlan) -> Table:
         counts = [of_count(n * x) if x else "" for x in row[:3]]
         computed = [of_count(n * x) if x else "" for x in row[4:-1]]
         held, kept = (of_bytes(n * x) if x else "" for x in (row[3], row[-1]))
-        name = f"{together(group) or OUTSIDE}{f' ×{n}' if n > 1 else ''}"
+        name = counted(group, OUTSIDE_UNITS)
         rows.append((name, *counts, lying[found[0]], held, *computed, kept))
     head = ("<unit", ">calls", ">tensors", ">elements", "<lie", ">held here")
     head += (*(f">{p} FLOP" for p in phases), ">derived, a call")
@@ -226,12 +226,10 @@ def _parameters(own: RankPlan) -> Table:
     ]
     rows = []
     for names, leaves in alike(keyed):
-        count = f" ×{len(leaves)}" if len(leaves) > 1 else ""
         first, held = leaves[0], sum(leaf.bytes for leaf in leaves)
         what = describe(first.shape, first.dtype)
         whole = of_bytes(sum(map(_whole_bytes, leaves)))
-        name = together(names) + count
-        rows.append((name, what, _all_lie(leaves), whole, of_bytes(held)))
+        rows.append((counted(names), what, _all_lie(leaves), whole, of_bytes(held)))
     head = ("<path", "<each", "<lies", ">whole", ">held here")
     return Table("parameters", head, rows)
 

@@ -1,28 +1,26 @@
-"""A leaf as a grid of cells, each held by one set of ranks, and the grid as text."""
+"""Where a leaf lies: in words, and as a grid of cells that ranks hold."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import NamedTuple
 
 from fsfunc.layout import Coordinates, Key, Layout, every_coordinate
-from fsfunc.parts import Split
-from fsfunc.show.tables import Line
+from fsfunc.placements import Flat, Owned, Split
 
-__all__ = ["Grid", "Rectangle", "boxes", "grid_of", "sheet"]
+__all__ = ["Grid", "Rectangle", "boxes", "grid_of", "in_words", "part_in_words"]
 
 MOST_ROWS, MOST_COLUMNS = 24, 12  # of cells: what one can still read
 _COLORS = (
     "#8aa9d1", "#ecae85", "#8fcbaf", "#c7a8d8",
     "#f0d48a", "#e3a3a3", "#a9d4d9", "#c9cdd6",
 )  # fmt: skip
-# By the arms that meet: up, right, down, left.
-_CORNERS = {
-    "0000": " ", "1010": "│", "0101": "─", "0110": "┌", "0011": "┐", "1100": "└",
-    "1001": "┘", "1110": "├", "1011": "┤", "0111": "┬", "1101": "┴", "1111": "┼",
-}  # fmt: skip
+# By the arms that meet, of up, right, down and left, as the digits of a binary number.
+_CORNERS = "   ┐ ─┌┬ ┘│┤└┴├┼"
+Holders = Sequence[Key | None]  # of a row's cells; None beside them
 
 
 class Rectangle(NamedTuple):
@@ -55,53 +53,112 @@ class Grid:
         i = sum(start <= row for start in self.rows) - 1
         return self.keys[i][sum(start <= column for start in self.columns) - 1]
 
-    def lines(self, say: Callable[[Key], str]) -> Iterator[Line]:
-        """Yield the grid line by line, ``say(key)`` in each cell."""
+    def lines(self, say: Callable[[Key], str]) -> Iterator[list[tuple[str, str]]]:
+        """Yield the grid's lines, ``say(key)`` in each cell: letters, and styles.
+
+        A border stands where holders differ.
+        """
         said = {key: say(key) for row in self.keys for key in row}
-        heads = [_range(*ends) for ends in _pairs(self.columns)]
-        sides = [_range(*ends) for ends in _pairs(self.rows)]
-        sides = sides if self.dims else [""] * len(sides)
+        heads = [_range(*ends) for ends in pairwise(self.columns)]
+        sides = [_range(*ends) if self.dims else "" for ends in pairwise(self.rows)]
         width = max(map(len, (*heads, *said.values()))) + 2
         margin = max(map(len, sides)) + 1
-        colors = {key: _COLORS[i % len(_COLORS)] for i, key in enumerate(said)}
+        styles = {
+            key: f"#000000 on {_COLORS[i % len(_COLORS)]}" for i, key in enumerate(said)
+        }
         yield [(" " * (margin + 1) + " ".join(h.center(width) for h in heads), "")]
-        for i, (row, side) in enumerate(zip(self.keys, sides, strict=True)):
-            yield [(" " * margin, ""), (self._rule(i, width), "")]
-            runs = [(f"{side.rjust(margin - 1)} ", "")]
-            for j, key in enumerate(row):
-                style = f"#000000 on {colors[key]}"
-                same = j > 0 and row[j - 1] == key
-                runs.append((" ", style) if same else ("│", ""))
-                runs.append((said[key].center(width), style))
-            yield [*runs, ("│", "")]
-        yield [(" " * margin, ""), (self._rule(len(self.keys), width), "")]
+        nobody = [None] * (len(heads) + 2)
+        held = [nobody, *([None, *row, None] for row in self.keys), nobody]
+        for i, (above, row) in enumerate(pairwise(held)):
+            yield [(" " * margin + _border(above, row, width), "")]
+            if row is nobody:
+                return
+            cells = [(f"{sides[i].rjust(margin - 1)} ", "")]
+            for before, key in pairwise(row):
+                if key is None:
+                    break
+                same = before == key
+                cells.append((" ", styles[key]) if same else ("│", ""))
+                cells.append((said[key].center(width), styles[key]))
+            cells.append(("│", ""))
+            yield cells
 
-    def _rule(self, i: int, width: int) -> str:
-        """The line above row ``i``: drawn where the holders differ."""
-        keys, count = self.keys, len(self.columns) - 1
-        above = keys[i - 1] if i else None
-        below = keys[i] if i < len(keys) else None
 
-        def upright(row: tuple[Key, ...] | None, j: int) -> bool:
-            """Whether a line stands left of column ``j`` of a row."""
-            return row is not None and (j in (0, count) or row[j - 1] != row[j])
+def _border(
+    above: Sequence[Key | None], below: Sequence[Key | None], width: int
+) -> str:
+    """The line between two rows of holders: drawn where they differ."""
+    text = ""
+    for (a, b), (c, d) in zip(pairwise(above), pairwise(below), strict=True):
+        arms = 8 * (a != b) + 4 * (b != d) + 2 * (c != d) + (a != c)
+        text += _CORNERS[arms] + ("─" if b != d else " ") * width
+    return text.rstrip()
 
-        def lying(j: int) -> bool:
-            """Whether the line goes on over column ``j``."""
-            inside = 0 <= j < count
-            return inside and (above is None or below is None or above[j] != below[j])
 
-        text = ""
-        for j in range(count + 1):
-            arms = (upright(above, j), lying(j), upright(below, j), lying(j - 1))
-            text += _CORNERS.get("".join(str(int(arm)) for arm in arms), " ")
-            text += ("─" if lying(j) else " ") * width if j < count else ""
-        return text
+def in_words(layout: Layout, owner: bool = True) -> str:
+    """How a leaf is spread, without the numbers that only its buffer cares for.
+
+    Args:
+        owner: whether to say which coordinate owns it, of those that one owns.
+
+    >>> import torch
+    >>> flat = Flat(("data",), 4, "blocks/3", offset=0, chunk=20)
+    >>> print(in_words(Layout((10, 7), torch.float32, (Owned("pipe", 2, 1), flat))))
+    owned over pipe=2 by 1, flat over data=4
+    >>> print(in_words(Layout((10, 7), torch.float32)))
+    whole
+    """
+    said = []
+    for part in layout.parts:
+        over = ",".join(f"{axis}={size}" for axis, size in part.spread)
+        match part:
+            case Flat():
+                said.append(f"flat over {over}" if over else "whole")
+            case Split(dim=dim):
+                said.append(f"split over {over} along dim {dim}")
+            case Owned(coordinate=coordinate):
+                by = f" by {coordinate}" if owner else ""
+                said.append(f"owned over {over}{by}")
+    return ", ".join(said) or "whole"
+
+
+def part_in_words(layout: Layout, coordinates: Coordinates) -> str:
+    """What a rank holds, as one would index it.
+
+    ``[2:4, :]`` is a block; ``.flat[5:9]`` a range of the whole, flattened row-major;
+    ``[2:4, :].flat[5:9]`` such a range of a block.
+
+    >>> import torch
+    >>> flat = Flat(("data",), 4, "blocks/3", offset=0, chunk=20)
+    >>> grid = Layout((10, 7), torch.float32, (Split("model", 2, 1), flat))
+    >>> part_in_words(grid, {"model": 1, "data": 1})
+    '[:, 4:7].flat[20:30]'
+    >>> part_in_words(grid, {"model": 1, "data": 2})
+    'nothing'
+    >>> part_in_words(Layout((10, 7), torch.float32), {})
+    'all'
+    """
+    box = layout.block(coordinates)
+    if box is None:
+        return "nothing"
+    sizes = [n for _, n in box]
+    start, stop = layout.span(coordinates)
+    whole = math.prod(sizes)
+    if start == stop:
+        return "nothing"
+    cut = sizes != list(layout.shape)
+    dims = ", ".join(
+        ":" if n == full else f"{low}:{low + n}"
+        for (low, n), full in zip(box, layout.shape, strict=True)
+    )
+    block = f"[{dims}]" if cut else ""
+    ranges = f".flat[{start}:{stop}]" if (start, stop) != (0, whole) else ""
+    return f"{block}{ranges}" or "all"
 
 
 def grid_of(layout: Layout) -> Grid | None:
     """The grid of a leaf; None where it has no elements, or too many cells to read."""
-    dims = sheet(layout)
+    dims = rows_of(layout)
     if dims is None or not layout.numel:
         return None
     if math.prod(layout.sizes.values()) > MOST_ROWS * MOST_COLUMNS:
@@ -121,13 +178,13 @@ def grid_of(layout: Layout) -> Grid | None:
     return Grid(dims, tuple(rows), tuple(columns), tuple(map(tuple, keys)))
 
 
-def sheet(layout: Layout) -> int | None:
+def rows_of(layout: Layout) -> int | None:
     """How many dims to count as rows, so that a rank's block is rows by columns.
 
     None where no number of them does: three dims of which two inner ones are cut.
 
     >>> import torch
-    >>> sheet(Layout((2, 3, 4), torch.float32, (Split("a", 2, 2), Split("b", 2, 0))))
+    >>> rows_of(Layout((2, 3, 4), torch.float32, (Split("a", 2, 2), Split("b", 2, 0))))
     2
     """
     cut = {part.dim for part in layout.parts if isinstance(part, Split)}
@@ -173,10 +230,6 @@ def _side(block: Sequence[tuple[int, int]], shape: Sequence[int]) -> tuple[int, 
         return 0, 1
     inner = math.prod(shape[1:])
     return block[0][0] * inner, block[0][1] * inner
-
-
-def _pairs(starts: Sequence[int]) -> Iterator[tuple[int, int]]:
-    return zip(starts, starts[1:], strict=False)
 
 
 def _range(start: int, stop: int) -> str:

@@ -7,20 +7,22 @@ import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
 
 from fsfunc import tree
+from fsfunc.comm.mesh import Mesh, NoMesh, here
 from fsfunc.layout import Key, Layout, every_coordinate
-from fsfunc.mesh import Mesh, NoMesh, here
-from fsfunc.parts import describe
+from fsfunc.placements import describe
+from fsfunc.printing.amounts import of_axes, of_bytes
+from fsfunc.printing.tables import Printed, Report, Table, painted
 from fsfunc.sharded import Sharded, is_sharded
-from fsfunc.show.amounts import of_bytes
-from fsfunc.show.layers import alike, together
-from fsfunc.show.places import in_words, part_in_words
-from fsfunc.show.regions import Grid, grid_of
-from fsfunc.show.tables import Line, Printed, Report, Table
+from fsfunc.show.layers import alike, counted
+from fsfunc.show.regions import Grid, grid_of, in_words, part_in_words
+
+if TYPE_CHECKING:
+    from rich.text import Text
 
 __all__ = ["LeafPicture", "sharding"]
 
@@ -48,15 +50,16 @@ class LeafPicture(Printed):
         first = self.mesh.rank_at(at)
         return self.mesh.members(others, first) if others else (first,)
 
-    def pieces(self, width: int | None) -> Iterator[Table | Line | str]:
+    def pieces(self, width: int | None) -> Iterator[Table | Text | str]:
         layout = self.layout
         what = describe(layout.shape, layout.dtype, layout.name)
         yield f"{what}, {in_words(layout)}"
         if self.grid is not None:
             yield "a cell names the ranks that hold it"
             yield ""
-            yield from self.grid.lines(lambda key: of_ranks(self.holders(key)))
-        yield []
+            lines = self.grid.lines(lambda key: of_ranks(self.holders(key)))
+            yield from map(painted, lines)
+        yield ""
         yield self.table()
         if self.empty:
             one = self.empty == 1
@@ -64,7 +67,7 @@ class LeafPicture(Printed):
                 "1 other holds nothing" if one else f"{self.empty} others hold nothing"
             )
         if self.rank is not None:
-            yield []
+            yield ""
             yield f"rank {self.rank} holds {self._share(self.rank)}"
 
     @cached_property
@@ -170,9 +173,8 @@ def sharding(
         total += size
         keyed.append((path, (cells, size), cells))
     for names, found in alike(keyed):
-        count = f" ×{len(found)}" if len(found) > 1 else ""
-        rows.append((f"{together(names)}{count}", *found[0]))
-    over = ", ".join(f"{axis}={n}" for axis, n in mesh.axes.items()) or "one rank"
+        rows.append((counted(names), *found[0]))
+    over = of_axes(mesh.axes) or "one rank"
     head = ("<path", "<whole", "<lies", f"<rank {own} holds", ">bytes each")
     end = f"rank {own} holds {of_bytes(total)} in {len(leaves)} leaves"
     return Report((f"over {over}", "", Table("", head, rows, most=200), "", end))

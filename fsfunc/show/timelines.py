@@ -1,40 +1,58 @@
-"""``timeline``: a schedule as one looks at it, in letters or as a picture."""
+"""``timeline``: a schedule as one looks at it, as text or as a picture."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from os import PathLike
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
-from fsfunc.pipelining.actions import Action, Schedule, parse
-from fsfunc.pipelining.timing import Costs, simulate
-from fsfunc.show.lanes import Chart, draft
-from fsfunc.show.lettering import lines
-from fsfunc.show.palette import BORDER, COMPUTE, OUTSIDE, WAITS
+from fsfunc.foresight.simulating import Span
+from fsfunc.pipelining.actions import Action, Schedule, parse, stages_of
+from fsfunc.pipelining.timing import Costs, Event, simulate
+from fsfunc.pipelining.verification import held
+from fsfunc.printing.amounts import of_share
+from fsfunc.printing.tables import Table, painted
+from fsfunc.show.figures import Bar, Drawn, Row, lane_figure
+from fsfunc.show.lanes import NOISE, Lane, check_events
+from fsfunc.show.palette import (
+    COMPUTE,
+    COMPUTING,
+    GAPS,
+    by_sign,
+    legend,
+    lighter,
+    look_of,
+)
+from fsfunc.show.timeline_text import bands, number
 
 if TYPE_CHECKING:
-    from rich.console import Console, ConsoleOptions, RenderResult
+    from matplotlib.figure import Figure
+    from rich.text import Text
 
 __all__ = ["Timeline", "timeline"]
 
-STYLES = {kind: f"#000000 on {look.color}" for kind, look in COMPUTE.items()} | {
-    WAITS: "bright_black",
-    OUTSIDE: "bright_black",
-    BORDER: "bright_black",
-}
-
 
 @dataclass(frozen=True, repr=False)
-class Timeline:
+class Timeline(Drawn):
     """A timeline to print: ``print(t)``, in colours by ``rich.print(t)``, or saved.
 
     Each rank has a row. ``F3`` is the forward of microbatch 3 (``F3@5``: of stage 5,
     where ranks have several), as wide as it lasts. A rank that waits between two
     of its actions shows ``░``; before its first and after its last it shows ``·``.
+    What is wider than the paper goes on below; ``text(None)`` makes one band, for a
+    file that one scrolls.
+
+    Args:
+        lanes: what each rank computes, from time 0; a span's unit is its stage.
+        makespan: from the first action's start to the last one's end.
+        held: the most microbatch activations that each rank holds at once.
     """
 
-    chart: Chart
+    lanes: tuple[Lane, ...]
+    makespan: float
+    held: tuple[float, ...]
 
     @classmethod
     def of_events(cls, events: Sequence[tuple[int, Action, float, float]]) -> Timeline:
@@ -47,57 +65,75 @@ class Timeline:
             TypeError, ValueError: events of another form, or actions of one rank that
                 overlap.
         """
-        return cls(draft(events))
-
-    @property
-    def makespan(self) -> float:
-        """From the first action's start to the last one's end."""
-        return self.chart.makespan
+        return _timeline_of(events)
 
     @property
     def bubble(self) -> tuple[float, ...]:
         """The time in which each rank computes nothing, of the makespan."""
-        return tuple(lane.bubble for lane in self.chart.lanes)
+        return tuple(
+            sum(gap.end - gap.start for gap in lane.gaps(self.makespan))
+            for lane in self.lanes
+        )
 
-    @property
-    def held(self) -> tuple[float, ...]:
-        """The most microbatch activations that each rank holds at once."""
-        return tuple(lane.held for lane in self.chart.lanes)
+    def pieces(self, width: int | None) -> Iterator[Table | Text | str]:
+        self._check_lengths()
+        for line in bands(self.lanes, self.makespan, width):
+            yield painted(line)
+        for looks in (COMPUTING, GAPS):
+            seen = [look for title, look in looks.items() if title in self._seen()]
+            yield from map(painted, legend(looks=seen, width=width))
+        yield ""
+        yield f"makespan {number(self.makespan)}"
+        rows = [
+            (f"rank {lane.rank}", number(lane.busy), number(bubble))
+            + (of_share(bubble, self.makespan), number(most))
+            for lane, bubble, most in zip(
+                self.lanes, self.bubble, self.held, strict=True
+            )
+        ]
+        yield Table("", ("<", ">busy", ">bubble", ">", ">held"), rows)
 
-    def text(self, width: int | None = 120) -> str:
-        """The timeline as text of at most ``width`` columns, longer ones in bands.
+    def figure(self) -> Figure:
+        self._check_lengths()
+        stages = [sorted({int(s.unit) for s in lane.spans}) for lane in self.lanes]
+        chunks = max(map(len, stages))
 
-        ``width=None`` makes one band, for a file that one scrolls.
-        """
-        rows = ("".join(run for run, _ in line) for line in lines(self.chart, width))
-        return "\n".join(row.rstrip() for row in rows)
+        def bar(span: Span, own: list[int]) -> Bar:
+            color = lighter(look_of(span).color, own.index(int(span.unit)), chunks)
+            # The shade tells the stage.
+            return Bar(span.start, span.end, color, span.name.partition("@")[0])
 
-    def __str__(self) -> str:
-        return self.text()
+        rows = []
+        for lane, own, most, bubble in zip(
+            self.lanes, stages, self.held, self.bubble, strict=True
+        ):
+            gaps = [
+                Bar(gap.start, gap.end, look_of(gap).color, edged=False)
+                for gap in lane.gaps(self.makespan)
+            ]
+            bars = [bar(span, own) for span in lane.spans]
+            notes = (of_share(bubble, self.makespan), number(most))
+            rows.append(Row(f"rank {lane.rank}", [*gaps, *bars], notes))
+        looks = COMPUTING | GAPS
+        marks = {t: looks[t].color for t in looks if t in self._seen()}
+        if chunks > 1:
+            pale = lighter(looks["forward"].color, chunks - 1, chunks)
+            marks["lighter: a rank's later stage"] = pale
+        idle = of_share(sum(self.bubble), len(self.lanes) * self.makespan)
+        title = f"makespan {number(self.makespan)}, {idle} bubble"
+        return lane_figure(
+            title, rows, 0, self.makespan, marks, notes=("bubble", "held")
+        )
 
-    __repr__ = __str__  # what a prompt shows is the timeline
+    def _seen(self) -> set[str]:
+        """The titles of what is shown."""
+        spans = [s for lane in self.lanes for s in lane.spans]
+        gaps = [gap for lane in self.lanes for gap in lane.gaps(self.makespan)]
+        return {span.phase for span in (*spans, *gaps)}
 
-    def __rich_console__(
-        self, console: Console, options: ConsoleOptions
-    ) -> RenderResult:
-        from rich.text import Text
-
-        for line in lines(self.chart, options.max_width):
-            row = [(run, STYLES.get(kind, "")) for run, kind in line]
-            yield Text.assemble(*row, no_wrap=True, overflow="crop")
-
-    def save(self, path: str | PathLike[str]) -> None:
-        """Draw the timeline into a file: ``.png``, or ``.svg`` or ``.pdf``.
-
-        A path without an ending gets ``.png``.
-
-        Raises:
-            ImportError: matplotlib is not there.
-            ValueError: an ending that matplotlib has no format for.
-        """
-        from fsfunc.show.pictures import draw
-
-        draw(self.chart, path)
+    def _check_lengths(self) -> None:
+        if not any(lane.busy for lane in self.lanes):
+            raise ValueError("every action takes no time: give costs above 0")
 
 
 def timeline(
@@ -128,7 +164,7 @@ def timeline(
     Cost: nothing is run; a thousand actions take some milliseconds, a picture of them
     about a second.
 
-    >>> from fsfunc.pipelining.alternating import one_f_one_b
+    >>> from fsfunc.pipelining.schedules import one_f_one_b
     >>> timeline(one_f_one_b(2, 3))
            0              5              10
     rank 0 │F0│F1│░░░░░│B0   │F2│B1   │░░│B2   │
@@ -143,7 +179,49 @@ def timeline(
     rank 1     9       3  25 %     1
     """
     rows = parse(schedule)
-    shown = Timeline(draft(simulate(rows, costs, edges=edges), len(rows)))
+    shown = _timeline_of(simulate(rows, costs, edges=edges), len(rows))
     if path is not None:
         shown.save(path)
     return shown
+
+
+def _timeline_of(events: Sequence[Any], n_ranks: int = 0) -> Timeline:
+    """The timeline of events; transfers are not drawn, as ranks compute meanwhile.
+
+    Args:
+        n_ranks: how many ranks there are, at least: up to the last with an event.
+    """
+    computed = [event for event in check_events(events) if event.action.is_compute]
+    if not computed:
+        raise ValueError("there is no F, B, I or W among the events to show")
+    zero = min(event.start for event in computed)
+    makespan = max(event.end for event in computed) - zero
+    count = max(n_ranks, *(event.rank + 1 for event in computed))
+    rows: list[list[Event]] = [[] for _ in range(count)]
+    for event in sorted(computed, key=lambda event: (event.start, event.end)):
+        rows[event.rank].append(event)
+    actions = tuple(tuple(event.action for event in row) for row in rows)
+    several = any(len(stages_of(row)) > 1 for row in actions)
+    lanes = []
+    for rank, row in enumerate(rows):
+        spans = tuple(
+            Span(
+                rank,
+                COMPUTE,
+                event.action.text(stage=several),
+                str(event.action.stage),
+                by_sign(event.action.kind).title,
+                event.start - zero,
+                event.end - zero,
+            )
+            for event in row
+        )
+        for before, span in pairwise(spans):
+            if span.start < before.end - NOISE * makespan:
+                raise ValueError(
+                    f"rank {rank}: {span.name} starts at {span.start:.6g}, "
+                    f"before {before.name} ends at {before.end:.6g}: a rank computes "
+                    "one action at a time"
+                )
+        lanes.append(Lane(rank, COMPUTE, spans))
+    return Timeline(tuple(lanes), makespan, tuple(held(actions)))

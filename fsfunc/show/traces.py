@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import json
 from collections import defaultdict, deque
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from os import PathLike
 from pathlib import Path
 from typing import Any
@@ -12,23 +13,48 @@ from typing import Any
 from fsfunc.foresight.estimating import Estimate
 from fsfunc.foresight.plans import Plan
 from fsfunc.foresight.simulating import Span
-from fsfunc.pipelining.actions import Action
+from fsfunc.memory_kinds import KINDS
+from fsfunc.pipelining.actions import SENDS, Action
 from fsfunc.pipelining.timing import Event
-from fsfunc.show.lanes import check_events
-from fsfunc.show.palette import COMPUTE, TRANSFERS
-from fsfunc.show.streaming import check_spans
-from fsfunc.show.tracks import (
-    THREADS_OF_A_RANK,
-    microseconds,
-    name_tracks,
-    stream_events,
-)
+from fsfunc.show.curves import clock_of, curve_of
+from fsfunc.show.lanes import check_events, check_spans
+from fsfunc.show.memory_plot import check_plan
+from fsfunc.show.palette import COMPUTE, TRANSFERS, Look, by_sign, look_of
 
 __all__ = ["trace"]
 
-_TRACKS = {"compute": 1, "send": 100, "receive": 500}  # first thread of each
+Json = dict[str, Any]
+
+# Viewers know a thread by its number alone, whatever its process: numbers differ
+# between ranks, and 0 is taken (it is the idle thread).
+_THREADS_OF_A_RANK = 1000
 _SHORTEST = 0.002  # microseconds: an arrow needs something to begin and end in
 _NOISE = 0.0005  # microseconds: sums of floats that should be equal
+_MOMENTS = 4000  # at which a rank's memory is written, at most
+
+
+@dataclass
+class Slice:
+    """A complete event ("X"), its track, and the message that it is an end of.
+
+    Args:
+        event: as a trace file has it; its thread ("tid") comes when all are known.
+        message: equal at both ends; what is carried comes first.
+        way: "s" where the message leaves, "f" where it arrives.
+    """
+
+    event: Json
+    track: str
+    message: tuple[Any, ...] = ()
+    way: str = ""
+
+    @property
+    def start(self) -> float:
+        return self.event["ts"]
+
+    @property
+    def end(self) -> float:
+        return self.event["ts"] + self.event["dur"]
 
 
 def trace(
@@ -68,112 +94,189 @@ def trace(
     ('F3@0', 500000.0)
     """
     given: Any = events if isinstance(events, Estimate) else list(events)
+    counters: list[Json] = []
     if isinstance(given, Estimate) or given and isinstance(given[0], Span):
-        return _written(stream_events(check_spans(given), plan), path)
-    if plan is not None:
+        spans = check_spans(given)
+        slices = [_of_span(span) for span in spans]
+        if plan is not None:
+            counters = list(_counters(spans, check_plan(plan)))
+    elif plan is not None:
         raise TypeError(
             "memory is drawn beside an estimate, and these are events of a run: give "
             "trace(estimate, path, plan=plan)"
         )
-    ordered = sorted(check_events(given), key=lambda event: (event.start, event.end))
-    zero = ordered[0].start
-    slices = [_slice(event, zero) for event in ordered]
+    else:
+        checked = check_events(given)
+        zero = min(event.start for event in checked)
+        slices = [_of_event(event, zero) for event in checked]
+    slices.sort(key=lambda one: (one.start, one.end))
     pairs = _pairs(slices)
     for send, receive in pairs:
-        late = send["ts"] + _SHORTEST - receive["ts"] - receive["dur"]
+        late = send.start + _SHORTEST - receive.end
         if 0 < late <= 2 * _SHORTEST:  # an arrow cannot lead back
-            receive["dur"] += late
-    threads = _assign(slices)
-    sorted_by_time = sorted([*slices, *_arrows(pairs)], key=lambda e: e["ts"])
-    return _written([*name_tracks(threads), *sorted_by_time], path)
-
-
-def _written(
-    events: list[dict[str, Any]], path: str | PathLike[str] | None
-) -> dict[str, Any]:
-    """The trace of these events, also in a file where a path is given."""
-    written = {"traceEvents": events, "displayTimeUnit": "ms"}
+            receive.event["dur"] += late
+    named = _assign(slices)
+    timed = [*(one.event for one in slices), *_arrows(pairs), *counters]
+    timed.sort(key=lambda event: event["ts"])
+    written = {"traceEvents": [*named, *timed], "displayTimeUnit": "ms"}
     if path is not None:
         Path(path).write_text(json.dumps(written))
     return written
 
 
-def _slice(event: Event, zero: float) -> dict[str, Any]:
-    """The complete event ("X") of an action, its thread not yet assigned."""
+def _of_event(event: Event, zero: float) -> Slice:
+    """What a rank of a pipeline does, on the track of what it computes or transfers."""
     rank, action, start, end = event
-    look = (COMPUTE if action.is_compute else TRANSFERS)[action.kind]
-    about = {"kind": look.title, "stage": action.stage, "microbatch": action.microbatch}
-    if action.peer is not None:
-        about["peer"] = action.peer
-    long = microseconds(end - start)
-    return {
+    kind, stage, peer = action.kind, action.stage, action.peer
+    look = by_sign(kind) if action.is_compute else TRANSFERS[kind]
+    about = {"kind": look.title, "stage": stage, "microbatch": action.microbatch}
+    times = start - zero, end - start
+    if peer is None:
+        return _slice(rank, COMPUTE, str(action), times, look, about)
+    about["peer"] = peer
+    track, way, ends = "send", "s", (stage, peer)
+    if kind not in SENDS:
+        track, way, ends = "receive", "f", (peer, stage)
+    carried = "activations" if kind[1] == "F" else "gradients"
+    message = (carried, *ends, action.microbatch)
+    return _slice(rank, track, str(action), times, look, about, message, way)
+
+
+def _of_span(span: Span) -> Slice:
+    """What a stream does, on a track of its own."""
+    direction, _, peer = span.stream.partition(" ")
+    way = {"to": "s", "from": "f"}.get(direction, "")
+    ends = (str(span.rank), peer)
+    message = ("message", *(ends if way == "s" else ends[::-1]))
+    name = span.name or span.phase or span.stream
+    times = span.start, span.end - span.start
+    about = {"unit": span.unit, "phase": span.phase, "stream": span.stream}
+    return _slice(
+        span.rank, span.stream, name, times, look_of(span), about, message, way
+    )
+
+
+def _slice(
+    rank: int,
+    track: str,
+    name: str,
+    times: tuple[float, float],
+    look: Look,
+    about: Json,
+    message: tuple[Any, ...] = (),
+    way: str = "",
+) -> Slice:
+    """The slice of a track that starts, and lasts, so many seconds."""
+    start, long = map(_microseconds, times)
+    event = {
         "ph": "X",
-        "name": str(action),
-        "cat": "compute" if action.is_compute else "transfer",
+        "name": name,
+        "cat": "compute" if track == COMPUTE else "transfer",
         "pid": rank,
-        "ts": microseconds(start - zero),
-        "dur": long if action.is_compute else max(long, _SHORTEST),
+        "ts": start,
+        "dur": max(long, _SHORTEST) if way else long,
         "cname": look.reserved,
         "args": about,
     }
+    return Slice(event, track, message, way)
 
 
-def _assign(slices: list[dict[str, Any]]) -> dict[int, tuple[int, str]]:
-    """Set each slice's thread; return rank and name of the threads.
+def _pairs(slices: Sequence[Slice]) -> list[tuple[Slice, Slice]]:
+    """Each send with its receive, where both are here.
+
+    Of equal messages, as several steps send them, the first that is sent is the first
+    that is received.
+    """
+    receives: dict[tuple[Any, ...], deque[Slice]] = defaultdict(deque)
+    for one in slices:
+        if one.way == "f":
+            receives[one.message].append(one)
+    sends = (one for one in slices if one.way == "s")
+    return [
+        (one, receives[one.message].popleft()) for one in sends if receives[one.message]
+    ]
+
+
+def _assign(slices: Sequence[Slice]) -> list[Json]:
+    """Set each slice's thread; return the metadata that names and orders them.
 
     It is the first of its track that is free: slices of one thread must not overlap,
     and several receives may be posted at a time.
     """
-    ends: dict[int, float] = {}  # of the last slice of each thread
-    threads = {}
-    for piece in slices:
-        track = {"S": "send", "R": "receive"}.get(piece["name"][0], "compute")
-        thread = first = piece["pid"] * THREADS_OF_A_RANK + _TRACKS[track]
-        while ends.get(thread, 0.0) > piece["ts"] + _NOISE:
-            thread += 1
-        ends[thread] = piece["ts"] + piece["dur"]
-        name = track if thread == first else f"{track} {thread - first + 1}"
-        threads[thread] = (piece["pid"], name)
-        piece["tid"] = thread
-    return threads
+    ends: dict[tuple[int, str], list[float]] = defaultdict(list)  # of its threads
+    for one in slices:
+        threads = ends[one.event["pid"], one.track]
+        free = (i for i, end in enumerate(threads) if end <= one.start + _NOISE)
+        one.event["tid"] = place = next(free, len(threads))
+        threads[place : place + 1] = [one.end]
+    firsts: dict[tuple[int, str], int] = {}
+    ranks: list[Json] = []
+    tracks: list[Json] = []
+
+    def name(named: list[Json], what: str, of: Json, name: str, order: int) -> None:
+        about = {"ph": "M", "ts": 0, **of}
+        named += [
+            {**about, "name": f"{what}_name", "args": {"name": name}},
+            {**about, "name": f"{what}_sort_index", "args": {"sort_index": order}},
+        ]
+
+    for rank in sorted({rank for rank, _ in ends}):
+        name(ranks, "process", {"pid": rank}, f"rank {rank}", rank)
+        thread = rank * _THREADS_OF_A_RANK + 1
+        own = [track for of, track in ends if of == rank]
+        for track in sorted(own, key=lambda track: track != COMPUTE):
+            firsts[rank, track] = thread
+            for place in range(len(ends[rank, track])):
+                said = f"{track} {place + 1}" if place else track
+                name(tracks, "thread", {"pid": rank, "tid": thread}, said, thread)
+                thread += 1
+    for one in slices:
+        one.event["tid"] += firsts[one.event["pid"], one.track]
+    return ranks + tracks
 
 
-def _pairs(slices: list[dict[str, Any]]) -> list[tuple[dict, dict]]:
-    """Each send with its receive, where both are here.
-
-    A message is known by what it carries and between which stages; where a run has
-    several steps, the first that is sent is the first that is received.
-    """
-    receives: dict[tuple, deque[dict]] = defaultdict(deque)
-    for piece in slices:
-        if piece["name"][0] == "R":
-            stage, microbatch, peer = _message(piece)
-            receives[piece["name"][1], peer, stage, microbatch].append(piece)
-    pairs = []
-    for piece in slices:
-        if piece["name"][0] == "S":
-            stage, microbatch, peer = _message(piece)
-            arriving = receives[piece["name"][1], stage, peer, microbatch]
-            if arriving:
-                pairs.append((piece, arriving.popleft()))
-    return pairs
-
-
-def _message(piece: dict[str, Any]) -> tuple[int, int, int]:
-    return tuple(piece["args"][name] for name in ("stage", "microbatch", "peer"))
-
-
-def _arrows(pairs: list[tuple[dict, dict]]) -> list[dict[str, Any]]:
-    """The flow events ("s", "f") from each send to its receive."""
-    arrows = []
+def _arrows(pairs: Sequence[tuple[Slice, Slice]]) -> Iterator[Json]:
+    """Yield the flow events ("s", "f") from each send to its receive."""
     for number, (send, receive) in enumerate(pairs, 1):
-        carried = "activations" if send["name"][1] == "F" else "gradients"
-        about = {"id": number, "cat": "transfer", "name": carried}
         # A receive is posted before its send begins: the arrow leads to its end, and
         # stays inside the slice that it is bound to.
-        last = receive["ts"] + receive["dur"] - _SHORTEST / 2
-        for phase, piece, time in (("s", send, send["ts"]), ("f", receive, last)):
-            where = {"pid": piece["pid"], "tid": piece["tid"], "ts": time}
-            arrows.append({**about, "ph": phase, **where})
-        arrows[-1]["bp"] = "e"  # the slice around the time, not the next one
-    return arrows
+        times = send.start, receive.end - _SHORTEST / 2
+        about = {"id": number, "cat": "transfer", "name": send.message[0]}
+        for one, time in zip((send, receive), times, strict=True):
+            where = {place: one.event[place] for place in ("pid", "tid")}
+            yield {**about, "ph": one.way, **where, "ts": time} | (
+                {"bp": "e"} if one is receive else {}  # the slice around the time
+            )
+
+
+def _counters(spans: Sequence[Span], plan: Plan) -> Iterator[Json]:
+    """Yield ranks' memory at moments of the step, as counter events ("C")."""
+    own = {own.rank: own for own in plan.ranks}
+    for rank in dict.fromkeys(span.rank for span in spans):
+        if rank not in own:
+            raise ValueError(
+                f"the estimate has rank {rank}, and the plan only {[*own]}: give the "
+                "plan that was estimated"
+            )
+        curve = curve_of(own[rank])
+        computed = [s for s in spans if s.rank == rank and s.stream == COMPUTE]
+        clock = clock_of(curve, computed)
+        # Of moments too near to tell apart, the one at which most is held.
+        count = max(min(curve.length, _MOMENTS), 1)
+        moments = [
+            (i * curve.length // count, held)
+            for i, held in enumerate(curve.columns(count))
+        ]
+        for at, held in [*moments, (curve.length, curve.points[-1][1])]:
+            yield {
+                "ph": "C",
+                "name": "memory",
+                "pid": rank,
+                "ts": _microseconds(clock(at)),
+                "args": dict(zip(KINDS, held, strict=True)),
+            }
+
+
+def _microseconds(seconds: float) -> float:
+    """Seconds as a trace file gives times."""
+    return round(float(seconds) * 1e6, 3)

@@ -14,35 +14,33 @@ from typing import Any
 from torch import Tensor
 
 from fsfunc import _torch, tree
-from fsfunc.accounting import aside, is_aside, source_line
-from fsfunc.crossings import GATHER, OWN
-from fsfunc.frames import Rehearsed, frame
-from fsfunc.mesh import here
-from fsfunc.moves import Group, Move
-from fsfunc.moving import Watcher
+from fsfunc.comm.attribution import internal, is_internal, source_line
+from fsfunc.comm.collective_ops import Watcher
+from fsfunc.comm.crossings import GATHER, OWN
+from fsfunc.comm.groups import RankGroup
+from fsfunc.comm.linear_maps import LinearMap
+from fsfunc.comm.mesh import here
+from fsfunc.frames import Tracer, frame
 from fsfunc.sharded import Sharded, is_sharded
 from fsfunc.tracing.knowledge import Seen
-from fsfunc.tracing.operating import Operators
+from fsfunc.tracing.operators import Operators
 from fsfunc.tracing.refusals import refusal
 from fsfunc.tracing.types import PARTS, Kind, agrees, misused, moved_to
 
 __all__ = ["Checker"]
 
 
-class Checker(Rehearsed, Watcher, Operators):
+class Checker(Tracer, Watcher, Operators):
     """Types the values of a step, and raises where one has none.
 
     ``calls`` are the signatures of the calls of sharded functions. Of a pipelined loss
     it sees what that returns: in it sharded leaves go into units alone.
     """
 
-    only_types = True
-
     def __init__(
         self, rank: int, axes: tuple[str, ...], alone: bool, varying: Iterable[int] = ()
     ):
         Operators.__init__(self, rank, axes, alone, varying)
-        self.orders: dict[int, Any] = {}
         self.calls: list[Any] = []
         self._parameters: set[int] = set()  # plain leaves that were differentiated
         self._functions: dict[str, str] = {}  # around collectives, and where these are
@@ -50,7 +48,7 @@ class Checker(Rehearsed, Watcher, Operators):
 
     # Collectives
 
-    def moved(self, x: Tensor, how: Move, where: Group, y: Tensor) -> None:
+    def moved(self, x: Tensor, how: LinearMap, where: RankGroup, y: Tensor) -> None:
         if frame().path:
             return
         if where.size == 1:
@@ -80,7 +78,7 @@ class Checker(Rehearsed, Watcher, Operators):
             self._parameters.add(_torch.storage_key(_torch.unwrapped(x)))
         self.known.give(y, moved_to(how, seen.kind), f"what {how.op} gives")
 
-    def collective(self, x: Tensor, how: Move, where: Group) -> None:
+    def collective(self, x: Tensor, how: LinearMap, where: RankGroup) -> None:
         seen = self.known.of(x)
         parts = seen.kind in PARTS and how != OWN
         if where.mean and not frame().path and parts:
@@ -133,7 +131,7 @@ class Checker(Rehearsed, Watcher, Operators):
                 elif isinstance(x, Tensor):
                     self.known.meet(x, Seen(self.own if i else Kind.I, name))
 
-    def taken(self, name: str, leaves: Iterable[Sharded]) -> None:
+    def takes(self, name: str, leaves: Iterable[Sharded]) -> None:
         for leaf in leaves:
             self.claimed(leaf._local, f"unit {name!r}")
 
@@ -151,7 +149,7 @@ class Checker(Rehearsed, Watcher, Operators):
         }
         start, before = self.nodes.begin(), self.given
         self.given = before | taken  # whole parameters may lie where their parts do
-        with aside(False):
+        with internal(False):
             out = call.unit.checked(params, inputs, keywords)
         self.given = before
         self.nodes.body(start)
@@ -189,7 +187,7 @@ class Checker(Rehearsed, Watcher, Operators):
 
     def pulled(self, inputs: Iterable[Any], grads: Iterable[Any]) -> None:
         """A gradient was taken that nobody averages afterwards."""
-        if not frame().path and not is_aside():
+        if not frame().path and not is_internal():
             for x, g in zip(inputs, grads, strict=True):
                 self._pair(x, g)
 

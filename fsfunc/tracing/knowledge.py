@@ -8,7 +8,7 @@ from typing import Any
 from torch import Tensor
 
 from fsfunc import _torch
-from fsfunc.accounting import source_line
+from fsfunc.comm.attribution import source_line
 from fsfunc.tracing.types import PARTS, Kind, joint
 
 __all__ = ["Known", "Nodes", "Origin", "Seen"]

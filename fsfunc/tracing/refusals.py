@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from fsfunc.accounting import source_line
-from fsfunc.crossings import LawError
+from fsfunc.comm.attribution import source_line
+from fsfunc.comm.crossings import LawError
 from fsfunc.tracing.knowledge import Seen
 from fsfunc.tracing.types import PARTS, Kind
 

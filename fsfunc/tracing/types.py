@@ -28,7 +28,7 @@ from enum import Enum
 
 from torch import Tensor
 
-from fsfunc.moves import Move
+from fsfunc.comm.linear_maps import LinearMap
 from fsfunc.tracing.classes import OperatorClass
 
 __all__ = [
@@ -144,7 +144,7 @@ def _of_terms(op: OperatorClass, given: Sequence[Operand], kinds: set[Kind]) -> 
     raise Untyped("term")
 
 
-def misused(how: Move, kind: Kind) -> str:
+def misused(how: LinearMap, kind: Kind) -> str:
     """Why a value of this type may not go that way; "" if it may."""
     if how.of == "I":
         return "" if agrees(kind) else "one value"
@@ -164,7 +164,7 @@ def misused(how: Move, kind: Kind) -> str:
 _AGREE = {"psum", "pmax", "all_gather", "pbroadcast", "enter"}
 
 
-def moved_to(how: Move, kind: Kind) -> Kind:
+def moved_to(how: LinearMap, kind: Kind) -> Kind:
     """The type of what a move makes of a value of this type."""
     if agrees(kind) and how.power == -1 and how.op in ("psum", "enter"):
         return kind if kind is Kind.K else Kind.A  # the mean of what is the same

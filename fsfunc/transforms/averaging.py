@@ -11,20 +11,21 @@ import torch
 from torch import Tensor
 
 from fsfunc import tree
-from fsfunc.accounting import label
 from fsfunc.autodiff import Outcome
 from fsfunc.auxiliary import averaged as is_averaged
 from fsfunc.auxiliary import is_summed
-from fsfunc.collectives import Group, Move, group, move
+from fsfunc.comm.attribution import label
+from fsfunc.comm.collective_ops import apply_map
+from fsfunc.comm.crossings import MEAN
+from fsfunc.comm.groups import RankGroup, group, strided
+from fsfunc.comm.linear_maps import LinearMap
 from fsfunc.comparing import compare, whole_values
-from fsfunc.crossings import MEAN
-from fsfunc.movable import strided
 from fsfunc.sharded import is_sharded
 from fsfunc.transforms.gathering import ShardRuntime
 
 __all__ = ["averaged", "check_whole"]
 
-_SUM = Move("psum", "M", "M")
+_SUM = LinearMap("psum", "M", "M")
 
 
 def averaged(outcome: Outcome, runtime: ShardRuntime, at: Any) -> Outcome:
@@ -45,7 +46,7 @@ def averaged(outcome: Outcome, runtime: ShardRuntime, at: Any) -> Outcome:
         wide = functools.reduce(
             torch.promote_types, [v.dtype for v in values], torch.float32
         )
-        means = list(move(torch.stack([v.to(wide) for v in values]), MEAN, where))
+        means = list(apply_map(torch.stack([v.to(wide) for v in values]), MEAN, where))
     weight = means.pop()
     weight = None if outcome.weight is None else weight.to(outcome.weight.dtype)
     for i, value in zip(picked, means[1:], strict=True):
@@ -64,7 +65,7 @@ def averaged(outcome: Outcome, runtime: ShardRuntime, at: Any) -> Outcome:
     )
 
 
-def check_whole(runtime: ShardRuntime, where: Group) -> None:
+def check_whole(runtime: ShardRuntime, where: RankGroup) -> None:
     """Raises where ranks differentiate unlike values of what must be one value.
 
     Raises:
@@ -80,7 +81,7 @@ def check_whole(runtime: ShardRuntime, where: Group) -> None:
         compare([whole_values(paths, mine, where.link.notes)], where)
 
 
-def _plain(grads: Any, runtime: ShardRuntime, where: Group) -> Any:
+def _plain(grads: Any, runtime: ShardRuntime, where: RankGroup) -> Any:
     """The gradients of whole parameters as means; a rank's own stay its own."""
     leaves, treedef = tree.flatten(tuple(runtime.differentiated), is_leaf=is_sharded)
     found: list[Any] = treedef.flatten_up_to(grads)  # type: ignore[arg-type]
@@ -97,7 +98,9 @@ def _plain(grads: Any, runtime: ShardRuntime, where: Group) -> Any:
     return tree.unflatten(treedef, found)
 
 
-def _packed(tensors: list[Tensor], how: Move, where: Group, name: str) -> list[Tensor]:
+def _packed(
+    tensors: list[Tensor], how: LinearMap, where: RankGroup, name: str
+) -> list[Tensor]:
     """``how`` applied to tensors, one collective for each dtype."""
     tensors = [strided(x) for x in tensors]
     out = list(tensors)
@@ -107,7 +110,7 @@ def _packed(tensors: list[Tensor], how: Move, where: Group, name: str) -> list[T
     for positions in by_dtype.values():
         flat = torch.cat([tensors[i].reshape(-1) for i in positions])
         with label("", name):
-            flat = move(flat, how, where)
+            flat = apply_map(flat, how, where)
         parts = flat.split([tensors[i].numel() for i in positions])
         for i, part in zip(positions, parts, strict=True):
             out[i] = part.view(tensors[i].shape)

@@ -23,10 +23,10 @@ import torch
 from torch import Tensor
 
 from fsfunc import _torch
-from fsfunc.accounting import label
-from fsfunc.collectives import move
-from fsfunc.crossings import ENTER, GATHER, MEAN, REDUCE, LawError
-from fsfunc.movable import strided
+from fsfunc.comm.attribution import label
+from fsfunc.comm.collective_ops import apply_map
+from fsfunc.comm.crossings import ENTER, GATHER, MEAN, REDUCE, LawError
+from fsfunc.comm.groups import strided
 from fsfunc.sharded import FlatShard
 from fsfunc.transforms.gathering import Calls, GatheredCall, ShardRuntime
 
@@ -186,19 +186,19 @@ def _forgetting(
 def spread(runtime: ShardRuntime, flat: Tensor, size: int, name: str) -> Tensor:
     """A rank's range as the whole buffer, under the mean over ranks."""
     _check_exact(runtime)
-    enter = replace(ENTER, what=name)
+    enter, gather = replace(ENTER, what=name), replace(GATHER, what=name)
     if runtime.replicas is not None:
-        flat = move(flat, enter, runtime.replicas)
-    return move(flat, replace(GATHER, what=name) if size > 1 else enter, runtime.where)
+        flat = apply_map(flat, enter, runtime.replicas)
+    return apply_map(flat, gather if size > 1 else enter, runtime.where)
 
 
 def _reduced(runtime: ShardRuntime, buffer: Tensor, shard: FlatShard) -> Tensor:
     """The transpose of :func:`spread`."""
     _check_exact(runtime)
     how, mean = replace(REDUCE, what=shard.name), replace(MEAN, what=shard.name)
-    buffer = move(buffer, how if shard.place.size > 1 else mean, runtime.where)
+    buffer = apply_map(buffer, how if shard.place.size > 1 else mean, runtime.where)
     if runtime.replicas is not None:
-        buffer = move(buffer, mean, runtime.replicas)
+        buffer = apply_map(buffer, mean, runtime.replicas)
     return buffer
 
 

@@ -12,7 +12,7 @@ from typing import Any
 from torch import Tensor
 
 from fsfunc import _torch, tree
-from fsfunc.crossings import LawError, check_samples
+from fsfunc.comm.crossings import LawError, check_samples
 from fsfunc.sharded import Sharded
 
 __all__ = ["check_derivatives"]

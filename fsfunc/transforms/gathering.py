@@ -16,13 +16,12 @@ import torch
 from torch import Tensor
 
 from fsfunc import _torch
-from fsfunc.accounting import label
 from fsfunc.arena import Arena
-from fsfunc.backends.base import Done, Work
+from fsfunc.comm.attribution import label
+from fsfunc.comm.backends.link import Done, Handle
+from fsfunc.comm.groups import RankGroup, strided
 from fsfunc.frames import frame, running
-from fsfunc.kinds import count_as
-from fsfunc.movable import strided
-from fsfunc.moves import Group
+from fsfunc.memory_kinds import count_as
 from fsfunc.sharded import FlatShard, Parts, View
 from fsfunc.transforms.ownership import Ownership
 from fsfunc.transforms.wire import Gather, Reduction
@@ -139,8 +138,8 @@ class ShardRuntime:
 
     def __init__(
         self,
-        where: Group,
-        replicas: Group | None,
+        where: RankGroup,
+        replicas: RankGroup | None,
         *,
         zero: int,
         holds: bool,
@@ -168,7 +167,7 @@ class ShardRuntime:
         self.copy = 0  # which of them is read
         self.first = first
         self.count: dict[Micro, int] = {}  # unit calls so far, by microbatch
-        self.flights: dict[str, tuple[GatheredCall, Work, Tensor]] = {}
+        self.flights: dict[str, tuple[GatheredCall, Handle, Tensor]] = {}
         self.recent: Calls = []
         self.calls: dict[Micro, list[Calls]] = {}  # in the order of their outputs
         self.depth = len(frame().micro)
@@ -176,7 +175,7 @@ class ShardRuntime:
         self.parts: Parts = {} if parts is None else parts
         self.grads: dict[int, Tensor] = {}
         self.due: dict[Any, tuple[FlatShard, Tensor, str, int]] = {}
-        self.in_flight: list[tuple[FlatShard, Work | None, Tensor]] = []
+        self.in_flight: list[tuple[FlatShard, Handle | None, Tensor]] = []
 
     def averages(self, x: Tensor) -> bool:
         """Whether the gradient call will average the gradient of a whole parameter."""
@@ -216,7 +215,7 @@ class ShardRuntime:
             return shard.flat.detach()
         return shard.whole if shard.shows(dtype) else None
 
-    def start(self, shard: FlatShard, dtype: torch.dtype) -> tuple[Tensor, Work]:
+    def start(self, shard: FlatShard, dtype: torch.dtype) -> tuple[Tensor, Handle]:
         """Puts a gather in flight, and says where it will arrive."""
         place, how = shard.place, self.how_gathered
         if place.size == 1:  # cut over no axis: a cast is all that is needed
@@ -477,7 +476,7 @@ class ShardRuntime:
 
     def _reduce(self, shard: FlatShard, buffer: Tensor) -> None:
         """Puts a reduction in flight, and waits for the one before."""
-        work: Work | None = None
+        work: Handle | None = None
         if self.size > 1:
             how, whole = self.how_reduced, shard.place.size == 1
             work = how.move(how.encode(buffer), self.where, whole, shard.name)
@@ -485,7 +484,7 @@ class ShardRuntime:
         if len(self.in_flight) > 1:
             self._finish(*self.in_flight.pop(0))
 
-    def _finish(self, shard: FlatShard, work: Work | None, buffer: Tensor) -> None:
+    def _finish(self, shard: FlatShard, work: Handle | None, buffer: Tensor) -> None:
         arrived = grad = buffer
         if work is not None:
             arrived = work.wait()

@@ -12,9 +12,10 @@ from typing import Any
 from torch import Tensor
 
 from fsfunc import _torch, tree
+from fsfunc.comm.collective_ops import assumed
+from fsfunc.comm.groups import group
+from fsfunc.comm.mesh import Axis
 from fsfunc.frames import frame
-from fsfunc.mesh import Axis
-from fsfunc.moving import assumed, group
 from fsfunc.sharded import is_sharded
 
 __all__ = ["Ownership", "assume", "storage_of"]

@@ -13,9 +13,9 @@ from torch import Tensor
 
 from fsfunc import _torch
 from fsfunc._torch import TorchDispatchMode
-from fsfunc.accounting import aside, is_aside
+from fsfunc.comm.attribution import internal, is_internal
+from fsfunc.generators import States, generator_states, set_generators
 from fsfunc.scoped import Scoped
-from fsfunc.units import States, generator_states, set_generators
 
 __all__ = [
     "MODES",
@@ -106,7 +106,7 @@ def checkpoint_name(x: Tensor, name: str) -> Tensor:
     [1.0, 1.0]
     """
     for tape in _TAPES.get():
-        with aside():
+        with internal():
             tape.name(x, name)
     return x
 
@@ -219,7 +219,7 @@ class _Counting(TorchDispatchMode):
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         kwargs = kwargs or {}
-        if is_aside() or func.namespace == "prim":  # such as asking for a device
+        if is_internal() or func.namespace == "prim":  # such as asking for a device
             return func(*args, **kwargs)
         number, self.count = self.count, self.count + 1
         return self.run(number, func, args, kwargs)

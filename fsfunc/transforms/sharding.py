@@ -11,19 +11,20 @@ from typing import Any
 from torch import Tensor
 
 from fsfunc import _torch, tree
-from fsfunc.accounting import aside, label
-from fsfunc.admitting import arguments, refuse
 from fsfunc.arena import pool
 from fsfunc.autodiff import GradientCall, Outcome
-from fsfunc.collectives import Group, group, move
-from fsfunc.crossings import ENTER, LawError
+from fsfunc.comm.attribution import internal, label
+from fsfunc.comm.collective_ops import Dense, apply_map
+from fsfunc.comm.crossings import ENTER, LawError
+from fsfunc.comm.groups import RankGroup, group
+from fsfunc.comm.mesh import Axis, Here, Mesh, check_mesh, here
 from fsfunc.donated import refuse_spent
-from fsfunc.frames import Interpretation, frame, inside, running
+from fsfunc.frames import Frame, Interpretation, frame, inside, running
+from fsfunc.inputs import arguments, refuse
 from fsfunc.layout import Layout
-from fsfunc.mesh import Axis, Here, Mesh, check_mesh, here
-from fsfunc.moving import Dense
 from fsfunc.packing import by_buffer, joined, packed_of, repack, repacked
 from fsfunc.sharded import FlatShard, is_sharded, whole_shape
+from fsfunc.tracing.recorder import Noted, Recorder
 from fsfunc.tracing.trial import check, knows, learn, signature
 from fsfunc.transforms.averaging import averaged, check_whole
 from fsfunc.transforms.boundary import enter, leave, spread
@@ -90,7 +91,7 @@ def shard(
     if set(names) & set(copies):
         raise ValueError(f"replicate={replicate!r} repeats an axis of {axis!r}")
     handler = Sharding(mesh, names, zero, copies, reshard_after_forward, min_bytes)
-    return transformed(f, handler, handler.call)
+    return transformed(f, handler)
 
 
 class Sharding(Interpretation):
@@ -140,21 +141,8 @@ class Sharding(Interpretation):
 
     def call(self, f: Callable[..., Any], args: Any, keywords: Any) -> Any:
         """Runs ``f`` in reach of this interpretation; what it changed is packed."""
-        before = frame()
-        for other in before.handlers:
-            taken = set(getattr(other, "axes", ())) & set(self.axes)
-            if taken:
-                raise ValueError(
-                    f"two transforms over one axis: {sorted(taken)} is taken by an "
-                    "outer one; shard each axis once"
-                )
-        at = self.here(self.mesh)
-        self._check(f, args, keywords, at)
-        at = replace(at, mean=(*at.mean, *self.axes))
-        found = replace(before, handlers=(*before.handlers, self), at=at)
-        if before.recorder is not None:
-            with inside(found):
-                return f(*args, **keywords)
+        found = self.entered(self, f, args, keywords)
+        at = found.at or here(self.mesh)
         coordinates = at.mesh.coordinates(at.rank)
         with inside(found):
             leaves, treedef = tree.flatten((args, keywords), is_leaf=is_sharded)
@@ -168,9 +156,28 @@ class Sharding(Interpretation):
             self.ran(at)
             return repack(out, coordinates)
 
+    def entered(
+        self, handler: Interpretation, f: Callable[..., Any], args: Any, keywords: Any
+    ) -> Frame:
+        """The frame in which a call of ``f`` runs, of which ``handler`` is one more."""
+        before = frame()
+        for other in before.handlers:
+            taken = set(getattr(other, "axes", ())) & set(self.axes)
+            if taken:
+                raise ValueError(
+                    f"two transforms over one axis: {sorted(taken)} is taken by an "
+                    "outer one; shard each axis once"
+                )
+        at = self.here(self.mesh)
+        self._check(f, args, keywords, at)
+        at = replace(at, mean=(*at.mean, *self.axes))
+        return replace(before, handlers=(*before.handlers, handler), at=at)
+
+    def recorded(self, recorder: Recorder) -> Interpretation:
+        return _Recorded(self, recorder)
+
     def _check(self, f: Any, args: Any, keywords: Any, at: Here) -> None:
         """Looks at a program that is new, before anything of it runs."""
-        f_ = frame()
         if at.link.moves:
             refuse(
                 "array meta",
@@ -186,9 +193,8 @@ class Sharding(Interpretation):
             for given in (*args, keywords):
                 refuse_spent(given)
             raise
-        told = f_.recorder or f_.rehearsal
-        if told is not None:
-            told.called(key, args, keywords, (*at.mean, *self.axes))
+        if (tracer := frame().tracer) is not None:
+            tracer.called(key, args, keywords, (*at.mean, *self.axes))
             return
         if _torch.functorch_active() or _torch.fake_active():
             return
@@ -231,14 +237,16 @@ class Sharding(Interpretation):
             **more,
         )
 
-    def _check_place(self, shard: FlatShard, at: dict[str, int], where: Group) -> None:
+    def _check_place(
+        self, shard: FlatShard, at: dict[str, int], where: RankGroup
+    ) -> None:
         """Raises where a buffer is another rank's, or one of other ranks."""
         own, size = shard.coordinates, shard.place.size
         alike = size in (1, where.size)
         for axis, i in own.items():
             alike = alike and at[axis] == i
-        told = frame().rehearsal
-        if not alike and not (told is not None and told.only_types):
+        tracer = frame().tracer
+        if not alike and (tracer is None or tracer.complete):  # or in another's place
             raise ValueError(
                 f"{shard.members[0]} is the part of {dict(own)} of {size} "
                 f"ranks, but this is {at} of {self.mesh}: give each rank its own "
@@ -253,8 +261,6 @@ class Sharding(Interpretation):
     # Unit calls
 
     def unit(self, run: Callable[..., Any], call: Any) -> Callable[..., Any]:
-        if call.frame.recorder is not None:
-            return call.frame.recorder.unit(self, run, call)
         if call.frame.whole:  # its parameters are plain tensors, and its own
             return run
         return partial(self._sharded, run, call)
@@ -276,8 +282,8 @@ class Sharding(Interpretation):
         if not mine:
             params = tree.unflatten(treedef, leaves) if plain else params
             return run(params, *inputs, **named)
-        if f.rehearsal is not None:
-            f.rehearsal.taken(call.name, [leaves[i] for i in mine])
+        if f.tracer is not None:
+            f.tracer.takes(call.name, [leaves[i] for i in mine])
         runtime = f.session(self)
         if runtime is None:
             raise RuntimeError(f"{call.name} runs outside the sharded function")
@@ -291,7 +297,7 @@ class Sharding(Interpretation):
             calls, shards, flats, order = self._taken(leaves, mine, call, runtime)
             calls = runtime.take(calls, shards, f.compute)
             token = None if thread is None else thread.token
-            apart = f.stage is not None
+            apart = f.staged
             token, views = enter(runtime, calls, shards, flats, token, apart)
         if thread is not None and token is not None:
             thread.token = token
@@ -334,12 +340,12 @@ class Sharding(Interpretation):
         self, leaves: list[Any], positions: list[int], call: Any, inputs: Any
     ) -> None:
         """Whole parameters as each rank's own: their gradients are means then."""
-        if call.frame.stage is not None:
+        if call.frame.staged:
             raise LawError(_MADE.format(call.name))
         where = group(self.axes, here(self.mesh))
         for i in positions:
             check_derivatives(call, [leaves[i]], inputs)
-            leaves[i] = move(leaves[i], ENTER, where)
+            leaves[i] = apply_map(leaves[i], ENTER, where)
 
     def _taken(
         self, leaves: list[Any], mine: list[int], call: Any, runtime: ShardRuntime
@@ -389,8 +395,6 @@ class Sharding(Interpretation):
 
     def gradient(self, run: Callable[..., Any]) -> Callable[..., Any]:
         def sharded(call: GradientCall) -> Outcome:
-            if frame().recorder is not None:
-                return run(call)
             at, f = here(self.mesh), frame()
             given = (call.args, call.keywords)
             leaves, treedef = tree.flatten(given, is_leaf=is_sharded)
@@ -426,16 +430,24 @@ class Sharding(Interpretation):
             runtime.finish()
             if all(i == n - 1 for i, n in f.micro):  # of a loop, the last
                 outer.goes_on_from(runtime)
-            if f.rehearsal is not None:
+            if f.tracer is not None:
                 whose, by = outer.ownership.is_one_value, tuple(chosen)
-                f.rehearsal.gradient(by, outcome.grads, whose)
-            with aside():
+                f.tracer.gradient(by, outcome.grads, whose)
+            with internal():
                 grads = collected(outcome.grads, chosen, runtime)
-            if f.rehearsal is not None:
-                f.rehearsal.reduced(tuple(chosen), grads)
+            if f.tracer is not None:
+                f.tracer.reduced(tuple(chosen), grads)
             return averaged(replace(outcome, grads=grads), runtime, at)
 
         return sharded
+
+
+class _Recorded(Noted):
+    """``shard`` while a step is recorded: unit calls are noted, nothing is gathered."""
+
+    def call(self, f: Callable[..., Any], args: Any, keywords: Any) -> Any:
+        with inside(self.handler.entered(self, f, args, keywords)):
+            return f(*args, **keywords)
 
 
 _MADE = (

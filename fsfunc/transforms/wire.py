@@ -29,8 +29,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from fsfunc.backends.base import Work
-from fsfunc.moves import Group
+from fsfunc.comm.backends.link import Handle
+from fsfunc.comm.groups import RankGroup
 
 __all__ = ["Gather", "Reduction"]
 
@@ -47,7 +47,7 @@ class Gather:
         """What a rank sends of its range, for a buffer in ``dtype``."""
         return part.to(dtype)
 
-    def move(self, sent: Tensor, where: Group, out: Tensor, what: str) -> Work:
+    def move(self, sent: Tensor, where: RankGroup, out: Tensor, what: str) -> Handle:
         """Sends it to all ranks, for the whole to arrive in ``out``."""
         return where.start("all_gather", sent, out=out, what=what)
 
@@ -68,7 +68,7 @@ class Reduction:
         """What a rank sends of its gradient of the whole buffer."""
         return buffer
 
-    def move(self, sent: Tensor, where: Group, whole: bool, what: str) -> Work:
+    def move(self, sent: Tensor, where: RankGroup, whole: bool, what: str) -> Handle:
         """Sums it; each rank receives its range, or the whole."""
         return where.start("psum" if whole else "psum_scatter", sent, what=what)
 

@@ -11,6 +11,7 @@ import torch
 import torch.distributed as dist
 
 import fsfunc as ff
+from fsfunc.comm.groups import group
 
 ones, ring = torch.ones, [(0, 1), (1, 2), (2, 0)]
 # What ranks 0 and 1 call, what rank 2 calls, and how a table names the two.
@@ -126,7 +127,7 @@ def differs(mesh, like, unlike, says):
 
 def transfers(mesh):
     """Rank 0 sends what rank 1 does not expect."""
-    where = ff.collectives.group("data")
+    where = group("data")
     if mesh.rank == 2:
         return True
     try:

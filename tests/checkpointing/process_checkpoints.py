@@ -25,7 +25,7 @@ from torch.distributed.fsdp import fully_shard
 
 import fsfunc as ff
 from fsfunc import tree
-from fsfunc.checkpointing import writing
+from fsfunc.checkpointing import safetensors
 
 SHAPES = {"0.weight": (7, 5), "0.bias": (7,), "1.weight": (3, 7), "1.bias": (3,)}
 
@@ -85,7 +85,7 @@ def ours_by_them(mesh, folder):
 
 def one_rank_fails(mesh, folder, rank, save):
     """Its disk is full, and the other is told; then all goes well again."""
-    real = writing.write_file
+    real = safetensors.write_file
 
     def full(*_):
         raise OSError(28, "No space left on device")
@@ -93,7 +93,7 @@ def one_rank_fails(mesh, folder, rank, save):
     state = {"w": torch.ones(3), "v": torch.ones(3)}
     ff.save(folder / f"good-{save}-{rank}-1", state)
     if mesh.rank == rank:
-        writing.write_file = full
+        safetensors.write_file = full
     said = ""
     try:
         if save == "save":
@@ -102,7 +102,7 @@ def one_rank_fails(mesh, folder, rank, save):
             ff.save_async(folder / f"bad-{save}-{rank}", state).wait()
     except Exception as error:
         said = f"{type(error).__name__}: {error}"
-    writing.write_file = real
+    safetensors.write_file = real
     dist.barrier()
     ff.save(folder / f"good-{save}-{rank}-2", state, keep=1)
     found = ff.load(folder / f"good-{save}-{rank}-2", state)

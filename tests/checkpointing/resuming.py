@@ -16,6 +16,7 @@ import torch
 
 import fsfunc as ff
 from fsfunc import tree
+from fsfunc.comm.mesh import here
 from tests.checkpointing.stacks import params_of
 
 BEFORE, AFTER, ROWS = 3, 4, 12  # an epoch has 5 batches: they go on into the next
@@ -165,7 +166,7 @@ def main():
             continue
         go = lambda mesh, s=scheme, i=i: resumed(mesh, s, folder / str(i))  # noqa: E731
         found = on(scheme, go, kind)
-        first = 0 if kind == "simulated" else ff.mesh.here().rank
+        first = 0 if kind == "simulated" else here().rank
         for rank, result in enumerate(found, first):
             os.write(1, f"{json.dumps([name, rank, result])}\n".encode())
     if kind == "processes":

@@ -10,9 +10,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from fsfunc.checkpointing import blocks
-from fsfunc.checkpointing.blocks import SLAB, Blocks, Threads
+from fsfunc.checkpointing.blocks import SLAB, Blocks, Threads, copy
 from fsfunc.checkpointing.manifest import BLOCK, CheckpointError, Stored, StoredFile
-from fsfunc.checkpointing.memory import copy
 
 SIZE = 2 * SLAB + BLOCK + 12345
 DATA = os.urandom(SIZE)
@@ -48,34 +47,33 @@ def ranges(draw):
     return [(min(pair), max(pair)) for pair in pairs]
 
 
+def read(source, *wanted):
+    """What was read of (begin, stop) pairs of a file."""
+    into = [bytearray(stop - start) for start, stop in wanted]
+    with Threads() as threads, Blocks(source, "x", threads) as file:
+        file.read(
+            (start, memoryview(x)) for (start, _), x in zip(wanted, into, strict=True)
+        )
+    return into
+
+
 @given(ranges(), st.booleans())
 def test_any_ranges_in_any_order(stored, wanted, known):
     """With checksums or without."""
     name = StoredFile(SIZE, stored.files["x"].sums if known else None)
     source = Stored(stored.path, {}, files={"x": name})
-    into = [bytearray(stop - start) for start, stop in wanted]
-    with Threads() as threads, Blocks(source, "x", threads) as file:
-        for (start, _), target in zip(wanted, into, strict=True):
-            file.read(start, memoryview(target))
-    for (start, stop), target in zip(wanted, into, strict=True):
-        assert target == DATA[start:stop]
+    assert read(source, *wanted) == [DATA[start:stop] for start, stop in wanted]
 
 
 def test_a_block_is_read_once_for_ranges_that_follow_each_other(stored, reads):
     cuts = sorted({*range(0, SIZE, BLOCK // 3 + 7), SIZE})
-    into = bytearray(SIZE)
-    with Threads() as threads, Blocks(stored, "x", threads) as file:
-        for start, stop in zip(cuts, cuts[1:], strict=False):
-            file.read(start, memoryview(into)[start:stop])
-    assert into == DATA
+    assert b"".join(read(stored, *zip(cuts, cuts[1:], strict=False))) == DATA
     assert sorted(reads) == [(a, min(SLAB, SIZE - a)) for a in range(0, SIZE, SLAB)]
 
 
 def test_only_the_blocks_of_a_range_are_read(stored, reads):
-    into = bytearray(10)
-    with Threads() as threads, Blocks(stored, "x", threads) as file:
-        file.read(BLOCK + 5, memoryview(into))
-    assert into == DATA[BLOCK + 5 :][:10] and reads == [(BLOCK, BLOCK)]
+    assert read(stored, (BLOCK + 5, BLOCK + 15)) == [DATA[BLOCK + 5 :][:10]]
+    assert reads == [(BLOCK, BLOCK)]
 
 
 def test_what_is_not_proven_goes_nowhere(stored, tmp_path):
@@ -83,18 +81,15 @@ def test_what_is_not_proven_goes_nowhere(stored, tmp_path):
     spoilt[SLAB + 3] ^= 1
     (tmp_path / "x").write_bytes(spoilt)
     source = Stored(tmp_path, {}, files=stored.files)
-    with Threads() as threads:
-        good, into = bytearray(SLAB), bytearray(BLOCK)
+    good, into = bytearray(SLAB), bytearray(BLOCK)
+    with Threads() as threads, Blocks(source, "x", threads) as file:
         with pytest.raises(CheckpointError, match=f"between bytes {SLAB} and"):
-            with Blocks(source, "x", threads) as file:
-                file.read(0, memoryview(good))
-                file.read(SLAB, memoryview(into))
-        assert good == DATA[:SLAB] and into == bytearray(BLOCK)
-        with pytest.raises(CheckpointError, match=f"between bytes {SLAB} and"):
-            blocks.prove(source)
-        with Blocks(source, "x", threads) as file:  # the block beside it is good
-            file.read(SLAB + BLOCK, memoryview(into))
-        assert into == DATA[SLAB + BLOCK :][:BLOCK]
+            file.read([(0, memoryview(good)), (SLAB, memoryview(into))])
+    assert good == DATA[:SLAB] and into == bytearray(BLOCK)
+    with pytest.raises(CheckpointError, match=f"between bytes {SLAB} and"):
+        blocks.prove(source)
+    beside = SLAB + BLOCK, SLAB + 2 * BLOCK
+    assert read(source, beside) == [DATA[slice(*beside)]]
 
 
 def test_an_error_leaves_no_thread_and_no_open_file(stored, monkeypatch):
@@ -132,54 +127,54 @@ def test_after_an_error_nobody_reads_from_a_closed_file(stored, monkeypatch):
 
 
 def test_an_interrupt_waits_for_who_reads(stored, monkeypatch):
-    preadv, ended = os.preadv, []
+    preadv, begun, ended = os.preadv, threading.Event(), []
 
     def slow(file, into, at):
+        begun.set()
         time.sleep(0.1)
         ended.append(preadv(file, into, at))
         return ended[-1]
 
     def interrupted(self):
+        assert begun.wait(20)
         raise KeyboardInterrupt
 
     monkeypatch.setattr(blocks.os, "preadv", slow)
+    monkeypatch.setattr(blocks.Future, "result", interrupted)
     with Threads() as threads:
         with pytest.raises(KeyboardInterrupt):
             with Blocks(stored, "x", threads) as file:
-                file.read(0, memoryview(bytearray(10)))
-                file._send()
-                work = file.running[0]
-                while not work.running():
-                    time.sleep(0.001)
-                monkeypatch.setattr(type(work), "result", interrupted)
-                file.settle()
+                file.read([(0, memoryview(bytearray(10)))])
         assert ended == [BLOCK]
 
 
 def test_a_range_past_the_end_is_refused(stored):
-    with Threads() as threads:
-        with pytest.raises(
-            CheckpointError, match=f"ends at byte {SIZE}, and {SIZE + 1}"
-        ):
-            with Blocks(stored, "x", threads) as file:
-                file.read(SIZE - 1, memoryview(bytearray(2)))
+    with pytest.raises(CheckpointError, match=f"ends at byte {SIZE}, and {SIZE + 1}"):
+        read(stored, (SIZE - 1, SIZE + 1))
 
 
 def test_no_more_is_under_way_than_threads_can_take(stored, monkeypatch):
     """So that what is asked for, however much, holds no more than a few slabs."""
-    most = []
-    start = Blocks._start
+    most, lock, running, preadv = [], threading.Lock(), [], os.preadv
+    submit = blocks.ThreadPoolExecutor.submit
 
     def counted(self, *args):
-        start(self, *args)
-        most.append(len(self.running))
+        work = submit(self, *args)
+        running.append(work)
+        most.append(sum(not work.done() for work in running))
+        return work
 
-    monkeypatch.setattr(Blocks, "_start", counted)
+    def slow(*args):
+        with lock:
+            time.sleep(0.02)
+            return preadv(*args)
+
+    monkeypatch.setattr(blocks.ThreadPoolExecutor, "submit", counted)
+    monkeypatch.setattr(blocks.os, "preadv", slow)
     monkeypatch.setattr(blocks, "THREADS", 1)
-    into = bytearray(SIZE)
-    with Threads() as threads, Blocks(stored, "x", threads) as file:
-        file.read(0, memoryview(into))
-    assert into == DATA and len(most) == 3 and max(most) == 2
+    whole = [(a, min(a + SLAB, SIZE)) for a in range(0, SIZE, SLAB)]
+    assert b"".join(read(stored, *whole, *whole)) == DATA + DATA
+    assert len(most) == 6 and max(most) <= 3
 
 
 def test_a_copy_reads_nothing_beyond_its_source():

@@ -15,7 +15,7 @@ from fsfunc.checkpointing.manifest import CheckpointError
 from fsfunc.structure import TreeMismatch
 from tests.checkpointing.drawn import laid_out, on
 from tests.checkpointing.small import PAIR, empty, save_on_two, split, tree_of
-from tests.probes import same
+from tests.checks import same
 
 
 @pytest.fixture(scope="module")

@@ -8,9 +8,9 @@ import pytest
 import torch
 
 import fsfunc as ff
-from fsfunc.checkpointing import folders, notes
+from fsfunc.checkpointing import folders, status
 from tests.checkpointing.drawn import on
-from tests.probes import same
+from tests.checks import same
 
 W = {"w": torch.ones(2)}
 PAIR = {"data": 2}
@@ -182,8 +182,8 @@ def test_a_folder_may_get_its_name_at_any_moment(tmp_path):
     try:
         end = time.monotonic() + 0.5
         while time.monotonic() < end:
-            assert notes.told(here) is None
-            assert notes._sizes(here) in ({}, {"rank-00000.json": 2})
+            assert status.failure(here) is None
+            assert status._sizes(here) in ({}, {"rank-00000.json": 2})
             folders.empty(here, "*.safetensors")
     finally:
         stop.set()

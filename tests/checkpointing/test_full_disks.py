@@ -9,9 +9,10 @@ import pytest
 import torch
 
 import fsfunc as ff
+from fsfunc.comm.mesh import here
 from tests.checkpointing.drawn import on
 from tests.checkpointing.small import PAIR, empty, tree_of
-from tests.probes import same
+from tests.checks import same
 
 
 def test_a_disk_that_is_full_in_the_middle_of_a_file(tmp_path):
@@ -58,7 +59,7 @@ class Failing:
 
     def _mine(self):
         try:
-            rank = ff.mesh.here().rank
+            rank = here().rank
         except RuntimeError:
             rank = None
         return rank == self.rank

@@ -5,10 +5,10 @@ import torch
 
 import fsfunc as ff
 from fsfunc import tree
-from fsfunc.holding import hold
+from fsfunc.save_guard import hold
 from tests.checkpointing.drawn import on
 from tests.checkpointing.stacks import STACKS, made
-from tests.probes import same
+from tests.checks import same
 
 
 def whole(state):

@@ -31,7 +31,7 @@ from tests.checkpointing.drawn import (
     shapes,
 )
 from tests.checkpointing.stacks import STACKS, made
-from tests.probes import same
+from tests.checks import same
 
 pytestmark = pytest.mark.filterwarnings(
     "ignore:torch.distributed is disabled, unavailable or uninitialized"

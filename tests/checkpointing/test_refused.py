@@ -9,7 +9,7 @@ import fsfunc as ff
 from fsfunc.checkpointing.manifest import CheckpointError
 from tests.checkpointing.drawn import laid_out, on
 from tests.checkpointing.small import PAIR, empty, save_on_two, split, tree_of
-from tests.probes import same
+from tests.checks import same
 
 
 class Odd:

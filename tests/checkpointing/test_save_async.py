@@ -9,12 +9,13 @@ import pytest
 import torch
 
 import fsfunc as ff
-from fsfunc.checkpointing import writing
+from fsfunc.checkpointing import safetensors
 from fsfunc.checkpointing.manifest import CheckpointError
+from fsfunc.comm.mesh import here
 from fsfunc.transforms.gathering import ShardRuntime
 from tests.checkpointing.drawn import on
 from tests.checkpointing.stacks import STACKS, made
-from tests.probes import same
+from tests.checks import same
 from tests.programs import python
 
 PAIR = {"data": 2}
@@ -25,7 +26,7 @@ PATIENCE = 20  # seconds
 def gate(monkeypatch):
     """Holds the writing of every rank until it is opened, or a rank's goes wrong."""
     opened, broken = threading.Event(), {}
-    write = writing.write_file
+    write = safetensors.write_file
 
     def held(path, head, entries):
         assert opened.wait(PATIENCE)
@@ -34,7 +35,7 @@ def gate(monkeypatch):
                 raise error
         return write(path, head, entries)
 
-    monkeypatch.setattr(writing, "write_file", held)
+    monkeypatch.setattr(safetensors, "write_file", held)
     opened.broken = broken
     yield opened
     opened.set()
@@ -130,7 +131,7 @@ def test_a_change_beside_a_gather_is_found(tmp_path, gate, zero):
 
 
 def mesh_rank():
-    return ff.mesh.here().rank
+    return here().rank
 
 
 def test_a_donated_step_writes_in_place_again_afterwards(tmp_path):
@@ -335,11 +336,11 @@ def test_the_generators_are_those_of_the_call(tmp_path, gate):
 
 ENDS = """
 import sys, torch, fsfunc as ff
-from fsfunc.checkpointing import writing
+from fsfunc.checkpointing import safetensors
 if sys.argv[2] == "fails":
     def broken(*_):
         raise OSError(28, "No space left on device")
-    writing.write_file = broken
+    safetensors.write_file = broken
 ff.save_async(sys.argv[1], {"w": torch.ones(1 << 20)})
 if sys.argv[2] == "raises":
     raise RuntimeError("the training failed")

@@ -7,7 +7,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from fsfunc.accounting import Record
+from fsfunc.comm.ledgers import Record
 from fsfunc.foresight.costing import (
     collective_seconds,
     message_seconds,

@@ -11,9 +11,10 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from fsfunc.accounting import Record
-from fsfunc.backends.calls import CollectiveMismatch
-from fsfunc.backends.simulated import Deadlock
+from fsfunc.comm.backends.baton import Deadlock
+from fsfunc.comm.backends.link import CollectiveMismatch
+from fsfunc.comm.ledgers import Record
+from fsfunc.comm.mesh import Mesh
 from fsfunc.foresight import costing
 from fsfunc.foresight.estimating import estimate
 from fsfunc.foresight.events import (
@@ -30,7 +31,6 @@ from fsfunc.foresight.events import (
 )
 from fsfunc.foresight.plans import Plan, RankPlan
 from fsfunc.hardware import Hardware, Level, replace
-from fsfunc.mesh import Mesh
 from fsfunc.pipelining.schedules import gpipe, one_f_one_b, zb_h1
 from fsfunc.pipelining.timing import Costs, bubble
 from fsfunc.pipelining.transfers import with_transfers
@@ -189,11 +189,11 @@ def test_rates_are_a_devices_own():
 def test_an_estimate_prints_in_a_line_and_with_its_ranks():
     found = run(started(0, 7), ran(5, flops=5), Waited(0), tokens=14e3)
     assert repr(found) == (
-        "Estimate(7 s on clock: compute 5 s, exposed 2 s, bubble 0 s; 0.714 FLOP/s a "
-        "device, 71% of peak, 2 k tokens/s)"
+        "Estimate(7.00 s on clock: compute 5.00 s, exposed 2.00 s, bubble 0 s; "
+        "0.714 FLOP/s a device, 71% of peak, 2.00 k tokens/s)"
     )
     assert str(found).splitlines()[1:] == [
-        "  rank 0 and 3 like it: compute 5 s, exposed 2 s, bubble 0 s, idle 0 s"
+        "  rank 0 and 3 like it: compute 5.00 s, exposed 2.00 s, bubble 0 s, idle 0 s"
     ]
 
 

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 import fsfunc as ff
 from fsfunc import tree
-from fsfunc.optim import AdamState, kernels, sharded_adam
+from fsfunc.optim import AdamState, sharded_adam
 from tests.optim.trees import (
     SEEDS,
     SHAPES,
@@ -124,13 +124,13 @@ def test_the_mask_says_which_leaves_decay(shapes, seed):
 
 def test_one_fused_call_for_each_group(monkeypatch):
     calls = []
-    real = kernels.fused_adamw
+    real = torch._fused_adamw_
 
     def counted(params, *rest, **how):
         calls.append((len(params), how["weight_decay"]))
         return real(params, *rest, **how)
 
-    monkeypatch.setattr(kernels, "fused_adamw", counted)
+    monkeypatch.setattr(torch, "_fused_adamw_", counted)
     params = {"b": torch.ones(3), "w": [torch.ones(2, 2)] * 3, "e": torch.ones(0)}
     optimizer = sharded_adam(mask=lambda path, leaf: leaf.ndim > 1)
     optimizer.apply(params, optimizer.init(params), params)

@@ -8,15 +8,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from fsfunc import tree
-from fsfunc.accounting import ledger
-from fsfunc.launching import make_mesh, spmd
+from fsfunc.comm.launch import make_mesh, spmd
+from fsfunc.comm.ledgers import ledger
+from fsfunc.comm.mesh import here
 from fsfunc.layout import Layout, pack_flat
-from fsfunc.mesh import here
 from fsfunc.optim import (
     chain,
     clip_by_global_norm,
     global_norm,
-    kernels,
     masked,
     partition,
     sgd,
@@ -24,9 +23,9 @@ from fsfunc.optim import (
     tree_sum,
 )
 from fsfunc.packing import split_buffers
-from fsfunc.parts import Owned, Split
-from fsfunc.pieces import assemble, take
+from fsfunc.placements import Owned, Split
 from fsfunc.sharded import FlatShard, Sharded, is_sharded
+from fsfunc.slices import assemble, take
 from tests.optim.trees import (
     SEEDS,
     assert_bits,
@@ -257,13 +256,13 @@ def packed_of(values):
 @pytest.mark.parametrize("in_place", [False, True])
 def test_a_unit_is_one_tensor_that_stays_one(monkeypatch, in_place):
     calls = []
-    real = kernels.fused_adamw
+    real = torch._fused_adamw_
 
     def counted(params, *rest, **how):
         calls.append([len(x) for x in params])
         return real(params, *rest, **how)
 
-    monkeypatch.setattr(kernels, "fused_adamw", counted)
+    monkeypatch.setattr(torch, "_fused_adamw_", counted)
     params, grads, optimizer = unit_of_two(), unit_of_two(), sharded_adam()
     flat = packed_of(params).flat
     state = optimizer.init(params)

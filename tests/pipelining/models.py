@@ -11,8 +11,6 @@ import torch
 from hypothesis import strategies as st
 
 import fsfunc as ff
-from fsfunc import tree
-from fsfunc.sharded import is_sharded
 
 WIDTH = 4
 KINDS = (
@@ -66,7 +64,7 @@ def drop(p, x):
 
 
 @ff.unit
-def same(p, x):
+def identity(p, x):
     """An output that is the input."""
     return x
 
@@ -94,6 +92,16 @@ def table(p):
 def integers(p, x):
     """A layer with integer leaves, beside some that are read by nobody."""
     return x * p["i"] + p["b"]
+
+
+PLAIN = {  # the kinds of units that take (p, x) and give one tensor
+    "layer": layer,
+    "nested": nested,
+    "drop": drop,
+    "same": identity,
+    "bare": bare,
+    "integers": integers,
+}
 
 
 class _Straight(torch.autograd.Function):
@@ -223,9 +231,7 @@ class Spec:
             elif kind == "table":
                 h = bare(None, h) + table(p)
             else:
-                unit = {"layer": layer, "nested": nested, "drop": drop, "same": same,
-                        "bare": bare, "integers": integers}[kind]  # fmt: skip
-                h = unit(p, h)
+                h = PLAIN[kind](p, h)
             saved.append(h)
             h = glued(h, step.glue, params, batch, p)
         return self.ended(h, saved, batch)
@@ -355,28 +361,3 @@ NAMED = {
     "greedy": (S.greedy, 1),
     "greedy 2": (functools.partial(S.greedy, chunks=2), 2),
 }
-
-
-def held(values):
-    """Copies of all tensors in a tree: to see later that nobody wrote into them."""
-    return [
-        (x.local if is_sharded(x) else x).clone()
-        for x in tree.leaves(values, is_leaf=is_sharded)
-        if is_sharded(x) or isinstance(x, torch.Tensor)
-    ]
-
-
-def assert_same(found, expected, tolerance=0.0):
-    """Trees of equal structure, shapes, dtypes and values (bits where tolerance=0)."""
-    tree.check_same_structure(expected, found)
-    for path, a, b in zip(
-        tree.paths(found), tree.leaves(found), tree.leaves(expected), strict=True
-    ):
-        if isinstance(b, torch.Tensor):
-            assert (a.shape, a.dtype) == (b.shape, b.dtype), path
-            a, b = a.detach(), b.detach()
-            torch.testing.assert_close(
-                a, b, rtol=tolerance, atol=tolerance, msg=lambda m, p=path: f"{p}: {m}"
-            )
-        else:
-            assert a == b, path

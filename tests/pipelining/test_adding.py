@@ -8,7 +8,8 @@ from torch import Tensor
 from fsfunc.arena import Arena
 from fsfunc.pipelining.adding import _alone
 from fsfunc.pipelining.tapes import Tape
-from tests.probes import LiveBytes, same
+from tests.checks import same
+from tests.probes import LiveBytes
 
 T, D = 6, 4
 

@@ -16,7 +16,7 @@ from fsfunc.pipelining.schedules import (
     zb_h1,
     zb_v,
 )
-from fsfunc.pipelining.searching import RULES, _Play
+from fsfunc.pipelining.searching import RULES, ListScheduler
 from fsfunc.pipelining.timing import Costs, bubble, simulate
 from fsfunc.pipelining.verification import held, verify
 
@@ -95,7 +95,7 @@ def test_it_may_pay_to_leave_a_w():
 def test_play_runs_in_the_time_that_the_schedule_takes(rule):
     for costs in (Costs(2, 3, 1, send=5), Costs([4, 1, 2, 8], 2, 6)):
         for placement in ([0, 1, 0, 1], [0, 1, 1, 0], [0, 1, 2, 3]):
-            play = _Play(placement, 5, costs, 6, rule)
+            play = ListScheduler(placement, 5, costs, 6, rule)
             assert makespan(play.run(), costs) == max(play.free)
 
 

@@ -1,19 +1,13 @@
 """Bad input of ``pipeline``: a clear error on every rank, before anything is sent."""
 
+import functools
+
 import pytest
 import torch
 
 import fsfunc as ff
-from tests.pipelining.models import (
-    Spec,
-    Step,
-    assert_same,
-    batch_of,
-    drop,
-    held,
-    join,
-    layer,
-)
+from tests.checks import close, held, nothing_sent, same
+from tests.pipelining.models import Spec, Step, batch_of, join, layer
 
 MESH = ff.make_mesh({"pipe": 2}, "simulated")
 S = ff.schedules
@@ -132,6 +126,17 @@ def backward_before_forward():
 
 def a_deadlock():
     grad(schedule=["F0@0 B0@0 F0@2 B0@2", "F0@1 B0@1 F0@3 B0@3"], m=1)
+
+
+def forwards_alone():
+    """Not zeros for gradients."""
+    grad(schedule=["F0 F1", "F0 F1"])
+
+
+def parameters_that_require_grad():
+    given = {"layers": [{k: torch.nn.Parameter(p[k]) for k in "wb"}
+                        for p in parameters()["layers"]]}  # fmt: skip
+    on(ff.value_and_grad(chain))(given, batch())
 
 
 def ranks_that_are_not_there():
@@ -306,6 +311,8 @@ BEFORE = {
     an_order_that_cannot_be: "deadlock: no rank can go on\n  rank 0: B0@0",
     backward_before_forward: "rank 0: B0@0 comes before F0@0",
     a_deadlock: "deadlock: no rank can go on\n  rank 0: B0@0 .entry 1. waits",
+    forwards_alone: "forward actions alone.*give pipeline the loss",
+    parameters_that_require_grad: r"nn.Parameter.*\.detach\(\)ed",
     ranks_that_are_not_there: "for 3 ranks, but axis 'pipe' has 2",
     a_stage_on_two_ranks: "a stage belongs to one rank",
     sends_on_an_edge_that_is_not_there: "RB0@0<1 has no place: no edge",
@@ -330,7 +337,21 @@ BEFORE = {
 }
 
 
-@pytest.mark.parametrize("bad", BEFORE, ids=lambda f: f.__name__)
+BEFORE |= {
+    functools.partial(grad, schedule=rows): f"^{rows!r} is no schedule.*ff.schedules"
+    for rows in ("F0 B0 F1 B1", "one_f_one_b", None, 2)
+}
+BEFORE |= {
+    functools.partial(grad, stages=stages): f"^stages={stages!r}: give a list"
+    for stages in (2, "layer", 2.0)
+}
+
+
+def named(bad):
+    return getattr(bad, "__name__", None) or str(bad.keywords)
+
+
+@pytest.mark.parametrize("bad", BEFORE, ids=named)
 def test_every_rank_says_what_is_wrong_and_sends_nothing(bad):
     def main():
         with pytest.raises((ValueError, RuntimeError, TypeError)) as caught:
@@ -431,47 +452,31 @@ def test_a_stage_that_raises_raises_everywhere_and_leaves_the_state(
 
     def good():
         state, before = given[ff.axis_index("pipe")]
-        assert_same(held(state), before)
+        same(held(state), before)
         return ff.unshard(step(layer)(state, batch(8))[0].params)
 
     one = ff.accumulate(optimizer(ff.value_and_grad(loss(layer))), 4)
     first = ff.TrainState(parameters(), optimizer.init(parameters()))
     expected = one(first, batch(8))[0].params
     for found in ff.spmd(good, MESH)():
-        assert_same(found, expected, 1e-12)
+        close(found, expected, 1e-12)
 
 
-def test_calls_that_differ_from_the_recording_are_refused():
-    """A loss that goes by something else than its arguments' shapes."""
-    turns = [0]
+@pytest.mark.parametrize("other", [{"stages": [3, 1]}, {"schedule": S.zb_v}], ids=str)
+def test_a_state_placed_for_other_stages_is_refused(other):
+    """On every rank, before anything is sent: one that goes on would wait."""
 
-    def loss(params, batch):
-        turns[0] += 1
-        h = batch["x"]
-        for k, p in enumerate(params["layers"]):
-            unit = drop if turns[0] > 1 and k == 1 else layer
-            h = unit(p, h)
-        return (h * batch["y"]).mean()
-
-    with pytest.raises(RuntimeError, match="call 1 of the loss is of unit 'drop', but"):
-        ff.spmd(lambda: grad(loss), MESH)()
-
-
-def test_a_state_placed_for_other_stages_is_refused():
     def main():
         first = on(ff.value_and_grad(chain), stages=[1, 3])
-        other = on(ff.value_and_grad(chain), stages=[3, 1])
         placed = ff.place(first, parameters(), batch())
-        with ff.ledger() as log:
-            try:
-                other(placed, batch())
-            finally:
-                sent.extend(log.records)
+        with (
+            nothing_sent(),
+            pytest.raises(ValueError, match="laid out for other stages; place it anew"),
+        ):
+            on(ff.value_and_grad(chain), **other)(placed, batch())
+        return first(placed, batch())[0].item()
 
-    sent = []
-    with pytest.raises(ValueError, match="laid out for other stages; place it anew"):
-        ff.spmd(main, MESH)()
-    assert sent == []
+    assert ff.spmd(main, MESH)() == [chain(parameters(), batch()).item()] * 2
 
 
 def test_a_rank_with_another_batch_is_seen():

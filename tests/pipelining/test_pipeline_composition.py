@@ -7,12 +7,12 @@ import torch
 
 import fsfunc as ff
 from fsfunc import tree
+from tests.checks import close, same
 from tests.pipelining.models import (
     NAMED,
     WIDTH,
     Spec,
     Step,
-    assert_same,
     batch_of,
     drop,
     layer,
@@ -133,7 +133,7 @@ MORE = {
 
 def check(found, expected, tolerance=1e-12):
     for params, losses, _ in found:
-        assert_same((params, losses), expected, tolerance)
+        close((params, losses), expected, tolerance)
 
 
 @pytest.fixture(scope="module")
@@ -223,7 +223,7 @@ def test_leaves_that_an_optimizer_leaves_alone_stay():
     found = on_ranks(mesh, ORDERS["shard(pipeline)"], opt=opt)
     check(found, expected)
     for p, q in zip(found[0][0]["layers"], parameters()["layers"], strict=True):
-        assert_same(p["b"], q["b"])
+        same(p["b"], q["b"])
 
 
 def test_a_loss_may_reduce_over_the_data_axis_itself():
@@ -318,5 +318,5 @@ def test_a_step_leaves_the_state_that_it_was_given_as_it_was():
         return before, ff.unshard(state), first, ff.unshard(step(state, mine)[0])
 
     for before, after, first, again in ff.spmd(main, mesh)():
-        assert_same(tree.leaves(after), tree.leaves(before))
-        assert_same(tree.leaves(again), tree.leaves(first))
+        same(tree.leaves(after), tree.leaves(before))
+        same(tree.leaves(again), tree.leaves(first))

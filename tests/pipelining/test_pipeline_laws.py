@@ -7,14 +7,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import fsfunc as ff
-from tests.pipelining.models import (
-    NAMED,
-    assert_same,
-    batch_of,
-    held,
-    orders,
-    specs,
-)
+from tests.checks import close, held, same
+from tests.pipelining.models import NAMED, batch_of, orders, specs
 
 one_f_one_b = ff.schedules.one_f_one_b
 SEEDS = st.integers(0, 2**20)
@@ -87,9 +81,9 @@ def test_a_pipelined_gradient_call_has_the_bits_of_one_device(drawn, k, laid, se
         return value, ff.unshard(grads), ff.unshard(given), before, held((given, batch))
 
     for value, grads, whole, before, after in ff.spmd(main, mesh)():
-        assert_same((value, grads), expected)
-        assert_same(whole, params)
-        assert_same(after, before)
+        same((value, grads), expected)
+        same(whole, params)
+        same(after, before)
 
 
 @given(pipelines(), st.integers(1, 9), SEEDS)
@@ -103,7 +97,7 @@ def test_uneven_microbatches_make_the_mean_over_the_batch(drawn, more, seed):
     grad = transform(spec.gradient())
     tolerance = 0.0 if spec.ends == "sum" and not spec.aux else 1e-12
     for found in ff.spmd(lambda: grad(*spec.arguments(params, batch)), mesh)():
-        assert_same(found, expected, tolerance)
+        close(found, expected, tolerance)
 
 
 @given(pipelines(), st.integers(0, 9), st.booleans(), SEEDS)
@@ -124,7 +118,7 @@ def test_a_pipelined_loss_is_the_forward_pass(drawn, more, laid, seed):
 
     with ff.ledger() as log:
         for found in ff.spmd(main, mesh)():
-            assert_same(found, expected, 1e-12)
+            close(found, expected, 1e-12)
     assert not any(r.phase == "backward" for r in log.records)
 
 
@@ -147,4 +141,4 @@ def test_masks_depend_on_no_schedule(drawn, more, seed):
         torch.manual_seed(seed)
         found += ff.spmd(lambda g=grad: g(*spec.arguments(params, batch)), mesh)()
     for other in found[1:]:
-        assert_same(other, found[0], 0.0 if spec.ends == "sum" else 1e-12)
+        close(other, found[0], 0.0 if spec.ends == "sum" else 1e-12)

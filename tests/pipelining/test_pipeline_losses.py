@@ -7,19 +7,19 @@ import torch
 
 import fsfunc as ff
 from fsfunc import tree
+from tests.checks import close, same
 from tests.pipelining.models import (
     NAMED,
     WIDTH,
     Spec,
     Step,
-    assert_same,
     bare,
     batch_of,
     drop,
+    identity,
     join,
     layer,
     nested,
-    same,
 )
 
 S = ff.schedules
@@ -141,7 +141,7 @@ def one_inside_another(params, batch):
     h = layer(params["layers"][0], batch["x"])
     h = nested({"inner": inner, "shift": params["tied"]}, h)
     h = bare(None, h)
-    return (same(None, layer(params["layers"][3], h)) * batch["y"]).mean()
+    return (identity(None, layer(params["layers"][3], h)) * batch["y"]).mean()
 
 
 def of_keywords(params, batch, *, weights=None, scale=1):
@@ -224,9 +224,9 @@ def test_it_equals_one_device(loss, schedule):
         return value, ff.unshard(grads), again
 
     for value, grads, again in ff.spmd(main, mesh)():
-        assert_same((value, grads), expected)
+        same((value, grads), expected)
         if loss is not with_dropout:  # whose masks are drawn anew
-            assert_same(again, value)
+            same(again, value)
 
 
 @pytest.mark.parametrize("ranks", [1, 2])
@@ -241,7 +241,7 @@ def test_a_value_may_have_several_consumers_on_its_own_rank(ranks):
         how = functools.partial(schedule, chunks=8 // ranks)
         grad = ff.pipeline(call, mesh, "pipe", n_microbatches=2, schedule=how)
         for found in ff.spmd(lambda g=grad: g(deep, batch), mesh)():
-            assert_same(found, expected)
+            same(found, expected)
 
 
 def test_data_are_not_trivial():
@@ -264,7 +264,7 @@ def test_keywords_are_cut_too():
     expected = ff.accumulate(loss, 3)(params, batch, **more)
     mesh, grad = pipelined(loss, 3)
     for found in ff.spmd(lambda: grad(params, batch, **more), mesh)():
-        assert_same(found, expected)
+        same(found, expected)
 
 
 def test_a_weight_may_depend_on_the_data():
@@ -279,7 +279,7 @@ def test_a_weight_may_depend_on_the_data():
     expected = ff.value_and_grad(loss)(params, batch)
     mesh, grad = pipelined(ff.value_and_grad(loss), 3)
     for found in ff.spmd(lambda: grad(params, batch), mesh)():
-        assert_same(found, expected)
+        same(found, expected)
 
 
 def test_floats_agree_closely():
@@ -300,7 +300,7 @@ def test_floats_agree_closely():
     for schedule in NAMED:
         mesh, grad = pipelined(ff.value_and_grad(loss), 4, schedule)
         for found in ff.spmd(lambda g=grad: g(layers, batch), mesh)():
-            assert_same(found, expected, 2e-6)
+            close(found, expected, 2e-6)
 
 
 def test_random_numbers_between_units_are_drawn_by_the_one_stage_that_uses_them():
@@ -319,9 +319,9 @@ def test_random_numbers_between_units_are_drawn_by_the_one_stage_that_uses_them(
         return first, grad(params, batch), grad(params, batch)
 
     outs = ff.spmd(main, mesh)()
-    assert_same(outs[0], outs[1])
+    same(outs[0], outs[1])
     first, again, other = outs[0]
-    assert_same(again, first)
+    same(again, first)
     assert not torch.equal(other[0], first[0])
 
 
@@ -338,7 +338,7 @@ def test_the_default_generator_goes_on_as_on_one_device():
         return torch.rand(3)
 
     for found in ff.spmd(main, mesh)():
-        assert_same(found, expected)
+        same(found, expected)
 
 
 def test_several_arguments_and_frozen_leaves():
@@ -366,7 +366,7 @@ def test_several_arguments_and_frozen_leaves():
             return value, ff.unshard(grads), len(owned)
 
         for value, grads, owned in ff.spmd(main, mesh)():
-            assert_same((value, grads), expected)
+            same((value, grads), expected)
             assert owned == 4 * CALLS
 
 
@@ -387,7 +387,7 @@ def test_a_pipelined_loss_may_be_differentiated_inside_a_step_of_any_shape():
     expected = ff.accumulate(step, 2)(params, batch)
     mesh, run = pipelined(step)
     for found in ff.spmd(lambda: run(params, batch), mesh)():
-        assert_same(found, expected)
+        same(found, expected)
 
 
 def test_evaluation_in_another_cut_reads_a_placed_state():
@@ -405,7 +405,7 @@ def test_evaluation_in_another_cut_reads_a_placed_state():
             return found, found.requires_grad
 
         for found, tracked in ff.spmd(main, mesh)():
-            assert_same(found, expected, 1e-12)
+            close(found, expected, 1e-12)
             assert not tracked
 
 
@@ -418,7 +418,17 @@ def test_a_forward_pass_returns_rows_joined():
     expected = predict(params, batch)
     mesh, run = pipelined(predict, 3)
     for found in ff.spmd(lambda: run(params, batch), mesh)():
-        assert_same(found, tree.map(_detached, expected), 1e-12)
+        close(found, tree.map(_detached, expected), 1e-12)
+
+
+def test_a_schedule_of_forwards_evaluates():
+    params, batch = parameters(), batch_of(4, 3)
+    mesh = ff.make_mesh({"pipe": 2}, "simulated")
+    run = ff.pipeline(
+        views, mesh, "pipe", n_microbatches=2, schedule=["F0 F1", "F0 F1"]
+    )
+    expected = views(params, batch).detach()
+    same(list(ff.spmd(lambda: run(params, batch), mesh)()), [expected] * 2)
 
 
 def _detached(x):

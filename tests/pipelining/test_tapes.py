@@ -11,7 +11,8 @@ from torch import Tensor
 from torch.utils.flop_counter import FlopCounterMode
 
 from fsfunc.pipelining.tapes import Tape
-from tests.probes import LiveBytes, same
+from tests.checks import same
+from tests.probes import LiveBytes
 
 D = 4
 RUNS: list[str] = []  # what `Both` and `Side` note

@@ -7,10 +7,11 @@ import torch
 import torch.nn.functional as F
 
 import fsfunc as ff
-from fsfunc.frames import Running, Thread, frame, inside, run_as, running
+from fsfunc.frames import Running, Stage, Thread, frame, inside, run_as, running
 from fsfunc.pipelining.tapes import Tape
+from tests.checks import same
 from tests.pipelining.test_tapes import flops
-from tests.probes import LiveBytes, same
+from tests.probes import LiveBytes
 
 D, N = 8, 4  # width, units
 PRODUCT = 2 * 4 * D * D  # operations of one product of a unit
@@ -152,11 +153,11 @@ def test_the_node_is_left_as_it_was():
 # Sharded
 
 
-class Here:
+class Here(Stage):
     """A stage that has every unit."""
 
-    def unit(self, call, params, inputs, keywords):
-        return call.run(params, *inputs, **keywords)
+    def unit(self, run, call):
+        return run
 
 
 def on_two_ranks(around, halves: bool, **how: Any):
@@ -179,7 +180,7 @@ def on_two_ranks(around, halves: bool, **how: Any):
             """As a pipeline's stage calls its units: each with a thread of its own."""
             for i, p in enumerate(ps):
                 thread = Thread(x.device)
-                here = inside(frame().but(stage=Here()))
+                here = inside(frame().but(handlers=(Here(), *frame().handlers)))
                 with run_as(Running(thread)), here:
                     x = block(ps[0] if how.get("tied") and i == N - 1 else p, x)
                 threads.append(thread)

@@ -1,14 +1,15 @@
-"""Plans of a few events, written by hand, for the tests of what shows them."""
+"""Plans of a few events, and spans, written by hand, for what shows them."""
 
 from fractions import Fraction
 
 import torch
 
-from fsfunc.accounting import Record
+from fsfunc.comm.ledgers import Record
+from fsfunc.comm.mesh import Mesh
 from fsfunc.foresight.events import Gave, Op, Ran, Replayed, Segment, Took
 from fsfunc.foresight.plans import Leaf, Plan, RankPlan
+from fsfunc.foresight.simulating import Span
 from fsfunc.layout import pack_flat
-from fsfunc.mesh import Mesh
 
 F32 = torch.float32
 
@@ -35,6 +36,12 @@ def segment(memory, flops, count=3):
         peak = max(peak, held)
     ops = tuple(op("aten.mm", flops if i == 0 else 0) for i in range(count))
     return Segment(ops, tuple(memory), peak, flops)
+
+
+def lone(events, kinds=(), records=(), mesh=None):
+    """A plan of one rank."""
+    own = RankPlan(0, 1, {}, events, dict(kinds), [], list(records))
+    return Plan(mesh or Mesh({}, "abstract"), (own,))
 
 
 def small():
@@ -92,3 +99,25 @@ def stages():
         own = RankPlan(2 * stage, 2, at, events, {0: "parameters"}, [], sent)
         ranks.append(own)
     return Plan(mesh, tuple(ranks), ("pipe",))
+
+
+def span(stream, name, phase, start, end, rank=0, unit="f"):
+    return Span(rank, stream, name, unit, phase, start, end)
+
+
+STEP = [
+    span("data", "all_gather", "forward", 0.0, 1.0),
+    span("compute", "f", "forward", 1.0, 4.0),
+    span("compute", "f", "recompute", 4.0, 5.0),
+    span("compute", "f", "backward", 5.0, 8.0),
+    span("to 1", "send", "forward", 4.0, 4.5),
+    span("data", "psum_scatter", "backward", 8.0, 9.0),
+    span("compute", "update", "update", 9.0, 10.0, unit=""),
+    span("compute", "g", "forward", 4.5, 7.5, rank=1),
+    span("from 0", "receive", "", 4.0, 4.5, rank=1),
+]
+
+
+def golden(text):
+    """Text as a test writes it: without the first newline and the last."""
+    return text.strip("\n")

@@ -7,18 +7,13 @@ import pytest
 import torch
 
 import fsfunc as ff
+from fsfunc.comm.mesh import Mesh
 from fsfunc.foresight.planning import plan as plan_of
 from fsfunc.foresight.plans import Leaf, Plan, RankPlan
 from fsfunc.layout import Layout, Owned
-from fsfunc.mesh import Mesh
 from fsfunc.show import plan
 from fsfunc.show.layers import alike, together
-from tests.show.planned import ran, record, small, stages
-
-
-def golden(text):
-    """Text as a test writes it: without the first newline and the last."""
-    return text.strip("\n")
+from tests.show.planned import golden, lone, ran, record, small, stages
 
 
 def test_a_plan_in_full():
@@ -83,11 +78,6 @@ rank  ranks alike  at             peak  FLOP  sent
     assert "blocks/1" in text and "blocks/0" not in text
 
 
-def lone(events, records=(), mesh=None):
-    own = RankPlan(0, 1, {}, events, {}, [], list(records))
-    return Plan(mesh or Mesh({}, "abstract"), (own,))
-
-
 def test_equal_layers_are_one_row_and_add_up():
     events = [ran(f"blocks/{i}", "forward", 3) for i in range(1000)]
     events += [ran("blocks/1000", "forward", 5), ran("head", "backward", 7)]
@@ -108,7 +98,7 @@ def test_lines_of_the_current_folder_are_short(monkeypatch, tmp_path):
         ("?", "?"),
     ]:
         records = [here.__class__(**{**here.__dict__, "where": where})]
-        table = plan(lone([], records)).tables["collectives"]
+        table = plan(lone([], records=records)).tables["collectives"]
         assert table.rows[0][-1] == said
 
 

@@ -1,6 +1,5 @@
 """A schedule in letters: golden text, bands, colours, real runs, and bad input."""
 
-import io
 from fractions import Fraction
 from itertools import pairwise
 
@@ -13,15 +12,10 @@ from fsfunc.pipelining.schedules import gpipe, looped_bfs, one_f_one_b, zb_h1, z
 from fsfunc.pipelining.timing import Costs, Event, bubble, simulate
 from fsfunc.pipelining.verification import held
 from fsfunc.show import Timeline, timeline
-from fsfunc.show.palette import COMPUTE
 from tests.programs import python
+from tests.show.planned import golden
 
 F0, B0 = Action("F", 0, 0), Action("B", 0, 0)
-
-
-def golden(text):
-    """Text as a test writes it: a first newline, and no blanks at the ends of lines."""
-    return text.strip("\n")
 
 
 def rows(shown, width=120):
@@ -169,25 +163,6 @@ def test_the_figures_are_those_of_the_schedule():
     assert min(shown.bubble) == bubble(schedule, costs)
 
 
-def test_rich_gives_each_kind_its_colour():
-    from rich.console import Console
-
-    file = io.StringIO()
-    console = Console(
-        file=file, width=40, force_terminal=True, color_system="truecolor"
-    )
-    shown = timeline(zb_h1(2, 2))
-    console.print(shown)
-    for kind in "FIW":
-        color = COMPUTE[kind].color
-        red, green, blue = (int(color[i : i + 2], 16) for i in (1, 3, 5))
-        assert f"48;2;{red};{green};{blue}m{kind}0" in file.getvalue()
-    plain = Console(file=io.StringIO(), width=40)
-    plain.print(shown)
-    printed = plain.file.getvalue().splitlines()  # type: ignore[attr-defined]
-    assert [line.rstrip() for line in printed] == shown.text(40).splitlines()
-
-
 def test_a_recorded_run():
     events = [
         (1, Action("F", 1, 0), 7.3, 7.5),
@@ -241,9 +216,10 @@ def test_nothing_that_draws_is_imported_before_it_draws(tmp_path):
         before = set(sys.modules)
         import fsfunc.show
         shown = fsfunc.show.timeline(["F0 B0"])
-        str(shown)
         late = [m for m in ("matplotlib", "rich") if m in set(sys.modules) - before]
         assert not late, late
+        str(shown)
+        assert "matplotlib" not in sys.modules
         shown.save(sys.argv[1])
         assert "matplotlib" in sys.modules
         assert "matplotlib.pyplot" not in sys.modules  # it has state of its own

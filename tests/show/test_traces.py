@@ -14,7 +14,7 @@ from fsfunc.pipelining.actions import Action
 from fsfunc.pipelining.schedules import gpipe, interleaved_1f1b, one_f_one_b, zb_v
 from fsfunc.pipelining.timing import Costs, simulate
 from fsfunc.pipelining.transfers import with_transfers
-from fsfunc.show import trace, tracks
+from fsfunc.show import trace, traces
 from fsfunc.show.curves import curve_of
 from tests.show.planned import small, stages
 
@@ -40,14 +40,14 @@ def test_a_run_in_full(tmp_path):
              "args": {"name": "compute"}},
             {"ph": "M", "pid": 0, "tid": 1, "ts": 0, "name": "thread_sort_index",
              "args": {"sort_index": 1}},
-            {"ph": "M", "pid": 0, "tid": 100, "ts": 0, "name": "thread_name",
+            {"ph": "M", "pid": 0, "tid": 2, "ts": 0, "name": "thread_name",
              "args": {"name": "send"}},
-            {"ph": "M", "pid": 0, "tid": 100, "ts": 0, "name": "thread_sort_index",
-             "args": {"sort_index": 100}},
+            {"ph": "M", "pid": 0, "tid": 2, "ts": 0, "name": "thread_sort_index",
+             "args": {"sort_index": 2}},
             {"ph": "X", "name": "F0@0", "cat": "compute", "pid": 0, "tid": 1,
              "ts": 0.0, "dur": 500000.0, "cname": "rail_response",
              "args": {"kind": "forward", "stage": 0, "microbatch": 0}},
-            {"ph": "X", "name": "SF0@0>1", "cat": "transfer", "pid": 0, "tid": 100,
+            {"ph": "X", "name": "SF0@0>1", "cat": "transfer", "pid": 0, "tid": 2,
              "ts": 500000.0, "dur": 250000.0, "cname": "rail_idle",
              "args": {"kind": "send activations", "stage": 0, "microbatch": 0,
                       "peer": 1}},
@@ -163,12 +163,12 @@ def test_an_arrow_leads_from_stream_to_stream():
     written = trace(spans)
     starts, ends = of_kind(written, "s"), of_kind(written, "f")
     assert [(s["id"], s["pid"], s["ts"]) for s in starts] == [
-        (1, 0, 250000.0),
-        (2, 0, 2250000.0),
+        (1, 0, 0.0),
+        (2, 0, 2e6),
     ]
     assert [(e["id"], e["pid"], e["ts"], e["bp"]) for e in ends] == [
-        (1, 1, 750000.0, "e"),
-        (2, 1, 2750000.0, "e"),
+        (1, 1, 1e6 - 0.001, "e"),
+        (2, 1, 3e6 - 0.001, "e"),
     ]
 
 
@@ -196,7 +196,7 @@ def test_the_memory_of_a_plan_is_a_counter():
 
 def test_the_peak_is_kept_where_moments_are_left_out(monkeypatch):
     plan = small()
-    monkeypatch.setattr(tracks, "_MOMENTS", 3)
+    monkeypatch.setattr(traces, "_MOMENTS", 3)
     written = of_kind(trace(estimate(plan, A100_40), plan=plan), "C")
     assert len(written) <= 8
     assert max(sum(e["args"].values()) for e in written) == plan.peak_bytes

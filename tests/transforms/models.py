@@ -6,8 +6,6 @@ import torch
 from hypothesis import strategies as st
 
 import fsfunc as ff
-from fsfunc import tree
-from fsfunc.sharded import is_sharded
 
 WIDTH = 3
 EXTRAS = {  # leaves that a layer may have besides w: shape and dtype
@@ -159,28 +157,3 @@ def batch_of(count, seed, dtype=torch.float32):
         "tokens": torch.randint(0, 4, (count,), generator=draw),
         "targets": torch.randint(-2, 3, (count, WIDTH), generator=draw).to(dtype),
     }
-
-
-def held(values):
-    """Copies of all tensors in a tree: to see later that nobody wrote into them."""
-    return [
-        (x.local if is_sharded(x) else x).clone()
-        for x in tree.leaves(values, is_leaf=is_sharded)
-        if is_sharded(x) or isinstance(x, torch.Tensor)
-    ]
-
-
-def assert_same(found, expected, tolerance=0.0):
-    """Trees of equal structure, shapes, dtypes and values (bits where tolerance=0)."""
-    tree.check_same_structure(expected, found)
-    for path, a, b in zip(
-        tree.paths(found), tree.leaves(found), tree.leaves(expected), strict=True
-    ):
-        if isinstance(b, torch.Tensor):
-            assert (a.shape, a.dtype) == (b.shape, b.dtype), path
-            a, b = a.detach(), b.detach()
-            torch.testing.assert_close(
-                a, b, rtol=tolerance, atol=tolerance, msg=lambda m, p=path: f"{p}: {m}"
-            )
-        else:
-            assert a == b, path

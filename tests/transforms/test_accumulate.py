@@ -9,7 +9,8 @@ import fsfunc as ff
 from fsfunc import tree
 from fsfunc.packing import split_buffers
 from fsfunc.sharded import is_sharded
-from tests.probes import LiveBytes, same
+from tests.checks import same
+from tests.probes import LiveBytes
 
 GENERATOR = torch.Generator().manual_seed(0)
 

@@ -7,8 +7,9 @@ import torch
 
 import fsfunc as ff
 from fsfunc import tree
-from fsfunc.holding import hold
-from tests.probes import LiveBytes, same
+from fsfunc.save_guard import hold
+from tests.checks import same
+from tests.probes import LiveBytes
 
 D = 4
 GENERATOR = torch.Generator().manual_seed(0)
@@ -142,6 +143,14 @@ def test_a_donated_plain_state_is_refused_by_its_path() -> None:
     mixed = new.replace(params=fresh())
     with pytest.raises(RuntimeError, match="'opt_state/.*donated"):
         step(mixed, X)
+
+
+def test_a_plain_state_that_ranks_share_is_donated_once() -> None:
+    optimizer = ff.sgd(1.0)
+    state = ff.TrainState(fresh(), optimizer.init(fresh()))
+    donated = ff.donate(ff.shard(step_of(optimizer), MESH, "data"))
+    with pytest.raises(RuntimeError, match="'params/bias'.*a state of its own"):
+        ff.spmd(lambda: donated(state, ff.local_batch(X, MESH, "data")), MESH)()
 
 
 @pytest.mark.parametrize("zero", [0, 1, 2, 3])

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 import fsfunc as ff
 from fsfunc import tree
 from fsfunc.sharded import is_sharded
-from tests.probes import same
+from tests.checks import same
 
 MESH = ff.make_mesh({"data": 2}, "simulated")
 X = torch.arange(8.0).view(2, 4) / 8

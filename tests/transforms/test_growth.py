@@ -12,12 +12,16 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import fsfunc as ff
+from fsfunc._torch import FakeTensor
+from tests.checks import simulated
+from tests.models import chain, train_step
 
-DATA = ff.make_mesh({"data": 2}, "simulated")
-PIPE = ff.make_mesh({"pipe": 2}, "simulated")
-BOTH = ff.make_mesh({"data": 2, "pipe": 2}, "simulated")
-WIDTH, STEPS = 8, 50
+DATA, PIPE, BOTH = simulated(2), simulated(pipe=2), simulated(data=2, pipe=2)
+WIDTH = 8
+STEPS, WARM = 16, 6  # what a call learns of its step, it has learnt by `WARM`
+# Both even: ranks take turns to come first.
 OPTIMIZER = ff.sharded_adam(1e-3)
+X = torch.ones(4, WIDTH)
 
 layer = ff.unit(lambda p, x: x + torch.tanh(x @ p))
 
@@ -33,34 +37,16 @@ def named(p, x):
     return x + ff.checkpoint_name(torch.tanh(x @ p), "kept")
 
 
+LOSS = chain(layer)
+
+
 def flat():
     return [torch.zeros(WIDTH, WIDTH) for _ in range(2)]
 
 
 def nested():
-    one = lambda: {"a": torch.zeros(WIDTH, WIDTH), "b": torch.zeros(WIDTH, WIDTH)}  # noqa: E731
-    return [one() | {"own": torch.ones(WIDTH)} for _ in range(2)]
-
-
-def loss_of(unit):
-    def loss(params, x):
-        for p in params:
-            x = unit(p, x)
-        return x.square().mean()
-
-    return loss
-
-
-def step_of(gradient):
-    def step(state, x):
-        value, grads = gradient(state.params, x)
-        return state.apply_gradients(grads, OPTIMIZER), {"loss": value}
-
-    return step
-
-
-def stock(params, x):
-    return 0.0, torch.func.grad(loss_of(layer))(params, x)
+    a, b = flat()
+    return [{"a": a, "b": b, "own": torch.ones(WIDTH)}]
 
 
 @pytest.fixture
@@ -73,23 +59,20 @@ def no_collector():
         yield
         gc.collect()
         held = [x for x in gc.garbage if isinstance(x, torch.Tensor)]
-        assert not [x for x in held if x.device.type != "meta" and not is_fake(x)]
+        assert not [
+            x for x in held if x.device.type != "meta" and not isinstance(x, FakeTensor)
+        ]
     finally:
         gc.set_debug(0)
         gc.garbage.clear()
         gc.enable()
 
 
-def is_fake(x):
-    return isinstance(x, torch._subclasses.FakeTensor)
-
-
 @pytest.fixture(scope="module", autouse=True)
 def warm():
     """Modules that torch imports late hold the frames that asked for them."""
-    step = ff.shard(step_of(ff.value_and_grad(loss_of(layer))), DATA, "data")
-    main = lambda: ff.init_state(step, flat, OPTIMIZER, torch.ones(4, WIDTH))  # noqa: E731
-    ff.spmd(main, DATA)()
+    step = ff.shard(train_step(LOSS, OPTIMIZER), DATA, "data")
+    ff.spmd(lambda: ff.init_state(step, flat, OPTIMIZER, X), DATA)()
 
 
 class Storages(TorchDispatchMode):
@@ -120,104 +103,80 @@ class Storages(TorchDispatchMode):
         return sum(size for _, size in self.held.values())
 
 
-def grows(step, init=flat, mesh=DATA, call=None, steps=STEPS, laid=None):
-    """By rank: bytes that live after ``steps`` steps, less those after ten."""
+def leaves_nothing(step, init=flat, mesh=DATA, call=None, steps=STEPS):
+    """On each rank as many bytes live after ``steps`` steps as after `WARM`.
+
+    ``call(state, x)`` is called in place of the step, whose state it is.
+    """
 
     def main():
-        x = torch.ones(4, WIDTH)
-        state = ff.init_state(laid or step, init, OPTIMIZER, x)
+        state = ff.init_state(step, init, OPTIMIZER, X)
         with Storages() as live:
             for i in range(steps):
-                state = step(state, x)[0] if call is None else call(state, x)
+                state = step(state, X)[0] if call is None else call(state, X)
                 ff.psum(torch.ones(()), tuple(mesh.axes))  # nobody runs ahead
-                if i == 9:
+                if i + 1 == WARM:
                     early = live.bytes
-        return live.bytes - early
+        return live.bytes, early, bool(live.held)
 
-    return list(ff.spmd(main, mesh)())
+    for late, early, any_lives in ff.spmd(main, mesh)():
+        assert late == early and (any_lives or call is not None)
 
 
-SHARDED = {
-    "plain": lambda f, **how: ff.shard(f, DATA, "data", **how),
-    "remat": lambda f, **how: ff.shard(ff.remat(f), DATA, "data", **how),
-    "reduced once": lambda f, **how: ff.shard(ff.accumulate(f, 2), DATA, "data", **how),
-    "reduced each": lambda f, **how: ff.accumulate(ff.shard(f, DATA, "data", **how), 2),
+def shard(f, mesh=DATA, **how):
+    return ff.shard(f, mesh, "data", **how)
+
+
+def pipe(f, mesh=BOTH, n=2, **how):
+    return ff.pipeline(f, mesh, "pipe", n_microbatches=n, **how)
+
+
+def stock(state, x):
+    grads = torch.func.grad(LOSS)(state.params, x)
+    return state.apply_gradients(grads, OPTIMIZER), 0.0
+
+
+STEP, KEPT = train_step(LOSS, OPTIMIZER), train_step(chain(named), OPTIMIZER)
+NESTED = train_step(chain(pair), OPTIMIZER)
+S = ff.schedules
+STACKS = {
+    "plain": shard,
+    "remat": lambda f, **how: shard(ff.remat(f), **how),
+    "reduced once": lambda f, **how: shard(ff.accumulate(f, 2), **how),
+    "reduced each": lambda f, **how: ff.accumulate(shard(f, **how), 2),
 }
+CASES = {
+    **{f"zero={z}": (shard(STEP, zero=z),) for z in range(4)},
+    **{f"zero={z}, donated": (ff.donate(shard(STEP, zero=z)),) for z in range(4)},
+    **{
+        f"zero={zero}, {name}": (STACKS[name](STEP, zero=zero),)
+        for name in ("remat", "reduced once", "reduced each")
+        for zero in (1, 3)
+    },
+    "units within units": (shard(NESTED, zero=1), nested),
+    "units within units, remat": (ff.remat(shard(NESTED)), nested),
+    "kept": (shard(STEP, reshard_after_forward=False),),
+    "merged": (shard(STEP, min_bytes=1 << 20),),
+    "merged and kept": (shard(STEP, min_bytes=1 << 20, reshard_after_forward=False),),
+    "another precision, a policy": (
+        ff.precision(shard(ff.remat(KEPT, ff.SaveOnly("kept"))), torch.bfloat16),
+    ),
+    "stock, zero=1": (shard(stock, zero=1),),
+    "stock, zero=3": (shard(stock),),
+    "pipeline(remat)": (pipe(ff.remat(STEP), PIPE), flat, PIPE),
+    "pipeline(shard)": (pipe(shard(STEP, BOTH)), flat, BOTH),
+    "shard(pipeline(remat)), in halves": (
+        shard(pipe(ff.remat(STEP), schedule=S.zb_h1), BOTH, zero=1), flat, BOTH
+    ),
+    "updated in between": (
+        pipe(LOSS, PIPE, 4, schedule=S.asynchronous, update=OPTIMIZER), flat, PIPE
+    ),
+}  # fmt: skip
 
 
-@pytest.mark.parametrize("donate", [lambda f: f, ff.donate], ids=["pure", "donated"])
-@pytest.mark.parametrize("zero", [0, 1, 2, 3])
-def test_a_sharded_step_leaves_nothing(no_collector, zero, donate):
-    step = step_of(ff.value_and_grad(loss_of(layer)))
-    assert grows(donate(ff.shard(step, DATA, "data", zero=zero))) == [0, 0]
-
-
-@pytest.mark.parametrize("stack", ["remat", "reduced once", "reduced each"])
-@pytest.mark.parametrize("zero", [1, 3])
-def test_nor_does_one_under_other_transforms(no_collector, zero, stack):
-    step = SHARDED[stack](step_of(ff.value_and_grad(loss_of(layer))), zero=zero)
-    assert grows(step) == [0, 0]
-
-
-@pytest.mark.parametrize("zero, remat", [(1, lambda f: f), (3, ff.remat)])
-def test_nor_do_units_within_units(no_collector, zero, remat):
-    step = step_of(ff.value_and_grad(loss_of(pair)))
-    step = remat(ff.shard(step, DATA, "data", zero=zero))
-    assert grows(step, nested) == [0, 0]
-
-
-@pytest.mark.parametrize(
-    "how",
-    [
-        dict(reshard_after_forward=False),
-        dict(min_bytes=1 << 20),
-        dict(min_bytes=1 << 20, reshard_after_forward=False),
-    ],
-    ids=["kept", "merged", "merged and kept"],
-)
-def test_nor_do_buffers_that_are_kept_or_merged(no_collector, how):
-    step = step_of(ff.value_and_grad(loss_of(layer)))
-    assert grows(ff.shard(step, DATA, "data", **how)) == [0, 0]
-
-
-def test_nor_does_another_precision_or_a_policy(no_collector):
-    step = step_of(ff.value_and_grad(loss_of(named)))
-    step = ff.shard(ff.remat(step, ff.SaveOnly("kept")), DATA, "data")
-    assert grows(ff.precision(step, compute=torch.bfloat16)) == [0, 0]
-
-
-@pytest.mark.parametrize("zero", [1, 3])
-def test_nor_does_stock_grad(no_collector, zero):
-    assert grows(ff.shard(step_of(stock), DATA, "data", zero=zero)) == [0, 0]
-
-
-def piped(f, mesh=BOTH, **how):
-    return ff.pipeline(f, mesh, "pipe", n_microbatches=2, **how)
-
-
-@pytest.mark.parametrize(
-    "stack, mesh",
-    [
-        (lambda f: piped(ff.remat(f), PIPE), PIPE),
-        (lambda f: piped(ff.shard(f, BOTH, "data")), BOTH),
-        (
-            lambda f: ff.shard(
-                piped(ff.remat(f), schedule=ff.schedules.zb_h1), BOTH, "data", zero=1
-            ),
-            BOTH,
-        ),
-    ],
-    ids=["remat", "shard", "remat in halves in shard"],
-)
-def test_nor_does_a_pipeline(no_collector, stack, mesh):
-    step = stack(step_of(ff.value_and_grad(loss_of(layer))))
-    assert grows(step, mesh=mesh) == [0] * mesh.size
-
-
-def test_nor_does_a_pipeline_that_updates_in_between(no_collector):
-    how = dict(schedule=ff.schedules.asynchronous, update=OPTIMIZER)
-    step = ff.pipeline(loss_of(layer), PIPE, "pipe", n_microbatches=4, **how)
-    assert grows(step, mesh=PIPE) == [0, 0]
+@pytest.mark.parametrize("case", CASES)
+def test_a_step_leaves_nothing(no_collector, case):
+    leaves_nothing(*CASES[case])
 
 
 class Stop(Exception):
@@ -244,7 +203,7 @@ def breaking(where):
     def loss(params, x):
         return broken(params[1], layer(params[0], x)).mean() + layer(params[0], x).sum()
 
-    return step_of(ff.value_and_grad(loss))
+    return train_step(loss, OPTIMIZER)
 
 
 @pytest.mark.parametrize("where", ["forward", "backward"])
@@ -253,23 +212,21 @@ def breaking(where):
     [(0, "reduced each"), (1, "plain"), (2, "reduced once"), (3, "remat")],
 )
 def test_nor_does_one_that_raises(no_collector, zero, stack, where):
-    broken = SHARDED[stack](breaking(where), zero=zero)
-    step = ff.shard(step_of(ff.value_and_grad(loss_of(layer))), DATA, "data", zero=zero)
+    broken, step = STACKS[stack](breaking(where), zero=zero), shard(STEP, zero=zero)
 
     def call(state, x):
         with pytest.raises(Stop):
             broken(state, x)
         return step(state, x)[0]
 
-    assert grows(step, call=call, steps=30) == [0, 0]
+    leaves_nothing(step, call=call)
 
 
 def test_nor_does_spmd_that_raises(no_collector):
     def main():
-        x = torch.ones(WIDTH)
         if DATA.rank:
             raise Stop
-        return ff.psum(x, "data")
+        return ff.psum(torch.ones(WIDTH), "data")
 
     for _ in range(2):
         with pytest.raises(Stop):
@@ -296,80 +253,49 @@ def never_pulled(loss, state, x):
     loss(state.params, x.clone().requires_grad_())
 
 
-@pytest.mark.parametrize("zero, remat", [(1, lambda f: f), (3, ff.remat)])
-@pytest.mark.parametrize("use", [by_hand, of_the_data, evaluated, never_pulled])
-def test_nor_does_a_loss_alone(no_collector, use, remat, zero):
-    how = dict(zero=zero)
-    loss = ff.shard(remat(loss_of(layer)), DATA, "data", **how)
-    laid = ff.shard(step_of(ff.value_and_grad(loss_of(layer))), DATA, "data", **how)
+def of_weights_made_of_gradients(params, x):
+    """A unit's weights have a history in which the same sharded call stands."""
+    parts, treedef = ff.tree.flatten(params)
+    grads = torch.autograd.grad(LOSS(params, x), parts, create_graph=True)
+    new = [p - g for p, g in zip(parts, grads, strict=True)]
+    return LOSS(ff.tree.unflatten(treedef, new), x)
+
+
+def of_scaled_buffers(params, x):
+    """The same with leaves that stay packed: their buffer has the history."""
+    return LOSS(ff.tree_scale(params, ff.pmean(LOSS(params, x), "data")), x)
+
+
+LOSSES = {
+    f"{use.__name__}{name}": (use, stack(LOSS, zero=zero), zero)
+    for use in (by_hand, of_the_data, evaluated, never_pulled)
+    for name, stack, zero in (("", shard, 1), (", remat", STACKS["remat"], 3))
+} | {
+    "weights made of gradients": (by_hand, shard(of_weights_made_of_gradients), 3),
+    "buffers that a unit scaled": (never_pulled, shard(of_scaled_buffers), 3),
+}
+
+
+@pytest.mark.parametrize("case", LOSSES)
+def test_nor_does_a_loss_alone(no_collector, case):
+    use, loss, zero = LOSSES[case]
 
     def call(state, x):
         use(loss, state, x)
         return state
 
-    assert grows(None, call=call, laid=laid, steps=30) == [0, 0]
+    leaves_nothing(shard(STEP, zero=zero), call=call)
 
 
-def test_nor_do_weights_made_of_gradients(no_collector):
-    """A unit's weights have a history in which the same sharded call stands."""
-
-    inner = loss_of(layer)
-
-    def loss(params, x):
-        parts, treedef = ff.tree.flatten(params)
-        grads = torch.autograd.grad(inner(params, x), parts, create_graph=True)
-        new = [p - g for p, g in zip(parts, grads, strict=True)]
-        return inner(ff.tree.unflatten(treedef, new), x)
-
-    double = ff.shard(loss, DATA, "data")
-    laid = ff.shard(step_of(ff.value_and_grad(inner)), DATA, "data")
-
-    def call(state, x):
-        by_hand(double, state, x)
-        return state
-
-    assert grows(None, call=call, laid=laid) == [0, 0]
-
-
-def test_nor_do_buffers_scaled_by_what_a_unit_gave(no_collector):
-    """The same with leaves that stay packed: their buffer has the history."""
-    inner = loss_of(layer)
-
-    def loss(params, x):
-        gain = ff.pmean(inner(params, x), "data")
-        return inner(ff.tree_scale(params, gain), x)
-
-    scaled = ff.shard(loss, DATA, "data")
-    laid = ff.shard(step_of(ff.value_and_grad(inner)), DATA, "data")
-
-    def call(state, x):
-        never_pulled(scaled, state, x)
-        return state
-
-    assert grows(None, call=call, laid=laid) == [0, 0]
-
-
-def test_a_thousand_steps_are_as_twenty(no_collector):
+@pytest.mark.slow
+def test_a_thousand_steps_are_as_a_few(no_collector):
     """Steps that are not donated: each makes parameters, moments and gradients."""
-    step = ff.shard(step_of(ff.value_and_grad(loss_of(layer))), DATA, "data", zero=1)
-
-    def main():
-        x = torch.ones(4, WIDTH)
-        state, lived = ff.init_state(step, flat, OPTIMIZER, x), {}
-        with Storages() as live:
-            for i in range(1, 1001):
-                state, _ = step(state, x)
-                if i in (20, 1000):
-                    lived[i] = live.bytes
-        return lived
-
-    for lived in ff.spmd(main, DATA)():
-        assert lived[20] == lived[1000] > 0
+    leaves_nothing(shard(STEP, zero=1), steps=1000)
 
 
 @pytest.mark.processes
 def test_processes_keep_their_memory(torchrun):
-    """After 100 steps of half a MiB of parameters as after 20."""
+    """After 60 steps of half a MiB of parameters as after 20."""
     out = torchrun(
         """
         import gc, torch, fsfunc as ff
@@ -389,9 +315,9 @@ def test_processes_keep_their_memory(torchrun):
         init = lambda: [torch.zeros(128, 128) for _ in range(8)]
         state = ff.init_state(step, init, optimizer, x)
         page, held = 4096, []
-        for i in range(100):
+        for i in range(60):
             state, _ = step(state, x)
-            if i + 1 in (20, 100):
+            if i + 1 in (20, 60):
                 held.append(int(open("/proc/self/statm").read().split()[1]) * page)
         print("grew", (held[1] - held[0]) >> 20)
         """,

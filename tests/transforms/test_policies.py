@@ -6,7 +6,8 @@ import torch.nn.functional as F
 
 import fsfunc as ff
 from fsfunc.transforms.policies import checkpoint_name
-from tests.probes import Calls, LiveBytes, same
+from tests.checks import same
+from tests.probes import Calls, LiveBytes
 
 D = 8
 GENERATOR = torch.Generator().manual_seed(0)

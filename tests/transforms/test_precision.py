@@ -7,7 +7,7 @@ import torch
 
 import fsfunc as ff
 from fsfunc import tree
-from tests.probes import same
+from tests.checks import same
 
 D = 8
 GENERATOR = torch.Generator().manual_seed(0)

@@ -5,7 +5,8 @@ import torch
 import torch.nn.functional as F
 
 import fsfunc as ff
-from tests.probes import Calls, LiveBytes, same
+from tests.checks import same
+from tests.probes import Calls, LiveBytes
 
 D = 6
 GENERATOR = torch.Generator().manual_seed(0)

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 import fsfunc as ff
-from tests.probes import same
+from tests.checks import same
 
 X = torch.randn(12, 4, generator=torch.Generator().manual_seed(0))
 P = [torch.eye(4) + i for i in range(2)]

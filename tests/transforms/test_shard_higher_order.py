@@ -9,7 +9,7 @@ from torch.func import grad, hessian, jvp, vjp, vmap
 
 import fsfunc as ff
 from fsfunc import tree
-from fsfunc.mesh import here
+from fsfunc.comm.mesh import here
 from fsfunc.sharded import is_sharded
 
 # torch scripts its own forward-mode decompositions, and warns of it.

@@ -4,7 +4,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import fsfunc as ff
-from tests.transforms.models import SPECS, assert_same, batch_of, held
+from tests.checks import held, same
+from tests.transforms.models import SPECS, batch_of
 
 SEEDS = st.integers(0, 2**20)
 POWERS = st.sampled_from([{"data": 1}, {"data": 2}, {"data": 4}, {"data": 8}])
@@ -78,7 +79,7 @@ def test_a_sharded_gradient_call_has_the_bits_of_one_device(spec, place, order, 
 
     for found, whole, before, after in ff.spmd(main, mesh)():
         for value, unsharded in found:
-            assert_same(value, loss)
-            assert_same(unsharded, grads)
-        assert_same(whole, params)
-        assert_same(after, before)
+            same(value, loss)
+            same(unsharded, grads)
+        same(whole, params)
+        same(after, before)

@@ -5,7 +5,7 @@ import torch
 
 import fsfunc as ff
 from fsfunc import tree
-from tests.transforms.models import assert_same
+from tests.checks import close
 
 MESH = ff.make_mesh({"data": 4}, "simulated")
 GRID = ff.make_mesh({"node": 2, "data": 2}, "simulated")
@@ -49,7 +49,7 @@ def test_a_loss_that_the_user_reduced_is_taken_once(zero, accumulate, scale):
     loss = lambda p, x: scale * reduced(p, x)  # noqa: E731
     expected = tree.map(lambda x: scale * x, EXPECTED)
     for found in ranks(loss, zero, accumulate=accumulate):
-        assert_same(found, expected, 1e-6)
+        close(found, expected, 1e-6)
 
 
 @ZEROS
@@ -57,7 +57,7 @@ def test_a_loss_that_the_user_reduced_is_taken_once(zero, accumulate, scale):
 def test_over_each_axis_of_hsdp_too(zero, axis):
     loss = lambda p, x: ff.pmean(own(p, x), axis)  # noqa: E731
     for found in ranks(loss, zero, GRID, replicate="node"):
-        assert_same(found, EXPECTED, 1e-6)
+        close(found, EXPECTED, 1e-6)
 
 
 @ZEROS
@@ -68,14 +68,14 @@ def test_a_reduced_value_may_be_added_to_a_ranks_own(zero, accumulate):
         loss = lambda p, x, k=sign: own(p, x) + k * reduced(p, x)  # noqa: E731
         expected = tree.map(lambda x, k=sign: (1 + k) * x, EXPECTED)
         for found in ranks(loss, zero, accumulate=accumulate):
-            assert_same(found, expected, 1e-6)
+            close(found, expected, 1e-6)
 
 
 def test_a_reduced_value_that_is_not_differentiated_may_be_added():
     loss = lambda p, x: own(p, x) + reduced(p, x).detach()  # noqa: E731
     value, grads = EXPECTED
     for found in ranks(loss):
-        assert_same(found, (2 * value, grads), 1e-6)
+        close(found, (2 * value, grads), 1e-6)
 
 
 def main_of(call):
@@ -160,4 +160,4 @@ def test_a_refused_call_leaves_the_ranks_fit_to_go_on():
         return ff.unshard(step(placed, mine)[1])
 
     for found in main_of(call):
-        assert_same(found, EXPECTED[1], 1e-6)
+        close(found, EXPECTED[1], 1e-6)

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 import fsfunc as ff
-from tests.probes import same
+from tests.checks import same
 
 G = torch.Generator().manual_seed(0)
 PARAMS = {k: torch.randint(-2, 3, (4, 4), generator=G).double() for k in "abc"}

@@ -11,7 +11,7 @@ from fsfunc import tree
 from fsfunc.arena import Arena
 from fsfunc.packing import split_buffers
 from fsfunc.sharded import is_sharded
-from tests.transforms.models import assert_same, held
+from tests.checks import close, held, same
 
 MESH = ff.make_mesh({"data": 2}, "simulated")
 ZEROS = pytest.mark.parametrize("zero", [0, 1, 2, 3])
@@ -73,7 +73,7 @@ def test_backward_fills_the_parts(zero, remat, options, monkeypatch):
         return whole(params, [p.grad for p in parts(params)])
 
     for found in ranks(zero, use, remat, **options):
-        assert_same(found, EXPECTED, 1e-9)
+        close(found, EXPECTED, 1e-9)
 
 
 @ZEROS
@@ -87,8 +87,8 @@ def test_a_graph_may_be_pulled_back_twice(zero, monkeypatch):
         return whole(params, first), whole(params, again)
 
     for first, again in ranks(zero, use):
-        assert_same(first, EXPECTED, 1e-9)
-        assert_same(again, first)
+        close(first, EXPECTED, 1e-9)
+        same(again, first)
 
 
 @ZEROS
@@ -110,6 +110,39 @@ def test_create_graph_gives_the_second_derivative(zero, remat):
     for found in ranks(zero, use, remat):
         for a, b in zip(tree.leaves(found), expected, strict=True):
             torch.testing.assert_close(a, b, rtol=1e-9, atol=1e-9)
+
+
+STOCK = {
+    "grad": torch.func.grad,
+    "grad_and_value": lambda f: lambda p, x: torch.func.grad_and_value(f)(p, x)[0],
+    "vjp": lambda f: lambda p, x: torch.func.vjp(f, p, x)[1](f(p, x) * 0 + 1)[0],
+    "jacrev": torch.func.jacrev,
+}
+
+
+@pytest.mark.parametrize("kind", STOCK)
+def test_a_step_of_torch_func_can_be_placed(kind):
+    def main():
+        mine = ff.local_batch(X, MESH, "data")
+        step = ff.shard(STOCK[kind](loss_fn), MESH, "data")
+        placed = ff.place(step, params_of(), mine)
+        assert all(map(is_sharded, tree.leaves(placed, is_leaf=is_sharded)))
+        return ff.unshard(
+            ff.shard(torch.func.grad(loss_fn), MESH, "data")(placed, mine)
+        )
+
+    for found in ff.spmd(main, MESH)():
+        close(found, EXPECTED, 1e-9)
+
+
+def test_torch_func_on_a_leaf_outside_units_is_refused():
+    def scaled(params, x):
+        return loss_fn(params["layers"], x) * params["s"]
+
+    params = {"layers": params_of(), "s": torch.ones((), dtype=torch.float64)}
+    step = ff.shard(torch.func.grad(scaled), MESH, "data")
+    with pytest.raises(ValueError, match="gradient by 's'.*ff.value_and_grad of"):
+        ff.spmd(lambda: ff.place(step, params, X), MESH)()
 
 
 def test_merged_units_of_which_the_loss_ignores_one():
@@ -134,7 +167,7 @@ def test_merged_units_of_which_the_loss_ignores_one():
 
     expected = ff.value_and_grad(ignoring)(params_of(2), X)[1]
     for found in ff.spmd(main, MESH)():
-        assert_same(found, expected, 1e-9)
+        close(found, expected, 1e-9)
 
 
 @ZEROS
@@ -173,11 +206,11 @@ def test_a_call_that_raises_leaves_nothing_behind(zero, where):
         with pytest.raises(ValueError, match="tripped"):
             sharded(params, mine, True)
         again = sharded(params, mine, False)
-        assert_same(held(params), before)
+        same(held(params), before)
         return first[1], again[1]
 
     for first, again in ff.spmd(main, MESH)():
-        assert_same(parts(again), parts(first))
+        same(parts(again), parts(first))
 
 
 def test_if_one_rank_raises_every_rank_raises():
@@ -246,7 +279,7 @@ def test_evaluation_keeps_nothing_and_equals_one_device(zero, mode):
         with context():
             values = [evaluate(params, mine).item() for _ in range(2)]
         again = step(params, mine)[1]
-        assert_same(parts(again), parts(first))
+        same(parts(again), parts(first))
         with ff.ledger() as log, context():
             evaluate(params, mine)
         return values, log.count("all_gather", rank=MESH.rank)
@@ -284,7 +317,7 @@ def test_a_compiled_unit_is_the_same_unit(zero, backend, monkeypatch):
 
     for found in ff.spmd(main, mesh)():
         for grads in found:
-            assert_same(grads, EXPECTED, 1e-9)
+            close(grads, EXPECTED, 1e-9)
 
 
 def test_a_gradient_is_one_tensor_for_each_buffer():

@@ -4,7 +4,8 @@ import pytest
 import torch
 
 import fsfunc as ff
-from fsfunc.backends.simulated import CollectiveMismatch
+from fsfunc.comm.backends.link import CollectiveMismatch
+from fsfunc.comm.groups import group
 
 
 @ff.unit
@@ -86,7 +87,7 @@ def test_another_order_is_told_under_a_pipeline(zero, inner):
 
 def test_a_stage_that_sends_another_microbatch_is_told():
     def main():
-        where = ff.collectives.group("data")
+        where = group("data")
         name = f"first #0.0, microbatch {where.index}"
         if where.index:
             return where.receive((2,), torch.float32, "cpu", 0, name).wait()

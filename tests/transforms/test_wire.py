@@ -4,7 +4,7 @@ import pytest
 import torch
 
 import fsfunc as ff
-from fsfunc.crossings import LawError
+from fsfunc.comm.crossings import LawError
 from fsfunc.transforms.sharding import Sharding
 from fsfunc.transforms.transforming import transformed
 from fsfunc.transforms.wire import Gather, Reduction

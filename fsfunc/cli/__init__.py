@@ -1,0 +1,33 @@
+"""The commands of ``python -m fsfunc``: plan, hardware, checkpoint, consolidate."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Sequence
+
+from fsfunc.cli import checkpoint_commands, hardware_command, plan_command
+from fsfunc.foresight.building import Refused
+
+__all__ = ["main"]
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """The exit status of a command line: 0, or 2 where it makes no sense.
+
+    What follows ``--`` is the script's own, which finds it in ``sys.argv``.
+    """
+    given = list(sys.argv[1:] if argv is None else argv)
+    cut = given.index("--") if "--" in given else len(given)
+    top = argparse.ArgumentParser(prog="python -m fsfunc")
+    commands = top.add_subparsers(dest="command", required=True, metavar="COMMAND")
+    for command in (plan_command, hardware_command, checkpoint_commands):
+        command.add_to(commands)
+    options = top.parse_args(given[:cut])
+    options.passed = given[cut + 1 :]
+    try:
+        options.run(options)
+    except Refused as error:
+        print(f"python -m fsfunc {options.command}: {error}", file=sys.stderr)
+        return 2
+    return 0

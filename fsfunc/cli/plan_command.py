@@ -1,0 +1,182 @@
+"""``python -m fsfunc plan``: what a script's step will do, before it runs."""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+from typing import Any
+
+from fsfunc import hardware as machines
+from fsfunc import show
+from fsfunc.cli.output import put, write_json, writing
+from fsfunc.comm.launch import make_mesh
+from fsfunc.comm.mesh import Mesh
+from fsfunc.foresight.building import (
+    RETURNS,
+    Refused,
+    build_of,
+    plan_of,
+    refusing,
+    started,
+)
+from fsfunc.foresight.estimating import Estimate, estimate
+from fsfunc.foresight.measuring import measure_hardware
+from fsfunc.foresight.plan_json import facts
+from fsfunc.foresight.plans import Plan
+from fsfunc.machines import Hardware
+from fsfunc.show.estimates import comparison
+from fsfunc.show.estimates import estimate as estimate_tables
+
+__all__ = ["add_to"]
+
+THIS = "this"  # as a hardware's name: the machine at hand
+MESH = "an axis is NAME=SIZE, such as data=1024 or data=128,pipe=8"
+
+
+def add_to(commands: Any) -> None:
+    """Adds ``plan`` to argparse's subparsers."""
+    about = "what a script's step will do on a mesh of any size, before it runs"
+    one = commands.add_parser(
+        "plan",
+        help=about,
+        description=f"Prints {about}: its units, collectives, FLOPs and memory. The "
+        f"script defines build(mesh) -> {RETURNS}; it is imported, not run as a "
+        "program. What follows -- are its own options.",
+        epilog="example: python -m fsfunc plan examples/train_gpt.py --mesh data=1024 "
+        "--hardware a100-80 -- --layers 48 --dim 2048 --heads 16",
+    )
+    one.set_defaults(run=_run)
+    add = one.add_argument
+    add("script", type=Path, metavar="SCRIPT", help="a Python file with build(mesh)")
+    add(
+        "--mesh",
+        required=True,
+        action="append",
+        type=_mesh,
+        metavar="AXES",
+        help=f"{MESH}; given again, the script is planned on each",
+    )
+    names = ", ".join(known.name for known in machines.GIVEN)
+    add(
+        "--hardware",
+        metavar="NAME",
+        help=f"estimate the step's time on {names}, on what a JSON file describes, or "
+        f'on "{THIS}" machine, measured',
+    )
+    add("--tokens", type=float, metavar="N", help="of a step, over all ranks")
+    add("--rank", type=int, metavar="R", help="whose program is shown (default: 0)")
+    add("--memory", action="store_true", help="show the memory over the step")
+    add("--streams", action="store_true", help="show what the estimate does when")
+    add("--png", type=Path, metavar="DIR", help="draw memory and streams there")
+    add("--trace", type=Path, metavar="PATH", help="write the estimate for a viewer")
+    add("--json", type=Path, metavar="PATH", help="write all numbers")
+
+
+def _mesh(text: str) -> Mesh:
+    axes: dict[str, int] = {}
+    for part in text.split(","):
+        name, equals, size = (piece.strip() for piece in part.partition("="))
+        if not (equals and name.isidentifier() and size.isdecimal() and int(size)):
+            raise argparse.ArgumentTypeError(f"{text!r}: {MESH}, got {part.strip()!r}")
+        if name in axes:
+            raise argparse.ArgumentTypeError(f"{text!r} names the axis {name} twice")
+        axes[name] = int(size)
+    return make_mesh(axes, "abstract")
+
+
+def _text(mesh: Mesh) -> str:
+    return ",".join(f"{name}={size}" for name, size in mesh.axes.items())
+
+
+def _run(options: argparse.Namespace) -> None:
+    _check(options)
+    machine = _machine(options.hardware)
+    seen: list[tuple[Plan, Estimate | None]] = []
+    with started(options.script, options.passed):
+        build = build_of(options.script)
+        for mesh in options.mesh:
+            found, times = plan_of(build, mesh, options.script), None
+            if machine is not None:
+                with refusing(options.script):
+                    times = estimate(found, machine, tokens=options.tokens)
+            seen.append((found, times))
+            _show(found, times, machine, options)
+    if len(seen) > 1:
+        put(comparison(seen))
+    if options.json:
+        about = {"script": str(options.script), "arguments": options.passed}
+        plans = [facts(found, times, machine) for found, times in seen]
+        write_json(options.json, {**about, "plans": plans})
+
+
+def _check(options: argparse.Namespace) -> None:
+    """Refuses options that contradict each other."""
+    for name in ("streams", "trace", "tokens"):
+        if getattr(options, name) and not options.hardware:
+            names = ", ".join(known.name for known in machines.GIVEN)
+            raise Refused(
+                f"--{name} is of an estimate: say on what, by --hardware ({names})"
+            )
+    if options.tokens is not None and options.tokens <= 0:
+        raise Refused(f"--tokens is above 0: {options.tokens:g}")
+    if options.trace and len(options.mesh) > 1:
+        raise Refused("--trace writes one plan: give one --mesh")
+    for mesh in options.mesh:
+        if options.rank is not None and not 0 <= options.rank < mesh.size:
+            raise Refused(
+                f"--rank {options.rank}: the ranks of --mesh {_text(mesh)} are 0 to "
+                f"{mesh.size - 1}"
+            )
+        if options.hardware == THIS and mesh.size > 1:
+            raise Refused(
+                f"--hardware {THIS} measures one process, which has no links: measure "
+                "them by `torchrun --nproc-per-node 2 -m fsfunc hardware --json PATH`, "
+                "and give --hardware PATH"
+            )
+
+
+def _machine(name: str | None) -> Hardware | None:
+    """The hardware of a name or a file, or this machine."""
+    if name is None:
+        return None
+    if name == THIS:
+        return measure_hardware()
+    path = Path(name)
+    try:
+        if path.suffix == ".json" or path.is_file():
+            return machines.from_json(path.read_text())
+        return machines.named(name)
+    except OSError as error:
+        raise Refused(f"--hardware {name}: {error.strerror}") from None
+    except (TypeError, ValueError) as error:
+        raise Refused(f"--hardware {name}: {error}") from None
+
+
+def _show(
+    plan: Plan,
+    times: Estimate | None,
+    machine: Hardware | None,
+    options: argparse.Namespace,
+) -> None:
+    """Print what was asked for of one plan, and draw and write it."""
+    rank = options.rank
+    put(show.plan(plan, rank))
+    if times is not None:
+        put(estimate_tables(times, plan, machine))
+    charts: dict[str, Any] = {}
+    if options.memory or options.png:
+        charts["memory"] = show.memory(plan, rank)
+    if times is not None and (options.streams or options.png):
+        ranks = None if rank is None else [plan[rank].rank]
+        charts["streams"] = show.streams(times, ranks=ranks)
+    for name, chart in charts.items():
+        if getattr(options, name):
+            put(chart)
+        if options.png:
+            path = options.png / f"{_text(plan.mesh)},{name}.png"
+            with writing(path):
+                path.parent.mkdir(parents=True, exist_ok=True)
+                chart.save(path)
+    if options.trace and times is not None:
+        with writing(options.trace):
+            show.trace(times, options.trace, plan=plan)

@@ -1,0 +1,186 @@
+"""Collectives in two phases: ``start`` puts one in flight, ``wait`` takes its result.
+
+What is computed in between overlaps with the exchange. The two phases are two Functions
+that share a :class:`_Flight`. The transpose of the wait is the start of the transposed
+collective, and that of the start is its wait: a forward pass that starts collectives k
+calls ahead has a backward pass that waits for them k calls late, because autograd runs
+what is ready in the reverse order of issue.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from fsfunc import _torch, tree
+from fsfunc.comm.attribution import current_label, internal, label
+from fsfunc.comm.backends.link import Done, Handle
+from fsfunc.comm.collective_ops import run_by, watched
+from fsfunc.comm.groups import RankGroup
+from fsfunc.comm.linear_maps import LinearMap
+from fsfunc.comm.mesh import Axis
+
+__all__ = ["Pending", "start"]
+
+
+class _Flight:
+    """One exchange between its two phases, and those that its derivatives make.
+
+    Between the two Functions runs a token, a scalar zero that only ties them in the
+    graph: the data stay here, where nobody can touch them.
+    """
+
+    work: Handle
+    sent: Tensor
+    version: int | None
+    dual: _Flight
+
+    def __init__(self) -> None:
+        self.tangents: dict[int, _Flight] = {}  # by functorch level
+
+    def leave(self, x: Tensor, how: LinearMap, where: RankGroup) -> None:
+        with internal():
+            self.sent, self.work = x, how.start(x, where, any_order=True)
+        self.version = None if x.is_inference() else x._version
+
+    def land(self, how: LinearMap, where: RankGroup) -> Tensor:
+        if self.version is not None and self.version != self.sent._version:
+            raise RuntimeError(
+                f"{how.op} of shape {tuple(self.sent.shape)} over {where.name}: its "
+                "input was written in place while in flight; wait first, or start it "
+                "on a copy"
+            )
+        with internal():
+            y = how.finish(self.work, self.sent, where)
+        y = watched(self.sent, how, where, y)
+        del self.work, self.sent
+        return y
+
+
+class _Start(torch.autograd.Function):
+    @staticmethod
+    def forward(x, how, where, flight):  # type: ignore[override]
+        flight.leave(x, how, where)
+        return x.new_zeros(())
+
+    @staticmethod
+    def setup_context(ctx, inputs, output):
+        _, ctx.how, ctx.where, ctx.flight = inputs
+
+    @staticmethod
+    def backward(ctx, token):  # type: ignore[override]
+        g = _wait(token, ctx.how.transpose(), ctx.where, ctx.flight.dual)
+        return g, None, None, None
+
+    @staticmethod
+    def jvp(ctx, t, *_):  # type: ignore[override]
+        flight = ctx.flight.tangents[_torch.current_level()] = _Flight()
+        return _start(t, ctx.how, ctx.where, flight)
+
+    @staticmethod
+    def vmap(info, in_dims, x, how, where, flight):  # type: ignore[override]
+        d = in_dims[0]
+        if where.link.level == _torch.current_level() + 1:
+            flight.work = Done(where.link.exchange(how, x.movedim(d, 0), where))
+            return x.new_zeros(info.batch_size), 0
+        token = _start(x.movedim(d, -1), how, where, flight)
+        return token.expand(info.batch_size), 0
+
+
+class _Wait(torch.autograd.Function):
+    @staticmethod
+    def forward(token, how, where, flight):  # type: ignore[override]
+        return flight.land(how, where)
+
+    @staticmethod
+    def setup_context(ctx, inputs, output):
+        _, ctx.how, ctx.where, ctx.flight = inputs
+        ctx.unit = current_label()[0]
+
+    @staticmethod
+    def backward(ctx, g):  # type: ignore[override]
+        flight = ctx.flight.dual = _Flight()
+        with label(ctx.unit, "backward"):
+            token = _start(g, ctx.how.transpose(), ctx.where, flight)
+        return token, None, None, None
+
+    @staticmethod
+    def jvp(ctx, token, *_):  # type: ignore[override]
+        flight = ctx.flight.tangents[_torch.current_level()]
+        return _wait(token, ctx.how, ctx.where, flight)
+
+    @staticmethod
+    def vmap(info, in_dims, token, how, where, flight):  # type: ignore[override]
+        if where.link.level == _torch.current_level() + 1:
+            return flight.work.wait(), 0
+        y = _wait(token.sum(), how, where, flight)
+        return y, y.ndim - 1
+
+
+def _start(x: Tensor, how: LinearMap, where: RankGroup, flight: _Flight) -> Tensor:
+    return where.link.apply(_Start.apply, x, how, where, flight)
+
+
+def _wait(token: Tensor, how: LinearMap, where: RankGroup, flight: _Flight) -> Tensor:
+    return where.link.apply(_Wait.apply, token, how, where, flight)
+
+
+class Pending:
+    """A collective in flight, as ``start`` returns it."""
+
+    def __init__(self, waits: list[Callable[[], Tensor]], treedef: Any):
+        self._waits, self._treedef = waits, treedef
+        self._result: Any = None
+
+    def wait(self) -> Any:
+        """The collective's result, once it is here; the same one every time."""
+        if self._waits:
+            results = [wait() for wait in self._waits]
+            self._result = tree.unflatten(self._treedef, results)
+            self._waits = []
+        return self._result
+
+
+def start(collective: Callable[..., Any], x: Any, axis: Axis, *args, **how) -> Pending:
+    """A collective put in flight: ``start(f, x, axis).wait()`` is ``f(x, axis)``.
+
+    Transpose: in the backward pass the transposed collective starts where the forward
+    pass waited, and is waited for where it started.
+
+    Args:
+        collective: one of fsfunc's collectives, such as ``ff.all_gather``.
+        x: its input; it must not be written in place before the wait.
+        axis, *args, **how: as for ``collective``.
+
+    Returns:
+        What is pending; every rank waits for it once, in any order.
+
+    Raises:
+        TypeError: ``collective`` is none.
+        RuntimeError: from ``wait``, where the input was written while in flight.
+
+    Cost: that of the collective.
+
+    >>> import fsfunc as ff, torch
+    >>> def main():
+    ...     pending = ff.start(ff.psum, torch.ones(2), "data")
+    ...     return pending.wait().tolist()
+    >>> ff.spmd(main, ff.make_mesh({"data": 2}, "simulated"))()
+    [[2.0, 2.0], [2.0, 2.0]]
+    """
+
+    def begin(x: Tensor, how: LinearMap, where: RankGroup) -> Callable[[], Tensor]:
+        flight = _Flight()
+        token = _start(x, how, where, flight)
+        return lambda: _wait(token, how, where, flight)
+
+    with run_by(begin):
+        waits, treedef = tree.flatten(collective(x, axis, *args, **how))
+    if not all(callable(wait) for wait in waits):
+        raise TypeError(
+            f"start takes a collective, such as ff.all_gather; got {collective!r}"
+        )
+    return Pending(waits, treedef)

@@ -1,0 +1,99 @@
+"""On whose behalf something is done: a unit and phase, and a line of the user's.
+
+A collective's record and its errors name all three.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+import threading
+from contextvars import ContextVar
+from pathlib import Path
+from types import FrameType
+
+import torch
+
+from fsfunc.scoped import Scoped
+
+__all__ = [
+    "called_by_user",
+    "current_label",
+    "internal",
+    "is_internal",
+    "is_own_call",
+    "label",
+    "source_line",
+    "traceback_line",
+]
+
+_OURS = str(Path(__file__).parent.parent) + os.sep
+_TORCH = str(Path(torch.__file__).parent) + os.sep
+# Frames of these are nobody's source line: ours, torch's, and where a thread begins.
+_INNER = (_OURS, _TORCH, threading.__file__, "<frozen ")
+_ANYBODYS = ("tree.py", "structure.py")  # which call what a user gives them
+_MODES = ("__torch_function__", "__torch_dispatch__", "dispatch")  # pass on a call
+
+_LABEL: ContextVar[tuple[str, str]] = ContextVar("fsfunc_label", default=("", ""))
+_INTERNAL: ContextVar[bool] = ContextVar("fsfunc_internal", default=False)
+
+
+def label(unit: str, phase: str) -> Scoped:
+    """Says on whose behalf the collectives inside are issued."""
+    return Scoped(_LABEL, (unit, phase))
+
+
+def current_label() -> tuple[str, str]:
+    """The (unit, phase) on whose behalf collectives are issued now."""
+    return _LABEL.get()
+
+
+def internal(value: bool = True) -> Scoped:
+    """What runs inside is the library's own doing (or, with False, the user's)."""
+    return Scoped(_INTERNAL, value)
+
+
+def is_internal() -> bool:
+    """Whether the library is at work, not the user's function."""
+    return _INTERNAL.get()
+
+
+def source_line() -> str:
+    """``file:line`` of the innermost caller outside fsfunc and torch."""
+    frame = sys._getframe(1)
+    while frame is not None:
+        name = frame.f_code.co_filename
+        if not name.startswith(_INNER):
+            return f"{name}:{frame.f_lineno}"
+        frame = frame.f_back
+    return "?"
+
+
+def traceback_line(error: BaseException) -> str:
+    """``file:line`` of the innermost frame of ``error`` outside fsfunc and torch."""
+    found, trace = "?", error.__traceback__
+    while trace is not None:
+        name = trace.tb_frame.f_code.co_filename
+        if not name.startswith(_INNER):
+            found = f"{name}:{trace.tb_lineno}"
+        trace = trace.tb_next
+    return found
+
+
+def called_by_user(frame: FrameType) -> bool:
+    """Whether the code of this frame, not of what it calls, is the user's."""
+    return not frame.f_code.co_filename.startswith(_INNER)
+
+
+def is_own_call() -> bool:
+    """Whether it is fsfunc itself that calls torch now, not a user's function."""
+    frame = sys._getframe(1)
+    here = frame.f_code.co_filename  # whoever asks is ours
+    while frame is not None:
+        code = frame.f_code
+        name = code.co_filename
+        passes_on = name == here or code.co_name in _MODES
+        if not passes_on and not name.startswith((_TORCH, "<frozen ")):
+            return name.startswith(_OURS) and not name.endswith(_ANYBODYS)
+        frame = frame.f_back
+    return False

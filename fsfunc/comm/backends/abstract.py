@@ -1,0 +1,111 @@
+"""Ranks that move nothing: shapes go through, and the ledger sees every collective."""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from torch import Tensor
+
+from fsfunc import _torch, tree
+from fsfunc.comm.backends.link import Done, Handle, Link
+from fsfunc.comm.mesh import Here, Mesh, asking, place_here
+from fsfunc.fake_errors import told_where
+
+__all__ = ["AbstractLink", "run_abstract"]
+
+_INSTEAD = (
+    ", where all tensors are fake: leave out there what reads a value, or run it on a "
+    "simulated mesh"
+)
+_MOST = 512  # distinct programs: more are a mistake, and would take for ever
+
+
+class AbstractLink(Link):
+    """Every result has the right shape and dtype, and meaningless values."""
+
+    moves = False
+
+    def __init__(self, rank: int = 0, notes: dict[Any, Any] | None = None):
+        self.rank, self.notes = rank, notes
+
+    def start(
+        self,
+        op: str,
+        x: Tensor,
+        where: Any,
+        *,
+        out: Tensor | None = None,
+        what: str = "",
+        **how: Any,
+    ) -> Handle:
+        n = where.size
+        if out is not None:
+            return Done(out)
+        if op == "all_gather":
+            return Done(x.new_empty((n * x.shape[0], *x.shape[1:])))
+        if op == "psum_scatter":
+            return Done(x.new_empty((x.shape[0] // n, *x.shape[1:])))
+        return Done(x.clone())
+
+    def send(self, x: Tensor, where: Any, to: int, what: str = "") -> Handle:
+        return Done(x.new_empty(0))
+
+    def receive(self, like: Tensor, where: Any, source: int, what: str = "") -> Handle:
+        return Done(like)
+
+
+def run_abstract(
+    mesh: Mesh,
+    fn: Callable[..., Any],
+    args: Callable[[int], Sequence[Any]],
+    asked: set[str],
+) -> dict[int, Any]:
+    """``fn(*args(rank))`` on fake tensors, on one rank of each distinct program.
+
+    Args:
+        asked: axes along which the arguments differ; those that ``fn`` asks for its
+            coordinate on are added.
+
+    Returns:
+        the results, by rank: of each set of ranks that agree on the axes asked for,
+        the lowest.
+
+    Raises:
+        ValueError: more than 512 programs.
+    """
+    mode, found = _torch.abstract_mode(), {}
+    notes: dict[Any, Any] = {}  # a step that all ranks are laid out by is recorded once
+
+    def fake(x: Any) -> Any:
+        return _torch.fake_of(mode, x) if isinstance(x, Tensor) else x
+
+    while todo := [r for r in _lowest(mesh, asked) if r not in found]:
+        for rank in todo:
+            link = AbstractLink(rank, notes)
+            told = told_where("a function run on an abstract mesh", _INSTEAD)
+            with told, mode, asking(asked), place_here(Here(mesh, rank, link)):
+                found[rank] = fn(*tree.map(fake, list(args(rank))))
+            if len(found) == 1:
+                break  # now it is known what it asks for
+    return {rank: found[rank] for rank in sorted(found)}
+
+
+def _lowest(mesh: Mesh, asked: set[str]) -> list[int]:
+    """The lowest rank of each set that agrees on the axes ``asked``."""
+    axes = {name: n for name, n in mesh.axes.items() if name in asked}
+    count = math.prod(axes.values())
+    if count > _MOST:
+        raise ValueError(
+            f"what runs asks for its coordinate on the axes {sorted(axes)}, so that "
+            f"{count} ranks of {mesh} may each run a program of their own, of which at "
+            f"most {_MOST} are tried: cut batches by ff.local_batch, which needs no "
+            "coordinate, or take a smaller mesh"
+        )
+    none = dict.fromkeys(mesh.axes, 0)
+    return sorted(
+        mesh.rank_at({**none, **dict(zip(axes, index, strict=True))})
+        for index in itertools.product(*map(range, axes.values()))
+    )

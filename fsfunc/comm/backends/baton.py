@@ -1,0 +1,209 @@
+"""The baton of simulated ranks: who runs, who waits in which meeting, and for whom.
+
+One rank runs at a time and hands over only where it has to wait, so a deadlock is seen:
+it is when nobody can run. All of a group meet in a collective, or two in a transfer.
+"""
+
+from __future__ import annotations
+
+import threading
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from fsfunc import _torch
+from fsfunc.comm.backends.link import CollectiveCall, CollectiveMismatch, table
+from fsfunc.comm.linear_maps import combine
+
+__all__ = ["Aborted", "Baton", "Deadlock", "Meeting", "SendMeeting", "restore"]
+
+
+class Deadlock(RuntimeError):
+    """No simulated rank can go on."""
+
+
+class Aborted(BaseException):
+    """Another rank failed. Not an Exception: user code must not swallow it."""
+
+
+@dataclass
+class Meeting:
+    """One collective of one group: complete when every member has come."""
+
+    ranks: tuple[int, ...]
+    how: dict[str, Any] = field(default_factory=dict)
+    calls: dict[int, CollectiveCall] = field(default_factory=dict)
+    inputs: dict[int, Tensor] = field(default_factory=dict)
+    results: list[Tensor] | None = None
+    over: bool = False
+
+    @property
+    def missing(self) -> list[int]:
+        """Who has not come yet."""
+        return [r for r in self.ranks if r not in self.calls]
+
+    def come(self, rank: int, call: CollectiveCall, x: Tensor) -> None:
+        self.calls[rank], self.inputs[rank] = call, x
+
+    def mismatch(self) -> str | None:
+        """What is wrong where the members came to different collectives."""
+        if len({c.said for c in self.calls.values()}) == 1:
+            return None
+        return self._table("simulated ranks call different collectives")
+
+    def _table(self, title: str) -> str:
+        return table(title, {r: self.calls[r] for r in self.ranks})
+
+    def complete(self) -> None:
+        """Makes every member's result."""
+        op = self.calls[self.ranks[0]].said[0]
+        inputs = [self.inputs[r] for r in self.ranks]
+        self.results = combine(op, inputs, **self.how)
+        self.inputs.clear()
+        self.over = True
+
+    def take(self, rank: int, out: Tensor | None) -> Tensor:
+        """This rank's own copy: what another rank writes must not reach it."""
+        if self.results is None:
+            raise RuntimeError("taken before it was complete")
+        result = self.results[self.ranks.index(rank)]
+        return result.clone() if out is None else out.copy_(result)
+
+
+class SendMeeting(Meeting):
+    """One tensor's way from ``ranks[0]`` to ``ranks[1]``: over when both have come.
+
+    The receiver brings the memory, so that a tensor on its way is there once, and
+    whoever comes last copies.
+    """
+
+    def mismatch(self) -> str | None:
+        sent, wanted = (self.calls[r] for r in self.ranks)
+        if sent.said[2:] == wanted.said[2:]:
+            return None
+        return self._table("simulated ranks send one thing and receive another")
+
+    def complete(self) -> None:
+        x, y = (self.inputs[r] for r in self.ranks)
+        y.copy_(x)
+        self.inputs.clear()
+        self.over = True
+
+
+TorchState = tuple[Tensor, Tensor | None, tuple[int, int], Any]
+
+
+def torch_state() -> TorchState:
+    """What torch has once for all threads, and each rank for itself.
+
+    The default generators' states (the CPU's, and that of a CUDA device in use), the
+    level of forward-mode differentiation, and how compiled functions run.
+    """
+    cuda = torch.cuda.get_rng_state() if torch.cuda.is_initialized() else None
+    level, stance = _torch.forward_ad_state(), _torch.compiler_stance()
+    return torch.get_rng_state(), cuda, level, stance
+
+
+def restore(state: TorchState) -> None:
+    """Puts a rank's own state in place, as it gets the baton back."""
+    cpu, cuda, level, stance = state
+    torch.set_rng_state(cpu)
+    if cuda is not None:
+        torch.cuda.set_rng_state(cuda)
+    _torch.set_forward_ad_state(level)
+    _torch.set_compiler_stance(stance)
+
+
+class Baton:
+    """The ``n`` ranks of one ``spmd`` call and the baton among them."""
+
+    def __init__(self, n: int):
+        self.wake = [threading.Semaphore(0) for _ in range(n)]
+        self.done = threading.Semaphore(0)
+        self.state = ["ready"] * n
+        self.waits: dict[int, Meeting] = {}
+        self.error: BaseException | None = None
+        self.meetings: dict[tuple[Any, ...], Meeting] = {}
+        self.counts: dict[tuple[Any, ...], int] = {}
+        self.states = [torch_state()] * n
+        self.notes: dict[Any, Any] = {}
+
+    def hand_over(self, rank: int, last: bool = False) -> None:
+        """Passes the baton to the next rank that can run, and waits for it."""
+        self.states[rank] = torch_state()
+        n = len(self.state)
+        order = [(rank + k) % n for k in range(1, n + 1)]
+        chosen = next((r for r in order if self.state[r] == "ready"), None)
+        if chosen is None:
+            if all(state == "done" for state in self.state):
+                self.done.release()
+                return
+            self.fail(Deadlock(self.table("no simulated rank can go on")))
+            self.hand_over(rank, last)
+            return
+        if chosen != rank:
+            self.wake[chosen].release()
+            if not last:
+                self.wake[rank].acquire()
+        if not last:
+            restore(self.states[rank])
+
+    def fail(self, error: BaseException) -> None:
+        """Keeps the first error and lets every rank run into it."""
+        self.error = self.error or error
+        self.state = ["done" if s == "done" else "ready" for s in self.state]
+
+    def table(self, title: str) -> str:
+        lines = []
+        for rank, state in enumerate(self.state):
+            if state == "done":
+                text = "has returned"
+            elif rank in self.waits:
+                meeting = self.waits[rank]
+                text = f"waits in {meeting.calls[rank]}, for ranks {meeting.missing}"
+            else:
+                text = "runs"
+            lines.append(f"  rank {rank} {text}")
+        return f"{title}:\n" + "\n".join(lines)
+
+    def come(
+        self,
+        rank: int,
+        new: Meeting,
+        group: tuple[int, ...],
+        call: CollectiveCall,
+        x: Tensor,
+    ) -> Meeting:
+        """A rank comes to its next meeting with the ranks of ``new``, within a group.
+
+        That is ``new`` if it is the first to come; the last to come completes it.
+        """
+        if self.error is not None:
+            raise Aborted
+        among = (type(new), group, new.ranks)
+        count = self.counts.get((rank, *among), 0)
+        self.counts[rank, *among] = count + 1
+        key = (*among, count)
+        meeting = self.meetings.setdefault(key, new)
+        meeting.come(rank, call, x)
+        if not meeting.missing:
+            del self.meetings[key]
+            if wrong := meeting.mismatch():
+                error = CollectiveMismatch(wrong)
+                self.fail(error)
+                raise error
+            meeting.complete()
+            for r in meeting.ranks:
+                if self.waits.get(r) is meeting and self.state[r] == "waiting":
+                    self.state[r] = "ready"
+        return meeting
+
+    def wait(self, rank: int, meeting: Meeting) -> None:
+        if not meeting.over:
+            self.waits[rank], self.state[rank] = meeting, "waiting"
+            self.hand_over(rank)
+            self.waits.pop(rank, None)
+        if self.error is not None:
+            raise Aborted

@@ -1,0 +1,152 @@
+"""What every backend offers a rank, and what a rank says of a collective."""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from torch import Tensor
+
+from fsfunc.comm.attribution import current_label, source_line
+
+__all__ = [
+    "CollectiveCall",
+    "CollectiveMismatch",
+    "Done",
+    "Handle",
+    "Link",
+    "Signature",
+    "digest",
+    "signature",
+    "table",
+]
+
+
+class Handle:
+    """A collective or a transfer under way; ``wait`` returns this rank's result."""
+
+    def wait(self) -> Tensor:
+        raise NotImplementedError
+
+    def done(self) -> bool:
+        """Whether it is known to be over: asks, and waits for nothing."""
+        raise NotImplementedError
+
+
+class Done(Handle):
+    """A collective that is already complete."""
+
+    def __init__(self, result: Tensor):
+        self.result = result
+
+    def wait(self) -> Tensor:
+        return self.result
+
+    def done(self) -> bool:
+        return True
+
+
+class Link:
+    """One rank's connection to the others of its mesh."""
+
+    rank: int = 0
+    moves: bool = True  # data; what is only planned stays where it is
+    device: str = "cpu"  # of tensors that a caller makes only to move them
+    notes: dict[Any, Any] | None = None  # what ranks of one process tell each other
+    level: int | None = None  # the functorch level that is the mesh, on a vmap mesh
+
+    def start(
+        self,
+        op: str,
+        x: Tensor,
+        where: Any,
+        *,
+        out: Tensor | None = None,
+        what: str = "",
+        **how: Any,
+    ) -> Handle:
+        """Issues ``op`` on contiguous ``x`` along dim 0, over two ranks or more.
+
+        The work's result is ``out`` where that is given: contiguous, of its shape.
+        With ``any_order`` in ``how``, other ranks may wait for it in another order.
+        ``what`` is the name of a buffer: the same one on every rank.
+        """
+        raise NotImplementedError
+
+    def send(self, x: Tensor, where: Any, to: int, what: str = "") -> Handle:
+        """Sends contiguous ``x`` to the rank at index ``to``; as `RankGroup.send`."""
+        raise NotImplementedError
+
+    def receive(self, like: Tensor, where: Any, source: int, what: str = "") -> Handle:
+        """Receives into ``like`` what the rank at index ``source`` sends."""
+        raise NotImplementedError
+
+    def trim(self) -> None:
+        """Lets go of memory that is kept for the next collectives."""
+
+    def apply(self, function: Callable[..., Any], x: Tensor, *rest: Any) -> Any:
+        """Calls a collective's Function on ``x``."""
+        return function(x, *rest)
+
+    def exchange(self, how: Any, x: Tensor, where: Any) -> Tensor:
+        """All ranks' results of a linear map, stacked along dim 0 like the inputs."""
+        raise NotImplementedError
+
+    def axis_index(self, where: Any) -> Any:
+        """This rank's index along the axis of ``where``."""
+        return where.index
+
+
+Signature = tuple[Any, ...]  # op, how, axis, shape, dtype, whose values
+
+
+class CollectiveMismatch(RuntimeError):
+    """Ranks met in one group with different collectives, or one missed the other."""
+
+
+def signature(
+    op: str, how: Mapping[str, Any], axis: tuple[str, ...], x: Tensor, what: str
+) -> Signature:
+    """What must be the same on every rank of a collective."""
+    return op, tuple(how.items()), axis, x.shape, x.dtype, what
+
+
+@functools.lru_cache(maxsize=1 << 16)
+def digest(said: Signature) -> bytes:
+    """Eight bytes for a signature, the same ones in every process."""
+    op, how, axis, shape, dtype, what = said
+    text = repr((op, how, axis, tuple(shape), str(dtype), what))
+    return hashlib.blake2b(text.encode(), digest_size=8).digest()
+
+
+@dataclass(frozen=True)
+class CollectiveCall:
+    """What one rank said when it came to a collective or a transfer."""
+
+    said: Signature
+    unit: str = ""
+    phase: str = ""
+    where: str = ""
+
+    @classmethod
+    def now(cls, said: Signature) -> CollectiveCall:
+        """The call that is being made, with its label and source line."""
+        return cls(said, *current_label(), source_line())
+
+    def __str__(self) -> str:
+        op, how, axes, shape, dtype, what = self.said
+        whose = what or self.unit
+        phase = f" ({self.phase})" if self.phase else ""
+        unit = (f" of {whose}" if whose else "") + phase
+        kind = str(dtype).removeprefix("torch.")
+        axis, how = ", ".join(axes), "".join(f" {k}={v}" for k, v in how)
+        at = f" at {self.where}" if self.where else ""
+        return f'{op} over "{axis}"{how}, {kind}{list(shape)}{unit}{at}'
+
+
+def table(title: str, said: Mapping[int, Any]) -> str:
+    """What each rank said, a line for each."""
+    return f"{title}:\n" + "\n".join(f"  rank {r} {call}" for r, call in said.items())

@@ -1,0 +1,155 @@
+"""Point-to-point transfers between processes, beside the collectives of their group.
+
+Gloo matches by tag: a transfer's holds its number among those of its pair and
+direction, its shape and its dtype. Gloo says that a send is over to nobody but who
+waits for it, so the receiver answers each one with a byte that the sender can look at.
+
+NCCL has no tags and matches what two ranks issue by its order, so that each direction
+needs a group of its own; and it can be asked.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from fsfunc.comm.backends.exchange import ANSWER, TRANSFER, Exchange, Headers, tag
+from fsfunc.comm.backends.link import Handle, Signature, digest, signature
+from fsfunc.comm.backends.process_groups import Groups
+
+__all__ = ["Transfers"]
+
+
+class _Sending(Exchange):
+    """A send under way; ``received``, which is asked, tells whether it arrived."""
+
+    received: Callable[[], bool]
+
+    def done(self) -> bool:
+        if self.result is None and self.received():
+            self.wait()
+        return self.result is not None
+
+
+class _Answer:
+    """The byte that says that a send has been received."""
+
+    def __init__(self, source: int, group: Any, tag: int):
+        self.byte = torch.zeros(1, dtype=torch.uint8)
+        self.work: Any = dist.irecv(self.byte, source, group, tag)
+
+    def __call__(self) -> bool:
+        if self.work is not None and self.byte.item():
+            self.work.wait()
+            self.work = None
+        return self.work is None
+
+
+class Transfers:
+    """The transfers of one process; the n-th send of a pair meets the n-th receive.
+
+    Args:
+        groups: those of the collectives.
+        checks: whether every transfer is compared, also within a compared program.
+    """
+
+    def __init__(self, groups: Groups, checks: bool) -> None:
+        self.groups, self.checks = groups, checks
+        self.down = Groups(groups.timeout)  # for sends to lower indices
+        self.numbers: Counter[tuple[Any, ...]] = Counter()
+        self.open: list[_Sending] = []  # not answered yet
+        self.said: dict[tuple[Any, ...], Any] = {}  # the last answer to each
+        self.yes = torch.ones(1, dtype=torch.uint8)
+
+    def connect(self, every: Sequence[tuple[int, ...]]) -> None:
+        """Makes what transfers need beside ``groups``; all processes call this alike.
+
+        On NCCL, to send from low to high indices and back by one group would be one
+        order for both: two ranks that send to each other would never meet.
+        """
+        for ranks in every if dist.get_backend() == "nccl" else ():
+            if len(ranks) > 1:
+                self.down.make(ranks)
+
+    def _way(self, where: Any, source: int, to: int) -> tuple[Any, int]:
+        """The c10d group, and the number, of the next transfer between two indices."""
+        group = self.groups.get(where.ranks)
+        if to < source:
+            group = self.down.get(where.ranks) or group
+        key = (where.ranks, source, to)
+        self.numbers[key] += 1
+        return group, self.numbers[key]
+
+    def _headers(
+        self,
+        said: Signature,
+        number: int,
+        where: Any,
+        other: int,
+        group: Any,
+        ways: tuple[int, int],
+    ) -> Headers | None:
+        """This rank's header on its way to the index ``other``, where they compare."""
+        if dist.get_backend(group) != "gloo" or where.compared and not self.checks:
+            return None
+        return Headers(said, _digest(said), where, [other], group, number, ways)
+
+    def send(self, x: Tensor, where: Any, to: int, what: str) -> Handle:
+        """Sends ``x`` to index ``to`` of ``where``; empty tensors stay at home."""
+        group, number = self._way(where, where.index, to)
+        said = signature("send", {}, where.axis, x, what)
+        headers = self._headers(said, number, where, to, group, (1, 2))
+        target, gloo = where.ranks[to], dist.get_backend(group) == "gloo"
+        works: list[Any] = []
+        received: Callable[[], bool] = lambda: True  # noqa: E731
+        if x.numel() and gloo:
+            digest = _digest(said)
+            self.open = [sent for sent in self.open if not _answered(sent)]
+            received = _Answer(target, group, tag(ANSWER, number, digest))
+            works = [dist.isend(x, target, group, tag(TRANSFER, number, digest))]
+        elif x.numel():
+            works = [dist.isend(x, target, group)]
+            received = works[0].is_completed
+        sent = _Sending(works, lambda: torch.empty(0), x, said, where, headers)
+        sent.received = received
+        if works and gloo:
+            self.open.append(sent)
+        return sent
+
+    def receive(self, into: Tensor, where: Any, source: int, what: str) -> Handle:
+        """Receives into ``into`` from index ``source`` of ``where``."""
+        group, number = self._way(where, source, where.index)
+        said = signature("receive", {}, where.axis, into, what)
+        headers = self._headers(said, number, where, source, group, (2, 1))
+        origin, digest = where.ranks[source], _digest(said)
+
+        def answered() -> Tensor:
+            # The sender asked for it before it sent, so this does not wait for long.
+            if (last := self.said.get((where.ranks, origin))) is not None:
+                last.wait()
+            under = tag(ANSWER, number, digest)
+            self.said[where.ranks, origin] = dist.isend(self.yes, origin, group, under)
+            return into
+
+        works: list[Any] = []
+        finish: Callable[[], Tensor] = lambda: into  # noqa: E731
+        if into.numel() and dist.get_backend(group) == "gloo":
+            works = [dist.irecv(into, origin, group, tag(TRANSFER, number, digest))]
+            finish = answered
+        elif into.numel():
+            works = [dist.irecv(into, origin, group)]
+        return Exchange(works, finish, into, said, where, headers)
+
+
+def _answered(sent: _Sending) -> bool:
+    return sent.received() and sent.done()
+
+
+def _digest(said: Signature) -> bytes:
+    """The same one for a send and for its receive."""
+    return digest(("transfer", *said[1:]))

@@ -1,0 +1,182 @@
+"""Real processes over torch.distributed: NCCL where there are GPUs, gloo elsewhere.
+
+What ranks compare. A collective that is called outside every transformed function (by
+hand, by ``unshard``, by ``global_norm`` of a state), and those of the first call of a
+transformed one that was neither placed nor given to ``init_state``, travel with a
+header of 512 bytes that says what each rank came to: where they differ, every rank
+raises. There a mistake is likely, as every line is the user's own, and a message more
+is little beside the rest. A transformed step was compared as a program, once (see
+``comparing``), and sends no headers, since it calls thousands of collectives, unless
+the environment says ``FSFUNC_CHECK=1``: then every collective has one, and every
+transfer. On the CPU a header is on its way beside the data, so that it costs no
+second round; on NCCL it is waited for before the data are sent, and transfers have
+none.
+
+What is unlike in spite of all that never meets, on the CPU (see ``exchange``): the
+ranks wait until the group's timeout, and raise.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from fsfunc.arena import Arena
+from fsfunc.comm.backends.exchange import Exchange, compare_gathered, packed
+from fsfunc.comm.backends.link import (
+    CollectiveCall,
+    Handle,
+    Link,
+    Signature,
+    digest,
+    signature,
+)
+from fsfunc.comm.backends.native import issue
+from fsfunc.comm.backends.pairwise import Pairs
+from fsfunc.comm.backends.point_to_point import Transfers
+from fsfunc.comm.backends.process_groups import Groups, agent_store
+
+__all__ = ["ProcessLink", "connect"]
+
+
+class ProcessLink(Link):
+    """This process's connection; c10d groups are made once, in one order everywhere.
+
+    Args:
+        timeout: how long the groups that it makes wait for a rank.
+    """
+
+    def __init__(self, timeout: timedelta | None = None) -> None:
+        self.rank = dist.get_rank()
+        self.arena = Arena()
+        self.fake = dist.get_backend() == "fake"  # torch's stand-in: nothing moves
+        self.paired = not self.fake  # what lies on the CPU
+        self.device = "cuda" if dist.get_backend() == "nccl" else "cpu"
+        self.checks = os.environ.get("FSFUNC_CHECK", "0") not in ("", "0")
+        self.issued: Counter[tuple[int, ...]] = Counter()
+        self.groups = Groups(timeout).use_world()
+        self.transfers = Transfers(self.groups, self.checks)
+
+    def connect(self, every: Sequence[tuple[int, ...]]) -> None:
+        """Makes the c10d group of each rank tuple; all processes call this alike."""
+        for ranks in every:
+            if len(ranks) == 1:
+                continue
+            # Pairs of ranks have no order, and NCCL's own collectives have one.
+            unlike = list(ranks) != sorted(ranks) and dist.get_backend() != "gloo"
+            order: Any = {"sort_ranks": False} if unlike else {}
+            self.groups.make(ranks, **order)
+        self.transfers.connect(every)
+
+    def send(self, x: Tensor, where: Any, to: int, what: str = "") -> Handle:
+        return self.transfers.send(x, where, to, what)
+
+    def receive(self, like: Tensor, where: Any, source: int, what: str = "") -> Handle:
+        return self.transfers.receive(like, where, source, what)
+
+    def trim(self) -> None:
+        self.arena.trim(0)
+
+    def start(
+        self,
+        op: str,
+        x: Tensor,
+        where: Any,
+        *,
+        out: Tensor | None = None,
+        what: str = "",
+        any_order: bool = False,
+        **how: Any,
+    ) -> Handle:
+        x, group = x.detach(), self.groups.get(where.ranks)
+        compared = where.compared and not self.checks
+        if x.device.type != "cpu" or not self.paired:
+            said = signature(op, how, where.axis, x, what)
+            return self._native(said, x, where, out, group, compared or self.fake, how)
+        if op == "psum" and where.size > 2 and x.numel() >= 1024:
+            how = {"hops": 1 if any_order else 2}
+        said = signature(op, how, where.axis, x, what)
+        number = self.issued[where.ranks]
+        self.issued[where.ranks] += 1
+        pairs = Pairs(said, where, group, number, self.arena, compared)
+        return getattr(pairs, op)(x, out, **how)
+
+    def _native(
+        self,
+        said: Signature,
+        x: Tensor,
+        where: Any,
+        out: Tensor | None,
+        group: Any,
+        compared: bool,
+        how: dict[str, Any],
+    ) -> Handle:
+        if not compared:
+            mine = packed(CollectiveCall.now(said), digest(said)).to(x.device)
+            compare_gathered(mine, group, where.ranks)
+        works, finish = issue(said[0], x, where, out, group, **how)
+        return Exchange(works, finish, x, said, where)
+
+
+def connect(
+    axes: Mapping[str, int], size: int, timeout: timedelta | None = None
+) -> ProcessLink:
+    """The link of this process to the others of a mesh of ``size`` ranks.
+
+    Args:
+        timeout: of all groups of the mesh; None: that of the process group, which the
+            user may have started.
+
+    Raises:
+        ValueError: the mesh and the processes differ in number.
+        RuntimeError: nobody started a process group, and torchrun's variables are
+            not there.
+    """
+    if not dist.is_initialized():
+        if "WORLD_SIZE" not in os.environ:
+            raise RuntimeError(
+                'a mesh over "processes" needs torchrun, or init_process_group before '
+                'it; in one process use backend="simulated"'
+            )
+        world = int(os.environ["WORLD_SIZE"])
+        _check_size(axes, size, world)
+        if torch.cuda.is_available():
+            torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", 0)))
+        backend = "nccl" if torch.cuda.is_available() else "gloo"
+        how: dict[str, Any] = {"timeout": timeout}
+        if (store := agent_store()) is not None:
+            rank = int(os.environ["RANK"])
+            how |= {"store": store, "rank": rank, "world_size": world}
+        dist.init_process_group(backend, **how)
+    link = ProcessLink(timeout)
+    _compare_meshes(axes, link)
+    _check_size(axes, size, dist.get_world_size())
+    return link
+
+
+def _compare_meshes(axes: Mapping[str, int], link: ProcessLink) -> None:
+    """Raises on every rank where they make unlike meshes."""
+    if link.fake or dist.get_world_size() == 1:
+        return
+    checks = ", FSFUNC_CHECK=1" if link.checks else ""
+    text = f"makes a mesh {dict(axes)}, timeout {link.groups.timeout}{checks}"
+    said = hashlib.blake2b(text.encode(), digest_size=8).digest()
+    mine = packed(text, said).to(link.device)
+    ranks = range(dist.get_world_size())
+    compare_gathered(mine, dist.group.WORLD, ranks, "ranks make unlike meshes")
+
+
+def _check_size(axes: Mapping[str, int], size: int, world: int) -> None:
+    if size != world:
+        raise ValueError(
+            f"the mesh {dict(axes)} has {size} ranks, but there are {world} processes: "
+            f"choose axes whose product is {world}, or --nproc-per-node {size}"
+        )

@@ -1,0 +1,175 @@
+"""Simulated ranks: threads of one process that pass a baton.
+
+One rank runs at a time and hands over only where it has to wait for a collective, so
+a run is deterministic and any Python control flow works. When no rank can go on, that
+is seen at once: the error tabulates where each one waits. The states of torch's default
+generators go with the baton (numpy's and ``random``'s do not).
+"""
+
+from __future__ import annotations
+
+import contextvars
+import threading
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from fsfunc import _torch
+from fsfunc.comm.backends.baton import Aborted, Baton, Meeting, SendMeeting, restore
+from fsfunc.comm.backends.link import CollectiveCall, Handle, Link, signature
+from fsfunc.comm.mesh import Here, Mesh, place_here
+
+__all__ = ["SimulatedLink", "run_simulated"]
+
+
+class _Pending(Handle):
+    """A rank's part in a meeting; ``result`` is asked for once it is over."""
+
+    def __init__(
+        self, link: SimulatedLink, meeting: Meeting, result: Callable[[], Tensor]
+    ):
+        self.link, self.meeting, self.result = link, meeting, result
+
+    def wait(self) -> Tensor:
+        self.link.baton.wait(self.link.rank, self.meeting)
+        return self.result()
+
+    def done(self) -> bool:
+        return self.meeting.over
+
+
+class SimulatedLink(Link):
+    """One simulated rank's connection to the others of its baton."""
+
+    def __init__(self, baton: Baton, rank: int):
+        self.baton, self.rank, self.notes = baton, rank, baton.notes
+
+    def start(
+        self,
+        op: str,
+        x: Tensor,
+        where: Any,
+        *,
+        out: Tensor | None = None,
+        what: str = "",
+        any_order: bool = True,
+        **how: Any,
+    ) -> Handle:
+        meeting = Meeting(where.ranks, how)
+        meeting = self._come(meeting, op, x.detach(), where, what)
+        return _Pending(self, meeting, lambda: meeting.take(self.rank, out))
+
+    def send(self, x: Tensor, where: Any, to: int, what: str = "") -> Handle:
+        meeting = SendMeeting((where.rank, where.ranks[to]))
+        meeting = self._come(meeting, "send", x, where, what)
+        return _Pending(self, meeting, lambda: torch.empty(0))
+
+    def receive(self, like: Tensor, where: Any, source: int, what: str = "") -> Handle:
+        meeting = SendMeeting((where.ranks[source], where.rank))
+        meeting = self._come(meeting, "receive", like, where, what)
+        return _Pending(self, meeting, lambda: like)
+
+    def _come(self, new: Meeting, op: str, x: Tensor, where: Any, what: str) -> Meeting:
+        call = CollectiveCall.now(signature(op, new.how, where.axis, x, what))
+        return self.baton.come(self.rank, new, where.ranks, call, x)
+
+
+def run_simulated(mesh: Mesh, fn: Callable[..., Any], args: Sequence[Sequence[Any]]):
+    """``[fn(*args[r]) on rank r for each r]``; the first error of any rank is raised.
+
+    Every rank starts from the caller's default generator, and the caller goes on from
+    rank 0's.
+    """
+    baton, enter = Baton(mesh.size), carry()
+    results: list[Any] = [None] * mesh.size
+
+    def body(rank: int) -> None:
+        baton.wake[rank].acquire()
+        restore(baton.states[rank])
+        try:
+            if baton.error is None:
+                link = SimulatedLink(baton, rank)
+                with enter(), place_here(Here(mesh, rank, link)):
+                    results[rank] = fn(*args[rank])
+        except Aborted:
+            pass  # the error that stopped this rank is kept with the baton
+        except BaseException as error:
+            if baton.error is None:
+                error.add_note(f"on simulated rank {rank} of {mesh}")
+            baton.fail(error)
+        baton.state[rank] = "done"
+        baton.hand_over(rank, last=True)
+
+    threads = []
+    for rank in range(mesh.size):
+        context = contextvars.copy_context()
+        thread = threading.Thread(target=context.run, args=(body, rank), daemon=True)
+        thread.start()
+        threads.append(thread)
+    with _torch.shared_forward_ad():
+        baton.wake[0].release()
+        try:
+            baton.done.acquire()
+        except BaseException as error:  # Ctrl-C comes to the thread that waits here
+            baton.fail(error)
+            baton.done.acquire()
+    for thread in threads:
+        thread.join()
+    restore(baton.states[0])
+    error, baton.error = baton.error, None
+    try:
+        if error is not None:
+            raise error
+        return results
+    finally:
+        del error  # its traceback holds this frame: no circle, in which tensors wait
+
+
+def carry() -> Callable[[], ExitStack]:
+    """How a new thread enters the caller's settings.
+
+    Raises:
+        RuntimeError: a setting that acts in one thread only.
+    """
+    if modes := _torch.active_modes():
+        raise RuntimeError(
+            f"spmd cannot carry {', '.join(modes)} into simulated ranks: a mode acts "
+            "in one thread; enter it inside the function given to spmd"
+        )
+    if _torch.functorch_active():
+        raise RuntimeError(
+            "spmd on simulated ranks inside a torch.func transform: differentiate or "
+            "map inside the function given to spmd"
+        )
+    if _torch.saved_tensors_hooked():
+        raise RuntimeError(
+            "spmd cannot carry saved_tensors_hooks into simulated ranks: they act in "
+            "one thread; enter them inside the function given to spmd"
+        )
+    grad, inference = torch.is_grad_enabled(), torch.is_inference_mode_enabled()
+    kinds = [k for k in ("cpu", "cuda") if torch.is_autocast_enabled(k)]
+    casts = [(k, torch.get_autocast_dtype(k)) for k in kinds]
+    device, threads = torch.get_default_device(), torch.get_num_threads()
+    plain = device == torch.device("cpu")
+    stream = torch.cuda.current_stream() if torch.cuda.is_initialized() else None
+
+    def enter() -> ExitStack:
+        stack = ExitStack()
+        torch.set_num_threads(threads)
+        stack.enter_context(torch.inference_mode(inference))
+        stack.enter_context(torch.set_grad_enabled(grad))
+        # Backward stays in the rank's own thread, which can pass the baton. (After
+        # inference_mode, which turns multithreading on.)
+        stack.enter_context(torch.autograd.set_multithreading_enabled(False))
+        for kind, dtype in casts:
+            stack.enter_context(torch.autocast(kind, dtype))
+        if not plain:
+            stack.enter_context(device)
+        if stream is not None:
+            stack.enter_context(torch.cuda.stream(stream))
+        return stack
+
+    return enter

@@ -1,0 +1,190 @@
+"""A linear map on one rank's tensors, differentiably: what every collective comes to.
+
+One ``autograd.Function`` runs them all: its backward applies the transposed map, its
+``jvp`` the same map, its ``vmap`` only shifts dims. So they hold under
+``torch.func.grad``, ``vjp``, ``jvp`` and ``vmap``, nested in any way, and under plain
+autograd, twice.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from fsfunc import _torch, tree
+from fsfunc.comm.attribution import current_label, label
+from fsfunc.comm.groups import RankGroup, group, strided
+from fsfunc.comm.linear_maps import LinearMap
+from fsfunc.comm.mesh import Axis
+from fsfunc.scoped import Scoped
+
+__all__ = [
+    "Dense",
+    "Watcher",
+    "apply_map",
+    "assumed",
+    "claim",
+    "issue",
+    "laid",
+    "over",
+    "run_by",
+    "watched",
+    "watching",
+]
+
+
+class _Apply(torch.autograd.Function):
+    """Every collective: ``how`` on ``x`` over ``where``."""
+
+    @staticmethod
+    def forward(x: Tensor, how: LinearMap, where: RankGroup) -> Tensor:  # type: ignore[override]
+        return watched(x, how, where, how.run(x, where))
+
+    @staticmethod
+    def setup_context(ctx, inputs, output):
+        _, ctx.how, ctx.where = inputs
+        ctx.unit = current_label()[0]
+
+    @staticmethod
+    def backward(ctx, g):  # type: ignore[override]
+        with label(ctx.unit, "backward"):
+            return apply_map(strided(g), ctx.how.transpose(), ctx.where), None, None
+
+    @staticmethod
+    def jvp(ctx, t, _, __):  # type: ignore[override]
+        ctx.how.transpose()  # which raises where there is no derivative
+        return apply_map(t, ctx.how, ctx.where)
+
+    @staticmethod
+    def vmap(info, in_dims, x, how, where):  # type: ignore[override]
+        d = in_dims[0]
+        if where.link.level == _torch.current_level() + 1:
+            return where.link.exchange(how, x.movedim(d, 0), where), 0
+        y = apply_map(x.movedim(d, -1), how, where)
+        return y, y.ndim - 1
+
+
+def apply_map(x: Tensor, how: LinearMap, where: RankGroup) -> Tensor:
+    """``how`` applied to one tensor over ``where``, differentiably."""
+    return where.link.apply(_Apply.apply, x, how, where)
+
+
+class Watcher:
+    """Who is told of what moves while a step is only tried."""
+
+    def collective(self, x: Tensor, how: LinearMap, where: RankGroup) -> None:
+        """Somebody asks for a collective, of ``x``."""
+
+    def moved(self, x: Tensor, how: LinearMap, where: RankGroup, y: Tensor) -> None:
+        """``how`` has made ``y`` of ``x``."""
+
+    def assumed(self, y: Tensor, kind: str) -> None:
+        """Somebody says that ``y`` is of this type."""
+
+    def laid(self, leaf: Any) -> None:
+        """A sharded leaf was made of whole tensors, or like another."""
+
+    def claimed(self, x: Tensor, what: str) -> None:
+        """``what`` takes ``x`` for the same on every rank."""
+
+
+def watching(watcher: Watcher) -> Scoped:
+    """Inside, ``watcher`` is told of every linear map."""
+    return Scoped(_WATCHER, watcher)
+
+
+def claim(x: Tensor, what: str) -> None:
+    """Says that ``x`` is the same on every rank, to whoever looks."""
+    if (watcher := _WATCHER.get()) is not None:
+        watcher.claimed(x, what)
+
+
+def assumed(y: Tensor, kind: str) -> Tensor:
+    """Says of what type ``y`` is, to whoever looks; returns it."""
+    if (watcher := _WATCHER.get()) is not None:
+        watcher.assumed(y, kind)
+    return y
+
+
+def laid(leaf: Any) -> Any:
+    """Says that a sharded leaf was made, to whoever looks; returns it."""
+    if (watcher := _WATCHER.get()) is not None:
+        watcher.laid(leaf)
+    return leaf
+
+
+def watched(x: Tensor, how: LinearMap, where: RankGroup, y: Tensor) -> Tensor:
+    """``y``, that ``how`` has made of ``x``, in memory of its own if somebody looks."""
+    watcher = _WATCHER.get()
+    if watcher is None:
+        return y
+    if _torch.storage_key(y) == _torch.storage_key(x):
+        y = y.clone()
+    watcher.moved(x, how, where, y)
+    return y
+
+
+_WATCHER: ContextVar[Watcher | None] = ContextVar("fsfunc_watcher", default=None)
+_RUN: ContextVar[Callable[..., Any] | None] = ContextVar("fsfunc_run", default=None)
+
+
+@contextmanager
+def run_by(run: Callable[[Tensor, LinearMap, RankGroup], Any]) -> Iterator[None]:
+    """Inside, a collective returns ``run(x, map, where)`` for each of its tensors."""
+    token = _RUN.set(run)
+    try:
+        yield
+    finally:
+        _RUN.reset(token)
+
+
+def issue(x: Tensor, how: LinearMap, where: RankGroup) -> Any:
+    """A linear map that stands in the user's program, for whoever runs these."""
+    return (_RUN.get() or apply_map)(x, how, where)
+
+
+def over(x: Any, axis: Axis, how: Callable[[Tensor, RankGroup], LinearMap]) -> Any:
+    """The linear map that ``how`` gives for each tensor of ``x``, over ``axis``."""
+    where = group(axis)
+    leaves, treedef = tree.flatten(x)
+    for leaf in leaves:
+        if not isinstance(leaf, Tensor):
+            raise TypeError(
+                f"a collective over {where.name} needs tensors, got "
+                f"{type(leaf).__name__}; axis_size gives the number of ranks"
+            )
+    maps = [how(leaf, where) for leaf in leaves]  # all checked before one is issued
+    for leaf, m in zip(leaves, maps, strict=True):
+        m.check(leaf, where)
+    if (watcher := _WATCHER.get()) is not None:
+        for leaf, m in zip(leaves, maps, strict=True):
+            watcher.collective(leaf, m, where)
+    out = [issue(leaf, m, where) for leaf, m in zip(leaves, maps, strict=True)]
+    return tree.unflatten(treedef, out)
+
+
+class Dense(torch.autograd.Function):
+    """The identity, to which a sparse gradient is one with all its zeros."""
+
+    generate_vmap_rule = True
+
+    @staticmethod
+    def forward(x: Tensor) -> Tensor:  # type: ignore[override]
+        return x.view_as(x)
+
+    @staticmethod
+    def setup_context(ctx, inputs, output):
+        pass
+
+    @staticmethod
+    def backward(ctx, g):  # type: ignore[override]
+        return strided(g)
+
+    @staticmethod
+    def jvp(ctx, t):  # type: ignore[override]
+        return t.view_as(t)

@@ -1,0 +1,417 @@
+"""The collectives: the only functions that move data between ranks.
+
+Each is a linear map, as data (see ``linear_maps``), whose transpose is a row of a
+table; all of them hold under autograd and ``torch.func``, nested in any way.
+
+All of them take bool, integers (but unsigned ones of 16 bits and more), fp16, bf16,
+fp32, fp64 and complex numbers, of any shape and strides, and refuse the rest by name.
+
+``of`` and ``to`` are types over the axis (see ``linear_maps``): V varies from rank to
+rank, I is one value, R is replicated with a cotangent in parts, P is in parts.
+
+Under ``shard`` the loss is the mean over its axes of the ranks' own losses, and every
+value is a rank's own, V. There a collective may stand anywhere in a loss: ``psum``,
+``pmean`` and ``pbroadcast`` return own values that happen to agree, which may be added
+to others, or be the loss; what they deliver is differentiated as if each rank's loss
+were a term of one sum. An ``autograd.Function`` of one's own around one returns in its
+backward what the transpose would: the psum of the cotangents for a psum, their pmean
+for a pmean, their psum_scatter for an all_gather. Over other axes, those that split the
+work of one loss, a psum is one value, I.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from torch import Tensor
+
+from fsfunc.comm.collective_ops import over
+from fsfunc.comm.crossings import ENTER, OWN, PART
+from fsfunc.comm.groups import RankGroup, group
+from fsfunc.comm.linear_maps import LinearMap, meanings
+from fsfunc.comm.mesh import Axis, asks, here
+
+__all__ = [
+    "all_gather",
+    "all_to_all",
+    "axis_index",
+    "axis_size",
+    "pbroadcast",
+    "pcast",
+    "pmax",
+    "pmean",
+    "ppermute",
+    "psum",
+    "psum_scatter",
+]
+
+
+def _dim(x: Tensor, dim: int, name: str = "dim") -> int:
+    if not -x.ndim <= dim < x.ndim:
+        raise ValueError(f"{name}={dim}: the tensor has shape {tuple(x.shape)}")
+    return dim % x.ndim
+
+
+def _typed(where: RankGroup, op: str, of: str, to: str, **fields: Any) -> LinearMap:
+    """The move between two types, as the axis takes them."""
+    legal = meanings(op)
+    if where.mean:  # a value is the rank's own, or one value that somebody asked for
+        legal = [row for row in legal if set(row.split("->")) <= {"V", "I"}]
+    if f"{of}->{to}" not in legal:
+        what = ", under shard a mean of losses," if where.mean else ""
+        raise ValueError(
+            f"{op} {of}->{to} over {where.name}{what} has no meaning; it has: "
+            f"{', '.join(legal)}"
+        )
+    if where.mean:
+        of, to = of.replace("V", "M"), to.replace("V", "M")
+    return LinearMap(op, of, to, **fields)
+
+
+def _sum(x: Any, axis: Axis, of: str, to: str | None, power: int) -> Any:
+    means = set(here().mean)
+    names = group(axis).axis
+    mine = tuple(name for name in names if name in means)
+    others = tuple(name for name in names if name not in means)
+    if mine and others:  # the loss is a mean over some, and one value over the others
+        if (of, to) != ("V", None):
+            raise ValueError(
+                f"a sum {of}->{to} over {mine}, means under shard, and {others} at "
+                "once: sum over the ones, then over the others"
+            )
+        return _sum(_sum(x, mine, of, to, power), others, of, to, power)
+
+    def how(leaf: Tensor, where: RankGroup) -> LinearMap:
+        default = "V" if where.mean else "I"
+        return _typed(where, "psum", of, default if to is None else to, power=power)
+
+    return over(x, axis, how)
+
+
+def psum(x: Any, axis: Axis, *, of: str = "V", to: str | None = None) -> Any:
+    """The sum of ``x`` over the ranks along ``axis``, on each of them.
+
+    Transpose: V->V a psum; V->I a cast, without communication; P->R a psum (Megatron's
+    g after f).
+
+    Args:
+        x: tensors, each of one shape and dtype on every rank.
+        axis: one name or several.
+        of, to: the types before and after: V->V, V->I, P->I or P->R. By default V->V
+            over the axes of a ``shard`` around, and V->I over others. I over an axis
+            of ``shard`` is one value for all ranks: it enters their own by ``pcast``.
+
+    Returns:
+        Tensors like ``x``, bit for bit the same on every rank of the axis. Truth values
+        are counted, in int64, as ``torch.sum`` counts them.
+
+    Raises:
+        ValueError: another pair of types, or an axis that the mesh does not have.
+        NoMesh: outside a transform and outside ``spmd`` (so do all collectives).
+
+    Cost: one all-reduce, 2(n-1)/n of the bytes (over axes of ``shard`` and others at
+    once, one for each of the two).
+
+    Source: Patarasuk and Yuan (2009) for the bytes; Shoeybi et al. (2019), sec. 3, for
+    f and g.
+
+    >>> import fsfunc as ff, torch
+    >>> mesh = ff.make_mesh({"data": 2}, "simulated")
+    >>> ff.spmd(lambda: ff.psum(torch.ones(2), "data").tolist(), mesh)()
+    [[2.0, 2.0], [2.0, 2.0]]
+    """
+    return _sum(x, axis, of, to, power=0)
+
+
+def pmean(x: Any, axis: Axis, *, of: str = "V", to: str | None = None) -> Any:
+    """The mean of ``x`` over the ranks along ``axis``: ``psum(x) / n``.
+
+    Integers and truth values are summed in int64, and their mean is of torch's default
+    dtype.
+
+    Transpose: that of psum, divided by n.
+
+    Args:
+        x: tensors, each of one shape and dtype on every rank.
+        axis: one name or several.
+        of, to: the types before and after, as for psum.
+
+    Raises:
+        ValueError: a pair of types that psum does not have.
+
+    Cost: that of psum.
+
+    >>> import fsfunc as ff, torch
+    >>> mesh = ff.make_mesh({"data": 2}, "simulated")
+    >>> main = lambda: ff.pmean(torch.tensor(ff.axis_index("data")), "data").item()
+    >>> ff.spmd(main, mesh)()
+    [0.5, 0.5]
+    """
+    return _sum(x, axis, of, to, power=-1)
+
+
+def pmax(x: Any, axis: Axis) -> Any:
+    """The elementwise maximum over the ranks along ``axis``.
+
+    It has no derivative: one that reaches it raises.
+
+    Args:
+        x: tensors, each of one shape and dtype on every rank.
+        axis: one name or several.
+
+    Raises:
+        TypeError: complex numbers, which have no order.
+        RuntimeError: in a backward pass or a jvp.
+
+    Cost: one all-reduce, 2(n-1)/n of the bytes.
+
+    >>> import fsfunc as ff, torch
+    >>> mesh = ff.make_mesh({"data": 2}, "simulated")
+    >>> main = lambda: ff.pmax(torch.tensor(ff.axis_index("data")), "data").item()
+    >>> ff.spmd(main, mesh)()
+    [1, 1]
+    """
+    return over(x, axis, lambda leaf, where: LinearMap("pmax", to="I"))
+
+
+def all_gather(x: Any, axis: Axis, *, dim: int = 0, to: str = "V") -> Any:
+    """The ranks' ``x`` concatenated along ``dim``, in axis order.
+
+    Transpose: psum_scatter (``to="V"`` or ``"R"``); for ``to="I"`` the rank's slice.
+
+    Args:
+        x: tensors of one shape and dtype on every rank, of one dim at least.
+        dim: the tensor dim that grows n times.
+        to: the result's type over ``axis``: "V", "R" or "I".
+
+    Raises:
+        ValueError: ``x`` has no such dim.
+
+    Cost: one all-gather, (n-1) times the bytes of ``x``.
+
+    >>> import fsfunc as ff, torch
+    >>> mesh = ff.make_mesh({"data": 2}, "simulated")
+    >>> main = lambda: ff.all_gather(torch.ones(1, 2), "data", dim=1).shape
+    >>> ff.spmd(main, mesh)()
+    [torch.Size([1, 4]), torch.Size([1, 4])]
+    """
+
+    def how(leaf: Tensor, where: RankGroup) -> LinearMap:
+        return _typed(where, "all_gather", "V", to, dim=_dim(leaf, dim))
+
+    return over(x, axis, how)
+
+
+def _check_cut(x: Tensor, dim: int, where: RankGroup, op: str) -> int:
+    dim = _dim(x, dim)
+    if x.shape[dim] % where.size:
+        raise ValueError(
+            f"cannot {op} a tensor of shape {tuple(x.shape)} over axis "
+            f"{where.name} of size {where.size} along dim {dim}: {x.shape[dim]} is "
+            f"not a multiple of {where.size}; pad it"
+        )
+    return dim
+
+
+def psum_scatter(x: Any, axis: Axis, *, dim: int = 0, of: str = "V") -> Any:
+    """This rank's part, along ``dim``, of the sum over the ranks along ``axis``.
+
+    Truth values are counted, in int64.
+
+    Transpose: all_gather (``of="P"``: ``to="R"``).
+
+    Args:
+        x: tensors of one shape and dtype on every rank.
+        dim: the tensor dim that is cut into n parts.
+        of: the type of ``x`` over ``axis``: "V" or "P".
+
+    Raises:
+        ValueError: the axis does not divide ``x.shape[dim]``.
+
+    Cost: one reduce-scatter, (n-1)/n of the bytes of ``x``.
+
+    >>> import fsfunc as ff, torch
+    >>> mesh = ff.make_mesh({"data": 2}, "simulated")
+    >>> ff.spmd(lambda: ff.psum_scatter(torch.arange(2), "data").tolist(), mesh)()
+    [[0], [2]]
+    """
+
+    def how(leaf: Tensor, where: RankGroup) -> LinearMap:
+        cut = _check_cut(leaf, dim, where, "psum_scatter")
+        return _typed(where, "psum_scatter", of, "V", dim=cut)
+
+    return over(x, axis, how)
+
+
+def all_to_all(x: Any, axis: Axis, *, split_dim: int, concat_dim: int) -> Any:
+    """Part i of ``x`` along ``split_dim`` goes to rank i; received ones are joined.
+
+    Transpose: all_to_all with the dims exchanged.
+
+    Args:
+        x: tensors of one shape and dtype on every rank.
+        split_dim, concat_dim: the tensor dims that shrink and grow n times.
+
+    Raises:
+        ValueError: the axis does not divide ``x.shape[split_dim]``.
+
+    Cost: one all-to-all, (n-1)/n of the bytes of ``x``.
+
+    >>> import fsfunc as ff, torch
+    >>> mesh = ff.make_mesh({"data": 2}, "simulated")
+    >>> rows = lambda: torch.full((1, 2), ff.axis_index("data"))
+    >>> column = lambda: ff.all_to_all(rows(), "data", split_dim=1, concat_dim=0)
+    >>> ff.spmd(lambda: column().tolist(), mesh)()
+    [[[0], [1]], [[0], [1]]]
+    """
+
+    def how(leaf: Tensor, where: RankGroup) -> LinearMap:
+        cut = _check_cut(leaf, split_dim, where, "all_to_all")
+        join = _dim(leaf, concat_dim, "concat_dim")
+        return _typed(where, "all_to_all", "V", "V", dim=cut, to_dim=join)
+
+    return over(x, axis, how)
+
+
+def ppermute(x: Any, axis: Axis, pairs: Sequence[tuple[int, int]]) -> Any:
+    """``x`` of rank ``s`` at rank ``d`` for each (s, d) in ``pairs``; zeros elsewhere.
+
+    Transpose: ppermute with every pair turned round.
+
+    Args:
+        x: tensors of one shape and dtype on every rank.
+        pairs: (source, target) indices along the axis, each source and target once.
+
+    Raises:
+        ValueError: an index off the axis, or a source or target named twice.
+
+    Cost: the bytes of ``x`` from every source that is not its own target.
+
+    >>> import fsfunc as ff, torch
+    >>> mesh = ff.make_mesh({"data": 2}, "simulated")
+    >>> ff.spmd(lambda: ff.ppermute(torch.ones(1), "data", [(0, 1)]).item(), mesh)()
+    [0.0, 1.0]
+    """
+    pairs = tuple((int(s), int(d)) for s, d in pairs)
+    n = axis_size(axis)
+    for ends in zip(*pairs, strict=True):
+        if len(set(ends)) != len(ends) or not all(0 <= i < n for i in ends):
+            raise ValueError(
+                f"ppermute over {axis!r} of size {n}: each source and target once, "
+                f"each in 0..{n - 1}; got {list(pairs)}"
+            )
+    if len({s for s, d in pairs if s != d}) not in (0, n):
+        asks(group(axis).axis)  # some ranks send, and some do not
+
+    def how(leaf: Tensor, where: RankGroup) -> LinearMap:
+        return _typed(where, "ppermute", "V", "V", pairs=pairs)
+
+    return over(x, axis, how)
+
+
+def pbroadcast(x: Any, axis: Axis, *, source: int, to: str = "V") -> Any:
+    """``x`` of the rank at index ``source`` along ``axis``, on each of them.
+
+    Transpose: the sum arrives at the source (``to="V"``); what the source holds stays,
+    without communication (``to="I"``).
+
+    Args:
+        x: tensors of one shape and dtype on every rank.
+        source: an index along the axis.
+        to: the result's type over ``axis``: "V" or "I".
+
+    Raises:
+        ValueError: ``source`` is off the axis.
+
+    Cost: one broadcast, (n-1)/n of the bytes.
+
+    >>> import fsfunc as ff, torch
+    >>> mesh = ff.make_mesh({"data": 2}, "simulated")
+    >>> mine = lambda: torch.tensor(ff.axis_index("data"))
+    >>> ff.spmd(lambda: ff.pbroadcast(mine(), "data", source=1).item(), mesh)()
+    [1, 1]
+    """
+    n = axis_size(axis)
+    if not 0 <= source < n:
+        raise ValueError(f"source={source} is off the axis {axis!r} of size {n}")
+
+    def how(leaf: Tensor, where: RankGroup) -> LinearMap:
+        return _typed(where, "pbroadcast", "V", to, source=source)
+
+    return over(x, axis, how)
+
+
+_CASTS = {"I->V", "I->R", "R->V", "R->I", "V->P"}
+_CASTS_UNDER_SHARD = {"I->V": ENTER, "S->V": OWN, "V->S": PART}
+
+
+def pcast(x: Any, axis: Axis, *, to: str, of: str = "I") -> Any:
+    """``x`` with another type over ``axis``; nothing moves in the forward pass.
+
+    Transpose: I->V a psum of what varies; I->R a psum of parts (Megatron's f); R->V
+    and V->P each other; R->I what the first rank holds.
+
+    Under ``shard``, I->V is how one value, such as a parameter, enters the ranks' own
+    losses: its gradient is their mean. S->V takes this rank's part of a sharded leaf
+    for a tensor of its own, and V->S takes it back: for what is done to each part
+    alone, on purpose. Transposes: divided by n, and times n.
+
+    Args:
+        x: tensors; the result shares their memory.
+        of, to: the types before and after: I->V, I->R, R->V, R->I or V->P; over axes
+            of ``shard`` I->V, S->V or V->S.
+
+    Raises:
+        ValueError: another pair of types.
+
+    Cost: nothing forward; I->V and I->R one all-reduce backward.
+
+    >>> import fsfunc as ff, torch
+    >>> mesh = ff.make_mesh({"data": 2}, "simulated")
+    >>> share = lambda x: (ff.pcast(x, "data", to="V") * ff.axis_index("data")).sum()
+    >>> main = lambda: torch.func.grad(share)(torch.ones(1)).item()
+    >>> ff.spmd(main, mesh)()
+    [1.0, 1.0]
+    """
+
+    def how(leaf: Tensor, where: RankGroup) -> LinearMap:
+        known = _CASTS_UNDER_SHARD if where.mean else _CASTS
+        if f"{of}->{to}" not in known:
+            what = ", under shard a mean of losses," if where.mean else ""
+            raise ValueError(
+                f"cast {of}->{to} over {where.name}{what} has no meaning; it has: "
+                f"{', '.join(sorted(known))}"
+            )
+        return (
+            _CASTS_UNDER_SHARD[f"{of}->{to}"]
+            if where.mean
+            else LinearMap("cast", of, to)
+        )
+
+    return over(x, axis, how)
+
+
+def axis_index(axis: Axis) -> Any:
+    """This rank's index along ``axis``: an int (a batched tensor on a vmap mesh).
+
+    Of several names the first varies slowest.
+
+    >>> import fsfunc as ff
+    >>> mesh = ff.make_mesh({"data": 2, "pipe": 2}, "simulated")
+    >>> ff.spmd(lambda: ff.axis_index(("pipe", "data")), mesh)()
+    [0, 2, 1, 3]
+    """
+    where = group(axis)
+    asks(where.axis)
+    return where.position
+
+
+def axis_size(axis: Axis) -> int:
+    """The number of ranks along ``axis``: the product over several names.
+
+    >>> import fsfunc as ff
+    >>> ff.spmd(lambda: ff.axis_size("data"), ff.make_mesh({"data": 2}, "simulated"))()
+    [2, 2]
+    """
+    return group(axis).size

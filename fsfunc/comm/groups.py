@@ -1,0 +1,168 @@
+"""The ranks along an axis as one of them sees them, and what can be sent to them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from fsfunc.comm.backends.link import Handle
+from fsfunc.comm.ledgers import note
+from fsfunc.comm.mesh import Axis, Here, here
+
+__all__ = ["RankGroup", "check_kind", "dense", "group", "strided"]
+
+
+@dataclass(frozen=True)
+class RankGroup:
+    """One rank's handle on the ranks along an axis: fixed when it is made.
+
+    Backward passes use the handle that the forward pass made, never the context.
+
+    Args:
+        mean: whether the loss is the mean over these ranks of their own.
+        compared: whether the ranks know that they run one program.
+    """
+
+    axis: tuple[str, ...]
+    ranks: tuple[int, ...]
+    index: int
+    rank: int
+    link: Any
+    mean: bool = False
+    compared: bool = False
+
+    @cached_property
+    def size(self) -> int:
+        return len(self.ranks)
+
+    @property
+    def name(self) -> str:
+        """The axis as messages show it."""
+        return ", ".join(f'"{name}"' for name in self.axis)
+
+    @property
+    def position(self) -> Any:
+        """This rank's index along the axis: on a vmap mesh, all of them as one."""
+        return self.link.axis_index(self)
+
+    def start(
+        self,
+        op: str,
+        x: Tensor,
+        *,
+        out: Tensor | None = None,
+        what: str = "",
+        **how: Any,
+    ) -> Handle:
+        """Issues ``op`` on contiguous ``x``, along dim 0; returns what to wait for.
+
+        ``how`` is ``pairs=`` for ppermute and ``source=`` for pbroadcast. Until
+        ``wait()`` has returned, ``x`` must not be written. Ranks wait for what they
+        started in one order, unless it was started with ``any_order``. ``what`` names
+        the buffer that ``x`` is part of: ranks that meet with unlike ones raise.
+        """
+        check_kind(op, x, self)
+        sends = any(s == self.index and s != d for s, d in how.get("pairs", ()))
+        note(op, self.axis, self.size, x, self.rank, sends, what)
+        return self.link.start(op, x, self, out=out, what=what, **how)
+
+    def send(self, x: Tensor, to: int, what: str = "") -> Handle:
+        """Sends ``x`` to the rank at index ``to``; returns at once what to wait for.
+
+        The n-th send from one rank to another meets the n-th receive there, whatever
+        collectives are under way; shape, dtype and ``what`` must be equal. Until the
+        work is ``done()``, ``x`` must not be written; its ``wait()`` returns when the
+        receiver has asked for ``x``.
+
+        Raises:
+            ValueError: ``to`` is no other rank of the group.
+
+        Cost: the bytes of ``x``, noted as one ppermute of the sender's.
+        """
+        self._check("send to", to)
+        note("ppermute", self.axis, self.size, x, self.rank, True, what)
+        return self.link.send(dense(x.detach()), self, to, what)
+
+    def receive(
+        self,
+        shape: Sequence[int],
+        dtype: torch.dtype,
+        device: Any,
+        source: int,
+        what: str = "",
+    ) -> Handle:
+        """Asks for what the rank at index ``source`` sends; ``wait()`` returns it.
+
+        The memory is taken at once, for the sender to fill. See :meth:`send`.
+
+        Raises:
+            ValueError: ``source`` is no other rank of the group.
+        """
+        self._check("receive from", source)
+        like = torch.empty(tuple(shape), dtype=dtype, device=device)
+        return self.link.receive(like, self, source, what)
+
+    def _check(self, what: str, other: int) -> None:
+        if not 0 <= other < self.size or other == self.index:
+            raise ValueError(
+                f"rank {self.rank}, index {self.index} along {self.name}, cannot "
+                f"{what} index {other}: it is another one of 0 to {self.size - 1}"
+            )
+
+
+def group(axis: Axis, at: Here | None = None) -> RankGroup:
+    """The group along ``axis`` of whoever asks.
+
+    Raises:
+        NoMesh: outside a transform and outside ``spmd``.
+        ValueError: an axis that the mesh does not have.
+    """
+    at = here() if at is None else at
+    names = at.mesh.check(axis)
+    ranks, mean = at.mesh.members(names, at.rank), set(names) <= set(at.mean)
+    index = ranks.index(at.rank)
+    return RankGroup(names, ranks, index, at.rank, at.link, mean, at.compared)
+
+
+_MOVED = {
+    torch.bool, torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64,
+    torch.float16, torch.bfloat16, torch.float32, torch.float64,
+    torch.complex64, torch.complex128,
+}  # fmt: skip
+
+
+def check_kind(op: str, x: Tensor, where: Any) -> None:
+    """Raises where a tensor is of a kind that does not travel between ranks.
+
+    Raises:
+        TypeError: names dtype or layout, and the way out.
+    """
+    if x.dtype not in _MOVED:
+        raise TypeError(
+            f"{op} over {where.name} of {x.dtype}: no backend sends or sums it. Send "
+            "its bytes, x.view(torch.uint8), or sum it in a wider dtype"
+        )
+    if x.is_meta and where.link.moves:
+        raise TypeError(f"{op} over {where.name} of a meta tensor: it has no values")
+    if x.layout != torch.strided:
+        raise TypeError(
+            f"{op} over {where.name} of a tensor with layout {x.layout}: ranks "
+            "exchange dense tensors; x.to_dense() is one"
+        )
+
+
+def dense(x: Tensor) -> Tensor:
+    """``x`` as it lies in memory, element by element: neither lazy nor strided."""
+    if x.is_complex() or x.is_neg():
+        x = x.resolve_conj().resolve_neg()
+    return x.contiguous()
+
+
+def strided(x: Tensor) -> Tensor:
+    """A gradient with all its zeros: some ranks' may be sparse, and others' not."""
+    return x if x.layout == torch.strided else x.to_dense()

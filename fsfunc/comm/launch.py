@@ -1,0 +1,271 @@
+"""Where a program runs: ``make_mesh``, ``spmd`` and ``local_batch``."""
+
+from __future__ import annotations
+
+import functools
+import itertools
+import os
+from collections.abc import Callable, Mapping, Sequence
+from datetime import timedelta
+from typing import Any
+
+import torch.distributed as dist
+
+# Its functions have the group of all processes as a default, the one of their import:
+# none yet. Imported once there is one (checkpoints do), they would hold it for ever.
+import torch.distributed.nn.functional  # noqa: F401
+from torch import Tensor
+
+from fsfunc import tree
+from fsfunc.comm.backends.abstract import run_abstract
+from fsfunc.comm.groups import group
+from fsfunc.comm.mesh import (
+    Axis,
+    Here,
+    Mesh,
+    asks,
+    check_mesh,
+    here,
+    place_here,
+    remember,
+)
+from fsfunc.inputs import refuse
+
+__all__ = ["PerRank", "local_batch", "make_mesh", "spmd"]
+
+BACKENDS = ("processes", "simulated", "abstract", "vmap")
+
+
+class PerRank(list):
+    """One value for each rank hosted here, in rank order, as ``spmd`` returns them.
+
+    Of an abstract mesh it has one for each distinct program: ``ranks`` says whose they
+    are, and ranks that agree on the axes ``asked`` share one.
+    """
+
+    ranks: tuple[int, ...] | None = None
+    asked: tuple[str, ...] = ()
+
+    def unzip(self) -> tuple[PerRank, ...]:
+        """Of a list of tuples, a tuple of lists: ``states, metrics = out.unzip()``.
+
+        >>> PerRank([(1, "a"), (2, "b")]).unzip()
+        ([1, 2], ['a', 'b'])
+        """
+        columns = tuple(PerRank(column) for column in zip(*self, strict=True))
+        for column in columns:
+            column.ranks, column.asked = self.ranks, self.asked
+        return columns
+
+    def of(self, rank: int, mesh: Mesh) -> Any:
+        """The value of one rank of an abstract mesh."""
+        place = lambda r: [mesh.coordinates(r)[a] for a in self.asked]  # noqa: E731
+        at = [place(r) for r in self.ranks or (0,)].index(place(rank))
+        return self[at]
+
+
+def make_mesh(
+    axes: Mapping[str, int],
+    backend: str | None = None,
+    *,
+    timeout: float | timedelta | None = None,
+) -> Mesh:
+    """A mesh of named axes over ranks.
+
+    Over processes every rank makes it, and all raise where they ask for unlike ones.
+
+    Args:
+        axes: name to size; the first axis varies slowest over the ranks.
+        backend: ``"processes"`` (torch.distributed: the default under ``torchrun`` or
+            where a process group is up), ``"simulated"`` (threads that pass a baton:
+            the default elsewhere), ``"abstract"`` (nothing moves, any size) or
+            ``"vmap"`` (all ranks in one batched call; pure functions only).
+        timeout: over processes, how long a rank waits for others before it raises, in
+            seconds or as a timedelta, for every group of the mesh; None: as long as
+            the process group does (30 minutes, if nobody told it). Ranks of one
+            process wait for nobody: there it means nothing.
+
+    Raises:
+        TypeError: ``axes`` that are no mapping, or a timeout that is no time.
+        ValueError: an unknown backend, a bad size or timeout, or a mesh unlike the
+            number of processes.
+        CollectiveMismatch: processes that ask for unlike meshes.
+
+    >>> make_mesh({"data": 4, "pipe": 2}, "simulated").size
+    8
+    """
+    if not isinstance(axes, Mapping):
+        raise TypeError(f"a mesh needs axes as {{name: size}}, got {axes!r}")
+    if backend is None:
+        launched = "WORLD_SIZE" in os.environ and "RANK" in os.environ
+        up = dist.is_available() and dist.is_initialized()
+        backend = "processes" if launched or up else "simulated"
+    if backend not in BACKENDS:
+        raise ValueError(f"unknown backend {backend!r}: it is one of {BACKENDS}")
+    limit = _limit(timeout)
+    if backend != "processes":
+        return Mesh(axes, backend)
+    from fsfunc.comm.backends.processes import connect
+
+    geometry = Mesh(axes, backend)
+    link = connect(axes, geometry.size, limit)
+    mesh = Mesh(axes, backend, link)
+    names = tuple(mesh.axes)
+    for count in range(1, len(names) + 1):
+        for chosen in itertools.permutations(names, count):
+            every = {mesh.members(chosen, rank) for rank in range(mesh.size)}
+            link.connect(sorted(every))
+    return remember(mesh)
+
+
+def _limit(timeout: Any) -> timedelta | None:
+    """A timeout as torch.distributed takes it.
+
+    >>> _limit(1.5)
+    datetime.timedelta(seconds=1, microseconds=500000)
+    """
+    if timeout is None:
+        return None
+    if not isinstance(timeout, int | float | timedelta) or isinstance(timeout, bool):
+        raise TypeError(
+            f"timeout={timeout!r}: it is a number of seconds, or a datetime.timedelta"
+        )
+    seconds = (
+        timeout / timedelta(seconds=1) if isinstance(timeout, timedelta) else timeout
+    )
+    if not 1e-3 <= seconds <= _LONGEST:
+        raise ValueError(
+            f"timeout={timeout!r}: a rank waits for at least a millisecond, and for "
+            "ten years at most; None waits as long as the process group does"
+        )
+    return timedelta(seconds=seconds)
+
+
+_LONGEST = 10 * 365 * 86400  # seconds: what more means overflows somewhere
+
+
+def spmd(fn: Callable[..., Any], mesh: Mesh) -> Callable[..., PerRank]:
+    """``fn`` run on every rank that this process hosts.
+
+    ``spmd(fn, mesh)(*args)`` returns the ranks' results in rank order. Each rank gets
+    the same ``args``, but of a list that ``spmd`` returned each takes its own, so
+    ``out = spmd(step, mesh)(out, batch)`` goes on where it was.
+
+    On an abstract mesh all tensors are fake, and nothing is moved or computed. One rank
+    runs for each distinct program: ranks run the same one but for those that differ on
+    an axis along which ``fn`` asks for its coordinate, as a pipeline does on its own.
+
+    Raises:
+        The first error of any rank, noting the rank; every rank then stops.
+        Deadlock, CollectiveMismatch: simulated ranks that cannot go on.
+
+    >>> import fsfunc as ff
+    >>> ff.spmd(lambda: ff.axis_index("data"), ff.make_mesh({"data": 3}))()
+    [0, 1, 2]
+    """
+    check_mesh(mesh, "spmd")
+
+    @functools.wraps(fn)
+    def run(*args: Any) -> PerRank:
+        if mesh.backend == "abstract":
+            return _abstract(fn, mesh, args)
+        alone = mesh.backend == "processes"
+        hosted = 1 if alone else mesh.size
+        for a in args:
+            if isinstance(a, PerRank) and len(a) != hosted:
+                raise ValueError(
+                    f"a list of {len(a)} ranks' values cannot go to {mesh}, which has "
+                    f"{hosted} here"
+                )
+        by_rank = [
+            [a[i] if isinstance(a, PerRank) else a for a in args] for i in range(hosted)
+        ]
+        if alone:
+            with place_here(Here(mesh, mesh.link.rank, mesh.link)):
+                return PerRank([fn(*by_rank[0])])
+        if mesh.backend == "vmap":
+            from fsfunc.comm.backends.vmapped import run_vmapped
+
+            return PerRank(run_vmapped(mesh, fn, by_rank))
+        from fsfunc.comm.backends.simulated import run_simulated
+
+        return PerRank(run_simulated(mesh, fn, by_rank))
+
+    return run
+
+
+def _abstract(fn: Callable[..., Any], mesh: Mesh, args: Sequence[Any]) -> PerRank:
+    """One result for each distinct program."""
+    many = [a for a in args if isinstance(a, PerRank)]
+    for a in many:
+        ranks = a.ranks or (0,)
+        if len(a) != len(ranks) or ranks[-1] >= mesh.size:
+            raise ValueError(
+                f"a list of {len(a)} ranks' values cannot go to {mesh}: it takes what "
+                "spmd returned for this very mesh, whole"
+            )
+    asked = {axis for a in many for axis in a.asked}
+
+    def of(rank: int) -> list[Any]:
+        return [a.of(rank, mesh) if isinstance(a, PerRank) else a for a in args]
+
+    found = run_abstract(mesh, fn, of, asked)
+    results = PerRank(found.values())
+    results.ranks, results.asked = (
+        tuple(found),
+        tuple(a for a in mesh.axes if a in asked),
+    )
+    return results
+
+
+def local_batch(batch: Any, mesh: Mesh, axis: Axis, uneven: bool = False) -> Any:
+    """This rank's part, along dim 0, of a batch that every rank holds whole.
+
+    Args:
+        batch: a tree of tensors that agree in dim 0; other leaves pass through.
+        axis: one name or several, the first varying slowest.
+        uneven: allow parts that differ in size by one (return ``ff.Weighted`` from the
+            loss then, so that the mean is exact).
+
+    Raises:
+        ValueError: the axis does not divide dim 0, and ``uneven`` is not set.
+        TypeError: a numpy array or a sparse tensor, which would not be cut.
+
+    Cost: nothing is sent and nothing is copied: the parts are views.
+
+    >>> import fsfunc as ff, torch
+    >>> mesh = ff.make_mesh({"data": 2}, "simulated")
+    >>> ff.spmd(lambda: ff.local_batch(torch.arange(4), mesh, "data").tolist(), mesh)()
+    [[0, 1], [2, 3]]
+    """
+    size = check_mesh(mesh, "local_batch").axis_size(axis)
+    tree.shown(batch, "local_batch", "is given")
+    refuse("array sparse", "local_batch", batch)
+    paths, leaves, treedef = tree.flatten_with_paths(batch)
+    sizes = {}
+    for path, leaf in zip(paths, leaves, strict=True):
+        if not isinstance(leaf, Tensor):
+            continue
+        if leaf.ndim == 0:
+            raise ValueError(f"batch leaf {path!r} is a scalar: it has no dim 0 to cut")
+        sizes[path] = leaf.shape[0]
+        if leaf.shape[0] % size and not uneven:
+            raise ValueError(
+                f"cannot cut batch leaf {path!r} of shape {tuple(leaf.shape)} over "
+                f"axis {axis!r} of size {size} along dim 0: {leaf.shape[0]} is not a "
+                f"multiple of {size}; pass uneven=True, with ff.Weighted from the loss"
+            )
+    if len(set(sizes.values())) > 1:
+        raise ValueError(f"batch leaves differ in dim 0: {sizes}")
+    if any(n % size for n in sizes.values()):
+        asks(mesh.check(axis))
+    index = group(axis, here(mesh)).position
+
+    def part(x: Tensor) -> Tensor:
+        if mesh.backend == "vmap":  # the index is a tensor: no rank can be told apart
+            return x.unflatten(0, (size, x.shape[0] // size))[index]
+        return x.tensor_split(size)[index]
+
+    return tree.unflatten(
+        treedef, [part(x) if isinstance(x, Tensor) else x for x in leaves]
+    )

@@ -1,0 +1,160 @@
+"""The ledger: what a rank sends, counted as a ring would send it.
+
+For ``b`` bytes of a rank's own input and ``n`` ranks, a rank sends
+
+==================  ==================
+psum, pmax          2 (n-1)/n b
+all_gather          (n-1) b
+psum_scatter        (n-1)/n b
+all_to_all          (n-1)/n b
+pbroadcast          (n-1)/n b
+ppermute            b, if it is a source
+==================  ==================
+
+which are the usual closed forms of the ring algorithms (Patarasuk and Yuan, 2009),
+whatever the backend does underneath. An axis of size 1 sends, and counts, nothing.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
+from dataclasses import dataclass, field
+from fractions import Fraction
+
+import torch
+
+from fsfunc.comm.attribution import current_label, source_line
+from fsfunc.comm.mesh import Axis, axis_names
+from fsfunc.scoped import Scoped
+
+__all__ = ["Ledger", "Record", "is_silent", "ledger", "note", "only", "silence"]
+
+_LEDGERS: ContextVar[tuple[Ledger, ...]] = ContextVar("fsfunc_ledgers", default=())
+
+
+@dataclass(frozen=True)
+class Record:
+    """One collective that one rank issued; ``what``: a buffer's unit and leaves."""
+
+    op: str
+    axis: tuple[str, ...]
+    bytes: Fraction
+    dtype: torch.dtype
+    unit: str = ""
+    phase: str = ""
+    rank: int = 0
+    where: str = ""
+    what: str = ""
+
+
+def _number(value: Fraction) -> int | float:
+    return int(value) if value.denominator == 1 else float(value)
+
+
+@dataclass
+class Ledger:
+    """The collectives of every rank that ran inside ``with ledger() as log``.
+
+    ``count`` and ``bytes`` speak of one rank: the lowest that sent anything, or the
+    one that ``rank=`` names (under processes a ledger only sees its own).
+    """
+
+    records: list[Record] = field(default_factory=list)
+
+    def of(self, rank: int | None = None) -> list[Record]:
+        """One rank's records, in the order of issue."""
+        if rank is None:
+            rank = min((r.rank for r in self.records), default=0)
+        return [r for r in self.records if r.rank == rank]
+
+    def _select(self, op: str | None, axis: Axis | None, rank: int | None):
+        names = None if axis is None else axis_names(axis)
+        return [
+            r
+            for r in self.of(rank)
+            if (op is None or r.op == op) and (names is None or r.axis == names)
+        ]
+
+    def count(
+        self, op: str | None = None, axis: Axis | None = None, rank: int | None = None
+    ) -> int:
+        """How many collectives one rank issued."""
+        return len(self._select(op, axis, rank))
+
+    def bytes(
+        self, axis: Axis | None = None, op: str | None = None, rank: int | None = None
+    ) -> int | float:
+        """How many bytes one rank sent, counted as the module's table says."""
+        chosen = self._select(op, axis, rank)
+        return _number(sum((r.bytes for r in chosen), Fraction(0)))
+
+    def table(self, rank: int | None = None) -> list[tuple[str, str, int, int | float]]:
+        """Rows of (op, axis, count, bytes), in the order of first issue."""
+        rows: dict[tuple[str, str], list[Record]] = defaultdict(list)
+        for r in self.of(rank):
+            rows[r.op, ", ".join(r.axis)].append(r)
+        return [
+            (op, axis, len(rs), _number(sum((r.bytes for r in rs), Fraction(0))))
+            for (op, axis), rs in rows.items()
+        ]
+
+
+@contextmanager
+def ledger() -> Iterator[Ledger]:
+    """Records every collective issued inside, by every rank hosted here.
+
+    >>> import fsfunc as ff, torch
+    >>> mesh = ff.make_mesh({"data": 2}, "simulated")
+    >>> with ff.ledger() as log:
+    ...     total = ff.spmd(lambda: ff.psum(torch.ones(3), "data"), mesh)()
+    >>> log.count("psum", axis="data"), log.bytes("data")
+    (1, 12)
+    """
+    log = Ledger()
+    token = _LEDGERS.set((*_LEDGERS.get(), log))
+    try:
+        yield log
+    finally:
+        _LEDGERS.reset(token)
+
+
+def note(
+    op: str,
+    axis: tuple[str, ...],
+    size: int,
+    x: torch.Tensor,
+    rank: int,
+    sends: bool,
+    what: str = "",
+) -> None:
+    """Writes one collective over ``size`` ranks into every open ledger."""
+    logs = _LEDGERS.get()
+    if not logs:
+        return
+    b, n = x.numel() * x.element_size(), size
+    share = {"psum": 2, "pmax": 2, "all_gather": n, "ppermute": 0}.get(op, 1)
+    sent = Fraction(b * (n - 1) * share, n)
+    if op == "ppermute":
+        sent = Fraction(b if sends else 0)
+    unit, phase = current_label()
+    record = Record(op, axis, sent, x.dtype, unit, phase, rank, source_line(), what)
+    for log in logs:
+        log.records.append(record)
+
+
+def silence() -> Scoped:
+    """Nothing inside is written into any ledger."""
+    return Scoped(_LEDGERS, ())
+
+
+def is_silent() -> bool:
+    """Whether no ledger is open: nobody asked, or :func:`silence` is kept."""
+    return not _LEDGERS.get()
+
+
+def only(log: Ledger) -> Scoped:
+    """What is issued inside is written into ``log``, and into no other ledger."""
+    return Scoped(_LEDGERS, (log,))

@@ -1,0 +1,268 @@
+"""The calculus of the collectives: linear maps between ranks, as data.
+
+Each is a frozen :class:`LinearMap`. What is known of it is data too: its transpose is a
+row of a table, and :meth:`LinearMap.across` says what it does to all ranks' inputs at
+once.
+
+Types. Over an axis a value is V (varies: every rank its own), I (invariant: equal, and
+one value), R (replicated: equal, with a cotangent of one part per rank) or P (partial:
+the value is the sum of the ranks' parts). The cotangent of V is V, of I is I, of R is
+P and of P is R; the pairings are the sum over ranks for V, once for I, and
+``<sum of parts, x>`` between P and R.
+
+M is V under the *mean* over ranks, the pairing of ``shard``, whose loss is the mean of
+the ranks' losses. M moves as V does, so its transposes are those of V, up to n, the
+number of ranks: a map that leaves M has n times the transpose, one that comes to M one
+n-th of it. This is the one place where n enters a derivative.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from fsfunc.comm.attribution import internal
+from fsfunc.comm.backends.link import Done, Handle
+from fsfunc.comm.groups import RankGroup, check_kind, dense
+
+__all__ = ["LinearMap", "combine", "meanings"]
+
+
+# op, of -> to : op, of -> to; M counts as V. Rows with an asterisk take what differs by
+# type alone: their input is the same on every rank.
+_TRANSPOSES = {
+    ("psum", "V", "I"): ("cast", "I", "V"),
+    ("psum", "P", "I"): ("cast", "I", "R"),
+    ("psum", "P", "R"): ("psum", "P", "R"),
+    ("psum", "V", "V"): ("psum", "V", "V"),
+    ("psum", "P", "V"): ("psum", "V", "R"),
+    ("psum", "V", "R"): ("psum", "P", "V"),
+    ("cast", "I", "V"): ("psum", "V", "I"),
+    ("cast", "I", "R"): ("psum", "P", "I"),
+    ("cast", "R", "V"): ("cast", "V", "P"),
+    ("cast", "V", "P"): ("cast", "R", "V"),
+    ("cast", "V", "V"): ("cast", "V", "V"),
+    ("cast", "V", "R"): ("cast", "P", "V"),  # *
+    ("cast", "P", "V"): ("cast", "V", "R"),
+    ("cast", "R", "I"): ("keep", "I", "P"),
+    ("keep", "I", "P"): ("cast", "R", "I"),
+    ("all_gather", "V", "V"): ("psum_scatter", "V", "V"),
+    ("all_gather", "V", "R"): ("psum_scatter", "P", "V"),
+    ("all_gather", "V", "I"): ("slice", "I", "V"),
+    ("psum_scatter", "V", "V"): ("all_gather", "V", "V"),
+    ("psum_scatter", "P", "V"): ("all_gather", "V", "R"),
+    ("slice", "I", "V"): ("all_gather", "V", "I"),
+    ("slice", "R", "V"): ("embed", "V", "P"),
+    ("embed", "V", "P"): ("slice", "R", "V"),
+    ("slice", "V", "V"): ("embed", "V", "V"),  # *
+    ("embed", "V", "V"): ("slice", "V", "V"),
+    ("all_to_all", "V", "V"): ("all_to_all", "V", "V"),
+    ("ppermute", "V", "V"): ("ppermute", "V", "V"),
+    ("pbroadcast", "V", "V"): ("collect", "V", "V"),
+    ("pbroadcast", "V", "I"): ("keep", "I", "V"),
+    ("keep", "I", "V"): ("pbroadcast", "V", "I"),
+    ("collect", "V", "V"): ("pbroadcast", "V", "V"),
+    ("enter", "V", "V"): ("psum", "V", "V"),  # *
+}
+_LOCAL = {"cast", "keep", "slice", "embed", "enter"}
+_JOINS = {"all_gather", "psum_scatter", "all_to_all"}
+
+
+def meanings(op: str) -> list[str]:
+    """The types that ``op`` has a transpose for, such as ``V->I``."""
+    return [f"{a}->{b}" for o, a, b in _TRANSPOSES if o == op]
+
+
+@dataclass(frozen=True)
+class LinearMap:
+    """One linear map between ranks, as data (pmax too, which has no transpose).
+
+    Args:
+        op: a collective, or what moves nothing: ``cast``; ``keep`` (zero but on
+            ``source``); ``slice`` (this rank's part along ``dim``); ``embed`` (its
+            transpose); ``enter`` (the mean of what is equal on all ranks, which is
+            itself: how one value enters the ranks' losses).
+        of, to: the types over the axis, before and after.
+        dim, to_dim: the tensor dims that are cut or joined (``to_dim``: all_to_all).
+        pairs: (source, target) indices along the axis, for ppermute.
+        source: the index along the axis that pbroadcast and keep read.
+        power: of n, the number of ranks, by which the result is multiplied.
+        what: the buffer that is moved, where it is one: its unit and leaves.
+    """
+
+    op: str
+    of: str = "V"
+    to: str = "V"
+    dim: int = 0
+    to_dim: int = 0
+    pairs: tuple[tuple[int, int], ...] = ()
+    source: int = 0
+    power: int = 0
+    what: str = ""
+
+    def transpose(self) -> LinearMap:
+        """The map that the cotangent takes."""
+        leaves, comes = self.of == "M", self.to == "M"
+        if self.op == "pmax":
+            raise RuntimeError(
+                "pmax has no derivative here: give it x.detach(), where it only scales "
+                "or shifts"
+            )
+        row = self.op, *("V" if kind == "M" else kind for kind in (self.of, self.to))
+        op, of, to = _TRANSPOSES[row]  # type: ignore[index]
+        dim, to_dim = self.dim, self.to_dim
+        if op == "all_to_all":
+            dim, to_dim = to_dim, dim
+        return replace(
+            self,
+            op=op,
+            of="M" if comes else of,
+            to="M" if leaves else to,
+            dim=dim,
+            to_dim=to_dim,
+            pairs=tuple((d, s) for s, d in self.pairs),
+            power=self.power + leaves - comes,
+        )
+
+    @property
+    def sends(self) -> str | None:
+        """The op that goes over the wire, if any."""
+        return None if self.op in _LOCAL else {"collect": "psum"}.get(self.op, self.op)
+
+    @property
+    def how(self) -> dict[str, Any]:
+        """What the wire must know beside the op."""
+        if self.op == "ppermute":
+            return {"pairs": self.pairs}
+        return {"source": self.source} if self.op == "pbroadcast" else {}
+
+    def check(self, x: Tensor, where: RankGroup) -> None:
+        """Raises where no backend could do it to ``x``, whatever the mesh.
+
+        Raises:
+            TypeError: a dtype, or a layout, that does not travel; numbers without an
+                order, of which there is no largest.
+        """
+        check_kind(self.op, x, where)
+        if self.op == "pmax" and x.is_complex():
+            raise TypeError(
+                f"pmax over {where.name} of {x.dtype}: complex numbers have no order; "
+                "take it of x.abs(), or of x.real and x.imag"
+            )
+
+    def before(self, x: Tensor) -> Tensor:
+        """What this rank puts on the wire: the cut or joined dim first."""
+        x = self._counted(x)
+        if self.op in _JOINS:
+            x = x.movedim(self.dim, 0)
+        return dense(x)
+
+    def _counted(self, x: Tensor) -> Tensor:
+        """``x`` in a dtype that holds the sum: truth values and means are counted."""
+        if self.sends not in ("psum", "psum_scatter"):
+            return x
+        real = x.is_floating_point() or x.is_complex()
+        counts = x.dtype == torch.bool or self.power < 0 and not real
+        return x.to(torch.int64) if counts else x
+
+    def after(self, y: Tensor, x: Tensor, size: int, index: int) -> Tensor:
+        """This rank's result, from what came over the wire (or ``x`` itself)."""
+        if self.op in ("all_gather", "psum_scatter"):
+            y = y.movedim(0, self.dim)
+        elif self.op == "all_to_all":
+            parts = [p.movedim(0, self.dim) for p in y.tensor_split(size)]
+            y = torch.cat(parts, self.to_dim)
+        elif self.op == "slice":
+            y = x.tensor_split(size, self.dim)[index].clone()
+        elif self.op == "embed":
+            parts = [x if i == index else torch.zeros_like(x) for i in range(size)]
+            y = torch.cat(parts, self.dim)
+        elif self.op in ("keep", "collect"):
+            y = y.clone() if index == self.source else torch.zeros_like(y)
+        elif self.op in ("cast", "enter"):
+            y = y.view_as(y)
+        if self.power and self.op != "enter":
+            n = size ** abs(self.power)
+            y = y / n if self.power < 0 else y * n
+        return y
+
+    def start(self, x: Tensor, where: RankGroup, any_order: bool = False) -> Handle:
+        """Issues the map on this rank; :meth:`finish` makes the result of its work."""
+        if self.sends is None or where.size == 1:
+            return Done(self.alone(x))
+        x = self.before(x)
+        what = self.what or ("a mean" if self.power < 0 else "")
+        how = {"any_order": any_order, "what": what, **self.how}
+        return where.start(self.sends, x, **how)
+
+    def finish(self, work: Handle, x: Tensor, where: RankGroup) -> Tensor:
+        """This rank's result, once the others have sent theirs."""
+        return self.after(work.wait(), x, where.size, where.index)
+
+    def run(self, x: Tensor, where: RankGroup) -> Tensor:
+        """Applies the map on this rank, waiting for the others."""
+        with internal():
+            return self.finish(self.start(x, where), x, where)
+
+    def alone(self, x: Tensor) -> Tensor:
+        """What an axis of size 1 brings: the input, or zeros where nobody sends.
+
+        It is a copy where a larger axis would make one: what may be written in place
+        must not depend on the size of the axis.
+        """
+        if self.sends is None:
+            return x
+        if self.op == "ppermute" and (0, 0) not in self.pairs:
+            return torch.zeros_like(x)
+        x = self._counted(x)
+        return (x.movedim(self.dim, 0) if self.op in _JOINS else x).clone()
+
+    def across(self, xs: Sequence[Tensor]) -> list[Tensor]:
+        """Applies the map to all ranks' inputs at once: the reference semantics."""
+        n = len(xs)
+        if self.sends is None or n == 1:
+            ys = [self.alone(x) for x in xs]
+        else:
+            ys = combine(self.sends, [self.before(x) for x in xs], **self.how)
+        return [
+            self.after(y, x, n, i) for i, (y, x) in enumerate(zip(ys, xs, strict=True))
+        ]
+
+
+def combine(
+    op: str,
+    xs: Sequence[Tensor],
+    pairs: tuple[tuple[int, int], ...] = (),
+    source: int = 0,
+) -> list[Tensor]:
+    """What each of two ranks or more receives where rank i sent ``xs[i]``, along dim 0.
+
+    Sums run in rank order, which fixes their bits. The results may share memory with
+    each other, never with an input.
+    """
+    n = len(xs)
+    if op == "psum":
+        total = xs[0] + xs[1]
+        for x in xs[2:]:
+            total = total + x
+        return [total] * n
+    if op == "pmax":
+        return [torch.stack(list(xs)).amax(0)] * n
+    if op == "all_gather":
+        return [torch.cat(list(xs))] * n
+    if op == "psum_scatter":
+        total = combine("psum", xs)[0]
+        return list(total.tensor_split(n))
+    if op == "all_to_all":
+        parts = [x.tensor_split(n) for x in xs]
+        return [torch.cat([p[i] for p in parts]) for i in range(n)]
+    if op == "ppermute":
+        by_target = {d: xs[s].clone() for s, d in pairs}
+        return [by_target.get(i, torch.zeros_like(x)) for i, x in enumerate(xs)]
+    if op == "pbroadcast":
+        return [xs[source].clone()] * n
+    raise ValueError(f"unknown collective {op!r}")

@@ -1,0 +1,193 @@
+"""A kernel run over matched trees in one pass over memory, in place where that may be.
+
+The kernels are torch's fused operators, which have neither a derivative nor a guard:
+they read memory as if every tensor were dense, and leave version counters as they were.
+All of that is seen to here.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from fsfunc import _torch
+from fsfunc.donated import Donation, Everything
+from fsfunc.frames import frame
+from fsfunc.optim.leaves import Tree, local
+from fsfunc.optim.matching import Matched
+from fsfunc.sharded import is_sharded
+
+
+class _Target(NamedTuple):
+    """A tree to write: its active leaves, and their memory as few tensors."""
+
+    leaves: list[Any]
+    tensors: list[Tensor]
+
+
+def fused(
+    matched: Matched, kernel: Callable[..., None], decays: Sequence[float]
+) -> Callable[[], list[Tree]]:
+    """What writes ``kernel`` into params and moments, and returns them.
+
+    Under `donate` it writes into the tensors given, where nobody else holds their
+    memory, else into copies (on fresh memory the page faults cost most, whatever the
+    order of copy and update).
+    ``kernel(params, grads, *moments, weight_decay=)`` takes lists of dense tensors of
+    one dtype on one device, and is called once for each such group.
+    """
+    donation = frame().donated
+    if donation is not None and _overlap(matched):
+        donation = None
+
+    def commit() -> list[Tree]:
+        kept = [matched.trees[0], *matched.trees[2:]]
+        taken: tuple[list[Any], list[Any]] = [], []  # leaves written over, and new ones
+        with torch.no_grad():
+            new = _targets(matched, kept, donation, taken)
+            _count_write([t for target in new for t in target.tensors])
+            for (_, dtype, decay), rows in _groups(matched, new, decays).items():
+                _write(kernel, rows, dtype, decay)
+        if donation is not None:
+            donation.take(*taken)
+        return [
+            matched.restore(target.leaves, leaves)
+            for target, leaves in zip(new, kept, strict=True)
+        ]
+
+    return commit
+
+
+def _overlap(matched: Matched) -> bool:
+    """Whether memory to write lies at two places: each then gets its own."""
+    params, grads, *moments = [b.tensors for b in matched.buffers]
+    tensors = [t for column in (params, *moments) for t in column]
+    for t in (*tensors, *grads):
+        if isinstance(t, _torch.FakeTensor):
+            return False  # nothing is written, and asking where would raise
+    written = [t.data_ptr() for t in tensors if t.numel()]
+    read = {t.data_ptr() for t in grads}
+    return len(set(written) - read) < len(written)
+
+
+def _targets(
+    matched: Matched,
+    kept: list[list[Any]],
+    donation: Donation | None,
+    taken: tuple[list[Any], list[Any]],
+) -> list[_Target]:
+    """The trees to write, or copies of them."""
+    written = [matched.buffers[0], *matched.buffers[2:]]
+    if donation is None:
+        copies = [[t.clone() for t in b.tensors] for b in written]
+        return [_Target(b.rebuild(c), c) for b, c in zip(written, copies, strict=True)]
+    active = [[column[i] for i in matched.active] for column in kept]
+    flats = [b.tensors for b in written]
+    if isinstance(donation, Everything):  # leaves that are recorded stay themselves
+        return [_Target(*pair) for pair in zip(active, flats, strict=True)]
+    donation.look()
+    return [
+        _over(old, b, tensors, donation.may_write(tensors), taken)
+        for old, b, tensors in zip(active, written, flats, strict=True)
+    ]
+
+
+def _over(
+    old: list[Any],
+    buffers: Any,
+    tensors: list[Tensor],
+    mine: list[bool],
+    taken: tuple[list[Any], list[Any]],
+) -> _Target:
+    """New leaves over the memory of the old ones, where that is ours, or over copies.
+
+    Of a leaf that is written over the old one is spent: the new one is another object.
+    """
+    leaves = list(old)
+    if not all(mine):
+        pairs = zip(tensors, mine, strict=True)
+        tensors = [t if own else t.clone() for t, own in pairs]
+        leaves = buffers.rebuild(tensors)
+    for (positions, home), own in zip(buffers.groups, mine, strict=True):
+        if not own:
+            continue
+        if home is None:
+            (i,) = positions
+            new = [old[i].twin() if is_sharded(old[i]) else old[i].detach()]
+        else:
+            new = home.renewed().leaves()
+        for i, leaf in zip(positions, new, strict=True):
+            leaves[i] = leaf
+            taken[0].append(old[i])
+            taken[1].append(leaf)
+    return _Target(leaves, tensors)
+
+
+def _groups(
+    matched: Matched, new: list[_Target], decays: Sequence[float]
+) -> dict[Any, list[list[Tensor]]]:
+    """Rows (param, grad, *moments) by device, dtype and decay.
+
+    A flat buffer whose leaves decay differently falls apart into its leaves.
+    """
+    groups: dict[Any, list[list[Tensor]]] = {}
+    grads = _Target(
+        [matched.trees[1][i] for i in matched.active], matched.buffers[1].tensors
+    )
+    columns = [new[0], grads, *new[1:]]
+    for k, members in enumerate(matched.members):
+        each = [decays[j] for j in members]
+        if each.count(each[0]) == len(each):
+            cuts = [(each[0], [c.tensors[k] for c in columns])]
+        else:
+            cuts = [(decays[j], [local(c.leaves[j]) for c in columns]) for j in members]
+        for decay, row in cuts:
+            p, _, *moments = row
+            if p.numel():
+                dtype = p.dtype
+                for m in moments:
+                    if m.dtype != dtype:
+                        dtype = torch.promote_types(dtype, m.dtype)
+                groups.setdefault((p.device, dtype, decay), []).append(row)
+    return groups
+
+
+def _count_write(tensors: Sequence[Tensor]) -> None:
+    """Counts one write more, where a rank holds no element too.
+
+    By the versions `shard` sees whether a gathered buffer is still right, and all ranks
+    must come to one answer.
+    """
+    counted = [t for t in tensors if not t.is_inference()]
+    if counted:
+        torch.autograd.graph.increment_version(counted)
+
+
+def _write(
+    kernel: Callable[..., None],
+    rows: list[list[Tensor]],
+    dtype: torch.dtype,
+    decay: float,
+) -> None:
+    """Run ``kernel`` over the rows; what is not dense or not of ``dtype`` is copied.
+
+    Fused kernels read any tensor as if it were dense: an expanded gradient (that of a
+    sum) would give garbage, silently.
+    """
+    columns = [*zip(*rows, strict=True)]
+    work = [[_dense(t, dtype) for t in column] for column in columns]
+    kernel(*work, weight_decay=decay)
+    del columns[1], work[1]  # the gradients are only read
+    for targets, sources in zip(columns, work, strict=True):
+        for target, source in zip(targets, sources, strict=True):
+            if target is not source:
+                target.copy_(source)
+
+
+def _dense(x: Tensor, dtype: torch.dtype) -> Tensor:
+    if x.dtype == dtype and x.is_contiguous():
+        return x
+    return x.to(dtype).contiguous()

@@ -1,0 +1,192 @@
+"""Which leaves an optimizer updates, and their tensors as a few flat ones."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from functools import lru_cache
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from fsfunc import _torch, tree
+from fsfunc.comm.groups import strided
+from fsfunc.packing import split_alike
+from fsfunc.placements import describe
+from fsfunc.sharded import Sharded, is_sharded
+
+Tree = Any
+Mask = Callable[[str, Any], bool]  # (path, leaf) -> whether it applies to that leaf
+
+
+def trainable(leaf: Any) -> bool:
+    """Whether an optimizer updates ``leaf``: a tensor or a shard of floating dtype.
+
+    Raises:
+        TypeError: a complex leaf: neither updated rightly nor safely left out.
+    """
+    if not isinstance(leaf, (Tensor, Sharded)):
+        return False
+    dtype = leaf.dtype
+    if dtype.is_complex:
+        raise TypeError(
+            f"cannot optimize {said(leaf)}: complex parameters are not supported; "
+            "keep torch.view_as_real of it as the parameter"
+        )
+    return dtype.is_floating_point
+
+
+def local(leaf: Any) -> Tensor:
+    """The tensor that this rank holds of a leaf."""
+    return leaf.local if is_sharded(leaf) else leaf
+
+
+def zeros_like(params: Tree, dtype: torch.dtype | None = None) -> Tree:
+    """Zeros laid out as ``params`` are, with None for leaves that are not trainable."""
+    return map_flat(
+        lambda tensors: [torch.zeros_like(t, dtype=dtype) for t in tensors],
+        params,
+        rest=None,
+    )
+
+
+_SAME = object()
+
+
+def map_flat(
+    fn: Callable[[list[Tensor]], Sequence[Tensor]], values: Tree, *, rest: Any = _SAME
+) -> Tree:
+    """``values`` with ``fn`` of its trainable leaves, taken as few flat tensors.
+
+    Other leaves stay what they are, or become ``rest``.
+    """
+    leaves, treedef = tree.flatten(values, is_sharded)
+    active = [i for i, leaf in enumerate(leaves) if trainable(leaf)]
+    out = list(leaves) if rest is _SAME else [rest] * len(leaves)
+    (buffers,) = split([[leaves[i] for i in active]])
+    for i, leaf in zip(active, buffers.rebuild(fn(buffers.tensors)), strict=True):
+        out[i] = leaf
+    return tree.unflatten(treedef, out)
+
+
+def along(params: Tree, treedef: tree.TreeDef, other: Tree, what: str) -> list[Any]:
+    """What ``other`` holds at the place of each leaf of ``params``, None included.
+
+    Raises:
+        TreeMismatch: ``other`` lacks the structure; the message names the path.
+    """
+    try:
+        return treedef.flatten_up_to(other)
+    except ValueError:
+        try:
+            tree.map(lambda leaf, _: leaf, params, other, is_leaf=is_sharded)
+        except tree.TreeMismatch as error:
+            raise tree.TreeMismatch(f"{what} do not fit: {error}") from None
+        raise
+
+
+def paths_of(treedef: tree.TreeDef) -> list[str]:
+    """The paths of the leaves of a tree flattened by `is_sharded`."""
+    try:
+        hash(treedef)
+    except TypeError:  # a user's node may have static data that do not hash
+        return _paths_of.__wrapped__(treedef)
+    return _paths_of(treedef)
+
+
+@lru_cache(maxsize=64)  # a step asks for the same one every time
+def _paths_of(treedef: tree.TreeDef) -> list[str]:
+    return tree.paths(tree.unflatten(treedef, range(treedef.num_leaves)))
+
+
+class Loose:
+    """Whole tensors in the place of `Buffers`, which would find nothing to join."""
+
+    def __init__(self, tensors: Sequence[Tensor]):
+        self.tensors = [strided(x) for x in tensors]
+        self.groups = [([i], None) for i in range(len(self.tensors))]
+
+    def rebuild(self, tensors: Sequence[Tensor]) -> list[Tensor]:
+        return list(tensors)
+
+
+def split(columns: Sequence[Sequence[Any]]) -> list[Any]:
+    """Equally long lists of leaves that fit together, each as few flat tensors."""
+    if not any(map(is_sharded, columns[0])):
+        return [Loose(column) for column in columns]
+    return split_alike(*map(list, columns))
+
+
+def first_unfit(
+    leaves: Sequence[Any], others: Sequence[Any], positions: Sequence[int]
+) -> int | None:
+    """The first position where ``others`` does not lie as ``leaves`` does.
+
+    In shape, layout or device. Leaves of one home lie as their home does, so of two
+    homes that is asked once.
+    """
+    alike: set[tuple[int, int]] = set()
+    for i in positions:
+        leaf, other = leaves[i], others[i]
+        home = leaf.packed if is_sharded(leaf) else None
+        its = other.packed if is_sharded(other) else None
+        odd = home is None or its is None or home.coordinates != its.coordinates
+        if odd or leaf.spent or other.spent:
+            if not _fits(leaf, other):
+                return i
+            continue
+        if leaf.layout is not other.layout and not _same_place(leaf, other):
+            return i
+        if (pair := (id(home), id(its))) not in alike:
+            if not _fits(home.flat, its.flat):
+                return i
+            alike.add(pair)
+    return None
+
+
+def _same_place(leaf: Sharded, other: Sharded) -> bool:
+    mine, its = leaf.layout, other.layout
+    return mine is its or (mine.shape, mine.parts) == (its.shape, its.parts)
+
+
+def _fits(leaf: Any, other: Any) -> bool:
+    if is_sharded(leaf):
+        if not is_sharded(other):  # a leaf cut over nothing is a plain tensor's equal
+            plain = isinstance(other, Tensor) and not leaf.layout.parts
+            return plain and leaf.part_shape == other.shape
+        if not _same_place(leaf, other):
+            return False
+        return leaf.part_shape == other.part_shape and leaf.device == other.device
+    if not isinstance(other, Tensor):
+        return False
+    return leaf.shape == other.shape and leaf.device == other.device
+
+
+def said(leaf: Any) -> str:
+    """A leaf as error messages name it."""
+    if is_sharded(leaf):
+        return str(leaf.layout)
+    if isinstance(leaf, Tensor):
+        return f"{describe(leaf.shape, leaf.dtype)} on {leaf.device}"
+    return "None" if leaf is None else f"a {type(leaf).__name__}"
+
+
+def scaled(tensors: Sequence[Tensor], factor: float | Tensor) -> list[Tensor]:
+    """Each tensor times ``factor`` (a number or 0-dim tensor), in its own dtype."""
+    if composable():
+        return [t * factor for t in tensors]
+    if isinstance(factor, Tensor) and len({t.device for t in tensors}) > 1:
+        return [t * factor.to(t.device) for t in tensors]
+    return list(torch._foreach_mul(list(tensors), factor)) if tensors else []
+
+
+def differentiated(tensors: Sequence[Tensor]) -> bool:
+    """Whether somebody may differentiate through what is done with ``tensors``."""
+    if composable():
+        return True
+    return torch.is_grad_enabled() and any(t.requires_grad for t in tensors)
+
+
+def composable() -> bool:
+    """Whether only operations with derivatives and ``vmap`` rules will do."""
+    return _torch.functorch_active() or _torch.forward_ad_active()

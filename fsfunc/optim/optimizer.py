@@ -1,0 +1,248 @@
+"""What an optimizer is: two functions, and what follows from them.
+
+``init(params)`` makes a state and ``update(grads, state, params)`` turns gradients into
+updates, which are **added** to the parameters (optax's contract; so the learning rate
+enters with its sign). ``apply`` is `update` and the addition, in one pass over memory
+where the optimizer has one. Most are made by `elementwise` of a rule for one element;
+clipping, weight decay and scaling have the same form, and `chain` joins them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from numbers import Real
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from fsfunc.optim.in_place import fused
+from fsfunc.optim.leaves import Mask, Tree
+from fsfunc.optim.matching import Decay, Matched, Rule
+
+State = Any
+Init = Callable[[Tree], State]
+Update = Callable[..., tuple[Tree, State]]
+Apply = Callable[[Tree, State, Tree], tuple[Tree, State]]
+Prepare = Callable[[Tree, State, Tree], Callable[[], tuple[Tree, State]]]
+
+
+class _Functions(NamedTuple):
+    init: Init
+    update: Update
+    apply: Apply
+    prepare: Prepare
+
+
+class Optimizer(_Functions):
+    """The functions of an optimizer; called on a gradient function, a train step.
+
+    Args:
+        init: ``init(params) -> state``, a pytree of tensors and numbers.
+        update: ``update(grads, state, params=None) -> (updates, state)``: pure, made of
+            operations that differentiate; updates are added to the parameters, and None
+            stands for none.
+        apply: ``apply(grads, state, params) -> (params, state)``: the same as update
+            and addition. It may write into tensors of ``params`` and ``state`` of
+            which ``frame().donated`` says so (`Donation.may_write`), and then tells it
+            which leaves it took; never into ``grads``.
+        prepare: ``prepare(grads, state, params) -> commit``: `apply` in two phases. All
+            checks, norms and collectives belong to the first; ``commit()`` only writes,
+            and returns what `apply` does. So several optimizers can share a step that,
+            failing, leaves the state as it was.
+
+    `apply` and `prepare` may be left out; one follows from the other, both from
+    `update`.
+
+    >>> import torch
+    >>> halve = Optimizer(
+    ...     init=lambda params: (),
+    ...     update=lambda grads, state, params=None: ({"w": -grads["w"] / 2}, state),
+    ... )
+    >>> halve.apply({"w": torch.ones(2)}, (), {"w": torch.ones(2)})
+    ({'w': tensor([0.5000, 0.5000])}, ())
+    """
+
+    __slots__ = ()
+
+    def __new__(
+        cls,
+        init: Init,
+        update: Update,
+        apply: Apply | None = None,
+        prepare: Prepare | None = None,
+    ) -> Optimizer:
+        if prepare is None:
+            prepare = _added(update) if apply is None else _deferred(apply)
+        if apply is None:
+            apply = _at_once(prepare)
+        return super().__new__(cls, init, update, apply, prepare)
+
+    def __call__(self, grad_fn: Callable[..., Any]) -> Callable[..., Any]:
+        """A train step ``step(state, *batch) -> (state, metrics)``.
+
+        Args:
+            grad_fn: ``grad_fn(params, *batch) -> (value, grads)``, such as
+                ``value_and_grad(loss)``; with auxiliary results, ``((value, aux),
+                grads)``.
+
+        Returns:
+            a step over any state with ``.params`` and ``.apply_gradients(grads,
+            optimizer)``. Its metrics are ``{"loss": value}``, and ``"aux"`` if any.
+
+        >>> import torch
+        >>> from types import SimpleNamespace
+        >>> class State(SimpleNamespace):
+        ...     def apply_gradients(self, grads, optimizer):
+        ...         params, _ = optimizer.apply(grads, (), self.params)
+        ...         return State(params=params)
+        >>> from fsfunc.optim import scale
+        >>> step = scale(-0.5)(lambda w, x: ((w * x).sum(), x))
+        >>> step(State(params=torch.ones(2)), torch.tensor([1.0, 2.0]))
+        (State(params=tensor([0.5000, 0.0000])), {'loss': tensor(3.)})
+        """
+
+        def train_step(state: Any, *batch: Any, **named: Any) -> tuple[Any, dict]:
+            value, grads = grad_fn(state.params, *batch, **named)
+            if isinstance(value, tuple):
+                metrics = dict(zip(("loss", "aux"), value, strict=True))
+            else:
+                metrics = {"loss": value}
+            return state.apply_gradients(grads, self), metrics
+
+        return train_step
+
+
+def _deferred(apply: Apply) -> Prepare:
+    return lambda grads, state, params: lambda: apply(grads, state, params)
+
+
+def _at_once(prepare: Prepare) -> Apply:
+    return lambda grads, state, params: prepare(grads, state, params)()
+
+
+def _added(update: Update) -> Prepare:
+    def prepare(grads: Tree, state: State, params: Tree):
+        updates, state = update(grads, state, params)
+        add = prepare_updates(params, updates)
+        return lambda: (add(), state)
+
+    return prepare
+
+
+def apply_updates(params: Tree, updates: Tree) -> Tree:
+    """``params + updates``, in the dtypes of ``params``.
+
+    Args:
+        params: any tree; what is no floating tensor stays as it is.
+        updates: a tree like it; None leaves a parameter as it is.
+
+    Raises:
+        TreeMismatch: the trees do not fit; the message names the path.
+
+    Cost: no communication; in place under `donate`.
+
+    >>> import torch
+    >>> apply_updates({"w": torch.ones(2), "n": 3}, {"w": torch.ones(2), "n": None})
+    {'w': tensor([2., 2.]), 'n': 3}
+    """
+    return prepare_updates(params, updates)()
+
+
+def prepare_updates(params: Tree, updates: Tree) -> Callable[[], Tree]:
+    """What does the work of `apply_updates`; the trees are checked now."""
+    matched = Matched.of(params, updates)
+    decays = [0.0] * len(matched.active)
+    if matched.differentiated:
+        return lambda: matched.composed(_sum, decays, as_params=True)[0]
+    commit = fused(matched, _add, decays)
+    return lambda: commit()[0]
+
+
+def _sum(p: Tensor, u: Tensor, decay: Decay) -> list[Tensor]:
+    return [p + u.to(p.dtype)]
+
+
+def _add(params: Any, updates: Any, *, weight_decay: float) -> None:
+    torch._foreach_add_(params, updates)  # there is no decay in an addition
+
+
+def elementwise(
+    name: str,
+    init: Init,
+    *,
+    moments: Callable[[State], Sequence[Tree]],
+    after: Callable[..., State],
+    rule: Callable[[Any], Rule],
+    kernel: Callable[[Any], Callable[..., None]],
+    weight_decay: float = 0.0,
+    mask: Mask | None = None,
+) -> Optimizer:
+    """An optimizer that treats each element by itself.
+
+    Args:
+        name: what errors call it.
+        moments: the trees in its state, which are like the parameters.
+        after: ``after(state, *moments)``: its next state.
+        rule: ``rule(state)(param, grad, *moments, decay) -> (update, *moments)``, made
+            of operations that differentiate; all are tensors but ``decay``, which may
+            be a number.
+        kernel: ``kernel(state)(params, grads, *moments, weight_decay=)`` writes the
+            same step into lists of dense tensors, in one pass over memory.
+        weight_decay, mask: which decay a leaf has.
+    """
+
+    def update(grads: Tree, state: State, params: Tree = None) -> tuple[Tree, State]:
+        if weight_decay:
+            check_params_given(params, name)
+        like = grads if params is None else params
+        matched = Matched.of(like, grads, *moments(state))
+        decays = matched.decays(weight_decay, mask)
+        updates, *new = matched.composed(rule(state), decays)
+        return updates, after(state, *new)
+
+    def prepare(
+        grads: Tree, state: State, params: Tree
+    ) -> Callable[[], tuple[Tree, State]]:
+        matched = Matched.of(params, grads, *moments(state))
+        if matched.differentiated:
+            updates, state = update(grads, state, params)
+            return lambda: (apply_updates(params, updates), state)
+        decays = matched.decays(weight_decay, mask)
+        commit = fused(matched, kernel(state), decays)
+
+        def finish() -> tuple[Tree, State]:
+            params, *new = commit()
+            return params, after(state, *new)
+
+        return finish
+
+    return Optimizer(init, update, prepare=prepare)
+
+
+def check_numbers(**values: Any) -> None:
+    """Raise TypeError where one of ``values`` is neither a number nor a tensor."""
+    for name, value in values.items():
+        if not isinstance(value, (Real, Tensor)):
+            said = f"float({value!r})" if isinstance(value, str) else "a float"
+            raise TypeError(
+                f"{name} is {value!r}, a {type(value).__name__}: it must be a number; "
+                f"give {said}"
+            )
+
+
+def check_not_negative(**values: float) -> None:
+    """Raise ValueError where one of ``values`` is negative, TypeError if no number."""
+    check_numbers(**values)
+    for name, value in values.items():
+        if not value >= 0:
+            raise ValueError(f"{name} is {value}: it must be 0 or more")
+
+
+def check_params_given(params: Tree, what: str) -> None:
+    """Raise ValueError where an update that reads the parameters has none."""
+    if params is None:
+        raise ValueError(
+            f"{what} decays weights, so it needs them: call "
+            "update(grads, state, params)"
+        )

@@ -1,0 +1,248 @@
+"""Sums over all elements of a tree, and one number into all of them.
+
+Of a sharded leaf a rank holds a part, so a sum over what it holds is no sum over the
+leaf: each counts over the axes of its own layout, and a replicated one once. Leaves
+that are spread over the same axes are reduced together.
+
+Under ``shard`` all of this may be differentiated, to any order: a sum of parts crosses
+into own values, and a number crosses into parts, each with its transpose (`crossings`).
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.linalg import vector_norm
+
+from fsfunc import tree
+from fsfunc.comm.collective_ops import apply_map, claim, issue
+from fsfunc.comm.collectives import pmax, psum
+from fsfunc.comm.crossings import ENTER, SPREAD, SUM, check_samples
+from fsfunc.comm.groups import group
+from fsfunc.comm.mesh import NoMesh, here
+from fsfunc.frames import frame
+from fsfunc.optim.leaves import (
+    Tree,
+    composable,
+    differentiated,
+    map_flat,
+    scaled,
+    split,
+    trainable,
+)
+from fsfunc.sharded import Sharded, is_sharded
+
+__all__ = ["entered", "global_norm", "tree_scale", "tree_sum"]
+
+Spread = tuple[str, ...] | None  # the axes of a sharded leaf; None: a plain tensor
+
+
+def tree_sum(values: Tree) -> Tensor:
+    """The sum of all elements of the floating leaves, equal on every rank.
+
+    Args:
+        values: a tree of tensors and shards of any shapes; other leaves count nothing.
+
+    Returns:
+        0-dim, accumulated in float32, or in float64 where a leaf is; 0 for no leaves.
+        Under ``shard`` it is a rank's own value that happens to agree.
+
+    Transpose: of parts, the mean over the ranks of the cotangents, on every element.
+
+    Cost: one psum of one number over each distinct set of axes in the layouts; as many
+    backward.
+
+    >>> tree_sum({"w": torch.ones(2, 3), "b": torch.ones(2), "step": 7})
+    tensor(8.)
+    """
+    held, dtype = _by_axes(values)
+    sums = []
+    for axes, tensors in held:
+        local = [t.sum(dtype=dtype) for t in tensors]
+        total = _combined(local, torch.sum, tensors[0].device, dtype)
+        sums.append(_out_of_parts(total, axes))
+    return _combined(sums, torch.sum, _device(held), dtype)
+
+
+def global_norm(values: Tree, p: float = 2.0) -> Tensor:
+    """The p-norm of all elements of the floating leaves, equal on every rank.
+
+    ``(sum |x|^p)^(1/p)``, or ``max |x|`` where p is infinite. The derivative of the
+    norm of zeros is 0; the infinite norm of shards has none.
+
+    Args:
+        values: a tree of tensors and shards of any shapes; other leaves count nothing.
+        p: above 0; ``math.inf`` for the largest magnitude.
+
+    Returns:
+        0-dim, accumulated in float32, or in float64 where a leaf is; 0 for no leaves.
+        Of a tree that is not sharded, the bits of ``torch.nn.utils.get_total_norm``.
+
+    Raises:
+        ValueError: ``p`` is not above 0.
+
+    Cost: one psum (pmax where p is infinite) of one number over each distinct set of
+    axes in the layouts; as many backward.
+
+    >>> global_norm({"w": torch.tensor([3.0]), "b": torch.tensor(4.0), "frozen": None})
+    tensor(5.)
+    """
+    if not p > 0:
+        raise ValueError(f"p is {p}: a norm needs it above 0")
+    held, dtype = _by_axes(values)
+    norm_of = partial(vector_norm, ord=p)
+    local = []
+    for axes, tensors in held:
+        # The infinite norm has no identity: torch refuses an empty tensor.
+        norms = _norms([t for t in tensors if t.numel()], p, dtype)
+        if differentiated(tensors):  # the psum's transpose is every rank's
+            norms += [t.sum(dtype=dtype) for t in tensors if not t.numel()]
+        local.append((axes, _combined(norms, norm_of, tensors[0].device, dtype)))
+    device = _device(held)
+    if math.isinf(p):
+        maxima = [pmax(norm, axes) if axes else norm for axes, norm in local]
+        return _combined(maxima, torch.amax, device, dtype)
+    if len(local) == 1 and not local[0][0]:
+        return _out_of_parts(local[0][1], local[0][0])
+    powers = [_out_of_parts(norm**p, axes) for axes, norm in local]
+    return _root(_combined(powers, torch.sum, device, dtype), p)
+
+
+def _norms(tensors: Sequence[Tensor], p: float, dtype: torch.dtype) -> list[Tensor]:
+    """The p-norm of each (non-empty) tensor, accumulated in ``dtype``: 0-dim."""
+    if composable():
+        return [torch.linalg.vector_norm(t, p, dtype=dtype) for t in tensors]
+    return list(torch._foreach_norm(list(tensors), p, dtype=dtype)) if tensors else []
+
+
+def _root(power: Tensor, p: float) -> Tensor:
+    """``power ** (1/p)``, whose derivative at 0 is 0, as that of a norm is."""
+    if not differentiated([power]):
+        return power.sqrt() if p == 2 else power ** (1 / p)
+    zero = power == 0
+    return torch.where(zero, 0, torch.where(zero, 1, power) ** (1 / p))
+
+
+def tree_scale(values: Tree, factor: float | Tensor) -> Tree:
+    """``values`` with every floating leaf multiplied by ``factor``.
+
+    As ``tree.map(lambda x: x * factor, values)``, also where the factor is
+    differentiated: a learned rate, a loss, a norm. Of shards each rank sees its parts
+    alone, and a plain product would give the factor the gradient of these.
+
+    Args:
+        values: a tree of tensors and shards; other leaves stay what they are.
+        factor: a number or 0-dim tensor, the same on every rank: a parameter, or what
+            a psum or pmean, ``tree_sum`` or ``global_norm`` gives.
+
+    Raises:
+        ValueError: a factor with dims.
+
+    Transpose: of the factor, n times the sum over the rank's own parts, n ranks holding
+    one each; whoever made it one value over the ranks takes the mean.
+
+    Cost: nothing is sent.
+
+    >>> tree_scale({"w": torch.ones(2), "n": 3}, torch.tensor(0.5))
+    {'w': tensor([0.5000, 0.5000]), 'n': 3}
+    """
+    if isinstance(factor, Tensor) and factor.ndim:
+        raise ValueError(
+            f"tree_scale by a tensor of shape {tuple(factor.shape)}: one number scales "
+            "a tree; multiply leaf by leaf in a unit, or take its mean first"
+        )
+    if isinstance(factor, Tensor):
+        claim(factor, "tree_scale")
+    if not isinstance(factor, Tensor) or not differentiated([factor]):
+        return map_flat(lambda ts: scaled(ts, factor), values)
+
+    def times(leaf: Any) -> Any:
+        if not trainable(leaf):
+            return leaf
+        if not isinstance(leaf, Sharded):
+            return leaf * factor
+        return leaf.with_local(leaf.local * _into_parts(factor, leaf.layout.axes))
+
+    return tree.map(times, values, is_leaf=is_sharded)
+
+
+def _out_of_parts(x: Tensor, axes: Spread) -> Tensor:
+    """The ranks' sums over their parts as one sum, each rank's own."""
+    if axes is None:
+        return x  # each leaf entered by itself
+    if not differentiated([x]):
+        return issue(x, SUM, group(axes)) if axes else x
+    check_samples(x, "a sum over sharded leaves")
+    over, others, copies = _parted(axes)
+    if copies:
+        x = issue(x, ENTER, group(copies))
+    if over:
+        x = issue(x, SUM, group(over))
+    return psum(x, others) if others else x
+
+
+def entered(x: Tensor) -> Tensor:
+    """A plain tensor as each rank's own: of a parameter the gradient is the mean."""
+    if differentiated([x]):
+        for handler, session in frame().sessions:
+            if session.ownership.is_one_value(x):
+                check_samples(x, "a parameter")
+                x = apply_map(x, ENTER, group(handler.axes))  # type: ignore[attr-defined]
+    return x
+
+
+def _into_parts(x: Tensor, axes: tuple[str, ...]) -> Tensor:
+    """What is the same on every rank, as a factor of parts over ``axes``."""
+    over, _, _ = _parted(axes)
+    return apply_map(x, SPREAD, group(over)) if over else x
+
+
+def _parted(axes: tuple[str, ...]) -> tuple[tuple[str, ...], ...]:
+    """``axes`` that the loss is a mean over, the other ones, and means beside them."""
+    try:
+        means = here().mean
+    except NoMesh:
+        means = ()
+    over = tuple(a for a in axes if a in means)
+    others = tuple(a for a in axes if a not in means)
+    return over, others, tuple(a for a in means if a not in axes)
+
+
+def _by_axes(values: Tree) -> tuple[list[tuple[Spread, list[Tensor]]], torch.dtype]:
+    """The flat tensors by the axes they are spread over, and a dtype to sum in.
+
+    Axes in sorted order, also where all that this rank holds is empty: every rank
+    issues the same collectives.
+    """
+    leaves = [x for x in tree.leaves(values, is_sharded) if trainable(x)]
+    (buffers,) = split([leaves])
+    held: dict[Spread, list[Tensor]] = {}
+    dtype = torch.float32
+    for tensor, (positions, _) in zip(buffers.tensors, buffers.groups, strict=True):
+        first = leaves[positions[0]]
+        axes = tuple(sorted(first.layout.axes)) if is_sharded(first) else None
+        tensor = entered(tensor) if axes is None else tensor
+        held.setdefault(axes, []).append(tensor)
+        dtype = torch.promote_types(dtype, tensor.dtype)
+    return sorted(held.items(), key=lambda item: item[0] or ()), dtype
+
+
+def _device(held: list[tuple[Spread, list[Tensor]]]) -> torch.device:
+    return held[0][1][0].device if held else torch.device("cpu")
+
+
+def _combined(
+    numbers: list[Tensor],
+    reduce: Callable[[Tensor], Tensor],
+    device: torch.device,
+    dtype: torch.dtype,
+) -> Tensor:
+    """``reduce`` of 0-dim tensors, brought to one device; 0 of none."""
+    if not numbers:
+        return torch.zeros((), dtype=dtype, device=device)
+    return reduce(torch.stack([x.to(device) for x in numbers]))

@@ -1,0 +1,153 @@
+"""Transformations of gradients, in the form of optimizers, and how they are chained."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from fsfunc.optim.leaves import Mask, Tree, map_flat, scaled
+from fsfunc.optim.matching import Matched, decayed
+from fsfunc.optim.optimizer import (
+    Optimizer,
+    State,
+    check_not_negative,
+    check_numbers,
+    check_params_given,
+)
+from fsfunc.optim.reductions import global_norm, tree_scale
+
+
+def chain(*transforms: Optimizer) -> Optimizer:
+    """The optimizer that passes gradients through each of ``transforms`` in order.
+
+    Its state is the tuple of theirs. ``apply`` is the ``update`` of all but the last,
+    which write nothing, and the ``apply`` of the last.
+
+    Raises:
+        ValueError: nothing to chain.
+
+    Cost: the sum of theirs; all collectives come before the first write.
+
+    >>> import torch
+    >>> optimizer = chain(scale(0.5), add_decayed_weights(0.1), scale(-1.0))
+    >>> params = torch.tensor([10.0])
+    >>> optimizer.update(torch.tensor([4.0]), optimizer.init(params), params)[0]
+    tensor([-3.])
+    """
+    if not transforms:
+        raise ValueError("chain() needs at least one transformation, such as sgd(0.1)")
+    *before, last = transforms
+
+    def init(params: Tree) -> tuple[State, ...]:
+        return tuple(t.init(params) for t in transforms)
+
+    def through(grads: Tree, states: Any, params: Tree) -> tuple[Tree, list[State]]:
+        if len(states) != len(transforms):
+            raise ValueError(
+                f"a chain of {len(transforms)} was given a state of {len(states)}: "
+                "make one with its own init(params)"
+            )
+        done = []
+        for transform, state in zip(before, states, strict=False):
+            grads, state = transform.update(grads, state, params)
+            done.append(state)
+        return grads, done
+
+    def update(grads: Tree, states: Any, params: Tree = None):
+        grads, done = through(grads, states, params)
+        updates, state = last.update(grads, states[-1], params)
+        return updates, (*done, state)
+
+    def prepare(grads: Tree, states: Any, params: Tree):
+        grads, done = through(grads, states, params)
+        commit = last.prepare(grads, states[-1], params)
+
+        def finish() -> tuple[Tree, State]:
+            params, state = commit()
+            return params, (*done, state)
+
+        return finish
+
+    return Optimizer(init, update, prepare=prepare)
+
+
+def scale(factor: float) -> Optimizer:
+    """The transformation that multiplies gradients by ``factor``.
+
+    >>> import torch
+    >>> scale(-0.5).update({"w": torch.ones(2)}, ())[0]
+    {'w': tensor([-0.5000, -0.5000])}
+    """
+
+    def update(grads: Tree, state: State, params: Tree = None) -> tuple[Tree, State]:
+        return map_flat(lambda ts: scaled(ts, factor), grads), state
+
+    return Optimizer(lambda params: (), update)
+
+
+def add_decayed_weights(weight_decay: float, mask: Mask | None = None) -> Optimizer:
+    """The transformation ``g + weight_decay * p``.
+
+    Args:
+        weight_decay: not negative.
+        mask: ``mask(path, leaf)`` says which leaves decay; the shape of a sharded leaf
+            is its global one. All do without it.
+
+    Raises:
+        ValueError: a negative ``weight_decay``, or an update without ``params``.
+
+    >>> import torch
+    >>> decay = add_decayed_weights(0.1, mask=lambda path, leaf: leaf.ndim > 1)
+    >>> params = {"b": torch.ones(1), "w": torch.ones(1, 1)}
+    >>> decay.update({"b": torch.zeros(1), "w": torch.zeros(1, 1)}, (), params)[0]
+    {'b': tensor([0.]), 'w': tensor([[0.1000]])}
+    """
+    check_not_negative(weight_decay=weight_decay)
+
+    def update(grads: Tree, state: State, params: Tree = None) -> tuple[Tree, State]:
+        check_params_given(params, "add_decayed_weights")
+        matched = Matched.of(params, grads)
+        decays = matched.decays(weight_decay, mask)
+        (updates,) = matched.composed(lambda p, g, d: [decayed(g, p, d)], decays)
+        return updates, state
+
+    return Optimizer(lambda params: (), update)
+
+
+def clip_by_global_norm(
+    max_norm: float, eps: float = 1e-6, *, p: float = 2.0
+) -> Optimizer:
+    """The transformation that scales gradients down to a global norm of ``max_norm``.
+
+    ``g min(max_norm / (global_norm(grads) + eps), 1)``, as
+    ``torch.nn.utils.clip_grad_norm_`` does it, exact on sharded gradients.
+
+    Args:
+        max_norm: above 0.
+        eps: added to the norm.
+        p: which norm; see `global_norm`.
+
+    Raises:
+        ValueError: ``max_norm`` or ``p`` is not above 0, or ``eps`` is negative.
+
+    Cost: that of `global_norm`, one pass and one fresh copy of the gradients, which
+    are left as they were. No branch: nothing waits for the device.
+
+    Source: Pascanu et al., On the difficulty of training recurrent networks, 2013.
+
+    >>> import torch
+    >>> clip = clip_by_global_norm(1.0)
+    >>> clip.update({"w": torch.tensor([3.0]), "b": torch.tensor(4.0)}, ())[0]
+    {'w': tensor([0.6000]), 'b': tensor(0.8000)}
+    """
+    check_numbers(max_norm=max_norm, p=p, eps=eps)
+    if not (max_norm > 0 and p > 0 and eps >= 0):
+        raise ValueError(
+            f"max_norm is {max_norm}, p is {p} and eps is {eps}: the first two must be "
+            "above 0, and eps 0 or more"
+        )
+
+    def update(grads: Tree, state: State, params: Tree = None) -> tuple[Tree, State]:
+        factor = (max_norm / (global_norm(grads, p) + eps)).clamp(max=1.0)
+        return tree_scale(grads, factor), state
+
+    return Optimizer(lambda params: (), update)

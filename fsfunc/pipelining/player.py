@@ -1,0 +1,144 @@
+"""The player: ranks that go through what they have to do, and wait for each other.
+
+Whatever has an order on each rank is played by it: a schedule, to prove that it runs
+and to time it; its compute actions alone, to find where sends and receives belong; a
+schedule that is only being found; and the events of a plan. They differ in what a rank
+does between two waits, and in what they note on the way.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable, Iterable, Iterator
+from heapq import heappop, heappush
+from typing import NamedTuple
+
+from fsfunc.pipelining.actions import RECEIVES, Action, Schedule
+from fsfunc.pipelining.dependencies import Dependencies, made, other_end
+
+__all__ = ["Player", "Posting", "ScheduleRun"]
+
+
+class Player:
+    """One event loop. A rank is an iterator that yields what it waits for.
+
+    It goes on once that has happened, and at once where it has. Who is awake goes on
+    in the order of time, then of ranks. A rank that yields None sleeps until somebody
+    wakes it.
+
+    >>> player = Player()
+    >>> def second():
+    ...     yield "first"
+    ...     print(f"second at {player.times['first']}, then for ever")
+    ...     yield "third"
+    >>> def first():
+    ...     yield from ()
+    ...     player.happened("first", 2.0)
+    >>> player.play([second(), first()])
+    second at 2.0, then for ever
+    >>> player.waits
+    ['third', None]
+    """
+
+    def __init__(self) -> None:
+        self.times: dict[Hashable, float] = {}  # of all that has happened
+        self.waits: list[Hashable] = []  # what each rank waits for; None: nothing
+        self.now: float = 0
+        self._ranks: list[Iterator[Hashable]] = []
+        self._asleep: dict[Hashable, list[int]] = {}
+        self._awake: list[tuple[float, int]] = []
+
+    def happened(self, what: Hashable, time: float = 0) -> None:
+        """Notes when something happened, and wakes who waits for it."""
+        self.times[what] = time
+        for rank in self._asleep.pop(what, ()):
+            self.wake(rank, time)
+
+    def wake(self, rank: int, time: float) -> None:
+        heappush(self._awake, (time, rank))
+
+    def play(self, ranks: Iterable[Iterator[Hashable]]) -> None:
+        """Takes every rank as far as it goes."""
+        self._ranks = list(ranks)
+        self.waits = [None] * len(self._ranks)
+        for rank in range(len(self._ranks)):
+            self.wake(rank, 0)
+        self.go_on()
+
+    def go_on(self) -> None:
+        """Takes those further that were woken since nobody could go on."""
+        while self._awake:
+            self.now, rank = heappop(self._awake)
+            self.waits[rank] = None
+            for what in self._ranks[rank]:
+                if what is None:
+                    break
+                if what not in self.times:
+                    self.waits[rank] = what
+                    self._asleep.setdefault(what, []).append(rank)
+                    break
+
+
+class Posting(NamedTuple):
+    """What a send waits for: that its receive is posted."""
+
+    receive: Action
+
+
+class ScheduleRun(Player):
+    """A schedule played: when each action starts, and what each rank waits for.
+
+    The model is harder than any backend: a send blocks its rank until the receive has
+    been posted, a receive is posted without waiting, and the compute action that needs
+    it waits for it. Blocking takes no time, and neither does a message take any of its
+    rank's: it arrives ``send`` after the later of its send and its receive's posting.
+
+    Args:
+        cost: of a compute action.
+        send: from a send to its arrival at another rank.
+
+    ``starts`` has those of the actions that each rank got to; ``times`` the ends, by
+    what others need: `made` of compute actions, receives for messages.
+    """
+
+    def __init__(
+        self,
+        schedule: Schedule,
+        dependencies: Dependencies,
+        cost: Callable[[Action], float] = lambda action: 0,
+        send: float = 0,
+    ) -> None:
+        super().__init__()
+        self.dependencies, self.cost, self.send = dependencies, cost, send
+        self.starts: list[list[float]] = [[] for _ in schedule]
+        self.play(map(self._rank, schedule, self.starts))
+
+    def _rank(self, row: Iterable[Action], starts: list[float]) -> Iterator[Hashable]:
+        times, dependencies, clock = self.times, self.dependencies, 0
+        for action in row:
+            start = clock
+            if action.is_compute:
+                for need in dependencies.needs(action):
+                    yield need
+                    # What is received has been on its way already.
+                    sent = need.peer is None and dependencies.crosses(
+                        need.stage, action.stage
+                    )
+                    start = max(start, times[need] + (self.send if sent else 0))
+                clock = start + self.cost(action)
+                self.happened(made(action), clock)
+            elif action.kind in RECEIVES:
+                self.happened(Posting(action), start)
+            else:
+                receive = other_end(action)
+                yield Posting(receive)
+                arrival = max(start, times[Posting(receive)]) + self.send
+                self.happened(receive, arrival)
+            starts.append(start)
+
+    def missing(self, action: Action) -> list[Action]:
+        """What an action still waits for; a send, for the posting of its receive."""
+        if action.is_compute:
+            needs = self.dependencies.needs(action)
+            return [need for need in needs if need not in self.times]
+        receive = other_end(action)
+        return [] if Posting(receive) in self.times else [receive]

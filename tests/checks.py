@@ -1,0 +1,139 @@
+"""What tests claim: equal trees, equal to one device, spent as promised, refused."""
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import pytest
+import torch
+
+import fsfunc as ff
+from fsfunc import tree
+from fsfunc.sharded import is_sharded
+
+# Equal trees
+
+
+def same(found: Any, expected: Any) -> None:
+    """Trees of one structure, with the same shapes, dtypes and bits."""
+    close(found, expected, 0.0)
+
+
+def close(found: Any, expected: Any, tolerance: float = 1e-6) -> None:
+    """Trees of one structure, with the same shapes and dtypes, and near values."""
+    tree.check_same_structure(expected, found)
+    paths, leaves, _ = tree.flatten_with_paths(found)
+    for path, a, b in zip(paths, leaves, tree.leaves(expected), strict=True):
+        if not isinstance(b, torch.Tensor):
+            assert a == b, f"{path}: {a!r} is not {b!r}"
+            continue
+        assert (a.shape, a.dtype) == (b.shape, b.dtype), path
+        torch.testing.assert_close(
+            a.detach(),
+            b.detach(),
+            rtol=tolerance,
+            atol=tolerance,
+            msg=lambda m, path=path: f"{path}: {m}",
+        )
+
+
+def held(values: Any) -> list[torch.Tensor]:
+    """Copies of all tensors in a tree: to see later that nobody wrote into them."""
+    return [
+        (x.local if is_sharded(x) else x).clone()
+        for x in tree.leaves(values, is_leaf=is_sharded)
+        if is_sharded(x) or isinstance(x, torch.Tensor)
+    ]
+
+
+@contextmanager
+def unchanged(*values: Any) -> Iterator[None]:
+    """Nobody writes into these trees inside."""
+    before = held(values)
+    yield
+    same(held(values), before)
+
+
+# On simulated ranks
+
+
+def simulated(size: int = 2, /, **axes: int) -> ff.Mesh:
+    """A mesh of one axis "data", or of these."""
+    return ff.make_mesh(axes or {"data": size}, "simulated")
+
+
+def gradients(
+    loss: Callable, params: Any, *batch: Any, mesh: ff.Mesh, stack: Callable
+) -> list[Any]:
+    """(value, whole gradients) of ``stack(ff.value_and_grad(loss))``, by rank."""
+    step = stack(ff.value_and_grad(loss))
+
+    def main():
+        mine = local(batch, mesh)
+        value, grads = step(ff.place(step, params, *mine), *mine)
+        return value, ff.unshard(grads)
+
+    return ff.spmd(main, mesh)()
+
+
+def trained(
+    step: Callable, params: Any, optimizer: Any, *batches: Any, mesh: ff.Mesh
+) -> list[Any]:
+    """(whole state, what each step returned) of each rank, a step a batch."""
+
+    def main():
+        mine = [local(batch, mesh) for batch in batches]
+        state, seen = ff.init_state(step, params, optimizer, mine[0]), []
+        for batch in mine:
+            state, out = step(state, batch)
+            seen.append(out)
+        return ff.unshard(state), seen
+
+    return ff.spmd(main, mesh)()
+
+
+def trained_alone(step: Callable, params: Any, optimizer: Any, *batches: Any) -> Any:
+    """The same of one device, for `close` or `same`."""
+    state, seen = ff.TrainState(params, optimizer.init(params)), []
+    for batch in batches:
+        state, out = step(state, batch)
+        seen.append(out)
+    return state, seen
+
+
+def local(batch: Any, mesh: ff.Mesh) -> Any:
+    """This rank's rows, over all axes of the mesh but "pipe"."""
+    axes = tuple(axis for axis in mesh.axes if axis != "pipe")
+    return ff.local_batch(batch, mesh, axes) if axes else batch
+
+
+@contextmanager
+def nothing_sent() -> Iterator[None]:
+    with ff.ledger() as log:
+        yield
+    assert log.records == []
+
+
+# What is refused
+
+
+def refused(call: Callable[[], Any], error: type[Exception], way_out: str) -> str:
+    """The message with which a call is refused, before anything is sent.
+
+    ``way_out`` is searched in it as a regular expression: what is wrong, what to do.
+    """
+    with nothing_sent(), pytest.raises(error, match=way_out) as caught:
+        call()
+    return str(caught.value)
+
+
+def refusals(table: dict[str, tuple[Callable[[], Any], type[Exception], str]]) -> Any:
+    """Parametrizes a test over rows (call, error, way out)::
+
+    @refusals({"zero=4": (lambda: shard(f, zero=4), ValueError, "0, 1, 2 or 3")})
+    def test_bad_input_is_refused(call, error, way_out):
+        refused(call, error, way_out)
+    """
+    return pytest.mark.parametrize(
+        ("call", "error", "way_out"), list(table.values()), ids=list(table)
+    )

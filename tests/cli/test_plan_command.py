@@ -1,0 +1,402 @@
+"""``python -m fsfunc``: what it prints is what the plan says; what it refuses."""
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+import fsfunc as ff
+from fsfunc import hardware as machines
+from fsfunc.__main__ import main
+from fsfunc.foresight.estimating import estimate
+from fsfunc.foresight.plans import Plan
+from fsfunc.printing.amounts import of_bytes, of_flops, of_seconds
+from tests.programs import ROOT, python
+
+EXAMPLE = ROOT / "examples" / "train_gpt.py"
+SIZES = "--dim 32 --layers 2 --heads 2 --seq 32".split()
+
+SCRIPT = """
+import sys
+import torch
+import fsfunc as ff
+
+WIDTH = int(sys.argv[1]) if len(sys.argv) > 1 else 8
+
+@ff.unit
+def layer(p, x):
+    return torch.tanh(x @ p)
+
+def loss_fn(params, x):
+    for p in params:
+        x = layer(p, x)
+    return x.sum()
+
+def sharded(f, mesh):
+    return ff.shard(f, mesh, "data")
+
+def build(mesh):
+    optimizer = ff.sharded_adam(1e-3)
+    def train_step(state, batch):
+        loss, grads = ff.value_and_grad(loss_fn)(state.params, batch)
+        return state.apply_gradients(grads, optimizer), {"loss": loss}
+    def init():
+        return [torch.zeros(WIDTH, WIDTH) for _ in range(3)]
+    return sharded(train_step, mesh), init, optimizer, torch.zeros(4, WIDTH)
+"""
+
+
+@pytest.fixture
+def script(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> Iterator[Callable[[str], Path]]:
+    """Writes a script; gives its path."""
+    monkeypatch.setattr(sys, "argv", ["pytest"])
+    before = list(sys.path), list(sys.argv)
+
+    def write(text: str) -> Path:
+        path = tmp_path / "planned_script.py"
+        path.write_text(text)
+        return path
+
+    yield write
+    sys.modules.pop("planned_script", None)
+    assert (sys.path, sys.argv) == before
+
+
+def run(*args: object) -> subprocess.CompletedProcess:
+    return python("-W", "error", "-m", "fsfunc", *args)
+
+
+def plan_of(path: Path, mesh: ff.Mesh) -> Plan:
+    scope: dict = {"__name__": "script"}
+    exec(compile(path.read_text(), str(path), "exec"), scope)
+    return ff.plan(*scope["build"](mesh), mesh=mesh)
+
+
+def test_the_example_s_numbers_are_the_plan_s(tmp_path: Path) -> None:
+    table, written = tmp_path / "trace.json", tmp_path / "plan.json"
+    done = run(
+        *("plan", EXAMPLE, "--mesh", "data=16", "--hardware", "A100_80"),
+        *("--memory", "--streams", "--png", tmp_path / "drawn", "--tokens", 1024),
+        *("--trace", table, "--json", written, "--", *SIZES, "--batch", "32"),
+    )
+    assert done.returncode == 0, done.stderr
+    assert done.stderr == ""
+    found = json.loads(written.read_text())["plans"][0]
+    (program,) = found["programs"]
+    # 4 units: the last stays gathered and the first reads nothing in its backward
+    counts: dict[str, int] = {}
+    for row in program["collectives"]:
+        counts[row["op"]] = counts.get(row["op"], 0) + row["count"]
+    assert counts == {"all_gather": 6, "psum_scatter": 4, "psum": 2}
+    embed, block, head = 288 * 32, 12 * 32 * 32 + 64, 256 * 32 + 32
+    sent = {op: 0 for op in counts}
+    for row in program["collectives"]:
+        sent[row["op"]] += row["bytes"]
+    # float32, of which a rank sends all but its own sixteenth
+    assert sent["all_gather"] == (embed + 4 * block + head) * 4 * 15 // 16
+    assert sent["psum_scatter"] == (embed + 2 * block + head) * 4 * 15 // 16
+    assert program["alike"] == 16
+    assert sum(program["peak_by_kind"].values()) == program["peak_bytes"]
+    assert program["peak_bytes"] == found["peak_bytes"]
+    times = found["estimate"]
+    parts = times["compute"] + times["exposed"] + times["bubble"]
+    assert times["seconds"] == pytest.approx(parts)
+    assert times["tokens_per_second"] == pytest.approx(1024 / times["seconds"])
+    assert found["fits"] and found["memory"] == machines.A100_80.memory
+    for said in (
+        f"{of_flops(found['flops'])} (forward",
+        f"at most {of_bytes(found['peak_bytes'])} held",
+        f"{of_seconds(times['seconds'])} a step on A100-80",
+        f"fits A100-80: {of_bytes(found['peak_bytes'])} of 80.0 GB",
+        "memory of rank 0: at most",
+        "rank 0 data    │",
+    ):
+        assert said in done.stdout, said
+    for name in ("memory", "streams"):
+        picture = tmp_path / "drawn" / f"data=16,{name}.png"
+        assert picture.read_bytes().startswith(b"\x89PNG\r\n\x1a\n")
+    assert json.loads(table.read_text())["traceEvents"]
+
+
+def test_the_example_s_pipeline(tmp_path: Path) -> None:
+    written, small = tmp_path / "plan.json", tmp_path / "small.json"
+    machine = machines.replace(machines.A100_40, name="small", memory=1000)
+    small.write_text(machines.to_json(machine))
+    done = run(
+        *("plan", EXAMPLE, "--mesh", "data=4,pipe=2", "--mesh", "data=2,pipe=2"),
+        *("--rank", 3, "--json", written, "--hardware", small, "--streams"),
+        *("--", *SIZES, "--seq", "64", "--schedule", "gpipe"),
+    )
+    assert done.returncode == 0, done.stderr
+    wide, narrow = json.loads(written.read_text())["plans"]
+    assert not wide["fits"]
+    first, last = wide["programs"]
+    assert (first["alike"], last["alike"]) == (4, 4)
+    assert last["coordinates"]["pipe"] == 1
+    assert done.stdout.startswith("rank 3 of data=4, pipe=2 and 3 more")
+    assert f"{of_flops(last['flops'])} (forward" in done.stdout
+    assert "rank 1 compute  " in done.stdout  # which runs rank 3's program
+    assert "rank 0 compute  " not in done.stdout
+    most = max(first, last, key=lambda one: one["peak_bytes"])
+    assert most is last  # the head's logits
+    size = most["peak_bytes"]
+    assert (
+        f"does not fit small: rank 1 holds {of_bytes(size)}, {of_bytes(size - 1000)} "
+        "more than its 1.00 kB"
+    ) in done.stdout
+    for row, found in zip(
+        done.stdout.split("\nmesh  ")[1].splitlines()[1:], (wide, narrow), strict=False
+    ):
+        sent = max(one["bytes_sent"] for one in found["programs"])
+        memory, time = found["peak_bytes"], found["estimate"]["seconds"]
+        for shown in (of_bytes(sent), of_bytes(memory), of_seconds(time)):
+            assert f"  {shown}  " in row
+
+
+def test_the_script_s_defaults_suit_a_large_mesh() -> None:
+    done = run("plan", EXAMPLE, "--mesh", "data=1024", "--", *SIZES)
+    assert done.returncode == 0, done.stderr
+    assert "rank 0 of data=1024 and 1023 more" in done.stdout
+
+
+def test_options_of_the_example_are_refused_by_itself() -> None:
+    done = run("plan", EXAMPLE, "--mesh", "data=4,model=2")
+    assert done.returncode == 2
+    assert "train_gpt.py: error: the mesh data=4, model=2 has the axis model" in (
+        done.stderr
+    )
+    assert "Traceback" not in done.stderr
+
+
+def test_it_prints_what_show_shows(script, capsys) -> None:
+    path, mesh = script(SCRIPT), ff.make_mesh({"data": 64}, "abstract")
+    found = plan_of(path, mesh)
+    times = estimate(found, machines.H100)
+    given = ["plan", str(path), "--mesh", "data=64", "--hardware", "h100", "--memory"]
+    assert main([*given, "--streams"]) == 0
+    printed = capsys.readouterr().out
+    head, units, _ = str(ff.show.plan(found)).split("\n\n", 2)
+    assert head in printed and units in printed
+    assert str(ff.show.memory(found)) in printed
+    assert str(ff.show.streams(times)) in printed
+    assert f"{of_seconds(times.seconds)} a step on H100" in printed
+
+
+def test_several_meshes_are_compared(script, capsys, tmp_path) -> None:
+    path, written = script(SCRIPT), tmp_path / "plans.json"
+    meshes = ["--mesh", "data=2", "--mesh", "data=8"]
+    assert main(["plan", str(path), *meshes, "--json", str(written)]) == 0
+    rows = capsys.readouterr().out.split("mesh  ")[-1].splitlines()[1:3]
+    plans = json.loads(written.read_text())["plans"]
+    assert [row.split()[0] for row in rows] == ["data=2", "data=8"]
+    for row, found in zip(rows, plans, strict=True):
+        assert row.endswith(of_bytes(found["peak_bytes"]))
+        assert of_bytes(found["programs"][0]["bytes_sent"]) in row
+    assert [found["mesh"] for found in plans] == [{"data": 2}, {"data": 8}]
+
+
+def test_what_follows_the_dashes_is_the_script_s(script, tmp_path) -> None:
+    path, written = script(SCRIPT), tmp_path / "plan.json"
+    flops = []
+    for width in (8, 16):
+        given = ["plan", str(path), "--mesh", "data=2", "--json", str(written)]
+        assert main([*given, "--", str(width)]) == 0
+        found = json.loads(written.read_text())
+        assert found["arguments"] == [str(width)]
+        flops.append(found["plans"][0]["flops"])
+    assert flops[1] == 4 * flops[0]
+
+
+def test_what_does_not_fit_says_by_how_much(script, capsys, tmp_path) -> None:
+    path, small = script(SCRIPT), tmp_path / "small.json"
+    mesh = ff.make_mesh({"data": 2}, "abstract")
+    peak = plan_of(path, mesh).peak_bytes
+    machine = machines.replace(machines.A100_40, name="small", memory=peak - 100)
+    small.write_text(machines.to_json(machine))
+    given = ["plan", str(path), "--mesh", "data=2", "--hardware", str(small)]
+    assert main(given) == 0
+    said = f"does not fit small: rank 0 holds {of_bytes(peak)}, 100 B more than its"
+    assert said in capsys.readouterr().out
+
+
+def test_a_module_beside_the_script_is_found(script, tmp_path) -> None:
+    (tmp_path / "beside_the_script.py").write_text("WIDTH = 8\n")
+    path = script("from beside_the_script import WIDTH\n" + SCRIPT)
+    assert main(["plan", str(path), "--mesh", "data=2"]) == 0
+    del sys.modules["beside_the_script"]
+
+
+REFUSED = {
+    "nothing": ("WIDTH = 3", "{path} defines no build: write `def build(mesh)`"),
+    "value": ("build = 3", "build of {path} is no function, but 3"),
+    "arguments": ("def build(): pass", "build(mesh), and is defined as build()"),
+    "None": ("def build(mesh): pass", "and returned None"),
+    "three": ("def build(mesh): return 1, 2, 3", "and returned 3 values"),
+    "step": ("def build(mesh): return 1, 2, 3, 4", "its step is no function, but a"),
+    "init": ("def build(mesh): return print, {}, 3, 4", "its init is no function that"),
+    "optimizer": ("def build(mesh): return id, dict, 3, 4", "its optimizer is none"),
+    "axis": (SCRIPT.replace('"data"', '"rows"'), '{path}:18: unknown axis "rows"'),
+    "batch": (
+        SCRIPT.replace(
+            "torch.zeros(4, WIDTH)\n",
+            'lambda: ff.local_batch(torch.zeros(6, WIDTH), mesh, "data")\n',
+        ),
+        "{path}:27: cannot cut batch leaf",
+    ),
+    "asks": (
+        SCRIPT.replace("return x.sum()", "return x * x.sum().item()"),
+        ":15 (.item()",
+    ),
+}
+
+
+@pytest.mark.parametrize("case", REFUSED)
+def test_scripts_that_cannot_be_planned(case: str, script, capsys) -> None:
+    text, message = REFUSED[case]
+    path = script(text)
+    assert main(["plan", str(path), "--mesh", "data=4"]) == 2
+    said = capsys.readouterr()
+    assert said.out == ""
+    assert said.err.startswith("python -m fsfunc plan: ")
+    assert message.format(path=path) in said.err
+    assert said.err.count(str(path)) == 1
+    assert said.err.count("\n") == 1
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ("--mesh data=4,model=2", "has no use for the axis model of"),
+        ("--mesh data=4 --rank 4", "--rank 4: the ranks of --mesh data=4 are 0 to 3"),
+        ("--mesh data=4 --rank -1", "--rank -1: the ranks of --mesh"),
+        ("--mesh data=4 --hardware b100", "there are: A100-40, A100-80, H100, H200"),
+        ("--mesh data=4 --hardware no.json", "no.json: No such file or directory"),
+        ("--mesh data=4 --hardware this", "which has no links: measure them by"),
+        ("--mesh data=4 --streams", "--streams is of an estimate: say on what, by"),
+        ("--mesh data=4 --trace t.json", "--trace is of an estimate"),
+        ("--mesh data=4 --tokens 4", "--tokens is of an estimate"),
+        ("--mesh data=4 --hardware h100 --tokens 0", "--tokens is above 0: 0"),
+        ("--mesh data=4 --json no/such/folder/x.json", "cannot write no/such/folder/"),
+        (
+            "--mesh data=4 --mesh data=2 --hardware h100 --trace t.json",
+            "--trace writes one plan: give one --mesh",
+        ),
+    ],
+)
+def test_options_that_make_no_sense(options, message, script, capsys) -> None:
+    path = script(SCRIPT)
+    assert main(["plan", str(path), *options.split()]) == 2
+    assert message in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    "mesh", ["data", "data=", "data=0", "=4", "data=x", "data=4,", "data=-1", ""]
+)
+def test_meshes_that_are_none(mesh: str, capsys) -> None:
+    with pytest.raises(SystemExit) as refused:
+        main(["plan", "x.py", f"--mesh={mesh}"])
+    assert refused.value.code == 2
+    assert "an axis is NAME=SIZE, such as data=1024" in capsys.readouterr().err
+
+
+def test_an_axis_is_named_once(capsys) -> None:
+    with pytest.raises(SystemExit):
+        main(["plan", "x.py", "--mesh", "data=2,data=2"])
+    assert "names the axis data twice" in capsys.readouterr().err
+
+
+def test_scripts_that_are_no_files(tmp_path: Path, capsys) -> None:
+    for path, message in (
+        (tmp_path / "no.py", "no.py does not exist: name a Python file"),
+        (tmp_path, "is a folder: name a Python file"),
+    ):
+        assert main(["plan", str(path), "--mesh", "data=2"]) == 2
+        assert message in capsys.readouterr().err
+
+
+def test_hardware_that_is_described_wrongly(script, tmp_path, capsys) -> None:
+    path, described = script(SCRIPT), tmp_path / "mine.json"
+    given = ["plan", str(path), "--mesh", "data=2", "--hardware", str(described)]
+    whole = json.loads(machines.to_json(machines.H100))
+    for text, message in (
+        (json.dumps(whole | {"speed": 1}), 'Hardware has no field "speed"'),
+        (json.dumps(whole | {"memory": -1}), "memory is finite and above 0, got -1"),
+        (json.dumps(whole | {"levels": []}), "H100 has no links"),
+        (json.dumps(whole | {"peak": {"float64": 1}}), "gives no peak for it"),
+        ("{", "mine.json: Expecting property name"),
+    ):
+        described.write_text(text)
+        assert main(given) == 2
+        assert message in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("text", "error"),
+    [
+        ("WIDTH = no_such_name", NameError),
+        (SCRIPT.replace("optimizer = ff", "{}['x']; optimizer = ff"), KeyError),
+        (SCRIPT.replace("return x.sum()", "raise ValueError('mine')"), ValueError),
+        (SCRIPT.replace("x @ p", "x @ p[1:]"), RuntimeError),
+    ],
+)
+def test_errors_of_the_script_keep_their_traceback(text, error, script) -> None:
+    path = script(text)
+    with pytest.raises(error) as raised:
+        main(["plan", str(path), "--mesh", "data=2"])
+    assert any(str(entry.path) == str(path) for entry in raised.traceback)
+    if error is NameError:
+        assert "planned_script" not in sys.modules
+
+
+def test_without_a_reader_it_ends_quietly(script) -> None:
+    reader, writer = os.pipe()
+    os.close(reader)
+    with os.fdopen(writer, "w") as closed:
+        done = subprocess.run(
+            [sys.executable, "-m", "fsfunc", "plan", script(SCRIPT), "--mesh=data=2"],
+            stdout=closed,
+            stderr=subprocess.PIPE,
+            text=True,
+            env=os.environ | {"PYTHONPATH": str(ROOT)},
+            timeout=60,
+        )
+    assert (done.returncode, done.stderr) == (0, "")
+
+
+def test_this_machine_is_measured_and_written(tmp_path: Path, capsys) -> None:
+    path = tmp_path / "here.json"
+    given = ["--seconds", "0.2", "--name", "here", "--json", str(path)]
+    assert main(["hardware", *given]) == 0
+    found = machines.from_json(path.read_text())
+    assert found.name == "here"
+    printed = capsys.readouterr().out
+    assert f"{of_flops(found.peak['float32'])}/s" in printed
+    assert of_bytes(found.memory) in printed
+    assert main(["hardware", "--seconds", "0"]) == 2
+
+
+@pytest.mark.processes
+def test_of_several_processes_one_speaks(torchrun, tmp_path: Path) -> None:
+    path = tmp_path / "two.json"
+    program = """
+        import sys
+        import torch
+        import fsfunc as ff
+        from fsfunc import cli, hardware
+
+        def measured(name, seconds):  # the real one takes its time
+            ranks = int(ff.psum(torch.ones(()), "data"))
+            return hardware.replace(hardware.CPU, name=name, memory=ranks)
+
+        cli.hardware_command.measure_hardware = measured
+        sys.exit(cli.main(["hardware", "--name", "two", "--json", sys.argv[1]]))
+    """
+    out = torchrun(program, 2, str(path))
+    assert out.count("two\n") == out.count("is written") == 1
+    assert machines.from_json(path.read_text()).memory == 2

@@ -1,0 +1,41 @@
+"""A clock around a pipeline's run sees every action of its schedule."""
+
+import pytest
+import torch
+
+import fsfunc as ff
+from fsfunc.pipelining.transfers import with_transfers
+from tests.checks import simulated
+from tests.models import chain, layers, linear
+
+MESH = simulated(pipe=2)
+S = ff.schedules
+
+
+def run(schedule, m):
+    step = ff.value_and_grad(chain(linear))
+    step = ff.pipeline(step, MESH, "pipe", n_microbatches=m, schedule=schedule)
+    with ff.clock() as events:
+        step(layers(4), torch.ones(4, 4))
+    return events
+
+
+@pytest.mark.parametrize("schedule", [S.gpipe, S.one_f_one_b, S.zb_h1, S.zb_v])
+def test_it_sees_every_action_of_the_schedule(schedule):
+    """The gradients that leave before their backward's end, too."""
+    n = 4 if schedule is S.zb_v else 2
+    rows = with_transfers(schedule(n, 4), {(s, s + 1) for s in range(n - 1)})
+    with ff.clock() as outer:
+        every = ff.spmd(lambda: run(schedule, 4), MESH)()
+    for row, events in zip(rows, every, strict=True):
+        assert sorted(e.action for e in events) == sorted(row)
+    # One around all ranks sees what theirs see.
+    assert sorted(outer) == sorted(e for events in every for e in events)
+
+
+def test_rows_of_text_are_verified_and_timed_as_they_are():
+    rows = ["F0 F1 B0 B1", "F0 B0 F1 B1"]
+    ff.verify(rows)
+    with pytest.raises(S.ScheduleError, match="rank 0: microbatch 1 of stage 0"):
+        ff.verify(["F0 F1 B0", "F0 B0 F1 B1"])
+    assert ff.bubble(rows) == ff.bubble(S.parse(rows)) == 3

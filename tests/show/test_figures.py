@@ -1,0 +1,225 @@
+"""Charts in colours: what pictures and terminals show is the data; bad input."""
+
+import io
+import sys
+from itertools import product
+
+import pytest
+
+from fsfunc.pipelining.actions import Action
+from fsfunc.pipelining.schedules import (
+    asynchronous,
+    gpipe,
+    interleaved_1f1b,
+    zb_h1,
+    zb_v,
+)
+from fsfunc.pipelining.timing import Costs
+from fsfunc.show import Timeline, memory, streams, timeline
+from fsfunc.show.figures import MARK_BAND, ROW, WIDEST, Bar, merged
+from fsfunc.show.palette import (
+    COMPUTING,
+    MEMORY,
+    OUTSIDE,
+    SENDING,
+    STALL,
+    WAITS,
+    by_sign,
+    lighter,
+)
+from tests.show.planned import STEP, small
+
+to_hex = pytest.importorskip("matplotlib.colors").to_hex
+
+CHARTS = {
+    "timeline": lambda **given: timeline(zb_h1(2, 2), **given),
+    "streams": lambda **given: streams(STEP, **given),
+    "memory": lambda **given: memory(small(), **given),
+}
+F, B, U = (by_sign(kind).color for kind in "FBU")
+
+
+def boxes(shown):
+    """The (row, start, end, colour) of a picture's bars, in the order of painting."""
+    (axes,) = shown.figure().axes
+    found = []
+    for collection in axes.collections:
+        color = to_hex(collection.get_facecolor()[0])
+        for box in collection.get_paths():
+            (left, low), (right, high) = box.vertices.min(0), box.vertices.max(0)
+            row = round((low + high) / 2)
+            found.append((row, round(left, 6), round(right, 6), color))
+    return found
+
+
+def inside(shown):
+    """The labels in a picture's bars: (row, text)."""
+    (axes,) = shown.figure().axes
+    return [
+        (text.get_position()[1], text.get_text())
+        for text in axes.texts
+        if text.get_horizontalalignment() == "center"
+    ]
+
+
+def inches(shown):
+    (axes,) = shown.figure().axes
+    width, height = shown.figure().get_size_inches()
+    return width, height, axes.get_position().width * width
+
+
+def test_each_action_and_each_bubble_has_its_colour():
+    waits, outside = WAITS.color, OUTSIDE.color
+    assert sorted(boxes(timeline(gpipe(2, 2)))) == sorted([
+        (0, 0, 1, F), (0, 1, 2, F), (0, 2, 5, waits), (0, 5, 7, B), (0, 7, 9, B),
+        (1, 0, 1, outside), (1, 1, 2, F), (1, 2, 3, F), (1, 3, 5, B), (1, 5, 7, B),
+        (1, 7, 9, outside),
+    ])  # fmt: skip
+    assert [box[3] for box in boxes(timeline(zb_h1(1, 1)))] == [
+        by_sign(kind).color for kind in "FIW"
+    ]
+
+
+def test_what_takes_no_time_is_a_line():
+    times = {box[1:3] for box in boxes(timeline(["F0 I0 W0"], Costs(w=0)))}
+    assert times == {(0, 1), (1, 2), (2, 2)}
+    assert (0, 3, 3, U) in boxes(timeline(asynchronous(1, 2)))
+    assert (0, 3, 4, U) in boxes(timeline(asynchronous(1, 2), Costs(u=1)))
+
+
+def test_a_later_stage_of_a_rank_is_lighter():
+    shown = timeline(interleaved_1f1b(2, 1))
+    first, last = (lighter(F, chunk, 2) for chunk in (0, 1))
+    assert first != last
+    assert {(0, 0, 0.5, first), (0, 0.5, 1, last)} <= set(boxes(shown))
+
+
+def test_bars_are_labelled_where_there_is_room():
+    assert inside(timeline(gpipe(1, 1))) == [(0, "F0"), (0, "B0")]
+    assert inside(timeline(zb_v(2, 1)))[:2] == [(0, "F0"), (0, "F0")]
+    assert inside(timeline(gpipe(1, 400))) == []
+
+
+def test_the_size_follows_the_schedule_up_to_a_bound():
+    sizes = [(2, 2), (2, 12), (4, 12), (4, 300)]
+    found = [inches(timeline(gpipe(*size))) for size in sizes]
+    assert found[0][0] < found[1][0] < found[2][0]
+    assert found[1][1] == pytest.approx(found[2][1] - 2 * ROW)
+    assert found[3][2] == pytest.approx(WIDEST)
+
+
+def test_a_long_legend_goes_on_below():
+    one, two = timeline(zb_v(4, 12)), timeline(zb_v(4, 2))
+    assert inches(one)[0] > inches(two)[0]
+    assert inches(two)[1] == pytest.approx(inches(one)[1] + MARK_BAND)
+    figure = two.figure()
+    figure.draw_without_rendering()
+    legend = figure.legends[0].get_window_extent()
+    assert figure.bbox.x0 <= legend.x0 and legend.x1 <= figure.bbox.x1
+    assert figure.bbox.y0 <= legend.y0 and legend.y1 <= figure.bbox.y1
+
+
+def test_a_picture_of_streams_has_the_spans():
+    shown = streams(STEP)
+    (axes,) = shown.figure().axes
+    names = [text.get_text() for text in axes.get_yticklabels()]
+    assert names == [lane.name for lane in shown.lanes]
+    colors = {look.title: look.color for look in (COMPUTING | SENDING).values()}
+    colors |= {"send": SENDING["message"].color, "receive": SENDING["message"].color}
+    expected = {
+        (row, span.start, span.end, colors.get(span.name, colors.get(span.phase)))
+        for row, lane in enumerate(shown.lanes)
+        for span in lane.spans
+    }
+    found = boxes(shown)
+    # What a rank waits for lies behind what it computes.
+    assert found[0] == (0, 1.0, 10.0, STALL.color)
+    waits = {(0, 1.0, 10.0, STALL.color), (3, 4.5, 7.5, STALL.color)}
+    assert set(found) == expected | waits
+
+
+def test_bars_are_merged_where_no_eye_tells_them_apart():
+    far = [Bar(0, 1, "a"), Bar(4, 5, "a")]
+    assert merged(far, 1.5) == far
+    for waits in product((0, 1, 3), repeat=3):
+        for colors in product("ab", repeat=4):
+            now, bars = 0, []
+            bits = zip((*waits, 0), colors, (1, 5, 1, 2), strict=True)
+            for wait, color, long in bits:
+                bars.append(Bar(now + wait, now + wait + long, color))
+                now += wait + long
+            found = merged(bars, 1.5)
+            assert merged(bars, 0) == bars
+            for start, end, color, *_ in bars:
+                around = [b for b in found if b.start <= start and end <= b.end]
+                assert [b.color for b in around] == [color]
+            busy = sum(b.end - b.start for b in found) - 9
+            assert 0 <= busy <= 1.5 * len(bars)
+
+
+def test_a_picture_of_memory_has_the_curve():
+    shown = memory(small())
+    figure = shown.figure()
+    (axes,) = figure.axes
+    assert len(axes.collections) == len(shown.kinds) == 6
+    tops = [c.get_paths()[0].vertices[:, 1].max() for c in axes.collections]
+    assert tops == sorted(tops) and tops[-1] == small().peak_bytes
+    (mark,) = [line for line in axes.lines if len(set(line.get_xdata())) == 1]
+    assert mark.get_xdata()[0] == shown.curve.peak[0]
+    said = [text.get_text() for text in axes.texts]
+    assert said == [
+        shown.title,
+        "activations 1.30 kB, buffers 32 B, moments 264 B, parameters 264 B",
+    ]
+    words = [text.get_text() for text in figure.legends[0].get_texts()]
+    phases = ["in the forward", "in the recompute", "in the backward", "in the update"]
+    assert words == [*reversed(shown.kinds), *phases]
+
+
+@pytest.mark.parametrize("chart", CHARTS)
+def test_charts_are_saved(chart, tmp_path, monkeypatch):
+    make = CHARTS[chart]
+    shown = make(path=tmp_path / "drawn.png")
+    assert (tmp_path / "drawn.png").read_bytes()[:4] == b"\x89PNG"
+    assert (tmp_path / "drawn.png").stat().st_size > 5000
+    shown.save(tmp_path / "drawn.svg")
+    assert "<svg" in (tmp_path / "drawn.svg").read_text()
+    before = sorted(tmp_path.iterdir())
+    with pytest.raises(ValueError, match="odd"):
+        shown.save(tmp_path / "drawn.odd")
+    monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
+    with pytest.raises(ImportError, match="pip install matplotlib, or print"):
+        make(path=tmp_path / "none.png")
+    assert sorted(tmp_path.iterdir()) == before
+
+
+def test_a_run_that_takes_no_time_is_refused(tmp_path):
+    nothing = Timeline.of_events([(0, Action("F", 0, 0), 1.0, 1.0)])
+    with pytest.raises(ValueError, match="every action takes no time"):
+        nothing.save(tmp_path / "t.png")
+
+
+@pytest.mark.parametrize(
+    ("chart", "looks", "letters"),
+    [
+        ("timeline", COMPUTING, ["F0", "I0", "W0"]),
+        ("streams", COMPUTING | SENDING, ["FFFFFF", "gg"]),
+        ("memory", MEMORY, ["a", "p", "m"]),
+    ],
+)
+def test_a_terminal_shows_each_kind_in_its_colour(chart, looks, letters):
+    from rich.console import Console
+
+    file = io.StringIO()
+    options = {"force_terminal": True, "color_system": "truecolor"}
+    shown = CHARTS[chart]()
+    Console(file=file, width=60, **options).print(shown)
+    signs = {look.sign: look.color for look in looks.values()}
+    for said in letters:
+        color = signs[said[0]]
+        red, green, blue = (int(color[i : i + 2], 16) for i in (1, 3, 5))
+        assert f"48;2;{red};{green};{blue}m{said}" in file.getvalue()
+    plain = io.StringIO()
+    Console(file=plain, width=60).print(shown)
+    printed = [line.rstrip() for line in plain.getvalue().splitlines()]
+    assert printed == shown.text(60).splitlines()
