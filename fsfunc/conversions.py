@@ -27,7 +27,7 @@ from fsfunc.donated import refuse_spent
 from fsfunc.frames import frame
 from fsfunc.generators import one_number
 from fsfunc.homes import in_a_row
-from fsfunc.initializing.drawing import draw, standard_normal
+from fsfunc.initializing.random_blocks import draw, standard_normal
 from fsfunc.layout import Layout
 from fsfunc.optim.leaves import differentiated
 from fsfunc.optim.reductions import entered

@@ -24,7 +24,7 @@ from fsfunc.inputs import arguments, refuse
 from fsfunc.layout import Layout
 from fsfunc.sharded import Home, Sharded, is_sharded
 from fsfunc.tracing.recorder import Noted, Recorder
-from fsfunc.tracing.trial import check, signature
+from fsfunc.tracing.type_check import check, signature
 from fsfunc.transforms.averaging import averaged, check_whole
 from fsfunc.transforms.derivatives import check_derivatives
 from fsfunc.transforms.gathering import (
