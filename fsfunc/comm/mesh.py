@@ -23,6 +23,7 @@ __all__ = [
     "NoMesh",
     "asking",
     "asks",
+    "averaged_axes",
     "axis_names",
     "check_mesh",
     "here",
@@ -231,6 +232,14 @@ def here(mesh: Mesh | None = None) -> Here:
         link = mesh.link if moves else found.link
         return replace(found, mesh=mesh, link=link)
     return replace(found, mesh=mesh)
+
+
+def averaged_axes() -> tuple[str, ...]:
+    """The axes over which the loss is a mean: those of the ``shard`` around."""
+    try:
+        return here().mean
+    except NoMesh:
+        return ()
 
 
 def remember(mesh: Mesh) -> Mesh:
