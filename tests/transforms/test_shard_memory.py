@@ -10,6 +10,7 @@ import fsfunc as ff
 from fsfunc.transforms.reducing import Reductions
 from fsfunc.transforms.sessions import Session
 
+pytestmark = pytest.mark.usefixtures("collected")
 MESH = ff.make_mesh({"data": 2}, "simulated")
 
 
