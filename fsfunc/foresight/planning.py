@@ -17,8 +17,8 @@ from fsfunc.comm.ledgers import Ledger
 from fsfunc.comm.mesh import Here, Mesh, NoMesh, asks, check_mesh, here
 from fsfunc.donated import refuse_spent
 from fsfunc.fake_errors import told_where
-from fsfunc.foresight.linking import PlannedLink
 from fsfunc.foresight.observing import Observer
+from fsfunc.foresight.planned_links import PlannedLink
 from fsfunc.foresight.plans import Leaf, Plan, RankPlan
 from fsfunc.foresight.rehearsing import DifferentiatedTwice, Rehearsal
 from fsfunc.frames import frame, inside
@@ -26,7 +26,7 @@ from fsfunc.memory_kinds import counting
 from fsfunc.sharded import Sharded, is_sharded
 from fsfunc.tracing.fakes import shadows
 from fsfunc.tracing.runs import without_data
-from fsfunc.training import TrainState, init_state
+from fsfunc.train_state import TrainState, init_state
 from fsfunc.transforms.donation import restore
 
 __all__ = ["plan"]
@@ -220,7 +220,7 @@ def _leaves(args: Any) -> Iterator[tuple[Leaf, list[Tensor]]]:
             kind = _kind(i, value, path)
             path = "/".join(part for part in (head, path) if part)
             layout = x.layout if isinstance(x, Sharded) else None
-            home = x.home if isinstance(x, Sharded) else None
+            home = x.packed if isinstance(x, Sharded) else None
             flat = None if layout is None else layout.flat
             unit = "" if flat is None else flat.buffer.partition(":")[0]
             if home is not None and layout is not None:  # a view of its buffer

@@ -19,6 +19,7 @@ from fsfunc.comm.mesh import asks
 from fsfunc.frames import frame
 from fsfunc.tracing.classes import COPIES, TURNS, OperatorClass, class_of
 from fsfunc.tracing.knowledge import Known, Nodes, Origin, Seen
+from fsfunc.tracing.modes import OperatorMode
 from fsfunc.tracing.operands import (
     OF_LISTS,
     flat,
@@ -33,7 +34,6 @@ from fsfunc.tracing.types import PARTS, Kind, Operand, Untyped, result
 
 __all__ = ["Event", "Operators"]
 
-_DEVICE: Any = torch.ops.prim.device.default
 _EQUAL: Any = torch.ops.aten.equal.default
 
 
@@ -50,7 +50,7 @@ class Event:
     where: str
 
 
-class Operators(_torch.TorchDispatchMode):
+class Operators(OperatorMode):
     """Types what operators make of values, and raises where that has no type.
 
     Args:
@@ -71,25 +71,15 @@ class Operators(_torch.TorchDispatchMode):
         self.events: list[Event] = []
         self.known, self.nodes = Known(), Nodes()
         self.given: set[int] = set()
-        self.fake: Any = None
         self._along = False  # whether an operator was given dims
         self._paused = False
 
-    def __enter__(self) -> Any:
-        self.fake = _torch.fake_mode()
-        return super().__enter__()
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        kwargs = kwargs or {}
-        if func is _DEVICE and isinstance(args[0], _torch.FakeTensor):
-            return _torch.device_of(args[0])  # asked all the time
+    def operator(self, func: Any, args: Any, kwargs: Any) -> Any:
         asked = func is _EQUAL or _torch.tells_value(func)
         if asked and isinstance(args[0], _torch.FakeTensor):
             return self._value(args[0], func)
         numbers = self.nodes.new()
-        out = _torch.quick_fake(self.fake, func, args, kwargs)
-        if out is NotImplemented:
-            out = func(*args, **kwargs)
+        out = self.run(func, args, kwargs)
         if self._paused:
             return out
         if path := frame().path:  # there all is the rank's own, whatever it does
