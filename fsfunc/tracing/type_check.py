@@ -21,10 +21,9 @@ from fsfunc.comm.collective_ops import watching
 from fsfunc.comm.mesh import Here
 from fsfunc.frames import Interpretation, frame, inside
 from fsfunc.sharded import NotATensor, Sharded, is_sharded
-from fsfunc.tracing.checking import Checker
-from fsfunc.tracing.fakes import shadows
+from fsfunc.tracing.checker import Checker
 from fsfunc.tracing.refusals import LawError
-from fsfunc.tracing.runs import without_data
+from fsfunc.tracing.runs import shadows, without_data
 
 __all__ = ["check", "knows", "learn", "signature", "unchecked"]
 

@@ -12,7 +12,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import fsfunc as ff
 from fsfunc import _torch, tree
-from fsfunc.initializing import drawing, materializing
+from fsfunc.initializing import random_blocks, replay
 from fsfunc.sharded import is_sharded
 from tests.checks import same
 
@@ -40,10 +40,10 @@ def step_of(names, optimizer=optimizer):
 @contextmanager
 def small_blocks(block, piece):
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(drawing, "BLOCK", block)
-        patch.setattr(materializing, "BLOCK", block)
-        patch.setattr(materializing, "PIECE", piece)
-        patch.setattr(materializing, "STRIDE", 2 * block)
+        patch.setattr(random_blocks, "BLOCK", block)
+        patch.setattr(replay, "BLOCK", block)
+        patch.setattr(replay, "PIECE", piece)
+        patch.setattr(replay, "STRIDE", 2 * block)
         yield
 
 
@@ -359,12 +359,12 @@ def test_numbers_that_the_function_asks_for_are_computed():
 
 
 BAD = {
-    "asks for a tensor's value at .*test_deferring.py:.*init_fn\\(\\)": lambda: (
+    "asks for a tensor's value at .*test_init_functions.py:.*init_fn\\(\\)": lambda: (
         torch.randn(9)[torch.randn(9) > 0]
     ),
     "numpy|asks for a tensor's value": lambda: torch.randn(9).numpy(),
     "issues psum over .*init_fn\\(\\) in place": lambda: ff.psum(torch.ones(2), "data"),
-    "longer in place at .*test_deferring.py": lambda: torch.zeros(2).resize_(9),
+    "longer in place at .*test_init_functions.py": lambda: torch.zeros(2).resize_(9),
 }
 
 
@@ -452,7 +452,7 @@ def test_beside_the_shards_one_leaf_is_held(name, zero):
         return seen.peak
 
     shards = whole if zero < 3 else whole // N
-    room = leaves * 4 * LEAF + 4 * 4 * drawing.BLOCK
+    room = leaves * 4 * LEAF + 4 * 4 * random_blocks.BLOCK
     for peak in ff.spmd(main, mesh)():
         assert peak <= shards + room
     assert room + whole // N < whole / 2  # the bound means something
@@ -482,7 +482,7 @@ def test_leaves_that_another_stage_owns_are_not_made():
 
     for found, peak in ff.spmd(main, mesh)():
         same(found, expected)
-        assert peak <= 2 * 4 * 300 * 300 + 4 * 4 * drawing.BLOCK
+        assert peak <= 2 * 4 * 300 * 300 + 4 * 4 * random_blocks.BLOCK
 
 
 # Shapes alone

@@ -23,8 +23,8 @@ from fsfunc.comm.mesh import here
 from fsfunc.frames import Tracer, frame
 from fsfunc.sharded import Sharded, is_sharded
 from fsfunc.tracing.knowledge import Seen
-from fsfunc.tracing.operators import Operators
 from fsfunc.tracing.refusals import refusal
+from fsfunc.tracing.typed_operators import Operators
 from fsfunc.tracing.types import PARTS, Kind, agrees, misused, moved_to
 
 __all__ = ["Checker"]
