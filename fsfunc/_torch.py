@@ -659,7 +659,8 @@ _aten: Any = torch.ops.aten
 _OF_ONE = {
     _aten.slice.Tensor, _aten.select.int, _aten.as_strided.default,
     _aten.detach.default, _aten.alias.default, _aten.view.default,
-    _aten.t.default, _aten.transpose.int,
+    _aten.t.default, _aten.transpose.int, _aten.permute.default,
+    _aten.expand.default, _aten._unsafe_view.default,
 }  # fmt: skip
 _LIKE_ONE = {
     _aten.zeros_like.default, _aten.empty_like.default, _aten.new_empty.default,

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from fsfunc.comm.attribution import internal
 from fsfunc.comm.mesh import Here, Mesh, here, place_here
-from fsfunc.comparing import stated
+from fsfunc.comparison import stated
 from fsfunc.donated import Donation
 from fsfunc.scoped import Scoped
 

@@ -13,7 +13,7 @@ from torch import Tensor
 from fsfunc import _torch, tree
 from fsfunc.comm.groups import group
 from fsfunc.comm.mesh import Here, here
-from fsfunc.comparing import Section, compare
+from fsfunc.comparison import Section, compare
 from fsfunc.frames import frame
 from fsfunc.homes import chunk_here
 from fsfunc.initializing.leaf_sources import GivenLeaves, Shapes

@@ -330,6 +330,9 @@ QUICK = [
             (aten.view.default, ([4, 2, 3],)),
             (aten.t.default, ()),
             (aten.transpose.int, (0, -1)),
+            (aten.permute.default, ([1, 0],)),
+            (aten.expand.default, ([3, 4, 6],)),
+            (aten._unsafe_view.default, ([4, 2, 3],)),
         )
     ],
     *[

@@ -17,15 +17,15 @@ from fsfunc.comm.ledgers import Ledger
 from fsfunc.comm.mesh import Here, Mesh, NoMesh, asks, check_mesh, here
 from fsfunc.donated import refuse_spent
 from fsfunc.fake_errors import told_where
-from fsfunc.foresight.linking import PlannedLink
 from fsfunc.foresight.observing import Observer
+from fsfunc.foresight.planned_links import PlannedLink
 from fsfunc.foresight.plans import Plan, PlannedLeaf, RankPlan
 from fsfunc.foresight.rehearsing import DifferentiatedTwice, Rehearsal
 from fsfunc.frames import frame, inside
 from fsfunc.memory_kinds import counting
 from fsfunc.sharded import Sharded, is_sharded
 from fsfunc.tracing.runs import shadows, without_data
-from fsfunc.training import TrainState, init_state
+from fsfunc.train_state import TrainState, init_state
 from fsfunc.transforms.donation import restore
 
 __all__ = ["plan"]

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from fsfunc import _torch, tree
 from fsfunc.comm.collective_ops import run_by
-from fsfunc.comparing import ALIKE, Section, whole_values
+from fsfunc.comparison import ALIKE, Section, whole_values
 from fsfunc.fake_errors import told_where
 from fsfunc.initializing.init_tape import InitTape
 from fsfunc.initializing.replay import Replay

@@ -204,6 +204,8 @@ class _Watch(TorchFunctionMode):
 
     def __torch_function__(self, func, types, args=(), kwargs=None):
         name = getattr(func, "__name__", "")
+        if name == "__get__":  # of a tensor, most often its shape
+            return func(*args)
         if name not in _READS_NOTHING:
             self.recorder.read((args, kwargs or {}))
         if func in _DERIVATIVES and not is_internal():
