@@ -219,7 +219,7 @@ def _leaves(args: Any) -> Iterator[tuple[PlannedLeaf, list[Tensor]]]:
             kind = _kind(i, value, path)
             path = "/".join(part for part in (head, path) if part)
             layout = x.layout if isinstance(x, Sharded) else None
-            home = x.home if isinstance(x, Sharded) else None
+            home = x.packed if isinstance(x, Sharded) else None
             flat = None if layout is None else layout.flat
             unit = "" if flat is None else flat.buffer.partition(":")[0]
             if home is not None and layout is not None:  # a view of its buffer

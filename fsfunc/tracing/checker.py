@@ -41,7 +41,6 @@ class Checker(Tracer, Watcher, Operators):
         self, rank: int, axes: tuple[str, ...], alone: bool, varying: Iterable[int] = ()
     ):
         Operators.__init__(self, rank, axes, alone, varying)
-        self.orders: dict[int, Any] = {}
         self.calls: list[Any] = []
         self._parameters: set[int] = set()  # plain leaves that were differentiated
         self._functions: dict[str, str] = {}  # around collectives, and where these are

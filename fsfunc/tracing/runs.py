@@ -93,10 +93,10 @@ def shadows(mode: Any, args: Any, coordinates: Mapping[str, int] | None = None) 
     for i, x in enumerate(leaves):
         if isinstance(x, Tensor):
             leaves[i] = fake(x)
-        elif isinstance(x, Sharded) and x.home is None:
+        elif isinstance(x, Sharded) and x.packed is None:
             leaves[i] = x.with_local(fake(x.local))
-        elif isinstance(x, Sharded) and x.home is not None:
-            home = x.home
+        elif isinstance(x, Sharded) and x.packed is not None:
+            home = x.packed
             if isinstance(home.flat, _torch.FakeTensor):
                 continue
             if id(home) not in homes:

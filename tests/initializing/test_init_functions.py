@@ -69,7 +69,7 @@ def everywhere(init, names, sizes=SIZES, zeros=(0, 1, 2, 3), seed=5):
                 for x in tree.leaves(state.params, is_leaf=is_sharded):
                     assert not isinstance(x, _torch.FakeTensor)
                     assert is_sharded(x)
-                    home = x.home
+                    home = x.packed
                     assert not home.flat[max(b for _, b in home.ranges) :].any()
                 return ff.unshard(state.params), after
 
@@ -513,8 +513,8 @@ def test_an_abstract_state_is_laid_out_as_a_real_one(zero, made):
                 assert x.layout == y.layout == z.layout
                 assert x.local.shape == y.local.shape == z.local.shape
                 assert x.local.device.type == y.local.device.type == "meta"
-                assert x.home.ranges == z.home.ranges
-                assert (x.home.whole is None) == (z.home.whole is None)
+                assert x.packed.ranges == z.packed.ranges
+                assert (x.packed.whole is None) == (z.packed.whole is None)
             else:
                 assert x == y == z
 
@@ -549,6 +549,6 @@ def test_the_state_of_six_billion_parameters_takes_no_memory(kind):
 
     count, state = ff.spmd(main, mesh)()[0]
     assert count == 45 * 2 * 4096 * 16384 > 6e9
-    home = leaves_of(state.params)[0].home
+    home = leaves_of(state.params)[0].packed
     assert home.flat.numel() == 2 * 4096 * 16384 // mesh.size
     assert home.flat.device.type == ("cpu" if kind == "abstract" else "meta")
