@@ -15,8 +15,8 @@ from fsfunc.pipelining.actions import (
     is_asynchronous,
     parse,
 )
-from fsfunc.pipelining.cutting import Stages
-from fsfunc.pipelining.piping import Pipelining
+from fsfunc.pipelining.handler import Pipelining
+from fsfunc.pipelining.partition import Stages
 from fsfunc.pipelining.schedules import one_f_one_b
 from fsfunc.pipelining.stage_updates import Predict, Updating
 from fsfunc.pipelining.verification import verify

@@ -21,10 +21,10 @@ from fsfunc.frames import Frame, Interpretation, frame, inside
 from fsfunc.losses import loss_parts
 from fsfunc.optim import Optimizer
 from fsfunc.pipelining.actions import Action, Schedule, ScheduleError, owners
-from fsfunc.pipelining.cutting import Stages
 from fsfunc.pipelining.delayed import staleness
+from fsfunc.pipelining.handler import Pipelining
 from fsfunc.pipelining.microbatches import Part, blank, combined, cut_batch, everywhere
-from fsfunc.pipelining.piping import Pipelining
+from fsfunc.pipelining.partition import Stages
 from fsfunc.pipelining.runtime import Microbatch, Worker
 from fsfunc.sharded import is_sharded
 

@@ -28,8 +28,7 @@ from fsfunc.pipelining.actions import (
     listing,
     owners,
 )
-from fsfunc.pipelining.cuts import Cuts
-from fsfunc.pipelining.cutting import Stages, edges
+from fsfunc.pipelining.cut_programs import Cuts
 from fsfunc.pipelining.microbatches import (
     blank,
     combined,
@@ -39,6 +38,7 @@ from fsfunc.pipelining.microbatches import (
     forwarded,
     sum_shared,
 )
+from fsfunc.pipelining.partition import Stages, edges
 from fsfunc.pipelining.runtime import Microbatch, Worker
 from fsfunc.pipelining.schedules import forward_only
 from fsfunc.pipelining.stages import Cut
