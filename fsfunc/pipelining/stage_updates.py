@@ -81,7 +81,7 @@ class Updating(Pipelining):
         return step
 
     def _differentiate(self, depth: int, number: int, call: GradientCall) -> Outcome:
-        running = call.fn
+        running: Any = call.fn
         f = frame().but(donated=None)  # forwards use old versions
         parts = cut_batch(call.args, call.keywords, (0,), self.n)
         batches = [
