@@ -4,9 +4,9 @@ import math
 import re
 
 import pytest
-from fsfunc.foresight.estimating import estimate
 
 from fsfunc.comm.mesh import Mesh
+from fsfunc.foresight.estimation import estimate
 from fsfunc.hardware import A100_40
 from fsfunc.layout import Layout, Split
 from fsfunc.pipelining.actions import Action, ScheduleError
