@@ -10,7 +10,7 @@ from torch import Tensor
 
 from fsfunc import tree
 from fsfunc.pipelining.microbatches import Part
-from fsfunc.pipelining.partition import Stages, cut
+from fsfunc.pipelining.stage_plans import Stages, cut
 from fsfunc.pipelining.stages import Cut
 from fsfunc.sharded import Sharded, is_sharded
 from fsfunc.tracing.leaves import plain

@@ -38,9 +38,9 @@ from fsfunc.pipelining.microbatches import (
     forwarded,
     sum_shared,
 )
-from fsfunc.pipelining.partition import Stages, edges
 from fsfunc.pipelining.runtime import Microbatch, Worker
 from fsfunc.pipelining.schedules import forward_only
+from fsfunc.pipelining.stage_plans import Stages, edges
 from fsfunc.pipelining.stages import Cut
 from fsfunc.pipelining.transfers import with_transfers
 from fsfunc.pipelining.verification import verify

@@ -16,8 +16,8 @@ from fsfunc.pipelining.actions import (
     parse,
 )
 from fsfunc.pipelining.handler import Pipelining
-from fsfunc.pipelining.partition import Stages
 from fsfunc.pipelining.schedules import one_f_one_b
+from fsfunc.pipelining.stage_plans import Stages
 from fsfunc.pipelining.stage_updates import Predict, Updating
 from fsfunc.pipelining.verification import verify
 from fsfunc.transforms.transforming import transformed

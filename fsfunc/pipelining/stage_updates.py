@@ -24,8 +24,8 @@ from fsfunc.pipelining.actions import Action, Schedule, ScheduleError, owners
 from fsfunc.pipelining.delayed import staleness
 from fsfunc.pipelining.handler import Pipelining
 from fsfunc.pipelining.microbatches import Part, blank, combined, cut_batch, everywhere
-from fsfunc.pipelining.partition import Stages
 from fsfunc.pipelining.runtime import Microbatch, Worker
+from fsfunc.pipelining.stage_plans import Stages
 from fsfunc.sharded import is_sharded
 
 __all__ = ["Predict", "Updating"]
