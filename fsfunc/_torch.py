@@ -32,6 +32,7 @@ from torch.utils._python_dispatch import (
     TorchDispatchMode,
     _disable_current_modes,
 )
+from torch.utils._pytree import tree_leaves
 
 __all__ = [
     "TorchDispatchMode",
@@ -798,12 +799,15 @@ def _looks(mode: FakeTensorMode, x: Any) -> Any:
     return _ODD
 
 
+def _is_tensor(x: Any) -> bool:
+    return isinstance(x, Tensor)
+
+
 def _made_anew(out: Any, args: Any, kwargs: Any) -> Any:
     """How results look that lie in memory of their own, or ``_ODD``."""
     kind = type(out) if isinstance(out, (tuple, list)) else None
-    specs, seen = [], set[int]()
-    given = torch.utils._pytree.tree_leaves((args, kwargs))
-    seen.update(storage_key(x) for x in given if isinstance(x, Tensor))
+    specs = []
+    seen = {storage_key(x) for x in tree_leaves((args, kwargs)) if _is_tensor(x)}
     for x in (out,) if kind is None else out:
         if type(x) is not FakeTensor or x.fake_device != _CPU or x.constant is not None:
             return _ODD

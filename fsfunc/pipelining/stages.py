@@ -22,7 +22,7 @@ from fsfunc.comm.groups import RankGroup
 from fsfunc.comm.linear_maps import LinearMap
 from fsfunc.compiled import standing
 from fsfunc.frames import Running, Stage, Thread, run_as
-from fsfunc.pipelining.cutting import StagePlan
+from fsfunc.pipelining.stage_plans import StagePlan
 from fsfunc.tracing.programs import Program, Spec, Value
 
 __all__ = ["CAPTURED", "Cut", "Ended", "StageRun", "abstractly"]
