@@ -27,8 +27,8 @@ from models import FULL, QUICK, Size, functional_loss, init_params, whole_batch
 from ours import train_step
 
 import fsfunc as ff
+from fsfunc.foresight.choices import Choice, Search
 from fsfunc.foresight.choosing import search
-from fsfunc.foresight.chosen import Choice, Search
 from fsfunc.foresight.measuring import measure_hardware
 
 SAME = 1.03  # steps within this ratio cannot be told apart on a shared machine

@@ -9,8 +9,8 @@ from hypothesis import strategies as st
 
 import fsfunc as ff
 from fsfunc.foresight.candidates import lowered, meshes
+from fsfunc.foresight.choices import Choice, front_of
 from fsfunc.foresight.choosing import _climb, search
-from fsfunc.foresight.chosen import Choice, front_of
 from fsfunc.foresight.estimating import estimate
 from fsfunc.foresight.recipes import Stack
 from fsfunc.hardware import CPU, H100, replace

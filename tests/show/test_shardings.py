@@ -12,7 +12,7 @@ from fsfunc.comm.mesh import Mesh
 from fsfunc.layout import Layout, Owned, Split, every_coordinate, pack_flat
 from fsfunc.pieces import runs
 from fsfunc.show import sharding
-from fsfunc.show.regions import MOST_COLUMNS, MOST_ROWS, grid_of, part_in_words
+from fsfunc.show.layouts import MOST_COLUMNS, MOST_ROWS, grid_of, part_in_words
 from tests.show.planned import golden
 
 F32 = torch.float32
