@@ -15,17 +15,16 @@ import torch
 from torch import Tensor
 
 from fsfunc import _torch, tree
-from fsfunc.admitting import arguments, refuse
 from fsfunc.auxiliary import divided
 from fsfunc.comm.attribution import internal
 from fsfunc.compiled import refuse_compiled
 from fsfunc.differentiated import Leaves
 from fsfunc.frames import Counter, Running, Thread, frame, inside, run_as
-from fsfunc.kinds import count_as
-from fsfunc.losses import Weighted, loss_parts
+from fsfunc.generators import one_number
+from fsfunc.inputs import arguments, refuse
+from fsfunc.losses import Weighted, loss_parts, tie
+from fsfunc.memory_kinds import count_as
 from fsfunc.sharded import is_sharded, split_buffers
-from fsfunc.tying import tie
-from fsfunc.units import one_number
 
 __all__ = [
     "GradientCall",
@@ -64,13 +63,17 @@ class Outcome:
 
 @dataclass(frozen=True)
 class GradientCall:
-    """What is differentiated: interpretations pass it along, and change it."""
+    """What is differentiated: interpretations pass it along, and change it.
+
+    ``by``: what it comes down to, in place of autograd's own forward and backward.
+    """
 
     fn: Callable[..., Any]
     argnums: tuple[int, ...]
     has_aux: bool
     args: tuple[Any, ...]
     keywords: dict[str, Any]
+    by: Callable[[GradientCall], Outcome] | None = None
 
 
 def value_and_grad(
@@ -201,9 +204,9 @@ def differentiate(call: GradientCall) -> Outcome:
             "value_and_grad under torch.inference_mode(): autograd records nothing "
             "there, and all gradients would be zero; leave that mode for it"
         )
+    if call.by is not None:
+        return call.by(replace(call, by=None))
     f = frame()
-    if f.differentiate is not None:
-        return f.differentiate(call)
     leaves = Leaves(call.args, call.argnums)
     picked = leaves.tensors
     if _torch.functorch_active() or _torch.forward_ad_active():
@@ -225,9 +228,9 @@ def differentiate(call: GradientCall) -> Outcome:
     inputs = values if thread is None else [*values, thread.start]
     if not inputs or not tied.requires_grad:
         found: Sequence[Tensor | None] = [None] * len(values)
-    elif f.recorder is not None and f.recorder.forward_only:
+    elif f.tracer is not None and f.tracer.forward_only:
         found = [torch.empty_like(x) for x in values]
-        f.recorder.gradients(picked, found)
+        f.tracer.gradients(picked, found)
     else:
         with internal():
             found = torch.autograd.grad(tied, inputs, allow_unused=True)

@@ -16,7 +16,7 @@ from typing import Any
 from torch import Tensor
 
 from fsfunc import _torch, nodes, tree
-from fsfunc.parts import describe
+from fsfunc.placements import describe
 from fsfunc.sharded import Sharded, is_sharded
 
 __all__ = ["Donation", "Everything", "refuse_spent", "spend", "unspend", "why_spent"]

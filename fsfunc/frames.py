@@ -14,8 +14,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from fsfunc.comm.attribution import internal
 from fsfunc.comm.mesh import Here, Mesh, here, place_here
-from fsfunc.comparing import stated
+from fsfunc.comparison import stated
 from fsfunc.donated import Donation
 from fsfunc.scoped import Scoped
 
@@ -24,7 +25,9 @@ __all__ = [
     "Frame",
     "Interpretation",
     "Running",
+    "Stage",
     "Thread",
+    "Tracer",
     "frame",
     "inside",
     "run_as",
@@ -35,13 +38,15 @@ __all__ = [
 class Interpretation:
     """What a transform makes of the calls in its reach; by default, nothing.
 
-    ``lays_out``: whether it decides how leaves lie on a mesh. ``compared``: the ranks
+    ``lays_out``: whether it decides how leaves lie on a mesh. ``decides``: whether it
+    is a :class:`Stage`. ``compared``: the ranks
     hosted here that know that all run one program under it, by its record or a first
     call. ``called``: its public name. ``same_batch``: the axes along which all ranks
     must be given one batch.
     """
 
     lays_out = False
+    decides = False
     compared: frozenset[int] = frozenset()
     called = ""
     same_batch: tuple[str, ...] = ()
@@ -57,6 +62,16 @@ class Interpretation:
 
     def learn(self, other: Any) -> None:
         """Takes over what ``other``, one like it, has seen of a recorded step."""
+
+    def call(self, f: Callable[..., Any], args: Any, keywords: Any) -> Any:
+        """Runs the function that the transform is around, in reach of it."""
+        outer = frame()
+        with inside(replace(outer, handlers=(*outer.handlers, self))):
+            return f(*args, **keywords)
+
+    def recorded(self, recorder: Any) -> Interpretation:
+        """What stands in its place while a step is recorded: see ``Recorder``."""
+        return self
 
     def here(self, mesh: Mesh) -> Here:
         """Who runs under it, on ``mesh``, and whether there is still to compare."""
@@ -78,19 +93,62 @@ class Interpretation:
         return run
 
 
-class Rehearsed:
-    """A run of a step on tensors without data, as its calls know of it.
+class Stage(Interpretation):
+    """Decides what becomes of a loss's unit calls: whether one runs here at all.
 
-    ``orders`` are what a transform learns of the order of unit calls meanwhile;
-    ``only_types``: whether nothing is used up by it, and a pipeline need not run.
+    It stands before all other interpretations of a frame, so that nothing is gathered
+    for what does not run.
     """
 
+    decides = True
+
+    def unit(self, run: Callable[..., Any], call: Any) -> Callable[..., Any]:
+        if call.frame.path:  # of a unit inside a unit the outer one decides
+            return run
+
+        def decided(params: Any, *inputs: Any, **keywords: Any) -> Any:
+            return self.decide(call, params, inputs, keywords)
+
+        return decided
+
+    def decide(self, call: Any, params: Any, inputs: Any, keywords: Any) -> Any:
+        """What a unit call of the loss returns."""
+        raise NotImplementedError
+
+
+class Tracer:
+    """Who looks on while a step runs to show what it does; hooks do nothing here.
+
+    ``orders`` are what a transform learns of the order of unit calls meanwhile.
+
+    complete: whether all that a step does is done, as a plan needs it; else a donated
+        state is not used up, and a pipeline need not run its stages.
+    draws: whether units draw their own random numbers: fake tensors have none.
+    forward_only: whether gradients have their shapes alone, and no backward pass runs.
+    """
+
+    complete = False
+    draws = False
+    forward_only = False
     orders: dict[int, Any]
-    only_types = False
+
+    def standing_for(self, handler: Interpretation) -> Interpretation:
+        """The interpretation that a transform comes to meanwhile."""
+        return handler
 
     def body(self, call: Any, params: Any, inputs: Any, keywords: Any) -> Any:
         """What a unit's function returns."""
-        raise NotImplementedError
+        with internal(False):
+            return call.unit.checked(params, inputs, keywords)
+
+    def know(self, x: Tensor, path: str) -> None:
+        """Hears that ``x`` is in place of a leaf of the step's first argument."""
+
+    def read(self, values: Any) -> None:
+        """Hears that operators read these values, which no mode has seen."""
+
+    def gradients(self, leaves: Sequence[Tensor], found: Sequence[Tensor]) -> None:
+        """Hears that ``found`` stand in place of the gradients by ``leaves``."""
 
     def called(self, key: Any, args: Any, keywords: Any, mean: Sequence[str]) -> None:
         """Hears that a sharded function is called.
@@ -99,7 +157,7 @@ class Rehearsed:
             key: on what kinds of things; ``mean``: the axes over which it averages.
         """
 
-    def taken(self, name: str, leaves: Iterable[Any]) -> None:
+    def takes(self, name: str, leaves: Iterable[Any]) -> None:
         """Hears that a unit call takes sharded leaves."""
 
     def gradient(self, by: Any, found: Any, averaged: Callable[[Tensor], bool]) -> None:
@@ -166,13 +224,7 @@ class Frame:
         path: names of the units around us; ``numbers``: which call each one was.
         compute, reduce: dtypes that ``precision`` asked for.
         donated: the memory of the state that may be written in place, if any.
-        recorder: notes unit calls while a step is recorded.
-        stage: decides what becomes of a unit call (not of one inside a unit): whether
-            it runs here at all; ``stage.unit(call, params, inputs, keywords)``.
-        differentiate: what a gradient call comes down to, in place of autograd's own
-            forward and backward.
-        rehearsal: runs the units' bodies in place of their functions, where a step is
-            planned or its types are looked at.
+        tracer: looks on while a step is recorded, looked at, or planned.
         in_loss: whether a gradient call is around us.
         whole: whether a unit around us gathered all of its parameters (see ``unit``).
         level: the functorch level at which the outermost unit around us was called.
@@ -190,10 +242,7 @@ class Frame:
     compute: torch.dtype | None = None
     reduce: torch.dtype | None = None
     donated: Donation | None = None
-    recorder: Any = None
-    stage: Any = None
-    differentiate: Any = None
-    rehearsal: Rehearsed | None = None
+    tracer: Tracer | None = None
     in_loss: bool = False
     whole: bool = False
     level: int = 0
@@ -204,6 +253,11 @@ class Frame:
             if owner is handler:
                 return session
         return None
+
+    @property
+    def staged(self) -> bool:
+        """Whether this is in a loss of which only some unit calls run here."""
+        return bool(self.handlers) and self.handlers[0].decides
 
     def but(self, **changes: Any) -> Frame:
         """The frame with some fields changed: ``replace``, without its checks."""

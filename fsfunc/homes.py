@@ -15,7 +15,7 @@ from torch import Tensor
 
 from fsfunc import _torch, tree
 from fsfunc.layout import Layout
-from fsfunc.parts import room
+from fsfunc.placements import room
 from fsfunc.sharded import Home, Sharded, complete_homes, is_sharded
 
 __all__ = [

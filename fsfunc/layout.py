@@ -2,7 +2,7 @@
 
 A `Layout` is a tensor's global shape and dtype and the parts by which it is spread
 over mesh axes, outermost first. What a rank holds follows from it and from the rank's
-coordinates alone: shapes and ranges here, elements in `pieces`.
+coordinates alone: shapes and ranges here, elements in `slices`.
 """
 
 from __future__ import annotations
@@ -16,12 +16,22 @@ from typing import Any
 
 import torch
 
-from fsfunc.parts import Flat, Owned, Part, Split, Whole, check, describe, room, say
+from fsfunc.placements import (
+    Flat,
+    Owned,
+    Placement,
+    Split,
+    Whole,
+    check,
+    describe,
+    room,
+    say,
+)
 
 Coordinates = Mapping[str, int]
 Key = tuple[int, ...]  # the coordinates over `layout.axes`, in that order, unnamed
 
-_KINDS: dict[str, type[Part]] = {
+_KINDS: dict[str, type[Placement]] = {
     "flat": Flat,
     "split": Split,
     "owned": Owned,
@@ -55,7 +65,7 @@ class Layout:
 
     shape: tuple[int, ...]
     dtype: torch.dtype
-    parts: tuple[Part, ...] = ()
+    parts: tuple[Placement, ...] = ()
     name: str = field(default="", compare=False)
 
     def __post_init__(self) -> None:
@@ -210,7 +220,7 @@ def pack_flat(
     size: int | Sequence[int],
     buffer: str,
     *,
-    outer: Sequence[Sequence[Part]] | None = None,
+    outer: Sequence[Sequence[Placement]] | None = None,
 ) -> tuple[Layout, ...]:
     """The layouts of leaves that lie one after another in one flat buffer.
 

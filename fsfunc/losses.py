@@ -1,4 +1,4 @@
-"""What a loss may return, and what its parts are."""
+"""What a loss may return, what its parts are, and where its backward starts."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-__all__ = ["Weighted", "loss_parts"]
+__all__ = ["Weighted", "loss_parts", "tie"]
 
 
 class Weighted(NamedTuple):
@@ -46,3 +46,23 @@ def loss_parts(out: Any, has_aux: bool) -> tuple[Tensor, Tensor | None, Any]:
             f"{out.dtype}: take its mean, or return ff.Weighted(total, weight)"
         )
     return out, weight, aux
+
+
+def tie(loss: Tensor, token: Tensor) -> Tensor:
+    """``loss``, whose backward reaches ``token`` with an exact zero."""
+    return _Tie.apply(loss, token)
+
+
+class _Tie(torch.autograd.Function):
+    """The loss, tied to the thread: its gradient reaches the token as an exact zero.
+
+    ``loss + 0 * token`` would not do: it turns an infinity into NaN.
+    """
+
+    @staticmethod
+    def forward(ctx, loss, token):  # type: ignore[override]
+        return loss.clone()
+
+    @staticmethod
+    def backward(ctx, g):  # type: ignore[override]
+        return g, torch.zeros_like(g)

@@ -11,18 +11,18 @@ import torch
 from torch import Tensor
 
 from fsfunc import _torch, tree
-from fsfunc.admitting import arguments, refuse
 from fsfunc.comm.groups import group
 from fsfunc.comm.mesh import Here, here
-from fsfunc.comparing import Section, compare
+from fsfunc.comparison import Section, compare
 from fsfunc.frames import frame
 from fsfunc.homes import chunk_here
 from fsfunc.initializing.sources import Given, Shapes
+from fsfunc.inputs import arguments, refuse
 from fsfunc.layout import Layout, pack_flat
 from fsfunc.mirroring import mirrors
-from fsfunc.recording import Group, Recorder
-from fsfunc.recording import record as _record
 from fsfunc.sharded import Home, Sharded, is_sharded
+from fsfunc.tracing.recorder import Group, Recorder
+from fsfunc.tracing.recorder import record as _record
 from fsfunc.tracing.trial import check
 from fsfunc.transforms.sharding import Sharding
 
@@ -115,7 +115,7 @@ def _look(
     """Looks at the types of a step, where it does anything that has to do with them."""
     if recorder.plain:  # on batches of any shape
         shard.checked.update((at.rank, key[0]) for key in recorder.calls)
-    elif at.link.moves and frame().rehearsal is None and at.mesh.backend != "vmap":
+    elif at.link.moves and frame().tracer is None and at.mesh.backend != "vmap":
         if not _torch.fake_active():
             keys = check(fn, args, {}, at, shard.axes)
             shard.checked.update((at.rank, key) for key in keys)

@@ -20,9 +20,10 @@ from fsfunc import _torch, tree
 from fsfunc.comm.attribution import internal
 from fsfunc.compiled import refuse_compiled
 from fsfunc.frames import Counter, Frame, frame, inside, running
+from fsfunc.generators import generators_kept, mix
 from fsfunc.sharded import is_sharded
 
-__all__ = ["Call", "Unit", "one_number", "unit"]
+__all__ = ["Call", "Unit", "unit"]
 
 
 @dataclass(frozen=True)
@@ -65,15 +66,15 @@ class Call:
             whole=f.whole or self.unit.whole,
             level=f.level if f.path else _torch.current_level(),
         )
-        seed = f.seed if f.rehearsal is None else None  # fake tensors draw nothing
+        seed = f.seed if f.tracer is None or f.tracer.draws else None
         with inside(within), _generator(seed, numbers, f.data_index):
             if f.compute is not None:
                 params = _cast(params, f.compute)
                 kept = inputs[: self.unit.as_given]
                 rest, keywords = _cast((inputs[len(kept) :], keywords), f.compute)
                 inputs = (*kept, *rest)
-            if f.rehearsal is not None:
-                return f.rehearsal.body(self, params, inputs, keywords)
+            if f.tracer is not None:
+                return f.tracer.body(self, params, inputs, keywords)
             with internal(False):
                 return self.unit.checked(params, inputs, keywords)
 
@@ -94,8 +95,6 @@ class Unit:
         refuse_compiled(self)
         f = frame()
         call = Call(self, f, f.counter.next())
-        if f.stage is not None and not f.path:
-            return f.stage.unit(call, params, inputs, keywords)
         return call.run(params, *inputs, **keywords)
 
     def __repr__(self) -> str:
@@ -244,28 +243,6 @@ def _cast(values: Any, dtype: torch.dtype) -> Any:
     return tree.map(cast, values, is_leaf=is_sharded)
 
 
-_MASK = (1 << 64) - 1
-
-
-def mix(*numbers: int) -> int:
-    """One 63-bit number from several, each bit depending on all (splitmix64)."""
-    state = 0
-    for number in numbers:
-        state = (state ^ (number & _MASK)) + 0x9E3779B97F4A7C15 & _MASK
-        state = ((state ^ state >> 30) * 0xBF58476D1CE4E5B9) & _MASK
-        state = ((state ^ state >> 27) * 0x94D049BB133111EB) & _MASK
-        state ^= state >> 31
-    return state >> 1
-
-
-def one_number(generator: torch.Generator | None = None) -> int:
-    """One number from a generator (the default one); 0 where values are fake."""
-    if _torch.fake_active():
-        return 0
-    with _torch.beneath_functorch():  # or vmap would refuse
-        return int(torch.randint(1 << 62, (), generator=generator).item())
-
-
 @contextmanager
 def _generator(
     seed: int | None, numbers: tuple[int, ...], data_index: int
@@ -284,30 +261,3 @@ def _generator(
         for g, _ in states:
             g.manual_seed(number)
         yield
-
-
-States = list[tuple[torch.Generator, Tensor]]
-
-
-def generator_states() -> States:
-    """The default generators in use, and how they stand."""
-    generators = [torch.default_generator]
-    if torch.cuda.is_available() and torch.cuda.is_initialized():
-        generators.append(torch.cuda.default_generators[torch.cuda.current_device()])
-    return [(g, g.get_state()) for g in generators]
-
-
-def set_generators(states: States) -> None:
-    """Puts generators back to how they stood."""
-    for g, state in states:
-        g.set_state(state)
-
-
-@contextmanager
-def generators_kept() -> Iterator[States]:
-    """Whatever is drawn inside, the default generators stand as before at the end."""
-    states = generator_states()
-    try:
-        yield states
-    finally:
-        set_generators(states)

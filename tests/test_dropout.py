@@ -5,7 +5,7 @@ import torch
 import torch.nn.functional as F
 
 import fsfunc as ff
-from fsfunc.units import mix
+from fsfunc.generators import mix
 from tests.checks import same
 
 D, B = 16, 8

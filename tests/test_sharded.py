@@ -14,7 +14,6 @@ from hypothesis import strategies as st
 from fsfunc import tree
 from fsfunc.homes import settle, side_by_side
 from fsfunc.layout import pack_flat
-from fsfunc.pieces import take
 from fsfunc.sharded import (
     Home,
     Sharded,
@@ -22,6 +21,7 @@ from fsfunc.sharded import (
     split_alike,
     split_buffers,
 )
+from fsfunc.slices import take
 
 AT = {"data": 1}
 SHAPES = st.lists(

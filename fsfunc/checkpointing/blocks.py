@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from fsfunc.checkpointing.manifest import BLOCK, CheckpointError, Stored
-from fsfunc.paging import populate
+from fsfunc.prefault import populate
 
 __all__ = ["Blocks", "Threads", "bytes_of", "check_files", "copy", "prove"]
 

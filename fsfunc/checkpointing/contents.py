@@ -16,11 +16,11 @@ import torch
 from torch import Tensor
 
 from fsfunc import _torch, tree
-from fsfunc.boxing import Box, boxes
 from fsfunc.comm.mesh import Here, NoMesh, here
+from fsfunc.generators import generator_states
 from fsfunc.layout import Coordinates, Layout
 from fsfunc.sharded import Sharded, is_sharded
-from fsfunc.units import generator_states
+from fsfunc.slices import Box, boxes
 
 __all__ = [
     "Contents",

@@ -25,9 +25,9 @@ from fsfunc.checkpointing.manifest import CheckpointError, Stored, StoredTensor
 from fsfunc.checkpointing.reading import Request, read, requests
 from fsfunc.comm.mesh import Here
 from fsfunc.donated import refuse_spent, spend
-from fsfunc.holding import is_held
 from fsfunc.layout import Coordinates
-from fsfunc.parts import describe
+from fsfunc.placements import describe
+from fsfunc.save_guard import is_held
 from fsfunc.sharded import Buffers, Sharded, is_sharded, split_buffers
 
 __all__ = ["fill", "load"]

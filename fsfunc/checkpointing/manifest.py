@@ -21,7 +21,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from fsfunc.parts import describe
+from fsfunc.placements import describe
 
 __all__ = [
     "BLOCK",

@@ -11,9 +11,9 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from fsfunc.boxing import Box
 from fsfunc.checkpointing.blocks import Blocks, Threads, bytes_of
 from fsfunc.checkpointing.manifest import BLOCK, Chunk, Stored
+from fsfunc.slices import Box
 
 __all__ = ["Request", "read", "requests"]
 

@@ -22,7 +22,6 @@ from typing import Any, BinaryIO, NamedTuple
 import torch
 from torch import Tensor
 
-from fsfunc.boxing import Box
 from fsfunc.checkpointing.blocks import bytes_of
 from fsfunc.checkpointing.manifest import (
     BLOCK,
@@ -33,6 +32,7 @@ from fsfunc.checkpointing.manifest import (
     as_hex,
     from_hex,
 )
+from fsfunc.slices import Box
 
 __all__ = [
     "PART_OF",

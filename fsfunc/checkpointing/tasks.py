@@ -29,7 +29,7 @@ from fsfunc.checkpointing.manifest import (
 from fsfunc.checkpointing.safetensors import write_parts
 from fsfunc.checkpointing.status import RankStatus
 from fsfunc.comm.mesh import Here
-from fsfunc.holding import hold
+from fsfunc.save_guard import hold
 from fsfunc.transforms.donation import version
 
 __all__ = ["SaveTask", "in_flight"]

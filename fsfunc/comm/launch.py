@@ -17,7 +17,6 @@ import torch.distributed.nn.functional  # noqa: F401
 from torch import Tensor
 
 from fsfunc import tree
-from fsfunc.admitting import refuse
 from fsfunc.comm.backends.abstract import run_abstract
 from fsfunc.comm.groups import group
 from fsfunc.comm.mesh import (
@@ -30,6 +29,7 @@ from fsfunc.comm.mesh import (
     place_here,
     remember,
 )
+from fsfunc.inputs import refuse
 
 __all__ = ["PerRank", "local_batch", "make_mesh", "spmd"]
 

@@ -5,44 +5,36 @@ from __future__ import annotations
 import gc
 import math
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from fsfunc import _torch, tree
 from fsfunc.comm.launch import spmd
-from fsfunc.comm.ledgers import Ledger, only
-from fsfunc.comm.mesh import (
-    Here,
-    Mesh,
-    NoMesh,
-    asking,
-    asks,
-    check_mesh,
-    here,
-    place_here,
-)
+from fsfunc.comm.ledgers import Ledger
+from fsfunc.comm.mesh import Here, Mesh, NoMesh, asks, check_mesh, here
 from fsfunc.donated import refuse_spent
-from fsfunc.foresight.linking import PlannedLink
+from fsfunc.fake_errors import told_where
 from fsfunc.foresight.observing import Observer
+from fsfunc.foresight.planned_links import PlannedLink
 from fsfunc.foresight.plans import Leaf, Plan, RankPlan
 from fsfunc.foresight.rehearsing import DifferentiatedTwice, Rehearsal
 from fsfunc.frames import frame, inside
-from fsfunc.kinds import counting
+from fsfunc.memory_kinds import counting
 from fsfunc.sharded import Sharded, is_sharded
 from fsfunc.tracing.fakes import shadows
-from fsfunc.training import TrainState, init_state
+from fsfunc.tracing.runs import without_data
+from fsfunc.train_state import TrainState, init_state
 from fsfunc.transforms.donation import restore
-from fsfunc.values import told_where
 
 __all__ = ["plan"]
 
-_INSTEAD = (
+_TOLD = (
+    "the step that is planned",
     ", and in a plan nothing has one. Move it out of the step (what is only shown can "
-    "be read off the metrics afterwards), or make it a torch.where"
+    "be read off the metrics afterwards), or make it a torch.where",
 )
 
 
@@ -150,7 +142,7 @@ def _made(step: Any, args: Sequence[Any], rehearsal: Rehearsal) -> tuple[Any, ..
     if (mode := _torch.fake_mode()) is not None:
         batch = shadows(mode, batch)
     with (
-        told_where("the step that is planned", _INSTEAD),
+        told_where(*_TOLD),
         _rehearsed(rehearsal, frame().at),
     ):
         return init_state(step, init, optimizer, batch), batch
@@ -159,7 +151,7 @@ def _made(step: Any, args: Sequence[Any], rehearsal: Rehearsal) -> tuple[Any, ..
 @contextmanager
 def _rehearsed(rehearsal: Rehearsal, at: Here | None) -> Iterator[None]:
     """Inside, bodies of units are replayed."""
-    with inside(frame().but(rehearsal=rehearsal, at=at)), rehearsal.observer:
+    with inside(frame().but(tracer=rehearsal, at=at)), rehearsal.observer:
         yield
 
 
@@ -181,33 +173,25 @@ def _planned(
 ) -> tuple[RankPlan, set[str]]:
     log, observer, asked = Ledger(), rehearsal.begin(), set[str]()
     refuse_spent(args)
-    with ExitStack() as stack:
-        generator = torch.random.default_generator
-        stack.callback(generator.set_state, generator.get_state())
-        for x in tree.leaves(args):
-            if isinstance(x, Tensor):
-                _torch.check_device(_torch.device_of(x))
-        mode = _torch.fake_mode()
-        if mode is None:
-            mode = stack.enter_context(_torch.fake_mode_of(tree.leaves(args)))
+    for x in tree.leaves(args):
+        if isinstance(x, Tensor):
+            _torch.check_device(_torch.device_of(x))
+    now = replace(at, link=PlannedLink(at.rank, observer, log))
+    with (
+        without_data(args, now, log=log, asked=asked, told=_TOLD) as mode,
+        counting(observer),
+    ):
         args = shadows(mode, args)
-        stack.callback(restore, args)  # a donated step marks what is the caller's
-        link = PlannedLink(at.rank, observer, log)
-        now = replace(at, link=link)
-        f = frame()
-        for scope in (only(log), asking(asked), place_here(now)):
-            stack.enter_context(scope)
-        stack.enter_context(counting(observer))
         leaves = []
         for leaf, tensors in _leaves(args):
             observer.given(leaf.kind, tensors)
             leaves.append(leaf)
             del tensors  # the step may let go of a buffer that the state keeps
-        with (
-            told_where("the step that is planned", _INSTEAD),
-            _rehearsed(rehearsal, None if f.at is None else now),
-        ):
-            out = step(*args)
+        try:
+            with _rehearsed(rehearsal, None if frame().at is None else now):
+                out = step(*args)
+        finally:
+            restore(args)  # a donated step marks what is the caller's
         rehearsal.look_back()
         for value in out if isinstance(out, tuple) else (out,):
             if isinstance(value, TrainState):

@@ -19,8 +19,8 @@ from fsfunc.foresight.events import (
     Replayed,
     Took,
 )
-from fsfunc.kinds import KINDS
 from fsfunc.layout import Layout
+from fsfunc.memory_kinds import KINDS
 
 __all__ = ["Alive", "Leaf", "Plan", "RankPlan", "Work"]
 

@@ -35,7 +35,7 @@ from fsfunc.foresight.scripts import (
     tensors,
     tried,
 )
-from fsfunc.frames import Rehearsed, frame, running
+from fsfunc.frames import Tracer, frame, running
 from fsfunc.sharded import is_sharded
 from fsfunc.transforms.policies import is_taped
 
@@ -58,12 +58,14 @@ class _Played:
     casts: torch.dtype | None  # of the autocast that was on
 
 
-class Rehearsal(Rehearsed):
+class Rehearsal(Tracer):
     """Runs the bodies of units for ``observer``.
 
     Args:
         repeat: whether to replay; else each body runs plainly.
     """
+
+    complete = True
 
     def __init__(self, observer: Observer, repeat: bool = True):
         self.observer, self.repeat = observer, repeat
@@ -106,7 +108,7 @@ class Rehearsal(Rehearsed):
 
     def _key(self, call: Any, leaves: list[Any], treedef: Any) -> Any:
         f = frame()
-        apart = f.stage is not None and torch.is_grad_enabled()
+        apart = f.staged and torch.is_grad_enabled()
         if (apart and not running().forgets) or is_taped():
             return None
         if _torch.functorch_active():
@@ -127,9 +129,9 @@ class Rehearsal(Rehearsed):
     # Replays
 
     def _replayed(self, played: _Played) -> Any:
-        script, f = played.script, frame()
-        if f.recorder is not None:
-            f.recorder.read([played.leaves[i] for i in script.read])
+        script, tracer = played.script, frame().tracer
+        if tracer is not None:
+            tracer.read([played.leaves[i] for i in script.read])
         if any(x.tracked for x in script.outs if isinstance(x, Shape)):
             found = iter(_Body.apply(played, *tensors(played.leaves)))
         else:

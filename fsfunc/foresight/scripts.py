@@ -19,7 +19,7 @@ from fsfunc.comm.attribution import internal
 from fsfunc.comm.mesh import NoMesh, here
 from fsfunc.foresight.events import Gave, Ran, Segment, Took
 from fsfunc.foresight.observing import Book, Observer
-from fsfunc.frames import Counter, Interpretation, inside
+from fsfunc.frames import Counter, Interpretation, Tracer, inside
 
 __all__ = [
     "Backward",
@@ -246,7 +246,7 @@ def _run(observer: Observer, call: Any, treedef: Any, leaves: Sequence[Any]) -> 
     alone = call.frame.but(
         handlers=(_Stop(),),
         sessions=(),
-        recorder=None,
+        tracer=Tracer(),
         at=at,
         path=call.path,
         numbers=call.numbers,

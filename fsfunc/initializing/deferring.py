@@ -17,7 +17,7 @@ from torch import Tensor
 
 from fsfunc import _torch
 from fsfunc.comm.attribution import source_line
-from fsfunc.comparing import checksums, stated
+from fsfunc.comparison import checksums, stated
 from fsfunc.initializing.drawing import Streams
 from fsfunc.initializing.taped import Op, Ref, Storage, exchange, how_of
 

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from fsfunc import _torch
-from fsfunc.units import generators_kept, mix
+from fsfunc.generators import generators_kept, mix
 
 __all__ = [
     "BLOCK",

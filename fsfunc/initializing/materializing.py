@@ -12,7 +12,7 @@ from fsfunc import _torch
 from fsfunc.initializing.deferring import Tape
 from fsfunc.initializing.drawing import BLOCK, draw, seeded
 from fsfunc.initializing.taped import Op, Ref, exchange
-from fsfunc.paging import populate
+from fsfunc.prefault import populate
 
 __all__ = ["Replay"]
 

@@ -14,13 +14,13 @@ from torch import Tensor
 
 from fsfunc import _torch, tree
 from fsfunc.comm.collective_ops import run_by
-from fsfunc.comparing import ALIKE, Section, whole_values
+from fsfunc.comparison import ALIKE, Section, whole_values
+from fsfunc.fake_errors import told_where
 from fsfunc.initializing.deferring import Tape
 from fsfunc.initializing.materializing import Replay
 from fsfunc.layout import Layout
-from fsfunc.pieces import take
 from fsfunc.sharded import is_sharded
-from fsfunc.values import told_where
+from fsfunc.slices import take
 
 __all__ = ["Deferred", "Given", "Shapes", "defer"]
 

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from fsfunc import _torch, tree
 from fsfunc.comm.groups import strided
-from fsfunc.parts import describe
+from fsfunc.placements import describe
 from fsfunc.sharded import Sharded, is_sharded, split_alike
 
 Tree = Any
@@ -129,13 +129,14 @@ def first_unfit(
         leaf, other = leaves[i], others[i]
         home = leaf.home if is_sharded(leaf) else None
         its = other.home if is_sharded(other) else None
-        if home is None or its is None or leaf.spent or other.spent:
+        if home is None or its is None or home.coordinates != its.coordinates:
             if not _fits(leaf, other):
                 return i
-            continue
-        if leaf.layout is not other.layout and not _same_place(leaf, other):
+        elif leaf.layout is not other.layout and not _same_place(leaf, other):
             return i
-        if (pair := (id(home), id(its))) not in alike:
+        elif leaf.spent or other.spent:
+            (leaf if leaf.spent else other).check()  # which raises
+        elif (pair := (id(home), id(its))) not in alike:
             if not _fits(home.flat, its.flat):
                 return i
             alike.add(pair)

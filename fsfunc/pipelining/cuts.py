@@ -12,9 +12,9 @@ from fsfunc import tree
 from fsfunc.pipelining.cutting import Stages, cut
 from fsfunc.pipelining.microbatches import Part
 from fsfunc.pipelining.stages import Cut
-from fsfunc.pipelining.tracing import trace
-from fsfunc.recorded import plain
 from fsfunc.sharded import Sharded, is_sharded
+from fsfunc.tracing.leaves import plain
+from fsfunc.tracing.tracer import trace
 
 __all__ = ["Cuts"]
 

@@ -18,7 +18,7 @@ from fsfunc.pipelining.actions import (
 from fsfunc.pipelining.cutting import Stages
 from fsfunc.pipelining.piping import Pipelining
 from fsfunc.pipelining.schedules import one_f_one_b
-from fsfunc.pipelining.updating import Predict, Updating
+from fsfunc.pipelining.stage_updates import Predict, Updating
 from fsfunc.pipelining.verification import verify
 from fsfunc.transforms.transforming import transformed
 
@@ -150,7 +150,7 @@ def pipeline(
     if update is None:
         _check_synchronous(made, predict)
         handler = Pipelining(mesh, names[0], n_microbatches, made, stages)
-        return transformed(f, handler, handler.call)
+        return transformed(f, handler)
     if not is_asynchronous(made):
         raise ScheduleError(
             "update= is for a schedule with updates (U3), such as "
@@ -158,7 +158,7 @@ def pipeline(
             "the gradient call returns, as update(ff.value_and_grad(loss)) does"
         )
     own = Updating(mesh, names[0], n_microbatches, made, stages, update, predict)
-    return transformed(own.step(f), own, own.call)
+    return transformed(own.step(f), own)
 
 
 def _check_synchronous(schedule: Schedule, predict: Predict | None) -> None:

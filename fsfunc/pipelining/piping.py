@@ -19,6 +19,7 @@ from fsfunc.comm.groups import RankGroup, group
 from fsfunc.comm.mesh import Mesh, asks, here
 from fsfunc.differentiated import Leaves
 from fsfunc.frames import Counter, Frame, Interpretation, frame, inside
+from fsfunc.layout import Owned
 from fsfunc.losses import loss_parts
 from fsfunc.pipelining.actions import (
     Action,
@@ -29,20 +30,22 @@ from fsfunc.pipelining.actions import (
 )
 from fsfunc.pipelining.cuts import Cuts
 from fsfunc.pipelining.cutting import Stages, edges
-from fsfunc.pipelining.microbatches import cut_batch, folded
-from fsfunc.pipelining.outcomes import (
+from fsfunc.pipelining.microbatches import (
     blank,
     combined,
+    cut_batch,
     everywhere,
+    folded,
     forwarded,
     sum_shared,
 )
 from fsfunc.pipelining.runtime import Microbatch, Worker
 from fsfunc.pipelining.schedules import forward_only
-from fsfunc.pipelining.stages import Cut, Placement
+from fsfunc.pipelining.stages import Cut
 from fsfunc.pipelining.transfers import with_transfers
 from fsfunc.pipelining.verification import verify
 from fsfunc.sharded import Sharded, is_sharded
+from fsfunc.tracing.recorder import Noted, Recorder
 
 __all__ = ["Pipelining"]
 
@@ -97,6 +100,9 @@ class Pipelining(Interpretation):
     def axes(self) -> tuple[str, ...]:
         return (self.axis,)
 
+    def recorded(self, recorder: Recorder) -> Interpretation:
+        return RecordedPipelining(self, recorder)
+
     # A call of the transformed function
 
     def call(self, f: Callable[..., Any], args: Any, keywords: Any) -> Any:
@@ -122,24 +128,23 @@ class Pipelining(Interpretation):
                     raise
                 if found.counter.count > 1:  # gradient calls came before
                     raise RuntimeError(_BOTH) from None
+                if torch.is_grad_enabled() and tracked((args, keywords)):
+                    raise RuntimeError(_FORWARD) from None
                 out = self._forward(f, args, keywords)
         self.ran(at)
         return out
 
     def unit(self, run: Callable[..., Any], call: Any) -> Callable[..., Any]:
-        f = call.frame
-        if f.stage is None:
+        if not call.frame.staged:
             if _torch.functorch_active() or _torch.forward_ad_active():
                 raise RuntimeError(_STOCK)
             raise _Outside(self)
-        if f.recorder is not None:
-            return f.recorder.unit(self, run, call)
 
-        def staged(params: Any, *inputs: Any, **keywords: Any) -> Any:
+        def held(params: Any, *inputs: Any, **keywords: Any) -> Any:
             params = tree.map(self._held, params, is_leaf=is_sharded)
             return run(params, *inputs, **keywords)
 
-        return staged
+        return held
 
     def _held(self, leaf: Any) -> Any:
         """A leaf that this rank owns, as the tensor that it is."""
@@ -152,17 +157,7 @@ class Pipelining(Interpretation):
     # Forward alone
 
     def _forward(self, f: Callable[..., Any], args: Any, keywords: Any) -> Any:
-        if torch.is_grad_enabled() and tracked((args, keywords)):
-            raise RuntimeError(
-                "pipeline(loss) is a forward pass, of which autograd sees nothing: "
-                "differentiate inside it, by pipeline(ff.value_and_grad(loss))"
-            )
         f_, parts = frame(), cut_batch(args, keywords, (0,), self.n)
-        if f_.recorder is not None:
-            part = parts[0]
-            placement = self._placement(self.cuts.of(f, part, (0,)))
-            with inside(f_.but(stage=placement, counter=Counter())):
-                return f(*part.args, **part.keywords)
         within = f_.but(micro=(*f_.micro, (0, self.n)))
         batches = [Microbatch(p, self.cuts.of(f, p, (0,))) for p in parts]
         self.cuts.check([b.cut for b in batches], args[0])
@@ -185,7 +180,7 @@ class Pipelining(Interpretation):
     def gradient(self, run: Callable[..., Any]) -> Callable[..., Any]:
         def pipelined(call: GradientCall) -> Outcome:
             f = frame()
-            if f.stage is not None:
+            if self._is_within(f):
                 raise RuntimeError(_BOTH)
             if _torch.functorch_active() or _torch.forward_ad_active():
                 raise RuntimeError(_STOCK)
@@ -199,24 +194,18 @@ class Pipelining(Interpretation):
             again = any(i for i, _ in f.micro)  # the call before, on another part
             number = f.counter.count - 1 if again else f.counter.next()
             how = functools.partial(self._differentiate, depth, number)
-            with inside(f.but(micro=micro, differentiate=how)):
-                return run(call)
+            with inside(f.but(micro=micro)):
+                return run(replace(call, by=how))
 
         return pipelined
 
+    def _is_within(self, f: Frame) -> bool:
+        """Whether a loss runs already of which unit calls are placed."""
+        return f.staged
+
     def _differentiate(self, depth: int, number: int, call: GradientCall) -> Outcome:
         """What a gradient call comes down to: the actions of this rank."""
-        f = frame().but(differentiate=None)
-        if f.recorder is not None:
-            part = cut_batch(call.args, call.keywords, call.argnums, self.n)[0]
-            found = self.cuts.of(call.fn, part, call.argnums, number)
-            if not found.stages:
-                return _alone(f, call)
-            placement = self._placement(found)
-            with inside(f.but(stage=placement)):
-                return differentiate(
-                    replace(call, args=part.args, keywords=part.keywords)
-                )
+        f = frame()
         leaves = Leaves(call.args, call.argnums)
         values = [x.detach().requires_grad_() for x in leaves.tensors]
         args = leaves.args(values)
@@ -226,7 +215,7 @@ class Pipelining(Interpretation):
             Microbatch(p, self.cuts.of(call.fn, p, call.argnums, number)) for p in parts
         ]
         if not batches[0].cut.stages:
-            return _alone(f, call)
+            return differentiate(call)
         where = group(self.axis, here(self.mesh))
         chosen = _chosen(call.args, call.argnums)
         self.cuts.check([b.cut for b in batches], chosen)
@@ -253,11 +242,6 @@ class Pipelining(Interpretation):
         due = (functools.partial(sum_shared, where=where),)
         return Outcome(total, weight, grads, aux, count, due, own=True)
 
-    # Programs and actions
-
-    def _placement(self, found: Cut) -> Placement:
-        return Placement(found, self.owners, self.axis, len(self.schedule))
-
     def _actions(
         self,
         batches: Sequence[Microbatch],
@@ -275,16 +259,54 @@ def _chosen(args: Sequence[Any], argnums: Sequence[int]) -> Any:
     return args[0] if tuple(argnums) == (0,) else [args[i] for i in argnums]
 
 
-def _alone(f: Frame, call: GradientCall) -> Outcome:
-    """The gradient of what is of parameters alone, as if there were no pipeline."""
-    with inside(f):
-        return differentiate(call)
+class RecordedPipelining(Noted, Pipelining):
+    """``pipeline`` while a step is recorded: of each unit call is noted where it runs.
+
+    Args:
+        cut: that of the loss which runs now, if one does; one microbatch of it.
+    """
+
+    call = Pipelining.call
+
+    def __init__(self, handler: Pipelining, recorder: Recorder, cut: Cut | None = None):
+        self.__dict__.update(handler.__dict__)
+        self.handler, self.recorder, self.cut = handler, recorder, cut
+
+    def unit(self, run: Callable[..., Any], call: Any) -> Callable[..., Any]:
+        noted = self.cut is not None
+        return (Noted if noted else Pipelining).unit(self, run, call)
+
+    def owner(self, number: int) -> tuple[Owned, ...]:
+        stage = 0 if self.cut is None else self.cut.producers[number]
+        return (Owned(self.axis, len(self.schedule), self.owners[stage]),)
+
+    def _is_within(self, f: Frame) -> bool:
+        return self.cut is not None
+
+    def _forward(self, f: Callable[..., Any], args: Any, keywords: Any) -> Any:
+        part = cut_batch(args, keywords, (0,), self.n)[0]
+        with inside(self._running(self.cuts.of(f, part, (0,)), counter=Counter())):
+            return f(*part.args, **part.keywords)
+
+    def _differentiate(self, depth: int, number: int, call: GradientCall) -> Outcome:
+        part = cut_batch(call.args, call.keywords, call.argnums, self.n)[0]
+        found = self.cuts.of(call.fn, part, call.argnums, number)
+        if not found.stages:
+            return differentiate(call)
+        with inside(self._running(found)):
+            return differentiate(replace(call, args=part.args, keywords=part.keywords))
+
+    def _running(self, cut: Cut, **changes: Any) -> Frame:
+        """The frame in which a loss runs that is cut so."""
+        f, mine = frame(), RecordedPipelining(self.handler, self.recorder, cut)
+        handlers = tuple(mine if h is self else h for h in f.handlers)
+        return f.but(handlers=handlers, **changes)
 
 
 def _runs_stages() -> bool:
     """Whether stages run: whose values types are, their programs have told by now."""
-    told = frame().rehearsal
-    return told is None or not told.only_types
+    tracer = frame().tracer
+    return tracer is None or tracer.complete
 
 
 def _own(out: Any) -> Any:
@@ -300,6 +322,10 @@ def _detached(x: Any) -> Any:
     return x.detach() if isinstance(x, Tensor) else x
 
 
+_FORWARD = (
+    "pipeline(loss) is a forward pass, of which autograd sees nothing: differentiate "
+    "inside it, by pipeline(ff.value_and_grad(loss))"
+)
 _STOCK = (
     "a pipeline must own the gradient call, but here torch.func or autograd around it "
     "differentiates: use ff.value_and_grad inside the function that pipeline is given"

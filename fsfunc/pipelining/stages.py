@@ -21,12 +21,11 @@ from fsfunc.comm.collective_ops import apply_map
 from fsfunc.comm.groups import RankGroup
 from fsfunc.comm.linear_maps import LinearMap
 from fsfunc.compiled import standing
-from fsfunc.frames import Running, Thread, run_as
-from fsfunc.layout import Owned
+from fsfunc.frames import Running, Stage, Thread, run_as
 from fsfunc.pipelining.cutting import StagePlan
-from fsfunc.pipelining.programs import Program, Spec, Value
+from fsfunc.tracing.programs import Program, Spec, Value
 
-__all__ = ["CAPTURED", "Cut", "Ended", "Placement", "StageRun", "abstractly"]
+__all__ = ["CAPTURED", "Cut", "Ended", "StageRun", "abstractly"]
 
 CAPTURED = (
     "what the loss does may change with its arguments, not with what its function "
@@ -91,24 +90,17 @@ class Cut:
         return tuple(tuple(map(stand_in, c.outputs.leaves)) for c in self.program.calls)
 
 
-@dataclass(frozen=True)
-class Placement:
-    """Where each unit call of a recorded step will run."""
+class _Here(Stage):
+    """In place of the stage's own run, for a call that was let through."""
 
-    cut: Cut
-    owners: tuple[int, ...]  # by stage
-    axis: str
-    size: int
-
-    def owner(self, number: int) -> tuple[Owned, ...]:
-        stage = self.cut.producers[number]
-        return (Owned(self.axis, self.size, self.owners[stage]),)
-
-    def unit(self, call: Any, params: Any, inputs: Any, keywords: Any) -> Any:
-        return call.run(params, *inputs, **keywords)
+    def unit(self, run: Any, call: Any) -> Any:
+        return run
 
 
-class StageRun:
+_HERE = _Here()
+
+
+class StageRun(Stage):
     """What becomes of the unit calls of a loss in one stage, for one microbatch.
 
     Args:
@@ -131,7 +123,7 @@ class StageRun:
         self.ends: list[Tensor] = []
         self.stance = _torch.compiler_stance()  # of units; what is between runs plainly
 
-    def unit(self, call: Any, params: Any, inputs: Any, keywords: Any) -> Any:
+    def decide(self, call: Any, params: Any, inputs: Any, keywords: Any) -> Any:
         known, k = self.cut.program.calls, call.number
         name = call.unit.__name__
         if k >= len(known) or name != known[k].name:
@@ -194,7 +186,8 @@ class StageRun:
         device = next((x.device for x in leaves if isinstance(x, Tensor)), None)
         thread = Thread(device) if self.tied else None
         # A recompute holds the call, and we hold its outputs: no circle of the two.
-        apart = replace(call, frame=call.frame.but(stage=self.plan))
+        handlers = (_HERE, *call.frame.handlers[1:])
+        apart = replace(call, frame=call.frame.but(handlers=handlers))
         with run_as(Running(thread)), standing(self.stance):
             out = apart.run(params, *inputs, **keywords)
         if thread is not None and thread.token is not thread.start:

@@ -6,7 +6,7 @@ import os
 
 from fsfunc.checkpointing.finding import find
 from fsfunc.checkpointing.manifest import Stored
-from fsfunc.parts import describe
+from fsfunc.placements import describe
 from fsfunc.printing.amounts import of_axes, of_bytes
 from fsfunc.printing.tables import Report, Table
 

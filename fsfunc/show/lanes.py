@@ -7,9 +7,9 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from fsfunc.foresight.simulating import Span
+from fsfunc.foresight.simulation import Span
 from fsfunc.pipelining.actions import Action
-from fsfunc.pipelining.timing import Event
+from fsfunc.pipelining.timing import TimedAction
 from fsfunc.show.palette import COMPUTE, GAPS, OUTSIDE, STALL, WAITS, Look, look_of
 
 __all__ = ["Lane", "check_events", "check_spans"]
@@ -80,7 +80,7 @@ class Lane:
         return replace(self, spans=tuple(spans))
 
 
-def check_events(events: Iterable[Any]) -> list[Event]:
+def check_events(events: Iterable[Any]) -> list[TimedAction]:
     """The events as a list, if each is ``(rank, action, start, end)``.
 
     Raises:
@@ -105,7 +105,7 @@ def check_events(events: Iterable[Any]) -> list[Event]:
         if not isinstance(rank, int) or rank < 0:
             raise ValueError(f"{here}: a rank is 0, 1, 2 ...")
         _check_times(here, start, end)
-        checked.append(Event(rank, action, start, end))
+        checked.append(TimedAction(rank, action, start, end))
     if not checked:
         raise ValueError("there are no events to show: was the run recorded?")
     return checked

@@ -9,7 +9,7 @@ from itertools import pairwise
 from typing import NamedTuple
 
 from fsfunc.layout import Coordinates, Key, Layout, every_coordinate
-from fsfunc.parts import Flat, Owned, Split
+from fsfunc.placements import Flat, Owned, Split
 
 __all__ = ["Grid", "Rectangle", "boxes", "grid_of", "in_words", "part_in_words"]
 

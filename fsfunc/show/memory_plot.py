@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from fsfunc.foresight.events import Ran, Replayed, Took
 from fsfunc.foresight.plans import Plan, RankPlan
-from fsfunc.kinds import KINDS
+from fsfunc.memory_kinds import KINDS
 from fsfunc.printing.amounts import of_bytes, of_share
 from fsfunc.printing.tables import Table, painted
 from fsfunc.show.figures import FAINT, INK, Drawn, sheet

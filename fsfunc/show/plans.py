@@ -11,7 +11,7 @@ from pathlib import Path
 from fsfunc.comm.ledgers import Record
 from fsfunc.foresight.events import PHASES
 from fsfunc.foresight.plans import Leaf, Plan, RankPlan
-from fsfunc.parts import describe
+from fsfunc.placements import describe
 from fsfunc.printing.amounts import of_axes, of_bytes, of_count, of_flops
 from fsfunc.printing.tables import Report, Table
 from fsfunc.show.layers import alike, counted

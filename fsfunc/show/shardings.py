@@ -14,7 +14,7 @@ from torch import Tensor
 from fsfunc import tree
 from fsfunc.comm.mesh import Mesh, NoMesh, here
 from fsfunc.layout import Key, Layout, every_coordinate
-from fsfunc.parts import describe
+from fsfunc.placements import describe
 from fsfunc.printing.amounts import of_axes, of_bytes
 from fsfunc.printing.tables import Printed, Report, Table, painted
 from fsfunc.sharded import Sharded, is_sharded

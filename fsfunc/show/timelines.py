@@ -8,9 +8,9 @@ from itertools import pairwise
 from os import PathLike
 from typing import TYPE_CHECKING, Any
 
-from fsfunc.foresight.simulating import Span
+from fsfunc.foresight.simulation import Span
 from fsfunc.pipelining.actions import Action, Schedule, parse, stages_of
-from fsfunc.pipelining.timing import Costs, Event, simulate
+from fsfunc.pipelining.timing import Costs, TimedAction, simulate
 from fsfunc.pipelining.verification import held
 from fsfunc.printing.amounts import of_share
 from fsfunc.printing.tables import Table, painted
@@ -187,7 +187,7 @@ def _timeline_of(events: Sequence[Any], n_ranks: int = 0) -> Timeline:
     zero = min(event.start for event in computed)
     makespan = max(event.end for event in computed) - zero
     count = max(n_ranks, *(event.rank + 1 for event in computed))
-    rows: list[list[Event]] = [[] for _ in range(count)]
+    rows: list[list[TimedAction]] = [[] for _ in range(count)]
     for event in sorted(computed, key=lambda event: (event.start, event.end)):
         rows[event.rank].append(event)
     actions = tuple(tuple(event.action for event in row) for row in rows)

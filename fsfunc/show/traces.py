@@ -10,12 +10,12 @@ from os import PathLike
 from pathlib import Path
 from typing import Any
 
-from fsfunc.foresight.estimating import Estimate
+from fsfunc.foresight.estimation import Estimate
 from fsfunc.foresight.plans import Plan
-from fsfunc.foresight.simulating import Span
-from fsfunc.kinds import KINDS
+from fsfunc.foresight.simulation import Span
+from fsfunc.memory_kinds import KINDS
 from fsfunc.pipelining.actions import SENDS, Action
-from fsfunc.pipelining.timing import Event
+from fsfunc.pipelining.timing import TimedAction
 from fsfunc.show.lanes import check_events, check_spans
 from fsfunc.show.memory_curve import clock_of, curve_of
 from fsfunc.show.memory_plot import check_plan
@@ -124,7 +124,7 @@ def trace(
     return written
 
 
-def _of_event(event: Event, zero: float) -> Slice:
+def _of_event(event: TimedAction, zero: float) -> Slice:
     """What a rank of a pipeline does, on the track of what it computes or transfers."""
     rank, action, start, end = event
     kind, stage, peer = action.kind, action.stage, action.peer

@@ -20,24 +20,22 @@ from fsfunc.comm.crossings import GATHER, OWN
 from fsfunc.comm.groups import RankGroup
 from fsfunc.comm.linear_maps import LinearMap
 from fsfunc.comm.mesh import here
-from fsfunc.frames import Rehearsed, frame
+from fsfunc.frames import Tracer, frame
 from fsfunc.sharded import Sharded, is_sharded
 from fsfunc.tracing.knowledge import Seen
-from fsfunc.tracing.operating import Operators
+from fsfunc.tracing.operators import Operators
 from fsfunc.tracing.refusals import refusal
 from fsfunc.tracing.types import PARTS, Kind, agrees, misused, moved_to
 
 __all__ = ["Checker"]
 
 
-class Checker(Rehearsed, Watcher, Operators):
+class Checker(Tracer, Watcher, Operators):
     """Types the values of a step, and raises where one has none.
 
     ``calls`` are the signatures of the calls of sharded functions. Of a pipelined loss
     it sees what that returns: in it sharded leaves go into units alone.
     """
-
-    only_types = True
 
     def __init__(
         self, rank: int, axes: tuple[str, ...], alone: bool, varying: Iterable[int] = ()
@@ -134,7 +132,7 @@ class Checker(Rehearsed, Watcher, Operators):
                 elif isinstance(x, Tensor):
                     self.known.meet(x, Seen(self.own if i else Kind.I, name))
 
-    def taken(self, name: str, leaves: Iterable[Sharded]) -> None:
+    def takes(self, name: str, leaves: Iterable[Sharded]) -> None:
         for leaf in leaves:
             self.claimed(leaf._local, f"unit {name!r}")
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import replace
 from typing import Any
@@ -17,14 +17,13 @@ from fsfunc import _torch, tree
 from fsfunc.comm.attribution import called_by_user
 from fsfunc.comm.backends.abstract import AbstractLink
 from fsfunc.comm.collective_ops import watching
-from fsfunc.comm.ledgers import silence
-from fsfunc.comm.mesh import Here, asking, place_here
-from fsfunc.compiled import plainly
+from fsfunc.comm.mesh import Here
 from fsfunc.frames import frame, inside
 from fsfunc.sharded import NotATensor, Sharded, is_sharded
 from fsfunc.tracing.checking import Checker
 from fsfunc.tracing.fakes import shadows
 from fsfunc.tracing.refusals import LawError
+from fsfunc.tracing.runs import without_data
 
 __all__ = ["check", "signature", "unchecked"]
 
@@ -164,27 +163,19 @@ def _run(
 ) -> Checker:
     alone = at.mesh.axis_size(axes) == 1
     checker = Checker(at.rank, axes, alone, varying or ())
-    generator = torch.random.default_generator
-    with ExitStack() as stack:
-        stack.callback(generator.set_state, generator.get_state())
-        # Backward passes stay in this thread, whose modes see them.
-        stack.enter_context(torch.autograd.set_multithreading_enabled(False))
-        mode = _torch.fake_mode_of(tree.leaves((args, keywords)))
-        stack.enter_context(mode)
-        if forget:
-            stack.enter_context(_torch.remembering_nothing(mode))
+    now = replace(at, link=AbstractLink(at.rank))
+    # Backward passes stay in this thread, whose modes see them.
+    with (
+        torch.autograd.set_multithreading_enabled(False),
+        without_data((args, keywords), now, remembers=not forget, asked=asked) as mode,
+        inside(frame().but(tracer=checker, at=now)),
+        _torch.quiet_fakes(),
+    ):
         coordinates = at.mesh.coordinates(at.rank)
         given, named = shadows(mode, (args, keywords), coordinates)
-        now = replace(at, link=AbstractLink(at.rank))
-        f = frame().but(rehearsal=checker, at=now)
-        scopes = silence(), asking(asked), place_here(now), inside(f)
-        for scope in (*scopes, _torch.quiet_fakes(), plainly()):
-            stack.enter_context(scope)
-        stack.enter_context(watching(checker))
-        stack.enter_context(checker)
-        stack.enter_context(_Asked(checker))
-        out = call(*given, **named)
-        checker.returned(given[:1], out)
+        with watching(checker), checker, _Asked(checker):
+            out = call(*given, **named)
+            checker.returned(given[:1], out)
     return checker
 
 

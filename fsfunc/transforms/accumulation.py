@@ -64,14 +64,20 @@ def accumulate(
         given = [batch_argnums] if isinstance(batch_argnums, int) else batch_argnums
         chosen = tuple(given)
     handler = _Accumulate(n, chosen)
-    return transformed(f, handler, handler.call)
+    return transformed(f, handler)
 
 
 class _Accumulate(Interpretation):
     called = "accumulate"
 
-    def __init__(self, n: int, chosen: tuple[int, ...] | None, given: Any = None):
-        self.n, self.chosen, self.given = n, chosen, given
+    def __init__(
+        self,
+        n: int,
+        chosen: tuple[int, ...] | None,
+        given: Any = None,
+        once: bool = False,
+    ):
+        self.n, self.chosen, self.given, self.once = n, chosen, given, once
 
     @property
     def configuration(self) -> tuple[tuple[str, Any], ...]:
@@ -80,19 +86,23 @@ class _Accumulate(Interpretation):
 
     def call(self, f: Callable[..., Any], args: Any, keywords: Any) -> Any:
         """Runs ``f`` in reach of one like this, which knows what ``f`` was given."""
-        outer, one = frame(), _Accumulate(self.n, self.chosen, (args, keywords))
+        given = args, keywords
+        outer, one = frame(), _Accumulate(self.n, self.chosen, given, self.once)
         try:
             with inside(replace(outer, handlers=(*outer.handlers, one))):
                 return f(*args, **keywords)
         finally:
             one.given = None  # frames outlive the call in graphs
 
+    def recorded(self, recorder: Any) -> Interpretation:
+        return _Accumulate(self.n, self.chosen, once=True)  # others show the same
+
     def gradient(self, run: Callable[..., Any]) -> Callable[..., Any]:
         def accumulated(call: GradientCall) -> Outcome:
             args, keywords = self.given
             cut = Microbatches(call, self.n, self.chosen, args, keywords)
             own: list[Any] = []
-            if frame().recorder is not None:  # the others would show the same
+            if self.once:
                 outcome = cut.apart(run(cut.part(0)), own)
                 return cut.joined(outcome, own * self.n)
             f, sums = frame(), _Sums()

@@ -13,7 +13,7 @@ from torch import Tensor
 from fsfunc import _torch, tree
 from fsfunc.donated import Donation, refuse_spent, spend, unspend, why_spent
 from fsfunc.frames import frame, inside
-from fsfunc.holding import is_held
+from fsfunc.save_guard import is_held
 from fsfunc.sharded import Home, Sharded, is_sharded
 
 __all__ = ["donate"]
@@ -66,8 +66,7 @@ def donate(step: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(step)
     def run(state: Any, *args: Any, **keywords: Any) -> Any:
         outer = frame()
-        told = outer.rehearsal
-        if outer.recorder is not None or (told is not None and told.only_types):
+        if outer.tracer is not None and not outer.tracer.complete:
             return step(state, *args, **keywords)
         leaves, treedef = tree.flatten(state, is_leaf=is_sharded)
         if any(map(why_spent, leaves)):

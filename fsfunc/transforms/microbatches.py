@@ -10,9 +10,8 @@ import torch
 from torch import Tensor
 
 from fsfunc import tree
-from fsfunc.admitting import arguments, refuse
 from fsfunc.autodiff import GradientCall, Outcome
-from fsfunc.rows import rows_of
+from fsfunc.inputs import arguments, refuse, rows_of
 from fsfunc.sharded import is_sharded
 from fsfunc.transforms.ownership import storage_of
 

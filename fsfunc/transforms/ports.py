@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 
 from fsfunc import tree
-from fsfunc.kinds import count_as
 from fsfunc.layout import Layout
+from fsfunc.memory_kinds import count_as
 from fsfunc.sharded import Home, Sharded, is_sharded
 
 __all__ = ["Port", "collected", "open_ports"]

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from fsfunc.comm.attribution import label
 from fsfunc.comm.groups import RankGroup, strided
-from fsfunc.kinds import count_as
+from fsfunc.memory_kinds import count_as
 from fsfunc.transforms.gathering import (
     Arena,
     Box,

@@ -13,10 +13,10 @@ from torch import Tensor
 from fsfunc import _torch, tree
 from fsfunc.comm.attribution import internal
 from fsfunc.frames import Interpretation, Running, Thread, run_as, running
+from fsfunc.generators import States, generator_states, generators_kept, set_generators
 from fsfunc.sharded import Sharded, is_sharded
 from fsfunc.transforms.policies import MODES, Policy, Tape, recomputes
 from fsfunc.transforms.transforming import transformed
-from fsfunc.units import States, generator_states, generators_kept, set_generators
 
 __all__ = ["remat"]
 
@@ -75,9 +75,11 @@ class _Remat(Interpretation):
             policy = (type(policy).__name__, *sorted(policy.names))
         return (("policy", policy),)
 
+    def recorded(self, recorder: Any) -> Interpretation:
+        return Interpretation()  # what is recorded is computed once
+
     def unit(self, run: Callable[..., Any], call: Any) -> Callable[..., Any]:
-        frame = call.frame
-        if frame.recorder is not None or not recomputes(self.policy, frame.micro):
+        if not recomputes(self.policy, call.frame.micro):
             return run
 
         def recomputed(params: Any, *inputs: Any, **keywords: Any) -> Any:

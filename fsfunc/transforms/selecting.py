@@ -63,6 +63,9 @@ class _Some(Interpretation):
     def configuration(self) -> tuple[tuple[str, Any], ...]:
         return (("calls", sorted(self.calls)), *self.remat.configuration)
 
+    def recorded(self, recorder: Any) -> Interpretation:
+        return Interpretation()
+
     def unit(self, run: Callable[..., Any], call: Any) -> Callable[..., Any]:
         if call.frame.path or call.number not in self.calls:
             return run

@@ -12,7 +12,7 @@ from fsfunc import _torch
 from fsfunc.comm.backends.link import Done
 from fsfunc.comm.groups import RankGroup
 from fsfunc.frames import frame, running
-from fsfunc.kinds import count_as
+from fsfunc.memory_kinds import count_as
 from fsfunc.sharded import Home
 from fsfunc.transforms.gathering import Arena, Box, Gathered, Passage, Use
 from fsfunc.transforms.ownership import Ownership

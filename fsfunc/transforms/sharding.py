@@ -11,7 +11,6 @@ import torch
 from torch import Tensor
 
 from fsfunc import _torch, tree
-from fsfunc.admitting import arguments, refuse
 from fsfunc.autodiff import GradientCall, Outcome
 from fsfunc.comm.attribution import internal, label
 from fsfunc.comm.collective_ops import Dense, apply_map
@@ -19,10 +18,12 @@ from fsfunc.comm.crossings import ENTER, GATHER, MEAN, REDUCE, LawError
 from fsfunc.comm.groups import RankGroup, group
 from fsfunc.comm.mesh import Axis, Here, Mesh, check_mesh, here
 from fsfunc.donated import refuse_spent
-from fsfunc.frames import Interpretation, frame, inside, running
+from fsfunc.frames import Frame, Interpretation, frame, inside, running
 from fsfunc.homes import by_buffer, home_of, joined, settle
+from fsfunc.inputs import arguments, refuse
 from fsfunc.layout import Layout
 from fsfunc.sharded import Home, Sharded, is_sharded
+from fsfunc.tracing.recorder import Noted, Recorder
 from fsfunc.tracing.trial import check, signature
 from fsfunc.transforms.averaging import averaged, check_whole
 from fsfunc.transforms.derivatives import check_derivatives
@@ -96,7 +97,7 @@ def shard(
     if set(names) & set(copies):
         raise ValueError(f"replicate={replicate!r} repeats an axis of {axis!r}")
     handler = Sharding(mesh, names, zero, copies, reshard_after_forward, min_bytes)
-    return transformed(f, handler, handler.call)
+    return transformed(f, handler)
 
 
 class Sharding(Interpretation):
@@ -147,21 +148,8 @@ class Sharding(Interpretation):
 
     def call(self, f: Callable[..., Any], args: Any, keywords: Any) -> Any:
         """Runs ``f`` in reach of this interpretation; what it changed is packed."""
-        before = frame()
-        for other in before.handlers:
-            taken = set(getattr(other, "axes", ())) & set(self.axes)
-            if taken:
-                raise ValueError(
-                    f"two transforms over one axis: {sorted(taken)} is taken by an "
-                    "outer one; shard each axis once"
-                )
-        at = self.here(self.mesh)
-        self._check(f, args, keywords, at)
-        at = replace(at, mean=(*at.mean, *self.axes))
-        found = replace(before, handlers=(*before.handlers, self), at=at)
-        if before.recorder is not None:
-            with inside(found):
-                return f(*args, **keywords)
+        found = self.entered(self, f, args, keywords)
+        at = found.at or here(self.mesh)
         coordinates = at.mesh.coordinates(at.rank)
         with inside(found):
             args, keywords = settle((args, keywords), coordinates)
@@ -173,9 +161,28 @@ class Sharding(Interpretation):
             self.ran(at)
             return settle(out, coordinates)
 
+    def entered(
+        self, handler: Interpretation, f: Callable[..., Any], args: Any, keywords: Any
+    ) -> Frame:
+        """The frame in which a call of ``f`` runs, of which ``handler`` is one more."""
+        before = frame()
+        for other in before.handlers:
+            taken = set(getattr(other, "axes", ())) & set(self.axes)
+            if taken:
+                raise ValueError(
+                    f"two transforms over one axis: {sorted(taken)} is taken by an "
+                    "outer one; shard each axis once"
+                )
+        at = self.here(self.mesh)
+        self._check(f, args, keywords, at)
+        at = replace(at, mean=(*at.mean, *self.axes))
+        return replace(before, handlers=(*before.handlers, handler), at=at)
+
+    def recorded(self, recorder: Recorder) -> Interpretation:
+        return _Recorded(self, recorder)
+
     def _check(self, f: Any, args: Any, keywords: Any, at: Here) -> None:
         """Looks at a program that is new, before anything of it runs."""
-        f_ = frame()
         if at.link.moves:
             refuse(
                 "array meta",
@@ -191,9 +198,8 @@ class Sharding(Interpretation):
             for given in (*args, keywords):
                 refuse_spent(given)
             raise
-        told = f_.recorder or f_.rehearsal
-        if told is not None:
-            told.called(key, args, keywords, (*at.mean, *self.axes))
+        if (tracer := frame().tracer) is not None:
+            tracer.called(key, args, keywords, (*at.mean, *self.axes))
             return
         if _torch.functorch_active() or _torch.fake_active():
             return
@@ -221,8 +227,8 @@ class Sharding(Interpretation):
             if isinstance(x, Sharded) and x.home is not None and self._mine(x.layout)
         ]
         where, replicas = self.groups()
-        at, told = self.mesh.coordinates(rank), frame().rehearsal
-        tried = told is not None and told.only_types  # in another rank's place, too
+        at, tracer = self.mesh.coordinates(rank), frame().tracer
+        tried = tracer is not None and not tracer.complete  # in another's place, too
         for home in () if tried else homes:
             theirs = dict(home.coordinates)
             if theirs != {a: at[a] for a in theirs} or home.place.size not in (
@@ -246,10 +252,10 @@ class Sharding(Interpretation):
 
     def _known_orders(self) -> dict[tuple[int, str], list[tuple[str, ...]]]:
         """What is learned of the calls' order: by a plan, for as long as it runs."""
-        rehearsal = frame().rehearsal
-        if rehearsal is None:
+        tracer = frame().tracer
+        if tracer is None:
             return self.orders
-        return rehearsal.orders.setdefault(id(self), dict(self.orders))
+        return tracer.orders.setdefault(id(self), dict(self.orders))
 
     def _mine(self, layout: Layout) -> bool:
         flat = layout.flat
@@ -258,8 +264,6 @@ class Sharding(Interpretation):
     # Unit calls
 
     def unit(self, run: Callable[..., Any], call: Any) -> Callable[..., Any]:
-        if call.frame.recorder is not None:
-            return call.frame.recorder.unit(self, run, call)
         if call.frame.whole:  # its parameters are plain tensors, and its own
             return run
 
@@ -272,8 +276,8 @@ class Sharding(Interpretation):
             if not mine:
                 params = tree.unflatten(treedef, leaves) if entered else params
                 return run(params, *inputs, **keywords)
-            if call.frame.rehearsal is not None:
-                call.frame.rehearsal.taken(call.name, [leaves[i] for i in mine])
+            if call.frame.tracer is not None:
+                call.frame.tracer.takes(call.name, [leaves[i] for i in mine])
             if _torch.functorch_active() or _torch.forward_ad_active():
                 check_derivatives(call, [leaves[i] for i in mine], (inputs, keywords))
                 self._compose(leaves, mine, call)
@@ -312,7 +316,7 @@ class Sharding(Interpretation):
                 continue
             averaged = session is not None and session.averages(x)
             if x.is_floating_point() and not (averaged and not functional):
-                if call.frame.stage is not None:
+                if call.frame.staged:
                     raise LawError(_MADE.format(call.name))
                 check_derivatives(call, [x], inputs)
                 at = here(self.mesh)
@@ -331,7 +335,7 @@ class Sharding(Interpretation):
             home, flat = home_of(chosen, session.coordinates)
             layouts = [x.layout for x in chosen]
             uses.append(Use(home, positions, layouts, flat))
-        staged = f.stage is not None
+        staged = f.handlers[0].decides
         gathered = Gathered(call.numbers)
         passage = Passage(session, call.name, gathered, f.micro, uses, f.reduce, staged)
         session.take(passage, f.compute)
@@ -382,8 +386,6 @@ class Sharding(Interpretation):
 
     def gradient(self, run: Callable[..., Any]) -> Callable[..., Any]:
         def sharded(call: GradientCall) -> Outcome:
-            if frame().recorder is not None:
-                return run(call)
             at, f = here(self.mesh), frame()
             args = settle(call.args, at.mesh.coordinates(at.rank))
             composed = _torch.functorch_active() or _torch.forward_ad_active()
@@ -408,10 +410,10 @@ class Sharding(Interpretation):
                 with inside(within):
                     outcome = run(replace(call, args=args))
                 session.finish()
-                if f.rehearsal is not None:
+                if f.tracer is not None:
                     whose = ownership.is_one_value
                     by = tuple(session.differentiated)
-                    f.rehearsal.gradient(by, outcome.grads, whose)
+                    f.tracer.gradient(by, outcome.grads, whose)
                 with internal():
                     grads = collected(
                         outcome.grads, args, call.argnums, ports, session.mean_size
@@ -420,11 +422,19 @@ class Sharding(Interpretation):
                 for port in ports.values():
                     port.home.port = None
             self._closed(session, "gradient", at.rank)
-            if f.rehearsal is not None:
-                f.rehearsal.reduced(tuple(session.differentiated), grads)
+            if f.tracer is not None:
+                f.tracer.reduced(tuple(session.differentiated), grads)
             return averaged(replace(outcome, grads=grads), session, at)
 
         return sharded
+
+
+class _Recorded(Noted):
+    """``shard`` while a step is recorded: unit calls are noted, nothing is gathered."""
+
+    def call(self, f: Callable[..., Any], args: Any, keywords: Any) -> Any:
+        with inside(self.handler.entered(self, f, args, keywords)):
+            return f(*args, **keywords)
 
 
 _MADE = (

@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
-from dataclasses import replace
 from typing import Any
 
 from fsfunc.compiled import refuse_compiled
-from fsfunc.frames import Interpretation, frame, inside
+from fsfunc.frames import Interpretation, frame
 
 __all__ = ["transformed"]
 
@@ -16,23 +15,15 @@ __all__ = ["transformed"]
 def transformed(
     f: Callable[..., Any],
     handler: Interpretation,
-    call: Callable[..., Any] | None = None,
 ) -> Callable[..., Any]:
-    """``f`` with ``handler`` in reach of every unit and gradient call inside.
-
-    Args:
-        call: ``(f, args, keywords) -> out`` replaces the plain call, where a transform
-            also has something to do before and after.
-    """
+    """``f`` with ``handler`` in reach of every unit and gradient call inside."""
 
     @functools.wraps(f)
     def run(*args: Any, **keywords: Any) -> Any:
         refuse_compiled("a transformed function")
-        if call is not None:
-            return call(f, args, keywords)
-        outer = frame()
-        with inside(replace(outer, handlers=(*outer.handlers, handler))):
-            return f(*args, **keywords)
+        tracer = frame().tracer
+        meant = handler if tracer is None else tracer.standing_for(handler)
+        return meant.call(f, args, keywords)
 
     # Known from outside: wrapping a transformed function keeps its attributes.
     inner = getattr(f, "interpretations", ())

@@ -6,7 +6,7 @@ from hypothesis import strategies as st
 import fsfunc as ff
 from fsfunc import tree
 from fsfunc.layout import pack_flat
-from fsfunc.pieces import take
+from fsfunc.slices import take
 
 MESHES = [
     {},

@@ -5,7 +5,7 @@ import torch
 
 import fsfunc as ff
 from fsfunc import tree
-from fsfunc.holding import hold
+from fsfunc.save_guard import hold
 from tests.checkpointing.drawn import on
 from tests.checkpointing.stacks import STACKS, made
 from tests.checks import same

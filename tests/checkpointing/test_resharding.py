@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 import fsfunc as ff
 from fsfunc import tree
-from fsfunc.pieces import take
+from fsfunc.slices import take
 from tests.checkpointing.drawn import alike, laid_out, on, saved_and_asked
 from tests.checkpointing.stacks import STACKS, abstract, made
 from tests.checks import same

@@ -64,3 +64,18 @@ def assert_lawful(found, expected, tolerance=1e-9):
         pairs = zip(tree.leaves(one), tree.leaves(right), strict=True)
         for a, b in pairs:
             torch.testing.assert_close(a, b, rtol=tolerance, atol=tolerance)
+
+
+def gradient(loss):
+    return lambda w, x: ff.value_and_grad(loss)(w, x)[1]
+
+
+def on(n, zero, step, params=W, laid=by_units):
+    """What ``step`` returns on each of ``n`` ranks; one rank is the judge."""
+
+    def main():
+        shard = lambda f: ff.shard(f, MESHES[n], "data", zero=zero)  # noqa: E731
+        mine = ff.local_batch(X, MESHES[n], "data")
+        return ff.unshard(shard(step)(ff.place(shard(laid), params, mine), mine))
+
+    return ff.spmd(main, MESHES[n])()

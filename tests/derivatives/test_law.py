@@ -8,6 +8,8 @@ import pytest
 import torch
 
 import fsfunc as ff
+from fsfunc import tree
+from tests.checks import close
 from tests.derivatives.cases import LOSSES, STEPS, loss
 from tests.derivatives.judging import (
     MESHES,
@@ -16,9 +18,10 @@ from tests.derivatives.judging import (
     X,
     assert_lawful,
     by_law,
+    on,
     on_ranks,
 )
-from tests.derivatives.worlds import Ranks, by_units
+from tests.derivatives.worlds import Ranks, by_units, unit
 
 # torch scripts its own forward-mode decompositions, and warns of it.
 pytestmark = pytest.mark.filterwarnings("ignore:.torch.jit.script. is deprecated")
@@ -154,3 +157,34 @@ def test_noise_is_one_draw_however_the_ranks_are_seeded(way):
     torch.manual_seed(0)
     assert_lawful(found, [ff.randn_like(W)] * 2, 0)
     assert log.count("pbroadcast", rank=0) == 1
+
+
+def target_network(s, x):
+    loss = lambda p: (unit(p["a"], x) - unit(s["old"]["a"], x).detach()).square().mean()  # noqa: E731
+    new = tree.map(
+        lambda a, g: a - 0.1 * g, s["new"], ff.value_and_grad(loss)(s["new"])[1]
+    )
+    return tree.map(lambda e, a: 0.9 * e + 0.1 * a, s["old"], new)
+
+
+def by_whole_matrices(w, x):
+    full = ff.unshard(w)
+    f = lambda full: torch.tanh(x @ full["a"] @ full["b"]).mean()  # noqa: E731
+    return ff.reduce_like(ff.value_and_grad(f)(full)[1], w)
+
+
+def weighted_l1(w, x):
+    f = lambda w: by_units(w, x) + ff.tree_sum(tree.map(lambda a: a.abs() * 0.1, w))  # noqa: E731
+    return torch.func.grad(f)(w)
+
+
+@pytest.mark.parametrize("zero", range(4))
+def test_what_is_nearly_refused_runs(zero):
+    pair = {"new": {"a": W["a"]}, "old": {"a": W["b"]}}
+    laid = lambda s, x: (unit(s["new"]["a"], x) + unit(s["old"]["a"], x)).mean()  # noqa: E731
+    cases = [(target_network, pair, laid)]
+    cases += [(step, W, by_units) for step in (by_whole_matrices, weighted_l1)]
+    for step, params, lay in cases:
+        (right,) = on(1, zero, step, params, lay)
+        for found in on(2, zero, step, params, lay):
+            close(found, right)

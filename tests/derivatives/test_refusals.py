@@ -4,11 +4,14 @@ import pytest
 import torch
 
 import fsfunc as ff
+from fsfunc import tree
+from fsfunc.comm.backends.link import CollectiveMismatch
 from fsfunc.tracing.refusals import LawError
 from tests.derivatives import refused
-from tests.derivatives.judging import MESHES, W, X
+from tests.derivatives.judging import MESHES, W, X, gradient, on
 from tests.derivatives.worlds import by_units
 
+each = tree.map
 pytestmark = pytest.mark.filterwarnings("ignore:.torch.jit.script. is deprecated")
 
 EVERY = refused.STEPS | refused.PLAIN
@@ -62,20 +65,124 @@ def test_a_function_around_a_collective_answers_as_that_does(zero):
         def loss(w, x):
             return (reduce(by_units(w, x)) * by_units(w, x)).sum()
 
-        return lambda w, x: ff.value_and_grad(loss)(w, x)[1]
+        return gradient(loss)
 
     def found(reduce):
-        shard = lambda f: ff.shard(f, MESHES[2], "data", zero=zero or 0)  # noqa: E731
-
-        def main():
-            mine = ff.local_batch(X, MESHES[2], "data")
-            w = W if zero is None else ff.place(shard(by_units), W, mine)
-            return ff.unshard(shard(step(reduce))(w, mine))
-
-        return ff.spmd(main, MESHES[2])()
+        if zero is not None:
+            return on(2, zero, step(reduce))
+        whole = ff.shard(step(reduce), MESHES[2], "data", zero=0)
+        mine = lambda: ff.local_batch(X, MESHES[2], "data")  # noqa: E731
+        return ff.spmd(lambda: whole(W, mine()), MESHES[2])()
 
     psum = lambda x: ff.psum(x, "data")  # noqa: E731
     for one, right in zip(found(reduced_by_hand(psum)), found(psum), strict=True):
         assert all(torch.equal(one[k], right[k]) for k in right)
     with pytest.raises(LawError, match="backward of Reduce.*sends nothing.*psum of"):
         found(reduced_by_hand(lambda g: g))
+
+
+def captured(w, x):
+    old = tree.leaves(each(lambda a: a + 1, w))
+    body = ff.unit(lambda m, x: (x @ m).mean() * sum(a.sum() for a in old))
+    return body(w["a"], x)
+
+
+def middle(rank):
+    def step(w, x):
+        g = gradient(by_units)(w, x)
+        return each(lambda g: 2 * g, g) if ff.axis_index("data") == rank else g
+
+    return step
+
+
+def filled(rank):
+    return torch.zeros(()).fill_(1.0 + rank)
+
+
+def picked(rank):
+    return torch.tensor([1.0, 2.0, 3.0])[rank]
+
+
+def drawn(rank):
+    return torch.rand((), generator=torch.Generator().manual_seed(rank))
+
+
+def seeded(rank):
+    torch.manual_seed(rank)
+    return torch.rand(())
+
+
+def scaled_by(constant):
+    def step(w, x):
+        factor = constant(ff.axis_index("data"))
+        return each(lambda a: a * factor, w)
+
+    return step
+
+
+def asked(w, x):
+    rate = x.mean().item()
+    return each(lambda a, g: a - rate * g, w, gradient(by_units)(w, x))
+
+
+def rows(w, x):
+    return each(lambda a: a / a.norm(dim=-1, keepdim=True), w)
+
+
+RANKS_DIFFER = {
+    "captured": (captured, "is given this rank's part of 'a' as an input", (1, 3)),
+    "a rank in the middle": (middle(1), "only rank 1 computes mul", (0, 1, 3)),
+    "the last rank": (middle(2), "only rank 2 computes mul", (0, 3)),
+    "filled": (scaled_by(filled), "differs from rank to rank", (0, 1, 3)),
+    "picked": (scaled_by(picked), "differs from rank to rank", (0, 1, 3)),
+    "drawn": (scaled_by(drawn), "differs from rank to rank", (0, 3)),
+    "seeded": (scaled_by(seeded), "differs from rank to rank", (0, 3)),
+    "asked": (asked, "differs from rank to rank", (0, 1, 3)),
+    "rows": (rows, "mixes the elements .* a range", (0, 1, 3)),
+}
+
+
+@pytest.mark.parametrize("name", RANKS_DIFFER)
+def test_what_differs_from_rank_to_rank_is_refused(name):
+    step, text, zeros = RANKS_DIFFER[name]
+    for zero in zeros:
+        with pytest.raises(LawError, match=text):
+            on(3, zero, step)
+
+
+def test_one_rank_is_told_what_several_are():
+    with pytest.raises(LawError, match="mixes the elements"):
+        on(1, 3, rows)
+
+
+@pytest.mark.parametrize("zero", [0, 3])
+def test_a_step_over_raw_leaves_says_whose_they_are(zero):
+    """SAM: the second gradient is by a value made of a parameter and a mean."""
+    params = W | {"t": torch.tensor(0.3, dtype=X.dtype)}
+
+    def head(p, x):
+        return by_units({k: p[k] for k in W}, x) * p["t"].exp()
+
+    def step(p, x, whose=lambda p: p):
+        g = gradient(head)(p, x)
+        return gradient(head)(whose(each(lambda a, g: a - 0.1 * g, p, g)), x)
+
+    laid = lambda p, x: by_units({k: p[k] for k in W}, x)  # noqa: E731
+    with pytest.raises(LawError, match="made of parameters.*ff.assume"):
+        on(2, zero, step, params, laid)
+
+    def said(p, x):
+        return step(p, x, lambda p: p | {"t": ff.assume(p["t"], "data", "I")})
+
+    (right,) = on(1, zero, said, params, laid)
+    for found in on(2, zero, said, params, laid):
+        assert all(torch.allclose(found[k], right[k]) for k in right)
+
+
+def test_psum_never_meets_pmean():
+    def step(w, x):
+        reduce = ff.pmean if ff.axis_index("data") else ff.psum
+        return reduce(x.sum(), "data")
+
+    with pytest.raises(CollectiveMismatch, match="(?s)psum.*of a mean"):
+        on(2, 3, step)

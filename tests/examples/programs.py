@@ -1,7 +1,11 @@
 """Running the example as its user does, and reading what it prints."""
 
+import contextlib
+import io
 import json
+import runpy
 import subprocess
+import sys
 from pathlib import Path
 from typing import NamedTuple
 
@@ -27,6 +31,22 @@ def program(
 
 
 def train(folder: Path, *args: str | Path) -> Run:
+    """The script in this process: a program of its own takes seconds to start."""
+    path, out = folder / "losses.json", io.StringIO()
+    given = [SCRIPT, *SIZES, "--losses", path, *args]
+    with pytest.MonkeyPatch.context() as patch, contextlib.redirect_stdout(out):
+        patch.setattr(sys, "argv", list(map(str, given)))
+        patch.setenv("COLUMNS", "100")
+        patch.syspath_prepend(SCRIPT.parent)
+        try:
+            runpy.run_path(str(SCRIPT), run_name="__main__")
+        finally:
+            for module in SCRIPT.parent.glob("*.py"):
+                sys.modules.pop(module.stem, None)
+    return Run(out.getvalue(), json.loads(path.read_text()))
+
+
+def train_as_program(folder: Path, *args: str | Path) -> Run:
     path = folder / "losses.json"
     out = program(*SIZES, "--losses", path, *args).stdout
     return Run(out, json.loads(path.read_text()))

@@ -80,10 +80,12 @@ def test_gradients_are_reduced_once_a_step(piped: Run) -> None:
     assert ends == ["4 (16.0 KiB)"] * 2
 
 
+@pytest.mark.slow
 def test_a_plan_of_each_stage_sends_what_it_sends(piped: Run, tmp_path: Path) -> None:
     assert planned(tmp_path, "data=2,pipe=2") == numbers_sent(piped.out)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("options", "tolerance"),
     [

@@ -20,6 +20,7 @@ from tests.examples.programs import (
     planned,
     table_below,
     train,
+    train_as_program,
 )
 
 STEPS = 12
@@ -29,7 +30,7 @@ STEPS = 12
 def simulated(tmp_path_factory: pytest.TempPathFactory) -> Run:
     """A run on two simulated ranks, which the others are compared with."""
     folder = tmp_path_factory.mktemp("simulated")
-    return train(folder, "--ranks", "2", "--steps", str(STEPS))
+    return train_as_program(folder, "--ranks", "2", "--steps", str(STEPS))
 
 
 def test_validation_loss_falls_from_chance(simulated: Run) -> None:
@@ -66,6 +67,7 @@ def test_table_of_what_is_sent(simulated: Run) -> None:
     assert counts["all", ""] == sum(counts.values()) // 2
 
 
+@pytest.mark.slow
 def test_a_plan_sends_what_the_run_sends(simulated: Run, tmp_path: Path) -> None:
     assert planned(tmp_path, "data=2") == numbers_sent(simulated.out)
 
@@ -89,6 +91,7 @@ def test_processes_train_like_simulated_ranks(
         assert table_below(out, title) == table_below(simulated.out, title)
 
 
+@pytest.mark.slow
 def test_order_of_transforms_does_not_change_losses(
     simulated: Run, tmp_path: Path
 ) -> None:
@@ -97,6 +100,7 @@ def test_order_of_transforms_does_not_change_losses(
     check_losses(run.losses, simulated.losses, 1e-4)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("zero", range(4))
 def test_every_stage_with_all_options(
     zero: int, simulated: Run, tmp_path: Path
@@ -125,6 +129,7 @@ def test_every_stage_with_all_options(
         assert by_op == {"all_gather": gathers, "psum_scatter": 4, "psum": 2}
 
 
+@pytest.mark.slow
 def test_own_text_and_plot(tmp_path: Path) -> None:
     text, picture = tmp_path / "mine.txt", tmp_path / "losses.png"
     text.write_text("It was the best of times, it was the worst of times. " * 40)

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 import fsfunc as ff
-from fsfunc.kinds import KINDS
+from fsfunc.memory_kinds import KINDS
 from tests.foresight.comparing import facts, planned_and_run
 
 pytestmark = pytest.mark.usefixtures("uncollected")

@@ -14,6 +14,7 @@ import fsfunc as ff
 from fsfunc import _torch, tree
 from fsfunc.initializing import drawing, materializing
 from fsfunc.sharded import is_sharded
+from tests.checks import same
 
 SIZES = [1, 2, 3, 8]
 optimizer = ff.sharded_adam(0.1)
@@ -34,16 +35,6 @@ def step_of(names, optimizer=optimizer):
     """A step whose units are the entries of a dict, each one's leaves a buffer."""
     loss = lambda p, x: sum(unit(p[k], x) for k in names)  # noqa: E731
     return optimizer(ff.value_and_grad(loss))
-
-
-def bits(x: Tensor):
-    return (x.dtype, tuple(x.shape), x.detach().contiguous().view(-1).tolist())
-
-
-def assert_bits(a, b):
-    assert tree.paths(a) == tree.paths(b)
-    for path, x, y in zip(tree.paths(a), tree.leaves(a), tree.leaves(b), strict=True):
-        assert x.dtype == y.dtype and torch.equal(x, y), path
 
 
 @contextmanager
@@ -162,7 +153,7 @@ def test_the_values_do_not_depend_on_the_mesh(case, n, zero, blocks):
     with small_blocks(*blocks):
         expected, after = alone(init, names)
         for found, then in everywhere(init, names, [n], [zero]):
-            assert_bits(found, expected)
+            same(found, expected)
             assert torch.equal(then, after)
     first = expected["u0"]
     if "same" in first:
@@ -178,7 +169,7 @@ def test_every_make_of_leaf_alone(shape):
     with small_blocks(16, 8):
         expected, _ = alone(init, list(MAKERS))
         for found, _ in everywhere(init, list(MAKERS), [3], [0, 3]):
-            assert_bits(found, expected)
+            same(found, expected)
 
 
 @given(inits(), st.integers(0, 2))
@@ -186,7 +177,7 @@ def test_every_make_of_leaf_alone(shape):
 def test_another_seed_gives_other_values_and_the_same_seed_the_same(case, seed):
     init, names = case
     one, again = alone(init, names, seed)[0], alone(init, names, seed)[0]
-    assert_bits(one, again)
+    same(one, again)
     other = alone(init, names, seed + 1)[0]
     assert not torch.equal(one["u0"]["first"], other["u0"]["first"])
 
@@ -210,7 +201,7 @@ def test_long_leaves_are_cut_alike():
     expected, _ = alone(init, "ab")
     assert abs(float(expected["b"]["q"].std()) - 1) < 0.01
     for found, _ in everywhere(init, "ab", [2, 3, 7], [3]):
-        assert_bits(found, expected)
+        same(found, expected)
 
 
 # What the function does
@@ -246,9 +237,9 @@ def test_a_function_that_draws_nothing_gives_what_it_returns():
 
     expected = init()
     found, _ = alone(init, "a")
-    assert_bits(found, expected)
+    same(found, expected)
     for found, _ in everywhere(init, "a", [3]):
-        assert_bits(found, expected)
+        same(found, expected)
     assert torch.equal(kept, torch.arange(6.0))
 
 
@@ -271,7 +262,7 @@ def test_modules_are_made_as_they_make_themselves():
     init = lambda: {"m": dict(Model().named_parameters())}  # noqa: E731
     expected, _ = alone(init, "m")
     for found, _ in everywhere(init, "m", [1, 3], [0, 3]):
-        assert_bits(found, expected)
+        same(found, expected)
     m = expected["m"]
     plain = init()["m"]
     assert {k: (x.shape, x.dtype) for k, x in m.items()} == {
@@ -304,7 +295,7 @@ def test_seeds_inside_the_function_count():
         assert torch.equal(one[k], other[k])
     assert not torch.equal(one["e"], other["e"])
     for found, _ in everywhere(init, "a", [2], [3], seed=1):
-        assert_bits(found["a"], one)
+        same(found["a"], one)
 
 
 def test_two_states_of_one_generator_differ():
@@ -364,7 +355,7 @@ def test_numbers_that_the_function_asks_for_are_computed():
     assert abs(expected["a"]["w"].std() - 1) < 1e-5
     assert expected["a"]["w"].abs().max() <= 3 / expected["a"]["s"]
     for found, _ in everywhere(init, "a", [3], [3]):
-        assert_bits(found, expected)
+        same(found, expected)
 
 
 BAD = {
@@ -406,7 +397,7 @@ def test_a_real_record_sees_the_same_values():
         return ff.unshard(state.params), torch.random.get_rng_state()
 
     for found, then in ff.spmd(main, mesh)():
-        assert_bits(found, expected)
+        same(found, expected)
         assert torch.equal(then, after)
 
 
@@ -490,7 +481,7 @@ def test_leaves_that_another_stage_owns_are_not_made():
         return ff.unshard(state.params), seen.peak
 
     for found, peak in ff.spmd(main, mesh)():
-        assert_bits(found, expected)
+        same(found, expected)
         assert peak <= 2 * 4 * 300 * 300 + 4 * 4 * drawing.BLOCK
 
 

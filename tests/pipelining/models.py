@@ -94,6 +94,16 @@ def integers(p, x):
     return x * p["i"] + p["b"]
 
 
+PLAIN = {  # the kinds of units that take (p, x) and give one tensor
+    "layer": layer,
+    "nested": nested,
+    "drop": drop,
+    "same": identity,
+    "bare": bare,
+    "integers": integers,
+}
+
+
 class _Straight(torch.autograd.Function):
     """The sign, with the gradient of the identity."""
 
@@ -221,9 +231,7 @@ class Spec:
             elif kind == "table":
                 h = bare(None, h) + table(p)
             else:
-                unit = {"layer": layer, "nested": nested, "drop": drop,
-                        "same": identity, "bare": bare, "integers": integers}[kind]  # fmt: skip
-                h = unit(p, h)
+                h = PLAIN[kind](p, h)
             saved.append(h)
             h = glued(h, step.glue, params, batch, p)
         return self.ended(h, saved, batch)

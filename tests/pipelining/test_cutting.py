@@ -9,9 +9,9 @@ from hypothesis import strategies as st
 
 import fsfunc as ff
 from fsfunc import tree
-from fsfunc.frames import Counter, frame, inside
+from fsfunc.frames import Counter, Stage, frame, inside
 from fsfunc.pipelining.cutting import StagePlan, cut, edges
-from fsfunc.pipelining.programs import Value
+from fsfunc.tracing.programs import Value
 from tests.pipelining.drawn import batch_of, losses, params_of
 
 
@@ -93,13 +93,13 @@ def spoiled(x):
     return torch.full_like(x, torch.nan)
 
 
-class Elsewhere:
+class Elsewhere(Stage):
     """Calls of other stages return what the stage receives, and else nonsense."""
 
     def __init__(self, plan, made):
         self.plan, self.made, self.seen = plan, made, {}
 
-    def unit(self, call, params, inputs, keywords):
+    def decide(self, call, params, inputs, keywords):
         found = tree.leaves((params, inputs, keywords))
         self.seen[call.number] = [x.clone() for x in found]
         leaves, treedef = tree.flatten(call.body(params, *inputs, **keywords))
@@ -115,7 +115,7 @@ class Elsewhere:
         return tree.unflatten(treedef, leaves)
 
     def run(self, loss, params, batch):
-        with inside(frame().but(stage=self, counter=Counter())), torch.no_grad():
+        with inside(frame().but(handlers=(self,), counter=Counter())), torch.no_grad():
             return loss(params, batch)
 
 

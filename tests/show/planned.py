@@ -8,7 +8,7 @@ from fsfunc.comm.ledgers import Record
 from fsfunc.comm.mesh import Mesh
 from fsfunc.foresight.events import Gave, Op, Ran, Replayed, Segment, Took
 from fsfunc.foresight.plans import Leaf, Plan, RankPlan
-from fsfunc.foresight.simulating import Span
+from fsfunc.foresight.simulation import Span
 from fsfunc.layout import pack_flat
 
 F32 = torch.float32

@@ -4,7 +4,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from fsfunc.foresight.events import Gave, Replayed, Took
-from fsfunc.kinds import KINDS
+from fsfunc.memory_kinds import KINDS
 from fsfunc.show import memory
 from fsfunc.show.memory_curve import curve_of
 from fsfunc.show.memory_plot import ROWS, stack

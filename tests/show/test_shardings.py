@@ -10,9 +10,9 @@ from hypothesis import strategies as st
 import fsfunc as ff
 from fsfunc.comm.mesh import Mesh
 from fsfunc.layout import Layout, Owned, Split, every_coordinate, pack_flat
-from fsfunc.pieces import runs
 from fsfunc.show import sharding
 from fsfunc.show.layouts import MOST_COLUMNS, MOST_ROWS, grid_of, part_in_words
+from fsfunc.slices import take
 from tests.show.planned import golden
 
 F32 = torch.float32
@@ -39,14 +39,19 @@ def layouts(draw, max_dims=3):
     return Layout(shape, F32, tuple(parts), "w")
 
 
+def elements(layout, at):
+    """What a rank holds, flattened row-major."""
+    full = torch.arange(layout.numel).view(layout.shape)
+    return take(full, layout, at).flatten().tolist()
+
+
 def owners(layout):
     """For each element, flattened row-major, the key of those who hold it."""
     held = {}
     for at in every_coordinate(layout):
-        for start, length in runs(layout, at).tolist():
-            for element in range(start, start + length):
-                assert element not in held
-                held[element] = layout.key(at)
+        for element in elements(layout, at):
+            assert element not in held
+            held[element] = layout.key(at)
     return held
 
 
@@ -94,12 +99,7 @@ def test_words_index_the_elements(layout):
             found = full.new_empty(0)
         if span:
             found = eval(f"found.reshape(-1){span}")
-        expected = [
-            i
-            for start, length in runs(layout, at).tolist()
-            for i in range(start, start + length)
-        ]
-        assert found.flatten().tolist() == expected
+        assert found.flatten().tolist() == elements(layout, at)
 
 
 def test_a_grid_of_two_axes():

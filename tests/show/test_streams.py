@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from fsfunc.foresight.estimating import estimate
+from fsfunc.foresight.estimation import estimate
 from fsfunc.hardware import A100_40
 from fsfunc.show import streams
 from fsfunc.show.palette import COMPUTING, STALL

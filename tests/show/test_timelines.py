@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from fsfunc.pipelining.actions import Action
 from fsfunc.pipelining.schedules import gpipe, looped_bfs, one_f_one_b, zb_h1, zb_v
-from fsfunc.pipelining.timing import Costs, Event, bubble, simulate
+from fsfunc.pipelining.timing import Costs, TimedAction, bubble, simulate
 from fsfunc.pipelining.verification import held
 from fsfunc.show import Timeline, timeline
 from tests.programs import python
@@ -153,7 +153,7 @@ def test_a_recorded_run():
     ]
     assert shown.makespan == pytest.approx(1.0)
     assert shown.bubble == pytest.approx((0.7, 0.5))
-    assert Timeline.of_events([Event(*event) for event in events]) == shown
+    assert Timeline.of_events([TimedAction(*event) for event in events]) == shown
 
 
 def test_nothing_that_draws_is_imported_before_it_draws(tmp_path):

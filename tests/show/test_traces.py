@@ -7,8 +7,8 @@ from itertools import accumulate, pairwise
 from hypothesis import given
 from hypothesis import strategies as st
 
-from fsfunc.foresight.estimating import estimate
-from fsfunc.foresight.simulating import Span
+from fsfunc.foresight.estimation import estimate
+from fsfunc.foresight.simulation import Span
 from fsfunc.hardware import A100_40
 from fsfunc.pipelining.actions import Action
 from fsfunc.pipelining.schedules import gpipe, interleaved_1f1b, one_f_one_b, zb_v

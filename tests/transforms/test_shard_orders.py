@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 import fsfunc as ff
 from fsfunc import tree
 from tests.checks import close
+from tests.models import chain, floats, layers, train_step
 from tests.transforms.models import SPECS, batch_of
 from tests.transforms.test_shard_laws import ORDERS, SEEDS, data_axes, transformed
 
@@ -124,3 +125,15 @@ def test_64_ranks_train_in_seconds():
     assert time.perf_counter() - start < 20  # 2 to 3 s on a quiet core
     assert all(values == every[0] for values in every)
     assert every[0][-1] < every[0][0]
+
+
+def test_a_notebook_goes_on_with_what_spmd_returned():
+    mesh, optimizer = ff.make_mesh({"data": 2}, "simulated"), ff.sgd(0.1)
+    params, x = layers(1, make=floats), floats(8, 4, seed=2)
+    step = ff.shard(train_step(chain(), optimizer), mesh, "data")
+    states = ff.spmd(lambda: ff.init_state(step, params, optimizer, x), mesh)()
+    losses = []
+    for _ in range(3):
+        states, values = ff.spmd(step, mesh)(states, x).unzip()
+        losses.append(values[0].item())
+    assert losses == sorted(losses, reverse=True) and losses[0] > losses[-1]

@@ -64,3 +64,20 @@ def close(found, expected):
                 close(a, b)
         else:
             torch.testing.assert_close(torch.tensor(found[key]), value)
+
+
+@pytest.mark.processes(slow=False)  # the one that `pytest` alone runs
+def test_bare_calls_under_processes(torchrun):
+    printed = torchrun(
+        """
+        import torch, fsfunc as ff
+
+        mesh = ff.make_mesh({"data": 2})
+        layer = ff.unit(lambda w, x: x @ w)
+        call = ff.shard(lambda w, x: layer(w, x).sum(), mesh, "data")
+        w = ff.place(call, torch.eye(4), torch.ones(4, 4))
+        print(call(w, torch.ones(4, 4)).item(), ff.unshard(w)[0, 0].item())
+        """,
+        2,
+    )
+    assert printed.count("16.0 1.0") == 2, printed

@@ -12,7 +12,7 @@ from torch import Tensor
 from fsfunc import _torch, tree
 from fsfunc.comm.backends.link import Done, Handle, Link
 from fsfunc.comm.mesh import Here, Mesh, asking, place_here
-from fsfunc.values import told_where
+from fsfunc.fake_errors import told_where
 
 __all__ = ["AbstractLink", "run_abstract"]
 

@@ -1,0 +1,139 @@
+"""The rows of each batch, in an order of their own, read so that chance repeats itself.
+
+What a dataset draws for a row follows from the seed, the epoch and the row: neither the
+number of ranks nor that of workers shows in it, nor does where a run was resumed.
+"""
+
+from __future__ import annotations
+
+import random
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from fsfunc import tree
+from fsfunc.data.permutation import Shuffled
+from fsfunc.generators import generators_kept, mixed
+
+__all__ = ["Order", "Share", "BatchDataset"]
+
+
+@dataclass(frozen=True)
+class Order:
+    """Which rows are in which batch: a function of these five, and of no mesh."""
+
+    rows: int
+    batch_size: int
+    seed: int
+    shuffle: bool
+    drop_last: bool
+
+    def __len__(self) -> int:
+        """Batches in an epoch."""
+        whole, rest = divmod(self.rows, self.batch_size)
+        return whole + bool(rest and not self.drop_last)
+
+    def size(self, batch: int) -> int:
+        """The rows of a batch of all ranks."""
+        return min(self.batch_size, self.rows - batch * self.batch_size)
+
+    def of(self, epoch: int) -> Any:
+        """The row at each place of an epoch."""
+        if not self.shuffle:
+            return range(self.rows)
+        return Shuffled(self.rows, mixed(self.seed, epoch))
+
+
+class Share(NamedTuple):
+    """Which of ``count`` parts a rank reads."""
+
+    index: int
+    count: int
+
+    def of(self, rows: int) -> range:
+        """The places of its rows in a batch: ``torch.tensor_split``'s."""
+        each, more = divmod(rows, self.count)
+        start = self.index * each + min(self.index, more)
+        return range(start, start + each + (self.index < more))
+
+
+class BatchDataset:
+    """A dataset of batches, as a ``DataLoader`` and its workers see it."""
+
+    def __init__(
+        self, dataset: Any, order: Order, share: Share, collate: Callable[..., Any]
+    ):
+        self.dataset, self.order, self.share = dataset, order, share
+        self.collate = collate
+        self._epoch, self._rows = -1, None
+
+    def __getitem__(self, at: tuple[int, int]) -> Any:
+        """This rank's part of the batch at (epoch, batch)."""
+        epoch, batch = at
+        if epoch != self._epoch:
+            self._epoch, self._rows = epoch, self.order.of(epoch)
+        start = batch * self.order.batch_size
+        places = self.share.of(self.order.size(batch))
+        # A part of no rows has the form of a batch: that of one row, cut to none.
+        taken = [self._rows[start + k] for k in places or range(1)]  # type: ignore
+        with _kept_generators() as seed_all:
+
+            def batch_of(rows: list[int]) -> Any:
+                found = []
+                for row in rows:
+                    seed_all(mixed(self.order.seed, epoch, row))
+                    found.append(self.dataset[row])
+                return self.collate(found)
+
+            made = batch_of(taken)
+            if places:
+                return made
+            # Of lists only a batch of two tells which have an item for each row.
+            lists = any(map(_is_list, tree.leaves(made, _is_list)))
+            more = batch_of(taken * 2) if lists else made
+        return _emptied(made, more)
+
+
+def _is_list(x: Any) -> bool:
+    return type(x) in (list, tuple)
+
+
+def _emptied(one: Any, two: Any) -> Any:
+    """A batch of one row cut to none; ``two`` is the batch of that row twice."""
+
+    def cut(x: Any, y: Any) -> Any:
+        if isinstance(x, Tensor):
+            return x[:0] if x.ndim else x
+        if not _is_list(x):
+            return x
+        if len(x) != len(y):
+            return x[:0]
+        return type(x)(map(_emptied, x, y))
+
+    return tree.map(cut, one, two, is_leaf=_is_list)
+
+
+@contextmanager
+def _kept_generators() -> Iterator[Callable[[int], None]]:
+    """Gives what seeds the default generators, which are put back in the end."""
+    numpy = sys.modules.get("numpy")
+    python, theirs = random.getstate(), numpy.random.get_state() if numpy else None
+
+    def seed_all(seed: int) -> None:
+        torch.default_generator.manual_seed(seed)
+        random.seed(seed)
+        if numpy:
+            numpy.random.seed(seed % 2**32)
+
+    try:
+        with generators_kept():
+            yield seed_all
+    finally:
+        random.setstate(python)
+        if numpy:
+            numpy.random.set_state(theirs)

@@ -1,0 +1,256 @@
+"""``recompute_points``: which unit calls to recompute, for least memory or least time.
+
+A call that is kept holds its activations from its forward to its backward. A run of
+calls that is recomputed holds its output alone, and all of its activations while it is
+computed: in the forward, and again when its backward comes.
+"""
+
+from __future__ import annotations
+
+import math
+from bisect import bisect_left
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+from fsfunc.tracing.programs import Program, Spec
+
+__all__ = ["Points", "recompute_points"]
+
+Number = int | float
+
+
+@dataclass(frozen=True)
+class Points:
+    """Which consecutive calls are recomputed together.
+
+    Args:
+        runs: (first, one past the last) call of each run, in order; a call in none of
+            them is kept.
+        peak: bytes held at the fullest moment, in the unit of ``activations``.
+        seconds: that are computed again, in the unit of ``seconds``.
+        names: of all calls, where a program was given.
+    """
+
+    runs: tuple[tuple[int, int], ...]
+    peak: Number
+    seconds: Number
+    names: tuple[str, ...] = ()
+
+    @property
+    def calls(self) -> tuple[int, ...]:
+        """The numbers of the calls that are recomputed: for ``remat_calls``."""
+        return tuple(i for start, stop in self.runs for i in range(start, stop))
+
+    @property
+    def splits(self) -> list[int]:
+        """Where a run begins right after another: FairScale's reset points."""
+        ends = {stop for _, stop in self.runs}
+        return [start for start, _ in self.runs if start in ends]
+
+    def __str__(self) -> str:
+        runs = []
+        for start, stop in self.runs:
+            names = dict.fromkeys(self.names[start:stop])
+            shown = f"{start}-{stop - 1}" if stop - start > 1 else f"{start}"
+            runs.append(f"{shown} ({', '.join(names)})" if names else shown)
+        which = ", ".join(runs) or "nothing"
+        return f"recompute {which}: peak {self.peak:g}, {self.seconds:g} more"
+
+
+def recompute_points(
+    activations: Sequence[Number] | Program,
+    kept: Sequence[Number] | None = None,
+    *,
+    segments: int | None = None,
+    bound: Number | None = None,
+    seconds: Sequence[Number] | None = None,
+    longest: int | None = None,
+) -> Points:
+    """The runs of unit calls to recompute: for the least memory, or the least time.
+
+    ``segments=k``: every call is recomputed, in at most k runs, such that the peak is
+    least. With ``kept`` all 0, as by default, it is the largest sum of activations of
+    a run: FairScale's ``find_best_reset_points``.
+
+    ``bound=b``: the peak stays within b, and what is recomputed takes least time; of
+    equals, the least peak. Any call may also be kept.
+
+    The peak is the largest of: what calls before hold, and a run's activations; what
+    all hold at the end. (A kept call holds ``activations``, a run ``kept`` of its last
+    call.) Parameters, gradients and the batch are not in it.
+
+    Args:
+        activations: bytes that each call keeps for its backward, its output included.
+            Or ``program(loss_fn, params, batch)``, from which all lists then come.
+        kept: bytes of each call's output; by default 0.
+        segments, bound: one of them.
+        seconds: of each call's forward, in any unit; by default 1, of a program its
+            FLOPs. ``ff.profile`` measures them.
+        longest: the most calls that a run has. 1 where calls are recomputed one by one,
+            as ``remat`` and ``remat_calls`` do; a longer run is one unit around these
+            calls: ``run = ff.unit(lambda ps, x: block(ps[1], block(ps[0], x)))``.
+
+    Returns:
+        :class:`Points`. ``remat_calls(step, points.calls)`` applies runs of one call.
+
+    Raises:
+        ValueError: lists of different lengths, negative or infinite numbers, both of
+            ``segments`` and ``bound`` or neither, more than ``longest`` allows; a bound
+            that nothing keeps: says what would.
+
+    Cost: O(n^2 k) for segments. For a bound O(n^2 s), s the number of different best
+    pairs of peak and time, about n where calls are alike (in general it is a knapsack).
+    Both are exact.
+
+    Source: Chen et al. (2016), Training deep nets with sublinear memory cost, for the
+    problem; FairScale's ``suggest_checkpoint_location``.
+
+    >>> recompute_points([1, 2, 3, 4, 5, 6], segments=3)
+    Points(runs=((0, 3), (3, 5), (5, 6)), peak=9, seconds=6, names=())
+    >>> recompute_points([10, 10, 10, 10], [1, 1, 1, 1], bound=33).calls
+    (2,)
+    """
+    names: tuple[str, ...] = ()
+    if isinstance(activations, Program):
+        calls = activations.calls
+        if kept is not None:
+            raise ValueError("kept comes from the program: leave it out")
+        names = tuple(call.name for call in calls)
+        kept = [_output(call) for call in calls]
+        seconds = [call.flops for call in calls] if seconds is None else seconds
+        activations = [call.activations for call in calls]
+    sizes = list(activations)
+    chain = _Chain(
+        _checked("activations", sizes, len(sizes)),
+        _checked("kept", [0] * len(sizes) if kept is None else kept, len(sizes)),
+        _checked(
+            "seconds", [1] * len(sizes) if seconds is None else seconds, len(sizes)
+        ),
+        len(sizes) if longest is None else longest,
+    )
+    if not isinstance(chain.longest, int) or chain.longest < min(1, len(sizes)):
+        raise ValueError(f"longest={longest!r}: a run has at least one call")
+    if (segments is None) == (bound is None):
+        raise ValueError("give one of segments= and bound=: they are two questions")
+    if bound is None:
+        return _fewest(chain, segments, names)
+    return _within(chain, bound, names)
+
+
+class _Chain(NamedTuple):
+    sizes: list[Number]
+    kept: list[Number]
+    seconds: list[Number]
+    longest: int
+
+
+def _checked(what: str, values: Sequence[Number], n: int) -> list[Number]:
+    if len(values) != n:
+        raise ValueError(f"{what} has {len(values)} numbers for {n} calls")
+    for i, value in enumerate(values):
+        if not (math.isfinite(value) and value >= 0):
+            raise ValueError(f"{what}[{i}] = {value!r}: it is finite and not below 0")
+    return list(values)
+
+
+def _output(call: Any) -> int:
+    return sum(x.nbytes for x in call.outputs.leaves if isinstance(x, Spec))
+
+
+# All is read from the end: what comes after adds to what is held before it.
+
+
+def _fewest(chain: _Chain, segments: Any, names: tuple[str, ...]) -> Points:
+    """Everything recomputed, in at most ``segments`` runs: the least peak."""
+    n = len(chain.sizes)
+    if not isinstance(segments, int) or isinstance(segments, bool) or segments < 1:
+        raise ValueError(f"segments={segments!r}: there is at least one")
+    if segments * chain.longest < n:
+        raise ValueError(
+            f"{segments} segments of at most {chain.longest} calls do not hold {n}: "
+            f"give {math.ceil(n / chain.longest)} segments or more"
+        )
+    # least[i]: of the calls from i on, in as many runs as the round says.
+    least: list[Number] = [math.inf] * n + [0]
+    steps: list[list[int]] = []
+    for _ in range(min(segments, n)):
+        new: list[Number] = [math.inf] * n + [0]
+        step = [0] * n
+        for i in range(n):
+            total: Number = 0
+            for j in range(i, min(n, i + chain.longest)):
+                total += chain.sizes[j]
+                peak = max(total, chain.kept[j] + least[j + 1])
+                if peak < new[i]:
+                    new[i], step[i] = peak, j + 1
+        steps.append(step)
+        least = new
+    runs, i = [], 0
+    for step in reversed(steps):
+        if i < n:
+            runs.append((i, step[i]))
+            i = step[i]
+    return Points(tuple(runs), least[0], sum(chain.seconds), names)
+
+
+class _Way(NamedTuple):
+    """How the calls from some number on go: the peak, the time, and the first run."""
+
+    peak: Number
+    seconds: Number
+    stop: int  # of the first run
+    again: bool  # whether it is recomputed
+    rest: _Way | None
+
+
+def _within(chain: _Chain, bound: Number, names: tuple[str, ...]) -> Points:
+    """The least time that keeps the bound."""
+    ways = _ways(chain, bound)
+    if not ways:
+        least = _ways(chain, math.inf)[0]
+        raise ValueError(
+            f"nothing keeps the peak within {bound:g}: the least there is, is "
+            f"{least.peak:g}, {least.peak - bound:g} too much"
+        )
+    best = ways[-1]
+    runs, start, way = [], 0, best
+    while way is not None and start < len(chain.sizes):
+        if way.again:
+            runs.append((start, way.stop))
+        start, way = way.stop, way.rest
+    return Points(tuple(runs), best.peak, best.seconds, names)
+
+
+def _ways(chain: _Chain, bound: Number) -> list[_Way]:
+    """All best pairs of peak and time within the bound, by growing peak."""
+    n = len(chain.sizes)
+    fronts: list[list[_Way]] = [[] for _ in range(n)] + [[_Way(0, 0, n, False, None)]]
+    for i in reversed(range(n)):
+        found = []
+        for rest in fronts[i + 1]:
+            peak = chain.sizes[i] + rest.peak
+            found.append(_Way(peak, rest.seconds, i + 1, False, rest))
+        total, again = 0, 0
+        for j in range(i, min(n, i + chain.longest)):
+            total += chain.sizes[j]
+            again += chain.seconds[j]
+            if total > bound:
+                break
+            # Of ways that the run itself outweighs, only the fastest counts.
+            after = fronts[j + 1]
+            first = bisect_left(after, total - chain.kept[j], key=lambda w: w.peak)
+            for rest in after[max(0, first - 1) :]:
+                peak = max(total, chain.kept[j] + rest.peak)
+                found.append(_Way(peak, again + rest.seconds, j + 1, True, rest))
+        fronts[i] = _front(way for way in found if way.peak <= bound)
+    return fronts[0]
+
+
+def _front(ways: Any) -> list[_Way]:
+    """Those that no other beats in peak and time, by growing peak."""
+    best: list[_Way] = []
+    for way in sorted(ways, key=lambda w: (w.peak, w.seconds)):
+        if not best or way.seconds < best[-1].seconds:
+            best.append(way)
+    return best

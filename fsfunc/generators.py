@@ -1,0 +1,95 @@
+"""The default random generators, kept and put back; and seeds, mixed of numbers.
+
+Whatever must come out the same on any mesh, or in a resumed run, is drawn from a seed
+that is mixed of the numbers that tell it: so neither mixture may ever change.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import torch
+from torch import Tensor
+
+from fsfunc import _torch
+
+__all__ = [
+    "MASK",
+    "States",
+    "generator_states",
+    "generators_kept",
+    "mix",
+    "mixed",
+    "one_number",
+    "scrambled",
+    "set_generators",
+]
+
+MASK = 2**64 - 1
+_GOLDEN = 0x9E3779B97F4A7C15
+
+States = list[tuple[torch.Generator, Tensor]]
+
+
+def generator_states() -> States:
+    """The default generators in use, and how they stand."""
+    generators = [torch.default_generator]
+    if torch.cuda.is_available() and torch.cuda.is_initialized():
+        generators.append(torch.cuda.default_generators[torch.cuda.current_device()])
+    return [(g, g.get_state()) for g in generators]
+
+
+def set_generators(states: States) -> None:
+    """Puts generators back to how they stood."""
+    for g, state in states:
+        g.set_state(state)
+
+
+@contextmanager
+def generators_kept() -> Iterator[States]:
+    """Whatever is drawn inside, the default generators stand as before at the end."""
+    states = generator_states()
+    try:
+        yield states
+    finally:
+        set_generators(states)
+
+
+def one_number(generator: torch.Generator | None = None) -> int:
+    """One number from a generator (the default one); 0 where values are fake."""
+    if _torch.fake_active():
+        return 0
+    with _torch.beneath_functorch():  # or vmap would refuse
+        return int(torch.randint(1 << 62, (), generator=generator).item())
+
+
+def mix(*numbers: int) -> int:
+    """The seed of a unit call: one 63-bit number, each bit depending on all."""
+    state = 0
+    for number in numbers:
+        state = scrambled((state ^ (number & MASK)) + _GOLDEN & MASK)
+    return state >> 1
+
+
+def mixed(*numbers: int) -> int:
+    """The seed of a row or an order: below 2^64, of all ``numbers`` and their order.
+
+    >>> mixed(0, 1) == mixed(0, 1), mixed(0, 1) == mixed(1, 0)
+    (True, False)
+    """
+    x = 0
+    for number in numbers:
+        x = scrambled((x + number + _GOLDEN) & MASK)
+    return x
+
+
+def scrambled(x: int) -> int:
+    """Another number of 64 bits for each: the output function of SplitMix64.
+
+    Source: Steele, Lea and Flood, Fast Splittable Pseudorandom Number Generators, 2014.
+    The same on every machine, for ever.
+    """
+    x = (x ^ x >> 30) * 0xBF58476D1CE4E5B9 & MASK
+    x = (x ^ x >> 27) * 0x94D049BB133111EB & MASK
+    return x ^ x >> 31

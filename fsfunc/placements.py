@@ -1,0 +1,186 @@
+"""The ways of cutting a tensor over mesh axes: `Flat`, `Split`, `Owned`, `Whole`.
+
+A part is data. What a sequence of parts means for a shape is told by `layout.Layout`;
+here are the parts themselves, the room they need, what they refuse, and their text.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import torch
+
+
+@dataclass(frozen=True)
+class Flat:
+    """One contiguous range for each rank of a buffer that several leaves share.
+
+    The tensor (what earlier parts left of it), flattened row-major, lies at
+    `[offset, offset + numel)` of a buffer of `size * chunk` elements. The rank with
+    index i over `axes` (the first axis is the major one) holds the buffer's range
+    `[i * chunk, (i + 1) * chunk)`, so the local part is 1-D and may be empty.
+    `sizes` has each axis's own size; with a single axis it may be left out.
+    """
+
+    axes: tuple[str, ...]
+    size: int
+    buffer: str = field(compare=False)  # a copy of parameters adds up with them
+    offset: int
+    chunk: int
+    sizes: tuple[int, ...] = ()
+
+    def __post_init__(self) -> None:
+        if len(self.axes) == 1 and not self.sizes:
+            object.__setattr__(self, "sizes", (self.size,))
+
+    @property
+    def spread(self) -> tuple[tuple[str, int], ...]:
+        return tuple(zip(self.axes, self.sizes, strict=False))
+
+
+@dataclass(frozen=True)
+class Split:
+    """`size` parts of ceil(n / size) along `dim`; the last may be short or empty."""
+
+    axis: str
+    size: int
+    dim: int
+
+    @property
+    def spread(self) -> tuple[tuple[str, int], ...]:
+        return ((self.axis, self.size),)
+
+
+@dataclass(frozen=True)
+class Owned:
+    """Whole on one coordinate of the axis; an empty 1-D tensor on the others."""
+
+    axis: str
+    size: int
+    coordinate: int
+
+    @property
+    def spread(self) -> tuple[tuple[str, int], ...]:
+        return ((self.axis, self.size),)
+
+
+@dataclass(frozen=True)
+class Whole:
+    """Spread over nothing. A layout drops it, so `(Whole(),)` and `()` are equal."""
+
+    @property
+    def spread(self) -> tuple[tuple[str, int], ...]:
+        return ()
+
+
+Placement = Flat | Split | Owned | Whole
+
+
+def room(shape: Sequence[int], parts: Sequence[Placement]) -> int:
+    """Elements of the largest block that the `Split`s among these parts leave.
+
+    >>> room((10, 7), (Split("model", 4, 0),))
+    21
+    """
+    lengths = list(shape)
+    for part in parts:
+        if isinstance(part, Split):
+            lengths[part.dim] = -(-lengths[part.dim] // part.size)
+    return math.prod(lengths)
+
+
+def check(shape: Sequence[int], parts: Sequence[Placement], subject: str) -> None:
+    """Raises ValueError, naming the leaf, its axis and the way out, at a bad part."""
+    if any(n < 0 for n in shape):
+        raise ValueError(f"cannot lay out {subject}: a dim has a negative length")
+    seen: set[str] = set()
+    for i, part in enumerate(parts):
+        over = f"cannot shard {subject} over {_over(part)}"
+        for axis, size in part.spread:
+            if axis in seen:
+                raise ValueError(
+                    f'{over}: axis "{axis}" is already used by another part; '
+                    "a layout spreads a tensor over an axis once"
+                )
+            if size < 1:
+                raise ValueError(
+                    f'{over}: axis "{axis}" has no ranks; a size is at least 1'
+                )
+            seen.add(axis)
+        problem = _problem(part, shape, parts[:i], last=i == len(parts) - 1)
+        if problem:
+            raise ValueError(f"{over}{problem}")
+
+
+def _problem(
+    part: Placement, shape: Sequence[int], before: Sequence[Placement], last: bool
+) -> str | None:
+    """What is wrong with a part, as the end of an error message."""
+    if isinstance(part, Split) and not 0 <= part.dim < len(shape):
+        found = "1 dim" if len(shape) == 1 else f"{len(shape)} dims"
+        ways = f"pass a dim from 0 to {len(shape) - 1}" if shape else "lay it flat"
+        return f" along dim {part.dim}: it has {found}; {ways}"
+    if isinstance(part, Owned) and not 0 <= part.coordinate < part.size:
+        return (
+            f" by coordinate {part.coordinate}: there is no such rank; "
+            f"pass one from 0 to {part.size - 1}"
+        )
+    if not isinstance(part, Flat):
+        return None
+    if not last:
+        return ": it is Flat, which leaves nothing to cut further; put Flat last"
+    if len(part.sizes) != len(part.axes) or math.prod(part.sizes) != part.size:
+        return (
+            f": the axes' sizes {part.sizes} do not give {part.size} ranks; "
+            "pass sizes, one for each axis, whose product is size"
+        )
+    n = room(shape, before)
+    if part.offset < 0 or part.chunk < 0 or part.offset + n > part.size * part.chunk:
+        return (
+            f" at {part.offset}:{part.offset + n} of {part.size}x{part.chunk}: it "
+            "does not fit the buffer; pack its leaves with pack_flat"
+        )
+    return None
+
+
+def _over(part: Placement) -> str:
+    """The axes and sizes of a part, as error messages name them."""
+    if isinstance(part, Flat):
+        axes = ", ".join(f'"{axis}"' for axis in part.axes)
+        return f"{'axis' if len(part.axes) == 1 else 'axes'} {axes} of size {part.size}"
+    return ", ".join(f'axis "{axis}" of size {size}' for axis, size in part.spread)
+
+
+def say(part: Placement, shape: Sequence[int], before: Sequence[Placement]) -> str:
+    """A part in one phrase: `flat over data=4 at 0:70 of 4x20`."""
+    over = ",".join(f"{axis}={size}" for axis, size in part.spread)
+    match part:
+        case Flat(offset=offset):
+            stop = offset + room(shape, before)
+            return f"flat over {over} at {offset}:{stop} of {part.size}x{part.chunk}"
+        case Split():
+            return f"split over {over} along dim {part.dim}"
+        case Owned():
+            return f"owned over {over} by {part.coordinate}"
+    return "whole"
+
+
+def dtype_name(dtype: torch.dtype) -> str:
+    """A dtype's short name: `f32`, `bf16`, `i64`, `u8`, `bool`."""
+    name = str(dtype).removeprefix("torch.")
+    short = {"bfloat": "bf", "float": "f", "uint": "u", "int": "i", "complex": "c"}
+    for long in short:
+        if name.startswith(long):
+            return short[long] + name.removeprefix(long)
+    return name
+
+
+def describe(shape: Sequence[int], dtype: torch.dtype, name: str = "") -> str:
+    """A leaf in one phrase, as messages name it.
+
+    >>> describe((10, 7), torch.bfloat16, "blocks/3/w")
+    'blocks/3/w bf16[10, 7]'
+    """
+    return f"{name} {dtype_name(dtype)}[{', '.join(map(str, shape))}]".lstrip()

@@ -1,0 +1,249 @@
+"""What depends on what, seen below autograd while a loss runs on fake tensors.
+
+Dependencies follow storages, not tensors: a view, an operation in place and an
+assignment to a slice reach the storage that they share. What a unit does inside stays
+its own; the operations between units are noted one by one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from fsfunc import _torch, tree
+from fsfunc.comm.attribution import source_line
+from fsfunc.tracing.costs import FLOPS
+from fsfunc.tracing.modes import OperatorMode
+from fsfunc.tracing.names import Names
+from fsfunc.tracing.programs import NOWHERE, Draw, Glue, Origins, Value
+
+__all__ = ["Argument", "Body", "Flow", "run_on_data", "tensors"]
+
+
+class Argument(NamedTuple):
+    """A leaf of the loss's arguments: a parameter, by its path, or another."""
+
+    name: str
+    parameter: bool
+
+
+@dataclass
+class Body:
+    """What the function of one unit call does while it runs.
+
+    Args:
+        name: the unit's.
+        real: it runs on tensors with data.
+        flops: counted so far.
+        origins: of all that it has used.
+        kept: storages that its backward pass keeps.
+    """
+
+    name: str
+    real: bool = False
+    flops: int = 0
+    origins: Origins = NOWHERE
+    kept: dict[int, torch.UntypedStorage] = field(default_factory=dict)
+
+    def keep(self, x: Tensor) -> None:
+        """Notes a tensor that its backward pass keeps."""
+        self.kept[_torch.storage_key(x)] = x.untyped_storage()
+
+    def keep_saved(self, given: Any, out: Any) -> None:
+        """Notes what autograd saved between the arguments and the outputs.
+
+        Seen after the fact: hooks meanwhile would forbid ``torch.func`` in a unit.
+        """
+        stop = {x.grad_fn for x in tensors(given)}
+        roots = [x.grad_fn for x in tensors(out) if x.grad_fn not in stop]
+        for x in _torch.saved_tensors(_torch.graph_nodes(roots, stop)):
+            self.keep(x)
+
+
+class Flow(OperatorMode):
+    """Notes where the values of a run come from, while it is on.
+
+    Args:
+        names: what tensors are called in the listing.
+        counted: the number of unit calls so far.
+        body: the unit call that runs now, if any.
+        shared: storages that a unit's output has in common with something else.
+    """
+
+    def __init__(self, names: Names):
+        super().__init__()
+        self.names = names
+        self.counted = 0
+        self.body: Body | None = None
+        self.glue: list[Glue] = []
+        self.draws: list[Draw] = []
+        self.mutated: set[Value] = set()
+        self.owner: dict[int, Argument | Value] = {}
+        self.shared: dict[int, str] = {}
+        self._origins: dict[int, Origins] = {}
+        self._alive: list[Tensor] = []  # or a key would come to mean another storage
+
+    def know(self, x: Tensor, origins: Origins, owner: Argument | Value | None) -> None:
+        """Says where what is in the storage of ``x`` comes from, and whose it is."""
+        key = _torch.storage_key(x)
+        if key not in self._origins:
+            self._alive.append(x)
+        self._origins[key] = origins
+        if owner is not None:
+            self.owner[key] = owner
+
+    def share(self, sharing: Iterable[Tensor], unit: str) -> None:
+        """Notes tensors that a unit returned, and that lie in one storage for it."""
+        for x in sharing:
+            self._alive.append(x)
+            self.shared[_torch.storage_key(x)] = unit
+
+    def knows(self, x: Tensor) -> bool:
+        """Whether the storage of ``x`` is a leaf's, a unit's output's or glue's."""
+        return _torch.storage_key(x) in self._origins
+
+    def argument(self, x: Tensor, leaf: Argument) -> Tensor:
+        """``x``, known as a leaf of the loss's arguments."""
+        some = frozenset((leaf.name,))
+        origins = Origins(reads=some) if leaf.parameter else Origins(batch=some)
+        self.know(x, origins, leaf)
+        self.names.give(x, self.names.path(leaf))
+        return x
+
+    def of(self, values: Any) -> Origins:
+        """Where the tensors in a tree come from."""
+        found = NOWHERE
+        for x in tensors(values):
+            found = found | self._origins.get(_torch.storage_key(x), NOWHERE)
+        return found
+
+    def operator(self, func: Any, args: Any, kwargs: Any) -> Any:
+        if func.namespace == "prim":  # asks for a device
+            return func(*args, **kwargs)
+        written = tensors(_torch.written(func, args, kwargs))
+        if self.body is not None:
+            return self._within(self.body, func, args, kwargs, written)
+        return self._between(func, args, kwargs, written)
+
+    def _within(self, body: Body, func: Any, args: Any, kwargs: Any, written: Any):
+        """An operation of a unit's."""
+        body.origins = body.origins | self.of((args, kwargs))
+        if not body.real:
+            self._refuse_captured(written, f"unit {body.name!r}")
+        out = self.run(func, args, kwargs)
+        formula = FLOPS.get(func.overloadpacket)
+        if formula is not None:
+            body.flops += formula(*args, **kwargs, out_val=out)
+        return out
+
+    def _between(self, func: Any, args: Any, kwargs: Any, written: Any):
+        """An operation of the loss's own."""
+        self._refuse_captured(written, "the loss")
+        for x in written:
+            self._note_write(_torch.storage_key(x))
+        name, line = func.overloadpacket.__name__, source_line()
+        text = self.names.call(args, kwargs)
+        origins = self.of((args, kwargs))
+        if torch.Tag.nondeterministic_seeded in func.tags:
+            origins = origins | Origins(draws=frozenset((len(self.draws),)))
+            self.draws.append(Draw(name, line))
+        out = self.run(func, args, kwargs)
+        made = tensors(out) or written
+        for x in (*made, *written):
+            self.know(x, origins, None)
+        outputs = tuple(self.names.give(x) for x in made)
+        grad = torch.is_grad_enabled()
+        self.glue.append(Glue(name, text, outputs, self.counted, grad, line))
+        return out
+
+    def _refuse_captured(self, written: Iterable[Tensor], who: str) -> None:
+        for x in written:
+            if not isinstance(x, _torch.FakeTensor):
+                raise RuntimeError(
+                    f"{who} writes in place into a captured tensor of shape "
+                    f"{tuple(x.shape)}, at {source_line()}: every stage of a pipeline "
+                    "would do so, for every microbatch. Write into a clone, or return "
+                    "the new value beside the loss"
+                )
+
+    def _note_write(self, key: int) -> None:
+        owner = self.owner.get(key)
+        if isinstance(owner, Argument):
+            raise RuntimeError(
+                f"the loss writes in place into {self.names.path(owner)!r}, at "
+                f"{source_line()}: every stage of a pipeline would do so, for every "
+                "microbatch. Write into a clone"
+            )
+        if key in self.shared:
+            raise RuntimeError(
+                f"the loss writes in place, at {source_line()}, into memory that an "
+                f"output of unit {self.shared[key]!r} shares with one of its inputs or "
+                "another output: on another stage they lie apart. Write into a clone"
+            )
+        if owner is not None:
+            self.mutated.add(owner)
+
+
+def tensors(values: Any) -> list[Tensor]:
+    """The tensors among the leaves of a tree."""
+    return [x for x in tree.leaves(values) if isinstance(x, Tensor)]
+
+
+def run_on_data(
+    flow: Flow, fake: Any, call: Any, params: Any, inputs: Any, keywords: Any
+) -> Any:
+    """A unit's outputs as fake tensors, from one run on tensors with data.
+
+    Floating and boolean ones hold ones, integers zeros: what an index, a divisor and a
+    mask can be. Only shapes and dtypes are kept of it.
+
+    Args:
+        flow: the mode that is on, counting for the body that runs.
+        fake: the mode around it that makes fake tensors; None if it is not ours.
+
+    Raises:
+        RuntimeError: there are other modes on, so that these cannot be taken off.
+    """
+    body = flow.body
+    if fake is None or body is None or _torch.active_modes()[-2:] != _OURS:
+        raise RuntimeError("other modes are on, under which nothing has data")
+    body.real, body.flops = True, 0
+    body.kept.clear()
+    leaves, treedef = tree.flatten((params, inputs, keywords))
+    flow.__exit__(None, None, None)
+    fake.__exit__(None, None, None)
+    try:
+        real = [_with_data(x) if isinstance(x, Tensor) else x for x in leaves]
+        params, inputs, keywords = tree.unflatten(treedef, real)
+        with flow:
+            out = call.body(params, *inputs, **keywords)
+        body.keep_saved((params, inputs, keywords), out)
+    finally:
+        fake.__enter__()
+        flow.__enter__()
+    for x in tensors((real, out)):
+        body.kept.pop(_torch.storage_key(x), None)
+    given = {id(r): x for r, x in zip(real, leaves, strict=True)}
+    return tree.map(
+        lambda x: given.get(id(x), _fake(x)) if isinstance(x, Tensor) else x, out
+    )
+
+
+_OURS = ["_HereFakeMode", "Flow"]
+
+
+def _with_data(x: Tensor) -> Tensor:
+    fill = 1 if x.dtype.is_floating_point or x.dtype == torch.bool else 0
+    real = torch.full(tuple(x.shape), fill, dtype=x.dtype, device=x.device)
+    return real.requires_grad_(x.requires_grad)
+
+
+def _fake(x: Tensor) -> Tensor:
+    fake = torch.empty_strided(
+        tuple(x.shape), x.stride(), dtype=x.dtype, device=x.device
+    )
+    return fake.requires_grad_(x.requires_grad)

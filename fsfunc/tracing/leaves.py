@@ -1,0 +1,88 @@
+"""The leaf of a step under recording: a tensor to those who ask, with a memory."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import Tensor
+
+from fsfunc import tree
+from fsfunc.frames import frame
+from fsfunc.layout import Layout
+from fsfunc.sharded import Sharded, is_sharded
+
+__all__ = ["Recorded", "plain", "whole"]
+
+
+class Recorded(Sharded):
+    """A leaf of a step under recording: a tensor to those who ask, with a memory."""
+
+    __slots__ = ()
+
+    def __init__(self, local: Any, layout: Layout, home: Any = None):
+        super().__init__(local, layout)
+        tracer = frame().tracer
+        if tracer is not None and isinstance(local, Tensor):
+            tracer.know(local, layout.name)
+
+    def _refuse(self, what: str) -> Any:
+        raise RuntimeError(what)
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__"):
+            raise AttributeError(name)
+        return getattr(self.local, name)
+
+    @classmethod
+    def __torch_function__(cls, func, types, args=(), kwargs=None):
+        args, kwargs = tree.map(plain, (args, kwargs or {}), is_leaf=is_sharded)
+        return func(*args, **kwargs)
+
+
+def plain(x: Any) -> Any:
+    """The tensor that ``x`` passes for, or ``x`` itself."""
+    return x.local if isinstance(x, Recorded) else x
+
+
+def whole(x: Any) -> Any:
+    """What a unit sees of a leaf that is laid out already: its shape will do."""
+    return x.local.detach().new_zeros(x.shape) if isinstance(x, Sharded) else x
+
+
+def _forward(name: str) -> Any:
+    def method(self: Recorded, *args: Any) -> Any:
+        return getattr(self.local, name)(*map(plain, args))
+
+    return method
+
+
+for _name in dir(Sharded):
+    if _name in dir(Tensor) and getattr(Sharded, _name) is not getattr(
+        object, _name, 0
+    ):
+        if _name not in (
+            "__init__",
+            "__repr__",
+            "__reduce__",
+            "__hash__",
+            "__getattr__",
+            "__torch_function__",
+            "__slots__",
+            "__doc__",
+            "__module__",
+            "shape",
+            "ndim",
+            "dtype",
+            "device",
+            "numel",
+            "__weakref__",
+            "name",
+            "layout",
+        ):
+            setattr(Recorded, _name, _forward(_name))
+
+tree.register_node(
+    Recorded,
+    lambda leaf: ((leaf.local,), leaf.layout),
+    lambda layout, children: Recorded(children[0], layout),
+)

@@ -1,0 +1,228 @@
+"""What one run of a loss shows: its unit calls, and what their inputs depend on.
+
+A program is read, cut into stages and balanced; it is never replayed. A stage runs the
+user's own loss, so the operations between unit calls are kept for reading only.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+import torch
+
+from fsfunc import tree
+from fsfunc.placements import describe
+from fsfunc.tracing.listing import folded
+from fsfunc.tracing.names import nested
+
+__all__ = ["Draw", "Glue", "Loss", "Origins", "Outputs", "Program", "Spec"]
+__all__ += ["UnitCall", "Value"]
+
+
+class Value(NamedTuple):
+    """An output leaf of a unit call, which is what may travel between stages."""
+
+    call: int
+    leaf: int
+
+
+@dataclass(frozen=True)
+class Spec:
+    """A tensor without its data."""
+
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    requires_grad: bool
+    device: torch.device = field(default=torch.device("cpu"), repr=False)
+
+    def __str__(self) -> str:
+        return describe(self.shape, self.dtype)
+
+    @property
+    def nbytes(self) -> int:
+        return torch.Size(self.shape).numel() * self.dtype.itemsize
+
+
+@dataclass(frozen=True)
+class Outputs:
+    """A tree of outputs: its structure, and a :class:`Spec` or a plain value a leaf."""
+
+    treedef: Any
+    leaves: tuple[Any, ...]
+
+    def __str__(self) -> str:
+        return _told(tree.unflatten(self.treedef, self.leaves))
+
+
+def _told(x: Any) -> str:
+    if tree.paths(x) == [""]:
+        return str(x) if isinstance(x, Spec) else repr(x)
+    return nested(x, _told)
+
+
+@dataclass(frozen=True)
+class Origins:
+    """Where a value comes from, by way of the operations between unit calls.
+
+    Args:
+        needs: outputs of unit calls.
+        reads: paths of parameters that such operations read.
+        batch: names of leaves of the other arguments.
+        draws: which of the program's draws of random numbers.
+    """
+
+    needs: frozenset[Value] = frozenset()
+    reads: frozenset[str] = frozenset()
+    batch: frozenset[str] = frozenset()
+    draws: frozenset[int] = frozenset()
+
+    def __or__(self, other: Origins) -> Origins:
+        if other is NOWHERE or other is self:
+            return self
+        if self is NOWHERE:
+            return other
+        return Origins(
+            self.needs | other.needs,
+            self.reads | other.reads,
+            self.batch | other.batch,
+            self.draws | other.draws,
+        )
+
+
+NOWHERE = Origins()
+
+
+@dataclass(frozen=True)
+class UnitCall:
+    """One unit call of a loss, not of one inside another unit.
+
+    Args:
+        number: its place among the calls.
+        name: the unit's.
+        params: paths of the parameters it was given as they are, in any argument.
+        outputs: what it returned.
+        origins: of its other inputs, and of what its function captured.
+        flops: of its forward pass.
+        activations: bytes that its backward pass keeps, with its outputs; not
+            parameters, nor inputs that another call or the batch holds.
+        weights: bytes of ``params``.
+        line: ``file:line`` of the call.
+        text: the arguments, as the listing shows them.
+    """
+
+    number: int
+    name: str
+    params: frozenset[str]
+    outputs: Outputs
+    origins: Origins
+    flops: int
+    activations: int
+    weights: int
+    line: str
+    text: str
+
+    @property
+    def needs(self) -> frozenset[Value]:
+        """Values that its inputs depend on."""
+        return self.origins.needs
+
+    @property
+    def reads(self) -> frozenset[str]:
+        """Paths of parameters read outside units for its inputs."""
+        return self.origins.reads
+
+    def __str__(self) -> str:
+        return f"%{self.number} = {self.name}({self.text}) -> {self.outputs}"
+
+
+@dataclass(frozen=True)
+class Glue:
+    """An operation between unit calls.
+
+    Args:
+        op: torch's name for it.
+        text: the arguments, as the listing shows them.
+        outputs: names of what it returned, or wrote.
+        before: the number of the next unit call.
+        grad: whether gradients were recorded.
+        line: ``file:line`` in the loss.
+    """
+
+    op: str
+    text: str
+    outputs: tuple[str, ...]
+    before: int
+    grad: bool
+    line: str
+
+    def __str__(self) -> str:
+        note = "" if self.grad else "  # no grad"
+        return f"  {', '.join(self.outputs)} = {self.op}({self.text}){note}"
+
+
+@dataclass(frozen=True)
+class Draw:
+    """An operation between unit calls that draws random numbers."""
+
+    op: str
+    line: str
+
+
+@dataclass(frozen=True)
+class Loss:
+    """What a loss returned, and where it comes from."""
+
+    outputs: Outputs
+    origins: Origins
+    text: str
+
+    @property
+    def needs(self) -> frozenset[Value]:
+        """Values that the loss depends on."""
+        return self.origins.needs
+
+    @property
+    def reads(self) -> frozenset[str]:
+        """Paths of parameters read outside units for the loss."""
+        return self.origins.reads
+
+    def __str__(self) -> str:
+        return f"loss = {self.text} -> {self.outputs}"
+
+
+@dataclass(frozen=True)
+class Program:
+    """What one run of a loss shows.
+
+    Args:
+        name: the loss's.
+        leaves: paths of the leaves of its first argument.
+        calls: the unit calls, in order.
+        glue: the operations between them, in order.
+        loss: what it returned.
+        mutated: outputs of unit calls that glue writes into in place.
+        draws: the glue that draws random numbers.
+
+    ``str`` lists it: ``%3`` is what call 3 returned, ``%3/mask`` one leaf of it, and
+    ``g5`` the result of an operation between the calls. Calls that repeat three times
+    or more are folded: ``%1-12 = block(params/blocks/0-11, %0-11)  x12``.
+    """
+
+    name: str
+    leaves: tuple[str, ...]
+    calls: tuple[UnitCall, ...]
+    glue: tuple[Glue, ...]
+    loss: Loss
+    mutated: frozenset[Value]
+    draws: tuple[Draw, ...]
+
+    def __str__(self) -> str:
+        lines: list[str] = []
+        glue = list(self.glue)
+        for call in (*self.calls, self.loss):
+            number = call.number if isinstance(call, UnitCall) else len(self.calls)
+            while glue and glue[0].before <= number:
+                lines.append(str(glue.pop(0)))
+            lines.append(str(call))
+        return "\n".join([f"{self.name}: {len(self.calls)} unit calls", *folded(lines)])

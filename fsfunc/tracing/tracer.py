@@ -1,0 +1,282 @@
+"""``program``: a loss run once on fake tensors, its unit calls noted one by one."""
+
+from __future__ import annotations
+
+import inspect
+from collections import defaultdict
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from fsfunc import _torch, tree
+from fsfunc.comm.attribution import source_line, traceback_line
+from fsfunc.fake_errors import asks_for_a_value
+from fsfunc.frames import Counter, Frame, Stage, frame, inside
+from fsfunc.sharded import Sharded, is_sharded
+from fsfunc.tracing.dataflow import Argument, Body, Flow, run_on_data, tensors
+from fsfunc.tracing.names import Names, below
+from fsfunc.tracing.programs import (
+    Loss,
+    Origins,
+    Outputs,
+    Program,
+    Spec,
+    UnitCall,
+    Value,
+)
+from fsfunc.tracing.runs import place_without_data, without_data
+
+__all__ = ["program", "trace"]
+
+_TOLD = (
+    "the loss",
+    ", outside every unit: what it does next must not depend on a value that another "
+    "stage holds. Move it into a unit, or make it a torch.where",
+)
+
+
+def program(loss_fn: Callable[..., Any], *args: Any, **keywords: Any) -> Program:
+    """What one run of ``loss_fn(*args, **keywords)`` shows: its unit calls, in order.
+
+    The loss runs once on fake tensors: nothing is computed or sent, and no random
+    number drawn.
+
+    Args:
+        loss_fn: a loss that calls units; it may return any tree.
+        args: its arguments; the first holds its parameters. A sharded leaf counts as
+            the whole tensor.
+
+    Returns:
+        the calls, with the values and parameters that each one's inputs depend on.
+
+    Raises:
+        RuntimeError: the loss asks for a tensor's value, writes into its arguments or
+            into captured tensors, or differentiates units itself; names the line.
+
+    >>> import torch, fsfunc as ff
+    >>> layer = ff.unit(lambda p, x: torch.tanh(x @ p))
+    >>> def loss(params, x):
+    ...     h = layer(params[0], x)
+    ...     return layer(params[1], h * 2).sum()
+    >>> w = torch.ones(3, 3)
+    >>> print(ff.program(loss, [w, w], torch.ones(2, 3)))
+    loss: 2 unit calls
+    %0 = <lambda>(params/0, x) -> f32[2, 3]
+      g0 = mul(%0, 2)
+    %1 = <lambda>(params/1, g0) -> f32[2, 3]
+      g1 = sum(%1)
+    loss = g1 -> f32[]
+
+    Layers that are alike are one line of the listing:
+
+    >>> def deep(params, x):
+    ...     for p in params:
+    ...         x = layer(p, x)
+    ...     return x.sum()
+    >>> print(ff.program(deep, [w] * 96, torch.ones(2, 3)))
+    deep: 96 unit calls
+    %0 = <lambda>(params/0, x) -> f32[2, 3]
+    %1-95 = <lambda>(params/1-95, %0-94) -> f32[2, 3]  x95
+      g0 = sum(%95)
+    loss = g0 -> f32[]
+    """
+    return trace(loss_fn, args, keywords)
+
+
+def trace(
+    loss_fn: Callable[..., Any], args: tuple[Any, ...], keywords: dict[str, Any]
+) -> Program:
+    """:func:`program`, for arguments in hand."""
+    if not args:
+        raise TypeError(
+            "program(loss_fn, params, ...): the first argument of the loss is missing"
+        )
+    labels, at = _labels(loss_fn, len(args)), place_without_data()
+    names = Names(labels[0], tree.paths(args[0], is_leaf=is_sharded))
+    mine = not _torch.fake_active()
+    with (
+        torch.inference_mode(False),  # and gradients on
+        without_data((args, keywords), at, told=_TOLD) as mode,
+    ):
+        tracer = LossTracer(Flow(names), mode if mine else None)
+        f = Frame(
+            handlers=(tracer,),
+            at=at,
+            compute=frame().compute,
+            counter=tracer.counter,
+            in_loss=True,
+        )
+        with inside(f):
+            given = [
+                _blank(tracer, x, label, parameter=i == 0)
+                for i, (label, x) in enumerate(zip(labels, args, strict=True))
+            ]
+            keywords = {k: _blank(tracer, x, k) for k, x in keywords.items()}
+            with tracer.flow:
+                out = loss_fn(*given, **keywords)
+                return tracer.finished(getattr(loss_fn, "__name__", "loss"), out)
+
+
+class LossTracer(Stage):
+    """Notes the unit calls of a loss.
+
+    Args:
+        flow: what depends on what.
+        fake: the mode that makes fake tensors; None where somebody else put it on.
+    """
+
+    def __init__(self, flow: Flow, fake: Any):
+        self.flow, self.fake = flow, fake
+        self.counter = Counter()
+        self.calls: list[UnitCall] = []
+        self.leaves: dict[int, Argument] = {}
+
+    def decide(self, call: Any, params: Any, inputs: Any, keywords: Any) -> Any:
+        """A unit call of the loss: run, noted, and its outputs set apart."""
+        name, line, flow = call.unit.__name__, source_line(), self.flow
+        if _torch.functorch_active() or call.frame.counter is not self.counter:
+            raise RuntimeError(
+                f"the loss itself differentiates or maps unit {name!r}, at {line}: no "
+                "stage of a pipeline could. Move the whole of it into one unit"
+            )
+        text = flow.names.call((params, *inputs), keywords)
+        taken: dict[str, Tensor] = {}
+        others: list[Tensor] = []
+        for x in tensors((params, inputs, keywords)):
+            leaf = self.leaves.get(id(x))
+            if leaf is not None and leaf.parameter:
+                taken[leaf.name] = x
+            else:
+                others.append(x)
+        fed, own = flow.of(others), frozenset(taken)
+        with self._opened(name) as body:
+            out = self._run(body, call, params, inputs, keywords)
+            captured = body.origins | flow.of(out)
+            returned, outputs = self._apart(body, out, len(self.calls))
+        done = UnitCall(
+            number=len(self.calls),
+            name=name,
+            params=own,
+            outputs=outputs,
+            origins=fed | replace(captured, reads=captured.reads - own),
+            flops=body.flops,
+            activations=sum(s.nbytes() for s in body.kept.values()),
+            weights=sum(x.numel() * x.element_size() for x in taken.values()),
+            line=line,
+            text=text,
+        )
+        self.calls.append(done)
+        flow.counted = len(self.calls)
+        return returned
+
+    @contextmanager
+    def _opened(self, name: str) -> Iterator[Body]:
+        self.flow.body = body = Body(name)
+        try:
+            yield body
+        finally:
+            self.flow.body = None
+
+    def _run(self, body: Body, call: Any, params: Any, inputs: Any, keywords: Any):
+        """The unit's function on fake tensors, or else on stand-ins with data."""
+        try:
+            out = call.body(params, *inputs, **keywords)
+        except Exception as error:
+            if not asks_for_a_value(error):
+                raise
+            where = traceback_line(error)
+            try:
+                return run_on_data(self.flow, self.fake, call, params, inputs, keywords)
+            except Exception as second:
+                raise RuntimeError(
+                    f"unit {call.name!r} asks for a tensor's value at {where} "
+                    "(.item(), `if tensor`, a boolean mask), which a program made on "
+                    "fake tensors has not, and it does not run on tensors of ones "
+                    f"either ({second}). Make it a torch.where"
+                ) from error
+        body.keep_saved((params, inputs, keywords), out)
+        return out
+
+    def _apart(self, body: Body, out: Any, number: int) -> tuple[Any, Outputs]:
+        """A unit's outputs, each in a storage of its own, and what they are."""
+        tree.shown(out, f"unit {body.name!r}", "returns")
+        flow, (paths, leaves, treedef) = self.flow, tree.flatten_with_paths(out)
+        specs, apart = list(leaves), defaultdict[int, list[Tensor]](list)
+        for i, x in enumerate(leaves):
+            if not isinstance(x, Tensor):
+                continue
+            specs[i] = Spec(tuple(x.shape), x.dtype, x.requires_grad, x.device)
+            body.keep(x)
+            sharing = apart[_torch.storage_key(x)]
+            with torch.set_grad_enabled(x.requires_grad):
+                leaves[i] = y = x.clone()
+            value = Value(number, i)
+            flow.know(y, Origins(needs=frozenset((value,))), value)
+            flow.names.give(y, below(f"%{number}", paths[i]))
+            sharing += [x, y]
+        for sharing in apart.values():
+            if len(sharing) > 2 or flow.knows(sharing[0]):
+                flow.share(sharing, body.name)
+        for key in [k for k in body.kept if k in flow.owner]:
+            del body.kept[key]  # somebody else's: a parameter, or what came in
+        return tree.unflatten(treedef, leaves), Outputs(treedef, tuple(specs))
+
+    def finished(self, name: str, out: Any) -> Program:
+        """The program of a loss that returned ``out``."""
+        leaves, treedef = tree.flatten(out)
+        specs = [
+            Spec(tuple(x.shape), x.dtype, x.requires_grad, x.device)
+            if isinstance(x, Tensor)
+            else x
+            for x in leaves
+        ]
+        flow = self.flow
+        loss = Loss(Outputs(treedef, tuple(specs)), flow.of(out), flow.names.tree(out))
+        return Program(
+            name=name,
+            leaves=flow.names.params,
+            calls=tuple(self.calls),
+            glue=tuple(flow.glue),
+            loss=loss,
+            mutated=frozenset(flow.mutated),
+            draws=tuple(flow.draws),
+        )
+
+
+def _labels(fn: Callable[..., Any], count: int) -> list[str]:
+    """What the function calls its first ``count`` arguments."""
+    try:
+        known = list(inspect.signature(fn).parameters.values())
+    except (TypeError, ValueError):  # a builtin's
+        known = []
+    labels = []
+    for i in range(count):
+        last = known[min(i, len(known) - 1)] if known else None
+        if last is None:
+            labels.append(f"argument {i}")
+        elif last.kind is last.VAR_POSITIONAL:
+            labels.append(f"{last.name}/{i + 1 - len(known)}")
+        else:
+            labels.append(last.name)
+    return labels
+
+
+def _blank(tracer: LossTracer, value: Any, label: str, parameter: bool = False) -> Any:
+    """An argument as fake tensors, each in a storage of its own."""
+    paths, leaves, treedef = tree.flatten_with_paths(value, is_leaf=is_sharded)
+    for i, (path, x) in enumerate(zip(paths, leaves, strict=True)):
+        if not isinstance(x, Tensor | Sharded):
+            continue
+        shape, strides = tuple(x.shape), None if is_sharded(x) else x.stride()
+        strides = strides or torch.empty(shape, device="meta").stride()
+        blank = torch.empty_strided(shape, strides, dtype=x.dtype, device=x.device)
+        if parameter and x.dtype.is_floating_point:
+            blank.requires_grad_()
+        leaf = Argument(path if parameter else below(label, path), parameter)
+        tracer.leaves[id(blank)] = leaf
+        leaves[i] = tracer.flow.argument(blank, leaf)
+    return tree.unflatten(treedef, leaves)

@@ -1,0 +1,338 @@
+"""What a run on fake tensors shows of a step: groups, order, refusals."""
+
+import re
+from pathlib import Path
+
+import pytest
+import torch
+
+import fsfunc as ff
+from fsfunc import tree
+from fsfunc.tracing.recorder import record
+
+MESH = ff.make_mesh({"data": 2}, "simulated")
+layer = ff.unit(lambda p, x: torch.tanh(x @ p["w"]) * p["s"])
+
+
+@ff.unit
+def embed(p, x):
+    return x * p
+
+
+@ff.unit
+def outer(p, x):
+    return embed(p["inner"], x) + p["own"]
+
+
+@ff.unit
+def reads_the_inner_ones(p, x):
+    return embed(p["inner"], x) + p["inner"]
+
+
+def layers(n, **extra):
+    return {"layers": [{"w": torch.ones(2, 2), "s": torch.ones(())}] * n, **extra}
+
+
+X = torch.ones(3, 2)
+
+
+def recorded(loss, params, *, min_bytes=0, how="fake", plain=False, **options):
+    """What recording ``loss``'s gradient under shard finds, on one rank."""
+
+    def main():
+        f = loss if plain else ff.value_and_grad(loss)
+        recorder = record(ff.shard(f, MESH, "data", **options), params, (X,), how)
+        groups = recorder.groups(min_bytes)
+        return groups, recorder.order(groups), recorder
+
+    return ff.spmd(main, MESH)()[0]
+
+
+def paths(groups):
+    return [list(g.paths) for g in groups]
+
+
+def stack(p, x):
+    for q in p["layers"]:
+        x = layer(q, x)
+    return x.sum()
+
+
+def test_the_leaves_of_a_unit_go_together_in_the_order_of_calls():
+    def loss(p, x):
+        return layer(p["b"], embed(p["z"], layer(p["a"], x))).sum()
+
+    one = {"w": torch.ones(2, 2), "s": torch.ones(())}
+    groups, order, _ = recorded(loss, {"a": one, "b": one, "z": torch.ones(2)})
+    assert paths(groups) == [["a/s", "a/w"], ["z"], ["b/s", "b/w"]]
+    assert [g.buffer for g in groups] == ["<lambda>:a/s", "embed:z", "<lambda>:b/s"]
+    assert order == [(g.buffer,) for g in groups]
+
+
+def test_dtypes_and_untrained_leaves_lie_apart():
+    def loss(p, frozen, x):
+        return layer({**p, "w": frozen["w"] + p["wide"].float()}, x).sum()
+
+    p = {"w": torch.ones(2, 2), "s": torch.ones(()), "n": torch.ones(3).long()}
+    wide = {**p, "wide": torch.ones(2, 2, dtype=torch.float64), "none": None}
+    unit = ff.unit(lambda p, x: x @ p["w"] * p["s"] + p["wide"].sum() + p["n"].sum())
+    groups, _, _ = recorded(lambda p, x: unit(p, x).sum(), wide)
+    assert paths(groups) == [["n"], ["s", "w"], ["wide"]]
+    assert [g.dtype for g in groups] == [torch.int64, torch.float32, torch.float64]
+
+    def half(p, x):
+        return ff.value_and_grad(lambda t, x: unit(p | t, x).sum())({"w": p["w"]}, x)
+
+    groups, _, recorder = recorded(half, wide, plain=True)
+    assert paths(groups) == [["n"], ["s"], ["w"], ["wide"]]
+    assert recorder.trained == {"w"}
+
+
+def test_a_leaf_of_several_units_has_a_buffer_of_its_own():
+    def loss(p, x):
+        x = layer({"w": p["layers"][0]["w"], "s": p["tied"]}, x)
+        return layer({"w": p["layers"][1]["w"], "s": p["tied"]}, x).sum()
+
+    groups, order, _ = recorded(loss, layers(2, tied=torch.ones(())))
+    assert paths(groups)[:3] == [["layers/0/w"], ["tied"], ["layers/1/w"]]
+    assert [len(wanted) for wanted in order] == [2, 2]
+    assert order[0][0] == order[1][0] == groups[1].buffer  # "s" comes before "w"
+    unread = paths(groups)[3]
+    assert unread == ["layers/0/s", "layers/1/s"]  # no unit takes them: laid out still
+
+
+def test_a_unit_called_twice_is_one_buffer_wanted_twice():
+    def loss(p, x):
+        return layer(p["layers"][0], layer(p["layers"][0], x)).sum()
+
+    groups, order, _ = recorded(loss, layers(1))
+    assert len(groups) == 1 and len(order) == 2
+
+
+def test_an_outer_unit_takes_what_no_inner_one_claims():
+    p = {"inner": torch.ones(2), "own": torch.ones(2)}
+    groups, _, _ = recorded(lambda p, x: outer(p, x).sum(), p)
+    assert [(g.buffer, g.paths) for g in groups] == [
+        ("outer:own", ("own",)),
+        ("outer/embed:inner", ("inner",)),
+    ]
+
+
+def test_an_outer_unit_that_reads_an_inner_ones_leaf_takes_it():
+    loss = lambda p, x: reads_the_inner_ones(p, x).sum()  # noqa: E731
+    p = {"inner": torch.ones(2)}
+    groups, _, _ = recorded(loss, p)
+    assert [g.buffer for g in groups] == ["reads_the_inner_ones:inner"]
+
+    def main():
+        step = ff.shard(ff.value_and_grad(loss), MESH, "data")
+        return ff.unshard(step(ff.place(step, p, X), X)[1])
+
+    expected = ff.value_and_grad(loss)(p, X)[1]
+    assert torch.equal(ff.spmd(main, MESH)()[0]["inner"], expected["inner"])
+
+
+def test_small_neighbours_merge_until_they_are_large_enough():
+    params = layers(5)  # 20 bytes each
+    merged = lambda n: [len(g) for g in paths(recorded(stack, params, min_bytes=n)[0])]  # noqa: E731
+    assert merged(0) == merged(20) == [2] * 5
+    assert merged(21) == [4, 4, 2]
+    assert merged(10**6) == [10]
+    groups, order, _ = recorded(stack, params, min_bytes=21)
+    assert order == [(groups[k // 2].buffer,) for k in range(5)]
+
+
+def test_a_large_unit_between_small_ones_keeps_its_own_buffer():
+    params = layers(3)
+    params["layers"][1] = {
+        "w": torch.ones(2, 2).repeat(1, 1),
+        "s": torch.ones(9, 2)[:, 0],
+    }
+    unit = ff.unit(lambda p, x: (x @ p["w"]) * p["s"].sum())
+
+    def loss(p, x):
+        for q in p["layers"]:
+            x = unit(q, x)
+        return x.sum()
+
+    groups, _, _ = recorded(loss, params, min_bytes=30)
+    assert [len(g) for g in paths(groups)] == [2, 2, 2]
+
+
+def test_a_leaf_read_outside_every_unit_stays_whole():
+    """Its gradient is the mean over the ranks all the same."""
+
+    def loss(p, x):
+        return (layer(p["layers"][0], x) * p["gain"]).sum()
+
+    params = layers(1, gain=torch.ones(2))
+    groups, _, recorder = recorded(loss, params)
+    assert recorder.whole() == {"gain"} and "gain" not in sum(paths(groups), [])
+
+    def main():
+        x = X * (1 + ff.axis_index("data"))
+        step = ff.shard(ff.value_and_grad(loss), MESH, "data")
+        placed = ff.place(step, params, x)
+        _, grads = step(placed, x)
+        assert type(placed["gain"]) is torch.Tensor is type(grads["gain"])
+        return grads["gain"]
+
+    each = [ff.value_and_grad(loss)(params, X * k)[1]["gain"] for k in (1, 2)]
+    for found in ff.spmd(main, MESH)():
+        torch.testing.assert_close(found, sum(each) / 2)
+
+
+def test_a_leaf_that_comes_in_as_an_input_stays_whole():
+    scaled = ff.unit(lambda p, x, gain: x @ p["w"] * gain)
+
+    def loss(p, x):
+        return scaled({"w": p["layers"][0]["w"]}, x, p["gain"]).sum()
+
+    params = layers(1, gain=torch.ones(2))
+    assert recorded(loss, params)[2].whole() == {"gain"}
+    ff.spmd(lambda: run(loss, params), MESH)()
+
+
+def run(loss, params, **options):
+    step = ff.shard(ff.value_and_grad(loss), MESH, "data", **options)
+    return ff.unshard(step(ff.place(step, params, X), X)[1])
+
+
+def test_an_input_passed_through_to_an_inner_unit_is_that_ones():
+    through = ff.unit(lambda p, x, q: layer(q, x @ p["w"]))
+
+    def loss(p, x):
+        return through({"w": p["first"]}, x, p["layers"][0]).sum()
+
+    params = layers(1, first=torch.ones(2, 2))
+    assert recorded(loss, params)[2].whole() == set()
+    expected = ff.value_and_grad(loss)(params, X)[1]
+    found = ff.spmd(lambda: run(loss, params), MESH)()[0]
+    for a, b in zip(tree.leaves(found), tree.leaves(expected), strict=True):
+        torch.testing.assert_close(a, b)
+
+
+def test_a_unit_may_return_its_parameter():
+    loss = lambda p, x: (ff.unit(lambda w, x: w)(p, x) * x).sum()  # noqa: E731
+    w = torch.arange(2.0)
+    assert recorded(loss, w)[2].whole() == set()
+    expected = ff.value_and_grad(loss)(w, X)[1]
+    assert torch.equal(ff.spmd(lambda: run(loss, w), MESH)()[0], expected)
+
+
+def here(text):
+    """``file:line`` of the line of this file that holds ``text``."""
+    lines = Path(__file__).read_text().splitlines()
+    (number,) = [i for i, line in enumerate(lines, 1) if line.rstrip().endswith(text)]
+    return re.escape(f"{__file__}:{number}")
+
+
+def test_a_leaf_read_inside_and_outside_is_refused_with_its_line():
+    def loss(p, x):
+        penalty = sum(w.square().sum() for w in tree.leaves(p["layers"]))  # penalty
+        return layer(p["layers"][0], x).sum() + penalty
+
+    where = here("# " + "penalty")
+    with pytest.raises(ValueError, match=f"sum at {where} .* part of 'layers/0/s'"):
+        ff.spmd(lambda: run(loss, layers(1)), MESH)()
+    with pytest.raises(ValueError, match=f"'layers/0/s' outside a unit, at {where}"):
+        recorded(loss, layers(1), how="real")  # nobody looks at types then
+
+
+@pytest.mark.parametrize("kind", ["item", "if", "mask"])
+def test_a_step_that_asks_for_a_value_is_told_where(kind):
+    def loss(p, x):
+        value = stack(p, x)
+        if kind == "item":
+            value.item()  # item
+        if kind == "if":
+            value = value if value > 0 else -value  # if
+        if kind == "mask":
+            value = value + x[x > 0].sum()  # mask
+        return value
+
+    where = here("# " + kind)
+    with pytest.raises(RuntimeError, match=f'(?s){where}.*record="real"'):
+        recorded(loss, layers(2))
+    groups, _, _ = recorded(loss, layers(2), how="real")
+    assert paths(groups) == paths(recorded(stack, layers(2))[0])
+
+    def main():
+        step = ff.shard(ff.value_and_grad(loss), MESH, "data")
+        placed = ff.place(step, layers(2), X, record="real")
+        return ff.unshard(step(placed, X)[1])
+
+    expected = ff.value_and_grad(loss)(layers(2), X)[1]
+    for a, b in zip(
+        tree.leaves(ff.spmd(main, MESH)()[0]), tree.leaves(expected), strict=True
+    ):
+        torch.testing.assert_close(a, b)
+
+
+@pytest.mark.parametrize("how, times", [("fake", 0), ("real", MESH.size)])
+def test_a_backward_runs_only_where_values_are_asked_for(how, times):
+    """Who takes which leaf, and in which order, a forward pass shows."""
+    ran = []
+
+    class Seen(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, x):
+            return x.clone()
+
+        @staticmethod
+        def backward(ctx, g):
+            ran.append(g.sum().item())
+            return g
+
+    params = layers(2)
+    groups, order, recorder = recorded(
+        lambda p, x: Seen.apply(stack(p, x)), params, how=how
+    )
+    assert len(ran) == times and recorder.differentiated
+    assert order == [(g.buffer,) for g in groups] and len(groups) == 2
+
+
+def test_what_a_backward_leaves_behind_is_there_for_a_step_that_wants_it():
+    def step(p, x):
+        seen = []
+
+        def loss(p, x):
+            y = stack(p, x)
+            y.register_hook(seen.append)
+            return y * 2
+
+        value, grads = ff.value_and_grad(loss)(p, x)
+        return value, grads, seen[0].norm()
+
+    groups, order, _ = recorded(step, layers(2), plain=True)
+    assert len(groups) == 2 and order == [(g.buffer,) for g in groups]
+
+
+def test_recording_leaves_no_trace():
+    """Nothing is sent, drawn or written, also where it fails."""
+    unit = ff.unit(lambda p, x: torch.dropout(x * p, 0.5, True))
+
+    def loss(p, x, fail):
+        torch.rand(3)
+        value = unit(p, x).sum()
+        if fail:
+            raise ValueError("no")
+        return value
+
+    def main():
+        step = ff.shard(ff.value_and_grad(loss), MESH, "data")
+        w, before = torch.ones(2), torch.get_rng_state()
+        with ff.ledger() as log:
+            for how in ("fake", "real"):
+                record(step, w, (X, False), how)
+                with pytest.raises(ValueError, match="no"):
+                    record(step, w, (X, True), how)
+        assert log.records == [] and torch.equal(torch.get_rng_state(), before)
+        assert torch.equal(w, torch.ones(2)) and not w.requires_grad
+
+    ff.spmd(main, MESH)()
+
+
+def test_how_is_fake_or_real():
+    with pytest.raises(ValueError, match='"fake" or "real"'):
+        record(lambda p: p, torch.ones(1), (), "both")
