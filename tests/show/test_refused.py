@@ -6,7 +6,7 @@ import re
 import pytest
 
 from fsfunc.comm.mesh import Mesh
-from fsfunc.foresight.estimating import estimate
+from fsfunc.foresight.estimation import estimate
 from fsfunc.hardware import A100_40
 from fsfunc.layout import Layout, Split
 from fsfunc.pipelining.actions import Action, ScheduleError
