@@ -23,10 +23,10 @@ from fsfunc.comm.groups import RankGroup, group
 from fsfunc.comm.linear_maps import LinearMap
 from fsfunc.comm.mesh import averaged_axes, here
 from fsfunc.donated import refuse_spent
-from fsfunc.homes import in_a_row
 from fsfunc.layout import Layout
 from fsfunc.optim.leaves import differentiated
 from fsfunc.optim.reductions import entered
+from fsfunc.packing import in_a_row
 from fsfunc.sharded import Sharded, is_sharded
 from fsfunc.slices import assemble
 

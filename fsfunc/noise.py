@@ -15,7 +15,7 @@ from fsfunc.comm.collectives import pbroadcast
 from fsfunc.comm.mesh import averaged_axes, here
 from fsfunc.frames import frame
 from fsfunc.generators import one_number
-from fsfunc.initializing.drawing import draw, standard_normal
+from fsfunc.initializing.random_blocks import draw, standard_normal
 from fsfunc.sharded import Sharded, is_sharded
 
 __all__ = ["randn_like"]

@@ -11,7 +11,7 @@ import torch
 from torch._dynamo import lookup_backend
 
 import fsfunc as ff
-from fsfunc.transforms.sessions import Session
+from fsfunc.transforms.gathering import ShardRuntime
 from tests.checks import same, simulated
 from tests.models import integers
 
@@ -150,17 +150,17 @@ def test_what_a_compiled_unit_gathered_goes_after_its_forward(
     monkeypatch, stack, backend
 ):
     """At the end of the forward one rank's last buffer is alive, and gathered again."""
-    gathered, alive, start = [], [], Session._start
+    gathered, alive, start = [], [], ShardRuntime.start
 
-    def watched(session, home, dtype):
-        full, work = start(session, home, dtype)
+    def watched(runtime, shard, dtype):
+        full, work = start(runtime, shard, dtype)
         gathered.append(weakref.ref(full))
         return full, work
 
     def look():
         alive.append(sum(full() is not None for full in gathered))
 
-    monkeypatch.setattr(Session, "_start", watched)
+    monkeypatch.setattr(ShardRuntime, "start", watched)
     unit = ff.unit(torch.compile(layer, backend=backend))
     losses, _, sent = trained(loss_of(unit, after=look), *STACKS[stack])
     torch.testing.assert_close(losses, trained(loss_of(plain), *STACKS[stack])[0])

@@ -32,7 +32,7 @@ FLOORS = [
         ],
     ),
     (1, ["layout.py", "placements.py", "slices.py"]),
-    (1, ["arena.py", "sharded.py", "homes.py"]),
+    (1, ["arena.py", "sharded.py", "packing.py"]),
     (1, ["save_guard.py", "donated.py", "inputs.py"]),
     (2, ["comm/", "fake_errors.py", "comparison.py"]),
     (3, ["frames.py", "units.py", "losses.py"]),

@@ -8,7 +8,8 @@ from hypothesis import strategies as st
 import fsfunc as ff
 from fsfunc import tree
 from fsfunc.mirroring import mirrors
-from fsfunc.sharded import is_sharded, split_buffers
+from fsfunc.packing import split_buffers
+from fsfunc.sharded import is_sharded
 from tests.checks import same
 
 MESH = ff.make_mesh({"data": 2}, "simulated")
@@ -179,7 +180,9 @@ def test_a_copy_of_one_model_adds_to_it(zero):
         assert layouts(q["ema_d"]) == layouts(q["d"])
         assert None not in layouts(q)
         if zero in (1, 2):  # what is never gathered has no whole buffer
-            homes = {id(x.home): x.home for x in tree.leaves(q["ema_d"], is_sharded)}
+            homes = {
+                id(x.packed): x.packed for x in tree.leaves(q["ema_d"], is_sharded)
+            }
             assert all(home.whole is None for home in homes.values())
         return ff.unshard(tree.map(torch.add, q["ema_d"], q["d"]))
 

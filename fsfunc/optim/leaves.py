@@ -11,8 +11,9 @@ from torch import Tensor
 
 from fsfunc import _torch, tree
 from fsfunc.comm.groups import strided
+from fsfunc.packing import split_alike
 from fsfunc.placements import describe
-from fsfunc.sharded import Sharded, is_sharded, split_alike
+from fsfunc.sharded import Sharded, is_sharded
 
 Tree = Any
 Mask = Callable[[str, Any], bool]  # (path, leaf) -> whether it applies to that leaf
@@ -127,8 +128,8 @@ def first_unfit(
     alike: set[tuple[int, int]] = set()
     for i in positions:
         leaf, other = leaves[i], others[i]
-        home = leaf.home if is_sharded(leaf) else None
-        its = other.home if is_sharded(other) else None
+        home = leaf.packed if is_sharded(leaf) else None
+        its = other.packed if is_sharded(other) else None
         if home is None or its is None or home.coordinates != its.coordinates:
             if not _fits(leaf, other):
                 return i

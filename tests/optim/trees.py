@@ -103,7 +103,7 @@ def donated(*values) -> Iterator[None]:
 def over(leaf):
     """The tensors over the memory of a leaf."""
     if is_sharded(leaf):
-        return [leaf.local] if leaf.home is None else [leaf.local, leaf.home.flat]
+        return [leaf.local] if leaf.packed is None else [leaf.local, leaf.packed.flat]
     return [leaf] if isinstance(leaf, torch.Tensor) else []
 
 

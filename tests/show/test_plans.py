@@ -8,7 +8,7 @@ import torch
 import fsfunc as ff
 from fsfunc.comm.mesh import Mesh
 from fsfunc.foresight.planning import plan as plan_of
-from fsfunc.foresight.plans import Leaf, Plan, RankPlan
+from fsfunc.foresight.plans import Plan, PlannedLeaf, RankPlan
 from fsfunc.layout import Layout, Owned
 from fsfunc.show import plan
 from fsfunc.show.layers import alike, together
@@ -132,7 +132,9 @@ def test_layers_of_several_stages_are_one_row():
         parts = (Owned("pipe", 2, stage),)
         layout = Layout((3, 2), torch.float32, parts, f"b/{i}/w")
         size = 24 if stage == 0 else 0
-        return Leaf(f"b/{i}/w", "parameters", (3, 2), layout.dtype, size, layout, "b")
+        return PlannedLeaf(
+            f"b/{i}/w", "parameters", (3, 2), layout.dtype, size, layout, "b"
+        )
 
     def rows(*stages):
         leaves = [leaf(i, stage) for i, stage in enumerate(stages)]

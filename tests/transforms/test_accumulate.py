@@ -7,7 +7,8 @@ from hypothesis import strategies as st
 
 import fsfunc as ff
 from fsfunc import tree
-from fsfunc.sharded import is_sharded, split_buffers
+from fsfunc.packing import split_buffers
+from fsfunc.sharded import is_sharded
 from tests.checks import same
 from tests.models import integers
 from tests.probes import LiveBytes
@@ -102,7 +103,7 @@ def test_with_shard_in_either_order_it_equals_one_device(
             value, grads = g(params, mine)
         kept = tree.leaves(grads, is_leaf=is_sharded)
         flat = len(split_buffers(grads).tensors)
-        assert all(not is_sharded(x) or x.home is not None for x in kept)
+        assert all(not is_sharded(x) or x.packed is not None for x in kept)
         return value, ff.unshard(grads), flat, log
 
     value, grads, flat, log = ff.spmd(main, mesh)()[0]

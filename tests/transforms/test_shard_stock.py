@@ -9,7 +9,8 @@ import torch
 import fsfunc as ff
 from fsfunc import tree
 from fsfunc.arena import Arena
-from fsfunc.sharded import is_sharded, split_buffers
+from fsfunc.packing import split_buffers
+from fsfunc.sharded import is_sharded
 from tests.checks import close, held, same
 from tests.models import chain, floats, layer, layers
 

@@ -12,7 +12,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import fsfunc as ff
 from fsfunc import _torch, tree
-from fsfunc.initializing import drawing, materializing
+from fsfunc.initializing import random_blocks, replay
 from fsfunc.sharded import is_sharded
 from tests.checks import same
 
@@ -40,10 +40,10 @@ def step_of(names, optimizer=optimizer):
 @contextmanager
 def small_blocks(block, piece):
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(drawing, "BLOCK", block)
-        patch.setattr(materializing, "BLOCK", block)
-        patch.setattr(materializing, "PIECE", piece)
-        patch.setattr(materializing, "STRIDE", 2 * block)
+        patch.setattr(random_blocks, "BLOCK", block)
+        patch.setattr(replay, "BLOCK", block)
+        patch.setattr(replay, "PIECE", piece)
+        patch.setattr(replay, "STRIDE", 2 * block)
         yield
 
 
@@ -69,7 +69,7 @@ def everywhere(init, names, sizes=SIZES, zeros=(0, 1, 2, 3), seed=5):
                 for x in tree.leaves(state.params, is_leaf=is_sharded):
                     assert not isinstance(x, _torch.FakeTensor)
                     assert is_sharded(x)
-                    home = x.home
+                    home = x.packed
                     assert not home.flat[max(b for _, b in home.ranges) :].any()
                 return ff.unshard(state.params), after
 
@@ -359,12 +359,12 @@ def test_numbers_that_the_function_asks_for_are_computed():
 
 
 BAD = {
-    "asks for a tensor's value at .*test_deferring.py:.*init_fn\\(\\)": lambda: (
+    "asks for a tensor's value at .*test_init_functions.py:.*init_fn\\(\\)": lambda: (
         torch.randn(9)[torch.randn(9) > 0]
     ),
     "numpy|asks for a tensor's value": lambda: torch.randn(9).numpy(),
     "issues psum over .*init_fn\\(\\) in place": lambda: ff.psum(torch.ones(2), "data"),
-    "longer in place at .*test_deferring.py": lambda: torch.zeros(2).resize_(9),
+    "longer in place at .*test_init_functions.py": lambda: torch.zeros(2).resize_(9),
 }
 
 
@@ -452,7 +452,7 @@ def test_beside_the_shards_one_leaf_is_held(name, zero):
         return seen.peak
 
     shards = whole if zero < 3 else whole // N
-    room = leaves * 4 * LEAF + 4 * 4 * drawing.BLOCK
+    room = leaves * 4 * LEAF + 4 * 4 * random_blocks.BLOCK
     for peak in ff.spmd(main, mesh)():
         assert peak <= shards + room
     assert room + whole // N < whole / 2  # the bound means something
@@ -482,7 +482,7 @@ def test_leaves_that_another_stage_owns_are_not_made():
 
     for found, peak in ff.spmd(main, mesh)():
         same(found, expected)
-        assert peak <= 2 * 4 * 300 * 300 + 4 * 4 * drawing.BLOCK
+        assert peak <= 2 * 4 * 300 * 300 + 4 * 4 * random_blocks.BLOCK
 
 
 # Shapes alone
@@ -513,8 +513,8 @@ def test_an_abstract_state_is_laid_out_as_a_real_one(zero, made):
                 assert x.layout == y.layout == z.layout
                 assert x.local.shape == y.local.shape == z.local.shape
                 assert x.local.device.type == y.local.device.type == "meta"
-                assert x.home.ranges == z.home.ranges
-                assert (x.home.whole is None) == (z.home.whole is None)
+                assert x.packed.ranges == z.packed.ranges
+                assert (x.packed.whole is None) == (z.packed.whole is None)
             else:
                 assert x == y == z
 
@@ -549,6 +549,6 @@ def test_the_state_of_six_billion_parameters_takes_no_memory(kind):
 
     count, state = ff.spmd(main, mesh)()[0]
     assert count == 45 * 2 * 4096 * 16384 > 6e9
-    home = leaves_of(state.params)[0].home
+    home = leaves_of(state.params)[0].packed
     assert home.flat.numel() == 2 * 4096 * 16384 // mesh.size
     assert home.flat.device.type == ("cpu" if kind == "abstract" else "meta")
