@@ -295,7 +295,7 @@ def test_meshes_that_are_none(mesh: str, capsys) -> None:
     with pytest.raises(SystemExit) as refused:
         main(["plan", "x.py", f"--mesh={mesh}"])
     assert refused.value.code == 2
-    twice, form = "names the axis a twice", "an axis is NAME=SIZE, such as data=1024"
+    twice, form = "names the axis data twice", "an axis is NAME=SIZE, such as data=1024"
     assert (twice if "," in mesh[:-1] else form) in capsys.readouterr().err
 
 
