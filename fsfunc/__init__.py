@@ -10,8 +10,6 @@ from fsfunc.comm.async_collectives import start
 from fsfunc.comm.collectives import (
     all_gather,
     all_to_all,
-    axis_index,
-    axis_size,
     pbroadcast,
     pcast,
     pmax,
@@ -20,13 +18,15 @@ from fsfunc.comm.collectives import (
     psum,
     psum_scatter,
 )
+from fsfunc.comm.groups import axis_index, axis_size
 from fsfunc.comm.launch import local_batch, make_mesh, spmd
 from fsfunc.comm.ledgers import ledger
 from fsfunc.comm.mesh import Mesh
-from fsfunc.conversions import lay_like, randn_like, reduce_like, unshard
+from fsfunc.conversions import lay_like, reduce_like, unshard
 from fsfunc.data.loader import batches
 from fsfunc.layout import Flat, Layout, Owned, Split
 from fsfunc.machines import Hardware, Level
+from fsfunc.noise import randn_like
 from fsfunc.optim import (
     Optimizer,
     add_decayed_weights,
@@ -62,7 +62,7 @@ from fsfunc.statistics import (
     init_statistics,
 )
 from fsfunc.tracing.tracer import program
-from fsfunc.training import TrainState, abstract_state, init_state
+from fsfunc.train_state import TrainState, abstract_state, init_state
 from fsfunc.transforms.accumulation import accumulate
 from fsfunc.transforms.casting import precision
 from fsfunc.transforms.donation import donate

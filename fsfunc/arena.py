@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+from threading import Lock
+from typing import Any
+from weakref import WeakKeyDictionary
+
 import torch
 from torch import Tensor
 
 from fsfunc import _torch
 
-__all__ = ["Arena"]
+__all__ = ["Arena", "pool"]
 
 
 class Arena:
@@ -26,6 +30,7 @@ class Arena:
 
     def __init__(self) -> None:
         self.storages: list[torch.UntypedStorage] = []
+        self._lock = Lock()  # to find a free one and to take it is one thing
 
     def get(self, count: int, dtype: torch.dtype, like: Tensor) -> Tensor:
         """``[count]`` elements of ``dtype`` whose values mean nothing."""
@@ -34,36 +39,48 @@ class Arena:
         if like.device.type != "cpu":
             return torch.empty(count, dtype=dtype, device=like.device)
         size = count * dtype.itemsize
-        best, spare = None, []
-        for i, storage in enumerate(self.storages):
-            room = storage.nbytes()
-            if (best is None or room < self.storages[best].nbytes()) and (
-                _torch.held(storage) == 1
-            ):
-                if room < size:
-                    spare.append(i)
-                else:
-                    best = i
-        if best is None:
-            for i in reversed(spare):  # outgrown
-                del self.storages[i]
-            storage = torch.UntypedStorage(size)
-            self.storages.append(storage)
-        else:
-            storage = self.storages[best]
-        # A tensor of its own has a version counter of its own.
-        empty = torch.empty(0, dtype=dtype)
-        return empty.set_(storage, 0, (count,))  # type: ignore[call-overload]
+        with self._lock:
+            best, spare = None, []
+            for i, storage in enumerate(self.storages):
+                room = storage.nbytes()
+                if (best is None or room < self.storages[best].nbytes()) and (
+                    _torch.held(storage) == 1
+                ):
+                    if room < size:
+                        spare.append(i)
+                    else:
+                        best = i
+            if best is None:
+                for i in reversed(spare):  # outgrown
+                    del self.storages[i]
+                storage = torch.UntypedStorage(size)
+                self.storages.append(storage)
+            else:
+                storage = self.storages[best]
+            # A tensor of its own has a version counter of its own.
+            empty = torch.empty(0, dtype=dtype)
+            return empty.set_(storage, 0, (count,))  # type: ignore[call-overload]
 
     def trim(self, keep: int) -> None:
         """Lets go of free buffers, but for the ``keep`` largest."""
-        free = [s for s in self.storages if _torch.held(s) == 1]
-        free.sort(key=lambda s: -s.nbytes())
-        gone = {id(s) for s in free[keep:]}
-        free.clear()
-        self.storages = [s for s in self.storages if id(s) not in gone]
+        with self._lock:
+            if len(self.storages) <= keep:
+                return
+            free = [s for s in self.storages if _torch.held(s) == 1]
+            free.sort(key=lambda s: -s.nbytes())
+            gone = {id(s) for s in free[keep:]}
+            free.clear()
+            self.storages = [s for s in self.storages if id(s) not in gone]
 
     def spoil(self, buffer: Tensor) -> None:
         """Under ``poison``: NaN where ``buffer`` was, unless somebody else holds it."""
         if self.poison and _torch.storage_uses(buffer) <= 2:
             buffer.view(torch.uint8).fill_(255)
+
+
+_POOLS: WeakKeyDictionary[Any, dict[int, Arena]] = WeakKeyDictionary()
+
+
+def pool(mesh: Any, rank: int) -> Arena:
+    """The memory of one rank of a mesh, for as long as the mesh is there."""
+    return _POOLS.setdefault(mesh, {}).setdefault(rank, Arena())

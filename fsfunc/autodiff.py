@@ -7,8 +7,8 @@ autograd: the same bits in less time, with residuals freed as the backward runs.
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -18,13 +18,14 @@ from fsfunc import _torch, tree
 from fsfunc.auxiliary import divided
 from fsfunc.comm.attribution import internal
 from fsfunc.compiled import refuse_compiled
-from fsfunc.differentiated import Leaves
+from fsfunc.differentiated import Leaves, add_gradients
 from fsfunc.frames import Counter, Running, Thread, frame, inside, run_as
 from fsfunc.generators import one_number
 from fsfunc.inputs import arguments, refuse
 from fsfunc.losses import Weighted, loss_parts, tie
 from fsfunc.memory_kinds import count_as
-from fsfunc.sharded import is_sharded, split_buffers
+from fsfunc.packing import split_buffers
+from fsfunc.sharded import FlatShard, Parts, is_sharded
 
 __all__ = [
     "GradientCall",
@@ -65,7 +66,9 @@ class Outcome:
 class GradientCall:
     """What is differentiated: interpretations pass it along, and change it.
 
-    ``by``: what it comes down to, in place of autograd's own forward and backward.
+    ``packed``: by identity, the buffers whose gradients a transform keeps; ``parts``:
+    those of their leaves that are used beside units, with their gradients. ``by``: what
+    it comes down to, in place of autograd's own forward and backward.
     """
 
     fn: Callable[..., Any]
@@ -73,6 +76,8 @@ class GradientCall:
     has_aux: bool
     args: tuple[Any, ...]
     keywords: dict[str, Any]
+    packed: Mapping[int, FlatShard] = field(default_factory=dict)
+    parts: Parts | None = None
     by: Callable[[GradientCall], Outcome] | None = None
 
 
@@ -207,16 +212,16 @@ def differentiate(call: GradientCall) -> Outcome:
     if call.by is not None:
         return call.by(replace(call, by=None))
     f = frame()
-    leaves = Leaves(call.args, call.argnums)
-    picked = leaves.tensors
     if _torch.functorch_active() or _torch.forward_ad_active():
-        return _by_vjp(call, leaves, picked)
+        return _by_vjp(call)
     if torch.is_grad_enabled() and tracked((call.args, call.keywords)):
-        return _by_vjp(call, leaves, picked)
+        return _by_vjp(call)
+    leaves = Leaves(call.args, call.argnums, call.packed, call.parts)
+    picked = leaves.tensors
     sessions = () if f.path else f.sessions
     for _, session in sessions:
         session.begin()
-    thread = Thread(picked[0].device if picked else None) if sessions else None
+    thread = Thread(leaves.device) if sessions else None
     values = [x.detach().requires_grad_() for x in picked]
     with run_as(Running(thread)), torch.enable_grad():
         with inside(replace(f, counter=Counter(), in_loss=True)):
@@ -225,11 +230,12 @@ def differentiate(call: GradientCall) -> Outcome:
         tied = total
         if thread is not None and thread.token is not thread.start:
             tied = tie(total, thread.token)
-    inputs = values if thread is None else [*values, thread.start]
+    made = list(leaves.parts.values())
+    inputs = [*values, *made, *([] if thread is None else [thread.start])]
     if not inputs or not tied.requires_grad:
-        found: Sequence[Tensor | None] = [None] * len(values)
+        found: Sequence[Tensor | None] = [None] * len(inputs)
     elif f.tracer is not None and f.tracer.forward_only:
-        found = [torch.empty_like(x) for x in values]
+        found = [torch.empty_like(x) for x in inputs]
         f.tracer.gradients(picked, found)
     else:
         with internal():
@@ -237,16 +243,27 @@ def differentiate(call: GradientCall) -> Outcome:
     weight = None if weight is None else weight.detach()
     count_as("gradients", found[: len(values)])
     grads = leaves.grads(found[: len(values)])
+    add_gradients(made, found[len(values) : len(values) + len(made)])
     return Outcome(total.detach(), weight, grads, _detach(aux))
 
 
 def tracked(values: Any) -> bool:
     """Whether somebody around us differentiates a tensor among ``values``."""
-    return any(isinstance(x, Tensor) and x.requires_grad for x in tree.leaves(values))
+    for x in tree.leaves(values, is_leaf=is_sharded):
+        if is_sharded(x):
+            # The part of a packed leaf is a view, made when it is first asked for.
+            if x.packed is not None and x.parts is None and x._part is None:
+                continue
+            x = x.local
+        if isinstance(x, Tensor) and x.requires_grad:
+            return True
+    return False
 
 
-def _by_vjp(call: GradientCall, leaves: Leaves, picked: list[Tensor]) -> Outcome:
+def _by_vjp(call: GradientCall) -> Outcome:
     """On ``torch.func``, where the result may be differentiated or mapped again."""
+    leaves = Leaves(call.args, call.argnums)
+    picked = leaves.tensors
     beside: list[Any] = []  # (structure, leaves) of the rest; no tensors of a level
 
     def pure(*values: Tensor) -> tuple[Tensor, list[Tensor]]:

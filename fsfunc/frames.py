@@ -16,7 +16,7 @@ from torch import Tensor
 
 from fsfunc.comm.attribution import internal
 from fsfunc.comm.mesh import Here, Mesh, here, place_here
-from fsfunc.comparing import stated
+from fsfunc.comparison import stated
 from fsfunc.donated import Donation
 from fsfunc.scoped import Scoped
 
@@ -119,8 +119,6 @@ class Stage(Interpretation):
 class Tracer:
     """Who looks on while a step runs to show what it does; hooks do nothing here.
 
-    ``orders`` are what a transform learns of the order of unit calls meanwhile.
-
     complete: whether all that a step does is done, as a plan needs it; else a donated
         state is not used up, and a pipeline need not run its stages.
     draws: whether units draw their own random numbers: fake tensors have none.
@@ -130,7 +128,6 @@ class Tracer:
     complete = False
     draws = False
     forward_only = False
-    orders: dict[int, Any]
 
     def standing_for(self, handler: Interpretation) -> Interpretation:
         """The interpretation that a transform comes to meanwhile."""

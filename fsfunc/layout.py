@@ -2,7 +2,7 @@
 
 A `Layout` is a tensor's global shape and dtype and the parts by which it is spread
 over mesh axes, outermost first. What a rank holds follows from it and from the rank's
-coordinates alone: shapes and ranges here, elements in `pieces`.
+coordinates alone: shapes and ranges here, elements in `slices`.
 """
 
 from __future__ import annotations
@@ -48,6 +48,8 @@ class Layout:
         parts: how it is spread, outermost first; a `Flat` comes last, and an axis
             appears once. `()` is replicated.
         name: the leaf's path, for messages; it takes no part in `==` and `hash`.
+        order: the buffers that each unit call of the program wants for which it was
+            laid out, call by call: what to gather ahead by. No part of these either.
 
     Raises:
         ValueError: a part that does not suit the shape; names leaf, axis and way out.
@@ -67,6 +69,7 @@ class Layout:
     dtype: torch.dtype
     parts: tuple[Placement, ...] = ()
     name: str = field(default="", compare=False)
+    order: Sequence[tuple[str, ...]] = field(default=(), compare=False, repr=False)
 
     def __post_init__(self) -> None:
         parts = tuple(part for part in self.parts if not isinstance(part, Whole))

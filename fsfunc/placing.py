@@ -13,17 +13,17 @@ from torch import Tensor
 from fsfunc import _torch, tree
 from fsfunc.comm.groups import group
 from fsfunc.comm.mesh import Here, here
-from fsfunc.comparing import Section, compare
+from fsfunc.comparison import Section, compare
 from fsfunc.frames import frame
-from fsfunc.homes import chunk_here
-from fsfunc.initializing.sources import Given, Shapes
+from fsfunc.initializing.leaf_sources import GivenLeaves, Shapes
 from fsfunc.inputs import arguments, refuse
 from fsfunc.layout import Layout, pack_flat
 from fsfunc.mirroring import mirrors
-from fsfunc.sharded import Home, Sharded, is_sharded
-from fsfunc.tracing.recorder import Group, Recorder
+from fsfunc.packing import chunk_here
+from fsfunc.sharded import FlatShard, Sharded, is_sharded
+from fsfunc.tracing.recorder import LeafGroup, Recorder
 from fsfunc.tracing.recorder import record as _record
-from fsfunc.tracing.trial import check
+from fsfunc.tracing.type_check import check, learn
 from fsfunc.transforms.sharding import Sharding
 
 __all__ = ["lay_out", "place"]
@@ -56,11 +56,11 @@ def place(fn: Callable[..., Any], t: Any, *rest: Any, record: str = "fake") -> A
     Cost: of each whole leaf, the rank's part is copied, and all of it read once; over
     processes a gather of 32 bytes, of which ledgers say nothing.
     """
-    return lay_out(fn, t, rest, record, Given())
+    return lay_out(fn, t, rest, record, GivenLeaves())
 
 
 def lay_out(
-    fn: Callable[..., Any], t: Any, rest: Any, record: str, source: Given
+    fn: Callable[..., Any], t: Any, rest: Any, record: str, source: GivenLeaves
 ) -> Any:
     """:func:`place`, of leaves whose values come from ``source``.
 
@@ -69,7 +69,9 @@ def lay_out(
     refuse("array sparse inference", "place", t)
     refuse("array inference", "place", rest, *arguments(len(rest), 1))
     laying = [h for h in getattr(fn, "interpretations", ()) if h.lays_out]
-    if type(source) is Given and any(h.mesh.backend != "abstract" for h in laying):
+    if type(source) is GivenLeaves and any(
+        h.mesh.backend != "abstract" for h in laying
+    ):
         refuse("meta", "place", t)
         refuse("meta", "place", rest, *arguments(len(rest), 1))
     recorder = _recorded(fn, t, rest, record)
@@ -92,18 +94,18 @@ def lay_out(
     coordinates = at.mesh.coordinates(at.rank)
     groups = recorder.groups(shards[0].min_bytes if shards else 0, bool(shards))
     whole = recorder.whole(bool(shards))
+    order = recorder.order(groups, coordinates) if shards else []
     for lot in _lots(groups, recorder, whole, dict(found)):
         for path in lot.paths.values():
             refuse("float8", "place", {path: found[path]})
         laid = (
-            _home(shards[0], lot, found, coordinates, source).leaves()
+            _packed(shards[0], lot, found, coordinates, source, order).leaves()
             if shards
             else _owned(lot, found, coordinates, source)
         )
         found.update(zip(lot.paths.values(), laid, strict=True))
     placed = tree.unflatten(treedef, map(source.own, found.values()))
     if shards:
-        shards[0].expect(at.rank, recorder.order(groups, coordinates))
         if record == "fake" and not isinstance(source, Shapes):
             _look(shards[0], fn, recorder, (placed, *rest), at)
     return placed
@@ -114,11 +116,10 @@ def _look(
 ) -> None:
     """Looks at the types of a step, where it does anything that has to do with them."""
     if recorder.plain:  # on batches of any shape
-        shard.checked.update((at.rank, key[0]) for key in recorder.calls)
+        learn(shard, at.rank, [key[0] for key in recorder.calls])
     elif at.link.moves and frame().tracer is None and at.mesh.backend != "vmap":
         if not _torch.fake_active():
-            keys = check(fn, args, {}, at, shard.axes)
-            shard.checked.update((at.rank, key) for key in keys)
+            learn(shard, at.rank, check(fn, args, {}, at, shard.axes))
 
 
 def _recorded(fn: Callable[..., Any], t: Any, rest: Any, how: str) -> Recorder:
@@ -188,7 +189,7 @@ class _Lot:
         dtype: theirs.
     """
 
-    group: Group
+    group: LeafGroup
     paths: dict[str, str]
     dtype: torch.dtype
 
@@ -198,7 +199,7 @@ class _Lot:
 
 
 def _lots(
-    groups: list[Group], recorder: Recorder, whole: set[str], leaves: dict[str, Any]
+    groups: list[LeafGroup], recorder: Recorder, whole: set[str], leaves: dict[str, Any]
 ) -> list[_Lot]:
     """What lies together: leaves that units take, and those that mirror them."""
     taken = {p for t in recorder.taken for p in t.leaves}
@@ -226,20 +227,25 @@ def _real(x: Any) -> bool:
     return isinstance(x, Tensor) and x.is_floating_point()
 
 
-def _home(
+def _packed(
     handler: Any,
     lot: _Lot,
     leaves: dict[str, Any],
     coordinates: dict[str, int],
-    source: Given,
-) -> Home:
+    source: GivenLeaves,
+    order: list[tuple[str, ...]],
+) -> FlatShard:
     """This rank's part of whole tensors, as views of one flat buffer."""
     axes, g = handler.axis if handler.zero else (), lot.group
     sizes = [handler.mesh.axes[a] for a in axes]
     shapes, outer = [leaves[p].shape for p in g.paths], [g.owner] * len(g.paths)
     names = [lot.paths.get(p, p) for p in g.paths]
     every = pack_flat(shapes, lot.dtype, names, axes, sizes, g.buffer, outer=outer)
-    layouts = tuple(x for x, p in zip(every, g.paths, strict=True) if p in lot.paths)
+    layouts = tuple(
+        replace(x, order=order)
+        for x, p in zip(every, g.paths, strict=True)
+        if p in lot.paths
+    )
     full = [leaves[p] for p in lot.paths.values()]
     own = {a: coordinates[a] for a in layouts[0].axes}
     chunk = chunk_here(layouts[0], own)
@@ -249,7 +255,7 @@ def _home(
         flat = whole[index * chunk : (index + 1) * chunk]
     else:
         whole, flat = None, source.empty(chunk, lot.dtype, full[0])
-    home = Home(layouts, flat, own, whole)
+    home = FlatShard(layouts, flat, own, whole)
     if isinstance(flat, _torch.FakeTensor):
         return home  # there is nothing to write
     end = 0
@@ -264,7 +270,7 @@ def _home(
 
 
 def _owned(
-    lot: _Lot, leaves: dict[str, Any], coordinates: dict[str, int], source: Given
+    lot: _Lot, leaves: dict[str, Any], coordinates: dict[str, int], source: GivenLeaves
 ) -> list[Sharded | Tensor]:
     """Whole tensors, each on the coordinate that owns it and absent elsewhere."""
     owner = lot.group.owner

@@ -1,15 +1,15 @@
-"""The leaf that carries its sharding, and the flat buffers that such leaves share.
+"""The leaf that carries its sharding, and the flat buffer in which such leaves lie.
 
 A :class:`Sharded` leaf is this rank's part of a tensor and its layout. The leaves of
-one unit lie in one buffer, each rank owning one contiguous range of it: the
-:class:`Home` of those leaves, whose parts are views. A gather or a reduction then needs
+one unit lie in one buffer, each rank owning one contiguous range of it: a
+:class:`FlatShard`, of which their parts are views. A gather or a reduction then needs
 no copy in or out, and an optimizer sees one long tensor in place of many short ones.
-A user's ``tree_map`` makes leaves without a home; ``homes.settle`` packs them again.
+A user's ``tree_map`` makes leaves on their own; ``packing.repack`` packs them again.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from typing import Any, NoReturn
 
 import torch
@@ -18,15 +18,12 @@ from torch import Tensor
 from fsfunc import _torch, tree
 from fsfunc.layout import Flat, Layout
 
-__all__ = [
-    "Buffers",
-    "Home",
-    "NotATensor",
-    "Sharded",
-    "is_sharded",
-    "split_alike",
-    "split_buffers",
-]
+__all__ = ["FlatShard", "NotATensor", "Parts", "Sharded", "View", "is_sharded"]
+__all__ += ["whole_shape"]
+
+
+# Of one gradient call, by buffer and layout: the parts used beside units.
+Parts = dict[tuple[int, int], Tensor]
 
 
 class NotATensor(TypeError):
@@ -44,29 +41,45 @@ class Sharded:
     ``shape``, ``ndim``, ``dtype`` and ``numel()`` are global, so that a mask such as
     ``leaf.ndim > 1`` means what it says. Used as a tensor outside a unit it raises.
     It is a pytree node (optree and torch) with the one child ``local``.
+
+    ``packed`` is the buffer that it lies in, if that is so. Of a buffer whose gradient
+    a gradient call gathers, that call makes leaves of its own: units read the buffer,
+    and whoever else uses such a leaf's part differentiates it, as one of ``parts``.
     """
 
-    __slots__ = ("_part", "_range", "layout", "home", "spent", "__weakref__")
+    __slots__ = (
+        "_part", "_range", "layout", "packed", "parts", "spent", "__weakref__",
+    )  # fmt: skip
 
-    def __init__(self, local: Any, layout: Layout, home: Home | None = None):
+    def __init__(self, local: Any, layout: Layout, packed: FlatShard | None = None):
         self._part = local
         self._range: tuple[Tensor, int, int] | None = None
         self.layout = layout
-        self.home = home
+        self.packed = packed
+        self.parts: Parts | None = None
         self.spent = ""
 
     @property
     def _local(self) -> Any:
         if self._part is None and self._range is not None:
-            # As it would have been made at once, whoever asks first.
-            flat, start, stop = self._range
-            if _torch.plainly():
-                self._part = flat[start:stop]
-                return self._part
-            with torch.enable_grad(), _torch.beneath_functorch():
-                with _torch.beneath_modes(flat):
-                    self._part = flat[start:stop]
+            self._make()
         return self._part
+
+    def _make(self) -> None:
+        """Makes the part as it would have been made at once, whoever asks first."""
+        flat, start, stop = self._range  # type: ignore[misc]
+        if self.parts is None and _torch.plainly():
+            self._part = flat[start:stop]
+            return
+        with torch.enable_grad(), _torch.beneath_functorch():
+            with _torch.beneath_modes(flat):
+                part = flat[start:stop]
+                if self.parts is not None:
+                    with torch.inference_mode(False):
+                        part = part.detach().requires_grad_()
+                    key = id(self.packed), id(self.layout)
+                    part = self.parts.setdefault(key, part)
+        self._part = part
 
     @property
     def local(self) -> Tensor:
@@ -114,12 +127,22 @@ class Sharded:
         """The same place with another part, on its own."""
         return type(self)(local, self.layout)
 
+    def tracked(self, parts: Parts) -> Sharded:
+        """This leaf of a buffer as a gradient call sees it that differentiates both."""
+        packed = self.packed
+        if packed is None:
+            raise ValueError(f"{self.layout} lies in no buffer")
+        leaf = type(self)(None, self.layout, packed)
+        leaf._range = (packed.flat, *packed.spans[id(self.layout)])
+        leaf.parts = parts
+        return leaf
+
     def twin(self) -> Sharded:
         """Another leaf over the same memory, with a tensor of its own, of no graph."""
         self.check()
         part = self._part if self._range is None else None  # made when asked for
         part = part.detach() if isinstance(part, Tensor) else part
-        leaf = type(self)(part, self.layout, self.home)
+        leaf = type(self)(part, self.layout, self.packed)
         leaf._range = self._range
         return leaf
 
@@ -186,7 +209,29 @@ tree.register_node(
 )
 
 
-class Home:
+# Shape, strides and offset of a leaf in the whole buffer.
+View = tuple[tuple[int, ...], tuple[int, ...], int]
+
+
+def whole_shape(layout: Layout) -> tuple[int, ...]:
+    """The shape that a unit sees: what the parts before the flat one leave."""
+    if len(layout.parts) == 1:
+        return layout.shape
+    outer = Layout(layout.shape, layout.dtype, layout.parts[:-1])
+    at = {axis: 0 for axis in outer.axes}
+    at.update({p.axis: p.coordinate for p in outer.owned})
+    return outer.local_shape(at)
+
+
+def _view(layout: Layout) -> View:
+    shape, steps, step = whole_shape(layout), [], 1
+    for n in reversed(shape):
+        steps.append(step)
+        step *= max(n, 1)
+    return shape, tuple(reversed(steps)), layout.flat.offset  # type: ignore[union-attr]
+
+
+class FlatShard:
     """One rank's range of a flat buffer, in which several leaves lie.
 
     Args:
@@ -201,7 +246,7 @@ class Home:
     """
 
     __slots__ = (
-        "members", "flat", "coordinates", "whole", "_version", "port", "_ranges",
+        "members", "flat", "coordinates", "whole", "_version", "_spans", "_views",
         "place", "buffer", "__weakref__",
     )  # fmt: skip
 
@@ -217,8 +262,8 @@ class Home:
         self.coordinates = coordinates
         self.whole = whole
         self._version: int | None = None
-        self.port: Any = None
-        self._ranges: list[tuple[int, int]] | None = None
+        self._spans: dict[int, tuple[int, int]] | None = None
+        self._views: dict[int, View] | None = None
         place = members[0].flat
         if place is None:
             raise ValueError(f"{members[0]} lies in no buffer")
@@ -235,9 +280,27 @@ class Home:
     @property
     def ranges(self) -> list[tuple[int, int]]:
         """(start, stop) of each leaf in ``flat``."""
-        if self._ranges is None:
-            self._ranges = [m.buffer_range(self.coordinates) for m in self.members]
-        return self._ranges
+        return [self.spans[id(m)] for m in self.members]
+
+    @property
+    def spans(self) -> dict[int, tuple[int, int]]:
+        """By the identity of a member: (start, stop) in ``flat``."""
+        if self._spans is None:
+            at = self.coordinates
+            self._spans = {id(m): m.buffer_range(at) for m in self.members}
+        return self._spans
+
+    @property
+    def views(self) -> dict[int, View]:
+        """By the identity of a member: how it lies in the whole buffer."""
+        if self._views is None:
+            self._views = {id(m): _view(m) for m in self.members}
+        return self._views
+
+    @property
+    def version(self) -> int:
+        """How often ``flat`` was written to."""
+        return 0 if self.flat.is_inference() else self.flat._version
 
     def keep(self, whole: Tensor) -> None:
         """Remembers the gathered buffer."""
@@ -255,145 +318,47 @@ class Home:
 
         Most never are: gathers, reductions and optimizers read ``flat``.
         """
-        flat, leaves = self.flat, []
+        flat, spans, leaves = self.flat, self.spans, []
         at_once = flat.requires_grad or _torch.is_wrapped(flat)  # views have a history
-        for layout, (start, stop) in zip(self.members, self.ranges, strict=True):
+        for layout in self.members:
+            start, stop = spans[id(layout)]
             leaf = Sharded(flat[start:stop] if at_once else None, layout, self)
             if not at_once:
                 leaf._range = (flat, start, stop)
             leaves.append(leaf)
         return leaves
 
-    def like(self, flat: Tensor) -> Home:
+    def like(self, flat: Tensor) -> FlatShard:
         """The same leaves over another flat tensor of the same length."""
-        home = Home(self.members, flat, self.coordinates)
-        home._ranges = self.ranges
-        return home
+        new = FlatShard(self.members, flat, self.coordinates)
+        new._spans, new._views = self.spans, self.views
+        return new
 
-    def renewed(self) -> Home:
-        """Another home over the same memory, which is about to be written over.
+    def renewed(self) -> FlatShard:
+        """Another one over the same memory, which is about to be written over.
 
         So unit calls gather anew, as after an update that writes elsewhere: on all
         ranks alike, whether each of them could write in place or not.
         """
-        home = Home(self.members, self.flat, self.coordinates, self.whole)
-        home._ranges, home._version = self._ranges, self._version
-        return home
+        new = FlatShard(self.members, self.flat, self.coordinates, self.whole)
+        new._spans, new._views, new._version = self.spans, self.views, self._version
+        return new
 
     def shadow(
         self,
         convert: Callable[[Tensor], Tensor],
         coordinates: Mapping[str, int] | None = None,
-    ) -> Home:
-        """The same home over converted tensors, which share memory as these do.
+    ) -> FlatShard:
+        """The same one over converted tensors, which share memory as these do.
 
         ``coordinates``: of the rank that it is to be of, if that is another one.
         """
         whole = None if self.whole is None else convert(self.whole)
         flat = convert(self.flat)
         at = {a: (coordinates or self.coordinates)[a] for a in self.coordinates}
-        home = Home(self.members, flat, at, whole)
+        new = FlatShard(self.members, flat, at, whole)
         if at == self.coordinates:
-            home._ranges = self._ranges
+            new._spans = self._spans
         if self.whole is not None and self.shows(self.whole.dtype):
-            home._version = flat._version
-        return home
-
-
-class Buffers:
-    """A tree as few tensors: one for each home, one for each leaf without.
-
-    Args:
-        treedef, leaves: the tree, sharded leaves counting as leaves.
-        groups: positions of leaves that go together; a home where it is complete.
-        paths: the leaves' paths.
-    """
-
-    def __init__(self, treedef: Any, leaves: list[Any], groups: list[Any], paths: Any):
-        self.treedef, self.leaves, self.groups = treedef, leaves, groups
-        self._paths = paths
-
-    @property
-    def tensors(self) -> list[Any]:
-        return [
-            home.flat if home is not None else _part(self.leaves[positions[0]])
-            for positions, home in self.groups
-        ]
-
-    @property
-    def paths(self) -> list[list[str]]:
-        names = self._paths()
-        return [[names[i] for i in positions] for positions, _ in self.groups]
-
-    def rebuild(self, tensors: Sequence[Any]) -> Any:
-        """The tree with these tensors for ``self.tensors``, homes kept."""
-        leaves = list(self.leaves)
-        for (positions, home), x in zip(self.groups, tensors, strict=True):
-            if home is None:
-                old = leaves[positions[0]]
-                leaves[positions[0]] = (
-                    old.with_local(x) if isinstance(old, Sharded) else x
-                )
-            else:
-                home = home if x is home.flat else home.like(x)  # written in place
-                for i, leaf in zip(positions, home.leaves(), strict=True):
-                    leaves[i] = leaf
-        return tree.unflatten(self.treedef, leaves)
-
-
-def _part(leaf: Any) -> Any:
-    return leaf.local if isinstance(leaf, Sharded) else leaf
-
-
-def complete_homes(leaves: Sequence[Any]) -> dict[int, tuple[list[int], Home]]:
-    """Positions, by home, of the leaves of every home that is here complete.
-
-    Not where a gradient call differentiates the leaves: ``flat`` has no history then.
-    """
-    found: dict[int, tuple[list[int], Home]] = {}
-    for i, leaf in enumerate(leaves):
-        home = leaf.home if isinstance(leaf, Sharded) else None
-        if home is not None and home.port is None:
-            leaf.check()
-            found.setdefault(id(home), ([], home))[0].append(i)
-    complete = {}
-    for key, (positions, home) in found.items():
-        order = {id(member): k for k, member in enumerate(home.members)}
-        ranked = {order.get(id(leaves[i].layout)): i for i in positions}
-        if len(positions) == len(order) and set(ranked) == set(order.values()):
-            complete[key] = ([ranked[k] for k in range(len(order))], home)
-    return complete
-
-
-def split_buffers(t: Any) -> Buffers:
-    """``t`` as few tensors."""
-    return split_alike(t)[0]
-
-
-def split_alike(*trees: Any) -> list[Buffers]:
-    """Trees of one structure as few tensors, cut at the same places in each."""
-    flats = [tree.flatten(t, is_leaf=is_sharded) for t in trees]
-    for t, (_, treedef) in zip(trees[1:], flats[1:], strict=True):
-        if treedef != flats[0][1]:
-            tree.check_same_structure(trees[0], t)
-    complete = [complete_homes(leaves) for leaves, _ in flats]
-    first = flats[0][0]
-    homes: list[dict[int, Home]] = [
-        {p[0]: home for p, home in groups.values()} for groups in complete
-    ]
-    positions = [{tuple(p) for p, _ in groups.values()} for groups in complete]
-    shared = set.intersection(*positions)
-    inside = {i: p for p in shared for i in p}
-    cuts: list[tuple[int, ...]] = []
-    seen: set[tuple[int, ...]] = set()
-    for i in range(len(first)):
-        p = inside.get(i, (i,))
-        if p not in seen:
-            seen.add(p)
-            cuts.append(p)
-    out = []
-    for (leaves, treedef), by_start, t in zip(flats, homes, trees, strict=True):
-        groups = [(list(p), by_start[p[0]] if p in shared else None) for p in cuts]
-        paths = lambda t=t: tree.paths(t, is_leaf=is_sharded)  # noqa: E731
-        out.append(Buffers(treedef, leaves, groups, paths))
-    return out
+            new._version = flat._version
+        return new

@@ -12,15 +12,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from fsfunc import tree
-from fsfunc.homes import settle, side_by_side
 from fsfunc.layout import pack_flat
-from fsfunc.sharded import (
-    Home,
-    Sharded,
-    is_sharded,
-    split_alike,
-    split_buffers,
-)
+from fsfunc.packing import repack, side_by_side, split_alike, split_buffers
+from fsfunc.sharded import FlatShard, Sharded, is_sharded
 from fsfunc.slices import take
 
 AT = {"data": 1}
@@ -29,13 +23,13 @@ SHAPES = st.lists(
 )
 
 
-def home_of(shapes, size=2, buffer="u", names=None, at=None):
+def packed_of(shapes, size=2, buffer="u", names=None, at=None):
     """A home of leaves 0, 1, 2 ... one after another, as rank ``at`` holds it."""
     at = AT if at is None else at
     names = [f"leaf{i}" for i in range(len(shapes))] if names is None else names
     layouts = pack_flat(shapes, torch.float32, names, ["data"], size, buffer)
     place = layouts[0].flat
-    home = Home(layouts, torch.zeros(place.chunk), at)
+    home = FlatShard(layouts, torch.zeros(place.chunk), at)
     start = 0
     for leaf, layout in zip(home.leaves(), layouts, strict=True):
         whole = torch.arange(start, start + layout.numel, dtype=torch.float32)
@@ -45,7 +39,7 @@ def home_of(shapes, size=2, buffer="u", names=None, at=None):
 
 
 def leaf(name="blocks/3/w"):
-    return home_of([(4, 3)], names=[name]).leaves()[0]
+    return packed_of([(4, 3)], names=[name]).leaves()[0]
 
 
 USES = {
@@ -109,13 +103,13 @@ def test_maps_see_the_local_part_and_keep_the_layout():
     x = leaf()
     for mapped in (optree.tree_map, torch_pytree.tree_map, tree.map):
         y = mapped(lambda t: 2 * t, {"w": x})["w"]
-        assert y.layout is x.layout and y.home is None
+        assert y.layout is x.layout and y.packed is None
         assert torch.equal(y.local, 2 * x.local)
     assert tree.paths({"w": x}) == ["w"]
 
 
 def test_trees_of_other_layouts_do_not_map_together():
-    one, other = home_of([(4, 3)]).leaves(), home_of([(3, 4)]).leaves()
+    one, other = packed_of([(4, 3)]).leaves(), packed_of([(3, 4)]).leaves()
     with pytest.raises(
         ValueError, match="(?s)static data of Sharded differ.*4, 3.*3, 4"
     ):
@@ -123,7 +117,7 @@ def test_trees_of_other_layouts_do_not_map_together():
 
 
 def test_copies_clone_the_part_alone():
-    home = home_of([(100,), (100,)])
+    home = packed_of([(100,), (100,)])
     x = home.leaves()[1]
     written = io.BytesIO()
     torch.save(x, written)
@@ -135,7 +129,7 @@ def test_copies_clone_the_part_alone():
 
 
 def test_the_parts_of_a_home_are_views_of_it():
-    home = home_of([(3,), (), (0, 2), (4,)])
+    home = packed_of([(3,), (), (0, 2), (4,)])
     assert home.flat.tolist() == [4, 5, 6, 7]  # rank 1 of 0 1 2 | 3 | | 4 5 6 7
     assert [x.local.tolist() for x in home.leaves()] == [[], [], [], [4, 5, 6, 7]]
     home.leaves()[3].local.zero_()
@@ -143,7 +137,7 @@ def test_the_parts_of_a_home_are_views_of_it():
 
 
 def test_a_whole_buffer_shows_what_it_was_gathered_from():
-    home = home_of([(4,)])
+    home = packed_of([(4,)])
     assert not home.shows(torch.float32)
     home.keep(torch.arange(4.0))
     assert home.shows(torch.float32) and not home.shows(torch.bfloat16)
@@ -158,7 +152,7 @@ def values(t):
 @given(SHAPES, st.integers(1, 4), st.data())
 def test_buffers_are_the_tree_as_few_tensors(shapes, size, data):
     at = {"data": data.draw(st.integers(0, size - 1))}
-    t = {"a": home_of(shapes, size, at=at).leaves(), "b": home_of([(3,)]).leaves()}
+    t = {"a": packed_of(shapes, size, at=at).leaves(), "b": packed_of([(3,)]).leaves()}
     buffers = split_buffers(t)
     assert len(buffers.tensors) == 2 == len(buffers.paths)
     doubled = buffers.rebuild([2 * x for x in buffers.tensors])
@@ -171,7 +165,7 @@ def test_buffers_are_the_tree_as_few_tensors(shapes, size, data):
 
 
 def test_trees_are_cut_alike_or_leaf_by_leaf():
-    home = home_of([(3,), (4,)])
+    home = packed_of([(3,), (4,)])
     flat, loose = home.leaves(), tree.map(torch.clone, home.leaves())
     assert [len(b.tensors) for b in split_alike(flat, flat)] == [1, 1]
     assert [len(b.tensors) for b in split_alike(flat, loose)] == [2, 2]
@@ -181,42 +175,42 @@ def test_trees_are_cut_alike_or_leaf_by_leaf():
 @given(SHAPES, st.integers(1, 4), st.data())
 def test_settling_packs_what_lost_its_home(shapes, size, data):
     at = {"data": data.draw(st.integers(0, size - 1))}
-    home = home_of(shapes, size, at=at)
+    home = packed_of(shapes, size, at=at)
     once = tree.map(torch.clone, home.leaves())
     # Parameters, moments, and a few of an average after them again.
     t = {"p": once, "v": tree.map(torch.neg, once), "z": once[1:]}
-    settled = settle(t, at)
+    settled = repack(t, at)
     assert values(settled) == values(t)
     assert len(split_buffers(settled).tensors) == 3 - (len(shapes) == 1)
     whole = split_buffers(settled["p"])
     assert len(whole.tensors) == 1 and whole.tensors[0].shape == home.flat.shape
-    assert settle(settled, at) is settled
+    assert repack(settled, at) is settled
 
 
 def test_buffers_of_one_name_stay_apart():
     """Two trees whose buffers start with a leaf of one name: nothing overlaps."""
-    one = home_of([(4,), (2,)], names=["a", "b"]).leaves()
-    other = home_of([(4,), (2,)], names=["a", "c"]).leaves()
+    one = packed_of([(4,), (2,)], names=["a", "b"]).leaves()
+    other = packed_of([(4,), (2,)], names=["a", "c"]).leaves()
     t = tree.map(torch.clone, [*one, *other])
     assert side_by_side(t, range(4)) == [[0, 1], [2, 3]]
-    assert values(settle(t, AT)) == values(t)
+    assert values(repack(t, AT)) == values(t)
     assert side_by_side([one[1], other[1]], range(2)) == [[0], [1]]
 
 
 @pytest.mark.parametrize("kind", ["requires grad", "vmap"])
 def test_what_somebody_transforms_is_not_copied(kind):
-    (x,) = tree.map(torch.clone, home_of([(4,)]).leaves())
+    (x,) = tree.map(torch.clone, packed_of([(4,)]).leaves())
     if kind == "requires grad":
         x.local.requires_grad_()
     else:
         x = x.with_local(x.local.expand(3, -1))
-    assert settle([x], AT)[0] is x
+    assert repack([x], AT)[0] is x
 
 
 def test_a_donated_leaf_says_so():
     x = leaf()
     x.spent = "it was donated"
-    for use in (lambda: x.local, lambda: split_buffers([x]), lambda: settle([x], AT)):
+    for use in (lambda: x.local, lambda: split_buffers([x]), lambda: repack([x], AT)):
         with pytest.raises(RuntimeError, match="'blocks/3/w': it was donated"):
             use()
     assert isinstance(x, Sharded) and x.shape == (4, 3)

@@ -26,9 +26,10 @@ from fsfunc.checkpointing.reading import Request, read, requests
 from fsfunc.comm.mesh import Here
 from fsfunc.donated import refuse_spent, spend
 from fsfunc.layout import Coordinates
+from fsfunc.packing import PackedTree, split_buffers
 from fsfunc.placements import describe
 from fsfunc.save_guard import is_held
-from fsfunc.sharded import Buffers, Sharded, is_sharded, split_buffers
+from fsfunc.sharded import Sharded, is_sharded
 
 __all__ = ["fill", "load"]
 
@@ -152,7 +153,7 @@ def _room(x: Any, device: Any) -> Any:
 
 
 def _own_memory(
-    target: Any, buffers: Buffers, device: Any
+    target: Any, buffers: PackedTree, device: Any
 ) -> tuple[list[Any], Callable[[], None]]:
     """The target's own memory, as few tensors; and what marks the target as spent."""
     leaves = tree.leaves(target, is_leaf=is_sharded)

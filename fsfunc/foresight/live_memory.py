@@ -145,7 +145,7 @@ def live_bytes(*given: Any) -> Iterator[Living]:
 
 def _held(trees: Any) -> Iterator[Tensor]:
     for x in tree.leaves(trees, is_leaf=is_sharded):
-        home = x.home if isinstance(x, Sharded) else None
+        home = x.packed if isinstance(x, Sharded) else None
         if home is not None:
             yield home.flat
             if home.whole is not None:

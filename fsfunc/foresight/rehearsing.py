@@ -71,13 +71,12 @@ class Rehearsal(Tracer):
         self.observer, self.repeat = observer, repeat
         self.scripts: dict[Any, Script | None] = {}
         self.derived: dict[str, int] = {}
-        self.orders: dict[int, Any] = {}  # of buffers, by ``shard``: see there
         self._kept: list[tuple[str, list[int], int]] = []
 
     def begin(self) -> Observer:
         """An observer for the next run, with an empty book."""
         self.observer = Observer()
-        self.derived, self._kept, self.orders = {}, [], {}
+        self.derived, self._kept = {}, []
         return self.observer
 
     def body(self, call: Any, params: Any, inputs: Any, keywords: Any) -> Any:

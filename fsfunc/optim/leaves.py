@@ -11,8 +11,9 @@ from torch import Tensor
 
 from fsfunc import _torch, tree
 from fsfunc.comm.groups import strided
+from fsfunc.packing import split_alike
 from fsfunc.placements import describe
-from fsfunc.sharded import Sharded, is_sharded, split_alike
+from fsfunc.sharded import Sharded, is_sharded
 
 Tree = Any
 Mask = Callable[[str, Any], bool]  # (path, leaf) -> whether it applies to that leaf
@@ -127,16 +128,16 @@ def first_unfit(
     alike: set[tuple[int, int]] = set()
     for i in positions:
         leaf, other = leaves[i], others[i]
-        home = leaf.home if is_sharded(leaf) else None
-        its = other.home if is_sharded(other) else None
-        odd = home is None or its is None or home.coordinates != its.coordinates
-        if odd or leaf.spent or other.spent:
+        home = leaf.packed if is_sharded(leaf) else None
+        its = other.packed if is_sharded(other) else None
+        if home is None or its is None or home.coordinates != its.coordinates:
             if not _fits(leaf, other):
                 return i
-            continue
-        if leaf.layout is not other.layout and not _same_place(leaf, other):
+        elif leaf.layout is not other.layout and not _same_place(leaf, other):
             return i
-        if (pair := (id(home), id(its))) not in alike:
+        elif leaf.spent or other.spent:
+            (leaf if leaf.spent else other).check()  # which raises
+        elif (pair := (id(home), id(its))) not in alike:
             if not _fits(home.flat, its.flat):
                 return i
             alike.add(pair)

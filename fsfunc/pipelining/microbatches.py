@@ -17,7 +17,8 @@ from fsfunc.comm.groups import RankGroup
 from fsfunc.inputs import arguments, refuse, rows_of
 from fsfunc.layout import Owned
 from fsfunc.losses import Weighted
-from fsfunc.sharded import is_sharded, split_buffers
+from fsfunc.packing import split_buffers
+from fsfunc.sharded import is_sharded
 from fsfunc.tracing.programs import Outputs, Spec
 
 __all__ = [

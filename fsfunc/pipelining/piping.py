@@ -206,9 +206,10 @@ class Pipelining(Interpretation):
     def _differentiate(self, depth: int, number: int, call: GradientCall) -> Outcome:
         """What a gradient call comes down to: the actions of this rank."""
         f = frame()
-        leaves = Leaves(call.args, call.argnums)
-        values = [x.detach().requires_grad_() for x in leaves.tensors]
-        args = leaves.args(values)
+        leaves = Leaves(call.args, call.argnums, call.packed, call.parts)
+        picked = [x.detach().requires_grad_() for x in leaves.tensors]
+        args = leaves.args(picked)
+        values = [*picked, *leaves.every_part(args)]
         cuts = cut_batch(args, call.keywords, call.argnums, self.n)
         parts, count = folded(cuts)
         batches = [
@@ -238,7 +239,7 @@ class Pipelining(Interpretation):
             results = [worker.results[m] for m in range(self.n)]
         summed = combined(results, [p.share for p in parts])
         total, weight, aux = _own(everywhere(summed, where, source))
-        grads = leaves.grads([x.grad if runs else torch.zeros_like(x) for x in values])
+        grads = leaves.grads([x.grad if runs else torch.zeros_like(x) for x in picked])
         due = (functools.partial(sum_shared, where=where),)
         return Outcome(total, weight, grads, aux, count, due, own=True)
 

@@ -13,7 +13,7 @@ from fsfunc import _torch
 from fsfunc.autodiff import GradientCall, Outcome
 from fsfunc.auxiliary import added
 from fsfunc.frames import Interpretation, frame, inside
-from fsfunc.sharded import split_alike
+from fsfunc.packing import split_alike
 from fsfunc.transforms.microbatches import Microbatches
 from fsfunc.transforms.transforming import transformed
 

@@ -19,22 +19,22 @@ from fsfunc.comm.collective_ops import apply_map
 from fsfunc.comm.crossings import MEAN
 from fsfunc.comm.groups import RankGroup, group, strided
 from fsfunc.comm.linear_maps import LinearMap
-from fsfunc.comparing import compare, whole_values
+from fsfunc.comparison import compare, whole_values
 from fsfunc.sharded import is_sharded
-from fsfunc.transforms.sessions import Session
+from fsfunc.transforms.gathering import ShardRuntime
 
 __all__ = ["averaged", "check_whole"]
 
 _SUM = LinearMap("psum", "M", "M")
 
 
-def averaged(outcome: Outcome, session: Session, at: Any) -> Outcome:
+def averaged(outcome: Outcome, runtime: ShardRuntime, at: Any) -> Outcome:
     """Loss, weight, floating scalars of aux and plain gradients: means over ranks.
 
     What of aux is summed, is summed over them.
     """
-    where = group(session.mean_axes, at)
-    n = session.mean_size
+    where = group(runtime.mean_axes, at)
+    n = runtime.mean_size
     if n == 1:
         return outcome
     aux, spec = tree.flatten(outcome.aux, is_leaf=is_summed)
@@ -60,37 +60,37 @@ def averaged(outcome: Outcome, session: Session, at: Any) -> Outcome:
         outcome,
         total=means[0].to(outcome.total.dtype),
         weight=weight,
-        grads=_plain(outcome.grads, session, where),
+        grads=_plain(outcome.grads, runtime, where),
         aux=tree.unflatten(spec, aux),
     )
 
 
-def check_whole(session: Session, where: RankGroup) -> None:
+def check_whole(runtime: ShardRuntime, where: RankGroup) -> None:
     """Raises where ranks differentiate unlike values of what must be one value.
 
     Raises:
         RanksDiffer: on every rank.
     """
     paths, leaves, _ = tree.flatten_with_paths(
-        session.differentiated, is_leaf=is_sharded
+        runtime.differentiated, is_leaf=is_sharded
     )
     mine = [
-        x if isinstance(x, Tensor) and session.averages(x) else None for x in leaves
+        x if isinstance(x, Tensor) and runtime.averages(x) else None for x in leaves
     ]
     if any(x is not None for x in mine):
         compare([whole_values(paths, mine, where.link.notes)], where)
 
 
-def _plain(grads: Any, session: Session, where: RankGroup) -> Any:
+def _plain(grads: Any, runtime: ShardRuntime, where: RankGroup) -> Any:
     """The gradients of whole parameters as means; a rank's own stay its own."""
-    leaves, treedef = tree.flatten(tuple(session.differentiated), is_leaf=is_sharded)
+    leaves, treedef = tree.flatten(tuple(runtime.differentiated), is_leaf=is_sharded)
     found: list[Any] = treedef.flatten_up_to(grads)  # type: ignore[arg-type]
     shared = [
         i
         for i, x in enumerate(leaves)
         if isinstance(x, Tensor)
         and isinstance(found[i], Tensor)
-        and session.ownership.is_one_value(x)
+        and runtime.ownership.is_one_value(x)
     ]
     means = _packed([found[i] for i in shared], MEAN, where, "plain gradients")
     for i, x in zip(shared, means, strict=True):

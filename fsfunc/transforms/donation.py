@@ -14,7 +14,7 @@ from fsfunc import _torch, tree
 from fsfunc.donated import Donation, refuse_spent, spend, unspend, why_spent
 from fsfunc.frames import frame, inside
 from fsfunc.save_guard import is_held
-from fsfunc.sharded import Home, Sharded, is_sharded
+from fsfunc.sharded import FlatShard, Sharded, is_sharded
 
 __all__ = ["donate"]
 
@@ -112,7 +112,7 @@ class _Memory:
         homes, parts, seats = {}, [], []
         self.written: list[Tensor] = []
         for leaf in leaves:
-            home = leaf.home if isinstance(leaf, Sharded) else None
+            home = leaf.packed if isinstance(leaf, Sharded) else None
             x = leaf._part if isinstance(leaf, Sharded) else leaf
             if home is not None:
                 homes[id(home)] = home
@@ -134,7 +134,7 @@ class _Memory:
             return list(map(version, self.written))
 
 
-def _wholes(homes: Iterable[Home]) -> Iterator[Tensor]:
+def _wholes(homes: Iterable[FlatShard]) -> Iterator[Tensor]:
     """The buffers that homes lie in, where the state keeps them whole."""
     for home in homes:
         for x in (home.whole, home.flat._base):

@@ -1,23 +1,15 @@
-"""A sharded unit: gather, run, forget; gather again for the backward, and reduce.
+"""A sharded call as it runs on one rank: what is gathered, and where gradients go.
 
-Two small ``autograd.Function`` frame the unit's own graph, which stays ordinary:
-
-``_Enter``  brings the parameters in as views of the gathered buffer; its backward has
-            all their gradients, writes them into one buffer and reduces it.
-``_Exit``   lets the outputs out; its backward comes first, and gathers again.
-
-After the forward pass the unit's part of the graph is walked once, and the saved
-tensors that lie in the gathered buffer get hooks that keep (shape, stride, offset) in
-place of the data. Nothing is hooked while the function runs, so autograd's version
-checks and other people's hooks keep working; and since a hooked tensor is unpacked with
-its own history, the backward can be differentiated again.
+A leaf's way to its gradient: a :class:`~fsfunc.sharded.Sharded` leaf lies in a
+:class:`~fsfunc.sharded.FlatShard`; a unit call that reads it has a
+:class:`GatheredCall` of that buffer; the :class:`ShardRuntime` of the call around
+gathers the buffer, and reduces the gradient that comes back.
 """
 
 from __future__ import annotations
 
 import weakref
-from collections.abc import Sequence
-from dataclasses import dataclass, field
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
@@ -26,266 +18,503 @@ from torch import Tensor
 from fsfunc import _torch
 from fsfunc.arena import Arena
 from fsfunc.comm.attribution import label
-from fsfunc.comm.groups import strided
-from fsfunc.layout import Layout
-from fsfunc.sharded import Home
+from fsfunc.comm.backends.link import Done, Handle
+from fsfunc.comm.groups import RankGroup, strided
+from fsfunc.frames import frame, running
+from fsfunc.memory_kinds import count_as
+from fsfunc.sharded import FlatShard, Parts, View
+from fsfunc.transforms.ownership import Ownership
+from fsfunc.transforms.wire import Gather, Reduction
 
-__all__ = ["Arena", "Box", "Gathered", "Passage", "Use", "enter", "leave"]
+__all__ = ["GatheredCall", "ShardRuntime"]
+
+Micro = tuple[tuple[int, int], ...]
 
 
-class Box:
-    """A buffer that a unit call gathered, while it is held.
+class GatheredCall:
+    """What one unit call has of one buffer: the whole, while it is held.
+
+    Nothing in it leads to a graph: the graph holds the runtime, which looks from one
+    call to its neighbours, and a way back would be a circle, in which gradients wait
+    for the garbage collector. So the buffer is held weakly: it may have a history.
 
     Args:
-        home: whose; held weakly, since what the home holds may have a history, which
-            leads to the session that holds this box.
-        full: the whole buffer, until it is dropped.
-        kept: whether it is the home's own whole buffer: never dropped.
+        name, key, micro: of the unit call: its name, which call it was of each body
+            around it, and its microbatches.
+        shard: the buffer; ``views``: how the leaves that the call reads lie in it.
+        dtype: in which it is gathered; ``reduce``: in which its gradient is reduced.
+        keeps: whether the runtime keeps the gradient, past autograd.
+
+    Attributes:
+        full: the whole buffer in ``dtype``, until it is dropped.
+        lasts: whether the state keeps it: nothing may be written over it.
+        shared: whether the call before it held the same one: neighbours share it.
+        forgets: whether the graph forgot what the unit saved: it is gathered again.
+        grad: the gradient so far, of the calls after it that share the buffer.
     """
 
-    __slots__ = ("_home", "full", "dtype", "kept", "grad", "_version")
+    __slots__ = (
+        "name", "key", "micro", "views", "dtype", "reduce", "keeps", "full", "lasts",
+        "shared", "forgets", "grad", "_shard", "_version",
+    )  # fmt: skip
 
     def __init__(
         self,
-        home: Home,
-        full: Tensor | None,
+        name: str,
+        key: tuple[int, ...],
+        micro: Micro,
+        shard: FlatShard,
+        views: list[View],
         dtype: torch.dtype,
-        kept: bool = False,
+        reduce: torch.dtype | None = None,
+        keeps: bool = False,
     ):
-        self._home = weakref.ref(home)
-        self.full, self.dtype, self.kept = full, dtype, kept
-        self._version = _version(home)
-        # Of the calls so far, where neighbours share the buffer.
+        self.name, self.key, self.micro, self.views = name, key, micro, views
+        self.dtype, self.reduce, self.keeps = dtype, reduce or dtype, keeps
+        self._shard, self._version = weakref.ref(shard), shard.version
+        self.full: Tensor | None = None
+        self.lasts = self.shared = self.forgets = False
         self.grad: Tensor | None = None
 
     @property
-    def home(self) -> Home | None:
-        """The home, for as long as somebody else holds it."""
-        return self._home()
+    def shard(self) -> FlatShard | None:
+        """The buffer, for as long as somebody else holds it."""
+        return self._shard()
 
-    def shows(self, home: Home) -> bool:
-        """Whether it is of ``home``, as new as that is."""
-        return self._home() is home and self._version == _version(home)
+    def shows(self, shard: FlatShard, dtype: torch.dtype) -> bool:
+        """Whether it holds what ``shard`` is now, in ``dtype``."""
+        same = self.full is not None and self._shard() is shard
+        return same and self.dtype == dtype and self._version == shard.version
 
-    def check(self, home: Home) -> None:
+    def take_over(self, other: GatheredCall) -> None:
+        """Holds what ``other`` does, if that is what this one was given."""
+        same = self._shard() is other._shard() and self.dtype == other.dtype
+        if self.full is None and same and self._version == other._version:
+            self.full, self.lasts = other.full, other.lasts
+
+    def check(self, shard: FlatShard) -> None:
         """Raises where the weights were written over since they were gathered."""
-        if self._version != _version(home):
+        if self._version != shard.version:
             raise RuntimeError(
-                f"{home.members[0].name!r} and what lies beside it was written over "
+                f"{shard.members[0].name!r} and what lies beside it was written over "
                 "since a unit used it, by a donated step or a load, and the backward "
                 "of that unit would gather the new values: take the gradients before "
                 "the update"
             )
 
-
-def _version(home: Home) -> int:
-    return 0 if home.flat.is_inference() else home.flat._version
-
-
-@dataclass
-class Use:
-    """One buffer in one unit call, and which leaves of the call lie in it."""
-
-    home: Home
-    positions: list[int]
-    layouts: list[Layout]
-    flat: Tensor  # differentiable where the home has no port
+    def parameters(self) -> list[Tensor]:
+        """The leaves, as views of the whole buffer."""
+        if (full := self.full) is None:
+            raise RuntimeError(f"unit {self.name!r} reads what is not gathered")
+        start, found = full.storage_offset(), []
+        for shape, steps, offset in self.views:
+            found.append(full.as_strided(shape, steps, start + offset))
+        return found
 
 
-@dataclass
-class Gathered:
-    """What a session keeps of a unit call: nothing in it leads to the graph.
+# The calls of one unit call: one for each buffer that it reads, nearly always one.
+Calls = list[GatheredCall]
 
-    The graph holds the session, which looks from one call to its neighbours: a way back
-    would be a circle, in which gradients wait for the garbage collector.
+
+class ShardRuntime:
+    """One gradient call, or one plain call, of a sharded function on one rank.
+
+    Args:
+        where: the group over which parameters are cut; ``replicas``: the group over
+            which the cut parameters are repeated, if any.
+        zero: as ``shard`` was asked; ``holds``: whether backwards find buffers whole.
+        gather, reduction: how buffers travel.
+        pool: memory for gathers and reductions.
+        shards: the buffers that the call was given.
+        ownership: whose its plain tensors are.
+        first: how many unit calls of the program came before.
+        differentiated: the arguments that a gradient call differentiates.
+        keeps: by identity, the buffers whose gradients are summed here, in ``grads``;
+            ``parts`` has the parts of their leaves that are used beside units.
+
+    Of ``accumulate`` loops within, the microbatches' gradients are summed before they
+    are reduced. One reduction is in flight at a time.
     """
 
-    key: tuple[int, ...]
-    boxes: list[Box] = field(default_factory=list)
-    hooked: bool = False  # whether the graph forgot what it saved of them
+    def __init__(
+        self,
+        where: RankGroup,
+        replicas: RankGroup | None,
+        *,
+        zero: int,
+        holds: bool,
+        gather: Gather,
+        reduction: Reduction,
+        pool: Arena,
+        coordinates: dict[str, int],
+        shards: Iterable[FlatShard],
+        ownership: Ownership,
+        first: int = 0,
+        differentiated: Sequence[Any] = (),
+        keeps: dict[int, FlatShard] | None = None,
+        parts: Parts | None = None,
+    ):
+        self.where, self.replicas, self.zero, self.holds = where, replicas, zero, holds
+        self.how_gathered, self.how_reduced = gather, reduction
+        self.pool, self.coordinates, self.ownership = pool, coordinates, ownership
+        self.differentiated = differentiated
+        self.size = where.size
+        self.mean_axes = (*(() if replicas is None else replicas.axis), *where.axis)
+        self.mean_size = self.size * (1 if replicas is None else replicas.size)
+        self.named: dict[str, list[FlatShard]] = {}  # several, of trees laid out alike
+        for shard in shards:
+            self.named.setdefault(shard.buffer, []).append(shard)
+        self.copy = 0  # which of them is read
+        self.first = first
+        self.count: dict[Micro, int] = {}  # unit calls so far, by microbatch
+        self.flights: dict[str, tuple[GatheredCall, Handle, Tensor]] = {}
+        self.recent: Calls = []
+        self.calls: dict[Micro, list[Calls]] = {}  # in the order of their outputs
+        self.depth = len(frame().micro)
+        self.keeps = {} if keeps is None else keeps
+        self.parts: Parts = {} if parts is None else parts
+        self.grads: dict[int, Tensor] = {}
+        self.due: dict[Any, tuple[FlatShard, Tensor, str, int]] = {}
+        self.in_flight: list[tuple[FlatShard, Handle | None, Tensor]] = []
 
-
-@dataclass
-class Passage:
-    """One unit call on its way through: what the graph holds for the backward."""
-
-    session: Any
-    name: str
-    gathered: Gathered
-    micro: tuple[tuple[int, int], ...]
-    uses: list[Use]
-    reduce: torch.dtype | None
-    apart: bool = False  # whether parameters' gradients are asked for one by one
+    def averages(self, x: Tensor) -> bool:
+        """Whether the gradient call will average the gradient of a whole parameter."""
+        return bool(self.differentiated) and self.ownership.is_one_value(x)
 
     @property
-    def boxes(self) -> list[Box]:
-        return self.gathered.boxes
+    def passed(self) -> int:
+        """How many unit calls of the program there were, up to here."""
+        return self.first + max(self.count.values(), default=0)
 
-    def views(self) -> list[Tensor]:
-        """The parameters, as views of the gathered buffers, use by use."""
-        return [
-            _view(box.full, layout)
-            for use, box in zip(self.uses, self.boxes, strict=True)
-            for layout in use.layouts
+    def goes_on_from(self, inner: ShardRuntime) -> None:
+        """A gradient call within has made its unit calls."""
+        self.first = inner.passed - max(self.count.values(), default=0)
+
+    def begin(self) -> None:
+        """A forward pass starts: what the last one left over is forgotten."""
+        self.drop(self.recent)
+        self.recent, self.calls, self.count = [], {}, {}
+        if self.zero == 3:  # memory before the odd page fault
+            self.pool.trim(2)
+            self.where.link.trim()
+
+    def close(self) -> None:
+        """Takes in what is still in flight, and forgets every buffer."""
+        self.drop(self.recent)
+        self.recent = []
+        for call, work, _ in self.flights.values():
+            work.wait()
+            self.drop([call])
+        self.flights.clear()
+
+    # Gathers
+
+    def _whole(self, shard: FlatShard, dtype: torch.dtype) -> Tensor | None:
+        """The whole buffer where this rank has it without a gather."""
+        if shard.place.size == 1 and shard.flat.dtype == dtype:
+            return shard.flat.detach()
+        return shard.whole if shard.shows(dtype) else None
+
+    def start(self, shard: FlatShard, dtype: torch.dtype) -> tuple[Tensor, Handle]:
+        """Puts a gather in flight, and says where it will arrive."""
+        place, how = shard.place, self.how_gathered
+        if place.size == 1:  # cut over no axis: a cast is all that is needed
+            source = shard.flat.detach().to(dtype)
+            return source, Done(source)
+        source = how.encode(shard.flat.detach(), dtype)
+        full = shard.whole if how.exact else None
+        if full is None or full.dtype != dtype:
+            full = self.pool.get(place.size * place.chunk, source.dtype, source)
+            count_as("gathered", [full])
+        out = full
+        if _torch.storage_key(full) == _torch.storage_key(shard.flat):
+            # The state lies in it, and stays what it is: `.data` has a version of its
+            # own. (Any other buffer's version tells graphs that it was written.)
+            out = full.data
+        if self.size == 1:
+            return full, Done(out.copy_(source))
+        return full, how.move(source, self.where, out, shard.name)
+
+    def arrived(self, shard: FlatShard, full: Tensor, dtype: torch.dtype) -> Tensor:
+        """What has arrived, as the whole buffer."""
+        if shard.place.size > 1 and not self.how_gathered.exact:
+            full = self.how_gathered.decode(full, dtype)
+        if self.zero in (1, 2):  # the state keeps it, until it changes
+            shard.keep(full)
+        return full
+
+    def gather(self, shard: FlatShard, dtype: torch.dtype) -> Tensor:
+        """The whole buffer: what is in flight, or a gather that is waited for."""
+        whole = self._whole(shard, dtype)
+        if whole is not None:
+            return whole
+        flight = self.flights.pop(shard.buffer, None)
+        if flight is not None:
+            call, work, _ = flight
+            work.wait()
+            if call.full is not None and call.shows(shard, dtype):
+                return self.arrived(shard, call.full, dtype)
+            self.drop([call])
+        full, work = self.start(shard, dtype)
+        work.wait()
+        return self.arrived(shard, full, dtype)
+
+    def gather_again(self, shard: FlatShard, call: GatheredCall) -> Tensor:
+        """The same for a backward, which wants what the forward had."""
+        call.check(shard)
+        return self.gather(shard, call.dtype)
+
+    def _send_for(self, shard: FlatShard, dtype: torch.dtype, now: Calls) -> None:
+        """Puts the gather of a buffer in flight, unless a neighbour ``now`` has it."""
+        name = shard.buffer
+        if name in self.flights or self.size == 1:
+            return
+        if "+" in name and any(c.shows(shard, c.dtype) for c in now):
+            return
+        if self._whole(shard, dtype) is None:
+            call = GatheredCall("", (), (), shard, [], dtype)
+            call.full, work = self.start(shard, dtype)
+            # What is sent is held to the end, on all ranks alike: no donated step
+            # writes into it meanwhile.
+            self.flights[name] = call, work, shard.flat.detach()
+
+    def take(
+        self, calls: Calls, shards: Sequence[FlatShard], dtype: torch.dtype | None
+    ) -> Calls:
+        """Brings in what a unit call reads, and sends for what the next one will."""
+        if running().recompute:
+            return self._take_again(calls, shards)
+        old, self.recent = self.recent, calls
+        holds = self.holds and torch.is_grad_enabled()
+        for call, shard in zip(calls, shards, strict=True):
+            if "+" in shard.buffer:
+                for c in old:
+                    call.take_over(c)
+                call.shared = call.full is not None
+            if call.shared:
+                continue
+            call.full = self._whole(shard, call.dtype)
+            call.lasts = call.full is not None
+            if call.full is None:
+                if not holds:
+                    self.drop(old)  # before the new one is waited for
+                call.full = self.gather(shard, call.dtype)
+                call.lasts = shard.whole is call.full
+        if not holds:
+            self.drop(old)
+        micro = calls[0].micro
+        at = self.count.get(micro, 0)
+        self.count[micro] = at + 1
+        if self.size > 1:
+            self._prefetch(self.first + at, shards, dtype)
+        return calls
+
+    def _prefetch(
+        self, at: int, shards: Sequence[FlatShard], dtype: torch.dtype | None
+    ) -> None:
+        """Sends for what comes after the program's call number ``at``."""
+        order = shards[0].members[0].order
+        if at + 1 >= len(order) or order[at] != tuple(s.buffer for s in shards):
+            return
+        for shard in shards:
+            for i, other in enumerate(self.named.get(shard.buffer, ())):
+                self.copy = i if other is shard else self.copy
+        for name in order[at + 1]:
+            alike = self.named.get(name, ())
+            if self.copy < len(alike):
+                shard = alike[self.copy]
+                self._send_for(shard, dtype_of(shard, dtype), self.recent)
+
+    def _take_again(self, calls: Calls, shards: Sequence[FlatShard]) -> Calls:
+        """The same for a recompute: the calls of the first run, which last."""
+        every, at = self.find(calls[0])
+        first = every[at] if at >= 0 else []
+        calls = [
+            next((c for c in first if c.shard is s), call)
+            for call, s in zip(calls, shards, strict=True)
         ]
+        for call, shard in zip(calls, shards, strict=True):
+            if call.full is None:
+                call.full = self.gather_again(shard, call)
+                call.lasts = shard.whole is call.full or shard.place.size == 1
+        # The last unit's buffer is held still, for its own backward; each call's
+        # backward drops what the call took.
+        held = self.recent
+        self.recent = [*held, *(c for c in calls if not _among(c, held))]
+        if at == len(every) - 1:  # not one of several in an outer unit
+            self._look_back(every, at)
+        return calls
 
+    def leaves(self, calls: Calls) -> None:
+        """A call's outputs are out: the backward comes by in the reverse of this.
 
-def strides(shape: Sequence[int]) -> tuple[int, ...]:
-    """Those of a contiguous tensor."""
-    steps, step = [], 1
-    for n in reversed(shape):
-        steps.append(step)
-        step *= max(n, 1)
-    return tuple(reversed(steps))
+        Microbatch by microbatch: a pipeline has several under way.
+        """
+        if not running().recompute:
+            self.calls.setdefault(calls[0].micro, []).append(calls)
 
+    def drop(self, calls: Iterable[GatheredCall], but: Calls | None = None) -> None:
+        """Forgets gathered buffers; what ``but`` has of them lasts."""
+        for call in calls:
+            full, call.full = call.full, None
+            if full is not None and not call.lasts and self.pool.poison:
+                if not any(full is c.full for c in (*self.recent, *(but or ()))):
+                    self.pool.spoil(full)
 
-def _view(full: Tensor | None, layout: Layout) -> Tensor:
-    if full is None or layout.flat is None:
-        raise RuntimeError(f"{layout} is not gathered")
-    offset = full.storage_offset() + layout.flat.offset
-    shape = whole_shape(layout)
-    return full.as_strided(shape, strides(shape), offset)
+    # Backward
 
+    def find(self, call: GatheredCall) -> tuple[list[Calls], int]:
+        """The forward pass that the call was in, and where; -1: in none any more."""
+        every = self.calls.get(call.micro, [])
+        at = len(every) - 1
+        while at >= 0 and every[at][0].key != call.key:
+            at -= 1
+        return every, at
 
-def whole_shape(layout: Layout) -> tuple[int, ...]:
-    """The shape that a unit sees: what the parts before the flat one leave."""
-    if len(layout.parts) == 1:
-        return layout.shape
-    outer = Layout(layout.shape, layout.dtype, layout.parts[:-1])
-    at = {axis: 0 for axis in outer.axes}
-    at.update({p.axis: p.coordinate for p in outer.owned})
-    return outer.local_shape(at)
+    def _look_back(self, every: list[Calls], at: int) -> None:
+        """The calls after this one are done; the one before it comes next."""
+        if at < 0:
+            return
+        del every[at + 1 :]
+        if at > 0 and self.size > 1:
+            before = every[at - 1]
+            if before[0].forgets or running().recompute:
+                for c in before:
+                    if c.full is None and (shard := c.shard) is not None:
+                        self._send_for(shard, c.dtype, every[at])
 
+    def enters_backward(self, calls: Calls, shards: Sequence[FlatShard]) -> None:
+        """The cotangents of a call's outputs are here: gather again, look back."""
+        if calls[0].forgets:
+            for call, shard in zip(calls, shards, strict=True):
+                if call.full is None:
+                    call.full = self.gather_again(shard, call)
+        self._look_back(*self.find(calls[0]))
 
-class _Enter(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx, passage: Passage, token, *flats):  # type: ignore[override]
-        ctx.passage = passage
-        ctx.set_materialize_grads(False)
-        return (None if token is None else token.clone(), *passage.views())
+    def leaves_backward(self, calls: Calls) -> Calls:
+        """A call's gradients are out: its buffers go, but for those of a neighbour.
 
-    @staticmethod
-    def backward(ctx, token, *grads):  # type: ignore[override]
-        passage: Passage = ctx.passage
-        with label(passage.name, "backward"):
-            passage.session.left_backward(passage)
-            found, i = [], 0
-            for use, box in zip(passage.uses, passage.boxes, strict=True):
-                mine = grads[i : i + len(use.layouts)]
-                i += len(use.layouts)
-                if torch.is_grad_enabled():
-                    found.append(_reduce_again(passage, use, box, mine))
-                else:
-                    found.append(passage.session.gradient_of(passage, use, box, mine))
-        return (None, token, *found)
+        Returns the calls before it.
+        """
+        every, at = self.find(calls[0])
+        before = every[at - 1] if at > 0 else []
+        for call in calls:
+            if call.shared:
+                for c in before:
+                    c.take_over(call)
+        self.drop(calls, before)
+        return before
 
+    def gradient_of(
+        self,
+        call: GatheredCall,
+        shard: FlatShard,
+        grads: Sequence[Tensor | None],
+        before: Calls,
+    ) -> Tensor | None:
+        """Takes in one buffer's gradient; returns the buffer that is still to reduce.
 
-def _reduce_again(passage: Passage, use: Use, box: Box, grads: Sequence[Any]) -> Any:
-    """The reduction as differentiable collectives, for a backward of the backward."""
-    if not use.flat.requires_grad:
+        That is where the runtime does not keep it, and autograd carries it on.
+        """
+        buffer = self.collect(call, shard, grads)
+        if call.grad is not None:
+            buffer.add_(call.grad)
+            self.pool.spoil(call.grad)
+            call.grad = None
+        if call.shared:
+            for c in before:
+                if c.shard is shard and c.keeps == call.keeps:
+                    c.grad = buffer  # the call before reduces it
+                    return None
+        if not call.keeps:
+            return buffer
+        self._add(call, shard, buffer)
         return None
-    place, parts, at = use.home.place, [], 0
-    for layout, g in zip(use.layouts, grads, strict=True):
-        offset, shape = _flat(layout).offset, whole_shape(layout)
-        parts.append(use.flat.new_zeros(offset - at))
-        g = use.flat.new_zeros(shape) if g is None else g
-        parts.append(strided(g).reshape(-1).to(use.flat.dtype))
-        at = offset + g.numel()
-    parts.append(use.flat.new_zeros(place.size * place.chunk - at))
-    session = passage.session
-    return session.handler.reduce(torch.cat(parts), session, use.home)
+
+    def collect(
+        self, call: GatheredCall, shard: FlatShard, grads: Sequence[Tensor | None]
+    ) -> Tensor:
+        """The gradients in one buffer, in the dtype of the reduction."""
+        while self.in_flight:  # its buffer is what this one may lie in
+            self._finish(*self.in_flight.pop(0))
+        place, dtype = shard.place, call.reduce
+        count = place.size * place.chunk
+        if self.size > 1:
+            buffer = self.pool.get(count, dtype, shard.flat)
+        else:  # it becomes the gradient: no larger memory than that
+            buffer = shard.flat.new_empty(count, dtype=dtype)
+        count_as("gradients", [buffer, *grads])
+        targets, sources, at = [], [], 0
+        start = buffer.storage_offset()
+        for (shape, steps, offset), g in zip(call.views, grads, strict=True):
+            if g is None:
+                continue
+            if offset > at:
+                buffer[at:offset].zero_()
+            at = offset + g.numel()
+            targets.append(buffer.as_strided(shape, steps, start + offset))
+            sources.append(g if g.layout == torch.strided else strided(g))
+        if at < count:
+            buffer[at:].zero_()
+        if targets:
+            torch._foreach_copy_(targets, sources)
+        return buffer
+
+    def _add(self, call: GatheredCall, shard: FlatShard, buffer: Tensor) -> None:
+        """Takes the gradient of one call, which it reduces when all are there."""
+        due = 1  # counted, not numbered: microbatches may come back in any order
+        for _, n in call.micro[self.depth :]:
+            due *= n
+        key, count = (id(shard), call.key), 1
+        if key in self.due:
+            _, held, _, before = self.due.pop(key)
+            buffer, count = held.add_(buffer), before + 1
+        if count < due or self.zero == 1:
+            self.due[key] = shard, buffer, call.name, count
+        else:
+            self._reduce(shard, buffer)
+
+    def _reduce(self, shard: FlatShard, buffer: Tensor) -> None:
+        """Puts a reduction in flight, and waits for the one before."""
+        work: Handle | None = None
+        if self.size > 1:
+            how, whole = self.how_reduced, shard.place.size == 1
+            work = how.move(how.encode(buffer), self.where, whole, shard.name)
+        self.in_flight.append((shard, work, buffer))
+        if len(self.in_flight) > 1:
+            self._finish(*self.in_flight.pop(0))
+
+    def _finish(self, shard: FlatShard, work: Handle | None, buffer: Tensor) -> None:
+        arrived = grad = buffer
+        if work is not None:
+            arrived = work.wait()
+            grad = self.how_reduced.decode(arrived, shard.flat.dtype)
+        if self.replicas is not None and self.replicas.size > 1:
+            arrived = grad = self.replicas.start("psum", grad, what=shard.name).wait()
+        count_as("gradients", [grad])
+        grad = grad.to(shard.flat.dtype)
+        count_as("gradients", [grad])
+        before = self.grads.get(id(shard))
+        self.grads[id(shard)] = grad if before is None else before.add_(grad)
+        if work is not None and arrived is not buffer:
+            self.pool.spoil(buffer)
+
+    def finish(self) -> None:
+        """Waits for all that is due; ``grads`` then has the sums over the ranks."""
+        for shard, buffer, name, _ in self.due.values():
+            with label(name, "backward"):
+                self._reduce(shard, buffer)
+        self.due.clear()
+        while self.in_flight:
+            self._finish(*self.in_flight.pop(0))
+        self.close()
 
 
-def _flat(layout: Layout) -> Any:
-    if layout.flat is None:
-        raise RuntimeError(f"{layout} lies in no buffer")
-    return layout.flat
+def dtype_of(shard: FlatShard, compute: torch.dtype | None) -> torch.dtype:
+    """In which dtype a buffer is gathered, where units compute in ``compute``."""
+    own = shard.flat.dtype
+    return own if compute is None or not own.is_floating_point else compute
 
 
-class _Exit(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx, passage: Passage, token, *outs):  # type: ignore[override]
-        ctx.passage = passage
-        ctx.set_materialize_grads(False)
-        # Detached, not returned as they are: a later in-place change of an output is
-        # allowed, and is seen by the version check where the unit saved it.
-        return (None if token is None else token.clone(), *[y.detach() for y in outs])
-
-    @staticmethod
-    def backward(ctx, token, *grads):  # type: ignore[override]
-        passage: Passage = ctx.passage
-        with label(passage.name, "backward"):
-            passage.session.enters_backward(passage)
-        return (None, token, *grads)
-
-
-def enter(passage: Passage, token: Tensor | None) -> tuple[Tensor | None, list[Tensor]]:
-    """The token and the call's parameters, differentiable where they should be."""
-    flats = [use.flat for use in passage.uses]
-    tracked = torch.is_grad_enabled() and (
-        token is not None or any(f.requires_grad for f in flats)
-    )
-    if not tracked:
-        return token, passage.views()
-    found: Any = _Enter.apply(passage, token, *flats)
-    if passage.apart:
-        # Each seen through a node of its own: to find what comes to one of a node's
-        # outputs the engine runs all that leads to any.
-        found = [None if x is None else x.view_as(x) for x in found]
-    token, *views = found
-    return token, views
-
-
-def leave(
-    passage: Passage,
-    token: Tensor | None,
-    views: Sequence[Tensor],
-    inputs: Sequence[Any],
-    outs: list[Any],
-    forget: bool,
-) -> tuple[Tensor | None, list[Any]]:
-    """The token and the outputs; what they saved of the parameters is forgotten."""
-    storages = {_torch.storage_key(v) for v in views}
-    for i, y in enumerate(outs):
-        if isinstance(y, Tensor) and _torch.storage_key(y) in storages:
-            outs[i] = y.clone()
-    tracked = [y for y in outs if isinstance(y, Tensor) and y.requires_grad]
-    if not tracked and token is None or not torch.is_grad_enabled():
-        return token, outs  # a token made without grad would cut the thread of units
-    if forget:
-        stop = {v.grad_fn for v in (*views, *inputs) if isinstance(v, Tensor)}
-        nodes = _torch.graph_nodes([y.grad_fn for y in tracked], stop)
-        at = 0
-        for use, box in zip(passage.uses, passage.boxes, strict=True):
-            # By the view: an inner unit's call may have dropped the box meanwhile.
-            first, at = views[at], at + len(use.layouts)
-            if not box.kept:
-                start = first.storage_offset() - _flat(use.layouts[0]).offset
-                pack, unpack = _forgetting(passage, use, box, start)
-                key = _torch.storage_key(first)
-                count = _torch.hook_saved(nodes, key, pack, unpack)
-                passage.gathered.hooked |= count > 0
-    passage.session.passed(passage)
-    token, *exits = _Exit.apply(passage, token, *tracked)
-    found = iter(exits)
-    outs = [
-        next(found) if isinstance(y, Tensor) and y.requires_grad else y for y in outs
-    ]
-    return token, outs
-
-
-def _forgetting(passage: Passage, use: Use, box: Box, start: int) -> tuple[Any, Any]:
-    """Hooks that keep the place of a saved tensor in place of its data."""
-
-    def pack(x: Tensor) -> tuple[Any, ...]:
-        return x.shape, x.stride(), x.storage_offset() - start
-
-    def unpack(packed: tuple[Any, ...]) -> Tensor:
-        shape, stride, offset = packed
-        full = box.full
-        if full is None:  # used beside its gradient's path: gathered for this use only
-            with label(passage.name, "backward"):
-                full = passage.session.gather_again(use.home, box)
-        return full.as_strided(shape, stride, full.storage_offset() + offset)
-
-    return pack, unpack
+def _among(call: GatheredCall, calls: Calls) -> bool:
+    return any(call is c for c in calls)

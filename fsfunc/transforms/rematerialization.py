@@ -90,8 +90,8 @@ class _Remat(Interpretation):
             tensors, places = [], []
             for i, x in enumerate(leaves):
                 if isinstance(x, Sharded):
-                    ported = x.home is not None and x.home.port is not None
-                    if x.local.requires_grad and not ported:
+                    part = x.local if x.packed is None else x._part
+                    if x.parts is None and part is not None and part.requires_grad:
                         tensors.append(x.local)
                         places.append(i)
                 elif isinstance(x, Tensor):

@@ -2,44 +2,38 @@
 
 from __future__ import annotations
 
-from collections import defaultdict
-from collections.abc import Callable
+import math
+from collections.abc import Callable, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from fsfunc import _torch, tree
+from fsfunc.arena import pool
 from fsfunc.autodiff import GradientCall, Outcome
 from fsfunc.comm.attribution import internal, label
 from fsfunc.comm.collective_ops import Dense, apply_map
-from fsfunc.comm.crossings import ENTER, GATHER, MEAN, REDUCE, LawError
+from fsfunc.comm.crossings import ENTER, LawError
 from fsfunc.comm.groups import RankGroup, group
 from fsfunc.comm.mesh import Axis, Here, Mesh, check_mesh, here
 from fsfunc.donated import refuse_spent
 from fsfunc.frames import Frame, Interpretation, frame, inside, running
-from fsfunc.homes import by_buffer, home_of, joined, settle
 from fsfunc.inputs import arguments, refuse
 from fsfunc.layout import Layout
-from fsfunc.sharded import Home, Sharded, is_sharded
+from fsfunc.packing import by_buffer, joined, packed_of, repack, repacked
+from fsfunc.sharded import FlatShard, is_sharded, whole_shape
 from fsfunc.tracing.recorder import Noted, Recorder
-from fsfunc.tracing.trial import check, signature
+from fsfunc.tracing.type_check import check, knows, learn, signature
 from fsfunc.transforms.averaging import averaged, check_whole
+from fsfunc.transforms.boundary import enter, leave, spread
 from fsfunc.transforms.derivatives import check_derivatives
-from fsfunc.transforms.gathering import (
-    Arena,
-    Gathered,
-    Passage,
-    Use,
-    enter,
-    leave,
-    whole_shape,
-)
+from fsfunc.transforms.gathering import GatheredCall, ShardRuntime, dtype_of
+from fsfunc.transforms.gradients import collected, kept_here
 from fsfunc.transforms.ownership import Ownership
-from fsfunc.transforms.ports import collected, open_ports
-from fsfunc.transforms.sessions import Session
 from fsfunc.transforms.transforming import transformed
+from fsfunc.transforms.wire import Gather, Reduction
 
 __all__ = ["Sharding", "shard"]
 
@@ -101,7 +95,12 @@ def shard(
 
 
 class Sharding(Interpretation):
-    """What ``shard`` makes of unit and gradient calls."""
+    """What ``shard`` makes of unit and gradient calls.
+
+    Args:
+        mesh, axis, zero, copies, reshard, min_bytes: what ``shard`` is asked.
+        gather, reduction: how buffers travel, see ``wire``.
+    """
 
     lays_out = True
     called = "shard"
@@ -110,17 +109,19 @@ class Sharding(Interpretation):
         self,
         mesh: Mesh,
         axis: tuple[str, ...],
-        zero: int,
-        copies: tuple[str, ...],
-        reshard: bool,
-        min_bytes: int,
+        zero: int = 3,
+        copies: tuple[str, ...] = (),
+        reshard: bool = True,
+        min_bytes: int = 0,
+        *,
+        gather: Gather | None = None,
+        reduction: Reduction | None = None,
     ):
         self.mesh, self.axis, self.zero, self.copies = mesh, axis, zero, copies
         self.min_bytes = min_bytes
-        self.keeps = not reshard
-        self.checked: set[Any] = set()
-        self.arenas: dict[int, Arena] = defaultdict(Arena)
-        self.orders: dict[tuple[int, str], list[tuple[str, ...]]] = {}
+        self.holds = not reshard
+        self.how_gathered = Gather() if gather is None else gather
+        self.how_reduced = Reduction() if reduction is None else reduction
 
     @property
     def configuration(self) -> tuple[tuple[str, Any], ...]:
@@ -128,21 +129,13 @@ class Sharding(Interpretation):
             ("axis", self.axis),
             ("zero", self.zero),
             ("replicate", self.copies),
-            ("reshard_after_forward", not self.keeps),
+            ("reshard_after_forward", not self.holds),
             ("min_bytes", self.min_bytes),
         )
 
     @property
     def axes(self) -> tuple[str, ...]:
         return (*self.copies, *self.axis)
-
-    def groups(self) -> tuple[RankGroup, RankGroup | None]:
-        at = here(self.mesh)
-        return group(self.axis, at), group(self.copies, at) if self.copies else None
-
-    def expect(self, rank: int, order: list[tuple[str, ...]]) -> None:
-        """Which buffers unit calls will want, in order: what to prefetch by."""
-        self.orders[rank, "plain"] = self.orders[rank, "gradient"] = order
 
     # A call of the transformed function
 
@@ -152,14 +145,16 @@ class Sharding(Interpretation):
         at = found.at or here(self.mesh)
         coordinates = at.mesh.coordinates(at.rank)
         with inside(found):
-            args, keywords = settle((args, keywords), coordinates)
-            session = self._session((args, keywords), "plain", at.rank, Ownership(args))
-            sessions = (*found.sessions, (self, session))
+            leaves, treedef = tree.flatten((args, keywords), is_leaf=is_sharded)
+            if repacked(leaves, coordinates):
+                args, keywords = tree.unflatten(treedef, leaves)
+            runtime = self._runtime(leaves, at.rank, Ownership(args))
+            sessions = (*found.sessions, (self, runtime))
             with inside(replace(found, sessions=sessions)):
                 out = f(*args, **keywords)
-            self._closed(session, "plain", at.rank)
+            runtime.close()
             self.ran(at)
-            return settle(out, coordinates)
+            return repack(out, coordinates)
 
     def entered(
         self, handler: Interpretation, f: Callable[..., Any], args: Any, keywords: Any
@@ -203,7 +198,7 @@ class Sharding(Interpretation):
             return
         if _torch.functorch_active() or _torch.fake_active():
             return
-        if not self.knows(at.rank, key):
+        if not knows(self, at.rank, key):
             refuse(
                 "array meta sparse",
                 "a sharded function",
@@ -212,50 +207,52 @@ class Sharding(Interpretation):
             )
             call = lambda *args, **keywords: self.call(f, args, keywords)  # noqa: E731
             check(call, args, keywords, at, (*at.mean, *self.axes))
-            self.checked.add((at.rank, key))
+            learn(self, at.rank, [key])
 
-    def knows(self, rank: int, key: Any) -> bool:
-        """Whether a call was looked at, or is like one in which nothing could be."""
-        return (rank, key) in self.checked or (rank, key[0]) in self.checked
+    def _runtime(
+        self, leaves: Sequence[Any], rank: int, ownership: Ownership, **more: Any
+    ) -> ShardRuntime:
+        """The runtime of a call that is given these leaves."""
+        at = here(self.mesh)
+        where = group(self.axis, at)
+        replicas = group(self.copies, at) if self.copies else None
+        coordinates = self.mesh.coordinates(rank)
+        shards: dict[int, FlatShard] = {}
+        for x in leaves:
+            if is_sharded(x) and (shard := x.packed) is not None:
+                if id(shard) not in shards and self._mine(x.layout):
+                    self._check_place(shard, coordinates, where)
+                    shards[id(shard)] = shard
+        return ShardRuntime(
+            where,
+            replicas,
+            zero=self.zero,
+            holds=self.holds,
+            gather=self.how_gathered,
+            reduction=self.how_reduced,
+            pool=pool(self.mesh, rank),
+            coordinates=coordinates,
+            shards=shards.values(),
+            ownership=ownership,
+            **more,
+        )
 
-    def _session(
-        self, values: Any, kind: str, rank: int, ownership: Ownership
-    ) -> Session:
-        homes = [
-            x.home
-            for x in tree.leaves(values, is_leaf=is_sharded)
-            if isinstance(x, Sharded) and x.home is not None and self._mine(x.layout)
-        ]
-        where, replicas = self.groups()
-        at, tracer = self.mesh.coordinates(rank), frame().tracer
-        tried = tracer is not None and not tracer.complete  # in another's place, too
-        for home in () if tried else homes:
-            theirs = dict(home.coordinates)
-            if theirs != {a: at[a] for a in theirs} or home.place.size not in (
-                1,
-                where.size,
-            ):
-                raise ValueError(
-                    f"{home.members[0]} is the part of {theirs} of {home.place.size} "
-                    f"ranks, but this is {at} of {self.mesh}: give each rank its own "
-                    "part (a list that spmd returned, passed on whole), or place the "
-                    "whole tensors anew"
-                )
-        order = self._known_orders().get((rank, kind), [])
-        arena = self.arenas[rank]
-        return Session(self, where, replicas, arena, homes, order, ownership)
-
-    def _closed(self, session: Session, kind: str, rank: int) -> None:
-        session.close()
-        if session.seen:
-            self._known_orders()[rank, kind] = session.seen
-
-    def _known_orders(self) -> dict[tuple[int, str], list[tuple[str, ...]]]:
-        """What is learned of the calls' order: by a plan, for as long as it runs."""
+    def _check_place(
+        self, shard: FlatShard, at: dict[str, int], where: RankGroup
+    ) -> None:
+        """Raises where a buffer is another rank's, or one of other ranks."""
+        own, size = shard.coordinates, shard.place.size
+        alike = size in (1, where.size)
+        for axis, i in own.items():
+            alike = alike and at[axis] == i
         tracer = frame().tracer
-        if tracer is None:
-            return self.orders
-        return tracer.orders.setdefault(id(self), dict(self.orders))
+        if not alike and (tracer is None or tracer.complete):  # or in another's place
+            raise ValueError(
+                f"{shard.members[0]} is the part of {dict(own)} of {size} "
+                f"ranks, but this is {at} of {self.mesh}: give each rank its own "
+                "part (a list that spmd returned, passed on whole), or place the "
+                "whole tensors anew"
+            )
 
     def _mine(self, layout: Layout) -> bool:
         flat = layout.flat
@@ -266,165 +263,181 @@ class Sharding(Interpretation):
     def unit(self, run: Callable[..., Any], call: Any) -> Callable[..., Any]:
         if call.frame.whole:  # its parameters are plain tensors, and its own
             return run
+        return partial(self._sharded, run, call)
 
-        def sharded(params: Any, *inputs: Any, **keywords: Any) -> Any:
-            leaves, treedef = tree.flatten(params, is_leaf=is_sharded)
-            mine = [i for i, x in enumerate(leaves) if self._reads(x, call)]
-            entered = not call.frame.path and self._enter_plain(
-                leaves, call, (inputs, keywords)
-            )
-            if not mine:
-                params = tree.unflatten(treedef, leaves) if entered else params
-                return run(params, *inputs, **keywords)
-            if call.frame.tracer is not None:
-                call.frame.tracer.takes(call.name, [leaves[i] for i in mine])
-            if _torch.functorch_active() or _torch.forward_ad_active():
-                check_derivatives(call, [leaves[i] for i in mine], (inputs, keywords))
-                self._compose(leaves, mine, call)
-                return run(tree.unflatten(treedef, leaves), *inputs, **keywords)
-            with label(call.name, "forward"):
-                passage, views, token = self._enter(leaves, mine, call)
-            out = run(tree.unflatten(treedef, leaves), *inputs, **keywords)
-            flat, spec = tree.flatten(out)
-            given = tree.leaves((inputs, keywords))
-            thread = running().thread
-            token = thread.token if thread is not None else token
-            forget = not running().recompute and not self.keeps
-            token, flat = leave(passage, token, views, given, flat, forget)
-            if thread is not None and token is not None:
-                thread.token = token
-            return tree.unflatten(spec, flat)
-
-        return sharded
-
-    def _reads(self, leaf: Any, call: Any) -> bool:
-        """Whether this call gathers the leaf: it is ours, and no inner unit's."""
-        if not isinstance(leaf, Sharded) or not self._mine(leaf.layout):
-            return False
-        owner = leaf.layout.flat.buffer.partition(":")[0]  # type: ignore[union-attr]
-        return call.unit.whole or not owner.startswith(call.name + "/")
-
-    def _enter_plain(self, leaves: list[Any], call: Any, inputs: Any) -> bool:
-        """Whole parameters as each rank's own: their gradients are means from here on.
-
-        Not those that the gradient call around will average itself.
-        """
-        session, entered = call.frame.session(self), False
-        functional = _torch.functorch_active()
-        for i, x in enumerate(leaves):
-            if not isinstance(x, Tensor) or not (x.requires_grad or functional):
-                continue
-            averaged = session is not None and session.averages(x)
-            if x.is_floating_point() and not (averaged and not functional):
-                if call.frame.staged:
-                    raise LawError(_MADE.format(call.name))
-                check_derivatives(call, [x], inputs)
-                at = here(self.mesh)
-                leaves[i], entered = apply_map(x, ENTER, group(self.axes, at)), True
-        return entered
-
-    def _enter(self, leaves: list[Any], mine: list[int], call: Any) -> Any:
-        """Takes in a call's parameters; ``leaves`` then hold the views."""
-        f = call.frame
-        session = f.session(self)
-        if session is None:
+    def _sharded(
+        self,
+        run: Callable[..., Any],
+        call: Any,
+        params: Any,
+        *inputs: Any,
+        **named: Any,
+    ) -> Any:
+        """A unit call: takes in its parameters, runs, lets its outputs out."""
+        leaves, treedef = tree.flatten(params, is_leaf=is_sharded)
+        f, mine, plain = call.frame, self._read(leaves, call), not call.frame.path
+        functional = _torch.functorch_active() or _torch.forward_ad_active()
+        if plain and (plain := self._own(leaves, f, functional)):
+            self._enter_plain(leaves, plain, call, (inputs, named))
+        if not mine:
+            params = tree.unflatten(treedef, leaves) if plain else params
+            return run(params, *inputs, **named)
+        if f.tracer is not None:
+            f.tracer.takes(call.name, [leaves[i] for i in mine])
+        runtime = f.session(self)
+        if runtime is None:
             raise RuntimeError(f"{call.name} runs outside the sharded function")
-        uses = []
-        for positions in by_buffer(leaves, mine):
-            chosen = [leaves[i] for i in positions]
-            home, flat = home_of(chosen, session.coordinates)
-            layouts = [x.layout for x in chosen]
-            uses.append(Use(home, positions, layouts, flat))
-        staged = f.handlers[0].decides
-        gathered = Gathered(call.numbers)
-        passage = Passage(session, call.name, gathered, f.micro, uses, f.reduce, staged)
-        session.take(passage, f.compute)
-        thread = running().thread
-        token, views = enter(passage, None if thread is None else thread.token)
+        if functional:
+            check_derivatives(call, [leaves[i] for i in mine], (inputs, named))
+            self._compose(leaves, mine, call, runtime)
+            return run(tree.unflatten(treedef, leaves), *inputs, **named)
+        now = running()
+        thread = now.thread
+        with label(call.name, "forward"):
+            calls, shards, flats, order = self._taken(leaves, mine, call, runtime)
+            calls = runtime.take(calls, shards, f.compute)
+            token = None if thread is None else thread.token
+            apart = f.staged
+            token, views = enter(runtime, calls, shards, flats, token, apart)
         if thread is not None and token is not None:
             thread.token = token
-        order = [i for use in uses for i in use.positions]
         for i, view in zip(order, views, strict=True):
             leaves[i] = view
-        return passage, views, token
+        out = run(tree.unflatten(treedef, leaves), *inputs, **named)
+        outs, spec = tree.flatten(out)
+        given = tree.leaves((inputs, named))
+        token = token if thread is None else thread.token
+        forget = not (now.recompute or self.holds)
+        token = leave(runtime, calls, shards, token, views, given, outs, forget)
+        if thread is not None and token is not None:
+            thread.token = token
+        return tree.unflatten(spec, outs)
 
-    def _compose(self, leaves: list[Any], mine: list[int], call: Any) -> None:
+    def _read(self, leaves: Sequence[Any], call: Any) -> list[int]:
+        """Which leaves this call gathers: those that are ours, and no inner unit's."""
+        mine, inner = [], "" if call.unit.whole else call.name + "/"
+        for i, x in enumerate(leaves):
+            if is_sharded(x) and (flat := x.layout.flat) is not None:
+                if flat.axes == self.axis or not flat.axes:
+                    if not (inner and flat.buffer.startswith(inner)):
+                        mine.append(i)
+        return mine
+
+    def _own(self, leaves: Sequence[Any], f: Any, functional: bool) -> list[int]:
+        """Which whole parameters somebody differentiates who takes no mean of it.
+
+        Not those whose gradient the gradient call around will average itself.
+        """
+        found, runtime = [], f.session(self)
+        for i, x in enumerate(leaves):
+            if isinstance(x, Tensor) and (functional or x.requires_grad):
+                averaged = runtime is not None and runtime.averages(x)
+                if x.is_floating_point() and (functional or not averaged):
+                    found.append(i)
+        return found
+
+    def _enter_plain(
+        self, leaves: list[Any], positions: list[int], call: Any, inputs: Any
+    ) -> None:
+        """Whole parameters as each rank's own: their gradients are means then."""
+        if call.frame.staged:
+            raise LawError(_MADE.format(call.name))
+        where = group(self.axes, here(self.mesh))
+        for i in positions:
+            check_derivatives(call, [leaves[i]], inputs)
+            leaves[i] = apply_map(leaves[i], ENTER, where)
+
+    def _taken(
+        self, leaves: list[Any], mine: list[int], call: Any, runtime: ShardRuntime
+    ) -> tuple[Any, ...]:
+        """A call's buffers; these and their ranges; positions, in the views' order."""
+        f, calls, shards, flats, order = call.frame, [], [], [], []
+        for positions in by_buffer(leaves, mine):
+            first = leaves[positions[0]]
+            if (shard := first.packed) is not None:
+                flat = shard.flat
+            else:
+                chosen = [leaves[i] for i in positions]
+                shard, flat = packed_of(chosen, runtime.coordinates)
+            keeps = first.parts is runtime.parts and id(shard) in runtime.keeps
+            views = []
+            for i in positions:
+                views.append(shard.views[id(leaves[i].layout)])
+            kind, how = dtype_of(shard, f.compute), f.reduce
+            numbers = call.numbers
+            one = GatheredCall(
+                call.name, numbers, f.micro, shard, views, kind, how, keeps
+            )
+            calls.append(one)
+            shards.append(shard)
+            flats.append(flat)
+            order += positions
+        return calls, shards, flats, order
+
+    def _compose(
+        self, leaves: list[Any], mine: list[int], call: Any, runtime: ShardRuntime
+    ) -> None:
         """The same by differentiable collectives, of any order and under any map."""
-        where, _ = self.groups()
         for positions in by_buffer(leaves, mine):
             chosen = [leaves[i] for i in positions]
-            place, at = chosen[0].layout.flat, here(self.mesh)
-            flat = joined(chosen, at.mesh.coordinates(at.rank))
+            place = chosen[0].layout.flat
+            flat = joined(chosen, runtime.coordinates)
             if call.frame.compute is not None and flat.is_floating_point():
                 flat = flat.to(call.frame.compute)
             name = f"{call.name}({chosen[0].layout.name})"
-            flat = self._spread(flat, where, place.size, name)
+            flat = spread(runtime, flat, place.size, name)
             for i, x in zip(positions, chosen, strict=True):
                 start, shape = x.layout.flat.offset, whole_shape(x.layout)
-                count = torch.Size(shape).numel()
-                leaves[i] = Dense.apply(flat[start : start + count].view(shape))
-
-    def _spread(self, flat: Tensor, where: RankGroup, size: int, name: str) -> Tensor:
-        """A rank's range as the whole buffer, under the mean over ranks."""
-        _, replicas = self.groups()
-        enter = replace(ENTER, what=name)
-        if replicas is not None:
-            flat = apply_map(flat, enter, replicas)
-        return apply_map(flat, replace(GATHER, what=name) if size > 1 else enter, where)
-
-    def reduce(self, flat: Tensor, session: Session, home: Home) -> Tensor:
-        """The transpose of :meth:`_spread`."""
-        how, mean = (replace(m, what=home.name) for m in (REDUCE, MEAN))
-        flat = apply_map(flat, how if self.zero else mean, session.where)
-        return (
-            flat
-            if session.replicas is None
-            else apply_map(flat, mean, session.replicas)
-        )
+                whole = flat[start : start + math.prod(shape)].view(shape)
+                leaves[i] = Dense.apply(whole)
 
     # Gradient calls
 
     def gradient(self, run: Callable[..., Any]) -> Callable[..., Any]:
         def sharded(call: GradientCall) -> Outcome:
             at, f = here(self.mesh), frame()
-            args = settle(call.args, at.mesh.coordinates(at.rank))
+            given = (call.args, call.keywords)
+            leaves, treedef = tree.flatten(given, is_leaf=is_sharded)
+            if repacked(leaves, at.mesh.coordinates(at.rank)):
+                args, keywords = tree.unflatten(treedef, leaves)
+                call = replace(call, args=args, keywords=keywords)
             composed = _torch.functorch_active() or _torch.forward_ad_active()
-            ownership = f.session(self).ownership
-            session = self._session(
-                (args, call.keywords), "gradient", at.rank, ownership
+            outer, chosen = f.session(self), [call.args[i] for i in call.argnums]
+            keeps = {} if composed else kept_here(chosen, self._mine)
+            runtime = self._runtime(
+                leaves,
+                at.rank,
+                outer.ownership,
+                first=outer.passed,
+                differentiated=chosen,
+                keeps=keeps,
+                parts=call.parts,
             )
-            session.differentiated = [args[i] for i in call.argnums]
-            ports = {} if composed else open_ports(args, call.argnums, self._mine)
             if not at.compared and at.link.moves and not composed:
-                check_whole(session, group(session.mean_axes, at))
+                check_whole(runtime, group(runtime.mean_axes, at))
             sizes = tuple((a, self.mesh.axes[a]) for a in self.axes)
             where = tuple((self.mesh.coordinate(a, at.rank), n) for a, n in sizes)
             # In place of the plain call's: a loss is under one mean of ours.
             others = [(h, kept) for h, kept in f.sessions if h is not self]
             within = replace(
                 f,
-                sessions=(*others, (self, session)),
+                sessions=(*others, (self, runtime)),
                 varies=(*f.varies, *where),
             )
-            try:
-                with inside(within):
-                    outcome = run(replace(call, args=args))
-                session.finish()
-                if f.tracer is not None:
-                    whose = ownership.is_one_value
-                    by = tuple(session.differentiated)
-                    f.tracer.gradient(by, outcome.grads, whose)
-                with internal():
-                    grads = collected(
-                        outcome.grads, args, call.argnums, ports, session.mean_size
-                    )
-            finally:
-                for port in ports.values():
-                    port.home.port = None
-            self._closed(session, "gradient", at.rank)
+            with inside(within):
+                kept = {**call.packed, **keeps}
+                outcome = run(replace(call, packed=kept, parts=runtime.parts))
+            runtime.finish()
+            if all(i == n - 1 for i, n in f.micro):  # of a loop, the last
+                outer.goes_on_from(runtime)
             if f.tracer is not None:
-                f.tracer.reduced(tuple(session.differentiated), grads)
-            return averaged(replace(outcome, grads=grads), session, at)
+                whose, by = outer.ownership.is_one_value, tuple(chosen)
+                f.tracer.gradient(by, outcome.grads, whose)
+            with internal():
+                grads = collected(outcome.grads, chosen, runtime)
+            if f.tracer is not None:
+                f.tracer.reduced(tuple(chosen), grads)
+            return averaged(replace(outcome, grads=grads), runtime, at)
 
         return sharded
 

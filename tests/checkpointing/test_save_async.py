@@ -12,7 +12,7 @@ import fsfunc as ff
 from fsfunc.checkpointing import safetensors
 from fsfunc.checkpointing.manifest import CheckpointError
 from fsfunc.comm.mesh import here
-from fsfunc.transforms import sessions
+from fsfunc.transforms.gathering import ShardRuntime
 from tests.checkpointing.drawn import on
 from tests.checkpointing.stacks import STACKS, made
 from tests.checks import same
@@ -104,13 +104,13 @@ def test_a_gather_is_no_change(tmp_path, gate, monkeypatch, zero):
         saving.wait()
         same(ff.unshard(ff.load(tmp_path / "a", state)).params, torch.ones(5))
 
-    def slowly(self, home, full):
+    def slowly(self, shard, full, dtype):
         gate.set()
         slowly.saving[mesh_rank()].thread.join()
-        return kept(self, home, full)
+        return arrived(self, shard, full, dtype)
 
-    slowly.saving, kept = {}, sessions.Session._kept
-    monkeypatch.setattr(sessions.Session, "_kept", slowly)
+    slowly.saving, arrived = {}, ShardRuntime.arrived
+    monkeypatch.setattr(ShardRuntime, "arrived", slowly)
     mesh = ff.make_mesh(PAIR, "simulated")
     ff.spmd(lambda: main(mesh), mesh)()
 

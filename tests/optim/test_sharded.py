@@ -22,8 +22,9 @@ from fsfunc.optim import (
     sharded_adam,
     tree_sum,
 )
+from fsfunc.packing import split_buffers
 from fsfunc.placements import Owned, Split
-from fsfunc.sharded import Home, Sharded, is_sharded, split_buffers
+from fsfunc.sharded import FlatShard, Sharded, is_sharded
 from fsfunc.slices import assemble, take
 from tests.optim.trees import (
     SEEDS,
@@ -34,6 +35,7 @@ from tests.optim.trees import (
     floating,
     like,
     trained,
+    trained_by_update,
 )
 
 MESHES = st.sampled_from(
@@ -92,7 +94,7 @@ def place(values, axes):
     for members in homes.values():
         place_of = members[0].flat
         own = {axis: at[axis] for axis in place_of.axes}
-        home = Home(tuple(members), torch.zeros(place_of.chunk), own)
+        home = FlatShard(tuple(members), torch.zeros(place_of.chunk), own)
         made.update({leaf.name: leaf for leaf in home.leaves()})
 
     def part(path, x):
@@ -166,30 +168,11 @@ def test_sharded_is_whole(name, axes, seed):
         with donated():
             return trained(*args)
 
-    results = [spmd(run, mesh)(by) for by in (trained, donating, trained_by_leaves)]
+    results = [spmd(run, mesh)(by) for by in (trained, donating, trained_by_update)]
     for by_rank in results:
         assert_near(floating(expected), floating(unshard(by_rank, mesh)))
     for pure, given_away in zip(results[0], results[1], strict=True):
         assert_bits(floating(pure), floating(given_away))
-
-
-def trained_by_leaves(optimizer, params, grads_of_steps):
-    """Steps by ``update``, added leaf by leaf: the parameters then have no home."""
-    state = optimizer.init(params)
-    for grads in grads_of_steps:
-        updates, state = optimizer.update(grads, state, params)
-        leaves, treedef = tree.flatten(params, is_sharded)
-        rows = zip(leaves, treedef.flatten_up_to(updates), strict=True)
-        params = tree.unflatten(treedef, [_plus(*row) for row in rows])
-    return params, state
-
-
-def _plus(leaf, update):
-    if update is None:
-        return leaf
-    if is_sharded(leaf):
-        return leaf.with_local(leaf.local + update.local)
-    return leaf + update
 
 
 @given(axes=MESHES, seed=SEEDS, p=st.sampled_from([1.0, 2.0, 3.0, math.inf]))
@@ -243,11 +226,11 @@ def test_an_elementwise_optimizer_sends_nothing(name):
 def unit_of_two():
     shapes, names = [(3, 5), (5,)], ["w", "b"]
     members = pack_flat(shapes, torch.float32, names, ["data"], 2, "unit")
-    home = Home(members, torch.ones(10), {"data": 0})
+    home = FlatShard(members, torch.ones(10), {"data": 0})
     return dict(zip(names, home.leaves(), strict=True))
 
 
-def home_of(values):
+def packed_of(values):
     ((_, home),) = split_buffers(values).groups
     return home
 
@@ -263,19 +246,19 @@ def test_a_unit_is_one_tensor_that_stays_one(monkeypatch, in_place):
 
     monkeypatch.setattr(torch, "_fused_adamw_", counted)
     params, grads, optimizer = unit_of_two(), unit_of_two(), sharded_adam()
-    flat = home_of(params).flat
+    flat = packed_of(params).flat
     state = optimizer.init(params)
-    assert home_of(state.mu).flat.shape == flat.shape
+    assert packed_of(state.mu).flat.shape == flat.shape
     updates, _ = optimizer.update(grads, state, params)
-    assert home_of(updates) is not None
-    nu = home_of(state.nu).flat
+    assert packed_of(updates) is not None
+    nu = packed_of(state.nu).flat
     with donated(params, state) if in_place else torch.no_grad():
         after, later = optimizer.apply(grads, state, params)
     assert calls == [[10]]
     for made in (after, later.mu, later.nu):
-        assert home_of(made) is not None
-    assert (home_of(after).flat is flat) == in_place
-    assert (home_of(later.nu).flat is nu) == in_place
+        assert packed_of(made) is not None
+    assert (packed_of(after).flat is flat) == in_place
+    assert (packed_of(later.nu).flat is nu) == in_place
     # A leaf that is written over is spent, so what comes back is another.
     assert after["w"] is not params["w"]
     assert bool(params["w"].spent) == bool(state.mu["w"].spent) == in_place
@@ -292,11 +275,11 @@ def test_a_unit_cut_by_its_leaves_keeps_its_home_in_place(cut):
     if cut == "frozen":
         grads["b"] = None
     expected = trained(optimizer, params, [grads])
-    flat, version = home_of(params).flat, home_of(params).flat._version
+    flat, version = packed_of(params).flat, packed_of(params).flat._version
     with donated(params):
         actual = trained(optimizer, params, [grads])
     assert_bits(floating(expected), floating(actual))
-    assert home_of(actual[0]).flat is flat and flat._version > version
+    assert packed_of(actual[0]).flat is flat and flat._version > version
     for k, leaf in params.items():
         frozen = cut == "frozen" and k == "b"
         assert (actual[0][k] is leaf) == frozen and bool(leaf.spent) != frozen
@@ -306,7 +289,7 @@ def test_a_unit_cut_by_its_leaves_keeps_its_home_in_place(cut):
 def test_a_whole_buffer_is_seen_to_have_changed(make):
     members = pack_flat([(4,)], torch.float32, ["w"], ["data"], 2, "unit")
     buffer = torch.ones(4)
-    home = Home(members, buffer[2:], {"data": 1}, whole=buffer)
+    home = FlatShard(members, buffer[2:], {"data": 1}, whole=buffer)
     home.keep(buffer)
     (params,) = home.leaves()
     (grads,) = home.like(torch.ones(2)).leaves()
@@ -316,25 +299,25 @@ def test_a_whole_buffer_is_seen_to_have_changed(make):
     assert home.shows(torch.float32)
     with donated():
         after, _ = optimizer.apply(grads, state, params)
-    assert home_of(after) is home and not home.shows(torch.float32)
+    assert packed_of(after) is home and not home.shows(torch.float32)
 
 
 def test_padding_stays_zero():
     members = pack_flat([(3,)], torch.float32, ["w"], ["data"], 2, "unit")
-    home = Home(members, torch.tensor([2.0, 0.0]), {"data": 1})
+    home = FlatShard(members, torch.tensor([2.0, 0.0]), {"data": 1})
     (params,) = home.leaves()
     optimizer = sharded_adam(0.1)
     after, state = trained(optimizer, params, [params] * 3)
     for made in (after, state.mu, state.nu):
-        assert home_of(made).flat[0] != 0 and home_of(made).flat[1] == 0
+        assert packed_of(made).flat[0] != 0 and packed_of(made).flat[1] == 0
 
 
 def test_moments_may_have_a_dtype_of_their_own():
     optimizer = sharded_adam(moment_dtype=torch.bfloat16)
     params = unit_of_two()
     after, state = trained(optimizer, params, [unit_of_two()] * 2)
-    assert home_of(state.mu).flat.dtype == torch.bfloat16
-    assert home_of(after).flat.dtype == torch.float32
+    assert packed_of(state.mu).flat.dtype == torch.bfloat16
+    assert packed_of(after).flat.dtype == torch.float32
 
 
 def test_an_optimizer_runs_with_vmap_for_a_mesh_axis():

@@ -7,25 +7,24 @@ import pytest
 import torch
 
 import fsfunc as ff
-from fsfunc.transforms.reducing import Reductions
-from fsfunc.transforms.sessions import Session
+from fsfunc.transforms.gathering import ShardRuntime
 
 MESH = ff.make_mesh({"data": 2}, "simulated")
 
 
 class Gathers:
-    """Weak references to the storages that sessions gathered into, and their sizes."""
+    """Weak references to the storages that calls gathered into, and their sizes."""
 
     def __init__(self, monkeypatch):
         self.fulls = []
-        start = Session._start
+        start = ShardRuntime.start
 
-        def watched(session, home, dtype):
-            full, work = start(session, home, dtype)
+        def watched(runtime, shard, dtype):
+            full, work = start(runtime, shard, dtype)
             self.fulls.append(weakref.ref(full))
             return full, work
 
-        monkeypatch.setattr(Session, "_start", watched)
+        monkeypatch.setattr(ShardRuntime, "start", watched)
 
     def alive(self):
         return sum(
@@ -94,17 +93,17 @@ def test_buffers_in_the_backward_are_bounded(monkeypatch):
     gathers = Gathers(monkeypatch)
     loss, params = deep(10)
     peak = []
-    collect = Reductions.collect
+    collect = ShardRuntime.collect
 
-    def watched(session, *args):
-        buffer = collect(session, *args)
+    def watched(runtime, *args):
+        buffer = collect(runtime, *args)
         gathers.fulls.append(weakref.ref(buffer))
-        if session.where.rank == 0:
-            mine = session.arena.storages
+        if runtime.where.rank == 0:
+            mine = runtime.pool.storages
             peak.append(sum(s.nbytes() for s in mine))
         return buffer
 
-    monkeypatch.setattr(Reductions, "collect", watched)
+    monkeypatch.setattr(ShardRuntime, "collect", watched)
 
     def main():
         step = ff.shard(ff.value_and_grad(loss), MESH, "data")

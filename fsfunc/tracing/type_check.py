@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import replace
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor
@@ -18,14 +19,13 @@ from fsfunc.comm.attribution import called_by_user
 from fsfunc.comm.backends.abstract import AbstractLink
 from fsfunc.comm.collective_ops import watching
 from fsfunc.comm.mesh import Here
-from fsfunc.frames import frame, inside
+from fsfunc.frames import Interpretation, frame, inside
 from fsfunc.sharded import NotATensor, Sharded, is_sharded
-from fsfunc.tracing.checking import Checker
-from fsfunc.tracing.fakes import shadows
+from fsfunc.tracing.checker import Checker
 from fsfunc.tracing.refusals import LawError
-from fsfunc.tracing.runs import without_data
+from fsfunc.tracing.runs import shadows, without_data
 
-__all__ = ["check", "signature", "unchecked"]
+__all__ = ["check", "knows", "learn", "signature", "unchecked"]
 
 _UNCHECKED: ContextVar[list[Exception] | None] = ContextVar("unchecked", default=None)
 
@@ -94,6 +94,21 @@ def check(
     if notes is not None:
         notes.setdefault(key, (found, bool(asked & set(axes))))
     return found.calls
+
+
+# By interpretation: the (rank, signature) of calls that were looked at.
+_KNOWN: WeakKeyDictionary[Interpretation, set[Any]] = WeakKeyDictionary()
+
+
+def knows(handler: Interpretation, rank: int, key: Any) -> bool:
+    """Whether a call was looked at, or is like one in which nothing could be."""
+    known = _KNOWN.get(handler, ())
+    return (rank, key) in known or (rank, key[0]) in known
+
+
+def learn(handler: Interpretation, rank: int, keys: Iterable[Any]) -> None:
+    """Says of calls of these signatures that they were looked at."""
+    _KNOWN.setdefault(handler, set()).update((rank, key) for key in keys)
 
 
 def signature(args: Any, keywords: Any) -> Any:

@@ -1,8 +1,8 @@
-"""Caches that a module fills as it runs, of keys and values for one.
+"""What goes in and out of modules: trees whose every tensor is seen, and caches.
 
-With gradients they are left out, as under a checkpoint: a unit that runs again would
-fill them twice. Without, and where every unit runs here and once, they are handed
-through units as they are.
+A cache, of keys and values for one, fills as a module runs. With gradients it is left
+out, as under a checkpoint: a unit that runs again would fill it twice. Without, and
+where every unit runs here and once, it is handed through units as it is.
 """
 
 from __future__ import annotations
@@ -11,12 +11,39 @@ from collections.abc import Iterable
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from fsfunc import _torch, tree
 from fsfunc.frames import frame
 from fsfunc.sharded import is_sharded
 
-__all__ = ["are_filled", "handed", "taken", "without_caches"]
+__all__ = ["are_filled", "handed", "opened", "taken", "without_caches"]
+
+
+def opened(values: Any, who: str) -> bool:
+    """Looks for tensors that are held out of sight.
+
+    Returns:
+        whether there are objects that hold none as yet, and may.
+
+    Raises:
+        TypeError: an object holds tensors that no tree shows: a cache of keys and
+            values, for one, which a second run of the unit would fill twice.
+    """
+    if type(values) is Tensor:
+        return False
+    parts = _PARTS if isinstance(values, tuple) and len(values) == 2 else ()
+    try:
+        found = tree.shown(values, who, "is given, or gives,", parts, is_sharded)
+    except TypeError as error:
+        raise TypeError(
+            f"{error}. A cache that a model fills, of keys and values, works under "
+            "torch.no_grad() alone: leave use_cache at its default, or False"
+        ) from error
+    return not tree.are_shown(found)
+
+
+_PARTS = ("args", "keywords")
 
 
 def are_filled() -> bool:

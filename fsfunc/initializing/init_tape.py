@@ -17,11 +17,11 @@ from torch import Tensor
 
 from fsfunc import _torch
 from fsfunc.comm.attribution import source_line
-from fsfunc.comparing import checksums, stated
-from fsfunc.initializing.drawing import Streams
-from fsfunc.initializing.taped import Op, Ref, Storage, exchange, how_of
+from fsfunc.comparison import checksums, stated
+from fsfunc.initializing.random_blocks import Streams
+from fsfunc.initializing.taped_ops import Ref, Storage, TapedOp, exchange, how_of
 
-__all__ = ["Tape"]
+__all__ = ["InitTape"]
 
 _aten: Any = torch.ops.aten
 _RESIZING = {_aten.resize_, _aten.resize_as_}
@@ -35,7 +35,7 @@ def _all(values: Any, kind: Any) -> list[Any]:
     return found
 
 
-class Tape(_torch.TorchDispatchMode):
+class InitTape(_torch.TorchDispatchMode):
     """Notes what is done inside; it stands above the mode of fake tensors.
 
     What is computed from given tensors alone is computed at once: a step that reads a
@@ -48,7 +48,7 @@ class Tape(_torch.TorchDispatchMode):
         super().__init__()
         self.fake = fake
         self.value: Callable[[Ref], Any] | None = None
-        self.ops: list[Op] = []
+        self.ops: list[TapedOp] = []
         self.storages: list[Storage] = []
         self._numbers: dict[int, int] = {}
         self._shadows: dict[int, Tensor] = {}  # of given tensors, by storage
@@ -87,7 +87,7 @@ class Tape(_torch.TorchDispatchMode):
             # What is written is not read; of a copy of itself nothing would change.
             source = "src" if writes else "self"
             reads = (_torch.arguments_of(func, *before)[source],)
-        op = Op(func, before[0], before[1], reads, writes, makes, how)
+        op = TapedOp(func, before[0], before[1], reads, writes, makes, how)
         if how == "fill":
             op.value = value
         elif how == "draw" or _SEEDED in func.tags:

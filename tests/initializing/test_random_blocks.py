@@ -5,8 +5,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from fsfunc.initializing import drawing
-from fsfunc.initializing.drawing import Streams, draw, fill_of
+from fsfunc.initializing import random_blocks
+from fsfunc.initializing.random_blocks import Streams, draw, fill_of
 
 aten = torch.ops.aten
 FILLS = {
@@ -30,7 +30,7 @@ def test_a_range_is_that_range_of_the_whole(name, dtype, size, data):
     start = data.draw(st.integers(0, size))
     stop = data.draw(st.integers(start, size))
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(drawing, "BLOCK", data.draw(st.sampled_from([5, 20, 32])))
+        patch.setattr(random_blocks, "BLOCK", data.draw(st.sampled_from([5, 20, 32])))
         whole, part = torch.empty(size, dtype=dtype), torch.empty(1 + stop, dtype=dtype)
         draw(FILLS[name], (7, 1), whole, 0, size)
         part = part[1 : 1 + stop - start]  # somewhere else in memory
@@ -39,7 +39,7 @@ def test_a_range_is_that_range_of_the_whole(name, dtype, size, data):
 
 
 def test_blocks_and_operators_draw_apart():
-    n = drawing.BLOCK
+    n = random_blocks.BLOCK
     a, b = torch.empty(3 * n), torch.empty(3 * n)
     draw(FILLS["normal"], (7, 0), a, 0, len(a))
     draw(FILLS["normal"], (7, 1), b, 0, len(b))

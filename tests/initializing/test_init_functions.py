@@ -12,8 +12,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import fsfunc as ff
 from fsfunc import _torch, tree
-from fsfunc.initializing import drawing, materializing
+from fsfunc.initializing import random_blocks, replay
 from fsfunc.sharded import is_sharded
+from tests.checks import same
 
 SIZES = [1, 2, 3, 8]
 optimizer = ff.sharded_adam(0.1)
@@ -36,23 +37,13 @@ def step_of(names, optimizer=optimizer):
     return optimizer(ff.value_and_grad(loss))
 
 
-def bits(x: Tensor):
-    return (x.dtype, tuple(x.shape), x.detach().contiguous().view(-1).tolist())
-
-
-def assert_bits(a, b):
-    assert tree.paths(a) == tree.paths(b)
-    for path, x, y in zip(tree.paths(a), tree.leaves(a), tree.leaves(b), strict=True):
-        assert x.dtype == y.dtype and torch.equal(x, y), path
-
-
 @contextmanager
 def small_blocks(block, piece):
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(drawing, "BLOCK", block)
-        patch.setattr(materializing, "BLOCK", block)
-        patch.setattr(materializing, "PIECE", piece)
-        patch.setattr(materializing, "STRIDE", 2 * block)
+        patch.setattr(random_blocks, "BLOCK", block)
+        patch.setattr(replay, "BLOCK", block)
+        patch.setattr(replay, "PIECE", piece)
+        patch.setattr(replay, "STRIDE", 2 * block)
         yield
 
 
@@ -78,7 +69,7 @@ def everywhere(init, names, sizes=SIZES, zeros=(0, 1, 2, 3), seed=5):
                 for x in tree.leaves(state.params, is_leaf=is_sharded):
                     assert not isinstance(x, _torch.FakeTensor)
                     assert is_sharded(x)
-                    home = x.home
+                    home = x.packed
                     assert not home.flat[max(b for _, b in home.ranges) :].any()
                 return ff.unshard(state.params), after
 
@@ -162,7 +153,7 @@ def test_the_values_do_not_depend_on_the_mesh(case, n, zero, blocks):
     with small_blocks(*blocks):
         expected, after = alone(init, names)
         for found, then in everywhere(init, names, [n], [zero]):
-            assert_bits(found, expected)
+            same(found, expected)
             assert torch.equal(then, after)
     first = expected["u0"]
     if "same" in first:
@@ -178,7 +169,7 @@ def test_every_make_of_leaf_alone(shape):
     with small_blocks(16, 8):
         expected, _ = alone(init, list(MAKERS))
         for found, _ in everywhere(init, list(MAKERS), [3], [0, 3]):
-            assert_bits(found, expected)
+            same(found, expected)
 
 
 @given(inits(), st.integers(0, 2))
@@ -186,7 +177,7 @@ def test_every_make_of_leaf_alone(shape):
 def test_another_seed_gives_other_values_and_the_same_seed_the_same(case, seed):
     init, names = case
     one, again = alone(init, names, seed)[0], alone(init, names, seed)[0]
-    assert_bits(one, again)
+    same(one, again)
     other = alone(init, names, seed + 1)[0]
     assert not torch.equal(one["u0"]["first"], other["u0"]["first"])
 
@@ -210,7 +201,7 @@ def test_long_leaves_are_cut_alike():
     expected, _ = alone(init, "ab")
     assert abs(float(expected["b"]["q"].std()) - 1) < 0.01
     for found, _ in everywhere(init, "ab", [2, 3, 7], [3]):
-        assert_bits(found, expected)
+        same(found, expected)
 
 
 # What the function does
@@ -246,9 +237,9 @@ def test_a_function_that_draws_nothing_gives_what_it_returns():
 
     expected = init()
     found, _ = alone(init, "a")
-    assert_bits(found, expected)
+    same(found, expected)
     for found, _ in everywhere(init, "a", [3]):
-        assert_bits(found, expected)
+        same(found, expected)
     assert torch.equal(kept, torch.arange(6.0))
 
 
@@ -271,7 +262,7 @@ def test_modules_are_made_as_they_make_themselves():
     init = lambda: {"m": dict(Model().named_parameters())}  # noqa: E731
     expected, _ = alone(init, "m")
     for found, _ in everywhere(init, "m", [1, 3], [0, 3]):
-        assert_bits(found, expected)
+        same(found, expected)
     m = expected["m"]
     plain = init()["m"]
     assert {k: (x.shape, x.dtype) for k, x in m.items()} == {
@@ -304,7 +295,7 @@ def test_seeds_inside_the_function_count():
         assert torch.equal(one[k], other[k])
     assert not torch.equal(one["e"], other["e"])
     for found, _ in everywhere(init, "a", [2], [3], seed=1):
-        assert_bits(found["a"], one)
+        same(found["a"], one)
 
 
 def test_two_states_of_one_generator_differ():
@@ -364,16 +355,16 @@ def test_numbers_that_the_function_asks_for_are_computed():
     assert abs(expected["a"]["w"].std() - 1) < 1e-5
     assert expected["a"]["w"].abs().max() <= 3 / expected["a"]["s"]
     for found, _ in everywhere(init, "a", [3], [3]):
-        assert_bits(found, expected)
+        same(found, expected)
 
 
 BAD = {
-    "asks for a tensor's value at .*test_deferring.py:.*init_fn\\(\\)": lambda: (
+    "asks for a tensor's value at .*test_init_functions.py:.*init_fn\\(\\)": lambda: (
         torch.randn(9)[torch.randn(9) > 0]
     ),
     "numpy|asks for a tensor's value": lambda: torch.randn(9).numpy(),
     "issues psum over .*init_fn\\(\\) in place": lambda: ff.psum(torch.ones(2), "data"),
-    "longer in place at .*test_deferring.py": lambda: torch.zeros(2).resize_(9),
+    "longer in place at .*test_init_functions.py": lambda: torch.zeros(2).resize_(9),
 }
 
 
@@ -406,7 +397,7 @@ def test_a_real_record_sees_the_same_values():
         return ff.unshard(state.params), torch.random.get_rng_state()
 
     for found, then in ff.spmd(main, mesh)():
-        assert_bits(found, expected)
+        same(found, expected)
         assert torch.equal(then, after)
 
 
@@ -461,7 +452,7 @@ def test_beside_the_shards_one_leaf_is_held(name, zero):
         return seen.peak
 
     shards = whole if zero < 3 else whole // N
-    room = leaves * 4 * LEAF + 4 * 4 * drawing.BLOCK
+    room = leaves * 4 * LEAF + 4 * 4 * random_blocks.BLOCK
     for peak in ff.spmd(main, mesh)():
         assert peak <= shards + room
     assert room + whole // N < whole / 2  # the bound means something
@@ -490,8 +481,8 @@ def test_leaves_that_another_stage_owns_are_not_made():
         return ff.unshard(state.params), seen.peak
 
     for found, peak in ff.spmd(main, mesh)():
-        assert_bits(found, expected)
-        assert peak <= 2 * 4 * 300 * 300 + 4 * 4 * drawing.BLOCK
+        same(found, expected)
+        assert peak <= 2 * 4 * 300 * 300 + 4 * 4 * random_blocks.BLOCK
 
 
 # Shapes alone
@@ -522,8 +513,8 @@ def test_an_abstract_state_is_laid_out_as_a_real_one(zero, made):
                 assert x.layout == y.layout == z.layout
                 assert x.local.shape == y.local.shape == z.local.shape
                 assert x.local.device.type == y.local.device.type == "meta"
-                assert x.home.ranges == z.home.ranges
-                assert (x.home.whole is None) == (z.home.whole is None)
+                assert x.packed.ranges == z.packed.ranges
+                assert (x.packed.whole is None) == (z.packed.whole is None)
             else:
                 assert x == y == z
 
@@ -558,6 +549,6 @@ def test_the_state_of_six_billion_parameters_takes_no_memory(kind):
 
     count, state = ff.spmd(main, mesh)()[0]
     assert count == 45 * 2 * 4096 * 16384 > 6e9
-    home = leaves_of(state.params)[0].home
+    home = leaves_of(state.params)[0].packed
     assert home.flat.numel() == 2 * 4096 * 16384 // mesh.size
     assert home.flat.device.type == ("cpu" if kind == "abstract" else "meta")

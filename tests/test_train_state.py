@@ -7,7 +7,8 @@ from hypothesis import strategies as st
 
 import fsfunc as ff
 from fsfunc import tree
-from fsfunc.sharded import is_sharded, split_buffers
+from fsfunc.packing import split_buffers
+from fsfunc.sharded import is_sharded
 from tests.checks import close, held, same
 from tests.transforms.models import SPECS, batch_of
 

@@ -14,18 +14,18 @@ from torch import Tensor
 
 from fsfunc import _torch, tree
 from fsfunc.comm.collective_ops import run_by
-from fsfunc.comparing import ALIKE, Section, whole_values
+from fsfunc.comparison import ALIKE, Section, whole_values
 from fsfunc.fake_errors import told_where
-from fsfunc.initializing.deferring import Tape
-from fsfunc.initializing.materializing import Replay
+from fsfunc.initializing.init_tape import InitTape
+from fsfunc.initializing.replay import Replay
 from fsfunc.layout import Layout
 from fsfunc.sharded import is_sharded
 from fsfunc.slices import take
 
-__all__ = ["Deferred", "Given", "Shapes", "defer"]
+__all__ = ["Deferred", "GivenLeaves", "Shapes", "defer"]
 
 
-class Given:
+class GivenLeaves:
     """Leaves that are here whole."""
 
     def zeros(self, count: int, dtype: torch.dtype, like: Tensor) -> Tensor:
@@ -62,7 +62,7 @@ class Given:
         return whole_values(paths, leaves, notes)
 
 
-class Shapes(Given):
+class Shapes(GivenLeaves):
     """Leaves of which only the shapes are wanted."""
 
     def zeros(self, count: int, dtype: torch.dtype, like: Tensor) -> Tensor:
@@ -84,10 +84,10 @@ class Shapes(Given):
         return Section("", [])
 
 
-class Deferred(Given):
+class Deferred(GivenLeaves):
     """Leaves that a function made, or will make when they are asked for."""
 
-    def __init__(self, tape: Tape):
+    def __init__(self, tape: InitTape):
         self.tape, self.replay = tape, Replay(tape)
 
     def zeros(self, count: int, dtype: torch.dtype, like: Tensor) -> Tensor:
@@ -141,7 +141,7 @@ _INSTEAD = (
 
 def defer(
     init_fn: Callable[[], Any], beside: Any, draws: bool = True
-) -> tuple[Any, Given]:
+) -> tuple[Any, GivenLeaves]:
     """What ``init_fn`` returns, on tensors without values, and where these come from.
 
     Args:
@@ -153,9 +153,9 @@ def defer(
             line.
     """
     if _torch.fake_active():
-        return init_fn(), Given()
+        return init_fn(), GivenLeaves()
     fake = _torch.fake_mode_of(tree.leaves(beside, is_leaf=is_sharded))
-    tape = Tape(fake, draws)
+    tape = InitTape(fake, draws)
     source = Deferred(tape)
     tape.value = source.replay.value
     with (

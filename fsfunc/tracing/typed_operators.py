@@ -17,11 +17,12 @@ from fsfunc import _torch
 from fsfunc.comm.attribution import is_internal, is_own_call, source_line
 from fsfunc.comm.mesh import asks
 from fsfunc.frames import frame
-from fsfunc.tracing.classes import COPIES, TURNS, OperatorClass, class_of
-from fsfunc.tracing.knowledge import Known, Nodes, Origin, Seen
-from fsfunc.tracing.modes import OperatorMode
-from fsfunc.tracing.operands import (
+from fsfunc.tracing.knowledge import (
     OF_LISTS,
+    Known,
+    Nodes,
+    Origin,
+    Seen,
     flat,
     names_dims,
     number,
@@ -29,16 +30,18 @@ from fsfunc.tracing.operands import (
     rows,
     shown,
 )
+from fsfunc.tracing.modes import OperatorMode
+from fsfunc.tracing.operator_classes import COPIES, TURNS, OperatorClass, class_of
 from fsfunc.tracing.refusals import refusal
 from fsfunc.tracing.types import PARTS, Kind, Operand, Untyped, result
 
-__all__ = ["Event", "Operators"]
+__all__ = ["SharedOp", "Operators"]
 
 _EQUAL: Any = torch.ops.aten.equal.default
 
 
 @dataclass(frozen=True)
-class Event:
+class SharedOp:
     """What one operator did on the way of what should be one value on all ranks.
 
     Args:
@@ -68,7 +71,7 @@ class Operators(OperatorMode):
         super().__init__()
         self.rank, self.axes, self.varying = rank, axes, set(varying)
         self.own = Kind.A if alone else Kind.V
-        self.events: list[Event] = []
+        self.events: list[SharedOp] = []
         self.known, self.nodes = Known(), Nodes()
         self.given: set[int] = set()
         self._along = False  # whether an operator was given dims
@@ -257,7 +260,7 @@ class Operators(OperatorMode):
         )
         if kind is Kind.K:
             return kind, (op.name, constants)  # nobody's, till it meets something
-        self.events.append(Event(op.name, constants, source_line()))
+        self.events.append(SharedOp(op.name, constants, source_line()))
         if len(self.events) - 1 not in self.varying:
             return kind, None
         if kind in PARTS:

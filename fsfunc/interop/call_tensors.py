@@ -1,4 +1,8 @@
-"""The tensors of one call of a part: what it reads, and what it did to them."""
+"""The tensors of one call of a part: what it reads, and what it did to them.
+
+The modules of a copy look for their parameters and buffers in tables, which ask the
+call.
+"""
 
 from __future__ import annotations
 
@@ -11,7 +15,7 @@ from torch import Tensor
 from fsfunc import _torch
 from fsfunc.sharded import is_sharded
 
-__all__ = ["Given", "Knowledge"]
+__all__ = ["BufferTable", "CallTensors", "Knowledge", "ParameterTable"]
 
 
 class Knowledge:
@@ -30,7 +34,7 @@ class Knowledge:
         self.hidden: set[str] = set()
 
 
-class Given:
+class CallTensors:
     """The parameters and buffers of one call.
 
     Args:
@@ -173,3 +177,68 @@ def _own(x: Tensor) -> Tensor:
         return x.clone()
     with torch.inference_mode(False):
         return x.clone()
+
+
+class _Table(dict):
+    """The tensors of one module of a copy, by attribute, as a call was given them."""
+
+    def __init__(self, copy: Any, table: Mapping[str, Any]):
+        super().__init__({k: None if x is None else x.name for k, x in table.items()})
+        self.copy_of = copy
+
+    def get(self, attribute: str, default: Any = None) -> Any:
+        return self[attribute] if attribute in self else default
+
+    def items(self) -> Any:
+        return [(k, self[k]) for k in self]
+
+    def values(self) -> Any:
+        return [x for _, x in self.items()]
+
+
+class ParameterTable(_Table):
+    """The parameters of one module of a copy, by attribute.
+
+    Args:
+        like: the buffer whose dtype they are read in: batch norms take no other.
+    """
+
+    def __init__(self, copy: Any, table: Mapping[str, Any], like: str | None):
+        super().__init__(copy, table)
+        self.like = like
+
+    def __getitem__(self, attribute: str) -> Any:
+        name = super().__getitem__(attribute)
+        if name is None:
+            return None
+        given = self.copy_of.given
+        x = given.parameter(name)
+        return x if self.like is None else x.to(given.buffers[self.like].dtype)
+
+    def items(self) -> Any:
+        # Who lists them wants to know of dtypes and devices: nothing is gathered.
+        given, names = self.copy_of.given, dict.items(self)
+        return [(k, None if n is None else given.leaf(n)) for k, n in names]
+
+    def __setitem__(self, attribute: str, _: Any) -> None:
+        raise RuntimeError(
+            f"the module's forward sets the parameter {attribute!r}: a parameter "
+            "changes by the optimizer alone; compute with another tensor"
+        )
+
+
+class BufferTable(_Table):
+    """The buffers of one module of a copy, by attribute."""
+
+    def __getitem__(self, attribute: str) -> Any:
+        name = super().__getitem__(attribute)
+        return None if name is None else self.copy_of.given.buffer(name)
+
+    def __setitem__(self, attribute: str, value: Any) -> None:
+        name = dict.get(self, attribute)
+        if name is None or value is None:
+            raise RuntimeError(
+                f"the module's forward registers or removes the buffer {attribute!r}: "
+                "register it, with its shape, where the module is made"
+            )
+        self.copy_of.given.write(name, value)

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
 from fsfunc import tree
-from fsfunc.initializing.sources import Deferred, Given, Shapes, defer
+from fsfunc.initializing.leaf_sources import Deferred, GivenLeaves, Shapes, defer
 from fsfunc.placing import lay_out
 from fsfunc.sharded import is_sharded
 
@@ -126,12 +126,12 @@ def init_state(
     >>> ff.spmd(main, mesh)()[3]
     True
     """
-    whole, source = _with_extra(params_or_init_fn, extra), Given()
+    whole, source = _with_extra(params_or_init_fn, extra), GivenLeaves()
     if callable(params_or_init_fn):
         whole, source = defer(whole, batch)
     if record == "real" and isinstance(source, Deferred):
         whole = tree.map(source.own, whole, is_leaf=is_sharded)
-        source = Given()
+        source = GivenLeaves()
     return _state(step, whole, optimizer, batch, record, source)
 
 
@@ -191,7 +191,7 @@ def _state(
     optimizer: Any,
     batch: Any,
     record: str,
-    source: Given,
+    source: GivenLeaves,
 ) -> TrainState:
     params, extra = made
     beside = bool(tree.leaves(extra, is_leaf=is_sharded))  # else paths are as they are

@@ -9,9 +9,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fsfunc.initializing.drawing import Fill, Stream, fill_of
+from fsfunc.initializing.random_blocks import Fill, Stream, fill_of
 
-__all__ = ["Op", "Ref", "Storage", "exchange", "how_of"]
+__all__ = ["TapedOp", "Ref", "Storage", "exchange", "how_of"]
 
 _aten: Any = torch.ops.aten
 
@@ -49,7 +49,7 @@ class Storage:
 
 
 @dataclass
-class Op:
+class TapedOp:
     """One operator that made memory or wrote into it.
 
     ``how`` tells what it does to element i of its target: nothing (``"empty"``), fill

@@ -1,4 +1,4 @@
-"""AdamW: torch's bits, its tolerance, and what a fused operator would get wrong."""
+"""Adam and SGD: torch's bits, its tolerance, and what a fused operator would miss."""
 
 import functools
 
@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 import fsfunc as ff
 from fsfunc import tree
-from fsfunc.optim import AdamState, sharded_adam
+from fsfunc.optim import AdamState, sgd, sharded_adam
 from tests.optim.trees import (
     SEEDS,
     SHAPES,
@@ -25,7 +25,7 @@ from tests.optim.trees import (
     trained_by_update,
 )
 
-SETTINGS = st.fixed_dictionaries(
+ADAMS = st.fixed_dictionaries(
     {},
     optional={
         "b1": st.sampled_from([0.0, 0.5]),
@@ -33,6 +33,19 @@ SETTINGS = st.fixed_dictionaries(
         "eps": st.sampled_from([1e-6, 1e-3]),
         "weight_decay": st.sampled_from([0.0, 0.3]),
     },
+)
+DESCENTS = st.sampled_from(
+    [
+        {},
+        {"weight_decay": 0.1},
+        {"momentum": 0.9},
+        {"momentum": 0.9, "weight_decay": 0.1},
+        {"momentum": 0.9, "dampening": 0.5},
+        {"momentum": 0.9, "nesterov": True},
+        {"momentum": 0.9, "nesterov": True, "weight_decay": 0.1},
+        {"momentum": 0.5, "dampening": 1.0, "weight_decay": 0.1},
+        {"dampening": 0.5},
+    ]
 )
 
 
@@ -42,13 +55,29 @@ def torch_adamw(settings, **kwargs):
     return functools.partial(torch.optim.AdamW, betas=betas, **named, **kwargs)
 
 
+def torch_sgd(settings, **kwargs):
+    return functools.partial(torch.optim.SGD, lr=0.1, **settings, **kwargs)
+
+
+# (settings, our optimizer and torch's of them)
+KINDS = st.one_of(
+    st.tuples(ADAMS, st.just((sharded_adam, torch_adamw))),
+    st.tuples(DESCENTS, st.just((functools.partial(sgd, 0.1), torch_sgd))),
+)
+
+
+def of_all(test):
+    return given(shapes=SHAPES, seed=SEEDS, kind=KINDS)(test)
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
-@given(shapes=SHAPES, seed=SEEDS, settings=SETTINGS)
-def test_apply_has_the_bits_of_fused_adamw(dtype, shapes, seed, settings):
+@of_all
+def test_apply_has_the_bits_of_torchs_fused(dtype, shapes, seed, kind):
+    settings, (ours, theirs) = kind
     params = params_of(shapes, seed, dtype)
     grads = [like(params, seed + k) for k in range(3)]
-    expected = by_torch(torch_adamw(settings, fused=True), params, grads)
-    after, state = trained(sharded_adam(**settings), params, grads)
+    expected = by_torch(theirs(settings, fused=True), params, grads)
+    after, state = trained(ours(**settings), params, grads)
     assert_bits(expected, floating(after))
     assert state.count == 3
     assert after["steps"] is params["steps"] and after["no"] is None
@@ -61,12 +90,12 @@ def test_the_defaults_are_torchs():
     assert_bits(expected, floating(trained(sharded_adam(), params, grads)[0]))
 
 
-@given(shapes=SHAPES, seed=SEEDS, settings=SETTINGS)
-def test_update_and_apply_agree_with_plain_adamw(shapes, seed, settings):
-    params = params_of(shapes, seed)
+@of_all
+def test_update_and_apply_agree_with_torchs_plain(shapes, seed, kind):
+    settings, (ours, theirs) = kind
+    params, optimizer = params_of(shapes, seed), ours(**settings)
     grads = [like(params, seed + k) for k in range(3)]
-    expected = by_torch(torch_adamw(settings, foreach=False), params, grads)
-    optimizer = sharded_adam(**settings)
+    expected = by_torch(theirs(settings, foreach=False), params, grads)
     applied, state = trained(optimizer, params, grads)
     updated, its_state = trained_by_update(optimizer, params, grads)
     assert_near(expected, floating(applied))
@@ -74,34 +103,40 @@ def test_update_and_apply_agree_with_plain_adamw(shapes, seed, settings):
     assert_near(state, its_state)
 
 
-@given(shapes=SHAPES, seed=SEEDS, settings=SETTINGS)
-def test_donated_is_pure_and_pure_changes_nothing(shapes, seed, settings):
-    optimizer = sharded_adam(**settings, mask=lambda path, leaf: leaf.ndim > 1)
+@of_all
+def test_donated_is_pure_and_pure_changes_nothing(shapes, seed, kind):
+    settings, (ours, _) = kind
+    optimizer = ours(**settings, mask=lambda path, leaf: leaf.ndim > 1)
     params = params_of(shapes, seed)
     state = optimizer.init(params)
-    _, state = optimizer.apply(like(params, seed + 1), state, params)
-    grads = like(params, seed + 2)
-    before = copies((params, state, grads))
-    pure = optimizer.apply(grads, state, params)
-    optimizer.update(grads, state, params)
-    assert_bits(before, (params, state, grads))
+    for k in range(2):
+        grads = like(params, seed + k)
+        before = copies((params, state, grads))
+        pure = optimizer.apply(grads, state, params)
+        optimizer.update(grads, state, params)
+        assert_bits(before, (params, state, grads))
 
-    versions = [x._version for x in floating((params, state))]
-    with donated():
-        given_away = optimizer.apply(grads, state, params)
-    assert_bits(pure, given_away)
-    assert_bits(before[2], grads)
-    assert all(
-        a is b
-        for a, b in zip(floating((params, state)), floating(given_away), strict=True)
-    )
-    # `shard` sees by the version which buffers changed; fused operators bump none.
-    for tensor, version in zip(floating((params, state)), versions, strict=True):
-        assert tensor._version > version or not tensor.numel()
+        mine = floating((params, state))
+        versions = [x._version for x in mine]
+        with donated():
+            given_away = optimizer.apply(grads, state, params)
+        assert_bits(pure, given_away)
+        assert_bits(before[2], grads)
+        pairs = zip(mine, floating(given_away), strict=True)
+        assert all(a is b for a, b in pairs)
+        # `shard` sees by the version what changed; fused operators bump none.
+        for tensor, version in zip(mine, versions, strict=True):
+            assert tensor._version > version or not tensor.numel()
+        params, state = given_away
 
 
+@pytest.mark.parametrize(
+    ("ours", "theirs"),
+    [(sharded_adam, torch_adamw), (functools.partial(sgd, 0.1), torch_sgd)],
+    ids=["adam", "sgd"],
+)
 @given(shapes=SHAPES, seed=SEEDS)
-def test_the_mask_says_which_leaves_decay(shapes, seed):
+def test_the_mask_says_which_leaves_decay(ours, theirs, shapes, seed):
     params = params_of(shapes, seed)
     grads = [like(params, seed + k) for k in range(2)]
 
@@ -110,14 +145,14 @@ def test_the_mask_says_which_leaves_decay(shapes, seed):
 
     expected = []
     for decay in (0.3, 0.0):
-        make = torch_adamw({"weight_decay": decay}, fused=True)
+        make = theirs({"weight_decay": decay}, fused=True)
         expected.append(by_torch(make, params, grads))
     paths = [p for p in tree.paths(params) if p != "steps"]
     wanted = [
         yes if mask(path, leaf) else no
         for yes, no, path, leaf in zip(*expected, paths, floating(params), strict=True)
     ]
-    optimizer = sharded_adam(weight_decay=0.3, mask=mask)
+    optimizer = ours(weight_decay=0.3, mask=mask)
     assert_bits(wanted, floating(trained(optimizer, params, grads)[0]))
     assert_near(wanted, floating(trained_by_update(optimizer, params, grads)[0]))
 
@@ -242,19 +277,25 @@ def test_a_schedule_is_asked_for_each_count():
     assert_bits(leaf.detach(), after["w"])
 
 
-def test_the_count_may_be_a_tensor():
-    params, grads = {"w": torch.randn(3)}, {"w": torch.randn(3)}
-    optimizer = sharded_adam()
-    params, state = trained(optimizer, params, [grads])
-    counted = state._replace(count=torch.tensor(state.count))
-    expected = optimizer.apply(grads, state, params)
-    actual = optimizer.apply(grads, counted, params)
-    assert_bits(expected[0], actual[0])
-    assert actual[1].count.item() == 2
-    assert_near(
-        optimizer.update(grads, state, params)[0],
-        optimizer.update(grads, counted, params)[0],
-    )
+@given(kind=KINDS)
+def test_the_count_may_be_a_tensor(kind):
+    settings, (ours, _) = kind
+    w, g, optimizer = torch.randn(3), torch.randn(3), ours(**settings)
+    state = optimizer.init(w)
+    counted = state._replace(count=torch.tensor(0))
+    for k in range(2):
+        updates = [optimizer.update(g, s, w)[0] for s in (state, counted)]
+        assert_near(*updates)
+        (after, state), (its, counted) = (
+            optimizer.apply(g, s, w) for s in (state, counted)
+        )
+        assert_bits(after, its)
+        assert counted.count.item() == k + 1
+        w = after
+
+
+def test_there_is_no_momentum_without_momentum():
+    assert sgd(0.1).init(torch.ones(2)).momentum is None
 
 
 @pytest.mark.parametrize("given", [False, True])
@@ -327,8 +368,9 @@ def test_parameters_that_ask_for_gradients_leave_no_graph_behind():
 
 # torch's own jvp decompositions are scripted when first used.
 @pytest.mark.filterwarnings("ignore:.torch.jit.script. is:DeprecationWarning")
-def test_apply_differentiates():
-    optimizer = sharded_adam(0.1)
+@pytest.mark.parametrize("make", [sharded_adam, functools.partial(sgd, momentum=0.9)])
+def test_apply_differentiates(make):
+    optimizer = make(0.1)
 
     def after_two_steps(p):
         new, _ = trained(optimizer, p, [torch.sin(p), torch.cos(p)])
@@ -353,19 +395,24 @@ def test_apply_differentiates():
 
 
 @pytest.mark.parametrize(
-    ("settings", "message"),
+    ("make", "settings", "message"),
     [
-        ({"learning_rate": -1.0}, "learning_rate is -1.0"),
-        ({"learning_rate": float("nan")}, "learning_rate is nan"),
-        ({"b1": 1.0}, "b1 is 1.0"),
-        ({"b2": -0.1}, "b2 is -0.1"),
-        ({"eps": -1e-8}, "eps is -1e-08"),
-        ({"weight_decay": -1}, "weight_decay is -1"),
+        (sharded_adam, {"learning_rate": -1.0}, "learning_rate is -1.0"),
+        (sharded_adam, {"learning_rate": float("nan")}, "learning_rate is nan"),
+        (sharded_adam, {"b1": 1.0}, "b1 is 1.0"),
+        (sharded_adam, {"b2": -0.1}, "b2 is -0.1"),
+        (sharded_adam, {"eps": -1e-8}, "eps is -1e-08"),
+        (sharded_adam, {"weight_decay": -1}, "weight_decay is -1"),
+        (sgd, {"learning_rate": -1.0}, "learning_rate is -1.0"),
+        (sgd, {"momentum": -1.0}, "momentum is -1.0"),
+        (sgd, {"weight_decay": -1.0}, "weight_decay is -1.0"),
+        (sgd, {"nesterov": True}, "nesterov needs momentum"),
+        (sgd, {"nesterov": True, "momentum": 0.9, "dampening": 0.1}, "dampening is"),
     ],
 )
-def test_bad_settings_are_refused(settings, message):
+def test_bad_settings_are_refused(make, settings, message):
     with pytest.raises(ValueError, match=message):
-        sharded_adam(**settings)
+        make(**{"learning_rate": 0.1, **settings})
 
 
 def test_a_schedule_below_zero_is_refused_before_anything_is_written():
@@ -376,12 +423,15 @@ def test_a_schedule_below_zero_is_refused_before_anything_is_written():
     assert_bits(torch.ones(2), p)
 
 
-def test_decay_needs_the_parameters():
+@pytest.mark.parametrize(
+    "make", [sharded_adam, functools.partial(sgd, 0.1, momentum=0.9)]
+)
+def test_decay_needs_the_parameters(make):
     p = torch.ones(2)
-    optimizer = sharded_adam()
+    optimizer = make(weight_decay=0.1)
     with pytest.raises(ValueError, match="update\\(grads, state, params\\)"):
         optimizer.update(p, optimizer.init(p))
-    free = sharded_adam(weight_decay=0)
+    free = make(weight_decay=0)
     assert_bits(free.update(p, free.init(p), p), free.update(p, free.init(p)))
 
 

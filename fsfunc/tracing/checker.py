@@ -23,8 +23,8 @@ from fsfunc.comm.mesh import here
 from fsfunc.frames import Tracer, frame
 from fsfunc.sharded import Sharded, is_sharded
 from fsfunc.tracing.knowledge import Seen
-from fsfunc.tracing.operators import Operators
 from fsfunc.tracing.refusals import refusal
+from fsfunc.tracing.typed_operators import Operators
 from fsfunc.tracing.types import PARTS, Kind, agrees, misused, moved_to
 
 __all__ = ["Checker"]
@@ -41,7 +41,6 @@ class Checker(Tracer, Watcher, Operators):
         self, rank: int, axes: tuple[str, ...], alone: bool, varying: Iterable[int] = ()
     ):
         Operators.__init__(self, rank, axes, alone, varying)
-        self.orders: dict[int, Any] = {}
         self.calls: list[Any] = []
         self._parameters: set[int] = set()  # plain leaves that were differentiated
         self._functions: dict[str, str] = {}  # around collectives, and where these are

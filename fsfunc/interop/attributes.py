@@ -15,9 +15,9 @@ import torch
 from torch import Tensor, nn
 
 from fsfunc import _torch
-from fsfunc.interop.absence import Absent
+from fsfunc.interop.stubs import Absent
 
-__all__ = ["Attribute", "Watch", "copied"]
+__all__ = ["Attribute", "AttributeWatch", "copied"]
 
 Attribute = tuple[str, str]  # the path of a module in a part, and the attribute's name
 
@@ -40,13 +40,13 @@ def copied(module: nn.Module) -> tuple[nn.Module, list[Any]]:
     return found, list(memo.values())
 
 
-class Watch:
+class AttributeWatch:
     """The attributes of a copy's modules, and all mutable things in them.
 
     Looked at after every call, and so by a few C functions where nothing has changed.
 
     Args:
-        module: the copy, its tables and ports in place.
+        module: the copy, its tables and stubs in place.
         things: what was copied with it.
         unit_of: the unit of this part that a path is within, or None.
     """

@@ -8,7 +8,7 @@ import torch
 
 import fsfunc as ff
 from fsfunc.comm.groups import group
-from fsfunc.comparing import RanksDiffer, Section, checksums, compare
+from fsfunc.comparison import RanksDiffer, Section, checksums, compare
 from tests.unlike_programs import UNLIKE, Case, alike, block, run
 
 PROGRAM = Path(__file__).with_name("unlike_programs.py")

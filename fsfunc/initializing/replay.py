@@ -9,9 +9,9 @@ import torch
 from torch import Tensor
 
 from fsfunc import _torch
-from fsfunc.initializing.deferring import Tape
-from fsfunc.initializing.drawing import BLOCK, draw, seeded
-from fsfunc.initializing.taped import Op, Ref, exchange
+from fsfunc.initializing.init_tape import InitTape
+from fsfunc.initializing.random_blocks import BLOCK, draw, seeded
+from fsfunc.initializing.taped_ops import Ref, TapedOp, exchange
 from fsfunc.prefault import populate
 
 __all__ = ["Replay"]
@@ -37,9 +37,9 @@ class Replay:
     is kept, as the next leaf is often another part of it.
     """
 
-    def __init__(self, tape: Tape):
+    def __init__(self, tape: InitTape):
         self.tape = tape
-        self._slices: dict[int, tuple[list[Op], bool]] = {}
+        self._slices: dict[int, tuple[list[TapedOp], bool]] = {}
         self._kept: tuple[int, Tensor] | None = None
 
     def write(self, r: Ref, start: int, stop: int, out: Tensor) -> None:
@@ -63,7 +63,7 @@ class Replay:
             self._write(ops, r.storage, a, b, part)
 
     def _write(
-        self, ops: Sequence[Op], storage: int, low: int, high: int, out: Tensor
+        self, ops: Sequence[TapedOp], storage: int, low: int, high: int, out: Tensor
     ) -> None:
         """Writes the elements [low, high) of a storage, block by block."""
         only = ops[0]
@@ -109,14 +109,14 @@ class Replay:
         """Lets go of what was kept."""
         self._kept = None
 
-    def _slice(self, storage: int) -> tuple[list[Op], bool]:
+    def _slice(self, storage: int) -> tuple[list[TapedOp], bool]:
         if storage not in self._slices:
             ops = [self.tape.ops[k] for k in self.tape.slice(storage)]
             flat = all(op.is_flat or self._is_small(op) for op in ops)
             self._slices = {storage: (ops, flat)}  # chunks of it come next
         return self._slices[storage]
 
-    def _is_small(self, op: Op) -> bool:
+    def _is_small(self, op: TapedOp) -> bool:
         return all(
             self.tape.storages[r.storage].numel <= _SMALL
             for r in (*op.reads, *op.writes, *op.makes)
@@ -136,7 +136,7 @@ class Replay:
         done: dict[int, list[int]] = {}
         for number, k in last.items():
             done.setdefault(k, []).append(number)
-        memory = _Memory(self.tape, _written(ops))
+        memory = _ReplayMemory(self.tape, _written(ops))
         for k, op in enumerate(ops):
             _run(memory, op, 0, op.target.numel)
             for number in done.get(k, ()):
@@ -145,11 +145,16 @@ class Replay:
         return memory.of(storage)[0]
 
     def _block(
-        self, ops: Sequence[Op], storage: int, block: _Span, part: _Span, out: Tensor
+        self,
+        ops: Sequence[TapedOp],
+        storage: int,
+        block: _Span,
+        part: _Span,
+        out: Tensor,
     ) -> None:
         """Computes one block of a storage, and writes a part of it to ``out``."""
         todo, spans = self._needed(ops, storage, block)
-        memory = _Memory(self.tape, _written([op for op, *_ in todo]), spans)
+        memory = _ReplayMemory(self.tape, _written([op for op, *_ in todo]), spans)
         # In place, unless it takes more than a draw: how torch computes may depend on
         # where in memory it does.
         direct = part == block == spans[storage] and out.is_contiguous()
@@ -165,8 +170,8 @@ class Replay:
             out.copy_(found[part[0] - base : part[1] - base])
 
     def _needed(
-        self, ops: Sequence[Op], storage: int, block: _Span
-    ) -> tuple[list[tuple[Op, int, int]], dict[int, _Span]]:
+        self, ops: Sequence[TapedOp], storage: int, block: _Span
+    ) -> tuple[list[tuple[TapedOp, int, int]], dict[int, _Span]]:
         """What to run for one block, with ranges, and the ranges of memory it takes."""
         need, spans = {storage: block}, {storage: block}
 
@@ -175,7 +180,7 @@ class Replay:
                 a, b = known.get(number, (start, stop))
                 known[number] = min(a, start), max(b, stop)
 
-        todo: list[tuple[Op, int, int]] = []
+        todo: list[tuple[TapedOp, int, int]] = []
         for op in reversed(ops):
             if not op.is_flat:  # small
                 touched = {r.storage for r in (*op.writes, *op.makes) if r is not None}
@@ -204,11 +209,11 @@ class Replay:
         return todo[::-1], spans
 
 
-class _Memory:
+class _ReplayMemory:
     """What a replay holds, by storage: a flat range of it, and where that begins."""
 
     def __init__(
-        self, tape: Tape, written: set[int], spans: dict[int, _Span] | None = None
+        self, tape: InitTape, written: set[int], spans: dict[int, _Span] | None = None
     ):
         self.tape, self.written, self.spans = tape, written, spans
         self.held: dict[int, tuple[Tensor, int]] = {}
@@ -250,15 +255,15 @@ def _seen(x: Tensor, r: Ref) -> Tensor:
     return torch.neg(seen) if r.neg else seen
 
 
-def _refs(op: Op) -> list[Ref]:
+def _refs(op: TapedOp) -> list[Ref]:
     return [r for r in (*op.reads, *op.writes, *op.makes) if r is not None]
 
 
-def _written(ops: Sequence[Op]) -> set[int]:
+def _written(ops: Sequence[TapedOp]) -> set[int]:
     return {r.storage for op in ops for r in op.writes}
 
 
-def _run(memory: _Memory, op: Op, start: int, stop: int) -> None:
+def _run(memory: _ReplayMemory, op: TapedOp, start: int, stop: int) -> None:
     """Runs an operator, for the elements [start, stop) of its target."""
     r = op.target
     if op.how == "draw" and not op.is_flat:
@@ -281,14 +286,14 @@ def _run(memory: _Memory, op: Op, start: int, stop: int) -> None:
             _compute(memory, op, first, min(first + PIECE, stop))
 
 
-def _compute(memory: _Memory, op: Op, start: int, stop: int) -> None:
+def _compute(memory: _ReplayMemory, op: TapedOp, start: int, stop: int) -> None:
     given = exchange((op.args, op.kwargs), Ref, lambda r: memory.piece(r, start, stop))
     found = op.func(*given[0], **given[1])
     if not op.writes:
         memory.piece(op.target, start, stop).copy_(found)
 
 
-def _run_whole(memory: _Memory, op: Op) -> None:
+def _run_whole(memory: _ReplayMemory, op: TapedOp) -> None:
     """Runs an operator as it was run, and keeps the memory that it made."""
     if op.how == "empty":
         return

@@ -1,0 +1,230 @@
+"""The boundary of a sharded unit: gather, run, forget; gather again, and reduce.
+
+Two small ``autograd.Function`` frame the unit's own graph, which stays ordinary:
+
+``_Enter``  brings the parameters in as views of the gathered buffer; its backward has
+            all their gradients, which the runtime writes into one buffer and reduces.
+``_Exit``   lets the outputs out; its backward comes first, and gathers again.
+
+After the forward pass the unit's part of the graph is walked once, and the saved
+tensors that lie in the gathered buffer get hooks that keep (shape, stride, offset) in
+place of the data. Nothing is hooked while the function runs, so autograd's version
+checks and other people's hooks keep working; and since a hooked tensor is unpacked with
+its own history, the backward can be differentiated again.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from fsfunc import _torch
+from fsfunc.comm.attribution import label
+from fsfunc.comm.collective_ops import apply_map
+from fsfunc.comm.crossings import ENTER, GATHER, MEAN, REDUCE, LawError
+from fsfunc.comm.groups import strided
+from fsfunc.sharded import FlatShard
+from fsfunc.transforms.gathering import Calls, GatheredCall, ShardRuntime
+
+__all__ = ["enter", "leave", "spread"]
+
+
+class _Enter(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, runtime, calls, shards, token, *flats):  # type: ignore[override]
+        ctx.runtime, ctx.calls, ctx.shards = runtime, calls, shards
+        ctx.set_materialize_grads(False)
+        return (None if token is None else token.clone(), *_parameters(calls))
+
+    @staticmethod
+    def backward(ctx, token, *grads):  # type: ignore[override]
+        runtime: ShardRuntime = ctx.runtime
+        calls: Calls = ctx.calls
+        with label(calls[0].name, "backward"):
+            before, found, i = runtime.leaves_backward(calls), [], 0
+            for k, (call, shard) in enumerate(zip(calls, ctx.shards, strict=True)):
+                mine = grads[i : i + len(call.views)]
+                i += len(call.views)
+                tracked, g = ctx.needs_input_grad[4 + k], None
+                if torch.is_grad_enabled():
+                    g = _joined(call, shard, mine) if tracked else None
+                elif call.keeps or tracked:
+                    g = runtime.gradient_of(call, shard, mine, before)
+                if g is not None:
+                    g = _reduced(runtime, g, shard).to(shard.flat.dtype)
+                found.append(g)
+        return (None, None, None, token, *found)
+
+
+class _Exit(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, runtime, calls, shards, token, *outs):  # type: ignore[override]
+        ctx.runtime, ctx.calls, ctx.shards = runtime, calls, shards
+        ctx.set_materialize_grads(False)
+        # Detached, not returned as they are: a later in-place change of an output is
+        # allowed, and is seen by the version check where the unit saved it.
+        found = [None if token is None else token.clone()]
+        for y in outs:
+            found.append(y.detach())
+        return tuple(found)
+
+    @staticmethod
+    def backward(ctx, token, *grads):  # type: ignore[override]
+        with label(ctx.calls[0].name, "backward"):
+            ctx.runtime.enters_backward(ctx.calls, ctx.shards)
+        return (None, None, None, token, *grads)
+
+
+def enter(
+    runtime: ShardRuntime,
+    calls: Calls,
+    shards: Sequence[FlatShard],
+    flats: Sequence[Tensor],
+    token: Tensor | None,
+    apart: bool,
+) -> tuple[Tensor | None, list[Tensor]]:
+    """The token and the call's parameters, differentiable where they should be.
+
+    Args:
+        flats: the buffers' ranges, with their history.
+        apart: whether parameters' gradients are asked for one by one.
+    """
+    tracked = token is not None
+    for flat in flats:
+        tracked = tracked or flat.requires_grad
+    if not (tracked and torch.is_grad_enabled()):
+        return token, _parameters(calls)
+    found: Any = _Enter.apply(runtime, calls, shards, token, *flats)
+    if apart:
+        # Each seen through a node of its own: to find what comes to one of a node's
+        # outputs the engine runs all that leads to any.
+        found = [None if x is None else x.view_as(x) for x in found]
+    token, *views = found
+    return token, views
+
+
+def leave(
+    runtime: ShardRuntime,
+    calls: Calls,
+    shards: Sequence[FlatShard],
+    token: Tensor | None,
+    views: Sequence[Tensor],
+    inputs: Sequence[Any],
+    outs: list[Any],
+    forget: bool,
+) -> Tensor | None:
+    """The token; ``outs`` go out, and what they saved of parameters is forgotten.
+
+    Args:
+        inputs: the leaves of what the unit was given beside parameters.
+    """
+    keys = list(map(_torch.storage_key, views))
+    tracked, roots = [], []
+    for i, y in enumerate(outs):
+        if isinstance(y, Tensor):
+            if _torch.storage_key(y) in keys:
+                outs[i] = y = y.clone()
+            if y.requires_grad:
+                tracked.append(i)
+                roots.append(y.grad_fn)
+    if not tracked and token is None or not torch.is_grad_enabled():
+        return token  # a token made without grad would cut the thread of units
+    if forget:
+        stop = {v.grad_fn for v in (*views, *inputs) if isinstance(v, Tensor)}
+        nodes, at, count = _torch.graph_nodes(roots, stop), 0, 0
+        for call, shard in zip(calls, shards, strict=True):
+            # By the view: an inner unit's call may have dropped the buffer meanwhile.
+            first = views[at]
+            if not call.lasts:
+                start = first.storage_offset() - call.views[0][2]
+                pack, unpack = _forgetting(runtime, call, shard, start)
+                count += _torch.hook_saved(nodes, keys[at], pack, unpack)
+            at += len(call.views)
+        if count:
+            calls[0].forgets = True
+    runtime.leaves(calls)
+    token, *exits = _Exit.apply(
+        runtime, calls, shards, token, *[outs[i] for i in tracked]
+    )
+    for i, y in zip(tracked, exits, strict=True):
+        outs[i] = y
+    return token
+
+
+def _parameters(calls: Calls) -> list[Tensor]:
+    if len(calls) == 1:
+        return calls[0].parameters()
+    return [x for call in calls for x in call.parameters()]
+
+
+def _forgetting(
+    runtime: ShardRuntime, call: GatheredCall, shard: FlatShard, start: int
+) -> tuple[Any, Any]:
+    """Hooks that keep the place of a saved tensor in place of its data."""
+
+    def pack(x: Tensor) -> tuple[Any, ...]:
+        return x.shape, x.stride(), x.storage_offset() - start
+
+    def unpack(packed: tuple[Any, ...]) -> Tensor:
+        shape, stride, offset = packed
+        full = call.full
+        if full is None:  # used beside its gradient's path: gathered for this use only
+            with label(call.name, "backward"):
+                full = runtime.gather_again(shard, call)
+        return full.as_strided(shape, stride, full.storage_offset() + offset)
+
+    return pack, unpack
+
+
+# As differentiable collectives
+
+
+def spread(runtime: ShardRuntime, flat: Tensor, size: int, name: str) -> Tensor:
+    """A rank's range as the whole buffer, under the mean over ranks."""
+    _check_exact(runtime)
+    enter, gather = replace(ENTER, what=name), replace(GATHER, what=name)
+    if runtime.replicas is not None:
+        flat = apply_map(flat, enter, runtime.replicas)
+    return apply_map(flat, gather if size > 1 else enter, runtime.where)
+
+
+def _reduced(runtime: ShardRuntime, buffer: Tensor, shard: FlatShard) -> Tensor:
+    """The transpose of :func:`spread`."""
+    _check_exact(runtime)
+    how, mean = replace(REDUCE, what=shard.name), replace(MEAN, what=shard.name)
+    buffer = apply_map(buffer, how if shard.place.size > 1 else mean, runtime.where)
+    if runtime.replicas is not None:
+        buffer = apply_map(buffer, mean, runtime.replicas)
+    return buffer
+
+
+def _joined(call: GatheredCall, shard: FlatShard, grads: Sequence[Any]) -> Tensor:
+    """The gradients in one buffer, for a backward of the backward."""
+    flat, place, parts, at = shard.flat, shard.place, [], 0
+    for (shape, _, offset), g in zip(call.views, grads, strict=True):
+        parts.append(flat.new_zeros(offset - at))
+        g = flat.new_zeros(shape) if g is None else g
+        parts.append(strided(g).reshape(-1).to(flat.dtype))
+        at = offset + g.numel()
+    parts.append(flat.new_zeros(place.size * place.chunk - at))
+    return torch.cat(parts)
+
+
+def _check_exact(runtime: ShardRuntime) -> None:
+    """Raises where a derivative would be that of an encoding.
+
+    Raises:
+        LawError: a gather or a reduction changes values on the way.
+    """
+    for how in (runtime.how_gathered, runtime.how_reduced):
+        if not how.exact:
+            raise LawError(
+                f"{type(how).__name__} changes what it sends, and a derivative taken "
+                "by torch.func, by create_graph=True or by leaves that require grad "
+                "would be that of the encoding: take it by ff.value_and_grad, of "
+                "leaves that require none, or shard this step without it"
+            )

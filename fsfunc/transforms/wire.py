@@ -1,0 +1,77 @@
+"""How a buffer travels between ranks: a gather and a reduction as values.
+
+Each is three steps: ``encode`` what a rank has, ``move`` it, ``decode`` what arrived.
+Gathers in another dtype or quantised, gradients compressed, parameters that come from
+the host: each takes the place of one of these, and nothing else of ``shard`` changes.
+
+To replace one, derive from it, change the steps that differ, say ``exact = False``
+where the values change on the way, and give it to the interpretation::
+
+    class Narrow(Gather):
+        exact = False
+
+        def encode(self, part, dtype):
+            return part.to(torch.bfloat16)
+
+        def decode(self, arrived, dtype):
+            return arrived.to(dtype)
+
+    step = transformed(step, Sharding(mesh, ("data",), gather=Narrow()))
+
+Ranks must agree in what they send: as many elements, of one dtype. What arrives lies in
+memory of the rank's pool; a ``decode`` that returns something else makes its own. What
+is not exact holds for ``value_and_grad``, whose backward is the reduction, and is
+refused under ``torch.func``, which would differentiate the encoding instead.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from fsfunc.comm.backends.link import Handle
+from fsfunc.comm.groups import RankGroup
+
+__all__ = ["Gather", "Reduction"]
+
+
+class Gather:
+    """A rank's range of a buffer becomes the whole buffer.
+
+    Cost: one all-gather of what ``encode`` gives.
+    """
+
+    exact = True
+
+    def encode(self, part: Tensor, dtype: torch.dtype) -> Tensor:
+        """What a rank sends of its range, for a buffer in ``dtype``."""
+        return part.to(dtype)
+
+    def move(self, sent: Tensor, where: RankGroup, out: Tensor, what: str) -> Handle:
+        """Sends it to all ranks, for the whole to arrive in ``out``."""
+        return where.start("all_gather", sent, out=out, what=what)
+
+    def decode(self, arrived: Tensor, dtype: torch.dtype) -> Tensor:
+        """The whole buffer, in ``dtype``."""
+        return arrived
+
+
+class Reduction:
+    """The ranks' gradients of a whole buffer become their sum: of this rank's range.
+
+    Cost: one reduce-scatter of what ``encode`` gives (at zero=0 one all-reduce).
+    """
+
+    exact = True
+
+    def encode(self, buffer: Tensor) -> Tensor:
+        """What a rank sends of its gradient of the whole buffer."""
+        return buffer
+
+    def move(self, sent: Tensor, where: RankGroup, whole: bool, what: str) -> Handle:
+        """Sums it; each rank receives its range, or the whole."""
+        return where.start("psum" if whole else "psum_scatter", sent, what=what)
+
+    def decode(self, arrived: Tensor, dtype: torch.dtype) -> Tensor:
+        """The summed gradient, for parameters in ``dtype``."""
+        return arrived
