@@ -8,7 +8,8 @@ gradients of the same shapes. Transforms around it see no difference.
 
 What a trial cannot stand for runs plainly: units that call units or collectives, that
 return a view of what they were given, bodies in a pipeline's stages whose backward is
-taken apart node by node (split ones, and products added in place), those under a policy that names values, or ``torch.func``.
+taken apart node by node (split ones, and products added in place), those under a policy
+that names values, or ``torch.func``.
 """
 
 from __future__ import annotations
