@@ -319,7 +319,7 @@ def test_a_loss_that_reads_values_is_named():
     def reads(params, x):
         return layer(params[0], x).mean() * (1 if x.sum() > 0 else 2)
 
-    with pytest.raises(RuntimeError, match="test_choosing.py"):
+    with pytest.raises(RuntimeError, match="test_stack_search.py"):
         search(reads, OPTIMIZER, init, BATCH, 1, CPU)
 
 
