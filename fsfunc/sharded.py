@@ -76,7 +76,9 @@ class Sharded:
                 part = flat[start:stop]
                 if self.parts is not None:
                     with torch.inference_mode(False):
-                        part = part.detach().requires_grad_()
+                        part = part.detach()
+                        # By the field: torch.func refuses the method, beneath it too.
+                        part.requires_grad = True
                     key = id(self.packed), id(self.layout)
                     part = self.parts.setdefault(key, part)
         self._part = part

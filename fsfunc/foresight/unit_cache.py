@@ -8,7 +8,8 @@ gradients of the same shapes. Transforms around it see no difference.
 
 What a trial cannot stand for runs plainly: units that call units or collectives, that
 return a view of what they were given, bodies in a pipeline's stages whose backward is
-taken apart node by node, those under a policy that names values, or ``torch.func``.
+taken apart node by node (split ones, and products added in place), those under a policy
+that names values, or ``torch.func``.
 """
 
 from __future__ import annotations
@@ -107,8 +108,9 @@ class UnitCache(Tracer):
 
     def _key(self, call: Any, leaves: list[Any], treedef: Any) -> Any:
         f = frame()
-        apart = f.staged and torch.is_grad_enabled()
-        if (apart and not running().forgets) or is_taped():
+        if f.staged and torch.is_grad_enabled() and _taken_apart(leaves):
+            return None
+        if is_taped():
             return None
         if _torch.functorch_active():
             return None
@@ -235,6 +237,19 @@ class _Body(torch.autograd.Function):
             if isinstance(x, Shape)
         ]
         return (None, *grads)
+
+
+def _taken_apart(leaves: list[Any]) -> bool:
+    """Whether a pipeline's stage pulls a body with these arguments back in parts.
+
+    It may take the gradients of inputs first, and adds the products of weights right
+    to the gradients so far, where no other operation stands between.
+    """
+    now = running()
+    if now.forgets:
+        return False
+    given = map(_torch.leaf_behind, tensors(leaves))
+    return now.adds_to is None or any(id(x) in now.adds_to for x in given)
 
 
 def _tracked(x: Any) -> bool:

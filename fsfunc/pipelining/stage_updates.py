@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor
@@ -81,7 +81,7 @@ class Updating(Pipelining):
         return step
 
     def _differentiate(self, depth: int, number: int, call: GradientCall) -> Outcome:
-        running: Any = call.fn
+        running = cast(_Running, call.fn)
         f = frame().but(donated=None)  # forwards use old versions
         parts = cut_batch(call.args, call.keywords, (0,), self.n)
         batches = [

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 import fsfunc as ff
 from fsfunc.foresight.candidates import lowered, meshes
-from fsfunc.foresight.chosen import Choice, front_of
+from fsfunc.foresight.choices import Choice, front_of
 from fsfunc.foresight.estimation import estimate
 from fsfunc.foresight.stack_search import _climb, search
 from fsfunc.foresight.stacks import Stack
