@@ -78,6 +78,7 @@ __all__ = [
     "storage",
     "storage_key",
     "storage_uses",
+    "uses_of",
     "tables",
     "unwrapped",
     "written",
@@ -295,9 +296,13 @@ def storage_uses(x: Tensor) -> int:
     return torch._C._storage_Use_Count(storage_key(x))
 
 
+# Of ``storage._cdata``: how many tensors and handles hold that storage.
+uses_of: Callable[[int], int] = torch._C._storage_Use_Count
+
+
 def held(storage: torch.UntypedStorage) -> int:
     """How many tensors hold ``storage``, this handle counted as one more."""
-    return torch._C._storage_Use_Count(storage._cdata)
+    return uses_of(storage._cdata)
 
 
 def sequence_number(node: Any) -> int:
@@ -371,8 +376,7 @@ def _saved_attributes(kind: type) -> list[tuple[str, str]]:
 
 def graph_nodes(roots: Iterable[Any], stop: set[Any]) -> list[Any]:
     """The autograd nodes reached from ``roots`` without entering ``stop``."""
-    seen, found = set(stop), []
-    todo = [node for node in roots if node is not None]
+    seen, found, todo = {None, *stop}, [], list(roots)
     while todo:
         node = todo.pop()
         if node in seen:
@@ -380,8 +384,7 @@ def graph_nodes(roots: Iterable[Any], stop: set[Any]) -> list[Any]:
         seen.add(node)
         found.append(node)
         for n, _ in node.next_functions:
-            if n is not None:
-                todo.append(n)
+            todo.append(n)
     return found
 
 
@@ -431,21 +434,26 @@ def saved_tensors(nodes: Iterable[Any]) -> Iterator[Tensor]:
                 yield value
 
 
-def _saved(node: Any) -> Iterator[tuple[Any, Any]]:
+def _saved(node: Any) -> list[tuple[Any, Any]]:
     """What ``node`` saves: the handle on it, and the data.
 
     Where torch lets us look, without unpacking: to unpack is to run other people's
     hooks, which compute a checkpoint again or gather an inner unit's parameters.
     """
-    for raw_name, name in _saved_attributes(type(node)):
+    kind, found = type(node), []
+    names = _SAVED[kind] if kind in _SAVED else _saved_attributes(kind)
+    for raw_name, name in names:
         raws = getattr(node, raw_name)
         raws = raws if isinstance(raws, (tuple, list)) else (raws,)
         if _CAN_LOOK:
-            yield from ((raw, raw.data) for raw in raws if raw.unpack_hook is None)
+            for raw in raws:
+                if raw.unpack_hook is None:
+                    found.append((raw, raw.data))
             continue
         values = getattr(node, name)
         values = values if isinstance(values, (tuple, list)) else (values,)
-        yield from zip(raws, values, strict=True)
+        found += zip(raws, values, strict=True)
+    return found
 
 
 _SavedTensor: Any = torch._C._autograd.SavedTensor  # type: ignore[attr-defined]

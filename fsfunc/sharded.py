@@ -133,7 +133,8 @@ class Sharded:
         if packed is None:
             raise ValueError(f"{self.layout} lies in no buffer")
         leaf = type(self)(None, self.layout, packed)
-        leaf._range = (packed.flat, *packed.spans[id(self.layout)])
+        spans = packed._spans or packed.spans
+        leaf._range = (packed.flat, *spans[id(self.layout)])
         leaf.parts = parts
         return leaf
 

@@ -18,7 +18,7 @@ from fsfunc.comm.ledgers import Ledger, only, silence
 from fsfunc.comm.mesh import Here, NoMesh, asking, here, place_here
 from fsfunc.compiled import plainly
 from fsfunc.fake_errors import told_where
-from fsfunc.units import generators_kept
+from fsfunc.generators import generators_kept
 
 __all__ = ["place_without_data", "without_data"]
 
