@@ -27,9 +27,9 @@ from models import FULL, QUICK, Size, functional_loss, init_params, whole_batch
 from ours import train_step
 
 import fsfunc as ff
-from fsfunc.foresight.choosing import search
+from fsfunc.foresight.calibration import measure_hardware
 from fsfunc.foresight.chosen import Choice, Search
-from fsfunc.foresight.measuring import measure_hardware
+from fsfunc.foresight.stack_search import search
 
 SAME = 1.03  # steps within this ratio cannot be told apart on a shared machine
 

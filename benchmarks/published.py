@@ -28,7 +28,7 @@ from mingpt import init_params, loss_of, make_batch, parameters
 from models import Size
 
 import fsfunc as ff
-from fsfunc.foresight.estimating import estimate
+from fsfunc.foresight.estimation import estimate
 from fsfunc.foresight.events import Ran
 from fsfunc.foresight.planning import plan
 from fsfunc.foresight.plans import Plan

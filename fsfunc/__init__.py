@@ -10,8 +10,6 @@ from fsfunc.comm.async_collectives import start
 from fsfunc.comm.collectives import (
     all_gather,
     all_to_all,
-    axis_index,
-    axis_size,
     pbroadcast,
     pcast,
     pmax,
@@ -20,13 +18,15 @@ from fsfunc.comm.collectives import (
     psum,
     psum_scatter,
 )
+from fsfunc.comm.groups import axis_index, axis_size
 from fsfunc.comm.launch import local_batch, make_mesh, spmd
 from fsfunc.comm.ledgers import ledger
 from fsfunc.comm.mesh import Mesh
-from fsfunc.conversions import lay_like, randn_like, reduce_like, unshard
+from fsfunc.conversions import lay_like, reduce_like, unshard
 from fsfunc.data.loader import batches
 from fsfunc.layout import Flat, Layout, Owned, Split
 from fsfunc.machines import Hardware, Level
+from fsfunc.noise import randn_like
 from fsfunc.optim import (
     Optimizer,
     add_decayed_weights,
@@ -48,13 +48,11 @@ from fsfunc.optim import (
     warmup_cosine,
 )
 from fsfunc.pipelining import schedules
-from fsfunc.pipelining.balancing import balance
-from fsfunc.pipelining.clocks import clock
+from fsfunc.pipelining.balanced_cuts import balance, profile
 from fsfunc.pipelining.pipelines import pipeline
-from fsfunc.pipelining.predicting import momentum_prediction
-from fsfunc.pipelining.profiling import profile
-from fsfunc.pipelining.timing import Costs, bubble
+from fsfunc.pipelining.timing import Costs, bubble, clock
 from fsfunc.pipelining.verification import verify
+from fsfunc.pipelining.weight_prediction import momentum_prediction
 from fsfunc.placing import place
 from fsfunc.sharded import Sharded, is_sharded
 from fsfunc.statistics import (
@@ -64,7 +62,7 @@ from fsfunc.statistics import (
     init_statistics,
 )
 from fsfunc.tracing.tracer import program
-from fsfunc.training import TrainState, abstract_state, init_state
+from fsfunc.train_state import TrainState, abstract_state, init_state
 from fsfunc.transforms.accumulation import accumulate
 from fsfunc.transforms.casting import precision
 from fsfunc.transforms.donation import donate
@@ -83,11 +81,11 @@ if TYPE_CHECKING:
     from fsfunc.checkpointing.loading import load
     from fsfunc.checkpointing.manifest import CheckpointError
     from fsfunc.checkpointing.saving import save, save_async
-    from fsfunc.foresight.choosing import search
-    from fsfunc.foresight.estimating import estimate
-    from fsfunc.foresight.measuring import measure_hardware
+    from fsfunc.foresight.calibration import measure_hardware
+    from fsfunc.foresight.estimation import estimate
     from fsfunc.foresight.planning import plan
-    from fsfunc.foresight.recomputing import recompute_points
+    from fsfunc.foresight.recomputation import recompute_points
+    from fsfunc.foresight.stack_search import search
     from fsfunc.interop.modules import from_module, to_module
     from fsfunc.interop.patterns import by_size
 
@@ -105,10 +103,10 @@ _LATER = {
     "show": "fsfunc.show",
     "testing": "fsfunc.testing",
     "plan": "fsfunc.foresight.planning",
-    "estimate": "fsfunc.foresight.estimating",
-    "search": "fsfunc.foresight.choosing",
-    "recompute_points": "fsfunc.foresight.recomputing",
-    "measure_hardware": "fsfunc.foresight.measuring",
+    "estimate": "fsfunc.foresight.estimation",
+    "search": "fsfunc.foresight.stack_search",
+    "recompute_points": "fsfunc.foresight.recomputation",
+    "measure_hardware": "fsfunc.foresight.calibration",
     "from_module": "fsfunc.interop.modules",
     "to_module": "fsfunc.interop.modules",
     "by_size": "fsfunc.interop.patterns",

@@ -667,7 +667,8 @@ _aten: Any = torch.ops.aten
 _OF_ONE = {
     _aten.slice.Tensor, _aten.select.int, _aten.as_strided.default,
     _aten.detach.default, _aten.alias.default, _aten.view.default,
-    _aten.t.default, _aten.transpose.int,
+    _aten.t.default, _aten.transpose.int, _aten.permute.default,
+    _aten.expand.default, _aten._unsafe_view.default,
 }  # fmt: skip
 _LIKE_ONE = {
     _aten.zeros_like.default, _aten.empty_like.default, _aten.new_empty.default,
@@ -719,6 +720,112 @@ def quick_fake(mode: FakeTensorMode, func: Any, args: Any, kwargs: Any) -> Any:
         kwargs["device"] = "meta"
     with torch._C._DisableTorchDispatch():
         return FakeTensor(mode, func(*args, **kwargs), _CPU)
+
+
+_MADE: dict[Any, Any] = {}  # what operators made of arguments that look so
+_MOST_MADE = 1 << 16
+_ODD = object()
+_SHAPELESS = frozenset(
+    {int, float, bool, str, type(None), torch.dtype, torch.layout, torch.memory_format}
+    | {torch.device}
+)
+
+
+def fake_result(mode: FakeTensorMode, func: Any, args: Any, kwargs: Any) -> Any:
+    """What ``func`` returns for fake tensors of CPUs.
+
+    The mode's own way is asked once for arguments that look alike: it costs ten times
+    as much as what is remembered here, of operators that make new memory.
+    """
+    out = quick_fake(mode, func, args, kwargs)
+    if out is not NotImplemented:
+        return out
+    key = None
+    if _makes_anew(func):
+        looks = _looks(mode, args), _looks(mode, tuple(kwargs.items()))
+        if _ODD not in looks:
+            key = func, torch.get_default_dtype(), looks
+    made = _MADE.get(key) if key is not None else None
+    if made is None:
+        out = func(*args, **kwargs)
+        if key is not None:
+            if len(_MADE) >= _MOST_MADE:
+                _MADE.clear()
+            _MADE[key] = _made_anew(out, args, kwargs)
+        return out
+    if made is _ODD:
+        return func(*args, **kwargs)
+    kind, specs = made
+    with torch._C._DisableTorchDispatch():
+        new = [
+            FakeTensor(
+                mode, torch.empty_strided(*spec[:2], dtype=spec[2], device="meta"), _CPU
+            )
+            for spec in specs
+        ]
+    return new[0] if kind is None else kind(new)
+
+
+@functools.cache
+def _makes_anew(func: Any) -> bool:
+    """Whether shapes alone say what an operator makes, in memory of its own."""
+    told = {torch.Tag.dynamic_output_shape, torch.Tag.data_dependent_output}
+    schema = func._schema
+    return (
+        func.namespace == "aten"
+        and not schema.is_mutable
+        and not told & set(func.tags)
+        and bool(schema.returns)
+        and all(
+            r.alias_info is None and str(r.type) in ("Tensor", "List[Tensor]")
+            for r in schema.returns
+        )
+    )
+
+
+def _looks(mode: FakeTensorMode, x: Any) -> Any:
+    """What of an argument decides how results look, or ``_ODD``."""
+    kind = type(x)
+    if kind is FakeTensor:
+        if (
+            x.fake_mode is not mode
+            or x.fake_device != _CPU
+            or x.constant is not None
+            or x.ndim == 0  # it may stand for a number of Python
+            or x.layout is not torch.strided
+            or x.is_conj()
+            or x.is_neg()
+        ):
+            return _ODD
+        return x.dtype, x.shape, x.stride()
+    if kind in _SHAPELESS:
+        return kind, x
+    if kind is tuple or kind is list:
+        found = (kind, *[_looks(mode, y) for y in x])
+        return _ODD if _ODD in found else found
+    return _ODD
+
+
+def _made_anew(out: Any, args: Any, kwargs: Any) -> Any:
+    """How results look that lie in memory of their own, or ``_ODD``."""
+    kind = type(out) if isinstance(out, (tuple, list)) else None
+    specs, seen = [], set[int]()
+    given = torch.utils._pytree.tree_leaves((args, kwargs))
+    seen.update(storage_key(x) for x in given if isinstance(x, Tensor))
+    for x in (out,) if kind is None else out:
+        if type(x) is not FakeTensor or x.fake_device != _CPU or x.constant is not None:
+            return _ODD
+        if x.layout is not torch.strided or x.is_conj() or x.is_neg():
+            return _ODD
+        steps = zip(x.shape, x.stride(), strict=True)
+        reach = 1 + sum((n - 1) * step for n, step in steps) if x.numel() else 0
+        size = x.untyped_storage().nbytes()
+        key = storage_key(x)
+        if x.storage_offset() or size != reach * x.element_size() or key in seen:
+            return _ODD
+        seen.add(key)
+        specs.append((tuple(x.shape), x.stride(), x.dtype))
+    return kind, specs
 
 
 def device_of(x: Tensor) -> torch.device:

@@ -15,18 +15,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fsfunc import _torch, tree
+from fsfunc import tree
 from fsfunc.comm.attribution import label
 from fsfunc.comm.collective_ops import apply_map, assumed, claim, laid
-from fsfunc.comm.collectives import pbroadcast
 from fsfunc.comm.crossings import ENTER, GATHER, LAY, MEAN, REDUCE, check_samples
 from fsfunc.comm.groups import RankGroup, group
 from fsfunc.comm.linear_maps import LinearMap
-from fsfunc.comm.mesh import NoMesh, here
+from fsfunc.comm.mesh import averaged_axes, here
 from fsfunc.donated import refuse_spent
-from fsfunc.frames import frame
-from fsfunc.generators import one_number
-from fsfunc.initializing.drawing import draw, standard_normal
 from fsfunc.layout import Layout
 from fsfunc.optim.leaves import differentiated
 from fsfunc.optim.reductions import entered
@@ -34,7 +30,7 @@ from fsfunc.packing import in_a_row
 from fsfunc.sharded import Sharded, is_sharded
 from fsfunc.slices import assemble
 
-__all__ = ["lay_like", "randn_like", "reduce_like", "unshard"]
+__all__ = ["lay_like", "reduce_like", "unshard"]
 
 
 def unshard(
@@ -72,7 +68,7 @@ def unshard(
     def whole(x: Any) -> Any:
         if not isinstance(x, Sharded):
             return entered(x) if isinstance(x, Tensor) else x
-        if differentiated([x.local]) and set(x.layout.axes) <= set(_means()):
+        if differentiated([x.local]) and set(x.layout.axes) <= set(averaged_axes()):
             if only is not None:
                 raise ValueError(
                     f"unshard(..., only={only}) of {x.name!r}, which is differentiated "
@@ -95,7 +91,7 @@ def _gathered(x: Sharded) -> Tensor:
     layout, at = x.layout, here()
     local = x.local.detach()
     if not layout.axes:
-        if copies := _means():
+        if copies := averaged_axes():
             local = apply_map(local, ENTER, group(copies))
         return local.reshape(layout.shape).clone()
     where = group(layout.axes, at)
@@ -120,7 +116,7 @@ def _entered(x: Sharded) -> Tensor:
     _check_flat(x, "unshard")
     axes, local = x.layout.axes, x.local
     check_samples(local, repr(x.name))
-    if copies := tuple(a for a in _means() if a not in axes):
+    if copies := tuple(a for a in averaged_axes() if a not in axes):
         local = apply_map(local, ENTER, group(copies))
     if not axes:
         return local.reshape(x.shape)
@@ -204,67 +200,6 @@ def lay_like(t: Any, like: Any) -> Any:
     return _back(t, like, "lay_like", LAY, None)
 
 
-def randn_like(like: Any, *, generator: torch.Generator | None = None) -> Any:
-    """Standard normal noise that lies as ``like`` does.
-
-    A leaf's numbers are those of the whole leaf, of which each rank draws its part: the
-    same on any number of ranks, with any ``zero``, on one device. (``torch.randn_like``
-    of a part would be the same noise on every rank's part.)
-
-    Args:
-        like: a tree of tensors and shards; None is returned for what is not floating.
-        generator: one number is drawn of it, which must be alike on every rank; by
-            default of the first rank's own, and sent.
-
-    Cost: one broadcast of one number, with a generator nothing; blocks of 131072
-    elements are drawn whole.
-
-    >>> import torch, fsfunc as ff
-    >>> {k: x.shape for k, x in ff.randn_like({"w": torch.ones(2, 3)}).items()}
-    {'w': torch.Size([2, 3])}
-    """
-    leaves = tree.leaves(like, is_leaf=is_sharded)
-    count = iter(range(len(leaves)))
-
-    def noise(x: Any) -> Any:
-        stream = number, next(count)
-        if not isinstance(x, Tensor | Sharded) or not x.dtype.is_floating_point:
-            return None
-        local = x.local if isinstance(x, Sharded) else x
-        made = torch.empty_like(
-            _torch.unwrapped(local), memory_format=torch.contiguous_format
-        )
-        start = 0
-        if isinstance(x, Sharded) and x.layout.axes:
-            start, _ = x.layout.span(here().mesh.coordinates())
-        draw(standard_normal(), stream, made.view(-1), start, math.prod(x.shape))
-        return laid(x.with_local(made)) if isinstance(x, Sharded) else made
-
-    with torch.no_grad(), _torch.beneath_functorch():
-        number = one_number(generator)
-        if generator is None and not frame().path:
-            devices = [x.device for x in leaves if isinstance(x, Tensor | Sharded)]
-            number = _agreed(number, devices[0]) if devices else number
-        return tree.map(noise, like, is_leaf=is_sharded)
-
-
-def _agreed(number: int, device: torch.device) -> int:
-    """The first rank's number, on every rank of the mean."""
-    if not (axes := _means()):
-        return number
-    with label("", "randn_like"):
-        found = pbroadcast(torch.tensor(number, device=device), axes, source=0)
-    return number if _torch.fake_active() else int(found)
-
-
-def _means() -> tuple[str, ...]:
-    """The axes over which the loss is a mean: those of the ``shard`` around."""
-    try:
-        return here().mean
-    except NoMesh:
-        return ()
-
-
 def _counts(layout: Layout, where: RankGroup) -> list[int]:
     """How many elements of a leaf each rank of a group holds."""
     mesh = here().mesh
@@ -274,7 +209,7 @@ def _counts(layout: Layout, where: RankGroup) -> list[int]:
 
 def _check_flat(x: Sharded, what: str) -> None:
     """Raises where a leaf is more than ranges of a flat buffer over averaged axes."""
-    flat, means = x.layout.flat, _means()
+    flat, means = x.layout.flat, averaged_axes()
     if len(x.layout.parts) > (flat is not None) or not set(x.layout.axes) <= set(means):
         raise ValueError(
             f"{what} in a step: {x.name!r} lies as {x.layout}, and the shard around "
@@ -340,7 +275,9 @@ def _laid(
     whole: LinearMap | None,
 ) -> list[Tensor]:
     """Tensors of one dtype, of which each rank keeps the parts over ``axes``."""
-    copies = tuple(a for a in _means() if a not in axes) if whole is not None else ()
+    copies = (
+        tuple(a for a in averaged_axes() if a not in axes) if whole is not None else ()
+    )
     if not axes:
         shapes = [x.local.shape if is_sharded(x) else x.shape for x in like]
         if whole is not None and copies:

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from fsfunc.comm.attribution import INTERNAL, internal
 from fsfunc.comm.mesh import HERE, Here, Mesh, here
-from fsfunc.comparing import stated
+from fsfunc.comparison import stated
 from fsfunc.donated import Donation
 from fsfunc.scoped import Scoped
 

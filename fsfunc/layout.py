@@ -2,7 +2,7 @@
 
 A `Layout` is a tensor's global shape and dtype and the parts by which it is spread
 over mesh axes, outermost first. What a rank holds follows from it and from the rank's
-coordinates alone: shapes and ranges here, elements in `pieces`.
+coordinates alone: shapes and ranges here, elements in `slices`.
 """
 
 from __future__ import annotations

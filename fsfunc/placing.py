@@ -13,17 +13,17 @@ from torch import Tensor
 from fsfunc import _torch, tree
 from fsfunc.comm.groups import group
 from fsfunc.comm.mesh import Here, here
-from fsfunc.comparing import Section, compare
+from fsfunc.comparison import Section, compare
 from fsfunc.frames import frame
-from fsfunc.initializing.sources import Given, Shapes
+from fsfunc.initializing.leaf_sources import GivenLeaves, Shapes
 from fsfunc.inputs import arguments, refuse
 from fsfunc.layout import Layout, pack_flat
 from fsfunc.mirroring import mirrors
 from fsfunc.packing import chunk_here
 from fsfunc.sharded import FlatShard, Sharded, is_sharded
-from fsfunc.tracing.recorder import Group, Recorder
+from fsfunc.tracing.recorder import LeafGroup, Recorder
 from fsfunc.tracing.recorder import record as _record
-from fsfunc.tracing.trial import check, learn
+from fsfunc.tracing.type_check import check, learn
 from fsfunc.transforms.sharding import Sharding
 
 __all__ = ["lay_out", "place"]
@@ -56,11 +56,11 @@ def place(fn: Callable[..., Any], t: Any, *rest: Any, record: str = "fake") -> A
     Cost: of each whole leaf, the rank's part is copied, and all of it read once; over
     processes a gather of 32 bytes, of which ledgers say nothing.
     """
-    return lay_out(fn, t, rest, record, Given())
+    return lay_out(fn, t, rest, record, GivenLeaves())
 
 
 def lay_out(
-    fn: Callable[..., Any], t: Any, rest: Any, record: str, source: Given
+    fn: Callable[..., Any], t: Any, rest: Any, record: str, source: GivenLeaves
 ) -> Any:
     """:func:`place`, of leaves whose values come from ``source``.
 
@@ -69,7 +69,9 @@ def lay_out(
     refuse("array sparse inference", "place", t)
     refuse("array inference", "place", rest, *arguments(len(rest), 1))
     laying = [h for h in getattr(fn, "interpretations", ()) if h.lays_out]
-    if type(source) is Given and any(h.mesh.backend != "abstract" for h in laying):
+    if type(source) is GivenLeaves and any(
+        h.mesh.backend != "abstract" for h in laying
+    ):
         refuse("meta", "place", t)
         refuse("meta", "place", rest, *arguments(len(rest), 1))
     recorder = _recorded(fn, t, rest, record)
@@ -187,7 +189,7 @@ class _Lot:
         dtype: theirs.
     """
 
-    group: Group
+    group: LeafGroup
     paths: dict[str, str]
     dtype: torch.dtype
 
@@ -197,7 +199,7 @@ class _Lot:
 
 
 def _lots(
-    groups: list[Group], recorder: Recorder, whole: set[str], leaves: dict[str, Any]
+    groups: list[LeafGroup], recorder: Recorder, whole: set[str], leaves: dict[str, Any]
 ) -> list[_Lot]:
     """What lies together: leaves that units take, and those that mirror them."""
     taken = {p for t in recorder.taken for p in t.leaves}
@@ -230,7 +232,7 @@ def _packed(
     lot: _Lot,
     leaves: dict[str, Any],
     coordinates: dict[str, int],
-    source: Given,
+    source: GivenLeaves,
     order: list[tuple[str, ...]],
 ) -> FlatShard:
     """This rank's part of whole tensors, as views of one flat buffer."""
@@ -268,7 +270,7 @@ def _packed(
 
 
 def _owned(
-    lot: _Lot, leaves: dict[str, Any], coordinates: dict[str, int], source: Given
+    lot: _Lot, leaves: dict[str, Any], coordinates: dict[str, int], source: GivenLeaves
 ) -> list[Sharded | Tensor]:
     """Whole tensors, each on the coordinate that owns it and absent elsewhere."""
     owner = lot.group.owner

@@ -115,7 +115,7 @@ def weighted(w, x, keep):
 
 
 @given(st.lists(st.booleans(), min_size=8, max_size=8).filter(any), st.integers(0, 3))
-def test_weighted_is_exact_for_uneven_microbatches_and_ranks(keep, power) -> None:
+def test_weighted_is_exact_for_uneven_microbatches(keep, power) -> None:
     keep = torch.tensor(keep, dtype=torch.float64)
     x = torch.arange(16.0, dtype=torch.float64).view(8, 2)
     w = torch.tensor([1.0, -2.0], dtype=torch.float64)
@@ -124,26 +124,6 @@ def test_weighted_is_exact_for_uneven_microbatches_and_ranks(keep, power) -> Non
     mean = ((x @ w) ** 2 * keep).sum() / keep.sum()
     same(value, mean)
     same(ff.accumulate(grad, 2**power)(w, x, keep), (value, g))
-
-
-@pytest.mark.parametrize("ranks, batch", [(2, 5), (3, 7), (4, 6)])
-def test_weighted_is_exact_for_ranks_of_uneven_batches(ranks, batch) -> None:
-    mesh = ff.make_mesh({"data": ranks}, "simulated")
-    unit = ff.unit(lambda p, x: x @ p)
-    x = torch.arange(2.0 * batch, dtype=torch.float64).view(batch, 2)
-    w = torch.tensor([1.0, -2.0], dtype=torch.float64)
-
-    def f(w, x):
-        return ff.Weighted((unit(w, x) ** 2).sum(), len(x))
-
-    def main():
-        mine = ff.local_batch(x, mesh, "data", uneven=True)
-        grad = ff.shard(ff.value_and_grad(f), mesh, "data")
-        value, g = grad(ff.place(grad, w, mine), mine)
-        return value, ff.unshard(g)
-
-    for out in ff.spmd(main, mesh)():
-        torch.testing.assert_close(out, ff.value_and_grad(f)(w, x))
 
 
 @pytest.mark.filterwarnings("ignore:.torch.jit.script. is deprecated")

@@ -11,8 +11,9 @@ import torch
 from torch._dynamo import lookup_backend
 
 import fsfunc as ff
-from fsfunc import tree
 from fsfunc.transforms.gathering import ShardRuntime
+from tests.checks import same, simulated
+from tests.models import integers
 
 # The compiler asks every tensor for its .grad, and hides this from who prints warnings.
 pytestmark = [
@@ -20,9 +21,7 @@ pytestmark = [
     pytest.mark.filterwarnings("ignore::DeprecationWarning:torch"),
 ]
 
-MESH = ff.make_mesh({"data": 2}, "simulated")
-PIPE = ff.make_mesh({"pipe": 2}, "simulated")
-BOTH = ff.make_mesh({"data": 2, "pipe": 2}, "simulated")
+MESH, PIPE, BOTH = simulated(2), simulated(pipe=2), simulated(data=2, pipe=2)
 WIDTH, UNITS, STEPS = 4, 3, 2
 BUFFER = 2 * WIDTH * 8 * 8  # bytes of one unit's parameters
 RAN = []  # once for each run of a compiled graph
@@ -56,16 +55,13 @@ def forgotten():
 
 
 def params():
-    draw = torch.Generator().manual_seed(0)
+    def make(seed):
+        return integers(WIDTH, 8, seed=seed, high=1, dtype=torch.float64)
 
-    def make():
-        return torch.randint(-1, 2, (WIDTH, 8), generator=draw).double()
-
-    return [{"up": make(), "down": make()} for _ in range(UNITS)]
+    return [{"up": make(2 * k), "down": make(2 * k + 1)} for k in range(UNITS)]
 
 
-draw = torch.Generator().manual_seed(1)
-BATCH = torch.randint(-2, 3, (8, WIDTH), generator=draw).double()
+BATCH = integers(8, WIDTH, seed=7, dtype=torch.float64)
 OPTIMIZER = ff.sgd(2.0**-6)
 
 
@@ -104,49 +100,32 @@ def trained(loss, transform=lambda step: step, mesh=MESH, record="fake"):
     return ff.spmd(main, mesh)()[0]
 
 
-def sharded(**options):
-    return lambda step: ff.shard(step, MESH, "data", **options)
+def shard(step, mesh=MESH, **options):
+    return ff.shard(step, mesh, "data", **options)
+
+
+def pipe(step, mesh=PIPE, **options):
+    return ff.pipeline(step, mesh, "pipe", n_microbatches=2, **options)
+
+
+def bf16(step):
+    return ff.precision(step, compute=torch.bfloat16)
 
 
 STACKS = {
-    **{f"zero={z}": (sharded(zero=z), MESH) for z in range(4)},
+    **{f"zero={z}": (lambda s, z=z: shard(s, zero=z), MESH) for z in range(4)},
     **{
-        f"zero={z} remat": (
-            lambda s, z=z: ff.shard(ff.remat(s), MESH, "data", zero=z),
-            MESH,
-        )
+        f"zero={z} remat": (lambda s, z=z: shard(ff.remat(s), zero=z), MESH)
         for z in (1, 3)
     },
-    "remat(shard)": (lambda s: ff.remat(ff.shard(s, MESH, "data")), MESH),
-    "shard(accumulate)": (
-        lambda s: ff.shard(ff.accumulate(s, 2), MESH, "data"),
-        MESH,
-    ),
-    "accumulate(shard)": (
-        lambda s: ff.accumulate(ff.shard(s, MESH, "data"), 2),
-        MESH,
-    ),
-    "precision": (
-        lambda s: ff.shard(ff.precision(s, compute=torch.bfloat16), MESH, "data"),
-        MESH,
-    ),
-    "donate": (lambda s: ff.donate(ff.shard(s, MESH, "data")), MESH),
-    "pipeline": (
-        lambda s: ff.pipeline(s, PIPE, "pipe", n_microbatches=2),
-        PIPE,
-    ),
-    "zero bubble": (
-        lambda s: ff.pipeline(
-            s, PIPE, "pipe", n_microbatches=2, schedule=ff.schedules.zb_h1
-        ),
-        PIPE,
-    ),
-    "pipeline(shard(remat))": (
-        lambda s: ff.pipeline(
-            ff.shard(ff.remat(s), BOTH, "data"), BOTH, "pipe", n_microbatches=2
-        ),
-        BOTH,
-    ),
+    "remat(shard)": (lambda s: ff.remat(shard(s)), MESH),
+    "shard(accumulate)": (lambda s: shard(ff.accumulate(s, 2)), MESH),
+    "accumulate(shard)": (lambda s: ff.accumulate(shard(s), 2), MESH),
+    "precision": (lambda s: shard(bf16(s)), MESH),
+    "donate": (lambda s: ff.donate(shard(s)), MESH),
+    "pipeline": (pipe, PIPE),
+    "zero bubble": (lambda s: pipe(s, schedule=ff.schedules.zb_h1), PIPE),
+    "pipeline(shard(remat))": (lambda s: pipe(shard(ff.remat(s), BOTH), BOTH), BOTH),
 }
 # Runs of units on all ranks: the recompute of each, and one for each microbatch.
 RUNS = {"shard(accumulate)": 2, "accumulate(shard)": 2, "pipeline(shard(remat))": 4}
@@ -158,16 +137,10 @@ def test_a_compiled_unit_is_the_plain_one(stack):
     transform, mesh = STACKS[stack]
     expected = trained(loss_of(plain), transform, mesh)
     assert not RAN
-    assert_same(trained(loss_of(compiled), transform, mesh), expected)
+    same(trained(loss_of(compiled), transform, mesh), expected)
     each = RUNS.get(stack, 2 if "remat" in stack or mesh is PIPE else 1)
     ranks = 2 if "data" in mesh.axes else 1
     assert len(RAN) == STEPS * UNITS * ranks * each
-
-
-def assert_same(found, expected):
-    for x, y in zip(tree.leaves(found[:2]), tree.leaves(expected[:2]), strict=True):
-        assert torch.equal(x, y)
-    assert found[2] == expected[2]
 
 
 @pytest.mark.parametrize(
@@ -226,14 +199,14 @@ FORMS = {
 def test_it_does_not_matter_what_is_compiled(form):
     expected = trained(loss_of(plain), *STACKS["zero=3 remat"])
     unit = ff.unit(FORMS[form]())
-    assert_same(trained(loss_of(unit), *STACKS["zero=3 remat"]), expected)
+    same(trained(loss_of(unit), *STACKS["zero=3 remat"]), expected)
     assert RAN
 
 
 def test_a_step_is_recorded_on_data_without_compiling():
     expected = trained(loss_of(plain), *STACKS["zero=3"])
     found = trained(loss_of(compiled), *STACKS["zero=3"], record="real")
-    assert_same(found, expected)
+    same(found, expected)
 
 
 def test_what_is_compiled_between_units_runs_plainly_in_a_stage():
@@ -244,7 +217,7 @@ def test_what_is_compiled_between_units_runs_plainly_in_a_stage():
 
     fast = torch.compile(glue, backend="inductor")
     expected = trained(loss_of(plain, glue), *STACKS["pipeline"])
-    assert_same(trained(loss_of(compiled, fast), *STACKS["pipeline"]), expected)
+    same(trained(loss_of(compiled, fast), *STACKS["pipeline"]), expected)
     assert len(RAN) == STEPS * UNITS * 2  # units are compiled all the same
 
 
@@ -255,7 +228,7 @@ def test_a_compiled_unit_draws_again_what_it_drew():
     unit = ff.unit(torch.compile(dropped, backend="inductor"))
     once = trained(loss_of(unit), *STACKS["zero=3"])
     again = trained(loss_of(unit), *STACKS["remat(shard)"])
-    assert_same((*again[:2], None), (*once[:2], None))
+    same(again[:2], once[:2])
 
 
 def test_a_plan_of_compiled_units_is_that_of_plain_ones():
@@ -304,11 +277,8 @@ def test_what_is_around_units_does_not_compile(what):
 
 
 def test_a_sharded_step_does_not_compile():
-    def compiled_step(step):
-        return compile_(ff.shard(step, MESH, "data"))
-
     with pytest.raises(RuntimeError, match=f"a transformed function.*{WAY_OUT}"):
-        trained(loss_of(plain), compiled_step)
+        trained(loss_of(plain), lambda step: compile_(shard(step)))
 
 
 def test_as_one_graph_it_is_refused_by_the_compiler_in_our_words():

@@ -34,14 +34,15 @@ FLOORS = [
     (1, ["layout.py", "placements.py", "slices.py"]),
     (1, ["arena.py", "sharded.py", "packing.py"]),
     (1, ["save_guard.py", "donated.py", "inputs.py"]),
-    (2, ["comm/", "fake_errors.py", "comparing.py"]),
+    (2, ["comm/", "fake_errors.py", "comparison.py"]),
     (3, ["frames.py", "units.py", "losses.py"]),
     (3, ["differentiated.py", "auxiliary.py", "autodiff.py"]),
     (4, ["optim/", "statistics.py"]),
     (5, ["transforms/", "pipelining/"]),
     (5, ["initializing/", "tracing/"]),
     (6, ["interop/"]),
-    (6, ["placing.py", "mirroring.py", "conversions.py", "training.py", "data/"]),
+    (6, ["placing.py", "mirroring.py", "conversions.py", "noise.py"]),
+    (6, ["train_state.py", "data/"]),
     (7, ["foresight/", "testing/", "checkpointing/"]),
     (8, ["show/"]),
     (9, ["__init__.py"]),
@@ -285,9 +286,9 @@ def test_a_file_without_a_floor_is_seen():
 
 
 def test_an_import_out_of_a_folder_goes_by_its_dots():
-    house = {"optim/adam.py": "from ..training import fit", "training.py": ""}
+    house = {"optim/adam.py": "from ..train_state import fit", "train_state.py": ""}
     assert_one_fault(
-        floor_faults(house), "optim/adam.py:1: floor 4 imports training.py"
+        floor_faults(house), "optim/adam.py:1: floor 4 imports train_state.py"
     )
 
 
@@ -297,12 +298,12 @@ def test_a_cycle_is_seen_and_a_step_sideways_is_not():
     lazily = {**sideways, "layout.py": "def f():\n    import fsfunc.placements"}
     assert cycles(lazily) == ["layout.py -> placements.py -> layout.py"]
     through = {
-        "comparing.py": "import fsfunc.comm.link",
+        "comparison.py": "import fsfunc.comm.link",
         "comm/__init__.py": "from . import processes",
         "comm/link.py": "",
-        "comm/processes.py": "from fsfunc import comparing",
+        "comm/processes.py": "from fsfunc import comparison",
     }
-    assert_one_fault(cycles(through), "comparing.py -> comm/__init__.py -> ")
+    assert_one_fault(cycles(through), "comparison.py -> comm/__init__.py -> ")
 
 
 @pytest.mark.parametrize(

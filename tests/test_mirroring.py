@@ -10,6 +10,7 @@ from fsfunc import tree
 from fsfunc.mirroring import mirrors
 from fsfunc.packing import split_buffers
 from fsfunc.sharded import is_sharded
+from tests.checks import same
 
 MESH = ff.make_mesh({"data": 2}, "simulated")
 ZEROS = pytest.mark.parametrize("zero", range(4))
@@ -186,8 +187,7 @@ def test_a_copy_of_one_model_adds_to_it(zero):
         return ff.unshard(tree.map(torch.add, q["ema_d"], q["d"]))
 
     for double in ff.spmd(main, MESH)():
-        for x, y in zip(tree.leaves(double), tree.leaves(state["d"]), strict=True):
-            assert torch.equal(x, 2 * y)
+        same(double, tree.map(lambda x: 2 * x, state["d"]))
 
 
 @given(
@@ -235,8 +235,7 @@ def test_every_moment_lies_as_its_model(zero, sizes, beside, averaged):
         return ff.unshard(t)
 
     for whole in ff.spmd(main, MESH)():
-        for x, y in zip(tree.leaves(whole), tree.leaves(state), strict=True):
-            assert torch.equal(x, y)
+        same(whole, state)
 
 
 def test_a_part_of_the_moments_lies_where_the_whole_would():
@@ -314,10 +313,8 @@ def test_a_generative_adversarial_network_trains_as_on_one_device(zero):
         return ff.unshard(placed), found, held
 
     for whole, found, held in ff.spmd(main, MESH)():
-        assert all(torch.equal(a, b) for a, b in zip(found, losses, strict=True))
-        tree.check_same_structure(state, whole)
-        for x, y in zip(tree.leaves(whole), tree.leaves(state), strict=True):
-            assert x == y if isinstance(y, int) else torch.equal(x, y)
+        same(found, losses)
+        same(whole, state)
         assert held == (32 if zero == 0 else 16)
 
 
@@ -354,17 +351,11 @@ def test_a_state_with_an_average_of_its_weights(zero, how):
         assert layouts(state) == layouts(shapes)
         assert layouts(state.extra["ema"]) == layouts(state.params)
         assert not is_sharded(state.extra["seen"])
-        for x_, y in zip(
-            tree.leaves(ff.unshard(state.extra["ema"])),
-            tree.leaves(params),
-            strict=True,
-        ):
-            assert torch.equal(x_, y)
+        same(ff.unshard(state.extra["ema"]), params)
         state, found = ff.donate(step)(state, mine)
         return ff.unshard(state), found
 
     for state, found in ff.spmd(main, MESH)():
         assert torch.equal(found, loss)
-        for a, b in zip(tree.leaves(state), tree.leaves(alone), strict=True):
-            assert a == b if isinstance(b, int | str) else torch.equal(a, b)
+        same(state, alone)
     assert torch.equal(rest["seen"], torch.zeros(3))

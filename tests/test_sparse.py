@@ -6,15 +6,11 @@ import torch.nn.functional as F
 
 import fsfunc as ff
 from fsfunc.tracing.refusals import LawError
-from tests.checks import same
+from tests.checks import same, simulated
+from tests.models import integers
 
-
-def integers(*shape):
-    generator = torch.Generator().manual_seed(sum(shape))
-    return torch.randint(-3, 4, shape, generator=generator).float()
-
-
-PARAMS = {"table": integers(6, 4), "w": integers(4, 2)}
+MESH = simulated(2)
+PARAMS = {"table": integers(6, 4, seed=1), "w": integers(4, 2, seed=2)}
 TOKENS = torch.tensor([0, 1, 2, 1])
 
 
@@ -46,43 +42,40 @@ STACKS = {
 @pytest.mark.parametrize("stack", STACKS)
 @pytest.mark.parametrize("zero", [0, 1, 2, 3])
 def test_the_gradient_is_the_dense_one(zero, stack, laid, glue):
-    mesh = ff.make_mesh({"data": 2}, "simulated")
     gradient = ff.value_and_grad(loss_of(True, glue))
 
     def main():
-        g = STACKS[stack](gradient, lambda f: ff.shard(f, mesh, "data", zero=zero))
-        mine = ff.local_batch(TOKENS, mesh, "data")
+        g = STACKS[stack](gradient, lambda f: ff.shard(f, MESH, "data", zero=zero))
+        mine = ff.local_batch(TOKENS, MESH, "data")
         params = ff.place(g, PARAMS, mine) if laid else PARAMS
         return ff.unshard(g(params, mine))
 
-    for found in ff.spmd(main, mesh)():
+    for found in ff.spmd(main, MESH)():
         same(found, DENSE)
 
 
 def test_with_stock_derivatives():
-    mesh = ff.make_mesh({"data": 2}, "simulated")
 
     def main():
         f = torch.func.grad(loss_of(True))
-        g = ff.shard(f, mesh, "data")
-        mine = ff.local_batch(TOKENS, mesh, "data")
+        g = ff.shard(f, MESH, "data")
+        mine = ff.local_batch(TOKENS, MESH, "data")
         return [ff.unshard(g(p, mine)) for p in (ff.place(g, PARAMS, mine), PARAMS)]
 
-    for placed, whole in ff.spmd(main, mesh)():
+    for placed, whole in ff.spmd(main, MESH)():
         same(placed, DENSE[1])
         same(whole, DENSE[1])
 
 
 def test_a_sparse_gradient_that_nobody_averages_is_refused_as_a_dense_one():
-    mesh = ff.make_mesh({"data": 2}, "simulated")
 
     def main(sparse):
-        g = ff.shard(torch.func.grad(loss_of(sparse, glue=True)), mesh, "data")
-        g(PARAMS, ff.local_batch(TOKENS, mesh, "data"))
+        g = ff.shard(torch.func.grad(loss_of(sparse, glue=True)), MESH, "data")
+        g(PARAMS, ff.local_batch(TOKENS, MESH, "data"))
 
     for sparse in (False, True):
         with pytest.raises(LawError, match="by 'table'.*nobody takes the mean"):
-            ff.spmd(main, mesh)(sparse)
+            ff.spmd(main, MESH)(sparse)
 
 
 def test_a_pipeline_gives_the_dense_gradient():
@@ -128,17 +121,16 @@ def test_a_plan_says_that_it_counts_dense_memory():
 
 
 def test_a_backward_that_may_be_differentiated_again():
-    mesh = ff.make_mesh({"data": 2}, "simulated")
 
     def main(sparse):
-        f = ff.shard(loss_of(sparse), mesh, "data")
-        mine = ff.local_batch(TOKENS, mesh, "data")
+        f = ff.shard(loss_of(sparse), MESH, "data")
+        mine = ff.local_batch(TOKENS, MESH, "data")
         placed = ff.place(f, PARAMS, mine)
         leaves = ff.tree.map(lambda x: x.detach().requires_grad_(), placed)
         wanted = ff.tree.leaves(leaves)
         return torch.autograd.grad(f(leaves, mine), wanted, create_graph=True)
 
-    dense, sparse = (ff.spmd(main, mesh)(kind) for kind in (False, True))
+    dense, sparse = (ff.spmd(main, MESH)(kind) for kind in (False, True))
     for mine, other in zip(dense, sparse, strict=True):
         assert any(g.count_nonzero() for g in mine)
         same(mine, other)

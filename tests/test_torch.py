@@ -330,6 +330,9 @@ QUICK = [
             (aten.view.default, ([4, 2, 3],)),
             (aten.t.default, ()),
             (aten.transpose.int, (0, -1)),
+            (aten.permute.default, ([1, 0],)),
+            (aten.expand.default, ([3, 4, 6],)),
+            (aten._unsafe_view.default, ([4, 2, 3],)),
         )
     ],
     *[
@@ -413,6 +416,64 @@ def test_quick_fakes_leave_the_rest_to_the_mode():
         assert found is NotImplemented, (args, how)
     assert _torch.quick_fake(mode, aten.add.Tensor, (x, x), {}) is NotImplemented
     assert _torch.quick_fake(mode, aten.ones_like.default, (x,), {}) is NotImplemented
+
+
+def wide(dtype=torch.float32):
+    return torch.ones(6, 4, dtype=dtype)
+
+
+# Operators whose results are remembered, or must not be: views, and what is odd.
+REMEMBERED = [
+    (aten.add.Tensor, lambda: (wide(), wide()), {}, True),
+    (aten.add.Tensor, lambda: (wide(), wide(torch.bfloat16)), {"alpha": 2}, True),
+    (aten.mul.Tensor, lambda: (wide(torch.int64), 2), {}, True),
+    (aten.mul.Tensor, lambda: (wide(torch.int64), 2.0), {}, True),
+    (aten.mul.Tensor, lambda: (wide().t(), wide().t()), {}, True),
+    (aten.mm.default, lambda: (wide(), wide().t()), {}, True),
+    (aten.cat.default, lambda: ([wide(), wide()], 1), {}, True),
+    (aten._foreach_add.List, lambda: ([wide(), wide()[0]], [wide(), wide()[1]]), {},
+     True),
+    (aten.native_layer_norm.default, lambda: (wide(), [4], None, None, 1e-5), {}, True),
+    (aten._to_copy.default, lambda: (wide(),), {"dtype": torch.float64}, True),
+    (aten.clone.default, lambda: (wide().t(),), {"memory_format":
+     torch.contiguous_format}, True),
+    (aten.sum.dim_IntList, lambda: (wide(), [0]), {}, True),
+    (aten._unsafe_view.default, lambda: (wide(), [24]), {}, False),
+    (aten.permute.default, lambda: (wide(), [1, 0]), {}, False),
+    (aten.add.Tensor, lambda: (wide(), torch.ones(())), {}, False),  # a number's type?
+    (aten.neg.default, lambda: (torch.ones(2, dtype=torch.cfloat).conj().imag,), {},
+     False),
+]  # fmt: skip
+
+
+def test_remembered_fakes_are_those_of_the_mode():
+    def looks(out):
+        out = out if isinstance(out, (tuple, list)) else (out,)
+        return [
+            (x.shape, x.stride(), x.dtype, x.device, x.storage_offset(), x.layout)
+            + (x.untyped_storage().nbytes(), x.requires_grad, x.is_neg())
+            for x in out
+        ]
+
+    for op, make, how, remembered in REMEMBERED:
+        mode = _torch.fake_mode_of([])
+        asked = []
+
+        def counted(*args, op=op, asked=asked, **kwargs):
+            asked.append(op)
+            return op(*args, **kwargs)
+
+        func = type("Counted", (), {"__call__": staticmethod(counted)})()
+        for name in ("namespace", "_schema", "tags"):
+            setattr(func, name, getattr(op, name))
+        with mode:
+            slow = looks(op(*make(), **how))
+            for _ in range(3):
+                given = make()
+                out = _torch.fake_result(mode, func, given, how)
+                assert looks(out) == slow, (op, breaks("plans have other shapes"))
+                assert type(out) is type(op(*given, **how))
+        assert (len(asked) == 1) == remembered, (op, len(asked))
 
 
 def test_a_quick_fake_keeps_autograd_s_history():

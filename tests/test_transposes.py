@@ -20,7 +20,7 @@ from fsfunc.comm.groups import group
 from fsfunc.comm.launch import PerRank
 from fsfunc.comm.linear_maps import LinearMap
 
-PLAIN = sorted(linear_maps._TRANSPOSES)
+PLAIN = sorted(linear_maps.TRANSPOSES)
 # Each as it is, and with V under the mean on either side.
 ROWS = sorted(
     (op, *kinds)
@@ -69,7 +69,7 @@ def dot_products(how: LinearMap, sizes, axis, shape, seed):
     of, row = how.of, plain((how.op, how.of, how.to))
     xs = typed(of in "IR" or row in AGREEING, shape, mesh, axis, generator)
     out = how.across([xs[0]] * n)[0].shape
-    alike = COTANGENT[how.to] in "IR" or linear_maps._TRANSPOSES[row] in AGREEING
+    alike = COTANGENT[how.to] in "IR" or linear_maps.TRANSPOSES[row] in AGREEING
     gs = typed(alike, out, mesh, axis, generator)
 
     def main(x, g):
@@ -154,7 +154,7 @@ def test_a_wrong_transpose_is_caught(row, wrong, ratio, monkeypatch):
     pairs = ((0, 1), (2, 0)) * (row[0] == "ppermute")
     power = -1 if row[0] == "enter" else 0
     how = LinearMap(*row, dim=1, source=1, pairs=pairs, power=power)
-    monkeypatch.setitem(linear_maps._TRANSPOSES, row, wrong)
+    monkeypatch.setitem(linear_maps.TRANSPOSES, row, wrong)
     pairs, kept = dot_products(how, (4, 1), "a", (1, 2), seed=3)
     ((left, right),) = pairs
     assert left != right or not kept

@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 
 import fsfunc as ff
-from fsfunc.comparing import RanksDiffer
+from fsfunc.comparison import RanksDiffer
 
 OPTIMIZER = ff.sgd(0.1)
 

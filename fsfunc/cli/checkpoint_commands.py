@@ -11,7 +11,7 @@ from typing import Any
 from fsfunc.checkpointing.finding import find
 from fsfunc.checkpointing.manifest import CheckpointError
 from fsfunc.cli.output import put
-from fsfunc.foresight.building import Refused
+from fsfunc.foresight.build_scripts import Refused
 from fsfunc.printing.amounts import of_bytes
 from fsfunc.show.checkpoints import checkpoint
 

@@ -10,8 +10,8 @@ from typing import Any
 
 from fsfunc.cli.output import put, write_json
 from fsfunc.comm.launch import make_mesh, spmd
-from fsfunc.foresight.building import Refused
-from fsfunc.foresight.measuring import measure_hardware
+from fsfunc.foresight.build_scripts import Refused
+from fsfunc.foresight.calibration import measure_hardware
 from fsfunc.hardware import to_json
 from fsfunc.machines import Hardware
 from fsfunc.show.estimates import description

@@ -11,7 +11,7 @@ from fsfunc import show
 from fsfunc.cli.output import put, write_json, writing
 from fsfunc.comm.launch import make_mesh
 from fsfunc.comm.mesh import Mesh
-from fsfunc.foresight.building import (
+from fsfunc.foresight.build_scripts import (
     RETURNS,
     Refused,
     build_of,
@@ -19,8 +19,8 @@ from fsfunc.foresight.building import (
     refusing,
     started,
 )
-from fsfunc.foresight.estimating import Estimate, estimate
-from fsfunc.foresight.measuring import measure_hardware
+from fsfunc.foresight.calibration import measure_hardware
+from fsfunc.foresight.estimation import Estimate, estimate
 from fsfunc.foresight.plan_json import facts
 from fsfunc.foresight.plans import Plan
 from fsfunc.machines import Hardware

@@ -28,15 +28,13 @@ from torch import Tensor
 
 from fsfunc.comm.collective_ops import over
 from fsfunc.comm.crossings import ENTER, OWN, PART
-from fsfunc.comm.groups import RankGroup, group
+from fsfunc.comm.groups import RankGroup, axis_size, group
 from fsfunc.comm.linear_maps import LinearMap, meanings
 from fsfunc.comm.mesh import Axis, asks, here
 
 __all__ = [
     "all_gather",
     "all_to_all",
-    "axis_index",
-    "axis_size",
     "pbroadcast",
     "pcast",
     "pmax",
@@ -54,7 +52,7 @@ def _dim(x: Tensor, dim: int, name: str = "dim") -> int:
 
 
 def _typed(where: RankGroup, op: str, of: str, to: str, **fields: Any) -> LinearMap:
-    """The move between two types, as the axis takes them."""
+    """The linear map between two types, as the axis takes them."""
     legal = meanings(op)
     if where.mean:  # a value is the rank's own, or one value that somebody asked for
         legal = [row for row in legal if set(row.split("->")) <= {"V", "I"}]
@@ -70,11 +68,11 @@ def _typed(where: RankGroup, op: str, of: str, to: str, **fields: Any) -> Linear
 
 
 def _sum(x: Any, axis: Axis, of: str, to: str | None, power: int) -> Any:
-    means = set(here().mean)
-    names = group(axis).axis
-    mine = tuple(name for name in names if name in means)
-    others = tuple(name for name in names if name not in means)
-    if mine and others:  # the loss is a mean over some, and one value over the others
+    where = group(axis)
+    if not where.mean and (means := set(here().mean).intersection(where.axis)):
+        mine = tuple(name for name in where.axis if name in means)
+        others = tuple(name for name in where.axis if name not in means)
+        # The loss is a mean over some, and one value over the others.
         if (of, to) != ("V", None):
             raise ValueError(
                 f"a sum {of}->{to} over {mine}, means under shard, and {others} at "
@@ -390,28 +388,3 @@ def pcast(x: Any, axis: Axis, *, to: str, of: str = "I") -> Any:
         )
 
     return over(x, axis, how)
-
-
-def axis_index(axis: Axis) -> Any:
-    """This rank's index along ``axis``: an int (a batched tensor on a vmap mesh).
-
-    Of several names the first varies slowest.
-
-    >>> import fsfunc as ff
-    >>> mesh = ff.make_mesh({"data": 2, "pipe": 2}, "simulated")
-    >>> ff.spmd(lambda: ff.axis_index(("pipe", "data")), mesh)()
-    [0, 2, 1, 3]
-    """
-    where = group(axis)
-    asks(where.axis)
-    return where.position
-
-
-def axis_size(axis: Axis) -> int:
-    """The number of ranks along ``axis``: the product over several names.
-
-    >>> import fsfunc as ff
-    >>> ff.spmd(lambda: ff.axis_size("data"), ff.make_mesh({"data": 2}, "simulated"))()
-    [2, 2]
-    """
-    return group(axis).size

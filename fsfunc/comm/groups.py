@@ -12,9 +12,17 @@ from torch import Tensor
 
 from fsfunc.comm.backends.link import Handle
 from fsfunc.comm.ledgers import note
-from fsfunc.comm.mesh import Axis, Here, here
+from fsfunc.comm.mesh import Axis, Here, asks, here
 
-__all__ = ["RankGroup", "check_kind", "dense", "group", "strided"]
+__all__ = [
+    "RankGroup",
+    "axis_index",
+    "axis_size",
+    "check_kind",
+    "dense",
+    "group",
+    "strided",
+]
 
 
 @dataclass(frozen=True)
@@ -125,10 +133,40 @@ def group(axis: Axis, at: Here | None = None) -> RankGroup:
         ValueError: an axis that the mesh does not have.
     """
     at = here() if at is None else at
-    names = at.mesh.check(axis)
-    ranks, mean = at.mesh.members(names, at.rank), set(names) <= set(at.mean)
-    index = ranks.index(at.rank)
-    return RankGroup(names, ranks, index, at.rank, at.link, mean, at.compared)
+    axis = axis if isinstance(axis, str) else tuple(at.mesh.check(axis))
+    if axis not in at.groups:
+        names = at.mesh.check(axis)
+        ranks, mean = at.mesh.members(names, at.rank), set(names) <= set(at.mean)
+        index = ranks.index(at.rank)
+        at.groups[axis] = RankGroup(
+            names, ranks, index, at.rank, at.link, mean, at.compared
+        )
+    return at.groups[axis]
+
+
+def axis_index(axis: Axis) -> Any:
+    """This rank's index along ``axis``: an int (a batched tensor on a vmap mesh).
+
+    Of several names the first varies slowest.
+
+    >>> import fsfunc as ff
+    >>> mesh = ff.make_mesh({"data": 2, "pipe": 2}, "simulated")
+    >>> ff.spmd(lambda: ff.axis_index(("pipe", "data")), mesh)()
+    [0, 2, 1, 3]
+    """
+    where = group(axis)
+    asks(where.axis)
+    return where.position
+
+
+def axis_size(axis: Axis) -> int:
+    """The number of ranks along ``axis``: the product over several names.
+
+    >>> import fsfunc as ff
+    >>> ff.spmd(lambda: ff.axis_size("data"), ff.make_mesh({"data": 2}, "simulated"))()
+    [2, 2]
+    """
+    return group(axis).size
 
 
 _MOVED = {

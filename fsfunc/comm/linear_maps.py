@@ -20,6 +20,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from functools import cache
 from typing import Any
 
 import torch
@@ -29,12 +30,12 @@ from fsfunc.comm.attribution import internal
 from fsfunc.comm.backends.link import Done, Handle
 from fsfunc.comm.groups import RankGroup, check_kind, dense
 
-__all__ = ["LinearMap", "combine", "meanings"]
+__all__ = ["TRANSPOSES", "LinearMap", "combine", "meanings"]
 
 
 # op, of -> to : op, of -> to; M counts as V. Rows with an asterisk take what differs by
 # type alone: their input is the same on every rank.
-_TRANSPOSES = {
+TRANSPOSES = {
     ("psum", "V", "I"): ("cast", "I", "V"),
     ("psum", "P", "I"): ("cast", "I", "R"),
     ("psum", "P", "R"): ("psum", "P", "R"),
@@ -72,9 +73,10 @@ _LOCAL = {"cast", "keep", "slice", "embed", "enter"}
 _JOINS = {"all_gather", "psum_scatter", "all_to_all"}
 
 
-def meanings(op: str) -> list[str]:
+@cache
+def meanings(op: str) -> tuple[str, ...]:
     """The types that ``op`` has a transpose for, such as ``V->I``."""
-    return [f"{a}->{b}" for o, a, b in _TRANSPOSES if o == op]
+    return tuple(f"{a}->{b}" for o, a, b in TRANSPOSES if o == op)
 
 
 @dataclass(frozen=True)
@@ -113,7 +115,7 @@ class LinearMap:
                 "or shifts"
             )
         row = self.op, *("V" if kind == "M" else kind for kind in (self.of, self.to))
-        op, of, to = _TRANSPOSES[row]  # type: ignore[index]
+        op, of, to = TRANSPOSES[row]  # type: ignore[index]
         dim, to_dim = self.dim, self.to_dim
         if op == "all_to_all":
             dim, to_dim = to_dim, dim

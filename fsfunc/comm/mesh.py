@@ -11,7 +11,7 @@ import itertools
 import math
 from collections.abc import Iterable, Mapping
 from contextvars import ContextVar
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from fsfunc.scoped import Scoped
@@ -24,6 +24,7 @@ __all__ = [
     "NoMesh",
     "asking",
     "asks",
+    "averaged_axes",
     "axis_names",
     "check_mesh",
     "here",
@@ -148,6 +149,8 @@ class Here:
         mean: the axes over which the loss is the mean of the ranks' own, as ``shard``
             makes it; over others it is one value.
         compared: whether the ranks know that they run one program.
+
+    ``groups`` keeps what `groups.group` has made for this rank, by axis.
     """
 
     mesh: Mesh
@@ -155,6 +158,9 @@ class Here:
     link: Any
     mean: tuple[str, ...] = ()
     compared: bool = False
+    groups: dict[Axis, Any] = field(
+        default_factory=dict, init=False, compare=False, repr=False
+    )
 
 
 _ASKED: ContextVar[set[str] | None] = ContextVar("fsfunc_asked", default=None)
@@ -227,6 +233,14 @@ def here(mesh: Mesh | None = None) -> Here:
         link = mesh.link if moves else found.link
         return replace(found, mesh=mesh, link=link)
     return replace(found, mesh=mesh)
+
+
+def averaged_axes() -> tuple[str, ...]:
+    """The axes over which the loss is a mean: those of the ``shard`` around."""
+    try:
+        return here().mean
+    except NoMesh:
+        return ()
 
 
 def remember(mesh: Mesh) -> Mesh:

@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from fsfunc.foresight.recipes import DATA, NODE, PIPE, Stack
+from fsfunc.foresight.stacks import DATA, NODE, PIPE, Stack
 from fsfunc.machines import Hardware
 from fsfunc.pipelining import schedules
 from fsfunc.transforms.policies import MODES, Policy

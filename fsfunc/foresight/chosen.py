@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 from fsfunc.comm.mesh import Mesh
-from fsfunc.foresight.recipes import Stack
+from fsfunc.foresight.stacks import Stack
 from fsfunc.printing.amounts import of_bytes, of_seconds
 from fsfunc.printing.tables import Printed, Table
 

@@ -23,10 +23,9 @@ from fsfunc.comm.ledgers import is_silent
 from fsfunc.foresight.events import Event, Gave, Ran, Took
 from fsfunc.foresight.operators import describe
 from fsfunc.frames import frame, running
+from fsfunc.tracing.modes import OperatorMode
 
 __all__ = ["Book", "Observer"]
-
-_DEVICE: Any = torch.ops.prim.device.default
 
 
 class _Watched(weakref.ref):
@@ -84,7 +83,7 @@ class Book:
         self.open = False
 
 
-class Observer(_torch.TorchDispatchMode):
+class Observer(OperatorMode):
     """Writes what a rank's thread does into ``book``, while it is on.
 
     Args:
@@ -104,7 +103,6 @@ class Observer(_torch.TorchDispatchMode):
         self.always = strangers
         self.paused = False
         self.book = Book()
-        self.fake: Any = None
         self.units: list[tuple[str, str]] = []
         self.said = ""
         self.before_backward: Any = None
@@ -115,21 +113,10 @@ class Observer(_torch.TorchDispatchMode):
         self._turns: list[int] = []
         self._names: list[str] = []
 
-    def __enter__(self) -> Any:
-        self.fake = _torch.fake_mode()
-        return super().__enter__()
-
     # What runs
 
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        if func is _DEVICE and isinstance(args[0], _torch.FakeTensor):
-            return _torch.device_of(args[0])  # asked all the time
-        kwargs = kwargs or {}
-        out = NotImplemented
-        if self.fake is not None:
-            out = _torch.quick_fake(self.fake, func, args, kwargs)
-        if out is NotImplemented:
-            out = func(*args, **kwargs)
+    def operator(self, func: Any, args: Any, kwargs: Any) -> Any:
+        out = self.run(func, args, kwargs)
         if not self.paused and (self.always or not is_silent()):
             self._note(func, args, kwargs, out)
         return out

@@ -8,25 +8,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fsfunc import _torch
 from fsfunc.foresight.events import Op
-from fsfunc.tracing.dataflow import FLOPS as FORWARD
+from fsfunc.tracing.costs import FLOPS
 
 __all__ = ["describe"]
 
 aten: Any = torch.ops.aten
 
-
-def _cpu_attention_backward(g: Any, q: Any, k: Any, v: Any, *_: Any, **__: Any) -> int:
-    """The scores again, and the gradients of v, of the scores, of q and of k."""
-    rows, keys = q.shape[:-1].numel(), k.shape[-2]
-    return 2 * rows * keys * (3 * q.shape[-1] + 2 * v.shape[-1])
-
-
-FLOPS: dict[Any, Any] = {
-    **FORWARD,
-    _torch.CPU_ATTENTION_BACKWARD: _cpu_attention_backward,
-}
 
 # Memory alone: nothing is computed or copied.
 _EMPTY = {

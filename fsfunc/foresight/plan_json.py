@@ -7,7 +7,7 @@ from collections.abc import Iterable
 from typing import Any
 
 from fsfunc.comm.ledgers import Ledger, Record
-from fsfunc.foresight.estimating import Estimate
+from fsfunc.foresight.estimation import Estimate
 from fsfunc.foresight.plans import Plan, RankPlan
 from fsfunc.machines import Hardware
 

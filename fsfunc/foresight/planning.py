@@ -17,16 +17,15 @@ from fsfunc.comm.ledgers import Ledger
 from fsfunc.comm.mesh import Here, Mesh, NoMesh, asks, check_mesh, here
 from fsfunc.donated import refuse_spent
 from fsfunc.fake_errors import told_where
-from fsfunc.foresight.linking import PlannedLink
 from fsfunc.foresight.observing import Observer
-from fsfunc.foresight.plans import Leaf, Plan, RankPlan
+from fsfunc.foresight.planned_links import PlannedLink
+from fsfunc.foresight.plans import Plan, PlannedLeaf, RankPlan
 from fsfunc.foresight.rehearsing import DifferentiatedTwice, Rehearsal
 from fsfunc.frames import frame, inside
 from fsfunc.memory_kinds import counting
 from fsfunc.sharded import Sharded, is_sharded
-from fsfunc.tracing.fakes import shadows
-from fsfunc.tracing.runs import without_data
-from fsfunc.training import TrainState, init_state
+from fsfunc.tracing.runs import shadows, without_data
+from fsfunc.train_state import TrainState, init_state
 from fsfunc.transforms.donation import restore
 
 __all__ = ["plan"]
@@ -209,7 +208,7 @@ def _planned(
 # What the step is given
 
 
-def _leaves(args: Any) -> Iterator[tuple[Leaf, list[Tensor]]]:
+def _leaves(args: Any) -> Iterator[tuple[PlannedLeaf, list[Tensor]]]:
     """Each tensor among the arguments, and the memory that it lies in."""
     for i, value in enumerate(args):
         head = "" if i == 0 else "batch" if i == 1 else f"argument {i}"
@@ -233,7 +232,7 @@ def _leaves(args: Any) -> Iterator[tuple[Leaf, list[Tensor]]]:
                 size = local.numel() * local.element_size()
                 tensors = [local]
             shape = tuple(int(n) for n in x.shape)
-            yield Leaf(path, kind, shape, x.dtype, size, layout, unit), tensors
+            yield PlannedLeaf(path, kind, shape, x.dtype, size, layout, unit), tensors
 
 
 def _kind(i: int, value: Any, path: str) -> str:

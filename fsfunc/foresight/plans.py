@@ -22,10 +22,10 @@ from fsfunc.foresight.events import (
 from fsfunc.layout import Layout
 from fsfunc.memory_kinds import KINDS
 
-__all__ = ["Alive", "Leaf", "Plan", "RankPlan", "Work"]
+__all__ = ["Alive", "PlannedLeaf", "Plan", "RankPlan", "Work"]
 
 
-class Leaf(NamedTuple):
+class PlannedLeaf(NamedTuple):
     """A tensor that the step was given.
 
     Args:
@@ -86,7 +86,7 @@ class RankPlan:
     coordinates: Mapping[str, int]
     events: Sequence[Event]
     kinds: Mapping[int, str]
-    leaves: Sequence[Leaf]
+    leaves: Sequence[PlannedLeaf]
     records: Sequence[Record]
     derived: Mapping[str, int] = field(default_factory=dict)
 

@@ -17,15 +17,16 @@ from torch import Tensor, nn
 from torch.nn.modules import batchnorm as _batchnorm
 
 from fsfunc import _torch
-from fsfunc.interop.absence import Absent
-from fsfunc.interop.caching import without_caches
-from fsfunc.interop.closures import check_closures
-from fsfunc.interop.given import Given, Knowledge
-from fsfunc.interop.hooks import Hook, LateHooks, Seen, shown_by
-from fsfunc.interop.ports import make_port
-from fsfunc.interop.tables import Buffers, Parameters
-from fsfunc.interop.tensors import Tensors, computed
-from fsfunc.interop.watching import Attribute, Watch, copied
+from fsfunc.interop.arguments import without_caches
+from fsfunc.interop.attributes import Attribute, AttributeWatch, copied
+from fsfunc.interop.call_tensors import (
+    BufferTable,
+    CallTensors,
+    Knowledge,
+    ParameterTable,
+)
+from fsfunc.interop.contents import Tensors, check_closures, computed
+from fsfunc.interop.stubs import Absent, Hook, LateHooks, Seen, make_stub, shown_by
 
 __all__ = ["Copy", "without_tensors"]
 
@@ -56,7 +57,7 @@ class Copy:
 
     Args:
         template: the module of which it is a copy, without tensors.
-        ports: the units in it, by name within it: what to run in their place.
+        stubs: the units in it, by name within it: what to run in their place.
         fetch: reads a parameter outside every unit; None inside one.
         where: the name of the part.
         knowledge: what calls of the part have shown.
@@ -66,7 +67,7 @@ class Copy:
     def __init__(
         self,
         template: nn.Module,
-        ports: Mapping[str, Callable[..., Any]],
+        stubs: Mapping[str, Callable[..., Any]],
         fetch: Callable[[str, Any], Any] | None,
         where: str,
         knowledge: Knowledge,
@@ -78,7 +79,7 @@ class Copy:
             without_caches(things)
         self.where, self._fetch, self._knowledge = where, fetch, knowledge
         self.mutable = False
-        self._given: Given | None = None
+        self._given: CallTensors | None = None
         hidden: set[str] = set()
         trusted: set[str] = set()
         for _, m in self.module.named_modules():
@@ -92,12 +93,12 @@ class Copy:
                     hidden |= names
                 elif type(m).__module__ == _batchnorm.__name__:
                     trusted |= names
-            table = Parameters(self, parameters, like)
-            _torch.set_tables(m, table, Buffers(self, buffers))
+            table = ParameterTable(self, parameters, like)
+            _torch.set_tables(m, table, BufferTable(self, buffers))
         self._written, self._trusted = frozenset(hidden), frozenset(trusted - hidden)
-        for name, call in ports.items():
-            make_port(self.module.get_submodule(name), call, self)
-        units = map(self.module.get_submodule, ports)
+        for name, call in stubs.items():
+            make_stub(self.module.get_submodule(name), call, self)
+        units = map(self.module.get_submodule, stubs)
         self._hooks = {id(m): LateHooks(m) for m in units}
         if fetch is None and where:
             for hooks in _torch.hook_tables(self.module, before=False):
@@ -105,9 +106,9 @@ class Copy:
 
         def unit_of(path: str) -> str | None:
             names = accumulate(path.split("."), "{}.{}".format)
-            return next((name for name in names if name in ports), None)
+            return next((name for name in names if name in stubs), None)
 
-        self._watch = Watch(self.module, things, unit_of)
+        self._watch = AttributeWatch(self.module, things, unit_of)
 
     # What a call is given
 
@@ -115,13 +116,13 @@ class Copy:
         self, params: Mapping[str, Any], buffers: Mapping[str, Tensor], mutable: bool
     ) -> None:
         """A call takes the copy."""
-        self._given = Given(
+        self._given = CallTensors(
             self._knowledge, params, buffers, self._fetch, self._written, self._trusted
         )
         self.mutable = mutable
 
     @property
-    def given(self) -> Given:
+    def given(self) -> CallTensors:
         """What the call that runs was given.
 
         Raises:

@@ -9,11 +9,10 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from fsfunc.interop.caching import are_filled
-from fsfunc.interop.containers import opened
+from fsfunc.interop.arguments import are_filled, opened
+from fsfunc.interop.contents import computed, tensors_of
 from fsfunc.interop.patterns import Units, chosen, completed
 from fsfunc.interop.structures import Structure
-from fsfunc.interop.tensors import computed, tensors_of
 from fsfunc.sharded import is_sharded
 
 __all__ = ["from_module", "to_module"]

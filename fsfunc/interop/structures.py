@@ -10,14 +10,12 @@ from typing import Any
 from torch import Tensor, nn
 
 from fsfunc import tree
-from fsfunc.interop.absence import Absent
-from fsfunc.interop.caching import are_filled, handed, taken
-from fsfunc.interop.containers import opened
+from fsfunc.interop.arguments import are_filled, handed, opened, taken
+from fsfunc.interop.attributes import Attribute
+from fsfunc.interop.call_tensors import Knowledge
+from fsfunc.interop.contents import Tensors
 from fsfunc.interop.copies import Copy, without_tensors
-from fsfunc.interop.given import Knowledge
-from fsfunc.interop.hooks import Seen, run_late
-from fsfunc.interop.tensors import Tensors
-from fsfunc.interop.watching import Attribute
+from fsfunc.interop.stubs import Absent, Seen, run_late
 from fsfunc.sharded import is_sharded
 from fsfunc.units import Unit, unit
 
@@ -25,7 +23,7 @@ __all__ = ["Structure"]
 
 
 @dataclass(frozen=True)
-class Asked:
+class Extras:
     """What is wanted of a part beside its output.
 
     Args:
@@ -77,7 +75,7 @@ class Structure:
         mutable: bool,
     ) -> tuple[Any, dict[str, Tensor]]:
         """The module's output, and the buffers that it wrote."""
-        asked = Asked(mutable, are_filled())
+        asked = Extras(mutable, are_filled())
         if "" in self.parts:
             part = self.parts[""]
             params = {n: params[n] for n in part.params}
@@ -92,7 +90,7 @@ class Structure:
         buffers: Mapping[str, Tensor],
         args: tuple[Any, ...],
         keywords: dict[str, Any],
-        asked: Asked,
+        asked: Extras,
     ) -> tuple[Any, dict[str, Tensor], Seen]:
         """The output of one part, run here and now on a copy of its own."""
         free = self._free[name, asked.fills]
@@ -119,13 +117,13 @@ class Structure:
             for path, _ in template.named_modules()
             if path
         }
-        ports = {
+        stubs = {
             path: self.parts[full].port
             for path, full in below.items()
             if full in self.parts
         }
         fetch = None if name in self.parts else self._fetch
-        return Copy(template, ports, fetch, name, self._knowledge[name], fills)
+        return Copy(template, stubs, fetch, name, self._knowledge[name], fills)
 
     def _fetch(self, name: str, leaf: Any) -> Any:
         """A parameter that is read outside every unit, through one of its own."""
@@ -152,7 +150,7 @@ class _Part:
         self.buffers = _names(
             x for _, one in tables for _, x in one.named_buffers(recurse=False)
         )
-        self.units: dict[Asked, Unit] = {}
+        self.units: dict[Extras, Unit] = {}
         self.sets: set[Attribute] = set()
         self.fills: set[Attribute] = set()
 
@@ -163,7 +161,7 @@ class _Part:
         hooks = outer.late_hooks(m)
         params = {n: given.params[n] for n in self.params}
         buffers = {n: given.current(n) for n in self.buffers}
-        asked = Asked(outer.mutable, outer.fills, tuple(hooks))
+        asked = Extras(outer.mutable, outer.fills, tuple(hooks))
         out, changed, seen = self.called(params, buffers, args, keywords, asked)
         for name, x in changed.items():
             given.write(name, x)
@@ -178,7 +176,7 @@ class _Part:
         return out
 
     def called(
-        self, params: Any, buffers: Any, args: Any, keywords: Any, asked: Asked
+        self, params: Any, buffers: Any, args: Any, keywords: Any, asked: Extras
     ) -> tuple[Any, dict[str, Tensor], Seen]:
         """Calls the unit, and nothing else."""
         who = f"unit {self.name!r}"
@@ -196,7 +194,7 @@ class _Part:
         out, changed, seen = (out, {}, []) if asked.is_plain else out
         return taken(out) if asked.fills else out, changed, seen
 
-    def _unit(self, asked: Asked) -> Unit:
+    def _unit(self, asked: Extras) -> Unit:
         name = self.name or type(self.structure.template).__name__
 
         def run(params: Any, buffers: Any, /, *args: Any, **keywords: Any) -> Any:

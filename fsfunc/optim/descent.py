@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -125,9 +124,9 @@ def sgd(
 
 
 def _fused(
-    params: Sequence[Tensor],
-    grads: Sequence[Tensor],
-    momenta: Sequence[Tensor] = (),
+    params: list[Tensor],
+    grads: list[Tensor],
+    momenta: tuple[Tensor, ...] | list[Tensor] = (),
     **how: Any,
 ) -> None:
     """Writes one step into params and momenta, dense and on one device, in one pass."""

@@ -130,14 +130,14 @@ def first_unfit(
         leaf, other = leaves[i], others[i]
         home = leaf.packed if is_sharded(leaf) else None
         its = other.packed if is_sharded(other) else None
-        odd = home is None or its is None or home.coordinates != its.coordinates
-        if odd or leaf.spent or other.spent:
+        if home is None or its is None or home.coordinates != its.coordinates:
             if not _fits(leaf, other):
                 return i
-            continue
-        if leaf.layout is not other.layout and not _same_place(leaf, other):
+        elif leaf.layout is not other.layout and not _same_place(leaf, other):
             return i
-        if (pair := (id(home), id(its))) not in alike:
+        elif leaf.spent or other.spent:
+            (leaf if leaf.spent else other).check()  # which raises
+        elif (pair := (id(home), id(its))) not in alike:
             if not _fits(home.flat, its.flat):
                 return i
             alike.add(pair)

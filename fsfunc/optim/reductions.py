@@ -24,7 +24,7 @@ from fsfunc.comm.collective_ops import apply_map, claim, issue
 from fsfunc.comm.collectives import pmax, psum
 from fsfunc.comm.crossings import ENTER, SPREAD, SUM, check_samples
 from fsfunc.comm.groups import group
-from fsfunc.comm.mesh import NoMesh, here
+from fsfunc.comm.mesh import averaged_axes
 from fsfunc.frames import frame
 from fsfunc.optim.leaves import (
     Tree,
@@ -204,10 +204,7 @@ def _into_parts(x: Tensor, axes: tuple[str, ...]) -> Tensor:
 
 def _parted(axes: tuple[str, ...]) -> tuple[tuple[str, ...], ...]:
     """``axes`` that the loss is a mean over, the other ones, and means beside them."""
-    try:
-        means = here().mean
-    except NoMesh:
-        means = ()
+    means = averaged_axes()
     over = tuple(a for a in axes if a in means)
     others = tuple(a for a in axes if a not in means)
     return over, others, tuple(a for a in means if a not in axes)

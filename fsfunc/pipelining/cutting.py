@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from fsfunc.pipelining.balancing import balance
+from fsfunc.pipelining.balanced_cuts import balance
 from fsfunc.tracing.programs import Origins, Program, Value
 
 __all__ = ["StagePlan", "Stages", "cut", "edges"]

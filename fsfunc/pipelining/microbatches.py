@@ -1,7 +1,8 @@
-"""A batch in microbatches: which leaves are cut, and how much each part counts."""
+"""A batch in microbatches, and what they returned as one, on every rank."""
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -10,10 +11,26 @@ import torch
 from torch import Tensor
 
 from fsfunc import tree
+from fsfunc.auxiliary import added, averaged, divided, is_summed
+from fsfunc.comm.attribution import label
+from fsfunc.comm.groups import RankGroup
 from fsfunc.inputs import arguments, refuse, rows_of
+from fsfunc.layout import Owned
+from fsfunc.losses import Weighted
+from fsfunc.packing import split_buffers
 from fsfunc.sharded import is_sharded
+from fsfunc.tracing.programs import Outputs, Spec
 
-__all__ = ["Part", "cut_batch", "folded"]
+__all__ = [
+    "Part",
+    "blank",
+    "combined",
+    "cut_batch",
+    "everywhere",
+    "folded",
+    "forwarded",
+    "sum_shared",
+]
 
 
 @dataclass(frozen=True)
@@ -95,3 +112,121 @@ def folded(parts: Sequence[Part]) -> tuple[list[Part], int]:
     if n & (n - 1):
         return list(parts), n
     return [replace(part, share=part.share / n) for part in parts], 1
+
+
+Result = tuple[Tensor, Tensor | None, Any]  # total, weight, aux
+
+
+def blank(outputs: Outputs) -> Any:
+    """A tree of zeros that looks like what a loss returned."""
+
+    def zeros(x: Any) -> Any:
+        if not isinstance(x, Spec):
+            return x
+        return torch.zeros(x.shape, dtype=x.dtype, device=x.device)
+
+    return tree.unflatten(outputs.treedef, [zeros(x) for x in outputs.leaves])
+
+
+def combined(results: Sequence[Result], shares: Sequence[float]) -> Result:
+    """The sums over microbatches, each mean counted by its share of the rows."""
+    scaled = []
+    for (total, weight, aux), share in zip(results, shares, strict=True):
+        if weight is None:
+            total = total * share
+        scaled.append((total, weight, _scaled(aux, share)))
+    total, weight, aux = scaled[0]
+    for more, heavier, beside in scaled[1:]:
+        total, aux = total + more, added(aux, beside)
+        weight = None if weight is None or heavier is None else weight + heavier
+    return total, weight, aux
+
+
+def forwarded(returned: Sequence[Any], shares: Sequence[float]) -> Any:
+    """What a forward pass alone returned: means, sums, and rows joined."""
+    if isinstance(returned[0], Weighted):
+        totals, weights = zip(*returned, strict=True)
+        return Weighted(torch.stack(totals).sum(), sum(weights))
+    if isinstance(returned[0], tuple) and isinstance(returned[0][0], Weighted):
+        losses, others = [x[0] for x in returned], [x[1:] for x in returned]
+        return forwarded(losses, shares), *forwarded(others, shares)
+    trees = [_scaled(x, s) for x, s in zip(returned, shares, strict=True)]
+    return divided(functools.reduce(added, trees), len(trees))
+
+
+def _scaled(aux: Any, share: float) -> Any:
+    if share == 1:
+        return aux
+    return tree.map(lambda x: x * share if averaged(x) else x, aux, is_leaf=is_summed)
+
+
+def everywhere(value: Any, where: RankGroup, source: int) -> Any:
+    """``value`` of the rank at index ``source``, on every rank of the pipeline.
+
+    Args:
+        value: of one structure and the same shapes on every rank.
+
+    Cost: one broadcast of all floating scalars together, one of all Python numbers, one
+    for each other tensor.
+    """
+    if where.size == 1:
+        return value
+    leaves, treedef = tree.flatten(value)
+    tensors = [i for i, x in enumerate(leaves) if isinstance(x, Tensor)]
+    numbers = [i for i, x in enumerate(leaves) if type(x) in (bool, int, float)]
+    packed = [i for i, x in enumerate(leaves) if averaged(x)]
+    with label("", "loss"):
+        if packed:
+            wide = functools.reduce(
+                torch.promote_types, [leaves[i].dtype for i in packed], torch.float32
+            )
+            stack = torch.stack([leaves[i].to(wide) for i in packed])
+            stack = where.start("pbroadcast", stack, source=source).wait()
+            for i, x in zip(packed, stack, strict=True):
+                leaves[i] = x.to(leaves[i].dtype)
+        for i in tensors:
+            if i not in packed:
+                x = leaves[i].contiguous()
+                leaves[i] = where.start("pbroadcast", x, source=source).wait()
+        if numbers:  # those here may be as old as the program
+            device = leaves[tensors[0]].device if tensors else None
+            sent = [float(leaves[i]) for i in numbers]
+            sent = torch.tensor(sent, dtype=torch.float64, device=device)
+            sent = where.start("pbroadcast", sent, source=source).wait().tolist()
+            if where.index != source:
+                for i, x in zip(numbers, sent, strict=True):
+                    leaves[i] = type(leaves[i])(x) if x.is_integer() else x
+    return tree.unflatten(treedef, leaves)
+
+
+def sum_shared(grads: Any, where: RankGroup) -> Any:
+    """``grads``, of leaves that several stages hold the sum over the stages.
+
+    Each rank has the part of the gradient that its own stages make. A leaf that one
+    rank owns has all of it there; the others are summed.
+
+    Cost: one psum for each dtype of such leaves; none where every leaf is owned.
+    """
+    if where.size == 1:
+        return grads
+    buffers = split_buffers(grads)
+    tensors = list(buffers.tensors)
+    chosen: dict[torch.dtype, list[int]] = {}
+    for i, (positions, _) in enumerate(buffers.groups):
+        x, leaf = tensors[i], buffers.leaves[positions[0]]
+        if isinstance(x, Tensor) and not _is_owned(leaf, where.axis):
+            tensors[i] = x.to_dense()  # sparse here, perhaps not on other ranks
+            chosen.setdefault(x.dtype, []).append(i)
+    for positions in chosen.values():
+        flat = torch.cat([tensors[i].reshape(-1) for i in positions])
+        with label("", "shared gradients"):
+            flat = where.start("psum", flat).wait()
+        parts = flat.split([tensors[i].numel() for i in positions])
+        for i, part in zip(positions, parts, strict=True):
+            tensors[i] = part.view(tensors[i].shape)
+    return buffers.rebuild(tensors)
+
+
+def _is_owned(leaf: Any, axis: tuple[str, ...]) -> bool:
+    parts: tuple[Owned, ...] = leaf.layout.owned if is_sharded(leaf) else ()
+    return any(part.axis in axis for part in parts)

@@ -18,7 +18,7 @@ from fsfunc.pipelining.actions import (
 from fsfunc.pipelining.cutting import Stages
 from fsfunc.pipelining.piping import Pipelining
 from fsfunc.pipelining.schedules import one_f_one_b
-from fsfunc.pipelining.updating import Predict, Updating
+from fsfunc.pipelining.stage_updates import Predict, Updating
 from fsfunc.pipelining.verification import verify
 from fsfunc.transforms.transforming import transformed
 

@@ -30,11 +30,12 @@ from fsfunc.pipelining.actions import (
 )
 from fsfunc.pipelining.cuts import Cuts
 from fsfunc.pipelining.cutting import Stages, edges
-from fsfunc.pipelining.microbatches import cut_batch, folded
-from fsfunc.pipelining.outcomes import (
+from fsfunc.pipelining.microbatches import (
     blank,
     combined,
+    cut_batch,
     everywhere,
+    folded,
     forwarded,
     sum_shared,
 )

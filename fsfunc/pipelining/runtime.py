@@ -19,10 +19,10 @@ from fsfunc.compiled import plainly
 from fsfunc.frames import Counter, Frame, inside
 from fsfunc.generators import States, generators_kept, mix
 from fsfunc.pipelining.actions import Action
-from fsfunc.pipelining.clocks import clocked
 from fsfunc.pipelining.microbatches import Part
+from fsfunc.pipelining.stage_vjp import StageVjp
 from fsfunc.pipelining.stages import CAPTURED, Cut, Ended, StageRun, abstractly
-from fsfunc.pipelining.tapes import Tape
+from fsfunc.pipelining.timing import clocked
 from fsfunc.tracing.programs import Spec, Value
 
 __all__ = ["Microbatch", "Worker"]
@@ -75,7 +75,7 @@ class Worker:
         self.arrived: dict[Any, dict[Value, Tensor]] = defaultdict(dict)
         self.cotangents: dict[Any, dict[Value, Tensor]] = defaultdict(dict)
         self.leaving: dict[Any, list[Tensor]] = {}
-        self.tapes: dict[Any, _Taped] = {}
+        self.kept: dict[Any, _Forwarded] = {}
         self.sends: list[Any] = []
         self.actions: Sequence[Action] = ()
         self.at = self.last = 0  # the action that is done now, and the last forward
@@ -147,9 +147,9 @@ class Worker:
         taken = [v for v, x in received.items() if x.requires_grad]
         outputs += [*(stage.made[v] for v in given), *stage.ends]
         inputs = [received[v] for v in taken]
-        tape = Tape(outputs, inputs, [*self.values, *stage.starts], self.arena)
+        vjp = StageVjp(outputs, inputs, [*self.values, *stage.starts], self.arena)
         ends = [torch.zeros_like(x) for x in stage.ends]
-        self.tapes[key] = _Taped(tape, seeds, given, taken, ends)
+        self.kept[key] = _Forwarded(vjp, seeds, given, taken, ends)
 
     def _returned(self, part: Part) -> Any:
         return self.call(*part.args, **part.keywords)
@@ -180,11 +180,11 @@ class Worker:
     # Backward
 
     def _B(self, a: Action) -> None:
-        taped = self.tapes.pop((a.stage, a.microbatch))
+        kept = self.kept.pop((a.stage, a.microbatch))
         cut, own = self.microbatches[a.microbatch].cut, self.owners[a.stage]
 
         def give(grads: Sequence[Tensor | None]) -> None:
-            self._hand_back(a, taped, grads)
+            self._hand_back(a, kept, grads)
             self._send_back(a)
 
         # Past the last forward, another rank has nothing else to do than to wait for
@@ -193,35 +193,35 @@ class Worker:
         waits = self.at > self.last and any(
             self.owners[p] != own for p, _ in cut.producers_of(a.stage)
         )
-        cotangents = self._cotangents(a, taped)
-        found = taped.tape.backward(cotangents, give if waits else None)
+        cotangents = self._cotangents(a, kept)
+        found = kept.vjp.backward(cotangents, give if waits else None)
         if not waits:
-            self._hand_back(a, taped, found)
+            self._hand_back(a, kept, found)
 
     def _I(self, a: Action) -> None:
-        taped = self.tapes[a.stage, a.microbatch]
-        grads = taped.tape.input_gradient(self._cotangents(a, taped))
-        self._hand_back(a, taped, grads)
+        kept = self.kept[a.stage, a.microbatch]
+        grads = kept.vjp.input_gradient(self._cotangents(a, kept))
+        self._hand_back(a, kept, grads)
 
     def _W(self, a: Action) -> None:
-        self.tapes.pop((a.stage, a.microbatch)).tape.weight_gradient()
+        self.kept.pop((a.stage, a.microbatch)).vjp.weight_gradient()
 
-    def _cotangents(self, a: Action, taped: _Taped) -> list[Tensor | None]:
-        """Those of the tape's outputs: of the loss, of what was sent, of threads."""
+    def _cotangents(self, a: Action, kept: _Forwarded) -> list[Tensor | None]:
+        """Those of what the forward made: of the loss, of what was sent, of threads."""
         key, cut = (a.stage, a.microbatch), self.microbatches[a.microbatch].cut
         found = self.cotangents.pop(key, {})
         for peer, works in self.posted.pop(("RB", *key), {}).items():
             values = cut.returned(a.stage, peer)
             for value, work in zip(values, works, strict=True):
                 _add(found, value, work.wait())
-        return [*taped.seeds, *(found.get(v) for v in taped.given), *taped.ends]
+        return [*kept.seeds, *(found.get(v) for v in kept.given), *kept.ends]
 
     def _hand_back(
-        self, a: Action, taped: _Taped, grads: Sequence[Tensor | None]
+        self, a: Action, kept: _Forwarded, grads: Sequence[Tensor | None]
     ) -> None:
         """Gives the gradients of what came in to the stages that made it."""
         cut, m = self.microbatches[a.microbatch].cut, a.microbatch
-        found = dict(zip(taped.taken, grads, strict=True))
+        found = dict(zip(kept.taken, grads, strict=True))
         for peer, values in cut.producers_of(a.stage):
             message = {v: _whole(found[v], cut.spec(v)) for v in values}
             if self.owners[peer] == self.owners[a.stage]:
@@ -279,10 +279,10 @@ class Worker:
 
 
 @dataclass
-class _Taped:
+class _Forwarded:
     """What a forward leaves for its backward."""
 
-    tape: Tape
+    vjp: StageVjp
     seeds: list[Tensor | None]  # the loss's cotangent, where there is a loss
     given: list[Value]
     taken: list[Value]

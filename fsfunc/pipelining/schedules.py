@@ -15,16 +15,17 @@ from fsfunc.pipelining.actions import (
     parse,
     to_json,
 )
-from fsfunc.pipelining.alternating import (
+from fsfunc.pipelining.delayed import asynchronous, staleness
+from fsfunc.pipelining.list_scheduling import greedy
+from fsfunc.pipelining.synchronous import (
     forwards,
     gpipe,
     interleaved_1f1b,
     looped_bfs,
     one_f_one_b,
+    zb_h1,
+    zb_v,
 )
-from fsfunc.pipelining.delaying import asynchronous, staleness
-from fsfunc.pipelining.searching import greedy
-from fsfunc.pipelining.zero_bubble import zb_h1, zb_v
 
 __all__ = [
     "Action",

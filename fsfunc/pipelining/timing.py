@@ -1,11 +1,14 @@
-"""When each action of a schedule runs, given what actions cost, and the time lost."""
+"""When each action of a schedule runs: by what actions cost, or by the clock."""
 
 from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from contextvars import ContextVar
 from dataclasses import dataclass
+from time import perf_counter
 from typing import Literal, NamedTuple
 
 from fsfunc.pipelining.actions import (
@@ -17,6 +20,8 @@ from fsfunc.pipelining.actions import (
 )
 from fsfunc.pipelining.dependencies import Dependencies, Edge, made, other_end
 from fsfunc.pipelining.verification import verified_run
+
+__all__ = ["Costs", "TimedAction", "bubble", "clock", "clocked", "simulate"]
 
 
 @dataclass(frozen=True)
@@ -58,10 +63,10 @@ class Costs:
             if isinstance(value, Sequence):
                 object.__setattr__(self, name, tuple(value))
             times: Sequence[float] = value if isinstance(value, Sequence) else [value]
-            for time in times:
-                if not math.isfinite(time) or time < 0:
+            for one in times:
+                if not math.isfinite(one) or one < 0:
                     raise ScheduleError(
-                        f"{name} has the time {time}: a cost is finite and not below 0"
+                        f"{name} has the time {one}: a cost is finite and not below 0"
                     )
 
     def of(self, action: Action, chunks: int = 1) -> float:
@@ -81,7 +86,7 @@ class Costs:
         return times[action.stage]
 
 
-class Event(NamedTuple):
+class TimedAction(NamedTuple):
     """One action of one rank, from its start to its end.
 
     A send lasts from its issue to its arrival, a receive from its posting to it; both
@@ -99,7 +104,7 @@ def simulate(
     costs: Costs | None = None,
     *,
     edges: Iterable[Edge] | None = None,
-) -> list[Event]:
+) -> list[TimedAction]:
     """Return when each action starts and ends, rank by rank in the schedule's order.
 
     A rank computes one action at a time, as soon as its needs are met. A message
@@ -126,7 +131,7 @@ def simulate(
     for rank, row in enumerate(schedule):
         for action, start in zip(row, run.starts[rank], strict=True):
             key = other_end(action) if action.kind in SENDS else made(action)
-            events.append(Event(rank, action, start, run.times[key]))
+            events.append(TimedAction(rank, action, start, run.times[key]))
     return events
 
 
@@ -167,3 +172,42 @@ def bubble(
     else:
         whole = max(span[-1] - span[0] for span in spans if span)
     return whole - max(work)
+
+
+_CLOCKS: ContextVar[tuple[list[TimedAction], ...]] = ContextVar(
+    "fsfunc_events", default=()
+)
+
+
+@contextmanager
+def clock() -> Iterator[list[TimedAction]]:
+    """The actions of the pipelines that run inside, with their times.
+
+    Each is ``(rank, action, start, end)``: the rank along the pipeline, and seconds of
+    ``time.perf_counter``. ``show.trace(events, path)`` writes them for a trace viewer.
+
+    Cost: two readings of a clock for each action.
+
+    >>> import fsfunc as ff
+    >>> with ff.clock() as events:
+    ...     pass  # a step under ff.pipeline
+    >>> events
+    []
+    """
+    events: list[TimedAction] = []
+    token = _CLOCKS.set((*_CLOCKS.get(), events))
+    try:
+        yield events
+    finally:
+        _CLOCKS.reset(token)
+
+
+@contextmanager
+def clocked(rank: int, action: Action) -> Iterator[None]:
+    """Notes the time of what runs inside, where somebody asked for it."""
+    start = perf_counter()
+    yield
+    if logs := _CLOCKS.get():
+        event = TimedAction(rank, action, start, perf_counter())
+        for events in logs:
+            events.append(event)

@@ -10,7 +10,7 @@ from itertools import pairwise
 
 from fsfunc.foresight.events import Ran, Replayed, Took
 from fsfunc.foresight.plans import RankPlan
-from fsfunc.foresight.simulating import Span
+from fsfunc.foresight.simulation import Span
 from fsfunc.memory_kinds import KINDS
 from fsfunc.show.lanes import Lane
 from fsfunc.show.palette import COMPUTE

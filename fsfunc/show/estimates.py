@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from fsfunc.foresight.estimating import Estimate
+from fsfunc.foresight.estimation import Estimate
 from fsfunc.foresight.plans import Plan
 from fsfunc.machines import Hardware
 from fsfunc.printing.amounts import (
@@ -37,7 +37,7 @@ def estimate(
     Raises:
         TypeError: no estimate, or no plan.
 
-    >>> from fsfunc.foresight.simulating import RankTimes
+    >>> from fsfunc.foresight.simulation import RankTimes
     >>> times = RankTimes(0, 8, 0.75, 0.25, 0.0, 0.0)
     >>> print(estimate(Estimate("A100-80", 1.0, 0.75, 0.25, 0.0, (times,), 9e13, 0.29)))
     1.00 s a step on A100-80: 90.0 TFLOP/s a device, 29 % of its peak

@@ -18,9 +18,9 @@ __all__ = ["Bar", "Drawn", "FAINT", "INK", "Row", "lane_figure", "sheet"]
 
 DPI = 160
 INK, FAINT = "#22262e", "#737a87"
-RIGHT, TOP, BOTTOM = 0.35, 0.45, 0.82  # inches around the axes
-NOTE = 0.4  # inches more on the right for each column of notes
-NAME = 0.075  # inches of a letter of a row's name
+RIGHT, BOTTOM = 0.35, 0.82  # inches beside and below the axes
+TITLE = 0.2  # inches of a line above them
+NAME = 0.075  # inches of a letter of a row's name, or note
 MARK, MARK_LETTER, MARK_BAND = 0.33, 0.063, 0.18  # a legend's square, letter, line
 ROW, BAR = 0.4, 0.32  # from row to row, and how high a bar is
 NARROWEST, USUAL, WIDEST = 5.0, 9.6, 20.0  # of the time axis
@@ -64,28 +64,27 @@ class Bar(NamedTuple):
 
 
 class Row(NamedTuple):
-    """A row of bars in the order of painting, its name, and notes right of it."""
+    """A row of bars in the order of painting, its name, and a note right of it."""
 
     name: str
     bars: Sequence[Bar]
-    notes: Sequence[str] = ()
+    note: str = ""
 
 
 def sheet(
     title: str,
     size: tuple[float, float],
-    left: float,
     marks: Mapping[str, str],
+    left: float,
     right: float = RIGHT,
-    top: float = TOP,
 ) -> tuple[Figure, Axes]:
     """A white sheet, axes on it, and a legend under them.
 
     Args:
-        title: what is written above.
+        title: what is written above, in one line or more.
         size: width and height of the axes, in inches.
-        left, right, top: inches around them.
         marks: what colours mean.
+        left, right: inches beside them.
     """
     try:
         from matplotlib.figure import Figure
@@ -97,13 +96,14 @@ def sheet(
     width, height = size
     lines = sum(MARK + MARK_LETTER * len(mark) for mark in marks) / (width + right)
     below = BOTTOM + MARK_BAND * (math.ceil(lines) - 1)
-    across, up = left + width + right, top + height + below
+    across = left + width + right
+    up = below + height + 0.25 + TITLE * len(title.splitlines())
     figure = Figure(figsize=(across, up), dpi=DPI, facecolor="white")
     axes = figure.add_axes((left / across, below / up, width / across, height / up))
     for spine in axes.spines.values():
         spine.set_visible(False)
     axes.tick_params(axis="x", length=3, labelsize=8, color=FAINT, labelcolor=FAINT)
-    write(axes, title, 0, 1, size=9, up=72 * (top - 0.37), above=True)
+    axes.set_title(title, loc="left", size=9, color=INK)
     figure.legend(
         handles=[Patch(facecolor=color, label=mark) for mark, color in marks.items()],
         loc="lower left",
@@ -122,40 +122,12 @@ def sheet(
     return figure, axes
 
 
-def write(
-    axes: Axes,
-    text: str,
-    x: float,
-    y: float,
-    *,
-    size: float = 8,
-    color: str = INK,
-    right: float = 0,
-    up: float = 0,
-    above: bool = False,
-) -> None:
-    """Write at a share of the axes' width and a height of theirs, and points off it."""
-    axes.annotate(
-        text,
-        (x, y),
-        (right, up),
-        xycoords="axes fraction" if above else ("axes fraction", "data"),
-        textcoords="offset points",
-        color=color,
-        ha="right" if right else "left",
-        va="baseline" if above else "center_baseline",
-        size=size,
-    )
-
-
 def lane_figure(
     title: str,
     rows: Sequence[Row],
     start: float,
     end: float,
     marks: Mapping[str, str],
-    *,
-    notes: Sequence[str] = (),
     say_time: Callable[[float], str] | None = None,
 ) -> Figure:
     """The picture of rows of bars over time, the first row on top.
@@ -166,19 +138,25 @@ def lane_figure(
     Args:
         start, end: the time to draw.
         marks: what the colours mean.
-        notes: what stands over the rows' notes.
         say_time: how the axis says a time; as a number by default.
     """
     labelled = [bar for row in rows for bar in row.bars if bar.label]
     inches = _label_inches([b for b in labelled if b.end > b.start], end - start)
     width = min(max(inches * LARGEST, NARROWEST), WIDEST) if labelled else USUAL
-    left = 0.3 + NAME * max(len(row.name) for row in rows)
-    right = RIGHT + NOTE * len(notes)
-    figure, axes = sheet(title, (width, ROW * len(rows)), left, marks, right)
+    left, right = (
+        RIGHT + NAME * max(map(len, said))
+        for said in ([row.name for row in rows], [row.note for row in rows])
+    )
+    figure, axes = sheet(title, (width, ROW * len(rows)), marks, left, right)
     axes.set_xlim(start, end)
     axes.set_ylim(len(rows) - 0.5, -0.5)
-    axes.set_yticks(range(len(rows)), [row.name for row in rows])
-    axes.tick_params(axis="y", length=0, labelsize=8, labelcolor=INK, pad=6)
+    for side, said in (
+        (axes, [row.name for row in rows]),
+        (axes.secondary_yaxis("right"), [row.note for row in rows]),
+    ):
+        side.set_yticks(range(len(rows)), said)
+        side.tick_params(axis="y", length=0, labelsize=8, labelcolor=INK, pad=6)
+        side.spines[:].set_visible(False)
     if say_time is not None:
         axes.xaxis.set_major_formatter(lambda value, _: say_time(value))
     size = min(width / inches, LARGEST) if inches else 0
@@ -193,10 +171,6 @@ def lane_figure(
                 middle = (bar.start + bar.end) / 2
                 axes.text(middle, place, bar.label, size=size, color=color,
                           ha="center", va="center_baseline")  # fmt: skip
-        for i, note in enumerate(row.notes):
-            write(axes, note, 1, place, right=38 + 28 * i)
-    for i, note in enumerate(notes):
-        write(axes, note, 1, 1, color=FAINT, right=38 + 28 * i, up=8, above=True)
     return figure
 
 

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
-from fsfunc.foresight.simulating import Span
+from fsfunc.foresight.simulation import Span
 from fsfunc.pipelining.actions import Action
-from fsfunc.pipelining.timing import Event
-from fsfunc.show.palette import COMPUTE, OUTSIDE, STALL, WAITS, Look, look_of
+from fsfunc.pipelining.timing import TimedAction
+from fsfunc.show.palette import COMPUTE, GAPS, OUTSIDE, STALL, WAITS, Look, look_of
 
 __all__ = ["Lane", "check_events", "check_spans"]
 
@@ -31,7 +31,11 @@ class Lane:
 
     @property
     def busy(self) -> float:
-        return sum(span.end - span.start for span in self.spans)
+        return sum(s.end - s.start for s in self.spans if s.phase not in GAPS)
+
+    @property
+    def idle(self) -> float:
+        return sum(s.end - s.start for s in self.spans if s.phase in GAPS)
 
     def columns(self, start: float, end: float, count: int) -> list[Look | None]:
         """What takes most of each of ``count`` equal parts of the time; None: idle.
@@ -61,20 +65,22 @@ class Lane:
             found[i] = max(sums[i], key=sums[i].__getitem__)
         return found
 
-    def gaps(self, end: float) -> list[Span]:
-        """What the spans leave free from 0 to ``end``; a gap's phase names its look."""
-        found, free_from, phase = [], 0.0, OUTSIDE.title
-        for span in self.spans:
-            found.append(self._gap(phase, free_from, span.start))
-            free_from, phase = span.end, WAITS.title
-        found.append(self._gap(OUTSIDE.title, free_from, end))
-        return [gap for gap in found if gap.end - gap.start > NOISE * end]
+    def filled(self, end: float) -> Lane:
+        """The lane with its gaps from 0 to ``end`` as spans, named by their phase."""
+        phases = [WAITS.title] * (len(self.spans) + 1)
+        phases[0] = phases[-1] = OUTSIDE.title
+        starts = [0.0, *(span.end for span in self.spans)]
+        ends = [*(span.start for span in self.spans), end]
+        gaps = [
+            Span(self.rank, self.stream, "", "", phase, start, stop)
+            for phase, start, stop in zip(phases, starts, ends, strict=True)
+            if stop - start > NOISE * end
+        ]
+        spans = sorted((*gaps, *self.spans), key=lambda span: span.start)
+        return replace(self, spans=tuple(spans))
 
-    def _gap(self, phase: str, start: float, end: float) -> Span:
-        return Span(self.rank, self.stream, "", "", phase, start, end)
 
-
-def check_events(events: Iterable[Any]) -> list[Event]:
+def check_events(events: Iterable[Any]) -> list[TimedAction]:
     """The events as a list, if each is ``(rank, action, start, end)``.
 
     Raises:
@@ -99,7 +105,7 @@ def check_events(events: Iterable[Any]) -> list[Event]:
         if not isinstance(rank, int) or rank < 0:
             raise ValueError(f"{here}: a rank is 0, 1, 2 ...")
         _check_times(here, start, end)
-        checked.append(Event(rank, action, start, end))
+        checked.append(TimedAction(rank, action, start, end))
     if not checked:
         raise ValueError("there are no events to show: was the run recorded?")
     return checked

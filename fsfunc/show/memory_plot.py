@@ -15,7 +15,7 @@ from fsfunc.memory_kinds import KINDS
 from fsfunc.printing.amounts import of_bytes, of_share
 from fsfunc.printing.tables import Table, painted
 from fsfunc.show.curves import Curve, curve_of
-from fsfunc.show.figures import FAINT, INK, Drawn, sheet, write
+from fsfunc.show.figures import FAINT, INK, Drawn, sheet
 from fsfunc.show.layers import alike, together
 from fsfunc.show.palette import MEMORY, Look
 
@@ -118,7 +118,10 @@ class MemoryChart(Drawn):
         seen = {turn.phase for turn in curve.turns.spans}
         marks = {kind: MEMORY[kind].color for kind in reversed(kinds)}
         marks |= {f"in the {p}": grey for p, grey in GREYS.items() if p in seen}
-        figure, axes = sheet(self.title, INCHES, 0.85, marks, 0.25, top=0.7)
+        at, held = curve.peak
+        sizes = {kind: held[KINDS.index(kind)] for kind in reversed(kinds)}
+        said = ", ".join(f"{k} {of_bytes(size)}" for k, size in sizes.items() if size)
+        figure, axes = sheet(f"{self.title}\n{said}", INCHES, marks, 0.85, 0.25)
         count = max(min(PIXELS, curve.length), 1)
         edges = [i * max(curve.length, 1) / count for i in range(count + 1)]
         columns = curve.columns(count)
@@ -131,7 +134,6 @@ class MemoryChart(Drawn):
                 edges, below, above, step="post", color=color, linewidth=0
             )
             below = above
-        at, held = curve.peak
         axes.set_xlim(0, edges[-1])
         axes.set_ylim(0, 1.04 * sum(held))
         axes.yaxis.set_major_formatter(lambda value, _: of_bytes(value))
@@ -139,9 +141,6 @@ class MemoryChart(Drawn):
         axes.grid(axis="y", color=FAINT, alpha=0.25, linewidth=0.6)
         axes.set_xlabel("operators that ran", size=8, color=FAINT)
         axes.axvline(at, color=INK, linewidth=0.8, linestyle=(0, (4, 3)))
-        sizes = {kind: held[KINDS.index(kind)] for kind in reversed(kinds)}
-        said = ", ".join(f"{k} {of_bytes(size)}" for k, size in sizes.items() if size)
-        write(axes, said, 0, 1, color=FAINT, up=9, above=True)
         start = 0
         for look, group in groupby(self._phases(count)):
             end = start + len(list(group))

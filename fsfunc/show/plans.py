@@ -10,7 +10,7 @@ from pathlib import Path
 
 from fsfunc.comm.ledgers import Record
 from fsfunc.foresight.events import PHASES
-from fsfunc.foresight.plans import Leaf, Plan, RankPlan
+from fsfunc.foresight.plans import Plan, PlannedLeaf, RankPlan
 from fsfunc.placements import describe
 from fsfunc.printing.amounts import of_axes, of_bytes, of_count, of_flops
 from fsfunc.printing.tables import Report, Table
@@ -112,7 +112,7 @@ def _programs(plan: Plan) -> Table:
     return Table("programs", head, rows)
 
 
-def _unit_of(leaf: Leaf) -> str:
+def _unit_of(leaf: PlannedLeaf) -> str:
     """The unit of a leaf; a buffer's name goes on with its first leaf."""
     return leaf.unit.partition(":")[0]
 
@@ -120,7 +120,7 @@ def _unit_of(leaf: Leaf) -> str:
 def _units(own: RankPlan) -> Table:
     """One row for each unit: its parameters, and what it computes in each phase."""
     phases = [p for p in _phases(own) if own.flops(phase=p)]
-    leaves: dict[str, list[Leaf]] = defaultdict(list)
+    leaves: dict[str, list[PlannedLeaf]] = defaultdict(list)
     for leaf in own.leaves:
         if leaf.kind == "parameters":
             leaves[_unit_of(leaf)].append(leaf)
@@ -166,20 +166,20 @@ def _without_empty(table: Table) -> Table:
     return Table(table.title, tuple(table.head[i] for i in full), rows)
 
 
-def _numel(leaf: Leaf) -> int:
+def _numel(leaf: PlannedLeaf) -> int:
     return math.prod(leaf.shape)
 
 
-def _whole_bytes(leaf: Leaf) -> int:
+def _whole_bytes(leaf: PlannedLeaf) -> int:
     return _numel(leaf) * leaf.dtype.itemsize
 
 
-def _lies(leaf: Leaf) -> str:
+def _lies(leaf: PlannedLeaf) -> str:
     """How a leaf lies; those of one layer on each stage lie alike."""
     return "whole" if leaf.layout is None else in_words(leaf.layout, owner=False)
 
 
-def _all_lie(leaves: list[Leaf]) -> str:
+def _all_lie(leaves: list[PlannedLeaf]) -> str:
     """How leaves that lie alike lie, with their owner where that is one."""
     said = {in_words(leaf.layout) for leaf in leaves if leaf.layout is not None}
     return said.pop() if len(said) == 1 else _lies(leaves[0])
@@ -236,7 +236,7 @@ def _parameters(own: RankPlan) -> Table:
 
 def _state(own: RankPlan) -> Table:
     """One row for each part of what the step is given."""
-    found: dict[tuple[str, str], list[Leaf]] = defaultdict(list)
+    found: dict[tuple[str, str], list[PlannedLeaf]] = defaultdict(list)
     for leaf in own.leaves:
         found[leaf.path.partition("/")[0], leaf.kind].append(leaf)
     rows = []

@@ -7,7 +7,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from fractions import Fraction
 
-from fsfunc.foresight.simulating import Span
+from fsfunc.foresight.simulation import Span
 from fsfunc.show.lanes import Lane
 from fsfunc.show.palette import GAPS, look_of
 
@@ -30,9 +30,10 @@ def bands(
         width: columns of a line at most; what is longer goes on below. None for one
             band however long.
     """
-    grid = grid_of([span for lane in lanes for span in lane.spans], makespan)
+    spans = [s for lane in lanes for s in lane.spans if s.phase not in GAPS]
+    grid = grid_of(spans, makespan)
     columns = grid.column(makespan)
-    rows = [cells(lane, grid, columns, makespan) for lane in lanes]
+    rows = [cells(lane, grid, columns) for lane in lanes]
     margin = len(f"rank {len(rows) - 1} ")
     space = columns if width is None else max(width - margin - 1, 2 * grid.pitch)
     space = space // grid.pitch * grid.pitch
@@ -91,11 +92,11 @@ def common_unit(spans: Sequence[Span]) -> Fraction | None:
     return unit * shortest
 
 
-def cells(lane: Lane, grid: Grid, columns: int, makespan: float) -> list[Cell]:
+def cells(lane: Lane, grid: Grid, columns: int) -> list[Cell]:
     """A rank's whole row."""
     row: list[Cell] = [(" ", "")] * columns + [(_EDGE, _BORDER)]
     marks = []
-    for span in sorted((*lane.gaps(makespan), *lane.spans), key=lambda s: s.start):
+    for span in lane.spans:
         first, last = grid.column(span.start), grid.column(span.end)
         room, look = last - first - 1, look_of(span)
         if room >= 0:

@@ -8,9 +8,9 @@ from itertools import pairwise
 from os import PathLike
 from typing import TYPE_CHECKING, Any
 
-from fsfunc.foresight.simulating import Span
+from fsfunc.foresight.simulation import Span
 from fsfunc.pipelining.actions import Action, Schedule, parse, stages_of
-from fsfunc.pipelining.timing import Costs, Event, simulate
+from fsfunc.pipelining.timing import Costs, TimedAction, simulate
 from fsfunc.pipelining.verification import held
 from fsfunc.printing.amounts import of_share
 from fsfunc.printing.tables import Table, painted
@@ -45,7 +45,8 @@ class Timeline(Drawn):
     file that one scrolls.
 
     Args:
-        lanes: what each rank computes, from time 0; a span's unit is its stage.
+        lanes: what each rank computes from time 0, and its gaps; a span's unit is its
+            stage.
         makespan: from the first action's start to the last one's end.
         held: the most microbatch activations that each rank holds at once.
     """
@@ -70,50 +71,38 @@ class Timeline(Drawn):
     @property
     def bubble(self) -> tuple[float, ...]:
         """The time in which each rank computes nothing, of the makespan."""
-        return tuple(
-            sum(gap.end - gap.start for gap in lane.gaps(self.makespan))
-            for lane in self.lanes
-        )
+        return tuple(lane.idle for lane in self.lanes)
 
     def pieces(self, width: int | None) -> Iterator[Table | Text | str]:
         self._check_lengths()
-        for line in bands(self.lanes, self.makespan, width):
-            yield painted(line)
+        yield from map(painted, bands(self.lanes, self.makespan, width))
         for looks in (COMPUTING, GAPS):
             seen = [look for title, look in looks.items() if title in self._seen()]
-            yield from map(painted, legend(looks=seen, width=width))
+            yield from map(painted, legend(seen, width))
         yield ""
         yield f"makespan {number(self.makespan)}"
         rows = [
-            (f"rank {lane.rank}", number(lane.busy), number(bubble))
-            + (of_share(bubble, self.makespan), number(most))
-            for lane, bubble, most in zip(
-                self.lanes, self.bubble, self.held, strict=True
-            )
+            (f"rank {lane.rank}", number(lane.busy), number(lane.idle), *notes)
+            for lane, notes in zip(self.lanes, self._notes(), strict=True)
         ]
         yield Table("", ("<", ">busy", ">bubble", ">", ">held"), rows)
 
     def figure(self) -> Figure:
         self._check_lengths()
-        stages = [sorted({int(s.unit) for s in lane.spans}) for lane in self.lanes]
+        stages = [{s.unit for s in lane.spans if s.unit} for lane in self.lanes]
         chunks = max(map(len, stages))
-
-        def bar(span: Span, own: list[int]) -> Bar:
-            color = lighter(look_of(span).color, own.index(int(span.unit)), chunks)
-            # The shade tells the stage.
-            return Bar(span.start, span.end, color, span.name.partition("@")[0])
-
         rows = []
-        for lane, own, most, bubble in zip(
-            self.lanes, stages, self.held, self.bubble, strict=True
-        ):
-            gaps = [
-                Bar(gap.start, gap.end, look_of(gap).color, edged=False)
-                for gap in lane.gaps(self.makespan)
-            ]
-            bars = [bar(span, own) for span in lane.spans]
-            notes = (of_share(bubble, self.makespan), number(most))
-            rows.append(Row(f"rank {lane.rank}", [*gaps, *bars], notes))
+        for lane, own, notes in zip(self.lanes, stages, self._notes(), strict=True):
+            ordered = sorted(own, key=int)
+            bars = []
+            for span in lane.spans:
+                color, label = look_of(span).color, span.name
+                if span.unit:  # else a gap
+                    color = lighter(color, ordered.index(span.unit), chunks)
+                    label = label.partition("@")[0]  # the shade tells the stage
+                bars.append(Bar(span.start, span.end, color, label, bool(span.unit)))
+            note = "{} bubble, {} held".format(*notes)
+            rows.append(Row(f"rank {lane.rank}", bars, note))
         looks = COMPUTING | GAPS
         marks = {t: looks[t].color for t in looks if t in self._seen()}
         if chunks > 1:
@@ -121,15 +110,16 @@ class Timeline(Drawn):
             marks["lighter: a rank's later stage"] = pale
         idle = of_share(sum(self.bubble), len(self.lanes) * self.makespan)
         title = f"makespan {number(self.makespan)}, {idle} bubble"
-        return lane_figure(
-            title, rows, 0, self.makespan, marks, notes=("bubble", "held")
-        )
+        return lane_figure(title, rows, 0, self.makespan, marks)
+
+    def _notes(self) -> list[tuple[str, str]]:
+        """Of each rank its bubble's share and what it holds."""
+        shares = (of_share(bubble, self.makespan) for bubble in self.bubble)
+        return list(zip(shares, map(number, self.held), strict=True))
 
     def _seen(self) -> set[str]:
         """The titles of what is shown."""
-        spans = [s for lane in self.lanes for s in lane.spans]
-        gaps = [gap for lane in self.lanes for gap in lane.gaps(self.makespan)]
-        return {span.phase for span in (*spans, *gaps)}
+        return {span.phase for lane in self.lanes for span in lane.spans}
 
     def _check_lengths(self) -> None:
         if not any(lane.busy for lane in self.lanes):
@@ -197,7 +187,7 @@ def _timeline_of(events: Sequence[Any], n_ranks: int = 0) -> Timeline:
     zero = min(event.start for event in computed)
     makespan = max(event.end for event in computed) - zero
     count = max(n_ranks, *(event.rank + 1 for event in computed))
-    rows: list[list[Event]] = [[] for _ in range(count)]
+    rows: list[list[TimedAction]] = [[] for _ in range(count)]
     for event in sorted(computed, key=lambda event: (event.start, event.end)):
         rows[event.rank].append(event)
     actions = tuple(tuple(event.action for event in row) for row in rows)
@@ -223,5 +213,5 @@ def _timeline_of(events: Sequence[Any], n_ranks: int = 0) -> Timeline:
                     f"before {before.name} ends at {before.end:.6g}: a rank computes "
                     "one action at a time"
                 )
-        lanes.append(Lane(rank, COMPUTE, spans))
+        lanes.append(Lane(rank, COMPUTE, spans).filled(makespan))
     return Timeline(tuple(lanes), makespan, tuple(held(actions)))

@@ -10,12 +10,12 @@ from os import PathLike
 from pathlib import Path
 from typing import Any
 
-from fsfunc.foresight.estimating import Estimate
+from fsfunc.foresight.estimation import Estimate
 from fsfunc.foresight.plans import Plan
-from fsfunc.foresight.simulating import Span
+from fsfunc.foresight.simulation import Span
 from fsfunc.memory_kinds import KINDS
 from fsfunc.pipelining.actions import SENDS, Action
-from fsfunc.pipelining.timing import Event
+from fsfunc.pipelining.timing import TimedAction
 from fsfunc.show.curves import clock_of, curve_of
 from fsfunc.show.lanes import check_events, check_spans
 from fsfunc.show.memory_plot import check_plan
@@ -124,13 +124,13 @@ def trace(
     return written
 
 
-def _of_event(event: Event, zero: float) -> Slice:
+def _of_event(event: TimedAction, zero: float) -> Slice:
     """What a rank of a pipeline does, on the track of what it computes or transfers."""
     rank, action, start, end = event
     kind, stage, peer = action.kind, action.stage, action.peer
     look = by_sign(kind) if action.is_compute else TRANSFERS[kind]
     about = {"kind": look.title, "stage": stage, "microbatch": action.microbatch}
-    times = start - zero, end - start
+    times = start - zero, end - zero
     if peer is None:
         return _slice(rank, COMPUTE, str(action), times, look, about)
     about["peer"] = peer
@@ -149,7 +149,7 @@ def _of_span(span: Span) -> Slice:
     ends = (str(span.rank), peer)
     message = ("message", *(ends if way == "s" else ends[::-1]))
     name = span.name or span.phase or span.stream
-    times = span.start, span.end - span.start
+    times = span.start, span.end
     about = {"unit": span.unit, "phase": span.phase, "stream": span.stream}
     return _slice(
         span.rank, span.stream, name, times, look_of(span), about, message, way
@@ -166,8 +166,9 @@ def _slice(
     message: tuple[Any, ...] = (),
     way: str = "",
 ) -> Slice:
-    """The slice of a track that starts, and lasts, so many seconds."""
-    start, long = map(_microseconds, times)
+    """The slice of a track from one time to another, in seconds."""
+    start, end = map(_microseconds, times)
+    long = round(end - start, 3)  # so it touches what begins when it ends
     event = {
         "ph": "X",
         "name": name,
@@ -261,20 +262,23 @@ def _counters(spans: Sequence[Span], plan: Plan) -> Iterator[Json]:
         curve = curve_of(own[rank])
         computed = [s for s in spans if s.rank == rank and s.stream == COMPUTE]
         clock = clock_of(curve, computed)
-        # Of moments too near to tell apart, the one at which most is held.
-        count = max(min(curve.length, _MOMENTS), 1)
-        moments = [
-            (i * curve.length // count, held)
-            for i, held in enumerate(curve.columns(count))
-        ]
-        for at, held in [*moments, (curve.length, curve.points[-1][1])]:
-            yield {
-                "ph": "C",
-                "name": "memory",
-                "pid": rank,
-                "ts": _microseconds(clock(at)),
-                "args": dict(zip(KINDS, held, strict=True)),
-            }
+        step = (computed[-1].end if computed else 1.0) / _MOMENTS
+        moments: dict[int, list[tuple[float, tuple[int, ...]]]] = {}
+        for at, held in curve.points:
+            time = clock(at)
+            both = moments.setdefault(int(time / step), [(time, held), (time, held)])
+            if sum(held) > sum(both[0][1]):
+                both[0] = (time, held)
+            both[1] = (time, held)
+        for highest, latest in moments.values():  # peaks stay, whatever is left out
+            for time, held in dict.fromkeys((highest, latest)):
+                yield {
+                    "ph": "C",
+                    "name": "memory",
+                    "pid": rank,
+                    "ts": _microseconds(time),
+                    "args": dict(zip(KINDS, held, strict=True)),
+                }
 
 
 def _microseconds(seconds: float) -> float:

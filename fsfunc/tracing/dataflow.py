@@ -13,37 +13,18 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from torch.utils.flop_counter import flop_registry
 
 from fsfunc import _torch, tree
 from fsfunc.comm.attribution import source_line
+from fsfunc.tracing.costs import FLOPS
+from fsfunc.tracing.modes import OperatorMode
 from fsfunc.tracing.names import Names
 from fsfunc.tracing.programs import NOWHERE, Draw, Glue, Origins, Value
 
-__all__ = ["Body", "Flow", "Leaf", "tensors"]
+__all__ = ["Argument", "Body", "Flow", "run_on_data", "tensors"]
 
 
-def _attention(q: Any, k: Any, v: Any, *_: Any, **__: Any) -> int:
-    """q k^T and then (that) v, for each batch entry and head."""
-    rows = q.shape[:-1].numel()
-    return 2 * rows * k.shape[-2] * (k.shape[-1] + v.shape[-1])
-
-
-def _grouped(a: Any, b: Any, *_: Any, **__: Any) -> int:
-    """Each row, or each column, times those of its own group alone."""
-    pairs = a.shape[0] if a.ndim == b.ndim == 3 else 1
-    return 2 * pairs * a.shape[-2] * a.shape[-1] * b.shape[-1]
-
-
-# torch counts nothing for the first two.
-FLOPS = {
-    _torch.CPU_ATTENTION: _attention,
-    _torch.GROUPED_PRODUCT: _grouped,
-    **flop_registry,
-}
-
-
-class Leaf(NamedTuple):
+class Argument(NamedTuple):
     """A leaf of the loss's arguments: a parameter, by its path, or another."""
 
     name: str
@@ -83,7 +64,7 @@ class Body:
             self.keep(x)
 
 
-class Flow(_torch.TorchDispatchMode):
+class Flow(OperatorMode):
     """Notes where the values of a run come from, while it is on.
 
     Args:
@@ -101,12 +82,12 @@ class Flow(_torch.TorchDispatchMode):
         self.glue: list[Glue] = []
         self.draws: list[Draw] = []
         self.mutated: set[Value] = set()
-        self.owner: dict[int, Leaf | Value] = {}
+        self.owner: dict[int, Argument | Value] = {}
         self.shared: dict[int, str] = {}
         self._origins: dict[int, Origins] = {}
         self._alive: list[Tensor] = []  # or a key would come to mean another storage
 
-    def know(self, x: Tensor, origins: Origins, owner: Leaf | Value | None) -> None:
+    def know(self, x: Tensor, origins: Origins, owner: Argument | Value | None) -> None:
         """Says where what is in the storage of ``x`` comes from, and whose it is."""
         key = _torch.storage_key(x)
         if key not in self._origins:
@@ -125,7 +106,7 @@ class Flow(_torch.TorchDispatchMode):
         """Whether the storage of ``x`` is a leaf's, a unit's output's or glue's."""
         return _torch.storage_key(x) in self._origins
 
-    def argument(self, x: Tensor, leaf: Leaf) -> Tensor:
+    def argument(self, x: Tensor, leaf: Argument) -> Tensor:
         """``x``, known as a leaf of the loss's arguments."""
         some = frozenset((leaf.name,))
         origins = Origins(reads=some) if leaf.parameter else Origins(batch=some)
@@ -140,10 +121,7 @@ class Flow(_torch.TorchDispatchMode):
             found = found | self._origins.get(_torch.storage_key(x), NOWHERE)
         return found
 
-    def __torch_dispatch__(
-        self, func: Any, types: Any, args: Any = (), kwargs: Any = None
-    ) -> Any:
-        kwargs = kwargs or {}
+    def operator(self, func: Any, args: Any, kwargs: Any) -> Any:
         if func.namespace == "prim":  # asks for a device
             return func(*args, **kwargs)
         written = tensors(_torch.written(func, args, kwargs))
@@ -156,7 +134,7 @@ class Flow(_torch.TorchDispatchMode):
         body.origins = body.origins | self.of((args, kwargs))
         if not body.real:
             self._refuse_captured(written, f"unit {body.name!r}")
-        out = func(*args, **kwargs)
+        out = self.run(func, args, kwargs)
         formula = FLOPS.get(func.overloadpacket)
         if formula is not None:
             body.flops += formula(*args, **kwargs, out_val=out)
@@ -173,7 +151,7 @@ class Flow(_torch.TorchDispatchMode):
         if torch.Tag.nondeterministic_seeded in func.tags:
             origins = origins | Origins(draws=frozenset((len(self.draws),)))
             self.draws.append(Draw(name, line))
-        out = func(*args, **kwargs)
+        out = self.run(func, args, kwargs)
         made = tensors(out) or written
         for x in (*made, *written):
             self.know(x, origins, None)
@@ -194,7 +172,7 @@ class Flow(_torch.TorchDispatchMode):
 
     def _note_write(self, key: int) -> None:
         owner = self.owner.get(key)
-        if isinstance(owner, Leaf):
+        if isinstance(owner, Argument):
             raise RuntimeError(
                 f"the loss writes in place into {self.names.path(owner)!r}, at "
                 f"{source_line()}: every stage of a pipeline would do so, for every "
@@ -213,3 +191,59 @@ class Flow(_torch.TorchDispatchMode):
 def tensors(values: Any) -> list[Tensor]:
     """The tensors among the leaves of a tree."""
     return [x for x in tree.leaves(values) if isinstance(x, Tensor)]
+
+
+def run_on_data(
+    flow: Flow, fake: Any, call: Any, params: Any, inputs: Any, keywords: Any
+) -> Any:
+    """A unit's outputs as fake tensors, from one run on tensors with data.
+
+    Floating and boolean ones hold ones, integers zeros: what an index, a divisor and a
+    mask can be. Only shapes and dtypes are kept of it.
+
+    Args:
+        flow: the mode that is on, counting for the body that runs.
+        fake: the mode around it that makes fake tensors; None if it is not ours.
+
+    Raises:
+        RuntimeError: there are other modes on, so that these cannot be taken off.
+    """
+    body = flow.body
+    if fake is None or body is None or _torch.active_modes()[-2:] != _OURS:
+        raise RuntimeError("other modes are on, under which nothing has data")
+    body.real, body.flops = True, 0
+    body.kept.clear()
+    leaves, treedef = tree.flatten((params, inputs, keywords))
+    flow.__exit__(None, None, None)
+    fake.__exit__(None, None, None)
+    try:
+        real = [_with_data(x) if isinstance(x, Tensor) else x for x in leaves]
+        params, inputs, keywords = tree.unflatten(treedef, real)
+        with flow:
+            out = call.body(params, *inputs, **keywords)
+        body.keep_saved((params, inputs, keywords), out)
+    finally:
+        fake.__enter__()
+        flow.__enter__()
+    for x in tensors((real, out)):
+        body.kept.pop(_torch.storage_key(x), None)
+    given = {id(r): x for r, x in zip(real, leaves, strict=True)}
+    return tree.map(
+        lambda x: given.get(id(x), _fake(x)) if isinstance(x, Tensor) else x, out
+    )
+
+
+_OURS = ["_HereFakeMode", "Flow"]
+
+
+def _with_data(x: Tensor) -> Tensor:
+    fill = 1 if x.dtype.is_floating_point or x.dtype == torch.bool else 0
+    real = torch.full(tuple(x.shape), fill, dtype=x.dtype, device=x.device)
+    return real.requires_grad_(x.requires_grad)
+
+
+def _fake(x: Tensor) -> Tensor:
+    fake = torch.empty_strided(
+        tuple(x.shape), x.stride(), dtype=x.dtype, device=x.device
+    )
+    return fake.requires_grad_(x.requires_grad)

@@ -11,11 +11,11 @@ import torch
 
 from fsfunc.layout import Layout, Owned, describe
 
-__all__ = ["Findings", "Group", "Taken", "common"]
+__all__ = ["Findings", "LeafGroup", "Taken", "common"]
 
 
 @dataclass(frozen=True)
-class Group:
+class LeafGroup:
     """Leaves that share a buffer.
 
     Args:
@@ -145,7 +145,7 @@ class Findings:
         """The one place along an axis where all calls that take a leaf run, if any."""
         return _owner(self._calls()[path])
 
-    def groups(self, min_bytes: int = 0, gathers: bool = True) -> list[Group]:
+    def groups(self, min_bytes: int = 0, gathers: bool = True) -> list[LeafGroup]:
         """The buffers, in the order in which units first want them."""
         whole = self.whole(gathers)
         calls = self._calls()
@@ -165,7 +165,7 @@ class Findings:
         ordered = sorted(found.items(), key=lambda item: item[0][0] or ((1 << 30,),))
         merged = _merged(ordered, min_bytes, self.layouts)
         return [
-            Group(f"{'/'.join(unit)}:{name}", tuple(paths), dtype, owner)
+            LeafGroup(f"{'/'.join(unit)}:{name}", tuple(paths), dtype, owner)
             for unit, dtype, name, paths, owner in merged
         ]
 
@@ -179,7 +179,7 @@ class Findings:
         return reads or not inner
 
     def order(
-        self, groups: list[Group], coordinates: Mapping[str, int] | None = None
+        self, groups: list[LeafGroup], coordinates: Mapping[str, int] | None = None
     ) -> list[tuple[str, ...]]:
         """The buffers that each unit call wants, call by call.
 

@@ -13,6 +13,7 @@ import torch
 
 from fsfunc import tree
 from fsfunc.placements import describe
+from fsfunc.tracing.listing import folded
 from fsfunc.tracing.names import nested
 
 __all__ = ["Draw", "Glue", "Loss", "Origins", "Outputs", "Program", "Spec"]
@@ -204,7 +205,8 @@ class Program:
         draws: the glue that draws random numbers.
 
     ``str`` lists it: ``%3`` is what call 3 returned, ``%3/mask`` one leaf of it, and
-    ``g5`` the result of an operation between the calls.
+    ``g5`` the result of an operation between the calls. Calls that repeat three times
+    or more are folded: ``%1-12 = block(params/blocks/0-11, %0-11)  x12``.
     """
 
     name: str
@@ -216,11 +218,11 @@ class Program:
     draws: tuple[Draw, ...]
 
     def __str__(self) -> str:
-        lines = [f"{self.name}: {len(self.calls)} unit calls"]
+        lines: list[str] = []
         glue = list(self.glue)
         for call in (*self.calls, self.loss):
             number = call.number if isinstance(call, UnitCall) else len(self.calls)
             while glue and glue[0].before <= number:
                 lines.append(str(glue.pop(0)))
             lines.append(str(call))
-        return "\n".join(lines)
+        return "\n".join([f"{self.name}: {len(self.calls)} unit calls", *folded(lines)])

@@ -28,11 +28,11 @@ from fsfunc.donated import Everything
 from fsfunc.frames import Interpretation, Tracer, frame, inside
 from fsfunc.layout import Layout, Owned
 from fsfunc.sharded import is_sharded
-from fsfunc.tracing.groups import Findings, Group, Taken, common
+from fsfunc.tracing.groups import Findings, LeafGroup, Taken, common
 from fsfunc.tracing.leaves import Recorded, plain, whole
 from fsfunc.tracing.runs import place_without_data, without_data
 
-__all__ = ["Group", "Recorder", "common", "record"]
+__all__ = ["LeafGroup", "Recorder", "common", "record"]
 
 
 @dataclass

@@ -17,7 +17,7 @@ from fsfunc.comm.attribution import source_line, traceback_line
 from fsfunc.fake_errors import asks_for_a_value
 from fsfunc.frames import Counter, Frame, Stage, frame, inside
 from fsfunc.sharded import Sharded, is_sharded
-from fsfunc.tracing.dataflow import Body, Flow, Leaf, tensors
+from fsfunc.tracing.dataflow import Argument, Body, Flow, run_on_data, tensors
 from fsfunc.tracing.names import Names, below
 from fsfunc.tracing.programs import (
     Loss,
@@ -29,7 +29,6 @@ from fsfunc.tracing.programs import (
     Value,
 )
 from fsfunc.tracing.runs import place_without_data, without_data
-from fsfunc.tracing.valuing import run_on_data
 
 __all__ = ["program", "trace"]
 
@@ -71,6 +70,19 @@ def program(loss_fn: Callable[..., Any], *args: Any, **keywords: Any) -> Program
     %1 = <lambda>(params/1, g0) -> f32[2, 3]
       g1 = sum(%1)
     loss = g1 -> f32[]
+
+    Layers that are alike are one line of the listing:
+
+    >>> def deep(params, x):
+    ...     for p in params:
+    ...         x = layer(p, x)
+    ...     return x.sum()
+    >>> print(ff.program(deep, [w] * 96, torch.ones(2, 3)))
+    deep: 96 unit calls
+    %0 = <lambda>(params/0, x) -> f32[2, 3]
+    %1-95 = <lambda>(params/1-95, %0-94) -> f32[2, 3]  x95
+      g0 = sum(%95)
+    loss = g0 -> f32[]
     """
     return trace(loss_fn, args, keywords)
 
@@ -121,7 +133,7 @@ class LossTracer(Stage):
         self.flow, self.fake = flow, fake
         self.counter = Counter()
         self.calls: list[UnitCall] = []
-        self.leaves: dict[int, Leaf] = {}
+        self.leaves: dict[int, Argument] = {}
 
     def decide(self, call: Any, params: Any, inputs: Any, keywords: Any) -> Any:
         """A unit call of the loss: run, noted, and its outputs set apart."""
@@ -264,7 +276,7 @@ def _blank(tracer: LossTracer, value: Any, label: str, parameter: bool = False) 
         blank = torch.empty_strided(shape, strides, dtype=x.dtype, device=x.device)
         if parameter and x.dtype.is_floating_point:
             blank.requires_grad_()
-        leaf = Leaf(path if parameter else below(label, path), parameter)
+        leaf = Argument(path if parameter else below(label, path), parameter)
         tracer.leaves[id(blank)] = leaf
         leaves[i] = tracer.flow.argument(blank, leaf)
     return tree.unflatten(treedef, leaves)

@@ -29,7 +29,7 @@ from enum import Enum
 from torch import Tensor
 
 from fsfunc.comm.linear_maps import LinearMap
-from fsfunc.tracing.classes import OperatorClass
+from fsfunc.tracing.operator_classes import OperatorClass
 
 __all__ = [
     "PARTS",

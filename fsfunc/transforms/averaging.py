@@ -19,7 +19,7 @@ from fsfunc.comm.collective_ops import apply_map
 from fsfunc.comm.crossings import MEAN
 from fsfunc.comm.groups import RankGroup, group, strided
 from fsfunc.comm.linear_maps import LinearMap
-from fsfunc.comparing import compare, whole_values
+from fsfunc.comparison import compare, whole_values
 from fsfunc.sharded import is_sharded
 from fsfunc.transforms.gathering import ShardRuntime
 

@@ -24,7 +24,7 @@ from fsfunc.inputs import arguments, refuse
 from fsfunc.packing import by_buffer, joined, packed_of, repack, repacked
 from fsfunc.sharded import FlatShard, is_sharded, whole_shape
 from fsfunc.tracing.recorder import Noted, Recorder
-from fsfunc.tracing.trial import check, knows, learn, signature
+from fsfunc.tracing.type_check import check, knows, learn, signature
 from fsfunc.transforms.averaging import averaged, check_whole
 from fsfunc.transforms.boundary import enter, leave, spread
 from fsfunc.transforms.derivatives import check_derivatives

@@ -12,6 +12,8 @@ import torch
 
 from tests.programs import python
 
+pytestmark = pytest.mark.slow  # programs of their own
+
 BENCHMARKS = Path(__file__).resolve().parents[2] / "benchmarks"
 
 KEYS = [

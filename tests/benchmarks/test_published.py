@@ -10,6 +10,8 @@ import pytest
 
 from tests.programs import python
 
+pytestmark = pytest.mark.slow  # programs of their own
+
 BENCHMARKS = Path(__file__).resolve().parents[2] / "benchmarks"
 KEYS = [
     "175B_hidden",

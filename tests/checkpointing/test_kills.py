@@ -12,6 +12,7 @@ PROGRAM = Path(__file__).with_name("killed.py")
 KILLS = 50
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="forks")
 def test_killed_at_any_moment_nothing_is_lost_or_half_read(tmp_path):
     done = python(PROGRAM, tmp_path, KILLS, 0, timeout=240)

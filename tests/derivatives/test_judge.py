@@ -15,7 +15,7 @@ import fsfunc as ff
 from fsfunc import tree
 from fsfunc.sharded import NotATensor
 from fsfunc.tracing.refusals import LawError
-from fsfunc.tracing.trial import unchecked
+from fsfunc.tracing.type_check import unchecked
 from tests.derivatives.drawn import losses, run
 from tests.derivatives.judging import MESHES, WAYS, by_law, on_ranks
 from tests.derivatives.worlds import NoMeaning

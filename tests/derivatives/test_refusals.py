@@ -2,10 +2,10 @@
 
 import pytest
 import torch
-from fsfunc.backends.calls import CollectiveMismatch
 
 import fsfunc as ff
 from fsfunc import tree
+from fsfunc.comm.backends.link import CollectiveMismatch
 from fsfunc.tracing.refusals import LawError
 from tests.derivatives import refused
 from tests.derivatives.judging import MESHES, W, X, gradient, on

@@ -10,6 +10,7 @@ from torch.utils.flop_counter import FlopCounterMode
 import fsfunc as ff
 from fsfunc import _torch, tree
 from tests.foresight.comparing import facts, planned_and_run, same_bits, totals
+from tests.models import chain, layer, layers
 from tests.programs import python
 from tests.transforms import test_shard_ledger as closed
 
@@ -55,8 +56,7 @@ def planned_sums(
     return [found.ranks[0].ledger], mesh
 
 
-@pytest.mark.parametrize("model", closed.MODELS)
-@pytest.mark.parametrize("scheme", closed.SCHEMES)
+@closed.CASES
 def test_a_plan_sends_what_the_closed_form_says(monkeypatch, model, scheme):
     monkeypatch.setattr(closed, "measure", planned_sums)
     closed.test_a_step_sends_what_the_closed_form_says(model, scheme)
@@ -73,24 +73,7 @@ def test_a_plan_of_a_step_in_bfloat16_sends_half(monkeypatch, zero, reduce):
 # The two forms, and whose a plan is
 
 
-@ff.unit
-def layer(p, x):
-    return torch.tanh(x @ p["w"]) + p["b"]
-
-
-def layers(count, width=8):
-    draw = torch.Generator().manual_seed(0)
-    one = lambda: {  # noqa: E731
-        "w": torch.randn(width, width, generator=draw) / width**0.5,
-        "b": torch.zeros(width),
-    }
-    return [one() for _ in range(count)]
-
-
-def mean(params, x):
-    for p in params:
-        x = layer(p, x)
-    return x.square().mean()
+mean = chain(layer)
 
 
 @pytest.mark.parametrize("zero", [0, 1, 2, 3])
@@ -100,11 +83,11 @@ def test_the_form_that_makes_the_state_plans_the_first_step(zero):
     step = ff.shard(optimizer(ff.value_and_grad(mean)), MESH, "data", zero=zero)
 
     def main():
-        state = ff.init_state(step, layers(3), optimizer, batch)
+        state = ff.init_state(step, layers(3, 8), optimizer, batch)
         return plan_of(step, state, batch)
 
     expected = ff.spmd(main, MESH)()
-    found = plan_of(step, lambda: layers(3), optimizer, batch)
+    found = plan_of(step, lambda: layers(3, 8), optimizer, batch)
     assert found.mesh.backend == "abstract" and found.mesh.axes == MESH.axes
     assert facts(found.records()) == facts(expected[0].records())
     assert found.peak_bytes == expected[0].peak_bytes
@@ -113,10 +96,10 @@ def test_the_form_that_makes_the_state_plans_the_first_step(zero):
     assert found[1] is found[0]
     with pytest.raises(IndexError, match="rank 2"):
         found[2]
-    late = plan_of(step, lambda: layers(3), optimizer, lambda: batch)
+    late = plan_of(step, lambda: layers(3, 8), optimizer, lambda: batch)
     assert facts(late.records()) == facts(found.records())
     with pytest.raises(ValueError, match="has 2 ranks, but 8 are running"):
-        plan_of(step, lambda: layers(3), optimizer, batch, mesh=like(MESH, data=8))
+        plan_of(step, lambda: layers(3, 8), optimizer, batch, mesh=like(MESH, data=8))
 
 
 def plan_of(*args, **how):
@@ -128,7 +111,7 @@ def like(mesh, **axes):
 
 
 def test_one_device_needs_no_mesh():
-    found = ff.plan(ff.value_and_grad(mean), layers(2), torch.ones(4, 8))
+    found = ff.plan(ff.value_and_grad(mean), layers(2, 8), torch.ones(4, 8))
     assert found.mesh.size == 1 and found.records() == []
     assert found.flops == 2 * 4 * 8 * 8 * (2 + 4 - 1)  # none for the input's gradient
 
@@ -137,7 +120,7 @@ def test_leaves_say_what_they_are():
     optimizer, batch = ff.sharded_adam(1e-3), {"x": torch.ones(4, 8)}
     step = optimizer(ff.value_and_grad(lambda p, b: mean(p, b["x"])))
     step = ff.shard(step, MESH, "data")
-    found = plan_of(step, lambda: layers(2), optimizer, batch).ranks[0]
+    found = plan_of(step, lambda: layers(2, 8), optimizer, batch).ranks[0]
     leaves = {leaf.path: leaf for leaf in found.leaves}
     w = leaves["params/1/w"]
     assert (w.kind, w.shape, w.unit) == ("parameters", (8, 8), "layer")
@@ -162,7 +145,7 @@ def test_forward_only_functions_and_losses():
     def main():
         f = ff.shard(mean, MESH, "data")
         x = torch.ones(4, 8)
-        params = ff.place(f, layers(3), x)
+        params = ff.place(f, layers(3, 8), x)
         with torch.no_grad():
             both = planned_and_run(f, params, x)
         both.check()
@@ -204,7 +187,7 @@ def one_s_own(p, x):
 )
 def test_one_s_own_spmd_function(transform):
     f = transform(one_s_own)
-    params, x = layers(2), torch.ones(4, 8)
+    params, x = layers(2, 8), torch.ones(4, 8)
 
     def main():
         both = planned_and_run(f, params, x)
@@ -276,7 +259,7 @@ def test_attention_on_the_cpu_counts_as_it_does_on_a_gpu(remat):
 
 
 def test_flops_by_unit_and_phase():
-    params, x = layers(3), torch.ones(4, 8)
+    params, x = layers(3, 8), torch.ones(4, 8)
     found = ff.plan(ff.remat(ff.value_and_grad(mean)), params, x).ranks[0]
     product = 2 * 4 * 8 * 8
     assert totals(found) == {
@@ -328,7 +311,7 @@ def test_units_that_keep_copies_of_their_weights_are_told(repeat, zero):
 def test_what_precision_casts_is_not_the_unit_s_doing():
     step = ff.precision(ff.value_and_grad(mean), torch.bfloat16)
     for repeat in True, False:
-        found = ff.plan(step, layers(2), torch.ones(2, 8), repeat=repeat)
+        found = ff.plan(step, layers(2, 8), torch.ones(2, 8), repeat=repeat)
         assert found.derived == {}
         assert found.flops > 0
 
@@ -372,7 +355,7 @@ def test_random_numbers_and_modes_stay_as_they_were(ranks):
 def test_a_ledger_around_a_plan_sees_nothing():
     def main():
         f = ff.shard(mean, MESH, "data")
-        params = ff.place(f, layers(2), torch.ones(2, 8))
+        params = ff.place(f, layers(2, 8), torch.ones(2, 8))
         with ff.ledger() as log:
             found = ff.plan(f, params, torch.ones(2, 8))
         return log.records, found.count()
@@ -385,12 +368,12 @@ def test_a_donated_step_does_not_spend_the_state(made):
     optimizer, x = ff.sharded_adam(1e-3), torch.ones(2, 8)
     step = ff.donate(ff.shard(optimizer(ff.value_and_grad(mean)), MESH, "data"))
     if made:
-        found = [plan_of(step, lambda: layers(2), optimizer, x) for _ in range(2)]
+        found = [plan_of(step, lambda: layers(2, 8), optimizer, x) for _ in range(2)]
         assert facts(found[0].records()) == facts(found[1].records())
         return
 
     def main():
-        state = ff.init_state(step, layers(2), optimizer, x)
+        state = ff.init_state(step, layers(2, 8), optimizer, x)
         ff.plan(step, state, x)
         ff.plan(step, state, x)
         after, _ = step(state, x)
@@ -408,7 +391,7 @@ def test_captured_leaves_stay_real():
     step = ff.shard(
         ff.value_and_grad(lambda p, base, x: mean([p, base], x)), MESH, "data"
     )
-    first, second = layers(2)
+    first, second = layers(2, 8)
 
     def main():
         x = torch.ones(2, 8)
@@ -424,7 +407,7 @@ def test_a_plan_after_an_error_is_as_good():
     def main():
         f = ff.shard(mean, MESH, "data")
         x = torch.ones(2, 8)
-        params = ff.place(f, layers(2), x)
+        params = ff.place(f, layers(2, 8), x)
         with pytest.raises(RuntimeError):
             ff.plan(f, params, torch.ones(2, 7))
         assert not _torch.fake_active()
@@ -450,17 +433,18 @@ empty = torch.empty
 make = lambda: [
     {"up": empty(4096, 16384), "down": empty(16384, 4096)} for _ in range(1000)
 ]
-start = time.perf_counter()
+start = time.process_time()
 found = ff.plan(step, make, optimizer, lambda: empty(8192, 4096))
-seconds = time.perf_counter() - start
+seconds = time.process_time() - start
 memory = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss // 1024
 print(seconds, memory, found.count("all_gather"), found.count("psum_scatter"))
 """
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(sys.platform != "linux", reason="memory is counted in KiB")
 def test_a_thousand_layers_on_a_thousand_ranks():
-    """10 s and 2 GiB alone on a machine; a busy one is given twice the time."""
+    """10 s of one core, of which a busy machine is given twice, and 2 GiB."""
     run = python("-c", PROGRAM)
     assert run.returncode == 0, run.stderr
     seconds, memory, gathers, reductions = map(float, run.stdout.split())

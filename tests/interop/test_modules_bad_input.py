@@ -1,6 +1,5 @@
 """What no function can do for a module is refused, by name and with the way out."""
 
-import copy
 import threading
 import warnings
 
@@ -40,10 +39,6 @@ def constant(module):
     module.constant.add_(1)
 
 
-def from_outside(module):
-    module.layer.scale = 2
-
-
 def parameter(module):
     module.layer.weight = nn.Parameter(torch.zeros(4, 4))
 
@@ -78,120 +73,11 @@ def test_a_forward_that_changes_what_it_does_not_return(write, says, units):
     assert module[0].constant == 1
 
 
-def test_a_forward_that_sets_attributes_of_units():
-    apply, params, buffers = ff.from_module(Writing(from_outside))
-    with pytest.raises(RuntimeError, match="layer.scale on a unit from outside"):
-        apply(params, buffers, X)
-    apply, params, buffers = ff.from_module(Writing(from_outside), units="")
-    apply(params, buffers, X)
-
-
 def test_a_parameter_changed_in_place():
     apply, params, buffers = ff.from_module(Writing(in_place), units="")
     params = {name: x.clone() for name, x in params.items()}
     with pytest.raises(RuntimeError, match="changes the parameter 'layer.weight'"):
         apply(params, buffers, X)
-
-
-class Auxiliary(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.layer, self.penalty = nn.Linear(4, 4), 0.0
-
-    def forward(self, x):
-        y = self.layer(x)
-        self.penalty = y.mean()
-        return y
-
-
-class Penalized(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.layers = nn.ModuleList([Auxiliary(), Auxiliary()])
-
-    def forward(self, x):
-        for layer in self.layers:
-            x = layer(x)
-        return x + sum(layer.penalty for layer in self.layers)
-
-
-def test_what_a_units_forward_sets_is_not_read_outside():
-    module = Penalized()
-    apply, params, buffers = ff.from_module(module, Auxiliary)
-    with pytest.raises(
-        RuntimeError, match="'layers.0.penalty' is read where it is not"
-    ):
-        apply(params, buffers, X)
-    for units in ((), Penalized):  # all in one place
-        apply, params, buffers = ff.from_module(module, units)
-        torch.testing.assert_close(apply(params, buffers, X), module(X))
-
-
-class Settings:
-    def __init__(self):
-        self.scale, self.seen = 1.0, []
-
-
-class Sharing(nn.Module):
-    """A layer that reads, or fills, what it shares with what is around it."""
-
-    def __init__(self, settings, fills=False):
-        super().__init__()
-        self.layer, self.settings, self.fills = nn.Linear(4, 4), settings, fills
-
-    def forward(self, x):
-        y = self.layer(x) * self.settings.scale
-        if self.fills:
-            self.settings.seen.append(y.mean())
-        return y
-
-
-class Around(nn.Module):
-    def __init__(self, early=False, fills=False):
-        super().__init__()
-        self.settings, self.early = Settings(), early
-        self.layers = nn.ModuleList(Sharing(self.settings, fills) for _ in range(2))
-
-    def forward(self, x):
-        if self.early:
-            self.settings.scale = 2.0
-        for layer in self.layers:
-            x = layer(x)
-        self.settings.scale = 3.0  # no unit of this call is there to see it
-        return x + sum(self.settings.seen)
-
-
-def test_what_is_written_after_every_unit_has_run_is_gone():
-    module = Around()
-    apply, params, buffers = ff.from_module(module, Sharing)
-    with torch.no_grad():
-        expected = module(X)
-    for _ in range(2):
-        assert torch.equal(apply(params, buffers, X), expected)
-
-
-def test_what_a_unit_would_read_and_does_not_see_is_refused():
-    module = Around(early=True)
-    apply, params, buffers = ff.from_module(module, Sharing)
-    for _ in range(2):
-        with pytest.raises(RuntimeError, match="layers.0.settings on a unit from out"):
-            apply(params, buffers, X)
-    apply, params, buffers = ff.from_module(module, Around)
-    with torch.no_grad():
-        assert torch.equal(apply(params, buffers, X), copy.deepcopy(module)(X))
-
-
-def test_what_units_fill_for_others_is_refused():
-    module = Around(fills=True)
-    apply, params, buffers = ff.from_module(module, Sharing)
-    for _ in range(2):
-        with pytest.raises(
-            RuntimeError, match="'layers.0' fills layers.0.settings, which others have"
-        ):
-            apply(params, buffers, X)
-    apply, params, buffers = ff.from_module(module, Around)
-    with torch.no_grad():
-        assert torch.equal(apply(params, buffers, X), copy.deepcopy(module)(X))
 
 
 class Listed(nn.Module):

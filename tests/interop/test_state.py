@@ -54,6 +54,10 @@ class Around(nn.Module):
         return self.block(x) if out is None else out
 
 
+def set_scale(block, x):
+    block.scale = 2
+
+
 def set_mask(block, x):
     block.part.state = (x > 0).to(x.dtype)
 
@@ -68,25 +72,6 @@ def set_part(block, x):
 
 def by_method(block, x):
     return block.remembered(x)
-
-
-@pytest.mark.parametrize(
-    ("do", "says"),
-    [
-        (set_mask, "sets block.part.state on a unit from outside"),
-        (set_mode, "sets block.norm.training on a unit from outside"),
-        (set_part, "sets block._modules on a unit from outside"),
-        (by_method, "sets block.part.cache on a unit from outside"),
-    ],
-)
-def test_what_is_set_below_a_unit_from_outside_is_refused(do, says):
-    apply, params, buffers = ff.from_module(Around(do), Block)
-    for _ in range(2):  # nothing of it stays
-        with pytest.raises(RuntimeError, match=says):
-            apply(params, buffers, X, mutable=True)
-    whole = ff.from_module(Around(do), Around)[0]
-    if do is not set_part:
-        whole(params, buffers, X, mutable=True)
 
 
 class Noting(nn.Module):
@@ -115,17 +100,141 @@ class Summing(nn.Module):
         return x + sum(loss for found in losses for loss in found)
 
 
-@pytest.mark.parametrize("container", [[], deque(), {"all": []}])
-def test_a_units_list_of_losses_is_not_read_outside(container):
-    module = Summing(container)
-    apply, params, buffers = ff.from_module(module, Noting)
+class Auxiliary(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.layer, self.penalty = nn.Linear(4, 4), 0.0
+
+    def forward(self, x):
+        y = self.layer(x)
+        self.penalty = y.mean()
+        return y
+
+
+class Penalized(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.layers = nn.ModuleList([Auxiliary(), Auxiliary()])
+
+    def forward(self, x):
+        for layer in self.layers:
+            x = layer(x)
+        return x + sum(layer.penalty for layer in self.layers)
+
+
+class Settings:
+    def __init__(self):
+        self.scale, self.seen = 1.0, []
+
+
+class Sharing(nn.Module):
+    """A layer that reads, or fills, what it shares with what is around it."""
+
+    def __init__(self, settings, fills=False):
+        super().__init__()
+        self.layer, self.settings, self.fills = nn.Linear(4, 4), settings, fills
+
+    def forward(self, x):
+        y = self.layer(x) * self.settings.scale
+        if self.fills:
+            self.settings.seen.append(y.mean())
+        return y
+
+
+class Settled(nn.Module):
+    def __init__(self, early=False, fills=False):
+        super().__init__()
+        self.settings, self.early = Settings(), early
+        self.layers = nn.ModuleList(Sharing(self.settings, fills) for _ in range(2))
+
+    def forward(self, x):
+        if self.early:
+            self.settings.scale = 2.0
+        for layer in self.layers:
+            x = layer(x)
+        self.settings.scale = 3.0  # no unit of this call is there to see it
+        return x + sum(self.settings.seen)
+
+
+class Appending(nn.Module):
+    def __init__(self, how):
+        super().__init__()
+        self.layer, self.how = nn.Linear(4, 4), how
+
+    def forward(self, x, into):
+        y = self.layer(x)
+        self.how(into, y.square().mean(1, keepdim=True))
+        return y
+
+
+class Filling(nn.Module):
+    def __init__(self, into, how):
+        super().__init__()
+        self.first, self.second = Appending(how), Appending(how)
+        self.into = into
+
+    def forward(self, x):
+        into = self.into()
+        x = self.second(self.first(x, into), into=into)
+        found = into.values() if isinstance(into, dict) else into
+        return x + sum(y for y in found if isinstance(y, torch.Tensor))
+
+
+def put(into, y):
+    into.update(a=y)
+
+
+def set_first(into, y):
+    into[0] = y
+
+
+# What units would miss: refused where they are units, and right where all is one
+
+UNSEEN = {
+    "an attribute": (Around(set_scale), "block.scale on a unit from outside"),
+    "a mask": (Around(set_mask), "sets block.part.state on a unit from outside"),
+    "a mode": (Around(set_mode), "sets block.norm.training on a unit from outside"),
+    "a part": (Around(set_part), "sets block._modules on a unit from outside"),
+    "a method": (Around(by_method), "sets block.part.cache on a unit from outside"),
+    "a loss": (Penalized(), "'layers.0.penalty' is read where it is not"),
+    "a list": (Summing([]), "'first.losses' is read where it is"),
+    "a deque": (Summing(deque()), "'first.losses' is read where it is"),
+    "a dict": (Summing({"all": []}), "'first.losses' is read where it is"),
+    "settings": (Settled(early=True), "layers.0.settings on a unit from out"),
+    "what others have": (Settled(fills=True), "'layers.0' fills layers.0.settings, wh"),
+    "an argument": (Filling(list, list.append), "unit 'first' changes .* it is given"),
+    "a dict given": (Filling(dict, put), "unit 'first' changes .* it is given"),
+    "an item": (Filling(lambda: [1, 2], set_first), "unit 'first' changes .* is given"),
+}
+UNITS = Block, Auxiliary, Noting, Sharing, Appending
+
+
+@pytest.mark.parametrize("what", UNSEEN)
+def test_what_units_would_miss_is_refused(what):
+    module, says = UNSEEN[what]
+    units = [
+        unit for unit in UNITS if any(isinstance(m, unit) for m in module.modules())
+    ]
+    apply, params, buffers = ff.from_module(module, units)
+    step = ff.value_and_grad(lambda p: apply(p, buffers, X, mutable=True)[0].sum())
+    for call in (step, ff.remat(step), step):  # nothing of it stays
+        with pytest.raises(RuntimeError, match=says):
+            call(params)
+    if what != "a part":  # which is refused to the end
+        whole = ff.from_module(module, units="")[0]
+        expected = copy.deepcopy(module)(X)
+        for _ in range(2):
+            found = whole(params, buffers, X, mutable=True)[0]
+            torch.testing.assert_close(found, expected.detach())
+
+
+def test_what_is_written_after_every_unit_has_run_is_gone():
+    module = Settled()
+    apply, params, buffers = ff.from_module(module, Sharing)
+    with torch.no_grad():
+        expected = module(X)
     for _ in range(2):
-        with pytest.raises(RuntimeError, match="'first.losses' is read where it is"):
-            apply(params, buffers, X)
-    apply, params, buffers = ff.from_module(module, Summing)
-    expected = copy.deepcopy(module)(X)
-    for _ in range(2):  # and the list is empty again
-        torch.testing.assert_close(apply(params, buffers, X), expected)
+        assert torch.equal(apply(params, buffers, X), expected)
 
 
 class Growing(nn.Module):
@@ -230,46 +339,3 @@ def test_what_is_made_anew_in_each_call_may_be_set(before):
     apply, params, buffers = ff.from_module(module)
     for _ in range(2):
         torch.testing.assert_close(apply(params, buffers, X), module(X))
-
-
-class Appending(nn.Module):
-    def __init__(self, how):
-        super().__init__()
-        self.layer, self.how = nn.Linear(4, 4), how
-
-    def forward(self, x, into):
-        y = self.layer(x)
-        self.how(into, y.square().mean(1, keepdim=True))
-        return y
-
-
-class Filling(nn.Module):
-    def __init__(self, into, how):
-        super().__init__()
-        self.first, self.second = Appending(how), Appending(how)
-        self.into = into
-
-    def forward(self, x):
-        into = self.into()
-        x = self.second(self.first(x, into), into=into)
-        found = into.values() if isinstance(into, dict) else into
-        return x + sum(y for y in found if isinstance(y, torch.Tensor))
-
-
-@pytest.mark.parametrize("transform", [lambda f: f, ff.remat])
-@pytest.mark.parametrize(
-    ("into", "how"),
-    [
-        (list, lambda into, y: into.append(y)),
-        (dict, lambda into, y: into.update(a=y)),
-        (lambda: [1, 2], lambda into, y: into.__setitem__(0, y)),
-    ],
-)
-def test_an_argument_that_a_unit_fills_is_refused(into, how, transform):
-    module = Filling(into, how)
-    apply, params, buffers = ff.from_module(module, Appending)
-    step = transform(ff.value_and_grad(lambda p: apply(p, buffers, X).sum()))
-    with pytest.raises(RuntimeError, match="unit 'first' changes .* it is given"):
-        step(params)
-    apply, params, buffers = ff.from_module(module, Filling)
-    torch.testing.assert_close(apply(params, buffers, X), module(X))

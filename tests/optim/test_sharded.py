@@ -35,6 +35,7 @@ from tests.optim.trees import (
     floating,
     like,
     trained,
+    trained_by_update,
 )
 
 MESHES = st.sampled_from(
@@ -167,30 +168,11 @@ def test_sharded_is_whole(name, axes, seed):
         with donated():
             return trained(*args)
 
-    results = [spmd(run, mesh)(by) for by in (trained, donating, trained_by_leaves)]
+    results = [spmd(run, mesh)(by) for by in (trained, donating, trained_by_update)]
     for by_rank in results:
         assert_near(floating(expected), floating(unshard(by_rank, mesh)))
     for pure, given_away in zip(results[0], results[1], strict=True):
         assert_bits(floating(pure), floating(given_away))
-
-
-def trained_by_leaves(optimizer, params, grads_of_steps):
-    """Steps by ``update``, added leaf by leaf: the parameters then have no home."""
-    state = optimizer.init(params)
-    for grads in grads_of_steps:
-        updates, state = optimizer.update(grads, state, params)
-        leaves, treedef = tree.flatten(params, is_sharded)
-        rows = zip(leaves, treedef.flatten_up_to(updates), strict=True)
-        params = tree.unflatten(treedef, [_plus(*row) for row in rows])
-    return params, state
-
-
-def _plus(leaf, update):
-    if update is None:
-        return leaf
-    if is_sharded(leaf):
-        return leaf.with_local(leaf.local + update.local)
-    return leaf + update
 
 
 @given(axes=MESHES, seed=SEEDS, p=st.sampled_from([1.0, 2.0, 3.0, math.inf]))

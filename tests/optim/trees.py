@@ -69,17 +69,25 @@ def trained(optimizer, params, grads_of_steps):
 
 
 def trained_by_update(optimizer, params, grads_of_steps):
-    """(params, state) after steps by ``update`` and an addition leaf by leaf."""
+    """(params, state) after steps by ``update`` and an addition leaf by leaf.
+
+    Parameters that are sharded then have no home.
+    """
     state = optimizer.init(params)
     for grads in grads_of_steps:
         updates, state = optimizer.update(grads, state, params)
-        leaves, treedef = tree.flatten(params)
-        added = treedef.flatten_up_to(updates)
-        params = tree.unflatten(
-            treedef,
-            [p if u is None else p + u for p, u in zip(leaves, added, strict=True)],
-        )
+        leaves, treedef = tree.flatten(params, is_sharded)
+        rows = zip(leaves, treedef.flatten_up_to(updates), strict=True)
+        params = tree.unflatten(treedef, [_plus(*row) for row in rows])
     return params, state
+
+
+def _plus(leaf, update):
+    if update is None:
+        return leaf
+    if is_sharded(leaf):
+        return leaf.with_local(leaf.local + update.local)
+    return leaf + update
 
 
 @contextmanager

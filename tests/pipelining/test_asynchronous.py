@@ -619,6 +619,7 @@ def test_prediction_reads_a_count_that_is_a_tensor():
         ff.momentum_prediction(-1)
 
 
+@pytest.mark.processes
 def test_it_runs_over_processes(torchrun):
     out = torchrun(
         """

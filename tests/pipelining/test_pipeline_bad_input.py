@@ -1,12 +1,13 @@
 """Bad input of ``pipeline``: a clear error on every rank, before anything is sent."""
 
 import functools
+import re
 
 import pytest
 import torch
 
 import fsfunc as ff
-from tests.checks import close, held, nothing_sent, same
+from tests.checks import close, held, nothing_sent, same, simulated
 from tests.pipelining.models import Spec, Step, batch_of, join, layer
 
 MESH = ff.make_mesh({"pipe": 2}, "simulated")
@@ -18,11 +19,17 @@ def parameters(count=4):
     return {key: params[key] for key in ("layers", "tied")}
 
 
-def chain(params, batch):
-    h = batch["x"]
+def through(params, h, unit=layer):
     for p in params["layers"]:
-        h = layer(p, h)
-    return (h * batch["y"]).mean()
+        h = unit(p, h)
+    return h
+
+
+def chain(params, batch, unit=layer):
+    return (through(params, batch["x"], unit) * batch["y"]).mean()
+
+
+GRADIENT = ff.value_and_grad(chain)
 
 
 def batch(rows=4):
@@ -45,54 +52,6 @@ def evaluated(loss=chain, **options):
 # Before anything is sent
 
 
-def more_stages_than_units():
-    grad(lambda params, batch: layer(params["layers"][0], batch["x"]).mean())
-
-
-def many_chunks():
-    grad(schedule=lambda n, m, *, chunks=4: S.interleaved_1f1b(n, m, chunks=chunks))
-
-
-def a_cut_of_no_unit():
-    grad(stages=["layer", "head"])
-
-
-def a_cut_of_a_call_that_is_not_there():
-    grad(stages=["layer", "layer:9"])
-
-
-def counts_that_do_not_sum_up():
-    grad(stages=[1, 2])
-
-
-def an_empty_stage():
-    grad(stages=[4, 0])
-
-
-def another_number_of_stages():
-    grad(stages=[2, 1, 1])
-
-
-def stages_that_chunks_do_not_divide():
-    grad(stages=[2, 1, 1], schedule=S.interleaved_1f1b)
-
-
-def no_microbatch():
-    grad(m=0)
-
-
-def half_a_microbatch():
-    grad(m=2.0)
-
-
-def fewer_rows_than_microbatches():
-    grad(m=5)
-
-
-def fewer_rows_in_a_forward_pass():
-    evaluated(m=5)
-
-
 def leaves_of_other_rows():
     def loss(params, batch, more):
         return chain(params, batch) + more.mean()
@@ -100,51 +59,10 @@ def leaves_of_other_rows():
     on(ff.value_and_grad(loss))(parameters(), batch(), torch.ones(3))
 
 
-def a_missing_action():
-    grad(schedule=["F0 F1 B0 B1", "F0 B0 F1"])
-
-
-def a_repeated_action():
-    grad(schedule=["F0 F1 B0 B1 B1", "F0 B0 F1 B1"])
-
-
-def a_microbatch_too_many():
-    grad(schedule=["F0 F1 F2 B0 B1 B2", "F0 B0 F1 B1 F2 B2"])
-
-
-def an_unknown_action():
-    grad(schedule=["F0 F1 X0 B1", "F0 B0 F1 B1"])
-
-
-def an_order_that_cannot_be():
-    grad(schedule=["F0 B0 F1 B1", "F0 F1 B1 B0", ""][:2])
-
-
-def backward_before_forward():
-    grad(schedule=["B0 F0 F1 B1", "F0 B0 F1 B1"])
-
-
-def a_deadlock():
-    grad(schedule=["F0@0 B0@0 F0@2 B0@2", "F0@1 B0@1 F0@3 B0@3"], m=1)
-
-
-def forwards_alone():
-    """Not zeros for gradients."""
-    grad(schedule=["F0 F1", "F0 F1"])
-
-
 def parameters_that_require_grad():
     given = {"layers": [{k: torch.nn.Parameter(p[k]) for k in "wb"}
                         for p in parameters()["layers"]]}  # fmt: skip
-    on(ff.value_and_grad(chain))(given, batch())
-
-
-def ranks_that_are_not_there():
-    grad(schedule=["F0 F1 B0 B1"] * 3)
-
-
-def a_stage_on_two_ranks():
-    grad(schedule=["F0@0 F1@0 B0@0 B1@0", "F0@1 B0@1 F1@0 B1@1"])
+    on(GRADIENT)(given, batch())
 
 
 def sends_on_an_edge_that_is_not_there():
@@ -235,28 +153,6 @@ def units_in_and_out():
     on(step)(parameters(), batch())
 
 
-def a_pipeline_in_a_pipeline():
-    on(on(ff.value_and_grad(chain)))(parameters(), batch())
-
-
-def an_axis_of_shard_around():
-    step = on(ff.value_and_grad(chain))
-    ff.shard(step, MESH, "pipe")(parameters(), batch())
-
-
-def an_axis_of_shard_inside():
-    step = ff.shard(ff.value_and_grad(chain), MESH, "pipe")
-    on(step)(parameters(), batch())
-
-
-def two_axes():
-    ff.pipeline(chain, MESH, ("pipe",) * 2, n_microbatches=2)
-
-
-def an_unknown_axis():
-    ff.pipeline(chain, MESH, "pope", n_microbatches=2)
-
-
 def a_loss_that_writes_into_its_parameters():
     def loss(params, batch):
         params["tied"].data.add_(1)
@@ -273,11 +169,6 @@ def a_unit_that_the_loss_maps():
     grad(loss)
 
 
-def no_scalar():
-    grad(lambda params, batch: layer(params["layers"][1], layer(
-        params["layers"][0], batch["x"])))  # fmt: skip
-
-
 def other_calls_for_other_shapes():
     """The last microbatch is smaller, and its loss makes other calls."""
 
@@ -290,87 +181,146 @@ def other_calls_for_other_shapes():
     on(ff.value_and_grad(loss), m=3)(parameters(), batch(5))
 
 
+SCHEDULES = {  # rows of two ranks
+    "F0 F1 B0 B1, F0 B0 F1": "1: microbatch 1 of stage 1 needs F, and B or I and W",
+    "F0 F1 B0 B1 B1, F0 B0 F1 B1": "rank 0: B1@0 comes 2 times",
+    "F0 F1 F2 B0 B1 B2, F0 B0 F1 B1 F2 B2": (
+        "F2@0 is impossible: there are 2 stages and 2 microb"
+    ),
+    "F0 F1 X0 B1, F0 B0 F1 B1": "rank 0, entry 2: 'X0' is no action",
+    "F0 B0 F1 B1, F0 F1 B1 B0": "deadlock: no rank can go on\n  rank 0: B0@0",
+    "B0 F0 F1 B1, F0 B0 F1 B1": "rank 0: B0@0 comes before F0@0",
+    "F0@0 B0@0 F0@2 B0@2, F0@1 B0@1 F0@3 B0@3": (
+        "deadlock: no rank can go on\n  rank 0: B0@0 .entry 1. waits"
+    ),
+    "F0 F1, F0 F1": "forward actions alone.*give pipeline the loss",  # no zeros
+    "F0 F1 B0 B1, F0 F1 B0 B1, F0 F1 B0 B1": "for 3 ranks, but axis 'pipe' has 2",
+    "F0@0 F1@0 B0@0 B1@0, F0@1 B0@1 F1@0 B1@1": "a stage belongs to one rank",
+}
+OPTIONS = [
+    ({"stages": ["layer", "head"]}, "no unit call named 'head'"),
+    ({"stages": ["layer", "layer:9"]}, "only 4 calls of 'layer'"),
+    ({"stages": [1, 2]}, r"\[1, 2\] sums to 3, but chain has 4 unit calls"),
+    ({"stages": [4, 0]}, "a stage has at least one unit call"),
+    ({"stages": [2, 1, 1]}, "for 3 ranks, but axis 'pipe' has 2"),
+    ({"m": 0}, "n_microbatches=0: there is at least one"),
+    ({"m": 2.0}, "n_microbatches=2.0"),
+    ({"m": 5}, "cannot cut 4 rows .*1/x.* into 5 microbatches"),
+    *(({"stages": bad}, f"^stages={bad!r}: give a list") for bad in (2, "layer", 2.0)),
+    *(
+        ({"schedule": bad}, f"^{bad!r} is no schedule.*ff.schedules")
+        for bad in ("F0 B0 F1 B1", "one_f_one_b", None, 2)
+    ),
+]
 BEFORE = {
-    more_stages_than_units: "2 stages, but .* has only 1 unit call",
-    many_chunks: "8 stages, but chain has only 4 unit calls",
-    a_cut_of_no_unit: "no unit call named 'head'",
-    a_cut_of_a_call_that_is_not_there: "only 4 calls of 'layer'",
-    counts_that_do_not_sum_up: r"\[1, 2\] sums to 3, but chain has 4 unit calls",
-    an_empty_stage: "a stage has at least one unit call",
-    another_number_of_stages: "for 3 ranks, but axis 'pipe' has 2",
-    stages_that_chunks_do_not_divide: "3 stages do not part evenly over 2 ranks",
-    no_microbatch: "n_microbatches=0: there is at least one",
-    half_a_microbatch: "n_microbatches=2.0",
-    fewer_rows_than_microbatches: "cannot cut 4 rows .*1/x.* into 5 microbatches",
-    fewer_rows_in_a_forward_pass: "cannot cut 4 rows .* into 5 microbatches",
-    leaves_of_other_rows: r"differ in dim 0, .*\{'1/x': 4, '1/y': 4, '2': 3\}",
-    a_missing_action: "rank 1: microbatch 1 of stage 1 needs F, and B or I and W",
-    a_repeated_action: "rank 0: B1@0 comes 2 times",
-    a_microbatch_too_many: "F2@0 is impossible: there are 2 stages and 2 microb",
-    an_unknown_action: "rank 0, entry 2: 'X0' is no action",
-    an_order_that_cannot_be: "deadlock: no rank can go on\n  rank 0: B0@0",
-    backward_before_forward: "rank 0: B0@0 comes before F0@0",
-    a_deadlock: "deadlock: no rank can go on\n  rank 0: B0@0 .entry 1. waits",
-    forwards_alone: "forward actions alone.*give pipeline the loss",
-    parameters_that_require_grad: r"nn.Parameter.*\.detach\(\)ed",
-    ranks_that_are_not_there: "for 3 ranks, but axis 'pipe' has 2",
-    a_stage_on_two_ranks: "a stage belongs to one rank",
-    sends_on_an_edge_that_is_not_there: "RB0@0<1 has no place: no edge",
-    a_transfer_that_is_missing: "rank 0 has no RB0@0<2; the stages 0 and 2 are joined",
-    stock_gradients: "use ff.value_and_grad inside",
-    stock_gradients_around: "use ff.value_and_grad inside",
-    autograd_around: r"pipeline\(ff.value_and_grad\(loss\)\)",
-    a_course_that_depends_on_a_value: r"test_pipeline_bad_input.py:\d+ .*into a unit",
-    an_item: r"test_pipeline_bad_input.py:\d+ .*into a unit",
-    random_numbers_for_two_stages: "random numbers outside every unit, by rand at .*"
-    "test_pipeline_bad_input.py.* stages 0 and 1 use",
-    units_in_and_out: "both inside and outside a gradient call",
-    a_pipeline_in_a_pipeline: "there is one pipeline",
-    an_axis_of_shard_around: "pipeline over 'pipe' inside Sharding",
-    an_axis_of_shard_inside: "'pipe'",
-    two_axes: "",
-    an_unknown_axis: "pope",
-    a_loss_that_writes_into_its_parameters: "writes in place into 'params/tied'",
-    a_unit_that_the_loss_maps: "maps unit 'layer'",
-    no_scalar: "the loss must be a floating scalar, got shape",
-    other_calls_for_other_shapes: "makes other unit calls",
+    **{
+        rows: (
+            functools.partial(
+                grad, schedule=rows.split(", "), m=1 if "@3" in rows else 2
+            ),
+            words,
+        )
+        for rows, words in SCHEDULES.items()
+    },
+    **{str(how): (functools.partial(grad, **how), words) for how, words in OPTIONS},
+    "more stages than units": (
+        lambda: grad(lambda p, b: layer(p["layers"][0], b["x"]).mean()),
+        "2 stages, but .* has only 1 unit call",
+    ),
+    "many chunks": (
+        lambda: grad(schedule=functools.partial(S.interleaved_1f1b, chunks=4)),
+        "8 stages, but chain has only 4 unit calls",
+    ),
+    "stages that chunks do not divide": (
+        lambda: grad(stages=[2, 1, 1], schedule=S.interleaved_1f1b),
+        "3 stages do not part evenly over 2 ranks",
+    ),
+    "fewer rows in a forward pass": (
+        lambda: evaluated(m=5),
+        "cannot cut 4 rows .* into 5 microbatches",
+    ),
+    "leaves of other rows": (
+        leaves_of_other_rows,
+        r"differ in dim 0, .*\{'1/x': 4, '1/y': 4, '2': 3\}",
+    ),
+    "parameters that require grad": (
+        parameters_that_require_grad,
+        r"nn.Parameter.*\.detach\(\)ed",
+    ),
+    "sends on an edge that is not there": (
+        sends_on_an_edge_that_is_not_there,
+        "RB0@0<1 has no place: no edge",
+    ),
+    "a transfer that is missing": (
+        a_transfer_that_is_missing,
+        "rank 0 has no RB0@0<2; the stages 0 and 2 are joined",
+    ),
+    "stock gradients": (stock_gradients, "use ff.value_and_grad inside"),
+    "stock gradients around": (stock_gradients_around, "use ff.value_and_grad inside"),
+    "autograd around": (autograd_around, r"pipeline\(ff.value_and_grad\(loss\)\)"),
+    "a course that depends on a value": (
+        a_course_that_depends_on_a_value,
+        r"test_pipeline_bad_input.py:\d+ .*into a unit",
+    ),
+    "an item": (an_item, r"test_pipeline_bad_input.py:\d+ .*into a unit"),
+    "random numbers for two stages": (
+        random_numbers_for_two_stages,
+        "random numbers outside every unit, by rand at .*"
+        "test_pipeline_bad_input.py.* stages 0 and 1 use",
+    ),
+    "units in and out": (units_in_and_out, "both inside and outside a gradient call"),
+    "a pipeline in a pipeline": (
+        lambda: on(on(GRADIENT))(parameters(), batch()),
+        "there is one pipeline",
+    ),
+    "an axis of shard around": (
+        lambda: ff.shard(on(GRADIENT), MESH, "pipe")(parameters(), batch()),
+        "pipeline over 'pipe' inside Sharding",
+    ),
+    "an axis of shard inside": (
+        lambda: on(ff.shard(GRADIENT, MESH, "pipe"))(parameters(), batch()),
+        "'pipe'",
+    ),
+    "two axes": (
+        lambda: ff.pipeline(chain, MESH, ("pipe",) * 2, n_microbatches=2),
+        "",
+    ),
+    "an unknown axis": (
+        lambda: ff.pipeline(chain, MESH, "pope", n_microbatches=2),
+        "pope",
+    ),
+    "a loss that writes into its parameters": (
+        a_loss_that_writes_into_its_parameters,
+        "writes in place into 'params/tied'",
+    ),
+    "a unit that the loss maps": (a_unit_that_the_loss_maps, "maps unit 'layer'"),
+    "no scalar": (
+        lambda: grad(lambda p, b: through(p, b["x"])),
+        "the loss must be a floating scalar, got shape",
+    ),
+    "other calls for other shapes": (
+        other_calls_for_other_shapes,
+        "makes other unit calls",
+    ),
 }
 
 
-BEFORE |= {
-    functools.partial(grad, schedule=rows): f"^{rows!r} is no schedule.*ff.schedules"
-    for rows in ("F0 B0 F1 B1", "one_f_one_b", None, 2)
-}
-BEFORE |= {
-    functools.partial(grad, stages=stages): f"^stages={stages!r}: give a list"
-    for stages in (2, "layer", 2.0)
-}
-
-
-def named(bad):
-    return getattr(bad, "__name__", None) or str(bad.keywords)
-
-
-@pytest.mark.parametrize("bad", BEFORE, ids=named)
+@pytest.mark.parametrize("bad", BEFORE)
 def test_every_rank_says_what_is_wrong_and_sends_nothing(bad):
+    call, words = BEFORE[bad]
+
     def main():
         with pytest.raises((ValueError, RuntimeError, TypeError)) as caught:
-            bad()
+            call()
         return str(caught.value)
 
-    mesh = ff.make_mesh({"pipe": 3}, "simulated")
-    mesh = mesh if bad is a_transfer_that_is_missing else MESH
+    mesh = simulated(pipe=3) if call is a_transfer_that_is_missing else MESH
     with ff.ledger() as log:
         messages = ff.spmd(main, mesh)()
     assert len(set(messages)) == 1
-    if bad is units_in_and_out:  # of which the first half runs
-        log.records.clear()
-    pytest.raises(ValueError, _say, messages[0]).match("(?s)" + BEFORE[bad])
-    assert log.records == []
-
-
-def _say(message):
-    raise ValueError(message)
+    assert re.search("(?s)" + words, messages[0]), messages[0]
+    # Of units in and out of a gradient call the first half runs.
+    assert call is units_in_and_out or log.records == []
 
 
 def test_the_line_that_asked_for_a_value_is_named():
@@ -424,13 +374,7 @@ def test_a_stage_that_raises_raises_everywhere_and_leaves_the_state(
     given, failed = {}, {}
 
     def loss(unit):
-        def chained(params, batch):
-            h = batch["x"]
-            for p in params["layers"]:
-                h = unit(p, h)
-            return (h * batch["y"]).mean()
-
-        return chained
+        return functools.partial(chain, unit=unit)
 
     def step(unit):
         return on(optimizer(ff.value_and_grad(loss(unit))), m=4, schedule=schedule)
@@ -467,13 +411,13 @@ def test_a_state_placed_for_other_stages_is_refused(other):
     """On every rank, before anything is sent: one that goes on would wait."""
 
     def main():
-        first = on(ff.value_and_grad(chain), stages=[1, 3])
+        first = on(GRADIENT, stages=[1, 3])
         placed = ff.place(first, parameters(), batch())
         with (
             nothing_sent(),
             pytest.raises(ValueError, match="laid out for other stages; place it anew"),
         ):
-            on(ff.value_and_grad(chain), **other)(placed, batch())
+            on(GRADIENT, **other)(placed, batch())
         return first(placed, batch())[0].item()
 
     assert ff.spmd(main, MESH)() == [chain(parameters(), batch()).item()] * 2
@@ -484,7 +428,7 @@ def test_a_rank_with_another_batch_is_seen():
 
     def main():
         rows = 4 + 2 * ff.axis_index("pipe")
-        on(ff.value_and_grad(chain))(parameters(), batch(rows))
+        on(GRADIENT)(parameters(), batch(rows))
 
     with pytest.raises(Exception, match="send|receive|shape|collectives"):
         ff.spmd(main, MESH)()

@@ -8,7 +8,7 @@ from torch.distributed.pipelining import schedules as theirs
 
 from fsfunc.pipelining import schedules
 from fsfunc.pipelining.actions import Action, ScheduleError, listing, owners
-from fsfunc.pipelining.alternating import rounds_of
+from fsfunc.pipelining.synchronous import rounds_of
 from fsfunc.pipelining.verification import verify
 
 SIZES = [(P, M) for P in (1, 2, 3, 4, 5, 8) for M in (1, 2, 3, 4, 7, 8, 12, 16)]

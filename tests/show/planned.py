@@ -7,8 +7,8 @@ import torch
 from fsfunc.comm.ledgers import Record
 from fsfunc.comm.mesh import Mesh
 from fsfunc.foresight.events import Gave, Op, Ran, Replayed, Segment, Took
-from fsfunc.foresight.plans import Leaf, Plan, RankPlan
-from fsfunc.foresight.simulating import Span
+from fsfunc.foresight.plans import Plan, PlannedLeaf, RankPlan
+from fsfunc.foresight.simulation import Span
 from fsfunc.layout import pack_flat
 
 F32 = torch.float32
@@ -55,12 +55,12 @@ def small():
         layout = pack_flat([shape], F32, [path], ["data"], 4, f"{unit}:{path}")[0]
         size = 4 * layout.local_shape({"data": 0})[0]
         for part, kind in (("params", "parameters"), ("opt_state/mu", "moments")):
-            leaf = Leaf(f"{part}/{path}", kind, shape, F32, size, layout, unit)
+            leaf = PlannedLeaf(f"{part}/{path}", kind, shape, F32, size, layout, unit)
             leaves.append(leaf)
             number = key + (10 if kind == "moments" else 0)
             events.append(Took(number, size, "", "", ""))
             kinds[number] = kind
-    leaves.append(Leaf("batch/x", "buffers", (2, 4), F32, 32, None, ""))
+    leaves.append(PlannedLeaf("batch/x", "buffers", (2, 4), F32, 32, None, ""))
     events += [Took(20, 32, "", "", "")]
     kinds[20] = "buffers"
     for i in (0, 1):

@@ -1,6 +1,5 @@
 """Memory over a step: the curve's data, the text, the picture, and bad input."""
 
-import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -95,22 +94,13 @@ p  parameters      264 B        264 B    264 B    264 B
    together        560 B      1.86 kB  1.86 kB    560 B""")
 
 
+def test_the_rank_is_chosen():
+    assert memory(stages()).title.startswith("memory of rank 0: at most 8 B, before")
+    assert memory(stages(), 3).title.startswith("memory of rank 3: at most 24 B")
+
+
 def test_what_is_given_to_a_step_of_nothing(tmp_path):
     shown = memory(lone([Took(0, 8, "", "", "")], {0: "moments"}))
     assert "8 B ┤" + "m" * 20 in shown.text(26)
     shown.save(tmp_path / "m.png")
     assert (tmp_path / "m.png").stat().st_size > 5000
-
-
-def test_the_rank_is_chosen():
-    assert str(memory(stages())).startswith("memory of rank 0: at most 8 B, before any")
-    assert str(memory(stages(), 3)).startswith("memory of rank 3: at most 24 B")
-
-
-def test_bad_input_is_refused():
-    with pytest.raises(TypeError, match="shows a plan, and got list"):
-        memory([])
-    with pytest.raises(ValueError, match="no memory to show"):
-        memory(lone([ran("f", "forward")], {}))
-    with pytest.raises(IndexError, match="rank 9"):
-        memory(small(), 9)

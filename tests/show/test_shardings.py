@@ -3,7 +3,6 @@
 import io
 import math
 
-import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
@@ -242,17 +241,3 @@ def test_rich_colours_the_cells():
     console.print(sharding(Layout((4,), F32, (Split("data", 2, 0),), "w")))
     assert "48;2;138;169;209m  0  " in file.getvalue()
     assert "48;2;236;174;133m  1  " in file.getvalue()
-
-
-def test_bad_input_is_refused():
-    layout = Layout((4,), F32, (Split("data", 2, 0),), "w")
-    with pytest.raises(ValueError, match=r"'w' f32\[4\] lies on axis \"data\" of"):
-        sharding(layout, Mesh({"model": 2}, "abstract"))
-    with pytest.raises(ValueError, match="which is of size 4 in Mesh.*pass the mesh"):
-        sharding([layout], Mesh({"data": 4}, "abstract"))
-    with pytest.raises(IndexError, match="no rank 2 in Mesh.*: 0 to 1"):
-        sharding(layout, rank=2)
-    with pytest.raises(ValueError, match="no leaves"):
-        sharding({})
-    with pytest.raises(TypeError, match="over a mesh, and got dict"):
-        sharding(layout, {"data": 2})

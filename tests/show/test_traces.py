@@ -3,12 +3,11 @@
 import json
 from collections import defaultdict
 
-import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from fsfunc.foresight.estimating import estimate
-from fsfunc.foresight.simulating import Span
+from fsfunc.foresight.estimation import estimate
+from fsfunc.foresight.simulation import Span
 from fsfunc.hardware import A100_40
 from fsfunc.pipelining.actions import Action
 from fsfunc.pipelining.schedules import gpipe, interleaved_1f1b, one_f_one_b, zb_v
@@ -16,7 +15,7 @@ from fsfunc.pipelining.timing import Costs, simulate
 from fsfunc.pipelining.transfers import with_transfers
 from fsfunc.show import trace, traces
 from fsfunc.show.curves import curve_of
-from tests.show.planned import small, stages
+from tests.show.planned import small
 
 F0, SF0, RF0 = Action("F", 0, 0), Action("SF", 0, 0, 1), Action("RF", 1, 0, 0)
 
@@ -117,20 +116,6 @@ def test_what_viewers_ask_of_any_schedule(make, ranks, count, send):
             )
 
 
-@pytest.mark.parametrize(
-    ("events", "error", "match"),
-    [
-        ([], ValueError, "no events to show: was the run recorded"),
-        ([(0, F0, 0)], TypeError, "event 0 is .*give .rank, action, start, end. tup"),
-        ([(0, F0, 1, 0)], ValueError, "F0@0 of rank 0: it cannot last from 1 to 0"),
-    ],
-)
-def test_events_that_are_none_are_refused(tmp_path, events, error, match):
-    with pytest.raises(error, match=match):
-        trace(events, tmp_path / "run.json")
-    assert list(tmp_path.iterdir()) == []
-
-
 def test_spans_in_full(tmp_path):
     spans = [
         Span(2, "data", "all_gather", "f", "forward", 0.0, 0.5),
@@ -200,16 +185,3 @@ def test_the_peak_is_kept_where_moments_are_left_out(monkeypatch):
     written = of_kind(trace(estimate(plan, A100_40), plan=plan), "C")
     assert len(written) <= 8
     assert max(sum(e["args"].values()) for e in written) == plan.peak_bytes
-
-
-def test_a_plan_belongs_to_its_estimate():
-    found = estimate(small(), A100_40)
-    other = [s._replace(rank=1) for s in found.spans]
-    with pytest.raises(ValueError, match=r"rank 1, and the plan only \[0, 2\]"):
-        trace(other, plan=stages())
-    with pytest.raises(TypeError, match="give trace.estimate, path, plan=plan"):
-        trace([(0, F0, 0, 1)], plan=small())
-    with pytest.raises(TypeError, match="shows a plan, and got int"):
-        trace(found, plan=3)
-    with pytest.raises(TypeError, match="span 1 is"):
-        trace([found.spans[0], (0, F0, 0, 1)])

@@ -208,6 +208,54 @@ def test_a_program_reads_like_the_loss():
     assert str(ff.program(language, model(), TOKENS)) == LISTING
 
 
+def test_layers_that_are_alike_are_one_line():
+    lines = str(ff.program(language, model(50), TOKENS)).splitlines()
+    whole = str(ff.program(language, model(2), TOKENS)).splitlines()
+    assert lines[0] == "language: 52 unit calls" and len(lines) == len(whole)
+    assert lines[4] == (
+        "%2-50 = block(params/blocks/1-49, %1-49/h, %1-49/mask, scale=2) -> "
+        "{h: f32[2, 3, 4], mask: bool[2, 3]}  x49"
+    )
+    assert lines[-1] == whole[-1] and lines[5] == "  g1 = std(%50/h)  # no grad"
+
+
+def test_what_repeats_with_glue_between_is_folded_too():
+    def loss(p, x):
+        for w in p["blocks"]:
+            x = add_one(w, x * 2) + x
+        return x.sum()
+
+    p = {"blocks": [torch.ones(2)] * 20}
+    assert told(loss, p, torch.ones(2)) == [
+        "  g0 = mul(x, 2)",
+        "%0 = add_one(p/blocks/0, g0) -> f32[2]",
+        "  g1 = add(%0, x)",
+        "[ g2-38 = mul(g1-37, 2)  x19",
+        "[%1-19 = add_one(p/blocks/1-19, g2-38) -> f32[2]",
+        "[ g3-39 = add(%1-19, g1-37)",
+        "  g40 = sum(g39)",
+        "loss = g40 -> f32[]",
+    ]
+
+
+def test_what_counts_otherwise_is_not_folded():
+    def loss(p, x):
+        for k in (0, 3, 1, 4):
+            x = add_one(p[k], x)
+        return x.mean(), [x[0] * k for k in (0.5, 0.25, 0.125)]
+
+    shown = told(loss, [torch.ones(2)] * 5, torch.ones(2))
+    assert shown[:4] == [
+        "%0 = add_one(p/0, x) -> f32[2]",
+        "%1 = add_one(p/3, %0) -> f32[2]",
+        "%2 = add_one(p/1, %1) -> f32[2]",
+        "%3 = add_one(p/4, %2) -> f32[2]",
+    ]
+    assert [line.split("= ")[1] for line in shown if "0." in line] == [
+        f"mul(g{2 * i + 1}, {k})" for i, k in enumerate((0.5, 0.25, 0.125))
+    ]
+
+
 def told(loss, *args, **keywords):
     """The listing without its first line."""
     return str(ff.program(loss, *args, **keywords)).splitlines()[1:]

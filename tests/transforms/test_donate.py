@@ -9,6 +9,7 @@ import fsfunc as ff
 from fsfunc import tree
 from fsfunc.save_guard import hold
 from tests.checks import same
+from tests.models import train_step
 from tests.probes import LiveBytes
 
 D = 4
@@ -43,11 +44,16 @@ def fresh():
 
 
 def step_of(optimizer):
-    def step(state, x):
-        value, grads = ff.value_and_grad(loss)(state.params, x)
-        return state.apply_gradients(grads, optimizer), value
+    return train_step(loss, optimizer)
 
-    return step
+
+def sharded(step, zero):
+    return step if zero is None else ff.shard(step, MESH, "data", zero=zero)
+
+
+def everywhere(main, zero):
+    """What ``main`` returns on each rank, or alone where nothing is sharded."""
+    return [main()] if zero is None else list(ff.spmd(main, MESH)())
 
 
 def digest(state):
@@ -64,13 +70,8 @@ def digest(state):
 def test_donated_equals_not_donated_and_only_it_changes_its_input(name, zero) -> None:
     def train(donated):
         optimizer = OPTIMIZERS[name]()
-        step = step_of(optimizer)
-        if zero is not None:
-            step = ff.shard(step, MESH, "data", zero=zero)
-        if zero == 2:  # in either order
-            step = ff.donate(step) if donated else step
-        elif donated:
-            step = ff.donate(step)
+        step = sharded(step_of(optimizer), zero)
+        step = ff.donate(step) if donated else step
         state = ff.init_state(step, fresh, optimizer, X)
         values = []
         for _ in range(3):
@@ -85,15 +86,12 @@ def test_donated_equals_not_donated_and_only_it_changes_its_input(name, zero) ->
     def main():
         return train(False), train(True)
 
-    if zero is None:
-        same(*main())
-    else:
-        for plain, donated in ff.spmd(main, MESH)():
-            same(donated, plain)
+    for plain, donated in everywhere(main, zero):
+        same(donated, plain)
 
 
-@pytest.mark.parametrize("sharded", [False, True])
-def test_donate_inside_and_outside_of_the_other_transforms(sharded) -> None:
+@pytest.mark.parametrize("zero", [None, 3])
+def test_donate_inside_and_outside_of_the_other_transforms(zero) -> None:
     optimizer = ff.sharded_adam(0.1)
 
     def train(around):
@@ -103,16 +101,14 @@ def test_donate_inside_and_outside_of_the_other_transforms(sharded) -> None:
             state, _ = step(state, X)
         return ff.unshard(state.params)
 
-    shard = (lambda f: ff.shard(f, MESH, "data")) if sharded else (lambda f: f)
     orders = [
-        lambda f: ff.remat(shard(f)),
-        lambda f: ff.donate(ff.remat(shard(f))),
-        lambda f: shard(ff.remat(ff.donate(f))),
-        lambda f: ff.remat(ff.donate(shard(f))),
+        lambda f: ff.remat(sharded(f, zero)),
+        lambda f: ff.donate(ff.remat(sharded(f, zero))),
+        lambda f: sharded(ff.remat(ff.donate(f)), zero),
+        lambda f: ff.remat(ff.donate(sharded(f, zero))),
     ]
-    mains = ff.spmd(lambda: [train(o) for o in orders], MESH)()
-    for found in mains[0][1:]:
-        same(found, mains[0][0])
+    pure, *donated = everywhere(lambda: [train(o) for o in orders], zero)[0]
+    same(donated, [pure] * 3)
 
 
 def test_it_takes_less_memory() -> None:
@@ -181,67 +177,42 @@ class Boom(Exception):
     pass
 
 
-def failing(optimizer, when, armed):
-    def step(state, x):
-        value, grads = ff.value_and_grad(loss)(state.params, x)
-        if armed and when == "before":
-            raise Boom
-        state = state.apply_gradients(grads, optimizer)
-        if armed and when == "after":
-            raise Boom
-        return state, value
-
-    return step
-
-
 @pytest.mark.parametrize("name", OPTIMIZERS)
 @pytest.mark.parametrize("zero", [None, 0, 1, 3])
-def test_a_step_that_raises_before_it_writes_leaves_the_state(name, zero) -> None:
+@pytest.mark.parametrize("when", ["before", "after"])
+def test_a_step_that_raises_leaves_the_state_or_says_that_it_is_spoiled(
+    name, zero, when
+) -> None:
+    """Before it writes: the state is as it was. After: whoever uses it is told."""
+
     def main():
         optimizer, armed = OPTIMIZERS[name](), []
-        step = failing(optimizer, "before", armed)
-        if zero is not None:
-            step = ff.shard(step, MESH, "data", zero=zero)
-        step = ff.donate(step)
+
+        def step(state, x):
+            value, grads = ff.value_and_grad(loss)(state.params, x)
+            if armed and when == "before":
+                raise Boom
+            state = state.apply_gradients(grads, optimizer)
+            if armed:
+                raise Boom
+            return state, value
+
+        step = ff.donate(sharded(step, zero))
         state = ff.init_state(step, fresh, optimizer, X)
         expected = ff.unshard(step(ff.init_state(step, fresh, optimizer, X), X))
         before = digest(state)
         armed.append(True)
-        with pytest.raises(Boom):
-            step(state, X)
-        assert digest(state) == before
-        armed.clear()
-        same(ff.unshard(step(state, X)), expected)
-
-    if zero is None:
-        main()
-    else:
-        ff.spmd(main, MESH)()
-
-
-@pytest.mark.parametrize("name", OPTIMIZERS)
-@pytest.mark.parametrize("zero", [None, 0, 1, 3])
-def test_a_step_that_raises_after_it_wrote_says_that_the_state_is_spoiled(
-    name, zero
-) -> None:
-    def main():
-        optimizer, armed = OPTIMIZERS[name](), []
-        step = failing(optimizer, "after", armed)
-        if zero is not None:
-            step = ff.shard(step, MESH, "data", zero=zero)
-        step = ff.donate(step)
-        state = ff.init_state(step, fresh, optimizer, X)
-        armed.append(True)
         with pytest.raises(Boom) as info:
             step(state, X)
+        armed.clear()
+        if when == "before":
+            assert digest(state) == before
+            return same(ff.unshard(step(state, X)), expected)
         assert "neither the old one nor the new one" in info.value.__notes__[0]
         with pytest.raises(RuntimeError, match="neither the old one nor the new"):
             step(state, X)
 
-    if zero is None:
-        main()
-    else:
-        ff.spmd(main, MESH)()
+    everywhere(main, zero)
 
 
 @pytest.mark.parametrize("zero", [None, 0, 2, 3])
@@ -257,8 +228,7 @@ def test_what_lies_in_the_state_twice_changes_once(zero, alias) -> None:
         return new.replace(extra=ema), value
 
     def train(around):
-        f = step if zero is None else ff.shard(step, MESH, "data", zero=zero)
-        f = around(f)
+        f = around(sharded(step, zero))
 
         def start(p, x):
             return f(ff.TrainState(p, optimizer.init(p), extra=p), x)
@@ -274,13 +244,7 @@ def test_what_lies_in_the_state_twice_changes_once(zero, alias) -> None:
             state, _ = f(state, X)
         return ff.unshard((state.params, state.extra))
 
-    def main():
-        same(train(ff.donate), train(lambda f: f))
-
-    if zero is None:
-        main()
-    else:
-        ff.spmd(main, MESH)()
+    everywhere(lambda: same(train(ff.donate), train(lambda f: f)), zero)
 
 
 @pytest.mark.parametrize("name", OPTIMIZERS)
@@ -290,9 +254,7 @@ def test_held_memory_is_left_as_it_is(name, zero) -> None:
 
     def main():
         optimizer = OPTIMIZERS[name]()
-        step = step_of(optimizer)
-        if zero is not None:
-            step = ff.shard(step, MESH, "data", zero=zero)
+        step = sharded(step_of(optimizer), zero)
         state = ff.init_state(step, fresh(), optimizer, X)
         expected = digest(ff.unshard(step(step(state, X)[0], X)[0]))
         parts = [x.detach() for x in tree.leaves(state) if isinstance(x, torch.Tensor)]
@@ -309,7 +271,7 @@ def test_held_memory_is_left_as_it_is(name, zero) -> None:
         assert [x.data_ptr() for x in tree.leaves(newer.params)] == where
         return digest(ff.unshard(newer)) == expected
 
-    assert all(ff.spmd(main, MESH)())
+    assert all(everywhere(main, zero))
 
 
 MASKED = {
@@ -334,16 +296,13 @@ def test_ranks_agree_on_what_to_gather_where_one_of_them_wrote_nothing(name, zer
             state, _ = step(state, X)
         return ff.unshard(state.params)
 
-    def main(sharded):
+    def main(zero):
         trained = ff.masked(MASKED[name](), lambda path, leaf: path == "b")
         gradients = ff.value_and_grad(lambda p, x: both(p, x).square().mean())
-        step = trained(gradients)
-        if sharded:
-            step = ff.donate(ff.shard(step, MESH, "data", zero=zero))
-        return train(step, trained)
+        return train(ff.donate(sharded(trained(gradients), zero)), trained)
 
-    expected = main(False)
-    for found in ff.spmd(lambda: main(True), MESH)():
+    expected = main(None)
+    for found in ff.spmd(lambda: main(zero), MESH)():
         assert torch.equal(found["a"], expected["a"])
         assert torch.allclose(found["b"], expected["b"], atol=1e-6)
 
@@ -353,13 +312,12 @@ def test_ranks_agree_on_what_to_gather_where_one_of_them_wrote_nothing(name, zer
 @pytest.mark.parametrize("compute", [torch.float32, torch.bfloat16])
 def test_a_graph_over_weights_of_a_donated_state_is_right(zero, first, compute):
     """Or raises: whether the state lies in the gathered buffer, or beside it."""
-    mesh = ff.make_mesh({"data": 2}, "simulated")
     unit = ff.unit(lambda w, x: x @ w)
     optimizer, x = ff.sharded_adam(0.1), torch.ones(2, 4)
-    sharded = lambda f: ff.shard(f, mesh, "data", zero=zero)  # noqa: E731
     loss = lambda w, x: unit(w, x).float().sum()  # noqa: E731
-    train = sharded(optimizer(ff.precision(ff.value_and_grad(loss), compute)))
-    call = sharded(ff.precision(lambda w, x: unit(w, x), compute))
+    train = optimizer(ff.precision(ff.value_and_grad(loss), compute))
+    train = sharded(train, zero)
+    call = sharded(ff.precision(lambda w, x: unit(w, x), compute), zero)
 
     def main():
         state = ff.init_state(train, lambda: torch.ones(4, 4), optimizer, x)
@@ -377,4 +335,4 @@ def test_a_graph_over_weights_of_a_donated_state_is_right(zero, first, compute):
         with pytest.raises(RuntimeError, match="modified by an inplace operation"):
             torch.autograd.grad(y.sum(), over)
 
-    ff.spmd(main, mesh)()
+    ff.spmd(main, MESH)()

@@ -1,4 +1,4 @@
-"""Sharded units under plain torch: stock autograd, errors, leaks, compiled units."""
+"""Sharded units under plain torch: stock autograd, errors, leaks, evaluation."""
 
 import gc
 import weakref
@@ -12,25 +12,18 @@ from fsfunc.arena import Arena
 from fsfunc.packing import split_buffers
 from fsfunc.sharded import is_sharded
 from tests.checks import close, held, same
+from tests.models import chain, floats, layer, layers
 
 MESH = ff.make_mesh({"data": 2}, "simulated")
 ZEROS = pytest.mark.parametrize("zero", [0, 1, 2, 3])
-unit = ff.unit(lambda p, x: torch.tanh(x @ p["w"] + p["b"]))
-
-
-def loss_fn(params, x):
-    for p in params:
-        x = unit(p, x)
-    return x.square().mean()
+loss_fn = chain(layer)
 
 
 def params_of(n=3):
-    draw = torch.Generator().manual_seed(1)
-    rand = lambda *s: torch.randn(s, generator=draw, dtype=torch.float64)  # noqa: E731
-    return [{"w": rand(3, 3), "b": rand(3)} for _ in range(n)]
+    return layers(n, 3, make=floats, dtype=torch.float64)
 
 
-X = torch.randn(4, 3, generator=torch.Generator().manual_seed(2), dtype=torch.float64)
+X = floats(4, 3, seed=99, dtype=torch.float64)
 EXPECTED = ff.value_and_grad(loss_fn)(params_of(), X)[1]
 
 
@@ -149,8 +142,8 @@ def test_merged_units_of_which_the_loss_ignores_one():
     """Neighbours share a buffer, and the first one's backward never comes."""
 
     def ignoring(params, x):
-        unit(params[0], x)
-        return unit(params[1], x).square().mean()
+        layer(params[0], x)
+        return layer(params[1], x).square().mean()
 
     def main():
         mine = ff.local_batch(X, MESH, "data")
@@ -185,11 +178,11 @@ def test_a_call_that_raises_leaves_nothing_behind(zero, where):
             raise ValueError("tripped in backward")
 
     def loss(params, x, trip):
-        x = unit(params[0], x)
+        x = layer(params[0], x)
         if trip and where == "forward":
             raise ValueError("tripped in forward")
-        x = unit(params[1], Trip.apply(x) if trip and where == "backward" else x)
-        return unit(params[2], x).square().mean()
+        x = layer(params[1], Trip.apply(x) if trip and where == "backward" else x)
+        return layer(params[2], x).square().mean()
 
     def step(params, x, trip):
         found = ff.value_and_grad(loss)(params, x, trip)
@@ -287,37 +280,6 @@ def test_evaluation_keeps_nothing_and_equals_one_device(zero, mode):
     for rank, (values, gathers) in enumerate(ff.spmd(main, MESH)()):
         assert values == [loss_fn(params_of(), X.chunk(2)[rank]).item()] * 2
         assert gathers == (3 if zero == 3 else 0)
-
-
-# dynamo asks every input for .grad, and torch warns of it where that is no leaf.
-@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor")
-@ZEROS
-@pytest.mark.parametrize("backend", ["eager", "aot_eager"])
-def test_a_compiled_unit_is_the_same_unit(zero, backend, monkeypatch):
-    monkeypatch.setattr(Arena, "poison", True)
-
-    @torch.compile(backend=backend)
-    def compiled(p, x):
-        return torch.tanh(x @ p["w"] + p["b"])
-
-    inner = ff.unit(compiled)
-
-    def loss(params, x):
-        for p in params:
-            x = inner(p, x)
-        return x.square().mean()
-
-    mesh = ff.make_mesh({"data": 2}, "simulated")
-
-    def main():
-        mine = ff.local_batch(X, mesh, "data")
-        params = ff.place(ff.shard(loss_fn, mesh, "data", zero=zero), params_of(), mine)
-        step = ff.shard(ff.value_and_grad(loss), mesh, "data", zero=zero)
-        return [ff.unshard(step(params, mine)[1]) for _ in range(2)]
-
-    for found in ff.spmd(main, mesh)():
-        for grads in found:
-            close(grads, EXPECTED, 1e-9)
 
 
 def test_a_gradient_is_one_tensor_for_each_buffer():

@@ -28,10 +28,13 @@ from fsfunc.comm.backends.link import (
     Signature,
     table,
 )
-from fsfunc.comm.backends.native import ALL_GATHER
 
-__all__ = ["ANSWER", "DATA", "TRANSFER", "Exchange", "Headers"]
+__all__ = ["ALL_GATHER", "ANSWER", "DATA", "TRANSFER", "Exchange", "Headers"]
 __all__ += ["compare_gathered", "packed", "settle", "tag"]
+
+# torch 2.13 renamed it; 2.11 only knows the old name.
+ALL_GATHER: Any = getattr(dist, "all_gather_single", None)
+ALL_GATHER = ALL_GATHER or dist.all_gather_into_tensor
 
 DATA, HEADER, TRANSFER, ANSWER = range(4)
 _NUMBERS = 2**12  # more than can be in flight at once; what is later comes later

@@ -39,9 +39,8 @@ from fsfunc.comm.backends.link import (
     digest,
     signature,
 )
-from fsfunc.comm.backends.native import issue
-from fsfunc.comm.backends.pairwise import Pairs
 from fsfunc.comm.backends.point_to_point import Transfers
+from fsfunc.comm.backends.process_collectives import Pairs, issue
 from fsfunc.comm.backends.process_groups import Groups, agent_store
 
 __all__ = ["ProcessLink", "connect"]

@@ -1,0 +1,264 @@
+"""Collectives between processes: torch's own, or on the CPU pair by pair.
+
+torch's own are what is right on NCCL. Pair by pair they are exchanges straight from and
+into the caller's buffers: the same bytes as a ring, without gloo's staging copies. Sums
+run in rank order, so their bits are those of the simulated ranks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from fsfunc.arena import Arena
+from fsfunc.comm.attribution import current_label
+from fsfunc.comm.backends.exchange import (
+    ALL_GATHER,
+    DATA,
+    Exchange,
+    Headers,
+    settle,
+    tag,
+)
+from fsfunc.comm.backends.link import Handle, Signature, digest
+
+__all__ = ["Pairs", "issue"]
+
+# torch 2.13 renamed it; 2.11 only knows the old name.
+_REDUCE_SCATTER: Any = getattr(dist, "reduce_scatter_single", None)
+_REDUCE_SCATTER = _REDUCE_SCATTER or dist.reduce_scatter_tensor
+_KNOWN = {
+    torch.float16, torch.bfloat16, torch.float32, torch.float64,
+    torch.uint8, torch.int8, torch.int32, torch.int64,
+}  # fmt: skip
+_REDUCES = {"psum", "psum_scatter", "pmax"}
+
+
+def issue(
+    op: str, x: Tensor, where: Any, out: Tensor | None, group: Any, **how: Any
+) -> tuple[list[Any], Callable[[], Tensor]]:
+    """The works of ``op`` on ``x``, and what then gives its result.
+
+    Other dtypes than NCCL's travel as bytes, or are reduced as what holds them: complex
+    numbers as two real ones, short integers as longer ones.
+    """
+    dtype, shape = x.dtype, list(x.shape)
+    if op == "all_gather":
+        shape[0] *= where.size
+    elif op == "psum_scatter":
+        shape[0] //= where.size
+    if not x.numel():
+        y = x.new_empty(shape) if out is None else out
+        return [], lambda: y
+    if dtype in _KNOWN:
+        works, y = _issue(op, x, where, out, group, **how)
+        return works, lambda: y
+    if op not in _REDUCES:
+        x = x.view(-1).view(torch.uint8)
+    else:
+        x = torch.view_as_real(x) if dtype.is_complex else x.to(torch.int32)
+    works, found = _issue(op, x, where, None, group, **how)
+
+    def finish() -> Tensor:
+        if op not in _REDUCES:
+            y = found.view(dtype).view(shape)
+        else:
+            y = torch.view_as_complex(found) if dtype.is_complex else found.to(dtype)
+        return y if out is None else out.copy_(y)
+
+    return works, finish
+
+
+def _issue(
+    op: str,
+    x: Tensor,
+    where: Any,
+    out: Tensor | None,
+    group: Any,
+    pairs: Sequence[tuple[int, int]] = (),
+    source: int = 0,
+) -> tuple[list[Any], Tensor]:
+    """The works of ``op`` on ``x``, and where its result will be."""
+    n = where.size
+    if op == "ppermute":
+        y, sent, got = _permuted(x, where.index, out, pairs)
+        calls = [
+            dist.P2POp(send, t, where.ranks[r], group)
+            for send, by_rank in ((dist.isend, sent), (dist.irecv, got))
+            for r, t in by_rank.items()
+        ]
+        # One batch: single sends and receives would wait for each other on NCCL.
+        works = dist.batch_isend_irecv(calls) if calls else []
+        return works, y
+    if op == "all_gather":
+        y = x.new_empty((n * x.shape[0], *x.shape[1:])) if out is None else out
+        work = ALL_GATHER(y, x, group=group, async_op=True)
+    elif op == "psum_scatter":
+        y = x.new_empty((x.shape[0] // n, *x.shape[1:])) if out is None else out
+        work = _REDUCE_SCATTER(y, x, group=group, async_op=True)
+    elif op == "all_to_all":
+        y = torch.empty_like(x) if out is None else out
+        work = dist.all_to_all_single(y, x, group=group, async_op=True)
+    else:
+        y = x.clone() if out is None else out.copy_(x)
+        if op == "pbroadcast":
+            root = where.ranks[source]
+            work = dist.broadcast(y, root, group=group, async_op=True)
+        else:
+            kind = dist.ReduceOp.MAX if op == "pmax" else dist.ReduceOp.SUM
+            work = dist.all_reduce(y, kind, group=group, async_op=True)
+    return [work], y
+
+
+def _permuted(
+    x: Tensor, me: int, out: Tensor | None, pairs: Sequence[tuple[int, int]]
+) -> tuple[Tensor, dict[int, Tensor], dict[int, Tensor]]:
+    """(a rank's result, what it sends by target, where it receives by source)."""
+    y = torch.zeros_like(x) if out is None else out.zero_()
+    if (me, me) in pairs:
+        y.copy_(x)
+    sent = {d: x for s, d in pairs if s == me != d}
+    return y, sent, {s: y for s, d in pairs if d == me != s}
+
+
+class Pairs:
+    """One collective, between each two of its ranks.
+
+    Args:
+        number: which one of its group it is.
+        said: its signature: unlike ones never meet.
+        compared: whether the ranks need not compare it any more.
+    """
+
+    def __init__(
+        self,
+        said: Signature,
+        where: Any,
+        group: Any,
+        number: int,
+        arena: Arena,
+        compared: bool,
+    ):
+        self.n, self.me, self.ranks = where.size, where.index, where.ranks
+        self.where, self.group, self.number, self.arena = where, group, number, arena
+        self.said, self.label, self.digest = said, current_label(), digest(said)
+        self.others = [r for r in range(self.n) if r != self.me]
+        self.headers: Headers | None = None
+        if not compared:
+            self.headers = Headers(said, self.digest, where, self.others, group, number)
+
+    def _exchange(
+        self, works: Sequence[Any], finish: Callable[[], Tensor], held: Any
+    ) -> Exchange:
+        return Exchange(works, finish, held, self.said, self.where, self.headers)
+
+    def _each(self, *parts: Tensor) -> dict[int, Tensor]:
+        """By index, the others' parts (or the same one for each)."""
+        return {r: parts[r % len(parts)] for r in self.others}
+
+    def _swap(
+        self, sent: Mapping[int, Tensor], got: Mapping[int, Tensor], hop: int = 0
+    ) -> list[Any]:
+        """Sends and receives by index along the axis; empty tensors stay at home."""
+        under = tag(DATA, self.number, self.digest, hop)
+        works = [
+            dist.irecv(y, self.ranks[r], self.group, under)
+            for r, y in got.items()
+            if y.numel()
+        ]
+        works += [
+            dist.isend(x, self.ranks[r], self.group, under)
+            for r, x in sent.items()
+            if x.numel()
+        ]
+        return works
+
+    def _room(self, x: Tensor, times: int = 1) -> Tensor:
+        """A buffer of the shape of ``x``, dim 0 taken ``times`` over."""
+        shape = (times * x.shape[0], *x.shape[1:]) if x.ndim else ()
+        return self.arena.get(times * x.numel(), x.dtype, x).view(shape)
+
+    def all_gather(self, x: Tensor, out: Tensor | None) -> Handle:
+        full = self._room(x, self.n) if out is None else out
+        parts = full.tensor_split(self.n)
+        works = self._swap(self._each(x), self._each(*parts))
+        parts[self.me].copy_(x)
+        return self._exchange(works, lambda: full, x)
+
+    def psum_scatter(self, x: Tensor, out: Tensor | None) -> Handle:
+        parts = x.tensor_split(self.n)
+        mine = parts[self.me]
+        got = {r: self._room(mine) for r in self.others}
+        works = self._swap(self._each(*parts), got)
+        return self._exchange(works, lambda: _sum(mine, got, self.me, out), x)
+
+    def psum(self, x: Tensor, out: Tensor | None, hops: int = 1) -> Handle:
+        """In one hop: for two ranks, the bytes of a ring."""
+        if hops == 2:
+            return self._psum_in_two(x, out)
+        got = {r: self._room(x) for r in self.others}
+        works = self._swap(self._each(x), got)
+        return self._exchange(works, lambda: _sum(x, got, self.me, out), x)
+
+    def _psum_in_two(self, x: Tensor, out: Tensor | None) -> Handle:
+        """A scatter, and in its wait a gather: all ranks must come to that wait."""
+        n, me = self.n, self.me
+        total = self._room(x) if out is None else out
+        cuts, sums = x.view(-1).tensor_split(n), total.view(-1).tensor_split(n)
+        got = {r: self._room(cuts[me]) for r in self.others}
+        works = self._swap(self._each(*cuts), got)
+
+        def finish() -> Tensor:
+            _sum(cuts[me], got, me, sums[me])
+            works = self._swap(self._each(sums[me]), self._each(*sums), hop=1)
+            settle(works, self.said, self.label, self.where)
+            return total
+
+        return self._exchange(works, finish, x)
+
+    def pmax(self, x: Tensor, out: Tensor | None) -> Handle:
+        got = {r: self._room(x) for r in self.others}
+        works = self._swap(self._each(x), got)
+
+        def finish() -> Tensor:
+            largest = torch.stack([x, *got.values()]).amax(0)
+            return largest if out is None else out.copy_(largest)
+
+        return self._exchange(works, finish, x)
+
+    def all_to_all(self, x: Tensor, out: Tensor | None) -> Handle:
+        y = torch.empty_like(x) if out is None else out
+        cuts, slots = x.tensor_split(self.n), y.tensor_split(self.n)
+        works = self._swap(self._each(*cuts), self._each(*slots))
+        slots[self.me].copy_(cuts[self.me])
+        return self._exchange(works, lambda: y, x)
+
+    def ppermute(
+        self, x: Tensor, out: Tensor | None, pairs: Sequence[tuple[int, int]]
+    ) -> Handle:
+        y, sent, got = _permuted(x, self.me, out, pairs)
+        return self._exchange(self._swap(sent, got), lambda: y, x)
+
+    def pbroadcast(self, x: Tensor, out: Tensor | None, source: int) -> Handle:
+        y = torch.empty_like(x) if out is None else out
+        if self.me != source:
+            return self._exchange(self._swap({}, {source: y}), lambda: y, x)
+        works = self._swap(self._each(x), {})
+        return self._exchange(works, lambda: y.copy_(x), x)
+
+
+def _sum(mine: Tensor, got: Mapping[int, Tensor], me: int, out: Any) -> Tensor:
+    """The sum of the ranks' parts in rank order, as the simulated ranks add them.
+
+    It is made in the first received part: that memory is warm.
+    """
+    parts = [mine if r == me else got[r] for r in range(len(got) + 1)]
+    total = (parts[1] if me == 0 else parts[0]) if out is None else out
+    torch.add(parts[0], parts[1], out=total)
+    for part in parts[2:]:
+        total.add_(part)
+    return total

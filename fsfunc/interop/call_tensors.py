@@ -1,0 +1,244 @@
+"""The tensors of one call of a part: what it reads, and what it did to them.
+
+The modules of a copy look for their parameters and buffers in tables, which ask the
+call.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from fsfunc import _torch
+from fsfunc.sharded import is_sharded
+
+__all__ = ["BufferTable", "CallTensors", "Knowledge", "ParameterTable"]
+
+
+class Knowledge:
+    """What calls of one part have shown, for all its copies.
+
+    Args:
+        frozen: parameters that no gradient is asked of.
+        fixed: buffers that may not be written.
+    """
+
+    def __init__(self, frozen: frozenset[str], fixed: frozenset[str]):
+        self.frozen, self.fixed = frozen, fixed
+        #: Whether a first call on data left all parameters as they were.
+        self.looked = False
+        #: Buffers whose values changed while their version counters did not.
+        self.hidden: set[str] = set()
+
+
+class CallTensors:
+    """The parameters and buffers of one call.
+
+    Args:
+        knowledge: of the part.
+        params: by name; they may be sharded.
+        buffers: by name.
+        fetch: reads a parameter outside every unit; None inside one.
+        written: buffers that the part's modules write, which no version shows.
+        trusted: buffers that they do not write.
+    """
+
+    def __init__(
+        self,
+        knowledge: Knowledge,
+        params: Mapping[str, Any],
+        buffers: Mapping[str, Tensor],
+        fetch: Callable[[str, Any], Any] | None,
+        written: frozenset[str],
+        trusted: frozenset[str],
+    ):
+        self.knowledge, self.params, self.buffers = knowledge, params, buffers
+        self._fetch, self._written, self._trusted = fetch, written, trusted
+        self.node = _torch.current_node()
+        self._first = not knowledge.looked
+        self._leaves: dict[str, Any] = {}
+        self._fetched: dict[Any, Any] = {}
+        self._watched: dict[int, tuple[str, Tensor, int, Tensor | None]] = {}
+        self._held: dict[str, tuple[Tensor, int]] = {}
+
+    def leaf(self, name: str) -> Any:
+        """A parameter as it was given: of a frozen one, in a first call, a copy."""
+        if name not in self._leaves:
+            x = self.params[name]
+            if isinstance(x, Tensor) and not is_sharded(x):
+                private = self._first and name in self.knowledge.frozen
+                x = self._watch(name, _own(x) if private else x)
+            self._leaves[name] = x
+        return self._leaves[name]
+
+    def parameter(self, name: str) -> Any:
+        """A parameter that the module's forward reads."""
+        leaf = self.leaf(name)
+        if self._fetch is None:
+            return leaf
+        key = name, torch.is_grad_enabled()
+        if key not in self._fetched:
+            x = self._fetch(name, leaf)
+            self._fetched[key] = self._watch(name, x) if isinstance(x, Tensor) else x
+        return self._fetched[key]
+
+    def _watch(self, name: str, x: Tensor) -> Tensor:
+        if id(x) not in self._watched and not x.is_inference():
+            look = self._first and not _is_virtual((x,))
+            before = x.detach().clone() if look else None
+            self._watched[id(x)] = name, x, x._version, before
+        return x
+
+    def check(self, who: str) -> None:
+        """Looks at the parameters: by versions, and at first by values.
+
+        Raises:
+            RuntimeError: one was written. What a first call wrote is put back.
+        """
+        for name, x, version, before in self._watched.values():
+            kept = before is None or _equal(x.detach(), before)
+            if x._version != version or not kept:
+                if before is not None:
+                    x.data.copy_(before)
+                raise RuntimeError(
+                    f"{who} changes the parameter {name!r} in place: a parameter "
+                    "changes by the optimizer alone. Compute with another tensor; an "
+                    "average of weights is a function of the train step's state; what "
+                    "is no parameter, make a buffer"
+                )
+        if self._watched and not any(b is None for *_, b in self._watched.values()):
+            self.knowledge.looked = True
+
+    def buffer(self, name: str) -> Tensor:
+        """A buffer that the module's forward reads, and may write."""
+        found = self._held.get(name)
+        if found is None:
+            x = _own(self.buffers[name])
+            found = self._held[name] = x, _NEW if name in self._written else x._version
+        return found[0]
+
+    def write(self, name: str, x: Tensor) -> None:
+        """Puts another tensor in a buffer's place."""
+        self._held[name] = x, _NEW
+
+    def current(self, name: str) -> Tensor:
+        """A buffer as it now is, to hand on."""
+        if name in self._held and self._is_changed(name):
+            return self._held[name][0]
+        return self.buffers[name]
+
+    def changed(self) -> Iterator[tuple[str, Tensor]]:
+        """The buffers that were written."""
+        return ((n, x) for n, (x, _) in self._held.items() if self._is_changed(n))
+
+    def _is_changed(self, name: str) -> bool:
+        x, version = self._held[name]
+        if x._version != version:
+            return True
+        before = self.buffers[name]
+        if name in self._trusted or x is before:
+            return False
+        # Some operators write what they say they read, and .data counts nothing.
+        if _is_virtual((x, before)):
+            return name in self.knowledge.hidden
+        if not _equal(x, before):
+            self.knowledge.hidden.add(name)
+            return True
+        return False
+
+
+_NEW = -1  # a version that no tensor has
+
+
+def _is_virtual(tensors: tuple[Tensor, ...]) -> bool:
+    """Whether there are no values to look at."""
+    return _torch.fake_active() or any(
+        x.is_meta or isinstance(_torch.unwrapped(x), _torch.FakeTensor) for x in tensors
+    )
+
+
+def _equal(x: Tensor, before: Tensor) -> bool:
+    """Whether two tensors have the same values, NaN for NaN."""
+    with _torch.beneath_functorch(), torch.no_grad():
+        x, before = _torch.unwrapped(x), _torch.unwrapped(before)
+        if x.shape != before.shape:
+            return False
+        if torch.equal(x, before):
+            return True
+        return bool(((x == before) | (x != x) & (before != before)).all())
+
+
+def _own(x: Tensor) -> Tensor:
+    """A copy whose writes are counted: inference mode would not."""
+    if not torch.is_inference_mode_enabled():
+        return x.clone()
+    with torch.inference_mode(False):
+        return x.clone()
+
+
+class _Table(dict):
+    """The tensors of one module of a copy, by attribute, as a call was given them."""
+
+    def __init__(self, copy: Any, table: Mapping[str, Any]):
+        super().__init__({k: None if x is None else x.name for k, x in table.items()})
+        self.copy_of = copy
+
+    def get(self, attribute: str, default: Any = None) -> Any:
+        return self[attribute] if attribute in self else default
+
+    def items(self) -> Any:
+        return [(k, self[k]) for k in self]
+
+    def values(self) -> Any:
+        return [x for _, x in self.items()]
+
+
+class ParameterTable(_Table):
+    """The parameters of one module of a copy, by attribute.
+
+    Args:
+        like: the buffer whose dtype they are read in: batch norms take no other.
+    """
+
+    def __init__(self, copy: Any, table: Mapping[str, Any], like: str | None):
+        super().__init__(copy, table)
+        self.like = like
+
+    def __getitem__(self, attribute: str) -> Any:
+        name = super().__getitem__(attribute)
+        if name is None:
+            return None
+        given = self.copy_of.given
+        x = given.parameter(name)
+        return x if self.like is None else x.to(given.buffers[self.like].dtype)
+
+    def items(self) -> Any:
+        # Who lists them wants to know of dtypes and devices: nothing is gathered.
+        given, names = self.copy_of.given, dict.items(self)
+        return [(k, None if n is None else given.leaf(n)) for k, n in names]
+
+    def __setitem__(self, attribute: str, _: Any) -> None:
+        raise RuntimeError(
+            f"the module's forward sets the parameter {attribute!r}: a parameter "
+            "changes by the optimizer alone; compute with another tensor"
+        )
+
+
+class BufferTable(_Table):
+    """The buffers of one module of a copy, by attribute."""
+
+    def __getitem__(self, attribute: str) -> Any:
+        name = super().__getitem__(attribute)
+        return None if name is None else self.copy_of.given.buffer(name)
+
+    def __setitem__(self, attribute: str, value: Any) -> None:
+        name = dict.get(self, attribute)
+        if name is None or value is None:
+            raise RuntimeError(
+                f"the module's forward registers or removes the buffer {attribute!r}: "
+                "register it, with its shape, where the module is made"
+            )
+        self.copy_of.given.write(name, value)

@@ -1,0 +1,238 @@
+"""What a module holds: its tensors by their state-dict names, tied ones once.
+
+And functions that hold what a copy of their module would not: its own tensors.
+"""
+
+from __future__ import annotations
+
+import dis
+import functools
+import types
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.parameter import UninitializedBuffer, UninitializedParameter
+
+from fsfunc import _torch
+
+__all__ = ["Tensors", "check_closures", "computed", "tensors_of"]
+
+
+@dataclass(frozen=True)
+class Tensors:
+    """What a module holds; names are those of ``state_dict()``, the first of several.
+
+    Args:
+        params: parameters that are trained.
+        frozen: parameters with ``requires_grad`` False.
+        buffers: buffers, those that no state dict has included.
+        overlapping: buffers in whose memory others lie too.
+    """
+
+    params: dict[str, Tensor]
+    frozen: dict[str, Tensor]
+    buffers: dict[str, Tensor]
+    overlapping: frozenset[str]
+
+    @property
+    def all(self) -> dict[str, Tensor]:
+        return self.params | self.frozen | self.buffers
+
+
+def tensors_of(module: nn.Module) -> Tensors:
+    """The tensors of a module, as they are.
+
+    Raises:
+        TypeError: not a module, or one that is wrapped for another library; a tensor
+            with hooks.
+        ValueError: a parameter without a shape, with memory in common with another
+            tensor, or that its forward changes (``max_norm``).
+    """
+    _check_kind(module)
+    params: dict[str, Tensor] = {}
+    frozen: dict[str, Tensor] = {}
+    for name, x in module.named_parameters():
+        _check_tensor(name, x)
+        (params if x.requires_grad else frozen)[name] = x
+    buffers = dict(module.named_buffers())
+    for name, x in buffers.items():
+        _check_tensor(name, x)
+    found = list(_overlaps(params | frozen | buffers))
+    for one, other in found:
+        if not (one in buffers and other in buffers):
+            raise ValueError(
+                f"{one!r} and {other!r} are different tensors in one memory: to tie "
+                "them, register the same parameter under both names"
+            )
+    overlapping = frozenset(name for pair in found for name in pair)
+    return Tensors(params, frozen, buffers, overlapping)
+
+
+def computed(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
+    """Attributes that a hook or a forward computed: no leaves, which none may copy."""
+    for name, m in module.named_modules():
+        for attribute, x in vars(m).items():
+            if isinstance(x, Tensor) and x.grad_fn is not None:
+                yield f"{name}.{attribute}" if name else attribute, x
+
+
+def _check_kind(module: nn.Module) -> None:
+    if not isinstance(module, nn.Module):
+        raise TypeError(f"expected an nn.Module, got {type(module).__name__}")
+    for name, m in module.named_modules():
+        kind = type(m).__name__
+        at = f"{name!r} is" if name else "the module is"
+        if isinstance(m, torch.jit.ScriptModule):
+            raise TypeError(f"{at} a {kind}, whose code cannot be cut: give the module")
+        if getattr(m, "max_norm", None) is not None:
+            raise ValueError(
+                f"{at} a {kind} with max_norm, which changes its weight in forward: "
+                "leave max_norm out, and normalise the rows that are looked up"
+            )
+        if _torch.is_compiled(m):
+            raise TypeError(
+                f"{at} compiled in place, and what runs is a copy of it: give the "
+                "module before its compile(), and compile functions that it calls"
+            )
+        wrapped = next((a for a in ("_orig_mod", "module") if hasattr(m, a)), None)
+        if wrapped and kind in _WRAPPED:
+            raise TypeError(
+                f"{at} a {kind}, which changes how it runs: give what is inside "
+                f"(.{wrapped}), and ff.shard for the rest"
+            )
+
+
+_WRAPPED = (
+    "DataParallel", "DistributedDataParallel", "FullyShardedDataParallel",
+    "OptimizedModule",
+)  # fmt: skip
+
+
+def _check_tensor(name: str, x: Tensor) -> None:
+    if isinstance(x, UninitializedParameter | UninitializedBuffer):
+        raise ValueError(
+            f"{name!r} has no shape yet: run the module once on a batch before it is "
+            "given to from_module"
+        )
+    if hasattr(x, "device_mesh"):
+        raise TypeError(
+            f"{name!r} is a {type(x).__name__}, sharded already: give the module "
+            "before fully_shard or parallelize_module"
+        )
+    if _torch.is_hooked(x) or getattr(x, "_post_accumulate_grad_hooks", None):
+        raise TypeError(
+            f"{name!r} has a hook, which no transform would run: change the gradients "
+            "that value_and_grad returns"
+        )
+
+
+def _overlaps(found: dict[str, Tensor]) -> Iterator[tuple[str, str]]:
+    """Names of tensors whose elements lie in one memory."""
+    spans: dict[int, list[tuple[int, int, str]]] = {}
+    for name, x in found.items():
+        if x.layout is torch.strided and x.numel():
+            size, start = x.element_size(), int(x.storage_offset())
+            reach = sum((n - 1) * s for n, s in zip(x.shape, x.stride(), strict=True))
+            span = start * size, (start + int(reach) + 1) * size, name
+            spans.setdefault(_torch.storage_key(x), []).append(span)
+    for sharing in spans.values():
+        sharing.sort()
+        last, holder = -1, ""
+        for start, stop, name in sharing:
+            if start < last:
+                yield holder, name
+            if stop > last:
+                last, holder = stop, name
+
+
+def check_closures(module: nn.Module) -> None:
+    """Looks at the functions kept in a module's attributes and hooks.
+
+    A copy of a module shares its functions, and a function that has the module, or one
+    of its tensors, in a cell would compute with those of the first.
+
+    Raises:
+        TypeError: one does.
+    """
+    names: dict[int, str] = {}
+    for name, m in module.named_modules():
+        names[id(m)] = name or type(module).__name__
+    for name, x in [*module.named_parameters(), *module.named_buffers()]:
+        names[id(x)] = name
+    for name, m in module.named_modules():
+        for attribute, x in _kept(m):
+            held = next(_held(x, names, set(), 6, within=False), None)
+            if held is not None:
+                where = f"{name}.{attribute}" if name else attribute
+                raise TypeError(
+                    f"{where} is a function that holds {held!r} by closure, default or "
+                    "global name: what is run is a copy of the module, and this would "
+                    "compute with the original. Make it a method of the module's class "
+                    "(or types.MethodType(function, module)), and take the module of a "
+                    "hook from its first argument"
+                )
+
+
+def _kept(m: nn.Module) -> Iterator[tuple[str, Any]]:
+    tables = [t for b in (True, False) for t in _torch.hook_tables(m, before=b)]
+    for hook in (hook for table in tables for hook in table.values()):
+        yield "its hook", hook
+    seen = {id(table) for table in tables}
+    for attribute, x in vars(m).items():
+        ours = attribute in ("_parameters", "_buffers", "_modules")
+        internal = attribute.endswith("_hooks") and attribute.startswith("_")
+        if id(x) not in seen and not ours and not internal:
+            yield attribute, x
+
+
+def _held(
+    x: Any, names: dict[int, str], seen: set[int], depth: int, *, within: bool
+) -> Iterator[str]:
+    """Names of what is held by the functions in ``x``; ``within`` one, all counts."""
+    if id(x) in seen or not depth:
+        return
+    seen.add(id(x))
+    if within and id(x) in names:
+        yield names[id(x)]
+        return
+    inner: list[Any] = []
+    if isinstance(x, types.FunctionType):
+        within = True
+        inner = [*(x.__defaults__ or ()), *(x.__kwdefaults__ or {}).values()]
+        inner += [c.cell_contents for c in x.__closure__ or () if not _is_empty(c)]
+        for name in _globals(x.__code__):
+            found = x.__globals__.get(name)
+            if isinstance(found, nn.Module | Tensor) and id(found) in names:
+                inner.append(found)
+    elif isinstance(x, types.MethodType):  # what it is bound to is copied with it
+        inner = [x.__self__] if within else []
+        inner.append(x.__func__)
+    elif isinstance(x, functools.partial):
+        inner = [x.func, *x.args, *x.keywords.values()]
+    elif isinstance(x, Mapping):
+        inner = list(x.values())
+    elif isinstance(x, list | tuple | set | frozenset):
+        inner = list(x)
+    elif within and not isinstance(x, type | types.ModuleType | nn.Module | Tensor):
+        inner = list(getattr(x, "__dict__", {}).values())
+    for y in inner:
+        yield from _held(y, names, seen, depth - 1, within=within)
+
+
+def _is_empty(cell: types.CellType) -> bool:
+    try:
+        return cell.cell_contents is cell
+    except ValueError:
+        return True
+
+
+def _globals(code: types.CodeType) -> Iterator[str]:
+    for step in dis.get_instructions(code):
+        if step.opname == "LOAD_GLOBAL":
+            yield step.argval
+    for inner in code.co_consts:
+        if isinstance(inner, types.CodeType):
+            yield from _globals(inner)

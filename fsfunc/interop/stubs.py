@@ -1,0 +1,182 @@
+"""What stands in a copied module: for a tensor, and for a unit; and hooks that wait.
+
+A unit runs on a copy of its own. What a forward hangs there, to see what modules within
+the unit return, does not hang on that copy: what it would have seen comes out of the
+unit, and it runs on that.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from torch import nn
+
+from fsfunc import _torch
+
+__all__ = [
+    "Absent",
+    "Hook",
+    "LateHooks",
+    "UnitStub",
+    "Seen",
+    "make_stub",
+    "run_late",
+    "shown_by",
+]
+
+
+class Absent:
+    """The place of a tensor: who reads it reads what no call has put there."""
+
+    __slots__ = ("name", "shape", "dtype", "__weakref__")
+
+    def __init__(self, name: str, shape: Any, dtype: Any):
+        self.name, self.shape, self.dtype = name, shape, dtype
+
+    def __repr__(self) -> str:
+        return f"Absent({self.name!r})"
+
+    def __copy__(self) -> Absent:
+        return self
+
+    def __deepcopy__(self, _: Any) -> Absent:
+        return self
+
+    def __getattr__(self, attribute: str) -> Any:
+        if attribute.startswith("__"):
+            raise AttributeError(attribute)
+        return self._refuse()
+
+    def _refuse(self) -> Any:
+        raise RuntimeError(
+            f"{self.name!r} is read where it is not: it is what the forward of a unit "
+            "sets on its module, or a parameter that is kept in a list. Return the "
+            "one, and read the other as the attribute that registers it; or make a "
+            "unit of a module around both"
+        )
+
+    @classmethod
+    def __torch_function__(
+        cls, func: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
+        given = [*args, *(kwargs or {}).values()]
+        given += [y for x in given if isinstance(x, list | tuple) for y in x]
+        return next(x for x in given if isinstance(x, Absent))._refuse()
+
+
+def _arithmetic(name: str) -> Any:
+    def method(self: Absent, *_: Any) -> Any:
+        return self._refuse()
+
+    return method
+
+
+for _name in "add sub mul truediv matmul pow radd rsub rmul rtruediv rmatmul".split():
+    setattr(Absent, f"__{_name}__", _arithmetic(_name))
+for _name in "getitem setitem len iter neg bool float int".split():
+    setattr(Absent, f"__{_name}__", _arithmetic(_name))
+
+
+class UnitStub:
+    """A unit in the place of whose forward a unit is called."""
+
+    def __init_subclass__(cls, **_: Any) -> None:
+        pass  # not for the base to know: this is no new kind of module
+
+    def forward(self, *args: Any, **keywords: Any) -> Any:
+        call, outer = self.__dict__["_fsfunc"]
+        return call(outer, self, args, keywords)
+
+
+_STUBS: dict[type, type] = {}
+
+
+def make_stub(m: nn.Module, call: Callable[..., Any], outer: Any) -> None:
+    """Makes ``m``, a copy's module, call ``call`` in place of its forward.
+
+    Its class becomes one of its own class's kind, so that ``isinstance`` goes on.
+    """
+    cls = type(m)
+    if cls not in _STUBS:
+        named = {k: getattr(cls, k) for k in ("__module__", "__qualname__", "__doc__")}
+        make: Any = type(cls)
+        _STUBS[cls] = make(cls.__name__, (UnitStub, cls), named)
+    m.__class__ = _STUBS[cls]
+    m.__dict__["_fsfunc"] = call, outer
+    for hooks in _torch.hook_tables(m, before=True):
+        hooks.clear()  # they run inside the unit: some compute its weights
+
+
+Hook = Callable[[nn.Module, Any, Any], Any]
+Seen = list[tuple[str, Any, Any]]  # which module, what it was given, what it returned
+
+
+class LateHooks:
+    """The hooks below a module, and which of them are new.
+
+    Looked at before every call of a unit: by one C function where there are none.
+    """
+
+    def __init__(self, m: nn.Module):
+        self._modules = [(path, inner) for path, inner in m.named_modules() if path]
+        both = [_tables(inner) for _, inner in self._modules]
+        self._tables = [table for tables in both for table in tables]
+        self._sizes = list(map(len, self._tables))
+        self._before = [[set(table) for table in tables] for tables in both]
+
+    def found(self) -> dict[str, list[Hook]]:
+        """Forward hooks on the modules, by path, that were not there at first.
+
+        Raises:
+            RuntimeError: hooks of another kind.
+        """
+        found: dict[str, list[Hook]] = {}
+        if list(map(len, self._tables)) == self._sizes:
+            return found
+        for (path, inner), before in zip(self._modules, self._before, strict=True):
+            new = [
+                [hook for key, hook in table.items() if key not in known]
+                for table, known in zip(_tables(inner), before, strict=True)
+            ]
+            if any(new[1:]):
+                raise RuntimeError(
+                    f"the module hangs a hook on {path!r} within a unit as it runs, "
+                    "which the unit alone could run: hang it there before from_module, "
+                    "or make a unit of what is around both"
+                )
+            if new[0]:
+                found[path] = new[0]
+        return found
+
+
+def _tables(m: nn.Module) -> list[dict[Any, Any]]:
+    """Of forward hooks first."""
+    after, before = (_torch.hook_tables(m, before=b) for b in (False, True))
+    return [*after, *before]
+
+
+def shown_by(m: nn.Module, paths: Sequence[str]) -> Seen:
+    """A list that fills as the modules of these paths run."""
+    seen: Seen = []
+    for path in paths:
+
+        def note(_: Any, given: Any, out: Any, path: str = path) -> None:
+            seen.append((path, given, out))
+
+        m.get_submodule(path).register_forward_hook(note)
+    return seen
+
+
+def run_late(m: nn.Module, hooks: Sequence[Hook], given: Any, out: Any) -> None:
+    """Runs hooks on what a module was given and returned, somewhere else.
+
+    Raises:
+        RuntimeError: one changes what the module returned, which has gone on since.
+    """
+    for hook in hooks:
+        if hook(m, given, out) is not None:
+            raise RuntimeError(
+                f"a hook that was hung on a {type(m).__name__} within a unit, as the "
+                "module ran, changes what it returns: hang it there before from_module"
+            )

@@ -1,0 +1,267 @@
+"""Balanced cuts of a chain of calls, by what they cost or by what a clock says."""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+from collections.abc import Callable, Sequence
+from itertools import accumulate
+from math import inf, isfinite
+from time import perf_counter
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from fsfunc import tree
+from fsfunc.frames import Frame, Stage, frame, inside
+from fsfunc.generators import generators_kept
+from fsfunc.sharded import Sharded, is_sharded
+
+__all__ = ["balance", "profile"]
+
+Number = int | float
+
+
+def balance(
+    costs: Sequence[Number],
+    n: int,
+    *,
+    memory: Sequence[Number] | None = None,
+    bound: Number | None = None,
+) -> list[int]:
+    """How many of consecutive calls each of ``n`` stages has, the largest sum least.
+
+    Among the cuts whose most costly stage costs least, the most even one: least sum of
+    squares of the stages' costs, then of their counts.
+
+    ==========================  =================================================
+    FairScale                   here
+    ==========================  =================================================
+    ``balance_by_time``         ``balance(profile(loss_fn, params, batch), n)``
+    ``balance_by_size``         ``balance([c.activations + 2 * c.weights
+                                for c in program(...).calls], n)``
+    ``auto_shard``              ``balance([c.weights for c in ....calls], n)``
+    time, within memory         ``balance(times, n, memory=sizes, bound=most)``
+    ``pipeline``'s default      ``balance([c.flops for c in ....calls], n)``
+    ==========================  =================================================
+
+    Args:
+        costs: of each call, in any unit; not negative.
+        n: the number of stages; each gets at least one call.
+        memory: of each call, in any unit, such as bytes.
+        bound: the most memory that a stage may have.
+
+    Raises:
+        ValueError: fewer calls than stages, a negative or infinite cost, memory of
+            another length than costs or without a bound, or a bound that no cut keeps.
+
+    Cost: O(n k log k) for k calls to find the least, at most O(n k^2) for the evenest.
+
+    Source: Bárány and Grinberg, Block partitions of sequences (2015), the problem.
+
+    >>> balance([1, 2, 3, 4, 5, 6], 3)
+    [3, 2, 1]
+    >>> balance([1, 1, 1, 1, 1, 1], 2, memory=[4, 4, 1, 1, 1, 1], bound=8)
+    [2, 4]
+    """
+    size = _sizes(costs, n, memory, bound)
+    spent = _sums(costs)
+    limit = _least(spent, size, n, bound)
+    if limit == inf:
+        raise ValueError(
+            f"no cut into {n} stages keeps each within memory {bound}: the calls "
+            f"need {list(memory or ())}"
+        )
+    return _most_even(spent, size, n, limit, bound)
+
+
+def _sizes(
+    costs: Sequence[Number],
+    n: int,
+    memory: Sequence[Number] | None,
+    bound: Number | None,
+) -> list[Number]:
+    """Running sums of the memory, once the arguments have been checked."""
+    if not isinstance(n, int) or n < 1:
+        raise ValueError(f"n={n!r}: there is at least one stage")
+    if n > len(costs):
+        raise ValueError(
+            f"{n} stages, but only {len(costs)} calls: each has at least 1"
+        )
+    if (memory is None) != (bound is None):
+        raise ValueError(
+            "memory= and bound= go together: one is given without the other"
+        )
+    if memory is not None and len(memory) != len(costs):
+        raise ValueError(f"memory of {len(memory)} calls, but costs of {len(costs)}")
+    for name, values in (("cost", costs), ("memory", memory or ())):
+        for i, value in enumerate(values):
+            if not isfinite(value) or value < 0:
+                raise ValueError(f"the {name} of call {i} is {value}")
+    return _sums(memory or [0] * len(costs))
+
+
+def _sums(values: Sequence[Number]) -> list[Number]:
+    return list(accumulate(values, initial=0))
+
+
+def _least(
+    spent: list[Number], size: list[Number], n: int, bound: Number | None
+) -> Number:
+    """The least cost of the largest stage.
+
+    ``best[i]`` is that of the first i calls in so many stages: it grows with i, while
+    the cost of the last stage falls as it begins later, so the best beginning is where
+    the two meet.
+    """
+    k = len(spent) - 1
+    best: list[Number] = [0, *([inf] * k)]
+    for stage in range(1, n + 1):
+        longer: list[Number] = [inf] * (k + 1)
+        for i in range(stage, k + 1):
+            first = stage - 1
+            if bound is not None:
+                first = max(first, _first_within(size, i, bound))
+            last = i - 1
+            meet = bisect_left(
+                range(first, i), True, key=lambda j: best[j] >= spent[i] - spent[j]
+            )
+            for j in (first + meet - 1, first + meet):
+                if first <= j <= last:
+                    longer[i] = min(longer[i], max(best[j], spent[i] - spent[j]))
+        best = longer
+    return best[k]
+
+
+def _first_within(size: list[Number], i: int, bound: Number) -> int:
+    """The earliest beginning of a stage that ends before call i and keeps the bound."""
+    return bisect_left(range(i), True, key=lambda j: size[i] - size[j] <= bound)
+
+
+def _most_even(
+    spent: list[Number], size: list[Number], n: int, limit: Number, bound: Number | None
+) -> list[int]:
+    """The cut of least (sum of squared costs, sum of squared counts) within limits."""
+    k = len(spent) - 1
+    best: list[tuple[Number, int]] = [(0, 0), *([(inf, 0)] * k)]
+    begins: list[list[int]] = []
+    for stage in range(1, n + 1):
+        longer: list[tuple[Number, int]] = [(inf, 0)] * (k + 1)
+        begin = [0] * (k + 1)
+        for i in range(stage, k + 1):
+            for j in range(i - 1, stage - 2, -1):
+                cost = spent[i] - spent[j]
+                if cost > limit or bound is not None and size[i] - size[j] > bound:
+                    break
+                value = (best[j][0] + cost**2, best[j][1] + (i - j) ** 2)
+                if value < longer[i]:
+                    longer[i], begin[i] = value, j
+        best = longer
+        begins.append(begin)
+    counts, end = [], k
+    for begin in reversed(begins):
+        counts.append(end - begin[end])
+        end = begin[end]
+    return counts[::-1]
+
+
+def profile(
+    loss_fn: Callable[..., Any], *args: Any, repeat: int = 3, **keywords: Any
+) -> list[float]:
+    """Seconds of the forward and backward pass of each unit call of ``loss_fn``.
+
+    Each unit call runs once to warm up and then ``repeat`` times, on the inputs that
+    the loss gives it; the median counts. What lies between the calls is not timed.
+
+    Args:
+        loss_fn: a loss that calls units.
+        args: its arguments, with data and whole; the first holds its parameters.
+        repeat: how many runs to take the median of.
+
+    Returns:
+        one time for each unit call, in order: what ``balance`` takes.
+
+    Raises:
+        ValueError: ``repeat`` below 1, or a sharded parameter.
+
+    Cost: ``repeat + 1`` steps, without an optimizer.
+
+    >>> import torch, fsfunc as ff
+    >>> layer = ff.unit(lambda p, x: torch.tanh(x @ p))
+    >>> def loss(params, x):
+    ...     return layer(params[1], layer(params[0], x)).sum()
+    >>> times = profile(loss, [torch.ones(3, 3)] * 2, torch.ones(2, 3))
+    >>> len(times), ff.balance(times, 2)
+    (2, [1, 1])
+    """
+    if repeat < 1:
+        raise ValueError(f"repeat={repeat}: at least one run is timed")
+    if not args:
+        raise TypeError(
+            "profile(loss_fn, params, ...): the first argument of the loss is missing"
+        )
+    for leaf in tree.leaves((args, keywords), is_leaf=is_sharded):
+        if isinstance(leaf, Sharded):
+            raise ValueError(
+                f"{leaf.layout} is sharded, and the clock needs whole parameters: "
+                "pass ff.unshard(params)"
+            )
+    clock = _CallTimer(repeat)
+    f = Frame(at=frame().at, compute=frame().compute, handlers=(clock,), in_loss=True)
+    params = tree.map(_differentiated, args[0])
+    with generators_kept(), inside(f):
+        with torch.inference_mode(False):  # and gradients on
+            loss_fn(params, *args[1:], **keywords)
+    return clock.times
+
+
+class _CallTimer(Stage):
+    """Times the unit calls of a loss."""
+
+    def __init__(self, repeat: int):
+        self.repeat = repeat
+        self.times: list[float] = []
+
+    def decide(self, call: Any, params: Any, inputs: Any, keywords: Any) -> Any:
+        """A unit call of the loss: timed, its outputs cut off from its graph."""
+        given = tree.map(_cut_off, (params, inputs, keywords))
+        timed: list[float] = []
+        self._run(call, *given)
+        for _ in range(self.repeat):
+            out, seconds = self._run(call, *given)
+            timed.append(seconds)
+        self.times.append(sorted(timed)[len(timed) // 2])
+        return tree.map(_cut_off, out)
+
+    def _run(
+        self, call: Any, params: Any, inputs: Any, keywords: Any
+    ) -> tuple[Any, float]:
+        start = _now((params, inputs, keywords))
+        out = call.body(params, *inputs, **keywords)
+        roots = [x for x in _tensors(out) if x.requires_grad]
+        leaves = [x for x in _tensors((params, inputs, keywords)) if x.requires_grad]
+        if roots and leaves:
+            ones = [torch.ones_like(x) for x in roots]
+            torch.autograd.grad(roots, leaves, ones, allow_unused=True)
+        return out, _now(out) - start
+
+
+def _tensors(values: Any) -> list[Tensor]:
+    return [x for x in tree.leaves(values) if isinstance(x, Tensor)]
+
+
+def _now(values: Any) -> float:
+    """The time once everything asked of the tensors' devices is done."""
+    for device in {x.device for x in _tensors(values) if x.is_cuda}:
+        torch.cuda.synchronize(device)
+    return perf_counter()
+
+
+def _differentiated(x: Any) -> Any:
+    real = isinstance(x, Tensor) and x.dtype.is_floating_point
+    return x.detach().requires_grad_() if real else x
+
+
+def _cut_off(x: Any) -> Any:
+    """A leaf of its own: it has no history, and asks for a gradient if ``x`` did."""
+    return x.detach().requires_grad_(x.requires_grad) if isinstance(x, Tensor) else x

@@ -1,0 +1,240 @@
+"""The shortest schedule that can be found for given costs and given memory.
+
+No closed form is best for every number of microbatches and every cost: `greedy` plays
+the pipeline forward in time under a few rules of thumb, adds the named schedules, and
+takes the one that ends first.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from itertools import product
+from math import inf
+
+from fsfunc.pipelining.actions import Action, Schedule, ScheduleError, ranks_for
+from fsfunc.pipelining.player import Player
+from fsfunc.pipelining.synchronous import (
+    gpipe,
+    interleaved_1f1b,
+    looped_bfs,
+    one_f_one_b,
+    zb_h1,
+    zb_v,
+)
+from fsfunc.pipelining.timing import Costs, simulate
+from fsfunc.pipelining.verification import held
+
+
+def greedy(
+    n_stages: int,
+    n_microbatches: int,
+    *,
+    costs: Costs | None = None,
+    memory_bound: float | None = None,
+    chunks: int = 1,
+) -> Schedule:
+    """Return the schedule with the least makespan of those found within the bound.
+
+    Found are the named schedules of as many stages a rank, and what greedy play gives:
+    a rank that is free takes what is ready, by a rule; each rule is tried, with the
+    stages laid out round and round and to and fro. Of equals the one that holds less.
+
+    Args:
+        n_stages: all stages, P * chunks.
+        n_microbatches: microbatches of a batch, from 1 on.
+        costs: what actions cost; None: f = i = w = 1 for a rank's stages together.
+        memory_bound: the most microbatches that a rank may hold (see `held`), from 1
+            on; None: any.
+        chunks: stages on each rank.
+
+    Raises:
+        ScheduleError: a count below 1, stages that chunks does not divide, a bound
+            below 1: a rank has to hold one microbatch.
+
+    Cost: plays the pipeline once for each rule: time in proportion to the actions.
+
+    >>> from fsfunc.pipelining.timing import bubble
+    >>> from fsfunc.pipelining.synchronous import zb_v
+    >>> short = greedy(8, 4, chunks=2)  # too few microbatches for zb_v
+    >>> bubble(zb_v(8, 4)), bubble(short), max(held(zb_v(8, 4))), max(held(short))
+    (3.0, 1.5, 4.0, 4.0)
+    >>> bubble(greedy(4, 8)), bubble(greedy(4, 8, memory_bound=3))
+    (3.0, 9.0)
+    """
+    costs = Costs() if costs is None else costs
+    ranks = ranks_for(n_stages, n_microbatches, chunks)
+    if memory_bound is not None and not memory_bound >= 1:
+        raise ScheduleError(
+            f"memory_bound={memory_bound}: a rank has to hold one microbatch at least"
+        )
+    found = [
+        schedule
+        for schedule in _named(n_stages, n_microbatches, chunks)
+        if memory_bound is None or max(held(schedule)) <= memory_bound
+    ]
+    bound = n_microbatches if memory_bound is None else memory_bound
+    counts = range(chunks, n_microbatches * chunks + 1)
+    room = max(count for count in counts if count / chunks <= bound)
+    for owners in _placements(ranks, chunks):
+        for rule in RULES:
+            found.append(ListScheduler(owners, n_microbatches, costs, room, rule).run())
+    return min(found, key=lambda each: (_ends(each, costs), max(held(each))))
+
+
+def _named(n_stages: int, n_microbatches: int, chunks: int) -> Iterator[Schedule]:
+    """Yield the named schedules of so many stages a rank, the frugal ones first."""
+    if chunks == 1:
+        for make in (one_f_one_b, zb_h1, gpipe):
+            yield make(n_stages, n_microbatches)
+        return
+    if chunks == 2:
+        yield zb_v(n_stages, n_microbatches)
+    for make in (interleaved_1f1b, looped_bfs):
+        yield make(n_stages, n_microbatches, chunks=chunks)
+
+
+def _placements(ranks: int, chunks: int) -> list[list[int]]:
+    """Return the ranks of the stages: round and round, and to and fro."""
+    order = list(range(ranks))
+    rounds = order * chunks
+    turns = [rank for n in range(chunks) for rank in order[:: -1 if n % 2 else 1]]
+    return [rounds] if rounds == turns else [rounds, turns]
+
+
+def _ends(schedule: Schedule, costs: Costs) -> float:
+    return max(event.end for event in simulate(schedule, costs))
+
+
+@dataclass(frozen=True)
+class Rule:
+    """How a free rank chooses: an I that is ready, else an F, else a W.
+
+    Args:
+        deep: of several forwards that of the last stage; else that of the earliest
+            round of P microbatches, and there of the first stage.
+        patience: leave a W where an I or F is known to become ready before this share
+            of the W's time has passed.
+    """
+
+    deep: bool
+    patience: float
+
+
+RULES = [Rule(*each) for each in product([True, False], [0.0, 0.5, 1.0])]
+
+
+class ListScheduler(Player):
+    """The pipeline played in time, each rank choosing what it starts when it is free.
+
+    Every stage goes by microbatch.
+
+    Args:
+        owners: the rank of each stage.
+        room: what a rank may hold, in microbatches of one of its stages.
+    """
+
+    def __init__(
+        self,
+        owners: list[int],
+        n_microbatches: int,
+        costs: Costs,
+        room: int,
+        rule: Rule,
+    ) -> None:
+        super().__init__()
+        self.owners, self.count, self.costs = owners, n_microbatches, costs
+        self.room, self.rule = room, rule
+        ranks = max(owners) + 1
+        self.chunks = len(owners) // ranks
+        self.mine = [[s for s, r in enumerate(owners) if r == k] for k in range(ranks)]
+        self.rows: list[list[Action]] = [[] for _ in range(ranks)]
+        self.free: list[float] = [0] * ranks  # when its last action ends
+        self.holds = [0] * ranks
+        # The ends of each stage's actions of a kind: as many as there have been.
+        self.ends: dict[str, list[list[float]]] = {
+            kind: [[] for _ in owners] for kind in "FIW"
+        }
+
+    def run(self) -> Schedule:
+        self.play(map(self._rank, range(len(self.rows))))
+        return tuple(tuple(row) for row in self.rows)
+
+    def _rank(self, rank: int) -> Iterator[None]:
+        while True:
+            if self.free[rank] <= self.now:
+                choice = self._choose(rank, self.now)
+                if choice is not None:
+                    self._start(rank, self.now, *choice)
+            yield
+
+    def _choose(self, rank: int, now: float) -> tuple[str, int] | None:
+        """Return the kind and stage of what the rank starts now, None for nothing."""
+        ready: dict[str, list[tuple[int, int]]] = {"I": [], "F": [], "W": []}
+        soon = inf
+        for stage in self.mine[rank]:
+            for kind in "IF":
+                time = self._time(kind, stage)
+                if time <= now:
+                    earliest = len(self.ends[kind][stage]) // len(self.mine)
+                    deep = kind == "I" or self.rule.deep
+                    ready[kind].append((0, -stage) if deep else (earliest, stage))
+                else:
+                    soon = min(soon, time)
+            done = len(self.ends["W"][stage])
+            if done < len(self.ends["I"][stage]):
+                ready["W"].append((done, -stage))
+        for kind in "IF":
+            if ready[kind]:
+                return kind, abs(min(ready[kind])[1])
+        if ready["W"]:
+            stage = abs(min(ready["W"])[1])
+            w = self.costs.of(Action("W", stage, 0), self.chunks)
+            if soon >= now + self.rule.patience * w:
+                return "W", stage
+        return None
+
+    def _time(self, kind: str, stage: int) -> float:
+        """Return when the stage's next F or I can start, inf where that is unknown."""
+        m = len(self.ends[kind][stage])
+        rank = self.owners[stage]
+        other = stage - 1 if kind == "F" else stage + 1
+        if m == self.count or kind == "F" and not self._fits(stage):
+            return inf
+        time = 0.0
+        if kind == "I":
+            if m == len(self.ends["F"][stage]):
+                return inf
+            time = self.ends["F"][stage][m]
+        if 0 <= other < len(self.owners):
+            if m == len(self.ends[kind][other]):
+                return inf
+            far = self.owners[other] != rank
+            time = max(time, self.ends[kind][other][m] + far * self.costs.send)
+        return time
+
+    def _fits(self, stage: int) -> bool:
+        """Return whether, after one more F, all under way can end, oldest first."""
+        rank = self.owners[stage]
+        room = self.room - self.holds[rank] - 1
+        begun = [len(self.ends["F"][s]) + (s == stage) for s in self.mine[rank]]
+        ended = [len(self.ends["W"][s]) for s in self.mine[rank]]
+        for m in range(min(ended), max(begun)):
+            if room >= self.chunks or room < 0:
+                break
+            if room < sum(n <= m for n in begun):
+                return False
+            room += sum(a <= m < b for a, b in zip(ended, begun, strict=True))
+        return room >= 0
+
+    def _start(self, rank: int, now: float, kind: str, stage: int) -> None:
+        action = Action(kind, stage, len(self.ends[kind][stage]))
+        end = now + self.costs.of(action, self.chunks)
+        self.ends[kind][stage].append(end)
+        self.rows[rank].append(action)
+        self.holds[rank] += {"F": 1, "I": 0, "W": -1}[kind]
+        self.free[rank] = end
+        self.wake(rank, end)
+        other = stage + {"F": 1, "I": -1, "W": 0}[kind]
+        if 0 <= other < len(self.owners):
+            self.wake(self.owners[other], end + self.costs.send)

@@ -1,0 +1,299 @@
+"""Stages that update in between: a pipelined loss that is itself a train step."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from fsfunc import tree
+from fsfunc.autodiff import GradientCall, Outcome, value_and_grad
+from fsfunc.comm.collective_ops import run_by
+from fsfunc.comm.groups import RankGroup, group
+from fsfunc.comm.ledgers import silence
+from fsfunc.comm.linear_maps import LinearMap
+from fsfunc.comm.mesh import Mesh, here
+from fsfunc.differentiated import Leaves
+from fsfunc.frames import Frame, Interpretation, frame, inside
+from fsfunc.losses import loss_parts
+from fsfunc.optim import Optimizer
+from fsfunc.pipelining.actions import Action, Schedule, ScheduleError, owners
+from fsfunc.pipelining.cutting import Stages
+from fsfunc.pipelining.delayed import staleness
+from fsfunc.pipelining.microbatches import Part, blank, combined, cut_batch, everywhere
+from fsfunc.pipelining.piping import Pipelining
+from fsfunc.pipelining.runtime import Microbatch, Worker
+from fsfunc.sharded import is_sharded
+
+__all__ = ["Predict", "Updating"]
+
+Predict = Callable[[Any, Any, int], Any]
+
+
+class Updating(Pipelining):
+    """What ``pipeline`` makes of a loss whose stages update in between.
+
+    Args:
+        optimizer: applied by each rank to its own leaves, at every U.
+        predict: ``(params, opt_state, updates) -> params``, some updates ahead.
+    """
+
+    def __init__(
+        self,
+        mesh: Mesh,
+        axis: str,
+        n: int,
+        schedule: Schedule,
+        stages: Stages,
+        optimizer: Optimizer,
+        predict: Predict | None,
+    ):
+        _check_schedule(schedule)
+        super().__init__(mesh, axis, n, schedule, stages)
+        self.optimizer, self.predict = optimizer, predict
+        self.late = staleness(schedule)
+        self.is_tried = False
+
+    def step(self, loss: Callable[..., Any]) -> Callable[..., Any]:
+        """The train step of a loss; it runs in reach of this interpretation."""
+        _check_around(getattr(loss, "interpretations", ()))
+
+        def step(state: Any, *batch: Any, **named: Any) -> tuple[Any, dict[str, Any]]:
+            f = frame()
+            _check_around(f.handlers[:-1])
+            if f.handlers[-1] is not self:  # recorded, by what stands for it
+                value, grads = value_and_grad(loss)(state.params, *batch, **named)
+                return state.apply_gradients(grads, self.optimizer), {"loss": value}
+            if state.opt_state is None:
+                raise ValueError(
+                    "this state has no optimizer state: make it by ff.init_state(step, "
+                    "params, optimizer, batch)"
+                )
+            running = _Running(loss, state.params, state.opt_state)
+            value = value_and_grad(running)(state.params, *batch, **named)[0]
+            changes = {"params": running.params, "opt_state": running.opt_state}
+            return state.replace(step=state.step + 1, **changes), {"loss": value}
+
+        step.interpretations = getattr(loss, "interpretations", ())  # type: ignore
+        return step
+
+    def _differentiate(self, depth: int, number: int, call: GradientCall) -> Outcome:
+        running = call.fn
+        f = frame().but(donated=None)  # forwards use old versions
+        parts = cut_batch(call.args, call.keywords, (0,), self.n)
+        batches = [
+            Microbatch(p, self.cuts.of(running.loss, p, (0,), number)) for p in parts
+        ]
+        where = group(self.axis, here(self.mesh))
+        blanks = [loss_parts(blank(b.cut.program.loss.outputs), False) for b in batches]
+        if any(weight is not None for _, weight, _ in blanks):
+            raise ValueError(
+                "an asynchronous schedule updates before all weights of a Weighted "
+                "loss are known: return the mean over the microbatch's rows"
+            )
+        self.cuts.check([b.cut for b in batches], running.params)
+        self._check_leaves(batches, running.params)
+        if where.size > 1 and not self.is_tried:
+            self._try(running, f)
+            self.is_tried = True
+        worker = _UpdatingWorker(
+            self, running, batches, where, f, depth, self.late[where.index]
+        )
+        worker.run(self._actions(batches, where))
+        running.params, running.opt_state = worker.params, worker.opt_state
+        source = self.owners[-1]
+        results = [
+            worker.results[m] if where.index == source else blanks[m]
+            for m in range(self.n)
+        ]
+        summed = combined(results, [p.share for p in parts])
+        total, _, _ = everywhere(summed, where, source)
+        return Outcome(total, None, (None,), None, self.n)
+
+    def _check_leaves(self, batches: Sequence[Microbatch], params: Any) -> None:
+        """Raises where a rank cannot update its leaves alone."""
+        readers: dict[str, set[int]] = {}
+        for batch in {id(b.cut): b for b in batches}.values():
+            for stage in batch.cut.stages:
+                for path in stage.leaves | stage.reads:
+                    readers.setdefault(path, set()).add(self.owners[stage.number])
+        paths, leaves, _ = tree.flatten_with_paths(params, is_leaf=is_sharded)
+        size = len(self.schedule)
+        for path, leaf in zip(paths, leaves, strict=True):
+            ranks = sorted(readers.get(path, ()))
+            if is_sharded(leaf) and leaf.layout.parts != leaf.layout.owned:
+                raise ValueError(
+                    f"{path!r} is {leaf.layout}: an asynchronous schedule goes without "
+                    "shard, as its stages update at times of their own"
+                )
+            trained = isinstance(leaf, Tensor) and leaf.is_floating_point()
+            if size == 1 or not ranks or not trained:
+                continue
+            if len(ranks) > 1:
+                raise ValueError(
+                    f"{path!r} is used by stages of the ranks {ranks}, which update at "
+                    "different times: under an asynchronous schedule a leaf belongs to "
+                    "one stage. Choose stages= so that one has all its uses, or use "
+                    "another schedule"
+                )
+            raise ValueError(
+                f"{path!r} is whole on every rank, but only rank {ranks[0]} would "
+                "update it: make the state by ff.init_state(step, params, optimizer, "
+                "batch), and read the leaf in a unit, not in the loss"
+            )
+
+    def _try(self, running: _Running, f: Frame) -> None:
+        """Raises where the optimizer would communicate, or predict would fail."""
+
+        def refused(x: Tensor, how: LinearMap, where: RankGroup) -> Any:
+            raise ValueError(
+                f"the optimizer issues {how.op} over {where.name}, but under an "
+                "asynchronous schedule every rank updates at times of its own: do "
+                "without what sums over all leaves, such as clip_by_global_norm, or "
+                "use another schedule"
+            )
+
+        params, opt_state = running.params, running.opt_state
+        zeros = Leaves((params,), (0,))
+        (grads,) = zeros.grads([torch.zeros_like(x) for x in zeros.tensors])
+        with torch.no_grad(), inside(f), silence(), run_by(refused):
+            self.optimizer.apply(grads, opt_state, params)
+            self.ahead(params, opt_state, 1)
+
+    def ahead(self, params: Any, opt_state: Any, updates: int) -> Any:
+        """The parameters that a forward uses whose gradient is some updates late."""
+        if self.predict is None or not updates:
+            return params
+        predicted = self.predict(params, opt_state, updates)
+        tree.check_same_structure(
+            params, predicted, what="predicted parameters",
+            against="the parameters", is_leaf=is_sharded,
+        )  # fmt: skip
+        return predicted
+
+
+class _Running:
+    """The loss of one call, and the state as the call changes it."""
+
+    def __init__(self, loss: Callable[..., Any], params: Any, opt_state: Any):
+        self.loss, self.params, self.opt_state = loss, params, opt_state
+
+    def __call__(self, *args: Any, **keywords: Any) -> Any:
+        return self.loss(*args, **keywords)
+
+
+class _Version:
+    """Parameters as some forwards use them: leaves of autograd's graphs."""
+
+    def __init__(self, params: Any):
+        self.leaves = Leaves((params,), (0,))
+        self.values = [x.detach().requires_grad_() for x in self.leaves.tensors]
+        (self.params,) = self.leaves.args(self.values)
+
+
+class _UpdatingWorker(Worker):
+    """One rank of one call: a :class:`Worker` whose parameters change on the way.
+
+    Args:
+        late: by microbatch, how many updates come between its forward and backward.
+
+    After ``run``, ``params`` and ``opt_state`` are the new ones.
+    """
+
+    def __init__(
+        self,
+        handler: Updating,
+        running: _Running,
+        microbatches: Sequence[Microbatch],
+        where: RankGroup,
+        frame: Frame,
+        depth: int,
+        late: Sequence[int],
+    ):
+        super().__init__(
+            running.loss,
+            lambda returned: loss_parts(returned, False),
+            microbatches, handler.owners, where, frame, depth, (),
+        )  # fmt: skip
+        self.optimizer, self.ahead, self.late = handler.optimizer, handler.ahead, late
+        self.params, self.opt_state = running.params, running.opt_state
+        self.actual = self.version = _Version(self.params)
+        self.used: dict[int, _Version] = {}  # by microbatch, till its backward
+        # Of the microbatches since the last update: sums, and their rows.
+        self.sums: list[Tensor | None] = [None] * len(self.actual.values)
+        self.share = 0.0
+
+    def _F(self, a: Action) -> None:
+        with torch.no_grad(), inside(self.frame):
+            late = self.late[a.microbatch]
+            params = self.ahead(self.params, self.opt_state, late)
+        self.version = self.actual if params is self.params else _Version(params)
+        self.used[a.microbatch], self.values = self.version, self.version.values
+        super()._F(a)
+
+    def _returned(self, part: Part) -> Any:
+        # Not a function that knows this worker: a circle, in which tensors would wait.
+        return self.call(self.version.params, *part.args[1:], **part.keywords)
+
+    def _B(self, a: Action) -> None:
+        with self._gathering(a):
+            super()._B(a)
+
+    def _W(self, a: Action) -> None:
+        with self._gathering(a):
+            super()._W(a)
+
+    @contextmanager
+    def _gathering(self, a: Action) -> Iterator[None]:
+        """Adds the gradients of the version that a microbatch used to the sums."""
+        values = self.used.pop(a.microbatch).values
+        for x, g in zip(values, self.sums, strict=True):
+            x.grad = g
+        yield
+        self.sums = [x.grad for x in values]
+        for x in values:
+            x.grad = None
+        self.share += self.microbatches[a.microbatch].part.share
+
+    def _U(self, a: Action) -> None:
+        held = [g for g in self.sums if g is not None]
+        if held:
+            torch._foreach_div_(held, self.share)
+        (grads,) = self.actual.leaves.grads(self.sums)
+        with torch.no_grad(), inside(self.frame):
+            self.params, self.opt_state = self.optimizer.apply(
+                grads, self.opt_state, self.params
+            )
+        self.actual = _Version(self.params)
+        self.sums = [None] * len(self.sums)
+        self.share = 0.0
+
+
+def _check_schedule(schedule: Schedule) -> None:
+    """Raises where a schedule's updates leave no state that all ranks agree on."""
+    if len(owners(schedule)) > len(schedule):
+        raise ScheduleError(
+            f"{len(owners(schedule))} stages on {len(schedule)} ranks: under an "
+            "asynchronous schedule a rank has one stage"
+        )
+    counts = [sum(action.kind == "U" for action in row) for row in schedule]
+    if len(set(counts)) > 1:
+        raise ScheduleError(
+            f"the ranks update {counts} times: the state counts updates, so every "
+            "stage has equally many"
+        )
+
+
+def _check_around(handlers: Sequence[Interpretation]) -> None:
+    """Raises where another transform would reinterpret the gradient call."""
+    for handler in (getattr(h, "handler", h) for h in handlers):
+        if type(handler).gradient is not Interpretation.gradient:
+            name = type(handler).__name__.strip("_").lower()
+            raise ValueError(
+                f"{name} around or inside an asynchronous pipeline: its stages update "
+                "at times of their own, so there is no gradient of the step that "
+                "another transform could sum or shard; use another schedule"
+            )

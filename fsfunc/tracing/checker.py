@@ -1,0 +1,243 @@
+"""Watching a step that runs on fake tensors: what its units, moves and gradients mean.
+
+A :class:`Checker` knows the types of values (`Operators`), and is told of all that is
+no operator of torch. It stands where a plan has its rehearsal: it runs the bodies of
+units, inside which every value is the rank's own.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import replace
+from typing import Any
+
+from torch import Tensor
+
+from fsfunc import _torch, tree
+from fsfunc.comm.attribution import internal, is_internal, source_line
+from fsfunc.comm.collective_ops import Watcher
+from fsfunc.comm.crossings import GATHER, OWN
+from fsfunc.comm.groups import RankGroup
+from fsfunc.comm.linear_maps import LinearMap
+from fsfunc.comm.mesh import here
+from fsfunc.frames import Tracer, frame
+from fsfunc.sharded import Sharded, is_sharded
+from fsfunc.tracing.knowledge import Seen
+from fsfunc.tracing.refusals import refusal
+from fsfunc.tracing.typed_operators import Operators
+from fsfunc.tracing.types import PARTS, Kind, agrees, misused, moved_to
+
+__all__ = ["Checker"]
+
+
+class Checker(Tracer, Watcher, Operators):
+    """Types the values of a step, and raises where one has none.
+
+    ``calls`` are the signatures of the calls of sharded functions. Of a pipelined loss
+    it sees what that returns: in it sharded leaves go into units alone.
+    """
+
+    def __init__(
+        self, rank: int, axes: tuple[str, ...], alone: bool, varying: Iterable[int] = ()
+    ):
+        Operators.__init__(self, rank, axes, alone, varying)
+        self.calls: list[Any] = []
+        self._parameters: set[int] = set()  # plain leaves that were differentiated
+        self._functions: dict[str, str] = {}  # around collectives, and where these are
+        self._answered: set[str] = set()  # those whose backward sends something
+
+    # Collectives
+
+    def moved(self, x: Tensor, how: LinearMap, where: RankGroup, y: Tensor) -> None:
+        if frame().path:
+            return
+        if where.size == 1:
+            self.known.give(y, Kind.A, f"what {how.op} gives")
+            return
+        if not where.mean:  # of other axes: it stays whose it was
+            seen = self.known.of(x)
+            summed = how.of == "P" and seen.kind is Kind.P
+            if summed and set(where.axis) & set(here().mean):
+                seen = Seen(Kind.A, f"what {how.op} gives", source_line())
+            self.known.put(y, seen)
+            return
+        seen, node = self.known.of(x), _torch.current_node()
+        if node is not None:
+            self._answered.add(node.name())
+        elif cls := _torch.function_around():
+            self._functions[f"{cls.__name__}Backward"] = source_line()
+        if node is not None and self.nodes.in_a_body(node, self.nodes.new()):
+            self.known.give(y, self.own, "a unit's derivative")
+            return
+        why = misused(how, seen.kind)
+        if how == GATHER and seen.kind is Kind.K and x.ndim > 1:
+            why = "rows"  # of parts there is one dim: vmap brought the others
+        if why:
+            raise refusal(why, how.op, [seen], None)
+        if how.op == "enter":
+            self._parameters.add(_torch.storage_key(_torch.unwrapped(x)))
+        self.known.give(y, moved_to(how, seen.kind), f"what {how.op} gives")
+
+    def collective(self, x: Tensor, how: LinearMap, where: RankGroup) -> None:
+        seen = self.known.of(x)
+        parts = seen.kind in PARTS and how != OWN
+        if where.mean and not frame().path and parts:
+            raise refusal("parts", how.op, [seen], None)
+
+    def claimed(self, x: Tensor, what: str) -> None:
+        if not frame().path and self.known.kind(x) is Kind.V:
+            raise refusal("disagrees", what, [self.known.of(x)], None)
+
+    def measured(self, x: Tensor, what: str) -> None:
+        """Raises where the shape is asked of what shows a placed leaf's elements."""
+        seen = self.known.of(x)
+        if (seen.kind is Kind.S or seen.flat) and not frame().path:
+            raise refusal("shape", what, [seen], None)
+
+    def laid(self, leaf: Sharded) -> None:
+        seen = self.known.of(leaf._local)
+        if seen.kind not in PARTS and leaf.ndim > 1:
+            self.known.put(leaf._local, replace(seen, flat=True))
+
+    def assumed(self, y: Tensor, kind: str) -> None:
+        alone = self.own is Kind.A
+        self.known.give(y, Kind.A if alone else Kind[kind], "what assume gave")
+
+    def used(self, x: Tensor) -> None:
+        node = x.grad_fn if self._functions else None
+        name = "" if node is None else node.name()
+        if node is not None and name in self._functions:
+            del self._functions[name]
+            node.register_hook(lambda *_: self._ran(name.removesuffix("Backward")))
+
+    def _ran(self, name: str) -> None:
+        """A Function's backward has run; a collective's own sends."""
+        if f"{name}Backward" not in self._answered:
+            raise refusal("unanswered", name, [], None)
+
+    # Calls of sharded functions, and units
+
+    def called(self, key: Any, args: Any, keywords: Any, mean: Sequence[str]) -> None:
+        self.calls.append(key)
+        for i, value in enumerate((*args, keywords)):
+            paths, leaves, _ = tree.flatten_with_paths(value, is_leaf=is_sharded)
+            for path, x in zip(paths, leaves, strict=True):
+                name = f"argument {i}" + (f" at {path!r}" if path else "")
+                name = repr(path) if i == 0 and path else name
+                if isinstance(x, Sharded):
+                    cut = self.own is Kind.V and set(x.layout.axes) & set(mean)
+                    kind = Kind.S if cut else Kind.I
+                    self.known.meet(x._local, placed(x, kind, name))
+                elif isinstance(x, Tensor):
+                    self.known.meet(x, Seen(self.own if i else Kind.I, name))
+
+    def takes(self, name: str, leaves: Iterable[Sharded]) -> None:
+        for leaf in leaves:
+            self.claimed(leaf._local, f"unit {name!r}")
+
+    def body(self, call: Any, params: Any, inputs: Any, keywords: Any) -> Any:
+        """Runs a unit's function, whose results are the rank's own."""
+        outermost = not call.frame.path
+        if outermost:
+            for x in tree.leaves((inputs, keywords), is_leaf=is_sharded):
+                if isinstance(x, Tensor) and self.known.kind(x) in PARTS:
+                    raise refusal("input", call.name, [self.known.of(x)], None)
+        taken = {
+            _torch.storage_key(_torch.unwrapped(x))
+            for x in tree.leaves((params, inputs, keywords), is_leaf=is_sharded)
+            if isinstance(x, Tensor)
+        }
+        start, before = self.nodes.begin(), self.given
+        self.given = before | taken  # whole parameters may lie where their parts do
+        with internal(False):
+            out = call.unit.checked(params, inputs, keywords)
+        self.given = before
+        self.nodes.body(start)
+        if not outermost:
+            return out
+
+        def own(y: Any) -> Any:
+            if not isinstance(y, Tensor):
+                return y
+            if _torch.storage_key(_torch.unwrapped(y)) in taken:
+                y = y.clone()
+            self.known.give(y, self.own, f"what unit {call.name!r} returned")
+            return y
+
+        return tree.map(own, out, is_leaf=is_sharded)
+
+    # Derivatives
+
+    def gradient(self, by: Any, found: Any, averaged: Callable[[Tensor], bool]) -> None:
+        for x, g in _pairs(by, found):
+            if isinstance(x, Sharded) and isinstance(g, Sharded):
+                self._pair(x._local, g._local)
+            elif isinstance(x, Tensor):
+                self._pair(x, g, averaged(x))
+
+    def reduced(self, by: Any, grads: Any) -> None:
+        for x, g in _pairs(by, grads):
+            if isinstance(x, Sharded) and isinstance(g, Sharded):
+                kind, name = self.known.kind(x._local), f"the gradient by {x.name!r}"
+                seen = placed(g, kind, name)
+                self.known.put(g._local, replace(seen, where=source_line()))
+                if kind is Kind.I:
+                    local = _torch.unwrapped(x._local)
+                    self._parameters.add(_torch.storage_key(local))
+
+    def pulled(self, inputs: Iterable[Any], grads: Iterable[Any]) -> None:
+        """A gradient was taken that nobody averages afterwards."""
+        if not frame().path and not is_internal():
+            for x, g in zip(inputs, grads, strict=True):
+                self._pair(x, g)
+
+    def _pair(self, x: Any, g: Any, averaged: bool = False) -> None:
+        """Holds the type of a gradient against that of what it is a gradient by."""
+        if not isinstance(x, Tensor) or not isinstance(g, Tensor):
+            return
+        of, found = self.known.of(x), self.known.of(g)
+        if of.kind is Kind.I:
+            self._parameters.add(_torch.storage_key(_torch.unwrapped(x)))
+        if of.kind is Kind.S:
+            if found.kind is Kind.V:
+                raise refusal("own gradient", "", [of, found], None)
+            self.known.give(g, Kind.S, of.what)
+        elif found.kind in PARTS:
+            raise refusal("term", "", [of, found], None)
+        elif of.kind in (Kind.K, Kind.I) and not agrees(found.kind) and not averaged:
+            why = "whose" if of.kind is Kind.K else "unaveraged"
+            raise refusal(why, "", [of, found], None)
+        elif of.parameter and found.kind is Kind.V and not averaged:
+            raise refusal("made of one", "", [of, found], None)
+
+    def returned(self, state: Any, out: Any) -> None:
+        """Holds what a step returns against the state that it was given."""
+        for y in tree.leaves(out, is_leaf=is_sharded):
+            if isinstance(y, Sharded) and self.known.kind(y._local) is Kind.V:
+                leaf = Seen(Kind.I, repr(y.name) if y.name else "a placed leaf")
+                raise refusal("returned", "", [leaf, self.known.of(y._local)], None)
+        new = out[:1] if isinstance(out, tuple) else (out,)
+        leaves, treedef = tree.flatten(state, is_leaf=is_sharded)
+        found, other = tree.flatten(new, is_leaf=is_sharded)
+        if treedef != other:
+            return  # it returns something else
+        for x, y in zip(leaves, found, strict=True):
+            if isinstance(x, Sharded) and isinstance(y, Sharded):
+                x, y = x._local, y._local
+            if not isinstance(x, Tensor) or not isinstance(y, Tensor):
+                continue
+            same = x.shape == y.shape and _torch.storage_key(x) in self._parameters
+            if same and self.known.kind(y) is Kind.V:
+                seen = [self.known.of(x), self.known.of(y)]
+                raise refusal("returned", "", seen, None)
+
+
+def placed(x: Sharded, kind: Kind, name: str) -> Seen:
+    """What is known of a placed leaf's own tensor."""
+    return Seen(kind, name, flat=kind is Kind.I and x.ndim > 1)
+
+
+def _pairs(by: Any, found: Any) -> list[tuple[Any, Any]]:
+    leaves, treedef = tree.flatten(by, is_leaf=is_sharded)
+    grads: list[Any] = treedef.flatten_up_to(found)  # type: ignore[arg-type]
+    return list(zip(leaves, grads, strict=True))

@@ -1,0 +1,91 @@
+"""A program's listing with what repeats folded: equal layers are one line."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+
+__all__ = ["folded"]
+
+# Which call, which result of glue, which member of a list: all that may count up.
+_COUNTS = re.compile(r"((?<=[%/])\d+|(?<=\bg)\d+)\b")
+_LEAST = 3  # repeats that are worth folding
+_LONGEST = 32  # lines that are looked at as one repeat
+
+_Line = tuple[tuple[str, ...], tuple[int, ...]]  # the text around numbers; the numbers
+
+
+def folded(lines: Sequence[str]) -> list[str]:
+    """``lines``, where blocks that repeat with numbers counting up are shown once.
+
+    A number that counts from a to b is shown as ``a-b``, and at the end how often:
+
+    >>> print("\\n".join(folded([f"%{i + 1} = f(p/{i}, %{i})" for i in range(4)])))
+    %1-4 = f(p/0-3, %0-3)  x4
+
+    A block of several lines is bracketed, with how often beside its first:
+
+    >>> lines = [s for i in range(3) for s in (f"  g{i} = neg(x)", f"%{i} = f(g{i})")]
+    >>> print("\\n".join(folded(lines)))
+    [ g0-2 = neg(x)  x3
+    [%0-2 = f(g0-2)
+    """
+    parsed = [_parsed(line) for line in lines]
+    out: list[str] = []
+    i = 0
+    while i < len(lines):
+        period, times = _repeats(parsed, i)
+        if times < _LEAST:
+            out.append(lines[i])
+            i += 1
+            continue
+        last = i + period * (times - 1)
+        for k in range(period):
+            text = _ranged(parsed[i + k], parsed[last + k])
+            if period > 1:
+                text = "[" + (text[1:] if text.startswith(" ") else text)
+            out.append(text if k else f"{text}  x{times}")
+        i += period * times
+    return out
+
+
+def _parsed(line: str) -> _Line:
+    parts = _COUNTS.split(line)
+    return tuple(parts[::2]), tuple(map(int, parts[1::2]))
+
+
+def _repeats(lines: Sequence[_Line], i: int) -> tuple[int, int]:
+    """(lines in a block, how often it comes from line ``i`` on) that folds the most."""
+    best = 1, 1
+    for period in range(1, min(_LONGEST, (len(lines) - i) // _LEAST) + 1):
+        times = _times(lines, i, period)
+        if times >= _LEAST and period * times > best[0] * best[1]:
+            best = period, times
+    return best
+
+
+def _times(lines: Sequence[_Line], i: int, period: int) -> int:
+    """How often ``period`` lines come from ``i`` on, each number counting evenly."""
+    times, steps = 1, None
+    while i + period * (times + 1) <= len(lines):
+        a = i + period * (times - 1)
+        found: list[tuple[int, ...]] = []
+        for k in range(a, a + period):
+            (text, before), (other, after) = lines[k], lines[k + period]
+            if text != other:
+                return times
+            found.append(tuple(y - x for x, y in zip(before, after, strict=True)))
+        if steps is None:
+            steps = found
+        if found != steps or any(step < 0 for row in found for step in row):
+            return times
+        times += 1
+    return times
+
+
+def _ranged(first: _Line, last: _Line) -> str:
+    """A line with ``a-b`` for each number that counts from a to b."""
+    text = first[0][0]
+    for a, b, after in zip(first[1], last[1], first[0][1:], strict=True):
+        text += (str(a) if a == b else f"{a}-{b}") + after
+    return text

@@ -1,0 +1,276 @@
+"""The type of what each operator of a step makes, between its units.
+
+:class:`Operators` is a dispatch mode, so that it sees backward passes too, and through
+every transform of ``torch.func``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from fsfunc import _torch
+from fsfunc.comm.attribution import is_internal, is_own_call, source_line
+from fsfunc.comm.mesh import asks
+from fsfunc.frames import frame
+from fsfunc.tracing.knowledge import (
+    OF_LISTS,
+    Known,
+    Nodes,
+    Origin,
+    Seen,
+    flat,
+    names_dims,
+    number,
+    operand,
+    rows,
+    shown,
+)
+from fsfunc.tracing.modes import OperatorMode
+from fsfunc.tracing.operator_classes import COPIES, TURNS, OperatorClass, class_of
+from fsfunc.tracing.refusals import refusal
+from fsfunc.tracing.types import PARTS, Kind, Operand, Untyped, result
+
+__all__ = ["SharedOp", "Operators"]
+
+_EQUAL: Any = torch.ops.aten.equal.default
+
+
+@dataclass(frozen=True)
+class SharedOp:
+    """What one operator did on the way of what should be one value on all ranks.
+
+    Args:
+        constants: the numbers that it was given, and what its constant tensors are.
+    """
+
+    name: str
+    constants: tuple[Any, ...]
+    where: str
+
+
+class Operators(OperatorMode):
+    """Types what operators make of values, and raises where that has no type.
+
+    Args:
+        rank: whose program it is; ``axes``: over which its loss is a mean;
+            ``alone``: whether there is no other rank on them.
+        varying: which events had constants that differ from rank to rank.
+
+    ``events`` are what the ranks must agree on; ``known`` what is known of tensors;
+    ``given`` the memory that the bodies of units which run were given.
+    """
+
+    def __init__(
+        self, rank: int, axes: tuple[str, ...], alone: bool, varying: Iterable[int] = ()
+    ):
+        super().__init__()
+        self.rank, self.axes, self.varying = rank, axes, set(varying)
+        self.own = Kind.A if alone else Kind.V
+        self.events: list[SharedOp] = []
+        self.known, self.nodes = Known(), Nodes()
+        self.given: set[int] = set()
+        self._along = False  # whether an operator was given dims
+        self._paused = False
+
+    def operator(self, func: Any, args: Any, kwargs: Any) -> Any:
+        asked = func is _EQUAL or _torch.tells_value(func)
+        if asked and isinstance(args[0], _torch.FakeTensor):
+            return self._value(args[0], func)
+        numbers = self.nodes.new()
+        out = self.run(func, args, kwargs)
+        if self._paused:
+            return out
+        if path := frame().path:  # there all is the rank's own, whatever it does
+            self._captured(path[0], args, kwargs)
+            return out
+        written = _torch.written(func, args, kwargs)
+        made = [x for x in flat([out, written]) if isinstance(x, Tensor)]
+        if made:
+            self._paused = True
+            try:
+                if func._schema.name.startswith(OF_LISTS):
+                    for row, results in rows(args, kwargs, made):
+                        self._note(func, row, results, bool(written), numbers)
+                else:
+                    self._along = names_dims(func, args, kwargs)
+                    given = [*flat(args), *flat(kwargs)]
+                    self._note(func, given, made, bool(written), numbers)
+            finally:
+                self._paused = False
+        return out
+
+    def _value(self, x: Tensor, func: Any) -> Any:
+        """A number in place of one that nobody has; an own one tells ranks apart."""
+        if func is _EQUAL or x.dtype == torch.bool:
+            return func is _EQUAL
+        own = self.known.kind(x) is Kind.V or frame().path
+        if not x.is_floating_point() or not own:
+            return 1.0 if x.is_floating_point() else 1
+        asks(self.axes)
+        return 1 + self.rank / 64
+
+    def _note(
+        self,
+        func: Any,
+        given: Sequence[Any],
+        made: Sequence[Tensor],
+        writes: bool,
+        numbers: range,
+    ) -> None:
+        tensors = [x for x in given if isinstance(x, Tensor)]
+        inputs = {_torch.storage_key(x) for x in tensors}
+        op, node = class_of(func), _torch.current_node()
+        if node is None:
+            origin = Origin(op.name, source_line(), _trusted())
+            self.nodes.came_from(numbers, origin)
+        elif self.nodes.in_a_body(node, numbers):
+            for y in made:
+                if _torch.storage_key(y) not in inputs:
+                    self.known.give(y, self.own, "a unit's derivative")
+            return
+        else:
+            origin = self.nodes.origin(node, numbers)
+        if op.name == "ones_like" and _torch.seeds_a_backward():
+            return  # each rank's loss counts once
+        for x in tensors:
+            self.used(x)
+        read = tensors[1:] if op.name == "copy" else tensors  # the first is overwritten
+        sources = [self.known.of(x) for x in tensors]
+        operands = [operand(x, self.known.of(x)) for x in read]
+        view = not writes and all(_torch.storage_key(y) in inputs for y in made)
+        if node is None and not _trusted():
+            self._placed(op, tensors, sources, made, view)
+        if view and not op.picks:
+            return
+        kind = self._typed(op, operands, tensors, made, origin)
+        if view:
+            return
+        if op.random and not any(isinstance(x, torch.Generator) for x in given):
+            kind = self.own  # the ranks' default generators are their own
+        digest = None
+        if node is None and kind is not Kind.V and not _trusted():
+            kind, digest = self._event(op, given, tensors, kind)
+        seen = self._seen(op, kind, sources, digest)
+        made_of = op.elementwise and all(x.number for x in operands)
+        rows = node is None and (op.elementwise or _trusted())
+        seen = replace(
+            seen,
+            uniform=(made_of or op.factory or op.alike) and not op.random,
+            flat=rows and any(x.flat for x in sources) and made[0].ndim == 1,
+        )
+        for y in made:
+            if _torch.storage_key(y) in inputs:
+                self.known.write(y, seen)
+            else:
+                self.known.put(y, seen)
+
+    def used(self, x: Tensor) -> None:
+        """Hears that an operator reads a tensor."""
+
+    def _captured(self, name: str, args: Any, kwargs: Any) -> None:
+        """Raises where a unit's body reads parts that it was not given."""
+        for x in flat([args, kwargs]):
+            if isinstance(x, Tensor) and self.known.kind(x) in PARTS:
+                given = _torch.storage_key(_torch.unwrapped(x)) in self.given
+                if _torch.current_node() is None and not given and not _trusted():
+                    raise refusal("input", name, [self.known.of(x)], None)
+
+    def _placed(
+        self,
+        op: OperatorClass,
+        given: Sequence[Tensor],
+        sources: Sequence[Seen],
+        made: Sequence[Tensor],
+        view: bool,
+    ) -> None:
+        """Raises where the dims of a placed leaf's elements count: it shows a row."""
+        for x, seen in zip(given, sources, strict=True):
+            if not (seen.flat or seen.kind is Kind.S):
+                continue
+            if view:
+                turned = op.name in TURNS or any(
+                    y.shape[-1:] != x.shape[-1:] for y in made
+                )
+                if turned and not op.picks:
+                    raise refusal("mixes", op.name, [seen], None)
+            elif seen.flat and not op.elementwise:
+                if self._along or any(y.ndim for y in made):
+                    raise refusal("mixes", op.name, [seen], None)
+
+    def _seen(
+        self, op: OperatorClass, kind: Kind, sources: Sequence[Seen], digest: Any
+    ) -> Seen:
+        """What is known of a result: where it came from, if it is of that kind."""
+        made = Seen(kind, f"what {op.name} made", source_line(), digest)
+        source = next((x for x in sources if x.kind is kind), None)
+        of_one = any(x.parameter or x.kind is Kind.I for x in sources)
+        if kind is Kind.A and of_one:
+            return replace(source or made, parameter=True)
+        if source is not None and kind is not Kind.K:
+            return source
+        if kind in PARTS:  # a sum over parts, which is of the same leaf
+            part = next((x for x in sources if x.kind in PARTS), made)
+            return replace(part, kind=kind)
+        return made
+
+    def _typed(
+        self,
+        op: OperatorClass,
+        operands: Sequence[Operand],
+        tensors: Sequence[Tensor],
+        made: Sequence[Tensor],
+        origin: Origin | None,
+    ) -> Kind:
+        backward = _torch.current_node() is not None
+        try:
+            return result(op, operands, made, backward)
+        except Untyped as why:
+            sure = _trusted() if origin is None else origin.trusted
+            if is_internal() and not backward or sure and str(why) != "own":
+                # The library knows what it does with parts.
+                return Kind.S if any(y.ndim for y in made) else Kind.P
+            forward = (origin.name, origin.where) if backward and origin else None
+            sources = [self.known.of(x) for x in tensors]
+            raise refusal(str(why), op.name, sources, forward) from None
+
+    def _event(
+        self,
+        op: OperatorClass,
+        given: Sequence[Any],
+        tensors: Sequence[Tensor],
+        kind: Kind,
+    ) -> tuple[Kind, Any]:
+        """Notes what the ranks must agree on; what they do not is each rank's own."""
+        seen = [self.known.of(x) for x in tensors]
+        if op.name in COPIES:  # a rank may make more of them
+            return kind, seen[-1].digest if seen else None
+        numbers = tuple(number(x) for x in given if not isinstance(x, Tensor))
+        constants = (
+            *numbers,
+            *(
+                (x.digest, None if x.uniform else shown(t))
+                for x, t in zip(seen, tensors, strict=True)
+                if x.kind is Kind.K
+            ),
+        )
+        if kind is Kind.K:
+            return kind, (op.name, constants)  # nobody's, till it meets something
+        self.events.append(SharedOp(op.name, constants, source_line()))
+        if len(self.events) - 1 not in self.varying:
+            return kind, None
+        if kind in PARTS:
+            part = next(x for x in seen if x.kind in PARTS)
+            said = ", ".join(str(x) for x in numbers) or "a constant"
+            own = Seen(Kind.V, f"a number ({said} here)")
+            raise refusal("own", op.name, [part, own], None)
+        return Kind.V, None
+
+
+def _trusted() -> bool:
+    """Whether the library is at work, which knows what it does with parts."""
+    return is_internal() or is_own_call()

@@ -1,0 +1,201 @@
+"""Cuts against all cuts, and costs by the clock."""
+
+import itertools
+import random
+import time
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import fsfunc as ff
+from fsfunc.pipelining.balanced_cuts import profile
+
+
+def all_cuts(k, n):
+    for inner in itertools.combinations(range(1, k), n - 1):
+        ends = [0, *inner, k]
+        yield [b - a for a, b in itertools.pairwise(ends)]
+
+
+def parts(values, counts):
+    ends = [0, *itertools.accumulate(counts)]
+    return [sum(values[a:b]) for a, b in itertools.pairwise(ends)]
+
+
+def problem(seed):
+    """Costs, memory, a number of stages and a bound on memory, or None."""
+    draw = random.Random(seed)
+    k = draw.randint(1, 8)
+
+    def values():
+        most = draw.choice([0, 1, 3, 50])
+        return [draw.choice([0, 1, most, draw.randint(0, most)]) for _ in range(k)]
+
+    costs, memory = values(), values()
+    bound = draw.choice([None, draw.randint(max(memory), sum(memory)), max(memory) - 1])
+    return costs, memory, draw.randint(1, k), bound
+
+
+@settings(max_examples=300)
+@given(st.integers(0, 10**9))
+def test_a_cut_is_the_best_of_all(seed):
+    costs, memory, n, bound = problem(seed)
+    options = {} if bound is None else {"memory": memory, "bound": bound}
+
+    def worth(counts):
+        spent = parts(costs, counts)
+        return max(spent), sum(s**2 for s in spent), sum(c**2 for c in counts)
+
+    cuts = [
+        c
+        for c in all_cuts(len(costs), n)
+        if bound is None or max(parts(memory, c)) <= bound
+    ]
+    if not cuts:
+        with pytest.raises(ValueError, match=f"keeps each within memory {bound}"):
+            ff.balance(costs, n, **options)
+        return
+    found = ff.balance(costs, n, **options)
+    assert found in cuts and worth(found) == min(map(worth, cuts))
+
+
+@given(st.lists(st.floats(0, 1e6), min_size=3, max_size=8), st.integers(1, 3))
+def test_costs_may_be_times(costs, n):
+    best = min(max(parts(costs, c)) for c in all_cuts(len(costs), n))
+    found = max(parts(costs, ff.balance(costs, n)))
+    assert found == pytest.approx(best, rel=1e-9, abs=1e-3)
+
+
+def test_a_thousand_calls_take_no_time():
+    start = time.perf_counter()
+    assert ff.balance([1, 2] * 500, 10) == [100] * 10
+    assert ff.balance([0] * 1000, 3) in (
+        [333, 333, 334],
+        [333, 334, 333],
+        [334, 333, 333],
+    )
+    assert time.perf_counter() - start < 10
+
+
+@pytest.mark.parametrize(
+    ("costs", "n", "options", "told"),
+    [
+        ([1, 2], 3, {}, "3 stages, but only 2 calls"),
+        ([1, 2], 0, {}, "n=0: there is at least one stage"),
+        ([1, 2], 1.5, {}, "n=1.5"),
+        ([1, -2], 1, {}, "the cost of call 1 is -2"),
+        ([1, float("inf")], 1, {}, "the cost of call 1 is inf"),
+        (
+            [1, 2],
+            1,
+            {"memory": [1, float("nan")], "bound": 3},
+            "memory of call 1 is nan",
+        ),
+        ([1, 2], 1, {"memory": [1, 2]}, "go together"),
+        ([1, 2], 1, {"bound": 2}, "go together"),
+        ([1, 2], 1, {"memory": [1], "bound": 3}, "memory of 1 calls, but costs of 2"),
+        ([1, 2], 2, {"memory": [1, 9], "bound": 8}, r"within memory 8: .*\[1, 9\]"),
+    ],
+)
+def test_bad_costs_are_refused(costs, n, options, told):
+    with pytest.raises(ValueError, match=told):
+        ff.balance(costs, n, **options)
+
+
+# By the clock
+
+
+class Slow(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x):
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx, g):
+        time.sleep(0.02)
+        return g
+
+
+@ff.unit
+def quick(p, x):
+    return x * p
+
+
+@ff.unit
+def slow_forward(p, x):
+    time.sleep(0.04)
+    return x * p
+
+
+@ff.unit
+def slow_backward(p, x):
+    torch.rand(2)
+    return {"y": Slow.apply(x * p), "n": 3}
+
+
+def loss(params, x):
+    h = quick(params[0], x)
+    time.sleep(0.01)  # nobody's
+    assert h.grad_fn is None  # or every activation would be kept
+    h = slow_forward(params[0], h)
+    return quick(params[1], slow_backward(params[1], h)["y"]).sum()
+
+
+def test_a_profile_tells_forward_and_backward_of_each_call():
+    torch.manual_seed(0)
+    before = torch.get_rng_state()
+    params = [torch.ones(2), torch.ones(2)]
+    times = profile(loss, params, torch.ones(2), repeat=2)
+    assert torch.equal(torch.get_rng_state(), before)
+    assert not any(p.requires_grad for p in params)
+    first, forward, backward, last = times
+    assert forward >= 0.04 and backward >= 0.02
+    assert max(first, last) < 0.02
+    assert ff.balance(times, 2) == [2, 2]
+
+
+def test_the_median_counts_and_the_first_run_does_not():
+    runs = []
+
+    @ff.unit
+    def sometimes(p, x):
+        runs.append(0)
+        time.sleep(0.2 if len(runs) in (1, 3) else 0)
+        return x * p
+
+    (found,) = profile(lambda p, x: sometimes(p, x), torch.ones(2), torch.ones(2))
+    assert len(runs) == 4 and found < 0.1
+
+
+def test_the_clock_wants_whole_parameters_and_a_run():
+    mesh = ff.make_mesh({"data": 2}, "simulated")
+
+    def main():
+        step = ff.shard(ff.value_and_grad(lambda p, x: quick(p, x).sum()), mesh, "data")
+        profile(lambda p, x: quick(p, x), ff.place(step, torch.ones(2), torch.ones(2)))
+
+    with pytest.raises(ValueError, match="is sharded, and the clock needs whole"):
+        ff.spmd(main, mesh)()
+    with pytest.raises(ValueError, match="repeat=0: at least one"):
+        profile(loss, [torch.ones(2)] * 2, torch.ones(2), repeat=0)
+    with pytest.raises(TypeError, match="first argument of the loss is missing"):
+        profile(loss)
+
+
+def test_the_clock_sees_no_transforms():
+    runs = []
+
+    @ff.unit
+    def inner(p, x):
+        runs.append(0)
+        return torch.tanh(x * p)
+
+    outer = ff.unit(lambda p, x: inner(p, x))
+
+    def step(p, x):
+        return profile(lambda p, x: outer(p, x), p, x, repeat=2)
+
+    ff.remat(step)(torch.ones(2), torch.ones(2))
+    assert len(runs) == 3

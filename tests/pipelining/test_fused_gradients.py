@@ -1,0 +1,145 @@
+"""Weight gradients of products: added in place, and the same."""
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from fsfunc.arena import Arena
+from fsfunc.pipelining.fused_gradients import _alone
+from fsfunc.pipelining.stage_vjp import StageVjp
+from tests.checks import same
+from tests.probes import LiveBytes
+
+T, D = 6, 4
+
+
+def whole(*shape: int, seed: int = 0) -> Tensor:
+    draw = torch.Generator().manual_seed(seed)
+    return torch.randint(-3, 4, shape, generator=draw).float()
+
+
+def weights() -> dict[str, Tensor]:
+    found = {
+        "linear": whole(8, D, seed=1),
+        "biased": whole(D, 8, seed=2),
+        "bias": whole(D, seed=3),
+        "plain": whole(D, D, seed=4),
+        "viewed": whole(2, 2, D, seed=5),
+        "twice": whole(D, D, seed=6),
+        "also_added": whole(D, D, seed=7),
+        "cut": whole(D, 2 * D, seed=8),
+        "first": whole(D, D, seed=9),
+        "table": whole(5, D, seed=12),
+    }
+    return {name: w.requires_grad_() for name, w in found.items()}
+
+
+def network(p: dict[str, Tensor], x: Tensor, batch: Tensor) -> Tensor:
+    h = x + batch @ p["first"]  # its other factor needs no gradient
+    h = h + F.embedding(torch.tensor([0, 3, 3, 1, 0, 2]), p["table"])
+    h = F.linear(h, p["linear"])
+    h = F.linear(h, p["biased"], p["bias"]) @ p["plain"]
+    h = F.linear(h, p["viewed"].flatten(0, 1))
+    h = (h @ p["twice"]) @ p["twice"]
+    h = h @ p["also_added"] + p["also_added"].sum()
+    return h @ p["cut"][:, :D]
+
+
+def expected(x: Tensor, batch: Tensor, g: Tensor, times: int) -> list[Tensor]:
+    p = weights()
+    x = x.clone().requires_grad_()
+    y = network(p, x, batch)
+    found = torch.autograd.grad(y, [x, *p.values()], g)
+    return [found[0], *(times * w for w in found[1:])]
+
+
+def test_only_what_products_alone_read_is_added_by_them():
+    p, x = weights(), whole(T, D).requires_grad_()
+    y = network(p, x, whole(T, D, seed=10))
+    found = _alone([y.grad_fn], p.values(), Arena())
+    names = {id(w): name for name, w in p.items()}
+    added = [names[id(add.leaf)] for add in found]
+    assert sorted(added) == [
+        *("biased", "first", "linear", "plain", "table", "twice", "twice", "viewed")
+    ]
+
+
+@pytest.mark.parametrize("halves", [False, True])
+def test_several_pull_backs_add_up(halves):
+    p, g = weights(), whole(T, D, seed=11)
+    inputs = whole(T, D), whole(T, D, seed=10)
+    for _ in range(3):
+        x = inputs[0].clone().requires_grad_()
+        vjp = StageVjp([network(p, x, inputs[1])], [x], list(p.values()))
+        if halves:
+            (dx,) = vjp.input_gradient([g])
+            vjp.weight_gradient()
+        else:
+            (dx,) = vjp.backward([g])
+        assert x.grad is None
+    found = [dx, *(w.grad for w in p.values())]
+    same(found, expected(*inputs, g, 3))
+
+
+@pytest.mark.parametrize("halves", [False, True])
+def test_there_is_nothing_else_to_find(halves):
+    """The engine comes to the products though no leaf is left for it."""
+    w = whole(D, D, seed=1).requires_grad_()
+    v = whole(D, D, seed=2).requires_grad_()
+    batch, g = whole(T, D), whole(T, D, seed=3)
+    vjp = StageVjp([(batch @ w) @ v], [], [w, v])
+    if halves:
+        vjp.input_gradient([g])
+        vjp.weight_gradient()
+    else:
+        vjp.backward([g])
+    same([w.grad, v.grad], [batch.t() @ g @ v.t(), (batch @ w).t() @ g])
+
+
+@pytest.mark.parametrize("halves", [False, True])
+def test_no_second_gradient_is_made(halves):
+    n = 64
+    x, w = torch.ones(1, n, requires_grad=True), torch.ones(n, n, requires_grad=True)
+
+    def once() -> None:
+        vjp, g = StageVjp([F.linear(x, w)], [x], [w]), torch.ones(1, n)
+        if halves:
+            vjp.input_gradient([g])
+            vjp.weight_gradient()
+        else:
+            vjp.backward([g])
+
+    once()
+    with LiveBytes() as live:
+        once()
+    # The weight and its gradient, both seen for the first time; no third of the kind.
+    assert live.peak < 2.5 * n * n * 4, live.peak
+
+
+def test_a_strided_weight_goes_the_usual_way():
+    w = whole(D, D).t().requires_grad_()
+    x, g = whole(T, D, seed=1).requires_grad_(), whole(T, D, seed=2)
+    y = x @ w
+    assert _alone([y.grad_fn], [w], Arena()) == []
+    StageVjp([y], [x], [w]).backward([g])
+    same([w.grad], [x.detach().t() @ g])
+
+
+def test_memory_of_gradients_that_are_gone_is_used_again():
+    arena, w = Arena(), whole(D, D).requires_grad_()
+
+    def gradient() -> Tensor:
+        x = whole(T, D).requires_grad_()
+        StageVjp([x @ w], [x], [w], arena).backward([torch.ones(T, D)])
+        found, w.grad = w.grad, None
+        assert found is not None
+        return found
+
+    first = gradient()
+    place, bits = first.data_ptr(), first.clone()
+    second = gradient()
+    assert second.data_ptr() != place  # somebody holds the first
+    same([first, second], [bits, bits])
+    del first
+    assert gradient().data_ptr() == place

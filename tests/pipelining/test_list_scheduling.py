@@ -1,0 +1,172 @@
+"""The search for a short schedule: never beaten by a name, never over its bound."""
+
+from itertools import combinations, product
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from fsfunc.pipelining.actions import Action, ScheduleError, owners
+from fsfunc.pipelining.list_scheduling import RULES, ListScheduler
+from fsfunc.pipelining.schedules import (
+    gpipe,
+    greedy,
+    interleaved_1f1b,
+    looped_bfs,
+    one_f_one_b,
+    zb_h1,
+    zb_v,
+)
+from fsfunc.pipelining.timing import Costs, bubble, simulate
+from fsfunc.pipelining.verification import held, verify
+
+
+def makespan(schedule, costs):
+    return max(event.end for event in simulate(schedule, costs))
+
+
+def named(stages, count, chunks):
+    if chunks == 1:
+        return [make(stages, count) for make in (gpipe, one_f_one_b, zb_h1)]
+    made = [
+        make(stages, count, chunks=chunks) for make in (looped_bfs, interleaved_1f1b)
+    ]
+    return [*made, zb_v(stages, count)] if chunks == 2 else made
+
+
+@st.composite
+def all_costs(draw, stages):
+    time = st.integers(1, 6)
+    if draw(st.booleans()):
+        times = [draw(time) for _ in range(3)]
+    else:
+        times = [draw(st.lists(time, min_size=stages, max_size=stages)) for _ in "fiw"]
+    return Costs(*times, send=draw(st.integers(0, 2)))
+
+
+@given(st.integers(1, 4), st.integers(1, 7), st.integers(1, 3), st.data())
+def test_never_longer_than_a_named_one_and_never_over_the_bound(P, M, v, data):
+    costs = data.draw(all_costs(P * v))
+    bound = data.draw(st.none() | st.integers(v, 2 * P * v).map(lambda n: n / v))
+    found = greedy(P * v, M, costs=costs, memory_bound=bound, chunks=v)
+    verify(found, in_flight=bound, n_stages=P * v, n_microbatches=M)
+    assert len(found) == P and sorted(owners(found)) == sorted([*range(P)] * v)
+    for other in named(P * v, M, v):
+        if bound is None or max(held(other)) <= bound:
+            assert makespan(found, costs) <= makespan(other, costs)
+
+
+@pytest.mark.parametrize("P", [2, 4, 8])
+def test_shorter_than_zb_v_for_few_microbatches_in_the_same_memory(P):
+    found = greedy(2 * P, P, memory_bound=P, chunks=2)
+    assert bubble(found) == (P - 1) / 2
+    assert bubble(zb_v(2 * P, P)) == P - 1
+
+
+def test_stages_to_and_fro_save_transfers():
+    found = greedy(8, 4, costs=Costs(send=0.5), chunks=2)
+    assert owners(found) == owners(zb_v(8, 4))
+
+
+def test_shorter_than_zb_h1_with_more_memory():
+    costs = Costs(1, 1.25, 0.75)
+    assert bubble(zb_h1(4, 16), costs) == 4.5
+    assert bubble(greedy(4, 16, costs=costs, memory_bound=4), costs) == 4.5
+    assert bubble(greedy(4, 16, costs=costs), costs) == 3
+
+
+def test_of_equals_the_one_that_holds_less():
+    # Without any gain from a split backward, 1F1B rather than GPipe.
+    costs = Costs(1, 3, 0)
+    assert greedy(3, 5, costs=costs) == one_f_one_b(3, 5)
+    assert greedy(1, 4) == one_f_one_b(1, 4)
+    costs = Costs([5, 1, 5, 6], [4, 6, 1, 3], [1, 6, 4, 1])
+    assert max(held(greedy(4, 5, costs=costs, chunks=2))) == 4.5  # the first found: 5
+
+
+def test_it_may_pay_to_leave_a_w():
+    # Found without patience: 78.
+    costs = Costs([3, 4, 4, 1], [3, 4, 6, 2], [6, 3, 2, 1])
+    found = greedy(4, 3, costs=costs, memory_bound=1.5, chunks=2)
+    assert makespan(found, costs) == 76
+
+
+@pytest.mark.parametrize("rule", RULES, ids=str)
+def test_play_runs_in_the_time_that_the_schedule_takes(rule):
+    for costs in (Costs(2, 3, 1, send=5), Costs([4, 1, 2, 8], 2, 6)):
+        for placement in ([0, 1, 0, 1], [0, 1, 1, 0], [0, 1, 2, 3]):
+            play = ListScheduler(placement, 5, costs, 6, rule)
+            assert makespan(play.run(), costs) == max(play.free)
+
+
+@pytest.mark.parametrize("chunks", [1, 2, 3])
+def test_the_least_bound_runs_one_microbatch_after_the_other(chunks):
+    found = greedy(3 * chunks, 4, memory_bound=1, chunks=chunks)
+    verify(found, in_flight=1)
+    assert held(found) == (1, 1, 1)
+
+
+def every_row(rank, count):
+    """Yield the orders of a rank's F, I and W, each kind by microbatch."""
+    places = range(3 * count)
+    for forward in combinations(places, count):
+        rest = [n for n in places if n not in forward]
+        for inputs in combinations(rest, count):
+            row, at = [], {"F": 0, "I": 0, "W": 0}
+            for n in places:
+                kind = "F" if n in forward else "I" if n in inputs else "W"
+                if at["F"] < at["I"] or at["I"] < at["W"]:
+                    break
+                row.append(Action(kind, rank, at[kind]))
+                at[kind] += 1
+            if len(row) == 3 * count and at["F"] == at["I"] == at["W"]:
+                if all(is_after(row, m) for m in range(count)):
+                    yield tuple(row)
+
+
+def is_after(row, microbatch):
+    mine = [action.kind for action in row if action.microbatch == microbatch]
+    return mine == ["F", "I", "W"]
+
+
+@pytest.mark.parametrize("times", [(1, 1, 1), (3, 1, 2), (1, 2, 3), (2, 3, 1)])
+@pytest.mark.parametrize("count", [1, 2, 3])
+def test_as_short_as_any_for_two_ranks(times, count):
+    costs, best = Costs(*times), float("inf")
+    for rows in product(*(every_row(rank, count) for rank in (0, 1))):
+        best = min(best, quick_makespan(rows, times))
+    assert makespan(greedy(2, count, costs=costs), costs) == best
+
+
+def quick_makespan(rows, times):
+    """Return when two ranks end, inf where they wait for each other."""
+    time, done, clock, at = dict(zip("FIW", times, strict=True)), {}, [0, 0], [0, 0]
+    moving = True
+    while moving:
+        moving = False
+        for rank in (0, 1):
+            while at[rank] < len(rows[rank]):
+                kind, _, m, _ = vars(rows[rank][at[rank]]).values()
+                need = {("F", 1): ("F", 0, m), ("I", 0): ("I", 1, m)}.get((kind, rank))
+                if need is not None and need not in done:
+                    break
+                clock[rank] = max(clock[rank], done.get(need, 0)) + time[kind]
+                done[kind, rank, m] = clock[rank]
+                at[rank] += 1
+                moving = True
+    return max(clock) if at == [len(row) for row in rows] else float("inf")
+
+
+@pytest.mark.parametrize("bound", [0, 0.5, -1, float("nan")])
+def test_a_bound_below_one_microbatch_is_refused(bound):
+    with pytest.raises(ScheduleError, match="has to hold one microbatch"):
+        greedy(2, 3, memory_bound=bound)
+
+
+def test_bad_counts_are_refused():
+    with pytest.raises(ScheduleError, match="n_microbatches must be an integer"):
+        greedy(2, 0)
+    with pytest.raises(ScheduleError, match="3 stages do not come to 2 on each rank"):
+        greedy(3, 2, chunks=2)
+    with pytest.raises(ScheduleError, match="costs f have 2 stages"):
+        greedy(3, 2, costs=Costs(f=[1, 2]))
