@@ -78,6 +78,7 @@ __all__ = [
     "storage",
     "storage_key",
     "storage_uses",
+    "tracked_leaf",
     "uses_of",
     "tables",
     "unwrapped",
@@ -135,6 +136,16 @@ def beneath_functorch() -> Iterator[None]:
         yield
     finally:
         del guard
+
+
+def tracked_leaf(x: Tensor) -> Tensor:
+    """``x`` as a leaf of a graph of its own, beneath whatever transforms run."""
+    with torch.inference_mode(False):
+        x = x.detach()
+        if not functorch_active():
+            return x.requires_grad_()
+        with eager_transforms.enable_inplace_requires_grad(True):
+            return x.requires_grad_()
 
 
 @contextmanager

@@ -305,7 +305,7 @@ class inside:
 
     def __enter__(self) -> Frame:
         value = self.value
-        self.tokens = [(_FRAME, _FRAME.set(value))]
+        self.tokens: list[tuple[Any, Any]] = [(_FRAME, _FRAME.set(value))]
         if value.at is not None:
             self.tokens.append((HERE, HERE.set(value.at)))
         if self.users:

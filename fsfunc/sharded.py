@@ -75,8 +75,7 @@ class Sharded:
             with _torch.beneath_modes(flat):
                 part = flat[start:stop]
                 if self.parts is not None:
-                    with torch.inference_mode(False):
-                        part = part.detach().requires_grad_()
+                    part = _torch.tracked_leaf(part)
                     key = id(self.packed), id(self.layout)
                     part = self.parts.setdefault(key, part)
         self._part = part

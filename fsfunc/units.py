@@ -79,7 +79,8 @@ class Call:
             with inside(within, users=f.tracer is None):
                 if f.compute is not None:
                     with internal():
-                        params, inputs, keywords = self._cast(params, inputs, keywords)
+                        given = params, inputs, keywords
+                        params, inputs, keywords = self._cast(f.compute, *given)
                 if f.tracer is not None:
                     return f.tracer.body(self, params, inputs, keywords)
                 return self.unit.checked(params, inputs, keywords)
@@ -87,9 +88,11 @@ class Call:
             for g, state in states:
                 g.set_state(state)
 
-    def _cast(self, params: Any, inputs: Any, keywords: Any) -> tuple[Any, Any, Any]:
+    def _cast(
+        self, dtype: torch.dtype, params: Any, inputs: Any, keywords: Any
+    ) -> tuple[Any, Any, Any]:
         """What ``precision`` makes of what a unit is given."""
-        dtype, kept = self.frame.compute, inputs[: self.unit.as_given]
+        kept = inputs[: self.unit.as_given]
         rest, keywords = _cast((inputs[len(kept) :], keywords), dtype)
         return _cast(params, dtype), (*kept, *rest), keywords
 

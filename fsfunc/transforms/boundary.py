@@ -27,7 +27,7 @@ from fsfunc.comm.attribution import label
 from fsfunc.comm.collective_ops import apply_map
 from fsfunc.comm.crossings import ENTER, GATHER, MEAN, REDUCE, LawError
 from fsfunc.comm.groups import strided
-from fsfunc.sharded import FlatShard, is_sharded
+from fsfunc.sharded import FlatShard, Sharded
 from fsfunc.transforms.gathering import Calls, GatheredCall, ShardRuntime
 
 __all__ = ["enter", "leave", "spread"]
@@ -139,7 +139,7 @@ def leave(
     if forget:
         stop = set()
         for x in (*views, *inputs):
-            x = x._part if is_sharded(x) else x
+            x = x._part if isinstance(x, Sharded) else x
             if isinstance(x, Tensor):
                 stop.add(x.grad_fn)
         nodes, at, count = _torch.graph_nodes(roots, stop), 0, 0
@@ -147,7 +147,7 @@ def leave(
             # By the view: an inner unit's call may have dropped the buffer meanwhile.
             first = views[at]
             if not call.lasts:
-                start = first.storage_offset() - call.views[0][2]
+                start = int(first.storage_offset()) - call.views[0][2]
                 pack, unpack = _forgetting(runtime, call, shard, start)
                 count += _torch.hook_saved(nodes, key, pack, unpack)
             at += len(call.views)
