@@ -79,6 +79,8 @@ __all__ = [
     "storage",
     "storage_key",
     "storage_uses",
+    "tracked_leaf",
+    "uses_of",
     "tables",
     "unwrapped",
     "written",
@@ -135,6 +137,16 @@ def beneath_functorch() -> Iterator[None]:
         yield
     finally:
         del guard
+
+
+def tracked_leaf(x: Tensor) -> Tensor:
+    """``x`` as a leaf of a graph of its own, beneath whatever transforms run."""
+    with torch.inference_mode(False):
+        x = x.detach()
+        if not functorch_active():
+            return x.requires_grad_()
+        with eager_transforms.enable_inplace_requires_grad(True):
+            return x.requires_grad_()
 
 
 @contextmanager
@@ -296,9 +308,13 @@ def storage_uses(x: Tensor) -> int:
     return torch._C._storage_Use_Count(storage_key(x))
 
 
+# Of ``storage._cdata``: how many tensors and handles hold that storage.
+uses_of: Callable[[int], int] = torch._C._storage_Use_Count
+
+
 def held(storage: torch.UntypedStorage) -> int:
     """How many tensors hold ``storage``, this handle counted as one more."""
-    return torch._C._storage_Use_Count(storage._cdata)
+    return uses_of(storage._cdata)
 
 
 def sequence_number(node: Any) -> int:
@@ -372,8 +388,7 @@ def _saved_attributes(kind: type) -> list[tuple[str, str]]:
 
 def graph_nodes(roots: Iterable[Any], stop: set[Any]) -> list[Any]:
     """The autograd nodes reached from ``roots`` without entering ``stop``."""
-    seen, found = set(stop), []
-    todo = [node for node in roots if node is not None]
+    seen, found, todo = {None, *stop}, [], list(roots)
     while todo:
         node = todo.pop()
         if node in seen:
@@ -381,8 +396,7 @@ def graph_nodes(roots: Iterable[Any], stop: set[Any]) -> list[Any]:
         seen.add(node)
         found.append(node)
         for n, _ in node.next_functions:
-            if n is not None:
-                todo.append(n)
+            todo.append(n)
     return found
 
 
@@ -432,21 +446,26 @@ def saved_tensors(nodes: Iterable[Any]) -> Iterator[Tensor]:
                 yield value
 
 
-def _saved(node: Any) -> Iterator[tuple[Any, Any]]:
+def _saved(node: Any) -> list[tuple[Any, Any]]:
     """What ``node`` saves: the handle on it, and the data.
 
     Where torch lets us look, without unpacking: to unpack is to run other people's
     hooks, which compute a checkpoint again or gather an inner unit's parameters.
     """
-    for raw_name, name in _saved_attributes(type(node)):
+    kind, found = type(node), []
+    names = _SAVED[kind] if kind in _SAVED else _saved_attributes(kind)
+    for raw_name, name in names:
         raws = getattr(node, raw_name)
         raws = raws if isinstance(raws, (tuple, list)) else (raws,)
         if _CAN_LOOK:
-            yield from ((raw, raw.data) for raw in raws if raw.unpack_hook is None)
+            for raw in raws:
+                if raw.unpack_hook is None:
+                    found.append((raw, raw.data))
             continue
         values = getattr(node, name)
         values = values if isinstance(values, (tuple, list)) else (values,)
-        yield from zip(raws, values, strict=True)
+        found += zip(raws, values, strict=True)
+    return found
 
 
 _SavedTensor: Any = torch._C._autograd.SavedTensor  # type: ignore[attr-defined]

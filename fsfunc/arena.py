@@ -44,7 +44,7 @@ class Arena:
             for i, storage in enumerate(self.storages):
                 room = storage.nbytes()
                 if (best is None or room < self.storages[best].nbytes()) and (
-                    _torch.held(storage) == 1
+                    _torch.uses_of(storage._cdata) == 1
                 ):
                     if room < size:
                         spare.append(i)
@@ -66,11 +66,11 @@ class Arena:
         with self._lock:
             if len(self.storages) <= keep:
                 return
-            free = [s for s in self.storages if _torch.held(s) == 1]
-            free.sort(key=lambda s: -s.nbytes())
-            gone = {id(s) for s in free[keep:]}
-            free.clear()
-            self.storages = [s for s in self.storages if id(s) not in gone]
+            free, kept = [], []
+            for s in self.storages:
+                (free if _torch.uses_of(s._cdata) == 1 else kept).append(s)
+            free.sort(key=torch.UntypedStorage.nbytes, reverse=True)
+            self.storages = [*kept, *free[:keep]]
 
     def spoil(self, buffer: Tensor) -> None:
         """Under ``poison``: NaN where ``buffer`` was, unless somebody else holds it."""

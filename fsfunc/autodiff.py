@@ -22,6 +22,7 @@ from fsfunc.differentiated import Leaves, add_gradients
 from fsfunc.frames import Counter, Running, Thread, frame, inside, run_as
 from fsfunc.generators import one_number
 from fsfunc.inputs import arguments, refuse
+from fsfunc.layout import Layout
 from fsfunc.losses import Weighted, loss_parts, tie
 from fsfunc.memory_kinds import count_as
 from fsfunc.packing import split_buffers
@@ -154,7 +155,8 @@ def value_and_grad(
 def _check_differentiable(chosen: list[Any], names: list[str]) -> None:
     refuse("array", "value_and_grad", chosen, *names)
     leaves = tree.leaves(chosen, is_leaf=is_sharded)
-    kinds = [x.dtype for x in leaves if isinstance(x, Tensor) or is_sharded(x)]
+    leaves = [x.layout if is_sharded(x) else x for x in leaves]
+    kinds = [x.dtype for x in leaves if isinstance(x, Tensor | Layout)]
     if kinds and not any(kind.is_floating_point for kind in kinds):
         raise TypeError(
             f"value_and_grad by {', '.join(names)}: nothing there is a floating tensor "

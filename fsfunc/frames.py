@@ -14,8 +14,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fsfunc.comm.attribution import internal
-from fsfunc.comm.mesh import Here, Mesh, here, place_here
+from fsfunc.comm.attribution import INTERNAL, internal
+from fsfunc.comm.mesh import HERE, Here, Mesh, here
 from fsfunc.comparison import stated
 from fsfunc.donated import Donation
 from fsfunc.scoped import Scoped
@@ -297,22 +297,25 @@ def run_as(value: Running) -> Scoped:
 
 
 class inside:
-    """``with inside(value)`` makes ``value`` the frame of the calls within."""
+    """``with inside(value)`` makes ``value`` the frame of the calls within.
 
-    __slots__ = ("value", "scopes")
+    With ``users``, what runs there is the user's own doing.
+    """
 
-    def __init__(self, value: Frame):
-        self.value = value
+    __slots__ = ("value", "users", "tokens")
+
+    def __init__(self, value: Frame, users: bool = False):
+        self.value, self.users = value, users
 
     def __enter__(self) -> Frame:
-        at = self.value.at
-        self.scopes = [Scoped(_FRAME, self.value)]
-        if at is not None:
-            self.scopes.append(place_here(at))
-        for scope in self.scopes:
-            scope.__enter__()
-        return self.value
+        value = self.value
+        self.tokens: list[tuple[Any, Any]] = [(_FRAME, _FRAME.set(value))]
+        if value.at is not None:
+            self.tokens.append((HERE, HERE.set(value.at)))
+        if self.users:
+            self.tokens.append((INTERNAL, INTERNAL.set(False)))
+        return value
 
     def __exit__(self, *_: Any) -> None:
-        for scope in reversed(self.scopes):
-            scope.__exit__()
+        for var, token in self.tokens:
+            var.reset(token)

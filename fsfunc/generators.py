@@ -37,7 +37,8 @@ def generator_states() -> States:
     generators = [torch.default_generator]
     if torch.cuda.is_available() and torch.cuda.is_initialized():
         generators.append(torch.cuda.default_generators[torch.cuda.current_device()])
-    return [(g, g.get_state()) for g in generators]
+    states = map(torch.Generator.get_state, generators)
+    return list(zip(generators, states, strict=True))
 
 
 def set_generators(states: States) -> None:

@@ -18,7 +18,8 @@ __all__ = ["arguments", "refuse", "rows_of"]
 
 
 def _is_array(x: Any) -> bool:
-    return not isinstance(x, Tensor) and hasattr(x, "__array_interface__") and x.ndim
+    known = isinstance(x, Tensor) or is_sharded(x)
+    return not known and hasattr(x, "__array_interface__") and x.ndim
 
 
 def _is_tensor_that(what: Callable[[Tensor], bool]) -> Callable[[Any], bool]:
@@ -89,6 +90,8 @@ def refuse(kinds: str, who: str, values: Any, *parts: str) -> None:
     """
     looks = [_KINDS[kind] for kind in kinds.split()]
     leaves = tree.leaves(values, is_leaf=is_sharded)
+    if all(map(is_sharded, leaves)):
+        return
     with _torch.plain_tensors():  # what was donated is refused by others, or not
         odd = [(i, s) for i, x in enumerate(leaves) for f, s in looks if f(x)]
     for i, said in odd:

@@ -246,7 +246,9 @@ def complete_shards(
     for key, (positions, packed) in found.items():
         if len(positions) != len(packed.members):
             continue
-        at = {id(leaves[i].layout): i for i in positions}
+        at = {}
+        for i in positions:
+            at[id(leaves[i].layout)] = i
         ordered = list(map(at.get, map(id, packed.members)))
         if None not in ordered:
             complete[key] = (ordered, packed)

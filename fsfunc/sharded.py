@@ -75,10 +75,7 @@ class Sharded:
             with _torch.beneath_modes(flat):
                 part = flat[start:stop]
                 if self.parts is not None:
-                    with torch.inference_mode(False):
-                        part = part.detach()
-                        # By the field: torch.func refuses the method, beneath it too.
-                        part.requires_grad = True
+                    part = _torch.tracked_leaf(part)
                     key = id(self.packed), id(self.layout)
                     part = self.parts.setdefault(key, part)
         self._part = part
@@ -135,7 +132,8 @@ class Sharded:
         if packed is None:
             raise ValueError(f"{self.layout} lies in no buffer")
         leaf = type(self)(None, self.layout, packed)
-        leaf._range = (packed.flat, *packed.spans[id(self.layout)])
+        spans = packed._spans or packed.spans
+        leaf._range = (packed.flat, *spans[id(self.layout)])
         leaf.parts = parts
         return leaf
 

@@ -8,8 +8,8 @@ its parameters first, recompute it later, run it on another rank.
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+import operator
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -20,7 +20,7 @@ from fsfunc import _torch, tree
 from fsfunc.comm.attribution import internal
 from fsfunc.compiled import refuse_compiled
 from fsfunc.frames import Counter, Frame, frame, inside, running
-from fsfunc.generators import generators_kept, mix
+from fsfunc.generators import States, generator_states, mix
 from fsfunc.sharded import is_sharded
 
 __all__ = ["Call", "Unit", "unit"]
@@ -34,16 +34,16 @@ class Call:
     frame: Frame
     number: int
 
-    @property
+    @functools.cached_property
     def path(self) -> tuple[str, ...]:
         return (*self.frame.path, self.unit.__name__)
 
-    @property
+    @functools.cached_property
     def numbers(self) -> tuple[int, ...]:
         """Which call it was of each body around it, outermost first."""
         return (*self.frame.numbers, self.number)
 
-    @property
+    @functools.cached_property
     def name(self) -> str:
         """``block`` or, inside another unit, ``loss_fn/block``."""
         return "/".join(self.path)
@@ -66,17 +66,35 @@ class Call:
             whole=f.whole or self.unit.whole,
             level=f.level if f.path else _torch.current_level(),
         )
-        seed = f.seed if f.tracer is None or f.tracer.draws else None
-        with inside(within), _generator(seed, numbers, f.data_index):
-            if f.compute is not None:
-                params = _cast(params, f.compute)
-                kept = inputs[: self.unit.as_given]
-                rest, keywords = _cast((inputs[len(kept) :], keywords), f.compute)
-                inputs = (*kept, *rest)
-            if f.tracer is not None:
-                return f.tracer.body(self, params, inputs, keywords)
-            with internal(False):
+        states: States = []
+        try:
+            if f.seed is not None and (f.tracer is None or f.tracer.draws):
+                # From the gradient call's number, which unit call it is, and which
+                # microbatch of the global batch: a recompute repeats by itself, and
+                # masks do not depend on the schedule.
+                states = generator_states()
+                seed = mix(f.seed, f.data_index, len(numbers), *numbers)
+                for g, _ in states:
+                    g.manual_seed(seed)
+            with inside(within, users=f.tracer is None):
+                if f.compute is not None:
+                    with internal():
+                        given = params, inputs, keywords
+                        params, inputs, keywords = self._cast(f.compute, *given)
+                if f.tracer is not None:
+                    return f.tracer.body(self, params, inputs, keywords)
                 return self.unit.checked(params, inputs, keywords)
+        finally:
+            for g, state in states:
+                g.set_state(state)
+
+    def _cast(
+        self, dtype: torch.dtype, params: Any, inputs: Any, keywords: Any
+    ) -> tuple[Any, Any, Any]:
+        """What ``precision`` makes of what a unit is given."""
+        kept = inputs[: self.unit.as_given]
+        rest, keywords = _cast((inputs[len(kept) :], keywords), dtype)
+        return _cast(params, dtype), (*kept, *rest), keywords
 
 
 class Unit:
@@ -102,17 +120,26 @@ class Unit:
 
     def checked(self, params: Any, inputs: Any, keywords: Any) -> Any:
         """Calls the function and looks at what it did to its surroundings."""
-        given = tree.shown((params, inputs, keywords), self, "is given", _PARTS)
-        given = [x for x in given if isinstance(x, Tensor)]
-        untracked = any(x.is_inference() for x in given)
+        given = tree.shown(
+            (params, inputs, keywords), self, "is given", _PARTS, is_sharded
+        )
         # Not the parts of sharded leaves: gathers for inner units write around them.
-        watched = [] if untracked else _tensors((params, inputs, keywords))
-        versions = [x._version for x in watched]
-        key = tuple((x.shape, x.dtype, x.requires_grad) for x in given)
+        watched, kinds, untracked = [], [], False
+        for x in given:
+            if isinstance(x, Tensor):
+                watched.append(x)
+                kinds.append((x.shape, x.dtype, x.requires_grad))
+                untracked = untracked or x.is_inference()
+            elif is_sharded(x):
+                kinds.append((x.layout.shape, x.layout.dtype))
+                part = x.local if x.packed is None else x.packed.flat
+                untracked = untracked or part.is_inference()
+        watched = [] if untracked else watched
+        versions, key = list(map(_VERSION, watched)), tuple(kinds)
         if untracked or key in self._seen or _torch.functorch_active():
             out = self.fn(params, *inputs, **keywords)
         else:
-            out = self._first(given, params, inputs, keywords)
+            out = self._first(_tensors(given), params, inputs, keywords)
             self._seen.add(key)
         for x, version in zip(watched, versions, strict=True):
             if x._version != version:
@@ -181,9 +208,12 @@ class Unit:
 _PARTS = ("params", "inputs", "keywords")
 
 
-def _tensors(values: Any) -> list[Tensor]:
-    found = tree.leaves(values, is_leaf=is_sharded)
-    return [x for x in found if isinstance(x, Tensor)]
+_VERSION = operator.attrgetter("_version")
+
+
+def _tensors(given: list[Any]) -> list[Tensor]:
+    """The tensors among leaves, and the parts of sharded ones."""
+    return [x for x in tree.leaves(given) if isinstance(x, Tensor)]
 
 
 def _newborn() -> Tensor:
@@ -241,23 +271,3 @@ def _cast(values: Any, dtype: torch.dtype) -> Any:
         return x.to(dtype) if real and x.dtype != dtype else x
 
     return tree.map(cast, values, is_leaf=is_sharded)
-
-
-@contextmanager
-def _generator(
-    seed: int | None, numbers: tuple[int, ...], data_index: int
-) -> Iterator[None]:
-    """Sets the default generators for one unit's body, and puts them back after.
-
-    The state follows from (the gradient call's number, which unit call, which
-    microbatch of the global batch): a recompute repeats by itself, and masks do not
-    depend on the schedule.
-    """
-    if seed is None:
-        yield
-        return
-    number = mix(seed, data_index, len(numbers), *numbers)
-    with generators_kept() as states:
-        for g, _ in states:
-            g.manual_seed(number)
-        yield

@@ -17,6 +17,7 @@ import torch
 from fsfunc.scoped import Scoped
 
 __all__ = [
+    "INTERNAL",
     "called_by_user",
     "current_label",
     "internal",
@@ -35,12 +36,14 @@ _ANYBODYS = ("tree.py", "structure.py")  # which call what a user gives them
 _MODES = ("__torch_function__", "__torch_dispatch__", "dispatch")  # pass on a call
 
 _LABEL: ContextVar[tuple[str, str]] = ContextVar("fsfunc_label", default=("", ""))
-_INTERNAL: ContextVar[bool] = ContextVar("fsfunc_internal", default=False)
+INTERNAL: ContextVar[bool] = ContextVar("fsfunc_internal", default=False)
 
 
-def label(unit: str, phase: str) -> Scoped:
+class label(Scoped):
     """Says on whose behalf the collectives inside are issued."""
-    return Scoped(_LABEL, (unit, phase))
+
+    def __init__(self, unit: str, phase: str):
+        self.var, self.value = _LABEL, (unit, phase)
 
 
 def current_label() -> tuple[str, str]:
@@ -48,14 +51,16 @@ def current_label() -> tuple[str, str]:
     return _LABEL.get()
 
 
-def internal(value: bool = True) -> Scoped:
+class internal(Scoped):
     """What runs inside is the library's own doing (or, with False, the user's)."""
-    return Scoped(_INTERNAL, value)
+
+    def __init__(self, value: bool = True):
+        self.var, self.value = INTERNAL, value
 
 
 def is_internal() -> bool:
     """Whether the library is at work, not the user's function."""
-    return _INTERNAL.get()
+    return INTERNAL.get()
 
 
 def source_line() -> str:

@@ -75,7 +75,9 @@ class RankGroup:
         the buffer that ``x`` is part of: ranks that meet with unlike ones raise.
         """
         check_kind(op, x, self)
-        sends = any(s == self.index and s != d for s, d in how.get("pairs", ()))
+        sends = False
+        for s, d in how.get("pairs", ()):
+            sends = sends or (s == self.index and s != d)
         note(op, self.axis, self.size, x, self.rank, sends, what)
         return self.link.start(op, x, self, out=out, what=what, **how)
 

@@ -18,6 +18,7 @@ from fsfunc.scoped import Scoped
 
 __all__ = [
     "Axis",
+    "HERE",
     "Here",
     "Mesh",
     "NoMesh",
@@ -195,7 +196,7 @@ def check_mesh(mesh: Any, who: str) -> Mesh:
 
 
 _PROCESSES: list[Mesh] = []  # under processes the calling process is its rank
-_HERE: ContextVar[Here | None] = ContextVar("fsfunc_here", default=None)
+HERE: ContextVar[Here | None] = ContextVar("fsfunc_here", default=None)
 
 
 def here(mesh: Mesh | None = None) -> Here:
@@ -205,7 +206,7 @@ def here(mesh: Mesh | None = None) -> Here:
         NoMesh: nobody said (``spmd`` does on a simulated, vmap or abstract mesh).
         ValueError: ``mesh`` and the running ranks differ in number.
     """
-    found = _HERE.get()
+    found = HERE.get()
     if found is None:
         mesh = mesh or (_PROCESSES[-1] if _PROCESSES else None)
         if mesh is None:
@@ -250,4 +251,4 @@ def remember(mesh: Mesh) -> Mesh:
 
 def place_here(value: Here) -> Scoped:
     """Makes ``value`` the answer of :func:`here` for the calls within."""
-    return Scoped(_HERE, value)
+    return Scoped(HERE, value)

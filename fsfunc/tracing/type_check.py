@@ -20,7 +20,7 @@ from fsfunc.comm.backends.abstract import AbstractLink
 from fsfunc.comm.collective_ops import watching
 from fsfunc.comm.mesh import Here
 from fsfunc.frames import Interpretation, frame, inside
-from fsfunc.sharded import NotATensor, Sharded, is_sharded
+from fsfunc.sharded import NotATensor, is_sharded
 from fsfunc.tracing.checker import Checker
 from fsfunc.tracing.refusals import LawError
 from fsfunc.tracing.runs import shadows, without_data
@@ -114,12 +114,15 @@ def learn(handler: Interpretation, rank: int, keys: Iterable[Any]) -> None:
 def signature(args: Any, keywords: Any) -> Any:
     """What tells programs apart by what they are given: structure, shapes, dtypes."""
     leaves, treedef = tree.flatten((args, keywords), is_leaf=is_sharded)
-    return treedef, *[
-        (x.shape, x.dtype, isinstance(x, Tensor) and x.requires_grad)
-        if isinstance(x, Tensor | Sharded)
-        else type(x)
-        for x in leaves
-    ]
+    kinds: list[Any] = [treedef]
+    for x in leaves:
+        if isinstance(x, Tensor):
+            kinds.append((x.shape, x.dtype, x.requires_grad))
+        elif is_sharded(x):
+            kinds.append((x.layout.shape, x.layout.dtype))
+        else:
+            kinds.append(type(x))
+    return tuple(kinds)
 
 
 def _neighbour(at: Here, axes: tuple[str, ...]) -> int:

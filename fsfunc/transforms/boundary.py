@@ -27,7 +27,7 @@ from fsfunc.comm.attribution import label
 from fsfunc.comm.collective_ops import apply_map
 from fsfunc.comm.crossings import ENTER, GATHER, MEAN, REDUCE, LawError
 from fsfunc.comm.groups import strided
-from fsfunc.sharded import FlatShard
+from fsfunc.sharded import FlatShard, Sharded
 from fsfunc.transforms.gathering import Calls, GatheredCall, ShardRuntime
 
 __all__ = ["enter", "leave", "spread"]
@@ -122,7 +122,10 @@ def leave(
     Args:
         inputs: the leaves of what the unit was given beside parameters.
     """
-    keys = list(map(_torch.storage_key, views))
+    keys, at = [], 0
+    for call in calls:
+        keys.append(_torch.storage_key(views[at]))
+        at += len(call.views)
     tracked, roots = [], []
     for i, y in enumerate(outs):
         if isinstance(y, Tensor):
@@ -134,22 +137,25 @@ def leave(
     if not tracked and token is None or not torch.is_grad_enabled():
         return token  # a token made without grad would cut the thread of units
     if forget:
-        stop = {v.grad_fn for v in (*views, *inputs) if isinstance(v, Tensor)}
+        stop = set()
+        for x in (*views, *inputs):
+            x = x._part if isinstance(x, Sharded) else x
+            if isinstance(x, Tensor):
+                stop.add(x.grad_fn)
         nodes, at, count = _torch.graph_nodes(roots, stop), 0, 0
-        for call, shard in zip(calls, shards, strict=True):
+        for call, shard, key in zip(calls, shards, keys, strict=True):
             # By the view: an inner unit's call may have dropped the buffer meanwhile.
             first = views[at]
             if not call.lasts:
-                start = first.storage_offset() - call.views[0][2]
+                start = int(first.storage_offset()) - call.views[0][2]
                 pack, unpack = _forgetting(runtime, call, shard, start)
-                count += _torch.hook_saved(nodes, keys[at], pack, unpack)
+                count += _torch.hook_saved(nodes, key, pack, unpack)
             at += len(call.views)
         if count:
             calls[0].forgets = True
     runtime.leaves(calls)
-    token, *exits = _Exit.apply(
-        runtime, calls, shards, token, *[outs[i] for i in tracked]
-    )
+    going = map(outs.__getitem__, tracked)
+    token, *exits = _Exit.apply(runtime, calls, shards, token, *going)
     for i, y in zip(tracked, exits, strict=True):
         outs[i] = y
     return token

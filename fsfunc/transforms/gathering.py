@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Iterable, Sequence
+from operator import attrgetter
 from typing import Any
 
 import torch
@@ -213,7 +214,9 @@ class ShardRuntime:
         """The whole buffer where this rank has it without a gather."""
         if shard.place.size == 1 and shard.flat.dtype == dtype:
             return shard.flat.detach()
-        return shard.whole if shard.shows(dtype) else None
+        if shard.whole is None or not shard.shows(dtype):
+            return None
+        return shard.whole
 
     def start(self, shard: FlatShard, dtype: torch.dtype) -> tuple[Tensor, Handle]:
         """Puts a gather in flight, and says where it will arrive."""
@@ -227,10 +230,11 @@ class ShardRuntime:
             full = self.pool.get(place.size * place.chunk, source.dtype, source)
             count_as("gathered", [full])
         out = full
-        if _torch.storage_key(full) == _torch.storage_key(shard.flat):
-            # The state lies in it, and stays what it is: `.data` has a version of its
-            # own. (Any other buffer's version tells graphs that it was written.)
-            out = full.data
+        if full is shard.whole:
+            if _torch.storage_key(full) == _torch.storage_key(shard.flat):
+                # The state lies in it, and stays what it is: `.data` has a version of
+                # its own. (Any other buffer's tells graphs that it was written.)
+                out = full.data
         if self.size == 1:
             return full, Done(out.copy_(source))
         return full, how.move(source, self.where, out, shard.name)
@@ -244,10 +248,7 @@ class ShardRuntime:
         return full
 
     def gather(self, shard: FlatShard, dtype: torch.dtype) -> Tensor:
-        """The whole buffer: what is in flight, or a gather that is waited for."""
-        whole = self._whole(shard, dtype)
-        if whole is not None:
-            return whole
+        """What is in flight, or a gather that is waited for."""
         flight = self.flights.pop(shard.buffer, None)
         if flight is not None:
             call, work, _ = flight
@@ -262,7 +263,8 @@ class ShardRuntime:
     def gather_again(self, shard: FlatShard, call: GatheredCall) -> Tensor:
         """The same for a backward, which wants what the forward had."""
         call.check(shard)
-        return self.gather(shard, call.dtype)
+        whole = self._whole(shard, call.dtype)
+        return self.gather(shard, call.dtype) if whole is None else whole
 
     def _send_for(self, shard: FlatShard, dtype: torch.dtype, now: Calls) -> None:
         """Puts the gather of a buffer in flight, unless a neighbour ``now`` has it."""
@@ -314,7 +316,7 @@ class ShardRuntime:
     ) -> None:
         """Sends for what comes after the program's call number ``at``."""
         order = shards[0].members[0].order
-        if at + 1 >= len(order) or order[at] != tuple(s.buffer for s in shards):
+        if at + 1 >= len(order) or order[at] != tuple(map(_BUFFER, shards)):
             return
         for shard in shards:
             for i, other in enumerate(self.named.get(shard.buffer, ())):
@@ -323,7 +325,7 @@ class ShardRuntime:
             alike = self.named.get(name, ())
             if self.copy < len(alike):
                 shard = alike[self.copy]
-                self._send_for(shard, dtype_of(shard, dtype), self.recent)
+                self._send_for(shard, _dtype(shard, dtype), self.recent)
 
     def _take_again(self, calls: Calls, shards: Sequence[FlatShard]) -> Calls:
         """The same for a recompute: the calls of the first run, which last."""
@@ -510,7 +512,10 @@ class ShardRuntime:
         self.close()
 
 
-def dtype_of(shard: FlatShard, compute: torch.dtype | None) -> torch.dtype:
+_BUFFER = attrgetter("buffer")
+
+
+def _dtype(shard: FlatShard, compute: torch.dtype | None) -> torch.dtype:
     """In which dtype a buffer is gathered, where units compute in ``compute``."""
     own = shard.flat.dtype
     return own if compute is None or not own.is_floating_point else compute

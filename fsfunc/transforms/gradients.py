@@ -2,27 +2,26 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 
 from fsfunc import tree
-from fsfunc.layout import Layout
 from fsfunc.sharded import FlatShard, is_sharded
 from fsfunc.transforms.gathering import ShardRuntime
 
 __all__ = ["collected", "kept_here"]
 
 
-def kept_here(chosen: Any, mine: Callable[[Layout], bool]) -> dict[int, FlatShard]:
-    """By identity, the buffers whose leaves are all differentiated, by one call."""
+def kept_here(chosen: Any, axes: Sequence[tuple[str, ...]]) -> dict[int, FlatShard]:
+    """By identity, the buffers over ``axes`` that are differentiated as a whole."""
     counts: dict[int, int] = {}
     found: dict[int, FlatShard] = {}
     for x in tree.leaves(chosen, is_leaf=is_sharded):
         if not is_sharded(x) or x.packed is None or x.parts is not None:
             continue
-        if mine(x.layout):
+        if x.packed.place.axes in axes:
             found[id(x.packed)] = x.packed
             counts[id(x.packed)] = counts.get(id(x.packed), 0) + 1
     for key, shard in list(found.items()):
@@ -47,7 +46,8 @@ def collected(grads: Any, chosen: Any, runtime: ShardRuntime) -> tuple[Any, ...]
         torch._foreach_div_(flats, runtime.mean_size)
     leaves = {}
     for key, shard in shards.items():
-        leaves[key] = {id(leaf.layout): leaf for leaf in shard.leaves()}
+        made = shard.leaves()
+        leaves[key] = dict(zip(map(id, shard.members), made, strict=True))
     for i, x in enumerate(old):
         if is_sharded(x) and id(x.packed) in leaves:
             key = id(x.packed), id(x.layout)

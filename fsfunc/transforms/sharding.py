@@ -21,7 +21,6 @@ from fsfunc.comm.mesh import Axis, Here, Mesh, check_mesh, here
 from fsfunc.donated import refuse_spent
 from fsfunc.frames import Frame, Interpretation, frame, inside, running
 from fsfunc.inputs import arguments, refuse
-from fsfunc.layout import Layout
 from fsfunc.packing import by_buffer, joined, packed_of, repack, repacked
 from fsfunc.sharded import FlatShard, is_sharded, whole_shape
 from fsfunc.tracing.recorder import Noted, Recorder
@@ -29,7 +28,7 @@ from fsfunc.tracing.type_check import check, knows, learn, signature
 from fsfunc.transforms.averaging import averaged, check_whole
 from fsfunc.transforms.boundary import enter, leave, spread
 from fsfunc.transforms.derivatives import check_derivatives
-from fsfunc.transforms.gathering import GatheredCall, ShardRuntime, dtype_of
+from fsfunc.transforms.gathering import GatheredCall, ShardRuntime
 from fsfunc.transforms.gradients import collected, kept_here
 from fsfunc.transforms.ownership import Ownership
 from fsfunc.transforms.transforming import transformed
@@ -220,7 +219,7 @@ class Sharding(Interpretation):
         shards: dict[int, FlatShard] = {}
         for x in leaves:
             if is_sharded(x) and (shard := x.packed) is not None:
-                if id(shard) not in shards and self._mine(x.layout):
+                if id(shard) not in shards and shard.place.axes in (self.axis, ()):
                     self._check_place(shard, coordinates, where)
                     shards[id(shard)] = shard
         return ShardRuntime(
@@ -254,10 +253,6 @@ class Sharding(Interpretation):
                 "whole tensors anew"
             )
 
-    def _mine(self, layout: Layout) -> bool:
-        flat = layout.flat
-        return flat is not None and flat.axes in (self.axis, ())
-
     # Unit calls
 
     def unit(self, run: Callable[..., Any], call: Any) -> Callable[..., Any]:
@@ -274,17 +269,19 @@ class Sharding(Interpretation):
         **named: Any,
     ) -> Any:
         """A unit call: takes in its parameters, runs, lets its outputs out."""
-        leaves, treedef = tree.flatten(params, is_leaf=is_sharded)
+        given, spec = tree.flatten((params, inputs, named), is_leaf=is_sharded)
+        treedef = spec.child(0)
+        leaves = given[: treedef.num_leaves]
         f, mine, plain = call.frame, self._read(leaves, call), not call.frame.path
         functional = _torch.functorch_active() or _torch.forward_ad_active()
-        if plain and (plain := self._own(leaves, f, functional)):
+        runtime = f.session(self)
+        if plain and (plain := self._own(leaves, runtime, functional)):
             self._enter_plain(leaves, plain, call, (inputs, named))
         if not mine:
             params = tree.unflatten(treedef, leaves) if plain else params
             return run(params, *inputs, **named)
         if f.tracer is not None:
             f.tracer.takes(call.name, [leaves[i] for i in mine])
-        runtime = f.session(self)
         if runtime is None:
             raise RuntimeError(f"{call.name} runs outside the sharded function")
         if functional:
@@ -305,7 +302,7 @@ class Sharding(Interpretation):
             leaves[i] = view
         out = run(tree.unflatten(treedef, leaves), *inputs, **named)
         outs, spec = tree.flatten(out)
-        given = tree.leaves((inputs, named))
+        given = given[len(leaves) :]
         token = token if thread is None else thread.token
         forget = not (now.recompute or self.holds)
         token = leave(runtime, calls, shards, token, views, given, outs, forget)
@@ -323,12 +320,14 @@ class Sharding(Interpretation):
                         mine.append(i)
         return mine
 
-    def _own(self, leaves: Sequence[Any], f: Any, functional: bool) -> list[int]:
+    def _own(
+        self, leaves: Sequence[Any], runtime: ShardRuntime | None, functional: bool
+    ) -> list[int]:
         """Which whole parameters somebody differentiates who takes no mean of it.
 
         Not those whose gradient the gradient call around will average itself.
         """
-        found, runtime = [], f.session(self)
+        found = []
         for i, x in enumerate(leaves):
             if isinstance(x, Tensor) and (functional or x.requires_grad):
                 averaged = runtime is not None and runtime.averages(x)
@@ -360,13 +359,14 @@ class Sharding(Interpretation):
                 chosen = [leaves[i] for i in positions]
                 shard, flat = packed_of(chosen, runtime.coordinates)
             keeps = first.parts is runtime.parts and id(shard) in runtime.keeps
-            views = []
+            views, at = [], shard.views
             for i in positions:
-                views.append(shard.views[id(leaves[i].layout)])
-            kind, how = dtype_of(shard, f.compute), f.reduce
-            numbers = call.numbers
+                views.append(at[id(leaves[i].layout)])
+            kind, how = shard.flat.dtype, f.reduce
+            if f.compute is not None and kind.is_floating_point:
+                kind = f.compute
             one = GatheredCall(
-                call.name, numbers, f.micro, shard, views, kind, how, keeps
+                call.name, call.numbers, f.micro, shard, views, kind, how, keeps
             )
             calls.append(one)
             shards.append(shard)
@@ -403,7 +403,7 @@ class Sharding(Interpretation):
                 call = replace(call, args=args, keywords=keywords)
             composed = _torch.functorch_active() or _torch.forward_ad_active()
             outer, chosen = f.session(self), [call.args[i] for i in call.argnums]
-            keeps = {} if composed else kept_here(chosen, self._mine)
+            keeps = {} if composed else kept_here(chosen, (self.axis, ()))
             runtime = self._runtime(
                 leaves,
                 at.rank,

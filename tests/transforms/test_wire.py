@@ -47,9 +47,7 @@ class NarrowSum(Reduction):
 
 
 def sharded(f, zero=3, **how):
-    return transformed(
-        f, handler := Sharding(MESH, ("data",), zero, **how), handler.call
-    )
+    return transformed(f, Sharding(MESH, ("data",), zero, **how))
 
 
 def trained(step, given, x):
