@@ -28,7 +28,7 @@ from ours import train_step
 
 import fsfunc as ff
 from fsfunc.foresight.calibration import measure_hardware
-from fsfunc.foresight.chosen import Choice, Search
+from fsfunc.foresight.choices import Choice, Search
 from fsfunc.foresight.stack_search import search
 
 SAME = 1.03  # steps within this ratio cannot be told apart on a shared machine

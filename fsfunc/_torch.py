@@ -32,6 +32,7 @@ from torch.utils._python_dispatch import (
     TorchDispatchMode,
     _disable_current_modes,
 )
+from torch.utils._pytree import tree_leaves
 
 __all__ = [
     "TorchDispatchMode",
@@ -78,7 +79,6 @@ __all__ = [
     "storage",
     "storage_key",
     "storage_uses",
-    "tracked_leaf",
     "uses_of",
     "tables",
     "unwrapped",
@@ -136,16 +136,6 @@ def beneath_functorch() -> Iterator[None]:
         yield
     finally:
         del guard
-
-
-def tracked_leaf(x: Tensor) -> Tensor:
-    """``x`` as a leaf of a graph of its own, beneath whatever transforms run."""
-    with torch.inference_mode(False):
-        x = x.detach()
-        if not functorch_active():
-            return x.requires_grad_()
-        with eager_transforms.enable_inplace_requires_grad(True):
-            return x.requires_grad_()
 
 
 @contextmanager
@@ -503,6 +493,16 @@ def kind_of(node: Any) -> str | None:
     return KINDS[type(node)]
 
 
+def leaf_behind(x: Tensor) -> Tensor | None:
+    """The leaf that ``x`` is, perhaps seen in another shape."""
+    if x.grad_fn is None:
+        return x
+    node = x.grad_fn
+    while node is not None and kind_of(node) in ("turn", "view"):
+        node = node.next_functions[0][0]
+    return getattr(node, "variable", None)
+
+
 def weight_edge(node: Any) -> Any:
     """The edge of a plain product to its second factor, of a lookup to its rows.
 
@@ -591,7 +591,10 @@ class _HereFakeMode(FakeTensorMode):
     """Fake tensors of the devices that this torch can run, and of no others.
 
     Of another device autograd would end the process, where it looks for its streams.
+    ``always`` is what they have in common beside the tensor itself.
     """
+
+    always: dict[str, Any] | None = None
 
     def dispatch(self, func, types, args=(), kwargs=None):  # type: ignore[override]
         if func is GROUPED_PRODUCT.default:
@@ -730,7 +733,31 @@ def quick_fake(mode: FakeTensorMode, func: Any, args: Any, kwargs: Any) -> Any:
     if func not in _OF_ONE:
         kwargs["device"] = "meta"
     with torch._C._DisableTorchDispatch():
-        return FakeTensor(mode, func(*args, **kwargs), _CPU)
+        return _over(mode, func(*args, **kwargs))
+
+
+def _over(mode: FakeTensorMode, x: Tensor) -> FakeTensor:
+    """A fake tensor of the CPU over one on "meta", as its constructor makes it.
+
+    That one takes three times as long: all but the tensor itself is always the same.
+    """
+    if not isinstance(mode, _HereFakeMode):
+        return FakeTensor(mode, x, _CPU)
+    if mode.always is None:
+        mode.always = dict(FakeTensor(mode, x.detach(), _CPU).__dict__)
+    fake = Tensor._make_subclass(
+        FakeTensor,
+        x,
+        x.requires_grad,
+        dispatch_device=True,
+        device_for_backend_keys=_CPU,  # type: ignore[arg-type]
+    )
+    if mode._allow_unsafe_data_ptr_access:
+        torch._C._set_warn_deprecated_on_mutable_data_ptr(fake)
+    else:
+        torch._C._set_throw_on_mutable_data_ptr(fake)
+    fake.__dict__.update(mode.always)
+    return fake
 
 
 _MADE: dict[Any, Any] = {}  # what operators made of arguments that look so
@@ -769,9 +796,7 @@ def fake_result(mode: FakeTensorMode, func: Any, args: Any, kwargs: Any) -> Any:
     kind, specs = made
     with torch._C._DisableTorchDispatch():
         new = [
-            FakeTensor(
-                mode, torch.empty_strided(*spec[:2], dtype=spec[2], device="meta"), _CPU
-            )
+            _over(mode, torch.empty_strided(*spec[:2], dtype=spec[2], device="meta"))
             for spec in specs
         ]
     return new[0] if kind is None else kind(new)
@@ -817,12 +842,15 @@ def _looks(mode: FakeTensorMode, x: Any) -> Any:
     return _ODD
 
 
+def _is_tensor(x: Any) -> bool:
+    return isinstance(x, Tensor)
+
+
 def _made_anew(out: Any, args: Any, kwargs: Any) -> Any:
     """How results look that lie in memory of their own, or ``_ODD``."""
     kind = type(out) if isinstance(out, (tuple, list)) else None
-    specs, seen = [], set[int]()
-    given = torch.utils._pytree.tree_leaves((args, kwargs))
-    seen.update(storage_key(x) for x in given if isinstance(x, Tensor))
+    specs = []
+    seen = {storage_key(x) for x in tree_leaves((args, kwargs)) if _is_tensor(x)}
     for x in (out,) if kind is None else out:
         if type(x) is not FakeTensor or x.fake_device != _CPU or x.constant is not None:
             return _ODD

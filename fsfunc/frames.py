@@ -176,11 +176,15 @@ class Running:
         thread: see :class:`Thread`; none where nobody ties it to a loss.
         recompute: whether a backward pass runs the call a second time.
         forgets: whether nobody keeps the graph of what runs: it will run again.
+        adds_to: where its graph is pulled back at once, the leaves (by id) to whose
+            gradients products are added in place; None where a pipeline's stage may
+            take input gradients first.
     """
 
     thread: Thread | None = None
     recompute: bool = False
     forgets: bool = False
+    adds_to: frozenset[int] | None = None
 
 
 class Counter:

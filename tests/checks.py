@@ -1,4 +1,4 @@
-"""What tests claim: equal trees, equal to one device, spent as promised, refused."""
+"""What tests claim: equal trees, unchanged ones, nothing sent, refused in words."""
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -60,51 +60,6 @@ def unchanged(*values: Any) -> Iterator[None]:
 def simulated(size: int = 2, /, **axes: int) -> ff.Mesh:
     """A mesh of one axis "data", or of these."""
     return ff.make_mesh(axes or {"data": size}, "simulated")
-
-
-def gradients(
-    loss: Callable, params: Any, *batch: Any, mesh: ff.Mesh, stack: Callable
-) -> list[Any]:
-    """(value, whole gradients) of ``stack(ff.value_and_grad(loss))``, by rank."""
-    step = stack(ff.value_and_grad(loss))
-
-    def main():
-        mine = local(batch, mesh)
-        value, grads = step(ff.place(step, params, *mine), *mine)
-        return value, ff.unshard(grads)
-
-    return ff.spmd(main, mesh)()
-
-
-def trained(
-    step: Callable, params: Any, optimizer: Any, *batches: Any, mesh: ff.Mesh
-) -> list[Any]:
-    """(whole state, what each step returned) of each rank, a step a batch."""
-
-    def main():
-        mine = [local(batch, mesh) for batch in batches]
-        state, seen = ff.init_state(step, params, optimizer, mine[0]), []
-        for batch in mine:
-            state, out = step(state, batch)
-            seen.append(out)
-        return ff.unshard(state), seen
-
-    return ff.spmd(main, mesh)()
-
-
-def trained_alone(step: Callable, params: Any, optimizer: Any, *batches: Any) -> Any:
-    """The same of one device, for `close` or `same`."""
-    state, seen = ff.TrainState(params, optimizer.init(params)), []
-    for batch in batches:
-        state, out = step(state, batch)
-        seen.append(out)
-    return state, seen
-
-
-def local(batch: Any, mesh: ff.Mesh) -> Any:
-    """This rank's rows, over all axes of the mesh but "pipe"."""
-    axes = tuple(axis for axis in mesh.axes if axis != "pipe")
-    return ff.local_batch(batch, mesh, axes) if axes else batch
 
 
 @contextmanager

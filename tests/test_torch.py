@@ -393,6 +393,9 @@ def test_quick_fakes_are_those_of_the_mode():
                 for y in (fast, slow)
             ]
             assert shares[0] == shares[1], (op, breaks(what))
+        assert vars(fast).keys() == vars(slow).keys(), breaks("torch's fakes have more")
+        mine = {k: v for k, v in vars(slow).items() if k != "dispatch_keys"}
+        assert mine.items() <= vars(fast).items()
     assert quick > 70
 
 

@@ -251,8 +251,10 @@ def dtype_name(dtype: torch.dtype) -> str:
 
 
 def as_hex(sums: tuple[int, ...]) -> str:
+    """Checksums as one text, eight letters each; `from_hex` is the inverse."""
     return "".join(f"{s:08x}" for s in sums)
 
 
 def from_hex(text: str) -> tuple[int, ...]:
+    """The checksums of which `as_hex` made ``text``."""
     return tuple(int(text[i : i + 8], 16) for i in range(0, len(text), 8))

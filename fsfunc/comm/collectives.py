@@ -21,7 +21,7 @@ work of one loss, a psum is one value, I.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 from torch import Tensor
@@ -56,15 +56,19 @@ def _typed(where: RankGroup, op: str, of: str, to: str, **fields: Any) -> Linear
     legal = meanings(op)
     if where.mean:  # a value is the rank's own, or one value that somebody asked for
         legal = [row for row in legal if set(row.split("->")) <= {"V", "I"}]
-    if f"{of}->{to}" not in legal:
-        what = ", under shard a mean of losses," if where.mean else ""
-        raise ValueError(
-            f"{op} {of}->{to} over {where.name}{what} has no meaning; it has: "
-            f"{', '.join(legal)}"
-        )
+    _check_types(where, op, f"{of}->{to}", legal)
     if where.mean:
         of, to = of.replace("V", "M"), to.replace("V", "M")
     return LinearMap(op, of, to, **fields)
+
+
+def _check_types(where: RankGroup, op: str, row: str, legal: Iterable[str]) -> None:
+    if row not in legal:
+        what = ", under shard a mean of losses," if where.mean else ""
+        raise ValueError(
+            f"{op} {row} over {where.name}{what} has no meaning; it has: "
+            f"{', '.join(legal)}"
+        )
 
 
 def _sum(x: Any, axis: Axis, of: str, to: str | None, power: int) -> Any:
@@ -374,17 +378,8 @@ def pcast(x: Any, axis: Axis, *, to: str, of: str = "I") -> Any:
     """
 
     def how(leaf: Tensor, where: RankGroup) -> LinearMap:
-        known = _CASTS_UNDER_SHARD if where.mean else _CASTS
-        if f"{of}->{to}" not in known:
-            what = ", under shard a mean of losses," if where.mean else ""
-            raise ValueError(
-                f"cast {of}->{to} over {where.name}{what} has no meaning; it has: "
-                f"{', '.join(sorted(known))}"
-            )
-        return (
-            _CASTS_UNDER_SHARD[f"{of}->{to}"]
-            if where.mean
-            else LinearMap("cast", of, to)
-        )
+        row, known = f"{of}->{to}", _CASTS_UNDER_SHARD if where.mean else _CASTS
+        _check_types(where, "cast", row, sorted(known))
+        return _CASTS_UNDER_SHARD[row] if where.mean else LinearMap("cast", of, to)
 
     return over(x, axis, how)

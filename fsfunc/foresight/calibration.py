@@ -16,7 +16,7 @@ import torch
 
 from fsfunc.comm.mesh import Here, Mesh, NoMesh, here
 from fsfunc.foresight.events import Op, Ran, Took
-from fsfunc.foresight.observing import Observer
+from fsfunc.foresight.observer import Observer
 from fsfunc.foresight.rank_timing import Stopwatch, links
 from fsfunc.foresight.sample_operators import Sizes, attention, chain, layer, specimens
 from fsfunc.machines import Hardware, Level

@@ -15,7 +15,7 @@ from fsfunc.comm.backends.abstract import AbstractLink
 from fsfunc.comm.backends.link import Handle
 from fsfunc.comm.mesh import NoMesh, here, place_here
 from fsfunc.foresight.events import Gave, Took
-from fsfunc.foresight.observing import Observer
+from fsfunc.foresight.observer import Observer
 from fsfunc.sharded import Sharded, is_sharded
 
 __all__ = ["Living", "live_bytes"]

@@ -10,7 +10,7 @@ from fsfunc.comm.backends.abstract import AbstractLink
 from fsfunc.comm.backends.link import Handle
 from fsfunc.comm.ledgers import Ledger
 from fsfunc.foresight.events import Asked, Sent, Started, Waited
-from fsfunc.foresight.observing import Observer
+from fsfunc.foresight.observer import Observer
 
 __all__ = ["PlannedLink"]
 

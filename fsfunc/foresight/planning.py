@@ -17,10 +17,10 @@ from fsfunc.comm.ledgers import Ledger
 from fsfunc.comm.mesh import Here, Mesh, NoMesh, asks, check_mesh, here
 from fsfunc.donated import refuse_spent
 from fsfunc.fake_errors import told_where
-from fsfunc.foresight.observing import Observer
+from fsfunc.foresight.observer import Observer
 from fsfunc.foresight.planned_links import PlannedLink
 from fsfunc.foresight.plans import Plan, PlannedLeaf, RankPlan
-from fsfunc.foresight.rehearsing import DifferentiatedTwice, Rehearsal
+from fsfunc.foresight.unit_cache import DifferentiatedTwice, UnitCache
 from fsfunc.frames import frame, inside
 from fsfunc.memory_kinds import counting
 from fsfunc.sharded import Sharded, is_sharded
@@ -93,10 +93,10 @@ def plan(
     with _uncollected():
         if at is None:
             return _everywhere(step, args, _mesh_of(step, mesh), makes, repeat)
-        rehearsal = Rehearsal(Observer(), repeat)
+        cache = UnitCache(Observer(), repeat)
         if makes:
-            args = _made(step, args, rehearsal)
-        return _here(step, args, at, rehearsal)
+            args = _made(step, args, cache)
+        return _here(step, args, at, cache)
 
 
 @contextmanager
@@ -122,11 +122,11 @@ def _mesh_of(step: Any, mesh: Mesh | None) -> Mesh:
 def _everywhere(
     step: Any, args: Sequence[Any], mesh: Mesh, makes: bool, repeat: bool
 ) -> Plan:
-    rehearsal = Rehearsal(Observer(), repeat)  # what one rank saw serves the others
+    cache = UnitCache(Observer(), repeat)  # what one rank saw serves the others
 
     def main() -> Plan:
-        given = _made(step, args, rehearsal) if makes else args
-        return _here(step, given, here(), rehearsal)
+        given = _made(step, args, cache) if makes else args
+        return _here(step, given, here(), cache)
 
     found = spmd(main, mesh)()
     alike = mesh.size // len(found)
@@ -134,7 +134,7 @@ def _everywhere(
     return Plan(mesh, tuple(ranks), found.asked)
 
 
-def _made(step: Any, args: Sequence[Any], rehearsal: Rehearsal) -> tuple[Any, ...]:
+def _made(step: Any, args: Sequence[Any], cache: UnitCache) -> tuple[Any, ...]:
     """The state and the batch, of the functions that make them."""
     init, optimizer, batch = args
     batch = batch() if callable(batch) else batch
@@ -142,24 +142,24 @@ def _made(step: Any, args: Sequence[Any], rehearsal: Rehearsal) -> tuple[Any, ..
         batch = shadows(mode, batch)
     with (
         told_where(*_TOLD),
-        _rehearsed(rehearsal, frame().at),
+        _observed(cache, frame().at),
     ):
         return init_state(step, init, optimizer, batch), batch
 
 
 @contextmanager
-def _rehearsed(rehearsal: Rehearsal, at: Here | None) -> Iterator[None]:
+def _observed(cache: UnitCache, at: Here | None) -> Iterator[None]:
     """Inside, bodies of units are replayed."""
-    with inside(frame().but(tracer=rehearsal, at=at)), rehearsal.observer:
+    with inside(frame().but(tracer=cache, at=at)), cache.observer:
         yield
 
 
-def _here(step: Any, args: Sequence[Any], at: Here, rehearsal: Rehearsal) -> Plan:
+def _here(step: Any, args: Sequence[Any], at: Here, cache: UnitCache) -> Plan:
     """The plan of this rank."""
     try:
-        found, asked = _planned(step, args, at, rehearsal)
+        found, asked = _planned(step, args, at, cache)
     except DifferentiatedTwice:
-        plainly = Rehearsal(Observer(), repeat=False)
+        plainly = UnitCache(Observer(), repeat=False)
         found, asked = _planned(step, args, at, plainly)
     asks(asked)
     axes = tuple(a for a in at.mesh.axes if a in asked)
@@ -168,9 +168,9 @@ def _here(step: Any, args: Sequence[Any], at: Here, rehearsal: Rehearsal) -> Pla
 
 
 def _planned(
-    step: Any, args: Sequence[Any], at: Here, rehearsal: Rehearsal
+    step: Any, args: Sequence[Any], at: Here, cache: UnitCache
 ) -> tuple[RankPlan, set[str]]:
-    log, observer, asked = Ledger(), rehearsal.begin(), set[str]()
+    log, observer, asked = Ledger(), cache.begin(), set[str]()
     refuse_spent(args)
     for x in tree.leaves(args):
         if isinstance(x, Tensor):
@@ -187,11 +187,11 @@ def _planned(
             leaves.append(leaf)
             del tensors  # the step may let go of a buffer that the state keeps
         try:
-            with _rehearsed(rehearsal, None if frame().at is None else now):
+            with _observed(cache, None if frame().at is None else now):
                 out = step(*args)
         finally:
             restore(args)  # a donated step marks what is the caller's
-        rehearsal.look_back()
+        cache.look_back()
         for value in out if isinstance(out, tuple) else (out,):
             if isinstance(value, TrainState):
                 for leaf, tensors in _leaves((value,)):
@@ -200,7 +200,7 @@ def _planned(
         book.close()
     found = RankPlan(
         at.rank, 1, at.mesh.coordinates(at.rank), book.events, book.kinds,
-        leaves, log.records, rehearsal.derived,
+        leaves, log.records, cache.derived,
     )  # fmt: skip
     return found, asked
 

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from fsfunc.foresight.candidates import Axes, Space, meshes
-from fsfunc.foresight.chosen import Choice, Search, front_of
+from fsfunc.foresight.choices import Choice, Search, front_of
 from fsfunc.foresight.stacks import PIPE, Stack
 from fsfunc.foresight.trials import Trials
 from fsfunc.machines import Hardware

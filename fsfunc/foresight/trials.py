@@ -14,7 +14,7 @@ from fsfunc.autodiff import value_and_grad
 from fsfunc.comm.launch import spmd
 from fsfunc.comm.mesh import Mesh
 from fsfunc.foresight.candidates import Axes, lowered, stages_of
-from fsfunc.foresight.chosen import Choice, Search, Skipped, front_of
+from fsfunc.foresight.choices import Choice, Search, Skipped, front_of
 from fsfunc.foresight.estimation import estimate
 from fsfunc.foresight.planning import plan
 from fsfunc.foresight.stacks import Stack

@@ -111,14 +111,14 @@ def _over(
         pairs = zip(tensors, mine, strict=True)
         tensors = [t if own else t.clone() for t, own in pairs]
         leaves = buffers.rebuild(tensors)
-    for (positions, home), own in zip(buffers.groups, mine, strict=True):
+    for (positions, packed), own in zip(buffers.groups, mine, strict=True):
         if not own:
             continue
-        if home is None:
+        if packed is None:
             (i,) = positions
             new = [old[i].twin() if is_sharded(old[i]) else old[i].detach()]
         else:
-            new = home.renewed().leaves()
+            new = packed.renewed().leaves()
         for i, leaf in zip(positions, new, strict=True):
             leaves[i] = leaf
             taken[0].append(old[i])

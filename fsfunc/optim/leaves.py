@@ -122,23 +122,23 @@ def first_unfit(
 ) -> int | None:
     """The first position where ``others`` does not lie as ``leaves`` does.
 
-    In shape, layout or device. Leaves of one home lie as their home does, so of two
-    homes that is asked once.
+    In shape, layout or device. Leaves that are packed lie as their flat shard does, so
+    of two of these that is asked once.
     """
     alike: set[tuple[int, int]] = set()
     for i in positions:
         leaf, other = leaves[i], others[i]
-        home = leaf.packed if is_sharded(leaf) else None
+        mine = leaf.packed if is_sharded(leaf) else None
         its = other.packed if is_sharded(other) else None
-        if home is None or its is None or home.coordinates != its.coordinates:
+        if mine is None or its is None or mine.coordinates != its.coordinates:
             if not _fits(leaf, other):
                 return i
         elif leaf.layout is not other.layout and not _same_place(leaf, other):
             return i
         elif leaf.spent or other.spent:
             (leaf if leaf.spent else other).check()  # which raises
-        elif (pair := (id(home), id(its))) not in alike:
-            if not _fits(home.flat, its.flat):
+        elif (pair := (id(mine), id(its))) not in alike:
+            if not _fits(mine.flat, its.flat):
                 return i
             alike.add(pair)
     return None

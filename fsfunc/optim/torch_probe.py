@@ -220,20 +220,7 @@ def _checked(make: Make, kept: Kept, start: Tensor, grads: list[Tensor]) -> Kept
     """``kept``, once steps of the parts are seen to be parts of the steps."""
     p, state = _steps_itself(make, start, grads)
     last = as_numbers({name: state[name] for name in kept.numbers})
-    whole = slice(None)
-    # A number first seen after it was counted up began at 0.
-    zeros = {name: type(value)() for name, value in kept.numbers.items()}
-    first = kept.numbers
-    for numbers, afresh in ((first, False), (zeros, False), (first, True)):
-        kept = replace(kept, numbers=numbers, afresh=afresh)
-        found, its_last = _steps(make, kept, start, grads, whole)
-        if torch.equal(found, p) and its_last == last:
-            break
-    else:
-        raise _Refused(
-            "from step to step it carries more than it keeps in state[parameter], "
-            "or it draws random numbers"
-        )
+    kept = _carried_on(make, kept, start, grads, (p, last))
     for part in (slice(_CUT), slice(_CUT, None)):
         found, numbers = _steps(make, kept, start, grads, part)
         # Not to the bit: some kernels treat the last few elements otherwise.
@@ -248,15 +235,7 @@ def _checked(make: Make, kept: Kept, start: Tensor, grads: list[Tensor]) -> Kept
                     f"what it keeps as {name!r} depends on all elements of a parameter"
                 )
     for shape in _SHAPES:
-        shaped = [g.view(shape) for g in grads]
-        try:
-            found, its_state = _steps_itself(make, start.view(shape), shaped)
-        except _Refused:
-            raise
-        except Exception as error:
-            raise _Refused(
-                f"its step fails on a parameter of shape {shape} ({error})"
-            ) from error
+        found, its_state = _steps_shaped(make, start, grads, shape)
         same = torch.equal(found.view(-1), p) and its_state.keys() == state.keys()
         if not same or any(its_state[name] != last[name] for name in last):
             raise _Refused(
@@ -266,6 +245,41 @@ def _checked(make: Make, kept: Kept, start: Tensor, grads: list[Tensor]) -> Kept
                 "ff.partition)"
             )
     return kept
+
+
+def _carried_on(
+    make: Make,
+    kept: Kept,
+    start: Tensor,
+    grads: list[Tensor],
+    expected: tuple[Tensor, Numbers],
+) -> Kept:
+    """``kept`` with what makes steps from it those that the class makes itself."""
+    # A number first seen after it was counted up began at 0.
+    zeros = {name: type(value)() for name, value in kept.numbers.items()}
+    first = kept.numbers
+    for numbers, afresh in ((first, False), (zeros, False), (first, True)):
+        kept = replace(kept, numbers=numbers, afresh=afresh)
+        found, last = _steps(make, kept, start, grads, slice(None))
+        if torch.equal(found, expected[0]) and last == expected[1]:
+            return kept
+    raise _Refused(
+        "from step to step it carries more than it keeps in state[parameter], or it "
+        "draws random numbers"
+    )
+
+
+def _steps_shaped(
+    make: Make, start: Tensor, grads: list[Tensor], shape: tuple[int, ...]
+) -> tuple[Tensor, Mapping[str, Any]]:
+    try:
+        return _steps_itself(make, start.view(shape), [g.view(shape) for g in grads])
+    except _Refused:
+        raise
+    except Exception as error:
+        raise _Refused(
+            f"its step fails on a parameter of shape {shape} ({error})"
+        ) from error
 
 
 def _steps_itself(

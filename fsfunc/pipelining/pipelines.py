@@ -15,9 +15,9 @@ from fsfunc.pipelining.actions import (
     is_asynchronous,
     parse,
 )
-from fsfunc.pipelining.cutting import Stages
-from fsfunc.pipelining.piping import Pipelining
+from fsfunc.pipelining.handler import Pipelining
 from fsfunc.pipelining.schedules import one_f_one_b
+from fsfunc.pipelining.stage_plans import Stages
 from fsfunc.pipelining.stage_updates import Predict, Updating
 from fsfunc.pipelining.verification import verify
 from fsfunc.transforms.transforming import transformed

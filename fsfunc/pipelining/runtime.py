@@ -80,12 +80,14 @@ class Worker:
         self.actions: Sequence[Action] = ()
         self.at = self.last = 0  # the action that is done now, and the last forward
         self.early: set[Action] = set()  # what was done before its turn
+        self.whole = False  # whether all backwards are
 
     def run(self, actions: Sequence[Action]) -> None:
         """Does a rank's actions in their order."""
         self.actions, self.early = actions, set[Action]()
         forwards = [i for i, action in enumerate(actions) if action.kind == "F"]
         self.last = max(forwards, default=-1)
+        self.whole = not any(action.kind in ("I", "W") for action in actions)
         draws = any(m.cut.program.draws for m in self.microbatches)
         with generators_kept() as states:
             for self.at, action in enumerate(actions):
@@ -110,7 +112,8 @@ class Worker:
         cut = batch.cut
         received = self._received(a)
         tied = bool(self.values) and bool(self.frame.sessions)
-        stage = StageRun(cut, cut.stages[a.stage], received, tied)
+        adds_to = frozenset(map(id, self.values)) if self.whole else None
+        stage = StageRun(cut, cut.stages[a.stage], received, tied, adds_to)
         micro = list(self.frame.micro)
         micro[self.depth] = (a.microbatch, len(self.microbatches))
         f = self.frame.but(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor
@@ -21,11 +21,11 @@ from fsfunc.frames import Frame, Interpretation, frame, inside
 from fsfunc.losses import loss_parts
 from fsfunc.optim import Optimizer
 from fsfunc.pipelining.actions import Action, Schedule, ScheduleError, owners
-from fsfunc.pipelining.cutting import Stages
 from fsfunc.pipelining.delayed import staleness
+from fsfunc.pipelining.handler import Pipelining
 from fsfunc.pipelining.microbatches import Part, blank, combined, cut_batch, everywhere
-from fsfunc.pipelining.piping import Pipelining
 from fsfunc.pipelining.runtime import Microbatch, Worker
+from fsfunc.pipelining.stage_plans import Stages
 from fsfunc.sharded import is_sharded
 
 __all__ = ["Predict", "Updating"]
@@ -81,7 +81,7 @@ class Updating(Pipelining):
         return step
 
     def _differentiate(self, depth: int, number: int, call: GradientCall) -> Outcome:
-        running = call.fn
+        running = cast(_Running, call.fn)
         f = frame().but(donated=None)  # forwards use old versions
         parts = cut_batch(call.args, call.keywords, (0,), self.n)
         batches = [

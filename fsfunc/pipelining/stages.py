@@ -22,7 +22,7 @@ from fsfunc.comm.groups import RankGroup
 from fsfunc.comm.linear_maps import LinearMap
 from fsfunc.compiled import standing
 from fsfunc.frames import Running, Stage, Thread, run_as
-from fsfunc.pipelining.cutting import StagePlan
+from fsfunc.pipelining.stage_plans import StagePlan
 from fsfunc.tracing.programs import Program, Spec, Value
 
 __all__ = ["CAPTURED", "Cut", "Ended", "StageRun", "abstractly"]
@@ -108,15 +108,22 @@ class StageRun(Stage):
         plan: the stage.
         received: values of other stages that this one depends on.
         tied: whether each call needs a thread, so that its backward always runs.
+        adds_to: see `Running`; of whole backwards the parameters, else None.
 
     After the run ``made`` has the values that other stages depend on, ``starts`` and
     ``ends`` those of the threads.
     """
 
     def __init__(
-        self, cut: Cut, plan: StagePlan, received: Mapping[Value, Tensor], tied: bool
+        self,
+        cut: Cut,
+        plan: StagePlan,
+        received: Mapping[Value, Tensor],
+        tied: bool,
+        adds_to: frozenset[int] | None,
     ):
-        self.cut, self.plan, self.received, self.tied = cut, plan, received, tied
+        self.cut, self.plan, self.received = cut, plan, received
+        self.tied, self.adds_to = tied, adds_to
         self.wanted = {value for value, _ in plan.sends}
         self.made: dict[Value, Tensor] = {}
         self.starts: list[Tensor] = []
@@ -188,7 +195,7 @@ class StageRun(Stage):
         # A recompute holds the call, and we hold its outputs: no circle of the two.
         handlers = (_HERE, *call.frame.handlers[1:])
         apart = replace(call, frame=call.frame.but(handlers=handlers))
-        with run_as(Running(thread)), standing(self.stance):
+        with run_as(Running(thread, adds_to=self.adds_to)), standing(self.stance):
             out = apart.run(params, *inputs, **keywords)
         if thread is not None and thread.token is not thread.start:
             self.starts.append(thread.start)

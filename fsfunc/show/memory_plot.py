@@ -14,9 +14,9 @@ from fsfunc.foresight.plans import Plan, RankPlan
 from fsfunc.memory_kinds import KINDS
 from fsfunc.printing.amounts import of_bytes, of_share
 from fsfunc.printing.tables import Table, painted
-from fsfunc.show.curves import Curve, curve_of
 from fsfunc.show.figures import FAINT, INK, Drawn, sheet
 from fsfunc.show.layers import alike, together
+from fsfunc.show.memory_curve import Curve, curve_of
 from fsfunc.show.palette import MEMORY, Look
 
 if TYPE_CHECKING:

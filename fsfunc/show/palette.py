@@ -28,9 +28,12 @@ __all__ = [
 COMPUTE = "compute"  # the stream on which a rank computes
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Look:
-    """How one kind is shown: in words, in print, in a picture and in a trace."""
+    """How one kind is shown: in words, in print, in a picture and in a trace.
+
+    There is one of each: they are compared, and found in dicts, as objects.
+    """
 
     title: str
     sign: str  # in text: what the action's name begins with, what a gap is filled with
@@ -61,6 +64,7 @@ WAITS = Look("waits for another rank", "░", "#c9cdd6")
 STALL = Look("waits for a transfer", "░", "#c9cdd6")
 OUTSIDE = Look("not begun, or done", "·", "#eff1f4")
 GAPS = _by_title(WAITS, STALL, OUTSIDE)
+_ON_COMPUTE = COMPUTING | GAPS
 
 SENDING = _by_title(
     Look("all_gather", "g", "#4fa37b", "thread_state_running"),
@@ -95,7 +99,7 @@ _MESSAGES = {"send", "receive"}
 def look_of(span: Span) -> Look:
     """What is computed by its phase, what is sent by its kind; a grey one of others."""
     if span.stream == COMPUTE:
-        return (COMPUTING | GAPS).get(span.phase, OTHER)
+        return _ON_COMPUTE.get(span.phase, OTHER)
     return SENDING.get("message" if span.name in _MESSAGES else span.name, OTHER)
 
 

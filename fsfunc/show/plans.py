@@ -15,8 +15,8 @@ from fsfunc.placements import describe
 from fsfunc.printing.amounts import of_axes, of_bytes, of_count, of_flops
 from fsfunc.printing.tables import Report, Table
 from fsfunc.show.layers import alike, counted
+from fsfunc.show.layouts import in_words
 from fsfunc.show.memory_plot import OUTSIDE_UNITS, alive_table, check_plan, kinds_table
-from fsfunc.show.regions import in_words
 
 __all__ = ["plan"]
 

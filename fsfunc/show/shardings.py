@@ -19,7 +19,7 @@ from fsfunc.printing.amounts import of_axes, of_bytes
 from fsfunc.printing.tables import Printed, Report, Table, painted
 from fsfunc.sharded import Sharded, is_sharded
 from fsfunc.show.layers import alike, counted
-from fsfunc.show.regions import Grid, grid_of, in_words, part_in_words
+from fsfunc.show.layouts import Grid, grid_of, in_words, part_in_words
 
 if TYPE_CHECKING:
     from rich.text import Text

@@ -31,7 +31,7 @@ def bands(
             band however long.
     """
     spans = [s for lane in lanes for s in lane.spans if s.phase not in GAPS]
-    grid = grid_of(spans, makespan)
+    grid = columns_of(spans, makespan)
     columns = grid.column(makespan)
     rows = [cells(lane, grid, columns) for lane in lanes]
     margin = len(f"rank {len(rows) - 1} ")
@@ -47,7 +47,7 @@ def bands(
 
 
 @dataclass(frozen=True)
-class Grid:
+class Columns:
     """Columns for times: ``rate`` columns a time unit, bands cut at ``pitch``."""
 
     rate: float
@@ -57,7 +57,7 @@ class Grid:
         return round(time * self.rate)
 
 
-def grid_of(spans: Sequence[Span], makespan: float) -> Grid:
+def columns_of(spans: Sequence[Span], makespan: float) -> Columns:
     """The grid whose cells are the largest unit that divides every time.
 
     A cell is as wide as the labels ask. Times without such a unit (those of a real
@@ -72,10 +72,10 @@ def grid_of(spans: Sequence[Span], makespan: float) -> Grid:
         )
         pitch = max(pitch, 2)  # an edge, and something to see beside it
         if makespan / unit * pitch <= _MOST_COLUMNS:
-            return Grid(float(pitch / unit), pitch)
+            return Columns(float(pitch / unit), pitch)
     rates = sorted((len(s.name) + 1) / (s.end - s.start) for s in spans)
     rate = rates[9 * (len(rates) - 1) // 10]  # 90 % of the labels fit
-    return Grid(min(rate, _MOST_COLUMNS / makespan), 1)
+    return Columns(min(rate, _MOST_COLUMNS / makespan), 1)
 
 
 def common_unit(spans: Sequence[Span]) -> Fraction | None:
@@ -92,7 +92,7 @@ def common_unit(spans: Sequence[Span]) -> Fraction | None:
     return unit * shortest
 
 
-def cells(lane: Lane, grid: Grid, columns: int) -> list[Cell]:
+def cells(lane: Lane, grid: Columns, columns: int) -> list[Cell]:
     """A rank's whole row."""
     row: list[Cell] = [(" ", "")] * columns + [(_EDGE, _BORDER)]
     marks = []
@@ -110,7 +110,7 @@ def cells(lane: Lane, grid: Grid, columns: int) -> list[Cell]:
     return row
 
 
-def ruler(grid: Grid, first: int, last: int, makespan: float) -> str:
+def ruler(grid: Columns, first: int, last: int, makespan: float) -> str:
     """The times above the columns ``first`` to ``last``."""
     least = max(_TICK, len(number(makespan)) + 2) / grid.rate
     power = 10.0 ** math.floor(math.log10(least))

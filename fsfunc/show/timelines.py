@@ -20,6 +20,7 @@ from fsfunc.show.palette import (
     COMPUTE,
     COMPUTING,
     GAPS,
+    Look,
     by_sign,
     legend,
     lighter,
@@ -76,9 +77,10 @@ class Timeline(Drawn):
     def pieces(self, width: int | None) -> Iterator[Table | Text | str]:
         self._check_lengths()
         yield from map(painted, bands(self.lanes, self.makespan, width))
+        seen = self._looks()
         for looks in (COMPUTING, GAPS):
-            seen = [look for title, look in looks.items() if title in self._seen()]
-            yield from map(painted, legend(seen, width))
+            own = [look for look in looks.values() if look in seen]
+            yield from map(painted, legend(own, width))
         yield ""
         yield f"makespan {number(self.makespan)}"
         rows = [
@@ -103,10 +105,9 @@ class Timeline(Drawn):
                 bars.append(Bar(span.start, span.end, color, label, bool(span.unit)))
             note = "{} bubble, {} held".format(*notes)
             rows.append(Row(f"rank {lane.rank}", bars, note))
-        looks = COMPUTING | GAPS
-        marks = {t: looks[t].color for t in looks if t in self._seen()}
+        marks = {look.title: look.color for look in self._looks()}
         if chunks > 1:
-            pale = lighter(looks["forward"].color, chunks - 1, chunks)
+            pale = lighter(COMPUTING["forward"].color, chunks - 1, chunks)
             marks["lighter: a rank's later stage"] = pale
         idle = of_share(sum(self.bubble), len(self.lanes) * self.makespan)
         title = f"makespan {number(self.makespan)}, {idle} bubble"
@@ -117,9 +118,10 @@ class Timeline(Drawn):
         shares = (of_share(bubble, self.makespan) for bubble in self.bubble)
         return list(zip(shares, map(number, self.held), strict=True))
 
-    def _seen(self) -> set[str]:
-        """The titles of what is shown."""
-        return {span.phase for lane in self.lanes for span in lane.spans}
+    def _looks(self) -> list[Look]:
+        """Those of what is shown, in the palette's order."""
+        seen = {span.phase for lane in self.lanes for span in lane.spans}
+        return [look for title, look in (COMPUTING | GAPS).items() if title in seen]
 
     def _check_lengths(self) -> None:
         if not any(lane.busy for lane in self.lanes):

@@ -16,8 +16,8 @@ from fsfunc.foresight.simulation import Span
 from fsfunc.memory_kinds import KINDS
 from fsfunc.pipelining.actions import SENDS, Action
 from fsfunc.pipelining.timing import TimedAction
-from fsfunc.show.curves import clock_of, curve_of
 from fsfunc.show.lanes import check_events, check_spans
+from fsfunc.show.memory_curve import clock_of, curve_of
 from fsfunc.show.memory_plot import check_plan
 from fsfunc.show.palette import COMPUTE, TRANSFERS, Look, by_sign, look_of
 

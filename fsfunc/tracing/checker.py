@@ -1,8 +1,8 @@
 """Watching a step that runs on fake tensors: what its units, moves and gradients mean.
 
 A :class:`Checker` knows the types of values (`Operators`), and is told of all that is
-no operator of torch. It stands where a plan has its rehearsal: it runs the bodies of
-units, inside which every value is the rank's own.
+no operator of torch. It runs the bodies of units, inside which every value is the
+rank's own.
 """
 
 from __future__ import annotations

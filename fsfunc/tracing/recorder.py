@@ -97,8 +97,9 @@ class Recorder(Findings, Tracer, Watcher):
         return handler.recorded(self)
 
     def body(self, call: Any, params: Any, inputs: Any, keywords: Any) -> Any:
-        runs = super() if self.around is None else self.around
-        return runs.body(call, params, inputs, keywords)
+        if self.around is not None:
+            return self.around.body(call, params, inputs, keywords)
+        return Tracer.body(self, call, params, inputs, keywords)
 
     def unit(self, noted: Noted, run: Callable[..., Any], call: Any):
         """A unit call under recording: its leaves become plain tensors again."""
@@ -204,6 +205,8 @@ class _Watch(TorchFunctionMode):
 
     def __torch_function__(self, func, types, args=(), kwargs=None):
         name = getattr(func, "__name__", "")
+        if name == "__get__":  # of a tensor, most often its shape
+            return func(*args)
         if name not in _READS_NOTHING:
             self.recorder.read((args, kwargs or {}))
         if func in _DERIVATIVES and not is_internal():

@@ -235,7 +235,9 @@ class _Recompute(torch.autograd.Function):
             for x, need in zip(saved, needs, strict=True)
         ]
         thread = Thread(saved[0].device if saved else None) if ctx.tracked else None
-        with torch.enable_grad(), run_as(Running(thread, recompute=True)):
+        adds_to = frozenset[int]() if ctx.pull_recomputed is _pull else None
+        now = Running(thread, recompute=True, adds_to=adds_to)
+        with torch.enable_grad(), run_as(now):
             flat = ctx.replay.again(tensors, kept)
         pairs = [
             (flat[i], g)

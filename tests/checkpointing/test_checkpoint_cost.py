@@ -8,8 +8,8 @@ import pytest
 import torch
 
 import fsfunc as ff
-from tests.checkpointing.drawn import on
 from tests.checkpointing.stacks import STACKS, abstract, made
+from tests.checkpointing.trees import on
 from tests.probes import LiveBytes
 
 MIB = 1 << 20

@@ -13,8 +13,15 @@ import fsfunc as ff
 from fsfunc.checkpointing.blocks import prove
 from fsfunc.checkpointing.manifest import CheckpointError
 from fsfunc.structure import TreeMismatch
-from tests.checkpointing.drawn import laid_out, on
-from tests.checkpointing.small import PAIR, empty, save_on_two, split, tree_of
+from tests.checkpointing.trees import (
+    PAIR,
+    empty,
+    laid_out,
+    on,
+    save_on_two,
+    split,
+    tree_of,
+)
 from tests.checks import same
 
 

@@ -9,11 +9,10 @@ import torch
 
 import fsfunc as ff
 from fsfunc.checkpointing import folders, status
-from tests.checkpointing.drawn import on
+from tests.checkpointing.trees import PAIR, on
 from tests.checks import same
 
 W = {"w": torch.ones(2)}
-PAIR = {"data": 2}
 
 
 def names(folder):

@@ -10,8 +10,7 @@ import torch
 
 import fsfunc as ff
 from fsfunc.comm.mesh import here
-from tests.checkpointing.drawn import on
-from tests.checkpointing.small import PAIR, empty, tree_of
+from tests.checkpointing.trees import PAIR, empty, on, tree_of
 from tests.checks import same
 
 

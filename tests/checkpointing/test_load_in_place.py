@@ -6,8 +6,8 @@ import torch
 import fsfunc as ff
 from fsfunc import tree
 from fsfunc.save_guard import hold
-from tests.checkpointing.drawn import on
 from tests.checkpointing.stacks import STACKS, made
+from tests.checkpointing.trees import on
 from tests.checks import same
 
 

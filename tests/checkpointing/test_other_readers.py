@@ -20,7 +20,8 @@ import fsfunc as ff
 from fsfunc import tree
 from fsfunc.checkpointing.manifest import CheckpointError
 from fsfunc.structure import TreeMismatch
-from tests.checkpointing.drawn import (
+from tests.checkpointing.stacks import STACKS, made
+from tests.checkpointing.trees import (
     DTYPES,
     MESHES,
     alike,
@@ -30,7 +31,6 @@ from tests.checkpointing.drawn import (
     on,
     shapes,
 )
-from tests.checkpointing.stacks import STACKS, made
 from tests.checks import same
 
 pytestmark = pytest.mark.filterwarnings(

@@ -7,8 +7,15 @@ import torch
 
 import fsfunc as ff
 from fsfunc.checkpointing.manifest import CheckpointError
-from tests.checkpointing.drawn import laid_out, on
-from tests.checkpointing.small import PAIR, empty, save_on_two, split, tree_of
+from tests.checkpointing.trees import (
+    PAIR,
+    empty,
+    laid_out,
+    on,
+    save_on_two,
+    split,
+    tree_of,
+)
 from tests.checks import same
 
 

@@ -11,8 +11,8 @@ from hypothesis import strategies as st
 import fsfunc as ff
 from fsfunc import tree
 from fsfunc.slices import take
-from tests.checkpointing.drawn import alike, laid_out, on, saved_and_asked
 from tests.checkpointing.stacks import STACKS, abstract, made
+from tests.checkpointing.trees import alike, laid_out, on, saved_and_asked
 from tests.checks import same
 
 

@@ -13,12 +13,11 @@ from fsfunc.checkpointing import safetensors
 from fsfunc.checkpointing.manifest import CheckpointError
 from fsfunc.comm.mesh import here
 from fsfunc.transforms.shard_runtime import ShardRuntime
-from tests.checkpointing.drawn import on
 from tests.checkpointing.stacks import STACKS, made
+from tests.checkpointing.trees import PAIR, on
 from tests.checks import same
 from tests.programs import python
 
-PAIR = {"data": 2}
 PATIENCE = 20  # seconds
 
 
@@ -178,7 +177,7 @@ def test_writing_into_what_is_saved_is_found(tmp_path, gate, through):
 
 
 def test_the_state_is_let_go_when_it_is_saved(tmp_path):
-    """Also where nobody waits: whoever keeps the `Saving` keeps no state."""
+    """Also where nobody waits: whoever keeps the `SaveTask` keeps no state."""
     x = torch.ones(10)
     storage = weakref.ref(x.untyped_storage())
     saving = ff.save_async(tmp_path / "a", {"w": x})

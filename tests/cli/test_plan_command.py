@@ -78,6 +78,7 @@ def plan_of(path: Path, mesh: ff.Mesh) -> Plan:
     return ff.plan(*scope["build"](mesh), mesh=mesh)
 
 
+@pytest.mark.slow
 def test_the_example_s_numbers_are_the_plan_s(tmp_path: Path) -> None:
     table, written = tmp_path / "trace.json", tmp_path / "plan.json"
     done = run(
@@ -124,6 +125,7 @@ def test_the_example_s_numbers_are_the_plan_s(tmp_path: Path) -> None:
     assert json.loads(table.read_text())["traceEvents"]
 
 
+@pytest.mark.slow
 def test_the_example_s_pipeline(tmp_path: Path) -> None:
     written, small = tmp_path / "plan.json", tmp_path / "small.json"
     machine = machines.replace(machines.A100_40, name="small", memory=1000)
@@ -162,12 +164,14 @@ def test_the_example_s_pipeline(tmp_path: Path) -> None:
             assert f"  {shown}  " in row
 
 
+@pytest.mark.slow
 def test_the_script_s_defaults_suit_a_large_mesh() -> None:
     done = run("plan", EXAMPLE, "--mesh", "data=1024", "--", *SIZES)
     assert done.returncode == 0, done.stderr
     assert "rank 0 of data=1024 and 1023 more" in done.stdout
 
 
+@pytest.mark.slow
 def test_options_of_the_example_are_refused_by_itself() -> None:
     done = run("plan", EXAMPLE, "--mesh", "data=4,model=2")
     assert done.returncode == 2
@@ -291,7 +295,7 @@ def test_meshes_that_are_none(mesh: str, capsys) -> None:
     with pytest.raises(SystemExit) as refused:
         main(["plan", "x.py", f"--mesh={mesh}"])
     assert refused.value.code == 2
-    twice, form = "names the axis a twice", "an axis is NAME=SIZE, such as data=1024"
+    twice, form = "names the axis data twice", "an axis is NAME=SIZE, such as data=1024"
     assert (twice if "," in mesh[:-1] else form) in capsys.readouterr().err
 
 
@@ -338,6 +342,7 @@ def test_errors_of_the_script_keep_their_traceback(text, error, script) -> None:
         assert "planned_script" not in sys.modules
 
 
+@pytest.mark.slow
 def test_without_a_reader_it_ends_quietly(script) -> None:
     reader, writer = os.pipe()
     os.close(reader)

@@ -6,7 +6,7 @@ import pytest
 
 
 @pytest.fixture
-def uncollected():
+def uncollected(collected):
     """Plans run without the garbage collector; so do the runs they are held against."""
     gc.collect()
     gc.disable()

@@ -56,7 +56,7 @@ def planned_sums(
     return [found.ranks[0].ledger], mesh
 
 
-@closed.CASES
+@closed.cases("plain")
 def test_a_plan_sends_what_the_closed_form_says(monkeypatch, model, scheme):
     monkeypatch.setattr(closed, "measure", planned_sums)
     closed.test_a_step_sends_what_the_closed_form_says(model, scheme)

@@ -85,6 +85,7 @@ def test_a_plan_is_what_a_step_does(spec, place, order, dtypes, donated, seed):
             both.check(slack=2 * activation)
 
 
+@pytest.mark.slow  # test_plan.py has what it claims, one by one
 @given(SPECS, places(), ORDERS, st.booleans(), SEEDS)
 @settings(max_examples=8)
 def test_a_plan_leaves_no_trace(spec, place, order, donated, seed):

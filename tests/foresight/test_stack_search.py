@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 import fsfunc as ff
 from fsfunc.foresight.candidates import lowered, meshes
-from fsfunc.foresight.chosen import Choice, front_of
+from fsfunc.foresight.choices import Choice, front_of
 from fsfunc.foresight.estimation import estimate
 from fsfunc.foresight.stack_search import _climb, search
 from fsfunc.foresight.stacks import Stack
@@ -319,7 +319,7 @@ def test_a_loss_that_reads_values_is_named():
     def reads(params, x):
         return layer(params[0], x).mean() * (1 if x.sum() > 0 else 2)
 
-    with pytest.raises(RuntimeError, match="test_choosing.py"):
+    with pytest.raises(RuntimeError, match="test_stack_search.py"):
         search(reads, OPTIMIZER, init, BATCH, 1, CPU)
 
 

@@ -6,7 +6,7 @@ from hypothesis import strategies as st
 from fsfunc.foresight.events import Gave, Replayed, Took
 from fsfunc.memory_kinds import KINDS
 from fsfunc.show import memory
-from fsfunc.show.curves import curve_of
+from fsfunc.show.memory_curve import curve_of
 from fsfunc.show.memory_plot import ROWS, stack
 from fsfunc.show.palette import MEMORY
 from tests.show.planned import golden, lone, ran, segment, small, stages

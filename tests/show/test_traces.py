@@ -2,6 +2,7 @@
 
 import json
 from collections import defaultdict
+from itertools import accumulate, pairwise
 
 from hypothesis import given
 from hypothesis import strategies as st
@@ -14,7 +15,7 @@ from fsfunc.pipelining.schedules import gpipe, interleaved_1f1b, one_f_one_b, zb
 from fsfunc.pipelining.timing import Costs, simulate
 from fsfunc.pipelining.transfers import with_transfers
 from fsfunc.show import trace, traces
-from fsfunc.show.curves import curve_of
+from fsfunc.show.memory_curve import curve_of
 from tests.show.planned import small
 
 F0, SF0, RF0 = Action("F", 0, 0), Action("SF", 0, 0, 1), Action("RF", 1, 0, 0)
@@ -136,6 +137,14 @@ def test_spans_in_full(tmp_path):
          "dur": 1000000.0, "cname": "rail_response", "tid": 2001,
          "args": {"unit": "f", "phase": "forward", "stream": "compute"}},
     ]  # fmt: skip
+
+
+@given(st.lists(st.floats(1e-9, 1e-3), min_size=2, max_size=30))
+def test_spans_that_touch_stay_on_one_track(lengths):
+    times = pairwise([0.0, *accumulate(lengths)])
+    spans = [Span(0, "compute", "f", "f", "forward", *ends) for ends in times]
+    named = [e for e in of_kind(trace(spans), "M") if e["name"] == "thread_name"]
+    assert [e["args"]["name"] for e in named] == ["compute"]
 
 
 def test_an_arrow_leads_from_stream_to_stream():

@@ -69,7 +69,7 @@ def no_collector():
 
 
 @pytest.fixture(scope="module", autouse=True)
-def warm():
+def warm(collected):
     """Modules that torch imports late hold the frames that asked for them."""
     step = ff.shard(train_step(LOSS, OPTIMIZER), DATA, "data")
     ff.spmd(lambda: ff.init_state(step, flat, OPTIMIZER, X), DATA)()

@@ -9,6 +9,7 @@ import torch
 import fsfunc as ff
 from fsfunc.transforms.shard_runtime import ShardRuntime
 
+pytestmark = pytest.mark.usefixtures("collected")
 MESH = ff.make_mesh({"data": 2}, "simulated")
 
 

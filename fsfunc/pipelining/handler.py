@@ -28,8 +28,7 @@ from fsfunc.pipelining.actions import (
     listing,
     owners,
 )
-from fsfunc.pipelining.cuts import Cuts
-from fsfunc.pipelining.cutting import Stages, edges
+from fsfunc.pipelining.cut_programs import Cuts
 from fsfunc.pipelining.microbatches import (
     blank,
     combined,
@@ -41,6 +40,7 @@ from fsfunc.pipelining.microbatches import (
 )
 from fsfunc.pipelining.runtime import Microbatch, Worker
 from fsfunc.pipelining.schedules import forward_only
+from fsfunc.pipelining.stage_plans import Stages, edges
 from fsfunc.pipelining.stages import Cut
 from fsfunc.pipelining.transfers import with_transfers
 from fsfunc.pipelining.verification import verify

@@ -1,8 +1,8 @@
-"""Trials: what the body of a unit does for one set of shapes, seen apart.
+"""Profiles: what the body of a unit does for one set of shapes, seen apart.
 
 The body runs on tensors of its own, forward and then, for each pattern of cotangents,
-backward. What it did is a :class:`Script`: the operators and the memory, as segments,
-and what it keeps, saves and returns.
+backward. What it did is a :class:`UnitProfile`: the operators and the memory, as
+segments, and what it keeps, saves and returns.
 """
 
 from __future__ import annotations
@@ -18,23 +18,23 @@ from fsfunc import _torch, tree
 from fsfunc.comm.attribution import internal
 from fsfunc.comm.mesh import NoMesh, here
 from fsfunc.foresight.events import Gave, Ran, Segment, Took
-from fsfunc.foresight.observing import Book, Observer
+from fsfunc.foresight.observer import Book, Observer
 from fsfunc.frames import Counter, Interpretation, Tracer, inside
 
 __all__ = [
     "Backward",
     "Grad",
-    "Odd",
-    "Script",
+    "Unprofilable",
+    "UnitProfile",
     "Shape",
     "numbered",
-    "pulled",
+    "profiled_backward",
     "tensors",
-    "tried",
+    "profiled",
 ]
 
 
-class Odd(BaseException):
+class Unprofilable(BaseException):
     """A body that a trial cannot stand for."""
 
 
@@ -42,7 +42,7 @@ class _Stop(Interpretation):
     """Ends a trial that calls a unit."""
 
     def unit(self, run: Any, call: Any) -> Any:
-        raise Odd
+        raise Unprofilable
 
 
 class _NoLink:
@@ -51,7 +51,7 @@ class _NoLink:
     moves, level, notes, rank = False, None, None, 0
 
     def __getattr__(self, name: str) -> Any:
-        raise Odd
+        raise Unprofilable
 
 
 class Shape(NamedTuple):
@@ -115,7 +115,7 @@ class Backward:
 
 
 @dataclass
-class Script:
+class UnitProfile:
     """What the body of a unit does for one set of shapes.
 
     Args:
@@ -137,9 +137,9 @@ class Script:
     backward: dict[Any, Backward] = field(default_factory=dict)
 
 
-def tried(
+def profiled(
     observer: Observer, call: Any, leaves: Sequence[Any], treedef: Any, params: int
-) -> Script:
+) -> UnitProfile:
     """What the body of ``call`` does with tensors like ``leaves``.
 
     Args:
@@ -147,7 +147,7 @@ def tried(
             ``params`` are parameters.
 
     Raises:
-        Odd: it does what a replay could not stand for.
+        Unprofilable: it does what a replay could not stand for.
     """
     with observer.apart() as book:
         twins = [Shape.of(x).twin() if isinstance(x, Tensor) else x for x in leaves]
@@ -157,16 +157,16 @@ def tried(
         flat, spec = tree.flatten(_run(observer, call, treedef, twins))
         keys = [_torch.storage_key(x) for x in tensors(flat)]
         if len(set(keys)) < len(keys) or set(keys) & set(given):
-            raise Odd
+            raise Unprofilable
         stop = {x.grad_fn for x in tensors(twins) if x.grad_fn is not None}
         roots = [x.grad_fn for x in tensors(flat)]
         nodes = _torch.graph_nodes(roots, stop)
         if _torch.saved_under_hooks(nodes):
-            raise Odd
+            raise Unprofilable
         saved = {_torch.storage_key(x) for x in _torch.saved_tensors(nodes)}
         others = set(given) | set(keys)
         kept = [w.number for key, w in book.held.items() if key not in others]
-        return Script(
+        return UnitProfile(
             _segment(book, start),
             [Shape.of(x) if isinstance(x, Tensor) else x for x in flat],
             spec,
@@ -178,7 +178,7 @@ def tried(
         )
 
 
-def pulled(
+def profiled_backward(
     observer: Observer,
     call: Any,
     leaves: Sequence[Any],

@@ -9,8 +9,8 @@ from typing import Any
 from torch import Tensor
 
 from fsfunc import tree
-from fsfunc.pipelining.cutting import Stages, cut
 from fsfunc.pipelining.microbatches import Part
+from fsfunc.pipelining.stage_plans import Stages, cut
 from fsfunc.pipelining.stages import Cut
 from fsfunc.sharded import Sharded, is_sharded
 from fsfunc.tracing.leaves import plain

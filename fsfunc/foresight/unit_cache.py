@@ -1,6 +1,6 @@
 """How units' bodies run while a step is planned: each distinct one is run apart, once.
 
-A unit called again on the same shapes does the same again. So its body is tried on
+A unit called again on the same shapes does the same again. So its body is profiled on
 tensors of its own, forward and then backward, and what it did is a :class:`Segment`;
 each call then replays the segment, and leaves in the graph one node that keeps as much
 memory as the body's own would, saves the same parameters and inputs, and returns
@@ -8,7 +8,8 @@ gradients of the same shapes. Transforms around it see no difference.
 
 What a trial cannot stand for runs plainly: units that call units or collectives, that
 return a view of what they were given, bodies in a pipeline's stages whose backward is
-taken apart node by node, those under a policy that names values, or ``torch.func``.
+taken apart node by node (split ones, and products added in place), those under a policy
+that names values, or ``torch.func``.
 """
 
 from __future__ import annotations
@@ -25,21 +26,21 @@ from fsfunc import _torch, tree
 from fsfunc.comm.attribution import internal
 from fsfunc.comm.ledgers import is_silent
 from fsfunc.foresight.events import Replayed, Segment
-from fsfunc.foresight.observing import Observer
-from fsfunc.foresight.scripts import (
+from fsfunc.foresight.observer import Observer
+from fsfunc.foresight.unit_profiles import (
     Grad,
-    Odd,
-    Script,
     Shape,
-    pulled,
+    UnitProfile,
+    Unprofilable,
+    profiled,
+    profiled_backward,
     tensors,
-    tried,
 )
 from fsfunc.frames import Tracer, frame, running
 from fsfunc.sharded import is_sharded
 from fsfunc.transforms.policies import is_taped
 
-__all__ = ["DifferentiatedTwice", "Rehearsal"]
+__all__ = ["DifferentiatedTwice", "UnitCache"]
 
 
 class DifferentiatedTwice(BaseException):
@@ -47,18 +48,18 @@ class DifferentiatedTwice(BaseException):
 
 
 @dataclass
-class _Played:
+class _Replayed:
     """One call, on its way through autograd."""
 
-    rehearsal: Rehearsal
+    cache: UnitCache
     call: Any
-    script: Script
+    profile: UnitProfile
     leaves: list[Any]  # of the arguments: tensors, or shapes in their place
     treedef: Any
     casts: torch.dtype | None  # of the autocast that was on
 
 
-class Rehearsal(Tracer):
+class UnitCache(Tracer):
     """Runs the bodies of units for ``observer``.
 
     Args:
@@ -69,7 +70,7 @@ class Rehearsal(Tracer):
 
     def __init__(self, observer: Observer, repeat: bool = True):
         self.observer, self.repeat = observer, repeat
-        self.scripts: dict[Any, Script | None] = {}
+        self.profiles: dict[Any, UnitProfile | None] = {}
         self.derived: dict[str, int] = {}
         self._kept: list[tuple[str, list[int], int]] = []
 
@@ -84,17 +85,17 @@ class Rehearsal(Tracer):
         self.look_back()
         leaves, treedef = tree.flatten((params, inputs, keywords), is_leaf=is_sharded)
         key = self._key(call, leaves, treedef) if self.repeat else None
-        if key is not None and key not in self.scripts:
+        if key is not None and key not in self.profiles:
             count = len(tree.leaves(params, is_leaf=is_sharded))
             try:
-                script = tried(self.observer, call, leaves, treedef, count)
-            except Odd:
-                script = None
-            self.scripts[key] = script
-        script = None if key is None else self.scripts[key]
-        if script is not None:
-            played = _Played(self, call, script, leaves, treedef, _casts())
-            return self._replayed(played)
+                profile = profiled(self.observer, call, leaves, treedef, count)
+            except Unprofilable:
+                profile = None
+            self.profiles[key] = profile
+        profile = None if key is None else self.profiles[key]
+        if profile is not None:
+            replayed = _Replayed(self, call, profile, leaves, treedef, _casts())
+            return self._replayed(replayed)
         observer = self.observer
         before = observer.roots, observer.pure
         mine = tensors(tree.leaves(params, is_leaf=is_sharded))
@@ -107,8 +108,9 @@ class Rehearsal(Tracer):
 
     def _key(self, call: Any, leaves: list[Any], treedef: Any) -> Any:
         f = frame()
-        apart = f.staged and torch.is_grad_enabled()
-        if (apart and not running().forgets) or is_taped():
+        if f.staged and torch.is_grad_enabled() and _taken_apart(leaves):
+            return None
+        if is_taped():
             return None
         if _torch.functorch_active():
             return None
@@ -127,17 +129,17 @@ class Rehearsal(Tracer):
 
     # Replays
 
-    def _replayed(self, played: _Played) -> Any:
-        script, tracer = played.script, frame().tracer
+    def _replayed(self, replayed: _Replayed) -> Any:
+        profile, tracer = replayed.profile, frame().tracer
         if tracer is not None:
-            tracer.read([played.leaves[i] for i in script.read])
-        if any(x.tracked for x in script.outs if isinstance(x, Shape)):
-            found = iter(_Body.apply(played, *tensors(played.leaves)))
+            tracer.read([replayed.leaves[i] for i in profile.read])
+        if any(x.tracked for x in profile.outs if isinstance(x, Shape)):
+            found = iter(_Body.apply(replayed, *tensors(replayed.leaves)))
         else:
-            with self.replay(script.forward, played.call.name, "output"):
-                found = iter([x.make() for x in script.outs if isinstance(x, Shape)])
-        outs = [next(found) if isinstance(x, Shape) else x for x in script.outs]
-        return tree.unflatten(script.treedef, outs)
+            with self.replay(profile.forward, replayed.call.name, "output"):
+                found = iter([x.make() for x in profile.outs if isinstance(x, Shape)])
+        outs = [next(found) if isinstance(x, Shape) else x for x in profile.outs]
+        return tree.unflatten(profile.treedef, outs)
 
     @contextmanager
     def replay(self, segment: Segment, name: str, what: str) -> Iterator[None]:
@@ -149,16 +151,16 @@ class Rehearsal(Tracer):
         with self.observer.standing_for(name, phase, what):
             yield
 
-    def keep(self, played: _Played) -> Tensor | None:
+    def keep(self, replayed: _Replayed) -> Tensor | None:
         """Memory in place of all that the body keeps for its backward."""
-        script = played.script
-        if not script.kept:
+        profile = replayed.profile
+        if not profile.kept:
             return None
         self.observer.said = "kept for the backward"
-        memory = torch.empty(script.kept, dtype=torch.uint8)
+        memory = torch.empty(profile.kept, dtype=torch.uint8)
         number = self.observer.book.number(memory)
-        if script.derived and number is not None:
-            self._keeps(played.call.name, [number], script.derived)
+        if profile.derived and number is not None:
+            self._keeps(replayed.call.name, [number], profile.derived)
         return memory
 
     # Copies computed from parameters
@@ -186,46 +188,46 @@ class _Body(torch.autograd.Function):
     """One node in place of all that a body's operators would make."""
 
     @staticmethod
-    def forward(ctx, played: _Played, *given):  # type: ignore[override]
-        script, rehearsal = played.script, played.rehearsal
-        with rehearsal.replay(script.forward, played.call.name, "output"):
-            outs = [x.make() if isinstance(x, Shape) else x for x in script.outs]
-            ctx.kept = rehearsal.keep(played)
+    def forward(ctx, replayed: _Replayed, *given):  # type: ignore[override]
+        profile, cache = replayed.profile, replayed.cache
+        with cache.replay(profile.forward, replayed.call.name, "output"):
+            outs = [x.make() if isinstance(x, Shape) else x for x in profile.outs]
+            ctx.kept = cache.keep(replayed)
         ctx.set_materialize_grads(False)
         ctx.mark_non_differentiable(
-            *[outs[i] for i, x in enumerate(script.outs) if not _tracked(x)]
+            *[outs[i] for i, x in enumerate(profile.outs) if not _tracked(x)]
         )
         ctx.save_for_backward(
-            *[played.leaves[i] for i in script.saved],
-            *[outs[i] for i in script.echoed],
+            *[replayed.leaves[i] for i in profile.saved],
+            *[outs[i] for i in profile.echoed],
         )
-        leaves = [Shape.of(x) if isinstance(x, Tensor) else x for x in played.leaves]
-        ctx.played = replace(played, leaves=leaves)
+        leaves = [Shape.of(x) if isinstance(x, Tensor) else x for x in replayed.leaves]
+        ctx.replayed = replace(replayed, leaves=leaves)
         return tuple(tensors(outs))
 
     @staticmethod
     def backward(ctx, *cotangents):  # type: ignore[override]
         if torch.is_grad_enabled():
             raise DifferentiatedTwice
-        played: _Played = ctx.played
-        rehearsal, script = played.rehearsal, played.script
-        rehearsal.look_back()
+        replayed: _Replayed = ctx.replayed
+        cache, profile = replayed.cache, replayed.profile
+        cache.look_back()
         _ = ctx.saved_tensors  # as the body's own nodes would: it may gather again
         # What leads to nothing that was asked for, autograd does not compute.
         wanted = iter(_torch.will_run(node) for node, _ in ctx.next_functions)
         leaves = [
             x._replace(tracked=next(wanted)) if isinstance(x, Shape) else x
-            for x in played.leaves
+            for x in replayed.leaves
         ]
         shapes = tuple(None if g is None else Shape.of(g) for g in cotangents)
         pattern = shapes, tuple(_tracked(x) for x in leaves)
-        if pattern not in script.backward:
-            with _autocast(played.casts):
-                script.backward[pattern] = pulled(
-                    rehearsal.observer, played.call, leaves, played.treedef, shapes
+        if pattern not in profile.backward:
+            with _autocast(replayed.casts):
+                profile.backward[pattern] = profiled_backward(
+                    cache.observer, replayed.call, leaves, replayed.treedef, shapes
                 )
-        back = script.backward[pattern]
-        with rehearsal.replay(back.segment, played.call.name, "gradient"):
+        back = profile.backward[pattern]
+        with cache.replay(back.segment, replayed.call.name, "gradient"):
             ctx.kept = None
             new = [shape.make() for shape in back.storages]
         found = iter(back.grads)
@@ -235,6 +237,19 @@ class _Body(torch.autograd.Function):
             if isinstance(x, Shape)
         ]
         return (None, *grads)
+
+
+def _taken_apart(leaves: list[Any]) -> bool:
+    """Whether a pipeline's stage pulls a body with these arguments back in parts.
+
+    It may take the gradients of inputs first, and adds the products of weights right
+    to the gradients so far, where no other operation stands between.
+    """
+    now = running()
+    if now.forgets:
+        return False
+    given = map(_torch.leaf_behind, tensors(leaves))
+    return now.adds_to is None or any(id(x) in now.adds_to for x in given)
 
 
 def _tracked(x: Any) -> bool:

@@ -20,8 +20,7 @@ from torch import Tensor
 from fsfunc import _torch
 from fsfunc.comm.attribution import current_label
 from fsfunc.comm.ledgers import is_silent
-from fsfunc.foresight.events import Event, Gave, Ran, Took
-from fsfunc.foresight.operators import describe
+from fsfunc.foresight.events import Event, Gave, Ran, Took, describe
 from fsfunc.frames import frame, running
 from fsfunc.tracing.modes import OperatorMode
 

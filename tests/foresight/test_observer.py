@@ -10,7 +10,7 @@ import fsfunc as ff
 from fsfunc import _torch
 from fsfunc.arena import Arena
 from fsfunc.foresight.events import PHASES, Gave, Ran, Took
-from fsfunc.foresight.observing import Observer
+from fsfunc.foresight.observer import Observer
 
 MESH = ff.make_mesh({"data": 2}, "simulated")
 
