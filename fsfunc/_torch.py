@@ -79,7 +79,6 @@ __all__ = [
     "storage",
     "storage_key",
     "storage_uses",
-    "tracked_leaf",
     "uses_of",
     "tables",
     "unwrapped",
@@ -137,16 +136,6 @@ def beneath_functorch() -> Iterator[None]:
         yield
     finally:
         del guard
-
-
-def tracked_leaf(x: Tensor) -> Tensor:
-    """``x`` as a leaf of a graph of its own, beneath whatever transforms run."""
-    with torch.inference_mode(False):
-        x = x.detach()
-        if not functorch_active():
-            return x.requires_grad_()
-        with eager_transforms.enable_inplace_requires_grad(True):
-            return x.requires_grad_()
 
 
 @contextmanager

@@ -11,7 +11,7 @@ import torch
 from torch._dynamo import lookup_backend
 
 import fsfunc as ff
-from fsfunc.transforms.gathering import ShardRuntime
+from fsfunc.transforms.shard_runtime import ShardRuntime
 from tests.checks import same, simulated
 from tests.models import integers
 

@@ -21,7 +21,7 @@ from fsfunc.comm.groups import RankGroup, group, strided
 from fsfunc.comm.linear_maps import LinearMap
 from fsfunc.comparison import compare, whole_values
 from fsfunc.sharded import is_sharded
-from fsfunc.transforms.gathering import ShardRuntime
+from fsfunc.transforms.shard_runtime import ShardRuntime
 
 __all__ = ["averaged", "check_whole"]
 

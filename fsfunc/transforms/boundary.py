@@ -28,7 +28,8 @@ from fsfunc.comm.collective_ops import apply_map
 from fsfunc.comm.crossings import ENTER, GATHER, MEAN, REDUCE, LawError
 from fsfunc.comm.groups import strided
 from fsfunc.sharded import FlatShard, Sharded
-from fsfunc.transforms.gathering import Calls, GatheredCall, ShardRuntime
+from fsfunc.transforms.gathered_calls import Calls, GatheredCall
+from fsfunc.transforms.shard_runtime import ShardRuntime
 
 __all__ = ["enter", "leave", "spread"]
 

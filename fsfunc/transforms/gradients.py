@@ -9,7 +9,7 @@ import torch
 
 from fsfunc import tree
 from fsfunc.sharded import FlatShard, is_sharded
-from fsfunc.transforms.gathering import ShardRuntime
+from fsfunc.transforms.shard_runtime import ShardRuntime
 
 __all__ = ["collected", "kept_here"]
 

@@ -28,9 +28,10 @@ from fsfunc.tracing.type_check import check, knows, learn, signature
 from fsfunc.transforms.averaging import averaged, check_whole
 from fsfunc.transforms.boundary import enter, leave, spread
 from fsfunc.transforms.derivatives import check_derivatives
-from fsfunc.transforms.gathering import GatheredCall, ShardRuntime
+from fsfunc.transforms.gathered_calls import GatheredCall
 from fsfunc.transforms.gradients import collected, kept_here
 from fsfunc.transforms.ownership import Ownership
+from fsfunc.transforms.shard_runtime import ShardRuntime
 from fsfunc.transforms.transforming import transformed
 from fsfunc.transforms.wire import Gather, Reduction
 

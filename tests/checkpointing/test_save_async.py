@@ -12,7 +12,7 @@ import fsfunc as ff
 from fsfunc.checkpointing import safetensors
 from fsfunc.checkpointing.manifest import CheckpointError
 from fsfunc.comm.mesh import here
-from fsfunc.transforms.gathering import ShardRuntime
+from fsfunc.transforms.shard_runtime import ShardRuntime
 from tests.checkpointing.stacks import STACKS, made
 from tests.checkpointing.trees import PAIR, on
 from tests.checks import same

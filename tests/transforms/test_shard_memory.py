@@ -7,7 +7,7 @@ import pytest
 import torch
 
 import fsfunc as ff
-from fsfunc.transforms.gathering import ShardRuntime
+from fsfunc.transforms.shard_runtime import ShardRuntime
 
 pytestmark = pytest.mark.usefixtures("collected")
 MESH = ff.make_mesh({"data": 2}, "simulated")
