@@ -27,9 +27,9 @@ from models import FULL, QUICK, Size, functional_loss, init_params, whole_batch
 from ours import train_step
 
 import fsfunc as ff
-from fsfunc.foresight.calibration import measure_hardware
-from fsfunc.foresight.choices import Choice, Search
-from fsfunc.foresight.stack_search import search
+from fsfunc.planning.calibration import measure_hardware
+from fsfunc.planning.choices import Choice, Search
+from fsfunc.planning.stack_search import search
 
 SAME = 1.03  # steps within this ratio cannot be told apart on a shared machine
 

@@ -12,8 +12,8 @@ from ours import build
 from peers import Setting
 
 import fsfunc as ff
-from fsfunc.foresight.calibration import measure_hardware
-from fsfunc.foresight.estimation import estimate
+from fsfunc.planning.calibration import measure_hardware
+from fsfunc.planning.estimation import estimate
 
 
 def foresee(task: dict[str, Any]) -> dict[str, Any]:

@@ -28,12 +28,12 @@ from mingpt import init_params, loss_of, make_batch, parameters
 from models import Size
 
 import fsfunc as ff
-from fsfunc.foresight.estimation import estimate
-from fsfunc.foresight.events import Ran
-from fsfunc.foresight.planning import plan
-from fsfunc.foresight.plans import Plan
-from fsfunc.hardware import A100_40, replace
-from fsfunc.memory_kinds import KINDS
+from fsfunc.planning.estimation import estimate
+from fsfunc.planning.events import Ran
+from fsfunc.planning.hardware import A100_40, replace
+from fsfunc.planning.planning import plan
+from fsfunc.planning.plans import Plan
+from fsfunc.runtime.memory_kinds import KINDS
 
 VOCABULARY = 50257  # GPT-2's, not padded; the announcement says "50K"
 GPT_175B = Size(VOCABULARY, 12288, layers=96, heads=96, length=512, sequences=20)

@@ -9,7 +9,7 @@ import torch
 
 import fsfunc as ff
 from fsfunc import tree
-from fsfunc.sharded import is_sharded
+from fsfunc.sharded.leaf import is_sharded
 
 # Equal trees
 

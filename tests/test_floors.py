@@ -16,37 +16,18 @@ ROOT = Path(__file__).parent.parent
 
 # A pattern ending in "/" covers a folder. A new file needs a floor here.
 FLOORS = [
-    (0, ["tree.py", "structure.py", "nodes.py", "opaque.py"]),
-    (
-        0,
-        [
-            "scoped.py",
-            "_torch.py",
-            "printing/",
-            "generators.py",
-            "machines.py",
-            "hardware.py",
-            "compiled.py",
-            "prefault.py",
-            "memory_kinds.py",
-        ],
-    ),
-    (1, ["layout.py", "placements.py", "slices.py"]),
-    (1, ["arena.py", "sharded.py", "packing.py"]),
-    (1, ["save_guard.py", "donated.py", "inputs.py"]),
-    (2, ["comm/", "fake_errors.py", "comparison.py"]),
-    (3, ["frames.py", "units.py", "losses.py"]),
-    (3, ["differentiated.py", "auxiliary.py", "autodiff.py"]),
-    (4, ["optim/", "statistics.py"]),
-    (5, ["transforms/", "pipelining/"]),
-    (5, ["initializing/", "tracing/"]),
-    (6, ["interop/"]),
-    (6, ["placing.py", "mirroring.py", "conversions.py", "noise.py"]),
-    (6, ["train_state.py", "data/"]),
-    (7, ["foresight/", "testing/", "checkpointing/"]),
-    (8, ["show/"]),
-    (9, ["__init__.py"]),
-    (10, ["__main__.py", "cli/"]),
+    (0, ["_torch.py", "printing/", "tree/"]),
+    (1, ["runtime/"]),
+    (2, ["sharded/"]),
+    (3, ["comm/"]),
+    (4, ["core/"]),
+    (5, ["optim/", "nn/", "tracing/"]),
+    (6, ["transforms/", "data/"]),
+    (7, ["pipelining/", "interop/", "state/"]),
+    (8, ["checkpoint/", "planning/", "testing/"]),
+    (9, ["show/"]),
+    (10, ["cli/", "__init__.py"]),
+    (11, ["__main__.py"]),
 ]
 
 PRIVATE_TORCH_LIVES_IN = "_torch.py"
@@ -259,15 +240,15 @@ def test_the_house_is_read():
 @pytest.mark.parametrize(
     ("source", "fault"),
     [
-        ("import fsfunc.units", "imports units.py of floor 3"),
+        ("import fsfunc.core.units", "imports units.py of floor 3"),
         ("from fsfunc import units", "imports units.py of floor 3"),
-        ("from fsfunc.units import unit", "imports units.py of floor 3"),
+        ("from fsfunc.core.units import unit", "imports units.py of floor 3"),
         ("from .units import unit", "imports units.py of floor 3"),
         ("from . import units", "imports units.py of floor 3"),
         ("def late():\n    from fsfunc import units", "layout.py:2: floor 1"),
         ("import fsfunc as ff", "imports __init__.py of floor 9"),
         ("from importlib import import_module as i; i('x')", None),
-        ("import importlib; importlib.import_module('fsfunc.units')", "units.py"),
+        ("import importlib; importlib.import_module('fsfunc.core.units')", "units.py"),
         ("import importlib; importlib.import_module('.units', __package__)", "units"),
         ("import fsfunc.nowhere", "no such module"),
         ("import fsfunc.tree", None),
@@ -295,7 +276,7 @@ def test_an_import_out_of_a_folder_goes_by_its_dots():
 def test_a_cycle_is_seen_and_a_step_sideways_is_not():
     sideways = {"layout.py": "", "placements.py": "from . import layout"}
     assert floor_faults(sideways) == cycles(sideways) == []
-    lazily = {**sideways, "layout.py": "def f():\n    import fsfunc.placements"}
+    lazily = {**sideways, "layout.py": "def f():\n    import fsfunc.sharded.placements"}
     assert cycles(lazily) == ["layout.py -> placements.py -> layout.py"]
     through = {
         "comparison.py": "import fsfunc.comm.link",

@@ -11,7 +11,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import FlopCounterMode
 
 from fsfunc import _torch, tree
-from fsfunc.arena import Arena
+from fsfunc.runtime.buffer_pool import Arena
 
 
 def breaks(what: str) -> str:

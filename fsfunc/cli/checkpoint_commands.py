@@ -8,10 +8,10 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from fsfunc.checkpointing.finding import find
-from fsfunc.checkpointing.manifest import CheckpointError
+from fsfunc.checkpoint.finding import find
+from fsfunc.checkpoint.manifest import CheckpointError
 from fsfunc.cli.output import put
-from fsfunc.foresight.build_scripts import Refused
+from fsfunc.planning.build_scripts import Refused
 from fsfunc.printing.amounts import of_bytes
 from fsfunc.show.checkpoints import checkpoint
 
@@ -43,14 +43,14 @@ def _look(options: argparse.Namespace) -> None:
         stored = find(options.path)
         put(checkpoint(stored, at=options.at))
         if options.prove:
-            from fsfunc.checkpointing.blocks import prove
+            from fsfunc.checkpoint.blocks import prove
 
             print(f"{of_bytes(prove(stored))} read: every checksum is right")
 
 
 def _consolidate(options: argparse.Namespace) -> None:
     # DCP takes half a second to import.
-    from fsfunc.checkpointing.consolidation import consolidate
+    from fsfunc.checkpoint.consolidation import consolidate
 
     with _refusing():
         file = consolidate(options.path, options.file, at=options.at)

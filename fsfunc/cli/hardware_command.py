@@ -10,10 +10,10 @@ from typing import Any
 
 from fsfunc.cli.output import put, write_json
 from fsfunc.comm.launch import make_mesh, spmd
-from fsfunc.foresight.build_scripts import Refused
-from fsfunc.foresight.calibration import measure_hardware
-from fsfunc.hardware import to_json
-from fsfunc.machines import Hardware
+from fsfunc.planning.build_scripts import Refused
+from fsfunc.planning.calibration import measure_hardware
+from fsfunc.planning.hardware import to_json
+from fsfunc.planning.machines import Hardware
 from fsfunc.show.estimates import description
 
 __all__ = ["add_to"]

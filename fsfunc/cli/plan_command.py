@@ -6,12 +6,12 @@ import argparse
 from pathlib import Path
 from typing import Any
 
-from fsfunc import hardware as machines
 from fsfunc import show
 from fsfunc.cli.output import put, write_json, writing
 from fsfunc.comm.launch import make_mesh
 from fsfunc.comm.mesh import Mesh
-from fsfunc.foresight.build_scripts import (
+from fsfunc.planning import hardware as machines
+from fsfunc.planning.build_scripts import (
     RETURNS,
     Refused,
     build_of,
@@ -19,11 +19,11 @@ from fsfunc.foresight.build_scripts import (
     refusing,
     started,
 )
-from fsfunc.foresight.calibration import measure_hardware
-from fsfunc.foresight.estimation import Estimate, estimate
-from fsfunc.foresight.plan_json import facts
-from fsfunc.foresight.plans import Plan
-from fsfunc.machines import Hardware
+from fsfunc.planning.calibration import measure_hardware
+from fsfunc.planning.estimation import Estimate, estimate
+from fsfunc.planning.machines import Hardware
+from fsfunc.planning.plan_json import facts
+from fsfunc.planning.plans import Plan
 from fsfunc.show.estimates import comparison
 from fsfunc.show.estimates import estimate as estimate_tables
 

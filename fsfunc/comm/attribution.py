@@ -14,7 +14,7 @@ from types import FrameType
 
 import torch
 
-from fsfunc.scoped import Scoped
+from fsfunc.runtime.scoped import Scoped
 
 __all__ = [
     "INTERNAL",
@@ -32,7 +32,10 @@ _OURS = str(Path(__file__).parent.parent) + os.sep
 _TORCH = str(Path(torch.__file__).parent) + os.sep
 # Frames of these are nobody's source line: ours, torch's, and where a thread begins.
 _INNER = (_OURS, _TORCH, threading.__file__, "<frozen ")
-_ANYBODYS = ("tree.py", "structure.py")  # which call what a user gives them
+# Which call what a user gives them.
+_ANYBODYS = tuple(
+    os.path.join(_OURS, "tree", f) for f in ("functions.py", "structure.py")
+)
 _MODES = ("__torch_function__", "__torch_dispatch__", "dispatch")  # pass on a call
 
 _LABEL: ContextVar[tuple[str, str]] = ContextVar("fsfunc_label", default=("", ""))

@@ -29,7 +29,7 @@ from fsfunc.comm.mesh import (
     place_here,
     remember,
 )
-from fsfunc.inputs import refuse
+from fsfunc.sharded.inputs import refuse
 
 __all__ = ["PerRank", "local_batch", "make_mesh", "spmd"]
 

@@ -28,7 +28,7 @@ import torch
 
 from fsfunc.comm.attribution import current_label, source_line
 from fsfunc.comm.mesh import Axis, axis_names
-from fsfunc.scoped import Scoped
+from fsfunc.runtime.scoped import Scoped
 
 __all__ = ["Ledger", "Record", "is_silent", "ledger", "note", "only", "silence"]
 

@@ -14,7 +14,7 @@ from contextvars import ContextVar
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from fsfunc.scoped import Scoped
+from fsfunc.runtime.scoped import Scoped
 
 __all__ = [
     "Axis",

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from fsfunc import tree
 from fsfunc.data.permutation import Shuffled
-from fsfunc.generators import generators_kept, mixed
+from fsfunc.runtime.generators import generators_kept, mixed
 
 __all__ = ["Order", "Share", "BatchDataset"]
 

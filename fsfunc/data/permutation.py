@@ -9,7 +9,7 @@ Source: Black and Rogaway, Ciphers with Arbitrary Finite Domains, section 3 and 
 
 from __future__ import annotations
 
-from fsfunc.generators import mixed, scrambled
+from fsfunc.runtime.generators import mixed, scrambled
 
 __all__ = ["Shuffled"]
 

@@ -14,8 +14,8 @@ import torch
 from torch import Tensor
 
 from fsfunc import _torch, tree
-from fsfunc.frames import frame
-from fsfunc.sharded import is_sharded
+from fsfunc.core.frames import frame
+from fsfunc.sharded.leaf import is_sharded
 
 __all__ = ["are_filled", "handed", "opened", "taken", "without_caches"]
 

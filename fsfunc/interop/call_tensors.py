@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from fsfunc import _torch
-from fsfunc.sharded import is_sharded
+from fsfunc.sharded.leaf import is_sharded
 
 __all__ = ["BufferTable", "CallTensors", "Knowledge", "ParameterTable"]
 

@@ -13,7 +13,7 @@ from fsfunc.interop.arguments import are_filled, opened
 from fsfunc.interop.contents import computed, tensors_of
 from fsfunc.interop.patterns import Units, chosen, completed
 from fsfunc.interop.structures import Structure
-from fsfunc.sharded import is_sharded
+from fsfunc.sharded.leaf import is_sharded
 
 __all__ = ["from_module", "to_module"]
 

@@ -10,14 +10,14 @@ from typing import Any
 from torch import Tensor, nn
 
 from fsfunc import tree
+from fsfunc.core.units import Unit, unit
 from fsfunc.interop.arguments import are_filled, handed, opened, taken
 from fsfunc.interop.attributes import Attribute
 from fsfunc.interop.call_tensors import Knowledge
 from fsfunc.interop.contents import Tensors
 from fsfunc.interop.copies import Copy, without_tensors
 from fsfunc.interop.stubs import Absent, Seen, run_late
-from fsfunc.sharded import is_sharded
-from fsfunc.units import Unit, unit
+from fsfunc.sharded.leaf import is_sharded
 
 __all__ = ["Structure"]
 

@@ -14,11 +14,11 @@ import torch
 from torch import Tensor
 
 from fsfunc import _torch
-from fsfunc.donated import Donation, Everything
-from fsfunc.frames import frame
+from fsfunc.core.frames import frame
 from fsfunc.optim.leaves import Tree, local
 from fsfunc.optim.matching import Matched
-from fsfunc.sharded import is_sharded
+from fsfunc.sharded.donated import Donation, Everything
+from fsfunc.sharded.leaf import is_sharded
 
 
 class _Target(NamedTuple):

@@ -11,9 +11,9 @@ from torch import Tensor
 
 from fsfunc import _torch, tree
 from fsfunc.comm.groups import strided
-from fsfunc.packing import split_alike
-from fsfunc.placements import describe
-from fsfunc.sharded import Sharded, is_sharded
+from fsfunc.sharded.leaf import Sharded, is_sharded
+from fsfunc.sharded.packing import split_alike
+from fsfunc.sharded.placements import describe
 
 Tree = Any
 Mask = Callable[[str, Any], bool]  # (path, leaf) -> whether it applies to that leaf

@@ -9,7 +9,7 @@ from typing import Any
 from fsfunc import tree
 from fsfunc.optim.leaves import Mask, Tree, along, paths_of, trainable
 from fsfunc.optim.optimizer import Optimizer
-from fsfunc.sharded import is_sharded
+from fsfunc.sharded.leaf import is_sharded
 
 Labels = Callable[[str, Any], str | None]  # (path, leaf) -> which optimizer, if any
 

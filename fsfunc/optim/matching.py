@@ -27,7 +27,7 @@ from fsfunc.optim.leaves import (
     split,
     trainable,
 )
-from fsfunc.sharded import is_sharded
+from fsfunc.sharded.leaf import is_sharded
 
 Decay = float | Tensor
 Rule = Callable[..., Sequence[Tensor]]  # (param, grad, *moments, decay) -> results

@@ -25,7 +25,7 @@ from fsfunc.comm.collectives import pmax, psum
 from fsfunc.comm.crossings import ENTER, SPREAD, SUM, check_samples
 from fsfunc.comm.groups import group
 from fsfunc.comm.mesh import averaged_axes
-from fsfunc.frames import frame
+from fsfunc.core.frames import frame
 from fsfunc.optim.leaves import (
     Tree,
     composable,
@@ -35,7 +35,7 @@ from fsfunc.optim.leaves import (
     split,
     trainable,
 )
-from fsfunc.sharded import Sharded, is_sharded
+from fsfunc.sharded.leaf import Sharded, is_sharded
 
 __all__ = ["entered", "global_norm", "tree_scale", "tree_sum"]
 

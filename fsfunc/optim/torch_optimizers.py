@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from fsfunc import _torch
-from fsfunc.frames import frame, inside
+from fsfunc.core.frames import frame, inside
 from fsfunc.optim.in_place import fused
 from fsfunc.optim.leaves import Tree, map_flat
 from fsfunc.optim.matching import Matched

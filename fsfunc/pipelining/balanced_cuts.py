@@ -13,9 +13,9 @@ import torch
 from torch import Tensor
 
 from fsfunc import tree
-from fsfunc.frames import Frame, Stage, frame, inside
-from fsfunc.generators import generators_kept
-from fsfunc.sharded import Sharded, is_sharded
+from fsfunc.core.frames import Frame, Stage, frame, inside
+from fsfunc.runtime.generators import generators_kept
+from fsfunc.sharded.leaf import Sharded, is_sharded
 
 __all__ = ["balance", "profile"]
 

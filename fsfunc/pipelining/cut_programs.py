@@ -12,7 +12,7 @@ from fsfunc import tree
 from fsfunc.pipelining.microbatches import Part
 from fsfunc.pipelining.stage_plans import Stages, cut
 from fsfunc.pipelining.stages import Cut
-from fsfunc.sharded import Sharded, is_sharded
+from fsfunc.sharded.leaf import Sharded, is_sharded
 from fsfunc.tracing.leaves import plain
 from fsfunc.tracing.tracer import trace
 

@@ -18,7 +18,7 @@ from torch import Tensor
 from torch.autograd.graph import GradientEdge
 
 from fsfunc import _torch
-from fsfunc.arena import Arena
+from fsfunc.runtime.buffer_pool import Arena
 
 __all__ = ["Addition", "addition", "pull_back"]
 

@@ -12,15 +12,13 @@ import torch
 from torch import Tensor
 
 from fsfunc import _torch, tree
-from fsfunc.arena import Arena
-from fsfunc.autodiff import GradientCall, Outcome, differentiate, tracked
 from fsfunc.comm.collective_ops import assumed
 from fsfunc.comm.groups import RankGroup, group
 from fsfunc.comm.mesh import Mesh, asks, here
-from fsfunc.differentiated import Leaves
-from fsfunc.frames import Counter, Frame, Interpretation, frame, inside
-from fsfunc.layout import Owned
-from fsfunc.losses import loss_parts
+from fsfunc.core.autodiff import GradientCall, Outcome, differentiate, tracked
+from fsfunc.core.differentiated import Leaves
+from fsfunc.core.frames import Counter, Frame, Interpretation, frame, inside
+from fsfunc.core.losses import loss_parts
 from fsfunc.pipelining.actions import (
     Action,
     Schedule,
@@ -44,7 +42,9 @@ from fsfunc.pipelining.stage_plans import Stages, edges
 from fsfunc.pipelining.stages import Cut
 from fsfunc.pipelining.transfers import with_transfers
 from fsfunc.pipelining.verification import verify
-from fsfunc.sharded import Sharded, is_sharded
+from fsfunc.runtime.buffer_pool import Arena
+from fsfunc.sharded.layout import Owned
+from fsfunc.sharded.leaf import Sharded, is_sharded
 from fsfunc.tracing.recorder import Noted, Recorder
 
 __all__ = ["Pipelining"]

@@ -11,14 +11,14 @@ import torch
 from torch import Tensor
 
 from fsfunc import tree
-from fsfunc.auxiliary import added, averaged, divided, is_summed
 from fsfunc.comm.attribution import label
 from fsfunc.comm.groups import RankGroup
-from fsfunc.inputs import arguments, refuse, rows_of
-from fsfunc.layout import Owned
-from fsfunc.losses import Weighted
-from fsfunc.packing import split_buffers
-from fsfunc.sharded import is_sharded
+from fsfunc.core.auxiliary import added, averaged, divided, is_summed
+from fsfunc.core.losses import Weighted
+from fsfunc.sharded.inputs import arguments, refuse, rows_of
+from fsfunc.sharded.layout import Owned
+from fsfunc.sharded.leaf import is_sharded
+from fsfunc.sharded.packing import split_buffers
 from fsfunc.tracing.programs import Outputs, Spec
 
 __all__ = [

@@ -11,18 +11,18 @@ import torch
 from torch import Tensor
 
 from fsfunc import _torch
-from fsfunc.arena import Arena
 from fsfunc.comm.attribution import label
 from fsfunc.comm.collective_ops import run_by
 from fsfunc.comm.groups import RankGroup
-from fsfunc.compiled import plainly
-from fsfunc.frames import Counter, Frame, inside
-from fsfunc.generators import States, generators_kept, mix
+from fsfunc.core.frames import Counter, Frame, inside
 from fsfunc.pipelining.actions import Action
 from fsfunc.pipelining.microbatches import Part
 from fsfunc.pipelining.stage_vjp import StageVjp
 from fsfunc.pipelining.stages import CAPTURED, Cut, Ended, StageRun, abstractly
 from fsfunc.pipelining.timing import clocked
+from fsfunc.runtime.buffer_pool import Arena
+from fsfunc.runtime.compiled import plainly
+from fsfunc.runtime.generators import States, generators_kept, mix
 from fsfunc.tracing.programs import Spec, Value
 
 __all__ = ["Microbatch", "Worker"]

@@ -10,15 +10,15 @@ import torch
 from torch import Tensor
 
 from fsfunc import tree
-from fsfunc.autodiff import GradientCall, Outcome, value_and_grad
 from fsfunc.comm.collective_ops import run_by
 from fsfunc.comm.groups import RankGroup, group
 from fsfunc.comm.ledgers import silence
 from fsfunc.comm.linear_maps import LinearMap
 from fsfunc.comm.mesh import Mesh, here
-from fsfunc.differentiated import Leaves
-from fsfunc.frames import Frame, Interpretation, frame, inside
-from fsfunc.losses import loss_parts
+from fsfunc.core.autodiff import GradientCall, Outcome, value_and_grad
+from fsfunc.core.differentiated import Leaves
+from fsfunc.core.frames import Frame, Interpretation, frame, inside
+from fsfunc.core.losses import loss_parts
 from fsfunc.optim import Optimizer
 from fsfunc.pipelining.actions import Action, Schedule, ScheduleError, owners
 from fsfunc.pipelining.delayed import staleness
@@ -26,7 +26,7 @@ from fsfunc.pipelining.handler import Pipelining
 from fsfunc.pipelining.microbatches import Part, blank, combined, cut_batch, everywhere
 from fsfunc.pipelining.runtime import Microbatch, Worker
 from fsfunc.pipelining.stage_plans import Stages
-from fsfunc.sharded import is_sharded
+from fsfunc.sharded.leaf import is_sharded
 
 __all__ = ["Predict", "Updating"]
 

@@ -15,10 +15,10 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
-from fsfunc.arena import Arena
-from fsfunc.frames import Running, run_as, running
+from fsfunc.core.frames import Running, run_as, running
 from fsfunc.pipelining.backward_split import Frontier, WeightGroup, frontier
 from fsfunc.pipelining.fused_gradients import addition, pull_back
+from fsfunc.runtime.buffer_pool import Arena
 
 __all__ = ["StageVjp"]
 

@@ -20,9 +20,9 @@ from fsfunc.comm.backends.abstract import AbstractLink
 from fsfunc.comm.collective_ops import apply_map
 from fsfunc.comm.groups import RankGroup
 from fsfunc.comm.linear_maps import LinearMap
-from fsfunc.compiled import standing
-from fsfunc.frames import Running, Stage, Thread, run_as
+from fsfunc.core.frames import Running, Stage, Thread, run_as
 from fsfunc.pipelining.stage_plans import StagePlan
+from fsfunc.runtime.compiled import standing
 from fsfunc.tracing.programs import Program, Spec, Value
 
 __all__ = ["CAPTURED", "Cut", "Ended", "StageRun", "abstractly"]

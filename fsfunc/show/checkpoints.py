@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import os
 
-from fsfunc.checkpointing.finding import find
-from fsfunc.checkpointing.manifest import Stored
-from fsfunc.placements import describe
+from fsfunc.checkpoint.finding import find
+from fsfunc.checkpoint.manifest import Stored
 from fsfunc.printing.amounts import of_axes, of_bytes
 from fsfunc.printing.tables import Report, Table
+from fsfunc.sharded.placements import describe
 
 __all__ = ["checkpoint"]
 

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from fsfunc.foresight.estimation import Estimate
-from fsfunc.foresight.plans import Plan
-from fsfunc.machines import Hardware
+from fsfunc.planning.estimation import Estimate
+from fsfunc.planning.machines import Hardware
+from fsfunc.planning.plans import Plan
 from fsfunc.printing.amounts import (
     of_axes,
     of_bytes,
@@ -37,7 +37,7 @@ def estimate(
     Raises:
         TypeError: no estimate, or no plan.
 
-    >>> from fsfunc.foresight.simulation import RankTimes
+    >>> from fsfunc.planning.simulation import RankTimes
     >>> times = RankTimes(0, 8, 0.75, 0.25, 0.0, 0.0)
     >>> print(estimate(Estimate("A100-80", 1.0, 0.75, 0.25, 0.0, (times,), 9e13, 0.29)))
     1.00 s a step on A100-80: 90.0 TFLOP/s a device, 29 % of its peak
@@ -100,9 +100,9 @@ def _ranks(estimate: Estimate, plan: Plan | None) -> Table:
 def room(plan: Plan, hardware: Hardware) -> str:
     """Whether the plan fits the hardware's memory, in words: by how much, and where.
 
-    >>> from fsfunc.foresight.events import Took
-    >>> from fsfunc.foresight.plans import RankPlan
-    >>> from fsfunc.hardware import A100_40
+    >>> from fsfunc.planning.events import Took
+    >>> from fsfunc.planning.plans import RankPlan
+    >>> from fsfunc.planning.hardware import A100_40
     >>> from fsfunc.comm.mesh import Mesh
     >>> events = [Took(0, 50 * 10**9, "", "", "")]
     >>> own = RankPlan(0, 8, {"data": 0}, events, {0: "parameters"}, [], [])
@@ -124,7 +124,7 @@ def comparison(plans: Sequence[tuple[Plan, Estimate | None]]) -> Report:
     """One row for each plan: what its rank that has most computes, sends and holds.
 
     >>> from fsfunc.comm.mesh import Mesh
-    >>> from fsfunc.foresight.plans import RankPlan
+    >>> from fsfunc.planning.plans import RankPlan
     >>> own = RankPlan(0, 8, {"data": 0}, [], {}, [], [])
     >>> print(comparison([(Plan(Mesh({"data": 8}, "abstract"), (own,)), None)]))
     mesh    FLOP  sent  memory
@@ -150,7 +150,7 @@ def comparison(plans: Sequence[tuple[Plan, Estimate | None]]) -> Report:
 def description(hardware: Hardware) -> Report:
     """The table of all that a hardware says of itself.
 
-    >>> from fsfunc.hardware import A100_80
+    >>> from fsfunc.planning.hardware import A100_80
     >>> print(description(A100_80).tables["A100-80"].rows[0])
     ('peak, bfloat16', '312 TFLOP/s')
     """

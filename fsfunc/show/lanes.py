@@ -7,9 +7,9 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from fsfunc.foresight.simulation import Span
 from fsfunc.pipelining.actions import Action
 from fsfunc.pipelining.timing import TimedAction
+from fsfunc.planning.simulation import Span
 from fsfunc.show.palette import COMPUTE, GAPS, OUTSIDE, STALL, WAITS, Look, look_of
 
 __all__ = ["Lane", "check_events", "check_spans"]

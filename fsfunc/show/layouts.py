@@ -8,8 +8,8 @@ from dataclasses import dataclass
 from itertools import pairwise
 from typing import NamedTuple
 
-from fsfunc.layout import Coordinates, Key, Layout, every_coordinate
-from fsfunc.placements import Flat, Owned, Split
+from fsfunc.sharded.layout import Coordinates, Key, Layout, every_coordinate
+from fsfunc.sharded.placements import Flat, Owned, Split
 
 __all__ = ["Grid", "Rectangle", "boxes", "grid_of", "in_words", "part_in_words"]
 
@@ -196,7 +196,7 @@ def boxes(layout: Layout, coordinates: Coordinates, dims: int) -> list[Rectangle
     """What a rank holds, as at most three rectangles of the leaf's sheet, in order.
 
     >>> import torch
-    >>> from fsfunc.layout import Flat
+    >>> from fsfunc.sharded.layout import Flat
     >>> flat = Layout((4, 5), torch.float32, (Flat(("data",), 2, "u", 0, 13),))
     >>> for box in boxes(flat, {"data": 0}, 1):
     ...     print(box)

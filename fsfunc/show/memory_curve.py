@@ -8,10 +8,10 @@ from dataclasses import dataclass
 from functools import cached_property
 from itertools import pairwise
 
-from fsfunc.foresight.events import Ran, Replayed, Took
-from fsfunc.foresight.plans import RankPlan
-from fsfunc.foresight.simulation import Span
-from fsfunc.memory_kinds import KINDS
+from fsfunc.planning.events import Ran, Replayed, Took
+from fsfunc.planning.plans import RankPlan
+from fsfunc.planning.simulation import Span
+from fsfunc.runtime.memory_kinds import KINDS
 from fsfunc.show.lanes import Lane
 from fsfunc.show.palette import COMPUTE
 

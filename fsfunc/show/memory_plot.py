@@ -9,11 +9,11 @@ from itertools import groupby
 from os import PathLike
 from typing import TYPE_CHECKING, Any
 
-from fsfunc.foresight.events import Ran, Replayed, Took
-from fsfunc.foresight.plans import Plan, RankPlan
-from fsfunc.memory_kinds import KINDS
+from fsfunc.planning.events import Ran, Replayed, Took
+from fsfunc.planning.plans import Plan, RankPlan
 from fsfunc.printing.amounts import of_bytes, of_share
 from fsfunc.printing.tables import Table, painted
+from fsfunc.runtime.memory_kinds import KINDS
 from fsfunc.show.figures import FAINT, INK, Drawn, sheet
 from fsfunc.show.layers import alike, together
 from fsfunc.show.memory_curve import Curve, curve_of
@@ -172,7 +172,7 @@ def memory(
         ImportError: ``path`` is given and matplotlib is not there.
 
     >>> import torch
-    >>> from fsfunc.foresight.events import Gave, Op, Ran, Took
+    >>> from fsfunc.planning.events import Gave, Op, Ran, Took
     >>> from fsfunc.comm.mesh import Mesh
     >>> op = Op("aten.mm", 20, 12, torch.float32)
     >>> forward, backward = Ran(op, "f", "forward"), Ran(op, "f", "backward")

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
-from fsfunc.foresight.simulation import Span
+from fsfunc.planning.simulation import Span
 
 __all__ = [
     "COMPUTE",

@@ -9,11 +9,11 @@ from fractions import Fraction
 from pathlib import Path
 
 from fsfunc.comm.ledgers import Record
-from fsfunc.foresight.events import PHASES
-from fsfunc.foresight.plans import Plan, PlannedLeaf, RankPlan
-from fsfunc.placements import describe
+from fsfunc.planning.events import PHASES
+from fsfunc.planning.plans import Plan, PlannedLeaf, RankPlan
 from fsfunc.printing.amounts import of_axes, of_bytes, of_count, of_flops
 from fsfunc.printing.tables import Report, Table
+from fsfunc.sharded.placements import describe
 from fsfunc.show.layers import alike, counted
 from fsfunc.show.layouts import in_words
 from fsfunc.show.memory_plot import OUTSIDE_UNITS, alive_table, check_plan, kinds_table
@@ -40,7 +40,7 @@ def plan(plan: Plan, rank: int | None = None) -> Report:
         IndexError: a rank that the mesh has not.
 
     >>> import torch
-    >>> from fsfunc.foresight.events import Op, Ran, Took
+    >>> from fsfunc.planning.events import Op, Ran, Took
     >>> from fsfunc.comm.mesh import Mesh
     >>> product = Op("aten.mm", 2 * 10**9, 3 * 10**6, torch.float32, (1, 10, 10, 10))
     >>> events = [Took(0, 4096, "", "", ""), Ran(product, "block", "forward")]

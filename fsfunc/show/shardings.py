@@ -13,11 +13,11 @@ from torch import Tensor
 
 from fsfunc import tree
 from fsfunc.comm.mesh import Mesh, NoMesh, here
-from fsfunc.layout import Key, Layout, every_coordinate
-from fsfunc.placements import describe
 from fsfunc.printing.amounts import of_axes, of_bytes
 from fsfunc.printing.tables import Printed, Report, Table, painted
-from fsfunc.sharded import Sharded, is_sharded
+from fsfunc.sharded.layout import Key, Layout, every_coordinate
+from fsfunc.sharded.leaf import Sharded, is_sharded
+from fsfunc.sharded.placements import describe
 from fsfunc.show.layers import alike, counted
 from fsfunc.show.layouts import Grid, grid_of, in_words, part_in_words
 
@@ -129,7 +129,7 @@ def sharding(
         IndexError: a rank that the mesh has not.
 
     >>> import torch
-    >>> from fsfunc.layout import Flat
+    >>> from fsfunc.sharded.layout import Flat
     >>> flat = Flat(("data",), 3, "u", offset=0, chunk=9)
     >>> sharding(Layout((5, 5), torch.float32, (flat,), "w"), rank=1)
     w f32[5, 5], flat over data=3

@@ -8,8 +8,8 @@ from dataclasses import dataclass
 from os import PathLike
 from typing import TYPE_CHECKING
 
-from fsfunc.foresight.estimation import Estimate
-from fsfunc.foresight.simulation import Span
+from fsfunc.planning.estimation import Estimate
+from fsfunc.planning.simulation import Span
 from fsfunc.printing.amounts import of_seconds, of_share
 from fsfunc.printing.tables import Table, painted
 from fsfunc.show.figures import Bar, Drawn, Row, lane_figure

@@ -7,7 +7,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from fractions import Fraction
 
-from fsfunc.foresight.simulation import Span
+from fsfunc.planning.simulation import Span
 from fsfunc.show.lanes import Lane
 from fsfunc.show.palette import GAPS, look_of
 

@@ -8,10 +8,10 @@ from itertools import pairwise
 from os import PathLike
 from typing import TYPE_CHECKING, Any
 
-from fsfunc.foresight.simulation import Span
 from fsfunc.pipelining.actions import Action, Schedule, parse, stages_of
 from fsfunc.pipelining.timing import Costs, TimedAction, simulate
 from fsfunc.pipelining.verification import held
+from fsfunc.planning.simulation import Span
 from fsfunc.printing.amounts import of_share
 from fsfunc.printing.tables import Table, painted
 from fsfunc.show.figures import Bar, Drawn, Row, lane_figure

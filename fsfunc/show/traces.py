@@ -10,12 +10,12 @@ from os import PathLike
 from pathlib import Path
 from typing import Any
 
-from fsfunc.foresight.estimation import Estimate
-from fsfunc.foresight.plans import Plan
-from fsfunc.foresight.simulation import Span
-from fsfunc.memory_kinds import KINDS
 from fsfunc.pipelining.actions import SENDS, Action
 from fsfunc.pipelining.timing import TimedAction
+from fsfunc.planning.estimation import Estimate
+from fsfunc.planning.plans import Plan
+from fsfunc.planning.simulation import Span
+from fsfunc.runtime.memory_kinds import KINDS
 from fsfunc.show.lanes import check_events, check_spans
 from fsfunc.show.memory_curve import clock_of, curve_of
 from fsfunc.show.memory_plot import check_plan

@@ -20,8 +20,8 @@ from fsfunc.comm.crossings import GATHER, OWN
 from fsfunc.comm.groups import RankGroup
 from fsfunc.comm.linear_maps import LinearMap
 from fsfunc.comm.mesh import here
-from fsfunc.frames import Tracer, frame
-from fsfunc.sharded import Sharded, is_sharded
+from fsfunc.core.frames import Tracer, frame
+from fsfunc.sharded.leaf import Sharded, is_sharded
 from fsfunc.tracing.knowledge import Seen
 from fsfunc.tracing.refusals import refusal
 from fsfunc.tracing.typed_operators import Operators

@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from fsfunc.layout import Layout, Owned, describe
+from fsfunc.sharded.layout import Layout, Owned, describe
 
 __all__ = ["Findings", "LeafGroup", "Taken", "common"]
 

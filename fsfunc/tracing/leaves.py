@@ -7,9 +7,9 @@ from typing import Any
 from torch import Tensor
 
 from fsfunc import tree
-from fsfunc.frames import frame
-from fsfunc.layout import Layout
-from fsfunc.sharded import Sharded, is_sharded
+from fsfunc.core.frames import frame
+from fsfunc.sharded.layout import Layout
+from fsfunc.sharded.leaf import Sharded, is_sharded
 
 __all__ = ["Recorded", "plain", "whole"]
 

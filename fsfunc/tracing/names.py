@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from fsfunc import _torch, tree
-from fsfunc.placements import describe
+from fsfunc.sharded.placements import describe
 
 __all__ = ["Names", "below", "nested"]
 

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 import torch
 
 from fsfunc import tree
-from fsfunc.placements import describe
+from fsfunc.sharded.placements import describe
 from fsfunc.tracing.listing import folded
 from fsfunc.tracing.names import nested
 

@@ -24,10 +24,10 @@ from fsfunc.comm.collective_ops import Watcher, watching
 from fsfunc.comm.groups import RankGroup
 from fsfunc.comm.linear_maps import LinearMap
 from fsfunc.comm.mesh import asks
-from fsfunc.donated import Everything
-from fsfunc.frames import Interpretation, Tracer, frame, inside
-from fsfunc.layout import Layout, Owned
-from fsfunc.sharded import is_sharded
+from fsfunc.core.frames import Interpretation, Tracer, frame, inside
+from fsfunc.sharded.donated import Everything
+from fsfunc.sharded.layout import Layout, Owned
+from fsfunc.sharded.leaf import is_sharded
 from fsfunc.tracing.groups import Findings, LeafGroup, Taken, common
 from fsfunc.tracing.leaves import Recorded, plain, whole
 from fsfunc.tracing.runs import place_without_data, without_data

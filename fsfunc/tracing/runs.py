@@ -2,7 +2,7 @@
 
 Nothing is computed or sent, no ledger hears of it, the generators stand as before at
 the end, and what is compiled runs plainly. Who traces adds what it looks at: a
-:class:`~fsfunc.frames.Tracer` in the frame, a watcher of moves, modes.
+:class:`~fsfunc.core.frames.Tracer` in the frame, a watcher of moves, modes.
 """
 
 from __future__ import annotations
@@ -17,12 +17,12 @@ from torch import Tensor
 
 from fsfunc import _torch, tree
 from fsfunc.comm.backends.abstract import AbstractLink
+from fsfunc.comm.fake_errors import told_where
 from fsfunc.comm.ledgers import Ledger, only, silence
 from fsfunc.comm.mesh import Here, NoMesh, asking, here, place_here
-from fsfunc.compiled import plainly
-from fsfunc.fake_errors import told_where
-from fsfunc.generators import generators_kept
-from fsfunc.sharded import Sharded, is_sharded
+from fsfunc.runtime.compiled import plainly
+from fsfunc.runtime.generators import generators_kept
+from fsfunc.sharded.leaf import Sharded, is_sharded
 
 __all__ = ["place_without_data", "shadows", "without_data"]
 

@@ -14,9 +14,9 @@ from torch import Tensor
 
 from fsfunc import _torch, tree
 from fsfunc.comm.attribution import source_line, traceback_line
-from fsfunc.fake_errors import asks_for_a_value
-from fsfunc.frames import Counter, Frame, Stage, frame, inside
-from fsfunc.sharded import Sharded, is_sharded
+from fsfunc.comm.fake_errors import asks_for_a_value
+from fsfunc.core.frames import Counter, Frame, Stage, frame, inside
+from fsfunc.sharded.leaf import Sharded, is_sharded
 from fsfunc.tracing.dataflow import Argument, Body, Flow, run_on_data, tensors
 from fsfunc.tracing.names import Names, below
 from fsfunc.tracing.programs import (

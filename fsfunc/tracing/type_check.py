@@ -19,8 +19,8 @@ from fsfunc.comm.attribution import called_by_user
 from fsfunc.comm.backends.abstract import AbstractLink
 from fsfunc.comm.collective_ops import watching
 from fsfunc.comm.mesh import Here
-from fsfunc.frames import Interpretation, frame, inside
-from fsfunc.sharded import NotATensor, is_sharded
+from fsfunc.core.frames import Interpretation, frame, inside
+from fsfunc.sharded.leaf import NotATensor, is_sharded
 from fsfunc.tracing.checker import Checker
 from fsfunc.tracing.refusals import LawError
 from fsfunc.tracing.runs import shadows, without_data

@@ -16,7 +16,7 @@ from torch import Tensor
 from fsfunc import _torch
 from fsfunc.comm.attribution import is_internal, is_own_call, source_line
 from fsfunc.comm.mesh import asks
-from fsfunc.frames import frame
+from fsfunc.core.frames import frame
 from fsfunc.tracing.knowledge import (
     OF_LISTS,
     Known,

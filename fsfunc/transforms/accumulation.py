@@ -10,10 +10,10 @@ import torch
 from torch import Tensor
 
 from fsfunc import _torch
-from fsfunc.autodiff import GradientCall, Outcome
-from fsfunc.auxiliary import added
-from fsfunc.frames import Interpretation, frame, inside
-from fsfunc.packing import split_alike
+from fsfunc.core.autodiff import GradientCall, Outcome
+from fsfunc.core.auxiliary import added
+from fsfunc.core.frames import Interpretation, frame, inside
+from fsfunc.sharded.packing import split_alike
 from fsfunc.transforms.microbatches import Microbatches
 from fsfunc.transforms.transforming import transformed
 

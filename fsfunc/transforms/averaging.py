@@ -11,16 +11,16 @@ import torch
 from torch import Tensor
 
 from fsfunc import tree
-from fsfunc.autodiff import Outcome
-from fsfunc.auxiliary import averaged as is_averaged
-from fsfunc.auxiliary import is_summed
 from fsfunc.comm.attribution import label
 from fsfunc.comm.collective_ops import apply_map
+from fsfunc.comm.comparison import compare, whole_values
 from fsfunc.comm.crossings import MEAN
 from fsfunc.comm.groups import RankGroup, group, strided
 from fsfunc.comm.linear_maps import LinearMap
-from fsfunc.comparison import compare, whole_values
-from fsfunc.sharded import is_sharded
+from fsfunc.core.autodiff import Outcome
+from fsfunc.core.auxiliary import averaged as is_averaged
+from fsfunc.core.auxiliary import is_summed
+from fsfunc.sharded.leaf import is_sharded
 from fsfunc.transforms.shard_runtime import ShardRuntime
 
 __all__ = ["averaged", "check_whole"]

@@ -27,7 +27,7 @@ from fsfunc.comm.attribution import label
 from fsfunc.comm.collective_ops import apply_map
 from fsfunc.comm.crossings import ENTER, GATHER, MEAN, REDUCE, LawError
 from fsfunc.comm.groups import strided
-from fsfunc.sharded import FlatShard, Sharded
+from fsfunc.sharded.leaf import FlatShard, Sharded
 from fsfunc.transforms.gathered_calls import Calls, GatheredCall
 from fsfunc.transforms.shard_runtime import ShardRuntime
 

@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from fsfunc.frames import frame, inside
+from fsfunc.core.frames import frame, inside
 
 __all__ = ["precision"]
 

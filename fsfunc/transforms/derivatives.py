@@ -13,7 +13,7 @@ from torch import Tensor
 
 from fsfunc import _torch, tree
 from fsfunc.comm.crossings import LawError, check_samples
-from fsfunc.sharded import Sharded
+from fsfunc.sharded.leaf import Sharded
 
 __all__ = ["check_derivatives"]
 

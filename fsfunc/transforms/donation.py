@@ -11,10 +11,10 @@ from typing import Any
 from torch import Tensor
 
 from fsfunc import _torch, tree
-from fsfunc.donated import Donation, refuse_spent, spend, unspend, why_spent
-from fsfunc.frames import frame, inside
-from fsfunc.save_guard import is_held
-from fsfunc.sharded import FlatShard, Sharded, is_sharded
+from fsfunc.core.frames import frame, inside
+from fsfunc.runtime.save_guard import is_held
+from fsfunc.sharded.donated import Donation, refuse_spent, spend, unspend, why_spent
+from fsfunc.sharded.leaf import FlatShard, Sharded, is_sharded
 
 __all__ = ["donate"]
 

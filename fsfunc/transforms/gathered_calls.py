@@ -7,7 +7,7 @@ import weakref
 import torch
 from torch import Tensor
 
-from fsfunc.sharded import FlatShard, View
+from fsfunc.sharded.leaf import FlatShard, View
 
 __all__ = ["Calls", "GatheredCall", "Micro"]
 

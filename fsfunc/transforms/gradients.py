@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from fsfunc import tree
-from fsfunc.sharded import FlatShard, is_sharded
+from fsfunc.sharded.leaf import FlatShard, is_sharded
 from fsfunc.transforms.shard_runtime import ShardRuntime
 
 __all__ = ["collected", "kept_here"]

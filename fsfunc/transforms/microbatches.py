@@ -10,9 +10,9 @@ import torch
 from torch import Tensor
 
 from fsfunc import tree
-from fsfunc.autodiff import GradientCall, Outcome
-from fsfunc.inputs import arguments, refuse, rows_of
-from fsfunc.sharded import is_sharded
+from fsfunc.core.autodiff import GradientCall, Outcome
+from fsfunc.sharded.inputs import arguments, refuse, rows_of
+from fsfunc.sharded.leaf import is_sharded
 from fsfunc.transforms.ownership import storage_of
 
 __all__ = ["Microbatches"]

@@ -15,8 +15,8 @@ from fsfunc import _torch, tree
 from fsfunc.comm.collective_ops import assumed
 from fsfunc.comm.groups import group
 from fsfunc.comm.mesh import Axis
-from fsfunc.frames import frame
-from fsfunc.sharded import is_sharded
+from fsfunc.core.frames import frame
+from fsfunc.sharded.leaf import is_sharded
 
 __all__ = ["Ownership", "assume", "storage_of"]
 

@@ -14,8 +14,8 @@ from torch import Tensor
 from fsfunc import _torch
 from fsfunc._torch import TorchDispatchMode
 from fsfunc.comm.attribution import internal, is_internal
-from fsfunc.generators import States, generator_states, set_generators
-from fsfunc.scoped import Scoped
+from fsfunc.runtime.generators import States, generator_states, set_generators
+from fsfunc.runtime.scoped import Scoped
 
 __all__ = [
     "MODES",

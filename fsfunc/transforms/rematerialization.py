@@ -12,9 +12,14 @@ from torch import Tensor
 
 from fsfunc import _torch, tree
 from fsfunc.comm.attribution import internal
-from fsfunc.frames import Interpretation, Running, Thread, run_as, running
-from fsfunc.generators import States, generator_states, generators_kept, set_generators
-from fsfunc.sharded import Sharded, is_sharded
+from fsfunc.core.frames import Interpretation, Running, Thread, run_as, running
+from fsfunc.runtime.generators import (
+    States,
+    generator_states,
+    generators_kept,
+    set_generators,
+)
+from fsfunc.sharded.leaf import Sharded, is_sharded
 from fsfunc.transforms.policies import MODES, Policy, Tape, recomputes
 from fsfunc.transforms.transforming import transformed
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 from typing import Any
 
-from fsfunc.frames import Interpretation
+from fsfunc.core.frames import Interpretation
 from fsfunc.transforms.policies import Policy
 from fsfunc.transforms.rematerialization import remat
 from fsfunc.transforms.transforming import transformed

@@ -1,7 +1,7 @@
 """A sharded call as it runs on one rank: what is gathered, and where gradients go.
 
-A leaf's way to its gradient: a :class:`~fsfunc.sharded.Sharded` leaf lies in a
-:class:`~fsfunc.sharded.FlatShard`; a unit call that reads it has a
+A leaf's way to its gradient: a :class:`~fsfunc.sharded.leaf.Sharded` leaf lies in a
+:class:`~fsfunc.sharded.leaf.FlatShard`; a unit call that reads it has a
 :class:`GatheredCall` of that buffer; the :class:`ShardRuntime` of the call around
 gathers the buffer, and reduces the gradient that comes back.
 """
@@ -16,13 +16,13 @@ import torch
 from torch import Tensor
 
 from fsfunc import _torch
-from fsfunc.arena import Arena
 from fsfunc.comm.attribution import label
 from fsfunc.comm.backends.link import Done, Handle
 from fsfunc.comm.groups import RankGroup, strided
-from fsfunc.frames import frame, running
-from fsfunc.memory_kinds import count_as
-from fsfunc.sharded import FlatShard, Parts
+from fsfunc.core.frames import frame, running
+from fsfunc.runtime.buffer_pool import Arena
+from fsfunc.runtime.memory_kinds import count_as
+from fsfunc.sharded.leaf import FlatShard, Parts
 from fsfunc.transforms.gathered_calls import Calls, GatheredCall, Micro
 from fsfunc.transforms.ownership import Ownership
 from fsfunc.transforms.wire import Gather, Reduction

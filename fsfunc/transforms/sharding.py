@@ -11,18 +11,18 @@ from typing import Any
 from torch import Tensor
 
 from fsfunc import _torch, tree
-from fsfunc.arena import pool
-from fsfunc.autodiff import GradientCall, Outcome
 from fsfunc.comm.attribution import internal, label
 from fsfunc.comm.collective_ops import Dense, apply_map
 from fsfunc.comm.crossings import ENTER, LawError
 from fsfunc.comm.groups import RankGroup, group
 from fsfunc.comm.mesh import Axis, Here, Mesh, check_mesh, here
-from fsfunc.donated import refuse_spent
-from fsfunc.frames import Frame, Interpretation, frame, inside, running
-from fsfunc.inputs import arguments, refuse
-from fsfunc.packing import by_buffer, joined, packed_of, repack, repacked
-from fsfunc.sharded import FlatShard, is_sharded, whole_shape
+from fsfunc.core.autodiff import GradientCall, Outcome
+from fsfunc.core.frames import Frame, Interpretation, frame, inside, running
+from fsfunc.runtime.buffer_pool import pool
+from fsfunc.sharded.donated import refuse_spent
+from fsfunc.sharded.inputs import arguments, refuse
+from fsfunc.sharded.leaf import FlatShard, is_sharded, whole_shape
+from fsfunc.sharded.packing import by_buffer, joined, packed_of, repack, repacked
 from fsfunc.tracing.recorder import Noted, Recorder
 from fsfunc.tracing.type_check import check, knows, learn, signature
 from fsfunc.transforms.averaging import averaged, check_whole

@@ -6,8 +6,8 @@ import functools
 from collections.abc import Callable
 from typing import Any
 
-from fsfunc.compiled import refuse_compiled
-from fsfunc.frames import Interpretation, frame
+from fsfunc.core.frames import Interpretation, frame
+from fsfunc.runtime.compiled import refuse_compiled
 
 __all__ = ["transformed"]
 

@@ -10,10 +10,10 @@ from pathlib import Path
 import pytest
 
 import fsfunc as ff
-from fsfunc import hardware as machines
 from fsfunc.__main__ import main
-from fsfunc.foresight.estimation import estimate
-from fsfunc.foresight.plans import Plan
+from fsfunc.planning import hardware as machines
+from fsfunc.planning.estimation import estimate
+from fsfunc.planning.plans import Plan
 from fsfunc.printing.amounts import of_bytes, of_flops, of_seconds
 from tests.programs import ROOT, python
 

@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from fsfunc.data.permutation import Shuffled
-from fsfunc.generators import mixed
+from fsfunc.runtime.generators import mixed
 
 
 @given(st.integers(1, 3000), st.integers(-(2**70), 2**70))

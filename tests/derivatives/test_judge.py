@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 import fsfunc as ff
 from fsfunc import tree
-from fsfunc.sharded import NotATensor
+from fsfunc.sharded.leaf import NotATensor
 from fsfunc.tracing.refusals import LawError
 from fsfunc.tracing.type_check import unchecked
 from tests.derivatives.drawn import losses, run

@@ -11,8 +11,8 @@ import fsfunc as ff
 from fsfunc import tree
 from fsfunc.comm.mesh import here
 from fsfunc.optim import from_torch
-from fsfunc.sharded import is_sharded
-from fsfunc.slices import take
+from fsfunc.sharded.leaf import is_sharded
+from fsfunc.sharded.slices import take
 from tests.optim.test_sharded import MESHES, matrices, place, unshard, whole
 from tests.optim.trees import (
     SEEDS,

@@ -11,7 +11,6 @@ from fsfunc import tree
 from fsfunc.comm.launch import make_mesh, spmd
 from fsfunc.comm.ledgers import ledger
 from fsfunc.comm.mesh import here
-from fsfunc.layout import Layout, pack_flat
 from fsfunc.optim import (
     chain,
     clip_by_global_norm,
@@ -22,10 +21,11 @@ from fsfunc.optim import (
     sharded_adam,
     tree_sum,
 )
-from fsfunc.packing import split_buffers
-from fsfunc.placements import Owned, Split
-from fsfunc.sharded import FlatShard, Sharded, is_sharded
-from fsfunc.slices import assemble, take
+from fsfunc.sharded.layout import Layout, pack_flat
+from fsfunc.sharded.leaf import FlatShard, Sharded, is_sharded
+from fsfunc.sharded.packing import split_buffers
+from fsfunc.sharded.placements import Owned, Split
+from fsfunc.sharded.slices import assemble, take
 from tests.optim.trees import (
     SEEDS,
     assert_bits,

@@ -8,9 +8,9 @@ import torch
 from hypothesis import strategies as st
 
 from fsfunc import tree
-from fsfunc.donated import Donation, Everything
-from fsfunc.frames import frame, inside
-from fsfunc.sharded import is_sharded
+from fsfunc.core.frames import frame, inside
+from fsfunc.sharded.donated import Donation, Everything
+from fsfunc.sharded.leaf import is_sharded
 
 SHAPES = st.lists(
     st.lists(st.integers(0, 5), max_size=3).map(tuple), min_size=1, max_size=4

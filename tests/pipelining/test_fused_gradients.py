@@ -5,9 +5,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from fsfunc.arena import Arena
 from fsfunc.pipelining.fused_gradients import _alone
 from fsfunc.pipelining.stage_vjp import StageVjp
+from fsfunc.runtime.buffer_pool import Arena
 from tests.checks import same
 from tests.probes import LiveBytes
 

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 import fsfunc as ff
 from fsfunc import tree
-from fsfunc.frames import Counter, Stage, frame, inside
+from fsfunc.core.frames import Counter, Stage, frame, inside
 from fsfunc.pipelining.stage_plans import StagePlan, cut, edges
 from fsfunc.tracing.programs import Value
 from tests.pipelining.drawn import batch_of, losses, params_of

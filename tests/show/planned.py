@@ -6,10 +6,10 @@ import torch
 
 from fsfunc.comm.ledgers import Record
 from fsfunc.comm.mesh import Mesh
-from fsfunc.foresight.events import Gave, Op, Ran, Replayed, Segment, Took
-from fsfunc.foresight.plans import Plan, PlannedLeaf, RankPlan
-from fsfunc.foresight.simulation import Span
-from fsfunc.layout import pack_flat
+from fsfunc.planning.events import Gave, Op, Ran, Replayed, Segment, Took
+from fsfunc.planning.plans import Plan, PlannedLeaf, RankPlan
+from fsfunc.planning.simulation import Span
+from fsfunc.sharded.layout import pack_flat
 
 F32 = torch.float32
 

@@ -3,8 +3,8 @@
 from hypothesis import given
 from hypothesis import strategies as st
 
-from fsfunc.foresight.events import Gave, Replayed, Took
-from fsfunc.memory_kinds import KINDS
+from fsfunc.planning.events import Gave, Replayed, Took
+from fsfunc.runtime.memory_kinds import KINDS
 from fsfunc.show import memory
 from fsfunc.show.memory_curve import curve_of
 from fsfunc.show.memory_plot import ROWS, stack

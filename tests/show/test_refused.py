@@ -6,11 +6,11 @@ import re
 import pytest
 
 from fsfunc.comm.mesh import Mesh
-from fsfunc.foresight.estimation import estimate
-from fsfunc.hardware import A100_40
-from fsfunc.layout import Layout, Split
 from fsfunc.pipelining.actions import Action, ScheduleError
 from fsfunc.pipelining.timing import Costs
+from fsfunc.planning.estimation import estimate
+from fsfunc.planning.hardware import A100_40
+from fsfunc.sharded.layout import Layout, Split
 from fsfunc.show import Timeline, memory, plan, sharding, streams, timeline, trace
 from fsfunc.show.estimates import estimate as show_estimate
 from tests.checks import refusals, refused

@@ -9,10 +9,10 @@ from hypothesis import strategies as st
 
 import fsfunc as ff
 from fsfunc.comm.mesh import Mesh
-from fsfunc.layout import Layout, Owned, Split, every_coordinate, pack_flat
+from fsfunc.sharded.layout import Layout, Owned, Split, every_coordinate, pack_flat
+from fsfunc.sharded.slices import take
 from fsfunc.show import sharding
 from fsfunc.show.layouts import MOST_COLUMNS, MOST_ROWS, grid_of, part_in_words
-from fsfunc.slices import take
 from tests.show.planned import golden
 
 F32 = torch.float32

@@ -6,8 +6,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from fsfunc.foresight.estimation import estimate
-from fsfunc.hardware import A100_40
+from fsfunc.planning.estimation import estimate
+from fsfunc.planning.hardware import A100_40
 from fsfunc.show import streams
 from fsfunc.show.palette import COMPUTING, STALL
 from tests.show.planned import STEP, golden, small, span

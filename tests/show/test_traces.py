@@ -7,13 +7,13 @@ from itertools import accumulate, pairwise
 from hypothesis import given
 from hypothesis import strategies as st
 
-from fsfunc.foresight.estimation import estimate
-from fsfunc.foresight.simulation import Span
-from fsfunc.hardware import A100_40
 from fsfunc.pipelining.actions import Action
 from fsfunc.pipelining.schedules import gpipe, interleaved_1f1b, one_f_one_b, zb_v
 from fsfunc.pipelining.timing import Costs, simulate
 from fsfunc.pipelining.transfers import with_transfers
+from fsfunc.planning.estimation import estimate
+from fsfunc.planning.hardware import A100_40
+from fsfunc.planning.simulation import Span
 from fsfunc.show import trace, traces
 from fsfunc.show.memory_curve import curve_of
 from tests.show.planned import small

@@ -9,7 +9,7 @@ from torch.nn import functional as F
 
 import fsfunc as ff
 from fsfunc import tree
-from fsfunc.frames import Counter, Stage, frame, inside
+from fsfunc.core.frames import Counter, Stage, frame, inside
 from fsfunc.tracing.programs import Spec, Value
 from tests.pipelining.drawn import EXACT, batch_of, losses, params_of
 

@@ -7,8 +7,8 @@ from hypothesis import strategies as st
 
 import fsfunc as ff
 from fsfunc import tree
-from fsfunc.packing import split_buffers
-from fsfunc.sharded import is_sharded
+from fsfunc.sharded.leaf import is_sharded
+from fsfunc.sharded.packing import split_buffers
 from tests.checks import same
 from tests.models import integers
 from tests.probes import LiveBytes

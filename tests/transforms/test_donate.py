@@ -7,7 +7,7 @@ import torch
 
 import fsfunc as ff
 from fsfunc import tree
-from fsfunc.save_guard import hold
+from fsfunc.runtime.save_guard import hold
 from tests.checks import same
 from tests.models import train_step
 from tests.probes import LiveBytes

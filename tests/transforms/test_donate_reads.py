@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 import fsfunc as ff
 from fsfunc import tree
-from fsfunc.sharded import is_sharded
+from fsfunc.sharded.leaf import is_sharded
 from tests.checks import same
 
 MESH = ff.make_mesh({"data": 2}, "simulated")

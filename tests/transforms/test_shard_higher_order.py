@@ -10,7 +10,7 @@ from torch.func import grad, hessian, jvp, vjp, vmap
 import fsfunc as ff
 from fsfunc import tree
 from fsfunc.comm.mesh import here
-from fsfunc.sharded import is_sharded
+from fsfunc.sharded.leaf import is_sharded
 from tests.checks import close
 
 # torch scripts its own forward-mode decompositions, and warns of it.

@@ -8,9 +8,9 @@ import torch
 
 import fsfunc as ff
 from fsfunc import tree
-from fsfunc.arena import Arena
-from fsfunc.packing import split_buffers
-from fsfunc.sharded import is_sharded
+from fsfunc.runtime.buffer_pool import Arena
+from fsfunc.sharded.leaf import is_sharded
+from fsfunc.sharded.packing import split_buffers
 from tests.checks import close, held, same
 from tests.models import chain, floats, layer, layers
 

@@ -11,8 +11,8 @@ from torch import Tensor
 
 from fsfunc import _torch, tree
 from fsfunc.comm.backends.link import Done, Handle, Link
+from fsfunc.comm.fake_errors import told_where
 from fsfunc.comm.mesh import Here, Mesh, asking, place_here
-from fsfunc.fake_errors import told_where
 
 __all__ = ["AbstractLink", "run_abstract"]
 

@@ -14,7 +14,6 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from fsfunc.arena import Arena
 from fsfunc.comm.attribution import current_label
 from fsfunc.comm.backends.exchange import (
     ALL_GATHER,
@@ -25,6 +24,7 @@ from fsfunc.comm.backends.exchange import (
     tag,
 )
 from fsfunc.comm.backends.link import Handle, Signature, digest
+from fsfunc.runtime.buffer_pool import Arena
 
 __all__ = ["Pairs", "issue"]
 

@@ -29,7 +29,6 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from fsfunc.arena import Arena
 from fsfunc.comm.backends.exchange import Exchange, compare_gathered, packed
 from fsfunc.comm.backends.link import (
     CollectiveCall,
@@ -42,6 +41,7 @@ from fsfunc.comm.backends.link import (
 from fsfunc.comm.backends.point_to_point import Transfers
 from fsfunc.comm.backends.process_collectives import Pairs, issue
 from fsfunc.comm.backends.process_groups import Groups, agent_store
+from fsfunc.runtime.buffer_pool import Arena
 
 __all__ = ["ProcessLink", "connect"]
 

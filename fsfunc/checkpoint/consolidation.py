@@ -1,0 +1,77 @@
+"""One file of whole tensors out of a checkpoint."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from fsfunc.checkpoint.finding import find
+from fsfunc.checkpoint.folders import sync
+from fsfunc.checkpoint.loading import fill
+from fsfunc.checkpoint.manifest import Stored, StoredTensor
+from fsfunc.checkpoint.safetensors import Entry, header_of, seal, with_sums, write_file
+
+__all__ = ["consolidate"]
+
+
+def consolidate(
+    path: str | os.PathLike, file: str | os.PathLike, *, at: str = ""
+) -> Path:
+    """One safetensors file with every tensor of a checkpoint whole; returns its path.
+
+    ``safetensors.torch.load_file`` reads it, under the tensors' paths; so does `load`,
+    which finds the other values in its header, and checksums: of every mebibyte and of
+    the header itself. It needs no mesh and no process group: one process calls it.
+
+    Args:
+        path: the checkpoint.
+        file: where the file will be; it appears whole or not at all.
+        at: the path of a subtree: with ``at="params"`` the names begin below it.
+
+    Raises:
+        FileExistsError: ``file`` exists.
+        CheckpointError: the checkpoint is damaged.
+
+    Cost: reads and writes every byte once; memory for one leaf.
+
+    >>> import tempfile, torch, fsfunc as ff
+    >>> with tempfile.TemporaryDirectory() as folder:
+    ...     ff.save(f"{folder}/a", {"params": {"w": torch.ones(2)}, "step": 3})
+    ...     _ = ff.consolidate(f"{folder}/a", f"{folder}/a.safetensors")
+    ...     ff.load(f"{folder}/a.safetensors", {"w": torch.zeros(2)}, at="params")
+    {'w': tensor([1., 1.])}
+    """
+    stored, file = find(path).below(at), Path(file)
+    if file.exists():
+        raise FileExistsError(f"{file} exists: name another, or remove it first")
+    entries = [
+        Entry(name, leaf.dtype, leaf.shape, lambda n=name, x=leaf: _whole(stored, n, x))
+        for name, leaf in sorted(
+            stored.tensors.items(), key=lambda item: -item[1].dtype.itemsize
+        )
+    ]
+    ours = {
+        "values": stored.values, "metadata": stored.metadata,
+        "random": stored.random, "mesh": stored.mesh,
+    }  # fmt: skip
+    nbytes = sum(e.nbytes for e in entries)
+    head, _ = header_of(entries, seal(ours, nbytes))
+    part = file.with_name(f".{file.name}.saving")
+    part.unlink(missing_ok=True)
+    try:
+        write_file(part, head, entries, lambda sums: with_sums(head, sums))
+        os.rename(part, file)
+    except BaseException:
+        part.unlink(missing_ok=True)
+        raise
+    sync(file.parent)
+    return file
+
+
+def _whole(stored: Stored, name: str, leaf: StoredTensor) -> Tensor:
+    alone = Stored(stored.path, {"": leaf}, files=stored.files)
+    like = torch.empty(leaf.shape, dtype=leaf.dtype, device="meta")
+    return fill(alone, like, None)

@@ -1,0 +1,259 @@
+"""A save task: what a rank is to write of a checkpoint, and how it ends."""
+
+from __future__ import annotations
+
+import atexit
+import json
+import os
+import sys
+import time
+import traceback
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from threading import Thread
+from typing import Any
+
+from fsfunc.checkpoint import folders, status
+from fsfunc.checkpoint.agreement import attempt
+from fsfunc.checkpoint.contents import Contents, parts_of, together
+from fsfunc.checkpoint.manifest import (
+    MANIFEST,
+    CheckpointError,
+    Chunk,
+    Stored,
+    StoredFile,
+    StoredTensor,
+    write_manifest,
+)
+from fsfunc.checkpoint.safetensors import write_parts
+from fsfunc.checkpoint.status import RankStatus
+from fsfunc.comm.mesh import Here
+from fsfunc.runtime.save_guard import hold
+from fsfunc.transforms.donation import version
+
+__all__ = ["SaveTask", "in_flight"]
+
+
+@dataclass
+class SaveTask:
+    """A checkpoint that this rank saves, with all others of its mesh.
+
+    It holds the memory of what is saved until it is over.
+    """
+
+    path: Path
+    at: Here | None
+    contents: Contents
+    metadata: dict[str, Any]
+    keep: int | None
+    thread: Thread | None = None
+    error: BaseException | None = None
+    lock: int | None = None
+    _finished: bool = False
+    _versions: list[int] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        held = self.contents.tensors.values()
+        self.folder = folders.saving_folder(self.path)
+        self.rank, self.size = (
+            (0, 1) if self.at is None else (self.at.rank, self.at.mesh.size)
+        )
+        self.first = self.rank == 0
+        self.release = hold(h.part for h in held)
+        self._versions = [version(h.part) for h in held]
+
+    # What all ranks do one after another, and wait for each other
+
+    def make_folder(self) -> None:
+        """The first rank's: what others will write into."""
+        if self.first:
+            self.lock = folders.begin_folder(self.path)
+
+    def find_folder(self) -> None:
+        """Raises where this rank does not see the folder."""
+        for pause in (0, 0.1, 1, 3):  # seconds; a network's file system may be slow
+            time.sleep(pause)
+            if self.folder.is_dir():
+                return
+        raise CheckpointError(
+            f"rank {self.rank} is to save {self.path}, and does not see the folder "
+            "that rank 0 made there: all ranks need one shared file system"
+        )
+
+    def write(self) -> None:
+        """Writes this rank's files, and reports them."""
+        found = self.contents
+        files, chunks = write_parts(self.folder, self.rank, parts_of(found, self.at))
+        for held, before in zip(found.tensors.values(), self._versions, strict=True):
+            if version(held.part) != before:
+                raise CheckpointError(
+                    f"{held.path!r} was changed in place while it was being saved: the "
+                    "checkpoint would hold neither the old values nor the new ones; "
+                    "wait() first, or change a copy"
+                )
+        if status.failure(self.folder) is not None:
+            self._clear()
+        mine = RankStatus(files, chunks, found.random, found.values, found.digest)
+        status.report(self.folder, self.rank, mine)
+
+    def complete(self) -> None:
+        """The first rank's: writes the manifest and gives the folder its name."""
+        if not self.first:
+            return
+        stored = self._stored([self._status_of(rank) for rank in range(self.size)])
+        write_manifest(stored, self.folder)
+        folders.appear(self.folder, self.path)
+        if self.keep is not None:
+            folders.keep_newest(self.path, self.keep)
+
+    def abandon(self) -> None:
+        """Nothing comes of it: what was written is removed, what was held let go."""
+        self.release()
+        if self.lock is not None:
+            folders.discard(self.folder)
+        self.unlock()
+
+    def unlock(self) -> None:
+        """Lets others see that nobody writes into the folder."""
+        lock, self.lock = self.lock, None
+        if lock is not None:
+            os.close(lock)
+
+    # In the background
+
+    def start(self) -> None:
+        """Goes on in the background."""
+        # A daemon: at the end Python waits for it no longer than _tell_at_exit does.
+        self.thread = Thread(target=self.run, name=f"save {self.path}", daemon=True)
+        _IN_FLIGHT[self.rank] = self
+        self.thread.start()
+
+    def done(self) -> bool:
+        """Whether it is over, well or not; it never waits."""
+        if self.thread is not None and self.thread.is_alive():
+            return False
+        if self._finished or self.error is not None or self.first:
+            return True
+        return self._is_over() or status.failure(self.folder) is not None
+
+    def wait(self) -> None:
+        """Returns when the checkpoint is complete.
+
+        Raises:
+            what went wrong, on this rank or on another.
+        """
+        if self.thread is not None:
+            self.thread.join()
+        if _IN_FLIGHT.get(self.rank) is self:
+            del _IN_FLIGHT[self.rank]
+        if self.error is None and not self.first and not self._finished:
+            self.error = attempt(self._wait_for_first)
+        self._finished = True
+        if self.error is not None:
+            raise self.error
+
+    def run(self) -> None:
+        """What the thread does."""
+        try:
+            self.write()
+            if self.first:
+                everybody = lambda: status.reported(self.folder, self.size)  # noqa: E731
+                status.wait_until(everybody, self.folder, self.path)
+            self.complete()
+        except BaseException as error:
+            self.error = error
+            self._clear("*" if self.first else None)  # first: the disk may be full
+            attempt(
+                lambda error=error: status.report_failure(self.folder, self.rank, error)
+            )
+        finally:
+            self.release()
+            self.unlock()
+            self.contents, self._versions = Contents(), []  # it may be kept for long
+
+    def _wait_for_first(self) -> None:
+        status.wait_until(self._is_over, self.folder, self.path)
+        if not (self.path / MANIFEST).exists():
+            raise CheckpointError(
+                f"{self.path} was not saved: the folder in which it was written is gone"
+            )
+
+    def _is_over(self) -> bool:
+        return not self.folder.exists()
+
+    def _clear(self, files: str | None = None) -> None:
+        """Removes this rank's files, or all."""
+        mine = files or f"shard-{self.rank + 1:05}-*"
+        folders.empty(self.folder, f"{mine}.safetensors")
+
+    # What the first rank makes of all reports
+
+    def _status_of(self, rank: int) -> RankStatus:
+        """What a rank reported, of the same tree as this one's."""
+        try:
+            found = status.take_status(self.folder, rank)
+        except FileNotFoundError as error:
+            raise CheckpointError(
+                f"rank {rank} wrote its part of {self.path} where rank 0 does not "
+                "see it: all ranks need one shared file system"
+            ) from error
+        extra = sorted(found.chunks.keys() - self.contents.tensors.keys())
+        mine, theirs = map(_as_text, (self.contents.values, found.values))
+        extra = extra or sorted(path for path, _ in mine ^ theirs)
+        if extra or found.tree != self.contents.digest:
+            where = f", at {extra[0]!r}" if extra else ""
+            raise CheckpointError(
+                f"rank {rank} saves another tree than rank 0{where}: every rank must "
+                "save the same paths, shapes and values; what is a rank's own belongs "
+                "into a tensor that is Sharded over its axis"
+            )
+        return found
+
+    def _stored(self, ranks: Sequence[RankStatus]) -> Stored:
+        """What the ranks have written together."""
+        files: dict[str, StoredFile] = {}
+        chunks: dict[str, list[Chunk]] = {path: [] for path in self.contents.tensors}
+        for rank in ranks:
+            files |= rank.files
+            for path, boxes in rank.chunks.items():
+                chunks[path] += boxes
+        leaves = {
+            path: StoredTensor(held.layout.shape, held.part.dtype, tuple(chunks[path]))
+            for path, held in self.contents.tensors.items()
+        }
+        for path, leaf in leaves.items():
+            if not leaf.is_whole:
+                raise CheckpointError(
+                    f"the ranks' parts of {path!r} {leaf} do not make it up: every "
+                    "rank must save the same tree, with the same layouts"
+                )
+        mesh = {} if self.at is None else dict(self.at.mesh.axes)
+        random = together([rank.random for rank in ranks])
+        values, said = self.contents.values, self.metadata
+        return Stored(self.path, leaves, values, said, mesh, files, random)
+
+
+def _as_text(values: Mapping[str, Any]) -> set[tuple[str, str]]:
+    return {(path, json.dumps(value)) for path, value in values.items()}
+
+
+_IN_FLIGHT: dict[int, SaveTask] = {}  # by rank
+
+
+def in_flight(at: Here | None) -> SaveTask | None:
+    """What this rank saves in the background."""
+    return _IN_FLIGHT.get(0 if at is None else at.rank)
+
+
+def _tell_at_exit() -> None:
+    """Waits for what is in flight; says what nobody asked for."""
+    status.ENDING.set()
+    for task in list(_IN_FLIGHT.values()):
+        error = attempt(task.wait)
+        if error is not None:
+            print(f"fsfunc: {task.path} was not saved:", file=sys.stderr)
+            traceback.print_exception(error)
+
+
+atexit.register(_tell_at_exit)

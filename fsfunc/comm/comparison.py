@@ -1,0 +1,248 @@
+"""Whether ranks are about to do the same: what each says of it, compared once.
+
+A rank says what it will do in lines, each a key (what it is about) and a text. Ranks
+over processes gather sixteen bytes of each section of lines, and only where these
+differ the texts; simulated ranks read what the first of them left in the link's notes.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import re
+import weakref
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from fsfunc import _torch
+from fsfunc.comm.attribution import label
+from fsfunc.comm.groups import RankGroup
+from fsfunc.comm.ledgers import silence
+from fsfunc.sharded.layout import describe
+
+__all__ = [
+    "ALIKE",
+    "Lines",
+    "RanksDiffer",
+    "Section",
+    "checksums",
+    "compare",
+    "stated",
+    "whole_values",
+]
+
+Lines = Sequence[tuple[str, str]]
+
+_SHOWN = 6  # lines of a message
+
+
+class RanksDiffer(ValueError):
+    """Ranks that must do the same were given, or called, unlike things."""
+
+
+@dataclass(frozen=True)
+class Section:
+    """What ranks say of one matter.
+
+    Args:
+        title: what is wrong where they differ.
+        advice: what to do then.
+    """
+
+    title: str
+    lines: Lines
+    advice: str = ""
+
+    @property
+    def digest(self) -> bytes:
+        text = "\0".join(f"{key}\0{said}" for key, said in self.lines)
+        return hashlib.blake2b(text.encode(errors="replace"), digest_size=16).digest()
+
+
+def stated(value: Any) -> str:
+    """``repr(value)`` without what differs from process to process.
+
+    >>> stated(len), stated(object())
+    ('<built-in function len>', '<object object>')
+    """
+    return re.sub(r" at 0x[0-9a-f]+", "", repr(value))
+
+
+def compare(sections: Sequence[Section], where: RankGroup) -> None:
+    """Raises unless all ranks of a group say the same.
+
+    Raises:
+        RanksDiffer: on every rank: what differs first, and on which ranks.
+
+    Cost: over processes one gather of 16 bytes a section; it is in no ledger.
+    """
+    if where.size == 1:
+        return
+    if where.link.notes is not None:
+        _with_the_first(sections, where)
+        return
+    with silence(), label("", "what ranks are about to do"), torch.no_grad():
+        mine = b"".join(section.digest for section in sections)
+        every = _gathered(mine, where)
+        for i, section in enumerate(sections):
+            if len({row[16 * i : 16 * i + 16] for row in every}) > 1:
+                raise RanksDiffer(_difference(section, _texts(section.lines, where)))
+
+
+def _with_the_first(sections: Sequence[Section], where: RankGroup) -> None:
+    """Ranks of one process: each is compared with the first that came."""
+    notes, rank, n = where.link.notes, where.rank, where.size
+    number = notes["compared", where.ranks, rank] = (
+        notes.get(("compared", where.ranks, rank), 0) + 1
+    )
+    key = ("said", where.ranks, number)
+    first, theirs, count = notes.setdefault(key, (rank, list(sections), 0))
+    notes[key] = first, theirs, count + 1
+    if count + 1 == n:
+        del notes[key]
+    for section, other in zip(sections, theirs, strict=True):
+        if section.digest != other.digest:
+            both = {first: other.lines, rank: section.lines}
+            raise RanksDiffer(_difference(section, both))
+
+
+def _gathered(mine: bytes, where: RankGroup) -> list[bytes]:
+    """What each rank of the group gave, all of one length."""
+    x = torch.frombuffer(bytearray(mine), dtype=torch.uint8).to(where.link.device)
+    every = where.start("all_gather", x).wait().cpu()
+    return [bytes(row.tolist()) for row in every.view(where.size, len(mine))]
+
+
+def _texts(lines: Lines, where: RankGroup) -> dict[int, Lines]:
+    """Every rank's lines."""
+    text = "\0".join(part for line in lines for part in line)
+    mine = text.encode(errors="replace")
+    sizes = _gathered(len(mine).to_bytes(8, "little"), where)
+    longest = max(int.from_bytes(size, "little") for size in sizes)
+    found = {}
+    rows = _gathered(mine.ljust(longest, b"\0") or b"\0", where)
+    for rank, row, size in zip(where.ranks, rows, sizes, strict=True):
+        parts = row[: int.from_bytes(size, "little")].decode().split("\0")
+        found[rank] = list(zip(parts[::2], parts[1::2], strict=True))
+    return found
+
+
+def _difference(section: Section, by_rank: Mapping[int, Lines]) -> str:
+    """What a section's ranks say, line by line, where they do not say the same."""
+    each = {rank: dict(lines) for rank, lines in sorted(by_rank.items())}
+    keys = list(dict.fromkeys(key for said in each.values() for key in said))
+    rows = []
+    for key in keys:
+        texts: dict[str, list[int]] = {}
+        for rank, said in each.items():
+            texts.setdefault(said.get(key, "nothing"), []).append(rank)
+        if len(texts) > 1:
+            rows.append(f"  {key}: " + "; ".join(_who(r, t) for t, r in texts.items()))
+    more = [f"  and {len(rows) - _SHOWN} more"] if len(rows) > _SHOWN else []
+    if not rows:
+        rows = ["  they say the same, in another order"]
+    advice = [section.advice] if section.advice else []
+    return "\n".join([f"{section.title}:", *rows[:_SHOWN], *more, *advice])
+
+
+def _who(ranks: Sequence[int], text: str) -> str:
+    some = ", ".join(map(str, ranks[:8])) + (", ..." if len(ranks) > 8 else "")
+    return f"rank{'s' if len(ranks) > 1 else ''} {some}: {text[:240]}"
+
+
+# Values
+
+ALIKE = (
+    "Make them alike: seed every rank alike before they are made (torch.manual_seed), "
+    "load one file, or send one rank's: ff.pbroadcast(params, axis, source=0)"
+)
+
+
+def whole_values(
+    paths: Sequence[str], leaves: Sequence[Any], notes: dict[Any, Any] | None
+) -> Section:
+    """What is to be the same on every rank of leaves that each has whole.
+
+    Args:
+        notes: those of ranks that share a process, which may share tensors too.
+    """
+    found = [
+        (repr(path), repr(leaf))
+        for path, leaf in zip(paths, leaves, strict=True)
+        if isinstance(leaf, bool | int | float | complex)
+    ]
+    tensors = {p: x for p, x in zip(paths, leaves, strict=True) if _has_values(x)}
+    known = None if notes is None else notes.setdefault("checksums", {})
+    sums = checksums(list(tensors.values()), known)
+    for (path, x), n in zip(tensors.items(), sums, strict=True):
+        said = f"{describe(x.shape, x.dtype)} of checksum {n % 2**64:016x}"
+        found.append((repr(path), said))
+    return Section("whole parameters differ between ranks", found, ALIKE)
+
+
+def _has_values(x: Any) -> bool:
+    if not isinstance(x, Tensor) or isinstance(x, _torch.FakeTensor):
+        return False
+    return x.layout == torch.strided and x.device.type != "meta"
+
+
+_ROW = 1024
+_weights: dict[torch.device, Tensor] = {}
+
+
+def checksums(
+    tensors: Sequence[Tensor], known: dict[int, Any] | None = None
+) -> list[int]:
+    """A number for each tensor's bits: equal for equal ones, else almost never.
+
+    Args:
+        known: what is known of tensors that ranks of one process share; added to.
+
+    Cost: each tensor is read once (at the memory's speed); one number a tensor is
+    copied from the device.
+
+    >>> one, other = torch.tensor([1.0, 2.0]), torch.tensor([2.0, 1.0])
+    >>> a, b, c = checksums([one, other, one.clone()])
+    >>> a == c, a == b
+    (True, False)
+    """
+    known = {} if known is None else known
+    with torch.no_grad(), torch.inference_mode(False):
+        return [_known(x, known) for x in tensors]
+
+
+def _known(x: Tensor, known: dict[int, Any]) -> int:
+    version = None if x.is_inference() else x._version
+    seen, then, found = known.get(id(x), (None, None, 0))
+    if seen is None or seen() is not x or version is None or version != then:
+        found = int(_folded(_words(x)).item())
+        known[id(x)] = weakref.ref(x), version, found
+    return found
+
+
+def _words(x: Tensor) -> Tensor:
+    """The bytes of a tensor as 64-bit integers, zeros after the last."""
+    x = x.detach().resolve_conj().resolve_neg().contiguous().view(-1)
+    data = x.view(torch.uint8)
+    if data.storage_offset() % 8 or data.numel() % 8:
+        padded = data.new_zeros(-(-data.numel() // 8) * 8)
+        padded[: data.numel()] = data
+        data = padded
+    return data.view(torch.int64)
+
+
+def _folded(words: Tensor) -> Tensor:
+    """One number: rows are summed, and what is left is weighed by its place."""
+    while words.numel() > 8 * _ROW:
+        whole = words.numel() // _ROW * _ROW
+        sums = words[:whole].view(-1, _ROW).sum(1)
+        words = torch.cat([sums, words[whole:]])
+    weights = _weights.get(words.device)
+    if weights is None:
+        generator = torch.Generator().manual_seed(0)
+        weights = torch.randint(2**62, (8 * _ROW,), generator=generator) * 2 + 1
+        weights = _weights[words.device] = weights.to(words.device)
+    return (words * weights[: words.numel()]).sum()

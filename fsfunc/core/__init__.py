@@ -1,0 +1,1 @@
+"""Units, gradients, and what a call knows of its surroundings."""

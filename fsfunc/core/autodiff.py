@@ -1,0 +1,293 @@
+"""``value_and_grad``: the gradient call that transforms may reinterpret.
+
+It means what ``torch.func.vjp`` means. When nobody is transforming us it runs on plain
+autograd: the same bits in less time, with residuals freed as the backward runs.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from fsfunc import _torch, tree
+from fsfunc.comm.attribution import internal
+from fsfunc.core.auxiliary import divided
+from fsfunc.core.differentiated import Leaves, add_gradients
+from fsfunc.core.frames import Counter, Running, Thread, frame, inside, run_as
+from fsfunc.core.losses import Weighted, loss_parts, tie
+from fsfunc.runtime.compiled import refuse_compiled
+from fsfunc.runtime.generators import one_number
+from fsfunc.runtime.memory_kinds import count_as
+from fsfunc.sharded.inputs import arguments, refuse
+from fsfunc.sharded.layout import Layout
+from fsfunc.sharded.leaf import FlatShard, Parts, is_sharded
+from fsfunc.sharded.packing import split_buffers
+
+__all__ = [
+    "GradientCall",
+    "Outcome",
+    "Weighted",
+    "differentiate",
+    "tracked",
+    "value_and_grad",
+]
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What a gradient call gives while it is under way.
+
+    Args:
+        total: the loss, or the total of a :class:`Weighted` one.
+        weight: its weight, if it has one. ``grads`` are those of ``total``; whoever
+            made the outermost call divides by the weight once all has been summed.
+        grads: one tree for each differentiated argument.
+        aux: what the loss returned beside its value.
+        count: of how many microbatches all this is the sum; whoever made the outermost
+            call divides by it, so that a transform on the way need not.
+        due: what is still to be done to the gradients, once all has been summed.
+        own: whether nobody else holds the memory of ``grads``.
+    """
+
+    total: Tensor
+    weight: Tensor | None
+    grads: tuple[Any, ...]
+    aux: Any
+    count: int = 1
+    due: tuple[Callable[[Any], Any], ...] = ()
+    own: bool = False
+
+
+@dataclass(frozen=True)
+class GradientCall:
+    """What is differentiated: interpretations pass it along, and change it.
+
+    ``packed``: by identity, the buffers whose gradients a transform keeps; ``parts``:
+    those of their leaves that are used beside units, with their gradients. ``by``: what
+    it comes down to, in place of autograd's own forward and backward.
+    """
+
+    fn: Callable[..., Any]
+    argnums: tuple[int, ...]
+    has_aux: bool
+    args: tuple[Any, ...]
+    keywords: dict[str, Any]
+    packed: Mapping[int, FlatShard] = field(default_factory=dict)
+    parts: Parts | None = None
+    by: Callable[[GradientCall], Outcome] | None = None
+
+
+def value_and_grad(
+    fn: Callable[..., Any],
+    argnums: int | Sequence[int] = 0,
+    has_aux: bool = False,
+) -> Callable[..., Any]:
+    """A function that returns ``(value, grads)`` of the scalar ``fn``.
+
+    Under ``shard`` the loss is this rank's own mean, and value and gradient are those
+    of the mean over the ranks.
+
+    Args:
+        fn: returns a scalar, or ``Weighted(total, weight)``.
+        argnums: which arguments to differentiate; one, or several (then the gradients
+            are a tuple). Floating leaves are; integers, None and strings pass through
+            as ``None`` gradients.
+        has_aux: ``fn`` returns ``(loss, aux)``, and the value is ``(loss, aux)``; of
+            ``aux``, floating scalars are averaged as the loss is, what is
+            ``Summed(tree)`` is summed, the rest is this rank's.
+
+    Returns:
+        ``(value, grads)``; ``grads`` has the structure of the argument, zeros where
+        the loss does not depend on a leaf.
+
+    Raises:
+        TypeError, ValueError: a loss that is no scalar tensor.
+        TypeError: an argument to differentiate is a numpy array, or holds tensors and
+            no floating one; a tensor that was made in inference mode.
+        ValueError: ``argnums`` names an argument twice, or one that is not there.
+
+    Cost: one forward and one backward pass, as ``torch.autograd.grad`` without
+    ``create_graph``. Under a ``torch.func`` transform, or where a tensor among the
+    arguments already requires grad, it is ``torch.func.vjp``, and can be differentiated
+    again; it then keeps every residual until its result is gone.
+
+    >>> import torch, fsfunc as ff
+    >>> value, grads = ff.value_and_grad(lambda w: (w**2).sum())(torch.tensor([1., 2.]))
+    >>> value.item(), grads.tolist()
+    (5.0, [2.0, 4.0])
+    """
+    several = not isinstance(argnums, int)
+    chosen = tuple(argnums) if not isinstance(argnums, int) else (argnums,)
+
+    @functools.wraps(fn)
+    def run(*args: Any, **keywords: Any) -> Any:
+        refuse_compiled("ff.value_and_grad")
+        numbers = tuple(i % len(args) if args else i for i in chosen)
+        if any(not -len(args) <= i < len(args) for i in chosen):
+            raise ValueError(
+                f"argnums={argnums!r}, but {len(args)} positional arguments were given"
+            )
+        if len(set(numbers)) < len(numbers):
+            raise ValueError(f"argnums={argnums!r} names one argument twice")
+        given, names = [*args, *keywords.values()], [*arguments(len(args)), *keywords]
+        refuse("inference", "value_and_grad", given, *names)
+        _check_differentiable([args[i] for i in numbers], [names[i] for i in numbers])
+        f = frame()
+        run_inner: Callable[..., Any] = differentiate
+        # Inside a unit a derivative is this rank's own: no transform's business.
+        for handler in () if f.path else reversed(f.handlers):
+            run_inner = handler.gradient(run_inner)
+        seed = one_number() if f.seed is None else f.seed
+        with inside(replace(f, seed=seed)):
+            call = GradientCall(fn, numbers, has_aux, args, keywords)
+            outcome = _divide(_settled(run_inner(call)))
+        value = (outcome.total, outcome.aux) if has_aux else outcome.total
+        return value, outcome.grads if several else outcome.grads[0]
+
+    return run
+
+
+def _check_differentiable(chosen: list[Any], names: list[str]) -> None:
+    refuse("array", "value_and_grad", chosen, *names)
+    leaves = tree.leaves(chosen, is_leaf=is_sharded)
+    leaves = [x.layout if is_sharded(x) else x for x in leaves]
+    kinds = [x.dtype for x in leaves if isinstance(x, Tensor | Layout)]
+    if kinds and not any(kind.is_floating_point for kind in kinds):
+        raise TypeError(
+            f"value_and_grad by {', '.join(names)}: nothing there is a floating tensor "
+            f"(the first is {kinds[0]}), and all gradients would be None; "
+            "x.to(torch.float32) has one"
+        )
+
+
+def _settled(outcome: Outcome) -> Outcome:
+    """The outcome, with what was still due done to its gradients."""
+    for finish in outcome.due:
+        outcome = replace(outcome, grads=finish(outcome.grads))
+    return outcome
+
+
+def _divide(outcome: Outcome) -> Outcome:
+    """The mean: sums over their weight, or over the number of microbatches."""
+    weight, count = outcome.weight, outcome.count
+    if weight is None and count == 1:
+        return outcome
+    by = count if weight is None else weight
+    grads = _divided(outcome.grads, by, outcome.own)
+    total, aux = outcome.total / by, divided(outcome.aux, count)
+    return Outcome(total, weight, grads, aux)
+
+
+def _divided(grads: Any, by: int | Tensor, own: bool) -> Any:
+    buffers = split_buffers(grads)
+    tensors = [g for g in buffers.tensors if isinstance(g, Tensor)]
+    if own and not isinstance(by, Tensor):
+        if tensors:
+            torch._foreach_div_(tensors, by)
+        return grads
+    return buffers.rebuild(
+        [
+            g / (by.to(g.dtype) if isinstance(by, Tensor) else by)
+            if isinstance(g, Tensor)
+            else g
+            for g in buffers.tensors
+        ]
+    )
+
+
+def _detach(aux: Any) -> Any:
+    return tree.map(lambda x: x.detach() if isinstance(x, Tensor) else x, aux)
+
+
+def differentiate(call: GradientCall) -> Outcome:
+    """The gradient call itself: what every interpretation comes down to."""
+    if torch.is_inference_mode_enabled():
+        raise RuntimeError(
+            "value_and_grad under torch.inference_mode(): autograd records nothing "
+            "there, and all gradients would be zero; leave that mode for it"
+        )
+    if call.by is not None:
+        return call.by(replace(call, by=None))
+    f = frame()
+    if _torch.functorch_active() or _torch.forward_ad_active():
+        return _by_vjp(call)
+    if torch.is_grad_enabled() and tracked((call.args, call.keywords)):
+        return _by_vjp(call)
+    leaves = Leaves(call.args, call.argnums, call.packed, call.parts)
+    picked = leaves.tensors
+    sessions = () if f.path else f.sessions
+    for _, session in sessions:
+        session.begin()
+    thread = Thread(leaves.device) if sessions else None
+    values = [x.detach().requires_grad_() for x in picked]
+    with run_as(Running(thread)), torch.enable_grad():
+        with inside(replace(f, counter=Counter(), in_loss=True)):
+            out = call.fn(*leaves.args(values), **call.keywords)
+        total, weight, aux = loss_parts(out, call.has_aux)
+        tied = total
+        if thread is not None and thread.token is not thread.start:
+            tied = tie(total, thread.token)
+    made = list(leaves.parts.values())
+    inputs = [*values, *made, *([] if thread is None else [thread.start])]
+    if not inputs or not tied.requires_grad:
+        found: Sequence[Tensor | None] = [None] * len(inputs)
+    elif f.tracer is not None and f.tracer.forward_only:
+        found = [torch.empty_like(x) for x in inputs]
+        f.tracer.gradients(picked, found)
+    else:
+        with internal():
+            found = torch.autograd.grad(tied, inputs, allow_unused=True)
+    weight = None if weight is None else weight.detach()
+    count_as("gradients", found[: len(values)])
+    grads = leaves.grads(found[: len(values)])
+    add_gradients(made, found[len(values) : len(values) + len(made)])
+    return Outcome(total.detach(), weight, grads, _detach(aux))
+
+
+def tracked(values: Any) -> bool:
+    """Whether somebody around us differentiates a tensor among ``values``."""
+    for x in tree.leaves(values, is_leaf=is_sharded):
+        if is_sharded(x):
+            # The part of a packed leaf is a view, made when it is first asked for.
+            if x.packed is not None and x.parts is None and x._part is None:
+                continue
+            x = x.local
+        if isinstance(x, Tensor) and x.requires_grad:
+            return True
+    return False
+
+
+def _by_vjp(call: GradientCall) -> Outcome:
+    """On ``torch.func``, where the result may be differentiated or mapped again."""
+    leaves = Leaves(call.args, call.argnums)
+    picked = leaves.tensors
+    beside: list[Any] = []  # (structure, leaves) of the rest; no tensors of a level
+
+    def pure(*values: Tensor) -> tuple[Tensor, list[Tensor]]:
+        total, weight, aux = loss_parts(
+            call.fn(*leaves.args(values), **call.keywords), call.has_aux
+        )
+        flat, spec = tree.flatten((weight, aux))
+        beside[:] = [spec, [_TENSOR if isinstance(x, Tensor) else x for x in flat]]
+        return total, [x for x in flat if isinstance(x, Tensor)]
+
+    with inside(replace(frame(), counter=Counter(), in_loss=True)):
+        found: Sequence[Tensor] = ()
+        if picked:
+            total, pull, kept = torch.func.vjp(pure, *picked, has_aux=True)  # type: ignore[misc]
+            found = pull(torch.ones_like(total), retain_graph=True, create_graph=True)
+        else:  # torch.func.vjp wants something to differentiate
+            total, kept = pure()
+    each = iter(kept)
+    spec, flat = beside
+    flat = [next(each) if x is _TENSOR else x for x in flat]
+    weight, aux = tree.unflatten(spec, flat)
+    return Outcome(total, weight, leaves.grads(found), aux)
+
+
+_TENSOR = object()

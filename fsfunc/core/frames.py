@@ -1,0 +1,321 @@
+"""What a unit call or a gradient call needs to know, fixed when it is made.
+
+A :class:`Frame` is immutable and lives in a context variable. A call binds the frame
+in which it was made, so a recompute in a backward pass needs no context.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from contextvars import ContextVar
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from fsfunc.comm.attribution import INTERNAL, internal
+from fsfunc.comm.comparison import stated
+from fsfunc.comm.mesh import HERE, Here, Mesh, here
+from fsfunc.runtime.scoped import Scoped
+from fsfunc.sharded.donated import Donation
+
+__all__ = [
+    "Counter",
+    "Frame",
+    "Interpretation",
+    "Running",
+    "Stage",
+    "Thread",
+    "Tracer",
+    "frame",
+    "inside",
+    "run_as",
+    "running",
+]
+
+
+class Interpretation:
+    """What a transform makes of the calls in its reach; by default, nothing.
+
+    ``lays_out``: whether it decides how leaves lie on a mesh. ``decides``: whether it
+    is a :class:`Stage`. ``compared``: the ranks
+    hosted here that know that all run one program under it, by its record or a first
+    call. ``called``: its public name. ``same_batch``: the axes along which all ranks
+    must be given one batch.
+    """
+
+    lays_out = False
+    decides = False
+    compared: frozenset[int] = frozenset()
+    called = ""
+    same_batch: tuple[str, ...] = ()
+
+    @property
+    def configuration(self) -> tuple[tuple[str, Any], ...]:
+        """(name, value): what tells it from others of its kind, beside a mesh."""
+        return ()
+
+    def __str__(self) -> str:
+        said = ", ".join(f"{k}={stated(v)}" for k, v in self.configuration)
+        return f"{self.called or type(self).__name__}({said})"
+
+    def learn(self, other: Any) -> None:
+        """Takes over what ``other``, one like it, has seen of a recorded step."""
+
+    def call(self, f: Callable[..., Any], args: Any, keywords: Any) -> Any:
+        """Runs the function that the transform is around, in reach of it."""
+        outer = frame()
+        with inside(replace(outer, handlers=(*outer.handlers, self))):
+            return f(*args, **keywords)
+
+    def recorded(self, recorder: Any) -> Interpretation:
+        """What stands in its place while a step is recorded: see ``Recorder``."""
+        return self
+
+    def here(self, mesh: Mesh) -> Here:
+        """Who runs under it, on ``mesh``, and whether there is still to compare."""
+        at = here(mesh)
+        known = at.compared or at.rank in self.compared
+        return at if known == at.compared else replace(at, compared=known)
+
+    def ran(self, at: Here) -> None:
+        """A call of it is over: what its ranks sent each other in it was compared."""
+        if at.rank not in self.compared and getattr(at.link, "moves", False):
+            self.compared |= {at.rank}
+
+    def unit(self, run: Callable[..., Any], call: Any) -> Callable[..., Any]:
+        """How to run a unit call whose inner interpretations are ``run``."""
+        return run
+
+    def gradient(self, run: Callable[..., Any]) -> Callable[..., Any]:
+        """How to run a gradient call whose inner interpretations are ``run``."""
+        return run
+
+
+class Stage(Interpretation):
+    """Decides what becomes of a loss's unit calls: whether one runs here at all.
+
+    It stands before all other interpretations of a frame, so that nothing is gathered
+    for what does not run.
+    """
+
+    decides = True
+
+    def unit(self, run: Callable[..., Any], call: Any) -> Callable[..., Any]:
+        if call.frame.path:  # of a unit inside a unit the outer one decides
+            return run
+
+        def decided(params: Any, *inputs: Any, **keywords: Any) -> Any:
+            return self.decide(call, params, inputs, keywords)
+
+        return decided
+
+    def decide(self, call: Any, params: Any, inputs: Any, keywords: Any) -> Any:
+        """What a unit call of the loss returns."""
+        raise NotImplementedError
+
+
+class Tracer:
+    """Who looks on while a step runs to show what it does; hooks do nothing here.
+
+    complete: whether all that a step does is done, as a plan needs it; else a donated
+        state is not used up, and a pipeline need not run its stages.
+    draws: whether units draw their own random numbers: fake tensors have none.
+    forward_only: whether gradients have their shapes alone, and no backward pass runs.
+    """
+
+    complete = False
+    draws = False
+    forward_only = False
+
+    def standing_for(self, handler: Interpretation) -> Interpretation:
+        """The interpretation that a transform comes to meanwhile."""
+        return handler
+
+    def body(self, call: Any, params: Any, inputs: Any, keywords: Any) -> Any:
+        """What a unit's function returns."""
+        with internal(False):
+            return call.unit.checked(params, inputs, keywords)
+
+    def know(self, x: Tensor, path: str) -> None:
+        """Hears that ``x`` is in place of a leaf of the step's first argument."""
+
+    def read(self, values: Any) -> None:
+        """Hears that operators read these values, which no mode has seen."""
+
+    def gradients(self, leaves: Sequence[Tensor], found: Sequence[Tensor]) -> None:
+        """Hears that ``found`` stand in place of the gradients by ``leaves``."""
+
+    def called(self, key: Any, args: Any, keywords: Any, mean: Sequence[str]) -> None:
+        """Hears that a sharded function is called.
+
+        Args:
+            key: on what kinds of things; ``mean``: the axes over which it averages.
+        """
+
+    def takes(self, name: str, leaves: Iterable[Any]) -> None:
+        """Hears that a unit call takes sharded leaves."""
+
+    def gradient(self, by: Any, found: Any, averaged: Callable[[Tensor], bool]) -> None:
+        """Hears that ``found`` is the gradient by the tree ``by``.
+
+        Args:
+            averaged: whether the gradient by a plain leaf becomes the ranks' mean.
+        """
+
+    def reduced(self, by: Any, grads: Any) -> None:
+        """Hears that the sharded leaves among ``grads`` are means by now."""
+
+
+@dataclass(frozen=True)
+class Running:
+    """What depends on when a call runs, not on where it was made.
+
+    Args:
+        thread: see :class:`Thread`; none where nobody ties it to a loss.
+        recompute: whether a backward pass runs the call a second time.
+        forgets: whether nobody keeps the graph of what runs: it will run again.
+        adds_to: where its graph is pulled back at once, the leaves (by id) to whose
+            gradients products are added in place; None where a pipeline's stage may
+            take input gradients first.
+    """
+
+    thread: Thread | None = None
+    recompute: bool = False
+    forgets: bool = False
+    adds_to: frozenset[int] | None = None
+
+
+class Counter:
+    """Numbers the unit calls made in one body."""
+
+    def __init__(self) -> None:
+        self.count = 0
+
+    def next(self) -> int:
+        self.count += 1
+        return self.count - 1
+
+
+class Thread:
+    """A zero that runs through the units of one gradient call, in call order.
+
+    Each unit takes it and hands it on, and the loss is tied to its end, so every unit's
+    backward runs on every rank, in reverse call order, whatever the loss made of the
+    unit's output.
+    """
+
+    def __init__(self, device: Any = None) -> None:
+        self.start = torch.zeros((), device=device, requires_grad=True)
+        self.token: Tensor = self.start
+
+
+@dataclass(frozen=True)
+class Frame:
+    """The transforms in reach and where in the step we are.
+
+    Args:
+        handlers: interpretations, outermost first.
+        at: the rank that runs, once a transform or ``spmd`` named a mesh.
+        sessions: what each interpretation keeps during one gradient call.
+        micro: (index, count) of each microbatch loop around us, outermost first.
+        varies: (index, count) of each data axis around us.
+        seed: the number drawn for this gradient call, if any.
+        path: names of the units around us; ``numbers``: which call each one was.
+        compute, reduce: dtypes that ``precision`` asked for.
+        donated: the memory of the state that may be written in place, if any.
+        tracer: looks on while a step is recorded, looked at, or planned.
+        in_loss: whether a gradient call is around us.
+        whole: whether a unit around us gathered all of its parameters (see ``unit``).
+        level: the functorch level at which the outermost unit around us was called.
+    """
+
+    handlers: tuple[Interpretation, ...] = ()
+    at: Here | None = None
+    sessions: tuple[tuple[Interpretation, Any], ...] = ()
+    micro: tuple[tuple[int, int], ...] = ()
+    varies: tuple[tuple[int, int], ...] = ()
+    seed: int | None = None
+    path: tuple[str, ...] = ()
+    numbers: tuple[int, ...] = ()
+    counter: Counter = field(default_factory=Counter)
+    compute: torch.dtype | None = None
+    reduce: torch.dtype | None = None
+    donated: Donation | None = None
+    tracer: Tracer | None = None
+    in_loss: bool = False
+    whole: bool = False
+    level: int = 0
+
+    def session(self, handler: Interpretation) -> Any:
+        """What ``handler`` keeps during the gradient call around us, or None."""
+        for owner, session in reversed(self.sessions):
+            if owner is handler:
+                return session
+        return None
+
+    @property
+    def staged(self) -> bool:
+        """Whether this is in a loss of which only some unit calls run here."""
+        return bool(self.handlers) and self.handlers[0].decides
+
+    def but(self, **changes: Any) -> Frame:
+        """The frame with some fields changed: ``replace``, without its checks."""
+        frame = object.__new__(Frame)
+        frame.__dict__.update(self.__dict__, **changes)
+        return frame
+
+    @property
+    def data_index(self) -> int:
+        """Which microbatch of the global batch this is: data axes major."""
+        index = 0
+        for at, count in (*self.varies, *self.micro):
+            index = index * count + at
+        return index
+
+
+_RUNNING: ContextVar[Running | None] = ContextVar("fsfunc_running", default=None)
+_FRAME: ContextVar[Frame | None] = ContextVar("fsfunc_frame", default=None)
+_OUTSIDE = Frame()
+_ALONE = Running()
+
+
+def frame() -> Frame:
+    """The frame of whoever asks."""
+    return _FRAME.get() or _OUTSIDE
+
+
+def running() -> Running:
+    """What holds for the calls that run now."""
+    return _RUNNING.get() or _ALONE
+
+
+def run_as(value: Running) -> Scoped:
+    """Makes ``value`` hold for the calls within."""
+    return Scoped(_RUNNING, value)
+
+
+class inside:
+    """``with inside(value)`` makes ``value`` the frame of the calls within.
+
+    With ``users``, what runs there is the user's own doing.
+    """
+
+    __slots__ = ("value", "users", "tokens")
+
+    def __init__(self, value: Frame, users: bool = False):
+        self.value, self.users = value, users
+
+    def __enter__(self) -> Frame:
+        value = self.value
+        self.tokens: list[tuple[Any, Any]] = [(_FRAME, _FRAME.set(value))]
+        if value.at is not None:
+            self.tokens.append((HERE, HERE.set(value.at)))
+        if self.users:
+            self.tokens.append((INTERNAL, INTERNAL.set(False)))
+        return value
+
+    def __exit__(self, *_: Any) -> None:
+        for var, token in self.tokens:
+            var.reset(token)

@@ -1,0 +1,273 @@
+"""``unit``: the one primitive of structure.
+
+A unit is a pure function of ``(params, *inputs)``. With no transform around, calling
+one calls the function. A transform around it gives the call another meaning: gather
+its parameters first, recompute it later, run it on another rank.
+"""
+
+from __future__ import annotations
+
+import functools
+import operator
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from fsfunc import _torch, tree
+from fsfunc.comm.attribution import internal
+from fsfunc.core.frames import Counter, Frame, frame, inside, running
+from fsfunc.runtime.compiled import refuse_compiled
+from fsfunc.runtime.generators import States, generator_states, mix
+from fsfunc.sharded.leaf import is_sharded
+
+__all__ = ["Call", "Unit", "unit"]
+
+
+@dataclass(frozen=True)
+class Call:
+    """One unit call: what was called, and the frame it was called in."""
+
+    unit: Unit
+    frame: Frame
+    number: int
+
+    @functools.cached_property
+    def path(self) -> tuple[str, ...]:
+        return (*self.frame.path, self.unit.__name__)
+
+    @functools.cached_property
+    def numbers(self) -> tuple[int, ...]:
+        """Which call it was of each body around it, outermost first."""
+        return (*self.frame.numbers, self.number)
+
+    @functools.cached_property
+    def name(self) -> str:
+        """``block`` or, inside another unit, ``loss_fn/block``."""
+        return "/".join(self.path)
+
+    def run(self, params: Any, *inputs: Any, **keywords: Any) -> Any:
+        """Runs the call as the transforms in reach of it say."""
+        run = self.body
+        for handler in reversed(self.frame.handlers):
+            run = handler.unit(run, self)
+        with internal():
+            return run(params, *inputs, **keywords)
+
+    def body(self, params: Any, *inputs: Any, **keywords: Any) -> Any:
+        """Runs the function itself: what every interpretation comes down to."""
+        f, numbers = self.frame, self.numbers
+        within = f.but(
+            path=self.path,
+            numbers=numbers,
+            counter=Counter(),
+            whole=f.whole or self.unit.whole,
+            level=f.level if f.path else _torch.current_level(),
+        )
+        states: States = []
+        try:
+            if f.seed is not None and (f.tracer is None or f.tracer.draws):
+                # From the gradient call's number, which unit call it is, and which
+                # microbatch of the global batch: a recompute repeats by itself, and
+                # masks do not depend on the schedule.
+                states = generator_states()
+                seed = mix(f.seed, f.data_index, len(numbers), *numbers)
+                for g, _ in states:
+                    g.manual_seed(seed)
+            with inside(within, users=f.tracer is None):
+                if f.compute is not None:
+                    with internal():
+                        given = params, inputs, keywords
+                        params, inputs, keywords = self._cast(f.compute, *given)
+                if f.tracer is not None:
+                    return f.tracer.body(self, params, inputs, keywords)
+                return self.unit.checked(params, inputs, keywords)
+        finally:
+            for g, state in states:
+                g.set_state(state)
+
+    def _cast(
+        self, dtype: torch.dtype, params: Any, inputs: Any, keywords: Any
+    ) -> tuple[Any, Any, Any]:
+        """What ``precision`` makes of what a unit is given."""
+        kept = inputs[: self.unit.as_given]
+        rest, keywords = _cast((inputs[len(kept) :], keywords), dtype)
+        return _cast(params, dtype), (*kept, *rest), keywords
+
+
+class Unit:
+    """A function of ``(params, *inputs)`` that transforms may reinterpret."""
+
+    def __init__(self, fn: Callable[..., Any], whole: bool = False):
+        functools.update_wrapper(self, fn)
+        self.whole = whole
+        self.__name__ = getattr(fn, "__name__", type(fn).__name__)
+        self.fn = fn
+        # How many of the first inputs ``precision`` leaves as they are: buffers.
+        self.as_given: int = getattr(fn, "as_given", 0)
+        self._seen: set[Any] = set()
+
+    def __call__(self, params: Any, *inputs: Any, **keywords: Any) -> Any:
+        refuse_compiled(self)
+        f = frame()
+        call = Call(self, f, f.counter.next())
+        return call.run(params, *inputs, **keywords)
+
+    def __repr__(self) -> str:
+        return f"unit({self.__name__})"
+
+    def checked(self, params: Any, inputs: Any, keywords: Any) -> Any:
+        """Calls the function and looks at what it did to its surroundings."""
+        given = tree.shown(
+            (params, inputs, keywords), self, "is given", _PARTS, is_sharded
+        )
+        # Not the parts of sharded leaves: gathers for inner units write around them.
+        watched, kinds, untracked = [], [], False
+        for x in given:
+            if isinstance(x, Tensor):
+                watched.append(x)
+                kinds.append((x.shape, x.dtype, x.requires_grad))
+                untracked = untracked or x.is_inference()
+            elif is_sharded(x):
+                kinds.append((x.layout.shape, x.layout.dtype))
+                part = x.local if x.packed is None else x.packed.flat
+                untracked = untracked or part.is_inference()
+        watched = [] if untracked else watched
+        versions, key = list(map(_VERSION, watched)), tuple(kinds)
+        if untracked or key in self._seen or _torch.functorch_active():
+            out = self.fn(params, *inputs, **keywords)
+        else:
+            out = self._first(_tensors(given), params, inputs, keywords)
+            self._seen.add(key)
+        for x, version in zip(watched, versions, strict=True):
+            if x._version != version:
+                self._changed(x, params, inputs, keywords)
+        return out
+
+    def _changed(self, x: Tensor, params: Any, inputs: Any, keywords: Any) -> None:
+        names = ("params", *[f"input {i}" for i in range(len(inputs))], *keywords)
+        values = (params, *inputs, *keywords.values())
+        for name, value in zip(names, values, strict=True):
+            paths, leaves, _ = tree.flatten_with_paths(value)
+            for path, leaf in zip(paths, leaves, strict=True):
+                if leaf is x:
+                    name = f"{name} at {path!r}" if path else name
+                    raise RuntimeError(
+                        f"unit {self.__name__!r} changed its {name} of shape "
+                        f"{tuple(x.shape)} in place: a unit may be run again, so it "
+                        "must leave its inputs as they are; work on a copy"
+                    )
+
+    def _first(self, given: list[Tensor], params: Any, inputs: Any, keywords: Any):
+        """The first call for these shapes: is a differentiated tensor captured?"""
+        recording = torch.is_grad_enabled()
+        thread = running().thread
+        known = given if thread is None else [*given, thread.token]
+        # An edge, not a node: of ``a, b = x.unbind()`` one may be given and the other
+        # captured.
+        seen = {(x.grad_fn, x.output_nr) for x in known if x.grad_fn is not None}
+        leaves = {id(x) for x in known}
+        with torch.inference_mode(False), torch.enable_grad():
+            with internal():
+                start = _torch.sequence_number(_newborn().view(0).grad_fn)
+            out = self.fn(params, *inputs, **keywords)
+            roots = tree.shown(out, self, "returns")
+            roots = [x for x in roots if isinstance(x, Tensor)]
+            roots = [x for x in roots if x.requires_grad]
+            todo = [("", x.grad_fn, x.output_nr) for x in roots if x.grad_fn]
+            for x in roots:
+                if x.grad_fn is None and id(x) not in leaves:
+                    self._captured("", tuple(x.shape))
+            while todo:
+                user, node, k = todo.pop()
+                if (node, k) in seen:
+                    continue
+                seen.add((node, k))
+                variable = getattr(node, "variable", None)
+                if variable is not None:
+                    if id(variable) not in leaves:
+                        self._captured(user, tuple(variable.shape))
+                elif _torch.sequence_number(node) < start:
+                    self._captured(user, _torch.output_shape(node, k))
+                todo += [(node.name(), n, i) for n, i in node.next_functions if n]
+        if not recording:
+            out = tree.map(lambda x: x.detach() if isinstance(x, Tensor) else x, out)
+        return out
+
+    def _captured(self, user: str, shape: tuple[int, ...]) -> None:
+        op = user.rstrip("0123456789").removesuffix("Backward")
+        raise RuntimeError(
+            f"unit {self.__name__!r} uses, in {op or 'its output'}, a differentiated "
+            f"tensor of shape {shape} captured by closure: its gradient would be lost "
+            "where the unit is recomputed or sharded; pass it as an argument"
+        )
+
+
+_PARTS = ("params", "inputs", "keywords")
+
+
+_VERSION = operator.attrgetter("_version")
+
+
+def _tensors(given: list[Any]) -> list[Tensor]:
+    """The tensors among leaves, and the parts of sharded ones."""
+    return [x for x in tree.leaves(given) if isinstance(x, Tensor)]
+
+
+def _newborn() -> Tensor:
+    return torch.empty(0, requires_grad=True)
+
+
+def unit(fn: Callable[..., Any], *, whole: bool = False) -> Unit:
+    """``fn`` as a unit: a call that transforms may reinterpret.
+
+    The granularity of gathers, recomputation, offload and pipeline stages. With no
+    transform around it, calling a unit calls ``fn``.
+
+    Inside, parameters are plain tensors, and a derivative that is taken there is this
+    rank's own; the mean over the ranks is taken once, of the parameters' cotangents, as
+    they leave the unit.
+
+    Args:
+        fn: a pure function of ``(params, *inputs, **keywords)``: any pytrees in, any
+            pytree out. Units nest; an outer one gathers only what no inner one takes.
+            It may be compiled, ``unit(torch.compile(fn))``, where it calls no unit: a
+            step is recorded and planned with the plain function.
+        whole: gather at the entry all that this unit or units within it take, and run
+            them as plain functions: for derivatives by parameters inside, as per-sample
+            gradients or a task's own inner step. Cost: one gather of all of it, held
+            until the unit has run, and one reduction in its backward.
+
+    Raises (when called):
+        RuntimeError: ``fn`` captured a differentiated tensor by closure (seen on the
+            first call for each set of shapes), or changed an input in place; or the
+            unit is called inside a compiled function.
+
+    >>> import torch, fsfunc as ff
+    >>> @ff.unit
+    ... def layer(params, x):
+    ...     return torch.tanh(x @ params["w"])
+    >>> layer({"w": torch.eye(2)}, torch.zeros(3, 2)).shape
+    torch.Size([3, 2])
+
+    Per-sample gradients of a loss that is made of units, on every rank its own:
+
+    >>> from torch.func import grad, vmap
+    >>> loss = lambda params, x: layer(params, x[None]).sum()
+    >>> each = ff.unit(lambda p, x: vmap(grad(loss), (None, 0))(p, x), whole=True)
+    >>> each({"w": torch.eye(2)}, torch.zeros(3, 2))["w"].shape
+    torch.Size([3, 2, 2])
+    """
+    if isinstance(fn, Unit) and fn.whole == whole:
+        return fn
+    return Unit(fn, whole)
+
+
+def _cast(values: Any, dtype: torch.dtype) -> Any:
+    def cast(x: Any) -> Any:
+        real = isinstance(x, Tensor) and x.is_floating_point()
+        return x.to(dtype) if real and x.dtype != dtype else x
+
+    return tree.map(cast, values, is_leaf=is_sharded)

@@ -1,0 +1,217 @@
+"""``measure_hardware``: the machine at hand, as an estimate wants it described.
+
+All that is timed runs on all ranks at once, as a step does: cores, caches, memory and
+links that they share are measured as shared. Nothing here knows of a sharding scheme.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+import statistics
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+
+from fsfunc.comm.mesh import Here, Mesh, NoMesh, here
+from fsfunc.planning.events import Op, Ran, Took
+from fsfunc.planning.machines import Hardware, Level
+from fsfunc.planning.observer import Observer
+from fsfunc.planning.rank_timing import Stopwatch, links
+from fsfunc.planning.sample_operators import Sizes, attention, chain, layer, specimens
+
+__all__ = ["measure_hardware"]
+
+# Of all the time: what each part may take.
+OVERHEAD, MEMORY, PRODUCTS, ATTENTION, OPERATORS = 0.02, 0.08, 0.25, 0.1, 0.3
+SLOW_PAGES = 0.25  # a first touch that costs less than this share of the work is none
+MOST_TURNS = 16  # sets of tensors that no cache holds together
+PASSES = 3  # over everything: what disturbs one pass is not in the median
+
+
+def measure_hardware(
+    mesh: Mesh | None = None, *, name: str = "this machine", seconds: float = 5.0
+) -> Hardware:
+    """The machine at hand as :class:`Hardware`, equal on every rank.
+
+    Alone it measures one process, which has no links. On a mesh of processes every rank
+    calls it, and the links between them are measured as one level, through the
+    library's own collectives.
+
+    Times are lower quartiles of many, averaged over the ranks, and the median of three
+    passes. Products of three
+    layouts, as a layer's forward and its two gradients have them, give the peak and the
+    curve; attention runs forward and backward, under a causal mask. Operators are timed
+    one by one on activations; the first touch of the memory that they take is told
+    apart. A product beside a transfer shows how far they overlap.
+
+    Args:
+        mesh: of processes; None: that of the ``spmd`` around the call, if any.
+        name: of what is returned.
+        seconds: about how long it may take; less than 2 measures badly.
+
+    Raises:
+        ValueError: a mesh of ranks that are no processes, which send nothing; seconds
+            not above 0.
+
+    Cost: about ``seconds`` on every rank; some hundred collectives, in no ledger.
+    """
+    if not seconds > 0:
+        raise ValueError(f"seconds is above 0, got {seconds!r}")
+    at, cuda = _place(mesh), torch.cuda.is_available()
+    kind = torch.device("cuda", torch.cuda.current_device()) if cuda else None
+    watch = Stopwatch(kind or torch.device("cpu"), at, seconds / PASSES)
+    with torch.no_grad():
+        found = [_measured(watch, Sizes.of(watch.device)) for _ in range(PASSES)]
+    return Hardware(name=name, **middle(found))
+
+
+def _measured(watch: Stopwatch, sizes: Sizes) -> dict[str, Any]:
+    """All fields but the name, measured once."""
+    small, length = torch.ones(4, device=watch.device), 20
+    # A call alone is subtracted from what is measured; autograd's share is a step's.
+    alone = watch(lambda: small + small, OVERHEAD / 2, batch=50)
+    overhead = watch(chain(watch.device, length), OVERHEAD / 2) / (2 * length)
+    fields: dict[str, Any] = {"overhead": alone, **_memory(watch, sizes)}
+    fields |= _products(watch, sizes, alone)
+    bare = Hardware(name="", **fields, attention=1.0, levels=())
+    fields["attention"] = _attention(watch, sizes, bare)
+    rates, levels = _rates(watch, sizes, bare), ()
+    if watch.where is not None:
+        level, sending, fields["overlap"] = links(watch, watch.where, sizes)
+        rates, levels = {**rates, **sending}, (level,)
+    return {**fields, "overhead": overhead, "rates": rates, "levels": levels}
+
+
+def middle(found: Sequence[Any]) -> Any:
+    """Of values of one structure, each number's median; None where most are."""
+    first = found[0]
+    if isinstance(first, dict):
+        return {key: middle([one[key] for one in found]) for key in first}
+    if isinstance(first, (list, tuple)):
+        return [middle(column) for column in zip(*found, strict=True)]
+    if isinstance(first, Level):
+        latency = middle([level.latency for level in found])
+        bandwidth = middle([level.bandwidth for level in found])
+        return dataclasses.replace(first, bandwidth=bandwidth, latency=latency)
+    numbers = [one for one in found if one is not None]
+    return statistics.median_high(numbers) if 2 * len(numbers) > len(found) else None
+
+
+def _place(mesh: Mesh | None) -> Here | None:
+    try:
+        at = here(mesh)
+    except NoMesh:
+        if mesh is not None:
+            raise
+        return None
+    if at.mesh.backend != "processes":
+        raise ValueError(
+            f"the ranks of {at.mesh} are no processes, so there are no links to "
+            "measure: measure outside of spmd, or on a mesh of processes"
+        )
+    return at
+
+
+# Memory
+
+
+def _memory(watch: Stopwatch, sizes: Sizes) -> dict[str, Any]:
+    """How much there is, how fast it is, and what its first touch costs."""
+    large = [torch.ones(sizes.memory, device=watch.device) for _ in range(3)]
+    streamed = watch(lambda: torch.add(large[0], large[1], out=large[2]), MEMORY / 2)
+    x, out = large[0][: sizes.touched], large[2][: sizes.touched]
+    warm = watch(lambda: torch.add(x, x, out=out), MEMORY / 4)
+    touched = watch(lambda: torch.add(x, x), MEMORY / 4) - warm
+    return {
+        "memory": _capacity(watch),
+        "bandwidth": 3 * large[0].nbytes / streamed,
+        "fresh": x.nbytes / touched if touched > SLOW_PAGES * warm else None,
+    }
+
+
+def _capacity(watch: Stopwatch) -> int:
+    if watch.device.type == "cuda":
+        return torch.cuda.get_device_properties(watch.device).total_memory
+    alone = watch.where.size if watch.where is not None else 1
+    sharing = int(os.environ.get("LOCAL_WORLD_SIZE", alone))
+    pages = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    return pages // max(sharing, 1)
+
+
+# Products and attention
+
+
+def _products(watch: Stopwatch, sizes: Sizes, overhead: float) -> dict[str, Any]:
+    """Peaks of all dtypes, and the curve of the one that training uses."""
+    main = _main_dtype(watch)
+    rates = [_rate(watch, n, main, sizes, overhead) for n in sizes.products]
+    peak = max(rates)
+    peaks = {_name(main): peak}
+    there = rates[sizes.products.index(sizes.other)] / peak
+    for dtype in (torch.float64, torch.float32, torch.bfloat16, torch.float16):
+        if dtype != main:
+            reached = _rate(watch, sizes.other, dtype, sizes, overhead)
+            peaks[_name(dtype)] = reached / there
+    curve = [(n, r / peak) for n, r in zip(sizes.products, rates, strict=True)]
+    return {"peak": peaks, "efficiency": curve}
+
+
+def _main_dtype(watch: Stopwatch) -> torch.dtype:
+    return torch.bfloat16 if watch.device.type == "cuda" else torch.float32
+
+
+def _name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
+
+
+def _rate(
+    watch: Stopwatch, n: int, dtype: torch.dtype, sizes: Sizes, overhead: float
+) -> float:
+    """FLOP/s of products [n, n] @ [n, n], over the layouts that training has."""
+    turns = max(1, min(MOST_TURNS, sizes.memory // n**2))
+    call = layer(n, turns, watch.device, dtype)
+    spent = watch(call, PRODUCTS / (len(sizes.products) + 3)) - 3 * overhead
+    return 3 * 2 * n**3 / max(spent, 1e-9)
+
+
+def _attention(watch: Stopwatch, sizes: Sizes, bare: Hardware) -> float:
+    dtype = _main_dtype(watch)
+    call = attention(sizes, watch.device, dtype)
+    ops, aside = _observed(call, bare)
+    flops = sum(op.flops * (0.5 if op.causal else 1.0) for op in ops)
+    spent = watch(call, ATTENTION) - aside
+    return min(1.0, flops / max(spent, 1e-9) / bare.peak[_name(dtype)])
+
+
+# Operators
+
+
+def _observed(call: Callable[[], Any], bare: Hardware) -> tuple[list[Op], float]:
+    """The operators of a call, and the seconds that are not their own work."""
+    observer = Observer()
+    observer.always = True  # also where no ledger is open
+    with observer:
+        kept = call()
+    events = observer.book.events
+    del kept
+    ops = [event.op for event in events if isinstance(event, Ran)]
+    taken = sum(event.bytes for event in events if isinstance(event, Took))
+    touched = taken / bare.fresh if bare.fresh else 0.0
+    return ops, len(ops) * bare.overhead + touched
+
+
+def _rates(watch: Stopwatch, sizes: Sizes, bare: Hardware) -> dict[str, float]:
+    """bytes/s of each operator that a step has beside its products."""
+    calls, rates = specimens(sizes, watch.device), {}
+    for call in calls:
+        ops, aside = _observed(call, bare)
+        if (
+            len(ops) != 1
+        ):  # the device makes it of others, which have rates of their own
+            continue
+        spent = watch(call, OPERATORS / len(calls))
+        # Where nearly all is first touch, what is left is noise: no less than a tenth.
+        rates[ops[0].name] = ops[0].bytes / max(spent - aside, 0.1 * spent)
+    return rates

@@ -1,0 +1,216 @@
+"""How long what happens in a step takes on some hardware: one rule for each thing.
+
+Nothing here knows of a sharding scheme: an operator costs what its work, its bytes and
+its launch do, a collective what a ring over its ranks does.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from weakref import WeakKeyDictionary
+
+from fsfunc.comm.ledgers import Record
+from fsfunc.planning.events import Op, Segment
+from fsfunc.planning.machines import Hardware
+
+__all__ = [
+    "collective_seconds",
+    "message_seconds",
+    "op_seconds",
+    "segment_seconds",
+    "taken_seconds",
+]
+
+
+def op_seconds(op: Op, hardware: Hardware) -> float:
+    """The seconds that an operator takes, beside the first touch of what it makes.
+
+    A product takes flops / (peak · efficiency), read from the curve at the size
+    (b·m·k·n)**(1/3): the cube of equal work. A batch counts as more work of one
+    product, as that is how it fills a chip; where its entries are too small to reuse
+    what they read, their bytes bound it. An attention takes flops / (peak · attention),
+    of half the flops under a causal mask. Neither is faster than its bytes over the
+    memory's bandwidth, which, or a rate of its own, is all that another operator takes.
+    To all of it comes the overhead of one operator.
+
+    Args:
+        op: what ran.
+        hardware: on what.
+
+    Raises:
+        ValueError: a product of a dtype whose peak the hardware does not give.
+
+    >>> import torch
+    >>> from fsfunc.planning.hardware import A100_40
+    >>> mm = Op("aten.mm", 2 * 4096**3, 6 * 4096**2, torch.bfloat16, (1, *[4096] * 3))
+    >>> f"{op_seconds(mm, A100_40) * 1e6:.0f} us"
+    '563 us'
+    """
+    rate = hardware.rates.get(op.name, hardware.bandwidth)
+    seconds = op.bytes / rate
+    if op.flops:
+        seconds = max(seconds, _computing(op, hardware))
+    return seconds + hardware.overhead
+
+
+def _computing(op: Op, hardware: Hardware) -> float:
+    name = str(op.dtype).removeprefix("torch.")
+    peak = hardware.peak.get(name)
+    if peak is None:
+        raise ValueError(
+            f"{op.name} computes in {name}, and {hardware.name} gives no peak for it, "
+            f"only for {', '.join(hardware.peak)}: "
+            f'replace(hardware, peak={{"{name}": FLOP/s, ...}})'
+        )
+    if "_attention" in op.name:
+        return op.flops * (0.5 if op.causal else 1.0) / (peak * hardware.attention)
+    size = (op.flops / 2) ** (1 / 3)  # of a product, (b·m·k·n)**(1/3)
+    return op.flops / (peak * hardware.efficiency_at(size))
+
+
+def taken_seconds(size: int, hardware: Hardware, op: str | None = None) -> float:
+    """The seconds that memory costs beside its use: its first touch and its return.
+
+    Only what an operator makes costs that here. What the step was given was touched
+    before; what a replay leaves behind is in :func:`segment_seconds`; and what is taken
+    empty is a buffer of a collective, which is used again. All is free where memory
+    stays with a caching allocator (``hardware.fresh`` is None).
+
+    Args:
+        size: bytes.
+        hardware: whose memory.
+        op: who took it, as a plan's ``Took`` says; None: an operator.
+
+    >>> from fsfunc.planning.hardware import H100, replace
+    >>> slow = replace(H100, fresh=2e9)
+    >>> [taken_seconds(10**9, h, "aten.mm.default") for h in (H100, slow)]
+    [0.0, 0.5]
+    >>> [taken_seconds(10**9, slow, op) for op in ("", "output", "aten.empty.out")]
+    [0.0, 0.0, 0.0]
+    """
+    # Operators have a dot in their names.
+    made = op is None or ("." in op and "empty" not in op)
+    return _touching(size, hardware) if made else 0.0
+
+
+def _touching(size: int, hardware: Hardware) -> float:
+    return 0.0 if hardware.fresh is None else size / hardware.fresh
+
+
+_SEGMENTS: WeakKeyDictionary[Segment, dict[Hardware, float]] = WeakKeyDictionary()
+
+
+def segment_seconds(segment: Segment, hardware: Hardware) -> float:
+    """The seconds of a segment: its operators and the memory that it takes on its way.
+
+    Computed once for each segment and hardware.
+
+    Raises:
+        ValueError: what :func:`op_seconds` refuses.
+    """
+    known = _SEGMENTS.setdefault(segment, {})
+    if hardware not in known:
+        taken = sum(size for _, size in segment.memory if size > 0)
+        known[hardware] = sum(op_seconds(op, hardware) for op in segment.ops)
+        known[hardware] += _touching(taken, hardware)
+    return known[hardware]
+
+
+def collective_seconds(
+    record: Record, ranks: Sequence[int], hardware: Hardware
+) -> float:
+    """The seconds of a collective over ``ranks``, from the moment when all issued it.
+
+    What a rank sends by the ledger goes over the slowest link on its way: at each
+    level, one edge of the ring leaves each group of the level below. That group's
+    members share what leaves it with all other ranks there, which send as much in
+    collectives of their own: k members of a node of r get k/r of its bandwidth. An
+    all-to-all is no ring: each of the k sends for itself what leaves the node.
+
+    A ring takes a message's latency for each of its n-1 steps: at each level, as many
+    as it has groups of the level below, less one for each of its own. A psum goes up a
+    tree and down again, which sends as much in 2 log2 n steps. Messages of a ppermute
+    go at once.
+
+    Args:
+        record: what the ledger notes of it on one rank.
+        ranks: all that take part, by their place on the mesh.
+        hardware: ranks lie on it in order, so many in a group of each level.
+
+    Raises:
+        ValueError: hardware without levels, or whose outermost level ends before the
+            last of ``ranks``.
+
+    Source: Patarasuk and Yuan (2009) for the ring; Sanders, Speck and Träff (2009) for
+    two trees that together have its bandwidth.
+
+    >>> import torch
+    >>> from fractions import Fraction
+    >>> from fsfunc.planning.hardware import A100_40
+    >>> gather = Record("all_gather", ("data",), Fraction(10**9), torch.bfloat16)
+    >>> f"{collective_seconds(gather, range(8), A100_40) * 1e3:.2f} ms"
+    '3.40 ms'
+    >>> f"{collective_seconds(gather, range(16), A100_40) * 1e3:.2f} ms"
+    '20.16 ms'
+    """
+    n = len(ranks)
+    if n < 2:
+        return 0.0
+    sent, slowest, latency = float(record.bytes), 0.0, 0.0
+    inner, width = {rank: 1 for rank in ranks}, 1  # by group below: members
+    for level in hardware.levels:
+        outer: dict[int, int] = {}
+        for rank in ranks:
+            group = rank // level.ranks if level.ranks else 0
+            outer[group] = outer.get(group, 0) + 1
+        steps = len(inner) - len(outer)
+        if steps:
+            members = min(inner.values())
+            leaves = sent
+            if record.op == "all_to_all":
+                leaves = sent * members * (n - members) / (n - 1)
+            slowest = max(slowest, leaves * width / (level.bandwidth * members))
+            if record.op in ("psum", "pmax"):
+                steps = 2 * math.ceil(math.log2(-(-len(inner) // len(outer))))
+            passed = 0.0 if record.op == "ppermute" else latency
+            steps = 1 if record.op == "ppermute" else steps
+            latency = max(latency, passed + level.latency * steps)
+        if len(outer) == 1:
+            cap = hardware.rates.get(record.op)
+            return max(slowest, sent / cap if cap else 0.0) + latency
+        inner, width = outer, level.ranks
+    raise ValueError(_too_small(hardware, max(ranks)))
+
+
+def message_seconds(size: float, source: int, to: int, hardware: Hardware) -> float:
+    """The seconds of a message of ``size`` bytes from one rank to another.
+
+    Between groups it gets one rank's share of what leaves the sender's: the others
+    there send their own.
+
+    Raises:
+        ValueError: as :func:`collective_seconds`.
+
+    >>> from fsfunc.planning.hardware import H100
+    >>> message_seconds(450e6, 0, 7, H100), message_seconds(50e6, 7, 8, H100)
+    (0.00101, 0.00102)
+    """
+    width = 1
+    for level in hardware.levels:
+        if level.ranks == 0 or source // level.ranks == to // level.ranks:
+            return size * width / level.bandwidth + level.latency
+        width = level.ranks
+    raise ValueError(_too_small(hardware, max(source, to)))
+
+
+def _too_small(hardware: Hardware, rank: int) -> str:
+    if not hardware.levels:
+        return (
+            f"{hardware.name} has no links: replace(hardware, levels=[Level(ranks=0, "
+            "bandwidth=bytes/s, latency=seconds)])"
+        )
+    return (
+        f"rank {rank} lies outside of {hardware.name}, whose outermost level has "
+        f"{hardware.levels[-1].ranks} ranks: give that level ranks=0, for all there are"
+    )

@@ -1,0 +1,245 @@
+"""``plan``: run a step where nothing is computed or sent, and note what it would do."""
+
+from __future__ import annotations
+
+import gc
+import math
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
+from typing import Any
+
+from torch import Tensor
+
+from fsfunc import _torch, tree
+from fsfunc.comm.fake_errors import told_where
+from fsfunc.comm.launch import spmd
+from fsfunc.comm.ledgers import Ledger
+from fsfunc.comm.mesh import Here, Mesh, NoMesh, asks, check_mesh, here
+from fsfunc.core.frames import frame, inside
+from fsfunc.planning.observer import Observer
+from fsfunc.planning.planned_links import PlannedLink
+from fsfunc.planning.plans import Plan, PlannedLeaf, RankPlan
+from fsfunc.planning.unit_cache import DifferentiatedTwice, UnitCache
+from fsfunc.runtime.memory_kinds import counting
+from fsfunc.sharded.donated import refuse_spent
+from fsfunc.sharded.leaf import Sharded, is_sharded
+from fsfunc.state.train_state import TrainState, init_state
+from fsfunc.tracing.runs import shadows, without_data
+from fsfunc.transforms.donation import restore
+
+__all__ = ["plan"]
+
+_TOLD = (
+    "the step that is planned",
+    ", and in a plan nothing has one. Move it out of the step (what is only shown can "
+    "be read off the metrics afterwards), or make it a torch.where",
+)
+
+
+def plan(
+    step: Callable[..., Any], *args: Any, mesh: Mesh | None = None, repeat: bool = True
+) -> Plan:
+    """What ``step(*args)`` will do: every collective, FLOP and byte, before it runs.
+
+    The step runs on fake tensors over ranks that send nothing, so a plan is made of a
+    mesh of any size and of parameters that nobody could hold. A unit that is called
+    again on the same shapes is looked at once.
+
+    In two forms: ``plan(step, state, batch)``, inside ``spmd(main, mesh)`` on any mesh,
+    is this rank's plan (on real ranks nothing runs, and the state stays as it is); and
+    ``plan(step, init_fn, optimizer, batch, mesh=mesh)`` makes the state too, as
+    ``init_state`` does, and plans every distinct program of the mesh.
+
+    Args:
+        step: any function that transforms may be around: a step, a loss, one's own
+            function that calls collectives.
+        args: what it is called with: a state, real or fake, and a batch. Or a function
+            that returns the whole parameters, an optimizer, and this rank's own batch
+            (or a function that returns it).
+        mesh: the mesh to plan for, whatever its backend; by default that of the
+            transforms around ``step``, or one rank alone.
+        repeat: whether to look at equal unit calls once (else at each).
+
+    Returns:
+        a :class:`Plan`; ``plan[rank]`` is one rank's program.
+
+    Raises:
+        RuntimeError: the step asks for a tensor's value; names the line.
+        ValueError: tensors of a device that this torch cannot run.
+
+    Cost: about a millisecond a unit call, once units are known; no memory beside the
+    events themselves.
+
+    >>> import torch, fsfunc as ff
+    >>> layer = ff.unit(lambda p, x: torch.tanh(x @ p))
+    >>> def loss(params, x):
+    ...     for p in params:
+    ...         x = layer(p, x)
+    ...     return x.sum()
+    >>> mesh = ff.make_mesh({"data": 1024}, "abstract")
+    >>> optimizer = ff.sharded_adam(1e-3)
+    >>> step = ff.shard(optimizer(ff.value_and_grad(loss)), mesh, "data")
+    >>> init = lambda: [torch.zeros(64, 64) for _ in range(3)]
+    >>> found = ff.plan(step, init, optimizer, torch.zeros(4, 64))
+    >>> found.count("all_gather"), found.bytes("data", "psum_scatter")
+    (4, 49104)
+    """
+    try:
+        at = None if mesh is not None else here()
+    except NoMesh:
+        at = None
+    makes = len(args) == 3 and callable(args[0]) and hasattr(args[1], "init")
+    with _uncollected():
+        if at is None:
+            return _everywhere(step, args, _mesh_of(step, mesh), makes, repeat)
+        cache = UnitCache(Observer(), repeat)
+        if makes:
+            args = _made(step, args, cache)
+        return _here(step, args, at, cache)
+
+
+@contextmanager
+def _uncollected() -> Iterator[None]:
+    """Without rounds of garbage collection: each would go through all events."""
+    on = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if on:
+            gc.enable()
+
+
+def _mesh_of(step: Any, mesh: Mesh | None) -> Mesh:
+    """An abstract mesh like the one given, or the one that the transforms name."""
+    if mesh is None:
+        named = [getattr(h, "mesh", None) for h in getattr(step, "interpretations", ())]
+        mesh = next((m for m in named if m is not None), None)
+    return Mesh({} if mesh is None else check_mesh(mesh, "plan").axes, "abstract")
+
+
+def _everywhere(
+    step: Any, args: Sequence[Any], mesh: Mesh, makes: bool, repeat: bool
+) -> Plan:
+    cache = UnitCache(Observer(), repeat)  # what one rank saw serves the others
+
+    def main() -> Plan:
+        given = _made(step, args, cache) if makes else args
+        return _here(step, given, here(), cache)
+
+    found = spmd(main, mesh)()
+    alike = mesh.size // len(found)
+    ranks = (replace(p.ranks[0], alike=alike) for p in found)
+    return Plan(mesh, tuple(ranks), found.asked)
+
+
+def _made(step: Any, args: Sequence[Any], cache: UnitCache) -> tuple[Any, ...]:
+    """The state and the batch, of the functions that make them."""
+    init, optimizer, batch = args
+    batch = batch() if callable(batch) else batch
+    if (mode := _torch.fake_mode()) is not None:
+        batch = shadows(mode, batch)
+    with (
+        told_where(*_TOLD),
+        _observed(cache, frame().at),
+    ):
+        return init_state(step, init, optimizer, batch), batch
+
+
+@contextmanager
+def _observed(cache: UnitCache, at: Here | None) -> Iterator[None]:
+    """Inside, bodies of units are replayed."""
+    with inside(frame().but(tracer=cache, at=at)), cache.observer:
+        yield
+
+
+def _here(step: Any, args: Sequence[Any], at: Here, cache: UnitCache) -> Plan:
+    """The plan of this rank."""
+    try:
+        found, asked = _planned(step, args, at, cache)
+    except DifferentiatedTwice:
+        plainly = UnitCache(Observer(), repeat=False)
+        found, asked = _planned(step, args, at, plainly)
+    asks(asked)
+    axes = tuple(a for a in at.mesh.axes if a in asked)
+    count = math.prod(at.mesh.axes[a] for a in axes)
+    return Plan(at.mesh, (replace(found, alike=at.mesh.size // count),), axes)
+
+
+def _planned(
+    step: Any, args: Sequence[Any], at: Here, cache: UnitCache
+) -> tuple[RankPlan, set[str]]:
+    log, observer, asked = Ledger(), cache.begin(), set[str]()
+    refuse_spent(args)
+    for x in tree.leaves(args):
+        if isinstance(x, Tensor):
+            _torch.check_device(_torch.device_of(x))
+    now = replace(at, link=PlannedLink(at.rank, observer, log))
+    with (
+        without_data(args, now, log=log, asked=asked, told=_TOLD) as mode,
+        counting(observer),
+    ):
+        args = shadows(mode, args)
+        leaves = []
+        for leaf, tensors in _leaves(args):
+            observer.given(leaf.kind, tensors)
+            leaves.append(leaf)
+            del tensors  # the step may let go of a buffer that the state keeps
+        try:
+            with _observed(cache, None if frame().at is None else now):
+                out = step(*args)
+        finally:
+            restore(args)  # a donated step marks what is the caller's
+        cache.look_back()
+        for value in out if isinstance(out, tuple) else (out,):
+            if isinstance(value, TrainState):
+                for leaf, tensors in _leaves((value,)):
+                    observer.count_as(leaf.kind, tensors)
+        book = observer.book
+        book.close()
+    found = RankPlan(
+        at.rank, 1, at.mesh.coordinates(at.rank), book.events, book.kinds,
+        leaves, log.records, cache.derived,
+    )  # fmt: skip
+    return found, asked
+
+
+# What the step is given
+
+
+def _leaves(args: Any) -> Iterator[tuple[PlannedLeaf, list[Tensor]]]:
+    """Each tensor among the arguments, and the memory that it lies in."""
+    for i, value in enumerate(args):
+        head = "" if i == 0 else "batch" if i == 1 else f"argument {i}"
+        paths, leaves, _ = tree.flatten_with_paths(value, is_leaf=is_sharded)
+        for path, x in zip(paths, leaves, strict=True):
+            if not isinstance(x, Tensor | Sharded):
+                continue
+            kind = _kind(i, value, path)
+            path = "/".join(part for part in (head, path) if part)
+            layout = x.layout if isinstance(x, Sharded) else None
+            home = x.packed if isinstance(x, Sharded) else None
+            flat = None if layout is None else layout.flat
+            unit = "" if flat is None else flat.buffer.partition(":")[0]
+            if home is not None and layout is not None:  # a view of its buffer
+                at = [id(m) for m in home.members].index(id(layout))
+                start, stop = home.ranges[at]
+                size = (stop - start) * home.flat.element_size()
+                tensors = [home.flat, *([] if home.whole is None else [home.whole])]
+            else:
+                local = x.local if isinstance(x, Sharded) else x
+                size = local.numel() * local.element_size()
+                tensors = [local]
+            shape = tuple(int(n) for n in x.shape)
+            yield PlannedLeaf(path, kind, shape, x.dtype, size, layout, unit), tensors
+
+
+def _kind(i: int, value: Any, path: str) -> str:
+    """What a leaf of argument ``i`` is for."""
+    if i > 0:
+        return "buffers"
+    if not isinstance(value, TrainState):
+        return "parameters"
+    head = path.partition("/")[0]
+    return {"params": "parameters", "opt_state": "moments"}.get(head, "buffers")

@@ -1,0 +1,266 @@
+"""``Plan``: what a step will do, rank by rank, and the questions it answers."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import NamedTuple
+
+import torch
+
+from fsfunc.comm.ledgers import Ledger, Record
+from fsfunc.comm.mesh import Axis, Mesh
+from fsfunc.planning.events import Event, Gave, Ran, Replayed, Took
+from fsfunc.runtime.memory_kinds import KINDS
+from fsfunc.sharded.layout import Layout
+
+__all__ = ["Alive", "PlannedLeaf", "Plan", "RankPlan", "Work"]
+
+
+class PlannedLeaf(NamedTuple):
+    """A tensor that the step was given.
+
+    Args:
+        path: in the state (``params/blocks/0/up``) or batch (``batch/tokens``).
+        kind: one of ``KINDS``.
+        shape, dtype: of the whole.
+        bytes: of this rank's part.
+        layout: how it lies on the mesh; None for a plain tensor, which is whole here.
+        unit: the unit whose buffer it lies in, or "".
+    """
+
+    path: str
+    kind: str
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    bytes: int
+    layout: Layout | None
+    unit: str
+
+
+class Alive(NamedTuple):
+    """Memory that is held at some moment, and who took it."""
+
+    bytes: int
+    kind: str
+    op: str
+    unit: str
+    phase: str
+
+
+class Work(NamedTuple):
+    """What ran of one unit in one phase: calls of it, operators, FLOPs, bytes."""
+
+    calls: int
+    ops: int
+    flops: int
+    bytes: int
+
+
+@dataclass(frozen=True, eq=False)
+class RankPlan:
+    """What one rank will do.
+
+    Args:
+        rank: the one that was looked at.
+        alike: how many ranks run this very program, this one included.
+        coordinates: its place on the mesh.
+        events: all that happens, in order.
+        kinds: what each storage is for.
+        leaves: what the step was given: state and batch.
+        records: its collectives, in the order of issue.
+        derived: bytes that a unit keeps for its backward which it computed from its
+            parameters alone (casts, normalised weights): whole, on every rank.
+    """
+
+    rank: int
+    alike: int
+    coordinates: Mapping[str, int]
+    events: Sequence[Event]
+    kinds: Mapping[int, str]
+    leaves: Sequence[PlannedLeaf]
+    records: Sequence[Record]
+    derived: Mapping[str, int] = field(default_factory=dict)
+
+    @cached_property
+    def ledger(self) -> Ledger:
+        """The collectives as a ledger of the real run would show them."""
+        return Ledger(list(self.records))
+
+    def ops(self) -> Iterator[Ran]:
+        """Every operator that runs, in order."""
+        for event in self.events:
+            if isinstance(event, Ran):
+                yield event
+            elif isinstance(event, Replayed):
+                for op in event.segment.ops:
+                    yield Ran(op, event.unit, event.phase)
+
+    @cached_property
+    def work(self) -> Mapping[tuple[str, str], Work]:
+        """What runs, by (unit, phase), in the order of first appearance."""
+        calls: dict[tuple[str, str], int] = defaultdict(int)
+        sums: dict[tuple[str, str], list[int]] = {}
+        weights: dict[int, tuple[int, int]] = {}
+        for event in self.events:
+            if isinstance(event, Ran):
+                ops, flops, size = 1, event.op.flops, event.op.bytes
+            elif isinstance(event, Replayed):
+                segment = event.segment
+                ops, flops = len(segment.ops), segment.flops
+                if id(segment) not in weights:
+                    weights[id(segment)] = (flops, sum(o.bytes for o in segment.ops))
+                size = weights[id(segment)][1]
+                calls[event.unit, event.phase] += 1
+            else:
+                continue
+            total = sums.setdefault((event.unit, event.phase), [0, 0, 0])
+            total[0] += ops
+            total[1] += flops
+            total[2] += size
+        return {key: Work(calls[key], *total) for key, total in sums.items()}
+
+    def flops(self, unit: str | None = None, phase: str | None = None) -> int:
+        """FLOPs of one unit, or one phase, or both, or all."""
+        return sum(
+            work.flops
+            for (u, p), work in self.work.items()
+            if (unit is None or u == unit) and (phase is None or p == phase)
+        )
+
+    @cached_property
+    def memory(self) -> list[tuple[int, tuple[int, ...]]]:
+        """(event number, bytes held of each of ``KINDS``) after each change.
+
+        What a segment takes and gives on its way appears as its highest point, among
+        the activations.
+        """
+        index = {kind: i for i, kind in enumerate(KINDS)}
+        held, rows = [0] * len(KINDS), []
+        sizes: dict[int, tuple[int, int]] = {}
+        aside = index["activations"]
+        for number, event in enumerate(self.events):
+            if isinstance(event, Took):
+                i = index[self.kinds.get(event.key, "activations")]
+                sizes[event.key] = (i, event.bytes)
+                held[i] += event.bytes
+            elif isinstance(event, Gave):
+                i, size = sizes.pop(event.key)
+                held[i] -= size
+            elif isinstance(event, Replayed) and event.segment.peak:
+                top = list(held)
+                top[aside] += event.segment.peak
+                rows.append((number, tuple(top)))
+                continue
+            else:
+                continue
+            rows.append((number, tuple(held)))
+        return rows
+
+    @cached_property
+    def peak_at(self) -> int:
+        """The number of the event at which most memory is held."""
+        if not self.memory:
+            return 0
+        return max(self.memory, key=lambda row: sum(row[1]))[0]
+
+    @cached_property
+    def peak(self) -> dict[str, int]:
+        """Bytes of each kind when most is held."""
+        if not self.memory:
+            return dict.fromkeys(KINDS, 0)
+        _, held = max(self.memory, key=lambda row: sum(row[1]))
+        return dict(zip(KINDS, held, strict=True))
+
+    @property
+    def peak_bytes(self) -> int:
+        """The most bytes held at once."""
+        return sum(self.peak.values())
+
+    def alive(self, at: int | None = None) -> list[Alive]:
+        """What is held after event number ``at`` (default: the peak), largest first."""
+        at = self.peak_at if at is None else at
+        held: dict[int, Took] = {}
+        for event in self.events[: at + 1]:
+            if isinstance(event, Took):
+                held[event.key] = event
+            elif isinstance(event, Gave):
+                del held[event.key]
+        found = [
+            Alive(t.bytes, self.kinds.get(t.key, "activations"), t.op, t.unit, t.phase)
+            for t in held.values()
+        ]
+        last = self.events[at] if self.events else None
+        if isinstance(last, Replayed) and last.segment.peak:
+            extra = Alive(last.segment.peak, "activations", "", last.unit, last.phase)
+            found.append(extra)
+        return sorted(found, key=lambda a: -a.bytes)
+
+
+@dataclass(frozen=True, eq=False)
+class Plan:
+    """What a step will do: a :class:`RankPlan` for each distinct program.
+
+    ``count``, ``bytes`` and ``table`` speak of one rank, as a ledger's do: the lowest,
+    or the one that ``rank=`` names. ``peak_bytes`` and ``flops`` are those of the rank
+    that has most.
+    """
+
+    mesh: Mesh
+    ranks: tuple[RankPlan, ...]
+    asked: tuple[str, ...] = ()  # axes along which programs differ
+
+    def __getitem__(self, rank: int) -> RankPlan:
+        """The program that ``rank`` runs."""
+        if not 0 <= rank < self.mesh.size:
+            raise IndexError(f"rank {rank} of {self.mesh}")
+        at = self.mesh.coordinates(rank)
+        for found in self.ranks:
+            if all(found.coordinates[a] == at[a] for a in self.asked):
+                return found
+        raise KeyError(f"rank {rank} of {self.mesh} was not planned")
+
+    def on(self, rank: int | None) -> RankPlan:
+        """The program of ``rank``; None is the lowest that was planned."""
+        return self.ranks[0] if rank is None else self[rank]
+
+    def records(self, rank: int | None = None) -> list[Record]:
+        """A rank's collectives, in the order of issue."""
+        return list(self.on(rank).records)
+
+    def count(
+        self, op: str | None = None, axis: Axis | None = None, rank: int | None = None
+    ) -> int:
+        """How many collectives a rank issues."""
+        return self.on(rank).ledger.count(op, axis)
+
+    def bytes(
+        self, axis: Axis | None = None, op: str | None = None, rank: int | None = None
+    ) -> int | float:
+        """How many bytes a rank sends, counted as the ledger counts."""
+        return self.on(rank).ledger.bytes(axis, op)
+
+    def table(self, rank: int | None = None) -> list[tuple[str, str, int, int | float]]:
+        """Rows of (op, axis, count, bytes), in the order of first issue."""
+        return self.on(rank).ledger.table()
+
+    @property
+    def flops(self) -> int:
+        """FLOPs of the rank that has most."""
+        return max(r.flops() for r in self.ranks)
+
+    @property
+    def peak_bytes(self) -> int:
+        """The most bytes that a rank holds at once."""
+        return max(r.peak_bytes for r in self.ranks)
+
+    @property
+    def derived(self) -> dict[str, int]:
+        """Units that keep copies computed from their parameters, and bytes a call."""
+        found: dict[str, int] = {}
+        for r in self.ranks:
+            for unit, size in r.derived.items():
+                found[unit] = max(size, found.get(unit, 0))
+        return found

@@ -1,0 +1,347 @@
+"""A plan played through: when every rank does what, given what each thing costs.
+
+Every rank that was planned has a stream that computes. Collectives run on streams
+beside it, one for each group of ranks; messages on one for each pair of ranks and
+direction. What comes out is the largest of sums of costs, so it does not depend on the
+order in which ranks are looked at, and nothing gets earlier where a cost grows.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+from fsfunc.comm.backends.baton import Deadlock
+from fsfunc.comm.backends.link import CollectiveMismatch
+from fsfunc.pipelining.player import Player
+from fsfunc.planning import cost_model
+from fsfunc.planning.events import Asked, Ran, Replayed, Sent, Started, Took, Waited
+from fsfunc.planning.machines import Hardware
+from fsfunc.planning.plans import Plan, RankPlan
+
+__all__ = ["Played", "RankTimes", "Span", "play_through"]
+
+COMPUTE = "compute"
+
+
+class Span(NamedTuple):
+    """What a stream of a rank does from ``start`` to ``end``, in seconds.
+
+    On the stream ``compute``, all that a unit (or, where ``unit`` is "", nothing that
+    has a name) runs in one phase without a wait in between; on a stream named after
+    axes, a collective; on ``to 3`` and ``from 3``, a message.
+    """
+
+    rank: int
+    stream: str
+    name: str
+    unit: str
+    phase: str
+    start: float
+    end: float
+
+
+@dataclass(frozen=True)
+class RankTimes:
+    """Where the time of one rank goes; the four add up to that of the step.
+
+    Args:
+        rank, alike: the one that was planned, and how many it stands for.
+        compute: seconds in which it computes.
+        exposed: in which it only waits for collectives in flight, and what
+            transfers take from its computing.
+        bubble: in which it waits for messages, or for a rank that runs another
+            program to come to a collective.
+        idle: from its own end to that of the last rank.
+    """
+
+    rank: int
+    alike: int
+    compute: float
+    exposed: float
+    bubble: float
+    idle: float
+
+
+class Played(NamedTuple):
+    """A plan played through: seconds until all is over, and where they went."""
+
+    seconds: float
+    ranks: list[RankTimes]
+    spans: list[Span]
+
+
+Drawn = tuple[int, str, str, str, str]  # a span without its times
+
+
+class Party(NamedTuple):
+    """A rank's side of a transfer."""
+
+    rank: int
+    did: str  # "issued", "sent" or "asked for"
+
+
+@dataclass(eq=False)
+class Rendezvous:
+    """One collective, or one message, from its first mention to its end."""
+
+    stream: Stream
+    number: int
+    what: str
+    arrived: dict[Party, Drawn] = field(default_factory=dict)
+    met: float = 0.0  # when the last party came
+    length: float = 0.0
+    start: float = 0.0
+    end: float | None = None
+
+
+class Stream:
+    """A stream between parties that meet in order: the n-th call of each is one."""
+
+    def __init__(self, parties: frozenset[Party], label: str, is_message: bool):
+        self.parties, self.label, self.is_message = parties, label, is_message
+        self.transfers: list[Rendezvous] = []
+        self.counts: dict[Party, int] = defaultdict(int)
+        self.free = 0.0
+
+    def come(
+        self, party: Party, what: str, time: float, length: float, drawn: Drawn
+    ) -> Rendezvous:
+        """The next one of ``party``, which issues it now."""
+        number = self.counts[party]
+        self.counts[party] += 1
+        if number == len(self.transfers):
+            self.transfers.append(Rendezvous(self, number, what))
+        transfer = self.transfers[number]
+        if transfer.what != what:
+            others = ", ".join(str(p.rank) for p in transfer.arrived)
+            raise CollectiveMismatch(
+                f"call {number} {self.label} is a {what} of rank {party.rank} but a "
+                f"{transfer.what} of rank {others}: all ranks of a group issue their "
+                "collectives in one order"
+            )
+        transfer.arrived[party] = drawn
+        transfer.met = max(transfer.met, time)
+        transfer.length = max(transfer.length, length)
+        if len(transfer.arrived) == len(self.parties):
+            transfer.start = max(transfer.met, self.free)
+            transfer.end = self.free = transfer.start + transfer.length
+        return transfer
+
+
+class _RankRun:
+    """One planned rank on its way through its events."""
+
+    def __init__(self, plan: RankPlan):
+        self.plan, self.at = plan, 0
+        self.clock = self.compute = self.exposed = self.bubble = 0.0
+        self.pending: dict[int, Rendezvous] = {}  # issued and not yet waited for
+        self.over: set[int] = set()
+        self.spans: list[Span] = []
+        self._unit, self._phase, self._start, self._end = "", "", 0.0, 0.0
+
+    def work(self, seconds: float, unit: str, phase: str) -> None:
+        """Computes: a part of the last span, where nothing has come in between."""
+        start = self.clock
+        self.clock += seconds
+        self.compute += seconds
+        if start != self._end or unit != self._unit or phase != self._phase:
+            self.rest()
+            self._unit, self._phase, self._start = unit, phase, start
+        self._end = self.clock
+
+    def rest(self) -> None:
+        """What was computed since the last rest is one span."""
+        if self._end > self._start:
+            what = (self._unit or self._phase, self._unit, self._phase)
+            self.spans.append(
+                Span(self.plan.rank, COMPUTE, *what, self._start, self._end)
+            )
+
+    def wait(self, number: int, overlap: float) -> None:
+        """Goes on when a transfer is over and what it took is made up for."""
+        transfer = self.pending.pop(number, None)
+        if transfer is None:
+            if number in self.over:
+                return
+            raise ValueError(
+                f"rank {self.plan.rank} waits for number {number}, which it has not "
+                f"started before event {self.at}"
+            )
+        self.over.add(number)
+        begun, end = self.clock, transfer.end or 0.0
+        self.clock = max(begun + transfer.length * (1 - overlap), end)
+        # Until the others came it was theirs to be late, and a message's whole way.
+        late = end if transfer.stream.is_message else transfer.met
+        bubble = max(late - begun, 0.0)
+        self.bubble += bubble
+        self.exposed += self.clock - begun - bubble
+
+
+def play_through(plan: Plan, hardware: Hardware) -> Played:
+    """The times of every planned rank, and the spans of all their streams.
+
+    A collective starts when all planned ranks of its group have issued it and the one
+    before it on their stream is over; members that were not planned run what a planned
+    one runs, at the same time. The n-th message from one rank to another starts when
+    it was sent and asked for and the one before is over. A step ends when all that it
+    started is over. Streams do not take bandwidth from each other.
+
+    A transfer of length t, waited for at time c and over at time e, lets its rank go on
+    at max(e, c + (1 - hardware.overlap) t): what it took from the computing beside it
+    is added where it is waited for. With overlap 0 a rank never does both at once.
+
+    Raises:
+        Deadlock: ranks that wait for each other, or for what is never issued.
+        CollectiveMismatch: ranks that meet in different collectives.
+        ValueError: a message of a rank that was not planned; a wait for what was not
+            started.
+
+    Cost: some microseconds an event.
+    """
+    return _PlanRun(plan, hardware).run()
+
+
+class _PlanRun(Player):
+    """One run of :func:`play_through`."""
+
+    def __init__(self, plan: Plan, hardware: Hardware):
+        super().__init__()
+        self.plan, self.hardware = plan, hardware
+        self.ranks = [_RankRun(r) for r in plan.ranks]
+        self.streams: dict[Any, Stream] = {}
+        self.groups: dict[Any, Stream] = {}
+        self.lengths: dict[Any, float] = {}
+        self.costs: dict[Any, float] = {}
+
+    def run(self) -> Played:
+        self.play(map(self._rank, self.ranks))
+        stuck = [r for r in self.ranks if r.pending]
+        if stuck:
+            raise Deadlock("no rank can go on: " + "; ".join(map(_state, stuck)))
+        whole = max((r.clock for r in self.ranks), default=0.0)
+        times, spans = [], []
+        for r in self.ranks:
+            r.rest()
+            sums = (r.compute, r.exposed, r.bubble, whole - r.clock)
+            times.append(RankTimes(r.plan.rank, r.plan.alike, *sums))
+            spans += r.spans
+        for stream in self.streams.values():
+            for t in stream.transfers:
+                between = (t.start, t.end or 0.0)
+                spans += [Span(*drawn, *between) for drawn in t.arrived.values()]
+        return Played(whole, times, spans)
+
+    def _rank(self, run: _RankRun) -> Iterator[Rendezvous]:
+        """Plays a rank's events; it waits for transfers alone."""
+        costs, hardware = self.costs, self.hardware
+        touching, overlap = hardware.fresh is not None, hardware.overlap
+        for at, event in enumerate(run.plan.events):
+            run.at = at
+            if isinstance(event, Ran):
+                op = event.op
+                if op not in costs:
+                    costs[op] = cost_model.op_seconds(op, hardware)
+                run.work(costs[op], event.unit, event.phase)
+            elif isinstance(event, Replayed):
+                segment = event.segment
+                if segment not in costs:
+                    costs[segment] = cost_model.segment_seconds(segment, hardware)
+                run.work(costs[segment], event.unit, event.phase)
+            elif isinstance(event, Waited):
+                if event.number in run.pending:
+                    yield run.pending[event.number]
+                run.wait(event.number, overlap)
+            elif isinstance(event, Took):
+                if touching and event.op:
+                    cost = cost_model.taken_seconds(event.bytes, hardware, event.op)
+                    run.work(cost, event.unit, event.phase)
+            elif isinstance(event, (Started, Sent, Asked)):
+                self._come(run, event)
+        run.at = len(run.plan.events)
+        for number in list(run.pending):
+            yield run.pending[number]
+            run.wait(number, overlap)
+
+    def _come(self, run: _RankRun, event: Started | Sent | Asked) -> None:
+        rank = run.plan.rank
+        if isinstance(event, Started):
+            r = event.record
+            stream = self._group(event)
+            party = Party(rank, "issued")
+            key = (stream, r.op, r.bytes, r.dtype)
+            if key not in self.lengths:
+                self.lengths[key] = cost_model.collective_seconds(
+                    r, event.ranks, self.hardware
+                )
+            drawn = (rank, ", ".join(r.axis), r.op, r.unit, r.phase)
+            what, length = r.op, self.lengths[key]
+        elif isinstance(event, Sent):
+            r, size = event.record, float(event.record.bytes)
+            stream = self._pair(rank, event.to)
+            party = Party(rank, "sent")
+            drawn = (rank, f"to {event.to}", "send", r.unit, r.phase)
+            length = cost_model.message_seconds(size, rank, event.to, self.hardware)
+            what = "message"
+        else:
+            stream = self._pair(event.source, rank)
+            party = Party(rank, "asked for")
+            drawn = (rank, f"from {event.source}", "receive", "", "")
+            what, length = "message", 0.0
+        transfer = stream.come(party, what, run.clock, length, drawn)
+        run.pending[event.number] = transfer
+        if transfer.end is not None:
+            self.happened(transfer, transfer.end)
+
+    def _group(self, event: Started) -> Stream:
+        """The stream of a collective's group: one for the planned ranks in it."""
+        axis, ranks = event.record.axis, event.ranks
+        key = (axis, len(ranks), ranks[0], ranks[-1])
+        if key not in self.groups:
+            found = {self._planned(rank) for rank in ranks} - {None}
+            parties = frozenset(Party(p.rank, "issued") for p in found if p)
+            names = ", ".join(f'"{name}"' for name in axis)
+            stream = Stream(parties, f"over {names}", is_message=False)
+            self.groups[key] = self.streams.setdefault((axis, parties), stream)
+        return self.groups[key]
+
+    def _pair(self, source: int, to: int) -> Stream:
+        """The stream of messages from one rank to another, or between such as they."""
+        sender, receiver = self._planned(source), self._planned(to)
+        if sender is None or receiver is None:
+            missing = source if sender is None else to
+            raise ValueError(
+                f"rank {source} sends to rank {to}, but rank {missing} of "
+                f"{self.plan.mesh} was not planned: plan the step for an abstract "
+                "mesh, which looks at every distinct rank"
+            )
+        mesh = self.plan.mesh
+        at, there = mesh.coordinates(source), mesh.coordinates(to)
+        way = tuple((there[a] - at[a]) % size for a, size in mesh.axes.items())
+        key = (sender.rank, receiver.rank, way)
+        if key not in self.streams:
+            sides = (Party(sender.rank, "sent"), Party(receiver.rank, "asked for"))
+            label = f"from rank {sender.rank} to rank {receiver.rank}"
+            self.streams[key] = Stream(frozenset(sides), label, is_message=True)
+        return self.streams[key]
+
+    def _planned(self, rank: int) -> RankPlan | None:
+        try:
+            return self.plan[rank]
+        except KeyError:
+            return None  # the plan of one rank alone
+
+
+def _state(run: _RankRun) -> str:
+    """What a rank that cannot go on waits for, and who has not done their part."""
+    events, rank = run.plan.events, run.plan.rank
+    left = events[run.at] if run.at < len(events) else None
+    # After its last event it waits for all that it has started.
+    number = left.number if isinstance(left, Waited) else next(iter(run.pending))
+    t = run.pending[number]
+    parties = sorted(t.stream.parties - set(t.arrived))
+    missing = " and ".join(f"rank {p.rank} has not {p.did} it" for p in parties)
+    which = f"{t.what} {t.number} {t.stream.label}"
+    return f"rank {rank} waits, at event {run.at}, for {which}: {missing}"

@@ -1,0 +1,157 @@
+"""``search``: stacks of transforms tried on the cost model, and the best of them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+
+from fsfunc.planning.candidates import Axes, Space, meshes
+from fsfunc.planning.choices import Choice, Search, front_of
+from fsfunc.planning.machines import Hardware
+from fsfunc.planning.stacks import PIPE, Stack
+from fsfunc.planning.trials import Trials
+from fsfunc.transforms.policies import Policy
+
+__all__ = ["search"]
+
+SAVES = 0.02  # of the peak: what a step of the ladder of `accumulate` must be worth
+
+
+def search(
+    loss_fn: Callable[..., Any],
+    optimizer: Any,
+    params: Any,
+    batch: Any,
+    mesh_sizes: int | Mapping[str, int] | Sequence[Mapping[str, int]],
+    hardware: Hardware,
+    memory: float | None = None,
+    *,
+    zero: Sequence[int] = (0, 1, 2, 3),
+    remat: Sequence[Policy | str | None] = (None, "always"),
+    accumulate: Sequence[int] | None = None,
+    schedules: Sequence[str] = ("one_f_one_b", "interleaved_1f1b", "zb_h1", "zb_v"),
+    microbatches: Sequence[int] | None = None,
+    compute: torch.dtype | None = None,
+    reduce: torch.dtype | None = None,
+    donate: bool = True,
+) -> Search:
+    """The stacks of transforms that are best in step time and memory, fastest first.
+
+    Each stack is planned on an abstract mesh and its plan estimated on ``hardware``:
+    nothing is computed, sent or allocated. What comes back is the Pareto front of those
+    that fit: of two, the slower one holds less. A choice has its ``code``, and
+    ``build(train_step, mesh)`` makes the same step.
+
+    What is not planned is named with the reason in ``skipped``: a stack whose
+    parameters and moments alone are too large; a mesh that the batch or the units
+    cannot be cut for; more accumulation where it saves less than 2% of the peak. With a
+    pipeline, schedule, microbatches and remat are chosen at one ``zero``, and those on
+    the front there are tried with the others: that is a shortcut, all else is not.
+
+    Args:
+        loss_fn: ``loss_fn(params, batch)``, whose layers are units.
+        optimizer: what will update the parameters.
+        params: the whole parameters, or a function that returns them.
+        batch: of all ranks together, cut along dim 0; only shapes and dtypes are read.
+        mesh_sizes: a number of ranks, whose every factorisation is tried: data x pipe
+            and, where the hardware has nodes and there are several, node x data x pipe;
+            or the axes of one mesh, or of several. "data" cuts the batch, parameters
+            are repeated along "node", stages lie along "pipe".
+        hardware: on what.
+        memory: bytes that a rank may hold; by default the hardware's.
+        zero, remat: what to try, such as ``remat=(None, ff.SaveOnly("attention"))``.
+        accumulate: numbers of parts; by default powers of two that divide the rows of
+            a rank. Not together with a pipeline, whose microbatches do the same.
+        schedules: names in ``ff.schedules``.
+        microbatches: by default 1, 2 and 4 for each rank of the pipeline.
+        compute, reduce: of ``ff.precision`` around every stack; by default none is.
+        donate: whether steps are donated.
+
+    Returns:
+        a :class:`Search`: the front as a sequence; ``best`` is the fastest, ``ranked``
+        all that fit, ``tried`` all that were planned. ``print`` it for a table.
+
+    Raises:
+        ValueError: nothing fits: by how much the closest misses. Every stack is
+            impossible: why. A mesh of other axes, a batch without rows in common.
+        RuntimeError: the loss asks for a tensor's value; names the line.
+
+    Cost: a plan and an estimate for each stack: about 0.1 s without, 1 s with a
+    pipeline for ten units, growing with units, microbatches and distinct ranks.
+
+    >>> import torch, fsfunc as ff
+    >>> from fsfunc.planning.hardware import CPU
+    >>> layer = ff.unit(lambda p, x: torch.tanh(x @ p))
+    >>> def loss(params, x):
+    ...     for p in params:
+    ...         x = layer(p, x)
+    ...     return x.square().mean()
+    >>> init = lambda: [torch.zeros(512, 512) for _ in range(8)]
+    >>> found = search(
+    ...     loss, ff.sharded_adam(1e-3), init, torch.zeros(64, 512), {"data": 2}, CPU,
+    ...     memory=21e6, zero=(2, 3), accumulate=(1,), remat=(None,))
+    >>> print(found.best.code)
+    mesh = ff.make_mesh({"data": 2})
+    step = ff.shard(train_step, mesh, "data", zero=3)
+    step = ff.donate(step)
+    # a rank's batch: ff.local_batch(batch, mesh, "data")
+    """
+    space = Space(
+        tuple(zero),
+        tuple(remat),
+        None if accumulate is None else tuple(accumulate),
+        tuple(schedules),
+        None if microbatches is None else tuple(microbatches),
+        compute,
+        reduce,
+        donate,
+    )
+    bound = hardware.memory if memory is None else memory
+    if not bound > 0:
+        raise ValueError(f"memory={memory!r}: a rank may hold some bytes")
+    at = Trials(loss_fn, optimizer, params, batch, hardware, bound)
+    for axes in meshes(mesh_sizes, hardware):
+        if not at.lies_on(axes):
+            continue
+        if dict(axes).get(PIPE, 1) > 1:
+            _pipelined(at, space, axes)
+        else:
+            for ladder in space.flat(axes, at.rows):
+                _climb(at, ladder)
+    return at.result()
+
+
+def _climb(at: Trials, ladder: Sequence[Stack]) -> None:
+    """Tries more and more accumulation, for as long as it pays."""
+    last: Choice | None = None
+    for i, stack in enumerate(ladder):
+        choice = at.try_one(stack)
+        # From one part to two, the sum of gradients is new: it may only pay later.
+        if choice and last and last.stack.accumulate > 1:
+            saved = 1 - choice.peak_bytes / last.peak_bytes
+            if saved < SAVES and choice.seconds >= last.seconds:
+                why = f"accumulate={stack.accumulate} already saves no memory"
+                at.skip(ladder[i + 1 :], why)
+                return
+        last = choice or last
+
+
+def _pipelined(at: Trials, space: Space, axes: Axes) -> None:
+    """Tries schedules at one ``zero``, and the best of them at the others."""
+    first: list[Choice] = []
+    for stack in space.pipelined(axes, at.rows):
+        # The first `zero` whose state could fit at all.
+        options = [stack, *space.other_zeros(stack)]
+        stack = next((s for s in options if at.least(s) <= at.memory), stack)
+        choice = at.try_one(stack)
+        if choice:
+            first.append(choice)
+    best = front_of(first)
+    others = [s for c in first for s in space.other_zeros(c.stack)]
+    chosen = [s for c in best for s in space.other_zeros(c.stack)]
+    for stack in chosen:
+        at.try_one(stack)
+    rest = [s for s in others if s not in chosen]
+    at.skip(rest, "its schedule, microbatches and remat are worse at another zero")

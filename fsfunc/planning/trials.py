@@ -1,0 +1,203 @@
+"""Stacks tried on one loss and one batch: planned, estimated, and what failed noted."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from fsfunc import tree
+from fsfunc.comm.launch import spmd
+from fsfunc.comm.mesh import Mesh
+from fsfunc.core.autodiff import value_and_grad
+from fsfunc.planning.candidates import Axes, lowered, stages_of
+from fsfunc.planning.choices import Choice, Search, Skipped, front_of
+from fsfunc.planning.estimation import estimate
+from fsfunc.planning.machines import Hardware
+from fsfunc.planning.planning import plan
+from fsfunc.planning.stacks import Stack
+from fsfunc.printing.amounts import of_bytes
+from fsfunc.tracing.tracer import program
+
+__all__ = ["Trials"]
+
+
+class Trials:
+    """What was tried so far, of one loss and one batch."""
+
+    def __init__(
+        self,
+        loss_fn: Callable[..., Any],
+        optimizer: Any,
+        params: Any,
+        batch: Any,
+        hardware: Hardware,
+        memory: float,
+    ):
+        self.optimizer, self.hardware, self.memory = optimizer, hardware, memory
+        self.loss_fn, self.batch = loss_fn, batch
+        self.init = params if callable(params) else lambda: _alike(params)
+        self.rows = _rows(batch)
+        self.step = _train_step(loss_fn, optimizer)
+        self.params, self.moments = self._once(self._sizes)
+        self.units: int | None = None
+        self.tried: list[Choice] = []
+        self.skipped: list[Skipped] = []
+        self.errors: list[Exception] = []
+
+    def skip(self, stacks: Sequence[Stack], why: str) -> None:
+        """Notes stacks that are not planned."""
+        self.skipped.extend(Skipped(stack, why) for stack in stacks)
+
+    def lies_on(self, axes: Axes) -> bool:
+        """Whether the batch can be cut for a mesh; else that is noted."""
+        parts = Stack(axes).parts
+        if self.rows % parts == 0:
+            return True
+        why = f"the batch of {self.rows} rows cannot be cut into {parts} parts"
+        self.skip([Stack(axes)], why)
+        return False
+
+    def least(self, stack: Stack) -> int:
+        """Bytes below which the stack cannot stay."""
+        return lowered(stack, self.params, self.moments)
+
+    def try_one(self, stack: Stack) -> Choice | None:
+        """The stack's figures; None, and the reason noted, where it cannot be."""
+        stages = stages_of(stack)
+        if stages > 1 and self.units is None:
+            self.units = self._once(self._units)
+        if self.units is not None and stages > self.units:
+            self.skip([stack], f"{stages} stages are more than {self.units} unit calls")
+            return None
+        least = self.least(stack)
+        if least > self.memory:
+            why = f"parameters and moments alone are {of_bytes(least)}"
+            self.skipped.append(Skipped(stack, why, least))
+            return None
+        mesh = Mesh(dict(stack.axes), "abstract")
+        part = self._local(stack.parts)
+        try:
+            step = stack.apply(self.step, mesh)
+            found = plan(step, self.init, self.optimizer, part, mesh=mesh)
+        except (ValueError, RuntimeError) as error:
+            if isinstance(error, RuntimeError) and stack.schedule is None:
+                raise
+            self.errors.append(error)
+            self.skip([stack], str(error))
+            return None
+        timed = estimate(found, self.hardware)
+        choice = Choice(
+            stack=stack,
+            seconds=timed.seconds,
+            peak_bytes=found.peak_bytes,
+            fits=found.peak_bytes <= self.memory,
+            compute=timed.compute,
+            exposed=timed.exposed,
+            bubble=timed.bubble,
+        )
+        self.tried.append(choice)
+        return choice
+
+    def result(self) -> Search:
+        """All that was found.
+
+        Raises:
+            ValueError: nothing fits, or nothing could be tried.
+        """
+        fitting = [choice for choice in self.tried if choice.fits]
+        if not fitting:
+            cause = self.errors[0] if self.errors and not self.tried else None
+            raise ValueError(self._nothing()) from cause
+        front = tuple(front_of(fitting))
+        return Search(front, tuple(self.tried), tuple(self.skipped), self.memory)
+
+    def _nothing(self) -> str:
+        """Why there is no stack to give."""
+        limit = f"the {of_bytes(self.memory)} that a rank may hold"
+        total = len(self.tried) + len(self.skipped)
+        if self.tried:
+            closest = min(self.tried, key=lambda c: c.peak_bytes)
+            peak = closest.peak_bytes
+            return (
+                f"none of {total} stacks fits in {limit}: the closest needs "
+                f"{of_bytes(peak)}, {of_bytes(peak - self.memory)} too much "
+                f"({peak / self.memory:.3g} times it): {closest.stack}"
+            )
+        heavy = [s for s in self.skipped if s.least]
+        if heavy:
+            best = min(heavy, key=lambda s: s.least)
+            return (
+                f"none of {total} stacks fits in {limit}: of the closest, {best.why}, "
+                f"{of_bytes(best.least - self.memory)} too much: {best.stack}"
+            )
+        whys = Counter(s.why for s in self.skipped)
+        listed = "; ".join(f"{why} ({n} stacks)" for why, n in whys.most_common())
+        return f"no stack could be tried: {listed or 'there is none in the space'}"
+
+    # Everything below runs on fake tensors.
+
+    def _once(self, run: Callable[[], Any]) -> Any:
+        return spmd(run, Mesh({}, "abstract"))()[0]
+
+    def _sizes(self) -> tuple[int, int]:
+        params = self.init()
+        return _bytes(params), _bytes(self.optimizer.init(params))
+
+    def _units(self) -> int:
+        return len(program(self.loss_fn, self.init(), self._local(1)()).calls)
+
+    def _local(self, parts: int) -> Callable[[], Any]:
+        """Makes a rank's batch: a fake one, where it is called."""
+        return lambda: _alike(self.batch, parts)
+
+
+def _train_step(loss_fn: Callable[..., Any], optimizer: Any) -> Callable[..., Any]:
+    def train_step(state: Any, batch: Any) -> tuple[Any, dict[str, Any]]:
+        loss, grads = value_and_grad(loss_fn)(state.params, batch)
+        return state.apply_gradients(grads, optimizer), {"loss": loss}
+
+    return train_step
+
+
+def _rows(batch: Any) -> int:
+    """Dim 0 of all leaves of the batch."""
+    paths, leaves, _ = tree.flatten_with_paths(batch)
+    sizes = {
+        path: tuple(x.shape)
+        for path, x in zip(paths, leaves, strict=True)
+        if isinstance(x, Tensor)
+    }
+    rows = {shape[0] if shape else None for shape in sizes.values()}
+    if len(rows) != 1 or None in rows:
+        raise ValueError(
+            "the batch is cut along dim 0, in which all its tensors agree; it has the "
+            f"shapes {sizes}"
+        )
+    return rows.pop() or 0
+
+
+def _alike(t: Any, parts: int = 1) -> Any:
+    """Tensors like those in a tree, of a part of their rows; equal ones stay equal."""
+    made: dict[int, Tensor] = {}
+
+    def one(x: Any) -> Any:
+        if not isinstance(x, Tensor):
+            return x
+        if id(x) not in made:
+            shape = (x.shape[0] // parts, *x.shape[1:]) if parts > 1 else x.shape
+            runs = x.device.type == "cuda" and torch.cuda.is_available()
+            device = x.device if runs else "cpu"
+            made[id(x)] = torch.empty(shape, dtype=x.dtype, device=device)
+        return made[id(x)]
+
+    return tree.map(one, t)
+
+
+def _bytes(t: Any) -> int:
+    """Of the tensors in a tree, each once."""
+    found = {id(x): x.nbytes for x in tree.leaves(t) if isinstance(x, Tensor)}
+    return sum(found.values())

@@ -1,0 +1,1 @@
+"""The process at hand: scopes, generators, buffers, where a compiler stands aside."""

@@ -1,0 +1,29 @@
+"""What memory is for: whoever makes a tensor says so, to whoever counts."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from contextvars import ContextVar
+from typing import Any
+
+from torch import Tensor
+
+from fsfunc.runtime.scoped import Scoped
+
+__all__ = ["KINDS", "count_as", "counting"]
+
+KINDS = ("parameters", "gathered", "gradients", "moments", "activations", "buffers")
+
+_COUNTER: ContextVar[Any] = ContextVar("fsfunc_counter", default=None)
+
+
+def count_as(kind: str, tensors: Iterable[Tensor | None]) -> None:
+    """Says what the memory of ``tensors`` is for; costs nothing where nobody counts."""
+    counter = _COUNTER.get()
+    if counter is not None:
+        counter.count_as(kind, tensors)
+
+
+def counting(counter: Any) -> Scoped:
+    """Inside, ``counter.count_as(kind, tensors)`` hears what memory is for."""
+    return Scoped(_COUNTER, counter)

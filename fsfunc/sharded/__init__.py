@@ -1,0 +1,1 @@
+"""Values that carry their sharding: layouts, placements, parts packed into buffers."""

@@ -1,0 +1,138 @@
+"""What a step may be given: leaves of a kind that works, and rows enough to cut.
+
+What is refused here would only fail later, and badly.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from fsfunc import _torch, tree
+from fsfunc.sharded.leaf import is_sharded
+
+__all__ = ["arguments", "refuse", "rows_of"]
+
+
+def _is_array(x: Any) -> bool:
+    known = isinstance(x, Tensor) or is_sharded(x)
+    return not known and hasattr(x, "__array_interface__") and x.ndim
+
+
+def _is_tensor_that(what: Callable[[Tensor], bool]) -> Callable[[Any], bool]:
+    return lambda x: isinstance(x, Tensor) and what(x)
+
+
+_KINDS: dict[str, tuple[Callable[[Any], bool], Callable[[Any], str]]] = {
+    "array": (
+        _is_array,
+        lambda x: (
+            f"a numpy array {x.dtype}{list(x.shape)}, which nothing cuts, gathers or "
+            "differentiates: torch.from_numpy(x) is the tensor"
+        ),
+    ),
+    "sparse": (
+        _is_tensor_that(lambda x: x.layout != torch.strided),
+        lambda x: (
+            f"a tensor with layout {x.layout}: only dense ones are cut; x.to_dense() "
+            "is one"
+        ),
+    ),
+    "meta": (
+        _is_tensor_that(lambda x: x.is_meta),
+        lambda x: (
+            "a meta tensor, which has no values: make it on a device (ff.init_state "
+            "takes a function that makes parameters), or fill it by ff.load"
+        ),
+    ),
+    "float8": (
+        _is_tensor_that(lambda x: x.is_floating_point() and x.dtype.itemsize == 1),
+        lambda x: (
+            f"a tensor of {x.dtype}, which no rank can send and no optimizer update: "
+            "x.to(torch.bfloat16) can be laid out"
+        ),
+    ),
+    "inference": (
+        _is_tensor_that(lambda x: x.is_inference()),
+        lambda x: (
+            "a tensor made under torch.inference_mode(), which autograd cannot track: "
+            "give x.clone(), made outside that mode"
+        ),
+    ),
+}
+
+
+def arguments(count: int, first: int = 0) -> list[str]:
+    """What positional arguments are called."""
+    return [f"argument {i}" for i in range(first, first + count)]
+
+
+def refuse(kinds: str, who: str, values: Any, *parts: str) -> None:
+    """Raises where a leaf of ``values`` is of one of these kinds.
+
+    Args:
+        kinds: names separated by spaces: array, sparse, meta, float8, inference.
+        who: who is given the values, for the message.
+        parts: what the children of ``values`` are called, for the message.
+
+    Raises:
+        TypeError: names the path, what is there, and the way out.
+
+    >>> import torch
+    >>> given = [{"w": torch.ones(2).to_sparse()}]
+    >>> refuse("array sparse", "f", given, "params")  # doctest: +ELLIPSIS
+    Traceback (most recent call last):
+        ...
+    TypeError: f is given, as params at 'w', a tensor with layout torch.sparse_coo: ...
+    """
+    looks = [_KINDS[kind] for kind in kinds.split()]
+    leaves = tree.leaves(values, is_leaf=is_sharded)
+    if all(map(is_sharded, leaves)):
+        return
+    with _torch.plain_tensors():  # what was donated is refused by others, or not
+        odd = [(i, s) for i, x in enumerate(leaves) for f, s in looks if f(x)]
+    for i, said in odd:
+        path, where = tree.paths(values, is_leaf=is_sharded)[i], ""
+        if parts:
+            first, _, path = path.partition("/")
+            where = f" as {parts[int(first)]}"
+        where += f" at {path!r}" if path else ""
+        raise TypeError(f"{who} is given{where and f',{where},'} {said(leaves[i])}")
+
+
+def rows_of(batch: Mapping[str, Tensor], n: int, *, even: bool = False) -> int:
+    """How many rows a batch has, once it is known that ``n`` parts can be cut of it.
+
+    Args:
+        batch: path -> leaf, of one dim or more.
+        n: how many parts; where nothing is to be cut, any number goes.
+        even: whether the parts must be of one size.
+
+    Raises:
+        ValueError: leaves that differ in dim 0, fewer rows than parts, or a number of
+            rows that the parts do not divide.
+    """
+    rows = {path: x.shape[0] for path, x in batch.items()}
+    if len(set(rows.values())) > 1:
+        raise ValueError(
+            f"batch leaves differ in dim 0, along which microbatches are cut: {rows}; "
+            "make what has no batch dim inside the loss; frozen parameters go into the "
+            "first argument, or the loss captures them"
+        )
+    count = next(iter(rows.values()), n)
+    if count >= n and not (even and count % n):
+        return count
+    shapes = {path: tuple(x.shape) for path, x in batch.items()}
+    if count == 0:
+        why = "the batch is empty, and a mean over no rows is no number: leave it out"
+    elif count < n:
+        why = "give at least one row each"
+    else:
+        why = f"{count} is not a multiple of {n}"
+    raise ValueError(
+        f"cannot cut {count} rows (dim 0 of the batch leaves {shapes}) into {n} "
+        f"microbatches: {why}"
+    )

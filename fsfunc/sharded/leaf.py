@@ -1,0 +1,364 @@
+"""The leaf that carries its sharding, and the flat buffer in which such leaves lie.
+
+A :class:`Sharded` leaf is this rank's part of a tensor and its layout. The leaves of
+one unit lie in one buffer, each rank owning one contiguous range of it: a
+:class:`FlatShard`, of which their parts are views. A gather or a reduction then needs
+no copy in or out, and an optimizer sees one long tensor in place of many short ones.
+A user's ``tree_map`` makes leaves on their own; ``packing.repack`` packs them again.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any, NoReturn
+
+import torch
+from torch import Tensor
+
+from fsfunc import _torch, tree
+from fsfunc.sharded.layout import Flat, Layout
+
+__all__ = ["FlatShard", "NotATensor", "Parts", "Sharded", "View", "is_sharded"]
+__all__ += ["whole_shape"]
+
+
+# Of one gradient call, by buffer and layout: the parts used beside units.
+Parts = dict[tuple[int, int], Tensor]
+
+
+class NotATensor(TypeError):
+    """A sharded leaf was used as the tensor of which it is a part."""
+
+
+class Sharded:
+    """This rank's part of a tensor, and how the whole lies on the mesh.
+
+    Args:
+        local: the rank's part, of the shape that the layout gives for its coordinates
+            (1-D, and often empty, in a flat buffer).
+        layout: global shape, dtype and placement.
+
+    ``shape``, ``ndim``, ``dtype`` and ``numel()`` are global, so that a mask such as
+    ``leaf.ndim > 1`` means what it says. Used as a tensor outside a unit it raises.
+    It is a pytree node (optree and torch) with the one child ``local``.
+
+    ``packed`` is the buffer that it lies in, if that is so. Of a buffer whose gradient
+    a gradient call gathers, that call makes leaves of its own: units read the buffer,
+    and whoever else uses such a leaf's part differentiates it, as one of ``parts``.
+    """
+
+    __slots__ = (
+        "_part", "_range", "layout", "packed", "parts", "spent", "__weakref__",
+    )  # fmt: skip
+
+    def __init__(self, local: Any, layout: Layout, packed: FlatShard | None = None):
+        self._part = local
+        self._range: tuple[Tensor, int, int] | None = None
+        self.layout = layout
+        self.packed = packed
+        self.parts: Parts | None = None
+        self.spent = ""
+
+    @property
+    def _local(self) -> Any:
+        if self._part is None and self._range is not None:
+            self._make()
+        return self._part
+
+    def _make(self) -> None:
+        """Makes the part as it would have been made at once, whoever asks first."""
+        flat, start, stop = self._range  # type: ignore[misc]
+        if self.parts is None and _torch.plainly():
+            self._part = flat[start:stop]
+            return
+        with torch.enable_grad(), _torch.beneath_functorch():
+            with _torch.beneath_modes(flat):
+                part = flat[start:stop]
+                if self.parts is not None:
+                    part = _torch.tracked_leaf(part)
+                    key = id(self.packed), id(self.layout)
+                    part = self.parts.setdefault(key, part)
+        self._part = part
+
+    @property
+    def local(self) -> Tensor:
+        self.check()
+        return self._local
+
+    def check(self) -> None:
+        """Raises where the leaf was donated."""
+        if self.spent:
+            raise RuntimeError(f"{self.layout.name!r}: {self.spent}")
+
+    @property
+    def name(self) -> str:
+        return self.layout.name
+
+    @property
+    def shape(self) -> torch.Size:
+        return torch.Size(self.layout.shape)
+
+    @property
+    def ndim(self) -> int:
+        return self.layout.ndim
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return self.layout.dtype
+
+    @property
+    def device(self) -> torch.device:
+        source = self.local if self._range is None else self._range[0]
+        return _torch.device_of(source)
+
+    @property
+    def part_shape(self) -> tuple[int, ...]:
+        """The shape of ``local``, without making it."""
+        self.check()
+        if self._range is not None:
+            return (self._range[2] - self._range[1],)
+        return tuple(self._part.shape)
+
+    def numel(self) -> int:
+        return self.layout.numel
+
+    def with_local(self, local: Any) -> Sharded:
+        """The same place with another part, on its own."""
+        return type(self)(local, self.layout)
+
+    def tracked(self, parts: Parts) -> Sharded:
+        """This leaf of a buffer as a gradient call sees it that differentiates both."""
+        packed = self.packed
+        if packed is None:
+            raise ValueError(f"{self.layout} lies in no buffer")
+        leaf = type(self)(None, self.layout, packed)
+        spans = packed._spans or packed.spans
+        leaf._range = (packed.flat, *spans[id(self.layout)])
+        leaf.parts = parts
+        return leaf
+
+    def twin(self) -> Sharded:
+        """Another leaf over the same memory, with a tensor of its own, of no graph."""
+        self.check()
+        part = self._part if self._range is None else None  # made when asked for
+        part = part.detach() if isinstance(part, Tensor) else part
+        leaf = type(self)(part, self.layout, self.packed)
+        leaf._range = self._range
+        return leaf
+
+    def __repr__(self) -> str:
+        local = self._local
+        held = tuple(local.shape) if isinstance(local, Tensor) else "?"
+        return f"Sharded({self.layout}, local {held})"
+
+    def __reduce__(self) -> Any:
+        # A part is a view of a buffer: without the clone the whole buffer is written.
+        return Sharded, (self.local.clone(), self.layout)
+
+    def __hash__(self) -> int:
+        return id(self)
+
+    def _refuse(self, what: str) -> NoReturn:
+        raise NotATensor(
+            f"{what}: {self.layout.name or 'a leaf'!r} ({self.layout}) is sharded, and "
+            "a tensor only where a unit has it in its first argument. Read it in an "
+            "@ff.unit function under ff.shard; map over its part with tree_map; use "
+            "ff.global_norm or ff.tree_sum for sums over elements, ff.unshard for the "
+            "whole"
+        )
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("_"):  # what libraries ask any object for
+            raise AttributeError(name)
+        self._refuse(f"cannot read .{name}")
+
+    @classmethod
+    def __torch_function__(cls, func, types, args=(), kwargs=None):
+        for x in tree.leaves((args, kwargs), is_leaf=is_sharded):
+            if isinstance(x, Sharded):
+                x._refuse(f"cannot call {getattr(func, '__name__', func)}")
+        raise TypeError(f"cannot call {func}")
+
+
+def _refusal(name: str) -> Any:
+    def method(self: Sharded, *args: Any) -> NoReturn:
+        self._refuse(f"cannot use {name}")
+
+    return method
+
+
+_OPERATORS = (
+    "add radd sub rsub mul rmul truediv rtruediv floordiv rfloordiv mod rmod pow rpow "
+    "matmul rmatmul and rand or ror xor rxor lshift rshift neg pos abs invert eq ne lt "
+    "le gt ge bool len iter contains getitem setitem float int index complex iadd isub "
+    "imul itruediv"
+)
+for _name in _OPERATORS.split():
+    setattr(Sharded, f"__{_name}__", _refusal(f"__{_name}__"))
+
+
+# Whether an object is a sharded leaf, for ``is_leaf=``: ``isinstance`` as a function in
+# C, since a walk asks it of every node.
+is_sharded: Callable[[Any], bool] = Sharded.__instancecheck__
+
+
+tree.register_node(
+    Sharded,
+    lambda leaf: ((leaf.local,), leaf.layout),
+    lambda layout, children: Sharded(children[0], layout),
+)
+
+
+# Shape, strides and offset of a leaf in the whole buffer.
+View = tuple[tuple[int, ...], tuple[int, ...], int]
+
+
+def whole_shape(layout: Layout) -> tuple[int, ...]:
+    """The shape that a unit sees: what the parts before the flat one leave."""
+    if len(layout.parts) == 1:
+        return layout.shape
+    outer = Layout(layout.shape, layout.dtype, layout.parts[:-1])
+    at = {axis: 0 for axis in outer.axes}
+    at.update({p.axis: p.coordinate for p in outer.owned})
+    return outer.local_shape(at)
+
+
+def _view(layout: Layout) -> View:
+    shape, steps, step = whole_shape(layout), [], 1
+    for n in reversed(shape):
+        steps.append(step)
+        step *= max(n, 1)
+    return shape, tuple(reversed(steps)), layout.flat.offset  # type: ignore[union-attr]
+
+
+class FlatShard:
+    """One rank's range of a flat buffer, in which several leaves lie.
+
+    Args:
+        members: the layouts of the leaves, in the order of their offsets.
+        flat: the rank's range, ``[chunk]``, padding zero.
+        coordinates: the rank's, on the axes of the buffer.
+        whole: the whole buffer ``[size * chunk]``, where the rank keeps it (zero 1 and
+            2); ``flat`` may be a view of it.
+
+    ``whole`` is a cache: it shows what ``flat`` held when ``keep`` was called, and
+    ``shows`` tells whether that still holds.
+    """
+
+    __slots__ = (
+        "members", "flat", "coordinates", "whole", "_version", "_spans", "_views",
+        "place", "buffer", "__weakref__",
+    )  # fmt: skip
+
+    def __init__(
+        self,
+        members: tuple[Layout, ...],
+        flat: Tensor,
+        coordinates: Mapping[str, int],
+        whole: Tensor | None = None,
+    ):
+        self.members = members
+        self.flat = flat
+        self.coordinates = coordinates
+        self.whole = whole
+        self._version: int | None = None
+        self._spans: dict[int, tuple[int, int]] | None = None
+        self._views: dict[int, View] | None = None
+        place = members[0].flat
+        if place is None:
+            raise ValueError(f"{members[0]} lies in no buffer")
+        self.place: Flat = place
+        self.buffer = place.buffer
+
+    @property
+    def name(self) -> str:
+        """Whose parameters they are: the unit, and the first leaf."""
+        unit, first = self.buffer.partition(":")[0], self.members[0].name
+        more = len(self.members) - 1
+        return f"{unit}({first} and {more} more)" if more else f"{unit}({first})"
+
+    @property
+    def ranges(self) -> list[tuple[int, int]]:
+        """(start, stop) of each leaf in ``flat``."""
+        return [self.spans[id(m)] for m in self.members]
+
+    @property
+    def spans(self) -> dict[int, tuple[int, int]]:
+        """By the identity of a member: (start, stop) in ``flat``."""
+        if self._spans is None:
+            at = self.coordinates
+            self._spans = {id(m): m.buffer_range(at) for m in self.members}
+        return self._spans
+
+    @property
+    def views(self) -> dict[int, View]:
+        """By the identity of a member: how it lies in the whole buffer."""
+        if self._views is None:
+            self._views = {id(m): _view(m) for m in self.members}
+        return self._views
+
+    @property
+    def version(self) -> int:
+        """How often ``flat`` was written to."""
+        return 0 if self.flat.is_inference() else self.flat._version
+
+    def keep(self, whole: Tensor) -> None:
+        """Remembers the gathered buffer."""
+        self.whole, self._version = whole, self.flat._version
+
+    def shows(self, dtype: torch.dtype) -> bool:
+        """Whether ``whole`` is there, in ``dtype``, and as new as ``flat``."""
+        whole = self.whole
+        if whole is None or whole.dtype != dtype or self.flat.is_inference():
+            return False
+        return self._version == self.flat._version
+
+    def leaves(self) -> list[Sharded]:
+        """The leaves, as views of ``flat``, each made when it is first asked for.
+
+        Most never are: gathers, reductions and optimizers read ``flat``.
+        """
+        flat, spans, leaves = self.flat, self.spans, []
+        at_once = flat.requires_grad or _torch.is_wrapped(flat)  # views have a history
+        for layout in self.members:
+            start, stop = spans[id(layout)]
+            leaf = Sharded(flat[start:stop] if at_once else None, layout, self)
+            if not at_once:
+                leaf._range = (flat, start, stop)
+            leaves.append(leaf)
+        return leaves
+
+    def like(self, flat: Tensor) -> FlatShard:
+        """The same leaves over another flat tensor of the same length."""
+        new = FlatShard(self.members, flat, self.coordinates)
+        new._spans, new._views = self.spans, self.views
+        return new
+
+    def renewed(self) -> FlatShard:
+        """Another one over the same memory, which is about to be written over.
+
+        So unit calls gather anew, as after an update that writes elsewhere: on all
+        ranks alike, whether each of them could write in place or not.
+        """
+        new = FlatShard(self.members, self.flat, self.coordinates, self.whole)
+        new._spans, new._views, new._version = self.spans, self.views, self._version
+        return new
+
+    def shadow(
+        self,
+        convert: Callable[[Tensor], Tensor],
+        coordinates: Mapping[str, int] | None = None,
+    ) -> FlatShard:
+        """The same one over converted tensors, which share memory as these do.
+
+        ``coordinates``: of the rank that it is to be of, if that is another one.
+        """
+        whole = None if self.whole is None else convert(self.whole)
+        flat = convert(self.flat)
+        at = {a: (coordinates or self.coordinates)[a] for a in self.coordinates}
+        new = FlatShard(self.members, flat, at, whole)
+        if at == self.coordinates:
+            new._spans = self._spans
+        if self.whole is not None and self.shows(self.whole.dtype):
+            new._version = flat._version
+        return new

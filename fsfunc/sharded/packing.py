@@ -1,0 +1,289 @@
+"""Leaves packed into flat buffers, and trees seen as these few buffers.
+
+A user's ``tree_map`` update gives every leaf a tensor of its own. On the way into and
+out of a sharded call, leaves of one buffer are put side by side once more; optimizers
+and sums see a tree as one tensor for each buffer (:class:`PackedTree`).
+"""
+
+from __future__ import annotations
+
+from bisect import bisect, insort
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from fsfunc import _torch, tree
+from fsfunc.sharded.layout import Layout
+from fsfunc.sharded.leaf import FlatShard, Sharded, is_sharded
+from fsfunc.sharded.placements import room
+
+__all__ = [
+    "PackedTree",
+    "by_buffer",
+    "chunk_here",
+    "in_a_row",
+    "joined",
+    "pack",
+    "packed_of",
+    "repack",
+    "side_by_side",
+    "split_alike",
+    "split_buffers",
+]
+
+
+def repack(t: Any, coordinates: Mapping[str, int]) -> Any:
+    """``t`` with every flat leaf in a buffer: leaves that have none are packed.
+
+    A leaf that somebody differentiates stays as it is.
+
+    Cost: one copy of the leaves that had lost their buffer, which is what a user's own
+    elementwise update costs.
+    """
+    leaves, treedef = tree.flatten(t, is_leaf=is_sharded)
+    return tree.unflatten(treedef, leaves) if repacked(leaves, coordinates) else t
+
+
+def repacked(leaves: list[Any], coordinates: Mapping[str, int]) -> bool:
+    """:func:`repack` of a flat tree, in place; whether anything was to be packed."""
+    whole = {i for positions, _ in complete_shards(leaves).values() for i in positions}
+    loose = [i for i, x in enumerate(leaves) if i not in whole and _can_pack(x)]
+    for positions in side_by_side(leaves, loose):
+        packed = pack([leaves[i] for i in positions], coordinates)
+        for i, leaf in zip(positions, packed.leaves(), strict=True):
+            leaves[i] = leaf
+    return bool(loose)
+
+
+def _can_pack(leaf: Any) -> bool:
+    """Whether a leaf may be copied: neither differentiated nor mapped by anybody."""
+    if not is_sharded(leaf) or leaf.layout.flat is None or leaf.parts is not None:
+        return False
+    local = leaf.local
+    plain = not (local.requires_grad or _torch.is_wrapped(local))
+    return plain and local.ndim == 1  # vmap adds dims that the layout does not know
+
+
+def side_by_side(leaves: Sequence[Any], positions: Sequence[int]) -> list[list[int]]:
+    """``positions`` cut into leaves that lie in one buffer, in buffer order.
+
+    A tree may hold a buffer's leaves several times (moments beside parameters), or
+    those of two buffers of one name: leaves that would overlap go apart.
+    """
+    found: list[list[int]] = []
+    open_: dict[Any, tuple[list[int], list[tuple[int, int]], set[Any]]] = {}
+    for i in positions:
+        layout = leaves[i].layout
+        flat = layout.flat
+        dtype, owned = leaves[i].local.dtype, layout.owned
+        key = flat.buffer, flat.axes, flat.size, flat.chunk, dtype, owned
+        span, which = _span(layout), (layout.name, flat.offset)
+        run = open_.get(key)
+        if run is None or which in run[2] or _overlaps(span, run[1]):
+            run = open_[key] = ([], [], set())
+            found.append(run[0])
+        run[0].append(i)
+        run[2].add(which)
+        if span[1] > span[0]:
+            insort(run[1], span)
+    offset = lambda i: leaves[i].layout.flat.offset  # noqa: E731
+    return [sorted(positions, key=offset) for positions in found]
+
+
+def _span(layout: Layout) -> tuple[int, int]:
+    """(start, stop) of the whole leaf in its buffer."""
+    start = layout.flat.offset if layout.flat else 0
+    return start, start + room(layout.shape, layout.parts[:-1])
+
+
+def _overlaps(span: tuple[int, int], others: list[tuple[int, int]]) -> bool:
+    if span[0] == span[1]:
+        return False
+    at = bisect(others, span)
+    before, after = others[at - 1 : at], others[at : at + 1]
+    return any(stop > span[0] for _, stop in before) or any(
+        start < span[1] for start, _ in after
+    )
+
+
+def pack(leaves: Sequence[Sharded], coordinates: Mapping[str, int]) -> FlatShard:
+    """Leaves of one buffer side by side; what is missing of the buffer is zero."""
+    members = tuple(leaf.layout for leaf in leaves)
+    own = {a: coordinates[a] for a in members[0].axes}
+    flat = leaves[0].local.new_zeros(chunk_here(members[0], own))
+    packed = FlatShard(members, flat, own)
+    with torch.no_grad():
+        for target, leaf in zip(packed.leaves(), leaves, strict=True):
+            target.local.copy_(leaf.local)
+    return packed
+
+
+def by_buffer(leaves: Sequence[Any], mine: Sequence[int]) -> list[list[int]]:
+    """Positions of the leaves that are gathered together, in buffer order.
+
+    Of one buffer those that a gradient call differentiates, and others, go apart.
+    """
+    found: dict[tuple[int, int], list[int]] = {}
+    loose, offsets = [], {}
+    for i in mine:
+        leaf = leaves[i]
+        if leaf.spent:
+            leaf.check()
+        offsets[i] = leaf.layout.flat.offset
+        if leaf.packed is None:
+            loose.append(i)
+        else:
+            found.setdefault((id(leaf.packed), id(leaf.parts)), []).append(i)
+    for positions in found.values():
+        positions.sort(key=offsets.__getitem__)
+    groups = list(found.values())
+    return [*groups, *side_by_side(leaves, loose)] if loose else groups
+
+
+def packed_of(
+    chosen: Sequence[Sharded], coordinates: Mapping[str, int]
+) -> tuple[FlatShard, Tensor]:
+    """The buffer of leaves that go together, and the flat tensor to differentiate."""
+    packed = chosen[0].packed
+    if packed is not None:
+        return packed, packed.flat
+    packed = pack(chosen, coordinates)
+    if not (torch.is_grad_enabled() and any(x.local.requires_grad for x in chosen)):
+        return packed, packed.flat
+    return packed, joined(chosen, coordinates)
+
+
+def joined(chosen: Sequence[Sharded], coordinates: Mapping[str, int]) -> Tensor:
+    """A rank's range of the buffer, made of its leaves, differentiable in each."""
+    pieces: list[Tensor] = []
+    end = 0
+    for x in chosen:
+        start, stop = x.layout.buffer_range(coordinates)
+        if stop > start:
+            pieces.append(x.local.new_zeros(start - end))
+            end = stop
+        pieces.append(x.local)  # an empty part too: it has a gradient, an empty one
+    chunk = chunk_here(chosen[0].layout, coordinates)
+    return in_a_row([*pieces, chosen[0].local.new_zeros(chunk - end)])
+
+
+def in_a_row(pieces: Sequence[Tensor]) -> Tensor:
+    """1-D tensors as one, of which the empty ones, too, keep their history.
+
+    ``torch.cat`` gives a tensor of shape [0] a gradient that comes from nowhere: a
+    derivative of it would end on the ranks whose parts are empty, and go on elsewhere.
+    """
+    return torch.cat([x.unsqueeze(1) for x in pieces]).squeeze(1)
+
+
+def chunk_here(layout: Layout, coordinates: Mapping[str, int]) -> int:
+    """Elements that a rank holds of a leaf's buffer: none, where others own it."""
+    absent = layout.flat is None or layout.block(coordinates) is None
+    return 0 if absent else layout.flat.chunk  # type: ignore[union-attr]
+
+
+class PackedTree:
+    """A tree as few tensors: one a packed buffer, one a leaf on its own.
+
+    Args:
+        treedef, leaves: the tree, sharded leaves counting as leaves.
+        groups: positions of leaves that go together, and their buffer if it is whole.
+        paths: the leaves' paths.
+    """
+
+    def __init__(self, treedef: Any, leaves: list[Any], groups: list[Any], paths: Any):
+        self.treedef, self.leaves, self.groups = treedef, leaves, groups
+        self._paths = paths
+
+    @property
+    def tensors(self) -> list[Any]:
+        return [
+            _part(self.leaves[positions[0]]) if packed is None else packed.flat
+            for positions, packed in self.groups
+        ]
+
+    @property
+    def paths(self) -> list[list[str]]:
+        names = self._paths()
+        return [[names[i] for i in positions] for positions, _ in self.groups]
+
+    def rebuild(self, tensors: Sequence[Any]) -> Any:
+        """The tree with these tensors for ``self.tensors``, buffers kept."""
+        leaves = list(self.leaves)
+        for (positions, packed), x in zip(self.groups, tensors, strict=True):
+            if packed is None:
+                old = leaves[positions[0]]
+                leaves[positions[0]] = old.with_local(x) if is_sharded(old) else x
+            else:
+                packed = packed if x is packed.flat else packed.like(x)  # or in place
+                for i, leaf in zip(positions, packed.leaves(), strict=True):
+                    leaves[i] = leaf
+        return tree.unflatten(self.treedef, leaves)
+
+
+def _part(leaf: Any) -> Any:
+    return leaf.local if isinstance(leaf, Sharded) else leaf
+
+
+def complete_shards(
+    leaves: Sequence[Any],
+) -> dict[int, tuple[list[int], FlatShard]]:
+    """Positions, by buffer, of the leaves of every buffer that is here complete.
+
+    Not where a gradient call differentiates the leaves: ``flat`` has no history then.
+    """
+    found: dict[int, tuple[list[int], FlatShard]] = {}
+    for i, leaf in enumerate(leaves):
+        if not is_sharded(leaf) or leaf.packed is None or leaf.parts is not None:
+            continue
+        if leaf.spent:
+            leaf.check()
+        packed = leaf.packed
+        found.setdefault(id(packed), ([], packed))[0].append(i)
+    complete = {}
+    for key, (positions, packed) in found.items():
+        if len(positions) != len(packed.members):
+            continue
+        at = {}
+        for i in positions:
+            at[id(leaves[i].layout)] = i
+        ordered = list(map(at.get, map(id, packed.members)))
+        if None not in ordered:
+            complete[key] = (ordered, packed)
+    return complete
+
+
+def split_buffers(t: Any) -> PackedTree:
+    """``t`` as few tensors."""
+    return split_alike(t)[0]
+
+
+def split_alike(*trees: Any) -> list[PackedTree]:
+    """Trees of one structure as few tensors, cut at the same places in each."""
+    flats = [tree.flatten(t, is_leaf=is_sharded) for t in trees]
+    for t, (_, treedef) in zip(trees[1:], flats[1:], strict=True):
+        if treedef != flats[0][1]:
+            tree.check_same_structure(trees[0], t)
+    complete = [complete_shards(leaves) for leaves, _ in flats]
+    first = flats[0][0]
+    starts: list[dict[int, FlatShard]] = [
+        {p[0]: packed for p, packed in groups.values()} for groups in complete
+    ]
+    positions = [{tuple(p) for p, _ in groups.values()} for groups in complete]
+    shared = set.intersection(*positions)
+    inside = {i: p for p in shared for i in p}
+    cuts: list[tuple[int, ...]] = []
+    seen: set[tuple[int, ...]] = set()
+    for i in range(len(first)):
+        p = inside.get(i, (i,))
+        if p not in seen:
+            seen.add(p)
+            cuts.append(p)
+    out = []
+    for (leaves, treedef), by_start, t in zip(flats, starts, trees, strict=True):
+        groups = [(list(p), by_start[p[0]] if p in shared else None) for p in cuts]
+        paths = lambda t=t: tree.paths(t, is_leaf=is_sharded)  # noqa: E731
+        out.append(PackedTree(treedef, leaves, groups, paths))
+    return out

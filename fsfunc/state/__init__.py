@@ -1,0 +1,1 @@
+"""A train state, made and laid out."""

@@ -1,0 +1,305 @@
+"""From parts to whole tensors and back, inside a step too, each with its transpose.
+
+Inside a step parts are for elementwise work. What needs whole matrices (Muon, Shampoo),
+or each rank's own tensors (per-sample gradients, tasks), goes through here: ``unshard``
+is the entry of a unit, and there are two ways back, for what the ranks have each of
+their own (``reduce_like``) and for what is the same on all of them (``lay_like``).
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from fsfunc import tree
+from fsfunc.comm.attribution import label
+from fsfunc.comm.collective_ops import apply_map, assumed, claim, laid
+from fsfunc.comm.crossings import ENTER, GATHER, LAY, MEAN, REDUCE, check_samples
+from fsfunc.comm.groups import RankGroup, group
+from fsfunc.comm.linear_maps import LinearMap
+from fsfunc.comm.mesh import averaged_axes, here
+from fsfunc.optim.leaves import differentiated
+from fsfunc.optim.reductions import entered
+from fsfunc.sharded.donated import refuse_spent
+from fsfunc.sharded.layout import Layout
+from fsfunc.sharded.leaf import Sharded, is_sharded
+from fsfunc.sharded.packing import in_a_row
+from fsfunc.sharded.slices import assemble
+
+__all__ = ["lay_like", "reduce_like", "unshard"]
+
+
+def unshard(
+    t: Any, *, to: torch.device | str | None = None, only: int | None = None
+) -> Any:
+    """``t`` with every sharded leaf whole: the inverse of ``place``.
+
+    Leaf by leaf, for any tree (states included): values carry their layout. Every rank
+    calls it. Inside a gradient call it is what the entry of a unit is: the whole
+    tensors are each rank's own, and the gradient that comes back is the mean.
+
+    Args:
+        to: the device of the result.
+        only: the one rank that gets the result; the others get None for those leaves.
+
+    Raises:
+        ValueError: ``only`` where the result is differentiated.
+
+    Transpose: the mean of the cotangents, of which each rank keeps its part.
+
+    Cost: one all-gather for each leaf, (n-1) times the rank's largest part; backward
+    one reduce-scatter.
+
+    >>> import torch, fsfunc as ff
+    >>> mesh = ff.make_mesh({"data": 2}, "simulated")
+    >>> unit = ff.unit(lambda p, x: x @ p)
+    >>> def main():
+    ...     f = ff.shard(lambda p, x: unit(p, x).sum(), mesh, "data")
+    ...     params = ff.place(f, torch.arange(3.0), torch.ones(1, 3))
+    ...     return ff.unshard(params).tolist()
+    >>> ff.spmd(main, mesh)()
+    [[0.0, 1.0, 2.0], [0.0, 1.0, 2.0]]
+    """
+
+    def whole(x: Any) -> Any:
+        if not isinstance(x, Sharded):
+            return entered(x) if isinstance(x, Tensor) else x
+        if differentiated([x.local]) and set(x.layout.axes) <= set(averaged_axes()):
+            if only is not None:
+                raise ValueError(
+                    f"unshard(..., only={only}) of {x.name!r}, which is differentiated "
+                    "here: the others would have no gradient for it; leave out only="
+                )
+            full = _entered(x)
+        else:
+            full = _gathered(x)
+        if only is not None and here().rank != only:
+            return None
+        return full if to is None else full.to(to)
+
+    refuse_spent(t)
+    with label("", "unshard"):
+        return tree.map(whole, t, is_leaf=is_sharded)
+
+
+@torch.no_grad()
+def _gathered(x: Sharded) -> Tensor:
+    layout, at = x.layout, here()
+    local = x.local.detach()
+    if not layout.axes:
+        if copies := averaged_axes():
+            local = apply_map(local, ENTER, group(copies))
+        return local.reshape(layout.shape).clone()
+    where = group(layout.axes, at)
+    counts = _counts(layout, where)
+    size = max(counts)
+    sent = local.new_zeros(size)
+    sent[: local.numel()] = local.reshape(-1)
+    every = sent
+    if where.size > 1:
+        every = where.start("all_gather", sent, what=layout.name).wait()
+    parts = []
+    for k, rank in enumerate(where.ranks):
+        coordinates = at.mesh.coordinates(rank)
+        shape = layout.local_shape(coordinates)
+        part = every[k * size : k * size + counts[k]]
+        parts.append((coordinates, part.view(shape)))
+    return assumed(assemble(parts, layout), "A")
+
+
+def _entered(x: Sharded) -> Tensor:
+    """The same as each rank's own, differentiable."""
+    _check_flat(x, "unshard")
+    axes, local = x.layout.axes, x.local
+    check_samples(local, repr(x.name))
+    if copies := tuple(a for a in averaged_axes() if a not in axes):
+        local = apply_map(local, ENTER, group(copies))
+    if not axes:
+        return local.reshape(x.shape)
+    where = group(axes)
+    counts = _counts(x.layout, where)
+    size = max(counts)
+    sent = in_a_row([local, local.new_zeros(size - local.numel())])
+    every = apply_map(sent, GATHER, where).split(size)
+    parts = [part[:n] for part, n in zip(every, counts, strict=True)]
+    return torch.cat(parts).view(x.shape)
+
+
+def reduce_like(t: Any, like: Any) -> Any:
+    """The means of ``t`` over the ranks, of which each keeps the parts of ``like``.
+
+    The way back from what each rank has of its own, such as the clipped and summed
+    gradients of its samples, to a tree that lies as the parameters do.
+
+    Args:
+        t: whole floating tensors, on each rank its own, in the structure of ``like``;
+            None stays None.
+        like: the tree whose layout is wanted: sharded leaves, and plain ones, which
+            become the mean whole.
+
+    Raises:
+        TreeMismatch: another structure.
+        ValueError: another shape, or axes that no ``shard`` around takes means over.
+
+    Transpose: the cotangents' parts, gathered.
+
+    Cost: one reduce-scatter (for plain leaves: all-reduce) for each dtype, of a copy of
+    all that is in it.
+
+    >>> import torch, fsfunc as ff
+    >>> mesh = ff.make_mesh({"data": 2}, "simulated")
+    >>> layer = ff.unit(lambda w, x: x @ w)
+    >>> def step(w, x):
+    ...     return ff.reduce_like(x.sum(0), like=w)
+    >>> def main():
+    ...     x = torch.full((2, 3), 1.0 + mesh.rank)
+    ...     w = ff.place(ff.shard(layer, mesh, "data"), torch.ones(3), x)
+    ...     return ff.unshard(ff.shard(step, mesh, "data")(w, x)).tolist()
+    >>> ff.spmd(main, mesh)()[0]
+    [3.0, 3.0, 3.0]
+    """
+    return _back(t, like, "reduce_like", REDUCE, MEAN)
+
+
+def lay_like(t: Any, like: Any) -> Any:
+    """``t``, the same on every rank, of which each keeps the parts of ``like``.
+
+    The way back from whole tensors that every rank computed alike of the same values,
+    such as the orthogonalised momenta of Muon.
+
+    Args:
+        t: whole floating tensors, the same on every rank, in the structure of ``like``;
+            None stays None.
+        like: the tree whose layout is wanted; where a leaf is plain, so is the result.
+
+    Raises:
+        TreeMismatch: another structure.
+        ValueError: another shape, or axes that no ``shard`` around takes means over.
+
+    Transpose: n times the cotangent of the rank's part, zero elsewhere: n ranks each
+    give a part of what was one value.
+
+    Cost: nothing is sent; a copy of the rank's parts.
+
+    >>> import torch, fsfunc as ff
+    >>> mesh = ff.make_mesh({"data": 2}, "simulated")
+    >>> layer = ff.unit(lambda w, x: x @ w)
+    >>> def step(w, x):
+    ...     return ff.lay_like(torch.linalg.inv(ff.unshard(w)), like=w)
+    >>> def main():
+    ...     x, w = torch.ones(1, 2), torch.tensor([[2.0, 0.0], [0.0, 4.0]])
+    ...     placed = ff.place(ff.shard(layer, mesh, "data"), w, x)
+    ...     return ff.shard(step, mesh, "data")(placed, x).local.tolist()
+    >>> ff.spmd(main, mesh)()
+    [[0.5, 0.0], [0.0, 0.25]]
+    """
+    return _back(t, like, "lay_like", LAY, None)
+
+
+def _counts(layout: Layout, where: RankGroup) -> list[int]:
+    """How many elements of a leaf each rank of a group holds."""
+    mesh = here().mesh
+    shapes = [layout.local_shape(mesh.coordinates(rank)) for rank in where.ranks]
+    return [math.prod(shape) for shape in shapes]
+
+
+def _check_flat(x: Sharded, what: str) -> None:
+    """Raises where a leaf is more than ranges of a flat buffer over averaged axes."""
+    flat, means = x.layout.flat, averaged_axes()
+    if len(x.layout.parts) > (flat is not None) or not set(x.layout.axes) <= set(means):
+        raise ValueError(
+            f"{what} in a step: {x.name!r} lies as {x.layout}, and the shard around "
+            f"takes means over {list(means) or 'no axis'}: only what that shard laid "
+            "out, and nothing else, can go that way"
+        )
+
+
+def _back(
+    t: Any, like: Any, what: str, parts: LinearMap, whole: LinearMap | None
+) -> Any:
+    """Whole tensors as ``like`` lies; those that go the same way go together."""
+    leaves, treedef = tree.flatten(like, is_leaf=is_sharded)
+    try:
+        values: list[Any] = treedef.flatten_up_to(t)
+    except ValueError:
+        tree.check_same_structure(
+            like,
+            t,
+            what=what,
+            against="like",
+            is_leaf=lambda x: x is None or is_sharded(x),
+        )
+        raise
+    chosen: dict[Any, list[int]] = {}
+    for i, (x, old) in enumerate(zip(values, leaves, strict=True)):
+        if x is not None:
+            _check_like(x, old, what)
+            if whole is None:
+                claim(x, what)
+            chosen.setdefault((_axes(old), x.dtype), []).append(i)
+    out = list(values)
+    for (axes, _), positions in sorted(chosen.items(), key=lambda item: item[1]):
+        some, old = [values[i] for i in positions], [leaves[i] for i in positions]
+        for i, x in zip(positions, _laid(some, old, axes, parts, whole), strict=True):
+            out[i] = laid(leaves[i].with_local(x)) if is_sharded(leaves[i]) else x
+    return tree.unflatten(treedef, out)
+
+
+def _axes(leaf: Any) -> tuple[str, ...]:
+    return leaf.layout.axes if is_sharded(leaf) else ()
+
+
+def _check_like(x: Any, old: Any, what: str) -> None:
+    if is_sharded(old):
+        _check_flat(old, what)
+    name = f" for {old.name!r}" if is_sharded(old) else ""
+    if not isinstance(x, Tensor) or tuple(x.shape) != tuple(old.shape):
+        found = tuple(x.shape) if isinstance(x, Tensor) else f"a {type(x).__name__}"
+        raise ValueError(
+            f"{what}: expected a whole tensor of shape {tuple(old.shape)}{name}, found "
+            f"{found}; unshard gives whole tensors"
+        )
+    if not x.is_floating_point():
+        raise ValueError(f"{what}: expected a floating tensor{name}, found {x.dtype}")
+
+
+def _laid(
+    values: Sequence[Tensor],
+    like: Sequence[Any],
+    axes: tuple[str, ...],
+    parts: LinearMap,
+    whole: LinearMap | None,
+) -> list[Tensor]:
+    """Tensors of one dtype, of which each rank keeps the parts over ``axes``."""
+    copies = (
+        tuple(a for a in averaged_axes() if a not in axes) if whole is not None else ()
+    )
+    if not axes:
+        shapes = [x.local.shape if is_sharded(x) else x.shape for x in like]
+        if whole is not None and copies:
+            flat = torch.cat([x.reshape(-1) for x in values])
+            flat = apply_map(flat, whole, group(copies))
+            values = flat.split([x.numel() for x in values])
+        return [
+            x.reshape(shape).clone() if is_sharded(old) else x.reshape(shape)
+            for x, shape, old in zip(values, shapes, like, strict=True)
+        ]
+    where = group(axes)
+    mine = [_counts(x.layout, where) for x in like]  # by leaf, by rank
+    pieces = [x.reshape(-1).split(c) for x, c in zip(values, mine, strict=True)]
+    if parts.sends is None and not differentiated(values):
+        return [assumed(part[where.index].clone(), "S") for part in pieces]
+    sums = [sum(counts[k] for counts in mine) for k in range(where.size)]
+    rows: list[Tensor] = []
+    for k, total in enumerate(sums):
+        rows += [part[k] for part in pieces]
+        rows.append(values[0].new_zeros(max(sums) - total))
+    flat = apply_map(torch.cat(rows), parts, where)
+    if whole is not None and copies:
+        flat = apply_map(flat, whole, group(copies))
+    held = [counts[where.index] for counts in mine]
+    return list(flat[: sum(held)].split(held))

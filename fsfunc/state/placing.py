@@ -1,0 +1,288 @@
+"""Laying a tree out as a step expects it: ``place``."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from fsfunc import _torch, tree
+from fsfunc.comm.comparison import Section, compare
+from fsfunc.comm.groups import group
+from fsfunc.comm.mesh import Here, here
+from fsfunc.core.frames import frame
+from fsfunc.sharded.inputs import arguments, refuse
+from fsfunc.sharded.layout import Layout, pack_flat
+from fsfunc.sharded.leaf import FlatShard, Sharded, is_sharded
+from fsfunc.sharded.packing import chunk_here
+from fsfunc.state.leaf_sources import GivenLeaves, Shapes
+from fsfunc.state.mirroring import mirrors
+from fsfunc.tracing.recorder import LeafGroup, Recorder
+from fsfunc.tracing.recorder import record as _record
+from fsfunc.tracing.type_check import check, learn
+from fsfunc.transforms.sharding import Sharding
+
+__all__ = ["lay_out", "place"]
+
+
+def place(fn: Callable[..., Any], t: Any, *rest: Any, record: str = "fake") -> Any:
+    """``t``, whole on every rank, as the call ``fn(t, *rest)`` expects it.
+
+    The inverse of ``unshard``. Leaves that units take lie in flat buffers over the
+    axis of the ``shard`` around them; what no unit takes stays whole, and what is laid
+    out already stays as it is. No memory is shared with ``t``.
+
+    A copy of parameters that no unit takes (moments, an average of weights) lies as
+    they do, leaf by leaf, so that elementwise arithmetic between the two just works:
+    the largest subtree that has the paths and shapes of one that units take, or of a
+    part of it. Of several that are like it the nearest counts, by the names that lead
+    to both: a model's moments beside it, ``ema_d`` for ``d``; if that does not tell
+    them apart, the copy stays whole. Nest it beside its model then, or make it of the
+    placed parameters: ``tree.map(torch.clone, placed["d"])``.
+
+    Every rank calls it, with the same ``t`` and a function that makes the same unit
+    calls: ranks compare what they recorded, the configuration of their transforms, and
+    a checksum of each whole leaf; of ``rest`` tensors may have any lengths (under
+    ``pipeline``, the same). Simulated ranks compare likewise, where the first and the
+    last have a record of their own, and the others take the first one's.
+
+    Raises:
+        RanksDiffer: on every rank: what differs, and on which ranks.
+
+    Cost: of each whole leaf, the rank's part is copied, and all of it read once; over
+    processes a gather of 32 bytes, of which ledgers say nothing.
+    """
+    return lay_out(fn, t, rest, record, GivenLeaves())
+
+
+def lay_out(
+    fn: Callable[..., Any], t: Any, rest: Any, record: str, source: GivenLeaves
+) -> Any:
+    """:func:`place`, of leaves whose values come from ``source``.
+
+    Cost: leaf by leaf, what ``source`` takes for this rank's part of one.
+    """
+    refuse("array sparse inference", "place", t)
+    refuse("array inference", "place", rest, *arguments(len(rest), 1))
+    laying = [h for h in getattr(fn, "interpretations", ()) if h.lays_out]
+    if type(source) is GivenLeaves and any(
+        h.mesh.backend != "abstract" for h in laying
+    ):
+        refuse("meta", "place", t)
+        refuse("meta", "place", rest, *arguments(len(rest), 1))
+    recorder = _recorded(fn, t, rest, record)
+    if not recorder.handlers:
+        return tree.map(source.own, t, is_leaf=is_sharded)
+    shards = [h for h in recorder.handlers if isinstance(h, Sharding)]
+    if len(shards) > 1:
+        axes = [h.axes for h in shards]
+        raise ValueError(
+            f"several shard transforms, over {axes}: give one of them a tuple of axes, "
+            "or replicate="
+        )
+    paths, leaves, treedef = tree.flatten_with_paths(t, is_leaf=is_sharded)
+    if not tree.are_shown(leaves):
+        tree.shown(t, "place", "is given", is_leaf=is_sharded)
+    found = dict(zip(paths, leaves, strict=True))
+    at = here(recorder.handlers[0].mesh)
+    values = lambda: source.section(paths, leaves, at.link.notes)  # noqa: E731
+    _compare(fn, recorder, rest, at, values)
+    coordinates = at.mesh.coordinates(at.rank)
+    groups = recorder.groups(shards[0].min_bytes if shards else 0, bool(shards))
+    whole = recorder.whole(bool(shards))
+    order = recorder.order(groups, coordinates) if shards else []
+    for lot in _lots(groups, recorder, whole, dict(found)):
+        for path in lot.paths.values():
+            refuse("float8", "place", {path: found[path]})
+        laid = (
+            _packed(shards[0], lot, found, coordinates, source, order).leaves()
+            if shards
+            else _owned(lot, found, coordinates, source)
+        )
+        found.update(zip(lot.paths.values(), laid, strict=True))
+    placed = tree.unflatten(treedef, map(source.own, found.values()))
+    if shards:
+        if record == "fake" and not isinstance(source, Shapes):
+            _look(shards[0], fn, recorder, (placed, *rest), at)
+    return placed
+
+
+def _look(
+    shard: Sharding, fn: Callable[..., Any], recorder: Recorder, args: Any, at: Here
+) -> None:
+    """Looks at the types of a step, where it does anything that has to do with them."""
+    if recorder.plain:  # on batches of any shape
+        learn(shard, at.rank, [key[0] for key in recorder.calls])
+    elif at.link.moves and frame().tracer is None and at.mesh.backend != "vmap":
+        if not _torch.fake_active():
+            learn(shard, at.rank, check(fn, args, {}, at, shard.axes))
+
+
+def _recorded(fn: Callable[..., Any], t: Any, rest: Any, how: str) -> Recorder:
+    """What ``fn`` shows: simulated ranks, which run one program, record it once.
+
+    A rank takes another's record where it is at the same call, with the same shapes,
+    and its own function names the transforms that the record is of.
+    """
+    mine = [h for h in getattr(fn, "interpretations", ()) if h.lays_out]
+    if not mine or (notes := here(mine[0].mesh).link.notes) is None:
+        return _record(fn, t, rest, how)
+    rank = here(mine[0].mesh).rank
+    leaves, treedef = tree.flatten((t, rest), is_leaf=is_sharded)
+    count = notes["records", rank] = notes.get(("records", rank), 0) + 1
+    shapes = tuple(_kind(x) for x in leaves)
+    kinds = tuple(h.configuration for h in mine)
+    key = ("record", count, how, treedef, shapes, kinds)
+    last = rank == here(mine[0].mesh).mesh.size - 1  # it looks for itself
+    if key not in notes or last and here(mine[0].mesh).link.moves:
+        found = _record(fn, t, rest, how)
+        if set(found.handlers) != set(mine) or last:
+            return found
+        notes[key] = replace(found, handlers=mine)
+    for ours, theirs in zip(mine, notes[key].handlers, strict=True):
+        ours.learn(theirs)
+    return replace(notes[key], handlers=mine)
+
+
+def _compare(
+    fn: Callable[..., Any],
+    recorder: Recorder,
+    rest: Any,
+    at: Here,
+    values: Callable[[], Section],
+) -> None:
+    """Raises on every rank where the ranks lay out for unlike programs, or values."""
+    if not at.link.moves or at.link.level is not None:
+        return  # what is planned has no others, and a vmap mesh one program
+    handlers = recorder.handlers
+    axes = {axis for h in handlers for axis in h.axes}
+    where = group(tuple(a for a in at.mesh.axes if a in axes), at)
+    transforms = getattr(fn, "interpretations", ()) or handlers
+    lines = [(f"transform {i}", str(h)) for i, h in enumerate(transforms)]
+    program = Section("ranks lay out for unlike steps", [*lines, *recorder.lines()])
+    compare([program, values()], where)
+    if same := {axis for h in handlers for axis in h.same_batch}:
+        found = zip(*tree.flatten_with_paths(rest)[:2], strict=True)
+        shapes = [(f"{p!r}", f"{_kind(x)}") for p, x in found if isinstance(x, Tensor)]
+        title = f"the ranks along {sorted(same)} are given unlike batches"
+        where = group(tuple(a for a in at.mesh.axes if a in same), at)
+        compare([Section(title, shapes)], where)
+    for h in handlers:
+        h.ran(at)
+
+
+def _kind(x: Any) -> Any:
+    return (x.shape, x.dtype) if isinstance(x, Tensor | Sharded) else type(x)
+
+
+@dataclass(frozen=True)
+class _Lot:
+    """Leaves that lie in one buffer: those that units take, or copies of them.
+
+    Args:
+        group: the buffer, and all that lie in it.
+        paths: the leaves, by the path in ``group`` of the one that each copies.
+        dtype: theirs.
+    """
+
+    group: LeafGroup
+    paths: dict[str, str]
+    dtype: torch.dtype
+
+    @property
+    def copies(self) -> bool:
+        return any(path != own for path, own in self.paths.items())
+
+
+def _lots(
+    groups: list[LeafGroup], recorder: Recorder, whole: set[str], leaves: dict[str, Any]
+) -> list[_Lot]:
+    """What lies together: leaves that units take, and those that mirror them."""
+    taken = {p for t in recorder.taken for p in t.leaves}
+    chosen = [g for g in groups if not (taken and taken.isdisjoint(g.paths))]
+    lots = [_Lot(g, {p: p for p in g.paths}, g.dtype) for g in chosen]
+    if not taken:
+        return lots
+    parted = {p: tuple(p.split("/")) for p, x in leaves.items() if _real(x)}
+    home = {parted[p]: g for g in chosen for p in g.paths if p in parted}
+    trained = [parted[p] for p in recorder.trained if p in parted]
+    fixed = [parted[p] for p in whole if p in parted]
+    shapes = {parts: leaves[p].shape for p, parts in parted.items()}
+    copies: dict[Any, dict[str, str]] = {}
+    for parts, (source, *roots) in mirrors(shapes, home, fixed, trained).items():
+        path, g = "/".join(parts), home[source]
+        key = (*roots, g.buffer, leaves[path].dtype)
+        copies.setdefault(key, {})["/".join(source)] = path
+    for (*_, dtype), paths in copies.items():
+        g = home[parted[next(iter(paths))]]
+        lots.append(_Lot(g, {p: paths[p] for p in g.paths if p in paths}, dtype))
+    return lots
+
+
+def _real(x: Any) -> bool:
+    return isinstance(x, Tensor) and x.is_floating_point()
+
+
+def _packed(
+    handler: Any,
+    lot: _Lot,
+    leaves: dict[str, Any],
+    coordinates: dict[str, int],
+    source: GivenLeaves,
+    order: list[tuple[str, ...]],
+) -> FlatShard:
+    """This rank's part of whole tensors, as views of one flat buffer."""
+    axes, g = handler.axis if handler.zero else (), lot.group
+    sizes = [handler.mesh.axes[a] for a in axes]
+    shapes, outer = [leaves[p].shape for p in g.paths], [g.owner] * len(g.paths)
+    names = [lot.paths.get(p, p) for p in g.paths]
+    every = pack_flat(shapes, lot.dtype, names, axes, sizes, g.buffer, outer=outer)
+    layouts = tuple(
+        replace(x, order=order)
+        for x, p in zip(every, g.paths, strict=True)
+        if p in lot.paths
+    )
+    full = [leaves[p] for p in lot.paths.values()]
+    own = {a: coordinates[a] for a in layouts[0].axes}
+    chunk = chunk_here(layouts[0], own)
+    if handler.zero in (1, 2) and not lot.copies:
+        whole = source.zeros(math.prod(sizes) * chunk, lot.dtype, full[0])
+        index = handler.mesh.coordinate(axes, here(handler.mesh).rank) if axes else 0
+        flat = whole[index * chunk : (index + 1) * chunk]
+    else:
+        whole, flat = None, source.empty(chunk, lot.dtype, full[0])
+    home = FlatShard(layouts, flat, own, whole)
+    if isinstance(flat, _torch.FakeTensor):
+        return home  # there is nothing to write
+    end = 0
+    with torch.no_grad():
+        for (start, stop), layout, x in zip(home.ranges, layouts, full, strict=True):
+            if stop > start:
+                flat[end:start] = 0  # room that leaves of other shapes take elsewhere
+                source.write(x, layout, own, flat[start:stop])
+                end = stop
+        flat[end:] = 0  # padding
+    return home  # its whole buffer does not show it yet: the first use gathers
+
+
+def _owned(
+    lot: _Lot, leaves: dict[str, Any], coordinates: dict[str, int], source: GivenLeaves
+) -> list[Sharded | Tensor]:
+    """Whole tensors, each on the coordinate that owns it and absent elsewhere."""
+    owner = lot.group.owner
+    laid: list[Sharded | Tensor] = []
+    for path in lot.paths.values():
+        x = leaves[path]
+        if not owner:
+            laid.append(x)
+            continue
+        layout = Layout(tuple(x.shape), lot.dtype, owner, path)
+        own = {a: coordinates[a] for a in layout.axes}
+        absent = layout.block(own) is None
+        part = source.empty(0, lot.dtype, x) if absent else source.whole(x)
+        laid.append(Sharded(part, layout))
+    return laid

@@ -1,0 +1,16 @@
+"""Trees of values: flattened, mapped, named by path and compared."""
+
+from fsfunc.tree.functions import (
+    are_shown,
+    check_same_structure,
+    flatten,
+    flatten_with_paths,
+    leaves,
+    map,
+    map_with_path,
+    paths,
+    shown,
+    unflatten,
+)
+from fsfunc.tree.nodes import register_node
+from fsfunc.tree.structure import TreeDef, TreeMismatch

@@ -1,0 +1,150 @@
+"""How two trees differ, told at the smallest subtree that does."""
+
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any, NamedTuple
+
+import optree
+
+from fsfunc.tree.opaque import NAMESPACE
+
+Tree = Any
+TreeDef = optree.PyTreeSpec
+IsLeaf = Callable[[Any], bool]
+
+KEYS_SHOWN = 8  # longer lists of keys are told apart by what is missing and extra
+
+
+class TreeMismatch(ValueError):
+    """Two trees that should have one structure do not."""
+
+
+def path_of(accessor: optree.PyTreeAccessor) -> str:
+    """Return where the accessor leads, its steps joined by "/"."""
+    return "/".join(
+        part for part in (_component(entry) for entry in accessor) if part is not None
+    )
+
+
+def _component(entry: optree.PyTreeEntry) -> str | None:
+    if isinstance(entry, optree.NamedTupleEntry | optree.StructSequenceEntry):
+        return entry.field
+    if entry.entry is None and isinstance(entry, optree.FlattenedEntry):
+        return None  # the inside of a registered node with one unnamed child
+    return str(entry.entry)
+
+
+class Node(NamedTuple):
+    """One level of a tree: what it is, without what lies below."""
+
+    value: Any
+    treedef: TreeDef  # every child a leaf
+    children: list[Any]
+    components: list[str]
+
+    @classmethod
+    def of(cls, value: Any, is_leaf: IsLeaf | None) -> "Node":
+        """Return the top level of the tree `value`."""
+        if is_leaf is not None and is_leaf(value):
+            return cls(value, optree.treespec_leaf(), [value], [""])
+        children, treedef = optree.tree_flatten(
+            value, lambda v: v is not value, namespace=NAMESPACE
+        )
+        components = [path_of(accessor) for accessor in treedef.accessors()]
+        return cls(value, treedef, children, components)
+
+    @property
+    def is_leaf(self) -> bool:
+        return self.treedef.is_leaf()
+
+    def same(self, other: "Node") -> bool:
+        """Return whether the two levels are alike."""
+        return self.treedef == other.treedef
+
+    def leads(self, other: "Node") -> bool:
+        """Return whether `map` may go on from this level into `other`."""
+        if self.is_leaf:
+            return True
+        try:
+            self.treedef.flatten_up_to(other.value)
+        except ValueError:
+            return False
+        return True
+
+    def __str__(self) -> str:
+        value, kind = self.value, type(self.value).__name__
+        if self.is_leaf:
+            shape = getattr(value, "shape", None)
+            return f"a leaf ({kind}{'' if shape is None else f' {list(shape)}'})"
+        if value is None:
+            return "None"
+        if isinstance(value, Mapping):
+            keys = self.treedef.entries()
+            more = len(keys) - KEYS_SHOWN
+            tail = f" and {more} more" if more > 0 else ""
+            return f"{kind} with keys {keys[:KEYS_SHOWN]}{tail}"
+        if optree.is_namedtuple(value):
+            return f"{kind} with fields {self.components}"
+        return f"{kind} of {len(self.children)}"
+
+    def told_from(self, actual: "Node") -> str:
+        """Return what tells the level found from this one, which was expected."""
+        mine, other = self.value, actual.value
+        if type(mine) is not type(other) or self.is_leaf != actual.is_leaf:
+            return f"expected {self}, found {actual}"
+        if isinstance(mine, Mapping):
+            here, there = self.treedef.entries(), actual.treedef.entries()
+            if here != there:
+                return _keys_told_apart(here, there)
+        if len(self.children) != len(actual.children):
+            return f"expected length {len(self.children)}, found {len(actual.children)}"
+        return (
+            f"the static data of {type(mine).__name__} differ: "
+            f"expected {self.treedef}, found {actual.treedef}"
+        )
+
+
+def _keys_told_apart(expected: list[Any], actual: list[Any]) -> str:
+    if max(len(expected), len(actual)) <= KEYS_SHOWN:
+        return f"expected keys {expected}, found {actual}"
+    missing = [key for key in expected if key not in actual]
+    extra = [key for key in actual if key not in expected]
+    if not missing and not extra:
+        at = [a == b for a, b in zip(expected, actual, strict=True)].index(False)
+        return f"expected key {expected[at]!r} at position {at}, found {actual[at]!r}"
+    cut = slice(KEYS_SHOWN)
+    return (
+        f"of {len(expected)} keys {len(missing)} missing {missing[cut]}, "
+        f"{len(extra)} unexpected {extra[cut]}"
+    )
+
+
+def differences(
+    expected: Tree,
+    actual: Tree,
+    is_leaf: IsLeaf | None,
+    alike: Callable[[Node, Node], bool],
+    path: str = "",
+) -> Iterator[tuple[str, str]]:
+    """Yield (path, what differs) for every smallest subtree in which the two differ."""
+    mine, other = Node.of(expected, is_leaf), Node.of(actual, is_leaf)
+    if not alike(mine, other):
+        yield path, mine.told_from(other)
+    elif not mine.is_leaf:
+        below = zip(
+            mine.components,
+            mine.children,
+            mine.treedef.flatten_up_to(actual),
+            strict=True,
+        )
+        for component, left, right in below:
+            inner = "/".join(part for part in (path, component) if part)
+            yield from differences(left, right, is_leaf, alike, inner)
+
+
+def message(opening: str, found: list[tuple[str, str]]) -> str:
+    """Return one sentence: the first difference and how many others there are."""
+    path, difference = found[0]
+    place = repr(path) if path else "the root"
+    more = len(found) - 1
+    tail = f" (and at {more} more place{'s' if more > 1 else ''})" if more else ""
+    return f"{opening} at {place}: {difference}{tail}"

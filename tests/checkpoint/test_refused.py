@@ -1,0 +1,156 @@
+"""What cannot be saved, or not there: refused before anything is written."""
+
+import os
+
+import pytest
+import torch
+
+import fsfunc as ff
+from fsfunc.checkpoint.manifest import CheckpointError
+from tests.checkpoint.trees import (
+    PAIR,
+    empty,
+    laid_out,
+    on,
+    save_on_two,
+    split,
+    tree_of,
+)
+from tests.checks import same
+
+
+class Odd:
+    pass
+
+
+FAKE = torch.empty(2, device="meta")
+SPARSE = torch.eye(3).to_sparse()
+REFUSED = {
+    "an object": (Odd(), TypeError, "a Odd"),
+    "a function": (tree_of, TypeError, "a function"),
+    "bytes": (b"x", TypeError, "a bytes"),
+    "a complex number": (1j, TypeError, "a complex"),
+    "a dtype": (torch.float32, TypeError, "a dtype"),
+    "a fake tensor": (FAKE, ValueError, "meta"),
+    "a sparse tensor": (SPARSE, ValueError, "sparse"),
+    "complex128": (torch.ones(1, dtype=torch.complex128), TypeError, "complex128"),
+}
+
+
+@pytest.mark.parametrize("what", REFUSED)
+@pytest.mark.parametrize("save", [ff.save, ff.save_async])
+def test_what_cannot_be_saved_is_refused_before_anything_is_written(
+    tmp_path, what, save
+):
+    leaf, kind, words = REFUSED[what]
+
+    def main(mesh):
+        mine = leaf if mesh.rank == 1 else torch.ones(1)  # and the others hear of it
+        with pytest.raises(kind, match=words) as raised:
+            save(tmp_path / "a", {"deep": [{"in": mine}], "w": torch.ones(2)})
+        assert "deep/0/in" in str(raised.value)
+        assert mesh.rank == 1 or "rank 1 could not go on" in str(raised.value)
+
+    on(PAIR, main)
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_donated_state_is_refused(tmp_path):
+    optimizer = ff.sgd(0.1)
+    step = ff.donate(optimizer(ff.value_and_grad(lambda w, x: (w * x).sum())))
+    w = torch.ones(2)
+    spent = ff.TrainState(w, optimizer.init(w))
+    state, _ = step(spent, torch.ones(2))
+    with pytest.raises(RuntimeError, match="donated"):
+        ff.save(tmp_path / "a", spent)
+    assert not list(tmp_path.iterdir())
+    ff.save(tmp_path / "a", state)
+
+
+def test_keys_that_look_like_paths_are_told_apart(tmp_path):
+    odd = {"a/b": torch.ones(1), "a.b": torch.zeros(1), "ü\n\"'": torch.ones(2), "": 1}
+    odd |= {"k" * 5000: torch.ones(3), "..": torch.ones(1), "a": {"c": 2}}
+    ff.save(tmp_path / "a", odd)
+    same(ff.load(tmp_path / "a", empty(odd)), odd)
+    with pytest.raises(ValueError, match="two leaves .* 'a/b'.*rename"):
+        ff.save(tmp_path / "b", {"a/b": torch.ones(1), "a": {"b": torch.ones(1)}})
+
+
+@pytest.mark.parametrize("given", [{"x": torch.ones(1)}, {"x": Odd()}, {1, 2}])
+def test_metadata_that_json_cannot_hold_is_refused(tmp_path, given):
+    with pytest.raises(TypeError, match="JSON"):
+        ff.save(tmp_path / "a", tree_of(), metadata=given)
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize("keep", [0, -1, 1.5])
+def test_a_keep_that_means_nothing_is_refused(tmp_path, keep):
+    with pytest.raises(ValueError, match="keep"):
+        ff.save(tmp_path / "a", tree_of(), keep=keep)
+
+
+def test_a_sharded_leaf_needs_its_mesh(tmp_path):
+    path = tmp_path / "kept"
+    state = save_on_two(path)
+    (first, _) = on(PAIR, lambda mesh: laid_out(state, split(6), mesh))
+    for mesh in ({}, {"data": 3}, {"model": 2}):
+        for act in (
+            lambda _: ff.save(tmp_path / "a", first),
+            lambda _: ff.load(path, first),
+        ):
+            with pytest.raises(ValueError, match="lies over 'data' of size 2"):
+                on(mesh, act)
+    assert [p.name for p in tmp_path.iterdir()] == ["kept"]
+
+
+@pytest.mark.parametrize("backend", ["abstract", "vmap"])
+def test_a_mesh_without_values_is_told(tmp_path, backend):
+    mesh = ff.make_mesh(PAIR, backend)
+    with pytest.raises(RuntimeError, match="holds no values"):
+        ff.spmd(lambda: ff.save(tmp_path / "a", {"w": torch.ones(1)}), mesh)()
+    assert not list(tmp_path.iterdir())
+
+
+def test_ranks_that_save_different_trees_are_told(tmp_path):
+    def main(mesh, who):
+        more = {"v": torch.ones(3)} if mesh.rank == who else {}
+        with pytest.raises((CheckpointError, ValueError), match="another tree|'v'"):
+            ff.save(tmp_path / "a", {"w": torch.ones(4), **more})
+
+    for who in (0, 1):
+        on(PAIR, lambda mesh, who=who: main(mesh, who))
+        assert not list(tmp_path.iterdir())
+
+
+def test_a_path_that_exists_is_left_alone(tmp_path):
+    (tmp_path / "file").write_text("mine")
+    (tmp_path / "folder").mkdir()
+    ff.save(tmp_path / "saved", tree_of(step=1))
+    (tmp_path / "link").symlink_to("saved")
+    (tmp_path / "dangling").symlink_to("nothing")
+    before = sorted(tmp_path.rglob("*"))
+
+    def main(mesh):
+        for name in ("file", "folder", "saved", "link", "dangling"):
+            for save in (ff.save, ff.save_async):
+                with pytest.raises(FileExistsError, match=f"{name} exists"):
+                    save(tmp_path / name, tree_of(step=2))
+
+    on(PAIR, main)
+    assert sorted(tmp_path.rglob("*")) == before
+    assert ff.load(tmp_path / "saved", empty(tree_of()))["step"] == 1
+
+
+def test_folders_on_the_way_are_made_or_told(tmp_path):
+    ff.save(tmp_path / "a" / "b" / "c", tree_of())
+    assert ff.latest(tmp_path / "a" / "b") == tmp_path / "a" / "b" / "c"
+    (tmp_path / "file").write_text("mine")
+    for name in ("file/a", "n" * 300):
+        with pytest.raises(OSError):
+            ff.save(tmp_path / name, tree_of())
+        with pytest.raises(OSError):
+            ff.save_async(tmp_path / name, tree_of())
+    if os.getuid():  # root may write anywhere
+        (tmp_path / "locked").mkdir(mode=0o500)
+        with pytest.raises(PermissionError):
+            ff.save(tmp_path / "locked" / "a", tree_of())

@@ -1,0 +1,79 @@
+"""n steps are k steps, a checkpoint, another process, and n - k steps: bit by bit."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+import fsfunc as ff
+from tests.checkpoint.resuming import AFTER, BEFORE, ON_TWO, PAIR, SCHEMES, Run, on
+from tests.programs import python
+
+PROGRAM = Path(__file__).with_name("resuming.py")
+
+
+@pytest.fixture(scope="module")
+def stopped(tmp_path_factory):
+    """Where every scheme was saved, and how it went on without a stop."""
+    folder = tmp_path_factory.mktemp("stopped")
+    expected = {}
+    for i, (name, scheme) in enumerate(SCHEMES.items()):
+
+        def main(mesh, scheme=scheme, path=folder / str(i), i=i):
+            run = Run(mesh, scheme)
+            run.go(BEFORE)
+            saving = run.save(path, ff.save_async if i % 2 else ff.save)
+            later = run.go(AFTER), run.digest()
+            if saving is not None:
+                saving.wait()
+            return later
+
+        expected[name] = on(scheme, main)
+    return folder, expected
+
+
+def check(lines, expected):
+    found = {(name, rank): result for name, rank, result in map(json.loads, lines)}
+    assert len(found) == sum(map(len, expected.values()))
+    for name, ranks in expected.items():
+        for rank, (losses, digest) in enumerate(ranks):
+            assert found[name, rank][0] == losses, (name, rank)
+            assert found[name, rank][1] == digest, (name, rank)
+
+
+def test_another_process_goes_on_bit_by_bit(stopped):
+    folder, expected = stopped
+    done = python(PROGRAM, "simulated", folder, timeout=120)
+    assert done.returncode == 0, done.stderr[-3000:]
+    check(done.stdout.splitlines(), expected)
+
+
+@pytest.mark.processes
+def test_real_processes_go_on_bit_by_bit(stopped, torchrun):
+    """From what simulated ranks saved."""
+    folder, expected = stopped
+    lines = torchrun(PROGRAM, 2, "processes", str(folder)).splitlines()
+    check(lines, {name: expected[name] for name in ON_TWO})
+
+
+# Of two microbatches on each of two ranks, or of one on each of four, or of four on
+# one: dropout masks follow the microbatch.
+ELSEWHERE = {
+    "four ranks": ({"data": 4}, "sgd", ["shard"]),
+    "four ranks, HSDP": ({"node": 2, "data": 2}, "sgd", ["hsdp"]),
+    "two ranks, zero=1": (PAIR, "sgd", ["accumulate", "zero1"]),
+}
+
+
+@pytest.mark.parametrize("where", ELSEWHERE)
+def test_another_number_of_ranks_goes_on_to_rounding(stopped, where):
+    folder, expected = stopped
+    path = folder / str(list(SCHEMES).index("accumulated"))
+
+    def main(mesh):
+        run = Run(mesh, ELSEWHERE[where])
+        run.load(path)
+        return run.go(AFTER)
+
+    losses = on(ELSEWHERE[where], main)[0]
+    assert losses == pytest.approx(expected["accumulated"][0][0], rel=1e-6)

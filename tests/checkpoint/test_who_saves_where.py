@@ -1,0 +1,93 @@
+"""Several ranks, several runs, one folder: nobody waits for ever or harms another."""
+
+import fcntl
+import os
+
+import pytest
+import torch
+
+import fsfunc as ff
+from fsfunc.checkpoint import folders
+
+MESH = ff.make_mesh({"data": 3}, "simulated")
+W = {"w": torch.arange(4.0)}
+
+
+def rank():
+    return int(ff.axis_index("data"))
+
+
+@pytest.mark.parametrize("save", [ff.save, ff.save_async])
+def test_ranks_that_name_different_paths_are_told(tmp_path, save):
+    with pytest.raises(ValueError, match="the ranks save to different paths"):
+        ff.spmd(lambda: save(tmp_path / f"at-{rank()}", W), MESH)()
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_ranks_that_load_different_checkpoints_are_told(tmp_path):
+    for i in range(2):
+        ff.save(tmp_path / f"step-{i}", {"w": W["w"] + i})
+    with pytest.raises(ValueError, match="the ranks load different checkpoints"):
+        ff.spmd(lambda: ff.load(tmp_path / f"step-{rank() % 2}", W), MESH)()
+
+
+def test_a_rank_that_finds_nothing_is_heard_by_all(tmp_path):
+    ff.save(tmp_path / "here", W)
+    name = lambda: "nowhere" if rank() == 1 else "here"  # noqa: E731
+    with pytest.raises(FileNotFoundError, match="no checkpoint at"):
+        ff.spmd(lambda: ff.load(tmp_path / name(), W), MESH)()
+
+
+def test_what_another_process_writes_is_left_alone(tmp_path):
+    """It holds the lock of its folder; what a killed one left is locked no more."""
+    alive, dead = tmp_path / ".seed-1.saving", tmp_path / ".seed-2.saving"
+    for folder in (alive, dead):
+        folder.mkdir()
+        (folder / "part").write_text("half")
+    lock = os.open(alive, os.O_RDONLY)
+    fcntl.flock(lock, fcntl.LOCK_EX)
+    try:
+        ff.save(tmp_path / "seed-0", W)
+        assert alive.exists() and not dead.exists()
+        with pytest.raises(FileExistsError, match="another process is saving"):
+            ff.save(tmp_path / "seed-1", W)
+    finally:
+        os.close(lock)
+    ff.save(tmp_path / "seed-1", W)
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["seed-0", "seed-1"]
+
+
+def test_a_save_is_locked_while_it_is_under_way(tmp_path, monkeypatch):
+    seen = []
+    appear = folders.appear
+
+    def look(folder, path):
+        seen.append(folder.name)
+        folders._remove_unlocked(folder)
+        assert folder.exists()
+        appear(folder, path)
+
+    monkeypatch.setattr(folders, "appear", look)
+    ff.save(tmp_path / "step-1", W)
+    ff.save_async(tmp_path / "step-2", W).wait()
+    assert seen == [".step-1.saving", ".step-2.saving"]
+
+
+def test_a_part_is_loaded_without_turning_the_clock_of_chance_back(tmp_path):
+    torch.manual_seed(1)
+    ff.save(tmp_path / "a", {"params": W, "step": 1})
+    drawn = torch.rand(2)
+    ff.load(tmp_path / "a", W, at="params")
+    assert not torch.equal(torch.rand(2), drawn)
+    ff.load(tmp_path / "a", W, at="params", random=True)
+    assert torch.equal(torch.rand(2), drawn)
+    ff.load(tmp_path / "a", {"params": W, "step": 0})
+    assert torch.equal(torch.rand(2), drawn)
+
+
+def test_the_newest_of_one_run(tmp_path):
+    for name in ("best-3", "step-2", "step-1", "final"):
+        ff.save(tmp_path / name, W)
+    assert ff.latest(tmp_path).name == "best-3"
+    assert ff.latest(tmp_path, "step-*").name == "step-2"
+    assert ff.latest(tmp_path, "epoch-*") is None

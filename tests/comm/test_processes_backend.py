@@ -1,0 +1,152 @@
+"""Real processes: the bits and the ledger of simulated ranks, and nobody hangs."""
+
+import time
+from pathlib import Path
+
+import pytest
+
+import fsfunc as ff
+from tests.comm import spmd_program
+
+pytestmark = pytest.mark.processes
+
+
+@pytest.mark.parametrize("n", [2, 3])
+def test_processes_are_as_simulated_ranks(torchrun, n):
+    """Every op, dtype and derivative; sums of three show the order of the ranks."""
+    out = torchrun(
+        f"""
+        import warnings; warnings.simplefilter("ignore", DeprecationWarning)
+        from tests.core.dtype_sweep import over_processes
+        from tests.comm.spmd_program import against_simulated
+        mesh = against_simulated({{"data": {n}}}, ["data"])
+        assert over_processes({n}) == []
+        print(f"rank {{mesh.rank}}\\n", end="", flush=True)
+        """,
+        n,
+    )
+    assert sorted(out.splitlines()) == [f"rank {r}" for r in range(n)]
+
+
+def test_two_axes_and_groups_made_once(torchrun):
+    out = torchrun(
+        """
+        import torch, torch.distributed as dist, fsfunc as ff
+        made, new_group = [], dist.new_group
+        def counted(ranks, *args, **how):
+            made.append(tuple(ranks))
+            return new_group(ranks, *args, **how)
+        dist.new_group = counted
+        sizes = {"a": 2, "b": 2}
+        both = [ff.make_mesh(sizes, k) for k in ("processes", "simulated")]
+        assert len(made) == len(set(made)) == 5, made  # 2 of a, 2 of b, (b, a)
+        def main():
+            x = torch.arange(8.0) + 10 * both[0].rank
+            found = []
+            for axis in ("a", "b", ("a", "b"), ("b", "a")):
+                found += [ff.all_gather(x, axis), ff.psum_scatter(x, axis)]
+                found += [ff.all_to_all(x, axis, split_dim=0, concat_dim=0)]
+            return found
+        real, simulated = (ff.spmd(main, mesh)() for mesh in both)
+        mine = simulated[both[0].rank]
+        assert len(made) == 5, made
+        assert all(torch.equal(x, y) for x, y in zip(real[0], mine, strict=True))
+        other = ff.make_mesh({"c": 4})  # two meshes, each with groups of its own
+        with_other = ff.spmd(lambda: ff.psum(torch.ones(1), "c").item(), other)
+        assert with_other() == [4.0]
+        whole = ff.local_batch(torch.arange(4), both[0], ("b", "a")).tolist()
+        print(f"{both[0].rank} {whole}\\n", end="", flush=True)
+        """,
+        4,
+    )
+    assert sorted(out.splitlines()) == ["0 [0]", "1 [2]", "2 [1]", "3 [3]"]
+
+
+RAISES = """
+    import torch, fsfunc as ff
+    mesh = ff.make_mesh({"data": 2})
+    def main():
+        x = torch.ones(1, requires_grad=True)
+        y = ff.all_gather(x * 1, "data").sum()
+        if mesh.rank == 1:
+            raise ArithmeticError("no such value")
+        y.backward()
+        ff.psum(torch.ones(5000), "data").sum()
+    ff.spmd(main, mesh)()
+    print("went on", flush=True)
+"""
+
+
+def test_a_rank_that_raises_ends_all(torchrun):
+    began = time.perf_counter()
+    with pytest.raises(AssertionError, match="no such value") as caught:
+        torchrun(RAISES, 2, timeout=60)
+    assert "went on" not in str(caught.value)
+    assert time.perf_counter() - began < 30
+
+
+@pytest.mark.skipif(not Path("/proc/self/task").exists(), reason="asks /proc")
+@pytest.mark.parametrize("whose", ["own", "ours"])
+def test_a_mesh_keeps_no_group_alive(torchrun, whose):
+    """A thread of gloo's that is there when Python ends may abort the process."""
+    out = torchrun(
+        """
+        import os, sys, torch, torch.distributed as dist, fsfunc as ff
+
+        own = sys.argv[1] == "own"
+
+        def threads():
+            at = "/proc/self/task"
+            names = [open(f"{at}/{t}/comm").read() for t in os.listdir(at)]
+            return sum("gloo" in name for name in names)
+
+        if own:
+            dist.init_process_group("gloo")
+        mesh = ff.make_mesh({"node": 1, "data": 2})
+        total = ff.spmd(lambda: ff.psum(torch.ones(3), "data"), mesh)
+        total()
+        dist.all_gather_object([None, None], "queued")
+        import torch.distributed.checkpoint  # and what has groups as defaults
+        before = threads()
+        dist.destroy_process_group()
+        print(before > 0, threads())
+        try:
+            total()
+        except RuntimeError as error:
+            print("make the mesh anew" in str(error), flush=True)
+        """,
+        2,
+        whose,
+    )
+    assert out.split() == ["True", "0", "True"] * 2
+
+
+def test_a_mesh_unlike_the_processes(torchrun):
+    program = "import fsfunc as ff; ff.make_mesh({'data': 3, 'pipe': 2})"
+    with pytest.raises(AssertionError, match="6 ranks, but there are 2 processes"):
+        torchrun(program, 2, timeout=60)
+
+
+# The same program where nothing real is behind it
+
+
+def test_the_program_tells_a_difference():
+    found = {"x": spmd_program.inputs((2, 2), spmd_program.FLOATS[0], 0)}
+    other = {"x": found["x"] + 1}
+    with pytest.raises(AssertionError, match="(?s)x: .* is not"):
+        spmd_program.compare((found, []), (other, []))
+    with pytest.raises(AssertionError, match="sent"):
+        spmd_program.compare((found, []), (found, ["psum"]))
+
+
+@pytest.mark.parametrize("n", [1, 2, 3])
+def test_other_backends_send_and_return_alike(n):
+    sizes = {"data": n}
+    run = lambda kind: ff.spmd(  # noqa: E731
+        lambda: spmd_program.main("data", deep=False), ff.make_mesh(sizes, kind)
+    )()
+    simulated, abstract = run("simulated"), run("abstract")[0]
+    for name, y in simulated[0][0].items():
+        assert abstract[0][name].shape == y.shape, name
+        assert abstract[0][name].dtype == y.dtype, name
+    assert abstract[1] == simulated[0][1]

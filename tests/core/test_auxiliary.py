@@ -1,0 +1,223 @@
+"""What a loss returns beside its value: averaged, summed, joined, or the last."""
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+import fsfunc as ff
+from fsfunc import tree
+from fsfunc.core.auxiliary import Summed, added, averaged, divided, is_summed
+from fsfunc.tree.structure import TreeMismatch
+from tests.checks import same
+
+X = torch.arange(-6.0, 10.0).view(16, 1)
+W = torch.tensor(2.0)
+MESH = ff.make_mesh({"data": 4}, "simulated")
+
+
+@ff.unit
+def scaled(w, x):
+    return x * w
+
+
+def sums(y):
+    """Summed as it comes: under names, in tuples, of several dtypes and shapes."""
+    return {
+        "positive": Summed((y > 0).sum()),
+        "moments": Summed((y.sum(0), {"squares": (y * y).double().sum()})),
+        "histogram": Summed((y.long() == torch.arange(-12, 20)).sum(0)),
+    }
+
+
+def loss(w, x):
+    y = scaled(w, x)
+    rest = {"mean": y.mean(), "each": y, "last": torch.tensor(len(y)), "name": "n"}
+    return (y * y).mean(), (sums(y), rest)
+
+
+GRAD = ff.value_and_grad(loss, has_aux=True)
+(VALUE, (SUMS, REST)), _ = GRAD(W, X)
+
+ORDERS = {
+    "accumulate": lambda n: ff.accumulate(GRAD, n),
+    "accumulate twice": lambda n: ff.accumulate(ff.accumulate(GRAD, 2), max(n // 2, 1)),
+}
+SHARDED = {
+    "shard": lambda n, zero: ff.shard(GRAD, MESH, "data", zero=zero),
+    "shard(accumulate)": lambda n, zero: ff.shard(
+        ff.accumulate(GRAD, n), MESH, "data", zero=zero
+    ),
+    "accumulate(shard)": lambda n, zero: ff.accumulate(
+        ff.shard(GRAD, MESH, "data", zero=zero), n
+    ),
+    "accumulate(shard(accumulate))": lambda n, zero: ff.accumulate(
+        ff.shard(ff.accumulate(GRAD, 2), MESH, "data", zero=zero), 2
+    ),
+    "shard(remat)": lambda n, zero: ff.shard(ff.remat(GRAD), MESH, "data", zero=zero),
+}
+
+
+def test_alone_a_loss_gets_back_what_it_returned() -> None:
+    same(tree.map(lambda s: s.tree, SUMS, is_leaf=is_summed), tree.map(
+        lambda s: s.tree, sums(X * W), is_leaf=is_summed))  # fmt: skip
+    assert isinstance(SUMS["positive"], Summed)
+
+
+@pytest.mark.parametrize("order", ORDERS)
+@pytest.mark.parametrize("n", [1, 2, 4, 8])
+def test_sums_do_not_depend_on_the_number_of_microbatches(order, n) -> None:
+    (value, (found, rest)), _ = ORDERS[order](n)(W, X)
+    same((value, found), (VALUE, SUMS))
+    same((rest["mean"], rest["each"]), (REST["mean"], REST["each"]))
+    assert rest["name"] == "n"
+
+
+def test_of_integers_outside_a_summed_the_last_is_given() -> None:
+    assert ff.accumulate(GRAD, 4)(W, X)[0][1][1]["last"].item() == 4
+
+
+@pytest.mark.parametrize("zero", [0, 3])
+@pytest.mark.parametrize("order", SHARDED)
+def test_sums_do_not_depend_on_the_ranks(order, zero) -> None:
+    def main():
+        step = SHARDED[order](2, zero)
+        mine = ff.local_batch(X, MESH, "data")
+        (value, (found, rest)), _ = step(ff.place(step, W, mine), mine)
+        return value, found, rest["mean"], rest["each"]
+
+    outs = ff.spmd(main, MESH)()
+    for value, found, mean, _ in outs:
+        same((value, found, mean), (VALUE, SUMS, REST["mean"]))
+    same(torch.cat([out[3] for out in outs]), REST["each"])  # each rank's own
+
+
+def test_over_two_data_axes() -> None:
+    grid = ff.make_mesh({"node": 2, "data": 2}, "simulated")
+
+    def main(**how):
+        step = ff.shard(GRAD, grid, **how)
+        mine = ff.local_batch(X, grid, ("node", "data"))
+        return step(ff.place(step, W, mine), mine)[0][1][0]
+
+    for how in ({"axis": ("node", "data")}, {"axis": "data", "replicate": "node"}):
+        for found in ff.spmd(lambda how=how: main(**how), grid)():
+            same(found, SUMS)
+
+
+def test_one_psum_more_for_each_dtype_and_none_without() -> None:
+    def counted(aux):
+        step = ff.shard(
+            ff.value_and_grad(lambda w, x: ((x * w).sum(), aux), has_aux=True),
+            MESH,
+            "data",
+        )
+
+        def main():
+            with ff.ledger() as log:
+                step(W, X)
+            return [(r.op, r.phase, int(r.bytes)) for r in log.of(0)]
+
+        return ff.spmd(main, MESH)()[0]
+
+    a, b = torch.ones(2), torch.ones(3)
+    plain = counted({"a": a, "n": 1})
+    assert [phase for _, phase, _ in plain] == ["loss", "plain gradients"]
+    assert counted({"a": Summed(()), "n": 1}) == plain
+    ring = 2 * 3 / 4  # the bytes of a psum over four ranks, for one
+    assert sorted(counted({"a": Summed(a), "n": [Summed(b)]})) == sorted(
+        [*plain, ("psum", "sums", int(ring * 5 * 4))]
+    )
+    both = Summed((a, b, torch.tensor(3), torch.tensor(4)))
+    assert sorted(counted(both)) == sorted(
+        [
+            *plain,
+            ("psum", "sums", int(ring * 5 * 4)),
+            ("psum", "sums", int(ring * 2 * 8)),
+        ]
+    )
+
+
+LEAVES = st.one_of(
+    st.integers(-9, 9).map(lambda n: Summed(torch.tensor(n))),
+    st.integers(-9, 9).map(lambda n: Summed({"a": torch.full((2,), float(n))})),
+    st.integers(-9, 9).map(lambda n: torch.tensor(float(n))),
+    st.integers(-9, 9).map(lambda n: torch.full((1, 2), n)),
+    st.integers(-9, 9).map(torch.tensor),
+    st.text(max_size=2),
+)
+TREES = st.recursive(LEAVES, lambda t: st.lists(t, max_size=3) | st.tuples(t, t))
+
+
+@given(TREES, st.integers(1, 5))
+def test_added_and_divided_leaf_by_leaf(one, count) -> None:
+    """``count`` times the same: means are it, sums are count times it, and so on."""
+    total = one
+    for _ in range(count - 1):
+        total = added(total, one)
+    found = divided(total, count)
+
+    def expected(x):
+        if is_summed(x):
+            return tree.map(lambda t: t * count, x)
+        if not isinstance(x, torch.Tensor) or x.ndim == 0:
+            return x
+        return torch.cat([x] * count)
+
+    expectation = tree.map(expected, one, is_leaf=is_summed)
+    tree.check_same_structure(expectation, found)
+    for x, y in zip(tree.leaves(found), tree.leaves(expectation), strict=True):
+        if isinstance(y, torch.Tensor):
+            torch.testing.assert_close(x, y)
+        else:
+            assert x == y
+
+
+def test_what_is_averaged() -> None:
+    assert averaged(torch.tensor(1.0)) and averaged(torch.tensor(1.0).bfloat16())
+    for x in (torch.ones(1), torch.tensor(1), 1.0, "x", Summed(torch.tensor(1.0))):
+        assert not averaged(x)
+
+
+def test_it_is_a_pytree_node_to_torch_too() -> None:
+    rows = torch.func.vmap(lambda x: Summed({"a": x.sum(), "b": x}))(X)
+    same(rows.tree, {"a": X.flatten(), "b": X})
+    assert tree.paths({"k": Summed({"a": 1.0 * W})}) == ["k/a"]
+    assert repr(Summed(W)) == "Summed(tensor(2.))"
+
+
+def test_nothing_is_written_into_and_nothing_is_differentiated() -> None:
+    count = torch.tensor(1)
+    grad = ff.value_and_grad(
+        lambda w, x: ((w * x).sum(), Summed((count, w * 1))), has_aux=True
+    )
+    (_, found), _ = ff.accumulate(grad, 4)(W, X)
+    assert count.item() == 1 and found.tree[0].item() == 4
+    same(found.tree[1], 4 * W)
+    assert not found.tree[1].requires_grad
+
+
+@pytest.mark.parametrize(
+    ("held", "message"),
+    [
+        (3, r"Summed holds 3: only tensors"),
+        ({"a": W, "b": [1.5]}, r"Summed holds 1.5 at 'b/0'"),
+        ({"a": X > 0}, r"a tensor of booleans at 'a'.*mask.sum\(\)"),
+    ],
+)
+def test_what_cannot_be_summed_is_refused(held, message) -> None:
+    with pytest.raises(TypeError, match=message):
+        Summed(held)
+
+
+def test_microbatches_that_differ_are_refused() -> None:
+    def of(aux):
+        grad = ff.value_and_grad(lambda w, x: ((x * w).sum(), aux(x)), has_aux=True)
+        return ff.accumulate(grad, 2)(W, X)
+
+    with pytest.raises(ValueError, match=r"\(3, 1\) in one microbatch and \(2, 1\)"):
+        of(lambda x: Summed(x[: 2 if x[0] > 0 else 3]))
+    with pytest.raises(TreeMismatch, match="one before.*'b'"):
+        of(lambda x: Summed({"a": W} if x[0] > 0 else {"a": W, "b": W}))
+    with pytest.raises(TreeMismatch):
+        of(lambda x: W if x[0] > 0 else Summed(W))

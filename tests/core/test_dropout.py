@@ -1,0 +1,191 @@
+"""Random numbers follow from the step, the unit call and the data."""
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+import fsfunc as ff
+from fsfunc.runtime.generators import mix
+from tests.checks import same
+
+D, B = 16, 8
+# Ones and halves: what survives is exact, and tells which mask it was.
+P = [torch.full((D,), 2.0**-i) for i in range(3)]
+X = torch.ones(B, D)
+
+
+@ff.unit
+def inner(w, x):
+    return F.dropout(x * w, 0.5)
+
+
+@ff.unit
+def block(w, x):
+    return F.dropout(inner(w, x) + inner(w, x), 0.5)
+
+
+def loss(ps, x):
+    return sum((block(p, x) * (i + 1)).mean() for i, p in enumerate(ps))
+
+
+def run(make, ranks=1, axes=None, f=loss, replicate=None):
+    """Value and gradient of the loss from a fixed seed; rank 0's."""
+    torch.manual_seed(5)
+    grad = ff.value_and_grad(f)
+    if ranks == 1 and axes is None:
+        return make(grad)(P, X)
+    mesh = ff.make_mesh(axes or {"data": ranks}, "simulated")
+
+    def main():
+        def shard(g):
+            return ff.shard(g, mesh, "data", zero=3, replicate=replicate)
+
+        g = make(grad, shard)
+        over = "data" if replicate is None else (replicate, "data")
+        mine = ff.local_batch(X, mesh, over)
+        value, grads = g(ff.place(g, P, mine), mine)
+        return value, ff.unshard(grads)
+
+    outs = ff.spmd(main, mesh)()
+    for out in outs:
+        same(out, outs[0])
+    return outs[0]
+
+
+A, R = ff.accumulate, ff.remat
+FOUR = run(lambda g: A(g, 4))
+
+
+def test_remat_draws_the_same_masks() -> None:
+    same(run(R), run(lambda g: g))
+    same(run(lambda g: R(A(g, 4))), FOUR)
+    same(run(lambda g: A(R(g), 4)), FOUR)
+    same(run(lambda g: R(g, ff.SaveAllBut())), run(lambda g: g))
+
+
+@pytest.mark.parametrize(
+    "ranks, make",
+    [
+        (4, lambda g, s: s(g)),
+        (2, lambda g, s: s(A(g, 2))),
+        (2, lambda g, s: A(s(g), 2)),
+        (1, lambda g, s: A(s(g), 4)),
+        (1, lambda g, s: A(s(A(g, 2)), 2)),
+        (4, lambda g, s: R(s(g))),
+        (4, lambda g, s: s(R(g))),
+        (2, lambda g, s: s(A(R(g), 2))),
+        (2, lambda g, s: R(A(s(g), 2))),
+        (2, lambda g, s: A(R(s(g)), 2)),
+    ],
+)
+def test_masks_are_equal_microbatch_by_microbatch(ranks, make) -> None:
+    """One device with four microbatches, or four ranks, or two with two each."""
+    same(run(make, ranks, {"data": ranks}), FOUR)
+
+
+def test_replicas_have_other_data_and_other_masks() -> None:
+    found = run(lambda g, s: s(g), axes={"node": 2, "data": 2}, replicate="node")
+    same(found, FOUR)
+
+
+def masks(f, *args):
+    """Which elements of each unit's output survived, by gradient of its input."""
+    x = torch.ones(B, D)
+    return ff.value_and_grad(lambda x: f(x).sum())(x, *args)[1]
+
+
+def test_every_call_has_its_own_mask() -> None:
+    w = torch.ones(D)
+    seen = [masks(lambda x, k=k: [block(w, x) for _ in range(4)][k]) for k in range(4)]
+    assert len({tuple(m.flatten().tolist()) for m in seen}) == 4
+    torch.manual_seed(0)
+    micro = ff.accumulate(
+        ff.value_and_grad(lambda w, x: (inner(w, x) / 2, 0)[0].sum()), 1
+    )
+    one = micro(w, X)[1]
+    assert not torch.equal(one, torch.full_like(one, one[0].item()))
+
+
+def test_nested_units_draw_apart_from_their_outer_one() -> None:
+    seen = {}
+
+    @ff.unit
+    def outer(w, x):
+        seen["first"] = F.dropout(x)
+        for i in range(2):
+            unit = ff.unit(lambda w, x, i=i: seen.setdefault(i, F.dropout(x)))
+            unit(w, x)
+        seen["second"] = F.dropout(x)
+        return (x * w).sum()
+
+    ff.value_and_grad(outer)(torch.ones(D), X)
+    assert len({tuple(m.flatten().tolist()) for m in seen.values()}) == 4
+
+
+def test_a_step_repeats_from_the_default_generator_and_draws_one_number() -> None:
+    grad = ff.value_and_grad(loss)
+    torch.manual_seed(0)
+    first, second = grad(P, X), grad(P, X)
+    after = torch.get_rng_state()
+    torch.manual_seed(0)
+    same(grad(P, X), first)
+    state = torch.get_rng_state()
+    same(ff.remat(grad)(P, X), second)
+    assert torch.equal(torch.get_rng_state(), after)
+    assert first[0] != second[0]
+    torch.set_rng_state(state)  # all that a resumed run needs
+    same(grad(P, X), second)
+    torch.manual_seed(0)
+    for _ in range(2):
+        torch.randint(1 << 62, ())
+    assert torch.equal(torch.get_rng_state(), after)
+
+
+def test_glue_draws_as_if_there_were_no_units() -> None:
+    def f(ps, x):
+        before = torch.rand(3)
+        h = block(ps[0], x)
+        return h.sum() * 0 + ps[0].sum(), (before, torch.rand(3))
+
+    torch.manual_seed(1)
+    (_, drawn), _ = ff.value_and_grad(f, has_aux=True)(P, X)
+    torch.manual_seed(1)
+    torch.randint(1 << 62, ())
+    same(drawn, (torch.rand(3), torch.rand(3)))
+
+
+def test_ranks_draw_for_their_data_and_agree_where_data_do_not_vary() -> None:
+    mesh = ff.make_mesh({"data": 2, "model": 2}, "simulated")
+
+    def main():
+        def f(w, x):
+            return (inner(w, x) * 1).sum(), x
+
+        g = ff.shard(ff.value_and_grad(f, has_aux=True), mesh, "data")
+        unit = ff.unit(lambda w, x: F.dropout(x * w))
+        drawn = []
+
+        def keeping(w, x):
+            y = unit(w, x)
+            drawn.append(y.detach())
+            return y.sum()
+
+        g = ff.shard(ff.value_and_grad(keeping), mesh, "data")
+        g(ff.place(g, P[0], X), X)
+        at = mesh.coordinate("data"), mesh.coordinate("model")
+        return at, drawn[-1]
+
+    by_place = dict(ff.spmd(main, mesh)())
+    same(by_place[0, 0], by_place[0, 1])
+    same(by_place[1, 0], by_place[1, 1])
+    assert not torch.equal(by_place[0, 0], by_place[1, 0])
+
+
+def test_numbers_mix_well() -> None:
+    """No two short tuples of small numbers collide, and every bit is used."""
+    tuples = [(a, b, c) for a in range(16) for b in range(16) for c in range(16)]
+    mixed = {mix(*t) for t in [*tuples, *[t[:2] for t in tuples]]}
+    assert len(mixed) == 16**3 + 16**2
+    both = [m & 1 for m in mixed], [m >> 62 & 1 for m in mixed]
+    assert all(0.45 < sum(bits) / len(bits) < 0.55 for bits in both)
+    assert all(0 <= m < 1 << 63 for m in mixed)

@@ -1,0 +1,119 @@
+"""What a unit may not do: capture what is differentiated, change what it is given."""
+
+import re
+
+import pytest
+import torch
+from torch import nn
+
+import fsfunc as ff
+from tests.core.test_units import W, X, interpreted, sharded
+
+
+def captures(derive, unit_of=ff.unit):
+    def f(w, x):
+        captured = derive(w)
+        return unit_of(lambda p, x: torch.exp(x * captured.sum()) * p)(x[0], x).sum()
+
+    return f
+
+
+@pytest.mark.parametrize("around", [lambda f: f, ff.remat], ids=["plain", "remat"])
+@pytest.mark.parametrize("grad", [True, False], ids=["grad", "no_grad"])
+@pytest.mark.parametrize(
+    "derive",
+    [lambda w: w, lambda w: w * 2, lambda w: w.view(-1), lambda w: w.unbind()[1]],
+    ids=["leaf", "derived", "view", "one of several"],
+)
+def test_a_captured_differentiated_tensor_is_refused(around, grad, derive) -> None:
+    captured = derive(nn.Parameter(W))
+    f = around(captures(lambda _: captured))
+    with torch.set_grad_enabled(grad), pytest.raises(RuntimeError, match="closure"):
+        f(W, X)
+    shape = re.escape(str(tuple(captured.shape)))
+    with pytest.raises(RuntimeError, match=f"Sum.*shape {shape} captured"):
+        ff.value_and_grad(around(captures(derive)))(W, X)
+
+
+def test_a_captured_tensor_is_refused_under_shard() -> None:
+    other = ff.unit(lambda p, x: x @ p)
+
+    def f(w, x):
+        h = other(w, x)
+        return ff.unit(lambda p, x: x @ p + h)(w, x).sum()
+
+    with pytest.raises(RuntimeError, match="closure"):
+        sharded(ff.value_and_grad(f), W, X)
+
+
+def test_the_other_half_of_a_given_pair_is_captured() -> None:
+    def f(w, x):
+        a, b = w.chunk(2)
+        return ff.unit(lambda p, x: (p * x[:, :1]).sum() * b.sum())(a, x)
+
+    with pytest.raises(RuntimeError, match=r"shape \(1, 3\) captured"):
+        ff.value_and_grad(f)(W, X)
+
+
+def test_the_output_itself_may_be_the_captured_one() -> None:
+    p = nn.Parameter(torch.ones(3))
+    with pytest.raises(RuntimeError, match=r"in its output.*shape \(3,\)"):
+        ff.unit(lambda w, x: p)(W, X)
+
+
+def test_constants_buffers_and_detached_tensors_may_be_captured() -> None:
+    constant, parameter = torch.ones(3), nn.Parameter(torch.ones(3))
+    norm = nn.BatchNorm1d(3, affine=False).eval()
+
+    @ff.unit
+    def f(w, x):
+        with torch.no_grad():
+            y = x * parameter
+        return norm(x @ w) + constant + y + parameter.detach() + torch.arange(3)
+
+    for _ in interpreted(lambda w, x: f(w, x).sum(), W, X):
+        pass
+    _, pull = torch.func.vjp(lambda x: x * 2, torch.ones(3))
+    (left,) = pull(torch.ones(3))  # an earlier transform's tensor, now a constant
+    ff.value_and_grad(lambda w: ff.unit(lambda w: (w * left).sum())(w))(W)
+
+
+@pytest.mark.parametrize("how", ["plain", "remat", "shard", "no_grad", "func"])
+@pytest.mark.parametrize("which", ["params at 'a/0'", "input 0", "scale"])
+def test_an_input_changed_in_place_is_refused(how, which) -> None:
+    @ff.unit
+    def unit(p, x, *, scale):
+        with torch.no_grad():
+            {"params at 'a/0'": p["a"][0], "input 0": x, "scale": scale}[which].add_(1)
+        return (x @ p["a"][0] * scale).sum()
+
+    def f(p, x):
+        return unit(p, x.clone(), scale=torch.ones(1))
+
+    p = {"a": [W.clone()]}
+    with pytest.raises(RuntimeError, match=f"changed its {which}.*in place"):
+        if how == "shard":
+            sharded(ff.value_and_grad(f), p, X)
+        elif how == "no_grad":
+            with torch.no_grad():
+                f(p, X)
+        elif how == "func":
+            torch.func.grad(f)(p, X)
+        else:
+            around = ff.remat if how == "remat" else lambda f: f
+            around(ff.value_and_grad(f))(p, X)
+
+
+def test_a_changed_activation_still_raises_autograds_own_error() -> None:
+    @ff.unit
+    def f(w, x):
+        h = torch.exp(x @ w)
+        with torch.no_grad():
+            h.add_(1)
+        return h.sum()
+
+    for around in (lambda g: g, ff.remat):
+        with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+            around(ff.value_and_grad(f))(W, X)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        sharded(ff.value_and_grad(f), W, X)

@@ -1,0 +1,247 @@
+"""`unit`: any pytree in and out, nothing captured, nothing changed in place."""
+
+from collections import namedtuple
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+import fsfunc as ff
+from fsfunc import tree
+from fsfunc._torch import FakeTensor
+from fsfunc.runtime.buffer_pool import Arena
+from tests.checks import close, same
+
+Point = namedtuple("Point", "a b")
+MESH = ff.make_mesh({"data": 2}, "simulated")
+X = torch.arange(6.0).view(2, 3)
+W = torch.linspace(-1, 1, 9).view(3, 3)
+
+
+def sharded(f, params, *rest, zero=3):
+    """What rank 0 gets of f(params, *rest) under shard over two ranks, called twice."""
+
+    def main():
+        g = ff.shard(f, MESH, "data", zero=zero)
+        placed = ff.place(g, params, *rest)
+        g(placed, *rest)  # the next one sends for what this one learnt
+        value, grads = g(placed, *rest)
+        return value, ff.unshard(grads)
+
+    return ff.spmd(main, MESH)()[0]
+
+
+def interpreted(f, params, *rest):
+    """(name, value and gradient) of `f` under every interpretation of its units."""
+    g = ff.value_and_grad(f)
+    yield "plain", g(params, *rest)
+    yield "remat", ff.remat(g)(params, *rest)
+    for zero in (1, 3):
+        yield f"shard, {zero=}", sharded(g, params, *rest, zero=zero)
+        yield f"shard(remat), {zero=}", sharded(ff.remat(g), params, *rest, zero=zero)
+
+        def main(zero=zero):
+            shard = ff.remat(ff.shard(g, MESH, "data", zero=zero))
+            value, grads = shard(ff.place(shard, params, *rest), *rest)
+            return value, ff.unshard(grads)
+
+        yield f"remat(shard), {zero=}", ff.spmd(main, MESH)()[0]
+
+
+def many_outputs(w, x, none, n, pair, *, scale):
+    h = x @ w
+    return {"h": h, "again": h, "n": n, "none": none, "x": x, "w": w.view(9),
+            "point": Point(h[0], w[1]), "ints": torch.arange(2), "s": "text",
+            "scale": scale, "pair": pair, "ones": torch.ones(3)}  # fmt: skip
+
+
+def uses_many(w, x):
+    o = ff.unit(many_outputs)(w, x, None, 2, (x, [x]), scale=3.0)
+    assert o["none"] is None and o["n"] == 2 and o["s"] == "text" and o["scale"] == 3.0
+    assert o["ints"].dtype == torch.int64
+    total = (o["h"] * o["again"]).sum() + (o["w"] * 2).sum() + o["x"].sum()
+    return total + o["point"].a.sum() + o["point"].b.prod() + o["pair"][1][0].sum()
+
+
+# Bodies, each a function of a matrix and of rows of data.
+
+
+class Old(torch.autograd.Function):
+    """Keeps the weight past autograd's sight, as code from before 2020 does."""
+
+    @staticmethod
+    def forward(ctx, x, w):
+        ctx.x, ctx.w = x, w
+        return x @ w
+
+    @staticmethod
+    def backward(ctx, g):
+        return g @ ctx.w.t(), ctx.x.t() @ g
+
+
+def func_inside(w, x):
+    return torch.func.vmap(torch.func.grad(lambda x: (torch.sin(x @ w) ** 2).sum()))(x)
+
+
+def checkpoint_inside(w, x):
+    return torch.utils.checkpoint.checkpoint(
+        lambda x: torch.sin(torch.sin(x @ w) @ w), x, use_reentrant=False
+    )
+
+
+def autocast_inside(w, x):
+    with torch.autocast("cpu", torch.bfloat16):
+        h = x @ w
+    return h.float() @ w
+
+
+def attention(w, x):
+    q, k, v = (x @ w).expand(3, 1, 1, *x.shape).unbind(0)
+    mask = torch.zeros(x.shape[0], x.shape[0])
+    return F.scaled_dot_product_attention(q, k, v, attn_mask=mask)[0, 0]
+
+
+def causal(w, x):
+    q = (x @ w).view(1, 1, *x.shape)
+    return F.scaled_dot_product_attention(q, q, q, is_causal=True)[0, 0]
+
+
+def pointers(w, x):
+    if not isinstance(w, FakeTensor):  # where a step is recorded
+        assert w.data_ptr() != 0 and x.data_ptr() != 0
+    return x @ w
+
+
+def in_place_on_own(w, x):
+    h = x @ w
+    h += 1
+    h[0] = 0
+    return h.relu_()
+
+
+def under_no_grad(w, x):
+    with torch.no_grad():
+        scale = (x @ w).abs().max()
+    return (x @ w) / (1 + scale) * w.detach()[0]
+
+
+def views(w, x):
+    return torch.tanh(x @ w), w.T, w
+
+
+inner = ff.unit(lambda w, x: torch.sin(x @ w))
+BODIES = {
+    "linear": lambda w, x: x @ w,
+    "transposed": lambda w, x: torch.tanh(F.linear(x, w)),
+    "view of the parameter": lambda w, x: w[:2].sum(0) * x,
+    "the parameter": lambda w, x: w,
+    "views as outputs": views,
+    "detached": lambda w, x: x @ w.detach() * w.sum(),
+    "cast": lambda w, x: (x.bfloat16() @ w.bfloat16()).float(),
+    "torch.func inside": func_inside,
+    "checkpoint inside": checkpoint_inside,
+    "old-style Function": lambda w, x: torch.tanh(Old.apply(x, w)),
+    "embedding": lambda w, x: F.embedding(torch.arange(3), w) * x.sum(),
+    "normalised weight": lambda w, x: torch.tanh(x @ F.normalize(w)),
+    "attention": attention,
+    "causal attention": causal,
+    "dropout": lambda w, x: F.dropout(x @ w, 0.5) @ w,
+    "autocast": autocast_inside,
+    "data_ptr": pointers,
+    "in place on its own": in_place_on_own,
+    "no_grad inside": under_no_grad,
+    "units inside": lambda w, x: inner(w, x) + inner(w, x) @ w,
+    "layer norm": lambda w, x: F.layer_norm(x @ w, (3,), w[0], w[1]),
+}
+
+
+def three_calls(unit):
+    """A first, a middle and a last unit, the first called twice on one leaf."""
+
+    def loss(ws, x):
+        for w in (*ws, ws[0]):
+            out = unit(w, x)
+            x = out if isinstance(out, torch.Tensor) else sum(o.sum() * x for o in out)
+        return torch.sin(x).square().mean()
+
+    return loss
+
+
+@pytest.fixture
+def poisoned(monkeypatch):
+    """NaN wherever a gathered or reduced buffer was, once it is let go of."""
+    monkeypatch.setattr(Arena, "poison", True)
+
+
+@pytest.mark.parametrize("name", BODIES)
+def test_every_body_is_right_under_every_interpretation(poisoned, name) -> None:
+    """As on one device, though buffers that were let go of turn NaN."""
+    body = BODIES[name]
+    ws, x = [W, W.flip(0) * 0.5, W.t() + 0.1], torch.linspace(-1, 1, 9).view(3, 3)
+    torch.manual_seed(1)
+    expected = ff.value_and_grad(three_calls(body))(ws, x)
+    for how, found in interpreted(three_calls(ff.unit(body)), ws, x):
+        if name == "dropout":  # which draws by unit, and otherwise on each rank
+            assert all(x.isfinite().all() for x in tree.leaves(found)), how
+        else:
+            close(found, expected, 1e-5)
+
+
+def test_any_pytree_in_and_out() -> None:
+    expected = None
+    for _, found in interpreted(uses_many, W, X):
+        expected = expected or found
+        torch.testing.assert_close(found, expected)
+
+
+def test_outputs_have_the_same_requires_grad_under_remat() -> None:
+    unit = ff.unit(many_outputs)
+    w = W.clone().requires_grad_()
+    plain = unit(w, X, None, 2, X, scale=1)
+    again = ff.remat(unit)(w, X, None, 2, X, scale=1)
+    for key in ("h", "again", "w", "x", "ones", "ints"):
+        assert plain[key].requires_grad == again[key].requires_grad, key
+    assert again["h"] is again["again"]
+
+
+def test_in_place_on_an_output_in_glue() -> None:
+    unit = ff.unit(lambda w, x: (x @ w, x @ w))
+
+    def f(w, x):
+        a, b = unit(w, x)
+        a.mul_(2)
+        return (a * b).sum()
+
+    expected = 2 * ((X @ W) ** 2).sum()
+    for _, (value, _) in interpreted(f, W, X):
+        torch.testing.assert_close(value, expected)
+
+
+def test_nested_units_take_their_own_leaves() -> None:
+    inner = ff.unit(lambda p, x: torch.tanh(x @ p))
+
+    @ff.unit
+    def outer(p, x):
+        for w in p["inner"]:
+            x = inner(w, x)
+        return x @ p["own"]
+
+    @ff.unit
+    def whole(p, x):
+        return outer(p, outer(p, x)).sum()
+
+    p = {"inner": [W, W * 2], "own": W + 1}
+    found = dict(interpreted(whole, p, X))
+    for how, out in found.items():
+        torch.testing.assert_close(out, found["plain"], msg=lambda m, h=how: h + m)
+
+
+def test_inference_mode_and_tensors_made_in_it() -> None:
+    unit = ff.unit(lambda w, x: x @ w)
+    w = nn.Parameter(W)
+    with torch.inference_mode():
+        made = X + 0
+        same(unit(w, made), X @ W)
+    with torch.no_grad():
+        same(ff.unit(lambda w, x: x @ w)(w, made), X @ W)

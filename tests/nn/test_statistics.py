@@ -1,0 +1,354 @@
+"""Deferred batch statistics: those of the whole batch, however it was cut."""
+
+import functools
+
+import pytest
+import torch
+import torch.nn.functional as F
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import fsfunc as ff
+from fsfunc import tree
+from fsfunc.core.auxiliary import Summed, added
+from fsfunc.nn.statistics import Moments
+from fsfunc.tree.structure import TreeMismatch
+from tests.checks import same
+from tests.probes import LiveBytes
+
+C = 3
+GENERATOR = torch.Generator().manual_seed(0)
+
+
+def draw(*shape, dtype=torch.float32):
+    return torch.randn(shape, generator=GENERATOR, dtype=dtype)
+
+
+def close(found, expected, tolerance=1e-6):
+    torch.testing.assert_close(found, expected, rtol=tolerance, atol=tolerance)
+
+
+def affine():
+    return {"weight": draw(C), "bias": draw(C)}
+
+
+# The model: three layers, each followed by a norm, whose statistics go out beside it.
+
+
+@ff.unit
+def layer(p, x):
+    h = torch.einsum("oc,nc...->no...", p["w"], x)
+    y, stats = ff.batch_norm(p["norm"], h)
+    return torch.tanh(y) + x, stats, h
+
+
+def model(params, x):
+    """The loss and, beside it, each layer's statistics and what it normalised."""
+    found, seen = [], []
+    for p in params:
+        x, stats, h = layer(p, x)
+        found.append(stats)
+        seen.append(h)
+    return (x * x).mean(), (found, seen)
+
+
+GRAD = ff.value_and_grad(model, has_aux=True)
+PARAMS = [{"w": draw(C, C), "norm": affine()} for _ in range(3)]
+FRESH = [ff.init_statistics(C) for _ in PARAMS]
+
+
+def torchs(batches, momentum):
+    """What BatchNorm makes of whole batches, one list of layers' inputs for each."""
+    kinds = {2: torch.nn.BatchNorm1d, 3: torch.nn.BatchNorm1d, 4: torch.nn.BatchNorm2d}
+    kinds[5] = torch.nn.BatchNorm3d
+    out = []
+    for inputs in zip(*batches, strict=True):
+        norm = kinds[inputs[0].ndim](C, momentum=momentum)
+        for x in inputs:
+            norm(x)
+        mean, var, count = norm.running_mean, norm.running_var, norm.num_batches_tracked
+        out.append(ff.RunningStatistics(mean, var, count))
+    return out
+
+
+def shape_of(ndim, n):
+    return (n, C, *(2, 3, 2)[: ndim - 2])
+
+
+SIZES = st.lists(st.integers(2, 7), min_size=1, max_size=5)
+NDIMS, MOMENTA = st.integers(2, 5), st.sampled_from([0.1, None, 1.0, 0.0, 0.35])
+
+
+@given(st.lists(SIZES, min_size=1, max_size=3), NDIMS, MOMENTA)
+def test_uneven_microbatches_give_torchs_statistics(batches, ndim, momentum) -> None:
+    running, seen = FRESH, []
+    GENERATOR.manual_seed(ndim)  # an example is the same each time
+    for sizes in batches:
+        parts = [model(PARAMS, draw(*shape_of(ndim, n)) * 3 + 2)[1] for n in sizes]
+        stats, inputs = functools.reduce(added, parts)
+        assert [s.tree.count.item() for s in stats] == [inputs[0][:, 0].numel()] * 3
+        running = ff.commit_statistics(running, stats, momentum)
+        seen.append(inputs)
+    close(running, torchs(seen, momentum))
+
+
+def local(x, sizes):
+    """A rank's rows, where rank i has ``sizes[i]``."""
+    return x.split(sizes)[ff.axis_index("data")]
+
+
+@settings(max_examples=8)
+@given(st.lists(st.integers(1, 3), min_size=2, max_size=3), NDIMS)
+def test_uneven_ranks_and_several_microbatches(sizes, ndim) -> None:
+    mesh, n = ff.make_mesh({"data": len(sizes)}, "simulated"), 2
+    sizes = [2 * n * size for size in sizes]
+    GENERATOR.manual_seed(ndim)
+    x = draw(*shape_of(ndim, sum(sizes)))
+
+    def main(order):
+        wraps = {"a": lambda f: ff.accumulate(f, n), "r": ff.remat}
+        wraps["s"] = lambda f: ff.shard(f, mesh, "data")
+        step = functools.reduce(lambda f, key: wraps[key](f), order, GRAD)
+        mine = local(x, sizes)
+        (_, (stats, seen)), _ = step(ff.place(step, PARAMS, mine), mine)
+        return ff.commit_statistics(FRESH, stats, None), seen
+
+    for order in ("s", "as", "sa", "sra"):
+        outs = ff.spmd(lambda order=order: main(order), mesh)()
+        whole = [torch.cat(hs) for hs in zip(*(seen for _, seen in outs), strict=True)]
+        close(outs[0][0], torchs([whole], None))
+        for other, _ in outs:  # the same bits on every rank
+            same(other, outs[0][0])
+
+
+@pytest.mark.parametrize("n", [1, 2, 4])
+def test_a_recompute_counts_nothing_twice(n) -> None:
+    x, calls = draw(8, C), []
+
+    @ff.unit
+    def noted(p, x):
+        calls.append(0)
+        return layer.fn(p, x)
+
+    def loss(p, x):
+        y, stats, _ = noted(p, x)
+        return (y**2).mean(), stats
+
+    grad = ff.value_and_grad(loss, has_aux=True)
+    expected = ff.accumulate(grad, n)(PARAMS[0], x)
+    before = len(calls)
+    same(ff.accumulate(ff.remat(grad), n)(PARAMS[0], x), expected)
+    assert before == n and len(calls) == 3 * n
+    assert expected[0][1].tree.count.item() == 8
+
+
+@pytest.mark.parametrize("ndim", [2, 3, 4, 5])
+@pytest.mark.parametrize("names", ["weight bias", "weight", "bias", ""])
+def test_value_and_gradients_are_those_of_torch(ndim, names) -> None:
+    params = {k: v for k, v in affine().items() if k in names.split()}
+    x = draw(*shape_of(ndim, 5))
+
+    def ours(p, x):
+        return torch.sin(ff.batch_norm(p, x, eps=1e-3)[0]).sum()
+
+    def theirs(p, x):
+        w, b = p.get("weight"), p.get("bias")
+        y = F.batch_norm(x, None, None, w, b, training=True, eps=1e-3)
+        return torch.sin(y).sum()
+
+    both = [ff.value_and_grad(f, argnums=(0, 1))(params, x) for f in (ours, theirs)]
+    same(*both)
+    same(ff.batch_norm(None, x)[0], F.batch_norm(x, None, None, training=True))
+
+
+def test_the_running_variance_is_unbiased() -> None:
+    x = torch.tensor([[0.0], [2.0]])
+    for piece in (x, x.repeat(2, 1)):  # n/(n-1) of 1, n being the whole batch's
+        _, stats = ff.batch_norm(None, piece)
+        var = ff.commit_statistics(ff.init_statistics(1), stats, 1.0).var.item()
+        assert var == pytest.approx(len(piece) / (len(piece) - 1), abs=1e-7)
+    two = added(ff.batch_norm(None, x)[1], ff.batch_norm(None, x)[1])
+    var = ff.commit_statistics(ff.init_statistics(1), two, 1.0).var.item()
+    assert var == pytest.approx(4 / 3, abs=1e-7)
+
+
+@pytest.mark.parametrize("ratio", [1e2, 1e3, 1e4, 1e5])
+def test_a_mean_far_larger_than_the_deviation_costs_no_digits(ratio) -> None:
+    x = draw(600, C) + ratio * torch.tensor([1.0, -1.0, 0.5])
+    parts = [ff.batch_norm(None, piece)[1] for piece in x.split([2, 98, 500])]
+    stats = functools.reduce(added, parts)
+    found = ff.commit_statistics(ff.init_statistics(C), stats, None)
+    close(found.var.double() / x.double().var(0), torch.ones(C).double(), 2e-6)
+    close(found.mean.double() / x.double().mean(0), torch.ones(C).double(), 1e-7)
+    naive = (x * x).mean(0) - x.mean(0) ** 2  # what FairScale's sums come to
+    assert (naive / x.double().var(0) - 1).abs().max() > 1e-4
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float64])
+def test_dtypes(dtype) -> None:
+    x = draw(64, C, 2).to(dtype) + 1
+    running = ff.init_statistics(C)
+    for params in (None, affine(), tree.map(lambda w: w.to(dtype), affine())):
+        y, stats = ff.batch_norm(params, x)
+        assert y.dtype == dtype
+        assert all(s.dtype == torch.float64 for s in stats.tree)
+        assert ff.batch_norm(params, x, running=running)[0].dtype == dtype
+        found = ff.commit_statistics(running, stats, None)
+        close(found.mean, x.double().mean((0, 2)).float())
+        close(found.var, x.double().transpose(0, 1).flatten(1).var(1).float(), 2e-6)
+        assert [v.dtype for v in found] == [torch.float32, torch.float32, torch.int64]
+
+
+def test_under_precision() -> None:
+    x = draw(32, C) * 2 + 1
+    step = ff.precision(ff.accumulate(GRAD, 2), torch.bfloat16)
+    (_, (stats, seen)), _ = step(PARAMS, x)
+    assert seen[0].dtype == torch.bfloat16
+    found = ff.commit_statistics(FRESH, stats, None)
+    close(found, torchs([[h.float() for h in seen]], None), 2e-6)
+
+
+def test_evaluation_normalises_by_running_statistics() -> None:
+    params, x = affine(), draw(1, C, 4)  # one sample is enough here
+    running = ff.RunningStatistics(draw(C), draw(C).abs(), torch.tensor(1))
+    y, stats = ff.batch_norm(params, x, running=running)
+    expected = F.batch_norm(x, running.mean, running.var, *params.values())
+    same((y, stats), (expected, None))
+    unit = ff.unit(ff.batch_norm)
+    grads = ff.value_and_grad(lambda p: unit(p, x, running=running)[0].sum())(params)[1]
+    close(grads["bias"], torch.full((C,), 4.0))
+
+
+def test_nothing_is_written_into_or_differentiated() -> None:
+    params, x, running = affine(), draw(6, C), ff.init_statistics(C)
+    given = [*params.values(), x, *running]
+    before = [t.clone() for t in given]
+    leaf = x.requires_grad_()
+    y, stats = ff.batch_norm(params, leaf)
+    after = ff.commit_statistics(running, stats)
+    assert y.requires_grad and not any(s.requires_grad for s in stats.tree)
+    ff.batch_norm(params, leaf, running=after)
+    same([t.detach() for t in given], before)
+    assert all(t._version == 0 for t in given)
+
+
+def test_under_torch_func() -> None:
+    params, x = affine(), draw(4, 6, C)
+
+    def f(p, x):
+        y, stats = ff.batch_norm(p, x)
+        return (y**3).sum(), stats
+
+    per_row = torch.func.vmap(torch.func.grad(f, has_aux=True), in_dims=(None, 0))
+    grads, stats = per_row(params, x)
+    for i in range(len(x)):
+        one, of_one = ff.value_and_grad(f, has_aux=True)(params, x[i])[1], f(
+            params, x[i])[1]  # fmt: skip
+        close(tree.map(lambda g, i=i: g[i], grads), one, 1e-5)
+        close(tree.map(lambda s, i=i: s[i], stats.tree), of_one.tree)
+
+
+def test_statistics_hold_one_copy_for_a_moment() -> None:
+    x = draw(256, C, 16)
+    with LiveBytes(x) as memory:
+        y, stats = ff.batch_norm(None, x)
+    assert memory.peak <= 2.1 * x.nbytes
+    assert memory.live <= 1.1 * x.nbytes
+    del y, stats
+
+
+BAD = {
+    "1-D": (lambda: ff.batch_norm(None, draw(4)), ValueError, r"\[N, C, \*\].*\(4,\)"),
+    "integers": (
+        lambda: ff.batch_norm(None, torch.ones(4, 2).long()),
+        TypeError,
+        "int64",
+    ),
+    "one value": (
+        lambda: ff.batch_norm(None, draw(1, C)),
+        ValueError,
+        r"two values a channel.*\(1, 3\): cut the batch into fewer",
+    ),
+    "no value": (lambda: ff.batch_norm(None, draw(0, C)), ValueError, "two values"),
+    "a weight": (
+        lambda: ff.batch_norm({"weight": draw(4)}, draw(4, C)),
+        ValueError,
+        r"weight has shape \(4,\).*3 channels",
+    ),
+    "running": (
+        lambda: ff.batch_norm(None, draw(4, C), running=ff.init_statistics(2)),
+        ValueError,
+        r"running mean has shape \(2,\)",
+    ),
+    "momentum": (
+        lambda: ff.commit_statistics(FRESH, [], 1.5),
+        ValueError,
+        r"momentum=1.5: it is within \[0, 1\]",
+    ),
+    "no statistics": (
+        lambda: ff.commit_statistics([ff.init_statistics(C)], [draw(C)]),
+        TypeError,
+        "expected the Summed that batch_norm returned at '0'",
+    ),
+    "no running": (
+        lambda: ff.commit_statistics({"a": draw(C)}, {"a": draw(C)}),
+        TypeError,
+        "expected RunningStatistics at 'a'.*init_statistics",
+    ),
+    "layers": (
+        lambda: ff.commit_statistics(FRESH, [ff.batch_norm(None, draw(4, C))[1]]),
+        TreeMismatch,
+        "does not match the first",
+    ),
+    "channels": (
+        lambda: ff.commit_statistics(
+            ff.init_statistics(2), ff.batch_norm(None, draw(4, C))[1]
+        ),
+        ValueError,
+        "3 channels for running ones of 2",
+    ),
+}
+
+
+@pytest.mark.parametrize("case", BAD)
+def test_bad_input(case) -> None:
+    call, error, message = BAD[case]
+    with pytest.raises(error, match=message):
+        call()
+
+
+def test_sums_of_other_kinds_are_not_statistics() -> None:
+    counts = Summed({"total": draw(C)})
+    with pytest.raises(TypeError, match="expected the Summed"):
+        ff.commit_statistics(ff.init_statistics(C), counts)
+    assert Moments._fields == ("total", "squares", "count")
+
+
+PROGRAM = """
+    import torch, fsfunc as ff
+    mesh = ff.make_mesh({"data": 2})
+    layer = ff.unit(lambda p, x: ff.batch_norm(p, x))
+    def loss(p, x):
+        y, stats = layer(p, x)
+        return (y ** 3).mean(), stats
+    grad = ff.accumulate(ff.value_and_grad(loss, has_aux=True), 2)
+    def main():
+        step = ff.shard(grad, mesh, "data")
+        x = torch.arange(32.0).view(16, 2) ** 2
+        mine = ff.local_batch(x, mesh, "data")
+        p = ff.place(step, {"weight": torch.ones(2)}, mine)
+        (_, stats), _ = step(p, mine)
+        found = ff.commit_statistics(ff.init_statistics(2), stats, None)
+        norm = torch.nn.BatchNorm1d(2, momentum=None)
+        norm(x)
+        torch.testing.assert_close(found.mean, norm.running_mean)
+        torch.testing.assert_close(found.var, norm.running_var)
+        print(found.mean.tolist(), found.var.tolist(), found.count.item())
+    ff.spmd(main, mesh)()
+"""
+
+
+@pytest.mark.processes
+def test_over_real_processes(torchrun) -> None:
+    first, second = torchrun(PROGRAM, 2).splitlines()
+    assert first == second and first.endswith(" 1")

@@ -1,0 +1,488 @@
+"""Estimates of plans made by hand, on a machine where a byte takes a second."""
+
+from __future__ import annotations
+
+import time
+from collections import Counter, defaultdict
+from fractions import Fraction
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from fsfunc.comm.backends.baton import Deadlock
+from fsfunc.comm.backends.link import CollectiveMismatch
+from fsfunc.comm.ledgers import Record
+from fsfunc.comm.mesh import Mesh
+from fsfunc.pipelining.schedules import gpipe, one_f_one_b, zb_h1
+from fsfunc.pipelining.timing import Costs, bubble
+from fsfunc.pipelining.transfers import with_transfers
+from fsfunc.planning import cost_model
+from fsfunc.planning.estimation import estimate
+from fsfunc.planning.events import (
+    Asked,
+    Gave,
+    Op,
+    Ran,
+    Replayed,
+    Segment,
+    Sent,
+    Started,
+    Took,
+    Waited,
+)
+from fsfunc.planning.hardware import Hardware, Level, replace
+from fsfunc.planning.plans import Plan, RankPlan
+
+CLOCK = Hardware(
+    "clock",
+    peak={"float32": 1.0, "bfloat16": 4.0},
+    efficiency=((1, 1.0),),
+    attention=1.0,
+    bandwidth=1.0,
+    overhead=0.0,
+    levels=(Level(ranks=0, bandwidth=1.0, latency=0.0),),
+    memory=1,
+)
+DATA = Mesh({"data": 4}, "abstract")
+PIPE = Mesh({"pipe": 2}, "abstract")
+
+
+def op(seconds, flops=0, dtype=torch.float32):
+    return Op("aten.add", flops, seconds, dtype)
+
+
+def ran(seconds, unit="u", phase="forward", **more):
+    return Ran(op(seconds, **more), unit, phase)
+
+
+def record(seconds, axis=("data",), name="all_gather"):
+    return Record(name, axis, Fraction(seconds), torch.float32, "u", "forward")
+
+
+def started(number, seconds, axis=("data",), ranks=(0, 1, 2, 3), name="all_gather"):
+    return Started(number, record(seconds, axis, name), ranks)
+
+
+def sent(number, seconds, to):
+    return Sent(number, record(seconds, ("pipe",), "ppermute"), to)
+
+
+def planned(mesh, *programs, asked=()):
+    """A plan of these programs, of the first ranks that run them."""
+    alike = mesh.size // max(1, len(programs))
+    ranks = []
+    for number, events in enumerate(programs):
+        where = mesh.coordinates(number)
+        ranks.append(RankPlan(number, alike, where, events, {}, (), ()))
+    return Plan(mesh, tuple(ranks), asked)
+
+
+def run(*events, hardware=CLOCK, **more):
+    return estimate(planned(DATA, list(events)), hardware, **more)
+
+
+def parts(found):
+    return found.seconds, found.compute, found.exposed, found.bubble
+
+
+# ------------------------------------------------------------------ one program
+
+
+def test_computing_alone_is_the_sum_of_its_operators():
+    segment = Segment((op(2), op(3)), (), 0, 0)
+    found = run(ran(1), Replayed(segment, "v", "backward"), ran(4, unit="v"))
+    assert parts(found) == (10, 10, 0, 0)
+    spans = [(s.name, s.phase, s.start, s.end) for s in found.spans]
+    assert spans == [("u", "forward", 0, 1), ("v", "backward", 1, 6)] + [
+        ("v", "forward", 6, 10)
+    ]
+
+
+def test_operators_of_one_unit_and_phase_are_one_span_unless_it_waits():
+    took, gave = Took(0, 5, "aten.add", "u", "forward"), Gave(0)
+    found = run(ran(1), took, ran(2), gave, started(0, 4), ran(1), Waited(0), ran(1))
+    spans = [(s.stream, s.start, s.end) for s in found.spans]
+    assert spans == [("compute", 0, 4), ("data", 3, 7), ("compute", 7, 8)]
+
+
+def test_a_hidden_gather_costs_nothing():
+    found = run(started(0, 3), ran(5), Waited(0), ran(1))
+    assert parts(found) == (6, 6, 0, 0)
+
+
+def test_what_computing_does_not_cover_is_exposed():
+    found = run(started(0, 7), ran(5), Waited(0), ran(1))
+    assert parts(found) == (8, 6, 2, 0)
+
+
+def test_collectives_of_one_group_run_one_after_the_other():
+    found = run(started(0, 3), started(1, 3), ran(4), Waited(1), Waited(0))
+    assert parts(found) == (6, 4, 2, 0)
+    assert [(s.start, s.end) for s in found.spans if s.stream == "data"] == [
+        (0, 3),
+        (3, 6),
+    ]
+
+
+def test_collectives_of_two_groups_run_at_once():
+    mesh = Mesh({"data": 2, "model": 2}, "abstract")
+    events = [
+        started(0, 3, ranks=(0, 2)),
+        started(1, 3, axis=("model",), ranks=(0, 1)),
+        Waited(0),
+        Waited(1),
+    ]
+    assert parts(estimate(planned(mesh, events), CLOCK)) == (3, 0, 3, 0)
+
+
+def test_a_step_ends_when_all_that_it_started_is_over():
+    assert parts(run(ran(1), started(0, 5))) == (6, 1, 5, 0)
+
+
+def test_waiting_twice_is_waiting_once():
+    slow = replace(CLOCK, overlap=0.5)
+    found = run(started(0, 4), ran(4), Waited(0), Waited(0), hardware=slow)
+    assert parts(found) == (6, 4, 2, 0)
+
+
+@pytest.mark.parametrize(
+    ("overlap", "computing", "seconds"),
+    [
+        (1.0, 10, 10),
+        (0.5, 10, 12),
+        (0.0, 10, 14),
+        (1.0, 1, 4),
+        (0.5, 1, 4),  # at half speed one second of work is done in two of the four
+        (0.5, 3, 5),
+        (0.0, 1, 5),
+        (0.0, 0, 4),
+    ],
+)
+def test_transfers_take_from_the_computing_beside_them(overlap, computing, seconds):
+    machine = replace(CLOCK, overlap=overlap)
+    found = run(started(0, 4), ran(computing), Waited(0), hardware=machine)
+    assert parts(found) == (seconds, computing, seconds - computing, 0)
+
+
+def test_memory_that_is_taken_anew_costs_its_first_touch():
+    given = Took(0, 8, "", "", "")
+    took = Took(1, 8, "aten.add", "u", "forward")
+    assert run(given, took, ran(1)).seconds == 1
+    assert run(given, took, ran(1), hardware=replace(CLOCK, fresh=2.0)).seconds == 5
+
+
+def test_rates_are_a_devices_own():
+    events = ran(4, flops=6), ran(4, flops=8, dtype=torch.bfloat16)
+    found = run(*events, tokens=50)
+    assert found.seconds == 6 + 4
+    assert found.flops_per_second == 14 / 10
+    assert found.share_of_peak == (6 / 1 + 8 / 4) / 10
+    assert found.tokens_per_second == 5
+    segment = Segment((op(4, flops=6), op(4)), (), 0, 6)
+    again = run(*[Replayed(segment, "u", "forward")] * 3)
+    assert again.flops_per_second == pytest.approx(18 / 30)
+    assert run().flops_per_second == 0
+
+
+def test_an_estimate_prints_in_a_line_and_with_its_ranks():
+    found = run(started(0, 7), ran(5, flops=5), Waited(0), tokens=14e3)
+    assert repr(found) == (
+        "Estimate(7.00 s on clock: compute 5.00 s, exposed 2.00 s, bubble 0 s; "
+        "0.714 FLOP/s a device, 71% of peak, 2.00 k tokens/s)"
+    )
+    assert str(found).splitlines()[1:] == [
+        "  rank 0 and 3 like it: compute 5.00 s, exposed 2.00 s, bubble 0 s, idle 0 s"
+    ]
+
+
+# ----------------------------------------------------------- ranks that differ
+
+
+def both(*programs, mesh=PIPE, hardware=CLOCK):
+    return estimate(planned(mesh, *programs, asked=("pipe",)), hardware)
+
+
+def test_a_message_starts_when_it_was_sent_and_asked_for():
+    found = both([ran(5), sent(0, 2, 1), ran(9)], [Asked(0, 2, 0), ran(1), Waited(0)])
+    first, second = found.ranks
+    assert (first.compute, first.bubble, first.idle) == (14, 0, 0)
+    assert (second.compute, second.bubble, second.idle) == (1, 6, 7)
+    # A rank that asks late keeps the sender where it waits.
+    found = both([sent(0, 2, 1), Waited(0)], [ran(5), Asked(0, 2, 0), Waited(0)])
+    assert [r.bubble for r in found.ranks] == [7, 2]
+    assert parts(found) == (7, 5, 0, 2)
+
+
+def test_messages_of_a_pair_meet_in_order_and_follow_each_other():
+    found = both(
+        [sent(0, 3, 1), sent(1, 2, 1)],
+        [Asked(7, 2, 0), Asked(8, 3, 0), Waited(8), ran(1), Waited(7)],
+    )
+    assert [(s.name, s.start, s.end) for s in found.spans if s.rank == 1] == [
+        ("receive", 0, 3),
+        ("receive", 3, 5),
+        ("u", 5, 6),
+    ]
+
+
+def test_waiting_for_a_rank_to_come_is_a_bubble_and_for_the_transfer_is_not():
+    def meet(*before):
+        return [*before, started(0, 4, ("pipe",), (0, 1), "psum"), Waited(0)]
+
+    found = both(meet(ran(1)), meet(ran(6)))
+    assert [(r.compute, r.bubble, r.exposed) for r in found.ranks] == [
+        (1, 5, 4),
+        (6, 0, 4),
+    ]
+    assert parts(found) == (10, 6, 4, 0)  # those of the rank that computes most
+
+
+def test_the_busiest_rank_waits_for_the_end_of_the_others_in_a_bubble():
+    mesh = Mesh({"data": 2, "pipe": 2}, "abstract")
+    found = both([ran(5)], [ran(3), started(0, 4, ranks=(1, 3))], mesh=mesh)
+    assert parts(found) == (7, 5, 0, 2)
+    assert [(r.exposed, r.bubble, r.idle) for r in found.ranks] == [
+        (0, 0, 2),
+        (4, 0, 0),
+    ]
+
+
+def test_a_planned_rank_stands_for_those_like_it():
+    mesh = Mesh({"data": 3, "pipe": 2}, "abstract")
+    every = tuple(range(6))
+
+    def program(first, seconds):
+        group = tuple(range(first, 6, 2))
+        return [
+            ran(seconds),
+            started(0, 2, ranks=group, name="psum"),  # over data: meets none but itself
+            Waited(0),
+            started(1, 1, ("data", "pipe"), every, "psum"),
+            Waited(1),
+        ]
+
+    found = both(program(0, 3), program(1, 5), mesh=mesh)
+    assert [(r.alike, r.exposed, r.bubble) for r in found.ranks] == [
+        (3, 3, 2),
+        (3, 3, 0),
+    ]
+
+
+def test_a_message_to_a_rank_like_the_planned_one_reaches_its_program():
+    mesh = Mesh({"data": 2, "pipe": 2}, "abstract")
+    # Rank 0 of the plan sends along the axis that its ranks do not differ on: what it
+    # asks for is what its double sends.
+    program = [sent(0, 3, 2), Asked(1, 3, 2), Waited(1)]
+    assert both(program, [ran(1)], mesh=mesh).seconds == 3
+
+
+def test_the_plan_of_one_rank_alone_takes_the_others_to_be_there():
+    mesh = Mesh({"data": 4}, "processes")
+    events = [started(0, 2), Waited(0)]
+    alone = RankPlan(1, 1, {"data": 1}, events, {}, (), ())
+    assert estimate(Plan(mesh, (alone,), ("data",)), CLOCK).seconds == 2
+
+
+# -------------------------------------------------------------------- schedules
+
+WORK = {"F": "f", "I": "i", "W": "w"}
+
+
+def events_of(row, rank_of, costs):
+    """The events of a rank of a schedule with its transfers written out."""
+    events, due, size = [], defaultdict(list), int(costs.send)
+    for number, action in enumerate(row):
+        kind, key = action.kind, (action.stage, action.microbatch)
+        other = None if action.peer is None else rank_of[action.peer]
+        if kind in ("SF", "SB"):
+            events.append(sent(number, size, other))
+        elif kind in ("RF", "RB"):
+            events.append(Asked(number, size, other))
+            due[kind[1], key].append(number)
+        else:
+            events += [Waited(n) for n in due["F" if kind == "F" else "B", key]]
+            events.append(ran(costs.of(action), phase=kind))
+    return events
+
+
+@given(
+    made=st.sampled_from([gpipe, one_f_one_b, zb_h1]),
+    stages=st.integers(2, 5),
+    microbatches=st.integers(1, 8),
+    costs=st.builds(
+        Costs,
+        f=st.integers(1, 5),
+        i=st.integers(1, 5),
+        w=st.integers(1, 5),
+        send=st.integers(0, 1),
+    ),
+)
+def test_a_pipelines_bubble_is_that_of_its_schedule(made, stages, microbatches, costs):
+    schedule = made(stages, microbatches)
+    mesh = Mesh({"pipe": stages}, "abstract")
+    rows = [events_of(row, range(stages), costs) for row in with_transfers(schedule)]
+    found = estimate(planned(mesh, *rows, asked=("pipe",)), CLOCK)
+    assert found.bubble == bubble(with_transfers(schedule), costs)
+    assert found.exposed == 0 and found.bubble == found.seconds - found.compute
+
+
+# ------------------------------------------------------------------- properties
+
+
+@st.composite
+def plans(draw):
+    """Plans that cannot lock: all ranks do what one list says, and wait later."""
+    mesh = Mesh({"data": 2, "pipe": draw(st.integers(1, 3))}, "abstract")
+    stages = mesh.axes["pipe"]
+    programs = [[] for _ in range(stages)]
+    waits = [[] for _ in range(stages)]
+    seconds = st.integers(0, 9)
+    for number in range(draw(st.integers(1, 20))):
+        kind = draw(st.sampled_from(["run", "data", "pipe", "all", "message"]))
+        size, rank = draw(seconds), draw(st.integers(0, stages - 1))
+        if kind == "run":
+            programs[rank].append(ran(size, flops=size))
+        elif kind == "message" and stages > 1:
+            to = (rank + draw(st.integers(1, stages - 1))) % stages
+            programs[rank].append(sent(number, size, to))
+            programs[to].append(Asked(number, size, rank))
+            waits[rank].append(number)
+            waits[to].append(number)
+        elif kind != "message":
+            axis = {"data": ("data",), "pipe": ("pipe",), "all": ("data", "pipe")}[kind]
+            for r in [rank] if kind == "data" else range(stages):
+                ranks = mesh.members(axis, r)
+                programs[r].append(started(number, size, axis, ranks))
+                waits[r].append(number)
+        for r in range(stages):
+            while waits[r] and draw(st.booleans()):
+                at = draw(st.integers(0, len(waits[r]) - 1))
+                programs[r].append(Waited(waits[r].pop(at)))
+    return planned(mesh, *programs, asked=("pipe",))
+
+
+machines = st.sampled_from([0.0, 0.25, 1.0]).map(lambda o: replace(CLOCK, overlap=o))
+
+
+@given(plan=plans(), machine=machines)
+def test_a_step_is_no_shorter_than_any_of_its_streams(plan, machine):
+    found = estimate(plan, machine)
+    busy: Counter = Counter()
+    for span in found.spans:
+        busy[span.rank, span.stream] += span.end - span.start
+        assert 0 <= span.start <= span.end <= found.seconds
+    assert found.seconds >= max(busy.values(), default=0) - 1e-9
+    for rank in found.ranks:
+        total = rank.compute + rank.exposed + rank.bubble + rank.idle
+        assert total == pytest.approx(found.seconds)
+        assert min(rank.compute, rank.exposed, rank.bubble, rank.idle) >= 0
+        assert busy[rank.rank, "compute"] == pytest.approx(rank.compute)
+    total = found.compute + found.exposed + found.bubble
+    assert found.seconds == pytest.approx(total)
+
+
+@given(plan=plans(), machine=machines)
+def test_spans_of_a_stream_follow_each_other(plan, machine):
+    ends: dict = defaultdict(float)
+    for span in estimate(plan, machine).spans:
+        key = span.rank, span.stream
+        assert span.start >= ends[key]
+        ends[key] = span.end
+
+
+@given(plan=plans(), machine=machines, factor=st.sampled_from([1.5, 2.0, 100.0]))
+def test_a_faster_network_or_more_overlap_never_slows_a_step(plan, machine, factor):
+    before = estimate(plan, machine).seconds
+    links = (Level(ranks=0, bandwidth=factor, latency=0.0),)
+    assert estimate(plan, replace(machine, levels=links)).seconds <= before + 1e-9
+    assert estimate(plan, replace(machine, overlap=1.0)).seconds <= before + 1e-9
+
+
+@given(plan=plans(), machine=machines)
+def test_the_order_in_which_ranks_are_planned_does_not_matter(plan, machine):
+    turned = Plan(plan.mesh, plan.ranks[::-1], plan.asked)
+    there = sorted(estimate(turned, machine).ranks, key=lambda r: r.rank)
+    assert there == list(estimate(plan, machine).ranks)
+
+
+# -------------------------------------------------------------------- bad input
+
+
+def test_ranks_that_wait_for_each_other_are_named():
+    def program(other):
+        return [Asked(0, 1, other), Waited(0), sent(1, 1, other)]
+
+    with pytest.raises(Deadlock) as error:
+        both(program(1), program(0))
+    text = str(error.value)
+    assert "rank 0 waits, at event 1, for message 0 from rank 1 to rank 0" in text
+    assert "rank 1 has not sent it" in text and "rank 0 has not sent it" in text
+
+
+def test_a_message_that_nobody_asks_for_is_named():
+    with pytest.raises(Deadlock, match=r"from rank 0 to rank 1: rank 1 has not asked"):
+        both([sent(0, 1, 1)], [ran(1)])
+
+
+def test_a_collective_that_a_rank_never_comes_to_is_named():
+    first = [started(0, 1, ("pipe",), (0, 1), "psum"), Waited(0)]
+    with pytest.raises(Deadlock, match=r'psum 0 over "pipe": rank 1 has not issued it'):
+        both(first, [ran(1)])
+
+
+def test_ranks_that_meet_in_different_collectives_are_named():
+    def program(name):
+        return [started(0, 1, ("pipe",), (0, 1), name)]
+
+    with pytest.raises(CollectiveMismatch, match="a psum of rank 1 but a pmax of rank"):
+        both(program("pmax"), program("psum"))
+
+
+def test_a_message_of_a_rank_that_was_not_planned_is_refused():
+    alone = RankPlan(0, 1, {"pipe": 0}, [Asked(0, 1, 1)], {}, (), ())
+    with pytest.raises(ValueError, match="rank 1 of .* was not planned: plan the step"):
+        estimate(Plan(PIPE, (alone,), ("pipe",)), CLOCK)
+
+
+def test_a_wait_for_what_was_not_started_is_refused():
+    with pytest.raises(ValueError, match="rank 0 waits for number 3, which it has not"):
+        run(Waited(3))
+
+
+@pytest.mark.parametrize("tokens", [0, -1, float("nan")])
+def test_tokens_are_more_than_none(tokens):
+    with pytest.raises(ValueError, match="tokens of one step"):
+        run(ran(1), tokens=tokens)
+
+
+# ------------------------------------------------------------------------- cost
+
+
+def test_a_thousand_layers_on_a_thousand_ranks_are_quick(monkeypatch):
+    asked: Counter = Counter()
+
+    def count(name, of):
+        def counted(*args, **more):
+            asked[name] += 1
+            return of(*args, **more)
+
+        monkeypatch.setattr(cost_model, name, counted)
+
+    count("segment_seconds", cost_model.segment_seconds)
+    count("collective_seconds", cost_model.collective_seconds)
+    mesh = Mesh({"data": 1024}, "abstract")
+    body = Segment(tuple(op(1, flops=n) for n in range(50)), (), 0, sum(range(50)))
+    events = []
+    for layer in range(3000):
+        events += [started(layer, 8, ranks=tuple(range(1024))), Waited(layer)]
+        for key in range(15):
+            events += [Took(key, 1, "x", "u", "forward"), Gave(key)]
+        events.append(Replayed(body, "u", "forward"))
+    plan = planned(mesh, events)
+    begun = time.perf_counter()
+    found = estimate(plan, CLOCK)
+    assert time.perf_counter() - begun < 3  # about 0.2 s on a machine at rest
+    assert asked == {"segment_seconds": 1, "collective_seconds": 1}
+    assert found.exposed == 3000 * 8

@@ -1,0 +1,472 @@
+"""What ``plan`` says: closed forms, users' own functions, FLOPs, derived copies."""
+
+import sys
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch.utils.flop_counter import FlopCounterMode
+
+import fsfunc as ff
+from fsfunc import _torch, tree
+from tests.models import chain, layer, layers
+from tests.planning.comparing import facts, planned_and_run, same_bits, totals
+from tests.programs import python
+from tests.transforms import test_shard_ledger as closed
+
+pytestmark = pytest.mark.usefixtures("uncollected")
+
+MESH = ff.make_mesh({"data": 2}, "simulated")
+GRID = ff.make_mesh({"node": 2, "data": 2}, "simulated")
+
+# Closed forms
+
+
+def planned_sums(
+    loss, params, *, order=("shard",), axis="data", dtypes=None, **options
+):
+    """As the ledger's tests measure a step after a step: of a plan, abstractly."""
+    grid = "replicate" in options or isinstance(axis, tuple)
+    like = closed.GRID if grid else closed.MESH
+    mesh = ff.make_mesh(like.axes, "abstract")
+    frozen = {"base": torch.ones(3, 3)}
+    tokens = torch.zeros(mesh.size * closed.MICROBATCHES, dtype=torch.int64)
+    transforms = {
+        "remat": ff.remat,
+        "accumulate": lambda f: ff.accumulate(f, closed.MICROBATCHES),
+        "shard": lambda f: ff.shard(f, mesh, axis, **options),
+        "precision": lambda f: ff.precision(f, **(dtypes or {})),
+    }
+
+    def step(params, frozen, tokens):
+        loss_and_grads = ff.value_and_grad(loss)(params, frozen, tokens)
+        return tree.map(lambda p, g: p - g, params, loss_and_grads[1])
+
+    for name in order:
+        step = transforms[name](step)
+
+    def main():
+        mine = ff.local_batch(tokens, mesh, tuple(mesh.axes))
+        base = ff.place(lambda f: step(params, f, mine), frozen)
+        placed = ff.place(step, params, base, mine)
+        placed = step(placed, base, mine)
+        return ff.plan(step, placed, base, mine)
+
+    (found,) = ff.spmd(main, mesh)()
+    return [found.ranks[0].ledger], mesh
+
+
+@closed.cases("plain")
+def test_a_plan_sends_what_the_closed_form_says(monkeypatch, model, scheme):
+    monkeypatch.setattr(closed, "measure", planned_sums)
+    closed.test_a_step_sends_what_the_closed_form_says(model, scheme)
+
+
+@pytest.mark.parametrize("zero", [0, 1, 2, 3])
+@pytest.mark.parametrize("reduce", [None, torch.float32])
+def test_a_plan_of_a_step_in_bfloat16_sends_half(monkeypatch, zero, reduce):
+    monkeypatch.setattr(closed, "measure", planned_sums)
+    order = ("precision", "shard")
+    closed.test_precision_sends_the_smaller_dtype(zero, reduce, order)
+
+
+# The two forms, and whose a plan is
+
+
+mean = chain(layer)
+
+
+@pytest.mark.parametrize("zero", [0, 1, 2, 3])
+def test_the_form_that_makes_the_state_plans_the_first_step(zero):
+    """And on whatever mesh: the same as the other form says on real ranks."""
+    optimizer, batch = ff.sharded_adam(1e-3), torch.ones(4, 8)
+    step = ff.shard(optimizer(ff.value_and_grad(mean)), MESH, "data", zero=zero)
+
+    def main():
+        state = ff.init_state(step, layers(3, 8), optimizer, batch)
+        return plan_of(step, state, batch)
+
+    expected = ff.spmd(main, MESH)()
+    found = plan_of(step, lambda: layers(3, 8), optimizer, batch)
+    assert found.mesh.backend == "abstract" and found.mesh.axes == MESH.axes
+    assert facts(found.records()) == facts(expected[0].records())
+    assert found.peak_bytes == expected[0].peak_bytes
+    assert found.flops == expected[0].flops
+    assert [r.alike for r in found.ranks] == [2]
+    assert found[1] is found[0]
+    with pytest.raises(IndexError, match="rank 2"):
+        found[2]
+    late = plan_of(step, lambda: layers(3, 8), optimizer, lambda: batch)
+    assert facts(late.records()) == facts(found.records())
+    with pytest.raises(ValueError, match="has 2 ranks, but 8 are running"):
+        plan_of(step, lambda: layers(3, 8), optimizer, batch, mesh=like(MESH, data=8))
+
+
+def plan_of(*args, **how):
+    return ff.plan(*args, **how)
+
+
+def like(mesh, **axes):
+    return ff.make_mesh(mesh.axes | axes, "abstract")
+
+
+def test_one_device_needs_no_mesh():
+    found = ff.plan(ff.value_and_grad(mean), layers(2, 8), torch.ones(4, 8))
+    assert found.mesh.size == 1 and found.records() == []
+    assert found.flops == 2 * 4 * 8 * 8 * (2 + 4 - 1)  # none for the input's gradient
+
+
+def test_leaves_say_what_they_are():
+    optimizer, batch = ff.sharded_adam(1e-3), {"x": torch.ones(4, 8)}
+    step = optimizer(ff.value_and_grad(lambda p, b: mean(p, b["x"])))
+    step = ff.shard(step, MESH, "data")
+    found = plan_of(step, lambda: layers(2, 8), optimizer, batch).ranks[0]
+    leaves = {leaf.path: leaf for leaf in found.leaves}
+    w = leaves["params/1/w"]
+    assert (w.kind, w.shape, w.unit) == ("parameters", (8, 8), "layer")
+    pair = [leaves["params/1/b"], w]
+    assert sum(leaf.bytes for leaf in pair) == 4 * (8 * 8 + 8) // 2
+    assert leaves["opt_state/mu/1/w"].kind == "moments"
+    assert leaves["batch/x"].kind == "buffers" and leaves["batch/x"].bytes == 128
+    given = {"parameters": 288, "moments": 576, "buffers": 128}
+    first = found.memory[len({e.key for e in found.events if is_given(e)}) - 1][1]
+    kinds = dict(zip(found.peak, first, strict=True))
+    assert {k: v for k, v in kinds.items() if v} | {"buffers": 128} == given
+
+
+def is_given(event):
+    return type(event).__name__ == "Took" and event.op == ""
+
+
+# Everybody's functions
+
+
+def test_forward_only_functions_and_losses():
+    def main():
+        f = ff.shard(mean, MESH, "data")
+        x = torch.ones(4, 8)
+        params = ff.place(f, layers(3, 8), x)
+        with torch.no_grad():
+            both = planned_and_run(f, params, x)
+        both.check()
+        assert set(totals(both.plan.ranks[0])) == {("layer", "forward")}
+        return planned_and_run(f, params, x)
+
+    for both in ff.spmd(main, MESH)():
+        both.check()
+        assert both.plan.count("all_gather") == 3
+
+
+@ff.unit
+def mixing(p, x):
+    """Collectives inside a unit."""
+    x = ff.psum(x @ p["w"], "node")
+    return x + ff.ppermute(x, "node", [(0, 1), (1, 0)])
+
+
+def one_s_own(p, x):
+    """And outside of any, some of them by rank."""
+    x = mixing(p[0], x)
+    x = ff.all_gather(x, "data", dim=0).mean(0, keepdim=True)
+    if ff.axis_index("node") == 1:
+        x = layer(p[1], x)
+    x = ff.psum_scatter(x.expand(2, -1).contiguous(), "data")
+    return ff.pmean(x.square().sum(), ("node", "data"))
+
+
+@pytest.mark.parametrize(
+    "transform",
+    [
+        lambda f: f,
+        torch.func.grad,
+        lambda f: lambda p, x: torch.func.vjp(f, p, x)[1](torch.ones(())),
+        ff.value_and_grad,
+        lambda f: ff.remat(ff.value_and_grad(f)),
+    ],
+    ids=["plain", "grad", "vjp", "value_and_grad", "remat"],
+)
+def test_one_s_own_spmd_function(transform):
+    f = transform(one_s_own)
+    params, x = layers(2, 8), torch.ones(4, 8)
+
+    def main():
+        both = planned_and_run(f, params, x)
+        both.check(memory=0.02, slack=1000)
+        return both.plan
+
+    real = ff.spmd(main, GRID)()
+    mesh = ff.make_mesh(GRID.axes, "abstract")
+    found = plan_of(f, params, x, mesh=mesh)
+    assert [r.rank for r in found.ranks] == [0, 2] and found.asked == ("node",)
+    assert [r.alike for r in found.ranks] == [2, 2]
+    for rank in range(4):
+        mine = [fact[:6] for fact in facts(found.records(rank))]
+        assert mine == [fact[:6] for fact in facts(real[rank].records())]
+        assert found[rank].flops() == real[rank].flops
+    assert found[0].flops() < found[3].flops()
+
+
+# FLOPs
+
+
+@ff.unit
+def convolved(p, x):
+    x = F.conv2d(x, p["kernel"], padding=1)
+    x = torch.einsum("bchw,cd->bdhw", x, p["mix"])
+    x = torch.baddbmm(x.flatten(0, 1), x.flatten(0, 1), x.flatten(0, 1))
+    return torch.addmm(p["bias"], x.mean(0), p["out"])
+
+
+def test_flops_are_those_that_torch_counts():
+    p = {
+        "kernel": torch.ones(4, 3, 3, 3),
+        "mix": torch.ones(4, 5),
+        "bias": torch.ones(7),
+        "out": torch.ones(6, 7),
+    }
+    step = ff.value_and_grad(lambda p, x: convolved(p, x).mean())
+    x = torch.ones(2, 3, 6, 6)
+    found = [ff.plan(step, p, x, repeat=repeat) for repeat in (True, False)]
+    with FlopCounterMode(display=False) as counter:
+        step(p, x)
+    assert [f.flops for f in found] == [counter.get_total_flops()] * 2
+    assert totals(found[0].ranks[0]) == totals(found[1].ranks[0])
+    phases = {phase for _, phase in totals(found[0].ranks[0])}
+    assert phases == {"forward", "backward"}
+
+
+def attended(p, x):
+    q, k, v = (x @ p).unflatten(-1, (3, 2, -1)).permute(2, 0, 3, 1, 4)
+    return F.scaled_dot_product_attention(q, k, v, is_causal=True)
+
+
+@pytest.mark.parametrize("remat", [False, True])
+def test_attention_on_the_cpu_counts_as_it_does_on_a_gpu(remat):
+    """2 matmuls forward, 5 backward; torch counts nothing of it on the CPU."""
+    unit = ff.unit(attended)
+    step = ff.value_and_grad(lambda p, x: unit(p, x).mean())
+    step = ff.remat(step) if remat else step
+    p, x = torch.ones(8, 24), torch.ones(2, 5, 8)
+    found = ff.plan(step, p, x).ranks[0]
+    with FlopCounterMode(display=False) as counter:
+        step(p, x)
+    product = 2 * (2 * 2) * 5 * 5 * 4  # batch * heads, queries, keys, head dim
+    times = 2 + 5 + 2 * remat
+    assert found.flops() == counter.get_total_flops() + times * product
+    ops = [ran.op for ran in found.ops() if "attention" in ran.op.name]
+    assert [op.causal for op in ops] == [True] * (2 + remat)
+    assert {op.dims for op in ops} == {(4, 5, 5, 4)}
+
+
+def test_flops_by_unit_and_phase():
+    params, x = layers(3, 8), torch.ones(4, 8)
+    found = ff.plan(ff.remat(ff.value_and_grad(mean)), params, x).ranks[0]
+    product = 2 * 4 * 8 * 8
+    assert totals(found) == {
+        ("layer", "forward"): 3 * product,
+        ("layer", "recompute"): 3 * product,
+        ("layer", "backward"): 5 * product,  # none for the input's gradient
+    }
+    assert found.flops("layer") == found.flops() == 11 * product
+    assert found.flops(phase="recompute") == 3 * product
+    assert found.work["layer", "forward"].calls == 3
+
+
+# Copies that units compute of their parameters
+
+cast = ff.unit(lambda p, x: (x @ p.to(torch.bfloat16).float()).relu())
+normed = ff.unit(lambda p, x: x @ F.normalize(p, dim=-1))
+outside = ff.unit(lambda p, x: (x @ (p * 2), p.to(torch.bfloat16))[0])
+moved = ff.unit(lambda p, x: x @ p.t())
+
+
+@pytest.mark.parametrize("repeat", [True, False])
+@pytest.mark.parametrize("zero", [None, 0, 3])
+def test_units_that_keep_copies_of_their_weights_are_told(repeat, zero):
+    units = {"moved": moved, "cast": cast, "normed": normed, "outside": outside}
+    for name, unit in units.items():
+        unit.__name__ = name
+
+    def loss(params, x):
+        for name, p in params.items():
+            x = units[name](p, x)
+        return x.sum()
+
+    step = ff.value_and_grad(loss)
+    if zero is not None:
+        step = ff.shard(step, MESH, "data", zero=zero)
+    params = {name: torch.ones(8, 8) for name in units}
+
+    def main():
+        x = torch.ones(2, 8)
+        placed = ff.place(step, params, x)
+        return ff.plan(step, placed, x, repeat=repeat).derived
+
+    found = ff.spmd(main, MESH)()[0]
+    assert set(found) == {"cast", "normed", "outside"}
+    assert found["outside"] == 256  # p * 2; the copy that is dropped is not kept
+    assert found["cast"] == 256  # the float product's factor, made from bfloat16
+
+
+def test_what_precision_casts_is_not_the_unit_s_doing():
+    step = ff.precision(ff.value_and_grad(mean), torch.bfloat16)
+    for repeat in True, False:
+        found = ff.plan(step, layers(2, 8), torch.ones(2, 8), repeat=repeat)
+        assert found.derived == {}
+        assert found.flops > 0
+
+
+def test_under_remat_nothing_is_kept():
+    step = ff.remat(ff.value_and_grad(lambda p, x: cast(p, cast(p, x)).sum()))
+    for repeat in True, False:
+        found = ff.plan(step, torch.ones(8, 8), torch.ones(2, 8), repeat=repeat)
+        assert found.derived == {}
+
+
+# A plan leaves everything as it was
+
+
+@pytest.mark.parametrize("ranks", [None, 2])
+def test_random_numbers_and_modes_stay_as_they_were(ranks):
+    drop = ff.unit(lambda p, x: F.dropout(x @ p, 0.5))
+    step = ff.value_and_grad(lambda p, x: drop(p, x).sum() + torch.rand(()))
+    p, x = torch.ones(3, 3), torch.ones(2, 3)
+
+    def main():
+        for mode in torch.enable_grad, torch.no_grad:
+            with mode():
+                before, on = torch.random.get_rng_state(), torch.is_grad_enabled()
+                ff.plan(step, p, x)
+                assert torch.is_grad_enabled() == on and not _torch.fake_active()
+                assert torch.equal(torch.random.get_rng_state(), before)
+                assert not p.requires_grad and p.grad is None
+        torch.manual_seed(3)
+        expected = step(p, x)
+        torch.manual_seed(3)
+        ff.plan(step, p, x)
+        same_bits(tree.leaves(step(p, x)), tree.leaves(expected))
+
+    if ranks is None:
+        main()
+    else:
+        ff.spmd(main, ff.make_mesh({"data": ranks}, "simulated"))()
+
+
+def test_a_ledger_around_a_plan_sees_nothing():
+    def main():
+        f = ff.shard(mean, MESH, "data")
+        params = ff.place(f, layers(2, 8), torch.ones(2, 8))
+        with ff.ledger() as log:
+            found = ff.plan(f, params, torch.ones(2, 8))
+        return log.records, found.count()
+
+    assert ff.spmd(main, MESH)() == [([], 2)] * 2
+
+
+@pytest.mark.parametrize("made", [False, True], ids=["given", "made"])
+def test_a_donated_step_does_not_spend_the_state(made):
+    optimizer, x = ff.sharded_adam(1e-3), torch.ones(2, 8)
+    step = ff.donate(ff.shard(optimizer(ff.value_and_grad(mean)), MESH, "data"))
+    if made:
+        found = [plan_of(step, lambda: layers(2, 8), optimizer, x) for _ in range(2)]
+        assert facts(found[0].records()) == facts(found[1].records())
+        return
+
+    def main():
+        state = ff.init_state(step, layers(2, 8), optimizer, x)
+        ff.plan(step, state, x)
+        ff.plan(step, state, x)
+        after, _ = step(state, x)
+        with pytest.raises(RuntimeError, match="was donated to a step"):
+            ff.plan(step, state, x)
+        return ff.plan(step, after, x).count()
+
+    mesh = ff.make_mesh(MESH.axes, "abstract")
+    assert ff.spmd(main, MESH)() == [5, 5]
+    step = ff.donate(ff.shard(optimizer(ff.value_and_grad(mean)), mesh, "data"))
+    assert ff.spmd(main, mesh)() == [5]
+
+
+def test_captured_leaves_stay_real():
+    step = ff.shard(
+        ff.value_and_grad(lambda p, base, x: mean([p, base], x)), MESH, "data"
+    )
+    first, second = layers(2, 8)
+
+    def main():
+        x = torch.ones(2, 8)
+        base = ff.place(lambda base: step(first, base, x), second)
+        p = ff.place(lambda p: step(p, base, x), first)
+        ff.plan(lambda p, x: step(p, base, x), p, x)
+        return {type(leaf.local) for leaf in tree.leaves(base, is_leaf=ff.is_sharded)}
+
+    assert ff.spmd(main, MESH)() == [{torch.Tensor}] * 2
+
+
+def test_a_plan_after_an_error_is_as_good():
+    def main():
+        f = ff.shard(mean, MESH, "data")
+        x = torch.ones(2, 8)
+        params = ff.place(f, layers(2, 8), x)
+        with pytest.raises(RuntimeError):
+            ff.plan(f, params, torch.ones(2, 7))
+        assert not _torch.fake_active()
+        both = planned_and_run(f, params, x)
+        both.check()
+
+    ff.spmd(main, MESH)()
+
+
+# Scale
+
+PROGRAM = """
+import resource, time, torch, fsfunc as ff
+layer = ff.unit(lambda p, x: x + torch.relu(x @ p["up"]) @ p["down"])
+def loss(params, x):
+    for p in params:
+        x = layer(p, x)
+    return x.square().mean()
+optimizer = ff.sharded_adam(1e-3)
+mesh = ff.make_mesh({"data": 1024}, "abstract")
+step = ff.shard(ff.remat(optimizer(ff.value_and_grad(loss))), mesh, "data")
+empty = torch.empty
+make = lambda: [
+    {"up": empty(4096, 16384), "down": empty(16384, 4096)} for _ in range(1000)
+]
+start = time.process_time()
+found = ff.plan(step, make, optimizer, lambda: empty(8192, 4096))
+seconds = time.process_time() - start
+memory = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss // 1024
+print(seconds, memory, found.count("all_gather"), found.count("psum_scatter"))
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(sys.platform != "linux", reason="memory is counted in KiB")
+def test_a_thousand_layers_on_a_thousand_ranks():
+    """10 s of one core, of which a busy machine is given twice, and 2 GiB."""
+    run = python("-c", PROGRAM)
+    assert run.returncode == 0, run.stderr
+    seconds, memory, gathers, reductions = map(float, run.stdout.split())
+    assert (gathers, reductions) == (1999, 1000)
+    assert seconds < 20 and memory < 2048, (seconds, memory)
+
+
+def test_experts_count_for_the_rows_that_are_theirs():
+    """Each row is multiplied once, forward; and twice for its gradients."""
+    rows, groups, width, out = 6, 3, 8, 16
+    ends = torch.tensor([2, 5, 6], dtype=torch.int32)
+    experts = ff.unit(lambda w, x: torch.nn.functional.grouped_mm(x, w, offs=ends))
+    mesh = ff.make_mesh({"data": 2}, "abstract")
+    optimizer = ff.sgd(0.1)
+    layer = ff.unit(lambda w, x: x @ w)
+    params = [torch.zeros(width, width), torch.zeros(groups, width, out)]
+
+    def loss(params, x):
+        return experts(params[1], layer(params[0], x)).sum()
+
+    step = ff.shard(optimizer(ff.value_and_grad(loss)), mesh, "data")
+    x = torch.zeros(rows, width)
+    plan = ff.plan(step, lambda: params, optimizer, x, mesh=mesh)
+    first = 2 * 2 * rows * width * width  # of the data no gradient is asked
+    assert plan.flops == first + 3 * 2 * rows * width * out

@@ -1,0 +1,262 @@
+"""Planned memory is what a real run holds, byte for byte, and says what it is for."""
+
+import functools
+
+import pytest
+import torch
+
+import fsfunc as ff
+from fsfunc.runtime.memory_kinds import KINDS
+from tests.planning.comparing import facts, planned_and_run
+
+pytestmark = pytest.mark.usefixtures("uncollected")
+
+S = ff.schedules
+DIM, SEQ, BATCH, VOCAB, LAYERS = 32, 16, 8, 64, 3
+
+
+@ff.unit
+def embed(p, tokens):
+    return p["token"][tokens]
+
+
+@ff.unit
+def block(p, x):
+    heads = (x @ p["qkv"]).unflatten(-1, (3, 4, -1)).permute(2, 0, 3, 1, 4)
+    mixed = torch.nn.functional.scaled_dot_product_attention(*heads, is_causal=True)
+    x = x + mixed.transpose(1, 2).flatten(2) @ p["proj"]
+    return x + torch.nn.functional.gelu(x @ p["up"]) @ p["down"]
+
+
+@ff.unit
+def head(p, x, targets):
+    logits = (x @ p["vocab"]).flatten(0, 1)
+    return torch.nn.functional.cross_entropy(logits, targets.flatten())
+
+
+def loss_fn(params, batch):
+    x = embed(params["embed"], batch["tokens"])
+    for p in params["blocks"]:
+        x = block(p, x)
+    return head(params["head"], x, batch["targets"])
+
+
+def init():
+    draw = torch.Generator().manual_seed(0)
+    rand = lambda *s: torch.randn(s, generator=draw) * 0.02  # noqa: E731
+    shapes = {"qkv": 3 * DIM, "proj": DIM, "up": 4 * DIM}
+    blocks = [
+        {name: rand(DIM, n) for name, n in shapes.items()}
+        | {"down": rand(4 * DIM, DIM)}
+        for _ in range(LAYERS)
+    ]
+    return {
+        "embed": {"token": rand(VOCAB, DIM)},
+        "blocks": blocks,
+        "head": {"vocab": rand(DIM, VOCAB)},
+    }
+
+
+def batch_of():
+    rows = torch.zeros(BATCH, SEQ, dtype=torch.long)
+    return {"tokens": rows, "targets": rows.clone()}
+
+
+def runs(mesh, transform):
+    """Two steps, each planned and run, on every rank."""
+    optimizer = ff.sharded_adam(1e-3)
+
+    def train(state, batch):
+        loss, grads = ff.value_and_grad(loss_fn)(state.params, batch)
+        return state.apply_gradients(grads, optimizer), loss
+
+    def main():
+        step, batch, found = transform(train), batch_of(), []
+        state = ff.init_state(step, init, optimizer, batch)
+        for _ in range(2):
+            found.append(planned_and_run(step, state, batch))
+            state, _ = found[-1].out
+            found[-1].out = None
+        return found
+
+    return ff.spmd(main, mesh)()
+
+
+LINE = ff.make_mesh({"data": 2}, "simulated")
+GRID = ff.make_mesh({"node": 2, "data": 2}, "simulated")
+
+
+@pytest.mark.parametrize("donated", [False, True], ids=["", "donated"])
+@pytest.mark.parametrize("remat", [False, True], ids=["", "remat"])
+@pytest.mark.parametrize("zero", [0, 1, 2, 3])
+def test_the_planned_peak_is_the_measured_one(zero, remat, donated):
+    def transform(f):
+        f = ff.remat(f) if remat else f
+        f = ff.shard(f, LINE, "data", zero=zero)
+        return ff.donate(f) if donated else f
+
+    for found in runs(LINE, transform):
+        for both in found:
+            both.check()
+
+
+OTHERS = {
+    "accumulate(shard)": lambda f: ff.accumulate(ff.shard(f, LINE, "data"), 2),
+    "shard(accumulate)": lambda f: ff.shard(ff.accumulate(f, 4), LINE, "data", zero=2),
+    "remat(shard)": lambda f: ff.remat(ff.shard(f, LINE, "data")),
+    "kept": lambda f: ff.shard(f, LINE, "data", reshard_after_forward=False),
+    "merged": lambda f: ff.shard(f, LINE, "data", min_bytes=10**6),
+    "bf16": lambda f: ff.shard(ff.precision(f, torch.bfloat16), LINE, "data"),
+    "bf16, zero=1, donated": lambda f: ff.donate(
+        ff.shard(ff.precision(f, torch.bfloat16), LINE, "data", zero=1)
+    ),
+    "HSDP": lambda f: ff.shard(f, GRID, "data", replicate="node"),
+    "two axes": lambda f: ff.shard(f, GRID, ("node", "data"), zero=1),
+    "one device": lambda f: f,
+}
+
+
+@pytest.mark.parametrize("name", OTHERS)
+def test_under_other_transforms(name):
+    mesh = GRID if name in ("HSDP", "two axes") else LINE
+    for found in runs(mesh, OTHERS[name]):
+        for both in found:
+            both.check(memory=0.02)
+
+
+PIPES = {
+    "gpipe": S.gpipe,
+    "1f1b": S.one_f_one_b,
+    "interleaved": S.interleaved_1f1b,
+    "zb_h1": S.zb_h1,
+    "zb_v": S.zb_v,
+}
+
+
+@pytest.mark.parametrize(
+    "name, zero", [*((name, None) for name in PIPES), ("1f1b", 3), ("zb_v", 1)]
+)
+def test_pipelines(name, zero):
+    """When a message leaves is the other rank's to say: one more may be in flight."""
+    axes = {"pipe": 2} if zero is None else {"data": 2, "pipe": 2}
+    mesh = ff.make_mesh(axes, "simulated")
+
+    def transform(f):
+        f = ff.pipeline(f, mesh, "pipe", n_microbatches=4, schedule=PIPES[name])
+        return f if zero is None else ff.shard(f, mesh, "data", zero=zero)
+
+    message = BATCH // 4 * SEQ * DIM * 4
+    for found in runs(mesh, transform):
+        for both in found[1:]:
+            mine, plain = both.plan.ranks[0], both.plain.ranks[0]
+            assert facts(mine.records) == facts(plain.records) == facts(both.sent)
+            assert mine.flops() == plain.flops()
+            room = max(2 * message, 0.02 * both.peak)
+            assert abs(plain.peak_bytes - both.peak) <= room
+            assert abs(mine.peak_bytes - both.peak) <= room
+
+
+def test_each_rank_of_a_pipeline_is_planned():
+    mesh = ff.make_mesh({"data": 4, "pipe": 2}, "abstract")
+    optimizer = ff.sharded_adam(1e-3)
+    step = ff.pipeline(
+        optimizer(ff.value_and_grad(loss_fn)), mesh, "pipe", n_microbatches=4,
+        schedule=S.one_f_one_b,
+    )  # fmt: skip
+    step = ff.shard(step, mesh, "data", zero=3)
+    found = ff.plan(step, init, optimizer, batch_of())
+    assert [(r.rank, r.alike) for r in found.ranks] == [(0, 4), (1, 4)]
+    assert found[0] is found[6] and found[1] is found[7]
+    assert found[0] is not found[1]
+    assert found.peak_bytes == max(r.peak_bytes for r in found.ranks)
+    units = [{unit for unit, _ in r.work} for r in found.ranks]
+    assert "embed" in units[0] - units[1] and "head" in units[1] - units[0]
+
+
+# What it is for
+
+
+def planned(transform):
+    optimizer = ff.sharded_adam(1e-3)
+    step = transform(optimizer(ff.value_and_grad(loss_fn)))
+    return ff.plan(step, init, optimizer, batch_of()).ranks[0]
+
+
+@pytest.mark.parametrize("zero", [0, 1, 2, 3])
+def test_kinds_at_the_end(zero):
+    """ZeRO's accounting: parameters and moments, whole or cut in parts."""
+    transform = functools.partial(ff.shard, mesh=LINE, axis="data", zero=zero)
+    found = planned(lambda f: ff.donate(transform(f)))
+    count = sum(x.numel() for x in torch.utils._pytree.tree_leaves(init()))
+    whole = 4 * count
+    last = dict(zip(KINDS, found.memory[-1][1], strict=True))
+    moments = 2 * whole // (1 if zero == 0 else 2)
+    assert last["moments"] == moments
+    expected = whole // 2 if zero == 3 else whole
+    assert last["parameters"] == expected
+    assert last["gradients"] == last["gathered"] == 0
+
+
+BLOCK = 4 * DIM * DIM * (3 + 1 + 4 + 4)  # bytes of a block's parameters
+
+
+@pytest.mark.parametrize("zero, share", [(0, 1), (2, 2), (3, 2)])
+def test_gradients_are_what_is_reduced_and_one_unit_s(zero, share):
+    """A unit's gradients, the buffer that they are sent in, and what comes of it."""
+    found = planned(lambda f: ff.shard(f, LINE, "data", zero=zero))
+    at = KINDS.index("gradients")
+    whole = 4 * sum(x.numel() for x in torch.utils._pytree.tree_leaves(init()))
+    top = max(held[at] for _, held in found.memory)
+    assert whole // share <= top <= whole // share + 2 * BLOCK
+
+
+def test_gathered_memory_is_two_units_at_most():
+    found = planned(lambda f: ff.shard(f, LINE, "data", zero=3))
+    at = KINDS.index("gathered")
+    top = max(held[at] for _, held in found.memory)
+    assert BLOCK <= top <= 2 * BLOCK
+
+
+@pytest.mark.parametrize("repeat", [True, False])
+def test_what_is_alive_adds_up(repeat):
+    optimizer = ff.sharded_adam(1e-3)
+    step = ff.shard(optimizer(ff.value_and_grad(loss_fn)), LINE, "data")
+    found = ff.plan(step, init, optimizer, batch_of(), repeat=repeat).ranks[0]
+    for number, held in found.memory[:: max(1, len(found.memory) // 20)]:
+        by_kind = dict.fromkeys(KINDS, 0)
+        for alive in found.alive(number):
+            by_kind[alive.kind] += alive.bytes
+        assert tuple(by_kind.values()) == held
+    assert sum(found.peak.values()) == found.peak_bytes
+    assert found.peak_bytes == max(sum(held) for _, held in found.memory)
+    rows = found.alive()
+    assert sum(a.bytes for a in rows) == found.peak_bytes
+    assert [a.bytes for a in rows] == sorted((a.bytes for a in rows), reverse=True)
+
+
+def test_nothing_is_given_back_twice_or_never_taken():
+    found = planned(lambda f: ff.shard(f, LINE, "data"))
+    taken = set()
+    for event in found.events:
+        if type(event).__name__ == "Took":
+            assert event.key not in taken and event.bytes >= 0
+            taken.add(event.key)
+        elif type(event).__name__ == "Gave":
+            taken.remove(event.key)
+
+
+@pytest.mark.parametrize("cut", ["rows", "columns"])
+def test_a_batch_that_is_a_part_of_something_larger(cut):
+    """A view holds all that lies under it, once."""
+    whole = torch.zeros(2 * BATCH, SEQ + 1, dtype=torch.long)
+
+    def main():
+        optimizer = ff.sharded_adam(1e-3)
+        step = ff.shard(optimizer(ff.value_and_grad(loss_fn)), LINE, "data")
+        rows = ff.local_batch(whole, LINE, "data") if cut == "rows" else whole
+        batch = {"tokens": rows[:, :-1], "targets": rows[:, 1:]}
+        state = ff.init_state(step, init, optimizer, batch)
+        return planned_and_run(step, state, batch)
+
+    for both in ff.spmd(main, LINE)():
+        both.check()

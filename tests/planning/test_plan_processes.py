@@ -1,0 +1,31 @@
+"""Over real processes: a plan is the ledger, and the plan of simulated ranks."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+import fsfunc as ff
+from tests.planning.process_plans import run, schemes
+
+pytestmark = pytest.mark.processes
+COTANGENT = 4 * 5 * 4  # bytes: a replayed backward holds it to its end
+PROGRAM = Path(__file__).with_name("process_plans.py")
+
+
+def test_plans_on_processes_are_those_of_simulated_ranks(torchrun):
+    mesh = ff.make_mesh({"data": 2}, "simulated")
+    lines = torchrun(PROGRAM, mesh.size).splitlines()
+    found = {(name, rank): steps for name, rank, steps in map(json.loads, lines)}
+    assert len(found) == len(schemes()) * mesh.size
+    for name, options in schemes().items():
+        simulated = ff.spmd(lambda options=options: run(mesh, **options), mesh)()
+        for rank, expected in enumerate(json.loads(json.dumps(simulated))):
+            for step, one in zip(found[name, rank], expected, strict=True):
+                assert step[0] and one[0], (name, "a plan is not what was sent")
+                assert step[1:3] == one[1:3], (name, "of processes and simulated ranks")
+                assert step[4] == one[4], (name, "planning changed what was computed")
+                planned, plain, peak = step[3]
+                assert [planned, plain] == one[3][:2], name
+                assert abs(plain - peak) <= 0.02 * peak, (name, step[3])
+                assert abs(planned - plain) <= max(0.01 * peak, COTANGENT), name

@@ -1,0 +1,169 @@
+"""A stack's data, its code and what it builds are one thing."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import fsfunc as ff
+from fsfunc.planning.stacks import Stack
+
+WIDTH, ROWS = 4, 8
+
+
+@ff.unit
+def layer(p, x):
+    return torch.tanh(ff.checkpoint_name(x @ p, "product"))
+
+
+def loss_fn(params, x):
+    for p in params:
+        x = layer(p, x)
+    return x.square().mean()
+
+
+OPTIMIZER = ff.sharded_adam(1e-2)
+train_step = OPTIMIZER(ff.value_and_grad(loss_fn))
+
+
+def init():
+    return [torch.zeros(WIDTH, WIDTH) for _ in range(4)]
+
+
+@st.composite
+def stacks(draw):
+    zero = st.integers(0, 3)
+    axes, keywords = draw(
+        st.sampled_from(
+            [
+                ({}, {}),
+                ({"data": 2}, {"zero": zero}),
+                ({"node": 2, "data": 2}, {"zero": zero}),
+                ({"pipe": 2}, {}),
+                ({"data": 2, "pipe": 2}, {"zero": zero}),
+                ({"pipe": 2, "data": 2}, {"zero": zero}),
+            ]
+        )
+    )
+    keywords = {name: draw(value) for name, value in keywords.items()}
+    if "pipe" in axes:
+        names = ["gpipe", "one_f_one_b", "interleaved_1f1b", "zb_h1", "zb_v"]
+        keywords["schedule"] = draw(st.sampled_from(names))
+        keywords["microbatches"] = draw(st.sampled_from([1, 2]))
+    return Stack(
+        tuple(axes.items()),
+        remat=draw(st.sampled_from([None, "always", "except_last"])),
+        accumulate=draw(st.sampled_from([1, 2])),
+        compute=draw(st.sampled_from([None, torch.bfloat16])),
+        reduce=draw(st.sampled_from([None, torch.float32])),
+        donate=draw(st.booleans()),
+        **keywords,
+    )
+
+
+def executed(code):
+    """The mesh and the step that code makes."""
+    make_mesh = lambda axes: ff.make_mesh(axes, "abstract")  # noqa: E731
+    abstract = SimpleNamespace(**{**vars(ff), "make_mesh": make_mesh})
+    names = {"ff": abstract, "torch": torch, "train_step": train_step}
+    exec(code, names)
+    return names["mesh"], names["step"]
+
+
+def seen(step, mesh, parts):
+    found = ff.plan(step, init, OPTIMIZER, torch.zeros(ROWS // parts, WIDTH), mesh=mesh)
+    return [
+        (r.rank, r.alike, [(e.op, e.axis, e.bytes, e.dtype) for e in r.records])
+        + (r.peak_bytes, r.work)
+        for r in found.ranks
+    ]
+
+
+@settings(max_examples=12)
+@given(stacks())
+def test_code_and_build_are_one_step(stack):
+    mesh, written = executed(stack.code)
+    built = stack.apply(train_step, mesh)
+    assert mesh.axes == dict(stack.axes)
+    kinds = [type(h) for h in getattr(written, "interpretations", ())]
+    assert kinds == [type(h) for h in getattr(built, "interpretations", ())]
+    assert seen(written, mesh, stack.parts) == seen(built, mesh, stack.parts)
+
+
+@pytest.mark.parametrize("policy", [ff.SaveOnly("a", 'b"'), ff.SaveAllBut()])
+def test_a_policy_is_written_as_it_is(policy):
+    _, written = executed(Stack((("data", 2),), zero=3, remat=policy).code)
+    assert written.__wrapped__.__wrapped__.interpretations[0].policy == policy
+
+
+def test_every_field_changes_the_code():
+    plain = Stack((("data", 2), ("pipe", 2)), zero=1, schedule="gpipe", microbatches=2)
+    others = {
+        "axes": (("pipe", 2), ("data", 2)),
+        "zero": 2,
+        "remat": "always",
+        "accumulate": 2,
+        "schedule": "zb_h1",
+        "microbatches": 4,
+        "compute": torch.bfloat16,
+        "donate": False,
+    }
+    codes = {plain.code}
+    for name, value in others.items():
+        codes.add(Stack(**{**vars(plain), name: value}).code)
+    assert len(codes) == 1 + len(others)
+
+
+def test_the_order_is_that_of_the_example():
+    stack = Stack(
+        (("node", 2), ("data", 4), ("pipe", 2)),
+        zero=2,
+        remat=ff.SaveOnly("b", "a"),
+        accumulate=4,
+        schedule="zb_v",
+        microbatches=8,
+        compute=torch.bfloat16,
+        reduce=torch.float32,
+    )
+    assert stack.code.splitlines() == [
+        'mesh = ff.make_mesh({"node": 2, "data": 4, "pipe": 2})',
+        'step = ff.remat(train_step, ff.SaveOnly("a", "b"))',
+        'step = ff.pipeline(step, mesh, "pipe", n_microbatches=8, '
+        "schedule=ff.schedules.zb_v)",
+        "step = ff.accumulate(step, 4)",
+        "step = ff.precision(step, compute=torch.bfloat16, reduce=torch.float32)",
+        'step = ff.shard(step, mesh, "data", zero=2, replicate="node")',
+        "step = ff.donate(step)",
+        '# a rank\'s batch: ff.local_batch(batch, mesh, ("node", "data"))',
+    ]
+    assert stack.ranks == 16 and stack.parts == 8
+
+
+def test_long_calls_are_broken():
+    stack = Stack((("pipe", 2),), schedule="interleaved_1f1b", microbatches=16)
+    assert max(map(len, stack.code.splitlines())) <= 88
+    assert "interleaved_1f1b" in stack.code
+
+
+def test_a_mesh_of_other_axes_is_refused():
+    with pytest.raises(ValueError, match="for the axes {'data': 2}, not"):
+        mesh = ff.make_mesh({"data": 4}, "abstract")
+        Stack((("data", 2),), zero=1).apply(train_step, mesh)
+
+
+def test_one_line():
+    stack = Stack(
+        (("data", 2), ("pipe", 2)),
+        zero=1,
+        remat="always",
+        schedule="zb_v",
+        microbatches=4,
+        donate=False,
+    )
+    pipelined = "pipeline(remat, n_microbatches=4, schedule=zb_v)"
+    assert str(stack) == f"data=2, pipe=2: shard({pipelined}, zero=1)"
+    assert str(Stack((("data", 1),), donate=False)) == "data=1: no transform"

@@ -1,0 +1,223 @@
+"""Memory that a donated step writes into, and the marks on what it has taken."""
+
+import copy
+
+import pytest
+import torch
+
+import fsfunc as ff
+from fsfunc import tree
+from fsfunc.sharded.donated import Donation, spend, unspend, why_spent
+
+MESH = ff.make_mesh({"data": 2}, "simulated")
+X = torch.arange(8.0).view(2, 4) / 8
+layer = ff.unit(lambda w, x: torch.tanh(x @ w))
+
+
+def loss(params, x):
+    for w in params:
+        x = layer(w, x)
+    return x.float().square().mean()
+
+
+def fresh():
+    draw = torch.Generator().manual_seed(0)
+    return [torch.randn(4, 4, generator=draw) for _ in range(2)]
+
+
+def step_of(optimizer):
+    return optimizer(ff.value_and_grad(loss))
+
+
+USES = {
+    "arithmetic": lambda x: x + 1,
+    "shape": lambda x: x.shape,
+    "item": lambda x: x[0].item(),
+    "numpy": lambda x: x.numpy(),
+    "view": lambda x: x.view(3),
+    "a list of it": lambda x: torch.stack([torch.ones(3), x]),
+    "written into": lambda x: torch.ones(3).copy_(x),
+    "grad": lambda x: torch.func.grad(torch.sum)(x),
+    "vmap": lambda x: torch.func.vmap(torch.sin)(x),
+    "copied": copy.deepcopy,
+    "inner": lambda x: x.data_ptr(),
+}
+
+
+@pytest.mark.parametrize("use", USES)
+@pytest.mark.parametrize(
+    "make", [torch.ones, lambda n: torch.nn.Parameter(torch.ones(n))]
+)
+def test_a_spent_tensor_raises_and_can_be_given_back(make, use):
+    x, kind = make(3), type(make(3))
+    other = x.detach()
+    spend(x, "it went")
+    with pytest.raises(RuntimeError, match=r"f32\[3\]: it went"):
+        USES[use](x)
+    assert repr(x) == f"a spent {kind.__name__}: it went" and isinstance(x, kind)
+    assert other.tolist() == [1, 1, 1] and why_spent(x) == "it went"
+    spend(x, "and again")
+    with pytest.raises(RuntimeError, match="and again"):
+        x + 1
+    unspend(x)
+    assert type(x) is kind and torch.equal(x, other) and not why_spent(x)
+    unspend(x)
+
+
+def holders():
+    x = torch.ones(4)
+    yield "nobody", x, None, True
+    yield "a view", x, x[1:2], False
+    yield "a detached tensor", x, x.detach(), False
+    yield "its data", x, x.data, False
+    yield "an array", x, x.numpy(), False
+    w = x.clone()
+    over = w.detach().requires_grad_()
+    yield "a graph's leaf", w, (over * 2).sum(), False
+
+
+@pytest.mark.parametrize("who", [who for who, *_ in holders()])
+def test_memory_is_written_where_nobody_else_holds_it(who):
+    for name, x, held, alone in holders():
+        if name == who:
+            assert Donation([x]).may_write([x]) == [alone]
+            assert Donation([x, x]).may_write([x]) == [alone]
+            assert Donation([]).may_write([x]) == [False]
+            del held
+            return
+
+
+def test_what_the_caller_keeps_of_the_state_stays():
+    """A view of it, a module's parameters: the first step then works in memory new."""
+    module = torch.nn.Linear(3, 3, bias=False)
+    optimizer = ff.sgd(0.5)
+    step = ff.donate(optimizer(ff.value_and_grad(lambda w: (w**2).sum())))
+    w = module.weight.detach()
+    before, state = w.clone(), ff.TrainState(w, optimizer.init(w))
+    state, _ = step(state)
+    assert torch.equal(module.weight, before)
+    assert torch.equal(state.params, before - before)
+    where = state.params.data_ptr()
+    state, _ = step(state)
+    assert state.params.data_ptr() == where
+    seen = state.params[:1]
+    held = seen.clone()
+    state, _ = step(state)
+    assert torch.equal(seen, held)
+
+
+def test_what_a_step_captured_is_not_written():
+    optimizer, captured = ff.sgd(0.5), torch.ones(2)
+
+    def step(state):
+        _, grads = ff.value_and_grad(lambda w: (w**2).sum())(captured)
+        return optimizer.apply(grads, optimizer.init(captured), captured)[0], state
+
+    new, _ = ff.donate(step)(torch.zeros(2))
+    assert captured.tolist() == [1, 1] and new.tolist() == [0, 0]
+
+
+def test_a_step_that_raises_gives_plain_leaves_back():
+    def step(state):
+        raise KeyError
+
+    w = torch.nn.Parameter(torch.ones(2))
+    with pytest.raises(KeyError):
+        ff.donate(step)(w)
+    assert type(w) is torch.nn.Parameter and (w + 1).tolist() == [2, 2]
+
+
+def test_a_plan_gives_them_back():
+    optimizer = ff.sgd(0.5)
+    step = ff.donate(ff.shard(step_of(optimizer), MESH, "data"))
+
+    def main():
+        params = fresh()
+        state = ff.TrainState(params, optimizer.init(params))
+        ff.plan(step, state, X)
+        assert type(params[0]) is torch.Tensor
+        step(state, X)
+        with pytest.raises(RuntimeError, match="donated"):
+            params[0] + 1
+
+    ff.spmd(main, MESH)()
+
+
+def test_a_second_update_in_one_step_writes_in_place_too():
+    optimizer = ff.sgd(0.5, momentum=0.9)
+
+    def step(state, x):
+        for _ in range(2):
+            _, grads = ff.value_and_grad(loss)(state.params, x)
+            state = state.apply_gradients(grads, optimizer)
+        return state, None
+
+    def main():
+        sharded = ff.shard(step, MESH, "data")
+        state = ff.init_state(sharded, fresh, optimizer, X)
+        flats = [leaf.packed.flat for leaf in state.params]
+        pure = ff.unshard(sharded(state, X)[0])
+        new, _ = ff.donate(sharded)(state, X)
+        assert all(a is b.packed.flat for a, b in zip(flats, new.params, strict=True))
+        for a, b in zip(tree.leaves(pure), tree.leaves(ff.unshard(new)), strict=True):
+            assert torch.equal(torch.as_tensor(a), torch.as_tensor(b))
+
+    ff.spmd(main, MESH)()
+
+
+@pytest.mark.parametrize("remat", [lambda f: f, ff.remat], ids=["keep", "remat"])
+@pytest.mark.parametrize("outer", [True, False], ids=["shard(remat)", "remat(shard)"])
+def test_a_backward_does_not_gather_what_was_written_since(remat, outer):
+    """At zero=3 the graph holds nothing of the weights, and would take the new ones."""
+    optimizer = ff.sgd(0.5)
+
+    def main():
+        shard = lambda f: ff.shard(f, MESH, "data")  # noqa: E731
+        call = shard(remat(loss)) if outer else remat(shard(loss))
+        step = shard(step_of(optimizer))
+        state = ff.init_state(step, fresh, optimizer, X)
+        x = X.clone().requires_grad_()
+        (right,) = torch.autograd.grad(call(state.params, x), x)
+        y = call(state.params, x)
+        kept, _ = step(state, X)
+        (found,) = torch.autograd.grad(y, x, retain_graph=True)
+        assert torch.equal(found, right)
+        y = call(kept.params, x)
+        ff.donate(step)(kept, X)
+        with pytest.raises(RuntimeError, match="written over|donated"):
+            torch.autograd.grad(y, x)
+
+    ff.spmd(main, MESH)()
+
+
+@pytest.mark.parametrize("compute", [None, torch.bfloat16])
+@pytest.mark.parametrize(
+    "how", [dict(zero=0), dict(zero=1), dict(), dict(min_bytes=999)]
+)
+def test_units_see_the_new_weights_right_after_the_update(how, compute):
+    """Not what was gathered, or sent for, before it in the same call."""
+    optimizer = ff.sgd(0.5)
+
+    def step(state, x):
+        seen = [loss(state.params, x), loss(state.params[:1], x)]
+        _, grads = ff.value_and_grad(loss)(state.params, x)
+        seen.append(loss(state.params[:1], x))
+        new = state.apply_gradients(grads, optimizer)
+        seen += [loss(new.params, x), loss(new.params[:1], x)]
+        return new, torch.stack(seen)
+
+    def main():
+        sharded = ff.shard(step, MESH, "data", **how)
+        if compute is not None:
+            sharded = ff.precision(sharded, compute=compute)
+        out = []
+        for around in (lambda f: f, ff.donate):
+            f, seen = around(sharded), []
+            state = ff.init_state(f, fresh, optimizer, X)
+            for _ in range(3):
+                state, found = f(state, X)
+                seen.append(found)
+            out.append(torch.stack(seen))
+        assert torch.equal(*out)
+
+    ff.spmd(main, MESH)()

@@ -1,0 +1,391 @@
+"""The sharding math, against definitions written out the slow and plain way."""
+
+import json
+import math
+
+import pytest
+import torch
+from hypothesis import example, given, settings
+from hypothesis import strategies as st
+
+from fsfunc.sharded.layout import Layout, every_coordinate, pack_flat
+from fsfunc.sharded.placements import Flat, Owned, Split, Whole, dtype_name
+from fsfunc.sharded.slices import assemble, boxes, take
+
+F32 = torch.float32
+AXES = ("node", "data", "model")
+lengths = st.integers(0, 5)
+shapes = st.one_of(
+    st.lists(lengths, max_size=3).map(tuple),
+    st.sampled_from([(9,), (1,), (), (0,), (3, 0, 2), (17,), (1, 1, 7)]),
+)
+
+
+@st.composite
+def layouts(draw, shape):
+    """Any layout of this shape over one to three axes of at most 8 ranks in all."""
+    axes = draw(st.lists(st.sampled_from(AXES), max_size=3, unique=True))
+    sizes, left = [], 8
+    for _ in axes:
+        sizes.append(draw(st.integers(1, left)))
+        left //= sizes[-1]
+    n_flat = draw(st.integers(0, min(2, len(axes))))
+    n_outer = len(axes) - n_flat
+    parts = []
+    for axis, size in zip(axes[:n_outer], sizes[:n_outer], strict=True):
+        if shape and draw(st.booleans()):
+            parts.append(Split(axis, size, draw(st.integers(0, len(shape) - 1))))
+        else:
+            parts.append(Owned(axis, size, draw(st.integers(0, size - 1))))
+    if not n_flat:
+        return Layout(shape, torch.int64, tuple(parts), "w")
+    before, after = draw(shapes), draw(shapes)
+    return pack_flat(
+        [before, shape, after],
+        torch.int64,
+        ["before", "w", "after"],
+        axes[n_outer:],
+        sizes[n_outer:],
+        "unit",
+        outer=[(), parts, ()],
+    )[1]
+
+
+one_layout = shapes.flatmap(layouts)
+law = settings(deadline=None, max_examples=200)
+
+NINE = Layout((9,), torch.int64, (Split("data", 8, 0),), "w")
+PRODUCT = Layout(  # runs over two dims, ranks whose range begins and ends inside a row
+    (3, 4, 5),
+    torch.int64,
+    (Owned("pipe", 2, 1), Split("model", 2, 2), Flat(("data",), 3, "unit", 1, 14)),
+    "w",
+)
+CUBE = Layout((3, 4, 5), torch.int64, (Split("data", 2, 1), Split("node", 4, 1)), "w")
+
+
+def of_every_layout(test):
+    return law(given(one_layout)(example(NINE)(example(PRODUCT)(example(CUBE)(test)))))
+
+
+def count_up(layout):
+    """Each element is its own row-major number."""
+    return torch.arange(layout.numel).view(layout.shape)
+
+
+def cut(x, layout, coordinates):
+    """A rank's part by definition: chunk for Split, a filled buffer for Flat."""
+    for part in layout.parts:
+        if isinstance(part, Owned):
+            if coordinates[part.axis] != part.coordinate:
+                return x.new_empty(0)
+        elif isinstance(part, Split):
+            step = max(1, math.ceil(x.shape[part.dim] / part.size))
+            pieces = [*x.split(step, part.dim)]
+            pieces += [pieces[0].narrow(part.dim, 0, 0)] * (part.size - len(pieces))
+            x = pieces[coordinates[part.axis]]
+        else:
+            rank = 0
+            for axis, size in zip(part.axes, part.sizes, strict=True):
+                rank = rank * size + coordinates[axis]
+            buffer = torch.full((part.size * part.chunk,), -1)
+            buffer[part.offset : part.offset + x.numel()] = x.reshape(-1)
+            held = buffer[rank * part.chunk : (rank + 1) * part.chunk]
+            x = held[held >= 0]
+    return x
+
+
+def take_all(x, layout):
+    return [(at, take(x, layout, at)) for at in every_coordinate(layout)]
+
+
+@of_every_layout
+def test_take_is_the_cut_by_definition(layout):
+    x = count_up(layout)
+    for at, local in take_all(x, layout):
+        assert torch.equal(local, cut(x, layout, at)), at
+
+
+@of_every_layout
+def test_local_shape_is_that_of_the_part_taken(layout):
+    for at, local in take_all(count_up(layout), layout):
+        assert layout.local_shape(at) == tuple(local.shape), at
+
+
+@of_every_layout
+def test_assemble_inverts_take(layout):
+    x = count_up(layout)
+    assert torch.equal(assemble(take_all(x, layout), layout), x)
+    held = {layout.key(at): part for at, part in take_all(x, layout) if part.numel()}
+    if held:
+        assert torch.equal(assemble(held, layout), x)
+
+
+@of_every_layout
+def test_boxes_hold_what_the_rank_holds_and_partition_the_tensor(layout):
+    x, seen = count_up(layout), []
+    for at, local in take_all(x, layout):
+        found, end = boxes(layout, at), 0
+        flat = layout.flat is not None
+        assert len(found) <= (max(2 * layout.ndim - 1, 1) if flat else 1)
+        for box in found:
+            where = tuple(slice(o, o + n) for o, n in zip(*box[:2], strict=True))
+            assert box.start == end and box.numel
+            end += box.numel
+            assert torch.equal(
+                x[where].reshape(-1), local.reshape(-1)[box.start : end]
+            ), at
+            seen += x[where].reshape(-1).tolist()
+        assert end == local.numel()
+    assert sorted(seen) == list(range(layout.numel))
+
+
+def test_a_range_within_one_row_is_one_box():
+    flat = Flat(("data",), 4, "u", 0, 2)
+    layout = Layout((1, 1, 8), torch.float32, (flat,))
+    assert [len(boxes(layout, {"data": i})) for i in range(4)] == [1, 1, 1, 1]
+    assert boxes(layout, {"data": 2})[0][:2] == ((0, 0, 4), (1, 1, 2))
+
+
+@of_every_layout
+def test_layouts_survive_json(layout):
+    again = Layout.from_data(json.loads(json.dumps(layout.to_data())))
+    assert again == layout and hash(again) == hash(layout)
+    assert again.name == "w" and str(again) == str(layout)
+
+
+@law
+@given(st.lists(shapes, max_size=5), st.integers(1, 8), st.integers(1, 2))
+def test_pack_flat_lays_leaves_end_to_end_and_pads_at_the_end(some, size, nodes):
+    names = [str(i) for i in range(len(some))]
+    over = ["node", "data"], [nodes, size]
+    packed = pack_flat(some, torch.int64, names, *over, "unit")
+    total, ranks = sum(math.prod(shape) for shape in some), nodes * size
+    leaves = [count_up(layout) + 100 * (i + 1) for i, layout in enumerate(packed)]
+    chunk = math.ceil(total / ranks)
+    whole = torch.cat([torch.empty(0, dtype=torch.int64), *map(torch.flatten, leaves)])
+    whole = torch.cat([whole, torch.zeros(ranks * chunk - total, dtype=torch.int64)])
+    built = []
+    for at in every_coordinate({"node": nodes, "data": size}):
+        mine = torch.zeros(chunk, dtype=torch.int64)
+        for leaf, layout in zip(leaves, packed, strict=True):
+            assert layout.flat and layout.flat.chunk == chunk
+            start, stop = layout.buffer_range(at)
+            mine[start:stop] = take(leaf, layout, at)
+        built.append(mine)
+    assert torch.equal(torch.cat(built), whole)
+
+
+def test_nine_elements_over_eight_ranks():
+    split = Layout((9,), F32, (Split("data", 8, 0),))
+    (flat,) = pack_flat([(9,)], F32, ["b"], ["data"], 8, "unit")
+    for layout in (split, flat):
+        held = [layout.local_shape({"data": i}) for i in range(8)]
+        assert held == [(2,)] * 4 + [(1,)] + [(0,)] * 3
+
+
+def test_flat_indexes_its_first_axis_as_the_major_one():
+    (layout,) = pack_flat([(6,)], F32, ["b"], ["node", "data"], [2, 3], "unit")
+    found = [boxes(layout, {"data": d, "node": n}) for n in (0, 1) for d in (0, 1)]
+    assert [first.offsets for first, *_ in found] == [(0,), (1,), (3,), (4,)]
+
+
+def test_a_part_is_a_view_where_it_can_be():
+    full = torch.zeros(8, 6)
+    flat = pack_flat([(8, 6)], F32, ["w"], ["data"], 3, "unit")[0]
+    column = Layout((8, 6), F32, (Split("model", 2, 1),))
+    for layout, at in ((flat, {"data": 1}), (column, {"model": 1})):
+        take(full, layout, at).fill_(1)
+        assert full.sum() == math.prod(layout.local_shape(at))
+        full.zero_()
+    assert take(full, Layout((8, 6), F32), {}) is full
+
+
+def test_an_empty_part_keeps_no_storage_alive():
+    full = torch.zeros(4)
+    absent = Layout((4,), F32, (Owned("pipe", 2, 0),))
+    beyond = pack_flat([(4,)], F32, ["b"], ["pipe"], 3, "unit")[0]
+    for layout, last in ((absent, 1), (beyond, 2)):
+        part = take(full, layout, {"pipe": last})
+        assert part.shape == (0,)
+        assert part.untyped_storage().nbytes() == 0
+
+
+def test_a_flat_part_of_a_cut_block_copies_no_more_than_itself():
+    layout = Layout((64, 64), F32, (Split("m", 2, 1), Flat(("d",), 64, "unit", 5, 33)))
+    full = torch.arange(64.0 * 64).view(64, 64)
+    for at in every_coordinate(layout):
+        part = take(full, layout, at)
+        assert torch.equal(part, cut(full.long(), layout, at).float())
+        owned = part.untyped_storage().nbytes()
+        assert owned in (part.nbytes, full.untyped_storage().nbytes())
+
+
+def test_take_flattens_a_transposed_tensor_row_major():
+    full = torch.arange(12).view(3, 4).t()
+    (layout,) = pack_flat([(4, 3)], torch.int64, ["w"], ["data"], 5, "unit")
+    for at, part in take_all(full, layout):
+        assert torch.equal(part, cut(full, layout, at))
+
+
+def test_parts_keep_the_dtype_they_come_in():
+    layout = Layout((5,), F32, (Split("data", 2, 0),))
+    x = torch.arange(5, dtype=torch.bfloat16)
+    assert assemble(take_all(x, layout), layout).dtype == torch.bfloat16
+
+
+def test_layouts_are_hashable_values_that_ignore_their_name():
+    one = Layout(torch.Size([2, 3]), F32, (Split("data", 2, 0),), "a")
+    two = Layout((2, 3), F32, (Split("data", 2, 0),), "b")
+    assert one == two and hash(one) == hash(two)
+    assert one != Layout((2, 3), F32, (Split("data", 2, 1),))
+    assert one != Layout((2, 3), torch.float64, (Split("data", 2, 0),))
+    assert Layout((2,), F32, (Whole(),)) == Layout((2,), F32)
+    assert Flat(("data",), 4, "u", 0, 1) == Flat(("data",), 4, "u", 0, 1, (4,))
+
+
+def test_a_layout_tells_its_facts():
+    layout = Layout(
+        (10, 7),
+        torch.bfloat16,
+        (Owned("pipe", 2, 1), Flat(("node", "data"), 6, "u", 3, 13, (2, 3))),
+    )
+    assert (layout.ndim, layout.numel, layout.nbytes) == (2, 70, 140)
+    assert layout.axes == ("pipe", "node", "data")
+    assert layout.sizes == {"pipe": 2, "node": 2, "data": 3}
+    assert layout.block({"pipe": 0, "node": 0, "data": 0}) is None
+    assert layout.block({"pipe": 1, "node": 0, "data": 0}) == ((0, 10), (0, 7))
+    assert layout.span({"pipe": 1, "node": 0, "data": 1}) == (10, 23)
+    assert layout.span({"pipe": 0, "node": 0, "data": 1}) == (0, 0)
+
+
+@pytest.mark.parametrize(
+    ("parts", "text"),
+    [
+        ((), "blocks/3/w f32[10, 7] whole"),
+        (
+            (Flat(("data",), 4, "u", 0, 20),),
+            "blocks/3/w f32[10, 7] flat over data=4 at 0:70 of 4x20",
+        ),
+        (
+            (Split("m", 3, 0), Flat(("a", "b"), 4, "u", 2, 9, (2, 2))),
+            "blocks/3/w f32[10, 7] split over m=3 along dim 0, "
+            "flat over a=2,b=2 at 2:30 of 4x9",
+        ),
+        ((Owned("pipe", 4, 2),), "blocks/3/w f32[10, 7] owned over pipe=4 by 2"),
+    ],
+)
+def test_layouts_print(parts, text):
+    assert str(Layout((10, 7), F32, parts, "blocks/3/w")) == text
+
+
+@pytest.mark.parametrize(
+    ("dtype", "name"),
+    [
+        (torch.float32, "f32"),
+        (torch.bfloat16, "bf16"),
+        (torch.float8_e4m3fn, "f8_e4m3fn"),
+        (torch.int64, "i64"),
+        (torch.uint8, "u8"),
+        (torch.complex64, "c64"),
+        (torch.bool, "bool"),
+    ],
+)
+def test_dtypes_have_short_names(dtype, name):
+    assert dtype_name(dtype) == name
+
+
+W = "'blocks/3/w' f32[10, 7]"
+
+
+@pytest.mark.parametrize(
+    ("parts", "message"),
+    [
+        (
+            (Split("data", 4, 5),),
+            f'cannot shard {W} over axis "data" of size 4 along dim 5: it has 2 dims; '
+            "pass a dim from 0 to 1",
+        ),
+        (
+            (Split("data", 4, -1),),
+            f'cannot shard {W} over axis "data" of size 4 along dim -1: it has 2 dims; '
+            "pass a dim from 0 to 1",
+        ),
+        (
+            (Split("data", 0, 0),),
+            f'cannot shard {W} over axis "data" of size 0: axis "data" has no ranks; '
+            "a size is at least 1",
+        ),
+        (
+            (Split("data", 2, 0), Flat(("data",), 2, "u", 0, 35)),
+            f'cannot shard {W} over axis "data" of size 2: axis "data" is already used '
+            "by another part; a layout spreads a tensor over an axis once",
+        ),
+        (
+            (Flat(("a", "a"), 4, "u", 0, 35, (2, 2)),),
+            f'cannot shard {W} over axes "a", "a" of size 4: axis "a" is already used '
+            "by another part; a layout spreads a tensor over an axis once",
+        ),
+        (
+            (Owned("pipe", 2, 2),),
+            f'cannot shard {W} over axis "pipe" of size 2 by coordinate 2: there is no '
+            "such rank; pass one from 0 to 1",
+        ),
+        (
+            (Flat(("data",), 2, "u", 0, 35), Split("model", 2, 0)),
+            f'cannot shard {W} over axis "data" of size 2: it is Flat, which leaves '
+            "nothing to cut further; put Flat last",
+        ),
+        (
+            (Flat(("a", "b"), 4, "u", 0, 20),),
+            f'cannot shard {W} over axes "a", "b" of size 4: the axes\' sizes () do '
+            "not give 4 ranks; pass sizes, one for each axis, whose product is size",
+        ),
+        (
+            (Flat(("data",), 4, "u", 11, 20),),
+            f'cannot shard {W} over axis "data" of size 4 at 11:81 of 4x20: it does '
+            "not fit the buffer; pack its leaves with pack_flat",
+        ),
+    ],
+)
+def test_a_bad_part_is_refused_with_the_way_out(parts, message):
+    with pytest.raises(ValueError) as raised:
+        Layout((10, 7), F32, parts, "blocks/3/w")
+    assert str(raised.value) == message
+
+
+def test_bad_input_is_refused_with_the_way_out():
+    layout = Layout((10, 7), F32, (Split("data", 4, 0),), "blocks/3/w")
+    x = torch.zeros(10, 7)
+    cases = [
+        (lambda: Layout((), F32, (Split("data", 2, 0),)), "it has 0 dims; lay it flat"),
+        (lambda: Layout((2, -1), F32), "a dim has a negative length"),
+        (
+            lambda: layout.local_shape({"pipe": 0}),
+            f"cannot find the part of {W} at {{'pipe': 0}}: axis \"data\" of size 4 is "
+            "missing; give each of ['data'] a coordinate from 0 to its size - 1",
+        ),
+        (lambda: boxes(layout, {"data": 4}), "of size 4 has coordinate 4"),
+        (lambda: layout.buffer_range({"data": 0}), "lies in no buffer"),
+        (
+            lambda: take(x[1:], layout, {"data": 0}),
+            f"cannot take a part of {W} from a tensor of shape [9, 7]",
+        ),
+        (
+            lambda: assemble([({"data": 0}, x[:3])], layout),
+            f"cannot assemble {W}: the parts at [{{'data': 1}}, {{'data': 2}}, "
+            "{'data': 3}] are missing",
+        ),
+        (
+            lambda: assemble({(3,): x[:3]}, layout),
+            f"the part of {W} at {{'data': 3}} has shape [3, 7], not [1, 7]",
+        ),
+        (
+            lambda: pack_flat([(2,), ()], [F32, torch.bool], "ab", ["data"], 2, "u"),
+            "cannot pack a f32[2], b bool[] into buffer 'u': a buffer has one dtype",
+        ),
+    ]
+    for call, message in cases:
+        with pytest.raises(ValueError) as raised:
+            call()
+        assert message in str(raised.value)

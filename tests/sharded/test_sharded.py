@@ -1,0 +1,216 @@
+"""The leaf that carries its sharding: no tensor, a node, and a view of a home."""
+
+import copy
+import io
+import pickle
+
+import optree
+import pytest
+import torch
+import torch.utils._pytree as torch_pytree
+from hypothesis import given
+from hypothesis import strategies as st
+
+from fsfunc import tree
+from fsfunc.sharded.layout import pack_flat
+from fsfunc.sharded.leaf import FlatShard, Sharded, is_sharded
+from fsfunc.sharded.packing import repack, side_by_side, split_alike, split_buffers
+from fsfunc.sharded.slices import take
+
+AT = {"data": 1}
+SHAPES = st.lists(
+    st.lists(st.integers(0, 4), max_size=2).map(tuple), min_size=1, max_size=5
+)
+
+
+def packed_of(shapes, size=2, buffer="u", names=None, at=None):
+    """A home of leaves 0, 1, 2 ... one after another, as rank ``at`` holds it."""
+    at = AT if at is None else at
+    names = [f"leaf{i}" for i in range(len(shapes))] if names is None else names
+    layouts = pack_flat(shapes, torch.float32, names, ["data"], size, buffer)
+    place = layouts[0].flat
+    home = FlatShard(layouts, torch.zeros(place.chunk), at)
+    start = 0
+    for leaf, layout in zip(home.leaves(), layouts, strict=True):
+        whole = torch.arange(start, start + layout.numel, dtype=torch.float32)
+        leaf.local.copy_(take(whole.view(layout.shape), layout, at))
+        start += layout.numel
+    return home
+
+
+def leaf(name="blocks/3/w"):
+    return packed_of([(4, 3)], names=[name]).leaves()[0]
+
+
+USES = {
+    "+": lambda x: x + 1,
+    "reflected -": lambda x: 1 - x,
+    "@": lambda x: x @ torch.ones(3),
+    "@ from a tensor": lambda x: torch.ones(4) @ x,
+    "tensor * it": lambda x: torch.ones(3) * x,
+    "in place": lambda x: x.__imul__(2),
+    "==": lambda x: x == x,
+    "!=": lambda x: x != 0,
+    "<": lambda x: x < 1,
+    "bool": bool,
+    "len": len,
+    "iteration": list,
+    "in": lambda x: 1 in x,
+    "index": lambda x: x[0],
+    "assignment": lambda x: x.__setitem__(0, 1),
+    "float": float,
+    "int": int,
+    "-": lambda x: -x,
+    "abs": abs,
+    "a method": lambda x: x.sum(),
+    "a property": lambda x: x.T,
+    "torch.relu": torch.relu,
+    "linear": lambda x: torch.nn.functional.linear(torch.ones(3), x),
+    "stack": lambda x: torch.stack([x, x]),
+    "torch.add": lambda x: torch.add(torch.ones(3), x),
+}
+
+
+@pytest.mark.parametrize("use", USES)
+def test_used_as_a_tensor_it_names_its_path_and_the_way_out(use):
+    with pytest.raises(TypeError, match=r"'blocks/3/w'.*@ff.unit.*ff.unshard"):
+        USES[use](leaf())
+
+
+def test_a_bare_leaf_has_a_name_in_errors_too():
+    with pytest.raises(TypeError, match="sharded, and a tensor only"):
+        leaf("") + 1
+
+
+def test_it_shows_the_global_tensor():
+    x = leaf()
+    assert (x.shape, x.ndim, x.dtype, x.numel()) == ((4, 3), 2, torch.float32, 12)
+    assert x.name == "blocks/3/w" and x.device == torch.device("cpu")
+    assert repr(x).startswith("Sharded(blocks/3/w f32[4, 3]")
+    assert len({x, x}) == 1  # hashed by identity: it cannot be compared
+    assert not hasattr(x, "_private") and not hasattr(x, "__array__")
+
+
+@pytest.mark.parametrize(
+    "flatten", [optree.tree_leaves, torch_pytree.tree_leaves], ids=["optree", "torch"]
+)
+def test_it_is_a_node_in_both_libraries(flatten):
+    x = leaf()
+    assert [t is x.local for t in flatten({"w": x})] == [True]
+
+
+def test_maps_see_the_local_part_and_keep_the_layout():
+    x = leaf()
+    for mapped in (optree.tree_map, torch_pytree.tree_map, tree.map):
+        y = mapped(lambda t: 2 * t, {"w": x})["w"]
+        assert y.layout is x.layout and y.packed is None
+        assert torch.equal(y.local, 2 * x.local)
+    assert tree.paths({"w": x}) == ["w"]
+
+
+def test_trees_of_other_layouts_do_not_map_together():
+    one, other = packed_of([(4, 3)]).leaves(), packed_of([(3, 4)]).leaves()
+    with pytest.raises(
+        ValueError, match="(?s)static data of Sharded differ.*4, 3.*3, 4"
+    ):
+        tree.map(torch.add, one, other)
+
+
+def test_copies_clone_the_part_alone():
+    home = packed_of([(100,), (100,)])
+    x = home.leaves()[1]
+    written = io.BytesIO()
+    torch.save(x, written)
+    assert len(pickle.dumps(x)) < 2000 and written.tell() < 3500  # of 100 x 4 bytes
+    for y in (pickle.loads(pickle.dumps(x)), copy.deepcopy(x)):
+        assert torch.equal(y.local, x.local) and y.layout == x.layout
+        y.local.zero_()
+    assert x.local.sum() != 0
+
+
+def test_the_parts_of_a_home_are_views_of_it():
+    home = packed_of([(3,), (), (0, 2), (4,)])
+    assert home.flat.tolist() == [4, 5, 6, 7]  # rank 1 of 0 1 2 | 3 | | 4 5 6 7
+    assert [x.local.tolist() for x in home.leaves()] == [[], [], [], [4, 5, 6, 7]]
+    home.leaves()[3].local.zero_()
+    assert home.flat.tolist() == [0, 0, 0, 0]
+
+
+def test_a_whole_buffer_shows_what_it_was_gathered_from():
+    home = packed_of([(4,)])
+    assert not home.shows(torch.float32)
+    home.keep(torch.arange(4.0))
+    assert home.shows(torch.float32) and not home.shows(torch.bfloat16)
+    home.leaves()[0].local.add_(1)  # a user who writes into a part
+    assert not home.shows(torch.float32)
+
+
+def values(t):
+    return [x.local.tolist() for x in tree.leaves(t, is_leaf=is_sharded)]
+
+
+@given(SHAPES, st.integers(1, 4), st.data())
+def test_buffers_are_the_tree_as_few_tensors(shapes, size, data):
+    at = {"data": data.draw(st.integers(0, size - 1))}
+    t = {"a": packed_of(shapes, size, at=at).leaves(), "b": packed_of([(3,)]).leaves()}
+    buffers = split_buffers(t)
+    assert len(buffers.tensors) == 2 == len(buffers.paths)
+    doubled = buffers.rebuild([2 * x for x in buffers.tensors])
+    assert values(doubled) == [[2 * v for v in leaf] for leaf in values(t)]
+    assert len(split_buffers(doubled).tensors) == 2  # homes kept
+    same = buffers.rebuild(buffers.tensors)
+    assert values(same) == values(t)
+    incomplete = {"a": t["a"][1:]}
+    assert len(split_buffers(incomplete).tensors) == len(shapes) - 1
+
+
+def test_trees_are_cut_alike_or_leaf_by_leaf():
+    home = packed_of([(3,), (4,)])
+    flat, loose = home.leaves(), tree.map(torch.clone, home.leaves())
+    assert [len(b.tensors) for b in split_alike(flat, flat)] == [1, 1]
+    assert [len(b.tensors) for b in split_alike(flat, loose)] == [2, 2]
+    assert [b.paths for b in split_alike(flat, loose)] == [[["0"], ["1"]]] * 2
+
+
+@given(SHAPES, st.integers(1, 4), st.data())
+def test_settling_packs_what_lost_its_home(shapes, size, data):
+    at = {"data": data.draw(st.integers(0, size - 1))}
+    home = packed_of(shapes, size, at=at)
+    once = tree.map(torch.clone, home.leaves())
+    # Parameters, moments, and a few of an average after them again.
+    t = {"p": once, "v": tree.map(torch.neg, once), "z": once[1:]}
+    settled = repack(t, at)
+    assert values(settled) == values(t)
+    assert len(split_buffers(settled).tensors) == 3 - (len(shapes) == 1)
+    whole = split_buffers(settled["p"])
+    assert len(whole.tensors) == 1 and whole.tensors[0].shape == home.flat.shape
+    assert repack(settled, at) is settled
+
+
+def test_buffers_of_one_name_stay_apart():
+    """Two trees whose buffers start with a leaf of one name: nothing overlaps."""
+    one = packed_of([(4,), (2,)], names=["a", "b"]).leaves()
+    other = packed_of([(4,), (2,)], names=["a", "c"]).leaves()
+    t = tree.map(torch.clone, [*one, *other])
+    assert side_by_side(t, range(4)) == [[0, 1], [2, 3]]
+    assert values(repack(t, AT)) == values(t)
+    assert side_by_side([one[1], other[1]], range(2)) == [[0], [1]]
+
+
+@pytest.mark.parametrize("kind", ["requires grad", "vmap"])
+def test_what_somebody_transforms_is_not_copied(kind):
+    (x,) = tree.map(torch.clone, packed_of([(4,)]).leaves())
+    if kind == "requires grad":
+        x.local.requires_grad_()
+    else:
+        x = x.with_local(x.local.expand(3, -1))
+    assert repack([x], AT)[0] is x
+
+
+def test_a_donated_leaf_says_so():
+    x = leaf()
+    x.spent = "it was donated"
+    for use in (lambda: x.local, lambda: split_buffers([x]), lambda: repack([x], AT)):
+        with pytest.raises(RuntimeError, match="'blocks/3/w': it was donated"):
+            use()
+    assert isinstance(x, Sharded) and x.shape == (4, 3)

@@ -1,0 +1,320 @@
+"""States: laid out, trained, put together again; a user's own as well as ours."""
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import fsfunc as ff
+from fsfunc import tree
+from fsfunc.sharded.leaf import is_sharded
+from fsfunc.sharded.packing import split_buffers
+from tests.checks import close, held, same
+from tests.transforms.models import SPECS, batch_of
+
+MESH = ff.make_mesh({"data": 2}, "simulated")
+ZEROS = pytest.mark.parametrize("zero", [0, 1, 2, 3])
+layer = ff.unit(lambda p, x: torch.tanh(x @ p["w"] + p["b"]))
+optimizer = ff.sharded_adam(0.1)
+
+
+def loss_fn(params, x):
+    for p in params["layers"]:
+        x = layer(p, x)
+    return x.square().mean()
+
+
+def params_of(seed=0, n=2):
+    draw = torch.Generator().manual_seed(seed)
+    rand = lambda *s: torch.randn(s, generator=draw, dtype=torch.float64)  # noqa: E731
+    return {"layers": [{"w": rand(3, 3), "b": rand(3)} for _ in range(n)]}
+
+
+X = torch.randn(4, 3, generator=torch.Generator().manual_seed(8), dtype=torch.float64)
+
+
+def mine():
+    return ff.local_batch(X, MESH, "data")
+
+
+def on_each_rank(main):
+    return ff.spmd(main, MESH)()
+
+
+MESHES = st.sampled_from(
+    [({"data": n}, "data", None) for n in range(1, 9)]
+    + [({"a": 2, "b": 3}, axis, copies) for axis, copies in
+       [(("a", "b"), None), (("b", "a"), None), ("a", "b"), ("b", "a"), ("b", None)]]
+)  # fmt: skip
+
+
+@given(SPECS, MESHES, st.integers(0, 3), st.sampled_from([0, 60, 10**6]), st.booleans())
+@settings(max_examples=40)
+def test_unshard_undoes_place(spec, where, zero, min_bytes, with_moments):
+    axes, axis, replicate = where
+    mesh = ff.make_mesh(axes, "simulated")
+    params, frozen, batch = spec.params(3), spec.frozen_params(3), batch_of(2, 0)
+    grad = ff.value_and_grad(spec.loss)
+
+    def main():
+        step = ff.shard(
+            grad, mesh, axis, zero=zero, replicate=replicate, min_bytes=min_bytes
+        )
+        call = lambda p, *rest: step(p, *rest)  # noqa: E731
+        tree_of, t = call, params
+        if with_moments:
+            t = {"mu": tree.map(lambda x: x + 1, params), "params": params}
+            tree_of = lambda t, *rest: step(t["params"], *rest)  # noqa: E731
+        given = held(t)
+        placed = ff.place(tree_of, t, frozen, batch)
+        again = ff.place(tree_of, placed, frozen, batch)
+        same(held(t), given)
+        if with_moments:  # laid out alike, so an elementwise update just works
+            layouts = [
+                [x.layout if is_sharded(x) else None for x in leaves_of(placed[k])]
+                for k in ("mu", "params")
+            ]
+            assert layouts[0] == [a if real(a) else None for a in layouts[1]]
+        return ff.unshard(placed), ff.unshard(again)
+
+    expected = params
+    if with_moments:
+        expected = {"mu": tree.map(lambda x: x + 1, params), "params": params}
+    for found, again in ff.spmd(main, mesh)():
+        same(found, expected)
+        same(again, expected)
+
+
+def real(layout):
+    return layout is not None and layout.dtype.is_floating_point
+
+
+def leaves_of(t):
+    return tree.leaves(t, is_leaf=is_sharded)
+
+
+@ZEROS
+def test_what_a_rank_holds(zero):
+    def main():
+        step = ff.shard(optimizer(ff.value_and_grad(loss_fn)), MESH, "data", zero=zero)
+        state = ff.init_state(step, params_of(), optimizer, mine())
+        state, _ = step(state, mine())
+        count = lambda t: sum(x.numel() for x in split_buffers(t).tensors)  # noqa: E731
+        mu = state.opt_state.mu if hasattr(state.opt_state, "mu") else None
+        return count(state.params), None if mu is None else count(mu), state.step
+
+    for params, moments, step in on_each_rank(main):
+        assert step == 1
+        # Two buffers of 12 elements; at zero=0 everything is whole.
+        assert params == (24 if zero == 0 else 12)
+        assert moments in (None, params)
+
+
+def test_init_state_takes_a_function_and_runs_nothing_real():
+    calls = []
+
+    def init():
+        calls.append("init")
+        return params_of()
+
+    def loss(params, x):
+        calls.append(type(x).__name__)
+        return loss_fn(params, x)
+
+    def main():
+        step = ff.shard(optimizer(ff.value_and_grad(loss)), MESH, "data")
+        with ff.ledger() as log:
+            state = ff.init_state(step, init, optimizer, mine())
+        assert log.records == []
+        return ff.unshard(state.params), state.step
+
+    alone = ff.init_state(
+        optimizer(ff.value_and_grad(loss_fn)), params_of, optimizer, X
+    )
+    for found, count in on_each_rank(main):
+        same(found, alone.params)
+        assert count == 0
+    # Each rank makes its parameters; the first and the last record.
+    assert sorted(calls) == ["FakeTensor", "FakeTensor", "init", "init"]
+
+
+def test_the_state_shares_no_memory_with_what_it_was_made_of():
+    """A donated step writes into it; on simulated ranks, into each rank's own."""
+    params = {**params_of(), "gain": torch.ones(3, dtype=torch.float64)}
+    before = held(params)
+
+    def loss(p, x):
+        return (loss_fn(p, x) * p["gain"]).sum()
+
+    def main():
+        step = ff.donate(ff.shard(optimizer(ff.value_and_grad(loss)), MESH, "data"))
+        state = ff.init_state(step, params, optimizer, mine())
+        for _ in range(3):
+            state, _ = step(state, mine())
+        return ff.unshard(state.params)
+
+    one = optimizer(ff.value_and_grad(loss))
+    state = ff.TrainState(params, optimizer.init(params))
+    for _ in range(3):
+        state, _ = one(state, X)
+    for found in on_each_rank(main):
+        close(found, state.params, 1e-9)
+    same(held(params), before)
+
+
+def own_state(seed=0):
+    """Two models, an average of one, a count: a state of the user's own make."""
+    return {
+        "critic": params_of(seed + 1),
+        "count": torch.tensor(0),
+        "model": params_of(seed),
+        "temperature": torch.tensor(2.0, dtype=torch.float64),
+    }
+
+
+def own_step(state, x):
+    """Two optimizers and an average, by tree_map alone."""
+
+    def model_loss(p, x):
+        return loss_fn(p, x) + loss_fn(state["critic"], x)
+
+    _, grads = ff.value_and_grad(model_loss)(state["model"], x)
+    _, critic_grads = ff.value_and_grad(loss_fn)(state["critic"], x)
+    rate = 0.1 / state["temperature"]
+    model = tree.map(lambda p, g: p - rate * g, state["model"], grads)
+    critic = tree.map(lambda p, g: p - 0.01 * g.sign(), state["critic"], critic_grads)
+    average = tree.map(lambda a, p: 0.9 * a + 0.1 * p, state["average"], model)
+    new = {"model": model, "critic": critic, "average": average}
+    return {**state, **new, "count": state["count"] + 1}
+
+
+def averaged(state):
+    """The state with an average that starts from the model, laid out as it is."""
+    return {**state, "average": tree.map(torch.clone, state["model"])}
+
+
+@ZEROS
+def test_a_users_own_state_with_two_optimizers_and_an_average(zero):
+    def main():
+        step = ff.shard(own_step, MESH, "data", zero=zero)
+        start = lambda state, x: step(averaged(state), x)  # noqa: E731
+        state = averaged(ff.place(start, own_state(), mine()))
+        for _ in range(3):
+            state = step(state, mine())
+        assert type(state["temperature"]) is type(state["count"]) is torch.Tensor
+        sizes = {k: len(split_buffers(state[k]).tensors) for k in ("model", "average")}
+        return ff.unshard(state), sizes
+
+    expected = averaged(own_state())
+    for _ in range(3):
+        expected = own_step(expected, X)
+    for found, sizes in on_each_rank(main):
+        close(found, expected, 1e-9)
+        assert sizes == {"model": 2, "average": 2}  # packed again on the way out
+
+
+def test_what_a_loss_reads_outside_units_stays_whole_though_it_is_named_alike():
+    unit = ff.unit(lambda p, x: x @ p["w"])
+    state = {"a": {"w": torch.eye(3)}, "b": {"w": torch.eye(3)}, "c": torch.ones(3)}
+    step = lambda s, x: ff.value_and_grad(  # noqa: E731
+        lambda s, x: (unit(s["a"], x) @ s["b"]["w"]).sum()
+    )(s, x)
+
+    def main():
+        placed = ff.place(ff.shard(step, MESH, "data"), state, X.float())
+        return [is_sharded(x) for x in leaves_of(placed)]
+
+    assert on_each_rank(main) == [[True, False, False]] * 2
+
+
+@ZEROS
+def test_a_frozen_base_has_no_gradient_moment_or_reduction(zero):
+    """Low-rank adapters beside a frozen matrix of the same unit."""
+    adapted = ff.unit(lambda p, x: x @ (p["base"] + p["down"] @ p["up"]))
+    params = {
+        "base": torch.eye(4),
+        "down": torch.ones(4, 1) * 0.5,
+        "up": torch.ones(1, 4) * 0.5,
+    }
+    x = torch.ones(2, 4)
+    trained = lambda p: {k: v for k, v in p.items() if k != "base"}  # noqa: E731
+
+    def step(state, x):
+        base = {"base": state.extra["base"]}
+
+        def loss(p, x):
+            return adapted(base | p, x).square().mean()
+
+        _, grads = ff.value_and_grad(loss)(state.params, x)
+        return state.apply_gradients(grads, optimizer)
+
+    def main():
+        run = ff.shard(step, MESH, "data", zero=zero)
+        start = trained(params)
+        whole = ff.TrainState(start, optimizer.init(start), 0, {"base": params["base"]})
+        state = ff.place(run, whole, x)
+        state = run(state, x)
+        with ff.ledger() as log:
+            state = run(state, x)
+        op = "psum" if zero == 0 else "psum_scatter"
+        assert (
+            len([r for r in log.of(MESH.rank) if (r.op, r.unit) == (op, "<lambda>")])
+            == 1
+        )
+        assert is_sharded(state.extra["base"])
+        return ff.unshard(state)
+
+    start = trained(params)
+    state = ff.TrainState(start, optimizer.init(start), 0, {"base": params["base"]})
+    for _ in range(2):
+        state = step(state, x)
+    for found in on_each_rank(main):
+        close(found, state, 1e-5)
+
+
+@ZEROS
+@pytest.mark.parametrize("n", [1, 2])
+def test_weighted_losses_are_exact_over_uneven_parts(zero, n):
+    x = torch.randn(7, 3, dtype=torch.float64)[: 6 if n == 2 else 7]
+    mesh = ff.make_mesh({"data": 3}, "simulated")
+
+    def loss(p, x):
+        out = layer(p["layers"][0], x).square().sum(-1)
+        return ff.Weighted(out.sum(), out.shape[0]), {"mean": out.mean(), "n": len(out)}
+
+    def main():
+        part = ff.local_batch(x, mesh, "data", uneven=True)
+        grad = ff.value_and_grad(loss, has_aux=True)
+        step = ff.shard(ff.accumulate(grad, n), mesh, "data", zero=zero)
+        params = ff.place(step, params_of(), part)
+        (value, aux), grads = step(params, part)
+        return value, ff.unshard(grads), aux, part
+
+    (value, aux), grads = ff.value_and_grad(loss, has_aux=True)(params_of(), x)
+    every = ff.spmd(main, mesh)()
+    parts = [loss(params_of(), part)[1]["mean"] for *_, part in every]
+    for found, unsharded, beside, part in every:
+        close(found, value, 1e-9)
+        close(unsharded, grads, 1e-9)
+        close(beside["mean"], sum(parts) / 3, 1e-9)  # scalars are averaged,
+        assert beside["n"] == len(part) // n  # the rest is this rank's
+
+
+def test_unshard_for_one_rank_and_to_a_dtype_of_device():
+    def main():
+        step = ff.shard(ff.value_and_grad(loss_fn), MESH, "data")
+        placed = ff.place(step, params_of(), mine())
+        return ff.unshard(placed, only=1), ff.unshard(placed, to="cpu")
+
+    (none, every), (one, _) = on_each_rank(main)
+    assert tree.leaves(none) == []
+    same(one, params_of())
+    same(every, params_of())
+
+
+def test_gradients_of_another_tree_are_refused():
+    state = ff.TrainState(params_of(), optimizer.init(params_of()))
+    grads = params_of()
+    del grads["layers"][1]["b"]
+    with pytest.raises(ValueError, match="gradients do not match.*layers/1"):
+        state.apply_gradients(grads, optimizer)
