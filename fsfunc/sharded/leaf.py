@@ -75,7 +75,10 @@ class Sharded:
             with _torch.beneath_modes(flat):
                 part = flat[start:stop]
                 if self.parts is not None:
-                    part = _torch.tracked_leaf(part)
+                    with torch.inference_mode(False):
+                        part = part.detach()
+                        # By the field: torch.func refuses the method, beneath it too.
+                        part.requires_grad = True
                     key = id(self.packed), id(self.layout)
                     part = self.parts.setdefault(key, part)
         self._part = part
