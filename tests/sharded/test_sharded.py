@@ -1,4 +1,4 @@
-"""The leaf that carries its sharding: no tensor, a node, and a view of a home."""
+"""The leaf that carries its sharding: no tensor, a node, and a view of a buffer."""
 
 import copy
 import io
