@@ -756,7 +756,7 @@ def _over(mode: FakeTensorMode, x: Tensor) -> FakeTensor:
         torch._C._set_warn_deprecated_on_mutable_data_ptr(fake)
     else:
         torch._C._set_throw_on_mutable_data_ptr(fake)
-    fake.__dict__.update(mode.always)
+    vars(fake).update(mode.always)
     return fake
 
 

@@ -19,7 +19,7 @@ __all__ = ["arguments", "refuse", "rows_of"]
 
 def _is_array(x: Any) -> bool:
     known = isinstance(x, Tensor) or is_sharded(x)
-    return not known and hasattr(x, "__array_interface__") and x.ndim
+    return not known and hasattr(x, "__array_interface__") and x.ndim > 0
 
 
 def _is_tensor_that(what: Callable[[Tensor], bool]) -> Callable[[Any], bool]:
