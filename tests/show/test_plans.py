@@ -7,7 +7,7 @@ import torch
 
 import fsfunc as ff
 from fsfunc.comm.mesh import Mesh
-from fsfunc.planning.planning import plan as plan_of
+from fsfunc.planning.planner import plan as plan_of
 from fsfunc.planning.plans import Plan, PlannedLeaf, RankPlan
 from fsfunc.sharded.layout import Layout, Owned
 from fsfunc.show import plan
