@@ -20,7 +20,7 @@ from fsfunc.comm.launch import local_batch, make_mesh, spmd
 from fsfunc.comm.ledgers import ledger
 from fsfunc.comm.mesh import Mesh
 from fsfunc.core.autodiff import Weighted, value_and_grad
-from fsfunc.core.auxiliary import Summed
+from fsfunc.core.losses import Summed
 from fsfunc.core.units import unit
 from fsfunc.data.loader import batches
 from fsfunc.nn.statistics import (

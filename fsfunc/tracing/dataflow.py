@@ -16,9 +16,8 @@ from torch import Tensor
 
 from fsfunc import _torch, tree
 from fsfunc.comm.attribution import source_line
-from fsfunc.tracing.costs import FLOPS
-from fsfunc.tracing.modes import OperatorMode
 from fsfunc.tracing.names import Names
+from fsfunc.tracing.operators import FLOPS, OperatorMode
 from fsfunc.tracing.programs import NOWHERE, Draw, Glue, Origins, Value
 
 __all__ = ["Argument", "Body", "Flow", "run_on_data", "tensors"]
@@ -233,7 +232,7 @@ def run_on_data(
     )
 
 
-_OURS = ["_HereFakeMode", "Flow"]
+_OURS = [mode.__name__ for mode in (_torch.HereFakeMode, Flow)]
 
 
 def _with_data(x: Tensor) -> Tensor:
