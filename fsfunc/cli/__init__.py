@@ -7,7 +7,7 @@ import sys
 from collections.abc import Sequence
 
 from fsfunc.cli import checkpoint_commands, hardware_command, plan_command
-from fsfunc.planning.build_scripts import Refused
+from fsfunc.cli.build_scripts import Refused
 
 __all__ = ["main"]
 

@@ -10,8 +10,8 @@ from typing import Any
 
 from fsfunc.checkpoint.finding import find
 from fsfunc.checkpoint.manifest import CheckpointError
+from fsfunc.cli.build_scripts import Refused
 from fsfunc.cli.output import put
-from fsfunc.planning.build_scripts import Refused
 from fsfunc.printing.amounts import of_bytes
 from fsfunc.show.checkpoints import checkpoint
 

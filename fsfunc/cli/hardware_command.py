@@ -8,9 +8,9 @@ import os
 from pathlib import Path
 from typing import Any
 
+from fsfunc.cli.build_scripts import Refused
 from fsfunc.cli.output import put, write_json
 from fsfunc.comm.launch import make_mesh, spmd
-from fsfunc.planning.build_scripts import Refused
 from fsfunc.planning.calibration import measure_hardware
 from fsfunc.planning.hardware import to_json
 from fsfunc.planning.machines import Hardware

@@ -9,7 +9,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from fsfunc.planning.build_scripts import Refused
+from fsfunc.cli.build_scripts import Refused
 from fsfunc.printing.tables import Printed
 
 __all__ = ["put", "write_json", "writing"]
