@@ -32,7 +32,7 @@ FLOORS = [
 
 PRIVATE_TORCH_LIVES_IN = "_torch.py"
 # Nodes are registered with torch's pytree too: there is no public way to.
-PRIVATE_TORCH_IN = {"nodes.py": ["torch.utils._pytree", "torch.utils._pytree.*"]}
+PRIVATE_TORCH_IN = {"tree/nodes.py": ["torch.utils._pytree", "torch.utils._pytree.*"]}
 # The operators of torch's own optimizers: private by name, stable in fact, and without
 # a public equal.
 PRIVATE_TORCH_ANYWHERE = ["torch._foreach_*", "torch._fused_*"]
@@ -231,9 +231,9 @@ def test_the_house_keeps_the_rule(check):
 
 def test_the_house_is_read():
     house = the_house()
-    assert "structure.py" in imports(house)["tree.py"]
-    source = ast.parse(house["nodes.py"])
-    names = [name for _, name in torch_names("nodes.py", source)]
+    assert "tree/structure.py" in imports(house)["tree/functions.py"]
+    source = ast.parse(house["tree/nodes.py"])
+    names = [name for _, name in torch_names("tree/nodes.py", source)]
     assert "torch.utils._pytree.register_pytree_node" in names
 
 

@@ -218,7 +218,7 @@ class Frame:
     Args:
         handlers: interpretations, outermost first.
         at: the rank that runs, once a transform or ``spmd`` named a mesh.
-        sessions: what each interpretation keeps during one gradient call.
+        runtimes: what each interpretation keeps during one gradient call.
         micro: (index, count) of each microbatch loop around us, outermost first.
         varies: (index, count) of each data axis around us.
         seed: the number drawn for this gradient call, if any.
@@ -233,7 +233,7 @@ class Frame:
 
     handlers: tuple[Interpretation, ...] = ()
     at: Here | None = None
-    sessions: tuple[tuple[Interpretation, Any], ...] = ()
+    runtimes: tuple[tuple[Interpretation, Any], ...] = ()
     micro: tuple[tuple[int, int], ...] = ()
     varies: tuple[tuple[int, int], ...] = ()
     seed: int | None = None
@@ -248,11 +248,11 @@ class Frame:
     whole: bool = False
     level: int = 0
 
-    def session(self, handler: Interpretation) -> Any:
+    def runtime_of(self, handler: Interpretation) -> Any:
         """What ``handler`` keeps during the gradient call around us, or None."""
-        for owner, session in reversed(self.sessions):
+        for owner, runtime in reversed(self.runtimes):
             if owner is handler:
-                return session
+                return runtime
         return None
 
     @property

@@ -42,7 +42,7 @@ from fsfunc.pipelining.stage_plans import Stages, edges
 from fsfunc.pipelining.stages import Cut
 from fsfunc.pipelining.transfers import with_transfers
 from fsfunc.pipelining.verification import verify
-from fsfunc.runtime.buffer_pool import Arena
+from fsfunc.runtime.buffer_pool import BufferPool
 from fsfunc.sharded.layout import Owned
 from fsfunc.sharded.leaf import Sharded, is_sharded
 from fsfunc.tracing.recorder import Noted, Recorder
@@ -80,7 +80,7 @@ class Pipelining(Interpretation):
         self.owners = owners(schedule)
         self.cuts = Cuts(stages, self.owners, axis)
         self.same_batch = (axis,)
-        self.arenas: dict[int, Arena] = defaultdict(Arena)
+        self.pools: dict[int, BufferPool] = defaultdict(BufferPool)
 
     @functools.cached_property
     def configuration(self) -> tuple[tuple[str, Any], ...]:
@@ -220,8 +220,8 @@ class Pipelining(Interpretation):
         where = group(self.axis, here(self.mesh))
         chosen = _chosen(call.args, call.argnums)
         self.cuts.check([b.cut for b in batches], chosen)
-        for _, session in f.sessions:
-            session.begin()
+        for _, runtime in f.runtimes:
+            runtime.begin()
 
         def read(returned: Any) -> Any:
             total, weight, aux = loss_parts(returned, call.has_aux)
@@ -229,7 +229,7 @@ class Pipelining(Interpretation):
 
         worker = Worker(
             call.fn, read, batches, self.owners, where, f, depth, values,
-            self.arenas[where.rank],
+            self.pools[where.rank],
         )  # fmt: skip
         actions, source = self._actions(batches, where), self.owners[-1]
         results = [read(blank(_loss(b))) for b in batches]  # or no rank begins

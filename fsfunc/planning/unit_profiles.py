@@ -245,7 +245,7 @@ def _run(observer: Observer, call: Any, treedef: Any, leaves: Sequence[Any]) -> 
         at = None
     alone = call.frame.but(
         handlers=(_Stop(),),
-        sessions=(),
+        runtimes=(),
         tracer=Tracer(),
         at=at,
         path=call.path,

@@ -46,7 +46,7 @@ class _Enter(torch.autograd.Function):
         runtime: ShardRuntime = ctx.runtime
         calls: Calls = ctx.calls
         with label(calls[0].name, "backward"):
-            before, found, i = runtime.leaves_backward(calls), [], 0
+            before, found, i = runtime.after_backward(calls), [], 0
             for k, (call, shard) in enumerate(zip(calls, ctx.shards, strict=True)):
                 mine = grads[i : i + len(call.views)]
                 i += len(call.views)
@@ -76,7 +76,7 @@ class _Exit(torch.autograd.Function):
     @staticmethod
     def backward(ctx, token, *grads):  # type: ignore[override]
         with label(ctx.calls[0].name, "backward"):
-            ctx.runtime.enters_backward(ctx.calls, ctx.shards)
+            ctx.runtime.before_backward(ctx.calls, ctx.shards)
         return (None, None, None, token, *grads)
 
 
@@ -154,7 +154,7 @@ def leave(
             at += len(call.views)
         if count:
             calls[0].forgets = True
-    runtime.leaves(calls)
+    runtime.after_forward(calls)
     going = map(outs.__getitem__, tracked)
     token, *exits = _Exit.apply(runtime, calls, shards, token, *going)
     for i, y in zip(tracked, exits, strict=True):

@@ -18,7 +18,7 @@ from fsfunc.comm.groups import RankGroup, group
 from fsfunc.comm.mesh import Axis, Here, Mesh, check_mesh, here
 from fsfunc.core.autodiff import GradientCall, Outcome
 from fsfunc.core.frames import Frame, Interpretation, frame, inside, running
-from fsfunc.runtime.buffer_pool import pool
+from fsfunc.runtime.buffer_pool import pool_of
 from fsfunc.sharded.donated import refuse_spent
 from fsfunc.sharded.inputs import arguments, refuse
 from fsfunc.sharded.leaf import FlatShard, is_sharded, whole_shape
@@ -149,8 +149,8 @@ class Sharding(Interpretation):
             if repacked(leaves, coordinates):
                 args, keywords = tree.unflatten(treedef, leaves)
             runtime = self._runtime(leaves, at.rank, Ownership(args))
-            sessions = (*found.sessions, (self, runtime))
-            with inside(replace(found, sessions=sessions)):
+            runtimes = (*found.runtimes, (self, runtime))
+            with inside(replace(found, runtimes=runtimes)):
                 out = f(*args, **keywords)
             runtime.close()
             self.ran(at)
@@ -230,7 +230,7 @@ class Sharding(Interpretation):
             holds=self.holds,
             gather=self.how_gathered,
             reduction=self.how_reduced,
-            pool=pool(self.mesh, rank),
+            pool=pool_of(self.mesh, rank),
             coordinates=coordinates,
             shards=shards.values(),
             ownership=ownership,
@@ -259,9 +259,9 @@ class Sharding(Interpretation):
     def unit(self, run: Callable[..., Any], call: Any) -> Callable[..., Any]:
         if call.frame.whole:  # its parameters are plain tensors, and its own
             return run
-        return partial(self._sharded, run, call)
+        return partial(self._unit_call, run, call)
 
-    def _sharded(
+    def _unit_call(
         self,
         run: Callable[..., Any],
         call: Any,
@@ -273,10 +273,14 @@ class Sharding(Interpretation):
         given, spec = tree.flatten((params, inputs, named), is_leaf=is_sharded)
         treedef = spec.child(0)
         leaves = given[: treedef.num_leaves]
-        f, mine, plain = call.frame, self._read(leaves, call), not call.frame.path
+        f, mine, plain = (
+            call.frame,
+            self._gathered_here(leaves, call),
+            not call.frame.path,
+        )
         functional = _torch.functorch_active() or _torch.forward_ad_active()
-        runtime = f.session(self)
-        if plain and (plain := self._own(leaves, runtime, functional)):
+        runtime = f.runtime_of(self)
+        if plain and (plain := self._unaveraged(leaves, runtime, functional)):
             self._enter_plain(leaves, plain, call, (inputs, named))
         if not mine:
             params = tree.unflatten(treedef, leaves) if plain else params
@@ -292,7 +296,9 @@ class Sharding(Interpretation):
         now = running()
         thread = now.thread
         with label(call.name, "forward"):
-            calls, shards, flats, order = self._taken(leaves, mine, call, runtime)
+            calls, shards, flats, order = self._gathered_calls(
+                leaves, mine, call, runtime
+            )
             calls = runtime.take(calls, shards, f.compute)
             token = None if thread is None else thread.token
             apart = f.staged
@@ -311,7 +317,7 @@ class Sharding(Interpretation):
             thread.token = token
         return tree.unflatten(spec, outs)
 
-    def _read(self, leaves: Sequence[Any], call: Any) -> list[int]:
+    def _gathered_here(self, leaves: Sequence[Any], call: Any) -> list[int]:
         """Which leaves this call gathers: those that are ours, and no inner unit's."""
         mine, inner = [], "" if call.unit.whole else call.name + "/"
         for i, x in enumerate(leaves):
@@ -321,7 +327,7 @@ class Sharding(Interpretation):
                         mine.append(i)
         return mine
 
-    def _own(
+    def _unaveraged(
         self, leaves: Sequence[Any], runtime: ShardRuntime | None, functional: bool
     ) -> list[int]:
         """Which whole parameters somebody differentiates who takes no mean of it.
@@ -347,7 +353,7 @@ class Sharding(Interpretation):
             check_derivatives(call, [leaves[i]], inputs)
             leaves[i] = apply_map(leaves[i], ENTER, where)
 
-    def _taken(
+    def _gathered_calls(
         self, leaves: list[Any], mine: list[int], call: Any, runtime: ShardRuntime
     ) -> tuple[Any, ...]:
         """A call's buffers; these and their ranges; positions, in the views' order."""
@@ -403,7 +409,7 @@ class Sharding(Interpretation):
                 args, keywords = tree.unflatten(treedef, leaves)
                 call = replace(call, args=args, keywords=keywords)
             composed = _torch.functorch_active() or _torch.forward_ad_active()
-            outer, chosen = f.session(self), [call.args[i] for i in call.argnums]
+            outer, chosen = f.runtime_of(self), [call.args[i] for i in call.argnums]
             keeps = {} if composed else kept_here(chosen, (self.axis, ()))
             runtime = self._runtime(
                 leaves,
@@ -419,10 +425,10 @@ class Sharding(Interpretation):
             sizes = tuple((a, self.mesh.axes[a]) for a in self.axes)
             where = tuple((self.mesh.coordinate(a, at.rank), n) for a, n in sizes)
             # In place of the plain call's: a loss is under one mean of ours.
-            others = [(h, kept) for h, kept in f.sessions if h is not self]
+            others = [(h, kept) for h, kept in f.runtimes if h is not self]
             within = replace(
                 f,
-                sessions=(*others, (self, runtime)),
+                runtimes=(*others, (self, runtime)),
                 varies=(*f.varies, *where),
             )
             with inside(within):
