@@ -240,24 +240,25 @@ def test_the_house_is_read():
 @pytest.mark.parametrize(
     ("source", "fault"),
     [
-        ("import fsfunc.core.units", "imports units.py of floor 3"),
-        ("from fsfunc import units", "imports units.py of floor 3"),
-        ("from fsfunc.core.units import unit", "imports units.py of floor 3"),
-        ("from .units import unit", "imports units.py of floor 3"),
-        ("from . import units", "imports units.py of floor 3"),
-        ("def late():\n    from fsfunc import units", "layout.py:2: floor 1"),
-        ("import fsfunc as ff", "imports __init__.py of floor 9"),
+        ("import fsfunc.core.units", "imports core/units.py of floor 4"),
+        ("from fsfunc.core import units", "imports core/units.py of floor 4"),
+        ("from fsfunc.core.units import unit", "imports core/units.py of floor 4"),
+        ("from ..core.units import unit", "imports core/units.py of floor 4"),
+        ("from ..core import units", "imports core/units.py of floor 4"),
+        ("def late():\n    from fsfunc.core import units", "layout.py:2: floor 2"),
+        ("import fsfunc as ff", "imports __init__.py of floor 10"),
         ("from importlib import import_module as i; i('x')", None),
         ("import importlib; importlib.import_module('fsfunc.core.units')", "units.py"),
-        ("import importlib; importlib.import_module('.units', __package__)", "units"),
+        ("import importlib; importlib.import_module('.units', __package__)", "no such"),
         ("import fsfunc.nowhere", "no such module"),
-        ("import fsfunc.tree", None),
-        ("from fsfunc import tree", None),
+        ("import fsfunc.tree.nodes", None),
+        ("from fsfunc.tree import nodes", None),
         ("from torch import units", None),
     ],
 )
 def test_an_import_upward_is_seen(source, fault):
-    house = {"tree.py": "", "layout.py": source, "units.py": "", "__init__.py": ""}
+    paths = "tree/nodes.py", "sharded/layout.py", "core/units.py", "__init__.py"
+    house = {**dict.fromkeys(paths, ""), "sharded/layout.py": source}
     assert_one_fault(floor_faults(house), fault)
 
 
@@ -267,24 +268,26 @@ def test_a_file_without_a_floor_is_seen():
 
 
 def test_an_import_out_of_a_folder_goes_by_its_dots():
-    house = {"optim/adam.py": "from ..train_state import fit", "train_state.py": ""}
+    source = "from ..state.train_state import fit"
+    house = {"optim/adam.py": source, "state/train_state.py": ""}
     assert_one_fault(
-        floor_faults(house), "optim/adam.py:1: floor 4 imports train_state.py"
+        floor_faults(house), "optim/adam.py:1: floor 5 imports state/train_state.py"
     )
 
 
 def test_a_cycle_is_seen_and_a_step_sideways_is_not():
-    sideways = {"layout.py": "", "placements.py": "from . import layout"}
+    layout, placements = "sharded/layout.py", "sharded/placements.py"
+    sideways = {layout: "", placements: "from . import layout"}
     assert floor_faults(sideways) == cycles(sideways) == []
-    lazily = {**sideways, "layout.py": "def f():\n    import fsfunc.sharded.placements"}
-    assert cycles(lazily) == ["layout.py -> placements.py -> layout.py"]
+    lazily = {**sideways, layout: "def f():\n    import fsfunc.sharded.placements"}
+    assert cycles(lazily) == [f"{layout} -> {placements} -> {layout}"]
     through = {
-        "comparison.py": "import fsfunc.comm.link",
-        "comm/__init__.py": "from . import processes",
-        "comm/link.py": "",
-        "comm/processes.py": "from fsfunc import comparison",
+        "optim/adam.py": "import fsfunc.tracing.runs",
+        "tracing/__init__.py": "from . import tracer",
+        "tracing/runs.py": "",
+        "tracing/tracer.py": "from fsfunc.optim import adam",
     }
-    assert_one_fault(cycles(through), "comparison.py -> comm/__init__.py -> ")
+    assert_one_fault(cycles(through), "optim/adam.py -> tracing/__init__.py -> ")
 
 
 @pytest.mark.parametrize(
@@ -307,14 +310,14 @@ def test_a_cycle_is_seen_and_a_step_sideways_is_not():
     ],
 )
 def test_private_torch_is_seen(source, fault):
-    assert_one_fault(private_faults({"mesh.py": source}), fault)
+    assert_one_fault(private_faults({"comm/mesh.py": source}), fault)
     assert private_faults({"_torch.py": source}) == []
 
 
 def test_torchs_pytree_is_for_nodes_alone():
     source = "import torch.utils._pytree as p; p.SUPPORTED_NODES"
-    assert private_faults({"nodes.py": source}) == []
-    assert "torch.utils._pytree is" in private_faults({"sharded.py": source})[0]
+    assert private_faults({"tree/nodes.py": source}) == []
+    assert "torch.utils._pytree is" in private_faults({"sharded/leaf.py": source})[0]
 
 
 @pytest.mark.parametrize("export", ["from .units import remat", "LAZY = ['remat']"])
