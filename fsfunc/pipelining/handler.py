@@ -50,22 +50,6 @@ from fsfunc.tracing.recorder import Noted, Recorder
 __all__ = ["Pipelining"]
 
 
-@functools.lru_cache(maxsize=256)
-def _explicit(made: Schedule, between: frozenset[tuple[int, int]]) -> Schedule:
-    """The schedule with its sends and receives."""
-    if all(action.is_compute for row in made for action in row):
-        return with_transfers(made, between)
-    verify(made, edges=between)
-    return made
-
-
-class _Outside(BaseException):
-    """A unit was called outside every gradient call: a forward pass alone."""
-
-    def __init__(self, handler: Pipelining):
-        self.handler = handler
-
-
 class Pipelining(Interpretation):
     """What ``pipeline`` makes of unit and gradient calls."""
 
@@ -253,6 +237,22 @@ class Pipelining(Interpretation):
         for batch in {id(b.cut): b for b in batches}.values():
             between |= edges(batch.cut.stages)
         return _explicit(of(self.schedule), between)[where.index]
+
+
+@functools.lru_cache(maxsize=256)
+def _explicit(made: Schedule, between: frozenset[tuple[int, int]]) -> Schedule:
+    """The schedule with its sends and receives."""
+    if all(action.is_compute for row in made for action in row):
+        return with_transfers(made, between)
+    verify(made, edges=between)
+    return made
+
+
+class _Outside(BaseException):
+    """A unit was called outside every gradient call: a forward pass alone."""
+
+    def __init__(self, handler: Pipelining):
+        self.handler = handler
 
 
 def _chosen(args: Sequence[Any], argnums: Sequence[int]) -> Any:

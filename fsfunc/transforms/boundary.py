@@ -34,52 +34,6 @@ from fsfunc.transforms.shard_runtime import ShardRuntime
 __all__ = ["enter", "leave", "spread"]
 
 
-class _Enter(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx, runtime, calls, shards, token, *flats):  # type: ignore[override]
-        ctx.runtime, ctx.calls, ctx.shards = runtime, calls, shards
-        ctx.set_materialize_grads(False)
-        return (None if token is None else token.clone(), *_parameters(calls))
-
-    @staticmethod
-    def backward(ctx, token, *grads):  # type: ignore[override]
-        runtime: ShardRuntime = ctx.runtime
-        calls: Calls = ctx.calls
-        with label(calls[0].name, "backward"):
-            before, found, i = runtime.after_backward(calls), [], 0
-            for k, (call, shard) in enumerate(zip(calls, ctx.shards, strict=True)):
-                mine = grads[i : i + len(call.views)]
-                i += len(call.views)
-                tracked, g = ctx.needs_input_grad[4 + k], None
-                if torch.is_grad_enabled():
-                    g = _joined(call, shard, mine) if tracked else None
-                elif call.keeps or tracked:
-                    g = runtime.gradient_of(call, shard, mine, before)
-                if g is not None:
-                    g = _reduced(runtime, g, shard).to(shard.flat.dtype)
-                found.append(g)
-        return (None, None, None, token, *found)
-
-
-class _Exit(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx, runtime, calls, shards, token, *outs):  # type: ignore[override]
-        ctx.runtime, ctx.calls, ctx.shards = runtime, calls, shards
-        ctx.set_materialize_grads(False)
-        # Detached, not returned as they are: a later in-place change of an output is
-        # allowed, and is seen by the version check where the unit saved it.
-        found = [None if token is None else token.clone()]
-        for y in outs:
-            found.append(y.detach())
-        return tuple(found)
-
-    @staticmethod
-    def backward(ctx, token, *grads):  # type: ignore[override]
-        with label(ctx.calls[0].name, "backward"):
-            ctx.runtime.before_backward(ctx.calls, ctx.shards)
-        return (None, None, None, token, *grads)
-
-
 def enter(
     runtime: ShardRuntime,
     calls: Calls,
@@ -160,6 +114,52 @@ def leave(
     for i, y in zip(tracked, exits, strict=True):
         outs[i] = y
     return token
+
+
+class _Enter(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, runtime, calls, shards, token, *flats):  # type: ignore[override]
+        ctx.runtime, ctx.calls, ctx.shards = runtime, calls, shards
+        ctx.set_materialize_grads(False)
+        return (None if token is None else token.clone(), *_parameters(calls))
+
+    @staticmethod
+    def backward(ctx, token, *grads):  # type: ignore[override]
+        runtime: ShardRuntime = ctx.runtime
+        calls: Calls = ctx.calls
+        with label(calls[0].name, "backward"):
+            before, found, i = runtime.after_backward(calls), [], 0
+            for k, (call, shard) in enumerate(zip(calls, ctx.shards, strict=True)):
+                mine = grads[i : i + len(call.views)]
+                i += len(call.views)
+                tracked, g = ctx.needs_input_grad[4 + k], None
+                if torch.is_grad_enabled():
+                    g = _joined(call, shard, mine) if tracked else None
+                elif call.keeps or tracked:
+                    g = runtime.gradient_of(call, shard, mine, before)
+                if g is not None:
+                    g = _reduced(runtime, g, shard).to(shard.flat.dtype)
+                found.append(g)
+        return (None, None, None, token, *found)
+
+
+class _Exit(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, runtime, calls, shards, token, *outs):  # type: ignore[override]
+        ctx.runtime, ctx.calls, ctx.shards = runtime, calls, shards
+        ctx.set_materialize_grads(False)
+        # Detached, not returned as they are: a later in-place change of an output is
+        # allowed, and is seen by the version check where the unit saved it.
+        found = [None if token is None else token.clone()]
+        for y in outs:
+            found.append(y.detach())
+        return tuple(found)
+
+    @staticmethod
+    def backward(ctx, token, *grads):  # type: ignore[override]
+        with label(ctx.calls[0].name, "backward"):
+            ctx.runtime.before_backward(ctx.calls, ctx.shards)
+        return (None, None, None, token, *grads)
 
 
 def _parameters(calls: Calls) -> list[Tensor]:
