@@ -1,4 +1,8 @@
-"""The interpreter: one rank's actions of a schedule, one after another."""
+"""The interpreter: one rank's actions of a schedule, one after another.
+
+A schedule's action ``F``, ``B``, ``I``, ``W`` is the method of :class:`Worker` of that
+name. A forward runs the whole loss of one microbatch, within a `stages.StageRun`.
+"""
 
 from __future__ import annotations
 

@@ -4,6 +4,10 @@ A leaf's way to its gradient: a :class:`~fsfunc.sharded.leaf.Sharded` leaf lies 
 :class:`~fsfunc.sharded.leaf.FlatShard`; a unit call that reads it has a
 :class:`GatheredCall` of that buffer; the :class:`ShardRuntime` of the call around
 gathers the buffer, and reduces the gradient that comes back.
+
+Of a unit call it hears four times: ``take`` before its function runs,
+``after_forward``, ``before_backward``, ``after_backward`` (with ``gradient_of`` each
+buffer). What is gathered early is in ``flights``; what is being reduced, ``in_flight``.
 """
 
 from __future__ import annotations

@@ -177,7 +177,7 @@ class Sharding(Interpretation):
         return _Recorded(self, recorder)
 
     def _check(self, f: Any, args: Any, keywords: Any, at: Here) -> None:
-        """Looks at a program that is new, before anything of it runs."""
+        """Has a call of new shapes tried without data, before anything of it runs."""
         if at.link.moves:
             refuse(
                 "array meta",
@@ -269,7 +269,12 @@ class Sharding(Interpretation):
         *inputs: Any,
         **named: Any,
     ) -> Any:
-        """A unit call: takes in its parameters, runs, lets its outputs out."""
+        """A unit call: takes in its parameters, runs, lets its outputs out.
+
+        Four ways: no leaf of ours, and it just runs; whole parameters that somebody
+        else differentiates enter as this rank's own; under ``torch.func`` gathers are
+        differentiable collectives; else the boundary, which gathers and forgets.
+        """
         given, spec = tree.flatten((params, inputs, named), is_leaf=is_sharded)
         treedef = spec.child(0)
         leaves = given[: treedef.num_leaves]
@@ -356,7 +361,10 @@ class Sharding(Interpretation):
     def _gathered_calls(
         self, leaves: list[Any], mine: list[int], call: Any, runtime: ShardRuntime
     ) -> tuple[Any, ...]:
-        """A call's buffers; these and their ranges; positions, in the views' order."""
+        """The call's hold on each buffer it reads; the buffers; their ranges.
+
+        And the leaves' positions, in the order of the views.
+        """
         f, calls, shards, flats, order = call.frame, [], [], [], []
         for positions in by_buffer(leaves, mine):
             first = leaves[positions[0]]
