@@ -109,14 +109,14 @@ def lay_out(
     placed = tree.unflatten(treedef, map(source.own, found.values()))
     if shardings:
         if record == "fake" and not isinstance(source, Shapes):
-            _look(shardings[0], fn, recorder, (placed, *rest), at)
+            _check_types(shardings[0], fn, recorder, (placed, *rest), at)
     return placed
 
 
-def _look(
+def _check_types(
     sharding: Sharding, fn: Callable[..., Any], recorder: Recorder, args: Any, at: Here
 ) -> None:
-    """Looks at the types of a step, where it does anything that has to do with them."""
+    """Has a step tried on fake tensors, where what it does has to do with types."""
     if recorder.plain:  # on batches of any shape
         learn(sharding, at.rank, [key[0] for key in recorder.calls])
     elif at.link.moves and frame().tracer is None and at.mesh.backend != "vmap":
