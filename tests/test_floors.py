@@ -32,7 +32,7 @@ FLOORS = [
 
 PRIVATE_TORCH_LIVES_IN = "_torch.py"
 # Nodes are registered with torch's pytree too: there is no public way to.
-PRIVATE_TORCH_IN = {"nodes.py": ["torch.utils._pytree", "torch.utils._pytree.*"]}
+PRIVATE_TORCH_IN = {"tree/nodes.py": ["torch.utils._pytree", "torch.utils._pytree.*"]}
 # The operators of torch's own optimizers: private by name, stable in fact, and without
 # a public equal.
 PRIVATE_TORCH_ANYWHERE = ["torch._foreach_*", "torch._fused_*"]
@@ -231,33 +231,41 @@ def test_the_house_keeps_the_rule(check):
 
 def test_the_house_is_read():
     house = the_house()
-    assert "structure.py" in imports(house)["tree.py"]
-    source = ast.parse(house["nodes.py"])
-    names = [name for _, name in torch_names("nodes.py", source)]
+    assert "tree/structure.py" in imports(house)["tree/functions.py"]
+    source = ast.parse(house["tree/nodes.py"])
+    names = [name for _, name in torch_names("tree/nodes.py", source)]
     assert "torch.utils._pytree.register_pytree_node" in names
 
 
 @pytest.mark.parametrize(
     ("source", "fault"),
     [
-        ("import fsfunc.core.units", "imports units.py of floor 3"),
-        ("from fsfunc import units", "imports units.py of floor 3"),
-        ("from fsfunc.core.units import unit", "imports units.py of floor 3"),
-        ("from .units import unit", "imports units.py of floor 3"),
-        ("from . import units", "imports units.py of floor 3"),
-        ("def late():\n    from fsfunc import units", "layout.py:2: floor 1"),
-        ("import fsfunc as ff", "imports __init__.py of floor 9"),
+        ("import fsfunc.core.units", "imports core/units.py of floor 4"),
+        ("from fsfunc.core import units", "imports core/units.py of floor 4"),
+        ("from fsfunc.core.units import unit", "imports core/units.py of floor 4"),
+        ("from ..core.units import unit", "imports core/units.py of floor 4"),
+        ("from ..core import units", "imports core/units.py of floor 4"),
+        ("def late():\n    from fsfunc.core import units", "layout.py:2: floor 2"),
+        ("import fsfunc as ff", "imports __init__.py of floor 10"),
         ("from importlib import import_module as i; i('x')", None),
         ("import importlib; importlib.import_module('fsfunc.core.units')", "units.py"),
-        ("import importlib; importlib.import_module('.units', __package__)", "units"),
+        (
+            "import importlib; importlib.import_module('..core.units', __package__)",
+            "units",
+        ),
         ("import fsfunc.nowhere", "no such module"),
-        ("import fsfunc.tree", None),
-        ("from fsfunc import tree", None),
+        ("import fsfunc.tree.paths", None),
+        ("from fsfunc.tree import paths", None),
         ("from torch import units", None),
     ],
 )
 def test_an_import_upward_is_seen(source, fault):
-    house = {"tree.py": "", "layout.py": source, "units.py": "", "__init__.py": ""}
+    house = {
+        "tree/paths.py": "",
+        "sharded/layout.py": source,
+        "core/units.py": "",
+        "__init__.py": "",
+    }
     assert_one_fault(floor_faults(house), fault)
 
 
@@ -267,24 +275,26 @@ def test_a_file_without_a_floor_is_seen():
 
 
 def test_an_import_out_of_a_folder_goes_by_its_dots():
-    house = {"optim/adam.py": "from ..train_state import fit", "train_state.py": ""}
+    house = {"optim/adam.py": "from ..state.placing import fit", "state/placing.py": ""}
     assert_one_fault(
-        floor_faults(house), "optim/adam.py:1: floor 4 imports train_state.py"
+        floor_faults(house), "optim/adam.py:1: floor 5 imports state/placing.py"
     )
 
 
 def test_a_cycle_is_seen_and_a_step_sideways_is_not():
-    sideways = {"layout.py": "", "placements.py": "from . import layout"}
+    sideways = {"sharded/layout.py": "", "sharded/leaf.py": "from . import layout"}
     assert floor_faults(sideways) == cycles(sideways) == []
-    lazily = {**sideways, "layout.py": "def f():\n    import fsfunc.sharded.placements"}
-    assert cycles(lazily) == ["layout.py -> placements.py -> layout.py"]
+    lazily = {**sideways, "sharded/layout.py": "def f():\n    from . import leaf"}
+    assert cycles(lazily) == [
+        "sharded/layout.py -> sharded/leaf.py -> sharded/layout.py"
+    ]
     through = {
-        "comparison.py": "import fsfunc.comm.link",
+        "core/units.py": "import fsfunc.comm.link",
         "comm/__init__.py": "from . import processes",
         "comm/link.py": "",
-        "comm/processes.py": "from fsfunc import comparison",
+        "comm/processes.py": "from fsfunc.core import units",
     }
-    assert_one_fault(cycles(through), "comparison.py -> comm/__init__.py -> ")
+    assert_one_fault(cycles(through), "comm/__init__.py -> comm/processes.py -> ")
 
 
 @pytest.mark.parametrize(
@@ -313,7 +323,7 @@ def test_private_torch_is_seen(source, fault):
 
 def test_torchs_pytree_is_for_nodes_alone():
     source = "import torch.utils._pytree as p; p.SUPPORTED_NODES"
-    assert private_faults({"nodes.py": source}) == []
+    assert private_faults({"tree/nodes.py": source}) == []
     assert "torch.utils._pytree is" in private_faults({"sharded.py": source})[0]
 
 
