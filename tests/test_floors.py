@@ -32,7 +32,7 @@ FLOORS = [
 
 PRIVATE_TORCH_LIVES_IN = "_torch.py"
 # Nodes are registered with torch's pytree too: there is no public way to.
-PRIVATE_TORCH_IN = {"nodes.py": ["torch.utils._pytree", "torch.utils._pytree.*"]}
+PRIVATE_TORCH_IN = {"tree/nodes.py": ["torch.utils._pytree", "torch.utils._pytree.*"]}
 # The operators of torch's own optimizers: private by name, stable in fact, and without
 # a public equal.
 PRIVATE_TORCH_ANYWHERE = ["torch._foreach_*", "torch._fused_*"]
