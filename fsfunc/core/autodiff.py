@@ -220,10 +220,10 @@ def differentiate(call: GradientCall) -> Outcome:
         return _by_vjp(call)
     leaves = Leaves(call.args, call.argnums, call.packed, call.parts)
     picked = leaves.tensors
-    sessions = () if f.path else f.sessions
-    for _, session in sessions:
-        session.begin()
-    thread = Thread(leaves.device) if sessions else None
+    runtimes = () if f.path else f.runtimes
+    for _, runtime in runtimes:
+        runtime.begin()
+    thread = Thread(leaves.device) if runtimes else None
     values = [x.detach().requires_grad_() for x in picked]
     with run_as(Running(thread)), torch.enable_grad():
         with inside(replace(f, counter=Counter(), in_loss=True)):

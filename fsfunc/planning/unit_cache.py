@@ -6,7 +6,7 @@ each call then replays the segment, and leaves in the graph one node that keeps 
 memory as the body's own would, saves the same parameters and inputs, and returns
 gradients of the same shapes. Transforms around it see no difference.
 
-What a trial cannot stand for runs plainly: units that call units or collectives, that
+What a profile cannot stand for runs plainly: units that call units or collectives, that
 return a view of what they were given, bodies in a pipeline's stages whose backward is
 taken apart node by node (split ones, and products added in place), those under a policy
 that names values, or ``torch.func``.

@@ -35,18 +35,18 @@ __all__ = [
 
 
 class Unprofilable(BaseException):
-    """A body that a trial cannot stand for."""
+    """A body that a profile cannot stand for."""
 
 
 class _Stop(Interpretation):
-    """Ends a trial that calls a unit."""
+    """Ends the profiling of a body that calls a unit."""
 
     def unit(self, run: Any, call: Any) -> Any:
         raise Unprofilable
 
 
 class _NoLink:
-    """Ends a trial that calls a collective."""
+    """Ends the profiling of a body that calls a collective."""
 
     moves, level, notes, rank = False, None, None, 0
 
@@ -231,7 +231,7 @@ def _grad(
 
 
 def _begin(observer: Observer, given: Sequence[Tensor]) -> int:
-    """Where the trial begins in the book: what it is given is not its own."""
+    """Where the profile begins in the book: what it is given is not its own."""
     observer.given("buffers", given)
     observer.reads = set()
     return len(observer.book.events)
@@ -245,12 +245,12 @@ def _run(observer: Observer, call: Any, treedef: Any, leaves: Sequence[Any]) -> 
         at = None
     alone = call.frame.but(
         handlers=(_Stop(),),
-        sessions=(),
+        runtimes=(),
         tracer=Tracer(),
         at=at,
         path=call.path,
         numbers=call.numbers,
-        counter=Counter(),  # a trial is no call: the true one counts for itself
+        counter=Counter(),  # a profile is no call: the true one counts for itself
     )
     params, inputs, keywords = tree.unflatten(treedef, leaves)
     with inside(alone), observer.unit(call.name), internal(False):
@@ -268,7 +268,7 @@ def numbered(values: Sequence[Any]) -> list[tuple[int, Tensor]]:
 
 
 def _segment(book: Book, start: int) -> Segment:
-    """What the book tells of a trial that began at event ``start``."""
+    """What the book tells of a profile that began at event ``start``."""
     ops, memory, held, peak = [], [], 0, 0
     for event in book.events[start:]:
         if isinstance(event, Ran):

@@ -19,7 +19,7 @@ class Recorded(Sharded):
 
     __slots__ = ()
 
-    def __init__(self, local: Any, layout: Layout, home: Any = None):
+    def __init__(self, local: Any, layout: Layout, packed: Any = None):
         super().__init__(local, layout)
         tracer = frame().tracer
         if tracer is not None and isinstance(local, Tensor):

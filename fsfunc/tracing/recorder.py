@@ -35,6 +35,94 @@ from fsfunc.tracing.runs import place_without_data, without_data
 __all__ = ["LeafGroup", "Recorder", "common", "record"]
 
 
+def record(
+    fn: Callable[..., Any], params: Any, rest: tuple[Any, ...], how: str = "fake"
+) -> Recorder:
+    """What ``fn(params, *rest)`` shows of its leaves, moving nothing.
+
+    Args:
+        how: ``"fake"`` runs on fake tensors; ``"real"`` runs one real call, for steps
+            that read a tensor's value.
+
+    Raises:
+        RuntimeError: the step asks a fake tensor for its value; names the line.
+        ValueError: a leaf is read by a unit and by the loss outside one.
+
+    Cost: one run whose gradients are shapes alone. A fake run that raises is made again
+    with its backward pass: a hook, or a Function's backward, may leave behind what the
+    step reads, and an error that stays is that of the second run.
+    """
+    if how not in ("fake", "real"):
+        raise ValueError(f'record={how!r}: it is "fake" or "real"')
+    if how == "fake":
+        # A forward pass shows which units take which leaves, and in which order.
+        try:
+            return _record(fn, params, rest, how, forward_only=True)
+        except Exception:
+            pass  # raised again below, unless the backward pass mends it
+    return _record(fn, params, rest, how)
+
+
+def _record(
+    fn: Callable[..., Any],
+    params: Any,
+    rest: tuple[Any, ...],
+    how: str,
+    forward_only: bool = False,
+) -> Recorder:
+    f, fake = frame(), how == "fake"
+    recorder = Recorder(
+        forward_only=forward_only, looked_at=fake, draws=not fake, around=f.tracer
+    )
+    mine = fake and not _torch.fake_active()  # else they are fake already
+    asked: set[str] = set()
+    with without_data(
+        (params, rest),
+        place_without_data(),
+        fake=fake,
+        remembers=forward_only,
+        asked=asked,
+        told=_TOLD if fake else None,
+    ) as mode:
+
+        def convert(x: Tensor) -> Tensor:
+            return _torch.fake_of(mode, x) if mine else x
+
+        # What is fake may be written: an optimizer then copies nothing.
+        donated = Everything() if fake else None
+        handlers = tuple(map(recorder.standing_for, f.handlers))
+        f = replace(f, handlers=handlers, tracer=recorder, donated=donated)
+        paths, leaves, treedef = tree.flatten_with_paths(params, is_leaf=is_sharded)
+        with inside(f), watching(recorder):
+            for i, (path, x) in enumerate(zip(paths, leaves, strict=True)):
+                if isinstance(x, Tensor):
+                    layout = Layout(tuple(x.shape), x.dtype, (), path)
+                    recorder.layouts[path] = layout
+                    leaves[i] = Recorded(convert(x.detach()), layout)
+            others = tree.map(
+                lambda x: convert(x) if isinstance(x, Tensor) else x,
+                rest,
+                is_leaf=is_sharded,
+            )
+            with _Watch(recorder):
+                fn(tree.unflatten(treedef, leaves), *others)
+    asks(asked)
+    taken = {path for t in recorder.taken for path in t.leaves}
+    apart = all(
+        in_loss and path not in taken for path, in_loss in recorder.glue.items()
+    )
+    means = {axis for h in recorder.handlers for axis in getattr(h, "axes", ())}
+    recorder.plain = recorder.plain and apart and not asked & means
+    return recorder
+
+
+_TOLD = (
+    "the step, recorded on fake tensors,",
+    ". Move it out of the step or make it a torch.where; or record one real call with "
+    'record="real"',
+)
+
+
 @dataclass
 class Recorder(Findings, Tracer, Watcher):
     """What one run of a step shows, as it is noted down.
@@ -219,91 +307,3 @@ def _plain_in(value: Any) -> Any:
     if isinstance(value, (list, tuple, dict)) and value:
         return tree.map(plain, value, is_leaf=is_sharded)
     return plain(value)
-
-
-_TOLD = (
-    "the step, recorded on fake tensors,",
-    ". Move it out of the step or make it a torch.where; or record one real call with "
-    'record="real"',
-)
-
-
-def record(
-    fn: Callable[..., Any], params: Any, rest: tuple[Any, ...], how: str = "fake"
-) -> Recorder:
-    """What ``fn(params, *rest)`` shows of its leaves, moving nothing.
-
-    Args:
-        how: ``"fake"`` runs on fake tensors; ``"real"`` runs one real call, for steps
-            that read a tensor's value.
-
-    Raises:
-        RuntimeError: the step asks a fake tensor for its value; names the line.
-        ValueError: a leaf is read by a unit and by the loss outside one.
-
-    Cost: one run whose gradients are shapes alone. A fake run that raises is made again
-    with its backward pass: a hook, or a Function's backward, may leave behind what the
-    step reads, and an error that stays is that of the second run.
-    """
-    if how not in ("fake", "real"):
-        raise ValueError(f'record={how!r}: it is "fake" or "real"')
-    if how == "fake":
-        # A forward pass shows which units take which leaves, and in which order.
-        try:
-            return _record(fn, params, rest, how, forward_only=True)
-        except Exception:
-            pass  # raised again below, unless the backward pass mends it
-    return _record(fn, params, rest, how)
-
-
-def _record(
-    fn: Callable[..., Any],
-    params: Any,
-    rest: tuple[Any, ...],
-    how: str,
-    forward_only: bool = False,
-) -> Recorder:
-    f, fake = frame(), how == "fake"
-    recorder = Recorder(
-        forward_only=forward_only, looked_at=fake, draws=not fake, around=f.tracer
-    )
-    mine = fake and not _torch.fake_active()  # else they are fake already
-    asked: set[str] = set()
-    with without_data(
-        (params, rest),
-        place_without_data(),
-        fake=fake,
-        remembers=forward_only,
-        asked=asked,
-        told=_TOLD if fake else None,
-    ) as mode:
-
-        def convert(x: Tensor) -> Tensor:
-            return _torch.fake_of(mode, x) if mine else x
-
-        # What is fake may be written: an optimizer then copies nothing.
-        donated = Everything() if fake else None
-        handlers = tuple(map(recorder.standing_for, f.handlers))
-        f = replace(f, handlers=handlers, tracer=recorder, donated=donated)
-        paths, leaves, treedef = tree.flatten_with_paths(params, is_leaf=is_sharded)
-        with inside(f), watching(recorder):
-            for i, (path, x) in enumerate(zip(paths, leaves, strict=True)):
-                if isinstance(x, Tensor):
-                    layout = Layout(tuple(x.shape), x.dtype, (), path)
-                    recorder.layouts[path] = layout
-                    leaves[i] = Recorded(convert(x.detach()), layout)
-            others = tree.map(
-                lambda x: convert(x) if isinstance(x, Tensor) else x,
-                rest,
-                is_leaf=is_sharded,
-            )
-            with _Watch(recorder):
-                fn(tree.unflatten(treedef, leaves), *others)
-    asks(asked)
-    taken = {path for t in recorder.taken for path in t.leaves}
-    apart = all(
-        in_loss and path not in taken for path, in_loss in recorder.glue.items()
-    )
-    means = {axis for h in recorder.handlers for axis in getattr(h, "axes", ())}
-    recorder.plain = recorder.plain and apart and not asked & means
-    return recorder

@@ -102,27 +102,27 @@ def trace(
         torch.inference_mode(False),  # and gradients on
         without_data((args, keywords), at, told=_TOLD) as mode,
     ):
-        tracer = LossTracer(Flow(names), mode if mine else None)
+        stage = NotingStage(Flow(names), mode if mine else None)
         f = Frame(
-            handlers=(tracer,),
+            handlers=(stage,),
             at=at,
             compute=frame().compute,
-            counter=tracer.counter,
+            counter=stage.counter,
             in_loss=True,
         )
         with inside(f):
             given = [
-                _blank(tracer, x, label, parameter=i == 0)
+                _blank(stage, x, label, parameter=i == 0)
                 for i, (label, x) in enumerate(zip(labels, args, strict=True))
             ]
-            keywords = {k: _blank(tracer, x, k) for k, x in keywords.items()}
-            with tracer.flow:
+            keywords = {k: _blank(stage, x, k) for k, x in keywords.items()}
+            with stage.flow:
                 out = loss_fn(*given, **keywords)
-                return tracer.finished(getattr(loss_fn, "__name__", "loss"), out)
+                return stage.finished(getattr(loss_fn, "__name__", "loss"), out)
 
 
-class LossTracer(Stage):
-    """Notes the unit calls of a loss.
+class NotingStage(Stage):
+    """A stage that every unit call of a loss belongs to, and that notes it.
 
     Args:
         flow: what depends on what.
@@ -265,7 +265,7 @@ def _labels(fn: Callable[..., Any], count: int) -> list[str]:
     return labels
 
 
-def _blank(tracer: LossTracer, value: Any, label: str, parameter: bool = False) -> Any:
+def _blank(stage: NotingStage, value: Any, label: str, parameter: bool = False) -> Any:
     """An argument as fake tensors, each in a storage of its own."""
     paths, leaves, treedef = tree.flatten_with_paths(value, is_leaf=is_sharded)
     for i, (path, x) in enumerate(zip(paths, leaves, strict=True)):
@@ -277,6 +277,6 @@ def _blank(tracer: LossTracer, value: Any, label: str, parameter: bool = False) 
         if parameter and x.dtype.is_floating_point:
             blank.requires_grad_()
         leaf = Argument(path if parameter else below(label, path), parameter)
-        tracer.leaves[id(blank)] = leaf
-        leaves[i] = tracer.flow.argument(blank, leaf)
+        stage.leaves[id(blank)] = leaf
+        leaves[i] = stage.flow.argument(blank, leaf)
     return tree.unflatten(treedef, leaves)

@@ -4,6 +4,10 @@ A leaf's way to its gradient: a :class:`~fsfunc.sharded.leaf.Sharded` leaf lies 
 :class:`~fsfunc.sharded.leaf.FlatShard`; a unit call that reads it has a
 :class:`GatheredCall` of that buffer; the :class:`ShardRuntime` of the call around
 gathers the buffer, and reduces the gradient that comes back.
+
+Of a unit call it hears four times: ``take`` before its function runs,
+``after_forward``, ``before_backward``, ``after_backward`` (with ``gradient_of`` each
+buffer). What is gathered early is in ``flights``; what is being reduced, ``in_flight``.
 """
 
 from __future__ import annotations
@@ -20,7 +24,7 @@ from fsfunc.comm.attribution import label
 from fsfunc.comm.backends.link import Done, Handle
 from fsfunc.comm.groups import RankGroup, strided
 from fsfunc.core.frames import frame, running
-from fsfunc.runtime.buffer_pool import Arena
+from fsfunc.runtime.buffer_pool import BufferPool
 from fsfunc.runtime.memory_kinds import count_as
 from fsfunc.sharded.leaf import FlatShard, Parts
 from fsfunc.transforms.gathered_calls import Calls, GatheredCall, Micro
@@ -59,7 +63,7 @@ class ShardRuntime:
         holds: bool,
         gather: Gather,
         reduction: Reduction,
-        pool: Arena,
+        pool: BufferPool,
         coordinates: dict[str, int],
         shards: Iterable[FlatShard],
         ownership: Ownership,
@@ -260,7 +264,7 @@ class ShardRuntime:
             self._look_back(every, at)
         return calls
 
-    def leaves(self, calls: Calls) -> None:
+    def after_forward(self, calls: Calls) -> None:
         """A call's outputs are out: the backward comes by in the reverse of this.
 
         Microbatch by microbatch: a pipeline has several under way.
@@ -298,7 +302,7 @@ class ShardRuntime:
                     if c.full is None and (shard := c.shard) is not None:
                         self._send_for(shard, c.dtype, every[at])
 
-    def enters_backward(self, calls: Calls, shards: Sequence[FlatShard]) -> None:
+    def before_backward(self, calls: Calls, shards: Sequence[FlatShard]) -> None:
         """The cotangents of a call's outputs are here: gather again, look back."""
         if calls[0].forgets:
             for call, shard in zip(calls, shards, strict=True):
@@ -306,7 +310,7 @@ class ShardRuntime:
                     call.full = self.gather_again(shard, call)
         self._look_back(*self.find(calls[0]))
 
-    def leaves_backward(self, calls: Calls) -> Calls:
+    def after_backward(self, calls: Calls) -> Calls:
         """A call's gradients are out: its buffers go, but for those of a neighbour.
 
         Returns the calls before it.
