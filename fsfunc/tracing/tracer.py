@@ -25,7 +25,7 @@ from fsfunc.tracing.programs import (
     Outputs,
     Program,
     Spec,
-    UnitCall,
+    TracedCall,
     Value,
 )
 from fsfunc.tracing.runs import place_without_data, without_data
@@ -132,7 +132,7 @@ class NotingStage(Stage):
     def __init__(self, flow: Flow, fake: Any):
         self.flow, self.fake = flow, fake
         self.counter = Counter()
-        self.calls: list[UnitCall] = []
+        self.calls: list[TracedCall] = []
         self.leaves: dict[int, Argument] = {}
 
     def decide(self, call: Any, params: Any, inputs: Any, keywords: Any) -> Any:
@@ -157,7 +157,7 @@ class NotingStage(Stage):
             out = self._run(body, call, params, inputs, keywords)
             captured = body.origins | flow.of(out)
             returned, outputs = self._apart(body, out, len(self.calls))
-        done = UnitCall(
+        done = TracedCall(
             number=len(self.calls),
             name=name,
             params=own,

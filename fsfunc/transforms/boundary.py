@@ -53,7 +53,8 @@ def enter(
         tracked = tracked or flat.requires_grad
     if not (tracked and torch.is_grad_enabled()):
         return token, _parameters(calls)
-    found: Any = _Enter.apply(runtime, calls, shards, token, *flats)
+    tied = token is not None and not apart
+    found: Any = _Enter.apply(runtime, calls, shards, tied, token, *flats)
     if apart:
         # Each seen through a node of its own: to find what comes to one of a node's
         # outputs the engine runs all that leads to any.
@@ -118,8 +119,8 @@ def leave(
 
 class _Enter(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, runtime, calls, shards, token, *flats):  # type: ignore[override]
-        ctx.runtime, ctx.calls, ctx.shards = runtime, calls, shards
+    def forward(ctx, runtime, calls, shards, tied, token, *flats):  # type: ignore
+        ctx.runtime, ctx.calls, ctx.shards, ctx.tied = runtime, calls, shards, tied
         ctx.set_materialize_grads(False)
         return (None if token is None else token.clone(), *_parameters(calls))
 
@@ -129,18 +130,21 @@ class _Enter(torch.autograd.Function):
         calls: Calls = ctx.calls
         with label(calls[0].name, "backward"):
             before, found, i = runtime.after_backward(calls), [], 0
+            # The gradient call's own backward comes by the token (a pipeline's by each
+            # parameter). Another one is the loss's, by a value between units.
+            own = token is not None or not ctx.tied
             for k, (call, shard) in enumerate(zip(calls, ctx.shards, strict=True)):
                 mine = grads[i : i + len(call.views)]
                 i += len(call.views)
-                tracked, g = ctx.needs_input_grad[4 + k], None
+                tracked, g = ctx.needs_input_grad[5 + k], None
                 if torch.is_grad_enabled():
                     g = _joined(call, shard, mine) if tracked else None
-                elif call.keeps or tracked:
-                    g = runtime.gradient_of(call, shard, mine, before)
+                elif own and call.keeps or tracked:
+                    g = runtime.gradient_of(call, shard, mine, before if own else [])
                 if g is not None:
                     g = _reduced(runtime, g, shard).to(shard.flat.dtype)
                 found.append(g)
-        return (None, None, None, token, *found)
+        return (None, None, None, None, token, *found)
 
 
 class _Exit(torch.autograd.Function):

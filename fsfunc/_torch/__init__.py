@@ -1,0 +1,88 @@
+"""All private torch API that fsfunc uses; ``tests/test_torch.py`` names what breaks.
+
+Everything here was written against torch 2.13 and runs on 2.11.
+"""
+
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from fsfunc._torch.dispatch import (
+    CPU_ATTENTION,
+    CPU_ATTENTION_BACKWARD,
+    GROUPED_PRODUCT,
+    abstract_mode,
+    active_modes,
+    arguments_of,
+    beneath_all_modes,
+    beneath_modes,
+    check_device,
+    device_of,
+    fake_active,
+    fake_mode,
+    fake_mode_of,
+    fake_of,
+    forget_fakes,
+    is_data_dependent,
+    outside_modes,
+    plain_tensors,
+    quiet_fakes,
+    remembering_nothing,
+    tells_value,
+    written,
+)
+from fsfunc._torch.fake_results import (
+    fake_result,
+    quick_fake,
+)
+from fsfunc._torch.functorch import (
+    beneath_functorch,
+    current_level,
+    differentiated_at,
+    forward_ad_active,
+    forward_ad_on,
+    forward_ad_state,
+    functorch_active,
+    is_wrapped,
+    mapped_at,
+    mapping_levels,
+    plainly,
+    set_forward_ad_state,
+    shared_forward_ad,
+    unwrapped,
+)
+from fsfunc._torch.graph import (
+    KINDS,
+    current_node,
+    first_factor,
+    function_around,
+    graph_nodes,
+    hook_saved,
+    is_hooked,
+    kind_of,
+    leaf_behind,
+    looked_up,
+    next_sequence_number,
+    output_shape,
+    saved_tensors,
+    saved_tensors_hooked,
+    saved_under_hooks,
+    seeds_a_backward,
+    sequence_number,
+    weight_edge,
+    will_run,
+)
+from fsfunc._torch.internals import (
+    compiler_at_work,
+    compiler_stance,
+    group_timeout,
+    held,
+    hook_tables,
+    is_compiled,
+    set_compiler_stance,
+    set_tables,
+    storage,
+    storage_key,
+    storage_uses,
+    tables,
+    uses_of,
+)

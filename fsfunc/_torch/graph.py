@@ -1,0 +1,237 @@
+"""The autograd graph: its nodes, what they save, and which of them runs."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from fsfunc._torch.internals import storage_key
+
+
+def sequence_number(node: Any) -> int:
+    """When an autograd node was made, counted per thread."""
+    return node._sequence_nr()
+
+
+def next_sequence_number() -> int:
+    """The number that the next autograd node of this thread will have, or above it."""
+    return torch._C._autograd._get_sequence_nr()  # type: ignore[attr-defined]
+
+
+def seeds_a_backward() -> bool:
+    """Whether torch itself makes what a backward starts from: a cotangent of ones."""
+    frame: Any = sys._getframe(1)
+    while frame is not None and frame.f_code.co_name != "_make_grads":
+        frame = frame.f_back
+    return frame is not None and frame.f_code.co_filename == torch.autograd.__file__
+
+
+def current_node() -> Any:
+    """The autograd node whose backward runs in this thread, if one does."""
+    return torch._C._current_autograd_node()
+
+
+def will_run(node: Any) -> bool:
+    """Whether the backward that is under way comes to a node (None: to nothing).
+
+    Of a leaf torch does not tell: yes, then.
+    """
+    if node is None or hasattr(node, "variable"):
+        return node is not None
+    return torch._C._will_engine_execute_node(node)
+
+
+def output_shape(node: Any, k: int) -> tuple[int, ...]:
+    """The shape of the ``k``-th tensor that an autograd node's op made."""
+    return tuple(node._input_metadata[k].shape)
+
+
+def function_around() -> Any:
+    """The user's ``autograd.Function`` whose forward is running, if any."""
+    code = torch.autograd.Function.apply.__func__.__code__  # type: ignore[attr-defined]
+    frame = sys._getframe(1)
+    while frame is not None:
+        cls = frame.f_locals.get("cls") if frame.f_code is code else None
+        if cls is not None and not cls.__module__.startswith("fsfunc."):
+            return cls
+        frame = frame.f_back
+    return None
+
+
+def graph_nodes(roots: Iterable[Any], stop: set[Any]) -> list[Any]:
+    """The autograd nodes reached from ``roots`` without entering ``stop``."""
+    seen, found, todo = {None, *stop}, [], list(roots)
+    while todo:
+        node = todo.pop()
+        if node in seen:
+            continue
+        seen.add(node)
+        found.append(node)
+        for n, _ in node.next_functions:
+            todo.append(n)
+    return found
+
+
+_SavedTensor: Any = torch._C._autograd.SavedTensor  # type: ignore[attr-defined]
+_CAN_LOOK = hasattr(_SavedTensor, "unpack_hook") and hasattr(_SavedTensor, "data")
+_SAVED: dict[type, list[tuple[str, str]]] = {}
+
+
+def _saved_attributes(kind: type) -> list[tuple[str, str]]:
+    """(raw name, value name) of what nodes of this type save."""
+    if kind not in _SAVED:
+        raw = [name for name in dir(kind) if name.startswith("_raw_saved_")]
+        _SAVED[kind] = [
+            (name, "saved_tensors" if name == "_raw_saved_tensors" else name[4:])
+            for name in raw
+        ]
+    return _SAVED[kind]
+
+
+def saved_tensors_hooked() -> bool:
+    """Whether ``saved_tensors_hooks`` are on in this thread."""
+    autograd: Any = torch._C._autograd  # type: ignore[attr-defined]
+    return autograd._top_saved_tensors_default_hooks(True) is not None
+
+
+def hook_saved(
+    nodes: Iterable[Any],
+    storage: int,
+    pack: Callable[[Tensor], Any],
+    unpack: Callable[[Any], Tensor],
+) -> int:
+    """Puts hooks on the saved tensors of ``nodes`` that lie in ``storage``.
+
+    Returns how many there were. A tensor under somebody else's hooks is left alone:
+    it then keeps what those hooks kept.
+    """
+    count = 0
+    for node in nodes:
+        for raw, value in _saved(node):
+            if isinstance(value, Tensor) and storage_key(value) == storage:
+                try:
+                    raw.register_hooks(pack, unpack)
+                except RuntimeError as error:
+                    if "hooks" not in str(error):
+                        raise
+                    continue
+                count += 1
+    return count
+
+
+def saved_under_hooks(nodes: Iterable[Any]) -> bool:
+    """Whether ``nodes`` save anything under somebody's hooks."""
+    if not _CAN_LOOK:
+        return False
+    for node in nodes:
+        for name, _ in _saved_attributes(type(node)):
+            raws = getattr(node, name)
+            raws = raws if isinstance(raws, (tuple, list)) else (raws,)
+            if any(raw.unpack_hook is not None for raw in raws):
+                return True
+    return False
+
+
+def saved_tensors(nodes: Iterable[Any]) -> Iterator[Tensor]:
+    """The tensors that ``nodes`` save as they are, under nobody's hooks."""
+    for node in nodes:
+        for _, value in _saved(node):
+            if isinstance(value, Tensor):
+                yield value
+
+
+def _saved(node: Any) -> list[tuple[Any, Any]]:
+    """What ``node`` saves: the handle on it, and the data.
+
+    Where torch lets us look, without unpacking: to unpack is to run other people's
+    hooks, which compute a checkpoint again or gather an inner unit's parameters.
+    """
+    kind, found = type(node), []
+    names = _SAVED[kind] if kind in _SAVED else _saved_attributes(kind)
+    for raw_name, name in names:
+        raws = getattr(node, raw_name)
+        raws = raws if isinstance(raws, (tuple, list)) else (raws,)
+        if _CAN_LOOK:
+            for raw in raws:
+                if raw.unpack_hook is None:
+                    found.append((raw, raw.data))
+            continue
+        values = getattr(node, name)
+        values = values if isinstance(values, (tuple, list)) else (values,)
+        found += zip(raws, values, strict=True)
+    return found
+
+
+# A matrix product's node: which of its edges leads to the second factor, and under
+# which name it saves the first.
+_PRODUCTS = {"MmBackward0": (1, "_saved_self"), "AddmmBackward0": (2, "_saved_mat1")}
+_NAMES = {
+    **dict.fromkeys(_PRODUCTS, "product"),
+    "EmbeddingBackward0": "lookup",
+    "AccumulateGrad": "leaf",
+    "TBackward0": "turn",
+    "ViewBackward0": "view",
+}
+
+
+class _Kinds(dict[type, str | None]):
+    def __missing__(self, kind: type) -> str | None:
+        self[kind] = found = _NAMES.get(kind.__name__)
+        return found
+
+
+KINDS = _Kinds()  # by the type of a node; graphs are walked node by node
+
+
+def kind_of(node: Any) -> str | None:
+    """What an autograd node is: a product, lookup, leaf, turn (transpose) or view."""
+    return KINDS[type(node)]
+
+
+def leaf_behind(x: Tensor) -> Tensor | None:
+    """The leaf that ``x`` is, perhaps seen in another shape."""
+    if x.grad_fn is None:
+        return x
+    node = x.grad_fn
+    while node is not None and kind_of(node) in ("turn", "view"):
+        node = node.next_functions[0][0]
+    return getattr(node, "variable", None)
+
+
+def weight_edge(node: Any) -> Any:
+    """The edge of a plain product to its second factor, of a lookup to its rows.
+
+    None where that needs no gradient, or where the node does more than that.
+    """
+    kind, at = kind_of(node), 0
+    if kind == "product":
+        at = _PRODUCTS[type(node).__name__][0]
+        plain = getattr(node, "_saved_alpha", 1) == 1
+    elif kind == "lookup":
+        rare = node._saved_scale_grad_by_freq or node._saved_sparse
+        # -1, which is no row: nothing is left out. On CUDA adding rows has no order.
+        plain = not rare and node._saved_padding_idx in (-1, 2**64 - 1)
+        plain = plain and node._saved_indices.device.type == "cpu"
+    else:
+        return None
+    edge = node.next_functions[at]
+    return edge if plain and edge[0] is not None else None
+
+
+def first_factor(node: Any) -> Tensor:
+    """What a matrix product saved of its first factor; it has it for the second's."""
+    return getattr(node, _PRODUCTS[type(node).__name__][1])
+
+
+def is_hooked(leaf: Tensor) -> bool:
+    """Whether somebody registered a hook on a leaf, which sees its gradient."""
+    return bool(leaf._backward_hooks)
+
+
+def looked_up(node: Any) -> Tensor:
+    """The numbers of the rows that a lookup took."""
+    return node._saved_indices

@@ -1,0 +1,111 @@
+"""What torch's storages, modules, process groups and its compiler keep inside."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from datetime import timedelta
+from typing import Any
+
+import torch
+from torch import Tensor
+
+
+def storage_key(x: Tensor) -> int:
+    """Equal for two tensors exactly where they share a storage.
+
+    ``data_ptr`` would not do: it is 0 for every fake tensor, and raises in functorch.
+    A sparse tensor has no storage: it shares with itself alone.
+    """
+    try:
+        return x.untyped_storage()._cdata
+    except NotImplementedError:
+        if x.layout == torch.strided:
+            raise
+        return x._cdata
+
+
+def storage(x: Tensor) -> Any:
+    """What holds the memory that ``x`` lies in: to keep alive, or to tell apart."""
+    return x.untyped_storage() if x.layout == torch.strided else x
+
+
+def storage_uses(x: Tensor) -> int:
+    """How many tensors (and Python handles) hold the storage of ``x``."""
+    return torch._C._storage_Use_Count(storage_key(x))
+
+
+# Of ``storage._cdata``: how many tensors and handles hold that storage.
+uses_of: Callable[[int], int] = torch._C._storage_Use_Count
+
+
+def held(storage: torch.UntypedStorage) -> int:
+    """How many tensors hold ``storage``, this handle counted as one more."""
+    return uses_of(storage._cdata)
+
+
+def tables(module: torch.nn.Module) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Where a module keeps its own parameters and its own buffers, by attribute."""
+    return module._parameters, module._buffers
+
+
+def set_tables(module: torch.nn.Module, parameters: Any, buffers: Any) -> None:
+    """Makes a module look for its parameters and buffers in these dicts."""
+    module.__dict__["_parameters"] = parameters
+    module.__dict__["_buffers"] = buffers
+
+
+_HOOKS_BEFORE = ("_forward_pre_hooks", "_forward_pre_hooks_with_kwargs")
+_HOOKS_AFTER = (
+    "_forward_hooks", "_forward_hooks_with_kwargs", "_forward_hooks_always_called",
+    "_backward_hooks", "_backward_pre_hooks",
+)  # fmt: skip
+
+
+def hook_tables(module: torch.nn.Module, *, before: bool) -> list[dict[Any, Any]]:
+    """Where a module keeps the hooks that run before its forward, or the others."""
+    names = _HOOKS_BEFORE if before else _HOOKS_AFTER
+    return [module.__dict__[name] for name in names]
+
+
+def group_timeout(group: Any) -> timedelta | None:
+    """How long a process group waits for a rank; None where its kind has no limit."""
+    found = []
+    for device in group._device_types:
+        options = getattr(group._get_backend(device), "options", None)
+        found.append(getattr(options, "_timeout", None))
+    return min((t for t in found if t is not None), default=None)
+
+
+def is_compiled(module: torch.nn.Module) -> bool:
+    """Whether somebody called a module's ``compile()``."""
+    return module._compiled_call_impl is not None
+
+
+# What compiles the code that runs in this thread; None (or False: nothing new) where no
+# compiled function is running. As torch has it: a frame of ours it would compile too.
+compiler_at_work: Callable[[], Any] = (
+    torch._C._dynamo.eval_frame.get_eval_frame_callback  # type: ignore[attr-defined]
+)
+
+
+def compiler_stance() -> Any:
+    """How compiled functions run: torch has one answer for all threads.
+
+    None where nothing can have been compiled yet.
+    """
+    module = sys.modules.get("torch._dynamo.eval_frame")
+    return None if module is None else module._stance
+
+
+def set_compiler_stance(stance: Any) -> None:
+    """Puts back what :func:`compiler_stance` returned; or ``"force_eager"``: plainly.
+
+    Between the graphs of a compiled function too, where torch's own way is shut.
+    """
+    module: Any = sys.modules.get("torch._dynamo.eval_frame")
+    if module is None:
+        return  # the first fake mode imports it
+    if stance is None or isinstance(stance, str):
+        stance = module.DynamoStance(stance or "default")
+    module._stance = stance
