@@ -1,4 +1,8 @@
-"""The leaf of a step under recording: a tensor to those who ask, with a memory."""
+"""The leaf of a step under recording: a tensor to those who ask, with a memory.
+
+`recorder` puts one in the place of each tensor of the step's first argument, so that a
+unit call can tell which leaves it was given.
+"""
 
 from __future__ import annotations
 
