@@ -38,50 +38,6 @@ __all__ = [
 ]
 
 
-@dataclass(frozen=True)
-class Outcome:
-    """What a gradient call gives while it is under way.
-
-    Args:
-        total: the loss, or the total of a :class:`Weighted` one.
-        weight: its weight, if it has one. ``grads`` are those of ``total``; whoever
-            made the outermost call divides by the weight once all has been summed.
-        grads: one tree for each differentiated argument.
-        aux: what the loss returned beside its value.
-        count: of how many microbatches all this is the sum; whoever made the outermost
-            call divides by it, so that a transform on the way need not.
-        due: what is still to be done to the gradients, once all has been summed.
-        own: whether nobody else holds the memory of ``grads``.
-    """
-
-    total: Tensor
-    weight: Tensor | None
-    grads: tuple[Any, ...]
-    aux: Any
-    count: int = 1
-    due: tuple[Callable[[Any], Any], ...] = ()
-    own: bool = False
-
-
-@dataclass(frozen=True)
-class GradientCall:
-    """What is differentiated: interpretations pass it along, and change it.
-
-    ``packed``: by identity, the buffers whose gradients a transform keeps; ``parts``:
-    those of their leaves that are used beside units, with their gradients. ``by``: what
-    it comes down to, in place of autograd's own forward and backward.
-    """
-
-    fn: Callable[..., Any]
-    argnums: tuple[int, ...]
-    has_aux: bool
-    args: tuple[Any, ...]
-    keywords: dict[str, Any]
-    packed: Mapping[int, FlatShard] = field(default_factory=dict)
-    parts: Parts | None = None
-    by: Callable[[GradientCall], Outcome] | None = None
-
-
 def value_and_grad(
     fn: Callable[..., Any],
     argnums: int | Sequence[int] = 0,
@@ -152,56 +108,48 @@ def value_and_grad(
     return run
 
 
-def _check_differentiable(chosen: list[Any], names: list[str]) -> None:
-    refuse("array", "value_and_grad", chosen, *names)
-    leaves = tree.leaves(chosen, is_leaf=is_sharded)
-    leaves = [x.layout if is_sharded(x) else x for x in leaves]
-    kinds = [x.dtype for x in leaves if isinstance(x, Tensor | Layout)]
-    if kinds and not any(kind.is_floating_point for kind in kinds):
-        raise TypeError(
-            f"value_and_grad by {', '.join(names)}: nothing there is a floating tensor "
-            f"(the first is {kinds[0]}), and all gradients would be None; "
-            "x.to(torch.float32) has one"
-        )
+@dataclass(frozen=True)
+class GradientCall:
+    """What is differentiated: interpretations pass it along, and change it.
+
+    ``packed``: by identity, the buffers whose gradients a transform keeps; ``parts``:
+    those of their leaves that are used beside units, with their gradients. ``by``: what
+    it comes down to, in place of autograd's own forward and backward.
+    """
+
+    fn: Callable[..., Any]
+    argnums: tuple[int, ...]
+    has_aux: bool
+    args: tuple[Any, ...]
+    keywords: dict[str, Any]
+    packed: Mapping[int, FlatShard] = field(default_factory=dict)
+    parts: Parts | None = None
+    by: Callable[[GradientCall], Outcome] | None = None
 
 
-def _settled(outcome: Outcome) -> Outcome:
-    """The outcome, with what was still due done to its gradients."""
-    for finish in outcome.due:
-        outcome = replace(outcome, grads=finish(outcome.grads))
-    return outcome
+@dataclass(frozen=True)
+class Outcome:
+    """What a gradient call gives while it is under way.
 
+    Args:
+        total: the loss, or the total of a :class:`Weighted` one.
+        weight: its weight, if it has one. ``grads`` are those of ``total``; whoever
+            made the outermost call divides by the weight once all has been summed.
+        grads: one tree for each differentiated argument.
+        aux: what the loss returned beside its value.
+        count: of how many microbatches all this is the sum; whoever made the outermost
+            call divides by it, so that a transform on the way need not.
+        due: what is still to be done to the gradients, once all has been summed.
+        own: whether nobody else holds the memory of ``grads``.
+    """
 
-def _divide(outcome: Outcome) -> Outcome:
-    """The mean: sums over their weight, or over the number of microbatches."""
-    weight, count = outcome.weight, outcome.count
-    if weight is None and count == 1:
-        return outcome
-    by = count if weight is None else weight
-    grads = _divided(outcome.grads, by, outcome.own)
-    total, aux = outcome.total / by, divided(outcome.aux, count)
-    return Outcome(total, weight, grads, aux)
-
-
-def _divided(grads: Any, by: int | Tensor, own: bool) -> Any:
-    buffers = split_buffers(grads)
-    tensors = [g for g in buffers.tensors if isinstance(g, Tensor)]
-    if own and not isinstance(by, Tensor):
-        if tensors:
-            torch._foreach_div_(tensors, by)
-        return grads
-    return buffers.rebuild(
-        [
-            g / (by.to(g.dtype) if isinstance(by, Tensor) else by)
-            if isinstance(g, Tensor)
-            else g
-            for g in buffers.tensors
-        ]
-    )
-
-
-def _detach(aux: Any) -> Any:
-    return tree.map(lambda x: x.detach() if isinstance(x, Tensor) else x, aux)
+    total: Tensor
+    weight: Tensor | None
+    grads: tuple[Any, ...]
+    aux: Any
+    count: int = 1
+    due: tuple[Callable[[Any], Any], ...] = ()
+    own: bool = False
 
 
 def differentiate(call: GradientCall) -> Outcome:
@@ -260,6 +208,58 @@ def tracked(values: Any) -> bool:
         if isinstance(x, Tensor) and x.requires_grad:
             return True
     return False
+
+
+def _check_differentiable(chosen: list[Any], names: list[str]) -> None:
+    refuse("array", "value_and_grad", chosen, *names)
+    leaves = tree.leaves(chosen, is_leaf=is_sharded)
+    leaves = [x.layout if is_sharded(x) else x for x in leaves]
+    kinds = [x.dtype for x in leaves if isinstance(x, Tensor | Layout)]
+    if kinds and not any(kind.is_floating_point for kind in kinds):
+        raise TypeError(
+            f"value_and_grad by {', '.join(names)}: nothing there is a floating tensor "
+            f"(the first is {kinds[0]}), and all gradients would be None; "
+            "x.to(torch.float32) has one"
+        )
+
+
+def _settled(outcome: Outcome) -> Outcome:
+    """The outcome, with what was still due done to its gradients."""
+    for finish in outcome.due:
+        outcome = replace(outcome, grads=finish(outcome.grads))
+    return outcome
+
+
+def _divide(outcome: Outcome) -> Outcome:
+    """The mean: sums over their weight, or over the number of microbatches."""
+    weight, count = outcome.weight, outcome.count
+    if weight is None and count == 1:
+        return outcome
+    by = count if weight is None else weight
+    grads = _divided(outcome.grads, by, outcome.own)
+    total, aux = outcome.total / by, divided(outcome.aux, count)
+    return Outcome(total, weight, grads, aux)
+
+
+def _divided(grads: Any, by: int | Tensor, own: bool) -> Any:
+    buffers = split_buffers(grads)
+    tensors = [g for g in buffers.tensors if isinstance(g, Tensor)]
+    if own and not isinstance(by, Tensor):
+        if tensors:
+            torch._foreach_div_(tensors, by)
+        return grads
+    return buffers.rebuild(
+        [
+            g / (by.to(g.dtype) if isinstance(by, Tensor) else by)
+            if isinstance(g, Tensor)
+            else g
+            for g in buffers.tensors
+        ]
+    )
+
+
+def _detach(aux: Any) -> Any:
+    return tree.map(lambda x: x.detach() if isinstance(x, Tensor) else x, aux)
 
 
 def _by_vjp(call: GradientCall) -> Outcome:
