@@ -19,6 +19,7 @@ from fsfunc.core.autodiff import GradientCall, Outcome, differentiate, tracked
 from fsfunc.core.differentiated import Leaves
 from fsfunc.core.frames import Counter, Frame, Interpretation, frame, inside
 from fsfunc.core.losses import loss_parts
+from fsfunc.core.units import Call
 from fsfunc.pipelining.actions import (
     Action,
     Schedule,
@@ -118,7 +119,7 @@ class Pipelining(Interpretation):
         self.ran(at)
         return out
 
-    def unit(self, run: Callable[..., Any], call: Any) -> Callable[..., Any]:
+    def unit(self, run: Callable[..., Any], call: Call) -> Callable[..., Any]:
         if not call.frame.staged:
             if _torch.functorch_active() or _torch.forward_ad_active():
                 raise RuntimeError(_STOCK)
@@ -273,7 +274,7 @@ class RecordedPipelining(Noted, Pipelining):
         self.__dict__.update(handler.__dict__)
         self.handler, self.recorder, self.cut = handler, recorder, cut
 
-    def unit(self, run: Callable[..., Any], call: Any) -> Callable[..., Any]:
+    def unit(self, run: Callable[..., Any], call: Call) -> Callable[..., Any]:
         noted = self.cut is not None
         return (Noted if noted else Pipelining).unit(self, run, call)
 

@@ -26,6 +26,7 @@ from fsfunc import _torch, tree
 from fsfunc.comm.attribution import internal
 from fsfunc.comm.ledgers import is_silent
 from fsfunc.core.frames import Tracer, frame, running
+from fsfunc.core.units import Call
 from fsfunc.planning.events import Replayed, Segment
 from fsfunc.planning.observer import Observer
 from fsfunc.planning.unit_profiles import (
@@ -52,7 +53,7 @@ class _Replayed:
     """One call, on its way through autograd."""
 
     cache: UnitCache
-    call: Any
+    call: Call
     profile: UnitProfile
     leaves: list[Any]  # of the arguments: tensors, or shapes in their place
     treedef: Any
@@ -80,7 +81,7 @@ class UnitCache(Tracer):
         self.derived, self._kept = {}, []
         return self.observer
 
-    def body(self, call: Any, params: Any, inputs: Any, keywords: Any) -> Any:
+    def body(self, call: Call, params: Any, inputs: Any, keywords: Any) -> Any:
         """What the unit's function returns for these arguments."""
         self.look_back()
         leaves, treedef = tree.flatten((params, inputs, keywords), is_leaf=is_sharded)
@@ -106,7 +107,7 @@ class UnitCache(Tracer):
         observer.roots, observer.pure = before
         return out
 
-    def _key(self, call: Any, leaves: list[Any], treedef: Any) -> Any:
+    def _key(self, call: Call, leaves: list[Any], treedef: Any) -> Any:
         f = frame()
         if f.staged and torch.is_grad_enabled() and _taken_apart(leaves):
             return None

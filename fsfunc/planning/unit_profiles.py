@@ -18,6 +18,7 @@ from fsfunc import _torch, tree
 from fsfunc.comm.attribution import internal
 from fsfunc.comm.mesh import NoMesh, here
 from fsfunc.core.frames import Counter, Interpretation, Tracer, inside
+from fsfunc.core.units import Call
 from fsfunc.planning.events import Gave, Ran, Segment, Took
 from fsfunc.planning.observer import Book, Observer
 
@@ -41,7 +42,7 @@ class Unprofilable(BaseException):
 class _Stop(Interpretation):
     """Ends the profiling of a body that calls a unit."""
 
-    def unit(self, run: Any, call: Any) -> Any:
+    def unit(self, run: Any, call: Call) -> Any:
         raise Unprofilable
 
 
@@ -138,7 +139,7 @@ class UnitProfile:
 
 
 def profiled(
-    observer: Observer, call: Any, leaves: Sequence[Any], treedef: Any, params: int
+    observer: Observer, call: Call, leaves: Sequence[Any], treedef: Any, params: int
 ) -> UnitProfile:
     """What the body of ``call`` does with tensors like ``leaves``.
 
@@ -180,7 +181,7 @@ def profiled(
 
 def profiled_backward(
     observer: Observer,
-    call: Any,
+    call: Call,
     leaves: Sequence[Any],
     treedef: Any,
     cotangents: Sequence[Shape | None],
@@ -237,7 +238,7 @@ def _begin(observer: Observer, given: Sequence[Tensor]) -> int:
     return len(observer.book.events)
 
 
-def _run(observer: Observer, call: Any, treedef: Any, leaves: Sequence[Any]) -> Any:
+def _run(observer: Observer, call: Call, treedef: Any, leaves: Sequence[Any]) -> Any:
     """Runs the body where it reaches neither a unit nor a rank."""
     try:
         at = replace(here(), link=_NoLink())

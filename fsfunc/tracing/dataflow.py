@@ -16,6 +16,7 @@ from torch import Tensor
 
 from fsfunc import _torch, tree
 from fsfunc.comm.attribution import source_line
+from fsfunc.core.units import Call
 from fsfunc.tracing.costs import FLOPS
 from fsfunc.tracing.modes import OperatorMode
 from fsfunc.tracing.names import Names
@@ -194,7 +195,7 @@ def tensors(values: Any) -> list[Tensor]:
 
 
 def run_on_data(
-    flow: Flow, fake: Any, call: Any, params: Any, inputs: Any, keywords: Any
+    flow: Flow, fake: Any, call: Call, params: Any, inputs: Any, keywords: Any
 ) -> Any:
     """A unit's outputs as fake tensors, from one run on tensors with data.
 

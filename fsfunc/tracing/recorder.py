@@ -25,6 +25,7 @@ from fsfunc.comm.groups import RankGroup
 from fsfunc.comm.linear_maps import LinearMap
 from fsfunc.comm.mesh import asks
 from fsfunc.core.frames import Interpretation, Tracer, frame, inside
+from fsfunc.core.units import Call
 from fsfunc.sharded.donated import Everything
 from fsfunc.sharded.layout import Layout, Owned
 from fsfunc.sharded.leaf import is_sharded
@@ -184,16 +185,16 @@ class Recorder(Findings, Tracer, Watcher):
     def standing_for(self, handler: Interpretation) -> Interpretation:
         return handler.recorded(self)
 
-    def body(self, call: Any, params: Any, inputs: Any, keywords: Any) -> Any:
+    def body(self, call: Call, params: Any, inputs: Any, keywords: Any) -> Any:
         if self.around is not None:
             return self.around.body(call, params, inputs, keywords)
         return Tracer.body(self, call, params, inputs, keywords)
 
-    def unit(self, noted: Noted, run: Callable[..., Any], call: Any):
+    def unit(self, noted: Noted, run: Callable[..., Any], call: Call):
         """A unit call under recording: its leaves become plain tensors again."""
         if noted.handler not in self.handlers:
             self.handlers.append(noted.handler)
-        laid = [h for h in call.frame.handlers if h.lays_out]
+        laid: list[Any] = [h for h in call.frame.handlers if h.lays_out]  # all Noted
         if noted is not laid[0]:
             return run  # noted by the outermost one
 
@@ -264,7 +265,7 @@ class Noted(Interpretation):
         self.handler, self.recorder = handler, recorder
         self.axes: tuple[str, ...] = handler.axes
 
-    def unit(self, run: Callable[..., Any], call: Any) -> Callable[..., Any]:
+    def unit(self, run: Callable[..., Any], call: Call) -> Callable[..., Any]:
         return self.recorder.unit(self, run, call)
 
     def owner(self, number: int) -> tuple[Owned, ...]:

@@ -16,6 +16,7 @@ from fsfunc import _torch, tree
 from fsfunc.comm.attribution import source_line, traceback_line
 from fsfunc.comm.fake_errors import asks_for_a_value
 from fsfunc.core.frames import Counter, Frame, Stage, frame, inside
+from fsfunc.core.units import Call
 from fsfunc.sharded.leaf import Sharded, is_sharded
 from fsfunc.tracing.dataflow import Argument, Body, Flow, run_on_data, tensors
 from fsfunc.tracing.names import Names, below
@@ -135,7 +136,7 @@ class NotingStage(Stage):
         self.calls: list[TracedCall] = []
         self.leaves: dict[int, Argument] = {}
 
-    def decide(self, call: Any, params: Any, inputs: Any, keywords: Any) -> Any:
+    def decide(self, call: Call, params: Any, inputs: Any, keywords: Any) -> Any:
         """A unit call of the loss: run, noted, and its outputs set apart."""
         name, line, flow = call.unit.__name__, source_line(), self.flow
         if _torch.functorch_active() or call.frame.counter is not self.counter:
@@ -181,7 +182,7 @@ class NotingStage(Stage):
         finally:
             self.flow.body = None
 
-    def _run(self, body: Body, call: Any, params: Any, inputs: Any, keywords: Any):
+    def _run(self, body: Body, call: Call, params: Any, inputs: Any, keywords: Any):
         """The unit's function on fake tensors, or else on stand-ins with data."""
         try:
             out = call.body(params, *inputs, **keywords)

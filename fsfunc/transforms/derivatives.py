@@ -13,12 +13,13 @@ from torch import Tensor
 
 from fsfunc import _torch, tree
 from fsfunc.comm.crossings import LawError, check_samples
+from fsfunc.core.units import Call
 from fsfunc.sharded.leaf import Sharded
 
 __all__ = ["check_derivatives"]
 
 
-def check_derivatives(call: Any, taken: Sequence[Any], inputs: Any) -> None:
+def check_derivatives(call: Call, taken: Sequence[Any], inputs: Any) -> None:
     """Raises where a derivative by ``taken`` would mix what the ranks hold.
 
     Args:

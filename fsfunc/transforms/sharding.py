@@ -18,6 +18,7 @@ from fsfunc.comm.groups import RankGroup, group
 from fsfunc.comm.mesh import Axis, Here, Mesh, check_mesh, here
 from fsfunc.core.autodiff import GradientCall, Outcome
 from fsfunc.core.frames import Frame, Interpretation, frame, inside, running
+from fsfunc.core.units import Call
 from fsfunc.runtime.buffer_pool import pool_of
 from fsfunc.sharded.donated import refuse_spent
 from fsfunc.sharded.inputs import arguments, refuse
@@ -256,7 +257,7 @@ class Sharding(Interpretation):
 
     # Unit calls
 
-    def unit(self, run: Callable[..., Any], call: Any) -> Callable[..., Any]:
+    def unit(self, run: Callable[..., Any], call: Call) -> Callable[..., Any]:
         if call.frame.whole:  # its parameters are plain tensors, and its own
             return run
         return partial(self._unit_call, run, call)
@@ -264,7 +265,7 @@ class Sharding(Interpretation):
     def _unit_call(
         self,
         run: Callable[..., Any],
-        call: Any,
+        call: Call,
         params: Any,
         *inputs: Any,
         **named: Any,
@@ -322,7 +323,7 @@ class Sharding(Interpretation):
             thread.token = token
         return tree.unflatten(spec, outs)
 
-    def _gathered_here(self, leaves: Sequence[Any], call: Any) -> list[int]:
+    def _gathered_here(self, leaves: Sequence[Any], call: Call) -> list[int]:
         """Which leaves this call gathers: those that are ours, and no inner unit's."""
         mine, inner = [], "" if call.unit.whole else call.name + "/"
         for i, x in enumerate(leaves):
@@ -348,7 +349,7 @@ class Sharding(Interpretation):
         return found
 
     def _enter_plain(
-        self, leaves: list[Any], positions: list[int], call: Any, inputs: Any
+        self, leaves: list[Any], positions: list[int], call: Call, inputs: Any
     ) -> None:
         """Whole parameters as each rank's own: their gradients are means then."""
         if call.frame.staged:
@@ -359,7 +360,7 @@ class Sharding(Interpretation):
             leaves[i] = apply_map(leaves[i], ENTER, where)
 
     def _gathered_calls(
-        self, leaves: list[Any], mine: list[int], call: Any, runtime: ShardRuntime
+        self, leaves: list[Any], mine: list[int], call: Call, runtime: ShardRuntime
     ) -> tuple[Any, ...]:
         """The call's hold on each buffer it reads; the buffers; their ranges.
 
@@ -390,7 +391,7 @@ class Sharding(Interpretation):
         return calls, shards, flats, order
 
     def _compose(
-        self, leaves: list[Any], mine: list[int], call: Any, runtime: ShardRuntime
+        self, leaves: list[Any], mine: list[int], call: Call, runtime: ShardRuntime
     ) -> None:
         """The same by differentiable collectives, of any order and under any map."""
         for positions in by_buffer(leaves, mine):
