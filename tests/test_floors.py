@@ -5,6 +5,7 @@ The checks read the source and run nothing, so that imports inside functions and
 """
 
 import ast
+import re
 from collections.abc import Iterator
 from fnmatch import fnmatch
 from pathlib import Path
@@ -245,6 +246,27 @@ CHECKS = [floor_faults, cycles, private_faults, name_faults, class_faults]
 @pytest.mark.parametrize("check", CHECKS)
 def test_the_house_keeps_the_rule(check):
     assert check(the_house()) == []
+
+
+def test_the_map_in_the_readme_names_every_file():
+    """By the rooms of its map, which stand after a floor's number or four spaces."""
+    text = (ROOT / "README.md").read_text()
+    drawn, room = set(), ""
+    for line in text.partition("## The house")[2].split("```")[1].splitlines():
+        if line == "benchmarks/":
+            break
+        if line[4:5] not in ("", " "):
+            room = line[4:].split()[0]
+            room = room if room.endswith("/") else ""
+        for name in re.findall(r"(?<!tests/)\b\w+\.py\b", line):
+            drawn.add((room, name))
+    there = set()
+    for path in the_house():
+        room, slash, rest = path.partition("/")
+        name = (rest or path).rpartition("/")[2]
+        if name != "__init__.py" or not slash:
+            there.add((room + slash if slash else "", name))
+    assert drawn == there
 
 
 def test_the_house_is_read():

@@ -11,7 +11,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import FlopCounterMode
 
 from fsfunc import _torch, tree
-from fsfunc.runtime.buffer_pool import Arena
+from fsfunc.runtime.buffer_pool import BufferPool
 
 
 def breaks(what: str) -> str:
@@ -75,7 +75,7 @@ def test_a_sparse_tensor_shares_with_itself_alone():
 
 def test_holders_of_a_storage_are_counted():
     storage = torch.UntypedStorage(16)
-    what = "the arena hands out memory that somebody still reads, or never again"
+    what = "the pool hands out memory that somebody still reads, or never again"
     assert _torch.held(storage) == 1, breaks(what)
     x = torch.empty(0).set_(storage, 0, (4,))
     assert (_torch.held(storage), _torch.storage_uses(x)) == (2, 2), breaks(what)
@@ -129,16 +129,16 @@ def test_it_is_known_when_autograd_alone_looks():
 
 
 def test_the_arena_reuses_only_what_is_free():
-    arena, like = Arena(), torch.empty(1)
-    a = arena.get(8, torch.float32, like)
+    pool, like = BufferPool(), torch.empty(1)
+    a = pool.get(8, torch.float32, like)
     where = a.data_ptr()
-    b = arena.get(8, torch.float32, like)
+    b = pool.get(8, torch.float32, like)
     assert b.data_ptr() != where, "memory in use was handed out"
     view = a[2:]
     del a
-    assert arena.get(8, torch.float32, like).data_ptr() != where, "a view is a use"
+    assert pool.get(8, torch.float32, like).data_ptr() != where, "a view is a use"
     del view
-    assert arena.get(4, torch.float64, like).data_ptr() == where, "free memory is lost"
+    assert pool.get(4, torch.float64, like).data_ptr() == where, "free memory is lost"
 
 
 def test_the_graph_can_be_walked_and_saved_tensors_replaced():

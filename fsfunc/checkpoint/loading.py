@@ -167,10 +167,10 @@ def _own_memory(
                 )
     if is_held(x for x in buffers.tensors if isinstance(x, Tensor)):
         raise ValueError("the target is being saved: wait() for that before a load")
-    homes = {id(x) for _, home in buffers.groups if home for x in (home.flat,)}
+    packed = {id(x) for _, shard in buffers.groups if shard for x in (shard.flat,)}
     # Whole leaves as other objects: the marks are on the old ones.
     fresh = [
-        x.detach() if isinstance(x, Tensor) and id(x) not in homes else x
+        x.detach() if isinstance(x, Tensor) and id(x) not in packed else x
         for x in buffers.tensors
     ]
 

@@ -26,6 +26,64 @@ from fsfunc.comm.mesh import Axis
 __all__ = ["Pending", "start"]
 
 
+def start(collective: Callable[..., Any], x: Any, axis: Axis, *args, **how) -> Pending:
+    """A collective put in flight: ``start(f, x, axis).wait()`` is ``f(x, axis)``.
+
+    Transpose: in the backward pass the transposed collective starts where the forward
+    pass waited, and is waited for where it started.
+
+    Args:
+        collective: one of fsfunc's collectives, such as ``ff.all_gather``.
+        x: its input; it must not be written in place before the wait.
+        axis, *args, **how: as for ``collective``.
+
+    Returns:
+        What is pending; every rank waits for it once, in any order.
+
+    Raises:
+        TypeError: ``collective`` is none.
+        RuntimeError: from ``wait``, where the input was written while in flight.
+
+    Cost: that of the collective.
+
+    >>> import fsfunc as ff, torch
+    >>> def main():
+    ...     pending = ff.start(ff.psum, torch.ones(2), "data")
+    ...     return pending.wait().tolist()
+    >>> ff.spmd(main, ff.make_mesh({"data": 2}, "simulated"))()
+    [[2.0, 2.0], [2.0, 2.0]]
+    """
+
+    def begin(x: Tensor, how: LinearMap, where: RankGroup) -> Callable[[], Tensor]:
+        flight = _Flight()
+        token = _start(x, how, where, flight)
+        return lambda: _wait(token, how, where, flight)
+
+    with run_by(begin):
+        waits, treedef = tree.flatten(collective(x, axis, *args, **how))
+    if not all(callable(wait) for wait in waits):
+        raise TypeError(
+            f"start takes a collective, such as ff.all_gather; got {collective!r}"
+        )
+    return Pending(waits, treedef)
+
+
+class Pending:
+    """A collective in flight, as ``start`` returns it."""
+
+    def __init__(self, waits: list[Callable[[], Tensor]], treedef: Any):
+        self._waits, self._treedef = waits, treedef
+        self._result: Any = None
+
+    def wait(self) -> Any:
+        """The collective's result, once it is here; the same one every time."""
+        if self._waits:
+            results = [wait() for wait in self._waits]
+            self._result = tree.unflatten(self._treedef, results)
+            self._waits = []
+        return self._result
+
+
 class _Flight:
     """One exchange between its two phases, and those that its derivatives make.
 
@@ -126,61 +184,3 @@ def _start(x: Tensor, how: LinearMap, where: RankGroup, flight: _Flight) -> Tens
 
 def _wait(token: Tensor, how: LinearMap, where: RankGroup, flight: _Flight) -> Tensor:
     return where.link.apply(_Wait.apply, token, how, where, flight)
-
-
-class Pending:
-    """A collective in flight, as ``start`` returns it."""
-
-    def __init__(self, waits: list[Callable[[], Tensor]], treedef: Any):
-        self._waits, self._treedef = waits, treedef
-        self._result: Any = None
-
-    def wait(self) -> Any:
-        """The collective's result, once it is here; the same one every time."""
-        if self._waits:
-            results = [wait() for wait in self._waits]
-            self._result = tree.unflatten(self._treedef, results)
-            self._waits = []
-        return self._result
-
-
-def start(collective: Callable[..., Any], x: Any, axis: Axis, *args, **how) -> Pending:
-    """A collective put in flight: ``start(f, x, axis).wait()`` is ``f(x, axis)``.
-
-    Transpose: in the backward pass the transposed collective starts where the forward
-    pass waited, and is waited for where it started.
-
-    Args:
-        collective: one of fsfunc's collectives, such as ``ff.all_gather``.
-        x: its input; it must not be written in place before the wait.
-        axis, *args, **how: as for ``collective``.
-
-    Returns:
-        What is pending; every rank waits for it once, in any order.
-
-    Raises:
-        TypeError: ``collective`` is none.
-        RuntimeError: from ``wait``, where the input was written while in flight.
-
-    Cost: that of the collective.
-
-    >>> import fsfunc as ff, torch
-    >>> def main():
-    ...     pending = ff.start(ff.psum, torch.ones(2), "data")
-    ...     return pending.wait().tolist()
-    >>> ff.spmd(main, ff.make_mesh({"data": 2}, "simulated"))()
-    [[2.0, 2.0], [2.0, 2.0]]
-    """
-
-    def begin(x: Tensor, how: LinearMap, where: RankGroup) -> Callable[[], Tensor]:
-        flight = _Flight()
-        token = _start(x, how, where, flight)
-        return lambda: _wait(token, how, where, flight)
-
-    with run_by(begin):
-        waits, treedef = tree.flatten(collective(x, axis, *args, **how))
-    if not all(callable(wait) for wait in waits):
-        raise TypeError(
-            f"start takes a collective, such as ff.all_gather; got {collective!r}"
-        )
-    return Pending(waits, treedef)

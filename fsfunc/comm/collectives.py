@@ -45,52 +45,6 @@ __all__ = [
 ]
 
 
-def _dim(x: Tensor, dim: int, name: str = "dim") -> int:
-    if not -x.ndim <= dim < x.ndim:
-        raise ValueError(f"{name}={dim}: the tensor has shape {tuple(x.shape)}")
-    return dim % x.ndim
-
-
-def _typed(where: RankGroup, op: str, of: str, to: str, **fields: Any) -> LinearMap:
-    """The linear map between two types, as the axis takes them."""
-    legal = meanings(op)
-    if where.mean:  # a value is the rank's own, or one value that somebody asked for
-        legal = [row for row in legal if set(row.split("->")) <= {"V", "I"}]
-    _check_types(where, op, f"{of}->{to}", legal)
-    if where.mean:
-        of, to = of.replace("V", "M"), to.replace("V", "M")
-    return LinearMap(op, of, to, **fields)
-
-
-def _check_types(where: RankGroup, op: str, row: str, legal: Iterable[str]) -> None:
-    if row not in legal:
-        what = ", under shard a mean of losses," if where.mean else ""
-        raise ValueError(
-            f"{op} {row} over {where.name}{what} has no meaning; it has: "
-            f"{', '.join(legal)}"
-        )
-
-
-def _sum(x: Any, axis: Axis, of: str, to: str | None, power: int) -> Any:
-    where = group(axis)
-    if not where.mean and (means := set(here().mean).intersection(where.axis)):
-        mine = tuple(name for name in where.axis if name in means)
-        others = tuple(name for name in where.axis if name not in means)
-        # The loss is a mean over some, and one value over the others.
-        if (of, to) != ("V", None):
-            raise ValueError(
-                f"a sum {of}->{to} over {mine}, means under shard, and {others} at "
-                "once: sum over the ones, then over the others"
-            )
-        return _sum(_sum(x, mine, of, to, power), others, of, to, power)
-
-    def how(leaf: Tensor, where: RankGroup) -> LinearMap:
-        default = "V" if where.mean else "I"
-        return _typed(where, "psum", of, default if to is None else to, power=power)
-
-    return over(x, axis, how)
-
-
 def psum(x: Any, axis: Axis, *, of: str = "V", to: str | None = None) -> Any:
     """The sum of ``x`` over the ranks along ``axis``, on each of them.
 
@@ -381,5 +335,51 @@ def pcast(x: Any, axis: Axis, *, to: str, of: str = "I") -> Any:
         row, known = f"{of}->{to}", _CASTS_UNDER_SHARD if where.mean else _CASTS
         _check_types(where, "cast", row, sorted(known))
         return _CASTS_UNDER_SHARD[row] if where.mean else LinearMap("cast", of, to)
+
+    return over(x, axis, how)
+
+
+def _dim(x: Tensor, dim: int, name: str = "dim") -> int:
+    if not -x.ndim <= dim < x.ndim:
+        raise ValueError(f"{name}={dim}: the tensor has shape {tuple(x.shape)}")
+    return dim % x.ndim
+
+
+def _typed(where: RankGroup, op: str, of: str, to: str, **fields: Any) -> LinearMap:
+    """The linear map between two types, as the axis takes them."""
+    legal = meanings(op)
+    if where.mean:  # a value is the rank's own, or one value that somebody asked for
+        legal = [row for row in legal if set(row.split("->")) <= {"V", "I"}]
+    _check_types(where, op, f"{of}->{to}", legal)
+    if where.mean:
+        of, to = of.replace("V", "M"), to.replace("V", "M")
+    return LinearMap(op, of, to, **fields)
+
+
+def _check_types(where: RankGroup, op: str, row: str, legal: Iterable[str]) -> None:
+    if row not in legal:
+        what = ", under shard a mean of losses," if where.mean else ""
+        raise ValueError(
+            f"{op} {row} over {where.name}{what} has no meaning; it has: "
+            f"{', '.join(legal)}"
+        )
+
+
+def _sum(x: Any, axis: Axis, of: str, to: str | None, power: int) -> Any:
+    where = group(axis)
+    if not where.mean and (means := set(here().mean).intersection(where.axis)):
+        mine = tuple(name for name in where.axis if name in means)
+        others = tuple(name for name in where.axis if name not in means)
+        # The loss is a mean over some, and one value over the others.
+        if (of, to) != ("V", None):
+            raise ValueError(
+                f"a sum {of}->{to} over {mine}, means under shard, and {others} at "
+                "once: sum over the ones, then over the others"
+            )
+        return _sum(_sum(x, mine, of, to, power), others, of, to, power)
+
+    def how(leaf: Tensor, where: RankGroup) -> LinearMap:
+        default = "V" if where.mean else "I"
+        return _typed(where, "psum", of, default if to is None else to, power=power)
 
     return over(x, axis, how)

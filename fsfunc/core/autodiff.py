@@ -37,50 +37,6 @@ __all__ = [
 ]
 
 
-@dataclass(frozen=True)
-class Outcome:
-    """What a gradient call gives while it is under way.
-
-    Args:
-        total: the loss, or the total of a :class:`Weighted` one.
-        weight: its weight, if it has one. ``grads`` are those of ``total``; whoever
-            made the outermost call divides by the weight once all has been summed.
-        grads: one tree for each differentiated argument.
-        aux: what the loss returned beside its value.
-        count: of how many microbatches all this is the sum; whoever made the outermost
-            call divides by it, so that a transform on the way need not.
-        due: what is still to be done to the gradients, once all has been summed.
-        own: whether nobody else holds the memory of ``grads``.
-    """
-
-    total: Tensor
-    weight: Tensor | None
-    grads: tuple[Any, ...]
-    aux: Any
-    count: int = 1
-    due: tuple[Callable[[Any], Any], ...] = ()
-    own: bool = False
-
-
-@dataclass(frozen=True)
-class GradientCall:
-    """What is differentiated: interpretations pass it along, and change it.
-
-    ``packed``: by identity, the buffers whose gradients a transform keeps; ``parts``:
-    those of their leaves that are used beside units, with their gradients. ``by``: what
-    it comes down to, in place of autograd's own forward and backward.
-    """
-
-    fn: Callable[..., Any]
-    argnums: tuple[int, ...]
-    has_aux: bool
-    args: tuple[Any, ...]
-    keywords: dict[str, Any]
-    packed: Mapping[int, FlatShard] = field(default_factory=dict)
-    parts: Parts | None = None
-    by: Callable[[GradientCall], Outcome] | None = None
-
-
 def value_and_grad(
     fn: Callable[..., Any],
     argnums: int | Sequence[int] = 0,
@@ -151,6 +107,108 @@ def value_and_grad(
     return run
 
 
+@dataclass(frozen=True)
+class GradientCall:
+    """What is differentiated: interpretations pass it along, and change it.
+
+    ``packed``: by identity, the buffers whose gradients a transform keeps; ``parts``:
+    those of their leaves that are used beside units, with their gradients. ``by``: what
+    it comes down to, in place of autograd's own forward and backward.
+    """
+
+    fn: Callable[..., Any]
+    argnums: tuple[int, ...]
+    has_aux: bool
+    args: tuple[Any, ...]
+    keywords: dict[str, Any]
+    packed: Mapping[int, FlatShard] = field(default_factory=dict)
+    parts: Parts | None = None
+    by: Callable[[GradientCall], Outcome] | None = None
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What a gradient call gives while it is under way.
+
+    Args:
+        total: the loss, or the total of a :class:`Weighted` one.
+        weight: its weight, if it has one. ``grads`` are those of ``total``; whoever
+            made the outermost call divides by the weight once all has been summed.
+        grads: one tree for each differentiated argument.
+        aux: what the loss returned beside its value.
+        count: of how many microbatches all this is the sum; whoever made the outermost
+            call divides by it, so that a transform on the way need not.
+        due: what is still to be done to the gradients, once all has been summed.
+        own: whether nobody else holds the memory of ``grads``.
+    """
+
+    total: Tensor
+    weight: Tensor | None
+    grads: tuple[Any, ...]
+    aux: Any
+    count: int = 1
+    due: tuple[Callable[[Any], Any], ...] = ()
+    own: bool = False
+
+
+def differentiate(call: GradientCall) -> Outcome:
+    """The gradient call itself: what every interpretation comes down to."""
+    if torch.is_inference_mode_enabled():
+        raise RuntimeError(
+            "value_and_grad under torch.inference_mode(): autograd records nothing "
+            "there, and all gradients would be zero; leave that mode for it"
+        )
+    if call.by is not None:
+        return call.by(replace(call, by=None))
+    f = frame()
+    if _torch.functorch_active() or _torch.forward_ad_active():
+        return _by_vjp(call)
+    if torch.is_grad_enabled() and tracked((call.args, call.keywords)):
+        return _by_vjp(call)
+    leaves = Leaves(call.args, call.argnums, call.packed, call.parts)
+    picked = leaves.tensors
+    runtimes = () if f.path else f.runtimes
+    for _, runtime in runtimes:
+        runtime.begin()
+    thread = Thread(leaves.device) if runtimes else None
+    values = [x.detach().requires_grad_() for x in picked]
+    with run_as(Running(thread)), torch.enable_grad():
+        with inside(replace(f, counter=Counter(), in_loss=True)):
+            out = call.fn(*leaves.args(values), **call.keywords)
+        total, weight, aux = loss_parts(out, call.has_aux)
+        tied = total
+        if thread is not None and thread.token is not thread.start:
+            tied = tie(total, thread.token)
+    made = list(leaves.parts.values())
+    inputs = [*values, *made, *([] if thread is None else [thread.start])]
+    if not inputs or not tied.requires_grad:
+        found: Sequence[Tensor | None] = [None] * len(inputs)
+    elif f.tracer is not None and f.tracer.forward_only:
+        found = [torch.empty_like(x) for x in inputs]
+        f.tracer.gradients(picked, found)
+    else:
+        with internal():
+            found = torch.autograd.grad(tied, inputs, allow_unused=True)
+    weight = None if weight is None else weight.detach()
+    count_as("gradients", found[: len(values)])
+    grads = leaves.grads(found[: len(values)])
+    add_gradients(made, found[len(values) : len(values) + len(made)])
+    return Outcome(total.detach(), weight, grads, _detach(aux))
+
+
+def tracked(values: Any) -> bool:
+    """Whether somebody around us differentiates a tensor among ``values``."""
+    for x in tree.leaves(values, is_leaf=is_sharded):
+        if is_sharded(x):
+            # The part of a packed leaf is a view, made when it is first asked for.
+            if x.packed is not None and x.parts is None and x._part is None:
+                continue
+            x = x.local
+        if isinstance(x, Tensor) and x.requires_grad:
+            return True
+    return False
+
+
 def _check_differentiable(chosen: list[Any], names: list[str]) -> None:
     refuse("array", "value_and_grad", chosen, *names)
     leaves = tree.leaves(chosen, is_leaf=is_sharded)
@@ -201,64 +259,6 @@ def _divided(grads: Any, by: int | Tensor, own: bool) -> Any:
 
 def _detach(aux: Any) -> Any:
     return tree.map(lambda x: x.detach() if isinstance(x, Tensor) else x, aux)
-
-
-def differentiate(call: GradientCall) -> Outcome:
-    """The gradient call itself: what every interpretation comes down to."""
-    if torch.is_inference_mode_enabled():
-        raise RuntimeError(
-            "value_and_grad under torch.inference_mode(): autograd records nothing "
-            "there, and all gradients would be zero; leave that mode for it"
-        )
-    if call.by is not None:
-        return call.by(replace(call, by=None))
-    f = frame()
-    if _torch.functorch_active() or _torch.forward_ad_active():
-        return _by_vjp(call)
-    if torch.is_grad_enabled() and tracked((call.args, call.keywords)):
-        return _by_vjp(call)
-    leaves = Leaves(call.args, call.argnums, call.packed, call.parts)
-    picked = leaves.tensors
-    sessions = () if f.path else f.sessions
-    for _, session in sessions:
-        session.begin()
-    thread = Thread(leaves.device) if sessions else None
-    values = [x.detach().requires_grad_() for x in picked]
-    with run_as(Running(thread)), torch.enable_grad():
-        with inside(replace(f, counter=Counter(), in_loss=True)):
-            out = call.fn(*leaves.args(values), **call.keywords)
-        total, weight, aux = loss_parts(out, call.has_aux)
-        tied = total
-        if thread is not None and thread.token is not thread.start:
-            tied = tie(total, thread.token)
-    made = list(leaves.parts.values())
-    inputs = [*values, *made, *([] if thread is None else [thread.start])]
-    if not inputs or not tied.requires_grad:
-        found: Sequence[Tensor | None] = [None] * len(inputs)
-    elif f.tracer is not None and f.tracer.forward_only:
-        found = [torch.empty_like(x) for x in inputs]
-        f.tracer.gradients(picked, found)
-    else:
-        with internal():
-            found = torch.autograd.grad(tied, inputs, allow_unused=True)
-    weight = None if weight is None else weight.detach()
-    count_as("gradients", found[: len(values)])
-    grads = leaves.grads(found[: len(values)])
-    add_gradients(made, found[len(values) : len(values) + len(made)])
-    return Outcome(total.detach(), weight, grads, _detach(aux))
-
-
-def tracked(values: Any) -> bool:
-    """Whether somebody around us differentiates a tensor among ``values``."""
-    for x in tree.leaves(values, is_leaf=is_sharded):
-        if is_sharded(x):
-            # The part of a packed leaf is a view, made when it is first asked for.
-            if x.packed is not None and x.parts is None and x._part is None:
-                continue
-            x = x.local
-        if isinstance(x, Tensor) and x.requires_grad:
-            return True
-    return False
 
 
 def _by_vjp(call: GradientCall) -> Outcome:

@@ -85,11 +85,19 @@ class Interpretation:
             self.compared |= {at.rank}
 
     def unit(self, run: Callable[..., Any], call: Any) -> Callable[..., Any]:
-        """How to run a unit call whose inner interpretations are ``run``."""
+        """How to run a unit call whose inner interpretations are ``run``.
+
+        ``call`` is a :class:`~fsfunc.core.units.Call`; what is returned is given its
+        parameters and inputs.
+        """
         return run
 
     def gradient(self, run: Callable[..., Any]) -> Callable[..., Any]:
-        """How to run a gradient call whose inner interpretations are ``run``."""
+        """How to run a gradient call whose inner interpretations are ``run``.
+
+        What is returned takes a :class:`~fsfunc.core.autodiff.GradientCall`, and gives
+        an ``Outcome``, as ``run`` does.
+        """
         return run
 
 
@@ -118,6 +126,9 @@ class Stage(Interpretation):
 
 class Tracer:
     """Who looks on while a step runs to show what it does; hooks do nothing here.
+
+    A frame has one at most: a ``Recorder`` while a state is laid out, a ``Checker``
+    while a step is tried, a ``UnitCache`` while one is planned.
 
     complete: whether all that a step does is done, as a plan needs it; else a donated
         state is not used up, and a pipeline need not run its stages.
@@ -218,14 +229,15 @@ class Frame:
     Args:
         handlers: interpretations, outermost first.
         at: the rank that runs, once a transform or ``spmd`` named a mesh.
-        sessions: what each interpretation keeps during one gradient call.
+        runtimes: what an interpretation keeps during one call of its function, and
+            anew during each gradient call: of ``shard`` a ``ShardRuntime``.
         micro: (index, count) of each microbatch loop around us, outermost first.
         varies: (index, count) of each data axis around us.
         seed: the number drawn for this gradient call, if any.
         path: names of the units around us; ``numbers``: which call each one was.
         compute, reduce: dtypes that ``precision`` asked for.
         donated: the memory of the state that may be written in place, if any.
-        tracer: looks on while a step is recorded, looked at, or planned.
+        tracer: looks on while a step is recorded, checked, or planned.
         in_loss: whether a gradient call is around us.
         whole: whether a unit around us gathered all of its parameters (see ``unit``).
         level: the functorch level at which the outermost unit around us was called.
@@ -233,7 +245,7 @@ class Frame:
 
     handlers: tuple[Interpretation, ...] = ()
     at: Here | None = None
-    sessions: tuple[tuple[Interpretation, Any], ...] = ()
+    runtimes: tuple[tuple[Interpretation, Any], ...] = ()
     micro: tuple[tuple[int, int], ...] = ()
     varies: tuple[tuple[int, int], ...] = ()
     seed: int | None = None
@@ -248,11 +260,11 @@ class Frame:
     whole: bool = False
     level: int = 0
 
-    def session(self, handler: Interpretation) -> Any:
-        """What ``handler`` keeps during the gradient call around us, or None."""
-        for owner, session in reversed(self.sessions):
+    def runtime_of(self, handler: Interpretation) -> Any:
+        """What ``handler`` keeps during the innermost call around us, or None."""
+        for owner, runtime in reversed(self.runtimes):
             if owner is handler:
-                return session
+                return runtime
         return None
 
     @property

@@ -26,75 +26,49 @@ from fsfunc.sharded.leaf import is_sharded
 __all__ = ["Call", "Unit", "unit"]
 
 
-@dataclass(frozen=True)
-class Call:
-    """One unit call: what was called, and the frame it was called in."""
+def unit(fn: Callable[..., Any], *, whole: bool = False) -> Unit:
+    """``fn`` as a unit: a call that transforms may reinterpret.
 
-    unit: Unit
-    frame: Frame
-    number: int
+    The granularity of gathers, recomputation, offload and pipeline stages. With no
+    transform around it, calling a unit calls ``fn``.
 
-    @functools.cached_property
-    def path(self) -> tuple[str, ...]:
-        return (*self.frame.path, self.unit.__name__)
+    Inside, parameters are plain tensors, and a derivative that is taken there is this
+    rank's own; the mean over the ranks is taken once, of the parameters' cotangents, as
+    they leave the unit.
 
-    @functools.cached_property
-    def numbers(self) -> tuple[int, ...]:
-        """Which call it was of each body around it, outermost first."""
-        return (*self.frame.numbers, self.number)
+    Args:
+        fn: a pure function of ``(params, *inputs, **keywords)``: any pytrees in, any
+            pytree out. Units nest; an outer one gathers only what no inner one takes.
+            It may be compiled, ``unit(torch.compile(fn))``, where it calls no unit: a
+            step is recorded and planned with the plain function.
+        whole: gather at the entry all that this unit or units within it take, and run
+            them as plain functions: for derivatives by parameters inside, as per-sample
+            gradients or a task's own inner step. Cost: one gather of all of it, held
+            until the unit has run, and one reduction in its backward.
 
-    @functools.cached_property
-    def name(self) -> str:
-        """``block`` or, inside another unit, ``loss_fn/block``."""
-        return "/".join(self.path)
+    Raises (when called):
+        RuntimeError: ``fn`` captured a differentiated tensor by closure (seen on the
+            first call for each set of shapes), or changed an input in place; or the
+            unit is called inside a compiled function.
 
-    def run(self, params: Any, *inputs: Any, **keywords: Any) -> Any:
-        """Runs the call as the transforms in reach of it say."""
-        run = self.body
-        for handler in reversed(self.frame.handlers):
-            run = handler.unit(run, self)
-        with internal():
-            return run(params, *inputs, **keywords)
+    >>> import torch, fsfunc as ff
+    >>> @ff.unit
+    ... def layer(params, x):
+    ...     return torch.tanh(x @ params["w"])
+    >>> layer({"w": torch.eye(2)}, torch.zeros(3, 2)).shape
+    torch.Size([3, 2])
 
-    def body(self, params: Any, *inputs: Any, **keywords: Any) -> Any:
-        """Runs the function itself: what every interpretation comes down to."""
-        f, numbers = self.frame, self.numbers
-        within = f.but(
-            path=self.path,
-            numbers=numbers,
-            counter=Counter(),
-            whole=f.whole or self.unit.whole,
-            level=f.level if f.path else _torch.current_level(),
-        )
-        states: States = []
-        try:
-            if f.seed is not None and (f.tracer is None or f.tracer.draws):
-                # From the gradient call's number, which unit call it is, and which
-                # microbatch of the global batch: a recompute repeats by itself, and
-                # masks do not depend on the schedule.
-                states = generator_states()
-                seed = mix(f.seed, f.data_index, len(numbers), *numbers)
-                for g, _ in states:
-                    g.manual_seed(seed)
-            with inside(within, users=f.tracer is None):
-                if f.compute is not None:
-                    with internal():
-                        given = params, inputs, keywords
-                        params, inputs, keywords = self._cast(f.compute, *given)
-                if f.tracer is not None:
-                    return f.tracer.body(self, params, inputs, keywords)
-                return self.unit.checked(params, inputs, keywords)
-        finally:
-            for g, state in states:
-                g.set_state(state)
+    Per-sample gradients of a loss that is made of units, on every rank its own:
 
-    def _cast(
-        self, dtype: torch.dtype, params: Any, inputs: Any, keywords: Any
-    ) -> tuple[Any, Any, Any]:
-        """What ``precision`` makes of what a unit is given."""
-        kept = inputs[: self.unit.as_given]
-        rest, keywords = _cast((inputs[len(kept) :], keywords), dtype)
-        return _cast(params, dtype), (*kept, *rest), keywords
+    >>> from torch.func import grad, vmap
+    >>> loss = lambda params, x: layer(params, x[None]).sum()
+    >>> each = ff.unit(lambda p, x: vmap(grad(loss), (None, 0))(p, x), whole=True)
+    >>> each({"w": torch.eye(2)}, torch.zeros(3, 2))["w"].shape
+    torch.Size([3, 2, 2])
+    """
+    if isinstance(fn, Unit) and fn.whole == whole:
+        return fn
+    return Unit(fn, whole)
 
 
 class Unit:
@@ -205,6 +179,77 @@ class Unit:
         )
 
 
+@dataclass(frozen=True)
+class Call:
+    """One unit call: what was called, and the frame it was called in."""
+
+    unit: Unit
+    frame: Frame
+    number: int
+
+    @functools.cached_property
+    def path(self) -> tuple[str, ...]:
+        return (*self.frame.path, self.unit.__name__)
+
+    @functools.cached_property
+    def numbers(self) -> tuple[int, ...]:
+        """Which call it was of each body around it, outermost first."""
+        return (*self.frame.numbers, self.number)
+
+    @functools.cached_property
+    def name(self) -> str:
+        """``block`` or, inside another unit, ``loss_fn/block``."""
+        return "/".join(self.path)
+
+    def run(self, params: Any, *inputs: Any, **keywords: Any) -> Any:
+        """Runs the call as the transforms in reach of it say."""
+        run = self.body
+        for handler in reversed(self.frame.handlers):
+            run = handler.unit(run, self)
+        with internal():
+            return run(params, *inputs, **keywords)
+
+    def body(self, params: Any, *inputs: Any, **keywords: Any) -> Any:
+        """Runs the function itself: what every interpretation comes down to."""
+        f, numbers = self.frame, self.numbers
+        within = f.but(
+            path=self.path,
+            numbers=numbers,
+            counter=Counter(),
+            whole=f.whole or self.unit.whole,
+            level=f.level if f.path else _torch.current_level(),
+        )
+        states: States = []
+        try:
+            if f.seed is not None and (f.tracer is None or f.tracer.draws):
+                # From the gradient call's number, which unit call it is, and which
+                # microbatch of the global batch: a recompute repeats by itself, and
+                # masks do not depend on the schedule.
+                states = generator_states()
+                seed = mix(f.seed, f.data_index, len(numbers), *numbers)
+                for g, _ in states:
+                    g.manual_seed(seed)
+            with inside(within, users=f.tracer is None):
+                if f.compute is not None:
+                    with internal():
+                        given = params, inputs, keywords
+                        params, inputs, keywords = self._cast(f.compute, *given)
+                if f.tracer is not None:
+                    return f.tracer.body(self, params, inputs, keywords)
+                return self.unit.checked(params, inputs, keywords)
+        finally:
+            for g, state in states:
+                g.set_state(state)
+
+    def _cast(
+        self, dtype: torch.dtype, params: Any, inputs: Any, keywords: Any
+    ) -> tuple[Any, Any, Any]:
+        """What ``precision`` makes of what a unit is given."""
+        kept = inputs[: self.unit.as_given]
+        rest, keywords = _cast((inputs[len(kept) :], keywords), dtype)
+        return _cast(params, dtype), (*kept, *rest), keywords
+
+
 _PARTS = ("params", "inputs", "keywords")
 
 
@@ -218,51 +263,6 @@ def _tensors(given: list[Any]) -> list[Tensor]:
 
 def _newborn() -> Tensor:
     return torch.empty(0, requires_grad=True)
-
-
-def unit(fn: Callable[..., Any], *, whole: bool = False) -> Unit:
-    """``fn`` as a unit: a call that transforms may reinterpret.
-
-    The granularity of gathers, recomputation, offload and pipeline stages. With no
-    transform around it, calling a unit calls ``fn``.
-
-    Inside, parameters are plain tensors, and a derivative that is taken there is this
-    rank's own; the mean over the ranks is taken once, of the parameters' cotangents, as
-    they leave the unit.
-
-    Args:
-        fn: a pure function of ``(params, *inputs, **keywords)``: any pytrees in, any
-            pytree out. Units nest; an outer one gathers only what no inner one takes.
-            It may be compiled, ``unit(torch.compile(fn))``, where it calls no unit: a
-            step is recorded and planned with the plain function.
-        whole: gather at the entry all that this unit or units within it take, and run
-            them as plain functions: for derivatives by parameters inside, as per-sample
-            gradients or a task's own inner step. Cost: one gather of all of it, held
-            until the unit has run, and one reduction in its backward.
-
-    Raises (when called):
-        RuntimeError: ``fn`` captured a differentiated tensor by closure (seen on the
-            first call for each set of shapes), or changed an input in place; or the
-            unit is called inside a compiled function.
-
-    >>> import torch, fsfunc as ff
-    >>> @ff.unit
-    ... def layer(params, x):
-    ...     return torch.tanh(x @ params["w"])
-    >>> layer({"w": torch.eye(2)}, torch.zeros(3, 2)).shape
-    torch.Size([3, 2])
-
-    Per-sample gradients of a loss that is made of units, on every rank its own:
-
-    >>> from torch.func import grad, vmap
-    >>> loss = lambda params, x: layer(params, x[None]).sum()
-    >>> each = ff.unit(lambda p, x: vmap(grad(loss), (None, 0))(p, x), whole=True)
-    >>> each({"w": torch.eye(2)}, torch.zeros(3, 2))["w"].shape
-    torch.Size([3, 2, 2])
-    """
-    if isinstance(fn, Unit) and fn.whole == whole:
-        return fn
-    return Unit(fn, whole)
 
 
 def _cast(values: Any, dtype: torch.dtype) -> Any:

@@ -118,7 +118,7 @@ class Structure:
             if path
         }
         stubs = {
-            path: self.parts[full].port
+            path: self.parts[full].called_within
             for path, full in below.items()
             if full in self.parts
         }
@@ -154,7 +154,7 @@ class _Part:
         self.sets: set[Attribute] = set()
         self.fills: set[Attribute] = set()
 
-    def port(self, outer: Copy, m: nn.Module, args: Any, keywords: Any) -> Any:
+    def called_within(self, outer: Copy, m: nn.Module, args: Any, keywords: Any) -> Any:
         """Calls the unit in place of ``m``, within a part that holds its tensors."""
         given = outer.given
         outer.enter()

@@ -100,7 +100,7 @@ def _paths_of(treedef: tree.TreeDef) -> list[str]:
 
 
 class Loose:
-    """Whole tensors in the place of `Buffers`, which would find nothing to join."""
+    """Whole tensors, where a `PackedTree` would find nothing to join."""
 
     def __init__(self, tensors: Sequence[Tensor]):
         self.tensors = [strided(x) for x in tensors]

@@ -189,8 +189,8 @@ def _out_of_parts(x: Tensor, axes: Spread) -> Tensor:
 def entered(x: Tensor) -> Tensor:
     """A plain tensor as each rank's own: of a parameter the gradient is the mean."""
     if differentiated([x]):
-        for handler, session in frame().sessions:
-            if session.ownership.is_one_value(x):
+        for handler, runtime in frame().runtimes:
+            if runtime.ownership.is_one_value(x):
                 check_samples(x, "a parameter")
                 x = apply_map(x, ENTER, group(handler.axes))  # type: ignore[attr-defined]
     return x

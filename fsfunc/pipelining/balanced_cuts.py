@@ -14,6 +14,7 @@ from torch import Tensor
 
 from fsfunc import tree
 from fsfunc.core.frames import Frame, Stage, frame, inside
+from fsfunc.core.units import Call
 from fsfunc.runtime.generators import generators_kept
 from fsfunc.sharded.leaf import Sharded, is_sharded
 
@@ -222,7 +223,7 @@ class _CallTimer(Stage):
         self.repeat = repeat
         self.times: list[float] = []
 
-    def decide(self, call: Any, params: Any, inputs: Any, keywords: Any) -> Any:
+    def decide(self, call: Call, params: Any, inputs: Any, keywords: Any) -> Any:
         """A unit call of the loss: timed, its outputs cut off from its graph."""
         given = tree.map(_cut_off, (params, inputs, keywords))
         timed: list[float] = []
@@ -234,7 +235,7 @@ class _CallTimer(Stage):
         return tree.map(_cut_off, out)
 
     def _run(
-        self, call: Any, params: Any, inputs: Any, keywords: Any
+        self, call: Call, params: Any, inputs: Any, keywords: Any
     ) -> tuple[Any, float]:
         start = _now((params, inputs, keywords))
         out = call.body(params, *inputs, **keywords)

@@ -18,7 +18,7 @@ from torch import Tensor
 from torch.autograd.graph import GradientEdge
 
 from fsfunc import _torch
-from fsfunc.runtime.buffer_pool import Arena
+from fsfunc.runtime.buffer_pool import BufferPool
 
 __all__ = ["Addition", "addition", "pull_back"]
 
@@ -35,7 +35,7 @@ class Addition:
         edge: the edge of ``node`` that leads there.
         between: nodes between the two; ``end``: the parameter's own.
         turned: whether ``w`` is the transpose of what the parameter holds.
-        arena: where the first gradient finds memory.
+        pool: where the first gradient finds memory.
     """
 
     node: Any
@@ -44,7 +44,7 @@ class Addition:
     between: tuple[Any, ...]
     end: Any
     turned: bool
-    arena: Arena
+    pool: BufferPool
 
     def __call__(self, grads: Sequence[Tensor | None]) -> None:
         """Adds what the cotangent of ``y`` gives; it may be a node's prehook."""
@@ -79,14 +79,14 @@ class Addition:
 
     def _room(self) -> Tensor:
         leaf = self.leaf
-        return self.arena.get(leaf.numel(), leaf.dtype, leaf).view(leaf.shape)
+        return self.pool.get(leaf.numel(), leaf.dtype, leaf).view(leaf.shape)
 
 
 def _nothing() -> None:
     """A node to which no cotangent came."""
 
 
-def addition(node: Any, arena: Arena) -> Addition | None:
+def addition(node: Any, pool: BufferPool) -> Addition | None:
     """What ``node`` adds to a parameter, if it is a product with one or a lookup."""
     edge = _torch.weight_edge(node)
     if edge is None:
@@ -105,7 +105,7 @@ def addition(node: Any, arena: Arena) -> Addition | None:
         return None
     if leaf.grad is not None and not leaf.grad.is_contiguous():
         return None
-    return Addition(node, leaf, edge, tuple(between), below, turned, arena)
+    return Addition(node, leaf, edge, tuple(between), below, turned, pool)
 
 
 def pull_back(
@@ -113,7 +113,7 @@ def pull_back(
     grads: Sequence[Tensor],
     inputs: Sequence[Tensor],
     parameters: Sequence[Tensor],
-    arena: Arena,
+    pool: BufferPool,
     between: Callable[[], None] | None = None,
 ) -> None:
     """Adds to the ``.grad`` of inputs and parameters; as ``autograd.backward`` does.
@@ -124,7 +124,7 @@ def pull_back(
         between: called when the inputs have their gradients; those products and
             lookups come after it, and what they need is kept till then.
     """
-    adds = _alone([edge.node for edge in roots], parameters, arena)
+    adds = _alone([edge.node for edge in roots], parameters, pool)
     added = {id(add.leaf) for add in adds}
     wanted: list[Any] = [*inputs, *(p for p in parameters if id(p) not in added)]
     # What the engine has to come to, though there is nothing left for it to compute.
@@ -156,7 +156,7 @@ def _put_off(
 
 
 def _alone(
-    roots: Iterable[Any], parameters: Iterable[Tensor], arena: Arena
+    roots: Iterable[Any], parameters: Iterable[Tensor], pool: BufferPool
 ) -> list[Addition]:
     """The additions to parameters that nothing else in the graph reads."""
     wanted = {id(p) for p in parameters}
@@ -174,7 +174,7 @@ def _alone(
                 stack.append(below)
     found: dict[Any, list[Addition]] = {}
     for node in nodes:
-        add = addition(node, arena)
+        add = addition(node, pool)
         if add is not None and id(add.leaf) in wanted:
             found.setdefault(add.end, []).append(add)
     return [

@@ -19,6 +19,7 @@ from fsfunc.core.autodiff import GradientCall, Outcome, differentiate, tracked
 from fsfunc.core.differentiated import Leaves
 from fsfunc.core.frames import Counter, Frame, Interpretation, frame, inside
 from fsfunc.core.losses import loss_parts
+from fsfunc.core.units import Call
 from fsfunc.pipelining.actions import (
     Action,
     Schedule,
@@ -42,28 +43,12 @@ from fsfunc.pipelining.stage_plans import Stages, edges
 from fsfunc.pipelining.stages import Cut
 from fsfunc.pipelining.transfers import with_transfers
 from fsfunc.pipelining.verification import verify
-from fsfunc.runtime.buffer_pool import Arena
+from fsfunc.runtime.buffer_pool import BufferPool
 from fsfunc.sharded.layout import Owned
 from fsfunc.sharded.leaf import Sharded, is_sharded
 from fsfunc.tracing.recorder import Noted, Recorder
 
 __all__ = ["Pipelining"]
-
-
-@functools.lru_cache(maxsize=256)
-def _explicit(made: Schedule, between: frozenset[tuple[int, int]]) -> Schedule:
-    """The schedule with its sends and receives."""
-    if all(action.is_compute for row in made for action in row):
-        return with_transfers(made, between)
-    verify(made, edges=between)
-    return made
-
-
-class _Outside(BaseException):
-    """A unit was called outside every gradient call: a forward pass alone."""
-
-    def __init__(self, handler: Pipelining):
-        self.handler = handler
 
 
 class Pipelining(Interpretation):
@@ -80,7 +65,7 @@ class Pipelining(Interpretation):
         self.owners = owners(schedule)
         self.cuts = Cuts(stages, self.owners, axis)
         self.same_batch = (axis,)
-        self.arenas: dict[int, Arena] = defaultdict(Arena)
+        self.pools: dict[int, BufferPool] = defaultdict(BufferPool)
 
     @functools.cached_property
     def configuration(self) -> tuple[tuple[str, Any], ...]:
@@ -134,7 +119,7 @@ class Pipelining(Interpretation):
         self.ran(at)
         return out
 
-    def unit(self, run: Callable[..., Any], call: Any) -> Callable[..., Any]:
+    def unit(self, run: Callable[..., Any], call: Call) -> Callable[..., Any]:
         if not call.frame.staged:
             if _torch.functorch_active() or _torch.forward_ad_active():
                 raise RuntimeError(_STOCK)
@@ -220,8 +205,8 @@ class Pipelining(Interpretation):
         where = group(self.axis, here(self.mesh))
         chosen = _chosen(call.args, call.argnums)
         self.cuts.check([b.cut for b in batches], chosen)
-        for _, session in f.sessions:
-            session.begin()
+        for _, runtime in f.runtimes:
+            runtime.begin()
 
         def read(returned: Any) -> Any:
             total, weight, aux = loss_parts(returned, call.has_aux)
@@ -229,7 +214,7 @@ class Pipelining(Interpretation):
 
         worker = Worker(
             call.fn, read, batches, self.owners, where, f, depth, values,
-            self.arenas[where.rank],
+            self.pools[where.rank],
         )  # fmt: skip
         actions, source = self._actions(batches, where), self.owners[-1]
         results = [read(blank(_loss(b))) for b in batches]  # or no rank begins
@@ -255,6 +240,22 @@ class Pipelining(Interpretation):
         return _explicit(of(self.schedule), between)[where.index]
 
 
+@functools.lru_cache(maxsize=256)
+def _explicit(made: Schedule, between: frozenset[tuple[int, int]]) -> Schedule:
+    """The schedule with its sends and receives."""
+    if all(action.is_compute for row in made for action in row):
+        return with_transfers(made, between)
+    verify(made, edges=between)
+    return made
+
+
+class _Outside(BaseException):
+    """A unit was called outside every gradient call: a forward pass alone."""
+
+    def __init__(self, handler: Pipelining):
+        self.handler = handler
+
+
 def _chosen(args: Sequence[Any], argnums: Sequence[int]) -> Any:
     """What a program knows as the first argument of its loss."""
     return args[0] if tuple(argnums) == (0,) else [args[i] for i in argnums]
@@ -273,7 +274,7 @@ class RecordedPipelining(Noted, Pipelining):
         self.__dict__.update(handler.__dict__)
         self.handler, self.recorder, self.cut = handler, recorder, cut
 
-    def unit(self, run: Callable[..., Any], call: Any) -> Callable[..., Any]:
+    def unit(self, run: Callable[..., Any], call: Call) -> Callable[..., Any]:
         noted = self.cut is not None
         return (Noted if noted else Pipelining).unit(self, run, call)
 

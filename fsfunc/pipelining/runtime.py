@@ -1,4 +1,8 @@
-"""The interpreter: one rank's actions of a schedule, one after another."""
+"""The interpreter: one rank's actions of a schedule, one after another.
+
+A schedule's action ``F``, ``B``, ``I``, ``W`` is the method of :class:`Worker` of that
+name. A forward runs the whole loss of one microbatch, within a `stages.StageRun`.
+"""
 
 from __future__ import annotations
 
@@ -20,7 +24,7 @@ from fsfunc.pipelining.microbatches import Part
 from fsfunc.pipelining.stage_vjp import StageVjp
 from fsfunc.pipelining.stages import CAPTURED, Cut, Ended, StageRun, abstractly
 from fsfunc.pipelining.timing import clocked
-from fsfunc.runtime.buffer_pool import Arena
+from fsfunc.runtime.buffer_pool import BufferPool
 from fsfunc.runtime.compiled import plainly
 from fsfunc.runtime.generators import States, generators_kept, mix
 from fsfunc.tracing.programs import Spec, Value
@@ -47,7 +51,7 @@ class Worker:
         where: the ranks of the pipeline.
         frame: of the gradient call; ``depth``: where in its ``micro`` ours stands.
         values: the differentiated leaves; none where only the forward is run.
-        arena: memory for their gradients.
+        pool: memory for their gradients.
 
     After ``run``, ``results`` has what ``read`` gave for each microbatch, on the rank
     of the last stage, and ``values`` hold their gradients.
@@ -63,12 +67,12 @@ class Worker:
         frame: Frame,
         depth: int,
         values: Sequence[Tensor],
-        arena: Arena | None = None,
+        pool: BufferPool | None = None,
     ):
         self.call, self.read = call, read
         self.microbatches, self.owners, self.where = microbatches, owners, where
         self.frame, self.depth, self.values = frame, depth, list(values)
-        self.arena = Arena() if arena is None else arena
+        self.pool = BufferPool() if pool is None else pool
         self.results: dict[int, Any] = {}
         # By (stage, microbatch): what came for it and what goes from it, till it has.
         self.posted: dict[Any, dict[Any, list[Any]]] = defaultdict(dict)
@@ -111,7 +115,7 @@ class Worker:
         batch, key = self.microbatches[a.microbatch], (a.stage, a.microbatch)
         cut = batch.cut
         received = self._received(a)
-        tied = bool(self.values) and bool(self.frame.sessions)
+        tied = bool(self.values) and bool(self.frame.runtimes)
         adds_to = frozenset(map(id, self.values)) if self.whole else None
         stage = StageRun(cut, cut.stages[a.stage], received, tied, adds_to)
         micro = list(self.frame.micro)
@@ -150,7 +154,7 @@ class Worker:
         taken = [v for v, x in received.items() if x.requires_grad]
         outputs += [*(stage.made[v] for v in given), *stage.ends]
         inputs = [received[v] for v in taken]
-        vjp = StageVjp(outputs, inputs, [*self.values, *stage.starts], self.arena)
+        vjp = StageVjp(outputs, inputs, [*self.values, *stage.starts], self.pool)
         ends = [torch.zeros_like(x) for x in stage.ends]
         self.kept[key] = _Forwarded(vjp, seeds, given, taken, ends)
 

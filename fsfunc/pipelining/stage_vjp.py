@@ -18,7 +18,7 @@ from torch.autograd.graph import GradientEdge, get_gradient_edge
 from fsfunc.core.frames import Running, run_as, running
 from fsfunc.pipelining.backward_split import Frontier, WeightGroup, frontier
 from fsfunc.pipelining.fused_gradients import addition, pull_back
-from fsfunc.runtime.buffer_pool import Arena
+from fsfunc.runtime.buffer_pool import BufferPool
 
 __all__ = ["StageVjp"]
 
@@ -41,7 +41,7 @@ class StageVjp:
             the stage's side effects hang, such as the zeros that start a thread of
             sharded units, are among them; an output with the cotangent zero is the
             thread's end.
-        arena: memory for the parameters' gradients, used again once they are gone.
+        pool: memory for the parameters' gradients, used again once they are gone.
 
     >>> x, w = torch.ones(1, 2, requires_grad=True), torch.eye(2, requires_grad=True)
     >>> vjp = StageVjp([x @ w], [x], [w])
@@ -56,9 +56,9 @@ class StageVjp:
         outputs: Sequence[Tensor],
         inputs: Sequence[Tensor],
         parameters: Sequence[Tensor],
-        arena: Arena | None = None,
+        pool: BufferPool | None = None,
     ):
-        self.arena = Arena() if arena is None else arena
+        self.pool = BufferPool() if pool is None else pool
         self.outputs = [get_gradient_edge(y) for y in outputs]
         self.inputs, self.parameters = list(inputs), list(parameters)
         self.state = "new"
@@ -93,7 +93,7 @@ class StageVjp:
                 give(found)
 
         between = None if give is None else take
-        pull_back(edges, grads, inputs, parameters, self.arena, between)
+        pull_back(edges, grads, inputs, parameters, self.pool, between)
         if give is None:
             take()
         return found
@@ -110,15 +110,15 @@ class StageVjp:
         """
         edges, grads = self._start("input_gradient", "half", cotangents)
         if not self.inputs:  # then nobody waits for anything
-            parameters, arena = self.parameters, self.arena
-            self.rest = partial(pull_back, edges, grads, [], parameters, arena)
+            parameters, pool = self.parameters, self.pool
+            self.rest = partial(pull_back, edges, grads, [], parameters, pool)
             self._forget()
             return []
         wanted = [get_gradient_edge(x) for x in self.inputs]
         names = {get_gradient_edge(x).node: x for x in self.parameters}
         ends = [edge.node for edge in wanted]
         plan = frontier([edge.node for edge in edges], ends, names)
-        weights = _Weights(plan, names, self.arena)
+        weights = _Weights(plan, names, self.pool)
         self.rest = weights.run
         inner = []
         for edge, g in zip(edges, grads, strict=True):
@@ -177,8 +177,8 @@ _SAYS = {
 class _Weights:
     """What input gradients leave for later: cotangents, at nodes and at edges."""
 
-    def __init__(self, plan: Frontier, names: dict[Any, Tensor], arena: Arena):
-        self.plan, self.names, self.arena = plan, names, arena
+    def __init__(self, plan: Frontier, names: dict[Any, Tensor], pool: BufferPool):
+        self.plan, self.names, self.pool = plan, names, pool
         self.kept: dict[Any, Any] = {}  # by node apart, in the order of the backward
 
     def arrive(self, edge: tuple[Any, int], g: Tensor | None) -> None:
@@ -235,7 +235,7 @@ class _Weights:
         waits = [edge in late for edge in edges]
         now = [x for x, wait in zip(wanted, waits, strict=True) if not wait]
         later = [x for x, wait in zip(wanted, waits, strict=True) if wait]
-        inner = StageVjp(ys, now, [*later, *beside], self.arena)
+        inner = StageVjp(ys, now, [*later, *beside], self.pool)
         found = iter(inner.input_gradient(gs))
         targets = [edge for edge, wait in zip(edges, waits, strict=True) if wait]
         self.kept[node] = _Inner(inner, later, targets, running())
@@ -293,7 +293,7 @@ class _Weights:
         self, node: Any, grads: Any, edges: list[Any], groups: list[WeightGroup]
     ) -> list[WeightGroup]:
         """Adds the product of a weight in place; returns the groups that are left."""
-        add = addition(node, self.arena)
+        add = addition(node, self.pool)
         if add is None or add.edge not in edges:
             return groups
         group = self.plan.group_of[add.edge[0]]
@@ -308,7 +308,7 @@ class _Weights:
         if found:
             roots = [GradientEdge(*edge) for edge, _ in found]
             leaves = [self.names[leaf] for leaf in group.leaves]
-            pull_back(roots, [g for _, g in found], [], leaves, self.arena)
+            pull_back(roots, [g for _, g in found], [], leaves, self.pool)
 
 
 class _Inner:

@@ -21,6 +21,7 @@ from fsfunc.comm.collective_ops import apply_map
 from fsfunc.comm.groups import RankGroup
 from fsfunc.comm.linear_maps import LinearMap
 from fsfunc.core.frames import Running, Stage, Thread, run_as
+from fsfunc.core.units import Call
 from fsfunc.pipelining.stage_plans import StagePlan
 from fsfunc.runtime.compiled import standing
 from fsfunc.tracing.programs import Program, Spec, Value
@@ -93,7 +94,7 @@ class Cut:
 class _Here(Stage):
     """In place of the stage's own run, for a call that was let through."""
 
-    def unit(self, run: Any, call: Any) -> Any:
+    def unit(self, run: Any, call: Call) -> Any:
         return run
 
 
@@ -130,7 +131,7 @@ class StageRun(Stage):
         self.ends: list[Tensor] = []
         self.stance = _torch.compiler_stance()  # of units; what is between runs plainly
 
-    def decide(self, call: Any, params: Any, inputs: Any, keywords: Any) -> Any:
+    def decide(self, call: Call, params: Any, inputs: Any, keywords: Any) -> Any:
         known, k = self.cut.program.calls, call.number
         name = call.unit.__name__
         if k >= len(known) or name != known[k].name:
@@ -188,7 +189,7 @@ class StageRun(Stage):
                     f"recorded: {CAPTURED}"
                 )
 
-    def _here(self, call: Any, params: Any, inputs: Any, keywords: Any) -> Any:
+    def _here(self, call: Call, params: Any, inputs: Any, keywords: Any) -> Any:
         leaves = tree.leaves(params) if self.tied else []
         device = next((x.device for x in leaves if isinstance(x, Tensor)), None)
         thread = Thread(device) if self.tied else None

@@ -77,11 +77,11 @@ def estimate(
     the moment when the last planned rank has issued them, and messages likewise on one
     stream for each pair. ``Waited`` is where a rank waits. So what is hidden is what
     the step really issues ahead. What operators and transfers take is
-    ``foresight.cost_model``'s to say.
+    ``planning.cost_model``'s to say.
 
     Where ``hardware.overlap`` is below 1, a transfer of length t takes (1 - overlap) t
     from the computing beside it; it is counted among ``exposed`` where the transfer is
-    waited for (``foresight.simulation.play_through`` has the equation).
+    waited for (``planning.simulation.play_through`` has the equation).
 
     What it leaves out: ranks of one program that are not equally fast, streams that
     share a link, the allocator when memory runs out, and the host, which is taken to

@@ -21,7 +21,7 @@ __all__ = [
     "Ran",
     "Replayed",
     "Segment",
-    "Sent",
+    "SendStarted",
     "Started",
     "Took",
     "Waited",
@@ -96,7 +96,7 @@ class Started(NamedTuple):
     ranks: tuple[int, ...]
 
 
-class Sent(NamedTuple):
+class SendStarted(NamedTuple):
     """A message to rank ``to`` was put on its way; ``record`` is the sender's."""
 
     number: int
@@ -138,7 +138,7 @@ class Gave(NamedTuple):
     key: int
 
 
-Event = Ran | Replayed | Started | Sent | Asked | Waited | Took | Gave
+Event = Ran | Replayed | Started | SendStarted | Asked | Waited | Took | Gave
 
 
 # Operators

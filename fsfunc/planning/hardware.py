@@ -1,4 +1,4 @@
-"""``Hardware``: the given ones, by name, and as JSON.
+"""``ff.hardware``: known machines by name, and a `machines.Hardware` as JSON.
 
 Of a GPU they say what data sheets do, and what products of matrices are known to reach;
 no number was chosen to make a training run come out right. The machine at hand is

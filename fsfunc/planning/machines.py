@@ -15,41 +15,6 @@ __all__ = ["Hardware", "Level", "nearest", "refuse_unknown"]
 DTYPES = ("bfloat16", "float16", "float32", "float64")
 
 
-def refuse_unknown(cls: type, given: Iterable[str]) -> None:
-    """Raises a TypeError for the first of ``given`` that is no field of ``cls``."""
-    known = [f.name for f in dataclasses.fields(cls)]
-    for name in given:
-        if name not in known:
-            raise TypeError(
-                f'{cls.__name__} has no field "{name}"{nearest(name, known)}; '
-                f"it has: {', '.join(known)}"
-            )
-
-
-def nearest(name: str, known: Sequence[str]) -> str:
-    """The end of a message: which of ``known`` was perhaps meant, or nothing."""
-    close = difflib.get_close_matches(name, known, 1, 0.5)
-    return f' (did you mean "{close[0]}"?)' if close else ""
-
-
-def _positive(what: str, value: Any) -> None:
-    if isinstance(value, bool) or not isinstance(value, (int, float)):
-        raise ValueError(f"{what} is a number above 0, got {value!r}")
-    if not (math.isfinite(value) and value > 0):
-        raise ValueError(f"{what} is finite and above 0, got {value!r}")
-
-
-def _not_negative(what: str, value: Any) -> None:
-    if value != 0 or isinstance(value, bool):
-        _positive(what, value)
-
-
-def _share(what: str, value: Any) -> None:
-    _positive(what, value)
-    if value > 1:
-        raise ValueError(f"{what} is a share, above 0 and at most 1, got {value!r}")
-
-
 @dataclass(frozen=True)
 class Level:
     """One step out of the network's hierarchy: a node's links, then its network.
@@ -214,3 +179,38 @@ class Hardware:
             if size <= high:
                 return a + (b - a) * math.log(size / low) / math.log(high / low)
         return points[-1][1]
+
+
+def refuse_unknown(cls: type, given: Iterable[str]) -> None:
+    """Raises a TypeError for the first of ``given`` that is no field of ``cls``."""
+    known = [f.name for f in dataclasses.fields(cls)]
+    for name in given:
+        if name not in known:
+            raise TypeError(
+                f'{cls.__name__} has no field "{name}"{nearest(name, known)}; '
+                f"it has: {', '.join(known)}"
+            )
+
+
+def nearest(name: str, known: Sequence[str]) -> str:
+    """The end of a message: which of ``known`` was perhaps meant, or nothing."""
+    close = difflib.get_close_matches(name, known, 1, 0.5)
+    return f' (did you mean "{close[0]}"?)' if close else ""
+
+
+def _positive(what: str, value: Any) -> None:
+    if isinstance(value, bool) or not isinstance(value, (int, float)):
+        raise ValueError(f"{what} is a number above 0, got {value!r}")
+    if not (math.isfinite(value) and value > 0):
+        raise ValueError(f"{what} is finite and above 0, got {value!r}")
+
+
+def _not_negative(what: str, value: Any) -> None:
+    if value != 0 or isinstance(value, bool):
+        _positive(what, value)
+
+
+def _share(what: str, value: Any) -> None:
+    _positive(what, value)
+    if value > 1:
+        raise ValueError(f"{what} is a share, above 0 and at most 1, got {value!r}")

@@ -9,7 +9,7 @@ from torch import Tensor
 from fsfunc.comm.backends.abstract import AbstractLink
 from fsfunc.comm.backends.link import Handle
 from fsfunc.comm.ledgers import Ledger
-from fsfunc.planning.events import Asked, Sent, Started, Waited
+from fsfunc.planning.events import Asked, SendStarted, Started, Waited
 from fsfunc.planning.observer import Observer
 
 __all__ = ["PlannedLink"]
@@ -69,7 +69,7 @@ class PlannedLink(AbstractLink):
         return self._noted(super().start(op, x, where, out=out, **how), event, x)
 
     def send(self, x: Tensor, where: Any, to: int, what: str = "") -> Handle:
-        event = Sent(self.count, self.log.records[-1], where.ranks[to])
+        event = SendStarted(self.count, self.log.records[-1], where.ranks[to])
         return self._noted(super().send(x, where, to), event, x)
 
     def receive(self, like: Tensor, where: Any, source: int, what: str = "") -> Handle:

@@ -219,14 +219,14 @@ def _leaves(args: Any) -> Iterator[tuple[PlannedLeaf, list[Tensor]]]:
             kind = _kind(i, value, path)
             path = "/".join(part for part in (head, path) if part)
             layout = x.layout if isinstance(x, Sharded) else None
-            home = x.packed if isinstance(x, Sharded) else None
+            shard = x.packed if isinstance(x, Sharded) else None
             flat = None if layout is None else layout.flat
             unit = "" if flat is None else flat.buffer.partition(":")[0]
-            if home is not None and layout is not None:  # a view of its buffer
-                at = [id(m) for m in home.members].index(id(layout))
-                start, stop = home.ranges[at]
-                size = (stop - start) * home.flat.element_size()
-                tensors = [home.flat, *([] if home.whole is None else [home.whole])]
+            if shard is not None and layout is not None:  # a view of its buffer
+                at = [id(m) for m in shard.members].index(id(layout))
+                start, stop = shard.ranges[at]
+                size = (stop - start) * shard.flat.element_size()
+                tensors = [shard.flat, *([] if shard.whole is None else [shard.whole])]
             else:
                 local = x.local if isinstance(x, Sharded) else x
                 size = local.numel() * local.element_size()

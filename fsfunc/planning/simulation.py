@@ -17,7 +17,15 @@ from fsfunc.comm.backends.baton import Deadlock
 from fsfunc.comm.backends.link import CollectiveMismatch
 from fsfunc.pipelining.player import Player
 from fsfunc.planning import cost_model
-from fsfunc.planning.events import Asked, Ran, Replayed, Sent, Started, Took, Waited
+from fsfunc.planning.events import (
+    Asked,
+    Ran,
+    Replayed,
+    SendStarted,
+    Started,
+    Took,
+    Waited,
+)
 from fsfunc.planning.machines import Hardware
 from fsfunc.planning.plans import Plan, RankPlan
 
@@ -258,14 +266,14 @@ class _PlanRun(Player):
                 if touching and event.op:
                     cost = cost_model.taken_seconds(event.bytes, hardware, event.op)
                     run.work(cost, event.unit, event.phase)
-            elif isinstance(event, (Started, Sent, Asked)):
+            elif isinstance(event, (Started, SendStarted, Asked)):
                 self._come(run, event)
         run.at = len(run.plan.events)
         for number in list(run.pending):
             yield run.pending[number]
             run.wait(number, overlap)
 
-    def _come(self, run: _RankRun, event: Started | Sent | Asked) -> None:
+    def _come(self, run: _RankRun, event: Started | SendStarted | Asked) -> None:
         rank = run.plan.rank
         if isinstance(event, Started):
             r = event.record
@@ -278,7 +286,7 @@ class _PlanRun(Player):
                 )
             drawn = (rank, ", ".join(r.axis), r.op, r.unit, r.phase)
             what, length = r.op, self.lengths[key]
-        elif isinstance(event, Sent):
+        elif isinstance(event, SendStarted):
             r, size = event.record, float(event.record.bytes)
             stream = self._pair(rank, event.to)
             party = Party(rank, "sent")

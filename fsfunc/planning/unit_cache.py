@@ -6,7 +6,7 @@ each call then replays the segment, and leaves in the graph one node that keeps 
 memory as the body's own would, saves the same parameters and inputs, and returns
 gradients of the same shapes. Transforms around it see no difference.
 
-What a trial cannot stand for runs plainly: units that call units or collectives, that
+What a profile cannot stand for runs plainly: units that call units or collectives, that
 return a view of what they were given, bodies in a pipeline's stages whose backward is
 taken apart node by node (split ones, and products added in place), those under a policy
 that names values, or ``torch.func``.
@@ -26,6 +26,7 @@ from fsfunc import _torch, tree
 from fsfunc.comm.attribution import internal
 from fsfunc.comm.ledgers import is_silent
 from fsfunc.core.frames import Tracer, frame, running
+from fsfunc.core.units import Call
 from fsfunc.planning.events import Replayed, Segment
 from fsfunc.planning.observer import Observer
 from fsfunc.planning.unit_profiles import (
@@ -52,7 +53,7 @@ class _Replayed:
     """One call, on its way through autograd."""
 
     cache: UnitCache
-    call: Any
+    call: Call
     profile: UnitProfile
     leaves: list[Any]  # of the arguments: tensors, or shapes in their place
     treedef: Any
@@ -80,7 +81,7 @@ class UnitCache(Tracer):
         self.derived, self._kept = {}, []
         return self.observer
 
-    def body(self, call: Any, params: Any, inputs: Any, keywords: Any) -> Any:
+    def body(self, call: Call, params: Any, inputs: Any, keywords: Any) -> Any:
         """What the unit's function returns for these arguments."""
         self.look_back()
         leaves, treedef = tree.flatten((params, inputs, keywords), is_leaf=is_sharded)
@@ -106,7 +107,7 @@ class UnitCache(Tracer):
         observer.roots, observer.pure = before
         return out
 
-    def _key(self, call: Any, leaves: list[Any], treedef: Any) -> Any:
+    def _key(self, call: Call, leaves: list[Any], treedef: Any) -> Any:
         f = frame()
         if f.staged and torch.is_grad_enabled() and _taken_apart(leaves):
             return None

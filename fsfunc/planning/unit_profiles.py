@@ -18,6 +18,7 @@ from fsfunc import _torch, tree
 from fsfunc.comm.attribution import internal
 from fsfunc.comm.mesh import NoMesh, here
 from fsfunc.core.frames import Counter, Interpretation, Tracer, inside
+from fsfunc.core.units import Call
 from fsfunc.planning.events import Gave, Ran, Segment, Took
 from fsfunc.planning.observer import Book, Observer
 
@@ -35,18 +36,18 @@ __all__ = [
 
 
 class Unprofilable(BaseException):
-    """A body that a trial cannot stand for."""
+    """A body that a profile cannot stand for."""
 
 
 class _Stop(Interpretation):
-    """Ends a trial that calls a unit."""
+    """Ends the profiling of a body that calls a unit."""
 
-    def unit(self, run: Any, call: Any) -> Any:
+    def unit(self, run: Any, call: Call) -> Any:
         raise Unprofilable
 
 
 class _NoLink:
-    """Ends a trial that calls a collective."""
+    """Ends the profiling of a body that calls a collective."""
 
     moves, level, notes, rank = False, None, None, 0
 
@@ -138,7 +139,7 @@ class UnitProfile:
 
 
 def profiled(
-    observer: Observer, call: Any, leaves: Sequence[Any], treedef: Any, params: int
+    observer: Observer, call: Call, leaves: Sequence[Any], treedef: Any, params: int
 ) -> UnitProfile:
     """What the body of ``call`` does with tensors like ``leaves``.
 
@@ -180,7 +181,7 @@ def profiled(
 
 def profiled_backward(
     observer: Observer,
-    call: Any,
+    call: Call,
     leaves: Sequence[Any],
     treedef: Any,
     cotangents: Sequence[Shape | None],
@@ -231,13 +232,13 @@ def _grad(
 
 
 def _begin(observer: Observer, given: Sequence[Tensor]) -> int:
-    """Where the trial begins in the book: what it is given is not its own."""
+    """Where the profile begins in the book: what it is given is not its own."""
     observer.given("buffers", given)
     observer.reads = set()
     return len(observer.book.events)
 
 
-def _run(observer: Observer, call: Any, treedef: Any, leaves: Sequence[Any]) -> Any:
+def _run(observer: Observer, call: Call, treedef: Any, leaves: Sequence[Any]) -> Any:
     """Runs the body where it reaches neither a unit nor a rank."""
     try:
         at = replace(here(), link=_NoLink())
@@ -245,12 +246,12 @@ def _run(observer: Observer, call: Any, treedef: Any, leaves: Sequence[Any]) -> 
         at = None
     alone = call.frame.but(
         handlers=(_Stop(),),
-        sessions=(),
+        runtimes=(),
         tracer=Tracer(),
         at=at,
         path=call.path,
         numbers=call.numbers,
-        counter=Counter(),  # a trial is no call: the true one counts for itself
+        counter=Counter(),  # a profile is no call: the true one counts for itself
     )
     params, inputs, keywords = tree.unflatten(treedef, leaves)
     with inside(alone), observer.unit(call.name), internal(False):
@@ -268,7 +269,7 @@ def numbered(values: Sequence[Any]) -> list[tuple[int, Tensor]]:
 
 
 def _segment(book: Book, start: int) -> Segment:
-    """What the book tells of a trial that began at event ``start``."""
+    """What the book tells of a profile that began at event ``start``."""
     ops, memory, held, peak = [], [], 0, 0
     for event in book.events[start:]:
         if isinstance(event, Ran):

@@ -11,14 +11,14 @@ from torch import Tensor
 
 from fsfunc import _torch
 
-__all__ = ["Arena", "pool"]
+__all__ = ["BufferPool", "pool_of"]
 
 
-class Arena:
+class BufferPool:
     """Buffers that are handed out again once nothing else holds them (CPU only).
 
     A fresh buffer costs page faults, at each gather and reduction anew. A buffer is
-    free when the arena's own handle is the last one on its storage, so nobody has to
+    free when the pool's own handle is the last one on its storage, so nobody has to
     give anything back, and nothing is taken away from a tensor that still lives. CUDA's
     allocator does the like by itself.
 
@@ -78,9 +78,9 @@ class Arena:
             buffer.view(torch.uint8).fill_(255)
 
 
-_POOLS: WeakKeyDictionary[Any, dict[int, Arena]] = WeakKeyDictionary()
+_POOLS: WeakKeyDictionary[Any, dict[int, BufferPool]] = WeakKeyDictionary()
 
 
-def pool(mesh: Any, rank: int) -> Arena:
+def pool_of(mesh: Any, rank: int) -> BufferPool:
     """The memory of one rank of a mesh, for as long as the mesh is there."""
-    return _POOLS.setdefault(mesh, {}).setdefault(rank, Arena())
+    return _POOLS.setdefault(mesh, {}).setdefault(rank, BufferPool())

@@ -77,9 +77,9 @@ def lay_out(
     recorder = _recorded(fn, t, rest, record)
     if not recorder.handlers:
         return tree.map(source.own, t, is_leaf=is_sharded)
-    shards = [h for h in recorder.handlers if isinstance(h, Sharding)]
-    if len(shards) > 1:
-        axes = [h.axes for h in shards]
+    shardings = [h for h in recorder.handlers if isinstance(h, Sharding)]
+    if len(shardings) > 1:
+        axes = [h.axes for h in shardings]
         raise ValueError(
             f"several shard transforms, over {axes}: give one of them a tuple of axes, "
             "or replicate="
@@ -92,34 +92,36 @@ def lay_out(
     values = lambda: source.section(paths, leaves, at.link.notes)  # noqa: E731
     _compare(fn, recorder, rest, at, values)
     coordinates = at.mesh.coordinates(at.rank)
-    groups = recorder.groups(shards[0].min_bytes if shards else 0, bool(shards))
-    whole = recorder.whole(bool(shards))
-    order = recorder.order(groups, coordinates) if shards else []
+    groups = recorder.groups(
+        shardings[0].min_bytes if shardings else 0, bool(shardings)
+    )
+    whole = recorder.whole(bool(shardings))
+    order = recorder.order(groups, coordinates) if shardings else []
     for lot in _lots(groups, recorder, whole, dict(found)):
         for path in lot.paths.values():
             refuse("float8", "place", {path: found[path]})
         laid = (
-            _packed(shards[0], lot, found, coordinates, source, order).leaves()
-            if shards
+            _packed(shardings[0], lot, found, coordinates, source, order).leaves()
+            if shardings
             else _owned(lot, found, coordinates, source)
         )
         found.update(zip(lot.paths.values(), laid, strict=True))
     placed = tree.unflatten(treedef, map(source.own, found.values()))
-    if shards:
+    if shardings:
         if record == "fake" and not isinstance(source, Shapes):
-            _look(shards[0], fn, recorder, (placed, *rest), at)
+            _check_types(shardings[0], fn, recorder, (placed, *rest), at)
     return placed
 
 
-def _look(
-    shard: Sharding, fn: Callable[..., Any], recorder: Recorder, args: Any, at: Here
+def _check_types(
+    sharding: Sharding, fn: Callable[..., Any], recorder: Recorder, args: Any, at: Here
 ) -> None:
-    """Looks at the types of a step, where it does anything that has to do with them."""
+    """Has a step tried on fake tensors, where what it does has to do with types."""
     if recorder.plain:  # on batches of any shape
-        learn(shard, at.rank, [key[0] for key in recorder.calls])
+        learn(sharding, at.rank, [key[0] for key in recorder.calls])
     elif at.link.moves and frame().tracer is None and at.mesh.backend != "vmap":
         if not _torch.fake_active():
-            learn(shard, at.rank, check(fn, args, {}, at, shard.axes))
+            learn(sharding, at.rank, check(fn, args, {}, at, sharding.axes))
 
 
 def _recorded(fn: Callable[..., Any], t: Any, rest: Any, how: str) -> Recorder:
@@ -208,17 +210,17 @@ def _lots(
     if not taken:
         return lots
     parted = {p: tuple(p.split("/")) for p, x in leaves.items() if _real(x)}
-    home = {parted[p]: g for g in chosen for p in g.paths if p in parted}
+    group_of = {parted[p]: g for g in chosen for p in g.paths if p in parted}
     trained = [parted[p] for p in recorder.trained if p in parted]
     fixed = [parted[p] for p in whole if p in parted]
     shapes = {parts: leaves[p].shape for p, parts in parted.items()}
     copies: dict[Any, dict[str, str]] = {}
-    for parts, (source, *roots) in mirrors(shapes, home, fixed, trained).items():
-        path, g = "/".join(parts), home[source]
+    for parts, (source, *roots) in mirrors(shapes, group_of, fixed, trained).items():
+        path, g = "/".join(parts), group_of[source]
         key = (*roots, g.buffer, leaves[path].dtype)
         copies.setdefault(key, {})["/".join(source)] = path
     for (*_, dtype), paths in copies.items():
-        g = home[parted[next(iter(paths))]]
+        g = group_of[parted[next(iter(paths))]]
         lots.append(_Lot(g, {p: paths[p] for p in g.paths if p in paths}, dtype))
     return lots
 
@@ -255,18 +257,18 @@ def _packed(
         flat = whole[index * chunk : (index + 1) * chunk]
     else:
         whole, flat = None, source.empty(chunk, lot.dtype, full[0])
-    home = FlatShard(layouts, flat, own, whole)
+    shard = FlatShard(layouts, flat, own, whole)
     if isinstance(flat, _torch.FakeTensor):
-        return home  # there is nothing to write
+        return shard  # there is nothing to write
     end = 0
     with torch.no_grad():
-        for (start, stop), layout, x in zip(home.ranges, layouts, full, strict=True):
+        for (start, stop), layout, x in zip(shard.ranges, layouts, full, strict=True):
             if stop > start:
                 flat[end:start] = 0  # room that leaves of other shapes take elsewhere
                 source.write(x, layout, own, flat[start:stop])
                 end = stop
         flat[end:] = 0  # padding
-    return home  # its whole buffer does not show it yet: the first use gathers
+    return shard  # its whole buffer does not show it yet: the first use gathers
 
 
 def _owned(

@@ -15,7 +15,7 @@ from fsfunc.comm.backends.link import Handle
 from fsfunc.comm.mesh import NoMesh, here, place_here
 from fsfunc.planning.events import Gave, Took
 from fsfunc.planning.observer import Observer
-from fsfunc.runtime.buffer_pool import Arena
+from fsfunc.runtime.buffer_pool import BufferPool
 from fsfunc.sharded.leaf import Sharded, is_sharded
 
 __all__ = ["Living", "live_bytes"]
@@ -126,7 +126,7 @@ def live_bytes(*given: Any) -> Iterator[Living]:
     """
     observer = Observer(strangers=True)
     observer.given("buffers", _held(given))
-    Arena.fresh += 1
+    BufferPool.fresh += 1
     try:
         with ExitStack() as stack:
             try:
@@ -139,17 +139,17 @@ def live_bytes(*given: Any) -> Iterator[Living]:
             stack.enter_context(observer)
             yield Living(observer)
     finally:
-        Arena.fresh -= 1
+        BufferPool.fresh -= 1
         observer.book.close()
 
 
 def _held(trees: Any) -> Iterator[Tensor]:
     for x in tree.leaves(trees, is_leaf=is_sharded):
-        home = x.packed if isinstance(x, Sharded) else None
-        if home is not None:
-            yield home.flat
-            if home.whole is not None:
-                yield home.whole
+        shard = x.packed if isinstance(x, Sharded) else None
+        if shard is not None:
+            yield shard.flat
+            if shard.whole is not None:
+                yield shard.whole
         elif isinstance(x, Sharded):
             yield x.local
         elif isinstance(x, Tensor):

@@ -1,18 +1,23 @@
 """What a step does, seen by running it on tensors without data.
 
-All runs begin alike (`runs`), are looked at through one hook of the frame
-(``frames.Tracer``) and one dispatch mode (`operators`), and differ in what they look
-for:
+All runs begin alike (`runs.without_data`), and differ in what they look for, when:
 
-- `tracer` notes the unit calls of a loss as a `programs.Program`, with what each input
-  depends on and costs (`dataflow`), printed by `names`: pipelines cut it.
-- `recorder` notes which leaves units take, as `leaves` tell it; `groups` says which of
-  them share a buffer: `place` lays out by it.
-- `type_check` and `checker` hold each value between units against its type: the rules
-  are `types` over the classes of `operators`, applied by `typed_operators` to what
-  `knowledge` has; `refusals` are the messages. A sharded call is looked at before it
-  first runs.
+- ``place`` and ``init_state`` have the step recorded: a `recorder.Recorder` notes
+  which leaves units take (they are `leaves.Recorded`), and `groups` says which of them
+  share a buffer.
+- A sharded call is checked once for each set of shapes, at ``init_state`` or before it
+  first runs, unless the record shows that no types are at stake: `type_check` has a
+  `checker.Checker` hold each value between units against its type. The rules are
+  `types` over the classes of `operators`, applied by `typed_operators` to what
+  `knowledge` has; `refusals` are the messages.
+- A pipelined loss is traced for each shape of microbatch, as ``ff.program`` does by
+  hand: a stage of `tracer` runs every unit call and notes it in a `programs.Program`,
+  with what each input depends on and costs (`dataflow`), printed by `names`. Pipelines
+  cut it.
 
-A plan runs its step so too, and remembers what each unit's body did (``foresight``);
-an init function's operators are kept to be run again in part (``initializing``).
+Recorder and checker look on through one hook of the frame, a `frames.Tracer`; the
+third decides about unit calls, as a `frames.Stage` does. Who looks at operators
+enters a mode (of `operators`, or one of torch functions). Two more rooms run things so:
+a plan its step (``planning.unit_cache``), and ``init_state`` an init function, whose
+operators it keeps to run them again in part (``state.init_tape``).
 """

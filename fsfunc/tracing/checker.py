@@ -21,6 +21,7 @@ from fsfunc.comm.groups import RankGroup
 from fsfunc.comm.linear_maps import LinearMap
 from fsfunc.comm.mesh import here
 from fsfunc.core.frames import Tracer, frame
+from fsfunc.core.units import Call
 from fsfunc.sharded.leaf import Sharded, is_sharded
 from fsfunc.tracing.knowledge import Seen
 from fsfunc.tracing.refusals import refusal
@@ -135,7 +136,7 @@ class Checker(Tracer, Watcher, Operators):
         for leaf in leaves:
             self.claimed(leaf._local, f"unit {name!r}")
 
-    def body(self, call: Any, params: Any, inputs: Any, keywords: Any) -> Any:
+    def body(self, call: Call, params: Any, inputs: Any, keywords: Any) -> Any:
         """Runs a unit's function, whose results are the rank's own."""
         outermost = not call.frame.path
         if outermost:

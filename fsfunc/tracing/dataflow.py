@@ -16,6 +16,7 @@ from torch import Tensor
 
 from fsfunc import _torch, tree
 from fsfunc.comm.attribution import source_line
+from fsfunc.core.units import Call
 from fsfunc.tracing.names import Names
 from fsfunc.tracing.operators import FLOPS, OperatorMode
 from fsfunc.tracing.programs import NOWHERE, Draw, Glue, Origins, Value
@@ -193,7 +194,7 @@ def tensors(values: Any) -> list[Tensor]:
 
 
 def run_on_data(
-    flow: Flow, fake: Any, call: Any, params: Any, inputs: Any, keywords: Any
+    flow: Flow, fake: Any, call: Call, params: Any, inputs: Any, keywords: Any
 ) -> Any:
     """A unit's outputs as fake tensors, from one run on tensors with data.
 
@@ -207,8 +208,8 @@ def run_on_data(
     Raises:
         RuntimeError: there are other modes on, so that these cannot be taken off.
     """
-    body = flow.body
-    if fake is None or body is None or _torch.active_modes()[-2:] != _OURS:
+    body, ours = flow.body, [type(mode).__name__ for mode in (fake, flow)]
+    if fake is None or body is None or _torch.active_modes()[-2:] != ours:
         raise RuntimeError("other modes are on, under which nothing has data")
     body.real, body.flops = True, 0
     body.kept.clear()
@@ -230,9 +231,6 @@ def run_on_data(
     return tree.map(
         lambda x: given.get(id(x), _fake(x)) if isinstance(x, Tensor) else x, out
     )
-
-
-_OURS = [mode.__name__ for mode in (_torch.HereFakeMode, Flow)]
 
 
 def _with_data(x: Tensor) -> Tensor:

@@ -1,4 +1,8 @@
-"""The leaf of a step under recording: a tensor to those who ask, with a memory."""
+"""The leaf of a step under recording: a tensor to those who ask, with a memory.
+
+`recorder` puts one in the place of each tensor of the step's first argument, so that a
+unit call can tell which leaves it was given.
+"""
 
 from __future__ import annotations
 
@@ -19,7 +23,7 @@ class Recorded(Sharded):
 
     __slots__ = ()
 
-    def __init__(self, local: Any, layout: Layout, home: Any = None):
+    def __init__(self, local: Any, layout: Layout, packed: Any = None):
         super().__init__(local, layout)
         tracer = frame().tracer
         if tracer is not None and isinstance(local, Tensor):

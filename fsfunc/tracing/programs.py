@@ -17,7 +17,7 @@ from fsfunc.sharded.placements import describe
 from fsfunc.tracing.names import nested
 
 __all__ = ["Draw", "Glue", "Loss", "Origins", "Outputs", "Program", "Spec"]
-__all__ += ["UnitCall", "Value"]
+__all__ += ["TracedCall", "Value"]
 
 
 class Value(NamedTuple):
@@ -94,7 +94,7 @@ NOWHERE = Origins()
 
 
 @dataclass(frozen=True)
-class UnitCall:
+class TracedCall:
     """One unit call of a loss, not of one inside another unit.
 
     Args:
@@ -211,7 +211,7 @@ class Program:
 
     name: str
     leaves: tuple[str, ...]
-    calls: tuple[UnitCall, ...]
+    calls: tuple[TracedCall, ...]
     glue: tuple[Glue, ...]
     loss: Loss
     mutated: frozenset[Value]
@@ -221,7 +221,7 @@ class Program:
         lines: list[str] = []
         glue = list(self.glue)
         for call in (*self.calls, self.loss):
-            number = call.number if isinstance(call, UnitCall) else len(self.calls)
+            number = call.number if isinstance(call, TracedCall) else len(self.calls)
             while glue and glue[0].before <= number:
                 lines.append(str(glue.pop(0)))
             lines.append(str(call))

@@ -25,6 +25,7 @@ from fsfunc.comm.groups import RankGroup
 from fsfunc.comm.linear_maps import LinearMap
 from fsfunc.comm.mesh import asks
 from fsfunc.core.frames import Interpretation, Tracer, frame, inside
+from fsfunc.core.units import Call
 from fsfunc.sharded.donated import Everything
 from fsfunc.sharded.layout import Layout, Owned
 from fsfunc.sharded.leaf import is_sharded
@@ -33,199 +34,6 @@ from fsfunc.tracing.leaves import Recorded, plain, whole
 from fsfunc.tracing.runs import place_without_data, without_data
 
 __all__ = ["LeafGroup", "Recorder", "common", "record"]
-
-
-@dataclass
-class Recorder(Findings, Tracer, Watcher):
-    """What one run of a step shows, as it is noted down.
-
-    Args:
-        forward_only: gradients have their shapes alone; no backward pass makes them.
-        plain: whether the derivatives are those of ``value_and_grad`` alone, by leaves
-            of the tree, and nobody but units and the library reads what is sharded:
-            then there is nothing about types to look at.
-        around: who looks on already: bodies of units run as it says.
-        glue: leaves that the user's functions read outside units; whether in a loss.
-        calls: of sharded functions, and on what.
-    """
-
-    forward_only: bool = False
-    draws: bool = False
-    plain: bool = True
-    around: Tracer | None = None
-    glue: dict[str, bool] = field(default_factory=dict)
-    calls: list[Any] = field(default_factory=list)
-    _known: dict[int, str] = field(default_factory=dict)
-    _gradients: set[int] = field(default_factory=set)
-    _alive: list[Tensor] = field(default_factory=list)
-
-    def know(self, x: Tensor, path: str) -> None:
-        self._known[id(x)] = path
-        self._alive.append(x)
-
-    def called(self, key: Any, args: Any, keywords: Any, mean: Sequence[str]) -> None:
-        """Hears that a sharded function is called; ``key``: on what kinds of things."""
-        self.calls.append(key)
-
-    def gradients(self, leaves: Sequence[Tensor], found: Sequence[Tensor]) -> None:
-        """Hears what a gradient call gives: of leaves it is laid out as these are."""
-        f = frame()
-        known = all(self.path_of(x) is not None for x in leaves)
-        self.plain = self.plain and known and not (f.in_loss or f.path)
-        self._gradients.update(map(id, found))
-        self._alive.extend(found)
-
-    def collective(self, x: Tensor, how: LinearMap, where: RankGroup) -> None:
-        typed = how.to == "I" or how.op in ("cast", "enter", "slice")
-        if typed or self._is_leaf(x):
-            self.plain = False
-
-    def _is_leaf(self, x: Any) -> bool:
-        return id(x) in self._gradients or self.path_of(x) is not None
-
-    def path_of(self, x: Any) -> str | None:
-        if isinstance(x, Recorded):
-            return x.layout.name
-        if not isinstance(x, Tensor):
-            return None
-        found = self._known.get(id(x))
-        if found is None and _torch.is_wrapped(x):
-            found = self._known.get(id(_torch.unwrapped(x)))
-        return found
-
-    def standing_for(self, handler: Interpretation) -> Interpretation:
-        return handler.recorded(self)
-
-    def body(self, call: Any, params: Any, inputs: Any, keywords: Any) -> Any:
-        if self.around is not None:
-            return self.around.body(call, params, inputs, keywords)
-        return Tracer.body(self, call, params, inputs, keywords)
-
-    def unit(self, noted: Noted, run: Callable[..., Any], call: Any):
-        """A unit call under recording: its leaves become plain tensors again."""
-        if noted.handler not in self.handlers:
-            self.handlers.append(noted.handler)
-        laid = [h for h in call.frame.handlers if h.lays_out]
-        if noted is not laid[0]:
-            return run  # noted by the outermost one
-
-        def recorded(params: Any, *inputs: Any, **keywords: Any) -> Any:
-            leaves, treedef = tree.flatten(params, is_leaf=is_sharded)
-            names = []
-            self.plain = self.plain and not _torch.functorch_active()
-            for i, leaf in enumerate(leaves):
-                path = self.path_of(leaf)
-                if path is None:
-                    derived = isinstance(leaf, Tensor) and leaf.requires_grad
-                    self.plain = self.plain and not derived
-                    leaves[i] = whole(leaf)
-                    continue
-                names.append(path)
-                leaves[i] = x = plain(leaf)
-                self.know(x, path)
-                if _torch.is_wrapped(x) or x.requires_grad:
-                    self.trained.add(path)
-                    self.differentiated = True
-            numbers = call.numbers
-            owner = tuple(p for h in laid for p in h.owner(numbers[0]))
-            cast = call.frame.compute, call.frame.reduce
-            self.taken.append(Taken(call.path, numbers, names, owner, cast))
-            out = run(tree.unflatten(treedef, leaves), *inputs, **keywords)
-            with inside(replace(call.frame, path=call.path, numbers=numbers)):
-                return tree.map(self._given, out, is_leaf=is_sharded)
-
-        return recorded
-
-    def _given(self, x: Any) -> Any:
-        """An output; a leaf that a unit returns as it is, is no leaf any more."""
-        return x if self.path_of(x) is None else plain(x).view_as(plain(x))
-
-    def read(self, values: Any) -> None:
-        """A torch function read these values, in a unit's own body or outside."""
-        f = frame()
-        for x in tree.leaves(values, is_leaf=is_sharded):
-            path = self.path_of(x)
-            if path is None and id(x) in self._gradients and not is_own_call():
-                self.plain = False
-            if path is None or (path, f.numbers) in self.inside:
-                continue
-            if not f.path and not is_own_call():
-                self.glue.setdefault(path, f.in_loss)
-            local = plain(x)
-            inner = _torch.is_wrapped(local)
-            if inner and local.requires_grad and not (f.in_loss or f.path):
-                self.stock.setdefault(path, source_line())
-            if f.path or path not in self.outside:
-                where = source_line(), f.in_loss or inner
-                if f.path:
-                    self.inside[path, f.numbers] = where
-                else:
-                    self.outside[path] = where
-
-
-class Noted(Interpretation):
-    """What stands for a transform that lays out, while a step is recorded.
-
-    Args:
-        handler: the transform's own interpretation.
-    """
-
-    lays_out = True
-
-    def __init__(self, handler: Any, recorder: Recorder):
-        self.handler, self.recorder = handler, recorder
-        self.axes: tuple[str, ...] = handler.axes
-
-    def unit(self, run: Callable[..., Any], call: Any) -> Callable[..., Any]:
-        return self.recorder.unit(self, run, call)
-
-    def owner(self, number: int) -> tuple[Owned, ...]:
-        """Where along an axis the loss's unit call of this number runs, if known."""
-        return ()
-
-
-_READS_NOTHING = {
-    "__get__", "detach", "requires_grad_", "is_floating_point", "dim", "size", "numel",
-    "element_size", "stride", "storage_offset", "is_contiguous", "untyped_storage",
-    "is_complex", "__len__", "_is_view", "is_inference", "zeros_like", "empty_like",
-    "ones_like", "new_zeros", "new_empty", "grad", "_make_dual", "_unpack_dual",
-    "split",
-}  # fmt: skip
-
-
-_DERIVATIVES = {torch.autograd.grad, Tensor.backward, torch.autograd.backward}
-
-
-class _Watch(TorchFunctionMode):
-    """Sees which leaves are read outside every unit."""
-
-    def __init__(self, recorder: Recorder):
-        super().__init__()
-        self.recorder = recorder
-
-    def __torch_function__(self, func, types, args=(), kwargs=None):
-        name = getattr(func, "__name__", "")
-        if name == "__get__":  # of a tensor, most often its shape
-            return func(*args)
-        if name not in _READS_NOTHING:
-            self.recorder.read((args, kwargs or {}))
-        if func in _DERIVATIVES and not is_internal():
-            self.recorder.plain = False
-        return func(*map(_plain_in, args), **_plain_in(kwargs or {}))
-
-
-def _plain_in(value: Any) -> Any:
-    """An argument of a torch function, its recorded leaves as tensors."""
-    if isinstance(value, (list, tuple, dict)) and value:
-        return tree.map(plain, value, is_leaf=is_sharded)
-    return plain(value)
-
-
-_TOLD = (
-    "the step, recorded on fake tensors,",
-    ". Move it out of the step or make it a torch.where; or record one real call with "
-    'record="real"',
-)
 
 
 def record(
@@ -307,3 +115,196 @@ def _record(
     means = {axis for h in recorder.handlers for axis in getattr(h, "axes", ())}
     recorder.plain = recorder.plain and apart and not asked & means
     return recorder
+
+
+_TOLD = (
+    "the step, recorded on fake tensors,",
+    ". Move it out of the step or make it a torch.where; or record one real call with "
+    'record="real"',
+)
+
+
+@dataclass
+class Recorder(Findings, Tracer, Watcher):
+    """What one run of a step shows, as it is noted down.
+
+    Args:
+        forward_only: gradients have their shapes alone; no backward pass makes them.
+        plain: whether the derivatives are those of ``value_and_grad`` alone, by leaves
+            of the tree, and nobody but units and the library reads what is sharded:
+            then there is nothing about types to look at.
+        around: who looks on already: bodies of units run as it says.
+        glue: leaves that the user's functions read outside units; whether in a loss.
+        calls: of sharded functions, and on what.
+    """
+
+    forward_only: bool = False
+    draws: bool = False
+    plain: bool = True
+    around: Tracer | None = None
+    glue: dict[str, bool] = field(default_factory=dict)
+    calls: list[Any] = field(default_factory=list)
+    _known: dict[int, str] = field(default_factory=dict)
+    _gradients: set[int] = field(default_factory=set)
+    _alive: list[Tensor] = field(default_factory=list)
+
+    def know(self, x: Tensor, path: str) -> None:
+        self._known[id(x)] = path
+        self._alive.append(x)
+
+    def called(self, key: Any, args: Any, keywords: Any, mean: Sequence[str]) -> None:
+        """Hears that a sharded function is called; ``key``: on what kinds of things."""
+        self.calls.append(key)
+
+    def gradients(self, leaves: Sequence[Tensor], found: Sequence[Tensor]) -> None:
+        """Hears what a gradient call gives: of leaves it is laid out as these are."""
+        f = frame()
+        known = all(self.path_of(x) is not None for x in leaves)
+        self.plain = self.plain and known and not (f.in_loss or f.path)
+        self._gradients.update(map(id, found))
+        self._alive.extend(found)
+
+    def collective(self, x: Tensor, how: LinearMap, where: RankGroup) -> None:
+        typed = how.to == "I" or how.op in ("cast", "enter", "slice")
+        if typed or self._is_leaf(x):
+            self.plain = False
+
+    def _is_leaf(self, x: Any) -> bool:
+        return id(x) in self._gradients or self.path_of(x) is not None
+
+    def path_of(self, x: Any) -> str | None:
+        if isinstance(x, Recorded):
+            return x.layout.name
+        if not isinstance(x, Tensor):
+            return None
+        found = self._known.get(id(x))
+        if found is None and _torch.is_wrapped(x):
+            found = self._known.get(id(_torch.unwrapped(x)))
+        return found
+
+    def standing_for(self, handler: Interpretation) -> Interpretation:
+        return handler.recorded(self)
+
+    def body(self, call: Call, params: Any, inputs: Any, keywords: Any) -> Any:
+        if self.around is not None:
+            return self.around.body(call, params, inputs, keywords)
+        return Tracer.body(self, call, params, inputs, keywords)
+
+    def unit(self, noted: Noted, run: Callable[..., Any], call: Call):
+        """A unit call under recording: its leaves become plain tensors again."""
+        if noted.handler not in self.handlers:
+            self.handlers.append(noted.handler)
+        laid: list[Any] = [h for h in call.frame.handlers if h.lays_out]  # all Noted
+        if noted is not laid[0]:
+            return run  # noted by the outermost one
+
+        def recorded(params: Any, *inputs: Any, **keywords: Any) -> Any:
+            leaves, treedef = tree.flatten(params, is_leaf=is_sharded)
+            names = []
+            self.plain = self.plain and not _torch.functorch_active()
+            for i, leaf in enumerate(leaves):
+                path = self.path_of(leaf)
+                if path is None:
+                    derived = isinstance(leaf, Tensor) and leaf.requires_grad
+                    self.plain = self.plain and not derived
+                    leaves[i] = whole(leaf)
+                    continue
+                names.append(path)
+                leaves[i] = x = plain(leaf)
+                self.know(x, path)
+                if _torch.is_wrapped(x) or x.requires_grad:
+                    self.trained.add(path)
+                    self.differentiated = True
+            numbers = call.numbers
+            owner = tuple(p for h in laid for p in h.owner(numbers[0]))
+            cast = call.frame.compute, call.frame.reduce
+            self.taken.append(Taken(call.path, numbers, names, owner, cast))
+            out = run(tree.unflatten(treedef, leaves), *inputs, **keywords)
+            with inside(replace(call.frame, path=call.path, numbers=numbers)):
+                return tree.map(self._given, out, is_leaf=is_sharded)
+
+        return recorded
+
+    def _given(self, x: Any) -> Any:
+        """An output; a leaf that a unit returns as it is, is no leaf any more."""
+        return x if self.path_of(x) is None else plain(x).view_as(plain(x))
+
+    def read(self, values: Any) -> None:
+        """A torch function read these values, in a unit's own body or outside."""
+        f = frame()
+        for x in tree.leaves(values, is_leaf=is_sharded):
+            path = self.path_of(x)
+            if path is None and id(x) in self._gradients and not is_own_call():
+                self.plain = False
+            if path is None or (path, f.numbers) in self.inside:
+                continue
+            if not f.path and not is_own_call():
+                self.glue.setdefault(path, f.in_loss)
+            local = plain(x)
+            inner = _torch.is_wrapped(local)
+            if inner and local.requires_grad and not (f.in_loss or f.path):
+                self.stock.setdefault(path, source_line())
+            if f.path or path not in self.outside:
+                where = source_line(), f.in_loss or inner
+                if f.path:
+                    self.inside[path, f.numbers] = where
+                else:
+                    self.outside[path] = where
+
+
+class Noted(Interpretation):
+    """What stands for a transform that lays out, while a step is recorded.
+
+    Args:
+        handler: the transform's own interpretation.
+    """
+
+    lays_out = True
+
+    def __init__(self, handler: Any, recorder: Recorder):
+        self.handler, self.recorder = handler, recorder
+        self.axes: tuple[str, ...] = handler.axes
+
+    def unit(self, run: Callable[..., Any], call: Call) -> Callable[..., Any]:
+        return self.recorder.unit(self, run, call)
+
+    def owner(self, number: int) -> tuple[Owned, ...]:
+        """Where along an axis the loss's unit call of this number runs, if known."""
+        return ()
+
+
+_READS_NOTHING = {
+    "__get__", "detach", "requires_grad_", "is_floating_point", "dim", "size", "numel",
+    "element_size", "stride", "storage_offset", "is_contiguous", "untyped_storage",
+    "is_complex", "__len__", "_is_view", "is_inference", "zeros_like", "empty_like",
+    "ones_like", "new_zeros", "new_empty", "grad", "_make_dual", "_unpack_dual",
+    "split",
+}  # fmt: skip
+
+
+_DERIVATIVES = {torch.autograd.grad, Tensor.backward, torch.autograd.backward}
+
+
+class _Watch(TorchFunctionMode):
+    """Sees which leaves are read outside every unit."""
+
+    def __init__(self, recorder: Recorder):
+        super().__init__()
+        self.recorder = recorder
+
+    def __torch_function__(self, func, types, args=(), kwargs=None):
+        name = getattr(func, "__name__", "")
+        if name == "__get__":  # of a tensor, most often its shape
+            return func(*args)
+        if name not in _READS_NOTHING:
+            self.recorder.read((args, kwargs or {}))
+        if func in _DERIVATIVES and not is_internal():
+            self.recorder.plain = False
+        return func(*map(_plain_in, args), **_plain_in(kwargs or {}))
+
+
+def _plain_in(value: Any) -> Any:
+    """An argument of a torch function, its recorded leaves as tensors."""
+    if isinstance(value, (list, tuple, dict)) and value:
+        return tree.map(plain, value, is_leaf=is_sharded)
+    return plain(value)

@@ -84,7 +84,7 @@ def shadows(mode: Any, args: Any, coordinates: Mapping[str, int] | None = None) 
     ``coordinates``: of the rank whose parts they are to be, if that is another one.
     """
     leaves, treedef = tree.flatten(args, is_leaf=is_sharded)
-    homes: dict[int, list[Sharded]] = {}
+    shards: dict[int, list[Sharded]] = {}
     storages: dict[int, Tensor] = {}
 
     def fake(x: Tensor) -> Tensor:
@@ -96,13 +96,13 @@ def shadows(mode: Any, args: Any, coordinates: Mapping[str, int] | None = None) 
         elif isinstance(x, Sharded) and x.packed is None:
             leaves[i] = x.with_local(fake(x.local))
         elif isinstance(x, Sharded) and x.packed is not None:
-            home = x.packed
-            if isinstance(home.flat, _torch.FakeTensor):
+            shard = x.packed
+            if isinstance(shard.flat, _torch.FakeTensor):
                 continue
-            if id(home) not in homes:
-                homes[id(home)] = home.shadow(fake, coordinates).leaves()
-            at = [id(m) for m in home.members].index(id(x.layout))
-            leaves[i] = homes[id(home)][at]
+            if id(shard) not in shards:
+                shards[id(shard)] = shard.shadow(fake, coordinates).leaves()
+            at = [id(m) for m in shard.members].index(id(x.layout))
+            leaves[i] = shards[id(shard)][at]
     return tree.unflatten(treedef, leaves)
 
 

@@ -16,6 +16,7 @@ from fsfunc import _torch, tree
 from fsfunc.comm.attribution import source_line, traceback_line
 from fsfunc.comm.fake_errors import asks_for_a_value
 from fsfunc.core.frames import Counter, Frame, Stage, frame, inside
+from fsfunc.core.units import Call
 from fsfunc.sharded.leaf import Sharded, is_sharded
 from fsfunc.tracing.dataflow import Argument, Body, Flow, run_on_data, tensors
 from fsfunc.tracing.names import Names, below
@@ -25,7 +26,7 @@ from fsfunc.tracing.programs import (
     Outputs,
     Program,
     Spec,
-    UnitCall,
+    TracedCall,
     Value,
 )
 from fsfunc.tracing.runs import place_without_data, without_data
@@ -102,27 +103,27 @@ def trace(
         torch.inference_mode(False),  # and gradients on
         without_data((args, keywords), at, told=_TOLD) as mode,
     ):
-        tracer = LossTracer(Flow(names), mode if mine else None)
+        stage = NotingStage(Flow(names), mode if mine else None)
         f = Frame(
-            handlers=(tracer,),
+            handlers=(stage,),
             at=at,
             compute=frame().compute,
-            counter=tracer.counter,
+            counter=stage.counter,
             in_loss=True,
         )
         with inside(f):
             given = [
-                _blank(tracer, x, label, parameter=i == 0)
+                _blank(stage, x, label, parameter=i == 0)
                 for i, (label, x) in enumerate(zip(labels, args, strict=True))
             ]
-            keywords = {k: _blank(tracer, x, k) for k, x in keywords.items()}
-            with tracer.flow:
+            keywords = {k: _blank(stage, x, k) for k, x in keywords.items()}
+            with stage.flow:
                 out = loss_fn(*given, **keywords)
-                return tracer.finished(getattr(loss_fn, "__name__", "loss"), out)
+                return stage.finished(getattr(loss_fn, "__name__", "loss"), out)
 
 
-class LossTracer(Stage):
-    """Notes the unit calls of a loss.
+class NotingStage(Stage):
+    """A stage that every unit call of a loss belongs to, and that notes it.
 
     Args:
         flow: what depends on what.
@@ -132,10 +133,10 @@ class LossTracer(Stage):
     def __init__(self, flow: Flow, fake: Any):
         self.flow, self.fake = flow, fake
         self.counter = Counter()
-        self.calls: list[UnitCall] = []
+        self.calls: list[TracedCall] = []
         self.leaves: dict[int, Argument] = {}
 
-    def decide(self, call: Any, params: Any, inputs: Any, keywords: Any) -> Any:
+    def decide(self, call: Call, params: Any, inputs: Any, keywords: Any) -> Any:
         """A unit call of the loss: run, noted, and its outputs set apart."""
         name, line, flow = call.unit.__name__, source_line(), self.flow
         if _torch.functorch_active() or call.frame.counter is not self.counter:
@@ -157,7 +158,7 @@ class LossTracer(Stage):
             out = self._run(body, call, params, inputs, keywords)
             captured = body.origins | flow.of(out)
             returned, outputs = self._apart(body, out, len(self.calls))
-        done = UnitCall(
+        done = TracedCall(
             number=len(self.calls),
             name=name,
             params=own,
@@ -181,7 +182,7 @@ class LossTracer(Stage):
         finally:
             self.flow.body = None
 
-    def _run(self, body: Body, call: Any, params: Any, inputs: Any, keywords: Any):
+    def _run(self, body: Body, call: Call, params: Any, inputs: Any, keywords: Any):
         """The unit's function on fake tensors, or else on stand-ins with data."""
         try:
             out = call.body(params, *inputs, **keywords)
@@ -265,7 +266,7 @@ def _labels(fn: Callable[..., Any], count: int) -> list[str]:
     return labels
 
 
-def _blank(tracer: LossTracer, value: Any, label: str, parameter: bool = False) -> Any:
+def _blank(stage: NotingStage, value: Any, label: str, parameter: bool = False) -> Any:
     """An argument as fake tensors, each in a storage of its own."""
     paths, leaves, treedef = tree.flatten_with_paths(value, is_leaf=is_sharded)
     for i, (path, x) in enumerate(zip(paths, leaves, strict=True)):
@@ -277,6 +278,6 @@ def _blank(tracer: LossTracer, value: Any, label: str, parameter: bool = False) 
         if parameter and x.dtype.is_floating_point:
             blank.requires_grad_()
         leaf = Argument(path if parameter else below(label, path), parameter)
-        tracer.leaves[id(blank)] = leaf
-        leaves[i] = tracer.flow.argument(blank, leaf)
+        stage.leaves[id(blank)] = leaf
+        leaves[i] = stage.flow.argument(blank, leaf)
     return tree.unflatten(treedef, leaves)

@@ -27,19 +27,6 @@ from fsfunc.tracing.runs import shadows, without_data
 
 __all__ = ["check", "knows", "learn", "signature", "unchecked"]
 
-_UNCHECKED: ContextVar[list[Exception] | None] = ContextVar("unchecked", default=None)
-
-
-@contextmanager
-def unchecked() -> Iterator[list[Exception]]:
-    """Gathers why calls inside could not be tried before they ran."""
-    found: list[Exception] = []
-    token = _UNCHECKED.set(found)
-    try:
-        yield found
-    finally:
-        _UNCHECKED.reset(token)
-
 
 def check(
     call: Callable[..., Any],
@@ -94,6 +81,20 @@ def check(
     if notes is not None:
         notes.setdefault(key, (found, bool(asked & set(axes))))
     return found.calls
+
+
+_UNCHECKED: ContextVar[list[Exception] | None] = ContextVar("unchecked", default=None)
+
+
+@contextmanager
+def unchecked() -> Iterator[list[Exception]]:
+    """Gathers why calls inside could not be tried before they ran."""
+    found: list[Exception] = []
+    token = _UNCHECKED.set(found)
+    try:
+        yield found
+    finally:
+        _UNCHECKED.reset(token)
 
 
 # By interpretation: the (rank, signature) of calls that were looked at.

@@ -34,52 +34,6 @@ from fsfunc.transforms.shard_runtime import ShardRuntime
 __all__ = ["enter", "leave", "spread"]
 
 
-class _Enter(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx, runtime, calls, shards, token, *flats):  # type: ignore[override]
-        ctx.runtime, ctx.calls, ctx.shards = runtime, calls, shards
-        ctx.set_materialize_grads(False)
-        return (None if token is None else token.clone(), *_parameters(calls))
-
-    @staticmethod
-    def backward(ctx, token, *grads):  # type: ignore[override]
-        runtime: ShardRuntime = ctx.runtime
-        calls: Calls = ctx.calls
-        with label(calls[0].name, "backward"):
-            before, found, i = runtime.leaves_backward(calls), [], 0
-            for k, (call, shard) in enumerate(zip(calls, ctx.shards, strict=True)):
-                mine = grads[i : i + len(call.views)]
-                i += len(call.views)
-                tracked, g = ctx.needs_input_grad[4 + k], None
-                if torch.is_grad_enabled():
-                    g = _joined(call, shard, mine) if tracked else None
-                elif call.keeps or tracked:
-                    g = runtime.gradient_of(call, shard, mine, before)
-                if g is not None:
-                    g = _reduced(runtime, g, shard).to(shard.flat.dtype)
-                found.append(g)
-        return (None, None, None, token, *found)
-
-
-class _Exit(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx, runtime, calls, shards, token, *outs):  # type: ignore[override]
-        ctx.runtime, ctx.calls, ctx.shards = runtime, calls, shards
-        ctx.set_materialize_grads(False)
-        # Detached, not returned as they are: a later in-place change of an output is
-        # allowed, and is seen by the version check where the unit saved it.
-        found = [None if token is None else token.clone()]
-        for y in outs:
-            found.append(y.detach())
-        return tuple(found)
-
-    @staticmethod
-    def backward(ctx, token, *grads):  # type: ignore[override]
-        with label(ctx.calls[0].name, "backward"):
-            ctx.runtime.enters_backward(ctx.calls, ctx.shards)
-        return (None, None, None, token, *grads)
-
-
 def enter(
     runtime: ShardRuntime,
     calls: Calls,
@@ -99,7 +53,8 @@ def enter(
         tracked = tracked or flat.requires_grad
     if not (tracked and torch.is_grad_enabled()):
         return token, _parameters(calls)
-    found: Any = _Enter.apply(runtime, calls, shards, token, *flats)
+    tied = token is not None and not apart
+    found: Any = _Enter.apply(runtime, calls, shards, tied, token, *flats)
     if apart:
         # Each seen through a node of its own: to find what comes to one of a node's
         # outputs the engine runs all that leads to any.
@@ -154,12 +109,61 @@ def leave(
             at += len(call.views)
         if count:
             calls[0].forgets = True
-    runtime.leaves(calls)
+    runtime.after_forward(calls)
     going = map(outs.__getitem__, tracked)
     token, *exits = _Exit.apply(runtime, calls, shards, token, *going)
     for i, y in zip(tracked, exits, strict=True):
         outs[i] = y
     return token
+
+
+class _Enter(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, runtime, calls, shards, tied, token, *flats):  # type: ignore
+        ctx.runtime, ctx.calls, ctx.shards, ctx.tied = runtime, calls, shards, tied
+        ctx.set_materialize_grads(False)
+        return (None if token is None else token.clone(), *_parameters(calls))
+
+    @staticmethod
+    def backward(ctx, token, *grads):  # type: ignore[override]
+        runtime: ShardRuntime = ctx.runtime
+        calls: Calls = ctx.calls
+        with label(calls[0].name, "backward"):
+            before, found, i = runtime.after_backward(calls), [], 0
+            # The gradient call's own backward comes by the token (a pipeline's by each
+            # parameter). Another one is the loss's, by a value between units.
+            own = token is not None or not ctx.tied
+            for k, (call, shard) in enumerate(zip(calls, ctx.shards, strict=True)):
+                mine = grads[i : i + len(call.views)]
+                i += len(call.views)
+                tracked, g = ctx.needs_input_grad[5 + k], None
+                if torch.is_grad_enabled():
+                    g = _joined(call, shard, mine) if tracked else None
+                elif own and call.keeps or tracked:
+                    g = runtime.gradient_of(call, shard, mine, before if own else [])
+                if g is not None:
+                    g = _reduced(runtime, g, shard).to(shard.flat.dtype)
+                found.append(g)
+        return (None, None, None, None, token, *found)
+
+
+class _Exit(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, runtime, calls, shards, token, *outs):  # type: ignore[override]
+        ctx.runtime, ctx.calls, ctx.shards = runtime, calls, shards
+        ctx.set_materialize_grads(False)
+        # Detached, not returned as they are: a later in-place change of an output is
+        # allowed, and is seen by the version check where the unit saved it.
+        found = [None if token is None else token.clone()]
+        for y in outs:
+            found.append(y.detach())
+        return tuple(found)
+
+    @staticmethod
+    def backward(ctx, token, *grads):  # type: ignore[override]
+        with label(ctx.calls[0].name, "backward"):
+            ctx.runtime.before_backward(ctx.calls, ctx.shards)
+        return (None, None, None, token, *grads)
 
 
 def _parameters(calls: Calls) -> list[Tensor]:

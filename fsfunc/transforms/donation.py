@@ -109,23 +109,23 @@ class _Memory:
     """
 
     def __init__(self, leaves: list[Any]):
-        homes, parts, seats = {}, [], []
+        shards, parts, seats = {}, [], []
         self.written: list[Tensor] = []
         for leaf in leaves:
-            home = leaf.packed if isinstance(leaf, Sharded) else None
+            shard = leaf.packed if isinstance(leaf, Sharded) else None
             x = leaf._part if isinstance(leaf, Sharded) else leaf
-            if home is not None:
-                homes[id(home)] = home
-                seats.append((id(home), id(leaf.layout)))
+            if shard is not None:
+                shards[id(shard)] = shard
+                seats.append((id(shard), id(leaf.layout)))
                 if isinstance(x, Tensor):
                     parts.append(x)
             elif isinstance(x, Tensor):
                 self.written.append(x)
-        self.written += [home.flat for home in homes.values()]
+        self.written += [shard.flat for shard in shards.values()]
         keys = list(map(_torch.storage_key, self.written))
         self.once = len(set(seats)) == len(seats) and len(set(keys)) == len(keys)
         by_id = dict(zip(map(id, self.written), keys, strict=True))
-        others = {id(x): x for x in (*parts, *_wholes(homes.values()))}
+        others = {id(x): x for x in (*parts, *_wholes(shards.values()))}
         by_id |= {i: _torch.storage_key(x) for i, x in others.items() if i not in by_id}
         self.tensors, self.keys = [*self.written, *others.values()], by_id.values()
 
@@ -134,11 +134,13 @@ class _Memory:
             return list(map(version, self.written))
 
 
-def _wholes(homes: Iterable[FlatShard]) -> Iterator[Tensor]:
-    """The buffers that homes lie in, where the state keeps them whole."""
-    for home in homes:
-        for x in (home.whole, home.flat._base):
-            if x is not None and _torch.storage_key(x) == _torch.storage_key(home.flat):
+def _wholes(shards: Iterable[FlatShard]) -> Iterator[Tensor]:
+    """The buffers that shards lie in, where the state keeps them whole."""
+    for shard in shards:
+        for x in (shard.whole, shard.flat._base):
+            if x is not None and _torch.storage_key(x) == _torch.storage_key(
+                shard.flat
+            ):
                 yield x
 
 

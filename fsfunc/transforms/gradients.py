@@ -26,6 +26,7 @@ from fsfunc.comm.linear_maps import LinearMap
 from fsfunc.core.autodiff import Outcome
 from fsfunc.core.losses import averaged as is_averaged
 from fsfunc.core.losses import is_summed
+from fsfunc.core.units import Call
 from fsfunc.sharded.leaf import FlatShard, Sharded, is_sharded
 from fsfunc.transforms.shard_runtime import ShardRuntime
 
@@ -170,7 +171,7 @@ def _packed(
     return out
 
 
-def check_derivatives(call: Any, taken: Sequence[Any], inputs: Any) -> None:
+def check_derivatives(call: Call, taken: Sequence[Any], inputs: Any) -> None:
     """Raises where a derivative by ``taken`` would mix what the ranks hold.
 
     Args:

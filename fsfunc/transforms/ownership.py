@@ -90,9 +90,9 @@ def assume(x: Any, axis: Axis, type: str) -> Any:
         if not isinstance(leaf, Tensor) or not where.mean:
             return leaf
         leaf = leaf.clone()
-        for handler, session in frame().sessions:
+        for handler, runtime in frame().runtimes:
             if set(where.axis) <= set(getattr(handler, "axes", ())):
-                session.ownership.say(leaf, type == "I")
+                runtime.ownership.say(leaf, type == "I")
         assumed(leaf, type)
         return leaf
 

@@ -13,6 +13,7 @@ from torch import Tensor
 from fsfunc import _torch, tree
 from fsfunc.comm.attribution import internal
 from fsfunc.core.frames import Interpretation, Running, Thread, run_as, running
+from fsfunc.core.units import Call
 from fsfunc.runtime.generators import (
     States,
     generator_states,
@@ -83,7 +84,7 @@ class _Remat(Interpretation):
     def recorded(self, recorder: Any) -> Interpretation:
         return Interpretation()  # what is recorded is computed once
 
-    def unit(self, run: Callable[..., Any], call: Any) -> Callable[..., Any]:
+    def unit(self, run: Callable[..., Any], call: Call) -> Callable[..., Any]:
         if not recomputes(self.policy, call.frame.micro):
             return run
 

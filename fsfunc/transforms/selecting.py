@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterable
 from typing import Any
 
 from fsfunc.core.frames import Interpretation
+from fsfunc.core.units import Call
 from fsfunc.transforms.policies import Policy
 from fsfunc.transforms.rematerialization import remat
 from fsfunc.transforms.transforming import transformed
@@ -66,7 +67,7 @@ class _Some(Interpretation):
     def recorded(self, recorder: Any) -> Interpretation:
         return Interpretation()
 
-    def unit(self, run: Callable[..., Any], call: Any) -> Callable[..., Any]:
+    def unit(self, run: Callable[..., Any], call: Call) -> Callable[..., Any]:
         if call.frame.path or call.number not in self.calls:
             return run
         return self.remat.unit(run, call)

@@ -4,6 +4,10 @@ A leaf's way to its gradient: a :class:`~fsfunc.sharded.leaf.Sharded` leaf lies 
 :class:`~fsfunc.sharded.leaf.FlatShard`; a unit call that reads it has a
 :class:`GatheredCall` of that buffer; the :class:`ShardRuntime` of the call around
 gathers the buffer, and reduces the gradient that comes back.
+
+Of a unit call it hears four times: ``take`` before its function runs,
+``after_forward``, ``before_backward``, ``after_backward`` (with ``gradient_of`` each
+buffer). Gathers under way are in ``gathering``, reductions in ``reducing``.
 """
 
 from __future__ import annotations
@@ -20,7 +24,7 @@ from fsfunc.comm.attribution import label
 from fsfunc.comm.backends.link import Done, Handle
 from fsfunc.comm.groups import RankGroup, strided
 from fsfunc.core.frames import frame, running
-from fsfunc.runtime.buffer_pool import Arena
+from fsfunc.runtime.buffer_pool import BufferPool
 from fsfunc.runtime.memory_kinds import count_as
 from fsfunc.sharded.leaf import FlatShard, Parts
 from fsfunc.transforms.gathered_calls import Calls, GatheredCall, Micro
@@ -59,7 +63,7 @@ class ShardRuntime:
         holds: bool,
         gather: Gather,
         reduction: Reduction,
-        pool: Arena,
+        pool: BufferPool,
         coordinates: dict[str, int],
         shards: Iterable[FlatShard],
         ownership: Ownership,
@@ -81,7 +85,7 @@ class ShardRuntime:
         self.copy = 0  # which of them is read
         self.first = first
         self.count: dict[Micro, int] = {}  # unit calls so far, by microbatch
-        self.flights: dict[str, tuple[GatheredCall, Handle, Tensor]] = {}
+        self.gathering: dict[str, tuple[GatheredCall, Handle, Tensor]] = {}
         self.recent: Calls = []
         self.calls: dict[Micro, list[Calls]] = {}  # in the order of their outputs
         self.depth = len(frame().micro)
@@ -89,7 +93,7 @@ class ShardRuntime:
         self.parts: Parts = {} if parts is None else parts
         self.grads: dict[int, Tensor] = {}
         self.due: dict[Any, tuple[FlatShard, Tensor, str, int]] = {}
-        self.in_flight: list[tuple[FlatShard, Handle | None, Tensor]] = []
+        self.reducing: list[tuple[FlatShard, Handle | None, Tensor]] = []
 
     def averages(self, x: Tensor) -> bool:
         """Whether the gradient call will average the gradient of a whole parameter."""
@@ -116,10 +120,10 @@ class ShardRuntime:
         """Takes in what is still in flight, and forgets every buffer."""
         self.drop(self.recent)
         self.recent = []
-        for call, work, _ in self.flights.values():
+        for call, work, _ in self.gathering.values():
             work.wait()
             self.drop([call])
-        self.flights.clear()
+        self.gathering.clear()
 
     # Gathers
 
@@ -162,7 +166,7 @@ class ShardRuntime:
 
     def gather(self, shard: FlatShard, dtype: torch.dtype) -> Tensor:
         """What is in flight, or a gather that is waited for."""
-        flight = self.flights.pop(shard.buffer, None)
+        flight = self.gathering.pop(shard.buffer, None)
         if flight is not None:
             call, work, _ = flight
             work.wait()
@@ -182,7 +186,7 @@ class ShardRuntime:
     def _send_for(self, shard: FlatShard, dtype: torch.dtype, now: Calls) -> None:
         """Puts the gather of a buffer in flight, unless a neighbour ``now`` has it."""
         name = shard.buffer
-        if name in self.flights or self.size == 1:
+        if name in self.gathering or self.size == 1:
             return
         if "+" in name and any(c.shows(shard, c.dtype) for c in now):
             return
@@ -191,7 +195,7 @@ class ShardRuntime:
             call.full, work = self.start(shard, dtype)
             # What is sent is held to the end, on all ranks alike: no donated step
             # writes into it meanwhile.
-            self.flights[name] = call, work, shard.flat.detach()
+            self.gathering[name] = call, work, shard.flat.detach()
 
     def take(
         self, calls: Calls, shards: Sequence[FlatShard], dtype: torch.dtype | None
@@ -260,7 +264,7 @@ class ShardRuntime:
             self._look_back(every, at)
         return calls
 
-    def leaves(self, calls: Calls) -> None:
+    def after_forward(self, calls: Calls) -> None:
         """A call's outputs are out: the backward comes by in the reverse of this.
 
         Microbatch by microbatch: a pipeline has several under way.
@@ -298,7 +302,7 @@ class ShardRuntime:
                     if c.full is None and (shard := c.shard) is not None:
                         self._send_for(shard, c.dtype, every[at])
 
-    def enters_backward(self, calls: Calls, shards: Sequence[FlatShard]) -> None:
+    def before_backward(self, calls: Calls, shards: Sequence[FlatShard]) -> None:
         """The cotangents of a call's outputs are here: gather again, look back."""
         if calls[0].forgets:
             for call, shard in zip(calls, shards, strict=True):
@@ -306,7 +310,7 @@ class ShardRuntime:
                     call.full = self.gather_again(shard, call)
         self._look_back(*self.find(calls[0]))
 
-    def leaves_backward(self, calls: Calls) -> Calls:
+    def after_backward(self, calls: Calls) -> Calls:
         """A call's gradients are out: its buffers go, but for those of a neighbour.
 
         Returns the calls before it.
@@ -350,8 +354,8 @@ class ShardRuntime:
         self, call: GatheredCall, shard: FlatShard, grads: Sequence[Tensor | None]
     ) -> Tensor:
         """The gradients in one buffer, in the dtype of the reduction."""
-        while self.in_flight:  # its buffer is what this one may lie in
-            self._finish(*self.in_flight.pop(0))
+        while self.reducing:  # its buffer is what this one may lie in
+            self._finish(*self.reducing.pop(0))
         place, dtype = shard.place, call.reduce
         count = place.size * place.chunk
         if self.size > 1:
@@ -395,9 +399,9 @@ class ShardRuntime:
         if self.size > 1:
             how, whole = self.how_reduced, shard.place.size == 1
             work = how.move(how.encode(buffer), self.where, whole, shard.name)
-        self.in_flight.append((shard, work, buffer))
-        if len(self.in_flight) > 1:
-            self._finish(*self.in_flight.pop(0))
+        self.reducing.append((shard, work, buffer))
+        if len(self.reducing) > 1:
+            self._finish(*self.reducing.pop(0))
 
     def _finish(self, shard: FlatShard, work: Handle | None, buffer: Tensor) -> None:
         arrived = grad = buffer
@@ -420,8 +424,8 @@ class ShardRuntime:
             with label(name, "backward"):
                 self._reduce(shard, buffer)
         self.due.clear()
-        while self.in_flight:
-            self._finish(*self.in_flight.pop(0))
+        while self.reducing:
+            self._finish(*self.reducing.pop(0))
         self.close()
 
 

@@ -18,7 +18,8 @@ from fsfunc.comm.groups import RankGroup, group
 from fsfunc.comm.mesh import Axis, Here, Mesh, check_mesh, here
 from fsfunc.core.autodiff import GradientCall, Outcome
 from fsfunc.core.frames import Frame, Interpretation, frame, inside, running
-from fsfunc.runtime.buffer_pool import pool
+from fsfunc.core.units import Call
+from fsfunc.runtime.buffer_pool import pool_of
 from fsfunc.sharded.donated import refuse_spent
 from fsfunc.sharded.inputs import arguments, refuse
 from fsfunc.sharded.leaf import FlatShard, is_sharded, whole_shape
@@ -153,8 +154,8 @@ class Sharding(Interpretation):
             if repacked(leaves, coordinates):
                 args, keywords = tree.unflatten(treedef, leaves)
             runtime = self._runtime(leaves, at.rank, Ownership(args))
-            sessions = (*found.sessions, (self, runtime))
-            with inside(replace(found, sessions=sessions)):
+            runtimes = (*found.runtimes, (self, runtime))
+            with inside(replace(found, runtimes=runtimes)):
                 out = f(*args, **keywords)
             runtime.close()
             self.ran(at)
@@ -181,7 +182,7 @@ class Sharding(Interpretation):
         return _Recorded(self, recorder)
 
     def _check(self, f: Any, args: Any, keywords: Any, at: Here) -> None:
-        """Looks at a program that is new, before anything of it runs."""
+        """Has a call of new shapes tried without data, before anything of it runs."""
         if at.link.moves:
             refuse(
                 "array meta",
@@ -234,7 +235,7 @@ class Sharding(Interpretation):
             holds=self.holds,
             gather=self.how_gathered,
             reduction=self.how_reduced,
-            pool=pool(self.mesh, rank),
+            pool=pool_of(self.mesh, rank),
             coordinates=coordinates,
             shards=shards.values(),
             ownership=ownership,
@@ -260,27 +261,36 @@ class Sharding(Interpretation):
 
     # Unit calls
 
-    def unit(self, run: Callable[..., Any], call: Any) -> Callable[..., Any]:
+    def unit(self, run: Callable[..., Any], call: Call) -> Callable[..., Any]:
         if call.frame.whole:  # its parameters are plain tensors, and its own
             return run
-        return partial(self._sharded, run, call)
+        return partial(self._unit_call, run, call)
 
-    def _sharded(
+    def _unit_call(
         self,
         run: Callable[..., Any],
-        call: Any,
+        call: Call,
         params: Any,
         *inputs: Any,
         **named: Any,
     ) -> Any:
-        """A unit call: takes in its parameters, runs, lets its outputs out."""
+        """A unit call: takes in its parameters, runs, lets its outputs out.
+
+        Four ways: no leaf of ours, and it just runs; whole parameters that somebody
+        else differentiates enter as this rank's own; under ``torch.func`` gathers are
+        differentiable collectives; else the boundary, which gathers and forgets.
+        """
         given, spec = tree.flatten((params, inputs, named), is_leaf=is_sharded)
         treedef = spec.child(0)
         leaves = given[: treedef.num_leaves]
-        f, mine, plain = call.frame, self._read(leaves, call), not call.frame.path
+        f, mine, plain = (
+            call.frame,
+            self._gathered_here(leaves, call),
+            not call.frame.path,
+        )
         functional = _torch.functorch_active() or _torch.forward_ad_active()
-        runtime = f.session(self)
-        if plain and (plain := self._own(leaves, runtime, functional)):
+        runtime = f.runtime_of(self)
+        if plain and (plain := self._unaveraged(leaves, runtime, functional)):
             self._enter_plain(leaves, plain, call, (inputs, named))
         if not mine:
             params = tree.unflatten(treedef, leaves) if plain else params
@@ -296,7 +306,9 @@ class Sharding(Interpretation):
         now = running()
         thread = now.thread
         with label(call.name, "forward"):
-            calls, shards, flats, order = self._taken(leaves, mine, call, runtime)
+            calls, shards, flats, order = self._gathered_calls(
+                leaves, mine, call, runtime
+            )
             calls = runtime.take(calls, shards, f.compute)
             token = None if thread is None else thread.token
             apart = f.staged
@@ -315,7 +327,7 @@ class Sharding(Interpretation):
             thread.token = token
         return tree.unflatten(spec, outs)
 
-    def _read(self, leaves: Sequence[Any], call: Any) -> list[int]:
+    def _gathered_here(self, leaves: Sequence[Any], call: Call) -> list[int]:
         """Which leaves this call gathers: those that are ours, and no inner unit's."""
         mine, inner = [], "" if call.unit.whole else call.name + "/"
         for i, x in enumerate(leaves):
@@ -325,7 +337,7 @@ class Sharding(Interpretation):
                         mine.append(i)
         return mine
 
-    def _own(
+    def _unaveraged(
         self, leaves: Sequence[Any], runtime: ShardRuntime | None, functional: bool
     ) -> list[int]:
         """Which whole parameters somebody differentiates who takes no mean of it.
@@ -341,7 +353,7 @@ class Sharding(Interpretation):
         return found
 
     def _enter_plain(
-        self, leaves: list[Any], positions: list[int], call: Any, inputs: Any
+        self, leaves: list[Any], positions: list[int], call: Call, inputs: Any
     ) -> None:
         """Whole parameters as each rank's own: their gradients are means then."""
         if call.frame.staged:
@@ -351,10 +363,13 @@ class Sharding(Interpretation):
             check_derivatives(call, [leaves[i]], inputs)
             leaves[i] = apply_map(leaves[i], ENTER, where)
 
-    def _taken(
-        self, leaves: list[Any], mine: list[int], call: Any, runtime: ShardRuntime
+    def _gathered_calls(
+        self, leaves: list[Any], mine: list[int], call: Call, runtime: ShardRuntime
     ) -> tuple[Any, ...]:
-        """A call's buffers; these and their ranges; positions, in the views' order."""
+        """The call's hold on each buffer it reads; the buffers; their ranges.
+
+        And the leaves' positions, in the order of the views.
+        """
         f, calls, shards, flats, order = call.frame, [], [], [], []
         for positions in by_buffer(leaves, mine):
             first = leaves[positions[0]]
@@ -380,7 +395,7 @@ class Sharding(Interpretation):
         return calls, shards, flats, order
 
     def _compose(
-        self, leaves: list[Any], mine: list[int], call: Any, runtime: ShardRuntime
+        self, leaves: list[Any], mine: list[int], call: Call, runtime: ShardRuntime
     ) -> None:
         """The same by differentiable collectives, of any order and under any map."""
         for positions in by_buffer(leaves, mine):
@@ -407,7 +422,7 @@ class Sharding(Interpretation):
                 args, keywords = tree.unflatten(treedef, leaves)
                 call = replace(call, args=args, keywords=keywords)
             composed = _torch.functorch_active() or _torch.forward_ad_active()
-            outer, chosen = f.session(self), [call.args[i] for i in call.argnums]
+            outer, chosen = f.runtime_of(self), [call.args[i] for i in call.argnums]
             keeps = {} if composed else kept_here(chosen, (self.axis, ()))
             runtime = self._runtime(
                 leaves,
@@ -423,10 +438,10 @@ class Sharding(Interpretation):
             sizes = tuple((a, self.mesh.axes[a]) for a in self.axes)
             where = tuple((self.mesh.coordinate(a, at.rank), n) for a, n in sizes)
             # In place of the plain call's: a loss is under one mean of ours.
-            others = [(h, kept) for h, kept in f.sessions if h is not self]
+            others = [(h, kept) for h, kept in f.runtimes if h is not self]
             within = replace(
                 f,
-                sessions=(*others, (self, runtime)),
+                runtimes=(*others, (self, runtime)),
                 varies=(*f.varies, *where),
             )
             with inside(within):

@@ -1,8 +1,10 @@
 """How a buffer travels between ranks: a gather and a reduction as values.
 
 Each is three steps: ``encode`` what a rank has, ``move`` it, ``decode`` what arrived.
-Gathers in another dtype or quantised, gradients compressed, parameters that come from
-the host: each takes the place of one of these, and nothing else of ``shard`` changes.
+Gathers in another dtype or quantised, and gradients compressed, take the place of one
+of these, and nothing else of ``shard`` changes. Parameters that stay with the host are
+brought by an ``encode`` to where they are sent from; but the gradients of a buffer are
+collected where its parameters lie, so their reduction takes them there and back.
 
 To replace one, derive from it, change the steps that differ, say ``exact = False``
 where the values change on the way, and give it to the interpretation::
@@ -18,7 +20,8 @@ where the values change on the way, and give it to the interpretation::
 
     step = transformed(step, Sharding(mesh, ("data",), gather=Narrow()))
 
-Ranks must agree in what they send: as many elements, of one dtype. What arrives lies in
+A rank that is alone on the axis sends nothing: there no step of these is taken. Ranks
+must agree in what they send: as many elements, of one dtype. What arrives lies in
 memory of the rank's pool; a ``decode`` that returns something else makes its own. What
 is not exact holds for ``value_and_grad``, whose backward is the reduction, and is
 refused under ``torch.func``, which would differentiate the encoding instead.

@@ -57,7 +57,7 @@ def test_the_state_of_the_call_is_saved(tmp_path, gate, name, donated):
         step, state, mine = made(name, mesh)
         pure = step
         step = ff.donate(step) if donated else step
-        state, _ = step(state, mine[0])  # homes, gathered buffers and all
+        state, _ = step(state, mine[0])  # parts, gathered buffers and all
         whole = (lambda x: x) if mesh is None else ff.unshard
         before = ff.tree.map(
             lambda x: x.clone() if isinstance(x, torch.Tensor) else x, whole(state)
@@ -158,7 +158,7 @@ def test_a_state_that_is_saved_and_stepped_is_spent(tmp_path, gate):
     saving.wait()
 
 
-@pytest.mark.parametrize("through", ["itself", "a view", "its base", "its home"])
+@pytest.mark.parametrize("through", ["itself", "a view", "its base", "its buffer"])
 def test_writing_into_what_is_saved_is_found(tmp_path, gate, through):
     base = torch.zeros(8)
     state = {"w": base[2:6], "v": torch.ones(3)}
@@ -167,7 +167,7 @@ def test_writing_into_what_is_saved_is_found(tmp_path, gate, through):
         "itself": state["w"],
         "a view": state["w"][1:2],
         "its base": base,
-        "its home": base.detach(),
+        "its buffer": base.detach(),
     }[through]
     target.add_(1)
     gate.set()

@@ -10,7 +10,7 @@ from torch import nn
 import fsfunc as ff
 from fsfunc import tree
 from fsfunc._torch import FakeTensor
-from fsfunc.runtime.buffer_pool import Arena
+from fsfunc.runtime.buffer_pool import BufferPool
 from tests.checks import close, same
 
 Point = namedtuple("Point", "a b")
@@ -171,7 +171,7 @@ def three_calls(unit):
 @pytest.fixture
 def poisoned(monkeypatch):
     """NaN wherever a gathered or reduced buffer was, once it is let go of."""
-    monkeypatch.setattr(Arena, "poison", True)
+    monkeypatch.setattr(BufferPool, "poison", True)
 
 
 @pytest.mark.parametrize("name", BODIES)

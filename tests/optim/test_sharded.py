@@ -84,18 +84,18 @@ def layouts(values, axes):
 
 
 def place(values, axes):
-    """This rank's part of ``values``; the leaves of a unit share a home."""
+    """This rank's part of ``values``; the leaves of a unit share a shard."""
     at = here().mesh.coordinates()
-    plan, homes = layouts(values, axes), {}
+    plan, shards = layouts(values, axes), {}
     for layout in plan.values():
         if layout.flat:
-            homes.setdefault(layout.flat.buffer, []).append(layout)
+            shards.setdefault(layout.flat.buffer, []).append(layout)
     made = {}
-    for members in homes.values():
+    for members in shards.values():
         place_of = members[0].flat
         own = {axis: at[axis] for axis in place_of.axes}
-        home = FlatShard(tuple(members), torch.zeros(place_of.chunk), own)
-        made.update({leaf.name: leaf for leaf in home.leaves()})
+        shard = FlatShard(tuple(members), torch.zeros(place_of.chunk), own)
+        made.update({leaf.name: leaf for leaf in shard.leaves()})
 
     def part(path, x):
         if path not in plan:
@@ -226,13 +226,13 @@ def test_an_elementwise_optimizer_sends_nothing(name):
 def unit_of_two():
     shapes, names = [(3, 5), (5,)], ["w", "b"]
     members = pack_flat(shapes, torch.float32, names, ["data"], 2, "unit")
-    home = FlatShard(members, torch.ones(10), {"data": 0})
-    return dict(zip(names, home.leaves(), strict=True))
+    shard = FlatShard(members, torch.ones(10), {"data": 0})
+    return dict(zip(names, shard.leaves(), strict=True))
 
 
 def packed_of(values):
-    ((_, home),) = split_buffers(values).groups
-    return home
+    ((_, shard),) = split_buffers(values).groups
+    return shard
 
 
 @pytest.mark.parametrize("in_place", [False, True])
@@ -265,7 +265,7 @@ def test_a_unit_is_one_tensor_that_stays_one(monkeypatch, in_place):
 
 
 @pytest.mark.parametrize("cut", ["decay", "partition", "frozen"])
-def test_a_unit_cut_by_its_leaves_keeps_its_home_in_place(cut):
+def test_a_unit_cut_by_its_leaves_keeps_its_shard_in_place(cut):
     params, grads = unit_of_two(), unit_of_two()
     optimizer = {
         "decay": lambda: sharded_adam(mask=matrices),
@@ -289,23 +289,23 @@ def test_a_unit_cut_by_its_leaves_keeps_its_home_in_place(cut):
 def test_a_whole_buffer_is_seen_to_have_changed(make):
     members = pack_flat([(4,)], torch.float32, ["w"], ["data"], 2, "unit")
     buffer = torch.ones(4)
-    home = FlatShard(members, buffer[2:], {"data": 1}, whole=buffer)
-    home.keep(buffer)
-    (params,) = home.leaves()
-    (grads,) = home.like(torch.ones(2)).leaves()
+    shard = FlatShard(members, buffer[2:], {"data": 1}, whole=buffer)
+    shard.keep(buffer)
+    (params,) = shard.leaves()
+    (grads,) = shard.like(torch.ones(2)).leaves()
     optimizer = make()
     state = optimizer.init(params)
     optimizer.apply(grads, state, params)
-    assert home.shows(torch.float32)
+    assert shard.shows(torch.float32)
     with donated():
         after, _ = optimizer.apply(grads, state, params)
-    assert packed_of(after) is home and not home.shows(torch.float32)
+    assert packed_of(after) is shard and not shard.shows(torch.float32)
 
 
 def test_padding_stays_zero():
     members = pack_flat([(3,)], torch.float32, ["w"], ["data"], 2, "unit")
-    home = FlatShard(members, torch.tensor([2.0, 0.0]), {"data": 1})
-    (params,) = home.leaves()
+    shard = FlatShard(members, torch.tensor([2.0, 0.0]), {"data": 1})
+    (params,) = shard.leaves()
     optimizer = sharded_adam(0.1)
     after, state = trained(optimizer, params, [params] * 3)
     for made in (after, state.mu, state.nu):

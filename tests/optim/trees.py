@@ -71,7 +71,7 @@ def trained(optimizer, params, grads_of_steps):
 def trained_by_update(optimizer, params, grads_of_steps):
     """(params, state) after steps by ``update`` and an addition leaf by leaf.
 
-    Parameters that are sharded then have no home.
+    Parameters that are sharded then lie in no buffer.
     """
     state = optimizer.init(params)
     for grads in grads_of_steps:

@@ -7,7 +7,7 @@ from torch import Tensor
 
 from fsfunc.pipelining.fused_gradients import _alone
 from fsfunc.pipelining.stage_vjp import StageVjp
-from fsfunc.runtime.buffer_pool import Arena
+from fsfunc.runtime.buffer_pool import BufferPool
 from tests.checks import same
 from tests.probes import LiveBytes
 
@@ -57,7 +57,7 @@ def expected(x: Tensor, batch: Tensor, g: Tensor, times: int) -> list[Tensor]:
 def test_only_what_products_alone_read_is_added_by_them():
     p, x = weights(), whole(T, D).requires_grad_()
     y = network(p, x, whole(T, D, seed=10))
-    found = _alone([y.grad_fn], p.values(), Arena())
+    found = _alone([y.grad_fn], p.values(), BufferPool())
     names = {id(w): name for name, w in p.items()}
     added = [names[id(add.leaf)] for add in found]
     assert sorted(added) == [
@@ -121,17 +121,17 @@ def test_a_strided_weight_goes_the_usual_way():
     w = whole(D, D).t().requires_grad_()
     x, g = whole(T, D, seed=1).requires_grad_(), whole(T, D, seed=2)
     y = x @ w
-    assert _alone([y.grad_fn], [w], Arena()) == []
+    assert _alone([y.grad_fn], [w], BufferPool()) == []
     StageVjp([y], [x], [w]).backward([g])
     same([w.grad], [x.detach().t() @ g])
 
 
 def test_memory_of_gradients_that_are_gone_is_used_again():
-    arena, w = Arena(), whole(D, D).requires_grad_()
+    pool, w = BufferPool(), whole(D, D).requires_grad_()
 
     def gradient() -> Tensor:
         x = whole(T, D).requires_grad_()
-        StageVjp([x @ w], [x], [w], arena).backward([torch.ones(T, D)])
+        StageVjp([x @ w], [x], [w], pool).backward([torch.ones(T, D)])
         found, w.grad = w.grad, None
         assert found is not None
         return found

@@ -27,7 +27,7 @@ from fsfunc.planning.events import (
     Ran,
     Replayed,
     Segment,
-    Sent,
+    SendStarted,
     Started,
     Took,
     Waited,
@@ -66,7 +66,7 @@ def started(number, seconds, axis=("data",), ranks=(0, 1, 2, 3), name="all_gathe
 
 
 def sent(number, seconds, to):
-    return Sent(number, record(seconds, ("pipe",), "ppermute"), to)
+    return SendStarted(number, record(seconds, ("pipe",), "ppermute"), to)
 
 
 def planned(mesh, *programs, asked=()):

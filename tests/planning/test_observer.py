@@ -10,7 +10,7 @@ import fsfunc as ff
 from fsfunc import _torch
 from fsfunc.planning.events import PHASES, Gave, Ran, Took
 from fsfunc.planning.observer import Observer
-from fsfunc.runtime.buffer_pool import Arena
+from fsfunc.runtime.buffer_pool import BufferPool
 
 MESH = ff.make_mesh({"data": 2}, "simulated")
 
@@ -100,10 +100,10 @@ def test_live_bytes_leaves_the_arena_as_it_was(order):
 
 
 def reused_storages():
-    """How many storages an arena holds for the next who asks."""
-    arena = Arena()
-    arena.get(8, torch.float32, torch.empty(1))
-    return len(arena.storages)
+    """How many storages a pool holds for the next who asks."""
+    pool = BufferPool()
+    pool.get(8, torch.float32, torch.empty(1))
+    return len(pool.storages)
 
 
 @pytest.mark.parametrize("op", ["all_gather", "psum", "psum_scatter", "ppermute"])

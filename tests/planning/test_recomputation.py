@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 
 import fsfunc as ff
 from fsfunc.planning.recomputation import recompute_points
+from fsfunc.runtime.memory_kinds import KINDS
 from fsfunc.transforms.selecting import remat_calls
 
 numbers = st.integers(0, 9)
@@ -187,7 +188,7 @@ def model(layers=6):
 def activations_of(f, params, batch):
     """The most bytes of activations that a plan of ``f`` holds."""
     found = ff.plan(f, params, batch).ranks[0]
-    column = ff.foresight.plans.KINDS.index("activations")
+    column = KINDS.index("activations")
     return max(held[column] for _, held in found.memory)
 
 

@@ -24,18 +24,18 @@ SHAPES = st.lists(
 
 
 def packed_of(shapes, size=2, buffer="u", names=None, at=None):
-    """A home of leaves 0, 1, 2 ... one after another, as rank ``at`` holds it."""
+    """A shard of leaves 0, 1, 2 ... one after another, as rank ``at`` holds it."""
     at = AT if at is None else at
     names = [f"leaf{i}" for i in range(len(shapes))] if names is None else names
     layouts = pack_flat(shapes, torch.float32, names, ["data"], size, buffer)
     place = layouts[0].flat
-    home = FlatShard(layouts, torch.zeros(place.chunk), at)
+    shard = FlatShard(layouts, torch.zeros(place.chunk), at)
     start = 0
-    for leaf, layout in zip(home.leaves(), layouts, strict=True):
+    for leaf, layout in zip(shard.leaves(), layouts, strict=True):
         whole = torch.arange(start, start + layout.numel, dtype=torch.float32)
         leaf.local.copy_(take(whole.view(layout.shape), layout, at))
         start += layout.numel
-    return home
+    return shard
 
 
 def leaf(name="blocks/3/w"):
@@ -117,8 +117,8 @@ def test_trees_of_other_layouts_do_not_map_together():
 
 
 def test_copies_clone_the_part_alone():
-    home = packed_of([(100,), (100,)])
-    x = home.leaves()[1]
+    shard = packed_of([(100,), (100,)])
+    x = shard.leaves()[1]
     written = io.BytesIO()
     torch.save(x, written)
     assert len(pickle.dumps(x)) < 2000 and written.tell() < 3500  # of 100 x 4 bytes
@@ -128,21 +128,21 @@ def test_copies_clone_the_part_alone():
     assert x.local.sum() != 0
 
 
-def test_the_parts_of_a_home_are_views_of_it():
-    home = packed_of([(3,), (), (0, 2), (4,)])
-    assert home.flat.tolist() == [4, 5, 6, 7]  # rank 1 of 0 1 2 | 3 | | 4 5 6 7
-    assert [x.local.tolist() for x in home.leaves()] == [[], [], [], [4, 5, 6, 7]]
-    home.leaves()[3].local.zero_()
-    assert home.flat.tolist() == [0, 0, 0, 0]
+def test_the_parts_of_a_shard_are_views_of_it():
+    shard = packed_of([(3,), (), (0, 2), (4,)])
+    assert shard.flat.tolist() == [4, 5, 6, 7]  # rank 1 of 0 1 2 | 3 | | 4 5 6 7
+    assert [x.local.tolist() for x in shard.leaves()] == [[], [], [], [4, 5, 6, 7]]
+    shard.leaves()[3].local.zero_()
+    assert shard.flat.tolist() == [0, 0, 0, 0]
 
 
 def test_a_whole_buffer_shows_what_it_was_gathered_from():
-    home = packed_of([(4,)])
-    assert not home.shows(torch.float32)
-    home.keep(torch.arange(4.0))
-    assert home.shows(torch.float32) and not home.shows(torch.bfloat16)
-    home.leaves()[0].local.add_(1)  # a user who writes into a part
-    assert not home.shows(torch.float32)
+    shard = packed_of([(4,)])
+    assert not shard.shows(torch.float32)
+    shard.keep(torch.arange(4.0))
+    assert shard.shows(torch.float32) and not shard.shows(torch.bfloat16)
+    shard.leaves()[0].local.add_(1)  # a user who writes into a part
+    assert not shard.shows(torch.float32)
 
 
 def values(t):
@@ -157,7 +157,7 @@ def test_buffers_are_the_tree_as_few_tensors(shapes, size, data):
     assert len(buffers.tensors) == 2 == len(buffers.paths)
     doubled = buffers.rebuild([2 * x for x in buffers.tensors])
     assert values(doubled) == [[2 * v for v in leaf] for leaf in values(t)]
-    assert len(split_buffers(doubled).tensors) == 2  # homes kept
+    assert len(split_buffers(doubled).tensors) == 2  # shards kept
     same = buffers.rebuild(buffers.tensors)
     assert values(same) == values(t)
     incomplete = {"a": t["a"][1:]}
@@ -165,25 +165,25 @@ def test_buffers_are_the_tree_as_few_tensors(shapes, size, data):
 
 
 def test_trees_are_cut_alike_or_leaf_by_leaf():
-    home = packed_of([(3,), (4,)])
-    flat, loose = home.leaves(), tree.map(torch.clone, home.leaves())
+    shard = packed_of([(3,), (4,)])
+    flat, loose = shard.leaves(), tree.map(torch.clone, shard.leaves())
     assert [len(b.tensors) for b in split_alike(flat, flat)] == [1, 1]
     assert [len(b.tensors) for b in split_alike(flat, loose)] == [2, 2]
     assert [b.paths for b in split_alike(flat, loose)] == [[["0"], ["1"]]] * 2
 
 
 @given(SHAPES, st.integers(1, 4), st.data())
-def test_settling_packs_what_lost_its_home(shapes, size, data):
+def test_settling_packs_what_lost_its_shard(shapes, size, data):
     at = {"data": data.draw(st.integers(0, size - 1))}
-    home = packed_of(shapes, size, at=at)
-    once = tree.map(torch.clone, home.leaves())
+    shard = packed_of(shapes, size, at=at)
+    once = tree.map(torch.clone, shard.leaves())
     # Parameters, moments, and a few of an average after them again.
     t = {"p": once, "v": tree.map(torch.neg, once), "z": once[1:]}
     settled = repack(t, at)
     assert values(settled) == values(t)
     assert len(split_buffers(settled).tensors) == 3 - (len(shapes) == 1)
     whole = split_buffers(settled["p"])
-    assert len(whole.tensors) == 1 and whole.tensors[0].shape == home.flat.shape
+    assert len(whole.tensors) == 1 and whole.tensors[0].shape == shard.flat.shape
     assert repack(settled, at) is settled
 
 

@@ -69,8 +69,8 @@ def everywhere(init, names, sizes=SIZES, zeros=(0, 1, 2, 3), seed=5):
                 for x in tree.leaves(state.params, is_leaf=is_sharded):
                     assert not isinstance(x, _torch.FakeTensor)
                     assert is_sharded(x)
-                    home = x.packed
-                    assert not home.flat[max(b for _, b in home.ranges) :].any()
+                    shard = x.packed
+                    assert not shard.flat[max(b for _, b in shard.ranges) :].any()
                 return ff.unshard(state.params), after
 
             yield from ff.spmd(main, mesh)()
@@ -549,6 +549,6 @@ def test_the_state_of_six_billion_parameters_takes_no_memory(kind):
 
     count, state = ff.spmd(main, mesh)()[0]
     assert count == 45 * 2 * 4096 * 16384 > 6e9
-    home = leaves_of(state.params)[0].packed
-    assert home.flat.numel() == 2 * 4096 * 16384 // mesh.size
-    assert home.flat.device.type == ("cpu" if kind == "abstract" else "meta")
+    shard = leaves_of(state.params)[0].packed
+    assert shard.flat.numel() == 2 * 4096 * 16384 // mesh.size
+    assert shard.flat.device.type == ("cpu" if kind == "abstract" else "meta")

@@ -180,10 +180,10 @@ def test_a_copy_of_one_model_adds_to_it(zero):
         assert layouts(q["ema_d"]) == layouts(q["d"])
         assert None not in layouts(q)
         if zero in (1, 2):  # what is never gathered has no whole buffer
-            homes = {
+            shards = {
                 id(x.packed): x.packed for x in tree.leaves(q["ema_d"], is_sharded)
             }
-            assert all(home.whole is None for home in homes.values())
+            assert all(shard.whole is None for shard in shards.values())
         return ff.unshard(tree.map(torch.add, q["ema_d"], q["d"]))
 
     for double in ff.spmd(main, MESH)():

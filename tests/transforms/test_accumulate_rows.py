@@ -7,6 +7,7 @@ import torch
 
 import fsfunc as ff
 from fsfunc import tree
+from fsfunc.core.frames import frame
 from tests.checks import same
 
 ROWS = 8
@@ -215,7 +216,7 @@ def test_a_batch_in_the_keywords_of_the_step_is_cut() -> None:
 def test_the_state_is_not_held_by_what_outlives_the_call() -> None:
     def f(w, x):
         value, grad = ff.value_and_grad(lambda w, x: (w * x).sum())(w, x)
-        frames.append(ff.frames.frame())
+        frames.append(frame())
         return value, grad
 
     frames = []

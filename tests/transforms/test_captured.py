@@ -47,11 +47,25 @@ def beside(params, x):
     return grad(loss)(params)
 
 
+def between(params, x):
+    """A loss that differentiates by what a unit returned, once and once more."""
+
+    def loss(p):
+        h = unit(p, x)
+        middle = unit(p, h)
+        y = unit(p, middle)
+        by = [z.square().sum() for z in (y, middle)]
+        slopes = [torch.autograd.grad(z, h, retain_graph=True)[0] for z in by]
+        return (y * (1 + slopes[0] - slopes[1])).mean()
+
+    return grad(loss)(params)
+
+
 @pytest.mark.parametrize(
     "how", [{}, {"zero": 1}, {"zero": 0}, {"min_bytes": 99}], ids=str
 )
 @pytest.mark.parametrize("stack", [lambda f: f, ff.remat], ids=["plain", "remat"])
-@pytest.mark.parametrize("step", [captured, in_part, adversarial, beside])
+@pytest.mark.parametrize("step", [captured, in_part, adversarial, beside, between])
 def test_a_gradient_is_by_what_is_given(step, stack, how):
     value, expected = step(PARAMS, X)
 

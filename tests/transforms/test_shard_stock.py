@@ -8,7 +8,7 @@ import torch
 
 import fsfunc as ff
 from fsfunc import tree
-from fsfunc.runtime.buffer_pool import Arena
+from fsfunc.runtime.buffer_pool import BufferPool
 from fsfunc.sharded.leaf import is_sharded
 from fsfunc.sharded.packing import split_buffers
 from tests.checks import close, held, same
@@ -59,7 +59,7 @@ def whole(params, grads):
 @pytest.mark.parametrize("remat", [False, True])
 @pytest.mark.parametrize("options", [{}, {"min_bytes": 10**6}], ids=["", "merged"])
 def test_backward_fills_the_parts(zero, remat, options, monkeypatch):
-    monkeypatch.setattr(Arena, "poison", True)
+    monkeypatch.setattr(BufferPool, "poison", True)
 
     def use(loss, params, x):
         loss(params, x).backward()
@@ -71,7 +71,7 @@ def test_backward_fills_the_parts(zero, remat, options, monkeypatch):
 
 @ZEROS
 def test_a_graph_may_be_pulled_back_twice(zero, monkeypatch):
-    monkeypatch.setattr(Arena, "poison", True)
+    monkeypatch.setattr(BufferPool, "poison", True)
 
     def use(loss, params, x):
         value = loss(params, x)

@@ -25,31 +25,6 @@ from fsfunc.comm.backends.process_groups import Groups
 __all__ = ["Transfers"]
 
 
-class _Sending(Exchange):
-    """A send under way; ``received``, which is asked, tells whether it arrived."""
-
-    received: Callable[[], bool]
-
-    def done(self) -> bool:
-        if self.result is None and self.received():
-            self.wait()
-        return self.result is not None
-
-
-class _Answer:
-    """The byte that says that a send has been received."""
-
-    def __init__(self, source: int, group: Any, tag: int):
-        self.byte = torch.zeros(1, dtype=torch.uint8)
-        self.work: Any = dist.irecv(self.byte, source, group, tag)
-
-    def __call__(self) -> bool:
-        if self.work is not None and self.byte.item():
-            self.work.wait()
-            self.work = None
-        return self.work is None
-
-
 class Transfers:
     """The transfers of one process; the n-th send of a pair meets the n-th receive.
 
@@ -144,6 +119,31 @@ class Transfers:
         elif into.numel():
             works = [dist.irecv(into, origin, group)]
         return Exchange(works, finish, into, said, where, headers)
+
+
+class _Sending(Exchange):
+    """A send under way; ``received``, which is asked, tells whether it arrived."""
+
+    received: Callable[[], bool]
+
+    def done(self) -> bool:
+        if self.result is None and self.received():
+            self.wait()
+        return self.result is not None
+
+
+class _Answer:
+    """The byte that says that a send has been received."""
+
+    def __init__(self, source: int, group: Any, tag: int):
+        self.byte = torch.zeros(1, dtype=torch.uint8)
+        self.work: Any = dist.irecv(self.byte, source, group, tag)
+
+    def __call__(self) -> bool:
+        if self.work is not None and self.byte.item():
+            self.work.wait()
+            self.work = None
+        return self.work is None
 
 
 def _answered(sent: _Sending) -> bool:

@@ -24,7 +24,7 @@ from fsfunc.comm.backends.exchange import (
     tag,
 )
 from fsfunc.comm.backends.link import Handle, Signature, digest
-from fsfunc.runtime.buffer_pool import Arena
+from fsfunc.runtime.buffer_pool import BufferPool
 
 __all__ = ["Pairs", "issue"]
 
@@ -140,11 +140,11 @@ class Pairs:
         where: Any,
         group: Any,
         number: int,
-        arena: Arena,
+        pool: BufferPool,
         compared: bool,
     ):
         self.n, self.me, self.ranks = where.size, where.index, where.ranks
-        self.where, self.group, self.number, self.arena = where, group, number, arena
+        self.where, self.group, self.number, self.pool = where, group, number, pool
         self.said, self.label, self.digest = said, current_label(), digest(said)
         self.others = [r for r in range(self.n) if r != self.me]
         self.headers: Headers | None = None
@@ -180,7 +180,7 @@ class Pairs:
     def _room(self, x: Tensor, times: int = 1) -> Tensor:
         """A buffer of the shape of ``x``, dim 0 taken ``times`` over."""
         shape = (times * x.shape[0], *x.shape[1:]) if x.ndim else ()
-        return self.arena.get(times * x.numel(), x.dtype, x).view(shape)
+        return self.pool.get(times * x.numel(), x.dtype, x).view(shape)
 
     def all_gather(self, x: Tensor, out: Tensor | None) -> Handle:
         full = self._room(x, self.n) if out is None else out

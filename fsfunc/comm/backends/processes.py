@@ -6,7 +6,7 @@ transformed one that was neither placed nor given to ``init_state``, travel with
 header of 512 bytes that says what each rank came to: where they differ, every rank
 raises. There a mistake is likely, as every line is the user's own, and a message more
 is little beside the rest. A transformed step was compared as a program, once (see
-``comparing``), and sends no headers, since it calls thousands of collectives, unless
+``comparison``), and sends no headers, since it calls thousands of collectives, unless
 the environment says ``FSFUNC_CHECK=1``: then every collective has one, and every
 transfer. On the CPU a header is on its way beside the data, so that it costs no
 second round; on NCCL it is waited for before the data are sent, and transfers have
@@ -41,7 +41,7 @@ from fsfunc.comm.backends.link import (
 from fsfunc.comm.backends.point_to_point import Transfers
 from fsfunc.comm.backends.process_collectives import Pairs, issue
 from fsfunc.comm.backends.process_groups import Groups, agent_store
-from fsfunc.runtime.buffer_pool import Arena
+from fsfunc.runtime.buffer_pool import BufferPool
 
 __all__ = ["ProcessLink", "connect"]
 
@@ -55,7 +55,7 @@ class ProcessLink(Link):
 
     def __init__(self, timeout: timedelta | None = None) -> None:
         self.rank = dist.get_rank()
-        self.arena = Arena()
+        self.pool = BufferPool()
         self.fake = dist.get_backend() == "fake"  # torch's stand-in: nothing moves
         self.paired = not self.fake  # what lies on the CPU
         self.device = "cuda" if dist.get_backend() == "nccl" else "cpu"
@@ -82,7 +82,7 @@ class ProcessLink(Link):
         return self.transfers.receive(like, where, source, what)
 
     def trim(self) -> None:
-        self.arena.trim(0)
+        self.pool.trim(0)
 
     def start(
         self,
@@ -105,7 +105,7 @@ class ProcessLink(Link):
         said = signature(op, how, where.axis, x, what)
         number = self.issued[where.ranks]
         self.issued[where.ranks] += 1
-        pairs = Pairs(said, where, group, number, self.arena, compared)
+        pairs = Pairs(said, where, group, number, self.pool, compared)
         return getattr(pairs, op)(x, out, **how)
 
     def _native(
