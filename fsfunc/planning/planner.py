@@ -12,13 +12,15 @@ from typing import Any
 from torch import Tensor
 
 from fsfunc import _torch, tree
+from fsfunc.comm.backends.abstract import AbstractLink
+from fsfunc.comm.backends.link import Handle
 from fsfunc.comm.fake_errors import told_where
 from fsfunc.comm.launch import spmd
 from fsfunc.comm.ledgers import Ledger
 from fsfunc.comm.mesh import Here, Mesh, NoMesh, asks, check_mesh, here
 from fsfunc.core.frames import frame, inside
+from fsfunc.planning.events import Asked, SendStarted, Started, Waited
 from fsfunc.planning.observer import Observer
-from fsfunc.planning.planned_links import PlannedLink
 from fsfunc.planning.plans import Plan, PlannedLeaf, RankPlan
 from fsfunc.planning.unit_cache import DifferentiatedTwice, UnitCache
 from fsfunc.runtime.memory_kinds import counting
@@ -28,7 +30,8 @@ from fsfunc.state.train_state import TrainState, init_state
 from fsfunc.tracing.runs import shadows, without_data
 from fsfunc.transforms.donation import restore
 
-__all__ = ["plan"]
+__all__ = ["PlannedLink", "plan"]
+
 
 _TOLD = (
     "the step that is planned",
@@ -243,3 +246,66 @@ def _kind(i: int, value: Any, path: str) -> str:
         return "parameters"
     head = path.partition("/")[0]
     return {"params": "parameters", "opt_state": "moments"}.get(head, "buffers")
+
+
+class _NotedMove(Handle):
+    """A collective or transfer that is noted again when it is waited for.
+
+    Until then it holds ``x``, as links do that read it.
+    """
+
+    def __init__(self, work: Handle, number: int, observer: Observer, x: Any):
+        self.work, self.number, self.observer = work, number, observer
+        self.x: Tensor | None = x
+        self.over = self.asked = False
+
+    def wait(self) -> Tensor:
+        if not self.over:
+            self.over, self.x = True, None
+            self.observer.book.events.append(Waited(self.number))
+        return self.work.wait()
+
+    def done(self) -> bool:
+        """When others come is not known here: a message lasts for one action more."""
+        over, self.asked = self.over or self.asked, True
+        self.x = None if over else self.x
+        return over
+
+
+class PlannedLink(AbstractLink):
+    """Notes in the observer's book when each transfer starts and is waited for.
+
+    Args:
+        log: the ledger into which the collectives are written, each just before.
+    """
+
+    def __init__(self, rank: int, observer: Observer, log: Ledger):
+        super().__init__(rank)
+        self.observer, self.log, self.count = observer, log, 0
+
+    def _noted(self, work: Handle, event: Any, x: Tensor) -> Handle:
+        self.observer.book.events.append(event)
+        self.count += 1
+        return _NotedMove(work, self.count - 1, self.observer, x)
+
+    def start(
+        self,
+        op: str,
+        x: Tensor,
+        where: Any,
+        *,
+        out: Tensor | None = None,
+        what: str = "",
+        **how: Any,
+    ) -> Handle:
+        event = Started(self.count, self.log.records[-1], where.ranks)
+        return self._noted(super().start(op, x, where, out=out, **how), event, x)
+
+    def send(self, x: Tensor, where: Any, to: int, what: str = "") -> Handle:
+        event = SendStarted(self.count, self.log.records[-1], where.ranks[to])
+        return self._noted(super().send(x, where, to), event, x)
+
+    def receive(self, like: Tensor, where: Any, source: int, what: str = "") -> Handle:
+        size = like.numel() * like.element_size()
+        event = Asked(self.count, size, where.ranks[source])
+        return self._noted(super().receive(like, where, source), event, like)

@@ -1,1 +1,1 @@
-"""What is printed for people: amounts in words, and tables and lines on rich."""
+"""What is printed for people: amounts in words, tables on rich, repeats folded."""
