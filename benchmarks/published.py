@@ -31,7 +31,7 @@ import fsfunc as ff
 from fsfunc.planning.estimation import estimate
 from fsfunc.planning.events import Ran
 from fsfunc.planning.hardware import A100_40, replace
-from fsfunc.planning.planning import plan
+from fsfunc.planning.planner import plan
 from fsfunc.planning.plans import Plan
 from fsfunc.runtime.memory_kinds import KINDS
 

@@ -20,7 +20,7 @@ from fsfunc.comm.launch import local_batch, make_mesh, spmd
 from fsfunc.comm.ledgers import ledger
 from fsfunc.comm.mesh import Mesh
 from fsfunc.core.autodiff import Weighted, value_and_grad
-from fsfunc.core.auxiliary import Summed
+from fsfunc.core.losses import Summed
 from fsfunc.core.units import unit
 from fsfunc.data.loader import batches
 from fsfunc.nn.statistics import (
@@ -85,7 +85,7 @@ if TYPE_CHECKING:
     from fsfunc.interop.patterns import by_size
     from fsfunc.planning.calibration import measure_hardware
     from fsfunc.planning.estimation import estimate
-    from fsfunc.planning.planning import plan
+    from fsfunc.planning.planner import plan
     from fsfunc.planning.recomputation import recompute_points
     from fsfunc.planning.stack_search import search
 
@@ -102,7 +102,7 @@ _LATER = {
     "save": "fsfunc.checkpoint.saving",
     "show": "fsfunc.show",
     "testing": "fsfunc.testing",
-    "plan": "fsfunc.planning.planning",
+    "plan": "fsfunc.planning.planner",
     "estimate": "fsfunc.planning.estimation",
     "search": "fsfunc.planning.stack_search",
     "recompute_points": "fsfunc.planning.recomputation",

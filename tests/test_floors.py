@@ -225,7 +225,25 @@ def name_faults(house: House) -> list[str]:
     return faults
 
 
-@pytest.mark.parametrize("check", [floor_faults, cycles, private_faults, name_faults])
+def class_faults(house: House) -> list[str]:
+    """Return the classes that bear the name of another of the house."""
+    defined: dict[str, str] = {}
+    faults = []
+    for path, source in house.items():
+        for node in ast.walk(ast.parse(source)):
+            if isinstance(node, ast.ClassDef):
+                other = defined.setdefault(node.name, f"{path}:{node.lineno}")
+                if other != f"{path}:{node.lineno}":
+                    faults.append(
+                        f"{path}:{node.lineno}: {node.name} is at {other} too"
+                    )
+    return faults
+
+
+CHECKS = [floor_faults, cycles, private_faults, name_faults, class_faults]
+
+
+@pytest.mark.parametrize("check", CHECKS)
 def test_the_house_keeps_the_rule(check):
     assert check(the_house()) == []
 
@@ -356,6 +374,16 @@ def test_a_module_named_like_a_function_is_seen(export):
         "b/__init__.py": "from b.c import tree",
     }
     assert name_faults(house) == []
+
+
+@pytest.mark.parametrize("again", ["class Group: ...", "if f():\n    class Group: ..."])
+def test_a_class_named_like_another_is_seen(again):
+    house = {"comm/mesh.py": "class Group: ...", "optim/adam.py": again}
+    fault = "Group is at comm/mesh.py:1 too"
+    assert_one_fault(class_faults(house), fault)
+    house = {"comm/mesh.py": f"class Group: ...\n{again}"}
+    assert_one_fault(class_faults(house), fault)
+    assert class_faults({"comm/mesh.py": "class Group:\n    class Of: ..."}) == []
 
 
 def assert_one_fault(faults: list[str], fault: str | None) -> None:

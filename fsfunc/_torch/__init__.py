@@ -10,6 +10,7 @@ from fsfunc._torch.dispatch import (
     CPU_ATTENTION,
     CPU_ATTENTION_BACKWARD,
     GROUPED_PRODUCT,
+    HereFakeMode,
     abstract_mode,
     active_modes,
     arguments_of,

@@ -16,10 +16,9 @@ from torch import Tensor
 
 from fsfunc import _torch, tree
 from fsfunc.comm.attribution import internal
-from fsfunc.core.auxiliary import divided
 from fsfunc.core.differentiated import Leaves, add_gradients
 from fsfunc.core.frames import Counter, Running, Thread, frame, inside, run_as
-from fsfunc.core.losses import Weighted, loss_parts, tie
+from fsfunc.core.losses import Weighted, divided, loss_parts, tie
 from fsfunc.runtime.compiled import refuse_compiled
 from fsfunc.runtime.generators import one_number
 from fsfunc.runtime.memory_kinds import count_as

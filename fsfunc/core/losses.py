@@ -1,4 +1,10 @@
-"""What a loss may return, what its parts are, and where its backward starts."""
+"""What a loss returns: its value, what lies beside it, and how several become one.
+
+A step may be cut into microbatches, and its batch spread over ranks. Then losses are
+averaged (or :class:`Weighted`), and of what lies beside them floating scalars too; what
+is :class:`Summed` is added up; other tensors are joined along dim 0 over microbatches,
+and are each rank's own; of the rest the last is given.
+"""
 
 from __future__ import annotations
 
@@ -7,7 +13,18 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-__all__ = ["Weighted", "loss_parts", "tie"]
+from fsfunc import tree
+
+__all__ = [
+    "Summed",
+    "Weighted",
+    "added",
+    "averaged",
+    "divided",
+    "is_summed",
+    "loss_parts",
+    "tie",
+]
 
 
 class Weighted(NamedTuple):
@@ -66,3 +83,112 @@ class _Tie(torch.autograd.Function):
     @staticmethod
     def backward(ctx, g):  # type: ignore[override]
         return g, torch.zeros_like(g)
+
+
+class Summed:
+    """A tree of tensors that are summed over microbatches and ranks, not averaged.
+
+    For what a loss returns beside its value: counts, sums, moments. Each tensor keeps
+    its dtype, so counts in integers are exact. It is a pytree node, and stays one in
+    what ``value_and_grad`` returns: the sums are its ``tree``.
+
+    Args:
+        tree: tensors, of one shape on every rank and in every microbatch.
+
+    Raises:
+        TypeError: a leaf that is no tensor, or one of booleans.
+
+    Cost: under ``shard`` one psum a gradient call for each dtype among all that is
+    summed; without any, nothing.
+
+    >>> import torch, fsfunc as ff
+    >>> def loss(w, x):
+    ...     y = w * x
+    ...     return y.mean(), {"wrong": ff.Summed((y < 1).sum())}
+    >>> grad = ff.accumulate(ff.value_and_grad(loss, has_aux=True), 2)
+    >>> grad(torch.tensor(1.0), torch.tensor([0.0, 0.5, 1.0, 0.0]))[0][1]["wrong"].tree
+    tensor(3)
+    """
+
+    __slots__ = ("tree",)
+
+    tree: Any
+
+    def __init__(self, tree: Any):
+        _check(tree)
+        self.tree = tree
+
+    def __repr__(self) -> str:
+        return f"Summed({self.tree!r})"
+
+
+def _check(values: Any) -> None:
+    paths, leaves, _ = tree.flatten_with_paths(values)
+    for path, x in zip(paths, leaves, strict=True):
+        if isinstance(x, Tensor) and x.dtype != torch.bool:
+            continue
+        what = "a tensor of booleans" if isinstance(x, Tensor) else repr(x)
+        where = f" at {path!r}" if path else ""
+        raise TypeError(
+            f"Summed holds {what}{where}: only tensors of numbers are summed; make it "
+            "one (torch.tensor(3), mask.sum()), or return it beside the Summed"
+        )
+
+
+def _restored(_: Any, children: Any) -> Summed:
+    summed = object.__new__(Summed)  # children of any kind: no check
+    (summed.tree,) = children
+    return summed
+
+
+tree.register_node(Summed, lambda summed: ([summed.tree], None), _restored)
+
+
+def is_summed(x: Any) -> bool:
+    """Whether ``x`` is to be summed as a whole."""
+    return isinstance(x, Summed)
+
+
+def averaged(x: Any) -> bool:
+    """Whether a leaf beside the loss is averaged as the loss is."""
+    return isinstance(x, Tensor) and x.ndim == 0 and x.is_floating_point()
+
+
+def added(a: Any, b: Any) -> Any:
+    """What two microbatches returned beside their loss, as one: ``a`` came first.
+
+    What is averaged is a sum until :func:`divided`.
+
+    Raises:
+        TreeMismatch: the two differ in structure.
+        ValueError: what is summed has two shapes.
+    """
+    what = "what a microbatch's loss returned beside its value"
+    tree.check_same_structure(a, b, what=what, against="that of the one before")
+    return tree.map(_both, a, b, is_leaf=is_summed)
+
+
+def _both(x: Any, y: Any) -> Any:
+    if is_summed(x):
+        return tree.map(_sum, x, y)
+    if not isinstance(x, Tensor):
+        return y
+    if averaged(x):
+        return x + y
+    return y if x.ndim == 0 else torch.cat([x, y])
+
+
+def _sum(x: Any, y: Any) -> Any:
+    if x.shape != y.shape:
+        raise ValueError(
+            f"Summed holds {tuple(x.shape)} in one microbatch and {tuple(y.shape)} in "
+            "another: sum over the samples first, or return it beside the Summed"
+        )
+    return x + y
+
+
+def divided(aux: Any, count: int) -> Any:
+    """The means of what is averaged, where ``aux`` was added up of ``count``."""
+    if count == 1:
+        return aux
+    return tree.map(lambda x: x / count if averaged(x) else x, aux, is_leaf=is_summed)

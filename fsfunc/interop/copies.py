@@ -25,7 +25,7 @@ from fsfunc.interop.call_tensors import (
     Knowledge,
     ParameterTable,
 )
-from fsfunc.interop.contents import Tensors, check_closures, computed
+from fsfunc.interop.module_tensors import Tensors, check_closures, computed
 from fsfunc.interop.stubs import Absent, Hook, LateHooks, Seen, make_stub, shown_by
 
 __all__ = ["Copy", "without_tensors"]

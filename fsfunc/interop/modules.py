@@ -10,7 +10,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from fsfunc.interop.arguments import are_filled, opened
-from fsfunc.interop.contents import computed, tensors_of
+from fsfunc.interop.module_tensors import computed, tensors_of
 from fsfunc.interop.patterns import Units, chosen, completed
 from fsfunc.interop.structures import Structure
 from fsfunc.sharded.leaf import is_sharded

@@ -14,8 +14,8 @@ from fsfunc.core.units import Unit, unit
 from fsfunc.interop.arguments import are_filled, handed, opened, taken
 from fsfunc.interop.attributes import Attribute
 from fsfunc.interop.call_tensors import Knowledge
-from fsfunc.interop.contents import Tensors
 from fsfunc.interop.copies import Copy, without_tensors
+from fsfunc.interop.module_tensors import Tensors
 from fsfunc.interop.stubs import Absent, Seen, run_late
 from fsfunc.sharded.leaf import is_sharded
 

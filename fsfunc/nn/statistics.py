@@ -25,7 +25,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from fsfunc import tree
-from fsfunc.core.auxiliary import Summed
+from fsfunc.core.losses import Summed
 
 __all__ = [
     "Moments",

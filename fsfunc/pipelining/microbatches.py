@@ -13,8 +13,7 @@ from torch import Tensor
 from fsfunc import tree
 from fsfunc.comm.attribution import label
 from fsfunc.comm.groups import RankGroup
-from fsfunc.core.auxiliary import added, averaged, divided, is_summed
-from fsfunc.core.losses import Weighted
+from fsfunc.core.losses import Weighted, added, averaged, divided, is_summed
 from fsfunc.sharded.inputs import arguments, refuse, rows_of
 from fsfunc.sharded.layout import Owned
 from fsfunc.sharded.leaf import is_sharded

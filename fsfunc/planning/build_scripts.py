@@ -18,7 +18,7 @@ from types import ModuleType
 from typing import Any
 
 from fsfunc.comm.mesh import Mesh
-from fsfunc.planning.planning import plan
+from fsfunc.planning.planner import plan
 from fsfunc.planning.plans import Plan
 
 __all__ = ["Refused", "build_of", "plan_of", "refusing", "started"]

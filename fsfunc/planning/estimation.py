@@ -104,7 +104,7 @@ def estimate(
     Cost: some microseconds an event of the plan; nothing runs.
 
     >>> import torch, fsfunc as ff
-    >>> from fsfunc.planning.planning import plan
+    >>> from fsfunc.planning.planner import plan
     >>> from fsfunc.planning.hardware import A100_40
     >>> layer = ff.unit(lambda p, x: torch.tanh(x @ p))
     >>> mesh = ff.make_mesh({"data": 16}, "abstract")

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from fsfunc.comm.ledgers import Record
-from fsfunc.tracing.costs import FLOPS
+from fsfunc.tracing.operators import FLOPS
 
 __all__ = [
     "Asked",

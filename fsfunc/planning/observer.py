@@ -22,7 +22,7 @@ from fsfunc.comm.attribution import current_label
 from fsfunc.comm.ledgers import is_silent
 from fsfunc.core.frames import frame, running
 from fsfunc.planning.events import Event, Gave, Ran, Took, describe
-from fsfunc.tracing.modes import OperatorMode
+from fsfunc.tracing.operators import OperatorMode
 
 __all__ = ["Book", "Observer"]
 

@@ -17,7 +17,7 @@ from fsfunc.planning.candidates import Axes, lowered, stages_of
 from fsfunc.planning.choices import Choice, Search, Skipped, front_of
 from fsfunc.planning.estimation import estimate
 from fsfunc.planning.machines import Hardware
-from fsfunc.planning.planning import plan
+from fsfunc.planning.planner import plan
 from fsfunc.planning.stacks import Stack
 from fsfunc.printing.amounts import of_bytes
 from fsfunc.tracing.tracer import program

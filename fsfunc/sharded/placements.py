@@ -167,7 +167,7 @@ def say(part: Placement, shape: Sequence[int], before: Sequence[Placement]) -> s
     return "whole"
 
 
-def dtype_name(dtype: torch.dtype) -> str:
+def short_dtype(dtype: torch.dtype) -> str:
     """A dtype's short name: `f32`, `bf16`, `i64`, `u8`, `bool`."""
     name = str(dtype).removeprefix("torch.")
     short = {"bfloat": "bf", "float": "f", "uint": "u", "int": "i", "complex": "c"}
@@ -183,4 +183,4 @@ def describe(shape: Sequence[int], dtype: torch.dtype, name: str = "") -> str:
     >>> describe((10, 7), torch.bfloat16, "blocks/3/w")
     'blocks/3/w bf16[10, 7]'
     """
-    return f"{name} {dtype_name(dtype)}[{', '.join(map(str, shape))}]".lstrip()
+    return f"{name} {short_dtype(dtype)}[{', '.join(map(str, shape))}]".lstrip()

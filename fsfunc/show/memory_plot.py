@@ -12,10 +12,10 @@ from typing import TYPE_CHECKING, Any
 from fsfunc.planning.events import Ran, Replayed, Took
 from fsfunc.planning.plans import Plan, RankPlan
 from fsfunc.printing.amounts import of_bytes, of_share
+from fsfunc.printing.folding import alike, together
 from fsfunc.printing.tables import Table, painted
 from fsfunc.runtime.memory_kinds import KINDS
 from fsfunc.show.figures import FAINT, INK, Drawn, sheet
-from fsfunc.show.layers import alike, together
 from fsfunc.show.memory_curve import Curve, curve_of
 from fsfunc.show.palette import MEMORY, Look
 

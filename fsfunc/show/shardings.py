@@ -14,11 +14,11 @@ from torch import Tensor
 from fsfunc import tree
 from fsfunc.comm.mesh import Mesh, NoMesh, here
 from fsfunc.printing.amounts import of_axes, of_bytes
+from fsfunc.printing.folding import alike, counted
 from fsfunc.printing.tables import Printed, Report, Table, painted
 from fsfunc.sharded.layout import Key, Layout, every_coordinate
 from fsfunc.sharded.leaf import Sharded, is_sharded
 from fsfunc.sharded.placements import describe
-from fsfunc.show.layers import alike, counted
 from fsfunc.show.layouts import Grid, grid_of, in_words, part_in_words
 
 if TYPE_CHECKING:

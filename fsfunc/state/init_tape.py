@@ -177,9 +177,10 @@ class InitTape(_torch.TorchDispatchMode):
             shadow = self._shadows.pop(_torch.storage_key(x), None)
             if shadow is not None:  # a later reader finds what is written now
                 storage = self.storages[self._numbers[_torch.storage_key(shadow)]]
+                given = storage.given
+                assert given is not None, "only given tensors have a shadow"
                 with _torch.beneath_all_modes():
-                    assert storage.given is not None
-                    storage.given = storage.given.clone()
+                    storage.given = given.clone()
         with _torch.beneath_all_modes():
             return func(*args, **kwargs)
 

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from fractions import Fraction
 
-__all__ = ["Buffer", "Sent", "UnitCall", "sharded_step"]
+__all__ = ["Buffer", "Traffic", "UnitBuffers", "sharded_step"]
 
 
 @dataclass(frozen=True)
@@ -30,7 +30,7 @@ class Buffer:
 
 
 @dataclass(frozen=True)
-class UnitCall:
+class UnitBuffers:
     """One unit call: what it takes, and whether its backward reads any of it."""
 
     buffers: tuple[Buffer, ...]
@@ -38,7 +38,7 @@ class UnitCall:
 
 
 @dataclass(frozen=True)
-class Sent:
+class Traffic:
     """``count`` collectives of one kind, and the bytes that a rank sends in them.
 
     ``over`` is ``"shard"``, ``"replicate"`` or ``"all"`` (both axes: the loss).
@@ -51,7 +51,7 @@ class Sent:
 
 
 def sharded_step(
-    calls: Sequence[UnitCall],
+    calls: Sequence[UnitBuffers],
     size: int,
     *,
     zero: int = 3,
@@ -60,7 +60,7 @@ def sharded_step(
     remat: bool = False,
     microbatches: int = 1,
     reduce_each: bool = False,
-) -> list[Sent]:
+) -> list[Traffic]:
     """What one rank sends in one gradient call of updated parameters.
 
     With alpha = (W-1)/W, over W = ``size`` ranks a gather and a reduction of S bytes
@@ -77,7 +77,7 @@ def sharded_step(
 
     Source: ZeRO (Rajbhandari et al., 2020), section 7.
 
-    >>> calls = [UnitCall((Buffer(name, 100),)) for name in "abc"]
+    >>> calls = [UnitBuffers((Buffer(name, 100),)) for name in "abc"]
     >>> for sent in sharded_step(calls, 4):
     ...     print(sent.op, sent.count, sent.bytes)
     all_gather 5 1500
@@ -105,10 +105,10 @@ def sharded_step(
     ranks = size * replicas
     loss = Fraction(2 * (ranks - 1), ranks) * 2 * 4
     found = [
-        Sent("all_gather", "shard", len(gathers), alpha * gathered),
-        Sent(op, "shard", len(reductions), share * reduced),
-        Sent("psum", "replicate", len(reductions), 2 * ring * reduced / parts),
-        Sent("psum", "all", times, times * loss),
+        Traffic("all_gather", "shard", len(gathers), alpha * gathered),
+        Traffic(op, "shard", len(reductions), share * reduced),
+        Traffic("psum", "replicate", len(reductions), 2 * ring * reduced / parts),
+        Traffic("psum", "all", times, times * loss),
     ]
     several = {"shard": size > 1, "replicate": replicas > 1, "all": ranks > 1}
     return [s for s in found if s.count and several[s.over]]

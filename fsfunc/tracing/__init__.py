@@ -8,16 +8,16 @@ All runs begin alike (`runs.without_data`), and differ in what they look for, wh
 - A sharded call is checked once for each set of shapes, at ``init_state`` or before it
   first runs, unless the record shows that no types are at stake: `type_check` has a
   `checker.Checker` hold each value between units against its type. The rules are
-  `types` over `operator_classes`, applied by `typed_operators` to what `knowledge` has;
-  `refusals` are the messages.
+  `types` over the classes of `operators`, applied by `typed_operators` to what
+  `knowledge` has; `refusals` are the messages.
 - A pipelined loss is traced for each shape of microbatch, as ``ff.program`` does by
   hand: a stage of `tracer` runs every unit call and notes it in a `programs.Program`,
-  with what each input depends on (`dataflow`, `costs`), printed by `names` and
-  `listing`. Pipelines cut it.
+  with what each input depends on and costs (`dataflow`), printed by `names`. Pipelines
+  cut it.
 
 Recorder and checker look on through one hook of the frame, a `frames.Tracer`; the
-third decides about unit calls, as a `frames.Stage` does. Who looks at operators
-enters a mode (`modes`, or one of torch functions). Two more rooms run things so: a plan
+third decides about unit calls, as a `frames.Stage` does. Who looks at operators enters
+a mode (of `operators`, or one of torch functions). Two more rooms run things so: a plan
 its step (``planning.unit_cache``), and ``init_state`` an init function, whose operators
 it keeps to run them again in part (``state.init_tape``).
 """

@@ -17,9 +17,8 @@ from torch import Tensor
 from fsfunc import _torch, tree
 from fsfunc.comm.attribution import source_line
 from fsfunc.core.units import Call
-from fsfunc.tracing.costs import FLOPS
-from fsfunc.tracing.modes import OperatorMode
 from fsfunc.tracing.names import Names
+from fsfunc.tracing.operators import FLOPS, OperatorMode
 from fsfunc.tracing.programs import NOWHERE, Draw, Glue, Origins, Value
 
 __all__ = ["Argument", "Body", "Flow", "run_on_data", "tensors"]

@@ -12,8 +12,8 @@ from typing import Any, NamedTuple
 import torch
 
 from fsfunc import tree
+from fsfunc.printing.folding import folded
 from fsfunc.sharded.placements import describe
-from fsfunc.tracing.listing import folded
 from fsfunc.tracing.names import nested
 
 __all__ = ["Draw", "Glue", "Loss", "Origins", "Outputs", "Program", "Spec"]

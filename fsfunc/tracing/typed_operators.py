@@ -30,8 +30,13 @@ from fsfunc.tracing.knowledge import (
     rows,
     shown,
 )
-from fsfunc.tracing.modes import OperatorMode
-from fsfunc.tracing.operator_classes import COPIES, TURNS, OperatorClass, class_of
+from fsfunc.tracing.operators import (
+    COPIES,
+    TURNS,
+    OperatorClass,
+    OperatorMode,
+    class_of,
+)
 from fsfunc.tracing.refusals import refusal
 from fsfunc.tracing.types import PARTS, Kind, Operand, Untyped, result
 

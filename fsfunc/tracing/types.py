@@ -29,7 +29,7 @@ from enum import Enum
 from torch import Tensor
 
 from fsfunc.comm.linear_maps import LinearMap
-from fsfunc.tracing.operator_classes import OperatorClass
+from fsfunc.tracing.operators import OperatorClass
 
 __all__ = [
     "PARTS",

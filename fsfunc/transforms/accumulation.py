@@ -11,8 +11,8 @@ from torch import Tensor
 
 from fsfunc import _torch
 from fsfunc.core.autodiff import GradientCall, Outcome
-from fsfunc.core.auxiliary import added
 from fsfunc.core.frames import Interpretation, frame, inside
+from fsfunc.core.losses import added
 from fsfunc.sharded.packing import split_alike
 from fsfunc.transforms.microbatches import Microbatches
 from fsfunc.transforms.transforming import transformed

@@ -1,17 +1,38 @@
-"""The gradients by packed leaves: which a sharded call keeps, and what it gives."""
+"""What a sharded gradient call gives: gradients by packed leaves, means of all else.
+
+And which derivatives ``torch.func`` may take through a sharded unit. A parameter's
+derivative is that of the mean over the ranks, so its rows must mean the same thing on
+every rank, and it must be taken where every rank takes it.
+"""
 
 from __future__ import annotations
 
+import functools
+from collections import defaultdict
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
+from torch import Tensor
 
-from fsfunc import tree
-from fsfunc.sharded.leaf import FlatShard, is_sharded
+from fsfunc import _torch, tree
+from fsfunc.comm.attribution import label
+from fsfunc.comm.collective_ops import apply_map
+from fsfunc.comm.comparison import compare, whole_values
+from fsfunc.comm.crossings import MEAN, LawError, check_samples
+from fsfunc.comm.groups import RankGroup, group, strided
+from fsfunc.comm.linear_maps import LinearMap
+from fsfunc.core.autodiff import Outcome
+from fsfunc.core.losses import averaged as is_averaged
+from fsfunc.core.losses import is_summed
+from fsfunc.core.units import Call
+from fsfunc.sharded.leaf import FlatShard, Sharded, is_sharded
 from fsfunc.transforms.shard_runtime import ShardRuntime
 
-__all__ = ["collected", "kept_here"]
+__all__ = ["averaged", "check_derivatives", "check_whole", "collected", "kept_here"]
+
+_SUM = LinearMap("psum", "M", "M")
 
 
 def kept_here(chosen: Any, axes: Sequence[tuple[str, ...]]) -> dict[int, FlatShard]:
@@ -59,3 +80,124 @@ def collected(grads: Any, chosen: Any, runtime: ShardRuntime) -> tuple[Any, ...]
             if part is not None and part.grad is not None:
                 new.local.add_(part.grad)  # used beside a unit, as by tree_map
     return tree.unflatten(treedef, out)
+
+
+def averaged(outcome: Outcome, runtime: ShardRuntime, at: Any) -> Outcome:
+    """Loss, weight, floating scalars of aux and plain gradients: means over ranks.
+
+    What of aux is summed, is summed over them.
+    """
+    where = group(runtime.mean_axes, at)
+    n = runtime.mean_size
+    if n == 1:
+        return outcome
+    aux, spec = tree.flatten(outcome.aux, is_leaf=is_summed)
+    picked = [i for i, x in enumerate(aux) if is_averaged(x)]
+    one = torch.ones_like(outcome.total) if outcome.weight is None else outcome.weight
+    values = [outcome.total, *[aux[i] for i in picked], one]
+    with label("", "loss"):
+        # At least fp32: a weight may be a count that bfloat16 cannot tell.
+        wide = functools.reduce(
+            torch.promote_types, [v.dtype for v in values], torch.float32
+        )
+        means = list(apply_map(torch.stack([v.to(wide) for v in values]), MEAN, where))
+    weight = means.pop()
+    weight = None if outcome.weight is None else weight.to(outcome.weight.dtype)
+    for i, value in zip(picked, means[1:], strict=True):
+        aux[i] = value.to(aux[i].dtype)
+    at_sums = [i for i, x in enumerate(aux) if is_summed(x)]
+    sums, treedef = tree.flatten([aux[i] for i in at_sums])
+    sums = tree.unflatten(treedef, _packed(sums, _SUM, where, "sums"))
+    for i, x in zip(at_sums, sums, strict=True):
+        aux[i] = x
+    return replace(
+        outcome,
+        total=means[0].to(outcome.total.dtype),
+        weight=weight,
+        grads=_plain(outcome.grads, runtime, where),
+        aux=tree.unflatten(spec, aux),
+    )
+
+
+def check_whole(runtime: ShardRuntime, where: RankGroup) -> None:
+    """Raises where ranks differentiate unlike values of what must be one value.
+
+    Raises:
+        RanksDiffer: on every rank.
+    """
+    paths, leaves, _ = tree.flatten_with_paths(
+        runtime.differentiated, is_leaf=is_sharded
+    )
+    mine = [
+        x if isinstance(x, Tensor) and runtime.averages(x) else None for x in leaves
+    ]
+    if any(x is not None for x in mine):
+        compare([whole_values(paths, mine, where.link.notes)], where)
+
+
+def _plain(grads: Any, runtime: ShardRuntime, where: RankGroup) -> Any:
+    """The gradients of whole parameters as means; a rank's own stay its own."""
+    leaves, treedef = tree.flatten(tuple(runtime.differentiated), is_leaf=is_sharded)
+    found: list[Any] = treedef.flatten_up_to(grads)  # type: ignore[arg-type]
+    shared = [
+        i
+        for i, x in enumerate(leaves)
+        if isinstance(x, Tensor)
+        and isinstance(found[i], Tensor)
+        and runtime.ownership.is_one_value(x)
+    ]
+    means = _packed([found[i] for i in shared], MEAN, where, "plain gradients")
+    for i, x in zip(shared, means, strict=True):
+        found[i] = x
+    return tree.unflatten(treedef, found)
+
+
+def _packed(
+    tensors: list[Tensor], how: LinearMap, where: RankGroup, name: str
+) -> list[Tensor]:
+    """``how`` applied to tensors, one collective for each dtype."""
+    tensors = [strided(x) for x in tensors]
+    out = list(tensors)
+    by_dtype: dict[torch.dtype, list[int]] = defaultdict(list)
+    for i, x in enumerate(tensors):
+        by_dtype[x.dtype].append(i)
+    for positions in by_dtype.values():
+        flat = torch.cat([tensors[i].reshape(-1) for i in positions])
+        with label("", name):
+            flat = apply_map(flat, how, where)
+        parts = flat.split([tensors[i].numel() for i in positions])
+        for i, part in zip(positions, parts, strict=True):
+            out[i] = part.view(tensors[i].shape)
+    return out
+
+
+def check_derivatives(call: Call, taken: Sequence[Any], inputs: Any) -> None:
+    """Raises where a derivative by ``taken`` would mix what the ranks hold.
+
+    Args:
+        call: the unit call that takes these leaves, sharded or plain, as parameters.
+        inputs: what else it is given.
+
+    Raises:
+        LawError: the derivative is taken sample by sample, or within a unit around.
+    """
+    inner, name, local = 0, "", None
+    for leaf in taken:
+        x = leaf.local if isinstance(leaf, Sharded) else leaf
+        if (level := _torch.differentiated_at(x)) > inner:
+            named = isinstance(leaf, Sharded) and leaf.name
+            inner, name, local = level, repr(leaf.name) if named else "a parameter", x
+    if local is None:
+        return
+    if call.frame.path and inner > call.frame.level:
+        around = "/".join(call.frame.path)
+        raise LawError(
+            f"a derivative is taken inside unit {around!r} by {name}, which "
+            f"only unit {call.unit.__name__!r} within it gathers: it would be that of "
+            "the mean over the ranks, where a unit's derivatives are the rank's own. "
+            f"Make {call.frame.path[0]!r} ff.unit(fn, whole=True), which gathers all "
+            "that it is given, or take the derivative outside"
+        )
+    seen = [_torch.mapped_at(x) for x in tree.leaves(inputs) if isinstance(x, Tensor)]
+    mapped = any(0 < level < inner for each in seen for level in each)
+    check_samples(local, f"{name}, which unit {call.name!r} takes", mapped)

@@ -26,11 +26,15 @@ from fsfunc.sharded.leaf import FlatShard, is_sharded, whole_shape
 from fsfunc.sharded.packing import by_buffer, joined, packed_of, repack, repacked
 from fsfunc.tracing.recorder import Noted, Recorder
 from fsfunc.tracing.type_check import check, knows, learn, signature
-from fsfunc.transforms.averaging import averaged, check_whole
 from fsfunc.transforms.boundary import enter, leave, spread
-from fsfunc.transforms.derivatives import check_derivatives
 from fsfunc.transforms.gathered_calls import GatheredCall
-from fsfunc.transforms.gradients import collected, kept_here
+from fsfunc.transforms.gradients import (
+    averaged,
+    check_derivatives,
+    check_whole,
+    collected,
+    kept_here,
+)
 from fsfunc.transforms.ownership import Ownership
 from fsfunc.transforms.shard_runtime import ShardRuntime
 from fsfunc.transforms.transforming import transformed

@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 
 import fsfunc as ff
 from fsfunc import tree
-from fsfunc.core.auxiliary import Summed, added, averaged, divided, is_summed
+from fsfunc.core.losses import Summed, added, averaged, divided, is_summed
 from fsfunc.tree.structure import TreeMismatch
 from tests.checks import same
 

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from fsfunc.data.permutation import Shuffled
+from fsfunc.data.dataset import Shuffled
 from fsfunc.runtime.generators import mixed
 
 

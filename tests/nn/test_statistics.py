@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 import fsfunc as ff
 from fsfunc import tree
-from fsfunc.core.auxiliary import Summed, added
+from fsfunc.core.losses import Summed, added
 from fsfunc.nn.statistics import Moments
 from fsfunc.tree.structure import TreeMismatch
 from tests.checks import same

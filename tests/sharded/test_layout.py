@@ -9,7 +9,7 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from fsfunc.sharded.layout import Layout, every_coordinate, pack_flat
-from fsfunc.sharded.placements import Flat, Owned, Split, Whole, dtype_name
+from fsfunc.sharded.placements import Flat, Owned, Split, Whole, short_dtype
 from fsfunc.sharded.slices import assemble, boxes, take
 
 F32 = torch.float32
@@ -292,7 +292,7 @@ def test_layouts_print(parts, text):
     ],
 )
 def test_dtypes_have_short_names(dtype, name):
-    assert dtype_name(dtype) == name
+    assert short_dtype(dtype) == name
 
 
 W = "'blocks/3/w' f32[10, 7]"

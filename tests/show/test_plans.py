@@ -7,11 +7,11 @@ import torch
 
 import fsfunc as ff
 from fsfunc.comm.mesh import Mesh
-from fsfunc.planning.planning import plan as plan_of
+from fsfunc.planning.planner import plan as plan_of
 from fsfunc.planning.plans import Plan, PlannedLeaf, RankPlan
+from fsfunc.printing.folding import alike, together
 from fsfunc.sharded.layout import Layout, Owned
 from fsfunc.show import plan
-from fsfunc.show.layers import alike, together
 from tests.show.planned import golden, lone, ran, record, small, stages
 
 

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 import fsfunc as ff
-from fsfunc.testing.closed_forms import Buffer, UnitCall, sharded_step
+from fsfunc.testing.closed_forms import Buffer, UnitBuffers, sharded_step
 from tests.transforms.models import embed, layer
 
 MESH = ff.make_mesh({"data": 4}, "simulated")
@@ -24,10 +24,10 @@ def make(*names):
     return {n: torch.ones(SIZES[n], dtype=dtypes.get(n, torch.float32)) for n in names}
 
 
-EMBED = UnitCall((Buffer("embed", 12),), reads=False)
-FIRST = UnitCall((Buffer("first", 12),))
-SECOND = UnitCall((Buffer("second", 9),))  # not a multiple of any mesh here
-LAST = UnitCall((Buffer("third", 12),))
+EMBED = UnitBuffers((Buffer("embed", 12),), reads=False)
+FIRST = UnitBuffers((Buffer("first", 12),))
+SECOND = UnitBuffers((Buffer("second", 9),))  # not a multiple of any mesh here
+LAST = UnitBuffers((Buffer("third", 12),))
 PLAIN = [EMBED, FIRST, SECOND, LAST]
 
 
@@ -86,20 +86,20 @@ MODELS = {
         params_of("tied", make("tied")["tied"]),
         [
             EMBED,
-            UnitCall((*FIRST.buffers, TIED)),
-            UnitCall((*SECOND.buffers, TIED)),
+            UnitBuffers((*FIRST.buffers, TIED)),
+            UnitBuffers((*SECOND.buffers, TIED)),
             LAST,
         ],
     ),
     "a frozen leaf": (
         with_frozen,
         params_of(),
-        [EMBED, FIRST, UnitCall((*SECOND.buffers, BASE)), LAST],
+        [EMBED, FIRST, UnitBuffers((*SECOND.buffers, BASE)), LAST],
     ),
     "two dtypes": (
         mixed,
         params_of("wide", make("wide")["wide"]),
-        [EMBED, FIRST, UnitCall((*SECOND.buffers, WIDE)), LAST],
+        [EMBED, FIRST, UnitBuffers((*SECOND.buffers, WIDE)), LAST],
     ),
     # Its backward reads nothing, since no gradient comes to it.
     "an ignored unit": (ignoring, params_of(), PLAIN),
@@ -247,10 +247,10 @@ def test_precision_sends_the_smaller_dtype(zero, reduce, order):
 )
 def test_small_neighbours_share_a_buffer(zero, order):
     """min_bytes between one unit and two, then above them all."""
-    both = UnitCall((Buffer("embed + first", 24),))
-    rest = UnitCall((Buffer("second + third", 21),))
+    both = UnitBuffers((Buffer("embed + first", 24),))
+    rest = UnitBuffers((Buffer("second + third", 21),))
     check(plain, params_of(), [both, rest], zero=zero, min_bytes=60, order=order)
-    every = UnitCall((Buffer("all", 45),))
+    every = UnitBuffers((Buffer("all", 45),))
     check(plain, params_of(), [every], zero=zero, min_bytes=10**6, order=order)
 
 
@@ -266,12 +266,12 @@ def around(p, x):
 
 
 NESTED = [
-    UnitCall((Buffer("outer0", 3),)),
-    UnitCall((Buffer("inner0", 9),), reads=False),  # a first layer, on data
-    UnitCall((Buffer("inner1", 9),)),
-    UnitCall((Buffer("outer1", 3),)),
-    UnitCall((Buffer("inner2", 9),)),
-    UnitCall((Buffer("inner3", 9),)),
+    UnitBuffers((Buffer("outer0", 3),)),
+    UnitBuffers((Buffer("inner0", 9),), reads=False),  # a first layer, on data
+    UnitBuffers((Buffer("inner1", 9),)),
+    UnitBuffers((Buffer("outer1", 3),)),
+    UnitBuffers((Buffer("inner2", 9),)),
+    UnitBuffers((Buffer("inner3", 9),)),
 ]
 
 

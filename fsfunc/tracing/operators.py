@@ -1,4 +1,4 @@
-"""What kind of work an operator of torch does, as far as parts of leaves go."""
+"""torch's operators: who sees them run, what kind of work they do, how many FLOPs."""
 
 from __future__ import annotations
 
@@ -7,8 +7,42 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from torch.utils.flop_counter import flop_registry
 
-__all__ = ["COPIES", "TURNS", "OperatorClass", "class_of"]
+from fsfunc import _torch
+
+__all__ = ["COPIES", "FLOPS", "OperatorClass", "OperatorMode", "TURNS", "class_of"]
+
+_DEVICE: Any = torch.ops.prim.device.default
+
+
+class OperatorMode(_torch.TorchDispatchMode):
+    """A dispatch mode, which backward passes and ``torch.func`` do not escape.
+
+    ``operator`` is told of each operator that runs, and runs it.
+    """
+
+    fake: Any = None
+
+    def __enter__(self) -> Any:
+        self.fake = _torch.fake_mode()
+        return super().__enter__()
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        if func is _DEVICE and isinstance(args[0], _torch.FakeTensor):
+            return _torch.device_of(args[0])  # asked all the time
+        return self.operator(func, args, kwargs or {})
+
+    def operator(self, func: Any, args: Any, kwargs: Any) -> Any:
+        """What an operator returns, once it has been looked at."""
+        return self.run(func, args, kwargs)
+
+    def run(self, func: Any, args: Any, kwargs: Any) -> Any:
+        """What an operator returns."""
+        if self.fake is None:
+            return func(*args, **kwargs)
+        return _torch.fake_result(self.fake, func, args, kwargs)
+
 
 _ALIKE = {"zeros_like", "ones_like", "full_like", "empty_like"}
 _FACTORIES = {
@@ -99,3 +133,30 @@ def class_of(operator: Any) -> OperatorClass:
         adds=base in _ADDS,
         scales=base in _SCALES,
     )
+
+
+def _attention(q: Any, k: Any, v: Any, *_: Any, **__: Any) -> int:
+    """q k^T and then (that) v, for each batch entry and head."""
+    rows = q.shape[:-1].numel()
+    return 2 * rows * k.shape[-2] * (k.shape[-1] + v.shape[-1])
+
+
+def _grouped(a: Any, b: Any, *_: Any, **__: Any) -> int:
+    """Each row, or each column, times those of its own group alone."""
+    pairs = a.shape[0] if a.ndim == b.ndim == 3 else 1
+    return 2 * pairs * a.shape[-2] * a.shape[-1] * b.shape[-1]
+
+
+def _attention_backward(g: Any, q: Any, k: Any, v: Any, *_: Any, **__: Any) -> int:
+    """The scores again, and the gradients of v, of the scores, of q and of k."""
+    rows, keys = q.shape[:-1].numel(), k.shape[-2]
+    return 2 * rows * keys * (3 * q.shape[-1] + 2 * v.shape[-1])
+
+
+# torch counts nothing for the first three.
+FLOPS: dict[Any, Any] = {
+    _torch.CPU_ATTENTION: _attention,
+    _torch.CPU_ATTENTION_BACKWARD: _attention_backward,
+    _torch.GROUPED_PRODUCT: _grouped,
+    **flop_registry,
+}
