@@ -75,7 +75,7 @@ def held(tree: Any) -> list[int]:
     tensors = []
     for leaf in optree.tree_leaves(tree, is_leaf=ff.is_sharded):
         if ff.is_sharded(leaf):
-            tensors += [leaf.local, leaf.home and leaf.home.whole]
+            tensors += [leaf.local, leaf.packed and leaf.packed.whole]
         else:
             tensors.append(leaf)
     sizes = {}

@@ -113,7 +113,8 @@ class GradientCall:
 
     ``packed``: by identity, the buffers whose gradients a transform keeps; ``parts``:
     those of their leaves that are used beside units, with their gradients. ``by``: what
-    it comes down to, in place of autograd's own forward and backward.
+    it comes down to, in place of autograd's own forward and backward: with a pipeline
+    around, the run of its stages.
     """
 
     fn: Callable[..., Any]

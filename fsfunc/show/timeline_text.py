@@ -41,7 +41,8 @@ def bands(
         last = min(first + space, columns)
         yield [(" " * margin + ruler(grid, first, last, makespan), "")]
         for rank, row in enumerate(rows):
-            end = row[last] if row[last][0] == _EDGE else (_CUT, _BORDER)
+            whole = last == columns or row[last][0] == _EDGE
+            end = row[last] if whole else (_CUT, _BORDER)
             yield [(f"rank {rank}".ljust(margin), ""), *row[first:last], end]
         yield []
 
