@@ -19,7 +19,7 @@ from hypothesis import settings
 settings.register_profile(
     "ci", derandomize=True, deadline=None, max_examples=20, database=None
 )
-settings.register_profile("dev", deadline=None, max_examples=25)
+settings.register_profile("dev", deadline=None, max_examples=10)
 settings.load_profile("ci" if os.environ.get("CI") else "dev")
 
 PROGRAMS = {"benchmarks", "examples"}  # folders whose tests start programs
@@ -35,7 +35,9 @@ def pytest_cmdline_main(config: pytest.Config) -> None:
     given = config.option
     if config.args_source is config.ArgsSource.TESTPATHS and not given.markexpr:
         given.markexpr = "not slow"
-        if getattr(given, "numprocesses", 0) is None and not given.usepdb:
+        if "PYTEST_XDIST_WORKER" in os.environ:  # which starts none of its own
+            given.loadgroup = True
+        elif getattr(given, "numprocesses", 0) is None and not given.usepdb:
             given.numprocesses, given.dist = 2, "loadgroup"
 
 
@@ -54,8 +56,10 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
             item.add_marker(pytest.mark.slow)
         if item.get_closest_marker("gpu") and not torch.cuda.is_available():
             item.add_marker(pytest.mark.skip(reason="no CUDA device"))
-        several = item.path in apart or item.path.parent.name in PROGRAMS
-        group = "programs" if several else str(item.path)
+        group = str(item.path)
+        if item.path in apart:
+            folder = item.path.parent.name
+            group = folder if folder in PROGRAMS else "programs"
         item.add_marker(pytest.mark.xdist_group(group))
 
 

@@ -110,6 +110,7 @@ def saved(tmp_path_factory, trained):
     return {name: folder / str(i) for i, name in enumerate(STACKS)}
 
 
+@pytest.mark.slow  # from each stack to each; any layout to any is drawn above
 @pytest.mark.parametrize("name", STACKS)
 def test_every_stack_loads_what_any_saved(name, saved, trained):
     """Parameters, moments and the count; and it goes on from there, to rounding."""

@@ -41,6 +41,7 @@ def check(lines, expected):
             assert found[name, rank][1] == digest, (name, rank)
 
 
+@pytest.mark.slow  # a program of its own
 def test_another_process_goes_on_bit_by_bit(stopped):
     folder, expected = stopped
     done = python(PROGRAM, "simulated", folder, timeout=120)

@@ -346,6 +346,7 @@ if sys.argv[2] == "raises":
 """
 
 
+@pytest.mark.slow  # programs of their own
 @pytest.mark.parametrize("how", ["well", "fails", "raises"])
 def test_python_does_not_end_before_it_is_saved(tmp_path, how):
     done = python("-c", ENDS, tmp_path / "a", how, timeout=60)

@@ -358,6 +358,7 @@ def test_without_a_reader_it_ends_quietly(script) -> None:
     assert (done.returncode, done.stderr) == (0, "")
 
 
+@pytest.mark.slow
 def test_this_machine_is_measured_and_written(tmp_path: Path, capsys) -> None:
     path = tmp_path / "here.json"
     given = ["--seconds", "0.2", "--name", "here", "--json", str(path)]

@@ -143,8 +143,15 @@ def test_a_compiled_unit_is_the_plain_one(stack):
     assert len(RAN) == STEPS * UNITS * ranks * each
 
 
+SLOW = pytest.mark.slow  # the real compiler
+
+
 @pytest.mark.parametrize(
-    ("stack", "backend"), [("zero=3", "inductor"), ("zero=3 remat", "aot_eager")]
+    ("stack", "backend"),
+    [
+        pytest.param("zero=3", "inductor", marks=SLOW),
+        ("zero=3 remat", "aot_eager"),
+    ],
 )
 def test_what_a_compiled_unit_gathered_goes_after_its_forward(
     monkeypatch, stack, backend
@@ -221,6 +228,7 @@ def test_what_is_compiled_between_units_runs_plainly_in_a_stage():
     assert len(RAN) == STEPS * UNITS * 2  # units are compiled all the same
 
 
+@SLOW
 def test_a_compiled_unit_draws_again_what_it_drew():
     def dropped(p, x):
         return torch.nn.functional.dropout(layer(p, x), 0.5)

@@ -76,6 +76,7 @@ def forget(folder: Path, after: int) -> None:
             shutil.rmtree(folder / f"step-{step:06}")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("how", ["--zero 3", "--zero 1 --no-donate --pipe 2"])
 def test_it_goes_on_bitwise(how: str, run: Run, tmp_path: Path) -> None:
     how = ["--ranks", "4", *how.split(), "--steps", "7"]

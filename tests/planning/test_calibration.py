@@ -16,6 +16,7 @@ def machine():
     return measure_hardware(name="here", seconds=2.0)
 
 
+@pytest.mark.slow  # seconds of measuring
 def test_alone_it_has_all_but_links(machine):
     assert machine.name == "here" and machine.levels == () and machine.overlap == 1
     assert set(machine.peak) == {"float32", "float64", "bfloat16", "float16"}
@@ -25,6 +26,7 @@ def test_alone_it_has_all_but_links(machine):
     assert machine.memory > 2**28
 
 
+@pytest.mark.slow
 def test_a_product_takes_what_was_measured(machine):
     x, best = torch.randn(512, 512), float("inf")
     out = torch.empty_like(x)

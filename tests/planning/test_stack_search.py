@@ -204,6 +204,7 @@ def test_heavy_stacks_are_not_planned():
     assert "2: parameters and moments alone are too large" in one.table()
 
 
+@pytest.mark.slow
 def test_pipelines_are_chosen_too():
     both = found(4, accumulate=(1,), schedules=("one_f_one_b", "gpipe"))
     axes = {c.stack.axes for c in both.tried}
@@ -245,6 +246,7 @@ def test_nothing_fits():
         found(memory=1000)
 
 
+@pytest.mark.slow
 def test_shapes_are_all_that_is_read():
     asked = []
 

@@ -48,6 +48,7 @@ def train(loss, optimizer, steps, batches):
     return step
 
 
+@pytest.mark.slow  # test_shard_laws draws orders for gradient calls
 @given(
     SPECS,
     st.one_of(LINES, GRIDS),
