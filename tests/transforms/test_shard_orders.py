@@ -2,6 +2,7 @@
 
 import time
 
+import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
