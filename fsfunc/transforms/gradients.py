@@ -30,7 +30,14 @@ from fsfunc.core.units import Call
 from fsfunc.sharded.leaf import FlatShard, Sharded, is_sharded
 from fsfunc.transforms.shard_runtime import ShardRuntime
 
-__all__ = ["averaged", "check_derivatives", "check_whole", "collected", "kept_here"]
+__all__ = [
+    "averaged",
+    "beside",
+    "check_derivatives",
+    "check_whole",
+    "collected",
+    "kept_here",
+]
 
 _SUM = LinearMap("psum", "M", "M")
 
@@ -52,6 +59,22 @@ def kept_here(chosen: Any, axes: Sequence[tuple[str, ...]]) -> dict[int, FlatSha
     return found
 
 
+def beside(grads: Any, chosen: Any, runtime: ShardRuntime) -> Any:
+    """The trees of gradients, with those by parts that were used beside units."""
+    if not runtime.parts:
+        return grads
+    old, treedef = tree.flatten(tuple(chosen), is_leaf=is_sharded)
+    out: list[Any] = treedef.flatten_up_to(grads)  # type: ignore[arg-type]
+    for i, x in enumerate(old):
+        if is_sharded(x) and id(x.packed) in runtime.keeps:
+            part = runtime.parts.get((id(x.packed), id(x.layout)))
+            if part is not None and part.grad is not None:
+                before = None if out[i] is None else out[i]._local
+                both = part.grad if before is None else before + part.grad
+                out[i] = x.with_local(both)
+    return tree.unflatten(treedef, out)
+
+
 def collected(grads: Any, chosen: Any, runtime: ShardRuntime) -> tuple[Any, ...]:
     """The trees of gradients, with what the runtime kept in its places."""
     old, treedef = tree.flatten(tuple(chosen), is_leaf=is_sharded)
@@ -71,14 +94,10 @@ def collected(grads: Any, chosen: Any, runtime: ShardRuntime) -> tuple[Any, ...]
         leaves[key] = dict(zip(map(id, shard.members), made, strict=True))
     for i, x in enumerate(old):
         if is_sharded(x) and id(x.packed) in leaves:
-            key = id(x.packed), id(x.layout)
-            new, direct = leaves[key[0]][key[1]], out[i]
+            new, direct = leaves[id(x.packed)][id(x.layout)], out[i]
             out[i] = new
-            if direct is not None and direct._local is not None:  # of torch.func
+            if direct is not None and direct._local is not None:  # beside units
                 new.local.add_(direct.local)
-            part = runtime.parts.get(key)
-            if part is not None and part.grad is not None:
-                new.local.add_(part.grad)  # used beside a unit, as by tree_map
     return tree.unflatten(treedef, out)
 
 

@@ -30,6 +30,7 @@ from fsfunc.transforms.boundary import enter, leave, spread
 from fsfunc.transforms.gathered_calls import GatheredCall
 from fsfunc.transforms.gradients import (
     averaged,
+    beside,
     check_derivatives,
     check_whole,
     collected,
@@ -450,11 +451,13 @@ class Sharding(Interpretation):
             runtime.finish()
             if all(i == n - 1 for i, n in f.micro):  # of a loop, the last
                 outer.goes_on_from(runtime)
+            with internal():
+                direct = beside(outcome.grads, chosen, runtime)
             if f.tracer is not None:
                 whose, by = outer.ownership.is_one_value, tuple(chosen)
-                f.tracer.gradient(by, outcome.grads, whose)
+                f.tracer.gradient(by, direct, whose)
             with internal():
-                grads = collected(outcome.grads, chosen, runtime)
+                grads = collected(direct, chosen, runtime)
             if f.tracer is not None:
                 f.tracer.reduced(tuple(chosen), grads)
             return averaged(replace(outcome, grads=grads), runtime, at)

@@ -8,7 +8,7 @@ import re
 
 import pytest
 import torch
-from hypothesis import HealthCheck, given, settings
+from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 
 import fsfunc as ff
@@ -48,6 +48,11 @@ def close(found, expected):
     return True
 
 
+# A leaf read beside units and in them: its gradient is told with both.
+ROUGH = ("pmean", ("times", ("rough sum", ("w",)), ("msq", ("x",))))
+IN_UNITS = ("msq", ("unit", ("w",), "b", ("unit", ("w",), "a", ("x",))))
+
+
 @settings(max_examples=EXAMPLES, suppress_health_check=list(HealthCheck))
 @given(
     losses(),
@@ -56,6 +61,8 @@ def close(found, expected):
     st.sampled_from(WAYS),
     st.sampled_from(sorted(STACKS)),
 )
+@example(("plus", ROUGH, IN_UNITS), "vag_w", 2, 0, "")
+@example(("plus", ROUGH, IN_UNITS), "vag_w", 3, 0, "remat")
 def test_right_or_refused(node, take, n, way, stack):
     step = step_of(node, take)
     try:
