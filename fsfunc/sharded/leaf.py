@@ -162,6 +162,13 @@ class Sharded:
         return id(self)
 
     def _refuse(self, what: str) -> NoReturn:
+        if self.layout.splits and self.layout.flat is None:
+            raise NotATensor(
+                f"{what}: {self.layout.name or 'a leaf'!r} ({self.layout}) is this "
+                "rank's block of a split tensor. ff.nn.column_linear takes weights "
+                "that are split along dim 0, ff.nn.row_linear along dim 1, "
+                "ff.nn.vocab_embedding tables split along dim 0; .local is the block"
+            )
         raise NotATensor(
             f"{what}: {self.layout.name or 'a leaf'!r} ({self.layout}) is sharded, and "
             "a tensor only where a unit has it in its first argument. Read it in an "
