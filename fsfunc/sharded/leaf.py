@@ -225,9 +225,10 @@ View = tuple[tuple[int, ...], tuple[int, ...], int]
 
 def whole_shape(layout: Layout) -> tuple[int, ...]:
     """The shape that a unit sees: what the parts before the flat one leave."""
-    if len(layout.parts) == 1:
+    parts = layout.parts if layout.flat is None else layout.parts[:-1]
+    if not parts:
         return layout.shape
-    outer = Layout(layout.shape, layout.dtype, layout.parts[:-1])
+    outer = Layout(layout.shape, layout.dtype, parts)
     at = {axis: 0 for axis in outer.axes}
     at.update({p.axis: p.coordinate for p in outer.owned})
     return outer.local_shape(at)

@@ -64,12 +64,15 @@ def whole(x: Any) -> Any:
     return Sharded(local.new_zeros(first), split)
 
 
-def block(x: Any) -> Any:
-    """What a unit sees of a recorded leaf: a tensor, or the first rank's part of it."""
-    split = x.layout.in_units
+def block(x: Any, layout: Layout) -> Any:
+    """What a unit sees of a recorded leaf: a tensor, or the first rank's part of it.
+
+    Args:
+        layout: how it will be split; to all but units it passes for a whole tensor.
+    """
+    part, split = plain(x), layout.in_units
     if split is None:
-        return x.local
-    part = x.local
+        return part
     for cut in split.splits:  # by `split`, which the recorder takes for no reading
         part = part.split(part.shape[cut.dim] // cut.size, cut.dim)[0]
     return Sharded(part, split)
