@@ -67,8 +67,8 @@ def column_linear(
     torch.Size([2, 4])
     """
     several = not isinstance(weight, (Tensor, Sharded))
-    weights = tuple(weight) if several else (weight,)
-    biases = (bias,) if not several else bias or (None,) * len(weights)
+    weights: Sequence[Any] = tuple(weight) if several else (weight,)
+    biases: Any = (bias,) if not several else bias or (None,) * len(weights)
     parts, axis = _split_alike("column_linear", weights, 0)
     added = []
     for w, b in zip(weights, biases, strict=True):
@@ -82,7 +82,7 @@ def column_linear(
 def row_linear(
     x: Tensor,
     weight: Leaf,
-    bias: Tensor | None = None,
+    bias: Any = None,
     *,
     sequence_dim: int | None = None,
 ) -> Tensor:
@@ -108,11 +108,7 @@ def row_linear(
     torch.Size([2, 3])
     """
     part, axis = part_of("row_linear", weight, 1)
-    if isinstance(bias, Sharded) and bias.layout.splits:
-        raise ValueError(
-            f"row_linear: the bias {bias.name!r} lies as {bias.layout}; the ranks' "
-            "products are summed, and it is added once: leave it whole"
-        )
+    _refuse_split(bias)
     if axis is None:
         return F.linear(x, part, bias)
     y = _summed(F.linear(x, part), axis, sequence_dim)
@@ -226,6 +222,14 @@ def part_of(
     if not isinstance(leaf, Sharded):
         return leaf, None
     return leaf.local, axis
+
+
+def _refuse_split(bias: Any) -> None:
+    if isinstance(bias, Sharded) and bias.layout.splits:
+        raise ValueError(
+            f"row_linear: the bias {bias.name!r} lies as {bias.layout}; the ranks' "
+            "products are summed, and it is added once: leave it whole"
+        )
 
 
 def _split_alike(

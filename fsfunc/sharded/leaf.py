@@ -258,7 +258,7 @@ class FlatShard:
 
     __slots__ = (
         "members", "flat", "coordinates", "whole", "_version", "_spans", "_views",
-        "place", "buffer", "__weakref__",
+        "place", "buffer", "split_axes", "__weakref__",
     )  # fmt: skip
 
     def __init__(
@@ -280,6 +280,7 @@ class FlatShard:
             raise ValueError(f"{members[0]} lies in no buffer")
         self.place: Flat = place
         self.buffer = place.buffer
+        self.split_axes = members[0].split_axes
 
     @property
     def name(self) -> str:
