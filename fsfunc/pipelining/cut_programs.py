@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from typing import Any
 
 from torch import Tensor
 
-from fsfunc import tree
-from fsfunc.pipelining.microbatches import Part
+from fsfunc import _torch, tree
+from fsfunc.pipelining.microbatches import Part, kind_of
 from fsfunc.pipelining.stage_plans import Stages, cut
 from fsfunc.pipelining.stages import Cut
 from fsfunc.sharded.leaf import Sharded, is_sharded
@@ -51,10 +51,7 @@ class Cuts:
         """
         chosen = [part.args[i] for i in argnums]
         flat, structure = tree.flatten(chosen, is_leaf=is_sharded)
-        kinds = tuple(
-            (tuple(x.shape), x.dtype) if isinstance(x, Tensor | Sharded) else x
-            for x in flat
-        )
+        kinds = tuple(map(kind_of, flat))
         loss = number, _code(fn), structure
         key = (loss, part.shapes, kinds)
         if key not in self.known:
@@ -102,6 +99,54 @@ class Cuts:
                     self.check_leaf(at.get(path), self.owners[stage.number])
             self.checked.add((id(found), owned))
 
+    def refuse_rows(
+        self,
+        fn: Callable[..., Any],
+        args: Sequence[Any],
+        keywords: dict[str, Any],
+        argnums: Sequence[int],
+    ) -> None:
+        """Raises where a batch is differentiated, which is not cut as the rest of it.
+
+        A leaf as long as the batch may be part of it, or parameters by chance. What a
+        unit has in its first argument are parameters. Of the rest the loss tells, which
+        is tried on fake tensors for a batch that has grown: parameters stay as they
+        are, and may not grow with it.
+        """
+        fn, (chosen, *others) = _first(fn, tuple(args), argnums)
+        chosen = tree.map(plain, chosen, is_leaf=is_sharded)
+        given = tree.map(plain, (others, keywords), is_leaf=is_sharded)
+        paths, leaves, treedef = tree.flatten_with_paths(chosen, is_leaf=is_sharded)
+        rows = {len(x) for x in filter(_is_cut, tree.leaves(given, is_leaf=is_sharded))}
+        long = [i for i, x in enumerate(leaves) if _is_cut(x) and {len(x)} == rows]
+        key = "rows", _code(fn), treedef, tuple(kind_of(x) for x in leaves), *rows
+        if not long or key in self.checked:
+            return
+
+        def runs(which: Collection[int]) -> bool:
+            """Whether the loss takes a batch twice as long, and these leaves too."""
+            own = [_longer(x) if i in which else x for i, x in enumerate(leaves)]
+            others, named = tree.map(_longer, given, is_leaf=is_sharded)
+            try:
+                with _torch.quiet_fakes():
+                    trace(fn, (tree.unflatten(treedef, own), *others), named)
+            except Exception:
+                return False
+            return True
+
+        program = trace(fn, (chosen, *given[0]), given[1])
+        used, own = set(program.loss.reads), set[str]()
+        for call in program.calls:
+            used |= call.params | call.reads
+            own |= call.own
+        long = [i for i in long if paths[i] in used - own]
+        if long and (not runs(()) or runs(long) or any(runs([i]) for i in long)):
+            named = [
+                f"{_named(paths[i], argnums)} {list(leaves[i].shape)}" for i in long
+            ]
+            raise ValueError(_ROWS.format(", ".join(named), *rows))
+        self.checked.add(key)
+
     def check_leaf(self, leaf: Any, rank: int) -> None:
         """Raises where ``leaf`` belongs to another rank of the pipeline."""
         for part in leaf.layout.owned if isinstance(leaf, Sharded) else ():
@@ -119,6 +164,32 @@ _READ = (
     "own gradient call beside the pipelined one, in the same step: "
     "ff.value_and_grad(penalty)(params), and the two gradients are added by tree.map"
 )
+
+
+_ROWS = (
+    "{} is differentiated, and is as long as the batch, {} rows, of which it seems to "
+    "be a part: a pipeline takes what it differentiates for parameters, and does not "
+    "cut it. Gradients by rows come from ff.accumulate(ff.pipeline(f, ..., "
+    "n_microbatches=1), n, batch_argnums=...), which cuts them; parameters are what a "
+    "unit takes as its first argument"
+)
+
+
+def _named(path: str, argnums: Sequence[int]) -> str:
+    """A leaf of what is differentiated, by the argument of the gradient call."""
+    if tuple(argnums) == (0,):
+        path = f"0/{path}" if path else "0"
+    first, _, rest = path.partition("/")
+    return f"argument {argnums[int(first)]}" + (f" at {rest!r}" if rest else "")
+
+
+def _is_cut(x: Any) -> bool:
+    return isinstance(x, Tensor) and x.ndim > 0
+
+
+def _longer(x: Any) -> Any:
+    """A tensor of twice the rows, as the shape of more of the batch."""
+    return x.new_empty((2 * len(x), *x.shape[1:])) if _is_cut(x) else x
 
 
 def _place(unit: str) -> str:

@@ -29,6 +29,7 @@ from fsfunc.pipelining.actions import (
 )
 from fsfunc.pipelining.cut_programs import Cuts
 from fsfunc.pipelining.microbatches import (
+    Part,
     blank,
     combined,
     cut_batch,
@@ -195,8 +196,7 @@ class Pipelining(Interpretation):
         picked = [x.detach().requires_grad_() for x in leaves.tensors]
         args = leaves.args(picked)
         values = [*picked, *leaves.every_part(args)]
-        cuts = cut_batch(args, call.keywords, call.argnums, self.n)
-        parts, count = folded(cuts)
+        parts, count = folded(self._parts(replace(call, args=args)))
         batches = [
             Microbatch(p, self.cuts.of(call.fn, p, call.argnums, number)) for p in parts
         ]
@@ -227,6 +227,13 @@ class Pipelining(Interpretation):
         grads = leaves.grads([x.grad if runs else torch.zeros_like(x) for x in picked])
         due = (functools.partial(sum_shared, where=where),)
         return Outcome(total, weight, grads, aux, count, due, own=True)
+
+    def _parts(self, call: GradientCall) -> list[Part]:
+        """The microbatches of a gradient call."""
+        parts = cut_batch(call.args, call.keywords, call.argnums, self.n)
+        if self.n > 1:
+            self.cuts.refuse_rows(call.fn, call.args, call.keywords, call.argnums)
+        return parts
 
     def _actions(
         self,
@@ -291,7 +298,7 @@ class RecordedPipelining(Noted, Pipelining):
             return f(*part.args, **part.keywords)
 
     def _differentiate(self, depth: int, number: int, call: GradientCall) -> Outcome:
-        part = cut_batch(call.args, call.keywords, call.argnums, self.n)[0]
+        part = self._parts(call)[0]
         found = self.cuts.of(call.fn, part, call.argnums, number)
         if not found.stages:
             return differentiate(call)

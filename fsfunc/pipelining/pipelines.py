@@ -84,7 +84,8 @@ def pipeline(
         ScheduleError: a schedule that cannot run; says why, before anything is sent.
             With updates: no ``update``, or several stages on a rank.
         ValueError: more stages than unit calls, a cut that names no unit, fewer rows
-            than microbatches, random numbers drawn outside units for two stages.
+            than microbatches, random numbers drawn outside units for two stages, a
+            batch that is differentiated.
             With updates: a leaf of stages on several ranks, an optimizer that
             communicates, a ``Weighted`` loss, ``shard`` or ``accumulate`` around.
         RuntimeError: a loss whose course depends on a tensor's value, or which is

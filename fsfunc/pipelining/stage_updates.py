@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import Any, cast
 
 import torch
@@ -23,7 +24,7 @@ from fsfunc.optim import Optimizer
 from fsfunc.pipelining.actions import Action, Schedule, ScheduleError, owners
 from fsfunc.pipelining.delayed import staleness
 from fsfunc.pipelining.handler import Pipelining
-from fsfunc.pipelining.microbatches import Part, blank, combined, cut_batch, everywhere
+from fsfunc.pipelining.microbatches import Part, blank, combined, everywhere
 from fsfunc.pipelining.runtime import Microbatch, Worker
 from fsfunc.pipelining.stage_plans import Stages
 from fsfunc.sharded.leaf import is_sharded
@@ -83,7 +84,7 @@ class Updating(Pipelining):
     def _differentiate(self, depth: int, number: int, call: GradientCall) -> Outcome:
         running = cast(_Running, call.fn)
         f = frame().but(donated=None)  # forwards use old versions
-        parts = cut_batch(call.args, call.keywords, (0,), self.n)
+        parts = self._parts(replace(call, fn=running.loss))
         batches = [
             Microbatch(p, self.cuts.of(running.loss, p, (0,), number)) for p in parts
         ]

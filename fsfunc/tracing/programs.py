@@ -101,6 +101,7 @@ class TracedCall:
         number: its place among the calls.
         name: the unit's.
         params: paths of the parameters it was given as they are, in any argument.
+        own: those of them in the first, where a unit takes its parameters.
         outputs: what it returned.
         origins: of its other inputs, and of what its function captured.
         flops: of its forward pass.
@@ -114,6 +115,7 @@ class TracedCall:
     number: int
     name: str
     params: frozenset[str]
+    own: frozenset[str]
     outputs: Outputs
     origins: Origins
     flops: int

@@ -153,7 +153,10 @@ class NotingStage(Stage):
                 taken[leaf.name] = x
             else:
                 others.append(x)
-        fed, own = flow.of(others), frozenset(taken)
+        fed, given = flow.of(others), frozenset(taken)
+        first = {
+            self.leaves[id(x)].name for x in tensors(params) if id(x) in self.leaves
+        }
         with self._opened(name) as body:
             out = self._run(body, call, params, inputs, keywords)
             captured = body.origins | flow.of(out)
@@ -161,9 +164,10 @@ class NotingStage(Stage):
         done = TracedCall(
             number=len(self.calls),
             name=name,
-            params=own,
+            params=given,
+            own=given & first,
             outputs=outputs,
-            origins=fed | replace(captured, reads=captured.reads - own),
+            origins=fed | replace(captured, reads=captured.reads - given),
             flops=body.flops,
             activations=sum(s.nbytes() for s in body.kept.values()),
             weights=sum(x.numel() * x.element_size() for x in taken.values()),
