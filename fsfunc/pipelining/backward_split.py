@@ -14,7 +14,7 @@ can be late only if its node has one user: a weight used twice in a row is early
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -36,14 +36,19 @@ _APART = {
 
 @dataclass(eq=False)
 class WeightGroup:
-    """Nodes beyond the frontier with parameters of their own: they run at once.
+    """Nodes beyond the frontier that share something, with their parameters.
+
+    They run at once. Where one frontier node leads to another the group is ``crossed``:
+    to find what comes to the lower one is to run the upper one, so all of it is early.
 
     Args:
-        leaves: the parameters' nodes.
+        nodes: all of them; ``leaves``: those that are parameters.
         users: nodes apart that late edges come from.
         found: what has arrived: edges into the group, and cotangents.
+        number: the highest in autograd's own order; 0 where there are leaves alone.
     """
 
+    nodes: list[Any] = field(default_factory=list)
     leaves: list[Any] = field(default_factory=list)
     users: set[Any] = field(default_factory=set)
     found: list[tuple[Edge, Any]] = field(default_factory=list)
@@ -74,21 +79,33 @@ def frontier(
     roots: Sequence[Any], inputs: Iterable[Any], parameters: Iterable[Any]
 ) -> Frontier:
     """The frontier of what ``roots`` lead to; all arguments are nodes."""
-    leaves = set(parameters)
-    inner, owning = _leading(roots, set(inputs), leaves)
+    inner, leaves = set(inputs), set(parameters)
+    below, owning = _below(roots, inner | leaves), set(leaves)
+    for node, edges in below.items():
+        nexts = [c for c, _ in edges]
+        if not inner.isdisjoint(nexts):
+            inner.add(node)
+        if not owning.isdisjoint(nexts):
+            owning.add(node)
+    group_of = _grouped(below, owning - inner, leaves)
+    # By frontier node: its users, and the edges from each.
     users: dict[Any, dict[Any, list[Edge]]] = defaultdict(lambda: defaultdict(list))
-    for node in inner:
-        for c, k in node.next_functions:
-            if c is not None and c in owning and c not in inner:
-                users[c][node].append((c, k))
-    beyond = [r for r in roots if r in owning and r not in inner]
-    group_of = _grouped(users, beyond, owning, leaves)
+    under = set()  # what frontier nodes lead to
+    for node in reversed(below):
+        for edge in below[node]:
+            if edge[0] not in group_of:
+                continue
+            if node in inner:
+                users[edge[0]][node].append(edge)
+            elif node in users or node in under:
+                under.add(edge[0])
+    for c in under & users.keys():
+        group_of[c].crossed = True
     groups = list(dict.fromkeys(group_of.values()))
     early: list[Edge] = []
     late: dict[Any, list[Edge]] = defaultdict(list)
     for c, by_user in users.items():
-        user = next(iter(by_user))
-        group = group_of[c]
+        user, group = next(iter(by_user)), group_of[c]
         if group.crossed:
             continue
         if len(by_user) == 1 and parts(user):
@@ -110,82 +127,40 @@ def parts(node: Any) -> bool:
     )
 
 
-def _leading(
-    roots: Iterable[Any], inputs: set[Any], leaves: set[Any]
-) -> tuple[set[Any], set[Any]]:
-    """The nodes that lead to an input, and those that lead to a parameter."""
-    inner, owning, seen = set(inputs), set(leaves), set(inputs) | set(leaves)
+def _below(roots: Iterable[Any], ends: set[Any]) -> dict[Any, list[Edge]]:
+    """The edges of what roots lead to, down to ``ends``; of users after the used."""
+    edges: dict[Any, list[Edge]] = {node: [] for node in ends}
+    found: dict[Any, list[Edge]] = {}
     stack = list(roots)
     while stack:
         node = stack[-1]
-        if node in seen:
-            stack.pop()
-            continue
-        nexts = [c for c, _ in node.next_functions if c is not None]
-        todo = [c for c in nexts if c not in seen]
-        if todo:
-            stack += todo
-            continue
-        seen.add(node)
-        stack.pop()
-        if not inner.isdisjoint(nexts):
-            inner.add(node)
-        if not owning.isdisjoint(nexts):
-            owning.add(node)
-    return inner, owning
-
-
-def _grouped(
-    users: Iterable[Any], beyond: Iterable[Any], owning: set[Any], leaves: set[Any]
-) -> dict[Any, WeightGroup]:
-    """The group of each node beyond the frontier: one for nodes that share anything.
-
-    A group in which one frontier node leads to another is ``crossed``: to find what
-    comes to the lower one is to run the upper one, so all of it runs at that time.
-    """
-    heads = dict.fromkeys(users)
-    label: dict[Any, int] = {}
-    same: list[int] = []
-    crossed: list[int] = []
-
-    def top(i: int) -> int:
-        while same[i] != i:
-            i = same[i]
-        return i
-
-    # Frontier nodes first, so that a path between two is walked from its upper end.
-    for start in [*heads, *(r for r in beyond if r not in heads)]:
-        me = len(same)
-        same.append(me)
-        for node in _below(start, owning, label):
-            if node is not start and node in heads and start in heads:
-                crossed.append(me)
-            if node in label:
-                same[top(me)] = top(label[node])
-            else:
-                label[node] = me
-    groups: dict[int, WeightGroup] = defaultdict(WeightGroup)
-    found = {}
-    for node, i in label.items():
-        group = found[node] = groups[top(i)]
-        if node in leaves:
-            group.leaves.append(node)
+        if node not in edges:
+            edges[node] = [e for e in node.next_functions if e[0] is not None]
+            stack += [c for c, _ in edges[node] if c not in found]
         else:
-            group.number = max(group.number, _torch.sequence_number(node))
-    for i in crossed:
-        groups[top(i)].crossed = True
+            found.setdefault(stack.pop(), edges[node])
     return found
 
 
-def _below(start: Any, owning: set[Any], known: dict[Any, int]) -> Iterator[Any]:
-    """The nodes from ``start`` on that lead to parameters, down to ``known`` ones."""
-    stack, seen = [start], {start}
-    while stack:
-        node = stack.pop()
-        stop = node in known
-        yield node
-        if not stop:
-            for c, _ in node.next_functions:
-                if c is not None and c in owning and c not in seen:
-                    seen.add(c)
-                    stack.append(c)
+def _grouped(
+    below: dict[Any, list[Edge]], nodes: set[Any], leaves: set[Any]
+) -> dict[Any, WeightGroup]:
+    """The group of each of these nodes, which lie beyond the frontier."""
+    found: dict[Any, WeightGroup] = {}
+    for node in below:
+        if node not in nodes:
+            continue
+        if node in leaves:
+            found[node] = WeightGroup([node], [node])
+            continue
+        groups = {id(found[c]): found[c] for c, _ in below[node] if c in found}
+        whole, *others = sorted(groups.values(), key=lambda g: -len(g.nodes))
+        for other in others:
+            found |= dict.fromkeys(other.nodes, whole)
+            whole.nodes += other.nodes
+            whole.leaves += other.leaves
+            whole.number = max(whole.number, other.number)
+        whole.number = max(whole.number, _torch.sequence_number(node))
+        whole.nodes.append(node)
+        found[node] = whole
+    return found

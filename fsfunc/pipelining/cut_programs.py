@@ -10,8 +10,7 @@ from torch import Tensor
 
 from fsfunc import _torch, tree
 from fsfunc.pipelining.microbatches import Part, kind_of
-from fsfunc.pipelining.stage_plans import Stages, cut
-from fsfunc.pipelining.stages import Cut
+from fsfunc.pipelining.stage_plans import Cut, Stages, cut
 from fsfunc.sharded.leaf import Sharded, is_sharded
 from fsfunc.tracing.leaves import plain
 from fsfunc.tracing.tracer import trace
@@ -69,8 +68,9 @@ class Cuts:
                     )
                 stages = [len(stage.calls) for stage in before.stages]
             alone = not program.calls and not program.loss.origins.batch
-            plans = () if alone else cut(program, stages, len(self.owners))
-            self.known[key] = Cut(program, plans)
+            self.known[key] = (
+                Cut(program, ()) if alone else cut(program, stages, len(self.owners))
+            )
         return self.known[key]
 
     def check(self, cuts: Iterable[Cut], params: Any) -> None:
@@ -85,7 +85,7 @@ class Cuts:
         leaves = tree.leaves(params, is_leaf=is_sharded)
         owned = tuple(x.layout.owned for x in leaves if isinstance(x, Sharded))
         for found in {id(found): found for found in cuts}.values():
-            if (id(found), owned) in self.checked:
+            if not found.stages or (id(found), owned) in self.checked:
                 continue
             paths = tree.paths(params, is_leaf=is_sharded)
             at = dict(zip(paths, leaves, strict=True))

@@ -21,8 +21,9 @@ from fsfunc.comm.groups import RankGroup
 from fsfunc.core.frames import Counter, Frame, inside
 from fsfunc.pipelining.actions import Action
 from fsfunc.pipelining.microbatches import Part
+from fsfunc.pipelining.stage_plans import Cut
 from fsfunc.pipelining.stage_vjp import StageVjp
-from fsfunc.pipelining.stages import CAPTURED, Cut, Ended, StageRun, abstractly
+from fsfunc.pipelining.stages import CAPTURED, Ended, StageRun, abstractly
 from fsfunc.pipelining.timing import clocked
 from fsfunc.runtime.buffer_pool import BufferPool
 from fsfunc.runtime.compiled import plainly

@@ -7,6 +7,7 @@ on first, and fill a bubble with the rest.
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
@@ -243,29 +244,15 @@ class _Weights:
 
     def run(self) -> None:
         """Runs the nodes apart, and each group when all has arrived."""
-        for group in self.plan.groups:
+        groups = deque(self.plan.groups)
+        for group in groups:
             group.users &= self.kept.keys()
-        groups = iter([g for g in self.plan.groups if not self._alone(g)])
-        head = next(groups, None)
-        while self.kept:
-            while head is not None and not head.users:
-                self._finish(head)
-                head = next(groups, None)
-            node = next(iter(self.kept))
-            self._apart(node, self.kept.pop(node))
-        while head is not None:
-            self._finish(head)
-            head = next(groups, None)
-
-    def _alone(self, group: WeightGroup) -> bool:
-        """Whether a single node leads to the group, and to none that others lead to."""
-        if group.found or len(group.users) != 1:
-            return False
-        (user,) = group.users
-        if isinstance(self.kept[user], _Inner):
-            return False
-        groups = [self.plan.group_of[c] for c, _ in self.plan.late[user]]
-        return all(g.users == {user} and not g.found for g in groups)
+        while groups or self.kept:
+            while groups and not groups[0].users:
+                self._finish(groups.popleft())
+            if self.kept:
+                node = next(iter(self.kept))
+                self._apart(node, self.kept.pop(node))
 
     def _apart(self, node: Any, kept: Any) -> None:
         edges = self.plan.late.pop(node, [])
