@@ -110,8 +110,8 @@ class Cuts:
 
         A leaf as long as the batch may be part of it, or parameters by chance. What a
         unit has in its first argument are parameters. Of the rest the loss tells, which
-        is tried on fake tensors for a batch that has grown: parameters stay as they
-        are, and may not grow with it.
+        is tried on fake tensors with a longer batch: it needs no longer parameters. Nor
+        may they be longer, but for what the loss itself reads of a tree of parameters.
         """
         fn, (chosen, *others) = _first(fn, tuple(args), argnums)
         chosen = tree.map(plain, chosen, is_leaf=is_sharded)
@@ -135,16 +135,20 @@ class Cuts:
             return True
 
         program = trace(fn, (chosen, *given[0]), given[1])
-        used, own = set(program.loss.reads), set[str]()
+        used, own, inputs = set(program.loss.reads), set[str](), set[str]()
         for call in program.calls:
             used |= call.params | call.reads
             own |= call.own
+            inputs |= call.params - call.own
         long = [i for i in long if paths[i] in used - own]
-        if long and (not runs(()) or runs(long) or any(runs([i]) for i in long)):
-            named = [
-                f"{_named(paths[i], argnums)} {list(leaves[i].shape)}" for i in long
-            ]
-            raise ValueError(_ROWS.format(", ".join(named), *rows))
+        at = {path: _argument(path, argnums) for path in paths}
+        kin = {at[path][0] for path in own}  # arguments that hold parameters
+        odd = [i for i in long if paths[i] in inputs or at[paths[i]][0] not in kin]
+        grows = odd and (runs(odd) or any(runs([i]) for i in odd))
+        if long and (grows or not runs(())):
+            told = [f"argument {k}" + (f" at {where!r}" if where else "")
+                    for k, where in (at[paths[i]] for i in odd or long)]  # fmt: skip
+            raise ValueError(_ROWS.format(", ".join(told), *rows))
         self.checked.add(key)
 
     def check_leaf(self, leaf: Any, rank: int) -> None:
@@ -175,12 +179,12 @@ _ROWS = (
 )
 
 
-def _named(path: str, argnums: Sequence[int]) -> str:
-    """A leaf of what is differentiated, by the argument of the gradient call."""
+def _argument(path: str, argnums: Sequence[int]) -> tuple[int, str]:
+    """Which argument of the gradient call a leaf is in, and where in it."""
     if tuple(argnums) == (0,):
-        path = f"0/{path}" if path else "0"
+        return 0, path
     first, _, rest = path.partition("/")
-    return f"argument {argnums[int(first)]}" + (f" at {rest!r}" if rest else "")
+    return argnums[int(first)], rest
 
 
 def _is_cut(x: Any) -> bool:
