@@ -86,14 +86,18 @@ class SplitBackward:
         self.wanted = [get_gradient_edge(x) for x in inputs]
         self.names = {get_gradient_edge(x).node: x for x in parameters}
         self.kept: dict[Any, Any] = {}  # by node apart, in the order of the backward
-        self.inner, self.early, self.late = set[Any](), list[Edge](), dict[Any, Any]()
+        self.inner: set[Any] = set()
+        self.early: list[Edge] = []
+        self.late: dict[Any, list[Edge]] = {}
         whole = WeightGroup(leaves=list(self.names))
-        self.group_of, self.groups = {edge.node: whole for edge in roots}, [whole]
+        self.group_of: dict[Any, WeightGroup] = {edge.node: whole for edge in roots}
+        self.groups = [whole]
         if self.wanted:  # else nobody waits for anything
             self._part()
 
     def _part(self) -> None:
-        inner, leaves = {edge.node for edge in self.wanted}, set(self.names)
+        inner: set[Any] = {edge.node for edge in self.wanted}
+        leaves = set(self.names)
         below, owning = _below((e.node for e in self.roots), inner | leaves), {*leaves}
         for node, edges in below.items():
             nexts = [c for c, _ in edges]
