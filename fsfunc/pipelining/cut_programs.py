@@ -6,6 +6,7 @@ import functools
 from collections.abc import Callable, Collection, Iterable, Sequence
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from fsfunc import _torch, tree
@@ -117,16 +118,27 @@ class Cuts:
         chosen = tree.map(plain, chosen, is_leaf=is_sharded)
         given = tree.map(plain, (others, keywords), is_leaf=is_sharded)
         paths, leaves, treedef = tree.flatten_with_paths(chosen, is_leaf=is_sharded)
-        rows = {len(x) for x in filter(_is_cut, tree.leaves(given, is_leaf=is_sharded))}
+        batch, structure = tree.flatten(given, is_leaf=is_sharded)
+        rows = {len(x) for x in filter(_is_cut, batch)}
         long = [i for i, x in enumerate(leaves) if _is_cut(x) and {len(x)} == rows]
-        key = "rows", _code(fn), treedef, tuple(kind_of(x) for x in leaves), *rows
+        key = "rows", _code(fn), treedef, structure, *map(kind_of, (*leaves, *batch))
         if not long or key in self.checked:
             return
 
+        mode = _torch.fake_mode_of((*leaves, *batch))
+
+        def longer(x: Any) -> Any:
+            """A stand-in of twice the rows, which nobody sees being made."""
+            if not _is_cut(x):
+                return x
+            shape, device = (2 * len(x), *x.shape[1:]), _torch.device_of(x)
+            with _torch.beneath_all_modes(), mode:
+                return torch.empty(shape, dtype=x.dtype, device=device)
+
         def runs(which: Collection[int]) -> bool:
             """Whether the loss takes a batch twice as long, and these leaves too."""
-            own = [_longer(x) if i in which else x for i, x in enumerate(leaves)]
-            others, named = tree.map(_longer, given, is_leaf=is_sharded)
+            own = [longer(x) if i in which else x for i, x in enumerate(leaves)]
+            others, named = tree.map(longer, given, is_leaf=is_sharded)
             try:
                 with _torch.quiet_fakes():
                     trace(fn, (tree.unflatten(treedef, own), *others), named)
@@ -189,11 +201,6 @@ def _argument(path: str, argnums: Sequence[int]) -> tuple[int, str]:
 
 def _is_cut(x: Any) -> bool:
     return isinstance(x, Tensor) and x.ndim > 0
-
-
-def _longer(x: Any) -> Any:
-    """A tensor of twice the rows, as the shape of more of the batch."""
-    return x.new_empty((2 * len(x), *x.shape[1:])) if _is_cut(x) else x
 
 
 def _place(unit: str) -> str:
