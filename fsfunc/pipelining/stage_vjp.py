@@ -35,6 +35,7 @@ class StageVjp:
             thread's end.
         pool: memory for the parameters' gradients, used again once they are gone.
 
+    >>> import torch
     >>> x, w = torch.ones(1, 2, requires_grad=True), torch.eye(2, requires_grad=True)
     >>> vjp = StageVjp([x @ w], [x], [w])
     >>> vjp.input_gradient([torch.ones(1, 2)])[0].tolist(), w.grad
