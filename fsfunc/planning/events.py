@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
+from itertools import accumulate
 from typing import Any, NamedTuple
 
 import torch
@@ -19,7 +21,6 @@ __all__ = [
     "Op",
     "PHASES",
     "Ran",
-    "Replayed",
     "Segment",
     "SendStarted",
     "Started",
@@ -54,13 +55,11 @@ class Op(NamedTuple):
     dims: tuple[int, ...] = ()
     causal: bool = False
 
+    memory, peak = (), 0  # as of a segment of it alone
 
-class Ran(NamedTuple):
-    """An operator ran."""
-
-    op: Op
-    unit: str
-    phase: str
+    @property
+    def ops(self) -> tuple[Op, ...]:
+        return (self,)
 
 
 @dataclass(frozen=True, eq=False)
@@ -70,20 +69,32 @@ class Segment:
     Args:
         ops: in order.
         memory: (how many ops ran before, bytes taken or, negative, given back).
-        peak: the most that ``memory`` adds up to on the way, at least 0.
-        flops: of all ops.
     """
 
     ops: tuple[Op, ...]
-    memory: tuple[tuple[int, int], ...]
-    peak: int
-    flops: int
+    memory: tuple[tuple[int, int], ...] = ()
+
+    @cached_property
+    def peak(self) -> int:
+        """The most that ``memory`` adds up to on the way, at least 0."""
+        return max(accumulate((size for _, size in self.memory), initial=0))
+
+    @cached_property
+    def flops(self) -> int:
+        return sum(op.flops for op in self.ops)
+
+    @cached_property
+    def bytes(self) -> int:
+        return sum(op.bytes for op in self.ops)
 
 
-class Replayed(NamedTuple):
-    """A segment ran. What it leaves behind is taken and given by events after it."""
+class Ran(NamedTuple):
+    """An operator ran; or a segment, as one.
 
-    segment: Segment
+    What a segment leaves behind is taken and given by events after it.
+    """
+
+    op: Op | Segment
     unit: str
     phase: str
 
@@ -138,7 +149,7 @@ class Gave(NamedTuple):
     key: int
 
 
-Event = Ran | Replayed | Started | SendStarted | Asked | Waited | Took | Gave
+Event = Ran | Started | SendStarted | Asked | Waited | Took | Gave
 
 
 # Operators

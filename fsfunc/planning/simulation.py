@@ -20,7 +20,6 @@ from fsfunc.planning import cost_model
 from fsfunc.planning.events import (
     Asked,
     Ran,
-    Replayed,
     SendStarted,
     Started,
     Took,
@@ -253,11 +252,6 @@ class _PlanRun(Player):
                 if op not in costs:
                     costs[op] = cost_model.op_seconds(op, hardware)
                 run.work(costs[op], event.unit, event.phase)
-            elif isinstance(event, Replayed):
-                segment = event.segment
-                if segment not in costs:
-                    costs[segment] = cost_model.segment_seconds(segment, hardware)
-                run.work(costs[segment], event.unit, event.phase)
             elif isinstance(event, Waited):
                 if event.number in run.pending:
                     yield run.pending[event.number]

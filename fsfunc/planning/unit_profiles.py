@@ -270,18 +270,12 @@ def numbered(values: Sequence[Any]) -> list[tuple[int, Tensor]]:
 
 def _segment(book: Book, start: int) -> Segment:
     """What the book tells of a profile that began at event ``start``."""
-    ops, memory, held, peak = [], [], 0, 0
+    ops, memory = [], []
     for event in book.events[start:]:
         if isinstance(event, Ran):
-            ops.append(event.op)
-            continue
-        if isinstance(event, Took):
-            change = event.bytes
+            ops += event.op.ops
+        elif isinstance(event, Took):
+            memory.append((len(ops), event.bytes))
         elif isinstance(event, Gave):
-            change = -book.sizes[event.key]
-        else:
-            continue
-        memory.append((len(ops), change))
-        held += change
-        peak = max(peak, held)
-    return Segment(tuple(ops), tuple(memory), peak, sum(op.flops for op in ops))
+            memory.append((len(ops), -book.sizes[event.key]))
+    return Segment(tuple(ops), tuple(memory))
