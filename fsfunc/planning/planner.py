@@ -288,18 +288,9 @@ class PlannedLink(AbstractLink):
         self.count += 1
         return _NotedMove(work, self.count - 1, self.observer, x)
 
-    def start(
-        self,
-        op: str,
-        x: Tensor,
-        where: Any,
-        *,
-        out: Tensor | None = None,
-        what: str = "",
-        **how: Any,
-    ) -> Handle:
+    def start(self, op: str, x: Tensor, where: Any, **how: Any) -> Handle:
         event = Started(self.count, self.log.records[-1], where.ranks)
-        return self._noted(super().start(op, x, where, out=out, **how), event, x)
+        return self._noted(super().start(op, x, where, **how), event, x)
 
     def send(self, x: Tensor, where: Any, to: int, what: str = "") -> Handle:
         event = SendStarted(self.count, self.log.records[-1], where.ranks[to])
