@@ -11,6 +11,7 @@ one that notes its unit calls (:class:`Noted`), one that computes again by none.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -56,11 +57,11 @@ def record(
     if how not in ("fake", "real"):
         raise ValueError(f'record={how!r}: it is "fake" or "real"')
     if how == "fake":
-        # A forward pass shows which units take which leaves, and in which order.
-        try:
+        # A forward pass shows which units take which leaves, and in which order. If it
+        # raises, its error may come of the backward pass that is missing. It left
+        # nothing behind, so that the whole run below meets what is wrong all the same.
+        with suppress(Exception):
             return _record(fn, params, rest, how, forward_only=True)
-        except Exception:
-            pass  # raised again below, unless the backward pass mends it
     return _record(fn, params, rest, how)
 
 

@@ -58,8 +58,13 @@ LEARNING = over_two(zero=3, reshard_after_forward=False, min_bytes=40)
 NESTED = Spec(layers=(("e", "i"),), nested=True, whole=True)
 # A part in one dtype lies in the whole of another.
 CASTING = over_two(zero=2, reshard_after_forward=False, min_bytes=0)
+# What a reduction brought is cast when nothing else holds it any more.
+FOUR = ff.make_mesh({"a": 2, "b": 2}, "simulated")
+COPIED = FOUR, "b", {"replicate": "a", "zero": 0}
+WIDE = Spec(layers=(("b", "e", "wide"),))
 
 
+@example(WIDE, COPIED, ("shard",), (HALF, None), True, 0)
 @example(NESTED, LEARNING, ("shard", "remat", "accumulate"), None, True, 48259)
 @example(Spec(tied=True, outside=True), CASTING, ("shard",), (HALF, FULL), True, 490261)
 @given(SPECS, places(), ORDERS, DTYPES, st.booleans(), SEEDS)
