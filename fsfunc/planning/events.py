@@ -15,14 +15,12 @@ from fsfunc.comm.ledgers import Record
 from fsfunc.tracing.operators import FLOPS
 
 __all__ = [
-    "Asked",
     "Event",
     "Gave",
     "Op",
     "PHASES",
     "Ran",
     "Segment",
-    "SendStarted",
     "Started",
     "Took",
     "Waited",
@@ -100,27 +98,19 @@ class Ran(NamedTuple):
 
 
 class Started(NamedTuple):
-    """A collective was issued over ``ranks``; ``number`` tells it from others."""
+    """The rank did its part of a transfer; ``number`` tells it from others.
+
+    Args:
+        part: "issued" of a collective over ``ranks``; "sent" or "asked for" of a
+            message from the first of them to the second. The n-th that is asked for is
+            the n-th that is sent.
+        record: what the ledger has of it, which has of a message the sender's.
+    """
 
     number: int
-    record: Record
+    part: str
     ranks: tuple[int, ...]
-
-
-class SendStarted(NamedTuple):
-    """A message to rank ``to`` was put on its way; ``record`` is the sender's."""
-
-    number: int
-    record: Record
-    to: int
-
-
-class Asked(NamedTuple):
-    """A message of ``bytes`` was asked for; the n-th from ``source`` is its n-th."""
-
-    number: int
-    bytes: int
-    source: int
+    record: Record | None = None
 
 
 class Waited(NamedTuple):
@@ -149,7 +139,7 @@ class Gave(NamedTuple):
     key: int
 
 
-Event = Ran | Started | SendStarted | Asked | Waited | Took | Gave
+Event = Ran | Started | Waited | Took | Gave
 
 
 # Operators

@@ -19,7 +19,7 @@ from fsfunc.comm.launch import spmd
 from fsfunc.comm.ledgers import Ledger
 from fsfunc.comm.mesh import Here, Mesh, NoMesh, asks, check_mesh, here
 from fsfunc.core.frames import frame, inside
-from fsfunc.planning.events import Asked, SendStarted, Started, Waited
+from fsfunc.planning.events import Started, Waited
 from fsfunc.planning.observer import Observer
 from fsfunc.planning.plans import Plan, PlannedLeaf, RankPlan
 from fsfunc.planning.unit_cache import DifferentiatedTwice, UnitCache
@@ -283,20 +283,23 @@ class PlannedLink(AbstractLink):
         super().__init__(rank)
         self.observer, self.log, self.count = observer, log, 0
 
-    def _noted(self, work: Handle, event: Any, x: Tensor) -> Handle:
+    def _noted(self, work: Handle, part: str, ranks: Any, x: Tensor) -> Handle:
+        record = None if part == "asked for" else self.log.records[-1]
+        event = Started(self.count, part, ranks, record)
         self.observer.book.events.append(event)
         self.count += 1
-        return _NotedMove(work, self.count - 1, self.observer, x)
+        return _NotedMove(work, event.number, self.observer, x)
 
     def start(self, op: str, x: Tensor, where: Any, **how: Any) -> Handle:
-        event = Started(self.count, self.log.records[-1], where.ranks)
-        return self._noted(super().start(op, x, where, **how), event, x)
+        return self._noted(super().start(op, x, where, **how), "issued", where.ranks, x)
 
     def send(self, x: Tensor, where: Any, to: int, what: str = "") -> Handle:
-        event = SendStarted(self.count, self.log.records[-1], where.ranks[to])
-        return self._noted(super().send(x, where, to), event, x)
+        way = (self.rank, where.ranks[to])
+        return self._noted(super().send(x, where, to), "sent", way, x)
 
     def receive(self, like: Tensor, where: Any, source: int, what: str = "") -> Handle:
-        size = like.numel() * like.element_size()
-        event = Asked(self.count, size, where.ranks[source])
-        return self._noted(super().receive(like, where, source), event, like)
+        work, way = (
+            super().receive(like, where, source),
+            (where.ranks[source], self.rank),
+        )
+        return self._noted(work, "asked for", way, like)

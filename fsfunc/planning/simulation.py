@@ -17,14 +17,7 @@ from fsfunc.comm.backends.baton import Deadlock
 from fsfunc.comm.backends.link import CollectiveMismatch
 from fsfunc.pipelining.player import Player
 from fsfunc.planning import cost_model
-from fsfunc.planning.events import (
-    Asked,
-    Ran,
-    SendStarted,
-    Started,
-    Took,
-    Waited,
-)
+from fsfunc.planning.events import Ran, Started, Took, Waited
 from fsfunc.planning.machines import Hardware
 from fsfunc.planning.plans import Plan, RankPlan
 
@@ -260,46 +253,39 @@ class _PlanRun(Player):
                 if touching and event.op:
                     cost = cost_model.taken_seconds(event.bytes, hardware, event.op)
                     run.work(cost, event.unit, event.phase)
-            elif isinstance(event, (Started, SendStarted, Asked)):
+            elif isinstance(event, Started):
                 self._come(run, event)
         run.at = len(run.plan.events)
         for number in list(run.pending):
             yield run.pending[number]
             run.wait(number, overlap)
 
-    def _come(self, run: _RankRun, event: Started | SendStarted | Asked) -> None:
-        rank = run.plan.rank
-        if isinstance(event, Started):
-            r = event.record
-            stream = self._group(event)
-            party = Party(rank, "issued")
+    def _come(self, run: _RankRun, event: Started) -> None:
+        r, ranks, what, length = event.record, event.ranks, "message", 0.0
+        if r is None:
+            stream = self._pair(*ranks)
+            shown = (f"from {ranks[0]}", "receive", "", "")
+        elif event.part == "sent":
+            stream = self._pair(*ranks)
+            size = float(r.bytes)
+            length = cost_model.message_seconds(size, *ranks, self.hardware)
+            shown = (f"to {ranks[1]}", "send", r.unit, r.phase)
+        else:
+            stream, what = self._group(r.axis, ranks), r.op
             key = (stream, r.op, r.bytes, r.dtype)
             if key not in self.lengths:
-                self.lengths[key] = cost_model.collective_seconds(
-                    r, event.ranks, self.hardware
-                )
-            drawn = (rank, ", ".join(r.axis), r.op, r.unit, r.phase)
-            what, length = r.op, self.lengths[key]
-        elif isinstance(event, SendStarted):
-            r, size = event.record, float(event.record.bytes)
-            stream = self._pair(rank, event.to)
-            party = Party(rank, "sent")
-            drawn = (rank, f"to {event.to}", "send", r.unit, r.phase)
-            length = cost_model.message_seconds(size, rank, event.to, self.hardware)
-            what = "message"
-        else:
-            stream = self._pair(event.source, rank)
-            party = Party(rank, "asked for")
-            drawn = (rank, f"from {event.source}", "receive", "", "")
-            what, length = "message", 0.0
+                length = cost_model.collective_seconds(r, ranks, self.hardware)
+                self.lengths[key] = length
+            length = self.lengths[key]
+            shown = (", ".join(r.axis), r.op, r.unit, r.phase)
+        party, drawn = Party(run.plan.rank, event.part), (run.plan.rank, *shown)
         transfer = stream.come(party, what, run.clock, length, drawn)
         run.pending[event.number] = transfer
         if transfer.end is not None:
             self.happened(transfer, transfer.end)
 
-    def _group(self, event: Started) -> Stream:
+    def _group(self, axis: tuple[str, ...], ranks: tuple[int, ...]) -> Stream:
         """The stream of a collective's group: one for the planned ranks in it."""
-        axis, ranks = event.record.axis, event.ranks
         key = (axis, len(ranks), ranks[0], ranks[-1])
         if key not in self.groups:
             found = {self._planned(rank) for rank in ranks} - {None}

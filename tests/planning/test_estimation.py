@@ -21,12 +21,10 @@ from fsfunc.pipelining.transfers import with_transfers
 from fsfunc.planning import cost_model
 from fsfunc.planning.estimation import estimate
 from fsfunc.planning.events import (
-    Asked,
     Gave,
     Op,
     Ran,
     Segment,
-    SendStarted,
     Started,
     Took,
     Waited,
@@ -61,11 +59,16 @@ def record(seconds, axis=("data",), name="all_gather"):
 
 
 def started(number, seconds, axis=("data",), ranks=(0, 1, 2, 3), name="all_gather"):
-    return Started(number, record(seconds, axis, name), ranks)
+    return Started(number, "issued", ranks, record(seconds, axis, name))
 
 
-def sent(number, seconds, to):
-    return SendStarted(number, record(seconds, ("pipe",), "ppermute"), to)
+def sent(number, seconds, rank, to):
+    written = record(seconds, ("pipe",), "ppermute")
+    return Started(number, "sent", (rank, to), written)
+
+
+def asked(number, source, rank):
+    return Started(number, "asked for", (source, rank))
 
 
 def planned(mesh, *programs, asked=()):
@@ -204,20 +207,22 @@ def both(*programs, mesh=PIPE, hardware=CLOCK):
 
 
 def test_a_message_starts_when_it_was_sent_and_asked_for():
-    found = both([ran(5), sent(0, 2, 1), ran(9)], [Asked(0, 2, 0), ran(1), Waited(0)])
+    found = both(
+        [ran(5), sent(0, 2, 0, 1), ran(9)], [asked(0, 0, 1), ran(1), Waited(0)]
+    )
     first, second = found.ranks
     assert (first.compute, first.bubble, first.idle) == (14, 0, 0)
     assert (second.compute, second.bubble, second.idle) == (1, 6, 7)
     # A rank that asks late keeps the sender where it waits.
-    found = both([sent(0, 2, 1), Waited(0)], [ran(5), Asked(0, 2, 0), Waited(0)])
+    found = both([sent(0, 2, 0, 1), Waited(0)], [ran(5), asked(0, 0, 1), Waited(0)])
     assert [r.bubble for r in found.ranks] == [7, 2]
     assert parts(found) == (7, 5, 0, 2)
 
 
 def test_messages_of_a_pair_meet_in_order_and_follow_each_other():
     found = both(
-        [sent(0, 3, 1), sent(1, 2, 1)],
-        [Asked(7, 2, 0), Asked(8, 3, 0), Waited(8), ran(1), Waited(7)],
+        [sent(0, 3, 0, 1), sent(1, 2, 0, 1)],
+        [asked(7, 0, 1), asked(8, 0, 1), Waited(8), ran(1), Waited(7)],
     )
     assert [(s.name, s.start, s.end) for s in found.spans if s.rank == 1] == [
         ("receive", 0, 3),
@@ -273,7 +278,7 @@ def test_a_message_to_a_rank_like_the_planned_one_reaches_its_program():
     mesh = Mesh({"data": 2, "pipe": 2}, "abstract")
     # Rank 0 of the plan sends along the axis that its ranks do not differ on: what it
     # asks for is what its double sends.
-    program = [sent(0, 3, 2), Asked(1, 3, 2), Waited(1)]
+    program = [sent(0, 3, 0, 2), asked(1, 2, 0), Waited(1)]
     assert both(program, [ran(1)], mesh=mesh).seconds == 3
 
 
@@ -289,16 +294,16 @@ def test_the_plan_of_one_rank_alone_takes_the_others_to_be_there():
 WORK = {"F": "f", "I": "i", "W": "w"}
 
 
-def events_of(row, rank_of, costs):
+def events_of(rank, row, costs):
     """The events of a rank of a schedule with its transfers written out."""
     events, due, size = [], defaultdict(list), int(costs.send)
     for number, action in enumerate(row):
         kind, key = action.kind, (action.stage, action.microbatch)
-        other = None if action.peer is None else rank_of[action.peer]
+        other = action.peer
         if kind in ("SF", "SB"):
-            events.append(sent(number, size, other))
+            events.append(sent(number, size, rank, other))
         elif kind in ("RF", "RB"):
-            events.append(Asked(number, size, other))
+            events.append(asked(number, other, rank))
             due[kind[1], key].append(number)
         else:
             events += [Waited(n) for n in due["F" if kind == "F" else "B", key]]
@@ -321,8 +326,9 @@ def events_of(row, rank_of, costs):
 def test_a_pipelines_bubble_is_that_of_its_schedule(made, stages, microbatches, costs):
     schedule = made(stages, microbatches)
     mesh = Mesh({"pipe": stages}, "abstract")
-    rows = [events_of(row, range(stages), costs) for row in with_transfers(schedule)]
-    found = estimate(planned(mesh, *rows, asked=("pipe",)), CLOCK)
+    rows = enumerate(with_transfers(schedule))
+    events = [events_of(rank, row, costs) for rank, row in rows]
+    found = estimate(planned(mesh, *events, asked=("pipe",)), CLOCK)
     assert found.bubble == bubble(with_transfers(schedule), costs)
     assert found.exposed == 0 and found.bubble == found.seconds - found.compute
 
@@ -345,8 +351,8 @@ def plans(draw):
             programs[rank].append(ran(size, flops=size))
         elif kind == "message" and stages > 1:
             to = (rank + draw(st.integers(1, stages - 1))) % stages
-            programs[rank].append(sent(number, size, to))
-            programs[to].append(Asked(number, size, rank))
+            programs[rank].append(sent(number, size, rank, to))
+            programs[to].append(asked(number, rank, to))
             waits[rank].append(number)
             waits[to].append(number)
         elif kind != "message":
@@ -411,7 +417,7 @@ def test_the_order_in_which_ranks_are_planned_does_not_matter(plan, machine):
 
 def test_ranks_that_wait_for_each_other_are_named():
     def program(other):
-        return [Asked(0, 1, other), Waited(0), sent(1, 1, other)]
+        return [asked(0, other, 1 - other), Waited(0), sent(1, 1, 1 - other, other)]
 
     with pytest.raises(Deadlock) as error:
         both(program(1), program(0))
@@ -422,7 +428,7 @@ def test_ranks_that_wait_for_each_other_are_named():
 
 def test_a_message_that_nobody_asks_for_is_named():
     with pytest.raises(Deadlock, match=r"from rank 0 to rank 1: rank 1 has not asked"):
-        both([sent(0, 1, 1)], [ran(1)])
+        both([sent(0, 1, 0, 1)], [ran(1)])
 
 
 def test_a_collective_that_a_rank_never_comes_to_is_named():
@@ -440,7 +446,7 @@ def test_ranks_that_meet_in_different_collectives_are_named():
 
 
 def test_a_message_of_a_rank_that_was_not_planned_is_refused():
-    alone = RankPlan(0, 1, {"pipe": 0}, [Asked(0, 1, 1)], {}, (), ())
+    alone = RankPlan(0, 1, {"pipe": 0}, [asked(0, 1, 0)], {}, (), ())
     with pytest.raises(ValueError, match="rank 1 of .* was not planned: plan the step"):
         estimate(Plan(PIPE, (alone,), ("pipe",)), CLOCK)
 
