@@ -6,9 +6,10 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 import fsfunc as ff
+from tests.checks import held, same, unchanged
 from tests.pipelining import test_pipeline_laws as piped
 from tests.pipelining.models import batch_of as rows_of
-from tests.planning.comparing import bits, facts, own, planned_and_run, same_bits
+from tests.planning.comparing import facts, own, planned_and_run
 from tests.transforms.models import SPECS, WIDTH, Spec, batch_of
 from tests.transforms.test_shard_laws import (
     ORDERS,
@@ -105,18 +106,17 @@ def test_a_plan_leaves_no_trace(spec, place, order, donated, seed):
         found, sent = [], []
         for repeat in True, False:
             if plans:
-                before = bits((state, rest))
-                ff.plan(step, state, *rest, repeat=repeat)
-                same_bits(bits((state, rest)), before)
+                with unchanged(state, rest):
+                    ff.plan(step, state, *rest, repeat=repeat)
             with ff.ledger() as log:
                 state, loss = step(state, *rest)
-            found += bits((state, loss))
+            found += held((state, loss))
             sent += facts(log.records)
         return found, sent
 
     without, planned = (ff.spmd(main, mesh)(plans) for plans in (False, True))
     for (expected, sent), (found, told) in zip(without, planned, strict=True):
-        same_bits(found, expected)
+        same(found, expected)
         assert told == sent
 
 
