@@ -21,7 +21,8 @@ from fsfunc.sharded.leaf import FlatShard, Sharded, is_sharded
 from fsfunc.sharded.packing import chunk_here
 from fsfunc.state.leaf_sources import GivenLeaves, Shapes
 from fsfunc.state.mirroring import mirrors
-from fsfunc.tracing.recorder import LeafGroup, Recorder
+from fsfunc.tracing.groups import LeafGroup
+from fsfunc.tracing.recorder import Recorder
 from fsfunc.tracing.recorder import record as _record
 from fsfunc.tracing.type_check import check, learn
 from fsfunc.transforms.sharding import Sharding

@@ -30,11 +30,11 @@ from fsfunc.core.units import Call
 from fsfunc.sharded.donated import Everything
 from fsfunc.sharded.layout import Layout, Owned
 from fsfunc.sharded.leaf import is_sharded
-from fsfunc.tracing.groups import Findings, LeafGroup, Taken, common
+from fsfunc.tracing.groups import Findings, Taken
 from fsfunc.tracing.leaves import Recorded, plain, whole
 from fsfunc.tracing.runs import place_without_data, without_data
 
-__all__ = ["LeafGroup", "Recorder", "common", "record"]
+__all__ = ["Recorder", "record"]
 
 
 def record(
