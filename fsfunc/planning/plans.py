@@ -153,19 +153,20 @@ class RankPlan:
         return rows
 
     @cached_property
+    def _fullest(self) -> tuple[int, tuple[int, ...]]:
+        """The row of ``memory`` in which most is held."""
+        none = (0, (0,) * len(KINDS))
+        return max(self.memory, key=lambda row: sum(row[1]), default=none)
+
+    @property
     def peak_at(self) -> int:
         """The number of the event at which most memory is held."""
-        if not self.memory:
-            return 0
-        return max(self.memory, key=lambda row: sum(row[1]))[0]
+        return self._fullest[0]
 
-    @cached_property
+    @property
     def peak(self) -> dict[str, int]:
         """Bytes of each kind when most is held."""
-        if not self.memory:
-            return dict.fromkeys(KINDS, 0)
-        _, held = max(self.memory, key=lambda row: sum(row[1]))
-        return dict(zip(KINDS, held, strict=True))
+        return dict(zip(KINDS, self._fullest[1], strict=True))
 
     @property
     def peak_bytes(self) -> int:
