@@ -105,9 +105,9 @@ class RankPlan:
     def work(self) -> Mapping[tuple[str, str], Work]:
         """What runs, by (unit, phase), in the order of first appearance."""
         found: dict[tuple[str, str], Work] = {}
-        for (op, *key), n in self.ran.items():
-            calls, ops, flops, size = found.get(tuple(key), (0, 0, 0, 0))
-            found[tuple(key)] = Work(
+        for (op, unit, phase), n in self.ran.items():
+            calls, ops, flops, size = found.get((unit, phase), (0, 0, 0, 0))
+            found[unit, phase] = Work(
                 calls + n * isinstance(op, Segment),
                 ops + n * len(op.ops),
                 flops + n * op.flops,

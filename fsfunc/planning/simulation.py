@@ -73,7 +73,7 @@ class Played(NamedTuple):
     spans: list[Span]
 
 
-Drawn = tuple[int, str, str, str, str]  # a span without its times
+Shown = tuple[str, str, str, str]  # a span without its rank and its times
 
 
 class Party(NamedTuple):
@@ -90,7 +90,7 @@ class Rendezvous:
     stream: Stream
     number: int
     what: str
-    arrived: dict[Party, Drawn] = field(default_factory=dict)
+    arrived: dict[Party, Shown] = field(default_factory=dict)
     met: float = 0.0  # when the last party came
     length: float = 0.0
     start: float = 0.0
@@ -107,7 +107,7 @@ class Stream:
         self.free = 0.0
 
     def come(
-        self, party: Party, what: str, time: float, length: float, drawn: Drawn
+        self, party: Party, what: str, time: float, length: float, shown: Shown
     ) -> Rendezvous:
         """The next one of ``party``, which issues it now."""
         number = self.counts[party]
@@ -122,7 +122,7 @@ class Stream:
                 f"{transfer.what} of rank {others}: all ranks of a group issue their "
                 "collectives in one order"
             )
-        transfer.arrived[party] = drawn
+        transfer.arrived[party] = shown
         transfer.met = max(transfer.met, time)
         transfer.length = max(transfer.length, length)
         if len(transfer.arrived) == len(self.parties):
@@ -231,7 +231,8 @@ class _PlanRun(Player):
         for stream in self.streams.values():
             for t in stream.transfers:
                 between = (t.start, t.end or 0.0)
-                spans += [Span(*drawn, *between) for drawn in t.arrived.values()]
+                parties = t.arrived.items()
+                spans += [Span(p.rank, *shown, *between) for p, shown in parties]
         return Played(whole, times, spans)
 
     def _rank(self, run: _RankRun) -> Iterator[Rendezvous]:
@@ -263,13 +264,11 @@ class _PlanRun(Player):
     def _come(self, run: _RankRun, event: Started) -> None:
         r, ranks, what, length = event.record, event.ranks, "message", 0.0
         if r is None:
-            stream = self._pair(*ranks)
-            shown = (f"from {ranks[0]}", "receive", "", "")
+            stream, shown = self._pair(*ranks), (f"from {ranks[0]}", "receive", "", "")
         elif event.part == "sent":
-            stream = self._pair(*ranks)
-            size = float(r.bytes)
-            length = cost_model.message_seconds(size, *ranks, self.hardware)
-            shown = (f"to {ranks[1]}", "send", r.unit, r.phase)
+            (source, to), size = ranks, float(r.bytes)
+            length = cost_model.message_seconds(size, source, to, self.hardware)
+            stream, shown = self._pair(*ranks), (f"to {to}", "send", r.unit, r.phase)
         else:
             stream, what = self._group(r.axis, ranks), r.op
             key = (stream, r.op, r.bytes, r.dtype)
@@ -278,8 +277,8 @@ class _PlanRun(Player):
                 self.lengths[key] = length
             length = self.lengths[key]
             shown = (", ".join(r.axis), r.op, r.unit, r.phase)
-        party, drawn = Party(run.plan.rank, event.part), (run.plan.rank, *shown)
-        transfer = stream.come(party, what, run.clock, length, drawn)
+        party = Party(run.plan.rank, event.part)
+        transfer = stream.come(party, what, run.clock, length, shown)
         run.pending[event.number] = transfer
         if transfer.end is not None:
             self.happened(transfer, transfer.end)

@@ -92,18 +92,19 @@ def curve_of(own: RankPlan) -> Curve:
 
     for number, event in enumerate(own.events):
         before = ran
-        if isinstance(event, Ran):
-            ran += len(event.op.ops)
-        if whole := isinstance(event, Ran) and isinstance(event.op, Segment):
+        body = event.op if isinstance(event, Ran) else None
+        if body is not None:
+            ran += len(body.ops)
+        if isinstance(body, Segment):
             inside = 0
-            for after, change in event.op.memory:
+            for after, change in body.memory:
                 inside += change
                 bytes_of = list(held)
                 bytes_of[aside] += inside
                 put(before + after, tuple(bytes_of))
             put(ran, held)
         if row is not None and row[0] == number:
-            if not whole:
+            if not isinstance(body, Segment):
                 held = row[1]
                 put(ran, held)
                 given = held if isinstance(event, Took) and not event.op else given
