@@ -170,7 +170,24 @@ CASES = ODD_LEAVES | {
         lambda mesh: ff.shard(STEP, mesh, "data", zero=4),
         ValueError, "zero=4: it is 0, 1, 2 or 3",
     ),
-    "one axis twice": (twice_over_one_axis, ValueError, "two transforms over one axis"),
+    "another unknown axis": (
+        lambda mesh: ff.shard(STEP, mesh, "data", replicate="nod"),
+        ValueError, 'unknown axis "nod"',
+    ),
+    "an axis named twice": (
+        lambda mesh: ff.shard(STEP, mesh, ("data", "data")), ValueError, "named once"
+    ),
+    "an axis both cut and repeated": (
+        lambda mesh: ff.shard(STEP, mesh, "data", replicate="data"),
+        ValueError, "repeats an axis",
+    ),
+    "one axis twice": (
+        twice_over_one_axis, ValueError, r"two transforms over one axis: \['data'\]"
+    ),
+    "a mesh of another size": (
+        lambda mesh: ff.shard(GRADIENT, simulated(4), "data")(parameters(), BATCH),
+        ValueError, "has 4 ranks, but 2 are running",
+    ),
     "batch not divided": (
         lambda mesh: ff.local_batch({"tokens": torch.ones(3, 5)}, mesh, "data"),
         ValueError,
@@ -241,6 +258,17 @@ def test_a_sharded_leaf_in_a_unit_without_shard():
 
     with pytest.raises(TypeError, match="'0/.'.*under ff.shard"):
         ff.spmd(lambda: main(MESH), MESH)()
+
+
+def test_a_sharded_leaf_that_lies_over_another_axis():
+    grid = simulated(node=2, data=2)
+
+    def main():
+        of = lambda axis: ff.shard(GRADIENT, grid, axis)  # noqa: E731
+        return of("node")(ff.place(of("data"), parameters(), BATCH), BATCH)
+
+    with pytest.raises(TypeError, match="'0/.'.* is sharded"):
+        ff.spmd(main, grid)()
 
 
 NO_NUMBERS = {
