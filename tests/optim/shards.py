@@ -49,7 +49,7 @@ def layouts(values, axes):
             unit,
         )
         found.update(zip(names, packed, strict=True))
-    split, owned = Split("model", axes["model"], 0), Owned("data", axes["data"], 0)
+    split, owned = Split(0, "model", axes["model"]), Owned("data", axes["data"], 0)
     found["split"] = Layout(shapes["split"], torch.float32, (split,), "split")
     found["owned"] = Layout(shapes["owned"], torch.float32, (owned,), "owned")
     return found
