@@ -13,7 +13,7 @@ from fsfunc import tree
 from fsfunc.core.losses import Summed, added
 from fsfunc.nn.statistics import Moments
 from fsfunc.tree.structure import TreeMismatch
-from tests.checks import close, refusals, refused, same
+from tests.checks import refusals, refused, same
 from tests.probes import LiveBytes
 
 C = 3
@@ -22,6 +22,10 @@ GENERATOR = torch.Generator().manual_seed(0)
 
 def draw(*shape, dtype=torch.float32):
     return torch.randn(shape, generator=GENERATOR, dtype=dtype)
+
+
+def close(found, expected, tolerance=1e-6):
+    torch.testing.assert_close(found, expected, rtol=tolerance, atol=tolerance)
 
 
 def affine():
