@@ -1,6 +1,7 @@
 """What tests watch with: the bytes that live, and the calls of an op."""
 
 import weakref
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -45,13 +46,24 @@ class LiveBytes(TorchDispatchMode):
         self.live -= self.seen.pop(key)
 
 
-class Calls(TorchDispatchMode):
+class Watch(TorchDispatchMode):
+    """What ``look(func)`` says of each operator that runs: ``seen``, in order."""
+
+    def __init__(self, look: Callable[[Any], Any] = lambda func: func.overloadpacket):
+        super().__init__()
+        self.look, self.seen = look, []
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        self.seen.append(self.look(func))
+        return func(*args, **(kwargs or {}))
+
+
+class Calls(Watch):
     """How often the ops whose names start with ``names`` ran."""
 
     def __init__(self, *names: str):
-        super().__init__()
-        self.names, self.count = names, 0
+        super().__init__(lambda func: func.__name__.startswith(names))
 
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        self.count += func.__name__.startswith(self.names)
-        return func(*args, **(kwargs or {}))
+    @property
+    def count(self) -> int:
+        return sum(self.seen)
