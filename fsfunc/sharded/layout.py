@@ -60,7 +60,7 @@ class Layout:
     blocks/3/w f32[10, 7] flat over data=4 at 0:70 of 4x20
     >>> [layout.local_shape({"data": i}) for i in range(4)]
     [(20,), (20,), (20,), (10,)]
-    >>> grid = Layout((10, 7), torch.float32, (Owned("pipe", 2, 1), Split("m", 4, 0)))
+    >>> grid = Layout((10, 7), torch.float32, (Owned("pipe", 2, 1), Split(0, "m", 4)))
     >>> grid.local_shape({"pipe": 1, "m": 3}), grid.local_shape({"pipe": 0, "m": 3})
     ((1, 7), (0,))
     """
@@ -100,6 +100,18 @@ class Layout:
     def owned(self) -> tuple[Owned, ...]:
         """Its parts that leave it whole on one coordinate of an axis."""
         return tuple(p for p in self.parts if isinstance(p, Owned))
+
+    @cached_property
+    def splits(self) -> tuple[Split, ...]:
+        """Its parts that cut it along a dim."""
+        return tuple(p for p in self.parts if isinstance(p, Split))
+
+    @cached_property
+    def in_units(self) -> Layout | None:
+        """How it lies in a unit that has gathered it; None where it is whole there."""
+        if not self.splits:
+            return None
+        return Layout(self.shape, self.dtype, self.splits, self.name)
 
     @cached_property
     def sizes(self) -> dict[str, int]:
@@ -201,7 +213,7 @@ class Layout:
     def from_data(data: Mapping[str, Any]) -> Layout:
         """The layout of which `to_data` made this, also after a way through JSON.
 
-        >>> layout = Layout((9,), torch.bfloat16, (Split("data", 8, 0),), "b")
+        >>> layout = Layout((9,), torch.bfloat16, (Split(0, "data", 8),), "b")
         >>> Layout.from_data(layout.to_data()) == layout
         True
         """

@@ -42,11 +42,14 @@ class Flat:
 
 @dataclass(frozen=True)
 class Split:
-    """`size` parts of ceil(n / size) along `dim`; the last may be short or empty."""
+    """`size` parts of ceil(n / size) along `dim`; the last may be short or empty.
 
-    axis: str
-    size: int
+    In a table of layouts `size` may be left out: it is the mesh axis's own.
+    """
+
     dim: int
+    axis: str
+    size: int = 0
 
     @property
     def spread(self) -> tuple[tuple[str, int], ...]:
@@ -81,7 +84,7 @@ Placement = Flat | Split | Owned | Whole
 def room(shape: Sequence[int], parts: Sequence[Placement]) -> int:
     """Elements of the largest block that the `Split`s among these parts leave.
 
-    >>> room((10, 7), (Split("model", 4, 0),))
+    >>> room((10, 7), (Split(0, "model", 4),))
     21
     """
     lengths = list(shape)

@@ -72,7 +72,7 @@ def assemble(parts: Locals, layout: Layout) -> Tensor:
         ValueError: a part of another shape; elements that no part holds.
 
     >>> from fsfunc.sharded.layout import Split
-    >>> layout = Layout((3,), torch.int64, (Split("data", 2, 0),))
+    >>> layout = Layout((3,), torch.int64, (Split(0, "data", 2),))
     >>> x = torch.tensor([5, 6, 7])
     >>> assemble([(at, take(x, layout, at)) for at in every_coordinate(layout)], layout)
     tensor([5, 6, 7])

@@ -130,7 +130,7 @@ def part_in_words(layout: Layout, coordinates: Coordinates) -> str:
 
     >>> import torch
     >>> flat = Flat(("data",), 4, "blocks/3", offset=0, chunk=20)
-    >>> grid = Layout((10, 7), torch.float32, (Split("model", 2, 1), flat))
+    >>> grid = Layout((10, 7), torch.float32, (Split(1, "model", 2), flat))
     >>> part_in_words(grid, {"model": 1, "data": 1})
     '[:, 4:7].flat[20:30]'
     >>> part_in_words(grid, {"model": 1, "data": 2})
@@ -184,7 +184,7 @@ def rows_of(layout: Layout) -> int | None:
     None where no number of them does: three dims of which two inner ones are cut.
 
     >>> import torch
-    >>> rows_of(Layout((2, 3, 4), torch.float32, (Split("a", 2, 2), Split("b", 2, 0))))
+    >>> rows_of(Layout((2, 3, 4), torch.float32, (Split(2, "a", 2), Split(0, "b", 2))))
     2
     """
     cut = {part.dim for part in layout.parts if isinstance(part, Split)}

@@ -102,6 +102,8 @@ class Deferred(GivenLeaves):
         found = self.tape.found(x)
         if found is None:
             super().write(x, layout, own, out)
+        elif layout.splits:  # of rows, not one range of what the tape makes
+            super().write(self.whole(x), layout, own, out)
         else:
             self.replay.write(found, *layout.span(own), out)
 

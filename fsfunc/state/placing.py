@@ -16,9 +16,11 @@ from fsfunc.comm.groups import group
 from fsfunc.comm.mesh import Here, here
 from fsfunc.core.frames import frame
 from fsfunc.sharded.inputs import arguments, refuse
-from fsfunc.sharded.layout import Layout, pack_flat
+from fsfunc.sharded.layout import Layout, Split, pack_flat
 from fsfunc.sharded.leaf import FlatShard, Sharded, is_sharded
 from fsfunc.sharded.packing import chunk_here
+from fsfunc.sharded.slices import take
+from fsfunc.state.layout_rules import LayoutRules, splits_of
 from fsfunc.state.leaf_sources import GivenLeaves, Shapes
 from fsfunc.state.mirroring import mirrors
 from fsfunc.tracing.recorder import LeafGroup, Recorder
@@ -29,7 +31,13 @@ from fsfunc.transforms.sharding import Sharding
 __all__ = ["lay_out", "place"]
 
 
-def place(fn: Callable[..., Any], t: Any, *rest: Any, record: str = "fake") -> Any:
+def place(
+    fn: Callable[..., Any],
+    t: Any,
+    *rest: Any,
+    record: str = "fake",
+    layouts: LayoutRules | None = None,
+) -> Any:
     """``t``, whole on every rank, as the call ``fn(t, *rest)`` expects it.
 
     The inverse of ``unshard``. Leaves that units take lie in flat buffers over the
@@ -50,17 +58,30 @@ def place(fn: Callable[..., Any], t: Any, *rest: Any, record: str = "fake") -> A
     ``pipeline``, the same). Simulated ranks compare likewise, where the first and the
     last have a record of their own, and the others take the first one's.
 
+    ``layouts`` splits leaves over axes that split the work of one loss: it has, by
+    pattern of path (``*`` is one name, ``**`` any number), a ``Split(dim, axis)``, or
+    several. A unit has such a leaf as a `Sharded` one, for the layer functions of
+    ``ff.nn``; it is split before it is cut over the axis of a ``shard``. A copy of
+    parameters lies as they do.
+
     Raises:
         RanksDiffer: on every rank: what differs, and on which ranks.
+        ValueError: a pattern that matches no path, two that match one, an axis that
+            does not divide the dim, or over which ``shard`` takes means.
 
     Cost: of each whole leaf, the rank's part is copied, and all of it read once; over
     processes a gather of 32 bytes, of which ledgers say nothing.
     """
-    return lay_out(fn, t, rest, record, GivenLeaves())
+    return lay_out(fn, t, rest, record, GivenLeaves(), layouts)
 
 
 def lay_out(
-    fn: Callable[..., Any], t: Any, rest: Any, record: str, source: GivenLeaves
+    fn: Callable[..., Any],
+    t: Any,
+    rest: Any,
+    record: str,
+    source: GivenLeaves,
+    layouts: LayoutRules | None = None,
 ) -> Any:
     """:func:`place`, of leaves whose values come from ``source``.
 
@@ -74,9 +95,19 @@ def lay_out(
     ):
         refuse("meta", "place", t)
         refuse("meta", "place", rest, *arguments(len(rest), 1))
-    recorder = _recorded(fn, t, rest, record)
+    paths, leaves, treedef = tree.flatten_with_paths(t, is_leaf=is_sharded)
+    found = dict(zip(paths, leaves, strict=True))
+    splits: dict[str, tuple[Split, ...]] = {}
+    if layouts:
+        mesh = laying[0].mesh if laying else here().mesh
+        means = {axis for h in laying for axis in h.axes}
+        splits = splits_of(layouts, found, mesh, means)
+    recorder = _recorded(fn, t, rest, record, splits)
     if not recorder.handlers:
-        return tree.map(source.own, t, is_leaf=is_sharded)
+        for path, parts in splits.items():
+            layout = Layout(tuple(found[path].shape), found[path].dtype, parts, path)
+            found[path] = _block(found[path], layout, source)
+        return tree.unflatten(treedef, map(source.own, found.values()))
     shardings = [h for h in recorder.handlers if isinstance(h, Sharding)]
     if len(shardings) > 1:
         axes = [h.axes for h in shardings]
@@ -84,10 +115,8 @@ def lay_out(
             f"several shard transforms, over {axes}: give one of them a tuple of axes, "
             "or replicate="
         )
-    paths, leaves, treedef = tree.flatten_with_paths(t, is_leaf=is_sharded)
     if not tree.are_shown(leaves):
         tree.shown(t, "place", "is given", is_leaf=is_sharded)
-    found = dict(zip(paths, leaves, strict=True))
     at = here(recorder.handlers[0].mesh)
     values = lambda: source.section(paths, leaves, at.link.notes)  # noqa: E731
     _compare(fn, recorder, rest, at, values)
@@ -101,11 +130,19 @@ def lay_out(
         for path in lot.paths.values():
             refuse("float8", "place", {path: found[path]})
         laid = (
-            _packed(shardings[0], lot, found, coordinates, source, order).leaves()
+            _packed(
+                shardings[0], lot, recorder, found, coordinates, source, order
+            ).leaves()
             if shardings
-            else _owned(lot, found, coordinates, source)
+            else _owned(lot, recorder, found, source)
         )
         found.update(zip(lot.paths.values(), laid, strict=True))
+    for path in splits:
+        if isinstance(found[path], Tensor):
+            raise ValueError(
+                f"layouts: no unit takes {path!r} as a parameter, and only a unit has "
+                "a leaf that is split: call the layer that reads it in an @ff.unit"
+            )
     placed = tree.unflatten(treedef, map(source.own, found.values()))
     if shardings:
         if record == "fake" and not isinstance(source, Shapes):
@@ -124,7 +161,13 @@ def _check_types(
             learn(sharding, at.rank, check(fn, args, {}, at, sharding.axes))
 
 
-def _recorded(fn: Callable[..., Any], t: Any, rest: Any, how: str) -> Recorder:
+def _recorded(
+    fn: Callable[..., Any],
+    t: Any,
+    rest: Any,
+    how: str,
+    splits: dict[str, tuple[Split, ...]],
+) -> Recorder:
     """What ``fn`` shows: simulated ranks, which run one program, record it once.
 
     A rank takes another's record where it is at the same call, with the same shapes,
@@ -132,16 +175,16 @@ def _recorded(fn: Callable[..., Any], t: Any, rest: Any, how: str) -> Recorder:
     """
     mine = [h for h in getattr(fn, "interpretations", ()) if h.lays_out]
     if not mine or (notes := here(mine[0].mesh).link.notes) is None:
-        return _record(fn, t, rest, how)
+        return _record(fn, t, rest, how, splits)
     rank = here(mine[0].mesh).rank
     leaves, treedef = tree.flatten((t, rest), is_leaf=is_sharded)
     count = notes["records", rank] = notes.get(("records", rank), 0) + 1
     shapes = tuple(_kind(x) for x in leaves)
     kinds = tuple(h.configuration for h in mine)
-    key = ("record", count, how, treedef, shapes, kinds)
+    key = ("record", count, how, treedef, shapes, kinds, tuple(splits.items()))
     last = rank == here(mine[0].mesh).mesh.size - 1  # it looks for itself
     if key not in notes or last and here(mine[0].mesh).link.moves:
-        found = _record(fn, t, rest, how)
+        found = _record(fn, t, rest, how, splits)
         if set(found.handlers) != set(mine) or last:
             return found
         notes[key] = replace(found, handlers=mine)
@@ -232,6 +275,7 @@ def _real(x: Any) -> bool:
 def _packed(
     handler: Any,
     lot: _Lot,
+    recorder: Recorder,
     leaves: dict[str, Any],
     coordinates: dict[str, int],
     source: GivenLeaves,
@@ -240,7 +284,7 @@ def _packed(
     """This rank's part of whole tensors, as views of one flat buffer."""
     axes, g = handler.axis if handler.zero else (), lot.group
     sizes = [handler.mesh.axes[a] for a in axes]
-    shapes, outer = [leaves[p].shape for p in g.paths], [g.owner] * len(g.paths)
+    shapes, outer = [leaves[p].shape for p in g.paths], recorder.outer(g)
     names = [lot.paths.get(p, p) for p in g.paths]
     every = pack_flat(shapes, lot.dtype, names, axes, sizes, g.buffer, outer=outer)
     layouts = tuple(
@@ -272,19 +316,23 @@ def _packed(
 
 
 def _owned(
-    lot: _Lot, leaves: dict[str, Any], coordinates: dict[str, int], source: GivenLeaves
+    lot: _Lot, recorder: Recorder, leaves: dict[str, Any], source: GivenLeaves
 ) -> list[Sharded | Tensor]:
-    """Whole tensors, each on the coordinate that owns it and absent elsewhere."""
-    owner = lot.group.owner
+    """Tensors that lie in no buffer, each on the coordinate that owns it."""
     laid: list[Sharded | Tensor] = []
-    for path in lot.paths.values():
-        x = leaves[path]
-        if not owner:
-            laid.append(x)
-            continue
-        layout = Layout(tuple(x.shape), lot.dtype, owner, path)
-        own = {a: coordinates[a] for a in layout.axes}
-        absent = layout.block(own) is None
-        part = source.empty(0, lot.dtype, x) if absent else source.whole(x)
-        laid.append(Sharded(part, layout))
+    outer = dict(zip(lot.group.paths, recorder.outer(lot.group), strict=True))
+    for original, path in lot.paths.items():
+        x, parts = leaves[path], outer[original]
+        layout = Layout(tuple(x.shape), lot.dtype, parts, path)
+        laid.append(_block(x, layout, source) if parts else x)
     return laid
+
+
+def _block(x: Tensor, layout: Layout, source: GivenLeaves) -> Sharded:
+    """This rank's block of a whole tensor; nothing, where others own it."""
+    coordinates = here().mesh.coordinates()
+    own = {a: coordinates[a] for a in layout.axes}
+    if layout.block(own) is None:
+        return Sharded(source.empty(0, layout.dtype, x), layout)
+    part = source.whole(x)
+    return Sharded(take(part, layout, own).clone() if layout.splits else part, layout)

@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 
 from fsfunc import tree
 from fsfunc.sharded.leaf import is_sharded
+from fsfunc.state.layout_rules import LayoutRules
 from fsfunc.state.leaf_sources import Deferred, GivenLeaves, Shapes, defer
 from fsfunc.state.placing import lay_out
 
@@ -65,6 +66,7 @@ def init_state(
     record: str = "fake",
     *,
     extra: Any = None,
+    layouts: LayoutRules | None = None,
 ) -> TrainState:
     """The first state of ``step``, each rank holding its part.
 
@@ -88,6 +90,8 @@ def init_state(
             or a function that makes it of the parameters, whole. Leaves that mirror
             parameters (an average of weights) lie as they do, others stay whole: see
             ``place``.
+        layouts: by pattern of a parameter's path, how it is split over axes that split
+            the work of one loss: see ``place``.
 
     Raises:
         RuntimeError: the step or the function asks a fake tensor for its value, or the
@@ -132,7 +136,7 @@ def init_state(
     if record == "real" and isinstance(source, Deferred):
         whole = tree.map(source.own, whole, is_leaf=is_sharded)
         source = GivenLeaves()
-    return _state(step, whole, optimizer, batch, record, source)
+    return _state(step, whole, optimizer, batch, record, source, layouts)
 
 
 def _with_extra(params_or_init_fn: Any, extra: Any) -> Any:
@@ -155,6 +159,7 @@ def abstract_state(
     batch: Any,
     *,
     extra: Any = None,
+    layouts: LayoutRules | None = None,
 ) -> TrainState:
     """The state that ``init_state`` would make, of "meta" tensors: its shapes alone.
 
@@ -182,7 +187,7 @@ def abstract_state(
     whole = _with_extra(params_or_init_fn, extra)
     if callable(params_or_init_fn):
         whole, _ = defer(whole, batch, draws=False)
-    return _state(step, whole, optimizer, batch, "fake", Shapes())
+    return _state(step, whole, optimizer, batch, "fake", Shapes(), layouts)
 
 
 def _state(
@@ -192,6 +197,7 @@ def _state(
     batch: Any,
     record: str,
     source: GivenLeaves,
+    layouts: LayoutRules | None,
 ) -> TrainState:
     params, extra = made
     beside = bool(tree.leaves(extra, is_leaf=is_sharded))  # else paths are as they are
@@ -203,9 +209,10 @@ def _state(
     run.interpretations = getattr(step, "interpretations", ())  # type: ignore
     if beside:
         both = _Whole(params, extra)
-        params, extra = lay_out(run, both, (batch,), record, source)
+        layouts = {f"params/{p}": rule for p, rule in (layouts or {}).items()}
+        params, extra = lay_out(run, both, (batch,), record, source, layouts)
     else:
-        params = lay_out(run, params, (batch,), record, source)
+        params = lay_out(run, params, (batch,), record, source, layouts)
     source.release()
     return TrainState(params, optimizer.init(params), extra=extra)
 

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
 
-from fsfunc.sharded.layout import Layout, Owned, describe
+from fsfunc.sharded.layout import Layout, Owned
+from fsfunc.sharded.placements import Placement
 
 __all__ = ["Findings", "LeafGroup", "Taken", "common"]
 
@@ -75,6 +76,10 @@ class Findings:
     differentiated: bool = False
     looked_at: bool = True
 
+    def outer(self, group: LeafGroup) -> list[tuple[Placement, ...]]:
+        """How each of a group's leaves lies before it is cut to fit the buffer."""
+        return [(*group.owner, *self.layouts[path].parts) for path in group.paths]
+
     def lines(self) -> list[tuple[str, str]]:
         """What ranks that run one program have in common: (what it is about, text).
 
@@ -83,9 +88,8 @@ class Findings:
         found = [(f"unit call {i}", str(taken)) for i, taken in enumerate(self.taken)]
         for path, layout in self.layouts.items():
             trained = ", differentiated" if path in self.trained else ""
-            found.append(
-                (f"leaf {path!r}", describe(layout.shape, layout.dtype) + trained)
-            )
+            said = str(replace(layout, name="")).removesuffix(" whole")
+            found.append((f"leaf {path!r}", said + trained))
         outside = ", ".join(map(repr, sorted(self.outside))) or "nothing"
         return [*found, ("read outside units", outside)]
 
@@ -160,6 +164,7 @@ class Findings:
                 layout.dtype,
                 path in self.trained,
                 _owner(calls[path]),
+                layout.axes,
             )
             found.setdefault(key, []).append(path)
         ordered = sorted(found.items(), key=lambda item: item[0][0] or ((1 << 30,),))
@@ -224,20 +229,23 @@ def common(paths: list[tuple[str, ...]]) -> tuple[str, ...]:
 def _merged(ordered: list[Any], min_bytes: int, layouts: dict[str, Layout]):
     """Neighbouring small groups as one, until they reach ``min_bytes``."""
     out: list[tuple[tuple[str, ...], torch.dtype, str, list[str], Any]] = []
-    open_key: Any = None
-    size = 0
-    for (numbers, unit, dtype, trained, owner), paths in ordered:
+    open_: dict[Any, tuple[int, int]] = {}  # the last one of each kind, and its size
+    for (numbers, unit, dtype, trained, owner, axes), paths in ordered:
         nbytes = sum(layouts[p].nbytes for p in paths)
         single = len(numbers) == 1
         around = numbers[0][:-1] if single else None
-        key = (around, unit[:-1], dtype, trained, owner) if single else None
+        key = (around, unit[:-1], dtype, trained, owner, axes) if single else None
         small = single and nbytes < min_bytes
-        if small and key == open_key and size < min_bytes:
-            _, _, name, so_far, _ = out[-1]
+        at, size = open_.get(key, (0, min_bytes))
+        if small and size < min_bytes:
+            _, _, name, so_far, _ = out[at]
             joint = f"{name} + {paths[0]}"
-            out[-1] = (unit[:-1], dtype, joint, [*so_far, *paths], owner)
-            size += nbytes
+            out[at] = (unit[:-1], dtype, joint, [*so_far, *paths], owner)
+            open_[key] = at, size + nbytes
             continue
+        # Others come between, but for those of the same calls that are split.
+        open_ = {k: v for k, v in open_.items() if k[-1] != axes}
+        if small:
+            open_[key] = len(out), nbytes
         out.append((unit, dtype, paths[0], list(paths), owner))
-        open_key, size = (key, nbytes) if small else (None, 0)
     return out

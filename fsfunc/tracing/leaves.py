@@ -14,8 +14,9 @@ from fsfunc import tree
 from fsfunc.core.frames import frame
 from fsfunc.sharded.layout import Layout
 from fsfunc.sharded.leaf import Sharded, is_sharded
+from fsfunc.sharded.slices import take
 
-__all__ = ["Recorded", "plain", "whole"]
+__all__ = ["Recorded", "block", "local", "plain", "whole"]
 
 
 class Recorded(Sharded):
@@ -48,9 +49,31 @@ def plain(x: Any) -> Any:
     return x.local if isinstance(x, Recorded) else x
 
 
+def local(x: Any) -> Any:
+    """The tensor that this rank holds of a leaf, or ``x`` itself."""
+    return x.local if isinstance(x, Sharded) else x
+
+
 def whole(x: Any) -> Any:
     """What a unit sees of a leaf that is laid out already: its shape will do."""
-    return x.local.detach().new_zeros(x.shape) if isinstance(x, Sharded) else x
+    if not isinstance(x, Sharded):
+        return x
+    local, split = x.local.detach(), x.layout.in_units
+    if split is None:
+        return local.new_zeros(x.shape)
+    return Sharded(local.new_zeros(split.local_shape(_first(split))), split)
+
+
+def block(x: Any) -> Any:
+    """What a unit sees of a recorded leaf: a tensor, or the first rank's part of it."""
+    split = x.layout.in_units
+    if split is None:
+        return x.local
+    return Sharded(take(x.local, split, _first(split)), split)
+
+
+def _first(layout: Layout) -> dict[str, int]:
+    return dict.fromkeys(layout.axes, 0)
 
 
 def _forward(name: str) -> Any:

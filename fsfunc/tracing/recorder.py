@@ -10,7 +10,7 @@ one that notes its unit calls (:class:`Noted`), one that computes again by none.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -27,21 +27,26 @@ from fsfunc.comm.mesh import asks
 from fsfunc.core.frames import Interpretation, Tracer, frame, inside
 from fsfunc.core.units import Call
 from fsfunc.sharded.donated import Everything
-from fsfunc.sharded.layout import Layout, Owned
-from fsfunc.sharded.leaf import is_sharded
+from fsfunc.sharded.layout import Layout, Owned, Split
+from fsfunc.sharded.leaf import Sharded, is_sharded
 from fsfunc.tracing.groups import Findings, LeafGroup, Taken, common
-from fsfunc.tracing.leaves import Recorded, plain, whole
+from fsfunc.tracing.leaves import Recorded, block, local, plain, whole
 from fsfunc.tracing.runs import place_without_data, without_data
 
 __all__ = ["LeafGroup", "Recorder", "common", "record"]
 
 
 def record(
-    fn: Callable[..., Any], params: Any, rest: tuple[Any, ...], how: str = "fake"
+    fn: Callable[..., Any],
+    params: Any,
+    rest: tuple[Any, ...],
+    how: str = "fake",
+    splits: Mapping[str, tuple[Split, ...]] | None = None,
 ) -> Recorder:
     """What ``fn(params, *rest)`` shows of its leaves, moving nothing.
 
     Args:
+        splits: by path, how leaves are split over axes that no transform gathers.
         how: ``"fake"`` runs on fake tensors; ``"real"`` runs one real call, for steps
             that read a tensor's value.
 
@@ -58,10 +63,10 @@ def record(
     if how == "fake":
         # A forward pass shows which units take which leaves, and in which order.
         try:
-            return _record(fn, params, rest, how, forward_only=True)
+            return _record(fn, params, rest, how, splits or {}, forward_only=True)
         except Exception:
             pass  # raised again below, unless the backward pass mends it
-    return _record(fn, params, rest, how)
+    return _record(fn, params, rest, how, splits or {})
 
 
 def _record(
@@ -69,6 +74,7 @@ def _record(
     params: Any,
     rest: tuple[Any, ...],
     how: str,
+    splits: Mapping[str, tuple[Split, ...]],
     forward_only: bool = False,
 ) -> Recorder:
     f, fake = frame(), how == "fake"
@@ -97,7 +103,7 @@ def _record(
         with inside(f), watching(recorder):
             for i, (path, x) in enumerate(zip(paths, leaves, strict=True)):
                 if isinstance(x, Tensor):
-                    layout = Layout(tuple(x.shape), x.dtype, (), path)
+                    layout = Layout(tuple(x.shape), x.dtype, splits.get(path, ()), path)
                     recorder.layouts[path] = layout
                     leaves[i] = Recorded(convert(x.detach()), layout)
             others = tree.map(
@@ -165,6 +171,8 @@ class Recorder(Findings, Tracer, Watcher):
         self._alive.extend(found)
 
     def collective(self, x: Tensor, how: LinearMap, where: RankGroup) -> None:
+        if frame().path and not where.mean:
+            return  # what a unit does to its own values
         typed = how.to == "I" or how.op in ("cast", "enter", "slice")
         if typed or self._is_leaf(x):
             self.plain = False
@@ -175,6 +183,7 @@ class Recorder(Findings, Tracer, Watcher):
     def path_of(self, x: Any) -> str | None:
         if isinstance(x, Recorded):
             return x.layout.name
+        x = x._local if isinstance(x, Sharded) else x
         if not isinstance(x, Tensor):
             return None
         found = self._known.get(id(x))
@@ -210,7 +219,8 @@ class Recorder(Findings, Tracer, Watcher):
                     leaves[i] = whole(leaf)
                     continue
                 names.append(path)
-                leaves[i] = x = plain(leaf)
+                leaves[i] = block(leaf) if isinstance(leaf, Recorded) else leaf
+                x = local(leaves[i])
                 self.know(x, path)
                 if _torch.is_wrapped(x) or x.requires_grad:
                     self.trained.add(path)
@@ -227,7 +237,11 @@ class Recorder(Findings, Tracer, Watcher):
 
     def _given(self, x: Any) -> Any:
         """An output; a leaf that a unit returns as it is, is no leaf any more."""
-        return x if self.path_of(x) is None else plain(x).view_as(plain(x))
+        if self.path_of(x) is None:
+            return x
+        if isinstance(x, Sharded) and not isinstance(x, Recorded):
+            return x.with_local(x.local.view_as(x.local))
+        return plain(x).view_as(plain(x))
 
     def read(self, values: Any) -> None:
         """A torch function read these values, in a unit's own body or outside."""
@@ -240,9 +254,9 @@ class Recorder(Findings, Tracer, Watcher):
                 continue
             if not f.path and not is_own_call():
                 self.glue.setdefault(path, f.in_loss)
-            local = plain(x)
-            inner = _torch.is_wrapped(local)
-            if inner and local.requires_grad and not (f.in_loss or f.path):
+            held = local(x)
+            inner = _torch.is_wrapped(held)
+            if inner and held.requires_grad and not (f.in_loss or f.path):
                 self.stock.setdefault(path, source_line())
             if f.path or path not in self.outside:
                 where = source_line(), f.in_loss or inner

@@ -22,7 +22,7 @@ from fsfunc.core.units import Call
 from fsfunc.runtime.buffer_pool import pool_of
 from fsfunc.sharded.donated import refuse_spent
 from fsfunc.sharded.inputs import arguments, refuse
-from fsfunc.sharded.leaf import FlatShard, is_sharded, whole_shape
+from fsfunc.sharded.leaf import FlatShard, Sharded, is_sharded, whole_shape
 from fsfunc.sharded.packing import by_buffer, joined, packed_of, repack, repacked
 from fsfunc.tracing.recorder import Noted, Recorder
 from fsfunc.tracing.type_check import check, knows, learn, signature
@@ -317,7 +317,8 @@ class Sharding(Interpretation):
         if thread is not None and token is not None:
             thread.token = token
         for i, view in zip(order, views, strict=True):
-            leaves[i] = view
+            split = leaves[i].layout.in_units
+            leaves[i] = view if split is None else Sharded(view, split)
         out = run(tree.unflatten(treedef, leaves), *inputs, **named)
         outs, spec = tree.flatten(out)
         given = given[len(leaves) :]
@@ -409,8 +410,9 @@ class Sharding(Interpretation):
             flat = spread(runtime, flat, place.size, name)
             for i, x in zip(positions, chosen, strict=True):
                 start, shape = x.layout.flat.offset, whole_shape(x.layout)
-                whole = flat[start : start + math.prod(shape)].view(shape)
-                leaves[i] = Dense.apply(whole)
+                whole = Dense.apply(flat[start : start + math.prod(shape)].view(shape))
+                split = x.layout.in_units
+                leaves[i] = whole if split is None else Sharded(whole, split)
 
     # Gradient calls
 

@@ -114,7 +114,7 @@ def one_rank_fails(mesh, folder, rank, save):
 def one_rank_reads_badly(mesh, folder):
     """A flipped byte in what one rank alone reads."""
     path = folder / "flipped"
-    layout = ff.Layout((2, 1 << 20), torch.uint8, (ff.Split("data", 2, 0),), "w")
+    layout = ff.Layout((2, 1 << 20), torch.uint8, (ff.Split(0, "data", 2),), "w")
     state = {"w": ff.Sharded(torch.ones(1, 1 << 20, dtype=torch.uint8), layout)}
     ff.save(path, state)
     if mesh.rank == 0:

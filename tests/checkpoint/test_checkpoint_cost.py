@@ -108,7 +108,7 @@ def test_loading_columns_of_a_row_major_leaf_takes_one_slab(tmp_path):
     """The worst case: each rank wants a little of every row."""
     whole = torch.arange(4 * MIB, dtype=torch.float32).view(-1, 64)  # 16 MiB
     ff.save(tmp_path / "a", {"w": whole})
-    layout = ff.Layout(tuple(whole.shape), whole.dtype, (ff.Split("data", 4, 1),), "w")
+    layout = ff.Layout(tuple(whole.shape), whole.dtype, (ff.Split(1, "data", 4),), "w")
 
     def main(mesh):
         shape = layout.local_shape(mesh.coordinates())

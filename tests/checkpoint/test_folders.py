@@ -102,7 +102,7 @@ def test_metadata_needs_no_mesh(tmp_path):
     given = {"lr": 0.5, "layers": [1, 2], "name": "größe", "none": None, "nan": 1e400}
 
     def main(mesh):
-        w = ff.Layout((3, 2), torch.bfloat16, (ff.Split("data", 2, 0),), "w")
+        w = ff.Layout((3, 2), torch.bfloat16, (ff.Split(0, "data", 2),), "w")
         part = torch.ones(w.local_shape(mesh.coordinates()), dtype=torch.bfloat16)
         state = {"a": {"w": ff.Sharded(part, w)}, "step": 3, "b": True, "s": "x"}
         ff.save(tmp_path / "a", state, metadata=given)

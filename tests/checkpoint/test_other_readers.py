@@ -170,7 +170,7 @@ def test_what_others_wrote_is_loaded_onto_any_mesh(tmp_path, kind):
 
     def load(mesh):
         how = [
-            ff.Layout(x.shape, x.dtype, (ff.Split("data", 2, 0),) if x.ndim else (), p)
+            ff.Layout(x.shape, x.dtype, (ff.Split(0, "data", 2),) if x.ndim else (), p)
             for p, x in zip(tree.paths(whole), tree.leaves(whole), strict=True)
         ]
         expected = laid_out(whole, how, mesh)

@@ -74,7 +74,7 @@ def layouts(draw, shape, dtype, axes, name):
     for axis in chosen[n_flat:]:
         if shape and draw(st.booleans()):
             dim = draw(st.integers(0, len(shape) - 1))
-            outer.append(ff.Split(axis, axes[axis], dim))
+            outer.append(ff.Split(dim, axis, axes[axis]))
         else:
             owner = draw(st.integers(0, axes[axis] - 1))
             outer.append(ff.Owned(axis, axes[axis], owner))
@@ -178,7 +178,7 @@ def empty(state):
 
 def split(n):
     """The layouts of ``tree_of`` on two ranks, in the order of its leaves."""
-    half = ff.Split("data", 2, 1)
+    half = ff.Split(1, "data", 2)
     w = ff.Layout((2, n // 2), torch.float32, (half,))
     return [None if x == "step" else w if x == "w" else ff.Layout(*x)
             for x in (((2,), torch.bfloat16), B, "w", B, "w", "step")]  # fmt: skip

@@ -77,7 +77,7 @@ def layouts(values, axes):
             unit,
         )
         found.update(zip(names, packed, strict=True))
-    split, owned = Split("model", axes["model"], 0), Owned("data", axes["data"], 0)
+    split, owned = Split(0, "model", axes["model"]), Owned("data", axes["data"], 0)
     found["split"] = Layout(shapes["split"], torch.float32, (split,), "split")
     found["owned"] = Layout(shapes["owned"], torch.float32, (owned,), "owned")
     return found
@@ -323,7 +323,7 @@ def test_moments_may_have_a_dtype_of_their_own():
 def test_an_optimizer_runs_with_vmap_for_a_mesh_axis():
     params, g = torch.ones(2), torch.tensor([3.0, 4.0])
     mesh = make_mesh({"data": 2}, "vmap")
-    layout = Layout((4,), torch.float32, (Split("data", 2, 0),), "w")
+    layout = Layout((4,), torch.float32, (Split(0, "data", 2),), "w")
     optimizer = chain(clip_by_global_norm(1.0), sharded_adam(0.1))
 
     def run(p, g):

@@ -34,7 +34,7 @@ def layouts(draw, shape):
     parts = []
     for axis, size in zip(axes[:n_outer], sizes[:n_outer], strict=True):
         if shape and draw(st.booleans()):
-            parts.append(Split(axis, size, draw(st.integers(0, len(shape) - 1))))
+            parts.append(Split(draw(st.integers(0, len(shape) - 1)), axis, size))
         else:
             parts.append(Owned(axis, size, draw(st.integers(0, size - 1))))
     if not n_flat:
@@ -54,14 +54,14 @@ def layouts(draw, shape):
 one_layout = shapes.flatmap(layouts)
 law = settings(deadline=None, max_examples=200)
 
-NINE = Layout((9,), torch.int64, (Split("data", 8, 0),), "w")
+NINE = Layout((9,), torch.int64, (Split(0, "data", 8),), "w")
 PRODUCT = Layout(  # runs over two dims, ranks whose range begins and ends inside a row
     (3, 4, 5),
     torch.int64,
-    (Owned("pipe", 2, 1), Split("model", 2, 2), Flat(("data",), 3, "unit", 1, 14)),
+    (Owned("pipe", 2, 1), Split(2, "model", 2), Flat(("data",), 3, "unit", 1, 14)),
     "w",
 )
-CUBE = Layout((3, 4, 5), torch.int64, (Split("data", 2, 1), Split("node", 4, 1)), "w")
+CUBE = Layout((3, 4, 5), torch.int64, (Split(1, "data", 2), Split(1, "node", 4)), "w")
 
 
 def of_every_layout(test):
@@ -177,7 +177,7 @@ def test_pack_flat_lays_leaves_end_to_end_and_pads_at_the_end(some, size, nodes)
 
 
 def test_nine_elements_over_eight_ranks():
-    split = Layout((9,), F32, (Split("data", 8, 0),))
+    split = Layout((9,), F32, (Split(0, "data", 8),))
     (flat,) = pack_flat([(9,)], F32, ["b"], ["data"], 8, "unit")
     for layout in (split, flat):
         held = [layout.local_shape({"data": i}) for i in range(8)]
@@ -193,7 +193,7 @@ def test_flat_indexes_its_first_axis_as_the_major_one():
 def test_a_part_is_a_view_where_it_can_be():
     full = torch.zeros(8, 6)
     flat = pack_flat([(8, 6)], F32, ["w"], ["data"], 3, "unit")[0]
-    column = Layout((8, 6), F32, (Split("model", 2, 1),))
+    column = Layout((8, 6), F32, (Split(1, "model", 2),))
     for layout, at in ((flat, {"data": 1}), (column, {"model": 1})):
         take(full, layout, at).fill_(1)
         assert full.sum() == math.prod(layout.local_shape(at))
@@ -212,7 +212,7 @@ def test_an_empty_part_keeps_no_storage_alive():
 
 
 def test_a_flat_part_of_a_cut_block_copies_no_more_than_itself():
-    layout = Layout((64, 64), F32, (Split("m", 2, 1), Flat(("d",), 64, "unit", 5, 33)))
+    layout = Layout((64, 64), F32, (Split(1, "m", 2), Flat(("d",), 64, "unit", 5, 33)))
     full = torch.arange(64.0 * 64).view(64, 64)
     for at in every_coordinate(layout):
         part = take(full, layout, at)
@@ -229,17 +229,17 @@ def test_take_flattens_a_transposed_tensor_row_major():
 
 
 def test_parts_keep_the_dtype_they_come_in():
-    layout = Layout((5,), F32, (Split("data", 2, 0),))
+    layout = Layout((5,), F32, (Split(0, "data", 2),))
     x = torch.arange(5, dtype=torch.bfloat16)
     assert assemble(take_all(x, layout), layout).dtype == torch.bfloat16
 
 
 def test_layouts_are_hashable_values_that_ignore_their_name():
-    one = Layout(torch.Size([2, 3]), F32, (Split("data", 2, 0),), "a")
-    two = Layout((2, 3), F32, (Split("data", 2, 0),), "b")
+    one = Layout(torch.Size([2, 3]), F32, (Split(0, "data", 2),), "a")
+    two = Layout((2, 3), F32, (Split(0, "data", 2),), "b")
     assert one == two and hash(one) == hash(two)
-    assert one != Layout((2, 3), F32, (Split("data", 2, 1),))
-    assert one != Layout((2, 3), torch.float64, (Split("data", 2, 0),))
+    assert one != Layout((2, 3), F32, (Split(1, "data", 2),))
+    assert one != Layout((2, 3), torch.float64, (Split(0, "data", 2),))
     assert Layout((2,), F32, (Whole(),)) == Layout((2,), F32)
     assert Flat(("data",), 4, "u", 0, 1) == Flat(("data",), 4, "u", 0, 1, (4,))
 
@@ -268,7 +268,7 @@ def test_a_layout_tells_its_facts():
             "blocks/3/w f32[10, 7] flat over data=4 at 0:70 of 4x20",
         ),
         (
-            (Split("m", 3, 0), Flat(("a", "b"), 4, "u", 2, 9, (2, 2))),
+            (Split(0, "m", 3), Flat(("a", "b"), 4, "u", 2, 9, (2, 2))),
             "blocks/3/w f32[10, 7] split over m=3 along dim 0, "
             "flat over a=2,b=2 at 2:30 of 4x9",
         ),
@@ -302,22 +302,22 @@ W = "'blocks/3/w' f32[10, 7]"
     ("parts", "message"),
     [
         (
-            (Split("data", 4, 5),),
+            (Split(5, "data", 4),),
             f'cannot shard {W} over axis "data" of size 4 along dim 5: it has 2 dims; '
             "pass a dim from 0 to 1",
         ),
         (
-            (Split("data", 4, -1),),
+            (Split(-1, "data", 4),),
             f'cannot shard {W} over axis "data" of size 4 along dim -1: it has 2 dims; '
             "pass a dim from 0 to 1",
         ),
         (
-            (Split("data", 0, 0),),
+            (Split(0, "data", 0),),
             f'cannot shard {W} over axis "data" of size 0: axis "data" has no ranks; '
             "a size is at least 1",
         ),
         (
-            (Split("data", 2, 0), Flat(("data",), 2, "u", 0, 35)),
+            (Split(0, "data", 2), Flat(("data",), 2, "u", 0, 35)),
             f'cannot shard {W} over axis "data" of size 2: axis "data" is already used '
             "by another part; a layout spreads a tensor over an axis once",
         ),
@@ -332,7 +332,7 @@ W = "'blocks/3/w' f32[10, 7]"
             "such rank; pass one from 0 to 1",
         ),
         (
-            (Flat(("data",), 2, "u", 0, 35), Split("model", 2, 0)),
+            (Flat(("data",), 2, "u", 0, 35), Split(0, "model", 2)),
             f'cannot shard {W} over axis "data" of size 2: it is Flat, which leaves '
             "nothing to cut further; put Flat last",
         ),
@@ -355,10 +355,10 @@ def test_a_bad_part_is_refused_with_the_way_out(parts, message):
 
 
 def test_bad_input_is_refused_with_the_way_out():
-    layout = Layout((10, 7), F32, (Split("data", 4, 0),), "blocks/3/w")
+    layout = Layout((10, 7), F32, (Split(0, "data", 4),), "blocks/3/w")
     x = torch.zeros(10, 7)
     cases = [
-        (lambda: Layout((), F32, (Split("data", 2, 0),)), "it has 0 dims; lay it flat"),
+        (lambda: Layout((), F32, (Split(0, "data", 2),)), "it has 0 dims; lay it flat"),
         (lambda: Layout((2, -1), F32), "a dim has a negative length"),
         (
             lambda: layout.local_shape({"pipe": 0}),

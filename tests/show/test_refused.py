@@ -17,7 +17,7 @@ from tests.checks import refusals, refused
 from tests.show.planned import F32, STEP, lone, ran, small, span, stages
 
 F0, B0, SF0 = Action("F", 0, 0), Action("B", 0, 0), Action("SF", 0, 0, 1)
-LEAF = Layout((4,), F32, (Split("data", 2, 0),), "w")
+LEAF = Layout((4,), F32, (Split(0, "data", 2),), "w")
 MESH = Mesh({"data": 2}, "abstract")
 
 

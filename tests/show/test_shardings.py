@@ -28,7 +28,7 @@ def layouts(draw, max_dims=3):
         parts.append(Owned(next(names), size, draw(st.integers(0, size - 1))))
     for _ in range(draw(st.integers(0, 2 if shape else 0))):
         dim = draw(st.integers(0, len(shape) - 1))
-        parts.append(Split(next(names), draw(st.integers(1, 3)), dim))
+        parts.append(Split(dim, next(names), draw(st.integers(1, 3))))
     if draw(st.booleans()):
         before, after = draw(st.integers(0, 5)), draw(st.integers(0, 5))
         packed = pack_flat(
@@ -103,7 +103,7 @@ def test_words_index_the_elements(layout):
 
 
 def test_a_grid_of_two_axes():
-    parts = (Split("data", 2, 0), Split("model", 2, 1))
+    parts = (Split(0, "data", 2), Split(1, "model", 2))
     mesh = Mesh({"data": 2, "model": 2}, "abstract")
     assert str(sharding(Layout((5, 3), F32, parts, "w"), mesh)) == golden("""
 w f32[5, 3], split over data=2 along dim 0, split over model=2 along dim 1
@@ -125,7 +125,7 @@ rank  at              holds       elements  as
 
 def test_a_vector_and_who_holds_nothing():
     mesh = Mesh({"data": 2, "model": 4}, "abstract")
-    shown = sharding(Layout((5,), F32, (Split("model", 4, 0),), "b"), mesh, rank=7)
+    shown = sharding(Layout((5,), F32, (Split(0, "model", 4),), "b"), mesh, rank=7)
     assert str(shown) == golden("""
 b f32[5], split over model=4 along dim 0
 a cell names the ranks that hold it
@@ -172,12 +172,12 @@ def test_what_is_too_fine_for_a_grid_is_a_table():
     ]
     vast = pack_flat([(200_000,)], F32, ["w"], ["data"], 20_000, "u")[0]
     assert "... and 19980 more" in sharding(vast).text()
-    inner = (Split("a", 2, 1), Split("b", 2, 2))
+    inner = (Split(1, "a", 2), Split(2, "b", 2))
     assert sharding(Layout((2, 4, 4), F32, inner, "w")).grid is None
 
 
 def test_an_empty_leaf_has_no_grid():
-    shown = sharding(Layout((0, 4), F32, (Split("data", 2, 0),), "w"))
+    shown = sharding(Layout((0, 4), F32, (Split(0, "data", 2),), "w"))
     assert str(shown) == golden("""
 w f32[0, 4], split over data=2 along dim 0
 
@@ -238,6 +238,6 @@ def test_rich_colours_the_cells():
     console = Console(
         file=file, width=60, force_terminal=True, color_system="truecolor"
     )
-    console.print(sharding(Layout((4,), F32, (Split("data", 2, 0),), "w")))
+    console.print(sharding(Layout((4,), F32, (Split(0, "data", 2),), "w")))
     assert "48;2;138;169;209m  0  " in file.getvalue()
     assert "48;2;236;174;133m  1  " in file.getvalue()

@@ -1,0 +1,142 @@
+"""A table of path patterns that says how leaves are split over axes of the mesh.
+
+A rule is for axes that split the work of one loss, such as those of tensor parallelism:
+the layer functions know what to do with a leaf that is split. What ``shard`` does to a
+leaf comes on top, over its own axes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
+from difflib import get_close_matches
+from fnmatch import fnmatchcase
+from typing import Any
+
+from torch import Tensor
+
+from fsfunc.comm.mesh import Mesh
+from fsfunc.sharded.layout import Layout, Split
+from fsfunc.sharded.placements import describe
+
+__all__ = ["LayoutRules", "matches", "splits_of"]
+
+# By pattern: how the leaves on the paths that it matches are split, outermost first.
+LayoutRules = Mapping[str, Split | Sequence[Split]]
+
+
+def matches(pattern: str, path: str) -> bool:
+    """Whether a pattern fits a path: name by name, ``**`` any number of names.
+
+    >>> [matches("blocks/*/w[qk]", p) for p in ("blocks/3/wq", "blocks/3/attn/wq")]
+    [True, False]
+    >>> matches("**/wq", "blocks/3/attn/wq"), matches("**/wq", "wq")
+    (True, True)
+    """
+    return _fits(pattern.split("/"), path.split("/"))
+
+
+def _fits(patterns: list[str], names: list[str]) -> bool:
+    if not patterns:
+        return not names
+    first, *rest = patterns
+    if first == "**":
+        return any(_fits(rest, names[i:]) for i in range(len(names) + 1))
+    return bool(names) and fnmatchcase(names[0], first) and _fits(rest, names[1:])
+
+
+def splits_of(
+    rules: LayoutRules, leaves: Mapping[str, Any], mesh: Mesh, taken: Iterable[str]
+) -> dict[str, tuple[Split, ...]]:
+    """By path, how the leaves that a rule names are split.
+
+    Args:
+        leaves: by path; those that are split must be whole tensors.
+        taken: axes over which a transform lays leaves out.
+
+    Raises:
+        TypeError: a rule that is no `Split`, or a leaf that is no tensor.
+        ValueError: a pattern that matches no path, two that match one; an axis that the
+            mesh does not have, or is taken, or does not divide the dim.
+    """
+    found: dict[str, tuple[Split, ...]] = {}
+    by: dict[str, str] = {}
+    for pattern, rule in rules.items():
+        paths = [path for path in leaves if matches(pattern, path)]
+        if not paths:
+            near = get_close_matches(pattern, leaves, n=3, cutoff=0.3) or [*leaves][:3]
+            raise ValueError(
+                f"layouts: no leaf's path matches {pattern!r}; there are "
+                f"{', '.join(map(repr, near))} ({len(leaves)} in all). '*' stands for "
+                "one name of a path, '**' for any number"
+            )
+        splits = _sized(pattern, rule, mesh, taken)
+        for path in paths:
+            if path in by:
+                raise ValueError(
+                    f"layouts: {by[path]!r} and {pattern!r} both match {path!r}: let "
+                    "one pattern name it, with all of its splits"
+                )
+            by[path] = pattern
+            found[path] = splits
+            _check(path, leaves[path], splits)
+    return found
+
+
+def _sized(
+    pattern: str, rule: Any, mesh: Mesh, taken: Iterable[str]
+) -> tuple[Split, ...]:
+    """The splits of a rule, each with its axis's size."""
+    splits = (rule,) if isinstance(rule, Split) else rule
+    if not isinstance(splits, (tuple, list)) or not all(
+        isinstance(split, Split) for split in splits
+    ):
+        raise TypeError(
+            f"layouts: {pattern!r} is given {rule!r}: give ff.Split(dim, axis), or a "
+            "tuple of them"
+        )
+    sized = []
+    for split in splits:
+        mesh.check(split.axis)
+        size = mesh.axes[split.axis]
+        if split.axis in taken:
+            raise ValueError(
+                f'layouts: {pattern!r} splits over "{split.axis}", over which shard '
+                "takes means of losses: split over an axis of its own"
+            )
+        if split.size not in (0, size):
+            raise ValueError(
+                f'layouts: {pattern!r} says size {split.size} for axis "{split.axis}", '
+                f"which has {size}: leave the size out"
+            )
+        sized.append(replace(split, size=size))
+    return tuple(sized)
+
+
+def _check(path: str, x: Any, splits: Sequence[Split]) -> None:
+    """Raises where a leaf cannot be split so, evenly."""
+    if not isinstance(x, Tensor):
+        raise TypeError(
+            f"layouts: {path!r} is a {type(x).__name__}, not a whole tensor: only these"
+            " are split; of what is laid out already the layout stays"
+        )
+    lengths = list(Layout(tuple(x.shape), x.dtype, tuple(splits), path).shape)
+    for split in splits:
+        n = lengths[split.dim]
+        if n % split.size:
+            raise ValueError(
+                f"layouts: cannot split {describe(x.shape, x.dtype, repr(path))} along "
+                f'dim {split.dim} over axis "{split.axis}" of size {split.size}: {n} '
+                f"is not a multiple of it; {_ways(n, split.size)}"
+            )
+        lengths[split.dim] = n // split.size
+
+
+def _ways(n: int, size: int) -> str:
+    """What would work in place of ``n`` over ``size``: lengths, and sizes."""
+    low, high = n // size * size, -(-n // size) * size
+    lengths = " or ".join(str(m) for m in (low, high) if m)
+    fits = [m for m in range(1, n + 1) if n % m == 0]
+    below, above = [m for m in fits if m < size], [m for m in fits if m > size]
+    sizes = " or ".join(str(m) for m in (*below[-1:], *above[:1]))
+    return f"make it {lengths}, or the axis {sizes or 1}"
