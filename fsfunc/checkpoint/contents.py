@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from fsfunc import _torch, tree
-from fsfunc.comm.mesh import Here, NoMesh, here
+from fsfunc.comm.mesh import Here, here_if_any
 from fsfunc.runtime.generators import generator_states
 from fsfunc.sharded.layout import Coordinates, Layout
 from fsfunc.sharded.leaf import Sharded, is_sharded
@@ -95,11 +95,8 @@ def mesh_here(verb: str) -> Here | None:
     Raises:
         RuntimeError: there is one, and it holds no values.
     """
-    try:
-        at = here()
-    except NoMesh:
-        return None
-    if at.mesh.backend in ("abstract", "vmap"):
+    at = here_if_any()
+    if at is not None and at.mesh.backend in ("abstract", "vmap"):
         raise RuntimeError(
             f"cannot {verb} on {at.mesh}, which holds no values of its own: {verb} on "
             "a simulated mesh or on processes"

@@ -28,6 +28,7 @@ __all__ = [
     "axis_names",
     "check_mesh",
     "here",
+    "here_if_any",
     "place_here",
     "remember",
 ]
@@ -235,12 +236,18 @@ def here(mesh: Mesh | None = None) -> Here:
     return replace(found, mesh=mesh)
 
 
+def here_if_any() -> Here | None:
+    """:func:`here`, or None where there is no mesh in sight."""
+    try:
+        return here()
+    except NoMesh:
+        return None
+
+
 def averaged_axes() -> tuple[str, ...]:
     """The axes over which the loss is a mean: those of the ``shard`` around."""
-    try:
-        return here().mean
-    except NoMesh:
-        return ()
+    at = here_if_any()
+    return () if at is None else at.mean
 
 
 def remember(mesh: Mesh) -> Mesh:

@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from fsfunc.comm.mesh import Here, Mesh, NoMesh, here
+from fsfunc.comm.mesh import Here, Mesh, here, here_if_any
 from fsfunc.planning.events import Op, Ran, Took
 from fsfunc.planning.machines import Hardware, Level
 from fsfunc.planning.observer import Observer
@@ -100,11 +100,8 @@ def middle(found: Sequence[Any]) -> Any:
 
 
 def _place(mesh: Mesh | None) -> Here | None:
-    try:
-        at = here(mesh)
-    except NoMesh:
-        if mesh is not None:
-            raise
+    at = here_if_any() if mesh is None else here(mesh)
+    if at is None:
         return None
     if at.mesh.backend != "processes":
         raise ValueError(

@@ -17,7 +17,7 @@ from fsfunc.comm.backends.link import Handle
 from fsfunc.comm.fake_errors import told_where
 from fsfunc.comm.launch import spmd
 from fsfunc.comm.ledgers import Ledger
-from fsfunc.comm.mesh import Here, Mesh, NoMesh, asks, check_mesh, here
+from fsfunc.comm.mesh import Here, Mesh, asks, check_mesh, here, here_if_any
 from fsfunc.core.frames import frame, inside
 from fsfunc.planning.events import Asked, SendStarted, Started, Waited
 from fsfunc.planning.observer import Observer
@@ -88,10 +88,7 @@ def plan(
     >>> found.count("all_gather"), found.bytes("data", "psum_scatter")
     (4, 49104)
     """
-    try:
-        at = None if mesh is not None else here()
-    except NoMesh:
-        at = None
+    at = here_if_any() if mesh is None else None
     makes = len(args) == 3 and callable(args[0]) and hasattr(args[1], "init")
     with _uncollected():
         if at is None:

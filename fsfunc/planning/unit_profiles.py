@@ -16,7 +16,7 @@ from torch import Tensor
 
 from fsfunc import _torch, tree
 from fsfunc.comm.attribution import internal
-from fsfunc.comm.mesh import NoMesh, here
+from fsfunc.comm.mesh import here_if_any
 from fsfunc.core.frames import Counter, Interpretation, Tracer, inside
 from fsfunc.core.units import Call
 from fsfunc.planning.events import Gave, Ran, Segment, Took
@@ -240,10 +240,8 @@ def _begin(observer: Observer, given: Sequence[Tensor]) -> int:
 
 def _run(observer: Observer, call: Call, treedef: Any, leaves: Sequence[Any]) -> Any:
     """Runs the body where it reaches neither a unit nor a rank."""
-    try:
-        at = replace(here(), link=_NoLink())
-    except NoMesh:
-        at = None
+    at = here_if_any()
+    at = at and replace(at, link=_NoLink())
     alone = call.frame.but(
         handlers=(_Stop(),),
         runtimes=(),

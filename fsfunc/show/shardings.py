@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 from torch import Tensor
 
 from fsfunc import tree
-from fsfunc.comm.mesh import Mesh, NoMesh, here
+from fsfunc.comm.mesh import Mesh, here_if_any
 from fsfunc.printing.amounts import of_axes, of_bytes
 from fsfunc.printing.folding import alike, counted
 from fsfunc.printing.tables import Printed, Report, Table, painted
@@ -218,15 +218,13 @@ def _where(
 ) -> tuple[Mesh, int]:
     """The mesh that leaves lie on, checked, and the rank whose parts are shown."""
     asking = 0
-    if mesh is None:
-        try:
-            found = here()
-            mesh, asking = found.mesh, found.rank
-        except NoMesh:
-            sizes: dict[str, int] = {}
-            for layout in layouts:
-                sizes |= {a: n for a, n in layout.sizes.items() if a not in sizes}
-            mesh = Mesh(sizes, "abstract")
+    if mesh is None and (at := here_if_any()) is not None:
+        mesh, asking = at.mesh, at.rank
+    elif mesh is None:
+        sizes: dict[str, int] = {}
+        for layout in layouts:
+            sizes |= {a: n for a, n in layout.sizes.items() if a not in sizes}
+        mesh = Mesh(sizes, "abstract")
     for layout in layouts:
         for axis, size in layout.sizes.items():
             if mesh.axes.get(axis) != size:

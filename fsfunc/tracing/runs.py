@@ -19,7 +19,7 @@ from fsfunc import _torch, tree
 from fsfunc.comm.backends.abstract import AbstractLink
 from fsfunc.comm.fake_errors import told_where
 from fsfunc.comm.ledgers import Ledger, only, silence
-from fsfunc.comm.mesh import Here, NoMesh, asking, here, place_here
+from fsfunc.comm.mesh import Here, asking, here_if_any, place_here
 from fsfunc.runtime.compiled import plainly
 from fsfunc.runtime.generators import generators_kept
 from fsfunc.sharded.leaf import Sharded, is_sharded
@@ -29,11 +29,8 @@ __all__ = ["place_without_data", "shadows", "without_data"]
 
 def place_without_data(link: Callable[[int], Any] = AbstractLink) -> Here | None:
     """The place of whoever asks, whose link sends nothing; None without a mesh."""
-    try:
-        at = here()
-    except NoMesh:
-        return None
-    return replace(at, link=link(at.rank))
+    at = here_if_any()
+    return at and replace(at, link=link(at.rank))
 
 
 @contextmanager
