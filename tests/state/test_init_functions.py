@@ -14,6 +14,7 @@ from fsfunc import _torch, tree
 from fsfunc.sharded.leaf import is_sharded
 from fsfunc.state import random_blocks, replay
 from tests.checks import same
+from tests.models import chain
 from tests.probes import LiveBytes
 
 SIZES = [1, 2, 3, 8]
@@ -441,16 +442,9 @@ def test_beside_the_shards_one_leaf_is_held(name, zero):
 
 def test_leaves_that_another_stage_owns_are_not_made():
     mesh = ff.make_mesh({"pipe": 2}, "simulated")
-    layer = ff.unit(lambda p, x: torch.tanh(x @ p["w"]))
-
-    def loss(params, x):
-        for p in params:
-            x = layer(p, x)
-        return x.square().mean()
-
     init = lambda: [{"w": torch.randn(300, 300)} for _ in range(4)]  # noqa: E731
     x = torch.ones(4, 300)
-    train = ff.sgd(0.1)(ff.value_and_grad(loss))
+    train = ff.sgd(0.1)(ff.value_and_grad(chain()))
     torch.manual_seed(5)
     expected = ff.init_state(train, init, ff.sgd(0.1), x).params
 
@@ -511,17 +505,12 @@ def test_the_state_of_six_billion_parameters_takes_no_memory(kind):
     mesh = ff.make_mesh({"data": 2 if kind == "simulated" else 1024}, kind)
     layer = ff.unit(lambda p, x: x + torch.relu(x @ p["up"]) @ p["down"])
 
-    def loss(params, x):
-        for p in params:
-            x = layer(p, x)
-        return x.square().mean()
-
     def init():
         rand = torch.randn
         shapes = [(4096, 16384), (16384, 4096)]
         return [{"up": rand(shapes[0]), "down": rand(shapes[1])} for _ in range(45)]
 
-    step = ff.shard(optimizer(ff.value_and_grad(loss)), mesh, "data")
+    step = ff.shard(optimizer(ff.value_and_grad(chain(layer))), mesh, "data")
 
     def main():
         make = ff.init_state if kind == "abstract" else ff.abstract_state
