@@ -106,11 +106,9 @@ class AttributeWatch:
             return
         pairs = zip(self.containers, self.saved, strict=True)
         changed = {id(x) for x, before in pairs if not _same(x, before)}
-        for path, _, saved in self.attributes:
-            for name, x in saved.items():
-                reached = changed and name not in _OWN and _reaches(x, changed, 6)
-                if reached and (said := self._outside(path, name)):
-                    raise RuntimeError(f"{self.who} {said}")
+        for path, name in self._holding(changed):
+            if said := self._outside(path, name):
+                raise RuntimeError(f"{self.who} {said}")
 
     def late_hooks(self, unit: nn.Module) -> dict[str, list[Hook]]:
         """Forward hooks that the call has hung within a unit, which runs elsewhere.
@@ -159,12 +157,16 @@ class AttributeWatch:
         """A tensor among the attributes that was written in place, if one was."""
         for x, version in self.tensors:
             if x._version != version:
-                for path, _, saved in self.attributes:
-                    for name, value in saved.items():
-                        if name not in _OWN and _reaches(value, {id(x)}, 6):
-                            return _said(path, name)
-                return "a tensor of its attributes"
+                names = (_said(*at) for at in self._holding({id(x)}))
+                return next(names, "a tensor of its attributes")
         return None
+
+    def _holding(self, things: set[int]) -> Iterator[Attribute]:
+        """The attributes in which one of these things is, by its id."""
+        for path, _, saved in self.attributes:
+            for name, x in saved.items():
+                if name not in _OWN and _reaches(x, things, 6):
+                    yield path, name
 
     def restored(self) -> tuple[dict[Attribute, str | None], set[Attribute]]:
         """Puts all back as it was.
