@@ -88,6 +88,32 @@ def on_ranks(
     return ff.spmd(main, mesh)()
 
 
+def with_ledger(
+    wrap: Callable[[ff.Mesh], Any],
+    params: Any,
+    *batch: Any,
+    mesh: ff.Mesh | None = None,
+    record: str = "fake",
+) -> list[tuple[Any, Any]]:
+    """What a transformed step of placed parameters gives on each rank: (whole, ledger).
+
+    ``wrap(mesh)`` transforms the step; where there is an axis "data", each rank has its
+    part of the batch. By default there are two ranks.
+    """
+    mesh = mesh or simulated()
+
+    def main() -> tuple[Any, Any]:
+        step = wrap(mesh)
+        cut = batch and "data" in mesh.axes
+        mine = ff.local_batch(batch, mesh, "data") if cut else batch
+        placed = ff.place(step, params, *mine, record=record)
+        with ff.ledger() as log:
+            found = step(placed, *mine)
+        return ff.unshard(found), log
+
+    return ff.spmd(main, mesh)()
+
+
 @contextmanager
 def nothing_sent() -> Iterator[None]:
     with ff.ledger() as log:

@@ -9,17 +9,20 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from fsfunc import tree
+from fsfunc._torch import FakeTensor
 
 
 class LiveBytes(TorchDispatchMode):
     """The bytes that storages made inside hold: ``live`` now, ``peak`` at most.
 
     ``known`` tensors were there before and do not count: a view of one is not new.
-    Storages are told apart by identity, since fake ones all have the address 0.
+    Storages are told apart by identity, since fake ones all have the address 0; without
+    ``fakes`` they do not count.
     """
 
-    def __init__(self, *known: Any):
+    def __init__(self, *known: Any, fakes: bool = True):
         super().__init__()
+        self.kinds = () if fakes else (FakeTensor,)
         self.live = self.peak = 0
         self.seen: dict[int, int] = {}
         for x in tree.leaves(known):
@@ -29,7 +32,7 @@ class LiveBytes(TorchDispatchMode):
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         out = func(*args, **(kwargs or {}))
         for x in out if isinstance(out, (tuple, list)) else [out]:
-            if isinstance(x, Tensor):
+            if isinstance(x, Tensor) and not isinstance(x, self.kinds):
                 self._count(x.untyped_storage())
         return out
 

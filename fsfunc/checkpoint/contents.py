@@ -204,13 +204,12 @@ def parts_of(found: Contents, at: Here | None) -> list[tuple[str, Box, Tensor]]:
 
 def _replica(layout: Layout, at: Here | None) -> tuple[int, int]:
     """(which, of how many) this rank is among those that hold the same part."""
-    if at is None:
+    axes = () if at is None else at.mesh.axes
+    others = tuple(axis for axis in axes if axis not in layout.axes)
+    if at is None or not others:
         return 0, 1
-    coordinates, index, count = at.mesh.coordinates(at.rank), 0, 1
-    for axis, size in at.mesh.axes.items():
-        if axis not in layout.axes:
-            index, count = index * size + coordinates[axis], count * size
-    return index, count
+    ranks = at.mesh.members(others, at.rank)
+    return ranks.index(at.rank), len(ranks)
 
 
 def _random_state() -> dict[str, str]:
