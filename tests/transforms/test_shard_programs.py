@@ -205,19 +205,12 @@ CASES = [
     for stack in STACKS
     if p.cut or "acc" not in stack
 ]
-# A derivative by what a unit returned, taken within the loss, adds to its leaves' own.
-WRONG = {("between", "remat(shard)")}
 
 
 @pytest.mark.parametrize("how", HOW, ids=str)
 @pytest.mark.parametrize(
     ("name", "stack"),
-    [
-        pytest.param(
-            *case, marks=pytest.mark.xfail(strict=True) if case in WRONG else []
-        )
-        for case in CASES
-    ],
+    CASES,
 )
 def test_a_gradient_call_is_that_of_one_device(name, stack, how):
     program = PROGRAMS[name]
