@@ -160,7 +160,9 @@ def test_a_program_gives_what_it_gives_on_one_device(kind, name, zero):
 
     def main():
         step, x = ff.shard(f, mesh, kind.over, zero=zero), kind.part(kind.batch)
-        placed = ff.place(step, kind.params, x, layouts=kind.layouts)
+        loss = ff.shard(kind.loss, mesh, kind.over, zero=zero)
+        placed = ff.place(loss, kind.params, x, layouts=kind.layouts)
+        assert sum(bool(w.layout.splits) for w in tree.leaves(placed, is_sharded)) >= 3
         return ff.unshard(step(placed, x))
 
     for found in ff.spmd(main, mesh)():
