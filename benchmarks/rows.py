@@ -98,9 +98,10 @@ def floor_of(group: str) -> str | None:
     """The competitor whose time is under every step of `group`; None: not steps.
 
     The same work on one device, without communication. Ranks that share data each have
-    a batch, so that is one rank's own step; a pipeline's ranks share one batch.
+    a batch, so that is one rank's own step; those of a pipeline, and of layers that are
+    split, share one batch.
     """
-    if group.startswith("pipeline"):
+    if group.startswith(("pipeline", "split")):
         return "plain_whole"
     if group == "one_device" or group.startswith("zero"):
         return "plain"
@@ -110,8 +111,8 @@ def floor_of(group: str) -> str | None:
 def floor_seconds(group: str, measured: dict[str, dict[str, Any]]) -> float | None:
     """What a step of `group` would take if nothing were lost.
 
-    That of `plain`; of `plain_whole` its part of a rank, as if the ranks of a pipeline
-    shared its work evenly and never waited.
+    That of `plain`; of `plain_whole` its part of a rank, as if the ranks shared its
+    work evenly and never waited.
     """
     floor = floor_of(group)
     if floor is None or floor not in measured:
@@ -125,6 +126,8 @@ DDP = "DDP"
 ZERO_REDUNDANCY = "DDP + ZeroRedundancyOptimizer"
 FSDP2 = "FSDP2"
 FSDP2_CHECKPOINT = "FSDP2 + checkpoint_wrapper"
+PARALLELIZE = "torch's parallelize_module"
+PARALLELIZE_SEQUENCE = "parallelize_module + SequenceParallel"
 
 ROWS = [
     Row(
@@ -298,6 +301,44 @@ ROWS = [
         "memory",
         ours="zb_v",
         theirs="torch_zbv",
+        bar=1.00,
+        unit="MiB",
+    ),
+    Row(
+        "tensor_parallel",
+        "tensor parallel step",
+        PARALLELIZE,
+        "split layers",
+        ours="tensor_parallel",
+        theirs="torch_tensor_parallel",
+        bar=0.95,
+    ),
+    Row(
+        "sequence_parallel",
+        "sequence parallel step",
+        PARALLELIZE_SEQUENCE,
+        "split layers and sequences",
+        ours="sequence_parallel",
+        theirs="torch_sequence_parallel",
+        bar=0.95,
+    ),
+    Row(
+        "tensor_parallel_memory",
+        "tensor parallel peak memory",
+        PARALLELIZE,
+        "memory",
+        ours="tensor_parallel",
+        theirs="torch_tensor_parallel",
+        bar=1.00,
+        unit="MiB",
+    ),
+    Row(
+        "sequence_parallel_memory",
+        "sequence parallel peak memory",
+        PARALLELIZE_SEQUENCE,
+        "memory",
+        ours="sequence_parallel",
+        theirs="torch_sequence_parallel",
         bar=1.00,
         unit="MiB",
     ),

@@ -165,15 +165,17 @@ def checkpoints(task: dict[str, Any]) -> dict[str, Any]:
 def _build(name: str, task: dict[str, Any]) -> Any:
     import peers
     import peers_pipelined
+    import peers_split
     from models import Size
 
     setting = peers.Setting(Size(**task["size"]), task["rank"], task["ranks"])
-    builders = peers.BUILDERS | peers_pipelined.BUILDERS
+    builders = peers.BUILDERS | peers_pipelined.BUILDERS | peers_split.BUILDERS
     if name not in builders:
         import ours
         import ours_pipelined
+        import ours_split
 
-        builders = ours.BUILDERS | ours_pipelined.BUILDERS
+        builders = ours.BUILDERS | ours_pipelined.BUILDERS | ours_split.BUILDERS
     return builders[name](setting)
 
 
@@ -188,10 +190,12 @@ def _sent(name: str, competitor: Any) -> float:
 def _import_everything(task: dict[str, Any]) -> None:
     """Also what torch.optim imports at its first step: no side's peak holds modules."""
     import peers_pipelined  # noqa: F401
+    import peers_split  # noqa: F401
     import torch._dynamo  # noqa: F401
 
     if task["ours"]:
         import ours_pipelined  # noqa: F401
+        import ours_split  # noqa: F401
 
 
 def _start_group(task: dict[str, Any]) -> None:
