@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from fsfunc import _torch, tree
-from fsfunc.comm.attribution import internal
+from fsfunc.comm.attribution import internal, label
 from fsfunc.core.frames import Counter, Frame, frame, inside, running
 from fsfunc.runtime.compiled import refuse_compiled
 from fsfunc.runtime.generators import States, generator_states, mix
@@ -229,7 +229,8 @@ class Call:
                 seed = mix(f.seed, f.data_index, len(numbers), *numbers)
                 for g, _ in states:
                     g.manual_seed(seed)
-            with inside(within, users=f.tracer is None):
+            phase = "recompute" if running().recompute else "forward"
+            with inside(within, users=f.tracer is None), label(self.name, phase):
                 if f.compute is not None:
                     with internal():
                         given = params, inputs, keywords
