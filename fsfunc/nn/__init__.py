@@ -1,1 +1,21 @@
-"""Layers with collectives in them."""
+"""Layers with collectives in them, as functions of parameters and inputs."""
+
+from fsfunc.nn.cross_entropy import vocab_cross_entropy
+from fsfunc.nn.statistics import (
+    Moments,
+    RunningStatistics,
+    batch_norm,
+    commit_statistics,
+    init_statistics,
+)
+from fsfunc.nn.tiled_cross_entropy import linear_cross_entropy
+
+__all__ = [
+    "Moments",
+    "RunningStatistics",
+    "batch_norm",
+    "commit_statistics",
+    "init_statistics",
+    "linear_cross_entropy",
+    "vocab_cross_entropy",
+]
