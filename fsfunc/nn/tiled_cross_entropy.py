@@ -11,6 +11,7 @@ from fsfunc.comm.collectives import all_gather, pcast
 from fsfunc.comm.groups import axis_size
 from fsfunc.nn.cross_entropy import is_transformed
 from fsfunc.nn.logit_tiles import MadeForward, TiledSums, Tiles, is_autocast, wide_of
+from fsfunc.nn.tensor_parallel import part_of
 from fsfunc.nn.token_losses import Targets, TokenLoss
 from fsfunc.sharded.leaf import Sharded
 
@@ -128,34 +129,29 @@ def linear_cross_entropy(
 
 def _part(weight: Tensor | Sharded, axis: str | None) -> tuple[Tensor, str | None]:
     """This rank's part of the vocabulary, and the axis over which it is split."""
+    part, found = part_of(_NAME, weight, 0)
     if not isinstance(weight, Sharded):
-        return weight, axis
+        return part, axis
     layout = weight.layout
-    split = layout.splits[0] if len(layout.splits) == len(layout.parts) == 1 else None
-    if layout.parts and (split is None or split.dim != 0):
+    if layout.parts != layout.splits:
         raise ValueError(
-            f"{_NAME}: the weight {layout} is not split along dim 0 over one axis: lay "
-            "it out by Split(0, axis), or read it in a unit that has gathered the rest"
+            f"{_NAME}: the weight {layout} lies in parts that no layer takes: "
+            "read it in an @ff.unit, which gathers the rest"
         )
-    if split is None:
-        if axis is not None:
-            raise ValueError(
-                f'{_NAME}: axis="{axis}" with the weight {layout}: lay it out by '
-                f'Split(0, "{axis}"), or leave axis= out'
-            )
-        return weight.local, None
-    if axis not in (None, split.axis):
+    if axis not in (None, found):
         raise ValueError(
-            f'{_NAME}: axis="{axis}" with the weight {layout}: leave axis= out'
+            f'{_NAME}: axis="{axis}" with the weight {layout}: leave axis= out, or lay '
+            f'it out by Split(0, "{axis}")'
         )
-    if layout.shape[0] % split.size:
+    for split in layout.splits:
         below = layout.shape[0] // split.size * split.size
-        raise ValueError(
-            f"{_NAME}: a vocabulary of {layout.shape[0]} ({layout}) over axis "
-            f'"{split.axis}" of size {split.size}: pad it to {below + split.size}'
-            + (f", or cut it to {below}" if below else "")
-        )
-    return weight.local, split.axis
+        if below != layout.shape[0]:
+            raise ValueError(
+                f"{_NAME}: a vocabulary of {layout.shape[0]} ({layout}) over axis "
+                f'"{split.axis}" of size {split.size}: pad it to {below + split.size}'
+                + (f", or cut it to {below}" if below else "")
+            )
+    return part, found
 
 
 def _check(

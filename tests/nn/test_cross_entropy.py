@@ -480,7 +480,7 @@ def on_ranks(fn, *args, **how):
 
 def leaf(shape, *parts):
     layout = ff.Layout(shape, torch.float64, parts, "head")
-    return ff.Sharded(draw(*layout.local_shape({"model": 0})), layout)
+    return ff.Sharded(draw(*layout.local_shape({"model": 0, "d": 0})), layout)
 
 
 def of_leaf(shape, *parts, **how):
@@ -540,12 +540,17 @@ LINEAR = lambda *args, **how: lambda: linear_cross_entropy(*args, **how)  # noqa
         "another dim": (
             of_leaf((6, 6), ff.Split(1, "model", 2)),
             ValueError,
-            r"'?head'? .* dim 0 over one axis",
+            "head .* along dim 0, over one axis",
         ),
         "another axis": (
             of_leaf((6, 3), ff.Split(0, "model", 2), axis="data"),
             ValueError,
             "leave axis= out",
+        ),
+        "cut too": (
+            of_leaf((6, 3), ff.Split(0, "model", 2), ff.Flat(("d",), 1, "u", 0, 18)),
+            ValueError,
+            "an @ff.unit",
         ),
         "a whole leaf": (
             of_leaf((6, 3), axis="model"), ValueError, r"Split\(0, \"model\"\)"
