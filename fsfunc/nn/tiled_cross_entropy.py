@@ -133,10 +133,10 @@ def _part(weight: Tensor | Sharded, axis: str | None) -> tuple[Tensor, str | Non
     if not isinstance(weight, Sharded):
         return part, axis
     layout = weight.layout
-    if layout.parts != layout.splits:
+    if layout.flat is not None:
         raise ValueError(
-            f"{_NAME}: the weight {layout} lies in parts that no layer takes: "
-            "read it in an @ff.unit, which gathers the rest"
+            f"{_NAME}: the weight {layout} lies in a buffer: read it in an @ff.unit, "
+            "which gathers the rest"
         )
     if axis not in (None, found):
         raise ValueError(

@@ -412,6 +412,35 @@ def test_a_leaf_that_is_split_names_its_axis(reduction, through):
         close(found, expected, 1e-12)
 
 
+@ff.unit
+def middle(p, h):
+    return torch.tanh(h @ p)
+
+
+@pytest.mark.parametrize("schedule", ["one_f_one_b", "zb_h1"])
+def test_a_stage_of_a_pipeline_may_have_it(schedule):
+    """Also where gradients of weights come later: both are made at once."""
+    params = {"embed": draw(12, D), "middle": draw(D, D), "head": draw(12, D)}
+    batch = tuple(torch.randint(12, (2, 8), generator=DRAWN).unbind())
+
+    def loss(p, batch):
+        h = middle(p["middle"], body(p["embed"], batch[0]))
+        return head(p["head"], h, batch[1])
+
+    mesh = simulated(pipe=2, model=2)
+    how = {"n_microbatches": 4, "schedule": getattr(ff.schedules, schedule)}
+    grad = ff.pipeline(ff.value_and_grad(loss), mesh, "pipe", **how)
+
+    def main():
+        split = {"head": ff.Split(0, "model")}
+        value, grads = grad(ff.place(grad, params, batch, layouts=split), batch)
+        return value, ff.unshard(grads)
+
+    expected = ff.value_and_grad(loss)(params, batch)
+    for found in ff.spmd(main, mesh)():
+        close(found, expected, 1e-12)
+
+
 def test_a_plan_of_it_is_what_runs():
     params, batch = draw(12, D), tuple(torch.randint(12, (2, 8)).unbind())
     mesh = simulated(data=2, model=2)
