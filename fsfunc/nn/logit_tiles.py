@@ -5,8 +5,9 @@ Two ways lead to the gradients:
 - Where the loss is a mean or a sum and autograd alone looks, they are made in the
   forward pass, tile by tile: three products, as many as without tiles. Those of x and
   of the weight are kept, [N, D] and [V, D], and the backward pass multiplies them by
-  the one number that comes back. With a number for each token that would not do, and
-  who differentiates twice would find constants.
+  the one number that comes back. With a number for each token that would not do, who
+  differentiates twice would find constants, and in fp16 the scale of the loss would
+  come too late.
 - Else only what came in is kept, and the backward pass makes each tile's logits anew:
   four products, and derivatives of any order.
 """

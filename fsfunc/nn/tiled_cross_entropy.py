@@ -81,7 +81,8 @@ def linear_cross_entropy(
     one of ``x`` (with ``sequence_dim`` one all-gather of it, and one reduce-scatter).
     Kept: the two gradients, or ``x`` and the weight. Beside them a tile (two in another
     dtype), the weight's gradient in fp32 while it is summed, and with ``scale`` the
-    normalised weight.
+    normalised weight. Only a second derivative, or a ``vmap`` of the first, has all
+    logits at once.
 
     Source: Shoeybi et al., 2019, section 3 (the split); Hsu et al., 2024, section 3.2
     (gradients in the forward pass); Wang et al., 2018, equation 4 (the margin).
