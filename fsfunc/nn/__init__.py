@@ -1,5 +1,6 @@
 """Layers with collectives in them, as functions of parameters and inputs."""
 
+from fsfunc.nn.cross_entropy import vocab_cross_entropy
 from fsfunc.nn.statistics import (
     Moments,
     RunningStatistics,
@@ -8,6 +9,7 @@ from fsfunc.nn.statistics import (
     init_statistics,
 )
 from fsfunc.nn.tensor_parallel import column_linear, row_linear, vocab_embedding
+from fsfunc.nn.tiled_cross_entropy import linear_cross_entropy
 
 __all__ = [
     "Moments",
@@ -16,6 +18,8 @@ __all__ = [
     "column_linear",
     "commit_statistics",
     "init_statistics",
+    "linear_cross_entropy",
     "row_linear",
+    "vocab_cross_entropy",
     "vocab_embedding",
 ]
