@@ -20,8 +20,9 @@ import torch
 from torch import Tensor
 
 from fsfunc import tree
-from fsfunc.comm.collectives import all_gather, all_to_all
-from fsfunc.comm.groups import axis_index, axis_size
+from fsfunc.comm.collectives import all_to_all
+from fsfunc.comm.groups import axis_size
+from fsfunc.nn.expert_buffers import check_rows, dropless, placed, weighed
 from fsfunc.nn.gating import Routing
 from fsfunc.sharded.layout import Split
 from fsfunc.sharded.leaf import is_sharded
@@ -107,13 +108,13 @@ def expert_layer(
         return torch.cat([alone([u[i] for u in unbound], part) for i, part in groups])
 
     if routing.capacity is None:
-        y = _dropless(tokens, routing, axis, here, ragged)
+        y = dropless(tokens, routing, axis, here, ragged)
     else:
         places = dispatch(tokens, routing, axis)
         if grouped:
             m = places.shape[1]
             found = ragged(places.flatten(0, 1), [m] * here)
-            _check_rows(found, here * m)
+            check_rows(found, here * m)
             found = found.unflatten(0, (here, m))
         else:
             # Dropout, say, is drawn for each expert.
@@ -151,7 +152,7 @@ def dispatch(x: Tensor, routing: Routing, axis: str | None = None) -> Tensor:
     capacity = _capacity("dispatch", routing)
     experts = len(routing.counts)
     slots = routing.indices * capacity + routing.positions
-    buffer = _placed(x, slots, routing.kept, experts * capacity)
+    buffer = placed(x, slots, routing.kept, experts * capacity)
     buffer = buffer.unflatten(0, (experts, capacity))
     if axis is None:
         return buffer
@@ -192,63 +193,7 @@ def combine(y: Tensor, routing: Routing, axis: str | None = None) -> Tensor:
     if axis is not None:
         y = all_to_all(y, axis, split_dim=1, concat_dim=0)
     slots = routing.indices * capacity + routing.positions
-    return _weighed(y.flatten(0, 1), slots, routing)
-
-
-def _dropless(
-    x: Tensor,
-    routing: Routing,
-    axis: str | None,
-    here: int,
-    ragged: Callable[[Tensor, list[int]], Tensor],
-) -> Tensor:
-    """The layer, of [T, d], where experts take all that come.
-
-    An all-to-all moves equal parts: as long as the largest load of a rank on another.
-    """
-    n = 1 if axis is None else axis_size(axis)
-    me = 0 if axis is None else axis_index(axis)
-    counts = routing.counts[None]
-    counts = counts if axis is None else all_gather(counts, axis)
-    sizes = torch.tensor(counts.tolist(), device="cpu").view(n, n, here)
-    room = int(sizes.sum(2).max())
-
-    def starts(rows: Tensor) -> Tensor:
-        """Where rows begin, by the rank at the other end and its expert."""
-        return rows.cumsum(1) - rows + room * torch.arange(n, device="cpu")[:, None]
-
-    at = starts(sizes[me]).flatten().to(x.device)
-    slots = at[routing.indices] + routing.positions
-    rows = _placed(x, slots, routing.kept, n * room)
-    if axis is None:  # one rank's queues are in order already
-        y = ragged(rows, sizes.flatten().tolist())
-        _check_rows(y, len(rows))
-        return _weighed(y, slots, routing)
-    rows = all_to_all(rows, axis, split_dim=0, concat_dim=0)
-    got = sizes[:, me]
-    runs = zip(starts(got).T.flatten().tolist(), got.T.flatten().tolist(), strict=True)
-    order = torch.cat([torch.arange(i, i + m) for i, m in runs]).to(x.device)
-    y = ragged(rows.index_select(0, order), got.sum(0).tolist())
-    _check_rows(y, len(order))
-    y = y.new_zeros(n * room, y.shape[1]).index_copy(0, order, y)
-    y = all_to_all(y, axis, split_dim=0, concat_dim=0)
-    return _weighed(y, slots, routing)
-
-
-def _placed(x: Tensor, slots: Tensor, kept: Tensor, size: int) -> Tensor:
-    """[size, d]: each token at the slots of its choices that are kept, else zeros."""
-    rows = x.unsqueeze(1).expand(*slots.shape, x.shape[-1]).flatten(0, 1)
-    to = torch.where(kept, slots, size).flatten()  # a last row for those without room
-    return x.new_zeros(size + 1, x.shape[-1]).index_copy(0, to, rows)[:size]
-
-
-def _weighed(y: Tensor, slots: Tensor, routing: Routing) -> Tensor:
-    """[T, d']: each token's sum of the rows at its slots, by its weights."""
-    # Modulo, so that those of dropped choices are anywhere, and not all in one place.
-    found = y.index_select(0, slots.flatten() % max(len(y), 1))
-    found = found.unflatten(0, slots.shape)
-    found = torch.where(routing.kept.unsqueeze(-1), found, 0)
-    return (found * routing.weights.unsqueeze(-1)).sum(1).to(y.dtype)
+    return weighed(y.flatten(0, 1), slots, routing)
 
 
 def _parts(params: Any, axis: str | None) -> tuple[list[Any], Any, str | None]:
@@ -299,11 +244,3 @@ def _capacity(what: str, routing: Routing) -> int:
             "call expert_layer, which takes all tokens"
         )
     return routing.capacity
-
-
-def _check_rows(y: Tensor, count: int) -> None:
-    if y.ndim != 2 or len(y) != count:
-        raise ValueError(
-            f"expert_layer: expert_fn made shape {tuple(y.shape)} of {count} rows; a "
-            "row of [m, d] becomes a row of [m, d']"
-        )

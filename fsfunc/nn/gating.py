@@ -294,5 +294,5 @@ def _capacity(
         raise ValueError(
             f"capacity_factor={factor}: it is positive and finite; None drops nobody"
         )
-    # As it is written: 1.1 times 10 is 11, and not the next float above it.
+    # As it is written: 1.1 times 50 is 55, and not the next float above it.
     return max(least, math.ceil(Fraction(str(factor)) * choices / experts))

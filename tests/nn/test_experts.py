@@ -10,6 +10,7 @@ from transformers.models.mixtral.modeling_mixtral import MixtralSparseMoeBlock
 
 import fsfunc as ff
 import fsfunc.nn as nn
+from tests.probes import LiveBytes
 
 LAST = torch.Generator().manual_seed(0)
 D, HIDDEN = 4, 3
@@ -195,6 +196,7 @@ def test_dropless_takes_uneven_ranks_and_computes_on_tokens_alone(sizes, here) -
 @pytest.mark.parametrize("ranks", [1, 2])
 def test_it_is_mixtrals_block(factor, ranks) -> None:
     """Forward and backward, with its parameters as they lie; its gate is in fp32."""
+    LAST.manual_seed(0)
     sizes = {"hidden_size": 8, "intermediate_size": 12, "num_local_experts": 4}
     block = MixtralSparseMoeBlock(MixtralConfig(**sizes, num_experts_per_tok=2))
     block = block.double()
@@ -226,10 +228,10 @@ def test_it_is_mixtrals_block(factor, ranks) -> None:
 
     found = ff.spmd(main, mesh_of(ranks))()
     for i, (y, by_experts, _, by_x) in enumerate(found):
-        close((y, by_x), (outs[i].detach(), groups[i].grad), 1e-6)
+        close((y, by_x), (outs[i].detach(), groups[i].grad), 1e-5)
         expected = {"gate_up": module.gate_up_proj.grad, "down": module.down_proj.grad}
-        close(by_experts, part(expected, ranks, i), 1e-6)
-    close(sum(router for _, _, router, _ in found), block.gate.weight.grad, 1e-6)
+        close(by_experts, part(expected, ranks, i), 1e-5)
+    close(sum(router for _, _, router, _ in found), block.gate.weight.grad, 1e-5)
 
 
 def test_fairscales_layers() -> None:
@@ -325,6 +327,20 @@ def test_results_have_the_dtype_of_experts_and_weights_stay_exact() -> None:
     close(y, exact.bfloat16(), 1e-2)
 
 
+@pytest.mark.parametrize("gate", ["top 2", "dropless 2"])
+def test_memory_is_of_choices_and_not_of_masks(gate) -> None:
+    tokens, count, d = 1024, 16, 4
+    x, scales = draw(tokens, d).requires_grad_(), draw(count, 1).requires_grad_()
+    logits = draw(tokens, count).requires_grad_()
+    with LiveBytes(x, scales, logits) as live:
+        y = nn.expert_layer(x, GATES[gate](logits), lambda w, x: w * x, scales)
+        y.sum().backward()
+    choices = 8 * 2 * tokens  # bytes of a number for each
+    assert live.peak < choices * (6 * d + 2 * count + 24)
+    mask = 8 * tokens * count * (2 * tokens // count)
+    assert live.peak < mask / 10
+
+
 def test_a_dropped_choice_reads_nobodys_row() -> None:
     """Its weight is 0, and 0 times another token's infinity is not."""
     x = torch.tensor([[torch.inf], [1.0], [2.0]], requires_grad=True)
@@ -384,6 +400,50 @@ def test_under_remat_it_is_the_same_and_routings_come_out_of_units() -> None:
 
     for plain, again in ff.spmd(main, mesh_of(2))():
         close(plain, again, 0)
+
+
+def test_on_a_vmap_mesh() -> None:
+    """All ranks at once; what needs each one's numbers is refused there."""
+    params, x = experts(4), draw(2, 5, D)
+    by_rank = {k: w.unflatten(0, (2, 2)) for k, w in params.items()}
+    gate = draw(D, 4)
+
+    def main(factor, axis="expert"):
+        i = ff.axis_index(axis)
+        mine = {name: w[i] for name, w in by_rank.items()}
+        routing = nn.top_k_gating(x[i] @ gate, 2, capacity_factor=factor)
+        return nn.expert_layer(x[i], routing, two_layers, mine, axis)
+
+    mesh = ff.make_mesh({"expert": 2}, "vmap")
+    for tokens, y in zip(x, ff.spmd(lambda: main(1.0), mesh)(), strict=True):
+        routing = nn.top_k_gating(tokens @ gate, 2, capacity_factor=1.0)
+        close(y, every_expert_on_every_token(tokens, routing, params))
+    with pytest.raises(RuntimeError, match="gate with capacity_factor="):
+        ff.spmd(lambda: main(None), mesh)()
+
+
+@pytest.mark.parametrize("gate", ["top 2", "dropless 2"])
+def test_an_experts_products_may_be_split_over_another_axis(gate) -> None:
+    """Collectives inside an expert, under its vmap or one by one."""
+    params, x = experts(4), draw(2, 5, D)
+    router, loss = draw(D, 4), loss_of(gate, "one")
+
+    def main():
+        i, j = ff.axis_index("expert"), ff.axis_index("model")
+        mine = part(params, 2, i)
+        mine["in"], mine["bias"] = (mine[k].chunk(3, -1)[j] for k in ("in", "bias"))
+        mine["out"] = mine["out"].chunk(3, 1)[j]
+
+        def rows(p, x):
+            return ff.psum(two_layers(p, ff.pcast(x, "model", to="V")), "model")
+
+        routing = GATES[gate](x[i] @ router)
+        return nn.expert_layer(x[i], routing, rows, mine, "expert")
+
+    out = ff.spmd(main, ff.make_mesh({"expert": 2, "model": 3}, "simulated"))()
+    for i in range(6):
+        _, y = loss({"gate": router, "experts": params}, x[i // 3])
+        close(out[i], y)
 
 
 X, TO = torch.zeros(4, 2), torch.zeros(4, 1, dtype=torch.int64)

@@ -115,6 +115,7 @@ def test_an_overflowing_expert_takes_tokens_in_their_order() -> None:
 
 def test_the_second_expert_is_drawn_by_its_probability() -> None:
     """With Gumbel noise; and it is never the first, whatever the logits."""
+    LAST.manual_seed(0)
     logits = torch.tensor([3.0, 0.0, math.log(3.0)]).expand(20_000, 3)
     noise = -torch.empty_like(logits).exponential_(generator=LAST).log()
     second = nn.top_2_gating(logits, noise=noise).indices[:, 1]
@@ -183,9 +184,9 @@ def test_queues_hold_first_choices_first_and_tokens_in_order(rows, factor, least
 
 
 def test_a_factor_is_meant_as_it_is_written() -> None:
-    """In floats 1.1 * 10 is more than 11."""
-    ones = torch.zeros(10, 1, dtype=torch.int64)
-    assert nn.route(ones, torch.ones(10, 1), 1, capacity_factor=1.1).capacity == 11
+    """In floats 1.1 * 50 is more than 55."""
+    zeros = torch.zeros(50, 1, dtype=torch.int64)
+    assert nn.route(zeros, torch.ones(50, 1), 1, capacity_factor=1.1).capacity == 55
 
 
 @pytest.mark.parametrize("gate", [nn.top_1_gating, nn.top_2_gating])
