@@ -19,7 +19,7 @@ from fsfunc import _torch, tree
 from fsfunc.sharded.layout import Flat, Layout
 
 __all__ = ["FlatShard", "NotATensor", "Parts", "Sharded", "View", "is_sharded"]
-__all__ += ["whole_shape"]
+__all__ += ["OPERATORS", "whole_shape"]
 
 
 # Of one gradient call, by buffer and layout: the parts used beside units.
@@ -190,13 +190,13 @@ def _refusal(name: str) -> Any:
     return method
 
 
-_OPERATORS = (
+OPERATORS = (
     "add radd sub rsub mul rmul truediv rtruediv floordiv rfloordiv mod rmod pow rpow "
     "matmul rmatmul and rand or ror xor rxor lshift rshift neg pos abs invert eq ne lt "
     "le gt ge bool len iter contains getitem setitem float int index complex iadd isub "
     "imul itruediv"
-)
-for _name in _OPERATORS.split():
+).split()
+for _name in OPERATORS:
     setattr(Sharded, f"__{_name}__", _refusal(f"__{_name}__"))
 
 

@@ -10,7 +10,6 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from difflib import get_close_matches
-from fnmatch import fnmatchcase
 from typing import Any
 
 from torch import Tensor
@@ -18,31 +17,12 @@ from torch import Tensor
 from fsfunc.comm.mesh import Mesh
 from fsfunc.sharded.layout import Layout, Split
 from fsfunc.sharded.placements import describe
+from fsfunc.tree.structure import matches
 
-__all__ = ["LayoutRules", "matches", "splits_of"]
+__all__ = ["LayoutRules", "splits_of"]
 
 # By pattern: how the leaves on the paths that it matches are split, outermost first.
 LayoutRules = Mapping[str, Split | Sequence[Split]]
-
-
-def matches(pattern: str, path: str) -> bool:
-    """Whether a pattern fits a path: name by name, ``**`` any number of names.
-
-    >>> [matches("blocks/*/w[qk]", p) for p in ("blocks/3/wq", "blocks/3/attn/wq")]
-    [True, False]
-    >>> matches("**/wq", "blocks/3/attn/wq"), matches("**/wq", "wq")
-    (True, True)
-    """
-    return _fits(pattern.split("/"), path.split("/"))
-
-
-def _fits(patterns: list[str], names: list[str]) -> bool:
-    if not patterns:
-        return not names
-    first, *rest = patterns
-    if first == "**":
-        return any(_fits(rest, names[i:]) for i in range(len(names) + 1))
-    return bool(names) and fnmatchcase(names[0], first) and _fits(rest, names[1:])
 
 
 def splits_of(

@@ -23,7 +23,8 @@ from fsfunc.sharded.slices import take
 from fsfunc.state.layout_rules import LayoutRules, splits_of
 from fsfunc.state.leaf_sources import GivenLeaves, Shapes
 from fsfunc.state.mirroring import mirrors
-from fsfunc.tracing.recorder import LeafGroup, Recorder
+from fsfunc.tracing.groups import LeafGroup
+from fsfunc.tracing.recorder import Recorder
 from fsfunc.tracing.recorder import record as _record
 from fsfunc.tracing.type_check import check, learn
 from fsfunc.transforms.sharding import Sharding

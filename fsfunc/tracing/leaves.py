@@ -13,7 +13,7 @@ from torch import Tensor
 from fsfunc import tree
 from fsfunc.core.frames import frame
 from fsfunc.sharded.layout import Layout
-from fsfunc.sharded.leaf import Sharded, is_sharded
+from fsfunc.sharded.leaf import OPERATORS, Sharded, is_sharded
 from fsfunc.sharded.slices import take
 
 __all__ = ["Recorded", "block", "local", "plain", "whole"]
@@ -83,30 +83,8 @@ def _forward(name: str) -> Any:
     return method
 
 
-for _name in dir(Sharded):
-    if _name in dir(Tensor) and getattr(Sharded, _name) is not getattr(
-        object, _name, 0
-    ):
-        if _name not in (
-            "__init__",
-            "__repr__",
-            "__reduce__",
-            "__hash__",
-            "__getattr__",
-            "__torch_function__",
-            "__slots__",
-            "__doc__",
-            "__module__",
-            "shape",
-            "ndim",
-            "dtype",
-            "device",
-            "numel",
-            "__weakref__",
-            "name",
-            "layout",
-        ):
-            setattr(Recorded, _name, _forward(_name))
+for _name in OPERATORS:
+    setattr(Recorded, f"__{_name}__", _forward(f"__{_name}__"))
 
 tree.register_node(
     Recorded,

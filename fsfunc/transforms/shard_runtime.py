@@ -355,7 +355,7 @@ class ShardRuntime:
     ) -> Tensor:
         """The gradients in one buffer, in the dtype of the reduction."""
         while self.reducing:  # its buffer is what this one may lie in
-            self._finish(*self.reducing.pop(0))
+            self._finish()
         place, dtype = shard.place, call.reduce
         count = place.size * place.chunk
         if self.size > 1:
@@ -401,12 +401,15 @@ class ShardRuntime:
             work = how.move(how.encode(buffer), self.where, whole, shard.name)
         self.reducing.append((shard, work, buffer))
         if len(self.reducing) > 1:
-            self._finish(*self.reducing.pop(0))
+            self._finish()
 
-    def _finish(self, shard: FlatShard, work: Handle | None, buffer: Tensor) -> None:
+    def _finish(self) -> None:
+        """Takes in the reduction that was put in flight first."""
+        shard, work, buffer = self.reducing.pop(0)
         arrived = grad = buffer
         if work is not None:
             arrived = work.wait()
+            del work  # or it holds what arrived, while that is cast
             grad = self.how_reduced.decode(arrived, shard.flat.dtype)
         if self.replicas is not None and self.replicas.size > 1:
             arrived = grad = self.replicas.start("psum", grad, what=shard.name).wait()
@@ -415,7 +418,7 @@ class ShardRuntime:
         count_as("gradients", [grad])
         before = self.grads.get(id(shard))
         self.grads[id(shard)] = grad if before is None else before.add_(grad)
-        if work is not None and arrived is not buffer:
+        if self.size > 1 and arrived is not buffer:
             self.pool.spoil(buffer)
 
     def finish(self) -> None:
@@ -425,7 +428,7 @@ class ShardRuntime:
                 self._reduce(shard, buffer)
         self.due.clear()
         while self.reducing:
-            self._finish(*self.reducing.pop(0))
+            self._finish()
         self.close()
 
 
