@@ -7,6 +7,7 @@ read from there, each by an index: forward and backward alike.
 from __future__ import annotations
 
 from collections.abc import Callable
+from itertools import accumulate, chain
 
 import torch
 from torch import Tensor
@@ -17,6 +18,8 @@ from fsfunc.comm.groups import axis_index, axis_size
 from fsfunc.nn.gating import Routing
 
 __all__ = ["check_rows", "dropless", "placed", "weighed"]
+
+Loads = list[list[int]]  # rows, by rank and expert
 
 
 def placed(x: Tensor, slots: Tensor, kept: Tensor, size: int) -> Tensor:
@@ -61,39 +64,52 @@ def dropless(
     Returns:
         [T, d'].
     """
+    sent, got, room = _loads(routing, axis, here)
+
+    def starts(loads: Loads) -> Loads:
+        """Where rows begin, by the rank at the other end and its expert, or ours."""
+        runs = enumerate(loads)
+        return [list(accumulate(run[:-1], initial=i * room)) for i, run in runs]
+
+    at = torch.tensor(list(chain(*starts(sent)))).to(x.device)
+    slots = at[routing.indices] + routing.positions
+    rows = placed(x, slots, routing.kept, len(sent) * room)
+    if axis is None:  # one rank's queues are in order already
+        y = ragged(rows, sent[0])
+        check_rows(y, len(rows))
+        return weighed(y, slots, routing)
+    rows = all_to_all(rows, axis, split_dim=0, concat_dim=0)
+    by_expert = list(zip(*got, strict=True))
+    runs = zip(chain(*zip(*starts(got), strict=True)), chain(*by_expert), strict=True)
+    order = torch.cat([torch.arange(i, i + m) for i, m in runs]).to(x.device)
+    y = ragged(rows.index_select(0, order), [sum(run) for run in by_expert])
+    check_rows(y, len(order))
+    y = y.new_zeros(len(got) * room, y.shape[1]).index_copy(0, order, y)
+    y = all_to_all(y, axis, split_dim=0, concat_dim=0)
+    return weighed(y, slots, routing)
+
+
+def _loads(routing: Routing, axis: str | None, here: int) -> tuple[Loads, Loads, int]:
+    """What this rank sends to each rank's experts, what each sends to its own, and the
+    largest load of one rank on another: plain numbers, for which the host waits."""
     n = 1 if axis is None else axis_size(axis)
-    me = 0 if axis is None else axis_index(axis)
-    if isinstance(me, Tensor) or _torch.mapped_at(routing.counts):
+    counts = routing.counts[None]
+    counts = counts if axis is None else all_gather(counts, axis)
+    if _torch.mapped_at(counts):
         raise RuntimeError(
             "a layer without a capacity asks how many tokens its experts have, which "
             "differs under vmap, by each that is mapped: gate with capacity_factor="
         )
-    counts = routing.counts[None]
-    counts = counts if axis is None else all_gather(counts, axis)
-    # By the rank that sends, the one that receives, and its experts.
-    sizes = torch.tensor(counts.tolist(), device="cpu").view(n, n, here)
-    room = int(sizes.sum(2).max())
-
-    def starts(rows: Tensor) -> Tensor:
-        """Where rows begin, by the rank at the other end and the expert."""
-        return rows.cumsum(1) - rows + room * torch.arange(n, device="cpu")[:, None]
-
-    at = starts(sizes[me]).flatten().to(x.device)
-    slots = at[routing.indices] + routing.positions
-    rows = placed(x, slots, routing.kept, n * room)
-    if axis is None:  # one rank's queues are in order already
-        y = ragged(rows, sizes.flatten().tolist())
-        check_rows(y, len(rows))
-        return weighed(y, slots, routing)
-    rows = all_to_all(rows, axis, split_dim=0, concat_dim=0)
-    got = sizes[:, me]
-    runs = zip(starts(got).T.flatten().tolist(), got.T.flatten().tolist(), strict=True)
-    order = torch.cat([torch.arange(i, i + m) for i, m in runs]).to(x.device)
-    y = ragged(rows.index_select(0, order), got.sum(0).tolist())
-    check_rows(y, len(order))
-    y = y.new_zeros(n * room, y.shape[1]).index_copy(0, order, y)
-    y = all_to_all(y, axis, split_dim=0, concat_dim=0)
-    return weighed(y, slots, routing)
+    if isinstance(_torch.unwrapped(counts), _torch.FakeTensor) or _torch.fake_active():
+        # Nobody knows before it runs: plans and recordings take the load for even.
+        even = -(-routing.indices.numel() // (n * here))
+        return [[even] * here] * n, [[even] * here] * n, even * here
+    me = 0 if axis is None else axis_index(axis)
+    sizes = [
+        [row[i : i + here] for i in range(0, n * here, here)] for row in counts.tolist()
+    ]
+    room = max(sum(run) for loads in sizes for run in loads)
+    return sizes[me], [loads[me] for loads in sizes], room
 
 
 def check_rows(y: Tensor, count: int) -> None:

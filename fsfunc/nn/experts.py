@@ -66,12 +66,13 @@ def expert_layer(
     Raises:
         ValueError: experts that the axis does not divide; parameters of another number
             of experts, or split otherwise; a routing of other tokens.
+        RuntimeError: no capacity, under vmap.
 
     Cost: with a capacity C, over n ranks, one all-to-all of E C d elements each way,
     and as many backward: each sends (n-1)/n of those; memory likewise. Dropless, first
     an all-gather of E int64, which the host waits for; then all-to-alls of n P d, where
     P is the most choices that one rank sends to another: T k/n where the load is even,
-    T k where all go to one rank. It needs values, so it runs on no abstract mesh.
+    T k where all go to one rank. A plan of it takes the load for even.
 
     Source: Lepikhin et al. (GShard), 2020; Gale et al. (MegaBlocks), 2022, for the
     experts' ragged groups.

@@ -423,6 +423,27 @@ def test_on_a_vmap_mesh() -> None:
 
 
 @pytest.mark.parametrize("gate", ["top 2", "dropless 2"])
+def test_on_an_abstract_mesh_the_load_is_even(gate) -> None:
+    """One rank stands for all, and sends what ranks with an even load would."""
+
+    def main(i=0):
+        turns = torch.arange(16)[:, None] + torch.arange(2) + i
+        z = 9.0 * F.one_hot(turns % 8, 8).sum(1) + torch.rand(16, 8)
+        weights = {name: w[:2] for name, w in experts(2).items()}
+        x = torch.ones(16, D, dtype=torch.float64)
+        y = nn.expert_layer(x, GATES[gate](z), two_layers, weights, "expert")
+        return y.shape
+
+    logs = []
+    for backend in ("abstract", "simulated"):
+        with ff.ledger() as log:
+            out = ff.spmd(main, ff.make_mesh({"expert": 4}, backend))()
+        assert out[0] == (16, 2) and len(out) == (1 if backend == "abstract" else 4)
+        logs.append(log.table())
+    assert logs[0] == logs[1]
+
+
+@pytest.mark.parametrize("gate", ["top 2", "dropless 2"])
 def test_an_experts_products_may_be_split_over_another_axis(gate) -> None:
     """Collectives inside an expert, under its vmap or one by one."""
     params, x = experts(4), draw(2, 5, D)
@@ -444,6 +465,35 @@ def test_an_experts_products_may_be_split_over_another_axis(gate) -> None:
     for i in range(6):
         _, y = loss({"gate": router, "experts": params}, x[i // 3])
         close(out[i], y)
+
+
+@pytest.mark.parametrize("factor", [1.0, None])
+def test_experts_lie_over_data_too(factor) -> None:
+    """Under shard: the mean over data of what the ranks of an expert axis add up."""
+    params = {"gate": draw(D, 4), "experts": experts(4)}
+    groups = draw(4, 5, D)
+
+    @ff.unit
+    def block(p, x):
+        routing = nn.top_k_gating(x @ p["gate"], 2, capacity_factor=factor)
+        return nn.expert_layer(x, routing, two_layers, p["experts"])
+
+    def loss(p, x):
+        return (block(p, x) ** 2).sum()
+
+    mesh = ff.make_mesh({"data": 2, "expert": 2}, "simulated")
+
+    def main():
+        step, x = ff.value_and_grad(loss), groups[ff.axis_index(("data", "expert"))]
+        step, rules = ff.shard(step, mesh, "data"), {"experts/*": ff.Split(0, "expert")}
+        state = ff.place(step, params, x, layouts=rules)
+        value, grads = step(state, x)
+        return value, ff.unshard(grads["experts"])
+
+    expected, *_ = by_group(lambda p, x: (loss(p, x), x), params, groups)
+    for _, found in ff.spmd(main, mesh)():
+        mean = torch.utils._pytree.tree_map(lambda g: g / 2, expected["experts"])
+        close(found, mean)
 
 
 X, TO = torch.zeros(4, 2), torch.zeros(4, 1, dtype=torch.int64)
