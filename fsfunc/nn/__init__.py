@@ -15,19 +15,23 @@ from fsfunc.nn.statistics import (
     commit_statistics,
     init_statistics,
 )
+from fsfunc.nn.tensor_parallel import column_linear, row_linear, vocab_embedding
 
 __all__ = [
     "Moments",
     "Routing",
     "RunningStatistics",
     "batch_norm",
+    "column_linear",
     "combine",
     "commit_statistics",
     "dispatch",
     "expert_layer",
     "init_statistics",
     "route",
+    "row_linear",
     "top_1_gating",
     "top_2_gating",
     "top_k_gating",
+    "vocab_embedding",
 ]

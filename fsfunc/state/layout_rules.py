@@ -1,8 +1,9 @@
 """A table of path patterns that says how leaves are split over axes of the mesh.
 
-A rule is for axes that split the work of one loss, such as those of tensor parallelism:
-the layer functions know what to do with a leaf that is split. What ``shard`` does to a
-leaf comes on top, over its own axes.
+The layer functions know what to do with a leaf that is split: over an axis that splits
+the work of one loss (tensor parallelism), or over an axis of ``shard``, along which
+each rank has experts of its own. What ``shard`` does to a leaf comes on top, over its
+other axes.
 """
 
 from __future__ import annotations
@@ -32,7 +33,7 @@ def splits_of(
 
     Args:
         leaves: by path; those that are split must be whole tensors.
-        taken: axes over which a transform lays leaves out.
+        taken: axes along which nothing can be split.
 
     Raises:
         TypeError: a rule that is no `Split`, or a leaf that is no tensor.
@@ -81,8 +82,8 @@ def _sized(
         size = mesh.axes[split.axis]
         if split.axis in taken:
             raise ValueError(
-                f'layouts: {pattern!r} splits over "{split.axis}", over which shard '
-                "takes means of losses: split over an axis of its own"
+                f'layouts: {pattern!r} splits over "{split.axis}", the axis of a '
+                "pipeline: split over another one"
             )
         if split.size not in (0, size):
             raise ValueError(

@@ -14,7 +14,6 @@ from fsfunc import tree
 from fsfunc.core.frames import frame
 from fsfunc.sharded.layout import Layout
 from fsfunc.sharded.leaf import OPERATORS, Sharded, is_sharded
-from fsfunc.sharded.slices import take
 
 __all__ = ["Recorded", "block", "local", "plain", "whole"]
 
@@ -61,19 +60,22 @@ def whole(x: Any) -> Any:
     local, split = x.local.detach(), x.layout.in_units
     if split is None:
         return local.new_zeros(x.shape)
-    return Sharded(local.new_zeros(split.local_shape(_first(split))), split)
+    first = split.local_shape(dict.fromkeys(split.axes, 0))
+    return Sharded(local.new_zeros(first), split)
 
 
-def block(x: Any) -> Any:
-    """What a unit sees of a recorded leaf: a tensor, or the first rank's part of it."""
-    split = x.layout.in_units
+def block(x: Any, layout: Layout) -> Any:
+    """What a unit sees of a recorded leaf: a tensor, or the first rank's part of it.
+
+    Args:
+        layout: how it will be split; to all but units it passes for a whole tensor.
+    """
+    part, split = plain(x), layout.in_units
     if split is None:
-        return x.local
-    return Sharded(take(x.local, split, _first(split)), split)
-
-
-def _first(layout: Layout) -> dict[str, int]:
-    return dict.fromkeys(layout.axes, 0)
+        return part
+    for cut in split.splits:  # by `split`, which the recorder takes for no reading
+        part = part.split(part.shape[cut.dim] // cut.size, cut.dim)[0]
+    return Sharded(part, split)
 
 
 def _forward(name: str) -> Any:

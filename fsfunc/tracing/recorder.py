@@ -104,9 +104,10 @@ def _record(
         with inside(f), watching(recorder):
             for i, (path, x) in enumerate(zip(paths, leaves, strict=True)):
                 if isinstance(x, Tensor):
-                    layout = Layout(tuple(x.shape), x.dtype, splits.get(path, ()), path)
-                    recorder.layouts[path] = layout
+                    layout = Layout(tuple(x.shape), x.dtype, (), path)
                     leaves[i] = Recorded(convert(x.detach()), layout)
+                    layout = replace(layout, parts=splits.get(path, ()))
+                    recorder.layouts[path] = layout
             others = tree.map(
                 lambda x: convert(x) if isinstance(x, Tensor) else x,
                 rest,
@@ -220,7 +221,8 @@ class Recorder(Findings, Tracer, Watcher):
                     leaves[i] = whole(leaf)
                     continue
                 names.append(path)
-                leaves[i] = block(leaf) if isinstance(leaf, Recorded) else leaf
+                if not isinstance(leaf, Sharded) or isinstance(leaf, Recorded):
+                    leaves[i] = block(leaf, self.layouts[path])
                 x = local(leaves[i])
                 self.know(x, path)
                 if _torch.is_wrapped(x) or x.requires_grad:
