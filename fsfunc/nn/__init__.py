@@ -1,6 +1,14 @@
 """Layers with collectives in them, as functions of parameters and inputs."""
 
 from fsfunc.nn.cross_entropy import vocab_cross_entropy
+from fsfunc.nn.experts import combine, dispatch, expert_layer
+from fsfunc.nn.gating import (
+    Routing,
+    route,
+    top_1_gating,
+    top_2_gating,
+    top_k_gating,
+)
 from fsfunc.nn.statistics import (
     Moments,
     RunningStatistics,
@@ -13,13 +21,21 @@ from fsfunc.nn.tiled_cross_entropy import linear_cross_entropy
 
 __all__ = [
     "Moments",
+    "Routing",
     "RunningStatistics",
     "batch_norm",
     "column_linear",
+    "combine",
     "commit_statistics",
+    "dispatch",
+    "expert_layer",
     "init_statistics",
     "linear_cross_entropy",
+    "route",
     "row_linear",
+    "top_1_gating",
+    "top_2_gating",
+    "top_k_gating",
     "vocab_cross_entropy",
     "vocab_embedding",
 ]
