@@ -192,6 +192,7 @@ class _Ring(torch.autograd.Function):
             for a, b, diagonal in ring_blocks(step, ring.index, ring.causal, len(qs)):
                 new = attend_in_place(qs[a], *parts[b], diagonal, ring.scale)
                 found[a] = joined(found[a], new)
+            del parts
         outs, sums = zip(*found, strict=True)
         return torch.cat(outs, 2).to(q.dtype), torch.cat(sums, 2)
 
@@ -232,32 +233,46 @@ def _pulled(
 ) -> list[Tensor]:
     """The gradients: keys and values travel again, and theirs come home."""
     n = ring.parts
-    qs, gs, outs, sums = (x.chunk(n, 2) for x in (q, g, whole.out, whole.lse))
+    mine = list(zip(*(x.chunk(n, 2) for x in (g, q, *whole)), strict=True))
     dqs: list[Any] = [None] * n
-    home: list[Any] = [None] * n  # what a rank's own keys and values get
+    home: list[Any] = [None] * n  # what this rank's own keys and values get
     waits: list[Callable[[], Tensor]] = []
     for step, parts in _travelled(k, v, ring):
-        given: list[Any] = [None] * n
-        for a, b, diagonal in ring_blocks(step, ring.index, ring.causal, n):
-            of = Attended(outs[a], sums[a])
-            dq, dk, dv = pull(gs[a], qs[a], *parts[b], of, diagonal, ring.scale)
-            dqs[a] = _added(dqs[a], dq)
-            given[b] = _added(given[b], _pack(dk, dv))
+        given = _pulled_at(step, mine, parts, dqs, ring)
         if step == 0:
             home = given
             continue
+        back = [ring.move(pairs).transpose() for pairs in ring.moves[step - 1]]
+        sent = [x.to(k.dtype) for x in given]
+        del given, parts
         _land(waits, home)
-        waits = []
-        for part, pairs, x in zip(parts, ring.moves[step - 1], given, strict=True):
-            if x is None:  # of what this rank has not seen it sends nothing
-                x = torch.zeros(part[0].numel() + part[1].numel(), device=q.device)
-            back = ring.move(pairs).transpose()
-            waits.append(ring.launch(x.to(k.dtype), back))
+        waits = [ring.launch(x, how) for x, how in zip(sent, back, strict=True)]
     _land(waits, home)
     like = k.chunk(n, 2)[0], v.chunk(n, 2)[0]
     dks, dvs = zip(*(_unpack(x, *like) for x in home), strict=True)
     grads = zip((dqs, dks, dvs), (q, k, v), strict=True)
     return [torch.cat(parts, 2).to(x.dtype) for parts, x in grads]
+
+
+def _pulled_at(
+    step: int,
+    mine: list[tuple[Tensor, ...]],
+    parts: list[tuple[Tensor, Tensor]],
+    dqs: list[Any],
+    ring: Ring,
+) -> list[Tensor]:
+    """What each part of the keys and values gets of one step; dqs get theirs, too."""
+    given: list[Any] = [None] * len(parts)
+    for a, b, diagonal in ring_blocks(step, ring.index, ring.causal, ring.parts):
+        g, q, out, lse = mine[a]
+        of = Attended(out, lse)
+        dq, dk, dv = pull(g, q, *parts[b], of, diagonal, ring.scale)
+        dqs[a] = _added(dqs[a], dq)
+        given[b] = _added(given[b], _pack(dk, dv))
+    for i, (keys, values) in enumerate(parts):
+        if given[i] is None:  # nobody here has seen it, so nothing is sent of it
+            given[i] = keys.new_zeros(keys.numel() + values.numel())
+    return given
 
 
 def _land(waits: Sequence[Callable[[], Tensor]], home: list[Tensor]) -> None:
