@@ -61,9 +61,9 @@ def ring_attention(
             key heads divide the heads: query heads in a row read one.
         axis: that over which the sequence is cut; None: it is whole, and nothing moves.
         causal: whether a query sees the positions up to its own alone. Then n = m.
-        order: under ``causal``, which positions these are. In "zigzag" n is even, and
-            each rank has two blocks of n/2 x n/2 to compute in each step; in
-            "contiguous" the last rank has W times the first one's work.
+        order: under ``causal``, which positions these are; n is even. Each step is two
+            blocks of n/2 x n/2 for every rank. "contiguous" parts are exchanged for
+            such in zig-zag order first, and the output back.
         scale: 1 / sqrt(head_dim) by default.
         recompute: whether to forget the probabilities.
 
@@ -71,24 +71,24 @@ def ring_attention(
         [batch, heads, n, value_dim], of the dtype of ``q``.
 
     Raises:
-        ValueError: shapes that do not fit, an odd n in "zigzag" order, no such order;
-            a causal ring on a vmap mesh, where no rank runs alone.
+        ValueError: shapes that do not fit, an odd n under ``causal``, no such order.
         TypeError: dtypes that are not floating, or not one.
 
     Cost: b being the bytes of this rank's k and v, W ranks, i this rank's index:
 
-        ==================  ===================  ========================
-        .                   forward              with its backward
-        ==================  ===================  ========================
-        every key           (W-1) b              3 (W-1) b
-        causal, zigzag      (W-1+i) b/2          (4 (W-1) + i) b/2
-        causal, contiguous  (W-1-i) b            (2 (W-1-i) + i) b
-        ==================  ===================  ========================
+        ==================  =============  =================  ===============
+        .                   forward        and its backward   recompute=False
+        ==================  =============  =================  ===============
+        every key           (W-1) b        3 (W-1) b          2 (W-1) b
+        causal, zigzag      (W-1+i) b/2    (4 (W-1) + i) b/2  3 (W-1) b/2
+        ==================  =============  =================  ===============
 
-        ``recompute=False`` sends keys and values once: (W-1+i) b/2 less in zig-zag
-        order. Kept for the backward: q, k, v, the output and one number a query; while
-        it runs, three parts of keys and values, and rows of scores. Nothing is computed
-        for a block that is masked as a whole, nor sent where nobody sees it.
+        in W-1 steps, each under way while the one before it is computed; "contiguous"
+        order sends q, k, v and the output once more each way, less the halves that
+        stay. Kept for the backward: q, k, v, the output and one number a query; while
+        it runs, some ten parts like k and v, and rows of scores: a W-th of the whole.
+        Nothing is computed for a block that is masked as a whole, and a part is sent
+        only where some query sees it.
 
     Source: Liu, Zaharia and Abbeel, 2023, Ring attention; Dao et al., 2022.
 
