@@ -280,19 +280,22 @@ def test_half_dtypes_are_summed_in_fp32(form, dtype) -> None:
             assert (x.double() - y).abs().max() <= steps
 
 
-def test_under_autocast_half_dtypes_are_sent() -> None:
-    whole = tensors(0, *[(1, 2, 8, 4)] * 3, dtype=torch.float32)
-    low = [x.bfloat16() for x in whole]
-    for form in FORMS:
-        expected = on_ranks(attention(form, "zigzag"), 2, "zigzag", *low[:3])
+@pytest.mark.parametrize("value", [4, 5])  # by a kernel, and by products
+@pytest.mark.parametrize("form", FORMS)
+def test_under_autocast_half_dtypes_are_sent(form, value) -> None:
+    shapes = (1, 2, 8, 4), (1, 2, 8, 4), (1, 2, 8, value)
+    whole = tensors(0, *shapes, dtype=torch.float32)
+    ring = attention(form, "zigzag")
 
-        def cast(*qkv, form=form):
-            with torch.autocast("cpu", torch.bfloat16):
-                return attention(form, "zigzag")(*qkv)
+    def cast(*qkv):
+        with torch.autocast("cpu", torch.bfloat16):
+            return ring(*qkv)
 
-        with ff.ledger() as log:
-            same(on_ranks(cast, 2, "zigzag", *whole[:3]), expected)
-        assert {r.dtype for r in log.records} == {torch.bfloat16}
+    expected = on_ranks(pulled(ring), 2, "zigzag", *(x.bfloat16() for x in whole))
+    with ff.ledger() as log:
+        found = on_ranks(pulled(cast), 2, "zigzag", *whole[:3], whole[3].bfloat16())
+    same([x.bfloat16() for x in found], expected)
+    assert {r.dtype for r in log.records} == {torch.bfloat16}
 
 
 def test_inputs_of_any_layout_are_left_as_they_are() -> None:
@@ -393,6 +396,36 @@ def test_a_context_axis_may_be_one_of_shards(form, stack) -> None:
         loss = model(attention(form, "zigzag"))
         grad = STACKS[stack](ff.value_and_grad(loss), mesh)
         value, grads = grad(ff.place(grad, params, mine), mine)
+        return value, ff.unshard(grads)
+
+    for found in ff.spmd(main, mesh)():
+        close(found, expected, 1e-12)
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_outside_units_it_gives_a_rank_its_own(form) -> None:
+    torch.manual_seed(0)
+    w, x = drawn(4, 4), drawn(1, 2, 8, 4)
+    project = ff.unit(lambda w, x: x @ w)
+
+    def loss(attend):
+        def run(w, x):
+            q = project(w, x)
+            return (attend(q, x, q) ** 3 + q).mean()
+
+        return run
+
+    def whole(q, k, v):
+        return F.scaled_dot_product_attention(q, k, v, is_causal=True)
+
+    expected = ff.value_and_grad(loss(whole))(w, x)
+    mesh, parts = simulated(context=2), cut(x, 2, "zigzag")
+
+    def main():
+        mine = parts[ff.axis_index("context")]
+        grad = ff.value_and_grad(loss(attention(form, "zigzag")))
+        grad = ff.shard(grad, mesh, "context")
+        value, grads = grad(ff.place(grad, w, mine), mine)
         return value, ff.unshard(grads)
 
     for found in ff.spmd(main, mesh)():
