@@ -61,9 +61,11 @@ def ring_attention(
             key heads divide the heads: query heads in a row read one.
         axis: that over which the sequence is cut; None: it is whole, and nothing moves.
         causal: whether a query sees the positions up to its own alone. Then n = m.
-        order: under ``causal``, which positions these are; n is even. Each step is two
-            blocks of n/2 x n/2 for every rank. "contiguous" parts are exchanged for
-            such in zig-zag order first, and the output back.
+        order: under ``causal``, which positions these are: "zigzag", as
+            :func:`fsfunc.nn.zigzag` cuts them, so that each step is two blocks of
+            n/2 x n/2 for every rank; or "contiguous": then parts are exchanged for such
+            in zig-zag order first, and the output back. Parts that are cut in another
+            way give numbers that are wrong. n is even.
         scale: 1 / sqrt(head_dim) by default.
         recompute: whether to forget the probabilities.
 
