@@ -4,7 +4,9 @@ A block gives its output and, for each query, the log of the sum of the exponent
 its scores. Two blocks of the same queries and other keys make one by these alone: the
 running maximum and sum of the online softmax, as one number.
 
-All in fp32 at least. Queries are [batch, heads, n, head_dim], keys and values may have
+Sums are held in fp32 at least. On CPU, where values are as wide as keys, torch's fused
+kernel computes a block; elsewhere plain products do, some rows of scores at a time, in
+fp32 at least. Queries are [batch, heads, n, head_dim], keys and values may have
 fewer heads: as torch counts them, query heads g k to g k + g - 1 read head k. They are
 computed as [batch, key heads, g n, head_dim], so that keys are never copied g times.
 """

@@ -46,9 +46,9 @@ def ring_attention(
     """Attention of this rank's queries to the keys of all ranks along ``axis``.
 
     softmax(scale q k^T) v, block by block: the output of each rank's keys, and the sum
-    of the exponentials of their scores, are enough to join them. All that in fp32 at
-    least. Under plain autograd the backward has keys and values sent again and computes
-    each block's probabilities again.
+    of the exponentials of their scores, are enough to join them, in fp32 at least.
+    Under plain autograd the backward has keys and values sent again and computes each
+    block's probabilities again.
 
     All derivatives hold. Those other than the first of plain autograd
     (``create_graph``, ``torch.func``, forward mode) keep all blocks' probabilities, as

@@ -47,21 +47,18 @@ class Block(NamedTuple):
     diagonal: bool  # the same positions: query i sees keys 0 to i
 
 
-@lru_cache(maxsize=64)
-def ring_moves(size: int, zigzag: bool) -> tuple[tuple[Pairs, ...], ...]:
-    """For each step but the first, and each part of keys, who sends it to whom.
+@lru_cache(maxsize=1 << 10)
+def ring_moves(step: int, size: int, zigzag: bool) -> tuple[Pairs, ...]:
+    """For each part of keys, who sends it to whom before this step.
 
     In zig-zag order all see a rank's first half, and those before it the second.
 
-    >>> ring_moves(3, True)[1]
+    >>> ring_moves(2, 3, True)
     (((0, 2), (1, 0), (2, 1)), ((1, 0), (2, 1)))
     """
-    moves = []
-    for step in range(1, size):
-        hops = tuple((j, (j + step) % size) for j in range(size))
-        back = tuple((j, t) for j, t in hops if t < j)
-        moves.append((hops, back) if zigzag else (hops,))
-    return tuple(moves)
+    hops = tuple((j, (j + step) % size) for j in range(size))
+    back = tuple((j, t) for j, t in hops if t < j)
+    return (hops, back) if zigzag else (hops,)
 
 
 def ring_blocks(step: int, index: int, causal: bool, parts: int) -> list[Block]:
@@ -99,13 +96,14 @@ class Ring:
         return 2 if self.causal and self.where is not None else 1
 
     @property
-    def moves(self) -> tuple[tuple[Pairs, ...], ...]:
-        return () if self.where is None else ring_moves(self.where.size, self.causal)
+    def steps(self) -> int:
+        return 1 if self.where is None else self.where.size
 
-    def move(self, pairs: Pairs) -> LinearMap:
-        """The map that takes one part to the ranks that need it."""
+    def moves(self, step: int) -> list[LinearMap]:
+        """For each part, the map that takes it to the ranks that need it."""
         kind = "M" if self.where is not None and self.where.mean else "V"
-        return LinearMap("ppermute", kind, kind, pairs=pairs)
+        each = ring_moves(step, self.steps, self.causal)
+        return [LinearMap("ppermute", kind, kind, pairs=pairs) for pairs in each]
 
     def launch(self, x: Tensor, how: LinearMap) -> Callable[[], Tensor]:
         assert self.where is not None  # one device has no second step
@@ -128,11 +126,11 @@ def _travelled(
 ) -> Iterator[tuple[int, list[tuple[Tensor, Tensor]]]]:
     """Each step, with the keys and values that it brings; the next are under way."""
     mine = list(zip(k.chunk(ring.parts, 2), v.chunk(ring.parts, 2), strict=True))
-    packed = [_pack(*part) for part in mine] if ring.moves else []
+    packed = [_pack(*part) for part in mine] if ring.steps > 1 else []
     waits: list[Callable[[], Tensor]] = []
-    for step, after in enumerate([*ring.moves, ()]):
-        both = list(zip(packed, after, strict=False))
-        now, waits = waits, [ring.launch(x, ring.move(pairs)) for x, pairs in both]
+    for step in range(ring.steps):
+        after = ring.moves(step + 1) if step + 1 < ring.steps else []
+        now, waits = waits, list(map(ring.launch, packed, after))
         yield step, [_unpack(wait(), *mine[0]) for wait in now] if step else mine
 
 
@@ -242,11 +240,11 @@ def _pulled(
         if step == 0:
             home = given
             continue
-        back = [ring.move(pairs).transpose() for pairs in ring.moves[step - 1]]
+        back = [how.transpose() for how in ring.moves(step)]
         sent = [x.to(k.dtype) for x in given]
         del given, parts
         _land(waits, home)
-        waits = [ring.launch(x, how) for x, how in zip(sent, back, strict=True)]
+        waits = list(map(ring.launch, sent, back))
     _land(waits, home)
     like = k.chunk(n, 2)[0], v.chunk(n, 2)[0]
     dks, dvs = zip(*(_unpack(x, *like) for x in home), strict=True)

@@ -87,9 +87,9 @@ def test_every_block_that_is_seen_is_computed_once_and_in_equal_shares(size) -> 
                 assert block.diagonal == (pair[0] == pair[1])
                 done.append(pair)
                 if step:  # and it was sent
-                    assert (source, i) in ring_moves(size, True)[step - 1][block.part]
+                    assert (source, i) in ring_moves(step, size, True)[block.part]
         if step:
-            moved = sum(map(len, ring_moves(size, True)[step - 1]))
+            moved = sum(map(len, ring_moves(step, size, True)))
             used = {(i, b.part) for i, blocks in enumerate(work) for b in blocks}
             assert moved == len(used)  # nothing else was
     n = 2 * size
