@@ -42,7 +42,7 @@ def attend(q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float) -> Atten
     """
     scores = _scores(q, k, scale, 0 if causal else None)
     lse = scores.logsumexp(-1, keepdim=True)
-    out = (scores - lse).exp() @ v.to(scores.dtype)
+    out = scores.softmax(-1) @ v.to(scores.dtype)
     return Attended(_unfold(out, q), _unfold(lse, q))
 
 

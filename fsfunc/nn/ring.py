@@ -190,7 +190,6 @@ class _Ring(torch.autograd.Function):
             for a, b, diagonal in ring_blocks(step, ring.index, ring.causal, len(qs)):
                 new = attend_in_place(qs[a], *parts[b], diagonal, ring.scale)
                 found[a] = joined(found[a], new)
-            del parts
         outs, sums = zip(*found, strict=True)
         return torch.cat(outs, 2).to(q.dtype), torch.cat(sums, 2)
 
@@ -242,7 +241,6 @@ def _pulled(
             continue
         back = [how.transpose() for how in ring.moves(step)]
         sent = [x.to(k.dtype) for x in given]
-        del given, parts
         _land(waits, home)
         waits = list(map(ring.launch, sent, back))
     _land(waits, home)
