@@ -62,6 +62,58 @@ def simulated(size: int = 2, /, **axes: int) -> ff.Mesh:
     return ff.make_mesh(axes or {"data": size}, "simulated")
 
 
+def on_ranks(
+    step: Callable[..., Any],
+    params: Any,
+    *batch: Any,
+    mesh: ff.Mesh | None = None,
+    laid: Callable[..., Any] | None = None,
+    calls: int = 1,
+) -> Any:
+    """What ``step(params, *batch)`` gives each rank, of its rows: whole, the last call.
+
+    Args:
+        laid: what parameters are placed for, if not for the step itself.
+        calls: the second one goes by what the first one learnt.
+    """
+    mesh = simulated() if mesh is None else mesh
+
+    def main() -> Any:
+        mine = ff.local_batch(batch, mesh, tuple(mesh.axes))
+        placed = ff.place(laid or step, params, *mine)
+        for _ in range(calls - 1):
+            step(placed, *mine)
+        return ff.unshard(step(placed, *mine))
+
+    return ff.spmd(main, mesh)()
+
+
+def with_ledger(
+    wrap: Callable[[ff.Mesh], Any],
+    params: Any,
+    *batch: Any,
+    mesh: ff.Mesh | None = None,
+    record: str = "fake",
+) -> list[tuple[Any, Any]]:
+    """What a transformed step of placed parameters gives on each rank: (whole, ledger).
+
+    ``wrap(mesh)`` transforms the step; where there is an axis "data", each rank has its
+    part of the batch. By default there are two ranks.
+    """
+    mesh = mesh or simulated()
+
+    def main() -> tuple[Any, Any]:
+        step = wrap(mesh)
+        cut = batch and "data" in mesh.axes
+        mine = ff.local_batch(batch, mesh, "data") if cut else batch
+        placed = ff.place(step, params, *mine, record=record)
+        with ff.ledger() as log:
+            found = step(placed, *mine)
+        return ff.unshard(found), log
+
+    return ff.spmd(main, mesh)()
+
+
 @contextmanager
 def nothing_sent() -> Iterator[None]:
     with ff.ledger() as log:

@@ -14,6 +14,8 @@ import pytest
 import torch
 from hypothesis import settings
 
+from tests.programs import environment
+
 # derandomize: a failure in CI is a failure on every machine. No deadline: the first
 # example pays for torch's warm-up. No database in CI: the checkout may be read-only.
 settings.register_profile(
@@ -76,9 +78,7 @@ def collected() -> Iterator[None]:
 
 
 @pytest.fixture
-def torchrun(
-    tmp_path: Path, pytestconfig: pytest.Config
-) -> Callable[[str | Path, int], str]:
+def torchrun(tmp_path: Path) -> Callable[[str | Path, int], str]:
     """Return run(script, nproc, *args, timeout=TIME_LIMIT) -> what its ranks printed.
 
     That is rank 0's stdout, then rank 1's, and so on: each rank writes to a file of
@@ -100,17 +100,9 @@ def torchrun(
         # standalone: the launcher picks a free port itself.
         launcher = ["-m", "torch.distributed.run", "--standalone"]
         options = [f"--nproc-per-node={nproc}", f"--log-dir={logs}", "--redirects=1"]
-        root = str(pytestconfig.rootpath)
-        outside = os.environ.get("PYTHONPATH")
-        env = os.environ | {
-            "OMP_NUM_THREADS": "1",
-            "PYTHONPATH": os.pathsep.join([root, outside] if outside else [root]),
-        }
-        if sys.platform == "linux":  # gloo would look up the host's name otherwise
-            env.setdefault("GLOO_SOCKET_IFNAME", "lo")
         process = subprocess.Popen(
             [sys.executable, *launcher, *options, str(path), *args],
-            env=env,
+            env=environment(),
             stdin=subprocess.DEVNULL,
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,

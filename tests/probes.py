@@ -1,6 +1,7 @@
 """What tests watch with: the bytes that live, and the calls of an op."""
 
 import weakref
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -8,17 +9,20 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from fsfunc import tree
+from fsfunc._torch import FakeTensor
 
 
 class LiveBytes(TorchDispatchMode):
     """The bytes that storages made inside hold: ``live`` now, ``peak`` at most.
 
     ``known`` tensors were there before and do not count: a view of one is not new.
-    Storages are told apart by identity, since fake ones all have the address 0.
+    Storages are told apart by identity, since fake ones all have the address 0; without
+    ``fakes`` they do not count.
     """
 
-    def __init__(self, *known: Any):
+    def __init__(self, *known: Any, fakes: bool = True):
         super().__init__()
+        self.kinds = () if fakes else (FakeTensor,)
         self.live = self.peak = 0
         self.seen: dict[int, int] = {}
         for x in tree.leaves(known):
@@ -28,7 +32,7 @@ class LiveBytes(TorchDispatchMode):
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         out = func(*args, **(kwargs or {}))
         for x in out if isinstance(out, (tuple, list)) else [out]:
-            if isinstance(x, Tensor):
+            if isinstance(x, Tensor) and not isinstance(x, self.kinds):
                 self._count(x.untyped_storage())
         return out
 
@@ -45,13 +49,24 @@ class LiveBytes(TorchDispatchMode):
         self.live -= self.seen.pop(key)
 
 
-class Calls(TorchDispatchMode):
+class Watch(TorchDispatchMode):
+    """What ``look(func)`` says of each operator that runs: ``seen``, in order."""
+
+    def __init__(self, look: Callable[[Any], Any] = lambda func: func.overloadpacket):
+        super().__init__()
+        self.look, self.seen = look, []
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        self.seen.append(self.look(func))
+        return func(*args, **(kwargs or {}))
+
+
+class Calls(Watch):
     """How often the ops whose names start with ``names`` ran."""
 
     def __init__(self, *names: str):
-        super().__init__()
-        self.names, self.count = names, 0
+        super().__init__(lambda func: func.__name__.startswith(names))
 
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        self.count += func.__name__.startswith(self.names)
-        return func(*args, **(kwargs or {}))
+    @property
+    def count(self) -> int:
+        return sum(self.seen)

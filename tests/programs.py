@@ -9,20 +9,29 @@ ROOT = Path(__file__).resolve().parents[1]
 LAUNCHED = {"WORLD_SIZE", "RANK", "LOCAL_RANK", "TORCHELASTIC_USE_AGENT_STORE"}
 
 
+def environment(**more: str) -> dict[str, str]:
+    """Of a program with one thread and this checkout's library, and ``more``.
+
+    A launcher around this process is not seen.
+    """
+    path = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
+    env = {k: v for k, v in os.environ.items() if k not in LAUNCHED}
+    if sys.platform == "linux":  # gloo would look up the host's name otherwise
+        env.setdefault("GLOO_SOCKET_IFNAME", "lo")
+    return env | {"OMP_NUM_THREADS": "1", "PYTHONPATH": path} | more
+
+
 def python(
     *args: object, timeout: float = 90, **more: str
 ) -> subprocess.CompletedProcess[str]:
     """What ``python *args`` printed and how it ended; ``more``: its environment.
 
-    One thread, and a launcher around this process is not seen. Raises
-    `subprocess.TimeoutExpired` where it does not end (seconds); it is killed then.
+    Raises `subprocess.TimeoutExpired` where it does not end (seconds); it is killed
+    then.
     """
-    path = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
-    env = {k: v for k, v in os.environ.items() if k not in LAUNCHED}
-    env |= {"OMP_NUM_THREADS": "1", "PYTHONPATH": path} | more
     return subprocess.run(
         [sys.executable, *map(str, args)],
-        env=env,
+        env=environment(**more),
         stdin=subprocess.DEVNULL,
         capture_output=True,
         text=True,

@@ -11,7 +11,6 @@ import fsfunc as ff
 from fsfunc import tree
 from tests.checks import refusals, same, simulated, unchanged
 from tests.models import WIDTH, chain, layer, train_step
-from tests.programs import python
 
 MESH = simulated(2)
 LOSS = chain(layer)
@@ -170,7 +169,24 @@ CASES = ODD_LEAVES | {
         lambda mesh: ff.shard(STEP, mesh, "data", zero=4),
         ValueError, "zero=4: it is 0, 1, 2 or 3",
     ),
-    "one axis twice": (twice_over_one_axis, ValueError, "two transforms over one axis"),
+    "another unknown axis": (
+        lambda mesh: ff.shard(STEP, mesh, "data", replicate="nod"),
+        ValueError, 'unknown axis "nod"',
+    ),
+    "an axis named twice": (
+        lambda mesh: ff.shard(STEP, mesh, ("data", "data")), ValueError, "named once"
+    ),
+    "an axis both cut and repeated": (
+        lambda mesh: ff.shard(STEP, mesh, "data", replicate="data"),
+        ValueError, "repeats an axis",
+    ),
+    "one axis twice": (
+        twice_over_one_axis, ValueError, r"two transforms over one axis: \['data'\]"
+    ),
+    "a mesh of another size": (
+        lambda mesh: ff.shard(GRADIENT, simulated(4), "data")(parameters(), BATCH),
+        ValueError, "has 4 ranks, but 2 are running",
+    ),
     "batch not divided": (
         lambda mesh: ff.local_batch({"tokens": torch.ones(3, 5)}, mesh, "data"),
         ValueError,
@@ -243,6 +259,17 @@ def test_a_sharded_leaf_in_a_unit_without_shard():
         ff.spmd(lambda: main(MESH), MESH)()
 
 
+def test_a_sharded_leaf_that_lies_over_another_axis():
+    grid = simulated(node=2, data=2)
+
+    def main():
+        of = lambda axis: ff.shard(GRADIENT, grid, axis)  # noqa: E731
+        return of("node")(ff.place(of("data"), parameters(), BATCH), BATCH)
+
+    with pytest.raises(TypeError, match="'0/.'.* is sharded"):
+        ff.spmd(main, grid)()
+
+
 NO_NUMBERS = {
     "sharded_adam": lambda: ff.sharded_adam("1e-2"),
     "sgd": lambda: ff.sgd("1e-2"),
@@ -300,8 +327,6 @@ def test_outside_spmd():
     step = ff.shard(STEP, MESH, "data")
     with pytest.raises(RuntimeError, match="run it inside spmd"):
         step(ff.TrainState(parameters()), BATCH)
-    with pytest.raises(RuntimeError, match="no mesh in sight"):
-        ff.psum(torch.ones(1), "data")
 
 
 def test_another_ranks_state_is_refused():
@@ -328,32 +353,6 @@ def test_a_state_without_an_optimizer_state():
 def test_axes_that_are_no_mapping():
     with pytest.raises(TypeError, match="axes as {name: size}"):
         ff.make_mesh(["data", 2])
-
-
-def test_a_mesh_unlike_the_processes(monkeypatch):
-    monkeypatch.setenv("WORLD_SIZE", "2")
-    monkeypatch.setenv("RANK", "0")
-    with pytest.raises(ValueError, match="has 4 ranks, but there are 2 processes"):
-        ff.make_mesh({"data": 4})
-
-
-def test_processes_need_a_launcher():
-    code = "import fsfunc as ff; ff.make_mesh({'data': 1}, 'processes')"
-    done = python("-c", code, timeout=60)
-    assert done.returncode and "needs torchrun" in done.stderr
-
-
-def test_an_unknown_backend():
-    with pytest.raises(ValueError, match="unknown backend 'mpi'.*simulated"):
-        ff.make_mesh({"data": 1}, "mpi")
-
-
-def test_modes_around_spmd_are_refused():
-    from torch.utils.flop_counter import FlopCounterMode
-
-    with FlopCounterMode(display=False):
-        with pytest.raises(RuntimeError, match="cannot carry .*Mode.*inside"):
-            ff.spmd(lambda: None, MESH)()
 
 
 def test_the_state_is_as_it_was_after_an_error():

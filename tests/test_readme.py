@@ -8,6 +8,7 @@ import torch
 
 import fsfunc as ff
 from fsfunc import tree
+from tests.checks import close, on_ranks, simulated
 
 README = Path(__file__).parents[1] / "README.md"
 CODES = re.findall(r"```python\n(.*?)```", README.read_text(), re.S)
@@ -62,15 +63,9 @@ def test_each_way_is_one_device_s(ways, way):
         return ff.value_and_grad(fn)(w, x)[1]
 
     def found(n, zero, x=rows):
-        mesh = ff.make_mesh({"data": n}, "simulated")
-
-        def main():
-            mine = ff.local_batch(x, mesh, "data")
-            sharded = lambda f: ff.shard(f, mesh, "data", zero=zero)  # noqa: E731
-            placed = ff.place(sharded(ways["loss"]), w, mine)
-            return ff.unshard(sharded(step)(placed, mine))
-
-        return ff.spmd(main, mesh)()
+        mesh = simulated(n)
+        sharded = lambda f: ff.shard(f, mesh, "data", zero=zero)  # noqa: E731
+        return on_ranks(sharded(step), w, x, mesh=mesh, laid=sharded(ways["loss"]))
 
     expected = found(1, 3)[0]
     if way == "one_task":  # two tasks, each on half of the rows
@@ -78,5 +73,4 @@ def test_each_way_is_one_device_s(ways, way):
         expected = tree.map(lambda a, b: (a + b) / 2, *halves)
     for zero in (0, 1, 3):
         for one in found(2, zero):
-            pairs = zip(tree.leaves(one), tree.leaves(expected), strict=True)
-            assert all(torch.allclose(a, b, atol=1e-9) for a, b in pairs)
+            close(one, expected, 1e-9)

@@ -12,6 +12,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from fsfunc import _torch, tree
 from fsfunc.runtime.buffer_pool import BufferPool
+from tests.probes import Watch
 
 
 def breaks(what: str) -> str:
@@ -197,14 +198,10 @@ def test_nodes_are_numbered_in_order():
 
 
 def test_modes_are_seen():
-    class Mode(TorchDispatchMode):
-        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-            return func(*args, **(kwargs or {}))
-
     assert _torch.active_modes() == []
-    with Mode(), torch.device("cpu"):
+    with Watch(), torch.device("cpu"):
         what = "spmd drops a mode around it in silence"
-        assert _torch.active_modes() == ["Mode"], breaks(what)
+        assert _torch.active_modes() == ["Watch"], breaks(what)
 
 
 def test_fake_tensors_say_what_they_are():
@@ -290,17 +287,10 @@ def test_attention_on_the_cpu_has_the_name_that_is_counted():
         torch.nn.functional.scaled_dot_product_attention(q, q, q)
     assert counter.get_total_flops() == 0, "torch counts it now: drop our formula"
     mode = _torch.fake_mode_of([])
-    seen = []
-
-    class Watch(TorchDispatchMode):
-        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-            seen.append(func.overloadpacket)
-            return func(*args, **(kwargs or {}))
-
     q = _torch.fake_of(mode, q)
-    with Watch():
+    with Watch() as ran:
         torch.nn.functional.scaled_dot_product_attention(q, q, q)
-    assert _torch.CPU_ATTENTION in seen, breaks("attention counts for nothing")
+    assert _torch.CPU_ATTENTION in ran.seen, breaks("attention counts for nothing")
 
 
 # What plans stand on
@@ -503,13 +493,9 @@ def test_a_quick_fake_keeps_autograd_s_history():
 
 
 def test_the_fake_mode_that_is_on_is_found():
-    class Mode(TorchDispatchMode):
-        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-            return func(*args, **(kwargs or {}))
-
     assert _torch.fake_mode() is None
     one, two = _torch.fake_mode_of([]), _torch.fake_mode_of([])
-    with one, Mode():
+    with one, Watch():
         assert _torch.fake_mode() is one
         with two:
             assert _torch.fake_mode() is two
@@ -527,21 +513,14 @@ def test_abstract_meshes_have_one_mode():
 
 
 def test_a_device_is_told_without_an_operator():
-    seen = []
-
-    class Watch(TorchDispatchMode):
-        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-            seen.append(func)
-            return func(*args, **(kwargs or {}))
-
     with _torch.fake_mode_of([]):
         x, y = torch.ones(2), torch.ones(2, device="meta")
-    with Watch():
+    with Watch(lambda func: func) as ran:
         what = "asking each fake tensor for its device makes plans slow"
         assert _torch.device_of(x) == torch.device("cpu"), breaks(what)
         assert _torch.device_of(y) == torch.device("meta"), breaks(what)
         assert _torch.device_of(torch.ones(2)) == torch.device("cpu")
-    assert torch.ops.prim.device.default not in seen, breaks(what)
+    assert torch.ops.prim.device.default not in ran.seen, breaks(what)
 
 
 def test_the_next_node_s_number_is_known():
@@ -558,21 +537,17 @@ def test_the_next_node_s_number_is_known():
 
 
 def test_the_node_whose_backward_runs_is_known():
-    seen = []
-
-    class Watch(TorchDispatchMode):
-        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-            node = _torch.current_node()
-            seen.append((func.overloadpacket, None if node is None else node.name()))
-            return func(*args, **(kwargs or {}))
+    def look(func):
+        node = _torch.current_node()
+        return func.overloadpacket, None if node is None else node.name()
 
     x = torch.ones(2, requires_grad=True)
-    with Watch():
+    with Watch(look) as ran:
         y = x.exp().sum()
         torch.autograd.grad(y, x)
     what = "operators of a backward are booked as the forward's"
-    assert (aten.exp, None) in seen, breaks(what)
-    assert (aten.mul, "ExpBackward0") in seen, breaks(what)
+    assert (aten.exp, None) in ran.seen, breaks(what)
+    assert (aten.mul, "ExpBackward0") in ran.seen, breaks(what)
     assert _torch.current_node() is None
 
 
@@ -592,19 +567,12 @@ def test_saved_tensors_under_hooks_are_told():
 
 def test_attention_s_backward_on_the_cpu_has_the_name_that_is_counted():
     q = torch.ones(1, 1, 4, 8, requires_grad=True)
-    seen = []
-
-    class Watch(TorchDispatchMode):
-        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-            seen.append(func.overloadpacket)
-            return func(*args, **(kwargs or {}))
-
-    with Watch():
+    with Watch() as ran:
         y = torch.nn.functional.scaled_dot_product_attention(q, q, q)
         torch.autograd.grad(y.sum(), q)
     what = "attention's backward counts for nothing"
-    assert _torch.CPU_ATTENTION_BACKWARD in seen, breaks(what)
-    assert seen.count(_torch.CPU_ATTENTION) == 1
+    assert _torch.CPU_ATTENTION_BACKWARD in ran.seen, breaks(what)
+    assert ran.seen.count(_torch.CPU_ATTENTION) == 1
 
 
 def test_no_mode_sees_what_is_done_to_a_real_tensor():
@@ -697,14 +665,12 @@ def test_where_a_backward_starts_is_told():
     """The cotangent that torch makes of a loss is the same on every rank."""
     seen = []
 
-    class Look(_torch.TorchDispatchMode):
-        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-            if func.overloadpacket is torch.ops.aten.ones_like:
-                seen.append(_torch.seeds_a_backward())
-            return func(*args, **(kwargs or {}))
+    def look(func):
+        if func.overloadpacket is torch.ops.aten.ones_like:
+            seen.append(_torch.seeds_a_backward())
 
     x = torch.ones(2, requires_grad=True)
-    with Look():
+    with Watch(look):
         torch.autograd.grad(x.sum(), x)
         torch.func.grad(torch.sum)(torch.ones(2))
         torch.ones_like(x)
@@ -745,18 +711,11 @@ def test_whose_function_is_running_is_told():
 
 
 def test_who_asks_for_a_value_is_told():
-    asked = []
-
-    class Look(_torch.TorchDispatchMode):
-        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-            asked.append(_torch.tells_value(func))
-            return func(*args, **(kwargs or {}))
-
-    with Look():
+    with Watch(_torch.tells_value) as ran:
         x = torch.ones(())
         float(x), x.item(), bool(x == 1)
     what = "a step that asks for values is not looked at any more"
-    assert sum(asked) == 3 and asked[0] is False, breaks(what)
+    assert sum(ran.seen) == 3 and ran.seen[0] is False, breaks(what)
 
 
 def test_fakes_that_refuse_may_be_quiet(caplog):

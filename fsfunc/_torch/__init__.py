@@ -56,6 +56,7 @@ from fsfunc._torch.graph import (
     first_factor,
     function_around,
     graph_nodes,
+    has_two_products,
     hook_saved,
     is_hooked,
     kind_of,

@@ -178,6 +178,21 @@ _NAMES = {
 }
 
 
+# Their input and weight gradients are two products, each made only where it is wanted.
+_TWO_PRODUCTS = {
+    f"{name}Backward"
+    for name in (
+        *("Mm", "Mv", "Bmm", "Addmm", "Addmv", "Addbmm", "Baddbmm", "Linear"),
+        *("Convolution", "ConvolutionOverrideable", "MkldnnConvolution"),
+    )
+}
+
+
+def has_two_products(node: Any) -> bool:
+    """Whether a node can give its input gradients first, its weight gradients later."""
+    return node.name().rstrip("0123456789") in _TWO_PRODUCTS
+
+
 class _Kinds(dict[type, str | None]):
     def __missing__(self, kind: type) -> str | None:
         self[kind] = found = _NAMES.get(kind.__name__)

@@ -8,7 +8,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from fsfunc.checkpoint.finding import find
+from fsfunc.checkpoint.finding import metadata
 from fsfunc.checkpoint.folders import sync
 from fsfunc.checkpoint.loading import fill
 from fsfunc.checkpoint.manifest import Stored, StoredTensor
@@ -44,7 +44,7 @@ def consolidate(
     ...     ff.load(f"{folder}/a.safetensors", {"w": torch.zeros(2)}, at="params")
     {'w': tensor([1., 1.])}
     """
-    stored, file = find(path).below(at), Path(file)
+    stored, file = metadata(path).below(at), Path(file)
     if file.exists():
         raise FileExistsError(f"{file} exists: name another, or remove it first")
     entries = [

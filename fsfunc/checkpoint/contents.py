@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from fsfunc import _torch, tree
-from fsfunc.comm.mesh import Here, NoMesh, here
+from fsfunc.comm.mesh import Here, maybe_here
 from fsfunc.runtime.generators import generator_states
 from fsfunc.sharded.layout import Coordinates, Layout
 from fsfunc.sharded.leaf import Sharded, is_sharded
@@ -95,11 +95,8 @@ def mesh_here(verb: str) -> Here | None:
     Raises:
         RuntimeError: there is one, and it holds no values.
     """
-    try:
-        at = here()
-    except NoMesh:
-        return None
-    if at.mesh.backend in ("abstract", "vmap"):
+    at = maybe_here()
+    if at is not None and at.mesh.backend in ("abstract", "vmap"):
         raise RuntimeError(
             f"cannot {verb} on {at.mesh}, which holds no values of its own: {verb} on "
             "a simulated mesh or on processes"
@@ -207,13 +204,12 @@ def parts_of(found: Contents, at: Here | None) -> list[tuple[str, Box, Tensor]]:
 
 def _replica(layout: Layout, at: Here | None) -> tuple[int, int]:
     """(which, of how many) this rank is among those that hold the same part."""
-    if at is None:
+    axes = () if at is None else at.mesh.axes
+    others = tuple(axis for axis in axes if axis not in layout.axes)
+    if at is None or not others:
         return 0, 1
-    coordinates, index, count = at.mesh.coordinates(at.rank), 0, 1
-    for axis, size in at.mesh.axes.items():
-        if axis not in layout.axes:
-            index, count = index * size + coordinates[axis], count * size
-    return index, count
+    ranks = at.mesh.members(others, at.rank)
+    return ranks.index(at.rank), len(ranks)
 
 
 def _random_state() -> dict[str, str]:

@@ -26,7 +26,7 @@ from fsfunc.checkpoint.safetensors import (
     unsealed,
 )
 
-__all__ = ["find", "metadata"]
+__all__ = ["metadata"]
 
 _DTYPES = {name: dtype for dtype, name in SAFE_DTYPES.items()}
 _PICKLES = (".pt", ".pth", ".bin", ".ckpt", ".pkl", ".pickle", ".distcp", ".metadata")
@@ -50,11 +50,6 @@ def metadata(path: str | os.PathLike) -> Stored:
     >>> stored.metadata, stored.leaves
     ({'run': 7}, {'w': ((2,), torch.float32)})
     """
-    return find(path)
-
-
-def find(path: str | os.PathLike) -> Stored:
-    """What lies at ``path``, whoever wrote it."""
     path = Path(path)
     if (path / MANIFEST).is_file():
         return read_manifest(path)

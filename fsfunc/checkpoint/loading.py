@@ -20,7 +20,7 @@ from fsfunc.checkpoint.contents import (
     mesh_here,
     restore_random,
 )
-from fsfunc.checkpoint.finding import find
+from fsfunc.checkpoint.finding import metadata
 from fsfunc.checkpoint.manifest import CheckpointError, Stored, StoredTensor
 from fsfunc.checkpoint.reading import Request, read, requests
 from fsfunc.comm.mesh import Here
@@ -77,7 +77,7 @@ def load(
     result's memory and some 20 MiB. A few numbers are sent to agree on success.
     """
     here = mesh_here("load")
-    stored = everywhere(here, lambda: find(path))
+    stored = everywhere(here, lambda: metadata(path))
     check_alike(here, stored.identity, "load different checkpoints")
     result = everywhere(
         here, lambda: fill(stored.below(at), target, here, device, donate)

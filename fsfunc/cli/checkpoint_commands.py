@@ -8,7 +8,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from fsfunc.checkpoint.finding import find
+from fsfunc.checkpoint.finding import metadata
 from fsfunc.checkpoint.manifest import CheckpointError
 from fsfunc.cli.build_scripts import Refused
 from fsfunc.cli.output import put
@@ -40,7 +40,7 @@ def add_to(commands: Any) -> None:
 
 def _look(options: argparse.Namespace) -> None:
     with _refusing():
-        stored = find(options.path)
+        stored = metadata(options.path)
         put(checkpoint(stored, at=options.at))
         if options.prove:
             from fsfunc.checkpoint.blocks import prove

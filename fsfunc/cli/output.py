@@ -37,5 +37,6 @@ def writing(path: Path) -> Iterator[None]:
 
 
 def write_json(path: Path, value: Any) -> None:
+    """Writes what JSON can hold, and says that it did."""
     with writing(path):
         path.write_text(json.dumps(value, indent=1) + "\n")

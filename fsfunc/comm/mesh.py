@@ -28,6 +28,7 @@ __all__ = [
     "axis_names",
     "check_mesh",
     "here",
+    "maybe_here",
     "place_here",
     "remember",
 ]
@@ -235,12 +236,18 @@ def here(mesh: Mesh | None = None) -> Here:
     return replace(found, mesh=mesh)
 
 
+def maybe_here() -> Here | None:
+    """Who is asking; None where no mesh is in sight."""
+    try:
+        return here()
+    except NoMesh:
+        return None
+
+
 def averaged_axes() -> tuple[str, ...]:
     """The axes over which the loss is a mean: those of the ``shard`` around."""
-    try:
-        return here().mean
-    except NoMesh:
-        return ()
+    at = maybe_here()
+    return () if at is None else at.mean
 
 
 def remember(mesh: Mesh) -> Mesh:

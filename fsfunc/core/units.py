@@ -267,6 +267,8 @@ def _newborn() -> Tensor:
 
 def _cast(values: Any, dtype: torch.dtype) -> Any:
     def cast(x: Any) -> Any:
+        if is_sharded(x) and x.layout.splits and x.layout.flat is None:
+            return x.with_local(cast(x.local))  # a block, which no gather will cast
         real = isinstance(x, Tensor) and x.is_floating_point()
         return x.to(dtype) if real and x.dtype != dtype else x
 

@@ -6,8 +6,8 @@ import copy
 import functools
 import types
 from collections import OrderedDict, defaultdict, deque
-from collections.abc import Iterator, Mapping, Set
-from itertools import chain
+from collections.abc import Collection, Iterator, Mapping, Set
+from itertools import accumulate, chain
 from operator import is_
 from typing import Any
 
@@ -15,9 +15,9 @@ import torch
 from torch import Tensor, nn
 
 from fsfunc import _torch
-from fsfunc.interop.stubs import Absent
+from fsfunc.interop.stubs import Absent, Hook, LateHooks, hook_tables
 
-__all__ = ["Attribute", "AttributeWatch", "copied"]
+__all__ = ["Attribute", "AttributeWatch"]
 
 Attribute = tuple[str, str]  # the path of a module in a part, and the attribute's name
 
@@ -28,18 +28,6 @@ _FIXED = (
 )  # fmt: skip
 
 
-def copied(module: nn.Module) -> tuple[nn.Module, list[Any]]:
-    """A copy of ``module``, and what was copied with it: not what it shares."""
-    memo: dict[int, Any] = {}
-    with _torch.outside_modes():  # a fake tensor would stay
-        found = copy.deepcopy(module, memo)
-    originals = memo.pop(id(memo), [])
-    for x in originals:  # copies of their dicts that nobody keeps
-        if hasattr(x, "__dict__"):
-            memo.pop(id(vars(x)), None)
-    return found, list(memo.values())
-
-
 class AttributeWatch:
     """The attributes of a copy's modules, and all mutable things in them.
 
@@ -48,11 +36,14 @@ class AttributeWatch:
     Args:
         module: the copy, its tables and stubs in place.
         things: what was copied with it.
-        unit_of: the unit of this part that a path is within, or None.
+        units: the paths of the units within it.
+        who: what messages call it.
     """
 
-    def __init__(self, module: nn.Module, things: list[Any], unit_of: Any):
-        self.unit_of = unit_of
+    def __init__(
+        self, module: nn.Module, things: list[Any], units: Collection[str], who: str
+    ):
+        self.units, self.who = units, who
         self.attributes = [
             (path, m, dict(vars(m))) for path, m in module.named_modules()
         ]
@@ -75,8 +66,7 @@ class AttributeWatch:
             elif not isinstance(x, _FIXED):
                 self.is_closed = True
         for _, m, saved in self.attributes:
-            hooks = [t for b in (True, False) for t in _torch.hook_tables(m, before=b)]
-            for x in [saved["_modules"], *hooks]:
+            for x in [saved["_modules"], *hook_tables(m)]:
                 containers[id(x)] = x
         self.containers = list(containers.values())
         self.saved = [copy.copy(x) for x in self.containers]
@@ -87,6 +77,12 @@ class AttributeWatch:
         #: Containers that a unit shares with another one, or with what is around it.
         self.shared = self._found_twice(containers.keys())
         self._between = _Snapshot([containers[key] for key in self.shared])
+        self._hooks = {id(m): LateHooks(m) for m in map(module.get_submodule, units)}
+
+    def unit_of(self, path: str) -> str | None:
+        """The unit of this part that a path is within."""
+        names = accumulate(path.split("."), "{}.{}".format)
+        return next((name for name in names if name in self.units), None)
 
     def _found_twice(self, containers: Set[int]) -> frozenset[int]:
         owners: dict[int, set[Any]] = {}
@@ -99,33 +95,78 @@ class AttributeWatch:
                     owners.setdefault(key, set()).add(self.unit_of(path))
         return frozenset(key for key, units in owners.items() if len(units) > 1)
 
-    def is_kept(self) -> bool:
-        """Whether all is as it was."""
-        return self._all.is_kept()
+    def enter(self) -> None:
+        """A unit in it is called.
 
-    def unseen(self) -> str | None:
-        """What was done to things that units have too, who see none of it."""
+        Raises:
+            RuntimeError: things that the unit has too were changed, which in the unit's
+                own copy they are not.
+        """
         if self._between.is_kept():
-            return None
+            return
         pairs = zip(self.containers, self.saved, strict=True)
         changed = {id(x) for x, before in pairs if not _same(x, before)}
-        for path, _, saved in self.attributes:
-            for name, x in saved.items():
-                reached = changed and name not in _OWN and _reaches(x, changed, 6)
-                if reached and (said := self._outside(path, name)):
-                    return said
-        return None
+        for path, name in self._holding(changed):
+            if said := self._outside(path, name):
+                raise RuntimeError(f"{self.who} {said}")
 
-    def written(self) -> str | None:
+    def late_hooks(self, unit: nn.Module) -> dict[str, list[Hook]]:
+        """Forward hooks that the call has hung within a unit, which runs elsewhere.
+
+        Raises:
+            RuntimeError: hooks of another kind, that only the unit itself could run.
+        """
+        return self._hooks[id(unit)].found()
+
+    def leave(self, unit: str, where: str, filled: Any) -> None:
+        """A unit in it has run, and filled one of its attributes.
+
+        Raises:
+            RuntimeError: that is shared with others, which see none of it.
+        """
+        if not self.shared.isdisjoint(_inside(filled, 6)):
+            raise RuntimeError(
+                f"unit {unit!r} fills {where}, which others have too, and see none of "
+                "it: return what is new, or make a unit of what is around both"
+            )
+
+    @property
+    def is_spoiled(self) -> bool:
+        """Whether the next call on this copy might see what one before it did."""
+        return self.is_closed or self._written() is not None
+
+    def check(self, found: Mapping[Attribute, str | None]) -> None:
+        """Raises where what a call set, or wrote into, would be missed.
+
+        Args:
+            found: of `restored`.
+
+        Raises:
+            RuntimeError: an attribute of a unit, set from outside; a count or a sum; a
+                tensor that is no buffer, written in place.
+        """
+        if written := self._written():
+            raise RuntimeError(
+                f"{self.who} writes in place into {written!r}, which is no buffer: "
+                "register it as one, and apply(..., mutable=True) returns it"
+            )
+        for refused in filter(None, found.values()):
+            raise RuntimeError(f"{self.who} {refused}")
+
+    def _written(self) -> str | None:
         """A tensor among the attributes that was written in place, if one was."""
         for x, version in self.tensors:
             if x._version != version:
-                for path, _, saved in self.attributes:
-                    for name, value in saved.items():
-                        if name not in _OWN and _reaches(value, {id(x)}, 6):
-                            return _said(path, name)
-                return "a tensor of its attributes"
+                names = (_said(*at) for at in self._holding({id(x)}))
+                return next(names, "a tensor of its attributes")
         return None
+
+    def _holding(self, things: set[int]) -> Iterator[Attribute]:
+        """The attributes in which one of these things is, by its id."""
+        for path, _, saved in self.attributes:
+            for name, x in saved.items():
+                if name not in _OWN and _reaches(x, things, 6):
+                    yield path, name
 
     def restored(self) -> tuple[dict[Attribute, str | None], set[Attribute]]:
         """Puts all back as it was.
@@ -134,6 +175,8 @@ class AttributeWatch:
             the attributes that had been set or filled; for each, why that is refused,
             if it is; and those that had been filled.
         """
+        if self._all.is_kept():
+            return {}, set()
         filled: set[Attribute] = set()
         changed: set[int] = set()
         for x, before in zip(self.containers, self.saved, strict=True):
@@ -158,10 +201,6 @@ class AttributeWatch:
             now.clear()
             now.update(saved)
         return found, filled
-
-    def is_shared(self, x: Any) -> bool:
-        """Whether what a unit has filled is there for others, who see none of it."""
-        return not self.shared.isdisjoint(_inside(x, 6))
 
     def _outside(self, path: str, name: str) -> str | None:
         if self.unit_of(path) is None:

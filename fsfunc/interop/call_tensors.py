@@ -6,27 +6,39 @@ call.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
+from torch.nn.modules import batchnorm as _batchnorm
 
 from fsfunc import _torch
 from fsfunc.sharded.leaf import is_sharded
 
-__all__ = ["BufferTable", "CallTensors", "Knowledge", "ParameterTable"]
+__all__ = ["CallTensors", "Knowledge"]
 
 
 class Knowledge:
-    """What calls of one part have shown, for all its copies.
+    """What is known of one part, for all its copies.
 
     Args:
+        name: of the part; it is "" of the whole.
+        who: what messages call it.
         frozen: parameters that no gradient is asked of.
         fixed: buffers that may not be written.
+        fetch: reads a parameter outside every unit; None inside one.
     """
 
-    def __init__(self, frozen: frozenset[str], fixed: frozenset[str]):
+    def __init__(
+        self,
+        name: str,
+        who: str,
+        frozen: frozenset[str],
+        fixed: frozenset[str],
+        fetch: Callable[[str, Any], Any] | None,
+    ):
+        self.name, self.who, self.fetch = name, who, fetch
         self.frozen, self.fixed = frozen, fixed
         #: Whether a first call on data left all parameters as they were.
         self.looked = False
@@ -35,41 +47,77 @@ class Knowledge:
 
 
 class CallTensors:
-    """The parameters and buffers of one call.
+    """The parameters and buffers of a copy's modules, in the call that has the copy.
 
     Args:
-        knowledge: of the part.
-        params: by name; they may be sharded.
-        buffers: by name.
-        fetch: reads a parameter outside every unit; None inside one.
-        written: buffers that the part's modules write, which no version shows.
-        trusted: buffers that they do not write.
+        part: what is known of it.
+        module: the copy, whose tables of tensors now ask here.
     """
 
-    def __init__(
-        self,
-        knowledge: Knowledge,
-        params: Mapping[str, Any],
-        buffers: Mapping[str, Tensor],
-        fetch: Callable[[str, Any], Any] | None,
-        written: frozenset[str],
-        trusted: frozenset[str],
-    ):
-        self.knowledge, self.params, self.buffers = knowledge, params, buffers
-        self._fetch, self._written, self._trusted = fetch, written, trusted
-        self.node = _torch.current_node()
-        self._first = not knowledge.looked
+    def __init__(self, part: Knowledge, module: nn.Module):
+        self.part, self._running = part, False
+        hidden: set[str] = set()  # written by the modules, which no version shows
+        trusted: set[str] = set()  # not written by them
+        for m in module.modules():
+            parameters, buffers = _torch.tables(m)
+            like = None
+            if getattr(m, "track_running_stats", False):
+                own = (buffers.get(x) for x in ("running_mean", "running_var"))
+                names = {x.name for x in own if x is not None}
+                like = min(names, default=None)
+                if m.training:
+                    hidden |= names
+                elif type(m).__module__ == _batchnorm.__name__:
+                    trusted |= names
+            table = ParameterTable(self, parameters, like)
+            _torch.set_tables(m, table, BufferTable(self, buffers))
+        self._written, self._trusted = frozenset(hidden), frozenset(trusted - hidden)
+
+    def begin(
+        self, params: Mapping[str, Any], buffers: Mapping[str, Tensor], mutable: bool
+    ) -> None:
+        """A call takes the copy.
+
+        Args:
+            params: by name; they may be sharded.
+            buffers: by name.
+            mutable: whether the call may write them.
+        """
+        self.params, self.buffers, self.mutable = params, buffers, mutable
+        self._running, self._node = True, _torch.current_node()
+        self._first = not self.part.looked
         self._leaves: dict[str, Any] = {}
         self._fetched: dict[Any, Any] = {}
         self._watched: dict[int, tuple[str, Tensor, int, Tensor | None]] = {}
         self._held: dict[str, tuple[Tensor, int]] = {}
+
+    def end(self) -> None:
+        """The call is over: what it was given is let go."""
+        self._running, self.params, self.buffers = False, {}, {}
+        self._leaves, self._fetched, self._watched, self._held = {}, {}, {}, {}
+
+    @property
+    def given(self) -> CallTensors:
+        """These, where the call that has them asks.
+
+        Raises:
+            RuntimeError: none runs, or another: the read comes from a backward.
+        """
+        if not self._running or _torch.current_node() is not self._node:
+            raise RuntimeError(
+                f"{self.part.who} is run again by a backward after its call is over, "
+                "as torch.utils.checkpoint does within a forward: leave it out (of a "
+                "Hugging Face model: gradient_checkpointing_disable()), and recompute "
+                "units by ff.remat(step)"
+            )
+        return self
 
     def leaf(self, name: str) -> Any:
         """A parameter as it was given: of a frozen one, in a first call, a copy."""
         if name not in self._leaves:
             x = self.params[name]
             if isinstance(x, Tensor) and not is_sharded(x):
-                private = self._first and name in self.knowledge.frozen
+                private = self._first and name in self.part.frozen
                 x = self._watch(name, _own(x) if private else x)
             self._leaves[name] = x
         return self._leaves[name]
@@ -77,11 +125,11 @@ class CallTensors:
     def parameter(self, name: str) -> Any:
         """A parameter that the module's forward reads."""
         leaf = self.leaf(name)
-        if self._fetch is None:
+        if self.part.fetch is None:
             return leaf
         key = name, torch.is_grad_enabled()
         if key not in self._fetched:
-            x = self._fetch(name, leaf)
+            x = self.part.fetch(name, leaf)
             self._fetched[key] = self._watch(name, x) if isinstance(x, Tensor) else x
         return self._fetched[key]
 
@@ -92,7 +140,7 @@ class CallTensors:
             self._watched[id(x)] = name, x, x._version, before
         return x
 
-    def check(self, who: str) -> None:
+    def _check_parameters(self) -> None:
         """Looks at the parameters: by versions, and at first by values.
 
         Raises:
@@ -104,13 +152,13 @@ class CallTensors:
                 if before is not None:
                     x.data.copy_(before)
                 raise RuntimeError(
-                    f"{who} changes the parameter {name!r} in place: a parameter "
-                    "changes by the optimizer alone. Compute with another tensor; an "
-                    "average of weights is a function of the train step's state; what "
-                    "is no parameter, make a buffer"
+                    f"{self.part.who} changes the parameter {name!r} in place: a "
+                    "parameter changes by the optimizer alone. Compute with another "
+                    "tensor; an average of weights is a function of the train step's "
+                    "state; what is no parameter, make a buffer"
                 )
         if self._watched and not any(b is None for *_, b in self._watched.values()):
-            self.knowledge.looked = True
+            self.part.looked = True
 
     def buffer(self, name: str) -> Tensor:
         """A buffer that the module's forward reads, and may write."""
@@ -130,9 +178,28 @@ class CallTensors:
             return self._held[name][0]
         return self.buffers[name]
 
-    def changed(self) -> Iterator[tuple[str, Tensor]]:
-        """The buffers that were written."""
-        return ((n, x) for n, (x, _) in self._held.items() if self._is_changed(n))
+    def changed(self) -> dict[str, Tensor]:
+        """The buffers that were written.
+
+        Raises:
+            RuntimeError: there are some, and nobody asked for them; or a parameter was.
+        """
+        self.given._check_parameters()
+        found = {n: x for n, (x, _) in self._held.items() if self._is_changed(n)}
+        if found and not self.mutable:
+            names = ", ".join(map(repr, found))
+            raise RuntimeError(
+                f"{self.part.who} writes the buffer {names}: apply(params, buffers, "
+                "..., mutable=True) returns (output, new buffers), and the module's "
+                "eval() may write none"
+            )
+        for name in found:
+            if name in self.part.fixed:
+                raise RuntimeError(
+                    f"{self.part.who} writes the buffer {name!r}, whose memory is "
+                    "another buffer's too: clone one of them in the module"
+                )
+        return found
 
     def _is_changed(self, name: str) -> bool:
         x, version = self._held[name]
@@ -143,9 +210,9 @@ class CallTensors:
             return False
         # Some operators write what they say they read, and .data counts nothing.
         if _is_virtual((x, before)):
-            return name in self.knowledge.hidden
+            return name in self.part.hidden
         if not _equal(x, before):
-            self.knowledge.hidden.add(name)
+            self.part.hidden.add(name)
             return True
         return False
 
@@ -182,9 +249,9 @@ def _own(x: Tensor) -> Tensor:
 class _Table(dict):
     """The tensors of one module of a copy, by attribute, as a call was given them."""
 
-    def __init__(self, copy: Any, table: Mapping[str, Any]):
+    def __init__(self, tensors: CallTensors, table: Mapping[str, Any]):
         super().__init__({k: None if x is None else x.name for k, x in table.items()})
-        self.copy_of = copy
+        self.tensors = tensors
 
     def get(self, attribute: str, default: Any = None) -> Any:
         return self[attribute] if attribute in self else default
@@ -203,21 +270,23 @@ class ParameterTable(_Table):
         like: the buffer whose dtype they are read in: batch norms take no other.
     """
 
-    def __init__(self, copy: Any, table: Mapping[str, Any], like: str | None):
-        super().__init__(copy, table)
+    def __init__(
+        self, tensors: CallTensors, table: Mapping[str, Any], like: str | None
+    ):
+        super().__init__(tensors, table)
         self.like = like
 
     def __getitem__(self, attribute: str) -> Any:
         name = super().__getitem__(attribute)
         if name is None:
             return None
-        given = self.copy_of.given
+        given = self.tensors.given
         x = given.parameter(name)
         return x if self.like is None else x.to(given.buffers[self.like].dtype)
 
     def items(self) -> Any:
         # Who lists them wants to know of dtypes and devices: nothing is gathered.
-        given, names = self.copy_of.given, dict.items(self)
+        given, names = self.tensors.given, dict.items(self)
         return [(k, None if n is None else given.leaf(n)) for k, n in names]
 
     def __setitem__(self, attribute: str, _: Any) -> None:
@@ -232,7 +301,7 @@ class BufferTable(_Table):
 
     def __getitem__(self, attribute: str) -> Any:
         name = super().__getitem__(attribute)
-        return None if name is None else self.copy_of.given.buffer(name)
+        return None if name is None else self.tensors.given.buffer(name)
 
     def __setitem__(self, attribute: str, value: Any) -> None:
         name = dict.get(self, attribute)
@@ -241,4 +310,4 @@ class BufferTable(_Table):
                 f"the module's forward registers or removes the buffer {attribute!r}: "
                 "register it, with its shape, where the module is made"
             )
-        self.copy_of.given.write(name, value)
+        self.tensors.given.write(name, value)

@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from torch.nn.parameter import UninitializedBuffer, UninitializedParameter
 
 from fsfunc import _torch
+from fsfunc.interop.stubs import hook_tables
 
 __all__ = ["Tensors", "check_closures", "computed", "tensors_of"]
 
@@ -177,7 +178,7 @@ def check_closures(module: nn.Module) -> None:
 
 
 def _kept(m: nn.Module) -> Iterator[tuple[str, Any]]:
-    tables = [t for b in (True, False) for t in _torch.hook_tables(m, before=b)]
+    tables = hook_tables(m)
     for hook in (hook for table in tables for hook in table.values()):
         yield "its hook", hook
     seen = {id(table) for table in tables}

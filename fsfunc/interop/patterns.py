@@ -11,6 +11,7 @@ from typing import Any
 from torch import nn
 
 from fsfunc import _torch
+from fsfunc.tree.structure import matches
 
 __all__ = ["BySize", "by_size", "called", "chosen", "completed"]
 
@@ -125,8 +126,7 @@ def _test(one: Any) -> Callable[[str, nn.Module], bool]:
     if isinstance(one, type) and issubclass(one, nn.Module):
         return lambda _, m: isinstance(m, one)
     if isinstance(one, str):
-        glob = _glob(one)
-        return lambda name, _: glob.fullmatch(name + "." if name else "") is not None
+        return lambda name, _: _is_named(one, name)
     if isinstance(one, re.Pattern):
         return lambda name, _: one.fullmatch(name) is not None
     if callable(one) and not isinstance(one, type):
@@ -138,26 +138,17 @@ def _test(one: Any) -> Callable[[str, nn.Module], bool]:
     )
 
 
-def _glob(pattern: str) -> re.Pattern[str]:
-    """``*`` is one component, or a part of one; ``**`` any number of them.
+def _is_named(pattern: str, name: str) -> bool:
+    """Whether a pattern means a module; one that ends in ``**`` means what is below.
 
-    >>> [bool(_glob("a.**.w").fullmatch(x)) for x in ("a.w.", "a.b.c.w.", "a.b.")]
-    [True, True, False]
+    >>> [_is_named(p, "a") for p in ("*", "a.**", "**", "")], _is_named("*", "")
+    ([True, False, True, False], False)
     """
-    if not pattern:
-        return re.compile("")
-    parts = pattern.split(".")
-    text = ""
-    for i, part in enumerate(parts):
-        if part == "**":
-            text += r"(?:[^.]+\.)" + ("+" if i == len(parts) - 1 else "*")
-        else:
-            some = re.split(r"(\*|\?|\[[^\]]*\])", part)
-            for i, x in enumerate(some):
-                one = x.replace("[!", r"(?!\.)[^", 1) if i % 2 else re.escape(x)
-                text += {"*": "[^.]*", "?": "[^.]"}.get(x, one)
-            text += r"\."
-    return re.compile(text)
+    if not (name and pattern):
+        return name == pattern
+    if pattern.split(".")[-1] == "**":
+        pattern = f"{pattern[:-2]}*.**"
+    return matches(pattern, name, ".")
 
 
 def _nothing(module: nn.Module, one: Any, parts: dict[str, nn.Module]) -> str:

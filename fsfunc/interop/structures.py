@@ -1,7 +1,14 @@
-"""A module as a function, and the unit calls that it makes."""
+"""A module as a function: its parts, the copies that run them, and their unit calls.
+
+A module's forward reads its parameters and buffers as attributes, and may set others.
+So each call borrows a copy of its own: two ranks, a recompute beside another call, and
+a module that calls itself do not meet. A copy's tables of parameters and buffers look
+up what the call was given; what a forward sets on its module is gone after the call.
+"""
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from operator import is_
@@ -9,14 +16,19 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from fsfunc import tree
+from fsfunc import _torch, tree
 from fsfunc.core.units import Unit, unit
-from fsfunc.interop.arguments import are_filled, handed, opened, taken
-from fsfunc.interop.attributes import Attribute
-from fsfunc.interop.call_tensors import Knowledge
-from fsfunc.interop.copies import Copy, without_tensors
-from fsfunc.interop.module_tensors import Tensors
-from fsfunc.interop.stubs import Absent, Seen, run_late
+from fsfunc.interop.arguments import (
+    are_filled,
+    handed,
+    opened,
+    taken,
+    without_caches,
+)
+from fsfunc.interop.attributes import Attribute, AttributeWatch
+from fsfunc.interop.call_tensors import CallTensors, Knowledge
+from fsfunc.interop.module_tensors import Tensors, check_closures, computed
+from fsfunc.interop.stubs import Absent, Seen, make_stub, run_late, shown_by
 from fsfunc.sharded.leaf import is_sharded
 
 __all__ = ["Structure"]
@@ -56,74 +68,27 @@ class Structure:
         first = {id(m): name for name, m in self.template.named_modules()}
         every = self.template.named_modules(remove_duplicate=False)
         self._first = {name: first[id(m)] for name, m in every}
-        self.parts = {name: _Part(self, name) for name in units}
+        self.frozen, self.fixed = frozenset(tensors.frozen), tensors.overlapping
         self._fetches: dict[str, Unit] = {}
-        frozen = frozenset(tensors.frozen)
-        self._knowledge = {
-            name: Knowledge(frozen, tensors.overlapping) for name in ("", *units)
-        }
-        self._free: dict[tuple[str, bool], list[Copy]] = {
-            (name, fills): [] for name in ("", *units) for fills in (False, True)
-        }
+        self.parts = {name: _Part(self, name, None) for name in units}
+        self.whole = self.parts.get("") or _Part(self, "", self._fetch)
 
     def call(
-        self,
-        params: Mapping[str, Any],
-        buffers: Mapping[str, Tensor],
-        args: tuple[Any, ...],
-        keywords: dict[str, Any],
-        mutable: bool,
+        self, params: Any, buffers: Any, args: Any, keywords: Any, mutable: bool
     ) -> tuple[Any, dict[str, Tensor]]:
         """The module's output, and the buffers that it wrote."""
-        asked = Extras(mutable, are_filled())
-        if "" in self.parts:
-            part = self.parts[""]
-            params = {n: params[n] for n in part.params}
-            buffers = {n: buffers[n] for n in part.buffers}
-            return part.called(params, buffers, args, keywords, asked)[:2]
-        return self.run("", params, buffers, args, keywords, asked)[:2]
+        part, asked = self.whole, Extras(mutable, are_filled())
+        if part is not self.parts.get(""):
+            return part.run(params, buffers, args, keywords, asked)[:2]
+        params = {n: params[n] for n in part.params}
+        buffers = {n: buffers[n] for n in part.buffers}
+        return part.called(params, buffers, args, keywords, asked)[:2]
 
-    def run(
-        self,
-        name: str,
-        params: Mapping[str, Any],
-        buffers: Mapping[str, Tensor],
-        args: tuple[Any, ...],
-        keywords: dict[str, Any],
-        asked: Extras,
-    ) -> tuple[Any, dict[str, Tensor], Seen]:
-        """The output of one part, run here and now on a copy of its own."""
-        free = self._free[name, asked.fills]
-        borrowed = free.pop() if free else self._copy(name, asked.fills)
-        borrowed.begin(params, buffers, asked.mutable)
-        try:
-            seen = borrowed.show(asked.shows)
-            out = borrowed.module(*args, **keywords)
-            changed = borrowed.changed()
-        finally:
-            found, filled = borrowed.end()
-            if not borrowed.spoiled:
-                free.append(borrowed)
-        borrowed.check(found)
-        if found and name in self.parts:
-            self.parts[name].sets |= found.keys()
-            self.parts[name].fills |= filled
-        return out, changed, seen
-
-    def _copy(self, name: str, fills: bool) -> Copy:
-        template = self.template.get_submodule(name)
-        below = {
-            path: self._first[f"{name}.{path}" if name else path]
-            for path, _ in template.named_modules()
-            if path
-        }
-        stubs = {
-            path: self.parts[full].called_within
-            for path, full in below.items()
-            if full in self.parts
-        }
-        fetch = None if name in self.parts else self._fetch
-        return Copy(template, stubs, fetch, name, self._knowledge[name], fills)
+    def units_within(self, name: str) -> dict[str, _Part]:
+        """The units in a part, by their paths within it."""
+        paths = [x for x, _ in self.template.get_submodule(name).named_modules() if x]
+        full = {x: self._first[f"{name}.{x}" if name else x] for x in paths}
+        return {x: self.parts[y] for x, y in full.items() if y in self.parts}
 
     def _fetch(self, name: str, leaf: Any) -> Any:
         """A parameter that is read outside every unit, through one of its own."""
@@ -138,12 +103,84 @@ def _given() -> Callable[..., Any]:
     return lambda params: params
 
 
-class _Part:
-    """One unit: its names, and the function that runs it."""
+def without_tensors(module: nn.Module, tensors: Tensors) -> nn.Module:
+    """A copy of ``module`` in which each of its tensors is :class:`Absent`.
 
-    def __init__(self, structure: Structure, name: str):
+    Raises:
+        TypeError: something in it cannot be copied, or holds what is.
+    """
+    check_closures(module)
+    memo: dict[int, Any] = {
+        id(x): Absent(name, tuple(x.shape), x.dtype) for name, x in tensors.all.items()
+    }
+    for name, x in computed(module):
+        memo.setdefault(id(x), Absent(name, tuple(x.shape), x.dtype))
+    try:
+        return copy.deepcopy(module, memo)
+    except Exception as error:
+        raise TypeError(
+            f"the structure of {type(module).__name__} cannot be copied, and each call "
+            f"needs a copy: {error}"
+        ) from error
+
+
+def copied(module: nn.Module) -> tuple[nn.Module, list[Any]]:
+    """A copy of ``module``, and what was copied with it: not what it shares."""
+    memo: dict[int, Any] = {}
+    with _torch.outside_modes():  # a fake tensor would stay
+        found = copy.deepcopy(module, memo)
+    originals = memo.pop(id(memo), [])
+    for x in originals:  # copies of their dicts that nobody keeps
+        if hasattr(x, "__dict__"):
+            memo.pop(id(vars(x)), None)
+    return found, list(memo.values())
+
+
+class Copy:
+    """One copy of a part of a module, for one call at a time.
+
+    Args:
+        template: the module of which it is a copy, without tensors.
+        stubs: the units in it, by name within it: what to run in their place.
+        part: what is known of it.
+        fills: whether it may fill a cache.
+    """
+
+    def __init__(
+        self,
+        template: nn.Module,
+        stubs: Mapping[str, Callable[..., Any]],
+        part: Knowledge,
+        fills: bool,
+    ):
+        self.module, things = copied(template)
+        self.fills = fills
+        if not fills:
+            without_caches(things)
+        #: What the call that has the copy is given, and what it writes of that.
+        self.tensors = CallTensors(part, self.module)
+        for name, call in stubs.items():
+            make_stub(self.module.get_submodule(name), call, self)
+        if part.fetch is None and part.name:
+            for hooks in _torch.hook_tables(self.module, before=False):
+                hooks.clear()  # they run on the unit's output, outside it
+        #: What the call sets, fills and hangs.
+        self.watch = AttributeWatch(self.module, things, stubs.keys(), part.who)
+
+
+class _Part:
+    """The whole or one unit: its names, its copies, and the function that runs it.
+
+    Args:
+        fetch: reads a parameter that is outside every unit; None of a unit.
+    """
+
+    def __init__(self, structure: Structure, name: str, fetch: Any):
         self.structure, self.name = structure, name
-        m = structure.template.get_submodule(name)
+        self.template = m = structure.template.get_submodule(name)
+        who = "the module" if fetch else f"unit {name or type(m).__name__!r}"
+        self.known = Knowledge(name, who, structure.frozen, structure.fixed, fetch)
+        self.free: dict[bool, list[Copy]] = {False: [], True: []}  # by: may fill caches
         # Absent ones, which bear the names that these tensors have in the whole.
         tables = [(dict(x.named_parameters(recurse=False)), x) for x in m.modules()]
         self.params = _names(x for table, _ in tables for x in table.values())
@@ -156,12 +193,12 @@ class _Part:
 
     def called_within(self, outer: Copy, m: nn.Module, args: Any, keywords: Any) -> Any:
         """Calls the unit in place of ``m``, within a part that holds its tensors."""
-        given = outer.given
-        outer.enter()
-        hooks = outer.late_hooks(m)
+        given, watch = outer.tensors.given, outer.watch
+        watch.enter()
+        hooks = watch.late_hooks(m)
         params = {n: given.params[n] for n in self.params}
         buffers = {n: given.current(n) for n in self.buffers}
-        asked = Extras(outer.mutable, outer.fills, tuple(hooks))
+        asked = Extras(given.mutable, outer.fills, tuple(hooks))
         out, changed, seen = self.called(params, buffers, args, keywords, asked)
         for name, x in changed.items():
             given.write(name, x)
@@ -171,9 +208,35 @@ class _Part:
             where = ".".join(filter(None, (self.name, path, name)))
             attributes = vars(m.get_submodule(path))
             if (path, name) in self.fills:
-                outer.left(self.name, where, attributes.get(name))
+                watch.leave(self.name, where, attributes.get(name))
             attributes[name] = Absent(where, None, None)
         return out
+
+    def run(
+        self, params: Any, buffers: Any, args: Any, keywords: Any, asked: Extras
+    ) -> tuple[Any, dict[str, Tensor], Seen]:
+        """The output of the part, run here and now on a copy of its own."""
+        free = self.free[asked.fills]
+        own = free.pop() if free else self._copy(asked.fills)
+        own.tensors.begin(params, buffers, asked.mutable)
+        try:
+            seen = shown_by(own.module, asked.shows)
+            out = own.module(*args, **keywords)
+            changed = own.tensors.changed()
+        finally:
+            own.tensors.end()
+            found, filled = own.watch.restored()
+            if not own.watch.is_spoiled:
+                free.append(own)
+        own.watch.check(found)
+        self.sets |= found.keys()
+        self.fills |= filled
+        return out, changed, seen
+
+    def _copy(self, fills: bool) -> Copy:
+        units = self.structure.units_within(self.name)
+        stubs = {path: part.called_within for path, part in units.items()}
+        return Copy(self.template, stubs, self.known, fills)
 
     def called(
         self, params: Any, buffers: Any, args: Any, keywords: Any, asked: Extras
@@ -195,7 +258,7 @@ class _Part:
         return taken(out) if asked.fills else out, changed, seen
 
     def _unit(self, asked: Extras) -> Unit:
-        name = self.name or type(self.structure.template).__name__
+        name = self.name or type(self.template).__name__
 
         def run(params: Any, buffers: Any, /, *args: Any, **keywords: Any) -> Any:
             if _PARAMS in keywords:
@@ -203,9 +266,7 @@ class _Part:
             if asked.fills:
                 args, keywords = taken((args, keywords))
             before = tree.flatten((args, keywords), is_leaf=is_sharded)
-            out, changed, seen = self.structure.run(
-                self.name, params, buffers, args, keywords, asked
-            )
+            out, changed, seen = self.run(params, buffers, args, keywords, asked)
             after = tree.flatten((args, keywords), is_leaf=is_sharded)
             if after[1] != before[1] or not all(map(is_, after[0], before[0])):
                 raise RuntimeError(

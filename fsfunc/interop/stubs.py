@@ -20,6 +20,7 @@ __all__ = [
     "LateHooks",
     "UnitStub",
     "Seen",
+    "hook_tables",
     "make_stub",
     "run_late",
     "shown_by",
@@ -113,17 +114,16 @@ Seen = list[tuple[str, Any, Any]]  # which module, what it was given, what it re
 
 
 class LateHooks:
-    """The hooks below a module, and which of them are new.
+    """The hooks within a unit, and which of them are new.
 
     Looked at before every call of a unit: by one C function where there are none.
     """
 
-    def __init__(self, m: nn.Module):
-        self._modules = [(path, inner) for path, inner in m.named_modules() if path]
-        both = [_tables(inner) for _, inner in self._modules]
-        self._tables = [table for tables in both for table in tables]
+    def __init__(self, unit: nn.Module):
+        inner = [(path, hook_tables(m)) for path, m in unit.named_modules() if path]
+        self._known = [(path, t, [set(x) for x in t]) for path, t in inner]
+        self._tables = [table for _, tables in inner for table in tables]
         self._sizes = list(map(len, self._tables))
-        self._before = [[set(table) for table in tables] for tables in both]
 
     def found(self) -> dict[str, list[Hook]]:
         """Forward hooks on the modules, by path, that were not there at first.
@@ -134,10 +134,10 @@ class LateHooks:
         found: dict[str, list[Hook]] = {}
         if list(map(len, self._tables)) == self._sizes:
             return found
-        for (path, inner), before in zip(self._modules, self._before, strict=True):
+        for path, tables, known in self._known:
             new = [
-                [hook for key, hook in table.items() if key not in known]
-                for table, known in zip(_tables(inner), before, strict=True)
+                [hook for key, hook in table.items() if key not in before]
+                for table, before in zip(tables, known, strict=True)
             ]
             if any(new[1:]):
                 raise RuntimeError(
@@ -150,10 +150,9 @@ class LateHooks:
         return found
 
 
-def _tables(m: nn.Module) -> list[dict[Any, Any]]:
-    """Of forward hooks first."""
-    after, before = (_torch.hook_tables(m, before=b) for b in (False, True))
-    return [*after, *before]
+def hook_tables(m: nn.Module) -> list[dict[Any, Any]]:
+    """Where a module keeps its hooks: the forward hooks first."""
+    return [x for b in (False, True) for x in _torch.hook_tables(m, before=b)]
 
 
 def shown_by(m: nn.Module, paths: Sequence[str]) -> Seen:

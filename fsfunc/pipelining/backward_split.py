@@ -1,4 +1,4 @@
-"""Where the backward of a graph parts into input gradients and weight gradients.
+"""The backward of a graph in two halves: input gradients, and then weight gradients.
 
 A node is *inner* if it leads to an input. An edge from an inner node to one that is
 not, but leads to a parameter, is a *frontier* edge. What lies beyond the frontier needs
@@ -13,37 +13,41 @@ can be late only if its node has one user: a weight used twice in a row is early
 
 from __future__ import annotations
 
-from collections import defaultdict
-from collections.abc import Iterable, Iterator, Sequence
+from collections import defaultdict, deque
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
-from fsfunc import _torch
+import torch
+from torch import Tensor
+from torch.autograd.graph import GradientEdge, get_gradient_edge
 
-__all__ = ["Edge", "Frontier", "WeightGroup", "frontier"]
+from fsfunc import _torch
+from fsfunc.core.frames import Running, run_as, running
+from fsfunc.pipelining.fused_gradients import addition, pull_back
+from fsfunc.runtime.buffer_pool import BufferPool
+
+__all__ = ["SplitBackward"]
 
 Edge = tuple[Any, int]  # a node, and which of its outputs
-
-# Their input and weight gradients are two products, each made only where it is wanted.
-_APART = {
-    f"{name}Backward"
-    for name in (
-        *("Mm", "Mv", "Bmm", "Addmm", "Addmv", "Addbmm", "Baddbmm", "Linear"),
-        *("Convolution", "ConvolutionOverrideable", "MkldnnConvolution"),
-    )
-}
 
 
 @dataclass(eq=False)
 class WeightGroup:
-    """Nodes beyond the frontier with parameters of their own: they run at once.
+    """Nodes beyond the frontier that share something, with their parameters.
+
+    They run at once. Where one frontier node leads to another the group is ``crossed``:
+    to find what comes to the lower one is to run the upper one, so all of it is early.
 
     Args:
-        leaves: the parameters' nodes.
+        nodes: all of them; ``leaves``: those that are parameters.
         users: nodes apart that late edges come from.
         found: what has arrived: edges into the group, and cotangents.
+        number: the highest in autograd's own order; 0 where there are leaves alone.
     """
 
+    nodes: list[Any] = field(default_factory=list)
     leaves: list[Any] = field(default_factory=list)
     users: set[Any] = field(default_factory=set)
     found: list[tuple[Edge, Any]] = field(default_factory=list)
@@ -51,141 +55,270 @@ class WeightGroup:
     number: int = 0
 
 
-@dataclass
-class Frontier:
-    """How a graph parts.
+class SplitBackward:
+    """A graph whose backward comes in halves, each of them once.
+
+    A node that computes again in its backward parts too, if it has an attribute
+    ``pull_recomputed``: what it calls, as ``pull_recomputed(ys, gs, wanted, beside)``,
+    in place of ``torch.autograd.grad``, where ``wanted`` are its own inputs that need a
+    gradient, in order, and ``beside`` leaves whose gradients nobody asks for.
 
     Args:
-        inner: the nodes that lead to an input.
-        early: edges to find along with the input gradients.
-        late: for each node apart, its late edges.
-        group_of: the group of each node beyond the frontier.
-        groups: all groups, in the order in which a backward comes to them.
+        roots: where cotangents come in.
+        inputs: leaves whose gradients are returned, first.
+        parameters: leaves to whose ``.grad`` the second half adds.
+        pool: memory for these.
+
+    ``inner`` are the nodes that lead to an input, ``early`` the edges to find along
+    with the input gradients, ``late`` those that wait, by node apart; ``group_of`` is
+    the group of each node beyond the frontier, and ``groups`` has them in the order in
+    which a backward comes to them.
     """
 
-    inner: set[Any]
-    early: list[Edge]
-    late: dict[Any, list[Edge]]
-    group_of: dict[Any, WeightGroup]
-    groups: list[WeightGroup]
+    def __init__(
+        self,
+        roots: Sequence[GradientEdge],
+        inputs: Sequence[Tensor],
+        parameters: Sequence[Tensor],
+        pool: BufferPool,
+    ):
+        self.roots, self.pool = list(roots), pool
+        self.wanted = [get_gradient_edge(x) for x in inputs]
+        self.names = {get_gradient_edge(x).node: x for x in parameters}
+        self.kept: dict[Any, Any] = {}  # by node apart, in the order of the backward
+        self.inner: set[Any] = set()
+        self.early: list[Edge] = []
+        self.late: dict[Any, list[Edge]] = {}
+        whole = WeightGroup(leaves=list(self.names))
+        self.group_of: dict[Any, WeightGroup] = {edge.node: whole for edge in roots}
+        self.groups = [whole]
+        if self.wanted:  # else nobody waits for anything
+            self._part()
 
+    def _part(self) -> None:
+        inner: set[Any] = {edge.node for edge in self.wanted}
+        leaves = set(self.names)
+        below, owning = _below((e.node for e in self.roots), inner | leaves), {*leaves}
+        for node, edges in below.items():
+            nexts = [c for c, _ in edges]
+            if not inner.isdisjoint(nexts):
+                inner.add(node)
+            if not owning.isdisjoint(nexts):
+                owning.add(node)
+        group_of = _grouped(below, owning - inner, leaves)
+        # By frontier node: its users, and the edges from each.
+        users: dict[Any, dict[Any, list[Edge]]] = defaultdict(lambda: defaultdict(list))
+        under = set()  # what frontier nodes lead to
+        for node in reversed(below):
+            for edge in below[node]:
+                if edge[0] not in group_of:
+                    continue
+                if node in inner:
+                    users[edge[0]][node].append(edge)
+                elif node in users or node in under:
+                    under.add(edge[0])
+        for c in under & users.keys():
+            group_of[c].crossed = True
+        groups = list(dict.fromkeys(group_of.values()))
+        early: list[Edge] = []
+        late: dict[Any, list[Edge]] = defaultdict(list)
+        for c, by_user in users.items():
+            user, group = next(iter(by_user)), group_of[c]
+            if group.crossed:
+                continue
+            parted = hasattr(user, "pull_recomputed") or _torch.has_two_products(user)
+            if len(by_user) == 1 and parted:
+                late[user] += dict.fromkeys(by_user[user])
+                group.users.add(user)
+            else:
+                early += dict.fromkeys(e for edges in by_user.values() for e in edges)
+        for group in groups:
+            if group.crossed:
+                early += [(leaf, 0) for leaf in group.leaves]
+        groups.sort(key=lambda g: g.number, reverse=True)
+        self.inner, self.early, self.late = inner, early, dict(late)
+        self.group_of, self.groups = group_of, groups
 
-def frontier(
-    roots: Sequence[Any], inputs: Iterable[Any], parameters: Iterable[Any]
-) -> Frontier:
-    """The frontier of what ``roots`` lead to; all arguments are nodes."""
-    leaves = set(parameters)
-    inner, owning = _leading(roots, set(inputs), leaves)
-    users: dict[Any, dict[Any, list[Edge]]] = defaultdict(lambda: defaultdict(list))
-    for node in inner:
-        for c, k in node.next_functions:
-            if c is not None and c in owning and c not in inner:
-                users[c][node].append((c, k))
-    beyond = [r for r in roots if r in owning and r not in inner]
-    group_of = _grouped(users, beyond, owning, leaves)
-    groups = list(dict.fromkeys(group_of.values()))
-    early: list[Edge] = []
-    late: dict[Any, list[Edge]] = defaultdict(list)
-    for c, by_user in users.items():
-        user = next(iter(by_user))
-        group = group_of[c]
-        if group.crossed:
-            continue
-        if len(by_user) == 1 and parts(user):
-            late[user] += dict.fromkeys(by_user[user])
-            group.users.add(user)
+    def input_gradient(self, grads: Sequence[Tensor]) -> list[Tensor | None]:
+        """The inputs' gradients, None where there is none."""
+        roots, count = [], len(self.wanted)
+        for edge, g in zip(self.roots, grads, strict=True):
+            group = self.group_of.get(edge.node)
+            if edge.node in self.inner or (group is not None and group.crossed):
+                roots.append((edge, g))
+            elif group is not None:
+                self._arrive((edge.node, edge.output_nr), g)
+        found: Sequence[Tensor | None] = [None] * count
+        if roots:
+            found = self._run_inner(roots)
+        self.roots, self.wanted, self.inner, self.early = [], [], set(), []
+        return list(found[:count])
+
+    def _run_inner(
+        self, roots: Sequence[tuple[GradientEdge, Tensor]]
+    ) -> Sequence[Tensor | None]:
+        """What comes to inputs, and then to early edges, which take it."""
+        pulling = {
+            n: n.pull_recomputed for n in self.inner if hasattr(n, "pull_recomputed")
+        }
+        apart = [n for n in self.late if n not in pulling]
+        hooks = [n.register_prehook(partial(self._keep, n)) for n in apart]
+        try:
+            for node in pulling:
+                node.pull_recomputed = partial(self._pull, node)
+            found = torch.autograd.grad(
+                [edge for edge, _ in roots],
+                [*self.wanted, *(GradientEdge(*edge) for edge in self.early)],
+                [g for _, g in roots],
+                retain_graph=bool(apart),
+                allow_unused=True,
+            )
+        finally:
+            for node, pull in pulling.items():
+                node.pull_recomputed = pull
+            for hook in hooks:
+                hook.remove()
+        for edge, g in zip(self.early, found[len(self.wanted) :], strict=True):
+            self._arrive(edge, g)
+        return found
+
+    def _arrive(self, edge: Edge, g: Tensor | None) -> None:
+        """Takes what crosses an edge of the frontier."""
+        if g is not None:
+            self.group_of[edge[0]].found.append((edge, g))
+
+    def _keep(self, node: Any, grads: Sequence[Tensor | None]) -> None:
+        self.kept[node] = grads
+
+    def _pull(
+        self,
+        node: Any,
+        ys: Sequence[Tensor],
+        gs: Sequence[Tensor],
+        wanted: Sequence[Tensor],
+        beside: Sequence[Tensor],
+    ) -> list[Tensor | None]:
+        """A recomputed graph, parted as ours is."""
+        edges = [edge for edge in node.next_functions if edge[0] is not None]
+        edges = edges[len(edges) - len(wanted) :]
+        late = set(self.late.get(node, ()))
+        waits = [edge in late for edge in edges]
+        now = [x for x, wait in zip(wanted, waits, strict=True) if not wait]
+        later = [x for x, wait in zip(wanted, waits, strict=True) if wait]
+        roots = [get_gradient_edge(y) for y in ys]
+        again = SplitBackward(roots, now, [*later, *beside], self.pool)
+        found = iter(again.input_gradient(gs))
+        targets = [edge for edge, wait in zip(edges, waits, strict=True) if wait]
+        self.kept[node] = _Recomputed(again, later, targets, running())
+        return [None if wait else next(found) for wait in waits]
+
+    def weight_gradient(self) -> None:
+        """Runs the nodes apart, and each group when all has arrived."""
+        groups = deque(self.groups)
+        for group in groups:
+            group.users &= self.kept.keys()
+        while groups or self.kept:
+            while groups and not groups[0].users:
+                self._finish(groups.popleft())
+            if self.kept:
+                node = next(iter(self.kept))
+                self._apart(node, self.kept.pop(node))
+
+    def _apart(self, node: Any, kept: Any) -> None:
+        edges = self.late.pop(node, [])
+        groups = list(dict.fromkeys(self.group_of[c] for c, _ in edges))
+        if isinstance(kept, _Recomputed):
+            kept.run(self)
         else:
-            early += dict.fromkeys(e for edges in by_user.values() for e in edges)
-    for group in groups:
-        if group.crossed:
-            early += [(leaf, 0) for leaf in group.leaves]
-    groups.sort(key=lambda g: g.number, reverse=True)
-    return Frontier(inner, early, dict(late), group_of, groups)
+            pairs = [(k, g) for k, g in enumerate(kept) if g is not None]
+            roots = [GradientEdge(node, k) for k, _ in pairs]
+            grads = [g for _, g in pairs]
+            if all(g.users == {node} and not g.found for g in groups):
+                left = self._added(node, kept, edges, groups)
+                inputs = [self.names[leaf] for g in left for leaf in g.leaves]
+                if roots and inputs:
+                    torch.autograd.backward(roots, grads, inputs=inputs)
+            else:
+                targets = [GradientEdge(*edge) for edge in edges]
+                found = torch.autograd.grad(roots, targets, grads, allow_unused=True)
+                for edge, g in zip(edges, found, strict=True):
+                    self._arrive(edge, g)
+        for group in groups:
+            group.users.discard(node)
+
+    def _added(
+        self, node: Any, grads: Any, edges: list[Any], groups: list[WeightGroup]
+    ) -> list[WeightGroup]:
+        """Adds the product of a weight in place; returns the groups that are left."""
+        add = addition(node, self.pool)
+        if add is None or add.edge not in edges:
+            return groups
+        group = self.group_of[add.edge[0]]
+        into = [edge for edge in edges if self.group_of[edge[0]] is group]
+        if into != [add.edge] or len(group.leaves) != 1:
+            return groups
+        add(grads)
+        return [g for g in groups if g is not group]
+
+    def _finish(self, group: WeightGroup) -> None:
+        found, group.found = group.found, []
+        if found:
+            roots = [GradientEdge(*edge) for edge, _ in found]
+            leaves = [self.names[leaf] for leaf in group.leaves]
+            pull_back(roots, [g for _, g in found], [], leaves, self.pool)
 
 
-def parts(node: Any) -> bool:
-    """Whether a node can give its input gradients first, its weight gradients later."""
-    return (
-        hasattr(node, "pull_recomputed") or node.name().rstrip("0123456789") in _APART
-    )
+@dataclass
+class _Recomputed:
+    """A recomputed graph whose weight gradients are due, and where they go."""
+
+    split: SplitBackward
+    leaves: list[Tensor]
+    edges: list[Edge]
+    scope: Running
+
+    def run(self, outer: SplitBackward) -> None:
+        with run_as(self.scope):
+            self.split.weight_gradient()
+        for edge, leaf in zip(self.edges, self.leaves, strict=True):
+            outer._arrive(edge, leaf.grad)
+            leaf.grad = None
 
 
-def _leading(
-    roots: Iterable[Any], inputs: set[Any], leaves: set[Any]
-) -> tuple[set[Any], set[Any]]:
-    """The nodes that lead to an input, and those that lead to a parameter."""
-    inner, owning, seen = set(inputs), set(leaves), set(inputs) | set(leaves)
+def _below(roots: Iterable[Any], ends: set[Any]) -> dict[Any, list[Edge]]:
+    """The edges of what roots lead to, down to ``ends``; of users after the used."""
+    edges: dict[Any, list[Edge]] = {node: [] for node in ends}
+    found: dict[Any, list[Edge]] = {}
     stack = list(roots)
     while stack:
         node = stack[-1]
-        if node in seen:
-            stack.pop()
-            continue
-        nexts = [c for c, _ in node.next_functions if c is not None]
-        todo = [c for c in nexts if c not in seen]
-        if todo:
-            stack += todo
-            continue
-        seen.add(node)
-        stack.pop()
-        if not inner.isdisjoint(nexts):
-            inner.add(node)
-        if not owning.isdisjoint(nexts):
-            owning.add(node)
-    return inner, owning
-
-
-def _grouped(
-    users: Iterable[Any], beyond: Iterable[Any], owning: set[Any], leaves: set[Any]
-) -> dict[Any, WeightGroup]:
-    """The group of each node beyond the frontier: one for nodes that share anything.
-
-    A group in which one frontier node leads to another is ``crossed``: to find what
-    comes to the lower one is to run the upper one, so all of it runs at that time.
-    """
-    heads = dict.fromkeys(users)
-    label: dict[Any, int] = {}
-    same: list[int] = []
-    crossed: list[int] = []
-
-    def top(i: int) -> int:
-        while same[i] != i:
-            i = same[i]
-        return i
-
-    # Frontier nodes first, so that a path between two is walked from its upper end.
-    for start in [*heads, *(r for r in beyond if r not in heads)]:
-        me = len(same)
-        same.append(me)
-        for node in _below(start, owning, label):
-            if node is not start and node in heads and start in heads:
-                crossed.append(me)
-            if node in label:
-                same[top(me)] = top(label[node])
-            else:
-                label[node] = me
-    groups: dict[int, WeightGroup] = defaultdict(WeightGroup)
-    found = {}
-    for node, i in label.items():
-        group = found[node] = groups[top(i)]
-        if node in leaves:
-            group.leaves.append(node)
+        if node not in edges:
+            edges[node] = [e for e in node.next_functions if e[0] is not None]
+            stack += [c for c, _ in edges[node] if c not in found]
         else:
-            group.number = max(group.number, _torch.sequence_number(node))
-    for i in crossed:
-        groups[top(i)].crossed = True
+            found.setdefault(stack.pop(), edges[node])
     return found
 
 
-def _below(start: Any, owning: set[Any], known: dict[Any, int]) -> Iterator[Any]:
-    """The nodes from ``start`` on that lead to parameters, down to ``known`` ones."""
-    stack, seen = [start], {start}
-    while stack:
-        node = stack.pop()
-        stop = node in known
-        yield node
-        if not stop:
-            for c, _ in node.next_functions:
-                if c is not None and c in owning and c not in seen:
-                    seen.add(c)
-                    stack.append(c)
+def _grouped(
+    below: dict[Any, list[Edge]], nodes: set[Any], leaves: set[Any]
+) -> dict[Any, WeightGroup]:
+    """The group of each of these nodes, which lie beyond the frontier."""
+    found: dict[Any, WeightGroup] = {}
+    for node in below:
+        if node not in nodes:
+            continue
+        if node in leaves:
+            found[node] = WeightGroup([node], [node])
+            continue
+        groups = {id(found[c]): found[c] for c, _ in below[node] if c in found}
+        whole, *others = sorted(groups.values(), key=lambda g: -len(g.nodes))
+        for other in others:
+            found |= dict.fromkeys(other.nodes, whole)
+            whole.nodes += other.nodes
+            whole.leaves += other.leaves
+            whole.number = max(whole.number, other.number)
+        whole.number = max(whole.number, _torch.sequence_number(node))
+        whole.nodes.append(node)
+        found[node] = whole
+    return found

@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from typing import Any
 
+import torch
 from torch import Tensor
 
-from fsfunc import tree
-from fsfunc.pipelining.microbatches import Part
-from fsfunc.pipelining.stage_plans import Stages, cut
-from fsfunc.pipelining.stages import Cut
+from fsfunc import _torch, tree
+from fsfunc.pipelining.microbatches import Part, kind_of
+from fsfunc.pipelining.stage_plans import Cut, Stages, cut
 from fsfunc.sharded.leaf import Sharded, is_sharded
 from fsfunc.tracing.leaves import plain
 from fsfunc.tracing.tracer import trace
@@ -51,10 +51,7 @@ class Cuts:
         """
         chosen = [part.args[i] for i in argnums]
         flat, structure = tree.flatten(chosen, is_leaf=is_sharded)
-        kinds = tuple(
-            (tuple(x.shape), x.dtype) if isinstance(x, Tensor | Sharded) else x
-            for x in flat
-        )
+        kinds = tuple(map(kind_of, flat))
         loss = number, _code(fn), structure
         key = (loss, part.shapes, kinds)
         if key not in self.known:
@@ -72,8 +69,9 @@ class Cuts:
                     )
                 stages = [len(stage.calls) for stage in before.stages]
             alone = not program.calls and not program.loss.origins.batch
-            plans = () if alone else cut(program, stages, len(self.owners))
-            self.known[key] = Cut(program, plans)
+            self.known[key] = (
+                Cut(program, ()) if alone else cut(program, stages, len(self.owners))
+            )
         return self.known[key]
 
     def check(self, cuts: Iterable[Cut], params: Any) -> None:
@@ -88,7 +86,7 @@ class Cuts:
         leaves = tree.leaves(params, is_leaf=is_sharded)
         owned = tuple(x.layout.owned for x in leaves if isinstance(x, Sharded))
         for found in {id(found): found for found in cuts}.values():
-            if (id(found), owned) in self.checked:
+            if not found.stages or (id(found), owned) in self.checked:
                 continue
             paths = tree.paths(params, is_leaf=is_sharded)
             at = dict(zip(paths, leaves, strict=True))
@@ -101,6 +99,69 @@ class Cuts:
                 for path in sorted(stage.leaves):
                     self.check_leaf(at.get(path), self.owners[stage.number])
             self.checked.add((id(found), owned))
+
+    def refuse_rows(
+        self,
+        fn: Callable[..., Any],
+        args: Sequence[Any],
+        keywords: dict[str, Any],
+        argnums: Sequence[int],
+    ) -> None:
+        """Raises where a batch is differentiated, which is not cut as the rest of it.
+
+        A leaf as long as the batch may be part of it, or parameters by chance. What a
+        unit has in its first argument are parameters. Of the rest the loss tells, which
+        is tried on fake tensors with a longer batch: it needs no longer parameters. Nor
+        may they be longer, but for what the loss itself reads of a tree of parameters.
+        """
+        fn, (chosen, *others) = _first(fn, tuple(args), argnums)
+        chosen = tree.map(plain, chosen, is_leaf=is_sharded)
+        given = tree.map(plain, (others, keywords), is_leaf=is_sharded)
+        paths, leaves, treedef = tree.flatten_with_paths(chosen, is_leaf=is_sharded)
+        batch, structure = tree.flatten(given, is_leaf=is_sharded)
+        rows = {len(x) for x in filter(_is_cut, batch)}
+        long = [i for i, x in enumerate(leaves) if _is_cut(x) and {len(x)} == rows]
+        key = "rows", _code(fn), treedef, structure, *map(kind_of, (*leaves, *batch))
+        if not long or key in self.checked:
+            return
+
+        mode = _torch.fake_mode_of((*leaves, *batch))
+
+        def longer(x: Any) -> Any:
+            """A stand-in of twice the rows, which nobody sees being made."""
+            if not _is_cut(x):
+                return x
+            shape, device = (2 * len(x), *x.shape[1:]), _torch.device_of(x)
+            with _torch.beneath_all_modes(), mode:
+                return torch.empty(shape, dtype=x.dtype, device=device)
+
+        def runs(which: Collection[int]) -> bool:
+            """Whether the loss takes a batch twice as long, and these leaves too."""
+            own = [longer(x) if i in which else x for i, x in enumerate(leaves)]
+            others, named = tree.map(longer, given, is_leaf=is_sharded)
+            try:
+                with _torch.quiet_fakes():
+                    trace(fn, (tree.unflatten(treedef, own), *others), named)
+            except Exception:
+                return False
+            return True
+
+        program = trace(fn, (chosen, *given[0]), given[1])
+        used, own, inputs = set(program.loss.reads), set[str](), set[str]()
+        for call in program.calls:
+            used |= call.params | call.reads
+            own |= call.own
+            inputs |= call.params - call.own
+        long = [i for i in long if paths[i] in used - own]
+        at = {path: _argument(path, argnums) for path in paths}
+        kin = {at[path][0] for path in own}  # arguments that hold parameters
+        odd = [i for i in long if paths[i] in inputs or at[paths[i]][0] not in kin]
+        grows = odd and (runs(odd) or any(runs([i]) for i in odd))
+        if long and (grows or not runs(())):
+            told = [f"argument {k}" + (f" at {where!r}" if where else "")
+                    for k, where in (at[paths[i]] for i in odd or long)]  # fmt: skip
+            raise ValueError(_ROWS.format(", ".join(told), *rows))
+        self.checked.add(key)
 
     def check_leaf(self, leaf: Any, rank: int) -> None:
         """Raises where ``leaf`` belongs to another rank of the pipeline."""
@@ -119,6 +180,27 @@ _READ = (
     "own gradient call beside the pipelined one, in the same step: "
     "ff.value_and_grad(penalty)(params), and the two gradients are added by tree.map"
 )
+
+
+_ROWS = (
+    "{} is differentiated, and is as long as the batch, {} rows, of which it seems to "
+    "be a part: a pipeline takes what it differentiates for parameters, and does not "
+    "cut it. Gradients by rows come from ff.accumulate(ff.pipeline(f, ..., "
+    "n_microbatches=1), n, batch_argnums=...), which cuts them; parameters are what a "
+    "unit takes as its first argument"
+)
+
+
+def _argument(path: str, argnums: Sequence[int]) -> tuple[int, str]:
+    """Which argument of the gradient call a leaf is in, and where in it."""
+    if tuple(argnums) == (0,):
+        return 0, path
+    first, _, rest = path.partition("/")
+    return argnums[int(first)], rest
+
+
+def _is_cut(x: Any) -> bool:
+    return isinstance(x, Tensor) and x.ndim > 0
 
 
 def _place(unit: str) -> str:

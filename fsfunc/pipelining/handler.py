@@ -21,7 +21,6 @@ from fsfunc.core.frames import Counter, Frame, Interpretation, frame, inside
 from fsfunc.core.losses import loss_parts
 from fsfunc.core.units import Call
 from fsfunc.pipelining.actions import (
-    Action,
     Schedule,
     ScheduleError,
     listing,
@@ -29,6 +28,7 @@ from fsfunc.pipelining.actions import (
 )
 from fsfunc.pipelining.cut_programs import Cuts
 from fsfunc.pipelining.microbatches import (
+    Part,
     blank,
     combined,
     cut_batch,
@@ -39,8 +39,7 @@ from fsfunc.pipelining.microbatches import (
 )
 from fsfunc.pipelining.runtime import Microbatch, Worker
 from fsfunc.pipelining.schedules import forward_only
-from fsfunc.pipelining.stage_plans import Stages, edges
-from fsfunc.pipelining.stages import Cut
+from fsfunc.pipelining.stage_plans import Cut, Stages
 from fsfunc.pipelining.transfers import with_transfers
 from fsfunc.pipelining.verification import verify
 from fsfunc.runtime.buffer_pool import BufferPool
@@ -142,23 +141,15 @@ class Pipelining(Interpretation):
     # Forward alone
 
     def _forward(self, f: Callable[..., Any], args: Any, keywords: Any) -> Any:
-        f_, parts = frame(), cut_batch(args, keywords, (0,), self.n)
-        within = f_.but(micro=(*f_.micro, (0, self.n)))
-        batches = [Microbatch(p, self.cuts.of(f, p, (0,))) for p in parts]
-        self.cuts.check([b.cut for b in batches], args[0])
-        where = group(self.axis, here(self.mesh))
-        source, depth = self.owners[-1], len(f_.micro)
+        outer, call = frame(), GradientCall(f, (0,), False, args, keywords)
+        batches = self._batches(call, cut_batch(args, keywords, (0,), self.n))
         worker = Worker(
-            f, lambda out: (out, None, None), batches, self.owners, where, within,
-            depth, (),
+            f, lambda out: (out, None, None), batches, self.owners, self._where(),
+            outer.but(micro=(*outer.micro, (0, self.n))), len(outer.micro), (),
         )  # fmt: skip
-        found = [blank(_loss(b)) for b in batches]
-        if runs := _runs_stages():
-            worker.run(self._actions(batches, where, forward_only))
-        if runs and where.index == source:
-            found = [worker.results[m][0] for m in range(len(batches))]
-        out = forwarded(found, [p.share for p in parts])
-        return _own(everywhere(out, where, source))
+        found = [returned for returned, _, _ in self._run(worker, forward_only)]
+        out = forwarded(found, [b.part.share for b in batches])
+        return _own(everywhere(out, worker.where, self.owners[-1]))
 
     # Gradient calls
 
@@ -195,16 +186,10 @@ class Pipelining(Interpretation):
         picked = [x.detach().requires_grad_() for x in leaves.tensors]
         args = leaves.args(picked)
         values = [*picked, *leaves.every_part(args)]
-        cuts = cut_batch(args, call.keywords, call.argnums, self.n)
-        parts, count = folded(cuts)
-        batches = [
-            Microbatch(p, self.cuts.of(call.fn, p, call.argnums, number)) for p in parts
-        ]
+        parts, count = folded(self._parts(replace(call, args=args)))
+        batches = self._batches(call, parts, number)
         if not batches[0].cut.stages:
             return differentiate(call)
-        where = group(self.axis, here(self.mesh))
-        chosen = _chosen(call.args, call.argnums)
-        self.cuts.check([b.cut for b in batches], chosen)
         for _, runtime in f.runtimes:
             runtime.begin()
 
@@ -213,31 +198,58 @@ class Pipelining(Interpretation):
             return total, *tree.map(_detached, (weight, aux))
 
         worker = Worker(
-            call.fn, read, batches, self.owners, where, f, depth, values,
-            self.pools[where.rank],
+            call.fn, read, batches, self.owners, self._where(), f, depth, values,
+            self.pools[here(self.mesh).rank],
         )  # fmt: skip
-        actions, source = self._actions(batches, where), self.owners[-1]
-        results = [read(blank(_loss(b))) for b in batches]  # or no rank begins
-        if runs := _runs_stages():
-            worker.run(actions)
-        if runs and where.index == source:
-            results = [worker.results[m] for m in range(self.n)]
+        results = self._run(worker)
         summed = combined(results, [p.share for p in parts])
-        total, weight, aux = _own(everywhere(summed, where, source))
-        grads = leaves.grads([x.grad if runs else torch.zeros_like(x) for x in picked])
-        due = (functools.partial(sum_shared, where=where),)
+        total, weight, aux = _own(everywhere(summed, worker.where, self.owners[-1]))
+        grads = leaves.grads([x.grad for x in picked])
+        due = (functools.partial(sum_shared, where=worker.where),)
         return Outcome(total, weight, grads, aux, count, due, own=True)
 
-    def _actions(
+    def _parts(self, call: GradientCall) -> list[Part]:
+        """The microbatches of a gradient call."""
+        parts = cut_batch(call.args, call.keywords, call.argnums, self.n)
+        if self.n > 1:
+            self.cuts.refuse_rows(call.fn, call.args, call.keywords, call.argnums)
+        return parts
+
+    def _batches(
+        self, call: GradientCall, parts: Sequence[Part], number: int = 0
+    ) -> list[Microbatch]:
+        """Each with its program; the ``number``-th gradient call of a step."""
+        of = functools.partial(self.cuts.of, call.fn, argnums=call.argnums)
+        batches = [Microbatch(part, of(part, number=number)) for part in parts]
+        first = tuple(call.argnums) == (0,)  # what a program has as its parameters
+        params = call.args[0] if first else [call.args[i] for i in call.argnums]
+        self.cuts.check([b.cut for b in batches], params)
+        return batches
+
+    def _where(self) -> RankGroup:
+        return group(self.axis, here(self.mesh))
+
+    def _run(
         self,
-        batches: Sequence[Microbatch],
-        where: RankGroup,
+        worker: Worker,
         of: Callable[[Schedule], Schedule] = lambda schedule: schedule,
-    ) -> tuple[Action, ...]:
-        between = frozenset[tuple[int, int]]()
-        for batch in {id(b.cut): b for b in batches}.values():
-            between |= edges(batch.cut.stages)
-        return _explicit(of(self.schedule), between)[where.index]
+    ) -> list[Any]:
+        """What each microbatch's loss returned, or blanks where the last stage is not.
+
+        Blanks too where no stage runs: whose values types are, their programs have told
+        by then.
+        """
+        batches, where = worker.microbatches, worker.where
+        between = frozenset[tuple[int, int]]().union(*(b.cut.messages for b in batches))
+        actions = _explicit(of(self.schedule), between)[where.index]
+        outputs = [b.cut.program.loss.outputs for b in batches]
+        found = [worker.read(blank(o)) for o in outputs]  # or no rank begins
+        tracer = frame().tracer
+        if tracer is None or tracer.complete:
+            worker.run(actions)
+            if where.index == self.owners[-1]:
+                found = [worker.results[m] for m in range(self.n)]
+        return found
 
 
 @functools.lru_cache(maxsize=256)
@@ -254,11 +266,6 @@ class _Outside(BaseException):
 
     def __init__(self, handler: Pipelining):
         self.handler = handler
-
-
-def _chosen(args: Sequence[Any], argnums: Sequence[int]) -> Any:
-    """What a program knows as the first argument of its loss."""
-    return args[0] if tuple(argnums) == (0,) else [args[i] for i in argnums]
 
 
 class RecordedPipelining(Noted, Pipelining):
@@ -291,7 +298,7 @@ class RecordedPipelining(Noted, Pipelining):
             return f(*part.args, **part.keywords)
 
     def _differentiate(self, depth: int, number: int, call: GradientCall) -> Outcome:
-        part = cut_batch(call.args, call.keywords, call.argnums, self.n)[0]
+        part = self._parts(call)[0]
         found = self.cuts.of(call.fn, part, call.argnums, number)
         if not found.stages:
             return differentiate(call)
@@ -305,19 +312,9 @@ class RecordedPipelining(Noted, Pipelining):
         return f.but(handlers=handlers, **changes)
 
 
-def _runs_stages() -> bool:
-    """Whether stages run: whose values types are, their programs have told by now."""
-    tracer = frame().tracer
-    return tracer is None or tracer.complete
-
-
 def _own(out: Any) -> Any:
     """What a pipeline returned, said to be of this rank's rows."""
     return tree.map(lambda x: assumed(x, "V") if isinstance(x, Tensor) else x, out)
-
-
-def _loss(batch: Microbatch) -> Any:
-    return batch.cut.program.loss.outputs
 
 
 def _detached(x: Any) -> Any:

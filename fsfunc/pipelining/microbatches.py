@@ -28,6 +28,7 @@ __all__ = [
     "everywhere",
     "folded",
     "forwarded",
+    "kind_of",
     "sum_shared",
 ]
 
@@ -81,7 +82,7 @@ def cut_batch(
         size = own[cut[0]].shape[0] if cut else 1
         some, rest = tree.unflatten(treedef, own)
         some = [args[k] if k in kept else x for k, x in enumerate(some)]
-        shapes = (treedef, casts, *(_kind(x) for x in own))
+        shapes = (treedef, casts, *(kind_of(x) for x in own))
         parts.append(Part(tuple(some), rest, size * n / count, shapes))
     return parts
 
@@ -91,7 +92,8 @@ def _casts() -> tuple[Any, ...]:
     return tuple((k, torch.get_autocast_dtype(k)) for k in kinds)
 
 
-def _kind(x: Any) -> Any:
+def kind_of(x: Any) -> Any:
+    """What a program depends on of a leaf, to be compared."""
     if isinstance(x, Tensor) or is_sharded(x):
         return tuple(x.shape), x.dtype
     try:

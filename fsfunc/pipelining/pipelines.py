@@ -84,7 +84,8 @@ def pipeline(
         ScheduleError: a schedule that cannot run; says why, before anything is sent.
             With updates: no ``update``, or several stages on a rank.
         ValueError: more stages than unit calls, a cut that names no unit, fewer rows
-            than microbatches, random numbers drawn outside units for two stages.
+            than microbatches, random numbers drawn outside units for two stages, a
+            batch that is differentiated.
             With updates: a leaf of stages on several ranks, an optimizer that
             communicates, a ``Weighted`` loss, ``shard`` or ``accumulate`` around.
         RuntimeError: a loss whose course depends on a tensor's value, or which is
@@ -135,8 +136,7 @@ def pipeline(
         )
     size = mesh.axes[names[0]]
     if callable(schedule):
-        count = size * _chunks(schedule) if stages is None else len(stages)
-        made = _made(schedule, count, n_microbatches, size)
+        made = _made(schedule, stages, n_microbatches, size)
     else:
         made = parse(schedule)
     if len(made) != size:
@@ -172,14 +172,11 @@ def _check_synchronous(schedule: Schedule, predict: Predict | None) -> None:
         raise ScheduleError("predict= goes with update= and a schedule with updates")
 
 
-def _chunks(schedule: MakeSchedule) -> int:
-    """How many stages a schedule gives each rank."""
+def _made(schedule: MakeSchedule, stages: Stages, m: int, ranks: int) -> Schedule:
+    """The schedule of these stages, or by default of as many as it gives each rank."""
     known = inspect.signature(schedule).parameters.get("chunks")
-    return known.default if known and isinstance(known.default, int) else 1
-
-
-def _made(schedule: MakeSchedule, count: int, m: int, ranks: int) -> Schedule:
-    known = inspect.signature(schedule).parameters.get("chunks")
+    chunks = known.default if known and isinstance(known.default, int) else 1
+    count = ranks * chunks if stages is None else len(stages)
     if known is None:
         return parse(schedule(count, m))
     if count % ranks:

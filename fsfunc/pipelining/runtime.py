@@ -21,8 +21,9 @@ from fsfunc.comm.groups import RankGroup
 from fsfunc.core.frames import Counter, Frame, inside
 from fsfunc.pipelining.actions import Action
 from fsfunc.pipelining.microbatches import Part
+from fsfunc.pipelining.stage_plans import Cut
 from fsfunc.pipelining.stage_vjp import StageVjp
-from fsfunc.pipelining.stages import CAPTURED, Cut, Ended, StageRun, abstractly
+from fsfunc.pipelining.stages import CAPTURED, Ended, StageRun, abstractly
 from fsfunc.pipelining.timing import clocked
 from fsfunc.runtime.buffer_pool import BufferPool
 from fsfunc.runtime.compiled import plainly
@@ -75,10 +76,10 @@ class Worker:
         self.pool = BufferPool() if pool is None else pool
         self.results: dict[int, Any] = {}
         # By (stage, microbatch): what came for it and what goes from it, till it has.
-        self.posted: dict[Any, dict[Any, list[Any]]] = defaultdict(dict)
+        self.posted: dict[Any, list[tuple[Value, Any]]] = defaultdict(list)
         self.arrived: dict[Any, dict[Value, Tensor]] = defaultdict(dict)
         self.cotangents: dict[Any, dict[Value, Tensor]] = defaultdict(dict)
-        self.leaving: dict[Any, list[Tensor]] = {}
+        self.leaving: dict[Any, dict[Value, Tensor]] = {}
         self.kept: dict[Any, _Forwarded] = {}
         self.sends: list[Any] = []
         self.actions: Sequence[Action] = ()
@@ -165,9 +166,7 @@ class Worker:
         """The values that a stage depends on, each a leaf of its graph."""
         key, cut = (a.stage, a.microbatch), self.microbatches[a.microbatch].cut
         found = self.arrived.pop(key, {})
-        for peer, works in self.posted.pop(("RF", *key), {}).items():
-            values = cut.messages[peer, a.stage]
-            found.update({v: w.wait() for v, w in zip(values, works, strict=True)})
+        found |= {v: work.wait() for v, work in self.posted.pop(("RF", *key), ())}
         tracked = bool(self.values)
         for value, x in found.items():
             if tracked and cut.spec(value).requires_grad:
@@ -178,9 +177,9 @@ class Worker:
         """Keeps what goes to other ranks; gives what stays to the stages here."""
         cut, m = self.microbatches[a.microbatch].cut, a.microbatch
         for peer, values in cut.consumers(a.stage):
-            message = [made[value].detach() for value in values]
+            message = {value: made[value].detach() for value in values}
             if self.owners[peer] == self.owners[a.stage]:
-                self.arrived[peer, m].update(zip(values, message, strict=True))
+                self.arrived[peer, m] |= message
             else:
                 self.leaving["SF", a.stage, m, peer] = message
 
@@ -215,12 +214,10 @@ class Worker:
 
     def _cotangents(self, a: Action, kept: _Forwarded) -> list[Tensor | None]:
         """Those of what the forward made: of the loss, of what was sent, of threads."""
-        key, cut = (a.stage, a.microbatch), self.microbatches[a.microbatch].cut
+        key = a.stage, a.microbatch
         found = self.cotangents.pop(key, {})
-        for peer, works in self.posted.pop(("RB", *key), {}).items():
-            values = cut.returned(a.stage, peer)
-            for value, work in zip(values, works, strict=True):
-                _add(found, value, work.wait())
+        for value, work in self.posted.pop(("RB", *key), ()):
+            _add(found, value, work.wait())
         return [*kept.seeds, *(found.get(v) for v in kept.given), *kept.ends]
 
     def _hand_back(
@@ -235,7 +232,7 @@ class Worker:
                 for value, g in message.items():
                     _add(self.cotangents[peer, m], value, g)
             else:
-                self.leaving["SB", a.stage, m, peer] = list(message.values())
+                self.leaving["SB", a.stage, m, peer] = message
 
     def _send_back(self, a: Action) -> None:
         """Does the sends that come right after a backward before its end."""
@@ -244,45 +241,33 @@ class Worker:
             if action.kind != "SB" or not mine:
                 break
             with clocked(self.where.index, action):
-                self._SB(action)
+                self._send(action)
             self.early.add(action)
 
     # Transfers
 
-    def _SF(self, a: Action) -> None:
-        cut = self.microbatches[a.microbatch].cut
-        self._send(a, cut.messages[a.stage, _peer(a)], "forward")
-
-    def _SB(self, a: Action) -> None:
-        cut = self.microbatches[a.microbatch].cut
-        self._send(a, cut.returned(_peer(a), a.stage), "backward")
-
-    def _send(self, a: Action, values: Sequence[Value], phase: str) -> None:
+    def _send(self, a: Action) -> None:
         calls, to = self.microbatches[a.microbatch].cut.program.calls, _peer(a)
+        phase = "forward" if a.kind == "SF" else "backward"
         message = self.leaving.pop((a.kind, a.stage, a.microbatch, a.peer))
-        for value, x in zip(values, message, strict=True):
+        for value, x in message.items():
             what = _named(value, calls, a)
             with label(calls[value.call].name, phase):
                 self.sends.append(self.where.send(x, self.owners[to], what))
 
-    def _RF(self, a: Action) -> None:
-        cut = self.microbatches[a.microbatch].cut
-        self._post(a, cut.messages[_peer(a), a.stage])
-
-    def _RB(self, a: Action) -> None:
-        cut = self.microbatches[a.microbatch].cut
-        self._post(a, cut.returned(a.stage, _peer(a)))
-
-    def _post(self, a: Action, values: Sequence[Value]) -> None:
-        cut, source = self.microbatches[a.microbatch].cut, self.owners[_peer(a)]
-        works = []
-        for value in values:
+    def _receive(self, a: Action) -> None:
+        cut, peer = self.microbatches[a.microbatch].cut, _peer(a)
+        source, posted = self.owners[peer], self.posted[a.kind, a.stage, a.microbatch]
+        forward = a.kind == "RF"
+        for value in (
+            cut.messages[peer, a.stage] if forward else cut.returned(a.stage, peer)
+        ):
             spec, what = cut.spec(value), _named(value, cut.program.calls, a)
-            where = self.where
-            works.append(
-                where.receive(spec.shape, spec.dtype, spec.device, source, what)
-            )
-        self.posted[a.kind, a.stage, a.microbatch][a.peer] = works
+            look = spec.shape, spec.dtype, spec.device
+            posted.append((value, self.where.receive(*look, source, what)))
+
+    _SF = _SB = _send
+    _RF = _RB = _receive
 
 
 @dataclass

@@ -4,12 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
-from fsfunc.pipelining.balanced_cuts import balance
-from fsfunc.tracing.programs import Origins, Program, Value
+import torch
 
-__all__ = ["StagePlan", "Stages", "cut", "edges"]
+from fsfunc import _torch
+from fsfunc.pipelining.balanced_cuts import balance
+from fsfunc.tracing.programs import Origins, Program, Spec, Value
+
+__all__ = ["Cut", "StagePlan", "Stages", "cut"]
 
 Stages = Sequence[int] | Sequence[str] | None
 
@@ -22,7 +26,6 @@ class StagePlan:
         number: its place among the stages.
         calls: the numbers of its unit calls; it ends after the last of them.
         receives: values of earlier stages that its calls, or the loss, depend on.
-        sends: its own values that later stages receive, and by which.
         leaves: paths of the parameters that its unit calls are given.
         reads: paths of the parameters read outside units on their behalf.
         makes_loss: whether it goes on to the loss: the last stage does.
@@ -31,16 +34,66 @@ class StagePlan:
     number: int
     calls: range
     receives: tuple[Value, ...]
-    sends: tuple[tuple[Value, tuple[int, ...]], ...]
     leaves: frozenset[str]
     reads: frozenset[str]
     makes_loss: bool
 
 
-def cut(
-    program: Program, stages: Stages = None, n: int | None = None
-) -> tuple[StagePlan, ...]:
-    """What each stage takes, gets and sends, where a program is cut into ``stages``.
+@dataclass(frozen=True)
+class Cut:
+    """A program in stages: what each has, and what travels from one to another."""
+
+    program: Program
+    stages: tuple[StagePlan, ...]
+
+    @cached_property
+    def producers(self) -> dict[int, int]:
+        """The stage of each unit call."""
+        return {k: stage.number for stage in self.stages for k in stage.calls}
+
+    @cached_property
+    def messages(self) -> dict[tuple[int, int], tuple[Value, ...]]:
+        """What travels from one stage to another, for each microbatch."""
+        found: dict[tuple[int, int], list[Value]] = {}
+        for stage in self.stages:
+            for value in stage.receives:
+                key = self.producers[value.call], stage.number
+                found.setdefault(key, []).append(value)
+        return {key: tuple(values) for key, values in found.items()}
+
+    def consumers(self, stage: int) -> list[tuple[int, tuple[Value, ...]]]:
+        """Which stages depend on this one, and on which of its values."""
+        return [(c, values) for (p, c), values in self.messages.items() if p == stage]
+
+    def producers_of(self, stage: int) -> list[tuple[int, list[Value]]]:
+        """Which stages this one depends on, and what it gives gradients of."""
+        return [(p, self.returned(p, c)) for p, c in self.messages if c == stage]
+
+    def returned(self, producer: int, consumer: int) -> list[Value]:
+        """The values between two stages whose gradients travel back."""
+        values = self.messages[producer, consumer]
+        return [value for value in values if self.spec(value).requires_grad]
+
+    def spec(self, value: Value) -> Spec:
+        """What a value looks like."""
+        return self.program.calls[value.call].outputs.leaves[value.leaf]
+
+    @cached_property
+    def stand_ins(self) -> tuple[tuple[Any, ...], ...]:
+        """For each call the leaves of its output, without data."""
+        mode = _torch.fake_mode_of(())
+
+        def stand_in(x: Any) -> Any:
+            if not isinstance(x, Spec):
+                return x
+            with mode:
+                return torch.empty(x.shape, dtype=x.dtype, device=x.device)
+
+        return tuple(tuple(map(stand_in, c.outputs.leaves)) for c in self.program.calls)
+
+
+def cut(program: Program, stages: Stages = None, n: int | None = None) -> Cut:
+    """A program cut into ``stages``.
 
     Args:
         program: the loss's.
@@ -50,8 +103,8 @@ def cut(
         n: how many stages there are; by default as many as ``stages`` says.
 
     Returns:
-        one plan for each stage. Only outputs of unit calls travel; what the loss does
-        between the calls, each stage does for itself.
+        what each stage takes, gets and sends. Only outputs of unit calls travel; what
+        the loss does between the calls, each stage does for itself.
 
     Raises:
         ValueError: more stages than unit calls, an empty stage, counts that do not sum
@@ -63,45 +116,30 @@ def cut(
     >>> def loss(p, x):
     ...     first = layer(p[0], x)
     ...     return (layer(p[2], layer(p[1], first)) + first).sum()
-    >>> plans = cut(ff.program(loss, [torch.ones(2)] * 3, torch.ones(2)), [1, 1, 1])
-    >>> plans[0].sends
-    ((Value(call=0, leaf=0), (1, 2)),)
-    >>> plans[2].receives, sorted(plans[2].leaves)
+    >>> found = cut(ff.program(loss, [torch.ones(2)] * 3, torch.ones(2)), [1, 1, 1])
+    >>> found.consumers(0)
+    [(1, (Value(call=0, leaf=0),)), (2, (Value(call=0, leaf=0),))]
+    >>> found.stages[2].receives, sorted(found.stages[2].leaves)
     ((Value(call=0, leaf=0), Value(call=1, leaf=0)), ['2'])
     """
     ranges = _ranges(program, stages, n)
     origins = [_origins(program, calls) for calls in ranges]
     _check_draws(program, origins)
-    received = [
-        tuple(sorted(v for v in o.needs if v.call not in calls))
-        for calls, o in zip(ranges, origins, strict=True)
-    ]
-    plans = []
-    for s, calls in enumerate(ranges):
-        users: dict[Value, list[int]] = {}
-        for t, values in enumerate(received):
-            for v in values:
-                if v.call in calls:
-                    users.setdefault(v, []).append(t)
-        taken = frozenset[str]().union(*(program.calls[c].params for c in calls))
-        plans.append(
+    return Cut(
+        program,
+        tuple(
             StagePlan(
                 number=s,
                 calls=calls,
-                receives=received[s],
-                sends=tuple((v, tuple(users[v])) for v in sorted(users)),
-                leaves=taken,
-                reads=origins[s].reads,
+                receives=tuple(sorted(v for v in o.needs if v.call not in calls)),
+                leaves=frozenset[str]().union(
+                    *(program.calls[c].params for c in calls)
+                ),
+                reads=o.reads,
                 makes_loss=s == len(ranges) - 1,
             )
-        )
-    return tuple(plans)
-
-
-def edges(plans: Sequence[StagePlan]) -> frozenset[tuple[int, int]]:
-    """(sending, receiving) of every two stages between which something travels."""
-    return frozenset(
-        (plan.number, t) for plan in plans for _, users in plan.sends for t in users
+            for s, (calls, o) in enumerate(zip(ranges, origins, strict=True))
+        ),
     )
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import Any, cast
 
 import torch
@@ -11,10 +12,10 @@ from torch import Tensor
 
 from fsfunc import tree
 from fsfunc.comm.collective_ops import run_by
-from fsfunc.comm.groups import RankGroup, group
+from fsfunc.comm.groups import RankGroup
 from fsfunc.comm.ledgers import silence
 from fsfunc.comm.linear_maps import LinearMap
-from fsfunc.comm.mesh import Mesh, here
+from fsfunc.comm.mesh import Mesh
 from fsfunc.core.autodiff import GradientCall, Outcome, value_and_grad
 from fsfunc.core.differentiated import Leaves
 from fsfunc.core.frames import Frame, Interpretation, frame, inside
@@ -23,7 +24,7 @@ from fsfunc.optim import Optimizer
 from fsfunc.pipelining.actions import Action, Schedule, ScheduleError, owners
 from fsfunc.pipelining.delayed import staleness
 from fsfunc.pipelining.handler import Pipelining
-from fsfunc.pipelining.microbatches import Part, blank, combined, cut_batch, everywhere
+from fsfunc.pipelining.microbatches import Part, blank, combined, everywhere
 from fsfunc.pipelining.runtime import Microbatch, Worker
 from fsfunc.pipelining.stage_plans import Stages
 from fsfunc.sharded.leaf import is_sharded
@@ -83,18 +84,15 @@ class Updating(Pipelining):
     def _differentiate(self, depth: int, number: int, call: GradientCall) -> Outcome:
         running = cast(_Running, call.fn)
         f = frame().but(donated=None)  # forwards use old versions
-        parts = cut_batch(call.args, call.keywords, (0,), self.n)
-        batches = [
-            Microbatch(p, self.cuts.of(running.loss, p, (0,), number)) for p in parts
-        ]
-        where = group(self.axis, here(self.mesh))
+        call = replace(call, fn=running.loss)
+        batches = self._batches(call, self._parts(call), number)
+        where = self._where()
         blanks = [loss_parts(blank(b.cut.program.loss.outputs), False) for b in batches]
         if any(weight is not None for _, weight, _ in blanks):
             raise ValueError(
                 "an asynchronous schedule updates before all weights of a Weighted "
                 "loss are known: return the mean over the microbatch's rows"
             )
-        self.cuts.check([b.cut for b in batches], running.params)
         self._check_leaves(batches, running.params)
         if where.size > 1 and not self.is_tried:
             self._try(running, f)
@@ -102,15 +100,10 @@ class Updating(Pipelining):
         worker = _UpdatingWorker(
             self, running, batches, where, f, depth, self.late[where.index]
         )
-        worker.run(self._actions(batches, where))
+        results = self._run(worker)
         running.params, running.opt_state = worker.params, worker.opt_state
-        source = self.owners[-1]
-        results = [
-            worker.results[m] if where.index == source else blanks[m]
-            for m in range(self.n)
-        ]
-        summed = combined(results, [p.share for p in parts])
-        total, _, _ = everywhere(summed, where, source)
+        summed = combined(results, [b.part.share for b in batches])
+        total, _, _ = everywhere(summed, where, self.owners[-1])
         return Outcome(total, None, (None,), None, self.n)
 
     def _check_leaves(self, batches: Sequence[Microbatch], params: Any) -> None:

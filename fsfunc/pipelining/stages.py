@@ -8,11 +8,9 @@ where their results are used, and the loss ends after the stage's last unit.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
-from functools import cached_property
+from dataclasses import replace
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from fsfunc import _torch, tree
@@ -22,11 +20,11 @@ from fsfunc.comm.groups import RankGroup
 from fsfunc.comm.linear_maps import LinearMap
 from fsfunc.core.frames import Running, Stage, Thread, run_as
 from fsfunc.core.units import Call
-from fsfunc.pipelining.stage_plans import StagePlan
+from fsfunc.pipelining.stage_plans import Cut, StagePlan
 from fsfunc.runtime.compiled import standing
-from fsfunc.tracing.programs import Program, Spec, Value
+from fsfunc.tracing.programs import Spec, Value
 
-__all__ = ["CAPTURED", "Cut", "Ended", "StageRun", "abstractly"]
+__all__ = ["CAPTURED", "Ended", "StageRun", "abstractly"]
 
 CAPTURED = (
     "what the loss does may change with its arguments, not with what its function "
@@ -36,59 +34,6 @@ CAPTURED = (
 
 class Ended(BaseException):
     """A stage's last unit has run. Not an Exception: a loss must not swallow it."""
-
-
-@dataclass(frozen=True)
-class Cut:
-    """A program and its stages."""
-
-    program: Program
-    stages: tuple[StagePlan, ...]
-
-    @cached_property
-    def producers(self) -> dict[int, int]:
-        """The stage of each unit call."""
-        return {k: stage.number for stage in self.stages for k in stage.calls}
-
-    @cached_property
-    def messages(self) -> dict[tuple[int, int], tuple[Value, ...]]:
-        """What travels from one stage to another, for each microbatch."""
-        found: dict[tuple[int, int], list[Value]] = {}
-        for stage in self.stages:
-            for value in stage.receives:
-                key = self.producers[value.call], stage.number
-                found.setdefault(key, []).append(value)
-        return {key: tuple(sorted(values)) for key, values in found.items()}
-
-    def consumers(self, stage: int) -> list[tuple[int, tuple[Value, ...]]]:
-        """Which stages depend on this one, and on which of its values."""
-        return [(c, values) for (p, c), values in self.messages.items() if p == stage]
-
-    def producers_of(self, stage: int) -> list[tuple[int, list[Value]]]:
-        """Which stages this one depends on, and what it gives gradients of."""
-        return [(p, self.returned(p, c)) for p, c in self.messages if c == stage]
-
-    def returned(self, producer: int, consumer: int) -> list[Value]:
-        """The values between two stages whose gradients travel back."""
-        values = self.messages[producer, consumer]
-        return [value for value in values if self.spec(value).requires_grad]
-
-    def spec(self, value: Value) -> Spec:
-        """What a value looks like."""
-        return self.program.calls[value.call].outputs.leaves[value.leaf]
-
-    @cached_property
-    def stand_ins(self) -> tuple[tuple[Any, ...], ...]:
-        """For each call the leaves of its output, without data."""
-        mode = _torch.fake_mode_of(())
-
-        def stand_in(x: Any) -> Any:
-            if not isinstance(x, Spec):
-                return x
-            with mode:
-                return torch.empty(x.shape, dtype=x.dtype, device=x.device)
-
-        return tuple(tuple(map(stand_in, c.outputs.leaves)) for c in self.program.calls)
 
 
 class _Here(Stage):
@@ -125,7 +70,7 @@ class StageRun(Stage):
     ):
         self.cut, self.plan, self.received = cut, plan, received
         self.tied, self.adds_to = tied, adds_to
-        self.wanted = {value for value, _ in plan.sends}
+        self.wanted = {v for _, values in cut.consumers(plan.number) for v in values}
         self.made: dict[Value, Tensor] = {}
         self.starts: list[Tensor] = []
         self.ends: list[Tensor] = []

@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from fsfunc.comm.mesh import Here, Mesh, NoMesh, here
+from fsfunc.comm.mesh import Here, Mesh, here, maybe_here
 from fsfunc.planning.events import Op, Ran, Took
 from fsfunc.planning.machines import Hardware, Level
 from fsfunc.planning.observer import Observer
@@ -100,11 +100,8 @@ def middle(found: Sequence[Any]) -> Any:
 
 
 def _place(mesh: Mesh | None) -> Here | None:
-    try:
-        at = here(mesh)
-    except NoMesh:
-        if mesh is not None:
-            raise
+    at = maybe_here() if mesh is None else here(mesh)
+    if at is None:
         return None
     if at.mesh.backend != "processes":
         raise ValueError(
@@ -196,7 +193,7 @@ def _observed(call: Callable[[], Any], bare: Hardware) -> tuple[list[Op], float]
         kept = call()
     events = observer.book.events
     del kept
-    ops = [event.op for event in events if isinstance(event, Ran)]
+    ops = [op for event in events if isinstance(event, Ran) for op in event.op.ops]
     taken = sum(event.bytes for event in events if isinstance(event, Took))
     touched = taken / bare.fresh if bare.fresh else 0.0
     return ops, len(ops) * bare.overhead + touched

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from weakref import WeakKeyDictionary
 
 from fsfunc.comm.ledgers import Record
 from fsfunc.planning.events import Op, Segment
@@ -18,13 +17,15 @@ __all__ = [
     "collective_seconds",
     "message_seconds",
     "op_seconds",
-    "segment_seconds",
     "taken_seconds",
 ]
 
 
-def op_seconds(op: Op, hardware: Hardware) -> float:
+def op_seconds(op: Op | Segment, hardware: Hardware) -> float:
     """The seconds that an operator takes, beside the first touch of what it makes.
+
+    A segment takes those of its operators, and the first touch of all the memory that
+    it takes on its way.
 
     A product takes flops / (peak · efficiency), read from the curve at the size
     (b·m·k·n)**(1/3): the cube of equal work. A batch counts as more work of one
@@ -47,6 +48,10 @@ def op_seconds(op: Op, hardware: Hardware) -> float:
     >>> f"{op_seconds(mm, A100_40) * 1e6:.0f} us"
     '563 us'
     """
+    if isinstance(op, Segment):
+        taken = sum(size for _, size in op.memory if size > 0)
+        each = sum(op_seconds(one, hardware) for one in op.ops)
+        return each + _touching(taken, hardware)
     rate = hardware.rates.get(op.name, hardware.bandwidth)
     seconds = op.bytes / rate
     if op.flops:
@@ -73,7 +78,7 @@ def taken_seconds(size: int, hardware: Hardware, op: str | None = None) -> float
     """The seconds that memory costs beside its use: its first touch and its return.
 
     Only what an operator makes costs that here. What the step was given was touched
-    before; what a replay leaves behind is in :func:`segment_seconds`; and what is taken
+    before; what a segment leaves behind is in :func:`op_seconds`; and what is taken
     empty is a buffer of a collective, which is used again. All is free where memory
     stays with a caching allocator (``hardware.fresh`` is None).
 
@@ -96,25 +101,6 @@ def taken_seconds(size: int, hardware: Hardware, op: str | None = None) -> float
 
 def _touching(size: int, hardware: Hardware) -> float:
     return 0.0 if hardware.fresh is None else size / hardware.fresh
-
-
-_SEGMENTS: WeakKeyDictionary[Segment, dict[Hardware, float]] = WeakKeyDictionary()
-
-
-def segment_seconds(segment: Segment, hardware: Hardware) -> float:
-    """The seconds of a segment: its operators and the memory that it takes on its way.
-
-    Computed once for each segment and hardware.
-
-    Raises:
-        ValueError: what :func:`op_seconds` refuses.
-    """
-    known = _SEGMENTS.setdefault(segment, {})
-    if hardware not in known:
-        taken = sum(size for _, size in segment.memory if size > 0)
-        known[hardware] = sum(op_seconds(op, hardware) for op in segment.ops)
-        known[hardware] += _touching(taken, hardware)
-    return known[hardware]
 
 
 def collective_seconds(

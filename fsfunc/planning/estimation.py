@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections import Counter
 from dataclasses import dataclass, field
 
-from fsfunc.planning.events import Ran, Replayed
 from fsfunc.planning.machines import Hardware
 from fsfunc.planning.plans import Plan, RankPlan
 from fsfunc.planning.simulation import RankTimes, Span, play_through
@@ -147,11 +146,9 @@ def _work(plan: Plan, hardware: Hardware) -> tuple[float, float]:
 
 def _by_dtype(plan: RankPlan) -> Counter[str]:
     """FLOPs of a rank by the dtype's name."""
-    calls = Counter(e.segment for e in plan.events if isinstance(e, Replayed))
-    ops = [(e.op, 1) for e in plan.events if isinstance(e, Ran)]
-    ops += [(op, n) for segment, n in calls.items() for op in segment.ops]
     found: Counter[str] = Counter()
-    for op, n in ops:
-        if op.flops:
-            found[str(op.dtype).removeprefix("torch.")] += n * op.flops
+    for event, n in plan.ran.items():
+        for op in event.op.ops:
+            if op.flops:
+                found[str(op.dtype).removeprefix("torch.")] += n * op.flops
     return found

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
+from itertools import accumulate
 from typing import Any, NamedTuple
 
 import torch
@@ -13,15 +15,12 @@ from fsfunc.comm.ledgers import Record
 from fsfunc.tracing.operators import FLOPS
 
 __all__ = [
-    "Asked",
     "Event",
     "Gave",
     "Op",
     "PHASES",
     "Ran",
-    "Replayed",
     "Segment",
-    "SendStarted",
     "Started",
     "Took",
     "Waited",
@@ -54,13 +53,11 @@ class Op(NamedTuple):
     dims: tuple[int, ...] = ()
     causal: bool = False
 
+    memory, peak = (), 0  # as of a segment of it alone
 
-class Ran(NamedTuple):
-    """An operator ran."""
-
-    op: Op
-    unit: str
-    phase: str
+    @property
+    def ops(self) -> tuple[Op, ...]:
+        return (self,)
 
 
 @dataclass(frozen=True, eq=False)
@@ -70,46 +67,50 @@ class Segment:
     Args:
         ops: in order.
         memory: (how many ops ran before, bytes taken or, negative, given back).
-        peak: the most that ``memory`` adds up to on the way, at least 0.
-        flops: of all ops.
     """
 
     ops: tuple[Op, ...]
-    memory: tuple[tuple[int, int], ...]
-    peak: int
-    flops: int
+    memory: tuple[tuple[int, int], ...] = ()
+
+    @cached_property
+    def peak(self) -> int:
+        """The most that ``memory`` adds up to on the way, at least 0."""
+        return max(accumulate((size for _, size in self.memory), initial=0))
+
+    @cached_property
+    def flops(self) -> int:
+        return sum(op.flops for op in self.ops)
+
+    @cached_property
+    def bytes(self) -> int:
+        return sum(op.bytes for op in self.ops)
 
 
-class Replayed(NamedTuple):
-    """A segment ran. What it leaves behind is taken and given by events after it."""
+class Ran(NamedTuple):
+    """An operator ran; or a segment, as one.
 
-    segment: Segment
+    What a segment leaves behind is taken and given by events after it.
+    """
+
+    op: Op | Segment
     unit: str
     phase: str
 
 
 class Started(NamedTuple):
-    """A collective was issued over ``ranks``; ``number`` tells it from others."""
+    """The rank did its part of a transfer; ``number`` tells it from others.
+
+    Args:
+        part: "issued" of a collective over ``ranks``; "sent" or "asked for" of a
+            message from the first of them to the second. The n-th that is asked for is
+            the n-th that is sent.
+        record: what the ledger has of it, which has of a message the sender's.
+    """
 
     number: int
-    record: Record
+    part: str
     ranks: tuple[int, ...]
-
-
-class SendStarted(NamedTuple):
-    """A message to rank ``to`` was put on its way; ``record`` is the sender's."""
-
-    number: int
-    record: Record
-    to: int
-
-
-class Asked(NamedTuple):
-    """A message of ``bytes`` was asked for; the n-th from ``source`` is its n-th."""
-
-    number: int
-    bytes: int
-    source: int
+    record: Record | None = None
 
 
 class Waited(NamedTuple):
@@ -138,7 +139,7 @@ class Gave(NamedTuple):
     key: int
 
 
-Event = Ran | Replayed | Started | SendStarted | Asked | Waited | Took | Gave
+Event = Ran | Started | Waited | Took | Gave
 
 
 # Operators

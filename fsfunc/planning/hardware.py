@@ -122,37 +122,11 @@ _HOPPER = (
 )
 
 
-def _gpu(
-    name: str,
-    *,
-    flops: float,
-    single: float,
-    double: float,
-    curve: tuple[tuple[float, float], ...],
-    attention: float,
-    bandwidth: float,
-    memory: int,
-    link: float,
-    network: float,
-) -> Hardware:
-    """Nodes of 8 GPUs; NCCL's latencies, and a kernel's launch as PyTorch pays it."""
-    return Hardware(
-        name=name,
-        peak={
-            "bfloat16": flops,
-            "float16": flops,
-            "float32": single,
-            "float64": double,
-        },
-        efficiency=curve,
-        attention=attention,
-        bandwidth=bandwidth,
-        overhead=5e-6,
-        levels=(
-            Level(ranks=8, bandwidth=link, latency=10e-6),
-            Level(ranks=0, bandwidth=network, latency=20e-6),
-        ),
-        memory=memory,
+def _eight(link: float, network: float) -> tuple[Level, Level]:
+    """Nodes of 8 GPUs, with NCCL's latencies."""
+    return (
+        Level(ranks=8, bandwidth=link, latency=10e-6),
+        Level(ranks=0, bandwidth=network, latency=20e-6),
     )
 
 
@@ -162,54 +136,44 @@ def _gpu(
 # of the same kernels, the H100: forward and backward with a causal mask.
 # float32 runs on the plain cores, as torch does unless it is told to use TF32.
 
-A100_40 = _gpu(
-    "A100-40",
-    flops=312e12,
-    single=19.5e12,
-    double=19.5e12,
-    curve=_AMPERE,
+A100_40 = Hardware(
+    name="A100-40",
+    peak={
+        "bfloat16": 312e12,
+        "float16": 312e12,
+        "float32": 19.5e12,
+        "float64": 19.5e12,
+    },
+    efficiency=_AMPERE,
     attention=0.55,
     bandwidth=1.555e12,
+    overhead=5e-6,  # a kernel's launch as PyTorch pays it
+    levels=_eight(300e9, 50e9),  # 400 Gb/s a node, as where PyTorch announced FSDP
     memory=40 * 10**9,
-    link=300e9,
-    network=50e9,  # 400 Gb/s a node, as in the cluster of PyTorch's FSDP announcement
 )
-A100_80 = _gpu(
-    "A100-80",
-    flops=312e12,
-    single=19.5e12,
-    double=19.5e12,
-    curve=_AMPERE,
-    attention=0.55,
+A100_80 = replace(
+    A100_40,
+    name="A100-80",
     bandwidth=2.039e12,
+    levels=_eight(300e9, 200e9),  # 8 x 200 Gb/s a node, as in NVIDIA's DGX A100
     memory=80 * 10**9,
-    link=300e9,
-    network=200e9,  # 8 x 200 Gb/s a node, as in NVIDIA's DGX A100
 )
-H100 = _gpu(
-    "H100",
-    flops=989e12,
-    single=67e12,
-    double=67e12,
-    curve=_HOPPER,
+H100 = replace(
+    A100_40,
+    name="H100",
+    peak={
+        "bfloat16": 989e12,
+        "float16": 989e12,
+        "float32": 67e12,
+        "float64": 67e12,
+    },
+    efficiency=_HOPPER,
     attention=0.32,
     bandwidth=3.35e12,
+    levels=_eight(450e9, 400e9),  # 8 x 400 Gb/s: NVIDIA's DGX H100 and H200
     memory=80 * 10**9,
-    link=450e9,
-    network=400e9,  # 8 x 400 Gb/s a node, as in NVIDIA's DGX H100
 )
-H200 = _gpu(
-    "H200",
-    flops=989e12,
-    single=67e12,
-    double=67e12,
-    curve=_HOPPER,
-    attention=0.32,
-    bandwidth=4.8e12,
-    memory=141 * 10**9,
-    link=450e9,
-    network=400e9,  # 8 x 400 Gb/s a node, as in NVIDIA's DGX H200
-)
+H200 = replace(H100, name="H200", bandwidth=4.8e12, memory=141 * 10**9)
 # What measure_hardware saw of two processes over gloo, one core each of a server
 # processor (AVX-512, DDR5) in a virtual machine.
 CPU = Hardware(

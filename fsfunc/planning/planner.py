@@ -17,9 +17,9 @@ from fsfunc.comm.backends.link import Handle
 from fsfunc.comm.fake_errors import told_where
 from fsfunc.comm.launch import spmd
 from fsfunc.comm.ledgers import Ledger
-from fsfunc.comm.mesh import Here, Mesh, NoMesh, asks, check_mesh, here
+from fsfunc.comm.mesh import Here, Mesh, asks, check_mesh, here, maybe_here
 from fsfunc.core.frames import frame, inside
-from fsfunc.planning.events import Asked, SendStarted, Started, Waited
+from fsfunc.planning.events import Started, Waited
 from fsfunc.planning.observer import Observer
 from fsfunc.planning.plans import Plan, PlannedLeaf, RankPlan
 from fsfunc.planning.unit_cache import DifferentiatedTwice, UnitCache
@@ -88,10 +88,7 @@ def plan(
     >>> found.count("all_gather"), found.bytes("data", "psum_scatter")
     (4, 49104)
     """
-    try:
-        at = None if mesh is not None else here()
-    except NoMesh:
-        at = None
+    at = maybe_here() if mesh is None else None
     makes = len(args) == 3 and callable(args[0]) and hasattr(args[1], "init")
     with _uncollected():
         if at is None:
@@ -283,29 +280,23 @@ class PlannedLink(AbstractLink):
         super().__init__(rank)
         self.observer, self.log, self.count = observer, log, 0
 
-    def _noted(self, work: Handle, event: Any, x: Tensor) -> Handle:
+    def _noted(self, work: Handle, part: str, ranks: Any, x: Tensor) -> Handle:
+        record = None if part == "asked for" else self.log.records[-1]
+        event = Started(self.count, part, ranks, record)
         self.observer.book.events.append(event)
         self.count += 1
-        return _NotedMove(work, self.count - 1, self.observer, x)
+        return _NotedMove(work, event.number, self.observer, x)
 
-    def start(
-        self,
-        op: str,
-        x: Tensor,
-        where: Any,
-        *,
-        out: Tensor | None = None,
-        what: str = "",
-        **how: Any,
-    ) -> Handle:
-        event = Started(self.count, self.log.records[-1], where.ranks)
-        return self._noted(super().start(op, x, where, out=out, **how), event, x)
+    def start(self, op: str, x: Tensor, where: Any, **how: Any) -> Handle:
+        return self._noted(super().start(op, x, where, **how), "issued", where.ranks, x)
 
     def send(self, x: Tensor, where: Any, to: int, what: str = "") -> Handle:
-        event = SendStarted(self.count, self.log.records[-1], where.ranks[to])
-        return self._noted(super().send(x, where, to), event, x)
+        way = (self.rank, where.ranks[to])
+        return self._noted(super().send(x, where, to), "sent", way, x)
 
     def receive(self, like: Tensor, where: Any, source: int, what: str = "") -> Handle:
-        size = like.numel() * like.element_size()
-        event = Asked(self.count, size, where.ranks[source])
-        return self._noted(super().receive(like, where, source), event, like)
+        work, way = (
+            super().receive(like, where, source),
+            (where.ranks[source], self.rank),
+        )
+        return self._noted(work, "asked for", way, like)

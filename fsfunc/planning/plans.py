@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections import defaultdict
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -12,7 +12,7 @@ import torch
 
 from fsfunc.comm.ledgers import Ledger, Record
 from fsfunc.comm.mesh import Axis, Mesh
-from fsfunc.planning.events import Event, Gave, Ran, Replayed, Took
+from fsfunc.planning.events import Event, Gave, Ran, Segment, Took
 from fsfunc.runtime.memory_kinds import KINDS
 from fsfunc.sharded.layout import Layout
 
@@ -93,34 +93,27 @@ class RankPlan:
         """Every operator that runs, in order."""
         for event in self.events:
             if isinstance(event, Ran):
-                yield event
-            elif isinstance(event, Replayed):
-                for op in event.segment.ops:
-                    yield Ran(op, event.unit, event.phase)
+                for op in event.op.ops:
+                    yield event._replace(op=op)
+
+    @cached_property
+    def ran(self) -> Mapping[Ran, int]:
+        """How often each thing ran, in the order of first appearance."""
+        return Counter(event for event in self.events if isinstance(event, Ran))
 
     @cached_property
     def work(self) -> Mapping[tuple[str, str], Work]:
         """What runs, by (unit, phase), in the order of first appearance."""
-        calls: dict[tuple[str, str], int] = defaultdict(int)
-        sums: dict[tuple[str, str], list[int]] = {}
-        weights: dict[int, tuple[int, int]] = {}
-        for event in self.events:
-            if isinstance(event, Ran):
-                ops, flops, size = 1, event.op.flops, event.op.bytes
-            elif isinstance(event, Replayed):
-                segment = event.segment
-                ops, flops = len(segment.ops), segment.flops
-                if id(segment) not in weights:
-                    weights[id(segment)] = (flops, sum(o.bytes for o in segment.ops))
-                size = weights[id(segment)][1]
-                calls[event.unit, event.phase] += 1
-            else:
-                continue
-            total = sums.setdefault((event.unit, event.phase), [0, 0, 0])
-            total[0] += ops
-            total[1] += flops
-            total[2] += size
-        return {key: Work(calls[key], *total) for key, total in sums.items()}
+        found: dict[tuple[str, str], Work] = {}
+        for (op, unit, phase), n in self.ran.items():
+            calls, ops, flops, size = found.get((unit, phase), (0, 0, 0, 0))
+            found[unit, phase] = Work(
+                calls + n * isinstance(op, Segment),
+                ops + n * len(op.ops),
+                flops + n * op.flops,
+                size + n * op.bytes,
+            )
+        return found
 
     def flops(self, unit: str | None = None, phase: str | None = None) -> int:
         """FLOPs of one unit, or one phase, or both, or all."""
@@ -149,9 +142,9 @@ class RankPlan:
             elif isinstance(event, Gave):
                 i, size = sizes.pop(event.key)
                 held[i] -= size
-            elif isinstance(event, Replayed) and event.segment.peak:
+            elif isinstance(event, Ran) and event.op.peak:
                 top = list(held)
-                top[aside] += event.segment.peak
+                top[aside] += event.op.peak
                 rows.append((number, tuple(top)))
                 continue
             else:
@@ -160,19 +153,20 @@ class RankPlan:
         return rows
 
     @cached_property
+    def _fullest(self) -> tuple[int, tuple[int, ...]]:
+        """The row of ``memory`` in which most is held."""
+        none = (0, (0,) * len(KINDS))
+        return max(self.memory, key=lambda row: sum(row[1]), default=none)
+
+    @property
     def peak_at(self) -> int:
         """The number of the event at which most memory is held."""
-        if not self.memory:
-            return 0
-        return max(self.memory, key=lambda row: sum(row[1]))[0]
+        return self._fullest[0]
 
-    @cached_property
+    @property
     def peak(self) -> dict[str, int]:
         """Bytes of each kind when most is held."""
-        if not self.memory:
-            return dict.fromkeys(KINDS, 0)
-        _, held = max(self.memory, key=lambda row: sum(row[1]))
-        return dict(zip(KINDS, held, strict=True))
+        return dict(zip(KINDS, self._fullest[1], strict=True))
 
     @property
     def peak_bytes(self) -> int:
@@ -193,9 +187,9 @@ class RankPlan:
             for t in held.values()
         ]
         last = self.events[at] if self.events else None
-        if isinstance(last, Replayed) and last.segment.peak:
-            extra = Alive(last.segment.peak, "activations", "", last.unit, last.phase)
-            found.append(extra)
+        if isinstance(last, Ran) and last.op.peak:
+            what = ("activations", "", last.unit, last.phase)
+            found.append(Alive(last.op.peak, *what))
         return sorted(found, key=lambda a: -a.bytes)
 
 

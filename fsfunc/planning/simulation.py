@@ -17,15 +17,7 @@ from fsfunc.comm.backends.baton import Deadlock
 from fsfunc.comm.backends.link import CollectiveMismatch
 from fsfunc.pipelining.player import Player
 from fsfunc.planning import cost_model
-from fsfunc.planning.events import (
-    Asked,
-    Ran,
-    Replayed,
-    SendStarted,
-    Started,
-    Took,
-    Waited,
-)
+from fsfunc.planning.events import Ran, Started, Took, Waited
 from fsfunc.planning.machines import Hardware
 from fsfunc.planning.plans import Plan, RankPlan
 
@@ -81,7 +73,7 @@ class Played(NamedTuple):
     spans: list[Span]
 
 
-Drawn = tuple[int, str, str, str, str]  # a span without its times
+Shown = tuple[str, str, str, str]  # a span without its rank and its times
 
 
 class Party(NamedTuple):
@@ -98,7 +90,7 @@ class Rendezvous:
     stream: Stream
     number: int
     what: str
-    arrived: dict[Party, Drawn] = field(default_factory=dict)
+    arrived: dict[Party, Shown] = field(default_factory=dict)
     met: float = 0.0  # when the last party came
     length: float = 0.0
     start: float = 0.0
@@ -115,7 +107,7 @@ class Stream:
         self.free = 0.0
 
     def come(
-        self, party: Party, what: str, time: float, length: float, drawn: Drawn
+        self, party: Party, what: str, time: float, length: float, shown: Shown
     ) -> Rendezvous:
         """The next one of ``party``, which issues it now."""
         number = self.counts[party]
@@ -130,7 +122,7 @@ class Stream:
                 f"{transfer.what} of rank {others}: all ranks of a group issue their "
                 "collectives in one order"
             )
-        transfer.arrived[party] = drawn
+        transfer.arrived[party] = shown
         transfer.met = max(transfer.met, time)
         transfer.length = max(transfer.length, length)
         if len(transfer.arrived) == len(self.parties):
@@ -239,7 +231,8 @@ class _PlanRun(Player):
         for stream in self.streams.values():
             for t in stream.transfers:
                 between = (t.start, t.end or 0.0)
-                spans += [Span(*drawn, *between) for drawn in t.arrived.values()]
+                parties = t.arrived.items()
+                spans += [Span(p.rank, *shown, *between) for p, shown in parties]
         return Played(whole, times, spans)
 
     def _rank(self, run: _RankRun) -> Iterator[Rendezvous]:
@@ -253,11 +246,6 @@ class _PlanRun(Player):
                 if op not in costs:
                     costs[op] = cost_model.op_seconds(op, hardware)
                 run.work(costs[op], event.unit, event.phase)
-            elif isinstance(event, Replayed):
-                segment = event.segment
-                if segment not in costs:
-                    costs[segment] = cost_model.segment_seconds(segment, hardware)
-                run.work(costs[segment], event.unit, event.phase)
             elif isinstance(event, Waited):
                 if event.number in run.pending:
                     yield run.pending[event.number]
@@ -266,46 +254,37 @@ class _PlanRun(Player):
                 if touching and event.op:
                     cost = cost_model.taken_seconds(event.bytes, hardware, event.op)
                     run.work(cost, event.unit, event.phase)
-            elif isinstance(event, (Started, SendStarted, Asked)):
+            elif isinstance(event, Started):
                 self._come(run, event)
         run.at = len(run.plan.events)
         for number in list(run.pending):
             yield run.pending[number]
             run.wait(number, overlap)
 
-    def _come(self, run: _RankRun, event: Started | SendStarted | Asked) -> None:
-        rank = run.plan.rank
-        if isinstance(event, Started):
-            r = event.record
-            stream = self._group(event)
-            party = Party(rank, "issued")
+    def _come(self, run: _RankRun, event: Started) -> None:
+        r, ranks, what, length = event.record, event.ranks, "message", 0.0
+        if r is None:
+            stream, shown = self._pair(*ranks), (f"from {ranks[0]}", "receive", "", "")
+        elif event.part == "sent":
+            (source, to), size = ranks, float(r.bytes)
+            length = cost_model.message_seconds(size, source, to, self.hardware)
+            stream, shown = self._pair(*ranks), (f"to {to}", "send", r.unit, r.phase)
+        else:
+            stream, what = self._group(r.axis, ranks), r.op
             key = (stream, r.op, r.bytes, r.dtype)
             if key not in self.lengths:
-                self.lengths[key] = cost_model.collective_seconds(
-                    r, event.ranks, self.hardware
-                )
-            drawn = (rank, ", ".join(r.axis), r.op, r.unit, r.phase)
-            what, length = r.op, self.lengths[key]
-        elif isinstance(event, SendStarted):
-            r, size = event.record, float(event.record.bytes)
-            stream = self._pair(rank, event.to)
-            party = Party(rank, "sent")
-            drawn = (rank, f"to {event.to}", "send", r.unit, r.phase)
-            length = cost_model.message_seconds(size, rank, event.to, self.hardware)
-            what = "message"
-        else:
-            stream = self._pair(event.source, rank)
-            party = Party(rank, "asked for")
-            drawn = (rank, f"from {event.source}", "receive", "", "")
-            what, length = "message", 0.0
-        transfer = stream.come(party, what, run.clock, length, drawn)
+                length = cost_model.collective_seconds(r, ranks, self.hardware)
+                self.lengths[key] = length
+            length = self.lengths[key]
+            shown = (", ".join(r.axis), r.op, r.unit, r.phase)
+        party = Party(run.plan.rank, event.part)
+        transfer = stream.come(party, what, run.clock, length, shown)
         run.pending[event.number] = transfer
         if transfer.end is not None:
             self.happened(transfer, transfer.end)
 
-    def _group(self, event: Started) -> Stream:
+    def _group(self, axis: tuple[str, ...], ranks: tuple[int, ...]) -> Stream:
         """The stream of a collective's group: one for the planned ranks in it."""
-        axis, ranks = event.record.axis, event.ranks
         key = (axis, len(ranks), ranks[0], ranks[-1])
         if key not in self.groups:
             found = {self._planned(rank) for rank in ranks} - {None}

@@ -27,7 +27,7 @@ from fsfunc.comm.attribution import internal
 from fsfunc.comm.ledgers import is_silent
 from fsfunc.core.frames import Tracer, frame, running
 from fsfunc.core.units import Call
-from fsfunc.planning.events import Replayed, Segment
+from fsfunc.planning.events import Ran, Segment
 from fsfunc.planning.observer import Observer
 from fsfunc.planning.unit_profiles import (
     Grad,
@@ -148,7 +148,7 @@ class UnitCache(Tracer):
         phase = "recompute" if running().recompute else "forward"
         phase = "backward" if what == "gradient" else phase
         if not is_silent():
-            self.observer.book.events.append(Replayed(segment, name, phase))
+            self.observer.book.events.append(Ran(segment, name, phase))
         with self.observer.standing_for(name, phase, what):
             yield
 

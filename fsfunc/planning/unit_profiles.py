@@ -16,7 +16,7 @@ from torch import Tensor
 
 from fsfunc import _torch, tree
 from fsfunc.comm.attribution import internal
-from fsfunc.comm.mesh import NoMesh, here
+from fsfunc.comm.mesh import maybe_here
 from fsfunc.core.frames import Counter, Interpretation, Tracer, inside
 from fsfunc.core.units import Call
 from fsfunc.planning.events import Gave, Ran, Segment, Took
@@ -240,15 +240,12 @@ def _begin(observer: Observer, given: Sequence[Tensor]) -> int:
 
 def _run(observer: Observer, call: Call, treedef: Any, leaves: Sequence[Any]) -> Any:
     """Runs the body where it reaches neither a unit nor a rank."""
-    try:
-        at = replace(here(), link=_NoLink())
-    except NoMesh:
-        at = None
+    at = maybe_here()
     alone = call.frame.but(
         handlers=(_Stop(),),
         runtimes=(),
         tracer=Tracer(),
-        at=at,
+        at=at and replace(at, link=_NoLink()),
         path=call.path,
         numbers=call.numbers,
         counter=Counter(),  # a profile is no call: the true one counts for itself
@@ -270,18 +267,12 @@ def numbered(values: Sequence[Any]) -> list[tuple[int, Tensor]]:
 
 def _segment(book: Book, start: int) -> Segment:
     """What the book tells of a profile that began at event ``start``."""
-    ops, memory, held, peak = [], [], 0, 0
+    ops, memory = [], []
     for event in book.events[start:]:
         if isinstance(event, Ran):
-            ops.append(event.op)
-            continue
-        if isinstance(event, Took):
-            change = event.bytes
+            ops += event.op.ops
+        elif isinstance(event, Took):
+            memory.append((len(ops), event.bytes))
         elif isinstance(event, Gave):
-            change = -book.sizes[event.key]
-        else:
-            continue
-        memory.append((len(ops), change))
-        held += change
-        peak = max(peak, held)
-    return Segment(tuple(ops), tuple(memory), peak, sum(op.flops for op in ops))
+            memory.append((len(ops), -book.sizes[event.key]))
+    return Segment(tuple(ops), tuple(memory))

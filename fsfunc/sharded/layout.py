@@ -107,6 +107,11 @@ class Layout:
         return tuple(p for p in self.parts if isinstance(p, Split))
 
     @cached_property
+    def split_axes(self) -> tuple[str, ...]:
+        """The axes along which ranks have other blocks of it."""
+        return tuple(split.axis for split in self.splits)
+
+    @cached_property
     def in_units(self) -> Layout | None:
         """How it lies in a unit that has gathered it; None where it is whole there."""
         if not self.splits:

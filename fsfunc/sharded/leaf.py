@@ -19,7 +19,7 @@ from fsfunc import _torch, tree
 from fsfunc.sharded.layout import Flat, Layout
 
 __all__ = ["FlatShard", "NotATensor", "Parts", "Sharded", "View", "is_sharded"]
-__all__ += ["whole_shape"]
+__all__ += ["OPERATORS", "whole_shape"]
 
 
 # Of one gradient call, by buffer and layout: the parts used beside units.
@@ -162,6 +162,13 @@ class Sharded:
         return id(self)
 
     def _refuse(self, what: str) -> NoReturn:
+        if self.layout.splits and self.layout.flat is None:
+            raise NotATensor(
+                f"{what}: {self.layout.name or 'a leaf'!r} ({self.layout}) is this "
+                "rank's block of a split tensor. ff.nn.column_linear takes weights "
+                "that are split along dim 0, ff.nn.row_linear along dim 1, "
+                "ff.nn.vocab_embedding tables split along dim 0; .local is the block"
+            )
         raise NotATensor(
             f"{what}: {self.layout.name or 'a leaf'!r} ({self.layout}) is sharded, and "
             "a tensor only where a unit has it in its first argument. Read it in an "
@@ -190,13 +197,13 @@ def _refusal(name: str) -> Any:
     return method
 
 
-_OPERATORS = (
+OPERATORS = (
     "add radd sub rsub mul rmul truediv rtruediv floordiv rfloordiv mod rmod pow rpow "
     "matmul rmatmul and rand or ror xor rxor lshift rshift neg pos abs invert eq ne lt "
     "le gt ge bool len iter contains getitem setitem float int index complex iadd isub "
     "imul itruediv"
-)
-for _name in _OPERATORS.split():
+).split()
+for _name in OPERATORS:
     setattr(Sharded, f"__{_name}__", _refusal(f"__{_name}__"))
 
 
@@ -218,9 +225,10 @@ View = tuple[tuple[int, ...], tuple[int, ...], int]
 
 def whole_shape(layout: Layout) -> tuple[int, ...]:
     """The shape that a unit sees: what the parts before the flat one leave."""
-    if len(layout.parts) == 1:
+    parts = layout.parts if layout.flat is None else layout.parts[:-1]
+    if not parts:
         return layout.shape
-    outer = Layout(layout.shape, layout.dtype, layout.parts[:-1])
+    outer = Layout(layout.shape, layout.dtype, parts)
     at = {axis: 0 for axis in outer.axes}
     at.update({p.axis: p.coordinate for p in outer.owned})
     return outer.local_shape(at)
@@ -250,7 +258,7 @@ class FlatShard:
 
     __slots__ = (
         "members", "flat", "coordinates", "whole", "_version", "_spans", "_views",
-        "place", "buffer", "__weakref__",
+        "place", "buffer", "split_axes", "__weakref__",
     )  # fmt: skip
 
     def __init__(
@@ -272,6 +280,7 @@ class FlatShard:
             raise ValueError(f"{members[0]} lies in no buffer")
         self.place: Flat = place
         self.buffer = place.buffer
+        self.split_axes = members[0].split_axes
 
     @property
     def name(self) -> str:

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from fsfunc.sharded.layout import Coordinates, Key, Layout, every_coordinate
 
-__all__ = ["Box", "assemble", "boxes", "take"]
+__all__ = ["Box", "assemble", "boxes", "cut", "take"]
 
 Locals = Mapping[Key, Tensor] | Iterable[tuple[Coordinates, Tensor]]
 """Local parts by `layout.key(coordinates)`, or beside their coordinates."""
@@ -139,7 +139,7 @@ def _cover(block: Tensor, start: int, stop: int) -> list[Tensor]:
         return [block.view(-1)[start:stop]]
     return [
         _narrow(block, tuple(zip(offsets, sizes, strict=True)))
-        for offsets, sizes in _cut(block.shape, start, stop)
+        for offsets, sizes in cut(block.shape, start, stop)
     ]
 
 
@@ -178,14 +178,14 @@ def boxes(layout: Layout, coordinates: Coordinates) -> list[Box]:
     begins = tuple(start for start, _ in block)
     found, at = [], 0
     span = layout.span(coordinates)
-    for offsets, sizes in _cut(tuple(n for _, n in block), *span):
+    for offsets, sizes in cut(tuple(n for _, n in block), *span):
         where = tuple(a + b for a, b in zip(begins, offsets, strict=True))
         found.append(Box(where, sizes, at))
         at += found[-1].numel
     return found
 
 
-def _cut(
+def cut(
     sizes: Sequence[int], start: int, stop: int
 ) -> Iterator[tuple[tuple[int, ...], tuple[int, ...]]]:
     """(offsets, sizes) of the boxes that cover [start, stop) of a flattened block."""
@@ -199,7 +199,7 @@ def _cut(
     first, last = start // row, stop // row
 
     def within(index: int, low: int, high: int):
-        for offsets, lengths in _cut(inner, low, high):
+        for offsets, lengths in cut(inner, low, high):
             yield (index, *offsets), (1, *lengths)
 
     if first == last:

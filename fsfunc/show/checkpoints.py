@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 
-from fsfunc.checkpoint.finding import find
+from fsfunc.checkpoint.finding import metadata
 from fsfunc.checkpoint.manifest import Stored
 from fsfunc.printing.amounts import of_axes, of_bytes
 from fsfunc.printing.tables import Report, Table
@@ -26,7 +26,7 @@ def checkpoint(found: Stored | str | os.PathLike, *, at: str = "") -> Report:
     ...     print(ff.show.checkpoint(f"{folder}/a").tables["values"].rows)
     [('step', '7')]
     """
-    stored = (found if isinstance(found, Stored) else find(found)).below(at)
+    stored = (found if isinstance(found, Stored) else metadata(found)).below(at)
     mesh = of_axes(stored.mesh)
     by = "fsfunc" if stored.version is not None else "safetensors, of no manifest"
     head = (

@@ -10,6 +10,7 @@ from typing import NamedTuple
 
 from fsfunc.sharded.layout import Coordinates, Key, Layout, every_coordinate
 from fsfunc.sharded.placements import Flat, Owned, Split
+from fsfunc.sharded.slices import cut
 
 __all__ = ["Grid", "Rectangle", "boxes", "grid_of", "in_words", "part_in_words"]
 
@@ -204,24 +205,16 @@ def boxes(layout: Layout, coordinates: Coordinates, dims: int) -> list[Rectangle
     Rectangle(top=2, bottom=3, left=0, right=3)
     """
     block = layout.block(coordinates)
-    start, stop = layout.span(coordinates)
-    if block is None or start == stop:
+    if block is None:
         return []
-    top, _ = _side(block[:dims], layout.shape[:dims])
+    top, height = _side(block[:dims], layout.shape[:dims])
     left, width = _side(block[dims:], layout.shape[dims:])
-    found = []
-    while start < stop:
-        row, column = divmod(start, width)
-        whole = 0 if column else (stop - start) // width
-        if whole:
-            box = (row, row + whole, 0, width)
-        else:
-            box = (row, row + 1, column, min(column + stop - start, width))
-        found.append(
-            Rectangle(top + box[0], top + box[1], left + box[2], left + box[3])
+    return [
+        Rectangle(top + row, top + row + rows, left + column, left + column + columns)
+        for (row, column), (rows, columns) in cut(
+            (height, width), *layout.span(coordinates)
         )
-        start = (box[1] - 1) * width + box[3]
-    return found
+    ]
 
 
 def _side(block: Sequence[tuple[int, int]], shape: Sequence[int]) -> tuple[int, int]:

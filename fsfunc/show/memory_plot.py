@@ -9,7 +9,7 @@ from itertools import groupby
 from os import PathLike
 from typing import TYPE_CHECKING, Any
 
-from fsfunc.planning.events import Ran, Replayed, Took
+from fsfunc.planning.events import Ran, Took
 from fsfunc.planning.plans import Plan, RankPlan
 from fsfunc.printing.amounts import of_bytes, of_share
 from fsfunc.printing.folding import alike, together
@@ -263,7 +263,7 @@ def peak_words(own: RankPlan) -> str:
     event = own.events[own.peak_at] if own.events else None
     if isinstance(event, Took) and event.op:
         return f"in {_turn(event.unit, event.phase)}, by {_operator(event.op)}"
-    if isinstance(event, Replayed | Ran):
+    if isinstance(event, Ran):
         return f"in {_turn(event.unit, event.phase)}"
     return "before anything runs" if event is not None else ""
 

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 from torch import Tensor
 
 from fsfunc import tree
-from fsfunc.comm.mesh import Mesh, NoMesh, here
+from fsfunc.comm.mesh import Mesh, maybe_here
 from fsfunc.printing.amounts import of_axes, of_bytes
 from fsfunc.printing.folding import alike, counted
 from fsfunc.printing.tables import Printed, Report, Table, painted
@@ -219,10 +219,9 @@ def _where(
     """The mesh that leaves lie on, checked, and the rank whose parts are shown."""
     asking = 0
     if mesh is None:
-        try:
-            found = here()
+        if (found := maybe_here()) is not None:
             mesh, asking = found.mesh, found.rank
-        except NoMesh:
+        else:
             sizes: dict[str, int] = {}
             for layout in layouts:
                 sizes |= {a: n for a, n in layout.sizes.items() if a not in sizes}

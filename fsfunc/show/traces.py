@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 from collections import defaultdict, deque
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
 from os import PathLike
 from pathlib import Path
 from typing import Any
@@ -33,20 +32,41 @@ _NOISE = 0.0005  # microseconds: sums of floats that should be equal
 _MOMENTS = 4000  # at which a rank's memory is written, at most
 
 
-@dataclass
 class Slice:
     """A complete event ("X"), its track, and the message that it is an end of.
 
     Args:
-        event: as a trace file has it; its thread ("tid") comes when all are known.
+        times: from when to when it lasts, in seconds.
+        about: what a viewer says of it.
         message: equal at both ends; what is carried comes first.
         way: "s" where the message leaves, "f" where it arrives.
     """
 
-    event: Json
-    track: str
-    message: tuple[Any, ...] = ()
-    way: str = ""
+    def __init__(
+        self,
+        rank: int,
+        track: str,
+        name: str,
+        times: tuple[float, float],
+        look: Look,
+        about: Json,
+        message: tuple[Any, ...] = (),
+        way: str = "",
+    ):
+        self.track, self.message, self.way = track, message, way
+        start, end = map(_microseconds, times)
+        long = round(end - start, 3)  # so it touches what begins when it ends
+        #: As a trace file has it; its thread ("tid") comes when all are known.
+        self.event: Json = {
+            "ph": "X",
+            "name": name,
+            "cat": "compute" if track == COMPUTE else "transfer",
+            "pid": rank,
+            "ts": start,
+            "dur": max(long, _SHORTEST) if way else long,
+            "cname": look.reserved,
+            "args": about,
+        }
 
     @property
     def start(self) -> float:
@@ -132,14 +152,14 @@ def _of_event(event: TimedAction, zero: float) -> Slice:
     about = {"kind": look.title, "stage": stage, "microbatch": action.microbatch}
     times = start - zero, end - zero
     if peer is None:
-        return _slice(rank, COMPUTE, str(action), times, look, about)
+        return Slice(rank, COMPUTE, str(action), times, look, about)
     about["peer"] = peer
     track, way, ends = "send", "s", (stage, peer)
     if kind not in SENDS:
         track, way, ends = "receive", "f", (peer, stage)
     carried = "activations" if kind[1] == "F" else "gradients"
     message = (carried, *ends, action.microbatch)
-    return _slice(rank, track, str(action), times, look, about, message, way)
+    return Slice(rank, track, str(action), times, look, about, message, way)
 
 
 def _of_span(span: Span) -> Slice:
@@ -151,35 +171,9 @@ def _of_span(span: Span) -> Slice:
     name = span.name or span.phase or span.stream
     times = span.start, span.end
     about = {"unit": span.unit, "phase": span.phase, "stream": span.stream}
-    return _slice(
+    return Slice(
         span.rank, span.stream, name, times, look_of(span), about, message, way
     )
-
-
-def _slice(
-    rank: int,
-    track: str,
-    name: str,
-    times: tuple[float, float],
-    look: Look,
-    about: Json,
-    message: tuple[Any, ...] = (),
-    way: str = "",
-) -> Slice:
-    """The slice of a track from one time to another, in seconds."""
-    start, end = map(_microseconds, times)
-    long = round(end - start, 3)  # so it touches what begins when it ends
-    event = {
-        "ph": "X",
-        "name": name,
-        "cat": "compute" if track == COMPUTE else "transfer",
-        "pid": rank,
-        "ts": start,
-        "dur": max(long, _SHORTEST) if way else long,
-        "cname": look.reserved,
-        "args": about,
-    }
-    return Slice(event, track, message, way)
 
 
 def _pairs(slices: Sequence[Slice]) -> list[tuple[Slice, Slice]]:

@@ -26,7 +26,7 @@ from fsfunc.optim.leaves import differentiated
 from fsfunc.optim.reductions import entered
 from fsfunc.sharded.donated import refuse_spent
 from fsfunc.sharded.layout import Layout
-from fsfunc.sharded.leaf import Sharded, is_sharded
+from fsfunc.sharded.leaf import Sharded, is_sharded, whole_shape
 from fsfunc.sharded.packing import in_a_row
 from fsfunc.sharded.slices import assemble
 
@@ -68,7 +68,7 @@ def unshard(
     def whole(x: Any) -> Any:
         if not isinstance(x, Sharded):
             return entered(x) if isinstance(x, Tensor) else x
-        if differentiated([x.local]) and set(x.layout.axes) <= set(averaged_axes()):
+        if differentiated([x.local]):
             if only is not None:
                 raise ValueError(
                     f"unshard(..., only={only}) of {x.name!r}, which is differentiated "
@@ -113,20 +113,24 @@ def _gathered(x: Sharded) -> Tensor:
 
 def _entered(x: Sharded) -> Tensor:
     """The same as each rank's own, differentiable."""
-    _check_flat(x, "unshard")
-    axes, local = x.layout.axes, x.local
+    block = _block(x, "unshard")
+    axes, local = block.axes, x.local
     check_samples(local, repr(x.name))
     if copies := tuple(a for a in averaged_axes() if a not in axes):
         local = apply_map(local, ENTER, group(copies))
-    if not axes:
-        return local.reshape(x.shape)
-    where = group(axes)
-    counts = _counts(x.layout, where)
-    size = max(counts)
-    sent = in_a_row([local, local.new_zeros(size - local.numel())])
-    every = apply_map(sent, GATHER, where).split(size)
-    parts = [part[:n] for part, n in zip(every, counts, strict=True)]
-    return torch.cat(parts).view(x.shape)
+    if axes:
+        where = group(axes)
+        counts = _counts(block, where)
+        size = max(counts)
+        sent = in_a_row([local, local.new_zeros(size - local.numel())])
+        every = apply_map(sent, GATHER, where).split(size)
+        parts = [part[:n] for part, n in zip(every, counts, strict=True)]
+        local = torch.cat(parts)
+    whole = local.reshape(block.shape)
+    for split in reversed(x.layout.splits):
+        how = LinearMap("all_gather", "V", "I", dim=split.dim)
+        whole = apply_map(whole, how, group(split.axis))
+    return whole
 
 
 def reduce_like(t: Any, like: Any) -> Any:
@@ -207,15 +211,33 @@ def _counts(layout: Layout, where: RankGroup) -> list[int]:
     return [math.prod(shape) for shape in shapes]
 
 
-def _check_flat(x: Sharded, what: str) -> None:
-    """Raises where a leaf is more than ranges of a flat buffer over averaged axes."""
-    flat, means = x.layout.flat, averaged_axes()
-    if len(x.layout.parts) > (flat is not None) or not set(x.layout.axes) <= set(means):
+def _block(x: Sharded, what: str) -> Layout:
+    """What other axes leave of a leaf, as the shard around has laid that out.
+
+    Raises:
+        ValueError: it lies in ranges over axes without a mean, is split over axes with
+            one, or unevenly, or is owned by a rank.
+    """
+    layout, means = x.layout, set(averaged_axes())
+    flat = () if layout.flat is None else (layout.flat,)
+    over = set(flat[0].axes) if flat else set()
+    split, even = {p.axis for p in layout.splits}, _is_even(layout)
+    if layout.owned or not over <= means or split & means or not even:
         raise ValueError(
             f"{what} in a step: {x.name!r} lies as {x.layout}, and the shard around "
-            f"takes means over {list(means) or 'no axis'}: only what that shard laid "
-            "out, and nothing else, can go that way"
+            f"takes means over {sorted(means) or 'no axis'}: only what that shard laid "
+            "out, of what is whole or split evenly over other axes, can go that way"
         )
+    return Layout(whole_shape(layout), layout.dtype, flat, layout.name)
+
+
+def _is_even(layout: Layout) -> bool:
+    lengths = list(layout.shape)
+    for split in layout.splits:
+        if lengths[split.dim] % split.size:
+            return False
+        lengths[split.dim] //= split.size
+    return True
 
 
 def _back(
@@ -235,27 +257,34 @@ def _back(
         )
         raise
     chosen: dict[Any, list[int]] = {}
+    blocks: dict[int, Layout] = {}
     for i, (x, old) in enumerate(zip(values, leaves, strict=True)):
         if x is not None:
             _check_like(x, old, what)
             if whole is None:
                 claim(x, what)
-            chosen.setdefault((_axes(old), x.dtype), []).append(i)
+            axes = ()
+            if is_sharded(old):
+                blocks[i] = _block(old, what)
+                values[i], axes = _cut(x, old.layout), blocks[i].axes
+            chosen.setdefault((axes, x.dtype), []).append(i)
     out = list(values)
     for (axes, _), positions in sorted(chosen.items(), key=lambda item: item[1]):
-        some, old = [values[i] for i in positions], [leaves[i] for i in positions]
+        some, old = [values[i] for i in positions], [blocks.get(i) for i in positions]
         for i, x in zip(positions, _laid(some, old, axes, parts, whole), strict=True):
             out[i] = laid(leaves[i].with_local(x)) if is_sharded(leaves[i]) else x
     return tree.unflatten(treedef, out)
 
 
-def _axes(leaf: Any) -> tuple[str, ...]:
-    return leaf.layout.axes if is_sharded(leaf) else ()
+def _cut(x: Tensor, layout: Layout) -> Tensor:
+    """This rank's block of a whole tensor, which is one value over the other axes."""
+    for split in layout.splits:
+        how = LinearMap("slice", "I", "V", dim=split.dim)
+        x = apply_map(x, how, group(split.axis))
+    return x
 
 
 def _check_like(x: Any, old: Any, what: str) -> None:
-    if is_sharded(old):
-        _check_flat(old, what)
     name = f" for {old.name!r}" if is_sharded(old) else ""
     if not isinstance(x, Tensor) or tuple(x.shape) != tuple(old.shape):
         found = tuple(x.shape) if isinstance(x, Tensor) else f"a {type(x).__name__}"
@@ -269,27 +298,34 @@ def _check_like(x: Any, old: Any, what: str) -> None:
 
 def _laid(
     values: Sequence[Tensor],
-    like: Sequence[Any],
+    like: Sequence[Layout | None],
     axes: tuple[str, ...],
     parts: LinearMap,
     whole: LinearMap | None,
 ) -> list[Tensor]:
-    """Tensors of one dtype, of which each rank keeps the parts over ``axes``."""
+    """Tensors of one dtype, of which each rank keeps the parts over ``axes``.
+
+    Args:
+        like: how each is to lie; None for one that stays whole.
+    """
     copies = (
         tuple(a for a in averaged_axes() if a not in axes) if whole is not None else ()
     )
     if not axes:
-        shapes = [x.local.shape if is_sharded(x) else x.shape for x in like]
+        shapes = [
+            x.shape if at is None or at.flat is None else (at.numel,)
+            for x, at in zip(values, like, strict=True)
+        ]
         if whole is not None and copies:
             flat = torch.cat([x.reshape(-1) for x in values])
             flat = apply_map(flat, whole, group(copies))
             values = flat.split([x.numel() for x in values])
         return [
-            x.reshape(shape).clone() if is_sharded(old) else x.reshape(shape)
-            for x, shape, old in zip(values, shapes, like, strict=True)
+            x.reshape(shape) if at is None else x.reshape(shape).clone()
+            for x, shape, at in zip(values, shapes, like, strict=True)
         ]
     where = group(axes)
-    mine = [_counts(x.layout, where) for x in like]  # by leaf, by rank
+    mine = [_counts(at, where) for at in like if at is not None]  # by leaf, by rank
     pieces = [x.reshape(-1).split(c) for x, c in zip(values, mine, strict=True)]
     if parts.sends is None and not differentiated(values):
         return [assumed(part[where.index].clone(), "S") for part in pieces]

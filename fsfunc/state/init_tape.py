@@ -94,8 +94,8 @@ class InitTape(_torch.TorchDispatchMode):
             op.fill = value
             device = self.storages[op.target.storage].device
             op.stream = self._streams.next(arguments.get("generator"), device)
-        for r in {r.storage for r in (*writes, *makes) if r is not None}:
-            self.storages[r].writers.append(len(self.ops))
+        for number in {r.storage for r in op.results}:
+            self.storages[number].writers.append(len(self.ops))
         self.ops.append(op)
         return out
 

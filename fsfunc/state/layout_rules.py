@@ -1,8 +1,9 @@
 """A table of path patterns that says how leaves are split over axes of the mesh.
 
-A rule is for axes that split the work of one loss, such as those of tensor parallelism:
-the layer functions know what to do with a leaf that is split. What ``shard`` does to a
-leaf comes on top, over its own axes.
+The layer functions know what to do with a leaf that is split: over an axis that splits
+the work of one loss (tensor parallelism), or over an axis of ``shard``, along which
+each rank has experts of its own. What ``shard`` does to a leaf comes on top, over its
+other axes.
 """
 
 from __future__ import annotations
@@ -10,7 +11,6 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from difflib import get_close_matches
-from fnmatch import fnmatchcase
 from typing import Any
 
 from torch import Tensor
@@ -18,31 +18,12 @@ from torch import Tensor
 from fsfunc.comm.mesh import Mesh
 from fsfunc.sharded.layout import Layout, Split
 from fsfunc.sharded.placements import describe
+from fsfunc.tree.structure import matches
 
-__all__ = ["LayoutRules", "matches", "splits_of"]
+__all__ = ["LayoutRules", "splits_of"]
 
 # By pattern: how the leaves on the paths that it matches are split, outermost first.
 LayoutRules = Mapping[str, Split | Sequence[Split]]
-
-
-def matches(pattern: str, path: str) -> bool:
-    """Whether a pattern fits a path: name by name, ``**`` any number of names.
-
-    >>> [matches("blocks/*/w[qk]", p) for p in ("blocks/3/wq", "blocks/3/attn/wq")]
-    [True, False]
-    >>> matches("**/wq", "blocks/3/attn/wq"), matches("**/wq", "wq")
-    (True, True)
-    """
-    return _fits(pattern.split("/"), path.split("/"))
-
-
-def _fits(patterns: list[str], names: list[str]) -> bool:
-    if not patterns:
-        return not names
-    first, *rest = patterns
-    if first == "**":
-        return any(_fits(rest, names[i:]) for i in range(len(names) + 1))
-    return bool(names) and fnmatchcase(names[0], first) and _fits(rest, names[1:])
 
 
 def splits_of(
@@ -52,7 +33,7 @@ def splits_of(
 
     Args:
         leaves: by path; those that are split must be whole tensors.
-        taken: axes over which a transform lays leaves out.
+        taken: axes along which nothing can be split.
 
     Raises:
         TypeError: a rule that is no `Split`, or a leaf that is no tensor.
@@ -101,8 +82,8 @@ def _sized(
         size = mesh.axes[split.axis]
         if split.axis in taken:
             raise ValueError(
-                f'layouts: {pattern!r} splits over "{split.axis}", over which shard '
-                "takes means of losses: split over an axis of its own"
+                f'layouts: {pattern!r} splits over "{split.axis}", the axis of a '
+                "pipeline: split over another one"
             )
         if split.size not in (0, size):
             raise ValueError(

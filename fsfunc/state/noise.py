@@ -16,6 +16,7 @@ from fsfunc.comm.mesh import averaged_axes, here
 from fsfunc.core.frames import frame
 from fsfunc.runtime.generators import one_number
 from fsfunc.sharded.leaf import Sharded, is_sharded
+from fsfunc.sharded.slices import take
 from fsfunc.state.random_blocks import draw, standard_normal
 
 __all__ = ["randn_like"]
@@ -34,7 +35,7 @@ def randn_like(like: Any, *, generator: torch.Generator | None = None) -> Any:
             default of the first rank's own, and sent.
 
     Cost: one broadcast of one number, with a generator nothing; blocks of 131072
-    elements are drawn whole.
+    elements are drawn whole, and so are leaves that are split along a dim.
 
     >>> import torch, fsfunc as ff
     >>> {k: x.shape for k, x in ff.randn_like({"w": torch.ones(2, 3)}).items()}
@@ -52,6 +53,11 @@ def randn_like(like: Any, *, generator: torch.Generator | None = None) -> Any:
             _torch.unwrapped(local), memory_format=torch.contiguous_format
         )
         start = 0
+        if isinstance(x, Sharded) and x.layout.splits:  # a block is no range of it
+            full = made.new_empty(x.shape)
+            draw(standard_normal(), stream, full.view(-1), 0, full.numel())
+            made.copy_(take(full, x.layout, here().mesh.coordinates()))
+            return laid(x.with_local(made))
         if isinstance(x, Sharded) and x.layout.axes:
             start, _ = x.layout.span(here().mesh.coordinates())
         draw(standard_normal(), stream, made.view(-1), start, math.prod(x.shape))

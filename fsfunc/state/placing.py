@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -23,7 +23,8 @@ from fsfunc.sharded.slices import take
 from fsfunc.state.layout_rules import LayoutRules, splits_of
 from fsfunc.state.leaf_sources import GivenLeaves, Shapes
 from fsfunc.state.mirroring import mirrors
-from fsfunc.tracing.recorder import LeafGroup, Recorder
+from fsfunc.tracing.groups import LeafGroup
+from fsfunc.tracing.recorder import Recorder
 from fsfunc.tracing.recorder import record as _record
 from fsfunc.tracing.type_check import check, learn
 from fsfunc.transforms.sharding import Sharding
@@ -58,16 +59,17 @@ def place(
     ``pipeline``, the same). Simulated ranks compare likewise, where the first and the
     last have a record of their own, and the others take the first one's.
 
-    ``layouts`` splits leaves over axes that split the work of one loss: it has, by
-    pattern of path (``*`` is one name, ``**`` any number), a ``Split(dim, axis)``, or
-    several. A unit has such a leaf as a `Sharded` one, for the layer functions of
-    ``ff.nn``; it is split before it is cut over the axis of a ``shard``. A copy of
-    parameters lies as they do.
+    ``layouts`` splits leaves: it has, by pattern of path (``*`` is one name, ``**`` any
+    number), a ``Split(dim, axis)``, or several. A unit has such a leaf as a `Sharded`
+    one, for the layer functions of ``ff.nn``; it is split before it is cut over the
+    axes of a ``shard``. These may be among the axes that it is split over: experts,
+    which the ranks along an axis exchange their samples with, are cut, and their
+    gradients summed, over the others. A copy of parameters lies as they do.
 
     Raises:
         RanksDiffer: on every rank: what differs, and on which ranks.
         ValueError: a pattern that matches no path, two that match one, an axis that
-            does not divide the dim, or over which ``shard`` takes means.
+            does not divide the dim, or that a pipeline has.
 
     Cost: of each whole leaf, the rank's part is copied, and all of it read once; over
     processes a gather of 32 bytes, of which ledgers say nothing.
@@ -100,14 +102,17 @@ def lay_out(
     splits: dict[str, tuple[Split, ...]] = {}
     if layouts:
         mesh = laying[0].mesh if laying else here().mesh
-        means = {axis for h in laying for axis in h.axes}
-        splits = splits_of(layouts, found, mesh, means)
-    recorder = _recorded(fn, t, rest, record, splits)
-    if not recorder.handlers:
+        taken = {a for h in laying if not isinstance(h, Sharding) for a in h.axes}
+        splits = splits_of(layouts, found, mesh, taken)
+    if splits and not laying:  # they say it all
         for path, parts in splits.items():
             layout = Layout(tuple(found[path].shape), found[path].dtype, parts, path)
             found[path] = _block(found[path], layout, source)
         return tree.unflatten(treedef, map(source.own, found.values()))
+    recorder = _recorded(fn, t, rest, record, splits)
+    if not recorder.handlers:
+        _check_taken(splits, found)
+        return tree.map(source.own, t, is_leaf=is_sharded)
     shardings = [h for h in recorder.handlers if isinstance(h, Sharding)]
     if len(shardings) > 1:
         axes = [h.axes for h in shardings]
@@ -137,17 +142,22 @@ def lay_out(
             else _owned(lot, recorder, found, source)
         )
         found.update(zip(lot.paths.values(), laid, strict=True))
-    for path in splits:
-        if isinstance(found[path], Tensor):
-            raise ValueError(
-                f"layouts: no unit takes {path!r} as a parameter, and only a unit has "
-                "a leaf that is split: call the layer that reads it in an @ff.unit"
-            )
+    _check_taken(splits, found)
     placed = tree.unflatten(treedef, map(source.own, found.values()))
     if shardings:
         if record == "fake" and not isinstance(source, Shapes):
             _check_types(shardings[0], fn, recorder, (placed, *rest), at)
     return placed
+
+
+def _check_taken(splits: Iterable[str], leaves: dict[str, Any]) -> None:
+    """Raises where a leaf that is to be split has stayed whole."""
+    for path in splits:
+        if isinstance(leaves[path], Tensor):
+            raise ValueError(
+                f"layouts: no unit takes {path!r} as a parameter, and only a unit has "
+                "a leaf that is split: call the layer that reads it in an @ff.unit"
+            )
 
 
 def _check_types(
@@ -273,7 +283,7 @@ def _real(x: Any) -> bool:
 
 
 def _packed(
-    handler: Any,
+    handler: Sharding,
     lot: _Lot,
     recorder: Recorder,
     leaves: dict[str, Any],
@@ -282,7 +292,9 @@ def _packed(
     order: list[tuple[str, ...]],
 ) -> FlatShard:
     """This rank's part of whole tensors, as views of one flat buffer."""
-    axes, g = handler.axis if handler.zero else (), lot.group
+    g = lot.group
+    apart = recorder.layouts[g.paths[0]].split_axes
+    axes = handler.axes_beside(apart) if handler.zero else ()
     sizes = [handler.mesh.axes[a] for a in axes]
     shapes, outer = [leaves[p].shape for p in g.paths], recorder.outer(g)
     names = [lot.paths.get(p, p) for p in g.paths]

@@ -119,8 +119,7 @@ class Replay:
     def _is_small(self, op: TapedOp) -> bool:
         return all(
             self.tape.storages[r.storage].numel <= _SMALL
-            for r in (*op.reads, *op.writes, *op.makes)
-            if r is not None
+            for r in (*op.reads, *op.results)
         )
 
     def _whole(self, storage: int) -> Tensor:
@@ -132,7 +131,9 @@ class Replay:
             all_of = Ref(storage, about.dtype, (), (), 0, about.numel, True)
             self.write(all_of, 0, about.numel, full)
             return full
-        last = {r.storage: k for k, op in enumerate(ops) for r in _refs(op)}
+        last = {
+            r.storage: k for k, op in enumerate(ops) for r in (*op.reads, *op.results)
+        }
         done: dict[int, list[int]] = {}
         for number, k in last.items():
             done.setdefault(k, []).append(number)
@@ -183,7 +184,7 @@ class Replay:
         todo: list[tuple[TapedOp, int, int]] = []
         for op in reversed(ops):
             if not op.is_flat:  # small
-                touched = {r.storage for r in (*op.writes, *op.makes) if r is not None}
+                touched = {r.storage for r in op.results}
                 if touched & need.keys():
                     todo.append((op, 0, op.target.numel))
                     for number in (*touched, *(r.storage for r in op.reads)):
@@ -253,10 +254,6 @@ def _seen(x: Tensor, r: Ref) -> Tensor:
     seen = bare.set_(memory, r.offset, r.shape, r.stride)  # type: ignore[call-overload]
     seen = seen.conj() if r.conj else seen
     return torch.neg(seen) if r.neg else seen
-
-
-def _refs(op: TapedOp) -> list[Ref]:
-    return [r for r in (*op.reads, *op.writes, *op.makes) if r is not None]
 
 
 def _written(ops: Sequence[TapedOp]) -> set[int]:

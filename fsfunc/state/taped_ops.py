@@ -69,14 +69,19 @@ class TapedOp:
     stream: Stream | None = None
 
     @property
+    def results(self) -> tuple[Ref, ...]:
+        """What it wrote into, and what it made."""
+        return (*self.writes, *(r for r in self.makes if r is not None))
+
+    @property
     def target(self) -> Ref:
-        return next(r for r in (*self.writes, *self.makes) if r is not None)
+        return self.results[0]
 
     @property
     def is_flat(self) -> bool:
         """Whether element i lies at i of the target and of each operand's range."""
         shape = self.target.shape
-        if len(self.writes) + sum(r is not None for r in self.makes) > 1:
+        if len(self.results) > 1:
             return False
         return self.how != "plain" and all(
             r.is_flat and r.shape == shape or not r.shape

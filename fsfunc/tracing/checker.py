@@ -70,6 +70,10 @@ class Checker(Tracer, Watcher, Operators):
         if node is not None and self.nodes.in_a_body(node, self.nodes.new()):
             self.known.give(y, self.own, "a unit's derivative")
             return
+        ours = is_internal() or node is not None
+        if how == OWN and seen.kind is Kind.A and ours:
+            self.known.put(y, seen)  # an expert's block, gathered over other axes
+            return
         why = misused(how, seen.kind)
         if how == GATHER and seen.kind is Kind.K and x.ndim > 1:
             why = "rows"  # of parts there is one dim: vmap brought the others
@@ -143,11 +147,12 @@ class Checker(Tracer, Watcher, Operators):
             for x in tree.leaves((inputs, keywords), is_leaf=is_sharded):
                 if isinstance(x, Tensor) and self.known.kind(x) in PARTS:
                     raise refusal("input", call.name, [self.known.of(x)], None)
-        taken = {
-            _torch.storage_key(_torch.unwrapped(x))
-            for x in tree.leaves((params, inputs, keywords), is_leaf=is_sharded)
-            if isinstance(x, Tensor)
-        }
+        taken = set()
+        for x in tree.leaves((params, inputs, keywords), is_leaf=is_sharded):
+            if isinstance(x, Sharded) and x.layout.flat is None:
+                x = x._local  # the block that was gathered
+            if isinstance(x, Tensor):
+                taken.add(_torch.storage_key(_torch.unwrapped(x)))
         start, before = self.nodes.begin(), self.given
         self.given = before | taken  # whole parameters may lie where their parts do
         with internal(False):

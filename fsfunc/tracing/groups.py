@@ -12,7 +12,7 @@ import torch
 from fsfunc.sharded.layout import Layout, Owned
 from fsfunc.sharded.placements import Placement
 
-__all__ = ["Findings", "LeafGroup", "Taken", "common"]
+__all__ = ["Findings", "LeafGroup", "Taken"]
 
 
 @dataclass(frozen=True)
@@ -160,7 +160,7 @@ class Findings:
             mine = [t for t in calls[path] if self._owns(t, path, calls[path])]
             key = (
                 tuple(t.numbers for t in mine),
-                common([t.path for t in mine]),
+                _common([t.path for t in mine]),
                 layout.dtype,
                 path in self.trained,
                 _owner(calls[path]),
@@ -215,7 +215,7 @@ def _owner(calls: list[Taken]) -> tuple[Owned, ...]:
     return owners.pop() if len(owners) == 1 else ()
 
 
-def common(paths: list[tuple[str, ...]]) -> tuple[str, ...]:
+def _common(paths: list[tuple[str, ...]]) -> tuple[str, ...]:
     """The beginning that all ``paths`` share."""
     if not paths:
         return ()

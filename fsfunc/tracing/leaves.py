@@ -13,8 +13,7 @@ from torch import Tensor
 from fsfunc import tree
 from fsfunc.core.frames import frame
 from fsfunc.sharded.layout import Layout
-from fsfunc.sharded.leaf import Sharded, is_sharded
-from fsfunc.sharded.slices import take
+from fsfunc.sharded.leaf import OPERATORS, Sharded, is_sharded
 
 __all__ = ["Recorded", "block", "local", "plain", "whole"]
 
@@ -61,19 +60,22 @@ def whole(x: Any) -> Any:
     local, split = x.local.detach(), x.layout.in_units
     if split is None:
         return local.new_zeros(x.shape)
-    return Sharded(local.new_zeros(split.local_shape(_first(split))), split)
+    first = split.local_shape(dict.fromkeys(split.axes, 0))
+    return Sharded(local.new_zeros(first), split)
 
 
-def block(x: Any) -> Any:
-    """What a unit sees of a recorded leaf: a tensor, or the first rank's part of it."""
-    split = x.layout.in_units
+def block(x: Any, layout: Layout) -> Any:
+    """What a unit sees of a recorded leaf: a tensor, or the first rank's part of it.
+
+    Args:
+        layout: how it will be split; to all but units it passes for a whole tensor.
+    """
+    part, split = plain(x), layout.in_units
     if split is None:
-        return x.local
-    return Sharded(take(x.local, split, _first(split)), split)
-
-
-def _first(layout: Layout) -> dict[str, int]:
-    return dict.fromkeys(layout.axes, 0)
+        return part
+    for cut in split.splits:  # by `split`, which the recorder takes for no reading
+        part = part.split(part.shape[cut.dim] // cut.size, cut.dim)[0]
+    return Sharded(part, split)
 
 
 def _forward(name: str) -> Any:
@@ -83,30 +85,8 @@ def _forward(name: str) -> Any:
     return method
 
 
-for _name in dir(Sharded):
-    if _name in dir(Tensor) and getattr(Sharded, _name) is not getattr(
-        object, _name, 0
-    ):
-        if _name not in (
-            "__init__",
-            "__repr__",
-            "__reduce__",
-            "__hash__",
-            "__getattr__",
-            "__torch_function__",
-            "__slots__",
-            "__doc__",
-            "__module__",
-            "shape",
-            "ndim",
-            "dtype",
-            "device",
-            "numel",
-            "__weakref__",
-            "name",
-            "layout",
-        ):
-            setattr(Recorded, _name, _forward(_name))
+for _name in OPERATORS:
+    setattr(Recorded, f"__{_name}__", _forward(f"__{_name}__"))
 
 tree.register_node(
     Recorded,

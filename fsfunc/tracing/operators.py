@@ -45,35 +45,39 @@ class OperatorMode(_torch.TorchDispatchMode):
 
 
 _ALIKE = {"zeros_like", "ones_like", "full_like", "empty_like"}
-_FACTORIES = {
-    "new_zeros", "new_ones", "new_full", "new_empty", "new_empty_strided",
-    "_new_zeros_with_same_feature_meta", "zeros", "ones", "full",
-    "_efficientzerotensor",
-}  # fmt: skip
-_ELEMENTWISE = {
-    "copy", "_to_copy", "to", "fill", "zero", "lift_fresh", "contiguous", "type_as",
-    "_fused_adamw", "_fused_adam",
-    "softplus", "softplus_backward", "smooth_l1_loss", "smooth_l1_loss_backward",
-    "huber_loss", "huber_loss_backward", "mse_loss", "mse_loss_backward",
-    "log_sigmoid_forward", "log_sigmoid_backward", "threshold", "threshold_backward",
-    "_fused_sgd", "_fused_adagrad", "_amp_foreach_non_finite_check_and_unscale",
-    *_ALIKE,
-}  # fmt: skip
 # Views of a row that mean another thing where the leaf has dims.
 TURNS = {"t", "transpose", "permute"}
 COPIES = {"copy", "clone", "alias", "contiguous", "detach", "lift_fresh"}
-_JOINS = {"cat", "stack"}
-_PICKS = {
-    "slice", "select", "split", "split_with_sizes", "unbind", "narrow", "diagonal",
-    "unfold", "tensor_split", "chunk",
-}  # fmt: skip
-_SUMS = {"sum", "dot", "vdot", "_foreach_sum"}
-_ADDS = {"add", "sub", "_foreach_add", "_foreach_sub"}
-_SCALES = {
-    "mul", "div", "neg", "clone", "_to_copy", "copy", "_foreach_mul", "_foreach_div",
-    "_foreach_neg",
-}  # fmt: skip
 _FOREACH_REDUCES = {"_foreach_norm", "_foreach_max", "_foreach_powsum"}
+# By the field of a class: the operators that are so, whatever torch's tags say.
+_KNOWN = {
+    "elementwise": {
+        "copy", "_to_copy", "to", "fill", "zero", "lift_fresh", "contiguous",
+        "type_as", "_fused_adamw", "_fused_adam",
+        "softplus", "softplus_backward", "smooth_l1_loss", "smooth_l1_loss_backward",
+        "huber_loss", "huber_loss_backward", "mse_loss", "mse_loss_backward",
+        "log_sigmoid_forward", "log_sigmoid_backward", "threshold",
+        "threshold_backward", "_fused_sgd", "_fused_adagrad",
+        "_amp_foreach_non_finite_check_and_unscale", *_ALIKE,
+    },
+    "alike": _ALIKE,
+    "factory": {
+        "new_zeros", "new_ones", "new_full", "new_empty", "new_empty_strided",
+        "_new_zeros_with_same_feature_meta", "zeros", "ones", "full",
+        "_efficientzerotensor",
+    },
+    "joins": {"cat", "stack"},
+    "picks": {
+        "slice", "select", "split", "split_with_sizes", "unbind", "narrow",
+        "diagonal", "unfold", "tensor_split", "chunk",
+    },
+    "sums": {"sum", "dot", "vdot", "_foreach_sum"},
+    "adds": {"add", "sub", "_foreach_add", "_foreach_sub"},
+    "scales": {
+        "mul", "div", "neg", "clone", "_to_copy", "copy", "_foreach_mul",
+        "_foreach_div", "_foreach_neg",
+    },
+}  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -120,19 +124,11 @@ def class_of(operator: Any) -> OperatorClass:
         plain = getattr(torch.ops.aten, base, None)
         same = getattr(plain, operator._overloadname, None) if plain else None
         tags |= set(getattr(same, "tags", ()))
+    known = {field: base in names for field, names in _KNOWN.items()}
     foreach = base.startswith("_foreach_") and base not in _FOREACH_REDUCES
-    return OperatorClass(
-        name=base,
-        random=torch.Tag.nondeterministic_seeded in tags,
-        elementwise=torch.Tag.pointwise in tags or base in _ELEMENTWISE or foreach,
-        alike=base in _ALIKE,
-        factory=base in _FACTORIES,
-        joins=base in _JOINS,
-        picks=base in _PICKS,
-        sums=base in _SUMS,
-        adds=base in _ADDS,
-        scales=base in _SCALES,
-    )
+    known["elementwise"] |= torch.Tag.pointwise in tags or foreach
+    random = torch.Tag.nondeterministic_seeded in tags
+    return OperatorClass(name=base, random=random, **known)
 
 
 def _attention(q: Any, k: Any, v: Any, *_: Any, **__: Any) -> int:

@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 import torch
+from torch import Tensor
 
 from fsfunc import tree
 from fsfunc.printing.folding import folded
@@ -36,6 +37,13 @@ class Spec:
     requires_grad: bool
     device: torch.device = field(default=torch.device("cpu"), repr=False)
 
+    @classmethod
+    def of(cls, x: Any) -> Any:
+        """That of a tensor; anything else as it is."""
+        if not isinstance(x, Tensor):
+            return x
+        return cls(tuple(x.shape), x.dtype, x.requires_grad, x.device)
+
     def __str__(self) -> str:
         return describe(self.shape, self.dtype)
 
@@ -50,6 +58,11 @@ class Outputs:
 
     treedef: Any
     leaves: tuple[Any, ...]
+
+    @classmethod
+    def of(cls, values: Any) -> Outputs:
+        leaves, treedef = tree.flatten(values)
+        return cls(treedef, tuple(map(Spec.of, leaves)))
 
     def __str__(self) -> str:
         return _told(tree.unflatten(self.treedef, self.leaves))
@@ -94,43 +107,63 @@ NOWHERE = Origins()
 
 
 @dataclass(frozen=True)
-class TracedCall:
+class Traced:
+    """What something returned in the run of a loss, and where that comes from.
+
+    Args:
+        outputs: what was returned.
+        origins: of all that it depends on, but for ``params`` of a unit call.
+        text: what it was made of, as the listing shows it.
+    """
+
+    outputs: Outputs
+    origins: Origins
+    text: str
+
+    @property
+    def needs(self) -> frozenset[Value]:
+        """Values that it depends on."""
+        return self.origins.needs
+
+    @property
+    def reads(self) -> frozenset[str]:
+        """Paths of parameters read outside units for it."""
+        return self.origins.reads
+
+
+class Loss(Traced):
+    """What a loss returned, and where it comes from."""
+
+    def __str__(self) -> str:
+        return f"loss = {self.text} -> {self.outputs}"
+
+
+@dataclass(frozen=True)
+class TracedCall(Traced):
     """One unit call of a loss, not of one inside another unit.
+
+    ``origins`` are those of its inputs, and of what its function captured.
 
     Args:
         number: its place among the calls.
         name: the unit's.
         params: paths of the parameters it was given as they are, in any argument.
-        outputs: what it returned.
-        origins: of its other inputs, and of what its function captured.
+        own: those of them in the first, where a unit takes its parameters.
         flops: of its forward pass.
         activations: bytes that its backward pass keeps, with its outputs; not
             parameters, nor inputs that another call or the batch holds.
         weights: bytes of ``params``.
         line: ``file:line`` of the call.
-        text: the arguments, as the listing shows them.
     """
 
     number: int
     name: str
     params: frozenset[str]
-    outputs: Outputs
-    origins: Origins
+    own: frozenset[str]
     flops: int
     activations: int
     weights: int
     line: str
-    text: str
-
-    @property
-    def needs(self) -> frozenset[Value]:
-        """Values that its inputs depend on."""
-        return self.origins.needs
-
-    @property
-    def reads(self) -> frozenset[str]:
-        """Paths of parameters read outside units for its inputs."""
-        return self.origins.reads
 
     def __str__(self) -> str:
         return f"%{self.number} = {self.name}({self.text}) -> {self.outputs}"
@@ -167,28 +200,6 @@ class Draw:
 
     op: str
     line: str
-
-
-@dataclass(frozen=True)
-class Loss:
-    """What a loss returned, and where it comes from."""
-
-    outputs: Outputs
-    origins: Origins
-    text: str
-
-    @property
-    def needs(self) -> frozenset[Value]:
-        """Values that the loss depends on."""
-        return self.origins.needs
-
-    @property
-    def reads(self) -> frozenset[str]:
-        """Paths of parameters read outside units for the loss."""
-        return self.origins.reads
-
-    def __str__(self) -> str:
-        return f"loss = {self.text} -> {self.outputs}"
 
 
 @dataclass(frozen=True)

@@ -11,6 +11,7 @@ one that notes its unit calls (:class:`Noted`), one that computes again by none.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -29,11 +30,11 @@ from fsfunc.core.units import Call
 from fsfunc.sharded.donated import Everything
 from fsfunc.sharded.layout import Layout, Owned, Split
 from fsfunc.sharded.leaf import Sharded, is_sharded
-from fsfunc.tracing.groups import Findings, LeafGroup, Taken, common
+from fsfunc.tracing.groups import Findings, Taken
 from fsfunc.tracing.leaves import Recorded, block, local, plain, whole
 from fsfunc.tracing.runs import place_without_data, without_data
 
-__all__ = ["LeafGroup", "Recorder", "common", "record"]
+__all__ = ["Recorder", "record"]
 
 
 def record(
@@ -61,11 +62,11 @@ def record(
     if how not in ("fake", "real"):
         raise ValueError(f'record={how!r}: it is "fake" or "real"')
     if how == "fake":
-        # A forward pass shows which units take which leaves, and in which order.
-        try:
+        # A forward pass shows which units take which leaves, and in which order. If it
+        # raises, its error may come of the backward pass that is missing. It left
+        # nothing behind, so that the whole run below meets what is wrong all the same.
+        with suppress(Exception):
             return _record(fn, params, rest, how, splits or {}, forward_only=True)
-        except Exception:
-            pass  # raised again below, unless the backward pass mends it
     return _record(fn, params, rest, how, splits or {})
 
 
@@ -103,9 +104,10 @@ def _record(
         with inside(f), watching(recorder):
             for i, (path, x) in enumerate(zip(paths, leaves, strict=True)):
                 if isinstance(x, Tensor):
-                    layout = Layout(tuple(x.shape), x.dtype, splits.get(path, ()), path)
-                    recorder.layouts[path] = layout
+                    layout = Layout(tuple(x.shape), x.dtype, (), path)
                     leaves[i] = Recorded(convert(x.detach()), layout)
+                    layout = replace(layout, parts=splits.get(path, ()))
+                    recorder.layouts[path] = layout
             others = tree.map(
                 lambda x: convert(x) if isinstance(x, Tensor) else x,
                 rest,
@@ -219,7 +221,8 @@ class Recorder(Findings, Tracer, Watcher):
                     leaves[i] = whole(leaf)
                     continue
                 names.append(path)
-                leaves[i] = block(leaf) if isinstance(leaf, Recorded) else leaf
+                if not isinstance(leaf, Sharded) or isinstance(leaf, Recorded):
+                    leaves[i] = block(leaf, self.layouts[path])
                 x = local(leaves[i])
                 self.know(x, path)
                 if _torch.is_wrapped(x) or x.requires_grad:

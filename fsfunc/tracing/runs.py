@@ -7,7 +7,7 @@ the end, and what is compiled runs plainly. Who traces adds what it looks at: a
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from typing import Any
@@ -19,7 +19,7 @@ from fsfunc import _torch, tree
 from fsfunc.comm.backends.abstract import AbstractLink
 from fsfunc.comm.fake_errors import told_where
 from fsfunc.comm.ledgers import Ledger, only, silence
-from fsfunc.comm.mesh import Here, NoMesh, asking, here, place_here
+from fsfunc.comm.mesh import Here, asking, maybe_here, place_here
 from fsfunc.runtime.compiled import plainly
 from fsfunc.runtime.generators import generators_kept
 from fsfunc.sharded.leaf import Sharded, is_sharded
@@ -27,13 +27,10 @@ from fsfunc.sharded.leaf import Sharded, is_sharded
 __all__ = ["place_without_data", "shadows", "without_data"]
 
 
-def place_without_data(link: Callable[[int], Any] = AbstractLink) -> Here | None:
+def place_without_data() -> Here | None:
     """The place of whoever asks, whose link sends nothing; None without a mesh."""
-    try:
-        at = here()
-    except NoMesh:
-        return None
-    return replace(at, link=link(at.rank))
+    at = maybe_here()
+    return at and replace(at, link=AbstractLink(at.rank))
 
 
 @contextmanager

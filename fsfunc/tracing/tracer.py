@@ -20,15 +20,7 @@ from fsfunc.core.units import Call
 from fsfunc.sharded.leaf import Sharded, is_sharded
 from fsfunc.tracing.dataflow import Argument, Body, Flow, run_on_data, tensors
 from fsfunc.tracing.names import Names, below
-from fsfunc.tracing.programs import (
-    Loss,
-    Origins,
-    Outputs,
-    Program,
-    Spec,
-    TracedCall,
-    Value,
-)
+from fsfunc.tracing.programs import Loss, Origins, Outputs, Program, TracedCall, Value
 from fsfunc.tracing.runs import place_without_data, without_data
 
 __all__ = ["program", "trace"]
@@ -153,7 +145,10 @@ class NotingStage(Stage):
                 taken[leaf.name] = x
             else:
                 others.append(x)
-        fed, own = flow.of(others), frozenset(taken)
+        fed, given = flow.of(others), frozenset(taken)
+        first = {
+            self.leaves[id(x)].name for x in tensors(params) if id(x) in self.leaves
+        }
         with self._opened(name) as body:
             out = self._run(body, call, params, inputs, keywords)
             captured = body.origins | flow.of(out)
@@ -161,9 +156,10 @@ class NotingStage(Stage):
         done = TracedCall(
             number=len(self.calls),
             name=name,
-            params=own,
+            params=given,
+            own=given & first,
             outputs=outputs,
-            origins=fed | replace(captured, reads=captured.reads - own),
+            origins=fed | replace(captured, reads=captured.reads - given),
             flops=body.flops,
             activations=sum(s.nbytes() for s in body.kept.values()),
             weights=sum(x.numel() * x.element_size() for x in taken.values()),
@@ -206,11 +202,10 @@ class NotingStage(Stage):
         """A unit's outputs, each in a storage of its own, and what they are."""
         tree.shown(out, f"unit {body.name!r}", "returns")
         flow, (paths, leaves, treedef) = self.flow, tree.flatten_with_paths(out)
-        specs, apart = list(leaves), defaultdict[int, list[Tensor]](list)
+        outputs, apart = Outputs.of(out), defaultdict[int, list[Tensor]](list)
         for i, x in enumerate(leaves):
             if not isinstance(x, Tensor):
                 continue
-            specs[i] = Spec(tuple(x.shape), x.dtype, x.requires_grad, x.device)
             body.keep(x)
             sharing = apart[_torch.storage_key(x)]
             with torch.set_grad_enabled(x.requires_grad):
@@ -224,19 +219,12 @@ class NotingStage(Stage):
                 flow.share(sharing, body.name)
         for key in [k for k in body.kept if k in flow.owner]:
             del body.kept[key]  # somebody else's: a parameter, or what came in
-        return tree.unflatten(treedef, leaves), Outputs(treedef, tuple(specs))
+        return tree.unflatten(treedef, leaves), outputs
 
     def finished(self, name: str, out: Any) -> Program:
         """The program of a loss that returned ``out``."""
-        leaves, treedef = tree.flatten(out)
-        specs = [
-            Spec(tuple(x.shape), x.dtype, x.requires_grad, x.device)
-            if isinstance(x, Tensor)
-            else x
-            for x in leaves
-        ]
         flow = self.flow
-        loss = Loss(Outputs(treedef, tuple(specs)), flow.of(out), flow.names.tree(out))
+        loss = Loss(Outputs.of(out), flow.of(out), flow.names.tree(out))
         return Program(
             name=name,
             leaves=flow.names.params,

@@ -25,8 +25,9 @@ from torch import Tensor
 from fsfunc import _torch
 from fsfunc.comm.attribution import label
 from fsfunc.comm.collective_ops import apply_map
-from fsfunc.comm.crossings import ENTER, GATHER, MEAN, REDUCE, LawError
+from fsfunc.comm.crossings import ENTER, GATHER, MEAN, OWN, REDUCE, LawError
 from fsfunc.comm.groups import strided
+from fsfunc.sharded.layout import Layout
 from fsfunc.sharded.leaf import FlatShard, Sharded
 from fsfunc.transforms.gathered_calls import Calls, GatheredCall
 from fsfunc.transforms.shard_runtime import ShardRuntime
@@ -194,22 +195,34 @@ def _forgetting(
 # As differentiable collectives
 
 
-def spread(runtime: ShardRuntime, flat: Tensor, size: int, name: str) -> Tensor:
-    """A rank's range as the whole buffer, under the mean over ranks."""
+def spread(runtime: ShardRuntime, flat: Tensor, layout: Layout, name: str) -> Tensor:
+    """A rank's range as the whole buffer, under the mean over ranks.
+
+    Args:
+        layout: of one of its leaves.
+    """
     _check_exact(runtime)
     enter, gather = replace(ENTER, what=name), replace(GATHER, what=name)
-    if runtime.replicas is not None:
-        flat = apply_map(flat, enter, runtime.replicas)
-    return apply_map(flat, gather if size > 1 else enter, runtime.where)
+    where, replicas, apart = runtime.routes[layout.split_axes]
+    if replicas is not None:
+        flat = apply_map(flat, enter, replicas)
+    if where is not None:
+        cut = layout.flat is not None and layout.flat.size > 1
+        flat = apply_map(flat, gather if cut else enter, where)
+    return apply_map(flat, OWN, apart) if apart is not None else flat
 
 
 def _reduced(runtime: ShardRuntime, buffer: Tensor, shard: FlatShard) -> Tensor:
     """The transpose of :func:`spread`."""
     _check_exact(runtime)
     how, mean = replace(REDUCE, what=shard.name), replace(MEAN, what=shard.name)
-    buffer = apply_map(buffer, how if shard.place.size > 1 else mean, runtime.where)
-    if runtime.replicas is not None:
-        buffer = apply_map(buffer, mean, runtime.replicas)
+    where, replicas, apart = runtime.routes[shard.split_axes]
+    if apart is not None:
+        buffer = apply_map(buffer, OWN.transpose(), apart)
+    if where is not None:
+        buffer = apply_map(buffer, how if shard.place.size > 1 else mean, where)
+    if replicas is not None:
+        buffer = apply_map(buffer, mean, replicas)
     return buffer
 
 

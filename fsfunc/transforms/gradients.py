@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import functools
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -27,6 +27,7 @@ from fsfunc.core.autodiff import Outcome
 from fsfunc.core.losses import averaged as is_averaged
 from fsfunc.core.losses import is_summed
 from fsfunc.core.units import Call
+from fsfunc.sharded.layout import Layout
 from fsfunc.sharded.leaf import FlatShard, Sharded, is_sharded
 from fsfunc.transforms.shard_runtime import ShardRuntime
 
@@ -42,14 +43,14 @@ __all__ = [
 _SUM = LinearMap("psum", "M", "M")
 
 
-def kept_here(chosen: Any, axes: Sequence[tuple[str, ...]]) -> dict[int, FlatShard]:
-    """By identity, the buffers over ``axes`` that are differentiated as a whole."""
+def kept_here(chosen: Any, ours: Callable[[Layout], bool]) -> dict[int, FlatShard]:
+    """By identity, the buffers that are ``ours`` and differentiated as a whole."""
     counts: dict[int, int] = {}
     found: dict[int, FlatShard] = {}
     for x in tree.leaves(chosen, is_leaf=is_sharded):
         if not is_sharded(x) or x.packed is None or x.parts is not None:
             continue
-        if x.packed.place.axes in axes:
+        if id(x.packed) in found or ours(x.layout):
             found[id(x.packed)] = x.packed
             counts[id(x.packed)] = counts.get(id(x.packed), 0) + 1
     for key, shard in list(found.items()):

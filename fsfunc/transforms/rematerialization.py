@@ -12,7 +12,7 @@ from torch import Tensor
 
 from fsfunc import _torch, tree
 from fsfunc.comm.attribution import internal
-from fsfunc.core.frames import Interpretation, Running, Thread, run_as, running
+from fsfunc.core.frames import Frame, Interpretation, Running, Thread, run_as, running
 from fsfunc.core.units import Call
 from fsfunc.runtime.generators import (
     States,
@@ -107,8 +107,7 @@ class _Remat(Interpretation):
             token = None if thread is None else thread.token
             if token is None and not any(x.requires_grad for x in tensors):
                 return run(params, *inputs, **keywords)
-            seeded = call.frame.seed is not None
-            replay = _Replay(run, leaves, places, treedef, self.kept, seeded)
+            replay = _Replay(run, leaves, places, treedef, self.kept, call.frame)
             output = _Output()
             token, *outs = _Recompute.apply(replay, output, token, *tensors)
             if thread is not None:
@@ -128,7 +127,7 @@ class _Replay:
         places: list[int],
         treedef: Any,
         policy: Policy | None,
-        seeded: bool,
+        around: Frame,
     ):
         self.run, self.places, self.treedef = run, places, treedef
         held = set(places)
@@ -143,7 +142,9 @@ class _Replay:
             for kind in ("cpu", "cuda")
             if torch.is_autocast_enabled(kind)
         }
+        self.staged = around.staged
         # In a gradient call the unit's body sets the generators by itself.
+        seeded = around.seed is not None
         self.states: States = [] if seeded else generator_states()
 
     def __call__(self, tensors: Sequence[Tensor]) -> tuple[list[Any], Any]:
@@ -250,7 +251,10 @@ class _Recompute(torch.autograd.Function):
             for i, g in zip(ctx.at, grads, strict=True)
             if g is not None and flat[i].requires_grad
         ]
-        if thread is not None and thread.token is not thread.start:
+        # A backward of the loss's own, by a value between units, brings no token, and
+        # must reach no parameter; a pipeline asks for these one by one, without it.
+        own = token is not None or ctx.replay.staged
+        if own and thread is not None and thread.token is not thread.start:
             pairs.append((thread.token, torch.zeros_like(thread.token)))
         wanted = [x for x, need in zip(tensors, needs, strict=True) if need]
         beside = [] if thread is None else [thread.start]

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from operator import attrgetter
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -22,7 +22,7 @@ from torch import Tensor
 from fsfunc import _torch
 from fsfunc.comm.attribution import label
 from fsfunc.comm.backends.link import Done, Handle
-from fsfunc.comm.groups import RankGroup, strided
+from fsfunc.comm.groups import RankGroup, group, strided
 from fsfunc.core.frames import frame, running
 from fsfunc.runtime.buffer_pool import BufferPool
 from fsfunc.runtime.memory_kinds import count_as
@@ -32,6 +32,50 @@ from fsfunc.transforms.ownership import Ownership
 from fsfunc.transforms.wire import Gather, Reduction
 
 __all__ = ["ShardRuntime"]
+
+
+class Route(NamedTuple):
+    """Whom a buffer's ranges go to.
+
+    Args:
+        where: the ranks over which it is cut.
+        replicas: those that have a copy of this rank's range.
+        apart: those of the mean that have other blocks of its leaves.
+    """
+
+    where: RankGroup | None
+    replicas: RankGroup | None
+    apart: RankGroup | None = None
+
+
+class Routes(dict[tuple[str, ...], Route]):
+    """Whom to gather a buffer from, by the axes over which its leaves are split.
+
+    Where these are among our axes, as those of experts are, it is the ranks that have
+    the same block. Made in the forward pass: a backward has no mesh in reach.
+    """
+
+    def __init__(self, where: RankGroup, replicas: RankGroup | None):
+        self[()] = Route(where, replicas)
+
+    def __missing__(self, split_axes: tuple[str, ...]) -> Route:
+        where, replicas, _ = self[()]
+        means = (*(() if replicas is None else replicas.axis), *where.axis)  # type: ignore[union-attr]
+        apart = tuple(axis for axis in means if axis in split_axes)
+        found = self[split_axes] = Route(
+            _without(where, split_axes),
+            _without(replicas, split_axes),
+            group(apart) if apart else None,
+        )
+        return found
+
+
+def _without(where: RankGroup | None, axes: Sequence[str]) -> RankGroup | None:
+    """The ranks of a group that differ along none of these axes."""
+    if where is None or not set(where.axis) & set(axes):
+        return where
+    rest = tuple(axis for axis in where.axis if axis not in axes)
+    return group(rest) if rest else None
 
 
 class ShardRuntime:
@@ -76,6 +120,7 @@ class ShardRuntime:
         self.how_gathered, self.how_reduced = gather, reduction
         self.pool, self.coordinates, self.ownership = pool, coordinates, ownership
         self.differentiated = differentiated
+        self.routes = Routes(where, replicas)
         self.size = where.size
         self.mean_axes = (*(() if replicas is None else replicas.axis), *where.axis)
         self.mean_size = self.size * (1 if replicas is None else replicas.size)
@@ -152,9 +197,10 @@ class ShardRuntime:
                 # The state lies in it, and stays what it is: `.data` has a version of
                 # its own. (Any other buffer's tells graphs that it was written.)
                 out = full.data
-        if self.size == 1:
+        where = self.routes[shard.split_axes].where
+        if where is None or where.size == 1:
             return full, Done(out.copy_(source))
-        return full, how.move(source, self.where, out, shard.name)
+        return full, how.move(source, where, out, shard.name)
 
     def arrived(self, shard: FlatShard, full: Tensor, dtype: torch.dtype) -> Tensor:
         """What has arrived, as the whole buffer."""
@@ -355,10 +401,11 @@ class ShardRuntime:
     ) -> Tensor:
         """The gradients in one buffer, in the dtype of the reduction."""
         while self.reducing:  # its buffer is what this one may lie in
-            self._finish(*self.reducing.pop(0))
+            self._finish()
         place, dtype = shard.place, call.reduce
         count = place.size * place.chunk
-        if self.size > 1:
+        where = self.routes[shard.split_axes].where
+        if where is not None and where.size > 1:
             buffer = self.pool.get(count, dtype, shard.flat)
         else:  # it becomes the gradient: no larger memory than that
             buffer = shard.flat.new_empty(count, dtype=dtype)
@@ -396,26 +443,31 @@ class ShardRuntime:
     def _reduce(self, shard: FlatShard, buffer: Tensor) -> None:
         """Puts a reduction in flight, and waits for the one before."""
         work: Handle | None = None
-        if self.size > 1:
+        where = self.routes[shard.split_axes].where
+        if where is not None and where.size > 1:
             how, whole = self.how_reduced, shard.place.size == 1
-            work = how.move(how.encode(buffer), self.where, whole, shard.name)
+            work = how.move(how.encode(buffer), where, whole, shard.name)
         self.reducing.append((shard, work, buffer))
         if len(self.reducing) > 1:
-            self._finish(*self.reducing.pop(0))
+            self._finish()
 
-    def _finish(self, shard: FlatShard, work: Handle | None, buffer: Tensor) -> None:
+    def _finish(self) -> None:
+        """Takes in the reduction that was put in flight first."""
+        shard, work, buffer = self.reducing.pop(0)
         arrived = grad = buffer
         if work is not None:
             arrived = work.wait()
+            del work  # or it holds what arrived, while that is cast
             grad = self.how_reduced.decode(arrived, shard.flat.dtype)
-        if self.replicas is not None and self.replicas.size > 1:
-            arrived = grad = self.replicas.start("psum", grad, what=shard.name).wait()
+        replicas = self.routes[shard.split_axes].replicas
+        if replicas is not None and replicas.size > 1:
+            arrived = grad = replicas.start("psum", grad, what=shard.name).wait()
         count_as("gradients", [grad])
         grad = grad.to(shard.flat.dtype)
         count_as("gradients", [grad])
         before = self.grads.get(id(shard))
         self.grads[id(shard)] = grad if before is None else before.add_(grad)
-        if work is not None and arrived is not buffer:
+        if self.size > 1 and arrived is not buffer:
             self.pool.spoil(buffer)
 
     def finish(self) -> None:
@@ -425,7 +477,7 @@ class ShardRuntime:
                 self._reduce(shard, buffer)
         self.due.clear()
         while self.reducing:
-            self._finish(*self.reducing.pop(0))
+            self._finish()
         self.close()
 
 

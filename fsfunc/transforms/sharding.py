@@ -22,6 +22,7 @@ from fsfunc.core.units import Call
 from fsfunc.runtime.buffer_pool import pool_of
 from fsfunc.sharded.donated import refuse_spent
 from fsfunc.sharded.inputs import arguments, refuse
+from fsfunc.sharded.layout import Layout
 from fsfunc.sharded.leaf import FlatShard, Sharded, is_sharded, whole_shape
 from fsfunc.sharded.packing import by_buffer, joined, packed_of, repack, repacked
 from fsfunc.tracing.recorder import Noted, Recorder
@@ -226,10 +227,11 @@ class Sharding(Interpretation):
         shards: dict[int, FlatShard] = {}
         for x in leaves:
             if is_sharded(x) and (shard := x.packed) is not None:
-                if id(shard) not in shards and shard.place.axes in (self.axis, ()):
-                    self._check_place(shard, coordinates, where)
-                    shards[id(shard)] = shard
-        return ShardRuntime(
+                if id(shard) not in shards:
+                    plain = shard.place.axes in (self.axis, ())
+                    if plain or self._has_laid(shard.members[0]):
+                        shards[id(shard)] = shard
+        runtime = ShardRuntime(
             where,
             replicas,
             zero=self.zero,
@@ -242,13 +244,28 @@ class Sharding(Interpretation):
             ownership=ownership,
             **more,
         )
+        for shard in shards.values():
+            where = runtime.routes[shard.split_axes].where
+            self._check_place(shard, coordinates, where)
+        return runtime
+
+    def _has_laid(self, layout: Layout) -> bool:
+        """Whether a leaf lies in a buffer over our axes, or over none of them."""
+        cut = None if layout.flat is None else layout.flat.axes
+        if cut in (self.axis, ()):
+            return True
+        return cut == self.axes_beside(layout.split_axes)
+
+    def axes_beside(self, split_axes: Sequence[str]) -> tuple[str, ...]:
+        """Our axes but for those, over which leaves are split already."""
+        return tuple(axis for axis in self.axis if axis not in split_axes)
 
     def _check_place(
-        self, shard: FlatShard, at: dict[str, int], where: RankGroup
+        self, shard: FlatShard, at: dict[str, int], where: RankGroup | None
     ) -> None:
         """Raises where a buffer is another rank's, or one of other ranks."""
         own, size = shard.coordinates, shard.place.size
-        alike = size in (1, where.size)
+        alike = size == 1 or where is not None and size == where.size
         for axis, i in own.items():
             alike = alike and at[axis] == i
         tracer = frame().tracer
@@ -334,7 +351,7 @@ class Sharding(Interpretation):
         mine, inner = [], "" if call.unit.whole else call.name + "/"
         for i, x in enumerate(leaves):
             if is_sharded(x) and (flat := x.layout.flat) is not None:
-                if flat.axes == self.axis or not flat.axes:
+                if flat.axes == self.axis or not flat.axes or self._has_laid(x.layout):
                     if not (inner and flat.buffer.startswith(inner)):
                         mine.append(i)
         return mine
@@ -380,6 +397,7 @@ class Sharding(Interpretation):
             else:
                 chosen = [leaves[i] for i in positions]
                 shard, flat = packed_of(chosen, runtime.coordinates)
+                runtime.routes[shard.split_axes]  # here: a backward has no context
             keeps = first.parts is runtime.parts and id(shard) in runtime.keeps
             views, at = [], shard.views
             for i in positions:
@@ -402,12 +420,12 @@ class Sharding(Interpretation):
         """The same by differentiable collectives, of any order and under any map."""
         for positions in by_buffer(leaves, mine):
             chosen = [leaves[i] for i in positions]
-            place = chosen[0].layout.flat
+            layout = chosen[0].layout
             flat = joined(chosen, runtime.coordinates)
             if call.frame.compute is not None and flat.is_floating_point():
                 flat = flat.to(call.frame.compute)
-            name = f"{call.name}({chosen[0].layout.name})"
-            flat = spread(runtime, flat, place.size, name)
+            name = f"{call.name}({layout.name})"
+            flat = spread(runtime, flat, layout, name)
             for i, x in zip(positions, chosen, strict=True):
                 start, shape = x.layout.flat.offset, whole_shape(x.layout)
                 whole = Dense.apply(flat[start : start + math.prod(shape)].view(shape))
@@ -426,7 +444,7 @@ class Sharding(Interpretation):
                 call = replace(call, args=args, keywords=keywords)
             composed = _torch.functorch_active() or _torch.forward_ad_active()
             outer, chosen = f.runtime_of(self), [call.args[i] for i in call.argnums]
-            keeps = {} if composed else kept_here(chosen, (self.axis, ()))
+            keeps = {} if composed else kept_here(chosen, self._has_laid)
             runtime = self._runtime(
                 leaves,
                 at.rank,

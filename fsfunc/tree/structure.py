@@ -1,6 +1,7 @@
 """How two trees differ, told at the smallest subtree that does."""
 
 from collections.abc import Callable, Iterator, Mapping
+from fnmatch import fnmatchcase
 from typing import Any, NamedTuple
 
 import optree
@@ -31,6 +32,28 @@ def _component(entry: optree.PyTreeEntry) -> str | None:
     if entry.entry is None and isinstance(entry, optree.FlattenedEntry):
         return None  # the inside of a registered node with one unnamed child
     return str(entry.entry)
+
+
+def matches(pattern: str, path: str, between: str = "/") -> bool:
+    """Return whether a pattern fits a path: name by name, ``**`` any number of names.
+
+    Within a name ``*``, ``?`` and ``[...]`` are what they are in names of files.
+
+    >>> [matches("blocks/*/w[qk]", p) for p in ("blocks/3/wq", "blocks/3/attn/wq")]
+    [True, False]
+    >>> matches("**.wq", "blocks.3.attn.wq", "."), matches("**/wq", "wq")
+    (True, True)
+    """
+    return _fits(pattern.split(between), path.split(between))
+
+
+def _fits(patterns: list[str], names: list[str]) -> bool:
+    if not patterns:
+        return not names
+    first, *rest = patterns
+    if first == "**":
+        return any(_fits(rest, names[i:]) for i in range(len(names) + 1))
+    return bool(names) and fnmatchcase(names[0], first) and _fits(rest, names[1:])
 
 
 class Node(NamedTuple):

@@ -17,32 +17,9 @@ import torch
 import fsfunc as ff
 from fsfunc import tree
 from fsfunc.comm.mesh import here
-from tests.checkpoint.stacks import params_of
+from tests.checkpoint.stacks import loss_of, params_of
 
 BEFORE, AFTER, ROWS = 3, 4, 12  # an epoch has 5 batches: they go on into the next
-
-
-@ff.unit
-def embed(p, tokens):
-    return torch.nn.functional.dropout(p["table"][tokens], 0.2)
-
-
-@ff.unit
-def layer(p, x):
-    y = torch.nn.functional.dropout(torch.tanh(x @ p["w"] + p["b"]), 0.25)
-    return x + p["scale"] * y
-
-
-@ff.unit
-def head(p, x):
-    return x @ p["w"]
-
-
-def loss_fn(params, batch):
-    x = embed(params["embed"], batch)
-    for p in params["layers"]:
-        x = layer(p, x)
-    return head(params["head"], x).square().mean()
 
 
 class Tokens(torch.utils.data.Dataset):
@@ -91,7 +68,7 @@ class Run:
     def __init__(self, mesh, scheme):
         axes, optimizer, transforms = scheme
         opt = PARTS[optimizer]()
-        self.mesh, step = mesh, opt(ff.value_and_grad(loss_fn))
+        self.mesh, step = mesh, opt(ff.value_and_grad(loss_of(0.2, 0.25)))
         for name in transforms:
             step = PARTS[name](step, mesh)
         self.step = step

@@ -3,6 +3,7 @@
 import functools
 
 import torch
+from torch.nn.functional import dropout
 
 import fsfunc as ff
 from fsfunc import tree
@@ -10,26 +11,31 @@ from fsfunc import tree
 CALLS, WIDTH, ROWS = 3, 5, 24
 
 
-@ff.unit
-def embed(p, tokens):
-    return p["table"][tokens]
+def loss_of(first=0.0, later=0.0):
+    """A loss of three kinds of unit, which drop so much of what they make."""
+
+    @ff.unit
+    def embed(p, tokens):
+        return dropout(p["table"][tokens], first)
+
+    @ff.unit
+    def layer(p, x):
+        return x + p["scale"] * dropout(torch.tanh(x @ p["w"] + p["b"]), later)
+
+    @ff.unit
+    def head(p, x):
+        return x @ p["w"]
+
+    def loss_fn(params, batch):
+        x = embed(params["embed"], batch)
+        for p in params["layers"]:
+            x = layer(p, x)
+        return head(params["head"], x).square().mean()
+
+    return loss_fn
 
 
-@ff.unit
-def layer(p, x):
-    return x + p["scale"] * torch.tanh(x @ p["w"] + p["b"])
-
-
-@ff.unit
-def head(p, x):
-    return x @ p["w"]
-
-
-def loss_fn(params, batch):
-    x = embed(params["embed"], batch)
-    for p in params["layers"]:
-        x = layer(p, x)
-    return head(params["head"], x).square().mean()
+loss_fn = loss_of()
 
 
 def params_of(seed=3):

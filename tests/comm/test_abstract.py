@@ -7,6 +7,7 @@ import fsfunc as ff
 from fsfunc import _torch, tree
 from fsfunc.comm.launch import PerRank
 from fsfunc.comm.mesh import here
+from tests.models import chain, layers
 
 GRID = ff.make_mesh({"a": 2, "b": 3, "c": 2}, "abstract")
 
@@ -88,16 +89,9 @@ def test_uneven_batches_are_distinct_programs():
 
 def test_a_sharded_step_is_one_program_and_a_pipeline_is_one_per_stage():
     mesh = ff.make_mesh({"data": 256, "pipe": 3}, "abstract")
-    layer = ff.unit(lambda p, x: torch.tanh(x @ p))
-
-    def loss(params, x):
-        for p in params:
-            x = layer(p, x)
-        return x.square().mean()
-
     optimizer = ff.sharded_adam(0.1)
-    step = optimizer(ff.value_and_grad(loss))
-    params, x = [torch.ones(4, 4) for _ in range(6)], torch.ones(4, 4)
+    step = optimizer(ff.value_and_grad(chain()))
+    params, x = layers(6), torch.ones(4, 4)
     shard = ff.shard(step, mesh, "data")
     both = ff.shard(ff.pipeline(step, mesh, "pipe", n_microbatches=2), mesh, "data")
     for transformed, ranks, asked in ((shard, (0,), ()), (both, (0, 1, 2), ("pipe",))):

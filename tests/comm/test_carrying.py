@@ -5,10 +5,10 @@ import contextvars
 import pytest
 import torch
 from torch.overrides import TorchFunctionMode
-from torch.utils._python_dispatch import TorchDispatchMode
 
 import fsfunc as ff
 from fsfunc import _torch
+from tests.probes import Watch
 
 
 def run(main):
@@ -71,16 +71,11 @@ class Functions(TorchFunctionMode):
     pass
 
 
-class Dispatches(TorchDispatchMode):
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        return func(*args, **(kwargs or {}))
-
-
 @pytest.mark.parametrize(
     ("around", "says"),
     [
         (Functions, "cannot carry Functions.*inside the function given to spmd"),
-        (Dispatches, "cannot carry Dispatches.*inside the function given to spmd"),
+        (Watch, "cannot carry Watch.*inside the function given to spmd"),
         (
             lambda: torch.autograd.graph.saved_tensors_hooks(lambda x: x, lambda x: x),
             "cannot carry saved_tensors_hooks.*inside the function",
@@ -101,7 +96,7 @@ def test_levels_around_are_refused():
 
 def test_modes_inside_a_rank_are_its_own():
     def main():
-        with Dispatches():
+        with Watch():
             return ff.psum(torch.ones(1), "data").item()
 
     assert run(main) == [3] * 3

@@ -1,6 +1,5 @@
 """However processes go wrong, each one ends by a Python error that says where."""
 
-import os
 import socket
 import subprocess
 import sys
@@ -8,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.programs import LAUNCHED, ROOT
+from tests.programs import environment
 
 PROGRAM = Path(__file__).with_name("ending.py")
 SAYS = {
@@ -24,15 +23,11 @@ def test_every_process_ends_by_a_python_error(case):
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = str(free.getsockname()[1])
-    env = {k: v for k, v in os.environ.items() if k not in LAUNCHED}
-    env |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "WORLD_SIZE": "2"}
-    env |= {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
-    if sys.platform == "linux":
-        env.setdefault("GLOO_SOCKET_IFNAME", "lo")
+    env = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "WORLD_SIZE": "2"}
     ranks = [
         subprocess.Popen(
             [sys.executable, PROGRAM, case],
-            env=env | {"RANK": str(rank), "LOCAL_RANK": str(rank)},
+            env=environment(RANK=str(rank), LOCAL_RANK=str(rank), **env),
             stdin=subprocess.DEVNULL,
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,

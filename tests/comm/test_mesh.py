@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 import fsfunc as ff
 from fsfunc.comm.launch import PerRank
 from fsfunc.comm.mesh import Here, Mesh, NoMesh, here, place_here
+from tests.checks import refusals, refused, simulated
 
 SIZES = st.dictionaries(st.sampled_from("abc"), st.integers(1, 4), min_size=1)
 
@@ -48,30 +49,43 @@ def test_a_mesh_of_a_thousand_ranks_is_made_at_once():
     assert out == [(256,)]
 
 
-@pytest.mark.parametrize(
-    ("sizes", "says"),
-    [
-        ({"data": 0}, 'axis "data" needs a size of at least 1: 0'),
-        ({"data": 2.0}, 'axis "data" needs a size of at least 1: 2.0'),
-        ({"": 2}, "an axis needs a name"),
-        ({3: 2}, "an axis needs a name, got 3"),
-    ],
+PAIR = simulated(2)
+
+
+def cut(batch):
+    return lambda: ff.spmd(lambda: ff.local_batch(batch, PAIR, "data"), PAIR)()
+
+
+def made(*args):
+    return lambda: ff.make_mesh(*args)
+
+
+REFUSED = {
+    'axis "data" needs a size of at least 1: 0': made({"data": 0}, "simulated"),
+    'axis "data" needs a size of at least 1: 2.0': made({"data": 2.0}, "simulated"),
+    "an axis needs a name": made({"": 2}, "simulated"),
+    "an axis needs a name, got 3": made({3: 2}, "simulated"),
+    "unknown backend 'gpu'.*simulated": made({"data": 2}, "gpu"),
+    'unknown axis "dota".*data': lambda: PAIR.axis_size("dota"),
+    "named once": lambda: PAIR.members(("data", "data"), 0),
+    "at least one": lambda: PAIR.members((), 0),
+    r"'x' of shape \(5, 2\).*size 2 along dim 0.*uneven": cut({"x": torch.ones(5, 2)}),
+    "differ in dim 0.*'x': 2, 'y': 4": cut({"x": torch.ones(2), "y": torch.ones(4)}),
+    "'x' is a scalar": cut({"x": torch.ones(())}),
+}
+NOBODY_ASKS = {
+    "no mesh in sight": lambda: ff.psum(torch.ones(1), "data"),
+    "inside spmd": lambda: PAIR.rank,
+    "run.* inside spmd": lambda: ff.local_batch(torch.ones(2), PAIR, "data"),
+}
+
+
+@refusals(
+    {says: (call, ValueError, says) for says, call in REFUSED.items()}
+    | {says: (call, NoMesh, says) for says, call in NOBODY_ASKS.items()}
 )
-def test_bad_axes(sizes, says):
-    with pytest.raises(ValueError, match=says):
-        ff.make_mesh(sizes, "simulated")
-
-
-def test_bad_names():
-    mesh = ff.make_mesh({"data": 2}, "simulated")
-    with pytest.raises(ValueError, match='unknown axis "dota".*data'):
-        mesh.axis_size("dota")
-    with pytest.raises(ValueError, match="named once"):
-        mesh.members(("data", "data"), 0)
-    with pytest.raises(ValueError, match="at least one"):
-        mesh.members((), 0)
-    with pytest.raises(ValueError, match="unknown backend 'gpu'.*simulated"):
-        ff.make_mesh({"data": 2}, "gpu")
+def test_bad_axes_names_and_batches_are_refused(call, error, way_out):
+    refused(call, error, way_out)
 
 
 def test_default_backend(monkeypatch):
@@ -88,16 +102,6 @@ def test_processes_need_a_launcher(monkeypatch):
     monkeypatch.delenv("WORLD_SIZE", raising=False)
     with pytest.raises(RuntimeError, match='torchrun.*backend="simulated"'):
         ff.make_mesh({"data": 2}, "processes")
-
-
-def test_nobody_asks():
-    mesh = ff.make_mesh({"data": 2}, "simulated")
-    with pytest.raises(NoMesh, match="no mesh in sight"):
-        ff.psum(torch.ones(1), "data")
-    with pytest.raises(NoMesh, match="inside spmd"):
-        _ = mesh.rank
-    with pytest.raises(NoMesh, match="inside spmd"):
-        ff.local_batch(torch.ones(2), mesh, "data")
 
 
 def test_who_asks():
@@ -193,17 +197,3 @@ def test_backends_cut_alike(backend, axis):
         n = mesh.axis_size(axis)
         whole = torch.arange(12).view(n, -1)
         assert part.tolist() == whole[mesh.coordinate(axis, rank)].tolist()
-
-
-@pytest.mark.parametrize(
-    ("batch", "says"),
-    [
-        ({"x": torch.ones(5, 2)}, r"'x' of shape \(5, 2\).*size 2 along dim 0.*uneven"),
-        ({"x": torch.ones(2), "y": torch.ones(4)}, "differ in dim 0.*'x': 2, 'y': 4"),
-        ({"x": torch.ones(())}, "'x' is a scalar"),
-    ],
-)
-def test_bad_batches(batch, says):
-    mesh = ff.make_mesh({"data": 2}, "simulated")
-    with pytest.raises(ValueError, match=says):
-        ff.spmd(lambda: ff.local_batch(batch, mesh, "data"), mesh)()

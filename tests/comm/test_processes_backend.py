@@ -5,7 +5,6 @@ from pathlib import Path
 
 import pytest
 
-import fsfunc as ff
 from tests.comm import spmd_program
 
 pytestmark = pytest.mark.processes
@@ -137,16 +136,3 @@ def test_the_program_tells_a_difference():
         spmd_program.compare((found, []), (other, []))
     with pytest.raises(AssertionError, match="sent"):
         spmd_program.compare((found, []), (found, ["psum"]))
-
-
-@pytest.mark.parametrize("n", [1, 2, 3])
-def test_other_backends_send_and_return_alike(n):
-    sizes = {"data": n}
-    run = lambda kind: ff.spmd(  # noqa: E731
-        lambda: spmd_program.main("data", deep=False), ff.make_mesh(sizes, kind)
-    )()
-    simulated, abstract = run("simulated"), run("abstract")[0]
-    for name, y in simulated[0][0].items():
-        assert abstract[0][name].shape == y.shape, name
-        assert abstract[0][name].dtype == y.dtype, name
-    assert abstract[1] == simulated[0][1]

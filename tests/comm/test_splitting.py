@@ -105,47 +105,69 @@ def test_a_prefetched_gradient_is_that_of_the_plain_program(depth):
     assert log.count("all_gather") == log.count("psum_scatter") == 8
 
 
-def test_flights_may_be_waited_for_in_any_order():
-    def main():
-        a = ff.start(ff.psum, torch.ones(1), "data")
-        b = ff.start(ff.all_gather, torch.full((1,), 2.0), "data")
-        first, second = (b, a) if ff.axis_index("data") else (a, b)
-        first.wait()
-        second.wait()
-        return a.wait().tolist() + b.wait().tolist()
-
-    assert ff.spmd(main, MESH)() == [[2, 2, 2]] * 2
+def in_any_order():
+    a = ff.start(ff.psum, torch.ones(1), "data")
+    b = ff.start(ff.all_gather, torch.full((1,), 2.0), "data")
+    first, second = (b, a) if ff.axis_index("data") else (a, b)
+    first.wait()
+    second.wait()
+    return a.wait().tolist() + b.wait().tolist()
 
 
-def test_wait_gives_the_same_result_every_time():
-    def main():
-        x = torch.ones(2, requires_grad=True)
-        pending = ff.start(ff.all_gather, x, "data")
-        y = pending.wait()
-        (pending.wait() + y).sum().backward()
-        return y is pending.wait(), x.grad.tolist()
-
-    assert ff.spmd(main, MESH)() == [(True, [4, 4])] * 2
+def every_time_the_same():
+    x = torch.ones(2, requires_grad=True)
+    pending = ff.start(ff.all_gather, x, "data")
+    y = pending.wait()
+    (pending.wait() + y).sum().backward()
+    return y is pending.wait(), x.grad.tolist()
 
 
-def test_a_pytree_is_in_flight_as_a_whole():
-    def main():
-        pending = ff.start(
-            ff.pmean, {"a": torch.ones(2), "b": [torch.ones(())]}, "data"
-        )
-        out = pending.wait()
-        return out["a"].tolist(), out["b"][0].item()
-
-    assert ff.spmd(main, MESH)() == [([1, 1], 1)] * 2
+def a_pytree_as_a_whole():
+    given = {"a": torch.ones(2), "b": [torch.ones(())]}
+    out = ff.start(ff.pmean, given, "data").wait()
+    return out["a"].tolist(), out["b"][0].item()
 
 
-@pytest.mark.parametrize("collective", [ff.pmax, ff.psum], ids=["pmax", "psum"])
-def test_integers_and_keywords(collective):
-    main = lambda: ff.start(collective, torch.tensor([3]), "data").wait().item()  # noqa: E731
-    assert ff.spmd(main, MESH)() == [6 if collective is ff.psum else 3] * 2
-    pairs = [(0, 1)]
-    sent = lambda: ff.start(ff.ppermute, torch.ones(1), "data", pairs).wait().item()  # noqa: E731
-    assert ff.spmd(sent, MESH)() == [0, 1]
+def integers():
+    return [
+        ff.start(collective, torch.tensor([3]), "data").wait().item()
+        for collective in (ff.pmax, ff.psum)
+    ]
+
+
+def keywords():
+    return ff.start(ff.ppermute, torch.ones(1), "data", [(0, 1)]).wait().item()
+
+
+def inference_tensors():
+    with torch.inference_mode():
+        return ff.start(ff.psum, torch.ones(1), "data").wait().item()
+
+
+def nothing_held_after_landing():
+    leaf = torch.ones(3, requires_grad=True)
+    x = leaf * 1
+    y = ff.start(ff.psum, x, "data").wait()
+    gone = weakref.ref(x)
+    del x
+    gc.collect()
+    return gone() is None and y.requires_grad  # the graph lives, the input does not
+
+
+@pytest.mark.parametrize(
+    ("main", "expected"),
+    [
+        (in_any_order, [[2, 2, 2]] * 2),
+        (every_time_the_same, [(True, [4, 4])] * 2),
+        (a_pytree_as_a_whole, [([1, 1], 1)] * 2),
+        (integers, [[3, 6]] * 2),
+        (keywords, [0, 1]),
+        (inference_tensors, [2, 2]),
+        (nothing_held_after_landing, [True, True]),
+    ],
+)
+def test_a_flight_gives(main, expected):
+    assert ff.spmd(main, MESH)() == expected
 
 
 def test_an_axis_of_size_1_and_a_cast_fly_nowhere():
@@ -171,27 +193,6 @@ def test_writing_into_what_is_in_flight_is_refused():
 
     with pytest.raises(RuntimeError, match=r"psum of shape \(2,\).*written in place"):
         ff.spmd(main, MESH)()
-
-
-def test_inference_tensors_fly_too():
-    def main():
-        with torch.inference_mode():
-            return ff.start(ff.psum, torch.ones(1), "data").wait().item()
-
-    assert ff.spmd(main, MESH)() == [2, 2]
-
-
-def test_a_landed_flight_holds_nothing():
-    def main():
-        leaf = torch.ones(3, requires_grad=True)
-        x = leaf * 1
-        y = ff.start(ff.psum, x, "data").wait()
-        gone = weakref.ref(x)
-        del x
-        gc.collect()
-        return gone() is None and y.requires_grad  # the graph lives, the input does not
-
-    assert ff.spmd(main, MESH)() == [True, True]
 
 
 def test_only_collectives_start():

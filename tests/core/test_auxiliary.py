@@ -9,7 +9,7 @@ import fsfunc as ff
 from fsfunc import tree
 from fsfunc.core.losses import Summed, added, averaged, divided, is_summed
 from fsfunc.tree.structure import TreeMismatch
-from tests.checks import same
+from tests.checks import on_ranks, same
 
 X = torch.arange(-6.0, 10.0).view(16, 1)
 W = torch.tensor(2.0)
@@ -80,13 +80,10 @@ def test_of_integers_outside_a_summed_the_last_is_given() -> None:
 @pytest.mark.parametrize("zero", [0, 3])
 @pytest.mark.parametrize("order", SHARDED)
 def test_sums_do_not_depend_on_the_ranks(order, zero) -> None:
-    def main():
-        step = SHARDED[order](2, zero)
-        mine = ff.local_batch(X, MESH, "data")
-        (value, (found, rest)), _ = step(ff.place(step, W, mine), mine)
-        return value, found, rest["mean"], rest["each"]
-
-    outs = ff.spmd(main, MESH)()
+    outs = on_ranks(SHARDED[order](2, zero), W, X, mesh=MESH)
+    outs = [
+        (value, found, rest["mean"], rest["each"]) for (value, (found, rest)), _ in outs
+    ]
     for value, found, mean, _ in outs:
         same((value, found, mean), (VALUE, SUMS, REST["mean"]))
     same(torch.cat([out[3] for out in outs]), REST["each"])  # each rank's own
@@ -95,14 +92,9 @@ def test_sums_do_not_depend_on_the_ranks(order, zero) -> None:
 def test_over_two_data_axes() -> None:
     grid = ff.make_mesh({"node": 2, "data": 2}, "simulated")
 
-    def main(**how):
-        step = ff.shard(GRAD, grid, **how)
-        mine = ff.local_batch(X, grid, ("node", "data"))
-        return step(ff.place(step, W, mine), mine)[0][1][0]
-
     for how in ({"axis": ("node", "data")}, {"axis": "data", "replicate": "node"}):
-        for found in ff.spmd(lambda how=how: main(**how), grid)():
-            same(found, SUMS)
+        for found in on_ranks(ff.shard(GRAD, grid, **how), W, X, mesh=grid):
+            same(found[0][1][0], SUMS)
 
 
 def test_one_psum_more_for_each_dtype_and_none_without() -> None:

@@ -6,7 +6,7 @@ import torch.nn.functional as F
 
 import fsfunc as ff
 from fsfunc.runtime.generators import mix
-from tests.checks import same
+from tests.checks import on_ranks, same, simulated
 
 D, B = 16, 8
 # Ones and halves: what survives is exact, and tells which mask it was.
@@ -34,19 +34,9 @@ def run(make, ranks=1, axes=None, f=loss, replicate=None):
     grad = ff.value_and_grad(f)
     if ranks == 1 and axes is None:
         return make(grad)(P, X)
-    mesh = ff.make_mesh(axes or {"data": ranks}, "simulated")
-
-    def main():
-        def shard(g):
-            return ff.shard(g, mesh, "data", zero=3, replicate=replicate)
-
-        g = make(grad, shard)
-        over = "data" if replicate is None else (replicate, "data")
-        mine = ff.local_batch(X, mesh, over)
-        value, grads = g(ff.place(g, P, mine), mine)
-        return value, ff.unshard(grads)
-
-    outs = ff.spmd(main, mesh)()
+    mesh = simulated(ranks, **axes or {})
+    g = make(grad, lambda g: ff.shard(g, mesh, "data", zero=3, replicate=replicate))
+    outs = on_ranks(g, P, X, mesh=mesh)
     for out in outs:
         same(out, outs[0])
     return outs[0]
@@ -80,7 +70,7 @@ def test_remat_draws_the_same_masks() -> None:
 )
 def test_masks_are_equal_microbatch_by_microbatch(ranks, make) -> None:
     """One device with four microbatches, or four ranks, or two with two each."""
-    same(run(make, ranks, {"data": ranks}), FOUR)
+    same(run(make, ranks, {}), FOUR)
 
 
 def test_replicas_have_other_data_and_other_masks() -> None:

@@ -12,6 +12,7 @@ from torch.utils.data import IterableDataset, TensorDataset
 
 import fsfunc as ff
 from fsfunc import _torch
+from tests.checks import same, simulated
 
 numpy = pytest.importorskip("numpy")
 
@@ -43,12 +44,6 @@ def joined(parts, part_of_axis):
     return {k: torch.cat([by_part[i][k] for i in sorted(by_part)]) for k in names}
 
 
-def assert_same(expected, actual):
-    assert expected.keys() == actual.keys()
-    for k in expected:
-        assert torch.equal(expected[k], actual[k]), (k, expected[k], actual[k])
-
-
 MESHES = st.sampled_from(
     [({"data": n}, "data") for n in (1, 2, 3, 4, 8)]
     + [({"a": 2, "b": 3}, axis) for axis in ("a", "b", ("a", "b"), ("b", "a"))]
@@ -73,7 +68,7 @@ def test_ranks_see_what_one_device_sees(where, rows, shuffle, drop_last, seed):
         at = mesh.coordinate(axis)
         for whole, part in zip(expected, mine, strict=True):
             cut = ff.local_batch(whole, mesh, axis, uneven=True)
-            assert_same(cut, part)
+            same(cut, part)
         # Of an empty part one row is read for its form; else only the rank's own.
         own = [max(1, len(part["row"])) for part in mine]
         assert len(dataset.read) == sum(own)
@@ -88,7 +83,7 @@ def test_ranks_see_what_one_device_sees(where, rows, shuffle, drop_last, seed):
         assert position == alone.position
     for k, whole in enumerate(expected):
         parts = {at: mine[k] for at, mine, _ in found}
-        assert_same(whole, joined([*parts.values()], [*parts]))
+        same(whole, joined([*parts.values()], [*parts]))
 
 
 @pytest.mark.parametrize("drop_last", [True, False])
@@ -134,7 +129,7 @@ def test_a_resumed_run_goes_on(done, before, after):
     found = part(after, go_on)
     for k in range(15 - done):
         parts = [mine[k] for mine in found]
-        assert_same(expected[done + k], joined(parts, range(after)))
+        same(expected[done + k], joined(parts, range(after)))
 
 
 def test_workers_change_nothing_and_do_not_count_what_they_read_ahead():
@@ -155,11 +150,11 @@ def test_workers_draw_what_the_process_would():
         for workers in (0, 2)
     )
     for expected, actual in zip(plain, loader, strict=True):
-        assert_same(expected, actual)
+        same(expected, actual)
 
 
 def test_simulated_ranks_read_for_themselves():
-    mesh = ff.make_mesh({"data": 2}, "simulated")
+    mesh = simulated()
     how = {"workers": 2, "prefetch_factor": 4, "shuffle": False, "epochs": 1}
 
     def main():
@@ -311,7 +306,7 @@ class NoLength:
         return i
 
 
-MESH = ff.make_mesh({"data": 4}, "simulated")
+MESH = simulated(4)
 
 
 @pytest.mark.parametrize(

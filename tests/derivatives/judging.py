@@ -4,18 +4,14 @@ import torch
 
 import fsfunc as ff
 from fsfunc import tree
+from tests import checks
 from tests.derivatives.worlds import AXIS, Law, Ranks, by_units
 
 D = 3
 DRAW = torch.Generator().manual_seed(7)
 W = {k: torch.randn(D, D, generator=DRAW, dtype=torch.float64) for k in "ab"}
 X = torch.randn(12, D, generator=DRAW, dtype=torch.float64)
-MESHES = {
-    1: ff.make_mesh({AXIS: 1}, "simulated"),
-    2: ff.make_mesh({AXIS: 2}, "simulated"),
-    3: ff.make_mesh({AXIS: 3}, "simulated"),
-    4: ff.make_mesh({AXIS: 4}, "simulated"),
-}
+MESHES = {n: checks.simulated(n) for n in (1, 2, 3, 4)}
 # zero, or None: whole parameters, that nobody placed
 WAYS = [0, 1, 2, 3, None]
 
@@ -61,9 +57,7 @@ def _of_rank(out, r):
 
 def assert_lawful(found, expected, tolerance=1e-9):
     for one, right in zip(found, expected, strict=True):
-        pairs = zip(tree.leaves(one), tree.leaves(right), strict=True)
-        for a, b in pairs:
-            torch.testing.assert_close(a, b, rtol=tolerance, atol=tolerance)
+        checks.close(tree.leaves(one), tree.leaves(right), tolerance)
 
 
 def gradient(loss):
@@ -73,9 +67,5 @@ def gradient(loss):
 def on(n, zero, step, params=W, laid=by_units):
     """What ``step`` returns on each of ``n`` ranks; one rank is the judge."""
 
-    def main():
-        shard = lambda f: ff.shard(f, MESHES[n], "data", zero=zero)  # noqa: E731
-        mine = ff.local_batch(X, MESHES[n], "data")
-        return ff.unshard(shard(step)(ff.place(shard(laid), params, mine), mine))
-
-    return ff.spmd(main, MESHES[n])()
+    shard = lambda f: ff.shard(f, MESHES[n], "data", zero=zero)  # noqa: E731
+    return checks.on_ranks(shard(step), params, X, mesh=MESHES[n], laid=shard(laid))

@@ -11,7 +11,8 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from tests.conftest import descendants, end
-from tests.examples.programs import ROOT, SCRIPT
+from tests.examples.programs import SCRIPT
+from tests.programs import environment
 
 TIME_LIMIT = 60  # seconds
 
@@ -22,12 +23,6 @@ def launched(
 ) -> Iterator["Launch"]:
     """The example under torchrun, which restarts it; or by itself (nproc=0)."""
     logs = Path(tempfile.mkdtemp(dir=folder))
-    outside = os.environ.get("PYTHONPATH", "")
-    env = os.environ | {
-        "OMP_NUM_THREADS": "1",
-        "PYTHONPATH": os.pathsep.join([str(ROOT), outside]).rstrip(os.pathsep),
-    }
-    env.setdefault("GLOO_SOCKET_IFNAME", "lo")
     torchrun = [
         *("-m", "torch.distributed.run", "--standalone"),
         *(f"--nproc-per-node={nproc}", f"--max-restarts={restarts}"),
@@ -36,7 +31,7 @@ def launched(
     with (logs / "printed").open("w") as printed:
         process = subprocess.Popen(
             [sys.executable, *(torchrun if nproc else []), SCRIPT, *args],
-            env=env,
+            env=environment(),
             stdin=subprocess.DEVNULL,
             stdout=printed,
             stderr=subprocess.STDOUT,

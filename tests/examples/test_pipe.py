@@ -2,7 +2,6 @@
 
 import inspect
 import json
-import sys
 from argparse import Namespace
 from collections import Counter
 from pathlib import Path
@@ -122,17 +121,6 @@ def actions_traced(path: Path) -> Counter[tuple[int, str]]:
     """How often each (rank, action) is in a trace."""
     events = json.loads(path.read_text())["traceEvents"]
     return Counter((e["pid"], e["name"]) for e in events if e["ph"] == "X")
-
-
-@pytest.fixture
-def examples(monkeypatch: pytest.MonkeyPatch) -> dict[str, ModuleType]:
-    """The modules beside the script, as the script imports them."""
-    monkeypatch.syspath_prepend(SCRIPT.parent)
-    names = ("gpt", "options", "stages")
-    found = {name: __import__(name) for name in names}
-    for name in names:
-        monkeypatch.delitem(sys.modules, name)
-    return found
 
 
 def test_every_schedule_can_be_asked_for(examples: dict[str, ModuleType]) -> None:

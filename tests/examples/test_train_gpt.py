@@ -3,7 +3,6 @@
 import json
 import math
 import re
-import sys
 from pathlib import Path
 from types import ModuleType
 
@@ -205,17 +204,6 @@ def test_ranks_and_batch_follow_the_mesh(examples: dict[str, ModuleType]) -> Non
     ):
         args = parse("", options.split(), axes)
         assert (args.ranks, args.data, args.pipe, args.batch) == expected
-
-
-@pytest.fixture
-def examples(monkeypatch: pytest.MonkeyPatch) -> dict[str, ModuleType]:
-    """The modules beside the script, as the script imports them."""
-    monkeypatch.syspath_prepend(SCRIPT.parent)
-    names = ("gpt", "options", "stages", "text")
-    found = {name: __import__(name) for name in names}
-    for name in names:
-        monkeypatch.delitem(sys.modules, name)
-    return found
 
 
 def test_corpus_is_text_only(examples: dict[str, ModuleType], tmp_path: Path) -> None:

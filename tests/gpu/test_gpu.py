@@ -1,5 +1,7 @@
 """The same step on a GPU: over NCCL at one rank, and on simulated ranks."""
 
+import json
+
 import pytest
 import torch
 
@@ -75,38 +77,35 @@ def test_simulated_ranks_on_one_gpu(zero, around):
     assert log.bytes("data") > 0
 
 
+precise = ff.precision(train_step, compute=torch.bfloat16, reduce=torch.float32)
+
+
 @pytest.mark.parametrize("zero", range(4))
 def test_one_rank_over_nccl(zero, torchrun):
-    torchrun(ONE_RANK.format(zero=zero), 1)
+    """The numbers of the step that nobody sharded; parameters stay in float32."""
+    (line,) = torchrun(ONE_RANK.format(zero=zero), 1).splitlines()
+    losses, weights, *said = json.loads(line)
+    assert said == ["nccl", "torch.float32"]
+    expected, params = trained(precise, *example())
+    assert losses == pytest.approx(expected, rel=1e-5)
+    found = torch.tensor(weights)
+    torch.testing.assert_close(found, of(params), rtol=1e-5, atol=1e-6)
+    assert (found - of(example()[0])).abs().mean() > 0.01  # and they were trained
+
+
+def of(params):
+    """All weights, as one tensor."""
+    return torch.stack([x.cpu() for x in tree.leaves(params)])
 
 
 ONE_RANK = """
-import torch, torch.distributed as dist
-import fsfunc as ff
-
-@ff.unit
-def layer(p, x):
-    return torch.tanh(x @ p)
-
-optimizer = ff.sharded_adam(1e-2)
-
-def train_step(state, x):
-    loss, grads = ff.value_and_grad(lambda p, x: layer(p, x).square().mean())(
-        state.params, x
-    )
-    return state.apply_gradients(grads, optimizer), loss
+import json, torch.distributed as dist, fsfunc as ff
+from tests.gpu.test_gpu import example, of, precise, trained
 
 mesh = ff.make_mesh({{"data": 1}})
-assert dist.get_backend() == "nccl", dist.get_backend()
-step = ff.precision(train_step, compute=torch.bfloat16, reduce=torch.float32)
-step = ff.shard(step, mesh, "data", zero={zero})
-x = torch.ones(4, 8, device="cuda")
-state = ff.init_state(step, torch.eye(8, device="cuda"), optimizer, x)
-first = None
-for _ in range(5):
-    state, loss = ff.donate(step)(state, x)
-    first = loss if first is None else first
-assert loss < first, (first, loss)
-assert state.params.local.dtype == torch.float32
+losses, params = trained(ff.shard(precise, mesh, "data", zero={zero}), *example())
+weights = of(params)
+said = [dist.get_backend(), str(weights.dtype)]
+print(json.dumps([losses, weights.tolist(), *said]))
 dist.destroy_process_group()
 """

@@ -11,6 +11,7 @@ import torch
 import transformers as hf
 
 import fsfunc as ff
+from tests.checks import with_ledger
 from tests.interop.models import VOCABULARY, WIDTH, close, hugging_face, seeded
 
 MESH = ff.make_mesh({"data": 2}, "simulated")
@@ -289,28 +290,24 @@ def test_experts_that_are_picked_by_value_are_told_the_way():
     module.set_experts_implementation("eager")
     apply, params, buffers = ff.from_module(module, "model.layers.*")
 
-    def main(record):
-        loss = lambda p, b: apply(p, buffers, **b).loss  # noqa: E731
-        step = ff.shard(ff.value_and_grad(loss), MESH, "data")
-        return step(ff.place(step, params, NEXT, record=record), NEXT)[0]
-
+    step = ff.value_and_grad(lambda p, b: apply(p, buffers, **b).loss)
+    wrap = lambda mesh: ff.shard(step, mesh, "data")  # noqa: E731
     with pytest.raises(RuntimeError, match='asks for a tensor\'s value.*record="real"'):
-        ff.spmd(main, MESH)("fake")
+        with_ledger(wrap, params, NEXT)
     expected = module(**NEXT).loss.detach()
-    close(list(ff.spmd(main, MESH)("real")), [expected] * 2, 1e-5)
+    for (loss, _), _ in with_ledger(wrap, params, NEXT, record="real"):
+        close(loss, expected, 1e-5)
 
 
-def test_attentions_are_those_of_the_units():
+def test_attentions_and_hidden_states_are_those_of_the_units():
     module = hugging_face(MODELS["llama"][0], attn_implementation="eager").double()
     apply, params, buffers = ff.from_module(module, "model.layers.*")
     asked = {"output_attentions": True, "output_hidden_states": True}
-    for _ in range(2):
-        found, expected = (
-            apply(params, buffers, **NEXT, **asked),
-            module(**NEXT, **asked),
-        )
+    for grad in (True, False):  # transformers adds hooks on first use
+        with torch.set_grad_enabled(grad):
+            found = apply(params, buffers, **NEXT, **asked)
+            expected = module(**NEXT, **asked)
         assert len(found.attentions) == 2 and len(found.hidden_states) == 3
         for name in ("attentions", "hidden_states"):
-            close(
-                [x.detach() for x in found[name]], [x.detach() for x in expected[name]]
-            )
+            both = (torch.stack(tuple(out[name])).detach() for out in (found, expected))
+            close(*both)

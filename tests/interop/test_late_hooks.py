@@ -7,9 +7,9 @@ import torch
 from torch import nn
 
 import fsfunc as ff
+from tests.checks import simulated, with_ledger
 from tests.interop.models import close
 
-MESH = ff.make_mesh({"data": 2}, "simulated")
 X = torch.randn(4, 3, generator=torch.Generator().manual_seed(0)).double()
 
 
@@ -66,8 +66,12 @@ def test_what_they_see_is_what_the_module_would_show(units):
 
 
 STACKS = {
-    "remat": lambda f: ff.shard(ff.remat(f), MESH, "data"),
-    "zero=3": lambda f: ff.shard(f, MESH, "data"),
+    "remat": ({"data": 2}, lambda f, mesh: ff.shard(ff.remat(f), mesh, "data")),
+    "zero=3": ({"data": 2}, lambda f, mesh: ff.shard(f, mesh, "data")),
+    "every stage sees what it needs": (
+        {"pipe": 3},
+        lambda f, mesh: ff.pipeline(f, mesh, "pipe", n_microbatches=2),
+    ),
 }
 
 
@@ -77,31 +81,12 @@ def test_gradients_flow_through_what_they_see(stack):
     apply, params, buffers = ff.from_module(module, Layer)
     own = copy.deepcopy(module)
     loss_of(own(X)).backward()
-
-    def main():
-        loss = lambda p, x: loss_of(apply(p, buffers, x))  # noqa: E731
-        mine = ff.local_batch(X, MESH, "data")
-        step = STACKS[stack](ff.value_and_grad(loss))
-        return ff.unshard(step(ff.place(step, params, mine), mine)[1])
-
-    expected = {name: p.grad for name, p in own.named_parameters()}
-    close(ff.spmd(main, MESH)()[0], expected)
-
-
-def test_in_a_pipeline_every_stage_sees_what_it_needs():
-    mesh = ff.make_mesh({"pipe": 3}, "simulated")
-    module = made()
-    apply, params, buffers = ff.from_module(module, Layer)
-    own = copy.deepcopy(module)
-    loss_of(own(X)).backward()
-
-    def main():
-        loss = lambda p, x: loss_of(apply(p, buffers, x))  # noqa: E731
-        step = ff.pipeline(ff.value_and_grad(loss), mesh, "pipe", n_microbatches=2)
-        return ff.unshard(step(ff.place(step, params, X), X)[1])
-
-    expected = {name: p.grad for name, p in own.named_parameters()}
-    close(ff.spmd(main, mesh)()[0], expected)
+    step = ff.value_and_grad(lambda p, x: loss_of(apply(p, buffers, x)))
+    axes, wrap = STACKS[stack]
+    found = with_ledger(
+        lambda mesh: wrap(step, mesh), params, X, mesh=simulated(**axes)
+    )
+    close(found[0][0][1], {name: p.grad for name, p in own.named_parameters()})
 
 
 def before(module, found):

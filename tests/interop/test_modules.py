@@ -9,6 +9,7 @@ from torch import nn
 from torch.nn.utils import prune
 
 import fsfunc as ff
+from tests.checks import simulated, with_ledger
 from tests.interop.models import Block, Stack, close, seeded
 
 TOKENS = torch.tensor([[0, 1, 2], [3, 4, 0], [1, 1, 4], [2, 0, 3]])
@@ -119,45 +120,30 @@ def test_shards_give_the_modules_loss_and_gradients(case, zero):
     x = x if x.dtype == torch.long else x.double()
     loss, grads = gradients(module, x)
     apply, params, buffers = ff.from_module(module, units)
-    mesh = ff.make_mesh({"data": 2}, "simulated")
-    step = ff.value_and_grad(loss_of(apply, buffers))
-
-    def main():
-        f = ff.shard(ff.remat(step), mesh, "data", zero=zero)
-        mine = ff.local_batch(x, mesh, "data")
-        placed = ff.place(f, params, mine)
-        with ff.ledger() as log:
-            found = f(placed, mine)
-        return *ff.unshard(found), log.count("psum_scatter")
-
-    for value, found, reductions in ff.spmd(main, mesh)():
+    step = ff.remat(ff.value_and_grad(loss_of(apply, buffers)))
+    wrap = lambda mesh: ff.shard(step, mesh, "data", zero=zero)  # noqa: E731
+    for (value, found), log in with_ledger(wrap, params, x):
         close(value, loss)
         close(found, grads)
-        assert (reductions > 0) == (zero > 0)
+        assert (log.count("psum_scatter") > 0) == (zero > 0)
 
 
 def test_what_is_sent_is_told_by_a_closed_form():
     n, width = 3, 4
     apply, params, buffers = ff.from_module(model(Stack, n, width), Block)
-    mesh = ff.make_mesh({"data": 2}, "simulated")
     step = ff.value_and_grad(loss_of(apply, buffers))
-
-    def main():
-        f = ff.shard(step, mesh, "data")
-        mine = ff.local_batch(TOKENS, mesh, "data")
-        placed = ff.place(f, params, mine)
-        with ff.ledger() as log:
-            f(placed, mine)
-        moved = [r for r in log.records if r.op != "psum"]  # that of the loss
-        return sum(r.bytes for r in moved), log.count("all_gather")
-
     block = 2 * width + 2 * width + 4 * width * width + width
     table = 5 * width
     # embed, blocks, head; blocks again; every unit call reduced: half a buffer of 4
     # bytes an element goes out each time.
     gathered = 2 * table + 2 * n * block
     reduced = 2 * table + n * block
-    assert ff.spmd(main, mesh)() == [(2 * (gathered + reduced), 2 * n + 2)] * 2
+    for _, log in with_ledger(
+        lambda mesh: ff.shard(step, mesh, "data"), params, TOKENS
+    ):
+        moved = [r for r in log.records if r.op != "psum"]  # that of the loss
+        assert sum(r.bytes for r in moved) == 2 * (gathered + reduced)
+        assert log.count("all_gather") == 2 * n + 2
 
 
 def test_stages_follow_the_units_names():
@@ -166,22 +152,13 @@ def test_stages_follow_the_units_names():
     program = ff.program(loss, params, TOKENS)
     assert [c.name for c in program.calls] == list(apply.units)
     expected = ff.value_and_grad(loss)(params, TOKENS)
-    mesh = ff.make_mesh({"pipe": 2}, "simulated")
-    step = ff.pipeline(
+    wrap = lambda mesh: ff.pipeline(  # noqa: E731
         ff.value_and_grad(loss), mesh, "pipe", n_microbatches=2,
         stages=["embed", "blocks.1"],
     )  # fmt: skip
-
-    def main():
-        placed = ff.place(step, params, TOKENS)
-        with ff.ledger() as log:
-            found = step(placed, TOKENS)
-        return ff.unshard(found), log.count("all_gather")
-
-    for found, gathers in ff.spmd(main, mesh)():
-        close(found[0], expected[0])
-        close(found[1], expected[1])
-        assert gathers == 0
+    for found, log in with_ledger(wrap, params, TOKENS, mesh=simulated(pipe=2)):
+        close(found, expected)
+        assert log.count("all_gather") == 0
 
 
 def test_ranks_and_calls_in_calls_have_copies_of_their_own():
@@ -223,14 +200,11 @@ def test_what_a_forward_sets_is_gone_after_the_call():
             return self.layer(self.seen)
 
     apply, params, buffers = ff.from_module(nn.Sequential(Remembering()), Remembering)
-    mesh = ff.make_mesh({"data": 2}, "simulated")
     f = ff.value_and_grad(loss_of(apply, buffers))
-
-    def main():  # recorded on fake tensors first: a kept one would spoil the call
-        sharded = ff.shard(ff.remat(f), mesh, "data")
-        return sharded(ff.place(sharded, params, X), X)[0]
-
-    assert torch.equal(ff.spmd(main, mesh)()[0], f(params, X)[0])
+    wrap = lambda mesh: ff.shard(ff.remat(f), mesh, "data")  # noqa: E731
+    both = torch.cat([X, X])
+    # Recorded on fake tensors first: a kept one would spoil the call.
+    assert torch.equal(with_ledger(wrap, params, both)[0][0][0], f(params, X)[0])
 
 
 def test_frozen_parameters_have_no_gradient_no_moment_and_no_reduction():
@@ -318,14 +292,8 @@ def test_buffers_keywords_and_dataclasses_go_through_units(units):
     f = ff.value_and_grad(
         lambda p, x: apply(p, buffers, x, mutable=True)[0].square().mean()
     )
-    mesh = ff.make_mesh({"data": 2}, "simulated")
-
-    def main():  # recorded first: the constant must not come out fake
-        sharded = ff.shard(ff.remat(f), mesh, "data")
-        mine = ff.local_batch(X, mesh, "data")
-        return ff.unshard(sharded(ff.place(sharded, params, mine), mine))
-
-    found = ff.spmd(main, mesh)()[0]
+    wrap = lambda mesh: ff.shard(ff.remat(f), mesh, "data")  # noqa: E731
+    found, _ = with_ledger(wrap, params, X)[0]  # recorded: the constant is no fake one
     new = apply(params, buffers, X, mutable=True)[1]
     loss, grads = gradients(module, X)
     close(found, (loss, grads), 1e-5)
@@ -373,18 +341,14 @@ def test_parameters_may_be_made_by_a_function():
 def test_under_shard_each_rank_has_its_own_statistics():
     module = model(lambda: nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4)))
     apply, params, buffers = ff.from_module(module)
-    mesh = ff.make_mesh({"data": 2}, "simulated")
 
     def loss_fn(params, x):
         out, new = apply(params, buffers, x, mutable=True)
         return out.square().mean(), {k: v for k, v in new.items() if v.ndim}
 
-    def main():
-        f = ff.shard(ff.remat(ff.value_and_grad(loss_fn, has_aux=True)), mesh, "data")
-        mine = ff.local_batch(X, mesh, "data")
-        return f(ff.place(f, params, mine), mine)[0][1]
-
-    for rank, new in enumerate(ff.spmd(main, mesh)()):
+    step = ff.remat(ff.value_and_grad(loss_fn, has_aux=True))
+    found = with_ledger(lambda mesh: ff.shard(step, mesh, "data"), params, X)
+    for rank, (((_, new), _), _) in enumerate(found):
         alone = apply(params, buffers, X[2 * rank : 2 * rank + 2], mutable=True)[1]
         close(new["1.running_mean"], alone["1.running_mean"], 1e-6)
 

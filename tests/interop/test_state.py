@@ -9,6 +9,7 @@ import torch
 from torch import nn
 
 import fsfunc as ff
+from tests.checks import with_ledger
 from tests.interop.models import hugging_face, llama, seeded, text
 
 X = torch.randn(4, 4, generator=seeded(3))
@@ -276,29 +277,26 @@ def test_state_within_attributes_does_not_stay(state, units):
     module = Growing(make(), at)
     apply, params, buffers = ff.from_module(nn.Sequential(module), units)
     step = ff.value_and_grad(lambda p: apply(p, buffers, X).square().mean())
-    mesh = ff.make_mesh({"data": 2}, "simulated")
-
-    def main():  # recorded first: what is fake must not stay
-        f = ff.shard(ff.remat(step), mesh, "data")
-        return f(ff.place(f, params))[0]
-
-    values = [*ff.spmd(main, mesh)(), *(step(params)[0] for _ in range(2))]
+    wrap = lambda mesh: ff.shard(ff.remat(step), mesh, "data")  # noqa: E731
+    # Recorded first: what is fake must not stay.
+    values = [found[0] for found, _ in with_ledger(wrap, params)]
+    values += [step(params)[0] for _ in range(2)]
     torch.testing.assert_close(values, [module(X).square().mean().detach()] * 4)
 
 
 def test_copies_of_models_with_configs_are_used_again():
-    from fsfunc.interop import copies
+    from fsfunc.interop import structures
 
     made = []
-    copied = copies.copied
-    copies.copied = lambda m: made.append(m) or copied(m)
+    copied = structures.copied
+    structures.copied = lambda m: made.append(m) or copied(m)
     try:
         apply, params, buffers = ff.from_module(hugging_face(llama), "model.layers.*")
         for _ in range(2):
             count = len(made)
             apply(params, buffers, **text(), use_cache=False)
     finally:
-        copies.copied = copied
+        structures.copied = copied
     assert 0 < count == len(made)
 
 

@@ -9,6 +9,7 @@ from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
 import fsfunc as ff
+from tests.checks import with_ledger
 from tests.interop.models import close, seeded
 
 X = torch.randn(4, 4, generator=seeded(3))
@@ -55,15 +56,10 @@ def test_a_parameter_that_is_written_is_told_and_left(write, ranks, units):
     before = copy.deepcopy(module.state_dict())
     apply, params, buffers = ff.from_module(module, units)
     step = ff.value_and_grad(lambda p: apply(p, buffers, X).square().mean())
-    mesh = ff.make_mesh({"data": ranks or 1}, "simulated")
-
-    def main():
-        f = ff.shard(ff.remat(step), mesh, "data")
-        return f(ff.place(f, params))
-
+    wrap = lambda mesh: ff.shard(ff.remat(step), mesh, "data")  # noqa: E731
     for _ in range(2):
         with pytest.raises(RuntimeError, match="changes the parameter '0.*weight' in"):
-            ff.spmd(main, mesh)() if ranks else apply(params, buffers, X)
+            with_ledger(wrap, params) if ranks else apply(params, buffers, X)
     close(dict(module.state_dict()), dict(before), 0.0)
 
 

@@ -2,7 +2,6 @@
 
 from typing import Any, NamedTuple
 
-import pytest
 import torch
 from hypothesis import given
 
@@ -12,16 +11,13 @@ from fsfunc.optim import (
     add_decayed_weights,
     apply_updates,
     chain,
-    clip_by_global_norm,
     scale,
     sgd,
-    sharded_adam,
 )
 from tests.optim.trees import (
     SEEDS,
     SHAPES,
     assert_bits,
-    assert_near,
     copies,
     donated,
     floating,
@@ -131,26 +127,6 @@ def test_a_chain_composes_in_order():
         assert_bits(p + expected, optimizer.apply(g, state, p)[0])
 
 
-@given(shapes=SHAPES, seed=SEEDS)
-def test_apply_is_update_and_addition(shapes, seed):
-    params = params_of(shapes, seed)
-    grads = [like(params, seed + k, scale=10.0) for k in range(3)]
-
-    def schedule(count):
-        return 0.1 / (count + 1)
-
-    optimizer = chain(
-        clip_by_global_norm(1.0),
-        chain(scale(2.0), add_decayed_weights(0.1, lambda path, leaf: leaf.ndim > 1)),
-        sharded_adam(schedule, mask=lambda path, leaf: leaf.ndim > 1),
-    )
-    applied, state = trained(optimizer, params, grads)
-    updated, its_state = trained_by_update(optimizer, params, grads)
-    assert_near(floating(updated), floating(applied), 1e-5)
-    assert_near(its_state, state, 1e-5)
-    assert [state[2].count, its_state[2].count] == [3, 3]
-
-
 def test_a_chain_advances_the_state_of_each():
     counted = Optimizer(lambda params: 0, double)
     optimizer = chain(counted, counted, sgd(0.1, momentum=0.9))
@@ -161,36 +137,12 @@ def test_a_chain_advances_the_state_of_each():
     assert state[:2] == (3, 3) and state[2].count == 3
 
 
-def test_nothing_is_written_before_the_last_check():
-    def refuse(grads, state, params=None):
-        raise RuntimeError("a collective failed")
-
-    optimizer = chain(Optimizer(lambda params: (), refuse), sgd(0.1))
-    p = torch.ones(2)
-    with donated(), pytest.raises(RuntimeError, match="a collective failed"):
-        optimizer.apply(p.clone(), optimizer.init(p), p)
-    assert_bits(torch.ones(2), p)
-
-
-def test_bad_chains_are_refused():
-    with pytest.raises(ValueError, match="at least one"):
-        chain()
-    optimizer = chain(scale(1.0), sgd(0.1))
-    p = torch.ones(1)
-    with pytest.raises(ValueError, match="chain of 2 was given a state of 1"):
-        optimizer.apply(p, ((),), p)
-
-
 def test_decayed_weights_by_mask():
-    with pytest.raises(ValueError, match="weight_decay is -1"):
-        add_decayed_weights(-1)
     decay = add_decayed_weights(0.5, lambda path, leaf: path == "w")
     params = {"w": torch.ones(1), "b": torch.ones(1), "n": 3}
     grads = {"w": torch.ones(1), "b": torch.ones(1), "n": None}
     updates, _ = decay.update(grads, (), params)
     assert_bits({"w": torch.tensor([1.5]), "b": torch.ones(1), "n": None}, updates)
-    with pytest.raises(ValueError, match="needs them"):
-        decay.update(grads, ())
 
 
 def test_scale_leaves_other_leaves_alone():

@@ -1,4 +1,4 @@
-"""Adam and SGD: torch's bits, its tolerance, and what a fused operator would miss."""
+"""What one leaf, one group or one setting is to an elementwise optimizer."""
 
 import functools
 
@@ -9,14 +9,14 @@ from hypothesis import strategies as st
 
 import fsfunc as ff
 from fsfunc import tree
-from fsfunc.optim import AdamState, sgd, sharded_adam
+from fsfunc.optim import AdamState, from_torch, sgd, sharded_adam
+from tests.optim.optimizers import KINDS, OWN, adamw, descent
 from tests.optim.trees import (
     SEEDS,
     SHAPES,
     assert_bits,
     assert_near,
     by_torch,
-    copies,
     donated,
     floating,
     like,
@@ -24,63 +24,6 @@ from tests.optim.trees import (
     trained,
     trained_by_update,
 )
-
-ADAMS = st.fixed_dictionaries(
-    {},
-    optional={
-        "b1": st.sampled_from([0.0, 0.5]),
-        "b2": st.sampled_from([0.0, 0.9]),
-        "eps": st.sampled_from([1e-6, 1e-3]),
-        "weight_decay": st.sampled_from([0.0, 0.3]),
-    },
-)
-DESCENTS = st.sampled_from(
-    [
-        {},
-        {"weight_decay": 0.1},
-        {"momentum": 0.9},
-        {"momentum": 0.9, "weight_decay": 0.1},
-        {"momentum": 0.9, "dampening": 0.5},
-        {"momentum": 0.9, "nesterov": True},
-        {"momentum": 0.9, "nesterov": True, "weight_decay": 0.1},
-        {"momentum": 0.5, "dampening": 1.0, "weight_decay": 0.1},
-        {"dampening": 0.5},
-    ]
-)
-
-
-def torch_adamw(settings, **kwargs):
-    named = dict(settings)
-    betas = (named.pop("b1", 0.9), named.pop("b2", 0.999))
-    return functools.partial(torch.optim.AdamW, betas=betas, **named, **kwargs)
-
-
-def torch_sgd(settings, **kwargs):
-    return functools.partial(torch.optim.SGD, lr=0.1, **settings, **kwargs)
-
-
-# (settings, our optimizer and torch's of them)
-KINDS = st.one_of(
-    st.tuples(ADAMS, st.just((sharded_adam, torch_adamw))),
-    st.tuples(DESCENTS, st.just((functools.partial(sgd, 0.1), torch_sgd))),
-)
-
-
-def of_all(test):
-    return given(shapes=SHAPES, seed=SEEDS, kind=KINDS)(test)
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
-@of_all
-def test_apply_has_the_bits_of_torchs_fused(dtype, shapes, seed, kind):
-    settings, (ours, theirs) = kind
-    params = params_of(shapes, seed, dtype)
-    grads = [like(params, seed + k) for k in range(3)]
-    expected = by_torch(theirs(settings, fused=True), params, grads)
-    after, state = trained(ours(**settings), params, grads)
-    assert_bits(expected, floating(after))
-    assert state.count == 3
-    assert after["steps"] is params["steps"] and after["no"] is None
 
 
 def test_the_defaults_are_torchs():
@@ -90,49 +33,9 @@ def test_the_defaults_are_torchs():
     assert_bits(expected, floating(trained(sharded_adam(), params, grads)[0]))
 
 
-@of_all
-def test_update_and_apply_agree_with_torchs_plain(shapes, seed, kind):
-    settings, (ours, theirs) = kind
-    params, optimizer = params_of(shapes, seed), ours(**settings)
-    grads = [like(params, seed + k) for k in range(3)]
-    expected = by_torch(theirs(settings, foreach=False), params, grads)
-    applied, state = trained(optimizer, params, grads)
-    updated, its_state = trained_by_update(optimizer, params, grads)
-    assert_near(expected, floating(applied))
-    assert_near(expected, floating(updated))
-    assert_near(state, its_state)
-
-
-@of_all
-def test_donated_is_pure_and_pure_changes_nothing(shapes, seed, kind):
-    settings, (ours, _) = kind
-    optimizer = ours(**settings, mask=lambda path, leaf: leaf.ndim > 1)
-    params = params_of(shapes, seed)
-    state = optimizer.init(params)
-    for k in range(2):
-        grads = like(params, seed + k)
-        before = copies((params, state, grads))
-        pure = optimizer.apply(grads, state, params)
-        optimizer.update(grads, state, params)
-        assert_bits(before, (params, state, grads))
-
-        mine = floating((params, state))
-        versions = [x._version for x in mine]
-        with donated():
-            given_away = optimizer.apply(grads, state, params)
-        assert_bits(pure, given_away)
-        assert_bits(before[2], grads)
-        pairs = zip(mine, floating(given_away), strict=True)
-        assert all(a is b for a, b in pairs)
-        # `shard` sees by the version what changed; fused operators bump none.
-        for tensor, version in zip(mine, versions, strict=True):
-            assert tensor._version > version or not tensor.numel()
-        params, state = given_away
-
-
 @pytest.mark.parametrize(
     ("ours", "theirs"),
-    [(sharded_adam, torch_adamw), (functools.partial(sgd, 0.1), torch_sgd)],
+    [(sharded_adam, adamw), (functools.partial(sgd, 0.1), descent)],
     ids=["adam", "sgd"],
 )
 @given(shapes=SHAPES, seed=SEEDS)
@@ -145,7 +48,7 @@ def test_the_mask_says_which_leaves_decay(ours, theirs, shapes, seed):
 
     expected = []
     for decay in (0.3, 0.0):
-        make = theirs({"weight_decay": decay}, fused=True)
+        make = theirs(weight_decay=decay)
         expected.append(by_torch(make, params, grads))
     paths = [p for p in tree.paths(params) if p != "steps"]
     wanted = [
@@ -182,18 +85,19 @@ def test_one_fused_call_for_each_group(monkeypatch):
     ids=["transposed", "expanded", "strided"],
 )
 @pytest.mark.parametrize("which", ["params", "grads", "both"])
-def test_tensors_that_are_not_dense(strange, which):
-    p, g = torch.randn(3, 4), torch.randn(3, 4)
+@pytest.mark.parametrize("name", ["adam", "RMSprop"])
+def test_tensors_that_are_not_dense(name, strange, which):
+    optimizer, p, g = KINDS[name].ours(), torch.randn(3, 4), torch.randn(3, 4)
     if which in ("params", "both") and strange(p).stride(0) != 0:
         p = strange(p)
     if which in ("grads", "both"):
         g = strange(g)
     plain = [x.clone(memory_format=torch.contiguous_format) for x in (p, g)]
-    expected, _ = trained(sharded_adam(), plain[0], [plain[1]] * 2)
-    pure, _ = trained(sharded_adam(), p, [g] * 2)
+    expected, _ = trained(optimizer, plain[0], [plain[1]] * 2)
+    pure, _ = trained(optimizer, p, [g] * 2)
     assert_bits(expected, pure)
     with donated():
-        given_away, _ = trained(sharded_adam(), p, [g] * 2)
+        given_away, _ = trained(optimizer, p, [g] * 2)
     assert given_away is p
     assert_bits(expected, p)
 
@@ -258,29 +162,40 @@ def test_a_leaf_without_a_gradient_keeps_its_moments():
     assert updates["b"] is None and updates["a"] is not None
 
 
-def test_a_schedule_is_asked_for_each_count():
-    asked = []
+SCHEDULED = {
+    kind: lambda rate, kind=kind: from_torch(getattr(torch.optim, kind), lr=rate)
+    for kind in ("Rprop", "ASGD", "RMSprop")
+} | {"AdamW": sharded_adam}
+
+
+@pytest.mark.parametrize("first", [0.0, 0.25])
+@pytest.mark.parametrize("name", SCHEDULED)
+def test_a_schedule_is_the_scheduler_asked_for_each_count(name, first):
+    rates, asked = [first, 0.5, 0.125, 0.25], []
 
     def schedule(count):
         asked.append(count)
-        return 0.1 / (count + 1)
+        return rates[count]
 
-    params, grads = {"w": torch.ones(3)}, {"w": torch.ones(3)}
-    after, _ = trained(sharded_adam(schedule), params, [grads] * 3)
-    assert asked == [0, 1, 2]
-    leaf = torch.nn.Parameter(torch.ones(3))
-    reference = torch.optim.AdamW([leaf], lr=0.1, fused=True)
-    for count in range(3):
-        reference.param_groups[0]["lr"] = 0.1 / (count + 1)
-        leaf.grad = torch.ones(3)
+    params = params_of([(5,)], 0)
+    leaf = torch.nn.Parameter(params["head"].clone())
+    how = {"fused": True} if SCHEDULED[name] is sharded_adam else {}
+    reference = getattr(torch.optim, name)([leaf], lr=rates[0], **how)
+    grads = [like(params, k) for k in range(len(rates))]
+    for rate, g in zip(rates, grads, strict=True):
+        reference.param_groups[0]["lr"] = rate
+        leaf.grad = g["head"].clone()
         reference.step()
-    assert_bits(leaf.detach(), after["w"])
+    after, _ = trained(SCHEDULED[name](schedule), params, grads)
+    assert_bits(leaf.detach(), after["head"])
+    assert name != "AdamW" or asked == [0, 1, 2, 3]  # once for each count
 
 
-@given(kind=KINDS)
-def test_the_count_may_be_a_tensor(kind):
-    settings, (ours, _) = kind
-    w, g, optimizer = torch.randn(3), torch.randn(3), ours(**settings)
+@pytest.mark.parametrize("name", OWN)
+@given(data=st.data())
+def test_the_count_may_be_a_tensor(name, data):
+    optimizer = OWN[name].ours(**data.draw(OWN[name].settings))
+    w, g = torch.randn(3), torch.randn(3)
     state = optimizer.init(w)
     counted = state._replace(count=torch.tensor(0))
     for k in range(2):
@@ -392,79 +307,3 @@ def test_apply_differentiates(make):
     torch.testing.assert_close(
         torch.func.vmap(after_two_steps)(stacked)[1], after_two_steps(2 * p)
     )
-
-
-@pytest.mark.parametrize(
-    ("make", "settings", "message"),
-    [
-        (sharded_adam, {"learning_rate": -1.0}, "learning_rate is -1.0"),
-        (sharded_adam, {"learning_rate": float("nan")}, "learning_rate is nan"),
-        (sharded_adam, {"b1": 1.0}, "b1 is 1.0"),
-        (sharded_adam, {"b2": -0.1}, "b2 is -0.1"),
-        (sharded_adam, {"eps": -1e-8}, "eps is -1e-08"),
-        (sharded_adam, {"weight_decay": -1}, "weight_decay is -1"),
-        (sgd, {"learning_rate": -1.0}, "learning_rate is -1.0"),
-        (sgd, {"momentum": -1.0}, "momentum is -1.0"),
-        (sgd, {"weight_decay": -1.0}, "weight_decay is -1.0"),
-        (sgd, {"nesterov": True}, "nesterov needs momentum"),
-        (sgd, {"nesterov": True, "momentum": 0.9, "dampening": 0.1}, "dampening is"),
-    ],
-)
-def test_bad_settings_are_refused(make, settings, message):
-    with pytest.raises(ValueError, match=message):
-        make(**{"learning_rate": 0.1, **settings})
-
-
-def test_a_schedule_below_zero_is_refused_before_anything_is_written():
-    p = torch.ones(2)
-    optimizer = sharded_adam(lambda count: -1.0)
-    with donated(), pytest.raises(ValueError, match="-1.0 at count 0"):
-        optimizer.apply(p, optimizer.init(p), p)
-    assert_bits(torch.ones(2), p)
-
-
-@pytest.mark.parametrize(
-    "make", [sharded_adam, functools.partial(sgd, 0.1, momentum=0.9)]
-)
-def test_decay_needs_the_parameters(make):
-    p = torch.ones(2)
-    optimizer = make(weight_decay=0.1)
-    with pytest.raises(ValueError, match="update\\(grads, state, params\\)"):
-        optimizer.update(p, optimizer.init(p))
-    free = make(weight_decay=0)
-    assert_bits(free.update(p, free.init(p), p), free.update(p, free.init(p)))
-
-
-W = torch.ones(2, 3)
-
-
-@pytest.mark.parametrize(
-    ("grads", "message"),
-    [
-        ({"w": W}, "gradients do not fit.*keys"),
-        ({"w": W.t(), "b": W}, "gradients do not fit.*'w'.*\\[2, 3\\].*\\[3, 2\\]"),
-        ({"w": W, "b": [W]}, "gradients do not fit.*'b'.*a list"),
-        ({"w": W, "b": W.to("meta")}, "'b'.*on cpu.*on meta"),
-    ],
-)
-def test_gradients_that_do_not_fit_are_refused_unwritten(grads, message):
-    params = {"w": W.clone(), "b": W.clone()}
-    optimizer = sharded_adam()
-    state = optimizer.init(params)
-    with donated(), pytest.raises(tree.TreeMismatch, match=message):
-        optimizer.apply(grads, state, params)
-    with pytest.raises(tree.TreeMismatch, match=message):
-        optimizer.update(grads, state, params)
-    assert_bits({"w": W, "b": W}, params)
-
-
-def test_a_state_of_other_parameters_is_refused():
-    optimizer = sharded_adam()
-    state = optimizer.init({"w": torch.tensor(1)})
-    with pytest.raises(tree.TreeMismatch, match="optimizer state.*'w'.*None"):
-        optimizer.apply({"w": W}, state, {"w": W})
-
-
-def test_complex_parameters_are_refused():
-    with pytest.raises(TypeError, match="view_as_real"):
-        sharded_adam().init({"w": torch.ones(2, dtype=torch.complex64)})

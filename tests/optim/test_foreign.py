@@ -4,8 +4,6 @@ import functools
 
 import pytest
 import torch
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
 import fsfunc as ff
 from fsfunc import tree
@@ -13,10 +11,9 @@ from fsfunc.comm.mesh import here
 from fsfunc.optim import from_torch
 from fsfunc.sharded.leaf import is_sharded
 from fsfunc.sharded.slices import take
-from tests.optim.test_sharded import MESHES, matrices, place, unshard, whole
+from tests.models import chain, layers
+from tests.optim.optimizers import CLASSES, matrices, ours, theirs
 from tests.optim.trees import (
-    SEEDS,
-    SHAPES,
     assert_bits,
     assert_near,
     by_torch,
@@ -26,58 +23,14 @@ from tests.optim.trees import (
     like,
     params_of,
     trained,
-    trained_by_update,
 )
 
-CLASSES = {
-    "ASGD": ("ASGD", {"lr": 0.1, "weight_decay": 0.1}),
-    "Adadelta": ("Adadelta", {"lr": 0.5}),
-    "Adagrad": ("Adagrad", {"lr": 0.1, "initial_accumulator_value": 0.5}),
-    "Adam": ("Adam", {"lr": 0.1}),
-    "Adam amsgrad": ("Adam", {"lr": 0.1, "amsgrad": True, "maximize": True}),
-    "AdamW": ("AdamW", {"lr": 0.1, "weight_decay": 0.3}),
-    "AdamW fused": ("AdamW", {"lr": 0.1, "fused": True}),
-    "Adamax": ("Adamax", {}),
-    "NAdam": ("NAdam", {"lr": 0.1, "decoupled_weight_decay": True}),
-    "RAdam": ("RAdam", {"lr": 0.1}),
-    "RMSprop": ("RMSprop", {"lr": 0.1, "centered": True, "momentum": 0.5}),
-    "Rprop": ("Rprop", {"lr": 0.1}),
-    "SGD": ("SGD", {"lr": 0.1}),
-    "SGD dampened": ("SGD", {"lr": 0.1, "momentum": 0.9, "dampening": 0.5}),
-    "SGD nesterov": ("SGD", {"momentum": 0.9, "nesterov": True, "foreach": True}),
-}
 ALL = pytest.mark.parametrize("name", CLASSES)
 STEPS = 7  # RAdam's sixth step is of another kind than its first
 
 
-@functools.cache
-def ours(name):
-    kind, options = CLASSES[name]
-    return from_torch(getattr(torch.optim, kind), **options)
-
-
-def theirs(name):
-    kind, options = CLASSES[name]
-    return functools.partial(getattr(torch.optim, kind), **options)
-
-
 def grads_of(params, seed, steps=STEPS):
     return [like(params, seed + k) for k in range(steps)]
-
-
-@ALL
-@given(
-    shapes=SHAPES, seed=SEEDS, dtype=st.sampled_from([torch.float32, torch.bfloat16])
-)
-@settings(max_examples=8)
-def test_on_one_device_it_has_the_bits_of_the_class(name, shapes, seed, dtype):
-    params = params_of(shapes, seed, dtype)
-    grads = grads_of(params, seed)
-    expected = by_torch(theirs(name), params, grads)
-    after, state = trained(ours(name), params, grads)
-    assert_bits(expected, floating(after))
-    assert state.count == STEPS
-    assert after["steps"] is params["steps"] and after["no"] is None
 
 
 @ALL
@@ -102,88 +55,8 @@ def test_it_keeps_what_the_class_keeps(name):
                 assert x.item() == state.numbers[n] and type(state.numbers[n]) is float
 
 
-@ALL
-@given(axes=MESHES, seed=SEEDS)
-@settings(max_examples=4)
-def test_sharded_is_whole(name, axes, seed):
-    params = whole(seed)
-    grads = grads_of(params, seed)
-    expected = by_torch(theirs(name), params, grads)
-    mesh = ff.make_mesh(axes, "simulated")
-
-    def run(in_place):
-        mine = place(params, axes), [place(g, axes) for g in grads]
-        if not in_place:
-            return trained(ours(name), *mine)
-        with donated():
-            return trained(ours(name), *mine)
-
-    with ff.ledger() as log:
-        results = [ff.spmd(run, mesh)(in_place) for in_place in (False, True)]
-    assert log.records == []
-    for by_rank in results:
-        after = unshard([params for params, _ in by_rank], mesh)
-        agree = assert_near if "fused" in name else assert_bits
-        agree(expected, floating(after))
-        assert len({repr(state.numbers) for _, state in by_rank}) == 1
-    for pure, given_away in zip(*results, strict=True):
-        assert_bits(floating(pure), floating(given_away))
-
-
-@ALL
-@given(shapes=SHAPES, seed=SEEDS)
-@settings(max_examples=4)
-def test_donated_is_pure_and_pure_changes_nothing(name, shapes, seed):
-    optimizer, params = ours(name), params_of(shapes, seed)
-    state = optimizer.init(params)
-    for k in range(2):
-        grads = like(params, seed + k)
-        before = copies((params, state, grads))
-        pure = optimizer.apply(grads, state, params)
-        updates, later = optimizer.update(grads, state, params)
-        assert_bits(before, (params, state, grads))
-        assert updates["no"] is None and updates["steps"] is None
-        assert_bits(pure[1], later)
-        with donated():
-            given_away = optimizer.apply(grads, state, params)
-            assert_bits(before[2], grads)
-        assert_bits(pure, given_away)
-        assert given_away[0]["head"] is params["head"]
-        params, state = pure
-
-
-@ALL
-def test_updates_add_up_and_their_structure_stays(name):
-    params = params_of([(3,), (2, 2)], 1)
-    grads = grads_of(params, 1)
-    expected, its_state = trained(ours(name), params, grads)
-    actual, state = trained_by_update(ours(name), params, grads)
-    assert_near(floating(expected), floating(actual), 1e-5)
-    assert tree.flatten(state)[1] == tree.flatten(its_state)[1]
-    first = ours(name).init(params)
-    assert tree.flatten(first)[1] == tree.flatten(state)[1]
-
-
-layer = ff.unit(lambda p, x: torch.tanh(x @ p["w"] + p["b"]))
-
-
-def loss_fn(params, x):
-    for p in params:
-        x = layer(p, x)
-    return x.square().mean()
-
-
-def layers():
-    draw = torch.Generator().manual_seed(0)
-    return [
-        {
-            "w": torch.randint(-1, 2, (3, 3), generator=draw).double(),
-            "b": torch.zeros(3, dtype=torch.float64),
-        }
-        for _ in range(2)
-    ]
-
-
+loss_fn = chain()
+PARAMS = layers(2, 3, dtype=torch.float64)
 X = torch.randn(4, 3, generator=torch.Generator().manual_seed(8), dtype=torch.float64)
 
 
@@ -192,7 +65,7 @@ X = torch.randn(4, 3, generator=torch.Generator().manual_seed(8), dtype=torch.fl
 def test_steps_under_every_zero_resume_from_their_state(name, zero):
     optimizer, mesh = ours(name), ff.make_mesh({"data": 4}, "simulated")
     alone = optimizer(ff.value_and_grad(loss_fn))
-    expected = ff.TrainState(layers(), optimizer.init(layers()))
+    expected = ff.TrainState(PARAMS, optimizer.init(PARAMS))
     for _ in range(4):
         expected, _ = alone(expected, X)
 
@@ -200,7 +73,7 @@ def test_steps_under_every_zero_resume_from_their_state(name, zero):
         step = ff.shard(optimizer(ff.value_and_grad(loss_fn)), mesh, "data", zero=zero)
         step = ff.donate(step) if donate else step
         mine = ff.local_batch(X, mesh, "data")
-        state = ff.init_state(step, layers(), optimizer, mine)
+        state = ff.init_state(step, PARAMS, optimizer, mine)
         for k in range(4):
             if k == 2:  # as from a checkpoint
                 stored = ff.unshard(state)
@@ -225,43 +98,6 @@ def laid_out(stored, like):
         return leaf.with_local(take(full, leaf.layout, here().mesh.coordinates()))
 
     return tree.map(part, like, stored, is_leaf=is_sharded)
-
-
-@given(axes=MESHES, seed=SEEDS)
-@settings(max_examples=6)
-def test_it_composes(axes, seed):
-    """With clipping, and beside another optimizer for other leaves."""
-    optimizer = ff.chain(
-        ff.clip_by_global_norm(1.0),
-        ff.partition(
-            {"matrix": ours("RMSprop"), "other": ours("SGD dampened")},
-            lambda path, leaf: "matrix" if leaf.ndim > 1 else "other",
-        ),
-    )
-    params, mesh = whole(seed), ff.make_mesh(axes, "simulated")
-    grads = grads_of(params, seed, 3)
-    expected, _ = trained(optimizer, params, grads)
-
-    def run():
-        mine = place(params, axes), [place(g, axes) for g in grads]
-        with donated():
-            return trained(optimizer, *mine)[0]
-
-    assert_near(floating(expected), floating(unshard(ff.spmd(run, mesh)(), mesh)))
-
-
-def test_its_update_writes_nothing_that_is_donated():
-    optimizer = ff.chain(ours("RMSprop"), ff.scale(0.5))
-    params = params_of([(3,), (2, 2)], 1)
-    grads = grads_of(params, 1, 2)
-    expected, _ = trained(optimizer, params, grads)
-    with donated():
-        actual, _ = trained(optimizer, copies(params), grads)
-    assert_bits(floating(expected), floating(actual))
-    (leaf,) = by_torch(theirs("RMSprop"), params["head"], [grads[0]["head"]])
-    assert_near(
-        params["head"].lerp(leaf, 0.5), trained(optimizer, params, grads[:1])[0]["head"]
-    )
 
 
 def test_a_rank_without_elements_counts_too():
@@ -293,34 +129,6 @@ def test_a_gradient_that_comes_late_finds_a_fresh_moment():
     assert_bits(torch.full((2,), 0.5), state.moments["sum"]["late"])
     params, state = optimizer.apply({"early": g, "late": g}, state, params)
     assert_bits(torch.full((2,), 0.5) + g * g, state.moments["sum"]["late"])
-
-
-@pytest.mark.parametrize("first", [0.0, 0.25])
-@pytest.mark.parametrize("name", ["Rprop", "ASGD", "RMSprop"])
-def test_a_schedule_is_the_scheduler(name, first):
-    kind = getattr(torch.optim, name)
-    rates = [first, 0.5, 0.125, 0.25]
-    params = params_of([(5,)], 0)
-    leaf = torch.nn.Parameter(params["head"].clone())
-    optimizer = kind([leaf], lr=rates[0])
-    grads = grads_of(params, 0, 4)
-    for rate, g in zip(rates, grads, strict=True):
-        optimizer.param_groups[0]["lr"] = rate
-        leaf.grad = g["head"]
-        optimizer.step()
-    after, _ = trained(from_torch(kind, lr=lambda count: rates[count]), params, grads)
-    assert_bits(leaf.detach(), after["head"])
-
-
-def test_gradients_of_another_kind():
-    """Expanded, as those of a sum; parameters that are not contiguous."""
-    p, g = torch.arange(6.0).view(2, 3).t(), torch.tensor(2.0).expand(3, 2)
-    (expected,) = by_torch(theirs("RMSprop"), p, [g, g])
-    after, _ = trained(ours("RMSprop"), p, [g, g])
-    assert_bits(expected, after)
-    with donated():
-        after, _ = trained(ours("RMSprop"), p, [g, g])
-    assert after is p and torch.equal(p, expected)
 
 
 class Own(torch.optim.Optimizer):
@@ -427,40 +235,6 @@ def test_a_class_that_is_not_elementwise_is_refused(fault, message):
     assert torch.equal(before, torch.get_rng_state())
 
 
-@pytest.mark.parametrize(
-    ("kind", "options", "message"),
-    [
-        ("LBFGS", {}, "LBFGS cannot run on shards: it takes a closure"),
-        ("Adafactor", {}, "sums over the rows and columns"),
-        ("Muon", {}, "orthogonalises a matrix"),
-        ("SparseAdam", {}, "sparse gradients"),
-        ("Adam", {"capturable": True}, r"from_torch\(Adam\) does without capturable"),
-        ("Adam", {"differentiable": True}, "take ff.sharded_adam"),
-        ("RMSprop", {"lr": -1.0}, "lr is -1.0"),
-        ("RMSprop", {"alpha": -1.0}, "Invalid alpha"),
-    ],
-)
-def test_bad_settings_are_refused(kind, options, message):
-    with pytest.raises(ValueError, match=message):
-        from_torch(getattr(torch.optim, kind), **options)
-
-
-def test_bad_calls_are_refused():
-    with pytest.raises(TypeError, match="takes a torch.optim class"):
-        from_torch(torch.optim.SGD([torch.ones(1)], lr=0.1))  # type: ignore
-    p = torch.ones(2)
-    optimizer = ours("RMSprop")
-    state = optimizer.init(p)
-    with pytest.raises(ValueError, match=r"call update\(grads, state, params\)"):
-        optimizer.update(p, state)
-    with pytest.raises(ValueError, match="the state keeps .*'momentum_buffer'"):
-        ours("Adam").apply(p, state, p)
-    with pytest.raises(tree.TreeMismatch, match="gradients do not fit"):
-        optimizer.apply(torch.ones(3), state, p)
-    with pytest.raises(ValueError, match="cannot be differentiated or batched"):
-        torch.func.vmap(lambda p: optimizer.apply(p, state, p)[0])(torch.ones(3, 2))
-
-
 @ALL
 def test_a_plan_needs_no_data(name):
     mesh = ff.make_mesh({"data": 8}, "abstract")
@@ -469,7 +243,7 @@ def test_a_plan_needs_no_data(name):
     def main():
         step = ff.shard(optimizer(ff.value_and_grad(loss_fn)), mesh, "data")
         mine = torch.zeros(2, 3, dtype=torch.float64)
-        state = ff.init_state(step, layers(), optimizer, mine)
+        state = ff.init_state(step, PARAMS, optimizer, mine)
         for _ in range(2):
             state, _ = step(state, mine)
         return state.opt_state.count, state.opt_state.numbers
@@ -487,7 +261,7 @@ def test_a_plan_of_a_donated_step():
 
     def main():
         mine = ff.local_batch(X, mesh, "data")
-        state = ff.init_state(step, layers(), optimizer, mine)
+        state = ff.init_state(step, PARAMS, optimizer, mine)
         planned = ff.plan(step, state, mine)
         with ff.ledger() as log:
             step(state, mine)

@@ -1,4 +1,4 @@
-"""Optimizers over shards: equal to the whole tree, and spending what they say."""
+"""Optimizers over shards: what they send, and the buffers that stay whole."""
 
 import math
 
@@ -10,169 +10,21 @@ from hypothesis import strategies as st
 from fsfunc import tree
 from fsfunc.comm.launch import make_mesh, spmd
 from fsfunc.comm.ledgers import ledger
-from fsfunc.comm.mesh import here
 from fsfunc.optim import (
     chain,
     clip_by_global_norm,
     global_norm,
-    masked,
-    partition,
     sgd,
     sharded_adam,
     tree_sum,
 )
 from fsfunc.sharded.layout import Layout, pack_flat
-from fsfunc.sharded.leaf import FlatShard, Sharded, is_sharded
+from fsfunc.sharded.leaf import FlatShard, Sharded
 from fsfunc.sharded.packing import split_buffers
-from fsfunc.sharded.placements import Owned, Split
-from fsfunc.sharded.slices import assemble, take
-from tests.optim.trees import (
-    SEEDS,
-    assert_bits,
-    assert_near,
-    copies,
-    donated,
-    floating,
-    like,
-    trained,
-    trained_by_update,
-)
-
-MESHES = st.sampled_from(
-    [{"data": n, "model": 1} for n in (1, 2, 3, 5, 8)]
-    + [{"data": 2, "model": 3}, {"data": 1, "model": 4}]
-)
-
-
-def whole(seed):
-    """A model of two units, a split leaf, an owned one and a replicated one."""
-    generator = torch.Generator().manual_seed(seed)
-
-    def draw(*shape):
-        return torch.randn(shape, generator=generator)
-
-    return {
-        "first": {"w": draw(3, 5), "b": draw(5), "scale": draw(), "none": draw(0, 2)},
-        "second": [draw(4, 4), draw(2)],
-        "split": draw(7, 2),
-        "owned": draw(3),
-        "norm": draw(6),
-        "steps": torch.tensor(3),
-    }
-
-
-def layouts(values, axes):
-    """By path, how each leaf lies; one flat buffer over one axis, one over two."""
-    paths, leaves, _ = tree.flatten_with_paths(values)
-    shapes = {p: tuple(x.shape) for p, x in zip(paths, leaves, strict=True)}
-    found = {}
-    for unit, over in (("first", ["data"]), ("second", ["data", "model"])):
-        names = [p for p in paths if p.startswith(unit)]
-        packed = pack_flat(
-            [shapes[p] for p in names],
-            torch.float32,
-            names,
-            over,
-            [axes[a] for a in over],
-            unit,
-        )
-        found.update(zip(names, packed, strict=True))
-    split, owned = Split(0, "model", axes["model"]), Owned("data", axes["data"], 0)
-    found["split"] = Layout(shapes["split"], torch.float32, (split,), "split")
-    found["owned"] = Layout(shapes["owned"], torch.float32, (owned,), "owned")
-    return found
-
-
-def place(values, axes):
-    """This rank's part of ``values``; the leaves of a unit share a shard."""
-    at = here().mesh.coordinates()
-    plan, shards = layouts(values, axes), {}
-    for layout in plan.values():
-        if layout.flat:
-            shards.setdefault(layout.flat.buffer, []).append(layout)
-    made = {}
-    for members in shards.values():
-        place_of = members[0].flat
-        own = {axis: at[axis] for axis in place_of.axes}
-        shard = FlatShard(tuple(members), torch.zeros(place_of.chunk), own)
-        made.update({leaf.name: leaf for leaf in shard.leaves()})
-
-    def part(path, x):
-        if path not in plan:
-            return x.clone()
-        local = take(x, plan[path], at)
-        if path not in made:
-            return Sharded(local.clone(), plan[path])
-        made[path].local.copy_(local)
-        return made[path]
-
-    names = iter(tree.paths(values))
-    leaves, treedef = tree.flatten(values)
-    return tree.unflatten(treedef, [part(next(names), x) for x in leaves])
-
-
-def unshard(by_rank, mesh):
-    """The whole tree of which each rank gave its part."""
-
-    def join(*parts):
-        if not is_sharded(parts[0]):
-            return parts[0]
-        places = [mesh.coordinates(rank) for rank in range(mesh.size)]
-        held = list(zip(places, [x.local for x in parts], strict=True))
-        return assemble(held, parts[0].layout)
-
-    return tree.map(join, *by_rank, is_leaf=is_sharded)
-
-
-def matrices(path, leaf):
-    return leaf.ndim > 1  # of a flat shard the local one has one dim
-
-
-def partitioned():
-    return partition(
-        {"matrix": sharded_adam(0.1), "other": sgd(0.1, momentum=0.9)},
-        lambda path, leaf: "matrix" if leaf.ndim > 1 else "other",
-    )
-
-
-OPTIMIZERS = {
-    "adam": lambda: sharded_adam(0.1, weight_decay=0.3),
-    "adam, decay cuts the buffers": lambda: sharded_adam(
-        0.1, weight_decay=0.3, mask=matrices
-    ),
-    "clipped adam": lambda: chain(
-        clip_by_global_norm(1.0), sharded_adam(0.1, mask=matrices)
-    ),
-    "sgd": lambda: sgd(0.1, momentum=0.9, nesterov=True, weight_decay=0.1),
-    "partition": partitioned,
-    "masked": lambda: masked(
-        chain(clip_by_global_norm(1.0), sharded_adam(0.1)), matrices
-    ),
-}
-
-
-@pytest.mark.parametrize("name", OPTIMIZERS)
-@given(axes=MESHES, seed=SEEDS)
-def test_sharded_is_whole(name, axes, seed):
-    optimizer = OPTIMIZERS[name]()
-    params = whole(seed)
-    grads = [like(params, seed + k, scale=3.0) for k in range(3)]
-    expected = trained(optimizer, params, grads)
-    mesh = make_mesh(axes, "simulated")
-
-    def run(by):
-        mine = place(params, axes)
-        return by(optimizer, mine, [place(g, axes) for g in grads])
-
-    def donating(*args):
-        with donated():
-            return trained(*args)
-
-    results = [spmd(run, mesh)(by) for by in (trained, donating, trained_by_update)]
-    for by_rank in results:
-        assert_near(floating(expected), floating(unshard(by_rank, mesh)))
-    for pure, given_away in zip(results[0], results[1], strict=True):
-        assert_bits(floating(pure), floating(given_away))
+from fsfunc.sharded.placements import Split
+from tests.optim.optimizers import by_shape, matrices
+from tests.optim.shards import MESHES, place, whole
+from tests.optim.trees import SEEDS, assert_bits, copies, donated, floating, trained
 
 
 @given(axes=MESHES, seed=SEEDS, p=st.sampled_from([1.0, 2.0, 3.0, math.inf]))
@@ -208,19 +60,6 @@ def test_one_number_is_sent_for_each_set_of_axes(measure, op):
         for over, n in (("data", 2), ("model", 3), (("data", "model"), 6)):
             assert log.count(op, over, rank) == 1
             assert log.bytes(over, rank=rank) == pytest.approx(2 * (n - 1) / n * 4)
-
-
-@pytest.mark.parametrize("name", ["adam", "sgd", "adam, decay cuts the buffers"])
-def test_an_elementwise_optimizer_sends_nothing(name):
-    axes = {"data": 2, "model": 3}
-    grads = like(whole(0), 1)
-
-    def run():
-        trained(OPTIMIZERS[name](), place(whole(0), axes), [place(grads, axes)])
-
-    with ledger() as log:
-        spmd(run, make_mesh(axes, "simulated"))()
-    assert log.records == []
 
 
 def unit_of_two():
@@ -269,7 +108,7 @@ def test_a_unit_cut_by_its_leaves_keeps_its_shard_in_place(cut):
     params, grads = unit_of_two(), unit_of_two()
     optimizer = {
         "decay": lambda: sharded_adam(mask=matrices),
-        "partition": partitioned,
+        "partition": lambda: by_shape(sharded_adam(0.1), sgd(0.1, momentum=0.9)),
         "frozen": sharded_adam,
     }[cut]()
     if cut == "frozen":

@@ -6,12 +6,13 @@ from fsfunc.pipelining.actions import Action, owners
 
 
 @st.composite
-def valid_schedules(draw, most_ranks=4, most_stages=6, most_microbatches=4):
+def valid_schedules(draw, ranks=None, n_stages=None, count=None):
     """Draw a schedule by running stages in any order that a chain allows."""
-    ranks = draw(st.integers(1, most_ranks))
-    extra = draw(st.lists(st.integers(0, ranks - 1), max_size=most_stages - ranks))
+    ranks = draw(st.integers(1, 4)) if ranks is None else ranks
+    least, most = (0, 6 - ranks) if n_stages is None else (n_stages - ranks,) * 2
+    extra = draw(st.lists(st.integers(0, ranks - 1), min_size=least, max_size=most))
     owner = draw(st.permutations([*range(ranks), *extra]))
-    count = draw(st.integers(1, most_microbatches))
+    count = draw(st.integers(1, 4)) if count is None else count
     last = len(owner) - 1
     split = draw(
         st.lists(

@@ -305,48 +305,21 @@ def specs(n_calls):
     )
 
 
-@st.composite
-def orders(draw, ranks, n_stages, m):
-    """A schedule that somebody wrote by hand: any order in which it can run."""
-    owners = draw(
-        st.permutations(
-            [
-                *range(ranks),
-                *draw(
-                    st.lists(
-                        st.integers(0, ranks - 1),
-                        min_size=n_stages - ranks,
-                        max_size=n_stages - ranks,
-                    )
-                ),
-            ]
-        )
-    )
-    split = draw(st.sets(st.integers(0, n_stages - 1)))
-    rows, done = [[] for _ in range(ranks)], set()
+def parameters(n=4, keys=("layers", "tied"), seed=1, dtype=torch.float64):
+    """Some of those of ``n`` layers."""
+    params = Spec((Step(),) * n).params(seed, dtype)
+    return {key: params[key] for key in keys}
 
-    def can(kind, s, i):
-        if kind == "F":
-            return s == 0 or ("F", s - 1, i) in done
-        if kind == "W":
-            return ("I", s, i) in done
-        after = s == n_stages - 1 or {("B", s + 1, i), ("I", s + 1, i)} & done
-        return ("F", s, i) in done and bool(after)
 
-    left = [
-        (kind, s, i)
-        for s in range(n_stages)
-        for i in range(m)
-        for kind in ("FIW" if s in split else "FB")
-    ]
-    rng = draw(st.randoms(use_true_random=False))
-    while left:
-        chosen = rng.choice([a for a in left if can(*a)])
-        left.remove(chosen)
-        done.add(chosen)
-        kind, s, i = chosen
-        rows[owners[s]].append(f"{kind}{i}@{s}")
-    return rows
+def through(params, h, unit=layer):
+    for p in params["layers"]:
+        h = unit(p, h)
+    return h
+
+
+def chain(params, batch, unit=layer):
+    """A loss of all layers, one after another."""
+    return (through(params, batch["x"], unit) * batch["y"]).mean()
 
 
 S = ff.schedules

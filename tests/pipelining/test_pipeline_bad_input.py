@@ -8,25 +8,10 @@ import torch
 
 import fsfunc as ff
 from tests.checks import close, held, nothing_sent, same, simulated
-from tests.pipelining.models import Spec, Step, batch_of, join, layer
+from tests.pipelining.models import batch_of, chain, join, layer, parameters, through
 
 MESH = ff.make_mesh({"pipe": 2}, "simulated")
 S = ff.schedules
-
-
-def parameters(count=4):
-    params = Spec((Step(),) * count).params(1)
-    return {key: params[key] for key in ("layers", "tied")}
-
-
-def through(params, h, unit=layer):
-    for p in params["layers"]:
-        h = unit(p, h)
-    return h
-
-
-def chain(params, batch, unit=layer):
-    return (through(params, batch["x"], unit) * batch["y"]).mean()
 
 
 GRADIENT = ff.value_and_grad(chain)

@@ -8,12 +8,12 @@ import torch
 import fsfunc as ff
 from fsfunc import tree
 from tests.checks import close, same
+from tests.pipelining import models
 from tests.pipelining.models import (
     NAMED,
     WIDTH,
-    Spec,
-    Step,
     batch_of,
+    chain,
     drop,
     layer,
     tied_layer,
@@ -25,8 +25,7 @@ MESHES = ({"data": 2, "pipe": 2}, {"pipe": 2, "data": 2})
 
 
 def parameters(dtype=torch.float64):
-    params = Spec((Step(),) * CALLS).params(5, dtype)
-    return {key: params[key] for key in ("layers", "gain", "tied")}
+    return models.parameters(CALLS, ("layers", "gain", "tied"), 5, dtype)
 
 
 def batches(rows=16):
@@ -42,14 +41,6 @@ def loss_fn(params, batch):
     h = layer(params["layers"][2], h) + first
     h = tied_layer({"layer": params["layers"][3], "tied": params["tied"]}, h)
     return (h * params["gain"] * batch["y"]).mean()
-
-
-def plain(params, batch):
-    """Units alone, each with leaves of its own, and no random numbers."""
-    h = batch["x"]
-    for p in params["layers"]:
-        h = layer(p, h)
-    return (h * batch["y"]).mean()
 
 
 def optimizer():
@@ -194,8 +185,8 @@ ACCUMULATED = {
 @pytest.mark.parametrize("name", ACCUMULATED)
 def test_accumulation_inside_and_outside(name):
     mesh = ff.make_mesh(MESHES[0], "simulated")
-    found = on_ranks(mesh, ACCUMULATED[name], plain)
-    check(found, one_device(8, plain))
+    found = on_ranks(mesh, ACCUMULATED[name], chain)
+    check(found, one_device(8, chain))
 
 
 PRECISE = {
@@ -271,7 +262,7 @@ def test_gradients_are_reduced_when_the_order_says(order, zero, schedule):
 
     opt = lambda: ff.sgd(0.5)  # noqa: E731
     each = m if order == "pipeline(shard)" and zero != 1 else 1
-    for rank, (*_, records) in enumerate(on_ranks(mesh, build, plain, opt)):
+    for rank, (*_, records) in enumerate(on_ranks(mesh, build, chain, opt)):
         op = "psum" if zero == 0 else "psum_scatter"
         reduced = of(records, op, phase="backward")
         assert len(reduced) == each * UNITS, rank
@@ -293,8 +284,8 @@ def test_a_clipped_norm_costs_one_number_more():
     rule = ff.sgd(0.5)
     clipped = ff.chain(ff.clip_by_global_norm(0.5), rule)
     for (*_, more), (*_, less) in zip(
-        on_ranks(mesh, build, plain, lambda: clipped),
-        on_ranks(mesh, build, plain, lambda: rule),
+        on_ranks(mesh, build, chain, lambda: clipped),
+        on_ranks(mesh, build, chain, lambda: rule),
         strict=True,
     ):
         *rest, norm = more

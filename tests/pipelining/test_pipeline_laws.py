@@ -8,7 +8,8 @@ from hypothesis import strategies as st
 
 import fsfunc as ff
 from tests.checks import close, held, same
-from tests.pipelining.models import NAMED, batch_of, orders, specs
+from tests.pipelining.drawing import valid_schedules
+from tests.pipelining.models import NAMED, batch_of, specs
 
 one_f_one_b = ff.schedules.one_f_one_b
 SEEDS = st.integers(0, 2**20)
@@ -21,7 +22,7 @@ def pipelines(draw, most=4):
     name = draw(st.sampled_from([*NAMED, "by hand"]))
     if name == "by hand":
         n_stages = draw(st.integers(ranks, 2 * ranks))
-        schedule = draw(orders(ranks, n_stages, m))
+        schedule = draw(valid_schedules(ranks, n_stages, m))
     else:
         schedule, chunks = NAMED[name]
         n_stages = ranks * chunks

@@ -9,22 +9,20 @@ from hypothesis import strategies as st
 
 import fsfunc as ff
 from fsfunc import tree
-from tests.pipelining.models import NAMED, WIDTH, Spec, Step, batch_of, layer, parts
+from tests.pipelining.models import (
+    NAMED,
+    WIDTH,
+    Spec,
+    Step,
+    batch_of,
+    chain,
+    layer,
+    parameters,
+    parts,
+)
 
 ITEM = 8  # bytes of a float64
 ROW = WIDTH * ITEM
-
-
-def parameters(n_calls):
-    params = Spec((Step(),) * n_calls).params(1)
-    return {key: params[key] for key in ("layers", "tied")}
-
-
-def chain(params, batch):
-    h = batch["x"]
-    for p in params["layers"]:
-        h = layer(p, h)
-    return (h * batch["y"]).mean()
 
 
 def records(f, mesh, m, schedule, args, placed=True, **options):

@@ -15,11 +15,13 @@ from tests.pipelining.models import (
     Step,
     bare,
     batch_of,
+    chain,
     drop,
     identity,
     join,
     layer,
     nested,
+    through,
 )
 
 S = ff.schedules
@@ -27,14 +29,8 @@ SCHEDULES = ("1f1b", "zb_h1", "interleaved", "zb_v")
 CALLS = 4
 
 
-def parameters(seed=5, dtype=torch.float64):
-    return Spec((Step(),) * CALLS).params(seed, dtype)
-
-
-def through(params, h, unit=layer):
-    for p in params["layers"]:
-        h = unit(p, h)
-    return h
+def parameters():
+    return Spec((Step(),) * CALLS).params(5)
 
 
 def teacher(params, batch):
@@ -190,7 +186,7 @@ def slopes(p, x):
 
 
 def with_dropout(params, batch):
-    return (through(params, batch["x"], drop) * batch["y"]).mean()
+    return chain(params, batch, drop)
 
 
 LOSSES = (

@@ -6,27 +6,11 @@ from hypothesis import strategies as st
 
 from fsfunc.pipelining.actions import Action, ScheduleError, listing, parse
 from fsfunc.pipelining.dependencies import Dependencies, other_end
-from fsfunc.pipelining.schedules import (
-    forward_only,
-    gpipe,
-    interleaved_1f1b,
-    looped_bfs,
-    one_f_one_b,
-    zb_h1,
-    zb_v,
-)
+from fsfunc.pipelining.schedules import forward_only, gpipe, one_f_one_b, zb_v
 from fsfunc.pipelining.transfers import with_transfers
 from fsfunc.pipelining.verification import verify
 from tests.pipelining.drawing import any_edges, valid_schedules
-
-MAKERS = {
-    "gpipe": (gpipe, 1),
-    "one_f_one_b": (one_f_one_b, 1),
-    "zb_h1": (zb_h1, 1),
-    "interleaved_1f1b": (interleaved_1f1b, 2),
-    "looped_bfs": (looped_bfs, 2),
-    "zb_v": (zb_v, 2),
-}
+from tests.pipelining.models import NAMED
 
 
 def test_as_written_down():
@@ -69,10 +53,10 @@ def test_a_receive_moves_ahead_where_sends_would_wait_in_a_ring():
     )
 
 
-@pytest.mark.parametrize("name", MAKERS)
+@pytest.mark.parametrize("name", NAMED)
 @pytest.mark.parametrize("ranks, count", [(1, 3), (2, 1), (3, 7), (4, 8), (5, 3)])
 def test_named_schedules_run_with_edges_of_any_kind(name, ranks, count):
-    make, chunks = MAKERS[name]
+    make, chunks = NAMED[name]
     schedule = make(ranks * chunks, count)
     stages = range(ranks * chunks)
     every = {(p, c) for p in stages for c in stages if p < c}

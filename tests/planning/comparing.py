@@ -8,7 +8,6 @@ import torch
 
 import fsfunc as ff
 from fsfunc import tree
-from fsfunc.sharded.leaf import is_sharded
 
 
 def facts(records):
@@ -78,22 +77,6 @@ def planned_and_run(step, *args):
 
 def called(call, args):
     return call(*args)
-
-
-def bits(values):
-    """Copies of all tensors in a tree, to compare later."""
-    return [
-        (x.local if is_sharded(x) else x).detach().clone()
-        for x in tree.leaves(values, is_leaf=is_sharded)
-        if is_sharded(x) or isinstance(x, torch.Tensor)
-    ]
-
-
-def same_bits(found, expected):
-    assert len(found) == len(expected)
-    for a, b in zip(found, expected, strict=True):
-        assert a.shape == b.shape and a.dtype == b.dtype
-        assert torch.equal(a, b), (a, b)
 
 
 def own(values):

@@ -21,13 +21,10 @@ from fsfunc.pipelining.transfers import with_transfers
 from fsfunc.planning import cost_model
 from fsfunc.planning.estimation import estimate
 from fsfunc.planning.events import (
-    Asked,
     Gave,
     Op,
     Ran,
-    Replayed,
     Segment,
-    SendStarted,
     Started,
     Took,
     Waited,
@@ -62,11 +59,16 @@ def record(seconds, axis=("data",), name="all_gather"):
 
 
 def started(number, seconds, axis=("data",), ranks=(0, 1, 2, 3), name="all_gather"):
-    return Started(number, record(seconds, axis, name), ranks)
+    return Started(number, "issued", ranks, record(seconds, axis, name))
 
 
-def sent(number, seconds, to):
-    return SendStarted(number, record(seconds, ("pipe",), "ppermute"), to)
+def sent(number, seconds, rank, to):
+    written = record(seconds, ("pipe",), "ppermute")
+    return Started(number, "sent", (rank, to), written)
+
+
+def asked(number, source, rank):
+    return Started(number, "asked for", (source, rank))
 
 
 def planned(mesh, *programs, asked=()):
@@ -91,8 +93,8 @@ def parts(found):
 
 
 def test_computing_alone_is_the_sum_of_its_operators():
-    segment = Segment((op(2), op(3)), (), 0, 0)
-    found = run(ran(1), Replayed(segment, "v", "backward"), ran(4, unit="v"))
+    segment = Segment((op(2), op(3)))
+    found = run(ran(1), Ran(segment, "v", "backward"), ran(4, unit="v"))
     assert parts(found) == (10, 10, 0, 0)
     spans = [(s.name, s.phase, s.start, s.end) for s in found.spans]
     assert spans == [("u", "forward", 0, 1), ("v", "backward", 1, 6)] + [
@@ -180,8 +182,8 @@ def test_rates_are_a_devices_own():
     assert found.flops_per_second == 14 / 10
     assert found.share_of_peak == (6 / 1 + 8 / 4) / 10
     assert found.tokens_per_second == 5
-    segment = Segment((op(4, flops=6), op(4)), (), 0, 6)
-    again = run(*[Replayed(segment, "u", "forward")] * 3)
+    segment = Segment((op(4, flops=6), op(4)))
+    again = run(*[Ran(segment, "u", "forward")] * 3)
     assert again.flops_per_second == pytest.approx(18 / 30)
     assert run().flops_per_second == 0
 
@@ -205,20 +207,22 @@ def both(*programs, mesh=PIPE, hardware=CLOCK):
 
 
 def test_a_message_starts_when_it_was_sent_and_asked_for():
-    found = both([ran(5), sent(0, 2, 1), ran(9)], [Asked(0, 2, 0), ran(1), Waited(0)])
+    found = both(
+        [ran(5), sent(0, 2, 0, 1), ran(9)], [asked(0, 0, 1), ran(1), Waited(0)]
+    )
     first, second = found.ranks
     assert (first.compute, first.bubble, first.idle) == (14, 0, 0)
     assert (second.compute, second.bubble, second.idle) == (1, 6, 7)
     # A rank that asks late keeps the sender where it waits.
-    found = both([sent(0, 2, 1), Waited(0)], [ran(5), Asked(0, 2, 0), Waited(0)])
+    found = both([sent(0, 2, 0, 1), Waited(0)], [ran(5), asked(0, 0, 1), Waited(0)])
     assert [r.bubble for r in found.ranks] == [7, 2]
     assert parts(found) == (7, 5, 0, 2)
 
 
 def test_messages_of_a_pair_meet_in_order_and_follow_each_other():
     found = both(
-        [sent(0, 3, 1), sent(1, 2, 1)],
-        [Asked(7, 2, 0), Asked(8, 3, 0), Waited(8), ran(1), Waited(7)],
+        [sent(0, 3, 0, 1), sent(1, 2, 0, 1)],
+        [asked(7, 0, 1), asked(8, 0, 1), Waited(8), ran(1), Waited(7)],
     )
     assert [(s.name, s.start, s.end) for s in found.spans if s.rank == 1] == [
         ("receive", 0, 3),
@@ -274,7 +278,7 @@ def test_a_message_to_a_rank_like_the_planned_one_reaches_its_program():
     mesh = Mesh({"data": 2, "pipe": 2}, "abstract")
     # Rank 0 of the plan sends along the axis that its ranks do not differ on: what it
     # asks for is what its double sends.
-    program = [sent(0, 3, 2), Asked(1, 3, 2), Waited(1)]
+    program = [sent(0, 3, 0, 2), asked(1, 2, 0), Waited(1)]
     assert both(program, [ran(1)], mesh=mesh).seconds == 3
 
 
@@ -290,16 +294,16 @@ def test_the_plan_of_one_rank_alone_takes_the_others_to_be_there():
 WORK = {"F": "f", "I": "i", "W": "w"}
 
 
-def events_of(row, rank_of, costs):
+def events_of(rank, row, costs):
     """The events of a rank of a schedule with its transfers written out."""
     events, due, size = [], defaultdict(list), int(costs.send)
     for number, action in enumerate(row):
         kind, key = action.kind, (action.stage, action.microbatch)
-        other = None if action.peer is None else rank_of[action.peer]
+        other = action.peer
         if kind in ("SF", "SB"):
-            events.append(sent(number, size, other))
+            events.append(sent(number, size, rank, other))
         elif kind in ("RF", "RB"):
-            events.append(Asked(number, size, other))
+            events.append(asked(number, other, rank))
             due[kind[1], key].append(number)
         else:
             events += [Waited(n) for n in due["F" if kind == "F" else "B", key]]
@@ -322,8 +326,9 @@ def events_of(row, rank_of, costs):
 def test_a_pipelines_bubble_is_that_of_its_schedule(made, stages, microbatches, costs):
     schedule = made(stages, microbatches)
     mesh = Mesh({"pipe": stages}, "abstract")
-    rows = [events_of(row, range(stages), costs) for row in with_transfers(schedule)]
-    found = estimate(planned(mesh, *rows, asked=("pipe",)), CLOCK)
+    rows = enumerate(with_transfers(schedule))
+    events = [events_of(rank, row, costs) for rank, row in rows]
+    found = estimate(planned(mesh, *events, asked=("pipe",)), CLOCK)
     assert found.bubble == bubble(with_transfers(schedule), costs)
     assert found.exposed == 0 and found.bubble == found.seconds - found.compute
 
@@ -346,8 +351,8 @@ def plans(draw):
             programs[rank].append(ran(size, flops=size))
         elif kind == "message" and stages > 1:
             to = (rank + draw(st.integers(1, stages - 1))) % stages
-            programs[rank].append(sent(number, size, to))
-            programs[to].append(Asked(number, size, rank))
+            programs[rank].append(sent(number, size, rank, to))
+            programs[to].append(asked(number, rank, to))
             waits[rank].append(number)
             waits[to].append(number)
         elif kind != "message":
@@ -412,7 +417,7 @@ def test_the_order_in_which_ranks_are_planned_does_not_matter(plan, machine):
 
 def test_ranks_that_wait_for_each_other_are_named():
     def program(other):
-        return [Asked(0, 1, other), Waited(0), sent(1, 1, other)]
+        return [asked(0, other, 1 - other), Waited(0), sent(1, 1, 1 - other, other)]
 
     with pytest.raises(Deadlock) as error:
         both(program(1), program(0))
@@ -423,7 +428,7 @@ def test_ranks_that_wait_for_each_other_are_named():
 
 def test_a_message_that_nobody_asks_for_is_named():
     with pytest.raises(Deadlock, match=r"from rank 0 to rank 1: rank 1 has not asked"):
-        both([sent(0, 1, 1)], [ran(1)])
+        both([sent(0, 1, 0, 1)], [ran(1)])
 
 
 def test_a_collective_that_a_rank_never_comes_to_is_named():
@@ -441,7 +446,7 @@ def test_ranks_that_meet_in_different_collectives_are_named():
 
 
 def test_a_message_of_a_rank_that_was_not_planned_is_refused():
-    alone = RankPlan(0, 1, {"pipe": 0}, [Asked(0, 1, 1)], {}, (), ())
+    alone = RankPlan(0, 1, {"pipe": 0}, [asked(0, 1, 0)], {}, (), ())
     with pytest.raises(ValueError, match="rank 1 of .* was not planned: plan the step"):
         estimate(Plan(PIPE, (alone,), ("pipe",)), CLOCK)
 
@@ -470,19 +475,19 @@ def test_a_thousand_layers_on_a_thousand_ranks_are_quick(monkeypatch):
 
         monkeypatch.setattr(cost_model, name, counted)
 
-    count("segment_seconds", cost_model.segment_seconds)
+    count("op_seconds", cost_model.op_seconds)
     count("collective_seconds", cost_model.collective_seconds)
     mesh = Mesh({"data": 1024}, "abstract")
-    body = Segment(tuple(op(1, flops=n) for n in range(50)), (), 0, sum(range(50)))
+    body = Segment(tuple(op(1, flops=n) for n in range(50)))
     events = []
     for layer in range(3000):
         events += [started(layer, 8, ranks=tuple(range(1024))), Waited(layer)]
         for key in range(15):
             events += [Took(key, 1, "x", "u", "forward"), Gave(key)]
-        events.append(Replayed(body, "u", "forward"))
+        events.append(Ran(body, "u", "forward"))
     plan = planned(mesh, events)
     begun = time.perf_counter()
     found = estimate(plan, CLOCK)
     assert time.perf_counter() - begun < 3  # about 0.2 s on a machine at rest
-    assert asked == {"segment_seconds": 1, "collective_seconds": 1}
+    assert asked == {"op_seconds": 1 + 50, "collective_seconds": 1}
     assert found.exposed == 3000 * 8

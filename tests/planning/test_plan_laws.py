@@ -6,9 +6,10 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 import fsfunc as ff
+from tests.checks import held, same, unchanged
 from tests.pipelining import test_pipeline_laws as piped
 from tests.pipelining.models import batch_of as rows_of
-from tests.planning.comparing import bits, facts, own, planned_and_run, same_bits
+from tests.planning.comparing import facts, own, planned_and_run
 from tests.transforms.models import SPECS, WIDTH, Spec, batch_of
 from tests.transforms.test_shard_laws import (
     ORDERS,
@@ -58,8 +59,13 @@ LEARNING = over_two(zero=3, reshard_after_forward=False, min_bytes=40)
 NESTED = Spec(layers=(("e", "i"),), nested=True, whole=True)
 # A part in one dtype lies in the whole of another.
 CASTING = over_two(zero=2, reshard_after_forward=False, min_bytes=0)
+# What a reduction brought is cast when nothing else holds it any more.
+FOUR = ff.make_mesh({"a": 2, "b": 2}, "simulated")
+COPIED = FOUR, "b", {"replicate": "a", "zero": 0}
+WIDE = Spec(layers=(("b", "e", "wide"),))
 
 
+@example(WIDE, COPIED, ("shard",), (HALF, None), True, 0)
 @example(NESTED, LEARNING, ("shard", "remat", "accumulate"), None, True, 48259)
 @example(Spec(tied=True, outside=True), CASTING, ("shard",), (HALF, FULL), True, 490261)
 @given(SPECS, places(), ORDERS, DTYPES, st.booleans(), SEEDS)
@@ -100,18 +106,17 @@ def test_a_plan_leaves_no_trace(spec, place, order, donated, seed):
         found, sent = [], []
         for repeat in True, False:
             if plans:
-                before = bits((state, rest))
-                ff.plan(step, state, *rest, repeat=repeat)
-                same_bits(bits((state, rest)), before)
+                with unchanged(state, rest):
+                    ff.plan(step, state, *rest, repeat=repeat)
             with ff.ledger() as log:
                 state, loss = step(state, *rest)
-            found += bits((state, loss))
+            found += held((state, loss))
             sent += facts(log.records)
         return found, sent
 
     without, planned = (ff.spmd(main, mesh)(plans) for plans in (False, True))
     for (expected, sent), (found, told) in zip(without, planned, strict=True):
-        same_bits(found, expected)
+        same(found, expected)
         assert told == sent
 
 

@@ -14,6 +14,7 @@ import fsfunc as ff
 from fsfunc.planning.recomputation import recompute_points
 from fsfunc.runtime.memory_kinds import KINDS
 from fsfunc.transforms.selecting import remat_calls
+from tests.checks import close, same
 
 numbers = st.integers(0, 9)
 
@@ -210,12 +211,8 @@ def test_the_promise_is_what_a_plan_says(share):
 def test_remat_calls_is_the_loss_and_runs_again_what_was_chosen():
     params, batch = model()
     plain = ff.value_and_grad(loss_fn)
-    value, grads = plain(params, batch)
     some = remat_calls(plain, [1, 4])
-    other, same = some(params, batch)
-    assert torch.equal(value, other)
-    for a, b in zip(ff.tree.leaves(grads), ff.tree.leaves(same), strict=True):
-        assert torch.equal(a, b)
+    same(some(params, batch), plain(params, batch))
     work = ff.plan(some, params, batch).ranks[0].work
     assert work["block", "recompute"].calls == 2
     assert work["block", "forward"].calls == 6
@@ -254,8 +251,7 @@ def test_remat_calls_under_shard(zero):
 
     _, wanted = ff.value_and_grad(loss_fn)(params, batch)
     for _, grads in ff.spmd(main, mesh)():
-        for a, b in zip(ff.tree.leaves(grads), ff.tree.leaves(wanted), strict=True):
-            torch.testing.assert_close(a, b)
+        close(grads, wanted)
 
 
 def test_numbers_of_calls_are_checked():

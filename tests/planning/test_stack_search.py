@@ -14,34 +14,20 @@ from fsfunc.planning.estimation import estimate
 from fsfunc.planning.hardware import CPU, H100, replace
 from fsfunc.planning.stack_search import _climb, search
 from fsfunc.planning.stacks import Stack
+from tests.models import chain, floats, layer, layers
 
 WIDTH, ROWS, LAYERS = 32, 64, 4
 PARAMETERS = LAYERS * WIDTH * WIDTH * 4  # bytes; the moments are twice that
 
 
-@ff.unit
-def layer(p, x):
-    return torch.tanh(x @ p["w"])
-
-
-def loss_fn(params, x):
-    for p in params:
-        x = layer(p, x)
-    return x.square().mean()
-
-
 def init():
-    draw = torch.Generator().manual_seed(0)
-    return [{"w": torch.randn(WIDTH, WIDTH, generator=draw)} for _ in range(LAYERS)]
+    return layers(LAYERS, WIDTH, bias=False, make=floats)
 
 
 OPTIMIZER = ff.sharded_adam(1e-2)
-BATCH = torch.randn(ROWS, WIDTH, generator=torch.Generator().manual_seed(1))
-
-
-def train_step(state, batch):
-    loss, grads = ff.value_and_grad(loss_fn)(state.params, batch)
-    return state.apply_gradients(grads, OPTIMIZER), {"loss": loss}
+BATCH = floats(ROWS, WIDTH, seed=1)
+loss_fn = chain(layer)
+train_step = OPTIMIZER(ff.value_and_grad(loss_fn))
 
 
 def found(sizes=None, memory=None, hardware=CPU, batch=BATCH, params=init, **space):

@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 
 import fsfunc as ff
 from fsfunc.planning.stacks import Stack
+from tests.models import chain
 
 WIDTH, ROWS = 4, 8
 
@@ -20,14 +21,8 @@ def layer(p, x):
     return torch.tanh(ff.checkpoint_name(x @ p, "product"))
 
 
-def loss_fn(params, x):
-    for p in params:
-        x = layer(p, x)
-    return x.square().mean()
-
-
 OPTIMIZER = ff.sharded_adam(1e-2)
-train_step = OPTIMIZER(ff.value_and_grad(loss_fn))
+train_step = OPTIMIZER(ff.value_and_grad(chain(layer)))
 
 
 def init():

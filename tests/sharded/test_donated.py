@@ -8,21 +8,16 @@ import torch
 import fsfunc as ff
 from fsfunc import tree
 from fsfunc.sharded.donated import Donation, spend, unspend, why_spent
+from tests.checks import same
+from tests.models import chain, floats, layers
 
 MESH = ff.make_mesh({"data": 2}, "simulated")
 X = torch.arange(8.0).view(2, 4) / 8
-layer = ff.unit(lambda w, x: torch.tanh(x @ w))
-
-
-def loss(params, x):
-    for w in params:
-        x = layer(w, x)
-    return x.float().square().mean()
+loss = chain()
 
 
 def fresh():
-    draw = torch.Generator().manual_seed(0)
-    return [torch.randn(4, 4, generator=draw) for _ in range(2)]
+    return layers(2, make=floats)
 
 
 def step_of(optimizer):
@@ -135,12 +130,16 @@ def test_a_plan_gives_them_back():
         params = fresh()
         state = ff.TrainState(params, optimizer.init(params))
         ff.plan(step, state, X)
-        assert type(params[0]) is torch.Tensor
+        assert type(params[0]["w"]) is torch.Tensor
         step(state, X)
         with pytest.raises(RuntimeError, match="donated"):
-            params[0] + 1
+            params[0]["w"] + 1
 
     ff.spmd(main, MESH)()
+
+
+def flat_buffers(params):
+    return [x.packed.flat for x in tree.leaves(params, is_leaf=ff.is_sharded)]
 
 
 def test_a_second_update_in_one_step_writes_in_place_too():
@@ -155,12 +154,12 @@ def test_a_second_update_in_one_step_writes_in_place_too():
     def main():
         sharded = ff.shard(step, MESH, "data")
         state = ff.init_state(sharded, fresh, optimizer, X)
-        flats = [leaf.packed.flat for leaf in state.params]
+        flats = flat_buffers(state.params)
         pure = ff.unshard(sharded(state, X)[0])
         new, _ = ff.donate(sharded)(state, X)
-        assert all(a is b.packed.flat for a, b in zip(flats, new.params, strict=True))
-        for a, b in zip(tree.leaves(pure), tree.leaves(ff.unshard(new)), strict=True):
-            assert torch.equal(torch.as_tensor(a), torch.as_tensor(b))
+        pairs = zip(flats, flat_buffers(new.params), strict=True)
+        assert all(a is b for a, b in pairs)
+        same(ff.unshard(new), pure)
 
     ff.spmd(main, MESH)()
 

@@ -1,66 +1,27 @@
-"""Sparse gradients, as `embedding(sparse=True)` makes them: dense where ranks meet."""
+"""Sparse gradients, as `embedding(sparse=True)` makes them: dense where ranks meet.
+
+That a sharded step has the dense one's is tested with the other gradient calls.
+"""
 
 import pytest
 import torch
-import torch.nn.functional as F
 
 import fsfunc as ff
 from fsfunc.tracing.refusals import LawError
 from tests.checks import same, simulated
-from tests.models import integers
+from tests.transforms.test_shard_programs import TABLE, TOKENS, looking_up
 
 MESH = simulated(2)
-PARAMS = {"table": integers(6, 4, seed=1), "w": integers(4, 2, seed=2)}
-TOKENS = torch.tensor([0, 1, 2, 1])
-
-
-def loss_of(sparse, glue=False):
-    def look_up(p, tokens):
-        return F.embedding(tokens, p["table"], sparse=sparse)
-
-    table = look_up if glue else ff.unit(look_up)
-    head = ff.unit(lambda p, h: h @ p["w"])
-
-    def loss(p, tokens):
-        h = table({"table": p["table"]}, tokens)
-        return head({"w": p["w"]}, h).square().sum(1).mean()
-
-    return loss
-
-
-DENSE = ff.value_and_grad(loss_of(False))(PARAMS, TOKENS)
-STACKS = {
-    "shard": lambda f, shard: shard(f),
-    "remat": lambda f, shard: shard(ff.remat(f)),
-    "shard(accumulate)": lambda f, shard: shard(ff.accumulate(f, 2)),
-    "accumulate(shard)": lambda f, shard: ff.accumulate(shard(f), 2),
-}
-
-
-@pytest.mark.parametrize("glue", [False, True], ids=["unit", "glue"])
-@pytest.mark.parametrize("laid", [True, False], ids=["placed", "whole"])
-@pytest.mark.parametrize("stack", STACKS)
-@pytest.mark.parametrize("zero", [0, 1, 2, 3])
-def test_the_gradient_is_the_dense_one(zero, stack, laid, glue):
-    gradient = ff.value_and_grad(loss_of(True, glue))
-
-    def main():
-        g = STACKS[stack](gradient, lambda f: ff.shard(f, MESH, "data", zero=zero))
-        mine = ff.local_batch(TOKENS, MESH, "data")
-        params = ff.place(g, PARAMS, mine) if laid else PARAMS
-        return ff.unshard(g(params, mine))
-
-    for found in ff.spmd(main, MESH)():
-        same(found, DENSE)
+DENSE = ff.value_and_grad(looking_up(False))(TABLE, TOKENS)
 
 
 def test_with_stock_derivatives():
 
     def main():
-        f = torch.func.grad(loss_of(True))
+        f = torch.func.grad(looking_up(True))
         g = ff.shard(f, MESH, "data")
         mine = ff.local_batch(TOKENS, MESH, "data")
-        return [ff.unshard(g(p, mine)) for p in (ff.place(g, PARAMS, mine), PARAMS)]
+        return [ff.unshard(g(p, mine)) for p in (ff.place(g, TABLE, mine), TABLE)]
 
     for placed, whole in ff.spmd(main, MESH)():
         same(placed, DENSE[1])
@@ -70,8 +31,8 @@ def test_with_stock_derivatives():
 def test_a_sparse_gradient_that_nobody_averages_is_refused_as_a_dense_one():
 
     def main(sparse):
-        g = ff.shard(torch.func.grad(loss_of(sparse, glue=True)), MESH, "data")
-        g(PARAMS, ff.local_batch(TOKENS, MESH, "data"))
+        g = ff.shard(torch.func.grad(looking_up(sparse, glue=True)), MESH, "data")
+        g(TABLE, ff.local_batch(TOKENS, MESH, "data"))
 
     for sparse in (False, True):
         with pytest.raises(LawError, match="by 'table'.*nobody takes the mean"):
@@ -80,8 +41,8 @@ def test_a_sparse_gradient_that_nobody_averages_is_refused_as_a_dense_one():
 
 def test_a_pipeline_gives_the_dense_gradient():
     mesh = ff.make_mesh({"pipe": 2}, "simulated")
-    g = ff.pipeline(ff.value_and_grad(loss_of(True)), mesh, "pipe", n_microbatches=2)
-    for found in ff.spmd(g, mesh)(PARAMS, TOKENS):
+    g = ff.pipeline(ff.value_and_grad(looking_up(True)), mesh, "pipe", n_microbatches=2)
+    for found in ff.spmd(g, mesh)(TABLE, TOKENS):
         same(found, DENSE)
 
 
@@ -98,8 +59,8 @@ def test_optimizers_take_it_as_the_dense_one(name):
     optimizer = OPTIMIZERS[name]
     found = []
     for sparse in (False, True):
-        step = optimizer(ff.value_and_grad(loss_of(sparse)))
-        state = ff.TrainState(PARAMS, optimizer.init(PARAMS))
+        step = optimizer(ff.value_and_grad(looking_up(sparse)))
+        state = ff.TrainState(TABLE, optimizer.init(TABLE))
         for _ in range(2):
             state, _ = step(state, TOKENS)
         found.append(state.params)
@@ -107,7 +68,7 @@ def test_optimizers_take_it_as_the_dense_one(name):
 
 
 def test_on_one_device_it_is_as_torch_gives_it():
-    value, grads = ff.value_and_grad(loss_of(True))(PARAMS, TOKENS)
+    value, grads = ff.value_and_grad(looking_up(True))(TABLE, TOKENS)
     assert grads["table"].layout == torch.sparse_coo
     same((value, grads["table"].to_dense()), (DENSE[0], DENSE[1]["table"]))
 
@@ -115,17 +76,17 @@ def test_on_one_device_it_is_as_torch_gives_it():
 def test_a_plan_says_that_it_counts_dense_memory():
     mesh = ff.make_mesh({"data": 2}, "abstract")
     optimizer = OPTIMIZERS["adam"]
-    step = ff.shard(optimizer(ff.value_and_grad(loss_of(True))), mesh, "data")
+    step = ff.shard(optimizer(ff.value_and_grad(looking_up(True))), mesh, "data")
     with pytest.raises(RuntimeError, match="unit 'look_up'.*sparse_coo.*sparse=False"):
-        ff.plan(step, lambda: PARAMS, optimizer, TOKENS[:2])
+        ff.plan(step, lambda: TABLE, optimizer, TOKENS[:2])
 
 
 def test_a_backward_that_may_be_differentiated_again():
 
     def main(sparse):
-        f = ff.shard(loss_of(sparse), MESH, "data")
+        f = ff.shard(looking_up(sparse), MESH, "data")
         mine = ff.local_batch(TOKENS, MESH, "data")
-        placed = ff.place(f, PARAMS, mine)
+        placed = ff.place(f, TABLE, mine)
         leaves = ff.tree.map(lambda x: x.detach().requires_grad_(), placed)
         wanted = ff.tree.leaves(leaves)
         return torch.autograd.grad(f(leaves, mine), wanted, create_graph=True)

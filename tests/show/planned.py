@@ -6,7 +6,7 @@ import torch
 
 from fsfunc.comm.ledgers import Record
 from fsfunc.comm.mesh import Mesh
-from fsfunc.planning.events import Gave, Op, Ran, Replayed, Segment, Took
+from fsfunc.planning.events import Gave, Op, Ran, Segment, Took
 from fsfunc.planning.plans import Plan, PlannedLeaf, RankPlan
 from fsfunc.planning.simulation import Span
 from fsfunc.sharded.layout import pack_flat
@@ -30,12 +30,8 @@ def record(name, phase, size, unit="", axis=("data",), line=7):
 
 def segment(memory, flops, count=3):
     """A body of ``count`` operators; its first has all the FLOPs."""
-    held, peak = 0, 0
-    for _, change in memory:
-        held += change
-        peak = max(peak, held)
     ops = tuple(op("aten.mm", flops if i == 0 else 0) for i in range(count))
-    return Segment(ops, tuple(memory), peak, flops)
+    return Segment(ops, tuple(memory))
 
 
 def lone(events, kinds=(), records=(), mesh=None):
@@ -66,12 +62,12 @@ def small():
     for i in (0, 1):
         events += [Took(30 + i, 128, "aten.empty", "block", "forward")]
         kinds[30 + i] = "gathered"
-        events += [Replayed(forward, "block", "forward"), Gave(30 + i)]
+        events += [Ran(forward, "block", "forward"), Gave(30 + i)]
         events += [Took(40 + i, 200, "aten.mm", "block", "forward")]
     events += [ran("head", "forward", 50), ran("head", "backward", 100)]
     for i in (1, 0):
-        events += [Replayed(forward, "block", "recompute")]
-        events += [Replayed(backward, "block", "backward"), Gave(40 + i)]
+        events += [Ran(forward, "block", "recompute")]
+        events += [Ran(backward, "block", "backward"), Gave(40 + i)]
         events += [Took(50 + i, 32, "aten.add", "block", "backward")]
         kinds[50 + i] = "gradients"
     events += [ran("", "update", 0, "aten.add_"), Gave(50), Gave(51)]

@@ -3,7 +3,7 @@
 from hypothesis import given
 from hypothesis import strategies as st
 
-from fsfunc.planning.events import Gave, Replayed, Took
+from fsfunc.planning.events import Gave, Ran, Took
 from fsfunc.runtime.memory_kinds import KINDS
 from fsfunc.show import memory
 from fsfunc.show.memory_curve import curve_of
@@ -27,7 +27,7 @@ def plans(draw):
         elif what == "replay":
             top = draw(st.integers(0, 30))
             body = segment([(1, top), (2, -top)] if top else [], 0)
-            events.append(Replayed(body, "f", draw(st.sampled_from(["forward", "b"]))))
+            events.append(Ran(body, "f", draw(st.sampled_from(["forward", "b"]))))
         else:
             events.append(ran("f", draw(st.sampled_from(["forward", "backward"]))))
     return lone(events, kinds)

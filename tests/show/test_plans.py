@@ -12,6 +12,7 @@ from fsfunc.planning.plans import Plan, PlannedLeaf, RankPlan
 from fsfunc.printing.folding import alike, together
 from fsfunc.sharded.layout import Layout, Owned
 from fsfunc.show import plan
+from tests.models import chain, layers
 from tests.show.planned import golden, lone, ran, record, small, stages
 
 
@@ -103,17 +104,10 @@ def test_lines_of_the_current_folder_are_short(monkeypatch, tmp_path):
 
 
 def test_a_real_plan_says_what_the_plan_says():
-    layer = ff.unit(lambda p, x: torch.tanh(x @ p))
-
-    def loss(params, x):
-        for p in params:
-            x = layer(p, x)
-        return x.sum()
-
     mesh = ff.make_mesh({"data": 256}, "abstract")
     optimizer = ff.sharded_adam(1e-3)
-    step = ff.shard(optimizer(ff.value_and_grad(loss)), mesh, "data")
-    init = lambda: [torch.zeros(64, 64) for _ in range(50)]  # noqa: E731
+    step = ff.shard(optimizer(ff.value_and_grad(chain())), mesh, "data")
+    init = lambda: layers(50, 64, bias=False)  # noqa: E731
     found = plan_of(step, init, optimizer, torch.zeros(4, 64))
     shown = plan(found, rank=200)
     (unit,) = [row for row in shown.tables["units"].rows if row[1]]

@@ -13,6 +13,7 @@ from fsfunc.sharded.layout import Layout, Owned, Split, every_coordinate, pack_f
 from fsfunc.sharded.slices import take
 from fsfunc.show import sharding
 from fsfunc.show.layouts import MOST_COLUMNS, MOST_ROWS, grid_of, part_in_words
+from tests.models import chain, layers
 from tests.show.planned import golden
 
 F32 = torch.float32
@@ -186,17 +187,9 @@ rank  at  holds  elements  as
 
 
 def state_of(mesh, zero=3):
-    layer = ff.unit(lambda p, x: torch.tanh(x @ p["w"] + p["b"]))
-
-    def loss(params, x):
-        for p in params:
-            x = layer(p, x)
-        return x.sum()
-
     optimizer = ff.sharded_adam(1e-3)
-    step = ff.shard(optimizer(ff.value_and_grad(loss)), mesh, "data", zero=zero)
-    init = lambda: [{"w": torch.zeros(4, 4), "b": torch.zeros(4)} for _ in range(3)]  # noqa: E731
-    return ff.init_state(step, init, optimizer, torch.zeros(2, 4))
+    step = ff.shard(optimizer(ff.value_and_grad(chain())), mesh, "data", zero=zero)
+    return ff.init_state(step, lambda: layers(3), optimizer, torch.zeros(2, 4))
 
 
 def test_a_state_is_a_table():

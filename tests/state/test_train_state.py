@@ -10,27 +10,23 @@ from fsfunc import tree
 from fsfunc.sharded.leaf import is_sharded
 from fsfunc.sharded.packing import split_buffers
 from tests.checks import close, held, same
+from tests.models import chain, floats, layer, layers
 from tests.transforms.models import SPECS, batch_of
 
 MESH = ff.make_mesh({"data": 2}, "simulated")
 ZEROS = pytest.mark.parametrize("zero", [0, 1, 2, 3])
-layer = ff.unit(lambda p, x: torch.tanh(x @ p["w"] + p["b"]))
 optimizer = ff.sharded_adam(0.1)
 
 
 def loss_fn(params, x):
-    for p in params["layers"]:
-        x = layer(p, x)
-    return x.square().mean()
+    return chain()(params["layers"], x)
 
 
-def params_of(seed=0, n=2):
-    draw = torch.Generator().manual_seed(seed)
-    rand = lambda *s: torch.randn(s, generator=draw, dtype=torch.float64)  # noqa: E731
-    return {"layers": [{"w": rand(3, 3), "b": rand(3)} for _ in range(n)]}
+def params_of(seed=0):
+    return {"layers": layers(2, 3, make=floats, seed=seed, dtype=torch.float64)}
 
 
-X = torch.randn(4, 3, generator=torch.Generator().manual_seed(8), dtype=torch.float64)
+X = floats(4, 3, seed=8, dtype=torch.float64)
 
 
 def mine():

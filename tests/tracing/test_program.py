@@ -636,6 +636,16 @@ def test_a_program_can_be_made_of_fake_tensors():
     outside = ff.program(lambda p, x: add_one(p, x).sum(), p, x)
     assert str(inside_a_mode) == str(outside)
 
+    asks = ff.unit(lambda p, x: x * p.sum().item())
+
+    def asking(p, x):
+        return asks(p, add_one(p, x)).sum()
+
+    of_data = ff.program(asking, torch.ones(2), torch.ones(2))
+    assert str(ff.program(asking, p, x)) == str(of_data)
+    with mode, pytest.raises(RuntimeError, match="other modes are on"):
+        ff.program(asking, p, x)
+
 
 def test_a_loss_that_raises_raises():
     def loss(p, x):

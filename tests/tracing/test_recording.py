@@ -9,6 +9,7 @@ import torch
 import fsfunc as ff
 from fsfunc import tree
 from fsfunc.tracing.recorder import record
+from tests.checks import close, same
 
 MESH = ff.make_mesh({"data": 2}, "simulated")
 layer = ff.unit(lambda p, x: torch.tanh(x @ p["w"]) * p["s"])
@@ -124,12 +125,8 @@ def test_an_outer_unit_that_reads_an_inner_ones_leaf_takes_it():
     groups, _, _ = recorded(loss, p)
     assert [g.buffer for g in groups] == ["reads_the_inner_ones:inner"]
 
-    def main():
-        step = ff.shard(ff.value_and_grad(loss), MESH, "data")
-        return ff.unshard(step(ff.place(step, p, X), X)[1])
-
     expected = ff.value_and_grad(loss)(p, X)[1]
-    assert torch.equal(ff.spmd(main, MESH)()[0]["inner"], expected["inner"])
+    same(ff.spmd(lambda: run(loss, p), MESH)()[0], expected)
 
 
 def test_small_neighbours_merge_until_they_are_large_enough():
@@ -193,9 +190,10 @@ def test_a_leaf_that_comes_in_as_an_input_stays_whole():
     ff.spmd(lambda: run(loss, params), MESH)()
 
 
-def run(loss, params, **options):
-    step = ff.shard(ff.value_and_grad(loss), MESH, "data", **options)
-    return ff.unshard(step(ff.place(step, params, X), X)[1])
+def run(loss, params, **how):
+    """The gradients of a sharded loss, whole again; ``how`` it is placed."""
+    step = ff.shard(ff.value_and_grad(loss), MESH, "data")
+    return ff.unshard(step(ff.place(step, params, X, **how), X)[1])
 
 
 def test_an_input_passed_through_to_an_inner_unit_is_that_ones():
@@ -207,9 +205,7 @@ def test_an_input_passed_through_to_an_inner_unit_is_that_ones():
     params = layers(1, first=torch.ones(2, 2))
     assert recorded(loss, params)[2].whole() == set()
     expected = ff.value_and_grad(loss)(params, X)[1]
-    found = ff.spmd(lambda: run(loss, params), MESH)()[0]
-    for a, b in zip(tree.leaves(found), tree.leaves(expected), strict=True):
-        torch.testing.assert_close(a, b)
+    close(ff.spmd(lambda: run(loss, params), MESH)()[0], expected)
 
 
 def test_a_unit_may_return_its_parameter():
@@ -258,15 +254,10 @@ def test_a_step_that_asks_for_a_value_is_told_where(kind):
     assert paths(groups) == paths(recorded(stack, layers(2))[0])
 
     def main():
-        step = ff.shard(ff.value_and_grad(loss), MESH, "data")
-        placed = ff.place(step, layers(2), X, record="real")
-        return ff.unshard(step(placed, X)[1])
+        return run(loss, layers(2), record="real")
 
     expected = ff.value_and_grad(loss)(layers(2), X)[1]
-    for a, b in zip(
-        tree.leaves(ff.spmd(main, MESH)()[0]), tree.leaves(expected), strict=True
-    ):
-        torch.testing.assert_close(a, b)
+    close(ff.spmd(main, MESH)()[0], expected)
 
 
 @pytest.mark.parametrize("how, times", [("fake", 0), ("real", MESH.size)])

@@ -8,14 +8,14 @@ import torch
 import fsfunc as ff
 from fsfunc import tree
 from fsfunc.core.frames import frame
-from tests.checks import same
+from tests import models
+from tests.checks import on_ranks, same, simulated
 
-ROWS = 8
+ROWS, MESH = 8, simulated()
 
 
 def integers(*shape):
-    generator = torch.Generator().manual_seed(sum(shape))
-    return torch.randint(-3, 4, shape, generator=generator).float()
+    return models.integers(*shape, seed=sum(shape), high=3)
 
 
 @ff.unit
@@ -50,18 +50,12 @@ ORDERS = {
 }
 
 
-def run(order, f, n, state, batch, ranks=2):
+def run(order, f, n, state, batch):
     """What each rank gets, whole."""
-    mesh = ff.make_mesh({"data": ranks}, "simulated")
-    g = ORDERS[order](f, n, mesh)
+    g = ORDERS[order](f, n, MESH)
     if order == "one device":
         return [g(state, batch)]
-
-    def main():
-        mine = ff.local_batch(batch, mesh, "data")
-        return ff.unshard(g(state, mine))
-
-    return ff.spmd(main, mesh)()
+    return on_ranks(g, state, batch, laid=lambda state, batch: 0.0)
 
 
 @pytest.mark.parametrize("order", ORDERS)
@@ -225,21 +219,19 @@ def test_the_state_is_not_held_by_what_outlives_the_call() -> None:
 
 
 def test_it_is_planned_and_recorded() -> None:
-    mesh = ff.make_mesh({"data": 2}, "simulated")
-
     def train(state, batch):
         _, (grads, by_x) = own_gradients(state.params, batch)
         return state.apply_gradients(grads, OPTIMIZER), {"by_x": by_x}
 
     def main():
-        s = ff.shard(ff.accumulate(train, 2), mesh, "data")
-        mine = ff.local_batch((X, Y), mesh, "data")
+        s = ff.shard(ff.accumulate(train, 2), MESH, "data")
+        mine = ff.local_batch((X, Y), MESH, "data")
         state = ff.init_state(s, STATE["train"], OPTIMIZER, mine)
         return ff.unshard(s(state, mine)[0].params), s(state, mine)[1]["by_x"]
 
     one = ff.TrainState(STATE["train"], OPTIMIZER.init(STATE["train"]))
     expected, _ = train(one, (X, Y))
-    for params, by_x in ff.spmd(main, mesh)():
+    for params, by_x in ff.spmd(main, MESH)():
         same(params, expected.params)
         assert by_x.shape == (4, 3)
     assert tree.leaves(expected.params)

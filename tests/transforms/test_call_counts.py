@@ -13,6 +13,7 @@ import torch
 
 import fsfunc as ff
 from fsfunc import tree
+from tests.models import chain, layers
 
 pytestmark = pytest.mark.skipif(
     sys.version_info[:2] != (3, 11), reason="other versions inline other frames"
@@ -22,18 +23,7 @@ WALKS = {tree.flatten, tree.leaves, tree.shown}
 WIDTH, FEW = 8, 3
 OPTIMIZER = ff.sharded_adam(1e-3)
 
-layer = ff.unit(lambda p, x: torch.tanh(x @ p["w"] + p["b"]))
-
-
-def loss(params, x):
-    for p in params:
-        x = layer(p, x)
-    return x.square().mean()
-
-
-def parameters(n):
-    w, b = torch.ones(WIDTH, WIDTH) / WIDTH, torch.zeros(WIDTH)
-    return [{"w": w, "b": b} for _ in range(n)]
+loss = chain()
 
 
 def counted(call):
@@ -54,7 +44,7 @@ def counted(call):
 
 def gradient(stack, mesh, n):
     step, x = ff.shard(stack(ff.value_and_grad(loss)), mesh, "data"), torch.ones(4, 8)
-    placed = ff.place(step, parameters(n), x)
+    placed = ff.place(step, layers(n, WIDTH), x)
     for _ in range(3):
         step(placed, x)
     return counted(lambda: step(placed, x))
@@ -63,7 +53,7 @@ def gradient(stack, mesh, n):
 def donated(stack, mesh, n):
     step = stack(OPTIMIZER(ff.value_and_grad(loss)))
     step, x = ff.donate(ff.shard(step, mesh, "data")), torch.ones(4, WIDTH)
-    state = ff.init_state(step, lambda: parameters(n), OPTIMIZER, x)
+    state = ff.init_state(step, lambda: layers(n, WIDTH), OPTIMIZER, x)
     for _ in range(3):
         state, _ = step(state, x)
     return counted(lambda: step(state, x))

@@ -12,30 +12,19 @@ import fsfunc as ff
 from fsfunc import tree
 from fsfunc.sharded.leaf import is_sharded
 from tests.checks import same
+from tests.models import chain, floats, layers
 
 MESH = ff.make_mesh({"data": 2}, "simulated")
 X = torch.arange(8.0).view(2, 4) / 8
 OLD = "read it before the update, or keep a copy"
 
 
-@ff.unit
-def layer(p, x):
-    return torch.tanh(x @ p["w"]) + p["b"]
-
-
 def loss(params, x):
-    for p in params["layers"]:
-        x = layer(p, x)
-    return x.square().mean()
+    return chain()(params["layers"], x)
 
 
 def fresh():
-    draw = torch.Generator().manual_seed(0)
-    layers = [
-        {"w": torch.randn(4, 4, generator=draw), "b": torch.randn(4, generator=draw)}
-        for _ in range(2)
-    ]
-    return {"layers": layers, "frozen": torch.ones(3)}
+    return {"layers": layers(2, make=floats), "frozen": torch.ones(3)}
 
 
 def trained(path, leaf):

@@ -266,14 +266,22 @@ def of_scaled_buffers(params, x):
     return LOSS(ff.tree_scale(params, ff.pmean(LOSS(params, x), "data")), x)
 
 
-LOSSES = {
-    f"{use.__name__}{name}": (use, stack(LOSS, zero=zero), zero)
-    for use in (by_hand, of_the_data, evaluated, never_pulled)
-    for name, stack, zero in (("", shard, 1), (", remat", STACKS["remat"], 3))
-} | {
-    "weights made of gradients": (by_hand, shard(of_weights_made_of_gradients), 3),
-    "buffers that a unit scaled": (never_pulled, shard(of_scaled_buffers), 3),
-}
+LOSSES = (
+    {
+        f"{use.__name__}{name}": (use, stack(LOSS, zero=zero), zero)
+        for use in (by_hand, of_the_data, evaluated, never_pulled)
+        for name, stack, zero in (("", shard, 1), (", remat", STACKS["remat"], 3))
+    }
+    | {
+        f"{use.__name__}, zero={zero}": (use, shard(LOSS, zero=zero), zero)
+        for use in (evaluated, never_pulled)
+        for zero in (0, 2)
+    }
+    | {
+        "weights made of gradients": (by_hand, shard(of_weights_made_of_gradients), 3),
+        "buffers that a unit scaled": (never_pulled, shard(of_scaled_buffers), 3),
+    }
+)
 
 
 @pytest.mark.parametrize("case", LOSSES)

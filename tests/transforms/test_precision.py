@@ -7,20 +7,23 @@ import torch
 
 import fsfunc as ff
 from fsfunc import tree
-from tests.checks import same
+from tests.checks import on_ranks, same, simulated
+from tests.models import integers
 
-D = 8
-GENERATOR = torch.Generator().manual_seed(0)
+D, MESH = 8, simulated()
 BF = torch.bfloat16
 
 
-def integers(*shape):
+def small(*shape, seed=0):
     """Small enough that bfloat16 holds every value and sum exactly."""
-    return torch.randint(-1, 2, shape, generator=GENERATOR).float()
+    return integers(*shape, seed=seed, high=1)
 
 
-P = [{"w": integers(D, D), "b": integers(D), "n": torch.tensor(2)} for _ in range(3)]
-X = integers(8, D)
+P = [
+    {"w": small(D, D, seed=k), "b": small(D, seed=k + 3), "n": torch.tensor(2)}
+    for k in range(3)
+]
+X = small(8, D, seed=9)
 SEEN = []
 
 
@@ -84,70 +87,28 @@ REFERENCE = ff.accumulate(precise(ff.value_and_grad(loss)), 4)(P, X)
 @pytest.mark.parametrize("order", ORDERS, ids=lambda o: "(".join(o))
 @pytest.mark.parametrize("zero", [0, 1, 2, 3])
 def test_it_composes_in_any_order(order, zero) -> None:
-    mesh = ff.make_mesh({"data": 2}, "simulated")
     apply = {
-        "shard": lambda g: ff.shard(g, mesh, "data", zero=zero),
+        "shard": lambda g: ff.shard(g, MESH, "data", zero=zero),
         "remat": ff.remat,
         "accumulate": lambda g: ff.accumulate(g, 2),
         "precision": precise,
     }
-
-    def main():
-        g = ff.value_and_grad(loss)
-        for name in reversed(order):
-            g = apply[name](g)
-        mine = ff.local_batch(X, mesh, "data")
-        value, grads = g(ff.place(g, P, mine), mine)
-        return value, ff.unshard(grads)
-
-    for found in ff.spmd(main, mesh)():
+    g = ff.value_and_grad(loss)
+    for name in reversed(order):
+        g = apply[name](g)
+    for found in on_ranks(g, P, X, mesh=MESH):
         same(found, REFERENCE)
 
 
-@pytest.mark.parametrize("zero", [0, 1, 2, 3])
-@pytest.mark.parametrize("reduce", [None, torch.float32])
-def test_what_travels_is_the_narrow_dtype(zero, reduce) -> None:
-    mesh = ff.make_mesh({"data": 2}, "simulated")
-
-    def bytes_of(around):
-        def main():
-            g = ff.shard(around(ff.value_and_grad(loss)), mesh, "data", zero=zero)
-            mine = ff.local_batch(X, mesh, "data")
-            params = ff.place(g, P, mine)
-            with ff.ledger() as log:
-                _, grads = g(params, mine)
-            locals_ = tree.leaves(grads)
-            assert all(x.dtype == torch.float32 for x in locals_)
-            return log
-
-        log = ff.spmd(main, mesh)()[0]
-        floating = [r for r in log.of(0) if r.dtype.is_floating_point]
-        gathers = [r for r in floating if r.op == "all_gather"]
-        reductions = [r for r in floating if r not in gathers and r.phase != "loss"]
-        return sum(r.bytes for r in gathers), sum(r.bytes for r in reductions)
-
-    gathers, reductions = bytes_of(lambda g: g)
-    narrow = bytes_of(lambda g: ff.precision(g, BF, reduce=reduce))
-    assert (gathers > 0) == (zero > 0)
-    assert narrow[0] * 2 == gathers
-    assert narrow[1] * (2 if reduce is None else 1) == reductions
-
-
 def test_a_wider_reduction_sums_what_the_narrow_one_loses() -> None:
-    mesh = ff.make_mesh({"data": 4}, "simulated")
+    mesh = simulated(4)
     unit = ff.unit(lambda w, x: (w * x).sum())
+    loss = ff.value_and_grad(lambda w, x: unit(w, x).float())
+    x = torch.tensor([256.0, 1.0, 1.0, 1.0])
 
     def gradient(reduce):
-        def main():
-            g = ff.precision(
-                ff.value_and_grad(lambda w, x: unit(w, x).float()), BF, reduce=reduce
-            )
-            g = ff.shard(g, mesh, "data")
-            mine = ff.local_batch(torch.tensor([256.0, 1.0, 1.0, 1.0]), mesh, "data")
-            _, grads = g(ff.place(g, torch.ones(1), mine), mine)
-            return ff.unshard(grads)
-
-        return ff.spmd(main, mesh)()[0].item()
+        g = ff.shard(ff.precision(loss, BF, reduce=reduce), mesh, "data")
+        return on_ranks(g, torch.ones(1), x, mesh=mesh)[0][1].item()
 
     assert gradient(torch.float32) == 259 / 4
     assert gradient(None) != 259 / 4  # bfloat16 has no 257

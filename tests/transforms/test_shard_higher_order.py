@@ -11,15 +11,13 @@ import fsfunc as ff
 from fsfunc import tree
 from fsfunc.comm.mesh import here
 from fsfunc.sharded.leaf import is_sharded
-from tests.checks import close
+from tests.checks import close, on_ranks
 
 # torch scripts its own forward-mode decompositions, and warns of it.
 pytestmark = pytest.mark.filterwarnings("ignore:.torch.jit.script. is deprecated")
 
 WIDTH, RANKS = 3, 2
 MESH = ff.make_mesh({"data": RANKS}, "simulated")
-# torch has one forward-mode level for all threads: simulated ranks cannot share it.
-ALONE = ff.make_mesh({"data": 1}, "simulated")
 GRID = ff.make_mesh({"node": 2, "data": 2}, "simulated")
 ZEROS = pytest.mark.parametrize("zero", [0, 1, 2, 3])
 
@@ -54,19 +52,12 @@ def data(ranks=RANKS):
 
 def run(use, zero, *, remat=False, mesh=MESH, replicate=None):
     """``use(loss, params, x)`` under shard, on each rank, unsharded."""
-    x = data(mesh.size)
     shard = functools.partial(
         ff.shard, mesh=mesh, axis="data", zero=zero, replicate=replicate
     )
-
-    def main():
-        mine = ff.local_batch(x, mesh, tuple(mesh.axes))
-        step = lambda p, x: use(loss_fn, p, x)  # noqa: E731
-        step = shard(ff.remat(step) if remat else step)
-        params = ff.place(shard(loss_fn), params_of(), mine)
-        return ff.unshard(step(params, mine))
-
-    return ff.spmd(main, mesh)()
+    step = lambda p, x: use(loss_fn, p, x)  # noqa: E731
+    step = shard(ff.remat(step) if remat else step)
+    return on_ranks(step, params_of(), data(mesh.size), mesh=mesh, laid=shard(loss_fn))
 
 
 def like(params, seed=3):
@@ -102,17 +93,11 @@ def dual_numbers(loss, p, x):
     return ff.pmean(jvp(lambda p: loss(p, x), (p,), (like(p),))[1], "data")
 
 
-def hessian_product(ranks=1):
-    params, x = params_of(), data(ranks)
-    v = tree.map_with_path(
-        lambda path, leaf: torch.randn(
-            leaf.shape,
-            generator=torch.Generator().manual_seed(3 + len(path)),
-            dtype=torch.float64,
-        ),
-        params,
-    )
-    return jvp(lambda p: grad(loss_fn)(p, x), (params,), (v,))[1], v
+def forward_mode(loss, p, x):
+    """The same by torch.autograd's dual numbers."""
+    with forward_ad.dual_level():
+        dual = tree.map(forward_ad.make_dual, p, like(p))
+        return ff.pmean(forward_ad.unpack_dual(loss(dual, x)).tangent, "data")
 
 
 @ZEROS
@@ -121,33 +106,18 @@ def hessian_product(ranks=1):
 )
 @pytest.mark.parametrize("mesh", [MESH, GRID], ids=["line", "grid"])
 def test_a_hessian_product_is_that_of_one_device(use, zero, mesh):
-    if use is forward_over_reverse:
-        mesh = ALONE
-    replicate = "node" if mesh is GRID else None
-    expected, _ = hessian_product(mesh.size)
-    for found in run(use, zero, mesh=mesh, replicate=replicate):
+    expected = forward_over_reverse(loss_fn, params_of(), data(mesh.size))
+    for found in run(use, zero, mesh=mesh, replicate="node" if mesh is GRID else None):
         close(found, expected, 1e-9)
 
 
 @ZEROS
-def test_a_jvp_is_that_of_one_device(zero):
-    _, direction = hessian_product()
-    expected = jvp(lambda p: loss_fn(p, data(1)), (params_of(),), (direction,))
-    for found in run(dual_numbers, zero, mesh=ALONE):
-        close(found, expected[1], 1e-9)
-
-
-@ZEROS
-def test_forward_mode_autograd_is_that_of_one_device(zero):
-    def use(loss, p, x):
-        with forward_ad.dual_level():
-            dual = tree.map(forward_ad.make_dual, p, like(p))
-            return ff.pmean(forward_ad.unpack_dual(loss(dual, x)).tangent, "data")
-
-    _, direction = hessian_product()
-    expected = jvp(lambda p: loss_fn(p, data(1)), (params_of(),), (direction,))
-    for found in run(use, zero, mesh=ALONE):
-        close(found, expected[1], 1e-9)
+@pytest.mark.parametrize("use", [dual_numbers, forward_mode])
+def test_a_jvp_is_that_of_one_device(use, zero):
+    p = params_of()
+    expected = jvp(lambda p: loss_fn(p, data()), (p,), (like(p),))[1]
+    for found in run(use, zero):
+        close(found, expected, 1e-9)
 
 
 def per_sample(loss):
@@ -171,21 +141,16 @@ def test_per_sample_gradients_outside_a_unit_would_mix_the_ranks_and_are_refused
         run(lambda f, p, x: per_sample(f)(p, x), zero)
 
 
-@ZEROS
-def test_vmap_over_inputs_is_that_of_one_device(zero):
-    def use(loss, p, x):
-        return vmap(lambda sample: loss(p, sample[None]))(x)
+def each_sample(loss, p, x):
+    return vmap(lambda sample: loss(p, sample[None]))(x)
 
-    expected = use(loss_fn, params_of(), data()).chunk(RANKS)
-    for found, mine in zip(run(use, zero), expected, strict=True):
-        close(found, mine, 1e-9)
+
+def curvature(loss, p, x):
+    return hessian(lambda x: loss(p, x))(x)
 
 
 @ZEROS
-def test_the_hessian_of_inputs_is_that_of_one_device(zero):
-    def use(loss, p, x):
-        return hessian(lambda x: loss(p, x))(x)
-
+@pytest.mark.parametrize("use", [each_sample, curvature])
+def test_what_is_of_inputs_alone_is_that_of_one_device(use, zero):
     for rank, found in enumerate(run(use, zero)):
-        expected = use(loss_fn, params_of(), data().chunk(RANKS)[rank])
-        close(found, expected, 1e-9)
+        close(found, use(loss_fn, params_of(), data().chunk(RANKS)[rank]), 1e-9)

@@ -8,9 +8,10 @@ import torch
 
 import fsfunc as ff
 from fsfunc.transforms.shard_runtime import ShardRuntime
+from tests.checks import on_ranks, simulated
 
 pytestmark = pytest.mark.usefixtures("collected")
-MESH = ff.make_mesh({"data": 2}, "simulated")
+MESH = simulated()
 
 
 class Gathers:
@@ -70,16 +71,9 @@ def test_after_the_forward_only_the_last_unit_is_whole(monkeypatch, depth, unit)
             found.append(gathers.alive())
         return value
 
-    def main():
-        step = ff.shard(ff.value_and_grad(at_the_end), MESH, "data")
-        x = torch.ones(2, 8)
-        placed = ff.place(step, params, x)
-        for _ in range(2):
-            step(placed, x)
-        gc.collect()
-        return None
-
-    ff.spmd(main, MESH)()
+    step = ff.shard(ff.value_and_grad(at_the_end), MESH, "data")
+    on_ranks(step, params, torch.ones(4, 8), mesh=MESH, calls=2)
+    gc.collect()
     # Two ranks share this process: one keeps its last unit's buffer, the other may be
     # in its last call still, with an inner unit's and its own. (The first figure is of
     # the recording, which gathers nothing.)
@@ -106,12 +100,6 @@ def test_buffers_in_the_backward_are_bounded(monkeypatch):
 
     monkeypatch.setattr(ShardRuntime, "collect", watched)
 
-    def main():
-        step = ff.shard(ff.value_and_grad(loss), MESH, "data")
-        x = torch.ones(2, 8)
-        placed = ff.place(step, params, x)
-        for _ in range(3):
-            step(placed, x)
-
-    ff.spmd(main, MESH)()
+    step = ff.shard(ff.value_and_grad(loss), MESH, "data")
+    on_ranks(step, params, torch.ones(4, 8), mesh=MESH, calls=3)
     assert max(peak) <= 4 * 8 * 8 * 4, max(peak) / (8 * 8 * 4)

@@ -39,16 +39,6 @@ def noisy(params, seed):
     )
 
 
-def train(loss, optimizer, steps, batches):
-    """The user's own step, and a run of it."""
-
-    def step(state, frozen, batch):
-        value, grads = ff.value_and_grad(loss)(state.params, frozen, batch)
-        return state.apply_gradients(grads, optimizer), value
-
-    return step
-
-
 @pytest.mark.slow  # test_shard_laws draws orders for gradient calls
 @given(
     SPECS,
@@ -71,7 +61,11 @@ def test_steps_equal_those_of_one_device(
     params = noisy(spec.params(seed, dtype), seed)
     frozen = spec.frozen_params(seed, dtype)
     batches = [batch_of(2 * mesh.size, seed + k, dtype) for k in range(3)]
-    step = train(spec.loss, optimizer, 3, batches)
+
+    def step(state, frozen, batch):
+        value, grads = ff.value_and_grad(spec.loss)(state.params, frozen, batch)
+        return state.apply_gradients(grads, optimizer), value
+
     state, losses = ff.TrainState(params, optimizer.init(params)), []
     for batch in batches:
         state, value = step(state, frozen, batch)
@@ -101,19 +95,11 @@ def test_steps_equal_those_of_one_device(
 
 def test_64_ranks_train_in_seconds():
     mesh = ff.make_mesh({"data": 64}, "simulated")
-    layer = ff.unit(lambda p, x: torch.tanh(x @ p["w"] + p["b"]))
-    optimizer = ff.sharded_adam(0.01)
-
-    def loss(params, x):
-        for p in params:
-            x = layer(p, x)
-        return (x - 0.5).square().mean()
-
-    params = [{"w": torch.eye(16), "b": torch.zeros(16)} for _ in range(4)]
+    optimizer, params = ff.sharded_adam(0.01), layers(4, 16, make=floats)
     x = torch.randn(64, 16, generator=torch.Generator().manual_seed(0))
 
     def main():
-        step = ff.shard(optimizer(ff.value_and_grad(loss)), mesh, "data")
+        step = ff.shard(optimizer(ff.value_and_grad(chain())), mesh, "data")
         mine = ff.local_batch(x, mesh, "data")
         state = ff.init_state(step, params, optimizer, mine)
         values = []

@@ -9,21 +9,10 @@ from fsfunc.transforms.sharding import Sharding
 from fsfunc.transforms.transforming import transformed
 from fsfunc.transforms.wire import Gather, Reduction
 from fsfunc.tree import map as tree_map
+from tests.models import chain, floats, layers
 
 MESH = ff.make_mesh({"data": 2}, "simulated")
-unit = ff.unit(lambda p, x: torch.tanh(x @ p["w"] + p["b"]))
-
-
-def params():
-    draw = torch.Generator().manual_seed(0)
-    one = lambda: {"w": torch.randn(4, 4, generator=draw), "b": torch.ones(4) / 3}  # noqa: E731
-    return [one() for _ in range(3)]
-
-
-def loss(params, x):
-    for p in params:
-        x = unit(p, x)
-    return x.square().mean()
+loss, PARAMS = chain(), layers(3, make=floats)
 
 
 class Narrow(Gather):
@@ -71,19 +60,19 @@ def test_a_gather_in_bfloat16_is_a_cast_before_it_at_half_the_bytes(zero, stack)
     gradient, x = ff.value_and_grad(loss), torch.ones(2, 4)
     narrow = lambda w: w.to(torch.bfloat16).to(w.dtype)  # noqa: E731
     exact = sharded(stack(gradient), zero)
-    (value, grads, _, sent), *_ = trained(exact, tree_map(narrow, params()), x)
-    found = trained(sharded(stack(gradient), zero, gather=Narrow()), params(), x)
+    (value, grads, _, sent), *_ = trained(exact, tree_map(narrow, PARAMS), x)
+    found = trained(sharded(stack(gradient), zero, gather=Narrow()), PARAMS, x)
     for v, g, kept, (gathered, reduced) in found:
         torch.testing.assert_close((v, g), (value, grads), rtol=0, atol=0)
-        torch.testing.assert_close(kept, params(), rtol=0, atol=0)  # in full
+        torch.testing.assert_close(kept, PARAMS, rtol=0, atol=0)  # in full
         assert gathered == sent[0] / 2 and reduced == sent[1]
 
 
 def test_so_is_a_reduction():
     gradient, x = ff.value_and_grad(loss), torch.ones(2, 4)
-    (value, grads, _, sent), *_ = trained(sharded(gradient), params(), x)
+    (value, grads, _, sent), *_ = trained(sharded(gradient), PARAMS, x)
     for v, g, _, (gathered, reduced) in trained(
-        sharded(gradient, reduction=NarrowSum()), params(), x
+        sharded(gradient, reduction=NarrowSum()), PARAMS, x
     ):
         torch.testing.assert_close(v, value, rtol=0, atol=0)
         torch.testing.assert_close(g, grads, rtol=2**-7, atol=2**-9)
@@ -93,4 +82,4 @@ def test_so_is_a_reduction():
 def test_what_is_not_exact_has_no_derivative_by_torch_func():
     step = sharded(torch.func.grad(loss), gather=Narrow())
     with pytest.raises(LawError, match="Narrow changes what it sends"):
-        trained(step, params(), torch.ones(2, 4))
+        trained(step, PARAMS, torch.ones(2, 4))

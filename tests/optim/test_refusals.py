@@ -1,0 +1,171 @@
+"""What optimizers and schedules refuse, each as (call, error, way out); unwritten."""
+
+import math
+
+import pytest
+import torch
+from torch.func import vmap
+
+from fsfunc import tree
+from fsfunc.optim import (
+    Optimizer,
+    add_decayed_weights,
+    chain,
+    clip_by_global_norm,
+    constant,
+    cosine_decay,
+    from_torch,
+    global_norm,
+    join,
+    linear,
+    masked,
+    partition,
+    scale,
+    sgd,
+    sharded_adam,
+    warmup_cosine,
+)
+from fsfunc.tree.structure import TreeMismatch
+from tests.checks import refusals, refused, unchanged
+from tests.optim.optimizers import ours
+from tests.optim.trees import assert_bits, donated
+
+W, P = torch.ones(2, 3), torch.ones(2)
+TWO = {"a": P, "b": P}
+BY_PATH = lambda path, leaf: path  # noqa: E731
+DECAYED = add_decayed_weights(0.5, lambda path, leaf: path == "w")
+HALVED = chain(scale(0.5), sgd(0.1))
+LABELLED = partition({"a": sgd(0.1)}, lambda path, leaf: "a")
+COMPLEX = torch.ones(2, dtype=torch.complex64)
+
+
+def torchs(name, **options):
+    return lambda: from_torch(getattr(torch.optim, name), **options)
+
+
+def applied(optimizer, params, state=None, grads=None):
+    """One step, with this state or a new one; ``grads``: the parameters themselves."""
+
+    def call():
+        held = optimizer.init(params) if state is None else state
+        optimizer.apply(params if grads is None else grads, held, params)
+
+    return call
+
+
+def updated(optimizer, grads=P, params=None):
+    given = () if params is None else (params,)
+    state = optimizer.init(P if params is None else params)
+    return lambda: optimizer.update(grads, state, *given)
+
+
+def only(name):
+    return masked(sgd(1.0), lambda path, leaf: path == name)
+
+
+def vmapped(optimizer):
+    state = optimizer.init(P)
+    return lambda: vmap(lambda p: optimizer.apply(p, state, p)[0])(torch.ones(3, 2))
+
+
+VALUES = [
+    ("learning_rate is -1.0", lambda: sharded_adam(-1.0)),
+    ("learning_rate is nan", lambda: sharded_adam(math.nan)),
+    ("b1 is 1.0", lambda: sharded_adam(0.1, b1=1.0)),
+    ("b2 is -0.1", lambda: sharded_adam(0.1, b2=-0.1)),
+    ("eps is -1e-08", lambda: sharded_adam(0.1, eps=-1e-8)),
+    ("weight_decay is -1", lambda: sharded_adam(0.1, weight_decay=-1)),
+    ("learning_rate is -1.0", lambda: sgd(-1.0)),
+    ("momentum is -1.0", lambda: sgd(0.1, momentum=-1.0)),
+    ("weight_decay is -1.0", lambda: sgd(0.1, weight_decay=-1.0)),
+    ("nesterov needs momentum", lambda: sgd(0.1, nesterov=True)),
+    ("dampening is", lambda: sgd(0.1, nesterov=True, momentum=0.9, dampening=0.1)),
+    ("weight_decay is -1", lambda: add_decayed_weights(-1)),
+    ("LBFGS cannot run on shards: it takes a closure", torchs("LBFGS")),
+    ("sums over the rows and columns", torchs("Adafactor")),
+    ("orthogonalises a matrix", torchs("Muon")),
+    ("sparse gradients", torchs("SparseAdam")),
+    (r"from_torch\(Adam\) does without capturable", torchs("Adam", capturable=True)),
+    ("take ff.sharded_adam", torchs("Adam", differentiable=True)),
+    ("lr is -1.0", torchs("RMSprop", lr=-1.0)),
+    ("Invalid alpha", torchs("RMSprop", alpha=-1.0)),
+    ("steps is 0", lambda: linear(0, 1, 0)),
+    ("steps is -1", lambda: cosine_decay(1, -1)),
+    ("warmup_steps is 0", lambda: warmup_cosine(1, 0, 5)),
+    ("warmup_steps is 5 of total_steps 5", lambda: warmup_cosine(1, 5, 5)),
+    ("1 schedules at 1 boundaries", lambda: join([constant(1)], [3])),
+    ("must rise", lambda: join([constant(1)] * 3, [3, 3])),
+    ("begin above 0", lambda: join([constant(1)] * 2, [0])),
+    *[("p is", lambda p=p: global_norm(P, p)) for p in (0, -1, math.nan)],
+    *[("p is", lambda p=p: clip_by_global_norm(1.0, p=p)) for p in (0, -1, math.nan)],
+    *[
+        ("max_norm is", lambda bound=bound: clip_by_global_norm(bound))
+        for bound in (0, -1.0, math.nan)
+    ],
+    ("at least one", chain),
+    ("chain of 2 was given a state of 1", applied(HALVED, P, ((),))),
+    ("needs them", updated(DECAYED)),
+    (r"update\(grads, state, params\)", updated(sharded_adam(weight_decay=0.1))),
+    (r"update\(grads, state, params\)", updated(sgd(1, momentum=0.9, weight_decay=1))),
+    (r"call update\(grads, state, params\)", updated(ours("RMSprop"))),
+    ("write partition", applied(chain(only("a"), only("b")), TWO)),
+    ("'b' is labelled 'b', which names no",
+     lambda: partition({"a": sgd(0.1)}, BY_PATH).init(TWO)),
+    (r"labels \['b'\], the optimizers have", applied(LABELLED, TWO, {"b": ()})),
+    ("the state keeps .*'momentum_buffer'", applied(
+        ours("Adam"), P, ours("RMSprop").init(P))),
+    ("cannot be differentiated or batched", vmapped(ours("RMSprop"))),
+    ("-1.0 at count 0", applied(sharded_adam(lambda count: -1.0), P)),
+]  # fmt: skip
+TYPES = [
+    ("takes a torch.optim class", lambda: from_torch(torch.optim.SGD([W], lr=0.1))),
+    ("view_as_real", lambda: sharded_adam().init({"w": COMPLEX})),
+]
+UNFIT = {
+    "gradients do not fit.*keys": {"w": W},
+    r"gradients do not fit.*'w'.*\[2, 3\].*\[3, 2\]": {"w": W.t(), "b": W},
+    "gradients do not fit.*'b'.*a list": {"w": W, "b": [W]},
+    "'b'.*on cpu.*on meta": {"w": W, "b": W.to("meta")},
+}
+BOTH = {"w": W, "b": W}
+MISMATCHES = [
+    *[(said, applied(sharded_adam(), BOTH, None, g)) for said, g in UNFIT.items()],
+    *[(said, updated(sharded_adam(), g, BOTH)) for said, g in UNFIT.items()],
+    ("gradients do not fit", applied(ours("RMSprop"), P, None, torch.ones(3))),
+    ("gradients do not fit", applied(LABELLED, TWO, None, {"a": P})),
+    ("optimizer state.*'w'.*None", applied(
+        sharded_adam(), {"w": W}, sharded_adam().init({"w": torch.tensor(1)}))),
+]  # fmt: skip
+
+
+def rows(error, table):
+    return {f"{error.__name__} {k}": (f, error, s) for k, (s, f) in enumerate(table)}
+
+
+@refusals(
+    rows(ValueError, VALUES) | rows(TypeError, TYPES) | rows(TreeMismatch, MISMATCHES)
+)
+def test_bad_input_is_refused_unwritten(call, error, way_out):
+    with donated(), unchanged(W, P):
+        refused(call, error, way_out)
+
+
+def refuse(grads, state, params=None):
+    raise RuntimeError("a collective failed")
+
+
+LATE = chain(Optimizer(lambda params: (), refuse), sgd(0.1))
+
+
+@pytest.mark.parametrize(
+    "optimizer", [LATE, partition({"a": sgd(0.1), "b": LATE}, BY_PATH)]
+)
+def test_nothing_is_written_before_the_last_part_is_ready(optimizer):
+    with donated(), unchanged(TWO), pytest.raises(RuntimeError, match="a collective"):
+        optimizer.apply(tree.map(torch.clone, TWO), optimizer.init(TWO), TWO)
+
+
+def test_parameters_are_asked_for_where_they_decay_alone():
+    for make in (sharded_adam, lambda **how: sgd(0.1, momentum=0.9, **how)):
+        free = make(weight_decay=0)
+        assert_bits(free.update(P, free.init(P), P), free.update(P, free.init(P)))

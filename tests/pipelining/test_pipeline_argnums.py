@@ -1,0 +1,128 @@
+"""What a pipelined call differentiates is not cut: parameters, never rows of a batch.
+
+A row that stands beside rows of another microbatch would broadcast, or be gathered
+from, and make a number that looks like any other.
+"""
+
+import pytest
+import torch
+
+import fsfunc as ff
+from tests.checks import close, nothing_sent, simulated
+from tests.models import floats, layer
+
+MESH = simulated(pipe=2)
+PARAMS = [{"w": floats(4, 4, seed=k)} for k in range(2)]
+X, Y, GAIN = floats(4, 4, seed=2), floats(4, 4, seed=3), floats(4, seed=4)
+IDS = torch.tensor([0, 2, 1, 3])
+lookup = ff.unit(lambda table, ids: table[ids])
+
+
+def through(params, x):
+    for p in params:
+        x = layer(p, x)
+    return x
+
+
+def squares(params, x, y):
+    return (through(params, x) - y).square().mean()
+
+
+def indexed(params, x, ids):
+    """Of scores that are not cut these are the first rows, whatever the microbatch."""
+    return torch.log_softmax(through(params, x), -1)[torch.arange(len(ids)), ids].mean()
+
+
+def gathered(params, x, ids):
+    return torch.log_softmax(through(params, x), -1).gather(-1, ids[:, None]).mean()
+
+
+def summed(params, x, more, ids):
+    return indexed(params, x + more, ids)
+
+
+def gained(params, gain, x, ids):
+    return indexed([*params, {"w": torch.diag(gain)}], x, ids) * gain.sum()
+
+
+def looked_up(params, table, ids, y):
+    return squares(params, lookup(table, ids), y)
+
+
+def on(f, m):
+    return ff.pipeline(f, MESH, "pipe", n_microbatches=m)
+
+
+ROWS = {
+    "an argument": (squares, (0, 1), (PARAMS, X, Y), "argument 1 is diff"),
+    "rows by index": (indexed, (0, 1), (PARAMS, X, IDS), "argument 1"),
+    "rows gathered": (gathered, (0, 1), (PARAMS, X, IDS), "argument 1"),
+    "the first": (lambda x, y: squares(PARAMS, x, y), 0, (X, Y), "argument 0"),
+    "beside parameters": (
+        lambda both, y: squares(*both, y), 0, ((PARAMS, X), Y), "argument 0 at '1'",
+    ),
+    "given to a unit": (
+        lambda both, ids: indexed(*both, ids), 0, ((PARAMS, X), IDS),
+        "argument 0 at '1'",
+    ),
+    "two": (summed, (0, 1, 2), (PARAMS, X, Y, IDS), "argument 1, argument 2"),
+    "with a gain": (gained, (0, 1, 2), (PARAMS, GAIN, X, IDS), "argument 2"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("m", [2, 4])
+@pytest.mark.parametrize("name", ROWS)
+def test_rows_of_a_batch_are_refused(name, m):
+    loss, argnums, args, told = ROWS[name]
+    grad = on(ff.value_and_grad(loss, argnums), m)
+    for call in (grad, lambda *args: ff.place(grad, *args)):
+        with pytest.raises(ValueError, match=told + ".*4 rows.*ff.accumulate"):
+            with nothing_sent():
+                ff.spmd(lambda call=call: call(*args), MESH)()
+
+
+@pytest.mark.parametrize("name", ROWS)
+def test_accumulation_around_a_pipeline_cuts_them(name):
+    """The way out, which the message names; and one microbatch is not cut."""
+    loss, argnums, args, _ = ROWS[name]
+    call = ff.value_and_grad(loss, argnums)
+    expected, cut = call(*args), tuple(k for k, x in enumerate(args) if x is not PARAMS)
+    for found in ff.spmd(lambda: on(call, 1)(*args), MESH)():
+        close(found, expected)
+    if name in (
+        "beside parameters",
+        "given to a unit",
+        "with a gain",
+    ):  # where not all of it is cut
+        return
+    again = ff.accumulate(on(call, 1), 2, batch_argnums=cut)
+    for found in ff.spmd(lambda: again(*args), MESH)():
+        close(found, expected)
+
+
+LONG = {
+    "weights": (squares, 0, (PARAMS, X, Y)),
+    "a gain": (gained, (0, 1), (PARAMS, GAIN, X, IDS)),
+    "a gain alone": (
+        lambda gain, x, ids: gained(PARAMS, gain, x, ids), 0, (GAIN, X, IDS),
+    ),
+    "read beside units": (
+        lambda p, x, y: squares(p["layers"], x, y) + p["gain"].sum(), 0,
+        ({"layers": PARAMS, "gain": GAIN}, X, Y),
+    ),
+    "rows that ids choose": (
+        lambda p, ids, y: squares(p["layers"], p["table"][ids], y), 0,
+        ({"layers": PARAMS, "table": X}, IDS, Y),
+    ),
+    "a table": (looked_up, (0, 1), (PARAMS, X, IDS, Y)),
+    "no other batch": (lambda p, x: through(p, x).mean(), (0, 1), (PARAMS, X)),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("m", [2, 4])
+@pytest.mark.parametrize("name", LONG)
+def test_parameters_as_long_as_the_batch_are_parameters(name, m):
+    loss, argnums, args = LONG[name]
+    call = ff.value_and_grad(loss, argnums)
+    for found in ff.spmd(lambda: on(call, m)(*args), MESH)():
+        close(found, call(*args))

@@ -1,0 +1,259 @@
+"""Gradient calls of every form: under ``shard`` each is that of one device.
+
+What a gradient call does not differentiate is a constant to it, in units too; a loss
+may be reduced by its user; units called without gradients leave the others alone.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+import fsfunc as ff
+from fsfunc import tree
+from fsfunc.sharded.leaf import is_sharded
+from tests.checks import close, on_ranks, simulated
+from tests.models import integers, layer, linear
+
+MESH, GRID = simulated(), simulated(node=2, data=2)
+SMOOTH = {"w": torch.eye(3) * 0.5, "b": torch.tensor([0.1, -0.2, 0.3])}
+ROWS = torch.arange(12.0).view(4, 3) / 12
+grad = ff.value_and_grad
+
+
+def captured(params, x):
+    """A target that is held fixed, as in self-distillation."""
+    return grad(lambda p: (layer(p, x) - 2 * layer(params, x)).square().mean())(params)
+
+
+def in_part(params, x):
+    """One leaf is captured, and its neighbour in the buffer is not."""
+
+    def loss(p):
+        return layer({"w": params["w"], "b": p["b"]}, x).square().mean()
+
+    return grad(loss)(params)
+
+
+def adversarial(params, x):
+    """A gradient call by the data within one by the parameters."""
+
+    def loss(p):
+        at = lambda d: layer(p, x + d).square().sum()  # noqa: E731
+        return layer(p, x + 0.1 * grad(at)(torch.zeros_like(x))[1].sign()).mean()
+
+    return grad(loss)(params)
+
+
+def beside(params, x):
+    """A leaf that a unit reads, and that is read beside it as well."""
+
+    def loss(p):
+        doubled = tree.map(lambda w: 2 * w, p)
+        return (layer(p, x) + layer(doubled, x)).square().mean()
+
+    return grad(loss)(params)
+
+
+def between(params, x):
+    """A loss that differentiates by what a unit returned, once and once more."""
+
+    def loss(p):
+        h = layer(p, x)
+        middle = layer(p, h)
+        y = layer(p, middle)
+        by = [z.square().sum() for z in (y, middle)]
+        slopes = [torch.autograd.grad(z, h, retain_graph=True)[0] for z in by]
+        return (y * (1 + slopes[0] - slopes[1])).mean()
+
+    return grad(loss)(params)
+
+
+MATRICES = {
+    k: {"w": integers(4, 4, seed=i, dtype=torch.float64)} for i, k in enumerate("abc")
+}
+X = integers(8, 4, seed=3, dtype=torch.float64)
+
+
+def mean(y):
+    return y.square().sum(1).mean()
+
+
+def unseen_first(p, x):
+    with torch.no_grad():
+        x = linear(p["a"], x)
+    return mean(linear(p["c"], linear(p["b"], x)))
+
+
+def unseen_between(p, x):
+    y = linear(p["b"], x)
+    with torch.no_grad():
+        z = linear(p["a"], x)
+    return mean(linear(p["c"], y * z))
+
+
+def unseen_last(p, x):
+    y = linear(p["c"], linear(p["b"], x))
+    with torch.no_grad():
+        z = linear(p["a"], y)
+    return (y * z).sum(1).mean()
+
+
+def same_weight(p, x):
+    """Its own gradient comes from the other call alone."""
+    with torch.no_grad():
+        y = linear(p["b"], x)
+    return mean(linear(p["b"], y))
+
+
+GAIN = {"w": torch.eye(3) * 2, "b": torch.ones(3), "gain": torch.ones(3)}
+WIDE = torch.arange(-12.0, 12.0).view(8, 3)
+
+
+def own(p, x):
+    q = {"w": p["w"], "b": p["b"]}
+    return (linear(q, x).square() * p["gain"]).mean()
+
+
+def reduced(p, x, axis="data"):
+    return ff.pmean(own(p, x), axis)
+
+
+TABLE = {"table": integers(6, 4, seed=1), "w": integers(4, 2, seed=2)}
+TOKENS = torch.tensor([0, 1, 2, 1])
+
+
+def looking_up(sparse, glue=False):
+    def look_up(p, tokens):
+        return F.embedding(tokens, p["table"], sparse=sparse)
+
+    table = look_up if glue else ff.unit(look_up)
+
+    def loss(p, tokens):
+        h = table({"table": p["table"]}, tokens)
+        return mean(linear({"w": p["w"]}, h))
+
+    return loss
+
+
+@dataclass
+class Program:
+    """A gradient call, its parameters and rows, and the same for one device."""
+
+    step: Callable
+    params: Any
+    x: torch.Tensor
+    one: Callable | None = None
+    tolerance: float = 1e-6
+    cut: bool = True  # by `accumulate` too: rows are an argument of the gradient call
+    whole: bool = False  # with parameters that nobody placed as well
+    reductions: int | None = None
+
+
+def of_losses(share, mine=0):
+    """The user's mean, and the rank's own: the mean over the ranks is the same."""
+    loss = lambda p, x: share * reduced(p, x) + mine * own(p, x)  # noqa: E731
+    return Program(
+        grad(loss), GAIN, WIDE, grad(lambda p, x: (share + mine) * own(p, x))
+    )
+
+
+PROGRAMS = {
+    **{
+        f.__name__: Program(f, SMOOTH, ROWS, cut=False)
+        for f in (captured, in_part, adversarial, beside, between)
+    },
+    **{
+        # A reduction for each unit that is differentiated, and one of the loss.
+        f.__name__: Program(grad(f), MATRICES, X, tolerance=0, reductions=n)
+        for f, n in (
+            (unseen_first, 3), (unseen_between, 3), (unseen_last, 3), (same_weight, 2)
+        )
+    },
+    "reduced": of_losses(1),
+    "reduced and scaled": of_losses(3),
+    "reduced and own": of_losses(1, 1),
+    "own less three of reduced": of_losses(-3, 1),
+    "own and a constant": Program(
+        grad(lambda p, x: own(p, x) + reduced(p, x).detach()), GAIN, WIDE,
+        grad(lambda p, x: own(p, x) + own(p, x).detach()), cut=False,
+    ),
+    **{
+        f"sparse, glue={glue}": Program(
+            grad(looking_up(True, glue)), TABLE, TOKENS, grad(looking_up(False)),
+            tolerance=0, whole=True,
+        )
+        for glue in (False, True)
+    },
+}  # fmt: skip
+STACKS = {
+    "shard": lambda f, shard: shard(f),
+    "shard(remat)": lambda f, shard: shard(ff.remat(f)),
+    "remat(shard)": lambda f, shard: ff.remat(shard(f)),
+    "shard(accumulate)": lambda f, shard: shard(ff.accumulate(f, 2)),
+    "accumulate(shard)": lambda f, shard: ff.accumulate(shard(f), 2),
+}
+HOW = [{"zero": zero} for zero in range(4)] + [{"min_bytes": 99}]
+
+
+CASES = [
+    (k, stack)
+    for k, p in PROGRAMS.items()
+    for stack in STACKS
+    if p.cut or "acc" not in stack
+]
+
+
+@pytest.mark.parametrize("how", HOW, ids=str)
+@pytest.mark.parametrize(
+    ("name", "stack"),
+    CASES,
+)
+def test_a_gradient_call_is_that_of_one_device(name, stack, how):
+    program = PROGRAMS[name]
+    expected = (program.one or program.step)(program.params, program.x)
+    step = STACKS[stack](program.step, lambda f: ff.shard(f, MESH, "data", **how))
+    sent = []
+
+    def main():
+        mine = ff.local_batch(program.x, MESH, "data")
+        placed, found = ff.place(step, program.params, mine), []
+        for params in (placed, placed, *[program.params] * program.whole):
+            with ff.ledger() as log:
+                found.append(ff.unshard(step(params, mine)))
+            sent.append(log.count("psum_scatter") + log.count("psum"))
+        leaves = tree.leaves(placed, is_leaf=is_sharded)
+        assert all(x.parts is None for x in leaves if is_sharded(x))
+        return found
+
+    for found in ff.spmd(main, MESH)():
+        for each in found:
+            close(each, expected, program.tolerance)
+    if program.reductions and "min_bytes" not in how and stack != "accumulate(shard)":
+        assert set(sent) == {program.reductions}
+
+
+@pytest.mark.parametrize("zero", range(4))
+@pytest.mark.parametrize("axis", [("node", "data"), "data", "node"], ids=str)
+def test_a_loss_may_be_reduced_over_each_axis_of_hsdp(zero, axis):
+    step = grad(lambda p, x: reduced(p, x, axis))
+    step = ff.shard(step, GRID, "data", zero=zero, replicate="node")
+    for found in on_ranks(step, GAIN, WIDE, mesh=GRID):
+        close(found, grad(own)(GAIN, WIDE))
+
+
+def test_a_refused_call_leaves_the_ranks_fit_to_go_on():
+    step = ff.shard(grad(own), MESH, "data")
+
+    def main():
+        mine = ff.local_batch(WIDE, MESH, "data")
+        placed = ff.place(step, GAIN, mine)
+        with pytest.raises(ValueError, match="two transforms over one axis"):
+            ff.shard(step, MESH, "data")(placed, mine)
+        return ff.unshard(step(placed, mine))
+
+    for found in ff.spmd(main, MESH)():
+        close(found, grad(own)(GAIN, WIDE))
