@@ -1,5 +1,6 @@
 """Layers with collectives in them, as functions of parameters and inputs."""
 
+from fsfunc.nn.context_parallel import all_to_all_attention, ring_attention
 from fsfunc.nn.cross_entropy import vocab_cross_entropy
 from fsfunc.nn.experts import combine, dispatch, expert_layer
 from fsfunc.nn.gating import (
@@ -9,6 +10,7 @@ from fsfunc.nn.gating import (
     top_2_gating,
     top_k_gating,
 )
+from fsfunc.nn.sequence_order import unzigzag, zigzag, zigzag_positions
 from fsfunc.nn.statistics import (
     Moments,
     RunningStatistics,
@@ -23,6 +25,7 @@ __all__ = [
     "Moments",
     "Routing",
     "RunningStatistics",
+    "all_to_all_attention",
     "batch_norm",
     "column_linear",
     "combine",
@@ -31,11 +34,15 @@ __all__ = [
     "expert_layer",
     "init_statistics",
     "linear_cross_entropy",
+    "ring_attention",
     "route",
     "row_linear",
     "top_1_gating",
     "top_2_gating",
     "top_k_gating",
+    "unzigzag",
     "vocab_cross_entropy",
     "vocab_embedding",
+    "zigzag",
+    "zigzag_positions",
 ]

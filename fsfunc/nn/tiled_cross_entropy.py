@@ -130,7 +130,7 @@ def linear_cross_entropy(
 
 def _part(weight: Tensor | Sharded, axis: str | None) -> tuple[Tensor, str | None]:
     """This rank's part of the vocabulary, and the axis over which it is split."""
-    part, found = part_of(_NAME, weight, 0)
+    part, found = part_of(_NAME, weight, (0,))
     if not isinstance(weight, Sharded):
         return part, axis
     layout = weight.layout
