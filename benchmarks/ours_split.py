@@ -6,14 +6,14 @@ import functools
 from collections.abc import Callable
 
 import torch.nn.functional as F
-from models import Size, cross_entropy
+from models import Size
 from ours import advancing, train_step
 from peers import Competitor, Setting
 from peers_split import mixed, split_params
 from torch import Tensor
 
 import fsfunc as ff
-from fsfunc.nn import column_linear, row_linear, vocab_embedding
+from fsfunc.nn import column_linear, row_linear, vocab_cross_entropy, vocab_embedding
 
 COLUMN, ROW = ff.Split(0, "model"), ff.Split(1, "model")
 LAYOUTS = {
@@ -49,7 +49,7 @@ def split_loss(size: Size, dim: int | None) -> Callable[..., Tensor]:
     @ff.unit
     def head(p: dict[str, Tensor], x: Tensor, targets: Tensor) -> Tensor:
         logits = column_linear(x, p["w"], sequence_dim=dim)
-        return cross_entropy(ff.all_gather(logits, "model", dim=-1, to="I"), targets)
+        return vocab_cross_entropy(logits, targets, "model")
 
     def loss_fn(params: dict, batch: dict[str, Tensor]) -> Tensor:
         x = embed(params["embed"], batch["tokens"])

@@ -24,6 +24,7 @@ from torch.distributed.tensor.parallel import (
     PrepareModuleInput,
     RowwiseParallel,
     SequenceParallel,
+    loss_parallel,
     parallelize_module,
 )
 
@@ -126,7 +127,10 @@ def split(setting: Setting, *, sequence: bool) -> Competitor:
         parallelize_module(block, mesh, block_plan)
     plan = {
         "embed": RowwiseParallel(input_layouts=Replicate(), output_layouts=between),
-        "head": ColwiseParallel(input_layouts=between, output_layouts=Replicate()),
+        # Logits stay split, as `loss_parallel` takes them.
+        "head": ColwiseParallel(
+            input_layouts=between, output_layouts=Shard(-1), use_local_output=False
+        ),
     }
     parallelize_module(model, mesh, plan)
     return stepping(model, setting)
@@ -143,25 +147,26 @@ def stepping(model: SplitGpt, setting: Setting) -> Competitor:
     optimizer, batch = adamw(groups), setting.whole_batch()
 
     def step() -> Tensor:
-        loss = model(batch["tokens"], batch["targets"])
-        loss.backward()
+        with loss_parallel():
+            loss = model(batch["tokens"], batch["targets"])
+            loss.backward()
         optimizer.step()
         optimizer.zero_grad()
-        return loss.detach()
+        return loss.detach().full_tensor()
 
     return Competitor(step, sent=sent_bytes(setting), state=(model, optimizer))
 
 
 def sent_bytes(setting: Setting) -> float:
-    """Four sums of an activation a layer, one at either end, and the logits' gather.
+    """Four sums of an activation a layer, and one at either end.
 
-    Gathers and reduce-scatters of split sequences are each half of a sum. (The norms'
-    gradients, width numbers each, are left out.)
+    Gathers and reduce-scatters of split sequences are each half of a sum. (Left out:
+    the norms' gradients, width numbers each, and the loss, some numbers a token.)
     """
     size = setting.size
     tokens = setting.ranks * size.tokens
     sums = (4 * size.layers + 2) * 2 * tokens * size.width
-    return setting.alpha * (sums + tokens * size.vocabulary) * FLOAT
+    return setting.alpha * sums * FLOAT
 
 
 BUILDERS: dict[str, Callable[[Setting], Competitor]] = {

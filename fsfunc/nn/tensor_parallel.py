@@ -81,7 +81,7 @@ def column_linear(
         x = _whole(x, axis, sequence_dim)
     found = []
     for w, b in zip(parts, added, strict=True):
-        y = F.linear(x, w.flatten(0, -2), b)
+        y = _linear(x, w.flatten(0, -2), b, sequence_dim)
         found.append(y if w.ndim == 2 else y.unflatten(-1, w.shape[:-1]))
     return tuple(found) if several else found[0]
 
@@ -118,7 +118,7 @@ def row_linear(
     _refuse_split(bias)
     if axis is None:
         return F.linear(x, part, bias)
-    y = _summed(F.linear(x, part), axis, sequence_dim)
+    y = _summed(_linear(x, part, None, sequence_dim), axis, sequence_dim)
     return y if bias is None else y + _met(bias, axis, sequence_dim)
 
 
@@ -262,6 +262,21 @@ def _summed(y: Tensor, axis: str, sequence_dim: int | None) -> Tensor:
     if sequence_dim is None:
         return psum(y, axis)
     return psum_scatter(y, axis, dim=sequence_dim)
+
+
+def _linear(
+    x: Tensor, weight: Tensor, bias: Tensor | None, sequence_dim: int | None
+) -> Tensor:
+    """``F.linear`` of rows in the order in which they lie in memory.
+
+    Sequences that were gathered lie position by position, as they came, and those to
+    be scattered are to lie so: each product would first bring its input into another
+    order, and keep that copy for its backward.
+    """
+    if sequence_dim is None or x.is_contiguous():
+        return F.linear(x, weight, bias)
+    by_position = x.movedim(sequence_dim, 0)
+    return F.linear(by_position, weight, bias).movedim(0, sequence_dim)
 
 
 def _met(x: Tensor, axis: str, sequence_dim: int | None) -> Tensor:
