@@ -1,4 +1,4 @@
-"""fsfunc beside torch's data and pipeline parallelism, in one run: A B A B, medians.
+"""fsfunc beside torch's parallelism of data, stages and layers, in one run: medians.
 
     python benchmarks/compare.py [--quick] [--peers] [--only KEYS] [--rounds N]
                                  [--json PATH]
@@ -12,7 +12,8 @@ communication, timed in the same processes and rounds. Ratios are of donated ste
 
 A pipeline's ranks share one batch, that of all ranks, in microbatches of one sequence;
 both sides are cut at the same units. Its floor is one device's step on the whole batch
-divided by the ranks: what is over it is bubbles, uneven stages and communication.
+divided by the ranks: what is over it is bubbles, uneven stages and communication. So is
+that of layers that are split over the ranks (tensor and sequence parallel).
 
 `--quick` is a rehearsal on a tiny model: every row, no meaning in the numbers.
 `--peers` measures the peers alone.

@@ -22,7 +22,8 @@ def render(
         f"{settings['rounds']} rounds, torch {settings['torch']}, {given}",
         "ratio: ours / theirs, medians of alternating steps, the slowest rank's time.\n"
         "floor: the same step on one device without communication, in the same run;\n"
-        "for pipelines, one device's step on the batch of all ranks, over the ranks.\n"
+        "for pipelines and split layers, one device's step on the batch of all ranks,\n"
+        "over the ranks.\n"
         "memory: peak RSS of steady steps over the RSS after the imports.",
         "",
         ratios(rows),

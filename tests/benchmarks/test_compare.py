@@ -35,13 +35,21 @@ KEYS = [
     "pipeline_interleaved",
     "pipeline_1f1b_memory",
     "pipeline_zb_v_memory",
+    "tensor_parallel",
+    "sequence_parallel",
+    "tensor_parallel_memory",
+    "sequence_parallel_memory",
     "sharded_adam",
     "unit_call",
     "import",
     "example",
 ]
 ABSOLUTE = {"import", "example"}
-STEPS = {"one_device", "remat", "zero0", "zero1", "zero2", "zero3", "zero3_remat"}
+SPLIT_STEPS = ["tensor_parallel", "sequence_parallel"]
+STEPS = {
+    "one_device", "remat", "zero0", "zero1", "zero2", "zero3", "zero3_remat",
+    *SPLIT_STEPS,
+}  # fmt: skip
 PIPELINED = [key for key in KEYS if key.startswith("pipeline")]
 PIPELINED_STEPS = [key for key in PIPELINED if not key.endswith("memory")]
 # One row at least of each group that is measured together; zero0, zero3 and the other
@@ -51,6 +59,7 @@ OTHERS = [
     "import", "example",
 ]  # fmt: skip
 SCHEDULED = ["pipeline_1f1b", "pipeline_zb_v", "pipeline_1f1b_memory"]
+SPLIT = [*SPLIT_STEPS, "tensor_parallel_memory"]
 
 
 def run(script: str, *args: str, timeout: float) -> subprocess.CompletedProcess[str]:
@@ -71,7 +80,9 @@ def compare(path: Path, keys: list[str], *more: str, timeout: float) -> dict:
 
 
 @pytest.mark.processes
-@pytest.mark.parametrize("keys", [OTHERS, SCHEDULED], ids=["others", "pipelined"])
+@pytest.mark.parametrize(
+    "keys", [OTHERS, SCHEDULED, SPLIT], ids=["others", "pipelined", "split"]
+)
 def test_quick_comparison_measures_every_group(tmp_path: Path, keys: list[str]) -> None:
     record = compare(tmp_path / "compare.json", keys, timeout=240)
     for row in record["rows"]:
@@ -112,6 +123,21 @@ def test_bytes_sent_are_those_of_the_scheme(tmp_path: Path) -> None:
         sent = {name: measured[group][name]["sent_bytes"] for name in (ours, theirs)}
         # Besides, one psum of the loss and its weight: 2α·2·4 bytes, α = 1/2.
         assert sent[ours] - sent[theirs] == 8, sent
+
+
+@pytest.mark.processes
+def test_split_layers_send_what_parallelize_module_sends(tmp_path: Path) -> None:
+    record = compare(tmp_path / "sent.json", SPLIT_STEPS, timeout=120)
+    size = record["settings"]["size"]
+    tokens = 2 * size["sequences"] * size["length"]
+    # The closed form leaves out the loss (the largest logit, two sums) and, where
+    # sequences are split, each norm's gradient: sums of n numbers send 2α·4n, α = 1/2.
+    loss, norms = 3 * 4 * tokens, 2 * size["layers"] * 4 * size["width"]
+    more = dict(zip(SPLIT_STEPS, (loss, loss + norms), strict=True))
+    for row in record["rows"]:
+        (measured,) = (m for m in record["measured"].values() if row["key"] in m)
+        sent = {name: m["sent_bytes"] for name, m in measured.items()}
+        assert sent[row["key"]] - sent[f"torch_{row['key']}"] == more[row["key"]], sent
 
 
 def test_an_unknown_row_is_refused_with_the_names() -> None:

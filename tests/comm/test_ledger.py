@@ -215,6 +215,22 @@ def test_labels_follow_into_the_backward_pass():
     ]
 
 
+def test_what_a_unit_sends_itself_bears_its_name():
+    @ff.unit
+    def layer(w, x):
+        return ff.psum(ff.pcast(w * x, "model", to="V").sin(), "model")
+
+    def main():
+        step = ff.remat(ff.value_and_grad(lambda w, x: layer(w, layer(w, x)).sum()))
+        with ff.ledger() as log:
+            step(torch.ones(2), torch.ones(2))
+        return [(r.op, r.unit, r.phase) for r in log.of(ff.axis_index("model"))]
+
+    phases = ["forward"] * 2 + ["recompute", "backward"] * 2
+    sent = [("psum", "layer", phase) for phase in phases]
+    assert ff.spmd(main, mesh_of(model=2))() == [sent] * 2
+
+
 @pytest.mark.parametrize("order", [1, 2])
 def test_backends_agree(order):
     def loss(x):
