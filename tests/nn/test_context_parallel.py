@@ -34,13 +34,13 @@ def tensors(seed, shape_q, shape_k, shape_v, dtype=torch.float64):
     return [x.to(dtype) for x in draws]
 
 
-def judged(q, k, v, w, causal, scale=None):
+def judged(q, k, v, w, causal, scale=None, dtype=torch.float64):
     """torch's attention of the whole, in fp64, and its gradients."""
-    q, k, v = (x.double().requires_grad_() for x in (q, k, v))
+    q, k, v = (x.detach().to(dtype).requires_grad_() for x in (q, k, v))
     out = F.scaled_dot_product_attention(
         q, k, v, is_causal=causal, scale=scale, enable_gqa=True
     )
-    return out.detach(), *torch.autograd.grad((out * w.double()).sum(), (q, k, v))
+    return out.detach(), *torch.autograd.grad((out * w.to(dtype)).sum(), (q, k, v))
 
 
 def cut(x, size, order):
@@ -115,13 +115,16 @@ def cases(draw):
 
 
 def in_fp32(attend, size, order, whole, scale=None):
-    """Within 1e-6 of what fp64 makes of the same numbers, for the largest of them."""
+    """As near as torch is in fp32 to what fp64 makes of the same numbers, and 1e-6."""
     singles = [x.float() for x in whole]
-    expected = judged(*singles, causal=order is not None, scale=scale)
+    causal = order is not None
+    expected = judged(*singles, causal=causal, scale=scale)
+    rounded = judged(*singles, causal=causal, scale=scale, dtype=torch.float32)
     found = on_ranks(pulled(attend), size, order, *singles)
-    for x, y in zip(found, expected, strict=True):
+    for x, y, theirs in zip(found, expected, rounded, strict=True):
         assert x.dtype == torch.float32
-        assert (x - y).abs().max() <= 1e-6 * max(1, y.abs().max())
+        off = (theirs - y).abs().max() + 1e-6 * max(1, y.abs().max())
+        assert (x - y).abs().max() <= off
 
 
 @settings(max_examples=20)
