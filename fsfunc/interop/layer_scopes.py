@@ -103,11 +103,12 @@ def _check_heads(name: str, m: nn.Module) -> None:
                 continue
             read = [x for x in _reads(function.__code__) if _COUNTS.fullmatch(x)]
             if read:
+                of = repr(name) if name else "the module"
                 raise ValueError(
-                    f"plan: {cls.__name__}.{key}, of {repr(name) if name else 'the module'}, reads "
-                    f"{read[0]}, how many heads there are, and a rank has its own "
-                    "alone: let it say -1 in their place, x.view(*shape, -1, "
-                    "self.head_dim), or leave its layers out of the plan"
+                    f"plan: {cls.__name__}.{key}, of {of}, reads {read[0]}, how many "
+                    "heads there are, and a rank has its own alone: let it say -1 in "
+                    "their place, x.view(*shape, -1, self.head_dim), or leave its "
+                    "layers out of the plan"
                 )
 
 

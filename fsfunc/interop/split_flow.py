@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fsfunc import _torch
+from fsfunc import _torch, tree
 from fsfunc.comm.collectives import pcast
 from fsfunc.runtime.generators import States, generator_states
 from fsfunc.sharded.leaf import is_sharded
@@ -34,6 +34,7 @@ class SplitFlow:
         self._params, self._meeting = params, meeting
         self._last: tuple[Tensor, Any, Tensor] | None = None
         self._columns: list[Any] = []  # nodes of the graph that made split features
+        self._rows: set[Any] = set()  # that made one value of them again
         self._casts: dict[Any, str] = {}  # and those of whole parameters that met them
         self._met: set[Any] = set()
         self._states: States = []
@@ -110,19 +111,46 @@ class SplitFlow:
             "rank's part: leave these layers out of the plan"
         )
 
-    def check(self) -> None:
-        """Looks at the whole parameters, when the call is over.
+    def joined(self, y: Tensor) -> None:
+        """A row layer made one value of split features."""
+        if y.grad_fn is not None:
+            self._rows.add(y.grad_fn)
+
+    def check(self, given: Any, out: Any) -> None:
+        """Looks at the graph when the call is over.
+
+        Args:
+            given, out: what the unit was given beside parameters, and returns.
 
         Raises:
-            RuntimeError: one has met no split features, and its gradient would be a
-                multiple.
+            RuntimeError: split features leave the unit; a parameter that was to meet
+                them has not, and its gradient would be a multiple.
         """
+        if not self._columns or torch.compiler.is_compiling():
+            return
+        stop = {*self._rows, *self._columns, *_nodes(given)}
+        roots = _nodes(out)
+        found = _torch.graph_nodes((node for node in roots if node not in stop), stop)
+        left = {*roots, *(below for node in found for below, _ in node.next_functions)}
+        if not left.isdisjoint(self._columns):
+            raise RuntimeError(
+                "plan: a unit returns what is made of split features, such as the "
+                "attention of a rank's own heads, which is another on every rank: "
+                "leave it out (of a Hugging Face model: output_attentions=False), or "
+                "leave these layers out of the plan"
+            )
         for node, name in self._casts.items():
-            if node not in self._met and self._columns:
+            if node not in self._met:
                 raise RuntimeError(
                     f'plan: {name!r} is "whole", as what meets split features, and the '
                     "unit's row layers take nothing of it: leave it out of the plan"
                 )
+
+
+def _nodes(values: Any) -> list[Any]:
+    leaves = tree.leaves(values, is_leaf=is_sharded)
+    nodes = [x.grad_fn for x in leaves if isinstance(x, Tensor)]
+    return [node for node in nodes if node is not None]
 
 
 def _draws() -> bool:

@@ -16,7 +16,7 @@ from fsfunc.sharded.leaf import is_sharded
 __all__ = ["KINDS"]
 
 
-class Column(nn.Linear):
+class ColumnLinear(nn.Linear):
     """Its output is this rank's features."""
 
     def forward(self, input: Tensor) -> Tensor:
@@ -33,7 +33,7 @@ class VocabLinear(nn.Linear):
         return _column(self, input)[0]
 
 
-class ColumnGathered(nn.Linear):
+class GatheredLinear(nn.Linear):
     """Its output is whole: the ranks' features beside each other."""
 
     def forward(self, input: Tensor) -> Tensor:
@@ -41,18 +41,22 @@ class ColumnGathered(nn.Linear):
         return y if axis is None else all_gather(y, axis, dim=-1, to="I")
 
 
-class Row(nn.Linear):
+class RowLinear(nn.Linear):
     """Its input is this rank's features."""
 
     def forward(self, input: Tensor) -> Tensor:
         weight: Any = _weight(self)
-        if is_sharded(weight) and weight.layout.splits:
-            _check_input(weight, input)
-            _flow(self).end(input, weight.name)
-        return row_linear(input, weight, self.bias)
+        if not (is_sharded(weight) and weight.layout.splits):
+            return row_linear(input, weight, self.bias)
+        _check_input(weight, input)
+        flow = _flow(self)
+        flow.end(input, weight.name)
+        y = row_linear(input, weight, self.bias)
+        flow.joined(y)
+        return y
 
 
-class Vocab(nn.Embedding):
+class VocabEmbedding(nn.Embedding):
     """Its rows lie on the ranks."""
 
     def forward(self, input: Tensor) -> Tensor:
@@ -61,10 +65,10 @@ class Vocab(nn.Embedding):
 
 # The word of a plan, and the class of the layer: the class that runs in its place.
 KINDS: dict[tuple[str, type], type[nn.Module]] = {
-    ("column", nn.Linear): Column,
-    ("column_gathered", nn.Linear): ColumnGathered,
-    ("row", nn.Linear): Row,
-    ("vocab", nn.Embedding): Vocab,
+    ("column", nn.Linear): ColumnLinear,
+    ("column_gathered", nn.Linear): GatheredLinear,
+    ("row", nn.Linear): RowLinear,
+    ("vocab", nn.Embedding): VocabEmbedding,
     ("vocab", nn.Linear): VocabLinear,
 }
 

@@ -233,6 +233,7 @@ class _Part:
             seen = shown_by(own.module, asked.shows)
             out = own.module(*args, **keywords)
             changed = own.tensors.changed()
+            own.tensors.flow.check((args, keywords), (out, seen))
         finally:
             own.tensors.end()
             found, filled = own.watch.restored()
