@@ -6,7 +6,7 @@ checked before a call sends anything.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from difflib import get_close_matches
 from typing import Any
 
@@ -17,7 +17,7 @@ from fsfunc.interop.layer_scopes import Scopes, head_dim
 from fsfunc.interop.module_tensors import Tensors
 from fsfunc.interop.split_layers import KINDS
 from fsfunc.sharded.layout import Split
-from fsfunc.sharded.leaf import Sharded, is_sharded
+from fsfunc.sharded.leaf import is_sharded
 from fsfunc.tree.structure import matches
 
 __all__ = ["LayerPlan", "planned"]
@@ -52,24 +52,30 @@ class LayerPlan:
             m.__class__ = KINDS.get((word, type(m)), type(m))
 
     def check(self, params: Mapping[str, Any]) -> None:
-        """Looks at how parameters lie that a call is given.
+        """Looks at how the parameters of a unit lie.
 
         Raises:
             ValueError: one lies otherwise than planned, while others do not; a head
                 that no rank has all of.
         """
-        split = {n: x.layout.splits for n, x in _sharded(params) if x.layout.splits}
+        if not self.layouts:
+            return
+        leaves = {n: x for n, x in params.items() if is_sharded(x)}
+        split = {n: x.layout.splits for n, x in leaves.items() if x.layout.splits}
         if not split:
             return
-        for name, wanted in self.layouts.items():
-            found = split.get(name, ())
-            if [(s.dim, s.axis) for s in found] != [(wanted.dim, wanted.axis)]:
+        for name in params:
+            wanted, found = self.layouts.get(name), split.get(name, ())
+            lies = [(s.dim, s.axis) for s in found]
+            if lies != ([] if wanted is None else [(wanted.dim, wanted.axis)]):
                 raise ValueError(
-                    f"plan: {name!r} lies {_lies(found)}, and the plan has it split "
-                    f'over "{wanted.axis}" along dim {wanted.dim}: place all parameters'
-                    " with layouts=apply.layouts"
+                    f"plan: {name!r} lies {_lies(found)}, and is to lie "
+                    f"{_lies((wanted,) if wanted else ())}: place all parameters with "
+                    "layouts=apply.layouts"
                 )
         for name, size in self.heads.items():
+            if name not in split:
+                continue
             count, n = params[name].shape[0] // size, split[name][0].size
             if count % n:
                 fits = ", ".join(str(k) for k in range(1, count + 1) if not count % k)
@@ -127,10 +133,6 @@ def planned(
             for x in m.parameters(recurse=False):
                 meeting[names[id(x)]] = names[id(weight)]
     return LayerPlan(words, layouts, heads, meeting)
-
-
-def _sharded(params: Mapping[str, Any]) -> Iterator[tuple[str, Sharded]]:
-    return ((name, x) for name, x in params.items() if is_sharded(x))
 
 
 def _lies(splits: tuple[Split, ...]) -> str:

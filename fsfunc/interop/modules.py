@@ -127,7 +127,6 @@ def from_module(
     ) -> Any:
         _check("params", params, shapes[0])
         _check("buffers", buffers, shapes[1])
-        split.check(params)
         given = {**params, **{name: buffers[name] for name in frozen}}
         out, changed = structure.call(given, buffers, args, keywords, mutable)
         if not are_filled():

@@ -226,6 +226,8 @@ class _Part:
         self, params: Any, buffers: Any, args: Any, keywords: Any, asked: Extras
     ) -> tuple[Any, dict[str, Tensor], Seen]:
         """The output of the part, run here and now on a copy of its own."""
+        if not self.known.fetch:
+            self.structure.plan.check(params)
         free = self.free[asked.fills]
         own = free.pop() if free else self._copy(asked.fills)
         own.tensors.begin(params, buffers, asked.mutable)

@@ -399,8 +399,8 @@ def running(module, plan=PAIR, units="", layouts=None, over=None, **axes):
         "other layouts": (
             running(Between(""), layouts={"up.*": ff.Split(0, "model")}),
             ValueError,
-            "'down.weight' lies whole, and the plan has it split over \"model\" along "
-            "dim 1: place all parameters with layouts=apply.layouts",
+            "'down.weight' lies whole, and is to lie split over \"model\" along dim 1: "
+            "place all parameters with layouts=apply.layouts",
         ),
         "an axis of shard": (
             running(Between(""), over="data", data=2),
