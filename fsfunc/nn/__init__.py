@@ -1,5 +1,16 @@
 """Layers with collectives in them, as functions of parameters and inputs."""
 
+from fsfunc.nn.context_parallel import all_to_all_attention, ring_attention
+from fsfunc.nn.cross_entropy import vocab_cross_entropy
+from fsfunc.nn.experts import combine, dispatch, expert_layer
+from fsfunc.nn.gating import (
+    Routing,
+    route,
+    top_1_gating,
+    top_2_gating,
+    top_k_gating,
+)
+from fsfunc.nn.sequence_order import unzigzag, zigzag, zigzag_positions
 from fsfunc.nn.statistics import (
     Moments,
     RunningStatistics,
@@ -8,14 +19,30 @@ from fsfunc.nn.statistics import (
     init_statistics,
 )
 from fsfunc.nn.tensor_parallel import column_linear, row_linear, vocab_embedding
+from fsfunc.nn.tiled_cross_entropy import linear_cross_entropy
 
 __all__ = [
     "Moments",
+    "Routing",
     "RunningStatistics",
+    "all_to_all_attention",
     "batch_norm",
     "column_linear",
+    "combine",
     "commit_statistics",
+    "dispatch",
+    "expert_layer",
     "init_statistics",
+    "linear_cross_entropy",
+    "ring_attention",
+    "route",
     "row_linear",
+    "top_1_gating",
+    "top_2_gating",
+    "top_k_gating",
+    "unzigzag",
+    "vocab_cross_entropy",
     "vocab_embedding",
+    "zigzag",
+    "zigzag_positions",
 ]
