@@ -224,5 +224,5 @@ def _check_ties(uses: Mapping[str, list[tuple[str, int | str | None]]]) -> None:
                 raise ValueError(
                     f"plan: {name!r} is tied, and {first!r} and {layer!r} must be split"
                     ' alike: an embedding "vocab" and a head "column_gathered", or '
-                    '"vocab" for a loss of split logits; or neither'
+                    '"vocab" for ff.nn.vocab_cross_entropy; or neither'
                 )

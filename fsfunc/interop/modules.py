@@ -56,9 +56,9 @@ def from_module(
             itself; a module there with parameters, such as a norm over a head, is
             ``"whole"``. ``"column_gathered"`` is whole for what follows, such as
             logits. ``"vocab"`` is an Embedding; or a head, whose logits stay split,
-            for a loss that knows of it. ``apply.layouts`` are the ``layouts=`` of
-            ``ff.place`` and ``ff.init_state``; parameters that come whole run as on
-            one device.
+            for ``ff.nn.vocab_cross_entropy``. ``apply.layouts`` are the ``layouts=``
+            of ``ff.place`` and ``ff.init_state``; parameters that come whole run as
+            on one device.
         axis: the axis of the mesh that the plan splits over.
 
     Returns:

@@ -27,7 +27,7 @@ class ColumnLinear(nn.Linear):
 
 
 class VocabLinear(nn.Linear):
-    """Its output is this rank's logits, for a loss that knows of it."""
+    """Its output is this rank's logits, for `vocab_cross_entropy`."""
 
     def forward(self, input: Tensor) -> Tensor:
         return _column(self, input)[0]
@@ -99,9 +99,9 @@ def _weight(m: Any) -> Any:
 def _column(m: Any, x: Tensor) -> tuple[Tensor, str | None]:
     """This rank's features, and the axis over which they are split."""
     weight, bias = _weight(m), m.bias
-    part, axis = part_of("column_linear", weight, 0)
+    part, axis = part_of("column_linear", weight, (0,))
     if bias is not None:
-        bias, _ = part_of("column_linear", bias, 0, like=weight)
+        bias, _ = part_of("column_linear", bias, (0,), like=weight)
     if axis is not None:
         x = _flow(m).entered(x, axis)
     return nn.functional.linear(x, part, bias), axis

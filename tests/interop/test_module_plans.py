@@ -141,6 +141,28 @@ def test_a_layer_sends_four_sums_of_an_activation(data):
         assert log.count("all_gather", axis="model") == 1
 
 
+def test_a_planned_step_sends_what_the_step_sends():
+    apply, params, loss, batch = made()
+    mine = {name: x[: ROWS // 2] for name, x in batch.items()}
+
+    def build(backend):
+        mesh = ff.make_mesh({"data": 2, "model": 2}, backend)
+
+        def main():
+            step = ff.shard(ff.value_and_grad(loss), mesh, "data")
+            placed = ff.place(step, params, mine, layouts=apply.layouts)
+            if backend == "abstract":
+                return ff.plan(step, placed, mine).ranks[0].records
+            with ff.ledger() as log:
+                step(placed, mine)
+            return [record for record in log.records if record.rank == 0]
+
+        records = ff.spmd(main, mesh)()[0]
+        return [(record.op, record.axis, record.bytes) for record in records]
+
+    assert build("abstract") == build("simulated")
+
+
 def test_a_split_model_trains_with_clipping_and_goes_back_into_its_module():
     optimizer = ff.chain(ff.clip_by_global_norm(0.1), ff.sharded_adam(1e-2))
     apply, params, loss, batch = made()
@@ -166,20 +188,29 @@ def test_a_split_model_trains_with_clipping_and_goes_back_into_its_module():
         close(found, expected, 1e-9)
 
 
-def test_logits_that_stay_split_are_this_ranks():
-    apply, params, loss, batch = made(lm_head="vocab")
-    _, _, buffers = ff.from_module(hugging_face(llama, vocab_size=WORDS))
-    whole = apply(params, buffers, **batch).logits
+def test_logits_may_stay_split_for_a_loss_that_knows_of_it():
+    apply, params, _, batch = made("tied", lm_head="vocab")
+    module = hugging_face(llama, vocab_size=WORDS, num_hidden_layers=LAYERS)
+    _, _, buffers = ff.from_module(module)
 
-    def logits(params):
-        return apply(params, buffers, **batch).logits
+    def loss(params, batch, axis="model"):
+        logits = apply(params, buffers, **batch).logits[:, :-1]
+        return ff.nn.vocab_cross_entropy(logits, batch["input_ids"][:, 1:], axis=axis)
+
+    expected = ff.value_and_grad(lambda p: loss(p, batch, None))(params)
+    mesh = simulated(data=2, model=2)
 
     def main():
-        placed = ff.place(logits, params, layouts=apply.layouts)
-        return ff.all_gather(logits(placed), "model", dim=-1)
+        step = ff.shard(ff.value_and_grad(loss), mesh, "data")
+        mine = ff.local_batch(batch, mesh, "data")
+        placed = ff.place(step, params, mine, layouts=apply.layouts)
+        with ff.ledger() as log:
+            found = step(placed, mine)
+        assert log.count("all_gather", axis="model") == 0
+        return ff.unshard(found)
 
-    for found in ff.spmd(main, simulated(model=2))():
-        close(found, whole, 1e-12)
+    for found in ff.spmd(main, mesh)():
+        close(found, expected, 1e-10)
 
 
 def test_stock_derivatives_are_those_of_one_device():
