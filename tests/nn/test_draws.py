@@ -88,7 +88,7 @@ def test_of_several_axes_masks_differ_where_these_do() -> None:
     apart([one[0], one[2]])
 
 
-POLICIES = [None, ff.SaveAllBut(), ff.SaveNames("kept")]
+POLICIES = [None, ff.SaveAllBut(), ff.SaveOnly("kept")]
 
 
 @pytest.mark.parametrize("policy", POLICIES, ids=repr)
@@ -101,21 +101,22 @@ def test_a_recompute_draws_the_same(policy, seeded) -> None:
         h = ff.checkpoint_name(F.dropout(x * w, P), "kept")
         h = ff.checkpoint_name(dropout(h * w, P, "model"), "kept")
         with own_draws("model"):
-            noise = ff.checkpoint_name(torch.rand_like(x), "kept")
-            h = h + torch.rand_like(x) * w * noise
+            noise = ff.checkpoint_name(torch.randint_like(x, 2), "kept")
+            h = h + torch.randint_like(x, 2) * w * noise
         return F.dropout(h * w, P)
 
     def loss(w):
         return (block(w, X) * block(w, X + 1)).sum()
 
     def step(seen, wrap):
-        w = torch.linspace(1, 2, D)
+        w = 2.0 ** (torch.arange(D) % 3)  # exact, in whatever order gradients add
         grad = ff.value_and_grad(loss) if seeded else torch.func.grad(loss)
         seen.append(wrap(grad)(w))
 
     plain = masks(step, lambda f: f)
     same(masks(step, lambda f: ff.remat(f, policy)), plain)
-    assert not torch.equal(plain[0][0][-1], plain[1][0][-1])
+    by_rank = [ff.tree.leaves(seen)[-1] for seen in plain]
+    assert not torch.equal(*by_rank)
 
 
 ORDERS = {
@@ -200,7 +201,7 @@ def test_a_pipeline_draws_as_one_stage_does() -> None:
 
     def loss(ws, x):
         for w in ws:
-            x = ff.psum(block(w, ff.pcast(x, "model", to="V")), "model")
+            x = ff.psum(block(*ff.pcast((w, x), "model", to="V")), "model")
         return x.square().mean()
 
     ws = [torch.linspace(0.5, 1, D) + k for k in range(2)]
@@ -216,7 +217,7 @@ def test_a_pipeline_draws_as_one_stage_does() -> None:
         return ff.unshard(step(ff.place(step, ws, X), X))
 
     expected = ff.spmd(lambda: main(None), mesh)()[0]
-    for found in ff.spmd(lambda: main("1f1b"), mesh)():
+    for found in ff.spmd(lambda: main(ff.schedules.one_f_one_b(2, 2)), mesh)():
         close(found, expected, 1e-6)
 
 
@@ -256,7 +257,7 @@ def test_what_raises_inside_leaves_the_generators_equal() -> None:
         "p": (
             lambda: dropout(X, 1.5),
             ValueError,
-            r"p=1.5 is no probability.*\[0, 1\]",
+            "p=1.5 is no probability",
         ),
         "an axis": (
             ff.spmd(lambda: dropout(X, P, "column"), simulated(model=2)),
