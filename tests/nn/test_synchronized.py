@@ -13,6 +13,7 @@ from fsfunc import tree
 from fsfunc.nn import sync_batch_norm
 from tests.checks import close, nothing_sent, refusals, refused, same, simulated
 from tests.models import floats
+from tests.probes import LiveBytes
 
 pytestmark = pytest.mark.filterwarnings("ignore:.torch.jit.script. is deprecated")
 C, X = 3, torch.ones(4)
@@ -94,7 +95,7 @@ def wrapped(order, axis, mesh):
     return functools.reduce(lambda f, key: WRAPS[key](f, mesh), order, grad)
 
 
-@settings(max_examples=6)
+@settings(max_examples=5)
 @given(
     st.lists(st.integers(1, 4), min_size=2, max_size=3),
     st.integers(2, 5),
@@ -144,6 +145,51 @@ def test_over_axes_that_split_the_work_of_one_loss(sizes, inner, kind) -> None:
         close((value, grads), (expected[0], expected[2]), 1e-11)
         if kind != "rows":  # where both data ranks have the same rows, and count them
             close(running, expected[1], 1e-11)
+
+
+@pytest.mark.parametrize("order", ["as", "sa", "asr"])
+def test_a_microbatch_of_all_ranks_is_one_batch(order) -> None:
+    x, mesh = batch([2, 2, 2, 2], 3), simulated(2)
+    wraps = WRAPS | {"a": lambda f, mesh: ff.accumulate(f, 2)}
+    grad = ff.value_and_grad(model("data"), has_aux=True)
+    one_device = ff.accumulate(ff.value_and_grad(model(None), has_aux=True), 2)
+    by_micro = torch.cat([x[0:2], x[4:6], x[2:4], x[6:8]])
+    expected = stepped(one_device, PARAMS, by_micro)
+
+    def main():
+        step = functools.reduce(lambda f, key: wraps[key](f, mesh), order, grad)
+        return stepped(step, PARAMS, ff.local_batch(x, mesh, "data"))
+
+    for found in ff.spmd(main, mesh)():
+        close(found, expected, 1e-11)
+
+
+def test_between_units_and_of_raw_parameters() -> None:
+    x, mesh = batch([2, 2], 2), simulated(2)
+
+    def loss(p, x, axis):
+        return torch.sin(sync_batch_norm(p, x, axis)[0]).mean()
+
+    expected = ff.value_and_grad(loss)(NORM, x, None)
+
+    def main():
+        step = ff.shard(ff.value_and_grad(loss), mesh, "data")
+        return step(NORM, ff.local_batch(x, mesh, "data"), "data")
+
+    for found in ff.spmd(main, mesh)():
+        close(found, expected, 1e-11)
+
+
+def test_one_copy_is_kept_for_the_backward() -> None:
+    x = floats(256, C, 16).requires_grad_()
+
+    def main():
+        with LiveBytes(x, NORM) as memory:
+            y, _ = sync_batch_norm(NORM, x, "rows")
+        assert memory.live <= 2.1 * x.nbytes  # of which y is one
+        return y
+
+    ff.spmd(main, simulated(rows=2))()
 
 
 def total(axis):
@@ -332,6 +378,45 @@ def test_an_axis_of_one_rank_is_one_device() -> None:
 
     same(ff.spmd(main, simulated(rows=1))()[0], ff.batch_norm(NORM, x))
     same(sync_batch_norm(NORM, x, None), ff.batch_norm(NORM, x))
+
+
+PROGRAM = """
+    import torch, fsfunc as ff
+    mesh = ff.make_mesh({"data": 2})
+    layer = ff.unit(lambda p, x: ff.nn.sync_batch_norm(p, x, "data"))
+    def loss(p, x):
+        y, stats = layer(p, x)
+        with ff.nn.own_draws("data"):
+            own = torch.rand(2)
+        return (y ** 3).mean() + torch.rand(()), (stats, own)
+    grad = ff.value_and_grad(loss, has_aux=True)
+    def main():
+        step = ff.shard(grad, mesh, "data")
+        x = torch.arange(32.0).view(16, 2) ** 2
+        mine = ff.local_batch(x, mesh, "data")
+        params = {"weight": torch.ones(2), "bias": torch.ones(2)}
+        torch.manual_seed(0)
+        (_, (stats, own)), grads = step(ff.place(step, params, mine), mine)
+        grads = ff.unshard(grads)
+        torch.manual_seed(0)
+        right = ff.value_and_grad(lambda p: (ff.batch_norm(p, x)[0] ** 3).mean())
+        torch.testing.assert_close(grads, right(params)[1])
+        found = ff.commit_statistics(ff.init_statistics(2), stats, None)
+        norm = torch.nn.BatchNorm1d(2, momentum=None)
+        norm(x)
+        torch.testing.assert_close(found.mean, norm.running_mean)
+        torch.testing.assert_close(found.var, norm.running_var)
+        first, second = ff.all_gather(own, "data").view(2, 2)
+        assert not torch.equal(first, second)
+        print(found.mean.tolist(), found.var.tolist(), found.count.item())
+    ff.spmd(main, mesh)()
+"""
+
+
+@pytest.mark.processes
+def test_over_real_processes(torchrun) -> None:
+    first, second = torchrun(PROGRAM, 2).splitlines()
+    assert first == second and first.endswith(" 1")
 
 
 def on_two(call):
