@@ -10,6 +10,17 @@ import torch.nn.functional as F
 from torch import Tensor
 
 import fsfunc as ff
+from fsfunc.nn import column_linear, row_linear, vocab_embedding
+
+# How its weights are split over an axis "model" of the mesh, if there is one: heads,
+# hidden features and the vocabulary.
+SPLIT_OVER_MODEL = {
+    "embed/token": ff.Split(0, "model"),
+    "blocks/*/qkv": ff.Split(1, "model"),
+    "blocks/*/proj": ff.Split(1, "model"),
+    "blocks/*/up": ff.Split(0, "model"),
+    "blocks/*/down": ff.Split(1, "model"),
+}
 
 
 def init_params(
@@ -53,15 +64,15 @@ def init_params(
 def embed(params: dict, tokens: Tensor) -> Tensor:
     """[batch, seq] token numbers to [batch, seq, dim]."""
     position = params["position"][: tokens.shape[1]]
-    return F.embedding(tokens, params["token"]) + position
+    return vocab_embedding(params["token"], tokens) + position
 
 
 @ff.unit
 def block(params: dict, x: Tensor) -> Tensor:
     """[batch, seq, dim] to the same: causal attention, then an MLP, each pre-normed."""
     x = x + attention(params, rms_norm(x, params["norm1"]))
-    hidden = F.gelu(F.linear(rms_norm(x, params["norm2"]), params["up"]))
-    return x + F.linear(hidden, params["down"])
+    hidden = F.gelu(column_linear(rms_norm(x, params["norm2"]), params["up"]))
+    return x + row_linear(hidden, params["down"])
 
 
 @ff.unit
@@ -74,11 +85,9 @@ def head(params: dict, x: Tensor, targets: Tensor | None = None) -> Tensor:
 
 
 def attention(params: dict, x: Tensor) -> Tensor:
-    _, heads, head_dim, _ = params["qkv"].shape
-    qkv = F.linear(x, params["qkv"].flatten(0, 2))
-    q, k, v = qkv.unflatten(-1, (3, heads, head_dim)).permute(2, 0, 3, 1, 4)
+    q, k, v = column_linear(x, params["qkv"]).permute(2, 0, 3, 1, 4)  # of my heads
     mixed = F.scaled_dot_product_attention(q, k, v, is_causal=True)
-    return F.linear(mixed.transpose(1, 2).flatten(2), params["proj"])
+    return row_linear(mixed.transpose(1, 2).flatten(2), params["proj"])
 
 
 def rms_norm(x: Tensor, weight: Tensor) -> Tensor:

@@ -41,6 +41,13 @@ def parse(
 
     group = parser.add_argument_group("sharding")
     option(group, "--ranks", 4, "simulated ranks; torchrun brings its own number")
+    group.add_argument(
+        "--mesh",
+        type=axes_of,
+        metavar="AXIS=N,...",
+        help="the ranks along data, pipe and model (over which layers are split), in "
+        "place of --ranks and --pipe",
+    )
     option(
         group,
         "--zero",
@@ -131,16 +138,21 @@ def parse(
     )
 
     args = parser.parse_args(argv)
-    args.ranks = int(os.environ.get("WORLD_SIZE", args.ranks))
+    args.model, world = 1, os.environ.get("WORLD_SIZE")
+    axes = args.mesh if axes is None else axes
     if axes is not None:
         take_ranks(parser, args, axes)
+        if args.mesh and world and int(world) != args.ranks:
+            parser.error(f"--mesh has {args.ranks} ranks, and {world} are running")
+    elif world:
+        args.ranks = int(world)
     counts = "ranks accumulate pipe steps batch seq dim heads microbatches every keep"
     for name in counts.split():
         if (value := getattr(args, name)) is not None and value < 1:
             parser.error(f"--{name} must be at least 1: {value}")
     if args.ranks % args.pipe:
         parser.error(f"--pipe {args.pipe} must divide the {args.ranks} ranks")
-    args.data = args.ranks // args.pipe
+    args.data = args.ranks // args.pipe // args.model
     share = args.data * args.accumulate
     args.batch = args.batch or math.ceil(32 / share) * share
     if args.batch % share:
@@ -150,6 +162,8 @@ def parse(
         )
     if args.dim % args.heads:
         parser.error(f"--dim {args.dim} must be a multiple of --heads {args.heads}")
+    if args.heads % args.model:
+        parser.error(f"--heads {args.heads} must be a multiple of model={args.model}")
     if args.text and not args.text.exists():
         parser.error(f"--text {args.text}: no such file or folder")
     if args.checkpoints and args.checkpoints.is_file():
@@ -161,19 +175,33 @@ def parse(
 def take_ranks(
     parser: argparse.ArgumentParser, args: argparse.Namespace, axes: Mapping[str, int]
 ) -> None:
-    """Sets the ranks and their pipelines to those of a mesh."""
+    """Sets the ranks, their pipelines and split layers to those of a mesh."""
     shown = ", ".join(f"{name}={size}" for name, size in axes.items())
-    if unknown := set(axes) - {"data", "pipe"}:
+    if unknown := set(axes) - {"data", "pipe", "model"}:
         parser.error(
             f"the mesh {shown} has the axis {min(unknown)}, of which this script knows "
-            "nothing: its axes are data and, for pipelines, pipe"
+            "nothing: its axes are data, pipe for pipelines, model for split layers"
         )
     if "data" not in axes:
         parser.error(f"the mesh {shown} lacks the axis data (data=1 is one pipeline)")
     pipe = axes.get("pipe", 1)
     if args.pipe not in (1, pipe):
         parser.error(f"--pipe {args.pipe}, but the mesh {shown} has pipe={pipe}")
-    args.ranks, args.pipe = axes["data"] * pipe, pipe
+    args.pipe, args.model = pipe, axes.get("model", 1)
+    args.ranks = axes["data"] * pipe * args.model
+
+
+def axes_of(text: str) -> dict[str, int]:
+    """The axes of a mesh that is written as data=2,model=2."""
+    axes = {}
+    for part in text.split(","):
+        name, _, size = part.partition("=")
+        if not size.isdigit() or not int(size) or name.strip() in axes:
+            raise argparse.ArgumentTypeError(
+                f"{text!r}: write axes as data=2,model=2, each once, of 1 rank or more"
+            )
+        axes[name.strip()] = int(size)
+    return axes
 
 
 def complete_pipeline(

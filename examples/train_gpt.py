@@ -3,6 +3,7 @@
     python examples/train_gpt.py                             4 simulated ranks
     torchrun --nproc-per-node 2 examples/train_gpt.py        2 real processes
     python examples/train_gpt.py --pipe 2                    2 pipelines of 2 ranks
+    python examples/train_gpt.py --mesh data=2,model=2       layers split over 2 ranks
     torchrun --nproc-per-node 2 --max-restarts 3 examples/train_gpt.py \
         --checkpoints DIR               goes on by itself after a crash, or when rerun
 
@@ -20,7 +21,7 @@ from typing import Any
 
 import optree
 import torch
-from gpt import init_params, loss_fn, next_logits
+from gpt import SPLIT_OVER_MODEL, init_params, loss_fn, next_logits
 from options import parse
 from report import (
     Results,
@@ -44,7 +45,7 @@ TEMPERATURE = 0.8
 
 
 def build(mesh: ff.Mesh, args: Namespace | None = None) -> tuple:
-    """(step, init, optimizer, batch) on a mesh: what `train` below starts from.
+    """(step, init, optimizer, batch, layouts): what `train` below starts from.
 
     `python -m fsfunc plan` calls it with an abstract mesh. The batch is a rank's own,
     of which shapes alone matter: (rows, seq) tokens of text, and the targets.
@@ -69,12 +70,12 @@ def build(mesh: ff.Mesh, args: Namespace | None = None) -> tuple:
         return optree.tree_map(lambda leaf: leaf.to(device), params_of(args))
 
     batch = {name: part.to(device) for name, part in blank_batch(args).items()}
-    return step, init, optimizer, batch
+    return step, init, optimizer, batch, args.layouts
 
 
 def train(args: Namespace, corpus: Corpus, mesh: ff.Mesh) -> Results:
     """The results of a run; every rank runs this, and rank 0 shows it."""
-    step, init, optimizer, batch = build(mesh, args)
+    step, init, optimizer, batch, layouts = build(mesh, args)
     evaluate = transformed(loss_fn, mesh, args)
     device, stages = device_of(mesh), args.stages
     windows = Windows(corpus.train, args.seq)
@@ -82,13 +83,13 @@ def train(args: Namespace, corpus: Corpus, mesh: ff.Mesh) -> Results:
 
     checkpoints = Checkpoints(args, mesh, corpus.train)
     if newest := checkpoints.newest():
-        empty = ff.abstract_state(step, init, optimizer, batch)
+        empty = ff.abstract_state(step, init, optimizer, batch, layouts=layouts)
         target = {"train": empty, "data": batches.position}
         loaded = ff.load(newest, target, device=device)
         state, results = loaded["train"], results_of(newest)
         batches.seek(loaded["data"])
     else:
-        state = ff.init_state(step, init, optimizer, batch)
+        state = ff.init_state(step, init, optimizer, batch, layouts=layouts)
         results = Results([], [], [])
     begun = len(results.train)
 
@@ -207,7 +208,7 @@ def write(predict: Callable, params: Any, args: Namespace, device) -> bytes:
 def settings(mesh: ff.Mesh | None = None) -> Namespace:
     """The options, on the given mesh if any, and the stages that they ask for."""
     args = parse(__doc__, axes=mesh and mesh.axes)
-    args.stages = None
+    args.stages, args.layouts = None, SPLIT_OVER_MODEL if args.model > 1 else None
     if args.pipe > 1:
         make = ff.spmd(make_stages, ff.make_mesh({}, "abstract"))  # on fake tensors
         args.stages = make(args, params_of, blank_batch)[0]
@@ -238,10 +239,8 @@ def main() -> None:
     args = settings()
     corpus = read_corpus(args.text)
     torch.manual_seed(args.seed)  # what units draw, such as dropout, follows from it
-    axes = {"data": args.data}
-    if args.pipe > 1:
-        axes["pipe"] = args.pipe
-    mesh = ff.make_mesh(axes)
+    sizes = {"data": args.data, "pipe": args.pipe, "model": args.model}
+    mesh = ff.make_mesh({a: n for a, n in sizes.items() if n > 1 or a == "data"})
     with asked_to_leave() if args.checkpoints else nullcontext() as args.leaving:
         ff.spmd(train, mesh)(args, corpus, mesh)
 

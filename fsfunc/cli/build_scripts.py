@@ -23,7 +23,7 @@ from fsfunc.planning.plans import Plan
 
 __all__ = ["Refused", "build_of", "plan_of", "refusing", "started"]
 
-RETURNS = "(step, init, optimizer, batch)"
+RETURNS = "(step, init, optimizer, batch), or with the layouts of parameters behind"
 FSFUNC = Path(__file__).parents[1]
 
 
@@ -96,9 +96,9 @@ def plan_of(build: Callable[[Mesh], Any], mesh: Mesh, script: Path) -> Plan:
     """
     with refusing(script):
         made = build(mesh)
-    step, init, optimizer, batch = _checked(made, script)
+    step, init, optimizer, batch, layouts = _checked(made, script)
     with refusing(script):
-        found = plan(step, init, optimizer, batch, mesh=mesh)
+        found = plan(step, init, optimizer, batch, mesh=mesh, layouts=layouts)
     used = set(found.asked)
     for own in found.ranks:
         used |= {axis for record in own.records for axis in record.axis}
@@ -117,9 +117,9 @@ def _checked(made: Any, script: Path) -> tuple[Any, ...]:
     start = f"build of {script} returns {RETURNS}"
     if not isinstance(made, tuple | list):
         raise Refused(f"{start}, and returned {_shown(made)}")
-    if len(made) != 4:
+    if len(made) not in (4, 5):
         raise Refused(f"{start}, and returned {len(made)} values")
-    step, init, optimizer, batch = made
+    step, init, optimizer, batch, layouts = (*made, None)[:5]
     if not callable(step):
         raise Refused(f"{start}: its step is no function, but {_shown(step)}")
     if not callable(init):
@@ -129,7 +129,7 @@ def _checked(made: Any, script: Path) -> tuple[Any, ...]:
         )
     if not hasattr(optimizer, "init"):
         raise Refused(f"{start}: its optimizer is none, but {_shown(optimizer)}")
-    return step, init, optimizer, batch
+    return step, init, optimizer, batch, layouts
 
 
 def _shown(value: Any) -> str:

@@ -23,7 +23,7 @@ from fsfunc.comm.groups import RankGroup
 from fsfunc.comm.linear_maps import LinearMap
 from fsfunc.comm.mesh import Axis
 
-__all__ = ["Pending", "start"]
+__all__ = ["Pending", "launch", "start"]
 
 
 def start(collective: Callable[..., Any], x: Any, axis: Axis, *args, **how) -> Pending:
@@ -54,18 +54,23 @@ def start(collective: Callable[..., Any], x: Any, axis: Axis, *args, **how) -> P
     [[2.0, 2.0], [2.0, 2.0]]
     """
 
-    def begin(x: Tensor, how: LinearMap, where: RankGroup) -> Callable[[], Tensor]:
-        flight = _Flight()
-        token = _start(x, how, where, flight)
-        return lambda: _wait(token, how, where, flight)
-
-    with run_by(begin):
+    with run_by(launch):
         waits, treedef = tree.flatten(collective(x, axis, *args, **how))
     if not all(callable(wait) for wait in waits):
         raise TypeError(
             f"start takes a collective, such as ff.all_gather; got {collective!r}"
         )
     return Pending(waits, treedef)
+
+
+def launch(x: Tensor, how: LinearMap, where: RankGroup) -> Callable[[], Tensor]:
+    """A linear map put in flight, and what waits for its result: once, on every rank.
+
+    For those who hold on to ``where``, as a backward pass does; others use ``start``.
+    """
+    flight = _Flight()
+    token = _start(x, how, where, flight)
+    return lambda: _wait(token, how, where, flight)
 
 
 class Pending:

@@ -29,6 +29,7 @@ __all__ = [
     "apply_map",
     "assumed",
     "claim",
+    "hearing",
     "issue",
     "laid",
     "over",
@@ -130,6 +131,7 @@ def watched(x: Tensor, how: LinearMap, where: RankGroup, y: Tensor) -> Tensor:
 
 
 _WATCHER: ContextVar[Watcher | None] = ContextVar("fsfunc_watcher", default=None)
+_HEARD: ContextVar[set[str] | None] = ContextVar("fsfunc_heard", default=None)
 _RUN: ContextVar[Callable[..., Any] | None] = ContextVar("fsfunc_run", default=None)
 
 
@@ -143,6 +145,11 @@ def run_by(run: Callable[[Tensor, LinearMap, RankGroup], Any]) -> Iterator[None]
         _RUN.reset(token)
 
 
+def hearing(axes: set[str] | None) -> Scoped:
+    """Inside, ``axes`` gathers those over which collectives are called."""
+    return Scoped(_HEARD, axes)
+
+
 def issue(x: Tensor, how: LinearMap, where: RankGroup) -> Any:
     """A linear map that stands in the user's program, for whoever runs these."""
     return (_RUN.get() or apply_map)(x, how, where)
@@ -151,6 +158,8 @@ def issue(x: Tensor, how: LinearMap, where: RankGroup) -> Any:
 def over(x: Any, axis: Axis, how: Callable[[Tensor, RankGroup], LinearMap]) -> Any:
     """The linear map that ``how`` gives for each tensor of ``x``, over ``axis``."""
     where = group(axis)
+    if (heard := _HEARD.get()) is not None:
+        heard.update(where.axis)
     leaves, treedef = tree.flatten(x)
     for leaf in leaves:
         if not isinstance(leaf, Tensor):

@@ -1,7 +1,18 @@
 """Layers with collectives in them, as functions of parameters and inputs."""
 
+from fsfunc.nn.context_parallel import all_to_all_attention, ring_attention
+from fsfunc.nn.cross_entropy import vocab_cross_entropy
 from fsfunc.nn.draws import dropout, own_draws
+from fsfunc.nn.experts import combine, dispatch, expert_layer
+from fsfunc.nn.gating import (
+    Routing,
+    route,
+    top_1_gating,
+    top_2_gating,
+    top_k_gating,
+)
 from fsfunc.nn.normalization import group_norm, layer_norm, rms_norm
+from fsfunc.nn.sequence_order import unzigzag, zigzag, zigzag_positions
 from fsfunc.nn.statistics import (
     Moments,
     RunningStatistics,
@@ -11,20 +22,36 @@ from fsfunc.nn.statistics import (
 )
 from fsfunc.nn.synchronized import sync_batch_norm
 from fsfunc.nn.tensor_parallel import column_linear, row_linear, vocab_embedding
+from fsfunc.nn.tiled_cross_entropy import linear_cross_entropy
 
 __all__ = [
     "Moments",
+    "Routing",
     "RunningStatistics",
+    "all_to_all_attention",
     "batch_norm",
     "column_linear",
+    "combine",
     "commit_statistics",
+    "dispatch",
     "dropout",
+    "expert_layer",
     "group_norm",
     "init_statistics",
     "layer_norm",
+    "linear_cross_entropy",
     "own_draws",
+    "ring_attention",
     "rms_norm",
+    "route",
     "row_linear",
     "sync_batch_norm",
+    "top_1_gating",
+    "top_2_gating",
+    "top_k_gating",
+    "unzigzag",
+    "vocab_cross_entropy",
     "vocab_embedding",
+    "zigzag",
+    "zigzag_positions",
 ]

@@ -168,7 +168,7 @@ def _parts(
         if leaf is None:
             parts.append(None)
             continue
-        part, over = part_of(what, leaf, 0)
+        part, over = part_of(what, leaf, (0,))
         if over is not None and axis not in (None, over):
             raise ValueError(
                 f"{what}: the {name} is split over {over!r}, and the features over "

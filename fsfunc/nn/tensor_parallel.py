@@ -47,7 +47,8 @@ def column_linear(
 
     Args:
         x: [..., in], one value over the axis; with ``sequence_dim`` split along it.
-        weight: [out, in], split along dim 0; or a sequence of such.
+        weight: [out, in], split along dim 0; or a sequence of such. ``out`` may be
+            several dims, such as (3, heads, head_dim), of which one is split.
         bias: [out], split likewise; or a sequence, one for each weight.
         sequence_dim: the dim of ``x`` that is split over the axis.
 
@@ -55,7 +56,7 @@ def column_linear(
         [..., out / n], this rank's features (a tuple of them for several weights).
 
     Raises:
-        ValueError: a weight split along another dim, or over another axis than the
+        ValueError: a weight split along its last dim, or over another axis than the
             others; a bias that is not split as its weight is.
 
     Transpose: the sum over the axis of what comes back to ``x`` (a reduce-scatter).
@@ -69,13 +70,19 @@ def column_linear(
     several = not isinstance(weight, (Tensor, Sharded))
     weights: Sequence[Any] = tuple(weight) if several else (weight,)
     biases: Any = (bias,) if not several else bias or (None,) * len(weights)
-    parts, axis = _split_alike("column_linear", weights, 0)
+    parts, axis = _split_alike("column_linear", weights)
     added = []
     for w, b in zip(weights, biases, strict=True):
-        added.append(None if b is None else part_of("column_linear", b, 0, like=w)[0])
+        if b is not None:
+            dim = w.layout.splits[0].dim if axis is not None else 0  # type: ignore
+            b = part_of("column_linear", b, (dim,), like=w)[0].flatten()
+        added.append(b)
     if axis is not None:
         x = _whole(x, axis, sequence_dim)
-    found = [F.linear(x, w, b) for w, b in zip(parts, added, strict=True)]
+    found = []
+    for w, b in zip(parts, added, strict=True):
+        y = F.linear(x, w.flatten(0, -2), b)
+        found.append(y if w.ndim == 2 else y.unflatten(-1, w.shape[:-1]))
     return tuple(found) if several else found[0]
 
 
@@ -107,7 +114,7 @@ def row_linear(
     >>> row_linear(torch.ones(2, 4), torch.ones(3, 4), torch.ones(3)).shape
     torch.Size([2, 3])
     """
-    part, axis = part_of("row_linear", weight, 1)
+    part, axis = part_of("row_linear", weight, (1,))
     _refuse_split(bias)
     if axis is None:
         return F.linear(x, part, bias)
@@ -145,7 +152,7 @@ def vocab_embedding(
     >>> vocab_embedding(torch.eye(3), torch.tensor([2, 0])).tolist()
     [[0.0, 0.0, 1.0], [1.0, 0.0, 0.0]]
     """
-    part, axis = part_of("vocab_embedding", weight, 0)
+    part, axis = part_of("vocab_embedding", weight, (0,))
     count = int(weight.shape[0])
     if padding_idx is not None:
         if not -count <= padding_idx < count:
@@ -197,9 +204,9 @@ def own_rows(
 
 
 def part_of(
-    what: str, leaf: Leaf, dim: int, *, like: Leaf | None = None
+    what: str, leaf: Leaf, dims: Sequence[int], *, like: Leaf | None = None
 ) -> tuple[Tensor, str | None]:
-    """This rank's part of a leaf, and the axis over which ``dim`` is split.
+    """This rank's part of a leaf, and the axis over which one of ``dims`` is split.
 
     Args:
         what: who asks, for the message.
@@ -212,10 +219,10 @@ def part_of(
     splits = leaf.layout.splits if isinstance(leaf, Sharded) else ()
     axis = splits[0].axis if splits else None
     wanted = like.layout.splits if isinstance(like, Sharded) else ()
-    others = len(splits) > 1 or any(split.dim != dim for split in splits)
+    others = len(splits) > 1 or any(split.dim not in dims for split in splits)
     unlike = like is not None and axis != (wanted[0].axis if wanted else None)
     if others or unlike:
-        way = f"split it along dim {dim}, over one axis"
+        way = f"split it along dim {' or '.join(map(str, dims))}, over one axis"
         if unlike:
             way = f"lay it out over the axis of {_said(like)}"
         raise ValueError(f"{what}: {_said(leaf)} is no leaf for it: {way}")
@@ -232,10 +239,10 @@ def _refuse_split(bias: Any) -> None:
         )
 
 
-def _split_alike(
-    what: str, leaves: Sequence[Leaf], dim: int
-) -> tuple[list[Tensor], str | None]:
-    found = [part_of(what, leaf, dim, like=leaves[0]) for leaf in leaves]
+def _split_alike(what: str, leaves: Sequence[Leaf]) -> tuple[list[Tensor], str | None]:
+    found = [
+        part_of(what, leaf, range(leaf.ndim - 1), like=leaves[0]) for leaf in leaves
+    ]
     return [part for part, _ in found], found[0][1]
 
 

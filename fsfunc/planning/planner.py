@@ -26,6 +26,7 @@ from fsfunc.planning.unit_cache import DifferentiatedTwice, UnitCache
 from fsfunc.runtime.memory_kinds import counting
 from fsfunc.sharded.donated import refuse_spent
 from fsfunc.sharded.leaf import Sharded, is_sharded
+from fsfunc.state.layout_rules import LayoutRules
 from fsfunc.state.train_state import TrainState, init_state
 from fsfunc.tracing.runs import shadows, without_data
 from fsfunc.transforms.donation import restore
@@ -41,7 +42,11 @@ _TOLD = (
 
 
 def plan(
-    step: Callable[..., Any], *args: Any, mesh: Mesh | None = None, repeat: bool = True
+    step: Callable[..., Any],
+    *args: Any,
+    mesh: Mesh | None = None,
+    repeat: bool = True,
+    layouts: LayoutRules | None = None,
 ) -> Plan:
     """What ``step(*args)`` will do: every collective, FLOP and byte, before it runs.
 
@@ -63,6 +68,8 @@ def plan(
         mesh: the mesh to plan for, whatever its backend; by default that of the
             transforms around ``step``, or one rank alone.
         repeat: whether to look at equal unit calls once (else at each).
+        layouts: how parameters are split, as ``init_state`` takes it; where the state
+            is made here.
 
     Returns:
         a :class:`Plan`; ``plan[rank]`` is one rank's program.
@@ -90,13 +97,20 @@ def plan(
     """
     at = maybe_here() if mesh is None else None
     makes = len(args) == 3 and callable(args[0]) and hasattr(args[1], "init")
+    if layouts and not makes:
+        raise ValueError(
+            "plan(layouts=...) of a state that is laid out already: give layouts to "
+            "the place or init_state that made it"
+        )
+
+    def made(cache: UnitCache) -> Sequence[Any]:
+        return _made(step, args, cache, layouts) if makes else args
+
     with _uncollected():
         if at is None:
-            return _everywhere(step, args, _mesh_of(step, mesh), makes, repeat)
+            return _everywhere(step, made, _mesh_of(step, mesh), repeat)
         cache = UnitCache(Observer(), repeat)
-        if makes:
-            args = _made(step, args, cache)
-        return _here(step, args, at, cache)
+        return _here(step, made(cache), at, cache)
 
 
 @contextmanager
@@ -120,13 +134,12 @@ def _mesh_of(step: Any, mesh: Mesh | None) -> Mesh:
 
 
 def _everywhere(
-    step: Any, args: Sequence[Any], mesh: Mesh, makes: bool, repeat: bool
+    step: Any, made: Callable[[UnitCache], Sequence[Any]], mesh: Mesh, repeat: bool
 ) -> Plan:
     cache = UnitCache(Observer(), repeat)  # what one rank saw serves the others
 
     def main() -> Plan:
-        given = _made(step, args, cache) if makes else args
-        return _here(step, given, here(), cache)
+        return _here(step, made(cache), here(), cache)
 
     found = spmd(main, mesh)()
     alike = mesh.size // len(found)
@@ -134,7 +147,9 @@ def _everywhere(
     return Plan(mesh, tuple(ranks), found.asked)
 
 
-def _made(step: Any, args: Sequence[Any], cache: UnitCache) -> tuple[Any, ...]:
+def _made(
+    step: Any, args: Sequence[Any], cache: UnitCache, layouts: LayoutRules | None
+) -> tuple[Any, ...]:
     """The state and the batch, of the functions that make them."""
     init, optimizer, batch = args
     batch = batch() if callable(batch) else batch
@@ -144,7 +159,8 @@ def _made(step: Any, args: Sequence[Any], cache: UnitCache) -> tuple[Any, ...]:
         told_where(*_TOLD),
         _observed(cache, frame().at),
     ):
-        return init_state(step, init, optimizer, batch), batch
+        state = init_state(step, init, optimizer, batch, layouts=layouts)
+        return state, batch
 
 
 @contextmanager

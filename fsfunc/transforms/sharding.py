@@ -12,7 +12,7 @@ from torch import Tensor
 
 from fsfunc import _torch, tree
 from fsfunc.comm.attribution import internal, label
-from fsfunc.comm.collective_ops import Dense, apply_map
+from fsfunc.comm.collective_ops import Dense, apply_map, hearing
 from fsfunc.comm.crossings import ENTER, LawError
 from fsfunc.comm.groups import RankGroup, group
 from fsfunc.comm.mesh import Axis, Here, Mesh, check_mesh, here
@@ -32,6 +32,7 @@ from fsfunc.transforms.gathered_calls import GatheredCall
 from fsfunc.transforms.gradients import (
     averaged,
     beside,
+    check_alike,
     check_derivatives,
     check_whole,
     collected,
@@ -127,6 +128,7 @@ class Sharding(Interpretation):
         self.mesh, self.axis, self.zero, self.copies = mesh, axis, zero, copies
         self.min_bytes = min_bytes
         self.holds = not reshard
+        self._done: set[int] = set()  # ranks that were once through a call
         self.how_gathered = Gather() if gather is None else gather
         self.how_reduced = Reduction() if reduction is None else reduction
 
@@ -161,6 +163,8 @@ class Sharding(Interpretation):
                 out = f(*args, **keywords)
             runtime.close()
             self.ran(at)
+            if at.link.moves:  # else it was only tried
+                self._done.add(at.rank)
             return repack(out, coordinates)
 
     def entered(
@@ -456,6 +460,8 @@ class Sharding(Interpretation):
             )
             if not at.compared and at.link.moves and not composed:
                 check_whole(runtime, group(runtime.mean_axes, at))
+            first = at.rank not in self._done and at.link.moves and not composed
+            heard: set[str] = set()
             sizes = tuple((a, self.mesh.axes[a]) for a in self.axes)
             where = tuple((self.mesh.coordinate(a, at.rank), n) for a, n in sizes)
             # In place of the plain call's: a loss is under one mean of ours.
@@ -467,7 +473,8 @@ class Sharding(Interpretation):
             )
             with inside(within):
                 kept = {**call.packed, **keeps}
-                outcome = run(replace(call, packed=kept, parts=runtime.parts))
+                with hearing(heard if first else None):
+                    outcome = run(replace(call, packed=kept, parts=runtime.parts))
             runtime.finish()
             if all(i == n - 1 for i, n in f.micro):  # of a loop, the last
                 outer.goes_on_from(runtime)
@@ -478,6 +485,9 @@ class Sharding(Interpretation):
                 f.tracer.gradient(by, direct, whose)
             with internal():
                 grads = collected(direct, chosen, runtime)
+            taken = {a for h in f.handlers for a in getattr(h, "axes", ())}
+            for axis in sorted(heard - taken):
+                check_alike(chosen, grads, runtime, group(axis, at))
             if f.tracer is not None:
                 f.tracer.reduced(tuple(chosen), grads)
             return averaged(replace(outcome, grads=grads), runtime, at)

@@ -173,9 +173,9 @@ def test_the_script_s_defaults_suit_a_large_mesh() -> None:
 
 @pytest.mark.slow
 def test_options_of_the_example_are_refused_by_itself() -> None:
-    done = run("plan", EXAMPLE, "--mesh", "data=4,model=2")
+    done = run("plan", EXAMPLE, "--mesh", "data=4,expert=2")
     assert done.returncode == 2
-    assert "train_gpt.py: error: the mesh data=4, model=2 has the axis model" in (
+    assert "train_gpt.py: error: the mesh data=4, expert=2 has the axis expert" in (
         done.stderr
     )
     assert "Traceback" not in done.stderr

@@ -128,6 +128,19 @@ def test_every_stage_with_all_options(
         assert by_op == {"all_gather": gathers, "psum_scatter": 4, "psum": 2}
 
 
+@pytest.mark.parametrize(
+    ("mesh", "blocks"), [("data=2,model=2", 2), ("data=1,model=2,pipe=2", 1)]
+)
+def test_split_layers_train_as_whole_ones(
+    mesh: str, blocks: int, simulated: Run, tmp_path: Path
+) -> None:
+    run = train(tmp_path, "--mesh", mesh, "--steps", str(STEPS))
+    check_losses(run.losses, simulated.losses, 1e-4)
+    counts, *_ = numbers_sent(run.out)
+    if blocks == 2:  # of each two sums forward and two backward; and the embedding's
+        assert counts["psum", "model"] == 4 * blocks + 1
+
+
 @pytest.mark.slow
 def test_own_text_and_plot(tmp_path: Path) -> None:
     text, picture = tmp_path / "mine.txt", tmp_path / "losses.png"
@@ -162,6 +175,8 @@ def test_own_text_and_plot(tmp_path: Path) -> None:
         ("--schedule gpipe", "--schedule is for a pipeline: add --pipe N"),
         ("--microbatches 4", "--microbatches is for a pipeline"),
         ("--trace t.json", "--trace is for a pipeline"),
+        ("--mesh data=2,model", "write axes as data=2,model=2"),
+        ("--mesh data=2,data=2", "write axes as data=2,model=2, each once"),
     ],
 )
 def test_bad_options_are_refused(
@@ -176,7 +191,8 @@ def test_bad_options_are_refused(
 @pytest.mark.parametrize(
     ("axes", "options", "message"),
     [
-        ({"data": 4, "model": 2}, "", "has the axis model, of which this script knows"),
+        ({"data": 4, "expert": 2}, "", "the axis expert, of which this script knows"),
+        ({"data": 1, "model": 8}, "", "--heads 4 must be a multiple of model=8"),
         ({"pipe": 4}, "", "the mesh pipe=4 lacks the axis data"),
         ({"data": 4}, "--pipe 2", "--pipe 2, but the mesh data=4 has pipe=1"),
         ({"data": 4, "pipe": 4}, "--pipe 2", "the mesh data=4, pipe=4 has pipe=4"),

@@ -11,6 +11,7 @@ from torch.func import grad, jvp
 
 import fsfunc as ff
 from fsfunc import tree
+from fsfunc.comm.crossings import LawError
 from fsfunc.nn import column_linear, row_linear
 from fsfunc.sharded.leaf import is_sharded
 from tests.checks import close, refusals, refused, same, simulated
@@ -430,6 +431,46 @@ UP = ff.Split(0, "model")
 )  # fmt: skip
 def test_a_bad_table_is_refused(call, error, way_out):
     refused(call, error, way_out)
+
+
+@pytest.mark.parametrize("zero", [0, 1, 3])
+@pytest.mark.parametrize("enters", [True, False])
+def test_a_whole_parameter_must_enter_where_activations_vary(zero, enters):
+    """Else its gradient is a part of the sum, another one on each rank."""
+    mesh, x = simulated(data=2, model=2), wide(4, DIM, seed=3)
+
+    @ff.unit
+    def norm(p, x):
+        gain = ff.pcast(p["gain"], "model", to="V") if enters else p["gain"]
+        mine = x.chunk(2)[ff.axis_index("model")] * gain
+        return ff.all_gather(mine, "model", to="I")
+
+    def main():
+        step = ff.value_and_grad(lambda p, x: norm(p, x).square().mean())
+        step, mine = ff.shard(step, mesh, "data", zero=zero), Tensors.part(x)
+        placed = ff.place(step, {"gain": torch.ones(DIM, dtype=x.dtype)}, mine)
+        return ff.unshard(step(placed, mine)[1])["gain"]
+
+    if enters:
+        for found in ff.spmd(main, mesh)():
+            close(found, 2 * x.square().mean(0) / DIM, 1e-12)
+        return
+    with pytest.raises(LawError, match="by 'gain' differs along \"model\".*ff.pcast"):
+        ff.spmd(main, mesh)()
+
+
+def test_ranks_that_never_meet_may_have_gradients_of_their_own():
+    mesh = simulated(data=2, member=2)
+
+    def main():
+        step = ff.shard(ff.value_and_grad(Tensors.loss), mesh, "data")
+        x = Tensors.batch * (1 + ff.axis_index("member"))
+        placed = ff.place(step, Tensors.params, x)
+        return step(placed, x)[0]
+
+    losses = ff.spmd(main, mesh)()
+    assert losses[0] != losses[1]
+    assert losses[0] == losses[2]
 
 
 def test_whole_experts_in_a_loss_are_refused():

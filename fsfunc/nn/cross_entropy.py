@@ -1,0 +1,168 @@
+"""Cross-entropy of logits over a vocabulary that may be split over ranks.
+
+Each rank makes the sums that the loss is made of (see ``token_losses``) of its part of
+the vocabulary: nobody ever holds all logits. ``linear_cross_entropy`` has not even a
+rank's own.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from fsfunc import _torch
+from fsfunc.nn.token_losses import Targets, TokenLoss
+
+__all__ = [
+    "exponentiated",
+    "gradient_of",
+    "is_transformed",
+    "row_sums",
+    "vocab_cross_entropy",
+]
+
+
+def vocab_cross_entropy(
+    logits: Tensor,
+    targets: Tensor,
+    axis: str | None = None,
+    *,
+    ignore_index: int = -100,
+    label_smoothing: float = 0.0,
+    z_loss: float = 0.0,
+    reduction: str = "mean",
+) -> Tensor:
+    """The cross-entropy of ``targets`` under logits that are split over ``axis``.
+
+    It is what ``F.cross_entropy`` gives for the whole logits, and with a z-loss
+    ``z_loss * logsumexp(logits)^2`` more for every token. It holds under autograd and
+    ``torch.func``, to any order.
+
+    Args:
+        logits: [..., V / n], each rank its contiguous part of the vocabulary, along
+            the axis; floating. Not changed.
+        targets: [...] integers from 0 to V - 1, the same on all ranks of the axis.
+        axis: the mesh axis over which the vocabulary is split; None: it is whole.
+        ignore_index: tokens with this target do not count.
+        label_smoothing: within [0, 1], the share of the target that all classes share.
+        z_loss: the weight of the squared logsumexp.
+        reduction: "mean" over tokens that count (NaN where none does), "sum", "none".
+
+    Returns:
+        A scalar, or like ``targets``: in fp32, or wider as the logits are; one value
+        over the axis.
+
+    Raises:
+        IndexError: a target outside the vocabulary, on every rank (of tensors that are
+            not on the CPU: torch's own assertion on the device).
+        ValueError: shapes that do not match; an axis over which ``shard`` averages.
+        TypeError: targets that are not integers, logits that are.
+
+    Cost: b bytes a number of N tokens (4, or 8 in fp64): all-reduces of b N (the
+    maximum) and 2 b N (3 b N with smoothing), backward nothing. Kept: the logits
+    themselves; one tensor of their size beside them forward and backward.
+
+    Source: Shoeybi et al., 2019, section 3 (the split); Szegedy et al., 2016, section 7
+    (smoothing); de Brebisson and Vincent, 2016, and Chowdhery et al., 2022, section 5
+    (z-loss).
+
+    >>> import fsfunc as ff
+    >>> mesh = ff.make_mesh({"model": 2}, "simulated")
+    >>> def main():
+    ...     mine = torch.zeros(1, 2)  # of a vocabulary of 4
+    ...     return vocab_cross_entropy(mine, torch.tensor([3]), "model").exp().item()
+    >>> [round(x, 4) for x in ff.spmd(main, mesh)()]
+    [4.0, 4.0]
+    """
+    what = "vocab_cross_entropy"
+    if not logits.is_floating_point():
+        raise TypeError(f"{what} needs floating logits, got {logits.dtype}")
+    loss = TokenLoss.checked(
+        what, logits.shape[-1:], axis, label_smoothing, z_loss, reduction
+    )
+    own = Targets.checked(what, targets, logits.shape[:-1], loss, ignore_index)
+    if is_transformed():
+        z = logits.to(torch.promote_types(logits.dtype, torch.float32))
+        sums = row_sums(z, own, loss.smooth)
+    else:
+        sums = _RowSums.apply(logits, own.at, own.mine, loss.smooth)
+    return loss.reduced(loss.of(loss.joined(sums)), own.kept)
+
+
+def is_transformed() -> bool:
+    """Whether ``vmap`` or forward mode looks: they see plain operators alone."""
+    return _torch.forward_ad_active() or bool(_torch.mapping_levels())
+
+
+def row_sums(z: Tensor, own: Targets, smooth: bool) -> tuple[Tensor, ...]:
+    """The sums over each row of logits, by plain operators: whoever looks sees them."""
+    # A rank whose classes are all masked has a logsumexp of -inf, without a derivative.
+    dead = z.detach().amax(-1) == -torch.inf
+    lse = torch.logsumexp(torch.where(dead.unsqueeze(-1), 0, z), -1)
+    lse = torch.where(dead, -torch.inf, lse)
+    target = z.gather(-1, own.at.unsqueeze(-1)).squeeze(-1)
+    target = torch.where(own.mine, target, 0)
+    return (lse, target, z.sum(-1)) if smooth else (lse, target)
+
+
+def exponentiated(
+    z: Tensor, own: Targets, smooth: bool
+) -> tuple[tuple[Tensor, ...], Tensor]:
+    """The row's sums and largest logit; ``z`` becomes exp(z - largest), in place."""
+    target = z.gather(-1, own.at.unsqueeze(-1)).squeeze(-1)
+    sums = (torch.where(own.mine, target, 0),)
+    if smooth:
+        sums = (*sums, z.sum(-1))
+    top = z.amax(-1).clamp(min=torch.finfo(z.dtype).min)  # -inf - -inf would be NaN
+    z.sub_(top.unsqueeze(-1)).exp_()
+    return (top + z.sum(-1).log(), *sums), top
+
+
+def gradient_of(p: Tensor, own: Targets, slopes: Sequence[Tensor]) -> Tensor:
+    """The derivative by the logits, of ``p``, exponentials up to a factor a row.
+
+    In place.
+
+    Args:
+        slopes: the derivatives by the sums, the first times that factor.
+    """
+    by_lse, by_target, *by_total = slopes
+    p.mul_(by_lse.unsqueeze(-1))
+    for slope in by_total:
+        p.add_(slope.unsqueeze(-1))
+    by_target = torch.where(own.mine, by_target, 0)
+    return p.scatter_add_(-1, own.at.unsqueeze(-1), by_target.unsqueeze(-1))
+
+
+class _RowSums(torch.autograd.Function):
+    """``row_sums`` of logits of any dtype, keeping them and nothing of their size."""
+
+    @staticmethod
+    def forward(logits, at, mine, smooth):  # type: ignore[override]
+        wide = torch.promote_types(logits.dtype, torch.float32)
+        z = logits.to(wide, copy=True)
+        return exponentiated(z, Targets(at, mine, mine), smooth)[0]
+
+    @staticmethod
+    def setup_context(ctx, inputs, output):
+        logits, at, mine, _ = inputs
+        ctx.save_for_backward(logits, at, mine, output[0])
+
+    @staticmethod
+    def backward(ctx, *slopes):  # type: ignore[override]
+        logits, at, mine, lse = ctx.saved_tensors
+        own, smooth = Targets(at, mine, mine), len(slopes) > 2
+        if torch.is_grad_enabled() or is_transformed():
+
+            def sums(logits: Tensor) -> tuple[Tensor, ...]:
+                return row_sums(logits.to(lse.dtype), own, smooth)
+
+            (g,) = torch.func.vjp(sums, logits)[1](slopes)
+        else:
+            low = torch.finfo(lse.dtype).min
+            p = logits.to(lse.dtype, copy=True)
+            p.sub_(lse.clamp(min=low).unsqueeze(-1)).exp_()
+            g = gradient_of(p, own, slopes).to(logits.dtype)
+        return g, None, None, None

@@ -1,0 +1,247 @@
+"""A mixture of experts, each rank of an axis holding some, to which tokens travel.
+
+Experts lie along dim 0 of their parameters: of E, over an axis of n ranks, rank i holds
+those from i E/n up to (i+1) E/n. Each rank has tokens of its own. They go to their
+experts and come back by one all-to-all each way, and their gradients by one each way
+again: four a layer and step (GShard, sections 3.1 and 3.2). A choice's place in the
+buffers follows from its `Routing`, so rows are copied, never multiplied by masks.
+
+Over the axis a rank's tokens, result and loss are its own, and the derivative by an
+expert is that of the sum of all ranks' losses (of their mean, where a `shard` averages
+over the axis): what tokens of other ranks owe it comes back with them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from fsfunc import tree
+from fsfunc.comm.collectives import all_to_all
+from fsfunc.comm.groups import axis_size
+from fsfunc.nn.expert_buffers import check_rows, dropless, placed, weighed
+from fsfunc.nn.gating import Routing
+from fsfunc.sharded.layout import Split
+from fsfunc.sharded.leaf import is_sharded
+
+__all__ = ["combine", "dispatch", "expert_layer"]
+
+
+def expert_layer(
+    x: Tensor,
+    routing: Routing,
+    expert_fn: Callable[..., Tensor],
+    params: Any,
+    axis: str | None = None,
+    *,
+    grouped: bool = False,
+) -> Tensor:
+    """The sum over each token's experts of weight times what ``expert_fn`` makes of it.
+
+    With a capacity, experts compute on [tokens of all ranks' places, d], zeros where a
+    place is empty: there too an expert must be finite, with its derivative. Without one
+    (dropless), on the tokens they have, and no more.
+
+    Args:
+        x: [..., d], this rank's tokens; the same number on every rank where there is a
+            capacity, any number without.
+        routing: of these tokens among all E experts, by ``top_2_gating`` or another.
+        expert_fn: ``(params of one expert, [m, d]) -> [m, d']``, row by row. With
+            ``grouped``, ``(params, rows [N, d], ends [e] int32) -> [N, d']`` for this
+            rank's e experts at once: rows lie expert after expert, those of expert i up
+            to ``ends[i]``, as ``torch.nn.functional.grouped_mm`` has it.
+        params: a tree whose tensors have this rank's E/n experts along dim 0; or leaves
+            that ``ff.place`` has split along dim 0, read in a unit.
+        axis: the mesh axis that the experts are spread over; by default that of the
+            leaves in ``params``, and with plain tensors none: all experts are here.
+        grouped: see ``expert_fn``. Without it, one expert's function runs under
+            ``torch.func.vmap`` over experts (with a capacity), or expert by expert.
+
+    Returns:
+        [..., d'], of experts' dtype; zeros for a token that all its experts dropped.
+
+    Raises:
+        ValueError: experts that the axis does not divide; parameters of another number
+            of experts, or split otherwise; a routing of other tokens.
+        RuntimeError: no capacity, under vmap.
+
+    Cost: with a capacity C, over n ranks, one all-to-all of E C d elements each way,
+    and as many backward: each sends (n-1)/n of those; memory likewise. Dropless, first
+    an all-gather of E int64, which the host waits for; then all-to-alls of n P d, where
+    P is the most choices that one rank sends to another: T k/n where the load is even,
+    T k where all go to one rank. A plan of it takes the load for even.
+
+    Source: Lepikhin et al. (GShard), 2020; Gale et al. (MegaBlocks), 2022, for the
+    experts' ragged groups.
+
+    >>> from fsfunc.nn.gating import top_1_gating
+    >>> x = torch.tensor([[1.0, 2.0], [3.0, 4.0]])
+    >>> routing = top_1_gating(torch.tensor([[9.0, -9.0], [-9.0, 9.0]]))
+    >>> scales = torch.tensor([1.0, 10.0])
+    >>> expert_layer(x, routing, lambda scale, x: scale * x, scales).round().tolist()
+    [[1.0, 2.0], [30.0, 40.0]]
+    """
+    leaves, treedef, axis = _parts(params, axis)
+    tokens = x.reshape(-1, x.shape[-1])
+    here = _checked("expert_layer", tokens, routing, axis)
+    for i, leaf in enumerate(leaves):
+        if not isinstance(leaf, Tensor) or not leaf.ndim or len(leaf) != here:
+            path = tree.paths(params, is_sharded)[i]
+            found = tuple(leaf.shape) if isinstance(leaf, Tensor) else repr(leaf)
+            raise ValueError(
+                f"expert_layer: params{path and f' at {path!r}'} is of {found}: give "
+                f"this rank's {here} of {len(routing.counts)} experts along dim 0"
+            )
+
+    def alone(parts: list[Tensor], rows: Tensor) -> Tensor:
+        return expert_fn(tree.unflatten(treedef, parts), rows)
+
+    def ragged(rows: Tensor, sizes: list[int]) -> Tensor:
+        """Experts' results on rows that lie expert by expert."""
+        if grouped:
+            ends = torch.tensor(sizes).cumsum(0).to(rows.device, torch.int32)
+            return expert_fn(tree.unflatten(treedef, leaves), rows, ends)
+        unbound = [leaf.unbind(0) for leaf in leaves]
+        groups = enumerate(rows.split(sizes))
+        return torch.cat([alone([u[i] for u in unbound], part) for i, part in groups])
+
+    if routing.capacity is None:
+        y = dropless(tokens, routing, axis, here, ragged)
+    else:
+        places = dispatch(tokens, routing, axis)
+        if grouped:
+            m = places.shape[1]
+            found = ragged(places.flatten(0, 1), [m] * here)
+            check_rows(found, here * m)
+            found = found.unflatten(0, (here, m))
+        else:
+            # Dropout, say, is drawn for each expert.
+            found = torch.func.vmap(alone, randomness="different")(leaves, places)
+        y = combine(found, routing, axis)
+    return y.reshape(*x.shape[:-1], y.shape[-1])
+
+
+def dispatch(x: Tensor, routing: Routing, axis: str | None = None) -> Tensor:
+    """What arrives at this rank's experts: tokens of all ranks, zeros in empty places.
+
+    Args:
+        x: [T, d], this rank's tokens.
+        routing: theirs, with a capacity C, which is the same on every rank.
+        axis: the mesh axis that the E experts are spread over; None: all are here.
+
+    Returns:
+        [E/n, n C, d]: expert by expert, C places for each rank in axis order.
+
+    Raises:
+        ValueError: experts that the axis does not divide; a routing of other tokens, or
+            without a capacity.
+
+    Transpose: :func:`combine` with weights of 1.
+
+    Cost: one all-to-all of E C d elements, of which (n-1)/n are sent; as much backward.
+
+    >>> from fsfunc.nn.gating import route
+    >>> ones = torch.ones(2, 1, dtype=torch.int64)
+    >>> routing = route(ones, torch.ones(2, 1), 2, capacity_factor=2)
+    >>> dispatch(torch.tensor([[3.0], [4.0]]), routing).tolist()
+    [[[0.0], [0.0]], [[3.0], [4.0]]]
+    """
+    _checked("dispatch", x, routing, axis)
+    capacity = _capacity("dispatch", routing)
+    experts = len(routing.counts)
+    slots = routing.indices * capacity + routing.positions
+    buffer = placed(x, slots, routing.kept, experts * capacity)
+    buffer = buffer.unflatten(0, (experts, capacity))
+    if axis is None:
+        return buffer
+    return all_to_all(buffer, axis, split_dim=0, concat_dim=1)
+
+
+def combine(y: Tensor, routing: Routing, axis: str | None = None) -> Tensor:
+    """The weighted sum of what its experts made of each token, back on its rank.
+
+    Args:
+        y: [E/n, n C, d'], one row for each that :func:`dispatch` gave.
+        routing, axis: those of the :func:`dispatch`.
+
+    Returns:
+        [T, d'], of the dtype of ``y``; the sum is taken in that of the weights.
+
+    Raises:
+        ValueError: another number of experts or places.
+
+    Transpose: :func:`dispatch`, with weights.
+
+    Cost: one all-to-all of E C d' elements, (n-1)/n of them sent; as much backward.
+
+    >>> from fsfunc.nn.gating import route
+    >>> ones = torch.ones(2, 1, dtype=torch.int64)
+    >>> routing = route(ones, torch.ones(2, 1), 2, capacity_factor=1)
+    >>> combine(torch.tensor([[[3.0]], [[4.0]]]), routing).tolist()
+    [[4.0], [0.0]]
+    """
+    capacity = _capacity("combine", routing)
+    experts = len(routing.counts)
+    n, here = _spread("combine", experts, axis)
+    if y.ndim != 3 or y.shape[:2] != (here, n * capacity):
+        raise ValueError(
+            f"combine: y of shape {tuple(y.shape)} for {here} experts with {n} x "
+            f"{capacity} places: give [{here}, {n * capacity}, features]"
+        )
+    if axis is not None:
+        y = all_to_all(y, axis, split_dim=1, concat_dim=0)
+    slots = routing.indices * capacity + routing.positions
+    return weighed(y.flatten(0, 1), slots, routing)
+
+
+def _parts(params: Any, axis: str | None) -> tuple[list[Any], Any, str | None]:
+    """This rank's tensors, their structure, and the axis that experts are spread over:
+    a leaf that is laid out knows it, so one program runs on one device and on many."""
+    leaves, treedef = tree.flatten(params, is_sharded)
+    for i, leaf in enumerate(leaves):
+        if not is_sharded(leaf):
+            continue
+        split = leaf.layout.parts[0] if len(leaf.layout.parts) == 1 else None
+        if not isinstance(split, Split) or split.dim or axis not in (None, split.axis):
+            over = "one axis" if axis is None else f'axis "{axis}"'
+            raise ValueError(
+                f"expert_layer: the leaf {leaf.layout} is no leaf of experts: split it "
+                f"along dim 0, over {over}, and read it in a unit"
+            )
+        axis, leaves[i] = split.axis, leaf.local
+    return leaves, treedef, axis
+
+
+def _spread(what: str, experts: int, axis: str | None) -> tuple[int, int]:
+    """How many ranks there are, and how many experts on each."""
+    n = 1 if axis is None else axis_size(axis)
+    if experts % n:
+        less = experts // n * n
+        near = f"{less} or {less + n}" if less else f"{n}"
+        raise ValueError(
+            f'{what}: {experts} experts over axis "{axis}" of size {n}: {experts} is '
+            f"not a multiple of {n}; take {near} experts"
+        )
+    return n, experts // n
+
+
+def _checked(what: str, x: Tensor, routing: Routing, axis: str | None) -> int:
+    """How many experts a rank has."""
+    if x.ndim != 2 or len(x) != len(routing.indices):
+        raise ValueError(
+            f"{what}: tokens of shape {tuple(x.shape)}, but the routing is of "
+            f"{len(routing.indices)}: give [tokens, features], as they were gated"
+        )
+    return _spread(what, len(routing.counts), axis)[1]
+
+
+def _capacity(what: str, routing: Routing) -> int:
+    if routing.capacity is None:
+        raise ValueError(
+            f"{what}: a routing without a capacity: gate with capacity_factor=, or "
+            "call expert_layer, which takes all tokens"
+        )
+    return routing.capacity

@@ -1,0 +1,172 @@
+"""How a sequence is cut among ranks so that causal attention is equal work for each.
+
+In contiguous parts the last rank's queries see every key, and the first one's see its
+own alone. Cut into 2 W half-blocks, of which rank i takes number i and number
+2 W - 1 - i, every rank has as many (query, key) pairs as any other.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from fsfunc.comm.collectives import ppermute
+from fsfunc.comm.groups import axis_index, axis_size
+from fsfunc.comm.mesh import Axis
+
+__all__ = ["contiguous_parts", "unzigzag", "zigzag", "zigzag_parts", "zigzag_positions"]
+
+
+def zigzag(x: Tensor, axis_size: int, dim: int) -> Tensor:
+    """``x`` in zig-zag order along ``dim``: each rank's two half-blocks in a row.
+
+    Of 2 W half-blocks, W the size of the axis, rank i's are number i and number
+    2 W - 1 - i; cut into W equal parts, the result is what the ranks take.
+
+    Args:
+        x: a whole sequence, the same on every rank: tokens, targets, embeddings.
+        axis_size: the number of ranks among which it is cut.
+        dim: that of the sequence.
+
+    Returns:
+        A tensor of the shape of ``x``.
+
+    Raises:
+        ValueError: twice the axis size does not divide the sequence, or no such dim.
+
+    Cost: one copy of ``x``; nothing is sent.
+
+    Source: Brandon et al., 2023, Striped attention (the imbalance); the order is that
+    of Llama 3 (Dubey et al., 2024, sec. 3.3.2).
+
+    >>> zigzag(torch.arange(8), 2, dim=0).chunk(2)
+    (tensor([0, 1, 6, 7]), tensor([2, 3, 4, 5]))
+    """
+    return _picked(x, axis_size, dim, _order(axis_size))
+
+
+def unzigzag(x: Tensor, axis_size: int, dim: int) -> Tensor:
+    """The sequence of which ``zigzag`` made ``x``: what the ranks hold, in a row.
+
+    Args:
+        x: the parts of the ranks joined along ``dim``, in axis order.
+        axis_size, dim: as for :func:`zigzag`.
+
+    Returns:
+        A tensor of the shape of ``x``.
+
+    Raises:
+        ValueError: as :func:`zigzag`.
+
+    Cost: one copy of ``x``; nothing is sent.
+
+    >>> unzigzag(zigzag(torch.arange(8), 2, dim=0), 2, dim=0).tolist()
+    [0, 1, 2, 3, 4, 5, 6, 7]
+    """
+    order = _order(axis_size)
+    return _picked(x, axis_size, dim, sorted(range(len(order)), key=order.__getitem__))
+
+
+def zigzag_positions(
+    length: int,
+    axis_size: int,
+    index: int,
+    *,
+    device: torch.device | str | None = None,
+) -> Tensor:
+    """The positions of what one rank holds: for rotary or learned embeddings.
+
+    Args:
+        length: of the whole sequence.
+        axis_size: the number of ranks among which it is cut.
+        index: the rank's along the axis, ``ff.axis_index(axis)``.
+
+    Returns:
+        [length / axis_size] int64, ascending.
+
+    Raises:
+        ValueError: twice the axis size does not divide the length, or the index is off
+            the axis.
+
+    >>> zigzag_positions(8, 2, 0).tolist()
+    [0, 1, 6, 7]
+    """
+    half = _half(length, axis_size)
+    if not 0 <= index < axis_size:
+        raise ValueError(f"index={index} is off an axis of size {axis_size}")
+    starts = torch.tensor([index, 2 * axis_size - 1 - index], device=device) * half
+    return (starts[:, None] + torch.arange(half, device=device)).flatten()
+
+
+# Between the ranks
+
+
+def zigzag_parts(x: Tensor, axis: Axis, dim: int) -> Tensor:
+    """This rank's part in zig-zag order, of ranks that hold contiguous ones.
+
+    Cost: the bytes of ``x`` from each rank, less what it keeps. Transpose:
+    :func:`contiguous_parts`.
+    """
+    size = axis_size(axis)
+    first, second = x.chunk(2, dim)
+    even = ppermute(first, axis, [(r, _owner(2 * r, size)) for r in range(size)])
+    odd = ppermute(second, axis, [(r, _owner(2 * r + 1, size)) for r in range(size)])
+    turned = _is_odd(axis, x)
+    low, high = torch.where(turned, odd, even), torch.where(turned, even, odd)
+    return torch.cat([low, high], dim)
+
+
+def contiguous_parts(x: Tensor, axis: Axis, dim: int) -> Tensor:
+    """This rank's contiguous part, of ranks that hold theirs in zig-zag order.
+
+    Cost and transpose: as :func:`zigzag_parts`.
+    """
+    size = axis_size(axis)
+    low, high = x.chunk(2, dim)
+    turned = _is_odd(axis, x)
+    even, odd = torch.where(turned, high, low), torch.where(turned, low, high)
+    first = ppermute(even, axis, [(_owner(2 * r, size), r) for r in range(size)])
+    second = ppermute(odd, axis, [(_owner(2 * r + 1, size), r) for r in range(size)])
+    return torch.cat([first, second], dim)
+
+
+def _owner(block: int, size: int) -> int:
+    """The rank that holds a half-block in zig-zag order."""
+    return block if block < size else 2 * size - 1 - block
+
+
+def _is_odd(axis: Axis, x: Tensor) -> Any:
+    """Whether the odd one of this rank's two half-blocks comes first."""
+    return torch.as_tensor(axis_index(axis) % 2 == 1, device=x.device)
+
+
+def _order(axis_size: int) -> list[int]:
+    """Which half-blocks lie in a row, in zig-zag order."""
+    return [b for i in range(axis_size) for b in (i, 2 * axis_size - 1 - i)]
+
+
+def _picked(x: Tensor, axis_size: int, dim: int, order: list[int]) -> Tensor:
+    if not -x.ndim <= dim < x.ndim:
+        raise ValueError(f"dim={dim}: the tensor has shape {tuple(x.shape)}")
+    dim %= x.ndim
+    half = _half(x.shape[dim], axis_size)
+    blocks = x.unflatten(dim, (2 * axis_size, half))
+    picked = blocks.index_select(dim, torch.tensor(order, device=x.device))
+    return picked.flatten(dim, dim + 1)
+
+
+def _half(length: int, axis_size: int) -> int:
+    """The length of a half-block."""
+    if axis_size < 1:
+        raise ValueError(f"axis_size={axis_size}: it is a number of ranks")
+    n = 2 * axis_size
+    if length % n:
+        below = length // n * n
+        near = f"{below} or {below + n}" if below else str(n)
+        raise ValueError(
+            f"a sequence of {length} is not cut into the {n} half-blocks of an axis of "
+            f"size {axis_size}: lengths that work are multiples of {n}, such as {near}"
+        )
+    return length // n

@@ -1,0 +1,192 @@
+"""What attention over a cut sequence costs: bytes sent, memory, equal work."""
+
+import pytest
+import torch
+
+import fsfunc as ff
+from fsfunc.nn import attention_blocks
+from fsfunc.nn.attention_blocks import attend_in_place, pull
+from fsfunc.nn.ring import ring_blocks, ring_moves
+from tests.checks import simulated
+from tests.nn.test_context_parallel import attention, cut, pulled, tensors
+from tests.planning.comparing import planned_and_run
+
+HEADS, READ, WIDTH, VALUE = 4, 2, 4, 6
+
+
+def sent(form, order, size, way, n=4, **how):
+    """The ledger of one call on every rank, and bytes of a rank's q, k and v, out."""
+    shapes = [
+        (2, heads, n * size, width)
+        for heads, width in ((HEADS, WIDTH), (READ, WIDTH), (READ, VALUE))
+    ]
+    whole = tensors(0, *shapes)
+    parts = [cut(x, size, order) for x in whole]
+
+    def main():
+        mine = [x[ff.axis_index("context")] for x in parts]
+        return way(attention(form, order, **how))(*mine)
+
+    with ff.ledger() as log:
+        ff.spmd(main, simulated(context=size))()
+    q, k, v, out = (x[0].numel() * 8 for x in parts)
+    return log, (q, k + v, out)
+
+
+def forward(attend):
+    return lambda q, k, v, w: attend(q, k, v)
+
+
+@pytest.mark.parametrize("size", [1, 2, 3, 4])
+def test_a_ring_sends_what_is_seen(size) -> None:
+    hops = size - 1
+
+    for order in (None, "zigzag", "contiguous"):
+        logs = [sent("ring", order, size, way) for way in (forward, pulled)]
+        kept, (q, b, out) = sent("ring", order, size, pulled, recompute=False)
+        for i in range(size):
+            once, both, kept_both = (
+                log.bytes("context", rank=i) for log in (logs[0][0], logs[1][0], kept)
+            )
+            if order is None:
+                assert once == hops * b
+                assert both == 3 * hops * b
+                assert kept_both == 2 * hops * b
+                assert logs[0][0].count("ppermute", rank=i) == hops
+                continue
+            turns = 0
+            if order == "contiguous":  # halves that a rank keeps: blocks 2 i, 2 i + 1
+                held = (i, 2 * size - 1 - i)
+                kept_here = sum(block in held for block in (2 * i, 2 * i + 1))
+                turns = (2 - kept_here) * (q + b + out) // 2 if hops else 0
+            assert once == (hops + i) * b // 2 + turns
+            assert both == (4 * hops + i) * b // 2 + 2 * turns
+            assert kept_both == 3 * hops * b // 2 + 2 * turns
+
+
+@pytest.mark.parametrize("size", [1, 2])
+def test_all_to_all_is_four_of_them_each_way(size) -> None:
+    for order in (None, "zigzag", "contiguous"):
+        for way, times in ((forward, 1), (pulled, 2)):
+            log, (q, b, out) = sent("all_to_all", order, size, way)
+            assert log.bytes("context") == times * (q + b + out) * (size - 1) / size
+            assert log.count("all_to_all") == len(log.of()) == 4 * times * (size > 1)
+
+
+@pytest.mark.parametrize("size", [1, 2, 3, 4, 7])
+def test_every_block_that_is_seen_is_computed_once_and_in_equal_shares(size) -> None:
+    places = [(i, 2 * size - 1 - i) for i in range(size)]
+    done = []
+    for step in range(size):
+        work = [ring_blocks(step, i, True, 2) for i in range(size)]
+        assert {len(blocks) for blocks in work} == {2 if step else 3}
+        for i, blocks in enumerate(work):
+            source = (i - step) % size
+            for block in blocks:
+                pair = places[i][block.rows], places[source][block.part]
+                assert block.diagonal == (pair[0] == pair[1])
+                done.append(pair)
+                if step:  # and it was sent
+                    assert (source, i) in ring_moves(step, size, True)[block.part]
+        if step:
+            moved = sum(map(len, ring_moves(step, size, True)))
+            used = {(i, b.part) for i, blocks in enumerate(work) for b in blocks}
+            assert moved == len(used)  # nothing else was
+    n = 2 * size
+    assert sorted(done) == [(a, b) for a in range(n) for b in range(a + 1)]
+
+
+def test_no_tile_is_computed_that_is_masked_as_a_whole(monkeypatch) -> None:
+    seen, scores = [], attention_blocks._scores
+    spy = lambda *args: seen.append(scores(*args)) or seen[-1].clone()  # noqa: E731
+    monkeypatch.setattr(attention_blocks, "_scores", spy)
+    monkeypatch.setattr(attention_blocks, "_SCORES", 0)
+    monkeypatch.setattr(attention_blocks, "_ROWS", 2)
+    q, k, v, g = tensors(0, (1, 4, 8, 4), (1, 2, 8, 4), (1, 2, 8, 5))
+    of = attend_in_place(q, k, v, True, 0.5)
+    pull(g, q, k, v, of, True, 0.5)
+    # Heads, rows of a tile, and keys that the last of them sees; in both passes.
+    assert [x.numel() for x in seen] == [4 * 2 * keys for keys in (2, 4, 6, 8)] * 2
+
+
+def held(form, order, size, n, value=8):
+    """The most that a rank holds in both passes, and what it keeps between them."""
+    shapes = (1, 4, n, 8), (1, 4, n, 8), (1, 4, n, value)
+    whole = tensors(0, *shapes, dtype=torch.float32)
+    parts = [[y.clone() for y in cut(x, size, order)] for x in whole]
+
+    def main():
+        q, k, v, w = (x[ff.axis_index("context")] for x in parts)
+        q, k, v = (x.requires_grad_() for x in (q, k, v))
+        kept = []
+        hooks = torch.autograd.graph.saved_tensors_hooks
+        with ff.testing.live_bytes((q, k, v, w)) as seen:
+            with hooks(lambda x: kept.append(x.nbytes) or x, lambda x: x):
+                out = attention(form, order)(q, k, v)
+            torch.autograd.grad(out, (q, k, v), w)
+        return seen.peak_bytes, sum(kept)
+
+    found = ff.spmd(main, simulated(context=size))()
+    assert len(set(found)) == 1  # the same on every rank
+    return found[0]
+
+
+@pytest.mark.parametrize("order", [None, "zigzag"])
+@pytest.mark.parametrize("form", ["ring", "all_to_all"])
+def test_memory_is_a_share_of_the_whole(form, order) -> None:
+    part = 4 * 256 * 8 * 4  # bytes of q, where the sequence is whole
+    for size in (2, 4):
+        peak, kept = held(form, order, size, 256)
+        # q, k, v, the output, one number a query, and the places of half-blocks.
+        places = 4 * 2 * size * 8 if form == "all_to_all" and order else 0
+        assert kept * size <= part * (4 + 1 / 8) + places * size
+        assert peak * size <= 25.3 * part
+    scores = 4 * 256 * 256 * 4 // 4  # a rank's probabilities, of which none is kept
+    assert held(form, order, 4, 256)[0] < 25.3 * part // 4 < scores
+
+
+class Layers:
+    """Two layers of attention, cut over the axis that they are sharded over."""
+
+    optimizer = ff.sgd(0.1)
+
+    def __init__(self, attend):
+        def layer(p, x):
+            heads = (x @ p["qkv"]).unflatten(-1, (3, 4, -1)).permute(2, 0, 3, 1, 4)
+            return x + torch.tanh(attend(*heads)).transpose(1, 2).flatten(2) @ p["o"]
+
+        self.layer = ff.unit(layer)
+
+    def init(self):
+        return [{"qkv": torch.ones(8, 24), "o": torch.ones(8, 8)} for _ in "ab"]
+
+    def step(self, state, x):
+        def loss(params):
+            y = x
+            for p in params:
+                y = self.layer(p, y)
+            return (y**2).mean()
+
+        value, grads = ff.value_and_grad(loss)(state.params)
+        return state.apply_gradients(grads, self.optimizer), value
+
+
+@pytest.mark.parametrize("order", [None, "zigzag"])
+@pytest.mark.parametrize("form", ["ring", "all_to_all"])
+def test_a_plan_knows_bytes_and_memory(form, order) -> None:
+    layers, mesh = Layers(attention(form, order)), simulated(context=4)
+    step = ff.shard(ff.remat(layers.step), mesh, "context")
+
+    def main():
+        x = torch.zeros(2, 16, 8)
+        state = ff.init_state(step, layers.init, layers.optimizer, x)
+        return planned_and_run(step, state, x)
+
+    for both in ff.spmd(main, mesh)():
+        both.check()
+
+
+def test_rows_of_scores_are_bounded_whatever_the_length() -> None:
+    peaks = [held("ring", "zigzag", 2, n, value=9)[0] for n in (2048, 4096)]
+    rows = 3 * 4 * 4 * (1 << 20) // 4  # tiles of 2^20 scores in fp32, and their work
+    assert peaks[1] - peaks[0] < rows < 4 * 1024 * 1024 * 4

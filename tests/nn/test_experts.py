@@ -1,0 +1,563 @@
+"""Experts on many ranks: equal to one device, by four all-to-alls a layer and step."""
+
+import pytest
+import torch
+import torch.nn.functional as F
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from transformers.models.mixtral.configuration_mixtral import MixtralConfig
+from transformers.models.mixtral.modeling_mixtral import MixtralSparseMoeBlock
+
+import fsfunc as ff
+import fsfunc.nn as nn
+from tests.probes import LiveBytes
+
+LAST = torch.Generator().manual_seed(0)
+D, HIDDEN = 4, 3
+
+
+def draw(*shape, dtype=torch.float64):
+    return torch.randn(shape, generator=LAST, dtype=dtype)
+
+
+def close(found, expected, tolerance=1e-12):
+    torch.testing.assert_close(found, expected, rtol=tolerance, atol=tolerance)
+
+
+def mesh_of(n):
+    return ff.make_mesh({"expert": n}, "simulated")
+
+
+def two_layers(p, x):
+    """One expert: finite at a row of zeros, and not zero there."""
+    return torch.tanh(x @ p["in"] + p["bias"]) @ p["out"]
+
+
+def two_layers_grouped(p, rows, ends):
+    """All experts of a rank, on rows that lie expert by expert."""
+    starts = [0, *ends.tolist()]
+    parts = zip(starts, starts[1:], strict=False)
+    one = [{name: w[i] for name, w in p.items()} for i in range(len(ends))]
+    return torch.cat([two_layers(one[i], rows[a:b]) for i, (a, b) in enumerate(parts)])
+
+
+def experts(count):
+    return {
+        "in": draw(count, D, HIDDEN), "bias": draw(count, HIDDEN),
+        "out": draw(count, HIDDEN, 2),
+    }  # fmt: skip
+
+
+def every_expert_on_every_token(x, routing, params):
+    """The layer without a single move: tokens times experts, times weights."""
+    y = torch.func.vmap(two_layers, in_dims=(0, None))(params, x)
+    rows = y[routing.indices, torch.arange(len(x))[:, None]]
+    return (rows * (routing.weights * routing.kept)[..., None]).sum(1)
+
+
+GATES = {
+    "top 1": lambda z: nn.top_1_gating(z, capacity_factor=1.25),
+    "top 2": nn.top_2_gating,
+    "top 2, tight": lambda z: nn.top_2_gating(z, capacity_factor=0.5),
+    "dropless 1": lambda z: nn.top_k_gating(z, 1, normalize=False),
+    "dropless 2": lambda z: nn.top_k_gating(z, 2),
+}
+CALLS = {"one": (two_layers, False), "grouped": (two_layers_grouped, True)}
+DRAWN = {
+    "tokens": st.integers(1, 7),
+    "here": st.integers(1, 3),
+    "gate": st.sampled_from(sorted(GATES)),
+    "call": st.sampled_from(sorted(CALLS)),
+}
+
+
+def loss_of(gate, call, layer=nn.expert_layer, axis=None):
+    """A group's own loss, by parameters and tokens."""
+    fn, grouped = CALLS[call]
+
+    def loss(params, x):
+        routing = GATES[gate](x @ params["gate"])
+        if layer is every_expert_on_every_token:
+            y = layer(x, routing, params["experts"])
+        else:
+            y = layer(x, routing, fn, params["experts"], axis, grouped=grouped)
+        return (y**3).sum() + routing.aux_loss + 0.1 * routing.z_loss, y
+
+    return loss
+
+
+def by_group(loss, params, groups):
+    """One device: the sum of the groups' losses, results and derivatives."""
+    grad = torch.func.grad(loss, argnums=(0, 1), has_aux=True)
+    found = [grad(params, x) for x in groups]
+    add = torch.utils._pytree.tree_map
+    total = found[0][0][0]
+    for (grads, _), _ in found[1:]:
+        total = add(torch.add, total, grads)
+    return total, [by_x for (_, by_x), _ in found], [y for _, y in found]
+
+
+@settings(max_examples=20)
+@given(**DRAWN)
+def test_one_device_is_every_expert_on_every_token(tokens, here, gate, call) -> None:
+    LAST.manual_seed(tokens)
+    count = 2 * here
+    params = {"gate": draw(D, count), "experts": experts(count)}
+    x = [draw(tokens, D)]
+    found = by_group(loss_of(gate, call), params, x)
+    plain = loss_of(gate, call, every_expert_on_every_token)
+    close(found, by_group(plain, params, x))
+
+
+def part(tree, n, i):
+    return {name: leaf.chunk(n)[i] for name, leaf in tree.items()}
+
+
+@settings(max_examples=25)
+@given(n=st.integers(1, 4), engine=st.sampled_from(["autograd", "func"]), **DRAWN)
+def test_ranks_are_one_device_group_by_group(n, engine, tokens, here, gate, call):
+    """Gradients by experts are those of the sum of all ranks' losses."""
+    count = n * here if n * here > 1 else 2
+    LAST.manual_seed(tokens + n)
+    params = {"gate": draw(D, count), "experts": experts(count)}
+    groups = [draw(tokens, D) for _ in range(n)]
+
+    def main():
+        i = ff.axis_index("expert")
+        mine = {"gate": params["gate"], "experts": part(params["experts"], n, i)}
+        loss = loss_of(gate, call, axis="expert")
+        if engine == "func":
+            return torch.func.grad(loss, argnums=(0, 1), has_aux=True)(mine, groups[i])
+        (_, y), grads = ff.value_and_grad(loss, (0, 1), has_aux=True)(mine, groups[i])
+        return grads, y
+
+    with ff.ledger() as log:
+        out = ff.spmd(main, mesh_of(n))()
+    total, by_x, ys = by_group(loss_of(gate, call), params, groups)
+    for i, ((by_params, by_own), y) in enumerate(out):
+        close(by_params["experts"], part(total["experts"], n, i))
+        close((by_own, y.detach()), (by_x[i], ys[i].detach()))
+    close(sum(grads["gate"] for (grads, _), _ in out), total["gate"])
+    assert_spent(log, n, count, [GATES[gate](x @ params["gate"]) for x in groups])
+
+
+def assert_spent(log, n, count, routings):
+    """Four all-to-alls a rank, two of D features and two of the experts' 2."""
+    if n == 1:
+        assert not log.records
+        return
+    capacity = routings[0].capacity
+    if capacity is None:
+        loads = [r.counts.reshape(n, -1).sum(1).max() for r in routings]
+        rows = n * int(max(loads))
+    else:
+        rows = count * capacity
+    for rank in range(n):
+        assert log.count("all_to_all", "expert", rank=rank) == 4
+        sent = 8 * rows * 2 * (D + 2) * (n - 1) / n
+        assert log.bytes("expert", "all_to_all", rank=rank) == pytest.approx(sent)
+        table = 0 if capacity is not None else 8 * count * (n - 1)
+        assert log.bytes("expert", "all_gather", rank=rank) == table
+        assert log.count(rank=rank) == 4 + (capacity is None)
+
+
+@settings(max_examples=15)
+@given(
+    sizes=st.lists(st.integers(0, 5), min_size=2, max_size=3), here=st.integers(1, 2)
+)
+def test_dropless_takes_uneven_ranks_and_computes_on_tokens_alone(sizes, here) -> None:
+    """Some without a token; and experts see each choice once, and nothing else."""
+    n = len(sizes)
+    LAST.manual_seed(sum(sizes))
+    params = {"gate": draw(D, n * here + 1)[:, 1:], "experts": experts(n * here)}
+    if n * here < 2:
+        return
+    groups = [draw(m, D) for m in sizes]
+    seen = []
+
+    def counted(p, x):
+        seen.append(len(x))
+        return two_layers(p, x)
+
+    def main():
+        i = ff.axis_index("expert")
+        x, mine = groups[i], part(params["experts"], n, i)
+        routing = nn.top_k_gating(x @ params["gate"], 2)
+        return nn.expert_layer(x, routing, counted, mine, "expert")
+
+    out = ff.spmd(main, mesh_of(n))()
+    assert sum(seen) == 2 * sum(sizes) and len(seen) == n * here
+    for x, y in zip(groups, out, strict=True):
+        routing = nn.top_k_gating(x @ params["gate"], 2)
+        close(y, every_expert_on_every_token(x, routing, params["experts"]))
+
+
+@pytest.mark.parametrize("factor", [None, 4.0])
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_it_is_mixtrals_block(factor, ranks) -> None:
+    """Forward and backward, with its parameters as they lie; its gate is in fp32."""
+    LAST.manual_seed(0)
+    sizes = {"hidden_size": 8, "intermediate_size": 12, "num_local_experts": 4}
+    block = MixtralSparseMoeBlock(MixtralConfig(**sizes, num_experts_per_tok=2))
+    block = block.double()
+    for p in block.parameters():
+        p.data = draw(*p.shape) / 3
+    groups = [draw(2, 3, 8).requires_grad_() for _ in range(ranks)]
+    outs = [block(x) for x in groups]
+    torch.autograd.backward([(y**2).sum() for y in outs])
+    module = block.experts
+
+    def swiglu(p, x):
+        gate, up = F.linear(x, p["gate_up"]).chunk(2, -1)
+        return F.linear(F.silu(gate) * up, p["down"])
+
+    def main():
+        i = ff.axis_index("expert")
+        x = groups[i].detach()
+        weights = {"gate_up": module.gate_up_proj, "down": module.down_proj}
+        mine = part({k: w.detach() for k, w in weights.items()}, ranks, i)
+
+        def loss(mine, router, x):
+            routing = nn.top_k_gating(F.linear(x, router), 2, capacity_factor=factor)
+            y = nn.expert_layer(x, routing, swiglu, mine, "expert")
+            return (y**2).sum(), y
+
+        grad = ff.value_and_grad(loss, (0, 1, 2), has_aux=True)
+        (_, y), grads = grad(mine, block.gate.weight.detach(), x)
+        return y.detach(), *grads
+
+    found = ff.spmd(main, mesh_of(ranks))()
+    for i, (y, by_experts, _, by_x) in enumerate(found):
+        close((y, by_x), (outs[i].detach(), groups[i].grad), 1e-5)
+        expected = {"gate_up": module.gate_up_proj.grad, "down": module.down_proj.grad}
+        close(by_experts, part(expected, ranks, i), 1e-5)
+    close(sum(router for _, _, router, _ in found), block.gate.weight.grad, 1e-5)
+
+
+def test_fairscales_layers() -> None:
+    """Its tests: experts that do nothing, tokens by turns, an expert that has none."""
+    x = draw(2, 6, D)
+
+    def main():
+        i = ff.axis_index("expert")
+        routing = nn.top_2_gating(draw(12, 4), capacity_factor=4)
+        same = nn.expert_layer(x, routing, lambda p, x: x, {}, "expert")
+        turns = nn.route(torch.arange(12)[:, None] % 4, torch.ones(12, 1), 4)
+        scales = torch.arange(1.0, 5.0).chunk(2)[i]
+        scaled = nn.expert_layer(x, turns, lambda p, x: p * x, scales, "expert")
+
+        def loss(scales):
+            to = torch.zeros(12, 1, dtype=torch.int64) + 2
+            routing = nn.route(to, torch.ones(12, 1), 4, capacity_factor=4)
+            y = nn.expert_layer(x, routing, lambda p, x: p * x, scales, "expert")
+            return y.sum()
+
+        return same, scaled, torch.func.grad(loss)(scales)
+
+    out = ff.spmd(main, mesh_of(2))()
+    for same, scaled, _ in out:
+        close(same, x, 1e-6)
+        close(scaled, x * (torch.arange(12).reshape(2, 6, 1) % 4 + 1))
+    close(out[0][2], torch.zeros(2))
+    close(out[1][2], torch.tensor([2.0, 0.0]) * x.sum().float(), 1e-5)
+
+
+def test_dispatch_fills_places_in_the_order_of_ranks_and_tokens() -> None:
+    def main():
+        i = ff.axis_index("expert")
+        x = torch.arange(3.0)[:, None] + 10 * (i + 1)
+        to = torch.tensor([[0, 1], [0, 2], [0, 3]])
+        routing = nn.route(to, torch.ones(3, 2), 4, capacity_factor=4 / 3)
+        return nn.dispatch(x, routing, "expert").squeeze(2)
+
+    first, second = ff.spmd(main, mesh_of(2))()
+    assert first.tolist() == [[10, 11, 20, 21], [10, 0, 20, 0]]
+    assert second.tolist() == [[11, 0, 21, 0], [12, 0, 22, 0]]
+
+
+@pytest.mark.filterwarnings("ignore:.torch.jit.script:DeprecationWarning")
+@pytest.mark.parametrize("gate", ["top 2, tight", "dropless 2"])
+def test_second_derivatives_and_forward_ones(gate) -> None:
+    params = {"gate": draw(D, 4), "experts": experts(4)}
+    x, to = [draw(3, D), draw(3, D)], [draw(3, D), draw(3, D)]
+
+    def penalty(axis):
+        loss = loss_of(gate, "one", axis=axis)
+
+        def of(params, x):
+            by_x = torch.func.grad(loss, argnums=1, has_aux=True)(params, x)[0]
+            return (by_x**2).sum(), by_x
+
+        return of
+
+    def main():
+        i = ff.axis_index("expert")
+        mine = {"gate": params["gate"], "experts": part(params["experts"], 2, i)}
+        grads, _ = torch.func.grad(penalty("expert"), has_aux=True)(mine, x[i])
+        layer = loss_of(gate, "one", axis="expert")
+        return grads, torch.func.jvp(lambda x: layer(mine, x)[1], (x[i],), (to[i],))
+
+    total, *_ = by_group(penalty(None), params, x)
+    layer = loss_of(gate, "one")
+    for i, (grads, ran) in enumerate(ff.spmd(main, mesh_of(2))()):
+        close(grads["experts"], part(total["experts"], 2, i), 1e-9)
+        alone = torch.func.jvp(lambda x: layer(params, x)[1], (x[i],), (to[i],))
+        close(ran, alone)
+
+
+def test_torchs_grouped_product_computes_it() -> None:
+    x, w = draw(6, 8, dtype=torch.float32), draw(4, 8, 8, dtype=torch.float32)
+    for gate in [nn.top_2_gating, lambda z: nn.top_k_gating(z, 2)]:
+        routing = gate(x[:, :4])
+
+        def product(w, rows, ends):
+            return F.grouped_mm(rows, w, offs=ends)
+
+        found = nn.expert_layer(x, routing, product, w, grouped=True)
+        close(found, nn.expert_layer(x, routing, lambda w, x: x @ w, w), 1e-5)
+
+
+def test_results_have_the_dtype_of_experts_and_weights_stay_exact() -> None:
+    x, w = draw(50, 8).bfloat16(), draw(4, 8).bfloat16()
+    routing = nn.top_2_gating(x[:, :4], capacity_factor=4)
+    y = nn.expert_layer(x, routing, lambda w, x: x * w, w)
+    rows = x[:, None] * w[routing.indices]
+    exact = (rows.float() * routing.weights[..., None]).sum(1)
+    assert y.dtype == torch.bfloat16
+    close(y, exact.bfloat16(), 0)
+
+
+@pytest.mark.parametrize("gate", ["top 2", "dropless 2"])
+def test_memory_is_of_choices_and_not_of_masks(gate) -> None:
+    tokens, count, d = 1024, 16, 4
+    x, scales = draw(tokens, d).requires_grad_(), draw(count, 1).requires_grad_()
+    logits = draw(tokens, count).requires_grad_()
+    with LiveBytes(x, scales, logits) as live:
+        y = nn.expert_layer(x, GATES[gate](logits), lambda w, x: w * x, scales)
+        y.sum().backward()
+    choices = 8 * 2 * tokens  # bytes of a number for each
+    assert live.peak < choices * (6 * d + 2 * count + 24)
+    mask = 8 * tokens * count * (2 * tokens // count)
+    assert live.peak < mask / 10
+
+
+def test_a_dropped_choice_reads_nobodys_row() -> None:
+    """Its weight is 0, and 0 times another token's infinity is not."""
+    x = torch.tensor([[torch.inf], [1.0], [2.0]], requires_grad=True)
+    to = torch.tensor([[0], [1], [1]])
+    routing = nn.route(to, torch.ones(3, 1), 2, capacity_factor=0.6)
+    y = nn.expert_layer(x, routing, lambda p, x: x, {})
+    assert y.tolist() == [[torch.inf], [1.0], [0.0]]
+    y.sum().backward()
+    assert x.grad.tolist() == [[1.0], [1.0], [0.0]]
+
+
+def split_leaf(n, dim=0, axis="expert", count=4):
+    whole = torch.arange(1.0, count + 1)[:, None].expand(count, count)
+    layout = ff.Layout(tuple(whole.shape), whole.dtype, (ff.Split(dim, axis, n),), "w")
+    i = ff.axis_index(axis)
+    return ff.Sharded(whole.chunk(n, dim)[i].clone(), layout)
+
+
+def test_leaves_that_are_laid_out_know_their_axis() -> None:
+    x, routing = torch.ones(4, 1), nn.top_1_gating(torch.eye(4))
+
+    def layer(params, axis=None):
+        fn = lambda p, x: p["w"][0] * x  # noqa: E731
+        return nn.expert_layer(x, routing, fn, params, axis).flatten().tolist()
+
+    def main():
+        leaf = split_leaf(2)
+        mixed = {"b": torch.zeros(2), "w": leaf}
+        return layer({"w": leaf}), layer(mixed), layer({"w": leaf}, "expert")
+
+    whole = {"w": torch.arange(1.0, 5.0)[:, None]}
+    for found in ff.spmd(main, mesh_of(2))():
+        assert found == (layer(whole),) * 3
+
+
+@ff.unit
+def unit_layer(p, x):
+    routing = nn.top_2_gating(x @ p["gate"])
+    y = nn.expert_layer(x, routing, two_layers, p["experts"], "expert")
+    return y, routing
+
+
+def test_under_remat_it_is_the_same_and_routings_come_out_of_units() -> None:
+    params = {"gate": draw(D, 4), "experts": experts(4)}
+
+    def loss(p, x):
+        y, routing = unit_layer(p, x)
+        assert routing.capacity == 3
+        return (y**2).sum() + routing.aux_loss, routing.dropped
+
+    def main():
+        i = ff.axis_index("expert")
+        mine = {"gate": params["gate"], "experts": part(params["experts"], 2, i)}
+        step = ff.value_and_grad(loss, has_aux=True)
+        x = torch.linspace(-1, 1, 6 * D, dtype=torch.float64).reshape(6, D) + i
+        return step(mine, x), ff.remat(step)(mine, x)
+
+    for plain, again in ff.spmd(main, mesh_of(2))():
+        close(plain, again, 0)
+
+
+def test_on_a_vmap_mesh() -> None:
+    """All ranks at once; what needs each one's numbers is refused there."""
+    params, x = experts(4), draw(2, 5, D)
+    by_rank = {k: w.unflatten(0, (2, 2)) for k, w in params.items()}
+    gate = draw(D, 4)
+
+    def main(factor, axis="expert"):
+        i = ff.axis_index(axis)
+        mine = {name: w[i] for name, w in by_rank.items()}
+        routing = nn.top_k_gating(x[i] @ gate, 2, capacity_factor=factor)
+        return nn.expert_layer(x[i], routing, two_layers, mine, axis)
+
+    mesh = ff.make_mesh({"expert": 2}, "vmap")
+    for tokens, y in zip(x, ff.spmd(lambda: main(1.0), mesh)(), strict=True):
+        routing = nn.top_k_gating(tokens @ gate, 2, capacity_factor=1.0)
+        close(y, every_expert_on_every_token(tokens, routing, params))
+    with pytest.raises(RuntimeError, match="gate with capacity_factor="):
+        ff.spmd(lambda: main(None), mesh)()
+
+
+@pytest.mark.parametrize("gate", ["top 2", "dropless 2"])
+def test_on_an_abstract_mesh_the_load_is_even(gate) -> None:
+    """One rank stands for all, and sends what ranks with an even load would."""
+
+    def main(i=0):
+        turns = torch.arange(16)[:, None] + torch.arange(2) + i
+        z = 9.0 * F.one_hot(turns % 8, 8).sum(1) + torch.rand(16, 8)
+        weights = {name: w[:2] for name, w in experts(2).items()}
+        x = torch.ones(16, D, dtype=torch.float64)
+        y = nn.expert_layer(x, GATES[gate](z), two_layers, weights, "expert")
+        return y.shape
+
+    logs = []
+    for backend in ("abstract", "simulated"):
+        with ff.ledger() as log:
+            out = ff.spmd(main, ff.make_mesh({"expert": 4}, backend))()
+        assert out[0] == (16, 2) and len(out) == (1 if backend == "abstract" else 4)
+        logs.append(log.table())
+    assert logs[0] == logs[1]
+
+
+@pytest.mark.parametrize("gate", ["top 2", "dropless 2"])
+def test_an_experts_products_may_be_split_over_another_axis(gate) -> None:
+    """Collectives inside an expert, under its vmap or one by one."""
+    params, x = experts(4), draw(2, 5, D)
+    router, loss = draw(D, 4), loss_of(gate, "one")
+
+    def main():
+        i, j = ff.axis_index("expert"), ff.axis_index("model")
+        mine = part(params, 2, i)
+        mine["in"], mine["bias"] = (mine[k].chunk(3, -1)[j] for k in ("in", "bias"))
+        mine["out"] = mine["out"].chunk(3, 1)[j]
+
+        def rows(p, x):
+            return ff.psum(two_layers(p, ff.pcast(x, "model", to="V")), "model")
+
+        routing = GATES[gate](x[i] @ router)
+        return nn.expert_layer(x[i], routing, rows, mine, "expert")
+
+    out = ff.spmd(main, ff.make_mesh({"expert": 2, "model": 3}, "simulated"))()
+    for i in range(6):
+        _, y = loss({"gate": router, "experts": params}, x[i // 3])
+        close(out[i], y)
+
+
+@pytest.mark.parametrize("factor", [1.0, None])
+def test_experts_lie_over_data_too(factor) -> None:
+    """Under shard: the mean over data of what the ranks of an expert axis add up."""
+    params = {"gate": draw(D, 4), "experts": experts(4)}
+    groups = draw(4, 5, D)
+
+    @ff.unit
+    def block(p, x):
+        routing = nn.top_k_gating(x @ p["gate"], 2, capacity_factor=factor)
+        return nn.expert_layer(x, routing, two_layers, p["experts"])
+
+    def loss(p, x):
+        return (block(p, x) ** 2).sum()
+
+    mesh = ff.make_mesh({"data": 2, "expert": 2}, "simulated")
+
+    def main():
+        step, x = ff.value_and_grad(loss), groups[ff.axis_index(("data", "expert"))]
+        step, rules = ff.shard(step, mesh, "data"), {"experts/*": ff.Split(0, "expert")}
+        state = ff.place(step, params, x, layouts=rules)
+        value, grads = step(state, x)
+        return value, ff.unshard(grads["experts"])
+
+    expected, *_ = by_group(lambda p, x: (loss(p, x), x), params, groups)
+    for _, found in ff.spmd(main, mesh)():
+        mean = torch.utils._pytree.tree_map(lambda g: g / 2, expected["experts"])
+        close(found, mean)
+
+
+X, TO = torch.zeros(4, 2), torch.zeros(4, 1, dtype=torch.int64)
+
+
+def routed(count=4, tokens=4, factor=1.0):
+    return nn.route(TO[:tokens], torch.ones(tokens, 1), count, capacity_factor=factor)
+
+
+def layer(params=None, x=X, axis="expert", fn=lambda p, x: x, grouped=False, **route):
+    params = torch.zeros(2) if params is None else params
+    return nn.expert_layer(x, routed(**route), fn, params, axis, grouped=grouped)
+
+
+REFUSED = {
+    "experts that the axis does not divide": (
+        lambda: layer(count=5), r'5 experts over axis "expert" of size 2.*4 or 6',
+    ),
+    "fewer experts than ranks": (lambda: layer(count=1), "take 2 experts"),
+    "dispatch of such": (lambda: nn.dispatch(X, routed(7), "expert"), "6 or 8"),
+    "combine of such": (lambda: nn.combine(X, routed(7), "expert"), "6 or 8"),
+    "all experts on each rank": (
+        lambda: layer({"w": torch.zeros(4, 3)}),
+        r"params at 'w' is of \(4, 3\).*this rank's 2 of 4",
+    ),
+    "a part where all are due": (
+        lambda: layer(torch.zeros(2), axis=None), "this rank's 4 of 4",
+    ),
+    "a scalar": (lambda: layer(torch.zeros(())), r"params is of \(\): give"),
+    "a number": (lambda: layer({"n": 2}), "params at 'n' is of 2: give"),
+    "other tokens": (lambda: layer(tokens=3), r"\(4, 2\), but the routing is of 3"),
+    "tokens of three dims": (
+        lambda: nn.dispatch(X[None], routed(), "expert"), r"\(1, 4, 2\)",
+    ),
+    "a leaf split along another dim": (
+        lambda: layer(split_leaf(2, dim=1)), "split it along dim 0, over axis",
+    ),
+    "a leaf split over another axis": (
+        lambda: layer(split_leaf(1, axis="data")), 'split over data=1 .*"expert"',
+    ),
+    "dispatch without places": (
+        lambda: nn.dispatch(X, routed(factor=None)), "capacity_factor=",
+    ),
+    "combine without places": (
+        lambda: nn.combine(X, routed(factor=None)), "expert_layer, which takes all",
+    ),
+    "another number of rows": (
+        lambda: nn.combine(torch.zeros(2, 3, 2), routed(), "expert"),
+        r"2 experts with 2 x 1 places: give \[2, 2, features\]",
+    ),
+    "an expert that loses rows": (lambda: layer(fn=lambda p, x: x[1:]), r"give \[2, 2"),
+    "one that loses rows, grouped": (
+        lambda: layer(fn=lambda p, x, ends: x[1:], grouped=True), "a row of",
+    ),
+    "one that loses rows, dropless": (
+        lambda: layer(fn=lambda p, x: x[1:], factor=None), "a row of",
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", REFUSED)
+def test_refused(case) -> None:
+    call, way = REFUSED[case]
+    mesh = ff.make_mesh({"data": 1, "expert": 2}, "simulated")
+    with ff.ledger() as log, pytest.raises(ValueError, match=way):
+        ff.spmd(call, mesh)()
+    assert not log.records or "loses" in case  # before anything is sent
