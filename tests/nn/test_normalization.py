@@ -8,7 +8,15 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import fsfunc as ff
-from fsfunc.nn import column_linear, group_norm, layer_norm, rms_norm, row_linear
+from fsfunc.nn import (
+    column_linear,
+    dropout,
+    group_norm,
+    layer_norm,
+    rms_norm,
+    row_linear,
+    sync_batch_norm,
+)
 from tests.checks import close, nothing_sent, refusals, refused, same, simulated
 from tests.models import floats
 
@@ -212,6 +220,40 @@ def test_one_rank_is_one_device(kind) -> None:
             return kind.ours(x, W, B, "model")
 
     same(ff.spmd(main, simulated(model=1))()[0], expected)
+
+
+@pytest.mark.parametrize("wrap", [lambda f: f, ff.remat], ids=["plain", "remat"])
+def test_a_plan_sends_what_the_step_sends(wrap) -> None:
+    @ff.unit
+    def block(p, x):
+        h = layer_norm(torch.tanh(column_linear(x, p["up"])), p["w"], p["b"])
+        h = dropout(group_norm(h, 1, axis="model"), 0.5, "model")
+        return sync_batch_norm(None, x + row_linear(h, p["down"]), "data")
+
+    def loss(params, x):
+        found = []
+        for p in params:
+            x, stats = block(p, x)
+            found.append(stats)
+        return x.square().mean(), found
+
+    p = {"up": wide(FEATURES, 4, seed=1), "w": W, "b": B, "down": W.expand(4, -1)}
+    layouts = {"*/up": ff.Split(0, "model"), "*/[wb]": ff.Split(0, "model")}
+    layouts["*/down"] = ff.Split(1, "model")
+    mesh = simulated(data=2, model=2)
+
+    def main():
+        step = ff.shard(wrap(ff.value_and_grad(loss, has_aux=True)), mesh, "data")
+        rows = ff.local_batch(wide(8, 4, seed=5), mesh, "data")
+        params = ff.place(step, [p, p], rows, layouts=layouts)
+        plan = ff.plan(step, params, rows)
+        with ff.ledger() as log:
+            step(params, rows)
+        for axis in mesh.axes:
+            assert plan.bytes(axis) == log.bytes(axis) > 0
+            assert plan.count(axis=axis) == log.count(axis=axis)
+
+    ff.spmd(main, mesh)()
 
 
 # What is refused
