@@ -29,7 +29,8 @@ def own_draws(axis: Axis | None) -> Iterator[None]:
     One number is drawn, alike on all ranks, and mixed with the rank's index; by that
     the generators are seeded, until they go on at the end as if nothing had been drawn
     but that number. So ranks that drew alike before do so afterwards, a recompute
-    repeats what was drawn, and no schedule changes it.
+    repeats what was drawn, and no schedule changes it. For :func:`dropout`, and for
+    what draws by itself, such as attention whose heads are split.
 
     Args:
         axis: one name or several, over which what is drawn for is split; None, or an

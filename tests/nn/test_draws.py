@@ -194,6 +194,35 @@ def test_gradients_are_those_of_the_masks_that_were_drawn() -> None:
         close(found, ff.value_and_grad(loss)({"up": up, "down": down}), 1e-5)
 
 
+def test_under_torch_func_and_in_attention() -> None:
+    """The second derivative of the cube of a dropped one: 6 / (1-p)^3, or 0."""
+
+    def step(seen):
+        def cube(x):
+            return (dropout(x, P, "model") ** 3).sum()
+
+        def slope(x):
+            return torch.func.grad(cube)(x).sum()
+
+        dropped = lambda x: dropout(x, P, "model")  # noqa: E731
+        seen.append(torch.func.grad(slope)(X))
+        for randomness in ("same", "different"):
+            seen.append(torch.func.vmap(dropped, randomness=randomness)(X))
+        with own_draws("model"):
+            q = X.view(1, 1, B, D)
+            seen.append(F.scaled_dot_product_attention(q, q, q, dropout_p=P))
+
+    first, second = masks(step)
+    assert set(torch.stack([first[0], second[0]]).unique().tolist()) == {0, 48}
+    apart([first[0], second[0]])
+    apart([first[2], second[2]])
+    same(
+        [seen[1][0] for seen in (first, second)],
+        [seen[1][1] for seen in (first, second)],
+    )
+    assert not torch.equal(first[3], second[3])
+
+
 def test_a_pipeline_draws_as_one_stage_does() -> None:
     @ff.unit
     def block(w, x):
