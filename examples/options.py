@@ -45,8 +45,15 @@ def parse(
         "--mesh",
         type=axes_of,
         metavar="AXIS=N,...",
-        help="the ranks along data, pipe and model (over which layers are split), in "
-        "place of --ranks and --pipe",
+        help="the ranks along data, pipe, model (over which layers are split) and "
+        "context (sequences), in place of --ranks, --pipe and --context",
+    )
+    option(
+        group,
+        "--context",
+        1,
+        "ranks over which sequences are cut; it divides the ranks",
+        metavar="N",
     )
     option(
         group,
@@ -108,6 +115,13 @@ def parse(
     option(group, "--dim", 128, "width of the model")
     option(group, "--layers", 4, "blocks of the model")
     option(group, "--heads", 4, "attention heads of a block")
+    option(
+        group,
+        "--experts",
+        0,
+        "experts of a block, in place of its MLP, shared out over the axis data",
+        metavar="N",
+    )
     option(group, "--lr", 3e-3, "peak learning rate")
     option(group, "--seed", 0, "of the parameters, the batches and the sample")
 
@@ -146,13 +160,19 @@ def parse(
             parser.error(f"--mesh has {args.ranks} ranks, and {world} are running")
     elif world:
         args.ranks = int(world)
-    counts = "ranks accumulate pipe steps batch seq dim heads microbatches every keep"
+    counts = "ranks accumulate pipe context steps batch seq dim heads microbatches"
+    counts += " every keep"
     for name in counts.split():
         if (value := getattr(args, name)) is not None and value < 1:
             parser.error(f"--{name} must be at least 1: {value}")
-    if args.ranks % args.pipe:
-        parser.error(f"--pipe {args.pipe} must divide the {args.ranks} ranks")
-    args.data = args.ranks // args.pipe // args.model
+    for name in ("pipe", "context"):
+        if args.ranks % getattr(args, name):
+            n = getattr(args, name)
+            parser.error(f"--{name} {n} must divide the {args.ranks} ranks")
+    shared = args.pipe * args.context * args.model
+    if args.ranks % shared:
+        parser.error(f"--pipe x --context, {shared}, must divide {args.ranks} ranks")
+    args.data = args.ranks // shared
     share = args.data * args.accumulate
     args.batch = args.batch or math.ceil(32 / share) * share
     if args.batch % share:
@@ -162,6 +182,15 @@ def parse(
         )
     if args.dim % args.heads:
         parser.error(f"--dim {args.dim} must be a multiple of --heads {args.heads}")
+    if args.seq % (2 * args.context) and args.context > 1:
+        parser.error(
+            f"--seq {args.seq} must be a multiple of {2 * args.context}: each of "
+            f"--context {args.context} ranks has two pieces of a sequence"
+        )
+    if args.experts % args.data:
+        parser.error(f"--experts {args.experts} must be a multiple of data={args.data}")
+    if args.experts and args.model > 1:
+        parser.error("--experts with model: their products are not split")
     if args.heads % args.model:
         parser.error(f"--heads {args.heads} must be a multiple of model={args.model}")
     if args.text and not args.text.exists():
@@ -177,18 +206,24 @@ def take_ranks(
 ) -> None:
     """Sets the ranks, their pipelines and split layers to those of a mesh."""
     shown = ", ".join(f"{name}={size}" for name, size in axes.items())
-    if unknown := set(axes) - {"data", "pipe", "model"}:
+    if unknown := set(axes) - {"data", "pipe", "model", "context"}:
         parser.error(
             f"the mesh {shown} has the axis {min(unknown)}, of which this script knows "
-            "nothing: its axes are data, pipe for pipelines, model for split layers"
+            "nothing: its axes are data, pipe for pipelines, model for split layers, "
+            "context for cut sequences"
         )
     if "data" not in axes:
         parser.error(f"the mesh {shown} lacks the axis data (data=1 is one pipeline)")
     pipe = axes.get("pipe", 1)
     if args.pipe not in (1, pipe):
         parser.error(f"--pipe {args.pipe}, but the mesh {shown} has pipe={pipe}")
-    args.pipe, args.model = pipe, axes.get("model", 1)
-    args.ranks = axes["data"] * pipe * args.model
+    context = axes.get("context", 1)
+    if args.context not in (1, context):
+        parser.error(
+            f"--context {args.context}, but the mesh {shown} has context={context}"
+        )
+    args.pipe, args.model, args.context = pipe, axes.get("model", 1), context
+    args.ranks = axes["data"] * pipe * context * args.model
 
 
 def axes_of(text: str) -> dict[str, int]:

@@ -4,6 +4,8 @@
     torchrun --nproc-per-node 2 examples/train_gpt.py        2 real processes
     python examples/train_gpt.py --pipe 2                    2 pipelines of 2 ranks
     python examples/train_gpt.py --mesh data=2,model=2       layers split over 2 ranks
+    python examples/train_gpt.py --context 2                 sequences cut over 2 ranks
+    python examples/train_gpt.py --experts 8                 experts, 2 of them a token
     torchrun --nproc-per-node 2 --max-restarts 3 examples/train_gpt.py \
         --checkpoints DIR               goes on by itself after a crash, or when rerun
 
@@ -17,11 +19,18 @@ import json
 from argparse import Namespace
 from collections.abc import Callable
 from contextlib import nullcontext
+from functools import partial
 from typing import Any
 
 import optree
 import torch
-from gpt import SPLIT_OVER_MODEL, init_params, loss_fn, next_logits
+from gpt import (
+    EXPERTS_OVER_DATA,
+    SPLIT_OVER_MODEL,
+    init_params,
+    loss_fn,
+    next_logits,
+)
 from options import parse
 from report import (
     Results,
@@ -57,8 +66,10 @@ def build(mesh: ff.Mesh, args: Namespace | None = None) -> tuple:
     )
     optimizer = ff.chain(ff.clip_by_global_norm(1.0), ff.sharded_adam(rate))
 
+    loss_of = loss_on(args)
+
     def train_step(state, batch):
-        loss, grads = ff.value_and_grad(loss_fn)(state.params, batch)
+        loss, grads = ff.value_and_grad(loss_of)(state.params, batch)
         return state.apply_gradients(grads, optimizer), {"loss": loss}
 
     step = transformed(train_step, mesh, args)
@@ -76,7 +87,7 @@ def build(mesh: ff.Mesh, args: Namespace | None = None) -> tuple:
 def train(args: Namespace, corpus: Corpus, mesh: ff.Mesh) -> Results:
     """The results of a run; every rank runs this, and rank 0 shows it."""
     step, init, optimizer, batch, layouts = build(mesh, args)
-    evaluate = transformed(loss_fn, mesh, args)
+    evaluate = transformed(loss_on(args), mesh, args)
     device, stages = device_of(mesh), args.stages
     windows = Windows(corpus.train, args.seq)
     batches = ff.batches(windows, mesh, "data", args.batch, seed=args.seed)
@@ -93,9 +104,11 @@ def train(args: Namespace, corpus: Corpus, mesh: ff.Mesh) -> Results:
         results = Results([], [], [])
     begun = len(results.train)
 
+    def own(rows):
+        return {name: x.to(device) for name, x in cut_sequences(rows, args).items()}
+
     def part_of(batch):
-        part = ff.local_batch(batch, mesh, "data")
-        return {name: x.to(device) for name, x in part.items()}
+        return own(ff.local_batch(batch, mesh, "data"))
 
     held_out, size = seeded(args.seed + 1), (args.batch, args.seq)
     drawn = (draw_batch(corpus.validation, *size, held_out) for _ in range(4))
@@ -107,7 +120,7 @@ def train(args: Namespace, corpus: Corpus, mesh: ff.Mesh) -> Results:
 
     def validate():
         losses = [evaluate(state.params, batch) for batch in validation]
-        loss = ff.pmean(torch.stack(losses).mean(), "data").item()
+        loss = ff.pmean(torch.stack(losses).mean(), data_axes(args)).item()
         done = len(results.train)
         results.validation.append((done, loss))
         console.print(f"step {done:4}  val loss {loss:.4f}")
@@ -120,7 +133,7 @@ def train(args: Namespace, corpus: Corpus, mesh: ff.Mesh) -> Results:
     log = events = None
     with progress_bar(console, args.steps, args.batch * args.seq, begun) as advance:
         for done in range(begun + 1, args.steps + 1):
-            batch = {name: x.to(device) for name, x in next(batches).items()}
+            batch = own(next(batches))
             with ff.ledger() as log, ff.clock() as events:
                 state, metrics = step(state, batch)
             results.train.append(metrics["loss"].item())
@@ -132,7 +145,7 @@ def train(args: Namespace, corpus: Corpus, mesh: ff.Mesh) -> Results:
                 console.print(f"asked to leave: saved after step {done}")
                 return results
 
-    gradients = transformed(ff.value_and_grad(loss_fn), mesh, args)
+    gradients = transformed(ff.value_and_grad(loss_on(args)), mesh, args)
     _, grads = gradients(state.params, validation[0])
     kinds = {"parameters": state.params, "gradients": grads, "moments": state.opt_state}
     mine, everyone = [held(tree) for tree in kinds.values()], tuple(mesh.axes)
@@ -188,7 +201,25 @@ def transformed(f: Callable, mesh: ff.Mesh, args: Namespace) -> Callable:
         f = ff.accumulate(f, args.accumulate)
     if args.bf16:
         f = ff.precision(f, compute=torch.bfloat16, reduce=torch.float32)
-    return ff.shard(f, mesh, "data", zero=args.zero)
+    return ff.shard(f, mesh, data_axes(args), zero=args.zero)
+
+
+def loss_on(args: Namespace) -> Callable:
+    """The loss, of ranks that have whole sequences or parts of them."""
+    return partial(loss_fn, context="context") if args.context > 1 else loss_fn
+
+
+def data_axes(args: Namespace) -> tuple[str, ...]:
+    """The axes along which ranks have other tokens: their losses' mean is the loss."""
+    return ("data", "context") if args.context > 1 else ("data",)
+
+
+def cut_sequences(rows: dict, args: Namespace) -> dict:
+    """This rank's part of each sequence: two pieces, so that all have equal work."""
+    if args.context == 1:
+        return rows
+    n, at = args.context, ff.axis_index("context")
+    return {name: ff.nn.zigzag(x, n, 1).chunk(n, 1)[at] for name, x in rows.items()}
 
 
 def write(predict: Callable, params: Any, args: Namespace, device) -> bytes:
@@ -208,7 +239,11 @@ def write(predict: Callable, params: Any, args: Namespace, device) -> bytes:
 def settings(mesh: ff.Mesh | None = None) -> Namespace:
     """The options, on the given mesh if any, and the stages that they ask for."""
     args = parse(__doc__, axes=mesh and mesh.axes)
-    args.stages, args.layouts = None, SPLIT_OVER_MODEL if args.model > 1 else None
+    args.stages, args.layouts = None, {}
+    if args.model > 1:
+        args.layouts |= SPLIT_OVER_MODEL
+    if args.experts:
+        args.layouts |= EXPERTS_OVER_DATA
     if args.pipe > 1:
         make = ff.spmd(make_stages, ff.make_mesh({}, "abstract"))  # on fake tensors
         args.stages = make(args, params_of, blank_batch)[0]
@@ -217,11 +252,12 @@ def settings(mesh: ff.Mesh | None = None) -> Namespace:
 
 def params_of(args: Namespace) -> dict:
     sizes = {"seq": args.seq, "dim": args.dim, "layers": args.layers}
+    sizes |= {"experts": args.experts}
     return init_params(seeded(args.seed), vocab=VOCAB, heads=args.heads, **sizes)
 
 
 def blank_batch(args: Namespace) -> dict[str, torch.Tensor]:
-    shape = args.batch // args.data, args.seq
+    shape = args.batch // args.data, args.seq // args.context
     names = "tokens", "targets"
     return {name: torch.zeros(shape, dtype=torch.long) for name in names}
 
@@ -240,6 +276,7 @@ def main() -> None:
     corpus = read_corpus(args.text)
     torch.manual_seed(args.seed)  # what units draw, such as dropout, follows from it
     sizes = {"data": args.data, "pipe": args.pipe, "model": args.model}
+    sizes |= {"context": args.context}
     mesh = ff.make_mesh({a: n for a, n in sizes.items() if n > 1 or a == "data"})
     with asked_to_leave() if args.checkpoints else nullcontext() as args.leaving:
         ff.spmd(train, mesh)(args, corpus, mesh)

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from torch.nn.modules import batchnorm as _batchnorm
 
 from fsfunc import _torch
+from fsfunc.interop.split_flow import SplitFlow
 from fsfunc.sharded.leaf import is_sharded
 
 __all__ = ["CallTensors", "Knowledge"]
@@ -28,6 +29,7 @@ class Knowledge:
         frozen: parameters that no gradient is asked of.
         fixed: buffers that may not be written.
         fetch: reads a parameter outside every unit; None inside one.
+        meeting: see `SplitFlow`.
     """
 
     def __init__(
@@ -37,8 +39,9 @@ class Knowledge:
         frozen: frozenset[str],
         fixed: frozenset[str],
         fetch: Callable[[str, Any], Any] | None,
+        meeting: Mapping[str, str],
     ):
-        self.name, self.who, self.fetch = name, who, fetch
+        self.name, self.who, self.fetch, self.meeting = name, who, fetch, meeting
         self.frozen, self.fixed = frozen, fixed
         #: Whether a first call on data left all parameters as they were.
         self.looked = False
@@ -90,11 +93,13 @@ class CallTensors:
         self._fetched: dict[Any, Any] = {}
         self._watched: dict[int, tuple[str, Tensor, int, Tensor | None]] = {}
         self._held: dict[str, tuple[Tensor, int]] = {}
+        self.flow = SplitFlow(params, self.part.meeting)
 
     def end(self) -> None:
         """The call is over: what it was given is let go."""
         self._running, self.params, self.buffers = False, {}, {}
         self._leaves, self._fetched, self._watched, self._held = {}, {}, {}, {}
+        self.flow = SplitFlow({}, {})
 
     @property
     def given(self) -> CallTensors:
@@ -126,7 +131,7 @@ class CallTensors:
         """A parameter that the module's forward reads."""
         leaf = self.leaf(name)
         if self.part.fetch is None:
-            return leaf
+            return self.flow.read(name, leaf)
         key = name, torch.is_grad_enabled()
         if key not in self._fetched:
             x = self.part.fetch(name, leaf)

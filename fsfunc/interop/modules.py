@@ -10,6 +10,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from fsfunc.interop.arguments import are_filled, opened
+from fsfunc.interop.layer_plans import LayerPlan, planned
 from fsfunc.interop.module_tensors import computed, tensors_of
 from fsfunc.interop.patterns import Units, chosen, completed
 from fsfunc.interop.structures import Structure
@@ -19,7 +20,11 @@ __all__ = ["from_module", "to_module"]
 
 
 def from_module(
-    module: nn.Module, units: Units = ()
+    module: nn.Module,
+    units: Units = (),
+    *,
+    plan: Mapping[str, str] | None = None,
+    axis: str | None = None,
 ) -> tuple[Callable[..., Any], dict[str, Tensor], dict[str, Tensor]]:
     """``(apply, params, buffers)``: a module as a function of its tensors.
 
@@ -43,6 +48,18 @@ def from_module(
             too; others that draw random numbers draw the same on every mesh only if
             they are made units. A unit has the module's name; ``apply.units`` lists
             them.
+        plan: by pattern of names (``*`` is one component), how a layer is split over
+            ``axis``, as in ``{"model.layers.*.self_attn.[qkv]_proj": "column",
+            "model.layers.*.self_attn.o_proj": "row"}``. A Linear is split by the
+            features that come out (``"column"``) or that go in (``"row"``): both are
+            in one unit, and what is between takes each feature, or each head, by
+            itself; a module there with parameters, such as a norm over a head, is
+            ``"whole"``. ``"column_gathered"`` is whole for what follows, such as
+            logits. ``"vocab"`` is an Embedding; or a head, whose logits stay split,
+            for ``ff.nn.vocab_cross_entropy``. ``apply.layouts`` are the ``layouts=``
+            of ``ff.place`` and ``ff.init_state``; parameters that come whole run as
+            on one device.
+        axis: the axis of the mesh that the plan splits over.
 
     Returns:
         ``apply``; ``params``, what is trained, by state-dict names, tied ones once;
@@ -56,24 +73,35 @@ def from_module(
 
     Raises:
         ValueError: units that match nothing; parameters without a shape yet, or tied by
-            their memory. Of ``apply``: missing, further or mis-shaped tensors.
-        TypeError: a module that is wrapped (DataParallel, fully_shard, compile,
-            script), or whose structure cannot be copied; functions in it, such as a
-            patched forward or a hook, that hold the module by closure; parameters with
-            hooks. Of ``apply``: a unit that is given tensors out of sight, such as a
-            cache of keys and values, while gradients are on.
+            their memory; a plan's pattern that matches no module, or one that another
+            matches; a word that is none; a column layer without a row layer in its
+            unit, or with another number of features; a forward that reads how many
+            heads there are. Of ``apply``: missing, further or mis-shaped tensors;
+            heads that the axis does not divide; parameters that lie otherwise than
+            planned.
+        TypeError: a plan without an axis, or of what is no Linear nor Embedding; a
+            module that is wrapped (DataParallel, fully_shard, compile, script), or
+            whose structure cannot be copied; functions in it, such as a patched forward
+            or a hook, that hold the module by closure; parameters with hooks.
+            Of ``apply``: a unit that is given tensors out of sight, such as a cache of
+            keys and values, while gradients are on.
         RuntimeError: of ``apply``: a forward writes a buffer without ``mutable=True``,
             or changes a parameter, a count or a sum in an attribute, or a list that a
             unit is given or shares with others, or hands on tensors by attributes of
-            its units; a torch.utils.checkpoint within, whose backward comes after the
-            call.
+            its units; whole parameters, or random numbers, that meet the split
+            features of a plan; a torch.utils.checkpoint within, whose backward comes
+            after the call.
 
     Cost: a copy of the structure, without tensors, for every call that runs at once
     (for every call, where attributes hold what cannot be put back, such as a random
     generator's state); of each buffer that a call reads a copy, and a comparison with
     it; in a unit's first call on data, of its parameters too, which tells whether the
     forward writes them. A parameter that a forward reads outside every unit is a unit
-    call of its own.
+    call of its own. With a plan, as ``ff.nn.column_linear`` and ``row_linear``: layers
+    that follow each other on one input share its sum, so that a decoder layer sends
+    four all-reduces of an activation.
+
+    Source: of plans, Shoeybi et al., Megatron-LM, 2019.
 
     >>> import torch, fsfunc as ff
     >>> model = torch.nn.Sequential(torch.nn.Linear(2, 2), torch.nn.BatchNorm1d(2))
@@ -86,7 +114,8 @@ def from_module(
     """
     tensors = tensors_of(module)
     names = completed(module, chosen(module, units))
-    structure = Structure(module, tensors, names)
+    split = _split(module, tensors, names, plan, axis)
+    structure = Structure(module, tensors, names, split)
     params = {name: x.detach() for name, x in tensors.params.items()}
     buffers = {name: x.detach() for name, x in tensors.frozen.items()}
     buffers |= {name: x.detach() for name, x in tensors.buffers.items()}
@@ -105,7 +134,18 @@ def from_module(
         return (out, {**buffers, **changed}) if mutable else out
 
     apply.units = tuple(n or type(module).__name__ for n in names)  # type: ignore
+    apply.layouts = dict(split.layouts)  # type: ignore
     return apply, params, buffers
+
+
+def _split(module: Any, tensors: Any, units: Any, plan: Any, axis: Any) -> LayerPlan:
+    """What is split of a module: nothing, without a plan."""
+    if (plan is None) != (axis is None):
+        raise TypeError(
+            "plan= says which layers are split, and axis= over which axis of the mesh: "
+            'give both, as in plan={"**.q_proj": "column"}, axis="model"'
+        )
+    return planned(module, tensors, units, plan or {}, axis)
 
 
 def to_module(

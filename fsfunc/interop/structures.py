@@ -27,6 +27,7 @@ from fsfunc.interop.arguments import (
 )
 from fsfunc.interop.attributes import Attribute, AttributeWatch
 from fsfunc.interop.call_tensors import CallTensors, Knowledge
+from fsfunc.interop.layer_plans import LayerPlan
 from fsfunc.interop.module_tensors import Tensors, check_closures, computed
 from fsfunc.interop.stubs import Absent, Seen, make_stub, run_late, shown_by
 from fsfunc.sharded.leaf import is_sharded
@@ -61,10 +62,18 @@ class Structure:
         module: it is copied, and not kept.
         tensors: the module's.
         units: names of the modules that are units.
+        plan: which of its layers are split.
     """
 
-    def __init__(self, module: nn.Module, tensors: Tensors, units: Sequence[str]):
-        self.template = without_tensors(module, tensors)
+    def __init__(
+        self,
+        module: nn.Module,
+        tensors: Tensors,
+        units: Sequence[str],
+        plan: LayerPlan,
+    ):
+        self.template, self.plan = without_tensors(module, tensors), plan
+        plan.install(self.template)
         first = {id(m): name for name, m in self.template.named_modules()}
         every = self.template.named_modules(remove_duplicate=False)
         self._first = {name: first[id(m)] for name, m in every}
@@ -179,7 +188,8 @@ class _Part:
         self.structure, self.name = structure, name
         self.template = m = structure.template.get_submodule(name)
         who = "the module" if fetch else f"unit {name or type(m).__name__!r}"
-        self.known = Knowledge(name, who, structure.frozen, structure.fixed, fetch)
+        frozen, fixed = structure.frozen, structure.fixed
+        self.known = Knowledge(name, who, frozen, fixed, fetch, structure.plan.meeting)
         self.free: dict[bool, list[Copy]] = {False: [], True: []}  # by: may fill caches
         # Absent ones, which bear the names that these tensors have in the whole.
         tables = [(dict(x.named_parameters(recurse=False)), x) for x in m.modules()]
@@ -216,6 +226,8 @@ class _Part:
         self, params: Any, buffers: Any, args: Any, keywords: Any, asked: Extras
     ) -> tuple[Any, dict[str, Tensor], Seen]:
         """The output of the part, run here and now on a copy of its own."""
+        if not self.known.fetch:
+            self.structure.plan.check(params)
         free = self.free[asked.fills]
         own = free.pop() if free else self._copy(asked.fills)
         own.tensors.begin(params, buffers, asked.mutable)
@@ -223,6 +235,7 @@ class _Part:
             seen = shown_by(own.module, asked.shows)
             out = own.module(*args, **keywords)
             changed = own.tensors.changed()
+            own.tensors.flow.check((args, keywords), (out, seen))
         finally:
             own.tensors.end()
             found, filled = own.watch.restored()

@@ -2,6 +2,7 @@
 
 from fsfunc.nn.context_parallel import all_to_all_attention, ring_attention
 from fsfunc.nn.cross_entropy import vocab_cross_entropy
+from fsfunc.nn.draws import dropout, own_draws
 from fsfunc.nn.experts import combine, dispatch, expert_layer
 from fsfunc.nn.gating import (
     Routing,
@@ -10,6 +11,7 @@ from fsfunc.nn.gating import (
     top_2_gating,
     top_k_gating,
 )
+from fsfunc.nn.normalization import group_norm, layer_norm, rms_norm
 from fsfunc.nn.sequence_order import unzigzag, zigzag, zigzag_positions
 from fsfunc.nn.statistics import (
     Moments,
@@ -18,6 +20,7 @@ from fsfunc.nn.statistics import (
     commit_statistics,
     init_statistics,
 )
+from fsfunc.nn.synchronized import sync_batch_norm
 from fsfunc.nn.tensor_parallel import column_linear, row_linear, vocab_embedding
 from fsfunc.nn.tiled_cross_entropy import linear_cross_entropy
 
@@ -31,12 +34,18 @@ __all__ = [
     "combine",
     "commit_statistics",
     "dispatch",
+    "dropout",
     "expert_layer",
+    "group_norm",
     "init_statistics",
+    "layer_norm",
     "linear_cross_entropy",
+    "own_draws",
     "ring_attention",
+    "rms_norm",
     "route",
     "row_linear",
+    "sync_batch_norm",
     "top_1_gating",
     "top_2_gating",
     "top_k_gating",

@@ -31,6 +31,7 @@ __all__ = [
     "Moments",
     "RunningStatistics",
     "batch_norm",
+    "check_norm",
     "commit_statistics",
     "init_statistics",
 ]
@@ -123,7 +124,7 @@ def batch_norm(
     >>> y.tolist(), [x.tolist() for x in stats.tree]
     ([[-1.0], [1.0]], [[4.0], [10.0], 2.0])
     """
-    wide = _checked(params, x, running)
+    wide = check_norm(params, x, running)
     weight, bias = (
         None if value is None else value.to(wide)
         for value in ((params or {}).get(name) for name in ("weight", "bias"))
@@ -135,10 +136,13 @@ def batch_norm(
     return y, Summed(_moments(x.detach().to(wide)))
 
 
-def _checked(
-    params: Mapping[str, Tensor] | None, x: Tensor, running: RunningStatistics | None
+def check_norm(
+    params: Mapping[str, Tensor] | None,
+    x: Tensor,
+    running: RunningStatistics | None,
+    least: int = 2,
 ) -> torch.dtype:
-    """The dtype to compute in."""
+    """The dtype to compute in, where ``least`` values a channel are enough."""
     if not x.is_floating_point():
         raise TypeError(f"batch_norm needs a floating tensor, got {x.dtype}")
     if x.ndim < 2:
@@ -153,9 +157,10 @@ def _checked(
                 f"batch_norm: {name} has shape {tuple(value.shape)}, but x of shape "
                 f"{tuple(x.shape)} has {channels} channels (dim 1)"
             )
-    if running is None and x.numel() < 2 * channels:
+    if running is None and x.numel() < least * channels:
+        values = "two values" if least == 2 else "one value"
         raise ValueError(
-            f"batch_norm takes the statistics of two values a channel at least, got "
+            f"batch_norm takes the statistics of {values} a channel at least, got "
             f"shape {tuple(x.shape)}: cut the batch into fewer microbatches, or give "
             "running= to normalise by"
         )

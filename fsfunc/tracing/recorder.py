@@ -197,6 +197,8 @@ class Recorder(Findings, Tracer, Watcher):
         return handler.recorded(self)
 
     def body(self, call: Call, params: Any, inputs: Any, keywords: Any) -> Any:
+        # Where no transform lays out, nobody has made tensors of the leaves yet.
+        params = tree.map(plain, params, is_leaf=is_sharded)
         if self.around is not None:
             return self.around.body(call, params, inputs, keywords)
         return Tracer.body(self, call, params, inputs, keywords)

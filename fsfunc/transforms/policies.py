@@ -174,8 +174,8 @@ class Tape:
             self._written(argument, keywords.get(argument.name))
         if func._schema.is_mutable or any(r.alias_info for r in func._schema.returns):
             return  # a view: the storage keeps its maker
-        many = None if isinstance(out, Tensor) else type(out)
-        outs = (out,) if many is None else tuple(out or ())
+        many = type(out) if isinstance(out, (list, tuple)) else None
+        outs = (out,) if many is None else tuple(out)
         draws = torch.Tag.nondeterministic_seeded in func.tags
         states = generator_states() if draws else []
         for i, x in enumerate(outs):

@@ -129,16 +129,33 @@ def test_every_stage_with_all_options(
 
 
 @pytest.mark.parametrize(
-    ("mesh", "blocks"), [("data=2,model=2", 2), ("data=1,model=2,pipe=2", 1)]
+    ("mesh", "sent"),
+    [
+        # of each block two sums forward and two backward; and the embedding's
+        ("data=2,model=2", {("psum", "model"): 4 * 2 + 1}),
+        ("data=1,model=2,pipe=2", {}),
+        # of each block keys and values, backward these again and their gradients
+        ("data=1,context=2", {("ppermute", "context"): 2 * 6}),
+        ("data=2,model=2,context=2", {("psum", "model"): 9}),
+    ],
 )
-def test_split_layers_train_as_whole_ones(
-    mesh: str, blocks: int, simulated: Run, tmp_path: Path
+def test_split_layers_and_sequences_train_as_whole_ones(
+    mesh: str, sent: dict, simulated: Run, tmp_path: Path
 ) -> None:
     run = train(tmp_path, "--mesh", mesh, "--steps", str(STEPS))
     check_losses(run.losses, simulated.losses, 1e-4)
     counts, *_ = numbers_sent(run.out)
-    if blocks == 2:  # of each two sums forward and two backward; and the embedding's
-        assert counts["psum", "model"] == 4 * blocks + 1
+    assert {kind: counts[kind] for kind in sent} == sent
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("mesh", ["data=2", "data=2,context=2,pipe=2"])
+def test_experts_learn(mesh: str, tmp_path: Path) -> None:
+    run = train(tmp_path, "--experts", "4", "--mesh", mesh, "--steps", str(STEPS))
+    assert run.losses["validation"][-1][1] < 4.5
+    counts, *_ = numbers_sent(run.out)
+    if mesh == "data=2":  # of each block two forward and two backward
+        assert counts["all_to_all", "data"] == 2 * 4
 
 
 @pytest.mark.slow
@@ -177,6 +194,10 @@ def test_own_text_and_plot(tmp_path: Path) -> None:
         ("--trace t.json", "--trace is for a pipeline"),
         ("--mesh data=2,model", "write axes as data=2,model=2"),
         ("--mesh data=2,data=2", "write axes as data=2,model=2, each once"),
+        ("--mesh data=2,model=2 --experts 4", "their products are not split"),
+        ("--experts 6", "--experts 6 must be a multiple of data=4"),
+        ("--context 3", "--context 3 must divide the 4 ranks"),
+        ("--context 2 --seq 30", "--seq 30 must be a multiple of 4"),
     ],
 )
 def test_bad_options_are_refused(

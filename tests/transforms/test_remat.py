@@ -71,8 +71,16 @@ def strided(ps, x):
     return unit(ps[0]["w"], x.expand(3, 4, D).contiguous().transpose(0, 2)).sum()
 
 
+def asking_for_a_number(ps, x):
+    unit = ff.unit(lambda w, x: (x @ w * w.detach().sum().item()).sin())
+    return unit(ps[0]["w"], x).sum()
+
+
+LOSSES = [loss, twice_in_a_unit, shared_inputs, strided, asking_for_a_number]
+
+
 @pytest.mark.parametrize("policy", [None, ff.SaveOnly("x"), ff.SaveAllBut("x")])
-@pytest.mark.parametrize("f", [loss, twice_in_a_unit, shared_inputs, strided])
+@pytest.mark.parametrize("f", LOSSES)
 def test_the_bits_are_those_without_it(f, policy) -> None:
     def remat(f):
         return ff.remat(f, policy)

@@ -1,0 +1,98 @@
+"""Random numbers where an axis splits the work: of each rank's own, or of all.
+
+The ranks of a model axis draw alike: in a unit the default generators are seeded from
+the step, the unit call and the data, none of which differs over the axis. That is what
+a value needs that is one on all of them. Where an activation is split, the same numbers
+for every part are a fault that nobody sees: there each rank draws its own.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import torch.nn.functional as F
+from torch import Tensor
+
+from fsfunc import _torch
+from fsfunc.comm.groups import axis_index, axis_size
+from fsfunc.comm.mesh import Axis
+from fsfunc.runtime.generators import generators_kept, mix, one_number
+
+__all__ = ["dropout", "own_draws"]
+
+
+@contextmanager
+def own_draws(axis: Axis | None) -> Iterator[None]:
+    """Inside, what is drawn of torch's default generators is each rank's own.
+
+    One number is drawn, alike on all ranks, and mixed with the rank's index; by that
+    the generators are seeded, until they go on at the end as if nothing had been drawn
+    but that number. So ranks that drew alike before do so afterwards, a recompute
+    repeats what was drawn, and no schedule changes it. For :func:`dropout`, and for
+    what draws by itself, such as attention whose heads are split.
+
+    Args:
+        axis: one name or several, over which what is drawn for is split; None, or an
+            axis of size 1: nothing changes, and one device's numbers are drawn.
+
+    Raises:
+        ValueError: an axis that the mesh does not have; a mesh made of ``vmap``, where
+            one call draws for all ranks.
+
+    Cost: nothing is sent; the generators' states are kept and put back.
+
+    >>> import fsfunc as ff, torch
+    >>> def main():
+    ...     with ff.nn.own_draws("model"):
+    ...         own = torch.rand(4)
+    ...     return own, torch.rand(4)
+    >>> (a, x), (b, y) = ff.spmd(main, ff.make_mesh({"model": 2}, "simulated"))()
+    >>> torch.equal(a, b), torch.equal(x, y)
+    (False, True)
+    """
+    if axis is None or axis_size(axis) == 1 or _torch.fake_active():
+        yield
+        return
+    index = axis_index(axis)
+    if not isinstance(index, int):
+        raise ValueError(
+            f"own_draws over {axis!r}: on a mesh made of vmap one call draws for all "
+            'ranks; make the mesh "simulated"'
+        )
+    seed = mix(one_number(), index)
+    with generators_kept() as states:
+        for generator, _ in states:
+            generator.manual_seed(seed)
+        yield
+
+
+def dropout(
+    x: Tensor, p: float = 0.5, axis: Axis | None = None, *, training: bool = True
+) -> Tensor:
+    """``x`` with elements set to 0 with probability ``p``, the others times 1/(1-p).
+
+    Args:
+        x: floating, of any shape; with ``axis`` this rank's part of what is split over
+            it, along whatever dim; without, one value on all ranks.
+        p: within [0, 1].
+        axis: one name or several; each rank draws the mask of its own part. None, or an
+            axis of size 1: torch's dropout, with the same mask on all ranks of an axis
+            that splits the work of one loss.
+        training: False gives ``x`` and draws nothing.
+
+    Raises:
+        ValueError: as :func:`own_draws` does; a probability outside [0, 1].
+
+    Cost: torch's dropout; nothing is sent.
+
+    >>> import torch
+    >>> dropout(torch.ones(3), 0.0).tolist()
+    [1.0, 1.0, 1.0]
+    """
+    if not 0 <= p <= 1:
+        raise ValueError(f"dropout: p={p} is no probability: give one within [0, 1]")
+    if not training:
+        return x
+    with own_draws(axis):
+        return F.dropout(x, p)

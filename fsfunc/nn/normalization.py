@@ -1,0 +1,203 @@
+"""Norms over features that are split over an axis: each rank has its part of a row.
+
+Two numbers a row are summed over the axis, as ``moments`` says, forward and backward.
+A leaf that is split along dim 0 tells the axis; a plain weight is this rank's part.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from fsfunc.comm.groups import axis_size, group
+from fsfunc.nn.moments import normalized, normalizer, shifted_sums, summed
+from fsfunc.nn.tensor_parallel import Leaf, part_of
+
+__all__ = ["group_norm", "layer_norm", "rms_norm"]
+
+
+def layer_norm(
+    x: Tensor,
+    weight: Leaf | None = None,
+    bias: Leaf | None = None,
+    *,
+    axis: str | None = None,
+    eps: float = 1e-5,
+) -> Tensor:
+    """``x`` normalised over its last dim, which may be split over an axis.
+
+    y = weight * (x - mean) / sqrt(var + eps) + bias, with the mean and the biased
+    variance over all features.
+
+    Args:
+        x: [..., features / n], floating, this rank's features.
+        weight, bias: [features], leaves that are split along dim 0; or this rank's part
+            [features / n] as a tensor of its own.
+        axis: over which the features are split; a split leaf tells by itself. None, or
+            of size 1: torch's layer norm.
+        eps: added to the variance, in units of ``x`` squared.
+
+    Raises:
+        TypeError: ``x`` of integers.
+        ValueError: a leaf split along another dim or over another axis; one of another
+            size than this rank's features.
+
+    Cost: one all-reduce of two numbers of 8 bytes a row, and one backward. Two copies
+    of ``x``, in fp32 at least, are kept for the backward (with no weight, one).
+
+    Source: Ba, Kiros and Hinton, 2016.
+
+    >>> import torch
+    >>> layer_norm(torch.tensor([[1.0, 3.0]]), eps=1e-9).tolist()
+    [[-1.0, 1.0]]
+    """
+    w, b, axis = _parts("layer_norm", x, -1, weight, bias, axis)
+    if axis is None:
+        return F.layer_norm(x, x.shape[-1:], w, b, eps)
+    wide = torch.promote_types(x.dtype, torch.float32)
+    off, shift, total, squares = shifted_sums(x.to(wide), [-1])
+    n = x.shape[-1] * axis_size(axis)
+    total, squares = summed(torch.stack([total, squares]), (axis,)).unbind()
+    factor, move = normalizer(shift, total / n, squares / n, eps)
+    y = off * factor.to(wide) + move.to(wide)
+    y = y if w is None else y * w
+    return (y if b is None else y + b).to(x.dtype)
+
+
+def rms_norm(
+    x: Tensor,
+    weight: Leaf | None = None,
+    *,
+    axis: str | None = None,
+    eps: float = 1e-6,
+) -> Tensor:
+    """``x`` over the root of its mean square, over a last dim that may be split.
+
+    y = weight * x / sqrt(mean(x^2) + eps)
+
+    Args, Raises: those of :func:`layer_norm`.
+
+    Cost: one all-reduce of one number a row, in the dtype of ``x`` (fp32 at least), and
+    one backward. Two copies of ``x`` in that dtype are kept for the backward.
+
+    Source: Zhang and Sennrich, 2019.
+
+    >>> import torch
+    >>> rms_norm(torch.tensor([[3.0, 3.0]])).round().tolist()
+    [[1.0, 1.0]]
+    """
+    w, _, axis = _parts("rms_norm", x, -1, weight, None, axis)
+    if axis is None:
+        return F.rms_norm(x, x.shape[-1:], w, eps)
+    wide = x.to(torch.promote_types(x.dtype, torch.float32))
+    squares = summed(wide.square().sum(-1, keepdim=True), (axis,))
+    y = wide * torch.rsqrt(squares / (x.shape[-1] * axis_size(axis)) + eps)
+    return (y if w is None else y * w).to(x.dtype)
+
+
+def group_norm(
+    x: Tensor,
+    groups: int,
+    weight: Leaf | None = None,
+    bias: Leaf | None = None,
+    *,
+    axis: str | None = None,
+    eps: float = 1e-5,
+) -> Tensor:
+    """``x`` normalised group by group of its channels, which may be split over an axis.
+
+    Args:
+        x: [N, C / n, *], floating, this rank's channels.
+        groups: into how many all C channels are parted, in their order.
+        weight, bias: [C], leaves that are split along dim 0; or this rank's part
+            [C / n] as a tensor of its own.
+        axis: as for :func:`layer_norm`.
+        eps: added to the variance, in units of ``x`` squared.
+
+    Raises:
+        TypeError, ValueError: those of :func:`layer_norm`; no channels; groups of
+            unequal size, or of which a rank has neither whole ones nor a part of one.
+
+    Cost: nothing where each rank has whole groups; else one all-reduce of two numbers
+    of 8 bytes for each sample and group, and one backward, and one copy of ``x``, in
+    fp32 at least, is kept for it.
+
+    Source: Wu and He, 2018.
+
+    >>> import torch
+    >>> group_norm(torch.tensor([[1.0, 3.0]]), 1, eps=1e-9).tolist()
+    [[-1.0, 1.0]]
+    """
+    w, b, axis = _parts("group_norm", x, 1, weight, bias, axis)
+    n = 1 if axis is None else axis_size(axis)
+    _check_groups(x, groups, n)
+    if axis is None or groups % n == 0:
+        return F.group_norm(x, groups // n, w, b, eps)
+    wide, where = torch.promote_types(x.dtype, torch.float32), group(axis)
+    dims = list(range(1, x.ndim))
+    off, shift, total, squares = shifted_sums(x.to(wide), dims)
+    # The sums of all groups go round, and this rank adds to those of its own.
+    own = torch.arange(groups, device=x.device) == where.position // (n // groups)
+    sums = torch.stack([total.flatten(), squares.flatten()]).unsqueeze(-1) * own
+    sums = (summed(sums, (axis,)) * own).sum(-1)
+    count = math.prod(x.shape[1:]) * (n // groups)
+    mean, square = (v.view_as(shift) / count for v in sums.unbind())
+    factor, move = normalizer(shift, mean, square, eps)
+    channels = [-1, *[1] * (x.ndim - 2)]
+    if w is not None:
+        factor, move = (v * w.double().view(channels) for v in (factor, move))
+    if b is not None:
+        move = move + b.double().view(channels)
+    return normalized(off, factor, move, x)
+
+
+def _parts(
+    what: str, x: Tensor, dim: int, weight: Any, bias: Any, axis: str | None
+) -> tuple[Any, Any, str | None]:
+    """This rank's parts of weight and bias; the axis, None where one rank has all."""
+    if not x.is_floating_point():
+        raise TypeError(f"{what} needs a floating tensor, got {x.dtype}")
+    if not x.ndim or x.ndim <= dim:
+        raise ValueError(f"{what}: no features in shape {tuple(x.shape)}")
+    parts, features = [], x.shape[dim]
+    for name, leaf in (("weight", weight), ("bias", bias)):
+        if leaf is None:
+            parts.append(None)
+            continue
+        part, over = part_of(what, leaf, (0,))
+        if over is not None and axis not in (None, over):
+            raise ValueError(
+                f"{what}: the {name} is split over {over!r}, and the features over "
+                f"{axis!r}: lay it out over that axis"
+            )
+        axis = over or axis
+        parts.append(part)
+        if part.shape != (features,):
+            raise ValueError(
+                f"{what}: this rank has {features} features of shape {tuple(x.shape)}, "
+                f"and of the {name} {tuple(part.shape)}: lay it out by ff.Split(0, "
+                "axis) as the features are"
+            )
+    if axis is not None and axis_size(axis) == 1:
+        axis = None
+    return *parts, axis
+
+
+def _check_groups(x: Tensor, groups: int, n: int) -> None:
+    """Raises where groups are unequal, or lie across the ranks' borders."""
+    channels = x.shape[1] * n
+    able = [g for g in range(1, channels + 1) if not channels % g]
+    able = [g for g in able if not g % n or not n % g]
+    if groups not in able:
+        below = [g for g in able if g < groups][-1:]
+        near = below + [g for g in able if g > groups][:1]
+        ranks = f" over {n} ranks" if n > 1 else ""
+        raise ValueError(
+            f"group_norm: {channels} channels{ranks} cannot be parted into {groups} "
+            f"groups that are whole on a rank, or of which a rank has a part; nearest: "
+            f"{' and '.join(map(str, near))}"
+        )

@@ -1,0 +1,495 @@
+"""A module whose layers a plan splits is the module, and sends what its layers send.
+
+Llama and its like, as transformers has them, on simulated ranks: loss and gradients,
+and a training with clipping, are those of one device.
+"""
+
+import functools
+
+import pytest
+import torch
+from torch import nn
+
+import fsfunc as ff
+from fsfunc import tree
+from fsfunc.sharded.leaf import is_sharded
+from tests.checks import close, refusals, refused, simulated
+from tests.interop.models import (
+    LENGTH,
+    WIDTH,
+    Block,
+    Stack,
+    hugging_face,
+    language_loss,
+    llama,
+    text,
+)
+
+LAYERS, WORDS, ROWS = 2, 32, 8
+ITEM = 8  # bytes of an element
+PLAN = {
+    "model.embed_tokens": "vocab",
+    "model.layers.*.self_attn.[qkv]_proj": "column",
+    "model.layers.*.self_attn.o_proj": "row",
+    "model.layers.*.mlp.gate_proj": "column",
+    "model.layers.*.mlp.up_proj": "column",
+    "model.layers.*.mlp.down_proj": "row",
+    "lm_head": "column_gathered",
+}
+
+
+def qwen3(**options):
+    """Llama with a norm over each head."""
+    from transformers import Qwen3Config, Qwen3ForCausalLM
+
+    sizes = {
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "head_dim": 4,
+        "hidden_size": WIDTH,
+        "intermediate_size": 32,
+    }
+    return Qwen3ForCausalLM(Qwen3Config(**sizes, **options)).double()
+
+
+MODELS = {
+    "llama": (llama, {}, {}),
+    "biases": (llama, {"attention_bias": True, "mlp_bias": True}, {}),
+    "tied": (llama, {"tie_word_embeddings": True}, {}),
+    "eager": (llama, {"attn_implementation": "eager"}, {}),
+    "qwen3": (qwen3, {}, {"model.layers.*.self_attn.[qk]_norm": "whole"}),
+}
+
+
+def made(name="llama", units="model.layers.*", **plan):
+    """(apply, params, loss) of a model, and its batch."""
+    make, options, more = MODELS[name]
+    module = hugging_face(make, vocab_size=WORDS, num_hidden_layers=LAYERS, **options)
+    for p in module.parameters():  # biases and norms too
+        p.data += 0.1 * torch.randn_like(p)
+    plan = PLAN | more | plan
+    apply, params, buffers = ff.from_module(module, units, plan=plan, axis="model")
+
+    def loss(params, batch):
+        return language_loss(apply(params, buffers, **batch).logits, batch)
+
+    return apply, params, loss, text(ROWS)
+
+
+@functools.cache
+def alone(name):
+    """A model's loss and gradients on one device."""
+    _, params, loss, batch = made(name)
+    return ff.value_and_grad(loss)(params, batch)
+
+
+def on_ranks(name, transform, axes):
+    """(loss and whole gradients, ledger) by rank."""
+    apply, params, loss, batch = made(name)
+    mesh = simulated(**axes)
+
+    def main():
+        mine = ff.local_batch(batch, mesh, "data") if "data" in axes else batch
+        step = transform(ff.value_and_grad(loss), mesh)
+        placed = ff.place(step, params, mine, layouts=apply.layouts)
+        parts = tree.leaves(placed, is_leaf=is_sharded)
+        split = [x for x in parts if is_sharded(x) and x.layout.splits]
+        assert len(split) == len(apply.layouts)
+        with ff.ledger() as log:
+            found = step(placed, mine)
+        return ff.unshard(found), log
+
+    return ff.spmd(main, mesh)()
+
+
+TRANSFORMS = {
+    "no shard": (lambda step, mesh: step, {"model": 2}),
+    "zero=0": (lambda step, mesh: ff.shard(step, mesh, "data", zero=0), None),
+    "zero=3": (lambda step, mesh: ff.shard(step, mesh, "data", zero=3), None),
+    "zero=3 remat": (
+        lambda step, mesh: ff.shard(ff.remat(step), mesh, "data", zero=3),
+        None,
+    ),
+    "pipeline": (
+        lambda step, mesh: ff.pipeline(step, mesh, "pipe", n_microbatches=2),
+        {"pipe": 2, "model": 2},
+    ),
+}
+CASES = [("llama", how) for how in TRANSFORMS]
+CASES += [(name, "zero=3") for name in MODELS if name != "llama"]
+CASES += [("qwen3", "no shard")]
+
+
+@pytest.mark.parametrize(("name", "how"), CASES)
+def test_a_split_model_has_the_gradients_of_one_device(name, how):
+    transform, axes = TRANSFORMS[how]
+    for found, _ in on_ranks(name, transform, axes or {"data": 2, "model": 2}):
+        close(found, alone(name), 1e-10)
+
+
+@pytest.mark.parametrize("data", [1, 2])
+def test_a_layer_sends_four_sums_of_an_activation(data):
+    """And the embedding and the head one each, and the head gathers its logits."""
+    axes = {"data": data, "model": 2}
+    found = on_ranks("llama", TRANSFORMS["zero=3"][0], axes)
+    n, tokens = 2, ROWS // data * LENGTH
+    reduced = 2 * (n - 1) * tokens * WIDTH * ITEM // n
+    logits = (n - 1) * tokens * WORDS // n * ITEM
+    for _, log in found:
+        assert log.bytes("model") == (4 * LAYERS + 2) * reduced + logits
+        assert log.count("psum", axis="model") == 4 * LAYERS + 2
+        assert log.count("all_gather", axis="model") == 1
+
+
+def test_a_planned_step_sends_what_the_step_sends():
+    apply, params, loss, batch = made()
+    mine = {name: x[: ROWS // 2] for name, x in batch.items()}
+
+    def build(backend):
+        mesh = ff.make_mesh({"data": 2, "model": 2}, backend)
+
+        def main():
+            step = ff.shard(ff.value_and_grad(loss), mesh, "data")
+            placed = ff.place(step, params, mine, layouts=apply.layouts)
+            if backend == "abstract":
+                return ff.plan(step, placed, mine).ranks[0].records
+            with ff.ledger() as log:
+                step(placed, mine)
+            return [record for record in log.records if record.rank == 0]
+
+        records = ff.spmd(main, mesh)()[0]
+        return [(record.op, record.axis, record.bytes) for record in records]
+
+    assert build("abstract") == build("simulated")
+
+
+def test_a_split_model_trains_with_clipping_and_goes_back_into_its_module():
+    optimizer = ff.chain(ff.clip_by_global_norm(0.1), ff.sharded_adam(1e-2))
+    apply, params, loss, batch = made()
+
+    def train_step(state, batch):
+        value, grads = ff.value_and_grad(loss)(state.params, batch)
+        return state.apply_gradients(grads, optimizer), value
+
+    def trained(step, batch, **more):
+        state = ff.init_state(step, params, optimizer, batch, **more)
+        for _ in range(2):
+            state, value = step(state, batch)
+        return ff.unshard(state.params), value
+
+    expected, mesh = trained(train_step, batch), simulated(data=2, model=2)
+
+    def main():
+        step = ff.shard(ff.accumulate(train_step, 2), mesh, "data")
+        mine = ff.local_batch(batch, mesh, "data")
+        return trained(step, mine, layouts=apply.layouts)
+
+    for found in ff.spmd(main, mesh)():
+        close(found, expected, 1e-9)
+
+
+def test_logits_may_stay_split_for_a_loss_that_knows_of_it():
+    apply, params, _, batch = made("tied", lm_head="vocab")
+    module = hugging_face(llama, vocab_size=WORDS, num_hidden_layers=LAYERS)
+    _, _, buffers = ff.from_module(module)
+
+    def loss(params, batch, axis="model"):
+        logits = apply(params, buffers, **batch).logits[:, :-1]
+        return ff.nn.vocab_cross_entropy(logits, batch["input_ids"][:, 1:], axis=axis)
+
+    expected = ff.value_and_grad(lambda p: loss(p, batch, None))(params)
+    mesh = simulated(data=2, model=2)
+
+    def main():
+        step = ff.shard(ff.value_and_grad(loss), mesh, "data")
+        mine = ff.local_batch(batch, mesh, "data")
+        placed = ff.place(step, params, mine, layouts=apply.layouts)
+        with ff.ledger() as log:
+            found = step(placed, mine)
+        assert log.count("all_gather", axis="model") == 0
+        return ff.unshard(found)
+
+    for found in ff.spmd(main, mesh)():
+        close(found, expected, 1e-10)
+
+
+def test_stock_derivatives_are_those_of_one_device():
+    apply, params, loss, batch = made("qwen3")
+    expected = torch.func.grad(loss)(params, batch)
+
+    def main():
+        placed = ff.place(loss, params, batch, layouts=apply.layouts)
+        return ff.unshard(torch.func.grad(loss)(placed, batch))
+
+    for found in ff.spmd(main, simulated(model=2))():
+        close(found, expected, 1e-10)
+
+
+def test_parameters_that_come_whole_run_as_the_module_itself():
+    module = hugging_face(llama, vocab_size=WORDS)
+    apply, params, buffers = ff.from_module(module, "**.layers.*", plan=PLAN, axis="m")
+    batch = text()
+    assert torch.equal(
+        apply(params, buffers, **batch).logits, module(**batch).logits.detach()
+    )
+    lies = {name: split.dim for name, split in apply.layouts.items() if ".0." in name}
+    assert lies == {
+        f"model.layers.0.{name}.weight": dim
+        for name, dim in {
+            "self_attn.q_proj": 0,
+            "self_attn.k_proj": 0,
+            "self_attn.v_proj": 0,
+            "self_attn.o_proj": 1,
+            "mlp.gate_proj": 0,
+            "mlp.up_proj": 0,
+            "mlp.down_proj": 1,
+        }.items()
+    }
+
+
+# What is refused
+
+
+class Counting(nn.Module):
+    """Attention that views by how many heads there are."""
+
+    def __init__(self):
+        super().__init__()
+        self.num_heads, self.head_dim = 2, 4
+        self.q, self.out = nn.Linear(4, 8), nn.Linear(8, 4)
+
+    def forward(self, x):
+        y = self.q(x).view(*x.shape[:-1], self.num_heads, self.head_dim)
+        return self.out(y.flatten(-2))
+
+
+class Between(nn.Module):
+    """Two layers, and what may happen to what is between them."""
+
+    def __init__(self, what):
+        super().__init__()
+        self.what, self.head_dim = what, 4
+        self.norm = nn.LayerNorm(4)
+        self.up, self.down = nn.Linear(4, 8), nn.Linear(8, 4)
+        self.gain = Gain()
+
+    def forward(self, x):
+        h = self.up(self.norm(x) if self.what == "norm" else x)
+        h = self.gain(h) if self.what == "gain" else h
+        h = nn.functional.dropout(h) if self.what == "dropout" else h
+        h = h * x.sum() if self.what == "input" else h
+        y = self.down(h[..., :3] if self.what == "slice" else h)
+        return y + h.mean() if self.what == "output" else y
+
+
+class Gain(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.weight = nn.Parameter(torch.full((), 2.0))
+
+    def forward(self, x):
+        return x * self.weight
+
+
+class Fused(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.gate_up, self.down = nn.Linear(4, 16), nn.Linear(8, 4)
+
+    def forward(self, x):
+        gate, up = self.gate_up(x).chunk(2, -1)
+        return self.down(torch.sigmoid(gate) * up)
+
+
+PAIR = {"up": "column", "down": "row"}
+X = torch.ones(2, 4)
+
+
+def taking(module, plan, units="", axis="model"):
+    return lambda: ff.from_module(module, units, plan=plan, axis=axis)
+
+
+def running(module, plan=PAIR, units="", layouts=None, over=None, **axes):
+    """Places, and runs with gradients, on simulated ranks."""
+
+    def call():
+        made = ff.from_module(module, units, plan=plan, axis=over or "model")
+        apply, params, buffers = made
+        mesh = simulated(**(axes or {"data": 1, "model": 2}))
+
+        def main():
+            step = ff.value_and_grad(lambda p, x: apply(p, buffers, x).square().mean())
+            step = ff.shard(step, mesh, "data") if "data" in mesh.axes else step
+            table = apply.layouts if layouts is None else layouts
+            step(ff.place(step, params, X, layouts=table), X)
+
+        ff.spmd(main, mesh)()
+
+    return call
+
+
+@refusals(
+    {
+        "no module": (
+            taking(Stack(), {"blocks.*.upp": "column"}),
+            ValueError,
+            "no module matches 'blocks.\\*.upp'; there are 'blocks.2.up'",
+        ),
+        "two patterns": (
+            taking(Stack(), {"blocks.*.up": "column", "**.up": "row"}),
+            ValueError,
+            "'blocks.\\*.up' and '\\*\\*.up' both match 'blocks.0.up': let one",
+        ),
+        "a norm": (
+            taking(Block(), {"norm": "column"}),
+            TypeError,
+            "'norm' is a torch.nn.modules.normalization.LayerNorm, and 'column' splits "
+            "torch.nn's own Linear. Where its forward calls ff.nn.column_linear",
+        ),
+        "an embedding by rows": (
+            taking(Stack(), {"embed": "row"}),
+            TypeError,
+            "'embed' is a .*Embedding, and 'row' splits torch.nn's own Linear",
+        ),
+        "a word": (
+            taking(Block(), {"up": "colwise"}),
+            ValueError,
+            "'up' is given 'colwise'; a layer is column, column_gathered, row, vocab or"
+            " whole",
+        ),
+        "no axis": (
+            taking(Block(), PAIR, axis=None),
+            TypeError,
+            'give both, as in plan={"\\*\\*.q_proj": "column"}, axis="model"',
+        ),
+        "no plan": (taking(Block(), None), TypeError, "give both"),
+        "a frozen layer": (
+            taking(Block().requires_grad_(False), PAIR),
+            TypeError,
+            "'up.weight' does not require grad, .* ff.masked",
+        ),
+        "a sparse embedding": (
+            taking(nn.Embedding(4, 2, sparse=True), {"": "vocab"}),
+            TypeError,
+            "an Embedding with sparse",
+        ),
+        "a computed weight": (
+            taking(
+                nn.Sequential(nn.utils.spectral_norm(nn.Linear(4, 4))), {"0": "row"}
+            ),
+            TypeError,
+            "the weight of '0' is computed by a hook",
+        ),
+        "a tie": (
+            taking(Stack(), {"embed": "vocab"}),
+            ValueError,
+            "'embed' and 'head' must be split alike: .* \"column_gathered\"",
+        ),
+        "no row": (
+            taking(Block(), {"up": "column"}),
+            ValueError,
+            "no \"row\" layer in its unit '' takes them",
+        ),
+        "other units": (
+            taking(Block(), PAIR, units=()),
+            ValueError,
+            "no \"row\" layer in its unit 'up' takes them: plan one, with units= that",
+        ),
+        "several layers in one": (
+            taking(Fused(), {"gate_up": "column", "down": "row"}),
+            ValueError,
+            "gives 16 features, of which the \"row\" layer 'down' takes 8: .* Make a "
+            "Linear of each",
+        ),
+        "a number of heads": (
+            taking(Counting(), {"q": "column", "out": "row"}),
+            ValueError,
+            "Counting.forward, of the module, reads num_heads.* x.view\\(\\*shape, -1",
+        ),
+        "whole alone": (
+            taking(Block(), {"norm": "whole"}),
+            ValueError,
+            'has no "column" layer: leave it out',
+        ),
+        "whole of nothing": (
+            taking(Block(), {**PAIR, "drop": "whole"}),
+            ValueError,
+            "'drop' is \"whole\", and has no parameter of its own",
+        ),
+        "features": (
+            running(Block(), model=3),
+            ValueError,
+            "'up.weight' .* size 3: 8 is not a multiple of it; make it 6 or 9",
+        ),
+        "heads": (
+            running(Between(""), model=4),
+            ValueError,
+            "'up.weight' has 2 heads of 4 features, which axis \"model\" of size 4 "
+            "does not divide: give it a size of 1, 2; or",
+        ),
+        "other layouts": (
+            running(Between(""), layouts={"up.*": ff.Split(0, "model")}),
+            ValueError,
+            "'down.weight' lies whole, and is to lie split over \"model\" along dim 1: "
+            "place all parameters with layouts=apply.layouts",
+        ),
+        "an axis of shard": (
+            running(Between(""), over="data", data=2),
+            ValueError,
+            'split over "data", over which shard averages',
+        ),
+        "a whole parameter between": (
+            running(Between("gain")),
+            RuntimeError,
+            "'gain.weight', which is whole, meets the split features that "
+            "'down.weight' takes, .* add 'gain': \"whole\" to the plan",
+        ),
+        "an input between": (
+            running(
+                nn.Sequential(nn.Linear(4, 4), Between("input")),
+                {"1.up": "column", "1.down": "row"},
+                units="1",
+            ),
+            RuntimeError,
+            "what the unit is given meets the split features that '1.down.weight' takes"
+            " without having passed a column layer",
+        ),
+        "whole elsewhere": (
+            running(Between("norm"), {**PAIR, "norm": "whole"}),
+            RuntimeError,
+            "'norm.(weight|bias)' is \"whole\", .* take nothing of it: leave it out",
+        ),
+        "random numbers": (
+            running(Between("dropout")),
+            RuntimeError,
+            "random numbers are drawn for the split features that 'down.weight' takes",
+        ),
+        "an output between": (
+            running(Between("output")),
+            RuntimeError,
+            "a unit returns what is made of split features, .* output_attentions=False",
+        ),
+        "too few features": (
+            running(Between("slice")),
+            ValueError,
+            "'down.weight' is given 3 features, and a rank has 4: the layer before it",
+        ),
+    }
+)
+def test_bad_plans_are_refused(call, error, way_out):
+    refused(call, error, way_out)
+
+
+def test_a_whole_module_between_has_the_gradient_of_one_device():
+    apply, params, buffers = ff.from_module(
+        Between("gain").double(), "", plan={**PAIR, "gain": "whole"}, axis="model"
+    )
+    x = torch.linspace(-1, 1, 8, dtype=torch.float64).view(2, 4)
+    step = ff.value_and_grad(lambda p, x: apply(p, buffers, x).square().mean())
+    expected = step(params, x)
+
+    def main():
+        return ff.unshard(step(ff.place(step, params, x, layouts=apply.layouts), x))
+
+    for found in ff.spmd(main, simulated(model=2))():
+        close(found, expected, 1e-12)

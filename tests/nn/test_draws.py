@@ -1,0 +1,304 @@
+"""What is drawn for a split value is each rank's own, and for a whole one the same.
+
+Ones are dropped, so that what is left tells the mask.
+"""
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+import fsfunc as ff
+from fsfunc.nn import column_linear, dropout, own_draws, row_linear
+from tests.checks import close, nothing_sent, refusals, refused, same, simulated
+
+D, B, P = 32, 4, 0.5
+X = torch.ones(B, D)
+
+
+def masks(step, *args, n=2, **axes):
+    """What ``step(seen, *args)`` notes on each rank, from a fixed seed, and what is
+    drawn next."""
+
+    def main():
+        seen = []
+        torch.manual_seed(5)
+        step(seen, *args)
+        return seen, torch.rand(3)
+
+    outs = ff.spmd(main, simulated(**axes or {"model": n}))()
+    for _, after in outs:
+        same(after, outs[0][1])
+    return [seen for seen, _ in outs]
+
+
+def apart(values):
+    """No two of these are equal, and they agree no more often than by chance."""
+    values = [(v != 0).flatten() for v in values]
+    for i, v in enumerate(values):
+        for w in values[:i]:
+            agree = (v == w).double().mean().item()
+            assert abs(agree - 0.5) < 2 / len(v) ** 0.5  # four deviations
+
+
+@ff.unit
+def layer(w, x):
+    """(the masks of what is split, the masks of what is one value)."""
+    split = [dropout(x * w, P, "model") for _ in range(2)]
+    whole = [dropout(x * w), F.dropout(x, P)]
+    return split, whole
+
+
+def noting(seen, grad=lambda f: f, mesh=None):
+    def loss(w, x):
+        found = [layer(w, x) for _ in range(2)]
+        return sum(v.sum() for a, b in found for v in (*a, *b)), found
+
+    value, g = grad(ff.value_and_grad(loss, has_aux=True))(torch.ones(D), X)
+    seen += [value[1], g]
+
+
+@pytest.mark.parametrize("n", [2, 4])
+def test_split_masks_are_independent_and_whole_ones_equal(n) -> None:
+    outs = [found for found, _ in masks(noting, n=n)]
+    apart([v for found in outs for split, _ in found for v in split])
+    for found in outs:
+        same([whole for _, whole in found], [whole for _, whole in outs[0]])
+    apart([v for _, whole in outs[0] for v in whole])
+    kept = torch.stack([v for found in outs for split, _ in found for v in split])
+    assert set(kept.unique().tolist()) == {0, 1 / (1 - P)}
+    assert abs((kept != 0).double().mean().item() - P) < 4 * 0.5 / kept.numel() ** 0.5
+
+
+def test_outside_units_too() -> None:
+    def step(seen):
+        seen += [dropout(X, P, "model"), dropout(X, P), dropout(X, P, "model")]
+
+    first, second = masks(step)
+    apart([first[0], first[2], second[0], second[2]])
+    same(first[1], second[1])
+
+
+def test_of_several_axes_masks_differ_where_these_do() -> None:
+    def step(seen):
+        seen += [dropout(X, P, ("a", "b")), dropout(X, P, "a")]
+
+    both, one = zip(*masks(step, a=2, b=2), strict=True)
+    apart(both)
+    same(one[0], one[1])
+    apart([one[0], one[2]])
+
+
+POLICIES = [None, ff.SaveAllBut(), ff.SaveOnly("kept")]
+
+
+@pytest.mark.parametrize("policy", POLICIES, ids=repr)
+@pytest.mark.parametrize("seeded", [True, False])
+def test_a_recompute_draws_the_same(policy, seeded) -> None:
+    """With values kept between and within draws, and by stock derivatives too."""
+
+    @ff.unit
+    def block(w, x):
+        h = ff.checkpoint_name(F.dropout(x * w, P), "kept")
+        h = ff.checkpoint_name(dropout(h * w, P, "model"), "kept")
+        with own_draws("model"):
+            noise = ff.checkpoint_name(torch.randint_like(x, 2), "kept")
+            h = h + torch.randint_like(x, 2) * w * noise
+        return F.dropout(h * w, P)
+
+    def loss(w):
+        return (block(w, X) * block(w, X + 1)).sum()
+
+    def step(seen, wrap):
+        w = 2.0 ** (torch.arange(D) % 3)  # exact, in whatever order gradients add
+        grad = ff.value_and_grad(loss) if seeded else torch.func.grad(loss)
+        seen.append(wrap(grad)(w))
+
+    plain = masks(step, lambda f: f)
+    same(masks(step, lambda f: ff.remat(f, policy)), plain)
+    by_rank = [ff.tree.leaves(seen)[-1] for seen in plain]
+    assert not torch.equal(*by_rank)
+
+
+ORDERS = {
+    "plain": lambda f, mesh: ff.shard(f, mesh, "data"),
+    "remat inside": lambda f, mesh: ff.shard(ff.remat(f), mesh, "data"),
+    "remat outside": lambda f, mesh: ff.remat(ff.shard(f, mesh, "data")),
+}
+
+
+def trained(wrap, axes, parts):
+    """Gradients of a split pair of products, and the masks between them, by rank."""
+    mesh, seen = simulated(**axes), []
+
+    @ff.unit
+    def block(p, x):
+        h = dropout(column_linear(x, p["up"]), P, "model")
+        seen.append((ff.axis_index("data"), ff.axis_index("model"), h.detach() != 0))
+        return F.dropout(row_linear(h, p["down"]), P)
+
+    def loss(p, x):
+        return block(p, x).square().mean()
+
+    layouts = {"up": ff.Split(0, "model"), "down": ff.Split(1, "model")}
+    params = {"up": torch.ones(D, 3), "down": torch.ones(2, D)}
+
+    def main():
+        torch.manual_seed(7)
+        grad = ff.value_and_grad(loss)
+        step = wrap(ff.accumulate(grad, parts) if parts > 1 else grad, mesh)
+        x = torch.arange(8.0 * 3).view(8, 3) + 1
+        rows = ff.local_batch(x, mesh, "data")
+        placed = ff.place(step, params, rows, layouts=layouts)
+        seen.clear()  # of what was recorded
+        return ff.unshard(step(placed, rows))
+
+    outs = ff.spmd(main, mesh)()
+    for out in outs:
+        same(out, outs[0])
+    return outs[0], seen
+
+
+def test_every_order_of_transforms_draws_the_same() -> None:
+    """So do two ranks, and one rank with two microbatches: whose data they are."""
+    expected, seen = trained(ORDERS["plain"], {"data": 2, "model": 2}, 1)
+    apart([mask for _, _, mask in seen])
+    for wrap in ORDERS.values():
+        close(trained(wrap, {"data": 2, "model": 2}, 1)[0], expected, 1e-6)
+        close(trained(wrap, {"data": 1, "model": 2}, 2)[0], expected, 1e-6)
+
+
+def test_gradients_are_those_of_the_masks_that_were_drawn() -> None:
+    x, up, down = torch.randn(4, 3), torch.randn(8, 3), torch.randn(2, 8)
+
+    def main():
+        seen = []
+
+        @ff.unit
+        def pair(p, x):
+            h = column_linear(x, p["up"])
+            y = dropout(h, P, "model")
+            seen.append((y / h).detach())
+            return row_linear(y, p["down"]).square().sum()
+
+        layouts = {"up": ff.Split(0, "model"), "down": ff.Split(1, "model")}
+        params = ff.place(pair, {"up": up, "down": down}, x, layouts=layouts)
+        seen.clear()
+        grads = ff.unshard(ff.value_and_grad(pair)(params, x))
+        return grads, ff.all_gather(seen[0], "model", dim=1)
+
+    for found, mask in ff.spmd(main, simulated(model=2))():
+
+        def loss(p, mask=mask):
+            return ((x @ p["up"].T * mask) @ p["down"].T).square().sum()
+
+        close(found, ff.value_and_grad(loss)({"up": up, "down": down}), 1e-5)
+
+
+def test_under_torch_func_and_in_attention() -> None:
+    """The second derivative of the cube of a dropped one: 6 / (1-p)^3, or 0."""
+
+    def step(seen):
+        def cube(x):
+            return (dropout(x, P, "model") ** 3).sum()
+
+        def slope(x):
+            return torch.func.grad(cube)(x).sum()
+
+        dropped = lambda x: dropout(x, P, "model")  # noqa: E731
+        seen.append(torch.func.grad(slope)(X))
+        for randomness in ("same", "different"):
+            seen.append(torch.func.vmap(dropped, randomness=randomness)(X))
+        with own_draws("model"):
+            q = X.view(1, 1, B, D)
+            seen.append(F.scaled_dot_product_attention(q, q, q, dropout_p=P))
+
+    first, second = masks(step)
+    assert set(torch.stack([first[0], second[0]]).unique().tolist()) == {0, 48}
+    apart([first[0], second[0]])
+    apart([first[2], second[2]])
+    same(
+        [seen[1][0] for seen in (first, second)],
+        [seen[1][1] for seen in (first, second)],
+    )
+    assert not torch.equal(first[3], second[3])
+
+
+def test_a_pipeline_draws_as_one_stage_does() -> None:
+    @ff.unit
+    def block(w, x):
+        return dropout(x * w, P, "model") + F.dropout(x, P)
+
+    def loss(ws, x):
+        for w in ws:
+            x = ff.psum(block(*ff.pcast((w, x), "model", to="V")), "model")
+        return x.square().mean()
+
+    ws = [torch.linspace(0.5, 1, D) + k for k in range(2)]
+    mesh = simulated(pipe=2, model=2)
+
+    def main(schedule):
+        torch.manual_seed(3)
+        grad = ff.value_and_grad(loss)
+        if schedule is None:
+            step = ff.accumulate(grad, 2)
+        else:
+            step = ff.pipeline(grad, mesh, "pipe", n_microbatches=2, schedule=schedule)
+        return ff.unshard(step(ff.place(step, ws, X), X))
+
+    expected = ff.spmd(lambda: main(None), mesh)()[0]
+    for found in ff.spmd(lambda: main(ff.schedules.one_f_one_b(2, 2)), mesh)():
+        close(found, expected, 1e-6)
+
+
+def test_one_rank_and_no_axis_are_torchs_dropout() -> None:
+    torch.manual_seed(0)
+    expected, after = F.dropout(X, 0.25), torch.rand(2)
+    for axis in (None, "model"):
+
+        def main(axis=axis):
+            torch.manual_seed(0)
+            with nothing_sent():
+                return dropout(X, 0.25, axis), torch.rand(2)
+
+        same(ff.spmd(main, simulated(model=1))()[0], (expected, after))
+
+
+def test_evaluation_draws_nothing() -> None:
+    def main():
+        state = torch.get_rng_state()
+        assert dropout(X, P, "model", training=False) is X
+        same(torch.get_rng_state(), state)
+
+    ff.spmd(main, simulated(model=2))()
+
+
+def test_what_raises_inside_leaves_the_generators_equal() -> None:
+    def step(seen):
+        with pytest.raises(KeyError), own_draws("model"):
+            torch.rand(3)
+            raise KeyError
+
+    masks(step)  # which compares what is drawn next
+
+
+@refusals(
+    {
+        "p": (
+            lambda: dropout(X, 1.5),
+            ValueError,
+            "p=1.5 is no probability",
+        ),
+        "an axis": (
+            ff.spmd(lambda: dropout(X, P, "column"), simulated(model=2)),
+            ValueError,
+            'unknown axis "column"',
+        ),
+        "vmap": (
+            ff.spmd(lambda: dropout(X, P, "model"), ff.make_mesh({"model": 2}, "vmap")),
+            ValueError,
+            'one call draws for all ranks; make the mesh "simulated"',
+        ),
+    }
+)
+def test_bad_input_is_refused(call, error, way_out) -> None:
+    refused(call, error, way_out)

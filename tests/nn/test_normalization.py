@@ -1,0 +1,340 @@
+"""Norms of features that are split over ranks are those of one device, and what they
+send is two numbers a row, forward and backward."""
+
+import pytest
+import torch
+import torch.nn.functional as F
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import fsfunc as ff
+from fsfunc.nn import (
+    column_linear,
+    dropout,
+    group_norm,
+    layer_norm,
+    rms_norm,
+    row_linear,
+    sync_batch_norm,
+)
+from tests.checks import close, nothing_sent, refusals, refused, same, simulated
+from tests.models import floats
+
+pytestmark = pytest.mark.filterwarnings("ignore:.torch.jit.script. is deprecated")
+FEATURES = 8
+
+
+def wide(*shape, seed):
+    return floats(*shape, seed=seed, dtype=torch.float64)
+
+
+class Layer:
+    """Of rows of features."""
+
+    dim, shape, numbers = -1, (3, 2, FEATURES), 2 * 3 * 2
+
+    def __repr__(self):
+        return type(self).__name__.lower()
+
+    @staticmethod
+    def ours(x, w, b, axis):
+        return layer_norm(x, w, b, axis=axis, eps=1e-4)
+
+    @staticmethod
+    def torchs(x, w, b):
+        return F.layer_norm(x, (FEATURES,), w, b, 1e-4)
+
+
+class Root(Layer):
+    """Their mean square alone; a bias has no part in it."""
+
+    numbers = 3 * 2
+
+    @staticmethod
+    def ours(x, w, b, axis):
+        return rms_norm(x, w, axis=axis, eps=1e-4) + 0 * b
+
+    @staticmethod
+    def torchs(x, w, b):
+        return F.rms_norm(x, (FEATURES,), w, 1e-4) + 0 * b
+
+
+class Groups:
+    """Of channels."""
+
+    dim, shape = 1, (3, FEATURES, 2, 2)
+
+    def __init__(self, groups):
+        self.groups, self.numbers = groups, 2 * 3 * groups
+
+    def __repr__(self):
+        return f"{self.groups} groups"
+
+    def ours(self, x, w, b, axis):
+        return group_norm(x, self.groups, w, b, axis=axis, eps=1e-4)
+
+    def torchs(self, x, w, b):
+        return F.group_norm(x, self.groups, w, b, 1e-4)
+
+
+KINDS = [Layer(), Root(), *map(Groups, (1, 2, 4, 8))]
+W, B = wide(FEATURES, seed=1), wide(FEATURES, seed=2)
+
+
+def part(x, dim=0, axis="model"):
+    return x.chunk(ff.axis_size(axis), dim)[ff.axis_index(axis)]
+
+
+def derivatives(kind, x, w, b, t, axis):
+    """Value, first and second derivatives, and a tangent; of parts, this rank's."""
+
+    def loss(x, w, b):
+        y = kind.torchs(x, w, b) if axis is None else kind.ours(x, w, b, axis)
+        return joined((torch.sin(y) * t).sum())
+
+    def joined(value):
+        return value if axis is None else ff.psum(value, axis)
+
+    first = torch.func.grad(loss, argnums=(0, 1, 2))
+
+    def again(*args):
+        return joined(sum((g * g).sum() for g in first(*args)))
+
+    second = torch.func.grad(again, argnums=(0, 1, 2))(x, w, b)
+    tangent = torch.func.jvp(loss, (x, w, b), (t, w.cos(), b.cos()))[1]
+    return (loss(x, w, b), tangent), first(x, w, b), second
+
+
+@settings(max_examples=25)
+@given(st.sampled_from(KINDS), st.sampled_from([2, 4, 8]), st.integers(0, 50))
+def test_derivatives_to_any_order(kind, n, seed) -> None:
+    x, t = wide(*kind.shape, seed=seed) + 1, wide(*kind.shape, seed=seed + 1)
+    expected = derivatives(kind, x, W, B, t, None)
+
+    def main():
+        values = part(x, kind.dim), part(W), part(B), part(t, kind.dim)
+        mine = tuple((part(gx, kind.dim), part(gw), part(gb)) for gx, gw, gb in right)
+        return derivatives(kind, *values, "model"), (expected[0], *mine)
+
+    right = expected[1:]
+    for found, whole in ff.spmd(main, simulated(model=n))():
+        close(found, whole, 1e-9)
+
+
+@settings(max_examples=10)
+@given(
+    st.sampled_from([layer_norm, rms_norm]),
+    st.sampled_from([None, "s", "rs", "sr"]),
+    st.sampled_from([1, 2, 4]),
+)
+def test_a_split_leaf_tells_the_axis(norm, order, n) -> None:
+    """Between a column layer and a row layer, under what trains them."""
+
+    @ff.unit
+    def block(p, x):
+        h = torch.tanh(column_linear(x, p["up"]))
+        values = (p["w"],) if norm is rms_norm else (p["w"], p["b"])
+        return row_linear(norm(h, *values), p["down"])
+
+    def loss(params, x):
+        return sum(block(p, x).square().mean() for p in params)
+
+    def block_of(k):
+        up, down = wide(FEATURES, 4, seed=k), wide(4, FEATURES, seed=k + 1)
+        given = {"up": up, "w": W, "down": down}
+        return given if norm is rms_norm else given | {"b": B}
+
+    params, x = [block_of(20), block_of(30)], wide(4, 4, seed=9)
+    grad = ff.value_and_grad(loss)
+    expected = grad(params, x)
+    layouts = {"*/up": ff.Split(0, "model"), "*/[wb]": ff.Split(0, "model")}
+    layouts["*/down"] = ff.Split(1, "model")
+    axes = {"model": n} if order is None else {"data": 2, "model": n}
+    mesh = simulated(**axes)
+    if norm is rms_norm:
+        layouts["*/w"] = layouts.pop("*/[wb]")
+
+    def main():
+        step, rows = grad, x
+        for key in order or "":
+            step = ff.remat(step) if key == "r" else ff.shard(step, mesh, "data")
+        if order is not None:
+            rows = ff.local_batch(x, mesh, "data")
+        return ff.unshard(step(ff.place(step, params, rows, layouts=layouts), rows))
+
+    for found in ff.spmd(main, mesh)():
+        close(found, expected, 1e-11)
+
+
+@pytest.mark.parametrize("kind", KINDS, ids=repr)
+@pytest.mark.parametrize("n", [2, 4])
+def test_one_sum_forward_and_one_backward(kind, n) -> None:
+    x, t = wide(*kind.shape, seed=3), wide(*kind.shape, seed=4)
+
+    def main():
+        mine, w, b = part(x, kind.dim).requires_grad_(), part(W), part(B)
+        with ff.ledger() as log:
+            y = kind.ours(mine, w, b, "model")
+            (y * part(t, kind.dim)).sum().backward()
+        return [r.bytes for r in log.of()]
+
+    whole = isinstance(kind, Groups) and kind.groups % n == 0
+    sent = 2 * (n - 1) * kind.numbers * 8 / n
+    assert ff.spmd(main, simulated(model=n))()[0] == ([] if whole else [sent, sent])
+
+
+@pytest.mark.parametrize("ratio", [1e2, 1e4])
+@pytest.mark.parametrize("kind", [Layer(), Groups(1)], ids=["layer", "group"])
+def test_a_mean_far_larger_than_the_deviation_costs_no_digits(kind, ratio) -> None:
+    x = floats(*kind.shape, seed=3) + ratio
+    y = kind.torchs(x.double(), None, None)
+
+    def main():
+        return kind.ours(part(x, kind.dim), None, None, "model")
+
+    found = torch.cat(ff.spmd(main, simulated(model=2))(), kind.dim)
+    close(found.double(), y, 2e-6)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
+@pytest.mark.parametrize("kind", [Layer(), Root(), Groups(2)], ids=repr)
+def test_dtypes(kind, dtype) -> None:
+    x, w, b = (v.to(dtype) for v in (wide(*kind.shape, seed=3), W, B))
+    expected = kind.torchs(x.double(), w.double(), b.double()).to(dtype)
+
+    def main():
+        return kind.ours(part(x, kind.dim), part(w), part(b), "model")
+
+    found = torch.cat(ff.spmd(main, simulated(model=4))(), kind.dim)
+    close(found, expected, {torch.float32: 1e-6}.get(dtype, 2e-2))
+
+
+@pytest.mark.parametrize("kind", KINDS, ids=repr)
+def test_one_rank_is_one_device(kind) -> None:
+    x = wide(*kind.shape, seed=3)
+    expected = kind.torchs(x, W, B)
+    same(kind.ours(x, W, B, None), expected)
+
+    def main():
+        with nothing_sent():
+            return kind.ours(x, W, B, "model")
+
+    same(ff.spmd(main, simulated(model=1))()[0], expected)
+
+
+@pytest.mark.parametrize("wrap", [lambda f: f, ff.remat], ids=["plain", "remat"])
+def test_a_plan_sends_what_the_step_sends(wrap) -> None:
+    @ff.unit
+    def block(p, x):
+        h = layer_norm(torch.tanh(column_linear(x, p["up"])), p["w"], p["b"])
+        h = dropout(group_norm(h, 1, axis="model"), 0.5, "model")
+        return sync_batch_norm(None, x + row_linear(h, p["down"]), "data")
+
+    def loss(params, x):
+        found = []
+        for p in params:
+            x, stats = block(p, x)
+            found.append(stats)
+        return x.square().mean(), found
+
+    p = {"up": wide(FEATURES, 4, seed=1), "w": W, "b": B, "down": W.expand(4, -1)}
+    layouts = {"*/up": ff.Split(0, "model"), "*/[wb]": ff.Split(0, "model")}
+    layouts["*/down"] = ff.Split(1, "model")
+    mesh = simulated(data=2, model=2)
+
+    def main():
+        step = ff.shard(wrap(ff.value_and_grad(loss, has_aux=True)), mesh, "data")
+        rows = ff.local_batch(wide(8, 4, seed=5), mesh, "data")
+        params = ff.place(step, [p, p], rows, layouts=layouts)
+        plan = ff.plan(step, params, rows)
+        with ff.ledger() as log:
+            step(params, rows)
+        for axis in mesh.axes:
+            assert plan.bytes(axis) == log.bytes(axis) > 0
+            assert plan.count(axis=axis) == log.count(axis=axis)
+
+    ff.spmd(main, mesh)()
+
+
+# What is refused
+
+
+def leaf(dim, axis="model"):
+    layout = ff.Layout((4, 4)[: dim + 1], torch.float32, (ff.Split(dim, axis, 2),), "w")
+    return ff.Sharded(torch.ones(2) if dim == 0 else torch.ones(4, 2), layout)
+
+
+X = torch.ones(3, 2)
+
+
+def ranks(call, n=2):
+    return ff.spmd(call, simulated(model=n, other=1))
+
+
+@refusals(
+    {
+        "a whole weight": (
+            ranks(lambda: layer_norm(X, torch.ones(4), axis="model")),
+            ValueError,
+            r"this rank has 2 features of shape \(3, 2\), and of the weight \(4,\): "
+            r"lay it out by ff.Split\(0",
+        ),
+        "a whole bias": (
+            ranks(lambda: layer_norm(X, leaf(0), torch.ones(4))),
+            ValueError,
+            r"of the bias \(4,\)",
+        ),
+        "another dim": (
+            ranks(lambda: rms_norm(X, leaf(1))),
+            ValueError,
+            "rms_norm: .* is no leaf for it: split it along dim 0",
+        ),
+        "another axis": (
+            ranks(lambda: layer_norm(X, leaf(0), axis="other")),
+            ValueError,
+            "the weight is split over 'model', and the features over 'other'",
+        ),
+        "axes at odds": (
+            ranks(lambda: layer_norm(X, leaf(0, "other"), leaf(0))),
+            ValueError,
+            "the bias is split over 'model', and the features over 'other'",
+        ),
+        "an unknown axis": (
+            ranks(lambda: layer_norm(X, axis="column")),
+            ValueError,
+            'unknown axis "column"',
+        ),
+        "integers": (
+            ranks(lambda: rms_norm(X.int(), axis="model")),
+            TypeError,
+            "rms_norm needs a floating tensor, got torch.int32",
+        ),
+        "no features": (
+            lambda: layer_norm(torch.tensor(1.0)),
+            ValueError,
+            r"layer_norm: no features in shape \(\)",
+        ),
+        "no channels": (
+            lambda: group_norm(torch.ones(3), 1),
+            ValueError,
+            r"group_norm: no features in shape \(3,\)",
+        ),
+        "groups across ranks": (
+            ranks(lambda: group_norm(torch.ones(2, 3), 3, axis="model"), n=4),
+            ValueError,
+            "12 channels over 4 ranks cannot be parted into 3 groups.*nearest: 2 and 4",
+        ),
+        "unequal groups": (
+            lambda: group_norm(torch.ones(2, 6), 4),
+            ValueError,
+            "6 channels cannot be parted into 4 groups .*nearest: 3 and 6",
+        ),
+        "no groups": (
+            lambda: group_norm(torch.ones(2, 6), 0),
+            ValueError,
+            "into 0 groups.*nearest: 1$",
+        ),
+    }
+)
+def test_bad_input_is_refused(call, error, way_out) -> None:
+    refused(call, error, way_out)

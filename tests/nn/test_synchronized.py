@@ -1,0 +1,456 @@
+"""A batch that is spread over ranks is normalised as one device normalises it."""
+
+import functools
+
+import pytest
+import torch
+import torch.nn.functional as F
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import fsfunc as ff
+from fsfunc import tree
+from fsfunc.nn import sync_batch_norm
+from tests.checks import close, nothing_sent, refusals, refused, same, simulated
+from tests.models import floats
+from tests.probes import LiveBytes
+
+pytestmark = pytest.mark.filterwarnings("ignore:.torch.jit.script. is deprecated")
+C, X = 3, torch.ones(4)
+
+
+def wide(*shape, seed):
+    return floats(*shape, seed=seed, dtype=torch.float64)
+
+
+PARAMS = [
+    {
+        "w": wide(C, C, seed=k),
+        "norm": {"weight": wide(C, seed=k + 1), "bias": wide(C, seed=k + 2)},
+    }
+    for k in (0, 10)
+]
+FRESH = [ff.init_statistics(C, dtype=torch.float64) for _ in PARAMS]
+
+
+def model(axis):
+    """``loss(params, x)``, and beside it each layer's statistics.
+
+    ``axis``: over which rows are spread; None: torch's own norm.
+    """
+    splits = [name for name in ff.tree.leaves(axis) if name != "data"]
+
+    @ff.unit
+    def layer(p, x):
+        w = p["w"]
+        for name in splits:
+            w = ff.pcast(w, name, to="V")
+        h = torch.einsum("oc,nc...->no...", w, x)
+        if axis is None:
+            values = p["norm"]["weight"], p["norm"]["bias"]
+            y = F.batch_norm(h, None, None, *values, training=True, eps=1e-3)
+            stats = ff.batch_norm(None, h)[1]
+        else:
+            y, stats = sync_batch_norm(p["norm"], h, axis, eps=1e-3)
+        return x + torch.tanh(y), stats
+
+    def loss(params, x):
+        found = []
+        for p in params:
+            x, stats = layer(p, x)
+            found.append(stats)
+        total, count = x.square().sum() + x.sum(), torch.tensor(float(x.numel()))
+        for name in splits:
+            total, count = ff.psum(total, name), ff.psum(count, name)
+        return ff.Weighted(total, count), found
+
+    return loss
+
+
+def batch(sizes, ndim):
+    return wide(sum(sizes), C, *(2, 3, 2)[: ndim - 2], seed=sum(sizes)) + 2
+
+
+def mine(x, sizes, axis):
+    return x.split(sizes)[ff.axis_index(axis)]
+
+
+def stepped(grad, params, x, layouts=None):
+    params = ff.place(grad, params, x)
+    (value, stats), grads = grad(params, x)
+    running = ff.commit_statistics(FRESH, stats, None)
+    return value, running, ff.unshard(grads)
+
+
+WRAPS = {
+    "r": lambda f, mesh: ff.remat(f),
+    "s": lambda f, mesh: ff.shard(f, mesh, "data"),
+    "0": lambda f, mesh: ff.shard(f, mesh, "data", zero=0),
+    "2": lambda f, mesh: ff.shard(f, mesh, "data", zero=2),
+}
+
+
+def wrapped(order, axis, mesh):
+    grad = ff.value_and_grad(model(axis), has_aux=True)
+    return functools.reduce(lambda f, key: WRAPS[key](f, mesh), order, grad)
+
+
+@settings(max_examples=5)
+@given(
+    st.lists(st.integers(1, 4), min_size=2, max_size=3),
+    st.integers(2, 5),
+    st.sampled_from(["s", "rs", "sr", "0", "2r"]),
+)
+def test_uneven_ranks_are_one_device(sizes, ndim, order) -> None:
+    x = batch(sizes, ndim)
+    expected = stepped(wrapped("", None, None), PARAMS, x)
+    mesh = simulated(len(sizes))
+
+    def main():
+        step = wrapped(order, "data", mesh)
+        return stepped(step, PARAMS, mine(x, sizes, "data"))
+
+    outs = ff.spmd(main, mesh)()
+    close(outs[0], expected, 1e-11)
+    for other in outs:
+        same(other, outs[0])
+
+
+@settings(max_examples=6)
+@given(
+    st.lists(st.integers(1, 3), min_size=4, max_size=4),
+    st.sampled_from(["", "r"]),
+    st.sampled_from(["rows", "model", "both", "both turned"]),
+)
+def test_over_axes_that_split_the_work_of_one_loss(sizes, inner, kind) -> None:
+    axes, axis = {"data": 2, "rows": 2}, ("data", "rows")
+    if kind == "model":
+        axes, axis = {"rows": 4}, "rows"
+    elif kind == "rows":  # every data rank normalises its own
+        sizes, axis = sizes[:2] * 2, "rows"
+    elif kind == "both turned":
+        axis = ("rows", "data")
+    mesh, x = simulated(**axes), batch(sizes, 3)
+    whole = x if kind != "rows" else x[: sum(sizes[:2])]
+    expected = stepped(wrapped("", None, None), PARAMS, whole)
+    if kind == "rows":
+        sizes = sizes[:2]
+
+    def main():
+        order = inner if kind == "model" else inner + "s"
+        step = wrapped(order, axis, mesh)
+        return stepped(step, PARAMS, mine(whole, sizes, axis))
+
+    for value, running, grads in ff.spmd(main, mesh)():
+        close((value, grads), (expected[0], expected[2]), 1e-11)
+        if kind != "rows":  # where both data ranks have the same rows, and count them
+            close(running, expected[1], 1e-11)
+
+
+@pytest.mark.parametrize("order", ["as", "sa", "asr"])
+def test_a_microbatch_of_all_ranks_is_one_batch(order) -> None:
+    x, mesh = batch([2, 2, 2, 2], 3), simulated(2)
+    wraps = WRAPS | {"a": lambda f, mesh: ff.accumulate(f, 2)}
+    grad = ff.value_and_grad(model("data"), has_aux=True)
+    one_device = ff.accumulate(ff.value_and_grad(model(None), has_aux=True), 2)
+    by_micro = torch.cat([x[0:2], x[4:6], x[2:4], x[6:8]])
+    expected = stepped(one_device, PARAMS, by_micro)
+
+    def main():
+        step = functools.reduce(lambda f, key: wraps[key](f, mesh), order, grad)
+        return stepped(step, PARAMS, ff.local_batch(x, mesh, "data"))
+
+    for found in ff.spmd(main, mesh)():
+        close(found, expected, 1e-11)
+
+
+def test_between_units_and_of_raw_parameters() -> None:
+    x, mesh = batch([2, 2], 2), simulated(2)
+
+    def loss(p, x, axis):
+        return torch.sin(sync_batch_norm(p, x, axis)[0]).mean()
+
+    expected = ff.value_and_grad(loss)(NORM, x, None)
+
+    def main():
+        step = ff.shard(ff.value_and_grad(loss), mesh, "data")
+        return step(NORM, ff.local_batch(x, mesh, "data"), "data")
+
+    for found in ff.spmd(main, mesh)():
+        close(found, expected, 1e-11)
+
+
+def test_one_copy_is_kept_for_the_backward() -> None:
+    x = floats(256, C, 16).requires_grad_()
+
+    def main():
+        with LiveBytes(x, NORM) as memory:
+            y, _ = sync_batch_norm(NORM, x, "rows")
+        assert memory.live <= 2.1 * x.nbytes  # of which y is one
+        return y
+
+    ff.spmd(main, simulated(rows=2))()
+
+
+def total(axis):
+    """A loss without units, whose ranks' terms add up."""
+
+    def loss(p, x):
+        y, _ = sync_batch_norm(p, x, axis)
+        value = torch.sin(y * x).sum()
+        return value if axis is None else ff.psum(value, axis)
+
+    return loss
+
+
+NORM = PARAMS[0]["norm"]
+
+
+@pytest.mark.parametrize("sizes", [[2, 2], [1, 3, 2]])
+def test_derivatives_to_any_order_by_rows_and_parameters(sizes) -> None:
+    x, t = batch(sizes, 3), wide(sum(sizes), C, 2, seed=77)
+
+    def derivatives(axis, x, t):
+        loss = total(axis)
+        first = torch.func.grad(loss, argnums=(0, 1))
+        value, tangent = torch.func.jvp(lambda x: loss(NORM, x), (x,), (t,))
+
+        def again(p, x):
+            by_p, by_x = first(p, x)
+            along = (by_x * t).sum()
+            if axis is not None:
+                along = ff.psum(along, axis)
+            return along + sum((g * g).sum() for g in by_p.values())
+
+        second = torch.func.grad(again, argnums=(0, 1))(NORM, x)
+        return value, tangent, first(NORM, x), second
+
+    expected = derivatives(None, x, t)
+
+    def main():
+        parts = (mine(v, sizes, "rows") for v in (x, t))
+        return derivatives("rows", *parts)
+
+    outs = ff.spmd(main, simulated(rows=len(sizes)))()
+    for i, (value, tangent, first, second) in enumerate(outs):
+        close((value, tangent), expected[:2], 1e-11)
+        for found, right in ((first, expected[2]), (second, expected[3])):
+            close(found, (right[0], right[1].split(sizes)[i]), 1e-10)
+
+
+def test_second_derivatives_under_shard() -> None:
+    def product(params, x, axis):
+        loss = lambda p, x: torch.sin(layer(p, x, axis)).mean()  # noqa: E731
+        return torch.func.grad(lambda p: ff.global_norm(torch.func.grad(loss)(p, x)))(
+            params
+        )
+
+    @ff.unit
+    def layer(p, x, axis):
+        return sync_batch_norm(p["norm"], x @ p["w"], axis)[0]
+
+    x = batch([4, 4], 2)
+    expected = product(PARAMS[0], x, None)
+    mesh = simulated(2)
+
+    def main():
+        step = ff.shard(lambda p, x: product(p, x, "data"), mesh, "data")
+        rows = ff.local_batch(x, mesh, "data")
+        return ff.unshard(step(ff.place(step, PARAMS[0], rows), rows))
+
+    for found in ff.spmd(main, mesh)():
+        close(found, expected, 1e-10)
+
+
+def test_under_vmap() -> None:
+    x = wide(4, 6, C, seed=3)
+    expected = torch.stack([torch.func.grad(total(None), 1)(NORM, r) for r in x])
+
+    def main():
+        each = torch.func.vmap(torch.func.grad(total("rows"), 1), (None, 0))
+        return each(NORM, x.chunk(2, dim=1)[ff.axis_index("rows")])
+
+    close(torch.cat(ff.spmd(main, simulated(rows=2))(), 1), expected, 1e-11)
+
+
+@pytest.mark.parametrize("n", [2, 4])
+@pytest.mark.parametrize("order, times", [("s", 2), ("rs", 3), ("sr", 3)])
+def test_one_sum_forward_and_one_backward_and_one_for_a_recompute(n, order, times):
+    x, mesh = batch([2] * n, 2), simulated(n)
+
+    def main():
+        step = wrapped(order, "data", mesh)
+        rows = ff.local_batch(x, mesh, "data")
+        params = ff.place(step, PARAMS, rows)
+        with ff.ledger() as log:
+            (_, stats), _ = step(params, rows)
+        assert [s.tree.count.item() for s in stats] == [2 * n] * len(PARAMS)
+        ours = [
+            r for r in log.of() if r.op == "psum" and r.phase not in ("loss", "sums")
+        ]
+        return [r.bytes for r in ours]
+
+    numbers = 2 * C + 1
+    sent = 2 * (n - 1) * numbers * 8 / n
+    assert ff.spmd(main, mesh)()[0] == [sent] * (times * len(PARAMS))
+
+
+def test_over_another_axis_parameters_send_one_sum_more() -> None:
+    def main():
+        with ff.ledger() as log:
+            torch.func.grad(total("rows"), 1)(NORM, batch([2], 3))
+            torch.func.grad(total("rows"))(NORM, batch([2], 3))
+        return [r.bytes for r in log.of() if r.bytes > 8]
+
+    sums, ours = (2 * C + 1) * 8, 2 * C * 8
+    assert ff.spmd(main, simulated(rows=2))()[0] == [sums, sums, sums, ours]
+
+
+@pytest.mark.parametrize("ratio", [1e2, 1e4])
+def test_a_mean_far_larger_than_the_deviation_costs_no_digits(ratio) -> None:
+    x = floats(60, C, seed=4) + ratio * torch.tensor([1.0, -1.0, 0.5])
+    t = floats(60, C, seed=5)
+
+    def derivative(x, t, axis):
+        def loss(x):
+            return (sync_batch_norm(None, x, axis)[0] * t).sum()
+
+        return sync_batch_norm(None, x, axis)[0], torch.func.grad(loss)(x)
+
+    y, g = derivative(x.double(), t.double(), None)
+
+    def main():
+        return derivative(
+            mine(x, [1, 49, 10], "rows"), mine(t, [1, 49, 10], "rows"), "rows"
+        )
+
+    outs = ff.spmd(main, simulated(rows=3))()
+    for k, right in enumerate((y, g)):
+        found = torch.cat([out[k] for out in outs]).double()
+        close(found, right, 4e-6)
+    naive = (x * x).mean(0) - x.mean(0) ** 2
+    assert (naive / x.double().var(0, correction=0) - 1).abs().max() > 1e-4
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
+def test_dtypes(dtype) -> None:
+    x = floats(8, C, 2, seed=1).to(dtype)
+    params = tree.map(torch.Tensor.float, NORM)
+    expected = sync_batch_norm(params, x, None)[0]
+
+    def main():
+        y, stats = sync_batch_norm(params, mine(x, [3, 5], "rows"), "rows")
+        assert all(s.dtype == torch.float64 for s in stats.tree)
+        return y
+
+    close(torch.cat(ff.spmd(main, simulated(rows=2))()), expected, 2e-2)
+
+
+def test_evaluation_normalises_by_running_statistics_and_sends_nothing() -> None:
+    running = ff.RunningStatistics(
+        wide(C, seed=1), wide(C, seed=2) ** 2, FRESH[0].count
+    )
+    x = batch([2, 1], 3)
+
+    def loss(p, x, axis):
+        y, stats = sync_batch_norm(p, x, axis, running=running)
+        assert stats is None
+        return y.cos().sum() if axis is None else ff.psum(y.cos().sum(), axis)
+
+    expected = torch.func.grad(loss)(NORM, x, None)
+
+    def main():
+        with ff.ledger() as log:
+            sync_batch_norm(NORM, mine(x, [2, 1], "rows"), "rows", running=running)
+        assert not log.records
+        return torch.func.grad(loss)(NORM, mine(x, [2, 1], "rows"), "rows")
+
+    for found in ff.spmd(main, simulated(rows=2))():
+        close(found, expected, 1e-12)
+
+
+def test_an_axis_of_one_rank_is_one_device() -> None:
+    x = batch([4], 3)
+
+    def main():
+        with nothing_sent():
+            return sync_batch_norm(NORM, x, "rows")
+
+    same(ff.spmd(main, simulated(rows=1))()[0], ff.batch_norm(NORM, x))
+    same(sync_batch_norm(NORM, x, None), ff.batch_norm(NORM, x))
+
+
+PROGRAM = """
+    import torch, fsfunc as ff
+    mesh = ff.make_mesh({"data": 2})
+    layer = ff.unit(lambda p, x: ff.nn.sync_batch_norm(p, x, "data"))
+    def loss(p, x):
+        y, stats = layer(p, x)
+        with ff.nn.own_draws("data"):
+            own = torch.rand(2)
+        return (y ** 3).mean() + torch.rand(()), (stats, own)
+    grad = ff.value_and_grad(loss, has_aux=True)
+    def main():
+        step = ff.shard(grad, mesh, "data")
+        x = torch.arange(32.0).view(16, 2) ** 2
+        mine = ff.local_batch(x, mesh, "data")
+        params = {"weight": torch.ones(2), "bias": torch.ones(2)}
+        torch.manual_seed(0)
+        (_, (stats, own)), grads = step(ff.place(step, params, mine), mine)
+        grads = ff.unshard(grads)
+        torch.manual_seed(0)
+        right = ff.value_and_grad(lambda p: (ff.batch_norm(p, x)[0] ** 3).mean())
+        torch.testing.assert_close(grads, right(params)[1])
+        found = ff.commit_statistics(ff.init_statistics(2), stats, None)
+        norm = torch.nn.BatchNorm1d(2, momentum=None)
+        norm(x)
+        torch.testing.assert_close(found.mean, norm.running_mean)
+        torch.testing.assert_close(found.var, norm.running_var)
+        first, second = ff.all_gather(own, "data").view(2, 2)
+        assert not torch.equal(first, second)
+        print(found.mean.tolist(), found.var.tolist(), found.count.item())
+    ff.spmd(main, mesh)()
+"""
+
+
+@pytest.mark.processes
+def test_over_real_processes(torchrun) -> None:
+    first, second = torchrun(PROGRAM, 2).splitlines()
+    assert first == second and first.endswith(" 1")
+
+
+def on_two(call):
+    return ff.spmd(call, simulated(rows=2))
+
+
+@refusals(
+    {
+        "no value": (
+            on_two(lambda: sync_batch_norm(None, torch.ones(0, C), "rows")),
+            ValueError,
+            r"one value a channel at least, got shape \(0, 3\)",
+        ),
+        "one value on one rank": (
+            lambda: sync_batch_norm(None, torch.ones(1, C), None),
+            ValueError,
+            "two values a channel at least",
+        ),
+        "integers": (
+            on_two(lambda: sync_batch_norm(None, torch.ones(4, C).int(), "rows")),
+            TypeError,
+            "floating tensor, got torch.int32",
+        ),
+        "a weight": (
+            on_two(lambda: sync_batch_norm({"weight": X}, torch.ones(4, C), "rows")),
+            ValueError,
+            r"weight has shape \(4,\)",
+        ),
+        "an axis": (
+            on_two(lambda: sync_batch_norm(None, torch.ones(4, C), "column")),
+            ValueError,
+            'unknown axis "column"',
+        ),
+    }
+)
+def test_bad_input_is_refused(call, error, way_out) -> None:
+    refused(call, error, way_out)
