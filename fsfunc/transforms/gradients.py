@@ -45,16 +45,23 @@ __all__ = [
 _SUM = LinearMap("psum", "M", "M")
 
 
-def kept_here(chosen: Any, ours: Callable[[Layout], bool]) -> dict[int, FlatShard]:
-    """By identity, the buffers that are ``ours`` and differentiated as a whole."""
+def kept_here(
+    chosen: Any, plainly: Sequence[Any], ours: Callable[[Layout], bool]
+) -> dict[int, FlatShard]:
+    """By identity, the buffers that are ours and differentiated as a whole.
+
+    Args:
+        plainly: axes of buffers that are ours, whatever their leaves.
+    """
     counts: dict[int, int] = {}
     found: dict[int, FlatShard] = {}
     for x in tree.leaves(chosen, is_leaf=is_sharded):
         if not is_sharded(x) or x.packed is None or x.parts is not None:
             continue
-        if id(x.packed) in found or ours(x.layout):
-            found[id(x.packed)] = x.packed
-            counts[id(x.packed)] = counts.get(id(x.packed), 0) + 1
+        key, known = id(x.packed), x.packed.place.axes in plainly
+        if known or key in found or ours(x.layout):
+            found[key] = x.packed
+            counts[key] = counts.get(key, 0) + 1
     for key, shard in list(found.items()):
         real = shard.flat.is_floating_point() and not shard.flat.requires_grad
         if not real or counts[key] != len(shard.members):

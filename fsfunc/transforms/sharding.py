@@ -448,7 +448,8 @@ class Sharding(Interpretation):
                 call = replace(call, args=args, keywords=keywords)
             composed = _torch.functorch_active() or _torch.forward_ad_active()
             outer, chosen = f.runtime_of(self), [call.args[i] for i in call.argnums]
-            keeps = {} if composed else kept_here(chosen, self._has_laid)
+            plainly = (self.axis, ())
+            keeps = {} if composed else kept_here(chosen, plainly, self._has_laid)
             runtime = self._runtime(
                 leaves,
                 at.rank,

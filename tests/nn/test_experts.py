@@ -10,6 +10,7 @@ from transformers.models.mixtral.modeling_mixtral import MixtralSparseMoeBlock
 
 import fsfunc as ff
 import fsfunc.nn as nn
+from fsfunc.comm.crossings import LawError
 from tests.probes import LiveBytes
 
 LAST = torch.Generator().manual_seed(0)
@@ -469,7 +470,10 @@ def test_an_experts_products_may_be_split_over_another_axis(gate) -> None:
 
 @pytest.mark.parametrize("factor", [1.0, None])
 def test_experts_lie_over_data_too(factor) -> None:
-    """Under shard: the mean over data of what the ranks of an expert axis add up."""
+    """To ``shard`` the experts' axis is one of the data: gradients are those of a mean.
+
+    Else every rank would have a gradient of its own by the gate, which is refused.
+    """
     params = {"gate": draw(D, 4), "experts": experts(4)}
     groups = draw(4, 5, D)
 
@@ -485,15 +489,19 @@ def test_experts_lie_over_data_too(factor) -> None:
 
     def main():
         step, x = ff.value_and_grad(loss), groups[ff.axis_index(("data", "expert"))]
-        step, rules = ff.shard(step, mesh, "data"), {"experts/*": ff.Split(0, "expert")}
+        step, rules = ff.shard(step, mesh, over), {"experts/*": ff.Split(0, "expert")}
         state = ff.place(step, params, x, layouts=rules)
         value, grads = step(state, x)
         return value, ff.unshard(grads["experts"])
 
     expected, *_ = by_group(lambda p, x: (loss(p, x), x), params, groups)
+    over = ("data", "expert")
     for _, found in ff.spmd(main, mesh)():
-        mean = torch.utils._pytree.tree_map(lambda g: g / 2, expected["experts"])
+        mean = torch.utils._pytree.tree_map(lambda g: g / 4, expected["experts"])
         close(found, mean)
+    over = "data"
+    with pytest.raises(LawError, match="by 'gate' differs along \"expert\""):
+        ff.spmd(main, mesh)()
 
 
 X, TO = torch.zeros(4, 2), torch.zeros(4, 1, dtype=torch.int64)

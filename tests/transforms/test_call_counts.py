@@ -77,7 +77,7 @@ def plain(f):
     [
         (gradient, plain, 1, 116),
         (gradient, plain, 2, 245),
-        (gradient, ff.remat, 1, 190),
+        (gradient, ff.remat, 1, 192),
         (gradient, ff.remat, 2, 320),
         (donated, plain, 1, 228),
         (donated, plain, 2, 350),
