@@ -29,6 +29,7 @@ from fsfunc.core.observation import Observation
 from fsfunc.runtime.buffer_pool import BufferPool
 from fsfunc.runtime.memory_kinds import count_as
 from fsfunc.sharded.leaf import FlatShard, Parts
+from fsfunc.transforms.error_feedback import Feedback
 from fsfunc.transforms.gathered_calls import Calls, GatheredCall, Micro
 from fsfunc.transforms.ownership import Ownership
 from fsfunc.transforms.wire import Gather, Reduction
@@ -96,6 +97,7 @@ class ShardRuntime:
         keeps: by identity, the buffers whose gradients are summed here, in ``grads``;
             ``parts`` has the parts of their leaves that are used beside units.
         observers: who is to see this rank's gradients before they are reduced.
+        feedback: adds what earlier reductions lost on the way, if anybody.
 
     Of ``accumulate`` loops within, the microbatches' gradients are summed before they
     are reduced. One reduction is in flight at a time.
@@ -119,6 +121,7 @@ class ShardRuntime:
         keeps: dict[int, FlatShard] | None = None,
         parts: Parts | None = None,
         observers: Sequence[Observation] = (),
+        feedback: Feedback | None = None,
     ):
         self.where, self.replicas, self.zero, self.holds = where, replicas, zero, holds
         self.how_gathered, self.how_reduced = gather, reduction
@@ -141,7 +144,7 @@ class ShardRuntime:
         self.depth = len(frame().micro)
         self.keeps = {} if keeps is None else keeps
         self.parts: Parts = {} if parts is None else parts
-        self.observers = observers
+        self.observers, self.feedback = observers, feedback
         # What observers are still to see: how many calls give it, and the sum so far.
         self.unseen: dict[Any, tuple[int, Tensor | None]] = {}
         self.grads: dict[int, Tensor] = {}
@@ -197,7 +200,7 @@ class ShardRuntime:
         source = how.encode(shard.flat.detach(), dtype)
         full = shard.whole if how.exact else None
         if full is None or full.dtype != dtype:
-            full = self.pool.get(place.size * place.chunk, source.dtype, source)
+            full = self.pool.get(place.size * source.numel(), source.dtype, source)
             count_as("gathered", [full])
         out = full
         if full is shard.whole:
@@ -213,7 +216,7 @@ class ShardRuntime:
     def arrived(self, shard: FlatShard, full: Tensor, dtype: torch.dtype) -> Tensor:
         """What has arrived, as the whole buffer."""
         if shard.place.size > 1 and not self.how_gathered.exact:
-            full = self.how_gathered.decode(full, dtype)
+            full = self.how_gathered.decode(full, dtype, shard.place.chunk)
         if self.zero in (1, 2):  # the state keeps it, until it changes
             shard.keep(full)
         return full
@@ -474,7 +477,11 @@ class ShardRuntime:
             buffer.div_(self.before)
         if where is not None and where.size > 1:
             how, whole = self.how_reduced, shard.place.size == 1
-            work = how.move(how.encode(buffer), where, whole, shard.name)
+            if self.feedback is None:
+                sent = how.encode(buffer, where.size)
+            else:
+                sent = self.feedback.encode(how, buffer, shard, where.size)
+            work = how.move(sent, where, whole, shard.name)
         self.reducing.append((shard, work, buffer))
         if len(self.reducing) > 1:
             self._finish()
@@ -486,7 +493,8 @@ class ShardRuntime:
         if work is not None:
             arrived = work.wait()
             del work  # or it holds what arrived, while that is cast
-            grad = self.how_reduced.decode(arrived, shard.flat.dtype)
+            dtype, count = shard.flat.dtype, shard.flat.numel()
+            grad = self.how_reduced.decode(arrived, dtype, count)
         replicas = self.routes[shard.split_axes].replicas
         if replicas is not None and replicas.size > 1:
             arrived = grad = replicas.start("psum", grad, what=shard.name).wait()

@@ -30,6 +30,7 @@ from fsfunc.sharded.packing import by_buffer, joined, packed_of, repack, repacke
 from fsfunc.tracing.recorder import Noted, Recorder
 from fsfunc.tracing.type_check import check, knows, learn, signature
 from fsfunc.transforms.boundary import enter, leave, spread
+from fsfunc.transforms.error_feedback import NOTHING_LOST, Feedback
 from fsfunc.transforms.gathered_calls import GatheredCall
 from fsfunc.transforms.gradients import (
     averaged,
@@ -58,6 +59,8 @@ def shard(
     replicate: Axis | None = None,
     reshard_after_forward: bool = True,
     min_bytes: int = 0,
+    gather: Gather | None = None,
+    reduction: Reduction | None = None,
 ) -> Callable[..., Any]:
     """``f`` with its units' parameters in parts over ``axis``, one part per rank.
 
@@ -74,6 +77,8 @@ def shard(
         replicate: a further axis over which the parts are repeated (HSDP).
         reshard_after_forward: at zero=3, False keeps what the forward gathered.
         min_bytes: neighbouring units below this size share one buffer.
+        gather, reduction: how parameters and gradients travel, where that is not as
+            they are, such as ``ff.QuantizedGather()``: see ``Gather``, ``Reduction``.
 
     Raises:
         ValueError: an unknown axis, ``zero`` outside 0..3, an axis taken twice.
@@ -101,7 +106,16 @@ def shard(
     copies = () if replicate is None else mesh.check(replicate)
     if set(names) & set(copies):
         raise ValueError(f"replicate={replicate!r} repeats an axis of {axis!r}")
-    handler = Sharding(mesh, names, zero, copies, reshard_after_forward, min_bytes)
+    handler = Sharding(
+        mesh,
+        names,
+        zero,
+        copies,
+        reshard_after_forward,
+        min_bytes,
+        gather=gather,
+        reduction=reduction,
+    )
     return transformed(f, handler)
 
 
@@ -469,11 +483,15 @@ class Sharding(Interpretation):
             plainly = (self.axis, ())
             keeps = {} if composed else kept_here(chosen, plainly, self._has_laid)
             observers = [h for h in f.handlers if isinstance(h, Observation)]
+            feedback = [h for h in f.handlers if isinstance(h, Feedback)]
+            if feedback and self.how_reduced.exact:
+                raise ValueError(NOTHING_LOST)
             runtime = self._runtime(
                 leaves,
                 at.rank,
                 outer.ownership,
                 observers=observers,
+                feedback=feedback[-1] if feedback else None,
                 first=outer.passed,
                 differentiated=chosen,
                 keeps=keeps,
