@@ -15,7 +15,7 @@ from torch import Tensor
 from fsfunc import _torch
 from fsfunc.comm.collectives import all_gather, all_to_all
 from fsfunc.comm.groups import axis_index, axis_size
-from fsfunc.nn.gating import Routing
+from fsfunc.nn.routing import Routing
 
 __all__ = ["check_rows", "dropless", "placed", "weighed"]
 

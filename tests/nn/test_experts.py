@@ -56,12 +56,19 @@ def every_expert_on_every_token(x, routing, params):
     return (rows * (routing.weights * routing.kept)[..., None]).sum(1)
 
 
+def every_third(z):
+    """Of rows; the others are padding."""
+    return torch.arange(len(z)) % 3 == 0
+
+
 GATES = {
     "top 1": lambda z: nn.top_1_gating(z, capacity_factor=1.25),
     "top 2": nn.top_2_gating,
     "top 2, tight": lambda z: nn.top_2_gating(z, capacity_factor=0.5),
     "dropless 1": lambda z: nn.top_k_gating(z, 1, normalize=False),
     "dropless 2": lambda z: nn.top_k_gating(z, 2),
+    "padded": lambda z: nn.top_2_gating(z, used_token=every_third(z)),
+    "dropless, padded": lambda z: nn.top_k_gating(z, 2, used_token=every_third(z)),
 }
 CALLS = {"one": (two_layers, False), "grouped": (two_layers_grouped, True)}
 DRAWN = {
