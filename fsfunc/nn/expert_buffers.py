@@ -14,7 +14,7 @@ from torch import Tensor
 
 from fsfunc import _torch
 from fsfunc.comm.collectives import all_gather, all_to_all
-from fsfunc.comm.groups import axis_index, axis_size
+from fsfunc.comm.groups import axis_index, axis_size, group
 from fsfunc.nn.routing import Routing
 
 __all__ = ["check_rows", "dropless", "placed", "weighed"]
@@ -93,8 +93,11 @@ def _loads(routing: Routing, axis: str | None, here: int) -> tuple[Loads, Loads,
     """What this rank sends to each rank's experts, what each sends to its own, and the
     largest load of one rank on another: plain numbers, for which the host waits."""
     n = 1 if axis is None else axis_size(axis)
-    counts = routing.counts[None]
-    counts = counts if axis is None else all_gather(counts, axis)
+    mine = counts = routing.counts[None]
+    if axis is not None:
+        counts = all_gather(mine, axis)
+        if not group(axis).link.moves:  # a recording on data: no one else is heard of
+            counts = mine.expand(n, -1)
     if _torch.mapped_at(counts):
         raise RuntimeError(
             "a layer without a capacity asks how many tokens its experts have, which "
