@@ -15,6 +15,7 @@ from torch import nn
 from fsfunc import _torch
 from fsfunc.interop.layer_scopes import Scopes, head_dim
 from fsfunc.interop.module_tensors import Tensors
+from fsfunc.interop.split_experts import check_experts, kind_of
 from fsfunc.interop.split_layers import KINDS
 from fsfunc.sharded.layout import Split
 from fsfunc.sharded.leaf import is_sharded
@@ -49,7 +50,8 @@ class LayerPlan:
         """Makes the layers of a copy of the module run split, in calls on parts."""
         for name, word in self.words.items():
             m = template.get_submodule(name)
-            m.__class__ = KINDS.get((word, type(m)), type(m))
+            kind = kind_of(type(m)) if word == "expert" else type(m)
+            m.__class__ = KINDS.get((word, type(m)), kind)
 
     def check(self, params: Mapping[str, Any]) -> None:
         """Looks at how the parameters of a unit lie.
@@ -168,7 +170,7 @@ def _words(module: nn.Module, plan: Mapping[str, str]) -> dict[str, str]:
 
 
 def _check_layer(name: str, m: nn.Module, word: str) -> None:
-    known = sorted({*(known for known, _ in KINDS), "whole"})
+    known = sorted({*(known for known, _ in KINDS), "expert", "whole"})
     if word not in known:
         raise ValueError(
             f"plan: {name!r} is given {word!r}; a layer is {', '.join(known[:-1])} or "
@@ -176,6 +178,8 @@ def _check_layer(name: str, m: nn.Module, word: str) -> None:
         )
     if word == "whole" and any(True for _ in m.parameters(recurse=False)):
         return
+    if word == "expert":
+        return check_experts(name, m)
     if word == "whole":
         raise ValueError(
             f'plan: {name!r} is "whole", and has no parameter of its own: name the '

@@ -56,9 +56,12 @@ def from_module(
             itself; a module there with parameters, such as a norm over a head, is
             ``"whole"``. ``"column_gathered"`` is whole for what follows, such as
             logits. ``"vocab"`` is an Embedding; or a head, whose logits stay split,
-            for ``ff.nn.vocab_cross_entropy``. ``apply.layouts`` are the ``layouts=``
-            of ``ff.place`` and ``ff.init_state``; parameters that come whole run as
-            on one device.
+            for ``ff.nn.vocab_cross_entropy``. ``"expert"`` is a module of experts
+            that are stacked along dim 0 of its parameters, as those of transformers
+            (``"**.experts"``): they are shared out over ``axis``, one of the data or
+            not, and tokens travel to them; nobody is dropped. ``apply.layouts`` are
+            the ``layouts=`` of ``ff.place`` and ``ff.init_state``; parameters that
+            come whole run as on one device.
         axis: the axis of the mesh that the plan splits over.
 
     Returns:
@@ -79,10 +82,11 @@ def from_module(
             heads there are. Of ``apply``: missing, further or mis-shaped tensors;
             heads that the axis does not divide; parameters that lie otherwise than
             planned.
-        TypeError: a plan without an axis, or of what is no Linear nor Embedding; a
-            module that is wrapped (DataParallel, fully_shard, compile, script), or
-            whose structure cannot be copied; functions in it, such as a patched forward
-            or a hook, that hold the module by closure; parameters with hooks.
+        TypeError: a plan without an axis, or of what is no Linear, Embedding or stack
+            of experts; a module that is wrapped (DataParallel, fully_shard, compile,
+            script), or whose structure cannot be copied; functions in it, such as a
+            patched forward or a hook, that hold the module by closure; parameters with
+            hooks.
             Of ``apply``: a unit that is given tensors out of sight, such as a cache of
             keys and values, while gradients are on.
         RuntimeError: of ``apply``: a forward writes a buffer without ``mutable=True``,
@@ -99,7 +103,9 @@ def from_module(
     forward writes them. A parameter that a forward reads outside every unit is a unit
     call of its own. With a plan, as ``ff.nn.column_linear`` and ``row_linear``: layers
     that follow each other on one input share its sum, so that a decoder layer sends
-    four all-reduces of an activation.
+    four all-reduces of an activation. Experts: four all-to-alls of their tokens, as
+    ``ff.nn.expert_layer`` without a capacity; where the ranks' tokens are the same,
+    each sends its share of them, and the results are gathered.
 
     Source: of plans, Shoeybi et al., Megatron-LM, 2019.
 

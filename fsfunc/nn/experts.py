@@ -24,7 +24,6 @@ from fsfunc.comm.collectives import all_to_all
 from fsfunc.comm.groups import axis_size
 from fsfunc.nn.expert_buffers import check_rows, dropless, placed, weighed
 from fsfunc.nn.routing import Routing
-from fsfunc.sharded.layout import Split
 from fsfunc.sharded.leaf import is_sharded
 
 __all__ = ["combine", "dispatch", "expert_layer"]
@@ -205,8 +204,9 @@ def _parts(params: Any, axis: str | None) -> tuple[list[Any], Any, str | None]:
     for i, leaf in enumerate(leaves):
         if not is_sharded(leaf):
             continue
-        split = leaf.layout.parts[0] if len(leaf.layout.parts) == 1 else None
-        if not isinstance(split, Split) or split.dim or axis not in (None, split.axis):
+        splits, flat = leaf.layout.splits, leaf.layout.flat
+        split = splits[0] if len(splits) == 1 and flat is None else None
+        if split is None or split.dim or axis not in (None, split.axis):
             over = "one axis" if axis is None else f'axis "{axis}"'
             raise ValueError(
                 f"expert_layer: the leaf {leaf.layout} is no leaf of experts: split it "

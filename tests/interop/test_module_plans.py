@@ -22,19 +22,23 @@ from tests.interop.models import (
     hugging_face,
     language_loss,
     llama,
+    mixtral,
     text,
 )
 
 LAYERS, WORDS, ROWS = 2, 32, 8
 ITEM = 8  # bytes of an element
-PLAN = {
+ATTENTION = {
     "model.embed_tokens": "vocab",
     "model.layers.*.self_attn.[qkv]_proj": "column",
     "model.layers.*.self_attn.o_proj": "row",
+    "lm_head": "column_gathered",
+}
+EXPERTS = {"model.layers.*.mlp.experts": "expert"}
+PLAN = ATTENTION | {
     "model.layers.*.mlp.gate_proj": "column",
     "model.layers.*.mlp.up_proj": "column",
     "model.layers.*.mlp.down_proj": "row",
-    "lm_head": "column_gathered",
 }
 
 
@@ -53,21 +57,26 @@ def qwen3(**options):
 
 
 MODELS = {
-    "llama": (llama, {}, {}),
-    "biases": (llama, {"attention_bias": True, "mlp_bias": True}, {}),
-    "tied": (llama, {"tie_word_embeddings": True}, {}),
-    "eager": (llama, {"attn_implementation": "eager"}, {}),
-    "qwen3": (qwen3, {}, {"model.layers.*.self_attn.[qk]_norm": "whole"}),
+    "llama": (llama, {}, PLAN),
+    "biases": (llama, {"attention_bias": True, "mlp_bias": True}, PLAN),
+    "tied": (llama, {"tie_word_embeddings": True}, PLAN),
+    "eager": (llama, {"attn_implementation": "eager"}, PLAN),
+    "qwen3": (qwen3, {}, PLAN | {"model.layers.*.self_attn.[qk]_norm": "whole"}),
+    "mixtral": (
+        mixtral,
+        {"num_local_experts": 4, "experts_implementation": "batched_mm"},
+        ATTENTION | EXPERTS,
+    ),
 }
 
 
 def made(name="llama", units="model.layers.*", **plan):
     """(apply, params, loss) of a model, and its batch."""
-    make, options, more = MODELS[name]
+    make, options, whole = MODELS[name]
     module = hugging_face(make, vocab_size=WORDS, num_hidden_layers=LAYERS, **options)
     for p in module.parameters():  # biases and norms too
         p.data += 0.1 * torch.randn_like(p)
-    plan = PLAN | more | plan
+    plan = whole | plan
     apply, params, buffers = ff.from_module(module, units, plan=plan, axis="model")
 
     def loss(params, batch):
@@ -117,7 +126,7 @@ TRANSFORMS = {
 }
 CASES = [("llama", how) for how in TRANSFORMS]
 CASES += [(name, "zero=3") for name in MODELS if name != "llama"]
-CASES += [("qwen3", "no shard")]
+CASES += [("qwen3", "no shard"), ("mixtral", "pipeline")]
 
 
 @pytest.mark.parametrize(("name", "how"), CASES)
@@ -139,6 +148,52 @@ def test_a_layer_sends_four_sums_of_an_activation(data):
         assert log.bytes("model") == (4 * LAYERS + 2) * reduced + logits
         assert log.count("psum", axis="model") == 4 * LAYERS + 2
         assert log.count("all_gather", axis="model") == 1
+
+
+@pytest.mark.parametrize(
+    ("axis", "kind", "dtype", "record"),
+    [
+        ("data", "eager", torch.float64, "real"),
+        ("model", "grouped_mm", torch.float32, "fake"),
+    ],
+)
+def test_experts_send_their_tokens_there_and_back(axis, kind, dtype, record):
+    """Of each layer, in four all-to-alls; also a rank whose experts nobody asks for.
+
+    Forwards that pick experts by value make nothing, there, of nothing.
+    """
+    sizes = {"vocab_size": WORDS, "num_hidden_layers": LAYERS, "num_local_experts": 4}
+    module = hugging_face(mixtral, **sizes, experts_implementation=kind).to(dtype)
+    module.model.layers[1].mlp.gate.weight.data.zero_()  # all to the first two
+    apply, params, buffers = ff.from_module(
+        module, "model.layers.*", plan=EXPERTS, axis=axis
+    )
+    n, batch, mesh = 2, text(3 * 2), simulated(**{axis: 2})
+
+    def loss(params, batch):
+        return language_loss(apply(params, buffers, **batch).logits, batch)
+
+    expected = ff.value_and_grad(loss)(params, batch)
+    rows = 0  # that a rank sends to each, as many as any to any
+    for logits in module(**batch, output_router_logits=True).router_logits:
+        chosen = logits.topk(2).indices.view(n, -1)
+        rows += max(int(((x // 2) == to).sum()) for x in chosen for to in range(n))
+
+    def main():
+        step, mine = ff.value_and_grad(loss), batch
+        if axis == "data":
+            step, mine = ff.shard(step, mesh, "data"), ff.local_batch(batch, mesh, axis)
+        layouts = apply.layouts
+        placed = ff.place(step, params, mine, layouts=layouts, record=record)
+        with ff.ledger() as log:
+            found = step(placed, mine)
+        return ff.unshard(found), log
+
+    for found, log in ff.spmd(main, mesh)():
+        close(found, expected, 1e-10 if dtype == torch.float64 else 1e-5)
+        assert log.count("all_to_all", axis=axis) == 4 * LAYERS
+        sent = 4 * rows * (n - 1) * WIDTH * dtype.itemsize
+        assert log.bytes(axis, "all_to_all") == sent
 
 
 def test_a_planned_step_sends_what_the_step_sends():
@@ -301,6 +356,17 @@ class Fused(nn.Module):
         return self.down(torch.sigmoid(gate) * up)
 
 
+class Experts(nn.Module):
+    def __init__(self, scaled=False, **shapes):
+        super().__init__()
+        for name, shape in shapes.items():
+            self.register_parameter(name, nn.Parameter(torch.ones(shape)))
+        if scaled:
+            self.register_buffer("scale", torch.ones(2))
+
+    def forward(self, hidden_states, top_k_index, top_k_weights): ...
+
+
 PAIR = {"up": "column", "down": "row"}
 X = torch.ones(2, 4)
 
@@ -354,8 +420,24 @@ def running(module, plan=PAIR, units="", layouts=None, over=None, **axes):
         "a word": (
             taking(Block(), {"up": "colwise"}),
             ValueError,
-            "'up' is given 'colwise'; a layer is column, column_gathered, row, vocab or"
-            " whole",
+            "'up' is given 'colwise'; a layer is column, column_gathered, expert, row, "
+            "vocab or whole",
+        ),
+        "other experts": (
+            taking(Block(), {"up": "expert"}),
+            TypeError,
+            "'up' is \"expert\", and its forward takes input: it must take "
+            "hidden_states, top_k_index, top_k_weights, .* ff.nn.expert_layer",
+        ),
+        "experts of no number": (
+            taking(Experts(up=(2, 4), down=(3, 4)), {"": "expert"}),
+            TypeError,
+            "one of each parameter along dim 0; it has up \\(2, 4\\), down \\(3, 4\\)",
+        ),
+        "experts and more": (
+            taking(nn.Sequential(Experts(True, up=(2, 4))), {"0": "expert"}),
+            TypeError,
+            "holds 'scale', of which a rank's experts would not take their own part",
         ),
         "no axis": (
             taking(Block(), PAIR, axis=None),
