@@ -92,10 +92,13 @@ def planned(
     module: nn.Module,
     tensors: Tensors,
     units: Sequence[str],
-    plan: Mapping[str, str],
+    plan: Mapping[str, str | tuple[str, str]],
     axis: str,
 ) -> LayerPlan:
     """What a plan of words by pattern means for a module cut into units.
+
+    Args:
+        plan: a word, of layers split over ``axis``; or ("expert", another axis).
 
     Raises:
         TypeError: a layer that is no torch.nn.Linear or Embedding, or is one with
@@ -105,7 +108,16 @@ def planned(
             that no row layer of its unit follows, or does not as each feature or head
             is taken by itself.
     """
-    words = _words(module, plan)
+    plain = {k: x if isinstance(x, str) else x[0] for k, x in plan.items()}
+    words, by = _words(module, plain)
+    axes = {n: axis if plan[k] == plain[k] else plan[k][1] for n, k in by.items()}
+    for name, over in axes.items():
+        if over != axis and words[name] != "expert":
+            raise ValueError(
+                f"plan: {name!r} is split over {over!r} and other layers over {axis!r}:"
+                ' features go over one axis from layer to layer; "expert" alone takes '
+                "an axis of its own"
+            )
     names = {id(x): name for name, x in tensors.all.items()}
     layouts: dict[str, Split] = {}
     uses: dict[str, list[tuple[str, int | str | None]]] = {}
@@ -114,7 +126,7 @@ def planned(
             use = _use(words.get(layer, ""), attribute)
             uses.setdefault(names[id(x)], []).append((layer, use))
             if isinstance(use, int):
-                layouts[names[id(x)]] = Split(use, axis)
+                layouts[names[id(x)]] = Split(use, axes[layer])
     for name in layouts:
         if name in tensors.frozen:
             raise TypeError(
@@ -143,8 +155,10 @@ def _lies(splits: tuple[Split, ...]) -> str:
     return "split over " + ", ".join(f'"{s.axis}" along dim {s.dim}' for s in splits)
 
 
-def _words(module: nn.Module, plan: Mapping[str, str]) -> dict[str, str]:
-    """By the name of each layer that a plan names, its word."""
+def _words(
+    module: nn.Module, plan: Mapping[str, str]
+) -> tuple[dict[str, str], dict[str, str]]:
+    """By the name of each layer that a plan names, its word, and its pattern."""
     first = {id(m): name for name, m in module.named_modules()}
     every = [*module.named_modules(remove_duplicate=False)]
     by: dict[str, str] = {}
@@ -166,7 +180,7 @@ def _words(module: nn.Module, plan: Mapping[str, str]) -> dict[str, str]:
                 )
             _check_layer(name, module.get_submodule(name), word)
             by[name] = pattern
-    return {name: plan[pattern] for name, pattern in by.items()}
+    return {name: plan[pattern] for name, pattern in by.items()}, by
 
 
 def _check_layer(name: str, m: nn.Module, word: str) -> None:

@@ -23,7 +23,7 @@ def from_module(
     module: nn.Module,
     units: Units = (),
     *,
-    plan: Mapping[str, str] | None = None,
+    plan: Mapping[str, str | tuple[str, str]] | None = None,
     axis: str | None = None,
 ) -> tuple[Callable[..., Any], dict[str, Tensor], dict[str, Tensor]]:
     """``(apply, params, buffers)``: a module as a function of its tensors.
@@ -59,9 +59,9 @@ def from_module(
             for ``ff.nn.vocab_cross_entropy``. ``"expert"`` is a module of experts
             that are stacked along dim 0 of its parameters, as those of transformers
             (``"**.experts"``): they are shared out over ``axis``, one of the data or
-            not, and tokens travel to them; nobody is dropped. ``apply.layouts`` are
-            the ``layouts=`` of ``ff.place`` and ``ff.init_state``; parameters that
-            come whole run as on one device.
+            not, or over that of ``("expert", "data")``, and tokens travel to them;
+            nobody is dropped. ``apply.layouts`` are the ``layouts=`` of ``ff.place``
+            and ``ff.init_state``; parameters that come whole run as on one device.
         axis: the axis of the mesh that the plan splits over.
 
     Returns:

@@ -67,6 +67,11 @@ MODELS = {
         {"num_local_experts": 4, "experts_implementation": "batched_mm"},
         ATTENTION | EXPERTS,
     ),
+    "mixtral over both": (
+        mixtral,
+        {"num_local_experts": 4, "experts_implementation": "batched_mm"},
+        ATTENTION | dict.fromkeys(EXPERTS, ("expert", "data")),
+    ),
 }
 
 
@@ -422,6 +427,11 @@ def running(module, plan=PAIR, units="", layouts=None, over=None, **axes):
             ValueError,
             "'up' is given 'colwise'; a layer is column, column_gathered, expert, row, "
             "vocab or whole",
+        ),
+        "an axis of its own": (
+            taking(Block(), PAIR | {"down": ("row", "data")}),
+            ValueError,
+            "'down' is split over 'data' and other layers over 'model': .* \"expert\"",
         ),
         "other experts": (
             taking(Block(), {"up": "expert"}),
