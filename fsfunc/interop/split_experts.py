@@ -38,7 +38,7 @@ class SplitExperts(nn.Module):
             return forward(x, index, weights)
 
         def ours(parts: dict[str, Tensor], rows: Tensor, ends: Tensor) -> Tensor:
-            at = torch.arange(len(rows), device=rows.device)
+            at = torch.arange(len(rows), dtype=ends.dtype, device=rows.device)
             one = torch.searchsorted(ends, at, right=True)
             with _having(self, parts | {"num_experts": len(ends)}):
                 return forward(rows, one[:, None], weights.new_ones(len(rows), 1))

@@ -10,6 +10,7 @@ from collections.abc import Callable
 from itertools import accumulate, chain
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from fsfunc import _torch
@@ -37,8 +38,10 @@ def placed(x: Tensor, slots: Tensor, kept: Tensor, size: int) -> Tensor:
 
 def weighed(y: Tensor, slots: Tensor, routing: Routing) -> Tensor:
     """[T, d']: each token's sum of the rows at its slots, by its weights."""
+    if not len(y):  # nobody goes anywhere, and each reads a row all the same
+        y = F.pad(y, (0, 0, 0, 1))
     # Modulo, so that those of dropped choices are anywhere, and not all in one place.
-    found = y.index_select(0, slots.flatten() % max(len(y), 1))
+    found = y.index_select(0, slots.flatten() % len(y))
     found = found.unflatten(0, slots.shape)
     found = torch.where(routing.kept.unsqueeze(-1), found, 0)
     return (found * routing.weights.unsqueeze(-1)).sum(1).to(y.dtype)

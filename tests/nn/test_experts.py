@@ -360,6 +360,17 @@ def test_a_dropped_choice_reads_nobodys_row() -> None:
     assert x.grad.tolist() == [[1.0], [1.0], [0.0]]
 
 
+@pytest.mark.parametrize("factor", [1.0, None])
+def test_of_padding_alone_there_is_nothing(factor) -> None:
+    x = draw(3, D).requires_grad_()
+    routing = nn.top_k_gating(
+        x, 2, capacity_factor=factor, used_token=torch.zeros(3).bool()
+    )
+    y = nn.expert_layer(x, routing, two_layers, experts(D))
+    (grad,) = torch.autograd.grad(y.sum() + routing.aux_loss + routing.z_loss, x)
+    assert y.shape == (3, 2) and not y.any() and not grad.any()
+
+
 def split_leaf(n, dim=0, axis="expert", count=4):
     whole = torch.arange(1.0, count + 1)[:, None].expand(count, count)
     layout = ff.Layout(tuple(whole.shape), whole.dtype, (ff.Split(dim, axis, n),), "w")
