@@ -42,7 +42,8 @@ class Interpretation:
     is a :class:`Stage`. ``compared``: the ranks
     hosted here that know that all run one program under it, by its record or a first
     call. ``called``: its public name. ``same_batch``: the axes along which all ranks
-    must be given one batch.
+    must be given one batch. ``scales``: whether backward passes in its reach start from
+    a larger number than 1, so that float16 will do.
     """
 
     lays_out = False
@@ -50,6 +51,7 @@ class Interpretation:
     compared: frozenset[int] = frozenset()
     called = ""
     same_batch: tuple[str, ...] = ()
+    scales = False
 
     @property
     def configuration(self) -> tuple[tuple[str, Any], ...]:

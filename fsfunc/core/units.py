@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import functools
 import operator
+import warnings
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -246,11 +247,19 @@ class Call:
         self, dtype: torch.dtype, params: Any, inputs: Any, keywords: Any
     ) -> tuple[Any, Any, Any]:
         """What ``precision`` makes of what a unit is given."""
+        f = self.frame
+        if dtype == torch.float16 and f.in_loss and torch.is_grad_enabled():
+            if not any(handler.scales for handler in f.handlers):
+                warnings.warn(_UNSCALED, stacklevel=2)
         kept = inputs[: self.unit.as_given]
         rest, keywords = _cast((inputs[len(kept) :], keywords), dtype)
         return _cast(params, dtype), (*kept, *rest), keywords
 
 
+_UNSCALED = (
+    "gradients are computed in float16, where what is below 6e-8 vanishes: scale the "
+    "loss, by ff.loss_scale(optimizer)(grad_fn), or compute in bfloat16"
+)
 _PARTS = ("params", "inputs", "keywords")
 
 

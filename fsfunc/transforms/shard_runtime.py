@@ -124,6 +124,7 @@ class ShardRuntime:
         self.size = where.size
         self.mean_axes = (*(() if replicas is None else replicas.axis), *where.axis)
         self.mean_size = self.size * (1 if replicas is None else replicas.size)
+        self.before = _divided_before(self.mean_size)
         self.named: dict[str, list[FlatShard]] = {}  # several, of trees laid out alike
         for shard in shards:
             self.named.setdefault(shard.buffer, []).append(shard)
@@ -444,6 +445,8 @@ class ShardRuntime:
         """Puts a reduction in flight, and waits for the one before."""
         work: Handle | None = None
         where = self.routes[shard.split_axes].where
+        if buffer.dtype == torch.float16:
+            buffer.div_(self.before)
         if where is not None and where.size > 1:
             how, whole = self.how_reduced, shard.place.size == 1
             work = how.move(how.encode(buffer), where, whole, shard.name)
@@ -463,8 +466,13 @@ class ShardRuntime:
         if replicas is not None and replicas.size > 1:
             arrived = grad = replicas.start("psum", grad, what=shard.name).wait()
         count_as("gradients", [grad])
+        narrow = buffer.dtype == torch.float16
+        if shard.flat.dtype == torch.float16:  # it would not hold the sum
+            grad = grad.div_(self.mean_size / (self.before if narrow else 1))
         grad = grad.to(shard.flat.dtype)
         count_as("gradients", [grad])
+        if narrow and shard.flat.dtype != torch.float16:
+            grad.mul_(self.before)
         before = self.grads.get(id(shard))
         self.grads[id(shard)] = grad if before is None else before.add_(grad)
         if self.size > 1 and arrived is not buffer:
@@ -479,6 +487,21 @@ class ShardRuntime:
         while self.reducing:
             self._finish()
         self.close()
+
+
+def _divided_before(n: int) -> int:
+    """By what float16 gradients are divided before ``n`` of them are summed.
+
+    Their sum would overflow where their mean does not, and divided by ``n`` at once
+    they would vanish: so half of it comes before, half after. (FairScale's rule.)
+
+    >>> [_divided_before(n) for n in (1, 2, 3, 4, 6, 8)]
+    [1, 2, 2, 2, 4, 4]
+    """
+    before = 1
+    while n % before == 0 and n > before * before:
+        before *= 2
+    return before
 
 
 _BUFFER = attrgetter("buffer")
