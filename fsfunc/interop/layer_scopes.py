@@ -114,6 +114,11 @@ class Scopes:
         for path, m in parts:
             name, own = first[id(m)], [*m.parameters(recurse=False)]
             word = self.words.get(name)
+            if isinstance(m, _OVER_POSITIONS):
+                raise ValueError(
+                    f'plan: {unit!r} is "sequence", and {name!r}, a {type(m).__name__},'
+                    " is of all positions: leave the sequence out"
+                )
             if own and self.unit_of(name) != unit:
                 raise ValueError(
                     f'plan: {unit!r} is "sequence", and shares its {path!r} with '
@@ -142,6 +147,10 @@ def _above(name: str) -> Iterator[str]:
         yield name
 
 
+_OVER_POSITIONS = (
+    nn.BatchNorm1d, nn.BatchNorm2d, nn.SyncBatchNorm, nn.InstanceNorm1d,
+    nn.InstanceNorm2d, nn.GroupNorm,
+)  # fmt: skip
 _COUNTS = re.compile(r"(n|num|number_of)_?(\w+_)?heads?|heads")
 
 

@@ -106,9 +106,12 @@ def from_module(
     forward writes them. A parameter that a forward reads outside every unit is a unit
     call of its own. With a plan, as ``ff.nn.column_linear`` and ``row_linear``: layers
     that follow each other on one input share its sum, so that a decoder layer sends
-    four all-reduces of an activation.
+    four all-reduces of an activation; where sequences are split, four gathers and four
+    scatters, of the same bytes, and an all-reduce of each parameter that meets
+    positions (the first layer and the last send a gather more between them).
 
-    Source: of plans, Shoeybi et al., Megatron-LM, 2019.
+    Source: of plans, Shoeybi et al., Megatron-LM, 2019; of sequences, Korthikanti et
+    al., 2022.
 
     >>> import torch, fsfunc as ff
     >>> model = torch.nn.Sequential(torch.nn.Linear(2, 2), torch.nn.BatchNorm1d(2))

@@ -16,11 +16,15 @@ import torch
 from torch import Tensor
 
 from fsfunc import _torch, tree
-from fsfunc.comm.collective_ops import over
 from fsfunc.comm.collectives import all_gather, pcast
 from fsfunc.comm.groups import axis_size
-from fsfunc.comm.linear_maps import LinearMap
-from fsfunc.interop.split_values import Followed, SplitTensor
+from fsfunc.interop.split_values import (
+    Followed,
+    SplitTensor,
+    is_split,
+    joined,
+    own_positions,
+)
 from fsfunc.nn.draws import own_draws
 from fsfunc.runtime.generators import States, generator_states
 from fsfunc.sharded.leaf import is_sharded
@@ -106,18 +110,18 @@ class SplitFlow:
             TypeError: none comes first, or another too.
         """
         if self.sequence is None:
-            if any(map(_is_split, tree.leaves((args, keywords), is_leaf=_is_split))):
-                return tree.map(_joined, (args, keywords), is_leaf=_is_split)
+            if any(map(is_split, tree.leaves((args, keywords), is_leaf=is_split))):
+                return tree.map(joined, (args, keywords), is_leaf=is_split)
             return args, keywords
-        x = _part(args[0] if args else None, self.sequence)
-        rest, keywords = tree.map(self._beside, (args[1:], keywords), is_leaf=_is_split)
+        x = own_positions(args[0] if args else None, self.sequence)
+        rest, keywords = tree.map(self._beside, (args[1:], keywords), is_leaf=is_split)
         self._length = x.shape[1]
         self._whole = {id(y): y for y in tree.leaves((rest, keywords))}
         return (x, *rest), keywords
 
     def _beside(self, x: Any) -> Any:
         """What a unit is given whole, as it meets parts of a sequence."""
-        if _is_split(x):
+        if is_split(x):
             raise TypeError(
                 f'plan: a "sequence" unit is given {x} beside its first argument: '
                 "give it one split sequence, or leave it out of the plan"
@@ -215,7 +219,7 @@ class SplitFlow:
             if x.ndim < 3 or x.shape[1] != length:
                 raise RuntimeError(
                     f"plan: {row!r} takes {tuple(x.shape)}, of which dim 1 is to be the"
-                    f' sequence of {length} positions: leave the unit"sequence" out'
+                    f' sequence of {length} positions: leave "sequence" out'
                 )
         states, self._states = self._states, []
         if states and any(not torch.equal(g.get_state(), s) for g, s in states):
@@ -285,38 +289,6 @@ class SplitFlow:
                     f'plan: {name!r} is "whole", as what meets split features, and the '
                     "unit's row layers take nothing of it: leave it out of the plan"
                 )
-
-
-def _is_split(x: Any) -> bool:
-    return isinstance(x, SplitTensor)
-
-
-def _joined(x: Any) -> Any:
-    """A sequence that comes split, whole; split logits stay so."""
-    if not _is_split(x) or x.along == -1:
-        return x
-    return all_gather(x.local, x.axis, dim=1, to="I")
-
-
-def _part(x: Any, axis: str) -> Tensor:
-    """This rank's part of a sequence, which comes split or whole."""
-    n = axis_size(axis)
-    if _is_split(x) and (x.axis, x.along) == (axis, 1 - x.ndim):
-        return x.local
-    if not isinstance(x, Tensor) or x.ndim < 3 or not x.is_floating_point():
-        raise TypeError(
-            'plan: a "sequence" unit takes hidden states [batch, sequence, ...] as its '
-            f"first argument, not by keyword; got {getattr(x, 'shape', x)}"
-        )
-    length = x.shape[1]
-    if length % n or n > 1 and length < 2 * n:  # one position would broadcast
-        near = [k * n for k in (length // n, length // n + 1) if k > 1] or [2 * n]
-        raise ValueError(
-            f'plan: a sequence of {length} positions is not split over axis "{axis}" '
-            f"of size {n}, which needs a multiple of {n} from {2 * n}: pad it to "
-            f'{near[-1]}, or plan no "sequence"'
-        )
-    return over(x, axis, lambda *_: LinearMap("slice", "I", "V", dim=1))
 
 
 def _nodes(values: Any) -> list[Any]:

@@ -16,11 +16,13 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
 from fsfunc import tree
-from fsfunc.comm.collectives import pcast
+from fsfunc.comm.collective_ops import over
+from fsfunc.comm.collectives import all_gather, pcast
 from fsfunc.comm.groups import axis_size
+from fsfunc.comm.linear_maps import LinearMap
 from fsfunc.nn.cross_entropy import vocab_cross_entropy
 
-__all__ = ["Followed", "SplitTensor"]
+__all__ = ["Followed", "SplitTensor", "is_split", "joined", "own_positions"]
 
 
 class SplitTensor:
@@ -134,10 +136,11 @@ class SplitTensor:
         if self.along != -1:
             self._refuse("cross_entropy")
         if func is F.cross_entropy:
-            names = ("weight", "size_average", "ignore_index", "reduce", "reduction")
-            keywords |= dict(zip(names, args, strict=False))
-            others = [keywords.pop(x, None) for x in (names[0], names[1], names[3])]
-            if any(x is not None for x in others) or args[5:] or self.local.ndim > 2:
+            keywords |= dict(zip(_OPTIONS, args, strict=False))
+            others = [
+                keywords.pop(x, None) for x in ("weight", "size_average", "reduce")
+            ]
+            if any(x is not None for x in others) or self.local.ndim > 2:
                 self._refuse("cross_entropy with weights, or of dims behind classes,")
         elif (args or (keywords.pop("axis", None),))[0] not in (None, self.axis):
             self._refuse("vocab_cross_entropy over another axis")
@@ -156,6 +159,38 @@ class SplitTensor:
             "rank's positions: what is done to them belongs into a unit, which has "
             'them whole unless it is a "sequence" too; .local is this rank\'s part'
         )
+
+
+def is_split(x: Any) -> bool:
+    return isinstance(x, SplitTensor)
+
+
+def joined(x: Any) -> Any:
+    """A sequence that comes split, whole; split logits stay so."""
+    if not is_split(x) or x.along == -1:
+        return x
+    return all_gather(x.local, x.axis, dim=x.along, to="I")
+
+
+def own_positions(x: Any, axis: str) -> Tensor:
+    """This rank's part of a sequence, which comes split or whole."""
+    n = axis_size(axis)
+    if is_split(x) and (x.axis, x.along) == (axis, 1 - x.ndim):
+        return x.local
+    if not isinstance(x, Tensor) or x.ndim < 3 or not x.is_floating_point():
+        raise TypeError(
+            'plan: a "sequence" unit takes hidden states [batch, sequence, ...] as its '
+            f"first argument, not by keyword; got {getattr(x, 'shape', x)}"
+        )
+    length = x.shape[1]
+    if length % n or n > 1 and length < 2 * n:  # one position would broadcast
+        near = [k * n for k in (length // n, length // n + 1) if k > 1] or [2 * n]
+        raise ValueError(
+            f'plan: a sequence of {length} positions is not split over axis "{axis}" '
+            f"of size {n}, which needs a multiple of {n} from {2 * n}: pad it to "
+            f'{near[-1]}, or plan no "sequence"'
+        )
+    return over(x, axis, lambda *_: LinearMap("slice", "I", "V", dim=1))
 
 
 class Followed(TorchFunctionMode):
@@ -197,20 +232,19 @@ def _is_mask(x: Any) -> bool:
     return isinstance(x, Tensor) and x.dtype == torch.bool
 
 
-_TOLD = {
-    "dtype",
-    "device",
-    "layout",
-    "ndim",
-    "dim",
-    "is_floating_point",
-    "requires_grad",
-}
+_TOLD = {"dtype", "device", "ndim", "dim", "is_floating_point", "requires_grad"}
 _ELEMENTWISE = {
     "add", "radd", "sub", "rsub", "mul", "rmul", "div", "truediv", "true_divide",
     "rtruediv", "neg", "tanh", "to", "float", "double", "half", "bfloat16", "clone",
     "contiguous", "detach",
 }  # fmt: skip
+
+
+_OPTIONS = (
+    "weight", "size_average", "ignore_index", "reduce", "reduction", "label_smoothing",
+)  # fmt: skip
+
+_UNKNOWN = ("weight", "size_average", "reduce")
 
 
 def _operator(name: str) -> Any:

@@ -86,9 +86,12 @@ def alone(name):
     return ff.value_and_grad(loss)(params, batch)
 
 
-def on_ranks(name, transform, axes):
+@functools.cache
+def on_ranks(name, how, data=2):
     """(loss and whole gradients, ledger) by rank."""
     apply, params, loss, batch = made(name)
+    transform, axes = TRANSFORMS[how]
+    axes = axes or {"data": data, "model": 2}
     mesh = simulated(**axes)
 
     def main():
@@ -125,8 +128,7 @@ CASES += [("qwen3", "no shard"), ("sequence", "pipeline")]
 
 @pytest.mark.parametrize(("name", "how"), CASES)
 def test_a_split_model_has_the_gradients_of_one_device(name, how):
-    transform, axes = TRANSFORMS[how]
-    for found, _ in on_ranks(name, transform, axes or {"data": 2, "model": 2}):
+    for found, _ in on_ranks(name, how, 2):
         close(found, alone(name), 1e-10)
 
 
@@ -140,8 +142,7 @@ def test_a_layer_sends_four_sums_of_an_activation(name, data):
     sum into the first layer (backward) and out of the last, and gradients of norms and
     row biases.
     """
-    axes = {"data": data, "model": 2}
-    found = on_ranks(name, TRANSFORMS["zero=3"][0], axes)
+    found = on_ranks(name, "zero=3", data)
     n, tokens = 2, ROWS // data * LENGTH
     reduced = 2 * (n - 1) * tokens * WIDTH * ITEM // n
     logits = (n - 1) * tokens * WORDS // n * ITEM
@@ -157,7 +158,7 @@ def test_a_layer_sends_four_sums_of_an_activation(name, data):
 
 
 def test_a_planned_step_sends_what_the_step_sends():
-    apply, params, loss, batch = made()
+    apply, params, loss, batch = made("sequence")
     mine = {name: x[: ROWS // 2] for name, x in batch.items()}
 
     def build(backend):
@@ -404,6 +405,8 @@ class Part(nn.Module):
         self.weight = nn.Parameter(torch.ones(4))
         if what == "mixer":
             self.mix = nn.Conv1d(4, 4, 1)
+        if what == "statistics":
+            self.norm = nn.BatchNorm1d(4, affine=False)
 
     def forward(self, x):
         y = self.pair(x.flatten(0, 1) if self.what == "flat" else x)
@@ -568,6 +571,11 @@ def running(
             taking(Parts("mixer"), PARTS, units="blocks.*"),
             ValueError,
             "'blocks.0.mix' is in 'blocks.0', a \"sequence\", .* split it as",
+        ),
+        "what is of all positions": (
+            taking(Parts("statistics"), PARTS, units="blocks.*"),
+            ValueError,
+            "'blocks.0.norm', a BatchNorm1d, is of all positions: leave the sequence",
         ),
         "layers in the sequence itself": (
             taking(
