@@ -23,6 +23,7 @@ from fsfunc import _torch
 from fsfunc.comm.attribution import label
 from fsfunc.comm.backends.link import Done, Handle
 from fsfunc.comm.groups import RankGroup, group, strided
+from fsfunc.core.casts import Casts
 from fsfunc.core.frames import frame, running
 from fsfunc.runtime.buffer_pool import BufferPool
 from fsfunc.runtime.memory_kinds import count_as
@@ -245,7 +246,7 @@ class ShardRuntime:
             self.gathering[name] = call, work, shard.flat.detach()
 
     def take(
-        self, calls: Calls, shards: Sequence[FlatShard], dtype: torch.dtype | None
+        self, calls: Calls, shards: Sequence[FlatShard], casts: Casts | None
     ) -> Calls:
         """Brings in what a unit call reads, and sends for what the next one will."""
         if running().recompute:
@@ -272,11 +273,11 @@ class ShardRuntime:
         at = self.count.get(micro, 0)
         self.count[micro] = at + 1
         if self.size > 1:
-            self._prefetch(self.first + at, shards, dtype)
+            self._prefetch(self.first + at, shards, casts)
         return calls
 
     def _prefetch(
-        self, at: int, shards: Sequence[FlatShard], dtype: torch.dtype | None
+        self, at: int, shards: Sequence[FlatShard], casts: Casts | None
     ) -> None:
         """Sends for what comes after the program's call number ``at``."""
         order = shards[0].members[0].order
@@ -289,7 +290,7 @@ class ShardRuntime:
             alike = self.named.get(name, ())
             if self.copy < len(alike):
                 shard = alike[self.copy]
-                self._send_for(shard, _dtype(shard, dtype), self.recent)
+                self._send_for(shard, _dtype(shard, casts), self.recent)
 
     def _take_again(self, calls: Calls, shards: Sequence[FlatShard]) -> Calls:
         """The same for a recompute: the calls of the first run, which last."""
@@ -507,10 +508,12 @@ def _divided_before(n: int) -> int:
 _BUFFER = attrgetter("buffer")
 
 
-def _dtype(shard: FlatShard, compute: torch.dtype | None) -> torch.dtype:
-    """In which dtype a buffer is gathered, where units compute in ``compute``."""
+def _dtype(shard: FlatShard, casts: Casts | None) -> torch.dtype:
+    """In which dtype a buffer is gathered, as far as is known before the call."""
     own = shard.flat.dtype
-    return own if compute is None or not own.is_floating_point else compute
+    if casts is None or not own.is_floating_point:
+        return own
+    return (shard.members[0].compute or own) if casts.overrides else casts.compute
 
 
 def _among(call: GatheredCall, calls: Calls) -> bool:
