@@ -6,7 +6,7 @@ checked before a call sends anything.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from difflib import get_close_matches
 from typing import Any
 
@@ -16,7 +16,7 @@ from fsfunc import _torch
 from fsfunc.interop.layer_scopes import Scopes, head_dim
 from fsfunc.interop.module_tensors import Tensors
 from fsfunc.interop.split_experts import check_experts, kind_of
-from fsfunc.interop.split_layers import KINDS
+from fsfunc.interop.split_layers import KINDS, gather_sequence
 from fsfunc.sharded.layout import Split
 from fsfunc.sharded.leaf import is_sharded
 from fsfunc.tree.structure import matches
@@ -34,6 +34,8 @@ class LayerPlan:
             have a part of.
         meeting: whole parameters that meet split features, and the weight of a column
             layer that makes these.
+        sequences: units whose sequence is split, and such a weight in each.
+        around: the modules in them that take the whole sequence.
     """
 
     def __init__(
@@ -42,9 +44,11 @@ class LayerPlan:
         layouts: Mapping[str, Split],
         heads: Mapping[str, int],
         meeting: Mapping[str, str],
+        sequences: Mapping[str, str],
+        around: Iterable[str],
     ):
-        self.words, self.layouts = words, layouts
-        self.heads, self.meeting = heads, meeting
+        self.words, self.layouts, self.heads = words, layouts, heads
+        self.meeting, self.sequences, self.around = meeting, sequences, around
 
     def install(self, template: nn.Module) -> None:
         """Makes the layers of a copy of the module run split, in calls on parts."""
@@ -52,6 +56,10 @@ class LayerPlan:
             m = template.get_submodule(name)
             kind = kind_of(type(m)) if word == "expert" else type(m)
             m.__class__ = KINDS.get((word, type(m)), kind)
+        for name in self.around:
+            template.get_submodule(name).register_forward_pre_hook(
+                gather_sequence, prepend=True, with_kwargs=True
+            )
 
     def check(self, params: Mapping[str, Any]) -> None:
         """Looks at how the parameters of a unit lie.
@@ -106,7 +114,7 @@ def planned(
         ValueError: a word that is none; a pattern that matches no module, two that
             match one; a parameter that others have too and leave whole; a column layer
             that no row layer of its unit follows, or does not as each feature or head
-            is taken by itself.
+            is taken by itself; a sequence unit that is none, or may mix positions.
     """
     plain = {k: x if isinstance(x, str) else x[0] for k, x in plan.items()}
     words, by = _words(module, plain)
@@ -118,6 +126,10 @@ def planned(
                 ' features go over one axis from layer to layer; "expert" alone takes '
                 "an axis of its own"
             )
+    scopes = Scopes(module, units, words)
+    split = [name for name, word in words.items() if word == "sequence"]
+    for unit in split:
+        words |= scopes.within_sequence(unit)
     names = {id(x): name for name, x in tensors.all.items()}
     layouts: dict[str, Split] = {}
     uses: dict[str, list[tuple[str, int | str | None]]] = {}
@@ -135,18 +147,22 @@ def planned(
                 "optimizer by ff.masked"
             )
     _check_ties(uses)
-    scopes, heads, meeting = Scopes(module, units, words), {}, {}
+    scopes = Scopes(module, units, words)
+    heads, meeting, sequences, around = {}, {}, {}, set()
     for layer, word in words.items():
         m = module.get_submodule(layer)
         if word == "column":
-            scopes.check(layer)
+            above, unit = scopes.around(layer), scopes.unit_of(layer)
+            if unit in split:
+                sequences.setdefault(unit, names[id(m.weight)])
+                around.add(above)
             if size := head_dim(module, layer):
                 heads[names[id(m.weight)]] = size
         elif word == "whole":
             weight = module.get_submodule(scopes.column_beside(layer)).weight
             for x in m.parameters(recurse=False):
                 meeting[names[id(x)]] = names[id(weight)]
-    return LayerPlan(words, layouts, heads, meeting)
+    return LayerPlan(words, layouts, heads, meeting, sequences, around)
 
 
 def _lies(splits: tuple[Split, ...]) -> str:
@@ -184,12 +200,14 @@ def _words(
 
 
 def _check_layer(name: str, m: nn.Module, word: str) -> None:
-    known = sorted({*(known for known, _ in KINDS), "expert", "whole"})
+    known = sorted({*(known for known, _ in KINDS), "expert", "sequence", "whole"})
     if word not in known:
         raise ValueError(
             f"plan: {name!r} is given {word!r}; a layer is {', '.join(known[:-1])} or "
             f"{known[-1]}"
         )
+    if word == "sequence":
+        return
     if word == "whole" and any(True for _ in m.parameters(recurse=False)):
         return
     if word == "expert":
