@@ -11,6 +11,7 @@ from collections.abc import Sequence
 
 import torch
 from torch import Tensor
+from torch.overrides import handle_torch_function, has_torch_function
 
 from fsfunc import _torch
 from fsfunc.nn.token_losses import Targets, TokenLoss
@@ -76,6 +77,12 @@ def vocab_cross_entropy(
     >>> [round(x, 4) for x in ff.spmd(main, mesh)()]
     [4.0, 4.0]
     """
+    if has_torch_function((logits,)):  # split logits know their axis
+        given: dict = {"label_smoothing": label_smoothing, "z_loss": z_loss}
+        given |= {"ignore_index": ignore_index, "reduction": reduction}
+        return handle_torch_function(
+            vocab_cross_entropy, (logits,), logits, targets, axis, **given
+        )
     what = "vocab_cross_entropy"
     if not logits.is_floating_point():
         raise TypeError(f"{what} needs floating logits, got {logits.dtype}")

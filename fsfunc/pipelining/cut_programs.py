@@ -53,7 +53,9 @@ class Cuts:
         flat, structure = tree.flatten(chosen, is_leaf=is_sharded)
         kinds = tuple(map(kind_of, flat))
         loss = number, _code(fn), structure
-        key = (loss, part.shapes, kinds)
+        # Of split leaves a unit may make parts, of other shapes.
+        split = any(isinstance(x, Sharded) and x.layout.splits for x in flat)
+        key = (loss, part.shapes, kinds, split)
         if key not in self.known:
             args = tree.map(plain, part.args, is_leaf=is_sharded)
             fn, args = _first(fn, args, argnums)
