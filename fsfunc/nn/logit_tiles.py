@@ -37,6 +37,7 @@ _NOTHING = nullcontext()
 
 
 def wide_of(x: Tensor) -> torch.dtype:
+    """The dtype to sum in: fp32 at least."""
     return torch.promote_types(x.dtype, torch.float32)
 
 

@@ -531,7 +531,7 @@ LINEAR = lambda *args, **how: lambda: linear_cross_entropy(*args, **how)  # noqa
 
 @refusals(
     {
-        "past the end": (VOCAB(X, bad(3)), IndexError, "target 3 .* of 3 .* 0 to 2"),
+        "past the end": (VOCAB(X, bad(3)), IndexError, "target 3 .* of 3: .* 0 to 2"),
         "below 0": (VOCAB(X, bad(-1)), IndexError, "target -1 .* ignore_index=-100"),
         "of a tile": (LINEAR(X, W, bad(6)), IndexError, "target 6 .* 0 to 5"),
         "past all ranks": (
@@ -549,8 +549,8 @@ LINEAR = lambda *args, **how: lambda: linear_cross_entropy(*args, **how)  # noqa
             IndexError,
             "target 9",
         ),
-        "probabilities": (VOCAB(X, X), TypeError, "integer targets"),
-        "truth values": (VOCAB(X, Y > 0), TypeError, "integer targets"),
+        "probabilities": (VOCAB(X, X), TypeError, "targets are integers"),
+        "truth values": (VOCAB(X, Y > 0), TypeError, "targets are integers"),
         "integers": (VOCAB(Y[None], Y[:1]), TypeError, "floating logits"),
         "too few targets": (VOCAB(X, Y[:2]), ValueError, r"\(2,\) for .* \(4,\)"),
         "no class": (VOCAB(X[:, :0], Y), ValueError, "one at least"),
@@ -587,7 +587,7 @@ LINEAR = lambda *args, **how: lambda: linear_cross_entropy(*args, **how)  # noqa
         "not divided": (
             of_leaf((7, 3), ff.Split(0, "model", 2)),
             ValueError,
-            "vocabulary of 7 .* pad it to 8, or cut it to 6",
+            "divide 7: pad it to 8, or cut it to 6",
         ),
     }
 )  # fmt: skip
