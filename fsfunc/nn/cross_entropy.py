@@ -123,23 +123,14 @@ def _blocks(z: Tensor) -> list[slice]:
 def exponentiated(
     z: Tensor, own: Targets, smooth: bool
 ) -> tuple[tuple[Tensor, ...], Tensor]:
-    """The sums and largest logit of each row of ``z``, [N, V].
-
-    In place: ``z`` becomes exp(z - largest).
-    """
-    found = [_exponentiated(z[i], own[i], smooth) for i in _blocks(z)]
-    *sums, top = (torch.cat(parts) for parts in zip(*found, strict=True))
-    return tuple(sums), top
-
-
-def _exponentiated(z: Tensor, own: Targets, smooth: bool) -> tuple[Tensor, ...]:
+    """The row's sums and largest logit; ``z`` becomes exp(z - largest), in place."""
     target = z.gather(-1, own.at.unsqueeze(-1)).squeeze(-1)
     sums = (torch.where(own.mine, target, 0),)
     if smooth:
         sums = (*sums, z.sum(-1))
     top = z.amax(-1).clamp(min=torch.finfo(z.dtype).min)  # -inf - -inf would be NaN
     z.sub_(top.unsqueeze(-1)).exp_()
-    return top + z.sum(-1).log(), *sums, top
+    return (top + z.sum(-1).log(), *sums), top
 
 
 def gradient_of(p: Tensor, own: Targets, slopes: Sequence[Tensor]) -> Tensor:
