@@ -84,10 +84,7 @@ def column_linear(
             dim = w.layout.splits[0].dim if axis is not None else 0  # type: ignore
             b = part_of("column_linear", b, (dim,), like=w)[0].flatten()
         added.append(b)
-    if sequence_dim is not None:
-        sequence_dim = token_dim("column_linear", x, sequence_dim)
-    elif axis is not None:
-        refuse_mean("column_linear", axis)
+    sequence_dim = _checked("column_linear", x, axis, sequence_dim)
     if axis is not None:
         x = _whole(x, axis, sequence_dim)
     found = []
@@ -117,7 +114,8 @@ def row_linear(
 
     Raises:
         ValueError: a weight split along another dim; a bias that is split; a length
-            along ``sequence_dim`` that the axis does not divide.
+            along ``sequence_dim`` that the axis does not divide; without it, an axis
+            over which ``shard`` averages.
 
     Cost: one all-reduce of the result; with ``sequence_dim`` one reduce-scatter, and
     backward one all-gather.
@@ -127,8 +125,7 @@ def row_linear(
     """
     part, axis = part_of("row_linear", weight, (1,))
     _refuse_split(bias)
-    if sequence_dim is not None:
-        sequence_dim = token_dim("row_linear", x, sequence_dim)
+    sequence_dim = _checked("row_linear", x, axis, sequence_dim)
     if axis is None:
         return F.linear(x, part, bias)
     y = _summed(_linear(x, part, None, sequence_dim), axis, sequence_dim)
@@ -185,8 +182,7 @@ def vocab_embedding(
     y = F.embedding(own.at, part, padding_idx if known else None)
     if isinstance(padding_idx, Tensor):  # on a vmap mesh, that of every rank
         y = torch.where((own.at == padding_idx).unsqueeze(-1), y.detach(), y)
-    if sequence_dim is not None:
-        sequence_dim = token_dim("vocab_embedding", y, sequence_dim)
+    sequence_dim = _checked("vocab_embedding", y, axis, sequence_dim)
     return _summed(torch.where(own.mine.unsqueeze(-1), y, 0), axis, sequence_dim)
 
 
@@ -239,6 +235,14 @@ def token_dim(what: str, x: Tensor, dim: int) -> int:
             "dims before the last, of tokens"
         )
     return dim % x.ndim
+
+
+def _checked(what: str, x: Tensor, axis: str | None, dim: int | None) -> int | None:
+    """``sequence_dim``; without it all ranks of the axis must have the same tokens."""
+    if dim is not None:
+        return token_dim(what, x, dim)
+    refuse_mean(what, axis)
+    return None
 
 
 def _refuse_split(bias: Any) -> None:

@@ -241,6 +241,7 @@ def over_data(layer, x):
     return lambda: ff.spmd(lambda: step(x), simulated(data=2))()
 
 
+ROWS = ff.Layout((4, 4), torch.float32, (ff.Split(1, "data", 2),), "w")
 X, TABLE = torch.ones(3, 4), torch.eye(4)
 
 
@@ -291,6 +292,11 @@ X, TABLE = torch.ones(3, 4), torch.eye(4)
             over_data(lambda w, x: column_linear(x, w), X),
             ValueError,
             'column_linear: over axis "data" shard averages .* another axis',
+        ),
+        "features of ranks' inputs": (
+            over_data(lambda w, x: row_linear(x, ff.Sharded(w.local.T, ROWS)), X),
+            ValueError,
+            'row_linear: over axis "data" shard averages',
         ),
         "tokens of ranks": (
             over_data(vocab_embedding, torch.tensor([1, 2])),
