@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import atexit
 import functools
 import itertools
 import os
@@ -34,6 +35,19 @@ from fsfunc.sharded.inputs import refuse
 __all__ = ["PerRank", "local_batch", "make_mesh", "spmd"]
 
 BACKENDS = ("processes", "simulated", "abstract", "vmap")
+
+
+@atexit.register
+def _end_gloo() -> None:
+    """Ends gloo's threads while there is a Python for them to let go of tensors in.
+
+    A thread lets go of a collective's tensors some time after the wait for it is over,
+    and needs the GIL for that: once Python ends there is none to be had, and the whole
+    process ends by SIGABRT. Registered on import of fsfunc: what registers later, as
+    the saves in the background, runs earlier.
+    """
+    if dist.is_available() and dist.is_initialized() and dist.get_backend() == "gloo":
+        dist.destroy_process_group()
 
 
 class PerRank(list):
