@@ -16,6 +16,7 @@ from fsfunc.comm.collective_ops import Dense, apply_map, hearing
 from fsfunc.comm.crossings import ENTER, LawError
 from fsfunc.comm.groups import RankGroup, group
 from fsfunc.comm.mesh import Axis, Here, Mesh, check_mesh, here
+from fsfunc.core.alike import check_alike
 from fsfunc.core.autodiff import GradientCall, Outcome
 from fsfunc.core.frames import Frame, Interpretation, frame, inside, running
 from fsfunc.core.units import Call
@@ -32,7 +33,6 @@ from fsfunc.transforms.gathered_calls import GatheredCall
 from fsfunc.transforms.gradients import (
     averaged,
     beside,
-    check_alike,
     check_derivatives,
     check_whole,
     collected,
@@ -488,7 +488,9 @@ class Sharding(Interpretation):
                 grads = collected(direct, chosen, runtime)
             taken = {a for h in f.handlers for a in getattr(h, "axes", ())}
             for axis in sorted(heard - taken):
-                check_alike(chosen, grads, runtime, group(axis, at))
+                check_alike(
+                    chosen, grads, runtime.ownership.is_one_value, group(axis, at)
+                )
             if f.tracer is not None:
                 f.tracer.reduced(tuple(chosen), grads)
             return averaged(replace(outcome, grads=grads), runtime, at)

@@ -459,6 +459,50 @@ def test_a_whole_parameter_must_enter_where_activations_vary(zero, enters):
         ff.spmd(main, mesh)()
 
 
+@pytest.mark.parametrize(
+    ("axes", "wrap"),
+    [
+        ({"model": 2}, lambda f, mesh: f),
+        ({"model": 2}, lambda f, mesh: ff.accumulate(ff.remat(f), 2)),
+        (
+            {"pipe": 1, "model": 2},
+            lambda f, mesh: ff.pipeline(f, mesh, "pipe", n_microbatches=2),
+        ),
+        ({"data": 2, "model": 2}, lambda f, mesh: ff.shard(f, mesh, "data")),
+    ],
+    ids=["plain", "accumulate", "pipeline", "shard"],
+)
+@pytest.mark.parametrize("enters", [True, False])
+def test_so_it_must_without_shard_where_others_are_split(axes, wrap, enters):
+    """And integers beside them have no gradient to be compared."""
+    mesh, x = simulated(**axes), wide(4, DIM, seed=3)
+    params = {"up": wide(6, DIM, seed=4), "down": wide(DIM, 6, seed=5)}
+    params |= {"gain": wide(1, seed=6), "ids": torch.arange(3)}
+
+    @ff.unit
+    def layer(p, x):
+        gain = ff.pcast(p["gain"], "model", to="V") if split and enters else p["gain"]
+        return ff.nn.row_linear(ff.nn.column_linear(x, p["up"]) * gain, p["down"])
+
+    call = ff.value_and_grad(lambda p, x: layer(p, x).square().mean())
+    split = False
+    _, expected = call(params, x)
+    split = True
+    layouts = {"up": ff.Split(0, "model"), "down": ff.Split(1, "model")}
+
+    def main():
+        step = wrap(call, mesh)
+        placed = ff.place(step, params, x, layouts=layouts)
+        return ff.unshard(step(placed, x)[1])
+
+    if enters:
+        for found in ff.spmd(main, mesh)():
+            close(found, expected, 1e-12)
+        return
+    with pytest.raises(LawError, match="by 'gain' differs along \"model\".*ff.pcast"):
+        ff.spmd(main, mesh)()
+
+
 def test_ranks_that_never_meet_may_have_gradients_of_their_own():
     mesh = simulated(data=2, member=2)
 
