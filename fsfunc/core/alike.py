@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import inspect
+from collections import Counter
 from collections.abc import Callable, Sequence
 from typing import Any
 from weakref import WeakKeyDictionary
@@ -14,72 +15,78 @@ from torch import Tensor
 from fsfunc import _torch, tree
 from fsfunc.comm.attribution import label
 from fsfunc.comm.crossings import LawError
-from fsfunc.comm.groups import RankGroup, group, strided
+from fsfunc.comm.groups import group, strided
 from fsfunc.comm.ledgers import silence
-from fsfunc.comm.mesh import Mesh, here, maybe_here
+from fsfunc.comm.mesh import here, maybe_here
 from fsfunc.core.frames import frame
 from fsfunc.sharded.leaf import is_sharded
 
-__all__ = ["check_alike", "check_first", "heard_first"]
+__all__ = ["check_alike", "check_beside", "heard_here"]
 
-# By mesh, the losses that a rank has once differentiated.
-_DONE: WeakKeyDictionary[Mesh, set[Any]] = WeakKeyDictionary()
+# By who asks: how often the gradients of a rank, a loss and an axis were compared.
+_TIMES: WeakKeyDictionary[Any, Counter[Any]] = WeakKeyDictionary()
+_ENOUGH = 10  # where some are zero, as behind weights that begin so, till it tells
 
 
-def heard_first(fn: Callable[..., Any]) -> set[str] | None:
-    """For the first gradient call of a loss, what gathers the axes that it asks."""
+def heard_here() -> set[str] | None:
+    """What is to gather the axes that a loss asks, where its gradients are compared."""
     at = maybe_here()
     if at is None or not at.link.moves or at.mesh.backend == "vmap":
         return None
-    f = frame()
-    if f.path or f.runtimes or _torch.functorch_active() or _torch.forward_ad_active():
+    if _torch.functorch_active() or _torch.forward_ad_active():
         return None
-    known = _DONE.setdefault(at.mesh, set())
-    return None if (at.rank, _code(fn)) in known else set()
+    return set()
 
 
-def check_first(
+def check_beside(
     fn: Callable[..., Any], heard: set[str], chosen: Sequence[Any], grads: Sequence[Any]
 ) -> None:
-    """:func:`check_alike` along axes that a loss has asked, where no ``shard`` does so.
+    """:func:`check_alike` of a gradient call that no ``shard`` is around.
 
-    Only where leaves are split over such an axis, of what else is in their trees: then
-    it splits the work of one loss. What others do by hand is theirs.
+    Only along axes over which leaves are split, of what else is in their trees: such an
+    axis splits the work of one loss. What others do by hand is theirs.
     """
-    at = here()
-    taken = {a for h in frame().handlers for a in getattr(h, "axes", ())}
-    for axis in sorted(heard - taken):
-        own = [
-            (x, g)
-            for x, g in zip(chosen, grads, strict=True)
-            if g is not None
-            and any(
-                is_sharded(leaf) and axis in leaf.layout.split_axes
-                for leaf in tree.leaves(x, is_leaf=is_sharded)
-            )
-        ]
-        if own:
-            trees, found = zip(*own, strict=True)
-            check_alike(trees, found, lambda _: True, group(axis, at))
-    _DONE[at.mesh].add((at.rank, _code(fn)))
+
+    def split(x: Any) -> set[str]:
+        leaves = tree.leaves(x, is_leaf=is_sharded)
+        return {a for x in leaves if is_sharded(x) for a in x.layout.split_axes}
+
+    pairs = zip(chosen, grads, strict=True)
+    over = [set() if g is None else split(x) for x, g in pairs]
+    for axis in sorted(heard & set().union(*over)):
+        own = [i for i, axes in enumerate(over) if axis in axes]
+        trees, found = [chosen[i] for i in own], [grads[i] for i in own]
+        check_alike(here().mesh, fn, trees, found, lambda _: True, axis)
 
 
 def check_alike(
+    owner: Any,
+    fn: Callable[..., Any],
     chosen: Sequence[Any],
     grads: Sequence[Any],
     is_one_value: Callable[[Tensor], bool],
-    where: RankGroup,
+    axis: str,
 ) -> None:
     """Raises where ranks that share the work of one loss have unlike gradients.
 
     Of what is one value along an axis without a mean the gradient is one value too. It
-    differs where a parameter met values that vary along the axis, and did not enter.
+    differs where a parameter met values that vary along the axis, and did not enter. It
+    is looked at in the first call of a loss, and while gradients are zero in ten.
+
+    Args:
+        owner: whose calls are counted: the transform's, or the mesh's.
 
     Raises:
         LawError: on every rank; names the leaf, and the way out.
 
     Cost: a gather of two numbers a leaf; it is in no ledger.
     """
+    at = here()
+    times, key = _TIMES.setdefault(owner, Counter()), (at.rank, _code(fn), axis)
+    taken = {a for h in frame().handlers for a in getattr(h, "axes", ())}
+    if axis in taken or times[key] >= _ENOUGH:
+        return
+    where = group(axis, at)
     paths, leaves, treedef = tree.flatten_with_paths(tuple(chosen), is_leaf=is_sharded)
     found: list[Any] = treedef.flatten_up_to(tuple(grads))  # type: ignore[arg-type]
     names, numbers = [], []
@@ -88,16 +95,18 @@ def check_alike(
             g = None if g is None else g._local
         elif not isinstance(x, Tensor) or not is_one_value(x):
             continue
-        if isinstance(g, Tensor) and g.is_floating_point():
+        if isinstance(g, Tensor) and g.is_floating_point() and g.numel():
             wide = strided(g).detach().double()
             names.append(path.partition("/")[2])
             numbers.append(torch.stack([torch.linalg.vector_norm(wide), wide.sum()]))
     if not names:
+        times[key] = _ENOUGH
         return
     with silence(), label("", "gradients that should be alike"):
         every = where.start("all_gather", torch.stack(numbers)).wait()
     every = every.view(where.size, len(names), 2).cpu()
     norms = every[..., :1].amax(0)
+    zeros = bool((norms == 0).any())
     unlike = ((every - every[:1]).abs() > 0.02 * norms).any(-1).any(0)
     if bool(unlike.any()):
         name = names[int(unlike.nonzero()[0])]
@@ -109,6 +118,7 @@ def check_alike(
             "gradient. Where ranks along it have samples of their own, make it an axis "
             "of the shard"
         )
+    times[key] += 1 if zeros else _ENOUGH
 
 
 def _code(fn: Any) -> Any:

@@ -499,7 +499,12 @@ def test_so_it_must_without_shard_where_others_are_split(axes, wrap, enters):
         for found in ff.spmd(main, mesh)():
             close(found, expected, 1e-12)
         return
+    params["down"] *= 0  # as it may begin: then no gradient tells
+    ff.spmd(main, mesh)()
+    params["down"] += 1
     with pytest.raises(LawError, match="by 'gain' differs along \"model\".*ff.pcast"):
+        ff.spmd(main, mesh)()
+    with pytest.raises(LawError):  # again, where somebody caught it
         ff.spmd(main, mesh)()
 
 
