@@ -11,6 +11,7 @@ from torch.func import grad, jvp
 
 import fsfunc as ff
 from fsfunc import tree
+from fsfunc.comm.comparison import RanksDiffer
 from fsfunc.comm.crossings import LawError
 from fsfunc.nn import column_linear, row_linear
 from fsfunc.sharded.leaf import is_sharded
@@ -505,6 +506,21 @@ def test_so_it_must_without_shard_where_others_are_split(axes, wrap, enters):
     with pytest.raises(LawError, match="by 'gain' differs along \"model\".*ff.pcast"):
         ff.spmd(main, mesh)()
     with pytest.raises(LawError):  # again, where somebody caught it
+        ff.spmd(main, mesh)()
+
+
+@pytest.mark.parametrize("axes", [{"model": 2}, {"data": 2, "model": 2}])
+def test_ranks_along_a_split_begin_alike(axes):
+    mesh, x = simulated(**axes), wide(4, DIM, seed=3)
+    layer = ff.unit(lambda p, x: ff.nn.column_linear(x, p["up"]))
+
+    def main():
+        f = lambda p, x: layer(p, x).square().mean()  # noqa: E731
+        f = ff.shard(f, mesh, "data") if "data" in axes else f
+        params = {"up": wide(4, DIM, seed=ff.axis_index("model"))}
+        return ff.place(f, params, x, layouts={"up": UP})
+
+    with pytest.raises(RanksDiffer, match="whole parameters differ"):
         ff.spmd(main, mesh)()
 
 
