@@ -21,6 +21,7 @@ from fsfunc.comm.ledgers import ledger
 from fsfunc.comm.mesh import Mesh
 from fsfunc.core.autodiff import Weighted, value_and_grad
 from fsfunc.core.losses import Summed
+from fsfunc.core.observation import observe_gradients
 from fsfunc.core.units import unit
 from fsfunc.data.loader import batches
 from fsfunc.nn.statistics import (
@@ -31,6 +32,7 @@ from fsfunc.nn.statistics import (
 )
 from fsfunc.optim import (
     Optimizer,
+    adascale,
     add_decayed_weights,
     all_finite,
     chain,

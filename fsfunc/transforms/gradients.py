@@ -26,6 +26,7 @@ from fsfunc.comm.linear_maps import LinearMap
 from fsfunc.core.autodiff import Outcome
 from fsfunc.core.losses import averaged as is_averaged
 from fsfunc.core.losses import is_summed
+from fsfunc.core.observation import UNSEEN
 from fsfunc.core.units import Call
 from fsfunc.sharded.layout import Layout
 from fsfunc.sharded.leaf import FlatShard, Sharded, is_sharded
@@ -35,6 +36,7 @@ __all__ = [
     "averaged",
     "beside",
     "check_derivatives",
+    "check_observed",
     "check_whole",
     "collected",
     "kept_here",
@@ -108,6 +110,23 @@ def collected(grads: Any, chosen: Any, runtime: ShardRuntime) -> tuple[Any, ...]
             if direct is not None and direct._local is not None:  # beside units
                 new.local.add_(direct.local)
     return tree.unflatten(treedef, out)
+
+
+def check_observed(grads: Any, chosen: Any, runtime: ShardRuntime) -> None:
+    """Raises where some of a rank's own gradient has been seen by no observer.
+
+    Raises:
+        LawError: gradients by parts that the loss used beside units, or of leaves that
+            ranks of the mean hold other blocks of.
+    """
+    for shard in runtime.keeps.values():
+        if set(shard.split_axes) & set(runtime.mean_axes):
+            raise LawError(UNSEEN.format(f"{shard.name} is owned by ranks of the data"))
+    old, treedef = tree.flatten(tuple(chosen), is_leaf=is_sharded)
+    for x, g in zip(old, treedef.flatten_up_to(grads), strict=True):
+        if is_sharded(x) and id(x.packed) in runtime.keeps:
+            if g is not None and g._local is not None:
+                raise LawError(UNSEEN.format(f"{x.name!r} is read beside units"))
 
 
 def averaged(outcome: Outcome, runtime: ShardRuntime, at: Any) -> Outcome:

@@ -25,6 +25,7 @@ from fsfunc.comm.backends.link import Done, Handle
 from fsfunc.comm.groups import RankGroup, group, strided
 from fsfunc.core.casts import Casts
 from fsfunc.core.frames import frame, running
+from fsfunc.core.observation import Observation
 from fsfunc.runtime.buffer_pool import BufferPool
 from fsfunc.runtime.memory_kinds import count_as
 from fsfunc.sharded.leaf import FlatShard, Parts
@@ -94,6 +95,7 @@ class ShardRuntime:
         differentiated: the arguments that a gradient call differentiates.
         keeps: by identity, the buffers whose gradients are summed here, in ``grads``;
             ``parts`` has the parts of their leaves that are used beside units.
+        observers: who is to see this rank's gradients before they are reduced.
 
     Of ``accumulate`` loops within, the microbatches' gradients are summed before they
     are reduced. One reduction is in flight at a time.
@@ -116,6 +118,7 @@ class ShardRuntime:
         differentiated: Sequence[Any] = (),
         keeps: dict[int, FlatShard] | None = None,
         parts: Parts | None = None,
+        observers: Sequence[Observation] = (),
     ):
         self.where, self.replicas, self.zero, self.holds = where, replicas, zero, holds
         self.how_gathered, self.how_reduced = gather, reduction
@@ -138,6 +141,9 @@ class ShardRuntime:
         self.depth = len(frame().micro)
         self.keeps = {} if keeps is None else keeps
         self.parts: Parts = {} if parts is None else parts
+        self.observers = observers
+        # What observers are still to see: how many calls give it, and the sum so far.
+        self.unseen: dict[Any, tuple[int, Tensor | None]] = {}
         self.grads: dict[int, Tensor] = {}
         self.due: dict[Any, tuple[FlatShard, Tensor, str, int]] = {}
         self.reducing: list[tuple[FlatShard, Handle | None, Tensor]] = []
@@ -319,6 +325,10 @@ class ShardRuntime:
         """
         if not running().recompute:
             self.calls.setdefault(calls[0].micro, []).append(calls)
+            for call in calls if self.observers else ():
+                if call.keeps and not call.shared:  # else a neighbour gives it
+                    key = id(call.shard), call.micro
+                    self.unseen[key] = self.unseen.get(key, (0, None))[0] + 1, None
 
     def drop(self, calls: Iterable[GatheredCall], but: Calls | None = None) -> None:
         """Forgets gathered buffers; what ``but`` has of them lasts."""
@@ -430,6 +440,8 @@ class ShardRuntime:
 
     def _add(self, call: GatheredCall, shard: FlatShard, buffer: Tensor) -> None:
         """Takes the gradient of one call, which it reduces when all are there."""
+        if self.observers:
+            self._show(call, shard, buffer)
         due = 1  # counted, not numbered: microbatches may come back in any order
         for _, n in call.micro[self.depth :]:
             due *= n
@@ -441,6 +453,18 @@ class ShardRuntime:
             self.due[key] = shard, buffer, call.name, count
         else:
             self._reduce(shard, buffer)
+
+    def _show(self, call: GatheredCall, shard: FlatShard, buffer: Tensor) -> None:
+        """Has observers see the gradient of one microbatch, once all calls gave it."""
+        key = id(shard), call.micro
+        count, held = self.unseen.pop(key)
+        if held is not None:
+            buffer = held.add_(buffer)
+        if count > 1:
+            self.unseen[key] = count - 1, buffer.clone() if held is None else held
+            return
+        for observer in self.observers:
+            observer.see(buffer, shard.split_axes)
 
     def _reduce(self, shard: FlatShard, buffer: Tensor) -> None:
         """Puts a reduction in flight, and waits for the one before."""
@@ -487,6 +511,8 @@ class ShardRuntime:
         self.due.clear()
         while self.reducing:
             self._finish()
+        if self.unseen:
+            raise RuntimeError("a unit call's gradient never came: nothing to observe")
         self.close()
 
 

@@ -20,6 +20,7 @@ from fsfunc.comm.mesh import Axis, Here, Mesh, check_mesh, here
 from fsfunc.core.alike import check_alike, heard_here
 from fsfunc.core.autodiff import GradientCall, Outcome
 from fsfunc.core.frames import Frame, Interpretation, frame, inside, running
+from fsfunc.core.observation import Observation
 from fsfunc.core.units import Call
 from fsfunc.runtime.buffer_pool import pool_of
 from fsfunc.sharded.donated import refuse_spent
@@ -35,6 +36,7 @@ from fsfunc.transforms.gradients import (
     averaged,
     beside,
     check_derivatives,
+    check_observed,
     check_whole,
     collected,
     kept_here,
@@ -463,10 +465,12 @@ class Sharding(Interpretation):
             outer, chosen = f.runtime_of(self), [call.args[i] for i in call.argnums]
             plainly = (self.axis, ())
             keeps = {} if composed else kept_here(chosen, plainly, self._has_laid)
+            observers = [h for h in f.handlers if isinstance(h, Observation)]
             runtime = self._runtime(
                 leaves,
                 at.rank,
                 outer.ownership,
+                observers=observers,
                 first=outer.passed,
                 differentiated=chosen,
                 keeps=keeps,
@@ -493,6 +497,8 @@ class Sharding(Interpretation):
                 outer.goes_on_from(runtime)
             with internal():
                 direct = beside(outcome.grads, chosen, runtime)
+            if observers:
+                check_observed(direct, chosen, runtime)
             if f.tracer is not None:
                 whose, by = outer.ownership.is_one_value, tuple(chosen)
                 f.tracer.gradient(by, direct, whose)
