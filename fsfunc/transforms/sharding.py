@@ -17,6 +17,7 @@ from fsfunc.comm.collective_ops import Dense, apply_map, hearing
 from fsfunc.comm.crossings import ENTER, LawError
 from fsfunc.comm.groups import RankGroup, group
 from fsfunc.comm.mesh import Axis, Here, Mesh, check_mesh, here
+from fsfunc.core.alike import check_alike, heard_here
 from fsfunc.core.autodiff import GradientCall, Outcome
 from fsfunc.core.frames import Frame, Interpretation, frame, inside, running
 from fsfunc.core.observation import Observation
@@ -35,7 +36,6 @@ from fsfunc.transforms.gathered_calls import GatheredCall
 from fsfunc.transforms.gradients import (
     averaged,
     beside,
-    check_alike,
     check_derivatives,
     check_observed,
     check_whole,
@@ -145,7 +145,6 @@ class Sharding(Interpretation):
         self.mesh, self.axis, self.zero, self.copies = mesh, axis, zero, copies
         self.min_bytes = min_bytes
         self.holds = not reshard
-        self._done: set[int] = set()  # ranks that were once through a call
         self.how_gathered = Gather() if gather is None else gather
         self.how_reduced = Reduction() if reduction is None else reduction
 
@@ -180,8 +179,6 @@ class Sharding(Interpretation):
                 out = f(*args, **keywords)
             runtime.close()
             self.ran(at)
-            if at.link.moves:  # else it was only tried
-                self._done.add(at.rank)
             return repack(out, coordinates)
 
     def entered(
@@ -499,8 +496,7 @@ class Sharding(Interpretation):
             )
             if not at.compared and at.link.moves and not composed:
                 check_whole(runtime, group(runtime.mean_axes, at))
-            first = at.rank not in self._done and at.link.moves and not composed
-            heard: set[str] = set()
+            heard = heard_here()
             sizes = tuple((a, self.mesh.axes[a]) for a in self.axes)
             where = tuple((self.mesh.coordinate(a, at.rank), n) for a, n in sizes)
             # In place of the plain call's: a loss is under one mean of ours.
@@ -512,7 +508,7 @@ class Sharding(Interpretation):
             )
             with inside(within):
                 kept = {**call.packed, **keeps}
-                with hearing(heard if first else None):
+                with hearing(heard):
                     outcome = run(replace(call, packed=kept, parts=runtime.parts))
             runtime.finish()
             if all(i == n - 1 for i, n in f.micro):  # of a loop, the last
@@ -526,9 +522,9 @@ class Sharding(Interpretation):
                 f.tracer.gradient(by, direct, whose)
             with internal():
                 grads = collected(direct, chosen, runtime)
-            taken = {a for h in f.handlers for a in getattr(h, "axes", ())}
-            for axis in sorted(heard - taken):
-                check_alike(chosen, grads, runtime, group(axis, at))
+            for axis in sorted(heard or ()):
+                whose = runtime.ownership.is_one_value
+                check_alike(self, call.fn, chosen, grads, whose, axis)
             if f.tracer is not None:
                 f.tracer.reduced(tuple(chosen), grads)
             return averaged(replace(outcome, grads=grads), runtime, at)
