@@ -27,6 +27,8 @@ def quantized(x: Tensor, block: int) -> Tensor:
     >>> quantized(torch.tensor([1.0, -2.0, 4.0]), 4).shape
     torch.Size([8])
     """
+    if not x.shape[-1]:
+        return x.to(torch.uint8)
     blocks = -(-x.shape[-1] // block)
     room = blocks * block - x.shape[-1]
     rows = torch.nn.functional.pad(x.float(), (0, room)).unflatten(-1, (blocks, block))
@@ -42,6 +44,8 @@ def dequantized(sent: Tensor, count: int, block: int) -> Tensor:
     >>> dequantized(quantized(torch.tensor([127.0, -3.2, 0.6]), 4), 3, 4)
     tensor([127.,  -3.,   1.])
     """
+    if not sent.shape[-1]:
+        return sent.float()
     rows = sent.unflatten(-1, (-1, block + 4))
     scale = rows[..., block:].contiguous().view(torch.float32)
     steps = rows[..., :block].view(torch.int8)
@@ -69,6 +73,8 @@ class QuantizedGather(Gather):
         return quantized(part, self.block)
 
     def decode(self, arrived: Tensor, dtype: torch.dtype, count: int) -> Tensor:
+        if not count:
+            return arrived.to(dtype)
         sent = -(-count // self.block) * (self.block + 4)
         rows = dequantized(arrived.view(-1, sent), count, self.block)
         return rows.flatten().to(dtype)

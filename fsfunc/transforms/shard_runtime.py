@@ -197,8 +197,12 @@ class ShardRuntime:
         if place.size == 1:  # cut over no axis: a cast is all that is needed
             source = shard.flat.detach().to(dtype)
             return source, Done(source)
-        source = how.encode(shard.flat.detach(), dtype)
-        full = shard.whole if how.exact else None
+        lossy = self._lossy(shard)
+        if lossy or how.exact:
+            source = how.encode(shard.flat.detach(), dtype)
+        else:  # indices and masks have no rounding
+            source, how = shard.flat.detach().to(dtype), _PLAIN
+        full = None if lossy else shard.whole
         if full is None or full.dtype != dtype:
             full = self.pool.get(place.size * source.numel(), source.dtype, source)
             count_as("gathered", [full])
@@ -213,10 +217,15 @@ class ShardRuntime:
             return full, Done(out.copy_(source))
         return full, how.move(source, where, out, shard.name)
 
+    def _lossy(self, shard: FlatShard) -> bool:
+        """Whether the gather changes what it brings: of numbers that may be rounded."""
+        return not self.how_gathered.exact and shard.flat.is_floating_point()
+
     def arrived(self, shard: FlatShard, full: Tensor, dtype: torch.dtype) -> Tensor:
         """What has arrived, as the whole buffer."""
-        if shard.place.size > 1 and not self.how_gathered.exact:
+        if shard.place.size > 1 and self._lossy(shard):
             full = self.how_gathered.decode(full, dtype, shard.place.chunk)
+            count_as("gathered", [full])
         if self.zero in (1, 2):  # the state keeps it, until it changes
             shard.keep(full)
         return full
@@ -540,6 +549,7 @@ def _divided_before(n: int) -> int:
 
 
 _BUFFER = attrgetter("buffer")
+_PLAIN = Gather()
 
 
 def _dtype(shard: FlatShard, casts: Casts | None) -> torch.dtype:

@@ -39,7 +39,13 @@ __all__ = ["Gather", "Reduction"]
 
 
 class _Way:
-    """Shown by what it is made of: ranks compare how they send."""
+    """Told by what it is made of: ranks compare how they send."""
+
+    def __eq__(self, other: object) -> bool:
+        return type(self) is type(other) and vars(self) == vars(other)
+
+    def __hash__(self) -> int:
+        return hash(repr(self))
 
     def __repr__(self) -> str:
         made = ", ".join(f"{k}={v!r}" for k, v in sorted(vars(self).items()))
