@@ -1,10 +1,18 @@
 """Optimizers as pairs of functions; elementwise over shards, exact across them."""
 
+from fsfunc.optim.adafactor import AdafactorState, adafactor
 from fsfunc.optim.adam import AdamState, sharded_adam
+from fsfunc.optim.averaging import AverageState, ema, swa
 from fsfunc.optim.descent import SgdState, sgd
+from fsfunc.optim.evaluation import eval_params
+from fsfunc.optim.finite import ApplyIfFiniteState, all_finite, apply_if_finite
+from fsfunc.optim.lamb import lamb, lars
+from fsfunc.optim.lion import LionState, lion
 from fsfunc.optim.masking import masked, partition
+from fsfunc.optim.norms import global_norm, leaf_norms
 from fsfunc.optim.optimizer import Optimizer, apply_updates
-from fsfunc.optim.reductions import global_norm, tree_scale, tree_sum
+from fsfunc.optim.reductions import tree_scale, tree_sum
+from fsfunc.optim.schedule_free import ScheduleFreeState, schedule_free
 from fsfunc.optim.schedules import (
     Schedule,
     constant,
@@ -18,30 +26,50 @@ from fsfunc.optim.transformations import (
     add_decayed_weights,
     chain,
     clip_by_global_norm,
+    clip_by_value,
     scale,
 )
+from fsfunc.optim.trust import scale_by_trust_ratio
 
 __all__ = [
+    "AdafactorState",
     "AdamState",
+    "ApplyIfFiniteState",
+    "AverageState",
+    "LionState",
     "Optimizer",
     "Schedule",
+    "ScheduleFreeState",
     "SgdState",
     "TorchState",
+    "adafactor",
     "add_decayed_weights",
+    "all_finite",
+    "apply_if_finite",
     "apply_updates",
     "chain",
     "clip_by_global_norm",
+    "clip_by_value",
     "constant",
     "cosine_decay",
+    "ema",
+    "eval_params",
     "from_torch",
     "global_norm",
     "join",
+    "lamb",
+    "lars",
+    "leaf_norms",
     "linear",
+    "lion",
     "masked",
     "partition",
     "scale",
+    "scale_by_trust_ratio",
+    "schedule_free",
     "sgd",
     "sharded_adam",
+    "swa",
     "tree_scale",
     "tree_sum",
     "warmup_cosine",

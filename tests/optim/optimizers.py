@@ -10,14 +10,22 @@ from hypothesis import strategies as st
 from fsfunc.optim import (
     Optimizer,
     add_decayed_weights,
+    apply_if_finite,
     chain,
     clip_by_global_norm,
+    clip_by_value,
+    ema,
     from_torch,
+    lamb,
+    lars,
+    lion,
     masked,
     partition,
     scale,
+    schedule_free,
     sgd,
     sharded_adam,
+    swa,
 )
 
 
@@ -161,4 +169,43 @@ COMPOSED = {
         sends=True,
     ),
 }
-KINDS = OWN | TORCHS | COMPOSED
+AVERAGING = {
+    "ema": Kind(lambda: ema(sharded_adam(0.1, mask=matrices), 0.8, start=1)),
+    "swa": Kind(lambda: swa(sgd(0.1, momentum=0.9), start=1, every=2)),
+    "schedule-free adam": Kind(
+        lambda: schedule_free(
+            sharded_adam(0.1, b1=0.0, weight_decay=0.0),
+            0.1,
+            weight_decay=0.2,
+            mask=matrices,
+        )
+    ),
+    "clipped schedule-free sgd": Kind(
+        lambda: chain(clip_by_global_norm(1.0), schedule_free(sgd(0.1), 0.1, b1=0.8)),
+        sends=True,
+    ),
+}
+NORMED = {
+    "lion": Kind(lambda: lion(0.1, weight_decay=0.1, mask=matrices)),
+    "clipped lion": Kind(lambda: chain(clip_by_value(0.5), lion(0.1))),
+    "lamb": Kind(lambda: lamb(0.1, weight_decay=0.1, mask=matrices), sends=True),
+    "lars": Kind(
+        lambda: lars(0.1, trust_coefficient=0.1, weight_decay=0.1), sends=True
+    ),
+    "lars, some leaves": Kind(
+        lambda: lars(
+            lambda count: 0.1 / (count + 1),
+            trust_coefficient=0.1,
+            nesterov=True,
+            weight_decay=0.1,
+            mask=matrices,
+            trust_mask=matrices,
+        ),
+        sends=True,
+    ),
+    "if finite": Kind(
+        lambda: apply_if_finite(chain(clip_by_global_norm(1.0), sharded_adam(0.1))),
+        sends=True,
+    ),
+}
+KINDS = OWN | TORCHS | COMPOSED | AVERAGING | NORMED
