@@ -1,18 +1,17 @@
 """Optimizers as pairs of functions; elementwise over shards, exact across them."""
 
-from fsfunc.optim.adafactor import AdafactorState, adafactor
 from fsfunc.optim.adam import AdamState, sharded_adam
 from fsfunc.optim.averaging import AverageState, ema, swa
 from fsfunc.optim.descent import SgdState, sgd
 from fsfunc.optim.evaluation import eval_params
+from fsfunc.optim.factored import AdafactorState, adafactor
 from fsfunc.optim.finite import ApplyIfFiniteState, all_finite, apply_if_finite
-from fsfunc.optim.lamb import lamb, lars
-from fsfunc.optim.lion import LionState, lion
+from fsfunc.optim.iterates import ScheduleFreeState, schedule_free
+from fsfunc.optim.layerwise import lamb, lars
 from fsfunc.optim.masking import masked, partition
 from fsfunc.optim.norms import global_norm, leaf_norms
 from fsfunc.optim.optimizer import Optimizer, apply_updates
 from fsfunc.optim.reductions import tree_scale, tree_sum
-from fsfunc.optim.schedule_free import ScheduleFreeState, schedule_free
 from fsfunc.optim.schedules import (
     Schedule,
     constant,
@@ -21,6 +20,7 @@ from fsfunc.optim.schedules import (
     linear,
     warmup_cosine,
 )
+from fsfunc.optim.sign_descent import LionState, lion
 from fsfunc.optim.torch_optimizers import TorchState, from_torch
 from fsfunc.optim.transformations import (
     add_decayed_weights,

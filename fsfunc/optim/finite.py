@@ -9,11 +9,16 @@ import torch
 from torch import Tensor
 
 from fsfunc import _torch, tree
-from fsfunc.comm.collectives import pmax
+from fsfunc.comm.collective_ops import issue
+from fsfunc.comm.crossings import SUM
+from fsfunc.comm.groups import group
+from fsfunc.comm.linear_maps import LinearMap
 from fsfunc.comm.mesh import maybe_here
 from fsfunc.optim.leaves import Tree, composable, map_flat, split, trainable
 from fsfunc.optim.optimizer import Optimizer
 from fsfunc.sharded.leaf import is_sharded
+
+COUNT = LinearMap("psum", "V", "M")
 
 __all__ = ["ApplyIfFiniteState", "all_finite", "apply_if_finite"]
 
@@ -37,7 +42,7 @@ def all_finite(values: Tree) -> Tensor:
     Returns:
         a 0-dim bool, the same on every rank of the mesh around, if there is one.
 
-    Cost: a pass over the values; one pmax of one number over all axes of the mesh.
+    Cost: a pass over the values; one psum of one number over all axes of the mesh.
 
     >>> all_finite({"w": torch.ones(2), "b": torch.tensor(math.nan)})
     tensor(False)
@@ -53,7 +58,9 @@ def all_finite(values: Tree) -> Tensor:
         odd = (~torch.isfinite(torch.stack(norms))).any().to(torch.float32)
     at = maybe_here()
     if at is not None and at.mesh.size > 1:
-        odd = pmax(odd, tuple(at.mesh.axes))
+        # Of parts it says something of these alone: how many ranks say so is a sum.
+        where = group(tuple(at.mesh.axes))
+        odd = issue(odd, SUM if any(map(is_sharded, leaves)) else COUNT, where)
     return odd == 0
 
 
@@ -83,7 +90,7 @@ def apply_if_finite(optimizer: Optimizer, max_consecutive_errors: int = 5) -> Op
         ValueError: a negative number of errors; an update under ``vmap``, where each
             sample would skip for itself.
 
-    Cost: a pass over the gradients, and one pmax of one number over all axes of the
+    Cost: a pass over the gradients, and one psum of one number over all axes of the
     mesh, before anything is written. Nothing is copied. The number is read on the host,
     which decides, so a device is waited for once a step, after the backward pass. A
     plan is that of a step that is made.

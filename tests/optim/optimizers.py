@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 
 from fsfunc.optim import (
     Optimizer,
+    adafactor,
     add_decayed_weights,
     apply_if_finite,
     chain,
@@ -44,6 +45,7 @@ class Kind:
     exact: bool = False  # by its update, and on shards, to the bit as well
     sends: bool = False
     anew: bool = False  # makes its moments in new memory, donated or not
+    few: bool = False  # examples: it has tests of its own
 
 
 ADAMS = st.fixed_dictionaries(
@@ -169,30 +171,18 @@ COMPOSED = {
         sends=True,
     ),
 }
-AVERAGING = {
-    "ema": Kind(lambda: ema(sharded_adam(0.1, mask=matrices), 0.8, start=1)),
-    "swa": Kind(lambda: swa(sgd(0.1, momentum=0.9), start=1, every=2)),
-    "schedule-free adam": Kind(
-        lambda: schedule_free(
-            sharded_adam(0.1, b1=0.0, weight_decay=0.0),
-            0.1,
-            weight_decay=0.2,
-            mask=matrices,
-        )
-    ),
-    "clipped schedule-free sgd": Kind(
-        lambda: chain(clip_by_global_norm(1.0), schedule_free(sgd(0.1), 0.1, b1=0.8)),
+REDUCING = {
+    "lion": Kind(lambda: chain(clip_by_value(0.5), lion(0.1, mask=matrices)), few=True),
+    "adafactor": Kind(
+        lambda: adafactor(0.1, weight_decay=0.1, mask=matrices),
         sends=True,
+        anew=True,
+        few=True,
     ),
-}
-NORMED = {
-    "lion": Kind(lambda: lion(0.1, weight_decay=0.1, mask=matrices)),
-    "clipped lion": Kind(lambda: chain(clip_by_value(0.5), lion(0.1))),
-    "lamb": Kind(lambda: lamb(0.1, weight_decay=0.1, mask=matrices), sends=True),
+    "lamb": Kind(
+        lambda: lamb(0.1, weight_decay=0.1, mask=matrices), sends=True, few=True
+    ),
     "lars": Kind(
-        lambda: lars(0.1, trust_coefficient=0.1, weight_decay=0.1), sends=True
-    ),
-    "lars, some leaves": Kind(
         lambda: lars(
             lambda count: 0.1 / (count + 1),
             trust_coefficient=0.1,
@@ -202,10 +192,23 @@ NORMED = {
             trust_mask=matrices,
         ),
         sends=True,
+        few=True,
     ),
-    "if finite": Kind(
-        lambda: apply_if_finite(chain(clip_by_global_norm(1.0), sharded_adam(0.1))),
+    "averages, if finite": Kind(
+        lambda: apply_if_finite(
+            ema(swa(sharded_adam(0.1, mask=matrices), every=2), 0.8, start=1)
+        ),
         sends=True,
+        few=True,
+    ),
+    "schedule-free": Kind(
+        lambda: schedule_free(
+            sharded_adam(0.1, b1=0.0, weight_decay=0.0),
+            0.1,
+            weight_decay=0.2,
+            mask=matrices,
+        ),
+        few=True,
     ),
 }
-KINDS = OWN | TORCHS | COMPOSED | AVERAGING | NORMED
+KINDS = OWN | TORCHS | COMPOSED | REDUCING
