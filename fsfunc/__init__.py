@@ -50,6 +50,7 @@ from fsfunc.optim import (
     leaf_norms,
     linear,
     lion,
+    loss_scale,
     masked,
     partition,
     scale,

@@ -5,11 +5,12 @@ from fsfunc.optim.averaging import AverageState, ema, swa
 from fsfunc.optim.descent import SgdState, sgd
 from fsfunc.optim.evaluation import eval_params
 from fsfunc.optim.factored import AdafactorState, adafactor
-from fsfunc.optim.finite import ApplyIfFiniteState, all_finite, apply_if_finite
+from fsfunc.optim.finite import ApplyIfFiniteState, apply_if_finite
 from fsfunc.optim.iterates import ScheduleFreeState, schedule_free
 from fsfunc.optim.layerwise import lamb, lars
+from fsfunc.optim.loss_scaling import LossScaleState, loss_scale
 from fsfunc.optim.masking import masked, partition
-from fsfunc.optim.norms import global_norm, leaf_norms
+from fsfunc.optim.norms import all_finite, global_norm, leaf_norms
 from fsfunc.optim.optimizer import Optimizer, apply_updates
 from fsfunc.optim.reductions import tree_scale, tree_sum
 from fsfunc.optim.schedules import (
@@ -37,6 +38,7 @@ __all__ = [
     "ApplyIfFiniteState",
     "AverageState",
     "LionState",
+    "LossScaleState",
     "Optimizer",
     "Schedule",
     "ScheduleFreeState",
@@ -62,6 +64,7 @@ __all__ = [
     "leaf_norms",
     "linear",
     "lion",
+    "loss_scale",
     "masked",
     "partition",
     "scale",

@@ -16,6 +16,7 @@ from fsfunc.optim.optimizer import (
     State,
     check_fractions,
     check_params_given,
+    check_takes_plainly,
     summed,
 )
 
@@ -137,6 +138,7 @@ def _averaged(
     every: int,
     dtype: torch.dtype | None,
 ) -> Optimizer:
+    check_takes_plainly(name, optimizer)
     if start < 0 or every < 1:
         raise ValueError(
             f"{name} from update {start} on, one in {every}: start must be 0 or more, "

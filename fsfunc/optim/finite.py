@@ -2,25 +2,16 @@
 
 from __future__ import annotations
 
-import math
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from fsfunc import _torch, tree
-from fsfunc.comm.collective_ops import issue
-from fsfunc.comm.crossings import SUM
-from fsfunc.comm.groups import group
-from fsfunc.comm.linear_maps import LinearMap
-from fsfunc.comm.mesh import maybe_here
-from fsfunc.optim.leaves import Tree, composable, map_flat, split, trainable
-from fsfunc.optim.optimizer import Optimizer
-from fsfunc.sharded.leaf import is_sharded
+from fsfunc.optim.leaves import Tree, composable, map_flat
+from fsfunc.optim.norms import all_finite, holds
+from fsfunc.optim.optimizer import Optimizer, check_takes_plainly
 
-COUNT = LinearMap("psum", "V", "M")
-
-__all__ = ["ApplyIfFiniteState", "all_finite", "apply_if_finite"]
+__all__ = ["ApplyIfFiniteState", "apply_if_finite"]
 
 
 class ApplyIfFiniteState(NamedTuple):
@@ -34,40 +25,6 @@ class ApplyIfFiniteState(NamedTuple):
     last_finite: bool
     total_notfinite: int
     inner_state: Any
-
-
-def all_finite(values: Tree) -> Tensor:
-    """Whether no element of the floating leaves is infinite or NaN, on any rank.
-
-    Returns:
-        a 0-dim bool, the same on every rank of the mesh around, if there is one.
-
-    Cost: a pass over the values; one psum of one number over all axes of the mesh.
-
-    >>> all_finite({"w": torch.ones(2), "b": torch.tensor(math.nan)})
-    tensor(False)
-    """
-    leaves = [x for x in tree.leaves(values, is_sharded) if trainable(x)]
-    (buffers,) = split([leaves])
-    tensors = [t.detach() for t in buffers.tensors if t.numel()]
-    device = tensors[0].device if tensors else torch.device("cpu")
-    # Of the largest magnitude, which no sum can overflow.
-    norms = [x.to(device, torch.float64) for x in _largest(tensors)]
-    odd = torch.zeros((), device=device)
-    if norms:
-        odd = (~torch.isfinite(torch.stack(norms))).any().to(torch.float32)
-    at = maybe_here()
-    if at is not None and at.mesh.size > 1:
-        # Of parts it says something of these alone: how many ranks say so is a sum.
-        where = group(tuple(at.mesh.axes))
-        odd = issue(odd, SUM if any(map(is_sharded, leaves)) else COUNT, where)
-    return odd == 0
-
-
-def _largest(tensors: list[Tensor]) -> list[Tensor]:
-    if composable():
-        return [torch.linalg.vector_norm(t, math.inf) for t in tensors]
-    return list(torch._foreach_norm(tensors, math.inf)) if tensors else []
 
 
 def apply_if_finite(optimizer: Optimizer, max_consecutive_errors: int = 5) -> Optimizer:
@@ -88,9 +45,9 @@ def apply_if_finite(optimizer: Optimizer, max_consecutive_errors: int = 5) -> Op
 
     Raises:
         ValueError: a negative number of errors; an update under ``vmap``, where each
-            sample would skip for itself.
+            sample would skip for itself; a `loss_scale` within, which skips by itself.
 
-    Cost: a pass over the gradients, and one psum of one number over all axes of the
+    Cost: a pass over the gradients, and one pmax of one number over all axes of the
     mesh, before anything is written. Nothing is copied. The number is read on the host,
     which decides, so a device is waited for once a step, after the backward pass. A
     plan is that of a step that is made.
@@ -98,11 +55,12 @@ def apply_if_finite(optimizer: Optimizer, max_consecutive_errors: int = 5) -> Op
     >>> from fsfunc.optim.descent import sgd
     >>> optimizer = apply_if_finite(sgd(1.0), 2)
     >>> w, state = torch.ones(2), optimizer.init(torch.ones(2))
-    >>> for g in (torch.tensor([math.inf, 1.0]), torch.ones(2)):
+    >>> for g in (torch.tensor([float("inf"), 1.0]), torch.ones(2)):
     ...     w, state = optimizer.apply(g, state, w)
     >>> w, state.notfinite_count, state.total_notfinite, state.inner_state.count
     (tensor([0., 0.]), 0, 1, 1)
     """
+    check_takes_plainly("apply_if_finite", optimizer)
     if not max_consecutive_errors >= 0:
         raise ValueError(
             f"max_consecutive_errors is {max_consecutive_errors}: it must be 0 or more"
@@ -143,10 +101,8 @@ def apply_if_finite(optimizer: Optimizer, max_consecutive_errors: int = 5) -> Op
 
 
 def _read(flag: Tensor) -> bool:
-    if isinstance(flag, _torch.FakeTensor):
-        return True  # there are no values: what is planned is a step that is made
     try:
-        return bool(flag)
+        return holds(flag)
     except RuntimeError as error:
         if not composable():
             raise

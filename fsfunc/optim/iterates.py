@@ -20,6 +20,7 @@ from fsfunc.optim.optimizer import (
     check_not_negative,
     check_numbers,
     check_params_given,
+    check_takes_plainly,
     summed,
 )
 from fsfunc.optim.schedules import Schedule, rate_at
@@ -98,6 +99,7 @@ def schedule_free(
     >>> y, state.z, state.evaluated(y)
     (tensor([1.7500]), tensor([2.]), tensor([1.5000]))
     """
+    check_takes_plainly("schedule_free", base)
     check_numbers(b1=b1)
     if not 0 < b1 < 1:
         raise ValueError(f"b1 is {b1}: it must be above 0 and below 1, to tell x by")

@@ -16,8 +16,12 @@ import torch
 from torch import Tensor
 from torch.linalg import vector_norm
 
-from fsfunc import tree
+from fsfunc import _torch, tree
+from fsfunc.comm.collective_ops import issue
 from fsfunc.comm.collectives import pmax
+from fsfunc.comm.groups import group
+from fsfunc.comm.linear_maps import LinearMap
+from fsfunc.core.frames import frame
 from fsfunc.optim.leaves import Tree, composable, differentiated, split, trainable
 from fsfunc.optim.reductions import (
     Spread,
@@ -29,7 +33,10 @@ from fsfunc.optim.reductions import (
 )
 from fsfunc.sharded.leaf import is_sharded
 
-__all__ = ["Row", "global_norm", "leaf_norms", "row_norms", "rows_of"]
+__all__ = ["Row", "all_finite", "global_norm", "holds", "leaf_norms", "row_norms"]
+__all__ += ["rows_of"]
+
+_MAX = LinearMap("pmax", to="I")  # of what each rank made of its parts
 
 Row = tuple[Spread, list[Tensor]]  # parts of leaves that are spread alike
 
@@ -76,6 +83,41 @@ def global_norm(values: Tree, p: float = 2.0) -> Tensor:
         return out_of_parts(local[0][1], local[0][0])
     powers = [out_of_parts(norm**p, axes) for axes, norm in local]
     return _root(combined(powers, torch.sum, device, dtype), p)
+
+
+def all_finite(values: Tree) -> Tensor:
+    """Whether all elements of the floating leaves are finite, equal on every rank.
+
+    Under a transform over axes of a mesh every rank of the mesh is asked, whatever it
+    holds: so a step is skipped everywhere or nowhere.
+
+    Args:
+        values: a tree of tensors and shards of any shapes; other leaves count nothing.
+
+    Returns:
+        0-dim bool; true for no leaves.
+
+    Cost: one pass, and one pmax of one number.
+
+    >>> all_finite({"w": torch.ones(2), "b": torch.tensor(float("inf")), "n": 3})
+    tensor(False)
+    """
+    held, dtype = by_axes(values)
+    tensors = [t.detach() for _, ts in held for t in ts if t.numel()]
+    norms = _norms(tensors, math.inf, dtype)
+    bad = combined(norms, lambda x: ~x.isfinite().all(), device_of(held), torch.bool)
+    axes = {a for name, _ in held for a in name or ()}
+    at = frame().at
+    if at is not None and any(getattr(h, "axes", ()) for h in frame().handlers):
+        axes = set(at.mesh.axes)
+    if axes:
+        bad = issue(bad.float(), _MAX, group(tuple(sorted(axes)))) > 0
+    return ~bad
+
+
+def holds(found: Tensor) -> bool:
+    """Whether it is true; without data every step is a good one."""
+    return _torch.fake_active() or found.is_meta or bool(found)
 
 
 def leaf_norms(values: Tree, p: float = 2.0) -> Tree:

@@ -10,6 +10,7 @@ clipping, weight decay and scaling have the same form, and `chain` joins them.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from numbers import Real
 from typing import Any, NamedTuple
 
@@ -25,6 +26,8 @@ Init = Callable[[Tree], State]
 Update = Callable[..., tuple[Tree, State]]
 Apply = Callable[[Tree, State, Tree], tuple[Tree, State]]
 Prepare = Callable[[Tree, State, Tree], Callable[[], tuple[Tree, State]]]
+Run = Callable[[], tuple[Any, Tree]]  # a gradient function called: (value, gradients)
+Take = Callable[[Run, State], tuple[Any, Tree, "Optimizer"]]
 
 
 class _Functions(NamedTuple):
@@ -32,6 +35,7 @@ class _Functions(NamedTuple):
     update: Update
     apply: Apply
     prepare: Prepare
+    take: Take | None
 
 
 class Optimizer(_Functions):
@@ -71,12 +75,13 @@ class Optimizer(_Functions):
         update: Update,
         apply: Apply | None = None,
         prepare: Prepare | None = None,
+        take: Take | None = None,
     ) -> Optimizer:
         if prepare is None:
             prepare = _added(update) if apply is None else _deferred(apply)
         if apply is None:
             apply = _at_once(prepare)
-        return super().__new__(cls, init, update, apply, prepare)
+        return super().__new__(cls, init, update, apply, prepare, take)
 
     def __call__(self, grad_fn: Callable[..., Any]) -> Callable[..., Any]:
         """A train step ``step(state, *batch) -> (state, metrics)``.
@@ -88,7 +93,8 @@ class Optimizer(_Functions):
 
         Returns:
             a step over any state with ``.params`` and ``.apply_gradients(grads,
-            optimizer)``. Its metrics are ``{"loss": value}``, and ``"aux"`` if any.
+            optimizer)``, and ``.opt_state`` where the optimizer has a ``take``. Its
+            metrics are ``{"loss": value}``, and ``"aux"`` if any.
 
         >>> import torch
         >>> from types import SimpleNamespace
@@ -103,14 +109,21 @@ class Optimizer(_Functions):
         """
 
         def train_step(state: Any, *batch: Any, **named: Any) -> tuple[Any, dict]:
-            value, grads = grad_fn(state.params, *batch, **named)
+            run = partial(grad_fn, state.params, *batch, **named)
+            value, grads, optimizer = self.taken(run, state)
             if isinstance(value, tuple):
                 metrics = dict(zip(("loss", "aux"), value, strict=True))
             else:
                 metrics = {"loss": value}
-            return state.apply_gradients(grads, self), metrics
+            return state.apply_gradients(grads, optimizer), metrics
 
         return train_step
+
+    def taken(self, run: Run, state: Any) -> tuple[Any, Tree, Optimizer]:
+        """(value, gradients, who applies them) of one step from a train state."""
+        if self.take is None:
+            return *run(), self
+        return self.take(run, state.opt_state)
 
 
 def _deferred(apply: Apply) -> Prepare:
@@ -249,6 +262,15 @@ def check_fractions(**values: float) -> None:
     for name, value in values.items():
         if not 0 <= value < 1:
             raise ValueError(f"{name} is {value}: it must be at least 0 and below 1")
+
+
+def check_takes_plainly(what: str, optimizer: Optimizer) -> None:
+    """Raise ValueError where ``optimizer`` has a say in how gradients are taken."""
+    if optimizer.take is not None:
+        raise ValueError(
+            f"{what} is given an optimizer that takes gradients in a way of its own, "
+            f"as loss_scale does: put that around, as in loss_scale({what}(...))"
+        )
 
 
 def check_params_given(params: Tree, what: str) -> None:

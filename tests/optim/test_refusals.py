@@ -27,6 +27,7 @@ from fsfunc.optim import (
     leaf_norms,
     linear,
     lion,
+    loss_scale,
     masked,
     partition,
     scale,
@@ -47,6 +48,13 @@ TWO = {"a": P, "b": P}
 BY_PATH = lambda path, leaf: path  # noqa: E731
 DECAYED = add_decayed_weights(0.5, lambda path, leaf: path == "w")
 HALVED = chain(scale(0.5), sgd(0.1))
+SCALED = loss_scale(sgd(0.1))
+AROUND = {
+    "ema": ema,
+    "swa": swa,
+    "apply_if_finite": apply_if_finite,
+    "schedule_free": lambda base: schedule_free(base, 0.1),
+}
 LABELLED = partition({"a": sgd(0.1)}, lambda path, leaf: "a")
 COMPLEX = torch.ones(2, dtype=torch.complex64)
 
@@ -134,6 +142,8 @@ VALUES = [
     ("b1 is 1", lambda: schedule_free(sgd(0.1), 0.1, b1=1)),
     ("learning_rate is -1", lambda: schedule_free(sgd(0.1), -1)),
     (r"call update\(grads, state, params\)", updated(schedule_free(sgd(0.1), 0.1))),
+    *[(f"put that around.*{name}", lambda make=make: make(SCALED))
+      for name, make in AROUND.items()],
     ("max_consecutive_errors is -1", lambda: apply_if_finite(sgd(0.1), -1)),
     ("each sample would skip for itself", vmapped(apply_if_finite(sgd(0.1)))),
     *[("p is", lambda p=p: leaf_norms(P, p)) for p in (0, -1, math.nan)],
