@@ -55,13 +55,13 @@ def test_an_average_is_torchs(average, ours):
 
 
 def test_an_average_starts_late_and_takes_one_in_some():
-    optimizer = ff.swa(ff.sgd(1.0), start=2, every=2)
+    optimizer = ff.swa(ff.sgd(1.0), start=3, every=2)
     w, seen = torch.zeros(1), []
     state = optimizer.init(w)
     for _ in range(6):
         w, state = optimizer.apply(-torch.ones(1), state, w)
         seen.append(state.average.item())
-    assert seen == [0, 0, 3, 3, 4, 4]  # of weights 1 to 6: 3, then 3 and 5
+    assert seen == [0, 0, 0, 4, 4, 5]  # of weights 1 to 6: 4, then 4 and 6
     assert (state.count, state.averaged) == (6, 2)
 
 
@@ -103,7 +103,7 @@ def rms_steps():
 @pytest.mark.parametrize("kind", ["sgd", "adam"])
 @pytest.mark.parametrize("decay", [0.0, 0.2])
 def test_schedule_free_is_the_papers(kind, decay):
-    rate = lambda count: 0.1 * min(1.0, count / 3)  # noqa: E731
+    rate = lambda count: 0.1 * min(count / 3, 1.0, 4 / (count + 1))  # noqa: E731
     p = torch.randn(3, 2, dtype=torch.float64)
     grads = [torch.randn(3, 2, dtype=torch.float64) for _ in range(6)]
     bases = {

@@ -212,8 +212,10 @@ def test_adafactor_is_torchs(shapes, seed, how):
         for leaf, x in zip(leaves, floating(g), strict=True):
             leaf.grad = x.clone()
         theirs.step()
-    after, _ = trained(ff.adafactor(0.1, **how), params, grads)
+    after, state = trained(ff.adafactor(0.1, **how), params, grads)
     assert_near([x.detach() for x in leaves], floating(after), 2e-6)
+    kept = [theirs.state[x].get("row_var") for x in leaves]
+    assert_near([x for x in kept if x is not None], tree.leaves(state.row))
 
 
 @settings(max_examples=6)
