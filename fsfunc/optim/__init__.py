@@ -1,6 +1,7 @@
 """Optimizers as pairs of functions; elementwise over shards, exact across them."""
 
 from fsfunc.optim.adam import AdamState, sharded_adam
+from fsfunc.optim.adaptive_scale import AdaScaleState, adascale
 from fsfunc.optim.averaging import AverageState, ema, swa
 from fsfunc.optim.descent import SgdState, sgd
 from fsfunc.optim.evaluation import eval_params
@@ -34,6 +35,7 @@ from fsfunc.optim.trust import scale_by_trust_ratio
 
 __all__ = [
     "AdafactorState",
+    "AdaScaleState",
     "AdamState",
     "ApplyIfFiniteState",
     "AverageState",
@@ -45,6 +47,7 @@ __all__ = [
     "SgdState",
     "TorchState",
     "adafactor",
+    "adascale",
     "add_decayed_weights",
     "all_finite",
     "apply_if_finite",
