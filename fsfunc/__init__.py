@@ -83,11 +83,11 @@ from fsfunc.tracing.tracer import program
 from fsfunc.transforms.accumulation import accumulate
 from fsfunc.transforms.casting import precision
 from fsfunc.transforms.donation import donate
-from fsfunc.transforms.error_feedback import error_feedback
 from fsfunc.transforms.ownership import assume
 from fsfunc.transforms.policies import SaveAllBut, SaveOnly, checkpoint_name
 from fsfunc.transforms.quantization import QuantizedGather, QuantizedReduction
 from fsfunc.transforms.rematerialization import remat
+from fsfunc.transforms.residuals import error_feedback
 from fsfunc.transforms.selecting import remat_calls
 from fsfunc.transforms.sharding import shard
 from fsfunc.transforms.wire import Gather, Reduction

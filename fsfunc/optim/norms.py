@@ -17,7 +17,7 @@ from torch import Tensor
 from torch.linalg import vector_norm
 
 from fsfunc import _torch, tree
-from fsfunc.comm.collective_ops import issue
+from fsfunc.comm.collective_ops import assumed, issue
 from fsfunc.comm.collectives import pmax
 from fsfunc.comm.groups import group
 from fsfunc.comm.linear_maps import LinearMap
@@ -111,7 +111,8 @@ def all_finite(values: Tree) -> Tensor:
     if at is not None and any(getattr(h, "axes", ()) for h in frame().handlers):
         axes = set(at.mesh.axes)
     if axes:
-        bad = issue(bad.float(), _MAX, group(tuple(sorted(axes)))) > 0
+        mine = assumed(bad.float(), "V")  # no part of a sum, but each rank's word
+        bad = issue(mine, _MAX, group(tuple(sorted(axes)))) > 0
     return ~bad
 
 
