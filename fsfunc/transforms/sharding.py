@@ -156,6 +156,8 @@ class Sharding(Interpretation):
             ("replicate", self.copies),
             ("reshard_after_forward", not self.holds),
             ("min_bytes", self.min_bytes),
+            ("gather", self.how_gathered),
+            ("reduction", self.how_reduced),
         )
 
     @property
