@@ -83,6 +83,7 @@ from fsfunc.tracing.tracer import program
 from fsfunc.transforms.accumulation import accumulate
 from fsfunc.transforms.casting import precision
 from fsfunc.transforms.donation import donate
+from fsfunc.transforms.low_rank import powersgd
 from fsfunc.transforms.ownership import assume
 from fsfunc.transforms.policies import SaveAllBut, SaveOnly, checkpoint_name
 from fsfunc.transforms.quantization import QuantizedGather, QuantizedReduction

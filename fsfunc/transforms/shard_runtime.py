@@ -488,9 +488,9 @@ class ShardRuntime:
             how, whole = self.how_reduced, shard.place.size == 1
             if self.feedback is None:
                 sent = how.encode(buffer, where.size)
+                work = how.move(sent, where, whole, shard.name)
             else:
-                sent = self.feedback.encode(how, buffer, shard, where.size)
-            work = how.move(sent, where, whole, shard.name)
+                work = self.feedback.move(how, buffer, shard, where, whole)
         self.reducing.append((shard, work, buffer))
         if len(self.reducing) > 1:
             self._finish()

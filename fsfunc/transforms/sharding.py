@@ -42,7 +42,7 @@ from fsfunc.transforms.gradients import (
     kept_here,
 )
 from fsfunc.transforms.ownership import Ownership
-from fsfunc.transforms.residuals import NOTHING_LOST, Feedback
+from fsfunc.transforms.residuals import Feedback
 from fsfunc.transforms.shard_runtime import ShardRuntime
 from fsfunc.transforms.transforming import transformed
 from fsfunc.transforms.wire import Gather, Reduction
@@ -483,8 +483,10 @@ class Sharding(Interpretation):
             keeps = {} if composed else kept_here(chosen, plainly, self._has_laid)
             observers = [h for h in f.handlers if isinstance(h, Observation)]
             feedback = [h for h in f.handlers if isinstance(h, Feedback)]
-            if feedback and self.how_reduced.exact:
-                raise ValueError(NOTHING_LOST)
+            if len(feedback) > 1:
+                raise ValueError(_TWICE.format(*(h.called for h in feedback)))
+            for h in feedback:
+                h.check(self.how_reduced)
             runtime = self._runtime(
                 leaves,
                 at.rank,
@@ -552,6 +554,10 @@ class _Recorded(Noted):
         with inside(self.handler.entered(self, f, args, keywords)):
             return f(*args, **keywords)
 
+
+_TWICE = (
+    "{} and {} both take in hand how gradients are summed, of one step: keep one"
+)
 
 _MADE = (
     "unit {!r} of a pipelined loss has a parameter that was made in the loss: whether "
