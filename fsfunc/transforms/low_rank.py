@@ -68,8 +68,8 @@ def powersgd(optimizer: Optimizer, rank: int, min_rate: float = 2.0) -> Optimize
         RuntimeError: a state that was not made of placed parameters; gradients that
             were not taken by its train step.
 
-    Cost: of a unit with matrices [m, n], and e elements beside them, two all-reduces, of
-    4 (sum of m r + e) and 4 (sum of n r) bytes, at any ``zero``, in place of a
+    Cost: of a unit with matrices [m, n], and e elements beside them, two all-reduces,
+    of 4 (sum of m r + e) and 4 (sum of n r) bytes, at any ``zero``, in place of a
     reduce-scatter of all. Under ``replicate`` the parts are then summed as they are.
     The second begins when the first is over, and is waited for at once. float32 memory
     of the matrices' whole gradients on each rank, and 6 m n r FLOPs.
@@ -87,19 +87,21 @@ def powersgd(optimizer: Optimizer, rank: int, min_rate: float = 2.0) -> Optimize
     ...     state = ff.init_state(step, torch.zeros(8, 8), optimizer, x)
     ...     with ff.ledger() as log:
     ...         state, _ = step(state, x)
-    ...     return ff.unshard(state.params)[0, 0].item(), log.bytes(op="psum")
-    >>> ff.spmd(main, mesh)()[0]  # 4 (8 + 8) bytes, and 4 of the loss
-    (-1.0, 68)
+    ...     return ff.unshard(state.params)[0].sum().round(), log.bytes(op="psum")
+    >>> ff.spmd(main, mesh)()[0]  # 4 (8 + 8) bytes, and 8 of the loss
+    (tensor(-8.), 72)
     """
     if not isinstance(rank, int) or rank < 1:
         raise ValueError(f"rank={rank!r}: it is a whole number of 1 or more")
 
     def begin(shard: FlatShard) -> tuple[Tensor, Tensor]:
         cut = _Cut.of(shard, rank, min_rate)
-        draw = torch.Generator().manual_seed(zlib.crc32(shard.buffer.encode()))
-        start = torch.randn(cut.width, generator=draw).to(shard.flat.device)
-        owed = torch.zeros(cut.size, dtype=torch.float32, device=shard.flat.device)
-        return owed, _joined(_orthonormal(cut.rights(start)), start)
+        device, starts = shard.flat.device, []
+        for m in cut.matrices:  # by their names: whatever lies beside them
+            draw = torch.Generator().manual_seed(zlib.crc32(m.name.encode()))
+            starts.append(torch.randn(m.columns, m.rank, generator=draw).to(device))
+        owed = torch.zeros(cut.size, dtype=torch.float32, device=device)
+        return owed, _joined(_orthonormal(starts), owed)
 
     feed = partial(_LowRank, rank=rank, min_rate=min_rate)
     return WithFeedback(optimizer, PowerSGDState, begin, feed).functions()
@@ -110,6 +112,7 @@ class _Matrix(NamedTuple):
     rows: int
     columns: int
     rank: int
+    name: str
 
 
 class _Cut(NamedTuple):
@@ -121,13 +124,14 @@ class _Cut(NamedTuple):
     @classmethod
     def of(cls, shard: FlatShard, rank: int, min_rate: float) -> _Cut:
         matrices, beside, at = [], [], 0
-        for shape, _, start in sorted(shard.views.values(), key=lambda view: view[2]):
+        for member in shard.members:  # in the order of their offsets
+            shape, _, start = shard.views[id(member)]
             rows, columns = (shape[0], math.prod(shape[1:])) if shape else (1, 1)
             r = min(rank, rows, columns)
             if len(shape) > 1 and (rows + columns) * r * min_rate < rows * columns:
                 if start > at:
                     beside.append((at, start))
-                matrices.append(_Matrix(start, rows, columns, r))
+                matrices.append(_Matrix(start, rows, columns, r, member.name))
                 at = start + rows * columns
         if (end := shard.place.size * shard.place.chunk) > at:
             beside.append((at, end))
@@ -158,7 +162,7 @@ class _Cut(NamedTuple):
     def of_buffer(self, buffer: Tensor) -> list[Tensor]:
         """The matrices, of the buffer."""
         found = []
-        for start, rows, columns, _ in self.matrices:
+        for start, rows, columns, *_ in self.matrices:
             found.append(buffer[start : start + rows * columns].view(rows, columns))
         return found
 

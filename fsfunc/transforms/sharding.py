@@ -555,9 +555,7 @@ class _Recorded(Noted):
             return f(*args, **keywords)
 
 
-_TWICE = (
-    "{} and {} both take in hand how gradients are summed, of one step: keep one"
-)
+_TWICE = "{} and {} both take in hand how gradients are summed, of one step: keep one"
 
 _MADE = (
     "unit {!r} of a pipelined loss has a parameter that was made in the loss: whether "
