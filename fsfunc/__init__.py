@@ -83,7 +83,9 @@ from fsfunc.tracing.tracer import program
 from fsfunc.transforms.accumulation import accumulate
 from fsfunc.transforms.casting import precision
 from fsfunc.transforms.donation import donate
+from fsfunc.transforms.hierarchy import HierarchicalGather, HierarchicalReduction
 from fsfunc.transforms.low_rank import powersgd
+from fsfunc.transforms.narrow_wire import CastGather, CastReduction
 from fsfunc.transforms.ownership import assume
 from fsfunc.transforms.policies import SaveAllBut, SaveOnly, checkpoint_name
 from fsfunc.transforms.quantization import QuantizedGather, QuantizedReduction

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
 
@@ -34,6 +34,7 @@ class RankGroup:
     Args:
         mean: whether the loss is the mean over these ranks of their own.
         compared: whether the ranks know that they run one program.
+        levels: of several axes, the group along each.
     """
 
     axis: tuple[str, ...]
@@ -43,6 +44,7 @@ class RankGroup:
     link: Any
     mean: bool = False
     compared: bool = False
+    levels: tuple[RankGroup, ...] = field(default=(), compare=False, repr=False)
 
     @cached_property
     def size(self) -> int:
@@ -138,8 +140,9 @@ def group(axis: Axis, at: Here | None = None) -> RankGroup:
         names = at.mesh.check(axis)
         ranks, mean = at.mesh.members(names, at.rank), set(names) <= set(at.mean)
         index = ranks.index(at.rank)
+        levels = tuple(group(name, at) for name in names) if len(names) > 1 else ()
         at.groups[axis] = RankGroup(
-            names, ranks, index, at.rank, at.link, mean, at.compared
+            names, ranks, index, at.rank, at.link, mean, at.compared, levels
         )
     return at.groups[axis]
 

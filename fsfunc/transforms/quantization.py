@@ -38,8 +38,8 @@ def quantized(x: Tensor, block: int) -> Tensor:
     return torch.cat([steps.view(torch.uint8), scale.view(torch.uint8)], -1).flatten(-2)
 
 
-def dequantized(sent: Tensor, count: int, block: int) -> Tensor:
-    """float32 [..., count] of what :func:`quantized` made.
+def dequantized(sent: Tensor, count: int | None, block: int) -> Tensor:
+    """float32 [..., count] of what :func:`quantized` made; None: with what pads it.
 
     >>> dequantized(quantized(torch.tensor([127.0, -3.2, 0.6]), 4), 3, 4)
     tensor([127.,  -3.,   1.])
@@ -107,15 +107,19 @@ class QuantizedReduction(Reduction):
     def sent(self, encoded: Tensor, count: int) -> Tensor:
         return dequantized(encoded, count, self.block).flatten()
 
-    def move(self, sent: Tensor, where: RankGroup, whole: bool, what: str) -> Handle:
-        if whole:
+    def check(self, axes: tuple[str, ...], zero: int) -> None:
+        if zero == 0:
             raise ValueError(
                 "QuantizedReduction leaves each rank its own range of a sum, and at "
                 "zero=0 a rank needs all of it: use zero=1, 2 or 3"
             )
+
+    def move(self, sent: Tensor, where: RankGroup, whole: bool, what: str) -> Handle:
+        if whole:
+            self.check(where.axis, 0)
         return where.start("all_to_all", sent, what=what)
 
-    def decode(self, arrived: Tensor, dtype: torch.dtype, count: int) -> Tensor:
+    def decode(self, arrived: Tensor, dtype: torch.dtype, count: int | None) -> Tensor:
         return dequantized(arrived, count, self.block).sum(0).to(dtype)
 
 

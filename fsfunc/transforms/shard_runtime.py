@@ -32,7 +32,7 @@ from fsfunc.sharded.leaf import FlatShard, Parts
 from fsfunc.transforms.gathered_calls import Calls, GatheredCall, Micro
 from fsfunc.transforms.ownership import Ownership
 from fsfunc.transforms.residuals import Feedback
-from fsfunc.transforms.wire import Gather, Reduction
+from fsfunc.transforms.wire import Gather, KeptGather, Reduction
 
 __all__ = ["ShardRuntime"]
 
@@ -49,6 +49,21 @@ class Route(NamedTuple):
     where: RankGroup | None
     replicas: RankGroup | None
     apart: RankGroup | None = None
+
+
+class _Near(NamedTuple):
+    """A gather that left something to gather from again."""
+
+    shard: FlatShard
+    version: int
+    wanted: torch.dtype
+    first: KeptGather
+    count: int  # of what arrived, in its dtype
+    dtype: torch.dtype
+
+    def shows(self, shard: FlatShard, dtype: torch.dtype) -> bool:
+        """Whether it is of what ``shard`` is now, in ``dtype``."""
+        return self.version == shard.version and self.wanted == dtype
 
 
 class Routes(dict[tuple[str, ...], Route]):
@@ -145,6 +160,9 @@ class ShardRuntime:
         self.keeps = {} if keeps is None else keeps
         self.parts: Parts = {} if parts is None else parts
         self.observers, self.feedback = observers, feedback
+        # Where gathers leave something to gather from again: what they were.
+        self.near: dict[int, _Near] = {}
+        self.regathers = zero == 3 and not holds and bool(differentiated)
         # What observers are still to see: how many calls give it, and the sum so far.
         self.unseen: dict[Any, tuple[int, Tensor | None]] = {}
         self.grads: dict[int, Tensor] = {}
@@ -180,6 +198,7 @@ class ShardRuntime:
             work.wait()
             self.drop([call])
         self.gathering.clear()
+        self.near.clear()
 
     # Gathers
 
@@ -197,7 +216,12 @@ class ShardRuntime:
         if place.size == 1:  # cut over no axis: a cast is all that is needed
             source = shard.flat.detach().to(dtype)
             return source, Done(source)
-        lossy = self._lossy(shard)
+        lossy, where = self._lossy(shard), self.routes[shard.split_axes].where
+        near = self.near.get(id(shard))
+        if near is not None and near.shows(shard, dtype):
+            full = self.pool.get(near.count, near.dtype, shard.flat)
+            count_as("gathered", [full])
+            return full, near.first.again(full)
         if lossy or how.exact:
             source = how.encode(shard.flat.detach(), dtype)
         else:  # indices and masks have no rounding
@@ -212,10 +236,15 @@ class ShardRuntime:
                 # The state lies in it, and stays what it is: `.data` has a version of
                 # its own. (Any other buffer's tells graphs that it was written.)
                 out = full.data
-        where = self.routes[shard.split_axes].where
         if where is None or where.size == 1:
             return full, Done(out.copy_(source))
-        return full, how.move(source, where, out, shard.name)
+        work = how.move(source, where, out, shard.name)
+        if self.regathers and isinstance(work, KeptGather):
+            count = place.size * source.numel()
+            self.near[id(shard)] = _Near(
+                shard, shard.version, dtype, work, count, source.dtype
+            )
+        return full, work
 
     def _lossy(self, shard: FlatShard) -> bool:
         """Whether the gather changes what it brings: of numbers that may be rounded."""

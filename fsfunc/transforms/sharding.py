@@ -81,7 +81,8 @@ def shard(
             they are, such as ``ff.QuantizedGather()``: see ``Gather``, ``Reduction``.
 
     Raises:
-        ValueError: an unknown axis, ``zero`` outside 0..3, an axis taken twice.
+        ValueError: an unknown axis, ``zero`` outside 0..3, an axis taken twice; a
+            ``gather`` or ``reduction`` that is not for these.
 
     Cost, a rank and step, for P bytes of parameters and a = (n-1)/n: zero=3 gathers
     each unit twice, but for the last one and those whose backward reads no parameter,
@@ -147,6 +148,8 @@ class Sharding(Interpretation):
         self.holds = not reshard
         self.how_gathered = Gather() if gather is None else gather
         self.how_reduced = Reduction() if reduction is None else reduction
+        self.how_gathered.check(axis)
+        self.how_reduced.check(axis, zero)
 
     @property
     def configuration(self) -> tuple[tuple[str, Any], ...]:
