@@ -67,11 +67,16 @@ from fsfunc.tracing.tracer import program
 from fsfunc.transforms.accumulation import accumulate
 from fsfunc.transforms.casting import precision
 from fsfunc.transforms.donation import donate
+from fsfunc.transforms import graphs
+from fsfunc.transforms.gossiping import gossip
+from fsfunc.transforms.local_copies import LocalState
+from fsfunc.transforms.local_updates import consensus, local_sgd
 from fsfunc.transforms.ownership import assume
 from fsfunc.transforms.policies import SaveAllBut, SaveOnly, checkpoint_name
 from fsfunc.transforms.rematerialization import remat
 from fsfunc.transforms.selecting import remat_calls
 from fsfunc.transforms.sharding import shard
+from fsfunc.transforms.slow_momentum import slowmo
 
 if TYPE_CHECKING:
     from fsfunc import show, testing

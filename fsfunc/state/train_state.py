@@ -70,7 +70,8 @@ def init_state(
 ) -> TrainState:
     """The first state of ``step``, each rank holding its part.
 
-    The step is run once on fake tensors to see which leaves its units take.
+    The step is run once on fake tensors to see which leaves its units take. Under
+    ``local_sgd`` and its like the state is a `LocalState`.
 
     A function that returns the parameters is run on fake tensors too, and what it would
     have made is then made leaf by leaf, of each leaf this rank's part alone. What it
@@ -214,7 +215,10 @@ def _state(
     else:
         params = lay_out(run, params, (batch,), record, source, layouts)
     source.release()
-    return TrainState(params, optimizer.init(params), extra=extra)
+    state = TrainState(params, optimizer.init(params), extra=extra)
+    for transform in run.interpretations:  # type: ignore[attr-defined]
+        state = transform.begin(state)
+    return state
 
 
 class _Whole(NamedTuple):
