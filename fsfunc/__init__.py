@@ -64,13 +64,14 @@ from fsfunc.state.noise import randn_like
 from fsfunc.state.placing import place
 from fsfunc.state.train_state import TrainState, abstract_state, init_state
 from fsfunc.tracing.tracer import program
+from fsfunc.transforms import graphs
 from fsfunc.transforms.accumulation import accumulate
+from fsfunc.transforms.averaging import consensus
 from fsfunc.transforms.casting import precision
 from fsfunc.transforms.donation import donate
-from fsfunc.transforms import graphs
 from fsfunc.transforms.gossiping import gossip
 from fsfunc.transforms.local_copies import LocalState
-from fsfunc.transforms.local_updates import consensus, local_sgd
+from fsfunc.transforms.local_updates import local_sgd
 from fsfunc.transforms.ownership import assume
 from fsfunc.transforms.policies import SaveAllBut, SaveOnly, checkpoint_name
 from fsfunc.transforms.rematerialization import remat

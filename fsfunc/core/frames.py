@@ -85,7 +85,7 @@ class Interpretation:
             self.compared |= {at.rank}
 
     def begin(self, state: Any) -> Any:
-        """The first state of a step that the transform is around, of that step's own."""
+        """The first state under the transform, of the first state under it."""
         return state
 
     def unit(self, run: Callable[..., Any], call: Any) -> Callable[..., Any]:

@@ -259,7 +259,8 @@ def _kind(i: int, value: Any, path: str) -> str:
     if not isinstance(value, TrainState | LocalState):
         return "parameters"
     head = path.removeprefix("copies/").partition("/")[0]
-    return {"params": "parameters", "opt_state": "moments", "slow": "moments"}.get(head, "buffers")
+    kinds = {"params": "parameters", "opt_state": "moments", "slow": "moments"}
+    return kinds.get(head, "buffers")
 
 
 class _NotedMove(Handle):

@@ -14,9 +14,10 @@ from torch import Tensor
 from fsfunc.comm.groups import RankGroup
 from fsfunc.comm.mesh import Axis, Mesh, asks
 from fsfunc.optim.leaves import map_flat
+from fsfunc.transforms.averaging import assign, buckets, in_one, written
 from fsfunc.transforms.graphs import Graph
 from fsfunc.transforms.local_copies import LocalState
-from fsfunc.transforms.local_updates import LocalUpdates, assign, buckets, in_one, written
+from fsfunc.transforms.local_updates import LocalUpdates
 from fsfunc.transforms.transforming import transformed
 
 __all__ = ["gossip"]
@@ -27,7 +28,7 @@ Moves = Sequence[Sequence[tuple[int, int]]]
 def gossip(
     step: Callable[..., Any], mesh: Mesh, axis: Axis, graph: Graph, *, every: int = 1
 ) -> Callable[..., Any]:
-    """``step`` by which each rank along ``axis`` trains a copy, told of to a few others.
+    """``step`` by which each rank along ``axis`` trains a copy, and mixes with a few.
 
     Stochastic gradient push. Rank i has a numerator x_i and a weight w_i, at first 1;
     the step sees z_i = x_i / w_i. With out_i the number of those that i sends to, it

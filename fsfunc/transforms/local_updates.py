@@ -7,7 +7,7 @@ what the ranks then tell each other (:meth:`LocalUpdates.meet`) changes its para
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
@@ -20,17 +20,13 @@ from fsfunc.comm.comparison import compare, whole_values
 from fsfunc.comm.groups import RankGroup, group
 from fsfunc.comm.mesh import Axis, Here, Mesh, check_mesh, here
 from fsfunc.core.frames import Interpretation, frame, inside
-from fsfunc.optim.in_place import fused
-from fsfunc.optim.leaves import map_flat
-from fsfunc.optim.matching import Matched
 from fsfunc.sharded.donated import spend, why_spent
 from fsfunc.sharded.leaf import is_sharded
+from fsfunc.transforms.averaging import assign, averages, written
 from fsfunc.transforms.local_copies import LocalState, Relabeled
 from fsfunc.transforms.transforming import transformed
 
-__all__ = ["LocalUpdates", "assign", "averages", "buckets", "consensus", "in_one", "local_sgd", "written"]
-
-_BUCKET = 1 << 22  # elements: what is smaller travels together
+__all__ = ["LocalUpdates", "local_sgd"]
 
 
 def local_sgd(
@@ -131,7 +127,7 @@ class LocalUpdates(Interpretation):
     # Calls
 
     def recorded(self, recorder: Any) -> Interpretation:
-        return _Recorded(self)
+        return _OnOneState(self)
 
     def begin(self, state: Any) -> LocalState:
         """The first `LocalState`, of a state that is the same on every rank.
@@ -183,9 +179,7 @@ class LocalUpdates(Interpretation):
         _check_state(new, f"the step under {self.called} returns", "state")
         fields: dict[str, Any] = {}
         with internal(), torch.no_grad(), label("", self.called):
-            params, fields = self.meet(
-                state, held, new.params, state.count + 1, where
-            )
+            params, fields = self.meet(state, held, new.params, state.count + 1, where)
             if params is not new.params:
                 new = new.replace(params=params)
             copies = self.copies.stacked(new, coordinates)
@@ -195,14 +189,18 @@ class LocalUpdates(Interpretation):
 
     def around(self, before: Any, at: Here) -> Any:
         """The frame of a call, whose units draw numbers of the rank's own."""
-        mine = tuple((at.mesh.coordinates(at.rank)[a], self.mesh.axes[a]) for a in self.axes)
+        mine = tuple(
+            (at.mesh.coordinates(at.rank)[a], self.mesh.axes[a]) for a in self.axes
+        )
         varies, handlers = (*before.varies, *mine), (*before.handlers, self)
         return replace(before, handlers=handlers, varies=varies, at=at)
 
     def _own(self, args: Any, keywords: Any) -> LocalState:
         """The state that a call was given, which nobody differentiates."""
         if not args:
-            raise ValueError(f"{self.called}: the state is the first argument of a step")
+            raise ValueError(
+                f"{self.called}: the state is the first argument of a step"
+            )
         leaves = tree.leaves(args[0])
         taped = any(isinstance(x, Tensor) and x.grad_fn is not None for x in leaves)
         if _torch.functorch_active() or taped and torch.is_grad_enabled():
@@ -233,7 +231,7 @@ class LocalSGD(LocalUpdates):
         return written(assign, params, averages(params, where))[0], {}
 
 
-class _Recorded(Interpretation):
+class _OnOneState(Interpretation):
     """A transform of this kind while a step is recorded, on a plain state."""
 
     def __init__(self, handler: LocalUpdates):
@@ -266,112 +264,3 @@ def _tell(mine: Any, given: Any) -> None:
     for x, y in zip(ours, theirs, strict=True):
         if (why := why_spent(x)) and frame().donated is None:
             spend(y, why)
-
-
-# Means
-
-
-def averages(tree_: Any, where: RankGroup, weight: float = 1.0) -> Any:
-    """The means over ranks of ``weight`` times the floating leaves; None for others."""
-
-    def means(tensors: list[Tensor]) -> Sequence[Tensor]:
-        sums = summed([x * weight for x in tensors] if weight != 1 else tensors, where)
-        return [
-            (total / where.size).to(x.dtype)
-            for total, x in zip(sums, tensors, strict=True)
-        ]
-
-    return map_flat(means, tree_, rest=None)
-
-
-def summed(tensors: Sequence[Tensor], where: RankGroup) -> list[Tensor]:
-    """Sums over ranks, in float32 at least; small ones travel together."""
-    wide = [torch.promote_types(x.dtype, torch.float32) for x in tensors]
-    out: list[Any] = [x.to(dtype) for x, dtype in zip(tensors, wide, strict=True)]
-    flights = []
-    for positions in buckets(out):
-        flat = in_one([out[i] for i in positions])
-        if where.size > 1:
-            flights.append((positions, where.start("psum", flat, what="averages")))
-    for positions, work in flights:
-        parts = work.wait().split([out[i].numel() for i in positions])
-        for i, part in zip(positions, parts, strict=True):
-            out[i] = part.view(out[i].shape)
-    return out
-
-
-def buckets(tensors: Sequence[Tensor]) -> list[list[int]]:
-    """Positions of tensors of one dtype and device that travel together."""
-    found: list[list[int]] = []
-    open_: dict[Any, tuple[list[int], int]] = {}
-    for i, x in enumerate(tensors):
-        key, n = (x.dtype, x.device), x.numel()
-        positions, held = open_.get(key, ([], _BUCKET))
-        if held + n > _BUCKET:
-            positions, held = [], 0
-            found.append(positions)
-        positions.append(i)
-        open_[key] = positions, held + n
-    return found
-
-
-def in_one(tensors: Sequence[Tensor]) -> Tensor:
-    """Tensors one after another, 1-D; one alone as it lies, if it can."""
-    rows = [x.detach().reshape(-1) for x in tensors]
-    return rows[0].contiguous() if len(rows) == 1 else torch.cat(rows)
-
-
-def written(kernel: Any, params: Any, means: Any, *moments: Any) -> list[Any]:
-    """Parameters and moments into which ``kernel`` has written, in place if it may.
-
-    Args:
-        kernel: ``kernel(params, means, *moments)`` over lists of tensors.
-    """
-    matched = Matched.of(params, means, *moments)
-    run = lambda *columns, weight_decay: kernel(*columns)  # noqa: E731
-    return fused(matched, run, [0.0] * len(matched.active))()
-
-
-def assign(params: Any, means: Any) -> None:
-    """Writes means over parameters, as a kernel of :func:`written`."""
-    torch._foreach_copy_(params, means)
-
-
-def consensus(state: LocalState) -> Any:
-    """The one state that the ranks along an axis agree on: the mean of their copies.
-
-    Floating leaves, moments too, are averaged; of ``gossip`` by the ranks' weights, so
-    that nothing is lost. What ``slowmo`` remembers is left out. So is a model made that
-    can be evaluated, and a state that others can begin from.
-
-    Args:
-        state: a `LocalState`.
-
-    Raises:
-        TypeError: another state.
-        RanksDiffer: integer leaves, or numbers, that the ranks do not share.
-
-    Cost: one all-reduce of the rank's floating leaves, in float32 at least.
-    """
-    if not isinstance(state, LocalState):
-        raise TypeError(
-            f"consensus of a {type(state).__name__}: it takes the LocalState that a "
-            "step under local_sgd, slowmo or gossip returns"
-        )
-    at = here()
-    where, relabeled = group(state.axis, at), Relabeled(at.mesh, state.axis)
-    mine = relabeled.copy(state.copies, at.mesh.coordinates(at.rank))
-    paths, leaves, treedef = tree.flatten_with_paths(mine, is_leaf=is_sharded)
-    weight = state.weights[where.index] if state.weights else 1.0
-    with internal(), torch.no_grad(), label("", "consensus"):
-        found = averages(mine, where, weight)
-        means: list[Any] = treedef.flatten_up_to(found)
-        kept = [x if mean is None else None for x, mean in zip(leaves, means, strict=True)]
-        if at.link.moves:
-            parts = [x.local if is_sharded(x) else x for x in kept]
-            said = whole_values(paths, parts, at.link.notes)
-            advice = "such values have no mean: the ranks' steps must make them alike"
-            title = "the ranks' copies differ in what is not averaged"
-            compare([replace(said, title=title, advice=advice)], where)
-    out = [x if mean is None else mean for x, mean in zip(leaves, means, strict=True)]
-    return tree.unflatten(treedef, out)

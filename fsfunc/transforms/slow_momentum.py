@@ -1,10 +1,8 @@
-"""``slowmo``: local steps, and now and then one with a momentum that all ranks share."""
+"""``slowmo``: local steps, and now and then one with a momentum of all ranks."""
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Sequence
-from dataclasses import replace
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -12,16 +10,18 @@ import torch
 from torch import Tensor
 
 from fsfunc import tree
+from fsfunc.comm.backends.link import Handle
 from fsfunc.comm.groups import RankGroup
-from fsfunc.comm.mesh import Axis, Mesh, asks
+from fsfunc.comm.mesh import Axis, Mesh
 from fsfunc.optim.leaves import map_flat, split, trainable
 from fsfunc.optim.optimizer import check_not_negative
 from fsfunc.optim.schedules import Schedule, rate_at
 from fsfunc.sharded.layout import Layout
 from fsfunc.sharded.leaf import Sharded, is_sharded
 from fsfunc.sharded.placements import Flat, Owned, Split, room
+from fsfunc.transforms.averaging import assign, averages, written
 from fsfunc.transforms.local_copies import LocalState
-from fsfunc.transforms.local_updates import LocalUpdates, assign, averages, written
+from fsfunc.transforms.local_updates import LocalUpdates
 from fsfunc.transforms.transforming import transformed
 
 __all__ = ["slowmo"]
@@ -50,7 +50,7 @@ def slowmo(
     average_every: int | None = None,
     memory_efficient: bool = True,
 ) -> Callable[..., Any]:
-    """``step`` on each rank's own copy, and a step of slow momentum after each ``every``.
+    """``step`` on each rank's own copy, and slow momentum after each ``every`` steps.
 
     With x_0 what the ranks last began from, at first the first parameters::
 
@@ -245,7 +245,6 @@ class _Parts:
 
     def mine(self) -> list[Sharded]:
         """This rank's parts of its own parameters."""
-        asks(self.where.axis)
         parts = [x.chunk(self.n)[self.where.index] for x in self._padded()]
         return self._laid([x.clone() for x in parts])
 
@@ -253,8 +252,7 @@ class _Parts:
         """This rank's parts of the means over the ranks."""
         sent = self._padded()
         if self.n > 1:
-            how = {"what": "slow momentum"}
-            works = [self.where.start("psum_scatter", x, **how) for x in sent]
+            works = [self._start("psum_scatter", x) for x in sent]
             sent = [work.wait() for work in works]
             torch._foreach_div_(sent, self.n)
         return self._laid(sent)
@@ -263,14 +261,16 @@ class _Parts:
         """The tree of parameters, of which each rank has updated its parts."""
         parts = [x.local.reshape(-1) for x in anchor]
         if self.n > 1:
-            how = {"what": "slow momentum"}
-            works = [self.where.start("all_gather", x, **how) for x in parts]
+            works = [self._start("all_gather", x) for x in parts]
             parts = [work.wait() for work in works]
         made = [
             x[: old.numel()].view(old.shape).to(old.dtype)
             for x, old in zip(parts, self.tensors, strict=True)
         ]
         return map_flat(lambda xs: made, params, rest=None)
+
+    def _start(self, op: str, x: Tensor) -> Handle:
+        return self.where.start(op, x, what="slow momentum")
 
     def _laid(self, parts: Sequence[Tensor]) -> list[Sharded]:
         out = []
