@@ -491,6 +491,12 @@ def derived():
     step(state_of([{"w": w}]), batch_of(0))
 
 
+def spanning():
+    far = lambda p, x: ff.psum(chain()(p, x), "node")  # noqa: E731
+    step = ff.local_sgd(train_step(far, ff.sgd(LR)), MESH, "node", every=2)
+    step(state_of(layers(1)), batch_of(0))
+
+
 def rate_of_zero():
     step = ff.slowmo(PLAIN, MESH, "node", every=1, lr=ff.linear(0.0, 1.0, 4))
     step(state_of(layers(1)), batch_of(0))
@@ -527,6 +533,7 @@ REFUSED = {
     "inside a shard": (on_pair(inside), ValueError, "goes around"),
     "over an axis of the shard": (on_pair(same_axis), ValueError, "each axis once"),
     "another rank's state": (another_rank_s, ValueError, "give each rank its own"),
+    "a loss that spans ranks": (on_pair(spanning), ValueError, "outside of it"),
     "a step that is differentiated": (on_pair(derived), ValueError, "inside the step"),
     "consensus of a plain state": (plain_consensus, TypeError, "LocalState"),
 }  # fmt: skip
