@@ -32,6 +32,7 @@ from fsfunc.nn.statistics import (
 from fsfunc.optim import (
     Optimizer,
     add_decayed_weights,
+    all_finite,
     chain,
     clip_by_global_norm,
     constant,
@@ -40,6 +41,7 @@ from fsfunc.optim import (
     global_norm,
     join,
     linear,
+    loss_scale,
     masked,
     partition,
     scale,

@@ -125,6 +125,11 @@ class GradientCall:
     packed: Mapping[int, FlatShard] = field(default_factory=dict)
     parts: Parts | None = None
     by: Callable[[GradientCall], Outcome] | None = None
+    cotangent: float = 1.0
+
+    def seed(self, total: Tensor) -> Tensor:
+        """What the backward of the scalar ``total`` starts from."""
+        return torch.full_like(total, self.cotangent)
 
 
 @dataclass(frozen=True)
@@ -141,6 +146,7 @@ class Outcome:
             call divides by it, so that a transform on the way need not.
         due: what is still to be done to the gradients, once all has been summed.
         own: whether nobody else holds the memory of ``grads``.
+        scale: what ``grads`` are multiplied by, and are divided by in the end.
     """
 
     total: Tensor
@@ -150,6 +156,7 @@ class Outcome:
     count: int = 1
     due: tuple[Callable[[Any], Any], ...] = ()
     own: bool = False
+    scale: float = 1.0
 
 
 def differentiate(call: GradientCall) -> Outcome:
@@ -189,7 +196,9 @@ def differentiate(call: GradientCall) -> Outcome:
         f.tracer.gradients(picked, found)
     else:
         with internal():
-            found = torch.autograd.grad(tied, inputs, allow_unused=True)
+            found = torch.autograd.grad(
+                tied, inputs, call.seed(tied), allow_unused=True
+            )
     weight = None if weight is None else weight.detach()
     count_as("gradients", found[: len(values)])
     grads = leaves.grads(found[: len(values)])
@@ -232,16 +241,16 @@ def _settled(outcome: Outcome) -> Outcome:
 
 def _divide(outcome: Outcome) -> Outcome:
     """The mean: sums over their weight, or over the number of microbatches."""
-    weight, count = outcome.weight, outcome.count
-    if weight is None and count == 1:
+    weight, count, scale = outcome.weight, outcome.count, outcome.scale
+    if weight is None and count == 1 == scale:
         return outcome
     by = count if weight is None else weight
-    grads = _divided(outcome.grads, by, outcome.own)
+    grads = _divided(outcome.grads, by * scale, outcome.own)
     total, aux = outcome.total / by, divided(outcome.aux, count)
     return Outcome(total, weight, grads, aux)
 
 
-def _divided(grads: Any, by: int | Tensor, own: bool) -> Any:
+def _divided(grads: Any, by: float | Tensor, own: bool) -> Any:
     buffers = split_buffers(grads)
     tensors = [g for g in buffers.tensors if isinstance(g, Tensor)]
     if own and not isinstance(by, Tensor):
@@ -280,7 +289,7 @@ def _by_vjp(call: GradientCall) -> Outcome:
         found: Sequence[Tensor] = ()
         if picked:
             total, pull, kept = torch.func.vjp(pure, *picked, has_aux=True)  # type: ignore[misc]
-            found = pull(torch.ones_like(total), retain_graph=True, create_graph=True)
+            found = pull(call.seed(total), retain_graph=True, create_graph=True)
         else:  # torch.func.vjp wants something to differentiate
             total, kept = pure()
     each = iter(kept)

@@ -17,6 +17,7 @@ from torch import Tensor
 from fsfunc.comm.attribution import INTERNAL, internal
 from fsfunc.comm.comparison import stated
 from fsfunc.comm.mesh import HERE, Here, Mesh, here
+from fsfunc.core.casts import Casts
 from fsfunc.runtime.scoped import Scoped
 from fsfunc.sharded.donated import Donation
 
@@ -42,7 +43,8 @@ class Interpretation:
     is a :class:`Stage`. ``compared``: the ranks
     hosted here that know that all run one program under it, by its record or a first
     call. ``called``: its public name. ``same_batch``: the axes along which all ranks
-    must be given one batch.
+    must be given one batch. ``scales``: whether backward passes in its reach start from
+    a larger number than 1, so that float16 will do.
     """
 
     lays_out = False
@@ -50,6 +52,7 @@ class Interpretation:
     compared: frozenset[int] = frozenset()
     called = ""
     same_batch: tuple[str, ...] = ()
+    scales = False
 
     @property
     def configuration(self) -> tuple[tuple[str, Any], ...]:
@@ -239,7 +242,7 @@ class Frame:
         varies: (index, count) of each data axis around us.
         seed: the number drawn for this gradient call, if any.
         path: names of the units around us; ``numbers``: which call each one was.
-        compute, reduce: dtypes that ``precision`` asked for.
+        casts: the dtypes that ``precision`` asked for, if any.
         donated: the memory of the state that may be written in place, if any.
         tracer: looks on while a step is recorded, checked, or planned.
         in_loss: whether a gradient call is around us.
@@ -256,8 +259,7 @@ class Frame:
     path: tuple[str, ...] = ()
     numbers: tuple[int, ...] = ()
     counter: Counter = field(default_factory=Counter)
-    compute: torch.dtype | None = None
-    reduce: torch.dtype | None = None
+    casts: Casts | None = None
     donated: Donation | None = None
     tracer: Tracer | None = None
     in_loss: bool = False

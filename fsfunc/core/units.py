@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import functools
 import operator
+import warnings
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -18,6 +19,7 @@ from torch import Tensor
 
 from fsfunc import _torch, tree
 from fsfunc.comm.attribution import internal, label
+from fsfunc.core.casts import Casts, cast
 from fsfunc.core.frames import Counter, Frame, frame, inside, running
 from fsfunc.runtime.compiled import refuse_compiled
 from fsfunc.runtime.generators import States, generator_states, mix
@@ -231,26 +233,43 @@ class Call:
                     g.manual_seed(seed)
             phase = "recompute" if running().recompute else "forward"
             with inside(within, users=f.tracer is None), label(self.name, phase):
-                if f.compute is not None:
+                casts = f.casts
+                if casts is not None:
                     with internal():
                         given = params, inputs, keywords
-                        params, inputs, keywords = self._cast(f.compute, *given)
+                        params, inputs, keywords = self._cast(casts, *given)
                 if f.tracer is not None:
-                    return f.tracer.body(self, params, inputs, keywords)
-                return self.unit.checked(params, inputs, keywords)
+                    out = f.tracer.body(self, params, inputs, keywords)
+                else:
+                    out = self.unit.checked(params, inputs, keywords)
+                if casts is None or casts.output is None:
+                    return out
+                with internal():
+                    return _cast(out, casts.output)
         finally:
             for g, state in states:
                 g.set_state(state)
 
     def _cast(
-        self, dtype: torch.dtype, params: Any, inputs: Any, keywords: Any
+        self, casts: Casts, params: Any, inputs: Any, keywords: Any
     ) -> tuple[Any, Any, Any]:
         """What ``precision`` makes of what a unit is given."""
+        f, dtype = self.frame, casts.of(self.name)
+        if dtype == torch.float16 and f.in_loss and torch.is_grad_enabled():
+            if not any(handler.scales for handler in f.handlers):
+                warnings.warn(_UNSCALED, stacklevel=2)
         kept = inputs[: self.unit.as_given]
         rest, keywords = _cast((inputs[len(kept) :], keywords), dtype)
-        return _cast(params, dtype), (*kept, *rest), keywords
+        leaves, treedef = tree.flatten(params, is_leaf=is_sharded)
+        each = casts.each(self.name, treedef)
+        params = tree.unflatten(treedef, map(cast, leaves, each))
+        return params, (*kept, *rest), keywords
 
 
+_UNSCALED = (
+    "gradients are computed in float16, where what is below 6e-8 vanishes: scale the "
+    "loss, by ff.loss_scale(optimizer)(grad_fn), or compute in bfloat16"
+)
 _PARTS = ("params", "inputs", "keywords")
 
 
@@ -266,11 +285,5 @@ def _newborn() -> Tensor:
     return torch.empty(0, requires_grad=True)
 
 
-def _cast(values: Any, dtype: torch.dtype) -> Any:
-    def cast(x: Any) -> Any:
-        if is_sharded(x) and x.layout.splits and x.layout.flat is None:
-            return x.with_local(cast(x.local))  # a block, which no gather will cast
-        real = isinstance(x, Tensor) and x.is_floating_point()
-        return x.to(dtype) if real and x.dtype != dtype else x
-
-    return tree.map(cast, values, is_leaf=is_sharded)
+def _cast(values: Any, dtype: torch.dtype | None) -> Any:
+    return tree.map(lambda x: cast(x, dtype), values, is_leaf=is_sharded)

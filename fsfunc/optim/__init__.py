@@ -2,9 +2,10 @@
 
 from fsfunc.optim.adam import AdamState, sharded_adam
 from fsfunc.optim.descent import SgdState, sgd
+from fsfunc.optim.loss_scaling import LossScaleState, loss_scale
 from fsfunc.optim.masking import masked, partition
 from fsfunc.optim.optimizer import Optimizer, apply_updates
-from fsfunc.optim.reductions import global_norm, tree_scale, tree_sum
+from fsfunc.optim.reductions import all_finite, global_norm, tree_scale, tree_sum
 from fsfunc.optim.schedules import (
     Schedule,
     constant,
@@ -23,11 +24,13 @@ from fsfunc.optim.transformations import (
 
 __all__ = [
     "AdamState",
+    "LossScaleState",
     "Optimizer",
     "Schedule",
     "SgdState",
     "TorchState",
     "add_decayed_weights",
+    "all_finite",
     "apply_updates",
     "chain",
     "clip_by_global_norm",
@@ -37,6 +40,7 @@ __all__ = [
     "global_norm",
     "join",
     "linear",
+    "loss_scale",
     "masked",
     "partition",
     "scale",

@@ -56,7 +56,7 @@ def partition(optimizers: Mapping[str, Optimizer], labels: Labels) -> Optimizer:
 
     Raises:
         ValueError: a label that names no optimizer; no leaf with both a label and a
-            gradient; a state of other labels.
+            gradient; a state of other labels; an optimizer with a ``take``.
 
     Cost: the sum of theirs on their leaves; all collectives come before the first
     write. A flat buffer that the labels cut is visited leaf by leaf.
@@ -72,6 +72,12 @@ def partition(optimizers: Mapping[str, Optimizer], labels: Labels) -> Optimizer:
     {'b': tensor([0.9000]), 'w': tensor([[0.5000]])}
     """
 
+    for label, optimizer in optimizers.items():
+        if optimizer.take is not None:
+            raise ValueError(
+                f"the optimizer of {label!r} takes the gradients of all leaves in a "
+                "way of its own, as loss_scale does: put it around the partition"
+            )
     functions = _Partitioned(optimizers, labels)
     return Optimizer(functions.init, functions.update, prepare=functions.prepare)
 

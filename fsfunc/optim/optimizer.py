@@ -10,6 +10,7 @@ clipping, weight decay and scaling have the same form, and `chain` joins them.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from numbers import Real
 from typing import Any, NamedTuple
 
@@ -25,6 +26,8 @@ Init = Callable[[Tree], State]
 Update = Callable[..., tuple[Tree, State]]
 Apply = Callable[[Tree, State, Tree], tuple[Tree, State]]
 Prepare = Callable[[Tree, State, Tree], Callable[[], tuple[Tree, State]]]
+Run = Callable[[], tuple[Any, Tree]]  # a gradient function called: (value, gradients)
+Take = Callable[[Run, State], tuple[Any, Tree, "Optimizer"]]
 
 
 class _Functions(NamedTuple):
@@ -32,6 +35,7 @@ class _Functions(NamedTuple):
     update: Update
     apply: Apply
     prepare: Prepare
+    take: Take | None
 
 
 class Optimizer(_Functions):
@@ -49,7 +53,7 @@ class Optimizer(_Functions):
         prepare: ``prepare(grads, state, params) -> commit``: `apply` in two phases. All
             checks, norms and collectives belong to the first; ``commit()`` only writes,
             and returns what `apply` does. So several optimizers can share a step that,
-            failing, leaves the state as it was.
+                failing, leaves the state as it was.
 
     `apply` and `prepare` may be left out; one follows from the other, both from
     `update`.
@@ -71,12 +75,13 @@ class Optimizer(_Functions):
         update: Update,
         apply: Apply | None = None,
         prepare: Prepare | None = None,
+        take: Take | None = None,
     ) -> Optimizer:
         if prepare is None:
             prepare = _added(update) if apply is None else _deferred(apply)
         if apply is None:
             apply = _at_once(prepare)
-        return super().__new__(cls, init, update, apply, prepare)
+        return super().__new__(cls, init, update, apply, prepare, take)
 
     def __call__(self, grad_fn: Callable[..., Any]) -> Callable[..., Any]:
         """A train step ``step(state, *batch) -> (state, metrics)``.
@@ -88,7 +93,8 @@ class Optimizer(_Functions):
 
         Returns:
             a step over any state with ``.params`` and ``.apply_gradients(grads,
-            optimizer)``. Its metrics are ``{"loss": value}``, and ``"aux"`` if any.
+            optimizer)``, and ``.opt_state`` where the optimizer has a ``take``. Its
+            metrics are ``{"loss": value}``, and ``"aux"`` if any.
 
         >>> import torch
         >>> from types import SimpleNamespace
@@ -103,14 +109,21 @@ class Optimizer(_Functions):
         """
 
         def train_step(state: Any, *batch: Any, **named: Any) -> tuple[Any, dict]:
-            value, grads = grad_fn(state.params, *batch, **named)
+            run = partial(grad_fn, state.params, *batch, **named)
+            value, grads, optimizer = self.taken(run, state)
             if isinstance(value, tuple):
                 metrics = dict(zip(("loss", "aux"), value, strict=True))
             else:
                 metrics = {"loss": value}
-            return state.apply_gradients(grads, self), metrics
+            return state.apply_gradients(grads, optimizer), metrics
 
         return train_step
+
+    def taken(self, run: Run, state: Any) -> tuple[Any, Tree, Optimizer]:
+        """(value, gradients, who applies them) of one step from a train state."""
+        if self.take is None:
+            return *run(), self
+        return self.take(run, state.opt_state)
 
 
 def _deferred(apply: Apply) -> Prepare:

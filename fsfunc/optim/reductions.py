@@ -24,6 +24,7 @@ from fsfunc.comm.collective_ops import apply_map, claim, issue
 from fsfunc.comm.collectives import pmax, psum
 from fsfunc.comm.crossings import ENTER, SPREAD, SUM, check_samples
 from fsfunc.comm.groups import group
+from fsfunc.comm.linear_maps import LinearMap
 from fsfunc.comm.mesh import averaged_axes
 from fsfunc.core.frames import frame
 from fsfunc.optim.leaves import (
@@ -37,7 +38,9 @@ from fsfunc.optim.leaves import (
 )
 from fsfunc.sharded.leaf import Sharded, is_sharded
 
-__all__ = ["entered", "global_norm", "tree_scale", "tree_sum"]
+__all__ = ["all_finite", "entered", "global_norm", "tree_scale", "tree_sum"]
+
+_MAX = LinearMap("pmax", to="I")  # of what each rank made of its parts
 
 Spread = tuple[str, ...] | None  # the axes of a sharded leaf; None: a plain tensor
 
@@ -111,6 +114,36 @@ def global_norm(values: Tree, p: float = 2.0) -> Tensor:
         return _out_of_parts(local[0][1], local[0][0])
     powers = [_out_of_parts(norm**p, axes) for axes, norm in local]
     return _root(_combined(powers, torch.sum, device, dtype), p)
+
+
+def all_finite(values: Tree) -> Tensor:
+    """Whether all elements of the floating leaves are finite, equal on every rank.
+
+    Under a transform over axes of a mesh every rank of the mesh is asked, whatever it
+    holds: so a step is skipped everywhere or nowhere.
+
+    Args:
+        values: a tree of tensors and shards of any shapes; other leaves count nothing.
+
+    Returns:
+        0-dim bool; true for no leaves.
+
+    Cost: one pass, and one pmax of one number.
+
+    >>> all_finite({"w": torch.ones(2), "b": torch.tensor(float("inf")), "n": 3})
+    tensor(False)
+    """
+    held, dtype = _by_axes(values)
+    tensors = [t.detach() for _, ts in held for t in ts if t.numel()]
+    norms = _norms(tensors, math.inf, dtype)
+    bad = _combined(norms, lambda x: ~x.isfinite().all(), _device(held), torch.bool)
+    axes = {a for name, _ in held for a in name or ()}
+    at = frame().at
+    if at is not None and any(getattr(h, "axes", ()) for h in frame().handlers):
+        axes = set(at.mesh.axes)
+    if axes:
+        bad = issue(bad.float(), _MAX, group(tuple(sorted(axes)))) > 0
+    return ~bad
 
 
 def _norms(tensors: Sequence[Tensor], p: float, dtype: torch.dtype) -> list[Tensor]:

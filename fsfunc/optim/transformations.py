@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 from fsfunc.optim.leaves import Mask, Tree, map_flat, scaled
 from fsfunc.optim.matching import Matched, decayed
 from fsfunc.optim.optimizer import (
     Optimizer,
+    Run,
     State,
     check_not_negative,
     check_numbers,
@@ -21,6 +23,8 @@ def chain(*transforms: Optimizer) -> Optimizer:
 
     Its state is the tuple of theirs. ``apply`` is the ``update`` of all but the last,
     which write nothing, and the ``apply`` of the last.
+
+    Each takes gradients in its own way, the first one outermost.
 
     Raises:
         ValueError: nothing to chain.
@@ -67,7 +71,21 @@ def chain(*transforms: Optimizer) -> Optimizer:
 
         return finish
 
-    return Optimizer(init, update, prepare=prepare)
+    def take(run: Run, states: Any) -> tuple[Any, Tree, Optimizer]:
+        taking = list(transforms)
+
+        def taken(i: int) -> tuple[Any, Tree]:
+            if i == len(taking):
+                return run()
+            if (take := taking[i].take) is None:
+                return taken(i + 1)
+            value, grads, taking[i] = take(partial(taken, i + 1), states[i])
+            return value, grads
+
+        return *taken(0), chain(*taking)
+
+    alike = all(t.take is None for t in transforms)
+    return Optimizer(init, update, prepare=prepare, take=None if alike else take)
 
 
 def scale(factor: float) -> Optimizer:

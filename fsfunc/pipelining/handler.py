@@ -199,7 +199,7 @@ class Pipelining(Interpretation):
 
         worker = Worker(
             call.fn, read, batches, self.owners, self._where(), f, depth, values,
-            self.pools[here(self.mesh).rank],
+            self.pools[here(self.mesh).rank], call.seed,
         )  # fmt: skip
         results = self._run(worker)
         summed = combined(results, [p.share for p in parts])

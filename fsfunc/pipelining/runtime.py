@@ -53,6 +53,7 @@ class Worker:
         frame: of the gradient call; ``depth``: where in its ``micro`` ours stands.
         values: the differentiated leaves; none where only the forward is run.
         pool: memory for their gradients.
+        seed: what a backward starts from, by the total of a loss.
 
     After ``run``, ``results`` has what ``read`` gave for each microbatch, on the rank
     of the last stage, and ``values`` hold their gradients.
@@ -69,7 +70,9 @@ class Worker:
         depth: int,
         values: Sequence[Tensor],
         pool: BufferPool | None = None,
+        seed: Callable[[Tensor], Tensor] = torch.ones_like,
     ):
+        self.seed = seed
         self.call, self.read = call, read
         self.microbatches, self.owners, self.where = microbatches, owners, where
         self.frame, self.depth, self.values = frame, depth, list(values)
@@ -145,7 +148,7 @@ class Worker:
             if isinstance(total, Tensor) and total.requires_grad:
                 outputs.append(total)
                 share = batch.part.share if weight is None else 1.0
-                seeds.append(torch.full_like(total, share))
+                seeds.append(self.seed(total).mul_(share))
                 self.results[a.microbatch] = total.detach(), weight, aux
         stage.check_made(tracked=bool(self.values))
         self._hand_on(a, stage.made)

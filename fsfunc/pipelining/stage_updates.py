@@ -53,6 +53,12 @@ class Updating(Pipelining):
         predict: Predict | None,
     ):
         _check_schedule(schedule)
+        if optimizer.take is not None:
+            raise ValueError(
+                "the optimizer takes gradients in a way of its own, as loss_scale "
+                "does, and an asynchronous schedule updates stage by stage: use "
+                "another schedule"
+            )
         super().__init__(mesh, axis, n, schedule, stages)
         self.optimizer, self.predict = optimizer, predict
         self.late = staleness(schedule)

@@ -50,6 +50,7 @@ class Layout:
         name: the leaf's path, for messages; it takes no part in `==` and `hash`.
         order: the buffers that each unit call of the program wants for which it was
             laid out, call by call: what to gather ahead by. No part of these either.
+        compute: the dtype in which that program wants it, if not its own; nor this.
 
     Raises:
         ValueError: a part that does not suit the shape; names leaf, axis and way out.
@@ -70,6 +71,7 @@ class Layout:
     parts: tuple[Placement, ...] = ()
     name: str = field(default="", compare=False)
     order: Sequence[tuple[str, ...]] = field(default=(), compare=False, repr=False)
+    compute: torch.dtype | None = field(default=None, compare=False, repr=False)
 
     def __post_init__(self) -> None:
         parts = tuple(part for part in self.parts if not isinstance(part, Whole))

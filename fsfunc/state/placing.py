@@ -300,14 +300,14 @@ def _packed(
     names = [lot.paths.get(p, p) for p in g.paths]
     every = pack_flat(shapes, lot.dtype, names, axes, sizes, g.buffer, outer=outer)
     layouts = tuple(
-        replace(x, order=order)
+        replace(x, order=order, compute=g.compute)
         for x, p in zip(every, g.paths, strict=True)
         if p in lot.paths
     )
     full = [leaves[p] for p in lot.paths.values()]
     own = {a: coordinates[a] for a in layouts[0].axes}
     chunk = chunk_here(layouts[0], own)
-    if handler.zero in (1, 2) and not lot.copies:
+    if handler.zero in (1, 2) and g.compute is None and not lot.copies:
         whole = source.zeros(math.prod(sizes) * chunk, lot.dtype, full[0])
         index = handler.mesh.coordinate(axes, here(handler.mesh).rank) if axes else 0
         flat = whole[index * chunk : (index + 1) * chunk]

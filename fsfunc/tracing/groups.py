@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -24,12 +24,14 @@ class LeafGroup:
         paths: the leaves, in the tree's order.
         dtype: theirs.
         owner: where along an axis all calls that take them run, if at one coordinate.
+        compute: the one dtype in which all these calls want them, if not their own.
     """
 
     buffer: str
     paths: tuple[str, ...]
     dtype: torch.dtype
     owner: tuple[Owned, ...] = ()
+    compute: torch.dtype | None = None
 
 
 @dataclass
@@ -40,15 +42,15 @@ class Taken:
     numbers: tuple[int, ...]
     leaves: list[str]
     owner: tuple[Owned, ...] = ()  # where it runs, if not on every rank
-    cast: tuple[torch.dtype | None, ...] = ()  # to compute in, to reduce in
+    casts: str = ""  # the dtypes that ``precision`` asked for
+    kinds: Sequence[torch.dtype | None] = ()  # by leaf, the one to compute in
 
     def __str__(self) -> str:
         place = ", ".join(f"{p.axis}={p.coordinate}" for p in self.owner)
-        kinds = [str(d).removeprefix("torch.") for d in self.cast if d is not None]
         return (
             f"{'/'.join(self.path)}({', '.join(self.leaves)})"
             + (f" on {place}" if place else "")
-            + (f" in {', reduced in '.join(kinds)}" if kinds else "")
+            + (f" in {self.casts}" if self.casts else "")
         )
 
 
@@ -165,13 +167,14 @@ class Findings:
                 path in self.trained,
                 _owner(calls[path]),
                 layout.axes,
+                _computed(path, layout.dtype, mine),
             )
             found.setdefault(key, []).append(path)
         ordered = sorted(found.items(), key=lambda item: item[0][0] or ((1 << 30,),))
         merged = _merged(ordered, min_bytes, self.layouts)
         return [
-            LeafGroup(f"{'/'.join(unit)}:{name}", tuple(paths), dtype, owner)
-            for unit, dtype, name, paths, owner in merged
+            LeafGroup(f"{'/'.join(unit)}:{name}", tuple(paths), dtype, owner, compute)
+            for unit, dtype, name, paths, owner, compute in merged
         ]
 
     def _owns(self, t: Taken, path: str, calls: list[Taken]) -> bool:
@@ -215,6 +218,15 @@ def _owner(calls: list[Taken]) -> tuple[Owned, ...]:
     return owners.pop() if len(owners) == 1 else ()
 
 
+def _computed(path: str, dtype: torch.dtype, calls: list[Taken]) -> torch.dtype | None:
+    """The dtype in which all of these calls want a leaf, if it has another."""
+    if not dtype.is_floating_point:
+        return None
+    found = {dict(zip(t.leaves, t.kinds, strict=False)).get(path) for t in calls}
+    only = found.pop() if len(found) == 1 else None
+    return None if only == dtype else only
+
+
 def _common(paths: list[tuple[str, ...]]) -> tuple[str, ...]:
     """The beginning that all ``paths`` share."""
     if not paths:
@@ -228,24 +240,27 @@ def _common(paths: list[tuple[str, ...]]) -> tuple[str, ...]:
 
 def _merged(ordered: list[Any], min_bytes: int, layouts: dict[str, Layout]):
     """Neighbouring small groups as one, until they reach ``min_bytes``."""
-    out: list[tuple[tuple[str, ...], torch.dtype, str, list[str], Any]] = []
+    out: list[tuple[tuple[str, ...], torch.dtype, str, list[str], Any, Any]] = []
     open_: dict[Any, tuple[int, int]] = {}  # the last one of each kind, and its size
-    for (numbers, unit, dtype, trained, owner, axes), paths in ordered:
+    for (numbers, unit, dtype, trained, owner, axes, compute), paths in ordered:
         nbytes = sum(layouts[p].nbytes for p in paths)
         single = len(numbers) == 1
         around = numbers[0][:-1] if single else None
-        key = (around, unit[:-1], dtype, trained, owner, axes) if single else None
+        kind = (around, unit[:-1], dtype, trained, owner, compute, axes)
+        key = kind if single else None
         small = single and nbytes < min_bytes
         at, size = open_.get(key, (0, min_bytes))
         if small and size < min_bytes:
-            _, _, name, so_far, _ = out[at]
+            _, _, name, so_far, *_ = out[at]
             joint = f"{name} + {paths[0]}"
-            out[at] = (unit[:-1], dtype, joint, [*so_far, *paths], owner)
+            out[at] = (unit[:-1], dtype, joint, [*so_far, *paths], owner, compute)
             open_[key] = at, size + nbytes
             continue
-        # Others come between, but for those of the same calls that are split.
-        open_ = {k: v for k, v in open_.items() if k[-1] != axes}
+        # Others come between, but for those of the same calls that are split, or
+        # computed in another dtype.
+        mine = compute, axes
+        open_ = {k: v for k, v in open_.items() if k[-2:] != mine}
         if small:
             open_[key] = len(out), nbytes
-        out.append((unit, dtype, paths[0], list(paths), owner))
+        out.append((unit, dtype, paths[0], list(paths), owner, compute))
     return out

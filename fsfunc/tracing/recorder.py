@@ -213,7 +213,9 @@ class Recorder(Findings, Tracer, Watcher):
 
         def recorded(params: Any, *inputs: Any, **keywords: Any) -> Any:
             leaves, treedef = tree.flatten(params, is_leaf=is_sharded)
-            names = []
+            names, casts = [], call.frame.casts
+            each = None if casts is None else casts.each(call.name, treedef)
+            kinds: list[Any] = []
             self.plain = self.plain and not _torch.functorch_active()
             for i, leaf in enumerate(leaves):
                 path = self.path_of(leaf)
@@ -223,6 +225,7 @@ class Recorder(Findings, Tracer, Watcher):
                     leaves[i] = whole(leaf)
                     continue
                 names.append(path)
+                kinds.append(None if each is None else each[i])
                 if not isinstance(leaf, Sharded) or isinstance(leaf, Recorded):
                     leaves[i] = block(leaf, self.layouts[path])
                 x = local(leaves[i])
@@ -232,8 +235,9 @@ class Recorder(Findings, Tracer, Watcher):
                     self.differentiated = True
             numbers = call.numbers
             owner = tuple(p for h in laid for p in h.owner(numbers[0]))
-            cast = call.frame.compute, call.frame.reduce
-            self.taken.append(Taken(call.path, numbers, names, owner, cast))
+            said = "" if casts is None else str(casts)
+            taken = Taken(call.path, numbers, names, owner, said, kinds)
+            self.taken.append(taken)
             out = run(tree.unflatten(treedef, leaves), *inputs, **keywords)
             with inside(replace(call.frame, path=call.path, numbers=numbers)):
                 return tree.map(self._given, out, is_leaf=is_sharded)

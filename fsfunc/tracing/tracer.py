@@ -99,7 +99,7 @@ def trace(
         f = Frame(
             handlers=(stage,),
             at=at,
-            compute=frame().compute,
+            casts=frame().casts,
             counter=stage.counter,
             in_loss=True,
         )

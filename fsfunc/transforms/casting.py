@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import Any
 
 import torch
 
+from fsfunc.core.casts import Casts
 from fsfunc.core.frames import frame, inside
 
 __all__ = ["precision"]
@@ -18,6 +19,9 @@ def precision(
     f: Callable[..., Any],
     compute: torch.dtype,
     reduce: torch.dtype | None = None,
+    *,
+    output: torch.dtype | None = None,
+    overrides: Mapping[str, torch.dtype | None] | None = None,
 ) -> Callable[..., Any]:
     """``f`` with units computing in ``compute`` on parameters kept as they are.
 
@@ -25,33 +29,49 @@ def precision(
     cast before the gather, which then moves the smaller dtype, and no full-size copy in
     the wider one exists. Gradients are reduced in ``reduce`` and given in the dtype of
     the parameters. Buffers of a module (`from_module`) are left as they are: running
-    statistics and counters would not survive a narrow dtype.
+    statistics and counters would not survive a narrow dtype. What a ``torch.autocast``
+    around a unit casts, it casts too.
 
     Args:
         f: a unit, a loss, or a train step.
         compute: the dtype of units' arithmetic, such as ``torch.bfloat16``.
-        reduce: the dtype of the reductions; by default ``compute``.
+        reduce: the dtype of the reductions; by default that of the arithmetic.
+        output: the dtype of floating tensors that units return; else as they come.
+        overrides: pattern to dtype, for what computes in another one, or (None) in the
+            one it is given: ``{"**/norm/**": torch.float32}``. A pattern is compared
+            with the name of a unit (``block``, or ``block/norm`` within one), for its
+            inputs, and with the names of parameters below it (``block/norm/scale``);
+            ``*`` is one name, ``**`` any number. The first that fits is taken.
 
     Raises:
         ValueError: a dtype that is not floating.
+
+    Warns:
+        UserWarning: gradients in float16 without a loss scale.
+
+    Cost: under ``shard``, parameters of a unit that compute in other dtypes lie in a
+    buffer each. A state that was laid out for other overrides is right, but what shares
+    a buffer travels in the dtype of the parameters, and some of it twice.
 
     >>> import torch, fsfunc as ff
     >>> unit = ff.unit(lambda p, x: p * x)
     >>> ff.precision(unit, torch.bfloat16)(torch.ones(2), torch.ones(2)).dtype
     torch.bfloat16
     """
-    for name, dtype in (("compute", compute), ("reduce", reduce)):
-        if dtype is None and name == "reduce":
+    more = {} if overrides is None else dict(overrides)
+    given = {"compute": compute, "reduce": reduce, "output": output, **more}
+    for name, dtype in given.items():
+        if dtype is None and name != "compute":
             continue
         if not (isinstance(dtype, torch.dtype) and dtype.is_floating_point):
             raise ValueError(
                 f"{name}={dtype!r}: it is a floating dtype, such as torch.bfloat16"
             )
+    casts = Casts(compute, reduce, output, tuple(more.items()))
 
     @functools.wraps(f)
     def run(*args: Any, **keywords: Any) -> Any:
-        outer = frame()
-        with inside(replace(outer, compute=compute, reduce=reduce)):
+        with inside(replace(frame(), casts=casts)):
             return f(*args, **keywords)
 
     return run

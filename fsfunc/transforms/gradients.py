@@ -95,9 +95,10 @@ def collected(grads: Any, chosen: Any, runtime: ShardRuntime) -> tuple[Any, ...]
     for key, shard in runtime.keeps.items():
         grad = runtime.grads.get(key)
         shards[key] = shard.like(torch.zeros_like(shard.flat) if grad is None else grad)
-    if shards and runtime.mean_size > 1:
-        flats = [shard.flat for shard in shards.values()]
-        torch._foreach_div_(flats, runtime.mean_size)
+    # Those in float16 are means already.
+    sums = [s.flat for s in shards.values() if s.flat.dtype != torch.float16]
+    if sums and runtime.mean_size > 1:
+        torch._foreach_div_(sums, runtime.mean_size)
     leaves = {}
     for key, shard in shards.items():
         made = shard.leaves()

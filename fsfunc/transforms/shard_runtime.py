@@ -23,6 +23,7 @@ from fsfunc import _torch
 from fsfunc.comm.attribution import label
 from fsfunc.comm.backends.link import Done, Handle
 from fsfunc.comm.groups import RankGroup, group, strided
+from fsfunc.core.casts import Casts
 from fsfunc.core.frames import frame, running
 from fsfunc.runtime.buffer_pool import BufferPool
 from fsfunc.runtime.memory_kinds import count_as
@@ -124,6 +125,7 @@ class ShardRuntime:
         self.size = where.size
         self.mean_axes = (*(() if replicas is None else replicas.axis), *where.axis)
         self.mean_size = self.size * (1 if replicas is None else replicas.size)
+        self.before = _divided_before(self.mean_size)
         self.named: dict[str, list[FlatShard]] = {}  # several, of trees laid out alike
         for shard in shards:
             self.named.setdefault(shard.buffer, []).append(shard)
@@ -244,7 +246,7 @@ class ShardRuntime:
             self.gathering[name] = call, work, shard.flat.detach()
 
     def take(
-        self, calls: Calls, shards: Sequence[FlatShard], dtype: torch.dtype | None
+        self, calls: Calls, shards: Sequence[FlatShard], casts: Casts | None
     ) -> Calls:
         """Brings in what a unit call reads, and sends for what the next one will."""
         if running().recompute:
@@ -271,11 +273,11 @@ class ShardRuntime:
         at = self.count.get(micro, 0)
         self.count[micro] = at + 1
         if self.size > 1:
-            self._prefetch(self.first + at, shards, dtype)
+            self._prefetch(self.first + at, shards, casts)
         return calls
 
     def _prefetch(
-        self, at: int, shards: Sequence[FlatShard], dtype: torch.dtype | None
+        self, at: int, shards: Sequence[FlatShard], casts: Casts | None
     ) -> None:
         """Sends for what comes after the program's call number ``at``."""
         order = shards[0].members[0].order
@@ -288,7 +290,7 @@ class ShardRuntime:
             alike = self.named.get(name, ())
             if self.copy < len(alike):
                 shard = alike[self.copy]
-                self._send_for(shard, _dtype(shard, dtype), self.recent)
+                self._send_for(shard, _dtype(shard, casts), self.recent)
 
     def _take_again(self, calls: Calls, shards: Sequence[FlatShard]) -> Calls:
         """The same for a recompute: the calls of the first run, which last."""
@@ -444,6 +446,8 @@ class ShardRuntime:
         """Puts a reduction in flight, and waits for the one before."""
         work: Handle | None = None
         where = self.routes[shard.split_axes].where
+        if buffer.dtype == torch.float16:
+            buffer.div_(self.before)
         if where is not None and where.size > 1:
             how, whole = self.how_reduced, shard.place.size == 1
             work = how.move(how.encode(buffer), where, whole, shard.name)
@@ -463,8 +467,13 @@ class ShardRuntime:
         if replicas is not None and replicas.size > 1:
             arrived = grad = replicas.start("psum", grad, what=shard.name).wait()
         count_as("gradients", [grad])
+        narrow = buffer.dtype == torch.float16
+        if shard.flat.dtype == torch.float16:  # it would not hold the sum
+            grad = grad.div_(self.mean_size / (self.before if narrow else 1))
         grad = grad.to(shard.flat.dtype)
         count_as("gradients", [grad])
+        if narrow and shard.flat.dtype != torch.float16:
+            grad.mul_(self.before)
         before = self.grads.get(id(shard))
         self.grads[id(shard)] = grad if before is None else before.add_(grad)
         if self.size > 1 and arrived is not buffer:
@@ -481,13 +490,30 @@ class ShardRuntime:
         self.close()
 
 
+def _divided_before(n: int) -> int:
+    """By what float16 gradients are divided before ``n`` of them are summed.
+
+    Their sum would overflow where their mean does not, and divided by ``n`` at once
+    they would vanish: so half of it comes before, half after. (FairScale's rule.)
+
+    >>> [_divided_before(n) for n in (1, 2, 3, 4, 6, 8)]
+    [1, 2, 2, 2, 4, 4]
+    """
+    before = 1
+    while n % before == 0 and n > before * before:
+        before *= 2
+    return before
+
+
 _BUFFER = attrgetter("buffer")
 
 
-def _dtype(shard: FlatShard, compute: torch.dtype | None) -> torch.dtype:
-    """In which dtype a buffer is gathered, where units compute in ``compute``."""
+def _dtype(shard: FlatShard, casts: Casts | None) -> torch.dtype:
+    """In which dtype a buffer is gathered, as far as is known before the call."""
     own = shard.flat.dtype
-    return own if compute is None or not own.is_floating_point else compute
+    if casts is None or not own.is_floating_point:
+        return own
+    return (shard.members[0].compute or own) if casts.overrides else casts.compute
 
 
 def _among(call: GatheredCall, calls: Calls) -> bool:

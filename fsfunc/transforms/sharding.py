@@ -8,6 +8,7 @@ from dataclasses import replace
 from functools import partial
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from fsfunc import _torch, tree
@@ -323,15 +324,15 @@ class Sharding(Interpretation):
             raise RuntimeError(f"{call.name} runs outside the sharded function")
         if functional:
             check_derivatives(call, [leaves[i] for i in mine], (inputs, named))
-            self._compose(leaves, mine, call, runtime)
+            self._compose(leaves, treedef, mine, call, runtime)
             return run(tree.unflatten(treedef, leaves), *inputs, **named)
         now = running()
         thread = now.thread
         with label(call.name, "forward"):
             calls, shards, flats, order = self._gathered_calls(
-                leaves, mine, call, runtime
+                leaves, treedef, mine, call, runtime
             )
-            calls = runtime.take(calls, shards, f.compute)
+            calls = runtime.take(calls, shards, f.casts)
             token = None if thread is None else thread.token
             apart = f.staged
             token, views = enter(runtime, calls, shards, flats, token, apart)
@@ -387,13 +388,21 @@ class Sharding(Interpretation):
             leaves[i] = apply_map(leaves[i], ENTER, where)
 
     def _gathered_calls(
-        self, leaves: list[Any], mine: list[int], call: Call, runtime: ShardRuntime
+        self,
+        leaves: list[Any],
+        treedef: tree.TreeDef,
+        mine: list[int],
+        call: Call,
+        runtime: ShardRuntime,
     ) -> tuple[Any, ...]:
         """The call's hold on each buffer it reads; the buffers; their ranges.
 
         And the leaves' positions, in the order of the views.
         """
         f, calls, shards, flats, order = call.frame, [], [], [], []
+        reduce, each = None, None
+        if f.casts is not None:
+            reduce, each = f.casts.reduce, f.casts.each(call.name, treedef)
         for positions in by_buffer(leaves, mine):
             first = leaves[positions[0]]
             if (shard := first.packed) is not None:
@@ -406,11 +415,11 @@ class Sharding(Interpretation):
             views, at = [], shard.views
             for i in positions:
                 views.append(at[id(leaves[i].layout)])
-            kind, how = shard.flat.dtype, f.reduce
-            if f.compute is not None and kind.is_floating_point:
-                kind = f.compute
+            kind = shard.flat.dtype
+            if each is not None:
+                kind = _one_dtype(kind, [each[i] for i in positions])
             one = GatheredCall(
-                call.name, call.numbers, f.micro, shard, views, kind, how, keeps
+                call.name, call.numbers, f.micro, shard, views, kind, reduce, keeps
             )
             calls.append(one)
             shards.append(shard)
@@ -419,15 +428,22 @@ class Sharding(Interpretation):
         return calls, shards, flats, order
 
     def _compose(
-        self, leaves: list[Any], mine: list[int], call: Call, runtime: ShardRuntime
+        self,
+        leaves: list[Any],
+        treedef: tree.TreeDef,
+        mine: list[int],
+        call: Call,
+        runtime: ShardRuntime,
     ) -> None:
         """The same by differentiable collectives, of any order and under any map."""
+        casts = call.frame.casts
         for positions in by_buffer(leaves, mine):
             chosen = [leaves[i] for i in positions]
             layout = chosen[0].layout
             flat = joined(chosen, runtime.coordinates)
-            if call.frame.compute is not None and flat.is_floating_point():
-                flat = flat.to(call.frame.compute)
+            if casts is not None:
+                each = casts.each(call.name, treedef)
+                flat = flat.to(_one_dtype(flat.dtype, [each[i] for i in positions]))
             name = f"{call.name}({layout.name})"
             flat = spread(runtime, flat, layout, name)
             for i, x in zip(positions, chosen, strict=True):
@@ -494,6 +510,17 @@ class Sharding(Interpretation):
             return averaged(replace(outcome, grads=grads), runtime, at)
 
         return sharded
+
+
+def _one_dtype(own: torch.dtype, wanted: Sequence[torch.dtype | None]) -> torch.dtype:
+    """In what a buffer is gathered of which leaves are wanted in these dtypes.
+
+    Where they differ, in its own: the unit casts each.
+    """
+    first = wanted[0]
+    if first is None or not own.is_floating_point or wanted.count(first) < len(wanted):
+        return own
+    return first
 
 
 class _Recorded(Noted):

@@ -7,7 +7,7 @@ import torch
 
 import fsfunc as ff
 from fsfunc import tree
-from tests.checks import on_ranks, same, simulated
+from tests.checks import close, on_ranks, same, simulated
 from tests.models import integers
 
 D, MESH = 8, simulated()
@@ -114,8 +114,146 @@ def test_a_wider_reduction_sums_what_the_narrow_one_loses() -> None:
     assert gradient(None) != 259 / 4  # bfloat16 has no 257
 
 
+@ff.unit
+def norm(p, x):
+    SEEN.append(("norm", p["scale"].dtype, x.dtype))
+    return x * p["scale"]
+
+
+@ff.unit
+def normed(p, x):
+    SEEN.append(("normed", p["w"].dtype, p["norm"]["scale"].dtype, x.dtype))
+    return x @ p["w"] + norm(p["norm"], x).to(x.dtype)
+
+
+def normed_loss(ps, x):
+    for p in ps:
+        x = normed(p, x)
+    return x.float().square().mean()
+
+
+F32 = torch.float32
+NS = [
+    {
+        "w": torch.randn(D, D, generator=torch.Generator().manual_seed(k)) / 4,
+        "norm": {"scale": torch.randn(D, generator=torch.Generator().manual_seed(k))},
+    }
+    for k in range(3)
+]
+NX = torch.randn(8, D, generator=torch.Generator().manual_seed(9))
+MIXED = {"normed/norm/**": F32}
+
+
+@pytest.mark.parametrize("zero", [0, 1, 2, 3])
+def test_what_is_excepted_computes_in_its_own_dtype_wherever_it_lies(zero) -> None:
+    grad = ff.precision(ff.value_and_grad(normed_loss), BF, F32, overrides=MIXED)
+    SEEN.clear()
+    expected = grad(NS, NX)
+    # The norm's weight was never rounded, on its way through the unit around it too.
+    assert set(SEEN) == {("norm", F32, F32), ("normed", BF, F32, BF)}
+    plain = ff.precision(ff.value_and_grad(normed_loss), BF, F32)
+    assert not torch.equal(plain(NS, NX)[0], expected[0])
+    for stack in (lambda g: g, ff.remat):
+        found = on_ranks(
+            stack(ff.shard(grad, simulated(1), "data", zero=zero)),
+            NS,
+            NX,
+            mesh=simulated(1),
+        )
+        same(found[0], expected)
+    one = ff.accumulate(grad, 2)(NS, NX)
+    for found in on_ranks(ff.shard(grad, MESH, "data", zero=zero), NS, NX, mesh=MESH):
+        close(found, one)
+
+
+def test_each_dtype_is_sent_in_its_own() -> None:
+    def sent(overrides):
+        grad = ff.precision(ff.value_and_grad(normed_loss), BF, overrides=overrides)
+        grad = ff.shard(grad, MESH, "data", zero=3)
+
+        def main():
+            x = ff.local_batch(NX, MESH, "data")
+            params = ff.place(grad, NS, x)
+            grad(params, x)
+            with ff.ledger() as log:
+                grad(params, x)
+            return log.bytes("data", "all_gather")
+
+        return ff.spmd(main, MESH)()[0]
+
+    # Again in the backward: not those of the first unit, which reads none there, nor
+    # those that the forward took last.
+    assert sent(None) == (3 + 1) * (D * D + D) * 2 // 2
+    assert sent(MIXED) == ((3 + 2) * D * D * 2 + (3 + 1) * D * 4) // 2
+
+
+@pytest.mark.parametrize("zero", [1, 2, 3])
+def test_no_wide_whole_is_kept_beside_the_narrow_one(zero) -> None:
+    optimizer = ff.sgd(0.5)
+    step = ff.precision(optimizer(ff.value_and_grad(normed_loss)), BF)
+    step = ff.donate(ff.shard(step, MESH, "data", zero=zero))
+
+    def main():
+        x = ff.local_batch(NX, MESH, "data")
+        state = ff.init_state(step, NS, optimizer, x)
+        for _ in range(2):
+            state, _ = step(state, x)
+        found = {}
+        for leaf in tree.leaves(state.params, is_leaf=ff.is_sharded):
+            for x in (leaf.packed.flat, leaf.packed.whole):
+                if x is not None:
+                    key = x.untyped_storage().data_ptr()
+                    found[key] = max(found.get(key, 0), x.nbytes)
+        return sum(found.values())
+
+    count = 3 * (D * D + D)
+    wide, narrow = 4 * count // 2, 2 * count if zero < 3 else 0
+    assert ff.spmd(main, MESH)() == [wide + narrow] * 2
+
+
+def test_what_units_return() -> None:
+    f = lambda **how: ff.precision(lambda p, x: normed(p, x), BF, **how)(NS[0], NX)  # noqa: E731
+    assert f().dtype == BF
+    same(f(output=F32), f().float())
+
+
+def test_an_autocast_around_units_is_honoured_also_when_they_run_again() -> None:
+    seen = []
+
+    @ff.unit
+    def layer(w, x):
+        y = x @ w
+        seen.append(y.dtype)
+        return torch.tanh(y).float()
+
+    def loss(ws, x):
+        with torch.autocast("cpu", BF):
+            for w in ws:
+                x = layer(w, x)
+        return x.square().mean()
+
+    ws = [p["w"] for p in NS]
+    expected = ff.value_and_grad(loss)(ws, NX)
+    assert set(seen) == {BF}
+    again = ff.remat(ff.value_and_grad(loss))(ws, NX)
+    assert set(seen) == {BF}
+    same(again, expected)
+    one = ff.accumulate(ff.value_and_grad(loss), 2)(ws, NX)
+    for stack in (lambda g: g, ff.remat):
+        sharded = ff.shard(stack(ff.value_and_grad(loss)), MESH, "data")
+        for found in on_ranks(sharded, ws, NX, mesh=MESH):
+            close(found, one)
+    assert set(seen) == {BF}
+
+
 @pytest.mark.parametrize(
-    "keywords", [{"compute": torch.int8}, {"compute": BF, "reduce": torch.long}]
+    "keywords",
+    [
+        {"compute": torch.int8},
+        {"compute": BF, "reduce": torch.long},
+        {"compute": BF, "output": torch.long},
+        {"compute": BF, "overrides": {"norm": torch.long}},
+    ],
 )
 def test_a_dtype_that_is_not_floating_is_refused(keywords) -> None:
     with pytest.raises(ValueError, match="floating"):

@@ -1,0 +1,191 @@
+"""Losses scaled up, so that gradients in float16 do not vanish, and steps skipped."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import Any, NamedTuple
+
+from torch import Tensor
+
+from fsfunc import _torch, tree
+from fsfunc.core.autodiff import GradientCall, Outcome
+from fsfunc.core.frames import Interpretation, frame, inside
+from fsfunc.optim.leaves import Tree
+from fsfunc.optim.optimizer import (
+    Optimizer,
+    Run,
+    State,
+    check_not_negative,
+)
+from fsfunc.optim.reductions import all_finite
+from fsfunc.sharded.leaf import is_sharded
+
+
+class LossScaleState(NamedTuple):
+    """By what the next loss is multiplied, and what the optimizer within keeps.
+
+    ``scale`` is a plain number, the same on every rank; ``good_steps`` counts the steps
+    since it last changed; ``skipped`` counts those that were not made.
+    """
+
+    scale: float
+    good_steps: int
+    skipped: int
+    inner: State
+
+
+def loss_scale(
+    optimizer: Optimizer,
+    initial: float = 2.0**16,
+    *,
+    growth: float = 2.0,
+    backoff: float = 0.5,
+    interval: int = 2000,
+    minimum: float = 1e-4,
+) -> Optimizer:
+    """``optimizer`` whose train step scales its loss, and skips what overflows.
+
+    The backward starts from the scale, and the gradients are divided by it in float32:
+    they are those of the loss, but what float16 would lose is there. Where one element
+    on one rank is not finite, no rank makes the step, and all take a smaller scale;
+    after ``interval`` good steps in a row all take a larger one.
+
+    Gradients that a step takes by itself, without ``optimizer(grad_fn)``, are not
+    scaled, and are right as they are; a step with infinite ones is skipped too.
+
+    Args:
+        optimizer: what makes the steps. Clipping sees the gradients of the loss, in
+            here as in a chain around.
+        initial: the first scale.
+        growth: of the scale, above 1. Powers of 2 change no bit of a gradient.
+        backoff: of the scale after an overflow, between 0 and 1.
+        interval: steps without overflow before the scale grows.
+        minimum: a scale that overflows and would fall below it raises.
+
+    Returns:
+        the optimizer; its state is a `LossScaleState`.
+
+    Raises:
+        ValueError: a number out of its range.
+        FloatingPointError: gradients overflow at the smallest scale; on every rank, the
+            state as it was.
+
+    Cost: one pass over the rank's gradients, one pmax of one number over the mesh, and
+    one wait for it: whether a step is made is known on the host.
+
+    Source: Micikevicius et al., Mixed Precision Training, 2018, section 3.2; the rule
+    and its defaults are those of ``torch.amp.GradScaler``, the minimum FairScale's.
+
+    >>> import torch, fsfunc as ff
+    >>> optimizer = loss_scale(ff.sgd(1.0), initial=8.0)
+    >>> step = optimizer(ff.value_and_grad(lambda w, x: (w * x).sum()))
+    >>> w = torch.ones(2)
+    >>> state = ff.TrainState(w, optimizer.init(w))
+    >>> state, metrics = step(state, torch.tensor([1.0, torch.inf]))
+    >>> state.params, state.opt_state.scale, state.opt_state.skipped
+    (tensor([1., 1.]), 4.0, 1)
+    """
+    check_not_negative(initial=initial, minimum=minimum)
+    if not (growth > 1 and 0 < backoff < 1 and interval >= 1 and initial > 0):
+        raise ValueError(
+            f"initial is {initial}, growth {growth}, backoff {backoff} and interval "
+            f"{interval}: growth must be above 1, backoff between 0 and 1, and the "
+            "others above 0"
+        )
+
+    rule = _Rule(growth, backoff, interval, minimum)
+    return _Scaled(optimizer, float(initial), rule).functions()
+
+
+class _Rule(NamedTuple):
+    """How a scale follows from the steps."""
+
+    growth: float
+    backoff: float
+    interval: int
+    minimum: float
+
+    def good(self, state: LossScaleState, inner: State) -> LossScaleState:
+        """After a step that was made."""
+        count = state.good_steps + 1
+        if count < self.interval:
+            return state._replace(good_steps=count, inner=inner)
+        return LossScaleState(state.scale * self.growth, 0, state.skipped, inner)
+
+    def bad(self, state: LossScaleState) -> LossScaleState:
+        """After one that was not."""
+        scale = state.scale * self.backoff
+        if scale < self.minimum:
+            raise FloatingPointError(
+                f"gradients are not finite at a loss scale of {state.scale:g}, and "
+                f"{scale:g} is below the minimum of {self.minimum:g}: the loss itself "
+                "is not finite, or the model diverges. The state is as it was"
+            )
+        return state._replace(scale=scale, good_steps=0, skipped=state.skipped + 1)
+
+
+@dataclass(frozen=True, eq=False)
+class _Scaled:
+    """The functions of such an optimizer."""
+
+    optimizer: Optimizer
+    initial: float
+    rule: _Rule
+
+    def functions(self) -> Optimizer:
+        return Optimizer(self.init, self.update, prepare=self.prepare, take=self.take)
+
+    def init(self, params: Tree) -> LossScaleState:
+        return LossScaleState(self.initial, 0, 0, self.optimizer.init(params))
+
+    def update(self, grads: Tree, state: LossScaleState, params: Tree = None):
+        if not _holds(all_finite(grads)):
+            none = tree.map(lambda _: None, grads, is_leaf=is_sharded)
+            return none, self.rule.bad(state)
+        updates, inner = self.optimizer.update(grads, state.inner, params)
+        return updates, self.rule.good(state, inner)
+
+    def prepare(self, grads: Tree, state: LossScaleState, params: Tree):
+        if not _holds(all_finite(grads)):
+            after = self.rule.bad(state)
+            return lambda: (params, after)
+        commit = self.optimizer.prepare(grads, state.inner, params)
+
+        def finish() -> tuple[Tree, LossScaleState]:
+            params, inner = commit()
+            return params, self.rule.good(state, inner)
+
+        return finish
+
+    def take(self, run: Run, state: LossScaleState) -> tuple[Any, Tree, Optimizer]:
+        f = frame()
+        with inside(replace(f, handlers=(*f.handlers, _Scaling(state.scale)))):
+            if self.optimizer.take is None:
+                return *run(), self.functions()
+            value, grads, inner = self.optimizer.take(run, state.inner)
+        return value, grads, replace(self, optimizer=inner).functions()
+
+
+class _Scaling(Interpretation):
+    """Has the backward of a step's loss start from ``scale``."""
+
+    called = "loss_scale"
+    scales = True
+
+    def __init__(self, scale: float):
+        self.scale = scale
+
+    def gradient(self, run: Callable[..., Any]) -> Callable[..., Any]:
+        def scaled(call: GradientCall) -> Outcome:
+            if frame().in_loss:  # a derivative that the loss itself takes
+                return run(call)
+            outcome = run(replace(call, cotangent=call.cotangent * self.scale))
+            return replace(outcome, scale=outcome.scale * self.scale)
+
+        return scaled
+
+
+def _holds(found: Tensor) -> bool:
+    """Whether it is true; without data every step is a good one."""
+    return _torch.fake_active() or found.is_meta or bool(found)
