@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -142,7 +143,9 @@ def all_finite(values: Tree) -> Tensor:
     if at is not None and any(getattr(h, "axes", ()) for h in frame().handlers):
         axes = set(at.mesh.axes)
     if axes:
-        bad = issue(bad.float(), _MAX, group(tuple(sorted(axes)))) > 0
+        # Ranks that train by themselves (`local_sgd`) agree on this all the same.
+        where = replace(group(tuple(sorted(axes))), apart=False)
+        bad = issue(bad.float(), _MAX, where) > 0
     return ~bad
 
 

@@ -160,7 +160,7 @@ def copy_of(state, mesh):
     return tree.map(lambda x: x[i] if isinstance(x, torch.Tensor) else x, whole)
 
 
-@settings(max_examples=6)
+@settings(max_examples=14)
 @given(
     kind=st.sampled_from(sorted(KINDS)),
     optimizer=st.sampled_from(sorted(OPTIMIZERS)),
