@@ -160,7 +160,7 @@ def copy_of(state, mesh):
     return tree.map(lambda x: x[i] if isinstance(x, torch.Tensor) else x, whole)
 
 
-@settings(max_examples=14)
+@settings(max_examples=10)
 @given(
     kind=st.sampled_from(sorted(KINDS)),
     optimizer=st.sampled_from(sorted(OPTIMIZERS)),
@@ -574,3 +574,72 @@ def test_a_step_that_raises_leaves_the_state_as_it_was():
         return step(state, batch_of(0))[0].count
 
     assert ff.spmd(main, mesh)() == [1, 1]
+
+
+def test_split_leaves_and_stages_are_copied_as_whole_ones_are():
+    """Over "model" or "pipe" within, the ranks' copies are those without it."""
+    found = []
+    params = {"up": floats(6, WIDTH), "down": floats(WIDTH, 6, seed=1)}
+    layouts = {"up": ff.Split(0, "model"), "down": ff.Split(1, "model")}
+    block = ff.unit(
+        lambda p, x: ff.nn.row_linear(
+            torch.tanh(ff.nn.column_linear(x, p["up"])), p["down"]
+        )
+    )
+    plain = ff.unit(lambda p, x: torch.tanh(x @ p["up"].T) @ p["down"].T)
+    for unit, n, rules in ((block, 2, layouts), (plain, 1, None)):
+        mesh = simulated(node=3, data=2, model=n)
+        optimizer = ff.sgd(LR)
+
+        def main(unit=unit, mesh=mesh, rules=rules, optimizer=optimizer):
+            step = train_step(lambda p, x: unit(p, x).square().mean(), optimizer)
+            step = ff.shard(step, mesh, "data")
+            step = ff.slowmo(step, mesh, "node", every=2, lr=LR)
+            mine = lambda t: ff.local_batch(  # noqa: E731
+                floats(12, WIDTH, seed=t), mesh, ("node", "data")
+            )
+            state = ff.init_state(step, params, optimizer, mine(0), layouts=rules)
+            for t in range(3):
+                state, _ = step(state, mine(t))
+            return copy_of(state, mesh).params
+
+        found.append(ff.spmd(main, mesh)())
+    for rank, whole in enumerate(found[0]):
+        close(whole, found[1][rank // 2], 2e-6)
+
+
+def test_stages_of_a_pipeline_are_copied_by_each_of_theirs():
+    found = []
+    for staged in (True, False):
+        mesh, optimizer = simulated(node=2, pipe=2, data=1), ff.sgd(LR)
+
+        def main(staged=staged, mesh=mesh, optimizer=optimizer):
+            step = train_step(chain(), optimizer)
+            cut = ff.pipeline(step, mesh, "pipe", n_microbatches=2)
+            step = ff.shard(cut if staged else ff.accumulate(step, 2), mesh, "data")
+            step = ff.slowmo(step, mesh, "node", every=2, lr=LR)
+            mine = lambda t: ff.local_batch(batch_of(t), mesh, "node")  # noqa: E731
+            state = ff.init_state(step, layers(3, make=floats), optimizer, mine(0))
+            for t in range(3):
+                state, _ = step(state, mine(t))
+            return copy_of(state, mesh).params
+
+        found.append(ff.spmd(main, mesh)())
+    for one, other in zip(*found, strict=True):
+        close(one, other, 2e-6)
+
+
+def test_ranks_that_train_by_themselves_skip_a_step_together():
+    optimizer = ff.loss_scale(ff.sgd(LR), 4.0)
+
+    def main():
+        step = optimizer(ff.value_and_grad(chain()))
+        step = ff.local_sgd(ff.shard(step, MESH, "data"), MESH, "node", every=2)
+        bad = batch_of(0) * (torch.inf if MESH.rank else 1.0)
+        state = ff.init_state(step, layers(1), optimizer, bad)
+        state, _ = step(state, bad)
+        return state.copies.opt_state.skipped, copy_of(state, MESH).params
+
+    for skipped, found in ff.spmd(main, MESH)():
+        assert skipped == 1
+        same(found, layers(1))
