@@ -21,6 +21,7 @@ from fsfunc.comm.ledgers import ledger
 from fsfunc.comm.mesh import Mesh
 from fsfunc.core.autodiff import Weighted, value_and_grad
 from fsfunc.core.losses import Summed
+from fsfunc.core.observation import observe_gradients
 from fsfunc.core.units import unit
 from fsfunc.data.loader import batches
 from fsfunc.nn.statistics import (
@@ -31,6 +32,7 @@ from fsfunc.nn.statistics import (
 )
 from fsfunc.optim import (
     Optimizer,
+    adascale,
     add_decayed_weights,
     all_finite,
     chain,
@@ -71,15 +73,18 @@ from fsfunc.transforms.accumulation import accumulate
 from fsfunc.transforms.averaging import consensus
 from fsfunc.transforms.casting import precision
 from fsfunc.transforms.donation import donate
+from fsfunc.transforms.error_feedback import error_feedback
 from fsfunc.transforms.gossiping import gossip
 from fsfunc.transforms.local_copies import LocalState
 from fsfunc.transforms.local_updates import local_sgd
 from fsfunc.transforms.ownership import assume
 from fsfunc.transforms.policies import SaveAllBut, SaveOnly, checkpoint_name
+from fsfunc.transforms.quantization import QuantizedGather, QuantizedReduction
 from fsfunc.transforms.rematerialization import remat
 from fsfunc.transforms.selecting import remat_calls
 from fsfunc.transforms.sharding import shard
 from fsfunc.transforms.slow_momentum import slowmo
+from fsfunc.transforms.wire import Gather, Reduction
 
 if TYPE_CHECKING:
     from fsfunc import show, testing

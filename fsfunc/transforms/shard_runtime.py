@@ -25,9 +25,11 @@ from fsfunc.comm.backends.link import Done, Handle
 from fsfunc.comm.groups import RankGroup, group, strided
 from fsfunc.core.casts import Casts
 from fsfunc.core.frames import frame, running
+from fsfunc.core.observation import Observation
 from fsfunc.runtime.buffer_pool import BufferPool
 from fsfunc.runtime.memory_kinds import count_as
 from fsfunc.sharded.leaf import FlatShard, Parts
+from fsfunc.transforms.error_feedback import Feedback
 from fsfunc.transforms.gathered_calls import Calls, GatheredCall, Micro
 from fsfunc.transforms.ownership import Ownership
 from fsfunc.transforms.wire import Gather, Reduction
@@ -94,6 +96,8 @@ class ShardRuntime:
         differentiated: the arguments that a gradient call differentiates.
         keeps: by identity, the buffers whose gradients are summed here, in ``grads``;
             ``parts`` has the parts of their leaves that are used beside units.
+        observers: who is to see this rank's gradients before they are reduced.
+        feedback: adds what earlier reductions lost on the way, if anybody.
 
     Of ``accumulate`` loops within, the microbatches' gradients are summed before they
     are reduced; with ``reduce_each`` each is reduced over ``where``, and the sum of
@@ -119,6 +123,8 @@ class ShardRuntime:
         keeps: dict[int, FlatShard] | None = None,
         parts: Parts | None = None,
         reduce_each: bool = False,
+        observers: Sequence[Observation] = (),
+        feedback: Feedback | None = None,
     ):
         self.where, self.replicas, self.zero, self.holds = where, replicas, zero, holds
         self.how_gathered, self.how_reduced = gather, reduction
@@ -141,6 +147,9 @@ class ShardRuntime:
         self.depth = len(frame().micro)
         self.keeps = {} if keeps is None else keeps
         self.parts: Parts = {} if parts is None else parts
+        self.observers, self.feedback = observers, feedback
+        # What observers are still to see: how many calls give it, and the sum so far.
+        self.unseen: dict[Any, tuple[int, Tensor | None]] = {}
         self.grads: dict[int, Tensor] = {}
         self.due: dict[Any, tuple[FlatShard, Tensor, str, int]] = {}
         self.reduce_each = reduce_each
@@ -197,7 +206,7 @@ class ShardRuntime:
         source = how.encode(shard.flat.detach(), dtype)
         full = shard.whole if how.exact else None
         if full is None or full.dtype != dtype:
-            full = self.pool.get(place.size * place.chunk, source.dtype, source)
+            full = self.pool.get(place.size * source.numel(), source.dtype, source)
             count_as("gathered", [full])
         out = full
         if full is shard.whole:
@@ -213,7 +222,7 @@ class ShardRuntime:
     def arrived(self, shard: FlatShard, full: Tensor, dtype: torch.dtype) -> Tensor:
         """What has arrived, as the whole buffer."""
         if shard.place.size > 1 and not self.how_gathered.exact:
-            full = self.how_gathered.decode(full, dtype)
+            full = self.how_gathered.decode(full, dtype, shard.place.chunk)
         if self.zero in (1, 2):  # the state keeps it, until it changes
             shard.keep(full)
         return full
@@ -325,6 +334,10 @@ class ShardRuntime:
         """
         if not running().recompute:
             self.calls.setdefault(calls[0].micro, []).append(calls)
+            for call in calls if self.observers else ():
+                if call.keeps and not call.shared:  # else a neighbour gives it
+                    key = id(call.shard), call.micro
+                    self.unseen[key] = self.unseen.get(key, (0, None))[0] + 1, None
 
     def drop(self, calls: Iterable[GatheredCall], but: Calls | None = None) -> None:
         """Forgets gathered buffers; what ``but`` has of them lasts."""
@@ -436,6 +449,8 @@ class ShardRuntime:
 
     def _add(self, call: GatheredCall, shard: FlatShard, buffer: Tensor) -> None:
         """Takes the gradient of one call, which it reduces when all are there."""
+        if self.observers:
+            self._show(call, shard, buffer)
         due = 1  # counted, not numbered: microbatches may come back in any order
         for _, n in call.micro[self.depth :]:
             due *= n
@@ -451,6 +466,18 @@ class ShardRuntime:
         else:
             self._reduce(Reducing(shard, buffer, call.name, key))
 
+    def _show(self, call: GatheredCall, shard: FlatShard, buffer: Tensor) -> None:
+        """Has observers see the gradient of one microbatch, once all calls gave it."""
+        key = id(shard), call.micro
+        count, held = self.unseen.pop(key)
+        if held is not None:
+            buffer = held.add_(buffer)
+        if count > 1:
+            self.unseen[key] = count - 1, buffer.clone() if held is None else held
+            return
+        for observer in self.observers:
+            observer.see(buffer, shard.split_axes)
+
     def _reduce(self, one: Reducing) -> None:
         """Puts a reduction in flight, and waits for the one before."""
         shard, buffer = one.shard, one.buffer
@@ -459,7 +486,11 @@ class ShardRuntime:
             buffer.div_(self.before)
         if where is not None and where.size > 1:
             how, whole = self.how_reduced, shard.place.size == 1
-            one.work = how.move(how.encode(buffer), where, whole, shard.name)
+            if self.feedback is None:
+                sent = how.encode(buffer, where.size)
+            else:
+                sent = self.feedback.encode(how, buffer, shard, where.size)
+            one.work = how.move(sent, where, whole, shard.name)
         self.reducing.append(one)
         if len(self.reducing) > 1:
             self._finish()
@@ -471,7 +502,8 @@ class ShardRuntime:
         if one.work is not None:
             arrived = one.work.wait()
             one.work = None  # or it holds what arrived, while that is cast
-            grad = self.how_reduced.decode(arrived, one.shard.flat.dtype)
+            flat = one.shard.flat
+            grad = self.how_reduced.decode(arrived, flat.dtype, flat.numel())
         if self.size > 1 and arrived is not one.buffer:
             self.pool.spoil(one.buffer)
         del arrived
@@ -529,6 +561,8 @@ class ShardRuntime:
         self.partly.clear()
         while self.summing:
             self._keep_first()
+        if self.unseen:
+            raise RuntimeError("a unit call's gradient never came: nothing to observe")
         self.close()
 
 
