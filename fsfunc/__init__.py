@@ -73,7 +73,6 @@ from fsfunc.transforms.accumulation import accumulate
 from fsfunc.transforms.averaging import consensus
 from fsfunc.transforms.casting import precision
 from fsfunc.transforms.donation import donate
-from fsfunc.transforms.error_feedback import error_feedback
 from fsfunc.transforms.gossiping import gossip
 from fsfunc.transforms.local_copies import LocalState
 from fsfunc.transforms.local_updates import local_sgd
@@ -81,6 +80,7 @@ from fsfunc.transforms.ownership import assume
 from fsfunc.transforms.policies import SaveAllBut, SaveOnly, checkpoint_name
 from fsfunc.transforms.quantization import QuantizedGather, QuantizedReduction
 from fsfunc.transforms.rematerialization import remat
+from fsfunc.transforms.residuals import error_feedback
 from fsfunc.transforms.selecting import remat_calls
 from fsfunc.transforms.sharding import shard
 from fsfunc.transforms.slow_momentum import slowmo

@@ -21,7 +21,7 @@ from torch import Tensor
 from torch.linalg import vector_norm
 
 from fsfunc import tree
-from fsfunc.comm.collective_ops import apply_map, claim, issue
+from fsfunc.comm.collective_ops import apply_map, assumed, claim, issue
 from fsfunc.comm.collectives import pmax, psum
 from fsfunc.comm.crossings import ENTER, SPREAD, SUM, check_samples
 from fsfunc.comm.groups import group
@@ -143,9 +143,10 @@ def all_finite(values: Tree) -> Tensor:
     if at is not None and any(getattr(h, "axes", ()) for h in frame().handlers):
         axes = set(at.mesh.axes)
     if axes:
+        mine = assumed(bad.float(), "V")  # no part of a sum, but each rank's word
         # Ranks that train by themselves (`local_sgd`) agree on this all the same.
         where = replace(group(tuple(sorted(axes))), apart=False)
-        bad = issue(bad.float(), _MAX, where) > 0
+        bad = issue(mine, _MAX, where) > 0
     return ~bad
 
 

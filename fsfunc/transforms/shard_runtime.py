@@ -29,9 +29,9 @@ from fsfunc.core.observation import Observation
 from fsfunc.runtime.buffer_pool import BufferPool
 from fsfunc.runtime.memory_kinds import count_as
 from fsfunc.sharded.leaf import FlatShard, Parts
-from fsfunc.transforms.error_feedback import Feedback
 from fsfunc.transforms.gathered_calls import Calls, GatheredCall, Micro
 from fsfunc.transforms.ownership import Ownership
+from fsfunc.transforms.residuals import Feedback
 from fsfunc.transforms.wire import Gather, Reduction
 
 __all__ = ["ShardRuntime"]

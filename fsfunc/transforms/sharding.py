@@ -31,7 +31,6 @@ from fsfunc.sharded.packing import by_buffer, joined, packed_of, repack, repacke
 from fsfunc.tracing.recorder import Noted, Recorder
 from fsfunc.tracing.type_check import check, knows, learn, signature
 from fsfunc.transforms.boundary import enter, leave, spread
-from fsfunc.transforms.error_feedback import NOTHING_LOST, Feedback
 from fsfunc.transforms.gathered_calls import GatheredCall
 from fsfunc.transforms.gradients import (
     averaged,
@@ -43,6 +42,7 @@ from fsfunc.transforms.gradients import (
     kept_here,
 )
 from fsfunc.transforms.ownership import Ownership
+from fsfunc.transforms.residuals import NOTHING_LOST, Feedback
 from fsfunc.transforms.shard_runtime import ShardRuntime
 from fsfunc.transforms.transforming import transformed
 from fsfunc.transforms.wire import Gather, Reduction
@@ -172,6 +172,8 @@ class Sharding(Interpretation):
             ("reshard_after_forward", not self.holds),
             ("min_bytes", self.min_bytes),
             ("reduce_each", self.reduce_each),
+            ("gather", self.how_gathered),
+            ("reduction", self.how_reduced),
         )
 
     @property
