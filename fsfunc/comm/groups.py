@@ -34,6 +34,7 @@ class RankGroup:
     Args:
         mean: whether the loss is the mean over these ranks of their own.
         compared: whether the ranks know that they run one program.
+        apart: whether they train by themselves, and send each other nothing.
         levels: of several axes, the group along each.
     """
 
@@ -44,6 +45,7 @@ class RankGroup:
     link: Any
     mean: bool = False
     compared: bool = False
+    apart: bool = False
     levels: tuple[RankGroup, ...] = field(default=(), compare=False, repr=False)
 
     @cached_property
@@ -77,6 +79,12 @@ class RankGroup:
         the buffer that ``x`` is part of: ranks that meet with unlike ones raise.
         """
         check_kind(op, x, self)
+        if self.apart:
+            raise ValueError(
+                f"{op} over {self.name} in a step whose ranks along it train copies of "
+                "their own: a loss is one rank's there. Send what the step returns, "
+                "outside of it"
+            )
         sends = False
         for s, d in how.get("pairs", ()):
             sends = sends or (s == self.index and s != d)
@@ -142,8 +150,9 @@ def group(axis: Axis, at: Here | None = None) -> RankGroup:
         index = ranks.index(at.rank)
         levels = tuple(group(name, at) for name in names) if len(names) > 1 else ()
         at.groups[axis] = RankGroup(
-            names, ranks, index, at.rank, at.link, mean, at.compared, levels
-        )
+            names, ranks, index, at.rank, at.link, mean, at.compared,
+            not set(names).isdisjoint(at.apart), levels,
+        )  # fmt: skip
     return at.groups[axis]
 
 
