@@ -143,6 +143,7 @@ class ShardRuntime:
     ):
         self.where, self.replicas, self.zero, self.holds = where, replicas, zero, holds
         self.how_gathered, self.how_reduced = gather, reduction
+        self.rounds = not gather.exact  # what is floating
         self.pool, self.coordinates, self.ownership = pool, coordinates, ownership
         self.differentiated = differentiated
         self.routes = Routes(where, replicas)
@@ -222,13 +223,14 @@ class ShardRuntime:
         if place.size == 1:  # cut over no axis: a cast is all that is needed
             source = shard.flat.detach().to(dtype)
             return source, Done(source)
-        lossy, where = self._lossy(shard), self.routes[shard.split_axes].where
-        near = self.near.get(id(shard))
+        where = self.routes[shard.split_axes].where
+        lossy = self.rounds and shard.flat.is_floating_point()
+        near = self.near.get(id(shard)) if self.near else None
         if near is not None and near.shows(shard, dtype):
             full = self.pool.get(near.count, near.dtype, shard.flat)
             count_as("gathered", [full])
             return full, near.first.again(full)
-        if lossy or how.exact:
+        if lossy or not self.rounds:
             source = how.encode(shard.flat.detach(), dtype)
         else:  # indices and masks have no rounding
             source, how = shard.flat.detach().to(dtype), _PLAIN
@@ -252,13 +254,9 @@ class ShardRuntime:
             )
         return full, work
 
-    def _lossy(self, shard: FlatShard) -> bool:
-        """Whether the gather changes what it brings: of numbers that may be rounded."""
-        return not self.how_gathered.exact and shard.flat.is_floating_point()
-
     def arrived(self, shard: FlatShard, full: Tensor, dtype: torch.dtype) -> Tensor:
         """What has arrived, as the whole buffer."""
-        if shard.place.size > 1 and self._lossy(shard):
+        if self.rounds and shard.place.size > 1 and shard.flat.is_floating_point():
             full = self.how_gathered.decode(full, dtype, shard.place.chunk)
             count_as("gathered", [full])
         if self.zero in (1, 2):  # the state keeps it, until it changes

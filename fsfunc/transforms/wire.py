@@ -38,7 +38,7 @@ from fsfunc.comm.groups import RankGroup
 __all__ = ["Gather", "KeptGather", "Reduction"]
 
 
-class _Way:
+class _Shown:
     """Told by what it is made of: ranks compare how they send."""
 
     def __eq__(self, other: object) -> bool:
@@ -52,7 +52,7 @@ class _Way:
         return f"{type(self).__name__}({made})"
 
 
-class Gather(_Way):
+class Gather(_Shown):
     """A rank's range of a buffer becomes the whole buffer.
 
     Cost: one all-gather of what ``encode`` gives.
@@ -87,7 +87,7 @@ class KeptGather(Handle):
         raise NotImplementedError
 
 
-class Reduction(_Way):
+class Reduction(_Shown):
     """The ranks' gradients of a whole buffer become their sum: of this rank's range.
 
     Cost: one reduce-scatter of what ``encode`` gives (at zero=0 one all-reduce).

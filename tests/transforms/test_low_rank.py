@@ -100,29 +100,35 @@ def test_in_all_directions_it_is_the_sum(model):
         torch.testing.assert_close(found, wanted, rtol=1e-4, atol=1e-5)
 
 
-def test_tied_weights_copies_of_parts_and_accumulation_outside_owe_it_all():
+@pytest.mark.parametrize("zero", [1, 3])
+def test_tied_weights_copies_of_parts_and_accumulation_outside_owe_it_all(zero):
     """All gradients arrive but for what is owed, which the state says."""
     unit = ff.unit(lambda w, x: x[0] @ w @ x[1])
+    other = ff.unit(lambda v, x: (v * x).sum())  # between: they are no neighbours
     mesh = ff.make_mesh({"node": 2, "data": 2}, "simulated")
     optimizer = ff.powersgd(ff.sgd(1.0), 1)
     xs = floats(6, 8, 2, WIDTH)
     exact = -sum(torch.einsum("bi,bj->ij", x[:, 0], x[:, 1]) * 3 / 8 for x in xs)
 
     def lossy(w, x):
-        return sum(unit(w, row) + 2 * unit(w, row) for row in x) / len(x)
+        w, v = w
+        each = (unit(w, row) + other(v, row) + 2 * unit(w, row) for row in x)
+        return sum(each) / len(x)
 
     def main():
         step = ff.shard(
-            optimizer(ff.value_and_grad(lossy)), mesh, "data", replicate="node"
-        )
+            optimizer(ff.value_and_grad(lossy)), mesh, "data", zero=zero,
+            replicate="node",
+        )  # fmt: skip
         step = ff.accumulate(step, 2)
         rows = [ff.local_batch(x, mesh, ("node", "data")) for x in xs]
-        state = ff.init_state(step, torch.zeros(WIDTH, WIDTH), optimizer, rows[0])
+        params = torch.zeros(WIDTH, WIDTH), torch.zeros(WIDTH)
+        state = ff.init_state(step, params, optimizer, rows[0])
         for x in rows:
             state, _ = step(state, x)
-        (owed,) = state.opt_state.residuals.values()
+        owed, _ = state.opt_state.residuals.values()
         total = ff.psum(owed.local, ("node", "data"), to="I").view(WIDTH, WIDTH)
-        return ff.unshard(state.params), total
+        return ff.unshard(state.params)[0], total
 
     for w, owed in ff.spmd(main, mesh)():
         assert (w - exact).abs().max() > 0.1
