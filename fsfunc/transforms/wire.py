@@ -38,7 +38,7 @@ from fsfunc.comm.groups import RankGroup
 __all__ = ["Gather", "Reduction"]
 
 
-class _Way:
+class _Shown:
     """Shown by what it is made of: ranks compare how they send."""
 
     def __repr__(self) -> str:
@@ -46,7 +46,7 @@ class _Way:
         return f"{type(self).__name__}({made})"
 
 
-class Gather(_Way):
+class Gather(_Shown):
     """A rank's range of a buffer becomes the whole buffer.
 
     Cost: one all-gather of what ``encode`` gives.
@@ -67,7 +67,7 @@ class Gather(_Way):
         return arrived
 
 
-class Reduction(_Way):
+class Reduction(_Shown):
     """The ranks' gradients of a whole buffer become their sum: of this rank's range.
 
     Cost: one reduce-scatter of what ``encode`` gives (at zero=0 one all-reduce).
