@@ -49,6 +49,7 @@ from fsfunc.optim import (
     join,
     lamb,
     lars,
+    layerwise_loss_scale,
     leaf_norms,
     linear,
     lion,

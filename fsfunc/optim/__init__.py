@@ -9,6 +9,10 @@ from fsfunc.optim.factored import AdafactorState, adafactor
 from fsfunc.optim.finite import ApplyIfFiniteState, apply_if_finite
 from fsfunc.optim.iterates import ScheduleFreeState, schedule_free
 from fsfunc.optim.layerwise import lamb, lars
+from fsfunc.optim.layerwise_scaling import (
+    LayerwiseLossScaleState,
+    layerwise_loss_scale,
+)
 from fsfunc.optim.loss_scaling import LossScaleState, loss_scale
 from fsfunc.optim.masking import masked, partition
 from fsfunc.optim.norms import all_finite, global_norm, leaf_norms
@@ -39,6 +43,7 @@ __all__ = [
     "AdamState",
     "ApplyIfFiniteState",
     "AverageState",
+    "LayerwiseLossScaleState",
     "LionState",
     "LossScaleState",
     "Optimizer",
@@ -64,6 +69,7 @@ __all__ = [
     "join",
     "lamb",
     "lars",
+    "layerwise_loss_scale",
     "leaf_norms",
     "linear",
     "lion",
