@@ -211,7 +211,7 @@ class _Layerwise:
     def take(
         self, run: Run, state: LayerwiseLossScaleState
     ) -> tuple[Any, Tree, Optimizer]:
-        scaling = _Scaling(state.scales)
+        scaling = _UnitScaling(state.scales)
 
         def scaled() -> tuple[Any, Tree]:
             f = frame()
@@ -226,7 +226,7 @@ class _Layerwise:
         return value, grads, after.functions()
 
 
-class _Scaling(Interpretation):
+class _UnitScaling(Interpretation):
     """Multiplies by a unit's scale where its backward begins, and divides at its ends.
 
     Innermost, it sees parameters as they are gathered, whoever does that.
@@ -277,7 +277,7 @@ class _Scaling(Interpretation):
 class _Ends:
     """What one unit call is given and returns, as its backward is to see them."""
 
-    def __init__(self, scaling: _Scaling, call: Call):
+    def __init__(self, scaling: _UnitScaling, call: Call):
         self.found, self.name = scaling.found, call.name
         self.scale = scaling.by_name[call.name]
         # A record knows leaves by what they are, and another tensor is none.
