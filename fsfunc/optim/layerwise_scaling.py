@@ -89,7 +89,8 @@ def layerwise_loss_scale(
     mesh and one wait for it, and where a step is skipped one more for each unit.
 
     Source: FairScale's LayerwiseGradientScaler, which multiplies between layers by the
-    ratio of their scales, and so takes layers that follow each other in one row.
+    ratio of their scales, and so takes layers that follow each other in one row; there
+    all back off that infinities came to.
 
     >>> import torch, fsfunc as ff
     >>> cube = ff.unit(lambda w, x: (w * x) ** 3)
@@ -102,7 +103,7 @@ def layerwise_loss_scale(
     (tensor([0., 0.]), {'<lambda>': 4.0}, 1)
     """
     firsts = {name: float(scale) for name, scale in scales.items()}
-    check_not_negative(minimum=minimum, **firsts)
+    check_not_negative(minimum=minimum)
     ordered = all(minimum <= s <= maximum and s > 0 for s in firsts.values())
     if not (growth > 1 and 0 < backoff < 1 and interval >= 1 and ordered and firsts):
         raise ValueError(

@@ -93,7 +93,9 @@ def test_a_power_of_two_changes_no_bit(stack):
     close([p for p, *_ in odd], [p for p, *_ in plain])
 
 
-@pytest.mark.parametrize("stack", STACKS)
+@pytest.mark.parametrize(
+    "stack", ["alone", "accumulate", "donate(shard(remat))", "pipeline(shard)"]
+)
 def test_who_overflows_backs_off_and_the_step_is_skipped_on_all(stack):
     """In the first step, on one rank: 1e9 is too much for float16, and no other."""
 
@@ -149,10 +151,9 @@ def test_a_derivative_within_the_loss_is_that_of_the_loss():
         _, slope = ff.value_and_grad(of_x)(batch[0])
         return loss(ws, batch) + inner.square().sum() + slope.square().sum()
 
-    for stack in ("alone", "shard"):
-        scaled = ff.layerwise_loss_scale(ff.sgd(0.5), SCALES)
-        found, plain = (trained(stack, o, fn=penalty)[0] for o in (scaled, ff.sgd(0.5)))
-        close(found[:2], plain[:2])
+    scaled = ff.layerwise_loss_scale(ff.sgd(0.5), SCALES)
+    found, plain = (trained("shard", o, 1, fn=penalty) for o in (scaled, ff.sgd(0.5)))
+    close(found[0][:2], plain[0][:2])
 
 
 @ff.unit
@@ -230,6 +231,7 @@ def whole(ws, x):
     [
         ({}, "alone", {}, "there must be scales"),
         ({"wide": 0.0}, "alone", {}, "above 0"),
+        ({"minimum": -1.0}, "alone", {}, "above 0"),
         ({"wide": 2.0}, "alone", {"growth": 1.0}, "growth must be above 1"),
         (
             {"wide": 2.0, "wdie": 2.0},
