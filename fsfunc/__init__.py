@@ -43,6 +43,7 @@ from fsfunc.optim import (
     linear,
     loss_scale,
     masked,
+    muon,
     partition,
     scale,
     sgd,

@@ -4,6 +4,7 @@ from fsfunc.optim.adam import AdamState, sharded_adam
 from fsfunc.optim.descent import SgdState, sgd
 from fsfunc.optim.loss_scaling import LossScaleState, loss_scale
 from fsfunc.optim.masking import masked, partition
+from fsfunc.optim.muon import MuonState, muon
 from fsfunc.optim.optimizer import Optimizer, apply_updates
 from fsfunc.optim.reductions import all_finite, global_norm, tree_scale, tree_sum
 from fsfunc.optim.schedules import (
@@ -25,6 +26,7 @@ from fsfunc.optim.transformations import (
 __all__ = [
     "AdamState",
     "LossScaleState",
+    "MuonState",
     "Optimizer",
     "Schedule",
     "SgdState",
@@ -42,6 +44,7 @@ __all__ = [
     "linear",
     "loss_scale",
     "masked",
+    "muon",
     "partition",
     "scale",
     "sgd",

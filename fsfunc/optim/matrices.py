@@ -1,0 +1,61 @@
+"""What optimizers of whole matrices ask of their leaves, and what they give back."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from fsfunc.optim.leaves import Tree, composable, local, paths_of, said, trainable
+from fsfunc.optim.matching import Matched
+from fsfunc import tree
+from fsfunc.sharded.leaf import is_sharded
+
+__all__ = ["check_matrices", "laid_as_parameters"]
+
+
+def check_matrices(params: Tree, name: str) -> None:
+    """Raises where a leaf to train is no matrix, by its global shape.
+
+    Raises:
+        ValueError: names the leaf and the way out.
+    """
+    leaves, treedef = tree.flatten(params, is_sharded)
+    for i, leaf in enumerate(leaves):
+        if trainable(leaf) and leaf.ndim != 2:
+            raise ValueError(
+                f"{name} takes matrices, and {paths_of(treedef)[i]!r} is {said(leaf)}: "
+                f'write partition({{"matrix": {name}(...), "other": sharded_adam(...)}}, '
+                'lambda path, leaf: "matrix" if leaf.ndim == 2 else "other"), and name '
+                "embeddings and heads as other too"
+            )
+
+
+def laid_as_parameters(
+    matched: Matched, parts: Sequence[Tensor], factors: Sequence[float]
+) -> list[Any]:
+    """The parts times their factors, as leaves that lie as the active ones do.
+
+    In the dtypes of the parameters, those of one buffer in a buffer of their own.
+    """
+    params = matched.buffers[0]
+    leaves = [matched.trees[0][i] for i in matched.active]
+    rows = list(zip(leaves, parts, factors, strict=True))
+    if matched.differentiated:
+        made = [x.to(leaf.dtype) * factor for leaf, x, factor in rows]
+        return [
+            leaf.with_local(x) if is_sharded(leaf) else x
+            for leaf, x in zip(leaves, made, strict=True)
+        ]
+    flats = [  # zeros, where a buffer has padding
+        torch.empty_like(x) if packed is None else torch.zeros_like(x)
+        for x, (_, packed) in zip(params.tensors, params.groups, strict=True)
+    ]
+    out = params.rebuild(flats)
+    targets = [local(leaf) for leaf in out]
+    if targets:
+        torch._foreach_copy_(targets, list(parts))
+        torch._foreach_mul_(targets, list(factors))
+    return out

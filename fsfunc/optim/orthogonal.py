@@ -1,0 +1,57 @@
+"""The nearest orthogonal matrix, about: Newton-Schulz iterations, as Muon makes them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+__all__ = ["newton_schulz", "newton_schulz_flops"]
+
+
+def newton_schulz(
+    matrix: Tensor,
+    coefficients: tuple[float, float, float],
+    steps: int,
+    eps: float,
+) -> Tensor:
+    """``U f(S) V'`` for a matrix ``U S V'``, with f near 1: all directions alike.
+
+    X = X / max(norm, eps), and then ``steps`` times, of a wide X::
+
+        A = X X'        X = a X + (b A + c A^2) X
+
+    Args:
+        matrix: [m, n], in the dtype in which all of it is computed.
+        coefficients: (a, b, c), by which the small singular values grow.
+        steps: how often.
+        eps: the least norm by which it is divided.
+
+    Cost: see `newton_schulz_flops`; in memory, three matrices of its size.
+
+    Source: Jordan et al., Muon: an optimizer for hidden layers in neural networks.
+
+    >>> x = newton_schulz(torch.diag(torch.tensor([2.0, 0.5])), (3.0, -3.2, 1.2), 9, 0)
+    >>> torch.allclose(x, torch.eye(2), atol=1e-3)
+    True
+    """
+    a, b, c = coefficients
+    tall = matrix.shape[0] > matrix.shape[1]
+    x = matrix.T if tall else matrix
+    x = x / x.norm().clamp(min=eps)
+    for _ in range(steps):
+        gram = x @ x.T
+        update = torch.addmm(gram, gram, gram, beta=b, alpha=c)
+        x = torch.addmm(x, update, x, beta=a)
+    return x.T if tall else x
+
+
+def newton_schulz_flops(shape: Sequence[int]) -> float:
+    """Multiplications and additions of one step for a matrix of this shape.
+
+    >>> newton_schulz_flops((2, 3)) == 2 * (2 * 2 * 3) + 2 * 2**3 + 2 * (2 * 2 * 3)
+    True
+    """
+    short, long = sorted(shape)
+    return 4.0 * short * short * long + 2.0 * short**3
