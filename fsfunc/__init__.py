@@ -47,6 +47,7 @@ from fsfunc.optim import (
     partition,
     scale,
     sgd,
+    shampoo,
     sharded_adam,
     tree_scale,
     tree_sum,

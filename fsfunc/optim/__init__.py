@@ -4,8 +4,9 @@ from fsfunc.optim.adam import AdamState, sharded_adam
 from fsfunc.optim.descent import SgdState, sgd
 from fsfunc.optim.loss_scaling import LossScaleState, loss_scale
 from fsfunc.optim.masking import masked, partition
-from fsfunc.optim.muon import MuonState, muon
 from fsfunc.optim.optimizer import Optimizer, apply_updates
+from fsfunc.optim.orthogonal_momentum import MuonState, muon
+from fsfunc.optim.preconditioning import Preconditioners, ShampooState, shampoo
 from fsfunc.optim.reductions import all_finite, global_norm, tree_scale, tree_sum
 from fsfunc.optim.schedules import (
     Schedule,
@@ -28,8 +29,10 @@ __all__ = [
     "LossScaleState",
     "MuonState",
     "Optimizer",
+    "Preconditioners",
     "Schedule",
     "SgdState",
+    "ShampooState",
     "TorchState",
     "add_decayed_weights",
     "all_finite",
@@ -48,6 +51,7 @@ __all__ = [
     "partition",
     "scale",
     "sgd",
+    "shampoo",
     "sharded_adam",
     "tree_scale",
     "tree_sum",

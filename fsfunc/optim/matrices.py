@@ -8,12 +8,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fsfunc.optim.leaves import Tree, composable, local, paths_of, said, trainable
-from fsfunc.optim.matching import Matched
 from fsfunc import tree
+from fsfunc.optim.leaves import Tree, local, paths_of, said, trainable
+from fsfunc.optim.matching import Decay, Matched
 from fsfunc.sharded.leaf import is_sharded
 
-__all__ = ["check_matrices", "laid_as_parameters"]
+__all__ = ["check_matrices", "decays", "laid_as_parameters", "move_in_place"]
 
 
 def check_matrices(params: Tree, name: str) -> None:
@@ -27,9 +27,9 @@ def check_matrices(params: Tree, name: str) -> None:
         if trainable(leaf) and leaf.ndim != 2:
             raise ValueError(
                 f"{name} takes matrices, and {paths_of(treedef)[i]!r} is {said(leaf)}: "
-                f'write partition({{"matrix": {name}(...), "other": sharded_adam(...)}}, '
-                'lambda path, leaf: "matrix" if leaf.ndim == 2 else "other"), and name '
-                "embeddings and heads as other too"
+                f'write ff.partition({{"matrix": ff.{name}(...), "other": '
+                'ff.sharded_adam(...)}, lambda path, leaf: "matrix" if leaf.ndim == 2 '
+                'else "other"), and name embeddings and heads as other too'
             )
 
 
@@ -59,3 +59,20 @@ def laid_as_parameters(
         torch._foreach_copy_(targets, list(parts))
         torch._foreach_mul_(targets, list(factors))
     return out
+
+
+def decays(decay: Decay) -> bool:
+    """Whether a leaf loses any of itself."""
+    return isinstance(decay, Tensor) or bool(decay)
+
+
+def move_in_place(
+    params: list[Tensor], ways: list[Tensor], *, rate: Any, weight_decay: float
+) -> None:
+    """Writes ``p - rate weight_decay p - rate way`` into the parameters."""
+    if weight_decay:
+        torch._foreach_mul_(params, 1 - rate * weight_decay)
+    if isinstance(rate, Tensor):
+        torch._foreach_add_(params, torch._foreach_mul(ways, -rate))
+    else:
+        torch._foreach_add_(params, ways, alpha=-rate)

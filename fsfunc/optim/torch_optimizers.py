@@ -90,7 +90,8 @@ def from_torch(
     name = kind.__name__
     known = getattr(torch.optim, name, None) is kind
     if known and (why := _NOT_ELEMENTWISE.get(name)):
-        raise ValueError(f"{name} cannot run on shards: {why}; take ff.sharded_adam")
+        way = "ff.muon" if name == "Muon" else "ff.sharded_adam"
+        raise ValueError(f"{name} cannot run on shards: {why}; take {way}")
     for option, why in _REFUSED.items():
         if options.get(option):
             raise ValueError(f"from_torch({name}) does without {option}: {why}")

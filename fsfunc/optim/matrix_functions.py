@@ -1,4 +1,4 @@
-"""The nearest orthogonal matrix, about: Newton-Schulz iterations, as Muon makes them."""
+"""Functions of matrices: the nearest orthogonal one, about, and roots."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-__all__ = ["newton_schulz", "newton_schulz_flops"]
+__all__ = ["inverse_root", "newton_schulz", "newton_schulz_flops"]
 
 
 def newton_schulz(
@@ -32,7 +32,7 @@ def newton_schulz(
 
     Source: Jordan et al., Muon: an optimizer for hidden layers in neural networks.
 
-    >>> x = newton_schulz(torch.diag(torch.tensor([2.0, 0.5])), (3.0, -3.2, 1.2), 9, 0)
+    >>> x = newton_schulz(torch.diag(torch.tensor([2.0, 0.5])), (2.0, -1.5, 0.5), 9, 0)
     >>> torch.allclose(x, torch.eye(2), atol=1e-3)
     True
     """
@@ -55,3 +55,19 @@ def newton_schulz_flops(shape: Sequence[int]) -> float:
     """
     short, long = sorted(shape)
     return 4.0 * short * short * long + 2.0 * short**3
+
+
+def inverse_root(matrix: Tensor, eps: float, power: float = -0.25) -> Tensor:
+    """A positive definite matrix to a power, its eigenvalues at least ``eps``.
+
+    In float64; not a number all over, where an element is not finite.
+
+    >>> inverse_root(torch.diag(torch.tensor([16.0, 0.0])), eps=1e-4)
+    tensor([[ 0.5000,  0.0000],
+            [ 0.0000, 10.0000]])
+    """
+    finite = matrix.isfinite().all()
+    wide = torch.where(finite, matrix.double(), 1.0)
+    values, vectors = torch.linalg.eigh(wide)
+    root = (vectors * values.clamp(min=eps) ** power) @ vectors.T
+    return torch.where(finite, root, torch.nan).to(matrix.dtype)

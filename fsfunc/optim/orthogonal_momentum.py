@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, NamedTuple
@@ -15,8 +15,14 @@ from fsfunc.comm.attribution import internal
 from fsfunc.optim.in_place import fused
 from fsfunc.optim.leaves import Mask, Tree, local, zeros_like
 from fsfunc.optim.matching import Decay, Matched
-from fsfunc.optim.matrices import check_matrices, laid_as_parameters
-from fsfunc.optim.matrix_owners import MatrixExchange
+from fsfunc.optim.matrices import (
+    check_matrices,
+    decays,
+    laid_as_parameters,
+    move_in_place,
+)
+from fsfunc.optim.matrix_exchange import MatrixExchange
+from fsfunc.optim.matrix_functions import newton_schulz, newton_schulz_flops
 from fsfunc.optim.optimizer import (
     Optimizer,
     apply_updates,
@@ -24,7 +30,6 @@ from fsfunc.optim.optimizer import (
     check_numbers,
     check_params_given,
 )
-from fsfunc.optim.orthogonal import newton_schulz, newton_schulz_flops
 from fsfunc.optim.schedules import Schedule, rate_at
 
 
@@ -170,19 +175,19 @@ class _Muon:
             check_params_given(params, "muon with weight_decay")
         like = grads if params is None else params
         matched = self._matched(grads, state, like)
-        decays = matched.decays(self.weight_decay, self.mask)
+        by_leaf = matched.decays(self.weight_decay, self.mask)
         rate, weight = rate_at(self.learning_rate, state.count), 1 - self.momentum
         p, g, v = matched.columns
         ways = self._ways(matched)
 
         def move(p: Tensor, way: Tensor, decay: Decay) -> list[Tensor]:
             u = -rate * way
-            return [u - rate * decay * p if _decays(decay) else u]
+            return [u - rate * decay * p if decays(decay) else u]
 
         def turn(v: Tensor, g: Tensor, _: Decay) -> list[Tensor]:
             return [v.lerp(g.to(v.dtype), weight)]
 
-        (updates,) = Matched.of(p, ways).composed(move, decays)
+        (updates,) = Matched.of(p, ways).composed(move, by_leaf)
         (v,) = Matched.of(v, g).composed(turn, [0.0] * len(v), as_params=True)
         nothing = [None] * len(matched.trees[0])
         after = MuonState(state.count + 1, matched.restore(v, matched.trees[2]))
@@ -193,11 +198,11 @@ class _Muon:
         if matched.differentiated:
             updates, after = self.update(grads, state, params)
             return lambda: (apply_updates(params, updates), after)
-        decays = matched.decays(self.weight_decay, self.mask)
+        by_leaf = matched.decays(self.weight_decay, self.mask)
         rate = rate_at(self.learning_rate, state.count)
         p, g, v = matched.columns
         ways = self._ways(matched)
-        move = fused(Matched.of(p, ways), partial(_move, rate=rate), decays)
+        move = fused(Matched.of(p, ways), partial(move_in_place, rate=rate), by_leaf)
         kernel = partial(_turn, weight=1 - self.momentum)
         turn = fused(Matched.of(v, g), kernel, [0.0] * len(v))
 
@@ -220,7 +225,10 @@ class _Muon:
         graph = matched.differentiated and torch.is_grad_enabled()
         with internal(), torch.set_grad_enabled(graph):
             exchange = MatrixExchange(
-                leaves, newton_schulz_flops, not matched.differentiated, "muon"
+                leaves,
+                newton_schulz_flops,
+                "muon",
+                share=not matched.differentiated,
             )
             ahead = [x.to(self.ns_dtype) for x in self._ahead(matched)]
             parts = [local(x) for x in matched.buffers[1].rebuild(ahead)]
@@ -245,24 +253,8 @@ class _Muon:
         return {i: self.orthogonal(x) for i, x in matrices.items()}
 
 
-def _decays(decay: Decay) -> bool:
-    return isinstance(decay, Tensor) or bool(decay)
-
-
 def _turn(
     momenta: list[Tensor], grads: list[Tensor], *, weight: float, weight_decay: float
 ) -> None:
     """Writes the next momentum."""
     torch._foreach_lerp_(momenta, grads, weight)
-
-
-def _move(
-    params: list[Tensor], ways: list[Tensor], *, rate: Any, weight_decay: float
-) -> None:
-    """Writes the next parameters."""
-    if weight_decay:
-        torch._foreach_mul_(params, 1 - rate * weight_decay)
-    if isinstance(rate, Tensor):
-        torch._foreach_add_(params, torch._foreach_mul(ways, -rate))
-    else:
-        torch._foreach_add_(params, ways, alpha=-rate)
