@@ -211,7 +211,7 @@ def _ranks(leaf: Any, share: bool) -> tuple[Axes, tuple[str, ...], Any]:
     sizes = {a: held.get(a, n) for a, n in at.mesh.axes.items() if a in {*held, *more}}
     axes = tuple((a, n) for a, n in sizes.items() if n > 1)
     mine = {**at.mesh.coordinates(at.rank), **owned}
-    fixed = tuple((a, mine[a]) for a in layout.axes if sizes.get(a, 1) == 1)
+    fixed = tuple((a, mine.get(a, 0)) for a in layout.axes if sizes.get(a, 1) == 1)
     return axes, tuple(a for a, _ in axes if a in more), fixed
 
 
