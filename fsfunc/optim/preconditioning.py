@@ -79,7 +79,7 @@ def shampoo(
         u = L^(-1/4) G R^(-1/4)              v = momentum v + u
         p = p - l weight_decay p - l v
 
-    where the roots are of eigenvalues of eps at least, which counts where b2 is below 1.
+    The roots are of eigenvalues of eps at least, which counts where b2 is below 1.
 
     Gradients go to the owner of each matrix, and updates come back, in parts, in
     float32 or wider. Owners are balanced by FLOPs.
