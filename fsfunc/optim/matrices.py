@@ -49,16 +49,24 @@ def laid_as_parameters(
             leaf.with_local(x) if is_sharded(leaf) else x
             for leaf, x in zip(leaves, made, strict=True)
         ]
-    flats = [  # zeros, where a buffer has padding
-        torch.empty_like(x) if packed is None else torch.zeros_like(x)
-        for x, (_, packed) in zip(params.tensors, params.groups, strict=True)
-    ]
+    flats = [torch.empty_like(x) for x in params.tensors]
+    for flat, (_, packed) in zip(flats, params.groups, strict=True):
+        end = 0  # of what the leaves before take; what is beside them stays zero
+        for start, stop in () if packed is None else [*packed.ranges, _end(flat)]:
+            flat[end:start].zero_()
+            end = max(end, stop)
     out = params.rebuild(flats)
     targets = [local(leaf) for leaf in out]
     if targets:
         torch._foreach_copy_(targets, list(parts))
-        torch._foreach_mul_(targets, list(factors))
+    scaled = [(x, f) for x, f in zip(targets, factors, strict=True) if f != 1]
+    if scaled:
+        torch._foreach_mul_(*map(list, zip(*scaled, strict=True)))
     return out
+
+
+def _end(flat: Tensor) -> tuple[int, int]:
+    return flat.numel(), flat.numel()
 
 
 def decays(decay: Decay) -> bool:

@@ -149,47 +149,51 @@ class MatrixExchange:
         owners, me = bucket.owners, bucket.index
         for k in bucket.positions if owners.copies else ():
             claim(parts[k], self.what)
+        rows = [parts[i].reshape(-1) for i in bucket.positions]
         sent = [
-            parts[bucket.positions[k]].reshape(-1)
+            rows[k]
             for rank, owned in enumerate(owners.owned)
-            if owners.serves[me][rank]
+            if owners.serves[me][rank] and rank != me
             for k in owned
         ]
-        arrived = self._moved(sent, owners.inward, bucket, parts)
-        pieces: dict[int, dict[int, Tensor]] = {k: {} for k in owners.owned[me]}
-        senders = [s for s in range(len(arrived)) if owners.serves[s][me]]
-        for s in senders:
-            cuts = arrived[s].split([owners.counts[k][s] for k in owners.owned[me]])
-            for k, piece in zip(owners.owned[me], cuts, strict=True):
-                pieces[k][s] = piece
+        arrived = self._moved(sent, owners.inward, bucket, rows[0])
+        mine = owners.owned[me]
+        pieces: dict[int, dict[int, Tensor]] = {k: {me: rows[k]} for k in mine}
+        for s, row in enumerate(arrived):
+            if s != me and owners.serves[s][me]:
+                cuts = row.split([owners.counts[k][s] for k in mine])
+                for k, piece in zip(mine, cuts, strict=True):
+                    pieces[k][s] = piece
         return {k: owners.joined(k, found) for k, found in pieces.items()}
 
     def _scattered(
         self, bucket: _Bucket, made: dict[int, Tensor], parts: Sequence[Tensor]
     ) -> dict[int, Tensor]:
         owners, me = bucket.owners, bucket.index
-        rows = {k: x.contiguous() for k, x in made.items()}
-        sent = [
-            take(rows[k], owners.layouts[k], at).reshape(-1)
-            for at in owners.points
-            for k in owners.owned[me]
-        ]
-        arrived = self._moved(sent, owners.outward, bucket, parts)
-        pieces: dict[int, Tensor] = {}
+        made = {k: x.contiguous() for k, x in made.items()}
+
+        def cut(rank: int) -> list[Tensor]:
+            at = owners.points[rank]
+            rows = [take(made[k], owners.layouts[k], at) for k in owners.owned[me]]
+            return [x.reshape(-1) for x in rows]
+
+        ranks = range(len(owners.points))
+        sent = [x for rank in ranks if rank != me for x in cut(rank)]
+        arrived = self._moved(sent, owners.outward, bucket, parts[bucket.positions[0]])
+        pieces = dict(zip(owners.owned[me], cut(me), strict=True))
         for s, owned in enumerate(owners.owned):
-            cuts = arrived[s].split([owners.counts[k][me] for k in owned])
-            pieces.update(zip(owned, cuts, strict=True))
+            if s != me:
+                cuts = arrived[s].split([owners.counts[k][me] for k in owned])
+                pieces.update(zip(owned, cuts, strict=True))
         return pieces
 
     def _moved(
-        self, sent: list[Tensor], sizes: Sizes, bucket: _Bucket, parts: Sequence[Tensor]
+        self, sent: list[Tensor], sizes: Sizes, bucket: _Bucket, like: Tensor
     ) -> list[Tensor]:
         """By sender, what arrives here, where every rank sends its pieces in a row."""
-        like = parts[bucket.positions[0]]
         x = torch.cat(sent) if sent else like.new_empty(0)
-        if bucket.where is None or not _leaves_home(sizes):
-            got = [x if s == bucket.index else x[:0] for s in range(len(sizes))]
-            return got
+        if bucket.where is None or not any(map(any, sizes)):
+            return [x[:0]] * len(sizes)
         parted = len(bucket.owners.copies) < len(bucket.owners.axes)
         to = "V" if parted else "I"  # of what every rank holds, one value again
         how = LinearMap("all_to_all", "V", to, what=self.what, sizes=sizes)
@@ -231,10 +235,6 @@ def _index(leaf: Any, where: tuple[Placement, ...], axes: Axes, what: str) -> in
     for axis, n in axes:
         index = index * n + at[axis][1]
     return index
-
-
-def _leaves_home(sizes: Sizes) -> bool:
-    return any(n for s, row in enumerate(sizes) for d, n in enumerate(row) if s != d)
 
 
 def _layout(leaf: Any) -> Layout:

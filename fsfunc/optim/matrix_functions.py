@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
+
+Room = dict[Any, tuple[Tensor, Tensor, Tensor]]
 
 __all__ = ["inverse_root", "newton_schulz", "newton_schulz_flops"]
 
@@ -15,6 +18,7 @@ def newton_schulz(
     coefficients: tuple[float, float, float],
     steps: int,
     eps: float,
+    room: Room | None = None,
 ) -> Tensor:
     """``U f(S) V'`` for a matrix ``U S V'``, with f near 1: all directions alike.
 
@@ -27,8 +31,10 @@ def newton_schulz(
         coefficients: (a, b, c), by which the small singular values grow.
         steps: how often.
         eps: the least norm by which it is divided.
+        room: memory from one matrix to the next, of which nobody has a derivative.
 
-    Cost: see `newton_schulz_flops`; in memory, three matrices of its size.
+    Cost: see `newton_schulz_flops`; in memory, beside the result, a matrix of its size
+    and two of [m, m], m the shorter dim: once for each shape with ``room``.
 
     Source: Jordan et al., Muon: an optimizer for hidden layers in neural networks.
 
@@ -40,10 +46,23 @@ def newton_schulz(
     tall = matrix.shape[0] > matrix.shape[1]
     x = matrix.T if tall else matrix
     x = x / x.norm().clamp(min=eps)
+    if room is None:
+        for _ in range(steps):
+            gram = x @ x.T
+            update = torch.addmm(gram, gram, gram, beta=b, alpha=c)
+            x = torch.addmm(x, update, x, beta=a)
+        return x.T if tall else x
+    key = *x.shape, x.dtype, x.device
+    if key not in room:
+        m = x.shape[0]
+        room[key] = x.new_empty(m, m), x.new_empty(m, m), torch.empty_like(x)
+    gram, update, other = room[key]
     for _ in range(steps):
-        gram = x @ x.T
-        update = torch.addmm(gram, gram, gram, beta=b, alpha=c)
-        x = torch.addmm(x, update, x, beta=a)
+        torch.mm(x, x.T, out=gram)
+        torch.addmm(gram, gram, gram, beta=b, alpha=c, out=update)
+        torch.addmm(x, update, x, beta=a, out=other)
+        x, other = other, x
+    room[key] = gram, update, other
     return x.T if tall else x
 
 

@@ -112,30 +112,28 @@ class Owners:
 
     @cached_property
     def inward(self) -> Sizes:
-        """Elements of matrices on the way to their owners, by sender and owner."""
-        ranks = range(len(self.points))
-        return tuple(
-            tuple(
-                sum(self.counts[i][s] for i in self.owned[d])
-                if self.serves[s][d]
-                else 0
-                for d in ranks
-            )
-            for s in ranks
+        """Elements of matrices on the way to their owners, by sender and owner.
+
+        What an owner holds itself goes nowhere.
+        """
+        return self._sizes(
+            lambda s, d: self.owned[d] if self.serves[s][d] else [], lambda s, d: s
         )
 
     @cached_property
     def outward(self) -> Sizes:
         """Elements on the way back, by owner and receiver: to all that hold a part."""
+        return self._sizes(lambda s, d: self.owned[s], lambda s, d: d)
+
+    def _sizes(self, which: Callable[..., list[int]], whose: Callable[..., int]):
         ranks = range(len(self.points))
         return tuple(
-            tuple(sum(self.counts[i][d] for i in self.owned[s]) for d in ranks)
+            tuple(
+                sum(self.counts[i][whose(s, d)] for i in which(s, d)) if s != d else 0
+                for d in ranks
+            )
             for s in ranks
         )
-
-    def senders(self, i: int) -> list[int]:
-        """Who sends a part of matrix ``i``, in the order of their indices."""
-        return [s for s in range(len(self.points)) if self.serves[s][self.owner[i]]]
 
     def joined(self, i: int, parts: Mapping[int, Tensor]) -> Tensor:
         """Matrix ``i`` of its parts, 1-D, by sender."""

@@ -161,7 +161,7 @@ class _Muon:
     weight_decay: float
     momentum: float
     nesterov: bool
-    orthogonal: Callable[[Tensor], Tensor]
+    orthogonal: Callable[..., Tensor]
     ratio: Callable[[int, int], float]
     ns_dtype: torch.dtype
     mask: Mask | None
@@ -230,27 +230,38 @@ class _Muon:
                 "muon",
                 share=not matched.differentiated,
             )
-            ahead = [x.to(self.ns_dtype) for x in self._ahead(matched)]
+            ahead = self._ahead(matched)
             parts = [local(x) for x in matched.buffers[1].rebuild(ahead)]
             del ahead
-            made = exchange.map(parts, self._orthogonal)
+            room = None if matched.differentiated else {}
+            made = exchange.map(parts, partial(self._orthogonal, room=room))
             ratios = [self.ratio(*x.shape) if x.numel() else 1.0 for x in leaves]
             return laid_as_parameters(matched, made, ratios)
 
     def _ahead(self, matched: Matched) -> list[Tensor]:
-        """What is made orthogonal: the momentum, or where it leads."""
+        """What is made orthogonal: the momentum, or where it leads; flat."""
         _, grads, momenta = (b.tensors for b in matched.buffers)
-        g = [x.to(v.dtype) for x, v in zip(grads, momenta, strict=True)]
-        weight = 1 - self.momentum
-        if matched.differentiated or not g:
-            v = [v.lerp(x, weight) for v, x in zip(momenta, g, strict=True)]
-            pairs = zip(g, v, strict=True)
-            return [x.lerp(v, self.momentum) for x, v in pairs] if self.nesterov else v
-        v = torch._foreach_lerp(momenta, g, weight)
-        return list(torch._foreach_lerp(g, v, self.momentum) if self.nesterov else v)
+        rows = [(g.to(v.dtype), v) for g, v in zip(grads, momenta, strict=True)]
+        weight, room = 1 - self.momentum, {}
+        out = []
+        for g, v in rows:
+            if matched.differentiated:
+                v = v.lerp(g, weight)
+                out.append(g.lerp(v, self.momentum) if self.nesterov else v)
+                continue
+            key = v.dtype, v.device
+            if key not in room:  # for one buffer after the other
+                most = max(x.numel() for _, x in rows if (x.dtype, x.device) == key)
+                room[key] = v.new_empty(most)
+            u = room[key][: v.numel()].view(v.shape)
+            torch.lerp(v, g, weight, out=u)
+            if self.nesterov:
+                torch.lerp(g, u, self.momentum, out=u)
+            out.append(u.to(self.ns_dtype, copy=True))
+        return [x.to(self.ns_dtype) for x in out]
 
-    def _orthogonal(self, matrices: dict[int, Tensor]) -> dict[int, Tensor]:
-        return {i: self.orthogonal(x) for i, x in matrices.items()}
+    def _orthogonal(self, matrices: dict[int, Tensor], room: Any) -> dict[int, Tensor]:
+        return {i: self.orthogonal(x, room=room) for i, x in matrices.items()}
 
 
 def _turn(
