@@ -80,7 +80,7 @@ class RankGroup:
         for s, d in how.get("pairs", ()):
             sends = sends or (s == self.index and s != d)
         sizes = how.get("sizes")
-        stays = sizes[self.index][self.index] if sizes else None
+        stays = x[: sizes[self.index][self.index]].numel() if sizes else None
         note(op, self.axis, self.size, x, self.rank, sends, what, stays)
         return self.link.start(op, x, self, out=out, what=what, **how)
 

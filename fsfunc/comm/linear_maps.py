@@ -93,8 +93,8 @@ class LinearMap:
         dim, to_dim: the tensor dims that are cut or joined (``to_dim``: all_to_all).
         pairs: (source, target) indices along the axis, for ppermute.
         source: the index along the axis that pbroadcast and keep read.
-        sizes: of an all_to_all of 1-D tensors whose parts are unequal, by sender and
-            receiver: how many elements go there.
+        sizes: of an all_to_all along dim 0 whose parts are unequal, by sender and
+            receiver: how many rows go there.
         power: of n, the number of ranks, by which the result is multiplied.
         what: the buffer that is moved, where it is one: its unit and leaves.
     """

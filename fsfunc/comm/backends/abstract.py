@@ -49,7 +49,8 @@ class AbstractLink(Link):
         if op == "psum_scatter":
             return Done(x.new_empty((x.shape[0] // n, *x.shape[1:])))
         if sizes := how.get("sizes"):
-            return Done(x.new_empty(sum(row[where.index] for row in sizes)))
+            rows = sum(row[where.index] for row in sizes)
+            return Done(x.new_empty((rows, *x.shape[1:])))
         return Done(x.clone())
 
     def send(self, x: Tensor, where: Any, to: int, what: str = "") -> Handle:
