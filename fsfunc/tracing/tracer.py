@@ -14,6 +14,7 @@ from torch import Tensor
 
 from fsfunc import _torch, tree
 from fsfunc.comm.attribution import source_line, traceback_line
+from fsfunc.comm.collective_ops import unheard
 from fsfunc.comm.fake_errors import asks_for_a_value
 from fsfunc.core.frames import Counter, Frame, Stage, frame, inside
 from fsfunc.core.units import Call
@@ -94,6 +95,7 @@ def trace(
     with (
         torch.inference_mode(False),  # and gradients on
         without_data((args, keywords), at, told=_TOLD) as mode,
+        unheard(),
     ):
         stage = NotingStage(Flow(names), mode if mine else None)
         f = Frame(
@@ -260,7 +262,11 @@ def _blank(stage: NotingStage, value: Any, label: str, parameter: bool = False) 
     for i, (path, x) in enumerate(zip(paths, leaves, strict=True)):
         if not isinstance(x, Tensor | Sharded):
             continue
+        # A unit may return a rank's part of what it makes of a split leaf.
+        split = x.layout.in_units if isinstance(x, Sharded) else None
         shape, strides = tuple(x.shape), None if is_sharded(x) else x.stride()
+        if split is not None:
+            shape = split.local_shape(dict.fromkeys(split.axes, 0))
         strides = strides or torch.empty(shape, device="meta").stride()
         blank = torch.empty_strided(shape, strides, dtype=x.dtype, device=x.device)
         if parameter and x.dtype.is_floating_point:
@@ -268,4 +274,6 @@ def _blank(stage: NotingStage, value: Any, label: str, parameter: bool = False) 
         leaf = Argument(path if parameter else below(label, path), parameter)
         stage.leaves[id(blank)] = leaf
         leaves[i] = stage.flow.argument(blank, leaf)
+        if split is not None:
+            leaves[i] = Sharded(leaves[i], split)
     return tree.unflatten(treedef, leaves)

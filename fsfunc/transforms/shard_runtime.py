@@ -25,11 +25,13 @@ from fsfunc.comm.backends.link import Done, Handle
 from fsfunc.comm.groups import RankGroup, group, strided
 from fsfunc.core.casts import Casts
 from fsfunc.core.frames import frame, running
+from fsfunc.core.observation import Observation
 from fsfunc.runtime.buffer_pool import BufferPool
 from fsfunc.runtime.memory_kinds import count_as
 from fsfunc.sharded.leaf import FlatShard, Parts
 from fsfunc.transforms.gathered_calls import Calls, GatheredCall, Micro
 from fsfunc.transforms.ownership import Ownership
+from fsfunc.transforms.residuals import Feedback
 from fsfunc.transforms.wire import Gather, Reduction
 
 __all__ = ["ShardRuntime"]
@@ -94,9 +96,13 @@ class ShardRuntime:
         differentiated: the arguments that a gradient call differentiates.
         keeps: by identity, the buffers whose gradients are summed here, in ``grads``;
             ``parts`` has the parts of their leaves that are used beside units.
+        observers: who is to see this rank's gradients before they are reduced.
+        feedback: adds what earlier reductions lost on the way, if anybody.
 
     Of ``accumulate`` loops within, the microbatches' gradients are summed before they
-    are reduced. One reduction is in flight at a time.
+    are reduced; with ``reduce_each`` each is reduced over ``where``, and the sum of
+    the parts is summed over ``replicas``. One reduction is in flight at a time, and one
+    sum over replicas: each runs beside the backward of the next unit.
     """
 
     def __init__(
@@ -116,6 +122,9 @@ class ShardRuntime:
         differentiated: Sequence[Any] = (),
         keeps: dict[int, FlatShard] | None = None,
         parts: Parts | None = None,
+        reduce_each: bool = False,
+        observers: Sequence[Observation] = (),
+        feedback: Feedback | None = None,
     ):
         self.where, self.replicas, self.zero, self.holds = where, replicas, zero, holds
         self.how_gathered, self.how_reduced = gather, reduction
@@ -138,9 +147,15 @@ class ShardRuntime:
         self.depth = len(frame().micro)
         self.keeps = {} if keeps is None else keeps
         self.parts: Parts = {} if parts is None else parts
+        self.observers, self.feedback = observers, feedback
+        # What observers are still to see: how many calls give it, and the sum so far.
+        self.unseen: dict[Any, tuple[int, Tensor | None]] = {}
         self.grads: dict[int, Tensor] = {}
         self.due: dict[Any, tuple[FlatShard, Tensor, str, int]] = {}
-        self.reducing: list[tuple[FlatShard, Handle | None, Tensor]] = []
+        self.reduce_each = reduce_each
+        self.reducing: list[Reducing] = []
+        self.partly: dict[Any, tuple[Reducing, Tensor, int]] = {}  # not all are there
+        self.summing: list[tuple[Reducing, Handle]] = []  # over replicas
 
     def averages(self, x: Tensor) -> bool:
         """Whether the gradient call will average the gradient of a whole parameter."""
@@ -191,7 +206,7 @@ class ShardRuntime:
         source = how.encode(shard.flat.detach(), dtype)
         full = shard.whole if how.exact else None
         if full is None or full.dtype != dtype:
-            full = self.pool.get(place.size * place.chunk, source.dtype, source)
+            full = self.pool.get(place.size * source.numel(), source.dtype, source)
             count_as("gathered", [full])
         out = full
         if full is shard.whole:
@@ -207,7 +222,7 @@ class ShardRuntime:
     def arrived(self, shard: FlatShard, full: Tensor, dtype: torch.dtype) -> Tensor:
         """What has arrived, as the whole buffer."""
         if shard.place.size > 1 and not self.how_gathered.exact:
-            full = self.how_gathered.decode(full, dtype)
+            full = self.how_gathered.decode(full, dtype, shard.place.chunk)
         if self.zero in (1, 2):  # the state keeps it, until it changes
             shard.keep(full)
         return full
@@ -319,6 +334,10 @@ class ShardRuntime:
         """
         if not running().recompute:
             self.calls.setdefault(calls[0].micro, []).append(calls)
+            for call in calls if self.observers else ():
+                if call.keeps and not call.shared:  # else a neighbour gives it
+                    key = id(call.shard), call.micro
+                    self.unseen[key] = self.unseen.get(key, (0, None))[0] + 1, None
 
     def drop(self, calls: Iterable[GatheredCall], but: Calls | None = None) -> None:
         """Forgets gathered buffers; what ``but`` has of them lasts."""
@@ -430,44 +449,95 @@ class ShardRuntime:
 
     def _add(self, call: GatheredCall, shard: FlatShard, buffer: Tensor) -> None:
         """Takes the gradient of one call, which it reduces when all are there."""
+        if self.observers:
+            self._show(call, shard, buffer)
         due = 1  # counted, not numbered: microbatches may come back in any order
         for _, n in call.micro[self.depth :]:
             due *= n
         key, count = (id(shard), call.key), 1
+        if self.reduce_each and due > 1:
+            self._reduce(Reducing(shard, buffer, call.name, key, due))
+            return
         if key in self.due:
             _, held, _, before = self.due.pop(key)
             buffer, count = held.add_(buffer), before + 1
         if count < due or self.zero == 1:
             self.due[key] = shard, buffer, call.name, count
         else:
-            self._reduce(shard, buffer)
+            self._reduce(Reducing(shard, buffer, call.name, key))
 
-    def _reduce(self, shard: FlatShard, buffer: Tensor) -> None:
+    def _show(self, call: GatheredCall, shard: FlatShard, buffer: Tensor) -> None:
+        """Has observers see the gradient of one microbatch, once all calls gave it."""
+        key = id(shard), call.micro
+        count, held = self.unseen.pop(key)
+        if held is not None:
+            buffer = held.add_(buffer)
+        if count > 1:
+            self.unseen[key] = count - 1, buffer.clone() if held is None else held
+            return
+        for observer in self.observers:
+            observer.see(buffer, shard.split_axes)
+
+    def _reduce(self, one: Reducing) -> None:
         """Puts a reduction in flight, and waits for the one before."""
-        work: Handle | None = None
+        shard, buffer = one.shard, one.buffer
         where = self.routes[shard.split_axes].where
         if buffer.dtype == torch.float16:
             buffer.div_(self.before)
         if where is not None and where.size > 1:
             how, whole = self.how_reduced, shard.place.size == 1
-            work = how.move(how.encode(buffer), where, whole, shard.name)
-        self.reducing.append((shard, work, buffer))
+            if self.feedback is None:
+                sent = how.encode(buffer, where.size)
+            else:
+                sent = self.feedback.encode(how, buffer, shard, where.size)
+            one.work = how.move(sent, where, whole, shard.name)
+        self.reducing.append(one)
         if len(self.reducing) > 1:
             self._finish()
 
     def _finish(self) -> None:
         """Takes in the reduction that was put in flight first."""
-        shard, work, buffer = self.reducing.pop(0)
-        arrived = grad = buffer
-        if work is not None:
-            arrived = work.wait()
-            del work  # or it holds what arrived, while that is cast
-            grad = self.how_reduced.decode(arrived, shard.flat.dtype)
-        replicas = self.routes[shard.split_axes].replicas
-        if replicas is not None and replicas.size > 1:
-            arrived = grad = replicas.start("psum", grad, what=shard.name).wait()
+        one = self.reducing.pop(0)
+        arrived = grad = one.buffer
+        if one.work is not None:
+            arrived = one.work.wait()
+            one.work = None  # or it holds what arrived, while that is cast
+            flat = one.shard.flat
+            grad = self.how_reduced.decode(arrived, flat.dtype, flat.numel())
+        if self.size > 1 and arrived is not one.buffer:
+            self.pool.spoil(one.buffer)
+        del arrived
+        one.buffer, count = None, 1
+        if one.key in self.partly:
+            _, held, before = self.partly.pop(one.key)
+            grad, count = held.add_(grad), before + 1
+        if count < one.due:
+            self.partly[one.key] = one, grad, count
+        else:
+            self._sum_over_replicas(one, grad)
+
+    def _sum_over_replicas(self, one: Reducing, grad: Tensor) -> None:
+        """Puts the sum in flight, where there are any, and waits for the one before."""
+        replicas = self.routes[one.shard.split_axes].replicas
+        if replicas is None or replicas.size == 1:
+            self._keep(one, grad)
+            return
+        self.summing.append((one, replicas.start("psum", grad, what=one.shard.name)))
+        del grad
+        if len(self.summing) > 1:
+            self._keep_first()
+
+    def _keep_first(self) -> None:
+        one, work = self.summing.pop(0)
+        grad = work.wait()
+        del work
+        self._keep(one, grad)
+
+    def _keep(self, one: Reducing, grad: Tensor) -> None:
+        """Adds a buffer's summed gradient to those that are there."""
+        shard = one.shard
         count_as("gradients", [grad])
-        narrow = buffer.dtype == torch.float16
+        narrow = one.dtype == torch.float16
         if shard.flat.dtype == torch.float16:  # it would not hold the sum
             grad = grad.div_(self.mean_size / (self.before if narrow else 1))
         grad = grad.to(shard.flat.dtype)
@@ -476,18 +546,43 @@ class ShardRuntime:
             grad.mul_(self.before)
         before = self.grads.get(id(shard))
         self.grads[id(shard)] = grad if before is None else before.add_(grad)
-        if self.size > 1 and arrived is not buffer:
-            self.pool.spoil(buffer)
 
     def finish(self) -> None:
         """Waits for all that is due; ``grads`` then has the sums over the ranks."""
-        for shard, buffer, name, _ in self.due.values():
+        for key, (shard, buffer, name, _) in self.due.items():
             with label(name, "backward"):
-                self._reduce(shard, buffer)
+                self._reduce(Reducing(shard, buffer, name, key))
         self.due.clear()
         while self.reducing:
             self._finish()
+        for one, grad, _ in self.partly.values():
+            with label(one.name, "backward"):
+                self._sum_over_replicas(one, grad)
+        self.partly.clear()
+        while self.summing:
+            self._keep_first()
+        if self.unseen:
+            raise RuntimeError("a unit call's gradient never came: nothing to observe")
         self.close()
+
+
+class Reducing:
+    """A buffer's gradient on its way to the ranks that keep it.
+
+    Args:
+        name, key: of the unit call.
+        due: of how many microbatches such are summed before replicas are.
+    """
+
+    __slots__ = ("shard", "buffer", "dtype", "name", "key", "due", "work")
+
+    def __init__(
+        self, shard: FlatShard, buffer: Tensor, name: str, key: Any, due: int = 1
+    ):
+        self.shard, self.name, self.key, self.due = shard, name, key, due
+        self.buffer: Any = buffer
+        self.dtype = buffer.dtype
+        self.work: Handle | None = None
 
 
 def _divided_before(n: int) -> int:

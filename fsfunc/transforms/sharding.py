@@ -17,8 +17,10 @@ from fsfunc.comm.collective_ops import Dense, apply_map, hearing
 from fsfunc.comm.crossings import ENTER, LawError
 from fsfunc.comm.groups import RankGroup, group
 from fsfunc.comm.mesh import Axis, Here, Mesh, check_mesh, here
+from fsfunc.core.alike import check_alike, heard_here
 from fsfunc.core.autodiff import GradientCall, Outcome
 from fsfunc.core.frames import Frame, Interpretation, frame, inside, running
+from fsfunc.core.observation import Observation
 from fsfunc.core.units import Call
 from fsfunc.runtime.buffer_pool import pool_of
 from fsfunc.sharded.donated import refuse_spent
@@ -33,13 +35,14 @@ from fsfunc.transforms.gathered_calls import GatheredCall
 from fsfunc.transforms.gradients import (
     averaged,
     beside,
-    check_alike,
     check_derivatives,
+    check_observed,
     check_whole,
     collected,
     kept_here,
 )
 from fsfunc.transforms.ownership import Ownership
+from fsfunc.transforms.residuals import NOTHING_LOST, Feedback
 from fsfunc.transforms.shard_runtime import ShardRuntime
 from fsfunc.transforms.transforming import transformed
 from fsfunc.transforms.wire import Gather, Reduction
@@ -56,6 +59,9 @@ def shard(
     replicate: Axis | None = None,
     reshard_after_forward: bool = True,
     min_bytes: int = 0,
+    reduce_each: bool = False,
+    gather: Gather | None = None,
+    reduction: Reduction | None = None,
 ) -> Callable[..., Any]:
     """``f`` with its units' parameters in parts over ``axis``, one part per rank.
 
@@ -72,14 +78,22 @@ def shard(
         replicate: a further axis over which the parts are repeated (HSDP).
         reshard_after_forward: at zero=3, False keeps what the forward gathered.
         min_bytes: neighbouring units below this size share one buffer.
+        reduce_each: of an ``accumulate`` within, reduces each microbatch's gradients
+            over ``axis``, and holds parts meanwhile; over ``replicate`` the sum of
+            them is summed once. Else both are done once, of whole gradients.
+        gather, reduction: how parameters and gradients travel, where that is not as
+            they are, such as ``ff.QuantizedGather()``: see ``Gather``, ``Reduction``.
 
     Raises:
-        ValueError: an unknown axis, ``zero`` outside 0..3, an axis taken twice.
+        ValueError: an unknown axis, ``zero`` outside 0..3, an axis taken twice;
+            ``reduce_each`` at zero=1, which reduces when the backward ends.
 
     Cost, a rank and step, for P bytes of parameters and a = (n-1)/n: zero=3 gathers
     each unit twice, but for the last one and those whose backward reads no parameter,
     and reduces each once: at most 3aP. zero 1 and 2: one gather and one reduction a
-    unit, 2aP. zero=0: one all-reduce a unit, 2aP. Besides, one psum of the loss.
+    unit, 2aP. zero=0: one all-reduce a unit, 2aP. Besides, one psum of the loss. Over
+    r replicas one all-reduce of each part, 2(r-1)/r of its bytes. Reductions and sums
+    over replicas run beside the backward of the units that follow.
 
     Source: ZeRO (Rajbhandari et al., 2020), sections 5 and 7; FairScale's FSDP.
 
@@ -99,7 +113,22 @@ def shard(
     copies = () if replicate is None else mesh.check(replicate)
     if set(names) & set(copies):
         raise ValueError(f"replicate={replicate!r} repeats an axis of {axis!r}")
-    handler = Sharding(mesh, names, zero, copies, reshard_after_forward, min_bytes)
+    if reduce_each and zero == 1:
+        raise ValueError(
+            "reduce_each=True at zero=1, which reduces once, when the backward ends: "
+            "zero=2 keeps parameters whole too, and reduces gradients as they appear"
+        )
+    handler = Sharding(
+        mesh,
+        names,
+        zero,
+        copies,
+        reshard_after_forward,
+        min_bytes,
+        reduce_each,
+        gather=gather,
+        reduction=reduction,
+    )
     return transformed(f, handler)
 
 
@@ -107,7 +136,8 @@ class Sharding(Interpretation):
     """What ``shard`` makes of unit and gradient calls.
 
     Args:
-        mesh, axis, zero, copies, reshard, min_bytes: what ``shard`` is asked.
+        mesh, axis, zero, copies, reshard, min_bytes, reduce_each: what ``shard`` is
+            asked.
         gather, reduction: how buffers travel, see ``wire``.
     """
 
@@ -122,14 +152,14 @@ class Sharding(Interpretation):
         copies: tuple[str, ...] = (),
         reshard: bool = True,
         min_bytes: int = 0,
+        reduce_each: bool = False,
         *,
         gather: Gather | None = None,
         reduction: Reduction | None = None,
     ):
         self.mesh, self.axis, self.zero, self.copies = mesh, axis, zero, copies
-        self.min_bytes = min_bytes
+        self.min_bytes, self.reduce_each = min_bytes, reduce_each
         self.holds = not reshard
-        self._done: set[int] = set()  # ranks that were once through a call
         self.how_gathered = Gather() if gather is None else gather
         self.how_reduced = Reduction() if reduction is None else reduction
 
@@ -141,6 +171,9 @@ class Sharding(Interpretation):
             ("replicate", self.copies),
             ("reshard_after_forward", not self.holds),
             ("min_bytes", self.min_bytes),
+            ("reduce_each", self.reduce_each),
+            ("gather", self.how_gathered),
+            ("reduction", self.how_reduced),
         )
 
     @property
@@ -164,8 +197,6 @@ class Sharding(Interpretation):
                 out = f(*args, **keywords)
             runtime.close()
             self.ran(at)
-            if at.link.moves:  # else it was only tried
-                self._done.add(at.rank)
             return repack(out, coordinates)
 
     def entered(
@@ -247,6 +278,7 @@ class Sharding(Interpretation):
             coordinates=coordinates,
             shards=shards.values(),
             ownership=ownership,
+            reduce_each=self.reduce_each,
             **more,
         )
         for shard in shards.values():
@@ -466,10 +498,16 @@ class Sharding(Interpretation):
             outer, chosen = f.runtime_of(self), [call.args[i] for i in call.argnums]
             plainly = (self.axis, ())
             keeps = {} if composed else kept_here(chosen, plainly, self._has_laid)
+            observers = [h for h in f.handlers if isinstance(h, Observation)]
+            feedback = [h for h in f.handlers if isinstance(h, Feedback)]
+            if feedback and self.how_reduced.exact:
+                raise ValueError(NOTHING_LOST)
             runtime = self._runtime(
                 leaves,
                 at.rank,
                 outer.ownership,
+                observers=observers,
+                feedback=feedback[-1] if feedback else None,
                 first=outer.passed,
                 differentiated=chosen,
                 keeps=keeps,
@@ -477,8 +515,7 @@ class Sharding(Interpretation):
             )
             if not at.compared and at.link.moves and not composed:
                 check_whole(runtime, group(runtime.mean_axes, at))
-            first = at.rank not in self._done and at.link.moves and not composed
-            heard: set[str] = set()
+            heard = heard_here()
             sizes = tuple((a, self.mesh.axes[a]) for a in self.axes)
             where = tuple((self.mesh.coordinate(a, at.rank), n) for a, n in sizes)
             # In place of the plain call's: a loss is under one mean of ours.
@@ -490,21 +527,23 @@ class Sharding(Interpretation):
             )
             with inside(within):
                 kept = {**call.packed, **keeps}
-                with hearing(heard if first else None):
+                with hearing(heard):
                     outcome = run(replace(call, packed=kept, parts=runtime.parts))
             runtime.finish()
             if all(i == n - 1 for i, n in f.micro):  # of a loop, the last
                 outer.goes_on_from(runtime)
             with internal():
                 direct = beside(outcome.grads, chosen, runtime)
+            if observers:
+                check_observed(direct, chosen, runtime)
             if f.tracer is not None:
                 whose, by = outer.ownership.is_one_value, tuple(chosen)
                 f.tracer.gradient(by, direct, whose)
             with internal():
                 grads = collected(direct, chosen, runtime)
-            taken = {a for h in f.handlers for a in getattr(h, "axes", ())}
-            for axis in sorted(heard - taken):
-                check_alike(chosen, grads, runtime, group(axis, at))
+            for axis in sorted(heard or ()):
+                whose = runtime.ownership.is_one_value
+                check_alike(self, call.fn, chosen, grads, whose, axis)
             if f.tracer is not None:
                 f.tracer.reduced(tuple(chosen), grads)
             return averaged(replace(outcome, grads=grads), runtime, at)
