@@ -104,6 +104,13 @@ def test_it_is_torchs_on_any_mesh(shapes, how, on, zero, donated):
     def main():
         params, state = trained(optimizer, shapes, transform=transform)
         leaves = tree.leaves(state.params, is_sharded)
+        for packed in {
+            id(x.packed): x.packed for x in leaves if is_sharded(x)
+        }.values():
+            rest = packed.flat.clone()
+            for start, stop in packed.ranges:
+                rest[start:stop] = 0
+            assert not rest.any()  # padding stays zero
         handed = ff.shard(lambda x: moved(x, copies, 2), mesh, "data", replicate=copy)
         return params, handed(leaves), state
 
