@@ -90,13 +90,15 @@ def muon(
             while weights decay; a vmap mesh.
         TreeMismatch: gradients or state do not fit the parameters; names the path.
 
-    Cost: over n ranks, of E elements of matrices of b bytes each in ``ns_dtype``, two
-    all-to-alls in which all ranks together send at most 2 b E (n-1)/n where matrices
-    lie evenly, less what owners hold already; b E (n-1) at zero=0. FLOPs:
+    Cost: two all-to-alls, of b bytes an element in ``ns_dtype``. Of E elements of
+    matrices, which k ranks hold each (1, or more along ``replicate``), h lie with their
+    owners already: all ranks together send b (E - h) bytes to owners, and b (k E - h)
+    back; at zero=0 over n ranks, b E (n - 1) back, and nothing there. FLOPs:
     `newton_schulz_flops` times ``ns_steps``, of a rank's own matrices. Momentum and
-    parameters in one pass each, in place under `donate`. Along an axis that shares the
-    work of one loss, such as a tensor parallel one, that does not split a leaf, each
-    rank does it by itself.
+    parameters in one pass each, in place under `donate`; beside them, the size of the
+    rank's parameters once more, and its own matrices twice in ``ns_dtype``. Along an
+    axis that shares the work of one loss, such as a tensor parallel one, and does not
+    split a leaf, each rank does that leaf by itself.
 
     Source: Jordan et al., Muon: an optimizer for hidden layers in neural networks; Liu
     et al., Muon is scalable for LLM training, for "match_rms_adamw".

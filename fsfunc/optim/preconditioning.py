@@ -106,12 +106,13 @@ def shampoo(
             differentiates; a state laid out for another mesh; a vmap mesh.
         TreeMismatch: gradients or state do not fit the parameters; names the path.
 
-    Cost: over n ranks, of E elements of matrices of b bytes each, two all-to-alls in
-    which all ranks together send at most 2 b E (n-1)/n where matrices lie evenly, less
-    what owners hold already. Of a block of r rows and c columns the owner keeps 2 (r^2
-    + c^2) numbers, new ones at each step; both eigendecompositions, in float64, every
-    ``interval`` steps, and 4 r c (r + c) FLOPs a step. At zero=0, and along
-    ``replicate``, each rank has all preconditioners of the matrices that it holds.
+    Cost: two all-to-alls, of b bytes an element. Of E elements of matrices h lie with
+    their owners already: all ranks together send b (E - h) bytes to owners, and as many
+    back (within each copy, along ``replicate``). Of a block of r rows and c columns the
+    owner keeps 2 (r^2 + c^2) numbers, the covariances anew at each step; both
+    eigendecompositions, in float64, every ``interval`` steps, and 4 r c (r + c) FLOPs a
+    step. At zero=0, and along ``replicate``, each rank has all preconditioners of the
+    matrices that it holds, and sends nothing for them.
 
     Source: Gupta, Koren and Singer, Shampoo: preconditioned stochastic tensor
     optimization, 2018, algorithm 1; blocks: Anil et al., Scalable second order
