@@ -55,14 +55,15 @@ def newton_schulz(
     key = *x.shape, x.dtype, x.device
     if key not in room:
         m = x.shape[0]
-        room[key] = x.new_empty(m, m), x.new_empty(m, m), torch.empty_like(x)
-    gram, update, other = room[key]
-    for _ in range(steps):
+        room[key] = x.new_empty(m, m), x.new_empty(m, m), x.new_empty(x.shape)
+    gram, update, spare = room[key]
+    # Rows in a row, as they are without room: other strides would give other bits.
+    result = x.new_empty(x.shape)
+    for left in reversed(range(steps)):
+        out = spare if left % 2 else result
         torch.mm(x, x.T, out=gram)
         torch.addmm(gram, gram, gram, beta=b, alpha=c, out=update)
-        torch.addmm(x, update, x, beta=a, out=other)
-        x, other = other, x
-    room[key] = gram, update, other
+        x = torch.addmm(x, update, x, beta=a, out=out)
     return x.T if tall else x
 
 

@@ -273,6 +273,18 @@ def test_unequal_parts_go_where_the_sizes_say(n):
         assert log.of(s)[0].bytes == sum(sent)
 
 
+@pytest.mark.parametrize("shape", [(520, 512), (64, 520)])
+@pytest.mark.parametrize("steps", [0, 4, 5])
+def test_memory_that_is_taken_once_gives_the_same_bits(shape, steps):
+    room, how = {}, ((3.4445, -4.7750, 2.0315), steps, 1e-7)
+    for seed in (0, 1):
+        x = torch.randn(shape, generator=torch.Generator().manual_seed(seed))
+        x = x.bfloat16()
+        expected = matrix_functions.newton_schulz(x, *how)
+        found = matrix_functions.newton_schulz(x, *how, room)
+        assert torch.equal(found, expected) and found.stride() == expected.stride()
+
+
 def test_its_update_differentiates():
     generator = torch.Generator().manual_seed(0)
     w, g = torch.randn(2, 4, 3, generator=generator, dtype=torch.float64)
