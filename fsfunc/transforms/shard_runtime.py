@@ -513,6 +513,9 @@ class ShardRuntime:
             grad, count = held.add_(grad), before + 1
         if count < one.due:
             self.partly[one.key] = one, grad, count
+            return
+        if self.replicas is None:
+            self._keep(one, grad)
         else:
             self._sum_over_replicas(one, grad)
 
@@ -540,8 +543,9 @@ class ShardRuntime:
         narrow = one.dtype == torch.float16
         if shard.flat.dtype == torch.float16:  # it would not hold the sum
             grad = grad.div_(self.mean_size / (self.before if narrow else 1))
-        grad = grad.to(shard.flat.dtype)
-        count_as("gradients", [grad])
+        if grad.dtype != shard.flat.dtype:
+            grad = grad.to(shard.flat.dtype)
+            count_as("gradients", [grad])
         if narrow and shard.flat.dtype != torch.float16:
             grad.mul_(self.before)
         before = self.grads.get(id(shard))
