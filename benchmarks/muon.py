@@ -1,6 +1,6 @@
 """A step of Muon: ours over several processes, and torch's on one of them, in turn.
 
-    torchrun --nproc-per-node 2 benchmarks/muon.py [--blocks 8] [--width 256]
+    torchrun --nproc-per-node 2 benchmarks/muon.py [--blocks 4] [--width 512]
                                                    [--zero 3] [--rounds N]
 
 The matrices of a GPT's blocks (qkv, out, up, down), their gradients given; one thread a
@@ -148,8 +148,8 @@ def main(argv: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--blocks", type=int, default=8)
-    parser.add_argument("--width", type=int, default=256)
+    parser.add_argument("--blocks", type=int, default=4)
+    parser.add_argument("--width", type=int, default=512)
     parser.add_argument("--zero", type=int, default=3)
     parser.add_argument("--rounds", type=int, default=15, help="timed rounds")
     found = measured(parser.parse_args(argv))
