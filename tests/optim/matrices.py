@@ -13,7 +13,7 @@ from fsfunc.sharded.slices import assemble, take
 
 DIMS = st.one_of(st.integers(1, 9), st.just(0))
 UNITS = st.lists(
-    st.lists(st.tuples(DIMS, DIMS), min_size=1, max_size=3), min_size=1, max_size=3
+    st.lists(st.tuples(DIMS, DIMS), min_size=1, max_size=3), min_size=1, max_size=2
 )
 
 

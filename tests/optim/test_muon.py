@@ -74,7 +74,7 @@ def moved(leaves, copies, itemsize):
     return total * itemsize
 
 
-@settings(max_examples=8)
+@settings(max_examples=5)
 @given(
     shapes=UNITS,
     how=HOW,
