@@ -17,6 +17,8 @@ from fsfunc.optim.loss_scaling import LossScaleState, loss_scale
 from fsfunc.optim.masking import masked, partition
 from fsfunc.optim.norms import all_finite, global_norm, leaf_norms
 from fsfunc.optim.optimizer import Optimizer, apply_updates
+from fsfunc.optim.orthogonal_momentum import MuonState, muon
+from fsfunc.optim.preconditioning import Preconditioners, ShampooState, shampoo
 from fsfunc.optim.reductions import tree_scale, tree_sum
 from fsfunc.optim.schedules import (
     Schedule,
@@ -46,10 +48,13 @@ __all__ = [
     "LayerwiseLossScaleState",
     "LionState",
     "LossScaleState",
+    "MuonState",
     "Optimizer",
+    "Preconditioners",
     "Schedule",
     "ScheduleFreeState",
     "SgdState",
+    "ShampooState",
     "TorchState",
     "adafactor",
     "adascale",
@@ -75,11 +80,13 @@ __all__ = [
     "lion",
     "loss_scale",
     "masked",
+    "muon",
     "partition",
     "scale",
     "scale_by_trust_ratio",
     "schedule_free",
     "sgd",
+    "shampoo",
     "sharded_adam",
     "swa",
     "tree_scale",
