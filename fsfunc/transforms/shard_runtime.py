@@ -27,6 +27,14 @@ from fsfunc.core.casts import Casts
 from fsfunc.core.frames import frame, running
 from fsfunc.runtime.buffer_pool import BufferPool
 from fsfunc.runtime.memory_kinds import count_as
+from fsfunc.runtime.stores import (
+    ahead,
+    beside,
+    brought,
+    empty_beside,
+    lies,
+    like_device,
+)
 from fsfunc.sharded.leaf import FlatShard, Parts
 from fsfunc.transforms.gathered_calls import Calls, GatheredCall, Micro
 from fsfunc.transforms.ownership import Ownership
@@ -130,6 +138,8 @@ class ShardRuntime:
         for shard in shards:
             self.named.setdefault(shard.buffer, []).append(shard)
         self.copy = 0  # which of them is read
+        every = [x.flat for alike in self.named.values() for x in alike]
+        self.offloads = any(lies(x) is not None for x in every)
         self.first = first
         self.count: dict[Micro, int] = {}  # unit calls so far, by microbatch
         self.gathering: dict[str, tuple[GatheredCall, Handle, Tensor]] = {}
@@ -177,18 +187,33 @@ class ShardRuntime:
     def _whole(self, shard: FlatShard, dtype: torch.dtype) -> Tensor | None:
         """The whole buffer where this rank has it without a gather."""
         if shard.place.size == 1 and shard.flat.dtype == dtype:
-            return shard.flat.detach()
+            return shard.flat.detach() if self._is_here(shard) else None
         if shard.whole is None or not shard.shows(dtype):
             return None
         return shard.whole
 
+    def _is_here(self, shard: FlatShard) -> bool:
+        """Whether a buffer lies on the device."""
+        return not self.offloads or lies(shard.flat) is None
+
+    def _bring(self, shard: FlatShard, dtype: torch.dtype) -> Tensor:
+        """A rank's range on the device, of one that lies beside it."""
+        flat = shard.flat.detach()
+        found = self.pool.get(flat.numel(), dtype, like_device(flat))
+        count_as("gathered", [found])
+        return found.copy_(flat)
+
     def start(self, shard: FlatShard, dtype: torch.dtype) -> tuple[Tensor, Handle]:
         """Puts a gather in flight, and says where it will arrive."""
         place, how = shard.place, self.how_gathered
+        here = self._is_here(shard)
         if place.size == 1:  # cut over no axis: a cast is all that is needed
-            source = shard.flat.detach().to(dtype)
+            source = shard.flat.detach()
+            source = source.to(dtype) if here else self._bring(shard, dtype)
             return source, Done(source)
-        source = how.encode(shard.flat.detach(), dtype)
+        flat = shard.flat.detach() if here else self._bring(shard, shard.flat.dtype)
+        source = how.encode(flat, dtype)
+        del flat
         full = shard.whole if how.exact else None
         if full is None or full.dtype != dtype:
             full = self.pool.get(place.size * place.chunk, source.dtype, source)
@@ -234,7 +259,10 @@ class ShardRuntime:
     def _send_for(self, shard: FlatShard, dtype: torch.dtype, now: Calls) -> None:
         """Puts the gather of a buffer in flight, unless a neighbour ``now`` has it."""
         name = shard.buffer
-        if name in self.gathering or self.size == 1:
+        if name in self.gathering:
+            return
+        if self.size == 1:
+            ahead(shard.flat)
             return
         if "+" in name and any(c.shows(shard, c.dtype) for c in now):
             return
@@ -272,7 +300,7 @@ class ShardRuntime:
         micro = calls[0].micro
         at = self.count.get(micro, 0)
         self.count[micro] = at + 1
-        if self.size > 1:
+        if self.size > 1 or self.offloads:
             self._prefetch(self.first + at, shards, casts)
         return calls
 
@@ -303,7 +331,8 @@ class ShardRuntime:
         for call, shard in zip(calls, shards, strict=True):
             if call.full is None:
                 call.full = self.gather_again(shard, call)
-                call.lasts = shard.whole is call.full or shard.place.size == 1
+                alone = shard.place.size == 1 and self._is_here(shard)
+                call.lasts = shard.whole is call.full or alone
         # The last unit's buffer is held still, for its own backward; each call's
         # backward drops what the call took.
         held = self.recent
@@ -343,7 +372,7 @@ class ShardRuntime:
         if at < 0:
             return
         del every[at + 1 :]
-        if at > 0 and self.size > 1:
+        if at > 0 and (self.size > 1 or self.offloads):
             before = every[at - 1]
             if before[0].forgets or running().recompute:
                 for c in before:
@@ -408,9 +437,12 @@ class ShardRuntime:
         count = place.size * place.chunk
         where = self.routes[shard.split_axes].where
         if where is not None and where.size > 1:
-            buffer = self.pool.get(count, dtype, shard.flat)
+            buffer = self.pool.get(count, dtype, like_device(shard.flat))
         else:  # it becomes the gradient: no larger memory than that
-            buffer = shard.flat.new_empty(count, dtype=dtype)
+            here = self._is_here(shard)
+            buffer = shard.flat.new_empty(count if here else 0, dtype=dtype)
+            if not here:
+                buffer = empty_beside(shard.flat, dtype, scratch=True)
         count_as("gradients", [buffer, *grads])
         targets, sources, at = [], [], 0
         start = buffer.storage_offset()
@@ -436,8 +468,12 @@ class ShardRuntime:
         key, count = (id(shard), call.key), 1
         if key in self.due:
             _, held, _, before = self.due.pop(key)
-            buffer, count = held.add_(buffer), before + 1
+            here = self._is_here(shard)
+            buffer = held.add_(buffer) if here else buffer.add_(held)
+            count = before + 1
         if count < due or self.zero == 1:
+            if not self._is_here(shard) and lies(buffer) is None:
+                buffer = beside(shard.flat, buffer)
             self.due[key] = shard, buffer, call.name, count
         else:
             self._reduce(shard, buffer)
@@ -470,7 +506,10 @@ class ShardRuntime:
         narrow = buffer.dtype == torch.float16
         if shard.flat.dtype == torch.float16:  # it would not hold the sum
             grad = grad.div_(self.mean_size / (self.before if narrow else 1))
-        grad = grad.to(shard.flat.dtype)
+        if self._is_here(shard) or lies(grad) and grad.dtype == shard.flat.dtype:
+            grad = grad.to(shard.flat.dtype)
+        else:  # to where its parameters are
+            grad = beside(shard.flat, grad.to(shard.flat.dtype))
         count_as("gradients", [grad])
         if narrow and shard.flat.dtype != torch.float16:
             grad.mul_(self.before)
@@ -483,7 +522,8 @@ class ShardRuntime:
         """Waits for all that is due; ``grads`` then has the sums over the ranks."""
         for shard, buffer, name, _ in self.due.values():
             with label(name, "backward"):
-                self._reduce(shard, buffer)
+                away = self.size > 1 and lies(buffer) is not None
+                self._reduce(shard, brought(buffer) if away else buffer)
         self.due.clear()
         while self.reducing:
             self._finish()

@@ -21,6 +21,7 @@ from fsfunc.core.autodiff import GradientCall, Outcome
 from fsfunc.core.frames import Frame, Interpretation, frame, inside, running
 from fsfunc.core.units import Call
 from fsfunc.runtime.buffer_pool import pool_of
+from fsfunc.runtime.stores import lies
 from fsfunc.sharded.donated import refuse_spent
 from fsfunc.sharded.inputs import arguments, refuse
 from fsfunc.sharded.layout import Layout
@@ -441,6 +442,8 @@ class Sharding(Interpretation):
             chosen = [leaves[i] for i in positions]
             layout = chosen[0].layout
             flat = joined(chosen, runtime.coordinates)
+            if chosen[0].packed is not None and (where := lies(chosen[0].packed.flat)):
+                flat = flat.to(where.device)
             if casts is not None:
                 each = casts.each(call.name, treedef)
                 flat = flat.to(_one_dtype(flat.dtype, [each[i] for i in positions]))
