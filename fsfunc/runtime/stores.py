@@ -76,7 +76,7 @@ class Store:
             try:
                 os.makedirs(self.folder, exist_ok=True)
             except OSError as error:
-                raise self._said(error, 0) from error
+                raise self._said(error, "keeps memory in this folder") from error
             self._mapped(mmap.PAGESIZE)
 
     def empty(self, count: int, dtype: torch.dtype, device: Any) -> Tensor:
@@ -117,19 +117,18 @@ class Store:
             made = torch.UntypedStorage.from_file
             return made(path, shared=True, nbytes=size)  # pyright: ignore
         except (OSError, RuntimeError) as error:
-            raise self._said(error, size) from error
+            raise self._said(error, f"takes {size} bytes of its disk") from error
         finally:
             if path is not None:
                 os.unlink(path)
 
-    def _said(self, error: Exception, size: int) -> OSError:
-        number = getattr(error, "errno", None) or 0
+    def _said(self, error: Exception, what: str) -> OSError:
         return OSError(
-            number,
-            f"offload to {self.folder!r} needs {size} bytes there, and cannot have "
-            f"them: {getattr(error, 'strerror', None) or error}. The state is as it "
-            "was before the step: make room, or give offload another folder on a disk "
-            'with room, or "host"',
+            getattr(error, "errno", None) or 0,
+            f"offload to {self.folder!r} {what}, and cannot: "
+            f"{getattr(error, 'strerror', None) or error}. Make room there and go on "
+            "from the state that the step was given, or save that and give offload "
+            'a folder on another disk, or "host"',
         )
 
 

@@ -63,7 +63,7 @@ def offload(
         activations: where residuals wait that units save for their backward.
 
     Raises:
-        TypeError: a place that is neither a path nor None.
+        TypeError: a place that is neither "host" nor a path.
         ValueError: nothing to offload, or the same twice; parameters without ``shard``,
             or at zero 1 or 2 (when the state is laid out); a state that lies elsewhere.
         OSError: a folder that cannot be made or written, or whose disk is full: at
@@ -94,7 +94,8 @@ def offload(
     """
     given = {"params": params, "moments": moments, "activations": activations}
     for name, where in given.items():
-        if where is not None and not isinstance(where, str | os.PathLike):
+        path = isinstance(where, str | os.PathLike) and os.fspath(where)
+        if where is not None and not (isinstance(path, str) and path):
             raise TypeError(
                 f'{name}={where!r}: it is "host", a folder\'s path, or None'
             )
