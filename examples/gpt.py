@@ -136,7 +136,7 @@ def attention(params: dict, x: Tensor, context: str | None = None) -> Tensor:
     if context is None:
         mixed = F.scaled_dot_product_attention(q, k, v, is_causal=True)
     else:
-        mixed = ring_attention(q, k, v, context, causal=True)
+        mixed = ring_attention(q, k, v, context, causal=True, order="zigzag")
     return row_linear(mixed.transpose(1, 2).flatten(2), params["proj"])
 
 

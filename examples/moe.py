@@ -13,6 +13,7 @@ back by all-to-alls. `python examples/moe.py --ranks 1` runs the same program on
 import argparse
 import os
 
+import optree
 import torch
 import torch.nn.functional as F
 from rich.console import Console
@@ -80,6 +81,8 @@ def train(args: argparse.Namespace, mesh: ff.Mesh) -> list[float]:
     """The errors of a run; every rank runs this, and rank 0 shows it."""
     optimizer = ff.chain(ff.clip_by_global_norm(1.0), ff.sharded_adam(args.lr))
     loss_fn = make_loss(args.capacity or None)
+    on_gpu = mesh.backend == "processes" and torch.cuda.is_available()
+    device = "cuda" if on_gpu else "cpu"
 
     def train_step(state, batch):
         (_, seen), grads = ff.value_and_grad(loss_fn, has_aux=True)(state.params, batch)
@@ -89,9 +92,11 @@ def train(args: argparse.Namespace, mesh: ff.Mesh) -> list[float]:
 
     def part(number: int) -> dict[str, Tensor]:
         whole = draw_batch(args.tokens, args.experts, number)
-        return ff.local_batch(whole, mesh, "data")
+        mine = ff.local_batch(whole, mesh, "data")
+        return {name: x.to(device) for name, x in mine.items()}
 
-    params = init_params(args.experts, args.seed)
+    whole = init_params(args.experts, args.seed)
+    params = optree.tree_map(lambda x: x.to(device), whole)
     state = ff.init_state(step, params, optimizer, part(0), layouts=LAYOUTS)
     console, errors = Console(quiet=mesh.rank != 0, highlight=False), []
     seen, moved = {}, 0.0

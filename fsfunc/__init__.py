@@ -21,6 +21,7 @@ from fsfunc.comm.ledgers import ledger
 from fsfunc.comm.mesh import Mesh
 from fsfunc.core.autodiff import Weighted, value_and_grad
 from fsfunc.core.losses import Summed
+from fsfunc.core.observation import observe_gradients
 from fsfunc.core.units import unit
 from fsfunc.data.loader import batches
 from fsfunc.nn.statistics import (
@@ -31,6 +32,7 @@ from fsfunc.nn.statistics import (
 )
 from fsfunc.optim import (
     Optimizer,
+    adascale,
     add_decayed_weights,
     all_finite,
     chain,
@@ -69,12 +71,15 @@ from fsfunc.tracing.tracer import program
 from fsfunc.transforms.accumulation import accumulate
 from fsfunc.transforms.casting import precision
 from fsfunc.transforms.donation import donate
+from fsfunc.transforms.error_feedback import error_feedback
 from fsfunc.transforms.offloading import offload
 from fsfunc.transforms.ownership import assume
 from fsfunc.transforms.policies import SaveAllBut, SaveOnly, checkpoint_name
+from fsfunc.transforms.quantization import QuantizedGather, QuantizedReduction
 from fsfunc.transforms.rematerialization import remat
 from fsfunc.transforms.selecting import remat_calls
 from fsfunc.transforms.sharding import shard
+from fsfunc.transforms.wire import Gather, Reduction
 
 if TYPE_CHECKING:
     from fsfunc import show, testing

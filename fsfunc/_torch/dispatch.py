@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 from torch._subclasses import fake_tensor
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch.utils._device import DeviceContext
 from torch.utils._python_dispatch import _disable_current_modes
 
 
@@ -22,7 +23,7 @@ def active_modes() -> list[str]:
     return [
         type(m).__name__
         for m in [*functions, *dispatch]
-        if not isinstance(m, torch.utils._device.DeviceContext)  # type: ignore[attr-defined]
+        if not isinstance(m, DeviceContext)
     ]
 
 

@@ -145,9 +145,19 @@ def run_by(run: Callable[[Tensor, LinearMap, RankGroup], Any]) -> Iterator[None]
         _RUN.reset(token)
 
 
-def hearing(axes: set[str] | None) -> Scoped:
-    """Inside, ``axes`` gathers those over which collectives are called."""
-    return Scoped(_HEARD, axes)
+@contextmanager
+def hearing(axes: set[str] | None) -> Iterator[None]:
+    """Inside, ``axes`` gathers those over which collectives are called.
+
+    So does what gathers them around; with None, that alone.
+    """
+    if axes is None:
+        yield
+        return
+    with Scoped(_HEARD, axes):
+        yield
+    if (outer := _HEARD.get()) is not None:
+        outer.update(axes)
 
 
 def issue(x: Tensor, how: LinearMap, where: RankGroup) -> Any:

@@ -16,6 +16,8 @@ from torch import Tensor
 
 from fsfunc import _torch, tree
 from fsfunc.comm.attribution import internal
+from fsfunc.comm.collective_ops import hearing
+from fsfunc.core.alike import check_beside, heard_here
 from fsfunc.core.differentiated import Leaves, add_gradients
 from fsfunc.core.frames import Counter, Running, Thread, frame, inside, run_as
 from fsfunc.core.losses import Weighted, divided, loss_parts, tie
@@ -63,6 +65,8 @@ def value_and_grad(
 
     Raises:
         TypeError, ValueError: a loss that is no scalar tensor.
+        LawError: leaves are split over an axis, and the gradient of one that is not
+            differs along it, as it did not enter by ``pcast``.
         TypeError: an argument to differentiate is a numpy array, or holds tensors and
             no floating one; a tensor that was made in inference mode.
         ValueError: ``argnums`` names an argument twice, or one that is not there.
@@ -99,9 +103,12 @@ def value_and_grad(
         for handler in () if f.path else reversed(f.handlers):
             run_inner = handler.gradient(run_inner)
         seed = one_number() if f.seed is None else f.seed
-        with inside(replace(f, seed=seed)):
+        heard = None if f.path or f.runtimes else heard_here()
+        with inside(replace(f, seed=seed)), hearing(heard):
             call = GradientCall(fn, numbers, has_aux, args, keywords)
             outcome = _divide(_settled(run_inner(call)))
+        if heard:
+            check_beside(fn, heard, [args[i] for i in numbers], outcome.grads)
         value = (outcome.total, outcome.aux) if has_aux else outcome.total
         return value, outcome.grads if several else outcome.grads[0]
 

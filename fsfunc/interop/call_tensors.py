@@ -29,7 +29,7 @@ class Knowledge:
         frozen: parameters that no gradient is asked of.
         fixed: buffers that may not be written.
         fetch: reads a parameter outside every unit; None inside one.
-        meeting: see `SplitFlow`.
+        meeting, sequence: see `SplitFlow`.
     """
 
     def __init__(
@@ -40,8 +40,10 @@ class Knowledge:
         fixed: frozenset[str],
         fetch: Callable[[str, Any], Any] | None,
         meeting: Mapping[str, str],
+        sequence: str | None,
     ):
-        self.name, self.who, self.fetch, self.meeting = name, who, fetch, meeting
+        self.name, self.who, self.fetch = name, who, fetch
+        self.meeting, self.sequence = meeting, sequence
         self.frozen, self.fixed = frozen, fixed
         #: Whether a first call on data left all parameters as they were.
         self.looked = False
@@ -93,7 +95,7 @@ class CallTensors:
         self._fetched: dict[Any, Any] = {}
         self._watched: dict[int, tuple[str, Tensor, int, Tensor | None]] = {}
         self._held: dict[str, tuple[Tensor, int]] = {}
-        self.flow = SplitFlow(params, self.part.meeting)
+        self.flow = SplitFlow(params, self.part.meeting, self.part.sequence)
 
     def end(self) -> None:
         """The call is over: what it was given is let go."""

@@ -6,7 +6,7 @@ checked before a call sends anything.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from difflib import get_close_matches
 from typing import Any
 
@@ -15,7 +15,8 @@ from torch import nn
 from fsfunc import _torch
 from fsfunc.interop.layer_scopes import Scopes, head_dim
 from fsfunc.interop.module_tensors import Tensors
-from fsfunc.interop.split_layers import KINDS
+from fsfunc.interop.split_experts import check_experts, kind_of
+from fsfunc.interop.split_layers import KINDS, gather_sequence
 from fsfunc.sharded.layout import Split
 from fsfunc.sharded.leaf import is_sharded
 from fsfunc.tree.structure import matches
@@ -33,6 +34,8 @@ class LayerPlan:
             have a part of.
         meeting: whole parameters that meet split features, and the weight of a column
             layer that makes these.
+        sequences: units whose sequence is split, and such a weight in each.
+        around: the modules in them that take the whole sequence.
     """
 
     def __init__(
@@ -41,15 +44,22 @@ class LayerPlan:
         layouts: Mapping[str, Split],
         heads: Mapping[str, int],
         meeting: Mapping[str, str],
+        sequences: Mapping[str, str],
+        around: Iterable[str],
     ):
-        self.words, self.layouts = words, layouts
-        self.heads, self.meeting = heads, meeting
+        self.words, self.layouts, self.heads = words, layouts, heads
+        self.meeting, self.sequences, self.around = meeting, sequences, around
 
     def install(self, template: nn.Module) -> None:
         """Makes the layers of a copy of the module run split, in calls on parts."""
         for name, word in self.words.items():
             m = template.get_submodule(name)
-            m.__class__ = KINDS.get((word, type(m)), type(m))
+            kind = kind_of(type(m)) if word == "expert" else type(m)
+            m.__class__ = KINDS.get((word, type(m)), kind)
+        for name in self.around:
+            template.get_submodule(name).register_forward_pre_hook(
+                gather_sequence, prepend=True, with_kwargs=True
+            )
 
     def check(self, params: Mapping[str, Any]) -> None:
         """Looks at how the parameters of a unit lie.
@@ -90,10 +100,13 @@ def planned(
     module: nn.Module,
     tensors: Tensors,
     units: Sequence[str],
-    plan: Mapping[str, str],
+    plan: Mapping[str, str | tuple[str, str]],
     axis: str,
 ) -> LayerPlan:
     """What a plan of words by pattern means for a module cut into units.
+
+    Args:
+        plan: a word, of layers split over ``axis``; or ("expert", another axis).
 
     Raises:
         TypeError: a layer that is no torch.nn.Linear or Embedding, or is one with
@@ -101,9 +114,22 @@ def planned(
         ValueError: a word that is none; a pattern that matches no module, two that
             match one; a parameter that others have too and leave whole; a column layer
             that no row layer of its unit follows, or does not as each feature or head
-            is taken by itself.
+            is taken by itself; a sequence unit that is none, or may mix positions.
     """
-    words = _words(module, plan)
+    plain = {k: x if isinstance(x, str) else x[0] for k, x in plan.items()}
+    words, by = _words(module, plain)
+    axes = {n: axis if plan[k] == plain[k] else plan[k][1] for n, k in by.items()}
+    for name, over in axes.items():
+        if over != axis and words[name] != "expert":
+            raise ValueError(
+                f"plan: {name!r} is split over {over!r} and other layers over {axis!r}:"
+                ' features go over one axis from layer to layer; "expert" alone takes '
+                "an axis of its own"
+            )
+    scopes = Scopes(module, units, words)
+    split = [name for name, word in words.items() if word == "sequence"]
+    for unit in split:
+        words |= scopes.within_sequence(unit)
     names = {id(x): name for name, x in tensors.all.items()}
     layouts: dict[str, Split] = {}
     uses: dict[str, list[tuple[str, int | str | None]]] = {}
@@ -112,7 +138,7 @@ def planned(
             use = _use(words.get(layer, ""), attribute)
             uses.setdefault(names[id(x)], []).append((layer, use))
             if isinstance(use, int):
-                layouts[names[id(x)]] = Split(use, axis)
+                layouts[names[id(x)]] = Split(use, axes[layer])
     for name in layouts:
         if name in tensors.frozen:
             raise TypeError(
@@ -121,18 +147,22 @@ def planned(
                 "optimizer by ff.masked"
             )
     _check_ties(uses)
-    scopes, heads, meeting = Scopes(module, units, words), {}, {}
+    scopes = Scopes(module, units, words)
+    heads, meeting, sequences, around = {}, {}, {}, set()
     for layer, word in words.items():
         m = module.get_submodule(layer)
         if word == "column":
-            scopes.check(layer)
+            above, unit = scopes.around(layer), scopes.unit_of(layer)
+            if unit in split:
+                sequences.setdefault(unit, names[id(m.weight)])
+                around.add(above)
             if size := head_dim(module, layer):
                 heads[names[id(m.weight)]] = size
         elif word == "whole":
             weight = module.get_submodule(scopes.column_beside(layer)).weight
             for x in m.parameters(recurse=False):
                 meeting[names[id(x)]] = names[id(weight)]
-    return LayerPlan(words, layouts, heads, meeting)
+    return LayerPlan(words, layouts, heads, meeting, sequences, around)
 
 
 def _lies(splits: tuple[Split, ...]) -> str:
@@ -141,8 +171,10 @@ def _lies(splits: tuple[Split, ...]) -> str:
     return "split over " + ", ".join(f'"{s.axis}" along dim {s.dim}' for s in splits)
 
 
-def _words(module: nn.Module, plan: Mapping[str, str]) -> dict[str, str]:
-    """By the name of each layer that a plan names, its word."""
+def _words(
+    module: nn.Module, plan: Mapping[str, str]
+) -> tuple[dict[str, str], dict[str, str]]:
+    """By the name of each layer that a plan names, its word, and its pattern."""
     first = {id(m): name for name, m in module.named_modules()}
     every = [*module.named_modules(remove_duplicate=False)]
     by: dict[str, str] = {}
@@ -164,18 +196,22 @@ def _words(module: nn.Module, plan: Mapping[str, str]) -> dict[str, str]:
                 )
             _check_layer(name, module.get_submodule(name), word)
             by[name] = pattern
-    return {name: plan[pattern] for name, pattern in by.items()}
+    return {name: plan[pattern] for name, pattern in by.items()}, by
 
 
 def _check_layer(name: str, m: nn.Module, word: str) -> None:
-    known = sorted({*(known for known, _ in KINDS), "whole"})
+    known = sorted({*(known for known, _ in KINDS), "expert", "sequence", "whole"})
     if word not in known:
         raise ValueError(
             f"plan: {name!r} is given {word!r}; a layer is {', '.join(known[:-1])} or "
             f"{known[-1]}"
         )
+    if word == "sequence":
+        return
     if word == "whole" and any(True for _ in m.parameters(recurse=False)):
         return
+    if word == "expert":
+        return check_experts(name, m)
     if word == "whole":
         raise ValueError(
             f'plan: {name!r} is "whole", and has no parameter of its own: name the '

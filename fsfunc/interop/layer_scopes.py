@@ -32,19 +32,19 @@ class Scopes:
     def unit_of(self, name: str) -> str:
         return max((u for u in self.units if _is_in(name, u)), key=len)
 
-    def _near(self, name: str, word: str) -> list[str]:
-        """The layers of that word, under the nearest module around ``name``."""
+    def _near(self, name: str, word: str) -> tuple[str, list[str]]:
+        """The nearest module around ``name`` that has layers of that word, and they."""
         unit = self.unit_of(name)
         others = [x for x, w in self.words.items() if w == word]
         others = [x for x in others if self.unit_of(x) == unit]
         for above in _above(name):
             if near := [x for x in others if _is_in(x, above)]:
-                return near
-        return []
+                return above, near
+        return unit, []
 
     def column_beside(self, name: str) -> str:
         """A column layer whose features a "whole" module meets."""
-        near = self._near(name, "column")
+        _, near = self._near(name, "column")
         if not near:
             raise ValueError(
                 f'plan: {name!r} is "whole", as what meets split features, and its '
@@ -52,19 +52,24 @@ class Scopes:
             )
         return near[0]
 
-    def check(self, name: str) -> None:
-        """Raises where it shows that features are not taken each by itself."""
-        near = self._near(name, "row")
+    def around(self, name: str) -> str:
+        """The module around a column layer that has the row layers, too.
+
+        Raises:
+            ValueError: it shows that features are not taken each by itself.
+        """
+        unit = self.unit_of(name)
+        around, near = self._near(name, "row")
         if not near:
             raise ValueError(
                 f'plan: {name!r} is "column", which leaves each rank its own features, '
-                f'and no "row" layer in its unit {self.unit_of(name)!r} takes them: '
+                f'and no "row" layer in its unit {unit!r} takes them: '
                 "plan one, with units= that have both in one; or say "
                 '"column_gathered"'
             )
         for above in _above(name):
             _check_heads(above, self.module.get_submodule(above))
-            if any(_is_in(row, above) for row in near):
+            if above == around:
                 break
         layers: dict[str, Any] = {x: self.module.get_submodule(x) for x in near}
         n = self.module.get_submodule(name).out_features
@@ -76,6 +81,60 @@ class Scopes:
                 "layers (keys beside queries, a gate beside values) would give a rank "
                 "a block of one of them. Make a Linear of each, or leave both out"
             )
+        if around == unit and self.words.get(unit) == "sequence":
+            raise ValueError(
+                f'plan: {name!r} and its "row" layer stand in {unit!r} itself, a '
+                '"sequence", of which they take all positions: put both into a module '
+                "of their own in it, which is given these, or leave the sequence out"
+            )
+        return around
+
+    def within_sequence(self, unit: str) -> dict[str, str]:
+        """As what modules of a "sequence" unit are planned: "whole", they meet parts.
+
+        Raises:
+            ValueError: it is no unit, or has others; what may not take each position by
+                itself is not split.
+        """
+        inner = [u for u in self.units if u != unit and _is_in(u, unit)]
+        if unit not in self.units or not unit or inner:
+            but = f"has the unit {inner[0]!r} in it" if inner else "is none of them"
+            raise ValueError(
+                f'plan: {unit!r} is "sequence", as units are that are given hidden '
+                f"states first and return them, and {but}: give units= so"
+            )
+        if not any(w == "column" and _is_in(x, unit) for x, w in self.words.items()):
+            raise ValueError(
+                f'plan: {unit!r} is "sequence", and has no "column" and "row" layers: '
+                "plan those, or leave it out"
+            )
+        first = {id(m): name for name, m in self.module.named_modules()}
+        parts = self.module.get_submodule(unit).named_modules(remove_duplicate=False)
+        found: dict[str, str] = {}
+        for path, m in parts:
+            name, own = first[id(m)], [*m.parameters(recurse=False)]
+            word = self.words.get(name)
+            if isinstance(m, _OVER_POSITIONS):
+                raise ValueError(
+                    f'plan: {unit!r} is "sequence", and {name!r}, a {type(m).__name__},'
+                    " is of all positions: leave the sequence out"
+                )
+            if own and self.unit_of(name) != unit:
+                raise ValueError(
+                    f'plan: {unit!r} is "sequence", and shares its {path!r} with '
+                    "another: give each its own, or leave both out"
+                )
+            if word in ("column", "row", "whole") or not own:
+                continue
+            if word not in (None, "sequence") or any(x.ndim > 1 for x in own):
+                raise ValueError(
+                    f'plan: {name!r} is in {unit!r}, a "sequence", and would take a '
+                    'rank\'s positions alone: split it as "column" or "row"; say '
+                    '"whole" where it takes each position by itself; or leave the '
+                    "sequence out"
+                )
+            found[name] = "whole"
+        return found
 
 
 def _is_in(name: str, above: str) -> bool:
@@ -88,6 +147,10 @@ def _above(name: str) -> Iterator[str]:
         yield name
 
 
+_OVER_POSITIONS = (
+    nn.BatchNorm1d, nn.BatchNorm2d, nn.SyncBatchNorm, nn.InstanceNorm1d,
+    nn.InstanceNorm2d, nn.GroupNorm,
+)  # fmt: skip
 _COUNTS = re.compile(r"(n|num|number_of)_?(\w+_)?heads?|heads")
 
 

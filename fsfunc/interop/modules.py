@@ -23,7 +23,7 @@ def from_module(
     module: nn.Module,
     units: Units = (),
     *,
-    plan: Mapping[str, str] | None = None,
+    plan: Mapping[str, str | tuple[str, str]] | None = None,
     axis: str | None = None,
 ) -> tuple[Callable[..., Any], dict[str, Tensor], dict[str, Tensor]]:
     """``(apply, params, buffers)``: a module as a function of its tensors.
@@ -55,10 +55,19 @@ def from_module(
             in one unit, and what is between takes each feature, or each head, by
             itself; a module there with parameters, such as a norm over a head, is
             ``"whole"``. ``"column_gathered"`` is whole for what follows, such as
-            logits. ``"vocab"`` is an Embedding; or a head, whose logits stay split,
-            for ``ff.nn.vocab_cross_entropy``. ``apply.layouts`` are the ``layouts=``
-            of ``ff.place`` and ``ff.init_state``; parameters that come whole run as
-            on one device.
+            logits. ``"vocab"`` is an Embedding; or a head, whose logits stay split:
+            ``F.cross_entropy`` of them, the module's own too, and
+            ``ff.nn.vocab_cross_entropy`` are those of whole ones. ``"sequence"`` is a
+            unit with such layers that takes hidden states [batch, sequence, ...] first
+            and returns them: between such units each rank has its positions alone, and
+            gathers and scatters take the place of all-reduces. What is in it, but for
+            the modules around split layers, takes each position by itself.
+            ``"expert"`` is a module of experts that are stacked along dim 0 of its
+            parameters, as those of transformers (``"**.experts"``): they are shared out
+            over ``axis``, one of the data or not, or over that of ``("expert",
+            "data")``, and tokens travel to them; nobody is dropped. ``apply.layouts``
+            are the ``layouts=`` of ``ff.place`` and ``ff.init_state``; parameters that
+            come whole run as on one device.
         axis: the axis of the mesh that the plan splits over.
 
     Returns:
@@ -76,21 +85,24 @@ def from_module(
             their memory; a plan's pattern that matches no module, or one that another
             matches; a word that is none; a column layer without a row layer in its
             unit, or with another number of features; a forward that reads how many
-            heads there are. Of ``apply``: missing, further or mis-shaped tensors;
-            heads that the axis does not divide; parameters that lie otherwise than
+            heads there are; a sequence that is no unit, or has weights that no word
+            splits. Of ``apply``: missing, further or mis-shaped tensors; heads or
+            positions that the axis does not divide; parameters that lie otherwise than
             planned.
-        TypeError: a plan without an axis, or of what is no Linear nor Embedding; a
-            module that is wrapped (DataParallel, fully_shard, compile, script), or
-            whose structure cannot be copied; functions in it, such as a patched forward
-            or a hook, that hold the module by closure; parameters with hooks.
+        TypeError: a plan without an axis, or of what is no Linear, Embedding or stack
+            of experts; a module that is wrapped (DataParallel, fully_shard, compile,
+            script), or whose structure cannot be copied; functions in it, such as a
+            patched forward or a hook, that hold the module by closure; parameters with
+            hooks.
             Of ``apply``: a unit that is given tensors out of sight, such as a cache of
             keys and values, while gradients are on.
         RuntimeError: of ``apply``: a forward writes a buffer without ``mutable=True``,
             or changes a parameter, a count or a sum in an attribute, or a list that a
             unit is given or shares with others, or hands on tensors by attributes of
             its units; whole parameters, or random numbers, that meet the split
-            features of a plan; a torch.utils.checkpoint within, whose backward comes
-            after the call.
+            features of a plan; what is done to split logits, or to sequences between
+            units, that a part alone does not tell; a torch.utils.checkpoint within,
+            whose backward comes after the call.
 
     Cost: a copy of the structure, without tensors, for every call that runs at once
     (for every call, where attributes hold what cannot be put back, such as a random
@@ -99,9 +111,15 @@ def from_module(
     forward writes them. A parameter that a forward reads outside every unit is a unit
     call of its own. With a plan, as ``ff.nn.column_linear`` and ``row_linear``: layers
     that follow each other on one input share its sum, so that a decoder layer sends
-    four all-reduces of an activation.
+    four all-reduces of an activation; where sequences are split, four gathers and four
+    scatters, of the same bytes, and an all-reduce of each parameter that meets
+    positions (the first layer and the last send a gather more between them).
+    Experts: four all-to-alls of their tokens, as ``ff.nn.expert_layer`` without a
+    capacity; where the ranks' tokens are the same, each sends its share of them, and
+    the results are gathered.
 
-    Source: of plans, Shoeybi et al., Megatron-LM, 2019.
+    Source: of plans, Shoeybi et al., Megatron-LM, 2019; of sequences, Korthikanti et
+    al., 2022.
 
     >>> import torch, fsfunc as ff
     >>> model = torch.nn.Sequential(torch.nn.Linear(2, 2), torch.nn.BatchNorm1d(2))

@@ -10,10 +10,11 @@ from fsfunc import _torch
 from fsfunc.comm.collectives import all_gather
 from fsfunc.comm.groups import group
 from fsfunc.interop.split_flow import SplitFlow
+from fsfunc.interop.split_values import SplitTensor
 from fsfunc.nn.tensor_parallel import part_of, row_linear, vocab_embedding
 from fsfunc.sharded.leaf import is_sharded
 
-__all__ = ["KINDS"]
+__all__ = ["KINDS", "ColumnLinear", "gather_sequence"]
 
 
 class ColumnLinear(nn.Linear):
@@ -30,7 +31,8 @@ class VocabLinear(nn.Linear):
     """Its output is this rank's logits, for `vocab_cross_entropy`."""
 
     def forward(self, input: Tensor) -> Tensor:
-        return _column(self, input)[0]
+        y, axis = _column(self, input)
+        return y if axis is None else SplitTensor(y, axis, -1)  # type: ignore
 
 
 class GatheredLinear(nn.Linear):
@@ -51,7 +53,8 @@ class RowLinear(nn.Linear):
         _check_input(weight, input)
         flow = _flow(self)
         flow.end(input, weight.name)
-        y = row_linear(input, weight, self.bias)
+        dim = 1 if flow.sequence else None
+        y = row_linear(input, weight, self.bias, sequence_dim=dim)
         flow.joined(y)
         return y
 
@@ -71,6 +74,11 @@ KINDS: dict[tuple[str, type], type[nn.Module]] = {
     ("vocab", nn.Embedding): VocabEmbedding,
     ("vocab", nn.Linear): VocabLinear,
 }
+
+
+def gather_sequence(m: nn.Module, args: Any, keywords: Any) -> tuple[Any, Any]:
+    """A hook before a module around split layers: they take all positions."""
+    return _flow(m).gathered(args, keywords)
 
 
 def _flow(m: nn.Module) -> SplitFlow:

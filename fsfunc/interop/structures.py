@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from operator import is_
 from typing import Any
@@ -29,6 +30,7 @@ from fsfunc.interop.attributes import Attribute, AttributeWatch
 from fsfunc.interop.call_tensors import CallTensors, Knowledge
 from fsfunc.interop.layer_plans import LayerPlan
 from fsfunc.interop.module_tensors import Tensors, check_closures, computed
+from fsfunc.interop.split_layers import ColumnLinear
 from fsfunc.interop.stubs import Absent, Seen, make_stub, run_late, shown_by
 from fsfunc.sharded.leaf import is_sharded
 
@@ -189,13 +191,18 @@ class _Part:
         self.template = m = structure.template.get_submodule(name)
         who = "the module" if fetch else f"unit {name or type(m).__name__!r}"
         frozen, fixed = structure.frozen, structure.fixed
-        self.known = Knowledge(name, who, frozen, fixed, fetch, structure.plan.meeting)
+        plan = structure.plan
+        meeting, sequence = plan.meeting, None if fetch else plan.sequences.get(name)
+        self.known = Knowledge(name, who, frozen, fixed, fetch, meeting, sequence)
         self.free: dict[bool, list[Copy]] = {False: [], True: []}  # by: may fill caches
         # Absent ones, which bear the names that these tensors have in the whole.
         tables = [(dict(x.named_parameters(recurse=False)), x) for x in m.modules()]
         self.params = _names(x for table, _ in tables for x in table.values())
         self.buffers = _names(
             x for _, one in tables for _, x in one.named_buffers(recurse=False)
+        )
+        self.splits = not fetch and any(
+            isinstance(x, ColumnLinear) for x in m.modules()
         )
         self.units: dict[Extras, Unit] = {}
         self.sets: set[Attribute] = set()
@@ -232,10 +239,14 @@ class _Part:
         own = free.pop() if free else self._copy(asked.fills)
         own.tensors.begin(params, buffers, asked.mutable)
         try:
+            flow = own.tensors.flow
+            args, keywords = flow.taken(args, keywords)
             seen = shown_by(own.module, asked.shows)
-            out = own.module(*args, **keywords)
+            with flow.running(own.module.training) if self.splits else nullcontext():
+                out = own.module(*args, **keywords)
             changed = own.tensors.changed()
-            own.tensors.flow.check((args, keywords), (out, seen))
+            flow.check((args, keywords), (out, seen))
+            out = flow.returned(out, seen)
         finally:
             own.tensors.end()
             found, filled = own.watch.restored()

@@ -4,14 +4,9 @@ from fsfunc.nn.context_parallel import all_to_all_attention, ring_attention
 from fsfunc.nn.cross_entropy import vocab_cross_entropy
 from fsfunc.nn.draws import dropout, own_draws
 from fsfunc.nn.experts import combine, dispatch, expert_layer
-from fsfunc.nn.gating import (
-    Routing,
-    route,
-    top_1_gating,
-    top_2_gating,
-    top_k_gating,
-)
+from fsfunc.nn.gating import top_1_gating, top_2_gating, top_k_gating
 from fsfunc.nn.normalization import group_norm, layer_norm, rms_norm
+from fsfunc.nn.routing import Routing, route
 from fsfunc.nn.sequence_order import unzigzag, zigzag, zigzag_positions
 from fsfunc.nn.statistics import (
     Moments,

@@ -7,7 +7,7 @@ the same tensors, so that one stands for the other.
 
 ``order`` says which positions the parts hold where that counts, under ``causal``:
 ``"zigzag"`` (see :func:`fsfunc.nn.zigzag`) or ``"contiguous"``. Nobody can see from a
-part which it is.
+part which it is, so it is taken from nobody but the caller.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ def ring_attention(
     axis: Axis | None,
     *,
     causal: bool = False,
-    order: str = "zigzag",
+    order: str | None = None,
     scale: float | None = None,
     recompute: bool = True,
 ) -> Tensor:
@@ -61,11 +61,11 @@ def ring_attention(
             key heads divide the heads: query heads in a row read one.
         axis: that over which the sequence is cut; None: it is whole, and nothing moves.
         causal: whether a query sees the positions up to its own alone. Then n = m.
-        order: under ``causal``, which positions these are: "zigzag", as
+        order: under ``causal`` over an axis, which positions these are: "zigzag", as
             :func:`fsfunc.nn.zigzag` cuts them, so that each step is two blocks of
             n/2 x n/2 for every rank; or "contiguous": then parts are exchanged for such
-            in zig-zag order first, and the output back. Parts that are cut in another
-            way give numbers that are wrong. n is even.
+            in zig-zag order first, and the output back. Parts that are cut otherwise
+            than is said give numbers that are wrong. n is even.
         scale: 1 / sqrt(head_dim) by default.
         recompute: whether to forget the probabilities.
 
@@ -74,7 +74,8 @@ def ring_attention(
 
     Raises:
         ValueError: shapes that do not fit, an odd n under ``causal``, no such order.
-        TypeError: dtypes that are not floating, or not one.
+        TypeError: dtypes that are not floating, or not one; ``causal`` over an axis,
+            and no order; a scale that is a tensor.
 
     Cost: b being the bytes of this rank's k and v, W ranks, i this rank's index:
 
@@ -100,12 +101,12 @@ def ring_attention(
     >>> whole = torch.nn.functional.scaled_dot_product_attention(*q, is_causal=True)
     >>> def main():
     ...     mine = zigzag(q, 2, dim=3).chunk(2, dim=3)[ff.axis_index("context")]
-    ...     return ring_attention(*mine, "context", causal=True)
+    ...     return ring_attention(*mine, "context", causal=True, order="zigzag")
     >>> parts = ff.spmd(main, mesh)()
     >>> torch.allclose(unzigzag(torch.cat(parts, 2), 2, dim=2), whole)
     True
     """
-    q, k, v, scale = _checked("ring_attention", q, k, v, causal, order, scale)
+    q, k, v, scale = _checked("ring_attention", q, k, v, axis, causal, order, scale)
     if axis is None or group(axis).size == 1:
         return _alone(q, k, v, causal, scale, recompute)
     where, index = group(axis), 0
@@ -126,7 +127,7 @@ def all_to_all_attention(
     axis: Axis | None,
     *,
     causal: bool = False,
-    order: str = "zigzag",
+    order: str | None = None,
     scale: float | None = None,
     recompute: bool = True,
 ) -> Tensor:
@@ -138,15 +139,15 @@ def all_to_all_attention(
     Args:
         q, k, v: as for :func:`ring_attention`; ``axis`` divides both numbers of heads.
         axis, causal, scale, recompute: as there.
-        order: under ``causal``, which positions the parts hold; in "zigzag" order q, k,
-            v and the output are copied once more, to put them in a row and back.
+        order: as there; in "zigzag" order q, k, v and the output are copied once more,
+            to put them in a row and back.
 
     Returns:
         [batch, heads, n, value_dim], of the dtype of ``q``.
 
     Raises:
         ValueError: as :func:`ring_attention`, and heads that the axis does not divide.
-        TypeError: dtypes that are not floating, or not one.
+        TypeError: as :func:`ring_attention`.
 
     Cost: four all-to-alls forward and four backward, (W-1)/W of the bytes of q, k, v
     and the output each way. Kept for the backward: those of q, k, v and the output once
@@ -163,14 +164,15 @@ def all_to_all_attention(
     >>> torch.allclose(torch.cat(ff.spmd(main, mesh)(), 2), whole, atol=1e-6)
     True
     """
-    q, k, v, scale = _checked("all_to_all_attention", q, k, v, causal, order, scale)
+    name = "all_to_all_attention"
+    q, k, v, scale = _checked(name, q, k, v, axis, causal, order, scale)
     if axis is None or group(axis).size == 1:
         return _alone(q, k, v, causal, scale, recompute)
     where = group(axis)
-    _check_heads("all_to_all_attention", q.shape[1], k.shape[1], where)
+    _check_heads(name, q.shape[1], k.shape[1], where)
     turns = causal and order == "zigzag"
     if turns:
-        _check_halves("all_to_all_attention", q.shape[2], where)
+        _check_halves(name, q.shape[2], where)
     q, k, v = (all_to_all(x, axis, split_dim=1, concat_dim=2) for x in (q, k, v))
     if turns:
         q, k, v = (unzigzag(x, where.size, 2) for x in (q, k, v))
@@ -192,13 +194,25 @@ def _checked(
     q: Tensor,
     k: Tensor,
     v: Tensor,
+    axis: Axis | None,
     causal: bool,
-    order: str,
+    order: str | None,
     scale: float | None,
 ) -> tuple[Tensor, Tensor, Tensor, float]:
     """q, k, v as autocast has them, and the scale."""
-    if order not in ("zigzag", "contiguous"):
+    if order not in ("zigzag", "contiguous", None):
         raise ValueError(f"{name}: order={order!r} is not 'zigzag' or 'contiguous'")
+    if causal and axis is not None and order is None:
+        raise TypeError(
+            f"{name}: causal=True over {axis!r} needs order=, which positions a "
+            'rank has: "zigzag", of sequences cut by ff.nn.zigzag (equal work for all '
+            'ranks), or "contiguous", of sequences cut in a row'
+        )
+    if isinstance(scale, Tensor):
+        raise TypeError(
+            f"{name}: scale is a tensor, and a number has no gradient: multiply q by "
+            "it, and give scale=1"
+        )
     given = {"q": q, "k": k, "v": v}
     shapes = ", ".join(f"{key} {tuple(x.shape)}" for key, x in given.items())
     if any(x.ndim != 4 for x in given.values()):

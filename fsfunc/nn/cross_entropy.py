@@ -7,15 +7,17 @@ rank's own.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 import torch
 from torch import Tensor
+from torch.overrides import handle_torch_function, has_torch_function
 
 from fsfunc import _torch
 from fsfunc.nn.token_losses import Targets, TokenLoss
 
 __all__ = [
+    "cuts",
     "exponentiated",
     "gradient_of",
     "is_transformed",
@@ -62,7 +64,8 @@ def vocab_cross_entropy(
 
     Cost: b bytes a number of N tokens (4, or 8 in fp64): all-reduces of b N (the
     maximum) and 2 b N (3 b N with smoothing), backward nothing. Kept: the logits
-    themselves; one tensor of their size beside them forward and backward.
+    themselves; beside them forward 2^20 at a time (2^25 off the CPU) in the dtype of
+    the result, and backward their gradient too.
 
     Source: Shoeybi et al., 2019, section 3 (the split); Szegedy et al., 2016, section 7
     (smoothing); de Brebisson and Vincent, 2016, and Chowdhery et al., 2022, section 5
@@ -76,6 +79,12 @@ def vocab_cross_entropy(
     >>> [round(x, 4) for x in ff.spmd(main, mesh)()]
     [4.0, 4.0]
     """
+    if has_torch_function((logits,)):  # split logits know their axis
+        given: dict = {"label_smoothing": label_smoothing, "z_loss": z_loss}
+        given |= {"ignore_index": ignore_index, "reduction": reduction}
+        return handle_torch_function(
+            vocab_cross_entropy, (logits,), logits, targets, axis, **given
+        )
     what = "vocab_cross_entropy"
     if not logits.is_floating_point():
         raise TypeError(f"{what} needs floating logits, got {logits.dtype}")
@@ -87,7 +96,7 @@ def vocab_cross_entropy(
         z = logits.to(torch.promote_types(logits.dtype, torch.float32))
         sums = row_sums(z, own, loss.smooth)
     else:
-        sums = _RowSums.apply(logits, own.at, own.mine, loss.smooth)
+        sums = _sums(logits, own, loss.smooth)
     return loss.reduced(loss.of(loss.joined(sums)), own.kept)
 
 
@@ -105,6 +114,17 @@ def row_sums(z: Tensor, own: Targets, smooth: bool) -> tuple[Tensor, ...]:
     target = z.gather(-1, own.at.unsqueeze(-1)).squeeze(-1)
     target = torch.where(own.mine, target, 0)
     return (lse, target, z.sum(-1)) if smooth else (lse, target)
+
+
+def cuts(n: int, step: int) -> list[slice]:
+    """``n`` rows, ``step`` at a time: one slice at least."""
+    return [slice(i, min(i + step, n)) for i in range(0, max(n, 1), step)]
+
+
+def _blocks(z: Tensor) -> list[slice]:
+    """Rows that are gone over several times: as many at a time as a cache holds."""
+    block = 2**20 if z.device.type == "cpu" else 2**25
+    return cuts(z.shape[0], max(1, block // z.shape[1]))
 
 
 def exponentiated(
@@ -136,14 +156,39 @@ def gradient_of(p: Tensor, own: Targets, slopes: Sequence[Tensor]) -> Tensor:
     return p.scatter_add_(-1, own.at.unsqueeze(-1), by_target.unsqueeze(-1))
 
 
+def _copies(
+    logits: Tensor, dtype: torch.dtype, into: Tensor | None = None
+) -> Iterator[tuple[slice, Tensor]]:
+    """Rows and their copy, all in the memory of one block, or in ``into``."""
+    blocks = _blocks(logits)
+    if into is None:
+        block = torch.empty_like(logits[blocks[0]], dtype=dtype)
+    for i in blocks:
+        part = block[: i.stop - i.start] if into is None else into[i]
+        yield i, part.copy_(logits[i])
+
+
+def _sums(logits: Tensor, own: Targets, smooth: bool) -> list[Tensor]:
+    """``row_sums``, of rows in the order in which they lie in memory."""
+    order = sorted(range(logits.ndim - 1), key=logits.stride, reverse=True)
+    rows = logits.permute(*order, -1).reshape(-1, logits.shape[-1])
+    at, mine = (x.permute(order).flatten() for x in (own.at, own.mine))
+    shape = [logits.shape[d] for d in order]
+    back = [order.index(d) for d in range(len(order))]
+    found = _RowSums.apply(rows, at, mine, smooth)
+    return [y.view(shape).permute(back) for y in found]
+
+
 class _RowSums(torch.autograd.Function):
-    """``row_sums`` of logits of any dtype, keeping them and nothing of their size."""
+    """``row_sums`` of logits [N, V] of any dtype, keeping them alone."""
 
     @staticmethod
     def forward(logits, at, mine, smooth):  # type: ignore[override]
+        own, found = Targets(at, mine, mine), []
         wide = torch.promote_types(logits.dtype, torch.float32)
-        z = logits.to(wide, copy=True)
-        return exponentiated(z, Targets(at, mine, mine), smooth)[0]
+        for i, z in _copies(logits, wide):
+            found.append(exponentiated(z, own[i], smooth)[0])
+        return tuple(torch.cat(parts) for parts in zip(*found, strict=True))
 
     @staticmethod
     def setup_context(ctx, inputs, output):
@@ -161,8 +206,12 @@ class _RowSums(torch.autograd.Function):
 
             (g,) = torch.func.vjp(sums, logits)[1](slopes)
         else:
-            low = torch.finfo(lse.dtype).min
-            p = logits.to(lse.dtype, copy=True)
-            p.sub_(lse.clamp(min=low).unsqueeze(-1)).exp_()
-            g = gradient_of(p, own, slopes).to(logits.dtype)
+            lse = lse.clamp(min=torch.finfo(lse.dtype).min).unsqueeze(-1)
+            g = torch.empty_like(logits)
+            into = g if g.dtype == lse.dtype else None
+            for i, p in _copies(logits, lse.dtype, into):
+                p.sub_(lse[i]).exp_()
+                gradient_of(p, own[i], [y[i] for y in slopes])
+                if into is None:
+                    g[i] = p
         return g, None, None, None

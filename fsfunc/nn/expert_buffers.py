@@ -10,12 +10,13 @@ from collections.abc import Callable
 from itertools import accumulate, chain
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from fsfunc import _torch
 from fsfunc.comm.collectives import all_gather, all_to_all
-from fsfunc.comm.groups import axis_index, axis_size
-from fsfunc.nn.gating import Routing
+from fsfunc.comm.groups import axis_index, axis_size, group
+from fsfunc.nn.routing import Routing
 
 __all__ = ["check_rows", "dropless", "placed", "weighed"]
 
@@ -37,8 +38,10 @@ def placed(x: Tensor, slots: Tensor, kept: Tensor, size: int) -> Tensor:
 
 def weighed(y: Tensor, slots: Tensor, routing: Routing) -> Tensor:
     """[T, d']: each token's sum of the rows at its slots, by its weights."""
+    if not len(y):  # nobody goes anywhere, and each reads a row all the same
+        y = F.pad(y, (0, 0, 0, 1))
     # Modulo, so that those of dropped choices are anywhere, and not all in one place.
-    found = y.index_select(0, slots.flatten() % max(len(y), 1))
+    found = y.index_select(0, slots.flatten() % len(y))
     found = found.unflatten(0, slots.shape)
     found = torch.where(routing.kept.unsqueeze(-1), found, 0)
     return (found * routing.weights.unsqueeze(-1)).sum(1).to(y.dtype)
@@ -84,6 +87,8 @@ def dropless(
     order = torch.cat([torch.arange(i, i + m) for i, m in runs]).to(x.device)
     y = ragged(rows.index_select(0, order), [sum(run) for run in by_expert])
     check_rows(y, len(order))
+    if not len(order):  # as a function of what came: so all meet in the backward
+        y = y + 0 * rows.sum()
     y = y.new_zeros(len(got) * room, y.shape[1]).index_copy(0, order, y)
     y = all_to_all(y, axis, split_dim=0, concat_dim=0)
     return weighed(y, slots, routing)
@@ -93,8 +98,11 @@ def _loads(routing: Routing, axis: str | None, here: int) -> tuple[Loads, Loads,
     """What this rank sends to each rank's experts, what each sends to its own, and the
     largest load of one rank on another: plain numbers, for which the host waits."""
     n = 1 if axis is None else axis_size(axis)
-    counts = routing.counts[None]
-    counts = counts if axis is None else all_gather(counts, axis)
+    mine = counts = routing.counts[None]
+    if axis is not None:
+        counts = all_gather(mine, axis)
+        if not group(axis).link.moves:  # a recording on data: no one else is heard of
+            counts = mine.expand(n, -1)
     if _torch.mapped_at(counts):
         raise RuntimeError(
             "a layer without a capacity asks how many tokens its experts have, which "

@@ -23,8 +23,7 @@ from fsfunc import tree
 from fsfunc.comm.collectives import all_to_all
 from fsfunc.comm.groups import axis_size
 from fsfunc.nn.expert_buffers import check_rows, dropless, placed, weighed
-from fsfunc.nn.gating import Routing
-from fsfunc.sharded.layout import Split
+from fsfunc.nn.routing import Routing
 from fsfunc.sharded.leaf import is_sharded
 
 __all__ = ["combine", "dispatch", "expert_layer"]
@@ -61,7 +60,8 @@ def expert_layer(
             ``torch.func.vmap`` over experts (with a capacity), or expert by expert.
 
     Returns:
-        [..., d'], of experts' dtype; zeros for a token that all its experts dropped.
+        [..., d'], of experts' dtype; zeros for a token that all its experts dropped,
+        and for padding.
 
     Raises:
         ValueError: experts that the axis does not divide; parameters of another number
@@ -143,7 +143,7 @@ def dispatch(x: Tensor, routing: Routing, axis: str | None = None) -> Tensor:
 
     Cost: one all-to-all of E C d elements, of which (n-1)/n are sent; as much backward.
 
-    >>> from fsfunc.nn.gating import route
+    >>> from fsfunc.nn.routing import route
     >>> ones = torch.ones(2, 1, dtype=torch.int64)
     >>> routing = route(ones, torch.ones(2, 1), 2, capacity_factor=2)
     >>> dispatch(torch.tensor([[3.0], [4.0]]), routing).tolist()
@@ -177,7 +177,7 @@ def combine(y: Tensor, routing: Routing, axis: str | None = None) -> Tensor:
 
     Cost: one all-to-all of E C d' elements, (n-1)/n of them sent; as much backward.
 
-    >>> from fsfunc.nn.gating import route
+    >>> from fsfunc.nn.routing import route
     >>> ones = torch.ones(2, 1, dtype=torch.int64)
     >>> routing = route(ones, torch.ones(2, 1), 2, capacity_factor=1)
     >>> combine(torch.tensor([[[3.0]], [[4.0]]]), routing).tolist()
@@ -204,8 +204,9 @@ def _parts(params: Any, axis: str | None) -> tuple[list[Any], Any, str | None]:
     for i, leaf in enumerate(leaves):
         if not is_sharded(leaf):
             continue
-        split = leaf.layout.parts[0] if len(leaf.layout.parts) == 1 else None
-        if not isinstance(split, Split) or split.dim or axis not in (None, split.axis):
+        splits, flat = leaf.layout.splits, leaf.layout.flat
+        split = splits[0] if len(splits) == 1 and flat is None else None
+        if split is None or split.dim or axis not in (None, split.axis):
             over = "one axis" if axis is None else f'axis "{axis}"'
             raise ValueError(
                 f"expert_layer: the leaf {leaf.layout} is no leaf of experts: split it "

@@ -23,6 +23,7 @@ import torch
 from torch import Tensor
 
 from fsfunc.nn.cross_entropy import (
+    cuts,
     exponentiated,
     gradient_of,
     is_transformed,
@@ -37,6 +38,7 @@ _NOTHING = nullcontext()
 
 
 def wide_of(x: Tensor) -> torch.dtype:
+    """The dtype to sum in: fp32 at least."""
     return torch.promote_types(x.dtype, torch.float32)
 
 
@@ -65,8 +67,7 @@ class Tiles:
 
     def cuts(self, x: Tensor) -> list[slice]:
         """The tokens of each tile: one tile at least."""
-        n, step = x.shape[0], self.rows
-        return [slice(i, min(i + step, n)) for i in range(0, max(n, 1), step)]
+        return cuts(x.shape[0], self.rows)
 
     def logits(self, x: Tensor, w: Tensor, own: Targets) -> Tensor:
         """One tile's, in memory of its own."""

@@ -106,7 +106,7 @@ class Ring:
         return [LinearMap("ppermute", kind, kind, pairs=pairs) for pairs in each]
 
     def launch(self, x: Tensor, how: LinearMap) -> Callable[[], Tensor]:
-        assert self.where is not None  # one device has no second step
+        assert self.where is not None, "one device has no second step"
         return launch(x, how, self.where)
 
 
@@ -135,13 +135,14 @@ def _travelled(
 
 
 def _pack(k: Tensor, v: Tensor) -> Tensor:
-    """One message."""
-    return torch.cat([k.flatten(), v.flatten()])
+    """One message, all keys first; ranks compare its shape, and by it theirs."""
+    flat = torch.cat([k.flatten(), v.flatten()])
+    return flat.view(*k.shape[:3], k.shape[3] + v.shape[3])
 
 
-def _unpack(flat: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+def _unpack(packed: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
     """Keys and values of these shapes."""
-    keys, values = flat.split([k.numel(), v.numel()])
+    keys, values = packed.flatten().split([k.numel(), v.numel()])
     return keys.view(k.shape), values.view(v.shape)
 
 
@@ -267,7 +268,7 @@ def _pulled_at(
         given[b] = _added(given[b], _pack(dk, dv))
     for i, (keys, values) in enumerate(parts):
         if given[i] is None:  # nobody here has seen it, so nothing is sent of it
-            given[i] = keys.new_zeros(keys.numel() + values.numel())
+            given[i] = _pack(torch.zeros_like(keys), torch.zeros_like(values))
     return given
 
 

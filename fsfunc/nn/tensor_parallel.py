@@ -24,12 +24,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from fsfunc import _torch
 from fsfunc.comm.collectives import all_gather, pcast, psum, psum_scatter
 from fsfunc.comm.groups import group
+from fsfunc.nn.token_losses import own_rows, refuse_mean
 from fsfunc.sharded.leaf import Sharded
 
-__all__ = ["column_linear", "own_rows", "part_of", "row_linear", "vocab_embedding"]
+__all__ = ["column_linear", "part_of", "row_linear", "token_dim", "vocab_embedding"]
 
 Leaf = Tensor | Sharded
 
@@ -57,7 +57,8 @@ def column_linear(
 
     Raises:
         ValueError: a weight split along its last dim, or over another axis than the
-            others; a bias that is not split as its weight is.
+            others; a bias that is not split as its weight is; an axis over which
+            ``shard`` averages, where ``x`` is not split along ``sequence_dim`` over it.
 
     Transpose: the sum over the axis of what comes back to ``x`` (a reduce-scatter).
 
@@ -69,7 +70,13 @@ def column_linear(
     """
     several = not isinstance(weight, (Tensor, Sharded))
     weights: Sequence[Any] = tuple(weight) if several else (weight,)
-    biases: Any = (bias,) if not several else bias or (None,) * len(weights)
+    biases: Any = (bias,) if not several else bias
+    biases = (None,) * len(weights) if biases is None else tuple(biases)
+    if not weights or len(biases) != len(weights):
+        raise ValueError(
+            f"column_linear: {len(weights)} weights and {len(biases)} biases: give one "
+            "at least, and each its bias or None"
+        )
     parts, axis = _split_alike("column_linear", weights)
     added = []
     for w, b in zip(weights, biases, strict=True):
@@ -77,6 +84,7 @@ def column_linear(
             dim = w.layout.splits[0].dim if axis is not None else 0  # type: ignore
             b = part_of("column_linear", b, (dim,), like=w)[0].flatten()
         added.append(b)
+    sequence_dim = _checked("column_linear", x, axis, sequence_dim)
     if axis is not None:
         x = _whole(x, axis, sequence_dim)
     found = []
@@ -106,7 +114,8 @@ def row_linear(
 
     Raises:
         ValueError: a weight split along another dim; a bias that is split; a length
-            along ``sequence_dim`` that the axis does not divide.
+            along ``sequence_dim`` that the axis does not divide; without it, an axis
+            over which ``shard`` averages.
 
     Cost: one all-reduce of the result; with ``sequence_dim`` one reduce-scatter, and
     backward one all-gather.
@@ -116,6 +125,7 @@ def row_linear(
     """
     part, axis = part_of("row_linear", weight, (1,))
     _refuse_split(bias)
+    sequence_dim = _checked("row_linear", x, axis, sequence_dim)
     if axis is None:
         return F.linear(x, part, bias)
     y = _summed(_linear(x, part, None, sequence_dim), axis, sequence_dim)
@@ -144,7 +154,8 @@ def vocab_embedding(
     Raises:
         IndexError: a token outside the vocabulary (of tensors on other devices than
             the CPU, torch's own assertion).
-        ValueError: a padding index outside it.
+        ValueError: a padding index outside it; an axis over which ``shard`` averages.
+        TypeError: tokens that are not integers.
 
     Cost: one all-reduce of the result; with ``sequence_dim`` one reduce-scatter, and
     backward one all-gather.
@@ -161,46 +172,18 @@ def vocab_embedding(
                 f"of {count}: give one from {-count} to {count - 1}"
             )
         padding_idx %= count
-    rows, mine, start = own_rows(tokens, part, count, axis, "token")
-    if padding_idx is not None:
-        padding_idx -= start
-        padding_idx = padding_idx if 0 <= padding_idx < part.shape[0] else None
-    y = F.embedding(rows, part, padding_idx)
-    if axis is None or mine is None:
-        return y
-    return _summed(torch.where(mine.unsqueeze(-1), y, 0), axis, sequence_dim)
-
-
-def own_rows(
-    index: Tensor, part: Tensor, count: int, axis: str | None, what: str
-) -> tuple[Tensor, Tensor | None, int]:
-    """Indices into ``count`` rows as indices into this rank's rows.
-
-    Args:
-        index: [...] integers; ``part``: [rows, ...], this rank's of ``count`` rows.
-        what: names one of them, for the message.
-
-    Returns:
-        Indices, 0 where another rank has the row, and out of range where none has it;
-        whether this rank has it (None without an axis); this rank's first row.
-
-    Raises:
-        IndexError: an index that is no row, where it costs nothing to ask.
-    """
-    if index.is_floating_point() or index.is_complex():
-        raise TypeError(f"{what}s are integers, got {index.dtype}")
-    outside = (index < 0) | (index >= count)
-    if _can_ask(index) and bool(outside.any()):
-        bad = index[outside][0].item()
-        raise IndexError(
-            f"{what} {bad} is outside the vocabulary of {count}: give 0 to {count - 1}"
-        )
+    rows = part.shape[0]
+    own = own_rows("vocab_embedding: token", tokens, rows, axis)
     if axis is None:
-        return index, None, 0
-    start = group(axis).position * part.shape[0]
-    mine = (index >= start) & (index < start + part.shape[0])
-    rows = torch.where(mine, index - start, 0)
-    return torch.where(outside, part.shape[0], rows), mine, start
+        return F.embedding(own.at, part, padding_idx)
+    if padding_idx is not None:
+        padding_idx -= group(axis).position * rows
+    known = isinstance(padding_idx, int) and 0 <= padding_idx < rows
+    y = F.embedding(own.at, part, padding_idx if known else None)
+    if isinstance(padding_idx, Tensor):  # on a vmap mesh, that of every rank
+        y = torch.where((own.at == padding_idx).unsqueeze(-1), y.detach(), y)
+    sequence_dim = _checked("vocab_embedding", y, axis, sequence_dim)
+    return _summed(torch.where(own.mine.unsqueeze(-1), y, 0), axis, sequence_dim)
 
 
 def part_of(
@@ -214,8 +197,13 @@ def part_of(
 
     Raises:
         ValueError: it is split along another dim, or more than once, or otherwise than
-            ``like``.
+            ``like``, or into unequal parts; it lies in a buffer.
     """
+    if isinstance(leaf, Sharded) and leaf.layout.flat is not None:
+        raise ValueError(
+            f"{what}: {leaf.layout} lies in a buffer: read it in an @ff.unit, which "
+            "gathers the rest"
+        )
     splits = leaf.layout.splits if isinstance(leaf, Sharded) else ()
     axis = splits[0].axis if splits else None
     wanted = like.layout.splits if isinstance(like, Sharded) else ()
@@ -226,9 +214,35 @@ def part_of(
         if unlike:
             way = f"lay it out over the axis of {_said(like)}"
         raise ValueError(f"{what}: {_said(leaf)} is no leaf for it: {way}")
+    for split in splits:
+        n = leaf.shape[split.dim]
+        if n % split.size:
+            below = n // split.size * split.size
+            raise ValueError(
+                f"{what}: {_said(leaf)}: the axis does not divide {n}: pad it to "
+                f"{below + split.size}" + (f", or cut it to {below}" if below else "")
+            )
     if not isinstance(leaf, Sharded):
         return leaf, None
     return leaf.local, axis
+
+
+def token_dim(what: str, x: Tensor, dim: int) -> int:
+    """``dim``, counted from the start, as one of those of tokens."""
+    if not -x.ndim <= dim < x.ndim or dim % x.ndim == x.ndim - 1:
+        raise ValueError(
+            f"{what}: sequence_dim={dim} of shape {tuple(x.shape)}: it is one of the "
+            "dims before the last, of tokens"
+        )
+    return dim % x.ndim
+
+
+def _checked(what: str, x: Tensor, axis: str | None, dim: int | None) -> int | None:
+    """``sequence_dim``; without it all ranks of the axis must have the same tokens."""
+    if dim is not None:
+        return token_dim(what, x, dim)
+    refuse_mean(what, axis)
+    return None
 
 
 def _refuse_split(bias: Any) -> None:
@@ -282,9 +296,3 @@ def _linear(
 def _met(x: Tensor, axis: str, sequence_dim: int | None) -> Tensor:
     """A whole parameter as it meets an activation between layers."""
     return x if sequence_dim is None else pcast(x, axis, to="V")
-
-
-def _can_ask(x: Tensor) -> bool:
-    """Whether to ask for a value costs no more than to read it."""
-    fake = isinstance(x, _torch.FakeTensor) or _torch.fake_active()
-    return x.device.type == "cpu" and not fake and not _torch.is_wrapped(x)

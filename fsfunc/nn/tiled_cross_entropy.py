@@ -11,7 +11,7 @@ from fsfunc.comm.collectives import all_gather, pcast
 from fsfunc.comm.groups import axis_size
 from fsfunc.nn.cross_entropy import is_transformed
 from fsfunc.nn.logit_tiles import MadeForward, TiledSums, Tiles, is_autocast, wide_of
-from fsfunc.nn.tensor_parallel import part_of
+from fsfunc.nn.tensor_parallel import part_of, token_dim
 from fsfunc.nn.token_losses import Targets, TokenLoss
 from fsfunc.sharded.leaf import Sharded
 
@@ -101,7 +101,7 @@ def linear_cross_entropy(
     )
     shape = list(x.shape[:-1])
     if axis is not None and sequence_dim is not None:
-        shape[_token_dim(x, sequence_dim)] *= axis_size(axis)
+        shape[token_dim(_NAME, x, sequence_dim)] *= axis_size(axis)
     own = Targets.checked(_NAME, targets, shape, loss, ignore_index)
     own = Targets(own.at.flatten(), own.mine.flatten(), own.kept.flatten())
     if axis is not None:
@@ -133,25 +133,11 @@ def _part(weight: Tensor | Sharded, axis: str | None) -> tuple[Tensor, str | Non
     part, found = part_of(_NAME, weight, (0,))
     if not isinstance(weight, Sharded):
         return part, axis
-    layout = weight.layout
-    if layout.flat is not None:
-        raise ValueError(
-            f"{_NAME}: the weight {layout} lies in a buffer: read it in an @ff.unit, "
-            "which gathers the rest"
-        )
     if axis not in (None, found):
         raise ValueError(
-            f'{_NAME}: axis="{axis}" with the weight {layout}: leave axis= out, or lay '
-            f'it out by Split(0, "{axis}")'
+            f'{_NAME}: axis="{axis}" with the weight {weight.layout}: leave axis= out, '
+            f'or lay it out by Split(0, "{axis}")'
         )
-    for split in layout.splits:
-        below = layout.shape[0] // split.size * split.size
-        if below != layout.shape[0]:
-            raise ValueError(
-                f"{_NAME}: a vocabulary of {layout.shape[0]} ({layout}) over axis "
-                f'"{split.axis}" of size {split.size}: pad it to {below + split.size}'
-                + (f", or cut it to {below}" if below else "")
-            )
     return part, found
 
 
@@ -185,12 +171,3 @@ def _is_made_forward(x: Tensor, part: Tensor) -> bool:
         return False
     # A loss's scale reaches what is made backward; the rest would be lost in fp16.
     return x.dtype != torch.float16
-
-
-def _token_dim(x: Tensor, dim: int) -> int:
-    if not -x.ndim <= dim < x.ndim or dim % x.ndim == x.ndim - 1:
-        raise ValueError(
-            f"{_NAME}: sequence_dim={dim} of x of shape {tuple(x.shape)}: it is one of "
-            "the dims before the last, of tokens"
-        )
-    return dim % x.ndim

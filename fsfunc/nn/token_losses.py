@@ -21,7 +21,7 @@ from fsfunc import _torch
 from fsfunc.comm.collectives import pmax, psum
 from fsfunc.comm.groups import axis_size, group
 
-__all__ = ["Targets", "TokenLoss"]
+__all__ = ["Targets", "TokenLoss", "own_rows", "refuse_mean"]
 
 
 @dataclass(frozen=True)
@@ -50,11 +50,7 @@ class TokenLoss:
         reduction: str,
     ) -> TokenLoss:
         """``own``: the shape of this rank's part of the vocabulary, of one dim."""
-        if axis is not None and group(axis).mean:
-            raise ValueError(
-                f'{what}: over axis "{axis}" shard averages the ranks\' losses, each '
-                "of its own tokens: split the vocabulary over another axis of the mesh"
-            )
+        refuse_mean(what, axis)
         if not own or not own[0]:
             raise ValueError(f"{what}: a vocabulary of no class: give one at least")
         if not 0 <= label_smoothing <= 1:
@@ -125,7 +121,7 @@ class Targets:
         at: [...] int64, the class within the part: 0 where another rank has it; past
             the end where nobody has, so that torch's own check meets it.
         mine: [...], whether this rank has it.
-        kept: [...], whether the token counts.
+        kept: [...], whether it counts.
     """
 
     at: Tensor
@@ -141,41 +137,79 @@ class Targets:
         ignore_index: int,
     ) -> Targets:
         """``shape``: that of the tokens."""
-        kind = targets.dtype
-        if kind.is_floating_point or kind.is_complex or kind == torch.bool:
-            raise TypeError(
-                f"{what} needs integer targets, one class a token, got {kind}"
-            )
+        what = f"{what}: target"
+        targets = _integers(what, targets)
         if targets.shape != torch.Size(shape):
             raise ValueError(
-                f"{what}: targets of shape {tuple(targets.shape)} for tokens of shape "
+                f"{what}s of shape {tuple(targets.shape)} for tokens of shape "
                 f"{tuple(shape)}: give each token one"
             )
-        targets = targets.long()
-        kept = targets != ignore_index
-        outside = kept & ((targets < 0) | (targets >= loss.classes))
-        if (found := _first(targets, outside)) is not None:
-            raise IndexError(
-                f"{what}: target {found} is outside the vocabulary of {loss.classes} "
-                f"classes: give 0 to {loss.classes - 1}, or ignore_index="
-                f"{ignore_index} for a token that does not count"
-            )
-        start = 0 if loss.axis is None else group(loss.axis).position * loss.own
-        mine = kept & (targets >= start) & (targets < start + loss.own)
-        at = torch.where(mine, targets - start, 0)
-        return Targets(torch.where(outside, loss.own, at), mine, kept)
+        return own_rows(what, targets, loss.own, loss.axis, ignore_index)
 
     def __getitem__(self, rows: slice) -> Targets:
         return Targets(self.at[rows], self.mine[rows], self.kept[rows])
 
 
-def _first(values: Tensor, where: Tensor) -> int | None:
-    """The first value where it is true, if there is one and asking costs nothing."""
-    values, where = _torch.unwrapped(values), _torch.unwrapped(where)
-    fake = isinstance(where, _torch.FakeTensor) or where.is_meta
-    if fake or _torch.device_of(where).type != "cpu" or _torch.fake_active():
+def own_rows(
+    what: str,
+    index: Tensor,
+    own: int,
+    axis: str | None,
+    ignore_index: int | None = None,
+) -> Targets:
+    """Where indices into a vocabulary lie in this rank's ``own`` rows of it.
+
+    Args:
+        what: names one of them, for the message.
+        index: [...] integers, the same on all ranks of the axis.
+        ignore_index: one that does not count.
+
+    Raises:
+        TypeError: no integers.
+        IndexError: an index that is no row, where it costs nothing to ask.
+        ValueError: an axis over which each rank has its own.
+    """
+    refuse_mean(f"{what}s", axis)
+    index = _integers(what, index)
+    count = own if axis is None else own * axis_size(axis)
+    kept = torch.ones_like(index, dtype=torch.bool)
+    advice = f"give 0 to {count - 1}"
+    if ignore_index is not None:
+        kept = index != ignore_index
+        advice += f", or ignore_index={ignore_index} for a token that does not count"
+    outside = kept & ((index < 0) | (index >= count))
+    if (found := _first(torch.where(outside, index, 0))) is not None:
+        raise IndexError(
+            f"{what} {found} is outside the vocabulary of {count}: {advice}"
+        )
+    start = 0 if axis is None else group(axis).position * own
+    mine = kept & (index >= start) & (index < start + own)
+    at = torch.where(mine, index - start, 0)
+    return Targets(torch.where(outside, own, at), mine, kept)
+
+
+def refuse_mean(what: str, axis: str | None) -> None:
+    """Raises where what the ranks of the axis must have in common is each one's own."""
+    if axis is not None and group(axis).mean:
+        raise ValueError(
+            f'{what}: over axis "{axis}" shard averages the ranks\' losses, each of '
+            "its own tokens: split over another axis of the mesh"
+        )
+
+
+def _integers(what: str, index: Tensor) -> Tensor:
+    kind = index.dtype
+    if kind.is_floating_point or kind.is_complex or kind == torch.bool:
+        raise TypeError(f"{what}s are integers, got {kind}")
+    return index.long()
+
+
+def _first(values: Tensor) -> int | None:
+    """The first value but 0, if there is one and asking costs nothing."""
+    values = _torch.unwrapped(values)
+    fake = isinstance(values, _torch.FakeTensor) or values.is_meta
+    if fake or _torch.device_of(values).type != "cpu" or _torch.fake_active():
         return None
     with _torch.beneath_functorch(), _torch.beneath_all_modes():
-        if not bool(where.any()):
-            return None
-        return int(values[where][0])
+        found = values[values != 0]
+        return int(found[0]) if found.numel() else None

@@ -1,6 +1,7 @@
 """Optimizers as pairs of functions; elementwise over shards, exact across them."""
 
 from fsfunc.optim.adam import AdamState, sharded_adam
+from fsfunc.optim.adaptive_scale import AdaScaleState, adascale
 from fsfunc.optim.descent import SgdState, sgd
 from fsfunc.optim.loss_scaling import LossScaleState, loss_scale
 from fsfunc.optim.masking import masked, partition
@@ -23,12 +24,14 @@ from fsfunc.optim.transformations import (
 )
 
 __all__ = [
+    "AdaScaleState",
     "AdamState",
     "LossScaleState",
     "Optimizer",
     "Schedule",
     "SgdState",
     "TorchState",
+    "adascale",
     "add_decayed_weights",
     "all_finite",
     "apply_updates",

@@ -14,6 +14,7 @@ from fsfunc.pipelining.microbatches import Part, kind_of
 from fsfunc.pipelining.stage_plans import Cut, Stages, cut
 from fsfunc.sharded.leaf import Sharded, is_sharded
 from fsfunc.tracing.leaves import plain
+from fsfunc.tracing.programs import Program, Spec
 from fsfunc.tracing.tracer import trace
 
 __all__ = ["Cuts"]
@@ -53,7 +54,9 @@ class Cuts:
         flat, structure = tree.flatten(chosen, is_leaf=is_sharded)
         kinds = tuple(map(kind_of, flat))
         loss = number, _code(fn), structure
-        key = (loss, part.shapes, kinds)
+        # Of split leaves a unit may make parts, of other shapes.
+        split = any(isinstance(x, Sharded) and x.layout.splits for x in flat)
+        key = (loss, part.shapes, kinds, split)
         if key not in self.known:
             args = tree.map(plain, part.args, is_leaf=is_sharded)
             fn, args = _first(fn, args, argnums)
@@ -112,7 +115,8 @@ class Cuts:
         A leaf as long as the batch may be part of it, or parameters by chance. What a
         unit has in its first argument are parameters. Of the rest the loss tells, which
         is tried on fake tensors with a longer batch: it needs no longer parameters. Nor
-        may they be longer, but for what the loss itself reads of a tree of parameters.
+        may they be longer, but for what the loss itself reads of a tree of parameters,
+        and gives no unit the rows of.
         """
         fn, (chosen, *others) = _first(fn, tuple(args), argnums)
         chosen = tree.map(plain, chosen, is_leaf=is_sharded)
@@ -135,16 +139,24 @@ class Cuts:
             with _torch.beneath_all_modes(), mode:
                 return torch.empty(shape, dtype=x.dtype, device=device)
 
-        def runs(which: Collection[int]) -> bool:
-            """Whether the loss takes a batch twice as long, and these leaves too."""
+        def runs(which: Collection[int], alone: bool = False) -> Program | None:
+            """The loss of these leaves, and but for ``alone`` the batch, twice as long.
+
+            None if it does not take them.
+            """
             own = [longer(x) if i in which else x for i, x in enumerate(leaves)]
-            others, named = tree.map(longer, given, is_leaf=is_sharded)
+            rest = given if alone else tree.map(longer, given, is_leaf=is_sharded)
+            others, named = rest
             try:
                 with _torch.quiet_fakes():
-                    trace(fn, (tree.unflatten(treedef, own), *others), named)
+                    return trace(fn, (tree.unflatten(treedef, own), *others), named)
             except Exception:
-                return False
-            return True
+                return None
+
+        def grows(i: int) -> bool:
+            """Whether units return more rows where a leaf has more."""
+            more = runs([i], alone=True)
+            return more is not None and _rows(more) != _rows(program)
 
         program = trace(fn, (chosen, *given[0]), given[1])
         used, own, inputs = set(program.loss.reads), set[str](), set[str]()
@@ -155,9 +167,13 @@ class Cuts:
         long = [i for i in long if paths[i] in used - own]
         at = {path: _argument(path, argnums) for path in paths}
         kin = {at[path][0] for path in own}  # arguments that hold parameters
-        odd = [i for i in long if paths[i] in inputs or at[paths[i]][0] not in kin]
-        grows = odd and (runs(odd) or any(runs([i]) for i in odd))
-        if long and (grows or not runs(())):
+        odd = [
+            i
+            for i in long
+            if paths[i] in inputs or at[paths[i]][0] not in kin or grows(i)
+        ]
+        fit = odd and (runs(odd) or any(runs([i]) for i in odd))
+        if long and (fit or not runs(())):
             told = [f"argument {k}" + (f" at {where!r}" if where else "")
                     for k, where in (at[paths[i]] for i in odd or long)]  # fmt: skip
             raise ValueError(_ROWS.format(", ".join(told), *rows))
@@ -197,6 +213,12 @@ def _argument(path: str, argnums: Sequence[int]) -> tuple[int, str]:
         return 0, path
     first, _, rest = path.partition("/")
     return argnums[int(first)], rest
+
+
+def _rows(program: Program) -> list[Any]:
+    """The lengths of what unit calls return."""
+    outputs = [x for call in program.calls for x in call.outputs.leaves]
+    return [x.shape[:1] if isinstance(x, Spec) else None for x in outputs]
 
 
 def _is_cut(x: Any) -> bool:

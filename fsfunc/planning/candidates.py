@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -12,6 +12,8 @@ import torch
 from fsfunc.pipelining import schedules
 from fsfunc.planning.machines import Hardware
 from fsfunc.planning.stacks import DATA, NODE, PIPE, Stack
+from fsfunc.sharded.placements import Split
+from fsfunc.state.layout_rules import LayoutRules, axes_of
 from fsfunc.transforms.policies import MODES, Policy
 
 __all__ = ["Axes", "Space", "lowered", "meshes", "stages_of"]
@@ -31,6 +33,8 @@ class Space:
     compute: torch.dtype | None = None
     reduce: torch.dtype | None = None
     donate: bool = True
+    dims: Mapping[str, int] = field(default_factory=dict)
+    layouts: LayoutRules = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         for name in ("zero", "remat", "schedules"):
@@ -55,10 +59,22 @@ class Space:
             for n in getattr(self, name) or ():
                 if not isinstance(n, int) or n < 1:
                     raise ValueError(f"{name} has {n!r}: each is a whole number >= 1")
+        for axis, dim in self.dims.items():
+            if axis in _KNOWN or not isinstance(dim, int) or dim < 0:
+                raise ValueError(
+                    f"dims has {axis!r}: {dim!r}: it names further axes, each with the "
+                    'dim of the batch that it cuts, such as {"context": 1}; "data" and '
+                    '"node" cut dim 0'
+                )
+
+    @property
+    def named(self) -> tuple[str, ...]:
+        """Axes that the loss may name, so that every mesh has them; innermost last."""
+        return tuple(dict.fromkeys((*self.dims, *axes_of(self.layouts))))
 
     def flat(self, axes: Axes, rows: int) -> Iterator[list[Stack]]:
         """The stacks without a pipeline: lists that differ in ``accumulate`` alone."""
-        rows //= Stack(axes).parts
+        rows //= self.on(axes).parts
         for zero in self._zeros(axes):
             for policy in self.remat:
                 plain = self._plain(axes, zero, policy)
@@ -67,7 +83,7 @@ class Space:
 
     def pipelined(self, axes: Axes, rows: int) -> list[Stack]:
         """The stacks with a pipeline, with the first ``zero`` there is."""
-        rows //= Stack(axes).parts
+        rows //= self.on(axes).parts
         ranks = dict(axes)[PIPE]
         most = [n * ranks for n in (1, 2, 4) if n * ranks <= rows] or [rows]
         zero = next(iter(self._zeros(axes)))
@@ -88,18 +104,30 @@ class Space:
         return [replace(stack, zero=z) for z in zeros if z != stack.zero]
 
     def _zeros(self, axes: Axes) -> Sequence[int | None]:
-        data = dict(axes).get(DATA, 1) * dict(axes).get(NODE, 1)
-        return self.zero if data > 1 else (None,)
+        stack = self.on(axes)
+        return self.zero if stack.parts_of(stack.means) > 1 else (None,)
 
-    def _plain(self, axes: Axes, zero: int | None, policy: Policy | str | None):
+    def on(self, axes: Axes) -> Stack:
+        """What all stacks on a mesh have in common.
+
+        A leaf is split over the axes along which there are several ranks.
+        """
+        sizes, layouts = dict(axes), {}
+        for pattern, rule in self.layouts.items():
+            splits = (rule,) if isinstance(rule, Split) else rule
+            if kept := tuple(s for s in splits if sizes.get(s.axis, 1) > 1):
+                layouts[pattern] = kept
         return Stack(
             axes,
-            zero=zero,
-            remat=policy,
             compute=self.compute,
             reduce=self.reduce,
             donate=self.donate,
+            dims=self.dims,
+            layouts=layouts,
         )
+
+    def _plain(self, axes: Axes, zero: int | None, policy: Policy | str | None):
+        return replace(self.on(axes), zero=zero, remat=policy)
 
 
 def stages_of(stack: Stack) -> int:
@@ -117,12 +145,11 @@ def lowered(stack: Stack, params: int, moments: int) -> int:
     >>> lowered(Stack((("data", 4),), zero=1), params=400, moments=800)
     600
     """
-    sizes = dict(stack.axes)
-    n = sizes.get(DATA, 1)
-    params_over = n if stack.zero == 3 else 1
-    moments_over = n if stack.zero else 1
-    pipe = sizes.get(PIPE, 1)  # the fullest rank holds the mean at least
-    return params // (params_over * pipe) + moments // (moments_over * pipe)
+    # Of a pipeline the fullest rank holds the mean at least.
+    whole = {PIPE, *axes_of(stack.layouts)}
+    parts = {*whole, *(a for a in stack.means if a != NODE)}
+    params //= stack.parts_of(parts if stack.zero == 3 else whole)
+    return params + moments // stack.parts_of(parts if stack.zero else whole)
 
 
 def _halved(rows: int) -> list[int]:
@@ -136,8 +163,8 @@ def _halved(rows: int) -> list[int]:
 # Meshes
 
 
-def meshes(sizes: Any, hardware: Hardware) -> list[Axes]:
-    """The meshes that ``mesh_sizes`` asks for.
+def meshes(sizes: Any, hardware: Hardware, named: Sequence[str] = ()) -> list[Axes]:
+    """The meshes that ``mesh_sizes`` asks for, with all axes of these names.
 
     >>> from fsfunc.planning.hardware import H100
     >>> for axes in meshes(4, H100):
@@ -147,33 +174,37 @@ def meshes(sizes: Any, hardware: Hardware) -> list[Axes]:
     {'pipe': 4}
     """
     if isinstance(sizes, Mapping):
-        return [_checked(sizes)]
+        return [_checked(sizes, named)]
     if isinstance(sizes, int) and not isinstance(sizes, bool):
         if sizes < 1:
             raise ValueError(f"mesh_sizes={sizes}: there is at least one rank")
-        return list(dict.fromkeys(_factored(sizes, _node(sizes, hardware))))
+        found = _factored(sizes, _node(sizes, hardware), named)
+        return list(dict.fromkeys(_checked(dict(axes), named) for axes in found))
     if isinstance(sizes, Sequence) and not isinstance(sizes, str) and sizes:
         if all(isinstance(axes, Mapping) for axes in sizes):
-            return list(dict.fromkeys(map(_checked, sizes)))
+            return list(dict.fromkeys(_checked(axes, named) for axes in sizes))
     raise ValueError(
         f"mesh_sizes={sizes!r}: give a number of ranks, the axes of a mesh such as "
         '{"data": 4, "pipe": 2}, or a list of such'
     )
 
 
-def _checked(axes: Mapping[str, int]) -> Axes:
-    known = (DATA, PIPE, NODE)
+_KNOWN = (DATA, PIPE, NODE)
+
+
+def _checked(axes: Mapping[str, int], named: Sequence[str]) -> Axes:
     for name, size in axes.items():
-        if name not in known:
+        if name not in (*_KNOWN, *named):
             raise ValueError(
                 f'mesh_sizes has an axis "{name}": search cuts the batch along "data", '
-                'repeats parameters along "node" and lays stages along "pipe"'
+                'repeats parameters along "node" and lays stages along "pipe"; what '
+                "others are for, layouts= or dims= says"
             )
         if isinstance(size, bool) or not isinstance(size, int) or size < 1:
             raise ValueError(f'mesh_sizes: axis "{name}" has a size >= 1, got {size!r}')
     if NODE in axes and DATA not in axes:
         raise ValueError('mesh_sizes: "node" repeats the parts that lie along "data"')
-    return tuple(axes.items())
+    return (*axes.items(), *((name, 1) for name in named if name not in axes))
 
 
 def _node(ranks: int, hardware: Hardware) -> int:
@@ -182,8 +213,19 @@ def _node(ranks: int, hardware: Hardware) -> int:
     return width if 0 < width < ranks and ranks % width == 0 else 0
 
 
-def _factored(ranks: int, node: int) -> Iterator[Axes]:
-    """Every mesh of so many ranks; ``node`` of them lie within a node (0: all)."""
+def _factored(ranks: int, node: int, named: Sequence[str]) -> Iterator[Axes]:
+    """Every mesh of so many ranks; ``node`` of them lie within a node (0: all).
+
+    Neighbours, which have the fastest links, are those along the last name.
+    """
+    if others := [name for name in named if name not in _KNOWN]:
+        *before, last = others
+        for size in range(1, ranks + 1):
+            if ranks % size == 0:
+                within = node // size if node % size == 0 else 0
+                for axes in _factored(ranks // size, within, before):
+                    yield (*axes, (last, size))
+        return
     for pipe in range(1, ranks + 1):
         if ranks % pipe:
             continue

@@ -12,6 +12,7 @@ from fsfunc.planning.choices import Choice, Search, front_of
 from fsfunc.planning.machines import Hardware
 from fsfunc.planning.stacks import PIPE, Stack
 from fsfunc.planning.trials import Trials
+from fsfunc.state.layout_rules import LayoutRules
 from fsfunc.transforms.policies import Policy
 
 __all__ = ["search"]
@@ -36,6 +37,8 @@ def search(
     compute: torch.dtype | None = None,
     reduce: torch.dtype | None = None,
     donate: bool = True,
+    layouts: LayoutRules | None = None,
+    dims: Mapping[str, int] | None = None,
 ) -> Search:
     """The stacks of transforms that are best in step time and memory, fastest first.
 
@@ -58,7 +61,8 @@ def search(
         mesh_sizes: a number of ranks, whose every factorisation is tried: data x pipe
             and, where the hardware has nodes and there are several, node x data x pipe;
             or the axes of one mesh, or of several. "data" cuts the batch, parameters
-            are repeated along "node", stages lie along "pipe".
+            are repeated along "node", stages lie along "pipe"; times what ``layouts``
+            and ``dims`` name.
         hardware: on what.
         memory: bytes that a rank may hold; by default the hardware's.
         zero, remat: what to try, such as ``remat=(None, ff.SaveOnly("attention"))``.
@@ -68,6 +72,13 @@ def search(
         microbatches: by default 1, 2 and 4 for each rank of the pipeline.
         compute, reduce: of ``ff.precision`` around every stack; by default none is.
         donate: whether steps are donated.
+        layouts: how leaves can be split, as ``init_state`` takes it, such as
+            ``{"blocks/*/up": ff.Split(0, "model")}``: its axes are tried at every
+            size, and where one has a single rank, no leaf is split over it.
+        dims: further axes along which ranks have other parts of the batch, each with
+            the dim that it cuts: ``{"context": 1}`` cuts sequences, ``{"expert": 0}``
+            rows. Every mesh has the axes named here and in ``layouts``, if need be
+            with one rank, so that the loss may name them.
 
     Returns:
         a :class:`Search`: the front as a sequence; ``best`` is the fastest, ``ranked``
@@ -107,12 +118,14 @@ def search(
         compute,
         reduce,
         donate,
+        dims or {},
+        layouts or {},
     )
     bound = hardware.memory if memory is None else memory
     if not bound > 0:
         raise ValueError(f"memory={memory!r}: a rank may hold some bytes")
-    at = Trials(loss_fn, optimizer, params, batch, hardware, bound)
-    for axes in meshes(mesh_sizes, hardware):
+    at = Trials(loss_fn, optimizer, params, batch, hardware, bound, space)
+    for axes in meshes(mesh_sizes, hardware, space.named):
         if not at.lies_on(axes):
             continue
         if dict(axes).get(PIPE, 1) > 1:

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+import math
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 import torch
@@ -11,6 +12,7 @@ import torch
 from fsfunc.comm.mesh import Mesh
 from fsfunc.pipelining import schedules
 from fsfunc.pipelining.pipelines import pipeline
+from fsfunc.state.layout_rules import LayoutRules
 from fsfunc.transforms.accumulation import accumulate
 from fsfunc.transforms.casting import precision
 from fsfunc.transforms.donation import donate
@@ -58,6 +60,9 @@ class Stack:
         microbatches: of the pipeline.
         compute, reduce: dtypes of ``precision``; None, None: no ``precision``.
         donate: whether the step may write into its state.
+        dims: further axes along which ranks have other parts of the batch, each with
+            the dim that it cuts: {"context": 1}.
+        layouts: how leaves are split, as ``init_state`` takes it.
 
     >>> stack = Stack((("data", 8),), zero=3, remat="always")
     >>> print(stack)
@@ -79,6 +84,8 @@ class Stack:
     compute: torch.dtype | None = None
     reduce: torch.dtype | None = None
     donate: bool = True
+    dims: Mapping[str, int] = field(default_factory=dict, hash=False)
+    layouts: LayoutRules = field(default_factory=dict, hash=False)
 
     @property
     def ranks(self) -> int:
@@ -86,14 +93,32 @@ class Stack:
         return Mesh(dict(self.axes), "abstract").size
 
     @property
+    def means(self) -> tuple[str, ...]:
+        """The axes whose ranks have other parts of the batch."""
+        return tuple(a for a, _ in self.axes if a in (DATA, NODE) or a in self.dims)
+
+    @property
     def cuts(self) -> tuple[str, ...]:
-        """The axes that the batch is cut along, as ``local_batch`` wants them."""
-        return tuple(name for name, _ in self.axes if name != PIPE)
+        """Those along which its rows are cut, as ``local_batch`` wants them."""
+        return tuple(a for a in self.means if not self.dims.get(a))
 
     @property
     def parts(self) -> int:
-        """How many parts the batch is cut into."""
-        return Mesh({a: n for a, n in self.axes if a != PIPE}, "abstract").size
+        """How many parts the batch's rows are cut into."""
+        return self.parts_by_dim[0]
+
+    @property
+    def parts_by_dim(self) -> dict[int, int]:
+        """By dim, into how many parts it is cut."""
+        found = {0: 1}
+        for axis in self.means:
+            dim = self.dims.get(axis, 0)
+            found[dim] = found.get(dim, 1) * dict(self.axes)[axis]
+        return found
+
+    def parts_of(self, axes: Iterable[str]) -> int:
+        """The number of ranks along these axes; along one that is not there, one."""
+        return math.prod(dict(self.axes).get(a, 1) for a in set(axes))
 
     def layers(self) -> list[Layer]:
         """The transforms, the innermost first."""
@@ -113,8 +138,9 @@ class Stack:
             reduce = {} if self.reduce is None else {"reduce": self.reduce}
             found.append(Layer("precision", (), {"compute": self.compute, **reduce}))
         if self.zero is not None:
-            copies = {"replicate": NODE} if NODE in dict(self.axes) else {}
-            found.append(Layer("shard", (DATA,), {"zero": self.zero, **copies}))
+            copies = {"replicate": NODE} if NODE in self.means else {}
+            over = tuple(a for a in self.means if a != NODE)
+            found.append(Layer("shard", (over,), {"zero": self.zero, **copies}))
         if self.donate:
             found.append(Layer("donate"))
         return found
@@ -154,10 +180,15 @@ class Stack:
             step = "step"
         if step == "train_step":
             lines.append("step = train_step")
-        if self.cuts:
-            cuts = ", ".join(f'"{axis}"' for axis in self.cuts)
-            cuts = cuts if len(self.cuts) == 1 else f"({cuts})"
-            lines.append(f"# a rank's batch: ff.local_batch(batch, mesh, {cuts})")
+        if self.layouts:
+            state = "ff.init_state(step, init, optimizer, batch, layouts=layouts)"
+            lines.append(f"# its state: {state}")
+        cuts = f"ff.local_batch(batch, mesh, {_value(self.cuts)})"
+        batch = cuts if self.cuts else "batch"
+        others = {a: d for a, d in self.dims.items() if d and a in self.means}
+        batch += "".join(f', its dim {d} cut over "{a}"' for a, d in others.items())
+        if self.means:
+            lines.append(f"# a rank's batch: {batch}")
         return "\n".join(lines)
 
     def __str__(self) -> str:
@@ -180,6 +211,9 @@ def _written(layer: Layer) -> list[str]:
 
 
 def _value(value: Any) -> str:
+    if isinstance(value, tuple):  # axes
+        written = ", ".join(map(_value, value))
+        return written if len(value) == 1 else f"({written})"
     if isinstance(value, str):
         return '"' + value.replace("\\", "\\\\").replace('"', '\\"') + '"'
     if isinstance(value, Policy):

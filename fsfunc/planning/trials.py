@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -13,13 +13,14 @@ from fsfunc import tree
 from fsfunc.comm.launch import spmd
 from fsfunc.comm.mesh import Mesh
 from fsfunc.core.autodiff import value_and_grad
-from fsfunc.planning.candidates import Axes, lowered, stages_of
+from fsfunc.planning.candidates import Axes, Space, lowered, stages_of
 from fsfunc.planning.choices import Choice, Search, Skipped, front_of
 from fsfunc.planning.estimation import estimate
 from fsfunc.planning.machines import Hardware
 from fsfunc.planning.planner import plan
-from fsfunc.planning.stacks import Stack
+from fsfunc.planning.stacks import PIPE, Stack
 from fsfunc.printing.amounts import of_bytes
+from fsfunc.state.layout_rules import splits_of
 from fsfunc.tracing.tracer import program
 
 __all__ = ["Trials"]
@@ -36,11 +37,21 @@ class Trials:
         batch: Any,
         hardware: Hardware,
         memory: float,
+        space: Space,
     ):
-        self.optimizer, self.hardware, self.memory = optimizer, hardware, memory
+        self.space, self.optimizer, self.hardware, self.memory = (
+            space,
+            optimizer,
+            hardware,
+            memory,
+        )
         self.loss_fn, self.batch = loss_fn, batch
         self.init = params if callable(params) else lambda: _alike(params)
         self.rows = _rows(batch)
+        for axis, dim in space.dims.items():
+            if not self._lengths(dim):
+                raise ValueError(f'dims: "{axis}" cuts dim {dim}, which no batch has')
+        self.alone = Mesh(dict.fromkeys(space.named, 1), "abstract")
         self.step = _train_step(loss_fn, optimizer)
         self.params, self.moments = self._once(self._sizes)
         self.units: int | None = None
@@ -54,12 +65,15 @@ class Trials:
 
     def lies_on(self, axes: Axes) -> bool:
         """Whether the batch can be cut for a mesh; else that is noted."""
-        parts = Stack(axes).parts
-        if self.rows % parts == 0:
-            return True
-        why = f"the batch of {self.rows} rows cannot be cut into {parts} parts"
-        self.skip([Stack(axes)], why)
-        return False
+        stack = self.space.on(axes)
+        for dim, parts in stack.parts_by_dim.items():
+            odd = [n for n in self._lengths(dim) if n % parts]
+            if odd:
+                what = f"{odd[0]} rows" if dim == 0 else f"{odd[0]} in dim {dim}"
+                why = f"the batch of {what} cannot be cut into {parts} parts"
+                self.skip([stack], why)
+                return False
+        return True
 
     def least(self, stack: Stack) -> int:
         """Bytes below which the stack cannot stay."""
@@ -79,10 +93,11 @@ class Trials:
             self.skipped.append(Skipped(stack, why, least))
             return None
         mesh = Mesh(dict(stack.axes), "abstract")
-        part = self._local(stack.parts)
+        part, layouts = self._local(stack.parts_by_dim), stack.layouts
         try:
             step = stack.apply(self.step, mesh)
-            found = plan(step, self.init, self.optimizer, part, mesh=mesh)
+            given = step, self.init, self.optimizer, part
+            found = plan(*given, mesh=mesh, layouts=layouts)
         except (ValueError, RuntimeError) as error:
             if isinstance(error, RuntimeError) and stack.schedule is None:
                 raise
@@ -141,16 +156,24 @@ class Trials:
     # Everything below runs on fake tensors.
 
     def _once(self, run: Callable[[], Any]) -> Any:
-        return spmd(run, Mesh({}, "abstract"))()[0]
+        return spmd(run, self.alone)()[0]
 
     def _sizes(self) -> tuple[int, int]:
         params = self.init()
+        paths, leaves, _ = tree.flatten_with_paths(params)
+        found = dict(zip(paths, leaves, strict=True))
+        splits_of(self.space.layouts, found, self.alone, (PIPE,))
         return _bytes(params), _bytes(self.optimizer.init(params))
 
     def _units(self) -> int:
-        return len(program(self.loss_fn, self.init(), self._local(1)()).calls)
+        return len(program(self.loss_fn, self.init(), self._local({})()).calls)
 
-    def _local(self, parts: int) -> Callable[[], Any]:
+    def _lengths(self, dim: int) -> list[int]:
+        """Of the batch's tensors, in that dim."""
+        leaves = [x for x in tree.leaves(self.batch) if isinstance(x, Tensor)]
+        return [x.shape[dim] for x in leaves if x.ndim > dim]
+
+    def _local(self, parts: Mapping[int, int]) -> Callable[[], Any]:
         """Makes a rank's batch: a fake one, where it is called."""
         return lambda: _alike(self.batch, parts)
 
@@ -180,15 +203,15 @@ def _rows(batch: Any) -> int:
     return rows.pop() or 0
 
 
-def _alike(t: Any, parts: int = 1) -> Any:
-    """Tensors like those in a tree, of a part of their rows; equal ones stay equal."""
+def _alike(t: Any, parts: Mapping[int, int] = {}) -> Any:
+    """Tensors like those in a tree, cut into parts by dim; equal ones stay equal."""
     made: dict[int, Tensor] = {}
 
     def one(x: Any) -> Any:
         if not isinstance(x, Tensor):
             return x
         if id(x) not in made:
-            shape = (x.shape[0] // parts, *x.shape[1:]) if parts > 1 else x.shape
+            shape = [n // parts.get(dim, 1) for dim, n in enumerate(x.shape)]
             runs = x.device.type == "cuda" and torch.cuda.is_available()
             device = x.device if runs else "cpu"
             made[id(x)] = torch.empty(shape, dtype=x.dtype, device=device)

@@ -167,7 +167,8 @@ class Sharded:
                 f"{what}: {self.layout.name or 'a leaf'!r} ({self.layout}) is this "
                 "rank's block of a split tensor. ff.nn.column_linear takes weights "
                 "that are split along dim 0, ff.nn.row_linear along dim 1, "
-                "ff.nn.vocab_embedding tables split along dim 0; .local is the block"
+                "ff.nn.vocab_embedding and ff.nn.linear_cross_entropy tables and heads "
+                "split along dim 0; .local is the block"
             )
         raise NotATensor(
             f"{what}: {self.layout.name or 'a leaf'!r} ({self.layout}) is sharded, and "

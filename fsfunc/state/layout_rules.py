@@ -20,10 +20,20 @@ from fsfunc.sharded.layout import Layout, Split
 from fsfunc.sharded.placements import describe
 from fsfunc.tree.structure import matches
 
-__all__ = ["LayoutRules", "splits_of"]
+__all__ = ["LayoutRules", "axes_of", "splits_of"]
 
 # By pattern: how the leaves on the paths that it matches are split, outermost first.
 LayoutRules = Mapping[str, Split | Sequence[Split]]
+
+
+def axes_of(rules: LayoutRules) -> tuple[str, ...]:
+    """The axes that rules split leaves over, each once.
+
+    Raises:
+        TypeError: a rule that is no `Split`.
+    """
+    each = (_splits(pattern, rule) for pattern, rule in rules.items())
+    return tuple(dict.fromkeys(split.axis for splits in each for split in splits))
 
 
 def splits_of(
@@ -68,16 +78,8 @@ def _sized(
     pattern: str, rule: Any, mesh: Mesh, taken: Iterable[str]
 ) -> tuple[Split, ...]:
     """The splits of a rule, each with its axis's size."""
-    splits = (rule,) if isinstance(rule, Split) else rule
-    if not isinstance(splits, (tuple, list)) or not all(
-        isinstance(split, Split) for split in splits
-    ):
-        raise TypeError(
-            f"layouts: {pattern!r} is given {rule!r}: give ff.Split(dim, axis), or a "
-            "tuple of them"
-        )
     sized = []
-    for split in splits:
+    for split in _splits(pattern, rule):
         mesh.check(split.axis)
         size = mesh.axes[split.axis]
         if split.axis in taken:
@@ -92,6 +94,19 @@ def _sized(
             )
         sized.append(replace(split, size=size))
     return tuple(sized)
+
+
+def _splits(pattern: str, rule: Any) -> Sequence[Split]:
+    """A rule as several splits."""
+    splits = (rule,) if isinstance(rule, Split) else rule
+    if not isinstance(splits, (tuple, list)) or not all(
+        isinstance(split, Split) for split in splits
+    ):
+        raise TypeError(
+            f"layouts: {pattern!r} is given {rule!r}: give ff.Split(dim, axis), or a "
+            "tuple of them"
+        )
+    return splits
 
 
 def _check(path: str, x: Any, splits: Sequence[Split]) -> None:

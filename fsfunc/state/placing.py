@@ -12,7 +12,7 @@ from torch import Tensor
 
 from fsfunc import _torch, tree
 from fsfunc.comm.comparison import Section, compare
-from fsfunc.comm.groups import group
+from fsfunc.comm.groups import RankGroup, group
 from fsfunc.comm.mesh import Here, here
 from fsfunc.core.frames import frame
 from fsfunc.sharded.inputs import arguments, refuse
@@ -101,11 +101,16 @@ def lay_out(
     paths, leaves, treedef = tree.flatten_with_paths(t, is_leaf=is_sharded)
     found = dict(zip(paths, leaves, strict=True))
     splits: dict[str, tuple[Split, ...]] = {}
+    values = lambda: source.section(paths, leaves, at.link.notes)  # noqa: E731
     if layouts:
         mesh = laying[0].mesh if laying else here().mesh
         taken = {a for h in laying if not isinstance(h, Sharding) for a in h.axes}
         splits = splits_of(layouts, found, mesh, taken)
+    over = {split.axis for parts in splits.values() for split in parts}
     if splits and not laying:  # they say it all
+        at = here()
+        if where := _compared(at, over):
+            compare([values()], where)
         for path, parts in splits.items():
             layout = Layout(tuple(found[path].shape), found[path].dtype, parts, path)
             found[path] = _block(found[path], layout, source)
@@ -127,8 +132,7 @@ def lay_out(
     if not tree.are_shown(leaves):
         tree.shown(t, "place", "is given", is_leaf=is_sharded)
     at = here(recorder.handlers[0].mesh)
-    values = lambda: source.section(paths, leaves, at.link.notes)  # noqa: E731
-    _compare(fn, recorder, rest, at, values)
+    _compare(fn, recorder, rest, at, over, values)
     coordinates = at.mesh.coordinates(at.rank)
     groups = recorder.groups(
         shardings[0].min_bytes if shardings else 0, bool(shardings)
@@ -231,14 +235,18 @@ def _compare(
     recorder: Recorder,
     rest: Any,
     at: Here,
+    over: set[str],
     values: Callable[[], Section],
 ) -> None:
-    """Raises on every rank where the ranks lay out for unlike programs, or values."""
-    if not at.link.moves or at.link.level is not None:
-        return  # what is planned has no others, and a vmap mesh one program
+    """Raises on every rank where the ranks lay out for unlike programs, or values.
+
+    Args:
+        over: the axes that leaves are split over.
+    """
     handlers = recorder.handlers
-    axes = {axis for h in handlers for axis in h.axes}
-    where = group(tuple(a for a in at.mesh.axes if a in axes), at)
+    where = _compared(at, over.union(*(h.axes for h in handlers)))
+    if where is None:
+        return
     transforms = getattr(fn, "interpretations", ()) or handlers
     lines = [(f"transform {i}", str(h)) for i, h in enumerate(transforms)]
     program = Section("ranks lay out for unlike steps", [*lines, *recorder.lines()])
@@ -251,6 +259,13 @@ def _compare(
         compare([Section(title, shapes)], where)
     for h in handlers:
         h.ran(at)
+
+
+def _compared(at: Here, axes: set[str]) -> RankGroup | None:
+    """The ranks along some axes, if they are there to be compared."""
+    if not at.link.moves or at.link.level is not None:
+        return None  # what is planned has no others, and a vmap mesh one program
+    return group(tuple(a for a in at.mesh.axes if a in axes), at)
 
 
 def _kind(x: Any) -> Any:

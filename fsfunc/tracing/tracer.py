@@ -260,7 +260,11 @@ def _blank(stage: NotingStage, value: Any, label: str, parameter: bool = False) 
     for i, (path, x) in enumerate(zip(paths, leaves, strict=True)):
         if not isinstance(x, Tensor | Sharded):
             continue
+        # A unit may return a rank's part of what it makes of a split leaf.
+        split = x.layout.in_units if isinstance(x, Sharded) else None
         shape, strides = tuple(x.shape), None if is_sharded(x) else x.stride()
+        if split is not None:
+            shape = split.local_shape(dict.fromkeys(split.axes, 0))
         strides = strides or torch.empty(shape, device="meta").stride()
         blank = torch.empty_strided(shape, strides, dtype=x.dtype, device=x.device)
         if parameter and x.dtype.is_floating_point:
@@ -268,4 +272,6 @@ def _blank(stage: NotingStage, value: Any, label: str, parameter: bool = False) 
         leaf = Argument(path if parameter else below(label, path), parameter)
         stage.leaves[id(blank)] = leaf
         leaves[i] = stage.flow.argument(blank, leaf)
+        if split is not None:
+            leaves[i] = Sharded(leaves[i], split)
     return tree.unflatten(treedef, leaves)

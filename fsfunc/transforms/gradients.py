@@ -22,11 +22,11 @@ from fsfunc.comm.collective_ops import apply_map
 from fsfunc.comm.comparison import compare, whole_values
 from fsfunc.comm.crossings import MEAN, LawError, check_samples
 from fsfunc.comm.groups import RankGroup, group, strided
-from fsfunc.comm.ledgers import silence
 from fsfunc.comm.linear_maps import LinearMap
 from fsfunc.core.autodiff import Outcome
 from fsfunc.core.losses import averaged as is_averaged
 from fsfunc.core.losses import is_summed
+from fsfunc.core.observation import UNSEEN
 from fsfunc.core.units import Call
 from fsfunc.runtime.stores import empty_beside
 from fsfunc.sharded.layout import Layout
@@ -36,8 +36,8 @@ from fsfunc.transforms.shard_runtime import ShardRuntime
 __all__ = [
     "averaged",
     "beside",
-    "check_alike",
     "check_derivatives",
+    "check_observed",
     "check_whole",
     "collected",
     "kept_here",
@@ -117,6 +117,23 @@ def _zeros(flat: Tensor) -> Tensor:
     return empty_beside(flat, scratch=True).zero_()
 
 
+def check_observed(grads: Any, chosen: Any, runtime: ShardRuntime) -> None:
+    """Raises where some of a rank's own gradient has been seen by no observer.
+
+    Raises:
+        LawError: gradients by parts that the loss used beside units, or of leaves that
+            ranks of the mean hold other blocks of.
+    """
+    for shard in runtime.keeps.values():
+        if set(shard.split_axes) & set(runtime.mean_axes):
+            raise LawError(UNSEEN.format(f"{shard.name} is owned by ranks of the data"))
+    old, treedef = tree.flatten(tuple(chosen), is_leaf=is_sharded)
+    for x, g in zip(old, treedef.flatten_up_to(grads), strict=True):
+        if is_sharded(x) and id(x.packed) in runtime.keeps:
+            if g is not None and g._local is not None:
+                raise LawError(UNSEEN.format(f"{x.name!r} is read beside units"))
+
+
 def averaged(outcome: Outcome, runtime: ShardRuntime, at: Any) -> Outcome:
     """Loss, weight, floating scalars of aux and plain gradients: means over ranks.
 
@@ -168,50 +185,6 @@ def check_whole(runtime: ShardRuntime, where: RankGroup) -> None:
     ]
     if any(x is not None for x in mine):
         compare([whole_values(paths, mine, where.link.notes)], where)
-
-
-def check_alike(
-    chosen: Any, grads: Any, runtime: ShardRuntime, where: RankGroup
-) -> None:
-    """Raises where ranks that share the work of one loss have unlike gradients.
-
-    Of what is one value along an axis without a mean the gradient is one value too. It
-    differs where a parameter met values that vary along the axis, and did not enter.
-
-    Raises:
-        LawError: on every rank; names the leaf, and the way out.
-
-    Cost: a gather of two numbers a leaf; it is in no ledger.
-    """
-    paths, leaves, treedef = tree.flatten_with_paths(tuple(chosen), is_leaf=is_sharded)
-    found: list[Any] = treedef.flatten_up_to(grads)  # type: ignore[arg-type]
-    names, numbers = [], []
-    for path, x, g in zip(paths, leaves, found, strict=True):
-        if is_sharded(x) and set(x.layout.axes).isdisjoint(where.axis):
-            g = g._local
-        elif not isinstance(x, Tensor) or not runtime.ownership.is_one_value(x):
-            continue
-        if isinstance(g, Tensor) and g.is_floating_point():
-            wide = strided(g).detach().double()
-            names.append(path.partition("/")[2])
-            numbers.append(torch.stack([torch.linalg.vector_norm(wide), wide.sum()]))
-    if not names:
-        return
-    with silence(), label("", "gradients that should be alike"):
-        every = where.start("all_gather", torch.stack(numbers)).wait()
-    every = every.view(where.size, len(names), 2).cpu()
-    norms = every[..., :1].amax(0)
-    unlike = ((every - every[:1]).abs() > 0.02 * norms).any(-1).any(0)
-    if bool(unlike.any()):
-        name = names[int(unlike.nonzero()[0])]
-        norms = ", ".join(f"{n:.4g}" for n in every[:, names.index(name), 0].tolist())
-        raise LawError(
-            f"the gradient by {name!r} differs along {where.name}, where the loss is "
-            f"one value (norms {norms}): a whole parameter that meets what varies "
-            f'there must enter by ff.pcast(w, {where.name}, to="V"), which sums its '
-            "gradient. Where ranks along it have samples of their own, make it an axis "
-            "of the shard"
-        )
 
 
 def _plain(grads: Any, runtime: ShardRuntime, where: RankGroup) -> Any:

@@ -25,6 +25,7 @@ from fsfunc.comm.backends.link import Done, Handle
 from fsfunc.comm.groups import RankGroup, group, strided
 from fsfunc.core.casts import Casts
 from fsfunc.core.frames import frame, running
+from fsfunc.core.observation import Observation
 from fsfunc.runtime.buffer_pool import BufferPool
 from fsfunc.runtime.memory_kinds import count_as
 from fsfunc.runtime.stores import (
@@ -36,6 +37,7 @@ from fsfunc.runtime.stores import (
     like_device,
 )
 from fsfunc.sharded.leaf import FlatShard, Parts
+from fsfunc.transforms.error_feedback import Feedback
 from fsfunc.transforms.gathered_calls import Calls, GatheredCall, Micro
 from fsfunc.transforms.ownership import Ownership
 from fsfunc.transforms.wire import Gather, Reduction
@@ -102,6 +104,8 @@ class ShardRuntime:
         differentiated: the arguments that a gradient call differentiates.
         keeps: by identity, the buffers whose gradients are summed here, in ``grads``;
             ``parts`` has the parts of their leaves that are used beside units.
+        observers: who is to see this rank's gradients before they are reduced.
+        feedback: adds what earlier reductions lost on the way, if anybody.
 
     Of ``accumulate`` loops within, the microbatches' gradients are summed before they
     are reduced. One reduction is in flight at a time.
@@ -124,6 +128,8 @@ class ShardRuntime:
         differentiated: Sequence[Any] = (),
         keeps: dict[int, FlatShard] | None = None,
         parts: Parts | None = None,
+        observers: Sequence[Observation] = (),
+        feedback: Feedback | None = None,
     ):
         self.where, self.replicas, self.zero, self.holds = where, replicas, zero, holds
         self.how_gathered, self.how_reduced = gather, reduction
@@ -148,6 +154,9 @@ class ShardRuntime:
         self.depth = len(frame().micro)
         self.keeps = {} if keeps is None else keeps
         self.parts: Parts = {} if parts is None else parts
+        self.observers, self.feedback = observers, feedback
+        # What observers are still to see: how many calls give it, and the sum so far.
+        self.unseen: dict[Any, tuple[int, Tensor | None]] = {}
         self.grads: dict[int, Tensor] = {}
         self.due: dict[Any, tuple[FlatShard, Tensor, str, int]] = {}
         self.reducing: list[tuple[FlatShard, Handle | None, Tensor]] = []
@@ -216,7 +225,7 @@ class ShardRuntime:
         del flat
         full = shard.whole if how.exact else None
         if full is None or full.dtype != dtype:
-            full = self.pool.get(place.size * place.chunk, source.dtype, source)
+            full = self.pool.get(place.size * source.numel(), source.dtype, source)
             count_as("gathered", [full])
         out = full
         if full is shard.whole:
@@ -232,7 +241,7 @@ class ShardRuntime:
     def arrived(self, shard: FlatShard, full: Tensor, dtype: torch.dtype) -> Tensor:
         """What has arrived, as the whole buffer."""
         if shard.place.size > 1 and not self.how_gathered.exact:
-            full = self.how_gathered.decode(full, dtype)
+            full = self.how_gathered.decode(full, dtype, shard.place.chunk)
         if self.zero in (1, 2):  # the state keeps it, until it changes
             shard.keep(full)
         return full
@@ -348,6 +357,10 @@ class ShardRuntime:
         """
         if not running().recompute:
             self.calls.setdefault(calls[0].micro, []).append(calls)
+            for call in calls if self.observers else ():
+                if call.keeps and not call.shared:  # else a neighbour gives it
+                    key = id(call.shard), call.micro
+                    self.unseen[key] = self.unseen.get(key, (0, None))[0] + 1, None
 
     def drop(self, calls: Iterable[GatheredCall], but: Calls | None = None) -> None:
         """Forgets gathered buffers; what ``but`` has of them lasts."""
@@ -462,6 +475,8 @@ class ShardRuntime:
 
     def _add(self, call: GatheredCall, shard: FlatShard, buffer: Tensor) -> None:
         """Takes the gradient of one call, which it reduces when all are there."""
+        if self.observers:
+            self._show(call, shard, buffer)
         due = 1  # counted, not numbered: microbatches may come back in any order
         for _, n in call.micro[self.depth :]:
             due *= n
@@ -478,6 +493,18 @@ class ShardRuntime:
         else:
             self._reduce(shard, buffer)
 
+    def _show(self, call: GatheredCall, shard: FlatShard, buffer: Tensor) -> None:
+        """Has observers see the gradient of one microbatch, once all calls gave it."""
+        key = id(shard), call.micro
+        count, held = self.unseen.pop(key)
+        if held is not None:
+            buffer = held.add_(buffer)
+        if count > 1:
+            self.unseen[key] = count - 1, buffer.clone() if held is None else held
+            return
+        for observer in self.observers:
+            observer.see(buffer, shard.split_axes)
+
     def _reduce(self, shard: FlatShard, buffer: Tensor) -> None:
         """Puts a reduction in flight, and waits for the one before."""
         work: Handle | None = None
@@ -486,7 +513,11 @@ class ShardRuntime:
             buffer.div_(self.before)
         if where is not None and where.size > 1:
             how, whole = self.how_reduced, shard.place.size == 1
-            work = how.move(how.encode(buffer), where, whole, shard.name)
+            if self.feedback is None:
+                sent = how.encode(buffer, where.size)
+            else:
+                sent = self.feedback.encode(how, buffer, shard, where.size)
+            work = how.move(sent, where, whole, shard.name)
         self.reducing.append((shard, work, buffer))
         if len(self.reducing) > 1:
             self._finish()
@@ -498,7 +529,8 @@ class ShardRuntime:
         if work is not None:
             arrived = work.wait()
             del work  # or it holds what arrived, while that is cast
-            grad = self.how_reduced.decode(arrived, shard.flat.dtype)
+            dtype, count = shard.flat.dtype, shard.flat.numel()
+            grad = self.how_reduced.decode(arrived, dtype, count)
         replicas = self.routes[shard.split_axes].replicas
         if replicas is not None and replicas.size > 1:
             arrived = grad = replicas.start("psum", grad, what=shard.name).wait()
@@ -527,6 +559,8 @@ class ShardRuntime:
         self.due.clear()
         while self.reducing:
             self._finish()
+        if self.unseen:
+            raise RuntimeError("a unit call's gradient never came: nothing to observe")
         self.close()
 
 

@@ -17,8 +17,10 @@ from fsfunc.comm.collective_ops import Dense, apply_map, hearing
 from fsfunc.comm.crossings import ENTER, LawError
 from fsfunc.comm.groups import RankGroup, group
 from fsfunc.comm.mesh import Axis, Here, Mesh, check_mesh, here
+from fsfunc.core.alike import check_alike, heard_here
 from fsfunc.core.autodiff import GradientCall, Outcome
 from fsfunc.core.frames import Frame, Interpretation, frame, inside, running
+from fsfunc.core.observation import Observation
 from fsfunc.core.units import Call
 from fsfunc.runtime.buffer_pool import pool_of
 from fsfunc.runtime.stores import lies
@@ -30,12 +32,13 @@ from fsfunc.sharded.packing import by_buffer, joined, packed_of, repack, repacke
 from fsfunc.tracing.recorder import Noted, Recorder
 from fsfunc.tracing.type_check import check, knows, learn, signature
 from fsfunc.transforms.boundary import enter, leave, spread
+from fsfunc.transforms.error_feedback import NOTHING_LOST, Feedback
 from fsfunc.transforms.gathered_calls import GatheredCall
 from fsfunc.transforms.gradients import (
     averaged,
     beside,
-    check_alike,
     check_derivatives,
+    check_observed,
     check_whole,
     collected,
     kept_here,
@@ -57,6 +60,8 @@ def shard(
     replicate: Axis | None = None,
     reshard_after_forward: bool = True,
     min_bytes: int = 0,
+    gather: Gather | None = None,
+    reduction: Reduction | None = None,
 ) -> Callable[..., Any]:
     """``f`` with its units' parameters in parts over ``axis``, one part per rank.
 
@@ -73,6 +78,8 @@ def shard(
         replicate: a further axis over which the parts are repeated (HSDP).
         reshard_after_forward: at zero=3, False keeps what the forward gathered.
         min_bytes: neighbouring units below this size share one buffer.
+        gather, reduction: how parameters and gradients travel, where that is not as
+            they are, such as ``ff.QuantizedGather()``: see ``Gather``, ``Reduction``.
 
     Raises:
         ValueError: an unknown axis, ``zero`` outside 0..3, an axis taken twice.
@@ -100,7 +107,16 @@ def shard(
     copies = () if replicate is None else mesh.check(replicate)
     if set(names) & set(copies):
         raise ValueError(f"replicate={replicate!r} repeats an axis of {axis!r}")
-    handler = Sharding(mesh, names, zero, copies, reshard_after_forward, min_bytes)
+    handler = Sharding(
+        mesh,
+        names,
+        zero,
+        copies,
+        reshard_after_forward,
+        min_bytes,
+        gather=gather,
+        reduction=reduction,
+    )
     return transformed(f, handler)
 
 
@@ -130,7 +146,6 @@ class Sharding(Interpretation):
         self.mesh, self.axis, self.zero, self.copies = mesh, axis, zero, copies
         self.min_bytes = min_bytes
         self.holds = not reshard
-        self._done: set[int] = set()  # ranks that were once through a call
         self.how_gathered = Gather() if gather is None else gather
         self.how_reduced = Reduction() if reduction is None else reduction
 
@@ -165,8 +180,6 @@ class Sharding(Interpretation):
                 out = f(*args, **keywords)
             runtime.close()
             self.ran(at)
-            if at.link.moves:  # else it was only tried
-                self._done.add(at.rank)
             return repack(out, coordinates)
 
     def entered(
@@ -469,10 +482,16 @@ class Sharding(Interpretation):
             outer, chosen = f.runtime_of(self), [call.args[i] for i in call.argnums]
             plainly = (self.axis, ())
             keeps = {} if composed else kept_here(chosen, plainly, self._has_laid)
+            observers = [h for h in f.handlers if isinstance(h, Observation)]
+            feedback = [h for h in f.handlers if isinstance(h, Feedback)]
+            if feedback and self.how_reduced.exact:
+                raise ValueError(NOTHING_LOST)
             runtime = self._runtime(
                 leaves,
                 at.rank,
                 outer.ownership,
+                observers=observers,
+                feedback=feedback[-1] if feedback else None,
                 first=outer.passed,
                 differentiated=chosen,
                 keeps=keeps,
@@ -480,8 +499,7 @@ class Sharding(Interpretation):
             )
             if not at.compared and at.link.moves and not composed:
                 check_whole(runtime, group(runtime.mean_axes, at))
-            first = at.rank not in self._done and at.link.moves and not composed
-            heard: set[str] = set()
+            heard = heard_here()
             sizes = tuple((a, self.mesh.axes[a]) for a in self.axes)
             where = tuple((self.mesh.coordinate(a, at.rank), n) for a, n in sizes)
             # In place of the plain call's: a loss is under one mean of ours.
@@ -493,21 +511,23 @@ class Sharding(Interpretation):
             )
             with inside(within):
                 kept = {**call.packed, **keeps}
-                with hearing(heard if first else None):
+                with hearing(heard):
                     outcome = run(replace(call, packed=kept, parts=runtime.parts))
             runtime.finish()
             if all(i == n - 1 for i, n in f.micro):  # of a loop, the last
                 outer.goes_on_from(runtime)
             with internal():
                 direct = beside(outcome.grads, chosen, runtime)
+            if observers:
+                check_observed(direct, chosen, runtime)
             if f.tracer is not None:
                 whose, by = outer.ownership.is_one_value, tuple(chosen)
                 f.tracer.gradient(by, direct, whose)
             with internal():
                 grads = collected(direct, chosen, runtime)
-            taken = {a for h in f.handlers for a in getattr(h, "axes", ())}
-            for axis in sorted(heard - taken):
-                check_alike(chosen, grads, runtime, group(axis, at))
+            for axis in sorted(heard or ()):
+                whose = runtime.ownership.is_one_value
+                check_alike(self, call.fn, chosen, grads, whose, axis)
             if f.tracer is not None:
                 f.tracer.reduced(tuple(chosen), grads)
             return averaged(replace(outcome, grads=grads), runtime, at)

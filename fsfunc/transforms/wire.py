@@ -7,7 +7,7 @@ brought by an ``encode`` to where they are sent from; but the gradients of a buf
 collected where its parameters lie, so their reduction takes them there and back.
 
 To replace one, derive from it, change the steps that differ, say ``exact = False``
-where the values change on the way, and give it to the interpretation::
+where the values change on the way, and give it to ``shard``::
 
     class Narrow(Gather):
         exact = False
@@ -15,10 +15,10 @@ where the values change on the way, and give it to the interpretation::
         def encode(self, part, dtype):
             return part.to(torch.bfloat16)
 
-        def decode(self, arrived, dtype):
+        def decode(self, arrived, dtype, count):
             return arrived.to(dtype)
 
-    step = transformed(step, Sharding(mesh, ("data",), gather=Narrow()))
+    step = ff.shard(step, mesh, "data", gather=Narrow())
 
 A rank that is alone on the axis sends nothing: there no step of these is taken. Ranks
 must agree in what they send: as many elements, of one dtype. What arrives lies in
@@ -54,8 +54,8 @@ class Gather:
         """Sends it to all ranks, for the whole to arrive in ``out``."""
         return where.start("all_gather", sent, out=out, what=what)
 
-    def decode(self, arrived: Tensor, dtype: torch.dtype) -> Tensor:
-        """The whole buffer, in ``dtype``."""
+    def decode(self, arrived: Tensor, dtype: torch.dtype, count: int) -> Tensor:
+        """The whole buffer, in ``dtype``: ``count`` elements of each rank."""
         return arrived
 
 
@@ -67,14 +67,21 @@ class Reduction:
 
     exact = True
 
-    def encode(self, buffer: Tensor) -> Tensor:
-        """What a rank sends of its gradient of the whole buffer."""
+    def encode(self, buffer: Tensor, ranks: int) -> Tensor:
+        """What a rank sends of its gradient of the whole buffer, ``ranks`` ranges."""
         return buffer
+
+    def sent(self, encoded: Tensor, count: int) -> Tensor:
+        """What others read in that: of each range ``count`` elements, in float32.
+
+        Asked for where what was lost is to be sent later, see ``error_feedback``.
+        """
+        return encoded.float()
 
     def move(self, sent: Tensor, where: RankGroup, whole: bool, what: str) -> Handle:
         """Sums it; each rank receives its range, or the whole."""
         return where.start("psum" if whole else "psum_scatter", sent, what=what)
 
-    def decode(self, arrived: Tensor, dtype: torch.dtype) -> Tensor:
-        """The summed gradient, for parameters in ``dtype``."""
+    def decode(self, arrived: Tensor, dtype: torch.dtype, count: int) -> Tensor:
+        """The summed gradient of ``count`` elements, for parameters in ``dtype``."""
         return arrived

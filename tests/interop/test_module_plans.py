@@ -8,10 +8,12 @@ import functools
 
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import nn
 
 import fsfunc as ff
 from fsfunc import tree
+from fsfunc.interop.split_values import SplitTensor
 from fsfunc.sharded.leaf import is_sharded
 from tests.checks import close, refusals, refused, simulated
 from tests.interop.models import (
@@ -22,19 +24,23 @@ from tests.interop.models import (
     hugging_face,
     language_loss,
     llama,
+    mixtral,
     text,
 )
 
 LAYERS, WORDS, ROWS = 2, 32, 8
 ITEM = 8  # bytes of an element
-PLAN = {
+ATTENTION = {
     "model.embed_tokens": "vocab",
     "model.layers.*.self_attn.[qkv]_proj": "column",
     "model.layers.*.self_attn.o_proj": "row",
+    "lm_head": "column_gathered",
+}
+EXPERTS = {"model.layers.*.mlp.experts": "expert"}
+PLAN = ATTENTION | {
     "model.layers.*.mlp.gate_proj": "column",
     "model.layers.*.mlp.up_proj": "column",
     "model.layers.*.mlp.down_proj": "row",
-    "lm_head": "column_gathered",
 }
 
 
@@ -53,21 +59,36 @@ def qwen3(**options):
 
 
 MODELS = {
-    "llama": (llama, {}, {}),
-    "biases": (llama, {"attention_bias": True, "mlp_bias": True}, {}),
-    "tied": (llama, {"tie_word_embeddings": True}, {}),
-    "eager": (llama, {"attn_implementation": "eager"}, {}),
-    "qwen3": (qwen3, {}, {"model.layers.*.self_attn.[qk]_norm": "whole"}),
+    "llama": (llama, {}, PLAN),
+    "biases": (llama, {"attention_bias": True, "mlp_bias": True}, PLAN),
+    "tied": (llama, {"tie_word_embeddings": True}, PLAN),
+    "eager": (llama, {"attn_implementation": "eager"}, PLAN),
+    "qwen3": (qwen3, {}, PLAN | {"model.layers.*.self_attn.[qk]_norm": "whole"}),
+    "mixtral": (
+        mixtral,
+        {"num_local_experts": 4, "experts_implementation": "batched_mm"},
+        ATTENTION | EXPERTS,
+    ),
+    "mixtral over both": (
+        mixtral,
+        {"num_local_experts": 4, "experts_implementation": "batched_mm"},
+        ATTENTION | dict.fromkeys(EXPERTS, ("expert", "data")),
+    ),
+    "sequence": (
+        llama,
+        {"attention_bias": True},
+        PLAN | {"model.layers.*": "sequence"},
+    ),
 }
 
 
 def made(name="llama", units="model.layers.*", **plan):
     """(apply, params, loss) of a model, and its batch."""
-    make, options, more = MODELS[name]
+    make, options, whole = MODELS[name]
     module = hugging_face(make, vocab_size=WORDS, num_hidden_layers=LAYERS, **options)
     for p in module.parameters():  # biases and norms too
         p.data += 0.1 * torch.randn_like(p)
-    plan = PLAN | more | plan
+    plan = whole | plan
     apply, params, buffers = ff.from_module(module, units, plan=plan, axis="model")
 
     def loss(params, batch):
@@ -83,9 +104,12 @@ def alone(name):
     return ff.value_and_grad(loss)(params, batch)
 
 
-def on_ranks(name, transform, axes):
+@functools.cache
+def on_ranks(name, how, data=2):
     """(loss and whole gradients, ledger) by rank."""
     apply, params, loss, batch = made(name)
+    transform, axes = TRANSFORMS[how]
+    axes = axes or {"data": data, "model": 2}
     mesh = simulated(**axes)
 
     def main():
@@ -117,32 +141,88 @@ TRANSFORMS = {
 }
 CASES = [("llama", how) for how in TRANSFORMS]
 CASES += [(name, "zero=3") for name in MODELS if name != "llama"]
-CASES += [("qwen3", "no shard")]
+CASES += [("qwen3", "no shard"), ("mixtral", "pipeline"), ("sequence", "pipeline")]
 
 
 @pytest.mark.parametrize(("name", "how"), CASES)
 def test_a_split_model_has_the_gradients_of_one_device(name, how):
-    transform, axes = TRANSFORMS[how]
-    for found, _ in on_ranks(name, transform, axes or {"data": 2, "model": 2}):
+    for found, _ in on_ranks(name, how, 2):
         close(found, alone(name), 1e-10)
 
 
-@pytest.mark.parametrize("data", [1, 2])
-def test_a_layer_sends_four_sums_of_an_activation(data):
-    """And the embedding and the head one each, and the head gathers its logits."""
-    axes = {"data": data, "model": 2}
-    found = on_ranks("llama", TRANSFORMS["zero=3"][0], axes)
+@pytest.mark.parametrize(
+    ("name", "data"), [("llama", 1), ("llama", 2), ("sequence", 2)]
+)
+def test_a_layer_sends_four_sums_of_an_activation(name, data):
+    """And the embedding and the head one each, and the head gathers its logits.
+
+    Where sequences are split a sum is a gather and a scatter, and beside them go half a
+    sum into the first layer (backward) and out of the last, and gradients of norms and
+    row biases.
+    """
+    found = on_ranks(name, "zero=3", data)
     n, tokens = 2, ROWS // data * LENGTH
     reduced = 2 * (n - 1) * tokens * WIDTH * ITEM // n
     logits = (n - 1) * tokens * WORDS // n * ITEM
+    split = name == "sequence"
+    vectors = split * LAYERS * 3 * 2 * (n - 1) * WIDTH * ITEM // n
     for _, log in found:
-        assert log.bytes("model") == (4 * LAYERS + 2) * reduced + logits
-        assert log.count("psum", axis="model") == 4 * LAYERS + 2
-        assert log.count("all_gather", axis="model") == 1
+        sums = 4 * LAYERS + 2
+        assert log.bytes("model") == (sums + split) * reduced + logits + vectors
+        ops = ("psum", "all_gather", "psum_scatter")
+        assert [log.count(op, axis="model") for op in ops] == (
+            [2 + 3 * LAYERS, 4 * LAYERS + 3, 4 * LAYERS] if split else [sums, 1, 0]
+        )
+
+
+@pytest.mark.parametrize(
+    ("axis", "kind", "dtype", "record"),
+    [
+        ("data", "eager", torch.float64, "real"),
+        ("model", "grouped_mm", torch.float32, "fake"),
+    ],
+)
+def test_experts_send_their_tokens_there_and_back(axis, kind, dtype, record):
+    """Of each layer, in four all-to-alls; also a rank whose experts nobody asks for.
+
+    Forwards that pick experts by value make nothing, there, of nothing.
+    """
+    sizes = {"vocab_size": WORDS, "num_hidden_layers": LAYERS, "num_local_experts": 4}
+    module = hugging_face(mixtral, **sizes, experts_implementation=kind).to(dtype)
+    module.model.layers[1].mlp.gate.weight.data.zero_()  # all to the first two
+    apply, params, buffers = ff.from_module(
+        module, "model.layers.*", plan=EXPERTS, axis=axis
+    )
+    n, batch, mesh = 2, text(3 * 2), simulated(**{axis: 2})
+
+    def loss(params, batch):
+        return language_loss(apply(params, buffers, **batch).logits, batch)
+
+    expected = ff.value_and_grad(loss)(params, batch)
+    rows = 0  # that a rank sends to each, as many as any to any
+    for logits in module(**batch, output_router_logits=True).router_logits:
+        chosen = logits.topk(2).indices.view(n, -1)
+        rows += max(int(((x // 2) == to).sum()) for x in chosen for to in range(n))
+
+    def main():
+        step, mine = ff.value_and_grad(loss), batch
+        if axis == "data":
+            step, mine = ff.shard(step, mesh, "data"), ff.local_batch(batch, mesh, axis)
+        layouts = apply.layouts
+        placed = ff.place(step, params, mine, layouts=layouts, record=record)
+        with ff.ledger() as log:
+            found = step(placed, mine)
+        return ff.unshard(found), log
+
+    for found, log in ff.spmd(main, mesh)():
+        close(found, expected, 1e-10 if dtype == torch.float64 else 1e-5)
+        assert log.count("all_to_all", axis=axis) == 4 * LAYERS
+        sent = 4 * rows * (n - 1) * WIDTH * dtype.itemsize
+        assert log.bytes(axis, "all_to_all") == sent
 
 
 def test_a_planned_step_sends_what_the_step_sends():
-    apply, params, loss, batch = made()
+    apply, params, loss, batch = made("sequence")
     mine = {name: x[: ROWS // 2] for name, x in batch.items()}
 
     def build(backend):
@@ -188,20 +268,34 @@ def test_a_split_model_trains_with_clipping_and_goes_back_into_its_module():
         close(found, expected, 1e-9)
 
 
-def test_logits_may_stay_split_for_a_loss_that_knows_of_it():
+def knowing(apply, buffers, batch):
+    logits = apply(*buffers, **batch).logits[:, :-1] * 2 - torch.ones(())
+    return ff.nn.vocab_cross_entropy(logits, batch["input_ids"][:, 1:])
+
+
+def plain(apply, buffers, batch):
+    return language_loss(apply(*buffers, **batch).logits, batch)
+
+
+def its_own(apply, buffers, batch):
+    return apply(*buffers, **batch, labels=batch["input_ids"]).loss
+
+
+@pytest.mark.parametrize(
+    ("loss", "bound"), [(knowing, 1e-10), (plain, 1e-10), (its_own, 1e-5)]
+)
+def test_logits_may_stay_split_and_the_loss_is_that_of_whole_ones(loss, bound):
+    """Also where every target is among each rank's classes, by their count."""
     apply, params, _, batch = made("tied", lm_head="vocab")
     module = hugging_face(llama, vocab_size=WORDS, num_hidden_layers=LAYERS)
     _, _, buffers = ff.from_module(module)
-
-    def loss(params, batch, axis="model"):
-        logits = apply(params, buffers, **batch).logits[:, :-1]
-        return ff.nn.vocab_cross_entropy(logits, batch["input_ids"][:, 1:], axis=axis)
-
-    expected = ff.value_and_grad(lambda p: loss(p, batch, None))(params)
+    batch["input_ids"] %= WORDS // 2
+    own = ff.value_and_grad(lambda p, batch: loss(apply, (p, buffers), batch))
+    expected = own(params, batch)
     mesh = simulated(data=2, model=2)
 
     def main():
-        step = ff.shard(ff.value_and_grad(loss), mesh, "data")
+        step = ff.shard(own, mesh, "data")
         mine = ff.local_batch(batch, mesh, "data")
         placed = ff.place(step, params, mine, layouts=apply.layouts)
         with ff.ledger() as log:
@@ -210,7 +304,72 @@ def test_logits_may_stay_split_for_a_loss_that_knows_of_it():
         return ff.unshard(found)
 
     for found in ff.spmd(main, mesh)():
-        close(found, expected, 1e-10)
+        close(found, expected, bound)
+
+
+def on_parts(do, dim):
+    """What is done to a tensor that is split, joined again; and to the whole."""
+    whole = torch.arange(48.0).view(2, 4, 6)
+
+    def main():
+        part = whole.chunk(2, dim)[ff.axis_index("model")]
+        y = do(SplitTensor(part, "model", dim))
+        return (y.shape, ff.all_gather(y.local, "model", dim=dim)) if dim else y
+
+    return ff.spmd(main, simulated(model=2))()[0], do(whole)
+
+
+@pytest.mark.parametrize(
+    "do",
+    [
+        lambda x: 1 - x / 2,
+        lambda x: torch.tanh(x).to(torch.float64) + x.float(),
+        lambda x: x * torch.ones(4, 1) + torch.ones(()),
+        lambda x: torch.ones(()) * x,
+        lambda x: x[:, -1, None],
+        lambda x: x[..., 1:3, :],
+        lambda x: x[torch.tensor([[True, False, True, True]] * 2)],
+        lambda x: x[None, 0, [1, 2]],
+        lambda x: x.view(-1, x.size(-1)),
+        lambda x: x.reshape(x.shape[0] * 4, -1),
+        lambda x: x.flatten(0, 1).contiguous(),
+    ],
+)
+def test_what_is_done_to_split_logits_is_done_to_the_whole(do):
+    (shape, found), expected = on_parts(do, -1)
+    assert shape == expected.shape
+    assert torch.equal(found, expected)
+
+
+@pytest.mark.parametrize("dim", [-1, -2])
+@pytest.mark.parametrize(
+    "do",
+    [
+        lambda x: x.argmax(-1),
+        lambda x: torch.softmax(x, -1),
+        lambda x: x.mean(),
+        lambda x: x == x,
+        lambda x: x + torch.ones(4, 6),
+        lambda x: x + torch.ones(3, 3),
+        lambda x: torch.ones(4, 6).add_(x),
+        lambda x: x[..., 0],
+        lambda x: x[:, :2, :3],
+        lambda x: x[..., None],
+        lambda x: x.view(2, -1),
+        lambda x: x.flatten(),
+        lambda x: x.transpose(0, 1),
+        lambda x: list(x),
+        lambda x: F.cross_entropy(x, torch.zeros(2, 6, dtype=torch.long)),
+        lambda x: F.cross_entropy(
+            x[0], torch.zeros(4, dtype=torch.long), weight=torch.ones(6)
+        ),
+        lambda x: ff.nn.vocab_cross_entropy(x, torch.zeros(2, 4).long(), "data"),
+    ],
+)
+def test_what_a_part_cannot_know_is_refused(do, dim):
+    way = "column_gathered" if dim == -1 else "belongs into a unit"
+    with pytest.raises(RuntimeError, match=f"{way}|.local is"):
+        on_parts(do, dim)
 
 
 def test_stock_derivatives_are_those_of_one_device():
@@ -301,16 +460,70 @@ class Fused(nn.Module):
         return self.down(torch.sigmoid(gate) * up)
 
 
+class Experts(nn.Module):
+    def __init__(self, scaled=False, **shapes):
+        super().__init__()
+        for name, shape in shapes.items():
+            self.register_parameter(name, nn.Parameter(torch.ones(shape)))
+        if scaled:
+            self.register_buffer("scale", torch.ones(2))
+
+    def forward(self, hidden_states, top_k_index, top_k_weights): ...
+
+
+class Part(nn.Module):
+    """[B, L, 4] -> [B, L, 4], by two layers in a module of their own."""
+
+    def __init__(self, what="", p=0.0):
+        super().__init__()
+        self.what, self.pair, self.drop = what, Between(""), nn.Dropout(p)
+        self.weight = nn.Parameter(torch.ones(4))
+        if what == "mixer":
+            self.mix = nn.Conv1d(4, 4, 1)
+        if what == "statistics":
+            self.norm = nn.BatchNorm1d(4, affine=False)
+
+    def forward(self, x):
+        y = self.pair(x.flatten(0, 1) if self.what == "flat" else x)
+        y = self.drop(x * self.weight) + y
+        return (y, y) if self.what == "two" else y
+
+
+class Parts(nn.Module):
+    """Two of them, and a norm."""
+
+    def __init__(self, what=""):
+        super().__init__()
+        self.blocks = nn.ModuleList(Part(what) for _ in range(2))
+        self.what, self.norm = what, nn.LayerNorm(4)
+        if what == "shared":
+            self.blocks[1].pair.norm = self.blocks[0].pair.norm
+
+    def forward(self, x):
+        for block in self.blocks:
+            x = block(x=x) if self.what == "keyword" else block(x)
+            x = x.cumsum(1) if self.what == "glue" else x
+        return self.norm(x)
+
+
 PAIR = {"up": "column", "down": "row"}
+PARTS = {
+    "blocks.*": "sequence",
+    "blocks.*.pair.up": "column",
+    "blocks.*.pair.down": "row",
+}
 X = torch.ones(2, 4)
+LONG = torch.ones(2, 4, 4)
 
 
 def taking(module, plan, units="", axis="model"):
     return lambda: ff.from_module(module, units, plan=plan, axis=axis)
 
 
-def running(module, plan=PAIR, units="", layouts=None, over=None, **axes):
-    """Places, and runs with gradients, on simulated ranks."""
+def running(
+    module, plan=PAIR, units="", layouts=None, over=None, x=X, grads=True, **axes
+):
+    """Places, and runs with gradients, or without, on simulated ranks."""
 
     def call():
         made = ff.from_module(module, units, plan=plan, axis=over or "model")
@@ -318,10 +531,13 @@ def running(module, plan=PAIR, units="", layouts=None, over=None, **axes):
         mesh = simulated(**(axes or {"data": 1, "model": 2}))
 
         def main():
-            step = ff.value_and_grad(lambda p, x: apply(p, buffers, x).square().mean())
+            def step(p, x):
+                return apply(p, buffers, x).square().mean()
+
+            step = ff.value_and_grad(step) if grads else step
             step = ff.shard(step, mesh, "data") if "data" in mesh.axes else step
             table = apply.layouts if layouts is None else layouts
-            step(ff.place(step, params, X, layouts=table), X)
+            step(ff.place(step, params, x, layouts=table), x)
 
         ff.spmd(main, mesh)()
 
@@ -354,8 +570,29 @@ def running(module, plan=PAIR, units="", layouts=None, over=None, **axes):
         "a word": (
             taking(Block(), {"up": "colwise"}),
             ValueError,
-            "'up' is given 'colwise'; a layer is column, column_gathered, row, vocab or"
-            " whole",
+            "'up' is given 'colwise'; a layer is column, column_gathered, expert, row, "
+            "sequence, vocab or whole",
+        ),
+        "an axis of its own": (
+            taking(Block(), PAIR | {"down": ("row", "data")}),
+            ValueError,
+            "'down' is split over 'data' and other layers over 'model': .* \"expert\"",
+        ),
+        "other experts": (
+            taking(Block(), {"up": "expert"}),
+            TypeError,
+            "'up' is \"expert\", and its forward takes input: it must take "
+            "hidden_states, top_k_index, top_k_weights, .* ff.nn.expert_layer",
+        ),
+        "experts of no number": (
+            taking(Experts(up=(2, 4), down=(3, 4)), {"": "expert"}),
+            TypeError,
+            "one of each parameter along dim 0; it has up \\(2, 4\\), down \\(3, 4\\)",
+        ),
+        "experts and more": (
+            taking(nn.Sequential(Experts(True, up=(2, 4))), {"0": "expert"}),
+            TypeError,
+            "holds 'scale', of which a rank's experts would not take their own part",
         ),
         "no axis": (
             taking(Block(), PAIR, axis=None),
@@ -416,6 +653,75 @@ def running(module, plan=PAIR, units="", layouts=None, over=None, **axes):
             ValueError,
             "'drop' is \"whole\", and has no parameter of its own",
         ),
+        "a sequence without units": (
+            taking(Parts(), {"blocks.*.pair": "sequence"}, units="blocks.*"),
+            ValueError,
+            "'blocks.0.pair' is \"sequence\", .*, and is none of them: give units= so",
+        ),
+        "a sequence with units": (
+            taking(Parts(), PARTS, units=["blocks.*", "**.pair"]),
+            ValueError,
+            "and has the unit 'blocks.0.pair' in it: give units= so",
+        ),
+        "what may mix positions": (
+            taking(Parts("mixer"), PARTS, units="blocks.*"),
+            ValueError,
+            "'blocks.0.mix' is in 'blocks.0', a \"sequence\", .* split it as",
+        ),
+        "what is of all positions": (
+            taking(Parts("statistics"), PARTS, units="blocks.*"),
+            ValueError,
+            "'blocks.0.norm', a BatchNorm1d, is of all positions: leave the sequence",
+        ),
+        "layers in the sequence itself": (
+            taking(
+                Stack(),
+                {"blocks.*": "sequence", "**.up": "column", "**.down": "row"},
+                units="blocks.*",
+            ),
+            ValueError,
+            "'blocks.0.up' .* stand in 'blocks.0' itself, .* into a module of their",
+        ),
+        "a sequence of nothing": (
+            taking(nn.Sequential(nn.LayerNorm(4)), {"0": "sequence"}, units="0"),
+            ValueError,
+            '\'0\' is "sequence", .* has no "column" layer|no "column" and',
+        ),
+        "a shared norm": (
+            taking(Parts("shared"), PARTS, units="blocks.*"),
+            ValueError,
+            "'blocks.1' is \"sequence\", and shares its 'pair.norm' with another",
+        ),
+        "positions": (
+            running(Parts(), PARTS, "blocks.*", x=LONG[:, :3]),
+            ValueError,
+            'of 3 positions is not split over axis "model" of size 2, .* pad it to 4',
+        ),
+        "one position": (
+            running(Parts(), PARTS, "blocks.*", x=LONG[:, :2]),
+            ValueError,
+            "which needs a multiple of 2 from 4: pad it to 4",
+        ),
+        "a sequence by keyword": (
+            running(Parts("keyword"), PARTS, "blocks.*", x=LONG),
+            TypeError,
+            "as its first argument, not by keyword; got None",
+        ),
+        "between sequences": (
+            running(Parts("glue"), PARTS, "blocks.*", x=LONG),
+            RuntimeError,
+            'cumsum of SplitTensor\\(\\(2, 4, 4\\) over "model", dim -2\\).* unit',
+        ),
+        "two sequences": (
+            running(Parts("two"), PARTS, "blocks.*", x=LONG),
+            TypeError,
+            "returns .*(2, 2, 4).* is to return one tensor, of 2 positions a rank",
+        ),
+        "rows alone": (
+            running(Parts("flat"), PARTS, "blocks.*", x=LONG),
+            RuntimeError,
+            "is given \\(4, 4\\), which is neither the sequence, of 2 positions",
+        ),
         "features": (
             running(Block(), model=3),
             ValueError,
@@ -469,6 +775,11 @@ def running(module, plan=PAIR, units="", layouts=None, over=None, **axes):
             RuntimeError,
             "a unit returns what is made of split features, .* output_attentions=False",
         ),
+        "an output between, without gradients": (
+            running(Between("output"), grads=False),
+            RuntimeError,
+            "a unit returns what is made of split features",
+        ),
         "too few features": (
             running(Between("slice")),
             ValueError,
@@ -493,3 +804,22 @@ def test_a_whole_module_between_has_the_gradient_of_one_device():
 
     for found in ff.spmd(main, simulated(model=2))():
         close(found, expected, 1e-12)
+
+
+def test_ranks_drop_positions_of_their_own():
+    module = nn.Sequential(Part(p=0.5))
+    module[0].pair.down.weight.data.zero_()
+    module[0].pair.down.bias.data.zero_()
+    plan = {"0": "sequence", "0.pair.up": "column", "0.pair.down": "row"}
+    apply, params, buffers = ff.from_module(module, "0", plan=plan, axis="model")
+    x = torch.ones(8, 4, 4)
+
+    def main():
+        placed = ff.place(
+            lambda p, x: apply(p, buffers, x).local, params, x, layouts=apply.layouts
+        )
+        return apply(placed, buffers, x).local
+
+    one, other = ff.spmd(main, simulated(model=2))()
+    assert {*one.unique().tolist(), *other.unique().tolist()} == {0.0, 2.0}
+    assert not torch.equal(one, other)

@@ -9,6 +9,7 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 import fsfunc as ff
+from fsfunc.comm.backends.link import CollectiveMismatch
 from fsfunc.nn import (
     all_to_all_attention,
     ring_attention,
@@ -369,6 +370,22 @@ def drawn(*shape):
     return torch.randn(shape, dtype=torch.float64)
 
 
+def drawn_model(rows):
+    """Parameters, a batch, and its loss and gradients on one device."""
+    torch.manual_seed(0)
+    params = {
+        "at": drawn(LENGTH, WIDTH),
+        "layers": [{k: drawn(n, WIDTH) / 3 for k, n in WEIGHTS.items()} for _ in "ab"],
+    }
+    batch = {name: drawn(rows, LENGTH, WIDTH) for name in "xy"}
+
+    def whole(q, k, v):
+        return F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
+
+    there = {"at": torch.arange(LENGTH), **batch}
+    return params, batch, ff.value_and_grad(model(whole))(params, there)
+
+
 STACKS = {
     "shard": lambda f, mesh: ff.shard(f, mesh, ("data", "context")),
     "shard(remat)": lambda f, mesh: ff.shard(ff.remat(f), mesh, ("data", "context")),
@@ -382,18 +399,7 @@ STACKS = {
 @pytest.mark.parametrize("stack", STACKS)
 @pytest.mark.parametrize("form", FORMS)
 def test_a_context_axis_may_be_one_of_shards(form, stack) -> None:
-    torch.manual_seed(0)
-    params = {
-        "at": drawn(LENGTH, WIDTH),
-        "layers": [{k: drawn(n, WIDTH) / 3 for k, n in WEIGHTS.items()} for _ in "ab"],
-    }
-    batch = {name: drawn(4, LENGTH, WIDTH) for name in "xy"}
-
-    def whole(q, k, v):
-        return F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
-
-    there = {"at": torch.arange(LENGTH), **batch}
-    expected = ff.value_and_grad(model(whole))(params, there)
+    params, batch, expected = drawn_model(rows=4)
     mesh = simulated(data=2, context=2)
 
     def main():
@@ -445,18 +451,7 @@ def test_outside_units_it_gives_a_rank_its_own(form) -> None:
 
 @pytest.mark.parametrize("form", FORMS)
 def test_a_context_axis_may_split_the_work_of_one_loss(form) -> None:
-    torch.manual_seed(0)
-    params = {
-        "at": drawn(LENGTH, WIDTH),
-        "layers": [{k: drawn(n, WIDTH) / 3 for k, n in WEIGHTS.items()} for _ in "ab"],
-    }
-    batch = {name: drawn(2, LENGTH, WIDTH) for name in "xy"}
-
-    def whole(q, k, v):
-        return F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
-
-    there = {"at": torch.arange(LENGTH), **batch}
-    expected = ff.value_and_grad(model(whole))(params, there)
+    params, batch, expected = drawn_model(rows=2)
 
     def main():
         index = ff.axis_index("context")
@@ -489,7 +484,7 @@ PROGRAM = """
             i = ff.axis_index("context")
             mine = [zigzag(x.detach(), 2, 2).chunk(2, 2)[i] for x in (q, k, v)]
             mine[0].requires_grad_()
-            out = attend(*mine, "context", causal=True)
+            out = attend(*mine, "context", causal=True, order="zigzag")
             g, = torch.autograd.grad(out.sin().sum(), mine[0])
             for x, y in ((out, whole), (g, grad)):
                 x = unzigzag(ff.all_gather(x.detach(), "context", dim=2), 2, 2)
@@ -526,16 +521,32 @@ def ulysses(q, k, v, size=2, **how):
 X = zeros(2, 4)
 BAD = {
     "odd": (
-        ring(*[zeros(2, 3)] * 3, causal=True),
+        ring(*[zeros(2, 3)] * 3, causal=True, order="zigzag"),
         ValueError,
         "3 positions a rank.*multiple of 4, such as 4 or 8, not 6",
     ),
     "odd, all to all": (
-        ulysses(*[zeros(2, 1)] * 3, causal=True),
+        ulysses(*[zeros(2, 1)] * 3, causal=True, order="zigzag"),
         ValueError,
         "all_to_all_attention: 1 positions.*such as 4, not 2",
     ),
     "order": (ring(X, X, X, order="striped"), ValueError, "'zigzag' or 'contiguous'"),
+    "no order": (
+        ring(X, X, X, causal=True),
+        TypeError,
+        "ring_attention: causal=True over 'context' needs order=.*ff.nn.zigzag.*"
+        '"contiguous"',
+    ),
+    "no order, all to all": (
+        ulysses(X, X, X, causal=True, size=1),
+        TypeError,
+        "all_to_all_attention: causal=True over 'context' needs order=",
+    ),
+    "a scale to learn": (
+        ring(X, X, X, scale=torch.ones(())),
+        TypeError,
+        "scale is a tensor, .* multiply q by it",
+    ),
     "heads": (
         ring(zeros(6, 4), zeros(4, 4), zeros(4, 4)),
         ValueError,
@@ -558,7 +569,7 @@ BAD = {
     "head_dim": (ring(zeros(2, 4, 3), X, X), ValueError, "differ in head_dim"),
     "no keys": (ring(X, zeros(2, 0), zeros(2, 0)), ValueError, "no keys"),
     "causal lengths": (
-        ring(zeros(2, 2), X, X, causal=True),
+        ring(zeros(2, 2), X, X, causal=True, order="zigzag"),
         ValueError,
         "as many queries as keys",
     ),
@@ -597,6 +608,15 @@ BAD = {
 @refusals(BAD)
 def test_bad_input_is_refused(call, error, way_out) -> None:
     refused(call, error, way_out)
+
+
+def test_unlike_shapes_of_as_many_numbers_do_not_meet() -> None:
+    def attend():
+        x = zeros(*((2, 4), (4, 2))[ff.axis_index("context")])
+        return ring_attention(x, x, x, "context")
+
+    with pytest.raises(CollectiveMismatch, match=r"rank 1 ppermute .*\[1, 4, 2, 8\]"):
+        refusing(attend)()
 
 
 # The order

@@ -14,7 +14,13 @@ from hypothesis import strategies as st
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 import fsfunc as ff
-from fsfunc.nn import linear_cross_entropy, token_losses, vocab_cross_entropy
+from fsfunc.nn import (
+    cross_entropy,
+    linear_cross_entropy,
+    token_losses,
+    vocab_cross_entropy,
+)
+from fsfunc.nn.cross_entropy import cuts
 from fsfunc.nn.token_losses import Targets, TokenLoss
 from tests.checks import close, refusals, refused, simulated, unchanged
 from tests.probes import LiveBytes
@@ -301,12 +307,20 @@ def test_nobody_holds_all_logits(transformed):
     assert peak <= 3 * 4 * TILE * V + 3 * 4 * (V + N) * WIDE < LOGITS
 
 
-def test_split_logits_have_one_tensor_of_their_size_beside_them():
-    z = draw(N, V, dtype=torch.float32).requires_grad_()
-    y = drawn_targets(N, V)
-    with LiveBytes(z, y) as live:
-        torch.autograd.grad(vocab_cross_entropy(z, y), z)
-    assert live.peak <= LOGITS + 128 * N
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_split_logits_have_one_tensor_of_their_size_beside_them(dtype):
+    z = draw(2, N // 2, V, dtype=dtype).transpose(0, 1).requires_grad_()
+    y, rows = drawn_targets(N, V).view(N // 2, 2), 6
+    with (
+        mock.patch.object(cross_entropy, "_blocks", lambda z: cuts(z.shape[0], rows)),
+        LiveBytes(z, y) as live,
+    ):
+        (g,) = torch.autograd.grad(vocab_cross_entropy(z, y, reduction="sum"), z)
+    assert live.peak <= z.nbytes + 4 * rows * V + 128 * N
+    z = z.detach().reshape(N, V).double().requires_grad_()
+    plain = F.cross_entropy(z, y.flatten(), reduction="sum")
+    (expected,) = torch.autograd.grad(plain, z)
+    close(g.reshape(N, V).double(), expected, 1e-6 if dtype == torch.float32 else 1e-2)
 
 
 # Dtypes
@@ -531,7 +545,7 @@ LINEAR = lambda *args, **how: lambda: linear_cross_entropy(*args, **how)  # noqa
 
 @refusals(
     {
-        "past the end": (VOCAB(X, bad(3)), IndexError, "target 3 .* of 3 .* 0 to 2"),
+        "past the end": (VOCAB(X, bad(3)), IndexError, "target 3 .* of 3: .* 0 to 2"),
         "below 0": (VOCAB(X, bad(-1)), IndexError, "target -1 .* ignore_index=-100"),
         "of a tile": (LINEAR(X, W, bad(6)), IndexError, "target 6 .* 0 to 5"),
         "past all ranks": (
@@ -549,8 +563,8 @@ LINEAR = lambda *args, **how: lambda: linear_cross_entropy(*args, **how)  # noqa
             IndexError,
             "target 9",
         ),
-        "probabilities": (VOCAB(X, X), TypeError, "integer targets"),
-        "truth values": (VOCAB(X, Y > 0), TypeError, "integer targets"),
+        "probabilities": (VOCAB(X, X), TypeError, "targets are integers"),
+        "truth values": (VOCAB(X, Y > 0), TypeError, "targets are integers"),
         "integers": (VOCAB(Y[None], Y[:1]), TypeError, "floating logits"),
         "too few targets": (VOCAB(X, Y[:2]), ValueError, r"\(2,\) for .* \(4,\)"),
         "no class": (VOCAB(X[:, :0], Y), ValueError, "one at least"),
@@ -587,7 +601,7 @@ LINEAR = lambda *args, **how: lambda: linear_cross_entropy(*args, **how)  # noqa
         "not divided": (
             of_leaf((7, 3), ff.Split(0, "model", 2)),
             ValueError,
-            "vocabulary of 7 .* pad it to 8, or cut it to 6",
+            "divide 7: pad it to 8, or cut it to 6",
         ),
     }
 )  # fmt: skip

@@ -56,12 +56,19 @@ def every_expert_on_every_token(x, routing, params):
     return (rows * (routing.weights * routing.kept)[..., None]).sum(1)
 
 
+def every_third(z):
+    """Of rows; the others are padding."""
+    return torch.arange(len(z)) % 3 == 0
+
+
 GATES = {
     "top 1": lambda z: nn.top_1_gating(z, capacity_factor=1.25),
     "top 2": nn.top_2_gating,
     "top 2, tight": lambda z: nn.top_2_gating(z, capacity_factor=0.5),
     "dropless 1": lambda z: nn.top_k_gating(z, 1, normalize=False),
     "dropless 2": lambda z: nn.top_k_gating(z, 2),
+    "padded": lambda z: nn.top_2_gating(z, used_token=every_third(z)),
+    "dropless, padded": lambda z: nn.top_k_gating(z, 2, used_token=every_third(z)),
 }
 CALLS = {"one": (two_layers, False), "grouped": (two_layers_grouped, True)}
 DRAWN = {
@@ -351,6 +358,17 @@ def test_a_dropped_choice_reads_nobodys_row() -> None:
     assert y.tolist() == [[torch.inf], [1.0], [0.0]]
     y.sum().backward()
     assert x.grad.tolist() == [[1.0], [1.0], [0.0]]
+
+
+@pytest.mark.parametrize("factor", [1.0, None])
+def test_of_padding_alone_there_is_nothing(factor) -> None:
+    x = draw(3, D).requires_grad_()
+    routing = nn.top_k_gating(
+        x, 2, capacity_factor=factor, used_token=torch.zeros(3).bool()
+    )
+    y = nn.expert_layer(x, routing, two_layers, experts(D))
+    (grad,) = torch.autograd.grad(y.sum() + routing.aux_loss + routing.z_loss, x)
+    assert y.shape == (3, 2) and not y.any() and not grad.any()
 
 
 def split_leaf(n, dim=0, axis="expert", count=4):

@@ -78,7 +78,7 @@ def model(axes):
         if context is None:
             y = F.scaled_dot_product_attention(q, k, v, is_causal=True)
         else:
-            y = ring_attention(q, k, v, context, causal=True)
+            y = ring_attention(q, k, v, context, causal=True, order="zigzag")
         x = x + row_linear(y.transpose(1, 2).flatten(2), p["out"])
         return x + row_linear(torch.tanh(column_linear(x, p["up"])), p["down"])
 

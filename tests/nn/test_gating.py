@@ -183,6 +183,42 @@ def test_queues_hold_first_choices_first_and_tokens_in_order(rows, factor, least
     assert routing.dropped == (~routing.kept).sum()
 
 
+@settings(max_examples=15)
+@given(
+    used=st.lists(st.booleans(), min_size=1, max_size=8),
+    gate=st.sampled_from(["top 1", "top 2", "top k"]),
+    factor=st.sampled_from([None, 0.6]),
+)
+def test_padding_is_as_if_it_were_not_there(used, gate, factor) -> None:
+    """But for capacity, which is of the shape of the tokens."""
+    LAST.manual_seed(len(used))
+    logits, used = draw(len(used), 4), torch.tensor(used)
+    logits[~used] = torch.tensor([math.nan, math.inf, 0.0, -1.0], dtype=logits.dtype)
+    leaf = logits.requires_grad_()
+    gates = {
+        "top 1": nn.top_1_gating,
+        "top 2": nn.top_2_gating,
+        "top k": lambda z, **how: nn.top_k_gating(z, 3, **how),
+    }
+    k = {"top 1": 1, "top 2": 2, "top k": 3}[gate]
+    found = gates[gate](leaf, capacity_factor=factor, used_token=used)
+    room = {"capacity_factor": None}
+    if factor is not None:
+        room = {"capacity_factor": 1e-9, "min_capacity": found.capacity}
+    expected = gates[gate](leaf[used], **room)
+    assert factor is None or found.capacity == math.ceil(0.6 * k * len(used) / 4)
+    for name in ("indices", "weights", "positions", "kept"):
+        close(getattr(found, name)[used], getattr(expected, name))
+    for name in ("counts", "dropped", "aux_loss", "z_loss"):
+        close(getattr(found, name), getattr(expected, name))
+    assert not found.kept[~used].any() and not found.weights[~used].any()
+    aux = load_balancing_loss_func((leaf[used],), 4, k) if used.any() else 0.0
+    if gate == "top k":
+        close(found.aux_loss, torch.as_tensor(aux).double(), 1e-6)
+    (grad,) = torch.autograd.grad(found.aux_loss + found.z_loss, leaf)
+    assert grad.isfinite().all() and not grad[~used].any()
+
+
 def test_a_factor_is_meant_as_it_is_written() -> None:
     """In floats 1.1 * 50 is more than 55."""
     zeros = torch.zeros(50, 1, dtype=torch.int64)
@@ -243,6 +279,14 @@ REFUSED = {
     ),
     "unlike shapes": (
         lambda: nn.route(X[:, :2].long(), X, 3), ValueError, r"\[tokens, choices\]",
+    ),
+    "padding in integers": (
+        lambda: nn.top_1_gating(X, used_token=torch.ones(4).long()), TypeError,
+        r"used_token of torch.int64: .* attention_mask.bool\(\)",
+    ),
+    "padding of another shape": (
+        lambda: nn.top_k_gating(X, 2, used_token=torch.ones(2, 2).bool()), ValueError,
+        r"used_token of shape \(2, 2\) for tokens of shape \(4,\)",
     ),
     "no such expert": (
         lambda: nn.route(X.long() + 3, X, 3), RuntimeError, "out of bounds",

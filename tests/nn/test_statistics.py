@@ -320,33 +320,3 @@ def test_sums_of_other_kinds_are_not_statistics() -> None:
     with pytest.raises(TypeError, match="expected the Summed"):
         ff.commit_statistics(ff.init_statistics(C), counts)
     assert Moments._fields == ("total", "squares", "count")
-
-
-PROGRAM = """
-    import torch, fsfunc as ff
-    mesh = ff.make_mesh({"data": 2})
-    layer = ff.unit(lambda p, x: ff.batch_norm(p, x))
-    def loss(p, x):
-        y, stats = layer(p, x)
-        return (y ** 3).mean(), stats
-    grad = ff.accumulate(ff.value_and_grad(loss, has_aux=True), 2)
-    def main():
-        step = ff.shard(grad, mesh, "data")
-        x = torch.arange(32.0).view(16, 2) ** 2
-        mine = ff.local_batch(x, mesh, "data")
-        p = ff.place(step, {"weight": torch.ones(2)}, mine)
-        (_, stats), _ = step(p, mine)
-        found = ff.commit_statistics(ff.init_statistics(2), stats, None)
-        norm = torch.nn.BatchNorm1d(2, momentum=None)
-        norm(x)
-        torch.testing.assert_close(found.mean, norm.running_mean)
-        torch.testing.assert_close(found.var, norm.running_var)
-        print(found.mean.tolist(), found.var.tolist(), found.count.item())
-    ff.spmd(main, mesh)()
-"""
-
-
-@pytest.mark.processes
-def test_over_real_processes(torchrun) -> None:
-    first, second = torchrun(PROGRAM, 2).splitlines()
-    assert first == second and first.endswith(" 1")

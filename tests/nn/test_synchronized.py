@@ -390,8 +390,13 @@ PROGRAM = """
             own = torch.rand(2)
         return (y ** 3).mean() + torch.rand(()), (stats, own)
     grad = ff.value_and_grad(loss, has_aux=True)
+    each = ff.unit(lambda p, x: ff.batch_norm(p, x))
+    def by_pieces(p, x):
+        y, stats = each(p, x)
+        return (y ** 3).mean(), stats
+    pieces = ff.accumulate(ff.value_and_grad(by_pieces, has_aux=True), 2)
     def main():
-        step = ff.shard(grad, mesh, "data")
+        step, pieced = ff.shard(grad, mesh, "data"), ff.shard(pieces, mesh, "data")
         x = torch.arange(32.0).view(16, 2) ** 2
         mine = ff.local_batch(x, mesh, "data")
         params = {"weight": torch.ones(2), "bias": torch.ones(2)}
@@ -401,6 +406,8 @@ PROGRAM = """
         torch.manual_seed(0)
         right = ff.value_and_grad(lambda p: (ff.batch_norm(p, x)[0] ** 3).mean())
         torch.testing.assert_close(grads, right(params)[1])
+        (_, sums), _ = pieced(ff.place(pieced, params, mine), mine)
+        torch.testing.assert_close(tuple(sums.tree), tuple(stats.tree))
         found = ff.commit_statistics(ff.init_statistics(2), stats, None)
         norm = torch.nn.BatchNorm1d(2, momentum=None)
         norm(x)

@@ -214,16 +214,35 @@ def test_a_padding_row_gets_no_gradient_on_the_rank_that_has_it():
             close(found, expected, 1e-12)
 
 
+def test_a_table_and_its_padding_hold_on_a_mesh_of_vmap():
+    def summed(w):
+        layout = ff.Layout((4, 4), torch.float32, (ff.Split(0, "model", 2),), "w")
+        tokens = torch.tensor([1, 2, 3, 2], dtype=torch.uint8)
+        w = ff.Sharded(w, layout)
+        return vocab_embedding(w, tokens, padding_idx=2).sum()
+
+    mesh = ff.make_mesh({"model": 2}, "vmap")
+    found = ff.spmd(torch.func.grad(summed), mesh)(torch.ones(2, 4))
+    assert [g[:, 0].tolist() for g in found] == [[0, 1], [0, 1]]
+
+
 # What is refused
 
 
-def leaf(dim, axis="model"):
-    layout = ff.Layout((4, 4), torch.float32, (ff.Split(dim, axis, 2),), "w")
+def leaf(dim, axis="model", *more, n=4):
+    layout = ff.Layout((n, n), torch.float32, (ff.Split(dim, axis, 2), *more), "w")
     shape = (2, 4) if dim == 0 else (4, 2)
     return ff.Sharded(torch.ones(shape), layout)
 
 
-X = torch.ones(3, 4)
+def over_data(layer, x):
+    """The layer over the axis along which each rank has its own ``x``."""
+    step = ff.shard(lambda x: layer(leaf(0, "data"), x), simulated(data=2), "data")
+    return lambda: ff.spmd(lambda: step(x), simulated(data=2))()
+
+
+ROWS = ff.Layout((4, 4), torch.float32, (ff.Split(1, "data", 2),), "w")
+X, TABLE = torch.ones(3, 4), torch.eye(4)
 
 
 @refusals(
@@ -247,6 +266,42 @@ X = torch.ones(3, 4)
             lambda: column_linear(X, leaf(0), torch.ones(4)),
             ValueError,
             "a whole tensor is no leaf for it: lay it out over the axis of w",
+        ),
+        "fewer biases": (
+            lambda: column_linear(X, (TABLE, TABLE), (None,)),
+            ValueError,
+            "2 weights and 1 biases: give .* each its bias or None",
+        ),
+        "no weights": (lambda: column_linear(X, ()), ValueError, "give one at least"),
+        "features as a sequence": (
+            lambda: row_linear(X, leaf(1), sequence_dim=-1),
+            ValueError,
+            "row_linear: sequence_dim=-1 .* one of the dims before the last",
+        ),
+        "unequal parts": (
+            lambda: vocab_embedding(leaf(0, n=5), torch.tensor([1])),
+            ValueError,
+            "the axis does not divide 5: pad it to 6, or cut it to 4",
+        ),
+        "a buffer": (
+            lambda: column_linear(X, leaf(0, "model", ff.Flat(("d",), 1, "u", 0, 8))),
+            ValueError,
+            "lies in a buffer: read it in an @ff.unit",
+        ),
+        "inputs of ranks": (
+            over_data(lambda w, x: column_linear(x, w), X),
+            ValueError,
+            'column_linear: over axis "data" shard averages .* another axis',
+        ),
+        "features of ranks' inputs": (
+            over_data(lambda w, x: row_linear(x, ff.Sharded(w.local.T, ROWS)), X),
+            ValueError,
+            'row_linear: over axis "data" shard averages',
+        ),
+        "tokens of ranks": (
+            over_data(vocab_embedding, torch.tensor([1, 2])),
+            ValueError,
+            'tokens: over axis "data" shard averages',
         ),
         "a split bias": (
             lambda: row_linear(X, leaf(1), leaf(0)),
@@ -272,6 +327,13 @@ X = torch.ones(3, 4)
             lambda: vocab_embedding(torch.eye(4), torch.tensor([-1])),
             IndexError,
             "token -1 is outside",
+        ),
+        "a token under vmap, turned round": (
+            lambda: torch.vmap(torch.vmap(vocab_embedding, (None, 1)), (None, 0))(
+                TABLE, torch.tensor([[[0, 1, 2], [3, 0, 8]]] * 4)
+            ),
+            IndexError,
+            "token 8 is outside the vocabulary of 4",
         ),
         "floats": (
             lambda: vocab_embedding(torch.eye(4), torch.ones(2)),

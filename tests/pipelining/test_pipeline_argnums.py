@@ -65,6 +65,10 @@ ROWS = {
         lambda both, ids: indexed(*both, ids), 0, ((PARAMS, X), IDS),
         "argument 0 at '1'",
     ),
+    "changed first": (
+        lambda both, ids: indexed(both["layers"], both["x"].tanh() * 2, ids), 0,
+        ({"layers": PARAMS, "x": X}, IDS), "argument 0 at 'x'",
+    ),
     "two": (summed, (0, 1, 2), (PARAMS, X, Y, IDS), "argument 1, argument 2"),
     "with a gain": (gained, (0, 1, 2), (PARAMS, GAIN, X, IDS), "argument 2"),
 }  # fmt: skip
@@ -92,6 +96,7 @@ def test_accumulation_around_a_pipeline_cuts_them(name):
     if name in (
         "beside parameters",
         "given to a unit",
+        "changed first",
         "with a gain",
     ):  # where not all of it is cut
         return
@@ -112,6 +117,10 @@ LONG = {
     ),
     "rows that ids choose": (
         lambda p, ids, y: squares(p["layers"], p["table"][ids], y), 0,
+        ({"layers": PARAMS, "table": X}, IDS, Y),
+    ),
+    "rows that a unit's parameters are made of": (
+        lambda p, ids, y: looked_up(p["layers"], p["table"].tanh(), ids, y), 0,
         ({"layers": PARAMS, "table": X}, IDS, Y),
     ),
     "a table": (looked_up, (0, 1), (PARAMS, X, IDS, Y)),

@@ -143,6 +143,87 @@ def test_what_does_not_fit_one_rank_fits_another_stack():
         assert losses == pytest.approx(wanted, rel=1e-5)
 
 
+@ff.unit
+def mlp(p, x):
+    return x + ff.nn.row_linear(ff.nn.column_linear(x, p["up"]).tanh(), p["down"])
+
+
+def split_search(sizes, memory=None, **given):
+    """Of an MLP whose features can be split, in parts of its rows of three axes."""
+    init = lambda: [  # noqa: E731
+        {"up": floats(64, 32, seed=k), "down": floats(32, 64, seed=k + 9)}
+        for k in range(2)
+    ]
+    given = {"layouts": SPLITS, "dims": {"context": 1}, **given}
+    given |= {"accumulate": (1,), "remat": (None,), "microbatches": (2,)}
+    batch = floats(8, 4, WIDTH, seed=1)
+    loss = chain(mlp)
+    space = {"schedules": ("one_f_one_b",), "zero": (0, 3), **given}
+    return search(loss, OPTIMIZER, init, batch, sizes, CPU, memory, **space), (
+        OPTIMIZER(ff.value_and_grad(loss)), init, batch,
+    )  # fmt: skip
+
+
+SPLITS = {"*/up": ff.Split(0, "model"), "*/down": ff.Split(1, "model")}
+
+
+def test_layers_and_sequences_are_split_too():
+    found, (train, init, batch) = split_search(4)
+    axes = {c.stack.axes for c in found.tried}
+    assert axes == set(meshes(4, CPU, ("context", "model"))) - {
+        (("pipe", 4), ("context", 1), ("model", 1))  # of two units
+    }
+    whole = [c for c in found.tried if c.axes.get("pipe", 1) == 1 and c.stack.zero != 3]
+    for choice in whole:
+        rows, length = 8 // choice.axes["data"], 4 // choice.axes["context"]
+        part = torch.zeros(rows, length, WIDTH)
+        mesh, layouts = ff.make_mesh(choice.axes, "abstract"), choice.stack.layouts
+        assert set(layouts) == (set(SPLITS) if choice.axes["model"] > 1 else set())
+        step = choice.build(train, mesh)
+        planned = ff.plan(step, init, OPTIMIZER, part, mesh=mesh, layouts=layouts)
+        assert choice.peak_bytes == planned.peak_bytes
+        assert lowered(choice.stack, 32768, 65536) * choice.axes["model"] == 3 * 32768
+    assert sorted({c.axes["model"] for c in whole}) == [1, 2, 4]
+
+    bound = min(c.peak_bytes for c in whole if c.axes["model"] == 2)
+    fits, _ = split_search([{"context": 4}, {"context": 2, "model": 2}], bound)
+    best = next(c for c in fits.ranked if c.stack.zero == 0)
+    assert str(best.stack).startswith('context=2, model=2: donate(shard("context"')
+    assert "layouts=layouts)\n# a rank's batch: batch, its dim 1 cut" in best.code
+    mesh = ff.make_mesh(best.axes, "simulated")
+
+    def main():
+        step, at = best.build(train, mesh), ff.axis_index("context")
+        part = batch[:, 2 * at : 2 * at + 2]
+        state = ff.init_state(step, init, OPTIMIZER, part, layouts=best.stack.layouts)
+        state, first = step(state, part)
+        return first["loss"].item(), step(state, part)[1]["loss"].item()
+
+    alone = ff.init_state(train, init, OPTIMIZER, batch)
+    alone, first = train(alone, batch)
+    wanted = first["loss"].item(), train(alone, batch)[1]["loss"].item()
+    for losses in ff.spmd(main, mesh)():
+        assert losses == pytest.approx(wanted, rel=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("given", "says"),
+    [
+        ({"layouts": {"*/upp": ff.Split(0, "model")}}, r"no leaf's path matches '\*/u"),
+        ({"layouts": {"*/up": ff.Split(0, "pipe")}}, "the axis of a pipeline"),
+        ({"layouts": {"*/up": "model"}}, "is given 'model': give ff.Split"),
+        ({"dims": {"data": 1}}, "names further axes"),
+        ({"dims": {"context": 4}}, '"context" cuts dim 4, which no batch has'),
+        ({"sizes": {"heads": 2}}, 'an axis "heads".*layouts= or dims= says'),
+        ({"sizes": {"context": 3}}, "the batch of 4 in dim 1 cannot be cut into 3 p"),
+        ({"sizes": {"model": 3}}, "cannot split .*: 64 is not a multiple"),
+    ],
+)
+def test_what_cannot_be_split_is_told(given, says):
+    with pytest.raises((ValueError, TypeError), match=says):
+        split_search(**{"sizes": 2, **given})
+
+
 @given(st.sampled_from([1, 2, 4]), st.sampled_from([1, 2]), st.integers(0, 3))
 def test_the_least_is_below_every_peak(data, pipe, zero):
     axes = {"data": data} if data > 1 or pipe == 1 else {}
@@ -272,6 +353,11 @@ def test_meshes_of_nodes():
 
 @given(st.integers(1, 64))
 def test_meshes_have_all_ranks(n):
+    split = meshes(n, H100, ("context", "model"))
+    assert all(Stack(axes).ranks == n for axes in split)
+    assert len(split) == len(set(split)) and {axes[-1][0] for axes in split} == {
+        "model"
+    }
     made = meshes(n, H100)
     assert all(Stack(axes).ranks == n for axes in made)
     assert len(made) == len(set(made))

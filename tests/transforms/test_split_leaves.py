@@ -11,6 +11,7 @@ from torch.func import grad, jvp
 
 import fsfunc as ff
 from fsfunc import tree
+from fsfunc.comm.comparison import RanksDiffer
 from fsfunc.comm.crossings import LawError
 from fsfunc.nn import column_linear, row_linear
 from fsfunc.sharded.leaf import is_sharded
@@ -456,6 +457,70 @@ def test_a_whole_parameter_must_enter_where_activations_vary(zero, enters):
             close(found, 2 * x.square().mean(0) / DIM, 1e-12)
         return
     with pytest.raises(LawError, match="by 'gain' differs along \"model\".*ff.pcast"):
+        ff.spmd(main, mesh)()
+
+
+@pytest.mark.parametrize(
+    ("axes", "wrap"),
+    [
+        ({"model": 2}, lambda f, mesh: f),
+        ({"model": 2}, lambda f, mesh: ff.accumulate(ff.remat(f), 2)),
+        (
+            {"pipe": 1, "model": 2},
+            lambda f, mesh: ff.pipeline(f, mesh, "pipe", n_microbatches=2),
+        ),
+        ({"data": 2, "model": 2}, lambda f, mesh: ff.shard(f, mesh, "data")),
+    ],
+    ids=["plain", "accumulate", "pipeline", "shard"],
+)
+@pytest.mark.parametrize("enters", [True, False])
+def test_so_it_must_without_shard_where_others_are_split(axes, wrap, enters):
+    """And integers beside them have no gradient to be compared."""
+    mesh, x = simulated(**axes), wide(4, DIM, seed=3)
+    params = {"up": wide(6, DIM, seed=4), "down": wide(DIM, 6, seed=5)}
+    params |= {"gain": wide(1, seed=6), "ids": torch.arange(3)}
+
+    @ff.unit
+    def layer(p, x):
+        gain = ff.pcast(p["gain"], "model", to="V") if split and enters else p["gain"]
+        return ff.nn.row_linear(ff.nn.column_linear(x, p["up"]) * gain, p["down"])
+
+    call = ff.value_and_grad(lambda p, x: layer(p, x).square().mean())
+    split = False
+    _, expected = call(params, x)
+    split = True
+    layouts = {"up": ff.Split(0, "model"), "down": ff.Split(1, "model")}
+
+    def main():
+        step = wrap(call, mesh)
+        placed = ff.place(step, params, x, layouts=layouts)
+        return ff.unshard(step(placed, x)[1])
+
+    if enters:
+        for found in ff.spmd(main, mesh)():
+            close(found, expected, 1e-12)
+        return
+    params["down"] *= 0  # as it may begin: then no gradient tells
+    ff.spmd(main, mesh)()
+    params["down"] += 1
+    with pytest.raises(LawError, match="by 'gain' differs along \"model\".*ff.pcast"):
+        ff.spmd(main, mesh)()
+    with pytest.raises(LawError):  # again, where somebody caught it
+        ff.spmd(main, mesh)()
+
+
+@pytest.mark.parametrize("axes", [{"model": 2}, {"data": 2, "model": 2}])
+def test_ranks_along_a_split_begin_alike(axes):
+    mesh, x = simulated(**axes), wide(4, DIM, seed=3)
+    layer = ff.unit(lambda p, x: ff.nn.column_linear(x, p["up"]))
+
+    def main():
+        f = lambda p, x: layer(p, x).square().mean()  # noqa: E731
+        f = ff.shard(f, mesh, "data") if "data" in axes else f
+        params = {"up": wide(4, DIM, seed=ff.axis_index("model"))}
+        return ff.place(f, params, x, layouts={"up": UP})
+
+    with pytest.raises(RanksDiffer, match="whole parameters differ"):
         ff.spmd(main, mesh)()
 
 

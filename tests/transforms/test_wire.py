@@ -2,12 +2,12 @@
 
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 
 import fsfunc as ff
 from fsfunc.comm.crossings import LawError
-from fsfunc.transforms.sharding import Sharding
-from fsfunc.transforms.transforming import transformed
-from fsfunc.transforms.wire import Gather, Reduction
+from fsfunc.transforms.quantization import dequantized, quantized
 from fsfunc.tree import map as tree_map
 from tests.models import chain, floats, layers
 
@@ -15,28 +15,28 @@ MESH = ff.make_mesh({"data": 2}, "simulated")
 loss, PARAMS = chain(), layers(3, make=floats)
 
 
-class Narrow(Gather):
+class Narrow(ff.Gather):
     exact = False
 
     def encode(self, part, dtype):
         return part.to(torch.bfloat16)
 
-    def decode(self, arrived, dtype):
+    def decode(self, arrived, dtype, count):
         return arrived.to(dtype)
 
 
-class NarrowSum(Reduction):
+class NarrowSum(ff.Reduction):
     exact = False
 
-    def encode(self, buffer):
+    def encode(self, buffer, ranks):
         return buffer.to(torch.bfloat16)
 
-    def decode(self, arrived, dtype):
+    def decode(self, arrived, dtype, count):
         return arrived.to(dtype)
 
 
 def sharded(f, zero=3, **how):
-    return transformed(f, Sharding(MESH, ("data",), zero, **how))
+    return ff.shard(f, MESH, "data", zero=zero, **how)
 
 
 def trained(step, given, x):
@@ -83,3 +83,166 @@ def test_what_is_not_exact_has_no_derivative_by_torch_func():
     step = sharded(torch.func.grad(loss), gather=Narrow())
     with pytest.raises(LawError, match="Narrow changes what it sends"):
         trained(step, PARAMS, torch.ones(2, 4))
+
+
+# Eight bits
+
+
+@given(
+    n=st.integers(1, 70),
+    block=st.sampled_from([4, 8, 64]),
+    ranks=st.integers(1, 3),
+    seed=st.integers(0, 99),
+)
+def test_eight_bits_are_off_by_half_a_step(n, block, ranks, seed):
+    x = torch.randn(ranks, n, generator=torch.Generator().manual_seed(seed))
+    sent = quantized(x, block)
+    assert sent.shape == (ranks, -(-n // block) * (block + 4))
+    found = dequantized(sent, n, block)
+    for a, b in zip(x.split(block, -1), found.split(block, -1), strict=True):
+        step = a.abs().amax(-1, keepdim=True) / 127
+        assert ((a - b).abs() <= step * 0.5001).all()
+    torch.testing.assert_close(dequantized(quantized(found, block), n, block), found)
+
+
+@pytest.mark.parametrize("bad", [torch.nan, torch.inf, -torch.inf])
+def test_what_is_not_finite_stays_so(bad):
+    x = torch.tensor([1.0, bad, 2.0, 3.0, 0.0, 0.0, 0.0, 0.0])
+    found = dequantized(quantized(x, 4), 8, 4)
+    assert not found[:4].isfinite().any() and (found[4:] == 0).all()
+
+
+@pytest.mark.parametrize("stack", [lambda f: f, ff.remat], ids=["plain", "remat"])
+@pytest.mark.parametrize("zero", [1, 2, 3])
+def test_a_quantised_gather_computes_on_rounded_parameters(zero, stack):
+    block, x = 4, torch.ones(2, 4)
+    gradient = ff.value_and_grad(loss)
+    found = trained(
+        sharded(stack(gradient), zero, gather=ff.QuantizedGather(block)), PARAMS, x
+    )
+    (_, _, _, sent), *_ = trained(sharded(stack(gradient), zero), PARAMS, x)
+    exact = ff.value_and_grad(loss)(PARAMS, x)
+    for v, g, kept, (gathered, reduced) in found:
+        torch.testing.assert_close((v, g), exact, rtol=0.02, atol=0.02)
+        assert not torch.equal(v, exact[0])
+        torch.testing.assert_close(kept, PARAMS, rtol=0, atol=0)  # in full
+        assert sent[0] / 4 <= gathered <= sent[0] * (1 + 4 / block) / 4 + 64
+        assert reduced == sent[1]
+
+
+@pytest.mark.parametrize("zero", [1, 2, 3])
+def test_a_quantised_sum_and_what_it_owes(zero):
+    """The sum over steps of what arrived is that of all gradients, but for one step."""
+    unit = ff.unit(lambda w, x: (w * x).sum())
+    steps, size = 12, 3
+    mesh = ff.make_mesh({"data": size}, "simulated")
+    torch.manual_seed(zero)
+    xs = torch.randn(steps, size, 10) * torch.logspace(-4, 0, 10)
+    exact = -xs.mean(1).sum(0)
+
+    def main(optimizer, around):
+        step = optimizer(ff.value_and_grad(lambda w, x: unit(w, x[0])))
+        codec = ff.QuantizedReduction(8)
+        step = around(ff.shard(step, mesh, "data", zero=zero, reduction=codec))
+        rows = [ff.local_batch(x, mesh, "data") for x in xs]
+        state = ff.init_state(step, torch.zeros(10), optimizer, rows[0])
+        for x in rows:
+            state, _ = step(state, x)
+        return ff.unshard(state.params), state.opt_state
+
+    owing = ff.error_feedback(ff.sgd(1.0))
+    for around in (lambda f: f, ff.donate):
+        for optimizer in (
+            owing,
+            ff.loss_scale(owing),
+            ff.error_feedback(ff.loss_scale(ff.sgd(1.0))),
+        ):
+            for w, state in ff.spmd(main, mesh)(optimizer, around):
+                state = (
+                    state.inner
+                    if optimizer is not owing and hasattr(state, "scale")
+                    else state
+                )
+                last = xs.abs().amax() * 3 / 254
+                assert (w - exact).abs().max() <= last
+                (leaf,) = state.residuals.values()
+                assert leaf.shape[0] == size and leaf.local.shape == (1, leaf.shape[1])
+    (w, _), *_ = ff.spmd(main, mesh)(ff.sgd(1.0), lambda f: f)
+    without = (w - exact).abs()
+    (w, _), *_ = ff.spmd(main, mesh)(owing, lambda f: f)
+    assert without.sum() > 2 * (w - exact).abs().sum()
+
+
+def test_a_quantised_sum_sends_bytes():
+    gradient, x = ff.value_and_grad(loss), torch.ones(2, 4)
+
+    def main(step):
+        placed = ff.place(step, PARAMS, x)
+        step(placed, x)
+        with ff.ledger() as log:
+            step(placed, x)
+        return {op: log.bytes(op=op) for op in ("psum_scatter", "all_to_all")}
+
+    plain, *_ = ff.spmd(main, MESH)(sharded(gradient))
+    found, *_ = ff.spmd(main, MESH)(
+        sharded(gradient, reduction=ff.QuantizedReduction(4))
+    )
+    assert plain["all_to_all"] == 0 == found["psum_scatter"]
+    count = plain["psum_scatter"] / 4  # elements sent, of whole blocks
+    assert found["all_to_all"] == pytest.approx(count * 2, rel=0.35)
+
+
+@pytest.mark.parametrize(
+    ("call", "says"),
+    [
+        (lambda: ff.QuantizedGather(6), "multiple of 4"),
+        (
+            lambda: trained(
+                sharded(ff.value_and_grad(loss), 0, reduction=ff.QuantizedReduction()),
+                PARAMS,
+                torch.ones(2, 4),
+            ),
+            "zero=1, 2 or 3",
+        ),
+        (lambda: owed(ff.error_feedback(ff.sgd(1.0)), None), "as they are"),
+    ],
+)
+def test_what_cannot_be_sent_so_is_refused(call, says):
+    with pytest.raises(ValueError, match=says):
+        call()
+
+
+def test_a_state_that_owes_nothing_yet_is_refused():
+    with pytest.raises(RuntimeError, match="ff.init_state"):
+        owed(ff.error_feedback(ff.sgd(1.0)), ff.QuantizedReduction(4))
+
+
+def owed(optimizer, reduction):
+    """A step from a state that was made of whole parameters."""
+    step = ff.shard(
+        optimizer(ff.value_and_grad(loss)), MESH, "data", reduction=reduction
+    )
+
+    def main():
+        x = torch.ones(1, 4)
+        state = ff.TrainState(PARAMS, optimizer.init(PARAMS))
+        step(ff.place(step, state, x), x)
+
+    ff.spmd(main, MESH)()
+
+
+def test_what_is_owed_is_saved_and_loaded(tmp_path):
+    optimizer = ff.error_feedback(ff.sgd(1.0))
+    step = ff.shard(optimizer(ff.value_and_grad(loss)), MESH, "data",
+                    reduction=ff.QuantizedReduction(4))  # fmt: skip
+
+    def main():
+        x = torch.ones(1, 4)
+        state, _ = step(ff.init_state(step, PARAMS, optimizer, x), x)
+        ff.save(tmp_path / "s", state)
+        again = ff.load(tmp_path / "s", ff.abstract_state(step, PARAMS, optimizer, x))
+        for name, leaf in state.opt_state.residuals.items():
+            assert leaf.local.abs().sum() > 0
+            assert torch.equal(again.opt_state.residuals[name].local, leaf.local)
+
+    ff.spmd(main, MESH)()
