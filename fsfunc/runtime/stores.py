@@ -152,7 +152,12 @@ def _over(storage: torch.UntypedStorage, count: int, dtype: torch.dtype) -> Tens
 def _marked(x: Tensor, where: Lies) -> Tensor:
     storage = x.untyped_storage()
     key = storage._cdata
-    _LIES[key] = weakref.ref(storage, lambda _: _LIES.pop(key, None)), where
+
+    def gone(reference: Any, known: Any = _LIES) -> None:  # at exit, too
+        if key in known and known[key][0] is reference:
+            del known[key]
+
+    _LIES[key] = weakref.ref(storage, gone), where
     count_as(OFFLOADED, [x])
     return x
 
