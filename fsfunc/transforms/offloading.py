@@ -225,8 +225,9 @@ def settled_in(store: Store, t: Any) -> Any:
 
     def where(leaf: Any) -> Lies | None:
         x = _buffer(leaf)
-        real = x is not None and x.ndim and x.is_floating_point()
-        return Lies(store, _torch.device_of(x)) if real else None
+        if x is None or not (x.ndim and x.is_floating_point()):
+            return None
+        return Lies(store, _torch.device_of(x))
 
     leaves, treedef = tree.flatten(t, is_leaf=is_sharded)
     _move(leaves, list(map(where, leaves)))
