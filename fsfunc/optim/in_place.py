@@ -30,7 +30,7 @@ class _Target(NamedTuple):
 
 
 def fused(
-    matched: Matched, kernel: Callable[..., None], decays: Sequence[float]
+    matched: Matched, kernel: Callable[..., None], decays: Sequence[Any]
 ) -> Callable[[], list[Tree]]:
     """What writes ``kernel`` into params and moments, and returns them.
 
@@ -38,7 +38,8 @@ def fused(
     memory, else into copies (on fresh memory the page faults cost most, whatever the
     order of copy and update).
     ``kernel(params, grads, *moments, weight_decay=)`` takes lists of dense tensors of
-    one dtype on one device, and is called once for each such group.
+    one dtype on one device, and is called once for each such group. ``decays`` are
+    whatever it takes for ``weight_decay``, by leaf.
     """
     donation = frame().donated
     if donation is not None and _overlap(matched):
@@ -128,7 +129,7 @@ def _over(
 
 
 def _groups(
-    matched: Matched, new: list[_Target], decays: Sequence[float]
+    matched: Matched, new: list[_Target], decays: Sequence[Any]
 ) -> dict[Any, list[list[Tensor]]]:
     """Rows (param, grad, *moments) by device, dtype and decay.
 
@@ -185,7 +186,7 @@ def _write(
     if any(beside) and not all(beside):
         work = [[_here(t, dtype) for t in column] for column in columns]
     else:
-        work = [[_dense(t, dtype) for t in column] for column in columns]
+        work = [[dense(t, dtype) for t in column] for column in columns]
     kernel(*work, weight_decay=decay)
     del columns[1], work[1]  # the gradients are only read
     for targets, sources in zip(columns, work, strict=True):
@@ -195,10 +196,10 @@ def _write(
 
 
 def _here(x: Tensor, dtype: torch.dtype) -> Tensor:
-    return _dense(x, dtype) if lies(x) is None else brought(x, dtype)
+    return dense(x, dtype) if lies(x) is None else brought(x, dtype)
 
 
-def _dense(x: Tensor, dtype: torch.dtype) -> Tensor:
+def dense(x: Tensor, dtype: torch.dtype) -> Tensor:
     if x.dtype == dtype and x.is_contiguous():
         return x
     return x.to(dtype).contiguous()

@@ -62,6 +62,21 @@ def _zeros(x: Tensor, dtype: torch.dtype | None) -> Tensor:
     return store.empty(x.numel(), dtype or x.dtype, device).view(x.shape).zero_()
 
 
+def copied(params: Tree, dtype: torch.dtype | None = None) -> Tree:
+    """``params`` in memory of their own, and None for what is not trainable."""
+    return map_flat(
+        lambda tensors: [t.detach().to(dtype or t.dtype, copy=True) for t in tensors],
+        params,
+        rest=None,
+    )
+
+
+def floating(params: Tree) -> Tree:
+    """``params`` themselves, with None for leaves that are not trainable."""
+    leaves, treedef = tree.flatten(params, is_sharded)
+    return tree.unflatten(treedef, [x if trainable(x) else None for x in leaves])
+
+
 _SAME = object()
 
 
