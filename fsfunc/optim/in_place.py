@@ -17,7 +17,7 @@ from fsfunc import _torch
 from fsfunc.core.frames import frame
 from fsfunc.optim.leaves import Tree, local
 from fsfunc.optim.matching import Matched
-from fsfunc.runtime.stores import brought, copied, lies
+from fsfunc.runtime.stores import LIES, brought, copied, lies
 from fsfunc.sharded.donated import Donation, Everything
 from fsfunc.sharded.leaf import is_sharded
 
@@ -154,7 +154,7 @@ def _groups(
                 for m in moments:
                     if m.dtype != dtype:
                         dtype = torch.promote_types(dtype, m.dtype)
-                apart = len(groups) if any(lies(t) for t in row) else -1
+                apart = len(groups) if LIES and any(map(lies, row)) else -1
                 groups.setdefault((p.device, dtype, decay, apart), []).append(row)
     return groups
 
@@ -182,7 +182,7 @@ def _write(
     sum) would give garbage, silently.
     """
     columns = [*zip(*rows, strict=True)]
-    beside = [lies(t) is not None for row in rows for t in row]
+    beside = [lies(t) is not None for row in rows for t in row] if LIES else []
     if any(beside) and not all(beside):
         work = [[_here(t, dtype) for t in column] for column in columns]
     else:

@@ -26,6 +26,7 @@ from fsfunc.runtime.prefault import advise
 from fsfunc.runtime.scoped import Scoped
 
 __all__ = [
+    "LIES",
     "Lies",
     "Store",
     "ahead",
@@ -140,7 +141,7 @@ class Lies(NamedTuple):
 
 
 # By the address of a storage; the reference takes the entry away when that dies.
-_LIES: dict[int, tuple[weakref.ref, Lies]] = {}
+LIES: dict[int, tuple[weakref.ref, Lies]] = {}
 _MOMENTS: ContextVar[Store | None] = ContextVar("fsfunc_moments", default=None)
 
 
@@ -153,20 +154,20 @@ def _marked(x: Tensor, where: Lies) -> Tensor:
     storage = x.untyped_storage()
     key = storage._cdata
 
-    def gone(reference: Any, known: Any = _LIES) -> None:  # at exit, too
+    def gone(reference: Any, known: Any = LIES) -> None:  # at exit, too
         if key in known and known[key][0] is reference:
             del known[key]
 
-    _LIES[key] = weakref.ref(storage, gone), where
+    LIES[key] = weakref.ref(storage, gone), where
     count_as(OFFLOADED, [x])
     return x
 
 
 def lies(x: Tensor) -> Lies | None:
     """Where ``x`` lies, if that is not the memory of its device."""
-    if not _LIES or _torch.is_wrapped(x) or x.layout != torch.strided:
+    if not LIES or _torch.is_wrapped(x) or x.layout != torch.strided:
         return None
-    found = _LIES.get(_torch.storage_key(x))
+    found = LIES.get(_torch.storage_key(x))
     return None if found is None else found[1]
 
 

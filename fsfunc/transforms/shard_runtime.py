@@ -29,6 +29,7 @@ from fsfunc.core.observation import Observation
 from fsfunc.runtime.buffer_pool import BufferPool
 from fsfunc.runtime.memory_kinds import count_as
 from fsfunc.runtime.stores import (
+    LIES,
     ahead,
     beside,
     brought,
@@ -147,8 +148,9 @@ class ShardRuntime:
         for shard in shards:
             self.named.setdefault(shard.buffer, []).append(shard)
         self.copy = 0  # which of them is read
-        every = [x.flat for alike in self.named.values() for x in alike]
-        self.offloads = any(lies(x) is not None for x in every)
+        # Whether some of it lies beside the device; asked of none where nothing does.
+        every = [x for alike in self.named.values() for x in alike] if LIES else []
+        self.offloads = any(lies(x.flat) for x in every)
         self.first = first
         self.count: dict[Micro, int] = {}  # unit calls so far, by microbatch
         self.gathering: dict[str, tuple[GatheredCall, Handle, Tensor]] = {}
@@ -202,14 +204,11 @@ class ShardRuntime:
     def _whole(self, shard: FlatShard, dtype: torch.dtype) -> Tensor | None:
         """The whole buffer where this rank has it without a gather."""
         if shard.place.size == 1 and shard.flat.dtype == dtype:
-            return shard.flat.detach() if self._is_here(shard) else None
+            away = self.offloads and lies(shard.flat) is not None
+            return None if away else shard.flat.detach()
         if shard.whole is None or not shard.shows(dtype):
             return None
         return shard.whole
-
-    def _is_here(self, shard: FlatShard) -> bool:
-        """Whether a buffer lies on the device."""
-        return not self.offloads or lies(shard.flat) is None
 
     def _bring(self, shard: FlatShard, dtype: torch.dtype) -> Tensor:
         """A rank's range on the device, of one that lies beside it."""
@@ -221,12 +220,12 @@ class ShardRuntime:
     def start(self, shard: FlatShard, dtype: torch.dtype) -> tuple[Tensor, Handle]:
         """Puts a gather in flight, and says where it will arrive."""
         place, how = shard.place, self.how_gathered
-        here = self._is_here(shard)
+        away = self.offloads and lies(shard.flat) is not None
         if place.size == 1:  # cut over no axis: a cast is all that is needed
             source = shard.flat.detach()
-            source = source.to(dtype) if here else self._bring(shard, dtype)
+            source = self._bring(shard, dtype) if away else source.to(dtype)
             return source, Done(source)
-        flat = shard.flat.detach() if here else self._bring(shard, shard.flat.dtype)
+        flat = self._bring(shard, shard.flat.dtype) if away else shard.flat.detach()
         source = how.encode(flat, dtype)
         del flat
         full = shard.whole if how.exact else None
@@ -346,7 +345,8 @@ class ShardRuntime:
         for call, shard in zip(calls, shards, strict=True):
             if call.full is None:
                 call.full = self.gather_again(shard, call)
-                alone = shard.place.size == 1 and self._is_here(shard)
+                away = self.offloads and lies(shard.flat) is not None
+                alone = shard.place.size == 1 and not away
                 call.lasts = shard.whole is call.full or alone
         # The last unit's buffer is held still, for its own backward; each call's
         # backward drops what the call took.
@@ -456,11 +456,12 @@ class ShardRuntime:
         count = place.size * place.chunk
         where = self.routes[shard.split_axes].where
         if where is not None and where.size > 1:
-            buffer = self.pool.get(count, dtype, like_device(shard.flat))
+            like = like_device(shard.flat) if self.offloads else shard.flat
+            buffer = self.pool.get(count, dtype, like)
         else:  # it becomes the gradient: no larger memory than that
-            here = self._is_here(shard)
-            buffer = shard.flat.new_empty(count if here else 0, dtype=dtype)
-            if not here:
+            away = self.offloads and lies(shard.flat) is not None
+            buffer = shard.flat.new_empty(0 if away else count, dtype=dtype)
+            if away:
                 buffer = empty_beside(shard.flat, dtype, scratch=True)
         count_as("gradients", [buffer, *grads])
         targets, sources, at = [], [], 0
@@ -492,11 +493,11 @@ class ShardRuntime:
             return
         if key in self.due:
             _, held, _, before = self.due.pop(key)
-            here = self._is_here(shard)
-            buffer = held.add_(buffer) if here else buffer.add_(held)
+            away = self.offloads and lies(shard.flat) is not None
+            buffer = buffer.add_(held) if away else held.add_(buffer)
             count = before + 1
         if count < due or self.zero == 1:
-            if not self._is_here(shard) and lies(buffer) is None:
+            if self.offloads and lies(shard.flat) and not lies(buffer):
                 buffer = beside(shard.flat, buffer)
             self.due[key] = shard, buffer, call.name, count
         else:
@@ -548,7 +549,7 @@ class ShardRuntime:
             _, held, before = self.partly.pop(one.key)
             grad, count = held.add_(grad), before + 1
         if count < one.due:
-            if not self._is_here(one.shard) and lies(grad) is None:
+            if self.offloads and lies(one.shard.flat) and not lies(grad):
                 grad = beside(one.shard.flat, grad)
             self.partly[one.key] = one, grad, count
             return
@@ -563,7 +564,7 @@ class ShardRuntime:
         if replicas is None or replicas.size == 1:
             self._keep(one, grad)
             return
-        if lies(grad) is not None:
+        if self.offloads and lies(grad):
             grad = brought(grad)
         self.summing.append((one, replicas.start("psum", grad, what=one.shard.name)))
         del grad
@@ -583,7 +584,7 @@ class ShardRuntime:
         narrow = one.dtype == torch.float16
         if shard.flat.dtype == torch.float16:  # it would not hold the sum
             grad = grad.div_(self.mean_size / (self.before if narrow else 1))
-        if not self._is_here(shard):  # to where its parameters are
+        if self.offloads and lies(shard.flat):  # to where its parameters are
             if not lies(grad) or grad.dtype != shard.flat.dtype:
                 grad = beside(shard.flat, grad.to(shard.flat.dtype))
         elif grad.dtype != shard.flat.dtype:
@@ -598,7 +599,7 @@ class ShardRuntime:
         """Waits for all that is due; ``grads`` then has the sums over the ranks."""
         for key, (shard, buffer, name, _) in self.due.items():
             with label(name, "backward"):
-                away = self.size > 1 and lies(buffer) is not None
+                away = self.offloads and self.size > 1 and lies(buffer)
                 buffer = brought(buffer) if away else buffer
                 self._reduce(Reducing(shard, buffer, name, key))
         self.due.clear()
