@@ -62,6 +62,7 @@ class Store:
     def __init__(self, where: str | os.PathLike):
         self.folder = None if where == "host" else os.path.abspath(os.fspath(where))
         self._spare: list[torch.UntypedStorage] = []
+        self._twin: Store | None = None
         self._lock = Lock()
 
     def __str__(self) -> str:
@@ -101,7 +102,10 @@ class Store:
             for storage in self._spare:
                 if storage.nbytes() == size and _torch.uses_of(storage._cdata) == 1:
                     return _over(storage, count, dtype)
-            found = self.empty(count, dtype, device)
+            # Marked as another one's: a mark that led here would keep all of it alive.
+            if self._twin is None:
+                self._twin = Store("host" if self.folder is None else self.folder)
+            found = self._twin.empty(count, dtype, device)
             if size:
                 self._spare.append(found.untyped_storage())
             return found

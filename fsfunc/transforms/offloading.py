@@ -156,7 +156,7 @@ class _Offload(Interpretation):
         at = sum(h.decides for h in outer.handlers[:1])
         handlers = (*outer.handlers[:at], self, *outer.handlers[at:])
         tried = outer.tracer is not None and not outer.tracer.complete
-        before = None if tried or not args else _Places(args[0])
+        before = None if tried or not args else _PlacesBefore(args[0])
         if before is not None and self.stores.params and not before.any:
             self._check(args[0])
         with inside(replace(outer, handlers=handlers)):
@@ -188,7 +188,7 @@ def _buffer(x: Any) -> Tensor | None:
     return x if isinstance(x, Tensor) else None
 
 
-class _Places:
+class _PlacesBefore:
     """Where the leaves of a tree lie: those of the next one are to lie so too."""
 
     def __init__(self, t: Any):

@@ -5,6 +5,7 @@ told by the project's own accounts, and, of mapped files, by the system's.
 """
 
 import errno
+import gc
 import os
 import shutil
 from dataclasses import replace
@@ -19,7 +20,7 @@ import fsfunc as ff
 from fsfunc import tree
 from fsfunc.optim import in_place
 from fsfunc.runtime.buffer_pool import BufferPool
-from fsfunc.runtime.stores import Store, lies
+from fsfunc.runtime.stores import LIES, Store, lies
 from fsfunc.sharded.leaf import is_sharded
 from tests.checks import held, refusals, refused, same, simulated, unchanged
 from tests.models import chain, floats, layers, train_step
@@ -34,6 +35,14 @@ STACKS = {  # from the inside out; "offload" stands for what is drawn
     "microbatches reduced": ("precision", "shard", "accumulate", "offload"),
     "alone": ("offload",),
 }
+
+
+@pytest.fixture(autouse=True, scope="module")
+def nothing_left():
+    """Nothing lies anywhere afterwards: whoever counts calls would count more."""
+    yield
+    gc.collect()
+    assert not LIES
 
 
 def stacked(step, names, mesh, zero, stores):
