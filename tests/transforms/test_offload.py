@@ -194,7 +194,7 @@ def anonymous():
     raise RuntimeError("not on Linux")
 
 
-UNITS, WIDE = 48, 256
+UNITS, WIDE = 48, 384
 UNIT_BYTES = 4 * WIDE * WIDE
 
 
