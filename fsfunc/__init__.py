@@ -94,6 +94,7 @@ from fsfunc.transforms.local_copies import LocalState
 from fsfunc.transforms.local_updates import local_sgd
 from fsfunc.transforms.low_rank import powersgd
 from fsfunc.transforms.narrow_wire import CastGather, CastReduction
+from fsfunc.transforms.offloading import offload
 from fsfunc.transforms.ownership import assume
 from fsfunc.transforms.policies import SaveAllBut, SaveOnly, checkpoint_name
 from fsfunc.transforms.quantization import QuantizedGather, QuantizedReduction

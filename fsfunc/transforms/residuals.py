@@ -79,7 +79,7 @@ def error_feedback(optimizer: Optimizer) -> Optimizer:
     tensor([-635.,   -2.])
     """
     return WithFeedback(
-        optimizer, ErrorFeedbackState, _nothing_owed, _Residuals
+        optimizer, ErrorFeedbackState, _nothing_owed, _Owing
     ).functions()
 
 
@@ -229,7 +229,7 @@ class Feedback(Interpretation):
         return found
 
 
-class _Residuals(Feedback):
+class _Owing(Feedback):
     called = "error_feedback"
 
     def check(self, how: Reduction) -> None:
