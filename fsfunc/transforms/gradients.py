@@ -94,7 +94,7 @@ def collected(grads: Any, chosen: Any, runtime: ShardRuntime) -> tuple[Any, ...]
     out: list[Any] = treedef.flatten_up_to(grads)  # type: ignore[arg-type]
     shards = {}
     for key, shard in runtime.keeps.items():
-        grad = runtime.grads.get(key)
+        grad = runtime.sums.grads.get(key)
         shards[key] = shard.like(_zeros(shard.flat) if grad is None else grad)
     # Those in float16 are means already.
     sums = [s.flat for s in shards.values() if s.flat.dtype != torch.float16]

@@ -7,7 +7,7 @@ gathers the buffer, and reduces the gradient that comes back.
 
 Of a unit call it hears four times: ``take`` before its function runs,
 ``after_forward``, ``before_backward``, ``after_backward`` (with ``gradient_of`` each
-buffer). Gathers under way are in ``gathering``, reductions in ``reducing``.
+buffer). Gathers under way are in ``gathering``; ``sums`` has the gradients.
 """
 
 from __future__ import annotations
@@ -20,44 +20,26 @@ import torch
 from torch import Tensor
 
 from fsfunc import _torch
-from fsfunc.comm.attribution import label
 from fsfunc.comm.backends.link import Done, Handle
-from fsfunc.comm.groups import RankGroup, group, strided
+from fsfunc.comm.groups import RankGroup
 from fsfunc.core.casts import Casts
-from fsfunc.core.frames import frame, running
-from fsfunc.core.observation import Observation
+from fsfunc.core.frames import running
 from fsfunc.runtime.buffer_pool import BufferPool
 from fsfunc.runtime.memory_kinds import count_as
 from fsfunc.runtime.stores import (
     LIES,
     ahead,
-    beside,
-    brought,
-    empty_beside,
     lies,
     like_device,
 )
 from fsfunc.sharded.leaf import FlatShard, Parts
 from fsfunc.transforms.gathered_calls import Calls, GatheredCall, Micro
+from fsfunc.transforms.gradient_sums import GradientSums
 from fsfunc.transforms.ownership import Ownership
-from fsfunc.transforms.residuals import Feedback
+from fsfunc.transforms.routes import Routes
 from fsfunc.transforms.wire import Gather, KeptGather, Reduction
 
 __all__ = ["ShardRuntime"]
-
-
-class Route(NamedTuple):
-    """Whom a buffer's ranges go to.
-
-    Args:
-        where: the ranks over which it is cut.
-        replicas: those that have a copy of this rank's range.
-        apart: those of the mean that have other blocks of its leaves.
-    """
-
-    where: RankGroup | None
-    replicas: RankGroup | None
-    apart: RankGroup | None = None
 
 
 class _Near(NamedTuple):
@@ -75,36 +57,6 @@ class _Near(NamedTuple):
         return self.version == shard.version and self.wanted == dtype
 
 
-class Routes(dict[tuple[str, ...], Route]):
-    """Whom to gather a buffer from, by the axes over which its leaves are split.
-
-    Where these are among our axes, as those of experts are, it is the ranks that have
-    the same block. Made in the forward pass: a backward has no mesh in reach.
-    """
-
-    def __init__(self, where: RankGroup, replicas: RankGroup | None):
-        self[()] = Route(where, replicas)
-
-    def __missing__(self, split_axes: tuple[str, ...]) -> Route:
-        where, replicas, _ = self[()]
-        means = (*(() if replicas is None else replicas.axis), *where.axis)  # type: ignore[union-attr]
-        apart = tuple(axis for axis in means if axis in split_axes)
-        found = self[split_axes] = Route(
-            _without(where, split_axes),
-            _without(replicas, split_axes),
-            group(apart) if apart else None,
-        )
-        return found
-
-
-def _without(where: RankGroup | None, axes: Sequence[str]) -> RankGroup | None:
-    """The ranks of a group that differ along none of these axes."""
-    if where is None or not set(where.axis) & set(axes):
-        return where
-    rest = tuple(axis for axis in where.axis if axis not in axes)
-    return group(rest) if rest else None
-
-
 class ShardRuntime:
     """One gradient call, or one plain call, of a sharded function on one rank.
 
@@ -118,15 +70,9 @@ class ShardRuntime:
         ownership: whose its plain tensors are.
         first: how many unit calls of the program came before.
         differentiated: the arguments that a gradient call differentiates.
-        keeps: by identity, the buffers whose gradients are summed here, in ``grads``;
+        keeps: by identity, the buffers whose gradients are summed here, in ``sums``;
             ``parts`` has the parts of their leaves that are used beside units.
-        observers: who is to see this rank's gradients before they are reduced.
-        feedback: adds what earlier reductions lost on the way, if anybody.
-
-    Of ``accumulate`` loops within, the microbatches' gradients are summed before they
-    are reduced; with ``reduce_each`` each is reduced over ``where``, and the sum of
-    the parts is summed over ``replicas``. One reduction is in flight at a time, and one
-    sum over replicas: each runs beside the backward of the next unit.
+        how_summed: ``reduce_each``, ``observers``, ``feedback``: see ``GradientSums``.
     """
 
     def __init__(
@@ -146,9 +92,7 @@ class ShardRuntime:
         differentiated: Sequence[Any] = (),
         keeps: dict[int, FlatShard] | None = None,
         parts: Parts | None = None,
-        reduce_each: bool = False,
-        observers: Sequence[Observation] = (),
-        feedback: Feedback | None = None,
+        **how_summed: Any,
     ):
         self.where, self.replicas, self.zero, self.holds = where, replicas, zero, holds
         self.how_gathered, self.how_reduced = gather, reduction
@@ -159,7 +103,6 @@ class ShardRuntime:
         self.size = where.size
         self.mean_axes = (*(() if replicas is None else replicas.axis), *where.axis)
         self.mean_size = self.size * (1 if replicas is None else replicas.size)
-        self.before = _divided_before(self.mean_size)
         self.named: dict[str, list[FlatShard]] = {}  # several, of trees laid out alike
         for shard in shards:
             self.named.setdefault(shard.buffer, []).append(shard)
@@ -172,21 +115,19 @@ class ShardRuntime:
         self.gathering: dict[str, tuple[GatheredCall, Handle, Tensor]] = {}
         self.recent: Calls = []
         self.calls: dict[Micro, list[Calls]] = {}  # in the order of their outputs
-        self.depth = len(frame().micro)
         self.keeps = {} if keeps is None else keeps
         self.parts: Parts = {} if parts is None else parts
-        self.observers, self.feedback = observers, feedback
+        self.sums = GradientSums(
+            self.routes,
+            zero=zero,
+            reduction=reduction,
+            pool=pool,
+            offloads=self.offloads,
+            **how_summed,
+        )
         # Where gathers leave something to gather from again: what they were.
         self.near: dict[int, _Near] = {}
         self.regathers = zero == 3 and not holds and bool(differentiated)
-        # What observers are still to see: how many calls give it, and the sum so far.
-        self.unseen: dict[Any, tuple[int, Tensor | None]] = {}
-        self.grads: dict[int, Tensor] = {}
-        self.due: dict[Any, tuple[FlatShard, Tensor, str, int]] = {}
-        self.reduce_each = reduce_each
-        self.reducing: list[Reducing] = []
-        self.partly: dict[Any, tuple[Reducing, Tensor, int]] = {}  # not all are there
-        self.summing: list[tuple[Reducing, Handle]] = []  # over replicas
 
     def averages(self, x: Tensor) -> bool:
         """Whether the gradient call will average the gradient of a whole parameter."""
@@ -399,10 +340,8 @@ class ShardRuntime:
         """
         if not running().recompute:
             self.calls.setdefault(calls[0].micro, []).append(calls)
-            for call in calls if self.observers else ():
-                if call.keeps and not call.shared:  # else a neighbour gives it
-                    key = id(call.shard), call.micro
-                    self.unseen[key] = self.unseen.get(key, (0, None))[0] + 1, None
+            if self.sums.observers:
+                self.sums.expect(calls)
 
     def drop(self, calls: Iterable[GatheredCall], but: Calls | None = None) -> None:
         """Forgets gathered buffers; what ``but`` has of them lasts."""
@@ -467,7 +406,7 @@ class ShardRuntime:
 
         That is where the runtime does not keep it, and autograd carries it on.
         """
-        buffer = self.collect(call, shard, grads)
+        buffer = self.sums.collect(call, shard, grads)
         if call.grad is not None:
             buffer.add_(call.grad)
             self.pool.spoil(call.grad)
@@ -479,212 +418,13 @@ class ShardRuntime:
                     return None
         if not call.keeps:
             return buffer
-        self._add(call, shard, buffer)
+        self.sums.add(call, shard, buffer)
         return None
 
-    def collect(
-        self, call: GatheredCall, shard: FlatShard, grads: Sequence[Tensor | None]
-    ) -> Tensor:
-        """The gradients in one buffer, in the dtype of the reduction."""
-        while self.reducing:  # its buffer is what this one may lie in
-            self._finish()
-        place, dtype = shard.place, call.reduce
-        count = place.size * place.chunk
-        where = self.routes[shard.split_axes].where
-        if where is not None and where.size > 1:
-            like = like_device(shard.flat) if self.offloads else shard.flat
-            buffer = self.pool.get(count, dtype, like)
-        else:  # it becomes the gradient: no larger memory than that
-            away = self.offloads and lies(shard.flat) is not None
-            buffer = shard.flat.new_empty(0 if away else count, dtype=dtype)
-            if away:
-                buffer = empty_beside(shard.flat, dtype, scratch=True)
-        count_as("gradients", [buffer, *grads])
-        targets, sources, at = [], [], 0
-        start = buffer.storage_offset()
-        for (shape, steps, offset), g in zip(call.views, grads, strict=True):
-            if g is None:
-                continue
-            if offset > at:
-                buffer[at:offset].zero_()
-            at = offset + g.numel()
-            targets.append(buffer.as_strided(shape, steps, start + offset))
-            sources.append(g if g.layout == torch.strided else strided(g))
-        if at < count:
-            buffer[at:].zero_()
-        if targets:
-            torch._foreach_copy_(targets, sources)
-        return buffer
-
-    def _add(self, call: GatheredCall, shard: FlatShard, buffer: Tensor) -> None:
-        """Takes the gradient of one call, which it reduces when all are there."""
-        if self.observers:
-            self._show(call, shard, buffer)
-        due = 1  # counted, not numbered: microbatches may come back in any order
-        for _, n in call.micro[self.depth :]:
-            due *= n
-        key, count = (id(shard), call.key), 1
-        if self.reduce_each and due > 1:
-            self._reduce(Reducing(shard, buffer, call.name, key, due))
-            return
-        if key in self.due:
-            _, held, _, before = self.due.pop(key)
-            away = self.offloads and lies(shard.flat) is not None
-            buffer = buffer.add_(held) if away else held.add_(buffer)
-            count = before + 1
-        if count < due or self.zero == 1:
-            if self.offloads and lies(shard.flat) and not lies(buffer):
-                buffer = beside(shard.flat, buffer)
-            self.due[key] = shard, buffer, call.name, count
-        else:
-            self._reduce(Reducing(shard, buffer, call.name, key))
-
-    def _show(self, call: GatheredCall, shard: FlatShard, buffer: Tensor) -> None:
-        """Has observers see the gradient of one microbatch, once all calls gave it."""
-        key = id(shard), call.micro
-        count, held = self.unseen.pop(key)
-        if held is not None:
-            buffer = held.add_(buffer)
-        if count > 1:
-            self.unseen[key] = count - 1, buffer.clone() if held is None else held
-            return
-        for observer in self.observers:
-            observer.see(buffer, shard.split_axes)
-
-    def _reduce(self, one: Reducing) -> None:
-        """Puts a reduction in flight, and waits for the one before."""
-        shard, buffer = one.shard, one.buffer
-        where = self.routes[shard.split_axes].where
-        if buffer.dtype == torch.float16:
-            buffer.div_(self.before)
-        if where is not None and where.size > 1:
-            how, whole = self.how_reduced, shard.place.size == 1
-            if self.feedback is None:
-                sent = how.encode(buffer, where.size)
-                one.work = how.move(sent, where, whole, shard.name)
-            else:
-                one.work = self.feedback.move(how, buffer, shard, where, whole)
-        self.reducing.append(one)
-        if len(self.reducing) > 1:
-            self._finish()
-
-    def _finish(self) -> None:
-        """Takes in the reduction that was put in flight first."""
-        one = self.reducing.pop(0)
-        arrived = grad = one.buffer
-        if one.work is not None:
-            arrived = one.work.wait()
-            one.work = None  # or it holds what arrived, while that is cast
-            flat = one.shard.flat
-            wide = torch.promote_types(one.dtype, flat.dtype)  # till it is a mean
-            grad = self.how_reduced.decode(arrived, wide, flat.numel())
-        if self.size > 1 and arrived is not one.buffer:
-            self.pool.spoil(one.buffer)
-        del arrived
-        one.buffer, count = None, 1
-        if one.key in self.partly:
-            _, held, before = self.partly.pop(one.key)
-            grad, count = held.add_(grad), before + 1
-        if count < one.due:
-            if self.offloads and lies(one.shard.flat) and not lies(grad):
-                grad = beside(one.shard.flat, grad)
-            self.partly[one.key] = one, grad, count
-            return
-        if self.replicas is None:
-            self._keep(one, grad)
-        else:
-            self._sum_over_replicas(one, grad)
-
-    def _sum_over_replicas(self, one: Reducing, grad: Tensor) -> None:
-        """Puts the sum in flight, where there are any, and waits for the one before."""
-        replicas = self.routes[one.shard.split_axes].replicas
-        if replicas is None or replicas.size == 1:
-            self._keep(one, grad)
-            return
-        if self.offloads and lies(grad):
-            grad = brought(grad)
-        self.summing.append((one, replicas.start("psum", grad, what=one.shard.name)))
-        del grad
-        if len(self.summing) > 1:
-            self._keep_first()
-
-    def _keep_first(self) -> None:
-        one, work = self.summing.pop(0)
-        grad = work.wait()
-        del work
-        self._keep(one, grad)
-
-    def _keep(self, one: Reducing, grad: Tensor) -> None:
-        """Adds a buffer's summed gradient to those that are there."""
-        shard = one.shard
-        count_as("gradients", [grad])
-        narrow = one.dtype == torch.float16
-        if shard.flat.dtype == torch.float16:  # it would not hold the sum
-            grad = grad.div_(self.mean_size / (self.before if narrow else 1))
-        if self.offloads and lies(shard.flat):  # to where its parameters are
-            if not lies(grad) or grad.dtype != shard.flat.dtype:
-                grad = beside(shard.flat, grad.to(shard.flat.dtype))
-        elif grad.dtype != shard.flat.dtype:
-            grad = grad.to(shard.flat.dtype)
-            count_as("gradients", [grad])
-        if narrow and shard.flat.dtype != torch.float16:
-            grad.mul_(self.before)
-        before = self.grads.get(id(shard))
-        self.grads[id(shard)] = grad if before is None else before.add_(grad)
-
     def finish(self) -> None:
-        """Waits for all that is due; ``grads`` then has the sums over the ranks."""
-        for key, (shard, buffer, name, _) in self.due.items():
-            with label(name, "backward"):
-                away = self.offloads and self.size > 1 and lies(buffer)
-                buffer = brought(buffer) if away else buffer
-                self._reduce(Reducing(shard, buffer, name, key))
-        self.due.clear()
-        while self.reducing:
-            self._finish()
-        for one, grad, _ in self.partly.values():
-            with label(one.name, "backward"):
-                self._sum_over_replicas(one, grad)
-        self.partly.clear()
-        while self.summing:
-            self._keep_first()
-        if self.unseen:
-            raise RuntimeError("a unit call's gradient never came: nothing to observe")
+        """Waits for all that is due; ``sums.grads`` then has all sums."""
+        self.sums.finish()
         self.close()
-
-
-class Reducing:
-    """A buffer's gradient on its way to the ranks that keep it.
-
-    Args:
-        name, key: of the unit call.
-        due: of how many microbatches such are summed before replicas are.
-    """
-
-    __slots__ = ("shard", "buffer", "dtype", "name", "key", "due", "work")
-
-    def __init__(
-        self, shard: FlatShard, buffer: Tensor, name: str, key: Any, due: int = 1
-    ):
-        self.shard, self.name, self.key, self.due = shard, name, key, due
-        self.buffer: Any = buffer
-        self.dtype = buffer.dtype
-        self.work: Handle | None = None
-
-
-def _divided_before(n: int) -> int:
-    """By what float16 gradients are divided before ``n`` of them are summed.
-
-    Their sum would overflow where their mean does not, and divided by ``n`` at once
-    they would vanish: so half of it comes before, half after. (FairScale's rule.)
-
-    >>> [_divided_before(n) for n in (1, 2, 3, 4, 6, 8)]
-    [1, 2, 2, 2, 4, 4]
-    """
-    before = 1
-    while n % before == 0 and n > before * before:
-        before *= 2
-    return before
 
 
 _BUFFER = attrgetter("buffer")
