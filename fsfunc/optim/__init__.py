@@ -5,8 +5,10 @@ from fsfunc.optim.adaptive_scale import AdaScaleState, adascale
 from fsfunc.optim.descent import SgdState, sgd
 from fsfunc.optim.loss_scaling import LossScaleState, loss_scale
 from fsfunc.optim.masking import masked, partition
+from fsfunc.optim.masters import MasterState, master_weights
 from fsfunc.optim.optimizer import Optimizer, apply_updates
 from fsfunc.optim.reductions import all_finite, global_norm, tree_scale, tree_sum
+from fsfunc.optim.rounding import RoundingState, stochastic_rounding
 from fsfunc.optim.schedules import (
     Schedule,
     constant,
@@ -27,7 +29,9 @@ __all__ = [
     "AdaScaleState",
     "AdamState",
     "LossScaleState",
+    "MasterState",
     "Optimizer",
+    "RoundingState",
     "Schedule",
     "SgdState",
     "TorchState",
@@ -45,10 +49,12 @@ __all__ = [
     "linear",
     "loss_scale",
     "masked",
+    "master_weights",
     "partition",
     "scale",
     "sgd",
     "sharded_adam",
+    "stochastic_rounding",
     "tree_scale",
     "tree_sum",
     "warmup_cosine",

@@ -29,7 +29,11 @@ class _Target(NamedTuple):
 
 
 def fused(
-    matched: Matched, kernel: Callable[..., None], decays: Sequence[float]
+    matched: Matched,
+    kernel: Callable[..., None],
+    decays: Sequence[float],
+    *,
+    cast: bool = True,
 ) -> Callable[[], list[Tree]]:
     """What writes ``kernel`` into params and moments, and returns them.
 
@@ -37,7 +41,8 @@ def fused(
     memory, else into copies (on fresh memory the page faults cost most, whatever the
     order of copy and update).
     ``kernel(params, grads, *moments, weight_decay=)`` takes lists of dense tensors of
-    one dtype on one device, and is called once for each such group.
+    one dtype on one device, and is called once for each such group. Without ``cast`` it
+    takes them as they are, and only the parameters' dtype tells groups apart.
     """
     donation = frame().donated
     if donation is not None and _overlap(matched):
@@ -50,7 +55,10 @@ def fused(
             new = _targets(matched, kept, donation, taken)
             _count_write([t for target in new for t in target.tensors])
             for (_, dtype, decay), rows in _groups(matched, new, decays).items():
-                _write(kernel, rows, dtype, decay)
+                if cast:
+                    _write(kernel, rows, dtype, decay)
+                else:
+                    kernel(*zip(*rows, strict=True), weight_decay=decay)
         if donation is not None:
             donation.take(*taken)
         return [
