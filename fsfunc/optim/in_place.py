@@ -34,6 +34,7 @@ def fused(
     decays: Sequence[float],
     *,
     cast: bool = True,
+    least: torch.dtype | None = None,
 ) -> Callable[[], list[Tree]]:
     """What writes ``kernel`` into params and moments, and returns them.
 
@@ -42,19 +43,20 @@ def fused(
     order of copy and update).
     ``kernel(params, grads, *moments, weight_decay=)`` takes lists of dense tensors of
     one dtype on one device, and is called once for each such group. Without ``cast`` it
-    takes them as they are, and only the parameters' dtype tells groups apart.
+    takes them as they are, and only the parameters' dtype tells groups apart. A dtype
+    narrower than ``least`` becomes that.
     """
     donation = frame().donated
-    if donation is not None and _overlap(matched):
+    if donation is not None and overlap(matched):
         donation = None
 
     def commit() -> list[Tree]:
         kept = [matched.trees[0], *matched.trees[2:]]
         taken: tuple[list[Any], list[Any]] = [], []  # leaves written over, and new ones
         with torch.no_grad():
-            new = _targets(matched, kept, donation, taken)
-            _count_write([t for target in new for t in target.tensors])
-            for (_, dtype, decay), rows in _groups(matched, new, decays).items():
+            new = targets(matched, kept, donation, taken)
+            count_write([t for target in new for t in target.tensors])
+            for (_, dtype, decay), rows in _groups(matched, new, decays, least).items():
                 if cast:
                     _write(kernel, rows, dtype, decay)
                 else:
@@ -69,7 +71,7 @@ def fused(
     return commit
 
 
-def _overlap(matched: Matched) -> bool:
+def overlap(matched: Matched) -> bool:
     """Whether memory to write lies at two places: each then gets its own."""
     params, grads, *moments = [b.tensors for b in matched.buffers]
     tensors = [t for column in (params, *moments) for t in column]
@@ -81,7 +83,7 @@ def _overlap(matched: Matched) -> bool:
     return len(set(written) - read) < len(written)
 
 
-def _targets(
+def targets(
     matched: Matched,
     kept: list[list[Any]],
     donation: Donation | None,
@@ -135,7 +137,10 @@ def _over(
 
 
 def _groups(
-    matched: Matched, new: list[_Target], decays: Sequence[float]
+    matched: Matched,
+    new: list[_Target],
+    decays: Sequence[float],
+    least: torch.dtype | None,
 ) -> dict[Any, list[list[Tensor]]]:
     """Rows (param, grad, *moments) by device, dtype and decay.
 
@@ -159,11 +164,13 @@ def _groups(
                 for m in moments:
                     if m.dtype != dtype:
                         dtype = torch.promote_types(dtype, m.dtype)
+                if least is not None:
+                    dtype = torch.promote_types(dtype, least)
                 groups.setdefault((p.device, dtype, decay), []).append(row)
     return groups
 
 
-def _count_write(tensors: Sequence[Tensor]) -> None:
+def count_write(tensors: Sequence[Tensor]) -> None:
     """Counts one write more, where a rank holds no element too.
 
     By the versions `shard` sees whether a gathered buffer is still right, and all ranks

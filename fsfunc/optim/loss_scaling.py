@@ -140,14 +140,14 @@ class _Scaled:
         return LossScaleState(self.initial, 0, 0, self.optimizer.init(params))
 
     def update(self, grads: Tree, state: LossScaleState, params: Tree = None):
-        if not _holds(all_finite(grads)):
+        if not holds(all_finite(grads)):
             none = tree.map(lambda _: None, grads, is_leaf=is_sharded)
             return none, self.rule.bad(state)
         updates, inner = self.optimizer.update(grads, state.inner, params)
         return updates, self.rule.good(state, inner)
 
     def prepare(self, grads: Tree, state: LossScaleState, params: Tree):
-        if not _holds(all_finite(grads)):
+        if not holds(all_finite(grads)):
             after = self.rule.bad(state)
             return lambda: (params, after)
         commit = self.optimizer.prepare(grads, state.inner, params)
@@ -186,6 +186,6 @@ class _Scaling(Interpretation):
         return scaled
 
 
-def _holds(found: Tensor) -> bool:
+def holds(found: Tensor) -> bool:
     """Whether it is true; without data every step is a good one."""
     return _torch.fake_active() or found.is_meta or bool(found)

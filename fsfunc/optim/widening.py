@@ -46,6 +46,13 @@ class Narrow:
         rows = zip(self.mask, *map(self._along, (values, narrow)), strict=True)
         return tree.unflatten(self.treedef, [n if low else x for low, x, n in rows])
 
+    def where(self, given: Tree, values: Tree) -> Tree:
+        """``values``, but None where nothing is ``given``."""
+        pairs = zip(self._along(given), self._along(values), strict=True)
+        return tree.unflatten(
+            self.treedef, [None if given is None else x for given, x in pairs]
+        )
+
     def floats(self) -> Tree:
         """Copies in float32 where the parameters have 16 bits; None elsewhere."""
         with torch.no_grad():
@@ -97,7 +104,8 @@ class Widened:
         with inside(replace(frame(), donated=None)):
             new = low.only(apply_updates(wide, updates))
         change = _changes(low.only(params), self.rounded(state, new))
-        return low.merged(updates, change), self.after(state, new, inner)
+        moved = low.merged(updates, low.where(updates, change))
+        return moved, self.after(state, new, inner)
 
     def prepare(
         self, grads: Tree, state: Any, params: Tree
