@@ -32,25 +32,37 @@ from fsfunc.nn.statistics import (
 )
 from fsfunc.optim import (
     Optimizer,
+    adafactor,
     adascale,
     add_decayed_weights,
     all_finite,
+    apply_if_finite,
     chain,
     clip_by_global_norm,
+    clip_by_value,
     constant,
     cosine_decay,
+    ema,
+    eval_params,
     from_torch,
     global_norm,
     join,
+    lamb,
+    lars,
+    leaf_norms,
     linear,
+    lion,
     loss_scale,
     masked,
     master_weights,
     partition,
     scale,
+    scale_by_trust_ratio,
+    schedule_free,
     sgd,
     sharded_adam,
     stochastic_rounding,
+    swa,
     tree_scale,
     tree_sum,
     warmup_cosine,
@@ -70,16 +82,22 @@ from fsfunc.state.noise import randn_like
 from fsfunc.state.placing import place
 from fsfunc.state.train_state import TrainState, abstract_state, init_state
 from fsfunc.tracing.tracer import program
+from fsfunc.transforms import graphs
 from fsfunc.transforms.accumulation import accumulate
+from fsfunc.transforms.averaging import consensus
 from fsfunc.transforms.casting import precision
 from fsfunc.transforms.donation import donate
-from fsfunc.transforms.error_feedback import error_feedback
+from fsfunc.transforms.gossiping import gossip
+from fsfunc.transforms.local_copies import LocalState
+from fsfunc.transforms.local_updates import local_sgd
 from fsfunc.transforms.ownership import assume
 from fsfunc.transforms.policies import SaveAllBut, SaveOnly, checkpoint_name
 from fsfunc.transforms.quantization import QuantizedGather, QuantizedReduction
 from fsfunc.transforms.rematerialization import remat
+from fsfunc.transforms.residuals import error_feedback
 from fsfunc.transforms.selecting import remat_calls
 from fsfunc.transforms.sharding import shard
+from fsfunc.transforms.slow_momentum import slowmo
 from fsfunc.transforms.wire import Gather, Reduction
 
 if TYPE_CHECKING:

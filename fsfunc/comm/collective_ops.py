@@ -34,6 +34,7 @@ __all__ = [
     "laid",
     "over",
     "run_by",
+    "unheard",
     "watched",
     "watching",
 ]
@@ -158,6 +159,11 @@ def hearing(axes: set[str] | None) -> Iterator[None]:
         yield
     if (outer := _HEARD.get()) is not None:
         outer.update(axes)
+
+
+def unheard() -> Scoped:
+    """Inside, nobody gathers any: one rank may try what others know already."""
+    return Scoped(_HEARD, None)
 
 
 def issue(x: Tensor, how: LinearMap, where: RankGroup) -> Any:

@@ -13,8 +13,8 @@ from fsfunc.optim.leaves import Mask, Tree, zeros_like
 from fsfunc.optim.matching import Decay
 from fsfunc.optim.optimizer import (
     Optimizer,
+    check_fractions,
     check_not_negative,
-    check_numbers,
     elementwise,
 )
 from fsfunc.optim.scaled_moments import with_scaled_moments
@@ -103,10 +103,7 @@ def sharded_adam(
     check_not_negative(eps=eps, weight_decay=weight_decay)
     if not callable(learning_rate):
         check_not_negative(learning_rate=learning_rate)
-    check_numbers(b1=b1, b2=b2)
-    for name, beta in (("b1", b1), ("b2", b2)):
-        if not 0 <= beta < 1:
-            raise ValueError(f"{name} is {beta}: it must be at least 0 and below 1")
+    check_fractions(b1=b1, b2=b2)
 
     if moment_dtype not in _MOMENTS:
         raise TypeError(
@@ -136,7 +133,9 @@ def sharded_adam(
 
     def kernel(state: AdamState):
         rate = rate_at(learning_rate, state.count)
-        return partial(_fused, count=state.count, lr=rate, beta1=b1, beta2=b2, eps=eps)
+        return partial(
+            fused_adam, count=state.count, lr=rate, beta1=b1, beta2=b2, eps=eps
+        )
 
     if moment_dtype == torch.uint8:
         return with_coded_moments("sharded_adam", kernel, weight_decay, mask)
@@ -154,7 +153,7 @@ def sharded_adam(
     )
 
 
-def _fused(
+def fused_adam(
     params: list[Tensor],
     grads: list[Tensor],
     mu: list[Tensor],

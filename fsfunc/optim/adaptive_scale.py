@@ -15,8 +15,9 @@ from fsfunc.comm.mesh import averaged_axes
 from fsfunc.core.frames import frame
 from fsfunc.core.observation import observe_gradients
 from fsfunc.optim.leaves import Tree
+from fsfunc.optim.norms import global_norm
 from fsfunc.optim.optimizer import Optimizer, Run, State
-from fsfunc.optim.reductions import global_norm, tree_scale
+from fsfunc.optim.reductions import tree_scale
 
 
 class AdaScaleState(NamedTuple):

@@ -31,7 +31,7 @@ class _Target(NamedTuple):
 def fused(
     matched: Matched,
     kernel: Callable[..., None],
-    decays: Sequence[float],
+    decays: Sequence[Any],
     *,
     cast: bool = True,
     least: torch.dtype | None = None,
@@ -42,9 +42,10 @@ def fused(
     memory, else into copies (on fresh memory the page faults cost most, whatever the
     order of copy and update).
     ``kernel(params, grads, *moments, weight_decay=)`` takes lists of dense tensors of
-    one dtype on one device, and is called once for each such group. Without ``cast`` it
-    takes them as they are, and only the parameters' dtype tells groups apart. A dtype
-    narrower than ``least`` becomes that.
+    one dtype on one device, and is called once for each such group. ``decays`` are
+    whatever it takes for ``weight_decay``, by leaf. Without ``cast`` it takes tensors
+    as they are, and only the parameters' dtype tells groups apart. A dtype narrower
+    than ``least`` becomes that.
     """
     donation = frame().donated
     if donation is not None and overlap(matched):
@@ -139,7 +140,7 @@ def _over(
 def _groups(
     matched: Matched,
     new: list[_Target],
-    decays: Sequence[float],
+    decays: Sequence[Any],
     least: torch.dtype | None,
 ) -> dict[Any, list[list[Tensor]]]:
     """Rows (param, grad, *moments) by device, dtype and decay.
@@ -193,7 +194,7 @@ def _write(
     sum) would give garbage, silently.
     """
     columns = [*zip(*rows, strict=True)]
-    work = [[_dense(t, dtype) for t in column] for column in columns]
+    work = [[dense(t, dtype) for t in column] for column in columns]
     kernel(*work, weight_decay=decay)
     del columns[1], work[1]  # the gradients are only read
     for targets, sources in zip(columns, work, strict=True):
@@ -202,7 +203,7 @@ def _write(
                 target.copy_(source)
 
 
-def _dense(x: Tensor, dtype: torch.dtype) -> Tensor:
+def dense(x: Tensor, dtype: torch.dtype) -> Tensor:
     if x.dtype == dtype and x.is_contiguous():
         return x
     return x.to(dtype).contiguous()

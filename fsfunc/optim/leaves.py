@@ -50,6 +50,21 @@ def zeros_like(params: Tree, dtype: torch.dtype | None = None) -> Tree:
     )
 
 
+def copied(params: Tree, dtype: torch.dtype | None = None) -> Tree:
+    """``params`` in memory of their own, and None for what is not trainable."""
+    return map_flat(
+        lambda tensors: [t.detach().to(dtype or t.dtype, copy=True) for t in tensors],
+        params,
+        rest=None,
+    )
+
+
+def floating(params: Tree) -> Tree:
+    """``params`` themselves, with None for leaves that are not trainable."""
+    leaves, treedef = tree.flatten(params, is_sharded)
+    return tree.unflatten(treedef, [x if trainable(x) else None for x in leaves])
+
+
 _SAME = object()
 
 

@@ -6,19 +6,17 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
-from torch import Tensor
-
-from fsfunc import _torch, tree
+from fsfunc import tree
 from fsfunc.core.autodiff import GradientCall, Outcome
 from fsfunc.core.frames import Interpretation, frame, inside
 from fsfunc.optim.leaves import Tree
+from fsfunc.optim.norms import all_finite, holds
 from fsfunc.optim.optimizer import (
     Optimizer,
     Run,
     State,
     check_not_negative,
 )
-from fsfunc.optim.reductions import all_finite
 from fsfunc.sharded.leaf import is_sharded
 
 
@@ -184,8 +182,3 @@ class _Scaling(Interpretation):
             return replace(outcome, scale=outcome.scale * self.scale)
 
         return scaled
-
-
-def holds(found: Tensor) -> bool:
-    """Whether it is true; without data every step is a good one."""
-    return _torch.fake_active() or found.is_meta or bool(found)

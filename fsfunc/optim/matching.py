@@ -110,7 +110,7 @@ class Matched:
         columns = [b.tensors for b in self.buffers]
         rows = [
             rule(*row, decay)
-            for *row, decay in zip(*columns, self._spread(decays), strict=True)
+            for *row, decay in zip(*columns, self.spread(decays), strict=True)
         ]
         made = [params if as_params else grads, *moments]
         results = list(zip(*rows, strict=True)) if rows else [()] * len(made)
@@ -121,12 +121,17 @@ class Matched:
             for b, new, old in zip(made, results, kept, strict=True)
         ]
 
+    def summed(self, rule: Callable[[Tensor, Tensor], Tensor]) -> Tree:
+        """Params, with ``rule(param, grad)`` for what is updated, out of place."""
+        decays = [0.0] * len(self.active)
+        return self.composed(lambda p, g, _: [rule(p, g)], decays, as_params=True)[0]
+
     @property
     def members(self) -> list[list[int]]:
         """By flat tensor: the positions in ``active`` of its leaves."""
         return [positions for positions, _ in self.buffers[0].groups]
 
-    def _spread(self, decays: Sequence[float]) -> list[Decay]:
+    def spread(self, decays: Sequence[float]) -> list[Decay]:
         """By flat tensor: the decay of its elements."""
         flats = self.buffers[0].tensors
         members = self.members

@@ -19,7 +19,7 @@ from torch import Tensor
 
 from fsfunc.optim.in_place import fused
 from fsfunc.optim.leaves import Mask, Tree
-from fsfunc.optim.matching import Decay, Matched, Rule
+from fsfunc.optim.matching import Matched, Rule
 
 State = Any
 Init = Callable[[Tree], State]
@@ -53,7 +53,7 @@ class Optimizer(_Functions):
         prepare: ``prepare(grads, state, params) -> commit``: `apply` in two phases. All
             checks, norms and collectives belong to the first; ``commit()`` only writes,
             and returns what `apply` does. So several optimizers can share a step that,
-                failing, leaves the state as it was.
+            failing, leaves the state as it was.
 
     `apply` and `prepare` may be left out; one follows from the other, both from
     `update`.
@@ -165,15 +165,19 @@ def apply_updates(params: Tree, updates: Tree) -> Tree:
 def prepare_updates(params: Tree, updates: Tree) -> Callable[[], Tree]:
     """What does the work of `apply_updates`; the trees are checked now."""
     matched = Matched.of(params, updates)
-    decays = [0.0] * len(matched.active)
     if matched.differentiated:
-        return lambda: matched.composed(_sum, decays, as_params=True)[0]
-    commit = fused(matched, _add, decays)
+        return lambda: matched.summed(_sum)
+    commit = fused(matched, _add, [0.0] * len(matched.active))
     return lambda: commit()[0]
 
 
-def _sum(p: Tensor, u: Tensor, decay: Decay) -> list[Tensor]:
-    return [p + u.to(p.dtype)]
+def summed(params: Tree, updates: Tree) -> Tree:
+    """What `apply_updates` gives, in memory of its own."""
+    return Matched.of(params, updates).summed(_sum)
+
+
+def _sum(p: Tensor, u: Tensor) -> Tensor:
+    return p + u.to(p.dtype)
 
 
 def _add(params: Any, updates: Any, *, weight_decay: float) -> None:
@@ -254,10 +258,27 @@ def check_not_negative(**values: float) -> None:
             raise ValueError(f"{name} is {value}: it must be 0 or more")
 
 
+def check_fractions(**values: float) -> None:
+    """Raise ValueError where one of ``values`` is not in [0, 1)."""
+    check_numbers(**values)
+    for name, value in values.items():
+        if not 0 <= value < 1:
+            raise ValueError(f"{name} is {value}: it must be at least 0 and below 1")
+
+
+def check_takes_plainly(what: str, optimizer: Optimizer) -> None:
+    """Raise ValueError where ``optimizer`` has a say in how gradients are taken."""
+    if optimizer.take is not None:
+        raise ValueError(
+            f"{what} is given an optimizer that takes gradients in a way of its own, "
+            f"as loss_scale does: put that around, as in loss_scale({what}(...))"
+        )
+
+
 def check_params_given(params: Tree, what: str) -> None:
     """Raise ValueError where an update that reads the parameters has none."""
     if params is None:
         raise ValueError(
-            f"{what} decays weights, so it needs them: call "
+            f"{what} reads the parameters, so it needs them: call "
             "update(grads, state, params)"
         )

@@ -10,26 +10,21 @@ into own values, and a number crosses into parts, each with its transpose (`cros
 
 from __future__ import annotations
 
-import math
-from collections.abc import Callable, Sequence
-from functools import partial
+from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.linalg import vector_norm
 
 from fsfunc import tree
 from fsfunc.comm.collective_ops import apply_map, claim, issue
-from fsfunc.comm.collectives import pmax, psum
+from fsfunc.comm.collectives import psum
 from fsfunc.comm.crossings import ENTER, SPREAD, SUM, check_samples
 from fsfunc.comm.groups import group
-from fsfunc.comm.linear_maps import LinearMap
 from fsfunc.comm.mesh import averaged_axes
 from fsfunc.core.frames import frame
 from fsfunc.optim.leaves import (
     Tree,
-    composable,
     differentiated,
     map_flat,
     scaled,
@@ -38,9 +33,8 @@ from fsfunc.optim.leaves import (
 )
 from fsfunc.sharded.leaf import Sharded, is_sharded
 
-__all__ = ["all_finite", "entered", "global_norm", "tree_scale", "tree_sum"]
-
-_MAX = LinearMap("pmax", to="I")  # of what each rank made of its parts
+__all__ = ["by_axes", "combined", "device_of", "entered", "into_parts"]
+__all__ += ["out_of_parts", "tree_scale", "tree_sum"]
 
 Spread = tuple[str, ...] | None  # the axes of a sharded leaf; None: a plain tensor
 
@@ -63,102 +57,13 @@ def tree_sum(values: Tree) -> Tensor:
     >>> tree_sum({"w": torch.ones(2, 3), "b": torch.ones(2), "step": 7})
     tensor(8.)
     """
-    held, dtype = _by_axes(values)
+    held, dtype = by_axes(values)
     sums = []
     for axes, tensors in held:
         local = [t.sum(dtype=dtype) for t in tensors]
-        total = _combined(local, torch.sum, tensors[0].device, dtype)
-        sums.append(_out_of_parts(total, axes))
-    return _combined(sums, torch.sum, _device(held), dtype)
-
-
-def global_norm(values: Tree, p: float = 2.0) -> Tensor:
-    """The p-norm of all elements of the floating leaves, equal on every rank.
-
-    ``(sum |x|^p)^(1/p)``, or ``max |x|`` where p is infinite. The derivative of the
-    norm of zeros is 0; the infinite norm of shards has none.
-
-    Args:
-        values: a tree of tensors and shards of any shapes; other leaves count nothing.
-        p: above 0; ``math.inf`` for the largest magnitude.
-
-    Returns:
-        0-dim, accumulated in float32, or in float64 where a leaf is; 0 for no leaves.
-        Of a tree that is not sharded, the bits of ``torch.nn.utils.get_total_norm``.
-
-    Raises:
-        ValueError: ``p`` is not above 0.
-
-    Cost: one psum (pmax where p is infinite) of one number over each distinct set of
-    axes in the layouts; as many backward.
-
-    >>> global_norm({"w": torch.tensor([3.0]), "b": torch.tensor(4.0), "frozen": None})
-    tensor(5.)
-    """
-    if not p > 0:
-        raise ValueError(f"p is {p}: a norm needs it above 0")
-    held, dtype = _by_axes(values)
-    norm_of = partial(vector_norm, ord=p)
-    local = []
-    for axes, tensors in held:
-        # The infinite norm has no identity: torch refuses an empty tensor.
-        norms = _norms([t for t in tensors if t.numel()], p, dtype)
-        if differentiated(tensors):  # the psum's transpose is every rank's
-            norms += [t.sum(dtype=dtype) for t in tensors if not t.numel()]
-        local.append((axes, _combined(norms, norm_of, tensors[0].device, dtype)))
-    device = _device(held)
-    if math.isinf(p):
-        maxima = [pmax(norm, axes) if axes else norm for axes, norm in local]
-        return _combined(maxima, torch.amax, device, dtype)
-    if len(local) == 1 and not local[0][0]:
-        return _out_of_parts(local[0][1], local[0][0])
-    powers = [_out_of_parts(norm**p, axes) for axes, norm in local]
-    return _root(_combined(powers, torch.sum, device, dtype), p)
-
-
-def all_finite(values: Tree) -> Tensor:
-    """Whether all elements of the floating leaves are finite, equal on every rank.
-
-    Under a transform over axes of a mesh every rank of the mesh is asked, whatever it
-    holds: so a step is skipped everywhere or nowhere.
-
-    Args:
-        values: a tree of tensors and shards of any shapes; other leaves count nothing.
-
-    Returns:
-        0-dim bool; true for no leaves.
-
-    Cost: one pass, and one pmax of one number.
-
-    >>> all_finite({"w": torch.ones(2), "b": torch.tensor(float("inf")), "n": 3})
-    tensor(False)
-    """
-    held, dtype = _by_axes(values)
-    tensors = [t.detach() for _, ts in held for t in ts if t.numel()]
-    norms = _norms(tensors, math.inf, dtype)
-    bad = _combined(norms, lambda x: ~x.isfinite().all(), _device(held), torch.bool)
-    axes = {a for name, _ in held for a in name or ()}
-    at = frame().at
-    if at is not None and any(getattr(h, "axes", ()) for h in frame().handlers):
-        axes = set(at.mesh.axes)
-    if axes:
-        bad = issue(bad.float(), _MAX, group(tuple(sorted(axes)))) > 0
-    return ~bad
-
-
-def _norms(tensors: Sequence[Tensor], p: float, dtype: torch.dtype) -> list[Tensor]:
-    """The p-norm of each (non-empty) tensor, accumulated in ``dtype``: 0-dim."""
-    if composable():
-        return [torch.linalg.vector_norm(t, p, dtype=dtype) for t in tensors]
-    return list(torch._foreach_norm(list(tensors), p, dtype=dtype)) if tensors else []
-
-
-def _root(power: Tensor, p: float) -> Tensor:
-    """``power ** (1/p)``, whose derivative at 0 is 0, as that of a norm is."""
-    if not differentiated([power]):
-        return power.sqrt() if p == 2 else power ** (1 / p)
-    zero = power == 0
-    return torch.where(zero, 0, torch.where(zero, 1, power) ** (1 / p))
+        total = combined(local, torch.sum, tensors[0].device, dtype)
+        sums.append(out_of_parts(total, axes))
+    return combined(sums, torch.sum, device_of(held), dtype)
 
 
 def tree_scale(values: Tree, factor: float | Tensor) -> Tree:
@@ -199,12 +104,12 @@ def tree_scale(values: Tree, factor: float | Tensor) -> Tree:
             return leaf
         if not isinstance(leaf, Sharded):
             return leaf * factor
-        return leaf.with_local(leaf.local * _into_parts(factor, leaf.layout.axes))
+        return leaf.with_local(leaf.local * into_parts(factor, leaf.layout.axes))
 
     return tree.map(times, values, is_leaf=is_sharded)
 
 
-def _out_of_parts(x: Tensor, axes: Spread) -> Tensor:
+def out_of_parts(x: Tensor, axes: Spread) -> Tensor:
     """The ranks' sums over their parts as one sum, each rank's own."""
     if axes is None:
         return x  # each leaf entered by itself
@@ -229,7 +134,7 @@ def entered(x: Tensor) -> Tensor:
     return x
 
 
-def _into_parts(x: Tensor, axes: tuple[str, ...]) -> Tensor:
+def into_parts(x: Tensor, axes: tuple[str, ...]) -> Tensor:
     """What is the same on every rank, as a factor of parts over ``axes``."""
     over, _, _ = _parted(axes)
     return apply_map(x, SPREAD, group(over)) if over else x
@@ -243,7 +148,7 @@ def _parted(axes: tuple[str, ...]) -> tuple[tuple[str, ...], ...]:
     return over, others, tuple(a for a in means if a not in axes)
 
 
-def _by_axes(values: Tree) -> tuple[list[tuple[Spread, list[Tensor]]], torch.dtype]:
+def by_axes(values: Tree) -> tuple[list[tuple[Spread, list[Tensor]]], torch.dtype]:
     """The flat tensors by the axes they are spread over, and a dtype to sum in.
 
     Axes in sorted order, also where all that this rank holds is empty: every rank
@@ -262,11 +167,11 @@ def _by_axes(values: Tree) -> tuple[list[tuple[Spread, list[Tensor]]], torch.dty
     return sorted(held.items(), key=lambda item: item[0] or ()), dtype
 
 
-def _device(held: list[tuple[Spread, list[Tensor]]]) -> torch.device:
+def device_of(held: list[tuple[Spread, list[Tensor]]]) -> torch.device:
     return held[0][1][0].device if held else torch.device("cpu")
 
 
-def _combined(
+def combined(
     numbers: list[Tensor],
     reduce: Callable[[Tensor], Tensor],
     device: torch.device,

@@ -9,10 +9,9 @@ import torch
 from torch import Tensor
 
 from fsfunc.optim.leaves import Mask, Tree
-from fsfunc.optim.loss_scaling import holds
 from fsfunc.optim.matching import Decay, Matched, Rule
+from fsfunc.optim.norms import all_finite, holds
 from fsfunc.optim.optimizer import Optimizer, elementwise
-from fsfunc.optim.reductions import all_finite
 from fsfunc.sharded.leaf import is_sharded
 
 __all__ = ["ScaledAdamState", "with_scaled_moments"]

@@ -19,10 +19,10 @@ from fsfunc.optim.schedules import Schedule, rate_at
 from fsfunc.optim.torch_probe import Kept, as_numbers, at_rest, probe, run_step
 
 _NOT_ELEMENTWISE = {
-    "LBFGS": "it takes a closure, and directions of the whole",
-    "Adafactor": "it keeps sums over the rows and columns of a matrix",
-    "Muon": "it orthogonalises a matrix",
-    "SparseAdam": "it takes sparse gradients",
+    "LBFGS": ("it takes a closure, and directions of the whole", "ff.sharded_adam"),
+    "Adafactor": ("it keeps sums over rows and columns of a matrix", "ff.adafactor"),
+    "Muon": ("it orthogonalises a matrix", "ff.sharded_adam"),
+    "SparseAdam": ("it takes sparse gradients", "ff.sharded_adam"),
 }
 _REFUSED = {
     "capturable": "steps are counted on the host, where nothing waits for them",
@@ -89,8 +89,9 @@ def from_torch(
         raise TypeError(f"from_torch takes a torch.optim class, not {kind!r}")
     name = kind.__name__
     known = getattr(torch.optim, name, None) is kind
-    if known and (why := _NOT_ELEMENTWISE.get(name)):
-        raise ValueError(f"{name} cannot run on shards: {why}; take ff.sharded_adam")
+    if known and name in _NOT_ELEMENTWISE:
+        why, instead = _NOT_ELEMENTWISE[name]
+        raise ValueError(f"{name} cannot run on shards: {why}; take {instead}")
     for option, why in _REFUSED.items():
         if options.get(option):
             raise ValueError(f"from_torch({name}) does without {option}: {why}")

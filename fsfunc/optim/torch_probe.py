@@ -145,7 +145,8 @@ def probe(make: Make, name: str) -> Kept:
         except _Refused as reason:
             raise ValueError(
                 f"{name} cannot run on shards: {reason}; take ff.sharded_adam, ff.sgd "
-                "or an elementwise class, such as torch.optim.RMSprop"
+                "or an elementwise class, such as torch.optim.RMSprop; for norms of "
+                "leaves ff.lamb, ff.lars, or an optimizer made with ff.leaf_norms"
             ) from reason.__cause__
 
 

@@ -5,8 +5,19 @@ from __future__ import annotations
 from functools import partial
 from typing import Any
 
-from fsfunc.optim.leaves import Mask, Tree, map_flat, scaled
+import torch
+from torch import Tensor
+
+from fsfunc.optim.leaves import (
+    Mask,
+    Tree,
+    composable,
+    differentiated,
+    map_flat,
+    scaled,
+)
 from fsfunc.optim.matching import Matched, decayed
+from fsfunc.optim.norms import global_norm
 from fsfunc.optim.optimizer import (
     Optimizer,
     Run,
@@ -15,7 +26,7 @@ from fsfunc.optim.optimizer import (
     check_numbers,
     check_params_given,
 )
-from fsfunc.optim.reductions import global_norm, tree_scale
+from fsfunc.optim.reductions import tree_scale
 
 
 def chain(*transforms: Optimizer) -> Optimizer:
@@ -167,5 +178,44 @@ def clip_by_global_norm(
     def update(grads: Tree, state: State, params: Tree = None) -> tuple[Tree, State]:
         factor = (max_norm / (global_norm(grads, p) + eps)).clamp(max=1.0)
         return tree_scale(grads, factor), state
+
+    return Optimizer(lambda params: (), update)
+
+
+def clip_by_value(max_value: float) -> Optimizer:
+    """The transformation that clips each element of gradients by itself.
+
+    ``min(max(g, -max_value), max_value)``, as ``torch.nn.utils.clip_grad_value_`` does
+    it: so NaN stays NaN.
+
+    Args:
+        max_value: above 0.
+
+    Raises:
+        ValueError: ``max_value`` is not above 0.
+
+    Cost: no communication; a fresh copy of the gradients, which are left as they were.
+
+    >>> import torch
+    >>> clip_by_value(1.0).update({"w": torch.tensor([3.0, -4.0, 0.5])}, ())[0]
+    {'w': tensor([ 1.0000, -1.0000,  0.5000])}
+    """
+    check_numbers(max_value=max_value)
+    if not max_value > 0:
+        raise ValueError(f"max_value is {max_value}: it must be above 0")
+
+    def clipped(tensors: list[Tensor]) -> list[Tensor]:
+        if composable():
+            return [t.clamp(-max_value, max_value) for t in tensors]
+        if not tensors:
+            return []
+        least = torch._foreach_clamp_min(tensors, -max_value)
+        if not differentiated(tensors):
+            torch._foreach_clamp_max_(least, max_value)
+            return list(least)
+        return list(torch._foreach_clamp_max(least, max_value))
+
+    def update(grads: Tree, state: State, params: Tree = None) -> tuple[Tree, State]:
+        return map_flat(clipped, grads), state
 
     return Optimizer(lambda params: (), update)

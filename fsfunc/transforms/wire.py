@@ -38,7 +38,15 @@ from fsfunc.comm.groups import RankGroup
 __all__ = ["Gather", "Reduction"]
 
 
-class Gather:
+class _Shown:
+    """Shown by what it is made of: ranks compare how they send."""
+
+    def __repr__(self) -> str:
+        made = ", ".join(f"{k}={v!r}" for k, v in sorted(vars(self).items()))
+        return f"{type(self).__name__}({made})"
+
+
+class Gather(_Shown):
     """A rank's range of a buffer becomes the whole buffer.
 
     Cost: one all-gather of what ``encode`` gives.
@@ -59,7 +67,7 @@ class Gather:
         return arrived
 
 
-class Reduction:
+class Reduction(_Shown):
     """The ranks' gradients of a whole buffer become their sum: of this rank's range.
 
     Cost: one reduce-scatter of what ``encode`` gives (at zero=0 one all-reduce).

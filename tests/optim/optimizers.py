@@ -9,15 +9,24 @@ from hypothesis import strategies as st
 
 from fsfunc.optim import (
     Optimizer,
+    adafactor,
     add_decayed_weights,
+    apply_if_finite,
     chain,
     clip_by_global_norm,
+    clip_by_value,
+    ema,
     from_torch,
+    lamb,
+    lars,
+    lion,
     masked,
     partition,
     scale,
+    schedule_free,
     sgd,
     sharded_adam,
+    swa,
 )
 
 
@@ -36,6 +45,7 @@ class Kind:
     exact: bool = False  # by its update, and on shards, to the bit as well
     sends: bool = False
     anew: bool = False  # makes its moments in new memory, donated or not
+    few: bool = False  # examples: it has tests of its own
 
 
 ADAMS = st.fixed_dictionaries(
@@ -161,4 +171,44 @@ COMPOSED = {
         sends=True,
     ),
 }
-KINDS = OWN | TORCHS | COMPOSED
+REDUCING = {
+    "lion": Kind(lambda: chain(clip_by_value(0.5), lion(0.1, mask=matrices)), few=True),
+    "adafactor": Kind(
+        lambda: adafactor(0.1, weight_decay=0.1, mask=matrices),
+        sends=True,
+        anew=True,
+        few=True,
+    ),
+    "lamb": Kind(
+        lambda: lamb(0.1, weight_decay=0.1, mask=matrices), sends=True, few=True
+    ),
+    "lars": Kind(
+        lambda: lars(
+            lambda count: 0.1 / (count + 1),
+            trust_coefficient=0.1,
+            nesterov=True,
+            weight_decay=0.1,
+            mask=matrices,
+            trust_mask=matrices,
+        ),
+        sends=True,
+        few=True,
+    ),
+    "averages, if finite": Kind(
+        lambda: apply_if_finite(
+            ema(swa(sharded_adam(0.1, mask=matrices), every=2), 0.8, start=1)
+        ),
+        sends=True,
+        few=True,
+    ),
+    "schedule-free": Kind(
+        lambda: schedule_free(
+            sharded_adam(0.1, b1=0.0, weight_decay=0.0),
+            0.1,
+            weight_decay=0.2,
+            mask=matrices,
+        ),
+        few=True,
+    ),
+}
+KINDS = OWN | TORCHS | COMPOSED | REDUCING

@@ -17,7 +17,7 @@ MESHES = st.sampled_from(
 
 
 def whole(seed):
-    """A model of two units, a split leaf, an owned one and a replicated one."""
+    """A model of three units, a split leaf, an owned one and a replicated one."""
     generator = torch.Generator().manual_seed(seed)
 
     def draw(*shape):
@@ -26,6 +26,7 @@ def whole(seed):
     return {
         "first": {"w": draw(3, 5), "b": draw(5), "scale": draw(), "none": draw(0, 2)},
         "second": [draw(4, 4), draw(2)],
+        "both": {"b": draw(5), "w": draw(7, 3)},
         "split": draw(7, 2),
         "owned": draw(3),
         "norm": draw(6),
@@ -34,7 +35,10 @@ def whole(seed):
 
 
 def layouts(values, axes):
-    """By path, how each leaf lies; one flat buffer over one axis, one over two."""
+    """By path, how each leaf lies.
+
+    A flat buffer over one axis, one over two, and one of split leaves' parts.
+    """
     paths, leaves, _ = tree.flatten_with_paths(values)
     shapes = {p: tuple(x.shape) for p, x in zip(paths, leaves, strict=True)}
     found = {}
@@ -49,6 +53,18 @@ def layouts(values, axes):
             unit,
         )
         found.update(zip(names, packed, strict=True))
+    names = [p for p in paths if p.startswith("both")]
+    cut = (Split(0, "model", axes["model"]),)
+    packed = pack_flat(
+        [shapes[p] for p in names],
+        torch.float32,
+        names,
+        ["data"],
+        axes["data"],
+        "both",
+        outer=[cut] * len(names),
+    )
+    found.update(zip(names, packed, strict=True))
     split, owned = Split(0, "model", axes["model"]), Owned("data", axes["data"], 0)
     found["split"] = Layout(shapes["split"], torch.float32, (split,), "split")
     found["owned"] = Layout(shapes["owned"], torch.float32, (owned,), "owned")
@@ -64,9 +80,9 @@ def place(values, axes):
             shards.setdefault(layout.flat.buffer, []).append(layout)
     made = {}
     for members in shards.values():
-        place_of = members[0].flat
-        own = {axis: at[axis] for axis in place_of.axes}
-        shard = FlatShard(tuple(members), torch.zeros(place_of.chunk), own)
+        own = {axis: at[axis] for axis in members[0].axes}
+        chunk = members[0].flat.chunk
+        shard = FlatShard(tuple(members), torch.zeros(chunk), own)
         made.update({leaf.name: leaf for leaf in shard.leaves()})
 
     def part(path, x):

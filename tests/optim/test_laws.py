@@ -36,9 +36,16 @@ def of_every_kind(examples, kinds=KINDS, **drawn):
             kind = KINDS[name]
             test(kind, data.draw(kind.settings), **rest)
 
+        def counted(count):
+            return settings(max_examples=count)(given(data=st.data(), **drawn)(run))
+
         run.__name__ = test.__name__
-        run = settings(max_examples=examples)(given(data=st.data(), **drawn)(run))
-        return pytest.mark.parametrize("name", kinds)(run)
+        many, few = counted(examples), counted(min(examples, 4))
+
+        def chosen(name):
+            (few if KINDS[name].few else many)(name=name)
+
+        return pytest.mark.parametrize("name", kinds)(chosen)
 
     return over
 

@@ -9,20 +9,33 @@ from torch.func import vmap
 from fsfunc import tree
 from fsfunc.optim import (
     Optimizer,
+    adafactor,
     add_decayed_weights,
+    apply_if_finite,
     chain,
     clip_by_global_norm,
+    clip_by_value,
     constant,
     cosine_decay,
+    ema,
+    eval_params,
     from_torch,
     global_norm,
     join,
+    lamb,
+    lars,
+    leaf_norms,
     linear,
+    lion,
+    loss_scale,
     masked,
     partition,
     scale,
+    scale_by_trust_ratio,
+    schedule_free,
     sgd,
     sharded_adam,
+    swa,
     warmup_cosine,
 )
 from fsfunc.tree.structure import TreeMismatch
@@ -35,6 +48,13 @@ TWO = {"a": P, "b": P}
 BY_PATH = lambda path, leaf: path  # noqa: E731
 DECAYED = add_decayed_weights(0.5, lambda path, leaf: path == "w")
 HALVED = chain(scale(0.5), sgd(0.1))
+SCALED = loss_scale(sgd(0.1))
+AROUND = {
+    "ema": ema,
+    "swa": swa,
+    "apply_if_finite": apply_if_finite,
+    "schedule_free": lambda base: schedule_free(base, 0.1),
+}
 LABELLED = partition({"a": sgd(0.1)}, lambda path, leaf: "a")
 COMPLEX = torch.ones(2, dtype=torch.complex64)
 
@@ -63,6 +83,18 @@ def only(name):
     return masked(sgd(1.0), lambda path, leaf: path == name)
 
 
+class Normed(torch.optim.Optimizer):
+    """One that knows of no layout, and needs a norm."""
+
+    def __init__(self, params):
+        super().__init__(params, {})
+
+    @torch.no_grad()
+    def step(self, closure=None):
+        for p in self.param_groups[0]["params"]:
+            p.sub_(p.grad / p.grad.norm())
+
+
 def vmapped(optimizer):
     state = optimizer.init(P)
     return lambda: vmap(lambda p: optimizer.apply(p, state, p)[0])(torch.ones(3, 2))
@@ -82,7 +114,39 @@ VALUES = [
     ("dampening is", lambda: sgd(0.1, nesterov=True, momentum=0.9, dampening=0.1)),
     ("weight_decay is -1", lambda: add_decayed_weights(-1)),
     ("LBFGS cannot run on shards: it takes a closure", torchs("LBFGS")),
-    ("sums over the rows and columns", torchs("Adafactor")),
+    ("sums over rows and columns.*take ff.adafactor", torchs("Adafactor")),
+    ("ff.leaf_norms", lambda: from_torch(Normed)),
+    ("b1 is 1.0", lambda: lion(b1=1.0)),
+    ("weight_decay is -1", lambda: lion(weight_decay=-1)),
+    ("max_value is 0", lambda: clip_by_value(0)),
+    ("max_value is nan", lambda: clip_by_value(math.nan)),
+    ("trust_coefficient is -1", lambda: lars(0.1, trust_coefficient=-1)),
+    ("nesterov needs momentum", lambda: lars(0.1, momentum=0, nesterov=True)),
+    ("b2 is 1", lambda: lamb(b2=1)),
+    ("eps is -1", lambda: scale_by_trust_ratio(eps=-1)),
+    (r"a trust ratio.*update\(grads, state, params\)",
+     updated(scale_by_trust_ratio())),
+    (r"call update\(grads, state, params\)", updated(lamb())),
+    (r"call update\(grads, state, params\)", updated(adafactor())),
+    ("beta2_decay is 0.8", lambda: adafactor(beta2_decay=0.8)),
+    ("d is 0.5", lambda: adafactor(d=0.5)),
+    ("eps2 is -1", lambda: adafactor(eps=(None, -1))),
+    ("take ff.sharded_adam", vmapped(adafactor())),
+    ("decay is 1", lambda: ema(sgd(0.1), 1)),
+    ("ema from update -1", lambda: ema(sgd(0.1), start=-1)),
+    ("swa from update 0 on, one in 0", lambda: swa(sgd(0.1), every=0)),
+    (r"ema.*call update\(grads, state, params\)", updated(ema(sgd(0.1)))),
+    ("made by ff.ema, ff.swa or ff.schedule_free",
+     lambda: eval_params(sgd(0.1).init(P), P)),
+    ("b1 is 0", lambda: schedule_free(sgd(0.1), 0.1, b1=0)),
+    ("b1 is 1", lambda: schedule_free(sgd(0.1), 0.1, b1=1)),
+    ("learning_rate is -1", lambda: schedule_free(sgd(0.1), -1)),
+    (r"call update\(grads, state, params\)", updated(schedule_free(sgd(0.1), 0.1))),
+    *[(f"put that around.*{name}", lambda make=make: make(SCALED))
+      for name, make in AROUND.items()],
+    ("max_consecutive_errors is -1", lambda: apply_if_finite(sgd(0.1), -1)),
+    ("each sample would skip for itself", vmapped(apply_if_finite(sgd(0.1)))),
+    *[("p is", lambda p=p: leaf_norms(P, p)) for p in (0, -1, math.nan)],
     ("orthogonalises a matrix", torchs("Muon")),
     ("sparse gradients", torchs("SparseAdam")),
     (r"from_torch\(Adam\) does without capturable", torchs("Adam", capturable=True)),
@@ -135,6 +199,13 @@ MISMATCHES = [
     ("gradients do not fit", applied(LABELLED, TWO, None, {"a": P})),
     ("optimizer state.*'w'.*None", applied(
         sharded_adam(), {"w": W}, sharded_adam().init({"w": torch.tensor(1)}))),
+    ("state does not fit.*'w'.*second moments", applied(
+        adafactor(), {"w": W}, adafactor().init({"w": W.t()}))),
+    ("gradients do not fit.*'b'", applied(
+        ema(sgd(0.1)), BOTH, ema(sgd(0.1)).init({**BOTH, "b": P}))),
+    ("optimizer state.*'b'", applied(
+        schedule_free(sgd(0.1), 0.1), BOTH,
+        schedule_free(sgd(0.1), 0.1).init({**BOTH, "b": P}))),
 ]  # fmt: skip
 
 

@@ -11,8 +11,8 @@ from torch import Tensor, nn
 
 import fsfunc as ff
 from fsfunc import _torch, tree
-from fsfunc.sharded.leaf import is_sharded
 from fsfunc.runtime import random_blocks
+from fsfunc.sharded.leaf import is_sharded
 from fsfunc.state import replay
 from tests.checks import same
 from tests.models import chain

@@ -1,0 +1,187 @@
+"""Averages of the parameters, kept beside any optimizer, in the parameters' layout."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any, NamedTuple
+
+import torch
+
+from fsfunc.optim.in_place import fused
+from fsfunc.optim.leaves import Tree, copied, floating
+from fsfunc.optim.matching import Matched
+from fsfunc.optim.optimizer import (
+    Optimizer,
+    State,
+    check_fractions,
+    check_params_given,
+    check_takes_plainly,
+    summed,
+)
+
+__all__ = ["AverageState", "ema", "swa"]
+
+
+class AverageState(NamedTuple):
+    """How many updates were made and how many are averaged, the average, and the rest.
+
+    ``average`` is a tree like the parameters, in the same layout, with None for leaves
+    that are not floating tensors; `eval_params` gives it as parameters. ``inner`` is
+    the state of the optimizer.
+    """
+
+    count: int
+    averaged: int
+    average: Any
+    inner: Any
+
+    def evaluated(self, params: Tree) -> Tree:
+        """The average."""
+        return self.average
+
+
+def ema(
+    optimizer: Optimizer,
+    decay: float = 0.999,
+    *,
+    start: int = 0,
+    every: int = 1,
+    dtype: torch.dtype | None = None,
+) -> Optimizer:
+    """``optimizer``, and beside it an exponential average of the parameters.
+
+    After an update, as ``torch.optim.swa_utils.get_ema_multi_avg_fn`` does it::
+
+        average = decay average + (1 - decay) p         p itself at the first
+
+    Args:
+        optimizer: whatever trains the parameters.
+        decay: of the average, in [0, 1).
+        start: how many updates are left out.
+        every: that one in so many counts.
+        dtype: of the average; that of each parameter without it.
+
+    Returns:
+        the optimizer; its state is an `AverageState`. Before the first update the
+        average is the parameters that ``init`` was given.
+
+    Raises:
+        ValueError: a decay outside [0, 1); ``start`` below 0; ``every`` below 1; an
+            update without ``params``.
+        TreeMismatch: the average does not fit the parameters; names the path.
+
+    Cost: no communication; that of ``optimizer``, and one fused pass over the average,
+    in place under `donate`.
+
+    >>> from fsfunc.optim.descent import sgd
+    >>> optimizer = ema(sgd(1.0), 0.5)
+    >>> w, state = torch.zeros(2), optimizer.init(torch.zeros(2))
+    >>> for _ in range(2):
+    ...     w, state = optimizer.apply(-torch.ones(2), state, w)
+    >>> w, state.average
+    (tensor([2., 2.]), tensor([1.5000, 1.5000]))
+    """
+    check_fractions(decay=decay)
+    weight = lambda averaged: 1 - decay if averaged else 1.0  # noqa: E731
+    return _averaged("ema", optimizer, weight, start, every, dtype)
+
+
+def swa(
+    optimizer: Optimizer,
+    *,
+    start: int = 0,
+    every: int = 1,
+    dtype: torch.dtype | None = None,
+) -> Optimizer:
+    """``optimizer``, and beside it the mean of the parameters after its updates.
+
+    ``average = average + (p - average) / (n + 1)`` after n of them, as
+    ``torch.optim.swa_utils.AveragedModel`` does it.
+
+    Args:
+        optimizer: whatever trains the parameters.
+        start: how many updates are left out.
+        every: that one in so many counts.
+        dtype: of the average; that of each parameter without it.
+
+    Returns:
+        the optimizer; its state is an `AverageState`. Before the first update that
+        counts the average is the parameters that ``init`` was given.
+
+    Raises:
+        ValueError: ``start`` below 0; ``every`` below 1; an update without ``params``.
+        TreeMismatch: the average does not fit the parameters; names the path.
+
+    Cost: no communication; that of ``optimizer``, and one fused pass over the average
+    where an update counts, in place under `donate`.
+
+    Source: Izmailov et al., Averaging Weights Leads to Wider Optima, algorithm 1.
+
+    >>> from fsfunc.optim.descent import sgd
+    >>> optimizer = swa(sgd(1.0), start=1)
+    >>> w, state = torch.zeros(2), optimizer.init(torch.zeros(2))
+    >>> for _ in range(3):
+    ...     w, state = optimizer.apply(-torch.ones(2), state, w)
+    >>> w, state.average, state.averaged  # the mean of 2 and 3
+    (tensor([3., 3.]), tensor([2.5000, 2.5000]), 2)
+    """
+    weight = lambda averaged: 1 / (averaged + 1)  # noqa: E731
+    return _averaged("swa", optimizer, weight, start, every, dtype)
+
+
+def _averaged(
+    name: str,
+    optimizer: Optimizer,
+    weight: Callable[[int], float],
+    start: int,
+    every: int,
+    dtype: torch.dtype | None,
+) -> Optimizer:
+    check_takes_plainly(name, optimizer)
+    if start < 0 or every < 1:
+        raise ValueError(
+            f"{name} from update {start} on, one in {every}: start must be 0 or more, "
+            "and every 1 or more"
+        )
+
+    def init(params: Tree) -> AverageState:
+        return AverageState(0, 0, copied(params, dtype), optimizer.init(params))
+
+    def next_state(state: AverageState, average: Tree, inner: State) -> AverageState:
+        averaged = state.averaged + (average is not state.average)
+        return AverageState(state.count + 1, averaged, average, inner)
+
+    def counts(state: AverageState) -> bool:
+        return state.count >= start and (state.count - start) % every == 0
+
+    def update(grads: Tree, state: AverageState, params: Tree = None):
+        check_params_given(params, name)
+        updates, inner = optimizer.update(grads, state.inner, params)
+        average = state.average
+        if counts(state):
+            to = weight(state.averaged)
+            matched = Matched.of(average, floating(summed(params, updates)))
+            average = matched.summed(lambda a, p: a.lerp(p.to(a.dtype), to))
+        return updates, next_state(state, average, inner)
+
+    def prepare(grads: Tree, state: AverageState, params: Tree):
+        Matched.of(state.average, floating(params))  # which raises in time
+        commit = optimizer.prepare(grads, state.inner, params)
+
+        def finish() -> tuple[Tree, AverageState]:
+            params, inner = commit()
+            average = state.average
+            if counts(state):
+                matched = Matched.of(average, floating(params))
+                kernel = partial(_lerp, to=weight(state.averaged))
+                (average,) = fused(matched, kernel, [None] * len(matched.active))()
+            return params, next_state(state, average, inner)
+
+        return finish
+
+    return Optimizer(init, update, prepare=prepare)
+
+
+def _lerp(averages: Any, params: Any, *, to: float, weight_decay: None) -> None:
+    torch._foreach_lerp_(averages, params, to)

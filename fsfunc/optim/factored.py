@@ -1,0 +1,200 @@
+"""Adafactor: second moments as a row and a column, over whatever the rank holds."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from fsfunc import tree
+from fsfunc.optim.leaves import Mask, Tree, along, local, paths_of, said, trainable
+from fsfunc.optim.matching import Matched
+from fsfunc.optim.optimizer import (
+    Optimizer,
+    check_not_negative,
+    check_numbers,
+    check_params_given,
+)
+from fsfunc.optim.schedules import Schedule, rate_at
+from fsfunc.optim.square_sums import FactoredLeaf, powers, whole_sums, wide
+from fsfunc.sharded.leaf import is_sharded
+
+__all__ = ["AdafactorState", "adafactor"]
+
+
+class AdafactorState(NamedTuple):
+    """How many updates were made, and the second moments.
+
+    Of a leaf of shape ``[..., r, c]`` ``row`` is ``[..., r, 1]`` and ``col`` is
+    ``[..., 1, c]``, whole on every rank, float32 (float64 for such a leaf). Of a leaf
+    of less than two dims ``variance`` is like it, in its layout. None elsewhere.
+    """
+
+    count: int | Tensor
+    row: Any
+    col: Any
+    variance: Any
+
+
+def adafactor(
+    learning_rate: float | Schedule = 1e-2,
+    *,
+    beta2_decay: float = -0.8,
+    eps: tuple[float | None, float] = (None, 1e-3),
+    d: float = 1.0,
+    weight_decay: float = 0.0,
+    mask: Mask | None = None,
+) -> Optimizer:
+    """Adafactor as ``torch.optim.Adafactor`` does it, over whole or sharded leaves.
+
+    With t = count + 1, b = t^beta2_decay, and means over each whole leaf::
+
+        row = (1 - b) row + b mean_c(g^2)           col = (1 - b) col + b mean_r(g^2)
+        u = g / sqrt(max(row col / max(mean_r(row), eps1), eps1^2))
+        step = min(learning_rate, 1 / sqrt(t)) max(eps2, rms(p))
+        p = p - learning_rate weight_decay p - step u / max(1, rms(u) / d)
+
+    Args:
+        learning_rate: a number, or ``schedule(count)`` giving one; see `schedules`.
+        beta2_decay: how fast older squares are forgotten less, at most 0.
+        eps: eps1, by default the machine epsilon of the leaf's dtype, and eps2.
+        d: above which root mean square an update is scaled down, at least 1.
+        weight_decay: times the learning rate, what a leaf loses of itself.
+        mask: ``mask(path, leaf)`` says which leaves decay; all do without it.
+
+    Returns:
+        the optimizer; its state is an `AdafactorState`: of a matrix r + c numbers in
+        place of r c, the same on every rank.
+
+    Raises:
+        ValueError: a number out of its range; an update without ``params``, or that
+            somebody differentiates or batches.
+        TreeMismatch: gradients do not fit the parameters; names the path.
+
+    Cost: two psums over each distinct set of axes in the layouts: of 1 + r + c numbers
+    for each matrix there (times the dims before these two), 1 for another leaf, and of
+    one for each leaf. One fresh tensor of the size of the rank's parameters; these in
+    place under `donate`.
+
+    Source: Shazeer and Stern, Adafactor, algorithms 4 and 5, as torch changes it.
+
+    >>> optimizer = adafactor(0.1)
+    >>> w = torch.ones(2, 2)
+    >>> w, state = optimizer.apply(torch.ones(2, 2), optimizer.init(w), w)
+    >>> w[0], state.row.shape, state.col.shape
+    (tensor([0.9000, 0.9000]), torch.Size([2, 1]), torch.Size([1, 2]))
+    """
+    eps1, eps2 = eps
+    check_not_negative(eps1=eps1 or 0.0, eps2=eps2, weight_decay=weight_decay)
+    check_numbers(beta2_decay=beta2_decay, d=d)
+    if not callable(learning_rate):
+        check_not_negative(learning_rate=learning_rate)
+    if not (beta2_decay <= 0 and d >= 1):
+        raise ValueError(
+            f"beta2_decay is {beta2_decay} and d is {d}: the one must be at most 0, "
+            "and the other at least 1"
+        )
+
+    def update(grads: Tree, state: AdafactorState, params: Tree = None):
+        check_params_given(params, "adafactor")
+        matched = Matched.of(params, grads)
+        if matched.differentiated:
+            raise ValueError(
+                "adafactor cannot be differentiated or batched; take ff.sharded_adam "
+                "there, whose update differentiates"
+            )
+        t, rate = state.count + 1, rate_at(learning_rate, state.count)
+        with torch.no_grad():
+            leaves = _leaves(matched, state)
+            sums = whole_sums(leaves)
+            updates = matched.buffers[1].rebuild(
+                [
+                    torch.zeros_like(x, dtype=wide(x.dtype))
+                    for x in matched.buffers[0].tensors
+                ]
+            )
+            for leaf, (power, rows, cols) in zip(leaves, sums, strict=True):
+                leaf.learn(rows, cols, t**beta2_decay)
+                leaf.direct(local(updates[leaf.at]), eps1)
+                leaf.power = power[0]
+            lengths = powers(leaves, [local(x) for x in updates])
+            step = min(rate, 1 / t**0.5)
+            decays = matched.decays(rate * weight_decay, mask)
+            for leaf, length in zip(leaves, lengths, strict=True):
+                rms_p, rms_u = leaf.rms(leaf.power), leaf.rms(length)
+                factor = step * rms_p.clamp(min=eps2) / (rms_u / d).clamp(min=1)
+                u = local(updates[leaf.at])
+                u.mul_(-factor.to(u.device, u.dtype))
+                if decays[leaf.at]:
+                    u.sub_(leaf.p, alpha=decays[leaf.at])
+        out = matched.restore(updates, [None] * len(matched.trees[0]))
+        return out, _next(matched, state, leaves)
+
+    return Optimizer(_init, update)
+
+
+def _init(params: Tree) -> AdafactorState:
+    def factor(short: int) -> Tree:
+        def zeros(leaf: Any) -> Any:
+            if not trainable(leaf) or leaf.ndim < 2:
+                return None
+            shape = [*leaf.shape]
+            shape[short] = 1
+            return torch.zeros(shape, dtype=wide(leaf.dtype), device=leaf.device)
+
+        return tree.map(zeros, params, is_leaf=is_sharded)
+
+    def variance(leaf: Any) -> Any:
+        if not trainable(leaf) or leaf.ndim > 1:
+            return None
+        zeros = torch.zeros_like(local(leaf), dtype=wide(leaf.dtype))
+        return leaf.with_local(zeros) if is_sharded(leaf) else zeros
+
+    vectors = tree.map(variance, params, is_leaf=is_sharded)
+    return AdafactorState(0, factor(-1), factor(-2), vectors)
+
+
+def _leaves(matched: Matched, state: AdafactorState) -> list[FactoredLeaf]:
+    """The leaves to update, with their moments.
+
+    Raises:
+        TreeMismatch: the moments are not those of the parameters.
+    """
+    columns = _columns(matched, state)
+    leaves = []
+    for at, i in enumerate(matched.active):
+        param, grad = matched.trees[0][i], matched.trees[1][i]
+        held = [column[i] for column in columns]
+        leaf = FactoredLeaf(
+            at, param, grad, [None if x is None else local(x) for x in held]
+        )
+        if not leaf.fits(param.ndim):
+            raise tree.TreeMismatch(
+                "optimizer state does not fit the parameters at "
+                f"{paths_of(matched.treedef)[i]!r}: {said(param)} has other second "
+                "moments; make them with this optimizer's own init(params)"
+            )
+        leaves.append(leaf)
+    return leaves
+
+
+def _columns(matched: Matched, state: AdafactorState) -> list[list[Any]]:
+    like = tree.unflatten(matched.treedef, matched.trees[0])
+    trees = state.row, state.col, state.variance
+    return [along(like, matched.treedef, t, "optimizer state") for t in trees]
+
+
+def _next(
+    matched: Matched, state: AdafactorState, leaves: Sequence[FactoredLeaf]
+) -> AdafactorState:
+    columns = [list(column) for column in _columns(matched, state)]
+    for leaf in leaves:
+        i = matched.active[leaf.at]
+        new = leaf.row, leaf.col, leaf.variance
+        for column, x in zip(columns, new, strict=True):
+            old = column[i]
+            column[i] = old.with_local(x) if is_sharded(old) else x
+    trees = [tree.unflatten(matched.treedef, column) for column in columns]
+    return AdafactorState(state.count + 1, *trees)

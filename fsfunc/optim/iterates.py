@@ -1,0 +1,191 @@
+"""Schedule-free training: an average of the iterates in place of a schedule."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from functools import partial
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from fsfunc import tree
+from fsfunc.core.frames import frame, inside
+from fsfunc.optim.in_place import fused
+from fsfunc.optim.leaves import Mask, Tree, along, copied, floating
+from fsfunc.optim.matching import Matched
+from fsfunc.optim.optimizer import (
+    Optimizer,
+    apply_updates,
+    check_not_negative,
+    check_numbers,
+    check_params_given,
+    check_takes_plainly,
+    summed,
+)
+from fsfunc.optim.schedules import Schedule, rate_at
+from fsfunc.sharded.donated import Everything
+
+__all__ = ["ScheduleFreeState", "schedule_free"]
+
+
+class ScheduleFreeState(NamedTuple):
+    """How many updates were made, the base iterate z, and what weighs the average.
+
+    The parameters that are trained are y, where gradients are taken; `eval_params`
+    gives x, the average, which is ``(y - (1 - b1) z) / b1``. ``weight_sum`` is that of
+    the weights of all updates, ``max_lr`` the largest learning rate so far.
+    """
+
+    count: int
+    b1: float
+    weight_sum: float
+    max_lr: float
+    z: Any
+    base: Any
+
+    def evaluated(self, params: Tree) -> Tree:
+        """x, the average."""
+        b1 = self.b1
+        matched = Matched.of(floating(params), self.z)
+        return matched.summed(lambda y, z: (y - (1 - b1) * z.to(y.dtype)) / b1)
+
+
+def schedule_free(
+    base: Optimizer,
+    learning_rate: float | Schedule,
+    *,
+    b1: float = 0.9,
+    weight_lr_power: float = 2.0,
+    weight_decay: float = 0.0,
+    mask: Mask | None = None,
+) -> Optimizer:
+    """Defazio's schedule-free form of ``base``: its rate needs no decay.
+
+    With gradients at y, w the largest rate so far to the power of ``weight_lr_power``,
+    and c = w / (sum of all w)::
+
+        z = base(z) - learning_rate weight_decay y
+        x = (1 - c) x + c z                           y = b1 x + (1 - b1) z
+
+    Args:
+        base: steps z: an optimizer without momentum, such as ``sgd(rate)`` or
+            ``sharded_adam(rate, b1=0.0, weight_decay=0.0)``. Where it decays weights or
+            takes norms of them, those are of z.
+        learning_rate: that of ``base``: a number, or a schedule, as for a warm-up.
+        b1: how far y is on the way from z to x, in (0, 1).
+        weight_lr_power: how rates weigh in the average.
+        weight_decay: what z loses of y, times the learning rate.
+        mask: ``mask(path, leaf)`` says which leaves decay so; all do without it.
+
+    Returns:
+        the optimizer; its state is a `ScheduleFreeState`. The parameters that it trains
+        are y; evaluate, and save for use, ``eval_params(opt_state, params)``.
+
+    Raises:
+        ValueError: b1 outside (0, 1); a negative number; an update without ``params``.
+        TreeMismatch: gradients or state do not fit the parameters; names the path.
+
+    Cost: that of ``base``, and two passes over y and z, in place under `donate`; one
+    fresh copy of the parameters where weights decay here.
+
+    Source: Defazio et al., The Road Less Scheduled, algorithm 1 and section 4.
+
+    >>> from fsfunc.optim.descent import sgd
+    >>> optimizer = schedule_free(sgd(1.0), 1.0, b1=0.5)
+    >>> y, state = torch.zeros(1), optimizer.init(torch.zeros(1))
+    >>> for _ in range(2):
+    ...     y, state = optimizer.apply(-torch.ones(1), state, y)
+    >>> y, state.z, state.evaluated(y)
+    (tensor([1.7500]), tensor([2.]), tensor([1.5000]))
+    """
+    check_takes_plainly("schedule_free", base)
+    check_numbers(b1=b1)
+    if not 0 < b1 < 1:
+        raise ValueError(f"b1 is {b1}: it must be above 0 and below 1, to tell x by")
+    check_not_negative(weight_lr_power=weight_lr_power, weight_decay=weight_decay)
+    if not callable(learning_rate):
+        check_not_negative(learning_rate=learning_rate)
+
+    def init(params: Tree) -> ScheduleFreeState:
+        z = copied(params)
+        return ScheduleFreeState(0, b1, 0.0, 0.0, z, base.init(z))
+
+    def weighed(state: ScheduleFreeState) -> tuple[Any, Any, ScheduleFreeState]:
+        """The rate, the weight c of the next z, and a state that has counted it."""
+        rate = rate_at(learning_rate, state.count)
+        max_lr = max(state.max_lr, rate)
+        weight = max_lr**weight_lr_power
+        total = state.weight_sum + weight
+        counted = state._replace(count=state.count + 1, weight_sum=total, max_lr=max_lr)
+        return rate, weight / total if total else 0.0, counted
+
+    def update(grads: Tree, state: ScheduleFreeState, params: Tree = None):
+        check_params_given(params, "schedule_free")
+        z = state.z
+        rate, c, state = weighed(state)
+        steps, inner = base.update(grads, state.base, z)
+        if weight_decay:
+            matched = Matched.of(floating(params), steps)
+            decays = matched.decays(weight_decay, mask)
+            (steps,) = matched.composed(lambda y, u, d: [u - rate * d * y], decays)
+        new_z = summed(z, steps)
+        k = b1 * c + 1 - b1
+
+        def moved(y: Tensor, u: Tensor, old: Tensor, _: Any) -> list[Tensor]:
+            return [c * (old - y) + k * u, old]
+
+        matched = Matched.of(floating(params), steps, z)
+        updates, _ = matched.composed(moved, [0.0] * len(matched.active))
+        return updates, state._replace(z=new_z, base=inner)
+
+    def prepare(grads: Tree, state: ScheduleFreeState, params: Tree):
+        z = state.z
+        matched = Matched.of(params, grads, z)
+        if matched.differentiated:
+            updates, state = update(grads, state, params)
+            return lambda: (apply_updates(params, updates), state)
+        rate, c, counted = weighed(state)
+        decays = matched.decays(rate * weight_decay, mask)
+        commit = base.prepare(grads, state.base, z)
+        k = b1 * c + 1 - b1
+
+        def finish() -> tuple[Tree, ScheduleFreeState]:
+            # y = ((1 - c) b1 x) + k z: the first part before the base writes over z.
+            old = copied(_only(matched, params)) if weight_decay else None
+            y = _mixed(params, _only(matched, z), 1 - c, -(1 - c) * (1 - b1))
+            new_z, inner = commit()
+            if weight_decay:
+                (new_z,) = fused(Matched.of(new_z, old), _decay, decays)()
+            with inside(replace(frame(), donated=Everything())):  # y is ours by now
+                y = _mixed(y, _only(matched, new_z), 1.0, k)
+            return y, counted._replace(z=new_z, base=inner)
+
+        return finish
+
+    return Optimizer(init, update, prepare=prepare)
+
+
+def _only(matched: Matched, values: Tree) -> Tree:
+    """``values``, like the parameters, with None for leaves that are not updated."""
+    like = tree.unflatten(matched.treedef, matched.trees[0])
+    column = along(like, matched.treedef, values, "parameters")
+    nothing = [None] * len(column)
+    return matched.restore([column[i] for i in matched.active], nothing)
+
+
+def _mixed(ys: Tree, zs: Tree, by: float, add: float) -> Tree:
+    """``by y + add z``, written over y where that may be."""
+    matched = Matched.of(ys, zs)
+    kernel = partial(_mix, by=by, add=add)
+    return fused(matched, kernel, [None] * len(matched.active))()[0]
+
+
+def _mix(ys: Any, zs: Any, *, by: float, add: float, weight_decay: None) -> None:
+    if by != 1:
+        torch._foreach_mul_(ys, by)
+    torch._foreach_add_(ys, zs, alpha=add)
+
+
+def _decay(zs: Any, ys: Any, *, weight_decay: Any) -> None:
+    torch._foreach_add_(zs, ys, alpha=-weight_decay)

@@ -1,0 +1,219 @@
+"""LAMB and LARS: Adam and momentum whose steps have the scale of each leaf."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from fsfunc.optim.adam import AdamState, fused_adam, sharded_adam
+from fsfunc.optim.descent import SgdState, sgd
+from fsfunc.optim.in_place import dense, fused
+from fsfunc.optim.leaves import Mask, Tree, map_flat, scaled
+from fsfunc.optim.matching import Matched
+from fsfunc.optim.norms import Row, rows_of
+from fsfunc.optim.optimizer import Optimizer, apply_updates, check_not_negative
+from fsfunc.optim.schedules import Schedule, rate_at
+from fsfunc.optim.transformations import add_decayed_weights, chain
+from fsfunc.optim.trust import Trust, scale_by_trust_ratio
+
+
+def lamb(
+    learning_rate: float | Schedule = 1e-3,
+    *,
+    b1: float = 0.9,
+    b2: float = 0.999,
+    eps: float = 1e-6,
+    weight_decay: float = 0.0,
+    mask: Mask | None = None,
+    moment_dtype: torch.dtype | None = None,
+) -> Optimizer:
+    """LAMB, with the defaults of optax: Adam whose step has the scale of each leaf.
+
+    With m and v as Adam's, t = count + 1, and norms over each whole leaf::
+
+        u = m / (1 - b1^t) / (sqrt(v / (1 - b2^t)) + eps) + weight_decay p
+        p = p - learning_rate |p| / |u| u            (1 for the ratio where a norm is 0)
+
+    The same as ``chain(sharded_adam(1.0, ...), scale_by_trust_ratio(),
+    scale(learning_rate))``, in less memory.
+
+    Args:
+        learning_rate: a number, or ``schedule(count)`` giving one; see `schedules`.
+        b1: decay of the mean, in [0, 1).
+        b2: decay of the mean square, in [0, 1).
+        eps: added to the denominator.
+        weight_decay: what a leaf adds of itself to its update.
+        mask: ``mask(path, leaf)`` says which leaves decay; all do without it.
+        moment_dtype: of mu and nu; that of each parameter without it.
+
+    Returns:
+        the optimizer; its state is an `AdamState`.
+
+    Raises:
+        ValueError: a negative number; a beta outside [0, 1); an update without
+            ``params``.
+        TreeMismatch: gradients or state do not fit the parameters; names the path.
+
+    Cost: one psum over each distinct set of axes in the layouts, of two numbers for
+    each leaf there. Two passes: one for the norms, through scratch of three times the
+    largest buffer, and Adam's own, one fused call for each leaf, which has its own
+    rate; in place under `donate`.
+
+    Source: You et al., Large Batch Optimization for Deep Learning, algorithm 2.
+
+    >>> optimizer = lamb(0.1)
+    >>> w = torch.tensor([3.0, 4.0])
+    >>> w, state = optimizer.apply(torch.ones(2), optimizer.init(w), w)
+    >>> w  # by a tenth of its norm
+    tensor([2.6464, 3.6464])
+    """
+    if not callable(learning_rate):
+        check_not_negative(learning_rate=learning_rate)
+    settings: dict[str, Any] = {"b1": b1, "b2": b2, "eps": eps}
+    adam = sharded_adam(
+        1.0, weight_decay=weight_decay, mask=mask, moment_dtype=moment_dtype, **settings
+    )
+    trust = Trust()
+    pure = chain(adam, scale_by_trust_ratio())
+
+    def update(
+        grads: Tree, state: AdamState, params: Tree = None
+    ) -> tuple[Tree, AdamState]:
+        rate = rate_at(learning_rate, state.count)
+        updates, (state, _) = pure.update(grads, (state, ()), params)
+        return map_flat(lambda ts: scaled(ts, rate), updates), state
+
+    def prepare(grads: Tree, state: AdamState, params: Tree):
+        matched = Matched.of(params, grads, state.mu, state.nu)
+        if matched.differentiated:
+            updates, state = update(grads, state, params)
+            return lambda: (apply_updates(params, updates), state)
+        decays = matched.decays(weight_decay, mask)
+        how = {"count": state.count, "beta1": b1, "beta2": b2, "eps": eps}
+        with torch.no_grad():
+            ratios = trust.ratios(matched, _directions(matched, decays, how))
+        rate = rate_at(learning_rate, state.count)
+        rates: list[Any] = [None] * len(decays)
+        for ratio, members in zip(ratios, matched.members, strict=True):
+            for j, own in zip(members, (rate * ratio).unbind(), strict=True):
+                rates[j] = own
+
+        def kernel(*columns: Any, weight_decay: tuple[float, int]) -> None:
+            decay, j = weight_decay
+            fused_adam(*columns, lr=rates[j], weight_decay=decay, **how)
+
+        # A fused call has one rate, so each leaf is one of its own.
+        commit = fused(matched, kernel, [(d, j) for j, d in enumerate(decays)])
+
+        def finish() -> tuple[Tree, AdamState]:
+            params, mu, nu = commit()
+            return params, AdamState(state.count + 1, mu, nu)
+
+        return finish
+
+    return Optimizer(adam.init, update, prepare=prepare)
+
+
+def _directions(
+    matched: Matched, decays: Sequence[float], how: dict[str, Any]
+) -> Iterator[Row]:
+    """Adam's step of each flat tensor, at a rate of -1, on scratch."""
+    columns = zip(*(b.tensors for b in matched.buffers), strict=True)
+    leaves = [matched.trees[0][i] for i in matched.active]
+    (*axes,) = (row[0] for row in rows_of(leaves, matched.buffers[0]))
+    spread, groups = matched.spread(decays), matched.buffers[0].groups
+    for (p, g, m, v), decay, along, (_, packed) in zip(
+        columns, spread, axes, groups, strict=True
+    ):
+        dtype = torch.promote_types(torch.promote_types(p.dtype, m.dtype), v.dtype)
+        u = torch.zeros(p.shape, dtype=dtype, device=p.device)
+        if p.numel():
+            mean, square = m.to(dtype, copy=True), v.to(dtype, copy=True)
+            work = [[dense(x, dtype)] for x in (u, g, mean, square)]
+            fused_adam(*work, lr=1.0, weight_decay=0.0, **how)
+            del work, mean, square
+            if isinstance(decay, Tensor):
+                u.addcmul_(decay.to(dtype), p.to(dtype), value=-1)
+            elif decay:
+                u.sub_(p, alpha=decay)
+        yield along, [u] if packed is None else [u[a:b] for a, b in packed.ranges]
+
+
+def lars(
+    learning_rate: float | Schedule,
+    *,
+    momentum: float = 0.9,
+    nesterov: bool = False,
+    weight_decay: float = 0.0,
+    trust_coefficient: float = 1e-3,
+    eps: float = 0.0,
+    mask: Mask | None = None,
+    trust_mask: Mask | None = None,
+) -> Optimizer:
+    """LARS, with the defaults of optax: momentum whose steps have each leaf's scale.
+
+    With l the learning rate, and norms over each whole leaf::
+
+        d = g + weight_decay p
+        v = momentum v + l trust_coefficient |p| / (|d| + eps) d
+        p = p - (l ... d + momentum v  if nesterov else  v)
+
+    where the ratio is 1 for a norm of 0, and for leaves that ``trust_mask`` leaves out.
+
+    Args:
+        learning_rate: a number, or ``schedule(count)`` giving one; see `schedules`.
+        momentum: not negative.
+        nesterov: look ahead along the momentum.
+        weight_decay: added to the gradient, times the parameter.
+        trust_coefficient: how far a step may go, as a part of the leaf.
+        eps: added to the norm of the update.
+        mask: ``mask(path, leaf)`` says which leaves decay; all do without it.
+        trust_mask: the same of which leaves are scaled by their ratio.
+
+    Returns:
+        the optimizer; its state is an `SgdState`.
+
+    Raises:
+        ValueError: a negative number; nesterov without momentum; an update without
+            ``params``.
+        TreeMismatch: gradients or state do not fit the parameters; names the path.
+
+    Cost: one psum over each distinct set of axes in the layouts, of two numbers for
+    each leaf there; one fresh copy of the gradients, and the fused pass of `sgd`, in
+    place under `donate`.
+
+    Source: You et al., Large Batch Training of Convolutional Networks, algorithm 1;
+    the norm is that of d, as in optax, where the paper adds those of g and of decay.
+
+    >>> optimizer = lars(1.0, trust_coefficient=0.1)
+    >>> w = torch.tensor([3.0, 4.0])
+    >>> w, state = optimizer.apply(torch.tensor([0.0, 9.0]), optimizer.init(w), w)
+    >>> w
+    tensor([3.0000, 3.5000])
+    """
+    if not callable(learning_rate):
+        check_not_negative(learning_rate=learning_rate)
+    decay = add_decayed_weights(weight_decay, mask) if weight_decay else None
+    trust = Trust(0.0, trust_coefficient, eps, trust_mask)
+    descent = sgd(1.0, momentum=momentum, nesterov=nesterov)
+
+    def directed(grads: Tree, state: SgdState, params: Tree) -> Tree:
+        if decay is not None:
+            grads, _ = decay.update(grads, (), params)
+        rate = rate_at(learning_rate, state.count)
+        # Where some leaves do not decay, theirs are still the gradients given.
+        own = decay is not None and mask is None
+        return trust.scaled(grads, params, rate, own=own)
+
+    def update(
+        grads: Tree, state: SgdState, params: Tree = None
+    ) -> tuple[Tree, SgdState]:
+        return descent.update(directed(grads, state, params), state, params)
+
+    def prepare(grads: Tree, state: SgdState, params: Tree):
+        return descent.prepare(directed(grads, state, params), state, params)
+
+    return Optimizer(descent.init, update, prepare=prepare)

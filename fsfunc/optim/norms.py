@@ -1,0 +1,229 @@
+"""Norms over all elements of a tree, and of each of its leaves, in whatever layout.
+
+A leaf's own norms are reduced together with those of all leaves that are spread alike,
+whatever their number: one collective over each set of axes.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.linalg import vector_norm
+
+from fsfunc import _torch, tree
+from fsfunc.comm.collective_ops import assumed, issue
+from fsfunc.comm.collectives import pmax
+from fsfunc.comm.groups import group
+from fsfunc.comm.linear_maps import LinearMap
+from fsfunc.core.frames import frame
+from fsfunc.optim.leaves import Tree, composable, differentiated, split, trainable
+from fsfunc.optim.reductions import (
+    Spread,
+    by_axes,
+    combined,
+    device_of,
+    entered,
+    out_of_parts,
+)
+from fsfunc.sharded.leaf import is_sharded
+
+__all__ = ["Row", "all_finite", "global_norm", "holds", "leaf_norms", "row_norms"]
+__all__ += ["rows_of"]
+
+_MAX = LinearMap("pmax", to="I")  # of what each rank made of its parts
+
+Row = tuple[Spread, list[Tensor]]  # parts of leaves that are spread alike
+
+
+def global_norm(values: Tree, p: float = 2.0) -> Tensor:
+    """The p-norm of all elements of the floating leaves, equal on every rank.
+
+    ``(sum |x|^p)^(1/p)``, or ``max |x|`` where p is infinite. The derivative of the
+    norm of zeros is 0; the infinite norm of shards has none.
+
+    Args:
+        values: a tree of tensors and shards of any shapes; other leaves count nothing.
+        p: above 0; ``math.inf`` for the largest magnitude.
+
+    Returns:
+        0-dim, accumulated in float32, or in float64 where a leaf is; 0 for no leaves.
+        Of a tree that is not sharded, the bits of ``torch.nn.utils.get_total_norm``.
+
+    Raises:
+        ValueError: ``p`` is not above 0.
+
+    Cost: one psum (pmax where p is infinite) of one number over each distinct set of
+    axes in the layouts; as many backward.
+
+    >>> global_norm({"w": torch.tensor([3.0]), "b": torch.tensor(4.0), "frozen": None})
+    tensor(5.)
+    """
+    if not p > 0:
+        raise ValueError(f"p is {p}: a norm needs it above 0")
+    held, dtype = by_axes(values)
+    norm_of = partial(vector_norm, ord=p)
+    local = []
+    for axes, tensors in held:
+        # The infinite norm has no identity: torch refuses an empty tensor.
+        norms = _norms([t for t in tensors if t.numel()], p, dtype)
+        if differentiated(tensors):  # the psum's transpose is every rank's
+            norms += [t.sum(dtype=dtype) for t in tensors if not t.numel()]
+        local.append((axes, combined(norms, norm_of, tensors[0].device, dtype)))
+    device = device_of(held)
+    if math.isinf(p):
+        maxima = [pmax(norm, axes) if axes else norm for axes, norm in local]
+        return combined(maxima, torch.amax, device, dtype)
+    if len(local) == 1 and not local[0][0]:
+        return out_of_parts(local[0][1], local[0][0])
+    powers = [out_of_parts(norm**p, axes) for axes, norm in local]
+    return _root(combined(powers, torch.sum, device, dtype), p)
+
+
+def all_finite(values: Tree) -> Tensor:
+    """Whether all elements of the floating leaves are finite, equal on every rank.
+
+    Under a transform over axes of a mesh every rank of the mesh is asked, whatever it
+    holds: so a step is skipped everywhere or nowhere.
+
+    Args:
+        values: a tree of tensors and shards of any shapes; other leaves count nothing.
+
+    Returns:
+        0-dim bool; true for no leaves.
+
+    Cost: one pass, and one pmax of one number.
+
+    >>> all_finite({"w": torch.ones(2), "b": torch.tensor(float("inf")), "n": 3})
+    tensor(False)
+    """
+    held, dtype = by_axes(values)
+    tensors = [t.detach() for _, ts in held for t in ts if t.numel()]
+    norms = _norms(tensors, math.inf, dtype)
+    bad = combined(norms, lambda x: ~x.isfinite().all(), device_of(held), torch.bool)
+    axes = {a for name, _ in held for a in name or ()}
+    at = frame().at
+    if at is not None and any(getattr(h, "axes", ()) for h in frame().handlers):
+        axes = set(at.mesh.axes)
+    if axes:
+        mine = assumed(bad.float(), "V")  # no part of a sum, but each rank's word
+        # Ranks that train by themselves (`local_sgd`) agree on this all the same.
+        where = replace(group(tuple(sorted(axes))), apart=False)
+        bad = issue(mine, _MAX, where) > 0
+    return ~bad
+
+
+def holds(found: Tensor) -> bool:
+    """Whether it is true; without data every step is a good one."""
+    return _torch.fake_active() or found.is_meta or bool(found)
+
+
+def leaf_norms(values: Tree, p: float = 2.0) -> Tree:
+    """The p-norm of each floating leaf, as `global_norm` is of all, on every rank.
+
+    Args:
+        values: a tree of tensors and shards of any shapes.
+        p: above 0; ``math.inf`` for the largest magnitude.
+
+    Returns:
+        a tree like ``values`` of 0-dim tensors in float32, or in float64 where a leaf
+        is; None for other leaves.
+
+    Raises:
+        ValueError: ``p`` is not above 0.
+
+    Cost: one psum (pmax where p is infinite) over each distinct set of axes in the
+    layouts, of one number for each leaf there: of several trees give a tuple, and all
+    of their norms go at once.
+
+    >>> leaf_norms({"w": torch.tensor([3.0, 4.0]), "b": torch.tensor(2.0), "n": 1})
+    {'w': tensor(5.), 'b': tensor(2.), 'n': None}
+    """
+    leaves, treedef = tree.flatten(values, is_sharded)
+    active = [i for i, leaf in enumerate(leaves) if trainable(leaf)]
+    chosen = [leaves[i] for i in active]
+    (buffers,) = split([chosen])
+    out: list[Any] = [None] * len(leaves)
+    found = row_norms(rows_of(chosen, buffers), p)
+    for (positions, _), norms in zip(buffers.groups, found, strict=True):
+        for i, norm in zip(positions, norms.unbind(), strict=True):
+            out[active[i]] = norm
+    return tree.unflatten(treedef, out)
+
+
+def rows_of(leaves: Sequence[Any], buffers: Any) -> Iterator[Row]:
+    """Of leaves as few flat tensors: of each its axes, and its leaves' parts."""
+    for flat, (positions, packed) in zip(buffers.tensors, buffers.groups, strict=True):
+        first = leaves[positions[0]]
+        axes = tuple(sorted(first.layout.axes)) if is_sharded(first) else None
+        parts = [flat] if packed is None else [flat[a:b] for a, b in packed.ranges]
+        yield axes, parts
+
+
+def row_norms(rows: Iterable[Row], p: float = 2.0) -> list[Tensor]:
+    """Of each row of leaves' parts, the norms of the leaves, 1-D.
+
+    Cost: that of `leaf_norms`; a row is forgotten before the next is asked for.
+    """
+    if not p > 0:
+        raise ValueError(f"p is {p}: a norm needs it above 0")
+    local: list[Tensor] = []
+    places: dict[Spread, list[int]] = {}
+    for axes, parts in rows:
+        parts = [entered(t) for t in parts] if axes is None else parts
+        wide = torch.promote_types(parts[0].dtype, torch.float32)
+        places.setdefault(axes, []).append(len(local))
+        local.append(_each_norm(parts, p, wide))
+        del parts
+    out = list(local)
+    for axes, at in sorted(places.items(), key=lambda item: item[0] or ()):
+        if axes is None:
+            continue
+        device, sizes = local[at[0]].device, [len(local[k]) for k in at]
+        dtype = functools.reduce(torch.promote_types, [local[k].dtype for k in at])
+        norms = torch.cat([local[k].to(device, dtype) for k in at])
+        if not math.isinf(p):
+            norms = _root(out_of_parts(norms**p, axes), p)
+        elif axes:
+            norms = pmax(norms, axes)
+        for k, whole in zip(at, norms.split(sizes), strict=True):
+            out[k] = whole.to(local[k].device)
+    return out
+
+
+def _each_norm(parts: Sequence[Tensor], p: float, dtype: torch.dtype) -> Tensor:
+    full = [t for t in parts if t.numel()]  # the infinite norm refuses an empty tensor
+    norms = iter(_norms(full, p, dtype))
+    return torch.stack(
+        [next(norms) if t.numel() else t.sum(dtype=dtype) for t in parts]
+    )
+
+
+def _norms(tensors: Sequence[Tensor], p: float, dtype: torch.dtype) -> list[Tensor]:
+    """The p-norm of each (non-empty) tensor, accumulated in ``dtype``: 0-dim."""
+    if composable():
+        return [torch.linalg.vector_norm(t, p, dtype=dtype) for t in tensors]
+    if math.isinf(p) and not differentiated(tensors):
+        if all(t.device.type == "cpu" for t in tensors):
+            return [_largest(t, dtype) for t in tensors]
+    return list(torch._foreach_norm(list(tensors), p, dtype=dtype)) if tensors else []
+
+
+def _largest(x: Tensor, dtype: torch.dtype) -> Tensor:
+    """The infinite norm; on the host its own operator takes 30 times as long."""
+    low, high = torch.aminmax(x)
+    return torch.maximum(-low, high).abs().to(dtype)
+
+
+def _root(power: Tensor, p: float) -> Tensor:
+    """``power ** (1/p)``, whose derivative at 0 is 0, as that of a norm is."""
+    if not differentiated([power]):
+        return power.sqrt() if p == 2 else power ** (1 / p)
+    zero = power == 0
+    return torch.where(zero, 0, torch.where(zero, 1, power) ** (1 / p))
