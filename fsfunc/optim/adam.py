@@ -88,7 +88,7 @@ def sharded_adam(
     visited leaf by leaf, in the same call. Moments are 8 bytes a float32 parameter, 4
     in 16 bits, 2 1/32 in 8 (each buffer rounded up to 256 elements). In float16: a pass
     more, one pmax of one number, and one wait for it. In 8 bits: some twenty short
-    operations on 65536 elements at a time, which stay in a CPU's cache.
+    operations on 131072 elements at a time, which stay in a CPU's cache.
 
     Source: Loshchilov and Hutter, Decoupled Weight Decay Regularization, algorithm 2.
 

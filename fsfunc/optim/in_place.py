@@ -76,10 +76,10 @@ def overlap(matched: Matched) -> bool:
     """Whether memory to write lies at two places: each then gets its own."""
     params, grads, *moments = [b.tensors for b in matched.buffers]
     tensors = [t for column in (params, *moments) for t in column]
-    for t in (*tensors, *grads):
-        if isinstance(t, _torch.FakeTensor):
+    for kind in {*map(type, tensors), *map(type, grads)}:
+        if issubclass(kind, _torch.FakeTensor):
             return False  # nothing is written, and asking where would raise
-    written = [t.data_ptr() for t in tensors if t.numel()]
+    written = [at for t in tensors if (at := t.data_ptr())]  # 0: it has no elements
     read = {t.data_ptr() for t in grads}
     return len(set(written) - read) < len(written)
 
@@ -127,10 +127,12 @@ def _over(
             continue
         if packed is None:
             (i,) = positions
-            new = [old[i].twin() if is_sharded(old[i]) else old[i].detach()]
-        else:
-            new = packed.renewed().leaves()
-        for i, leaf in zip(positions, new, strict=True):
+            leaf = old[i].twin() if is_sharded(old[i]) else old[i].detach()
+            leaves[i] = leaf
+            taken[0].append(old[i])
+            taken[1].append(leaf)
+            continue
+        for i, leaf in zip(positions, packed.renewed().leaves(), strict=True):
             leaves[i] = leaf
             taken[0].append(old[i])
             taken[1].append(leaf)
@@ -148,6 +150,8 @@ def _groups(
     A flat buffer whose leaves decay differently falls apart into its leaves.
     """
     groups: dict[Any, list[list[Tensor]]] = {}
+    if (alike := _alike(matched, new, decays, least)) is not None:
+        return alike
     grads = _Target(
         [matched.trees[1][i] for i in matched.active], matched.buffers[1].tensors
     )
@@ -169,6 +173,31 @@ def _groups(
                     dtype = torch.promote_types(dtype, least)
                 groups.setdefault((p.device, dtype, decay), []).append(row)
     return groups
+
+
+def _alike(
+    matched: Matched,
+    new: list[_Target],
+    decays: Sequence[Any],
+    least: torch.dtype | None,
+) -> dict[Any, list[list[Tensor]]] | None:
+    """The one group of rows, where all parameters and moments are of one kind."""
+    if not decays or decays.count(decays[0]) < len(decays):
+        return None
+    kinds = {(t.device, t.dtype) for target in new for t in target.tensors}
+    if len(kinds) > 1 or not all(t.numel() for t in new[0].tensors):
+        return None
+    ((device, dtype),) = kinds
+    if least is not None:
+        dtype = torch.promote_types(dtype, least)
+    columns = [
+        new[0].tensors,
+        matched.buffers[1].tensors,
+        *(t.tensors for t in new[1:]),
+    ]
+    return {
+        (device, dtype, decays[0]): [list(row) for row in zip(*columns, strict=True)]
+    }
 
 
 def count_write(tensors: Sequence[Tensor]) -> None:

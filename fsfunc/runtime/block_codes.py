@@ -21,7 +21,7 @@ __all__ = ["BLOCK", "CHUNK", "Coder", "chance", "padded"]
 BLOCK = 256
 """Elements that share a scale."""
 
-CHUNK = 1 << 16
+CHUNK = 1 << 17
 """Elements worked on at a time on a CPU: few enough to stay in its cache."""
 
 _CUT = 20  # bits of a float32's mantissa that a code has no room for

@@ -289,12 +289,12 @@ def test_an_overflow_on_one_rank_is_one_on_all():
 
 def test_codes_stay_near_the_moments_of_float32():
     torch.manual_seed(0)
-    w = torch.randn(70_000)  # two chunks, the last one short
-    scale = 10.0 ** torch.linspace(-6, 2, 70_000)  # of gradients
+    w = torch.randn(140_000)  # two chunks, the last one short
+    scale = 10.0 ** torch.linspace(-6, 2, 140_000)  # of gradients
     coded, wide = (ff.sharded_adam(1e-2, moment_dtype=d) for d in (torch.uint8, FP32))
     states, ws = [coded.init(w), wide.init(w)], [w, w]
     for _ in range(100):
-        g = torch.randn(70_000) * scale
+        g = torch.randn(140_000) * scale
         pairs = zip((coded, wide), states, ws, strict=True)
         ws, states = zip(*(o.apply(g, s, x) for o, s, x in pairs), strict=True)
     moved = (ws[1] - w).square().mean().sqrt()
