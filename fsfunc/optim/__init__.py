@@ -9,11 +9,17 @@ from fsfunc.optim.factored import AdafactorState, adafactor
 from fsfunc.optim.finite import ApplyIfFiniteState, apply_if_finite
 from fsfunc.optim.iterates import ScheduleFreeState, schedule_free
 from fsfunc.optim.layerwise import lamb, lars
+from fsfunc.optim.layerwise_scaling import (
+    LayerwiseLossScaleState,
+    layerwise_loss_scale,
+)
 from fsfunc.optim.loss_scaling import LossScaleState, loss_scale
 from fsfunc.optim.masking import masked, partition
 from fsfunc.optim.masters import MasterState, master_weights
 from fsfunc.optim.norms import all_finite, global_norm, leaf_norms
 from fsfunc.optim.optimizer import Optimizer, apply_updates
+from fsfunc.optim.orthogonal_momentum import MuonState, muon
+from fsfunc.optim.preconditioning import Preconditioners, ShampooState, shampoo
 from fsfunc.optim.reductions import tree_scale, tree_sum
 from fsfunc.optim.rounding import RoundingState, stochastic_rounding
 from fsfunc.optim.schedules import (
@@ -41,14 +47,18 @@ __all__ = [
     "AdamState",
     "ApplyIfFiniteState",
     "AverageState",
+    "LayerwiseLossScaleState",
     "LionState",
     "LossScaleState",
     "MasterState",
     "Optimizer",
     "RoundingState",
+    "MuonState",
+    "Preconditioners",
     "Schedule",
     "ScheduleFreeState",
     "SgdState",
+    "ShampooState",
     "TorchState",
     "adafactor",
     "adascale",
@@ -68,17 +78,20 @@ __all__ = [
     "join",
     "lamb",
     "lars",
+    "layerwise_loss_scale",
     "leaf_norms",
     "linear",
     "lion",
     "loss_scale",
     "masked",
     "master_weights",
+    "muon",
     "partition",
     "scale",
     "scale_by_trust_ratio",
     "schedule_free",
     "sgd",
+    "shampoo",
     "sharded_adam",
     "stochastic_rounding",
     "swa",

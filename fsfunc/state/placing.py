@@ -309,7 +309,7 @@ def _packed(
     """This rank's part of whole tensors, as views of one flat buffer."""
     g = lot.group
     apart = recorder.layouts[g.paths[0]].split_axes
-    axes = handler.axes_beside(apart) if handler.zero else ()
+    axes = handler.cut.beside(apart) if handler.zero else ()
     sizes = [handler.mesh.axes[a] for a in axes]
     shapes, outer = [leaves[p].shape for p in g.paths], recorder.outer(g)
     names = [lot.paths.get(p, p) for p in g.paths]

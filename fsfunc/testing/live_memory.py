@@ -65,7 +65,8 @@ class _Counted:
         room = None
         if how.get("out") is None:
             with self._paused():
-                shape = AbstractLink().start(op, x.detach().to("meta"), where).wait()
+                like = x.detach().to("meta")
+                shape = AbstractLink().start(op, like, where, **how).wait()
             room = x.new_empty(shape.shape)
         with self._paused():
             work = self._link.start(op, x, where, **how)

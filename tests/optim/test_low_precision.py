@@ -38,7 +38,7 @@ def data():
     return x, torch.tanh(x.roll(1, 1) * 0.5)
 
 
-def losses(optimizer, dtype=FP32, steps=30, ranks=0, zero=3, donated=True):
+def losses(optimizer, dtype=FP32, steps=20, ranks=0, zero=3, donated=True):
     """(the losses, the last state) of a run; of the first rank where there are any."""
 
     def run(step, batch):
@@ -88,8 +88,8 @@ def test_it_trains_as_float32_does(name):
     make, dtype = KINDS[name]
     alone, _ = losses(make(), dtype)
     assert abs(alone[-1] / wide() - 1) < 0.05
-    for zero in (0, 3):
-        assert abs(losses(make(), dtype, ranks=2, zero=zero)[0][-1] / wide() - 1) < 0.05
+    sharded, _ = losses(make(), dtype, ranks=2)
+    assert abs(sharded[-1] / wide() - 1) < 0.05
 
 
 ADAM_BYTES = {  # of parameter, copy and moments, a parameter, in whole blocks of 256
