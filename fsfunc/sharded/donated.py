@@ -100,14 +100,10 @@ class Donation:
         """Of each, whether nobody would see what is written into it."""
         tensors = list(tensors)
         # What is seen is among ``known``, so that no other tensor has its id.
-        keys = list(map(self.seen.get, map(id, tensors)))
-        if None in keys:
+        keys = [k for x in tensors if (k := self.seen.get(id(x))) is not None]
+        if len(keys) < len(tensors):
             return list(map(self._is_ours, tensors))
-        uses = map(self.uses.__getitem__, keys)
-        return [
-            n <= known + 1
-            for n, known in zip(map(_torch.uses_of, keys), uses, strict=True)
-        ]
+        return [_torch.uses_of(key) <= self.uses[key] + 1 for key in keys]
 
     def _is_ours(self, x: Tensor) -> bool:
         storage = x.untyped_storage()
