@@ -239,11 +239,8 @@ def make_step(config: Config, mesh: ff.Mesh, batch: Any) -> tuple[Callable, Any]
         step = ff.precision(step, compute=dtype)
     zero = 0 if fsdp is None else 3 if fsdp.reshard_after_forward else 2
     step = ff.donate(ff.shard(step, mesh, "data", zero=zero))
-    if fsdp and fsdp.move_params_to_cpu and device.type != "cpu":
-        raise ValueError(
-            "move_params_to_cpu: parameters are where they are trained, which is the "
-            f"CPU on a machine without an accelerator, and {device} here; leave it out"
-        )
+    if fsdp and fsdp.move_params_to_cpu:
+        step = ff.offload(step, params="host", moments="host")
     return step, ff.init_state(step, params, optimizer, batch)
 
 

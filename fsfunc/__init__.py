@@ -93,6 +93,7 @@ from fsfunc.transforms.donation import donate
 from fsfunc.transforms.gossiping import gossip
 from fsfunc.transforms.local_copies import LocalState
 from fsfunc.transforms.local_updates import local_sgd
+from fsfunc.transforms.offloading import offload
 from fsfunc.transforms.ownership import assume
 from fsfunc.transforms.policies import SaveAllBut, SaveOnly, checkpoint_name
 from fsfunc.transforms.quantization import QuantizedGather, QuantizedReduction

@@ -18,6 +18,7 @@ from fsfunc.comm.groups import group
 from fsfunc.comm.mesh import Mesh, here
 from fsfunc.core.frames import running
 from fsfunc.core.units import Call
+from fsfunc.runtime.stores import lies
 from fsfunc.sharded.layout import Layout
 from fsfunc.sharded.leaf import Sharded, is_sharded, whole_shape
 from fsfunc.sharded.packing import by_buffer, joined, packed_of
@@ -213,6 +214,9 @@ def _compose(
         chosen = [leaves[i] for i in positions]
         layout = chosen[0].layout
         flat = joined(chosen, runtime.coordinates)
+        shard = chosen[0].packed
+        if runtime.offloads and shard is not None and (where := lies(shard.flat)):
+            flat = flat.to(where.device)
         if casts is not None:
             each = casts.each(call.name, treedef)
             flat = flat.to(_one_dtype(flat.dtype, [each[i] for i in positions]))
