@@ -241,12 +241,14 @@ def _nested(paths: Iterable[str]) -> Any:
 
 
 def _kind(x: Any) -> Any:
-    if isinstance(x, StoredTensor | Sharded | Tensor):
+    if isinstance(x, Sharded):  # moments may be of another dtype than the layout says
+        return tuple(x.shape), x.local.dtype
+    if isinstance(x, StoredTensor | Tensor):
         return tuple(x.shape), x.dtype
     return type(x)
 
 
 def _say(x: Any) -> str:
     if isinstance(x, StoredTensor | Sharded | Tensor):
-        return f"a tensor {describe(tuple(x.shape), x.dtype)}"
+        return f"a tensor {describe(*_kind(x))}"
     return f"a {type(x).__name__} ({x!r})"

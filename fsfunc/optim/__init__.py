@@ -15,11 +15,13 @@ from fsfunc.optim.layerwise_scaling import (
 )
 from fsfunc.optim.loss_scaling import LossScaleState, loss_scale
 from fsfunc.optim.masking import masked, partition
+from fsfunc.optim.masters import MasterState, master_weights
 from fsfunc.optim.norms import all_finite, global_norm, leaf_norms
 from fsfunc.optim.optimizer import Optimizer, apply_updates
 from fsfunc.optim.orthogonal_momentum import MuonState, muon
 from fsfunc.optim.preconditioning import Preconditioners, ShampooState, shampoo
 from fsfunc.optim.reductions import tree_scale, tree_sum
+from fsfunc.optim.rounding import RoundingState, stochastic_rounding
 from fsfunc.optim.schedules import (
     Schedule,
     constant,
@@ -48,8 +50,10 @@ __all__ = [
     "LayerwiseLossScaleState",
     "LionState",
     "LossScaleState",
-    "MuonState",
+    "MasterState",
     "Optimizer",
+    "RoundingState",
+    "MuonState",
     "Preconditioners",
     "Schedule",
     "ScheduleFreeState",
@@ -80,6 +84,7 @@ __all__ = [
     "lion",
     "loss_scale",
     "masked",
+    "master_weights",
     "muon",
     "partition",
     "scale",
@@ -88,6 +93,7 @@ __all__ = [
     "sgd",
     "shampoo",
     "sharded_adam",
+    "stochastic_rounding",
     "swa",
     "tree_scale",
     "tree_sum",

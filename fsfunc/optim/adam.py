@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from fsfunc.optim.coded_moments import with_coded_moments
 from fsfunc.optim.leaves import Mask, Tree, zeros_like
 from fsfunc.optim.matching import Decay
 from fsfunc.optim.optimizer import (
@@ -16,7 +17,12 @@ from fsfunc.optim.optimizer import (
     check_not_negative,
     elementwise,
 )
+from fsfunc.optim.scaled_moments import with_scaled_moments
 from fsfunc.optim.schedules import Schedule, rate_at
+
+_MOMENTS = (
+    None, torch.float64, torch.float32, torch.bfloat16, torch.float16, torch.uint8,
+)  # fmt: skip
 
 
 class AdamState(NamedTuple):
@@ -60,6 +66,8 @@ def sharded_adam(
             is its global one. All do without it.
         moment_dtype: of mu and nu; that of each parameter without it. Where it differs
             from the parameter's, the pass runs on copies in the wider of the two.
+            ``torch.float16`` moments have a scale (`ScaledAdamState`); ``torch.uint8``
+            stands for 8 bits with a scale for 256 (`CodedAdamState`).
 
     Returns:
         the optimizer; its state is an `AdamState`. ``apply`` gives the bits of
@@ -68,13 +76,19 @@ def sharded_adam(
 
     Raises:
         ValueError: a negative learning rate, eps or weight decay; a beta outside
-            [0, 1); an update without ``params`` while weights decay.
+            [0, 1); an update without ``params`` while weights decay; codes of 8 bits
+            made for parameters that lay in another way.
+        RuntimeError: float16 moments overflow at a scale of 1; an update with codes
+            that somebody differentiates.
         TreeMismatch: gradients or state do not fit the parameters; names the path.
 
     Cost: no communication. One fused call for each device, dtype and decay, over the
     flat buffers of the leaves' units; in place under `donate`, else 3 fresh tensors of
     the size of the rank's parameters. A buffer whose leaves decay differently is
-    visited leaf by leaf, in the same call.
+    visited leaf by leaf, in the same call. Moments are 8 bytes a float32 parameter, 4
+    in 16 bits, 2 1/32 in 8 (each buffer rounded up to 256 elements). In float16: a pass
+    more, one pmax of one number, and one wait for it. In 8 bits: some twenty short
+    operations on 131072 elements at a time, which stay in a CPU's cache.
 
     Source: Loshchilov and Hutter, Decoupled Weight Decay Regularization, algorithm 2.
 
@@ -90,6 +104,12 @@ def sharded_adam(
     if not callable(learning_rate):
         check_not_negative(learning_rate=learning_rate)
     check_fractions(b1=b1, b2=b2)
+
+    if moment_dtype not in _MOMENTS:
+        raise TypeError(
+            f"moment_dtype is {moment_dtype}: give one of "
+            f"{', '.join(map(str, _MOMENTS[1:]))}; the last stands for codes of 8 bits"
+        )
 
     def init(params: Tree) -> AdamState:
         mu, nu = zeros_like(params, moment_dtype), zeros_like(params, moment_dtype)
@@ -117,6 +137,10 @@ def sharded_adam(
             fused_adam, count=state.count, lr=rate, beta1=b1, beta2=b2, eps=eps
         )
 
+    if moment_dtype == torch.uint8:
+        return with_coded_moments("sharded_adam", kernel, weight_decay, mask)
+    if moment_dtype == torch.float16:
+        return with_scaled_moments(init, rule, kernel, (b1, b2), weight_decay, mask)
     return elementwise(
         "sharded_adam",
         init,

@@ -30,7 +30,12 @@ class _Target(NamedTuple):
 
 
 def fused(
-    matched: Matched, kernel: Callable[..., None], decays: Sequence[Any]
+    matched: Matched,
+    kernel: Callable[..., None],
+    decays: Sequence[Any],
+    *,
+    cast: bool = True,
+    least: torch.dtype | None = None,
 ) -> Callable[[], list[Tree]]:
     """What writes ``kernel`` into params and moments, and returns them.
 
@@ -39,20 +44,26 @@ def fused(
     order of copy and update).
     ``kernel(params, grads, *moments, weight_decay=)`` takes lists of dense tensors of
     one dtype on one device, and is called once for each such group. ``decays`` are
-    whatever it takes for ``weight_decay``, by leaf.
+    whatever it takes for ``weight_decay``, by leaf. Without ``cast`` it takes tensors
+    as they are, and only the parameters' dtype tells groups apart. A dtype narrower
+    than ``least`` becomes that.
     """
     donation = frame().donated
-    if donation is not None and _overlap(matched):
+    if donation is not None and overlap(matched):
         donation = None
 
     def commit() -> list[Tree]:
         kept = [matched.trees[0], *matched.trees[2:]]
         taken: tuple[list[Any], list[Any]] = [], []  # leaves written over, and new ones
         with torch.no_grad():
-            new = _targets(matched, kept, donation, taken)
-            _count_write([t for target in new for t in target.tensors])
-            for (_, dtype, decay, _), rows in _groups(matched, new, decays).items():
-                _write(kernel, rows, dtype, decay)
+            new = targets(matched, kept, donation, taken)
+            count_write([t for target in new for t in target.tensors])
+            groups = _groups(matched, new, decays, least)
+            for (_, dtype, decay, _), rows in groups.items():
+                if cast:
+                    _write(kernel, rows, dtype, decay)
+                else:
+                    kernel(*zip(*rows, strict=True), weight_decay=decay)
         if donation is not None:
             donation.take(*taken)
         return [
@@ -63,19 +74,19 @@ def fused(
     return commit
 
 
-def _overlap(matched: Matched) -> bool:
+def overlap(matched: Matched) -> bool:
     """Whether memory to write lies at two places: each then gets its own."""
     params, grads, *moments = [b.tensors for b in matched.buffers]
     tensors = [t for column in (params, *moments) for t in column]
-    for t in (*tensors, *grads):
-        if isinstance(t, _torch.FakeTensor):
+    for kind in {*map(type, tensors), *map(type, grads)}:
+        if issubclass(kind, _torch.FakeTensor):
             return False  # nothing is written, and asking where would raise
-    written = [t.data_ptr() for t in tensors if t.numel()]
+    written = [at for t in tensors if (at := t.data_ptr())]  # 0: it has no elements
     read = {t.data_ptr() for t in grads}
     return len(set(written) - read) < len(written)
 
 
-def _targets(
+def targets(
     matched: Matched,
     kept: list[list[Any]],
     donation: Donation | None,
@@ -118,10 +129,12 @@ def _over(
             continue
         if packed is None:
             (i,) = positions
-            new = [old[i].twin() if is_sharded(old[i]) else old[i].detach()]
-        else:
-            new = packed.renewed().leaves()
-        for i, leaf in zip(positions, new, strict=True):
+            leaf = old[i].twin() if is_sharded(old[i]) else old[i].detach()
+            leaves[i] = leaf
+            taken[0].append(old[i])
+            taken[1].append(leaf)
+            continue
+        for i, leaf in zip(positions, packed.renewed().leaves(), strict=True):
             leaves[i] = leaf
             taken[0].append(old[i])
             taken[1].append(leaf)
@@ -129,7 +142,10 @@ def _over(
 
 
 def _groups(
-    matched: Matched, new: list[_Target], decays: Sequence[Any]
+    matched: Matched,
+    new: list[_Target],
+    decays: Sequence[Any],
+    least: torch.dtype | None,
 ) -> dict[Any, list[list[Tensor]]]:
     """Rows (param, grad, *moments) by device, dtype and decay.
 
@@ -137,6 +153,8 @@ def _groups(
     row lies beside the device may have to be brought: such a row is a group of its own.
     """
     groups: dict[Any, list[list[Tensor]]] = {}
+    if (alike := _alike(matched, new, decays, least)) is not None:
+        return alike
     grads = _Target(
         [matched.trees[1][i] for i in matched.active], matched.buffers[1].tensors
     )
@@ -154,12 +172,41 @@ def _groups(
                 for m in moments:
                     if m.dtype != dtype:
                         dtype = torch.promote_types(dtype, m.dtype)
+                if least is not None:
+                    dtype = torch.promote_types(dtype, least)
                 apart = len(groups) if LIES and any(map(lies, row)) else -1
                 groups.setdefault((p.device, dtype, decay, apart), []).append(row)
     return groups
 
 
-def _count_write(tensors: Sequence[Tensor]) -> None:
+def _alike(
+    matched: Matched,
+    new: list[_Target],
+    decays: Sequence[Any],
+    least: torch.dtype | None,
+) -> dict[Any, list[list[Tensor]]] | None:
+    """The one group of rows, where all parameters and moments are of one kind."""
+    if LIES or not decays or decays.count(decays[0]) < len(decays):
+        return None
+    kinds = {(t.device, t.dtype) for target in new for t in target.tensors}
+    if len(kinds) > 1 or not all(t.numel() for t in new[0].tensors):
+        return None
+    ((device, dtype),) = kinds
+    if least is not None:
+        dtype = torch.promote_types(dtype, least)
+    columns = [
+        new[0].tensors,
+        matched.buffers[1].tensors,
+        *(t.tensors for t in new[1:]),
+    ]
+    return {
+        (device, dtype, decays[0], -1): [
+            list(row) for row in zip(*columns, strict=True)
+        ]
+    }
+
+
+def count_write(tensors: Sequence[Tensor]) -> None:
     """Counts one write more, where a rank holds no element too.
 
     By the versions `shard` sees whether a gathered buffer is still right, and all ranks

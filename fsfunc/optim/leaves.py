@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from functools import lru_cache
+from operator import attrgetter
 from typing import Any
 
 import torch
@@ -152,6 +153,8 @@ def first_unfit(
     In shape, layout or device. Leaves that are packed lie as their flat shard does, so
     of two of these that is asked once.
     """
+    if not positions or _whole_and_alike(leaves, others, positions):
+        return None
     alike: set[tuple[int, int]] = set()
     for i in positions:
         leaf, other = leaves[i], others[i]
@@ -169,6 +172,20 @@ def first_unfit(
                 return i
             alike.add(pair)
     return None
+
+
+_lies = attrgetter("shape", "device")
+_WHOLE = {Tensor, torch.nn.Parameter}
+
+
+def _whole_and_alike(
+    leaves: Sequence[Any], others: Sequence[Any], positions: Sequence[int]
+) -> bool:
+    """Whether all are plain tensors that fit, at little cost a leaf."""
+    mine, its = [leaves[i] for i in positions], [others[i] for i in positions]
+    if not _WHOLE.issuperset(map(type, mine)) or not _WHOLE.issuperset(map(type, its)):
+        return False
+    return list(map(_lies, mine)) == list(map(_lies, its))
 
 
 def _same_place(leaf: Sharded, other: Sharded) -> bool:

@@ -194,6 +194,7 @@ def elementwise(
     kernel: Callable[[Any], Callable[..., None]],
     weight_decay: float = 0.0,
     mask: Mask | None = None,
+    least: torch.dtype | None = None,
 ) -> Optimizer:
     """An optimizer that treats each element by itself.
 
@@ -207,6 +208,7 @@ def elementwise(
         kernel: ``kernel(state)(params, grads, *moments, weight_decay=)`` writes the
             same step into lists of dense tensors, in one pass over memory.
         weight_decay, mask: which decay a leaf has.
+        least: the kernel's tensors are copies of this dtype, where theirs is narrower.
     """
 
     def update(grads: Tree, state: State, params: Tree = None) -> tuple[Tree, State]:
@@ -226,7 +228,7 @@ def elementwise(
             updates, state = update(grads, state, params)
             return lambda: (apply_updates(params, updates), state)
         decays = matched.decays(weight_decay, mask)
-        commit = fused(matched, kernel(state), decays)
+        commit = fused(matched, kernel(state), decays, least=least)
 
         def finish() -> tuple[Tree, State]:
             params, *new = commit()

@@ -9,18 +9,29 @@ costs nothing before, and a tenth of a microsecond then.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from functools import lru_cache
 from typing import Any
 
+import torch
 from torch import Tensor
+from torch.nn import Parameter
 
 from fsfunc import _torch, tree
 from fsfunc.sharded.leaf import Sharded, is_sharded
 from fsfunc.sharded.placements import describe
 from fsfunc.tree import nodes
 
-__all__ = ["Donation", "Everything", "refuse_spent", "spend", "unspend", "why_spent"]
+__all__ = [
+    "Donation",
+    "Everything",
+    "any_spent",
+    "refuse_spent",
+    "spend",
+    "spend_all",
+    "unspend",
+    "why_spent",
+]
 
 _OVERWRITTEN = (
     "this is an old value, and the optimizer wrote the new one over it, since the step "
@@ -41,6 +52,7 @@ class Donation:
         leaves: what the step was given; their tensors are known too.
         keys: of ``tensors``, each once, what tells their storages apart, if somebody
             has asked.
+        twins: tensors over the same memory, one a storage, and these ``storages``.
     """
 
     def __init__(
@@ -48,11 +60,20 @@ class Donation:
         tensors: Iterable[Tensor],
         leaves: Iterable[Any] = (),
         keys: Iterable[int] | None = None,
+        twins: Sequence[Tensor] = (),
+        storages: Sequence[torch.UntypedStorage] = (),
     ):
         # Held to the end: one that went meanwhile would be taken for somebody's view.
         self.known = list({id(x): x for x in tensors}.values())
         found = map(_torch.storage_key, self.known) if keys is None else keys
         self.uses = Counter(found)
+        self.seen: dict[int, int] = {}  # by the id of a twin: its key
+        self.storages = storages  # so that each has one handle, and no more is made
+        if twins:
+            its = [storage._cdata for storage in storages]
+            self.seen = dict(zip(map(id, twins), its, strict=True))
+            self.known += twins
+            self.uses.update(its)
         self.lazy = list(leaves)  # which are looked at when somebody would write
 
     def add(self, leaves: Iterable[Any]) -> None:
@@ -77,7 +98,12 @@ class Donation:
 
     def may_write(self, tensors: Iterable[Tensor]) -> list[bool]:
         """Of each, whether nobody would see what is written into it."""
-        return list(map(self._is_ours, tensors))
+        tensors = list(tensors)
+        # What is seen is among ``known``, so that no other tensor has its id.
+        keys = [k for x in tensors if (k := self.seen.get(id(x))) is not None]
+        if len(keys) < len(tensors):
+            return list(map(self._is_ours, tensors))
+        return [_torch.uses_of(key) <= self.uses[key] + 1 for key in keys]
 
     def _is_ours(self, x: Tensor) -> bool:
         storage = x.untyped_storage()
@@ -88,8 +114,7 @@ class Donation:
 
     def take(self, old: Iterable[Any], new: Iterable[Any]) -> None:
         """Marks leaves that were written over; those in their place are known."""
-        for leaf in old:
-            spend(leaf, _OVERWRITTEN)
+        spend_all(old, _OVERWRITTEN)
         self.lazy += new
 
 
@@ -139,6 +164,28 @@ def spend(leaf: Any, why: str) -> None:
     if isinstance(leaf, Tensor):
         was = leaf.was if isinstance(leaf, Spent) else type(leaf)
         leaf.__class__ = _spent(was, why)
+
+
+def spend_all(leaves: Iterable[Any], why: str) -> None:
+    """Marks each of ``leaves``, of which most are of one class."""
+    kinds: dict[type, type] = {}
+    for leaf in leaves:
+        was = type(leaf)
+        kind = kinds.get(was)
+        if kind is not None:
+            leaf.__class__ = kind
+            continue
+        spend(leaf, why)
+        if was in (Tensor, Parameter):
+            kinds[was] = type(leaf)
+
+
+def any_spent(leaves: Sequence[Any]) -> bool:
+    """Whether one of ``leaves`` was given away."""
+    kinds = set(map(type, leaves))
+    if not any(issubclass(kind, Spent | Sharded) for kind in kinds):
+        return False
+    return any(map(why_spent, leaves))
 
 
 def unspend(leaf: Any) -> None:

@@ -15,9 +15,9 @@ from fsfunc.comm.collectives import pbroadcast
 from fsfunc.comm.mesh import averaged_axes, here
 from fsfunc.core.frames import frame
 from fsfunc.runtime.generators import one_number
+from fsfunc.runtime.random_blocks import draw, standard_normal
 from fsfunc.sharded.leaf import Sharded, is_sharded
 from fsfunc.sharded.slices import take
-from fsfunc.state.random_blocks import draw, standard_normal
 
 __all__ = ["randn_like"]
 

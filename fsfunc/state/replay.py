@@ -10,8 +10,8 @@ from torch import Tensor
 
 from fsfunc import _torch
 from fsfunc.runtime.prefault import populate
+from fsfunc.runtime.random_blocks import BLOCK, draw, seeded
 from fsfunc.state.init_tape import InitTape
-from fsfunc.state.random_blocks import BLOCK, draw, seeded
 from fsfunc.state.taped_ops import Ref, TapedOp, exchange
 
 __all__ = ["Replay"]

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fsfunc.state.random_blocks import Fill, Stream, fill_of
+from fsfunc.runtime.random_blocks import Fill, Stream, fill_of
 
 __all__ = ["TapedOp", "Ref", "Storage", "exchange", "how_of"]
 

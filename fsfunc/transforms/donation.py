@@ -8,15 +8,25 @@ from collections.abc import Callable, Iterable, Iterator
 from dataclasses import replace
 from typing import Any
 
-from torch import Tensor
+from torch import Tensor, UntypedStorage, strided
+from torch.nn import Parameter
 
 from fsfunc import _torch, tree
 from fsfunc.core.frames import frame, inside
 from fsfunc.runtime.save_guard import is_held
-from fsfunc.sharded.donated import Donation, refuse_spent, spend, unspend, why_spent
+from fsfunc.sharded.donated import (
+    Donation,
+    any_spent,
+    refuse_spent,
+    spend,
+    spend_all,
+    unspend,
+)
 from fsfunc.sharded.leaf import FlatShard, Sharded, is_sharded
 
 __all__ = ["donate"]
+
+_DENSE, _HELD = {Tensor, Parameter}, (Tensor, Sharded)
 
 _GONE = (
     "this state was donated to a step, which writes into it: go on with the state that "
@@ -69,17 +79,17 @@ def donate(step: Callable[..., Any]) -> Callable[..., Any]:
         if outer.tracer is not None and not outer.tracer.complete:
             return step(state, *args, **keywords)
         leaves, treedef = tree.flatten(state, is_leaf=is_sharded)
-        if any(map(why_spent, leaves)):
+        if any_spent(leaves):
             refuse_spent(state)
         memory = _Memory(leaves)
         before = memory.versions()
         # The step sees other objects over the same memory: these ones can be marked.
-        mine = [_twin(x) for x in leaves] if memory.once else _apart(leaves)
+        mine = memory.twins() if memory.once else _apart(leaves)
         held = is_held(memory.written)
-        donated = None if held else Donation(memory.tensors, mine, memory.keys)
+        donated = None if held else memory.donation(mine)
         given = tree.unflatten(treedef, mine)
-        for leaf in leaves:  # from now on: simulated ranks may share plain tensors
-            spend(leaf, _GONE)
+        # From now on: simulated ranks may share plain tensors.
+        spend_all(leaves, _GONE)
         try:
             with inside(replace(outer, donated=donated)):
                 out = step(given, *args, **keywords)
@@ -111,6 +121,14 @@ class _Memory:
     def __init__(self, leaves: list[Any]):
         shards, parts, seats = {}, [], []
         self.written: list[Tensor] = []
+        self.leaves = leaves
+        self.storages: list[UntypedStorage] = []
+        if _are_whole(leaves):
+            self.tensors = self.written = [x for x in leaves if isinstance(x, Tensor)]
+            self.storages = list(map(Tensor.untyped_storage, self.written))
+            self.keys = [storage._cdata for storage in self.storages]
+            self.once = len(set(self.keys)) == len(self.keys)
+            return
         for leaf in leaves:
             shard = leaf.packed if isinstance(leaf, Sharded) else None
             x = leaf._part if isinstance(leaf, Sharded) else leaf
@@ -127,11 +145,33 @@ class _Memory:
         by_id = dict(zip(map(id, self.written), keys, strict=True))
         others = {id(x): x for x in (*parts, *_wholes(shards.values()))}
         by_id |= {i: _torch.storage_key(x) for i, x in others.items() if i not in by_id}
-        self.tensors, self.keys = [*self.written, *others.values()], by_id.values()
+        self.tensors = [*self.written, *others.values()]
+        self.keys = list(by_id.values())
+
+    def twins(self) -> list[Any]:
+        """Other objects over the same memory."""
+        if self.storages:
+            return [x.detach() if type(x) in _DENSE else x for x in self.leaves]
+        return list(map(_twin, self.leaves))
+
+    def donation(self, twins: list[Any]) -> Donation:
+        """What a step may write into that is given ``twins`` of the leaves."""
+        if not (self.storages and self.once):
+            return Donation(self.tensors, twins, self.keys)
+        mine = [x for x in twins if isinstance(x, Tensor)]
+        return Donation(self.tensors, (), self.keys, mine, self.storages)
 
     def versions(self) -> list[int]:
         with _torch.plain_tensors():
-            return list(map(version, self.written))
+            return [0 if x.is_inference() else x._version for x in self.written]
+
+
+def _are_whole(leaves: list[Any]) -> bool:
+    """Whether there are plain dense tensors alone, and what is no tensor."""
+    kinds = set(map(type, leaves))
+    if not all(kind in _DENSE or not issubclass(kind, _HELD) for kind in kinds):
+        return False
+    return all(x.layout == strided for x in leaves if type(x) in _DENSE)
 
 
 def _wholes(shards: Iterable[FlatShard]) -> Iterator[Tensor]:

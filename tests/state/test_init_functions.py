@@ -11,8 +11,9 @@ from torch import Tensor, nn
 
 import fsfunc as ff
 from fsfunc import _torch, tree
+from fsfunc.runtime import random_blocks
 from fsfunc.sharded.leaf import is_sharded
-from fsfunc.state import random_blocks, replay
+from fsfunc.state import replay
 from tests.checks import same
 from tests.models import chain
 from tests.probes import LiveBytes

@@ -5,8 +5,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from fsfunc.state import random_blocks
-from fsfunc.state.random_blocks import Streams, draw, fill_of
+from fsfunc.runtime import random_blocks
+from fsfunc.runtime.random_blocks import Streams, draw, fill_of
 
 aten = torch.ops.aten
 FILLS = {

@@ -22,6 +22,7 @@ __all__ = [
     "Fill",
     "Stream",
     "Streams",
+    "any_bits",
     "draw",
     "fill_of",
     "seeded",
@@ -51,9 +52,20 @@ def standard_normal() -> Fill:
     return Fill(_normal, (0.0, 1.0))
 
 
+def any_bits() -> Fill:
+    """Whole numbers from the lowest to the highest of a dtype."""
+    return Fill(_bits, ())
+
+
 _aten: Any = torch.ops.aten
 _normal, _uniform = _aten.normal_.default, _aten.uniform_.default
 _between = getattr(_aten.random_, "from")
+
+
+def _bits(x: Tensor, *, generator: torch.Generator) -> None:
+    _between(x, torch.iinfo(x.dtype).min, None, generator=generator)
+
+
 _FILLED_BY: dict[Any, Callable[..., Fill]] = {
     _aten.randn: lambda **_: Fill(_normal, (0.0, 1.0)),
     _aten.randn_like: lambda **_: Fill(_normal, (0.0, 1.0)),

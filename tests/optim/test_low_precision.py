@@ -1,0 +1,352 @@
+"""Parameters and moments of fewer bits: near float32, and as many bytes as said."""
+
+import functools
+
+import pytest
+import torch
+
+import fsfunc as ff
+from fsfunc import tree
+from fsfunc.sharded.leaf import is_sharded
+from tests.optim.trees import assert_bits
+
+BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
+WIDTH, UNITS = 24, 2
+
+
+@ff.unit
+def layer(params, x):
+    return torch.tanh(x @ params["w"].to(x.dtype) + params["b"].to(x.dtype))
+
+
+def loss_fn(params, batch):
+    x, y = batch
+    for p in params:
+        x = layer(p, x)
+    return (x.float() - y).square().mean()
+
+
+def model(dtype):
+    draw = torch.Generator().manual_seed(0)
+    make = lambda *shape: (torch.randn(shape, generator=draw) / 5).to(dtype)  # noqa: E731
+    return [{"w": make(WIDTH, WIDTH), "b": make(WIDTH)} for _ in range(UNITS)]
+
+
+def data():
+    draw = torch.Generator().manual_seed(1)
+    x = torch.randn(32, WIDTH, generator=draw)
+    return x, torch.tanh(x.roll(1, 1) * 0.5)
+
+
+def losses(optimizer, dtype=FP32, steps=20, ranks=0, zero=3, donated=True):
+    """(the losses, the last state) of a run; of the first rank where there are any."""
+
+    def run(step, batch):
+        state = ff.init_state(step, model(dtype), optimizer, batch)
+        step = ff.donate(step) if donated else step
+        found = []
+        for _ in range(steps):
+            state, metrics = step(state, batch)
+            found.append(float(metrics["loss"]))
+        return found, state
+
+    step = optimizer(ff.value_and_grad(loss_fn))
+    if not ranks:
+        return run(step, data())
+    mesh = ff.make_mesh({"data": ranks}, "simulated")
+
+    def main():
+        batch = ff.local_batch(data(), mesh, "data")
+        return run(ff.shard(step, mesh, "data", zero=zero), batch)
+
+    return ff.spmd(main, mesh)()[0]
+
+
+adam = functools.partial(ff.sharded_adam, 3e-3)
+KINDS = {
+    "masters of bf16": (lambda: ff.master_weights(adam()), BF16),
+    "masters of fp16": (lambda: ff.loss_scale(ff.master_weights(adam())), FP16),
+    "moments in fp16": (lambda: adam(moment_dtype=FP16), FP32),
+    "moments in bf16": (lambda: adam(moment_dtype=BF16), FP32),
+    "all in fp16": (lambda: ff.loss_scale(adam(moment_dtype=FP16)), FP16),
+    "8 bits": (lambda: adam(moment_dtype=torch.uint8), FP32),
+    "by chance, 8 bits": (
+        lambda: ff.stochastic_rounding(adam(moment_dtype=torch.uint8)),
+        BF16,
+    ),
+    "by chance": (lambda: ff.stochastic_rounding(adam()), BF16),
+}
+
+
+@functools.cache
+def wide():
+    return losses(adam())[0][-1]
+
+
+@pytest.mark.parametrize("name", KINDS)
+def test_it_trains_as_float32_does(name):
+    make, dtype = KINDS[name]
+    alone, _ = losses(make(), dtype)
+    assert abs(alone[-1] / wide() - 1) < 0.05
+    sharded, _ = losses(make(), dtype, ranks=2)
+    assert abs(sharded[-1] / wide() - 1) < 0.05
+
+
+ADAM_BYTES = {  # of parameter, copy and moments, a parameter, in whole blocks of 256
+    "masters of bf16": 2 + 4 + 8,
+    "moments in fp16": 4 + 4,
+    "all in fp16": 2 + 4,
+    "8 bits": 4 + 2 * (1 + 4 / 256),
+    "by chance": 2 + 8,
+    "by chance, 8 bits": 2 + 2 * (1 + 4 / 256),
+}
+
+
+@pytest.mark.parametrize("name", ADAM_BYTES)
+def test_bytes_a_parameter_are_those_stated(name):
+    make, dtype = KINDS[name]
+    mesh, n = ff.make_mesh({"data": 4}, "simulated"), 1 << 14
+    unit = ff.unit(lambda w, x: x @ w.to(x.dtype))
+    optimizer = make()
+    step = optimizer(ff.value_and_grad(lambda w, x: unit(w, x).float().mean()))
+
+    def main():
+        sharded, x = ff.shard(step, mesh, "data"), torch.ones(4, 128)
+        params = torch.ones(128, 128, dtype=dtype)
+        state = ff.init_state(sharded, params, optimizer, x)
+        sizes = [held(state)]
+        for run in (sharded, ff.donate(sharded)):
+            state, _ = run(state, x)
+            sizes.append(held(state))
+        return sizes
+
+    for sizes in ff.spmd(main, mesh)():
+        assert sizes == [ADAM_BYTES[name] * n / 4] * 3
+
+
+def held(state):
+    """Bytes of the storages of a state on this rank."""
+    parts = [x.local if is_sharded(x) else x for x in tree.leaves(state, is_sharded)]
+    stored = [x.untyped_storage() for x in parts if isinstance(x, torch.Tensor)]
+    return sum({s.data_ptr(): s.nbytes() for s in stored}.values())
+
+
+@pytest.mark.parametrize("name", KINDS)
+def test_donated_is_pure_and_saving_loses_nothing(name, tmp_path):
+    make, dtype = KINDS[name]
+    mesh, optimizer = ff.make_mesh({"data": 2}, "simulated"), make()
+    step = optimizer(ff.value_and_grad(loss_fn))
+
+    def main():
+        batch = ff.local_batch(data(), mesh, "data")
+        pure = ff.shard(step, mesh, "data")
+        donated = ff.donate(pure)
+        state = ff.init_state(pure, model(dtype), optimizer, batch)
+        state, _ = pure(state, batch)
+        ff.save(tmp_path / "a", state)
+        states = [state, ff.load(tmp_path / "a", state)]
+        twice = ff.load(tmp_path / "a", state)
+        for _ in range(2):
+            states = [pure(s, batch)[0] for s in states]
+            twice, _ = donated(twice, batch)
+        whole, part = ff.unshard(states[0].opt_state), states[0].opt_state
+        for x, y in zip(tree.leaves(whole), tree.leaves(part), strict=True):
+            assert getattr(x, "dtype", None) == getattr(y, "dtype", None)
+        return *states, twice
+
+    for first, loaded, donated in ff.spmd(main, mesh)():
+        assert_bits(first, loaded)
+        assert_bits(first, donated)
+
+
+@pytest.mark.parametrize("name", KINDS)
+def test_a_plan_tells_what_is_sent(name):
+    make, dtype = KINDS[name]
+    mesh, optimizer = ff.make_mesh({"data": 2}, "simulated"), make()
+    step = ff.shard(optimizer(ff.value_and_grad(loss_fn)), mesh, "data")
+
+    def main():
+        batch = ff.local_batch(data(), mesh, "data")
+        state = ff.init_state(step, model(dtype), optimizer, batch)
+        with ff.ledger() as log:
+            step(state, batch)
+        planned = ff.plan(step, state, batch)
+        return log.bytes("data"), planned.bytes("data")
+
+    for sent, said in ff.spmd(main, mesh)():
+        assert sent == said > 0
+
+
+@pytest.mark.parametrize(
+    "name", ["masters of bf16", "by chance", "moments in fp16", "all in fp16"]
+)
+def test_ranks_make_the_update_of_one_device(name):
+    make, dtype = KINDS[name]
+    optimizer = make()
+    grads = [{k: x.sin() for k, x in p.items()} for p in model(dtype)]
+
+    def three(params, grads):
+        state = optimizer.init(params)
+        for _ in range(3):
+            params, state = optimizer.apply(grads, state, params)
+        return params
+
+    expected = three(model(dtype), grads)
+    mesh = ff.make_mesh({"data": 3}, "simulated")
+    for zero in (0, 3):
+
+        def main(zero=zero):
+            step = ff.shard(ff.value_and_grad(loss_fn), mesh, "data", zero=zero)
+            placed = ff.place(step, model(dtype), data())
+            return ff.unshard(three(placed, ff.place(step, grads, data())))
+
+        for found in ff.spmd(main, mesh)():
+            assert_bits(expected, found)
+
+
+@pytest.mark.parametrize("name", KINDS)
+def test_update_adds_up_to_apply(name):
+    make, dtype = KINDS[name]
+    params, optimizer = model(dtype), make()
+    grads = [{"w": p["w"].cos(), "b": None} for p in params]
+    wide = 1e-4 if dtype == FP32 else 2.0**-7  # an ulp of bfloat16
+    state = optimizer.init(params)
+    for _ in range(2):
+        updates, its = optimizer.update(grads, state, params)
+        applied, after = optimizer.apply(grads, state, params)
+        added = ff.optim.apply_updates(params, updates)
+        for a, b in zip(tree.leaves(added), tree.leaves(applied), strict=True):
+            torch.testing.assert_close(a, b, rtol=wide, atol=2e-5)
+        assert tree.flatten(its)[1] == tree.flatten(after)[1]
+        assert updates[0]["b"] is None
+        assert torch.equal(applied[0]["b"], params[0]["b"])
+        params, state = applied, after
+
+
+def test_rounded_by_chance_it_is_right_in_the_mean_and_anew_each_step():
+    step = 2.0**-8  # a half of the distance of two neighbours of 1
+    w = torch.ones(4, 50_000, dtype=BF16)
+    optimizer = ff.stochastic_rounding(ff.sgd(0.5 * step))
+    state = optimizer.init({"a": w, "b": w})
+    g = torch.full(w.shape, -1.0)
+    first, state = optimizer.apply({"a": g, "b": g}, state, {"a": w, "b": w})
+    up = first["a"] > 1
+    assert set(first["a"].unique().tolist()) == {1.0, 1 + 2 * step}
+    assert abs(up.float().mean() - 0.25) < 0.005
+    assert not torch.equal(first["a"], first["b"])
+    again, _ = optimizer.apply({"a": g, "b": g}, state, {"a": w, "b": w})
+    assert not torch.equal(first["a"], again["a"])
+    odd = torch.tensor([torch.inf, -torch.inf, torch.nan])
+    odd[2:].view(torch.int32).fill_(2**31 - 1)  # a NaN to which 1 cannot be added
+    kept, _ = optimizer.apply(-odd, optimizer.init(w[0, :3]), w[0, :3])
+    assert str(kept.tolist()) == "[inf, -inf, nan]"
+
+
+def test_float16_moments_follow_fairscales_scale():
+    optimizer, w = ff.sharded_adam(0.1, moment_dtype=FP16), torch.ones(3)
+    state = optimizer.init(w)
+    wide, its = ff.sharded_adam(0.1), None
+    _, its = wide.apply(torch.full((3,), 2.0), wide.init(w), w)
+    w1, state = optimizer.apply(torch.full((3,), 2.0), state, w)
+    assert state.scale == 2**16 and state.good_steps == 1
+    torch.testing.assert_close(
+        state.nu.float() / state.scale, its.nu, rtol=1e-3, atol=0
+    )
+    large = torch.tensor([1.0, 1.0, 50.0])  # 0.001 * 50 ** 2 * 2 ** 16 is too large
+    w2, lost = optimizer.apply(large, state, w1)
+    assert lost.scale == 2**15 and not lost.mu.any() and not lost.nu.any()
+    assert w2.isfinite().all() and not torch.equal(w1, w2) and lost.good_steps == 0
+    late = state._replace(scale=2.0**14, good_steps=1999)
+    _, grown = optimizer.apply(torch.zeros(3), late, w1)
+    assert grown.scale == 2**15 and grown.good_steps == 0
+    torch.testing.assert_close(  # the same moments, in another scale
+        grown.mu.float() / grown.scale,
+        0.9 * late.mu.float() / late.scale,
+        rtol=1e-3,
+        atol=0,
+    )
+
+
+def test_an_overflow_on_one_rank_is_one_on_all():
+    mesh, optimizer = ff.make_mesh({"data": 2}, "simulated"), adam(moment_dtype=FP16)
+    step = ff.shard(ff.value_and_grad(loss_fn), mesh, "data")
+
+    def main():
+        params = ff.place(step, model(FP32), data())
+        grads = [{k: torch.ones_like(x) for k, x in p.items()} for p in model(FP32)]
+        grads[0]["b"][-1] = 100.0
+        _, state = optimizer.apply(
+            ff.place(step, grads, data()), optimizer.init(params), params
+        )
+        last = state._replace(scale=1.0)
+        grads[0]["b"][-1] = torch.inf
+        with pytest.raises(RuntimeError, match="at a scale of 1"):
+            optimizer.apply(ff.place(step, grads, data()), last, params)
+        return state.scale
+
+    assert ff.spmd(main, mesh)() == [2**15, 2**15]
+
+
+def test_codes_stay_near_the_moments_of_float32():
+    torch.manual_seed(0)
+    w = torch.randn(140_000)  # two chunks, the last one short
+    scale = 10.0 ** torch.linspace(-6, 2, 140_000)  # of gradients
+    coded, wide = (ff.sharded_adam(1e-2, moment_dtype=d) for d in (torch.uint8, FP32))
+    states, ws = [coded.init(w), wide.init(w)], [w, w]
+    for _ in range(100):
+        g = torch.randn(140_000) * scale
+        pairs = zip((coded, wide), states, ws, strict=True)
+        ws, states = zip(*(o.apply(g, s, x) for o, s, x in pairs), strict=True)
+    moved = (ws[1] - w).square().mean().sqrt()
+    assert (ws[0] - ws[1]).square().mean().sqrt() < 0.2 * moved
+    grown = (ws[0] - w).abs().mean() / (ws[1] - w).abs().mean()
+    assert abs(grown - 1) < 0.02
+
+
+def codes_of_another_mesh():
+    params, optimizer = model(FP32), adam(moment_dtype=torch.uint8)
+    state = optimizer.init([params[0]])
+    optimizer.apply([params[1]], optimizer.init(params), [params[1]])
+    return state
+
+
+def differentiated(optimizer, dtype=FP32):
+    w = torch.ones(3, dtype=dtype)
+    torch.func.grad(lambda g: optimizer.apply(g, optimizer.init(w), w)[0].sum())(w)
+
+
+BAD = {
+    "codes of another layout": (codes_of_another_mesh, ValueError, r"init\(params\)"),
+    "codes, differentiated": (
+        lambda: differentiated(adam(moment_dtype=torch.uint8)),
+        RuntimeError,
+        "leave moment_dtype out",
+    ),
+    "by chance, differentiated": (
+        lambda: differentiated(ff.stochastic_rounding(adam()), BF16),
+        RuntimeError,
+        "master_weights",
+    ),
+    "by chance, in float16": (
+        lambda: ff.stochastic_rounding(adam()).init({"w": torch.ones(2, dtype=FP16)}),
+        TypeError,
+        "'w' is float16.*master_weights",
+    ),
+    "an update without parameters": (
+        lambda: ff.master_weights(ff.sgd(0.1)).update(torch.ones(2), None),
+        ValueError,
+        r"update\(grads, state, params\)",
+    ),
+    "moments in whole numbers": (
+        lambda: adam(moment_dtype=torch.int8),
+        TypeError,
+        "torch.uint8",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", BAD)
+def test_bad_input_is_refused(name):
+    call, error, way_out = BAD[name]
+    with pytest.raises(error, match=way_out):
+        call()
