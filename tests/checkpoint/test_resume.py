@@ -50,10 +50,10 @@ def test_another_process_goes_on_bit_by_bit(stopped):
 
 
 @pytest.mark.processes
-def test_real_processes_go_on_bit_by_bit(stopped, torchrun):
+def test_real_processes_go_on_bit_by_bit(stopped, processes):
     """From what simulated ranks saved."""
     folder, expected = stopped
-    lines = torchrun(PROGRAM, 2, "processes", str(folder)).splitlines()
+    lines = processes(PROGRAM, 2, "processes", str(folder)).splitlines()
     check(lines, {name: expected[name] for name in ON_TWO})
 
 

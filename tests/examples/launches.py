@@ -10,8 +10,8 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from tests.conftest import descendants, end
 from tests.examples.programs import SCRIPT
+from tests.forking import descendants, end
 from tests.programs import environment
 
 TIME_LIMIT = 60  # seconds

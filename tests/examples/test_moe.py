@@ -56,6 +56,6 @@ def test_experts_that_ranks_cannot_share_are_refused() -> None:
 
 
 @pytest.mark.processes
-def test_processes_train_like_simulated_ranks(torchrun) -> None:
-    out = torchrun(SCRIPT, 2, "--steps", "10")
+def test_processes_train_like_simulated_ranks(processes) -> None:
+    out = processes(SCRIPT, 2, "--steps", "10")
     assert errors(out) == errors(run("--ranks", "2", "--steps", "10"))
