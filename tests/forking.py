@@ -6,6 +6,7 @@ environment, streams and session, and it ends as Python ends.
 """
 
 import atexit
+import gc
 import json
 import os
 import runpy
@@ -175,9 +176,11 @@ def become(program: Program) -> None:
 
 
 if __name__ == "__main__":
-    import torch._dynamo  # which torch.optim asks for late: four seconds more
+    import torch._dynamo  # noqa: F401  fake tensors ask for it late: four seconds
 
     import fsfunc  # noqa: F401
 
+    gc.collect()
+    gc.freeze()  # or each fork would end by looking through all of it: a second
     if asked := serve():
         become(asked)

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from tests.programs import python
+from tests.programs import forked
 
 pytestmark = pytest.mark.slow  # programs of their own
 
@@ -65,7 +65,7 @@ SPLIT = [*SPLIT_STEPS, "tensor_parallel_memory"]
 def run(script: str, *args: str, timeout: float) -> subprocess.CompletedProcess[str]:
     # Alone, the rehearsal takes under a minute; the limits leave room for a busy
     # machine.
-    return python(BENCHMARKS / script, *args, timeout=timeout)
+    return forked(BENCHMARKS / script, *args, timeout=timeout)
 
 
 def compare(path: Path, keys: list[str], *more: str, timeout: float) -> dict:

@@ -7,7 +7,7 @@ import pytest
 
 import fsfunc as ff
 from tests.checkpoint.resuming import AFTER, BEFORE, ON_TWO, PAIR, SCHEMES, Run, on
-from tests.programs import python
+from tests.programs import forked
 
 PROGRAM = Path(__file__).with_name("resuming.py")
 
@@ -44,7 +44,7 @@ def check(lines, expected):
 @pytest.mark.slow  # a program of its own
 def test_another_process_goes_on_bit_by_bit(stopped):
     folder, expected = stopped
-    done = python(PROGRAM, "simulated", folder, timeout=120)
+    done = forked(PROGRAM, "simulated", folder, timeout=120)
     assert done.returncode == 0, done.stderr[-3000:]
     check(done.stdout.splitlines(), expected)
 

@@ -15,7 +15,7 @@ from fsfunc.planning import hardware as machines
 from fsfunc.planning.estimation import estimate
 from fsfunc.planning.plans import Plan
 from fsfunc.printing.amounts import of_bytes, of_flops, of_seconds
-from tests.programs import ROOT, python
+from tests.programs import ROOT, forked
 
 EXAMPLE = ROOT / "examples" / "train_gpt.py"
 SIZES = "--dim 32 --layers 2 --heads 2 --seq 32".split()
@@ -69,7 +69,7 @@ def script(
 
 
 def run(*args: object) -> subprocess.CompletedProcess:
-    return python("-W", "error", "-m", "fsfunc", *args)
+    return forked("-W", "error", "-m", "fsfunc", *args)
 
 
 def plan_of(path: Path, mesh: ff.Mesh) -> Plan:
