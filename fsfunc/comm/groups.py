@@ -34,6 +34,7 @@ class RankGroup:
     Args:
         mean: whether the loss is the mean over these ranks of their own.
         compared: whether the ranks know that they run one program.
+        apart: whether they train by themselves, and send each other nothing.
     """
 
     axis: tuple[str, ...]
@@ -43,6 +44,7 @@ class RankGroup:
     link: Any
     mean: bool = False
     compared: bool = False
+    apart: bool = False
 
     @cached_property
     def size(self) -> int:
@@ -75,6 +77,12 @@ class RankGroup:
         the buffer that ``x`` is part of: ranks that meet with unlike ones raise.
         """
         check_kind(op, x, self)
+        if self.apart:
+            raise ValueError(
+                f"{op} over {self.name} in a step whose ranks along it train copies of "
+                "their own: a loss is one rank's there. Send what the step returns, "
+                "outside of it"
+            )
         sends = False
         for s, d in how.get("pairs", ()):
             sends = sends or (s == self.index and s != d)
@@ -139,8 +147,9 @@ def group(axis: Axis, at: Here | None = None) -> RankGroup:
         ranks, mean = at.mesh.members(names, at.rank), set(names) <= set(at.mean)
         index = ranks.index(at.rank)
         at.groups[axis] = RankGroup(
-            names, ranks, index, at.rank, at.link, mean, at.compared
-        )
+            names, ranks, index, at.rank, at.link, mean, at.compared,
+            not set(names).isdisjoint(at.apart),
+        )  # fmt: skip
     return at.groups[axis]
 
 

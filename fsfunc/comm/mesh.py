@@ -150,6 +150,8 @@ class Here:
         mean: the axes over which the loss is the mean of the ranks' own, as ``shard``
             makes it; over others it is one value.
         compared: whether the ranks know that they run one program.
+        apart: the axes along which each rank trains by itself: what runs here sends
+            nothing over them.
 
     ``groups`` keeps what `groups.group` has made for this rank, by axis.
     """
@@ -159,6 +161,7 @@ class Here:
     link: Any
     mean: tuple[str, ...] = ()
     compared: bool = False
+    apart: tuple[str, ...] = ()
     groups: dict[Axis, Any] = field(
         default_factory=dict, init=False, compare=False, repr=False
     )

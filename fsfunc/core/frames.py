@@ -87,6 +87,10 @@ class Interpretation:
         if at.rank not in self.compared and getattr(at.link, "moves", False):
             self.compared |= {at.rank}
 
+    def begin(self, state: Any) -> Any:
+        """The first state under the transform, of the first state under it."""
+        return state
+
     def unit(self, run: Callable[..., Any], call: Any) -> Callable[..., Any]:
         """How to run a unit call whose inner interpretations are ``run``.
 

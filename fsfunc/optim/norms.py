@@ -9,6 +9,7 @@ from __future__ import annotations
 import functools
 import math
 from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -112,7 +113,9 @@ def all_finite(values: Tree) -> Tensor:
         axes = set(at.mesh.axes)
     if axes:
         mine = assumed(bad.float(), "V")  # no part of a sum, but each rank's word
-        bad = issue(mine, _MAX, group(tuple(sorted(axes)))) > 0
+        # Ranks that train by themselves (`local_sgd`) agree on this all the same.
+        where = replace(group(tuple(sorted(axes))), apart=False)
+        bad = issue(mine, _MAX, where) > 0
     return ~bad
 
 

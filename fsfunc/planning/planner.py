@@ -30,6 +30,7 @@ from fsfunc.state.layout_rules import LayoutRules
 from fsfunc.state.train_state import TrainState, init_state
 from fsfunc.tracing.runs import shadows, without_data
 from fsfunc.transforms.donation import restore
+from fsfunc.transforms.local_copies import LocalState
 
 __all__ = ["PlannedLink", "plan"]
 
@@ -209,7 +210,7 @@ def _planned(
             restore(args)  # a donated step marks what is the caller's
         cache.look_back()
         for value in out if isinstance(out, tuple) else (out,):
-            if isinstance(value, TrainState):
+            if isinstance(value, TrainState | LocalState):
                 for leaf, tensors in _leaves((value,)):
                     observer.count_as(leaf.kind, tensors)
         book = observer.book
@@ -255,10 +256,11 @@ def _kind(i: int, value: Any, path: str) -> str:
     """What a leaf of argument ``i`` is for."""
     if i > 0:
         return "buffers"
-    if not isinstance(value, TrainState):
+    if not isinstance(value, TrainState | LocalState):
         return "parameters"
-    head = path.partition("/")[0]
-    return {"params": "parameters", "opt_state": "moments"}.get(head, "buffers")
+    head = path.removeprefix("copies/").partition("/")[0]
+    kinds = {"params": "parameters", "opt_state": "moments", "slow": "moments"}
+    return kinds.get(head, "buffers")
 
 
 class _NotedMove(Handle):

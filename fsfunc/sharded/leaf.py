@@ -142,7 +142,8 @@ class Sharded:
 
     def twin(self) -> Sharded:
         """Another leaf over the same memory, with a tensor of its own, of no graph."""
-        self.check()
+        if self.spent:
+            self.check()  # which raises
         part = self._part if self._range is None else None  # made when asked for
         part = part.detach() if isinstance(part, Tensor) else part
         leaf = type(self)(part, self.layout, self.packed)

@@ -67,10 +67,11 @@ def init_state(
     *,
     extra: Any = None,
     layouts: LayoutRules | None = None,
-) -> TrainState:
+) -> Any:
     """The first state of ``step``, each rank holding its part.
 
-    The step is run once on fake tensors to see which leaves its units take.
+    The step is run once on fake tensors to see which leaves its units take. The state
+    is a `TrainState`; under ``local_sgd`` and its like a `LocalState` of one.
 
     A function that returns the parameters is run on fake tensors too, and what it would
     have made is then made leaf by leaf, of each leaf this rank's part alone. What it
@@ -160,7 +161,7 @@ def abstract_state(
     *,
     extra: Any = None,
     layouts: LayoutRules | None = None,
-) -> TrainState:
+) -> Any:
     """The state that ``init_state`` would make, of "meta" tensors: its shapes alone.
 
     What ``ff.load`` needs to know of the state that it is to make.
@@ -198,7 +199,7 @@ def _state(
     record: str,
     source: GivenLeaves,
     layouts: LayoutRules | None,
-) -> TrainState:
+) -> Any:
     params, extra = made
     beside = bool(tree.leaves(extra, is_leaf=is_sharded))  # else paths are as they are
 
@@ -214,7 +215,10 @@ def _state(
     else:
         params = lay_out(run, params, (batch,), record, source, layouts)
     source.release()
-    return TrainState(params, optimizer.init(params), extra=extra)
+    state: Any = TrainState(params, optimizer.init(params), extra=extra)
+    for transform in run.interpretations:  # type: ignore[attr-defined]
+        state = transform.begin(state)
+    return state
 
 
 class _Whole(NamedTuple):

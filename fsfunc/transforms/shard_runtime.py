@@ -100,7 +100,9 @@ class ShardRuntime:
         feedback: adds what earlier reductions lost on the way, if anybody.
 
     Of ``accumulate`` loops within, the microbatches' gradients are summed before they
-    are reduced. One reduction is in flight at a time.
+    are reduced; with ``reduce_each`` each is reduced over ``where``, and the sum of
+    the parts is summed over ``replicas``. One reduction is in flight at a time, and one
+    sum over replicas: each runs beside the backward of the next unit.
     """
 
     def __init__(
@@ -120,6 +122,7 @@ class ShardRuntime:
         differentiated: Sequence[Any] = (),
         keeps: dict[int, FlatShard] | None = None,
         parts: Parts | None = None,
+        reduce_each: bool = False,
         observers: Sequence[Observation] = (),
         feedback: Feedback | None = None,
     ):
@@ -149,7 +152,10 @@ class ShardRuntime:
         self.unseen: dict[Any, tuple[int, Tensor | None]] = {}
         self.grads: dict[int, Tensor] = {}
         self.due: dict[Any, tuple[FlatShard, Tensor, str, int]] = {}
-        self.reducing: list[tuple[FlatShard, Handle | None, Tensor]] = []
+        self.reduce_each = reduce_each
+        self.reducing: list[Reducing] = []
+        self.partly: dict[Any, tuple[Reducing, Tensor, int]] = {}  # not all are there
+        self.summing: list[tuple[Reducing, Handle]] = []  # over replicas
 
     def averages(self, x: Tensor) -> bool:
         """Whether the gradient call will average the gradient of a whole parameter."""
@@ -449,13 +455,16 @@ class ShardRuntime:
         for _, n in call.micro[self.depth :]:
             due *= n
         key, count = (id(shard), call.key), 1
+        if self.reduce_each and due > 1:
+            self._reduce(Reducing(shard, buffer, call.name, key, due))
+            return
         if key in self.due:
             _, held, _, before = self.due.pop(key)
             buffer, count = held.add_(buffer), before + 1
         if count < due or self.zero == 1:
             self.due[key] = shard, buffer, call.name, count
         else:
-            self._reduce(shard, buffer)
+            self._reduce(Reducing(shard, buffer, call.name, key))
 
     def _show(self, call: GatheredCall, shard: FlatShard, buffer: Tensor) -> None:
         """Has observers see the gradient of one microbatch, once all calls gave it."""
@@ -469,9 +478,9 @@ class ShardRuntime:
         for observer in self.observers:
             observer.see(buffer, shard.split_axes)
 
-    def _reduce(self, shard: FlatShard, buffer: Tensor) -> None:
+    def _reduce(self, one: Reducing) -> None:
         """Puts a reduction in flight, and waits for the one before."""
-        work: Handle | None = None
+        shard, buffer = one.shard, one.buffer
         where = self.routes[shard.split_axes].where
         if buffer.dtype == torch.float16:
             buffer.div_(self.before)
@@ -481,47 +490,103 @@ class ShardRuntime:
                 sent = how.encode(buffer, where.size)
             else:
                 sent = self.feedback.encode(how, buffer, shard, where.size)
-            work = how.move(sent, where, whole, shard.name)
-        self.reducing.append((shard, work, buffer))
+            one.work = how.move(sent, where, whole, shard.name)
+        self.reducing.append(one)
         if len(self.reducing) > 1:
             self._finish()
 
     def _finish(self) -> None:
         """Takes in the reduction that was put in flight first."""
-        shard, work, buffer = self.reducing.pop(0)
-        arrived = grad = buffer
-        if work is not None:
-            arrived = work.wait()
-            del work  # or it holds what arrived, while that is cast
-            dtype, count = shard.flat.dtype, shard.flat.numel()
-            grad = self.how_reduced.decode(arrived, dtype, count)
-        replicas = self.routes[shard.split_axes].replicas
-        if replicas is not None and replicas.size > 1:
-            arrived = grad = replicas.start("psum", grad, what=shard.name).wait()
+        one = self.reducing.pop(0)
+        arrived = grad = one.buffer
+        if one.work is not None:
+            arrived = one.work.wait()
+            one.work = None  # or it holds what arrived, while that is cast
+            flat = one.shard.flat
+            grad = self.how_reduced.decode(arrived, flat.dtype, flat.numel())
+        if self.size > 1 and arrived is not one.buffer:
+            self.pool.spoil(one.buffer)
+        del arrived
+        one.buffer, count = None, 1
+        if one.key in self.partly:
+            _, held, before = self.partly.pop(one.key)
+            grad, count = held.add_(grad), before + 1
+        if count < one.due:
+            self.partly[one.key] = one, grad, count
+            return
+        if self.replicas is None:
+            self._keep(one, grad)
+        else:
+            self._sum_over_replicas(one, grad)
+
+    def _sum_over_replicas(self, one: Reducing, grad: Tensor) -> None:
+        """Puts the sum in flight, where there are any, and waits for the one before."""
+        replicas = self.routes[one.shard.split_axes].replicas
+        if replicas is None or replicas.size == 1:
+            self._keep(one, grad)
+            return
+        self.summing.append((one, replicas.start("psum", grad, what=one.shard.name)))
+        del grad
+        if len(self.summing) > 1:
+            self._keep_first()
+
+    def _keep_first(self) -> None:
+        one, work = self.summing.pop(0)
+        grad = work.wait()
+        del work
+        self._keep(one, grad)
+
+    def _keep(self, one: Reducing, grad: Tensor) -> None:
+        """Adds a buffer's summed gradient to those that are there."""
+        shard = one.shard
         count_as("gradients", [grad])
-        narrow = buffer.dtype == torch.float16
+        narrow = one.dtype == torch.float16
         if shard.flat.dtype == torch.float16:  # it would not hold the sum
             grad = grad.div_(self.mean_size / (self.before if narrow else 1))
-        grad = grad.to(shard.flat.dtype)
-        count_as("gradients", [grad])
+        if grad.dtype != shard.flat.dtype:
+            grad = grad.to(shard.flat.dtype)
+            count_as("gradients", [grad])
         if narrow and shard.flat.dtype != torch.float16:
             grad.mul_(self.before)
         before = self.grads.get(id(shard))
         self.grads[id(shard)] = grad if before is None else before.add_(grad)
-        if self.size > 1 and arrived is not buffer:
-            self.pool.spoil(buffer)
 
     def finish(self) -> None:
         """Waits for all that is due; ``grads`` then has the sums over the ranks."""
-        for shard, buffer, name, _ in self.due.values():
+        for key, (shard, buffer, name, _) in self.due.items():
             with label(name, "backward"):
-                self._reduce(shard, buffer)
+                self._reduce(Reducing(shard, buffer, name, key))
         self.due.clear()
         while self.reducing:
             self._finish()
+        for one, grad, _ in self.partly.values():
+            with label(one.name, "backward"):
+                self._sum_over_replicas(one, grad)
+        self.partly.clear()
+        while self.summing:
+            self._keep_first()
         if self.unseen:
             raise RuntimeError("a unit call's gradient never came: nothing to observe")
         self.close()
+
+
+class Reducing:
+    """A buffer's gradient on its way to the ranks that keep it.
+
+    Args:
+        name, key: of the unit call.
+        due: of how many microbatches such are summed before replicas are.
+    """
+
+    __slots__ = ("shard", "buffer", "dtype", "name", "key", "due", "work")
+
+    def __init__(
+        self, shard: FlatShard, buffer: Tensor, name: str, key: Any, due: int = 1
+    ):
+        self.shard, self.name, self.key, self.due = shard, name, key, due
+        self.buffer: Any = buffer
+        self.dtype = buffer.dtype
+        self.work: Handle | None = None
 
 
 def _divided_before(n: int) -> int:

@@ -59,6 +59,7 @@ def shard(
     replicate: Axis | None = None,
     reshard_after_forward: bool = True,
     min_bytes: int = 0,
+    reduce_each: bool = False,
     gather: Gather | None = None,
     reduction: Reduction | None = None,
 ) -> Callable[..., Any]:
@@ -77,16 +78,22 @@ def shard(
         replicate: a further axis over which the parts are repeated (HSDP).
         reshard_after_forward: at zero=3, False keeps what the forward gathered.
         min_bytes: neighbouring units below this size share one buffer.
+        reduce_each: of an ``accumulate`` within, reduces each microbatch's gradients
+            over ``axis``, and holds parts meanwhile; over ``replicate`` the sum of
+            them is summed once. Else both are done once, of whole gradients.
         gather, reduction: how parameters and gradients travel, where that is not as
             they are, such as ``ff.QuantizedGather()``: see ``Gather``, ``Reduction``.
 
     Raises:
-        ValueError: an unknown axis, ``zero`` outside 0..3, an axis taken twice.
+        ValueError: an unknown axis, ``zero`` outside 0..3, an axis taken twice;
+            ``reduce_each`` at zero=1, which reduces when the backward ends.
 
     Cost, a rank and step, for P bytes of parameters and a = (n-1)/n: zero=3 gathers
     each unit twice, but for the last one and those whose backward reads no parameter,
     and reduces each once: at most 3aP. zero 1 and 2: one gather and one reduction a
-    unit, 2aP. zero=0: one all-reduce a unit, 2aP. Besides, one psum of the loss.
+    unit, 2aP. zero=0: one all-reduce a unit, 2aP. Besides, one psum of the loss. Over
+    r replicas one all-reduce of each part, 2(r-1)/r of its bytes. Reductions and sums
+    over replicas run beside the backward of the units that follow.
 
     Source: ZeRO (Rajbhandari et al., 2020), sections 5 and 7; FairScale's FSDP.
 
@@ -106,6 +113,11 @@ def shard(
     copies = () if replicate is None else mesh.check(replicate)
     if set(names) & set(copies):
         raise ValueError(f"replicate={replicate!r} repeats an axis of {axis!r}")
+    if reduce_each and zero == 1:
+        raise ValueError(
+            "reduce_each=True at zero=1, which reduces once, when the backward ends: "
+            "zero=2 keeps parameters whole too, and reduces gradients as they appear"
+        )
     handler = Sharding(
         mesh,
         names,
@@ -113,6 +125,7 @@ def shard(
         copies,
         reshard_after_forward,
         min_bytes,
+        reduce_each,
         gather=gather,
         reduction=reduction,
     )
@@ -123,7 +136,8 @@ class Sharding(Interpretation):
     """What ``shard`` makes of unit and gradient calls.
 
     Args:
-        mesh, axis, zero, copies, reshard, min_bytes: what ``shard`` is asked.
+        mesh, axis, zero, copies, reshard, min_bytes, reduce_each: what ``shard`` is
+            asked.
         gather, reduction: how buffers travel, see ``wire``.
     """
 
@@ -138,12 +152,13 @@ class Sharding(Interpretation):
         copies: tuple[str, ...] = (),
         reshard: bool = True,
         min_bytes: int = 0,
+        reduce_each: bool = False,
         *,
         gather: Gather | None = None,
         reduction: Reduction | None = None,
     ):
         self.mesh, self.axis, self.zero, self.copies = mesh, axis, zero, copies
-        self.min_bytes = min_bytes
+        self.min_bytes, self.reduce_each = min_bytes, reduce_each
         self.holds = not reshard
         self.how_gathered = Gather() if gather is None else gather
         self.how_reduced = Reduction() if reduction is None else reduction
@@ -156,6 +171,7 @@ class Sharding(Interpretation):
             ("replicate", self.copies),
             ("reshard_after_forward", not self.holds),
             ("min_bytes", self.min_bytes),
+            ("reduce_each", self.reduce_each),
             ("gather", self.how_gathered),
             ("reduction", self.how_reduced),
         )
@@ -262,6 +278,7 @@ class Sharding(Interpretation):
             coordinates=coordinates,
             shards=shards.values(),
             ownership=ownership,
+            reduce_each=self.reduce_each,
             **more,
         )
         for shard in shards.values():

@@ -79,8 +79,8 @@ def plain(f):
         (gradient, plain, 2, 245),
         (gradient, ff.remat, 1, 192),
         (gradient, ff.remat, 2, 320),
-        (donated, plain, 1, 228),
-        (donated, plain, 2, 350),
+        (donated, plain, 1, 223),
+        (donated, plain, 2, 345),
     ],
     ids=lambda x: getattr(x, "__name__", None),
 )

@@ -1,0 +1,129 @@
+"""Under HSDP sums over replicas run beside the backward, and once where asked."""
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import fsfunc as ff
+from fsfunc.core.frames import frame
+from fsfunc.planning.events import Ran, Started, Waited
+from tests.checks import close, refused, same, simulated
+from tests.models import WIDTH, chain, integers, layers, linear, train_step
+
+MESH = simulated(node=2, data=2)
+LAYERS, MICRO = 3, 2
+OPTIMIZER = ff.sgd(0.5)
+STEP = train_step(chain(linear), OPTIMIZER)
+BATCH = integers(4 * MICRO, WIDTH, seed=9, high=1)
+
+
+def params():
+    return layers(LAYERS)
+
+
+def mine():
+    return ff.local_batch(BATCH, MESH, ("node", "data"))
+
+
+def one_device():
+    step = ff.accumulate(STEP, MICRO)
+    state = ff.TrainState(params(), OPTIMIZER.init(params()))
+    return step(state, BATCH)[0].params
+
+
+def once(zero=3, each=True, replicate="node"):
+    """Each microbatch is reduced over "data", their sum over "node"."""
+    step = ff.accumulate(STEP, MICRO)
+    options = {"zero": zero, "replicate": replicate, "reduce_each": each}
+    return ff.shard(step, MESH, "data", **options)
+
+
+def run(step):
+    """(whole parameters, ledger) of each rank after one step."""
+
+    def main():
+        state = ff.init_state(step, params(), OPTIMIZER, mine())
+        with ff.ledger() as log:
+            state, _ = step(state, mine())
+        return ff.unshard(state.params), log
+
+    return ff.spmd(main, MESH)()
+
+
+@settings(max_examples=6)
+@given(
+    zero=st.sampled_from([0, 2, 3]),
+    replicate=st.sampled_from(["node", None]),
+    wrap=st.sampled_from([ff.remat, lambda step: step, ff.donate]),
+)
+def test_reducing_each_and_summing_once_is_one_device(zero, replicate, wrap):
+    for found, _ in run(wrap(once(zero, replicate=replicate))):
+        if replicate:
+            close(found, one_device(), 1e-6)  # nobody's bits: other means of squares
+        else:  # each replica goes its own way, alike
+            assert all(x.isfinite().all() for p in found for x in p.values())
+
+
+@pytest.mark.parametrize("zero", [0, 2, 3])
+def test_bytes_over_data_are_of_each_and_over_replicas_of_one(zero):
+    how = {"zero": zero, "replicate": "node"}
+    both = run(ff.shard(ff.accumulate(STEP, MICRO), MESH, "data", **how))[0][1]
+    each = run(ff.accumulate(ff.shard(STEP, MESH, "data", **how), MICRO))[0][1]
+    found, log = run(once(zero))[0]
+    same(found, run(once(zero))[3][0])
+    op = "psum" if zero == 0 else "psum_scatter"
+    assert log.count(op, axis="data") == each.count(op, axis="data")
+    assert log.bytes("data", op) == each.bytes("data", op)
+    assert log.count("psum", axis="node") == both.count("psum", axis="node") == LAYERS
+    assert log.bytes("node") == both.bytes("node") == each.bytes("node") // MICRO
+
+
+def test_a_sum_over_replicas_runs_beside_the_backward():
+    """Between its start and its wait the next unit's backward is computed."""
+    step = ff.shard(STEP, MESH, "data", replicate="node")
+    events = ff.plan(step, params, OPTIMIZER, BATCH[:MICRO]).ranks[0].events
+    started = [
+        (i, e.number)
+        for i, e in enumerate(events)
+        if isinstance(e, Started) and e.record and e.record.axis == ("node",)
+    ]
+    assert len(started) == LAYERS
+    for at, number in started[:-1]:
+        end = next(
+            i for i, e in enumerate(events) if isinstance(e, Waited) and e[0] == number
+        )
+        between = {e.unit for e in events[at:end] if isinstance(e, Ran)}
+        assert any(unit.startswith("linear") for unit in between)
+
+
+def test_each_at_zero_1_is_refused():
+    refused(lambda: once(zero=1), ValueError, "zero=2 keeps parameters whole")
+
+
+def test_what_some_microbatches_leave_out_is_summed_at_the_end():
+    scale = ff.unit(lambda p, x: x * p["s"])
+
+    def loss(p, x):
+        if not any(i for i, _ in frame().micro):  # the first alone
+            x = scale(p["scale"], x)
+        return chain(linear)(p["layers"], x)
+
+    both = {"layers": params(), "scale": {"s": torch.full((WIDTH,), 2.0)}}
+    step = ff.accumulate(train_step(loss, OPTIMIZER), MICRO)
+    expected, _ = step(ff.TrainState(both, OPTIMIZER.init(both)), whole := in_turn())
+
+    def main():
+        sharded = ff.shard(step, MESH, "data", replicate="node", reduce_each=True)
+        state = ff.init_state(sharded, both, OPTIMIZER, mine())
+        return ff.unshard(sharded(state, mine())[0].params)
+
+    assert whole.shape == BATCH.shape
+    for found in ff.spmd(main, MESH)():
+        close(found, expected.params, 1e-6)
+
+
+def in_turn():
+    """The batch in the order in which one device takes what ranks take at once."""
+    ranks = BATCH.view(4, MICRO, WIDTH)
+    return ranks.transpose(0, 1).reshape(BATCH.shape)

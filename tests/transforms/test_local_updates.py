@@ -1,0 +1,645 @@
+"""Ranks that train by themselves, and meet now and then: as one device plays them all.
+
+And as FairScale does, whose numbers stand here: SlowMoDistributedDataParallel of 0.4.13
+over 2 to 4 gloo processes, one a node, 10 steps of SGD(0.125) on `sample` from
+`START`, the slow momentum's buffers made before the first step.
+"""
+
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import fsfunc as ff
+from fsfunc import tree
+from fsfunc.comm.comparison import RanksDiffer
+from tests.checks import close, refusals, same, simulated
+from tests.models import (
+    WIDTH,
+    affine,
+    chain,
+    floats,
+    integers,
+    layers,
+    train_step,
+)
+
+LR = 0.125
+
+
+def nodes(n, data=1):
+    return simulated(node=n, data=data)
+
+
+# As one device plays them
+
+
+def parameters(make=floats):
+    """Leaves in units and beside them; of all kinds, and of no even size."""
+    odd = {"scalar": torch.tensor(0.5), "empty": torch.zeros(0), "none": None}
+    return {"layers": layers(1, make=make), "odd": odd, "n": torch.tensor([3, 4])}
+
+
+def loss(p, x):
+    odd = p["odd"]
+    return chain()(p["layers"], x) + odd["scalar"] ** 2 + odd["empty"].sum()
+
+
+def batch_of(t):
+    return floats(8, WIDTH, seed=50 + t)
+
+
+def mapped(f, *trees):
+    """Floating tensors alone; other leaves are the first tree's."""
+    real = lambda x: isinstance(x, torch.Tensor) and x.is_floating_point()  # noqa: E731
+    return tree.map(lambda x, *xs: f(x, *xs) if real(x) else x, *trees)
+
+
+def mean(trees):
+    return mapped(lambda *xs: sum(xs) / len(xs), *trees)
+
+
+class Average:
+    """The mean of all, each so many steps."""
+
+    def __init__(self, params, every=2):
+        self.every = every
+
+    def meet(self, t, before, after):
+        return after if t % self.every else [mean(after)] * len(after)
+
+
+class Slow(Average):
+    """The equations of SlowMo, and plain averages each step in between."""
+
+    beta, alpha = 0.5, 0.75
+
+    def __init__(self, params, every=3):
+        self.every, self.anchor = every, params
+        self.m = mapped(torch.zeros_like, params)
+
+    def meet(self, t, before, after):
+        x = mean(after)
+        if t % self.every:
+            return [x] * len(after)
+        change = mapped(lambda a, x: (a - x) / LR, self.anchor, x)
+        self.m = mapped(lambda m, d: self.beta * m + d, self.m, change)
+        self.anchor = mapped(lambda a, m: a - self.alpha * LR * m, self.anchor, self.m)
+        return [self.anchor] * len(after)
+
+
+GRAPH = [[[(0, 1)]], [[(1, 0)], [(0, 1)]], []]
+
+
+class Push:
+    """Push-sum of numerators by a matrix made of the graph."""
+
+    def __init__(self, params, graph=GRAPH):
+        self.graph, self.w = graph, [1.0, 1.0]
+
+    def meet(self, t, before, after):
+        x = [
+            mapped(lambda b, a, w=w: w * b + (a - b), b, a)
+            for w, b, a in zip(self.w, before, after, strict=True)
+        ]
+        moves = self.graph[(t - 1) % len(self.graph)]
+        n = len(x)
+        p = torch.eye(n)
+        for s, d in (pair for pairs in moves for pair in pairs):
+            p[d, s] += 1.0
+        p /= p.sum(0)  # what a rank gives adds up to 1
+        mixed = [
+            mapped(lambda *xs, i=i: sum(p[i, j] * x for j, x in enumerate(xs)), *x)
+            for i in range(n)
+        ]
+        self.w = (p @ torch.tensor(self.w)).tolist()
+        return [
+            mapped(lambda x, w=w: x / w, t) for t, w in zip(mixed, self.w, strict=True)
+        ]
+
+
+KINDS = {
+    "local_sgd": (lambda s, m: ff.local_sgd(s, m, "node", every=2), Average),
+    "slowmo": (
+        lambda s, m: ff.slowmo(
+            s, m, "node", every=3, beta=0.5, alpha=0.75, lr=LR, average_every=1
+        ),
+        Slow,
+    ),
+    "slowmo, whole": (
+        lambda s, m: ff.slowmo(
+            s, m, "node", every=3, beta=0.5, alpha=0.75, lr=LR, average_every=1,
+            memory_efficient=False,
+        ),
+        Slow,
+    ),
+    "gossip": (lambda s, m: ff.gossip(s, m, "node", GRAPH), Push),
+}  # fmt: skip
+OPTIMIZERS = {"adam": lambda: ff.sharded_adam(LR), "sgd": lambda: ff.sgd(LR)}
+
+
+def played(rule, optimizer, params, steps):
+    """Two nodes' parameters, by turns on one device, and the rule that joins them."""
+    step, rule = train_step(loss, optimizer), rule(params)
+    states = [ff.TrainState(params, optimizer.init(params)) for _ in range(2)]
+    for t in range(steps):
+        halves = batch_of(t).chunk(2)
+        after = [step(s, x)[0] for s, x in zip(states, halves, strict=True)]
+        both = ([s.params for s in each] for each in (states, after))
+        joined = rule.meet(t + 1, *both)
+        states = [s.replace(params=p) for s, p in zip(after, joined, strict=True)]
+    return states
+
+
+def copy_of(state, mesh):
+    """What a rank's own copy is, whole."""
+    whole = ff.unshard(state.copies)
+    i = mesh.coordinate("node")
+    return tree.map(lambda x: x[i] if isinstance(x, torch.Tensor) else x, whole)
+
+
+@settings(max_examples=10)
+@given(
+    kind=st.sampled_from(sorted(KINDS)),
+    optimizer=st.sampled_from(sorted(OPTIMIZERS)),
+    zero=st.sampled_from([None, 0, 1, 2, 3]),
+    donated=st.sampled_from(["", "within", "around"]),
+    more=st.sampled_from(["", "remat", "accumulate"]),
+)
+def test_ranks_are_what_one_device_plays(kind, optimizer, zero, donated, more):
+    wrap, rule = KINDS[kind]
+    optimizer, mesh = OPTIMIZERS[optimizer](), nodes(2, 1 if zero is None else 2)
+    expected = played(rule, optimizer, parameters(), steps=4)
+
+    def main():
+        step = train_step(loss, optimizer)
+        step = ff.remat(step) if more == "remat" else step
+        step = ff.accumulate(step, 2) if more == "accumulate" else step
+        step = step if zero is None else ff.shard(step, mesh, "data", zero=zero)
+        step = ff.donate(step) if donated == "within" else step
+        step = wrap(step, mesh)
+        step = ff.donate(step) if donated == "around" else step
+        mine = lambda t: ff.local_batch(batch_of(t), mesh, ("node", "data"))  # noqa: E731
+        state = ff.init_state(step, parameters(), optimizer, mine(0))
+        for t in range(4):
+            before = state
+            state, _ = step(state, mine(t))
+        if donated:
+            with pytest.raises(RuntimeError, match="donated"):
+                ff.unshard(before)
+        return copy_of(state, mesh), ff.unshard(ff.consensus(state).params)
+
+    out = ff.spmd(main, mesh)()
+    for rank, (state, agreed) in enumerate(out):
+        close(state, expected[mesh.coordinate("node", rank)], 2e-6)
+        same(agreed, out[0][1])
+    if kind != "gossip":
+        close(out[0][1], mean([s.params for s in expected]), 2e-6)
+
+
+def test_slow_momentum_each_step_is_sgd_with_momentum():
+    mesh, optimizer = nodes(2, 2), ff.sgd(LR)
+    whole = train_step(loss, torch_like := ff.sgd(LR, momentum=0.9))
+    expected = ff.TrainState(parameters(), torch_like.init(parameters()))
+    for t in range(4):
+        expected, _ = whole(expected, batch_of(t))
+
+    def main():
+        step = ff.shard(train_step(loss, optimizer), mesh, "data")
+        step = ff.slowmo(step, mesh, "node", every=1, beta=0.9, lr=ff.constant(LR))
+        mine = lambda t: ff.local_batch(batch_of(t), mesh, ("node", "data"))  # noqa: E731
+        state = ff.init_state(step, parameters(), optimizer, mine(0))
+        for t in range(4):
+            state, _ = step(state, mine(t))
+        return copy_of(state, mesh).params
+
+    for found in ff.spmd(main, mesh)():
+        close(found, expected.params, 2e-6)
+
+
+# As FairScale does
+
+START = {"w": torch.arange(3.0).view(3, 1) / 4 - 0.25, "b": torch.tensor([0.5])}
+slow: dict[str, Any] = dict(beta=0.5, alpha=0.75, lr=LR, every=4)
+FAIRSCALE = {
+    "local_sgd of 2": (
+        lambda s, m: ff.local_sgd(s, m, "node", every=3),
+        [[-0.1532209, -0.2641791, -0.1322522, 0.3225887],
+         [-0.1799065, -0.2900162, -0.1334863, 0.226041]],
+    ),
+    "local_sgd of 3": (
+        lambda s, m: ff.local_sgd(s, m, "node", every=3),
+        [[-0.2206691, -0.378126, -0.1879356, 0.2929641],
+         [-0.2427588, -0.4053565, -0.1952712, 0.1899836],
+         [-0.2784865, -0.4131566, -0.1679723, -0.075188]],
+    ),
+    "slowmo in parts of 2": (
+        lambda s, m: ff.slowmo(s, m, "node", average_every=3, **slow),
+        [[-0.1467314, -0.2809595, -0.1568748, 0.2950493],
+         [-0.1740974, -0.3095773, -0.1604332, 0.1974901]],
+    ),
+    "slowmo in parts of 3": (
+        lambda s, m: ff.slowmo(s, m, "node", average_every=3, **slow),
+        [[-0.2140618, -0.3965455, -0.2144471, 0.2595642],
+         [-0.236952, -0.4269306, -0.2243912, 0.1554703],
+         [-0.271402, -0.4343438, -0.1979518, -0.108378]],
+    ),
+    "slowmo of 2": (
+        lambda s, m: ff.slowmo(
+            s, m, "node", average_every=2, memory_efficient=False, **slow),
+        [[-0.1573822, -0.2962123, -0.1627062, 0.2422051]] * 2,
+    ),
+    "slowmo of 3": (
+        lambda s, m: ff.slowmo(
+            s, m, "node", average_every=2, memory_efficient=False, **slow),
+        [[-0.2361681, -0.4214022, -0.2192011, 0.100774]] * 3,
+    ),
+    "gossip on a ring of 3": (
+        lambda s, m: ff.gossip(s, m, "node", ff.graphs.ring(3)),
+        [[-0.2604828, -0.4266099, -0.2005139, 0.116196],
+         [-0.2113791, -0.3483959, -0.1650992, 0.2268324],
+         [-0.2564385, -0.4172281, -0.1944201, 0.0632003]],
+    ),
+    "gossip by powers of 4": (
+        lambda s, m: ff.gossip(s, m, "node", ff.graphs.directed_exponential(4)),
+        [[-0.1702748, -0.2476205, -0.0973051, 0.199252],
+         [-0.2230357, -0.3604159, -0.1664314, 0.0344617],
+         [-0.2194213, -0.3674711, -0.1776697, -0.1184569],
+         [-0.1666603, -0.2546756, -0.1085434, 0.0463333]],
+    ),
+}  # fmt: skip
+
+
+def sample(t, rank):
+    x = torch.sin(torch.arange(6.0).view(2, 3) + 2 * t + 3 * rank)
+    return x, torch.cos(x.sum(1, keepdim=True) + rank)
+
+
+@pytest.mark.parametrize("name", FAIRSCALE)
+def test_numbers_of_fairscale(name):
+    wrap, expected = FAIRSCALE[name]
+    mesh, optimizer, layer = nodes(len(expected)), ff.sgd(LR), ff.unit(affine)
+
+    def main():
+        step = train_step(lambda p, x, y: (layer(p, x) - y).square().mean(), optimizer)
+        step = ff.donate(wrap(ff.shard(step, mesh, "data"), mesh))
+        params = tree.map(torch.clone, START)
+        start = ff.TrainState(params, optimizer.init(params))
+        state, _ = step(start, *sample(0, mesh.rank))
+        for t in range(1, 10):
+            state, _ = step(state, *sample(t, mesh.rank))
+        params = copy_of(state, mesh).params
+        return torch.cat([params["w"].view(-1), params["b"]])
+
+    close(list(ff.spmd(main, mesh)()), [torch.tensor(row) for row in expected], 1e-6)
+
+
+# Graphs
+
+
+@pytest.mark.parametrize("n", [2, 3, 4, 5, 8, 9])
+def test_a_round_of_meetings_mixes_everything(n):
+    """Columns and rows of each meeting add up to 1, and means come ever closer."""
+    made = [ff.graphs.ring(n, 2), ff.graphs.directed_exponential(n)]
+    made += [
+        ff.graphs.n_peer_exponential(n, min(2, n - 1)),
+        ff.graphs.directed_linear(n),
+    ]
+    if n % 2 == 0:
+        made += [ff.graphs.bipartite_exponential(n), ff.graphs.bipartite_linear(n)]
+    for graph in made:
+        total = torch.eye(n, dtype=torch.float64)
+        for moves in graph * (8 * n):
+            p = torch.eye(n, dtype=torch.float64)
+            for s, d in (pair for pairs in moves for pair in pairs):
+                p[d, s] += 1
+            p /= p.sum(0)
+            assert torch.allclose(p.sum(1), torch.ones(n, dtype=torch.float64))
+            total = p @ total
+        if not (n == 2 or graph == made[0] and n % 2 == 0):
+            assert torch.allclose(total, torch.full_like(total, 1 / n), atol=1e-3)
+
+
+# What is sent
+
+
+def bytes_sent(wrap, steps, zero=3):
+    """Over "node", step by step, of a rank; and the bytes of its parameters."""
+    mesh, optimizer = nodes(2, 2), ff.sgd(LR)
+
+    def main():
+        step = wrap(
+            ff.shard(train_step(chain(), optimizer), mesh, "data", zero=zero), mesh
+        )
+        mine = ff.local_batch(batch_of(0), mesh, ("node", "data"))
+        state, sent = ff.init_state(step, layers(2), optimizer, mine), []
+        first = mesh.rank == 0
+        planned = ff.plan(step, state.replace(count=steps - 1), mine) if first else None
+        for _ in range(steps):
+            with ff.ledger() as log:
+                state, _ = step(state, mine)
+            sent.append(log.bytes("node"))
+        if planned:  # of the last step
+            assert planned.bytes("node") == sent[-1]
+        return sent
+
+    return ff.spmd(main, mesh)()[0]
+
+
+def test_bytes_of_local_sgd_are_those_of_one_all_reduce_in_so_many_steps():
+    part = 2 * (WIDTH + 1) * WIDTH * 4 // 2  # float32, of which "data" has halves
+    sent = bytes_sent(lambda s, m: ff.local_sgd(s, m, "node", every=3), 6)
+    assert sent == [0, 0, part, 0, 0, part]  # 2 (n - 1) / n of them, with n = 2
+    hsdp = bytes_sent(lambda s, m: ff.local_sgd(s, m, "node", every=1), 1, zero=0)
+    assert hsdp == [2 * part]
+
+
+def test_bytes_of_slow_momentum_and_gossip():
+    part = 2 * (WIDTH + 1) * WIDTH * 4 // 2
+    for efficient in (True, False):
+        wrap = lambda s, m, e=efficient: ff.slowmo(  # noqa: E731
+            s, m, "node", every=2, lr=LR, memory_efficient=e
+        )
+        assert bytes_sent(wrap, 4) == [0, part, 0, part]
+    graph = [[[(0, 1), (1, 0)]], [[(1, 0)]]]
+    sent = bytes_sent(lambda s, m: ff.gossip(s, m, "node", graph), 4)
+    assert sent == [part, 0, part, 0]  # rank 0 sends in the first meeting alone
+
+
+# What is kept
+
+
+@pytest.mark.parametrize("kind", ["slowmo", "slowmo, whole", "gossip"])
+def test_a_saved_state_has_the_copies_of_all_ranks(tmp_path, kind):
+    mesh, optimizer = nodes(2, 2), ff.sharded_adam(LR)
+
+    def main():
+        step = ff.shard(train_step(loss, optimizer), mesh, "data")
+        step = KINDS[kind][0](step, mesh)
+        mine = lambda t: ff.local_batch(batch_of(t), mesh, ("node", "data"))  # noqa: E731
+        fresh = lambda: ff.init_state(step, parameters(), optimizer, mine(0))  # noqa: E731
+        state, _ = step(fresh(), mine(0))
+        ff.save(tmp_path / "a", state)
+        again = ff.load(tmp_path / "a", fresh())
+        same(ff.unshard(again), ff.unshard(state))
+        for t in range(1, 4):
+            state, again = step(state, mine(t))[0], step(again, mine(t))[0]
+        same(ff.unshard(again), ff.unshard(state))
+        return again.count
+
+    assert ff.spmd(main, mesh)() == [4] * 4
+
+
+def test_copies_of_a_state_go_to_other_cuts_of_the_data_not_to_other_nodes(tmp_path):
+    optimizer = ff.sgd(LR)
+
+    def state_on(mesh):
+        step = ff.shard(train_step(loss, optimizer), mesh, "data")
+        step = ff.local_sgd(step, mesh, "node", every=2)
+        mine = ff.local_batch(batch_of(0), mesh, ("node", "data"))
+        state = ff.init_state(step, parameters(), optimizer, mine)
+        return step(state, mine)[0]
+
+    def saved():
+        ff.save(tmp_path / "a", state := state_on(nodes(2, 1)))
+        return ff.unshard(state)
+
+    expected = ff.spmd(saved, nodes(2, 1))()[0]
+    load = lambda m: ff.unshard(ff.load(tmp_path / "a", state_on(m)))  # noqa: E731
+    wider = nodes(2, 2)
+    same(ff.spmd(lambda: load(wider), wider)()[3], expected)
+    other = nodes(4, 1)
+    with pytest.raises(Exception, match=r"f32\[2, 4\] in the checkpoint"):
+        ff.spmd(lambda: load(other), other)()
+
+
+def test_moments_counts_and_masks_of_dropout_are_a_rank_s_own():
+    mesh, optimizer = nodes(2), ff.sgd(LR)
+    noisy = ff.unit(lambda p, x: torch.nn.functional.dropout(x, 0.5) @ p)
+
+    def main():
+        step = train_step(lambda p, x: noisy(p, x).sum(), optimizer)
+        step = ff.local_sgd(ff.shard(step, mesh, "data"), mesh, "node", every=2)
+        x = torch.ones(4, 32)
+        state = ff.init_state(step, torch.zeros(32, 1), optimizer, x)
+        return copy_of(step(state, x)[0], mesh).params
+
+    one, other = ff.spmd(main, mesh)()
+    assert not torch.equal(one, other)
+
+
+def test_half_parameters_are_averaged_in_float32():
+    mesh = nodes(3)
+    values = [60000.0, 60000.0, 30000.0]  # whose sum is no float16
+
+    def main():
+        start = torch.zeros(3, dtype=torch.float16)
+        x = torch.full((3,), -values[mesh.rank] / LR, dtype=torch.float32)
+        step = ff.local_sgd(
+            lambda s, x: (s.replace(params=s.params - (x * LR).half()), None),
+            mesh, "node", every=1,
+        )  # fmt: skip
+        state, _ = step(ff.TrainState(start), x)
+        return copy_of(state, mesh).params
+
+    for found in ff.spmd(main, mesh)():
+        same(found, torch.full((3,), 50000.0, dtype=torch.float16))
+
+
+# What is refused
+
+MESH = nodes(2)
+PLAIN = train_step(chain(), ff.sgd(LR))
+
+
+def on_pair(call, mesh=MESH):
+    return lambda: ff.spmd(call, mesh)()
+
+
+def state_of(params):
+    return ff.TrainState(params, ff.sgd(LR).init(params))
+
+
+def unlike():
+    step = ff.local_sgd(PLAIN, MESH, "node", every=2)
+    step(state_of(layers(1, seed=MESH.rank)), batch_of(0))
+
+
+def inside():
+    step = ff.shard(ff.local_sgd(PLAIN, MESH, "node", every=2), MESH, "data")
+    step(state_of(layers(1)), batch_of(0))
+
+
+def same_axis():
+    step = ff.local_sgd(ff.shard(PLAIN, MESH, "node"), MESH, "node", every=2)
+    step(state_of(layers(1)), batch_of(0))
+
+
+def another_rank_s():
+    step = ff.local_sgd(ff.shard(PLAIN, MESH, "data"), MESH, "node", every=2)
+    states = ff.spmd(
+        lambda: ff.init_state(step, layers(1), ff.sgd(LR), batch_of(0)), MESH
+    )()
+    ff.spmd(lambda: step(states[0], batch_of(0)), MESH)()
+
+
+def derived():
+    step = ff.local_sgd(PLAIN, MESH, "node", every=2)
+    w = torch.eye(WIDTH).requires_grad_() * 2
+    step(state_of([{"w": w}]), batch_of(0))
+
+
+def spanning():
+    far = lambda p, x: ff.psum(chain()(p, x), "node")  # noqa: E731
+    step = ff.local_sgd(train_step(far, ff.sgd(LR)), MESH, "node", every=2)
+    step(state_of(layers(1)), batch_of(0))
+
+
+def rate_of_zero():
+    step = ff.slowmo(PLAIN, MESH, "node", every=1, lr=ff.linear(0.0, 1.0, 4))
+    step(state_of(layers(1)), batch_of(0))
+
+
+def plain_consensus():
+    ff.consensus(state_of(layers(1)))  # pyright: ignore[reportArgumentType]
+
+
+def graph(moves, n=2):
+    return lambda: ff.gossip(PLAIN, nodes(n), "node", moves)
+
+
+REFUSED = {
+    "every=0": (
+        lambda: ff.local_sgd(PLAIN, MESH, "node", every=0), ValueError, "at least 1"),
+    "an axis that is not there": (
+        lambda: ff.local_sgd(PLAIN, MESH, "pod", every=1), ValueError, "unknown axis"),
+    "lr=0": (lambda: ff.slowmo(PLAIN, MESH, "node", lr=0.0), ValueError, "above 0"),
+    "beta<0": (
+        lambda: ff.slowmo(PLAIN, MESH, "node", lr=1.0, beta=-1.0), ValueError, "beta"),
+    "average_every=0": (
+        lambda: ff.slowmo(PLAIN, MESH, "node", lr=1.0, average_every=0), ValueError,
+        "average_every"),
+    "a rate of zero": (on_pair(rate_of_zero), ValueError, "above 0 where"),
+    "a rank off the axis": (graph([[[(0, 2)]]]), ValueError, "indices of 0 to 1"),
+    "a source twice": (graph([[[(0, 1), (0, 0)]]]), ValueError, "make two moves"),
+    "no graph": (graph([]), ValueError, "list over time"),
+    "a ring of one": (lambda: ff.graphs.ring(1), ValueError, "at least 2"),
+    "an odd bipartite graph": (
+        lambda: ff.graphs.bipartite_linear(5), ValueError, "even"),
+    "too many peers": (lambda: ff.graphs.ring(4, 3), ValueError, "peers, from 1 to 2"),
+    "unlike beginnings": (on_pair(unlike), RanksDiffer, "parameters differ"),
+    "inside a shard": (on_pair(inside), ValueError, "goes around"),
+    "over an axis of the shard": (on_pair(same_axis), ValueError, "each axis once"),
+    "another rank's state": (another_rank_s, ValueError, "give each rank its own"),
+    "a loss that spans ranks": (on_pair(spanning), ValueError, "outside of it"),
+    "a step that is differentiated": (on_pair(derived), ValueError, "inside the step"),
+    "consensus of a plain state": (plain_consensus, TypeError, "LocalState"),
+}  # fmt: skip
+
+
+@refusals(REFUSED)
+def test_bad_input_is_refused(call, error, way_out):
+    with pytest.raises(error, match=way_out):
+        call()
+
+
+def test_ranks_whose_integers_differ_have_no_consensus():
+    def main():
+        step = ff.local_sgd(
+            lambda s, x: (s.replace(params={"n": s.params["n"] + x}), None),
+            MESH, "node", every=1,
+        )  # fmt: skip
+        state, _ = step(ff.TrainState({"n": torch.tensor(1)}), MESH.rank)
+        ff.consensus(state)
+
+    with pytest.raises(RanksDiffer, match="no mean"):
+        ff.spmd(main, MESH)()
+
+
+def test_a_step_that_raises_leaves_the_state_as_it_was():
+    mesh, optimizer = nodes(2), ff.sgd(LR)
+
+    def main():
+        bad = lambda p, x: chain()(p, x) / (0 if x is None else 1)  # noqa: E731
+        step = ff.local_sgd(
+            ff.shard(train_step(bad, optimizer), mesh, "data"), mesh, "node", every=2
+        )
+        state = ff.init_state(step, layers(2), optimizer, batch_of(0))
+        before = tree.map(torch.clone, ff.unshard(state.copies.params))
+        with pytest.raises(Exception):  # noqa: B017
+            step(state, integers(3, 3))
+        same(ff.unshard(state.copies.params), before)
+        return step(state, batch_of(0))[0].count
+
+    assert ff.spmd(main, mesh)() == [1, 1]
+
+
+def test_split_leaves_and_stages_are_copied_as_whole_ones_are():
+    """Over "model" or "pipe" within, the ranks' copies are those without it."""
+    found = []
+    params = {"up": floats(6, WIDTH), "down": floats(WIDTH, 6, seed=1)}
+    layouts = {"up": ff.Split(0, "model"), "down": ff.Split(1, "model")}
+    block = ff.unit(
+        lambda p, x: ff.nn.row_linear(
+            torch.tanh(ff.nn.column_linear(x, p["up"])), p["down"]
+        )
+    )
+    plain = ff.unit(lambda p, x: torch.tanh(x @ p["up"].T) @ p["down"].T)
+    for unit, n, rules in ((block, 2, layouts), (plain, 1, None)):
+        mesh = simulated(node=3, data=2, model=n)
+        optimizer = ff.sgd(LR)
+
+        def main(unit=unit, mesh=mesh, rules=rules, optimizer=optimizer):
+            step = train_step(lambda p, x: unit(p, x).square().mean(), optimizer)
+            step = ff.shard(step, mesh, "data")
+            step = ff.slowmo(step, mesh, "node", every=2, lr=LR)
+            mine = lambda t: ff.local_batch(  # noqa: E731
+                floats(12, WIDTH, seed=t), mesh, ("node", "data")
+            )
+            state = ff.init_state(step, params, optimizer, mine(0), layouts=rules)
+            for t in range(3):
+                state, _ = step(state, mine(t))
+            return copy_of(state, mesh).params
+
+        found.append(ff.spmd(main, mesh)())
+    for rank, whole in enumerate(found[0]):
+        close(whole, found[1][rank // 2], 2e-6)
+
+
+def test_stages_of_a_pipeline_are_copied_by_each_of_theirs():
+    found = []
+    for staged in (True, False):
+        mesh, optimizer = simulated(node=2, pipe=2, data=1), ff.sgd(LR)
+
+        def main(staged=staged, mesh=mesh, optimizer=optimizer):
+            step = train_step(chain(), optimizer)
+            cut = ff.pipeline(step, mesh, "pipe", n_microbatches=2)
+            step = ff.shard(cut if staged else ff.accumulate(step, 2), mesh, "data")
+            step = ff.slowmo(step, mesh, "node", every=2, lr=LR)
+            mine = lambda t: ff.local_batch(batch_of(t), mesh, "node")  # noqa: E731
+            state = ff.init_state(step, layers(3, make=floats), optimizer, mine(0))
+            for t in range(3):
+                state, _ = step(state, mine(t))
+            return copy_of(state, mesh).params
+
+        found.append(ff.spmd(main, mesh)())
+    for one, other in zip(*found, strict=True):
+        close(one, other, 2e-6)
+
+
+def test_ranks_that_train_by_themselves_skip_a_step_together():
+    optimizer = ff.loss_scale(ff.sgd(LR), 4.0)
+
+    def main():
+        step = optimizer(ff.value_and_grad(chain()))
+        step = ff.local_sgd(ff.shard(step, MESH, "data"), MESH, "node", every=2)
+        bad = batch_of(0) * (torch.inf if MESH.rank else 1.0)
+        state = ff.init_state(step, layers(1), optimizer, bad)
+        state, _ = step(state, bad)
+        return state.copies.opt_state.skipped, copy_of(state, MESH).params
+
+    for skipped, found in ff.spmd(main, MESH)():
+        assert skipped == 1
+        same(found, layers(1))
