@@ -33,29 +33,48 @@ class Program(NamedTuple):
     err: str
 
 
-def run(programs: Sequence[Program], timeout: float, together: bool) -> list[int]:
-    """How programs that run at the same time ended, each by its status or -signal.
+class Running:
+    """Programs that run at the same time; nothing else starts before they end.
 
     Args:
-        timeout: In seconds.
         together: Once one fails the others are killed, as torchrun does.
-
-    Raises `TimeoutError` where they do not end; they are killed then.
     """
-    server = _server()
-    assert server.stdin and server.stdout
-    asked = json.dumps([os.getcwd(), together, programs])
-    server.stdin.write(asked.encode() + b"\n")
-    pids = json.loads(server.stdout.readline())
+
+    def __init__(self, programs: Sequence[Program], together: bool = True):
+        self.server = _server()
+        assert self.server.stdin and self.server.stdout
+        self.said = self.server.stdout
+        asked = json.dumps([os.getcwd(), together, programs])
+        self.server.stdin.write(asked.encode() + b"\n")
+        self.pids: list[int] = json.loads(self.said.readline())
+        self.ended: list[int] | None = None
+
+    def wait(self, timeout: float) -> list[int] | None:
+        """How each ended, by its status or -signal; None after `timeout` seconds."""
+        if self.ended is None and select.select([self.said], [], [], timeout)[0]:
+            self.ended = json.loads(self.said.readline())
+        return self.ended
+
+    def end(self) -> None:
+        """Kills what still runs."""
+        if self.wait(0) is None:
+            for pid in self.pids:
+                end(pid)
+            self.ended = json.loads(self.said.readline())
+
+
+def run(programs: Sequence[Program], timeout: float, together: bool) -> list[int]:
+    """How `Running` programs ended.
+
+    Raises `TimeoutError` where they do not end in `timeout` seconds; they are killed.
+    """
+    running = Running(programs, together)
     try:
-        if not select.select([server.stdout], [], [], timeout)[0]:
+        if (ended := running.wait(timeout)) is None:
             raise TimeoutError(f"{programs[0].args[0]} ran past {timeout} s")
-    except BaseException:  # Ctrl-C, for one
-        for pid in pids:
-            end(pid)
-        server.stdout.readline()
-        raise
-    return json.loads(server.stdout.readline())
+        return ended
+    finally:
+        running.end()  # Ctrl-C, for one
 
 
 @cache
