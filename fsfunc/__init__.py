@@ -49,16 +49,19 @@ from fsfunc.optim import (
     join,
     lamb,
     lars,
+    layerwise_loss_scale,
     leaf_norms,
     linear,
     lion,
     loss_scale,
     masked,
+    muon,
     partition,
     scale,
     scale_by_trust_ratio,
     schedule_free,
     sgd,
+    shampoo,
     sharded_adam,
     swa,
     tree_scale,
@@ -88,6 +91,7 @@ from fsfunc.transforms.donation import donate
 from fsfunc.transforms.gossiping import gossip
 from fsfunc.transforms.local_copies import LocalState
 from fsfunc.transforms.local_updates import local_sgd
+from fsfunc.transforms.offloading import offload
 from fsfunc.transforms.ownership import assume
 from fsfunc.transforms.policies import SaveAllBut, SaveOnly, checkpoint_name
 from fsfunc.transforms.quantization import QuantizedGather, QuantizedReduction

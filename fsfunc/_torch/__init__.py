@@ -57,6 +57,7 @@ from fsfunc._torch.graph import (
     function_around,
     graph_nodes,
     has_two_products,
+    hook_residuals,
     hook_saved,
     is_hooked,
     kind_of,

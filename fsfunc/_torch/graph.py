@@ -250,3 +250,36 @@ def is_hooked(leaf: Tensor) -> bool:
 def looked_up(node: Any) -> Tensor:
     """The numbers of the rows that a lookup took."""
     return node._saved_indices
+
+
+def hook_residuals(
+    nodes: Iterable[Any],
+    goes: Callable[[Tensor], bool],
+    pack: Callable[[Tensor], Any],
+    unpack: Callable[[Any], Tensor],
+) -> None:
+    """Puts hooks on the saved tensors of ``nodes`` of which ``goes`` says so.
+
+    Left as they are: what is under somebody's hooks; and what was changed in place
+    since it was saved, of which the backward is to say so: under hooks torch does not
+    look.
+    """
+    if not _CAN_LOOK:
+        return
+    for node in nodes:
+        for raw_name, name in _saved_attributes(type(node)):
+            raws = getattr(node, raw_name)
+            raws = raws if isinstance(raws, (tuple, list)) else (raws,)
+            if any(raw.unpack_hook is not None for raw in raws):
+                continue
+            chosen = [
+                raw for raw in raws if isinstance(raw.data, Tensor) and goes(raw.data)
+            ]
+            if not chosen:
+                continue
+            try:
+                getattr(node, name)
+            except RuntimeError:
+                continue
+            for raw in chosen:
+                raw.register_hooks(pack, unpack)

@@ -25,6 +25,7 @@ from fsfunc.checkpoint.manifest import CheckpointError, Stored, StoredTensor
 from fsfunc.checkpoint.reading import Request, read, requests
 from fsfunc.comm.mesh import Here
 from fsfunc.runtime.save_guard import is_held
+from fsfunc.runtime.stores import lies
 from fsfunc.sharded.donated import refuse_spent, spend
 from fsfunc.sharded.layout import Coordinates
 from fsfunc.sharded.leaf import Sharded, is_sharded
@@ -147,9 +148,16 @@ def _room(x: Any, device: Any) -> Any:
     """Memory like ``x``; zero, as padding is (the system gives zero pages anyway)."""
     if not isinstance(x, Tensor):
         return x
+    if (where := lies(x)) is not None and device is None:
+        room = where.store.empty(x.numel(), x.dtype, _real(where.device))
+        return room.view(x.shape).zero_()
     abstract = x.device.type == "meta" or isinstance(x, _torch.FakeTensor)
     device = device or ("cpu" if abstract else x.device)
     return torch.zeros(x.shape, dtype=x.dtype, device=device)
+
+
+def _real(device: torch.device) -> torch.device:
+    return torch.device("cpu") if device.type == "meta" else device
 
 
 def _own_memory(

@@ -71,8 +71,9 @@ class RankGroup:
     ) -> Handle:
         """Issues ``op`` on contiguous ``x``, along dim 0; returns what to wait for.
 
-        ``how`` is ``pairs=`` for ppermute and ``source=`` for pbroadcast. Until
-        ``wait()`` has returned, ``x`` must not be written. Ranks wait for what they
+        ``how`` is ``pairs=`` for ppermute, ``source=`` for pbroadcast and ``sizes=``
+        for an all_to_all of unequal parts (see `LinearMap`). Until ``wait()`` has
+        returned, ``x`` must not be written. Ranks wait for what they
         started in one order, unless it was started with ``any_order``. ``what`` names
         the buffer that ``x`` is part of: ranks that meet with unlike ones raise.
         """
@@ -86,7 +87,9 @@ class RankGroup:
         sends = False
         for s, d in how.get("pairs", ()):
             sends = sends or (s == self.index and s != d)
-        note(op, self.axis, self.size, x, self.rank, sends, what)
+        sizes = how.get("sizes")
+        stays = x[: sizes[self.index][self.index]].numel() if sizes else None
+        note(op, self.axis, self.size, x, self.rank, sends, what, stays)
         return self.link.start(op, x, self, out=out, what=what, **how)
 
     def send(self, x: Tensor, to: int, what: str = "") -> Handle:

@@ -11,6 +11,8 @@ pbroadcast          (n-1)/n b
 ppermute            b, if it is a source
 ==================  ==================
 
+(an all_to_all of unequal parts: b, but for what stays)
+
 which are the usual closed forms of the ring algorithms (Patarasuk and Yuan, 2009),
 whatever the backend does underneath. An axis of size 1 sends, and counts, nothing.
 """
@@ -129,8 +131,12 @@ def note(
     rank: int,
     sends: bool,
     what: str = "",
+    stays: int | None = None,
 ) -> None:
-    """Writes one collective over ``size`` ranks into every open ledger."""
+    """Writes one collective over ``size`` ranks into every open ledger.
+
+    ``stays``: where parts are unequal, the elements of ``x`` that go nowhere.
+    """
     logs = _LEDGERS.get()
     if not logs:
         return
@@ -139,6 +145,8 @@ def note(
     sent = Fraction(b * (n - 1) * share, n)
     if op == "ppermute":
         sent = Fraction(b if sends else 0)
+    if stays is not None:
+        sent = Fraction(b - stays * x.element_size())
     unit, phase = current_label()
     record = Record(op, axis, sent, x.dtype, unit, phase, rank, source_line(), what)
     for log in logs:

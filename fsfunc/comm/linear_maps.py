@@ -69,6 +69,7 @@ TRANSPOSES = {
     ("collect", "V", "V"): ("pbroadcast", "V", "V"),
     ("enter", "V", "V"): ("psum", "V", "V"),  # *
 }
+Sizes = tuple[tuple[int, ...], ...]
 _LOCAL = {"cast", "keep", "slice", "embed", "enter"}
 _JOINS = {"all_gather", "psum_scatter", "all_to_all"}
 
@@ -92,6 +93,8 @@ class LinearMap:
         dim, to_dim: the tensor dims that are cut or joined (``to_dim``: all_to_all).
         pairs: (source, target) indices along the axis, for ppermute.
         source: the index along the axis that pbroadcast and keep read.
+        sizes: of an all_to_all along dim 0 whose parts are unequal, by sender and
+            receiver: how many rows go there.
         power: of n, the number of ranks, by which the result is multiplied.
         what: the buffer that is moved, where it is one: its unit and leaves.
     """
@@ -105,6 +108,7 @@ class LinearMap:
     source: int = 0
     power: int = 0
     what: str = ""
+    sizes: Sizes = ()
 
     def transpose(self) -> LinearMap:
         """The map that the cotangent takes."""
@@ -127,6 +131,7 @@ class LinearMap:
             dim=dim,
             to_dim=to_dim,
             pairs=tuple((d, s) for s, d in self.pairs),
+            sizes=tuple(zip(*self.sizes, strict=True)),
             power=self.power + leaves - comes,
         )
 
@@ -140,6 +145,8 @@ class LinearMap:
         """What the wire must know beside the op."""
         if self.op == "ppermute":
             return {"pairs": self.pairs}
+        if self.sizes:
+            return {"sizes": self.sizes}
         return {"source": self.source} if self.op == "pbroadcast" else {}
 
     def check(self, x: Tensor, where: RankGroup) -> None:
@@ -175,7 +182,7 @@ class LinearMap:
         """This rank's result, from what came over the wire (or ``x`` itself)."""
         if self.op in ("all_gather", "psum_scatter"):
             y = y.movedim(0, self.dim)
-        elif self.op == "all_to_all":
+        elif self.op == "all_to_all" and not self.sizes:
             parts = [p.movedim(0, self.dim) for p in y.tensor_split(size)]
             y = torch.cat(parts, self.to_dim)
         elif self.op == "slice":
@@ -240,6 +247,7 @@ def combine(
     xs: Sequence[Tensor],
     pairs: tuple[tuple[int, int], ...] = (),
     source: int = 0,
+    sizes: Sizes = (),
 ) -> list[Tensor]:
     """What each of two ranks or more receives where rank i sent ``xs[i]``, along dim 0.
 
@@ -260,7 +268,8 @@ def combine(
         total = combine("psum", xs)[0]
         return list(total.tensor_split(n))
     if op == "all_to_all":
-        parts = [x.tensor_split(n) for x in xs]
+        cuts = zip(xs, sizes or [None] * n, strict=True)
+        parts = [x.split(cut) if cut else x.tensor_split(n) for x, cut in cuts]
         return [torch.cat([p[i] for p in parts]) for i in range(n)]
     if op == "ppermute":
         by_target = {d: xs[s].clone() for s, d in pairs}

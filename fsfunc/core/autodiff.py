@@ -24,6 +24,7 @@ from fsfunc.core.losses import Weighted, divided, loss_parts, tie
 from fsfunc.runtime.compiled import refuse_compiled
 from fsfunc.runtime.generators import one_number
 from fsfunc.runtime.memory_kinds import count_as
+from fsfunc.runtime.stores import divided_beside
 from fsfunc.sharded.inputs import arguments, refuse
 from fsfunc.sharded.layout import Layout
 from fsfunc.sharded.leaf import FlatShard, Parts, is_sharded
@@ -266,7 +267,7 @@ def _divided(grads: Any, by: float | Tensor, own: bool) -> Any:
         return grads
     return buffers.rebuild(
         [
-            g / (by.to(g.dtype) if isinstance(by, Tensor) else by)
+            divided_beside(g, by.to(g.dtype) if isinstance(by, Tensor) else by)
             if isinstance(g, Tensor)
             else g
             for g in buffers.tensors

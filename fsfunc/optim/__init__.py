@@ -9,10 +9,16 @@ from fsfunc.optim.factored import AdafactorState, adafactor
 from fsfunc.optim.finite import ApplyIfFiniteState, apply_if_finite
 from fsfunc.optim.iterates import ScheduleFreeState, schedule_free
 from fsfunc.optim.layerwise import lamb, lars
+from fsfunc.optim.layerwise_scaling import (
+    LayerwiseLossScaleState,
+    layerwise_loss_scale,
+)
 from fsfunc.optim.loss_scaling import LossScaleState, loss_scale
 from fsfunc.optim.masking import masked, partition
 from fsfunc.optim.norms import all_finite, global_norm, leaf_norms
 from fsfunc.optim.optimizer import Optimizer, apply_updates
+from fsfunc.optim.orthogonal_momentum import MuonState, muon
+from fsfunc.optim.preconditioning import Preconditioners, ShampooState, shampoo
 from fsfunc.optim.reductions import tree_scale, tree_sum
 from fsfunc.optim.schedules import (
     Schedule,
@@ -39,12 +45,16 @@ __all__ = [
     "AdamState",
     "ApplyIfFiniteState",
     "AverageState",
+    "LayerwiseLossScaleState",
     "LionState",
     "LossScaleState",
+    "MuonState",
     "Optimizer",
+    "Preconditioners",
     "Schedule",
     "ScheduleFreeState",
     "SgdState",
+    "ShampooState",
     "TorchState",
     "adafactor",
     "adascale",
@@ -64,16 +74,19 @@ __all__ = [
     "join",
     "lamb",
     "lars",
+    "layerwise_loss_scale",
     "leaf_norms",
     "linear",
     "lion",
     "loss_scale",
     "masked",
+    "muon",
     "partition",
     "scale",
     "scale_by_trust_ratio",
     "schedule_free",
     "sgd",
+    "shampoo",
     "sharded_adam",
     "swa",
     "tree_scale",

@@ -17,6 +17,7 @@ from fsfunc import _torch
 from fsfunc.core.frames import frame
 from fsfunc.optim.leaves import Tree, local
 from fsfunc.optim.matching import Matched
+from fsfunc.runtime.stores import LIES, brought, copied, lies
 from fsfunc.sharded.donated import Donation, Everything
 from fsfunc.sharded.leaf import is_sharded
 
@@ -50,7 +51,7 @@ def fused(
         with torch.no_grad():
             new = _targets(matched, kept, donation, taken)
             _count_write([t for target in new for t in target.tensors])
-            for (_, dtype, decay), rows in _groups(matched, new, decays).items():
+            for (_, dtype, decay, _), rows in _groups(matched, new, decays).items():
                 _write(kernel, rows, dtype, decay)
         if donation is not None:
             donation.take(*taken)
@@ -83,7 +84,7 @@ def _targets(
     """The trees to write, or copies of them."""
     written = [matched.buffers[0], *matched.buffers[2:]]
     if donation is None:
-        copies = [[t.clone() for t in b.tensors] for b in written]
+        copies = [[copied(t) for t in b.tensors] for b in written]
         return [_Target(b.rebuild(c), c) for b, c in zip(written, copies, strict=True)]
     active = [[column[i] for i in matched.active] for column in kept]
     flats = [b.tensors for b in written]
@@ -110,7 +111,7 @@ def _over(
     leaves = list(old)
     if not all(mine):
         pairs = zip(tensors, mine, strict=True)
-        tensors = [t if own else t.clone() for t, own in pairs]
+        tensors = [t if own else copied(t) for t, own in pairs]
         leaves = buffers.rebuild(tensors)
     for (positions, packed), own in zip(buffers.groups, mine, strict=True):
         if not own:
@@ -132,7 +133,8 @@ def _groups(
 ) -> dict[Any, list[list[Tensor]]]:
     """Rows (param, grad, *moments) by device, dtype and decay.
 
-    A flat buffer whose leaves decay differently falls apart into its leaves.
+    A flat buffer whose leaves decay differently falls apart into its leaves. What of a
+    row lies beside the device may have to be brought: such a row is a group of its own.
     """
     groups: dict[Any, list[list[Tensor]]] = {}
     grads = _Target(
@@ -152,7 +154,8 @@ def _groups(
                 for m in moments:
                     if m.dtype != dtype:
                         dtype = torch.promote_types(dtype, m.dtype)
-                groups.setdefault((p.device, dtype, decay), []).append(row)
+                apart = len(groups) if LIES and any(map(lies, row)) else -1
+                groups.setdefault((p.device, dtype, decay, apart), []).append(row)
     return groups
 
 
@@ -179,13 +182,21 @@ def _write(
     sum) would give garbage, silently.
     """
     columns = [*zip(*rows, strict=True)]
-    work = [[dense(t, dtype) for t in column] for column in columns]
+    beside = [lies(t) is not None for row in rows for t in row] if LIES else []
+    if any(beside) and not all(beside):
+        work = [[_here(t, dtype) for t in column] for column in columns]
+    else:
+        work = [[dense(t, dtype) for t in column] for column in columns]
     kernel(*work, weight_decay=decay)
     del columns[1], work[1]  # the gradients are only read
     for targets, sources in zip(columns, work, strict=True):
         for target, source in zip(targets, sources, strict=True):
             if target is not source:
                 target.copy_(source)
+
+
+def _here(x: Tensor, dtype: torch.dtype) -> Tensor:
+    return dense(x, dtype) if lies(x) is None else brought(x, dtype)
 
 
 def dense(x: Tensor, dtype: torch.dtype) -> Tensor:

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from fsfunc import _torch, tree
 from fsfunc.comm.groups import strided
+from fsfunc.runtime.stores import empty_beside, lies, moments_store
 from fsfunc.sharded.leaf import Sharded, is_sharded
 from fsfunc.sharded.packing import split_alike
 from fsfunc.sharded.placements import describe
@@ -44,10 +45,21 @@ def local(leaf: Any) -> Tensor:
 def zeros_like(params: Tree, dtype: torch.dtype | None = None) -> Tree:
     """Zeros laid out as ``params`` are, with None for leaves that are not trainable."""
     return map_flat(
-        lambda tensors: [torch.zeros_like(t, dtype=dtype) for t in tensors],
+        lambda tensors: [_zeros(t, dtype) for t in tensors],
         params,
         rest=None,
     )
+
+
+def _zeros(x: Tensor, dtype: torch.dtype | None) -> Tensor:
+    """Zeros like ``x``, on its device, or where `init_state` wants moments to lie."""
+    store, where = moments_store(), lies(x)
+    if store is None and where is None:
+        return torch.zeros_like(x, dtype=dtype)
+    device = x.device if where is None else where.device
+    if store is None:
+        return torch.zeros_like(x, dtype=dtype, device=device)
+    return store.empty(x.numel(), dtype or x.dtype, device).view(x.shape).zero_()
 
 
 def copied(params: Tree, dtype: torch.dtype | None = None) -> Tree:
@@ -192,6 +204,9 @@ def scaled(tensors: Sequence[Tensor], factor: float | Tensor) -> list[Tensor]:
         return [t * factor for t in tensors]
     if isinstance(factor, Tensor) and len({t.device for t in tensors}) > 1:
         return [t * factor.to(t.device) for t in tensors]
+    if any(lies(t) is not None for t in tensors):
+        outs = [empty_beside(t, scratch=True) for t in tensors]
+        return [torch.mul(t, factor, out=o) for t, o in zip(tensors, outs, strict=True)]
     return list(torch._foreach_mul(list(tensors), factor)) if tensors else []
 
 

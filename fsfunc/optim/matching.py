@@ -73,6 +73,11 @@ class Matched:
         return cls(treedef, trees, active, buffers)
 
     @property
+    def columns(self) -> list[list[Any]]:
+        """By tree: the active leaves."""
+        return [[column[i] for i in self.active] for column in self.trees]
+
+    @property
     def differentiated(self) -> bool:
         """Whether somebody may differentiate through what is done with the tensors.
 

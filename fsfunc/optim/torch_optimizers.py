@@ -21,7 +21,7 @@ from fsfunc.optim.torch_probe import Kept, as_numbers, at_rest, probe, run_step
 _NOT_ELEMENTWISE = {
     "LBFGS": ("it takes a closure, and directions of the whole", "ff.sharded_adam"),
     "Adafactor": ("it keeps sums over rows and columns of a matrix", "ff.adafactor"),
-    "Muon": ("it orthogonalises a matrix", "ff.sharded_adam"),
+    "Muon": ("it orthogonalises a matrix", "ff.muon"),
     "SparseAdam": ("it takes sparse gradients", "ff.sharded_adam"),
 }
 _REFUSED = {

@@ -22,6 +22,8 @@ from fsfunc.comm.attribution import current_label
 from fsfunc.comm.ledgers import is_silent
 from fsfunc.core.frames import frame, running
 from fsfunc.planning.events import Event, Gave, Ran, Took, describe
+from fsfunc.runtime.memory_kinds import OFFLOADED
+from fsfunc.runtime.stores import lies
 from fsfunc.tracing.operators import OperatorMode
 
 __all__ = ["Book", "Observer"]
@@ -65,6 +67,8 @@ class Book:
         watched.key, watched.number = key, len(self.sizes)
         self.held[key] = watched
         self.events.append(Took(watched.number, size, op, unit, phase))
+        if lies(x) is not None:
+            self.kinds[watched.number] = OFFLOADED
         self.sizes.append(size)
 
     def _gone(self, watched: _Watched) -> None:
@@ -223,7 +227,7 @@ class Observer(OperatorMode):
         for x in tensors:
             if x is not None:
                 number = self.book.number(_torch.unwrapped(x))
-                if number is not None:
+                if number is not None and self.book.kinds.get(number) != OFFLOADED:
                     self.book.kinds[number] = kind
 
     @contextmanager

@@ -13,7 +13,7 @@ import torch
 from fsfunc.comm.ledgers import Ledger, Record
 from fsfunc.comm.mesh import Axis, Mesh
 from fsfunc.planning.events import Event, Gave, Ran, Segment, Took
-from fsfunc.runtime.memory_kinds import KINDS
+from fsfunc.runtime.memory_kinds import KINDS, OFFLOADED
 from fsfunc.sharded.layout import Layout
 
 __all__ = ["Alive", "PlannedLeaf", "Plan", "RankPlan", "Work"]
@@ -136,10 +136,15 @@ class RankPlan:
         aside = index["activations"]
         for number, event in enumerate(self.events):
             if isinstance(event, Took):
-                i = index[self.kinds.get(event.key, "activations")]
+                kind = self.kinds.get(event.key, "activations")
+                if kind == OFFLOADED:
+                    continue
+                i = index[kind]
                 sizes[event.key] = (i, event.bytes)
                 held[i] += event.bytes
             elif isinstance(event, Gave):
+                if event.key not in sizes:
+                    continue
                 i, size = sizes.pop(event.key)
                 held[i] -= size
             elif isinstance(event, Ran) and event.op.peak:
@@ -179,9 +184,10 @@ class RankPlan:
         held: dict[int, Took] = {}
         for event in self.events[: at + 1]:
             if isinstance(event, Took):
-                held[event.key] = event
+                if self.kinds.get(event.key) != OFFLOADED:
+                    held[event.key] = event
             elif isinstance(event, Gave):
-                del held[event.key]
+                held.pop(event.key, None)
         found = [
             Alive(t.bytes, self.kinds.get(t.key, "activations"), t.op, t.unit, t.phase)
             for t in held.values()

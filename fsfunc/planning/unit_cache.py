@@ -9,7 +9,7 @@ gradients of the same shapes. Transforms around it see no difference.
 What a profile cannot stand for runs plainly: units that call units or collectives, that
 return a view of what they were given, bodies in a pipeline's stages whose backward is
 taken apart node by node (split ones, and products added in place), those under a policy
-that names values, or ``torch.func``.
+that names values, those whose residuals are offloaded one by one, or ``torch.func``.
 """
 
 from __future__ import annotations
@@ -39,6 +39,7 @@ from fsfunc.planning.unit_profiles import (
     tensors,
 )
 from fsfunc.sharded.leaf import is_sharded
+from fsfunc.transforms.offloading import offloads_residuals
 from fsfunc.transforms.policies import is_taped
 
 __all__ = ["DifferentiatedTwice", "UnitCache"]
@@ -112,6 +113,8 @@ class UnitCache(Tracer):
         if f.staged and torch.is_grad_enabled() and _taken_apart(leaves):
             return None
         if is_taped():
+            return None
+        if not running().recompute and offloads_residuals(f):
             return None
         if _torch.functorch_active():
             return None

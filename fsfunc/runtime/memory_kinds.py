@@ -10,9 +10,10 @@ from torch import Tensor
 
 from fsfunc.runtime.scoped import Scoped
 
-__all__ = ["KINDS", "count_as", "counting"]
+__all__ = ["KINDS", "OFFLOADED", "count_as", "counting"]
 
 KINDS = ("parameters", "gathered", "gradients", "moments", "activations", "buffers")
+OFFLOADED = "offloaded"  # beside the device, whatever it is for: it does not count
 
 _COUNTER: ContextVar[Any] = ContextVar("fsfunc_counter", default=None)
 

@@ -10,13 +10,13 @@ from typing import Any
 
 from torch import Tensor
 
-__all__ = ["populate"]
+__all__ = ["advise", "populate"]
 
 _POPULATE_WRITE = 23  # MADV_POPULATE_WRITE, of Linux 5.14
 
 
 @functools.cache
-def _advise() -> Any:
+def _madvise() -> Any:
     try:
         return ctypes.CDLL(None).madvise if sys.platform == "linux" else None
     except (OSError, AttributeError):
@@ -30,10 +30,15 @@ def populate(x: Tensor) -> None:
     filled with random numbers; taken together they cost a fifth less. Nothing happens
     where the system does not know how, or ``x`` is not on the CPU.
     """
-    advise = _advise()
-    if advise is None or x.device.type != "cpu" or not x.is_contiguous():
+    advise(x, _POPULATE_WRITE)
+
+
+def advise(x: Tensor, how: int) -> None:
+    """Tells the system ``how`` the pages that ``x`` fills will be used."""
+    madvise = _madvise()
+    if madvise is None or x.device.type != "cpu" or not x.is_contiguous():
         return
     first = -(-x.data_ptr() // mmap.PAGESIZE) * mmap.PAGESIZE
     size = (x.data_ptr() + x.nbytes) // mmap.PAGESIZE * mmap.PAGESIZE - first
     if size > 0:
-        advise(ctypes.c_void_p(first), ctypes.c_size_t(size), _POPULATE_WRITE)
+        madvise(ctypes.c_void_p(first), ctypes.c_size_t(size), how)

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from fsfunc import _torch, tree
+from fsfunc.runtime.stores import zeros_beside
 from fsfunc.sharded.layout import Layout
 from fsfunc.sharded.leaf import FlatShard, Sharded, is_sharded
 from fsfunc.sharded.placements import room
@@ -112,7 +113,7 @@ def pack(leaves: Sequence[Sharded], coordinates: Mapping[str, int]) -> FlatShard
     """Leaves of one buffer side by side; what is missing of the buffer is zero."""
     members = tuple(leaf.layout for leaf in leaves)
     own = {a: coordinates[a] for a in members[0].axes}
-    flat = leaves[0].local.new_zeros(chunk_here(members[0], own))
+    flat = zeros_beside(leaves[0].local, chunk_here(members[0], own))
     packed = FlatShard(members, flat, own)
     with torch.no_grad():
         for target, leaf in zip(packed.leaves(), leaves, strict=True):

@@ -27,6 +27,7 @@ from fsfunc.tracing.groups import LeafGroup
 from fsfunc.tracing.recorder import Recorder
 from fsfunc.tracing.recorder import record as _record
 from fsfunc.tracing.type_check import check, learn
+from fsfunc.transforms.offloading import Stores, stores_of
 from fsfunc.transforms.sharding import Sharding
 
 __all__ = ["lay_out", "place"]
@@ -116,9 +117,12 @@ def lay_out(
         return tree.unflatten(treedef, map(source.own, found.values()))
     recorder = _recorded(fn, t, rest, record, splits)
     if not recorder.handlers:
+        _check_offloaded(stores_of(fn), [])
         _check_taken(splits, found)
         return tree.map(source.own, t, is_leaf=is_sharded)
     shardings = [h for h in recorder.handlers if isinstance(h, Sharding)]
+    stores = stores_of(fn)
+    _check_offloaded(stores, shardings)
     if len(shardings) > 1:
         axes = [h.axes for h in shardings]
         raise ValueError(
@@ -140,7 +144,7 @@ def lay_out(
             refuse("float8", "place", {path: found[path]})
         laid = (
             _packed(
-                shardings[0], lot, recorder, found, coordinates, source, order
+                shardings[0], lot, recorder, found, coordinates, source, order, stores
             ).leaves()
             if shardings
             else _owned(lot, recorder, found, source)
@@ -152,6 +156,25 @@ def lay_out(
         if record == "fake" and not isinstance(source, Shapes):
             _check_types(shardings[0], fn, recorder, (placed, *rest), at)
     return placed
+
+
+def _check_offloaded(stores: Stores, shardings: list[Sharding]) -> None:
+    """Raises where parameters are to lie beside the device, and would not."""
+    if stores.params is None:
+        return
+    said = f"offload(params={str(stores.params)!r})"
+    if not shardings:
+        raise ValueError(
+            f"{said} without shard, which brings parameters unit by unit: on one "
+            'device, ff.shard(step, ff.make_mesh({"data": 1}), "data"), within the '
+            "offload or around it"
+        )
+    if (zero := shardings[0].zero) in (1, 2):
+        raise ValueError(
+            f"{said} at zero={zero}, which keeps whole parameters on the device: at "
+            "zero=3 each rank keeps its part beside it; offload(moments=...) goes with "
+            "any zero"
+        )
 
 
 def _check_taken(splits: Iterable[str], leaves: dict[str, Any]) -> None:
@@ -305,11 +328,12 @@ def _packed(
     coordinates: dict[str, int],
     source: GivenLeaves,
     order: list[tuple[str, ...]],
+    stores: Stores,
 ) -> FlatShard:
     """This rank's part of whole tensors, as views of one flat buffer."""
     g = lot.group
     apart = recorder.layouts[g.paths[0]].split_axes
-    axes = handler.axes_beside(apart) if handler.zero else ()
+    axes = handler.cut.beside(apart) if handler.zero else ()
     sizes = [handler.mesh.axes[a] for a in axes]
     shapes, outer = [leaves[p].shape for p in g.paths], recorder.outer(g)
     names = [lot.paths.get(p, p) for p in g.paths]
@@ -327,7 +351,10 @@ def _packed(
         index = handler.mesh.coordinate(axes, here(handler.mesh).rank) if axes else 0
         flat = whole[index * chunk : (index + 1) * chunk]
     else:
-        whole, flat = None, source.empty(chunk, lot.dtype, full[0])
+        whole, store = None, stores.moments if lot.copies else stores.params
+        flat = source.empty(chunk if store is None else 0, lot.dtype, full[0])
+        if store is not None:
+            flat = store.empty(chunk, lot.dtype, flat.device)
     shard = FlatShard(layouts, flat, own, whole)
     if isinstance(flat, _torch.FakeTensor):
         return shard  # there is nothing to write

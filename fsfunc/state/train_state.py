@@ -7,10 +7,12 @@ from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
 from fsfunc import tree
+from fsfunc.runtime.stores import moments_go_to
 from fsfunc.sharded.leaf import is_sharded
 from fsfunc.state.layout_rules import LayoutRules
 from fsfunc.state.leaf_sources import Deferred, GivenLeaves, Shapes, defer
 from fsfunc.state.placing import lay_out
+from fsfunc.transforms.offloading import settled_in, stores_of
 
 __all__ = ["TrainState", "abstract_state", "init_state"]
 
@@ -215,7 +217,12 @@ def _state(
     else:
         params = lay_out(run, params, (batch,), record, source, layouts)
     source.release()
-    state: Any = TrainState(params, optimizer.init(params), extra=extra)
+    store = stores_of(step).moments
+    with moments_go_to(store):
+        opt_state = optimizer.init(params)
+    if store is not None:
+        opt_state = settled_in(store, opt_state)
+    state: Any = TrainState(params, opt_state, extra=extra)
     for transform in run.interpretations:  # type: ignore[attr-defined]
         state = transform.begin(state)
     return state

@@ -16,6 +16,7 @@ from fsfunc.comm.mesh import maybe_here, place_here
 from fsfunc.planning.events import Gave, Took
 from fsfunc.planning.observer import Observer
 from fsfunc.runtime.buffer_pool import BufferPool
+from fsfunc.runtime.memory_kinds import OFFLOADED, counting
 from fsfunc.sharded.leaf import Sharded, is_sharded
 
 __all__ = ["Living", "live_bytes"]
@@ -32,12 +33,12 @@ class Living:
         """What was held after each change, in order."""
         held, rows, book = 0, [], self._observer.book
         for event in book.events:
-            if isinstance(event, Took):
-                held += event.bytes
-            elif isinstance(event, Gave):
-                held -= book.sizes[event.key]
-            else:
+            if not isinstance(event, Took | Gave):
                 continue
+            if book.kinds.get(event.key) == OFFLOADED:
+                continue
+            size = book.sizes[event.key]
+            held += size if isinstance(event, Took) else -size
             rows.append(held)
         return rows
 
@@ -65,7 +66,8 @@ class _Counted:
         room = None
         if how.get("out") is None:
             with self._paused():
-                shape = AbstractLink().start(op, x.detach().to("meta"), where).wait()
+                like = x.detach().to("meta")
+                shape = AbstractLink().start(op, like, where, **how).wait()
             room = x.new_empty(shape.shape)
         with self._paused():
             work = self._link.start(op, x, where, **how)
@@ -133,6 +135,7 @@ def live_bytes(*given: Any) -> Iterator[Living]:
                 link = _Counted(at.link, observer)
                 stack.enter_context(place_here(replace(at, link=link)))
             stack.enter_context(observer)
+            stack.enter_context(counting(observer))
             yield Living(observer)
     finally:
         BufferPool.fresh -= 1

@@ -22,6 +22,7 @@ from fsfunc.comm.ledgers import Ledger, only, silence
 from fsfunc.comm.mesh import Here, asking, maybe_here, place_here
 from fsfunc.runtime.compiled import plainly
 from fsfunc.runtime.generators import generators_kept
+from fsfunc.runtime.stores import mark_like
 from fsfunc.sharded.leaf import Sharded, is_sharded
 
 __all__ = ["place_without_data", "shadows", "without_data"]
@@ -114,6 +115,7 @@ def _shadow(mode: Any, x: Tensor, storages: dict[int, Tensor]) -> Tensor:
     with mode:
         if key not in storages:
             storages[key] = torch.empty(size, dtype=torch.uint8, device=x.device)
+            mark_like(storages[key], x)
         whole = storages[key].view(x.dtype)
         part = whole.as_strided(x.shape, x.stride(), x.storage_offset())
     return part.requires_grad_(x.requires_grad)

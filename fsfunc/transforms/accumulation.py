@@ -13,6 +13,7 @@ from fsfunc import _torch, tree
 from fsfunc.core.autodiff import GradientCall, Outcome
 from fsfunc.core.frames import Interpretation, frame, inside
 from fsfunc.core.losses import added
+from fsfunc.runtime.stores import added_beside, lies
 from fsfunc.sharded.inputs import arguments, refuse, rows_of
 from fsfunc.sharded.leaf import is_sharded
 from fsfunc.sharded.packing import split_alike
@@ -152,7 +153,10 @@ class _Sums:
         if _torch.functorch_active() or any(x.requires_grad for x in (*xs, *ys)):
             sums = [x + y for x, y in zip(xs, ys, strict=True)]  # foreach has no vmap
         else:
-            sums = torch._foreach_add(xs, ys)  # pyright: ignore
+            if any(lies(x) is not None for x in xs):
+                sums = [added_beside(x, y) for x, y in zip(xs, ys, strict=True)]
+            else:
+                sums = torch._foreach_add(xs, ys)  # pyright: ignore
             self.ours = True
         for i, x in zip(at, sums, strict=True):
             out[i] = x

@@ -28,6 +28,7 @@ from fsfunc.core.losses import averaged as is_averaged
 from fsfunc.core.losses import is_summed
 from fsfunc.core.observation import UNSEEN
 from fsfunc.core.units import Call
+from fsfunc.runtime.stores import empty_beside
 from fsfunc.sharded.layout import Layout
 from fsfunc.sharded.leaf import FlatShard, Sharded, is_sharded
 from fsfunc.transforms.shard_runtime import ShardRuntime
@@ -94,7 +95,7 @@ def collected(grads: Any, chosen: Any, runtime: ShardRuntime) -> tuple[Any, ...]
     shards = {}
     for key, shard in runtime.keeps.items():
         grad = runtime.grads.get(key)
-        shards[key] = shard.like(torch.zeros_like(shard.flat) if grad is None else grad)
+        shards[key] = shard.like(_zeros(shard.flat) if grad is None else grad)
     # Those in float16 are means already.
     sums = [s.flat for s in shards.values() if s.flat.dtype != torch.float16]
     if sums and runtime.mean_size > 1:
@@ -110,6 +111,10 @@ def collected(grads: Any, chosen: Any, runtime: ShardRuntime) -> tuple[Any, ...]
             if direct is not None and direct._local is not None:  # beside units
                 new.local.add_(direct.local)
     return tree.unflatten(treedef, out)
+
+
+def _zeros(flat: Tensor) -> Tensor:
+    return empty_beside(flat, scratch=True).zero_()
 
 
 def check_observed(grads: Any, chosen: Any, runtime: ShardRuntime) -> None:

@@ -28,6 +28,15 @@ from fsfunc.core.frames import frame, running
 from fsfunc.core.observation import Observation
 from fsfunc.runtime.buffer_pool import BufferPool
 from fsfunc.runtime.memory_kinds import count_as
+from fsfunc.runtime.stores import (
+    LIES,
+    ahead,
+    beside,
+    brought,
+    empty_beside,
+    lies,
+    like_device,
+)
 from fsfunc.sharded.leaf import FlatShard, Parts
 from fsfunc.transforms.gathered_calls import Calls, GatheredCall, Micro
 from fsfunc.transforms.ownership import Ownership
@@ -139,6 +148,9 @@ class ShardRuntime:
         for shard in shards:
             self.named.setdefault(shard.buffer, []).append(shard)
         self.copy = 0  # which of them is read
+        # Whether some of it lies beside the device; asked of none where nothing does.
+        every = [x for alike in self.named.values() for x in alike] if LIES else []
+        self.offloads = any(lies(x.flat) for x in every)
         self.first = first
         self.count: dict[Micro, int] = {}  # unit calls so far, by microbatch
         self.gathering: dict[str, tuple[GatheredCall, Handle, Tensor]] = {}
@@ -192,18 +204,30 @@ class ShardRuntime:
     def _whole(self, shard: FlatShard, dtype: torch.dtype) -> Tensor | None:
         """The whole buffer where this rank has it without a gather."""
         if shard.place.size == 1 and shard.flat.dtype == dtype:
-            return shard.flat.detach()
+            away = self.offloads and lies(shard.flat) is not None
+            return None if away else shard.flat.detach()
         if shard.whole is None or not shard.shows(dtype):
             return None
         return shard.whole
 
+    def _bring(self, shard: FlatShard, dtype: torch.dtype) -> Tensor:
+        """A rank's range on the device, of one that lies beside it."""
+        flat = shard.flat.detach()
+        found = self.pool.get(flat.numel(), dtype, like_device(flat))
+        count_as("gathered", [found])
+        return found.copy_(flat)
+
     def start(self, shard: FlatShard, dtype: torch.dtype) -> tuple[Tensor, Handle]:
         """Puts a gather in flight, and says where it will arrive."""
         place, how = shard.place, self.how_gathered
+        away = self.offloads and lies(shard.flat) is not None
         if place.size == 1:  # cut over no axis: a cast is all that is needed
-            source = shard.flat.detach().to(dtype)
+            source = shard.flat.detach()
+            source = self._bring(shard, dtype) if away else source.to(dtype)
             return source, Done(source)
-        source = how.encode(shard.flat.detach(), dtype)
+        flat = self._bring(shard, shard.flat.dtype) if away else shard.flat.detach()
+        source = how.encode(flat, dtype)
+        del flat
         full = shard.whole if how.exact else None
         if full is None or full.dtype != dtype:
             full = self.pool.get(place.size * source.numel(), source.dtype, source)
@@ -249,7 +273,10 @@ class ShardRuntime:
     def _send_for(self, shard: FlatShard, dtype: torch.dtype, now: Calls) -> None:
         """Puts the gather of a buffer in flight, unless a neighbour ``now`` has it."""
         name = shard.buffer
-        if name in self.gathering or self.size == 1:
+        if name in self.gathering:
+            return
+        if self.size == 1:
+            ahead(shard.flat)
             return
         if "+" in name and any(c.shows(shard, c.dtype) for c in now):
             return
@@ -287,7 +314,7 @@ class ShardRuntime:
         micro = calls[0].micro
         at = self.count.get(micro, 0)
         self.count[micro] = at + 1
-        if self.size > 1:
+        if self.size > 1 or self.offloads:
             self._prefetch(self.first + at, shards, casts)
         return calls
 
@@ -318,7 +345,9 @@ class ShardRuntime:
         for call, shard in zip(calls, shards, strict=True):
             if call.full is None:
                 call.full = self.gather_again(shard, call)
-                call.lasts = shard.whole is call.full or shard.place.size == 1
+                away = self.offloads and lies(shard.flat) is not None
+                alone = shard.place.size == 1 and not away
+                call.lasts = shard.whole is call.full or alone
         # The last unit's buffer is held still, for its own backward; each call's
         # backward drops what the call took.
         held = self.recent
@@ -362,7 +391,7 @@ class ShardRuntime:
         if at < 0:
             return
         del every[at + 1 :]
-        if at > 0 and self.size > 1:
+        if at > 0 and (self.size > 1 or self.offloads):
             before = every[at - 1]
             if before[0].forgets or running().recompute:
                 for c in before:
@@ -427,9 +456,13 @@ class ShardRuntime:
         count = place.size * place.chunk
         where = self.routes[shard.split_axes].where
         if where is not None and where.size > 1:
-            buffer = self.pool.get(count, dtype, shard.flat)
+            like = like_device(shard.flat) if self.offloads else shard.flat
+            buffer = self.pool.get(count, dtype, like)
         else:  # it becomes the gradient: no larger memory than that
-            buffer = shard.flat.new_empty(count, dtype=dtype)
+            away = self.offloads and lies(shard.flat) is not None
+            buffer = shard.flat.new_empty(0 if away else count, dtype=dtype)
+            if away:
+                buffer = empty_beside(shard.flat, dtype, scratch=True)
         count_as("gradients", [buffer, *grads])
         targets, sources, at = [], [], 0
         start = buffer.storage_offset()
@@ -460,8 +493,12 @@ class ShardRuntime:
             return
         if key in self.due:
             _, held, _, before = self.due.pop(key)
-            buffer, count = held.add_(buffer), before + 1
+            away = self.offloads and lies(shard.flat) is not None
+            buffer = buffer.add_(held) if away else held.add_(buffer)
+            count = before + 1
         if count < due or self.zero == 1:
+            if self.offloads and lies(shard.flat) and not lies(buffer):
+                buffer = beside(shard.flat, buffer)
             self.due[key] = shard, buffer, call.name, count
         else:
             self._reduce(Reducing(shard, buffer, call.name, key))
@@ -512,6 +549,8 @@ class ShardRuntime:
             _, held, before = self.partly.pop(one.key)
             grad, count = held.add_(grad), before + 1
         if count < one.due:
+            if self.offloads and lies(one.shard.flat) and not lies(grad):
+                grad = beside(one.shard.flat, grad)
             self.partly[one.key] = one, grad, count
             return
         if self.replicas is None:
@@ -525,6 +564,8 @@ class ShardRuntime:
         if replicas is None or replicas.size == 1:
             self._keep(one, grad)
             return
+        if self.offloads and lies(grad):
+            grad = brought(grad)
         self.summing.append((one, replicas.start("psum", grad, what=one.shard.name)))
         del grad
         if len(self.summing) > 1:
@@ -543,7 +584,10 @@ class ShardRuntime:
         narrow = one.dtype == torch.float16
         if shard.flat.dtype == torch.float16:  # it would not hold the sum
             grad = grad.div_(self.mean_size / (self.before if narrow else 1))
-        if grad.dtype != shard.flat.dtype:
+        if self.offloads and lies(shard.flat):  # to where its parameters are
+            if not lies(grad) or grad.dtype != shard.flat.dtype:
+                grad = beside(shard.flat, grad.to(shard.flat.dtype))
+        elif grad.dtype != shard.flat.dtype:
             grad = grad.to(shard.flat.dtype)
             count_as("gradients", [grad])
         if narrow and shard.flat.dtype != torch.float16:
@@ -555,6 +599,8 @@ class ShardRuntime:
         """Waits for all that is due; ``grads`` then has the sums over the ranks."""
         for key, (shard, buffer, name, _) in self.due.items():
             with label(name, "backward"):
+                away = self.offloads and self.size > 1 and lies(buffer)
+                buffer = brought(buffer) if away else buffer
                 self._reduce(Reducing(shard, buffer, name, key))
         self.due.clear()
         while self.reducing:

@@ -2,40 +2,31 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Any
 
-import torch
-from torch import Tensor
-
 from fsfunc import _torch, tree
-from fsfunc.comm.attribution import internal, label
-from fsfunc.comm.collective_ops import Dense, apply_map, hearing
-from fsfunc.comm.crossings import ENTER, LawError
+from fsfunc.comm.attribution import internal
+from fsfunc.comm.collective_ops import hearing
 from fsfunc.comm.groups import RankGroup, group
 from fsfunc.comm.mesh import Axis, Here, Mesh, check_mesh, here
 from fsfunc.core.alike import check_alike, heard_here
 from fsfunc.core.autodiff import GradientCall, Outcome
-from fsfunc.core.frames import Frame, Interpretation, frame, inside, running
+from fsfunc.core.frames import Frame, Interpretation, frame, inside
 from fsfunc.core.observation import Observation
 from fsfunc.core.units import Call
 from fsfunc.runtime.buffer_pool import pool_of
 from fsfunc.sharded.donated import refuse_spent
 from fsfunc.sharded.inputs import arguments, refuse
-from fsfunc.sharded.layout import Layout
-from fsfunc.sharded.leaf import FlatShard, Sharded, is_sharded, whole_shape
-from fsfunc.sharded.packing import by_buffer, joined, packed_of, repack, repacked
+from fsfunc.sharded.leaf import FlatShard, is_sharded
+from fsfunc.sharded.packing import repack, repacked
 from fsfunc.tracing.recorder import Noted, Recorder
 from fsfunc.tracing.type_check import check, knows, learn, signature
-from fsfunc.transforms.boundary import enter, leave, spread
-from fsfunc.transforms.gathered_calls import GatheredCall
 from fsfunc.transforms.gradients import (
     averaged,
     beside,
-    check_derivatives,
     check_observed,
     check_whole,
     collected,
@@ -45,6 +36,7 @@ from fsfunc.transforms.ownership import Ownership
 from fsfunc.transforms.residuals import NOTHING_LOST, Feedback
 from fsfunc.transforms.shard_runtime import ShardRuntime
 from fsfunc.transforms.transforming import transformed
+from fsfunc.transforms.unit_calls import CutAxes, call_unit
 from fsfunc.transforms.wire import Gather, Reduction
 
 __all__ = ["Sharding", "shard"]
@@ -158,6 +150,7 @@ class Sharding(Interpretation):
         reduction: Reduction | None = None,
     ):
         self.mesh, self.axis, self.zero, self.copies = mesh, axis, zero, copies
+        self.cut = CutAxes(mesh, axis, copies)
         self.min_bytes, self.reduce_each = min_bytes, reduce_each
         self.holds = not reshard
         self.how_gathered = Gather() if gather is None else gather
@@ -178,7 +171,7 @@ class Sharding(Interpretation):
 
     @property
     def axes(self) -> tuple[str, ...]:
-        return (*self.copies, *self.axis)
+        return self.cut.every
 
     # A call of the transformed function
 
@@ -265,7 +258,7 @@ class Sharding(Interpretation):
             if is_sharded(x) and (shard := x.packed) is not None:
                 if id(shard) not in shards:
                     plain = shard.place.axes in (self.axis, ())
-                    if plain or self._has_laid(shard.members[0]):
+                    if plain or self.cut.own(shard.members[0]):
                         shards[id(shard)] = shard
         runtime = ShardRuntime(
             where,
@@ -285,17 +278,6 @@ class Sharding(Interpretation):
             where = runtime.routes[shard.split_axes].where
             self._check_place(shard, coordinates, where)
         return runtime
-
-    def _has_laid(self, layout: Layout) -> bool:
-        """Whether a leaf lies in a buffer over our axes, or over none of them."""
-        cut = None if layout.flat is None else layout.flat.axes
-        if cut in (self.axis, ()):
-            return True
-        return cut == self.axes_beside(layout.split_axes)
-
-    def axes_beside(self, split_axes: Sequence[str]) -> tuple[str, ...]:
-        """Our axes but for those, over which leaves are split already."""
-        return tuple(axis for axis in self.axis if axis not in split_axes)
 
     def _check_place(
         self, shard: FlatShard, at: dict[str, int], where: RankGroup | None
@@ -319,170 +301,8 @@ class Sharding(Interpretation):
     def unit(self, run: Callable[..., Any], call: Call) -> Callable[..., Any]:
         if call.frame.whole:  # its parameters are plain tensors, and its own
             return run
-        return partial(self._unit_call, run, call)
-
-    def _unit_call(
-        self,
-        run: Callable[..., Any],
-        call: Call,
-        params: Any,
-        *inputs: Any,
-        **named: Any,
-    ) -> Any:
-        """A unit call: takes in its parameters, runs, lets its outputs out.
-
-        Four ways: no leaf of ours, and it just runs; whole parameters that somebody
-        else differentiates enter as this rank's own; under ``torch.func`` gathers are
-        differentiable collectives; else the boundary, which gathers and forgets.
-        """
-        given, spec = tree.flatten((params, inputs, named), is_leaf=is_sharded)
-        treedef = spec.child(0)
-        leaves = given[: treedef.num_leaves]
-        f, mine, plain = (
-            call.frame,
-            self._gathered_here(leaves, call),
-            not call.frame.path,
-        )
-        functional = _torch.functorch_active() or _torch.forward_ad_active()
-        runtime = f.runtime_of(self)
-        if plain and (plain := self._unaveraged(leaves, runtime, functional)):
-            self._enter_plain(leaves, plain, call, (inputs, named))
-        if not mine:
-            params = tree.unflatten(treedef, leaves) if plain else params
-            return run(params, *inputs, **named)
-        if f.tracer is not None:
-            f.tracer.takes(call.name, [leaves[i] for i in mine])
-        if runtime is None:
-            raise RuntimeError(f"{call.name} runs outside the sharded function")
-        if functional:
-            check_derivatives(call, [leaves[i] for i in mine], (inputs, named))
-            self._compose(leaves, treedef, mine, call, runtime)
-            return run(tree.unflatten(treedef, leaves), *inputs, **named)
-        now = running()
-        thread = now.thread
-        with label(call.name, "forward"):
-            calls, shards, flats, order = self._gathered_calls(
-                leaves, treedef, mine, call, runtime
-            )
-            calls = runtime.take(calls, shards, f.casts)
-            token = None if thread is None else thread.token
-            apart = f.staged
-            token, views = enter(runtime, calls, shards, flats, token, apart)
-        if thread is not None and token is not None:
-            thread.token = token
-        for i, view in zip(order, views, strict=True):
-            split = leaves[i].layout.in_units
-            leaves[i] = view if split is None else Sharded(view, split)
-        out = run(tree.unflatten(treedef, leaves), *inputs, **named)
-        outs, spec = tree.flatten(out)
-        given = given[len(leaves) :]
-        token = token if thread is None else thread.token
-        forget = not (now.recompute or self.holds)
-        token = leave(runtime, calls, shards, token, views, given, outs, forget)
-        if thread is not None and token is not None:
-            thread.token = token
-        return tree.unflatten(spec, outs)
-
-    def _gathered_here(self, leaves: Sequence[Any], call: Call) -> list[int]:
-        """Which leaves this call gathers: those that are ours, and no inner unit's."""
-        mine, inner = [], "" if call.unit.whole else call.name + "/"
-        for i, x in enumerate(leaves):
-            if is_sharded(x) and (flat := x.layout.flat) is not None:
-                if flat.axes == self.axis or not flat.axes or self._has_laid(x.layout):
-                    if not (inner and flat.buffer.startswith(inner)):
-                        mine.append(i)
-        return mine
-
-    def _unaveraged(
-        self, leaves: Sequence[Any], runtime: ShardRuntime | None, functional: bool
-    ) -> list[int]:
-        """Which whole parameters somebody differentiates who takes no mean of it.
-
-        Not those whose gradient the gradient call around will average itself.
-        """
-        found = []
-        for i, x in enumerate(leaves):
-            if isinstance(x, Tensor) and (functional or x.requires_grad):
-                averaged = runtime is not None and runtime.averages(x)
-                if x.is_floating_point() and (functional or not averaged):
-                    found.append(i)
-        return found
-
-    def _enter_plain(
-        self, leaves: list[Any], positions: list[int], call: Call, inputs: Any
-    ) -> None:
-        """Whole parameters as each rank's own: their gradients are means then."""
-        if call.frame.staged:
-            raise LawError(_MADE.format(call.name))
-        where = group(self.axes, here(self.mesh))
-        for i in positions:
-            check_derivatives(call, [leaves[i]], inputs)
-            leaves[i] = apply_map(leaves[i], ENTER, where)
-
-    def _gathered_calls(
-        self,
-        leaves: list[Any],
-        treedef: tree.TreeDef,
-        mine: list[int],
-        call: Call,
-        runtime: ShardRuntime,
-    ) -> tuple[Any, ...]:
-        """The call's hold on each buffer it reads; the buffers; their ranges.
-
-        And the leaves' positions, in the order of the views.
-        """
-        f, calls, shards, flats, order = call.frame, [], [], [], []
-        reduce, each = None, None
-        if f.casts is not None:
-            reduce, each = f.casts.reduce, f.casts.each(call.name, treedef)
-        for positions in by_buffer(leaves, mine):
-            first = leaves[positions[0]]
-            if (shard := first.packed) is not None:
-                flat = shard.flat
-            else:
-                chosen = [leaves[i] for i in positions]
-                shard, flat = packed_of(chosen, runtime.coordinates)
-                runtime.routes[shard.split_axes]  # here: a backward has no context
-            keeps = first.parts is runtime.parts and id(shard) in runtime.keeps
-            views, at = [], shard.views
-            for i in positions:
-                views.append(at[id(leaves[i].layout)])
-            kind = shard.flat.dtype
-            if each is not None:
-                kind = _one_dtype(kind, [each[i] for i in positions])
-            one = GatheredCall(
-                call.name, call.numbers, f.micro, shard, views, kind, reduce, keeps
-            )
-            calls.append(one)
-            shards.append(shard)
-            flats.append(flat)
-            order += positions
-        return calls, shards, flats, order
-
-    def _compose(
-        self,
-        leaves: list[Any],
-        treedef: tree.TreeDef,
-        mine: list[int],
-        call: Call,
-        runtime: ShardRuntime,
-    ) -> None:
-        """The same by differentiable collectives, of any order and under any map."""
-        casts = call.frame.casts
-        for positions in by_buffer(leaves, mine):
-            chosen = [leaves[i] for i in positions]
-            layout = chosen[0].layout
-            flat = joined(chosen, runtime.coordinates)
-            if casts is not None:
-                each = casts.each(call.name, treedef)
-                flat = flat.to(_one_dtype(flat.dtype, [each[i] for i in positions]))
-            name = f"{call.name}({layout.name})"
-            flat = spread(runtime, flat, layout, name)
-            for i, x in zip(positions, chosen, strict=True):
-                start, shape = x.layout.flat.offset, whole_shape(x.layout)
-                whole = Dense.apply(flat[start : start + math.prod(shape)].view(shape))
-                split = x.layout.in_units
-                leaves[i] = whole if split is None else Sharded(whole, split)
+        runtime = call.frame.runtime_of(self)
+        return partial(call_unit, self.cut, self.holds, runtime, run, call)
 
     # Gradient calls
 
@@ -497,7 +317,7 @@ class Sharding(Interpretation):
             composed = _torch.functorch_active() or _torch.forward_ad_active()
             outer, chosen = f.runtime_of(self), [call.args[i] for i in call.argnums]
             plainly = (self.axis, ())
-            keeps = {} if composed else kept_here(chosen, plainly, self._has_laid)
+            keeps = {} if composed else kept_here(chosen, plainly, self.cut.own)
             observers = [h for h in f.handlers if isinstance(h, Observation)]
             feedback = [h for h in f.handlers if isinstance(h, Feedback)]
             if feedback and self.how_reduced.exact:
@@ -551,27 +371,9 @@ class Sharding(Interpretation):
         return sharded
 
 
-def _one_dtype(own: torch.dtype, wanted: Sequence[torch.dtype | None]) -> torch.dtype:
-    """In what a buffer is gathered of which leaves are wanted in these dtypes.
-
-    Where they differ, in its own: the unit casts each.
-    """
-    first = wanted[0]
-    if first is None or not own.is_floating_point or wanted.count(first) < len(wanted):
-        return own
-    return first
-
-
 class _Recorded(Noted):
     """``shard`` while a step is recorded: unit calls are noted, nothing is gathered."""
 
     def call(self, f: Callable[..., Any], args: Any, keywords: Any) -> Any:
         with inside(self.handler.entered(self, f, args, keywords)):
             return f(*args, **keywords)
-
-
-_MADE = (
-    "unit {!r} of a pipelined loss has a parameter that was made in the loss: whether "
-    "it is one value on all ranks, whose gradient is a mean, or this rank's own, "
-    "nobody can tell there. Make it inside the unit, of the parameter itself"
-)

@@ -7,7 +7,9 @@ import torch
 
 import fsfunc as ff
 from fsfunc.comm.backends.processes import ProcessLink
+from fsfunc.comm.collective_ops import apply_map
 from fsfunc.comm.groups import group
+from fsfunc.comm.linear_maps import LinearMap
 from fsfunc.comm.mesh import here
 
 SHAPES = [(0, 2), (6, 1), (12, 5), (6, 700)]  # the last is past the one-hop sum
@@ -23,6 +25,12 @@ def every_collective(x, axis):
     """Each on ``x`` (dim 0 a multiple of the axis), by name."""
     n = ff.axis_size(axis)
     ring = [(i, (i + 1) % n) for i in range(n)]
+    few = len(x) // (n + 1)
+    most = len(x) - few * (n - 1)
+    sizes = tuple(
+        tuple(most if d == (s + 1) % n else few for d in range(n)) for s in range(n)
+    )
+    unequal = LinearMap("all_to_all", sizes=sizes)
     return {
         "psum": ff.psum(x, axis),
         "pmean": ff.pmean(x, axis),
@@ -31,6 +39,7 @@ def every_collective(x, axis):
         "psum_scatter": ff.psum_scatter(x, axis),
         "psum_scatter, not contiguous": ff.psum_scatter(x.t(), axis, dim=1),
         "all_to_all": ff.all_to_all(x, axis, split_dim=0, concat_dim=1),
+        "all_to_all, unequal": apply_map(x, unequal, group(axis)),
         "ring": ff.ppermute(x, axis, ring),
         "one way": ff.ppermute(x, axis, ring[:1]),
         "stay": ff.ppermute(x, axis, [(0, 0)]),

@@ -48,6 +48,9 @@ class AbstractLink(Link):
             return Done(x.new_empty((n * x.shape[0], *x.shape[1:])))
         if op == "psum_scatter":
             return Done(x.new_empty((x.shape[0] // n, *x.shape[1:])))
+        if sizes := how.get("sizes"):
+            rows = sum(row[where.index] for row in sizes)
+            return Done(x.new_empty((rows, *x.shape[1:])))
         return Done(x.clone())
 
     def send(self, x: Tensor, where: Any, to: int, what: str = "") -> Handle:

@@ -31,6 +31,7 @@ __all__ = ["Pairs", "issue"]
 # torch 2.13 renamed it; 2.11 only knows the old name.
 _REDUCE_SCATTER: Any = getattr(dist, "reduce_scatter_single", None)
 _REDUCE_SCATTER = _REDUCE_SCATTER or dist.reduce_scatter_tensor
+Sizes = tuple[tuple[int, ...], ...]
 _KNOWN = {
     torch.float16, torch.bfloat16, torch.float32, torch.float64,
     torch.uint8, torch.int8, torch.int32, torch.int64,
@@ -51,7 +52,7 @@ def issue(
         shape[0] *= where.size
     elif op == "psum_scatter":
         shape[0] //= where.size
-    if not x.numel():
+    if not x.numel() and not how.get("sizes"):
         y = x.new_empty(shape) if out is None else out
         return [], lambda: y
     if dtype in _KNOWN:
@@ -81,6 +82,7 @@ def _issue(
     group: Any,
     pairs: Sequence[tuple[int, int]] = (),
     source: int = 0,
+    sizes: Sizes = (),
 ) -> tuple[list[Any], Tensor]:
     """The works of ``op`` on ``x``, and where its result will be."""
     n = where.size
@@ -101,8 +103,9 @@ def _issue(
         y = x.new_empty((x.shape[0] // n, *x.shape[1:])) if out is None else out
         work = _REDUCE_SCATTER(y, x, group=group, async_op=True)
     elif op == "all_to_all":
-        y = torch.empty_like(x) if out is None else out
-        work = dist.all_to_all_single(y, x, group=group, async_op=True)
+        sent, got = _cut(x, n, where.index, sizes)
+        y = x.new_empty((sum(got), *x.shape[1:])) if out is None else out
+        work = dist.all_to_all_single(y, x, got, sent, group=group, async_op=True)
     else:
         y = x.clone() if out is None else out.copy_(x)
         if op == "pbroadcast":
@@ -112,6 +115,13 @@ def _issue(
             kind = dist.ReduceOp.MAX if op == "pmax" else dist.ReduceOp.SUM
             work = dist.all_reduce(y, kind, group=group, async_op=True)
     return [work], y
+
+
+def _cut(x: Tensor, n: int, me: int, sizes: Sizes) -> tuple[list[int], list[int]]:
+    """By index, how much of dim 0 a rank sends there, and receives from there."""
+    if not sizes:
+        return [x.shape[0] // n] * n, [x.shape[0] // n] * n
+    return list(sizes[me]), [row[me] for row in sizes]
 
 
 def _permuted(
@@ -230,9 +240,10 @@ class Pairs:
 
         return self._exchange(works, finish, x)
 
-    def all_to_all(self, x: Tensor, out: Tensor | None) -> Handle:
-        y = torch.empty_like(x) if out is None else out
-        cuts, slots = x.tensor_split(self.n), y.tensor_split(self.n)
+    def all_to_all(self, x: Tensor, out: Tensor | None, sizes: Sizes = ()) -> Handle:
+        sent, got = _cut(x, self.n, self.me, sizes)
+        y = x.new_empty((sum(got), *x.shape[1:])) if out is None else out
+        cuts, slots = x.split(sent), y.split(got)
         works = self._swap(self._each(*cuts), self._each(*slots))
         slots[self.me].copy_(cuts[self.me])
         return self._exchange(works, lambda: y, x)

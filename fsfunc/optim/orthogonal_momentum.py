@@ -1,0 +1,273 @@
+"""Muon: momentum whose directions are made alike, each matrix on one rank."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from fsfunc.comm.attribution import internal
+from fsfunc.optim.in_place import fused
+from fsfunc.optim.leaves import Mask, Tree, local, zeros_like
+from fsfunc.optim.matching import Decay, Matched
+from fsfunc.optim.matrices import (
+    check_matrices,
+    decays,
+    laid_as_parameters,
+    move_in_place,
+)
+from fsfunc.optim.matrix_exchange import MatrixExchange
+from fsfunc.optim.matrix_functions import newton_schulz, newton_schulz_flops
+from fsfunc.optim.optimizer import (
+    Optimizer,
+    apply_updates,
+    check_not_negative,
+    check_numbers,
+    check_params_given,
+)
+from fsfunc.optim.schedules import Schedule, rate_at
+
+
+class MuonState(NamedTuple):
+    """How many updates were made, and the momentum, laid out as the parameters are."""
+
+    count: int | Tensor
+    momentum: Any
+
+
+def muon(
+    learning_rate: float | Schedule = 1e-3,
+    *,
+    weight_decay: float = 0.1,
+    momentum: float = 0.95,
+    nesterov: bool = True,
+    ns_coefficients: tuple[float, float, float] = (3.4445, -4.7750, 2.0315),
+    eps: float = 1e-7,
+    ns_steps: int = 5,
+    adjust_lr_fn: str | None = None,
+    ns_dtype: torch.dtype = torch.bfloat16,
+    mask: Mask | None = None,
+) -> Optimizer:
+    """Muon as ``torch.optim.Muon`` has it, each matrix made orthogonal by one rank.
+
+    With g the gradient, l the learning rate and O `newton_schulz`::
+
+        v = momentum v + (1 - momentum) g
+        u = momentum v + (1 - momentum) g  if nesterov else  v
+        p = p - l weight_decay p - l r O(u)
+
+    with r = sqrt(max(1, rows / columns)), or 0.2 sqrt(max(rows, columns)) with
+    ``"match_rms_adamw"``.
+
+    The momentum lies in parts, as the parameters do. u goes to the owner of each matrix
+    and O(u) comes back, both in ``ns_dtype``, which is all that O sees of u. Owners are
+    balanced by FLOPs. What ranks of a ``shard`` hold alike (at zero=0, or along
+    ``replicate``) they share likewise: no matrix is done twice.
+
+    Args:
+        learning_rate: a number, or ``schedule(count)`` giving one; see `schedules`.
+        weight_decay: times the learning rate, what a leaf loses of itself.
+        momentum: in [0, 1].
+        nesterov: look ahead along the momentum.
+        ns_coefficients, ns_steps, eps: of `newton_schulz`.
+        adjust_lr_fn: how the rate depends on the shape: "original" (None is that too)
+            or "match_rms_adamw".
+        ns_dtype: of what is sent, and of the iterations: bfloat16, as torch has it.
+        mask: ``mask(path, leaf)`` says which leaves decay; all do without it.
+
+    Returns:
+        the optimizer; its state is a `MuonState`. All leaves with a gradient must be
+        matrices, by their global shape.
+
+    Raises:
+        ValueError: a leaf that is no matrix (see `partition`); a negative number; 100
+            steps or more; an unknown ``adjust_lr_fn``; an update without ``params``
+            while weights decay; a vmap mesh.
+        TreeMismatch: gradients or state do not fit the parameters; names the path.
+
+    Cost: two all-to-alls, of b bytes an element in ``ns_dtype``. Of E elements of
+    matrices, which k ranks hold each (1, or more along ``replicate``), h lie with their
+    owners already: all ranks together send b (E - h) bytes to owners, and b (k E - h)
+    back; at zero=0 over n ranks, b E (n - 1) back, and nothing there. FLOPs:
+    `newton_schulz_flops` times ``ns_steps``, of a rank's own matrices. Momentum and
+    parameters in one pass each, in place under `donate`; beside them, the size of the
+    rank's parameters once more, and its own matrices twice in ``ns_dtype``. Along an
+    axis that shares the work of one loss, such as a tensor parallel one, and does not
+    split a leaf, each rank does that leaf by itself.
+
+    Source: Jordan et al., Muon: an optimizer for hidden layers in neural networks; Liu
+    et al., Muon is scalable for LLM training, for "match_rms_adamw".
+
+    >>> optimizer = muon(0.1, weight_decay=0.0)
+    >>> w = torch.zeros(2, 2)
+    >>> grads = torch.diag(torch.tensor([100.0, 1.0]))
+    >>> w, state = optimizer.apply(grads, optimizer.init(w), w)
+    >>> (w.diagonal() < -0.06).tolist()  # both directions, though unlike, go as far
+    [True, True]
+    """
+    check_not_negative(weight_decay=weight_decay, eps=eps)
+    check_numbers(momentum=momentum)
+    if not callable(learning_rate):
+        check_not_negative(learning_rate=learning_rate)
+    if not 0 <= momentum <= 1:
+        raise ValueError(f"momentum is {momentum}: it must be from 0 to 1")
+    if not 0 <= ns_steps < 100:
+        raise ValueError(f"ns_steps is {ns_steps}: it must be from 0 to 99")
+    if len(ns_coefficients) != 3:
+        raise ValueError(f"ns_coefficients is {ns_coefficients}: it has three numbers")
+    if adjust_lr_fn not in _RATIOS:
+        names = [name for name in _RATIOS if name]
+        raise ValueError(f"adjust_lr_fn is {adjust_lr_fn!r}: it is one of {names}")
+    if not ns_dtype.is_floating_point:
+        raise ValueError(f"ns_dtype is {ns_dtype}: take bfloat16, or a wider float")
+    a, b, c = ns_coefficients
+    orthogonal = partial(newton_schulz, coefficients=(a, b, c), steps=ns_steps, eps=eps)
+    functions = _Muon(
+        learning_rate,
+        weight_decay,
+        momentum,
+        nesterov,
+        orthogonal,
+        _RATIOS[adjust_lr_fn],
+        ns_dtype,
+        mask,
+    )
+    return Optimizer(functions.init, functions.update, prepare=functions.prepare)
+
+
+def _original(rows: int, columns: int) -> float:
+    return math.sqrt(max(1, rows / columns))
+
+
+def _match_rms_adamw(rows: int, columns: int) -> float:
+    return 0.2 * math.sqrt(max(rows, columns))
+
+
+_RATIOS: dict[str | None, Callable[[int, int], float]] = {
+    None: _original,
+    "original": _original,
+    "match_rms_adamw": _match_rms_adamw,
+}
+
+
+@dataclass(frozen=True, eq=False)
+class _Muon:
+    """The functions of such an optimizer."""
+
+    learning_rate: float | Schedule
+    weight_decay: float
+    momentum: float
+    nesterov: bool
+    orthogonal: Callable[..., Tensor]
+    ratio: Callable[[int, int], float]
+    ns_dtype: torch.dtype
+    mask: Mask | None
+
+    def init(self, params: Tree) -> MuonState:
+        check_matrices(params, "muon")
+        return MuonState(0, zeros_like(params))
+
+    def update(self, grads: Tree, state: MuonState, params: Tree = None):
+        if self.weight_decay:
+            check_params_given(params, "muon with weight_decay")
+        like = grads if params is None else params
+        matched = self._matched(grads, state, like)
+        by_leaf = matched.decays(self.weight_decay, self.mask)
+        rate, weight = rate_at(self.learning_rate, state.count), 1 - self.momentum
+        p, g, v = matched.columns
+        ways = self._ways(matched)
+
+        def move(p: Tensor, way: Tensor, decay: Decay) -> list[Tensor]:
+            u = -rate * way
+            return [u - rate * decay * p if decays(decay) else u]
+
+        def turn(v: Tensor, g: Tensor, _: Decay) -> list[Tensor]:
+            return [v.lerp(g.to(v.dtype), weight)]
+
+        (updates,) = Matched.of(p, ways).composed(move, by_leaf)
+        (v,) = Matched.of(v, g).composed(turn, [0.0] * len(v), as_params=True)
+        nothing = [None] * len(matched.trees[0])
+        after = MuonState(state.count + 1, matched.restore(v, matched.trees[2]))
+        return matched.restore(updates, nothing), after
+
+    def prepare(self, grads: Tree, state: MuonState, params: Tree):
+        matched = self._matched(grads, state, params)
+        if matched.differentiated:
+            updates, after = self.update(grads, state, params)
+            return lambda: (apply_updates(params, updates), after)
+        by_leaf = matched.decays(self.weight_decay, self.mask)
+        rate = rate_at(self.learning_rate, state.count)
+        p, g, v = matched.columns
+        ways = self._ways(matched)
+        move = fused(Matched.of(p, ways), partial(move_in_place, rate=rate), by_leaf)
+        kernel = partial(_turn, weight=1 - self.momentum)
+        turn = fused(Matched.of(v, g), kernel, [0.0] * len(v))
+
+        def finish() -> tuple[Tree, MuonState]:
+            (v,), (p,) = turn(), move()
+            v = matched.restore(v, matched.trees[2])
+            return matched.restore(p, matched.trees[0]), MuonState(state.count + 1, v)
+
+        return finish
+
+    def _matched(self, grads: Tree, state: MuonState, like: Tree) -> Matched:
+        matched = Matched.of(like, grads, state.momentum)
+        nothing = [None] * len(matched.trees[0])
+        check_matrices(matched.restore(matched.columns[0], nothing), "muon")
+        return matched
+
+    def _ways(self, matched: Matched) -> list[Any]:
+        """Where each parameter goes, times the rate; of a graph if one is asked for."""
+        leaves, _, _ = matched.columns
+        graph = matched.differentiated and torch.is_grad_enabled()
+        with internal(), torch.set_grad_enabled(graph):
+            exchange = MatrixExchange(
+                leaves,
+                newton_schulz_flops,
+                "muon",
+                share=not matched.differentiated,
+            )
+            ahead = self._ahead(matched)
+            parts = [local(x) for x in matched.buffers[1].rebuild(ahead)]
+            del ahead
+            room = None if matched.differentiated else {}
+            made = exchange.map(parts, partial(self._orthogonal, room=room))
+            ratios = [self.ratio(*x.shape) if x.numel() else 1.0 for x in leaves]
+            return laid_as_parameters(matched, made, ratios)
+
+    def _ahead(self, matched: Matched) -> list[Tensor]:
+        """What is made orthogonal: the momentum, or where it leads; flat."""
+        _, grads, momenta = (b.tensors for b in matched.buffers)
+        rows = [(g.to(v.dtype), v) for g, v in zip(grads, momenta, strict=True)]
+        weight, room = 1 - self.momentum, {}
+        out = []
+        for g, v in rows:
+            if matched.differentiated:
+                v = v.lerp(g, weight)
+                out.append(g.lerp(v, self.momentum) if self.nesterov else v)
+                continue
+            key = v.dtype, v.device
+            if key not in room:  # for one buffer after the other
+                most = max(x.numel() for _, x in rows if (x.dtype, x.device) == key)
+                room[key] = v.new_empty(most)
+            u = room[key][: v.numel()].view(v.shape)
+            torch.lerp(v, g, weight, out=u)
+            if self.nesterov:
+                torch.lerp(g, u, self.momentum, out=u)
+            out.append(u.to(self.ns_dtype, copy=True))
+        return [x.to(self.ns_dtype) for x in out]
+
+    def _orthogonal(self, matrices: dict[int, Tensor], room: Any) -> dict[int, Tensor]:
+        return {i: self.orthogonal(x, room=room) for i, x in matrices.items()}
+
+
+def _turn(
+    momenta: list[Tensor], grads: list[Tensor], *, weight: float, weight_decay: float
+) -> None:
+    """Writes the next momentum."""
+    torch._foreach_lerp_(momenta, grads, weight)

@@ -1,0 +1,148 @@
+"""Residuals of a unit call, which wait for its backward beside the device.
+
+After a unit has run, the part of the graph that it made is walked once, as ``boundary``
+does for parameters: what its operators saved gets hooks that keep a copy elsewhere.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from fsfunc import _torch, tree
+from fsfunc.core.frames import Thread, running
+from fsfunc.core.units import Call
+from fsfunc.runtime.stores import Store, ahead
+from fsfunc.sharded.leaf import Sharded, is_sharded
+
+__all__ = ["offloaded"]
+
+_SMALL = 256  # bytes that are not worth a copy
+_UNIT = 16  # bytes: every dtype's size divides it
+
+
+def offloaded(run: Callable[..., Any], call: Call, store: Store) -> Callable[..., Any]:
+    """``run``, whose residuals go to ``store`` when it is over."""
+
+    def kept(params: Any, *inputs: Any, **keywords: Any) -> Any:
+        tracer, now = call.frame.tracer, running()
+        functional = _torch.functorch_active() or _torch.forward_ad_active()
+        tried = tracer is not None and (tracer.forward_only or not tracer.complete)
+        if tried or functional or now.recompute or not torch.is_grad_enabled():
+            return run(params, *inputs, **keywords)
+        leaves = tree.leaves(params, is_leaf=is_sharded)
+        given = [x for x in tree.leaves((inputs, keywords)) if isinstance(x, Tensor)]
+        stays = {key for x in leaves for key in _memory(x)}
+        stays |= {_torch.storage_key(x) for x in given if not x.requires_grad}
+        thread = now.thread
+        stop = {x.grad_fn for x in given}
+        stop |= {x.grad_fn for x in leaves if isinstance(x, Tensor)}
+        if thread is not None:  # units before this one hang on it
+            stop.add(thread.token.grad_fn)
+        del leaves, given
+        out = run(params, *inputs, **keywords)
+        outs = [x for x in tree.leaves(out) if isinstance(x, Tensor)]
+        roots = [x.grad_fn for x in outs if x.requires_grad]
+        residuals = _Residuals(store, _LAST.get(thread) if thread else None)
+        nodes = _torch.graph_nodes(roots, stop)
+        _torch.hook_residuals(
+            nodes, lambda x: _goes(x, stays), residuals.pack, residuals.unpack
+        )
+        residuals.alive.clear()
+        if thread is not None:
+            _LAST[thread] = residuals
+        return out
+
+    return kept
+
+
+# The unit call before, of a gradient call.
+_LAST: weakref.WeakKeyDictionary[Thread, _Residuals] = weakref.WeakKeyDictionary()
+
+
+def _memory(x: Any) -> list[int]:
+    """The storages that a parameter lies in, which are somebody's to keep."""
+    if isinstance(x, Sharded) and x.packed is not None:
+        both = (x.packed.flat, x.packed.whole)
+        return [_torch.storage_key(t) for t in both if t is not None]
+    x = x.local if isinstance(x, Sharded) else x
+    return [_torch.storage_key(x)] if isinstance(x, Tensor) else []
+
+
+def _goes(x: Tensor, stays: set[int]) -> bool:
+    """Whether a saved tensor is worth a copy, and can be made again of one."""
+    plain = type(x) in (Tensor, torch.nn.Parameter, _torch.FakeTensor)
+    if not plain or x.layout != torch.strided or x.is_conj() or x.is_neg():
+        return False
+    if x.untyped_storage().nbytes() < _SMALL or _torch.is_wrapped(x):
+        return False
+    return _torch.storage_key(x) not in stays
+
+
+class _Held:
+    """The memory of one storage, elsewhere; on the device while somebody uses it."""
+
+    def __init__(self, x: Tensor, store: Store):
+        memory = x.untyped_storage()
+        self.size = memory.nbytes()
+        room = -(-self.size // _UNIT) * _UNIT
+        self.device = x.device
+        self.there = store.scratch(room, torch.uint8, x.device)
+        if not isinstance(x, _torch.FakeTensor):
+            bare = torch.empty(0, dtype=torch.uint8, device=x.device)
+            bytes_ = bare.set_(memory, 0, (self.size,))  # type: ignore[call-overload]
+            self.there[: self.size].copy_(bytes_)
+        self._here: weakref.ref | None = None
+
+    def here(self) -> Tensor:
+        found = None if self._here is None else self._here()
+        if found is None:
+            found = self.there.new_empty(self.there.shape, device=self.device)
+            found.copy_(self.there)
+            self._here = weakref.ref(found)
+        return found
+
+
+class _Packed(NamedTuple):
+    held: _Held
+    dtype: torch.dtype
+    size: torch.Size
+    stride: tuple[int, ...]
+    offset: int
+
+
+class _Residuals:
+    """What one unit call has saved.
+
+    Args:
+        before: what the call before it has, which the backward comes to next.
+    """
+
+    def __init__(self, store: Store, before: _Residuals | None):
+        self.store = store
+        self.before = None if before is None else weakref.ref(before)
+        # By storage, which is held until all is packed: its address stays its own.
+        self.alive: dict[int, tuple[Any, _Held]] = {}
+        self.held: list[weakref.ref[_Held]] = []
+
+    def pack(self, x: Tensor) -> _Packed:
+        key = _torch.storage_key(x)
+        if key not in self.alive:
+            one = _Held(x, self.store)
+            self.alive[key] = x.untyped_storage(), one
+            self.held.append(weakref.ref(one))
+        held = self.alive[key][1]
+        return _Packed(held, x.dtype, x.shape, x.stride(), int(x.storage_offset()))
+
+    def unpack(self, packed: _Packed) -> Tensor:
+        before, self.before = self.before, None
+        if before is not None and (other := before()) is not None:
+            for each in other.held:
+                if (held := each()) is not None:
+                    ahead(held.there)
+        held, dtype, size, stride, offset = packed
+        return held.here().view(dtype).as_strided(size, stride, offset)

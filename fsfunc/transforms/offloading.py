@@ -1,0 +1,257 @@
+"""``offload``: what waits for its turn lies with the host, or on disk."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterable
+from dataclasses import replace
+from typing import Any, NamedTuple
+
+from torch import Tensor
+
+from fsfunc import _torch, tree
+from fsfunc.core.frames import Frame, Interpretation, frame, inside
+from fsfunc.core.units import Call
+from fsfunc.runtime.stores import Lies, Store, copied_to, lies
+from fsfunc.sharded.leaf import Sharded, is_sharded
+from fsfunc.transforms.offloaded_residuals import offloaded
+from fsfunc.transforms.transforming import transformed
+
+__all__ = ["Stores", "offload", "offloads_residuals", "settled_in", "stores_of"]
+
+Where = str | os.PathLike | None
+
+
+class Stores(NamedTuple):
+    """Where each kind of memory lies; None: on the device."""
+
+    params: Store | None = None
+    moments: Store | None = None
+    activations: Store | None = None
+
+
+def offload(
+    f: Callable[..., Any],
+    *,
+    params: Where = None,
+    moments: Where = None,
+    activations: Where = None,
+) -> Callable[..., Any]:
+    """``f``, of which parameters, moments or saved activations lie beside the device.
+
+    Each says where on its own: ``"host"`` is the host's memory (pinned where the device
+    is a GPU), a path is a folder, on whose disk memory is mapped. Give the transformed
+    step to ``init_state`` (or ``place``): where a leaf lies is a property of the value,
+    and what a step returns lies where what it was given did. Its order with ``shard``,
+    ``remat``, ``accumulate``, ``precision`` and ``donate`` is free. The numbers are
+    those of ``f``, to the bit where device and host compute alike.
+
+    A unit's parameters are brought just before it runs, and again before its backward;
+    beneath a unit the next one is sent for (over several ranks) or read ahead from disk
+    (on one). Gradients of offloaded parameters go, unit by unit as they are reduced,
+    where the parameters are. An optimizer updates in place what lies beside the device
+    with all that it reads, and brings what does not, unit by unit.
+
+    ``offload(remat(accumulate(step, n)), params="host", activations="host")`` is what
+    FairScale calls OffloadModel.
+
+    Args:
+        f: a train step, a loss, or a unit.
+        params: where parameters lie; they are those that units take under ``shard``, at
+            zero=3 or zero=0 (on one device: over a mesh of one rank).
+        moments: where the optimizer's state lies, and averages of weights beside it.
+        activations: where residuals wait that units save for their backward.
+
+    Raises:
+        TypeError: a place that is neither "host" nor a path.
+        ValueError: nothing to offload, or the same twice; parameters without ``shard``,
+            or at zero 1 or 2 (when the state is laid out); a state that lies elsewhere.
+        OSError: a folder that cannot be made or written, or whose disk is full: at
+            once, or in a step, which then leaves the state as it was.
+
+    Cost: on the device two units' parameters at most, and one's gradients, where both
+    are offloaded. A step reads parameters twice and writes gradients once; an update
+    reads and writes each moment once. On disk, blocks are taken when memory is made:
+    under ``donate`` in the first step alone. Files have no names: two runs may share a
+    folder, and a run that is killed leaves nothing there.
+
+    Source: FairScale's OffloadModel and FSDP's cpu_offload and ssd_offload; ZeRO-
+    Offload (Ren et al., 2021).
+
+    >>> import tempfile, torch, fsfunc as ff
+    >>> unit, optimizer = ff.unit(lambda p, x: torch.tanh(x @ p)), ff.sharded_adam(0.1)
+    >>> grad = ff.value_and_grad(lambda p, x: unit(p, x).sum())
+    >>> mesh = ff.make_mesh({"data": 2}, "simulated")
+    >>> def main(folder=None):
+    ...     step = ff.shard(optimizer(grad), mesh, "data")
+    ...     if folder:
+    ...         step = ff.offload(step, params=folder, moments=folder)
+    ...     state = ff.init_state(step, torch.ones(8, 8), optimizer, torch.ones(1, 8))
+    ...     return ff.unshard(step(state, torch.ones(1, 8))[0].params)
+    >>> with tempfile.TemporaryDirectory() as folder:
+    ...     torch.equal(ff.spmd(main, mesh)(folder)[0], ff.spmd(main, mesh)()[0])
+    True
+    """
+    given = {"params": params, "moments": moments, "activations": activations}
+    for name, where in given.items():
+        path = isinstance(where, str | os.PathLike) and os.fspath(where)
+        if where is not None and not (isinstance(path, str) and path):
+            raise TypeError(
+                f'{name}={where!r}: it is "host", a folder\'s path, or None'
+            )
+    before = stores_of(f)
+    twice = [k for k, v in given.items() if v is not None and getattr(before, k)]
+    if twice:
+        raise ValueError(
+            f"{twice[0]}={given[twice[0]]!r}, but they are offloaded to "
+            f"{getattr(before, twice[0])} already: say it once"
+        )
+    stores: dict[str, Store] = {}  # one for each folder
+    for where in given.values():
+        if where is not None and str(where) not in stores:
+            stores[str(where)] = Store(where)
+            stores[str(where)].check()
+    if not stores:
+        raise ValueError(
+            "nothing to offload: give params=, moments= or activations= a place, "
+            '"host" or a folder\'s path'
+        )
+    found = [None if w is None else stores[str(w)] for w in given.values()]
+    return transformed(f, _Offload(Stores(*found)))
+
+
+def stores_of(f: Callable[..., Any]) -> Stores:
+    """Where a transformed function wants what it is given to lie."""
+    found = Stores()
+    for h in getattr(f, "interpretations", ()):
+        if isinstance(h, _Offload):
+            new = {k: v for k, v in h.stores._asdict().items() if v is not None}
+            found = found._replace(**new)
+    return found
+
+
+def offloads_residuals(f: Frame) -> bool:
+    """Whether what units save for their backward is offloaded."""
+    return any(isinstance(h, _Offload) and h.stores.activations for h in f.handlers)
+
+
+class _Offload(Interpretation):
+    called = "offload"
+
+    def __init__(self, stores: Stores):
+        self.stores = stores
+
+    @property
+    def configuration(self) -> tuple[tuple[str, Any], ...]:
+        # Not the folder: each rank may have a disk of its own.
+        return tuple(
+            (k, "host" if v.folder is None else "disk")
+            for k, v in self.stores._asdict().items()
+            if v is not None
+        )
+
+    def call(self, f: Callable[..., Any], args: Any, keywords: Any) -> Any:
+        outer = frame()
+        # Around all but a stage: what `remat` keeps is saved too, whatever the order.
+        at = sum(h.decides for h in outer.handlers[:1])
+        handlers = (*outer.handlers[:at], self, *outer.handlers[at:])
+        tried = outer.tracer is not None and not outer.tracer.complete
+        before = None if tried or not args else _PlacesBefore(args[0])
+        if before is not None and self.stores.params and not before.any:
+            self._check(args[0])
+        with inside(replace(outer, handlers=handlers)):
+            out = f(*args, **keywords)
+        return out if before is None or not before.any else before.keep(out)
+
+    def unit(self, run: Callable[..., Any], call: Call) -> Callable[..., Any]:
+        store = self.stores.activations
+        return run if store is None else offloaded(run, call, store)
+
+    def _check(self, given: Any) -> None:
+        real = any(
+            isinstance(x, Sharded) and x.packed is not None and x.packed.flat.numel()
+            for x in tree.leaves(given, is_leaf=is_sharded)
+        )
+        if real and not _torch.fake_active():
+            raise ValueError(
+                f"offload(params={str(self.stores.params)!r}) of a step whose "
+                "parameters lie on the device: make its state by ff.init_state(step, "
+                "...), or ff.place(step, params, ...), of the offloaded step, or load "
+                "a saved one into that"
+            )
+
+
+def _buffer(x: Any) -> Tensor | None:
+    """The memory in which a leaf lies."""
+    if isinstance(x, Sharded):
+        return x._part if x.packed is None else x.packed.flat
+    return x if isinstance(x, Tensor) else None
+
+
+class _PlacesBefore:
+    """Where the leaves of a tree lie: those of the next one are to lie so too."""
+
+    def __init__(self, t: Any):
+        leaves, self.treedef = tree.flatten(t, is_leaf=is_sharded)
+        buffers = map(_buffer, leaves)
+        self.each = [None if x is None else lies(x) for x in buffers]
+
+    @property
+    def any(self) -> bool:
+        """Whether one lies beside the device."""
+        return any(where is not None for where in self.each)
+
+    def keep(self, out: Any) -> Any:
+        """What a step returns, its state lying where the one that it was given did."""
+        is_pair = type(out) is tuple and bool(out)
+        state = out[0] if is_pair else out
+        leaves, treedef = tree.flatten(state, is_leaf=is_sharded)
+        wanted = self.each
+        if treedef != self.treedef:
+            named = dict(zip(_paths(self.treedef), self.each, strict=True))
+            wanted = map(named.get, _paths(treedef))
+        if not _move(leaves, wanted):
+            return out
+        state = tree.unflatten(treedef, leaves)
+        return (state, *out[1:]) if is_pair else state
+
+
+def _paths(treedef: Any) -> list[str]:
+    return tree.paths(tree.unflatten(treedef, range(treedef.num_leaves)))
+
+
+def settled_in(store: Store, t: Any) -> Any:
+    """``t``, its floating tensors of a dim or more lying in ``store``."""
+
+    def where(leaf: Any) -> Lies | None:
+        x = _buffer(leaf)
+        if x is None or not (x.ndim and x.is_floating_point()):
+            return None
+        return Lies(store, _torch.device_of(x))
+
+    leaves, treedef = tree.flatten(t, is_leaf=is_sharded)
+    _move(leaves, list(map(where, leaves)))
+    return tree.unflatten(treedef, leaves)
+
+
+def _move(leaves: list[Any], wanted: Iterable[Lies | None]) -> bool:
+    """Leaves that lie on the device go where they are wanted; whether there were any.
+
+    Leaves of a buffer go together, one buffer after the other.
+    """
+    moved: dict[int, dict[int, Sharded]] = {}  # by buffer, and by layout
+    changed = False
+    for i, (leaf, to) in enumerate(zip(leaves, wanted, strict=True)):
+        x = None if to is None else _buffer(leaf)
+        if to is None or x is None or x.requires_grad or lies(x) is not None:
+            continue
+        changed = True
+        if isinstance(leaf, Sharded) and (shard := leaf.packed) is not None:
+            if id(shard) not in moved:
+                new = shard.like(copied_to(to, x)).leaves()
+                moved[id(shard)] = dict(zip(map(id, shard.members), new, strict=True))
+            leaves[i] = moved[id(shard)][id(leaf.layout)]
+        else:
+            x = copied_to(to, x)
+            leaves[i] = leaf.with_local(x) if isinstance(leaf, Sharded) else x
+    return changed

@@ -1,0 +1,477 @@
+"""What lies beside the device trains to the same bits, in the memory that is promised.
+
+On the CPU the device's memory and the host's are one: what counts as the device's is
+told by the project's own accounts, and, of mapped files, by the system's.
+"""
+
+import errno
+import gc
+import os
+import shutil
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import fsfunc as ff
+from fsfunc import tree
+from fsfunc.optim import in_place
+from fsfunc.runtime.buffer_pool import BufferPool
+from fsfunc.runtime.stores import LIES, Store, lies
+from fsfunc.sharded.leaf import is_sharded
+from tests.checks import held, refusals, refused, same, simulated, unchanged
+from tests.models import chain, floats, layers, train_step
+from tests.transforms.models import SPECS, batch_of
+
+ADAM = ff.sharded_adam(0.01)
+STACKS = {  # from the inside out; "offload" stands for what is drawn
+    "outermost": ("accumulate", "remat", "shard", "offload", "donate"),
+    "innermost": ("offload", "accumulate", "remat", "shard", "donate"),
+    "within remat": ("shard", "offload", "remat"),
+    "around donate": ("shard", "donate", "offload"),
+    "microbatches reduced": ("precision", "shard", "accumulate", "offload"),
+    "alone": ("offload",),
+}
+
+
+@pytest.fixture(autouse=True, scope="module")
+def nothing_left():
+    """Nothing lies anywhere afterwards: whoever counts calls would count more."""
+    yield
+    gc.collect()
+    assert not LIES
+
+
+def stacked(step, names, mesh, zero, stores):
+    """``step`` under these transforms."""
+    for name in names:
+        if name == "shard":
+            step = ff.shard(step, mesh, "data", zero=zero)
+        elif name == "accumulate":
+            step = ff.accumulate(step, 2)
+        elif name == "precision":
+            step = ff.precision(step, torch.bfloat16, torch.float32)
+        elif name == "offload":
+            step = ff.offload(step, **stores) if stores else step
+        else:
+            step = getattr(ff, name)(step)
+    return step
+
+
+def buffers(t):
+    """The memory of leaves that units take, and of what is like them."""
+    found = {}
+    for x in tree.leaves(t, is_leaf=is_sharded):
+        if is_sharded(x) and x.packed is not None:
+            if x.packed.flat.is_floating_point():
+                found[id(x.packed)] = x.packed.flat
+    return list(found.values())
+
+
+def lie(t, where):
+    """Whether all of it lies there."""
+    found = [lies(x) for x in buffers(t)]
+    return all((x and str(x.store)) == (where and str(where)) for x in found)
+
+
+def trained(optimizer, loss, init, batch, mesh, names, zero=3, steps=2, **stores):
+    """The state after some steps, whole, on each rank; what was sent; where it lay."""
+
+    def main():
+        torch.manual_seed(1)
+        step = stacked(optimizer(ff.value_and_grad(loss)), names, mesh, zero, stores)
+        mine = ff.local_batch(batch, mesh, "data")
+        state = ff.init_state(step, init, optimizer, mine)
+        for _ in range(steps):
+            with ff.ledger() as log:
+                state, _ = step(state, mine)
+        lay = lie(state.params, stores.get("params"))
+        lay = lay and lie(state.opt_state, stores.get("moments"))
+        return ff.unshard(state), log.table(), lay
+
+    return ff.spmd(main, mesh)()
+
+
+@settings(max_examples=8)
+@given(
+    SPECS,
+    st.sampled_from(sorted(STACKS)),
+    st.integers(1, 3),
+    st.sampled_from([3, 0]),
+    st.lists(st.sampled_from(["host", "disk", None]), min_size=3, max_size=3),
+)
+def test_any_step_is_the_one_that_offloads_nothing(
+    tmp_path_factory, spec, stack, ranks, zero, where
+):
+    spec = replace(spec, frozen=False)
+    folder = str(tmp_path_factory.getbasetemp() / "offloaded")
+    kinds = ("params", "moments", "activations")
+    stores = {
+        k: folder if w == "disk" else w for k, w in zip(kinds, where, strict=True)
+    }
+    if stack == "alone":
+        stores["params"], ranks = None, 1
+    stores = {k: w for k, w in stores.items() if w is not None} or {"moments": folder}
+    loss = lambda params, batch: spec.loss(params, {}, batch)  # noqa: E731
+    given = spec.params(3), batch_of(4 * ranks, 3), simulated(ranks), STACKS[stack]
+    plain = trained(ADAM, loss, *given, zero)
+    BufferPool.poison = True
+    try:
+        found = trained(ADAM, loss, *given, zero, **stores)
+    finally:
+        BufferPool.poison = False
+    for (state, sent, lay), (expected, before, _) in zip(found, plain, strict=True):
+        same(state, expected)
+        assert sent == before
+        assert lay or stack == "alone"
+
+
+@pytest.mark.parametrize("zero", [1, 2])
+def test_moments_go_with_any_zero(tmp_path, zero):
+    given = chain(), layers(3, make=floats), floats(4, 4), simulated()
+    names = ("shard", "offload", "donate")
+    plain = trained(ADAM, *given, names, zero)
+    for (state, sent, lay), (expected, before, _) in zip(
+        trained(ADAM, *given, names, zero, moments=tmp_path), plain, strict=True
+    ):
+        same(state, expected)
+        assert sent == before and lay
+
+
+OPTIMIZERS = {
+    "clipped": ff.chain(ff.clip_by_global_norm(0.1), ADAM),
+    "narrow moments": ff.sharded_adam(0.01, moment_dtype=torch.bfloat16),
+    "some decay": ff.sharded_adam(0.01, mask=lambda path, leaf: leaf.ndim > 1),
+    "sgd": ff.sgd(0.1, momentum=0.9),
+    "torch's": ff.from_torch(torch.optim.RMSprop, lr=0.01),
+    "scaled loss": ff.loss_scale(ADAM),
+}
+
+
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_optimizers_update_what_lies_there(tmp_path, name):
+    optimizer, x = OPTIMIZERS[name], floats(4, 4)
+    given = chain(), layers(2, make=floats), x, simulated(1)
+    (expected, *_), *_ = trained(optimizer, *given, ("shard",))
+    for stores in ("params moments", "moments", "params"):
+        names = ("shard", "offload", *["donate"] * (stores == "moments"))
+        where = dict.fromkeys(stores.split(), tmp_path)
+        (found, _, lay), *_ = trained(optimizer, *given, names, **where)
+        same(found, expected)
+        assert lay
+
+
+def test_it_is_torch_s_adamw(tmp_path):
+    params, x, mesh = layers(2, make=floats), floats(4, 4), simulated(1)
+    names, where = (
+        ("shard", "offload", "donate"),
+        dict.fromkeys(("params", "moments", "activations"), tmp_path),
+    )
+    (((state, *_),)) = trained(ADAM, chain(), params, x, mesh, names, **where)
+    leaves = [w.clone().requires_grad_() for w in tree.leaves(params)]
+    theirs = torch.optim.AdamW(leaves, 0.01, fused=True)
+    for _ in range(2):
+        theirs.zero_grad()
+        h = x
+        for b, w in zip(leaves[::2], leaves[1::2], strict=True):
+            h = torch.tanh(h @ w + b)
+        h.square().mean().backward()
+        theirs.step()
+    torch.testing.assert_close(tree.leaves(state.params), leaves, rtol=1e-6, atol=1e-6)
+
+
+# Memory
+
+
+def anonymous():
+    """Bytes of memory that this process has and that are no file's."""
+    for line in Path("/proc/self/status").read_text().splitlines():
+        if line.startswith("RssAnon"):
+            return int(line.split()[1]) * 1024
+    raise RuntimeError("not on Linux")
+
+
+UNITS, WIDE = 48, 384
+UNIT_BYTES = 4 * WIDE * WIDE
+
+
+def test_a_state_of_48_units_trains_in_the_memory_of_two(tmp_path):
+    """And none of the rest is anonymous memory, of which there may be little."""
+    loss, x, mesh = chain(), floats(4, WIDE), simulated(1)
+    names, draw = ("remat", "shard", "offload", "donate"), torch.Generator()
+
+    def init():
+        draw.manual_seed(0)
+        make = lambda: torch.empty(WIDE, WIDE).uniform_(-0.1, 0.1, generator=draw)  # noqa: E731
+        return [{"w": make()} for _ in range(UNITS)]
+
+    def main(where):
+        step = stacked(ADAM(ff.value_and_grad(loss)), names, mesh, 3, where)
+        before = anonymous()
+        state = ff.init_state(step, init, ADAM, x)
+        size = sum(b.nbytes for b in buffers(state))
+        state, _ = step(state, x)
+        resident = anonymous() - before
+        with ff.testing.live_bytes(state, x) as seen:
+            state, _ = step(state, x)
+        if where:
+            planned = ff.plan(step, init, ADAM, x, mesh=mesh, repeat=False)
+            assert planned.peak_bytes == seen.peak_bytes
+        return size, seen.peak_bytes, resident, buffers(state)
+
+    where = {"params": tmp_path, "moments": tmp_path}
+    ((size, peak, resident, state),) = ff.spmd(lambda: main(where), mesh)()
+    activations = (UNITS + 8) * x.nbytes  # their inputs, and one unit's inside
+    assert size == 3 * UNITS * UNIT_BYTES
+    assert peak <= 2 * UNIT_BYTES + activations
+    assert size > 10 * peak
+    assert size > 10 * resident, f"{resident} bytes of anonymous memory"
+    ((_, most, _, expected),) = ff.spmd(lambda: main({}), mesh)()
+    assert most > size
+    same(state, expected)
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+@pytest.mark.parametrize("kinds", ["moments", "params", "params moments activations"])
+def test_the_plan_is_the_run(tmp_path, ranks, kinds):
+    where, mesh = dict.fromkeys(kinds.split(), tmp_path), simulated(ranks)
+    params, x = layers(4, 16, make=floats), floats(8 * ranks, 16)
+
+    def peaks(step):
+        mine = ff.local_batch(x, mesh, "data")
+        state = ff.init_state(step, params, ADAM, mine)
+        planned = ff.plan(step, state, mine, repeat=False)
+        with ff.testing.live_bytes(state, mine) as seen:
+            step(state, mine)
+        return seen.peak_bytes, planned.peak_bytes
+
+    for names in (("shard", "offload"), ("accumulate", "remat", "shard", "offload")):
+        make = lambda where, names=names: stacked(  # noqa: E731
+            ADAM(ff.value_and_grad(chain())), names, mesh, 3, where
+        )
+        step, plain = make(where), make({})
+        beside = ff.spmd(lambda: peaks(step), mesh)()  # noqa: B023
+        (most, _), *_ = ff.spmd(lambda: peaks(plain), mesh)()  # noqa: B023
+        for found, planned in beside:
+            assert found == planned < most
+        # Units that are replayed stand for their bodies but for an output or two.
+        whole = ff.plan(step, lambda: params, ADAM, x[:8], mesh=mesh)
+        assert abs(whole.peak_bytes - found) < 0.1 * found
+        whole = ff.plan(step, lambda: params, ADAM, x[:8], mesh=mesh, repeat=False)
+        assert whole.peak_bytes == beside[0][0]
+
+
+GROWTH = {
+    "pure": ("shard", "offload"),
+    "summed whole": ("accumulate", "shard", "offload"),
+    "summed in parts": ("shard", "accumulate", "offload"),
+    "clipped": ("shard", "offload"),
+}
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+@pytest.mark.parametrize("name", GROWTH)
+def test_no_more_is_held_for_more_units(tmp_path, ranks, name):
+    kinds, mesh = ("params", "moments", "activations"), simulated(ranks)
+    optimizer = OPTIMIZERS["clipped"] if name == "clipped" else ADAM
+    step = optimizer(ff.value_and_grad(chain()))
+    step = stacked(step, GROWTH[name], mesh, 3, dict.fromkeys(kinds, tmp_path))
+
+    def peak(units):
+        params = [{"w": torch.zeros(16, 16)} for _ in range(units)]
+        x, how = torch.zeros(8, 16), {"mesh": mesh, "repeat": False}
+        return ff.plan(step, lambda: params, optimizer, x, **how).peak_bytes
+
+    assert peak(12) <= peak(4) + 8 * 8 * 10  # numbers of some units: norms, tokens
+
+
+def test_what_does_not_lie_where_the_rest_does_is_brought(tmp_path, monkeypatch):
+    """As it must be where the device has memory of its own."""
+    seen, whole = [], in_place.brought
+    monkeypatch.setattr(
+        in_place, "brought", lambda x, dtype: seen.append(x) or whole(x, dtype)
+    )
+    given = chain(), layers(3, make=floats), floats(4, 4), simulated(1)
+    for kinds, count in (("params moments", 0), ("moments", 6), ("params", 6)):
+        where = dict.fromkeys(kinds.split(), tmp_path)
+        trained(ADAM, *given, ("shard", "offload"), steps=1, **where)
+        assert len(seen) == count  # both moments; or the parameters and gradients
+        seen.clear()
+
+
+def test_an_update_of_one_s_own_is_put_where_the_state_lay(tmp_path):
+    def step(params, x):
+        _, grads = ff.value_and_grad(chain())(params, x)
+        return tree.map(lambda w, g: w - 0.1 * g, params, grads)
+
+    def main(where):
+        f = stacked(step, ("shard", "offload"), mesh, 3, where)
+        params = ff.place(f, layers(2, make=floats), x)
+        params = f(f(params, x), x)
+        assert lie(params, where.get("params"))
+        return ff.unshard(params)
+
+    mesh, x = simulated(), floats(4, 4)
+    found = ff.spmd(lambda: main({"params": tmp_path}), mesh)()
+    same(list(found), list(ff.spmd(lambda: main({}), mesh)()))
+
+
+@pytest.mark.parametrize("order", ["offload remat", "remat offload", "offload"])
+def test_what_units_save_is_not_held_on_the_device(tmp_path, order):
+    """The inputs that remat keeps too, whichever of the two comes first."""
+    params, x = layers(12, make=floats), floats(4096, 4)
+
+    def peak(where):
+        step = stacked(ff.value_and_grad(chain()), order.split(), None, 3, where)
+        step(params, x)
+        with ff.testing.live_bytes(params, x) as seen:
+            value, grads = step(params, x)
+        return seen.peak_bytes, (value, grads)
+
+    (most, expected), (found, result) = peak({}), peak({"activations": tmp_path})
+    same(result, expected)
+    assert most > 12 * x.nbytes and found < 8 * x.nbytes
+
+
+# What goes wrong
+
+
+def placed_step(folder, donate=False):
+    step = ff.shard(train_step(chain(), ADAM), simulated(1), "data")
+    step = ff.offload(step, params=folder, moments=folder, activations=folder)
+    return ff.donate(step) if donate else step
+
+
+@pytest.mark.parametrize("how", ["full", "gone"])
+@pytest.mark.parametrize("donate", [False, True])
+def test_a_disk_that_is_full_or_gone_leaves_the_state(
+    tmp_path, monkeypatch, how, donate
+):
+    folder, x = tmp_path / "disk", floats(4, 4)
+    calls = []
+
+    def full(file, start, size):
+        calls.append(size)
+        if len(calls) > 2:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        os.truncate(file, size)
+
+    def main():
+        step = placed_step(folder, donate)
+        make = lambda step: ff.init_state(step, layers(3, make=floats), ADAM, x)  # noqa: E731
+        other = placed_step(tmp_path)
+        state, expected = make(step), ff.unshard(other(make(other), x)[0])
+        with monkeypatch.context() as patched, unchanged(state):
+            if how == "full":
+                patched.setattr(os, "posix_fallocate", full)
+            else:
+                shutil.rmtree(folder)
+            words = "No space left" if how == "full" else "No such file"
+            with pytest.raises(OSError, match=f"disk.*{words}.*room") as caught:
+                step(state, x)
+            assert str(folder) in str(caught.value)
+        folder.mkdir(exist_ok=True)
+        assert not os.listdir(folder)
+        same(ff.unshard(step(state, x)[0]), expected)
+
+    ff.spmd(main, simulated(1))()
+
+
+def test_a_folder_may_be_shared_and_nothing_stays_in_it(tmp_path):
+    one, other = Store(tmp_path), Store(tmp_path)
+    a, b = (s.empty(1000, torch.float32, "cpu") for s in (one, other))
+    assert a.eq(0).all() and not os.listdir(tmp_path)
+    a.fill_(1)
+    b.fill_(2)
+    assert a.eq(1).all() and b.eq(2).all()
+    empty = one.empty(0, torch.float32, "cpu")
+    assert lies(empty).store is one and lies(a[3:]).store is one
+    scratch = one.scratch(10, torch.float32, "cpu")
+    at = scratch.data_ptr()
+    assert one.scratch(10, torch.float32, "cpu").data_ptr() != at
+    del scratch
+    assert one.scratch(10, torch.float32, "cpu").data_ptr() == at
+
+
+def test_a_saved_state_goes_back_to_where_its_target_lies(tmp_path):
+    mesh, params, x = simulated(), layers(2, make=floats), floats(4, 4)
+    where = dict.fromkeys(("params", "moments"), tmp_path / "disk")
+    plain = ff.shard(train_step(chain(), ADAM), mesh, "data")
+    step = ff.offload(plain, **where)
+
+    def main():
+        state = step(ff.init_state(step, params, ADAM, x), x)[0]
+        ff.save(tmp_path / "saved", state)
+        expected = ff.unshard(state)
+        target = ff.init_state(step, params, ADAM, x)
+        abstract = ff.abstract_state(step, params, ADAM, x)
+        for one, donate in ((target, False), (target, True), (abstract, False)):
+            found = ff.load(tmp_path / "saved", one, donate=donate)
+            same(ff.unshard(found), expected)
+            assert lie(found, where["params"])
+            after = step(found, x)[0]
+            assert lie(after, where["params"])
+        same(ff.unshard(after), ff.unshard(step(state, x)[0]))
+        elsewhere = ff.load(tmp_path / "saved", ff.init_state(plain, params, ADAM, x))
+        same(ff.unshard(elsewhere), expected)
+        with pytest.raises(ValueError, match="init_state.*of the offloaded step"):
+            step(elsewhere, x)
+        return held(state)
+
+    ff.spmd(main, mesh)()
+
+
+def laid_out(zero=None, **stores):
+    """A state of a step that offloads so."""
+    mesh, step = simulated(1), train_step(chain(), ADAM)
+    step = step if zero is None else ff.shard(step, mesh, "data", zero=zero)
+    step = ff.offload(step, **stores)
+    main = lambda: ff.init_state(step, layers(), ADAM, floats(4, 4))  # noqa: E731
+    return ff.spmd(main, mesh)()
+
+
+FILE = __file__
+
+
+@refusals(
+    {
+        "nothing": (lambda: ff.offload(len), ValueError, "params=, moments= or"),
+        "no path": (lambda: ff.offload(len, params=3), TypeError, "a folder's path"),
+        "empty path": (lambda: ff.offload(len, params=""), TypeError, "folder's path"),
+        "a file": (
+            lambda: ff.offload(len, moments=FILE), OSError, "File exists.*or \"host\"",
+        ),
+        "in a file": (
+            lambda: ff.offload(len, moments=f"{FILE}/x"), OSError, "test_offload.py/x",
+        ),
+        "no folders there": (
+            lambda: ff.offload(len, params="/proc/nobody"), OSError, "/proc/nobody",
+        ),
+        "twice": (
+            lambda: ff.offload(ff.offload(len, params="host"), params="host"),
+            ValueError, "say it once",
+        ),
+        "no shard": (lambda: laid_out(params="host"), ValueError, "ff.shard.step"),
+        "zero=1": (lambda: laid_out(1, params="host"), ValueError, "at zero=3"),
+        "zero=2": (lambda: laid_out(2, params="host"), ValueError, "at zero=3"),
+    }
+)  # fmt: skip
+def test_bad_input_is_refused(call, error, way_out):
+    refused(call, error, way_out)
+
+
+def test_what_was_changed_in_place_is_still_refused(tmp_path):
+    @ff.unit
+    def unit(w, x):
+        y = torch.exp(x @ w)
+        y.add_(1)  # autograd needs what it was
+        return y
+
+    step = ff.offload(
+        ff.value_and_grad(lambda w, x: unit(w, x).sum()), activations=tmp_path
+    )
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        step(floats(16, 16), floats(16, 16))
