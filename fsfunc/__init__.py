@@ -89,8 +89,11 @@ from fsfunc.transforms.averaging import consensus
 from fsfunc.transforms.casting import precision
 from fsfunc.transforms.donation import donate
 from fsfunc.transforms.gossiping import gossip
+from fsfunc.transforms.hierarchy import HierarchicalGather, HierarchicalReduction
 from fsfunc.transforms.local_copies import LocalState
 from fsfunc.transforms.local_updates import local_sgd
+from fsfunc.transforms.low_rank import powersgd
+from fsfunc.transforms.narrow_wire import CastGather, CastReduction
 from fsfunc.transforms.offloading import offload
 from fsfunc.transforms.ownership import assume
 from fsfunc.transforms.policies import SaveAllBut, SaveOnly, checkpoint_name

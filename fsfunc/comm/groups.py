@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
 
@@ -35,6 +35,7 @@ class RankGroup:
         mean: whether the loss is the mean over these ranks of their own.
         compared: whether the ranks know that they run one program.
         apart: whether they train by themselves, and send each other nothing.
+        levels: of several axes, the group along each.
     """
 
     axis: tuple[str, ...]
@@ -45,6 +46,7 @@ class RankGroup:
     mean: bool = False
     compared: bool = False
     apart: bool = False
+    levels: tuple[RankGroup, ...] = field(default=(), compare=False, repr=False)
 
     @cached_property
     def size(self) -> int:
@@ -149,9 +151,10 @@ def group(axis: Axis, at: Here | None = None) -> RankGroup:
         names = at.mesh.check(axis)
         ranks, mean = at.mesh.members(names, at.rank), set(names) <= set(at.mean)
         index = ranks.index(at.rank)
+        levels = tuple(group(name, at) for name in names) if len(names) > 1 else ()
         at.groups[axis] = RankGroup(
             names, ranks, index, at.rank, at.link, mean, at.compared,
-            not set(names).isdisjoint(at.apart),
+            not set(names).isdisjoint(at.apart), levels,
         )  # fmt: skip
     return at.groups[axis]
 

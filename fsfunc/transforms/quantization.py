@@ -27,6 +27,8 @@ def quantized(x: Tensor, block: int) -> Tensor:
     >>> quantized(torch.tensor([1.0, -2.0, 4.0]), 4).shape
     torch.Size([8])
     """
+    if not x.shape[-1]:
+        return x.to(torch.uint8)
     blocks = -(-x.shape[-1] // block)
     room = blocks * block - x.shape[-1]
     rows = torch.nn.functional.pad(x.float(), (0, room)).unflatten(-1, (blocks, block))
@@ -36,12 +38,14 @@ def quantized(x: Tensor, block: int) -> Tensor:
     return torch.cat([steps.view(torch.uint8), scale.view(torch.uint8)], -1).flatten(-2)
 
 
-def dequantized(sent: Tensor, count: int, block: int) -> Tensor:
-    """float32 [..., count] of what :func:`quantized` made.
+def dequantized(sent: Tensor, count: int | None, block: int) -> Tensor:
+    """float32 [..., count] of what :func:`quantized` made; None: with what pads it.
 
     >>> dequantized(quantized(torch.tensor([127.0, -3.2, 0.6]), 4), 3, 4)
     tensor([127.,  -3.,   1.])
     """
+    if not sent.shape[-1]:
+        return sent.float()
     rows = sent.unflatten(-1, (-1, block + 4))
     scale = rows[..., block:].contiguous().view(torch.float32)
     steps = rows[..., :block].view(torch.int8)
@@ -69,6 +73,8 @@ class QuantizedGather(Gather):
         return quantized(part, self.block)
 
     def decode(self, arrived: Tensor, dtype: torch.dtype, count: int) -> Tensor:
+        if not count:
+            return arrived.to(dtype)
         sent = -(-count // self.block) * (self.block + 4)
         rows = dequantized(arrived.view(-1, sent), count, self.block)
         return rows.flatten().to(dtype)
@@ -101,15 +107,19 @@ class QuantizedReduction(Reduction):
     def sent(self, encoded: Tensor, count: int) -> Tensor:
         return dequantized(encoded, count, self.block).flatten()
 
-    def move(self, sent: Tensor, where: RankGroup, whole: bool, what: str) -> Handle:
-        if whole:
+    def check(self, axes: tuple[str, ...], zero: int) -> None:
+        if zero == 0:
             raise ValueError(
                 "QuantizedReduction leaves each rank its own range of a sum, and at "
                 "zero=0 a rank needs all of it: use zero=1, 2 or 3"
             )
+
+    def move(self, sent: Tensor, where: RankGroup, whole: bool, what: str) -> Handle:
+        if whole:
+            self.check(where.axis, 0)
         return where.start("all_to_all", sent, what=what)
 
-    def decode(self, arrived: Tensor, dtype: torch.dtype, count: int) -> Tensor:
+    def decode(self, arrived: Tensor, dtype: torch.dtype, count: int | None) -> Tensor:
         return dequantized(arrived, count, self.block).sum(0).to(dtype)
 
 

@@ -10,7 +10,9 @@ import torch
 from torch import Tensor
 
 from fsfunc import tree
+from fsfunc.comm.backends.link import Handle
 from fsfunc.comm.collective_ops import assumed
+from fsfunc.comm.groups import RankGroup
 from fsfunc.comm.mesh import here
 from fsfunc.core.autodiff import GradientCall, Outcome
 from fsfunc.core.frames import Interpretation, frame, inside
@@ -20,7 +22,7 @@ from fsfunc.sharded.layout import Layout, Split
 from fsfunc.sharded.leaf import FlatShard, Sharded, is_sharded
 from fsfunc.transforms.wire import Reduction
 
-__all__ = ["NOTHING_LOST", "ErrorFeedbackState", "Feedback", "error_feedback"]
+__all__ = ["ErrorFeedbackState", "Feedback", "WithFeedback", "error_feedback"]
 
 
 class ErrorFeedbackState(NamedTuple):
@@ -49,7 +51,11 @@ def error_feedback(optimizer: Optimizer) -> Optimizer:
 
     Raises:
         ValueError: a reduction that loses nothing.
-        RuntimeError: a state that was not made of placed parameters.
+        RuntimeError: a state that was not made of placed parameters; gradients that
+            were not taken by its train step.
+
+    Put `loss_scale` around it, not within: a step that is skipped then leaves what is
+    owed as it was.
 
     Cost: float32 memory of the whole gradient on each rank, at any ``zero``; three
     passes over it. Weights of ``Weighted`` losses and the number of microbatches are
@@ -72,46 +78,76 @@ def error_feedback(optimizer: Optimizer) -> Optimizer:
     >>> ff.spmd(main, mesh)()[0]  # 5 times x; without it, the 0.4 would be 0
     tensor([-635.,   -2.])
     """
-    return _WithFeedback(optimizer).functions()
+    return WithFeedback(
+        optimizer, ErrorFeedbackState, _nothing_owed, _Owing
+    ).functions()
+
+
+def _nothing_owed(shard: FlatShard) -> tuple[Tensor]:
+    size = shard.place.size * shard.place.chunk
+    return (torch.zeros(size, dtype=torch.float32, device=shard.flat.device),)
+
+
+Kept = tuple[dict[str, Sharded], ...]
 
 
 @dataclass(frozen=True, eq=False)
-class _WithFeedback:
-    """The functions of such an optimizer; ``residuals``: those after one step."""
+class WithFeedback:
+    """The functions of an optimizer that has reductions remember something.
+
+    Args:
+        optimizer: the one within.
+        state: makes its state, a NamedTuple of what is remembered, each ``{buffer:
+            [ranks, elements]}``, and the state within.
+        begin: what a rank remembers of a buffer before the first step, each 1-D.
+        feed: the `Feedback` of one step, of what the state remembers.
+        after: what is remembered after that step.
+    """
 
     optimizer: Optimizer
-    residuals: dict[str, Sharded] | None = None
+    state: Callable[..., Any]
+    begin: Callable[[FlatShard], tuple[Tensor, ...]]
+    feed: Callable[[Kept], Feedback]
+    after: Kept | None = None
 
     def functions(self) -> Optimizer:
         return Optimizer(self.init, self.update, prepare=self.prepare, take=self.take)
 
-    def init(self, params: Tree) -> ErrorFeedbackState:
-        found = {}
+    def init(self, params: Tree) -> Any:
+        found: dict[str, list[Sharded]] = {}
         for x in tree.leaves(params, is_leaf=is_sharded):
             shard = x.packed if is_sharded(x) else None
-            if shard is not None and shard.buffer not in found:
-                found[shard.buffer] = _nothing(shard)
-        return ErrorFeedbackState(found, self.optimizer.init(params))
+            if shard is not None and shard.flat.is_floating_point():
+                if shard.buffer not in found:
+                    rows = self.begin(shard)
+                    found[shard.buffer] = [_rows(row, shard.buffer) for row in rows]
+        count = len(self.state._fields) - 1  # type: ignore[attr-defined]
+        kept = [{name: rows[i] for name, rows in found.items()} for i in range(count)]
+        return self.state(*kept, self.optimizer.init(params))
 
-    def update(self, grads: Tree, state: ErrorFeedbackState, params: Tree = None):
+    def update(self, grads: Tree, state: Any, params: Tree = None):
         updates, inner = self.optimizer.update(grads, state.inner, params)
-        return updates, self._after(state, inner)
+        return updates, self._next(state, inner)
 
-    def prepare(self, grads: Tree, state: ErrorFeedbackState, params: Tree):
+    def prepare(self, grads: Tree, state: Any, params: Tree):
         commit = self.optimizer.prepare(grads, state.inner, params)
 
-        def finish() -> tuple[Tree, ErrorFeedbackState]:
+        def finish() -> tuple[Tree, Any]:
             params, inner = commit()
-            return params, self._after(state, inner)
+            return params, self._next(state, inner)
 
         return finish
 
-    def _after(self, state: ErrorFeedbackState, inner: State) -> ErrorFeedbackState:
-        owed = state.residuals if self.residuals is None else self.residuals
-        return ErrorFeedbackState(owed, inner)
+    def _next(self, state: Any, inner: State) -> Any:
+        if self.after is None:
+            raise RuntimeError(
+                f"{self.feed(state[:-1]).called} saw no gradients being reduced: have "
+                "it make the train step, optimizer(grad_fn)"
+            )
+        return self.state(*self.after, inner)
 
-    def take(self, run: Run, state: ErrorFeedbackState) -> tuple[Any, Tree, Optimizer]:
-        feedback = Feedback(state.residuals)
+    def take(self, run: Run, state: Any) -> tuple[Any, Tree, Optimizer]:
+        feedback = self.feed(state[:-1])
 
         def fed() -> tuple[Any, Tree]:
             f = frame()
@@ -122,20 +158,26 @@ class _WithFeedback:
             (value, grads), inner = fed(), self.optimizer
         else:
             value, grads, inner = self.optimizer.take(fed, state.inner)
-        after = replace(self, optimizer=inner, residuals=feedback.after())
+        after = replace(self, optimizer=inner, after=feedback.after())
         return value, grads, after.functions()
 
 
 @dataclass(eq=False)
 class Feedback(Interpretation):
-    """What reductions of one step add, and what they still owe after it."""
+    """What the reductions of one step take from those before, and leave to the next.
 
-    residuals: dict[str, Sharded]
-    new: dict[str, Tensor] = field(default_factory=dict)
+    Args:
+        kept: what was remembered, each by buffer.
+
+    ``new``: by buffer, what this rank remembers after it. ``scale``: by what the
+    gradients are larger than those of the loss. ``tried``: in a step that is only
+    recorded, or planned.
+    """
+
+    kept: Kept
+    new: dict[str, tuple[Tensor, ...]] = field(default_factory=dict)
     scale: float = 1.0
-    tried: bool = False  # a step that is only recorded, or planned
-
-    called = "error_feedback"
+    tried: bool = False
 
     def gradient(self, run: Callable[..., Any]) -> Callable[..., Any]:
         def fed(call: GradientCall) -> Outcome:
@@ -144,46 +186,90 @@ class Feedback(Interpretation):
 
         return fed
 
-    def encode(
-        self, how: Reduction, buffer: Tensor, shard: FlatShard, ranks: int
-    ) -> Tensor:
-        """What is sent of a gradient and what is owed; takes in what is lost."""
-        owed = self.new.get(shard.buffer)
-        if owed is None and shard.buffer in self.residuals:
-            owed = assumed(self.residuals[shard.buffer].local[0], "V")
-        if owed is None:
-            if not self.tried:
-                raise RuntimeError(
-                    f"error_feedback owes nothing of {shard.name}: its state was made "
-                    "of other parameters; make it by ff.init_state(step, params, "
-                    "optimizer, batch), or optimizer.init of placed parameters"
-                )
-            return how.encode(buffer, ranks)
-        whole = buffer.float().add(owed, alpha=self.scale)
-        sent = how.encode(whole.to(buffer.dtype), ranks)
-        lost = whole.sub_(how.sent(sent, whole.numel() // ranks))
-        # Of what overflowed nothing is owed: such a step is skipped, or lost anyway.
-        self.new[shard.buffer] = lost.nan_to_num_(0.0, 0.0, 0.0).div_(self.scale)
-        return sent
+    def check(self, how: Reduction) -> None:
+        """Raises where reductions of this kind leave nothing to do."""
 
-    def after(self) -> dict[str, Sharded]:
-        """All that is owed after the step."""
-        found = dict(self.residuals)
-        for name, row in self.new.items():  # this rank's part of a tensor of them all
-            found[name] = found[name].with_local(assumed(row[None], "S"))
+    def move(
+        self,
+        how: Reduction,
+        buffer: Tensor,
+        shard: FlatShard,
+        where: RankGroup,
+        whole: bool,
+    ) -> Handle:
+        """Sends a gradient to be summed, as ``how.move`` does."""
+        raise NotImplementedError
+
+    def remembered(self, shard: FlatShard) -> tuple[Tensor, ...] | None:
+        """What there is of a buffer, by this step or those before.
+
+        Raises:
+            RuntimeError: nothing, in a step that is not only tried.
+        """
+        name = shard.buffer
+        if name in self.new:
+            return self.new[name]
+        if all(name in kept for kept in self.kept):
+            return tuple(assumed(kept[name].local[0], "V") for kept in self.kept)
+        if self.tried:
+            return None
+        raise RuntimeError(
+            f"{self.called} remembers nothing of {shard.name}: its state was made "
+            "of other parameters; make it by ff.init_state(step, params, "
+            "optimizer, batch), or optimizer.init of placed parameters"
+        )
+
+    def after(self) -> Kept:
+        """All that is remembered after the step."""
+        found = tuple(dict(kept) for kept in self.kept)
+        for name, rows in self.new.items():  # this rank's part of a tensor of them all
+            for kept, row in zip(found, rows, strict=True):
+                if name in kept:
+                    kept[name] = kept[name].with_local(assumed(row[None], "S"))
         return found
 
 
-def _nothing(shard: FlatShard) -> Sharded:
-    """Zeros for a buffer, a row for each rank of the mesh."""
-    at, size = here(), shard.place.size * shard.place.chunk
+class _Owing(Feedback):
+    called = "error_feedback"
+
+    def check(self, how: Reduction) -> None:
+        if how.exact:
+            raise ValueError(_NOTHING_LOST)
+
+    def move(
+        self,
+        how: Reduction,
+        buffer: Tensor,
+        shard: FlatShard,
+        where: RankGroup,
+        whole: bool,
+    ) -> Handle:
+        sent = self._encode(how, buffer, shard, where.size)
+        return how.move(sent, where, whole, shard.name)
+
+    def _encode(
+        self, how: Reduction, buffer: Tensor, shard: FlatShard, ranks: int
+    ) -> Tensor:
+        """What is sent of a gradient and what is owed; takes in what is lost."""
+        owed = self.remembered(shard)
+        if owed is None:
+            return how.encode(buffer, ranks)
+        total = buffer.float().add(owed[0], alpha=self.scale)
+        sent = how.encode(total.to(buffer.dtype), ranks)
+        lost = total.sub_(how.sent(sent, total.numel() // ranks))
+        # Of what overflowed nothing is owed: such a step is skipped, or lost anyway.
+        self.new[shard.buffer] = (lost.nan_to_num_(0.0, 0.0, 0.0).div_(self.scale),)
+        return sent
+
+
+def _rows(row: Tensor, name: str) -> Sharded:
+    """A tensor with a row for each rank of the mesh, of which this is ours."""
+    at = here()
     parts = tuple(Split(0, axis, n) for axis, n in at.mesh.axes.items())
-    layout = Layout((at.mesh.size, size), torch.float32, parts, shard.buffer)
-    device = shard.flat.device
-    return Sharded(torch.zeros(1, size, dtype=torch.float32, device=device), layout)
+    return Sharded(row[None], Layout((at.mesh.size, len(row)), row.dtype, parts, name))
 
 
-NOTHING_LOST = (
+_NOTHING_LOST = (
     "error_feedback sends later what a reduction loses, and this shard sums gradients "
     "as they are: give it one that does, such as reduction=ff.QuantizedReduction()"
 )

@@ -41,7 +41,7 @@ from fsfunc.sharded.leaf import FlatShard, Parts
 from fsfunc.transforms.gathered_calls import Calls, GatheredCall, Micro
 from fsfunc.transforms.ownership import Ownership
 from fsfunc.transforms.residuals import Feedback
-from fsfunc.transforms.wire import Gather, Reduction
+from fsfunc.transforms.wire import Gather, KeptGather, Reduction
 
 __all__ = ["ShardRuntime"]
 
@@ -58,6 +58,21 @@ class Route(NamedTuple):
     where: RankGroup | None
     replicas: RankGroup | None
     apart: RankGroup | None = None
+
+
+class _Near(NamedTuple):
+    """A gather that left something to gather from again."""
+
+    shard: FlatShard
+    version: int
+    wanted: torch.dtype
+    first: KeptGather
+    count: int  # of what arrived
+    like: Tensor  # of its dtype, where it lies
+
+    def shows(self, shard: FlatShard, dtype: torch.dtype) -> bool:
+        """Whether it is of what ``shard`` is now, in ``dtype``."""
+        return self.version == shard.version and self.wanted == dtype
 
 
 class Routes(dict[tuple[str, ...], Route]):
@@ -137,6 +152,7 @@ class ShardRuntime:
     ):
         self.where, self.replicas, self.zero, self.holds = where, replicas, zero, holds
         self.how_gathered, self.how_reduced = gather, reduction
+        self.rounds = not gather.exact  # what is floating
         self.pool, self.coordinates, self.ownership = pool, coordinates, ownership
         self.differentiated = differentiated
         self.routes = Routes(where, replicas)
@@ -160,6 +176,9 @@ class ShardRuntime:
         self.keeps = {} if keeps is None else keeps
         self.parts: Parts = {} if parts is None else parts
         self.observers, self.feedback = observers, feedback
+        # Where gathers leave something to gather from again: what they were.
+        self.near: dict[int, _Near] = {}
+        self.regathers = zero == 3 and not holds and bool(differentiated)
         # What observers are still to see: how many calls give it, and the sum so far.
         self.unseen: dict[Any, tuple[int, Tensor | None]] = {}
         self.grads: dict[int, Tensor] = {}
@@ -198,6 +217,7 @@ class ShardRuntime:
             work.wait()
             self.drop([call])
         self.gathering.clear()
+        self.near.clear()
 
     # Gathers
 
@@ -225,10 +245,20 @@ class ShardRuntime:
             source = shard.flat.detach()
             source = self._bring(shard, dtype) if away else source.to(dtype)
             return source, Done(source)
+        where = self.routes[shard.split_axes].where
+        lossy = self.rounds and shard.flat.is_floating_point()
+        near = self.near.get(id(shard)) if self.near else None
+        if near is not None and near.shows(shard, dtype):
+            full = self.pool.get(near.count, near.like.dtype, near.like)
+            count_as("gathered", [full])
+            return full, near.first.again(full)
         flat = self._bring(shard, shard.flat.dtype) if away else shard.flat.detach()
-        source = how.encode(flat, dtype)
+        if lossy or not self.rounds:
+            source = how.encode(flat, dtype)
+        else:  # indices and masks have no rounding
+            source, how = flat.to(dtype), _PLAIN
         del flat
-        full = shard.whole if how.exact else None
+        full = None if lossy else shard.whole
         if full is None or full.dtype != dtype:
             full = self.pool.get(place.size * source.numel(), source.dtype, source)
             count_as("gathered", [full])
@@ -238,15 +268,21 @@ class ShardRuntime:
                 # The state lies in it, and stays what it is: `.data` has a version of
                 # its own. (Any other buffer's tells graphs that it was written.)
                 out = full.data
-        where = self.routes[shard.split_axes].where
         if where is None or where.size == 1:
             return full, Done(out.copy_(source))
-        return full, how.move(source, where, out, shard.name)
+        work = how.move(source, where, out, shard.name)
+        if self.regathers and isinstance(work, KeptGather):
+            count = place.size * source.numel()
+            self.near[id(shard)] = _Near(
+                shard, shard.version, dtype, work, count, source.new_empty(0)
+            )
+        return full, work
 
     def arrived(self, shard: FlatShard, full: Tensor, dtype: torch.dtype) -> Tensor:
         """What has arrived, as the whole buffer."""
-        if shard.place.size > 1 and not self.how_gathered.exact:
+        if self.rounds and shard.place.size > 1 and shard.flat.is_floating_point():
             full = self.how_gathered.decode(full, dtype, shard.place.chunk)
+            count_as("gathered", [full])
         if self.zero in (1, 2):  # the state keeps it, until it changes
             shard.keep(full)
         return full
@@ -525,9 +561,9 @@ class ShardRuntime:
             how, whole = self.how_reduced, shard.place.size == 1
             if self.feedback is None:
                 sent = how.encode(buffer, where.size)
+                one.work = how.move(sent, where, whole, shard.name)
             else:
-                sent = self.feedback.encode(how, buffer, shard, where.size)
-            one.work = how.move(sent, where, whole, shard.name)
+                one.work = self.feedback.move(how, buffer, shard, where, whole)
         self.reducing.append(one)
         if len(self.reducing) > 1:
             self._finish()
@@ -540,7 +576,8 @@ class ShardRuntime:
             arrived = one.work.wait()
             one.work = None  # or it holds what arrived, while that is cast
             flat = one.shard.flat
-            grad = self.how_reduced.decode(arrived, flat.dtype, flat.numel())
+            wide = torch.promote_types(one.dtype, flat.dtype)  # till it is a mean
+            grad = self.how_reduced.decode(arrived, wide, flat.numel())
         if self.size > 1 and arrived is not one.buffer:
             self.pool.spoil(one.buffer)
         del arrived
@@ -651,6 +688,7 @@ def _divided_before(n: int) -> int:
 
 
 _BUFFER = attrgetter("buffer")
+_PLAIN = Gather()
 
 
 def _dtype(shard: FlatShard, casts: Casts | None) -> torch.dtype:

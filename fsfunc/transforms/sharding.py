@@ -33,7 +33,7 @@ from fsfunc.transforms.gradients import (
     kept_here,
 )
 from fsfunc.transforms.ownership import Ownership
-from fsfunc.transforms.residuals import NOTHING_LOST, Feedback
+from fsfunc.transforms.residuals import Feedback
 from fsfunc.transforms.shard_runtime import ShardRuntime
 from fsfunc.transforms.transforming import transformed
 from fsfunc.transforms.unit_calls import CutAxes, call_unit
@@ -78,7 +78,8 @@ def shard(
 
     Raises:
         ValueError: an unknown axis, ``zero`` outside 0..3, an axis taken twice;
-            ``reduce_each`` at zero=1, which reduces when the backward ends.
+            ``reduce_each`` at zero=1, which reduces when the backward ends; a
+            ``gather`` or ``reduction`` that is not for these.
 
     Cost, a rank and step, for P bytes of parameters and a = (n-1)/n: zero=3 gathers
     each unit twice, but for the last one and those whose backward reads no parameter,
@@ -155,6 +156,8 @@ class Sharding(Interpretation):
         self.holds = not reshard
         self.how_gathered = Gather() if gather is None else gather
         self.how_reduced = Reduction() if reduction is None else reduction
+        self.how_gathered.check(axis)
+        self.how_reduced.check(axis, zero)
 
     @property
     def configuration(self) -> tuple[tuple[str, Any], ...]:
@@ -320,8 +323,10 @@ class Sharding(Interpretation):
             keeps = {} if composed else kept_here(chosen, plainly, self.cut.own)
             observers = [h for h in f.handlers if isinstance(h, Observation)]
             feedback = [h for h in f.handlers if isinstance(h, Feedback)]
-            if feedback and self.how_reduced.exact:
-                raise ValueError(NOTHING_LOST)
+            if len(feedback) > 1:
+                raise ValueError(_TWICE.format(*(h.called for h in feedback)))
+            for h in feedback:
+                h.check(self.how_reduced)
             runtime = self._runtime(
                 leaves,
                 at.rank,
@@ -377,3 +382,6 @@ class _Recorded(Noted):
     def call(self, f: Callable[..., Any], args: Any, keywords: Any) -> Any:
         with inside(self.handler.entered(self, f, args, keywords)):
             return f(*args, **keywords)
+
+
+_TWICE = "{} and {} both take in hand how gradients are summed, of one step: keep one"

@@ -35,11 +35,17 @@ from torch import Tensor
 from fsfunc.comm.backends.link import Handle
 from fsfunc.comm.groups import RankGroup
 
-__all__ = ["Gather", "Reduction"]
+__all__ = ["Gather", "KeptGather", "Reduction"]
 
 
 class _Shown:
-    """Shown by what it is made of: ranks compare how they send."""
+    """Told by what it is made of: ranks compare how they send."""
+
+    def __eq__(self, other: object) -> bool:
+        return type(self) is type(other) and vars(self) == vars(other)
+
+    def __hash__(self) -> int:
+        return hash(repr(self))
 
     def __repr__(self) -> str:
         made = ", ".join(f"{k}={v!r}" for k, v in sorted(vars(self).items()))
@@ -54,17 +60,31 @@ class Gather(_Shown):
 
     exact = True
 
+    def check(self, axes: tuple[str, ...]) -> None:
+        """Raises where it cannot be used over these axes of a mesh."""
+
     def encode(self, part: Tensor, dtype: torch.dtype) -> Tensor:
         """What a rank sends of its range, for a buffer in ``dtype``."""
         return part.to(dtype)
 
     def move(self, sent: Tensor, where: RankGroup, out: Tensor, what: str) -> Handle:
-        """Sends it to all ranks, for the whole to arrive in ``out``."""
+        """Sends it to all ranks, for the whole to arrive in ``out``.
+
+        A `KeptGather` is asked, until the gradients are there, to gather again.
+        """
         return where.start("all_gather", sent, out=out, what=what)
 
     def decode(self, arrived: Tensor, dtype: torch.dtype, count: int) -> Tensor:
         """The whole buffer, in ``dtype``: ``count`` elements of each rank."""
         return arrived
+
+
+class KeptGather(Handle):
+    """A gather that keeps what it takes to gather the same again at less cost."""
+
+    def again(self, out: Tensor) -> Handle:
+        """Gathers once more, for the whole to arrive in ``out``."""
+        raise NotImplementedError
 
 
 class Reduction(_Shown):
@@ -74,6 +94,9 @@ class Reduction(_Shown):
     """
 
     exact = True
+
+    def check(self, axes: tuple[str, ...], zero: int) -> None:
+        """Raises where it cannot be used over these axes of a mesh, or at ``zero``."""
 
     def encode(self, buffer: Tensor, ranks: int) -> Tensor:
         """What a rank sends of its gradient of the whole buffer, ``ranks`` ranges."""
@@ -90,6 +113,9 @@ class Reduction(_Shown):
         """Sums it; each rank receives its range, or the whole."""
         return where.start("psum" if whole else "psum_scatter", sent, what=what)
 
-    def decode(self, arrived: Tensor, dtype: torch.dtype, count: int) -> Tensor:
-        """The summed gradient of ``count`` elements, for parameters in ``dtype``."""
+    def decode(self, arrived: Tensor, dtype: torch.dtype, count: int | None) -> Tensor:
+        """The summed gradient of ``count`` elements, for parameters in ``dtype``.
+
+        None: of all that there are, where they are to be summed on and on.
+        """
         return arrived

@@ -105,6 +105,24 @@ def test_eight_bits_are_off_by_half_a_step(n, block, ranks, seed):
     torch.testing.assert_close(dequantized(quantized(found, block), n, block), found)
 
 
+def test_numbers_that_are_no_floats_travel_as_they_are():
+    unit = ff.unit(lambda p, x: (p["w"][p["at"]] * x).sum() + p["none"].sum())
+    at, w = torch.tensor([4999, 1234, 7, 3001]), torch.arange(5000.0).remainder(2)
+    params = {"w": w, "at": at, "none": torch.zeros(0)}
+
+    def main(zero):
+        step = ff.value_and_grad(lambda p, x: unit(p, x))
+        codecs = ff.QuantizedGather(8), ff.QuantizedReduction(8)
+        step = ff.shard(step, MESH, "data", zero=zero, gather=codecs[0],
+                        reduction=codecs[1])  # fmt: skip
+        x = torch.ones(4)
+        return step(ff.place(step, params, x), x)[0]
+
+    for zero in (1, 3):
+        for value in ff.spmd(main, MESH)(zero):
+            assert value == w[at].sum()
+
+
 @pytest.mark.parametrize("bad", [torch.nan, torch.inf, -torch.inf])
 def test_what_is_not_finite_stays_so(bad):
     x = torch.tensor([1.0, bad, 2.0, 3.0, 0.0, 0.0, 0.0, 0.0])

@@ -1,0 +1,258 @@
+"""Gathers and sums of two levels: across nodes few bytes, within a node the rest."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+
+import torch
+from torch import Tensor
+
+from fsfunc.comm.backends.link import Handle
+from fsfunc.comm.groups import RankGroup
+from fsfunc.runtime.memory_kinds import count_as
+from fsfunc.transforms.wire import Gather, KeptGather, Reduction
+
+__all__ = ["HierarchicalGather", "HierarchicalReduction"]
+
+
+class HierarchicalGather(Gather):
+    """Parameters gathered across nodes first, then within each.
+
+    Args:
+        across: the mesh axis between nodes, one of those that ``shard`` cuts over.
+        of: how each level travels, such as ``ff.QuantizedGather()``: it is encoded
+            once, and decoded once.
+        keep: whether a rank keeps, from forward to backward, what it has of a unit
+            after the first level, so that the backward gathers within its node only.
+
+    Cost, for P bytes over N nodes of D ranks: an all-gather across, (N-1) P / (N D)
+    bytes, in flight while the unit before computes; then one within, (D-1) P / D, which
+    is waited for. With ``keep`` each rank holds P / D bytes till the gradients are
+    there, and a backward sends the second alone, also in flight; so do all microbatches
+    of an ``accumulate`` within but the first. One copy of the whole, unless ``across``
+    is the last axis::
+
+        ff.shard(step, mesh, ("data", "node"), gather=ff.HierarchicalGather("node"))
+
+    Raises:
+        ValueError: ``shard`` does not cut over ``across``, or over nothing else.
+
+    Source: Wang et al., ZeRO++, 2023, section 3.2 (hpZ: ``keep``).
+
+    >>> HierarchicalGather("node", keep=True)
+    HierarchicalGather(across='node', keeps=True, of=Gather())
+    """
+
+    def __init__(self, across: str, of: Gather | None = None, *, keep: bool = False):
+        self.across, self.of = across, Gather() if of is None else of
+        self.keeps = keep
+
+    @property
+    def exact(self) -> bool:  # type: ignore[override]
+        return self.of.exact
+
+    def check(self, axes: tuple[str, ...]) -> None:
+        _check(self, self.across, axes)
+
+    def encode(self, part: Tensor, dtype: torch.dtype) -> Tensor:
+        return self.of.encode(part, dtype)
+
+    def move(self, sent: Tensor, where: RankGroup, out: Tensor, what: str) -> Handle:
+        levels = _inwards(where, self.across)
+        if len(levels) < 2:
+            return self.of.move(sent, where, out, what)
+        first = levels[0].start("all_gather", sent, what=what)
+        if self.keeps:
+            return _Kept(first, where, levels, out, what)
+        return _Gathered(first, levels[1:], *_target(where, levels, out), what)
+
+    def decode(self, arrived: Tensor, dtype: torch.dtype, count: int) -> Tensor:
+        return self.of.decode(arrived, dtype, count)
+
+
+class HierarchicalReduction(Reduction):
+    """Gradients summed within each node first, then across nodes.
+
+    Args:
+        across: the mesh axis between nodes, one of those that ``shard`` cuts over.
+        of: how each level travels, such as ``ff.QuantizedReduction()``: what is sent
+            across is encoded anew. `error_feedback` owes what the first level loses.
+
+    Cost, for P bytes over N nodes of D ranks: a reduce-scatter within, (D-1) P / D
+    bytes, which is waited for, then one across, (N-1) P / (N D), in flight beside the
+    backward. At zero=0 the across one is an all-reduce of P / D, and an all-gather
+    within follows, (D-1) P / D. One copy of the gradient, unless ``across`` is the last
+    axis.
+
+    Raises:
+        ValueError: ``shard`` does not cut over ``across``, or over nothing else.
+
+    Source: Wang et al., ZeRO++, 2023, section 3.3 (qgZ: of ``ff.QuantizedReduction``).
+
+    >>> HierarchicalReduction("node").exact
+    True
+    """
+
+    def __init__(self, across: str, of: Reduction | None = None):
+        self.across, self.of = across, Reduction() if of is None else of
+
+    @property
+    def exact(self) -> bool:  # type: ignore[override]
+        return self.of.exact
+
+    def check(self, axes: tuple[str, ...], zero: int) -> None:
+        _check(self, self.across, axes)
+        self.of.check(axes, zero)
+        if zero == 0 and not self.exact:
+            raise ValueError(f"{self!r} at zero=0: use zero=1, 2 or 3")
+
+    def encode(self, buffer: Tensor, ranks: int) -> Tensor:
+        return self.of.encode(buffer, ranks)
+
+    def sent(self, encoded: Tensor, count: int) -> Tensor:
+        return self.of.sent(encoded, count)
+
+    def move(self, sent: Tensor, where: RankGroup, whole: bool, what: str) -> Handle:
+        levels = _inwards(where, self.across)[::-1]
+        if len(levels) < 2:
+            return self.of.move(sent, where, whole, what)
+        if whole:
+            return _summed_whole(sent, levels, what)
+        rows = sent.view(*(level.size for level in where.levels), -1)
+        rows = rows.permute(*_places(where, levels), rows.ndim - 1)
+        x = rows.reshape(sent.shape)
+        for i, level in enumerate(levels):
+            if i:
+                x = self.of.decode(work.wait(), torch.float32, None)  # noqa: F821
+                x = self.of.encode(x, math.prod(n.size for n in levels[i:]))
+            x = x if x.ndim == 1 else x.reshape(level.size, -1)
+            work = self.of.move(x, level, False, what)
+        return work
+
+    def decode(self, arrived: Tensor, dtype: torch.dtype, count: int | None) -> Tensor:
+        return self.of.decode(arrived, dtype, count)
+
+
+class _Gathered(Handle):
+    """An all-gather after another: each level's, once the one before is there.
+
+    Args:
+        first: under way; ``rest``: the levels after it.
+        target: where the last one arrives, or None.
+        finish: makes the result of what arrived there.
+
+    """
+
+    def __init__(
+        self,
+        first: Handle,
+        rest: Sequence[RankGroup],
+        target: Tensor | None,
+        finish: Callable[[Tensor], Tensor],
+        what: str,
+    ):
+        self.first: Handle | None = first
+        self.rest, self.target, self.finish, self.what = rest, target, finish, what
+
+    def done(self) -> bool:
+        return self.first is None
+
+    def wait(self) -> Tensor:
+        if self.first is not None:
+            x, self.first = self.first.wait(), None
+            for i, level in enumerate(self.rest):
+                out = self.target if i == len(self.rest) - 1 else None
+                x = level.start("all_gather", x, out=out, what=self.what).wait()
+            self.result = self.finish(x)
+            self.target = None
+        return self.result
+
+
+class _Kept(KeptGather):
+    """One that keeps what the first level brings, and no more."""
+
+    def __init__(
+        self,
+        first: Handle,
+        where: RankGroup,
+        levels: Sequence[RankGroup],
+        out: Tensor,
+        what: str,
+    ):
+        self.first: Handle | None = first
+        self.where, self.levels, self.what = where, levels, what
+        self.out: Tensor | None = out
+
+    def done(self) -> bool:
+        return self.out is None
+
+    def wait(self) -> Tensor:
+        if (out := self.out) is None:
+            raise RuntimeError(f"the gather of {self.what} was waited for already")
+        self.out = None
+        return self.again(out).wait()
+
+    def again(self, out: Tensor) -> Handle:
+        if self.first is not None:
+            self.near = self.first.wait()
+            self.first = None
+            count_as("gathered", [self.near])
+        level, *rest = self.levels[1:]
+        target, finish = _target(self.where, self.levels, out)
+        straight = None if rest else target
+        work = level.start("all_gather", self.near, out=straight, what=self.what)
+        return _Gathered(work, rest, target, finish, self.what)
+
+
+def _summed_whole(sent: Tensor, levels: Sequence[RankGroup], what: str) -> Handle:
+    """The sum, on each rank all of it."""
+    *within, across = levels
+    room = -len(sent) % math.prod(level.size for level in within)
+    x = torch.nn.functional.pad(sent, (0, room))
+    for level in within:
+        x = level.start("psum_scatter", x, what=what).wait()
+    first = across.start("psum", x, what=what)
+    count = len(sent)
+    return _Gathered(first, within[::-1], None, lambda x: x[:count], what)
+
+
+def _inwards(where: RankGroup, across: str) -> list[RankGroup]:
+    """The levels of a gather, outermost first: none where there is nothing across."""
+    levels = [level for level in where.levels if level.size > 1]
+    first = [level for level in levels if level.axis == (across,)]
+    return first and first + [x for x in reversed(levels) if x is not first[0]]
+
+
+def _places(where: RankGroup, levels: Sequence[RankGroup]) -> list[int]:
+    """Where the axes of ``levels`` are among those of ``where``, then the others."""
+    found = [where.levels.index(level) for level in levels]
+    return found + [i for i in range(len(where.levels)) if i not in found]
+
+
+def _target(
+    where: RankGroup, levels: Sequence[RankGroup], out: Tensor
+) -> tuple[Tensor | None, Callable[[Tensor], Tensor]]:
+    """Where what comes level by level arrives, and what brings it to ``out``.
+
+    Innermost first it lies, which may be the order of ``where``.
+    """
+    places = _places(where, levels[::-1])
+    if places == sorted(places):
+        return out, lambda x: x
+    sizes = [where.levels[i].size for i in places]
+    back = [places.index(i) for i in range(len(places))]
+
+    def finish(x: Tensor) -> Tensor:
+        x = x.view(*sizes, -1).permute(*back, len(places))
+        return out.view(x.shape).copy_(x).flatten()
+
+    return None, finish
+
+
+def _check(how: object, across: str, axes: tuple[str, ...]) -> None:
+    if across not in axes or len(axes) < 2:
+        raise ValueError(
+            f"{how!r} has levels across and within {across!r}, and shard cuts over "
+            f"{axes}: give it both axes, such as shard(f, mesh, ('data', {across!r}))"
+        )

@@ -1,0 +1,228 @@
+"""Gathers and sums of two levels: the flat ones' numbers, by fewer bytes across nodes.
+
+And a narrower dtype on the wire, alone and within levels.
+"""
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import fsfunc as ff
+from fsfunc.tree import map as tree_map
+from tests.models import chain, floats, layers
+from tests.transforms.test_split_leaves import Experts
+
+WIDTH = 4
+loss, PARAMS = chain(), layers(2, WIDTH, make=floats)  # of 20 elements each
+BATCH = floats(24, WIDTH, seed=3)
+NODES, NEAR = 2, 3
+AXES = {"node": NODES, "data": NEAR}
+STACKS = {
+    "plain": lambda f: f,
+    "remat": ff.remat,
+    "accumulate": lambda f: ff.accumulate(f, 2),
+}
+
+
+def trained(zero, over=("data", "node"), stack=lambda f: f, axes=AXES, params=PARAMS,
+            steps=2, **how):  # fmt: skip
+    """Parameters after some steps; the last one's bytes by axis and kind."""
+    mesh, optimizer = ff.make_mesh(axes, "simulated"), ff.sgd(0.1)
+    if how.pop("owing", False):
+        optimizer = ff.error_feedback(optimizer)
+
+    def main():
+        step = stack(optimizer(ff.value_and_grad(loss)))
+        step = ff.shard(step, mesh, over, zero=zero, **how)
+        x = ff.local_batch(BATCH, mesh, tuple(axes))
+        state = ff.init_state(step, params, optimizer, x)
+        for _ in range(steps):
+            with ff.ledger() as log:
+                state, _ = step(state, x)
+        planned = ff.plan(step, state, x) if mesh.rank == 0 else log
+        spent = {}
+        for axis in (*axes, over):
+            for op in ("all_gather", "psum_scatter", "psum", "all_to_all"):
+                spent[axis, op] = log.bytes(axis, op=op)
+                assert planned.bytes(axis, op=op) == spent[axis, op]
+        return ff.unshard(state.params), spent
+
+    return ff.spmd(main, mesh)()
+
+
+@settings(max_examples=6)
+@given(
+    zero=st.integers(0, 3),
+    over=st.permutations(["node", "data"]),
+    stack=st.sampled_from(sorted(STACKS)),
+    keep=st.booleans(),
+)
+def test_levels_give_what_one_gather_and_one_sum_give(zero, over, stack, keep):
+    over, around = tuple(over), STACKS[stack]
+    (wanted, flat), *_ = trained(zero, over, around)
+    how = {
+        "gather": ff.HierarchicalGather("node", keep=keep),
+        "reduction": ff.HierarchicalReduction("node"),
+    }
+    ranks, padded = NODES * NEAR, 4 * -(-20 // 6) * 6 if zero else 4 * 20
+    gathers = flat[over, "all_gather"] / ((ranks - 1) / ranks * padded)
+    across = 2 if keep and zero == 3 else gathers  # one a unit
+    assert gathers >= across and gathers == round(gathers)
+    for found, spent in trained(zero, over, around, **how):
+        torch.testing.assert_close(found, wanted, rtol=1e-5, atol=1e-6)
+        share = padded / ranks
+        assert spent[over, "all_gather"] == 0 == spent[over, "psum_scatter"]
+        if zero:
+            assert spent["node", "all_gather"] == across * (NODES - 1) * share
+            near = gathers * (NEAR - 1) * NODES * share
+            assert spent["data", "all_gather"] == pytest.approx(near)
+            assert spent["node", "psum_scatter"] == 2 * (NODES - 1) * share
+            near = 2 * (NEAR - 1) * NODES * share
+            assert spent["data", "psum_scatter"] == pytest.approx(near)
+        else:
+            within = 4 * -(-20 // NEAR)  # of each of both
+            assert spent["node", "psum"] == 2 * within * 2 * (NODES - 1) / NODES
+            assert spent["data", "psum_scatter"] == 2 * within * (NEAR - 1)
+            assert spent["data", "all_gather"] == 2 * within * (NEAR - 1)
+
+
+@pytest.mark.parametrize("over", [("node", "data"), ("data", "node")])
+def test_eight_bits_in_two_levels_are_near_the_sum(over):
+    (wanted, flat), *_ = trained(3, over)
+    how = {
+        "gather": ff.HierarchicalGather("node", ff.QuantizedGather(4), keep=True),
+        "reduction": ff.HierarchicalReduction("node", ff.QuantizedReduction(4)),
+    }
+    for owing in (False, True):
+        for found, spent in trained(3, over, **how, owing=owing):
+            torch.testing.assert_close(found, wanted, rtol=0, atol=0.004)
+            assert not torch.equal(found[0]["w"], wanted[0]["w"])
+            share = 8  # bytes for the 4 elements of a range
+            assert spent["node", "all_gather"] == 2 * (NODES - 1) * share
+            assert spent["node", "all_to_all"] == 2 * (NODES - 1) * share
+            near = 2 * (NEAR - 1) * NODES * share
+            assert spent["data", "all_to_all"] == pytest.approx(near)
+
+
+@pytest.mark.parametrize("axes", [{"node": 1, "data": 2}, {"node": 2, "data": 1}])
+def test_of_one_level_it_is_the_flat_one(axes):
+    how = {
+        "gather": ff.HierarchicalGather("node", keep=True),
+        "reduction": ff.HierarchicalReduction("node"),
+    }
+    (wanted, flat), *_ = trained(3, axes=axes)
+    for found, spent in trained(3, axes=axes, **how):
+        torch.testing.assert_close(found, wanted, rtol=0, atol=0)
+        assert spent == flat
+
+
+def test_three_levels_and_what_is_split_over_one():
+    axes = {"node": 2, "rack": 2, "data": 2}
+    how = {
+        "gather": ff.HierarchicalGather("node", keep=True),
+        "reduction": ff.HierarchicalReduction("node"),
+    }
+    over = ("rack", "node", "data")
+    (wanted, _), *_ = trained(3, over, axes=axes)
+    for found, _ in trained(3, over, axes=axes, **how):
+        torch.testing.assert_close(found, wanted, rtol=1e-5, atol=1e-6)
+    mesh, optimizer = ff.make_mesh(Experts.axes, "simulated"), ff.sgd(0.1)
+
+    def main(**how):
+        step = optimizer(ff.value_and_grad(Experts.loss))
+        step, x = ff.shard(step, mesh, Experts.over, **how), Experts.part(Experts.batch)
+        state = ff.init_state(
+            step, Experts.params, optimizer, x, layouts=Experts.layouts
+        )
+        return ff.unshard(step(state, x)[0].params)
+
+    wanted = ff.spmd(main, mesh)()[0]
+    for across in Experts.over:
+        how = {
+            "gather": ff.HierarchicalGather(across, keep=True),
+            "reduction": ff.HierarchicalReduction(across),
+        }
+        for found in ff.spmd(lambda how=how: main(**how), mesh)():
+            torch.testing.assert_close(found, wanted)
+
+
+# A narrower dtype on the wire
+
+
+@pytest.mark.parametrize("zero", [0, 1, 3])
+def test_bfloat16_on_the_wire_halves_the_bytes(zero):
+    narrow = lambda w: w.to(torch.bfloat16).to(w.dtype)  # noqa: E731
+    over, how = ("data",), {"axes": {"data": 3}}
+    (wanted, flat), *_ = trained(zero, over, **how, params=tree_map(narrow, PARAMS),
+                                 steps=1)  # fmt: skip
+    codecs = {
+        "gather": ff.CastGather(torch.bfloat16),
+        "reduction": ff.CastReduction(torch.bfloat16),
+    }
+    for owing in (False, True):
+        for found, spent in trained(zero, over, **how, **codecs, owing=owing, steps=1):
+            moved = tree_map(lambda new, old: new - old, found, PARAMS)
+            start = PARAMS if zero == 0 else tree_map(narrow, PARAMS)
+            exact = wanted if zero else trained(0, over, **how, steps=1)[0][0]
+            exact = tree_map(lambda new, old: new - old, exact, start)
+            torch.testing.assert_close(moved, exact, rtol=2**-7, atol=2**-9)
+            assert spent["data", "all_gather"] == flat["data", "all_gather"] / 2
+            if zero:
+                assert spent["data", "all_to_all"] == flat["data", "psum_scatter"] / 2
+            else:  # beside the loss
+                half = (flat["data", "psum"] + 4 / 3 * 8) / 2
+                assert spent["data", "psum"] == pytest.approx(half)
+
+
+def test_a_sum_of_many_is_taken_in_float32():
+    """257 = 256 + 1 is no bfloat16: a sum in that would stay at 256."""
+    mesh = ff.make_mesh({"data": 5}, "simulated")
+    unit = ff.unit(lambda w, x: (w * x).sum())
+
+    def main():
+        step = ff.value_and_grad(lambda w, x: unit(w, x))
+        step = ff.shard(step, mesh, "data", reduction=ff.CastReduction(torch.bfloat16))
+        x = torch.full((5,), 256.0 if ff.axis_index("data") == 0 else 1.0)
+        return ff.unshard(step(ff.place(step, torch.zeros(5), x), x)[1])
+
+    for g in ff.spmd(main, mesh)():
+        torch.testing.assert_close(g, torch.full((5,), 52.0), rtol=0, atol=0)
+
+
+MESH = ff.make_mesh(AXES, "simulated")
+
+
+@pytest.mark.parametrize(
+    ("call", "error", "says"),
+    [
+        (lambda: ff.CastGather(torch.int8), TypeError, "floating"),
+        (lambda: ff.CastReduction("bfloat16"), TypeError, "floating"),
+        (
+            lambda: ff.shard(loss, MESH, "data", gather=ff.HierarchicalGather("node")),
+            ValueError,
+            "give it both axes",
+        ),
+        (
+            lambda: ff.shard(
+                loss, MESH, "node", reduction=ff.HierarchicalReduction("node")
+            ),
+            ValueError,
+            "give it both axes",
+        ),
+        (
+            lambda: ff.shard(
+                loss,
+                MESH,
+                ("data", "node"),
+                zero=0,
+                reduction=ff.HierarchicalReduction("node", ff.QuantizedReduction()),
+            ),
+            ValueError,
+            "zero=1, 2 or 3",
+        ),
+    ],
+)
+def test_bad_input_is_refused(call, error, says):
+    with pytest.raises(error, match=says):
+        call()

@@ -1,0 +1,206 @@
+"""PowerSGD: what torch's hook computes, at any zero; the sum itself at full rank."""
+
+import zlib
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import fsfunc as ff
+from fsfunc.transforms.low_rank import _orthonormal
+from tests.models import chain, floats, layers
+from tests.transforms.test_split_leaves import KINDS
+
+WIDTH, RANK, RATE = 8, 2, 0.5
+loss = chain()
+PARAMS = [{k: v * 0.3 for k, v in p.items()} for p in layers(2, WIDTH, make=floats)]
+BATCHES = floats(4, 12, WIDTH, seed=1)
+
+
+def as_torch_does(ranks, lr=0.5):
+    """The parameters after each rank's hook took part in every step, on one device."""
+    params = [dict(p) for p in PARAMS]
+    owed = [[torch.zeros(WIDTH, WIDTH) for _ in params] for _ in range(ranks)]
+    factors = []
+    for i in range(len(params)):
+        draw = torch.Generator().manual_seed(zlib.crc32(f"{i}/w".encode()))
+        factors.append(torch.linalg.qr(torch.randn(WIDTH, RANK, generator=draw)).Q)
+    for batch in BATCHES:
+        grads = [ff.value_and_grad(loss)(params, x)[1] for x in batch.chunk(ranks)]
+        for i, p in enumerate(params):
+            given = [g[i]["w"] + r[i] for g, r in zip(grads, owed, strict=True)]
+            left = torch.linalg.qr(sum(m @ factors[i] for m in given)).Q
+            right = sum(m.T @ left for m in given) / ranks
+            for r, m in zip(owed, given, strict=True):
+                r[i] = m - left @ right.T
+            factors[i] = torch.linalg.qr(right).Q
+            bias = sum(g[i]["b"] for g in grads) / ranks
+            params[i] = {"w": p["w"] - lr * left @ right.T, "b": p["b"] - lr * bias}
+    return params
+
+
+AROUND = {
+    "plain": lambda f: f,
+    "remat": ff.remat,
+    "donated": ff.donate,
+    "accumulate in": lambda f: ff.accumulate(f, 2),
+}
+
+
+@settings(max_examples=6)
+@given(
+    zero=st.integers(0, 3),
+    ranks=st.integers(2, 3),
+    around=st.sampled_from(sorted(AROUND)),
+    min_bytes=st.sampled_from([0, 10_000]),
+)
+def test_it_is_what_torch_does_by_the_bytes_it_says(zero, ranks, around, min_bytes):
+    mesh = ff.make_mesh({"data": ranks}, "simulated")
+    optimizer = ff.powersgd(ff.sgd(0.5), RANK, RATE)
+
+    def main():
+        step = optimizer(ff.value_and_grad(loss))
+        step = ff.shard(AROUND[around](step), mesh, "data", zero=zero,
+                        min_bytes=min_bytes)  # fmt: skip
+        rows = [ff.local_batch(x, mesh, "data") for x in BATCHES]
+        state = ff.init_state(step, PARAMS, optimizer, rows[0])
+        promised = ff.plan(step, state, rows[0]).bytes("data")
+        for x in rows:
+            with ff.ledger() as log:
+                state, _ = step(state, x)
+        sent = log.bytes("data", op="psum"), log.count("psum_scatter")
+        return ff.unshard(state.params), sent, promised == log.bytes("data")
+
+    beside = WIDTH if zero == 0 else -(-WIDTH * (WIDTH + 1) // ranks) * ranks - WIDTH**2
+    share = 2 * (ranks - 1) / ranks
+    directions = 2 * 4 * (2 * WIDTH * RANK + beside)
+    wanted = as_torch_does(ranks)
+    for params, (summed, scattered), planned in ff.spmd(main, mesh)():
+        torch.testing.assert_close(params, wanted, rtol=1e-5, atol=1e-6)
+        lost = summed - share * directions  # of it, the loss
+        assert planned and not scattered
+        assert min_bytes or abs(lost) <= share * 16
+
+
+@pytest.mark.parametrize("model", KINDS, ids=lambda m: m.__name__)
+def test_in_all_directions_it_is_the_sum(model):
+    mesh = ff.make_mesh(model.axes, "simulated")
+
+    def main(optimizer, zero):
+        step = optimizer(ff.value_and_grad(model.loss))
+        step, x = ff.shard(step, mesh, model.over, zero=zero), model.part(model.batch)
+        state = ff.init_state(step, model.params, optimizer, x, layouts=model.layouts)
+        for _ in range(3):
+            state, _ = step(state, x)
+        return ff.unshard(state.params)
+
+    wanted = ff.spmd(main, mesh)(ff.sgd(0.01), 3)[0]
+    for found in ff.spmd(main, mesh)(ff.powersgd(ff.sgd(0.01), 4, 0.1), 3):
+        torch.testing.assert_close(found, wanted, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("zero", [1, 3])
+def test_tied_weights_copies_of_parts_and_accumulation_outside_owe_it_all(zero):
+    """All gradients arrive but for what is owed, which the state says."""
+    unit = ff.unit(lambda w, x: x[0] @ w @ x[1])
+    other = ff.unit(lambda v, x: (v * x).sum())  # between: they are no neighbours
+    mesh = ff.make_mesh({"node": 2, "data": 2}, "simulated")
+    optimizer = ff.powersgd(ff.sgd(1.0), 1)
+    xs = floats(4, 16, 2, WIDTH)
+    exact = -sum(torch.einsum("bi,bj->ij", x[:, 0], x[:, 1]) * 3 / 16 for x in xs)
+
+    def lossy(w, x):
+        w, v = w
+        each = (unit(w, row) + other(v, row) + 2 * unit(w, row) for row in x)
+        return sum(each) / len(x)
+
+    def main():
+        step = ff.shard(
+            optimizer(ff.value_and_grad(lossy)), mesh, "data", zero=zero,
+            replicate="node",
+        )  # fmt: skip
+        step = ff.accumulate(step, 2)
+        rows = [ff.local_batch(x, mesh, ("node", "data")) for x in xs]
+        params = torch.zeros(WIDTH, WIDTH), torch.zeros(WIDTH)
+        state = ff.init_state(step, params, optimizer, rows[0])
+        for x in rows:
+            state, _ = step(state, x)
+        owed, _ = state.opt_state.residuals.values()
+        total = ff.psum(owed.local, ("node", "data"), to="I").view(WIDTH, WIDTH)
+        return ff.unshard(state.params)[0], total
+
+    for w, owed in ff.spmd(main, mesh)():
+        assert (w - exact).abs().max() > 0.1
+        # Owed in units of a microbatch's gradient, of which a step takes the mean.
+        torch.testing.assert_close(w - owed / 8, exact, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("narrow", [torch.float32, torch.float16])
+def test_a_step_that_overflows_on_one_rank_is_as_if_it_were_not(narrow, tmp_path):
+    mesh = ff.make_mesh({"data": 2}, "simulated")
+    optimizer = ff.loss_scale(ff.powersgd(ff.sgd(0.1), RANK, RATE), initial=16.0)
+
+    def main():
+        step = ff.precision(optimizer(ff.value_and_grad(loss)), compute=narrow)
+        step = ff.shard(step, mesh, "data")
+        x = ff.local_batch(BATCHES[0], mesh, "data")
+        state, _ = step(ff.init_state(step, PARAMS, optimizer, x), x)
+        bad = x * (torch.inf if ff.axis_index("data") == 1 else 1.0)
+        after, _ = step(state, bad)
+        assert after.opt_state.skipped == 1
+        kept = [s.opt_state.inner for s in (state, after)]
+        for old, new in zip(*(k.residuals.values() for k in kept), strict=True):
+            assert torch.equal(old.local, new.local) and old.local.abs().sum() > 0
+        for old, new in zip(*(k.factors.values() for k in kept), strict=True):
+            assert torch.equal(old.local, new.local)
+        ff.save(tmp_path / "s", after)
+        again = ff.load(tmp_path / "s", ff.abstract_state(step, PARAMS, optimizer, x))
+        found, wanted = (ff.unshard(step(s, x)[0].params) for s in (again, after))
+        torch.testing.assert_close(found, wanted, rtol=0, atol=0)
+
+    ff.spmd(main, mesh)()
+
+
+def test_columns_that_vanish_or_depend_on_others_have_directions_too():
+    given = [torch.zeros(5, 2), torch.ones(5, 2), torch.randn(3, 2), torch.ones(1, 1)]
+    for x, q in zip(given, _orthonormal(given), strict=True):
+        torch.testing.assert_close(q.T @ q, torch.eye(x.shape[1]))
+        torch.testing.assert_close(q @ (q.T @ x), x)
+
+
+def stepped(optimizer, **how):
+    mesh = ff.make_mesh({"data": 2}, "simulated")
+
+    def main():
+        step = ff.shard(optimizer(ff.value_and_grad(loss)), mesh, "data", **how)
+        step(ff.init_state(step, PARAMS, optimizer, BATCHES[0]), BATCHES[0])
+
+    ff.spmd(main, mesh)()
+
+
+@pytest.mark.parametrize(
+    ("call", "says"),
+    [
+        (lambda: ff.powersgd(ff.sgd(1.0), 0), "1 or more"),
+        (
+            lambda: stepped(
+                ff.powersgd(ff.sgd(1.0), 1), reduction=ff.QuantizedReduction()
+            ),
+            "leave reduction= out",
+        ),
+        (
+            lambda: stepped(ff.powersgd(ff.error_feedback(ff.sgd(1.0)), 1)),
+            "keep one",
+        ),
+    ],
+)
+def test_bad_input_is_refused(call, says):
+    with pytest.raises(ValueError, match=says):
+        call()
+
+
+def test_gradients_that_it_did_not_take_are_refused():
+    optimizer = ff.powersgd(ff.sgd(1.0), 1)
+    with pytest.raises(RuntimeError, match="make the train step"):
+        optimizer.update(PARAMS, optimizer.init(PARAMS), PARAMS)
