@@ -2,7 +2,6 @@
 
 import gc
 import os
-import signal
 import subprocess
 import sys
 import tempfile
@@ -14,6 +13,8 @@ import pytest
 import torch
 from hypothesis import settings
 
+from tests import forking
+from tests.forking import end
 from tests.programs import environment
 
 # derandomize: a failure in CI is a failure on every machine. No deadline: the first
@@ -78,6 +79,56 @@ def collected() -> Iterator[None]:
 
 
 @pytest.fixture
+def processes(tmp_path: Path) -> Callable[[str | Path, int], str]:
+    """Return run(script, nproc, *args, timeout=TIME_LIMIT) -> what its ranks printed.
+
+    As `torchrun` does, and as fails and hangs under it; but its ranks are forks, that
+    start at once.
+    """
+
+    def run(
+        script: str | Path, nproc: int, *args: str, timeout: float = TIME_LIMIT
+    ) -> str:
+        path = written(script, tmp_path)
+        logs = Path(tempfile.mkdtemp(dir=tmp_path))
+        # Kept by the launcher, as torchrun does it: ranks may end in any order.
+        store = torch.distributed.TCPStore(
+            "127.0.0.1", 0, is_master=True, wait_for_workers=False
+        )
+        launched = {
+            "MASTER_ADDR": "127.0.0.1",
+            "MASTER_PORT": str(store.port),
+            "TORCHELASTIC_USE_AGENT_STORE": "True",
+            "TORCHELASTIC_RESTART_COUNT": "0",
+            "WORLD_SIZE": str(nproc),
+        }
+        ranks = [
+            forking.Program(
+                [str(path), *args],
+                environment(**launched, RANK=str(rank), LOCAL_RANK=str(rank)),
+                str(logs / f"{rank}.out"),
+                str(logs / "err"),
+            )
+            for rank in range(nproc)
+        ]
+
+        def printed() -> tuple[str, str]:
+            out = "".join(Path(rank.out).read_text() for rank in ranks)
+            return out, (logs / "err").read_text()
+
+        try:
+            ended = forking.run(ranks, timeout, together=True)
+        except TimeoutError as error:
+            raise TimeoutError("\n".join([str(error), *printed()])) from None
+        out, err = printed()
+        if any(ended):
+            raise AssertionError(f"{path.name} ended with {ended}\n{out}\n{err}")
+        return out
+
+    return run
+
+
+@pytest.fixture
 def torchrun(tmp_path: Path) -> Callable[[str | Path, int], str]:
     """Return run(script, nproc, *args, timeout=TIME_LIMIT) -> what its ranks printed.
 
@@ -91,11 +142,7 @@ def torchrun(tmp_path: Path) -> Callable[[str | Path, int], str]:
     def run(
         script: str | Path, nproc: int, *args: str, timeout: float = TIME_LIMIT
     ) -> str:
-        if isinstance(script, str):
-            path = tmp_path / "program.py"
-            path.write_text(textwrap.dedent(script))
-        else:
-            path = script
+        path = written(script, tmp_path)
         logs = Path(tempfile.mkdtemp(dir=tmp_path))  # a test may run several
         # standalone: the launcher picks a free port itself.
         launcher = ["-m", "torch.distributed.run", "--standalone"]
@@ -131,41 +178,18 @@ def torchrun(tmp_path: Path) -> Callable[[str | Path, int], str]:
     return run
 
 
+def written(script: str | Path, folder: Path) -> Path:
+    """Return where a program is, that may be given as its text."""
+    if isinstance(script, Path):
+        return script
+    path = folder / "program.py"
+    path.write_text(textwrap.dedent(script))
+    return path
+
+
 def printed(logs: Path) -> str:
     """Return what the ranks of one run wrote to stdout, in the order of ranks."""
     files = logs.glob("*/attempt_0/*/stdout.log")
     return "".join(
         file.read_text() for file in sorted(files, key=lambda file: int(file.parts[-2]))
     )
-
-
-def end(pid: int) -> None:
-    """Kill the process group that `pid` leads, and all that descend from it.
-
-    torchrun starts each worker in a session of its own, so that killing the group
-    alone would leave the workers running.
-    """
-    os.killpg(pid, signal.SIGSTOP)  # it starts no other while we count
-    below = descendants(pid)
-    os.killpg(pid, signal.SIGKILL)
-    for member in below:
-        try:
-            os.kill(member, signal.SIGKILL)
-        except ProcessLookupError:
-            pass  # it went with the group, or ended by itself
-
-
-def descendants(pid: int) -> list[int]:
-    """Return the processes below `pid`, parents first; [] where there is no /proc."""
-    children: dict[int, list[int]] = {}
-    for stat in Path("/proc").glob("[0-9]*/stat"):
-        try:
-            text = stat.read_text()
-        except (FileNotFoundError, ProcessLookupError):
-            continue  # it ended while we were reading
-        parent = int(text.rpartition(")")[2].split()[1])
-        children.setdefault(parent, []).append(int(stat.parent.name))
-    below = list(children.get(pid, []))
-    for child in below:  # grows while it is walked
-        below += children.get(child, [])
-    return below

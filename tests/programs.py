@@ -3,7 +3,10 @@
 import os
 import subprocess
 import sys
+import tempfile
 from pathlib import Path
+
+from tests import forking
 
 ROOT = Path(__file__).resolve().parents[1]
 LAUNCHED = {"WORLD_SIZE", "RANK", "LOCAL_RANK", "TORCHELASTIC_USE_AGENT_STORE"}
@@ -38,3 +41,20 @@ def python(
         timeout=timeout,
         check=False,
     )
+
+
+def forked(
+    *args: object, timeout: float = 90, **more: str
+) -> subprocess.CompletedProcess[str]:
+    """As `python`, of a program that may find torch and fsfunc imported.
+
+    Raises `TimeoutError` where it does not end (seconds); it is killed then.
+    """
+    given = list(map(str, args))
+    with tempfile.TemporaryDirectory() as folder:
+        out, err = Path(folder, "out"), Path(folder, "err")
+        program = forking.Program(given, environment(**more), str(out), str(err))
+        (status,) = forking.run([program], timeout, together=True)
+        return subprocess.CompletedProcess(
+            given, status, out.read_text(), err.read_text()
+        )

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.programs import python
+from tests.programs import forked
 
 BENCHMARKS = Path(__file__).resolve().parents[2] / "benchmarks"
 
@@ -17,7 +17,7 @@ BENCHMARKS = Path(__file__).resolve().parents[2] / "benchmarks"
 def test_quick_run_measures_every_row(tmp_path: Path) -> None:
     (tmp_path / "disk").mkdir()
     options = ["--folder", str(tmp_path / "disk"), "--json", str(tmp_path / "json")]
-    done = python(BENCHMARKS / "checkpoints.py", "--quick", *options, timeout=120)
+    done = forked(BENCHMARKS / "checkpoints.py", "--quick", *options, timeout=120)
     assert done.returncode == 0, done.stderr
     record = json.loads((tmp_path / "json").read_text())
     names = [(row["ours"], row["theirs"]) for row in record["rows"]]

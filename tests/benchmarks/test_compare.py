@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from tests.programs import python
+from tests.programs import forked
 
 pytestmark = pytest.mark.slow  # programs of their own
 
@@ -62,16 +62,26 @@ SCHEDULED = ["pipeline_1f1b", "pipeline_zb_v", "pipeline_1f1b_memory"]
 SPLIT = [*SPLIT_STEPS, "tensor_parallel_memory"]
 
 
-def run(script: str, *args: str, timeout: float) -> subprocess.CompletedProcess[str]:
-    # Alone, the rehearsal takes under a minute; the limits leave room for a busy
-    # machine.
-    return python(BENCHMARKS / script, *args, timeout=timeout)
+FORKED = Path(__file__).with_name("forked.py")
 
 
-def compare(path: Path, keys: list[str], *more: str, timeout: float) -> dict:
+def run(
+    script: str, *args: str, timeout: float, own: bool = False
+) -> subprocess.CompletedProcess[str]:
+    """A benchmark; its workers are forks, or processes of their ``own``.
+
+    Alone, a rehearsal takes under a minute; limits leave room for a busy machine.
+    """
+    start = [] if own else [FORKED]
+    return forked(*start, BENCHMARKS / script, *args, timeout=timeout)
+
+
+def compare(
+    path: Path, keys: list[str], *more: str, timeout: float, own: bool = False
+) -> dict:
     """What a rehearsal of the rows `keys` writes as JSON; it must print them too."""
     only = ["--only", ",".join(keys), "--json", str(path)]
-    done = run("compare.py", "--quick", *only, *more, timeout=timeout)
+    done = run("compare.py", "--quick", *only, *more, timeout=timeout, own=own)
     assert done.returncode == 0, done.stderr
     record = json.loads(path.read_text())
     assert [row["key"] for row in record["rows"]] == keys
@@ -117,7 +127,8 @@ def test_a_pipelines_floor_is_the_whole_batchs_step_over_the_ranks(
 def test_bytes_sent_are_those_of_the_scheme(tmp_path: Path) -> None:
     # Both gather the blocks twice and the rest once: FSDP2's root stays gathered; here
     # an embedding's backward reads no parameter and the last unit stays gathered.
-    record = compare(tmp_path / "sent.json", ["zero0", "zero3"], timeout=120)
+    rows = ["zero0", "zero3"]
+    record = compare(tmp_path / "sent.json", rows, timeout=120, own=True)
     measured = record["measured"]
     for group, ours, theirs in (("zero0", "zero0", "ddp"), ("zero3", "zero3", "fsdp2")):
         sent = {name: measured[group][name]["sent_bytes"] for name in (ours, theirs)}

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.programs import python
+from tests.programs import forked
 
 pytestmark = pytest.mark.slow  # programs of their own
 
@@ -26,7 +26,7 @@ KEYS = [
 def published(path: Path, *args: str) -> dict:
     """What a run writes as JSON; it must print every row and all words too."""
     script = BENCHMARKS / "published.py"
-    done = python(script, "--json", path, *args, timeout=120, COLUMNS="200")
+    done = forked(script, "--json", path, *args, timeout=120, COLUMNS="200")
     assert done.returncode == 0, done.stderr
     record = json.loads(path.read_text())
     assert [row["key"] for row in record["rows"]] == KEYS

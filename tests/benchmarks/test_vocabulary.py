@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.programs import python
+from tests.programs import forked
 
 BENCHMARK = Path(__file__).resolve().parents[2] / "benchmarks" / "vocabulary.py"
 
@@ -13,7 +13,7 @@ BENCHMARK = Path(__file__).resolve().parents[2] / "benchmarks" / "vocabulary.py"
 @pytest.mark.processes
 def test_a_small_run_measures_every_side():
     sizes = ["--tokens", "512", "--features", "8", "--classes", "65536"]
-    done = python(BENCHMARK, *sizes, "--rounds", "2", timeout=120)
+    done = forked(BENCHMARK, *sizes, "--rounds", "2", timeout=120)
     assert done.returncode == 0, done.stderr
     found = json.loads(done.stdout)
     assert set(found["seconds"]) == {"plain", "ours", "again"}

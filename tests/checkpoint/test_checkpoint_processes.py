@@ -12,9 +12,9 @@ PROGRAM = Path(__file__).with_name("process_checkpoints.py")
 
 
 @pytest.mark.processes
-def test_every_claim_holds_on_two_processes(torchrun, tmp_path):
+def test_every_claim_holds_on_two_processes(processes, tmp_path):
     (tmp_path / "one").mkdir()
-    lines = torchrun(PROGRAM, 2, str(tmp_path / "one")).splitlines()
+    lines = processes(PROGRAM, 2, str(tmp_path / "one")).splitlines()
     found = {(name, rank): value for name, rank, value in map(json.loads, lines)}
     assert len(found) == 18
     mesh = ff.make_mesh({"data": 2}, "simulated")

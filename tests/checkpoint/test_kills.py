@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.programs import python
+from tests.programs import forked
 
 PROGRAM = Path(__file__).with_name("killed.py")
 KILLS = 50
@@ -15,7 +15,7 @@ KILLS = 50
 @pytest.mark.slow
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="forks")
 def test_killed_at_any_moment_nothing_is_lost_or_half_read(tmp_path):
-    done = python(PROGRAM, tmp_path, KILLS, 0, timeout=240)
+    done = forked(PROGRAM, tmp_path, KILLS, 0, timeout=240)
     assert done.returncode == 0, done.stderr[-3000:]
     assert not done.stderr
     found = json.loads(done.stdout)

@@ -7,7 +7,7 @@ import pytest
 
 import fsfunc as ff
 from tests.checkpoint.resuming import AFTER, BEFORE, ON_TWO, PAIR, SCHEMES, Run, on
-from tests.programs import python
+from tests.programs import forked
 
 PROGRAM = Path(__file__).with_name("resuming.py")
 
@@ -44,16 +44,16 @@ def check(lines, expected):
 @pytest.mark.slow  # a program of its own
 def test_another_process_goes_on_bit_by_bit(stopped):
     folder, expected = stopped
-    done = python(PROGRAM, "simulated", folder, timeout=120)
+    done = forked(PROGRAM, "simulated", folder, timeout=120)
     assert done.returncode == 0, done.stderr[-3000:]
     check(done.stdout.splitlines(), expected)
 
 
 @pytest.mark.processes
-def test_real_processes_go_on_bit_by_bit(stopped, torchrun):
+def test_real_processes_go_on_bit_by_bit(stopped, processes):
     """From what simulated ranks saved."""
     folder, expected = stopped
-    lines = torchrun(PROGRAM, 2, "processes", str(folder)).splitlines()
+    lines = processes(PROGRAM, 2, "processes", str(folder)).splitlines()
     check(lines, {name: expected[name] for name in ON_TWO})
 
 

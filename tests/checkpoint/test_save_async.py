@@ -16,7 +16,7 @@ from fsfunc.transforms.shard_runtime import ShardRuntime
 from tests.checkpoint.stacks import STACKS, made
 from tests.checkpoint.trees import PAIR, on
 from tests.checks import same
-from tests.programs import python
+from tests.programs import forked
 
 PATIENCE = 20  # seconds
 
@@ -349,7 +349,7 @@ if sys.argv[2] == "raises":
 @pytest.mark.slow  # programs of their own
 @pytest.mark.parametrize("how", ["well", "fails", "raises"])
 def test_python_does_not_end_before_it_is_saved(tmp_path, how):
-    done = python("-c", ENDS, tmp_path / "a", how, timeout=60)
+    done = forked("-c", ENDS, tmp_path / "a", how, timeout=60)
     if how == "fails":
         assert "a was not saved" in done.stderr and "No space left" in done.stderr
         assert nothing_saved(tmp_path)

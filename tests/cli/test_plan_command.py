@@ -15,7 +15,7 @@ from fsfunc.planning import hardware as machines
 from fsfunc.planning.estimation import estimate
 from fsfunc.planning.plans import Plan
 from fsfunc.printing.amounts import of_bytes, of_flops, of_seconds
-from tests.programs import ROOT, python
+from tests.programs import ROOT, forked
 
 EXAMPLE = ROOT / "examples" / "train_gpt.py"
 SIZES = "--dim 32 --layers 2 --heads 2 --seq 32".split()
@@ -69,7 +69,7 @@ def script(
 
 
 def run(*args: object) -> subprocess.CompletedProcess:
-    return python("-W", "error", "-m", "fsfunc", *args)
+    return forked("-W", "error", "-m", "fsfunc", *args)
 
 
 def plan_of(path: Path, mesh: ff.Mesh) -> Plan:
@@ -372,7 +372,7 @@ def test_this_machine_is_measured_and_written(tmp_path: Path, capsys) -> None:
 
 
 @pytest.mark.processes
-def test_of_several_processes_one_speaks(torchrun, tmp_path: Path) -> None:
+def test_of_several_processes_one_speaks(processes, tmp_path: Path) -> None:
     path = tmp_path / "two.json"
     program = """
         import sys
@@ -387,6 +387,6 @@ def test_of_several_processes_one_speaks(torchrun, tmp_path: Path) -> None:
         cli.hardware_command.measure_hardware = measured
         sys.exit(cli.main(["hardware", "--name", "two", "--json", sys.argv[1]]))
     """
-    out = torchrun(program, 2, str(path))
+    out = processes(program, 2, str(path))
     assert out.count("two\n") == out.count("is written") == 1
     assert machines.from_json(path.read_text()).memory == 2

@@ -15,8 +15,8 @@ PROGRAM = Path(__file__).with_name("unlike_programs.py")
 
 
 @pytest.mark.processes
-def test_processes_are_told_before_they_compute(torchrun):
-    lines = torchrun(PROGRAM, 3).splitlines()
+def test_processes_are_told_before_they_compute(processes):
+    lines = processes(PROGRAM, 3).splitlines()
     assert len(lines) == 3 * (len(UNLIKE) + 6)  # five that may differ, and the cost
     assert [line for line in lines if not line.endswith(": right")] == []
 

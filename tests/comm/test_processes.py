@@ -1,4 +1,4 @@
-"""The `torchrun` fixture: what a program printed, and nobody left behind."""
+"""The fixtures that start ranks: what a program printed, and nobody left behind."""
 
 import os
 import time
@@ -7,6 +7,11 @@ from pathlib import Path
 import pytest
 
 pytestmark = pytest.mark.processes
+
+
+@pytest.fixture(params=["torchrun", "processes"])
+def launch(request):
+    return request.getfixturevalue(request.param)
 
 
 def ended(pid: int) -> bool:
@@ -22,8 +27,8 @@ def ended(pid: int) -> bool:
     return False
 
 
-def test_returns_what_every_rank_printed(torchrun):
-    out = torchrun(
+def test_returns_what_every_rank_printed(launch):
+    out = launch(
         """
         import sys, torch, torch.distributed as dist
         dist.init_process_group("gloo")
@@ -38,13 +43,13 @@ def test_returns_what_every_rank_printed(torchrun):
     assert sorted(out.splitlines()) == ["rank 0 3.0", "rank 1 3.0"]
 
 
-def test_a_failure_shows_both_streams(torchrun):
+def test_a_failure_shows_both_streams(launch):
     with pytest.raises(AssertionError, match=r"(?s)said first.*no such luck"):
-        torchrun("print('said first', flush=True); raise ValueError('no such luck')", 1)
+        launch("print('said first', flush=True); raise ValueError('no such luck')", 1)
 
 
 @pytest.mark.skipif(not os.path.isdir("/proc"), reason="reads /proc")
-def test_a_hang_leaves_no_process(torchrun, tmp_path):
+def test_a_hang_leaves_no_process(launch, tmp_path):
     program = f"""
         import os, pathlib, time
         pathlib.Path({str(tmp_path)!r}, os.environ["RANK"] + ".pid").write_text(
@@ -53,7 +58,7 @@ def test_a_hang_leaves_no_process(torchrun, tmp_path):
         time.sleep(600)
     """
     with pytest.raises(TimeoutError, match="ran past"):
-        torchrun(program, 2, timeout=15)
+        launch(program, 2, timeout=15)
     pids = [int(path.read_text()) for path in tmp_path.glob("*.pid")]
     assert len(pids) == 2
     assert all(ended(pid) for pid in pids)

@@ -11,9 +11,9 @@ pytestmark = pytest.mark.processes
 
 
 @pytest.mark.parametrize("n", [2, 3])
-def test_processes_are_as_simulated_ranks(torchrun, n):
+def test_processes_are_as_simulated_ranks(processes, n):
     """Every op, dtype and derivative; sums of three show the order of the ranks."""
-    out = torchrun(
+    out = processes(
         f"""
         import warnings; warnings.simplefilter("ignore", DeprecationWarning)
         from tests.core.dtype_sweep import over_processes
@@ -27,8 +27,8 @@ def test_processes_are_as_simulated_ranks(torchrun, n):
     assert sorted(out.splitlines()) == [f"rank {r}" for r in range(n)]
 
 
-def test_two_axes_and_groups_made_once(torchrun):
-    out = torchrun(
+def test_two_axes_and_groups_made_once(processes):
+    out = processes(
         """
         import torch, torch.distributed as dist, fsfunc as ff
         made, new_group = [], dist.new_group
@@ -76,19 +76,19 @@ RAISES = """
 """
 
 
-def test_a_rank_that_raises_ends_all(torchrun):
+def test_a_rank_that_raises_ends_all(processes):
     began = time.perf_counter()
     with pytest.raises(AssertionError, match="no such value") as caught:
-        torchrun(RAISES, 2, timeout=60)
+        processes(RAISES, 2, timeout=60)
     assert "went on" not in str(caught.value)
     assert time.perf_counter() - began < 30
 
 
 @pytest.mark.skipif(not Path("/proc/self/task").exists(), reason="asks /proc")
 @pytest.mark.parametrize("whose", ["own", "ours"])
-def test_a_mesh_keeps_no_group_alive(torchrun, whose):
+def test_a_mesh_keeps_no_group_alive(processes, whose):
     """A thread of gloo's that is there when Python ends may abort the process."""
-    out = torchrun(
+    out = processes(
         """
         import os, sys, torch, torch.distributed as dist, fsfunc as ff
 
@@ -120,10 +120,10 @@ def test_a_mesh_keeps_no_group_alive(torchrun, whose):
     assert out.split() == ["True", "0", "True"] * 2
 
 
-def test_a_mesh_unlike_the_processes(torchrun):
+def test_a_mesh_unlike_the_processes(processes):
     program = "import fsfunc as ff; ff.make_mesh({'data': 3, 'pipe': 2})"
     with pytest.raises(AssertionError, match="6 ranks, but there are 2 processes"):
-        torchrun(program, 2, timeout=60)
+        processes(program, 2, timeout=60)
 
 
 # The same program where nothing real is behind it

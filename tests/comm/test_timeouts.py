@@ -38,8 +38,8 @@ STOPPED = """
 
 
 @pytest.mark.processes
-def test_a_stopped_rank_is_waited_for_no_longer_than_was_said(torchrun):
-    lines = torchrun(STOPPED, 4).splitlines()
+def test_a_stopped_rank_is_waited_for_no_longer_than_was_said(processes):
+    lines = processes(STOPPED, 4).splitlines()
     assert [line.split()[:2] for line in lines] == [
         [str(rank), "True"] for rank in (0, 1, 2, 2, 2)
     ]

@@ -35,8 +35,8 @@ def test_every_pair_both_ways(n):
 
 @pytest.mark.processes
 @pytest.mark.parametrize("n", [2, 3])
-def test_processes_are_as_simulated_ranks(torchrun, n):
-    out = torchrun(
+def test_processes_are_as_simulated_ranks(processes, n):
+    out = processes(
         f"""
         import fsfunc as ff
         from tests.checks import same
@@ -335,8 +335,8 @@ MEMORY = """
 
 
 @pytest.mark.processes
-def test_a_process_lets_go_of_what_was_received(torchrun):
-    out = torchrun(MEMORY, 2, timeout=60).splitlines()
+def test_a_process_lets_go_of_what_was_received(processes):
+    out = processes(MEMORY, 2, timeout=60).splitlines()
     assert out == ["[False, False, True, True]", "[0.0, True]"]
 
 
@@ -357,10 +357,10 @@ ENDS = """
 
 
 @pytest.mark.processes
-def test_processes_end_with_sends_that_nobody_received(torchrun):
+def test_processes_end_with_sends_that_nobody_received(processes):
     began = time.perf_counter()
-    assert torchrun(ENDS.format(raises=False), 2, timeout=60) == "went on\n" * 2
+    assert processes(ENDS.format(raises=False), 2, timeout=60) == "went on\n" * 2
     with pytest.raises(AssertionError, match="no such value") as caught:
-        torchrun(ENDS.format(raises=True), 2, timeout=60)
+        processes(ENDS.format(raises=True), 2, timeout=60)
     assert "went on" not in str(caught.value)
     assert time.perf_counter() - began < 40

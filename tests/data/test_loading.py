@@ -362,7 +362,7 @@ def test_a_position_elsewhere_is_refused(change, message):
 
 
 @pytest.mark.processes
-def test_processes_read_what_one_device_would(torchrun):
+def test_processes_read_what_one_device_would(processes):
     """With workers, and resumed on another number of ranks."""
     program = """
         import json, torch, fsfunc as ff
@@ -377,7 +377,7 @@ def test_processes_read_what_one_device_would(torchrun):
         print(json.dumps(found))
         torch.distributed.destroy_process_group()
     """
-    ranks = [json.loads(line) for line in torchrun(program, 2).splitlines()]
+    ranks = [json.loads(line) for line in processes(program, 2).splitlines()]
     alone = ff.batches(Rows(10), None, None, 4, seed=2)
     next(alone)
     for (rows, drawn, at), (more, drawn_too, at_too) in zip(*ranks, strict=True):

@@ -12,8 +12,8 @@ PROGRAM = Path(__file__).with_name("process_law.py")
 
 
 @pytest.mark.processes
-def test_processes_keep_the_law(torchrun):
+def test_processes_keep_the_law(processes):
     right = (len(STEPS) + len(LOSSES)) * len(SOME_WAYS)
     told = len(refused.STEPS | refused.PLAIN)
     said = f"{right} right, {told} refused"
-    assert torchrun(PROGRAM, 2, timeout=240).splitlines() == [said] * 2
+    assert processes(PROGRAM, 2, timeout=240).splitlines() == [said] * 2

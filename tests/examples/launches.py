@@ -2,16 +2,15 @@
 
 import os
 import signal
-import subprocess
-import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from tests.conftest import descendants, end
+from tests import forking
 from tests.examples.programs import SCRIPT
+from tests.forking import descendants
 from tests.programs import environment
 
 TIME_LIMIT = 60  # seconds
@@ -28,26 +27,21 @@ def launched(
         *(f"--nproc-per-node={nproc}", f"--max-restarts={restarts}"),
         *(f"--log-dir={logs}", "--redirects=3"),
     ]
-    with (logs / "printed").open("w") as printed:
-        process = subprocess.Popen(
-            [sys.executable, *(torchrun if nproc else []), SCRIPT, *args],
-            env=environment(),
-            stdin=subprocess.DEVNULL,
-            stdout=printed,
-            stderr=subprocess.STDOUT,
-            start_new_session=True,
-        )
+    given = [*(torchrun if nproc else []), SCRIPT, *args]
+    printed = str(logs / "printed")
+    running = forking.Running(
+        [forking.Program(list(map(str, given)), environment(), printed, printed)]
+    )
     try:
-        yield Launch(process, logs)
+        yield Launch(running, logs)
     finally:
-        if process.poll() is None:
-            end(process.pid)
-            process.wait()
+        running.end()
 
 
 class Launch:
-    def __init__(self, process: subprocess.Popen, logs: Path):
-        self.process, self.logs = process, logs
+    def __init__(self, running: forking.Running, logs: Path):
+        self.running, self.logs = running, logs
+        (self.pid,) = running.pids
         self.limit = time.monotonic() + TIME_LIMIT
 
     def printed(self) -> str:
@@ -58,16 +52,15 @@ class Launch:
     def until(self, holds: Callable[[], object]) -> None:
         """Waits; AssertionError where the program ends first, or it takes too long."""
         while not holds():
-            assert self.process.poll() is None, self.printed()
+            assert self.running.wait(0) is None, self.printed()
             assert time.monotonic() < self.limit, self.printed()
             time.sleep(0.002)
 
     def ended(self) -> int:
         """The exit status, once there is one."""
-        try:
-            return self.process.wait(self.limit - time.monotonic())
-        except subprocess.TimeoutExpired:
-            raise AssertionError(self.printed()) from None
+        ended = self.running.wait(self.limit - time.monotonic())
+        assert ended, self.printed()
+        return ended[0]
 
     def attempts(self) -> int:
         """How often torchrun has started the ranks."""
@@ -76,7 +69,7 @@ class Launch:
     def ranks(self) -> dict[int, int]:
         """The process of each rank that torchrun started, as they are now."""
         found = {}
-        for pid in descendants(self.process.pid):
+        for pid in descendants(self.pid):
             try:
                 environ = Path(f"/proc/{pid}/environ").read_bytes().split(b"\0")
             except (FileNotFoundError, ProcessLookupError):
@@ -85,6 +78,9 @@ class Launch:
             if b"RANK" in here:
                 found[int(here[b"RANK"])] = pid
         return found
+
+    def terminate(self) -> None:
+        os.kill(self.pid, signal.SIGTERM)
 
     def kill(self, rank: int) -> None:
         os.kill(self.ranks()[rank], signal.SIGKILL)

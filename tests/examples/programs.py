@@ -11,7 +11,7 @@ from typing import NamedTuple
 
 import pytest
 
-from tests.programs import ROOT, python
+from tests.programs import ROOT, forked
 
 SCRIPT = ROOT / "examples" / "train_gpt.py"
 SIZES = "--dim 32 --layers 2 --heads 2 --seq 32 --batch 8 --lr 1e-2 --sample 24".split()
@@ -25,7 +25,7 @@ class Run(NamedTuple):
 def program(
     *args: str | Path, check: bool = True, start: tuple[str, ...] = (str(SCRIPT),)
 ) -> subprocess.CompletedProcess:
-    done = python(*start, *args, COLUMNS="100")
+    done = forked(*start, *args, COLUMNS="100")
     assert not check or done.returncode == 0, done.stdout + done.stderr
     return done
 

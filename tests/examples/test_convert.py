@@ -57,7 +57,7 @@ def test_ranks_find_the_same_losses(ranks: int, expected: list[float]) -> None:
 
 
 @pytest.mark.processes
-def test_processes_print_the_losses_of_simulated_ranks(torchrun) -> None:
+def test_processes_print_the_losses_of_simulated_ranks(processes) -> None:
     losses = sharded(2)[0]
     printed = [f"step {i:2}  loss {loss:.4f}" for i, loss in enumerate(losses)]
-    assert torchrun(SHARDED, 2).splitlines() == 2 * printed
+    assert processes(SHARDED, 2).splitlines() == 2 * printed

@@ -1,13 +1,11 @@
 """The mixture of experts as its user runs it."""
 
 import re
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
-from tests.programs import environment
+from tests.programs import forked
 
 SCRIPT = Path(__file__).parents[2] / "examples" / "moe.py"
 
@@ -17,13 +15,7 @@ def errors(out: str) -> list[float]:
 
 
 def run(*options: str) -> str:
-    done = subprocess.run(
-        [sys.executable, SCRIPT, *options],
-        env=environment(),
-        capture_output=True,
-        text=True,
-        timeout=300,
-    )
+    done = forked(SCRIPT, *options, timeout=300)
     assert done.returncode == 0, done.stderr
     return done.stdout
 
@@ -44,18 +36,12 @@ def test_experts_learn_what_they_divide(options: str) -> None:
 
 @pytest.mark.slow
 def test_experts_that_ranks_cannot_share_are_refused() -> None:
-    done = subprocess.run(
-        [sys.executable, SCRIPT, "--experts", "6"],
-        env=environment(),
-        capture_output=True,
-        text=True,
-        timeout=300,
-    )
+    done = forked(SCRIPT, "--experts", "6", timeout=300)
     assert done.returncode == 2
     assert "--experts must be a multiple of the 4 ranks" in done.stderr
 
 
 @pytest.mark.processes
-def test_processes_train_like_simulated_ranks(torchrun) -> None:
-    out = torchrun(SCRIPT, 2, "--steps", "10")
+def test_processes_train_like_simulated_ranks(processes) -> None:
+    out = processes(SCRIPT, 2, "--steps", "10")
     assert errors(out) == errors(run("--ranks", "2", "--steps", "10"))

@@ -101,13 +101,13 @@ def test_options_do_not_change_losses(
 
 
 @pytest.mark.processes
-def test_processes_run_the_same_pipeline(torchrun, tmp_path: Path) -> None:
+def test_processes_run_the_same_pipeline(processes, tmp_path: Path) -> None:
     there, here = tmp_path / "there.json", tmp_path / "here.json"
     options = ["--pipe", "2", *STEPS]
     run = train(tmp_path, "--ranks", "2", *options, "--trace", here)
     path = tmp_path / "processes.json"
     given = [*SIZES, *options, "--trace", str(there), "--losses", str(path)]
-    out = torchrun(SCRIPT, 2, *given)
+    out = processes(SCRIPT, 2, *given)
     check_losses(json.loads(path.read_text()), run.losses, 1e-6)
     for title in ("what each rank holds", "sent in one step"):
         assert table_below(out, title) == table_below(run.out, title)

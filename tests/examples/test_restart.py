@@ -150,7 +150,7 @@ def test_asked_to_leave_it_goes_on_over_fewer_ranks(run: Run, tmp_path: Path) ->
     for place, nproc in (("--ranks=4", 0), ("--ranks=2", 2)):
         with launched(tmp_path, *OPTIONS, *mine, place, nproc=nproc) as launch:
             launch.until(lambda: saved(kept)[-1:] > left[-1:])
-            launch.process.terminate()
+            launch.terminate()
             status = launch.ended()
             printed = launch.printed()
         left.append(saved(kept)[-1])

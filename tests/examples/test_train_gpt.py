@@ -81,10 +81,10 @@ def test_ranks_write_the_same_sample(simulated: Run) -> None:
 
 @pytest.mark.processes
 def test_processes_train_like_simulated_ranks(
-    simulated: Run, torchrun, tmp_path: Path
+    simulated: Run, processes, tmp_path: Path
 ) -> None:
     path = tmp_path / "losses.json"
-    out = torchrun(SCRIPT, 2, *SIZES, "--steps", str(STEPS), "--losses", str(path))
+    out = processes(SCRIPT, 2, *SIZES, "--steps", str(STEPS), "--losses", str(path))
     check_losses(json.loads(path.read_text()), simulated.losses, 1e-5)
     for title in ("what each rank holds", "sent in one step"):
         assert table_below(out, title) == table_below(simulated.out, title)

@@ -495,8 +495,8 @@ PROGRAM = """
 
 
 @pytest.mark.processes
-def test_over_real_processes(torchrun) -> None:
-    assert torchrun(PROGRAM, 2).split() == ["equal", "equal"]
+def test_over_real_processes(processes) -> None:
+    assert processes(PROGRAM, 2).split() == ["equal", "equal"]
 
 
 # Refused

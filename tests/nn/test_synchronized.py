@@ -421,8 +421,8 @@ PROGRAM = """
 
 
 @pytest.mark.processes
-def test_over_real_processes(torchrun) -> None:
-    first, second = torchrun(PROGRAM, 2).splitlines()
+def test_over_real_processes(processes) -> None:
+    first, second = processes(PROGRAM, 2).splitlines()
     assert first == second and first.endswith(" 1")
 
 

@@ -16,8 +16,8 @@ pytestmark = pytest.mark.processes
 RANKS = 2
 
 
-def test_split_layers_are_those_of_parallelize_module(torchrun, tmp_path):
-    torchrun(Path(program.__file__), RANKS, str(tmp_path))
+def test_split_layers_are_those_of_parallelize_module(processes, tmp_path):
+    processes(Path(program.__file__), RANKS, str(tmp_path))
     losses, *trees = program.trained(program.model(), program.batches())
     one_device = (losses, *map(program.tree_of, trees))
     params = program.parameters()

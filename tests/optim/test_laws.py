@@ -112,7 +112,8 @@ def test_donated_is_pure_and_pure_changes_nothing(kind, how, shapes, seed):
 @of_every_kind(6, axes=MESHES, seed=SEEDS)
 def test_sharded_is_whole(kind, how, axes, seed):
     optimizer, params = kind.ours(**how), whole(seed)
-    grads = [like(params, seed + k, scale=3.0) for k in range(STEPS)]
+    steps = STEPS if kind is KINDS["RAdam"] else 4
+    grads = [like(params, seed + k, scale=3.0) for k in range(steps)]
     expected, _ = trained(optimizer, params, grads)
     mesh = ff.make_mesh(axes, "simulated")
 

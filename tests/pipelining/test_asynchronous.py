@@ -620,8 +620,8 @@ def test_prediction_reads_a_count_that_is_a_tensor():
 
 
 @pytest.mark.processes
-def test_it_runs_over_processes(torchrun):
-    out = torchrun(
+def test_it_runs_over_processes(processes):
+    out = processes(
         """
         import torch, fsfunc as ff
 

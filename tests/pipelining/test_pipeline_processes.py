@@ -18,9 +18,9 @@ PROGRAM = Path(__file__).with_name("process_pipelines.py")
     [("line", LINE, {"pipe": 2}), ("grid", GRID, {"data": 2, "pipe": 2})],
     ids=["2 processes", "4 processes"],
 )
-def test_processes_equal_simulated_ranks(torchrun, kind, schemes, axes):
+def test_processes_equal_simulated_ranks(processes, kind, schemes, axes):
     mesh = ff.make_mesh(axes, "simulated")
-    lines = torchrun(PROGRAM, mesh.size, kind).splitlines()
+    lines = processes(PROGRAM, mesh.size, kind).splitlines()
     found = {(name, rank): result for name, rank, result in map(json.loads, lines)}
     assert len(found) == len(schemes) * mesh.size
     for name, options in schemes.items():
@@ -30,10 +30,10 @@ def test_processes_equal_simulated_ranks(torchrun, kind, schemes, axes):
                 assert part == wanted, (name, rank)
 
 
-def test_a_stage_that_raises_ends_every_process(torchrun):
+def test_a_stage_that_raises_ends_every_process(processes):
     """And no rank waits for ever: the launcher's time limit is far away."""
     with pytest.raises(AssertionError, match="this stage is broken"):
-        torchrun(PROGRAM, 2, "fail", timeout=60)
+        processes(PROGRAM, 2, "fail", timeout=60)
     mesh = ff.make_mesh({"pipe": 2}, "simulated")
     with pytest.raises(ArithmeticError, match="this stage is broken"):
         ff.spmd(lambda: fail(mesh), mesh)()

@@ -77,8 +77,8 @@ def test_what_is_refused():
 
 
 @pytest.mark.processes
-def test_ranks_measure_their_links_and_agree(torchrun):
-    out = torchrun(
+def test_ranks_measure_their_links_and_agree(processes):
+    out = processes(
         """
         import torch
         import torch.distributed as dist

@@ -12,7 +12,7 @@ from fsfunc import _torch, tree
 from tests.checks import same
 from tests.models import chain, layer, layers
 from tests.planning.comparing import facts, planned_and_run, totals
-from tests.programs import python
+from tests.programs import forked
 from tests.transforms import test_shard_ledger as closed
 
 pytestmark = pytest.mark.usefixtures("uncollected")
@@ -446,7 +446,7 @@ print(seconds, memory, found.count("all_gather"), found.count("psum_scatter"))
 @pytest.mark.skipif(sys.platform != "linux", reason="memory is counted in KiB")
 def test_a_thousand_layers_on_a_thousand_ranks():
     """10 s of one core, of which a busy machine is given twice, and 2 GiB."""
-    run = python("-c", PROGRAM)
+    run = forked("-c", PROGRAM)
     assert run.returncode == 0, run.stderr
     seconds, memory, gathers, reductions = map(float, run.stdout.split())
     assert (gathers, reductions) == (1999, 1000)

@@ -13,9 +13,9 @@ COTANGENT = 4 * 5 * 4  # bytes: a replayed backward holds it to its end
 PROGRAM = Path(__file__).with_name("process_plans.py")
 
 
-def test_plans_on_processes_are_those_of_simulated_ranks(torchrun):
+def test_plans_on_processes_are_those_of_simulated_ranks(processes):
     mesh = ff.make_mesh({"data": 2}, "simulated")
-    lines = torchrun(PROGRAM, mesh.size).splitlines()
+    lines = processes(PROGRAM, mesh.size).splitlines()
     found = {(name, rank): steps for name, rank, steps in map(json.loads, lines)}
     assert len(found) == len(schemes()) * mesh.size
     for name, options in schemes().items():

@@ -302,9 +302,9 @@ def test_a_thousand_steps_are_as_a_few(no_collector):
 
 
 @pytest.mark.processes
-def test_processes_keep_their_memory(torchrun):
+def test_processes_keep_their_memory(processes):
     """After 60 steps of half a MiB of parameters as after 20."""
-    out = torchrun(
+    out = processes(
         """
         import gc, torch, fsfunc as ff
 

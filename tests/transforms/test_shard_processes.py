@@ -29,9 +29,9 @@ PROGRAM = Path(__file__).with_name("process_steps.py")
     [("line", SCHEMES, {"data": 2}), ("hybrid", HYBRID, {"node": 2, "data": 2})],
     ids=["2 processes", "4 processes"],
 )
-def test_processes_equal_simulated_ranks(torchrun, kind, schemes, axes):
+def test_processes_equal_simulated_ranks(processes, kind, schemes, axes):
     mesh = ff.make_mesh(axes, "simulated")
-    lines = torchrun(PROGRAM, mesh.size, kind).splitlines()
+    lines = processes(PROGRAM, mesh.size, kind).splitlines()
     found = {(name, rank): result for name, rank, result in map(json.loads, lines)}
     assert len(found) == len(schemes) * mesh.size
     for name, options in schemes.items():
@@ -67,8 +67,8 @@ def close(found, expected):
 
 
 @pytest.mark.processes(slow=False)  # the one that `pytest` alone runs
-def test_bare_calls_under_processes(torchrun):
-    printed = torchrun(
+def test_bare_calls_under_processes(processes):
+    printed = processes(
         """
         import torch, fsfunc as ff
 
