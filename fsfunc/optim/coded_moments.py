@@ -194,7 +194,7 @@ class _Coded:
         return commit
 
 
-class _Cut(NamedTuple):
+class _Stretch(NamedTuple):
     """A stretch of parameters and gradients, and where its moments begin."""
 
     param: Tensor
@@ -205,7 +205,7 @@ class _Cut(NamedTuple):
 
 def _cuts(
     matched: Matched, new: Any, decays: Sequence[float], groups: Sequence[_Group]
-) -> dict[int, list[_Cut]]:
+) -> dict[int, list[_Stretch]]:
     """By group, what is to be updated, in as few stretches as may be."""
     place = {
         i: (k, start) for k, g in enumerate(groups) for i, start in g.starts.items()
@@ -216,14 +216,14 @@ def _cuts(
         if each.count(each[0]) == len(each):
             packed = matched.buffers[0].groups[k][1] is not None
             group, start = place[matched.active[members[0]]]
-            cut = _Cut(new.tensors[k], grads[k], 0 if packed else start, each[0])
+            cut = _Stretch(new.tensors[k], grads[k], 0 if packed else start, each[0])
             found.setdefault(group, []).append(cut)
             continue
         for j in members:
             i = matched.active[j]
             group, start = place[i]
             g = local(matched.trees[1][i])
-            cut = _Cut(local(new.leaves[j]), g, start, decays[j])
+            cut = _Stretch(local(new.leaves[j]), g, start, decays[j])
             found.setdefault(group, []).append(cut)
     return found
 
@@ -234,7 +234,7 @@ _MEAN, _SQUARE = Coder(signed=True), Coder(signed=False)
 def _write(
     kernel: Callable[..., None],
     group: _Group,
-    cuts: Sequence[_Cut],
+    cuts: Sequence[_Stretch],
     where: Sequence[tuple[Tensor, Tensor]],
     stream: tuple[int, int],
 ) -> None:
@@ -287,7 +287,7 @@ def _range(
 
 
 def _step(
-    kernel: Callable[..., None], cut: _Cut, mean: Tensor, square: Tensor, begin: int
+    kernel: Callable[..., None], cut: _Stretch, mean: Tensor, square: Tensor, begin: int
 ) -> None:
     """Writes one step of the elements of a stretch that lie within the chunk."""
     low = max(cut.start, begin)
