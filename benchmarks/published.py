@@ -230,7 +230,7 @@ parameters, 2 of gradients and 12 of optimizer state each. Plans: a GPT of 36 la
 4,096, scaled to 7.5B; all that is neither activations nor buffers.
 What differs: ours keeps parameters in float32 and no 16-bit copy beside them at zero=0
 and 3, but gives gradients in float32: 4 + 4 + 8 bytes, the paper's sum. At zero=1 and 2
-it keeps all parameters in float32 and in 16 bits, 6 bytes where the paper has 2; at
+all parameters are kept in 16 bits alone, and a rank's part in float32, as there; at
 zero=1 its own gradients are whole (2 bytes) until they are reduced, before the update.
 Units in flight come on top, which the paper leaves out.""",
     "FairScale": """\

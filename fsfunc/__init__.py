@@ -85,27 +85,30 @@ from fsfunc.state.noise import randn_like
 from fsfunc.state.placing import place
 from fsfunc.state.train_state import TrainState, abstract_state, init_state
 from fsfunc.tracing.tracer import program
-from fsfunc.transforms import graphs
 from fsfunc.transforms.accumulation import accumulate
-from fsfunc.transforms.averaging import consensus
 from fsfunc.transforms.casting import precision
 from fsfunc.transforms.donation import donate
-from fsfunc.transforms.gossiping import gossip
-from fsfunc.transforms.hierarchy import HierarchicalGather, HierarchicalReduction
-from fsfunc.transforms.local_copies import LocalState
-from fsfunc.transforms.local_updates import local_sgd
-from fsfunc.transforms.low_rank import powersgd
-from fsfunc.transforms.narrow_wire import CastGather, CastReduction
+from fsfunc.transforms.local import graphs
+from fsfunc.transforms.local.averaging import consensus
+from fsfunc.transforms.local.gossiping import gossip
+from fsfunc.transforms.local.local_copies import LocalState
+from fsfunc.transforms.local.local_updates import local_sgd
+from fsfunc.transforms.local.slow_momentum import slowmo
+from fsfunc.transforms.messages.hierarchy import (
+    HierarchicalGather,
+    HierarchicalReduction,
+)
+from fsfunc.transforms.messages.low_rank import powersgd
+from fsfunc.transforms.messages.narrow_wire import CastGather, CastReduction
+from fsfunc.transforms.messages.quantization import QuantizedGather, QuantizedReduction
+from fsfunc.transforms.messages.residuals import error_feedback
+from fsfunc.transforms.messages.wire import Gather, Reduction
 from fsfunc.transforms.offloading import offload
 from fsfunc.transforms.ownership import assume
 from fsfunc.transforms.policies import SaveAllBut, SaveOnly, checkpoint_name
-from fsfunc.transforms.quantization import QuantizedGather, QuantizedReduction
 from fsfunc.transforms.rematerialization import remat
-from fsfunc.transforms.residuals import error_feedback
 from fsfunc.transforms.selecting import remat_calls
 from fsfunc.transforms.sharding import shard
-from fsfunc.transforms.slow_momentum import slowmo
-from fsfunc.transforms.wire import Gather, Reduction
 
 if TYPE_CHECKING:
     from fsfunc import show, testing

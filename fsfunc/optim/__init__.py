@@ -16,10 +16,10 @@ from fsfunc.optim.layerwise_scaling import (
 from fsfunc.optim.loss_scaling import LossScaleState, loss_scale
 from fsfunc.optim.masking import masked, partition
 from fsfunc.optim.masters import MasterState, master_weights
+from fsfunc.optim.matrix.orthogonal_momentum import MuonState, muon
+from fsfunc.optim.matrix.preconditioning import Preconditioners, ShampooState, shampoo
 from fsfunc.optim.norms import all_finite, global_norm, leaf_norms
 from fsfunc.optim.optimizer import Optimizer, apply_updates
-from fsfunc.optim.orthogonal_momentum import MuonState, muon
-from fsfunc.optim.preconditioning import Preconditioners, ShampooState, shampoo
 from fsfunc.optim.reductions import tree_scale, tree_sum
 from fsfunc.optim.rounding import RoundingState, stochastic_rounding
 from fsfunc.optim.schedules import (

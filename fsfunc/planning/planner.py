@@ -30,7 +30,7 @@ from fsfunc.state.layout_rules import LayoutRules
 from fsfunc.state.train_state import TrainState, init_state
 from fsfunc.tracing.runs import shadows, without_data
 from fsfunc.transforms.donation import restore
-from fsfunc.transforms.local_copies import LocalState
+from fsfunc.transforms.local.local_copies import LocalState
 
 __all__ = ["PlannedLink", "plan"]
 

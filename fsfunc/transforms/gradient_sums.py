@@ -18,9 +18,9 @@ from fsfunc.runtime.memory_kinds import count_as
 from fsfunc.runtime.stores import beside, brought, empty_beside, lies, like_device
 from fsfunc.sharded.leaf import FlatShard
 from fsfunc.transforms.gathered_calls import Calls, GatheredCall
-from fsfunc.transforms.residuals import Feedback
+from fsfunc.transforms.messages.residuals import Feedback
+from fsfunc.transforms.messages.wire import Reduction
 from fsfunc.transforms.routes import Routes
-from fsfunc.transforms.wire import Reduction
 
 __all__ = ["GradientSums"]
 

@@ -35,9 +35,9 @@ from fsfunc.runtime.stores import (
 from fsfunc.sharded.leaf import FlatShard, Parts
 from fsfunc.transforms.gathered_calls import Calls, GatheredCall, Micro
 from fsfunc.transforms.gradient_sums import GradientSums
+from fsfunc.transforms.messages.wire import Gather, KeptGather, Reduction
 from fsfunc.transforms.ownership import Ownership
 from fsfunc.transforms.routes import Routes
-from fsfunc.transforms.wire import Gather, KeptGather, Reduction
 
 __all__ = ["ShardRuntime"]
 

@@ -32,12 +32,12 @@ from fsfunc.transforms.gradients import (
     collected,
     kept_here,
 )
+from fsfunc.transforms.messages.residuals import Feedback
+from fsfunc.transforms.messages.wire import Gather, Reduction
 from fsfunc.transforms.ownership import Ownership
-from fsfunc.transforms.residuals import Feedback
 from fsfunc.transforms.shard_runtime import ShardRuntime
 from fsfunc.transforms.transforming import transformed
 from fsfunc.transforms.unit_calls import CutAxes, call_unit
-from fsfunc.transforms.wire import Gather, Reduction
 
 __all__ = ["Sharding", "shard"]
 

@@ -13,10 +13,10 @@ from fsfunc import _torch, tree
 from fsfunc.comm.collective_ops import apply_map
 from fsfunc.comm.groups import group
 from fsfunc.comm.linear_maps import LinearMap
-from fsfunc.optim import matrix_functions, orthogonal_momentum
-from fsfunc.optim.matrix_exchange import MatrixExchange
-from fsfunc.optim.matrix_functions import newton_schulz_flops
-from fsfunc.optim.matrix_owners import balanced
+from fsfunc.optim.matrix import matrix_functions, orthogonal_momentum
+from fsfunc.optim.matrix.matrix_exchange import MatrixExchange
+from fsfunc.optim.matrix.matrix_functions import newton_schulz_flops
+from fsfunc.optim.matrix.matrix_owners import balanced
 from fsfunc.sharded.leaf import Sharded, is_sharded
 from fsfunc.tracing.type_check import unchecked
 from tests.optim.matrices import UNITS, by_hand, drawn, loss, mixed, together, trained

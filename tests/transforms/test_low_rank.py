@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import fsfunc as ff
-from fsfunc.transforms.low_rank import _orthonormal
+from fsfunc.transforms.messages.low_rank import _orthonormal
 from tests.models import chain, floats, layers
 from tests.transforms.test_split_leaves import KINDS
 

@@ -15,14 +15,14 @@ from fsfunc.comm.attribution import internal
 from fsfunc.optim.in_place import fused
 from fsfunc.optim.leaves import Mask, Tree, along, local, trainable, zeros_like
 from fsfunc.optim.matching import Matched
-from fsfunc.optim.matrices import (
+from fsfunc.optim.matrix.matrices import (
     check_matrices,
     decays,
     laid_as_parameters,
     move_in_place,
 )
-from fsfunc.optim.matrix_exchange import MatrixExchange
-from fsfunc.optim.matrix_functions import inverse_root
+from fsfunc.optim.matrix.matrix_exchange import MatrixExchange
+from fsfunc.optim.matrix.matrix_functions import inverse_root
 from fsfunc.optim.optimizer import (
     Optimizer,
     check_not_negative,

@@ -14,7 +14,7 @@ from fsfunc.comm.collective_ops import claim, issue
 from fsfunc.comm.groups import RankGroup, group
 from fsfunc.comm.linear_maps import LinearMap, Sizes
 from fsfunc.comm.mesh import asks, averaged_axes, here
-from fsfunc.optim.matrix_owners import Axes, Cost, Owners, owners_of
+from fsfunc.optim.matrix.matrix_owners import Axes, Cost, Owners, owners_of
 from fsfunc.sharded.layout import Layout
 from fsfunc.sharded.leaf import is_sharded
 from fsfunc.sharded.placements import Owned, Placement

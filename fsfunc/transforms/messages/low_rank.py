@@ -17,8 +17,8 @@ from fsfunc.comm.backends.link import Handle
 from fsfunc.comm.groups import RankGroup
 from fsfunc.optim.optimizer import Optimizer, State
 from fsfunc.sharded.leaf import FlatShard, Sharded
-from fsfunc.transforms.residuals import Feedback, WithFeedback
-from fsfunc.transforms.wire import Reduction
+from fsfunc.transforms.messages.residuals import Feedback, WithFeedback
+from fsfunc.transforms.messages.wire import Reduction
 
 __all__ = ["PowerSGDState", "powersgd"]
 

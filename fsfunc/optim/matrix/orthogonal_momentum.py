@@ -15,14 +15,14 @@ from fsfunc.comm.attribution import internal
 from fsfunc.optim.in_place import fused
 from fsfunc.optim.leaves import Mask, Tree, local, zeros_like
 from fsfunc.optim.matching import Decay, Matched
-from fsfunc.optim.matrices import (
+from fsfunc.optim.matrix.matrices import (
     check_matrices,
     decays,
     laid_as_parameters,
     move_in_place,
 )
-from fsfunc.optim.matrix_exchange import MatrixExchange
-from fsfunc.optim.matrix_functions import newton_schulz, newton_schulz_flops
+from fsfunc.optim.matrix.matrix_exchange import MatrixExchange
+from fsfunc.optim.matrix.matrix_functions import newton_schulz, newton_schulz_flops
 from fsfunc.optim.optimizer import (
     Optimizer,
     apply_updates,

@@ -22,8 +22,8 @@ from fsfunc.comm.mesh import Axis, Here, Mesh, check_mesh, here
 from fsfunc.core.frames import Interpretation, frame, inside
 from fsfunc.sharded.donated import spend, why_spent
 from fsfunc.sharded.leaf import is_sharded
-from fsfunc.transforms.averaging import assign, averages, written
-from fsfunc.transforms.local_copies import LocalState, Relabeled
+from fsfunc.transforms.local.averaging import assign, averages, written
+from fsfunc.transforms.local.local_copies import LocalState, Relabeled
 from fsfunc.transforms.transforming import transformed
 
 __all__ = ["LocalUpdates", "local_sgd"]

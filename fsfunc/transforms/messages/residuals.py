@@ -20,7 +20,7 @@ from fsfunc.optim.leaves import Tree
 from fsfunc.optim.optimizer import Optimizer, Run, State
 from fsfunc.sharded.layout import Layout, Split
 from fsfunc.sharded.leaf import FlatShard, Sharded, is_sharded
-from fsfunc.transforms.wire import Reduction
+from fsfunc.transforms.messages.wire import Reduction
 
 __all__ = ["ErrorFeedbackState", "Feedback", "WithFeedback", "error_feedback"]
 

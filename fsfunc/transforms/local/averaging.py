@@ -18,7 +18,7 @@ from fsfunc.optim.in_place import fused
 from fsfunc.optim.leaves import local, map_flat
 from fsfunc.optim.matching import Matched
 from fsfunc.sharded.leaf import is_sharded
-from fsfunc.transforms.local_copies import LocalState, Relabeled
+from fsfunc.transforms.local.local_copies import LocalState, Relabeled
 
 __all__ = ["assign", "averages", "buckets", "consensus", "in_one", "written"]
 

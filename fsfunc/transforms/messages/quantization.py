@@ -7,7 +7,7 @@ from torch import Tensor
 
 from fsfunc.comm.backends.link import Handle
 from fsfunc.comm.groups import RankGroup
-from fsfunc.transforms.wire import Gather, Reduction
+from fsfunc.transforms.messages.wire import Gather, Reduction
 
 __all__ = ["QuantizedGather", "QuantizedReduction", "dequantized", "quantized"]
 

@@ -1,0 +1,1 @@
+"""Optimizers of whole matrices: each is computed by one rank, its owner."""

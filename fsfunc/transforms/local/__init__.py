@@ -1,0 +1,1 @@
+"""Ranks that train copies of their own, and meet now and then."""

@@ -1,0 +1,1 @@
+"""How buffers travel: narrower, in levels, in few directions; and what is owed."""
