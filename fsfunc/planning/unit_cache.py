@@ -59,6 +59,7 @@ class _Replayed:
     leaves: list[Any]  # of the arguments: tensors, or shapes in their place
     treedef: Any
     casts: torch.dtype | None  # of the autocast that was on
+    again: bool  # whether a backward pass ran it a second time
 
 
 class UnitCache(Tracer):
@@ -96,7 +97,8 @@ class UnitCache(Tracer):
             self.profiles[key] = profile
         profile = None if key is None else self.profiles[key]
         if profile is not None:
-            replayed = _Replayed(self, call, profile, leaves, treedef, _casts())
+            again = running().recompute
+            replayed = _Replayed(self, call, profile, leaves, treedef, _casts(), again)
             return self._replayed(replayed)
         observer = self.observer
         before = observer.roots, observer.pure
@@ -224,11 +226,16 @@ class _Body(torch.autograd.Function):
             for x in replayed.leaves
         ]
         shapes = tuple(None if g is None else Shape.of(g) for g in cotangents)
-        pattern = shapes, tuple(_tracked(x) for x in leaves)
+        pattern = shapes, tuple(_tracked(x) for x in leaves), replayed.again
         if pattern not in profile.backward:
             with _autocast(replayed.casts):
                 profile.backward[pattern] = profiled_backward(
-                    cache.observer, replayed.call, leaves, replayed.treedef, shapes
+                    cache.observer,
+                    replayed.call,
+                    leaves,
+                    replayed.treedef,
+                    shapes,
+                    held=replayed.again,
                 )
         back = profile.backward[pattern]
         with cache.replay(back.segment, replayed.call.name, "gradient"):

@@ -185,20 +185,26 @@ def profiled_backward(
     leaves: Sequence[Any],
     treedef: Any,
     cotangents: Sequence[Shape | None],
+    *,
+    held: bool,
 ) -> Backward:
-    """What the backward of ``call`` does with tensors of the shapes in ``leaves``."""
+    """What the backward of ``call`` does with tensors of the shapes in ``leaves``.
+
+    Args:
+        held: whether who runs it holds its outputs meanwhile, as a recompute does.
+    """
     with observer.apart() as book, torch.enable_grad():
         twins = [x.twin() if isinstance(x, Shape) else x for x in leaves]
         _begin(observer, tensors(twins))
         given = [None if g is None else g.make() for g in cotangents]
         outs = tensors(tree.leaves(_run(observer, call, treedef, twins)))
-        # Edges, and not the outputs, which nobody need hold any more.
+        # Edges, and not the outputs, which else nobody need hold any more.
         edges = [
             torch.autograd.graph.get_gradient_edge(x)
             for x, g in zip(outs, given, strict=True)
             if g is not None
         ]
-        del outs
+        outs = outs if held else []
         start = _begin(observer, tensors(given))
         wanted = [x for x in tensors(twins) if x.requires_grad]
         found = torch.autograd.grad(edges, wanted, tensors(given), allow_unused=True)

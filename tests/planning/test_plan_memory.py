@@ -100,6 +100,31 @@ def test_the_planned_peak_is_the_measured_one(zero, remat, donated):
             both.check()
 
 
+@ff.unit
+def squashed(w, x):
+    return torch.tanh(x @ w)  # whose backward reads what it returns
+
+
+@pytest.mark.parametrize("zero", [0, 3])
+def test_so_it_is_where_a_unit_that_runs_again_saves_what_it_returns(zero):
+    def loss(ws, x):
+        for w in ws:
+            x = squashed(w, x)
+        return x.square().mean()
+
+    optimizer = ff.sharded_adam(1e-3)
+    step = optimizer(ff.value_and_grad(loss))
+    step = ff.donate(ff.shard(ff.remat(step), LINE, "data", zero=zero))
+
+    def main():
+        ws, x = [torch.eye(8) for _ in range(4)], torch.ones(4, 8)
+        state = ff.init_state(step, ws, optimizer, x)
+        return planned_and_run(step, state, x)
+
+    for both in ff.spmd(main, LINE)():
+        both.check()
+
+
 OTHERS = {
     "accumulate(shard)": lambda f: ff.accumulate(ff.shard(f, LINE, "data"), 2),
     "shard(accumulate)": lambda f: ff.shard(ff.accumulate(f, 4), LINE, "data", zero=2),
