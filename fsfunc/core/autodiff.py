@@ -181,6 +181,9 @@ def differentiate(call: GradientCall) -> Outcome:
         return _by_vjp(call)
     if torch.is_grad_enabled() and tracked((call.args, call.keywords)):
         return _by_vjp(call)
+    observers = [] if f.in_loss else [h for h in f.handlers if h.observes]
+    for observer in observers:
+        observer.begins(call)
     leaves = Leaves(call.args, call.argnums, call.packed, call.parts)
     picked = leaves.tensors
     runtimes = () if f.path else f.runtimes
@@ -211,7 +214,10 @@ def differentiate(call: GradientCall) -> Outcome:
     count_as("gradients", found[: len(values)])
     grads = leaves.grads(found[: len(values)])
     add_gradients(made, found[len(values) : len(values) + len(made)])
-    return Outcome(total.detach(), weight, grads, _detach(aux))
+    outcome = Outcome(total.detach(), weight, grads, _detach(aux))
+    for observer in observers:
+        observer.ends(outcome)
+    return outcome
 
 
 def tracked(values: Any) -> bool:

@@ -44,7 +44,8 @@ class Interpretation:
     hosted here that know that all run one program under it, by its record or a first
     call. ``called``: its public name. ``same_batch``: the axes along which all ranks
     must be given one batch. ``scales``: whether backward passes in its reach start from
-    a larger number than 1, so that float16 will do.
+    a larger number than 1, so that float16 will do. ``observes``: whether it is shown
+    each gradient that somebody takes, see :meth:`begins` and :meth:`ends`.
     """
 
     lays_out = False
@@ -52,7 +53,7 @@ class Interpretation:
     compared: frozenset[int] = frozenset()
     called = ""
     same_batch: tuple[str, ...] = ()
-    scales = False
+    scales = observes = False
 
     @property
     def configuration(self) -> tuple[tuple[str, Any], ...]:
@@ -106,6 +107,12 @@ class Interpretation:
         an ``Outcome``, as ``run`` does.
         """
         return run
+
+    def begins(self, call: Any) -> None:
+        """Hears of what a gradient call comes down to, on one microbatch."""
+
+    def ends(self, outcome: Any) -> None:
+        """Hears of what that gave, before anybody sums it."""
 
 
 class Stage(Interpretation):

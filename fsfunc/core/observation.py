@@ -78,6 +78,7 @@ class Observation(Interpretation):
     """Shows the gradients of the gradient calls in its reach to ``measure``."""
 
     called = "observe_gradients"
+    observes = True
 
     def __init__(self, measure: Callable[[Tensor], Tensor]):
         self.measure, self.samples, self.scale = measure, 0, 1.0
@@ -94,16 +95,19 @@ class Observation(Interpretation):
             given = call.args, call.keywords
             if composed or torch.is_grad_enabled() and tracked(given):
                 raise LawError(UNSEEN.format("somebody differentiates the gradients"))
-            self.scale = call.cotangent
-            outcome = run(call)
-            if outcome.weight is not None:
-                raise LawError(UNSEEN.format("a Weighted loss is divided in the end"))
-            self.samples += 1
-            for x in tree.leaves(outcome.grads, is_leaf=is_sharded):
-                self._whole(x)
-            return outcome
+            return run(call)
 
         return seen
+
+    def begins(self, call: GradientCall) -> None:
+        self.scale = call.cotangent
+
+    def ends(self, outcome: Outcome) -> None:
+        if outcome.weight is not None:
+            raise LawError(UNSEEN.format("a Weighted loss is divided in the end"))
+        self.samples += 1
+        for x in tree.leaves(outcome.grads, is_leaf=is_sharded):
+            self._whole(x)
 
     def _whole(self, x: Any) -> None:
         """A leaf that no transform answers for."""

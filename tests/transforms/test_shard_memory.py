@@ -7,6 +7,7 @@ import pytest
 import torch
 
 import fsfunc as ff
+from fsfunc.transforms.gradient_sums import GradientSums
 from fsfunc.transforms.shard_runtime import ShardRuntime
 from tests.checks import on_ranks, simulated
 
@@ -88,17 +89,17 @@ def test_buffers_in_the_backward_are_bounded(monkeypatch):
     gathers = Gathers(monkeypatch)
     loss, params = deep(10)
     peak = []
-    collect = ShardRuntime.collect
+    collect = GradientSums.collect
 
-    def watched(runtime, *args):
-        buffer = collect(runtime, *args)
+    def watched(sums, *args):
+        buffer = collect(sums, *args)
         gathers.fulls.append(weakref.ref(buffer))
-        if runtime.where.rank == 0:
-            mine = runtime.pool.storages
+        if sums.routes[()].where.rank == 0:
+            mine = sums.pool.storages
             peak.append(sum(s.nbytes() for s in mine))
         return buffer
 
-    monkeypatch.setattr(ShardRuntime, "collect", watched)
+    monkeypatch.setattr(GradientSums, "collect", watched)
 
     step = ff.shard(ff.value_and_grad(loss), MESH, "data")
     on_ranks(step, params, torch.ones(4, 8), mesh=MESH, calls=3)
