@@ -259,26 +259,34 @@ def _divide(outcome: Outcome) -> Outcome:
     if weight is None and count == 1 == scale:
         return outcome
     by = count if weight is None else weight
-    grads = _divided(outcome.grads, by * scale, outcome.own)
+    grads = _divided(outcome.grads, by * scale, outcome.own, wide=scale != 1)
     total, aux = outcome.total / by, divided(outcome.aux, count)
     return Outcome(total, weight, grads, aux)
 
 
-def _divided(grads: Any, by: float | Tensor, own: bool) -> Any:
+def _divided(grads: Any, by: float | Tensor, own: bool, wide: bool) -> Any:
+    """The gradients over ``by``; with ``wide`` those in float16 become float32."""
     buffers = split_buffers(grads)
     tensors = [g for g in buffers.tensors if isinstance(g, Tensor)]
-    if own and not isinstance(by, Tensor):
+    wide = wide and any(g.dtype == torch.float16 for g in tensors)
+    if own and not wide and not isinstance(by, Tensor):
         if tensors:
             torch._foreach_div_(tensors, by)
         return grads
     return buffers.rebuild(
-        [
-            divided_beside(g, by.to(g.dtype) if isinstance(by, Tensor) else by)
-            if isinstance(g, Tensor)
-            else g
-            for g in buffers.tensors
-        ]
+        [_over(g, by, wide) if isinstance(g, Tensor) else g for g in buffers.tensors]
     )
+
+
+def _over(g: Tensor, by: float | Tensor, wide: bool) -> Tensor:
+    """``g / by``, where what divides may be more than a half dtype holds or tells."""
+    if g.dtype not in (torch.float16, torch.bfloat16) or not (
+        wide or isinstance(by, Tensor)
+    ):
+        return divided_beside(g, by.to(g.dtype) if isinstance(by, Tensor) else by)
+    by = by.float() if isinstance(by, Tensor) else by
+    found = divided_beside(g.float(), by)
+    return found if wide and g.dtype == torch.float16 else found.to(g.dtype)
 
 
 def _detach(aux: Any) -> Any:

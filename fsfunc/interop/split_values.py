@@ -162,6 +162,7 @@ class SplitTensor:
 
 
 def is_split(x: Any) -> bool:
+    """Whether ``x`` is a rank's part that knows of what."""
     return isinstance(x, SplitTensor)
 
 

@@ -247,6 +247,7 @@ def _here(x: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 def dense(x: Tensor, dtype: torch.dtype) -> Tensor:
+    """``x`` itself where a kernel can read it, else a contiguous copy in ``dtype``."""
     if x.dtype == dtype and x.is_contiguous():
         return x
     return x.to(dtype).contiguous()

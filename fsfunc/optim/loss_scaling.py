@@ -45,9 +45,10 @@ def loss_scale(
     """``optimizer`` whose train step scales its loss, and skips what overflows.
 
     The backward starts from the scale, and the gradients are divided by it in float32:
-    they are those of the loss, but what float16 would lose is there. Where one element
-    on one rank is not finite, no rank makes the step, and all take a smaller scale;
-    after ``interval`` good steps in a row all take a larger one.
+    they are those of the loss, but what float16 would lose is there (by parameters in
+    float16 too, whose gradients then come in float32: see `master_weights`). Where one
+    element on one rank is not finite, no rank makes the step, and all take a smaller
+    scale; after ``interval`` good steps in a row all take a larger one.
 
     Gradients that a step takes by itself, without ``optimizer(grad_fn)``, are not
     scaled, and are right as they are; a step with infinite ones is skipped too.

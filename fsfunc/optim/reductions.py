@@ -168,6 +168,7 @@ def by_axes(values: Tree) -> tuple[list[tuple[Spread, list[Tensor]]], torch.dtyp
 
 
 def device_of(held: list[tuple[Spread, list[Tensor]]]) -> torch.device:
+    """That of the first tensor; the CPU where there is none."""
     return held[0][1][0].device if held else torch.device("cpu")
 
 

@@ -177,4 +177,5 @@ def _cached(layout: Layout, key: tuple[int, ...]) -> list[Box]:
 
 
 def wide(dtype: torch.dtype) -> torch.dtype:
+    """In which sums of such numbers are made: float32 at least."""
     return torch.promote_types(dtype, torch.float32)

@@ -134,7 +134,8 @@ class Widened:
         return frame().donated
 
     def take(self, run: Run, state: Any) -> tuple[Any, Tree, Optimizer]:
-        assert self.optimizer.take is not None
+        # Only where the optimizer within has one.
+        assert self.optimizer.take is not None, "nothing to hand the gradients on to"
         value, grads, inner = self.optimizer.take(run, state.inner)
         return value, grads, replace(self, optimizer=inner).functions()
 

@@ -118,6 +118,38 @@ def test_what_float16_loses_is_there():
     assert gradient(ff.loss_scale(ff.sgd(1.0))).tolist() == [2.0**-26] * 2
 
 
+@pytest.mark.parametrize("zero", [None, 0, 1, 3])
+def test_masters_of_float16_parameters_get_what_float16_would_lose(zero):
+    unit, tiny, mesh = ff.unit(lambda w, x: w * x), 2.0**-26, simulated(2)
+
+    def loss(w, x):
+        return (unit(w, x[0]).float() * 2.0**-12).sum()
+
+    def main():
+        optimizer = ff.loss_scale(ff.master_weights(ff.sgd(0.25 / tiny)), 2.0**10)
+        step = optimizer(ff.value_and_grad(loss))
+        x = torch.full((1, 5), 2.0**-14, dtype=torch.float16)
+        step = step if zero is None else ff.shard(step, mesh, "data", zero=zero)
+        w = torch.ones(5, dtype=torch.float16)
+        state, _ = step(ff.init_state(step, w, optimizer, x), x)
+        same(ff.unshard(state.params), torch.full((5,), 0.75, dtype=torch.float16))
+
+    ff.spmd(main, mesh)()
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_a_weight_that_half_precision_cannot_tell(dtype):
+    """257 is 256 in bfloat16, and 70,000 is infinite in float16."""
+    for weight in (257.0, 70_000.0):
+
+        def loss(w, weight=weight):
+            return ff.Weighted((w.float() * weight / 8).sum(), torch.tensor(weight))
+
+        _, grad = ff.value_and_grad(loss)(torch.ones(2, dtype=dtype))
+        exact = torch.tensor(weight / 8).to(dtype).float() / weight
+        same(grad, exact.expand(2).to(dtype))
+
+
 def test_the_scale_goes_as_torchs():
     steps = [True, True, False, True, True, True, False, False, True, True, True, True]
     how = {"growth": 2.0, "backoff": 0.5, "interval": 3}
