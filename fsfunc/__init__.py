@@ -64,6 +64,7 @@ from fsfunc.optim import (
     sgd,
     shampoo,
     sharded_adam,
+    step_in_backward,
     stochastic_rounding,
     swa,
     tree_scale,

@@ -3,6 +3,7 @@
 from fsfunc.optim.adam import AdamState, sharded_adam
 from fsfunc.optim.adaptive_scale import AdaScaleState, adascale
 from fsfunc.optim.averaging import AverageState, ema, swa
+from fsfunc.optim.backward_steps import step_in_backward
 from fsfunc.optim.descent import SgdState, sgd
 from fsfunc.optim.evaluation import eval_params
 from fsfunc.optim.factored import AdafactorState, adafactor
@@ -93,6 +94,7 @@ __all__ = [
     "sgd",
     "shampoo",
     "sharded_adam",
+    "step_in_backward",
     "stochastic_rounding",
     "swa",
     "tree_scale",
