@@ -2,6 +2,14 @@
 
 Each check is one law: what it compares, and what its message says, stands in its
 docstring. `fsfunc.testing.strategies` draws meshes, models and stacks for hypothesis.
+
+one_device.py diagnosis.py   law 1 of any transform; the mistake behind a difference
+comparing.py integer_data.py   trees held against trees; data whose sums are exact
+costs.py closed_forms.py   assert_cost; bytes to hold a ledger against
+transposes.py dot_products.py   check_collective, by typed dot products
+replication.py type_checking.py   check_replicated; check_types
+poisoning.py finiteness.py   NaN in memory that means nothing; where NaN came from
+live_memory.py      live_bytes
 """
 
 from fsfunc.testing.comparing import assert_equal
