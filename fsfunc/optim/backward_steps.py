@@ -55,9 +55,9 @@ def step_in_backward(optimizer: Optimizer) -> Optimizer:
         RuntimeError: a gradient that was used up is read.
 
     Cost: no communication. Of gradients a rank holds those of two units: what the
-    backward of one gives, and the reduced part of the other. In place under `donate`; else
-    each buffer gets new memory while the backward runs. One fused call for each buffer,
-    where the usual step has one for all.
+    backward of one gives, and the reduced part of the other. In place under `donate`;
+    else each buffer gets new memory while the backward runs. One fused call for each
+    buffer, where the usual step has one for all.
 
     Source: Lv et al., Full Parameter Fine-tuning for Large Language Models with Limited
     Resources (LOMO), 2023; ``_apply_optimizer_in_backward`` of torch.

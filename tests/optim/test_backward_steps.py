@@ -1,4 +1,4 @@
-"""`step_in_backward`: the bits and bytes of the usual step, and gradients of one unit."""
+"""`step_in_backward`: bits and bytes of the usual step, and gradients of one unit."""
 
 import functools
 
@@ -435,7 +435,7 @@ BAD = {
         adam(moment_dtype=torch.uint8))), ValueError, ALONE),
     "loss_scale within": (lambda: ff.step_in_backward(ff.loss_scale(ADAM)),
                           ValueError, "without step_in_backward"),
-    "itself within": (lambda: ff.step_in_backward(sib()), ValueError, "makes its steps"),
+    "itself within": (lambda: ff.step_in_backward(sib()), ValueError, "makes its"),
     "loss_scale around": (lambda: stepped(ff.loss_scale(sib())), ValueError,
                           "nothing around"),
     "clip around": (lambda: stepped(ff.chain(ff.clip_by_global_norm(1.0), sib())),
