@@ -243,7 +243,7 @@ class GradientSums:
         before = self.grads.get(id(shard))
         self.grads[id(shard)] = grad = grad if before is None else before.add_(grad)
         if self.steps is not None:
-            still = self.open[id(shard)]
+            still = self.open.setdefault(id(shard), set())
             still.discard(one.key[1])
             if not still and self.steps.takes(shard):
                 del self.grads[id(shard)]
