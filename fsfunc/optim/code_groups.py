@@ -17,7 +17,7 @@ from fsfunc.sharded.leaf import Sharded, is_sharded
 from fsfunc.sharded.packing import side_by_side
 from fsfunc.sharded.placements import Split, room
 
-__all__ = ["CodeGroup", "code_groups", "zero_codes"]
+__all__ = ["CodeGroup", "groups_of", "zero_codes"]
 
 
 @dataclass
@@ -34,7 +34,7 @@ class CodeGroup:
         return 0 if is_sharded(self.first) and _absent(self.first.layout) else self.room
 
 
-def code_groups(
+def groups_of(
     leaves: Sequence[Any], paths: Sequence[str]
 ) -> tuple[list[CodeGroup], int]:
     """Leaves by buffer, and a number that tells their layouts, alike on all ranks.

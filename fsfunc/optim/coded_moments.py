@@ -11,7 +11,7 @@ from torch import Tensor
 
 from fsfunc import tree
 from fsfunc.core.frames import frame, inside
-from fsfunc.optim.code_groups import code_groups, zero_codes
+from fsfunc.optim.code_groups import groups_of, zero_codes
 from fsfunc.optim.coded_steps import Scratch, stretches, write_codes
 from fsfunc.optim.in_place import count_write, overlap, targets
 from fsfunc.optim.leaves import (
@@ -63,7 +63,7 @@ class _Coded:
 
     def init(self, params: Tree) -> CodedAdamState:
         leaves, treedef = tree.flatten(params, is_sharded)
-        groups, places = code_groups(leaves, paths_of(treedef))
+        groups, places = groups_of(leaves, paths_of(treedef))
 
         def codes() -> Codes:
             return Codes(
@@ -96,7 +96,7 @@ class _Coded:
                 f"{self.name} with moments in 8 bits: somebody differentiates this "
                 "update, and codes have no derivative: leave moment_dtype out"
             )
-        groups, places = code_groups(matched.trees[0], paths_of(matched.treedef))
+        groups, places = groups_of(matched.trees[0], paths_of(matched.treedef))
         if places != state.places:
             raise ValueError(
                 f"{self.name}: moments in 8 bits were made for parameters that lay in "
