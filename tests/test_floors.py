@@ -25,8 +25,8 @@ FLOORS = [
     (5, ["optim/", "nn/", "tracing/"]),
     (6, ["transforms/", "data/"]),
     (7, ["pipelining/", "interop/", "state/"]),
-    (8, ["checkpoint/", "planning/", "testing/"]),
-    (9, ["show/"]),
+    (8, ["checkpoint/", "planning/"]),
+    (9, ["show/", "testing/"]),
     (10, ["cli/", "__init__.py"]),
     (11, ["__main__.py"]),
 ]
