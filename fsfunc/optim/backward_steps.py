@@ -137,9 +137,7 @@ class BackwardSteps(Interpretation):
         self.paths = paths_of(self.treedef)
         self.kept = MirroredState(state, self.old, self.treedef, self.paths)
         self.new = list(self.old)
-        self.done: dict[
-            int, FlatShard
-        ] = {}  # by identity, the buffers that are stepped
+        self.done: dict[int, FlatShard] = {}  # by identity, the buffers that are stepped
         self.begun, self.count = False, 1
         found: dict[int, tuple[FlatShard, list[int]]] = {}
         for i, x in enumerate(self.old):

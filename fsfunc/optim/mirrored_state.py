@@ -76,8 +76,6 @@ class MirroredState:
 
 def _like(x: Any, leaf: Any) -> bool:
     """Whether a leaf of a state may be one for each element of a parameter."""
-    if is_sharded(leaf) != is_sharded(x) or not (
-        is_sharded(x) or isinstance(x, Tensor)
-    ):
+    if is_sharded(leaf) != is_sharded(x) or not (is_sharded(x) or isinstance(x, Tensor)):
         return False
     return tuple(x.shape) == tuple(leaf.shape)
