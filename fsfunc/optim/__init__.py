@@ -37,7 +37,8 @@ from fsfunc.optim.loss_scaling import LossScaleState, loss_scale
 from fsfunc.optim.masking import masked, partition
 from fsfunc.optim.masters import MasterState, master_weights
 from fsfunc.optim.matrix.orthogonal_momentum import MuonState, muon
-from fsfunc.optim.matrix.preconditioning import Preconditioners, ShampooState, shampoo
+from fsfunc.optim.matrix.preconditioners import Preconditioners
+from fsfunc.optim.matrix.preconditioning import ShampooState, shampoo
 from fsfunc.optim.norms import all_finite, global_norm, leaf_norms
 from fsfunc.optim.optimizer import Optimizer, apply_updates
 from fsfunc.optim.reductions import tree_scale, tree_sum

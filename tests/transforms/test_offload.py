@@ -260,6 +260,40 @@ def test_the_plan_is_the_run(tmp_path, ranks, kinds):
         assert whole.peak_bytes == beside[0][0]
 
 
+@pytest.mark.parametrize("ranks", [2, 3])
+@pytest.mark.parametrize(
+    "names",
+    [
+        ("remat", "shard", "offload", "donate"),
+        ("shard", "offload"),
+        ("accumulate", "shard", "offload"),
+        ("shard", "accumulate", "offload"),
+    ],
+    ids=" ".join,
+)
+def test_over_ranks_too_a_step_has_the_room_of_two_units(ranks, names):
+    """No third for what is in flight: neither the next unit nor the last reduction."""
+    units, wide, mesh = 6, 64, simulated(ranks)
+    x = torch.zeros(4, wide)
+    step = stacked(
+        ADAM(ff.value_and_grad(chain())), names, mesh, 3,
+        {"params": "host", "moments": "host"},
+    )  # fmt: skip
+
+    def main():
+        params = [{"w": torch.eye(wide)} for _ in range(units)]
+        state = ff.init_state(step, params, ADAM, x)
+        planned = ff.plan(step, state, x, repeat=False)
+        with ff.testing.live_bytes(state, x) as seen:
+            step(state, x)
+        return seen.peak_bytes, planned.peak_bytes
+
+    two = 2 * (4 * wide * wide + 4 * ranks)  # padded
+    for peak, planned in ff.spmd(main, mesh)():
+        assert peak == planned
+        assert peak <= two + (units + 8) * x.nbytes  # and activations
+
+
 GROWTH = {
     "pure": ("shard", "offload"),
     "summed whole": ("accumulate", "shard", "offload"),
