@@ -54,10 +54,10 @@ def step_in_backward(optimizer: Optimizer) -> Optimizer:
             in the end; a pipeline; a shard within ``accumulate`` or another shard.
         RuntimeError: a gradient that was used up is read.
 
-    Cost: no communication. Of gradients a rank holds those of two units: what one unit's
-    backward gives, and the reduced part of the other. In place under `donate`; else
-    each buffer gets new memory while the backward runs. One fused call for each buffer,
-    where the usual step has one for all.
+    Cost: no communication. Of gradients a rank holds those of two units: what the
+    backward of one gives, and the reduced part of the other. In place under `donate`;
+    else each buffer gets new memory while the backward runs. One fused call for each
+    buffer, where the usual step has one for all.
 
     Source: Lv et al., Full Parameter Fine-tuning for Large Language Models with Limited
     Resources (LOMO), 2023; ``_apply_optimizer_in_backward`` of torch.
@@ -81,8 +81,8 @@ def step_in_backward(optimizer: Optimizer) -> Optimizer:
     if optimizer.take is not None or isinstance(optimizer, _InBackward):
         raise ValueError(
             "step_in_backward is given an optimizer that takes gradients in a way of "
-            "its own, as loss_scale does, which sees them all before it steps: use that "
-            "one without step_in_backward, or give this one what makes its steps"
+            "its own, as loss_scale does, which sees them all before it steps: use "
+            "that one without step_in_backward, or give this one what makes its steps"
         )
     return _InBackward(optimizer)
 
@@ -100,7 +100,7 @@ class _InBackward(Optimizer):
         def unseen(grads: Tree, state: State, params: Tree = None) -> Any:
             raise ValueError(_UNSEEN)
 
-        self = super().__new__(cls, init, unseen, prepare=unseen)
+        self: Any = super().__new__(cls, init, unseen, prepare=unseen)
         self.inner = inner
         return self
 
@@ -137,8 +137,8 @@ class BackwardSteps(Interpretation):
         self.paths = paths_of(self.treedef)
         self.kept = MirroredState(state, self.old, self.treedef, self.paths)
         self.new = list(self.old)
-        self.done: dict[int, FlatShard] = {}  # by identity, the buffers that are stepped
-        self.begun, self.count = False, 1
+        self.done: dict[int, FlatShard] = {}  # by identity: buffers
+        self.taken, self.count = False, 1
         found: dict[int, tuple[FlatShard, list[int]]] = {}
         for i, x in enumerate(self.old):
             if is_sharded(x) and (shard := x.packed) is not None and trainable(x):
@@ -160,9 +160,22 @@ class BackwardSteps(Interpretation):
                 raise ValueError(_PIPELINE)
             if call.cotangent != 1:
                 raise ValueError(_UNSEEN)
+            if all(i == 0 for i, _ in f.micro) and self._knows(call):
+                if self.taken:
+                    raise ValueError(_TWICE)
+                self.taken = True
             return run(replace(call, fn=self._watched(call.fn, call.has_aux)))
 
         return stepped
+
+    def _knows(self, call: GradientCall) -> bool:
+        """Whether it differentiates some of the parameters that are to be stepped."""
+        chosen = [call.args[i] for i in call.argnums]
+        known = set(map(id, self.old))
+        for x in tree.leaves(chosen, is_leaf=is_sharded):
+            if id(x) in known or is_sharded(x) and id(x.packed) in self.at:
+                return True
+        return False
 
     def _watched(self, fn: Callable[..., Any], has_aux: bool) -> Callable[..., Any]:
         """``fn``, whose loss is a mean; how many microbatches there are is noted."""
@@ -182,18 +195,13 @@ class BackwardSteps(Interpretation):
         """What a sharded gradient call steps as it goes, if anything.
 
         Args:
-            keeps: the buffers whose gradients it sums; ``parts``: see `shard`'s runtime.
-
-        Raises:
-            ValueError: it is the second one.
+            keeps: the buffers whose gradients it sums; ``parts``: what of their leaves
+                is used beside units.
         """
-        if not any(key in self.at for key in keeps):
-            return None
-        if self.begun:
-            raise ValueError(_TWICE)
-        self.begun, self.parts = True, parts
+        self.parts = parts
         tracer = frame().tracer
-        return self if tracer is None or tracer.complete else None
+        runs = tracer is None or tracer.complete
+        return self if runs and any(key in self.at for key in keeps) else None
 
     def takes(self, shard: FlatShard) -> bool:
         """Whether a buffer, all of whose gradients are summed, is stepped now."""
@@ -284,8 +292,8 @@ _PIPELINE = (
     "microbatch is through: use the optimizer without it"
 )
 _WEIGHTED = (
-    "step_in_backward with a Weighted loss: the weight of all ranks and microbatches is "
-    "known in the end alone, and the step is made before. Return a mean, or use the "
+    "step_in_backward with a Weighted loss: the weight of all ranks and microbatches "
+    "is known in the end alone, and the step is made before. Return a mean, or use the "
     "optimizer without step_in_backward"
 )
 _TWICE = (

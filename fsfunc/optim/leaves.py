@@ -46,6 +46,13 @@ def local(leaf: Any) -> Tensor:
     return leaf.local if is_sharded(leaf) else leaf
 
 
+def held_dtype(leaf: Any) -> torch.dtype:
+    """The dtype of `local`, which a layout may not know, and without making it."""
+    if is_sharded(leaf) and leaf.packed is not None:
+        return leaf.packed.flat.dtype
+    return local(leaf).dtype
+
+
 def zeros_like(params: Tree, dtype: torch.dtype | None = None) -> Tree:
     """Zeros laid out as ``params`` are, with None for leaves that are not trainable."""
     return map_flat(

@@ -31,9 +31,11 @@ class MirroredState:
 
         def column(x: Any) -> list[Any] | None:
             """The leaves of a tree like the parameters, None where they have none."""
+            if treedef.type is not None and type(x) is not treedef.type:
+                return None  # to find that out of a state is dear: all of it is said
             try:
                 found = treedef.flatten_up_to(x)
-            except (ValueError, TypeError):
+            except ValueError:
                 return None
             pairs = zip(found, leaves, strict=True)
             return found if all(c is None or _like(c, p) for c, p in pairs) else None
@@ -76,6 +78,8 @@ class MirroredState:
 
 def _like(x: Any, leaf: Any) -> bool:
     """Whether a leaf of a state may be one for each element of a parameter."""
-    if is_sharded(leaf) != is_sharded(x) or not (is_sharded(x) or isinstance(x, Tensor)):
+    if is_sharded(leaf) != is_sharded(x) or not (
+        is_sharded(x) or isinstance(x, Tensor)
+    ):
         return False
     return tuple(x.shape) == tuple(leaf.shape)

@@ -3,7 +3,10 @@
 Each check is one law: what it compares, and what its message says, stands in its
 docstring. `fsfunc.testing.strategies` draws meshes, models and stacks for hypothesis.
 
-one_device.py diagnosis.py   law 1 of any transform; the mistake behind a difference
+one_device.py       law 1 of any transform
+diagnosis.py mistakes.py   the mistake behind a difference; the classic ones
+strategies.py       what hypothesis draws
+drawn_models.py drawn_stacks.py   models to test transforms on; stacks of them
 comparing.py integer_data.py   trees held against trees; data whose sums are exact
 costs.py closed_forms.py   assert_cost; bytes to hold a ledger against
 transposes.py dot_products.py   check_collective, by typed dot products
@@ -11,6 +14,8 @@ replication.py type_checking.py   check_replicated; check_types
 poisoning.py finiteness.py   NaN in memory that means nothing; where NaN came from
 live_memory.py      live_bytes
 """
+
+from typing import Any
 
 from fsfunc.testing.comparing import assert_equal
 from fsfunc.testing.costs import assert_cost
@@ -37,3 +42,12 @@ __all__ = [
     "live_bytes",
     "poison",
 ]
+
+
+def __getattr__(name: str) -> Any:
+    """``ff.testing.strategies``, which alone needs hypothesis, when it is asked for."""
+    if name != "strategies":
+        raise AttributeError(f"module 'fsfunc.testing' has no attribute {name!r}")
+    import importlib
+
+    return importlib.import_module("fsfunc.testing.strategies")

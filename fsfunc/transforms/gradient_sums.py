@@ -43,6 +43,8 @@ class GradientSums:
     are reduced; with ``reduce_each`` each is reduced over the ranks that cut a buffer,
     and the sum of the parts is summed over replicas. One reduction is in flight at a
     time, and one sum over replicas: each runs beside the backward of the next unit.
+    Where parameters lie beside the device, it has no room for that: what is to reduce
+    waits until the unit's own memory is gone, and is over before the next one's comes.
 
     After ``finish``, ``grads`` has the sums over the ranks, by identity of the buffer.
     """
@@ -76,6 +78,7 @@ class GradientSums:
         self.unseen: dict[Any, tuple[int, Tensor | None]] = {}
         self.grads: dict[int, Tensor] = {}
         self.due: dict[Any, tuple[FlatShard, Tensor, str, int]] = {}
+        self.waiting: list[Reducing] = []
         self.reducing: list[Reducing] = []
         self.partly: dict[Any, tuple[Reducing, Tensor, int]] = {}  # not all are there
         self.summing: list[tuple[Reducing, Handle]] = []  # over replicas
@@ -163,7 +166,26 @@ class GradientSums:
             observer.see(buffer, shard.split_axes)
 
     def _reduce(self, one: Reducing) -> None:
-        """Puts a reduction in flight, and waits for the one before."""
+        """Puts a reduction in flight, and waits for the one before; or has it wait."""
+        if self.offloads:
+            self.waiting.append(one)
+            return
+        self._send(one)
+        if len(self.reducing) > 1:
+            self._finish()
+
+    def settle(self) -> None:
+        """Reduces what waits for it, one buffer after the other."""
+        while self.waiting:
+            one = self.waiting.pop(0)
+            with label(one.name, "backward"):
+                self._send(one)
+                del one
+                self._finish()
+                while self.summing:
+                    self._keep_first()
+
+    def _send(self, one: Reducing) -> None:
         shard, buffer = one.shard, one.buffer
         where = self.routes[shard.split_axes].where
         if buffer.dtype == torch.float16:
@@ -176,8 +198,6 @@ class GradientSums:
             else:
                 one.work = self.feedback.move(how, buffer, shard, where, whole)
         self.reducing.append(one)
-        if len(self.reducing) > 1:
-            self._finish()
 
     def _finish(self) -> None:
         """Takes in the reduction that was put in flight first."""
@@ -243,7 +263,7 @@ class GradientSums:
         before = self.grads.get(id(shard))
         self.grads[id(shard)] = grad = grad if before is None else before.add_(grad)
         if self.steps is not None:
-            still = self.open[id(shard)]
+            still = self.open.setdefault(id(shard), set())
             still.discard(one.key[1])
             if not still and self.steps.takes(shard):
                 del self.grads[id(shard)]
@@ -255,8 +275,13 @@ class GradientSums:
             with label(name, "backward"):
                 away = self.offloads and self.size > 1 and lies(buffer)
                 buffer = brought(buffer) if away else buffer
-                self._reduce(Reducing(shard, buffer, name, key))
+                one = Reducing(shard, buffer, name, key)
+                del buffer
+                self._reduce(one)
+                del one
+            self.settle()
         self.due.clear()
+        self.settle()
         while self.reducing:
             self._finish()
         for one, grad, _ in self.partly.values():

@@ -407,12 +407,12 @@ class _Recorded(Noted):
 
 
 _LATE = (
-    "step_in_backward at zero=1, which reduces gradients when the backward ends: zero=2 "
-    "keeps parameters whole too, and reduces gradients as they appear"
+    "step_in_backward at zero=1, which reduces gradients when the backward ends: "
+    "zero=2 keeps parameters whole too, and reduces gradients as they appear"
 )
 _AROUND = (
     "step_in_backward in a shard within accumulate or another shard, which sum its "
-    "gradients once more: shard(accumulate(step, n), mesh, axes) over all axes at once, "
-    "or with replicate=, sums them before the step"
+    "gradients once more: shard(accumulate(step, n), mesh, axes) over all axes at "
+    "once, or with replicate=, sums them before the step"
 )
 _TWICE = "{} and {} both take in hand how gradients are summed, of one step: keep one"

@@ -8,7 +8,6 @@ import errno
 import gc
 import os
 import shutil
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -19,12 +18,13 @@ from hypothesis import strategies as st
 import fsfunc as ff
 from fsfunc import tree
 from fsfunc.optim import in_place
-from fsfunc.runtime.buffer_pool import BufferPool
 from fsfunc.runtime.stores import LIES, Store, lies
 from fsfunc.sharded.leaf import is_sharded
+from fsfunc.testing import poison
+from fsfunc.testing.drawn_models import rows
+from fsfunc.testing.strategies import models
 from tests.checks import held, refusals, refused, same, simulated, unchanged
 from tests.models import chain, floats, layers, train_step
-from tests.transforms.models import SPECS, batch_of
 
 ADAM = ff.sharded_adam(0.01)
 STACKS = {  # from the inside out; "offload" stands for what is drawn
@@ -97,7 +97,7 @@ def trained(optimizer, loss, init, batch, mesh, names, zero=3, steps=2, **stores
 
 @settings(max_examples=8)
 @given(
-    SPECS,
+    models(frozen=False),
     st.sampled_from(sorted(STACKS)),
     st.integers(1, 3),
     st.sampled_from([3, 0]),
@@ -106,7 +106,6 @@ def trained(optimizer, loss, init, batch, mesh, names, zero=3, steps=2, **stores
 def test_any_step_is_the_one_that_offloads_nothing(
     tmp_path_factory, spec, stack, ranks, zero, where
 ):
-    spec = replace(spec, frozen=False)
     folder = str(tmp_path_factory.getbasetemp() / "offloaded")
     kinds = ("params", "moments", "activations")
     stores = {
@@ -116,13 +115,10 @@ def test_any_step_is_the_one_that_offloads_nothing(
         stores["params"], ranks = None, 1
     stores = {k: w for k, w in stores.items() if w is not None} or {"moments": folder}
     loss = lambda params, batch: spec.loss(params, {}, batch)  # noqa: E731
-    given = spec.params(3), batch_of(4 * ranks, 3), simulated(ranks), STACKS[stack]
+    given = spec.params(3), rows(4 * ranks, 3), simulated(ranks), STACKS[stack]
     plain = trained(ADAM, loss, *given, zero)
-    BufferPool.poison = True
-    try:
+    with poison():
         found = trained(ADAM, loss, *given, zero, **stores)
-    finally:
-        BufferPool.poison = False
     for (state, sent, lay), (expected, before, _) in zip(found, plain, strict=True):
         same(state, expected)
         assert sent == before
@@ -262,6 +258,40 @@ def test_the_plan_is_the_run(tmp_path, ranks, kinds):
         assert abs(whole.peak_bytes - found) < 0.1 * found
         whole = ff.plan(step, lambda: params, ADAM, x[:8], mesh=mesh, repeat=False)
         assert whole.peak_bytes == beside[0][0]
+
+
+@pytest.mark.parametrize("ranks", [2, 3])
+@pytest.mark.parametrize(
+    "names",
+    [
+        ("remat", "shard", "offload", "donate"),
+        ("shard", "offload"),
+        ("accumulate", "shard", "offload"),
+        ("shard", "accumulate", "offload"),
+    ],
+    ids=" ".join,
+)
+def test_over_ranks_too_a_step_has_the_room_of_two_units(ranks, names):
+    """No third for what is in flight: neither the next unit nor the last reduction."""
+    units, wide, mesh = 6, 64, simulated(ranks)
+    x = torch.zeros(4, wide)
+    step = stacked(
+        ADAM(ff.value_and_grad(chain())), names, mesh, 3,
+        {"params": "host", "moments": "host"},
+    )  # fmt: skip
+
+    def main():
+        params = [{"w": torch.eye(wide)} for _ in range(units)]
+        state = ff.init_state(step, params, ADAM, x)
+        planned = ff.plan(step, state, x, repeat=False)
+        with ff.testing.live_bytes(state, x) as seen:
+            step(state, x)
+        return seen.peak_bytes, planned.peak_bytes
+
+    two = 2 * (4 * wide * wide + 4 * ranks)  # padded
+    for peak, planned in ff.spmd(main, mesh)():
+        assert peak == planned
+        assert peak <= two + (units + 8) * x.nbytes  # and activations
 
 
 GROWTH = {
