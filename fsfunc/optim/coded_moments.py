@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import zlib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
@@ -27,6 +28,14 @@ from fsfunc.optim.matching import Matched
 from fsfunc.optim.optimizer import Optimizer, check_params_given
 from fsfunc.runtime.block_codes import BLOCK, CHUNK, Coder, chance, padded
 from fsfunc.runtime.generators import mix
+from fsfunc.runtime.stores import (
+    LIES,
+    brought,
+    empty_beside,
+    lies,
+    like_device,
+    moments_store,
+)
 from fsfunc.sharded.donated import Donation, Everything
 from fsfunc.sharded.layout import Layout
 from fsfunc.sharded.leaf import Sharded, is_sharded
@@ -90,8 +99,10 @@ def _groups(leaves: Sequence[Any], paths: Sequence[str]) -> tuple[list[_Group], 
             starts = {i: leaves[i].layout.buffer_range(at)[0] for i in members}
         groups.append(_Group(starts, padded(size), first))
         for i in members:
-            lies = leaves[i].layout if is_sharded(leaves[i]) else tuple(leaves[i].shape)
-            said.append(f"{paths[i]} {lies}")
+            place = (
+                leaves[i].layout if is_sharded(leaves[i]) else tuple(leaves[i].shape)
+            )
+            said.append(f"{paths[i]} {place}")
         said.append("")
     return groups, zlib.crc32("\n".join(said).encode())
 
@@ -103,17 +114,24 @@ def _absent(layout: Layout) -> bool:
 def _zeros(group: _Group, per: int, dtype: torch.dtype) -> Any:
     """A zero for each ``per`` elements, laid out as what each rank has of its own."""
     first, count = group.first, group.room // per
-    device = local(first).device
+    device = like_device(local(first)).device
     if not is_sharded(first) or not first.layout.axes:
-        return torch.zeros(count, dtype=dtype, device=device)
+        return _made((count,), dtype, device)
     owned = first.layout.owned
     apart = {p.axis for p in owned}
     over = {a: n for a, n in first.layout.sizes.items() if a not in apart}
     splits = [Split(k, axis, n) for k, (axis, n) in enumerate(over.items())]
     shape = (*over.values(), count)
     layout = Layout(shape, dtype, (*owned, *splits), first.layout.name)
-    lies = layout.local_shape(here().mesh.coordinates())
-    return Sharded(torch.zeros(lies, dtype=dtype, device=device), layout)
+    shape = layout.local_shape(here().mesh.coordinates())
+    return Sharded(_made(shape, dtype, device), layout)
+
+
+def _made(shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> Tensor:
+    """Zeros on the device, or where `init_state` wants moments to lie."""
+    if (store := moments_store()) is None:
+        return torch.zeros(shape, dtype=dtype, device=device)
+    return store.empty(math.prod(shape), dtype, device).view(shape).zero_()
 
 
 @dataclass(frozen=True, eq=False)
@@ -247,6 +265,12 @@ def _write(
             if old is not new:
                 new.copy_(old)
         return
+    tensors = [t for pair in where for t in pair]
+    tensors += [t for cut in cuts for t in (cut.param, cut.grad)]
+    beside = [lies(t) is not None for t in tensors] if LIES else []
+    if any(beside) and not all(beside):
+        _write_here(kernel, group, cuts, where, stream)
+        return
     device, fake = cuts[0].param.device, isinstance(cuts[0].param, _torch.FakeTensor)
     one = len(cuts) == 1
     size = CHUNK if device.type == "cpu" and one else group.room
@@ -274,6 +298,27 @@ def _write(
             coder.encode(x, codes, scales, dither)
         if fake:  # nothing is written, and each chunk is as the first
             return
+
+
+def _write_here(
+    kernel: Callable[..., None],
+    group: _Group,
+    cuts: Sequence[_Stretch],
+    where: Sequence[tuple[Tensor, Tensor]],
+    stream: tuple[int, int],
+) -> None:
+    """The same on the device, where some of it lies beside that."""
+    come = lambda x: x if lies(x) is None else brought(x)  # noqa: E731
+    mine = [c._replace(param=come(c.param), grad=come(c.grad)) for c in cuts]
+    # What was brought is a copy, to be written over.
+    work = [come(old) for old, _ in where]
+    made = [new if x is old else x for x, (old, new) in zip(work, where, strict=True)]
+    _write(kernel, group, mine, list(zip(work, made, strict=True)), stream)
+    pairs = [(c.param, m.param) for c, m in zip(cuts, mine, strict=True)]
+    pairs += [(new, x) for (_, new), x in zip(where, made, strict=True)]
+    for target, source in pairs:
+        if target is not source:
+            target.copy_(source)
 
 
 def _range(
@@ -337,7 +382,7 @@ def _targets(
             taken[0].append(x)
             taken[1].append(new[-1])
         else:
-            fresh = torch.empty_like(local(x))
+            fresh = empty_beside(local(x))
             new.append(x.with_local(fresh) if is_sharded(x) else fresh)
     return old, new
 
