@@ -21,6 +21,7 @@ from fsfunc.testing.costs import assert_cost
 from fsfunc.testing.finiteness import NotFinite, finite
 from fsfunc.testing.integer_data import integers
 from fsfunc.testing.live_memory import Living, live_bytes
+<<<<<<< HEAD
 from fsfunc.testing.one_device import assert_equals_one_device
 from fsfunc.testing.poisoning import poison
 from fsfunc.testing.replication import check_replicated
@@ -50,3 +51,8 @@ def __getattr__(name: str) -> Any:
     import importlib
 
     return importlib.import_module("fsfunc.testing.strategies")
+=======
+from fsfunc.testing.odd_batches import OddBatch, check_batch
+
+__all__ = ["Living", "OddBatch", "check_batch", "live_bytes"]
+>>>>>>> wt-loud
