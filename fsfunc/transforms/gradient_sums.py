@@ -13,6 +13,7 @@ from fsfunc.comm.backends.link import Handle
 from fsfunc.comm.groups import strided
 from fsfunc.core.frames import frame
 from fsfunc.core.observation import Observation
+from fsfunc.optim.backward_steps import BackwardSteps
 from fsfunc.runtime.buffer_pool import BufferPool
 from fsfunc.runtime.memory_kinds import count_as
 from fsfunc.runtime.stores import beside, brought, empty_beside, lies, like_device
@@ -36,6 +37,7 @@ class GradientSums:
         reduce_each: whether each microbatch of loops within is reduced.
         observers: who is to see this rank's gradients before they are reduced.
         feedback: adds what earlier reductions lost on the way, if anybody.
+        steps: who steps a buffer once all of its gradients are summed, if anybody.
 
     Of ``accumulate`` loops within, the microbatches' gradients are summed before they
     are reduced; with ``reduce_each`` each is reduced over the ranks that cut a buffer,
@@ -58,6 +60,7 @@ class GradientSums:
         reduce_each: bool = False,
         observers: Sequence[Observation] = (),
         feedback: Feedback | None = None,
+        steps: BackwardSteps | None = None,
     ):
         where, self.replicas, _ = routes[()]
         self.routes, self.zero, self.pool = routes, zero, pool
@@ -69,7 +72,8 @@ class GradientSums:
         self.before = _divided_before(self.mean_size)
         self.depth = len(frame().micro)
         self.reduce_each = reduce_each
-        self.observers, self.feedback = observers, feedback
+        self.observers, self.feedback, self.steps = observers, feedback, steps
+        self.open: dict[int, set[Any]] = {}  # unit calls that still read a buffer
         # What observers are still to see: how many calls give it, and the sum so far.
         self.unseen: dict[Any, tuple[int, Tensor | None]] = {}
         self.grads: dict[int, Tensor] = {}
@@ -78,6 +82,12 @@ class GradientSums:
         self.reducing: list[Reducing] = []
         self.partly: dict[Any, tuple[Reducing, Tensor, int]] = {}  # not all are there
         self.summing: list[tuple[Reducing, Handle]] = []  # over replicas
+
+    def reads(self, calls: Calls, graph: bool) -> None:
+        """Hears of a unit call that reads buffers, with a graph or not."""
+        for call in calls:
+            if not (graph and call.shared) and (shard := call.shard) is not None:
+                self.open.setdefault(id(shard), set()).add(call.key)
 
     def expect(self, calls: Calls) -> None:
         """Hears of a unit call whose gradients observers will see."""
@@ -254,7 +264,13 @@ class GradientSums:
         if narrow and shard.flat.dtype != torch.float16:
             grad.mul_(self.before)
         before = self.grads.get(id(shard))
-        self.grads[id(shard)] = grad if before is None else before.add_(grad)
+        self.grads[id(shard)] = grad = grad if before is None else before.add_(grad)
+        if self.steps is not None:
+            still = self.open.setdefault(id(shard), set())
+            still.discard(one.key[1])
+            if not still and self.steps.takes(shard):
+                del self.grads[id(shard)]
+                self.steps.step(shard, grad, self.mean_size)
 
     def finish(self) -> None:
         """Waits for all that is due; ``grads`` then has the sums over the ranks."""

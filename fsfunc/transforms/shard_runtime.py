@@ -72,7 +72,8 @@ class ShardRuntime:
         differentiated: the arguments that a gradient call differentiates.
         keeps: by identity, the buffers whose gradients are summed here, in ``sums``;
             ``parts`` has the parts of their leaves that are used beside units.
-        how_summed: ``reduce_each``, ``observers``, ``feedback``: see ``GradientSums``.
+        how_summed: ``reduce_each``, ``observers``, ``feedback``, ``steps``: see
+            ``GradientSums``.
     """
 
     def __init__(
@@ -303,6 +304,8 @@ class ShardRuntime:
                 call.lasts = shard.whole is call.full
         if not holds:
             self.drop(old)
+        if self.sums.steps is not None:
+            self.sums.reads(calls, torch.is_grad_enabled())
         micro = calls[0].micro
         at = self.count.get(micro, 0)
         self.count[micro] = at + 1

@@ -9,7 +9,6 @@ import gc
 import os
 import resource
 import shutil
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -20,12 +19,13 @@ from hypothesis import strategies as st
 import fsfunc as ff
 from fsfunc import tree
 from fsfunc.optim import in_place
-from fsfunc.runtime.buffer_pool import BufferPool
 from fsfunc.runtime.stores import LIES, Store, lies
 from fsfunc.sharded.leaf import is_sharded
+from fsfunc.testing import poison
+from fsfunc.testing.drawn_models import rows
+from fsfunc.testing.strategies import models
 from tests.checks import held, refusals, refused, same, simulated, unchanged
 from tests.models import chain, floats, layers, train_step
-from tests.transforms.models import SPECS, batch_of
 
 ADAM = ff.sharded_adam(0.01)
 STACKS = {  # from the inside out; "offload" stands for what is drawn
@@ -101,7 +101,7 @@ def trained(optimizer, loss, init, batch, mesh, names, zero=3, steps=2, **stores
 
 @settings(max_examples=8)
 @given(
-    SPECS,
+    models(frozen=False),
     st.sampled_from(sorted(STACKS)),
     st.integers(1, 3),
     st.sampled_from([3, 0]),
@@ -110,7 +110,6 @@ def trained(optimizer, loss, init, batch, mesh, names, zero=3, steps=2, **stores
 def test_any_step_is_the_one_that_offloads_nothing(
     tmp_path_factory, spec, stack, ranks, zero, where
 ):
-    spec = replace(spec, frozen=False)
     folder = str(tmp_path_factory.getbasetemp() / "offloaded")
     kinds = ("params", "moments", "activations")
     stores = {
@@ -120,13 +119,10 @@ def test_any_step_is_the_one_that_offloads_nothing(
         stores["params"], ranks = None, 1
     stores = {k: w for k, w in stores.items() if w is not None} or {"moments": folder}
     loss = lambda params, batch: spec.loss(params, {}, batch)  # noqa: E731
-    given = spec.params(3), batch_of(4 * ranks, 3), simulated(ranks), STACKS[stack]
+    given = spec.params(3), rows(4 * ranks, 3), simulated(ranks), STACKS[stack]
     plain = trained(ADAM, loss, *given, zero)
-    BufferPool.poison = True
-    try:
+    with poison():
         found = trained(ADAM, loss, *given, zero, **stores)
-    finally:
-        BufferPool.poison = False
     for (state, sent, lay), (expected, before, _) in zip(found, plain, strict=True):
         same(state, expected)
         assert sent == before
