@@ -4,14 +4,13 @@ Each check is one law: what it compares, and what its message says, stands in it
 docstring. `fsfunc.testing.strategies` draws meshes, models and stacks for hypothesis.
 
 one_device.py       law 1 of any transform
-diagnosis.py mistakes.py   the mistake behind a difference; the classic ones
-strategies.py       what hypothesis draws
-drawn_models.py drawn_stacks.py   models to test transforms on; stacks of them
+diagnosis.py mistakes.py   the mistake that explains a difference
 comparing.py integer_data.py   trees held against trees; data whose sums are exact
 costs.py closed_forms.py   assert_cost; bytes to hold a ledger against
 transposes.py dot_products.py   check_collective, by typed dot products
 replication.py type_checking.py   check_replicated; check_types
 poisoning.py finiteness.py   NaN in memory that means nothing; where NaN came from
+strategies.py drawn_models.py drawn_stacks.py   what hypothesis draws
 live_memory.py      live_bytes
 """
 
