@@ -15,7 +15,6 @@ and over parts it needs a psum, or each rank goes its own way, at a plausible sp
 """
 
 import torch
-from torch.testing import assert_close
 
 import fsfunc as ff
 
