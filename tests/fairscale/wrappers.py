@@ -17,6 +17,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.utils import clip_grad_norm_
 
+from tests.fairscale.without_cuda import without_cuda
 from tests.models import affine, floats, layers
 
 WIDTH = 3  # a layer has 12 numbers, of which 4 ranks have equal parts and 5 have not
@@ -249,34 +250,6 @@ def oss(case: Case) -> Sides:
     clip = lambda p: optimizer.clip_grad_norm(MAX_NORM, p)  # noqa: E731
     weights = inner.state_dict
     return Sides(model, optimizer, quiet, clip, ready, weights, moments)
-
-
-def without_cuda() -> None:
-    """FSDP orders its work by streams of CUDA; without them all is in order."""
-
-    class Stream:
-        def __init__(self, *args: Any, **keywords: Any):
-            pass
-
-        def nothing(self, *args: Any) -> None:
-            pass
-
-        wait_stream = wait_event = synchronize = nothing
-        __eq__ = lambda self, other: True  # noqa: E731
-        __hash__ = lambda self: 0  # noqa: E731
-
-    one = Stream()
-    cuda: Any = torch.cuda
-    tensor: Any = Tensor
-    cuda.Stream, cuda.current_stream = Stream, lambda *a: one
-    cuda.stream = lambda *a: contextlib.nullcontext()
-    cuda.synchronize = lambda *a, **k: None
-    cuda.is_available = lambda: True
-    tensor.record_stream = lambda self, *a: None
-    tensor.pin_memory = lambda self, *a: self
-    tensor.cuda = lambda self, *a, **k: self
-    # What is read from a device is a copy: FSDP gathers each moment into one buffer.
-    tensor.cpu = lambda self, *a, **k: self.clone()
 
 
 def main() -> None:
