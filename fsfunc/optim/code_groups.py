@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+import math
 import zlib
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from fsfunc.comm.mesh import here
 from fsfunc.optim.leaves import local, trainable
 from fsfunc.runtime.block_codes import padded
+from fsfunc.runtime.stores import like_device, moments_store
 from fsfunc.sharded.layout import Layout
 from fsfunc.sharded.leaf import Sharded, is_sharded
 from fsfunc.sharded.packing import side_by_side
@@ -60,8 +63,8 @@ def groups_of(
             used = max(stop for _, stop in spans.values())
         groups.append(CodeGroup(starts, padded(size), used, first))
         for i in members:
-            lies = leaves[i].layout if is_sharded(leaves[i]) else tuple(leaves[i].shape)
-            said.append(f"{paths[i]} {lies}")
+            x = leaves[i]
+            said.append(f"{paths[i]} {x.layout if is_sharded(x) else tuple(x.shape)}")
         said.append("")
     return groups, zlib.crc32("\n".join(said).encode())
 
@@ -73,14 +76,21 @@ def _absent(layout: Layout) -> bool:
 def zero_codes(group: CodeGroup, per: int, dtype: torch.dtype) -> Any:
     """A zero for each ``per`` elements, laid out as what each rank has of its own."""
     first, count = group.first, group.room // per
-    device = local(first).device
+    device = like_device(local(first)).device
     if not is_sharded(first) or not first.layout.axes:
-        return torch.zeros(count, dtype=dtype, device=device)
+        return _zeros((count,), dtype, device)
     owned = first.layout.owned
     apart = {p.axis for p in owned}
     over = {a: n for a, n in first.layout.sizes.items() if a not in apart}
     splits = [Split(k, axis, n) for k, (axis, n) in enumerate(over.items())]
     shape = (*over.values(), count)
     layout = Layout(shape, dtype, (*owned, *splits), first.layout.name)
-    lies = layout.local_shape(here().mesh.coordinates())
-    return Sharded(torch.zeros(lies, dtype=dtype, device=device), layout)
+    part = layout.local_shape(here().mesh.coordinates())
+    return Sharded(_zeros(part, dtype, device), layout)
+
+
+def _zeros(shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> Tensor:
+    """Zeros on the device, or where `init_state` wants moments to lie."""
+    if (store := moments_store()) is None:
+        return torch.zeros(shape, dtype=dtype, device=device)
+    return store.empty(math.prod(shape), dtype, device).view(shape).zero_()

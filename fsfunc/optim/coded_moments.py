@@ -26,6 +26,7 @@ from fsfunc.optim.leaves import (
 from fsfunc.optim.matching import Matched
 from fsfunc.optim.optimizer import Optimizer, check_params_given
 from fsfunc.runtime.block_codes import BLOCK
+from fsfunc.runtime.stores import empty_beside
 from fsfunc.sharded.donated import Donation, Everything
 from fsfunc.sharded.leaf import is_sharded
 
@@ -161,7 +162,7 @@ def _targets(
             taken[0].append(x)
             taken[1].append(new[-1])
         else:
-            fresh = torch.empty_like(local(x))
+            fresh = empty_beside(local(x))
             new.append(x.with_local(fresh) if is_sharded(x) else fresh)
     return old, new
 

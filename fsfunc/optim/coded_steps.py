@@ -14,6 +14,7 @@ from fsfunc.optim.leaves import local
 from fsfunc.optim.matching import Matched
 from fsfunc.runtime.block_codes import BLOCK, CHUNK, Coder, chance, padded
 from fsfunc.runtime.generators import mix
+from fsfunc.runtime.stores import LIES, brought, lies
 
 __all__ = ["Scratch", "stretches", "write_codes"]
 
@@ -84,6 +85,12 @@ def write_codes(
     Blocks of which nothing is updated keep their codes. ``where``: codes and scales of
     the mean and of the mean square, old and new.
     """
+    tensors = [t for pair in where for t in pair]
+    tensors += [t for cut in cuts for t in (cut.param, cut.grad)]
+    beside = [lies(t) is not None for t in tensors] if LIES else []
+    if any(beside) and not all(beside):
+        _write_here(kernel, group, cuts, where, stream, scratch)
+        return
     end = 0
     for start, stop in _blocks(cuts):
         _keep(where, end, start)
@@ -95,6 +102,29 @@ def write_codes(
                 return  # nothing is written, and each chunk is as the first
         end = stop
     _keep(where, end, len(where[0][0]))
+
+
+def _write_here(
+    kernel: Callable[..., None],
+    group: CodeGroup,
+    cuts: Sequence[Stretch],
+    where: Sequence[tuple[Tensor, Tensor]],
+    stream: tuple[int, int],
+    scratch: Scratch,
+) -> None:
+    """The same on the device, where some of it lies beside that."""
+    come = lambda x: x if lies(x) is None else brought(x)  # noqa: E731
+    mine = [c._replace(param=come(c.param), grad=come(c.grad)) for c in cuts]
+    # What was brought is a copy, to be written over.
+    work = [come(old) for old, _ in where]
+    made = [new if x is old else x for x, (old, new) in zip(work, where, strict=True)]
+    moved = list(zip(work, made, strict=True))
+    write_codes(kernel, group, mine, moved, stream, scratch)
+    pairs = [(c.param, m.param) for c, m in zip(cuts, mine, strict=True)]
+    pairs += [(new, x) for (_, new), x in zip(where, made, strict=True)]
+    for target, source in pairs:
+        if target is not source:
+            target.copy_(source)
 
 
 def _most(param: Tensor, count: int) -> int:

@@ -4,14 +4,14 @@ Each check is one law: what it compares, and what its message says, stands in it
 docstring. `fsfunc.testing.strategies` draws meshes, models and stacks for hypothesis.
 
 one_device.py       law 1 of any transform
-diagnosis.py mistakes.py   the mistake behind a difference; the classic ones
-strategies.py       what hypothesis draws
-drawn_models.py drawn_stacks.py   models to test transforms on; stacks of them
+diagnosis.py mistakes.py   the mistake that explains a difference
 comparing.py integer_data.py   trees held against trees; data whose sums are exact
 costs.py closed_forms.py   assert_cost; bytes to hold a ledger against
 transposes.py dot_products.py   check_collective, by typed dot products
 replication.py type_checking.py   check_replicated; check_types
 poisoning.py finiteness.py   NaN in memory that means nothing; where NaN came from
+strategies.py drawn_models.py drawn_stacks.py   what hypothesis draws
+odd_batches.py      check_batch: what a loader gave that no rank expected
 live_memory.py      live_bytes
 """
 
@@ -22,6 +22,7 @@ from fsfunc.testing.costs import assert_cost
 from fsfunc.testing.finiteness import NotFinite, finite
 from fsfunc.testing.integer_data import integers
 from fsfunc.testing.live_memory import Living, live_bytes
+from fsfunc.testing.odd_batches import OddBatch, check_batch
 from fsfunc.testing.one_device import assert_equals_one_device
 from fsfunc.testing.poisoning import poison
 from fsfunc.testing.replication import check_replicated
@@ -31,9 +32,11 @@ from fsfunc.testing.type_checking import check_types
 __all__ = [
     "Living",
     "NotFinite",
+    "OddBatch",
     "assert_cost",
     "assert_equal",
     "assert_equals_one_device",
+    "check_batch",
     "check_collective",
     "check_replicated",
     "check_types",

@@ -144,7 +144,10 @@ class GradientSums:
         if key in self.due:
             _, held, _, before = self.due.pop(key)
             away = self.offloads and lies(shard.flat) is not None
-            buffer = buffer.add_(held) if away else held.add_(buffer)
+            if away:
+                buffer = buffer.add_(held.to(buffer.device))
+            else:
+                buffer = held.add_(buffer)
             count = before + 1
         if count < due or self.zero == 1:
             if self.offloads and lies(shard.flat) and not lies(buffer):
@@ -215,7 +218,7 @@ class GradientSums:
         one.buffer, count = None, 1
         if one.key in self.partly:
             _, held, before = self.partly.pop(one.key)
-            grad, count = held.add_(grad), before + 1
+            grad, count = held.add_(grad.to(held.device)), before + 1
         if count < one.due:
             if self.offloads and lies(one.shard.flat) and not lies(grad):
                 grad = beside(one.shard.flat, grad)
