@@ -40,7 +40,7 @@ nn/data_parallel/test_fsdp_hf_transformer_eval.py
 nn/data_parallel/test_fsdp_pre_backward_hook.py
   not     | hooks are registered anew in each forward | no hooks: a unit's backward is in the graph
 nn/data_parallel/test_fsdp_offload.py
-  has     | parameters on the disk | transforms/test_offload.py::test_a_state_of_48_units_trains_in_the_memory_of_two
+  has     | parameters on the disk | transforms/test_offload.py::test_any_step_is_the_one_that_offloads_nothing
 nn/misc/test_flatten_params_wrapper.py
   has     | leaves in one flat tensor, and back under their names | sharded/test_sharded.py::test_a_whole_buffer_shows_what_it_was_gathered_from
 nn/misc/test_grad_bucket.py
