@@ -28,6 +28,7 @@ __all__ = [
     "Lines",
     "RanksDiffer",
     "Section",
+    "bit_sums",
     "checksums",
     "compare",
     "stated",
@@ -212,6 +213,12 @@ def checksums(
     known = {} if known is None else known
     with torch.no_grad(), torch.inference_mode(False):
         return [_known(x, known) for x in tensors]
+
+
+def bit_sums(tensors: Sequence[Tensor]) -> list[Tensor]:
+    """The same numbers, as tensors: nothing waits for the device."""
+    with torch.no_grad(), torch.inference_mode(False):
+        return [_folded(_words(x)) for x in tensors]
 
 
 def _known(x: Tensor, known: dict[int, Any]) -> int:

@@ -22,7 +22,8 @@ class BufferPool:
     give anything back, and nothing is taken away from a tensor that still lives. CUDA's
     allocator does the like by itself.
 
-    With ``poison`` a buffer that is let go of is filled with NaN, for tests.
+    With ``poison`` a buffer that is handed out, or let go of, is filled with NaN, for
+    tests.
     """
 
     poison = False
@@ -59,7 +60,10 @@ class BufferPool:
                 storage = self.storages[best]
             # A tensor of its own has a version counter of its own.
             empty = torch.empty(0, dtype=dtype)
-            return empty.set_(storage, 0, (count,))  # type: ignore[call-overload]
+            found = empty.set_(storage, 0, (count,))  # type: ignore[call-overload]
+        if self.poison:
+            found.view(torch.uint8).fill_(255)
+        return found
 
     def trim(self, keep: int) -> None:
         """Lets go of free buffers, but for the ``keep`` largest."""

@@ -1,0 +1,147 @@
+"""Trees held against trees: the first leaf, and element, in which they differ."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from fsfunc import tree
+from fsfunc.sharded.layout import describe
+from fsfunc.sharded.leaf import is_sharded
+
+__all__ = ["Difference", "assert_equal", "difference", "far", "held", "place_of"]
+
+
+@dataclass(frozen=True)
+class Difference:
+    """Two leaves that are not equal.
+
+    Args:
+        path: the leaf's, in the tree.
+        said: what differs, and where, in words.
+        found, expected: the two leaves.
+        index: of the first element that differs, where both have one.
+    """
+
+    path: str
+    said: str
+    found: Any
+    expected: Any
+    index: tuple[int, ...] | None = None
+
+    def at_index(self, x: Any) -> str:
+        """What ``x``, a leaf like these two, has there."""
+        if not isinstance(x, Tensor):
+            return repr(x)
+        if self.index is None or len(self.index) != x.ndim:
+            return describe(x.shape, x.dtype)
+        if any(i >= n for i, n in zip(self.index, x.shape, strict=True)):
+            return f"nothing ({describe(x.shape, x.dtype)})"
+        return repr(x.detach()[self.index].item())
+
+
+def difference(
+    found: Any, expected: Any, tolerance: float = 0.0, paths: Any = None
+) -> Difference | None:
+    """The first leaf in which two trees differ, or None.
+
+    Args:
+        tolerance: how far numbers may be from each other, relative to theirs or to 1;
+            0 asks for the same values.
+        paths: of these leaves alone.
+
+    Raises:
+        TreeMismatch: trees of unlike structure.
+    """
+    tree.check_same_structure(expected, found)
+    names, leaves, _ = tree.flatten_with_paths(found)
+    for path, a, b in zip(names, leaves, tree.leaves(expected), strict=True):
+        if paths is None or path in paths:
+            if (seen := _unlike(path, a, b, tolerance)) is not None:
+                return seen
+    return None
+
+
+def _unlike(path: str, a: Any, b: Any, tolerance: float) -> Difference | None:
+    name = repr(path) if path else "the value"
+    if not isinstance(a, Tensor) and not isinstance(b, Tensor):
+        same = _same(a, b, tolerance)
+        return None if same else Difference(path, f"{name} differs", a, b)
+    if not isinstance(a, Tensor) or not isinstance(b, Tensor):
+        said = f"{name} is a {type(a).__name__}, not a {type(b).__name__}"
+        return Difference(path, said, a, b)
+    if (a.shape, a.dtype) != (b.shape, b.dtype):
+        kinds = describe(a.shape, a.dtype), describe(b.shape, b.dtype)
+        return Difference(path, f"{name} is {kinds[0]}, not {kinds[1]}", a, b)
+    apart = far(a, b, tolerance)
+    if not bool(apart.any()):
+        return None
+    first = int(apart.reshape(-1).to(torch.uint8).argmax())
+    index = place_of(first, a.shape)
+    count = int(apart.sum())
+    said = f"{describe(a.shape, a.dtype, name)} differs"
+    if a.ndim:
+        said += f" at {index}, in {count} of {a.numel()} elements"
+    return Difference(path, said, a, b, index)
+
+
+def place_of(number: int, shape: Sequence[int]) -> tuple[int, ...]:
+    """The index of an element, of its number in rows."""
+    found = torch.unravel_index(torch.tensor(number), tuple(shape))
+    return tuple(int(i) for i in found)
+
+
+def _same(a: Any, b: Any, tolerance: float) -> bool:
+    if isinstance(a, float) and isinstance(b, float):
+        return a == b or math.isclose(a, b, rel_tol=tolerance, abs_tol=tolerance)
+    return bool(a == b)
+
+
+def far(a: Tensor, b: Tensor, tolerance: float) -> Tensor:
+    """Where two tensors of one shape are not equal, or near; NaN is near nothing."""
+    a, b = a.detach(), b.detach()
+    same = a == b
+    if tolerance and (a.is_floating_point() or a.is_complex()):
+        wide = torch.complex128 if a.is_complex() else torch.float64
+        a, b = a.to(wide), b.to(wide)
+        same = same | ((a - b).abs() <= tolerance * (1 + b.abs()))
+    return ~same
+
+
+def assert_equal(found: Any, expected: Any, tolerance: float = 0.0) -> None:
+    """Raises unless two trees have one structure, and the same shapes, dtypes, values.
+
+    Args:
+        tolerance: how far numbers may be from each other, relative to theirs or to 1;
+            0: not at all.
+
+    Raises:
+        TreeMismatch: where structures differ, by path.
+        AssertionError: names the first leaf that differs, and its first element.
+
+    >>> import torch
+    >>> assert_equal({"w": torch.tensor([1.0, 2.0])}, {"w": torch.tensor([1.0, 4.0])})
+    Traceback (most recent call last):
+        ...
+    AssertionError: 'w' f32[2] differs at (1,), in 1 of 2 elements
+      expected 4.0
+      found 2.0
+    """
+    seen = difference(found, expected, tolerance)
+    if seen is not None:
+        raise AssertionError(
+            f"{seen.said}\n  expected {seen.at_index(seen.expected)}\n"
+            f"  found {seen.at_index(seen.found)}"
+        )
+
+
+def held(values: Any) -> list[Tensor]:
+    """Copies of all tensors in a tree, of sharded leaves their parts."""
+    leaves = tree.leaves(values, is_leaf=is_sharded)
+    parts = [x.local if is_sharded(x) else x for x in leaves]
+    return [x.detach().clone() for x in parts if isinstance(x, Tensor)]

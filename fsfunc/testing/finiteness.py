@@ -1,0 +1,135 @@
+"""The first value of a step that is not finite: which unit, which leaf, which rank."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from fsfunc import _torch, tree
+from fsfunc.comm.mesh import maybe_here
+from fsfunc.core.autodiff import GradientCall, Outcome
+from fsfunc.core.frames import Interpretation, frame
+from fsfunc.sharded.layout import describe
+from fsfunc.sharded.leaf import is_sharded
+from fsfunc.transforms.transforming import transformed
+
+__all__ = ["NotFinite", "finite"]
+
+
+class NotFinite(FloatingPointError):
+    """A value that is NaN or infinite."""
+
+
+def finite(fn: Callable[..., Any]) -> Callable[..., Any]:
+    """``fn``, that raises where a value is first NaN or infinite.
+
+    Looked at, in this order: what ``fn`` is given, what each unit is given and returns,
+    the cotangents of units' outputs, the loss, the gradients, what ``fn`` returns. So
+    the message tells a unit from what stands before it, and backward from forward.
+    Under ``torch.func`` and while a step is recorded nothing is looked at.
+
+    Raises:
+        NotFinite: names the unit or leaf, the first such element, the rank and its
+            coordinates.
+
+    Cost: each tensor that is looked at is read once, and waited for: for debugging.
+
+    >>> import torch, fsfunc as ff
+    >>> root = ff.unit(lambda w, x: (x * w).sqrt())
+    >>> step = ff.value_and_grad(lambda w, x: root(w, x).mean())
+    >>> x = torch.tensor([1.0, -1.0])
+    >>> finite(step)(torch.ones(2), x)  # doctest: +ELLIPSIS
+    Traceback (most recent call last):
+        ...
+    fsfunc.testing.finiteness.NotFinite: unit '<lambda>' returns nan at (1,) of ...
+    """
+    return transformed(fn, _Finite())
+
+
+class _Finite(Interpretation):
+    """Looks at what units and gradient calls are given, and give."""
+
+    called = "finite"
+
+    def call(self, f: Callable[..., Any], args: Any, keywords: Any) -> Any:
+        name = getattr(f, "__name__", "the step")
+        look(args, lambda path: f"{name} is given", "argument ")
+        out = super().call(f, args, keywords)
+        look(out, lambda path: f"{name} returns")
+        return out
+
+    def unit(self, run: Callable[..., Any], call: Any) -> Callable[..., Any]:
+        said = f"unit {call.name!r}"
+
+        def looked(params: Any, *inputs: Any, **keywords: Any) -> Any:
+            look(params, lambda path: f"{said} is given", "parameter ")
+            look((inputs, keywords), lambda path: f"{said} is given")
+            out = run(params, *inputs, **keywords)
+            look(out, lambda path: f"{said} returns")
+            for x in tree.leaves(out, is_leaf=is_sharded):
+                if isinstance(x, Tensor) and x.requires_grad and not _unseen():
+                    x.register_hook(_hook(said))
+            return out
+
+        return looked
+
+    def gradient(self, run: Callable[..., Any]) -> Callable[..., Any]:
+        def looked(call: GradientCall) -> Outcome:
+            outcome = run(call)
+            look(outcome.total, lambda path: "the loss is")
+            look(outcome.grads, lambda path: "there is a gradient of")
+            return outcome
+
+        return looked
+
+
+def _hook(said: str) -> Callable[[Tensor], None]:
+    def hook(g: Tensor) -> None:
+        look(g, lambda path: f"the cotangent of what {said} returns is")
+
+    return hook
+
+
+def _unseen() -> bool:
+    return (
+        frame().tracer is not None
+        or _torch.functorch_active()
+        or _torch.fake_active()
+        or _torch.forward_ad_active()
+    )
+
+
+def look(value: Any, says: Callable[[str], str], kind: str = "") -> None:
+    """Raises where a tensor in a tree holds what is not finite."""
+    if _unseen():
+        return
+    paths, leaves, _ = tree.flatten_with_paths(value, is_leaf=is_sharded)
+    for path, leaf in zip(paths, leaves, strict=True):
+        x = leaf.local if is_sharded(leaf) else leaf
+        if not isinstance(x, Tensor) or not (x.is_floating_point() or x.is_complex()):
+            continue
+        with torch.no_grad():
+            good = x.detach().isfinite()
+            if bool(good.all()):
+                continue
+            first = int((~good).reshape(-1).int().argmax())
+            at = tuple(
+                int(i) for i in torch.unravel_index(torch.tensor(first), x.shape)
+            )
+            number = x.detach()[at].item()
+        where = f" of {kind}{path!r}" if path else ""
+        part = ", this rank's part," if is_sharded(leaf) else ""
+        raise NotFinite(
+            f"{says(path)} {number!r} at {at}{where or ' of'} "
+            f"{describe(x.shape, x.dtype)}{part}{_who()}"
+        )
+
+
+def _who() -> str:
+    at = maybe_here()
+    if at is None:
+        return " on one device"
+    return f" on rank {at.rank} {at.mesh.coordinates(at.rank)}"

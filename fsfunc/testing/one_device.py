@@ -1,0 +1,278 @@
+"""The law of every transform: on any mesh a step is what it is on one device."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Sequence
+from itertools import takewhile
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from fsfunc import tree
+from fsfunc.comm.launch import local_batch, spmd
+from fsfunc.comm.ledgers import Ledger, ledger, silence
+from fsfunc.comm.mesh import Axis, Mesh, axis_names, check_mesh
+from fsfunc.sharded.donated import any_spent
+from fsfunc.sharded.leaf import is_sharded
+from fsfunc.state.conversions import unshard
+from fsfunc.state.layout_rules import LayoutRules
+from fsfunc.state.placing import place
+from fsfunc.testing.comparing import Difference, difference, held
+from fsfunc.testing.costs import said
+from fsfunc.testing.diagnosis import Case, explain
+
+__all__ = ["assert_equals_one_device", "batch_axes"]
+
+_SHOWN = 8  # ranks, and collectives, of a message
+
+
+def assert_equals_one_device(
+    step: Callable[..., Any],
+    transformed: Callable[..., Any],
+    mesh: Mesh,
+    state: Any,
+    *batch: Any,
+    axis: Axis | tuple[()] | None = None,
+    layouts: LayoutRules | None = None,
+    calls: int = 2,
+    goes_on: Callable[[Any], Any] | None = None,
+    whole: Callable[[Any], Any] = unshard,
+    tolerance: float = 0.0,
+    uneven: bool = False,
+) -> None:
+    """Raises unless ``transformed`` on every rank is ``step`` on one device.
+
+    One device calls ``step(state, *batch)``. Each rank of the mesh lays the state out
+    by ``place``, takes its rows of the batch, and calls ``transformed``; what that
+    returns, whole, must be the same. So values, gradients, new states and whatever else
+    a step returns are compared, and nobody may have written into a state that was not
+    donated.
+
+    Args:
+        step: what one device runs; any function of (state, \\*batch), that may return
+            any tree.
+        transformed: the same for ranks: by transforms of fsfunc's, or your own.
+        mesh: of simulated ranks, or of processes.
+        state: a tree, whole, on every rank the same.
+        batch: trees of tensors, cut along dim 0.
+        axis: the axes over which the batch is cut; ``()`` gives all of it to all ranks.
+            By default those that the transforms take means over; all axes, where no
+            transform says.
+        layouts: as for ``ff.place``.
+        calls: how often it is called; a second call goes by what the first one learnt.
+        goes_on: makes the next call's state of what a call returned (``lambda out:
+            out[0]``); by default every call is given the first one.
+        whole: makes, on each rank, what one device returns of what the rank has.
+        tolerance: how far numbers may be apart, relative to theirs or to 1. By default
+            not at all: give integers, as :func:`integers` makes them.
+        uneven: whether ranks may have unlike numbers of rows.
+
+    Raises:
+        AssertionError: with the mesh, the leaf, its first element that differs and what
+            each rank has there, the mistake that would explain it, and the last
+            collectives that touched it.
+
+    >>> import torch, fsfunc as ff
+    >>> unit = ff.unit(lambda w, x: x @ w)
+    >>> step = ff.value_and_grad(lambda w, x: unit(w, x).sum() / len(x))
+    >>> mesh = ff.make_mesh({"data": 2}, "simulated")
+    >>> w, x = ff.testing.integers(3), ff.testing.integers(4, 3)
+    >>> assert_equals_one_device(step, ff.shard(step, mesh, "data"), mesh, w, x)
+
+    A transform of one's own, that forgot that the loss is a mean:
+
+    >>> def by_hand(w, x):
+    ...     return ff.psum(step(w, x), "data")
+    >>> assert_equals_one_device(
+    ...     step, by_hand, mesh, w, x)  # doctest: +ELLIPSIS +NORMALIZE_WHITESPACE
+    Traceback (most recent call last):
+        ...
+    AssertionError: by_hand on Mesh({'data': 2}, 'simulated') is not the step on one
+    device
+    '0' f32[] differs
+      one device  2.5
+      rank 0      5.0
+      rank 1      5.0
+    it is 2 times too large, the size of "data": a sum in the place of a mean, ...
+    """
+    check_mesh(mesh, "assert_equals_one_device")
+    axes = batch_axes(transformed, mesh) if axis is None else axis_names(axis)
+    draws = torch.get_rng_state()
+    expected = _on_one(step, state, batch, calls, goes_on)
+    torch.set_rng_state(draws)
+
+    def main() -> Any:
+        mine = local_batch(batch, mesh, axes, uneven) if axes else batch
+        placed = place(transformed, state, *mine, layouts=layouts)
+        outs, written = [], ""
+        for _ in range(calls):
+            before = held((placed, mine))
+            out = transformed(placed, *mine)
+            written = written or _written(before, placed, mine)
+            with silence():
+                outs.append(whole(out))
+            placed = placed if goes_on is None else goes_on(out)
+        return outs, written, _rows(mine)
+
+    with ledger() as log:
+        found = spmd(main, mesh)()
+    outs, written, rows = found.unzip()
+    title = f"{_name(transformed)} on {mesh} is not {_name(step)} on one device"
+
+    def alone(call: int, position: int) -> Sequence[Tensor]:
+        parts = [_cut(batch, mesh, axes, r) for r in range(mesh.size)]
+        each = [_on_one(step, state, p, calls, goes_on)[call] for p in parts]
+        return [tree.leaves(out)[position] for out in each]
+
+    for k in range(calls):
+        told = title + (f", in its call {k + 1} of {calls}" if calls > 1 and k else "")
+        ranks = [out[k] for out in outs]
+        if seen := _first(ranks, expected[k], tolerance, told):
+            raise AssertionError(
+                _message(
+                    told, seen, ranks, expected[k], mesh, state, axes, rows,
+                    lambda position, k=k: alone(k, position), log,
+                )
+            )  # fmt: skip
+        for rank, what in enumerate(written):
+            if what:
+                raise AssertionError(f"{title}: on rank {rank} it {what}")
+
+
+def _on_one(step: Any, state: Any, batch: Any, calls: int, goes_on: Any) -> list[Any]:
+    """What each call gives on one device."""
+    outs = []
+    for _ in range(calls):
+        out = step(state, *batch)
+        outs.append(out)
+        state = state if goes_on is None else goes_on(out)
+    return outs
+
+
+def batch_axes(transformed: Any, mesh: Mesh) -> tuple[str, ...]:
+    """The axes over which the transforms around a step take means."""
+    laying = [
+        h for h in getattr(transformed, "interpretations", ()) if hasattr(h, "axes")
+    ]
+    if not laying:
+        return tuple(mesh.axes)
+    over = {a for h in laying for a in h.axes if a not in h.same_batch}
+    return tuple(a for a in mesh.axes if a in over)
+
+
+def _written(before: list[Tensor], placed: Any, batch: Any) -> str:
+    """What a call did to what it was given, and may not do."""
+    leaves = tree.leaves(placed, is_leaf=is_sharded)
+    if any_spent(leaves):
+        return ""  # donated: it may
+    paths, after, _ = tree.flatten_with_paths((placed, batch), is_leaf=is_sharded)
+    real = [
+        (p, x) for p, x in zip(paths, after, strict=True)
+        if is_sharded(x) or isinstance(x, Tensor)
+    ]  # fmt: skip
+    for (path, _), old, new in zip(real, before, held((placed, batch)), strict=True):
+        if not torch.equal(old, new) and not bool((old != old).any()):
+            where, _, name = path.partition("/")
+            what = f"the state's {name!r}" if where == "0" else f"the batch's {name!r}"
+            return f"wrote into {what}, which was not donated: use ff.donate, or a copy"
+    return ""
+
+
+def _first(
+    ranks: Sequence[Any], expected: Any, tolerance: float, title: str
+) -> Difference | None:
+    """The first leaf that differs on any rank."""
+    seen = []
+    for rank, out in enumerate(ranks):
+        try:
+            found = difference(out, expected, tolerance)
+        except tree.TreeMismatch as error:
+            raise AssertionError(f"{title}: on rank {rank} {error}") from None
+        if found is not None:
+            seen.append(found)
+    if not seen:
+        return None
+    order = tree.paths(expected)
+    return min(seen, key=lambda d: order.index(d.path))
+
+
+def _message(
+    title: str,
+    seen: Difference,
+    ranks: Sequence[Any],
+    expected: Any,
+    mesh: Mesh,
+    state: Any,
+    axes: tuple[str, ...],
+    rows: Sequence[int],
+    alone: Callable[[int], Sequence[Tensor]],
+    log: Ledger,
+) -> str:
+    position = tree.paths(expected).index(seen.path)
+    found = [tree.leaves(out)[position] for out in ranks]
+    lines = [title, seen.said, f"  one device  {seen.at_index(seen.expected)}"]
+    lines += [f"  rank {r:<7}{seen.at_index(x)}" for r, x in enumerate(found[:_SHOWN])]
+    if len(found) > _SHOWN:
+        lines.append(f"  and {len(found) - _SHOWN} more ranks")
+    if isinstance(seen.expected, Tensor) and all(isinstance(x, Tensor) for x in found):
+        given = _given(state)
+        case = Case(
+            seen.expected, found, mesh, given, _before(seen, given), axes, rows,
+            lambda: alone(position),
+        )  # fmt: skip
+        lines.append(explain(case))
+    return "\n".join([*lines, *_origin(seen.path, log)])
+
+
+def _given(state: Any) -> dict[str, Tensor]:
+    paths, leaves, _ = tree.flatten_with_paths(state)
+    return {p: x for p, x in zip(paths, leaves, strict=True) if isinstance(x, Tensor)}
+
+
+def _before(seen: Difference, given: dict[str, Tensor]) -> Tensor | None:
+    """The leaf of the state that has the longest end of a returned leaf's path."""
+    names, best, at = seen.path.split("/"), None, 0
+    for path, x in given.items():
+        own = path.split("/") if path else []
+        pairs = zip(reversed(own), reversed(names), strict=False)
+        common = len(list(takewhile(lambda pair: pair[0] == pair[1], pairs)))
+        if common == len(own) and common >= at and x.shape == seen.expected.shape:
+            best, at = x, common
+    return best
+
+
+def _origin(path: str, log: Ledger) -> list[str]:
+    """The collectives that touched a leaf, or the last ones; of the first rank."""
+    records = log.of()
+    if not records:
+        return ["nothing was sent"]
+    leaf = path.rpartition("/")[2]
+    named = re.compile(rf"[/(]{re.escape(leaf)}[ )]")
+    about = [r for r in records if leaf and named.search(r.what)]
+    shown = (about or records)[-_SHOWN:]
+    lines = ["collectives of this leaf:" if about else "the last collectives:"]
+    return [*lines, *[f"  {line}" for line in dict.fromkeys(map(said, shown))]]
+
+
+def _cut(batch: Any, mesh: Mesh, axes: tuple[str, ...], rank: int) -> Any:
+    """The rows of a rank."""
+    size, index = mesh.axis_size(axes), mesh.coordinate(axes, rank)
+    part = lambda x: x.tensor_split(size)[index] if isinstance(x, Tensor) else x  # noqa: E731
+    return tree.map(part, batch)
+
+
+def _rows(batch: Any) -> int:
+    """How many rows a batch has."""
+    sizes = [len(x) for x in tree.leaves(batch) if isinstance(x, Tensor) and x.ndim]
+    return sizes[0] if sizes else 0
+
+
+def _name(fn: Any) -> str:
+    """What a function is called, with the transforms around it."""
+    name = getattr(fn, "__name__", type(fn).__name__)
+    name = "the step" if name == "<lambda>" else name
+    for h in getattr(fn, "interpretations", ()):
+        name = f"{h.called or type(h).__name__.lower()}({name})"
+    return name

@@ -1,0 +1,224 @@
+"""Whether a collective is linear, and its derivatives are those of a linear map."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Sequence
+from fractions import Fraction
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.func import grad, jvp, vjp, vmap
+
+from fsfunc.comm.launch import PerRank, make_mesh, spmd
+from fsfunc.comm.mesh import Mesh
+from fsfunc.testing.dot_products import COTANGENT, pairing, typed
+
+__all__ = ["check_collective"]
+
+UNDER = ("linear", "vjp", "grad", "jvp", "vmap", "twice")
+
+
+def check_collective(
+    fn: Callable[[Tensor], Tensor],
+    axis: str = "data",
+    *,
+    of: str = "V",
+    to: str = "V",
+    shape: Sequence[int] = (12, 2),
+    sizes: Sequence[int] = (2, 3, 4),
+    transpose: Callable[[Tensor], Tensor] | None = None,
+    agreeing: bool = False,
+    under: Sequence[str] = UNDER,
+    mesh: Mesh | None = None,
+) -> None:
+    """Raises unless ``fn`` is a linear map over ranks that differentiates as one.
+
+    A linear map f and its transpose pair alike: <f(x), g> = <x, f'(g)>, each side
+    summed over the ranks as its type says (see `fsfunc.testing.dot_products`). On
+    integers both sides are equal, not near. That is asked under ``vjp``; ``grad``
+    must give the same, ``jvp`` must be ``fn`` of the tangent, ``vmap`` must map it and
+    its transpose, and ``twice`` the transpose of the transpose must be ``fn`` again.
+    What is one value (types I and R) must be so on every rank, and so must cotangents.
+
+    Args:
+        fn: takes this rank's tensor; it is called on every rank of a simulated mesh.
+        axis: the axis that it is about.
+        of, to: the types of what it takes and returns: V varies from rank to rank, I is
+            one value, R is replicated with a cotangent in parts, P is in parts.
+        shape: of what a rank is given.
+        sizes: of the axis, tried from the smallest.
+        transpose: what its transpose is to be, if you know; by hand, on cotangents.
+        agreeing: whether what it is given, though of type V, is equal on all ranks.
+        under: which derivatives are asked for.
+        mesh: in the place of ``sizes``: one with other axes beside.
+
+    Raises:
+        AssertionError: names the mesh, the derivative, both sides, and their ratio.
+
+    >>> import fsfunc as ff
+    >>> check_collective(lambda x: ff.psum(x, "data"), to="I")
+    >>> wrong = lambda x: ff.psum(x, "data", to="I")
+    >>> check_collective(wrong, to="V")  # doctest: +ELLIPSIS
+    Traceback (most recent call last):
+        ...
+    AssertionError: the transpose of <lambda>, V -> V over "data" of size 2, is wrong...
+    """
+    meshes = (
+        [make_mesh({axis: n}, "simulated") for n in sizes] if mesh is None else [mesh]
+    )
+    for at in meshes:
+        _Check(fn, axis, of, to, tuple(shape), transpose, agreeing, at).run(under)
+
+
+class _Check:
+    """One collective on one mesh."""
+
+    def __init__(
+        self,
+        fn: Any,
+        axis: str,
+        of: str,
+        to: str,
+        shape: tuple[int, ...],
+        transpose: Any,
+        agreeing: bool,
+        mesh: Mesh,
+    ):
+        for kind in (of, to):
+            if kind not in "VIRP":
+                raise ValueError(f"type {kind!r}: it is V, I, R or P")
+        self.fn, self.axis, self.of, self.to, self.mesh = fn, axis, of, to, mesh
+        self.transpose, self.draw = transpose, torch.Generator().manual_seed(0)
+        name = getattr(fn, "__name__", type(fn).__name__)
+        n = mesh.axis_size(axis)
+        self.name = f'{name}, {of} -> {to} over "{axis}" of size {n}'
+        self.alike = of in "IR" or agreeing
+        self.x, self.z = (typed(self.alike, shape, mesh, axis, self.draw) for _ in "xz")
+        self.y = self.on_ranks(fn, self.x)
+        out = self.y[0].shape
+        dual = COTANGENT[to] in "IR"
+        self.g, self.h = (typed(dual, out, mesh, axis, self.draw) for _ in "gh")
+
+    def on_ranks(self, fn: Callable[..., Any], *args: Any) -> PerRank:
+        return spmd(fn, self.mesh)(*args)
+
+    def groups(self) -> list[tuple[int, ...]]:
+        return sorted({self.mesh.members(self.axis, r) for r in range(self.mesh.size)})
+
+    def run(self, under: Sequence[str]) -> None:
+        for what in under:
+            if what not in UNDER:
+                raise ValueError(f"under={what!r}: it is one of {UNDER}")
+        self.claim("what it returns", self.to, self.y)
+        with warnings.catch_warnings():
+            # The first jvp of a process lets torch compile its own decompositions.
+            warnings.filterwarnings("ignore", ".torch.jit.script. is deprecated")
+            for what in UNDER:
+                if what in under:
+                    self.take(what)
+
+    def take(self, what: str) -> None:
+        try:
+            getattr(self, what)()
+        except AssertionError:
+            raise
+        except Exception as error:
+            raise AssertionError(
+                f"{self.name}, cannot be taken under {what}: "
+                f"{type(error).__name__}: {error}"
+            ) from error
+
+    # The claims
+
+    def linear(self) -> None:
+        both = self.on_ranks(lambda x, z: self.fn(2 * x - 3 * z), self.x, self.z)
+        zs = self.on_ranks(self.fn, self.z)
+        due = PerRank([2 * y - 3 * z for y, z in zip(self.y, zs, strict=True)])
+        self.equal("is not linear: f(2x - 3z) is not 2f(x) - 3f(z)", both, due)
+
+    def vjp(self) -> None:
+        self.pulled = self.on_ranks(self._pull, self.x, self.g)
+        self.claim("its cotangent", COTANGENT[self.of], self.pulled)
+        self.paired("the transpose", self.y, self.g, self.x, self.pulled)
+        if self.transpose is not None:
+            due = self.on_ranks(self.transpose, self.g)
+            self.equal("has another transpose than you gave", self.pulled, due)
+
+    def grad(self) -> None:
+        take = lambda x, g: grad(lambda x: (self.fn(x) * g).sum())(x)  # noqa: E731
+        found = self.on_ranks(take, self.x, self.g)
+        due = self.on_ranks(self._pull, self.x, self.g)
+        self.equal("has another gradient under grad than under vjp", found, due)
+
+    def jvp(self) -> None:
+        found = self.on_ranks(lambda x, z: jvp(self.fn, (x,), (z,))[1], self.x, self.z)
+        due = self.on_ranks(self.fn, self.z)
+        self.equal("has a wrong jvp: a linear map's is f of the tangent", found, due)
+
+    def vmap(self) -> None:
+        stack = lambda a, b: torch.stack([a, b])  # noqa: E731
+        found = self.on_ranks(lambda x, z: vmap(self.fn)(stack(x, z)), self.x, self.z)
+        due = self.on_ranks(lambda x, z: stack(self.fn(x), self.fn(z)), self.x, self.z)
+        self.equal("is wrong under vmap", found, due)
+        two = lambda x, z, g, h: vmap(self._pull)(stack(x, z), stack(g, h))  # noqa: E731
+        one = lambda x, z, g, h: stack(self._pull(x, g), self._pull(z, h))  # noqa: E731
+        args = self.x, self.z, self.g, self.h
+        said = "has a wrong transpose under vmap"
+        self.equal(said, self.on_ranks(two, *args), self.on_ranks(one, *args))
+
+    def twice(self) -> None:
+        def again(x: Tensor, g: Tensor) -> Tensor:
+            return vjp(lambda g: self._pull(x, g), g)[1](x)[0]
+
+        found = self.on_ranks(again, self.x, self.g)
+        said = "the transpose of its transpose"
+        self.paired(
+            said, found, self.g, self.x, self.on_ranks(self._pull, self.x, self.g)
+        )
+
+    def _pull(self, x: Tensor, g: Tensor) -> Tensor:
+        return vjp(self.fn, x)[1](g)[0]
+
+    # What they come down to
+
+    def paired(self, what: str, ys: Any, gs: Any, xs: Any, gxs: Any) -> None:
+        """<y, g> = <x, gx> in every group."""
+        for ranks in self.groups():
+            y, g, x, gx = ([v[r] for r in ranks] for v in (ys, gs, xs, gxs))
+            left, right = pairing(self.to, y, g), pairing(self.of, x, gx)
+            if left != right:
+                raise AssertionError(
+                    f"{what} of {self.name}, is wrong: <f(x), g> = {float(left):g}, "
+                    f"<x, f'(g)> = {float(right):g}{self._ratio(left, right, gx)}"
+                )
+
+    def _ratio(self, left: Fraction, right: Fraction, pulled: Sequence[Tensor]) -> str:
+        n, k = self.mesh.axis_size(self.axis), right / left if left else Fraction(0)
+        if k == n:
+            return f", {n} times too large: it sums over ranks what is one value"
+        if k and k * n == 1:
+            return f", {n} times too small: it takes a mean, or one rank's, for a sum"
+        if not any(bool(g.any()) for g in pulled):
+            return ": it loses the cotangent"
+        return ": its transpose moves, or sums, something else"
+
+    def claim(self, what: str, kind: str, values: Sequence[Tensor]) -> None:
+        """What is of type I or R is one value in a group."""
+        if kind not in "IR":
+            return
+        for ranks in self.groups():
+            for r in ranks[1:]:
+                if not torch.equal(values[r], values[ranks[0]]):
+                    raise AssertionError(
+                        f"{what} of {self.name}, is of type {kind}, one value on all "
+                        f"ranks, and differs between ranks {ranks[0]} and {r}"
+                    )
+
+    def equal(self, what: str, found: Sequence[Tensor], due: Sequence[Tensor]) -> None:
+        for rank, (a, b) in enumerate(zip(found, due, strict=True)):
+            if a.shape != b.shape or not torch.equal(a, b):
+                raise AssertionError(
+                    f"{self.name}, {what}; on rank {rank} it is\n{a}\nand not\n{b}"
+                )

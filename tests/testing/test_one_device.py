@@ -1,0 +1,114 @@
+"""Law 1 as a check: what passes it, what it compares, and what its message says."""
+
+import pytest
+import torch
+
+import fsfunc as ff
+from fsfunc.testing import assert_equals_one_device, integers
+from tests.models import chain, layers, linear, train_step
+
+MESH = ff.make_mesh({"data": 2}, "simulated")
+LOSS = chain(linear)  # exact on integers
+STEP = ff.value_and_grad(LOSS)
+PARAMS = layers(2)
+ROWS = integers(4, 4, seed=9)
+OPTIMIZER = ff.sgd(0.5, momentum=0.5)
+
+
+@pytest.mark.parametrize(
+    "transformed",
+    [
+        ff.shard(STEP, MESH, "data"),
+        ff.shard(ff.remat(STEP), MESH, "data", zero=1),
+        ff.accumulate(ff.shard(STEP, MESH, "data"), 2),
+        lambda params, x: ff.pmean(STEP(params, x), "data"),
+    ],
+)
+def test_transforms_pass(transformed):
+    assert_equals_one_device(STEP, transformed, MESH, PARAMS, ROWS)
+
+
+def test_a_state_goes_on_and_may_be_donated():
+    step = train_step(LOSS, OPTIMIZER)
+    state = ff.TrainState(PARAMS, OPTIMIZER.init(PARAMS))
+    for transformed in (ff.shard(step, MESH, "data"), None):
+        transformed = transformed or ff.donate(ff.shard(step, MESH, "data"))
+        assert_equals_one_device(
+            step,
+            transformed,
+            MESH,
+            state,
+            ROWS,
+            goes_on=lambda out: out[0],
+            tolerance=1e-6,
+        )
+
+
+def forgets(params, x):
+    return STEP(params, x)
+
+
+def sums(params, x):
+    loss, grads = STEP(params, x)
+    return ff.pmean(loss, "data"), ff.psum(grads, "data")
+
+
+def one_leaf(params, x):
+    loss, grads = STEP(params, x)
+    others = ff.pmean([grads[0], {"w": grads[1]["w"]}], "data")
+    others[1]["b"] = grads[1]["b"]
+    return ff.pmean(loss, "data"), others
+
+
+def writes(params, x):
+    found = ff.pmean(STEP(params, x), "data")
+    params[0]["w"].mul_(1)
+    params[0]["w"].add_(1)
+    return found
+
+
+def short(params, x):
+    loss, grads = ff.pmean(STEP(params, x), "data")
+    return loss, [{"w": g["w"][:2], "b": g["b"]} for g in grads]
+
+
+def halved(params, x):
+    return ff.tree.map(lambda g: g.half(), ff.pmean(STEP(params, x), "data"))
+
+
+def listed(params, x):
+    return [*ff.pmean(STEP(params, x), "data")]
+
+
+MESSAGES = {
+    forgets: r"""forgets on Mesh\({'data': 2}, 'simulated'\) is not loss on one device
+'0' f32\[\] differs
+  one device  [\d.]+
+  rank 0      [\d.]+
+  rank 1      [\d.]+
+each rank has what its own rows alone give: nothing was reduced over "data"
+nothing was sent""",
+    sums: r"""'1/0/b' f32\[4\] differs at \(0,\), in 4 of 4 elements
+(.*\n){3}it is 2 times too large, the size of "data": a sum in the place of a mean.*
+the last collectives:
+  psum over data at .*test_one_device.py:\d+""",
+    one_leaf: r"'1/1/b'(.*\n)*.*nothing was reduced over \"data\"",
+    writes: r"on rank 0 it wrote into the state's '0/w', which was not donated",
+    short: r"""'1/0/w' is f32\[2, 4\], not f32\[4, 4\]
+(.*\n)*dim 0 is 2 times too short, as if it were a part""",
+    halved: r"'0' is f16\[\], not f32\[\]",
+    listed: r"on rank 0 .*tuple",
+}
+
+
+@pytest.mark.parametrize("wrong", MESSAGES, ids=lambda fn: fn.__name__)
+def test_the_message_says_what_and_why(wrong):
+    with pytest.raises(AssertionError, match=MESSAGES[wrong]):
+        assert_equals_one_device(STEP, wrong, MESH, PARAMS, ROWS)
+
+
+def test_draws_are_the_same_in_both_runs():
+    def step(w, x):
+        return w + torch.rand(3)
+
+    assert_equals_one_device(step, step, MESH, torch.ones(3), ROWS, axis=())
