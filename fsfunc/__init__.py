@@ -115,10 +115,10 @@ if TYPE_CHECKING:
     from fsfunc import show, testing
     from fsfunc.checkpoint.consolidation import consolidate
     from fsfunc.checkpoint.finding import metadata
-    from fsfunc.checkpoint.newest import latest
     from fsfunc.checkpoint.loading import load
-    from fsfunc.checkpoint.stored import CheckpointError
+    from fsfunc.checkpoint.newest import latest
     from fsfunc.checkpoint.saving import save, save_async
+    from fsfunc.checkpoint.stored import CheckpointError
     from fsfunc.interop.modules import from_module, to_module
     from fsfunc.interop.patterns import by_size
     from fsfunc.planning.calibration import measure_hardware

@@ -5,45 +5,22 @@ from contextlib import contextmanager
 from typing import Any
 
 import pytest
-import torch
 
 import fsfunc as ff
-from fsfunc import tree
-from fsfunc.sharded.leaf import is_sharded
+from fsfunc.testing import assert_equal
+from fsfunc.testing.comparing import held
 
 # Equal trees
 
 
 def same(found: Any, expected: Any) -> None:
-    """Trees of one structure, with the same shapes, dtypes and bits."""
-    close(found, expected, 0.0)
+    """Trees of one structure, with the same shapes, dtypes and values."""
+    assert_equal(found, expected)
 
 
 def close(found: Any, expected: Any, tolerance: float = 1e-6) -> None:
     """Trees of one structure, with the same shapes and dtypes, and near values."""
-    tree.check_same_structure(expected, found)
-    paths, leaves, _ = tree.flatten_with_paths(found)
-    for path, a, b in zip(paths, leaves, tree.leaves(expected), strict=True):
-        if not isinstance(b, torch.Tensor):
-            assert a == b, f"{path}: {a!r} is not {b!r}"
-            continue
-        assert (a.shape, a.dtype) == (b.shape, b.dtype), path
-        torch.testing.assert_close(
-            a.detach(),
-            b.detach(),
-            rtol=tolerance,
-            atol=tolerance,
-            msg=lambda m, path=path: f"{path}: {m}",
-        )
-
-
-def held(values: Any) -> list[torch.Tensor]:
-    """Copies of all tensors in a tree: to see later that nobody wrote into them."""
-    return [
-        (x.local if is_sharded(x) else x).clone()
-        for x in tree.leaves(values, is_leaf=is_sharded)
-        if is_sharded(x) or isinstance(x, torch.Tensor)
-    ]
+    assert_equal(found, expected, tolerance)
 
 
 @contextmanager

@@ -9,14 +9,9 @@ import torch
 from torch import Tensor
 
 import fsfunc as ff
+from fsfunc.testing import integers
 
 WIDTH = 4
-
-
-def integers(*shape: int, seed: int = 0, high: int = 2, dtype=torch.float32) -> Tensor:
-    """Integers of ``-high`` to ``high``, the same for one seed and shape."""
-    draw = torch.Generator().manual_seed(seed)
-    return torch.randint(-high, high + 1, shape, generator=draw).to(dtype)
 
 
 def floats(*shape: int, seed: int = 0, dtype=torch.float32) -> Tensor:

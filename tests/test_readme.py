@@ -58,8 +58,8 @@ def test_adapters_and_a_state_of_one_s_own(names):
 def test_a_dataset_of_one_s_own(names):
     rows = ff.spmd(names["first_batch"], names["mesh"])(str(README))
     text = README.read_bytes()
-    for row in torch.cat(rows):
-        assert text.index(bytes(row.tolist())) % 16 == 0
+    windows = {text[i : i + 16] for i in range(0, len(text), 16)}
+    assert {bytes(row.tolist()) for row in torch.cat(rows)} <= windows
 
 
 def test_the_index_has_every_public_name():

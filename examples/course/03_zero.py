@@ -20,8 +20,7 @@ import fsfunc as ff
 N, DIM, LAYERS, RANKS = 16, 16, 16, 4
 PSI = 4 * LAYERS * DIM * DIM  # bytes of parameters
 torch.manual_seed(0)
-params = list(torch.randn(LAYERS, DIM, DIM) / DIM**0.5)
-batch = tuple(torch.randn(2, N, DIM))
+params, batch = list(torch.randn(LAYERS, DIM, DIM) / 4), tuple(torch.randn(2, N, DIM))
 mesh = ff.make_mesh({"data": RANKS})
 
 

@@ -62,8 +62,8 @@ def show(name, run, formula):
 
 
 # 1. The plain program; 2. by hand; 3. by a transform, whose segments are the units, all
-#    to the same bits. What each holds from start to end, and at its peak, in tensors like
-#    x, of which an operator has 5 in hand; and its products with W, for each layer.
+#    to the same bits. What each holds from start to end, and at its peak, in tensors
+#    like x, of which an operator has 5 in hand; and its products with W for each layer.
 exact = (plain := ff.value_and_grad(loss))(params, x)[1]
 print(f"{'memory over time':63} peak formula products")
 show("plain", plain, R * L + 1 + 5)

@@ -196,7 +196,7 @@ def check_files(stored: Stored, names: Iterable[str]) -> None:
     for name in names:
         path, expected = stored.path / name, stored.files[name].nbytes
         try:
-            found = path.stat().st_size
+            found = os.stat(path, follow_symlinks=stored.version is None).st_size
         except FileNotFoundError as error:
             raise CheckpointError(
                 f"{path} is missing: the checkpoint had a file of {expected} bytes "

@@ -11,7 +11,14 @@ from fsfunc.checkpoint.advice import way_out
 from fsfunc.checkpoint.headers import Header, header_at
 from fsfunc.checkpoint.manifest import MANIFEST, read_manifest
 from fsfunc.checkpoint.opening import is_pickle, read_regular, refuse_pickle, stays
-from fsfunc.checkpoint.parsing import LONGEST, Said, Wrong, proven, table_of
+from fsfunc.checkpoint.parsing import (
+    LONGEST,
+    Said,
+    Wrong,
+    proven,
+    table_of,
+    uncollected,
+)
 from fsfunc.checkpoint.stored import (
     CheckpointError,
     Chunk,
@@ -87,8 +94,8 @@ def _files_of(folder: Path) -> list[Path]:
 def _check_stays(path: Path, folder: Path) -> None:
     if not stays(path, folder):
         raise CheckpointError(
-            f"{path} is a link to {path.resolve()}, out of the folder: put the file "
-            "itself there, or load that one"
+            f"{path} is a link to {os.path.realpath(path)}, out of the folder: put the "
+            "file itself there, or load that one"
         )
 
 
@@ -106,7 +113,8 @@ def _foreign(folder: Path, paths: list[Path]) -> Stored:
             "one"
         )
     try:
-        return _together(folder, headers)
+        with uncollected():
+            return _together(folder, headers)
     except Wrong as error:
         raise CheckpointError(
             f"{folder if len(paths) > 1 else paths[0]} is damaged ({error})"

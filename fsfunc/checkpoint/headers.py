@@ -20,7 +20,7 @@ from torch import Tensor
 
 from fsfunc.checkpoint.manifest import SAFE_DTYPES, as_hex, from_hex
 from fsfunc.checkpoint.opening import is_pickle, open_regular, refuse_pickle
-from fsfunc.checkpoint.parsing import Said, Wrong, say, table_of
+from fsfunc.checkpoint.parsing import Said, Wrong, say, table_of, uncollected
 from fsfunc.checkpoint.stored import (
     BLOCK,
     CheckpointError,
@@ -98,7 +98,8 @@ def header_at(path: Path, *, follow: bool = False) -> Header:
     try:
         if not text:
             raise Wrong(f"it has a header of {length} bytes, and {nbytes} in all")
-        return _parsed(path.name, size + text, nbytes)
+        with uncollected():
+            return _parsed(path.name, size + text, nbytes)
     except Wrong as error:
         if is_pickle(path):
             raise refuse_pickle(path) from error

@@ -19,7 +19,15 @@ from typing import Any
 import torch
 
 from fsfunc.checkpoint.opening import read_regular
-from fsfunc.checkpoint.parsing import LONGEST, Said, Wrong, proven, say, table_of
+from fsfunc.checkpoint.parsing import (
+    LONGEST,
+    Said,
+    Wrong,
+    proven,
+    say,
+    table_of,
+    uncollected,
+)
 from fsfunc.checkpoint.stored import (
     BLOCK,
     CheckpointError,
@@ -108,7 +116,8 @@ def parse(raw: bytes, folder: Path) -> Stored:
         CheckpointError: they are no manifest, or of a version that is not known.
     """
     try:
-        return _parsed(raw, folder)
+        with uncollected():
+            return _parsed(raw, folder)
     except Wrong as error:
         raise CheckpointError(
             f"{folder / MANIFEST} is damaged ({error}): go back to an earlier "

@@ -52,7 +52,7 @@ def stays(path: Path, folder: Path) -> bool:
 
     Or in Hugging Face's cache, whose snapshots are folders of links into its blobs.
     """
-    real, home = path.resolve(), folder.resolve()
+    real, home = (Path(os.path.realpath(p)) for p in (path, folder))
     cache = home.parent.parent / "blobs"
     return real.is_relative_to(home) or (
         home.parent.name == "snapshots" and real.is_relative_to(cache)

@@ -9,9 +9,11 @@ fill, and nothing behind this file asks again.
 from __future__ import annotations
 
 import base64
+import gc
 import json
 import math
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
 
@@ -28,6 +30,7 @@ __all__ = [
     "proven",
     "say",
     "table_of",
+    "uncollected",
 ]
 
 LEAVES = 1 << 18  # of a tree
@@ -60,6 +63,18 @@ def table_of(text: bytes) -> Said:
     if type(found) is not dict:
         raise Wrong("it is no table")
     return Said(found)
+
+
+@contextmanager
+def uncollected() -> Iterator[None]:
+    """The collector waits: of thousands of new values it would find none to free."""
+    on = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if on:
+            gc.enable()
 
 
 def _once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
@@ -102,8 +117,9 @@ class Said(dict[str, Any]):
         return Said(_of(self.get(name), dict, name))
 
     def tables(self, name: str) -> dict[str, Said]:
-        """Tables by name."""
+        """Tables by name, no more than a tree has leaves."""
         found = self.table(name)
+        _check_count(len(found))
         return {key: found.table(key) for key in found}
 
     def texts(self, name: str) -> dict[str, str]:
@@ -125,7 +141,10 @@ def _number(x: Any, name: str) -> int:
 
 
 def _numbers(x: Any, name: str) -> tuple[int, ...]:
-    return tuple(_number(n, name) for n in _of(x, list, name))
+    for n in _of(x, list, name):
+        if type(n) is not int or not 0 <= n <= _MOST:
+            _number(n, name)
+    return tuple(x)
 
 
 def say(x: Any) -> str:
@@ -146,9 +165,7 @@ def proven(stored: Stored, heads: Mapping[str, int] | None = None) -> Stored:
             file overlap, leave a gap or do not end where it does; the values, the mesh
             or the generators' states are of the wrong kind.
     """
-    many = len(stored.tensors) + len(stored.values)
-    if many > LEAVES:
-        raise Wrong(f"it has {many} leaves, and a checkpoint has {LEAVES} at the most")
+    _check_count(len(stored.tensors) + len(stored.values))
     for path in (*stored.tensors, *stored.values):
         check_path(path)
     if twice := stored.tensors.keys() & stored.values.keys():
@@ -164,6 +181,11 @@ def proven(stored: Stored, heads: Mapping[str, int] | None = None) -> Stored:
         _check_boxes(path, leaf)
     _check_bytes(stored, heads)
     return replace(stored, random=_random(stored.random))
+
+
+def _check_count(many: int) -> None:
+    if many > LEAVES:
+        raise Wrong(f"it has {many} leaves, and a checkpoint has {LEAVES} at the most")
 
 
 def check_path(path: str) -> None:

@@ -24,7 +24,7 @@ from fsfunc.core.losses import Weighted, divided, loss_parts, tie
 from fsfunc.runtime.compiled import refuse_compiled
 from fsfunc.runtime.generators import one_number
 from fsfunc.runtime.memory_kinds import count_as
-from fsfunc.runtime.stores import divided_beside
+from fsfunc.runtime.stores import beside, divided_beside, lies
 from fsfunc.sharded.inputs import arguments, refuse
 from fsfunc.sharded.layout import Layout
 from fsfunc.sharded.leaf import FlatShard, Parts, is_sharded
@@ -290,6 +290,9 @@ def _over(g: Tensor, by: float | Tensor, wide: bool) -> Tensor:
         return divided_beside(g, by.to(g.dtype) if isinstance(by, Tensor) else by)
     by = by.float() if isinstance(by, Tensor) else by
     found = divided_beside(g.float(), by)
+    if lies(g) is not None:
+        kept = found.dtype if wide and g.dtype == torch.float16 else g.dtype
+        return beside(g, found.to(kept))
     return found if wide and g.dtype == torch.float16 else found.to(g.dtype)
 
 

@@ -10,8 +10,9 @@ adaptive_scale.py   adascale: rates that grow with the batch
 widening.py masters.py rounding.py   parameters of 16 bits seen in float32: by
                     copies that are kept, or rounded by chance
 scaled_moments.py coded_moments.py   Adam's moments in float16; in 8 bits
+code_groups.py coded_steps.py   how such codes lie; a step of them, by chunks
 loss_scaling.py     loss_scale: what float16 needs, steps skipped by all or none
-layerwise_scaling.py   layerwise_loss_scale: a scale for each unit
+layerwise_scaling.py unit_scaling.py   layerwise_loss_scale; a unit's own scale
 backward_steps.py   step_in_backward: no two units' gradients at once; of which
 mirrored_state.py separability.py   pieces of a state; does it treat elements apart?
 torch_optimizers.py torch_probe.py   torch's own, and what such a one keeps
@@ -37,7 +38,8 @@ from fsfunc.optim.loss_scaling import LossScaleState, loss_scale
 from fsfunc.optim.masking import masked, partition
 from fsfunc.optim.masters import MasterState, master_weights
 from fsfunc.optim.matrix.orthogonal_momentum import MuonState, muon
-from fsfunc.optim.matrix.preconditioning import Preconditioners, ShampooState, shampoo
+from fsfunc.optim.matrix.preconditioners import Preconditioners
+from fsfunc.optim.matrix.preconditioning import ShampooState, shampoo
 from fsfunc.optim.norms import all_finite, global_norm, leaf_norms
 from fsfunc.optim.optimizer import Optimizer, apply_updates
 from fsfunc.optim.reductions import tree_scale, tree_sum

@@ -46,6 +46,13 @@ def local(leaf: Any) -> Tensor:
     return leaf.local if is_sharded(leaf) else leaf
 
 
+def held_dtype(leaf: Any) -> torch.dtype:
+    """The dtype of `local`, which a layout may not know, and without making it."""
+    if is_sharded(leaf) and leaf.packed is not None:
+        return leaf.packed.flat.dtype
+    return local(leaf).dtype
+
+
 def zeros_like(params: Tree, dtype: torch.dtype | None = None) -> Tree:
     """Zeros laid out as ``params`` are, with None for leaves that are not trainable."""
     return map_flat(
@@ -221,11 +228,17 @@ def scaled(tensors: Sequence[Tensor], factor: float | Tensor) -> list[Tensor]:
     """Each tensor times ``factor`` (a number or 0-dim tensor), in its own dtype."""
     if composable():
         return [t * factor for t in tensors]
-    if isinstance(factor, Tensor) and len({t.device for t in tensors}) > 1:
-        return [t * factor.to(t.device) for t in tensors]
-    if any(lies(t) is not None for t in tensors):
+    away = any(lies(t) is not None for t in tensors)
+    if isinstance(factor, Tensor) and (away or len({t.device for t in tensors}) > 1):
+        each = [factor.to(t.device) for t in tensors]
+        if not away:
+            return [t * by for t, by in zip(tensors, each, strict=True)]
+    elif away:
+        each = [factor] * len(tensors)
+    if away:
         outs = [empty_beside(t, scratch=True) for t in tensors]
-        return [torch.mul(t, factor, out=o) for t, o in zip(tensors, outs, strict=True)]
+        rows = zip(tensors, each, outs, strict=True)
+        return [torch.mul(t, by, out=o) for t, by, o in rows]
     return list(torch._foreach_mul(list(tensors), factor)) if tensors else []
 
 

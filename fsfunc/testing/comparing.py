@@ -69,15 +69,12 @@ def difference(
 
 def _unlike(path: str, a: Any, b: Any, tolerance: float) -> Difference | None:
     name = repr(path) if path else "the value"
-    if not (isinstance(a, Tensor) and isinstance(b, Tensor)):
-        if type(a) is type(b) and not isinstance(a, Tensor) and _same(a, b, tolerance):
-            return None
-        if isinstance(a, Tensor) or isinstance(b, Tensor) or type(a) is not type(b):
-            kinds = type(a).__name__, type(b).__name__
-            if kinds[0] != kinds[1]:
-                said = f"{name} is a {kinds[0]}, not a {kinds[1]}"
-                return Difference(path, said, a, b)
-        return Difference(path, f"{name} differs", a, b)
+    if not isinstance(a, Tensor) and not isinstance(b, Tensor):
+        same = _same(a, b, tolerance)
+        return None if same else Difference(path, f"{name} differs", a, b)
+    if not isinstance(a, Tensor) or not isinstance(b, Tensor):
+        said = f"{name} is a {type(a).__name__}, not a {type(b).__name__}"
+        return Difference(path, said, a, b)
     if (a.shape, a.dtype) != (b.shape, b.dtype):
         kinds = describe(a.shape, a.dtype), describe(b.shape, b.dtype)
         return Difference(path, f"{name} is {kinds[0]}, not {kinds[1]}", a, b)
@@ -100,7 +97,7 @@ def place_of(number: int, shape: Sequence[int]) -> tuple[int, ...]:
 
 
 def _same(a: Any, b: Any, tolerance: float) -> bool:
-    if isinstance(a, float):
+    if isinstance(a, float) and isinstance(b, float):
         return a == b or math.isclose(a, b, rel_tol=tolerance, abs_tol=tolerance)
     return bool(a == b)
 

@@ -43,6 +43,8 @@ class GradientSums:
     are reduced; with ``reduce_each`` each is reduced over the ranks that cut a buffer,
     and the sum of the parts is summed over replicas. One reduction is in flight at a
     time, and one sum over replicas: each runs beside the backward of the next unit.
+    Where parameters lie beside the device, it has no room for that: what is to reduce
+    waits until the unit's own memory is gone, and is over before the next one's comes.
 
     After ``finish``, ``grads`` has the sums over the ranks, by identity of the buffer.
     """
@@ -77,6 +79,7 @@ class GradientSums:
         self.grads: dict[int, Tensor] = {}
         self.given: dict[int, torch.dtype] = {}  # in which they are, if not their own
         self.due: dict[Any, tuple[FlatShard, Tensor, str, int]] = {}
+        self.waiting: list[Reducing] = []
         self.reducing: list[Reducing] = []
         self.partly: dict[Any, tuple[Reducing, Tensor, int]] = {}  # not all are there
         self.summing: list[tuple[Reducing, Handle]] = []  # over replicas
@@ -144,7 +147,10 @@ class GradientSums:
         if key in self.due:
             _, held, _, before = self.due.pop(key)
             away = self.offloads and lies(shard.flat) is not None
-            buffer = buffer.add_(held) if away else held.add_(buffer)
+            if away:
+                buffer = buffer.add_(held.to(buffer.device))
+            else:
+                buffer = held.add_(buffer)
             count = before + 1
         if count < due or self.zero == 1:
             if self.offloads and lies(shard.flat) and not lies(buffer):
@@ -166,7 +172,26 @@ class GradientSums:
             observer.see(buffer, shard.split_axes)
 
     def _reduce(self, one: Reducing) -> None:
-        """Puts a reduction in flight, and waits for the one before."""
+        """Puts a reduction in flight, and waits for the one before; or has it wait."""
+        if self.offloads:
+            self.waiting.append(one)
+            return
+        self._send(one)
+        if len(self.reducing) > 1:
+            self._finish()
+
+    def settle(self) -> None:
+        """Reduces what waits for it, one buffer after the other."""
+        while self.waiting:
+            one = self.waiting.pop(0)
+            with label(one.name, "backward"):
+                self._send(one)
+                del one
+                self._finish()
+                while self.summing:
+                    self._keep_first()
+
+    def _send(self, one: Reducing) -> None:
         shard, buffer = one.shard, one.buffer
         where = self.routes[shard.split_axes].where
         if buffer.dtype == torch.float16:
@@ -179,8 +204,6 @@ class GradientSums:
             else:
                 one.work = self.feedback.move(how, buffer, shard, where, whole)
         self.reducing.append(one)
-        if len(self.reducing) > 1:
-            self._finish()
 
     def _finish(self) -> None:
         """Takes in the reduction that was put in flight first."""
@@ -198,7 +221,7 @@ class GradientSums:
         one.buffer, count = None, 1
         if one.key in self.partly:
             _, held, before = self.partly.pop(one.key)
-            grad, count = held.add_(grad), before + 1
+            grad, count = held.add_(grad.to(held.device)), before + 1
         if count < one.due:
             if self.offloads and lies(one.shard.flat) and not lies(grad):
                 grad = beside(one.shard.flat, grad)
@@ -235,7 +258,8 @@ class GradientSums:
         own = shard.flat.dtype
         given, by = self.given.get(id(shard), own), self.mean_size
         halved = self.before if one.dtype == torch.float16 else 1
-        if mean := self.is_mean(shard):
+        # A mean at once, where that dtype might not hold the sum.
+        if mean := given != own or own == torch.float16:
             if given != own:  # rounded once
                 grad = grad.to(torch.promote_types(grad.dtype, torch.float32))
             grad = grad.div_(by / halved) if by != halved else grad
@@ -256,18 +280,19 @@ class GradientSums:
                 del self.grads[id(shard)]
                 self.steps.step(shard, grad, 1 if mean else by)
 
-    def is_mean(self, shard: FlatShard) -> bool:
-        """Whether a mean is kept, where its dtype might not hold the sum."""
-        return id(shard) in self.given or shard.flat.dtype == torch.float16
-
     def finish(self) -> None:
         """Waits for all that is due; ``grads`` then has the sums over the ranks."""
         for key, (shard, buffer, name, _) in self.due.items():
             with label(name, "backward"):
                 away = self.offloads and self.size > 1 and lies(buffer)
                 buffer = brought(buffer) if away else buffer
-                self._reduce(Reducing(shard, buffer, name, key))
+                one = Reducing(shard, buffer, name, key)
+                del buffer
+                self._reduce(one)
+                del one
+            self.settle()
         self.due.clear()
+        self.settle()
         while self.reducing:
             self._finish()
         for one, grad, _ in self.partly.values():

@@ -7,8 +7,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import fsfunc as ff
+from fsfunc.testing.strategies import valid_schedules
 from tests.checks import close, held, same
-from tests.pipelining.drawing import valid_schedules
 from tests.pipelining.models import NAMED, batch_of, specs
 
 one_f_one_b = ff.schedules.one_f_one_b

@@ -9,7 +9,8 @@ from fsfunc.pipelining.dependencies import Dependencies, made
 from fsfunc.pipelining.schedules import forward_only, gpipe, one_f_one_b, zb_v
 from fsfunc.pipelining.transfers import with_transfers
 from fsfunc.pipelining.verification import held, verify
-from tests.pipelining.drawing import any_edges, valid_schedules
+from fsfunc.testing.strategies import valid_schedules
+from tests.pipelining.drawing import any_edges
 
 
 def refused(schedule, words, **options):

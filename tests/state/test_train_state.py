@@ -9,9 +9,10 @@ import fsfunc as ff
 from fsfunc import tree
 from fsfunc.sharded.leaf import is_sharded
 from fsfunc.sharded.packing import split_buffers
+from fsfunc.testing.drawn_models import rows
+from fsfunc.testing.strategies import models
 from tests.checks import close, held, same
 from tests.models import chain, floats, layer, layers
-from tests.transforms.models import SPECS, batch_of
 
 MESH = ff.make_mesh({"data": 2}, "simulated")
 ZEROS = pytest.mark.parametrize("zero", [0, 1, 2, 3])
@@ -44,12 +45,14 @@ MESHES = st.sampled_from(
 )  # fmt: skip
 
 
-@given(SPECS, MESHES, st.integers(0, 3), st.sampled_from([0, 60, 10**6]), st.booleans())
+@given(
+    models(), MESHES, st.integers(0, 3), st.sampled_from([0, 60, 10**6]), st.booleans()
+)
 @settings(max_examples=40)
 def test_unshard_undoes_place(spec, where, zero, min_bytes, with_moments):
     axes, axis, replicate = where
     mesh = ff.make_mesh(axes, "simulated")
-    params, frozen, batch = spec.params(3), spec.frozen_params(3), batch_of(2, 0)
+    params, frozen, batch = spec.params(3), spec.frozen_params(3), rows(2, 0)
     grad = ff.value_and_grad(spec.loss)
 
     def main():

@@ -9,10 +9,11 @@ from hypothesis import strategies as st
 
 import fsfunc as ff
 from fsfunc import tree
+from fsfunc.testing import strategies as draw
+from fsfunc.testing.drawn_models import rows
+from fsfunc.testing.drawn_stacks import DrawnStack
 from tests.checks import close
 from tests.models import chain, floats, layers, train_step
-from tests.transforms.models import SPECS, batch_of
-from tests.transforms.test_shard_laws import ORDERS, SEEDS, data_axes, transformed
 
 LINES = st.integers(1, 8).map(lambda n: (ff.make_mesh({"data": n}), "data", None))
 GRIDS = st.sampled_from([(3, 2), (2, 3), (1, 3)]).flatmap(
@@ -28,10 +29,10 @@ OPTIMIZERS = {
 
 def noisy(params, seed):
     """Integer parameters made generic, so that sums round."""
-    draw = torch.Generator().manual_seed(seed + 7)
+    normal = torch.Generator().manual_seed(seed + 7)
     return tree.map(
         lambda x: (
-            x + 0.3 * torch.randn(x.shape, generator=draw, dtype=x.dtype)
+            x + 0.3 * torch.randn(x.shape, generator=normal, dtype=x.dtype)
             if x.is_floating_point()
             else x
         ),
@@ -41,14 +42,14 @@ def noisy(params, seed):
 
 @pytest.mark.slow  # test_shard_laws draws orders for gradient calls
 @given(
-    SPECS,
+    draw.models(),
     st.one_of(LINES, GRIDS),
     st.integers(0, 3),
-    ORDERS,
+    draw.orders(),
     st.sampled_from([0, 60, 10**6]),
     st.sampled_from([torch.float32, torch.float64]),
     st.booleans(),
-    SEEDS,
+    draw.seeds,
 )
 @settings(max_examples=30)
 def test_steps_equal_those_of_one_device(
@@ -60,7 +61,7 @@ def test_steps_equal_those_of_one_device(
     optimizer = OPTIMIZERS["adam" if dtype == torch.float64 else "clipped"]
     params = noisy(spec.params(seed, dtype), seed)
     frozen = spec.frozen_params(seed, dtype)
-    batches = [batch_of(2 * mesh.size, seed + k, dtype) for k in range(3)]
+    batches = [rows(2 * mesh.size, seed + k, dtype) for k in range(3)]
 
     def step(state, frozen, batch):
         value, grads = ff.value_and_grad(spec.loss)(state.params, frozen, batch)
@@ -72,10 +73,10 @@ def test_steps_equal_those_of_one_device(
         losses.append(value)
 
     def main():
-        run = transformed(step, order, mesh, axis, options)
+        stack = DrawnStack(mesh, order, axis, options)
+        run = stack(step)
         run = ff.donate(run) if donated else run
-        cut = data_axes(axis, options)
-        mine = [ff.local_batch(b, mesh, cut) for b in batches]
+        mine = [ff.local_batch(b, mesh, stack.axes) for b in batches]
         empty = ff.TrainState(params, optimizer.init(params))
         base = ff.place(lambda f: run(empty, f, mine[0]), frozen)
         mine_state = ff.init_state(

@@ -1,0 +1,293 @@
+"""What hypothesis draws for tests of sharding: meshes, layouts, models, stacks.
+
+Each shrinks to the smallest that still fails: one axis, of size 2, one leaf, zeros.
+Values are integers, so that what is equal is so bit for bit. A property test of one's
+own transform:
+
+    from hypothesis import given
+    from fsfunc.testing import assert_equals_one_device, strategies as draw
+
+    @given(draw.meshes(max_axes=1), draw.train_steps())
+    def test_mine(mesh, drawn):
+        step, mine = drawn.gradient, my_transform(drawn.gradient, mesh, "data")
+        assert_equals_one_device(
+            step, mine, mesh, drawn.params, drawn.batch(2 * mesh.size))
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from fsfunc.comm.launch import make_mesh
+from fsfunc.comm.mesh import Axis, Mesh
+from fsfunc.pipelining.actions import Action, Schedule
+from fsfunc.sharded.layout import Layout, Owned, Split, pack_flat
+from fsfunc.testing.drawn_models import EXTRAS, DrawnModel, DrawnStep, rows
+from fsfunc.testing.drawn_stacks import DrawnStack
+
+try:
+    from hypothesis import strategies as st
+except ImportError as error:  # hypothesis is no need of fsfunc's own
+    raise ImportError(
+        "fsfunc.testing.strategies needs hypothesis: pip install hypothesis"
+    ) from error
+
+__all__ = [
+    "axes",
+    "batches",
+    "layouts",
+    "meshes",
+    "models",
+    "schedules",
+    "shapes",
+    "train_steps",
+    "transform_stacks",
+    "trees",
+]
+
+Strategy = st.SearchStrategy
+seeds = st.integers(0, 2**20)
+
+
+@st.composite
+def meshes(
+    draw: Any,
+    names: Sequence[str] = ("data", "node", "model"),
+    *,
+    max_axes: int = 2,
+    max_size: int = 8,
+    powers: bool = True,
+    ones: bool = True,
+) -> Mesh:
+    """Simulated meshes; they shrink to ``{"data": 2}``.
+
+    Args:
+        names: those of the axes; the first is always there.
+        max_size: of the mesh.
+        powers: whether sizes are powers of two, over which means are exact.
+        ones: whether axes of size 1 are among them.
+    """
+    left, sizes = max_size, {}
+    for name in names[: draw(st.integers(1, max_axes))]:
+        fit = [n for n in ((2, 4, 8) if powers else (2, 3, 4, 5, 6, 7, 8)) if n <= left]
+        fit += [1] if ones or not fit else []
+        sizes[name] = draw(st.sampled_from(fit))
+        left //= sizes[name]
+    return make_mesh(sizes, "simulated")
+
+
+@st.composite
+def axes(draw: Any, mesh: Mesh, *, several: bool = True) -> Axis:
+    """One axis of a mesh, or several in any order; they shrink to its first one."""
+    names = list(mesh.axes)
+    if not several or len(names) == 1 or not draw(st.booleans()):
+        return draw(st.sampled_from(names))
+    count = draw(st.integers(2, len(names)))
+    return tuple(draw(st.permutations(names))[:count])
+
+
+def shapes(
+    *, max_dims: int = 3, max_size: int = 5, multiple: int = 1
+) -> Strategy[tuple[int, ...]]:
+    """Shapes, scalars and empty ones among them; each size a multiple of a number.
+
+    With ``multiple=mesh.size`` every dim can be cut over any axes of a mesh.
+    """
+    sizes = st.integers(0, max_size).map(lambda n: n * multiple)
+    return st.lists(sizes, max_size=max_dims).map(tuple)
+
+
+@st.composite
+def layouts(
+    draw: Any,
+    mesh: Mesh,
+    shape: Sequence[int],
+    dtype: torch.dtype = torch.float32,
+    *,
+    flat: bool = True,
+    owned: bool = True,
+) -> Layout:
+    """Layouts of one tensor over any axes of a mesh; they shrink to a whole one.
+
+    Args:
+        flat: whether some axes cut a flat buffer, in which others lie beside it.
+        owned: whether one coordinate of an axis may have all of it.
+    """
+    names = draw(st.lists(st.sampled_from(list(mesh.axes)), unique=True))
+    outer = draw(st.integers(0, len(names))) if flat else len(names)
+    parts = []
+    for axis in names[:outer]:
+        size = mesh.axes[axis]
+        if shape and not (owned and draw(st.booleans())):
+            parts.append(Split(draw(st.integers(0, len(shape) - 1)), axis, size))
+        elif owned:
+            parts.append(Owned(axis, size, draw(st.integers(0, size - 1))))
+    if outer == len(names):
+        return Layout(tuple(shape), dtype, tuple(parts), "w")
+    every = [draw(shapes()), tuple(shape), draw(shapes())]
+    sizes = [mesh.axes[a] for a in names[outer:]]
+    before = [(), tuple(parts), ()]
+    called = ["before", "w", "after"]
+    return pack_flat(every, dtype, called, names[outer:], sizes, "unit", outer=before)[
+        1
+    ]
+
+
+@st.composite
+def tensors(draw: Any, shape: Strategy[tuple[int, ...]], dtype: torch.dtype) -> Tensor:
+    """Integers in any dtype; they shrink to zeros."""
+    made = draw(shape)
+    seed = draw(st.one_of(st.none(), seeds))
+    if seed is None:
+        return torch.zeros(made, dtype=dtype)
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randint(-2, 3, made, generator=generator).to(dtype)
+
+
+def trees(
+    leaf: Strategy[Any] | None = None, *, max_leaves: int = 5, multiple: int = 1
+) -> Strategy[Any]:
+    """Trees of tensors: dicts, lists and tuples, empty ones and None among them.
+
+    They shrink to one leaf.
+
+    Args:
+        leaf: draws a leaf; by default a tensor of any shape and of float32 or int64.
+        multiple: of which every size is, for leaves to be cut.
+    """
+    if leaf is None:
+        shape = shapes(multiple=multiple, max_dims=2)
+        leaf = st.sampled_from([torch.float32, torch.int64]).flatmap(
+            lambda dtype: tensors(shape, dtype)
+        )
+    keys = st.sampled_from(["w", "b", "a b", "10", "9"])
+    return st.recursive(
+        leaf | st.none(),
+        lambda inner: st.one_of(
+            st.dictionaries(keys, inner, max_size=3),
+            st.lists(inner, max_size=3),
+            st.tuples(inner, inner),
+        ),
+        max_leaves=max_leaves,
+    )
+
+
+def batches(
+    mesh: Mesh, axis: Axis | None = None, *, rows_each: int = 1, max_times: int = 2
+) -> Strategy[dict[str, Tensor]]:
+    """Batches for drawn models, of which each rank along ``axis`` has equal rows.
+
+    Args:
+        rows_each: of which a rank has a multiple, for microbatches.
+    """
+    size = mesh.size if axis is None else mesh.axis_size(axis)
+    count = st.integers(1, max_times).map(lambda k: k * rows_each * size)
+    return st.builds(rows, count, seeds)
+
+
+def models(*, outside: bool = True, frozen: bool = True) -> Strategy[DrawnModel]:
+    """Models of units that nest, share and repeat parameters; they shrink to a layer.
+
+    Args:
+        outside: whether some read a leaf beside units; ``frozen``: whether some have
+            parameters that are not differentiated.
+    """
+    names = st.lists(st.sampled_from(sorted(EXTRAS)), max_size=3, unique=True)
+    each = names.map(lambda names: tuple(sorted(names)))
+    maybe = lambda allowed: st.booleans() if allowed else st.just(False)  # noqa: E731
+    drawn = st.builds(
+        DrawnModel,
+        layers=st.lists(each, min_size=1, max_size=2).map(tuple),
+        nested=st.booleans(),
+        tied=st.booleans(),
+        twice=st.booleans(),
+        outside=maybe(outside),
+        frozen=maybe(frozen),
+        whole=st.booleans(),
+    )
+    # What a unit is given it may gather, and what is read beside units must stay whole.
+    return drawn.filter(lambda m: not (m.outside and m.whole))
+
+
+def train_steps(*, frozen: bool = False, outside: bool = True) -> Strategy[DrawnStep]:
+    """Train steps, with their state and data: see `DrawnStep`."""
+    return st.builds(DrawnStep, models(frozen=frozen, outside=outside), seeds)
+
+
+@st.composite
+def orders(
+    draw: Any, kinds: Sequence[str] = ("remat", "accumulate")
+) -> tuple[str, ...]:
+    """Orders of transforms with "shard" among them, the innermost first."""
+    others = draw(st.lists(st.sampled_from(kinds), unique=True)) if kinds else []
+    return tuple(draw(st.permutations(["shard", *others])))
+
+
+@st.composite
+def transform_stacks(
+    draw: Any, mesh: Mesh, kinds: Sequence[str] = ("remat", "accumulate")
+) -> DrawnStack:
+    """Stacks of ``shard`` with any options, and others around and within it.
+
+    They shrink to ``shard(step, mesh, axis)`` at zero=0. A batch of ``stack.rows``, or
+    of a multiple of it, goes with one.
+
+    Args:
+        kinds: which others, each once at most: "remat", "accumulate".
+    """
+    names = list(mesh.axes)
+    copies = None
+    if len(names) > 1 and draw(st.booleans()):
+        copies, axis = draw(st.permutations(names))[:2]
+    else:
+        axis = draw(axes(mesh)) if len(names) > 1 else names[0]
+    order = draw(orders(kinds))
+    options = {
+        "zero": draw(st.integers(0, 3)),
+        "reshard_after_forward": not draw(st.booleans()),
+        "min_bytes": draw(st.sampled_from([0, 40, 10**6])),
+    }
+    if copies is not None:
+        options["replicate"] = copies
+    return DrawnStack(mesh, order, axis, options)
+
+
+@st.composite
+def valid_schedules(
+    draw: Any,
+    ranks: int | None = None,
+    n_stages: int | None = None,
+    n_microbatches: int | None = None,
+) -> Schedule:
+    """Valid schedules of a pipeline: actions in any order that its stages allow.
+
+    They shrink to one rank and one microbatch, where these are not given.
+    """
+    n: int = ranks or draw(st.integers(1, 4))
+    least, most = (0, 6 - n) if n_stages is None else (n_stages - n,) * 2
+    extra = draw(st.lists(st.integers(0, n - 1), min_size=least, max_size=most))
+    owner = draw(st.permutations([*range(n), *extra]))
+    count: int = n_microbatches or draw(st.integers(1, 4))
+    last, cells = len(owner) - 1, len(owner) * count
+    halves = draw(st.lists(st.booleans(), min_size=cells, max_size=cells))
+    open_now = {("F", 0, m) for m in range(count)}
+    table: list[list[Action]] = [[] for _ in range(n)]
+    while open_now:
+        kind, stage, m = draw(st.sampled_from(sorted(open_now)))
+        open_now.remove((kind, stage, m))
+        table[owner[stage]].append(Action(kind, stage, m))
+        if kind == "F" and stage < last:
+            open_now.add(("F", stage + 1, m))
+        if kind == "I":
+            open_now.add(("W", stage, m))
+        below = stage if kind == "F" and stage == last else stage - 1
+        if below >= 0 and (kind in ("B", "I") or below == last):
+            open_now.add(("I" if halves[below * count + m] else "B", below, m))
+    return tuple(tuple(row) for row in table)
+
+
+schedules = valid_schedules  # as `ff.schedules` is called, which are modules
