@@ -1,20 +1,23 @@
 """Runs that go wrong, over real processes: does every rank hear of it, and in time?
 
 Each case is a training of 2 to 4 ranks in which one rank does one thing wrong (see
-KINDS in faulty.py). A survivor is a rank that is not killed, stopped or aborted. It is
+KINDS in faulty.py). Its survivors are the other ranks, and where nothing is to be told
+that rank too. A survivor is
 
     told    it raises, before the time is up;
     right   it ends with the losses of one device, as is due where a rank is only late
             or slow, or sees a batch of another size (the loss is the mean of the
             ranks' means);
     hang    it has not ended when the time is up: then it is killed;
-    silent  it ends with another loss than that of one device, and nothing was said.
+    silent  it ends with another loss than that of one device, NaN too, and nothing was
+            said.
 
-A case is as bad as its worst survivor. "late numbers" are losses that a survivor got
-after the fault, that are not those of one device, and of which it heard only later in
-the run (a rank that skips a step is a batch ahead: its collectives are like all
-others' until the next evaluation). NaN is no such loss: it shows; whose rows it came
-from is what `ff.testing.check_batch` says.
+A case is as bad as its worst survivor. "itself" is what became of the rank that went
+wrong: one that skips a step is a batch ahead of the others, and where their last steps
+are like its own it ends well before them; they hear of it then. "late numbers" are
+losses that a survivor got after the fault that are not those of one device, and of
+which it heard only later: such a rank's collectives are like all others' until the
+next evaluation.
 
     python benchmarks/faults.py                    200 random faults
     python benchmarks/faults.py --sample           one of each kind
@@ -26,7 +29,6 @@ from __future__ import annotations
 import argparse
 import atexit
 import json
-import math
 import os
 import random
 import shutil
@@ -35,6 +37,7 @@ import socket
 import sys
 import tempfile
 import time
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
@@ -44,7 +47,6 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 import torch
 import torch._dynamo  # noqa: F401  what is imported here no rank imports again
-import torch.distributed.fsdp  # noqa: F401
 from faulty import KINDS, Fault, plain, work
 
 torch.set_num_threads(1)
@@ -105,8 +107,8 @@ class Case:
 
     @property
     def survivors(self) -> list[int]:
-        gone = self.fault.rank if self.fault.kind in GONE else None
-        return [rank for rank in range(self.fault.ranks) if rank != gone]
+        odd = self.fault.rank if KINDS[self.fault.kind] == "told" else None
+        return [rank for rank in range(self.fault.ranks) if rank != odd]
 
     def over(self) -> bool:
         """Whether all survivors have ended, or their time is up: then none is left."""
@@ -115,7 +117,8 @@ class Case:
                 found, status = os.waitpid(pid, os.WNOHANG)
                 if found:
                     self.statuses[rank] = os.waitstatus_to_exitcode(status)
-        ended = all(rank in self.statuses for rank in self.survivors)
+        gone = [self.fault.rank] if self.fault.kind in GONE else []
+        ended = {*self.statuses, *gone} == set(range(self.fault.ranks))
         if not ended and time.monotonic() - self.began < self.limit:
             return False
         for rank, pid in enumerate(self.pids):
@@ -141,38 +144,43 @@ class Case:
         found: dict[str, Any] = {
             **asdict(fault), "side": self.side, "verdict": "right", "seconds": 0.0,
             "late numbers": 0, "names it": 0, "intact": [], "happened": bool(when),
-            "survivors": len(self.survivors), "errors": {},
+            "survivors": len(self.survivors), "errors": {}, "itself": "",
+            "due": KINDS[fault.kind],
+            "own screen": Path(self.path(fault.rank, "log")).read_text()[-4000:],
         }  # fmt: skip
-        for rank in self.survivors:
+        for rank in range(fault.ranks):
             notes, verdict = every[rank], "right"
             losses = {n["step"]: n["loss"] for n in notes if "loss" in n}
             wrong = [s for s, x in losses.items() if not near(x, right[s])]
             errors = [n for n in notes if "error" in n]
-            found["intact"] += [n["intact"] for n in notes if "intact" in n]
+            if rank in self.survivors:
+                found["intact"] += [n["intact"] for n in notes if "intact" in n]
             if rank not in self.statuses:
                 verdict = "hang"
             elif errors:
                 verdict = "told"
                 since = errors[0]["at"] - min(when, default=errors[0]["at"])
                 found["seconds"] = max(found["seconds"], since)
-                found["late numbers"] += len(wrong)
-                text = errors[0]["text"]
-                named = f"ank {fault.rank} " in text or rank == fault.rank
-                found["names it"] += named
-                found["errors"][rank] = f"{errors[0]['error']}: {text}"
+                found["errors"][rank] = f"{errors[0]['error']}: {errors[0]['text']}"
             elif self.statuses[rank] != 0:
                 verdict = "told"
                 found["errors"][rank] = f"ended by {self.statuses[rank]}"
             elif wrong or len(losses) < len(right):
                 verdict = "silent"
+            if rank not in self.survivors:
+                gone = self.statuses.get(rank, -1) < 0
+                found["itself"] = "is gone" if gone else verdict
+                continue
+            if errors:
+                found["late numbers"] += len(wrong)
+                found["names it"] += f"ank {fault.rank} " in errors[0]["text"]
             worst = max(found["verdict"], verdict, key=VERDICTS.index)
             found["verdict"] = worst
         return found
 
 
 def near(x: float, y: float) -> bool:
-    """NaN is near all: it shows."""
-    return math.isnan(x) or abs(x - y) <= 1e-5 * abs(y)
+    return abs(x - y) <= 1e-5 * abs(y)
 
 
 def run(
@@ -225,7 +233,7 @@ def sample(timeout: float) -> list[Fault]:
 def table(rows: Sequence[dict[str, Any]]) -> str:
     """By kind: how many of each verdict, and how soon it was said."""
     lines = [f"{'a rank':30} {'due':6}" + "".join(f"{v:>7}" for v in VERDICTS)
-             + "  slowest  names it  late numbers  state"]  # fmt: skip
+             + "  slowest  names it  late numbers  state   itself"]  # fmt: skip
     for kind, due in KINDS.items():
         mine = [row for row in rows if row["kind"] == kind]
         if not mine:
@@ -234,13 +242,15 @@ def table(rows: Sequence[dict[str, Any]]) -> str:
         told = [row for row in mine if row["errors"]]
         slowest = max((row["seconds"] for row in told), default=0.0)
         named = sum(row["names it"] for row in told)
-        heard = sum(len(row["errors"]) for row in told)
+        heard = sum(row["survivors"] for row in told)
         states = {s for row in mine for s in row["intact"]}
+        itself = Counter(row["itself"] for row in mine)
         lines.append(
             f"{kind:30} {due:6}" + "".join(f"{c or '':>7}" for c in counts)
             + f"{slowest:8.1f}s {f'{named}/{heard}':>9}"
             + f"{sum(row['late numbers'] for row in mine) or '':>14}"
-            + f"  {', '.join(sorted(states))}"
+            + f"  {', '.join(sorted(states)):7} "
+            + ", ".join(f"{n} {what}" for what, n in itself.items() if what)
         )  # fmt: skip
     totals = [sum(row["verdict"] == v for row in rows) for v in VERDICTS]
     lines.append(f"{'all':37}" + "".join(f"{c:7}" for c in totals))
@@ -266,6 +276,8 @@ def main() -> int:
     if options.only:
         faults = [f for f in faults if f.kind in options.only.split(",")]
     record, bad = {}, 0
+    if options.fsdp2:
+        import torch.distributed.fsdp  # noqa: F401
     for side in ["ours", "fsdp2"] if options.fsdp2 else ["ours"]:
         given = faults
         if side == "fsdp2":  # it has neither
