@@ -258,7 +258,8 @@ class GradientSums:
         own = shard.flat.dtype
         given, by = self.given.get(id(shard), own), self.mean_size
         halved = self.before if one.dtype == torch.float16 else 1
-        if mean := self.is_mean(shard):
+        # A mean at once, where that dtype might not hold the sum.
+        if mean := given != own or own == torch.float16:
             if given != own:  # rounded once
                 grad = grad.to(torch.promote_types(grad.dtype, torch.float32))
             grad = grad.div_(by / halved) if by != halved else grad
@@ -278,10 +279,6 @@ class GradientSums:
             if not still and self.steps.takes(shard):
                 del self.grads[id(shard)]
                 self.steps.step(shard, grad, 1 if mean else by)
-
-    def is_mean(self, shard: FlatShard) -> bool:
-        """Whether a mean is kept, where its dtype might not hold the sum."""
-        return id(shard) in self.given or shard.flat.dtype == torch.float16
 
     def finish(self) -> None:
         """Waits for all that is due; ``grads`` then has the sums over the ranks."""
