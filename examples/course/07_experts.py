@@ -19,8 +19,7 @@ import fsfunc as ff
 TOKENS, DIM, EXPERTS, RANKS = 64, 8, 8, 4
 torch.manual_seed(0)
 params = {"gate": torch.randn(EXPERTS, DIM), "experts": torch.randn(EXPERTS, DIM, DIM)}
-x = torch.randn(TOKENS, DIM) + torch.randn(DIM)
-mesh = ff.make_mesh({"data": RANKS})
+x, mesh = torch.randn(TOKENS, DIM) + torch.randn(DIM), ff.make_mesh({"data": RANKS})
 
 
 def loss(params, x):  # 1. The plain program: a loop over tokens.
@@ -68,7 +67,7 @@ def main(places):
 value, plain = ff.value_and_grad(loss)(params, x)
 with ff.ledger() as log:
     sent, gates, experts = ff.spmd(by_hand, mesh)().unzip()
-print("how many tokens each rank sends to the experts", *sent, sep="\n")
+print("tokens from each rank to each expert", *sent, sep="\n")
 assert_close({"gate": gates[0], "experts": torch.cat(experts)}, plain)
 for_a_place = 3 * (RANKS - 1) / RANKS * 4 * EXPERTS * DIM  # one is of the backward pass
 assert log.bytes("data", "all_to_all") == for_a_place * TOKENS / RANKS

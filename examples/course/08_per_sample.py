@@ -22,11 +22,7 @@ torch.manual_seed(0)
 params, x = list(torch.randn(2, DIM, DIM) / 4), torch.randn(N, DIM)
 x[7] *= 20  # somebody unlike all others
 mesh = ff.make_mesh({"data": RANKS})
-
-
-@ff.unit
-def layer(w, x):
-    return x + torch.tanh(x) @ w
+layer = ff.unit(lambda w, x: x + torch.tanh(x) @ w)
 
 
 def loss(params, x):
@@ -52,8 +48,7 @@ def private(params, x, clipped, total):
 
 # 1. The plain program, and what its clip is for.
 plain = private(params, x, clipped, lambda sums: sums)
-sizes = sorted(round(g) for g in of_rows(params, x)[1].tolist())
-print("how large the rows' gradients are:", *sizes)
+print("sizes of the rows' gradients:", *of_rows(params, x)[1].sort()[0].int().tolist())
 for limit in torch.inf, CLIP:
     a, b = (clipped(params, rows, limit) for rows in (x, x[torch.arange(N) != 7]))
     moved = sum((a - b).square().sum() for a, b in zip(a, b, strict=True)) ** 0.5
@@ -65,23 +60,19 @@ def by_hand(rows):
     return private(params, rows, clipped, lambda sums: ff.psum(sums, "data"))
 
 
-# 3. By the library: the weights whole, for all rows at once; the mean over ranks of what
-#    each found, in parts; and of the noise each rank draws the parts that it has.
-def on_parts(params, rows):
-    def total(sums):
-        return ff.tree.map(lambda g: RANKS * g, ff.reduce_like(sums, params))
-
-    return private(params, rows, ff.unit(clipped, whole=True), total)
-
-
+# 3. By the library: a unit gathers the weights once, for all rows; reduce_like is the
+#    ranks' mean, in parts; and of the noise each rank draws the parts that it has.
 def by_parts(rows):
-    parts = ff.place(ff.shard(loss, mesh, "data"), params, rows)
-    return ff.unshard(ff.shard(on_parts, mesh, "data")(parts, rows))
+    whole, sharded = ff.unit(clipped, whole=True), lambda f: ff.shard(f, mesh, "data")
+    parts = ff.place(sharded(whole), params, rows)
+    total = lambda sums: ff.tree_scale(ff.reduce_like(sums, parts), RANKS)  # noqa: E731
+    return ff.unshard(sharded(private)(parts, rows, whole, total))
 
 
+share = (RANKS - 1) / RANKS * 4 * 2 * DIM**2  # of the parameters, in bytes
 rows = ff.spmd(lambda: ff.local_batch(x, mesh, "data"), mesh)()
-for way in by_hand, by_parts:
+for way, op, sent in (by_hand, "psum", 2 * share), (by_parts, "psum_scatter", share):
     with ff.ledger() as log:
-        for found in ff.spmd(way, mesh)(rows):
-            assert_close(found, plain)
+        assert_close(list(ff.spmd(way, mesh)(rows)), [plain] * RANKS)
     print(way.__name__, log.table())
+    assert log.bytes("data", op) == sent

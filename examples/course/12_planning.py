@@ -4,11 +4,10 @@ A step is a program, so what it will do can be read off: on tensors without data
 rank, for any number n of them. The plain program has L layers and Psi bytes of weights.
 At zero=3, recomputed, in bfloat16, with Adam, a rank will
 
-    hold between steps    3 Psi / n                    its part of weights and moments
-    send in a step        (n-1)/n Psi/2 (3 - 1/L)      two gathers, but one of the last
-                                                       layer, and one sum of gradients
+    hold between steps    3 Psi / n                 its part of weights and moments
+    send in a step        (n-1)/n Psi/2 (3 - 1/L)   two gathers (the last one), a sum
 
-and how long that takes is arithmetic on a data sheet. Nothing below was ever computed.
+and how long that takes is arithmetic on a data sheet. No such step is ever computed.
 
     python examples/course/12_planning.py
 """
@@ -19,11 +18,7 @@ import fsfunc as ff
 
 L, DIM, TOKENS = 32, 4096, 2048
 PSI = 4 * L * 8 * DIM**2  # 17 GB
-
-
-@ff.unit
-def block(p, x):
-    return x + torch.tanh(x @ p["up"]) @ p["down"]
+block = ff.unit(lambda p, x: x + torch.tanh(x @ p["up"]) @ p["down"])
 
 
 def loss(params, batch):
@@ -39,8 +34,7 @@ def init(dim=DIM):  # seen, but never made
 
 
 # 1. The plain program, and what is to be done to it.
-optimizer = ff.sharded_adam(1e-4)
-plain = optimizer(ff.value_and_grad(loss))
+plain = (optimizer := ff.sharded_adam(1e-4))(ff.value_and_grad(loss))
 
 
 def on(mesh, zero=3, **options):
@@ -48,8 +42,9 @@ def on(mesh, zero=3, **options):
     return ff.donate(ff.shard(step, mesh, "data", zero=zero, **options))
 
 
-# 2. A plan is no model of the step but the step: on four ranks it is run beside its plan.
-def beside(mesh):
+# 2. A plan is not a model of the step: it is the step, run without data. On four ranks
+#    it is run with data too, and the collectives are the same.
+def both(mesh):
     step, rows = on(mesh), tuple(torch.randn(2, 8, 16))
     state = ff.init_state(step, lambda: init(16), optimizer, rows)
     plan = ff.plan(step, state, rows)
@@ -59,33 +54,20 @@ def beside(mesh):
 
 
 four = ff.make_mesh({"data": 4})
-for planned, ran in ff.spmd(beside, four)(four):
+for planned, ran in ff.spmd(both, four)(four):
     for a, b in zip(planned, ran, strict=True):
         assert (a.op, a.bytes, a.unit, a.phase) == (b.op, b.bytes, b.unit, b.phase)
-print(f"on 4 ranks all {len(ran)} collectives came as planned")
 
-# 3. On more. Hybrid: weights are cut within a node of 8, and the nodes are replicas.
-print(f"{'ranks':>14} zero   GB held  GB sent  ms a step  of that, waiting")
-batch = torch.empty(TOKENS, DIM), torch.empty(TOKENS, DIM)
-for n, zero, sizes, options in (
-    (8, 3, {"data": 8}, {}),
-    (1024, 1, {"data": 1024}, {}),
-    (1024, 2, {"data": 1024}, {}),
-    (1024, 3, {"data": 1024}, {}),
-    (1024, 3, {"node": 128, "data": 8}, {"replicate": "node"}),
-):
-    step = on(ff.make_mesh(sizes, "abstract"), zero, **options)
-    plan = ff.plan(step, init, optimizer, batch)
+# 3. On 1,024. The last line is a hybrid: parts within nodes of 8, and 128 such nodes.
+print("ranks zero   GB held   GB sent   s in all s waiting")
+rows = torch.empty(TOKENS, DIM), torch.empty(TOKENS, DIM)
+for n, zero, nodes in (8, 3, 1), (1024, 1, 1), (1024, 3, 1), (1024, 3, 128):
+    mesh = ff.make_mesh({"node": nodes, "data": n // nodes}, "abstract")
+    plan = ff.plan(on(mesh, zero, replicate="node"), init, optimizer, rows)
     took = ff.estimate(plan, ff.hardware.H100)
-    sent = plan.bytes()
-    print(
-        f"{sizes!s} {zero:4} {plan.peak_bytes / 1e9:9.2f} {sent / 1e9:8.2f} {took.seconds * 1e3:10.0f} {took.exposed * 1e3:10.0f}"
-    )
-    if zero == 3 and not options:
-        print(sent - 16 * (n - 1) / n - (n - 1) / n * PSI / 2 * (3 - 1 / L))
-        kept = sum(
-            leaf.bytes
-            for leaf in plan[0].leaves
-            if leaf.path.startswith(("params", "opt_state"))
-        )
-        print(kept, 3 * PSI / n)
+    known = plan.peak_bytes / 1e9, plan.bytes() / 1e9, took.seconds, took.exposed
+    print(f"{n:5} {zero:4}", *(f"{value:9.3f}" for value in known))
+    if zero == 3 and nodes == 1:
+        kept = sum(leaf.bytes for leaf in plan[0].leaves if leaf.kind != "buffers")
+        assert kept == 3 * PSI / n
+        assert plan.bytes() == (n - 1) / n * (PSI / 2 * (3 - 1 / L) + 16)  # 16: a loss

@@ -71,7 +71,8 @@ def sharded_adam(
             where that has too few bits for a mean square. Where it differs
             from the parameter's, the pass runs on copies in the wider of the two.
             ``torch.float16`` moments have a scale (`ScaledAdamState`); ``torch.uint8``
-            stands for 8 bits with a scale for 256 (`CodedAdamState`).
+            stands for 8 bits with a scale for 256 (`CodedAdamState`): 256 that lie
+            side by side on one rank, so they load on the same mesh and zero alone.
 
     Returns:
         the optimizer; its state is an `AdamState`. ``apply`` gives the bits of

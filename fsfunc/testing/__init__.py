@@ -11,6 +11,7 @@ transposes.py dot_products.py   check_collective, by typed dot products
 replication.py type_checking.py   check_replicated; check_types
 poisoning.py finiteness.py   NaN in memory that means nothing; where NaN came from
 strategies.py drawn_models.py drawn_stacks.py   what hypothesis draws
+odd_batches.py      check_batch: what a loader gave that no rank expected
 live_memory.py      live_bytes
 """
 
@@ -21,6 +22,7 @@ from fsfunc.testing.costs import assert_cost
 from fsfunc.testing.finiteness import NotFinite, finite
 from fsfunc.testing.integer_data import integers
 from fsfunc.testing.live_memory import Living, live_bytes
+from fsfunc.testing.odd_batches import OddBatch, check_batch
 from fsfunc.testing.one_device import assert_equals_one_device
 from fsfunc.testing.poisoning import poison
 from fsfunc.testing.replication import check_replicated
@@ -30,9 +32,11 @@ from fsfunc.testing.type_checking import check_types
 __all__ = [
     "Living",
     "NotFinite",
+    "OddBatch",
     "assert_cost",
     "assert_equal",
     "assert_equals_one_device",
+    "check_batch",
     "check_collective",
     "check_replicated",
     "check_types",

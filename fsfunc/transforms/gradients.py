@@ -101,8 +101,11 @@ def collected(grads: Any, chosen: Any, runtime: ShardRuntime) -> tuple[Any, ...]
             continue
         grad = runtime.sums.grads.get(key)
         shards[key] = shard.like(_zeros(shard.flat) if grad is None else grad)
-    # Those in float16 are means already.
-    sums = [s.flat for s in shards.values() if s.flat.dtype != torch.float16]
+    sums = [
+        s.flat
+        for key, s in shards.items()
+        if not runtime.sums.is_mean(runtime.keeps[key])
+    ]
     if sums and runtime.mean_size > 1:
         torch._foreach_div_(sums, runtime.mean_size)
     leaves = {}

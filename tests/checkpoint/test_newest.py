@@ -198,6 +198,19 @@ def test_two_jobs_that_save_one_path_are_told(tmp_path, left):
     assert names(tmp_path) == ["step-1"]
 
 
+def test_what_was_killed_before_it_was_marked_is_empty(tmp_path):
+    """It goes once it is old: nobody is about to mark it. What is not empty stays."""
+    for i, (old, full) in enumerate([(True, False), (True, True), (False, False)]):
+        folder = tmp_path / f".step-1.saving-{i:032x}"
+        folder.mkdir()
+        if full:
+            (folder / "notes.txt").write_text("mine")
+        os.utime(folder, (time.time() - 3600 * old,) * 2)
+    ff.save(tmp_path / "step-1", W)
+    assert [name[-1] for name in names(tmp_path)] == ["1", "2", "1"]
+    assert names(tmp_path)[-1] == "step-1"
+
+
 def test_a_link_is_no_remains(tmp_path):
     """Nor what lies where it leads."""
     (tmp_path / "mine").mkdir()

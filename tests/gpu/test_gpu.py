@@ -96,7 +96,7 @@ def test_an_update_of_moments_with_the_host(kind):
         state = ff.init_state(step, params, optimizer, batch)
         for _ in range(2):
             state, loss = step(state, batch)
-        return [loss.item()], ff.unshard(state.params)
+        return [loss["loss"].item()], ff.unshard(state.params)
 
     expected = ff.spmd(main, mesh)()
     for kinds in ["moments"], ["params"], ["params", "moments"]:

@@ -13,6 +13,7 @@ unlike collectives still understand each other, and each of them raises.
 
 from __future__ import annotations
 
+import functools
 import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -23,7 +24,13 @@ from torch import Tensor
 
 from fsfunc.comm.attribution import source_line
 from fsfunc.comm.backends.flight import FlightRecord
-from fsfunc.comm.backends.link import CollectiveMismatch, Handle, table
+from fsfunc.comm.backends.link import (
+    CollectiveCall,
+    CollectiveMismatch,
+    Handle,
+    Signature,
+    table,
+)
 
 __all__ = ["ALL_GATHER", "ANSWER", "DATA", "TRANSFER", "Exchange", "Headers"]
 __all__ += ["compare_gathered", "packed", "receive", "send", "settle", "tag"]
@@ -64,6 +71,14 @@ def packed(call: Any, said: bytes) -> Tensor:
     return torch.frombuffer(
         bytearray((said + text).ljust(_SIZE, b"\0")), dtype=torch.uint8
     )
+
+
+@functools.lru_cache(maxsize=1 << 12)
+def _header(
+    said: Signature, label: tuple[str, str], line: str, digest: bytes
+) -> Tensor:
+    """That of a collective: a step sends the same ones each time."""
+    return packed(CollectiveCall(said, *label, line), digest)
 
 
 def unpacked(row: Tensor) -> tuple[bytes, str]:
@@ -110,7 +125,7 @@ class Headers:
     ):
         self.record, where = record, record.where
         record.line = source_line()
-        mine = packed(record, digest)
+        mine = _header(record.said, record.label, record.line, digest)
         self.rows = {where.rank: mine}
         out, back = (tag(HEADER, record.number, bytes([way, 0])) for way in ways)
         self.works: list[Work] = []
@@ -134,7 +149,7 @@ class Headers:
         settle(self.works, self.record, self.seen)
         self.works = []
         try:
-            _compare(self.rows, _TITLE)
+            _compare(self.rows, f"{_TITLE}, #{self.record.number} of theirs")
         except CollectiveMismatch:
             # Nobody waits for it, and gloo may write there still.
             _LEFT.append(exchange)

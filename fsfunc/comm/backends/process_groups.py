@@ -16,7 +16,7 @@ import os
 import time
 import uuid
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from datetime import timedelta
 from typing import Any
 
@@ -117,20 +117,20 @@ class Groups:
         return group
 
 
-def hang_up(group: Any, other: int) -> None:
+def hang_up(group: Any, others: Sequence[int]) -> None:
     """Ends every wait of this process in a gloo group, from another thread.
 
     Gloo has no call for that. But one wait that lasts too long closes the connections
-    of its whole group, and all others that wait there are told: so this is one.
+    of its whole group, and all others that wait there are told: so this is one. It is
+    for each of the ``others``, as one that has ended is waited for no time at all.
     """
-    if dist.get_backend(group) != "gloo":
-        return
     nobodys = 2**31 - 1  # a tag that is never sent
-    try:
-        work: Any = dist.irecv(torch.zeros(1), other, group, nobodys)
-        work.wait(timedelta(milliseconds=1))
-    except RuntimeError:
-        pass
+    for other in others if dist.get_backend(group) == "gloo" else ():
+        try:
+            work: Any = dist.irecv(torch.zeros(1), other, group, nobodys)
+            work.wait(timedelta(milliseconds=1))
+        except RuntimeError:
+            pass
 
 
 def is_torn(error: RuntimeError) -> bool:

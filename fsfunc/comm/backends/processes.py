@@ -107,7 +107,7 @@ class ProcessLink(Link):
     def hang_up(self, where: Any) -> None:
         """Wakes this process where it waits for ranks of ``where`` that are gone."""
         if not self.fake and (group := self.groups.get(where.ranks)) is not None:
-            hang_up(group, next(r for r in where.ranks if r != self.rank))
+            hang_up(group, [r for r in where.ranks if r != self.rank])
 
     def trim(self) -> None:
         self.pool.trim(0)
@@ -138,8 +138,11 @@ class ProcessLink(Link):
         if not paired:
             compared = compared or self.fake
             return self._native(record, x, out, group, compared, how)
-        pairs = Pairs(record, group, self.pool, compared)
-        return self._told(lambda: getattr(pairs, op)(x, out, **how))
+
+        def exchange() -> Handle:
+            return getattr(Pairs(record, group, self.pool, compared), op)(x, out, **how)
+
+        return self._told(exchange)
 
     def _native(
         self,
