@@ -66,6 +66,7 @@ from fsfunc.optim import (
     sgd,
     shampoo,
     sharded_adam,
+    step_in_backward,
     stochastic_rounding,
     swa,
     tree_scale,
@@ -117,10 +118,10 @@ if TYPE_CHECKING:
     from fsfunc import show, testing
     from fsfunc.checkpoint.consolidation import consolidate
     from fsfunc.checkpoint.finding import metadata
-    from fsfunc.checkpoint.folders import latest
     from fsfunc.checkpoint.loading import load
-    from fsfunc.checkpoint.manifest import CheckpointError
+    from fsfunc.checkpoint.newest import latest
     from fsfunc.checkpoint.saving import save, save_async
+    from fsfunc.checkpoint.stored import CheckpointError
     from fsfunc.interop.modules import from_module, to_module
     from fsfunc.interop.patterns import by_size
     from fsfunc.planning.calibration import measure_hardware
@@ -133,9 +134,9 @@ __version__ = "0.1.0"
 
 # What only some programs use comes when it is asked for: imports are paid by all.
 _LATER = {
-    "CheckpointError": "fsfunc.checkpoint.manifest",
+    "CheckpointError": "fsfunc.checkpoint.stored",
     "consolidate": "fsfunc.checkpoint.consolidation",
-    "latest": "fsfunc.checkpoint.folders",
+    "latest": "fsfunc.checkpoint.newest",
     "metadata": "fsfunc.checkpoint.finding",
     "load": "fsfunc.checkpoint.loading",
     "save_async": "fsfunc.checkpoint.saving",

@@ -248,25 +248,40 @@ def test_the_house_keeps_the_rule(check):
     assert check(the_house()) == []
 
 
-def test_the_map_in_the_readme_names_every_file():
-    """By the rooms of its map, which stand after a floor's number or four spaces."""
+def test_every_room_names_its_files():
+    """In its docstring: to read one's way in, no other map is needed."""
+    house, faults = the_house(), []
+    for path in house:
+        room, _, name = path.rpartition("/")
+        if not room or name == "__init__.py":
+            continue
+        said = ast.get_docstring(ast.parse(house[f"{room}/__init__.py"])) or ""
+        if not re.search(rf"(?<!\w){re.escape(name)}\b", said):
+            faults.append(f"{room}/__init__.py does not name {name}")
+    for path, source in house.items():
+        if path.endswith("/__init__.py"):
+            said = ast.get_docstring(ast.parse(source)) or ""
+            there = {p.rpartition("/")[2] for p in house if p.startswith(path[:-11])}
+            for name in re.findall(r"(?<![\w/])\w+\.py\b", said):
+                if name not in there:
+                    faults.append(f"{path} names {name}, which is not there")
+    assert not faults
+
+
+def test_the_map_in_the_readme_names_every_room():
     text = (ROOT / "README.md").read_text()
-    drawn, room = set(), ""
-    for line in text.partition("## The house")[2].split("```")[1].splitlines():
-        if line == "benchmarks/":
-            break
-        if line[4:5] not in ("", " "):
-            room = line[4:].split()[0]
-            room = room if room.endswith("/") else ""
-        for name in re.findall(r"(?<!tests/)\b\w+\.py\b", line):
-            drawn.add((room, name))
-    there = set()
-    for path in the_house():
-        room, slash, rest = path.partition("/")
-        name = (rest or path).rpartition("/")[2]
-        if name != "__init__.py" or not slash:
-            there.add((room + slash if slash else "", name))
-    assert drawn == there
+    drawn = re.findall(r"^[ \d]{4,6}(\w+)/ ", text.partition("## The house")[2], re.M)
+    rooms = [
+        path.split("/")[-2] for path in the_house() if path.endswith("/__init__.py")
+    ]
+    assert sorted(drawn) == sorted(rooms)
+    named = set(re.findall(r"\bbenchmarks/(\w+\.py)|\b(compare\.py)", text))
+    programs = [
+        path.name
+        for path in (ROOT / "benchmarks").glob("*.py")
+        if "__main__" in path.read_text()
+    ]
+    assert {*programs} - {name for pair in named for name in pair} <= {"worker.py"}
 
 
 def test_the_house_is_read():

@@ -1,76 +1,70 @@
-"""The README's code runs as it stands."""
+"""The README's code runs as it stands, and its index has every public name."""
 
 import re
-from pathlib import Path
 
 import pytest
 import torch
 
 import fsfunc as ff
-from fsfunc import tree
-from tests.checks import close, on_ranks, simulated
+from tests.checks import close
+from tests.public_names import README, index, public, sentence, written
 
-README = Path(__file__).parents[1] / "README.md"
 CODES = re.findall(r"```python\n(.*?)```", README.read_text(), re.S)
 
 
-def test_the_readme_s_example_runs(capsys):
-    names = {}
+@pytest.fixture(scope="module")
+def names():
+    """What the README's programs define, one after another."""
+    return {}
 
+
+def test_the_readme_s_example_runs(names, capsys):
     def printed(code):
         exec(compile(code, str(README), "exec"), names)
         return capsys.readouterr().out
 
-    step, law, plan, outlives, module = map(printed, CODES)
+    step, plan, outlives, *rest = map(printed, CODES)
     assert "psum_scatter" in step and "all_gather" in step
     assert plan.startswith("5 ") and "on H100" in plan
     assert outlives == "[3, 3, 3, 3] [5, 5, 5, 5]\n"
-    assert not module and not law
-    x = names["torch"].randn(2, 3, 8)
+    assert rest == [""] * 4
+    x = torch.randn(2, 3, 8)
     trained = names["trained"](x).square().mean()
     assert abs(names["module_loss"](names["params"], x) - trained) < 1e-6
 
 
-WAYS = ["penalty", "maml", "one_task", "learned_rate", "wgan_gp", "fgsm", "contrastive"]
-WAYS += ["dp_sgd", "sgld", "curvature", "muon", "shampoo"]
+def test_two_models_are_one_device_s(names):
+    weights, x = {k: torch.randn(8, 8) for k in "gd"}, torch.randn(8, 8)
+    every = ff.spmd(names["gan"], names["mesh"])(weights, x)
+    adam = names["adam"]
+    whole = {k: ff.TrainState(w, adam.init(w)) for k, w in weights.items()}
+    expected, _ = names["gan_step"](whole, x)
+    for state in every:
+        close(state["g"].params, expected["g"].params, 1e-6)
+        close(state["d"].params, expected["d"].params, 1e-6)
 
 
-@pytest.fixture(scope="module")
-def ways():
-    """The functions of the page on gradients, and one that lays out what they take."""
-    names = {"torch": torch, "ff": ff}
-    exec(compile(CODES[1], str(README), "exec"), names)
-    return names
+def test_adapters_and_a_state_of_one_s_own(names):
+    w, x = torch.randn(8, 8), torch.randn(8, 8)
+    adapters = {"a": torch.randn(8, 2), "b": torch.zeros(2, 8)}
+    extra = {"w": w, "seen": torch.zeros(())}
+    start = ff.TrainState(adapters, names["adam"].init(adapters), extra=extra)
+    expected, _ = names["lora_step"](start, x)
+    for state in ff.spmd(names["lora"], names["mesh"])(w, adapters, x):
+        close(state.params, expected.params, 1e-6)
+        assert torch.equal(state.extra["w"], w) and state.extra["seen"] == 1
 
 
-@pytest.mark.filterwarnings("ignore:.torch.jit.script. is deprecated")
-@pytest.mark.parametrize("way", WAYS)
-def test_each_way_is_one_device_s(ways, way):
-    draw = torch.Generator().manual_seed(0)
-    w = [torch.randn(3, 3, generator=draw, dtype=torch.float64) for _ in range(2)]
-    rows = torch.randn(8, 3, generator=draw, dtype=torch.float64)
-    fn = ways[way]
+def test_a_dataset_of_one_s_own(names):
+    rows = ff.spmd(names["first_batch"], names["mesh"])(str(README))
+    text = README.read_bytes()
+    windows = {text[i : i + 16] for i in range(0, len(text), 16)}
+    assert {bytes(row.tolist()) for row in torch.cat(rows)} <= windows
 
-    def step(w, x):
-        torch.manual_seed(5)  # noise is of the default generator
-        if way == "curvature":
-            return fn(w, x, tree.map(torch.ones_like, w))
-        if way in ("dp_sgd", "sgld", "muon", "shampoo"):
-            return fn(w, x)
-        if way == "learned_rate":
-            rate = ff.assume(torch.tensor(0.5, dtype=torch.float64), "data", "I")
-            return ff.value_and_grad(fn)((w, rate), x)[1]
-        return ff.value_and_grad(fn)(w, x)[1]
 
-    def found(n, zero, x=rows):
-        mesh = simulated(n)
-        sharded = lambda f: ff.shard(f, mesh, "data", zero=zero)  # noqa: E731
-        return on_ranks(sharded(step), w, x, mesh=mesh, laid=sharded(ways["loss"]))
+def test_the_index_has_every_public_name():
+    assert written() == index(), "python -m tests.public_names writes it anew"
 
-    expected = found(1, 3)[0]
-    if way == "one_task":  # two tasks, each on half of the rows
-        halves = [found(1, 3, x)[0] for x in rows.chunk(2)]
-        expected = tree.map(lambda a, b: (a + b) / 2, *halves)
-    for zero in (0, 1, 3):
-        for one in found(2, zero):
-            close(one, expected, 1e-9)
+
+def test_every_public_name_says_what_it_is():
+    assert [name for name, thing in public().items() if not sentence(name, thing)] == []

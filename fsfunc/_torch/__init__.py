@@ -1,6 +1,9 @@
 """All private torch API that fsfunc uses; ``tests/test_torch.py`` names what breaks.
 
 Everything here was written against torch 2.13 and runs on 2.11.
+
+internals.py graph.py   of storages, modules and the like; of the autograd graph
+dispatch.py fake_results.py functorch.py   modes; fake tensors, faster; levels
 """
 
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode

@@ -8,7 +8,8 @@ from typing import Any, TypeVar, cast
 
 import torch
 
-from fsfunc.checkpoint.manifest import CheckpointError
+from fsfunc.checkpoint.advice import advised
+from fsfunc.checkpoint.stored import CheckpointError
 from fsfunc.comm.attribution import label
 from fsfunc.comm.collectives import all_gather, pmax, psum
 from fsfunc.comm.mesh import Here
@@ -30,7 +31,7 @@ def everywhere(at: Here | None, action: Callable[[], _T]) -> _T:
     try:
         result = action()
     except Exception as failure:
-        error = failure
+        error = advised(failure)
     raise_everywhere(at, error)
     return cast("_T", result)
 

@@ -7,7 +7,7 @@ import os
 import threading
 import zlib
 from collections import deque
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from itertools import groupby
 from typing import Any
@@ -15,7 +15,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fsfunc.checkpoint.manifest import BLOCK, CheckpointError, Stored
+from fsfunc.checkpoint.headers import check_headers
+from fsfunc.checkpoint.opening import open_regular
+from fsfunc.checkpoint.stored import BLOCK, CheckpointError, Stored
 from fsfunc.runtime.prefault import populate
 
 __all__ = ["Blocks", "Threads", "bytes_of", "check_files", "copy", "prove"]
@@ -56,7 +58,7 @@ class Blocks:
         self.path = stored.path / name
         self.nbytes, self.sums, self.origin = stored.files[name]
         self.threads = threads
-        self.file = os.open(self.path, os.O_RDONLY | os.O_CLOEXEC)
+        self.file = open_regular(self.path, follow=stored.version is None)
 
     def __enter__(self) -> Blocks:
         return self
@@ -172,7 +174,7 @@ def prove(stored: Stored) -> int:
     Raises:
         CheckpointError: a file is missing, too short, or damaged; or has no checksums.
     """
-    check_files(stored, list(stored.files))
+    check_files(stored, stored.files)
     with Threads() as threads:
         for name, file in stored.files.items():
             if file.sums is None:
@@ -181,10 +183,11 @@ def prove(stored: Stored) -> int:
                 )
             with Blocks(stored, name, threads) as blocks:
                 blocks.prove()
+    check_headers(stored, stored.tensors.values(), stored.files)
     return sum(file.nbytes for file in stored.files.values())
 
 
-def check_files(stored: Stored, names: Sequence[str]) -> None:
+def check_files(stored: Stored, names: Iterable[str]) -> None:
     """Raises where a file is missing, or not as long as it was written.
 
     Raises:
@@ -193,7 +196,7 @@ def check_files(stored: Stored, names: Sequence[str]) -> None:
     for name in names:
         path, expected = stored.path / name, stored.files[name].nbytes
         try:
-            found = path.stat().st_size
+            found = os.stat(path, follow_symlinks=stored.version is None).st_size
         except FileNotFoundError as error:
             raise CheckpointError(
                 f"{path} is missing: the checkpoint had a file of {expected} bytes "

@@ -8,11 +8,14 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from fsfunc.checkpoint.advice import way_out
+from fsfunc.checkpoint.blocks import check_files
 from fsfunc.checkpoint.finding import metadata
 from fsfunc.checkpoint.folders import sync
+from fsfunc.checkpoint.headers import Entry, header_of, seal, with_sums
 from fsfunc.checkpoint.loading import fill
-from fsfunc.checkpoint.manifest import Stored, StoredTensor
-from fsfunc.checkpoint.safetensors import Entry, header_of, seal, with_sums, write_file
+from fsfunc.checkpoint.safetensors import write_file
+from fsfunc.checkpoint.stored import Stored, StoredTensor
 
 __all__ = ["consolidate"]
 
@@ -44,11 +47,16 @@ def consolidate(
     ...     ff.load(f"{folder}/a.safetensors", {"w": torch.zeros(2)}, at="params")
     {'w': tensor([1., 1.])}
     """
-    stored, file = metadata(path).below(at), Path(file)
+    with way_out():
+        return _joined(metadata(path).below(at), Path(file))
+
+
+def _joined(stored: Stored, file: Path) -> Path:
+    check_files(stored, stored.files)  # before there is room for what they say
     if file.exists():
         raise FileExistsError(f"{file} exists: name another, or remove it first")
     entries = [
-        Entry(name, leaf.dtype, leaf.shape, lambda n=name, x=leaf: _whole(stored, n, x))
+        Entry(name, leaf.dtype, leaf.shape, lambda x=leaf: _whole(stored, x))
         for name, leaf in sorted(
             stored.tensors.items(), key=lambda item: -item[1].dtype.itemsize
         )
@@ -71,7 +79,6 @@ def consolidate(
     return file
 
 
-def _whole(stored: Stored, name: str, leaf: StoredTensor) -> Tensor:
-    alone = Stored(stored.path, {"": leaf}, files=stored.files)
+def _whole(stored: Stored, leaf: StoredTensor) -> Tensor:
     like = torch.empty(leaf.shape, dtype=leaf.dtype, device="meta")
-    return fill(alone, like, None)
+    return fill(stored, like, [leaf], None)

@@ -16,6 +16,8 @@ import torch
 from torch import Tensor
 
 from fsfunc import _torch, tree
+from fsfunc.checkpoint.parsing import Wrong, check_path
+from fsfunc.checkpoint.stored import CheckpointError
 from fsfunc.comm.mesh import Here, maybe_here
 from fsfunc.runtime.generators import generator_states
 from fsfunc.sharded.layout import Coordinates, Layout
@@ -31,6 +33,7 @@ __all__ = [
     "coordinates_here",
     "mesh_here",
     "parts_of",
+    "random_of",
     "restore_random",
     "together",
 ]
@@ -143,12 +146,9 @@ def contents_of(state: Any) -> Contents:
 
 def _check_path(path: str) -> None:
     try:
-        path.encode()
-    except UnicodeEncodeError:
-        raise ValueError(
-            f"the path {path!r} is no Unicode text, and a file could not hold it: "
-            "rename the key"
-        ) from None
+        check_path(path)
+    except Wrong as error:
+        raise ValueError(f"{error}, and a file could not hold it: rename it") from None
     if path == "__metadata__":
         raise ValueError("a leaf called '__metadata__' cannot be saved: rename it")
 
@@ -229,17 +229,36 @@ def together(states: Sequence[Mapping[str, str]]) -> dict[str, Any]:
     return {"states": distinct, "of": [distinct.index(state) for state in states]}
 
 
-def restore_random(random: Mapping[str, Any], rank: int) -> None:
-    """Sets this rank's default generators as they stood when it was saved.
+def random_of(random: Mapping[str, Any], rank: int) -> dict[str, Tensor]:
+    """The states that this rank's default generators had, by device type.
 
     Where there are more ranks now, they take the saved ones in turn.
+
+    Raises:
+        CheckpointError: no generator has such a state.
     """
     if not random:
-        return
+        return {}
     mine = random["states"][random["of"][rank % len(random["of"])]]
+    found: dict[str, Tensor] = {}
     for kind, text in mine.items():
-        state = torch.frombuffer(bytearray(base64.b64decode(text)), dtype=torch.uint8)
+        if kind == "cpu" or kind == "cuda" and torch.cuda.is_available():
+            raw = bytearray(base64.b64decode(text))
+            try:
+                found[kind] = torch.frombuffer(raw, dtype=torch.uint8)
+                torch.Generator(kind).set_state(found[kind])
+            except (RuntimeError, ValueError) as error:
+                raise CheckpointError(
+                    f"the checkpoint's state of the {kind} generator is none "
+                    f"({error}): load it with random=False"
+                ) from error
+    return found
+
+
+def restore_random(states: Mapping[str, Tensor]) -> None:
+    """Sets this rank's default generators."""
+    for kind, state in states.items():
         if kind == "cpu":
             torch.default_generator.set_state(state)
-        elif kind == "cuda" and torch.cuda.is_available():
+        else:
             torch.cuda.set_rng_state(state)  # also where CUDA was not used so far

@@ -2,35 +2,32 @@
 
 from __future__ import annotations
 
-import json
 import os
 from pathlib import Path
-from typing import Any
 
 import torch
 
-from fsfunc.checkpoint.manifest import (
-    MANIFEST,
+from fsfunc.checkpoint.advice import way_out
+from fsfunc.checkpoint.headers import Header, header_at
+from fsfunc.checkpoint.manifest import MANIFEST, read_manifest
+from fsfunc.checkpoint.opening import is_pickle, read_regular, refuse_pickle, stays
+from fsfunc.checkpoint.parsing import (
+    LONGEST,
+    Said,
+    Wrong,
+    proven,
+    table_of,
+    uncollected,
+)
+from fsfunc.checkpoint.stored import (
     CheckpointError,
     Chunk,
     Stored,
     StoredFile,
     StoredTensor,
-    read_manifest,
-)
-from fsfunc.checkpoint.safetensors import (
-    PART_OF,
-    SAFE_DTYPES,
-    head_at,
-    sums_of,
-    unsealed,
 )
 
 __all__ = ["metadata"]
-
-_DTYPES = {name: dtype for dtype, name in SAFE_DTYPES.items()}
-_PICKLES = (".pt", ".pth", ".bin", ".ckpt", ".pkl", ".pickle", ".distcp", ".metadata")
-_KEYS = {"dtype", "shape", "data_offsets"}
 
 
 def metadata(path: str | os.PathLike) -> Stored:
@@ -50,118 +47,105 @@ def metadata(path: str | os.PathLike) -> Stored:
     >>> stored.metadata, stored.leaves
     ({'run': 7}, {'w': ((2,), torch.float32)})
     """
-    path = Path(path)
-    if (path / MANIFEST).is_file():
+    with way_out():
+        return _found(Path(path))
+
+
+def _found(path: Path) -> Stored:
+    if os.path.lexists(path / MANIFEST):
         return read_manifest(path)
     if path.is_dir():
         if files := _files_of(path):
             return _foreign(path, files)
-        if any(_is_pickle(p) for p in path.iterdir()):
-            raise _refusal(path)
+        if any(is_pickle(p) for p in path.iterdir()):
+            raise refuse_pickle(path)
         raise CheckpointError(
             f"{path} is no checkpoint: it holds neither {MANIFEST} nor a safetensors "
             "file"
         )
-    if path.is_file():
-        if _is_pickle(path):
-            raise _refusal(path)
+    if path.exists():
+        if is_pickle(path):
+            raise refuse_pickle(path)
         return _foreign(path.parent, [path])
     raise FileNotFoundError(f"there is no checkpoint at {path}")
 
 
 def _files_of(folder: Path) -> list[Path]:
     """The safetensors files of a folder: those that its index names, if it has one."""
+    paths = sorted(folder.glob("*.safetensors"))
     for index in sorted(folder.glob("*.safetensors.index.json")):
+        _check_stays(index, folder)
         try:
-            names = {
-                str(n) for n in json.loads(index.read_bytes())["weight_map"].values()
-            }
-        except (ValueError, LookupError, AttributeError, TypeError) as error:
+            said = table_of(read_regular(index, LONGEST + 1, follow=True))
+            named = set(said.texts("weight_map").values())
+        except Wrong as error:
             raise CheckpointError(f"{index} is damaged: {error}") from error
-        for name in sorted(names):
-            if not (folder / name).is_file():
-                raise CheckpointError(f"{folder / name} is missing: {index} names it")
-        return [folder / name for name in sorted(names)]
-    return sorted(folder.glob("*.safetensors"))
+        for name in sorted(named - {path.name for path in paths}):
+            raise CheckpointError(
+                f"{name[:99]!r} is missing in {folder}: {index.name} names it"
+            )
+        paths = [path for path in paths if path.name in named]
+        break
+    for path in paths:
+        _check_stays(path, folder)
+    return paths
 
 
-def _is_pickle(path: Path) -> bool:
-    if path.name.endswith(_PICKLES):
-        return True
-    if not path.is_file():
-        return False
-    with open(path, "rb") as file:  # of torch.save: a zip file; before it, a pickle
-        head = file.read(8)
-    return head.startswith((b"PK\x03\x04", b"\x80\x02", b"\x80\x03", b"\x80\x04"))
-
-
-def _refusal(path: Path) -> CheckpointError:
-    return CheckpointError(
-        f"{path} holds pickles, which can run any code and are never loaded: turn it "
-        "into safetensors with the library that wrote it (torch.load with "
-        "weights_only=True, then safetensors.torch.save_file)"
-    )
+def _check_stays(path: Path, folder: Path) -> None:
+    if not stays(path, folder):
+        raise CheckpointError(
+            f"{path} is a link to {os.path.realpath(path)}, out of the folder: put the "
+            "file itself there, or load that one"
+        )
 
 
 def _foreign(folder: Path, paths: list[Path]) -> Stored:
-    """The tensors of safetensors files, whole or the boxes that DCP wrote."""
+    """The tensors of safetensors files, whole or the boxes that DCP wrote.
+
+    None is proven by checksums but those of files that are sealed.
+    """
+    headers = {path.name: header_at(path, follow=True) for path in paths}
+    part = next((name for name, header in headers.items() if header.is_part), None)
+    if part is not None:
+        raise CheckpointError(
+            f"{folder / part} is a part of a checkpoint of fsfunc: load its folder, "
+            f"where {MANIFEST} lies too; where that is missing, go back to an earlier "
+            "one"
+        )
+    try:
+        with uncollected():
+            return _together(folder, headers)
+    except Wrong as error:
+        raise CheckpointError(
+            f"{folder if len(paths) > 1 else paths[0]} is damaged ({error})"
+        ) from error
+
+
+def _together(folder: Path, headers: dict[str, Header]) -> Stored:
     found: dict[str, list[tuple[torch.dtype, Chunk]]] = {}
-    files: dict[str, StoredFile] = {}
-    ours: dict[str, Any] = {}
-    for path in paths:
-        head, text = _head(path)
-        start, nbytes = len(text), path.stat().st_size
-        extra = head.pop("__metadata__", {})
-        sums = sums_of(text, extra, nbytes - start, path)
-        files[path.name] = StoredFile(nbytes, sums, start if sums is not None else 0)
-        if PART_OF in extra:
-            raise CheckpointError(
-                f"{path} is a part of a checkpoint of fsfunc: load its folder, where "
-                f"{MANIFEST} lies too; where that is missing, go back to an earlier one"
-            )
-        ours |= unsealed(extra, path)
-        info = json.loads(extra.get("DCP_SHARDING_INFO", "{}"))
-        for name, said in head.items():
-            if not isinstance(said, dict) or not _KEYS <= said.keys():
-                raise CheckpointError(
-                    f"{path} is damaged, or no safetensors file: of {name!r} it says "
-                    f"{str(said):.99}"
-                )
-            sizes = tuple(said["shape"])
-            begin, end = said["data_offsets"]
-            offsets = info.get(name, {}).get("saved_offsets", [0] * len(sizes))
-            chunk = Chunk(path.name, start + begin, tuple(offsets), sizes)
-            dtype = _DTYPES.get(said["dtype"])
-            length = torch.Size(sizes).numel() * (dtype.itemsize if dtype else 0)
-            if (
-                dtype is None
-                or length != end - begin
-                or start + end > files[path.name][0]
-            ):
-                raise CheckpointError(
-                    f"{path} is damaged or of a kind that is not known: it says of "
-                    f"{name!r} {said}, and has {files[path.name].nbytes} bytes"
-                )
-            found.setdefault(name, []).append((dtype, chunk))
-    tensors = {name: _joined(boxes) for name, boxes in sorted(found.items())}
-    kept = {k: ours.get(k, {}) for k in ("values", "metadata", "random", "mesh")}
-    return Stored(folder, tensors, files=files, version=None, **kept)
+    ours = Said()
+    for header in headers.values():
+        ours |= header.ours
+        for name, box in header.boxes.items():
+            found.setdefault(name, []).append(box)
+    tensors = {name: _joined(name, boxes) for name, boxes in sorted(found.items())}
+    files: dict[str, StoredFile] = {name: h.file for name, h in headers.items()}
+    values, metadata, random, mesh = (
+        dict(ours.table(name)) if name in ours else {}
+        for name in ("values", "metadata", "random", "mesh")
+    )
+    return proven(
+        Stored(folder, tensors, values, metadata, mesh, files, random),
+        heads={name: header.nbytes for name, header in headers.items()},
+    )
 
 
-def _joined(boxes: list[tuple[torch.dtype, Chunk]]) -> StoredTensor:
+def _joined(name: str, boxes: list[tuple[torch.dtype, Chunk]]) -> StoredTensor:
     """The leaf of which these are the boxes; it reaches as far as they do."""
-    chunks = tuple(chunk for _, chunk in boxes)
+    (dtype, first), chunks = boxes[0], tuple(chunk for _, chunk in boxes)
+    dims = {len(dims) for chunk in chunks for dims in (chunk.offsets, chunk.sizes)}
+    if dims != {len(first.sizes)} or any(other != dtype for other, _ in boxes):
+        raise Wrong(f"the boxes of {name[:99]!r} are not of one dtype and dims")
     ends = [[o + n for o, n in zip(c.offsets, c.sizes, strict=True)] for c in chunks]
     shape = tuple(max(column) for column in zip(*ends, strict=True))
-    return StoredTensor(shape, boxes[0][0], chunks)
-
-
-def _head(path: Path) -> tuple[dict[str, Any], bytes]:
-    try:
-        return head_at(path)
-    except ValueError as error:
-        if _is_pickle(path):
-            raise _refusal(path) from error
-        raise CheckpointError(
-            f"{path} is damaged, or no safetensors file: it has {error}"
-        ) from error
+    return StoredTensor(shape, dtype, chunks, name)

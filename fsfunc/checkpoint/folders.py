@@ -3,13 +3,12 @@
 What is being written lies in ``.<name>.saving`` beside the place it will have, and gets
 there by one rename. What is being deleted is first renamed to ``.<name>.deleting``. So
 whatever has a checkpoint's name and a manifest is a complete one, whenever the process
-was killed; the others' remains are removed by the next save.
+was killed; the others' remains, which bear a mark, are removed by the next save.
 """
 
 from __future__ import annotations
 
 import errno
-import fcntl
 import fnmatch
 import os
 import re
@@ -18,16 +17,28 @@ import uuid
 from contextlib import suppress
 from pathlib import Path
 
-from fsfunc.checkpoint.manifest import MANIFEST
+from fsfunc.checkpoint.jobs import (
+    MARK,
+    describe_job,
+    is_alive,
+    is_fresh,
+    is_marked,
+    job_of,
+    mark,
+)
 
 __all__ = [
+    "age",
+    "alike",
     "appear",
     "begin_folder",
     "check_absent",
+    "delete",
     "discard",
     "empty",
-    "keep_newest",
-    "latest",
+    "entries",
+    "family_of",
+    "is_unfinished",
     "names",
     "saving_folder",
     "sync",
@@ -35,28 +46,7 @@ __all__ = [
 
 _SAVING, _DELETING = ".saving", ".deleting"
 _UNFINISHED = re.compile(r"\.(.+)\.(?:saving(?:-[0-9a-f]+)?|deleting)", re.S)
-
-
-def latest(folder: str | os.PathLike, pattern: str = "*") -> Path | None:
-    """The newest complete checkpoint in ``folder``, None where there is none.
-
-    Args:
-        pattern: what its name looks like, such as ``"step-*"``, where a folder holds
-            others too.
-
-    The newest is the one with the highest last number in its name (``step-00000200``);
-    of names without numbers, the last by name. Every rank that sees the folder finds
-    the same one.
-
-    >>> import tempfile, torch, fsfunc as ff
-    >>> with tempfile.TemporaryDirectory() as folder:
-    ...     for step in (9, 10):
-    ...         ff.save(f"{folder}/step-{step}", {"w": torch.ones(2)})
-    ...     ff.latest(folder).name
-    'step-10'
-    """
-    found = [p for p in _entries(Path(folder)) if p.match(pattern) and _is_complete(p)]
-    return max(found, key=_age, default=None)
+_UNMARKED = re.compile(r".*-[0-9a-f]{32}", re.S)
 
 
 def check_absent(path: Path) -> None:
@@ -75,55 +65,60 @@ def check_absent(path: Path) -> None:
 def begin_folder(path: Path) -> int:
     """Makes a folder to write into before it becomes ``path``; returns its lock.
 
-    While the lock (a file descriptor) is open the folder is in use. What killed
-    processes left, of this name or of one like it, is locked no more and removed.
+    Its mark is written first, and while the lock (a file descriptor) is open it is in
+    use. What killed processes left, of this name or of one like it, bears a mark that
+    is locked no more, and is removed; a folder without one is nobody's but the user's.
 
     Raises:
-        FileExistsError: another process is saving ``path``.
+        FileExistsError: another process is saving ``path``, or a folder of the user's
+            lies where it would be written.
         OSError: the folder around it cannot be made or written.
     """
     path.parent.mkdir(parents=True, exist_ok=True)
-    for remains in _entries(path.parent):
-        if _remains_of(remains, path):
-            _remove_unlocked(remains)
-    # Locked before it has the name by which others would find it unlocked.
+    # Marked and locked before it has the name by which others find it.
     folder = saving_folder(path)
     new = folder.with_name(f"{folder.name}-{uuid.uuid4().hex}")
     new.mkdir()
     lock = None
     try:
-        lock = os.open(new, os.O_RDONLY | os.O_CLOEXEC)
-        with suppress(OSError):  # a file system without locks
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        lock = mark(new)
+        now = os.fstat(lock).st_mtime
+        for remains in entries(path.parent):
+            if remains != new and _remains_of(remains, path):
+                _remove_dead(remains, now)
+        _check_free(folder, path)
         os.rename(new, folder)
-    except OSError as error:
+    except BaseException as error:
         if lock is not None:
             os.close(lock)
-        new.rmdir()
-        if error.errno in (errno.ENOTEMPTY, errno.EEXIST):
+        discard(new)
+        if getattr(error, "errno", None) in (errno.ENOTEMPTY, errno.EEXIST):
             raise FileExistsError(f"another process is saving {path}") from error
         raise
     return lock
 
 
-def _remove_unlocked(remains: Path) -> None:
+def _check_free(folder: Path, path: Path) -> None:
+    if is_marked(folder):
+        raise FileExistsError(
+            f"another process is saving {path}: {describe_job(job_of(folder))}; give "
+            f"each job a folder of its own, or remove {folder} where that job is dead"
+        )
+    if os.path.lexists(folder):
+        raise FileExistsError(
+            f"{folder} is where {path} would be written, and no save made it: move it "
+            "away"
+        )
+
+
+def _remove_dead(remains: Path, now: float) -> None:
     """Removes a folder that no living process writes into."""
-    try:
-        lock = os.open(remains, os.O_RDONLY | os.O_CLOEXEC)
-    except FileNotFoundError:
-        return  # it has become a checkpoint meanwhile
-    try:
-        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        return
-    except OSError:  # no locks here: take it for dead
-        pass
-    else:
-        if not remains.exists():
-            return
-    finally:
-        os.close(lock)
-    shutil.rmtree(remains, ignore_errors=True)
+    if is_marked(remains):
+        if not is_alive(remains, now):
+            discard(remains)
+    elif _UNMARKED.fullmatch(remains.name) and not is_fresh(remains, now):
+        with suppress(OSError):  # killed before it was marked: it is empty
+            remains.rmdir()
 
 
 def saving_folder(path: Path) -> Path:
@@ -141,6 +136,8 @@ def appear(folder: Path, path: Path) -> None:
     if path.exists():
         raise FileExistsError(f"{path} was made by somebody else while it was saved")
     os.rename(folder, path)
+    with suppress(FileNotFoundError):  # the mark of what is being saved
+        (path / MARK).unlink()
     sync(path.parent)
 
 
@@ -164,21 +161,25 @@ def names(folder: Path) -> list[str]:
 
 
 def discard(folder: Path) -> None:
-    """Removes what was written for nothing."""
+    """Removes what was written for nothing: last its mark, in case this is killed."""
+    for name in names(folder):
+        if name != MARK:
+            path = folder / name
+            if path.is_dir() and not path.is_symlink():
+                shutil.rmtree(path, ignore_errors=True)
+            else:
+                with suppress(OSError):
+                    path.unlink()
     shutil.rmtree(folder, ignore_errors=True)
 
 
-def keep_newest(path: Path, keep: int) -> None:
-    """Deletes all checkpoints named as ``path`` is but itself and the newest others.
-
-    ``keep`` stay in all. Names are alike that differ in their last number alone.
-    """
-    family = [p for p in _entries(path.parent) if _alike(p.name, path.name)]
-    others = [p for p in family if _is_complete(p) and p.name != path.name]
-    for old in sorted(others, key=_age)[: len(others) - (keep - 1)]:
-        gone = old.parent / f".{old.name}{_DELETING}"
-        os.rename(old, gone)
-        shutil.rmtree(gone)
+def delete(path: Path) -> None:
+    """Removes a checkpoint, of which from the first moment on nothing has its name."""
+    gone = path.parent / f".{path.name}{_DELETING}"
+    if not is_marked(path):
+        os.close(mark(path))
+    os.rename(path, gone)
+    discard(gone)
 
 
 def sync(folder: Path) -> None:
@@ -190,27 +191,34 @@ def sync(folder: Path) -> None:
         os.close(handle)
 
 
-def _entries(folder: Path) -> list[Path]:
+def entries(folder: Path) -> list[Path]:
+    """What lies in a folder, if it is one."""
     return sorted(folder.iterdir()) if folder.is_dir() else []
 
 
-def _is_complete(path: Path) -> bool:
-    return _UNFINISHED.fullmatch(path.name) is None and (path / MANIFEST).is_file()
+def is_unfinished(path: Path) -> bool:
+    """Whether its name is that of what is being written or deleted."""
+    return _UNFINISHED.fullmatch(path.name) is not None
 
 
 def _remains_of(path: Path, other: Path) -> bool:
     """Whether ``path`` is what a killed process left of a checkpoint like ``other``."""
     found = _UNFINISHED.fullmatch(path.name)
-    return bool(found) and path.is_dir() and _alike(found[1], other.name)
+    return bool(found) and path.is_dir() and alike(found[1], other.name)
 
 
-def _alike(a: str, b: str) -> bool:
+def alike(a: str, b: str) -> bool:
     """Whether two names differ in their last number alone, as two steps of a run do."""
-    (before, one, after), (same, other, end) = _parts(a), _parts(b)
-    return (before, bool(one), after) == (same, bool(other), end)
+    return family_of(a) == family_of(b)
 
 
-def _age(path: Path) -> tuple[int, str]:
+def family_of(name: str) -> tuple[str, bool, str]:
+    """What names that are alike have in common."""
+    before, number, after = _parts(name)
+    return before, bool(number), after
+
+
+def age(path: Path) -> tuple[int, str]:
     return int(_parts(path.name)[1] or -1), path.name
 
 

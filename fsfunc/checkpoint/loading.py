@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -18,19 +18,20 @@ from fsfunc.checkpoint.contents import (
     check_real,
     coordinates_here,
     mesh_here,
+    random_of,
     restore_random,
 )
 from fsfunc.checkpoint.finding import metadata
-from fsfunc.checkpoint.manifest import CheckpointError, Stored, StoredTensor
+from fsfunc.checkpoint.headers import check_headers
+from fsfunc.checkpoint.matching import KEPT, Only, Rename, matched
 from fsfunc.checkpoint.reading import Request, read, requests
+from fsfunc.checkpoint.stored import Stored, StoredTensor
 from fsfunc.comm.mesh import Here
 from fsfunc.runtime.save_guard import is_held
 from fsfunc.runtime.stores import lies
 from fsfunc.sharded.donated import refuse_spent, spend
-from fsfunc.sharded.layout import Coordinates
 from fsfunc.sharded.leaf import Sharded, is_sharded
 from fsfunc.sharded.packing import PackedTree, split_buffers
-from fsfunc.sharded.placements import describe
 
 __all__ = ["fill", "load"]
 
@@ -45,6 +46,10 @@ def load(
     target: Any,
     *,
     at: str = "",
+    only: Only | None = None,
+    rename: Rename | None = None,
+    cast: bool = False,
+    strict: bool = True,
     random: bool | None = None,
     donate: bool = False,
     device: torch.device | str | None = None,
@@ -61,8 +66,19 @@ def load(
             (`abstract_state`), whose tensors take no memory. It is left as it
             is, but under ``donate``.
         at: the path of the subtree to read: ``load(path, state.params, at="params")``.
+        only: which leaves of the target are read; the others keep the target's values.
+            A predicate of paths, or patterns: ``"blocks/*/w"``, a subtree
+            (``"blocks"``), ``"**/b"``; or several.
+        rename: what a leaf is called in the checkpoint (below ``at``): a function of
+            its path in the target (``lambda path: path.replace("/", ".")``), or where
+            subtrees lie, ``{"blocks": "model/layers"}``.
+        cast: where dtypes differ, convert to the target's: between floating dtypes, and
+            to integers that hold all of the saved ones.
+        strict: False leaves out what lies on one side alone: such leaves of the
+            checkpoint are not read, and those of the target keep its values. What is
+            there is what `metadata` says.
         random: restore the states of the default random generators, as they stood when
-            the state was saved. Without ``at`` it is the default.
+            the state was saved. Without ``at`` and ``only`` it is the default.
         donate: write into the target's own memory, as a donated step does: the target
             is spent then, and spoiled where the load fails.
         device: where the result lies, if not where the target does (the CPU, where that
@@ -72,32 +88,55 @@ def load(
         FileNotFoundError: nothing is there.
         CheckpointError: it is damaged, of another format version, or holds pickles.
         TreeMismatch: the trees differ; names the smallest subtree that does.
-        ValueError: a shape or dtype differs.
+        ValueError: a shape or dtype differs; a number does not fit into the dtype that
+            ``cast`` makes of it; two leaves would take the same one.
 
     Cost: reads what the rank needs, whole checksum blocks (1 MiB) of it; makes the
     result's memory and some 20 MiB. A few numbers are sent to agree on success.
+
+    >>> import tempfile, torch, fsfunc as ff
+    >>> mine = {"w": torch.zeros(2), "head": torch.ones(1)}
+    >>> with tempfile.TemporaryDirectory() as folder:
+    ...     ff.save(f"{folder}/a", {"model": {"w": torch.arange(2).half()}, "step": 3})
+    ...     ff.load(f"{folder}/a", mine, only="w", rename={"w": "model/w"}, cast=True)
+    {'w': tensor([0., 1.]), 'head': tensor([1.])}
     """
     here = mesh_here("load")
     stored = everywhere(here, lambda: metadata(path))
     check_alike(here, stored.identity, "load different checkpoints")
-    result = everywhere(
-        here, lambda: fill(stored.below(at), target, here, device, donate)
-    )
-    if not at if random is None else random:
-        restore_random(stored.random, 0 if here is None else here.rank)
+
+    def filled() -> tuple[Any, list[Any], dict[str, Tensor]]:
+        refuse_spent(target)
+        found = stored.below(at)
+        taken = matched(
+            found, target, only=only, rename=rename, cast=cast, strict=strict
+        )
+        restore = not (at or only) if random is None else random
+        rank = 0 if here is None else here.rank
+        states = random_of(stored.random, rank) if restore else {}
+        return fill(found, target, taken, here, device, donate), taken, states
+
+    result, taken, states = everywhere(here, filled)
+    if only is not None or rename is not None or not strict:
+        said = repr([x.name if isinstance(x, StoredTensor) else "" for x in taken])
+        check_alike(here, said, "read different leaves")
+    restore_random(states)
     return result
 
 
 def fill(
     stored: Stored,
     target: Any,
+    taken: Sequence[Any],
     here: Here | None,
     device: Any = None,
     donate: bool = False,
 ) -> Any:
-    """A tree like ``target`` with the values of ``stored``."""
-    refuse_spent(target)
-    _check_match(stored, target)
+    """A tree like ``target`` with the values of ``stored``.
+
+    Args:
+        taken: what each leaf takes, as `matched` tells.
+    """
     for leaf in tree.leaves(target, is_leaf=is_sharded):
         if isinstance(leaf, Sharded):
             check_mesh(leaf.layout, here, "load")
@@ -110,38 +149,33 @@ def fill(
         fresh, spoil = [_room(x, device) for x in buffers.tensors], None
     result = buffers.rebuild(fresh)
     paths, leaves, treedef = tree.flatten_with_paths(result, is_leaf=is_sharded)
+    old = tree.leaves(target, is_leaf=is_sharded)
     wanted: list[Request] = []
+    kept: list[tuple[Tensor, Tensor]] = []
     for i, (path, leaf) in enumerate(zip(paths, leaves, strict=True)):
-        if isinstance(leaf, Sharded | Tensor):
+        if taken[i] is KEPT:
+            if isinstance(leaf, Sharded | Tensor) and not donate:
+                kept.append((_local(leaf), _local(old[i])))
+        elif isinstance(leaf, Sharded | Tensor):
             held, coordinates = Held.of(path, leaf), coordinates_here(here)
-            wanted += _requests(stored.tensors[path], held, coordinates)
+            for box, x in held.boxes(coordinates):
+                wanted += requests(taken[i], box, x)
         else:
-            leaves[i] = stored.values[path]
-    check_files(stored, sorted({request.chunk.file for request in wanted}))
+            leaves[i] = taken[i]
+    names = sorted({request.chunk.file for request in wanted})
+    check_files(stored, names)
+    check_headers(stored, (x for x in taken if isinstance(x, StoredTensor)), names)
     if spoil is not None:
         spoil()
     with torch.no_grad():
+        for x, value in kept:
+            x.copy_(value)
         read(stored, wanted)
     return tree.unflatten(treedef, leaves)
 
 
-def _requests(
-    leaf: StoredTensor, held: Held, coordinates: Coordinates
-) -> list[Request]:
-    """What to read for a rank's part of a leaf.
-
-    Raises:
-        CheckpointError: the stored boxes do not hold all of it.
-    """
-    boxes = held.boxes(coordinates)
-    found = [r for box, x in boxes for r in requests(leaf.chunks, box, x)]
-    asked = sum(box.numel for box, _ in boxes)
-    if sum(request.target.numel() for request in found) != asked:
-        raise CheckpointError(
-            f"the checkpoint holds {held.path!r} {held.layout.subject} in part only: a "
-            "file of it is missing; go back to an earlier one"
-        )
-    return found
+def _local(leaf: Sharded | Tensor) -> Tensor:
+    return leaf.local if isinstance(leaf, Sharded) else leaf
 
 
 def _room(x: Any, device: Any) -> Any:
@@ -189,66 +223,3 @@ def _own_memory(
         torch.autograd.graph.increment_version(written)  # no gathered buffer shows it
 
     return fresh, spoil
-
-
-def _check_match(stored: Stored, target: Any) -> None:
-    """Raises where ``target`` is not laid over the same paths, shapes and dtypes.
-
-    Raises:
-        TreeMismatch: the paths differ; names the smallest subtree that does.
-        ValueError: a leaf differs in kind, shape or dtype.
-    """
-    paths, leaves, _ = tree.flatten_with_paths(target, is_leaf=is_sharded)
-    here = dict(zip(paths, leaves, strict=True))
-    there = {**stored.tensors, **stored.values}
-    if len(here) < len(paths):
-        twice = next(p for p in paths if paths.count(p) > 1)
-        raise ValueError(f"two leaves of the target have the path {twice!r}")
-    if here.keys() != there.keys():
-        tree.check_same_structure(
-            _nested(here),
-            _nested(there),
-            what=f"the state saved at {stored.path}",
-            against="the target",
-        )
-    faults = [
-        f"{path!r} is {_say(there[path])} in the checkpoint and {_say(leaf)} in the "
-        "target"
-        for path, leaf in here.items()
-        if _kind(there[path]) != _kind(leaf)
-    ]
-    if faults:
-        more = f" (and {len(faults) - 1} others differ)" if len(faults) > 1 else ""
-        raise ValueError(
-            f"cannot load {stored.path}: {faults[0]}{more}; give a target of the "
-            "shapes and dtypes that were saved, and convert what comes back"
-        )
-
-
-def _nested(paths: Iterable[str]) -> Any:
-    """Nested dicts with a leaf at each path."""
-    top: dict[str, Any] = {}
-    for path in paths:
-        *way, last = path.split("/")
-        node = top
-        for step in way:
-            inner = node.setdefault(step, {})
-            if not isinstance(inner, dict):  # a leaf, and leaves below: odd keys
-                inner = node[step] = {}
-            node = inner
-        node.setdefault(last, 0)
-    return top
-
-
-def _kind(x: Any) -> Any:
-    if isinstance(x, Sharded):  # moments may be of another dtype than the layout says
-        return tuple(x.shape), x.local.dtype
-    if isinstance(x, StoredTensor | Tensor):
-        return tuple(x.shape), x.dtype
-    return type(x)
-
-
-def _say(x: Any) -> str:
-    if isinstance(x, StoredTensor | Sharded | Tensor):
-        return f"a tensor {describe(*_kind(x))}"
-    return f"a {type(x).__name__} ({x!r})"

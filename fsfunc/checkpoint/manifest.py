@@ -1,173 +1,75 @@
 """What a checkpoint says of itself: ``fsfunc.json``, one small file.
 
-    {"crc32": of the rest, "body": {"version": 1, "leaves": ..., "values": ...,
-     "files": ..., "metadata": ..., "random": ..., "mesh": ...}}
-
-Tensors lie in safetensors files beside it, keyed by their paths in the tree, as boxes
-(``Chunk``); each file has a checksum for every mebibyte, so that any part of it can be
-read and proven without the rest. Numbers, strings and bools of the tree are values.
+{"crc32": of the rest, "body":
+{"version": 1, "leaves": ..., "values": ..., "files": ..., "metadata": ...,
+ "random": ..., "mesh": ..., "job": ...}
+}
 """
 
 from __future__ import annotations
 
 import json
-import math
 import os
+import re
+import struct
 import zlib
-from collections.abc import Mapping
-from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 
-from fsfunc.sharded.placements import describe
+from fsfunc.checkpoint.opening import read_regular
+from fsfunc.checkpoint.parsing import (
+    LONGEST,
+    Said,
+    Wrong,
+    proven,
+    say,
+    table_of,
+    uncollected,
+)
+from fsfunc.checkpoint.stored import (
+    BLOCK,
+    CheckpointError,
+    Chunk,
+    Stored,
+    StoredFile,
+    StoredTensor,
+)
 
 __all__ = [
-    "BLOCK",
-    "CheckpointError",
-    "Chunk",
     "MANIFEST",
-    "Stored",
-    "StoredFile",
-    "StoredTensor",
+    "SAFE_DTYPES",
     "VERSION",
-    "dtype_name",
     "as_hex",
+    "dtype_name",
     "from_hex",
+    "parse",
     "read_manifest",
     "write_manifest",
 ]
 
 MANIFEST = "fsfunc.json"
 VERSION = 1
-BLOCK = 1 << 20  # bytes that one checksum covers; they fit a core's cache
+SAFE_DTYPES = {
+    torch.bool: "BOOL", torch.uint8: "U8", torch.int8: "I8", torch.int16: "I16",
+    torch.int32: "I32", torch.int64: "I64", torch.uint16: "U16", torch.uint32: "U32",
+    torch.uint64: "U64", torch.float16: "F16", torch.bfloat16: "BF16",
+    torch.float32: "F32", torch.float64: "F64", torch.complex64: "C64",
+    torch.float8_e4m3fn: "F8_E4M3", torch.float8_e5m2: "F8_E5M2",
+}  # fmt: skip
 
-
-class CheckpointError(RuntimeError):
-    """A checkpoint that cannot be read, or was not completed."""
-
-
-class Chunk(NamedTuple):
-    """A box of a leaf, and where its bytes begin in a file."""
-
-    file: str
-    begin: int
-    offsets: tuple[int, ...]
-    sizes: tuple[int, ...]
-
-
-class StoredFile(NamedTuple):
-    """A file's length in bytes, and the CRC-32 of each `BLOCK` of it, if known.
-
-    ``origin``: where the first block begins; what lies before is proven elsewhere.
-    """
-
-    nbytes: int
-    sums: tuple[int, ...] | None = None
-    origin: int = 0
-
-
-@dataclass(frozen=True)
-class StoredTensor:
-    """A tensor of the saved tree."""
-
-    shape: tuple[int, ...]
-    dtype: torch.dtype
-    chunks: tuple[Chunk, ...] = ()
-
-    @property
-    def nbytes(self) -> int:
-        return math.prod(self.shape) * self.dtype.itemsize
-
-    @property
-    def is_whole(self) -> bool:
-        """Whether the chunks hold every element once (they never overlap)."""
-        held = sum(math.prod(chunk.sizes) for chunk in self.chunks)
-        return held == math.prod(self.shape)
-
-    def __str__(self) -> str:
-        return describe(self.shape, self.dtype, "")
-
-
-@dataclass(frozen=True)
-class Stored:
-    """What lies in a checkpoint, read without any mesh and without the tensors.
-
-    Args:
-        path: where it is.
-        tensors: path in the saved tree -> its shape, dtype and chunks.
-        values: path in the saved tree -> number, string or bool.
-        metadata: what the user gave to ``save``.
-        mesh: the axes of the mesh that saved it.
-        files: names and lengths of the files that hold the tensors.
-        random: states of the default generators, and which of them each rank had.
-        version: of the format; None for files that fsfunc did not write.
-    """
-
-    path: Path
-    tensors: dict[str, StoredTensor]
-    values: dict[str, Any] = field(default_factory=dict)
-    metadata: dict[str, Any] = field(default_factory=dict)
-    mesh: dict[str, int] = field(default_factory=dict)
-    files: dict[str, StoredFile] = field(default_factory=dict)
-    random: dict[str, Any] = field(default_factory=dict)
-    version: int | None = VERSION
-
-    @property
-    def leaves(self) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
-        """Path -> (global shape, dtype) of every tensor."""
-        return {path: (leaf.shape, leaf.dtype) for path, leaf in self.tensors.items()}
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes of all tensors."""
-        return sum(leaf.nbytes for leaf in self.tensors.values())
-
-    @property
-    def identity(self) -> str:
-        """Its name, and a checksum that no other checkpoint has."""
-        text = repr((self.tensors, self.values, self.files, self.random))
-        return f"{self.path.name} ({zlib.crc32(text.encode()):08x})"
-
-    @property
-    def complete(self) -> bool:
-        """Whether the chunks make up every tensor."""
-        return all(leaf.is_whole for leaf in self.tensors.values())
-
-    def below(self, at: str) -> Stored:
-        """The subtree at the path ``at``, its paths beginning there.
-
-        Raises:
-            KeyError: there is no such path.
-        """
-        if not at:
-            return self
-
-        def inside(found: Mapping[str, Any]) -> dict[str, Any]:
-            if at in found:
-                return {"": found[at]}
-            return {
-                p[len(at) + 1 :]: x for p, x in found.items() if p.startswith(f"{at}/")
-            }
-
-        tensors, values = inside(self.tensors), inside(self.values)
-        if not tensors and not values:
-            tops = sorted({p.partition("/")[0] for p in (*self.tensors, *self.values)})
-            raise KeyError(
-                f"{self.path} holds nothing at {at!r}; at its top are {tops}"
-            )
-        return replace(self, tensors=tensors, values=values)
-
-    def __str__(self) -> str:
-        lines = [f"{self.path}: {self.nbytes:,} bytes in {len(self.files)} files"]
-        lines += [f"  {path} {leaf}" for path, leaf in self.tensors.items()]
-        lines += [f"  {path} {value!r}" for path, value in self.values.items()]
-        return "\n".join(lines)
+_FRAME = re.compile(rb'\{"crc32": ([0-9]{1,10}), "body":\n([^\n]*)\n\}\n')
+_FILE = re.compile(r"shard-[0-9]{5,9}-model-[0-9]{5,9}-of-[0-9]{5,9}\.safetensors")
+_BODY = ("version", "leaves", "values", "files", "metadata", "random", "mesh")
 
 
 def write_manifest(stored: Stored, folder: Path) -> None:
-    """Writes ``fsfunc.json`` into ``folder``, and waits until the disk has it."""
+    """Writes ``fsfunc.json`` into ``folder``, and waits until the disk has it.
+
+    Raises:
+        CheckpointError: nobody could read it.
+    """
     names = {name: i for i, name in enumerate(stored.files)}
     body = {
         "version": VERSION,
@@ -187,11 +89,13 @@ def write_manifest(stored: Stored, folder: Path) -> None:
         "metadata": stored.metadata,
         "random": stored.random,
         "mesh": stored.mesh,
+        "job": stored.job,
     }
-    text = json.dumps(body, separators=(",", ":"))
-    sum_ = zlib.crc32(text.encode())
-    with open(folder / MANIFEST, "w", encoding="utf-8") as file:
-        file.write(f'{{"crc32": {sum_}, "body":\n{text}\n}}\n')
+    text = json.dumps(body, separators=(",", ":")).encode()
+    raw = b'{"crc32": %d, "body":\n%s\n}\n' % (zlib.crc32(text), text)
+    parse(raw, folder)
+    with open(folder / MANIFEST, "wb") as file:
+        file.write(raw)
         file.flush()
         os.fsync(file.fileno())
 
@@ -202,47 +106,90 @@ def read_manifest(folder: Path) -> Stored:
     Raises:
         CheckpointError: it is damaged, or of a version that this library cannot read.
     """
-    path = folder / MANIFEST
+    return parse(read_regular(folder / MANIFEST, LONGEST + 1), folder)
+
+
+def parse(raw: bytes, folder: Path) -> Stored:
+    """What the bytes of a manifest say, all of it proven to make sense.
+
+    Raises:
+        CheckpointError: they are no manifest, or of a version that is not known.
+    """
     try:
-        raw = path.read_bytes()
-        said = json.loads(raw)
-        body, sum_ = said["body"], said["crc32"]
-        text = raw.split(b"\n")[1]
-    except (ValueError, KeyError, TypeError, IndexError) as error:
+        with uncollected():
+            return _parsed(raw, folder)
+    except Wrong as error:
         raise CheckpointError(
-            f"{path} is damaged (it is no manifest: {error}): go back to an earlier "
+            f"{folder / MANIFEST} is damaged ({error}): go back to an earlier "
             "checkpoint"
         ) from error
-    version = body.get("version") if isinstance(body, Mapping) else None
-    if sum_ != zlib.crc32(text):
+
+
+def _parsed(raw: bytes, folder: Path) -> Stored:
+    frame = _FRAME.fullmatch(raw)
+    if frame is None:
+        raise Wrong("it is no manifest")
+    if int(frame[1]) != zlib.crc32(frame[2]):
+        raise Wrong("its checksum is not that of its text")
+    body = table_of(frame[2])
+    version = body.get("version")
+    if type(version) is not int or version != VERSION:
         raise CheckpointError(
-            f"{path} is damaged (its checksum is not that of its text): go back to an "
-            "earlier checkpoint"
+            f"{folder / MANIFEST} has format version {say(version)}, and this fsfunc "
+            f"reads version {VERSION}: load it with the release that wrote it and save "
+            "it again, or update fsfunc"
         )
-    if version != VERSION:
-        raise CheckpointError(
-            f"{path} has format version {version!r}, and this fsfunc reads version "
-            f"{VERSION}: load it with the release that wrote it and save it again, or "
-            "update fsfunc"
+    body.only(*_BODY, perhaps=("job",))
+    files = _files(body)
+    leaves = body.tables("leaves")
+    tensors = {path: _tensor(path, said, list(files)) for path, said in leaves.items()}
+    values, metadata, random, mesh = map(
+        body.table, ("values", "metadata", "random", "mesh")
+    )
+    job = body.table("job") if "job" in body else Said()
+    for name in job:
+        job.text(name)
+    return proven(
+        Stored(
+            folder, tensors, dict(values), dict(metadata), dict(mesh), files,
+            dict(random), VERSION, dict(job),
         )
-    files = {
-        file["name"]: StoredFile(file["bytes"], from_hex(file["crc32"]))
-        for file in body["files"]
-    }
-    names = list(files)
-    leaves = {
-        at: StoredTensor(
-            tuple(leaf["shape"]),
-            getattr(torch, leaf["dtype"]),
-            tuple(
-                Chunk(names[i], begin, tuple(offsets), tuple(sizes))
-                for i, begin, offsets, sizes in leaf["chunks"]
-            ),
-        )
-        for at, leaf in body["leaves"].items()
-    }
-    kept = {name: body[name] for name in ("values", "metadata", "random", "mesh")}
-    return Stored(folder, leaves, files=files, **kept)
+    )  # fmt: skip
+
+
+def _files(body: Said) -> dict[str, StoredFile]:
+    found: dict[str, StoredFile] = {}
+    for i, said in enumerate(body.row("files")):
+        file = Said(x=said).table("x").only("name", "bytes", "crc32")
+        name, nbytes = file.text("name"), file.number("bytes")
+        if not _FILE.fullmatch(name) or name in found:
+            raise Wrong(f"its file {i} is called {name[:99]!r}")
+        sums = from_hex(file.text("crc32"))
+        if len(sums) != -(-nbytes // BLOCK):
+            raise Wrong(f"{name} of {nbytes} bytes has {len(sums)} checksums")
+        found[name] = StoredFile(nbytes, sums)
+    return found
+
+
+def _tensor(path: str, said: Said, names: list[str]) -> StoredTensor:
+    said.only("shape", "dtype", "chunks")
+    dtype = _DTYPES.get(said.text("dtype"))
+    if dtype is None:
+        raise Wrong(f"{path[:99]!r} is of dtype {said.text('dtype')[:99]!r}")
+    chunks = tuple(_chunk(path, box, names) for box in said.row("chunks"))
+    return StoredTensor(said.numbers("shape"), dtype, chunks, path)
+
+
+def _chunk(path: str, said: Any, names: list[str]) -> Chunk:
+    if type(said) is not list or len(said) != 4:
+        raise Wrong(f"a box of {path[:99]!r} is {say(said)}")
+    box = Said(zip(("file", "begin", "offsets", "sizes"), said, strict=True))
+    file = box.number("file")
+    if file >= len(names):
+        raise Wrong(f"a box of {path[:99]!r} lies in file {file} of {len(names)}")
+    return Chunk(
+        names[file], box.number("begin"), box.numbers("offsets"), box.numbers("sizes")
+    )
 
 
 def dtype_name(dtype: torch.dtype) -> str:
@@ -256,5 +203,19 @@ def as_hex(sums: tuple[int, ...]) -> str:
 
 
 def from_hex(text: str) -> tuple[int, ...]:
-    """The checksums of which `as_hex` made ``text``."""
-    return tuple(int(text[i : i + 8], 16) for i in range(0, len(text), 8))
+    """The checksums of which `as_hex` made ``text``.
+
+    Raises:
+        Wrong: it made no such text.
+    """
+    try:
+        raw = bytes.fromhex(text)
+        found = struct.unpack(f">{len(raw) // 4}I", raw)
+    except (ValueError, struct.error):
+        raise Wrong("checksums that are none") from None
+    if raw.hex() != text:
+        raise Wrong("checksums that are written in another way")
+    return found
+
+
+_DTYPES = {dtype_name(dtype): dtype for dtype in SAFE_DTYPES}

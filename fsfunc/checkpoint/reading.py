@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from fsfunc.checkpoint.blocks import Blocks, Threads, bytes_of
-from fsfunc.checkpoint.manifest import BLOCK, Chunk, Stored
+from fsfunc.checkpoint.stored import BLOCK, Chunk, Stored, StoredTensor
 from fsfunc.sharded.slices import Box
 
 __all__ = ["Request", "read", "requests"]
@@ -22,8 +22,12 @@ _HELD, _MANY = 8 * BLOCK, 1024
 
 
 class Request(NamedTuple):
-    """A box of a chunk, ``offsets`` and ``lengths`` counted in it, and its place."""
+    """A box of a chunk, ``offsets`` and ``lengths`` counted in it, and its place.
 
+    The target's dtype may be another than that of the leaf.
+    """
+
+    leaf: StoredTensor
     chunk: Chunk
     offsets: tuple[int, ...]
     lengths: tuple[int, ...]
@@ -33,7 +37,7 @@ class Request(NamedTuple):
     def begin(self) -> int:
         """Where in the file its first element lies."""
         at = sum(o * s for o, s in zip(self.offsets, self.strides, strict=True))
-        return self.chunk.begin + at * self.target.itemsize
+        return self.chunk.begin + at * self.leaf.dtype.itemsize
 
     @property
     def strides(self) -> tuple[int, ...]:
@@ -44,14 +48,19 @@ class Request(NamedTuple):
     def span(self) -> int:
         """Bytes from its first element to the end of its last."""
         steps = zip(self.lengths, self.strides, strict=True)
-        return (sum((n - 1) * s for n, s in steps) + 1) * self.target.itemsize
+        return (sum((n - 1) * s for n, s in steps) + 1) * self.leaf.dtype.itemsize
 
     @property
     def is_plain(self) -> bool:
         """Whether its bytes lie in the file as they do in memory."""
         x = self.target
         as_written = x.is_contiguous() and not (x.is_conj() or x.is_neg())
-        return as_written and x.device.type == "cpu" and self.span == x.nbytes
+        return (
+            x.dtype == self.leaf.dtype
+            and as_written
+            and x.device.type == "cpu"
+            and self.span == x.nbytes
+        )
 
     def pieces(self) -> Iterator[Request]:
         """The request, cut along its first dims into what can wait in memory."""
@@ -64,18 +73,19 @@ class Request(NamedTuple):
             offsets, lengths = list(self.offsets), list(self.lengths)
             offsets[dim], lengths[dim] = offsets[dim] + start, length
             target = self.target.narrow(dim, start, length)
-            piece = Request(self.chunk, tuple(offsets), tuple(lengths), target)
+            piece = self._replace(
+                offsets=tuple(offsets), lengths=tuple(lengths), target=target
+            )
             yield from piece.pieces()
 
 
-def requests(chunks: Iterable[Chunk], box: Box, target: Tensor) -> Iterator[Request]:
+def requests(leaf: StoredTensor, box: Box, target: Tensor) -> Iterator[Request]:
     """What to read of the stored boxes of a leaf, to fill a box of it.
 
     Args:
-        chunks: they do not overlap.
         target: the elements of ``box``, of its shape.
     """
-    for chunk in chunks:
+    for chunk in leaf.chunks:
         starts = tuple(map(max, chunk.offsets, box.offsets))
         lengths = tuple(
             min(o + n, a + m) - start
@@ -86,7 +96,7 @@ def requests(chunks: Iterable[Chunk], box: Box, target: Tensor) -> Iterator[Requ
             for dim, (start, n) in enumerate(zip(starts, lengths, strict=True)):
                 part = part.narrow(dim, start - box.offsets[dim], n)
             offsets = tuple(map(sub, starts, chunk.offsets))
-            yield Request(chunk, offsets, lengths, part)
+            yield Request(leaf, chunk, offsets, lengths, part)
 
 
 def read(stored: Stored, wanted: Iterable[Request]) -> None:
@@ -116,7 +126,21 @@ def _land(batch: list[tuple[Request, Tensor]]) -> None:
         request, x = batch.pop()
         if x is not request.target:
             ordered = x.as_strided(request.target.shape, request.strides)
+            if ordered.dtype != request.target.dtype:
+                _check_range(request.leaf, ordered, request.target.dtype)
             request.target.copy_(ordered)
+
+
+def _check_range(leaf: StoredTensor, x: Tensor, dtype: torch.dtype) -> None:
+    """Raises where a number would be infinite, or none, in another floating dtype."""
+    if not dtype.is_floating_point or x.numel() == 0:
+        return
+    size = x.double().nan_to_num(0, 0, 0).abs().max().item()
+    if size > torch.finfo(dtype).max:
+        raise ValueError(
+            f"{leaf.name!r} {leaf} holds a number of size {size:g}, which does not fit "
+            f"into {dtype}: give a target of a wider dtype"
+        )
 
 
 def _batches(wanted: Iterable[Request]) -> Iterator[list[tuple[Request, Tensor]]]:
@@ -133,7 +157,8 @@ def _batches(wanted: Iterable[Request]) -> Iterator[list[tuple[Request, Tensor]]
             if nbytes + request.span > _HELD or waiting == _MANY:
                 yield batch
                 batch, waiting, nbytes = [], 0, 0
-            x = torch.empty(request.span // x.itemsize, dtype=x.dtype, device="cpu")
+            count = request.span // request.leaf.dtype.itemsize
+            x = torch.empty(count, dtype=request.leaf.dtype, device="cpu")
             waiting, nbytes = waiting + 1, nbytes + request.span
         batch.append((request, x))
     yield batch

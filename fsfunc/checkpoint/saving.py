@@ -17,8 +17,8 @@ from typing import Any
 from fsfunc.checkpoint import folders
 from fsfunc.checkpoint.agreement import check_alike, everywhere, raise_everywhere
 from fsfunc.checkpoint.contents import Contents, check_mesh, contents_of, mesh_here
-from fsfunc.checkpoint.manifest import dtype_name
-from fsfunc.checkpoint.safetensors import SAFE_DTYPES
+from fsfunc.checkpoint.manifest import SAFE_DTYPES, dtype_name
+from fsfunc.checkpoint.parsing import LEAVES, check_depth
 from fsfunc.checkpoint.tasks import SaveTask, in_flight
 from fsfunc.comm.mesh import Here
 from fsfunc.sharded.donated import refuse_spent
@@ -141,6 +141,12 @@ def _begin(path: Any, state: Any, metadata: Any, keep: int | None) -> SaveTask:
 def _saveable(state: Any, at: Here | None) -> Contents:
     refuse_spent(state)
     found = contents_of(state)
+    many = len(found.tensors) + len(found.values)
+    if many > LEAVES:
+        raise ValueError(
+            f"a state of {many} leaves cannot be saved, {LEAVES} at the most: stack "
+            "those that are alike, or save it in parts"
+        )
     for path, held in found.tensors.items():
         if held.part.dtype not in SAFE_DTYPES:
             raise TypeError(
@@ -153,8 +159,10 @@ def _saveable(state: Any, at: Here | None) -> Contents:
 
 def _checked(metadata: Mapping[str, Any]) -> dict[str, Any]:
     try:
-        return json.loads(json.dumps(dict(metadata)))  # a copy: it may change meanwhile
-    except (TypeError, ValueError) as error:
+        copy = json.loads(json.dumps(dict(metadata)))  # it may change meanwhile
+        check_depth(copy)
+        return copy
+    except (TypeError, ValueError, RecursionError) as error:
         raise TypeError(
             f"metadata must be what JSON can hold: {error}; turn it into numbers, "
             "strings, lists and dicts"

@@ -16,7 +16,7 @@ from threading import Event
 from typing import Any, NamedTuple
 
 from fsfunc.checkpoint.folders import names
-from fsfunc.checkpoint.manifest import CheckpointError, Chunk, StoredFile
+from fsfunc.checkpoint.stored import CheckpointError, Chunk, StoredFile
 
 __all__ = [
     "ENDING",

@@ -14,20 +14,21 @@ from pathlib import Path
 from threading import Thread
 from typing import Any
 
-from fsfunc.checkpoint import folders, status
+from fsfunc.checkpoint import folders, newest, status
+from fsfunc.checkpoint.advice import advised
 from fsfunc.checkpoint.agreement import attempt
 from fsfunc.checkpoint.contents import Contents, parts_of, together
-from fsfunc.checkpoint.manifest import (
-    MANIFEST,
+from fsfunc.checkpoint.jobs import this_job
+from fsfunc.checkpoint.manifest import MANIFEST, VERSION, write_manifest
+from fsfunc.checkpoint.safetensors import write_parts
+from fsfunc.checkpoint.status import RankStatus
+from fsfunc.checkpoint.stored import (
     CheckpointError,
     Chunk,
     Stored,
     StoredFile,
     StoredTensor,
-    write_manifest,
 )
-from fsfunc.checkpoint.safetensors import write_parts
-from fsfunc.checkpoint.status import RankStatus
 from fsfunc.comm.mesh import Here
 from fsfunc.runtime.save_guard import hold
 from fsfunc.transforms.donation import version
@@ -68,6 +69,8 @@ class SaveTask:
     def make_folder(self) -> None:
         """The first rank's: what others will write into."""
         if self.first:
+            if self.keep is not None:
+                newest.tell_of_others(self.path)
             self.lock = folders.begin_folder(self.path)
 
     def find_folder(self) -> None:
@@ -104,8 +107,9 @@ class SaveTask:
         stored = self._stored([self._status_of(rank) for rank in range(self.size)])
         write_manifest(stored, self.folder)
         folders.appear(self.folder, self.path)
+        newest.remember(self.path)
         if self.keep is not None:
-            folders.keep_newest(self.path, self.keep)
+            newest.keep_newest(self.path, self.keep)
 
     def abandon(self) -> None:
         """Nothing comes of it: what was written is removed, what was held let go."""
@@ -162,7 +166,7 @@ class SaveTask:
                 status.wait_until(everybody, self.folder, self.path)
             self.complete()
         except BaseException as error:
-            self.error = error
+            error = self.error = advised(error)
             self._clear("*" if self.first else None)  # first: the disk may be full
             attempt(
                 lambda error=error: status.report_failure(self.folder, self.rank, error)
@@ -231,7 +235,9 @@ class SaveTask:
         mesh = {} if self.at is None else dict(self.at.mesh.axes)
         random = together([rank.random for rank in ranks])
         values, said = self.contents.values, self.metadata
-        return Stored(self.path, leaves, values, said, mesh, files, random)
+        return Stored(
+            self.path, leaves, values, said, mesh, files, random, VERSION, this_job()
+        )
 
 
 def _as_text(values: Mapping[str, Any]) -> set[tuple[str, str]]:

@@ -1,4 +1,8 @@
-"""The commands of ``python -m fsfunc``: plan, hardware, checkpoint, consolidate."""
+"""The commands of ``python -m fsfunc``: plan, hardware, checkpoint, consolidate.
+
+plan_command.py hardware_command.py checkpoint_commands.py
+build_scripts.py output.py   scripts with build(mesh); what is printed, written
+"""
 
 from __future__ import annotations
 

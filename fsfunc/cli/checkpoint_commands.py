@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from fsfunc.checkpoint.finding import metadata
-from fsfunc.checkpoint.manifest import CheckpointError
+from fsfunc.checkpoint.stored import CheckpointError
 from fsfunc.cli.build_scripts import Refused
 from fsfunc.cli.output import put
 from fsfunc.printing.amounts import of_bytes

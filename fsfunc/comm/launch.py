@@ -196,7 +196,11 @@ def spmd(fn: Callable[..., Any], mesh: Mesh) -> Callable[..., PerRank]:
         ]
         if alone:
             with place_here(Here(mesh, mesh.link.rank, mesh.link)):
-                return PerRank([fn(*by_rank[0])])
+                try:
+                    return PerRank([fn(*by_rank[0])])
+                except BaseException as error:
+                    mesh.link.raised(error)
+                    raise
         if mesh.backend == "vmap":
             from fsfunc.comm.backends.vmapped import run_vmapped
 

@@ -5,4 +5,13 @@ the `frames.Frame` it is made in. The frame names the transforms around, outermo
 first; each is a `frames.Interpretation`, and says what becomes of the call. What all
 come down to is `units.Call.body`, the unit's function, and `autodiff.differentiate`,
 one forward and one backward pass of the loss.
+
+units.py            unit: a call, and the function itself
+autodiff.py         value_and_grad: the gradient call
+alike.py            do ranks that share a loss have like gradients?
+frames.py           what a call knows of its surroundings; Interpretation
+observation.py      observe_gradients: a rank's own, before they are reduced
+casts.py            in which dtypes units compute
+losses.py           what a loss returns, beside its value too, and several as one
+differentiated.py   the leaves that a gradient call differentiates
 """

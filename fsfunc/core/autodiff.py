@@ -24,7 +24,7 @@ from fsfunc.core.losses import Weighted, divided, loss_parts, tie
 from fsfunc.runtime.compiled import refuse_compiled
 from fsfunc.runtime.generators import one_number
 from fsfunc.runtime.memory_kinds import count_as
-from fsfunc.runtime.stores import divided_beside
+from fsfunc.runtime.stores import beside, divided_beside, lies
 from fsfunc.sharded.inputs import arguments, refuse
 from fsfunc.sharded.layout import Layout
 from fsfunc.sharded.leaf import FlatShard, Parts, is_sharded
@@ -155,6 +155,7 @@ class Outcome:
         due: what is still to be done to the gradients, once all has been summed.
         own: whether nobody else holds the memory of ``grads``.
         scale: what ``grads`` are multiplied by, and are divided by in the end.
+        shown: what is made of them after that, if anything.
     """
 
     total: Tensor
@@ -165,6 +166,7 @@ class Outcome:
     due: tuple[Callable[[Any], Any], ...] = ()
     own: bool = False
     scale: float = 1.0
+    shown: Callable[[Any], Any] | None = None
 
     def settled(self) -> Outcome:
         """What ``value_and_grad`` would return of it: all that is due done, the mean.
@@ -262,10 +264,13 @@ def _check_differentiable(chosen: list[Any], names: list[str]) -> None:
 
 
 def _mean(outcome: Outcome) -> Outcome:
-    """The outcome, with what was still due done to its gradients, and divided."""
+    """The outcome, with what was still due done to its gradients, divided and shown."""
     for finish in outcome.due:
         outcome = replace(outcome, grads=finish(outcome.grads), due=())
-    return _divide(outcome)
+    outcome = _divide(outcome)
+    if outcome.shown is not None:
+        outcome = replace(outcome, grads=outcome.shown(outcome.grads), shown=None)
+    return outcome
 
 
 def _divide(outcome: Outcome) -> Outcome:
@@ -276,7 +281,7 @@ def _divide(outcome: Outcome) -> Outcome:
     by = count if weight is None else weight
     grads = _divided(outcome.grads, by * scale, outcome.own, wide=scale != 1)
     total, aux = outcome.total / by, divided(outcome.aux, count)
-    return Outcome(total, weight, grads, aux)
+    return Outcome(total, weight, grads, aux, shown=outcome.shown)
 
 
 def _divided(grads: Any, by: float | Tensor, own: bool, wide: bool) -> Any:
@@ -301,6 +306,9 @@ def _over(g: Tensor, by: float | Tensor, wide: bool) -> Tensor:
         return divided_beside(g, by.to(g.dtype) if isinstance(by, Tensor) else by)
     by = by.float() if isinstance(by, Tensor) else by
     found = divided_beside(g.float(), by)
+    if lies(g) is not None:
+        kept = found.dtype if wide and g.dtype == torch.float16 else g.dtype
+        return beside(g, found.to(kept))
     return found if wide and g.dtype == torch.float16 else found.to(g.dtype)
 
 

@@ -1,8 +1,29 @@
-"""Optimizers as pairs of functions; elementwise over shards, exact across them."""
+"""Optimizers as pairs of functions; elementwise over shards, exact across them.
+
+optimizer.py        what one is;  adam.py descent.py sign_descent.py   fused passes
+transformations.py masking.py schedules.py   clipping, chain; by leaf; rates
+trust.py layerwise.py   steps at the scale of each leaf: LAMB and LARS
+factored.py square_sums.py   Adafactor: moments by row and column; of any part
+averaging.py evaluation.py   ema and swa; which parameters to evaluate with
+iterates.py finite.py   schedule_free; apply_if_finite
+adaptive_scale.py   adascale: rates that grow with the batch
+widening.py masters.py rounding.py   parameters of 16 bits seen in float32: by
+                    copies that are kept, or rounded by chance
+scaled_moments.py coded_moments.py   Adam's moments in float16; in 8 bits
+code_groups.py coded_steps.py   how such codes lie; a step of them, by chunks
+loss_scaling.py     loss_scale: what float16 needs, steps skipped by all or none
+layerwise_scaling.py unit_scaling.py   layerwise_loss_scale; a unit's own scale
+backward_steps.py   step_in_backward: no two units' gradients at once; of which
+mirrored_state.py separability.py   pieces of a state; does it treat elements apart?
+torch_optimizers.py torch_probe.py   torch's own, and what such a one keeps
+reductions.py norms.py   tree_sum, tree_scale; global_norm, leaf_norms
+leaves.py matching.py in_place.py   leaves as few flat tensors, updated in place
+"""
 
 from fsfunc.optim.adam import AdamState, sharded_adam
 from fsfunc.optim.adaptive_scale import AdaScaleState, adascale
 from fsfunc.optim.averaging import AverageState, ema, swa
+from fsfunc.optim.backward_steps import step_in_backward
 from fsfunc.optim.descent import SgdState, sgd
 from fsfunc.optim.evaluation import eval_params
 from fsfunc.optim.factored import AdafactorState, adafactor
@@ -17,7 +38,8 @@ from fsfunc.optim.loss_scaling import LossScaleState, loss_scale
 from fsfunc.optim.masking import masked, partition
 from fsfunc.optim.masters import MasterState, master_weights
 from fsfunc.optim.matrix.orthogonal_momentum import MuonState, muon
-from fsfunc.optim.matrix.preconditioning import Preconditioners, ShampooState, shampoo
+from fsfunc.optim.matrix.preconditioners import Preconditioners
+from fsfunc.optim.matrix.preconditioning import ShampooState, shampoo
 from fsfunc.optim.norms import all_finite, global_norm, leaf_norms
 from fsfunc.optim.optimizer import Optimizer, apply_updates
 from fsfunc.optim.reductions import tree_scale, tree_sum
@@ -93,6 +115,7 @@ __all__ = [
     "sgd",
     "shampoo",
     "sharded_adam",
+    "step_in_backward",
     "stochastic_rounding",
     "swa",
     "tree_scale",

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import warnings
 from functools import partial
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
+from fsfunc import tree
 from fsfunc.optim.coded_moments import with_coded_moments
-from fsfunc.optim.leaves import Mask, Tree, zeros_like
+from fsfunc.optim.leaves import Mask, Tree, held_dtype, trainable, zeros_like
 from fsfunc.optim.matching import Decay
 from fsfunc.optim.optimizer import (
     Optimizer,
@@ -19,6 +21,7 @@ from fsfunc.optim.optimizer import (
 )
 from fsfunc.optim.scaled_moments import with_scaled_moments
 from fsfunc.optim.schedules import Schedule, rate_at
+from fsfunc.sharded.leaf import is_sharded
 
 _MOMENTS = (
     None, torch.float64, torch.float32, torch.bfloat16, torch.float16, torch.uint8,
@@ -64,10 +67,12 @@ def sharded_adam(
         weight_decay: times the learning rate, what a leaf loses of itself.
         mask: ``mask(path, leaf)`` says which leaves decay; the shape of a sharded leaf
             is its global one. All do without it.
-        moment_dtype: of mu and nu; that of each parameter without it. Where it differs
+        moment_dtype: of mu and nu; that of each parameter without it, with a warning
+            where that has too few bits for a mean square. Where it differs
             from the parameter's, the pass runs on copies in the wider of the two.
             ``torch.float16`` moments have a scale (`ScaledAdamState`); ``torch.uint8``
-            stands for 8 bits with a scale for 256 (`CodedAdamState`).
+            stands for 8 bits with a scale for 256 (`CodedAdamState`): 256 that lie
+            side by side on one rank, so they load on the same mesh and zero alone.
 
     Returns:
         the optimizer; its state is an `AdamState`. ``apply`` gives the bits of
@@ -112,6 +117,8 @@ def sharded_adam(
         )
 
     def init(params: Tree) -> AdamState:
+        if moment_dtype is None:
+            _warn_of_narrow(params, b2)
         mu, nu = zeros_like(params, moment_dtype), zeros_like(params, moment_dtype)
         return AdamState(0, mu, nu)
 
@@ -151,6 +158,24 @@ def sharded_adam(
         weight_decay=weight_decay,
         mask=mask,
     )
+
+
+def _warn_of_narrow(params: Tree, b2: float) -> None:
+    """Of moments that nobody asked to have 16 bits, and that lose what they count."""
+    leaves = tree.leaves(params, is_sharded)
+    dtypes = {held_dtype(x) for x in leaves if trainable(x)}
+    faults = []
+    if torch.float16 in dtypes:
+        faults.append("in float16 a mean square below 6e-8 is 0")
+    if torch.bfloat16 in dtypes and 1 - b2 < 2**-8:  # half a step of its 8 bits
+        faults.append(f"in bfloat16 one does not decay by b2 = {b2}")
+    if faults:
+        warnings.warn(
+            f"Adam's moments are as narrow as the parameters: {', '.join(faults)}. "
+            "Give moment_dtype=torch.float32 (or torch.float16 or torch.uint8, which "
+            "have scales), or ff.master_weights(optimizer)",
+            stacklevel=2,
+        )
 
 
 def fused_adam(

@@ -8,6 +8,8 @@ All of that is seen to here.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from itertools import chain, pairwise
+from operator import attrgetter
 from typing import Any, NamedTuple
 
 import torch
@@ -15,11 +17,13 @@ from torch import Tensor
 
 from fsfunc import _torch
 from fsfunc.core.frames import frame
-from fsfunc.optim.leaves import Tree, local
+from fsfunc.optim.leaves import Loose, Tree, local
 from fsfunc.optim.matching import Matched
 from fsfunc.runtime.stores import LIES, brought, copied, lies
 from fsfunc.sharded.donated import Donation, Everything
 from fsfunc.sharded.leaf import is_sharded
+
+_device, _dtype = attrgetter("device"), attrgetter("dtype")
 
 
 class _Target(NamedTuple):
@@ -59,11 +63,11 @@ def fused(
             new = targets(matched, kept, donation, taken)
             count_write([t for target in new for t in target.tensors])
             groups = _groups(matched, new, decays, least)
-            for (_, dtype, decay, _), rows in groups.items():
+            for (_, dtype, decay, _), columns in groups.items():
                 if cast:
-                    _write(kernel, rows, dtype, decay)
+                    _write(kernel, columns, dtype, decay)
                 else:
-                    kernel(*zip(*rows, strict=True), weight_decay=decay)
+                    kernel(*columns, weight_decay=decay)
         if donation is not None:
             donation.take(*taken)
         return [
@@ -77,13 +81,15 @@ def fused(
 def overlap(matched: Matched) -> bool:
     """Whether memory to write lies at two places: each then gets its own."""
     params, grads, *moments = [b.tensors for b in matched.buffers]
-    tensors = [t for column in (params, *moments) for t in column]
+    tensors = [*params, *chain.from_iterable(moments)]
     for kind in {*map(type, tensors), *map(type, grads)}:
         if issubclass(kind, _torch.FakeTensor):
             return False  # nothing is written, and asking where would raise
-    written = [at for t in tensors if (at := t.data_ptr())]  # 0: it has no elements
-    read = {t.data_ptr() for t in grads}
-    return len(set(written) - read) < len(written)
+    written = [at for at in map(Tensor.data_ptr, tensors) if at]  # 0: no elements
+    own = set(written)
+    if len(own) < len(written):
+        return True
+    return not own.isdisjoint(map(Tensor.data_ptr, grads))
 
 
 def targets(
@@ -119,6 +125,11 @@ def _over(
 
     Of a leaf that is written over the old one is spent: the new one is another object.
     """
+    if isinstance(buffers, Loose) and all(mine):
+        leaves = [x.detach() for x in old]
+        taken[0].extend(old)
+        taken[1].extend(leaves)
+        return _Target(leaves, tensors)
     leaves = list(old)
     if not all(mine):
         pairs = zip(tensors, mine, strict=True)
@@ -147,14 +158,14 @@ def _groups(
     decays: Sequence[Any],
     least: torch.dtype | None,
 ) -> dict[Any, list[list[Tensor]]]:
-    """Rows (param, grad, *moments) by device, dtype and decay.
+    """Columns (params, grads, *moments) by device, dtype and decay.
 
     A flat buffer whose leaves decay differently falls apart into its leaves. What of a
     row lies beside the device may have to be brought: such a row is a group of its own.
     """
-    groups: dict[Any, list[list[Tensor]]] = {}
     if (alike := _alike(matched, new, decays, least)) is not None:
         return alike
+    groups: dict[Any, list[list[Tensor]]] = {}
     grads = _Target(
         [matched.trees[1][i] for i in matched.active], matched.buffers[1].tensors
     )
@@ -175,7 +186,10 @@ def _groups(
                 if least is not None:
                     dtype = torch.promote_types(dtype, least)
                 apart = len(groups) if LIES and any(map(lies, row)) else -1
-                groups.setdefault((p.device, dtype, decay, apart), []).append(row)
+                key = (p.device, dtype, decay, apart)
+                found = groups.setdefault(key, [[] for _ in row])
+                for column, t in zip(found, row, strict=True):
+                    column.append(t)
     return groups
 
 
@@ -185,25 +199,19 @@ def _alike(
     decays: Sequence[Any],
     least: torch.dtype | None,
 ) -> dict[Any, list[list[Tensor]]] | None:
-    """The one group of rows, where all parameters and moments are of one kind."""
+    """The one group, where all parameters and moments are of one kind."""
     if LIES or not decays or decays.count(decays[0]) < len(decays):
         return None
-    kinds = {(t.device, t.dtype) for target in new for t in target.tensors}
-    if len(kinds) > 1 or not all(t.numel() for t in new[0].tensors):
+    params, *moments = (target.tensors for target in new)
+    devices, dtypes = set(map(_device, params)), set(map(_dtype, params))
+    dtypes.update(*(map(_dtype, column) for column in moments))
+    if len(devices) > 1 or len(dtypes) > 1 or not all(map(Tensor.numel, params)):
         return None
-    ((device, dtype),) = kinds
+    (device,), (dtype,) = devices, dtypes  # moments lie beside their parameters
     if least is not None:
         dtype = torch.promote_types(dtype, least)
-    columns = [
-        new[0].tensors,
-        matched.buffers[1].tensors,
-        *(t.tensors for t in new[1:]),
-    ]
-    return {
-        (device, dtype, decays[0], -1): [
-            list(row) for row in zip(*columns, strict=True)
-        ]
-    }
+    grads = matched.buffers[1].tensors
+    return {(device, dtype, decays[0], -1): [params, grads, *moments]}
 
 
 def count_write(tensors: Sequence[Tensor]) -> None:
@@ -212,34 +220,65 @@ def count_write(tensors: Sequence[Tensor]) -> None:
     By the versions `shard` sees whether a gathered buffer is still right, and all ranks
     must come to one answer.
     """
-    counted = [t for t in tensors if not t.is_inference()]
-    if counted:
-        torch.autograd.graph.increment_version(counted)
+    if tensors:  # of those made in inference mode none is counted, nor needs it
+        torch.autograd.graph.increment_version(tensors)
 
 
 def _write(
     kernel: Callable[..., None],
-    rows: list[list[Tensor]],
+    columns: list[list[Tensor]],
     dtype: torch.dtype,
     decay: float,
 ) -> None:
-    """Run ``kernel`` over the rows; what is not dense or not of ``dtype`` is copied.
+    """Run ``kernel`` over columns; what is not dense or not of ``dtype`` is copied.
 
     Fused kernels read any tensor as if it were dense: an expanded gradient (that of a
-    sum) would give garbage, silently.
+    sum) would give garbage, silently. Copies are made of as much at a time as the
+    largest tensor has: of gradients in fewer bits there is no whole in ``dtype``.
     """
-    columns = [*zip(*rows, strict=True)]
-    beside = [lies(t) is not None for row in rows for t in row] if LIES else []
+    for part in _parts(columns, dtype):
+        _write_part(kernel, part, dtype, decay)
+
+
+def _parts(columns: list[list[Tensor]], dtype: torch.dtype) -> list[list[list[Tensor]]]:
+    """The columns, cut into as many rows as are to be copied at a time."""
+    if all(t.dtype == dtype for column in columns for t in column):
+        return [columns]
+    sizes = list(map(Tensor.numel, columns[0]))
+    cuts, held = [0], 0
+    for i, size in enumerate(sizes):
+        if held and held + size > max(sizes):
+            cuts.append(i)
+            held = 0
+        held += size
+    cuts.append(len(sizes))
+    return [[c[a:b] for c in columns] for a, b in pairwise(cuts)]
+
+
+def _write_part(
+    kernel: Callable[..., None],
+    columns: list[list[Tensor]],
+    dtype: torch.dtype,
+    decay: float,
+) -> None:
+    beside = [lies(t) is not None for c in columns for t in c] if LIES else []
     if any(beside) and not all(beside):
         work = [[_here(t, dtype) for t in column] for column in columns]
     else:
-        work = [[dense(t, dtype) for t in column] for column in columns]
+        work = [_dense_ones(column, dtype) for column in columns]
     kernel(*work, weight_decay=decay)
-    del columns[1], work[1]  # the gradients are only read
-    for targets, sources in zip(columns, work, strict=True):
+    for k, (targets, sources) in enumerate(zip(columns, work, strict=True)):
+        if k == 1 or sources is targets:  # the gradients are only read
+            continue
         for target, source in zip(targets, sources, strict=True):
             if target is not source:
                 target.copy_(source)
+
+
+def _dense_ones(column: list[Tensor], dtype: torch.dtype) -> list[Tensor]:
+    if set(map(_dtype, column)) == {dtype} and all(map(Tensor.is_contiguous, column)):
+        return column
+    return [dense(t, dtype) for t in column]
 
 
 def _here(x: Tensor, dtype: torch.dtype) -> Tensor:

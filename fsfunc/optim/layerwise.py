@@ -47,7 +47,7 @@ def lamb(
         eps: added to the denominator.
         weight_decay: what a leaf adds of itself to its update.
         mask: ``mask(path, leaf)`` says which leaves decay; all do without it.
-        moment_dtype: of mu and nu; that of each parameter without it.
+        moment_dtype: of mu and nu, as of `sharded_adam`.
 
     Returns:
         the optimizer; its state is an `AdamState`.

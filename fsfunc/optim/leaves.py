@@ -20,6 +20,9 @@ from fsfunc.sharded.placements import describe
 Tree = Any
 Mask = Callable[[str, Any], bool]  # (path, leaf) -> whether it applies to that leaf
 
+_lies, _layout = attrgetter("shape", "device"), attrgetter("layout")
+_WHOLE = {Tensor, torch.nn.Parameter}
+
 
 def trainable(leaf: Any) -> bool:
     """Whether an optimizer updates ``leaf``: a tensor or a shard of floating dtype.
@@ -41,6 +44,13 @@ def trainable(leaf: Any) -> bool:
 def local(leaf: Any) -> Tensor:
     """The tensor that this rank holds of a leaf."""
     return leaf.local if is_sharded(leaf) else leaf
+
+
+def held_dtype(leaf: Any) -> torch.dtype:
+    """The dtype of `local`, which a layout may not know, and without making it."""
+    if is_sharded(leaf) and leaf.packed is not None:
+        return leaf.packed.flat.dtype
+    return local(leaf).dtype
 
 
 def zeros_like(params: Tree, dtype: torch.dtype | None = None) -> Tree:
@@ -127,12 +137,19 @@ def _paths_of(treedef: tree.TreeDef) -> list[str]:
     return tree.paths(tree.unflatten(treedef, range(treedef.num_leaves)))
 
 
+@lru_cache(maxsize=64)  # a step asks for the same one every time
+def _alone(count: int) -> tuple[tuple[tuple[int], None], ...]:
+    return tuple(((i,), None) for i in range(count))
+
+
 class Loose:
     """Whole tensors, where a `PackedTree` would find nothing to join."""
 
     def __init__(self, tensors: Sequence[Tensor]):
-        self.tensors = [strided(x) for x in tensors]
-        self.groups = [([i], None) for i in range(len(self.tensors))]
+        kinds = set(map(_layout, tensors))
+        dense = kinds <= {torch.strided}
+        self.tensors = list(tensors if dense else map(strided, tensors))
+        self.groups = _alone(len(self.tensors))
 
     def rebuild(self, tensors: Sequence[Tensor]) -> list[Tensor]:
         return list(tensors)
@@ -145,6 +162,14 @@ def split(columns: Sequence[Sequence[Any]]) -> list[Any]:
     return split_alike(*map(list, columns))
 
 
+def whole_and_alike(columns: Sequence[Sequence[Any]]) -> bool:
+    """Whether all are plain tensors that fit each other, at little cost a leaf."""
+    if not all(_WHOLE.issuperset(map(type, column)) for column in columns):
+        return False
+    first, *others = (list(map(_lies, column)) for column in columns)
+    return all(other == first for other in others)
+
+
 def first_unfit(
     leaves: Sequence[Any], others: Sequence[Any], positions: Sequence[int]
 ) -> int | None:
@@ -153,8 +178,6 @@ def first_unfit(
     In shape, layout or device. Leaves that are packed lie as their flat shard does, so
     of two of these that is asked once.
     """
-    if not positions or _whole_and_alike(leaves, others, positions):
-        return None
     alike: set[tuple[int, int]] = set()
     for i in positions:
         leaf, other = leaves[i], others[i]
@@ -172,20 +195,6 @@ def first_unfit(
                 return i
             alike.add(pair)
     return None
-
-
-_lies = attrgetter("shape", "device")
-_WHOLE = {Tensor, torch.nn.Parameter}
-
-
-def _whole_and_alike(
-    leaves: Sequence[Any], others: Sequence[Any], positions: Sequence[int]
-) -> bool:
-    """Whether all are plain tensors that fit, at little cost a leaf."""
-    mine, its = [leaves[i] for i in positions], [others[i] for i in positions]
-    if not _WHOLE.issuperset(map(type, mine)) or not _WHOLE.issuperset(map(type, its)):
-        return False
-    return list(map(_lies, mine)) == list(map(_lies, its))
 
 
 def _same_place(leaf: Sharded, other: Sharded) -> bool:
@@ -219,11 +228,17 @@ def scaled(tensors: Sequence[Tensor], factor: float | Tensor) -> list[Tensor]:
     """Each tensor times ``factor`` (a number or 0-dim tensor), in its own dtype."""
     if composable():
         return [t * factor for t in tensors]
-    if isinstance(factor, Tensor) and len({t.device for t in tensors}) > 1:
-        return [t * factor.to(t.device) for t in tensors]
-    if any(lies(t) is not None for t in tensors):
+    away = any(lies(t) is not None for t in tensors)
+    if isinstance(factor, Tensor) and (away or len({t.device for t in tensors}) > 1):
+        each = [factor.to(t.device) for t in tensors]
+        if not away:
+            return [t * by for t, by in zip(tensors, each, strict=True)]
+    elif away:
+        each = [factor] * len(tensors)
+    if away:
         outs = [empty_beside(t, scratch=True) for t in tensors]
-        return [torch.mul(t, factor, out=o) for t, o in zip(tensors, outs, strict=True)]
+        rows = zip(tensors, each, outs, strict=True)
+        return [torch.mul(t, by, out=o) for t, by, o in rows]
     return list(torch._foreach_mul(list(tensors), factor)) if tensors else []
 
 

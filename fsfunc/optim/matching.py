@@ -26,6 +26,7 @@ from fsfunc.optim.leaves import (
     said,
     split,
     trainable,
+    whole_and_alike,
 )
 from fsfunc.sharded.leaf import is_sharded
 
@@ -62,20 +63,22 @@ class Matched:
             for i, (leaf, grad) in enumerate(zip(leaves, others[0], strict=True))
             if grad is not None and trainable(leaf)
         ]
-        for what, column in zip(names, others, strict=True):
-            if (i := first_unfit(leaves, column, active)) is not None:
-                raise tree.TreeMismatch(
-                    f"{what} do not fit the parameters at {paths_of(treedef)[i]!r}: "
-                    f"expected one like {said(leaves[i])}, found {said(column[i])}"
-                )
         trees = [leaves, *others]
-        buffers = split([[column[i] for i in active] for column in trees])
-        return cls(treedef, trees, active, buffers)
+        columns = _chosen(trees, active)
+        if not whole_and_alike(columns):
+            for what, column in zip(names, others, strict=True):
+                if (i := first_unfit(leaves, column, active)) is not None:
+                    at, its = paths_of(treedef)[i], said(column[i])
+                    raise tree.TreeMismatch(
+                        f"{what} do not fit the parameters at {at!r}: "
+                        f"expected one like {said(leaves[i])}, found {its}"
+                    )
+        return cls(treedef, trees, active, split(columns))
 
     @property
     def columns(self) -> list[list[Any]]:
         """By tree: the active leaves."""
-        return [[column[i] for i in self.active] for column in self.trees]
+        return _chosen(self.trees, self.active)
 
     @property
     def differentiated(self) -> bool:
@@ -86,9 +89,10 @@ class Matched:
         """
         if composable():
             return True
-        return torch.is_grad_enabled() and any(
-            t.grad_fn is not None for b in self.buffers for t in b.tensors
-        )
+        if not torch.is_grad_enabled():
+            return False
+        asking = [t for b in self.buffers for t in b.tensors if t.requires_grad]
+        return any(t.grad_fn is not None for t in asking)
 
     def decays(self, weight_decay: float, mask: Mask | None) -> list[float]:
         """The weight decay of each active leaf."""
@@ -161,6 +165,12 @@ class Matched:
         for i, leaf in zip(self.active, active, strict=True):
             out[i] = leaf
         return tree.unflatten(self.treedef, out)
+
+
+def _chosen(trees: list[list[Any]], active: list[int]) -> list[list[Any]]:
+    if len(active) == len(trees[0]):
+        return [list(column) for column in trees]
+    return [[column[i] for i in active] for column in trees]
 
 
 def decayed(g: Tensor, p: Tensor, decay: Decay) -> Tensor:

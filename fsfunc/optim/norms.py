@@ -32,6 +32,7 @@ from fsfunc.optim.reductions import (
     entered,
     out_of_parts,
 )
+from fsfunc.runtime.stores import like_device
 from fsfunc.sharded.leaf import is_sharded
 
 __all__ = ["Row", "all_finite", "global_norm", "holds", "leaf_norms", "row_norms"]
@@ -75,7 +76,8 @@ def global_norm(values: Tree, p: float = 2.0) -> Tensor:
         norms = _norms([t for t in tensors if t.numel()], p, dtype)
         if differentiated(tensors):  # the psum's transpose is every rank's
             norms += [t.sum(dtype=dtype) for t in tensors if not t.numel()]
-        local.append((axes, combined(norms, norm_of, tensors[0].device, dtype)))
+        where = device_of([(axes, tensors)])
+        local.append((axes, combined(norms, norm_of, where, dtype)))
     device = device_of(held)
     if math.isinf(p):
         maxima = [pmax(norm, axes) if axes else norm for axes, norm in local]
@@ -174,18 +176,20 @@ def row_norms(rows: Iterable[Row], p: float = 2.0) -> list[Tensor]:
     if not p > 0:
         raise ValueError(f"p is {p}: a norm needs it above 0")
     local: list[Tensor] = []
+    devices: list[torch.device] = []  # where sums over ranks are made
     places: dict[Spread, list[int]] = {}
     for axes, parts in rows:
         parts = [entered(t) for t in parts] if axes is None else parts
         wide = torch.promote_types(parts[0].dtype, torch.float32)
         places.setdefault(axes, []).append(len(local))
         local.append(_each_norm(parts, p, wide))
+        devices.append(like_device(parts[0]).device)
         del parts
     out = list(local)
     for axes, at in sorted(places.items(), key=lambda item: item[0] or ()):
         if axes is None:
             continue
-        device, sizes = local[at[0]].device, [len(local[k]) for k in at]
+        device, sizes = devices[at[0]], [len(local[k]) for k in at]
         dtype = functools.reduce(torch.promote_types, [local[k].dtype for k in at])
         norms = torch.cat([local[k].to(device, dtype) for k in at])
         if not math.isinf(p):

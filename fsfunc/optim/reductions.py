@@ -31,6 +31,7 @@ from fsfunc.optim.leaves import (
     split,
     trainable,
 )
+from fsfunc.runtime.stores import like_device
 from fsfunc.sharded.leaf import Sharded, is_sharded
 
 __all__ = ["by_axes", "combined", "device_of", "entered", "into_parts"]
@@ -61,7 +62,7 @@ def tree_sum(values: Tree) -> Tensor:
     sums = []
     for axes, tensors in held:
         local = [t.sum(dtype=dtype) for t in tensors]
-        total = combined(local, torch.sum, tensors[0].device, dtype)
+        total = combined(local, torch.sum, device_of([(axes, tensors)]), dtype)
         sums.append(out_of_parts(total, axes))
     return combined(sums, torch.sum, device_of(held), dtype)
 
@@ -168,8 +169,8 @@ def by_axes(values: Tree) -> tuple[list[tuple[Spread, list[Tensor]]], torch.dtyp
 
 
 def device_of(held: list[tuple[Spread, list[Tensor]]]) -> torch.device:
-    """That of the first tensor; the CPU where there is none."""
-    return held[0][1][0].device if held else torch.device("cpu")
+    """Where the first tensor is computed with; the CPU where there is none."""
+    return like_device(held[0][1][0]).device if held else torch.device("cpu")
 
 
 def combined(

@@ -12,4 +12,16 @@ outermost in the frame, which lets the stage's own unit calls run, answers other
 what was received or a stand-in, and ends the loss after the last. `stage_vjp` keeps the
 graph, and pulls back whole or in halves (`backward_split`). With updates in between it
 is `stage_updates` in place of `handler`.
+
+pipelines.py handler.py   pipeline: what it makes of unit and gradient calls
+cut_programs.py stage_plans.py balanced_cuts.py   programs cut into stages
+actions.py schedules.py   schedules as data, and ff.schedules, which are made by
+synchronous.py list_scheduling.py delayed.py   by hand; searched for; asynchronous
+verification.py dependencies.py player.py   the proof that one runs
+transfers.py timing.py   sends written into one; when each action runs
+runtime.py          a rank's actions, one after another: the interpreter
+stages.py           the user's own loss, of which one stage's unit calls run
+stage_vjp.py backward_split.py fused_gradients.py   its backward, or halves
+microbatches.py     a batch in parts, and what they returned as one
+stage_updates.py weight_prediction.py   stages that update in between
 """

@@ -6,4 +6,14 @@ the tracer of the frame, runs each distinct unit's body once (`unit_profiles`) a
 replays it after. They write `events`, of which a `plans.Plan` is made. An estimate
 plays these through (`simulation`) with what each takes (`cost_model`) on a machine
 (`machines`); a search plans and estimates many stacks (`stacks`, `trials`).
+
+planner.py          plan: a step run where nothing is sent or computed; the moves
+observer.py         what is noted of operators and of memory
+unit_cache.py unit_profiles.py   a unit's body run apart once, and replayed
+events.py plans.py  what a plan is made of, and answers
+estimation.py simulation.py cost_model.py   how long it takes
+machines.py hardware.py   what a device and its links can do
+calibration.py rank_timing.py sample_operators.py   the machine at hand, measured
+stack_search.py stacks.py candidates.py trials.py choices.py   search
+recomputation.py    what to recompute under a bound
 """

@@ -14,6 +14,7 @@ that names values, those whose residuals are offloaded one by one, or ``torch.fu
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -27,9 +28,10 @@ from fsfunc.comm.attribution import internal
 from fsfunc.comm.ledgers import is_silent
 from fsfunc.core.frames import Tracer, frame, running
 from fsfunc.core.units import Call
-from fsfunc.planning.events import Ran, Segment
+from fsfunc.planning.events import Gave, Ran, Segment
 from fsfunc.planning.observer import Observer
 from fsfunc.planning.unit_profiles import (
+    Backward,
     Grad,
     Shape,
     UnitProfile,
@@ -59,7 +61,6 @@ class _Replayed:
     leaves: list[Any]  # of the arguments: tensors, or shapes in their place
     treedef: Any
     casts: torch.dtype | None  # of the autocast that was on
-    again: bool  # whether a backward pass ran it a second time
 
 
 class UnitCache(Tracer):
@@ -76,6 +77,7 @@ class UnitCache(Tracer):
         self.profiles: dict[Any, UnitProfile | None] = {}
         self.derived: dict[str, int] = {}
         self._kept: list[tuple[str, list[int], int]] = []
+        self._open: set[weakref.ref] = set()  # to backwards that are not over
 
     def begin(self) -> Observer:
         """An observer for the next run, with an empty book."""
@@ -97,8 +99,7 @@ class UnitCache(Tracer):
             self.profiles[key] = profile
         profile = None if key is None else self.profiles[key]
         if profile is not None:
-            again = running().recompute
-            replayed = _Replayed(self, call, profile, leaves, treedef, _casts(), again)
+            replayed = _Replayed(self, call, profile, leaves, treedef, _casts())
             return self._replayed(replayed)
         observer = self.observer
         before = observer.roots, observer.pure
@@ -157,6 +158,54 @@ class UnitCache(Tracer):
         with self.observer.standing_for(name, phase, what):
             yield
 
+    def last(self) -> Tensor:
+        """A tensor that a node saves last, to tell when it lets go of what it has."""
+        before, self.observer.paused = self.observer.paused, True
+        try:
+            return torch.empty(0)
+        finally:
+            self.observer.paused = before
+
+    def lets_go(
+        self, back: Backward, given: dict[tuple[str, int], Any], last: Tensor
+    ) -> None:
+        """What a replayed backward is given may be gone before it is over.
+
+        A storage that goes with the node was held by nobody else. The segment in the
+        book becomes one that lets go of it where the body's own nodes would.
+
+        Args:
+            given: what it is given, by the names in ``back.ends``.
+            last: what the node saves last.
+        """
+        if is_silent():
+            return
+        book, at = self.observer.book, len(self.observer.book.events)
+        numbers: dict[int | None, list[int | None]] = {}
+        for name, x in given.items():
+            if x is not None:
+                end = back.ends.get(name)
+                numbers.setdefault(book.number(x), []).append(end)
+
+        def over(reference: Any) -> None:
+            self._open.discard(reference)
+            ran, after = book.events[at], book.events[at + 1 :]
+            if any(isinstance(event, Ran) for event in after):
+                return  # a graph that was kept
+            gone, first, rest = [], [], []
+            for event in after:
+                ends = numbers.get(event.key) if isinstance(event, Gave) else None
+                if isinstance(event, Gave) and ends and None not in ends:
+                    gone.append((max(end or 0 for end in ends), book.sizes[event.key]))
+                    first.append(event)
+                else:
+                    rest.append(event)
+            if isinstance(ran, Ran):
+                ran = ran._replace(op=back.letting_go(gone))
+            book.events[at:] = [ran, *first, *rest]
+
+        self._open.add(weakref.ref(last.untyped_storage(), over))
+
     def keep(self, replayed: _Replayed) -> Tensor | None:
         """Memory in place of all that the body keeps for its backward."""
         profile = replayed.profile
@@ -206,6 +255,7 @@ class _Body(torch.autograd.Function):
         ctx.save_for_backward(
             *[replayed.leaves[i] for i in profile.saved],
             *[outs[i] for i in profile.echoed],
+            cache.last(),
         )
         leaves = [Shape.of(x) if isinstance(x, Tensor) else x for x in replayed.leaves]
         ctx.replayed = replace(replayed, leaves=leaves)
@@ -218,7 +268,8 @@ class _Body(torch.autograd.Function):
         replayed: _Replayed = ctx.replayed
         cache, profile = replayed.cache, replayed.profile
         cache.look_back()
-        _ = ctx.saved_tensors  # as the body's own nodes would: it may gather again
+        # As the body's own nodes would: it may gather again.
+        *saved, last = ctx.saved_tensors
         # What leads to nothing that was asked for, autograd does not compute.
         wanted = iter(_torch.will_run(node) for node, _ in ctx.next_functions)
         leaves = [
@@ -226,18 +277,20 @@ class _Body(torch.autograd.Function):
             for x in replayed.leaves
         ]
         shapes = tuple(None if g is None else Shape.of(g) for g in cotangents)
-        pattern = shapes, tuple(_tracked(x) for x in leaves), replayed.again
+        pattern = shapes, tuple(_tracked(x) for x in leaves)
         if pattern not in profile.backward:
             with _autocast(replayed.casts):
                 profile.backward[pattern] = profiled_backward(
-                    cache.observer,
-                    replayed.call,
-                    leaves,
-                    replayed.treedef,
-                    shapes,
-                    held=replayed.again,
+                    cache.observer, replayed.call, leaves, replayed.treedef, shapes
                 )
         back = profile.backward[pattern]
+        names = [
+            *[("cotangent", i) for i in range(len(cotangents))],
+            *[("leaf", i) for i in profile.saved],
+            *[("output", i) for i in profile.echoed],
+        ]
+        given = dict(zip(names, (*cotangents, *saved), strict=True))
+        cache.lets_go(back, given, last)
         with cache.replay(back.segment, replayed.call.name, "gradient"):
             ctx.kept = None
             new = [shape.make() for shape in back.storages]

@@ -7,7 +7,7 @@ segments, and what it keeps, saves and returns.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
@@ -19,7 +19,7 @@ from fsfunc.comm.attribution import internal
 from fsfunc.comm.mesh import maybe_here
 from fsfunc.core.frames import Counter, Interpretation, Tracer, inside
 from fsfunc.core.units import Call
-from fsfunc.planning.events import Gave, Ran, Segment, Took
+from fsfunc.planning.events import Gave, Op, Ran, Segment, Took
 from fsfunc.planning.observer import Book, Observer
 
 __all__ = [
@@ -78,12 +78,37 @@ class Shape(NamedTuple):
 
     def twin(self) -> Tensor:
         """The same, and differentiable if this was."""
-        x = self.make()
         if not self.tracked:
-            return x
-        x.requires_grad_()
-        with torch.enable_grad():  # leaves are special to autocast and to in-place ops
-            return x if self.leaf else x.view_as(x)
+            return self.make()
+        if self.leaf:  # they are special to autocast and to in-place ops
+            return self.make().requires_grad_()
+        with torch.enable_grad():
+            return _Came.apply(self, torch.empty(0, requires_grad=True))
+
+
+class _Came(torch.autograd.Function):
+    """A tensor out of operators that are not there: no graph holds it for itself."""
+
+    @staticmethod
+    def forward(ctx, shape: Shape, _):  # type: ignore[override]
+        return shape.make()
+
+    @staticmethod
+    def backward(ctx, *grads):  # type: ignore[override]
+        raise RuntimeError("no gradient goes further than this")
+
+
+class _Comes(torch.autograd.Function):
+    """What brings cotangents to a body's outputs, and holds none of them."""
+
+    @staticmethod
+    def forward(ctx, make: Callable[[], tuple[Tensor, ...]], *outs):  # type: ignore[override]
+        ctx.make = make
+        return torch.empty(0)
+
+    @staticmethod
+    def backward(ctx, _):  # type: ignore[override]
+        return (None, *ctx.make())
 
 
 @dataclass
@@ -106,13 +131,33 @@ class Backward:
     """What a body's backward does for one pattern of cotangents.
 
     Args:
+        segment: where what it was given outlives it.
+        ends: where in the segment's memory a storage goes that nobody else holds: of a
+            cotangent, of a given leaf, of an output, by kind and number.
         storages: the memory that its gradients lie in.
         grads: one for each given tensor that asks for it; None where nothing comes.
     """
 
     segment: Segment
+    ends: dict[tuple[str, int], int]
     storages: list[Shape]
     grads: list[Grad | None]
+    variants: dict[tuple[tuple[int, int], ...], Segment] = field(default_factory=dict)
+
+    def letting_go(self, gone: Sequence[tuple[int, int]]) -> Segment:
+        """The segment where some of what it was given is gone before its end.
+
+        Args:
+            gone: (where in its memory, bytes) of each storage.
+        """
+        key = tuple(sorted(gone))
+        if key and key not in self.variants:
+            memory = list(self.segment.memory)
+            for at, size in reversed(key):
+                ran = memory[at - 1][0] if at else 0
+                memory.insert(at, (ran, -size))
+            self.variants[key] = Segment(self.segment.ops, tuple(memory))
+        return self.variants[key] if key else self.segment
 
 
 @dataclass
@@ -168,7 +213,7 @@ def profiled(
         others = set(given) | set(keys)
         kept = [w.number for key, w in book.held.items() if key not in others]
         return UnitProfile(
-            _segment(book, start),
+            _segment(book, start)[0],
             [Shape.of(x) if isinstance(x, Tensor) else x for x in flat],
             spec,
             sum(book.sizes[number] for number in kept),
@@ -185,56 +230,71 @@ def profiled_backward(
     leaves: Sequence[Any],
     treedef: Any,
     cotangents: Sequence[Shape | None],
-    *,
-    held: bool,
 ) -> Backward:
     """What the backward of ``call`` does with tensors of the shapes in ``leaves``.
 
-    Args:
-        held: whether who runs it holds its outputs meanwhile, as a recompute does.
+    Nothing of what it is given is held here but by autograd: when each goes is noted.
     """
     with observer.apart() as book, torch.enable_grad():
         twins = [x.twin() if isinstance(x, Shape) else x for x in leaves]
         _begin(observer, tensors(twins))
-        given = [None if g is None else g.make() for g in cotangents]
-        outs = tensors(tree.leaves(_run(observer, call, treedef, twins)))
-        # Edges, and not the outputs, which else nobody need hold any more.
-        edges = [
-            torch.autograd.graph.get_gradient_edge(x)
-            for x, g in zip(outs, given, strict=True)
-            if g is not None
-        ]
-        outs = outs if held else []
-        start = _begin(observer, tensors(given))
-        wanted = [x for x in tensors(twins) if x.requires_grad]
-        found = torch.autograd.grad(edges, wanted, tensors(given), allow_unused=True)
-        segment = _segment(book, start)
-        keys = [None if g is None else _torch.storage_key(g) for g in given]
-        seen: dict[int, int] = {}
+        named = {book.number(x): ("leaf", i) for i, x in numbered(twins)}
+        wanted = [_edge(x) for x in tensors(twins) if x.requires_grad]
+        outs = tree.leaves(_run(observer, call, treedef, twins))
+        del twins
+        named |= {book.number(x): ("output", i) for i, x in numbered(outs)}
+        outs, start, passed = tensors(outs), 0, {}
+
+        def make() -> tuple[Tensor, ...]:
+            nonlocal start
+            made = [g.make() for g in cotangents if g is not None]
+            start = _begin(observer, made)
+            at = [i for i, g in enumerate(cotangents) if g is not None]
+            for i, g in zip(at, made, strict=True):
+                passed[book.number(g)] = i
+                named[book.number(g)] = "cotangent", i
+            return tuple(made)
+
+        asked = [x for x, g in zip(outs, cotangents, strict=True) if g is not None]
+        if not asked:
+            return Backward(Segment(()), {}, [], [None] * len(wanted))
+        root = _edge(_Comes.apply(make, *asked))
+        del outs, asked
+        found = torch.autograd.grad(root, wanted, torch.empty(0), allow_unused=True)
+        segment, ends = _segment(book, start, named)
+        seen: dict[int | None, int] = {}
         storages: list[Shape] = []
-        grads = [_grad(x, keys, seen, storages) for x in found]
-        return Backward(segment, storages, grads)
+        grads = [_grad(book, x, passed, seen, storages) for x in found]
+        return Backward(segment, ends, storages, grads)
+
+
+_edge = torch.autograd.graph.get_gradient_edge
 
 
 def _grad(
+    book: Book,
     x: Tensor | None,
-    cotangents: list[int | None],
-    seen: dict[int, int],
+    passed: dict[int | None, int],
+    seen: dict[int | None, int],
     storages: list[Shape],
 ) -> Grad | None:
-    """Where a gradient lies; a storage that is new is added to ``storages``."""
+    """Where a gradient lies; a storage that is new is added to ``storages``.
+
+    Args:
+        passed: of a cotangent's storage by its number in the book, which cotangent.
+    """
     if x is None:
         return None
-    key, shape, offset = _torch.storage_key(x), Shape.of(x), int(x.storage_offset())
-    if key in cotangents:
-        return Grad(shape, None, cotangents.index(key), offset)
-    if key not in seen:
-        seen[key] = len(storages)
+    number, shape, offset = book.number(x), Shape.of(x), int(x.storage_offset())
+    if number in passed:
+        return Grad(shape, None, passed[number], offset)
+    if number not in seen:
+        seen[number] = len(storages)
         size = x.untyped_storage().nbytes()
         whole = size == x.numel() * x.element_size() and not offset
         flat = shape._replace(size=(size // x.element_size(),), stride=(1,))
         storages.append(shape if whole else flat)
-    return Grad(shape, seen[key], None, offset)
+    return Grad(shape, seen[number], None, offset)
 
 
 def _begin(observer: Observer, given: Sequence[Tensor]) -> int:
@@ -271,14 +331,25 @@ def numbered(values: Sequence[Any]) -> list[tuple[int, Tensor]]:
     return [(i, x) for i, x in enumerate(values) if isinstance(x, Tensor)]
 
 
-def _segment(book: Book, start: int) -> Segment:
-    """What the book tells of a profile that began at event ``start``."""
-    ops, memory = [], []
+def _segment(
+    book: Book,
+    start: int,
+    named: Mapping[Any, tuple[str, int]] = {},  # noqa: B006
+) -> tuple[Segment, dict[tuple[str, int], int]]:
+    """What the book tells of a profile that began at event ``start``.
+
+    And where in its memory what is ``named``, by number, goes: that does not count.
+    """
+    ops: list[Op] = []
+    memory: list[tuple[int, int]] = []
+    ends: dict[tuple[str, int], int] = {}
     for event in book.events[start:]:
         if isinstance(event, Ran):
             ops += event.op.ops
         elif isinstance(event, Took):
             memory.append((len(ops), event.bytes))
+        elif isinstance(event, Gave) and event.key in named:
+            ends[named[event.key]] = len(memory)
         elif isinstance(event, Gave):
             memory.append((len(ops), -book.sizes[event.key]))
-    return Segment(tuple(ops), tuple(memory))
+    return Segment(tuple(ops), tuple(memory)), ends

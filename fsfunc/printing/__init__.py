@@ -1,1 +1,4 @@
-"""What is printed for people: amounts in words, tables on rich, repeats folded."""
+"""What is printed for people: amounts in words, tables on rich, repeats folded.
+
+amounts.py tables.py folding.py
+"""

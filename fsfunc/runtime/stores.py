@@ -217,6 +217,7 @@ def divided_beside(x: Tensor, by: Any) -> Tensor:
     """``x / by``, where ``x`` lies."""
     if lies(x) is None:
         return x / by
+    by = by.to(x.device) if isinstance(by, Tensor) else by
     return torch.div(x, by, out=empty_beside(x, scratch=True))
 
 
@@ -224,7 +225,7 @@ def added_beside(x: Tensor, y: Tensor) -> Tensor:
     """``x + y``, where ``x`` lies."""
     if lies(x) is None:
         return x + y
-    return torch.add(x, y, out=empty_beside(x, scratch=True))
+    return torch.add(x, y.to(x.device), out=empty_beside(x, scratch=True))
 
 
 def copied(x: Tensor) -> Tensor:

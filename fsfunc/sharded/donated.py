@@ -53,6 +53,7 @@ class Donation:
         keys: of ``tensors``, each once, what tells their storages apart, if somebody
             has asked.
         twins: tensors over the same memory, one a storage, and these ``storages``.
+        why: what a leaf says of itself, once it is written over.
     """
 
     def __init__(
@@ -62,9 +63,12 @@ class Donation:
         keys: Iterable[int] | None = None,
         twins: Sequence[Tensor] = (),
         storages: Sequence[torch.UntypedStorage] = (),
+        *,
+        why: str = _OVERWRITTEN,
     ):
+        self.why = why
         # Held to the end: one that went meanwhile would be taken for somebody's view.
-        self.known = list({id(x): x for x in tensors}.values())
+        self.known = list({id(x): x for x in tensors}.values()) if tensors else []
         found = map(_torch.storage_key, self.known) if keys is None else keys
         self.uses = Counter(found)
         self.seen: dict[int, int] = {}  # by the id of a twin: its key
@@ -114,7 +118,7 @@ class Donation:
 
     def take(self, old: Iterable[Any], new: Iterable[Any]) -> None:
         """Marks leaves that were written over; those in their place are known."""
-        spend_all(old, _OVERWRITTEN)
+        spend_all(old, self.why)
         self.lazy += new
 
 

@@ -1,4 +1,10 @@
-"""Tables and pictures for people."""
+"""Tables and pictures for people.
+
+plans.py estimates.py shardings.py layouts.py checkpoints.py   tables
+timelines.py timeline_text.py stream_plot.py lanes.py   what runs when
+memory_plot.py memory_curve.py   what is held when
+figures.py palette.py traces.py   drawn, in one set of colours; for trace viewers
+"""
 
 from fsfunc.printing.tables import Report
 from fsfunc.show.checkpoints import checkpoint

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 
 from fsfunc.checkpoint.finding import metadata
-from fsfunc.checkpoint.manifest import Stored
+from fsfunc.checkpoint.stored import Stored
 from fsfunc.printing.amounts import of_axes, of_bytes
 from fsfunc.printing.tables import Report, Table
 from fsfunc.sharded.placements import describe

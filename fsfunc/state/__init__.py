@@ -5,4 +5,12 @@ which has the step recorded to see what lies together, and makes each leaf's par
 Where values come from is a `leaf_sources.GivenLeaves`: whole tensors in hand; or an
 init function that ran on fake tensors (`init_tape`) and is run again, for this rank's
 part alone (`replay`). A user reaches parts and wholes by `conversions` and `noise`.
+
+train_state.py      TrainState, init_state, abstract_state
+placing.py leaf_sources.py   place; where the values come from
+layout_rules.py     which leaves are split over axes of their own
+mirroring.py        which leaves lie as parameters do: moments, averages
+conversions.py noise.py   unshard, lay_like, reduce_like; randn_like
+init_tape.py taped_ops.py replay.py   an init function, run for a rank's own part
+                    alone
 """

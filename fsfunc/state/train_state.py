@@ -32,10 +32,7 @@ class TrainState:
 
     def apply_gradients(self, grads: Any, optimizer: Any, **changes: Any) -> TrainState:
         """The state after one update by ``optimizer`` (of the state's own make)."""
-        tree.check_same_structure(
-            self.params, grads, what="gradients", against="the parameters",
-            is_leaf=lambda x: x is None or is_sharded(x),  # None: not differentiated
-        )  # fmt: skip
+        _check_fit(self.params, grads)
         if self.opt_state is None:
             raise ValueError(
                 "this state has no optimizer state: make it by ff.init_state(step, "
@@ -226,6 +223,16 @@ def _state(
     for transform in run.interpretations:  # type: ignore[attr-defined]
         state = transform.begin(state)
     return state
+
+
+def _check_fit(params: Any, grads: Any) -> None:
+    structures = [tree.flatten(t, is_sharded)[1] for t in (params, grads)]
+    if structures[0] == structures[1]:
+        return
+    tree.check_same_structure(
+        params, grads, what="gradients", against="the parameters",
+        is_leaf=lambda x: x is None or is_sharded(x),  # None: not differentiated
+    )  # fmt: skip
 
 
 class _Whole(NamedTuple):

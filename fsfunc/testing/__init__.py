@@ -2,13 +2,27 @@
 
 Each check is one law: what it compares, and what its message says, stands in its
 docstring. `fsfunc.testing.strategies` draws meshes, models and stacks for hypothesis.
+
+one_device.py       law 1 of any transform
+diagnosis.py mistakes.py   the mistake that explains a difference
+comparing.py integer_data.py   trees held against trees; data whose sums are exact
+costs.py closed_forms.py   assert_cost; bytes to hold a ledger against
+transposes.py dot_products.py   check_collective, by typed dot products
+replication.py type_checking.py   check_replicated; check_types
+poisoning.py finiteness.py   NaN in memory that means nothing; where NaN came from
+strategies.py drawn_models.py drawn_stacks.py   what hypothesis draws
+odd_batches.py      check_batch: what a loader gave that no rank expected
+live_memory.py      live_bytes
 """
+
+from typing import Any
 
 from fsfunc.testing.comparing import assert_equal
 from fsfunc.testing.costs import assert_cost
 from fsfunc.testing.finiteness import NotFinite, finite
 from fsfunc.testing.integer_data import integers
 from fsfunc.testing.live_memory import Living, live_bytes
+from fsfunc.testing.odd_batches import OddBatch, check_batch
 from fsfunc.testing.one_device import assert_equals_one_device
 from fsfunc.testing.poisoning import poison
 from fsfunc.testing.replication import check_replicated
@@ -18,9 +32,11 @@ from fsfunc.testing.type_checking import check_types
 __all__ = [
     "Living",
     "NotFinite",
+    "OddBatch",
     "assert_cost",
     "assert_equal",
     "assert_equals_one_device",
+    "check_batch",
     "check_collective",
     "check_replicated",
     "check_types",
@@ -29,3 +45,12 @@ __all__ = [
     "live_bytes",
     "poison",
 ]
+
+
+def __getattr__(name: str) -> Any:
+    """``ff.testing.strategies``, which alone needs hypothesis, when it is asked for."""
+    if name != "strategies":
+        raise AttributeError(f"module 'fsfunc.testing' has no attribute {name!r}")
+    import importlib
+
+    return importlib.import_module("fsfunc.testing.strategies")

@@ -36,7 +36,7 @@ def check_replicated(value: Any, axis: Axis) -> None:
         AssertionError: names the first leaf and element that differ, and what each rank
             has there.
 
-    Cost: each tensor is read once; one maximum over ranks of 16 bytes a leaf, in no
+    Cost: each tensor is read once; one maximum over ranks of 32 bytes in all, in no
     ledger. More only where they differ.
 
     >>> import torch, fsfunc as ff
@@ -56,14 +56,13 @@ def check_replicated(value: Any, axis: Axis) -> None:
     where = group(axis)
     names, leaves = _claimed(value, where)
     with silence(), label("", "what is claimed to be one value"), torch.no_grad():
-        sums = _sums(names, leaves, where)
-        highest = where.start("pmax", torch.stack([sums, ~sums])).wait()
-        unlike = highest[0] != ~highest[1]
-        if bool(unlike.any()):
-            at = int(unlike.int().argmax())
-            if at == 0:
-                _unlike_trees(names, where)
-            raise AssertionError(_message(names[at - 1], leaves[at - 1], where))
+        kinds, sums = _sums(names, leaves, where)
+        unlike = _unlike(torch.stack([kinds, *bit_sums([sums])]), where)
+        if bool(unlike[0]):
+            _unlike_trees(names, where)
+        if bool(unlike[1]):
+            at = int(_unlike(sums, where).int().argmax())
+            raise AssertionError(_message(names[at], leaves[at], where))
 
 
 def _claimed(value: Any, where: RankGroup) -> tuple[list[str], list[Any]]:
@@ -80,7 +79,15 @@ def _claimed(value: Any, where: RankGroup) -> tuple[list[str], list[Any]]:
     return names, found
 
 
-def _sums(names: list[str], leaves: list[Any], where: RankGroup) -> Tensor:
+def _unlike(sums: Tensor, where: RankGroup) -> Tensor:
+    """Which of some numbers differ along an axis: their maximum from their minimum."""
+    highest = where.start("pmax", torch.stack([sums, ~sums])).wait()
+    return highest[0] != ~highest[1]
+
+
+def _sums(
+    names: list[str], leaves: list[Any], where: RankGroup
+) -> tuple[Tensor, Tensor]:
     """A number for the structure, and one for each leaf."""
     device = where.link.device
     kinds = [
@@ -93,7 +100,8 @@ def _sums(names: list[str], leaves: list[Any], where: RankGroup) -> Tensor:
         x if isinstance(x, Tensor) else text
         for x, text in zip([None, *leaves], said, strict=True)
     ]
-    return torch.stack([x.to(device) for x in bit_sums(values)])
+    first, *rest = [x.to(device) for x in bit_sums(values)]
+    return first, torch.stack(rest) if rest else first.new_zeros(0)
 
 
 def _unlike_trees(names: list[str], where: RankGroup) -> None:

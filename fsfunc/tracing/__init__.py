@@ -20,4 +20,12 @@ third decides about unit calls, as a `frames.Stage` does. Who looks at operators
 a mode (of `operators`, or one of torch functions). Two more rooms run things so: a plan
 its step (``planning.unit_cache``), and ``init_state`` an init function, whose operators
 it keeps to run them again in part (``state.init_tape``).
+
+runs.py operators.py   what such runs share: nothing is sent; what operators are
+tracer.py programs.py   ff.program: a loss's unit calls, by which pipelines cut it
+dataflow.py names.py   what depends on what, and its FLOPs; how it is called
+recorder.py leaves.py groups.py   which leaves units take: place lays out by it
+type_check.py checker.py typed_operators.py   has a sharded step one meaning?
+types.py knowledge.py   the types, and of what they are known
+refusals.py         the messages
 """

@@ -10,4 +10,18 @@ forgets them behind the outputs. In the backward pass `boundary` is entered from
 other side: `shard_runtime` gathers again, collects the gradients of a buffer, and
 reduces them by `wire`. A gradient call makes such a runtime, and `gradients` hands out
 what it has summed.
+
+transforming.py     how a transform reaches what it is around
+sharding.py         shard: what it makes of unit calls and of gradient calls
+unit_calls.py       which leaves a unit call gathers, and how
+boundary.py         one sharded unit: gather, run, forget; gather again, reduce
+shard_runtime.py routes.py   one call on a rank: gathers in flight; whom ranges go to
+gradient_sums.py    its gradients: collected, reduced, summed, kept
+gathered_calls.py   what one unit call holds of a buffer
+gradients.py        gradients by packed leaves, means of everything else, refusals
+ownership.py        whose a tensor is: one value on all ranks, or a rank's own
+rematerialization.py policies.py selecting.py   remat; what it keeps; remat_calls
+accumulation.py     accumulate: what is cut, and joined again
+offloading.py offloaded_residuals.py   offload; of it, what units save
+casting.py donation.py   precision; donate
 """

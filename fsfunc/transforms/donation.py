@@ -12,6 +12,7 @@ from torch import Tensor, UntypedStorage, strided
 from torch.nn import Parameter
 
 from fsfunc import _torch, tree
+from fsfunc.comm.mesh import HERE
 from fsfunc.core.frames import frame, inside
 from fsfunc.runtime.save_guard import is_held
 from fsfunc.sharded.donated import (
@@ -32,6 +33,11 @@ _GONE = (
     "this state was donated to a step, which writes into it: go on with the state that "
     "the step returned (and give each simulated rank a state of its own, as init_state "
     "and place do)"
+)
+_GONE_ALREADY = (
+    "this state was donated to a step, and the optimizer wrote the new value over this "
+    "old one: go on with the state that the step returned; inside the step, read it "
+    "before the update, or keep a copy (x.clone()) made before it"
 )
 _SPOILED = (
     "a donated step raised after it had begun to write into this state: it is neither "
@@ -83,16 +89,23 @@ def donate(step: Callable[..., Any]) -> Callable[..., Any]:
             refuse_spent(state)
         memory = _Memory(leaves)
         before = memory.versions()
-        # The step sees other objects over the same memory: these ones can be marked.
-        mine = memory.twins() if memory.once else _apart(leaves)
         held = is_held(memory.written)
+        # The step sees other objects over the same memory: these ones can be marked
+        # from now on. To mark them afterwards costs less, where all are plain.
+        late = memory.plain() and not held and not _ranks_meet()
+        if late:
+            mine = leaves
+        else:
+            mine = memory.twins() if memory.once else _apart(leaves)
         donated = None if held else memory.donation(mine)
         given = tree.unflatten(treedef, mine)
-        # From now on: simulated ranks may share plain tensors.
-        spend_all(leaves, _GONE)
+        if not late:
+            spend_all(leaves, _GONE)
         try:
             with inside(replace(outer, donated=donated)):
                 out = step(given, *args, **keywords)
+            if late:
+                out = _renewed(out, leaves)
         except BaseException as error:
             spoiled = before != memory.versions()
             for leaf in leaves:
@@ -124,7 +137,7 @@ class _Memory:
         self.leaves = leaves
         self.storages: list[UntypedStorage] = []
         if _are_whole(leaves):
-            self.tensors = self.written = [x for x in leaves if isinstance(x, Tensor)]
+            self.tensors = self.written = [x for x in leaves if type(x) in _DENSE]
             self.storages = list(map(Tensor.untyped_storage, self.written))
             self.keys = [storage._cdata for storage in self.storages]
             self.once = len(set(self.keys)) == len(self.keys)
@@ -159,11 +172,48 @@ class _Memory:
         if not (self.storages and self.once):
             return Donation(self.tensors, twins, self.keys)
         mine = [x for x in twins if isinstance(x, Tensor)]
+        if twins is self.leaves:
+            return Donation((), (), (), mine, self.storages, why=_GONE_ALREADY)
         return Donation(self.tensors, (), self.keys, mine, self.storages)
+
+    def plain(self) -> bool:
+        """Whether all are plain tensors, each alone in its memory, of no graph."""
+        if not (self.storages and self.once):
+            return False
+        if _torch.functorch_active() or _torch.forward_ad_active():
+            return False
+        tensors = self.tensors
+        return {Tensor}.issuperset(map(type, tensors)) and not any(
+            [x.requires_grad for x in tensors]
+        )
 
     def versions(self) -> list[int]:
         with _torch.plain_tensors():
-            return [0 if x.is_inference() else x._version for x in self.written]
+            try:
+                return [x._version for x in self.written]
+            except RuntimeError:  # of an inference tensor, which has none
+                return [0 if x.is_inference() else x._version for x in self.written]
+
+
+def _ranks_meet() -> bool:
+    """Whether ranks of this process may share a plain tensor, each to donate it."""
+    found = HERE.get()
+    return found is not None and found.mesh.backend != "processes"
+
+
+def _renewed(out: Any, given: list[Any]) -> Any:
+    """``out`` with other objects for what it hands on of ``given`` as it was.
+
+    Which is marked, as what was written over has been.
+    """
+    rest = [x for x in given if type(x) in _DENSE]
+    if not rest:
+        return out
+    left = set(map(id, rest))
+    leaves, treedef = tree.flatten(out, is_leaf=is_sharded)
+    again = [x.detach() if id(x) in left else x for x in leaves]
+    spend_all(rest, _GONE)
+    return tree.unflatten(treedef, again)
 
 
 def _are_whole(leaves: list[Any]) -> bool:
@@ -171,7 +221,8 @@ def _are_whole(leaves: list[Any]) -> bool:
     kinds = set(map(type, leaves))
     if not all(kind in _DENSE or not issubclass(kind, _HELD) for kind in kinds):
         return False
-    return all(x.layout == strided for x in leaves if type(x) in _DENSE)
+    layouts = {x.layout for x in leaves if type(x) in _DENSE}
+    return layouts <= {strided}
 
 
 def _wholes(shards: Iterable[FlatShard]) -> Iterator[Tensor]:

@@ -13,6 +13,7 @@ from fsfunc.comm.backends.link import Handle
 from fsfunc.comm.groups import strided
 from fsfunc.core.frames import frame
 from fsfunc.core.observation import Observation
+from fsfunc.optim.backward_steps import BackwardSteps
 from fsfunc.runtime.buffer_pool import BufferPool
 from fsfunc.runtime.memory_kinds import count_as
 from fsfunc.runtime.stores import beside, brought, empty_beside, lies, like_device
@@ -36,11 +37,14 @@ class GradientSums:
         reduce_each: whether each microbatch of loops within is reduced.
         observers: who is to see this rank's gradients before they are reduced.
         feedback: adds what earlier reductions lost on the way, if anybody.
+        steps: who steps a buffer once all of its gradients are summed, if anybody.
 
     Of ``accumulate`` loops within, the microbatches' gradients are summed before they
     are reduced; with ``reduce_each`` each is reduced over the ranks that cut a buffer,
     and the sum of the parts is summed over replicas. One reduction is in flight at a
     time, and one sum over replicas: each runs beside the backward of the next unit.
+    Where parameters lie beside the device, it has no room for that: what is to reduce
+    waits until the unit's own memory is gone, and is over before the next one's comes.
 
     After ``finish``, ``grads`` has the sums over the ranks, by identity of the buffer.
     """
@@ -56,6 +60,7 @@ class GradientSums:
         reduce_each: bool = False,
         observers: Sequence[Observation] = (),
         feedback: Feedback | None = None,
+        steps: BackwardSteps | None = None,
     ):
         where, self.replicas, _ = routes[()]
         self.routes, self.zero, self.pool = routes, zero, pool
@@ -67,14 +72,23 @@ class GradientSums:
         self.before = _divided_before(self.mean_size)
         self.depth = len(frame().micro)
         self.reduce_each = reduce_each
-        self.observers, self.feedback = observers, feedback
+        self.observers, self.feedback, self.steps = observers, feedback, steps
+        self.open: dict[int, set[Any]] = {}  # unit calls that still read a buffer
         # What observers are still to see: how many calls give it, and the sum so far.
         self.unseen: dict[Any, tuple[int, Tensor | None]] = {}
         self.grads: dict[int, Tensor] = {}
+        self.given: dict[int, torch.dtype] = {}  # in which they are, if not their own
         self.due: dict[Any, tuple[FlatShard, Tensor, str, int]] = {}
+        self.waiting: list[Reducing] = []
         self.reducing: list[Reducing] = []
         self.partly: dict[Any, tuple[Reducing, Tensor, int]] = {}  # not all are there
         self.summing: list[tuple[Reducing, Handle]] = []  # over replicas
+
+    def reads(self, calls: Calls, graph: bool) -> None:
+        """Hears of a unit call that reads buffers, with a graph or not."""
+        for call in calls:
+            if not (graph and call.shared) and (shard := call.shard) is not None:
+                self.open.setdefault(id(shard), set()).add(call.key)
 
     def expect(self, calls: Calls) -> None:
         """Hears of a unit call whose gradients observers will see."""
@@ -121,6 +135,8 @@ class GradientSums:
         """Takes the gradient of one call, which it reduces when all are there."""
         if self.observers:
             self._show(call, shard, buffer)
+        if call.given not in (None, shard.flat.dtype):
+            self.given[id(shard)] = call.given
         due = 1  # counted, not numbered: microbatches may come back in any order
         for _, n in call.micro[self.depth :]:
             due *= n
@@ -131,7 +147,10 @@ class GradientSums:
         if key in self.due:
             _, held, _, before = self.due.pop(key)
             away = self.offloads and lies(shard.flat) is not None
-            buffer = buffer.add_(held) if away else held.add_(buffer)
+            if away:
+                buffer = buffer.add_(held.to(buffer.device))
+            else:
+                buffer = held.add_(buffer)
             count = before + 1
         if count < due or self.zero == 1:
             if self.offloads and lies(shard.flat) and not lies(buffer):
@@ -153,7 +172,26 @@ class GradientSums:
             observer.see(buffer, shard.split_axes)
 
     def _reduce(self, one: Reducing) -> None:
-        """Puts a reduction in flight, and waits for the one before."""
+        """Puts a reduction in flight, and waits for the one before; or has it wait."""
+        if self.offloads:
+            self.waiting.append(one)
+            return
+        self._send(one)
+        if len(self.reducing) > 1:
+            self._finish()
+
+    def settle(self) -> None:
+        """Reduces what waits for it, one buffer after the other."""
+        while self.waiting:
+            one = self.waiting.pop(0)
+            with label(one.name, "backward"):
+                self._send(one)
+                del one
+                self._finish()
+                while self.summing:
+                    self._keep_first()
+
+    def _send(self, one: Reducing) -> None:
         shard, buffer = one.shard, one.buffer
         where = self.routes[shard.split_axes].where
         if buffer.dtype == torch.float16:
@@ -166,8 +204,6 @@ class GradientSums:
             else:
                 one.work = self.feedback.move(how, buffer, shard, where, whole)
         self.reducing.append(one)
-        if len(self.reducing) > 1:
-            self._finish()
 
     def _finish(self) -> None:
         """Takes in the reduction that was put in flight first."""
@@ -185,7 +221,7 @@ class GradientSums:
         one.buffer, count = None, 1
         if one.key in self.partly:
             _, held, before = self.partly.pop(one.key)
-            grad, count = held.add_(grad), before + 1
+            grad, count = held.add_(grad.to(held.device)), before + 1
         if count < one.due:
             if self.offloads and lies(one.shard.flat) and not lies(grad):
                 grad = beside(one.shard.flat, grad)
@@ -219,19 +255,33 @@ class GradientSums:
         """Adds a buffer's summed gradient to those that are there."""
         shard = one.shard
         count_as("gradients", [grad])
-        narrow = one.dtype == torch.float16
-        if shard.flat.dtype == torch.float16:  # it would not hold the sum
-            grad = grad.div_(self.mean_size / (self.before if narrow else 1))
+        own = shard.flat.dtype
+        given, by = self.given.get(id(shard), own), self.mean_size
+        halved = self.before if one.dtype == torch.float16 else 1
+        if mean := self.is_mean(shard):
+            if given != own:  # rounded once
+                grad = grad.to(torch.promote_types(grad.dtype, torch.float32))
+            grad = grad.div_(by / halved) if by != halved else grad
         if self.offloads and lies(shard.flat):  # to where its parameters are
-            if not lies(grad) or grad.dtype != shard.flat.dtype:
-                grad = beside(shard.flat, grad.to(shard.flat.dtype))
-        elif grad.dtype != shard.flat.dtype:
-            grad = grad.to(shard.flat.dtype)
+            if not lies(grad) or grad.dtype != given:
+                grad = beside(shard.flat, grad.to(given))
+        elif grad.dtype != given:
+            grad = grad.to(given)
             count_as("gradients", [grad])
-        if narrow and shard.flat.dtype != torch.float16:
-            grad.mul_(self.before)
+        if halved > 1 and not mean:
+            grad.mul_(halved)
         before = self.grads.get(id(shard))
-        self.grads[id(shard)] = grad if before is None else before.add_(grad)
+        self.grads[id(shard)] = grad = grad if before is None else before.add_(grad)
+        if self.steps is not None:
+            still = self.open.setdefault(id(shard), set())
+            still.discard(one.key[1])
+            if not still and self.steps.takes(shard):
+                del self.grads[id(shard)]
+                self.steps.step(shard, grad, 1 if mean else by)
+
+    def is_mean(self, shard: FlatShard) -> bool:
+        """Whether a mean is kept, where its dtype might not hold the sum."""
+        return id(shard) in self.given or shard.flat.dtype == torch.float16
 
     def finish(self) -> None:
         """Waits for all that is due; ``grads`` then has the sums over the ranks."""
@@ -239,8 +289,13 @@ class GradientSums:
             with label(name, "backward"):
                 away = self.offloads and self.size > 1 and lies(buffer)
                 buffer = brought(buffer) if away else buffer
-                self._reduce(Reducing(shard, buffer, name, key))
+                one = Reducing(shard, buffer, name, key)
+                del buffer
+                self._reduce(one)
+                del one
+            self.settle()
         self.due.clear()
+        self.settle()
         while self.reducing:
             self._finish()
         for one, grad, _ in self.partly.values():

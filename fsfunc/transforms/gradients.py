@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import functools
 from collections import defaultdict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -28,6 +28,7 @@ from fsfunc.core.losses import averaged as is_averaged
 from fsfunc.core.losses import is_summed
 from fsfunc.core.observation import UNSEEN
 from fsfunc.core.units import Call
+from fsfunc.optim.backward_steps import APPLIED
 from fsfunc.runtime.stores import empty_beside
 from fsfunc.sharded.layout import Layout
 from fsfunc.sharded.leaf import FlatShard, Sharded, is_sharded
@@ -41,6 +42,8 @@ __all__ = [
     "check_whole",
     "collected",
     "kept_here",
+    "shown",
+    "stepped",
 ]
 
 _SUM = LinearMap("psum", "M", "M")
@@ -92,12 +95,17 @@ def collected(grads: Any, chosen: Any, runtime: ShardRuntime) -> tuple[Any, ...]
     # Up to the arguments' leaves: a gradient of None is one leaf, a None in the
     # arguments is none.
     out: list[Any] = treedef.flatten_up_to(grads)  # type: ignore[arg-type]
-    shards = {}
+    shards, done = {}, stepped(runtime)
     for key, shard in runtime.keeps.items():
+        if key in done:
+            continue
         grad = runtime.sums.grads.get(key)
         shards[key] = shard.like(_zeros(shard.flat) if grad is None else grad)
-    # Those in float16 are means already.
-    sums = [s.flat for s in shards.values() if s.flat.dtype != torch.float16]
+    sums = [
+        s.flat
+        for key, s in shards.items()
+        if not runtime.sums.is_mean(runtime.keeps[key])
+    ]
     if sums and runtime.mean_size > 1:
         torch._foreach_div_(sums, runtime.mean_size)
     leaves = {}
@@ -105,11 +113,29 @@ def collected(grads: Any, chosen: Any, runtime: ShardRuntime) -> tuple[Any, ...]
         made = shard.leaves()
         leaves[key] = dict(zip(map(id, shard.members), made, strict=True))
     for i, x in enumerate(old):
-        if is_sharded(x) and id(x.packed) in leaves:
+        if is_sharded(x) and id(x.packed) in done:
+            out[i] = None
+        elif is_sharded(x) and id(x.packed) in leaves:
             new, direct = leaves[id(x.packed)][id(x.layout)], out[i]
             out[i] = new
             if direct is not None and direct._local is not None:  # beside units
                 new.local.add_(direct.local)
+    return tree.unflatten(treedef, out)
+
+
+def stepped(runtime: ShardRuntime) -> Mapping[int, FlatShard]:
+    """By identity, the buffers that were stepped while the backward ran."""
+    return {} if runtime.sums.steps is None else runtime.sums.steps.done
+
+
+def shown(grads: Any, chosen: Any, done: Mapping[int, FlatShard]) -> tuple[Any, ...]:
+    """The trees of gradients, with leaves that raise for those that are used up."""
+    old, treedef = tree.flatten(tuple(chosen), is_leaf=is_sharded)
+    out: list[Any] = treedef.flatten_up_to(grads)  # type: ignore[arg-type]
+    for i, x in enumerate(old):
+        if is_sharded(x) and id(x.packed) in done:
+            out[i] = Sharded(None, x.layout)
+            out[i].spent = APPLIED
     return tree.unflatten(treedef, out)
 
 

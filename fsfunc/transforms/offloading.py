@@ -46,11 +46,13 @@ def offload(
     ``remat``, ``accumulate``, ``precision`` and ``donate`` is free. The numbers are
     those of ``f``, to the bit where device and host compute alike.
 
-    A unit's parameters are brought just before it runs, and again before its backward;
-    beneath a unit the next one is sent for (over several ranks) or read ahead from disk
-    (on one). Gradients of offloaded parameters go, unit by unit as they are reduced,
-    where the parameters are. An optimizer updates in place what lies beside the device
-    with all that it reads, and brings what does not, unit by unit.
+    A unit's parameters are brought just before it runs, and again before its backward.
+    On the way forward the next unit is sent for beneath this one (over several ranks)
+    or read ahead from disk (on one). On the way back a unit and its gradients take the
+    room: the next one is only read ahead, and gradients of offloaded parameters are
+    reduced and go where the parameters are before it comes. An optimizer updates in
+    place what lies beside the device with all that it reads, and brings what does not,
+    unit by unit.
 
     ``offload(remat(accumulate(step, n)), params="host", activations="host")`` is what
     FairScale calls OffloadModel.
@@ -69,8 +71,9 @@ def offload(
         OSError: a folder that cannot be made or written, or whose disk is full: at
             once, or in a step, which then leaves the state as it was.
 
-    Cost: on the device two units' parameters at most, and one's gradients, where both
-    are offloaded. A step reads parameters twice and writes gradients once; an update
+    Cost: of what is offloaded, on the device, two units' parameters at most, or one's
+    and its gradients, on any number of ranks; for that, on the way back, transfers run
+    beside nothing. A step reads parameters twice and writes gradients once; an update
     reads and writes each moment once. On disk, blocks are taken when memory is made:
     under ``donate`` in the first step alone. Files have no names: two runs may share a
     folder, and a run that is killed leaves nothing there.

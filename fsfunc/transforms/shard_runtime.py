@@ -72,7 +72,8 @@ class ShardRuntime:
         differentiated: the arguments that a gradient call differentiates.
         keeps: by identity, the buffers whose gradients are summed here, in ``sums``;
             ``parts`` has the parts of their leaves that are used beside units.
-        how_summed: ``reduce_each``, ``observers``, ``feedback``: see ``GradientSums``.
+        how_summed: ``reduce_each``, ``observers``, ``feedback``, ``steps``: see
+            ``GradientSums``.
     """
 
     def __init__(
@@ -193,11 +194,12 @@ class ShardRuntime:
             full = self.pool.get(near.count, near.like.dtype, near.like)
             count_as("gathered", [full])
             return full, near.first.again(full)
+        if self.rounds and not lossy:  # indices and masks have no rounding
+            how = _PLAIN
+        if away and type(how) is Gather and where is not None:
+            return self._gather_in_place(shard, dtype, where)
         flat = self._bring(shard, shard.flat.dtype) if away else shard.flat.detach()
-        if lossy or not self.rounds:
-            source = how.encode(flat, dtype)
-        else:  # indices and masks have no rounding
-            source, how = flat.to(dtype), _PLAIN
+        source = how.encode(flat, dtype)
         del flat
         full = None if lossy else shard.whole
         if full is None or full.dtype != dtype:
@@ -218,6 +220,18 @@ class ShardRuntime:
                 shard, shard.version, dtype, work, count, source.new_empty(0)
             )
         return full, work
+
+    def _gather_in_place(
+        self, shard: FlatShard, dtype: torch.dtype, where: RankGroup
+    ) -> tuple[Tensor, Handle]:
+        """A range beside the device is brought right to where it is to arrive."""
+        flat, place = shard.flat.detach(), shard.place
+        full = self.pool.get(place.size * flat.numel(), dtype, like_device(flat))
+        count_as("gathered", [full])
+        source = full.tensor_split(place.size)[where.index].copy_(flat)
+        if where.size == 1:
+            return full, Done(full)
+        return full, _PLAIN.move(source, where, full, shard.name)
 
     def arrived(self, shard: FlatShard, full: Tensor, dtype: torch.dtype) -> Tensor:
         """What has arrived, as the whole buffer."""
@@ -268,6 +282,8 @@ class ShardRuntime:
         self, calls: Calls, shards: Sequence[FlatShard], casts: Casts | None
     ) -> Calls:
         """Brings in what a unit call reads, and sends for what the next one will."""
+        if self.offloads:
+            self.sums.settle()
         if running().recompute:
             return self._take_again(calls, shards)
         old, self.recent = self.recent, calls
@@ -288,6 +304,8 @@ class ShardRuntime:
                 call.lasts = shard.whole is call.full
         if not holds:
             self.drop(old)
+        if self.sums.steps is not None:
+            self.sums.reads(calls, torch.is_grad_enabled())
         micro = calls[0].micro
         at = self.count.get(micro, 0)
         self.count[micro] = at + 1
@@ -371,10 +389,15 @@ class ShardRuntime:
             if before[0].forgets or running().recompute:
                 for c in before:
                     if c.full is None and (shard := c.shard) is not None:
-                        self._send_for(shard, c.dtype, every[at])
+                        if self.offloads:  # no room beside a unit and its gradients
+                            ahead(shard.flat)
+                        else:
+                            self._send_for(shard, c.dtype, every[at])
 
     def before_backward(self, calls: Calls, shards: Sequence[FlatShard]) -> None:
         """The cotangents of a call's outputs are here: gather again, look back."""
+        if self.offloads:
+            self.sums.settle()
         if calls[0].forgets:
             for call, shard in zip(calls, shards, strict=True):
                 if call.full is None:

@@ -17,10 +17,11 @@ from fsfunc.core.autodiff import GradientCall, Outcome
 from fsfunc.core.frames import Frame, Interpretation, frame, inside
 from fsfunc.core.observation import Observation
 from fsfunc.core.units import Call
+from fsfunc.optim.backward_steps import BackwardSteps
 from fsfunc.runtime.buffer_pool import pool_of
 from fsfunc.sharded.donated import refuse_spent
 from fsfunc.sharded.inputs import arguments, refuse
-from fsfunc.sharded.leaf import FlatShard, is_sharded
+from fsfunc.sharded.leaf import FlatShard, Parts, is_sharded
 from fsfunc.sharded.packing import repack, repacked
 from fsfunc.tracing.recorder import Noted, Recorder
 from fsfunc.tracing.type_check import check, knows, learn, signature
@@ -31,6 +32,8 @@ from fsfunc.transforms.gradients import (
     check_whole,
     collected,
     kept_here,
+    shown,
+    stepped,
 )
 from fsfunc.transforms.messages.residuals import Feedback
 from fsfunc.transforms.messages.wire import Gather, Reduction
@@ -327,16 +330,18 @@ class Sharding(Interpretation):
                 raise ValueError(_TWICE.format(*(h.called for h in feedback)))
             for h in feedback:
                 h.check(self.how_reduced)
+            parts = {} if call.parts is None else call.parts
             runtime = self._runtime(
                 leaves,
                 at.rank,
                 outer.ownership,
+                steps=self._steps(keeps, parts),
                 observers=observers,
                 feedback=feedback[-1] if feedback else None,
                 first=outer.passed,
                 differentiated=chosen,
                 keeps=keeps,
-                parts=call.parts,
+                parts=parts,
             )
             if not at.compared and at.link.moves and not composed:
                 check_whole(runtime, group(runtime.mean_axes, at))
@@ -371,9 +376,26 @@ class Sharding(Interpretation):
                 check_alike(self, call.fn, chosen, grads, whose, axis)
             if f.tracer is not None:
                 f.tracer.reduced(tuple(chosen), grads)
-            return averaged(replace(outcome, grads=grads), runtime, at)
+            outcome = replace(outcome, grads=grads)
+            if done := stepped(runtime):
+                by = tuple(chosen)
+                outcome = replace(outcome, shown=lambda grads: shown(grads, by, done))
+            return averaged(outcome, runtime, at)
 
         return sharded
+
+    def _steps(self, keeps: dict[int, FlatShard], parts: Parts) -> BackwardSteps | None:
+        """Who steps buffers while the backward runs, if anybody."""
+        f = frame()
+        found = [h for h in f.handlers if isinstance(h, BackwardSteps)]
+        steps = found[-1].begin(keeps, parts) if found and not f.in_loss else None
+        if found and not f.in_loss:
+            if self.zero == 1:
+                raise ValueError(_LATE)
+            within = [h for h in f.handlers if isinstance(h, Sharding)]
+            if f.micro or len(within) > 1:
+                raise ValueError(_AROUND)
+        return steps
 
 
 class _Recorded(Noted):
@@ -384,4 +406,13 @@ class _Recorded(Noted):
             return f(*args, **keywords)
 
 
+_LATE = (
+    "step_in_backward at zero=1, which reduces gradients when the backward ends: "
+    "zero=2 keeps parameters whole too, and reduces gradients as they appear"
+)
+_AROUND = (
+    "step_in_backward in a shard within accumulate or another shard, which sum its "
+    "gradients once more: shard(accumulate(step, n), mesh, axes) over all axes at "
+    "once, or with replicate=, sums them before the step"
+)
 _TWICE = "{} and {} both take in hand how gradients are summed, of one step: keep one"

@@ -1,4 +1,8 @@
-"""Trees of values: flattened, mapped, named by path and compared."""
+"""Trees of values: flattened, mapped, named by path and compared.
+
+functions.py structure.py   flatten, map, paths; how two trees differ
+nodes.py opaque.py  which classes are nodes; what else may hold a tensor
+"""
 
 from fsfunc.tree.functions import (
     are_shown,

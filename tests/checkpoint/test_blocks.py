@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from fsfunc.checkpoint import blocks
 from fsfunc.checkpoint.blocks import SLAB, Blocks, Threads, copy
-from fsfunc.checkpoint.manifest import BLOCK, CheckpointError, Stored, StoredFile
+from fsfunc.checkpoint.stored import BLOCK, CheckpointError, Stored, StoredFile
 
 SIZE = 2 * SLAB + BLOCK + 12345
 DATA = os.urandom(SIZE)

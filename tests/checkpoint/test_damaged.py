@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 import fsfunc as ff
 from fsfunc.checkpoint.blocks import prove
-from fsfunc.checkpoint.manifest import CheckpointError
+from fsfunc.checkpoint.stored import CheckpointError
 from fsfunc.tree.structure import TreeMismatch
 from tests.checkpoint.trees import (
     PAIR,
@@ -64,14 +64,10 @@ def test_a_flipped_bit_is_found(kept, n, which, where, bit):
     torch.manual_seed(5)
     random = torch.get_rng_state()
     with Changed(file, data):
-        try:
-            found = ff.load(path, empty(state))
-        except CheckpointError as error:
-            assert str(file) in str(error) and "damaged" in str(error)
-            assert torch.equal(torch.get_rng_state(), random)
-        else:  # only where nothing was said: white space of the manifest
-            assert file.name == "fsfunc.json" and json.loads(data)
-            same(found, state)
+        with pytest.raises(CheckpointError, match="damaged") as raised:
+            ff.load(path, empty(state))
+        assert str(file) in str(raised.value)
+        assert torch.equal(torch.get_rng_state(), random)
         if file.name != "fsfunc.json":
             with pytest.raises(CheckpointError, match="damaged between bytes"):
                 prove(ff.metadata(path))
@@ -288,5 +284,5 @@ def test_a_checksum_that_reads_alike_is_no_other_text(single):
     end = data.index(b'"', start)
     at = next(i for i in range(start, end) if data[i : i + 1].isalpha())
     path.write_bytes(data[:at] + data[at : at + 1].upper() + data[at + 1 :])
-    with pytest.raises(CheckpointError, match="damaged: the checksum of its header"):
+    with pytest.raises(CheckpointError, match="damaged.*written in another way"):
         ff.metadata(path)

@@ -1,6 +1,7 @@
 """Which folder is the newest checkpoint, which are deleted, and what a save leaves."""
 
 import json
+import os
 import threading
 import time
 
@@ -9,6 +10,7 @@ import torch
 
 import fsfunc as ff
 from fsfunc.checkpoint import folders, status
+from fsfunc.checkpoint.jobs import mark
 from tests.checkpoint.trees import PAIR, on
 from tests.checks import same
 
@@ -90,11 +92,24 @@ def test_what_a_killed_run_left_is_removed(tmp_path):
     for name in (".step-3.saving", ".step-1.deleting", ".other.saving", ".step-x"):
         (tmp_path / name).mkdir()
         (tmp_path / name / "shard-00001.safetensors").write_text("half")
+        os.close(mark(tmp_path / name))
+    (tmp_path / ".step-8.saving").mkdir()  # of no save's making
+    (tmp_path / ".step-8.saving" / "notes.txt").write_text("mine")
     (tmp_path / ".step-9.saving.txt").write_text("mine")
     ff.save(tmp_path / "step-3", W)
-    left = [".other.saving", ".step-9.saving.txt", ".step-x", "step-3"]
+    left = [
+        ".other.saving",
+        ".step-8.saving",
+        ".step-9.saving.txt",
+        ".step-x",
+        "step-3",
+    ]
     assert names(tmp_path) == left
     ff.save(tmp_path / "step-4", W, keep=1)
+    assert names(tmp_path) == [*left[:-1], "step-4"]
+    with pytest.raises(FileExistsError, match="no save made it: move it away"):
+        ff.save(tmp_path / "step-8", W)
+    assert (tmp_path / ".step-8.saving" / "notes.txt").read_text() == "mine"
     assert names(tmp_path) == [*left[:-1], "step-4"]
 
 
@@ -113,7 +128,6 @@ def test_metadata_needs_no_mesh(tmp_path):
     assert stored.leaves == {"a/w": ((3, 2), torch.bfloat16)}
     assert stored.values == {"step": 3, "b": True, "s": "x"}
     assert (stored.version, stored.mesh, stored.nbytes) == (1, PAIR, 12)
-    assert stored.complete
     assert "a/w bf16[3, 2]" in str(stored)
 
 

@@ -18,7 +18,7 @@ from torch.distributed.checkpoint import (
 
 import fsfunc as ff
 from fsfunc import tree
-from fsfunc.checkpoint.manifest import CheckpointError
+from fsfunc.checkpoint.stored import CheckpointError
 from fsfunc.tree.structure import TreeMismatch
 from tests.checkpoint.stacks import STACKS, made
 from tests.checkpoint.trees import (

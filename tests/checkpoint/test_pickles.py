@@ -9,7 +9,7 @@ import torch.distributed.checkpoint as dcp
 from safetensors.torch import save_file
 
 import fsfunc as ff
-from fsfunc.checkpoint.manifest import CheckpointError
+from fsfunc.checkpoint.stored import CheckpointError
 from fsfunc.tree.structure import TreeMismatch
 
 

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 import fsfunc as ff
-from fsfunc.checkpoint.manifest import CheckpointError
+from fsfunc.checkpoint.stored import CheckpointError
 from tests.checkpoint.trees import (
     PAIR,
     empty,

@@ -10,7 +10,7 @@ import torch
 
 import fsfunc as ff
 from fsfunc.checkpoint import safetensors
-from fsfunc.checkpoint.manifest import CheckpointError
+from fsfunc.checkpoint.stored import CheckpointError
 from fsfunc.comm.mesh import here
 from fsfunc.transforms.shard_runtime import ShardRuntime
 from tests.checkpoint.stacks import STACKS, made

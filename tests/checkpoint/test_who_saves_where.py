@@ -1,13 +1,14 @@
 """Several ranks, several runs, one folder: nobody waits for ever or harms another."""
 
-import fcntl
 import os
+import time
 
 import pytest
 import torch
 
 import fsfunc as ff
 from fsfunc.checkpoint import folders
+from fsfunc.checkpoint.jobs import mark
 
 MESH = ff.make_mesh({"data": 3}, "simulated")
 W = {"w": torch.arange(4.0)}
@@ -41,11 +42,11 @@ def test_a_rank_that_finds_nothing_is_heard_by_all(tmp_path):
 def test_what_another_process_writes_is_left_alone(tmp_path):
     """It holds the lock of its folder; what a killed one left is locked no more."""
     alive, dead = tmp_path / ".seed-1.saving", tmp_path / ".seed-2.saving"
-    for folder in (alive, dead):
+    for folder in (dead, alive):
         folder.mkdir()
         (folder / "part").write_text("half")
-    lock = os.open(alive, os.O_RDONLY)
-    fcntl.flock(lock, fcntl.LOCK_EX)
+    os.close(mark(dead))
+    lock = mark(alive)
     try:
         ff.save(tmp_path / "seed-0", W)
         assert alive.exists() and not dead.exists()
@@ -63,7 +64,7 @@ def test_a_save_is_locked_while_it_is_under_way(tmp_path, monkeypatch):
 
     def look(folder, path):
         seen.append(folder.name)
-        folders._remove_unlocked(folder)
+        folders._remove_dead(folder, time.time())
         assert folder.exists()
         appear(folder, path)
 

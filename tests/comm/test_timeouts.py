@@ -27,11 +27,13 @@ STOPPED = """
         os._exit(0)
     for mesh, axis in meshes if rank == 2 else meshes[:1]:
         began = time.perf_counter()
+        limit = mesh.link.groups.timeout.total_seconds()
         try:
             total(mesh, axis)
         except RuntimeError as error:
-            soon = time.perf_counter() - began < 30
-            print(rank, soon, str(error), flush=True)
+            waited = time.perf_counter() - began
+            soon = limit <= waited < limit + 27
+            print(rank, soon, str(error).replace(chr(10), " | "), flush=True)
     if rank == 2:
         os.kill(pids[3], signal.SIGCONT)
 """
@@ -47,7 +49,8 @@ def test_a_stopped_rank_is_waited_for_no_longer_than_was_said(processes):
         ranks = "[0, 1, 2, 3]" if axis == "e" else "[2, 3]"
         assert f'psum over "{axis}", float32[5]' in line
         assert f"waits in vain for others of ranks {ranks}" in line
-    assert "1500ms" in lines[3] and "3000ms" in lines[4]
+        assert "Rank 3 does not answer: its process is stopped" in line
+        assert line.count(" | ") == 5  # a title, and where each of four is
 
 
 @pytest.mark.parametrize("backend", ["simulated", "processes"])

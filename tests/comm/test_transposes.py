@@ -6,7 +6,6 @@ ranks are exact too: the two sides are equal, not close.
 
 import itertools
 from dataclasses import replace
-from fractions import Fraction
 
 import pytest
 import torch
@@ -17,8 +16,8 @@ import fsfunc as ff
 from fsfunc.comm import linear_maps
 from fsfunc.comm.collective_ops import apply_map
 from fsfunc.comm.groups import group
-from fsfunc.comm.launch import PerRank
 from fsfunc.comm.linear_maps import LinearMap
+from fsfunc.testing.dot_products import COTANGENT, pairing, typed
 
 PLAIN = sorted(linear_maps.TRANSPOSES)
 # Each as it is, and with V under the mean on either side.
@@ -29,35 +28,12 @@ ROWS = sorted(
         *["VM" if kind == "V" else kind for kind in (of, to)]
     )
 )
-COTANGENT = {"V": "V", "I": "I", "R": "P", "P": "R", "M": "M"}
 # These take own values that are the same on every rank.
 AGREEING = {("enter", "V", "V"), ("slice", "V", "V"), ("cast", "V", "R")}
 
 
 def plain(row):
     return tuple(part.replace("M", "V") if len(part) == 1 else part for part in row)
-
-
-def pairing(kind: str, xs, gs) -> Fraction:
-    """<x, g> over the ranks of one group, where x is of this type and g of its dual."""
-    each = [Fraction((x * g).sum().item()) for x, g in zip(xs, gs, strict=True)]
-    if kind == "I":
-        return each[0]
-    if kind == "P":  # g is equal on all ranks, x in parts: <sum of parts, g>
-        return Fraction((sum(xs) * gs[0]).sum().item())
-    if kind == "R":
-        return Fraction((xs[0] * sum(gs)).sum().item())
-    return sum(each) / (len(each) if kind == "M" else 1)
-
-
-def typed(alike: bool, shape, mesh, axis, generator) -> PerRank:
-    """Integers for every rank; ``alike``: the same ones in a group."""
-    keys = [mesh.members(axis, r) if alike else r for r in range(mesh.size)]
-    made = {}
-    for key in keys:
-        if key not in made:
-            made[key] = 840.0**2 * torch.randint(-3, 4, shape, generator=generator)
-    return PerRank([made[key].double() for key in keys])
 
 
 def dot_products(how: LinearMap, sizes, axis, shape, seed):

@@ -52,6 +52,58 @@ def trained(step, params, batch, steps=3):
     return losses, ff.unshard(state.params)
 
 
+@pytest.mark.parametrize("ranks", [1, 2])
+@pytest.mark.parametrize("around", ["plain", "remat", "microbatches"])
+@pytest.mark.parametrize("kinds", ["params moments activations", "params", "moments"])
+def test_what_lies_with_the_host_trains_alike(tmp_path, kinds, around, ranks):
+    """Pinned memory, or a mapped file: brought, used on the device, and put back."""
+    mesh = ff.make_mesh({"data": ranks}, "simulated")
+    inner = {
+        "plain": lambda f: f,
+        "remat": ff.remat,
+        "microbatches": lambda f: ff.accumulate(f, 2),
+    }[around]
+
+    def main(where):
+        params, batch = example()
+        step = ff.shard(inner(train_step), mesh, "data")
+        if around == "microbatches":  # of shards, too
+            step = ff.accumulate(step, 2)
+        step = (
+            ff.offload(step, **dict.fromkeys(kinds.split(), where)) if where else step
+        )
+        return trained(step, params, ff.local_batch(batch, mesh, "data"))
+
+    expected = ff.spmd(lambda: main(None), mesh)()
+    for where in "host", tmp_path:
+        found = ff.spmd(lambda where=where: main(where), mesh)()
+        for mine, theirs in zip(found, expected, strict=True):
+            close(mine, theirs)
+
+
+@pytest.mark.parametrize("kind", [torch.uint8, torch.bfloat16, None])
+def test_an_update_of_moments_with_the_host(kind):
+    """Clipped by a norm that is a number on the device."""
+    adam = ff.sharded_adam(1e-2, moment_dtype=kind)
+    optimizer = ff.chain(ff.clip_by_global_norm(0.1), adam)
+    mesh = ff.make_mesh({"data": 2}, "simulated")
+
+    def main(*kinds):
+        params, batch = example()
+        torch.manual_seed(0)
+        step = ff.shard(optimizer(ff.value_and_grad(loss_fn)), mesh, "data")
+        step = ff.offload(step, **dict.fromkeys(kinds, "host")) if kinds else step
+        state = ff.init_state(step, params, optimizer, batch)
+        for _ in range(2):
+            state, loss = step(state, batch)
+        return [loss["loss"].item()], ff.unshard(state.params)
+
+    expected = ff.spmd(main, mesh)()
+    for kinds in ["moments"], ["params"], ["params", "moments"]:
+        for mine, theirs in zip(ff.spmd(main, mesh)(*kinds), expected, strict=True):
+            close(mine, theirs)
+
+
 def close(found, expected):
     torch.testing.assert_close(found[0], expected[0], rtol=1e-5, atol=1e-6)
     for a, b in zip(tree.leaves(found[1]), tree.leaves(expected[1]), strict=True):

@@ -1,6 +1,7 @@
 """Parameters and moments of fewer bits: near float32, and as many bytes as said."""
 
 import functools
+import warnings
 
 import pytest
 import torch
@@ -301,6 +302,39 @@ def test_codes_stay_near_the_moments_of_float32():
     assert (ws[0] - ws[1]).square().mean().sqrt() < 0.2 * moved
     grown = (ws[0] - w).abs().mean() / (ws[1] - w).abs().mean()
     assert abs(grown - 1) < 0.02
+
+
+NARROW = {  # the parameters' dtype, the optimizer, and what is said of its moments
+    "float16": (FP16, adam, "below 6e-8"),
+    "bfloat16": (BF16, adam, "decay by b2 = 0.999"),
+    "bfloat16, a shorter memory": (BF16, lambda: adam(b2=0.95), None),
+    "asked for": (BF16, lambda: adam(moment_dtype=BF16), None),
+    "wide": (BF16, lambda: adam(moment_dtype=FP32), None),
+    "masters": (FP16, lambda: ff.master_weights(adam()), None),
+    "by chance": (BF16, lambda: ff.stochastic_rounding(adam()), None),
+    "lamb": (FP16, ff.lamb, "below 6e-8"),
+}
+
+
+@pytest.mark.parametrize("name", NARROW)
+@pytest.mark.parametrize("ranks", [0, 2])
+def test_moments_too_narrow_are_told_where_nobody_asked_for_them(name, ranks):
+    dtype, make, said = NARROW[name]
+    mesh = ff.make_mesh({"data": 2}, "simulated")
+
+    def main():
+        params = [*model(dtype), {"n": torch.tensor(3), "w": None}]
+        if ranks:
+            params = ff.place(ff.shard(loss_fn, mesh, "data"), params[:2], data())
+        with warnings.catch_warnings(record=True) as seen:
+            warnings.simplefilter("always")
+            make().init(params)
+        return [str(w.message) for w in seen]
+
+    # Simulated ranks share what is recorded: the first one says it for all.
+    found = ff.spmd(main, mesh)()[0] if ranks else main()
+    assert len(found) == (said is not None), found
+    assert said is None or said in found[0] and "ff.master_weights" in found[0]
 
 
 def codes_of_another_mesh():

@@ -4,6 +4,8 @@ import functools
 
 import pytest
 import torch
+from hypothesis import example, given, settings
+from hypothesis import strategies as st
 
 import fsfunc as ff
 from fsfunc.runtime.memory_kinds import KINDS
@@ -100,29 +102,53 @@ def test_the_planned_peak_is_the_measured_one(zero, remat, donated):
             both.check()
 
 
-@ff.unit
-def squashed(w, x):
-    return torch.tanh(x @ w)  # whose backward reads what it returns
+def linked(text):
+    """A unit of one line, and what it reads of what it is given."""
+    return ff.unit(eval(f"lambda w, x: {text}", {"F": torch.nn.functional}))
 
 
-@pytest.mark.parametrize("zero", [0, 3])
-def test_so_it_is_where_a_unit_that_runs_again_saves_what_it_returns(zero):
+LINKS = {  # by what the backward reads, and when it is done with it
+    "an output": linked("(x @ w).tanh()"),
+    "something inside": linked("(x @ w).sin()"),
+    "its input last": linked("x.sin() @ w"),
+    "its input first": linked("(x[:, :4] @ w[:4]).sin() @ w + x.square()"),
+    "nothing of its own": linked("x + x @ w"),
+    "a gradient passed on": linked("F.gelu(F.layer_norm(x, (8,)) @ w) + x"),
+    "part of a gradient": linked("F.pad((x[:, :4] @ w[:4]).tanh()[:, 4:], (4, 0)) + x"),
+}
+
+
+@settings(max_examples=14)
+@given(
+    st.lists(st.sampled_from(sorted(LINKS)), min_size=2, max_size=5),
+    st.sampled_from([0, 2, 3]),
+    st.sampled_from(["", "remat", "donate", "remat donate"]),
+    st.sampled_from([4, 40]),
+)
+@example(["an output"] * 4, 3, "donate", 4)
+@example(["something inside"] * 4, 3, "donate", 4)
+def test_what_units_let_go_of_on_the_way_back(names, zero, around, rows):
+    """To the byte, though they are looked at once: whoever holds what meanwhile."""
+
     def loss(ws, x):
-        for w in ws:
-            x = squashed(w, x)
+        for name, w in zip(names, ws, strict=True):
+            x = LINKS[name](w, x)
         return x.square().mean()
 
     optimizer = ff.sharded_adam(1e-3)
     step = optimizer(ff.value_and_grad(loss))
-    step = ff.donate(ff.shard(ff.remat(step), LINE, "data", zero=zero))
+    step = ff.remat(step) if "remat" in around else step
+    step = ff.shard(step, LINE, "data", zero=zero)
+    step = ff.donate(step) if "donate" in around else step
 
     def main():
-        ws, x = [torch.eye(8) for _ in range(4)], torch.ones(4, 8)
+        ws, x = [torch.eye(8) for _ in names], torch.ones(rows, 8)
         state = ff.init_state(step, ws, optimizer, x)
         return planned_and_run(step, state, x)
 
     for both in ff.spmd(main, LINE)():
         both.check()
+        assert both.plan.ranks[0].peak_bytes == both.peak
 
 
 OTHERS = {

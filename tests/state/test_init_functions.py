@@ -18,6 +18,7 @@ from tests.checks import same
 from tests.models import chain
 from tests.probes import LiveBytes
 
+pytestmark = pytest.mark.filterwarnings("ignore:Adam's moments are as narrow")
 SIZES = [1, 2, 3, 8]
 optimizer = ff.sharded_adam(0.1)
 

@@ -13,6 +13,8 @@ unlike collectives still understand each other, and each of them raises.
 
 from __future__ import annotations
 
+import functools
+import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -20,7 +22,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from fsfunc.comm.attribution import current_label
+from fsfunc.comm.attribution import source_line
+from fsfunc.comm.backends.flight import FlightRecord
 from fsfunc.comm.backends.link import (
     CollectiveCall,
     CollectiveMismatch,
@@ -30,7 +33,7 @@ from fsfunc.comm.backends.link import (
 )
 
 __all__ = ["ALL_GATHER", "ANSWER", "DATA", "TRANSFER", "Exchange", "Headers"]
-__all__ += ["compare_gathered", "packed", "settle", "tag"]
+__all__ += ["compare_gathered", "packed", "receive", "send", "settle", "tag"]
 
 # torch 2.13 renamed it; 2.11 only knows the old name.
 ALL_GATHER: Any = getattr(dist, "all_gather_single", None)
@@ -41,6 +44,16 @@ _NUMBERS = 2**12  # more than can be in flight at once; what is later comes late
 _SIZE = 512  # bytes of a header: a digest of eight, and a text
 _TITLE = "ranks call different collectives"
 _LEFT: list[Any] = []  # what a mismatch left under way
+
+Work = tuple[int | None, Any]  # the other rank, if it is one, and what torch gave
+
+
+def send(x: Tensor, rank: int, group: Any, under: int) -> Work:
+    return rank, dist.isend(x, rank, group, under)
+
+
+def receive(x: Tensor, rank: int, group: Any, under: int) -> Work:
+    return rank, dist.irecv(x, rank, group, under)
 
 
 def tag(kind: int, number: int, digest: bytes = b"\0\0", hop: int = 0) -> int:
@@ -60,24 +73,38 @@ def packed(call: Any, said: bytes) -> Tensor:
     )
 
 
-def _compare(rows: Mapping[int, Tensor], title: str) -> None:
-    """Raises unless the headers, by rank, are of one collective."""
-    found = {rank: bytes(row.tolist()) for rank, row in sorted(rows.items())}
-    if len({header[:8] for header in found.values()}) > 1:
-        said = {
-            r: h[8:].rstrip(b"\0").decode(errors="replace") for r, h in found.items()
-        }
-        raise CollectiveMismatch(table(title, said))
+@functools.lru_cache(maxsize=1 << 12)
+def _header(
+    said: Signature, label: tuple[str, str], line: str, digest: bytes
+) -> Tensor:
+    """That of a collective: a step sends the same ones each time."""
+    return packed(CollectiveCall(said, *label, line), digest)
+
+
+def unpacked(row: Tensor) -> tuple[bytes, str]:
+    """A header's eight bytes, and what it says; zeros and "" before it has come."""
+    header = bytes(row.tolist())
+    return header[:8], header[8:].rstrip(b"\0").decode(errors="replace")
+
+
+def _compare(rows: Mapping[int, Tensor], title: str) -> dict[int, str]:
+    """What each rank says, if the headers, by rank, are of one collective."""
+    found = {rank: unpacked(row) for rank, row in sorted(rows.items())}
+    said = {rank: text for rank, (_, text) in found.items()}
+    if len({digest for digest, _ in found.values()}) > 1:
+        first = {rank: text.partition("\n")[0] for rank, text in said.items()}
+        raise CollectiveMismatch(table(title, first))
+    return said
 
 
 def compare_gathered(
     mine: Tensor, group: Any, ranks: Sequence[int], title: str = _TITLE
-) -> None:
-    """Compares headers that are gathered, where there are no tags: waits for them."""
+) -> dict[int, str]:
+    """What each rank says; headers are gathered, where there are no tags."""
     every = mine.new_empty(len(ranks) * _SIZE)
     ALL_GATHER(every, mine, group=group)
     rows = every.cpu().view(-1, _SIZE).unbind()
-    _compare(dict(zip(ranks, rows, strict=True)), title)
+    return _compare(dict(zip(ranks, rows, strict=True)), title)
 
 
 class Headers:
@@ -90,23 +117,28 @@ class Headers:
 
     def __init__(
         self,
-        said: Signature,
+        record: FlightRecord,
         digest: bytes,
-        where: Any,
         others: list[int],
         group: Any,
-        number: int,
         ways: tuple[int, int] = (0, 0),
     ):
-        mine = packed(CollectiveCall.now(said), digest)
+        self.record, where = record, record.where
+        record.line = source_line()
+        mine = _header(record.said, record.label, record.line, digest)
         self.rows = {where.rank: mine}
-        out, back = (tag(HEADER, number, bytes([way, 0])) for way in ways)
-        self.works: list[Any] = []
+        out, back = (tag(HEADER, record.number, bytes([way, 0])) for way in ways)
+        self.works: list[Work] = []
         for r in others:
-            row = self.rows[where.ranks[r]] = torch.empty_like(mine)
-            self.works.append(dist.irecv(row, where.ranks[r], group, back))
+            row = self.rows[where.ranks[r]] = torch.zeros_like(mine)
+            self.works.append(receive(row, where.ranks[r], group, back))
         for r in others:
-            self.works.append(dist.isend(mine, where.ranks[r], group, out))
+            self.works.append(send(mine, where.ranks[r], group, out))
+
+    def seen(self) -> dict[int, str]:
+        """What the ranks say whose headers have come, even where others' do not."""
+        found = {rank: unpacked(row)[1] for rank, row in self.rows.items()}
+        return {rank: text for rank, text in found.items() if text}
 
     def check(self, exchange: Exchange) -> None:
         """Waits for what the others say of ``exchange``.
@@ -114,14 +146,14 @@ class Headers:
         Raises:
             CollectiveMismatch: on every rank, what each of them called.
         """
-        settle(self.works, exchange.said, exchange.label, exchange.where)
+        settle(self.works, self.record, self.seen)
         self.works = []
         try:
-            _compare(self.rows, _TITLE)
+            _compare(self.rows, f"{_TITLE}, #{self.record.number} of theirs")
         except CollectiveMismatch:
-            _LEFT.append(
-                exchange
-            )  # nobody waits for it, and gloo may write there still
+            # Nobody waits for it, and gloo may write there still.
+            _LEFT.append(exchange)
+            self.record.failed = True
             raise
 
 
@@ -130,54 +162,55 @@ class Exchange(Handle):
 
     Args:
         held: what must live until then.
-        said: what it is, for who has to be told.
+        record: what it is, for who has to be told.
         headers: those of its ranks, where they are compared.
     """
 
     def __init__(
         self,
-        works: Sequence[Any],
+        works: Sequence[Work],
         finish: Callable[[], Tensor],
         held: Any,
-        said: Signature,
-        where: Any,
+        record: FlightRecord,
         headers: Headers | None = None,
     ):
-        self.works, self.finish, self.held = list(works), finish, held
-        self.said, self.where, self.headers = said, where, headers
-        self.label = current_label()
+        self.works, self.finish, self.held = works, finish, held
+        self.record, self.headers = record, headers
         self.result: Tensor | None = None
 
     def wait(self) -> Tensor:
         if self.result is None:
             if self.headers is not None:
                 self.headers.check(self)
-            settle(self.works, self.said, self.label, self.where)
+            settle(self.works, self.record)
             self.result = self.finish()
+            self.record.ended = time.monotonic()
             del self.works, self.finish, self.held  # and the buffers with them
         return self.result
 
     def done(self) -> bool:
-        return self.result is not None or all(w.is_completed() for w in self.works)
+        return self.result is not None or all(w.is_completed() for _, w in self.works)
 
 
 def settle(
-    works: Sequence[Any], said: Signature, label: tuple[str, str], where: Any
+    works: Sequence[Work],
+    record: FlightRecord,
+    seen: Callable[[], Mapping[int, str]] = dict,
 ) -> None:
     """Waits for works of torch.distributed.
 
     Args:
-        said, label: whose works they are.
+        record: whose works they are.
+        seen: what ranks have said of it, if they have.
 
     Raises:
-        RuntimeError: another rank stopped, or ended; names the collective.
+        PeerFailed: another rank stopped, or ended; names the collective.
     """
+    record.waits()
+    other = None
     try:
-        for work in works:
+        for other, work in works:  # noqa: B007  the error names it
             work.wait()
     except RuntimeError as error:
-        raise RuntimeError(
-            f"{CollectiveCall(said, *label)}: rank {where.rank} waits in vain for "
-            f"others of ranks {list(where.ranks)}. One of them stopped, ended, or came "
-            f"to something else, which FSFUNC_CHECK=1 would tell ({error})"
-        ) from error
+        watchdog = record.where.link.watchdog
+        raise watchdog.failed(record, other, error, seen()) from error

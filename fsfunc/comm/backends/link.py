@@ -18,6 +18,7 @@ __all__ = [
     "Done",
     "Handle",
     "Link",
+    "PeerFailed",
     "Signature",
     "digest",
     "signature",
@@ -105,6 +106,10 @@ Signature = tuple[Any, ...]  # op, how, axis, shape, dtype, whose values
 
 class CollectiveMismatch(RuntimeError):
     """Ranks met in one group with different collectives, or one missed the other."""
+
+
+class PeerFailed(RuntimeError):
+    """Another rank raised, ended, stopped or is late, and this one waits in vain."""
 
 
 def signature(

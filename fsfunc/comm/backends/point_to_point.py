@@ -18,7 +18,17 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from fsfunc.comm.backends.exchange import ANSWER, TRANSFER, Exchange, Headers, tag
+from fsfunc.comm.backends.exchange import (
+    ANSWER,
+    TRANSFER,
+    Exchange,
+    Headers,
+    Work,
+    receive,
+    send,
+    tag,
+)
+from fsfunc.comm.backends.flight import FlightRecord, FlightRecorder
 from fsfunc.comm.backends.link import Handle, Signature, digest, signature
 from fsfunc.comm.backends.process_groups import Groups
 
@@ -31,10 +41,11 @@ class Transfers:
     Args:
         groups: those of the collectives.
         checks: whether every transfer is compared, also within a compared program.
+        flight: where each is recorded.
     """
 
-    def __init__(self, groups: Groups, checks: bool) -> None:
-        self.groups, self.checks = groups, checks
+    def __init__(self, groups: Groups, checks: bool, flight: FlightRecorder) -> None:
+        self.groups, self.checks, self.flight = groups, checks, flight
         self.down = Groups(groups.timeout)  # for sends to lower indices
         self.numbers: Counter[tuple[Any, ...]] = Counter()
         self.open: list[_Sending] = []  # not answered yet
@@ -61,36 +72,32 @@ class Transfers:
         return group, self.numbers[key]
 
     def _headers(
-        self,
-        said: Signature,
-        number: int,
-        where: Any,
-        other: int,
-        group: Any,
-        ways: tuple[int, int],
+        self, record: FlightRecord, other: int, group: Any, ways: tuple[int, int]
     ) -> Headers | None:
         """This rank's header on its way to the index ``other``, where they compare."""
-        if dist.get_backend(group) != "gloo" or where.compared and not self.checks:
+        compared = record.where.compared and not self.checks
+        if dist.get_backend(group) != "gloo" or compared:
             return None
-        return Headers(said, _digest(said), where, [other], group, number, ways)
+        return Headers(record, _digest(record.said), [other], group, ways)
 
     def send(self, x: Tensor, where: Any, to: int, what: str) -> Handle:
         """Sends ``x`` to index ``to`` of ``where``; empty tensors stay at home."""
         group, number = self._way(where, where.index, to)
         said = signature("send", {}, where.axis, x, what)
-        headers = self._headers(said, number, where, to, group, (1, 2))
+        record = self.flight.begin(said, where, number)
+        headers = self._headers(record, to, group, (1, 2))
         target, gloo = where.ranks[to], dist.get_backend(group) == "gloo"
-        works: list[Any] = []
+        works: list[Work] = []
         received: Callable[[], bool] = lambda: True  # noqa: E731
         if x.numel() and gloo:
             digest = _digest(said)
             self.open = [sent for sent in self.open if not _answered(sent)]
             received = _Answer(target, group, tag(ANSWER, number, digest))
-            works = [dist.isend(x, target, group, tag(TRANSFER, number, digest))]
+            works = [send(x, target, group, tag(TRANSFER, number, digest))]
         elif x.numel():
-            works = [dist.isend(x, target, group)]
-            received = works[0].is_completed
-        sent = _Sending(works, lambda: torch.empty(0), x, said, where, headers)
+            works = [send(x, target, group, 0)]
+            received = works[0][1].is_completed
+        sent = _Sending(works, lambda: torch.empty(0), x, record, headers)
         sent.received = received
         if works and gloo:
             self.open.append(sent)
@@ -100,7 +107,8 @@ class Transfers:
         """Receives into ``into`` from index ``source`` of ``where``."""
         group, number = self._way(where, source, where.index)
         said = signature("receive", {}, where.axis, into, what)
-        headers = self._headers(said, number, where, source, group, (2, 1))
+        record = self.flight.begin(said, where, number)
+        headers = self._headers(record, source, group, (2, 1))
         origin, digest = where.ranks[source], _digest(said)
 
         def answered() -> Tensor:
@@ -111,14 +119,14 @@ class Transfers:
             self.said[where.ranks, origin] = dist.isend(self.yes, origin, group, under)
             return into
 
-        works: list[Any] = []
+        works: list[Work] = []
         finish: Callable[[], Tensor] = lambda: into  # noqa: E731
         if into.numel() and dist.get_backend(group) == "gloo":
-            works = [dist.irecv(into, origin, group, tag(TRANSFER, number, digest))]
+            works = [receive(into, origin, group, tag(TRANSFER, number, digest))]
             finish = answered
         elif into.numel():
-            works = [dist.irecv(into, origin, group)]
-        return Exchange(works, finish, into, said, where, headers)
+            works = [receive(into, origin, group, 0)]
+        return Exchange(works, finish, into, record, headers)
 
 
 class _Sending(Exchange):

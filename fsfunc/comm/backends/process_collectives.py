@@ -14,16 +14,19 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from fsfunc.comm.attribution import current_label
 from fsfunc.comm.backends.exchange import (
     ALL_GATHER,
     DATA,
     Exchange,
     Headers,
+    Work,
+    receive,
+    send,
     settle,
     tag,
 )
-from fsfunc.comm.backends.link import Handle, Signature, digest
+from fsfunc.comm.backends.flight import FlightRecord
+from fsfunc.comm.backends.link import Handle, digest
 from fsfunc.runtime.buffer_pool import BufferPool
 
 __all__ = ["Pairs", "issue"]
@@ -139,32 +142,26 @@ class Pairs:
     """One collective, between each two of its ranks.
 
     Args:
-        number: which one of its group it is.
-        said: its signature: unlike ones never meet.
+        record: what it is: unlike ones never meet.
         compared: whether the ranks need not compare it any more.
     """
 
     def __init__(
-        self,
-        said: Signature,
-        where: Any,
-        group: Any,
-        number: int,
-        pool: BufferPool,
-        compared: bool,
+        self, record: FlightRecord, group: Any, pool: BufferPool, compared: bool
     ):
+        where = record.where
         self.n, self.me, self.ranks = where.size, where.index, where.ranks
-        self.where, self.group, self.number, self.pool = where, group, number, pool
-        self.said, self.label, self.digest = said, current_label(), digest(said)
+        self.record, self.group, self.pool = record, group, pool
+        self.digest = digest(record.said)
         self.others = [r for r in range(self.n) if r != self.me]
         self.headers: Headers | None = None
         if not compared:
-            self.headers = Headers(said, self.digest, where, self.others, group, number)
+            self.headers = Headers(record, self.digest, self.others, group)
 
     def _exchange(
-        self, works: Sequence[Any], finish: Callable[[], Tensor], held: Any
+        self, works: Sequence[Work], finish: Callable[[], Tensor], held: Any
     ) -> Exchange:
-        return Exchange(works, finish, held, self.said, self.where, self.headers)
+        return Exchange(works, finish, held, self.record, self.headers)
 
     def _each(self, *parts: Tensor) -> dict[int, Tensor]:
         """By index, the others' parts (or the same one for each)."""
@@ -172,19 +169,14 @@ class Pairs:
 
     def _swap(
         self, sent: Mapping[int, Tensor], got: Mapping[int, Tensor], hop: int = 0
-    ) -> list[Any]:
+    ) -> list[Work]:
         """Sends and receives by index along the axis; empty tensors stay at home."""
-        under = tag(DATA, self.number, self.digest, hop)
+        under = tag(DATA, self.record.number, self.digest, hop)
+        ranks, group = self.ranks, self.group
         works = [
-            dist.irecv(y, self.ranks[r], self.group, under)
-            for r, y in got.items()
-            if y.numel()
+            receive(y, ranks[r], group, under) for r, y in got.items() if y.numel()
         ]
-        works += [
-            dist.isend(x, self.ranks[r], self.group, under)
-            for r, x in sent.items()
-            if x.numel()
-        ]
+        works += [send(x, ranks[r], group, under) for r, x in sent.items() if x.numel()]
         return works
 
     def _room(self, x: Tensor, times: int = 1) -> Tensor:
@@ -225,7 +217,7 @@ class Pairs:
         def finish() -> Tensor:
             _sum(cuts[me], got, me, sums[me])
             works = self._swap(self._each(sums[me]), self._each(*sums), hop=1)
-            settle(works, self.said, self.label, self.where)
+            settle(works, self.record)
             return total
 
         return self._exchange(works, finish, x)

@@ -16,15 +16,16 @@ import os
 import time
 import uuid
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from datetime import timedelta
 from typing import Any
 
+import torch
 import torch.distributed as dist
 
 from fsfunc import _torch
 
-__all__ = ["Groups", "agent_store", "fresh"]
+__all__ = ["Groups", "agent_store", "fresh", "hang_up", "is_torn"]
 
 _PATIENCE = 300.0  # seconds for all ranks to come
 
@@ -114,3 +115,25 @@ class Groups:
                 "(destroy_process_group): make the mesh anew, after init_process_group"
             )
         return group
+
+
+def hang_up(group: Any, others: Sequence[int]) -> None:
+    """Ends every wait of this process in a gloo group, from another thread.
+
+    Gloo has no call for that. But one wait that lasts too long closes the connections
+    of its whole group, and all others that wait there are told: so this is one. It is
+    for each of the ``others``, as one that has ended is waited for no time at all.
+    """
+    nobodys = 2**31 - 1  # a tag that is never sent
+    for other in others if dist.get_backend(group) == "gloo" else ():
+        try:
+            work: Any = dist.irecv(torch.zeros(1), other, group, nobodys)
+            work.wait(timedelta(milliseconds=1))
+        except RuntimeError:
+            pass
+
+
+def is_torn(error: RuntimeError) -> bool:
+    """Whether it says that a connection of gloo's is closed."""
+    text = str(error)
+    return "gloo" in text or "pair closure" in text

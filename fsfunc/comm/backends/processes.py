@@ -13,15 +13,18 @@ second round; on NCCL it is waited for before the data are sent, and transfers h
 none.
 
 What is unlike in spite of all that never meets, on the CPU (see ``exchange``): the
-ranks wait until the group's timeout, and raise.
+ranks wait until the group's timeout, and raise. Whoever waits in vain asks the others
+where they are, beside the collectives (see ``watchdog``).
 """
 
 from __future__ import annotations
 
+import contextlib
+import faulthandler
 import hashlib
 import os
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from datetime import timedelta
 from typing import Any
 
@@ -29,18 +32,19 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from fsfunc.comm.attribution import current_label, source_line
 from fsfunc.comm.backends.exchange import Exchange, compare_gathered, packed
-from fsfunc.comm.backends.link import (
-    CollectiveCall,
-    Handle,
-    Link,
-    Signature,
-    digest,
-    signature,
-)
+from fsfunc.comm.backends.flight import FlightRecord
+from fsfunc.comm.backends.link import Handle, Link, PeerFailed, digest, signature
 from fsfunc.comm.backends.point_to_point import Transfers
 from fsfunc.comm.backends.process_collectives import Pairs, issue
-from fsfunc.comm.backends.process_groups import Groups, agent_store
+from fsfunc.comm.backends.process_groups import (
+    Groups,
+    agent_store,
+    hang_up,
+    is_torn,
+)
+from fsfunc.comm.backends.watchdog import patience_of, the_watchdog
 from fsfunc.runtime.buffer_pool import BufferPool
 
 __all__ = ["ProcessLink", "connect"]
@@ -62,7 +66,10 @@ class ProcessLink(Link):
         self.checks = os.environ.get("FSFUNC_CHECK", "0") not in ("", "0")
         self.issued: Counter[tuple[int, ...]] = Counter()
         self.groups = Groups(timeout).use_world()
-        self.transfers = Transfers(self.groups, self.checks)
+        self.patience = patience_of(self.groups.timeout)
+        self.watchdog = the_watchdog()
+        self.flight = self.watchdog.flight
+        self.transfers = Transfers(self.groups, self.checks, self.flight)
 
     def connect(self, every: Sequence[tuple[int, ...]]) -> None:
         """Makes the c10d group of each rank tuple; all processes call this alike."""
@@ -76,10 +83,31 @@ class ProcessLink(Link):
         self.transfers.connect(every)
 
     def send(self, x: Tensor, where: Any, to: int, what: str = "") -> Handle:
-        return self.transfers.send(x, where, to, what)
+        return self._told(lambda: self.transfers.send(x, where, to, what))
 
     def receive(self, like: Tensor, where: Any, source: int, what: str = "") -> Handle:
-        return self.transfers.receive(like, where, source, what)
+        return self._told(lambda: self.transfers.receive(like, where, source, what))
+
+    def _told(self, issue: Callable[[], Handle]) -> Handle:
+        """What is issued; where it cannot be any more, who is to blame."""
+        try:
+            return issue()
+        except PeerFailed:
+            raise
+        except RuntimeError as error:
+            if not is_torn(error):
+                raise
+            record = self.flight.records[-1]
+            raise self.watchdog.failed(record, None, error) from error
+
+    def raised(self, error: BaseException) -> None:
+        """Notes that ``error`` left the program of this rank: others may ask."""
+        self.watchdog.raised(error)
+
+    def hang_up(self, where: Any) -> None:
+        """Wakes this process where it waits for ranks of ``where`` that are gone."""
+        if not self.fake and (group := self.groups.get(where.ranks)) is not None:
+            hang_up(group, [r for r in where.ranks if r != self.rank])
 
     def trim(self) -> None:
         self.pool.trim(0)
@@ -97,32 +125,41 @@ class ProcessLink(Link):
     ) -> Handle:
         x, group = x.detach(), self.groups.get(where.ranks)
         compared = where.compared and not self.checks
-        if x.device.type != "cpu" or not self.paired:
-            said = signature(op, how, where.axis, x, what)
-            return self._native(said, x, where, out, group, compared or self.fake, how)
-        if op == "psum" and where.size > 2 and x.numel() >= 1024:
+        if self.checks:  # a buffer has a name; what has none is its unit's
+            what = what or current_label()[0]
+        paired = x.device.type == "cpu" and self.paired
+        hops = op == "psum" and where.size > 2 and x.numel() >= 1024
+        if paired and hops:
             how = {"hops": 1 if any_order else 2}
         said = signature(op, how, where.axis, x, what)
         number = self.issued[where.ranks]
         self.issued[where.ranks] += 1
-        pairs = Pairs(said, where, group, number, self.pool, compared)
-        return getattr(pairs, op)(x, out, **how)
+        record = self.flight.begin(said, where, number)
+        if not paired:
+            compared = compared or self.fake
+            return self._native(record, x, out, group, compared, how)
+
+        def exchange() -> Handle:
+            return getattr(Pairs(record, group, self.pool, compared), op)(x, out, **how)
+
+        return self._told(exchange)
 
     def _native(
         self,
-        said: Signature,
+        record: FlightRecord,
         x: Tensor,
-        where: Any,
         out: Tensor | None,
         group: Any,
         compared: bool,
         how: dict[str, Any],
     ) -> Handle:
+        op, where = record.said[0], record.where
         if not compared:
-            mine = packed(CollectiveCall.now(said), digest(said)).to(x.device)
+            record.line = source_line()
+            mine = packed(record, digest(record.said)).to(x.device)
             compare_gathered(mine, group, where.ranks)
-        works, finish = issue(said[0], x, where, out, group, **how)
-        return Exchange(works, finish, x, said, where)
+        works, finish = issue(op, x, where, out, group, **how)
+        return Exchange([(None, work) for work in works], finish, x, record)
 
 
 def connect(
@@ -155,6 +192,9 @@ def connect(
             rank = int(os.environ["RANK"])
             how |= {"store": store, "rank": rank, "world_size": world}
         dist.init_process_group(backend, **how)
+    with contextlib.suppress(OSError, ValueError, AttributeError):  # no such stderr
+        if not faulthandler.is_enabled():
+            faulthandler.enable()  # what takes a process by a signal has its line told
     link = ProcessLink(timeout)
     _compare_meshes(axes, link)
     _check_size(axes, size, dist.get_world_size())
@@ -168,9 +208,12 @@ def _compare_meshes(axes: Mapping[str, int], link: ProcessLink) -> None:
     checks = ", FSFUNC_CHECK=1" if link.checks else ""
     text = f"makes a mesh {dict(axes)}, timeout {link.groups.timeout}{checks}"
     said = hashlib.blake2b(text.encode(), digest_size=8).digest()
+    text = f"{text[:300]}\n{link.watchdog.listen()}"
     mine = packed(text, said).to(link.device)
     ranks = range(dist.get_world_size())
-    compare_gathered(mine, dist.group.WORLD, ranks, "ranks make unlike meshes")
+    every = compare_gathered(mine, dist.group.WORLD, ranks, "ranks make unlike meshes")
+    addresses = {r: text.partition("\n")[2] for r, text in every.items()}
+    link.watchdog.join(link.rank, addresses)
 
 
 def _check_size(axes: Mapping[str, int], size: int, world: int) -> None:

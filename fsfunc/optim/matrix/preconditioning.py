@@ -1,8 +1,7 @@
-"""Shampoo: gradients between two roots, of their covariances by row and by column."""
+"""Shampoo: gradients between two roots of their covariances."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, NamedTuple
@@ -22,7 +21,10 @@ from fsfunc.optim.matrix.matrices import (
     move_in_place,
 )
 from fsfunc.optim.matrix.matrix_exchange import MatrixExchange
-from fsfunc.optim.matrix.matrix_functions import inverse_root
+from fsfunc.optim.matrix.preconditioners import (
+    Preconditioning,
+    placements_of,
+)
 from fsfunc.optim.optimizer import (
     Optimizer,
     check_not_negative,
@@ -30,22 +32,7 @@ from fsfunc.optim.optimizer import (
     check_params_given,
 )
 from fsfunc.optim.schedules import Schedule, rate_at
-from fsfunc.sharded.layout import Layout
-from fsfunc.sharded.leaf import Sharded, is_sharded
-from fsfunc.sharded.placements import Placement
-
-
-class Preconditioners(NamedTuple):
-    """Of one matrix, by block: both covariances, and their roots of power -1/4.
-
-    Blocks lie row by row; of rows r and columns c ``left`` is [r, r], ``right`` [c, c].
-    Under a ``shard`` they are whole on the matrix's owner, and nowhere else.
-    """
-
-    left: tuple[Any, ...]
-    right: tuple[Any, ...]
-    left_root: tuple[Any, ...]
-    right_root: tuple[Any, ...]
+from fsfunc.sharded.leaf import is_sharded
 
 
 class ShampooState(NamedTuple):
@@ -134,36 +121,9 @@ def shampoo(
             f"b2 is {b2}, eps {eps}, interval {interval} and block {block}: b2 must be "
             "above 0 and at most 1, eps above 0, and the others at least 1"
         )
-    functions = _Shampoo(
-        learning_rate, momentum, b2, eps, interval, block, weight_decay, mask
-    )
+    rule = Preconditioning(b2, eps, interval, block)
+    functions = _Shampoo(learning_rate, momentum, rule, weight_decay, mask)
     return Optimizer(functions.init, functions.update, prepare=functions.prepare)
-
-
-@dataclass(frozen=True)
-class _Flops:
-    """What a matrix costs its owner: two decompositions a block, and four products."""
-
-    block: int
-    interval: int
-
-    def __call__(self, shape: tuple[int, ...]) -> float:
-        cost = 0.0
-        for rows, columns in _blocks(shape, self.block):
-            r, c = rows.stop - rows.start, columns.stop - columns.start
-            cost += 4.0 * r * c * (r + c) + 9.0 * (r**3 + c**3) / self.interval
-        return cost
-
-
-def _blocks(shape: tuple[int, ...], block: int) -> Iterator[tuple[slice, slice]]:
-    """The rows and columns of each block, row by row."""
-    rows, columns = shape
-    for r in range(0, rows, block):
-        for c in range(0, columns, block):
-            yield (
-                slice(r, min(r + block, rows)),
-                slice(c, min(c + block, columns)),
-            )
 
 
 @dataclass(frozen=True, eq=False)
@@ -172,52 +132,22 @@ class _Shampoo:
 
     learning_rate: float | Schedule
     momentum: float
-    b2: float
-    eps: float
-    interval: int
-    block: int
+    rule: Preconditioning
     weight_decay: float
     mask: Mask | None
-
-    @property
-    def cost(self) -> _Flops:
-        return _Flops(self.block, self.interval)
 
     def init(self, params: Tree) -> ShampooState:
         check_matrices(params, "shampoo")
         leaves, treedef = tree.flatten(params, is_sharded)
         active = [i for i, leaf in enumerate(leaves) if trainable(leaf)]
-        exchange = MatrixExchange([leaves[i] for i in active], self.cost, "shampoo")
+        exchange = MatrixExchange(
+            [leaves[i] for i in active], self.rule.cost, "shampoo"
+        )
         found: list[Any] = [None] * len(leaves)
         for k, i in enumerate(active):
-            found[i] = self._first(leaves[i], exchange, k)
+            found[i] = self.rule.first(leaves[i], exchange, k)
         momentum = zeros_like(params) if self.momentum else None
         return ShampooState(0, tree.unflatten(treedef, found), momentum)
-
-    def _first(self, leaf: Any, exchange: MatrixExchange, k: int) -> Preconditioners:
-        """The preconditioners of a matrix before the first step."""
-        dtype, where = torch.promote_types(leaf.dtype, torch.float32), exchange.owner(k)
-        name = leaf.name if is_sharded(leaf) else ""
-
-        def scaled(n: int, value: float, what: str) -> Any:
-            owns = exchange.owns(k)
-            x = torch.eye(n if owns else 0, dtype=dtype, device=leaf.device)
-            if not where:
-                return x.mul_(value)
-            layout = Layout((n, n), dtype, where, f"{name}/{what}")
-            return Sharded(x.mul_(value) if owns else x.view(-1), layout)
-
-        sizes = [
-            (rows.stop - rows.start, columns.stop - columns.start)
-            for rows, columns in _blocks(leaf.shape, self.block)
-        ]
-        root = self.eps**-0.25
-        return Preconditioners(
-            tuple(scaled(r, self.eps, f"left/{b}") for b, (r, _) in enumerate(sizes)),
-            tuple(scaled(c, self.eps, f"right/{b}") for b, (_, c) in enumerate(sizes)),
-            tuple(scaled(r, root, f"left_root/{b}") for b, (r, _) in enumerate(sizes)),
-            tuple(scaled(c, root, f"right_root/{b}") for b, (_, c) in enumerate(sizes)),
-        )
 
     def update(self, grads: Tree, state: ShampooState, params: Tree = None):
         if self.weight_decay:
@@ -282,49 +212,21 @@ class _Shampoo:
         for leaf in leaves:
             wide = torch.promote_types(wide, leaf.dtype)
         with internal(), torch.no_grad():
-            where = [_parts(kept[i]) for i in matched.active]
-            exchange = MatrixExchange(leaves, self.cost, "shampoo", given=where)
-            refresh = state.count % self.interval == 0
+            where = [placements_of(kept[i]) for i in matched.active]
+            exchange = MatrixExchange(leaves, self.rule.cost, "shampoo", given=where)
+            refresh = state.count % self.rule.interval == 0
 
             def precondition(matrices: dict[int, Tensor]) -> dict[int, Tensor]:
                 made = {}
                 for k, g in matrices.items():
                     i = matched.active[k]
-                    made[k], kept[i] = self._one(g, kept[i], refresh)
+                    made[k], kept[i] = self.rule.step(g, kept[i], refresh)
                 return made
 
             parts = [local(x).to(wide) for x in grads]
             made = exchange.map(parts, precondition)
             ways = laid_as_parameters(matched, made, [1.0] * len(made))
         return ways, tree.unflatten(matched.treedef, kept)
-
-    def _one(
-        self, g: Tensor, old: Preconditioners, refresh: bool
-    ) -> tuple[Tensor, Preconditioners]:
-        """The update of one matrix, and what is kept of it."""
-        out, new = torch.empty_like(g), []
-        weight = 1.0 if self.b2 == 1 else 1 - self.b2
-        for (rows, columns), kept in zip(
-            _blocks(g.shape, self.block), zip(*old, strict=True), strict=True
-        ):
-            left, right, left_root, right_root = map(local, kept)
-            x = g[rows, columns].to(left.dtype)
-            left = torch.addmm(left, x, x.T, beta=self.b2, alpha=weight)
-            right = torch.addmm(right, x.T, x, beta=self.b2, alpha=weight)
-            if refresh:
-                left_root = inverse_root(left, self.eps)
-                right_root = inverse_root(right, self.eps)
-            out[rows, columns] = left_root @ x @ right_root
-            made = (left, right, left_root, right_root)
-            pairs = zip(kept, made, strict=True)
-            new.append([o.with_local(x) if is_sharded(o) else x for o, x in pairs])
-        return out, Preconditioners(*zip(*new, strict=True))
-
-
-def _parts(kept: Preconditioners) -> tuple[Placement, ...]:
-    """How the preconditioners of a matrix lie."""
-    blocks = tree.leaves(kept, is_leaf=is_sharded)
-    return blocks[0].layout.parts if blocks and is_sharded(blocks[0]) else ()
 
 
 def _step(

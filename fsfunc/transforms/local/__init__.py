@@ -1,1 +1,6 @@
-"""Ranks that train copies of their own, and meet now and then."""
+"""Ranks that train copies of their own, and meet now and then.
+
+local_updates.py slow_momentum.py gossiping.py   local_sgd, slowmo, gossip
+local_copies.py averaging.py graphs.py   a state that differs by rank; means of it,
+                    consensus; who gossips with whom, as data
+"""

@@ -1,0 +1,193 @@
+"""What lies in a checkpoint, as values that `parsing` has proven to make sense.
+
+Tensors lie in safetensors files, keyed by their paths in the tree, as boxes (`Chunk`);
+each file has a checksum for every mebibyte, so that any part of it can be read and
+proven without the rest. Numbers, strings and bools of the tree are values.
+"""
+
+from __future__ import annotations
+
+import math
+import zlib
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from secrets import randbelow
+from typing import Any, NamedTuple
+
+import torch
+
+from fsfunc.sharded.placements import describe
+
+__all__ = [
+    "BLOCK",
+    "CheckpointError",
+    "Chunk",
+    "Stored",
+    "StoredFile",
+    "StoredTensor",
+    "tiles",
+]
+
+BLOCK = 1 << 20  # bytes that one checksum covers; they fit a core's cache
+_FIELD = (1 << 127) - 1  # a prime
+
+
+class CheckpointError(RuntimeError):
+    """A checkpoint that cannot be read, or was not completed."""
+
+
+class Chunk(NamedTuple):
+    """A box of a leaf, and where its bytes begin in a file."""
+
+    file: str
+    begin: int
+    offsets: tuple[int, ...]
+    sizes: tuple[int, ...]
+
+
+class StoredFile(NamedTuple):
+    """A file's length in bytes, and the CRC-32 of each `BLOCK` of it, if known.
+
+    ``origin``: where the first block begins; what lies before is proven elsewhere.
+    """
+
+    nbytes: int
+    sums: tuple[int, ...] | None = None
+    origin: int = 0
+
+
+@dataclass(frozen=True)
+class StoredTensor:
+    """A tensor of the saved tree; ``name``: what its files call it."""
+
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    chunks: tuple[Chunk, ...] = ()
+    name: str = ""
+
+    @property
+    def nbytes(self) -> int:
+        return math.prod(self.shape) * self.dtype.itemsize
+
+    @property
+    def is_whole(self) -> bool:
+        """Whether the chunks hold every element of the shape exactly once."""
+        return tiles(self.shape, [(c.offsets, c.sizes) for c in self.chunks])
+
+    def __str__(self) -> str:
+        return describe(self.shape, self.dtype, "")
+
+
+@dataclass(frozen=True)
+class Stored:
+    """What lies in a checkpoint, read without any mesh and without the tensors.
+
+    Args:
+        path: where it is.
+        tensors: path in the saved tree -> its shape, dtype and chunks.
+        values: path in the saved tree -> number, string or bool.
+        metadata: what the user gave to ``save``.
+        mesh: the axes of the mesh that saved it.
+        files: names and lengths of the files that hold the tensors.
+        random: states of the default generators, and which of them each rank had.
+        version: of the format; None where there is no manifest.
+        job: who saved it: host, process and the scheduler's job.
+    """
+
+    path: Path
+    tensors: dict[str, StoredTensor]
+    values: dict[str, Any] = field(default_factory=dict)
+    metadata: dict[str, Any] = field(default_factory=dict)
+    mesh: dict[str, int] = field(default_factory=dict)
+    files: dict[str, StoredFile] = field(default_factory=dict)
+    random: dict[str, Any] = field(default_factory=dict)
+    version: int | None = None
+    job: dict[str, Any] = field(default_factory=dict)
+
+    @property
+    def leaves(self) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
+        """Path -> (global shape, dtype) of every tensor."""
+        return {path: (leaf.shape, leaf.dtype) for path, leaf in self.tensors.items()}
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all tensors."""
+        return sum(leaf.nbytes for leaf in self.tensors.values())
+
+    @property
+    def identity(self) -> str:
+        """Its name, and a checksum that no other checkpoint has."""
+        text = repr((self.tensors, self.values, self.files, self.random))
+        return f"{self.path.name} ({zlib.crc32(text.encode()):08x})"
+
+    def below(self, at: str) -> Stored:
+        """The subtree at the path ``at``, its paths beginning there.
+
+        Raises:
+            KeyError: there is no such path.
+        """
+        if not at:
+            return self
+
+        def inside(found: Mapping[str, Any]) -> dict[str, Any]:
+            if at in found:
+                return {"": found[at]}
+            return {
+                p[len(at) + 1 :]: x for p, x in found.items() if p.startswith(f"{at}/")
+            }
+
+        tensors, values = inside(self.tensors), inside(self.values)
+        if not tensors and not values:
+            tops = sorted({p.partition("/")[0] for p in (*self.tensors, *self.values)})
+            raise KeyError(
+                f"{self.path} holds nothing at {at!r}; at its top are {tops}"
+            )
+        return replace(self, tensors=tensors, values=values)
+
+    def __str__(self) -> str:
+        lines = [f"{self.path}: {self.nbytes:,} bytes in {len(self.files)} files"]
+        lines += [f"  {path} {leaf}" for path, leaf in self.tensors.items()]
+        lines += [f"  {path} {value!r}" for path, value in self.values.items()]
+        return "\n".join(lines)
+
+
+def tiles(
+    shape: tuple[int, ...], boxes: Sequence[tuple[tuple[int, ...], tuple[int, ...]]]
+) -> bool:
+    """Whether boxes (offsets, sizes) hold every element of ``shape`` exactly once.
+
+    Where and only where they do, the sum of the boxes' monomials is that of the whole:
+    Σ_boxes ∏_d (x_d^(offset+size) − x_d^offset) = ∏_d (x_d^shape − 1). Both sides are
+    compared at a random point of a field so large that two polynomials which differ do
+    not meet there, so that it takes a time proportional to the number of boxes.
+
+    >>> tiles((2, 3), [((0, 0), (2, 1)), ((0, 1), (2, 2))])
+    True
+    >>> tiles((2, 3), [((0, 0), (2, 2)), ((0, 1), (2, 1))])  # of the right size alone
+    False
+    """
+    whole = (tuple(0 for _ in shape), shape)
+    if len(boxes) == 1:
+        return boxes[0] == whole
+    if sum(math.prod(sizes) for _, sizes in boxes) != math.prod(shape):
+        return False
+    cut = [
+        d for d, n in enumerate(shape) if any((o[d], s[d]) != (0, n) for o, s in boxes)
+    ]
+    powers: dict[tuple[int, int], int] = {}
+    points = {d: 2 + randbelow(_FIELD - 2) for d in cut}
+
+    def power(d: int, n: int) -> int:
+        if (d, n) not in powers:
+            powers[d, n] = pow(points[d], n, _FIELD)
+        return powers[d, n]
+
+    def sum_of(offsets: tuple[int, ...], sizes: tuple[int, ...]) -> int:
+        total = 1
+        for d in cut:
+            ends = power(d, offsets[d] + sizes[d]) - power(d, offsets[d])
+            total = total * ends % _FIELD
+        return total
+
+    return (sum(sum_of(*box) for box in boxes) - sum_of(*whole)) % _FIELD == 0

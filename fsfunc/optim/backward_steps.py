@@ -1,0 +1,307 @@
+"""Steps made while the backward runs, a unit's as soon as its gradient is there."""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from fsfunc import tree
+from fsfunc.core.autodiff import GradientCall, Outcome
+from fsfunc.core.frames import Interpretation, frame, inside
+from fsfunc.core.losses import Weighted
+from fsfunc.optim.leaves import Tree, along, paths_of, trainable
+from fsfunc.optim.mirrored_state import MirroredState
+from fsfunc.optim.optimizer import Optimizer, Run, State
+from fsfunc.optim.separability import check_separable
+from fsfunc.sharded.leaf import FlatShard, Parts, is_sharded
+
+__all__ = ["APPLIED", "BackwardSteps", "step_in_backward"]
+
+
+def step_in_backward(optimizer: Optimizer) -> Optimizer:
+    """``optimizer``, whose step of a unit is made as soon as its gradient is there.
+
+    Under `shard` the gradients of a step then never exist all at once: what the
+    backward of a unit gives is reduced, the unit's parameters and moments are stepped,
+    and the gradient is forgotten, before that of the unit before it is complete. The
+    bits are those of the usual step, and so are the messages.
+
+    A buffer is stepped once all unit calls that read it have given their gradients, in
+    the last microbatch of an `accumulate` within. What a loss reads beside units, or
+    without a gradient, and whole parameters, are stepped when the backward is over; so
+    is everything where no `shard` is around, as on one device.
+
+    Args:
+        optimizer: treats each element by itself, such as `sharded_adam`, `sgd`, `lion`,
+            `from_torch`, `partition`, `ema` or `master_weights` of such, or a `chain`.
+
+    Returns:
+        the optimizer; its state is that of ``optimizer``, so a run may go on with it or
+        without. It makes its train step itself, ``step_in_backward(...)(grad_fn)``,
+        and is the outermost one: nothing is left for others to see.
+
+    Raises:
+        ValueError: an optimizer that does not treat each element by itself, or takes
+            gradients in a way of its own; gradients that it did not see being taken,
+            as in a chain around it; two gradient calls in one step; a ``Weighted``
+            loss, whose weight is not known before its end; ``zero=1``, which reduces
+            in the end; a pipeline; a shard within ``accumulate`` or another shard.
+        RuntimeError: a gradient that was used up is read.
+
+    Cost: no communication. Of gradients a rank holds those of two units: what the
+    backward of one gives, and the reduced part of the other. In place under `donate`;
+    else each buffer gets new memory while the backward runs. One fused call for each
+    buffer, where the usual step has one for all.
+
+    Source: Lv et al., Full Parameter Fine-tuning for Large Language Models with Limited
+    Resources (LOMO), 2023; ``_apply_optimizer_in_backward`` of torch.
+
+    >>> import torch, fsfunc as ff
+    >>> mesh = ff.make_mesh({"data": 2}, "simulated")
+    >>> unit = ff.unit(lambda w, x: x * w)
+    >>> def loss(ws, x):
+    ...     for w in ws:
+    ...         x = unit(w, x)
+    ...     return x.mean()
+    >>> optimizer = ff.step_in_backward(ff.sgd(1.0))
+    >>> def main():
+    ...     step, x = optimizer(ff.value_and_grad(loss)), torch.tensor([1.0, 3.0])
+    ...     step = ff.donate(ff.shard(step, mesh, "data"))
+    ...     state = ff.init_state(step, [torch.ones(2)] * 2, optimizer, x)
+    ...     return ff.unshard(step(state, x)[0].params)
+    >>> ff.spmd(main, mesh)()[0]
+    [tensor([ 0.5000, -0.5000]), tensor([ 0.5000, -0.5000])]
+    """
+    if optimizer.take is not None or isinstance(optimizer, _InBackward):
+        raise ValueError(
+            "step_in_backward is given an optimizer that takes gradients in a way of "
+            "its own, as loss_scale does, which sees them all before it steps: use "
+            "that one without step_in_backward, or give this one what makes its steps"
+        )
+    return _InBackward(optimizer)
+
+
+class _InBackward(Optimizer):
+    """Such an optimizer: its functions raise, but for the one that takes gradients."""
+
+    inner: Optimizer
+
+    def __new__(cls, inner: Optimizer) -> _InBackward:
+        def init(params: Tree) -> State:
+            _check(inner, params)
+            return inner.init(params)
+
+        def unseen(grads: Tree, state: State, params: Tree = None) -> Any:
+            raise ValueError(_UNSEEN)
+
+        self: Any = super().__new__(cls, init, unseen, prepare=unseen)
+        self.inner = inner
+        return self
+
+    def taken(self, run: Run, state: Any) -> tuple[Any, Tree, Optimizer]:
+        params = state.params
+        _check(self.inner, params)
+        steps, f = BackwardSteps(self.inner, state.opt_state, params), frame()
+        with inside(replace(f, handlers=(*f.handlers, steps))):
+            value, grads = run()
+        return value, grads, steps.rest()
+
+
+def _check(optimizer: Optimizer, params: Tree) -> None:
+    leaves, treedef = tree.flatten(params, is_sharded)
+    kinds = []
+    for path, x in zip(paths_of(treedef), leaves, strict=True):
+        if trainable(x):
+            kinds.append((path, tuple(x.shape), x.dtype))
+    check_separable(optimizer, tuple(kinds))
+
+
+class BackwardSteps(Interpretation):
+    """The steps of one train step, buffer by buffer, and of the rest in the end.
+
+    Args:
+        optimizer, state, params: as before the step.
+    """
+
+    called = "step_in_backward"
+
+    def __init__(self, optimizer: Optimizer, state: State, params: Tree):
+        self.optimizer, self.state, self.frame = optimizer, state, frame()
+        self.old, self.treedef = tree.flatten(params, is_sharded)
+        self.paths = paths_of(self.treedef)
+        self.kept = MirroredState(state, self.old, self.treedef, self.paths)
+        self.new = list(self.old)
+        self.done: dict[int, FlatShard] = {}  # by identity: buffers
+        self.taken, self.count = False, 1
+        found: dict[int, tuple[FlatShard, list[int]]] = {}
+        for i, x in enumerate(self.old):
+            if is_sharded(x) and (shard := x.packed) is not None and trainable(x):
+                found.setdefault(id(shard), (shard, []))[1].append(i)
+        self.at = {
+            key: positions
+            for key, (shard, positions) in found.items()
+            if len(positions) == len(shard.members)
+        }
+
+    # The gradient call
+
+    def gradient(self, run: Callable[..., Any]) -> Callable[..., Any]:
+        def stepped(call: GradientCall) -> Outcome:
+            f = frame()
+            if f.in_loss:  # a derivative that the loss itself takes
+                return run(call)
+            if any(h.same_batch for h in f.handlers):
+                raise ValueError(_PIPELINE)
+            if call.cotangent != 1:
+                raise ValueError(_UNSEEN)
+            if all(i == 0 for i, _ in f.micro) and self._knows(call):
+                if self.taken:
+                    raise ValueError(_TWICE)
+                self.taken = True
+            return run(replace(call, fn=self._watched(call.fn, call.has_aux)))
+
+        return stepped
+
+    def _knows(self, call: GradientCall) -> bool:
+        """Whether it differentiates some of the parameters that are to be stepped."""
+        chosen = [call.args[i] for i in call.argnums]
+        known = set(map(id, self.old))
+        for x in tree.leaves(chosen, is_leaf=is_sharded):
+            if id(x) in known or is_sharded(x) and id(x.packed) in self.at:
+                return True
+        return False
+
+    def _watched(self, fn: Callable[..., Any], has_aux: bool) -> Callable[..., Any]:
+        """``fn``, whose loss is a mean; how many microbatches there are is noted."""
+
+        @functools.wraps(fn)
+        def loss(*args: Any, **keywords: Any) -> Any:
+            self.count = math.prod(n for _, n in frame().micro)
+            out = fn(*args, **keywords)
+            value = out[0] if has_aux and isinstance(out, tuple) and out else out
+            if isinstance(value, Weighted):
+                raise ValueError(_WEIGHTED)
+            return out
+
+        return loss
+
+    def begin(self, keeps: dict[int, FlatShard], parts: Parts) -> BackwardSteps | None:
+        """What a sharded gradient call steps as it goes, if anything.
+
+        Args:
+            keeps: the buffers whose gradients it sums; ``parts``: what of their leaves
+                is used beside units.
+        """
+        self.parts = parts
+        tracer = frame().tracer
+        runs = tracer is None or tracer.complete
+        return self if runs and any(key in self.at for key in keeps) else None
+
+    def takes(self, shard: FlatShard) -> bool:
+        """Whether a buffer, all of whose gradients are summed, is stepped now."""
+        beside = any((id(shard), id(m)) in self.parts for m in shard.members)
+        return id(shard) in self.at and not beside
+
+    def step(self, shard: FlatShard, grad: Tensor, mean_size: int) -> None:
+        """Steps a buffer by its gradient, which is written into.
+
+        Args:
+            mean_size: of how many ranks' gradients that is the sum.
+        """
+        if id(shard) in self.done:
+            raise RuntimeError(f"a gradient of {shard.name} came after its step")
+        positions = self.at[id(shard)]
+        with inside(self.frame), torch.no_grad():
+            if mean_size > 1:
+                grad.div_(mean_size)
+            if self.count > 1:
+                grad.div_(self.count)
+            made = zip(shard.members, shard.like(grad).leaves(), strict=True)
+            by = {id(layout): leaf for layout, leaf in made}
+            grads = {self.paths[i]: by[id(self.old[i].layout)] for i in positions}
+            self._commit(positions, self._prepared(positions, grads))
+        self.done[id(shard)] = shard
+
+    def _prepared(self, positions: list[int], grads: dict[str, Any]) -> Any:
+        params = {self.paths[i]: self.old[i] for i in positions}
+        return self.optimizer.prepare(grads, self.kept.part(positions), params)
+
+    def _commit(self, positions: list[int], commit: Callable[[], Any]) -> None:
+        params, state = commit()
+        for i in positions:
+            self.new[i] = params[self.paths[i]]
+        self.kept.take(positions, state)
+
+    # What is left
+
+    def rest(self) -> Optimizer:
+        """What steps the rest, and knows the state after all."""
+        if not self.done:
+            return self.optimizer
+
+        def unseen(grads: Tree, state: State, params: Tree = None) -> Any:
+            raise ValueError(_UNSEEN)
+
+        return Optimizer(self.optimizer.init, unseen, prepare=self._prepare)
+
+    def _prepare(
+        self, grads: Tree, state: State, params: Tree
+    ) -> Callable[[], tuple[Tree, State]]:
+        leaves, treedef = tree.flatten(params, is_sharded)
+        found = along(params, treedef, grads, "gradients")
+        stepped = {i for key in self.done for i in self.at[key]}
+        same = len(leaves) == len(self.old) and state is self.state
+        if not same or any(
+            leaves[i] is not self.old[i] or getattr(found[i], "spent", "") != APPLIED
+            for i in stepped
+        ):
+            raise ValueError(_OTHERS)
+        rest = [i for i, g in enumerate(found) if g is not None and i not in stepped]
+        commit = None
+        if rest:
+            commit = self._prepared(rest, {self.paths[i]: found[i] for i in rest})
+
+        def finish() -> tuple[Tree, State]:
+            if commit is not None:
+                self._commit(rest, commit)
+            return tree.unflatten(self.treedef, self.new), self.kept.whole()
+
+        return finish
+
+
+APPLIED = (
+    "step_in_backward has used this gradient up while the backward ran; what reads "
+    "gradients, such as a norm or a clip, needs the step without it"
+)
+_UNSEEN = (
+    "step_in_backward steps while gradients are taken, and did not see these: have it "
+    "make the train step, step_in_backward(optimizer)(grad_fn), with nothing around "
+    "it. What sees all gradients before a step, as clip_by_global_norm, loss_scale or "
+    "apply_if_finite do, is for a step without it; other transformations go within, "
+    "step_in_backward(chain(clip_by_value(1.0), sharded_adam(1e-3)))"
+)
+_OTHERS = (
+    "step_in_backward has stepped parameters while the backward ran, and is now given "
+    "other ones, another optimizer's state or other gradients: apply what its grad_fn "
+    "returned to the state that the step was given"
+)
+_PIPELINE = (
+    "step_in_backward in a pipeline, whose stages read parameters until the last "
+    "microbatch is through: use the optimizer without it"
+)
+_WEIGHTED = (
+    "step_in_backward with a Weighted loss: the weight of all ranks and microbatches "
+    "is known in the end alone, and the step is made before. Return a mean, or use the "
+    "optimizer without step_in_backward"
+)
+_TWICE = (
+    "step_in_backward steps while gradients are taken, and this step takes them twice: "
+    "the second time of parameters that are stepped already. Make it one loss, or use "
+    "the optimizer without step_in_backward"
+)

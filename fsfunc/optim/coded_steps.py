@@ -1,0 +1,210 @@
+"""One step of moments in 8 bits, a chunk at a time: decoded, updated, encoded."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from fsfunc import _torch
+from fsfunc.optim.code_groups import CodeGroup
+from fsfunc.optim.leaves import local
+from fsfunc.optim.matching import Matched
+from fsfunc.runtime.block_codes import BLOCK, CHUNK, Coder, chance, padded
+from fsfunc.runtime.generators import mix
+from fsfunc.runtime.stores import LIES, brought, lies
+
+__all__ = ["Scratch", "stretches", "write_codes"]
+
+
+class Stretch(NamedTuple):
+    """A stretch of parameters and gradients, and where its moments begin."""
+
+    param: Tensor
+    grad: Tensor
+    start: int
+    decay: float
+
+
+def stretches(
+    matched: Matched, new: Any, decays: Sequence[float], groups: Sequence[CodeGroup]
+) -> dict[int, list[Stretch]]:
+    """By group, what is to be updated, in as few stretches as may be."""
+    place = {
+        i: (k, start) for k, g in enumerate(groups) for i, start in g.starts.items()
+    }
+    grads, found = matched.buffers[1].tensors, {}
+    for k, members in enumerate(matched.members):
+        each = [decays[j] for j in members]
+        if each.count(each[0]) == len(each):
+            packed = matched.buffers[0].groups[k][1] is not None
+            group, start = place[matched.active[members[0]]]
+            cut = Stretch(new.tensors[k], grads[k], 0 if packed else start, each[0])
+            found.setdefault(group, []).append(cut)
+            continue
+        for j in members:
+            i = matched.active[j]
+            group, start = place[i]
+            g = local(matched.trees[1][i])
+            cut = Stretch(local(new.leaves[j]), g, start, decays[j])
+            found.setdefault(group, []).append(cut)
+    return found
+
+
+_MEAN, _SQUARE = Coder(signed=True), Coder(signed=False)
+
+
+class Scratch:
+    """Memory for the chunks of a step, one after the other: by device, made once."""
+
+    def __init__(self) -> None:
+        self.rows: dict[torch.device, Tensor] = {}
+
+    def of(self, like: Tensor, count: int) -> tuple[Tensor, Tensor, Tensor]:
+        """Two float32 and one int32, each of ``count`` elements."""
+        rows = self.rows.get(like.device)
+        if rows is None or rows.shape[1] < count:
+            size = max(count, CHUNK) if like.device.type == "cpu" else count
+            rows = self.rows[like.device] = torch.empty(3, size, device=like.device)
+        mean, square, spare = (row[:count] for row in rows)
+        return mean, square, spare.view(torch.int32)
+
+
+def write_codes(
+    kernel: Callable[..., None],
+    group: CodeGroup,
+    cuts: Sequence[Stretch],
+    where: Sequence[tuple[Tensor, Tensor]],
+    stream: tuple[int, int],
+    scratch: Scratch,
+) -> None:
+    """One step of a group: codes are read and written a chunk at a time.
+
+    Blocks of which nothing is updated keep their codes. ``where``: codes and scales of
+    the mean and of the mean square, old and new.
+    """
+    tensors = [t for pair in where for t in pair]
+    tensors += [t for cut in cuts for t in (cut.param, cut.grad)]
+    beside = [lies(t) is not None for t in tensors] if LIES else []
+    if any(beside) and not all(beside):
+        _write_here(kernel, group, cuts, where, stream, scratch)
+        return
+    end = 0
+    for start, stop in _blocks(cuts):
+        _keep(where, end, start)
+        for begin in range(start, stop, _most(cuts[0].param, stop - start)):
+            count = min(_most(cuts[0].param, stop - start), stop - begin)
+            chunk = _range(where, begin, count)
+            _write_chunk(kernel, cuts, chunk, begin, (*stream, begin), group, scratch)
+            if isinstance(cuts[0].param, _torch.FakeTensor):
+                return  # nothing is written, and each chunk is as the first
+        end = stop
+    _keep(where, end, len(where[0][0]))
+
+
+def _write_here(
+    kernel: Callable[..., None],
+    group: CodeGroup,
+    cuts: Sequence[Stretch],
+    where: Sequence[tuple[Tensor, Tensor]],
+    stream: tuple[int, int],
+    scratch: Scratch,
+) -> None:
+    """The same on the device, where some of it lies beside that."""
+    come = lambda x: x if lies(x) is None else brought(x)  # noqa: E731
+    mine = [c._replace(param=come(c.param), grad=come(c.grad)) for c in cuts]
+    # What was brought is a copy, to be written over.
+    work = [come(old) for old, _ in where]
+    made = [new if x is old else x for x, (old, new) in zip(work, where, strict=True)]
+    moved = list(zip(work, made, strict=True))
+    write_codes(kernel, group, mine, moved, stream, scratch)
+    pairs = [(c.param, m.param) for c, m in zip(cuts, mine, strict=True)]
+    pairs += [(new, x) for (_, new), x in zip(where, made, strict=True)]
+    for target, source in pairs:
+        if target is not source:
+            target.copy_(source)
+
+
+def _most(param: Tensor, count: int) -> int:
+    """How many elements are worked on at a time."""
+    return min(CHUNK, count) if param.device.type == "cpu" else count
+
+
+def _blocks(cuts: Sequence[Stretch]) -> list[tuple[int, int]]:
+    """The ranges, in whole blocks, that stretches touch."""
+    found: list[tuple[int, int]] = []
+    for cut in sorted(cuts, key=lambda cut: cut.start):
+        if not cut.param.numel():
+            continue
+        start = cut.start // BLOCK * BLOCK
+        stop = padded(cut.start + cut.param.numel())
+        if found and start <= found[-1][1]:
+            start, stop = found[-1][0], max(stop, found.pop()[1])
+        found.append((start, stop))
+    return found
+
+
+def _keep(where: Sequence[tuple[Tensor, Tensor]], start: int, stop: int) -> None:
+    """The blocks of a range stay as they are."""
+    if stop > start:
+        for old, new in _range(where, start, stop - start):
+            if old.data_ptr() != new.data_ptr():
+                new.copy_(old)
+
+
+def _write_chunk(
+    kernel: Callable[..., None],
+    cuts: Sequence[Stretch],
+    where: Sequence[tuple[Tensor, Tensor]],
+    begin: int,
+    stream: tuple[int, ...],
+    group: CodeGroup,
+    scratch: Scratch,
+) -> None:
+    (codes, _), *_ = where
+    mean, square, spare = scratch.of(codes, len(codes))
+    pairs = ((mean, _MEAN, where[:2]), (square, _SQUARE, where[2:]))
+    for x, coder, ((codes, _), (scales, _)) in pairs:
+        coder.decode(codes, scales, x, spare)
+    for cut in cuts:
+        _step(kernel, cut, mean, square, begin)
+    for k, (x, coder, ((_, codes), (_, scales))) in enumerate(pairs):
+        x[max(group.used - begin, 0) :].zero_()
+        if isinstance(x, _torch.FakeTensor):
+            dither = spare
+        else:
+            dither = chance(x.device, len(x), mix(*stream[:2], k, stream[2]))
+        coder.encode(x, codes, scales, dither, spare)
+
+
+def _range(
+    where: Sequence[tuple[Tensor, Tensor]], begin: int, count: int
+) -> list[tuple[Tensor, Tensor]]:
+    """Codes and scales, old and new, of ``count`` elements."""
+    blocks = slice(begin // BLOCK, (begin + count) // BLOCK)
+    spans = (slice(begin, begin + count), blocks) * (len(where) // 2)
+    return [(old[s], new[s]) for (old, new), s in zip(where, spans, strict=True)]
+
+
+def _step(
+    kernel: Callable[..., None], cut: Stretch, mean: Tensor, square: Tensor, begin: int
+) -> None:
+    """Writes one step of the elements of a stretch that lie within the chunk."""
+    low = max(cut.start, begin)
+    high = min(cut.start + cut.param.numel(), begin + mean.numel())
+    if high <= low:
+        return
+    whole = cut.param if cut.param.is_contiguous() else cut.param.contiguous()
+    target = whole.view(-1)[low - cut.start : high - cut.start]
+    grad = cut.grad.reshape(-1)[low - cut.start : high - cut.start]
+    wide = torch.promote_types(target.dtype, torch.float32)
+    moments = [x[low - begin : high - begin] for x in (mean, square)]
+    row = [x.to(wide).contiguous() for x in (target, grad, *moments)]
+    kernel(*([x] for x in row), weight_decay=cut.decay)
+    for x, made in zip((target, *moments), (row[0], *row[2:]), strict=True):
+        if x is not made:
+            x.copy_(made)
+    if whole is not cut.param:
+        cut.param.copy_(whole)

@@ -1,0 +1,281 @@
+"""A part of a checkpoint, under other names, in other dtypes: over any mesh."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from safetensors.torch import save_file
+
+import fsfunc as ff
+from fsfunc import tree
+from fsfunc.checkpoint.stored import CheckpointError
+from fsfunc.tree.structure import TreeMismatch
+from tests.checkpoint.stacks import STACKS, made
+from tests.checkpoint.trees import (
+    MESHES,
+    PAIR,
+    alike,
+    empty,
+    laid_out,
+    layouts,
+    on,
+    save_on_two,
+    shapes,
+)
+from tests.checks import same
+
+W, B = "params/layers/0/w", "params/layers/0/b"
+
+
+@pytest.fixture(scope="module")
+def kept(tmp_path_factory):
+    path = tmp_path_factory.mktemp("partial") / "a"
+    return path, save_on_two(path)
+
+
+def leaves_of(t):
+    return dict(zip(tree.paths(t), tree.leaves(t), strict=True))
+
+
+FLOATS = [torch.float64, torch.float32, torch.float16, torch.bfloat16]
+
+
+@st.composite
+def partial_loads(draw):
+    """Leaves saved on one mesh; some of them asked for on another, in other dtypes."""
+    axes = draw(st.sampled_from(MESHES)), draw(st.sampled_from(MESHES))
+    names = [f"w{i}" for i in range(draw(st.integers(2, 4)))]
+    kinds = {n: (draw(shapes), draw(st.sampled_from(FLOATS))) for n in names}
+    asked = {n: draw(st.sampled_from(FLOATS)) for n in names}
+    only = draw(st.sets(st.sampled_from(names), min_size=1))
+    sides = [
+        [draw(layouts(kinds[n][0], kinds[n][1] if i == 0 else asked[n], axes[i], n))
+         for n in names]
+        for i in range(2)
+    ]  # fmt: skip
+    return axes, kinds, asked, only, sides
+
+
+@settings(max_examples=20)
+@given(drawn=partial_loads(), donate=st.booleans(), seed=st.integers(0, 99))
+def test_what_is_chosen_is_read_renamed_and_converted(
+    tmp_path_factory, drawn, donate, seed
+):
+    axes, kinds, asked, only, sides = drawn
+    path = tmp_path_factory.mktemp("drawn") / "a"
+    draw = torch.Generator().manual_seed(seed)
+    numbers = lambda n: torch.randn(kinds[n][0], generator=draw)  # noqa: E731
+    saved = {n: numbers(n).to(kinds[n][1]) for n in kinds}
+    mine = {n: numbers(n).to(asked[n]) for n in kinds}
+    on(axes[0], lambda mesh: ff.save(path, {"m": laid_out(saved, sides[0], mesh)}))
+    expected = {n: saved[n].to(asked[n]) if n in only else mine[n] for n in kinds}
+
+    def load(mesh):
+        target = {"to": laid_out(mine, sides[1], mesh)}
+        found = ff.load(
+            path,
+            target,
+            only=[f"to/{n}" for n in only],
+            rename={"to": "m"},
+            cast=True,
+            donate=donate,
+        )
+        return tree.leaves(found), tree.leaves(laid_out(expected, sides[1], mesh))
+
+    for found, right in on(axes[1], load):
+        assert all(map(alike, found, right))
+
+
+@pytest.mark.parametrize("name", ["zero=3 on 2", "HSDP zero=1"])
+def test_parameters_of_a_state_and_its_own_moments(tmp_path, name):
+    """The next step gathers what was read, and goes on from what was kept."""
+
+    def save(mesh):
+        step, state, mine = made(name, mesh)
+        state, _ = step(state, mine[0])
+        ff.save(tmp_path / "a", state)
+        return ff.unshard(state)
+
+    def load(mesh):
+        step, target, mine = made(name, mesh, seed=8)
+        target, _ = step(target, mine[1])
+        before = ff.unshard(target)
+        state = ff.load(tmp_path / "a", target, only="params")
+        found = ff.unshard(state)
+        same(found.params, saved.params)
+        same(found.opt_state, before.opt_state)
+        same(ff.unshard(target), before)
+        whole = ff.load(tmp_path / "a", target)
+        with_own = replace(whole, opt_state=target.opt_state, step=target.step)
+        same(*(ff.unshard(step(s, mine[0])[0]).params for s in (state, with_own)))
+
+    saved = on(STACKS[name][0], save)[0]
+    on(STACKS[name][0], load)
+
+
+def test_what_is_on_one_side_alone_is_left_out_where_asked(kept):
+    path, state = kept
+    target = empty(state)
+    target["params"]["new"] = torch.ones(3)
+    del target["params"]["h"]
+    with pytest.raises(TreeMismatch):
+        ff.load(path, target)
+    found = ff.load(path, target, strict=False)
+    assert torch.equal(found["params"]["new"], torch.ones(3))
+    assert found["params"]["new"] is not target["params"]["new"]
+    same(found["params"]["layers"], state["params"]["layers"])
+    with pytest.raises(TreeMismatch, match="has no 'x'.*near are"):
+        ff.load(path, {"x": torch.ones(1)}, strict=False)  # nothing at all
+    same(ff.load(path, target, strict=False, only=["**/w", "step"])["step"], 3)
+
+
+def test_dots_for_slashes(tmp_path):
+    saved = {"model.layers.0.w": torch.randn(2, 3), "model.layers.1.w": torch.ones(2)}
+    save_file(saved, tmp_path / "hub.safetensors")
+    target = {"layers": [{"w": torch.zeros(2, 3)}, {"w": torch.zeros(2)}]}
+    found = ff.load(
+        tmp_path / "hub.safetensors",
+        target,
+        rename=lambda path: "model." + path.replace("/", "."),
+    )
+    assert all(map(torch.equal, tree.leaves(found), saved.values()))
+
+
+@pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
+def test_as_dcp_with_partial_loads(tmp_path, kept):
+    """Its planner leaves alone what the checkpoint does not have, and so does this."""
+    path, state = kept
+    reader = dcp.HuggingFaceStorageReader(str(path))
+    mine = {W: torch.zeros(2, 3), "other": torch.full((2,), 7.0)}
+    ours = ff.load(path, dict(mine), strict=False, rename=lambda p: p)
+    planner = dcp.DefaultLoadPlanner(allow_partial_load=True)
+    dcp.load(mine, storage_reader=reader, planner=planner, no_dist=True)
+    same(ours, mine)
+
+
+INTS = torch.arange(3)
+REFUSED = {
+    "a pattern that fits nothing": (
+        {"only": "params/layer"}, ValueError, ["fits no path", "params/layers/0/w"]
+    ),
+    "one pattern of two": ({"only": ["step", "stop"]}, ValueError, ["'stop'", "step"]),
+    "nobody chosen": ({"only": lambda _: False}, ValueError, ["chooses none"]),
+    "a name that is not there": (
+        {"rename": {W: "params/layers/0/v"}}, TreeMismatch,
+        [W, "params/layers/0/v", "params/layers/0/b"],
+    ),
+    "a subtree that is not there": (
+        {"rename": {"parms": "params"}}, ValueError, ["rename= names 'parms'", "params"]
+    ),
+    "two for one": (
+        {"rename": {W: "params/layers/1/w"}}, ValueError,
+        ["would both take 'params/layers/1/w'", W],
+    ),
+    "another kind": (
+        {"rename": {W: B, B: W}, "cast": True}, ValueError,
+        [B, f"there {W!r}", "f32[3]", "f32[2, 3]"],
+    ),
+    "one that nobody takes": (
+        {"rename": lambda p: p, "drop": "h"}, TreeMismatch,
+        ["params/h", "no leaf of the target takes", "strict=False"],
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("what", REFUSED)
+def test_options_that_name_nothing_or_one_thing_twice_are_told(kept, what):
+    path, state = kept
+    options, kind, words = REFUSED[what]
+    options = dict(options)
+    target = empty(state)
+    if drop := options.pop("drop", None):
+        del target["params"][drop]
+
+    def main(mesh):
+        with pytest.raises(kind) as raised:
+            ff.load(path, target, **options)
+        for word in words:
+            assert word in str(raised.value), f"{word!r} is not in: {raised.value}"
+
+    on(PAIR, main)
+
+
+CASTS = [
+    (torch.ones(2), torch.zeros(2).half(), True),
+    (torch.ones(2).bfloat16(), torch.zeros(2, dtype=torch.float64), True),
+    (torch.tensor([1e30]), torch.zeros(1).bfloat16(), True),
+    (torch.tensor([float("inf"), float("nan")]), torch.zeros(2).half(), True),
+    (torch.tensor([1e6]), torch.zeros(1).half(), "does not fit into torch.float16"),
+    (torch.tensor([500.0]), torch.zeros(1).to(torch.float8_e4m3fn), "does not fit"),
+    (INTS.int(), INTS, True),
+    (INTS, INTS.int(), "convert what comes back"),
+    (INTS, INTS.float(), "convert what comes back"),
+    (torch.ones(2), INTS[:2], "convert what comes back"),
+    (torch.ones(2) > 0, torch.zeros(2), "convert what comes back"),
+    (torch.ones(2).cfloat(), torch.zeros(2), "convert what comes back"),
+    (torch.ones(2), torch.zeros(3).half(), "convert what comes back"),
+]
+
+
+@pytest.mark.parametrize("saved, target, right", CASTS)
+def test_no_number_becomes_another(tmp_path, saved, target, right):
+    ff.save(tmp_path / "a", {"w": saved})
+    if right is not True:
+        with pytest.raises(ValueError, match=right) as raised:
+            ff.load(tmp_path / "a", {"w": target}, cast=True)
+        assert "'w'" in str(raised.value)
+        return
+    found = ff.load(tmp_path / "a", {"w": target}, cast=True)["w"]
+    assert found.dtype == target.dtype
+    assert alike(found, saved.to(target.dtype))
+    with pytest.raises(ValueError, match="cast=True converts"):
+        ff.load(tmp_path / "a", {"w": target})
+
+
+def test_a_large_leaf_is_converted_piece_by_piece(tmp_path):
+    saved = torch.randn(3 << 20).view(1 << 10, -1)
+    ff.save(tmp_path / "a", {"w": saved.t()})
+    target = torch.zeros(saved.t().shape, dtype=torch.bfloat16)
+    found = ff.load(tmp_path / "a", {"w": target}, cast=True)["w"]
+    assert torch.equal(found, saved.t().bfloat16())
+
+
+def test_what_is_kept_has_a_value(kept):
+    path, state = kept
+    target = ff.tree.map(
+        lambda x: x.to("meta") if torch.is_tensor(x) else x, empty(state)
+    )
+    with pytest.raises(ValueError, match="'params/h' is not read.*no value"):
+        ff.load(path, target, only="params/layers")
+
+
+def test_ranks_that_choose_differently_are_told(kept):
+    path, state = kept
+
+    def main(mesh):
+        only = "params" if mesh.rank else "params/layers"
+        with pytest.raises(ValueError, match="the ranks read different leaves"):
+            ff.load(path, empty(state), only=only)
+
+    on(PAIR, main)
+
+
+def test_chance_stays_where_a_part_is_read(kept):
+    path, state = kept
+    torch.manual_seed(4)
+    expected = torch.get_rng_state()
+    ff.load(path, empty(state), only="params")
+    assert torch.equal(torch.get_rng_state(), expected)
+
+
+def test_damage_is_found_in_what_is_read(tmp_path):
+    state = save_on_two(tmp_path / "a")
+    for file in (tmp_path / "a").glob("*.safetensors"):
+        data = bytearray(file.read_bytes())
+        data[-1] ^= 1
+        file.write_bytes(data)
+    with pytest.raises(CheckpointError, match="damaged"):
+        ff.load(tmp_path / "a", empty(state), only="params/h")

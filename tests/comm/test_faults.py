@@ -1,0 +1,60 @@
+"""A rank goes wrong, in each way that the benchmark knows: all others hear of it."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from tests.programs import forked
+
+BENCHMARKS = Path(__file__).resolve().parents[2] / "benchmarks"
+
+
+@pytest.fixture(scope="module")
+def outcomes(tmp_path_factory):
+    """What became of one fault of each kind."""
+    path = tmp_path_factory.mktemp("faults") / "json"
+    options = ["--sample", "--at-once", "6", "--limit", "60", "--json", str(path)]
+    done = forked(BENCHMARKS / "faults.py", *options, timeout=110)
+    assert path.exists(), done.stderr
+    return json.loads(path.read_text())["ours"]
+
+
+@pytest.mark.processes
+def test_each_ends_as_is_due_on_every_survivor(outcomes):
+    assert len({row["kind"] for row in outcomes}) == 19
+    for row in outcomes:
+        assert row["verdict"] == row["due"], row
+        assert row["happened"] or row["kind"] == "nothing", row
+        assert row["seconds"] < 20, row  # a timeout of two, and a slow machine
+        assert set(row["intact"]) <= {"intact"}, row
+        told = row["survivors"] if row["due"] == "told" else 0
+        assert len(row["intact"]) == told, row
+        assert row["names it"] == told, row  # the rank that went wrong
+
+
+@pytest.mark.processes
+def test_what_takes_a_rank_by_a_signal_is_on_its_own_screen(outcomes):
+    (row,) = [row for row in outcomes if row["kind"] == "aborts"]
+    said = row["own screen"]
+    assert "Fatal Python error: Aborted" in said and "in in_the_loss" in said
+
+
+@pytest.mark.processes
+def test_the_errors_say_what_happened(outcomes):
+    """The cause, not gloo's "Connection closed by peer"."""
+    says = {
+        "raises in the loss": "raised ValueError: no such token at ",
+        "raises in a backward": "raised ArithmeticError: no such gradient at ",
+        "raises in the loader": "raised OSError: no such shard at ",
+        "is killed": "its process was killed",
+        "stops": "its process is stopped",
+        "returns NaN": "'x': 1 of 32 elements NaN",
+        "comes too late": "runs, at ",
+    }
+    found = {row["kind"]: row for row in outcomes}
+    for kind, said in says.items():
+        row = found[kind]
+        for rank, text in row["errors"].items():
+            own = int(rank) == row["rank"]
+            assert own or said in text, (kind, text)

@@ -1,0 +1,478 @@
+"""`step_in_backward`: bits and bytes of the usual step, and gradients of one unit."""
+
+import functools
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import fsfunc as ff
+from fsfunc import tree
+from fsfunc.runtime.memory_kinds import KINDS
+from tests.checks import refused, simulated
+from tests.optim.trees import assert_bits
+from tests.planning.comparing import planned_and_run
+
+WIDTH, UNITS, ROWS = 8, 4, 12
+BF16 = torch.bfloat16
+
+
+@ff.unit
+def layer(p, x):
+    return torch.tanh(x @ p["w"] + p["b"])
+
+
+@ff.unit
+def nested(p, x):
+    """Its own leaf is read again after the inner unit's call."""
+    return layer(p["inner"], x * p["own"]) * p["own"]
+
+
+def draw(*shape, seed=0):
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed)) / 2
+
+
+def flat(i):
+    return {"w": draw(WIDTH, WIDTH, seed=i), "b": draw(WIDTH, seed=i + 50)}
+
+
+def init():
+    return [flat(i) for i in range(UNITS)]
+
+
+def batch_of(rows=ROWS):
+    return draw(rows, WIDTH, seed=99), draw(rows, WIDTH, seed=98)
+
+
+def loss_fn(params, batch):
+    x, y = batch
+    for p in params:
+        x = layer(p, x)
+    return (x - y).square().mean()
+
+
+def trained(optimizer, around, mesh, loss=loss_fn, init=init, steps=3):
+    """(params, optimizer's state, losses, bytes) after donated steps, whole."""
+
+    def main():
+        step, batch = around(optimizer(ff.value_and_grad(loss))), batch_of()
+        batch = ff.local_batch(batch, mesh, "data")
+        state, found = ff.init_state(step, init(), optimizer, batch), []
+        step = ff.donate(step)
+        with ff.ledger() as log:
+            for _ in range(steps):
+                state, metrics = step(state, batch)
+                found.append(metrics["loss"])
+        sent = sorted((r.op, r.axis, r.bytes, r.unit, r.phase) for r in log.records)
+        return ff.unshard(state.params), ff.unshard(state.opt_state), found, sent
+
+    return ff.spmd(main, mesh)()
+
+
+def assert_same(optimizer, around, mesh, **what):
+    usual = trained(optimizer, around, mesh, **what)
+    found = trained(ff.step_in_backward(optimizer), around, mesh, **what)
+    for a, b in zip(found, usual, strict=True):
+        assert_bits(a[:3], b[:3])
+        assert a[3] == b[3]
+
+
+ADAM = ff.sharded_adam(1e-2)
+adam = functools.partial(ff.sharded_adam, 1e-2)
+INNER = {
+    "plain": lambda f: f,
+    "remat": ff.remat,
+    "bf16": lambda f: ff.precision(f, BF16),
+    "accumulate": lambda f: ff.accumulate(ff.remat(f), 2),
+}
+
+
+EVERY = [(k, n, zero) for k in INNER for n in (1, 2, 3) for zero in (0, 2, 3)]
+
+
+@pytest.mark.parametrize(
+    "inner, size, zero",
+    [
+        pytest.param(*row, marks=() if i % 4 == i // 9 else pytest.mark.slow)
+        for i, row in enumerate(EVERY)
+    ],
+)
+def test_it_is_the_usual_step_in_bits_and_bytes(inner, size, zero):
+    mesh = simulated(size)
+
+    def around(f):
+        return ff.shard(INNER[inner](f), mesh, "data", zero=zero)
+
+    assert_same(ADAM, around, mesh, steps=2)
+
+
+GRID = simulated(node=2, data=2)
+OTHERS = {
+    "HSDP": (GRID, lambda f: ff.shard(f, GRID, "data", replicate="node")),
+    "HSDP, each": (GRID, lambda f: ff.shard(
+        ff.accumulate(f, 2), GRID, "data", replicate="node", reduce_each=True)),
+    "two axes": (GRID, lambda f: ff.shard(f, GRID, ("node", "data"), zero=2)),
+    "merged": (simulated(), lambda f: ff.shard(
+        ff.remat(f), simulated(), "data", min_bytes=700)),
+    "kept": (simulated(), lambda f: ff.shard(
+        f, simulated(), "data", reshard_after_forward=False)),
+    "remat around": (simulated(), lambda f: ff.remat(ff.shard(f, simulated(), "data"))),
+    "offload": (simulated(), lambda f: ff.offload(
+        ff.shard(f, simulated(), "data"), params="host", moments="host")),
+    "offload, one": (simulated(1), lambda f: ff.offload(
+        ff.shard(f, simulated(1), "data"), params="host", moments="host")),
+    "float16": (simulated(3), lambda f: ff.shard(
+        ff.precision(f, torch.float16, torch.float32), simulated(3), "data")),
+    "smaller": (simulated(), lambda f: ff.shard(
+        f, simulated(), "data", reduction=ff.QuantizedReduction())),
+}  # fmt: skip
+
+
+@pytest.mark.filterwarnings("ignore:gradients are computed in float16")
+@pytest.mark.parametrize("name", OTHERS)
+def test_so_it_is_under_other_transforms(name):
+    assert_same(ADAM, OTHERS[name][1], OTHERS[name][0], steps=2)
+
+
+OPTIMIZERS = {
+    "sgd": lambda: ff.sgd(0.1, momentum=0.9, nesterov=True),
+    "lion": lambda: ff.lion(1e-2),
+    "chain": lambda: ff.chain(ff.clip_by_value(1e-3), ADAM),
+    "moments in bf16": lambda: adam(moment_dtype=BF16),
+    "mask": lambda: adam(weight_decay=0.5, mask=lambda path, leaf: leaf.ndim > 1),
+    "ema": lambda: ff.ema(ADAM, 0.9),
+    "swa": lambda: ff.swa(ADAM, start=1),
+    "schedule_free": lambda: ff.schedule_free(ff.sgd(0.1), 0.1),
+    "partition": lambda: ff.partition(
+        {"w": ADAM, "b": ff.sgd(0.1)},
+        lambda path, leaf: None if path.startswith("1/") else path[-1],
+    ),
+    "a schedule": lambda: ff.sharded_adam(ff.warmup_cosine(0.1, 2, 9)),
+    "torch's": lambda: ff.from_torch(torch.optim.RMSprop, lr=0.01, momentum=0.9),
+}
+
+
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_any_that_treats_each_element_by_itself_will_do(name):
+    around = functools.partial(ff.shard, mesh=simulated(), axis="data")
+    assert_same(OPTIMIZERS[name](), around, simulated())
+
+
+def test_parameters_of_16_bits_with_copies():
+    def low():
+        return tree.map(lambda x: x.to(BF16), init())
+
+    def loss(params, batch):
+        return loss_fn(params, [x.to(BF16) for x in batch])
+
+    around = functools.partial(ff.shard, mesh=simulated(), axis="data")
+    optimizer = ff.master_weights(ADAM)
+    assert_same(optimizer, around, simulated(), init=low, loss=loss)
+
+
+# What a loss may do with parameters
+
+CALLS = st.sampled_from(["unit", "nested", "no_grad", "beside", "detached", "inner"])
+
+
+@settings(max_examples=8)
+@given(
+    calls=st.lists(st.tuples(CALLS, st.integers(0, 2)), min_size=1, max_size=6),
+    remat=st.booleans(),
+    micro=st.sampled_from([1, 2]),
+    min_bytes=st.sampled_from([0, 700]),
+    zero=st.sampled_from([0, 2, 3]),
+    size=st.sampled_from([1, 2]),
+)
+def test_whatever_a_loss_reads_again(calls, remat, micro, min_bytes, zero, size):
+    """Buffers that several calls read, with a graph, without one, or beside units."""
+
+    def loss(params, batch):
+        x, y = batch
+        for kind, i in calls:
+            p = params["nested"][i]
+            if kind == "unit":
+                x = layer(params["flat"][i], x)
+            elif kind == "nested":
+                x = nested(p, x)
+            elif kind == "inner":
+                x = layer(p["inner"], x)
+            elif kind == "no_grad":
+                with torch.no_grad():
+                    other = layer(params["flat"][i], x)
+                x = x + other
+            elif kind == "detached":
+                x = x + layer(params["flat"][i], x).detach()
+            else:
+                squares = tree.map(torch.square, params["flat"][i])
+                x = x + 1e-2 * ff.tree_sum(squares)
+        return (x - y).square().mean()
+
+    def params():
+        return {
+            "flat": [flat(i) for i in range(3)],
+            "nested": [{"inner": flat(i + 9), "own": draw(WIDTH)} for i in range(3)],
+        }
+
+    mesh = simulated(size)
+
+    def around(f):
+        f = ff.remat(f) if remat else f
+        f = ff.accumulate(f, micro) if micro > 1 else f
+        return ff.shard(f, mesh, "data", zero=zero, min_bytes=min_bytes)
+
+    assert_same(ADAM, around, mesh, loss=loss, init=params, steps=2)
+
+
+@ff.unit
+def peeking(p, x, inner):
+    """Reads another unit's parameters without a gradient, when it runs again too."""
+    with torch.no_grad():
+        other = layer(inner, x)
+    return x * p["own"] + other
+
+
+@pytest.mark.parametrize("zero", [0, 2, 3])
+def test_what_runs_again_reads_what_the_forward_read(zero):
+    def loss(params, batch):
+        x, y = batch
+        x = peeking(params["outer"], x, params["inner"])
+        x = layer(params["between"], x)
+        return (layer(params["inner"], x) - y).square().mean()
+
+    def params():
+        return {"outer": {"own": draw(WIDTH)}, "inner": flat(0), "between": flat(1)}
+
+    def around(f):
+        return ff.remat(ff.shard(f, simulated(), "data", zero=zero))
+
+    assert_same(ADAM, around, simulated(), loss=loss, init=params)
+
+
+@pytest.mark.parametrize("zero", [0, 3])
+def test_what_is_read_beside_units_too_is_stepped_in_the_end(zero):
+    def loss(params, batch):
+        squares = [ff.tree_sum(tree.map(torch.square, p)) for p in params[1:]]
+        return loss_fn(params, batch) + 0.1 * sum(squares)
+
+    around = functools.partial(ff.shard, mesh=simulated(), axis="data", zero=zero)
+    assert_same(ADAM, around, simulated(), loss=loss)
+
+
+def test_split_leaves_and_those_that_ranks_own():
+    mesh = simulated(data=2, model=2)
+    layouts = {"*/up": ff.Split(0, "model"), "*/down": ff.Split(1, "model")}
+
+    @ff.unit
+    def mlp(p, x):
+        return ff.nn.row_linear(torch.tanh(ff.nn.column_linear(x, p["up"])), p["down"])
+
+    def loss(params, x):
+        for p in params:
+            x = x + mlp(p, x)
+        return x.square().mean()
+
+    def main(optimizer):
+        names = ("up", "down")
+        params = [{k: draw(WIDTH, WIDTH, seed=i) for k in names} for i in range(3)]
+        step = ff.shard(optimizer(ff.value_and_grad(loss)), mesh, "data")
+        x = ff.local_batch(draw(4, WIDTH), mesh, "data")
+        state = ff.init_state(step, params, optimizer, x, layouts=layouts)
+        for _ in range(2):
+            state, _ = ff.donate(step)(state, x)
+        return ff.unshard(state.params), ff.unshard(state.opt_state)
+
+    found = ff.spmd(main, mesh)(ff.step_in_backward(ADAM))
+    assert_bits(found[0], ff.spmd(main, mesh)(ADAM)[0])
+
+
+def test_gradients_may_be_sharded_alone():
+    """The optimizer's step outside of ``shard``."""
+    mesh = simulated()
+
+    def main(optimizer):
+        grad = ff.shard(ff.value_and_grad(loss_fn), mesh, "data")
+        batch = ff.local_batch(batch_of(), mesh, "data")
+        params = ff.place(grad, init(), batch)
+        state = ff.TrainState(params, optimizer.init(params))
+        return ff.unshard(ff.donate(optimizer(grad))(state, batch)[0])
+
+    found = ff.spmd(main, mesh)(ff.step_in_backward(ADAM))
+    assert_bits(found[0], ff.spmd(main, mesh)(ADAM)[0])
+
+
+def test_without_shard_it_is_the_usual_step():
+    def main(optimizer):
+        step, params = optimizer(ff.value_and_grad(loss_fn)), init()
+        state = ff.TrainState(params, optimizer.init(params))
+        return ff.donate(ff.accumulate(step, 2))(state, batch_of())[0]
+
+    assert_bits(main(ff.step_in_backward(ADAM)), main(ADAM))
+
+
+# Memory
+
+
+@pytest.mark.parametrize("zero, size", [(0, 2), (2, 2), (3, 2), (3, 4), (0, 1)])
+def test_gradients_are_those_of_one_unit_as_planned(zero, size):
+    """Measured: what autograd gives of one unit, the buffer it travels in, and a part.
+
+    On one rank nothing travels: what autograd gives and the buffer, before it is given.
+    """
+    mesh, optimizer = simulated(size), ff.step_in_backward(ADAM)
+    unit = 4 * (WIDTH * WIDTH + WIDTH)
+
+    def main():
+        step = ff.shard(optimizer(ff.value_and_grad(loss_fn)), mesh, "data", zero=zero)
+        batch = ff.local_batch(batch_of(), mesh, "data")
+        state = ff.init_state(step, init(), optimizer, batch)
+        step = ff.donate(step)
+        state, _ = step(state, batch)
+        both = planned_and_run(step, state, batch)
+        both.check(slack=200)
+        return both.plain.ranks[0].memory
+
+    at = KINDS.index("gradients")
+    for memory in ff.spmd(main, mesh)():
+        top = max(held[at] for _, held in memory)
+        assert unit <= top <= 2 * unit + unit // (size if zero else 1) + 64
+
+
+def test_a_state_is_written_where_it_lies_and_the_peak_falls():
+    """By the gradients of all units but two."""
+    mesh, count = simulated(), 12
+
+    def main(optimizer):
+        params = [flat(i) for i in range(count)]
+        step = ff.remat(optimizer(ff.value_and_grad(loss_fn)))
+        batch = ff.local_batch(batch_of(2), mesh, "data")
+        step = ff.shard(step, mesh, "data")
+        state = ff.init_state(step, params, optimizer, batch)
+        state, _ = ff.donate(step)(state, batch)
+        where = [x.local.data_ptr() for x in tree.leaves(state, is_leaf=ff.is_sharded)
+                 if ff.is_sharded(x)]  # fmt: skip
+        with ff.testing.live_bytes(state, batch) as seen:
+            state, _ = ff.donate(step)(state, batch)
+        after = [x.local.data_ptr() for x in tree.leaves(state, is_leaf=ff.is_sharded)
+                 if ff.is_sharded(x)]  # fmt: skip
+        assert where == after
+        return seen.peak_bytes
+
+    usual, found = [
+        ff.spmd(main, mesh)(o)[0] for o in (ADAM, ff.step_in_backward(ADAM))
+    ]
+    part = 4 * (WIDTH * WIDTH + WIDTH) // 2
+    assert found <= usual - (count - 5) * part
+
+
+def test_a_state_is_saved_and_goes_on_with_it_or_without(tmp_path):
+    mesh, around = simulated(), functools.partial(ff.shard, axis="data")
+
+    def main():
+        plain, optimizer = ADAM, ff.step_in_backward(ADAM)
+        batch = ff.local_batch(batch_of(), mesh, "data")
+        steps = [
+            around(o(ff.value_and_grad(loss_fn)), mesh) for o in (plain, optimizer)
+        ]
+        state = ff.init_state(steps[1], init(), optimizer, batch)
+        state, _ = steps[1](state, batch)
+        ff.save(tmp_path / "a", state)
+        loaded = ff.load(tmp_path / "a", state)
+        states = [steps[1](loaded, batch)[0], steps[0](state, batch)[0]]
+        return [ff.unshard(s) for s in states]
+
+    for found, expected in ff.spmd(main, mesh)():
+        assert_bits(found, expected)
+
+
+# What is refused
+
+
+def stepped(optimizer, around=None, loss=loss_fn, grad=None):
+    mesh = simulated()
+    around = around or functools.partial(ff.shard, mesh=mesh, axis="data")
+
+    def main():
+        step = around(optimizer(grad or ff.value_and_grad(loss)))
+        batch = ff.local_batch(batch_of(), mesh, "data")
+        state = ff.init_state(step, init(), optimizer, batch)
+        return ff.donate(step)(state, batch)
+
+    ff.spmd(main, mesh)()
+
+
+def weighted(params, batch):
+    return ff.Weighted(loss_fn(params, batch) * 3, 3)
+
+
+def twice(params, batch):
+    value, grads = ff.value_and_grad(loss_fn)(params, batch)
+    return value, ff.value_and_grad(loss_fn)(params, batch)[1]
+
+
+def doubled(params, batch):
+    value, grads = ff.value_and_grad(loss_fn)(params, batch)
+    return value, tree.map(lambda g: 2 * g, grads)
+
+
+def clipped(params, batch):
+    value, grads = ff.value_and_grad(loss_fn)(params, batch)
+    return value, ff.tree_scale(grads, 1 / ff.global_norm(grads))
+
+
+def sib():
+    return ff.step_in_backward(ADAM)
+
+
+MESH = simulated()
+ALONE = "each element by itself"
+BAD = {
+    "a norm": (lambda: stepped(ff.step_in_backward(ff.chain(
+        ff.clip_by_global_norm(1e6), ff.sgd(ff.warmup_cosine(1.0, 100, 1000))))),
+        ValueError, ALONE),
+    "lamb": (lambda: stepped(ff.step_in_backward(ff.lamb(0.1))), ValueError, ALONE),
+    "lars": (lambda: stepped(ff.step_in_backward(ff.lars(0.1))), ValueError, ALONE),
+    "adafactor": (lambda: stepped(ff.step_in_backward(ff.adafactor(0.1))), ValueError,
+                  ALONE),
+    "muon": (lambda: stepped(ff.step_in_backward(ff.partition(
+        {"w": ff.muon(0.1), "b": ADAM}, lambda path, leaf: path[-1]))),
+        ValueError, ALONE),
+    "apply_if_finite": (lambda: stepped(ff.step_in_backward(ff.apply_if_finite(ADAM))),
+                        ValueError, ALONE),
+    "moments in float16": (lambda: stepped(ff.step_in_backward(
+        adam(moment_dtype=torch.float16))), ValueError, ALONE),
+    "moments in 8 bits": (lambda: stepped(ff.step_in_backward(
+        adam(moment_dtype=torch.uint8))), ValueError, ALONE),
+    "loss_scale within": (lambda: ff.step_in_backward(ff.loss_scale(ADAM)),
+                          ValueError, "without step_in_backward"),
+    "itself within": (lambda: ff.step_in_backward(sib()), ValueError, "makes its"),
+    "loss_scale around": (lambda: stepped(ff.loss_scale(sib())), ValueError,
+                          "nothing around"),
+    "clip around": (lambda: stepped(ff.chain(ff.clip_by_global_norm(1.0), sib())),
+                    ValueError, "nothing around"),
+    "its own apply": (lambda: sib().apply(init(), ADAM.init(init()), init()),
+                      ValueError, r"step_in_backward\(optimizer\)\(grad_fn\)"),
+    "weighted": (lambda: stepped(sib(), loss=weighted), ValueError, "Return a mean"),
+    "twice": (lambda: stepped(sib(), grad=twice), ValueError, "one loss"),
+    "zero=1": (lambda: stepped(sib(), lambda f: ff.shard(f, MESH, "data", zero=1)),
+               ValueError, "zero=2"),
+    "accumulate(shard)": (lambda: stepped(
+        sib(), lambda f: ff.accumulate(ff.shard(f, MESH, "data"), 2)),
+        ValueError, r"shard\(accumulate"),
+    "a pipeline": (lambda: stepped(sib(), lambda f: ff.shard(ff.pipeline(
+        f, simulated(data=1, pipe=2), "pipe", n_microbatches=2),
+        simulated(data=1, pipe=2), "data")), ValueError, "without it"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", BAD)
+def test_refused(name):
+    call, error, way_out = BAD[name]
+    refused(call, error, way_out)
+
+
+@pytest.mark.parametrize("grad", [doubled, clipped])
+def test_a_gradient_that_is_used_up_cannot_be_read(grad):
+    with pytest.raises(RuntimeError, match="used this gradient up"):
+        stepped(sib(), grad=grad)

@@ -1,0 +1,365 @@
+"""Bugs of data-parallel steps written by hand: reductions, norms, updates, draws."""
+
+import torch
+from torch.func import grad, grad_and_value
+
+import fsfunc as ff
+from fsfunc import tree
+from fsfunc.testing import assert_cost, check_replicated, check_types, finite, integers
+from fsfunc.testing import poison as poisoned
+from tests.models import floats
+from tests.testing.planted import TWO, Bug, law
+
+W, X = {"w": integers(4, 4), "b": integers(4, seed=1)}, integers(4, 4, seed=2)
+
+
+def loss(p, x):
+    return (x @ p["w"] + p["b"]).square().sum() / len(x)
+
+
+def step(p, x):
+    grads, value = grad_and_value(loss)(p, x)
+    return value, grads
+
+
+def reduced(how):
+    """The step by hand, whose loss and gradients ``how`` reduces."""
+
+    def by_hand(p, x):
+        value, grads = step(p, x)
+        return ff.pmean(value, "data"), how(grads)
+
+    return by_hand
+
+
+mean = reduced(lambda g: ff.pmean(g, "data"))
+by_mean = law(step, TWO, W, X)
+
+
+def total(p, x):
+    return grad(lambda p: (x @ p["w"] + p["b"]).square().sum())(p)
+
+
+def uneven(weigh):
+    def by_hand(p, x):
+        grads = grad(loss)(p, x)
+        if not weigh:
+            return ff.pmean(grads, "data")
+        many = torch.tensor(float(len(x)))
+        grads = ff.psum(tree.map(lambda g: g * many, grads), "data")
+        return tree.map(lambda g: g / ff.psum(many, "data"), grads)
+
+    return by_hand
+
+
+def clipped(norm_of, p, x, first=lambda g: g):
+    """Gradients, clipped to a norm of 1, and what comes before."""
+    g = first(grad(loss)(p, x))
+    norm = norm_of(g)
+    return tree.map(lambda g: g / norm, g)
+
+
+def norm(g):
+    return sum(x.square().sum() for x in tree.leaves(g)).sqrt()
+
+
+def over_ranks(g):
+    return ff.pmean(g, "data")
+
+
+def copies(g):
+    return ff.psum(norm(g) ** 2, "data").sqrt()
+
+
+def microbatched(divide):
+    def by_hand(p, x):
+        parts = [grad(loss)(p, part) for part in x.chunk(4)]
+        g = tree.map(lambda *gs: sum(gs) / divide, *parts)
+        return ff.pmean(g, "data")
+
+    return by_hand
+
+
+def update(p, x):
+    g = grad(loss)(p, x)
+    return tree.map(lambda a, g: a - 0.5 * g, p, g)
+
+
+def updated(sign=-0.5, keep=False):
+    def by_hand(p, x):
+        g = ff.pmean(grad(loss)(p, x), "data")
+        new = tree.map(lambda a, g: a + sign * g, p, g)
+        return {"w": new["w"], "b": p["b"]} if keep else new
+
+    return by_hand
+
+
+def momentum(back):
+    """The parts of a state are updated by their ranks, and come back in an order."""
+
+    def by_hand(p, x):
+        g = ff.pmean(grad(loss)(p, x), "data")["w"]
+        mine = ff.axis_index("data")
+        part = p["w"].chunk(2)[mine] - 0.5 * g.chunk(2)[mine]
+        parts = ff.all_gather(part[None], "data")
+        return torch.cat([parts[i] for i in back])
+
+    return by_hand
+
+
+def dropped(fold):
+    """Noise on rows, by a generator; the whole batch draws in order of rows."""
+
+    def by_hand(p, x):
+        draw = torch.Generator().manual_seed(3)
+        at = ff.axis_index("data") if fold else 0
+        noise = torch.randint(-2, 3, (4, 4), generator=draw)[2 * at : 2 * at + 2]
+        return x * (1 + noise)
+
+    return by_hand
+
+
+def noisy(p, x):
+    draw = torch.Generator().manual_seed(3)
+    return x * (1 + torch.randint(-2, 3, (4, 4), generator=draw))
+
+
+def positions(offset):
+    def by_hand(p, x):
+        first = ff.axis_index("data") * len(x) if offset else 0
+        return x + torch.arange(first, first + len(x))[:, None]
+
+    return by_hand
+
+
+def padded(count):
+    """Uneven rows, padded to three; ``count`` says by how many a mean divides."""
+
+    def by_hand(p, x):
+        full = torch.cat([x, x.new_zeros(3 - len(x), 4)])
+        sums = {"w": full.sum(0)}
+        many = torch.tensor(float(count(x, full)))
+        return tree.map(lambda s: s / ff.psum(many, "data"), ff.psum(sums, "data"))
+
+    return by_hand
+
+
+def stale(fill):
+    """The same into a buffer; its last row is somebody's old one."""
+
+    def by_hand(p, x):
+        buffer = (torch.zeros if fill else torch.empty)(3, 4)
+        buffer[: len(x)] = x
+        return ff.psum(buffer.sum(0), "data")
+
+    return by_hand
+
+
+def stale_check(ranks):
+    with poisoned():
+        law(lambda p, x: x.sum(0), TWO, W, integers(5, 4), uneven=True)(ranks)
+
+
+def normalised(mean_of):
+    return lambda p, x: x - mean_of(x.mean(0))
+
+
+def written(p, x):
+    p["b"] += 1
+    return mean({"w": p["w"], "b": p["b"] - 1}, x)
+
+
+def by_rank(draw):
+    """Parameters that a rank changes by a draw of its own."""
+
+    def main():
+        torch.manual_seed(ff.axis_index("data") if draw else 0)
+        check_replicated(tree.map(lambda a: a + torch.rand(a.shape), W), "data")
+
+    return main
+
+
+unit = ff.unit(lambda p, x: x @ p["w"] + p["b"])
+root = ff.unit(lambda p, x: x.sqrt() @ p["w"])
+
+
+def in_units(p, x):
+    return ff.value_and_grad(lambda p, x: unit(p, x).square().sum() / len(x))(p, x)
+
+
+def cost(ranks):
+    """A gather of both leaves' part, a scatter of their gradient, the loss."""
+    sharded = law(in_units, TWO, W, X)
+    assert_cost(lambda: sharded(ranks), bytes={"data": 40 + 40 + 8})
+
+
+def twice(p, x):
+    return ff.shard(in_units, TWO, "data")(ff.unshard(p), x)
+
+
+def order(reverse):
+    """Ranks that call their units in an order of their own."""
+    first, second = ff.unit(lambda w, x: x @ w), ff.unit(lambda w, x: x + w)
+
+    def run(p, x):
+        x = first(p["w"], x) if not reverse else second(p["b"], x)
+        return (second(p["b"], x) if not reverse else first(p["w"], x)).sum() / len(x)
+
+    return run
+
+
+def in_order(own):
+    def main():
+        odd = own and ff.axis_index("data") == 1
+        f = ff.shard(order(odd), TWO, "data")
+        return f(ff.place(f, W, X), X)
+
+    return main
+
+
+def noise(like):
+    def jitter(p, x):
+        g = in_units(p, x)[1]
+        return tree.map(lambda g, e: g + e, g, like(g))
+
+    return ff.shard(jitter, TWO, "data")
+
+
+def on_ranks(main):
+    return ff.spmd(main, TWO)()
+
+
+def looked(x):
+    """A sharded step of which rank 1 has a negative row."""
+
+    def run():
+        f = ff.shard(lambda p, x: root(p, x).sum(), TWO, "data")
+        mine = ff.local_batch(x, TWO, "data")
+        return finite(f)(ff.place(f, W, mine), mine)
+
+    return run
+
+
+def half(g):
+    return tree.map(lambda x: ff.pmean(x.bfloat16(), "data").float(), g)
+
+
+FLOATS = law(step, TWO, W | {"w": floats(4, 4)}, floats(4, 4, seed=1), tolerance=1e-4)
+LOST = "left out|nothing was reduced"
+
+BUGS = {
+    "sum for mean": Bug(
+        by_mean, mean, reduced(lambda g: ff.psum(g, "data")),
+        "2 times too large.* a sum in the place of a mean",
+    ),
+    "mean for sum": Bug(
+        law(total, TWO, W, X),
+        lambda p, x: ff.psum(total(p, x), "data"),
+        lambda p, x: ff.pmean(total(p, x), "data"),
+        "2 times too small.* a mean in the place of a sum",
+    ),
+    "not reduced": Bug(by_mean, mean, reduced(lambda g: g), "nothing was reduced"),
+    "one leaf forgotten": Bug(
+        by_mean, mean,
+        reduced(lambda g: {"b": g["b"], "w": ff.pmean(g["w"], "data")}),
+        "'1/b'(.*\n)*.*nothing was reduced",
+    ),
+    "reduced twice": Bug(
+        by_mean, mean, reduced(lambda g: ff.psum(ff.pmean(g, "data"), "data")),
+        "2 times too large.*reduced twice",
+    ),
+    "only the loss reduced": Bug(
+        by_mean, mean, lambda p, x: (ff.pmean(loss(p, x), "data"), step(p, x)[1]),
+        "'1/b'(.*\n)*.*nothing was reduced",
+    ),
+    "one rank's gradient": Bug(
+        by_mean, mean, reduced(lambda g: ff.pbroadcast(g, "data", source=0)),
+        "what the rows of rank 0 alone give: the others' are left out",
+    ),
+    "detached": Bug(
+        by_mean, mean, reduced(lambda g: tree.map(torch.zeros_like, g)),
+        "it is zero: lost",
+    ),
+    "unequal batches": Bug(
+        law(grad(loss), TWO, W, integers(5, 4), uneven=True, tolerance=1e-5),
+        uneven(True), uneven(False),
+        "ranks with 3, 2 rows: unequal parts are weighed alike",
+    ),
+    "clip before reduce": Bug(
+        law(lambda p, x: clipped(norm, p, x), TWO, W, X, tolerance=1e-5),
+        lambda p, x: clipped(norm, p, x, over_ranks),
+        lambda p, x: over_ranks(clipped(norm, p, x)),
+        r"not linear \(a clip, a norm.* ran before the reduction",
+    ),
+    "norm over replicas": Bug(
+        law(lambda p, x: clipped(norm, p, x), TWO, W, X, tolerance=1e-5),
+        lambda p, x: clipped(norm, p, x, over_ranks),
+        lambda p, x: clipped(copies, p, x, over_ranks),
+        r"sqrt\(2\) times too small.* a norm that counts copies",
+    ),
+    "accumulate without division": Bug(
+        law(grad(loss), TWO, W, integers(8, 4)), microbatched(4), microbatched(1),
+        "4 times too large: .*accumulated without division",
+    ),
+    "an update of the wrong sign": Bug(
+        law(update, TWO, W, X), updated(), updated(0.5),
+        "its change has the wrong sign",
+    ),
+    "a leaf never updated": Bug(
+        law(update, TWO, W, X), updated(), updated(keep=True),
+        "'b'(.*\n)*it is what the call was given: never updated",
+    ),
+    "an optimizer state not resharded": Bug(
+        law(lambda p, x: update(p, x)["w"], TWO, W, X), momentum([0, 1]),
+        momentum([1, 0]), "right elements in another order.* order of ranks",
+    ),
+    "a key not folded": Bug(
+        law(noisy, TWO, W, X, whole=lambda y: ff.all_gather(y, "data")),
+        dropped(True), dropped(False), "a key, or an offset, without axis_index",
+    ),
+    "positions without an offset": Bug(
+        law(lambda p, x: x + torch.arange(4)[:, None], TWO, W, X,
+            whole=lambda y: ff.all_gather(y, "data")),
+        positions(True), positions(False), "positions or mask.*an offset",
+    ),
+    "padding that leaks": Bug(
+        law(lambda p, x: {"w": x.mean(0)}, TWO, W, integers(5, 4), uneven=True,
+            tolerance=1e-5),
+        padded(lambda x, full: len(x)), padded(lambda x, full: len(full)),
+        "3, 2 rows all had 3: padding leaks",
+    ),
+    "a stale buffer": Bug(
+        stale_check, stale(True), stale(False), "memory that nobody wrote",
+    ),
+    "statistics of own rows": Bug(
+        law(normalised(lambda m: m), TWO, W, X,
+            whole=lambda y: ff.all_gather(y, "data")),
+        normalised(lambda m: ff.pmean(m, "data")), normalised(lambda m: m),
+        "statistics.* saw the rank's own rows only",
+    ),
+    "bf16 reduction": Bug(
+        FLOATS, mean, reduced(half), "rounded to 16 bits: .*reduced, in bfloat16",
+    ),
+    "a state written in place": Bug(
+        by_mean, mean, written, "wrote into the state's 'b', which was not donated",
+    ),
+    "parameters that drift": Bug(
+        on_ranks, by_rank(False), by_rank(True),
+        r"'b' .*differs along \"data\", where it is claimed to be one value",
+    ),
+    "gathered twice": Bug(
+        cost, ff.shard(in_units, TWO, "data"), twice, "sends .* bytes over 'data', not",
+    ),
+    "units in another order": Bug(
+        on_ranks, in_order(False), in_order(True), "ranks lay out for unlike steps",
+    ),
+    "noise on parts": Bug(
+        lambda step: check_types(step, TWO, W, X),
+        noise(ff.randn_like), noise(lambda g: tree.map(torch.randn_like, g)),
+        "randn_like",
+    ),
+    "what is not finite": Bug(
+        on_ranks, looked(X.abs()), looked(torch.cat([X[:2].abs(), -X[2:].abs() - 1])),
+        r"unit '<lambda>' returns nan at .* on rank 1 \{'data': 1\}",
+    ),
+}  # fmt: skip
