@@ -8,8 +8,8 @@ the loss is worst nearby, at distance rho along the gradient:
     g = dL/dw,     g_sam = dL/dw at (w + rho g / |g|)
 
 So it gives `value_and_grad` another meaning, and nothing else: a train step under it is
-SAM's, whatever loss and optimizer are in it. Norms and sums know how leaves lie, so that
-it holds around `shard`, at any `zero`, with microbatches and recomputation; and in
+SAM's, whatever loss and optimizer are in it. The norm is of all leaves, however they
+lie: it holds around `shard`, at any `zero`, with microbatches and recomputation. In
 another order it is refused.
 """
 
