@@ -104,6 +104,26 @@ def test_a_collective():
         check_collective(ff.collective(halo, lambda g: g[1:]), under=["vjp"])
 
 
+@pytest.mark.parametrize(
+    "grad",
+    [
+        torch.func.grad,
+        lambda f: ff.value_and_grad(f),
+        lambda f: lambda w: torch.autograd.grad(f(w.requires_grad_()), w),
+    ],
+)
+def test_a_collective_that_reads_what_is_differentiated_is_refused(grad):
+    def loss(w):
+        scaled = ff.collective(
+            lambda x: w * ff.psum(x, "data", to="V"),
+            lambda g: w * ff.psum(g, "data", to="V"),
+        )
+        return scaled(torch.ones(3)).sum()
+
+    with pytest.raises(ValueError, match="before or after the collective"):
+        ff.spmd(lambda: grad(loss)(torch.tensor(2.0)), mesh)()
+
+
 def test_a_codec_in_place_of_a_gather():
     class Bytes(ff.Gather):
         """Whole numbers travel in one byte each."""
