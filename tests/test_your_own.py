@@ -46,6 +46,18 @@ def test_a_transform():
     assert torch.equal(signed(params, x)[0], by_hand[0])
 
 
+@pytest.mark.parametrize("zero", [0, 3])
+@pytest.mark.parametrize("around", [lambda f: f, ff.remat])
+def test_a_transform_of_parts_around_shard(around, zero):
+    class Tripled(ff.Interpretation):
+        def unit(self, run, call):
+            return lambda w, x: run(ff.tree.map(lambda part: 3 * part, w), x)
+
+    plain = ff.value_and_grad(loss)
+    mine = around(ff.transformed(ff.shard(plain, mesh, "data", zero=zero), Tripled()))
+    assert_equals_one_device(ff.transformed(plain, Tripled()), mine, mesh, *given())
+
+
 class Doubled(ff.Interpretation):
     """Gradients of twice the loss, outside of what it is around."""
 
