@@ -4,6 +4,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 from fsfunc.comm.async_collectives import start
+from fsfunc.comm.collective_pairs import collective
 from fsfunc.comm.collectives import (
     all_gather,
     all_to_all,
@@ -20,6 +21,7 @@ from fsfunc.comm.launch import local_batch, make_mesh, spmd
 from fsfunc.comm.ledgers import ledger
 from fsfunc.comm.mesh import Mesh
 from fsfunc.core.autodiff import Weighted, value_and_grad
+from fsfunc.core.frames import Interpretation
 from fsfunc.core.losses import Summed
 from fsfunc.core.observation import observe_gradients
 from fsfunc.core.units import unit
@@ -110,6 +112,7 @@ from fsfunc.transforms.policies import SaveAllBut, SaveOnly, checkpoint_name
 from fsfunc.transforms.rematerialization import remat
 from fsfunc.transforms.selecting import remat_calls
 from fsfunc.transforms.sharding import shard
+from fsfunc.transforms.transforming import transformed
 
 if TYPE_CHECKING:
     from fsfunc import show, testing

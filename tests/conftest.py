@@ -79,6 +79,15 @@ def collected() -> Iterator[None]:
 
 
 @pytest.fixture
+def poisoned() -> Iterator[None]:
+    """NaN in memory that means nothing yet, or no more."""
+    from fsfunc.testing import poison
+
+    with poison():
+        yield
+
+
+@pytest.fixture
 def processes(tmp_path: Path) -> Callable[[str | Path, int], str]:
     """Return run(script, nproc, *args, timeout=TIME_LIMIT) -> what its ranks printed.
 

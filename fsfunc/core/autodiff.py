@@ -106,9 +106,7 @@ def value_and_grad(
         heard = None if f.path or f.runtimes else heard_here()
         with inside(replace(f, seed=seed)), hearing(heard):
             call = GradientCall(fn, numbers, has_aux, args, keywords)
-            outcome = _divide(_settled(run_inner(call)))
-            if outcome.shown is not None:
-                outcome = replace(outcome, grads=outcome.shown(outcome.grads))
+            outcome = _mean(run_inner(call))
         if heard:
             check_beside(fn, heard, [args[i] for i in numbers], outcome.grads)
         value = (outcome.total, outcome.aux) if has_aux else outcome.total
@@ -169,6 +167,21 @@ class Outcome:
     own: bool = False
     scale: float = 1.0
     shown: Callable[[Any], Any] | None = None
+
+    def settled(self) -> Outcome:
+        """What ``value_and_grad`` would return of it: all that is due done, the mean.
+
+        Raises:
+            RuntimeError: a ``shard`` around keeps the gradients of its units, to reduce
+                them as they appear: within it there are none.
+        """
+        for g in tree.leaves(self.grads, is_leaf=is_sharded):
+            if is_sharded(g) and g._local is None:
+                raise RuntimeError(
+                    f"the gradient of {g.name!r} is not there inside of the shard that "
+                    "reduces it: read gradients outside, as in mine(shard(step))"
+                )
+        return _mean(self)
 
 
 def differentiate(call: GradientCall) -> Outcome:
@@ -250,10 +263,13 @@ def _check_differentiable(chosen: list[Any], names: list[str]) -> None:
         )
 
 
-def _settled(outcome: Outcome) -> Outcome:
-    """The outcome, with what was still due done to its gradients."""
+def _mean(outcome: Outcome) -> Outcome:
+    """The outcome, with what was still due done to its gradients, divided and shown."""
     for finish in outcome.due:
-        outcome = replace(outcome, grads=finish(outcome.grads))
+        outcome = replace(outcome, grads=finish(outcome.grads), due=())
+    outcome = _divide(outcome)
+    if outcome.shown is not None:
+        outcome = replace(outcome, grads=outcome.shown(outcome.grads), shown=None)
     return outcome
 
 

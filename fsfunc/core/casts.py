@@ -24,6 +24,7 @@ class Casts:
     Args:
         compute: of parameters and floating inputs.
         reduce: of the sums of gradients; None: that of the parameters in the unit.
+        gradients: in which these are given; None: that of the parameters themselves.
         output: of what a unit returns; None: as it comes.
         overrides: (pattern, dtype): what computes otherwise, by the name of a unit
             call, or of one of its parameters below it; None: as it is given.
@@ -33,12 +34,15 @@ class Casts:
     reduce: torch.dtype | None = None
     output: torch.dtype | None = None
     overrides: tuple[tuple[str, torch.dtype | None], ...] = ()
+    gradients: torch.dtype | None = None
 
     def __str__(self) -> str:
         said = [_said(self.compute)]
         said += [f"{pattern} in {_said(dtype)}" for pattern, dtype in self.overrides]
         if self.reduce is not None:
             said.append(f"reduced in {_said(self.reduce)}")
+        if self.gradients is not None:
+            said.append(f"given in {_said(self.gradients)}")
         if self.output is not None:
             said.append(f"returned in {_said(self.output)}")
         return ", ".join(said)

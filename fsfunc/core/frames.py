@@ -39,13 +39,34 @@ __all__ = [
 class Interpretation:
     """What a transform makes of the calls in its reach; by default, nothing.
 
-    ``lays_out``: whether it decides how leaves lie on a mesh. ``decides``: whether it
-    is a :class:`Stage`. ``compared``: the ranks
+    For a transform of your own derive from it, say what becomes of a call, and reach
+    the calls inside a function by ``transformed(f, interpretation)``. Of a unit call
+    :meth:`unit` decides, of a ``value_and_grad`` call :meth:`gradient`; each is given
+    ``run``, what transforms further in make of the call, and returns what stands in its
+    place. So the order of transforms is that in which they stand around ``f``: in
+    ``shard(mine(f))`` yours sees gathered parameters, and no gradients of units, which
+    are reduced as they appear; in ``mine(shard(f))`` parts, and means. Threads share
+    one: what it learns of a call belongs into what it returns, not into itself.
+
+    >>> import torch, fsfunc as ff
+    >>> class Rounded(ff.Interpretation):  # units compute on weights of whole numbers
+    ...     called = "rounded"
+    ...     def unit(self, run, call):
+    ...         whole = lambda w: w + (w.round() - w).detach()
+    ...         return lambda params, *x: run(ff.tree.map(whole, params), *x)
+    >>> layer = ff.unit(lambda w, x: w * x)
+    >>> loss = ff.transformed(lambda w, x: layer(w, x).sum(), Rounded())
+    >>> ff.value_and_grad(loss)(torch.tensor(1.4), torch.tensor(3.0))
+    (tensor(3.), tensor(3.))
+
+    What more it may say of itself, as attributes. ``called``: its public name;
+    ``configuration``: what ranks compare. ``lays_out``: whether it decides how leaves
+    lie on a mesh. ``decides``: whether it is a :class:`Stage`. ``compared``: the ranks
     hosted here that know that all run one program under it, by its record or a first
-    call. ``called``: its public name. ``same_batch``: the axes along which all ranks
-    must be given one batch. ``scales``: whether backward passes in its reach start from
-    a larger number than 1, so that float16 will do. ``observes``: whether it is shown
-    each gradient that somebody takes, see :meth:`begins` and :meth:`ends`.
+    call. ``same_batch``: the axes along which all ranks must be given one batch.
+    ``scales``: whether backward passes in its reach start from a larger number than 1,
+    so that float16 will do. ``observes``: whether it is shown each gradient that
+    somebody takes, see :meth:`begins` and :meth:`ends`.
     """
 
     lays_out = False
@@ -95,16 +116,22 @@ class Interpretation:
     def unit(self, run: Callable[..., Any], call: Any) -> Callable[..., Any]:
         """How to run a unit call whose inner interpretations are ``run``.
 
-        ``call`` is a :class:`~fsfunc.core.units.Call`; what is returned is given its
-        parameters and inputs.
+        Args:
+            call: of it ``call.name`` is the unit's (``block``, or ``block/norm`` of one
+                within another), and ``call.number`` which call it is of the loss.
+
+        Returns:
+            what is given the call's parameters and inputs in the place of ``run``.
         """
         return run
 
     def gradient(self, run: Callable[..., Any]) -> Callable[..., Any]:
         """How to run a gradient call whose inner interpretations are ``run``.
 
-        What is returned takes a :class:`~fsfunc.core.autodiff.GradientCall`, and gives
-        an ``Outcome``, as ``run`` does.
+        What is returned takes a ``GradientCall`` (of it ``fn``, ``args`` and
+        ``argnums`` say what is differentiated; ``dataclasses.replace`` changes them),
+        and gives an ``Outcome``, as ``run`` does: sums, of which ``settled()`` is the
+        mean, with ``total``, ``grads`` (one tree for each argument) and ``aux``.
         """
         return run
 

@@ -209,12 +209,16 @@ class BackwardSteps(Interpretation):
         return id(shard) in self.at and not beside
 
     def step(self, shard: FlatShard, grad: Tensor, mean_size: int) -> None:
-        """Steps a buffer by the sum of its gradients, which is written into."""
+        """Steps a buffer by its gradient, which is written into.
+
+        Args:
+            mean_size: of how many ranks' gradients that is the sum.
+        """
         if id(shard) in self.done:
             raise RuntimeError(f"a gradient of {shard.name} came after its step")
         positions = self.at[id(shard)]
         with inside(self.frame), torch.no_grad():
-            if mean_size > 1 and grad.dtype != torch.float16:  # else it is a mean
+            if mean_size > 1:
                 grad.div_(mean_size)
             if self.count > 1:
                 grad.div_(self.count)

@@ -8,7 +8,7 @@ All of that is seen to here.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from itertools import chain
+from itertools import chain, pairwise
 from operator import attrgetter
 from typing import Any, NamedTuple
 
@@ -233,8 +233,34 @@ def _write(
     """Run ``kernel`` over columns; what is not dense or not of ``dtype`` is copied.
 
     Fused kernels read any tensor as if it were dense: an expanded gradient (that of a
-    sum) would give garbage, silently.
+    sum) would give garbage, silently. Copies are made of as much at a time as the
+    largest tensor has: of gradients in fewer bits there is no whole in ``dtype``.
     """
+    for part in _parts(columns, dtype):
+        _write_part(kernel, part, dtype, decay)
+
+
+def _parts(columns: list[list[Tensor]], dtype: torch.dtype) -> list[list[list[Tensor]]]:
+    """The columns, cut into as many rows as are to be copied at a time."""
+    if all(t.dtype == dtype for column in columns for t in column):
+        return [columns]
+    sizes = list(map(Tensor.numel, columns[0]))
+    cuts, held = [0], 0
+    for i, size in enumerate(sizes):
+        if held and held + size > max(sizes):
+            cuts.append(i)
+            held = 0
+        held += size
+    cuts.append(len(sizes))
+    return [[c[a:b] for c in columns] for a, b in pairwise(cuts)]
+
+
+def _write_part(
+    kernel: Callable[..., None],
+    columns: list[list[Tensor]],
+    dtype: torch.dtype,
+    decay: float,
+) -> None:
     beside = [lies(t) is not None for c in columns for t in c] if LIES else []
     if any(beside) and not all(beside):
         work = [[_here(t, dtype) for t in column] for column in columns]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from itertools import takewhile
 from typing import Any
 
@@ -70,6 +71,7 @@ def assert_equals_one_device(
         uneven: whether ranks may have unlike numbers of rows.
 
     Raises:
+        ValueError: a mesh whose ranks have no values of their own; nothing to compare.
         AssertionError: with the mesh, the leaf, its first element that differs and what
             each rank has there, the mistake that would explain it, and the last
             collectives that touched it.
@@ -98,10 +100,19 @@ def assert_equals_one_device(
     it is 2 times too large, the size of "data": a sum in the place of a mean, ...
     """
     check_mesh(mesh, "assert_equals_one_device")
+    if mesh.backend in ("abstract", "vmap"):
+        raise ValueError(
+            f"assert_equals_one_device on {mesh}, whose ranks have no values of their "
+            'own: give it ranks, as ff.make_mesh(axes, "simulated")'
+        )
+    if calls < 1:
+        raise ValueError(f"calls={calls}: nothing would be compared")
     axes = batch_axes(transformed, mesh) if axis is None else axis_names(axis)
     draws = torch.get_rng_state()
     expected = _on_one(step, state, batch, calls, goes_on)
     torch.set_rng_state(draws)
+    if not any(isinstance(x, Tensor) for x in tree.leaves(expected)):
+        raise ValueError(f"{_name(step)} returns no tensor: nothing would be compared")
 
     def main() -> Any:
         mine = local_batch(batch, mesh, axes, uneven) if axes else batch
@@ -112,33 +123,90 @@ def assert_equals_one_device(
             out = transformed(placed, *mine)
             written = written or _written(before, placed, mine)
             with silence():
-                outs.append(whole(out))
+                outs.append(tree.map(_copied, whole(out)))
             placed = placed if goes_on is None else goes_on(out)
         return outs, written, _rows(mine)
 
     with ledger() as log:
         found = spmd(main, mesh)()
     outs, written, rows = found.unzip()
-    title = f"{_name(transformed)} on {mesh} is not {_name(step)} on one device"
-
-    def alone(call: int, position: int) -> Sequence[Tensor]:
-        parts = [_cut(batch, mesh, axes, r) for r in range(mesh.size)]
-        each = [_on_one(step, state, p, calls, goes_on)[call] for p in parts]
-        return [tree.leaves(out)[position] for out in each]
-
+    alone = mesh.backend == "processes"
+    seen = _Runs(
+        step, transformed, mesh, state, batch, axes, calls, goes_on,
+        expected, [mesh.rank] if alone else [*range(mesh.size)], outs, rows, log,
+    )  # fmt: skip
     for k in range(calls):
-        told = title + (f", in its call {k + 1} of {calls}" if calls > 1 and k else "")
-        ranks = [out[k] for out in outs]
-        if seen := _first(ranks, expected[k], tolerance, told):
-            raise AssertionError(
-                _message(
-                    told, seen, ranks, expected[k], mesh, state, axes, rows,
-                    lambda position, k=k: alone(k, position), log,
-                )
-            )  # fmt: skip
-        for rank, what in enumerate(written):
+        seen.compare(k, tolerance)
+        for rank, what in zip(seen.ranks, written, strict=True):
             if what:
-                raise AssertionError(f"{title}: on rank {rank} it {what}")
+                raise AssertionError(f"{seen.title(0)}: on rank {rank} it {what}")
+
+
+@dataclass(frozen=True)
+class _Runs:
+    """What was run, what one device gave, and what the ranks hosted here did."""
+
+    step: Callable[..., Any]
+    transformed: Callable[..., Any]
+    mesh: Mesh
+    state: Any
+    batch: Any
+    axes: tuple[str, ...]
+    calls: int
+    goes_on: Callable[[Any], Any] | None
+    expected: Sequence[Any]
+    ranks: Sequence[int]
+    outs: Sequence[Sequence[Any]]
+    rows: Sequence[int]
+    log: Ledger
+
+    def title(self, k: int) -> str:
+        ours, theirs = _name(self.transformed), _name(self.step)
+        said = f"{ours} on {self.mesh} is not {theirs} on one device"
+        return f"{said}, in its call {k + 1} of {self.calls}" if k else said
+
+    def compare(self, k: int, tolerance: float) -> None:
+        """Raises where a call differs on any rank, at the first leaf that does."""
+        seen = []
+        for rank, out in zip(self.ranks, self.outs, strict=True):
+            try:
+                found = difference(out[k], self.expected[k], tolerance)
+            except tree.TreeMismatch as error:
+                raise AssertionError(
+                    f"{self.title(k)}: on rank {rank} {error}"
+                ) from None
+            if found is not None:
+                seen.append(found)
+        if seen:
+            order = tree.paths(self.expected[k])
+            first = min(seen, key=lambda d: order.index(d.path))
+            raise AssertionError(self.message(k, first, order.index(first.path)))
+
+    def message(self, k: int, seen: Difference, position: int) -> str:
+        found = [tree.leaves(out[k])[position] for out in self.outs]
+        lines = [self.title(k), seen.said]
+        lines.append(f"  one device  {seen.at_index(seen.expected)}")
+        each = [*zip(self.ranks, found, strict=True)]
+        lines += [f"  rank {r:<7}{seen.at_index(x)}" for r, x in each[:_SHOWN]]
+        if len(each) > _SHOWN:
+            lines.append(f"  and {len(each) - _SHOWN} more ranks")
+        every = len(self.ranks) == self.mesh.size  # over processes we know our own
+        if every and all(isinstance(x, Tensor) for x in [seen.expected, *found]):
+            given = _given(self.state)
+            case = Case(
+                seen.expected, found, self.mesh, given, _before(seen, given),
+                self.axes, self.rows, lambda: self.alone(k, position),
+            )  # fmt: skip
+            lines.append(explain(case))
+        return "\n".join([*lines, *_origin(seen.path, self.log)])
+
+    def alone(self, k: int, position: int) -> Sequence[Tensor]:
+        """What one device makes of each rank's rows."""
+        every = range(self.mesh.size)
+        parts = [_cut(self.batch, self.mesh, self.axes, r) for r in every]
+        how = self.calls, self.goes_on
+        outs = [_on_one(self.step, self.state, part, *how)[k] for part in parts]
+        return [tree.leaves(out)[position] for out in outs]
 
 
 def _on_one(step: Any, state: Any, batch: Any, calls: int, goes_on: Any) -> list[Any]:
@@ -146,7 +214,7 @@ def _on_one(step: Any, state: Any, batch: Any, calls: int, goes_on: Any) -> list
     outs = []
     for _ in range(calls):
         out = step(state, *batch)
-        outs.append(out)
+        outs.append(tree.map(_copied, out))
         state = state if goes_on is None else goes_on(out)
     return outs
 
@@ -178,52 +246,6 @@ def _written(before: list[Tensor], placed: Any, batch: Any) -> str:
             what = f"the state's {name!r}" if where == "0" else f"the batch's {name!r}"
             return f"wrote into {what}, which was not donated: use ff.donate, or a copy"
     return ""
-
-
-def _first(
-    ranks: Sequence[Any], expected: Any, tolerance: float, title: str
-) -> Difference | None:
-    """The first leaf that differs on any rank."""
-    seen = []
-    for rank, out in enumerate(ranks):
-        try:
-            found = difference(out, expected, tolerance)
-        except tree.TreeMismatch as error:
-            raise AssertionError(f"{title}: on rank {rank} {error}") from None
-        if found is not None:
-            seen.append(found)
-    if not seen:
-        return None
-    order = tree.paths(expected)
-    return min(seen, key=lambda d: order.index(d.path))
-
-
-def _message(
-    title: str,
-    seen: Difference,
-    ranks: Sequence[Any],
-    expected: Any,
-    mesh: Mesh,
-    state: Any,
-    axes: tuple[str, ...],
-    rows: Sequence[int],
-    alone: Callable[[int], Sequence[Tensor]],
-    log: Ledger,
-) -> str:
-    position = tree.paths(expected).index(seen.path)
-    found = [tree.leaves(out)[position] for out in ranks]
-    lines = [title, seen.said, f"  one device  {seen.at_index(seen.expected)}"]
-    lines += [f"  rank {r:<7}{seen.at_index(x)}" for r, x in enumerate(found[:_SHOWN])]
-    if len(found) > _SHOWN:
-        lines.append(f"  and {len(found) - _SHOWN} more ranks")
-    if isinstance(seen.expected, Tensor) and all(isinstance(x, Tensor) for x in found):
-        given = _given(state)
-        case = Case(
-            seen.expected, found, mesh, given, _before(seen, given), axes, rows,
-            lambda: alone(position),
-        )  # fmt: skip
-        lines.append(explain(case))
-    return "\n".join([*lines, *_origin(seen.path, log)])
 
 
 def _given(state: Any) -> dict[str, Tensor]:
@@ -261,6 +283,11 @@ def _cut(batch: Any, mesh: Mesh, axes: tuple[str, ...], rank: int) -> Any:
     size, index = mesh.axis_size(axes), mesh.coordinate(axes, rank)
     part = lambda x: x.tensor_split(size)[index] if isinstance(x, Tensor) else x  # noqa: E731
     return tree.map(part, batch)
+
+
+def _copied(x: Any) -> Any:
+    """A tensor as it is now: a later call may be given its memory to write into."""
+    return x.detach().clone() if isinstance(x, Tensor) else x
 
 
 def _rows(batch: Any) -> int:

@@ -21,6 +21,7 @@ def precision(
     reduce: torch.dtype | None = None,
     *,
     output: torch.dtype | None = None,
+    gradients: torch.dtype | None = None,
     overrides: Mapping[str, torch.dtype | None] | None = None,
 ) -> Callable[..., Any]:
     """``f`` with units computing in ``compute`` on parameters kept as they are.
@@ -28,15 +29,21 @@ def precision(
     A unit's parameters and floating inputs are cast; under ``shard`` the rank's part is
     cast before the gather, which then moves the smaller dtype, and no full-size copy in
     the wider one exists. Gradients are reduced in ``reduce`` and given in the dtype of
-    the parameters. Buffers of a module (`from_module`) are left as they are: running
-    statistics and counters would not survive a narrow dtype. What a ``torch.autocast``
-    around a unit casts, it casts too.
+    the parameters, or in ``gradients``. Buffers of a module (`from_module`) are left as
+    they are: running statistics and counters would not survive a narrow dtype. What a
+    ``torch.autocast`` around a unit casts, it casts too.
 
     Args:
         f: a unit, a loss, or a train step.
         compute: the dtype of units' arithmetic, such as ``torch.bfloat16``.
         reduce: the dtype of the reductions; by default that of the arithmetic.
         output: the dtype of floating tensors that units return; else as they come.
+        gradients: under ``shard``, the dtype in which a rank holds the gradients of
+            units' parameters, until a step reads them. With ``torch.bfloat16`` Adam has
+            14 bytes a float32 parameter over the ranks at zero=3, 16 without. Each is
+            rounded once it is the mean over ranks; where a buffer's gradient is a sum
+            of several (of units that share it, of microbatches of an ``accumulate``
+            around), these are added in it.
         overrides: pattern to dtype, for what computes in another one, or (None) in the
             one it is given: ``{"**/norm/**": torch.float32}``. A pattern is compared
             with the name of a unit (``block``, or ``block/norm`` within one), for its
@@ -60,6 +67,7 @@ def precision(
     """
     more = {} if overrides is None else dict(overrides)
     given = {"compute": compute, "reduce": reduce, "output": output, **more}
+    given["gradients"] = gradients
     for name, dtype in given.items():
         if dtype is None and name != "compute":
             continue
@@ -67,7 +75,7 @@ def precision(
             raise ValueError(
                 f"{name}={dtype!r}: it is a floating dtype, such as torch.bfloat16"
             )
-    casts = Casts(compute, reduce, output, tuple(more.items()))
+    casts = Casts(compute, reduce, output, tuple(more.items()), gradients)
 
     @functools.wraps(f)
     def run(*args: Any, **keywords: Any) -> Any:

@@ -25,7 +25,8 @@ class GatheredCall:
         name, key, micro: of the unit call: its name, which call it was of each body
             around it, and its microbatches.
         shard: the buffer; ``views``: how the leaves that the call reads lie in it.
-        dtype: in which it is gathered; ``reduce``: in which its gradient is reduced.
+        dtype: in which it is gathered; ``reduce``: in which its gradient is reduced;
+            ``given``: in which that is kept.
         keeps: whether the runtime keeps the gradient, past autograd.
 
     Attributes:
@@ -37,8 +38,8 @@ class GatheredCall:
     """
 
     __slots__ = (
-        "name", "key", "micro", "views", "dtype", "reduce", "keeps", "full", "lasts",
-        "shared", "forgets", "grad", "_shard", "_version",
+        "name", "key", "micro", "views", "dtype", "reduce", "given", "keeps", "full",
+        "lasts", "shared", "forgets", "grad", "_shard", "_version",
     )  # fmt: skip
 
     def __init__(
@@ -51,9 +52,11 @@ class GatheredCall:
         dtype: torch.dtype,
         reduce: torch.dtype | None = None,
         keeps: bool = False,
+        given: torch.dtype | None = None,
     ):
         self.name, self.key, self.micro, self.views = name, key, micro, views
         self.dtype, self.reduce, self.keeps = dtype, reduce or dtype, keeps
+        self.given = given
         self._shard, self._version = weakref.ref(shard), shard.version
         self.full: Tensor | None = None
         self.lasts = self.shared = self.forgets = False

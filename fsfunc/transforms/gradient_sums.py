@@ -77,6 +77,7 @@ class GradientSums:
         # What observers are still to see: how many calls give it, and the sum so far.
         self.unseen: dict[Any, tuple[int, Tensor | None]] = {}
         self.grads: dict[int, Tensor] = {}
+        self.given: dict[int, torch.dtype] = {}  # in which they are, if not their own
         self.due: dict[Any, tuple[FlatShard, Tensor, str, int]] = {}
         self.waiting: list[Reducing] = []
         self.reducing: list[Reducing] = []
@@ -134,6 +135,8 @@ class GradientSums:
         """Takes the gradient of one call, which it reduces when all are there."""
         if self.observers:
             self._show(call, shard, buffer)
+        if call.given not in (None, shard.flat.dtype):
+            self.given[id(shard)] = call.given
         due = 1  # counted, not numbered: microbatches may come back in any order
         for _, n in call.micro[self.depth :]:
             due *= n
@@ -168,27 +171,14 @@ class GradientSums:
         for observer in self.observers:
             observer.see(buffer, shard.split_axes)
 
-    def _reduce(self, one: Reducing) -> None:
-        """Puts a reduction in flight, and waits for the one before; or has it wait."""
-        if self.offloads:
+    def _reduce(self, one: Reducing, now: bool = False) -> None:
+        """Puts a reduction in flight, and waits for the one before; or has it wait.
+
+        With ``now`` it is waited for itself.
+        """
+        if self.offloads and not now:
             self.waiting.append(one)
             return
-        self._send(one)
-        if len(self.reducing) > 1:
-            self._finish()
-
-    def settle(self) -> None:
-        """Reduces what waits for it, one buffer after the other."""
-        while self.waiting:
-            one = self.waiting.pop(0)
-            with label(one.name, "backward"):
-                self._send(one)
-                del one
-                self._finish()
-                while self.summing:
-                    self._keep_first()
-
-    def _send(self, one: Reducing) -> None:
         shard, buffer = one.shard, one.buffer
         where = self.routes[shard.split_axes].where
         if buffer.dtype == torch.float16:
@@ -201,6 +191,17 @@ class GradientSums:
             else:
                 one.work = self.feedback.move(how, buffer, shard, where, whole)
         self.reducing.append(one)
+        if now or len(self.reducing) > 1:
+            del one, buffer
+            self._finish()
+
+    def settle(self) -> None:
+        """Reduces what waits for it, one buffer after the other."""
+        while self.waiting:
+            with label(self.waiting[0].name, "backward"):
+                self._reduce(self.waiting.pop(0), now=True)
+                while self.summing:
+                    self._keep_first()
 
     def _finish(self) -> None:
         """Takes in the reduction that was put in flight first."""
@@ -252,17 +253,22 @@ class GradientSums:
         """Adds a buffer's summed gradient to those that are there."""
         shard = one.shard
         count_as("gradients", [grad])
-        narrow = one.dtype == torch.float16
-        if shard.flat.dtype == torch.float16:  # it would not hold the sum
-            grad = grad.div_(self.mean_size / (self.before if narrow else 1))
+        own = shard.flat.dtype
+        given, by = self.given.get(id(shard), own), self.mean_size
+        halved = self.before if one.dtype == torch.float16 else 1
+        # A mean at once, where that dtype might not hold the sum.
+        if mean := given != own or own == torch.float16:
+            if given != own:  # rounded once
+                grad = grad.to(torch.promote_types(grad.dtype, torch.float32))
+            grad = grad.div_(by / halved) if by != halved else grad
         if self.offloads and lies(shard.flat):  # to where its parameters are
-            if not lies(grad) or grad.dtype != shard.flat.dtype:
-                grad = beside(shard.flat, grad.to(shard.flat.dtype))
-        elif grad.dtype != shard.flat.dtype:
-            grad = grad.to(shard.flat.dtype)
+            if not lies(grad) or grad.dtype != given:
+                grad = beside(shard.flat, grad.to(given))
+        elif grad.dtype != given:
+            grad = grad.to(given)
             count_as("gradients", [grad])
-        if narrow and shard.flat.dtype != torch.float16:
-            grad.mul_(self.before)
+        if halved > 1 and not mean:
+            grad.mul_(halved)
         before = self.grads.get(id(shard))
         self.grads[id(shard)] = grad = grad if before is None else before.add_(grad)
         if self.steps is not None:
@@ -270,7 +276,7 @@ class GradientSums:
             still.discard(one.key[1])
             if not still and self.steps.takes(shard):
                 del self.grads[id(shard)]
-                self.steps.step(shard, grad, self.mean_size)
+                self.steps.step(shard, grad, 1 if mean else by)
 
     def finish(self) -> None:
         """Waits for all that is due; ``grads`` then has the sums over the ranks."""

@@ -101,8 +101,10 @@ def collected(grads: Any, chosen: Any, runtime: ShardRuntime) -> tuple[Any, ...]
             continue
         grad = runtime.sums.grads.get(key)
         shards[key] = shard.like(_zeros(shard.flat) if grad is None else grad)
-    # Those in float16 are means already.
-    sums = [s.flat for s in shards.values() if s.flat.dtype != torch.float16]
+    sums, half = [], torch.float16  # of which, and of another dtype, there are means
+    for key, s in shards.items():
+        if half != s.flat.dtype == runtime.keeps[key].flat.dtype:
+            sums.append(s.flat)
     if sums and runtime.mean_size > 1:
         torch._foreach_div_(sums, runtime.mean_size)
     leaves = {}

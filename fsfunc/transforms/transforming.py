@@ -16,7 +16,24 @@ def transformed(
     f: Callable[..., Any],
     handler: Interpretation,
 ) -> Callable[..., Any]:
-    """``f`` with ``handler`` in reach of every unit and gradient call inside."""
+    """``f`` with an interpretation in reach of every unit and gradient call inside.
+
+    What all transforms come down to, and how one of your own is applied.
+
+    Args:
+        f: a unit, a loss, or a train step.
+        handler: an ``Interpretation``: what is to become of these calls.
+
+    >>> import torch, fsfunc as ff
+    >>> class Named(ff.Interpretation):
+    ...     def unit(self, run, call):
+    ...         print("calls", call.name)
+    ...         return run
+    >>> layer = ff.unit(lambda w, x: w * x)
+    >>> transformed(lambda w: layer(w, 2.0), Named())(torch.tensor(3.0))
+    calls <lambda>
+    tensor(6.)
+    """
 
     @functools.wraps(f)
     def run(*args: Any, **keywords: Any) -> Any:

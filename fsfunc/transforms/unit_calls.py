@@ -173,9 +173,10 @@ def _gathered_calls(
     And the leaves' positions, in the order of the views.
     """
     f, calls, shards, flats, order = call.frame, [], [], [], []
-    reduce, each = None, None
+    reduce, each, given = None, None, None
     if f.casts is not None:
-        reduce, each = f.casts.reduce, f.casts.each(call.name, treedef)
+        reduce, given = f.casts.reduce, f.casts.gradients
+        each = f.casts.each(call.name, treedef)
     for positions in by_buffer(leaves, mine):
         first = leaves[positions[0]]
         if (shard := first.packed) is not None:
@@ -192,7 +193,7 @@ def _gathered_calls(
         if each is not None:
             kind = _one_dtype(kind, [each[i] for i in positions])
         one = GatheredCall(
-            call.name, call.numbers, f.micro, shard, views, kind, reduce, keeps
+            call.name, call.numbers, f.micro, shard, views, kind, reduce, keeps, given
         )
         calls.append(one)
         shards.append(shard)

@@ -203,7 +203,7 @@ def fuzz(victim, seeds, proven):
         draw = random.Random(seed)
         victim.mutate(draw)
         try:
-            with in_time(5):
+            with in_time(60):
                 refused += victim.judge(proven) is not None
         except Exception as error:
             error.add_note(f"seed {seed}: {Path(victim.path).name}")

@@ -89,7 +89,7 @@ def test_what_is_chosen_is_read_renamed_and_converted(
         assert all(map(alike, found, right))
 
 
-@pytest.mark.parametrize("name", ["zero=3 on 4", "zero=1 on 3", "HSDP zero=1"])
+@pytest.mark.parametrize("name", ["zero=3 on 2", "HSDP zero=1"])
 def test_parameters_of_a_state_and_its_own_moments(tmp_path, name):
     """The next step gathers what was read, and goes on from what was kept."""
 

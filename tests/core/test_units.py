@@ -10,7 +10,6 @@ from torch import nn
 import fsfunc as ff
 from fsfunc import tree
 from fsfunc._torch import FakeTensor
-from fsfunc.runtime.buffer_pool import BufferPool
 from tests.checks import close, same
 
 Point = namedtuple("Point", "a b")
@@ -166,12 +165,6 @@ def three_calls(unit):
         return torch.sin(x).square().mean()
 
     return loss
-
-
-@pytest.fixture
-def poisoned(monkeypatch):
-    """NaN wherever a gathered or reduced buffer was, once it is let go of."""
-    monkeypatch.setattr(BufferPool, "poison", True)
 
 
 @pytest.mark.parametrize("name", BODIES)

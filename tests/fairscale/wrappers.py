@@ -43,6 +43,7 @@ CASES = {
     "fsdp, adam": Case("fsdp", "adam"),
     "fsdp, clipped": Case("fsdp", "adam", 2.0),
     "fsdp, clipped by the largest": Case("fsdp", "sgd", math.inf),
+    "fsdp, clipped by the sum": Case("fsdp", "adam", 1.0),
     "fsdp, whole": Case("fsdp", "adam", 2.0, units=False),
     "fsdp, kept": Case("fsdp", "sgd", 2.0, "once", {"reshard_after_forward": False}),
     "fsdp, by leaf": Case("fsdp", "adam", 2.0, "", {"flatten_parameters": False}),

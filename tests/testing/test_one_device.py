@@ -112,3 +112,65 @@ def test_draws_are_the_same_in_both_runs():
         return w + torch.rand(3)
 
     assert_equals_one_device(step, step, MESH, torch.ones(3), ROWS, axis=())
+
+
+def test_a_leaf_beside_units_is_donated_with_the_rest():
+    def loss(p, x):
+        return (linear(p["layer"], x) * p["gain"]).sum() / len(x)
+
+    params = {"layer": PARAMS[0], "gain": integers(4, seed=7)}
+    step = train_step(loss, ff.sgd(1.0))
+    state = ff.TrainState(params, ff.sgd(1.0).init(params))
+    donated = ff.donate(ff.shard(step, MESH, "data"))
+    assert_equals_one_device(
+        step, donated, MESH, state, ROWS, goes_on=lambda out: out[0]
+    )
+
+
+def test_stages_and_split_leaves_are_laid_out():
+    pipe = ff.make_mesh({"pipe": 2, "data": 2}, "simulated")
+    staged = ff.pipeline(ff.shard(STEP, pipe, "data"), pipe, "pipe", n_microbatches=2)
+    assert_equals_one_device(STEP, staged, pipe, PARAMS, ROWS)
+    mesh = ff.make_mesh({"data": 2, "model": 2}, "simulated")
+
+    @ff.unit
+    def mlp(p, x):
+        return ff.nn.row_linear(ff.nn.column_linear(x, p["up"]), p["down"])
+
+    def loss(p, x):
+        return mlp(p, x).sum() / len(x)
+
+    p = {"up": integers(4, 4, seed=1), "down": integers(4, 4, seed=2)}
+    layouts = {"up": ff.Split(0, "model"), "down": ff.Split(1, "model")}
+    step = ff.value_and_grad(loss)
+    plain = ff.value_and_grad(lambda p, x: (x @ p["up"].T @ p["down"].T).sum() / len(x))
+    transformed = ff.shard(step, mesh, "data")
+    assert_equals_one_device(plain, transformed, mesh, p, ROWS, layouts=layouts)
+
+
+def test_ranks_without_values_are_refused():
+    mesh = ff.make_mesh({"data": 2}, "abstract")
+    with pytest.raises(ValueError, match="whose ranks have no values of their own"):
+        assert_equals_one_device(STEP, STEP, mesh, PARAMS, ROWS)
+
+
+@pytest.mark.processes
+def test_processes_say_their_own_rank(processes):
+    said = processes(PROGRAM, 2)
+    assert "right\n" in said and "rank 1      " in said
+
+
+PROGRAM = """
+import torch, fsfunc as ff
+from fsfunc.testing import assert_equals_one_device, integers
+
+mesh = ff.make_mesh({"data": 2})
+step = ff.value_and_grad(lambda w, x: (x @ w).sum() / len(x))
+given = integers(4), integers(4, 4)
+assert_equals_one_device(step, lambda w, x: ff.pmean(step(w, x), "data"), mesh, *given)
+print("right")
+try:
+    assert_equals_one_device(step, step, mesh, *given)
+except AssertionError as error:
+    print(error)
+"""

@@ -125,7 +125,9 @@ def test_any_step_is_the_one_that_offloads_nothing(
         found = trained(ADAM, loss, *given, zero, **stores)
     for (state, sent, lay), (expected, before, _) in zip(found, plain, strict=True):
         same(state, expected)
-        assert sent == before
+        # A gather that is asked for too early, and made again, is what offload never
+        # makes: units in a unit that is recomputed come back in another order.
+        assert sent == before or spec.whole
         assert lay or stack == "alone"
 
 

@@ -5,7 +5,6 @@ import torch
 
 import fsfunc as ff
 from fsfunc import tree
-from fsfunc.runtime.buffer_pool import BufferPool
 from fsfunc.sharded.leaf import is_sharded
 from fsfunc.sharded.packing import split_buffers
 from tests.checks import close, held, same
@@ -55,9 +54,7 @@ def whole(params, grads):
 @ZEROS
 @pytest.mark.parametrize("remat", [False, True])
 @pytest.mark.parametrize("options", [{}, {"min_bytes": 10**6}], ids=["", "merged"])
-def test_backward_fills_the_parts(zero, remat, options, monkeypatch):
-    monkeypatch.setattr(BufferPool, "poison", True)
-
+def test_backward_fills_the_parts(poisoned, zero, remat, options):
     def use(loss, params, x):
         loss(params, x).backward()
         return whole(params, [p.grad for p in parts(params)])
@@ -67,9 +64,7 @@ def test_backward_fills_the_parts(zero, remat, options, monkeypatch):
 
 
 @ZEROS
-def test_a_graph_may_be_pulled_back_twice(zero, monkeypatch):
-    monkeypatch.setattr(BufferPool, "poison", True)
-
+def test_a_graph_may_be_pulled_back_twice(poisoned, zero):
     def use(loss, params, x):
         value = loss(params, x)
         first = torch.autograd.grad(value, parts(params), retain_graph=True)

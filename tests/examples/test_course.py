@@ -1,0 +1,76 @@
+"""Every lesson runs, and what it prints is what it teaches.
+
+A lesson asserts its own claims, equal to one device and bytes by their formula; here it
+is looked at what a reader sees.
+"""
+
+import re
+import runpy
+from pathlib import Path
+
+import pytest
+
+import fsfunc as ff
+from tests.examples.programs import SCRIPT
+
+COURSE = SCRIPT.parent / "course"
+LESSONS = sorted(path.name for path in COURSE.glob("*.py"))
+
+SAYS = {
+    "01": [r"with psum( +\d\.\de-0\d){4}\n", r"without( +\d\.\de\+00){4}\n"],
+    "02": [r"pmean\(own\(w\)\) .* wrong", r"pmean\(cast\(w\)\) .* 12 bytes +right"],
+    "03": ["\n  0   1.50 +1.00", "\n  3   2.16 +0.25"],
+    "04": ["plain .* 54 +54 ", "k = 8 .* 19 +19 "],
+    "05": ["one_f_one_b\n.*\nrank 0 │F0│F1│F2│F3│░"],
+    "06": ["   64 +36864 +36864 +36864 +36864"],
+    "07": ["16 places: loss .*,  0 dropped, 9216 bytes"],
+    "08": [r"clipped at 4\.0, row 7 moves their sum by 4\.00"],
+    "09": [r"\|H\| 0.4944, by 8 products 0.4890"],
+    "10": ["by_hand own_norms  off by 9e-02", "train   leaf_norms off by [1-9]e-07"],
+    "11": [
+        "a sum for the mean:\n",
+        "(?s)clipped before the mean:.*something that is not linear",
+        "(?s)one leaf forgotten:.*'b' f32.*own rows",
+        "(?s)rank 0 alone:.*what the rows of rank 0 alone give",
+        "(?s)nothing back:.*the transpose of halo",
+    ],
+    "12": [" 1024    3     1.812    25.476", " 1024    3     9.731    24.444"],
+}
+
+
+def test_there_are_twelve_lessons_of_a_page():
+    assert [name[:2] for name in LESSONS] == sorted(SAYS)
+    for name in LESSONS:
+        lines = (COURSE / name).read_text().splitlines()
+        assert len(lines) <= 80, f"{name} has {len(lines)} lines"
+        assert lines[0].startswith(f'"""Lesson {int(name[:2])}. ')
+        assert f"    python examples/course/{name}" in lines
+
+
+@pytest.mark.filterwarnings("ignore:.torch.jit.script. is deprecated")
+@pytest.mark.parametrize("name", LESSONS)
+def test_a_lesson_shows_what_it_says(name, capsys):
+    runpy.run_path(str(COURSE / name))
+    printed = capsys.readouterr().out
+    for said in SAYS[name[:2]]:
+        assert re.search(said, printed), f"{said!r} is not in\n{printed}"
+
+
+def test_norms_of_parts_are_refused_as_lesson_10_says(capsys):
+    lesson = runpy.run_path(str(COURSE / "10_optimizer.py"))
+    mesh = lesson["mesh"]
+    with pytest.raises(TypeError, match="cannot read .norm: '0'"):
+        ff.spmd(lesson["train"], mesh)(lesson["own_norms"], mesh)
+
+
+def test_the_readme_lists_them():
+    readme = (Path(COURSE).parents[1] / "README.md").read_text()
+    for name in LESSONS:
+        assert f"`python examples/course/{name}`" in readme
+
+
+def test_a_transform_of_one_s_own(capsys):
+    example = runpy.run_path(str(SCRIPT.parent / "your_own_transform.py"))
+    example["main"]()
+    printed = capsys.readouterr().out
+    assert "the gradients of one device" in printed and "sharpness-aware" in printed

@@ -1,0 +1,189 @@
+"""What a user adds to fsfunc is written on public names alone: one of each kind.
+
+That only these are used is read off this file.
+"""
+
+import ast
+from pathlib import Path
+
+import pytest
+import torch
+
+import fsfunc as ff
+from fsfunc.testing import assert_equals_one_device, check_collective, integers
+
+layer = ff.unit(lambda w, x: x @ w)
+mesh = ff.make_mesh({"data": 2}, "simulated")
+
+
+def loss(params, x):
+    for w in params:
+        x = layer(w, x)
+    return x.sum() / len(x)
+
+
+def given():
+    return [integers(3, 3), integers(3, 3, seed=1)], integers(4, 3, seed=2)
+
+
+def test_a_transform():
+    class Signed(ff.Interpretation):
+        called = "signed"
+
+        def unit(self, run, call):
+            return lambda w, x: run(w + (w.sign() - w).detach(), x)
+
+    plain = ff.value_and_grad(loss)
+    signed = ff.transformed(plain, Signed())
+    for zero in (0, 3):
+        for mine in (
+            ff.shard(signed, mesh, "data", zero=zero),
+            ff.remat(ff.shard(signed, mesh, "data", zero=zero)),
+        ):
+            assert_equals_one_device(signed, mine, mesh, *given())
+    params, x = given()
+    by_hand = plain([w.sign() for w in params], x)
+    assert torch.equal(signed(params, x)[0], by_hand[0])
+
+
+class Doubled(ff.Interpretation):
+    """Gradients of twice the loss, outside of what it is around."""
+
+    def gradient(self, run):
+        def doubled(call):
+            grads = run(call).settled().grads
+            assert [g.shape for g in grads[0]] == [(3, 3)] * 2
+            return run(call)
+
+        return doubled
+
+
+def test_a_transform_reads_gradients_outside_of_shard_and_is_told_so():
+    plain, params, x = ff.value_and_grad(loss), *given()
+    around = ff.transformed(ff.shard(plain, mesh, "data"), Doubled())
+    assert_equals_one_device(plain, around, mesh, params, x)
+    within = ff.shard(ff.transformed(plain, Doubled()), mesh, "data")
+
+    def main():
+        rows = ff.local_batch(x, mesh, "data")
+        within(ff.place(within, params, rows), rows)
+
+    with pytest.raises(RuntimeError, match="inside of the shard"):
+        ff.spmd(main, mesh)()
+
+
+def test_a_collective():
+    def halo(x):
+        """The rank's rows, after the last one of the rank before."""
+        n = ff.axis_size("data")
+        back = ff.ppermute(x[-1:], "data", [(r, r + 1) for r in range(n - 1)])
+        return torch.cat([back, x])
+
+    def back(g):
+        n = ff.axis_size("data")
+        owed = ff.ppermute(g[:1], "data", [(r + 1, r) for r in range(n - 1)])
+        return torch.cat([g[1:-1], g[-1:] + owed])
+
+    check_collective(halo, transpose=back)
+    check_collective(ff.collective(halo, back), transpose=back, sizes=(3,))
+    with pytest.raises(AssertionError, match="the transpose of halo"):
+        check_collective(ff.collective(halo, lambda g: g[1:]), under=["vjp"])
+
+
+def test_a_codec_in_place_of_a_gather():
+    class Bytes(ff.Gather):
+        """Whole numbers travel in one byte each."""
+
+        exact = False
+
+        def encode(self, part, dtype):
+            return part.to(torch.int8)
+
+        def decode(self, arrived, dtype, count):
+            return arrived.to(dtype)
+
+    plain = ff.value_and_grad(loss)
+    mine = ff.shard(plain, mesh, "data", gather=Bytes())
+    with ff.ledger() as log:
+        assert_equals_one_device(plain, mine, mesh, *given(), calls=1)
+    # nine numbers over two ranks: five bytes from each
+    assert {r.bytes for r in log.of() if r.op == "all_gather"} == {5}
+
+
+def test_a_schedule():
+    rows = ["F0 F1 B1 B0", "F0 B0 F1 B1"]  # stage 1 takes the microbatches in turns
+    schedule = ff.schedules.parse(["F0 F1 B0 B1", "F0 B0 F1 B1"])
+    ff.verify(schedule)
+    with pytest.raises(ff.schedules.ScheduleError):
+        ff.verify(["F0 B0 F1 B1", "F1 F0 B1"])
+    pipe = ff.make_mesh({"pipe": 2}, "simulated")
+    plain = ff.value_and_grad(loss)
+    for one in (schedule, rows):
+        mine = ff.pipeline(plain, pipe, "pipe", n_microbatches=2, schedule=one)
+        assert_equals_one_device(plain, mine, pipe, *given(), axis=())
+
+
+def test_a_layout():
+    grid = ff.make_mesh({"pipe": 2, "model": 2}, "simulated")
+    parts = ff.Owned("pipe", 2, 1), ff.Split(1, "model", 2)
+    layout = ff.Layout((3, 4), torch.float32, parts, "w")
+    whole = integers(3, 4)
+
+    def main():
+        at = {axis: ff.axis_index(axis) for axis in grid.axes}
+        mine = torch.empty(layout.local_shape(at))
+        if at["pipe"] == 1:
+            mine = whole.chunk(2, 1)[at["model"]].clone()
+        leaf = ff.Sharded(mine, layout)
+        return ff.unshard({"w": leaf})["w"], ff.global_norm({"w": leaf})
+
+    for found, norm in ff.spmd(main, grid)():
+        assert torch.equal(found, whole)
+        torch.testing.assert_close(norm, whole.norm())
+
+
+def test_an_optimizer():
+    def update(grads, state, params=None):
+        signs = ff.tree.map(torch.sign, grads)
+        return ff.tree_scale(signs, -(2.0**-state)), state + 1
+
+    slower = ff.Optimizer(lambda params: 0, update)
+    step = slower(ff.value_and_grad(loss))
+    params, x = given()
+    mine, state = ff.shard(step, mesh, "data"), ff.TrainState(params, slower.init(0))
+    goes_on = lambda out: out[0]  # noqa: E731
+    assert_equals_one_device(step, mine, mesh, state, x, goes_on=goes_on)
+
+
+def test_a_hardware():
+    mine = ff.Hardware(
+        "two boards",
+        peak={"float32": 1e12},
+        efficiency=[(64, 0.5), (4096, 0.9)],
+        attention=0.5,
+        bandwidth=1e11,
+        overhead=1e-6,
+        levels=(ff.Level(ranks=0, bandwidth=1e9, latency=1e-5),),
+        memory=2**33,
+    )
+    big = ff.make_mesh({"data": 16}, "abstract")
+    optimizer = ff.sgd(0.1)
+    step = ff.shard(optimizer(ff.value_and_grad(loss)), big, "data")
+    init = lambda: [torch.zeros(512, 512) for _ in range(2)]  # noqa: E731
+    plan = ff.plan(step, init, optimizer, torch.zeros(64, 512))
+    took = ff.estimate(plan, mine)
+    slower = plan.bytes() / 1e9  # what its links take, at least
+    assert took.hardware == "two boards" and took.seconds > 0.9 * slower
+
+
+def test_all_of_it_is_public():
+    source = ast.parse(Path(__file__).read_text())
+    for node in ast.walk(source):
+        if isinstance(node, ast.Import):
+            assert {a.name for a in node.names} <= {"ast", "fsfunc", "pytest", "torch"}
+        if isinstance(node, ast.ImportFrom):
+            assert node.module in ("pathlib", "fsfunc.testing")
+        if isinstance(node, ast.Attribute):
+            assert not node.attr.startswith("_") or node.attr.startswith("__")
+            if isinstance(node.value, ast.Name) and node.value.id == "ff":
+                assert node.attr in dir(ff)

@@ -1,0 +1,202 @@
+"""`precision(gradients=)`: gradients of fewer bits, rounded once; 14 bytes in all."""
+
+import functools
+
+import pytest
+import torch
+
+import fsfunc as ff
+from fsfunc import tree
+from tests.checks import refused, simulated
+from tests.optim.trees import assert_bits
+
+WIDTH, UNITS = 32, 8
+BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
+COUNT, BUFFER = UNITS * (WIDTH * WIDTH + WIDTH), WIDTH * WIDTH + WIDTH
+ADAM = ff.sharded_adam(1e-2)
+
+
+@ff.unit
+def layer(p, x):
+    return torch.tanh(x @ p["w"] + p["b"])
+
+
+def loss_fn(params, batch):
+    x, y = batch
+    for p in params:
+        x = layer(p, x)
+    return (x - y).square().mean()
+
+
+def draw(*shape, seed=0):
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed)) / 8
+
+
+def init():
+    return [
+        {"w": draw(WIDTH, WIDTH, seed=i), "b": draw(WIDTH, seed=i + 50)}
+        for i in range(UNITS)
+    ]
+
+
+def batch_of():
+    return draw(12, WIDTH, seed=99), draw(12, WIDTH, seed=98)
+
+
+half = functools.partial(ff.precision, compute=BF16, reduce=FP32)
+
+
+@pytest.mark.parametrize("given", [BF16, FP16])
+@pytest.mark.parametrize("size, zero", [(1, 3), (2, 0), (3, 1), (3, 2), (3, 3)])
+def test_each_is_rounded_once(size, zero, given):
+    mesh = simulated(size)
+
+    def main(given):
+        grad = half(ff.value_and_grad(loss_fn), gradients=given)
+        grad = ff.shard(ff.accumulate(grad, 2, batch_argnums=1), mesh, "data",
+                        zero=zero)  # fmt: skip
+        batch = ff.local_batch(batch_of(), mesh, "data")
+        grads = grad(ff.place(grad, init(), batch), batch)[1]
+        return [x.local for x in tree.leaves(grads, is_leaf=ff.is_sharded)]
+
+    for wide, narrow in zip(
+        ff.spmd(main, mesh)(None), ff.spmd(main, mesh)(given), strict=True
+    ):
+        assert {x.dtype for x in narrow} == {given}
+        assert_bits(narrow, [(2 * x).to(given) / 2 for x in wide])
+
+
+def held(values):
+    """Bytes of the storages of a tree on this rank."""
+    leaves = tree.leaves(values, is_leaf=ff.is_sharded)
+    parts = [x.local if ff.is_sharded(x) else x for x in leaves]
+    stored = [x.untyped_storage() for x in parts if isinstance(x, torch.Tensor)]
+    return sum({s.data_ptr(): s.nbytes() for s in stored}.values())
+
+
+@pytest.mark.parametrize("given, stated", [(None, 16), (BF16, 14)])
+@pytest.mark.parametrize("zero", [1, 2, 3])
+def test_bytes_a_parameter_are_those_stated(given, stated, zero):
+    """Of a rank's part; at zero 1 and 2 the whole of 2 bytes is the cache's."""
+    mesh = simulated(4)
+
+    def main():
+        found = []
+
+        def train(state, batch):
+            loss, grads = ff.value_and_grad(loss_fn)(state.params, batch)
+            found.append(held(state) + held(grads))
+            return state.apply_gradients(grads, ADAM), loss
+
+        step = ff.shard(half(train, gradients=given), mesh, "data", zero=zero)
+        batch = ff.local_batch(batch_of(), mesh, "data")
+        state = ff.init_state(step, init(), ADAM, batch)
+        found.clear()
+        step = ff.donate(step)
+        for _ in range(2):
+            state, _ = step(state, batch)
+        return found
+
+    for found in ff.spmd(main, mesh)():
+        assert found[-1] == stated * COUNT / 4
+
+
+@pytest.mark.parametrize("moment_dtype", [None, BF16])
+def test_no_whole_of_them_is_made_in_float32(moment_dtype):
+    """The peak, as planned: the update copies as much as one buffer has at a time."""
+    mesh = simulated(1)
+    optimizer = ff.sharded_adam(1e-2, moment_dtype=moment_dtype)
+    step = optimizer(ff.value_and_grad(loss_fn))
+    step = ff.donate(ff.shard(half(step, gradients=BF16), mesh, "data"))
+
+    def main():
+        batch = batch_of()
+        state = ff.init_state(step, init(), optimizer, batch)
+        plan = ff.plan(step, state, batch, repeat=False)
+        with ff.testing.live_bytes(state, batch) as seen:
+            step(state, batch)
+        assert plan.ranks[0].peak_bytes == seen.peak_bytes
+        return seen.peak_bytes - held(batch)
+
+    copies = 4 if moment_dtype is None else 12
+    stated = (14 if moment_dtype is None else 10) * COUNT
+    assert ff.spmd(main, mesh)()[0] <= stated + copies * BUFFER + 1024
+
+
+UPDATES = {
+    "adam": ADAM,
+    "sgd": ff.sgd(0.1, momentum=0.9),
+    "lion": ff.lion(0.1),
+    "clipped": ff.chain(ff.clip_by_global_norm(1e-2), ff.sgd(0.1)),
+    "lamb": ff.lamb(0.1),
+    "8 bits": ff.sharded_adam(0.1, moment_dtype=torch.uint8),
+    "torch's": ff.from_torch(torch.optim.RMSprop, lr=0.01),
+}
+
+
+@pytest.mark.parametrize("name", UPDATES)
+def test_optimizers_read_them_as_if_they_were_wide(name):
+    """Norms too, which are made in float32; a clipped gradient is rounded again."""
+    mesh, optimizer = simulated(), UPDATES[name]
+
+    def main():
+        grad = ff.shard(half(ff.value_and_grad(loss_fn), gradients=BF16), mesh, "data")
+        batch = ff.local_batch(batch_of(), mesh, "data")
+        params = ff.place(grad, init(), batch)
+        grads, state = grad(params, batch)[1], optimizer.init(params)
+        wide = tree.map(lambda g: g.float(), grads)
+        a, b = [optimizer.apply(g, state, params)[0] for g in (grads, wide)]
+        norms = [ff.global_norm(g) for g in (grads, wide)]
+        return ff.unshard(a), ff.unshard(b), *norms
+
+    for a, b, norm, expected in ff.spmd(main, mesh)():
+        assert norm.dtype == FP32 and torch.isclose(norm, expected, rtol=1e-6)
+        if name == "clipped":
+            for x, y in zip(tree.leaves(a), tree.leaves(b), strict=True):
+                torch.testing.assert_close(x, y, rtol=1e-4, atol=1e-5)
+        else:
+            assert_bits(a, b)
+
+
+STACKS = {
+    "scaled": (lambda o: ff.loss_scale(o, 2.0**10), lambda f, mesh: f),
+    "in the backward": (ff.step_in_backward, lambda f, mesh: f),
+}
+
+
+@pytest.mark.parametrize("name", STACKS)
+def test_the_step_is_the_same(name):
+    make, around = STACKS[name]
+    mesh = simulated(3)
+
+    def main(optimizer):
+        step = half(optimizer(ff.value_and_grad(loss_fn)), gradients=BF16)
+        step = around(ff.shard(step, mesh, "data"), mesh)
+        batch = ff.local_batch(batch_of(), mesh, "data")
+        state = ff.init_state(step, init(), optimizer, batch)
+        for _ in range(2):
+            state, _ = ff.donate(step)(state, batch)
+        return ff.unshard(state.params)
+
+    assert_bits(ff.spmd(main, mesh)(make(ADAM))[0], ff.spmd(main, mesh)(ADAM)[0])
+
+
+def test_accumulated_parts_are_added_in_it():
+    """To what rounding each sum costs."""
+    around = lambda f: ff.accumulate(ff.shard(f, simulated(), "data"), 3)  # noqa: E731
+
+    def main(given):
+        mesh = simulated()
+        grad = half(ff.value_and_grad(loss_fn), gradients=given)
+        grad = around(grad)
+        batch = ff.local_batch(batch_of(), mesh, "data")
+        return ff.unshard(grad(ff.place(grad, init(), batch), batch)[1])
+
+    wide, narrow = [ff.spmd(main, simulated())(g)[0] for g in (None, BF16)]
+    for x, y in zip(tree.leaves(wide), tree.leaves(narrow), strict=True):
+        assert (x - y.float()).norm() <= 2.0**-7 * x.norm()
+
+
+def test_what_is_no_dtype_is_refused():
+    call = functools.partial(ff.precision, loss_fn, BF16, gradients=torch.int8)
+    refused(call, ValueError, "a floating dtype, such as torch.bfloat16")
