@@ -225,7 +225,7 @@ def drawn(count: int, seed: int, timeout: float) -> list[Fault]:
 def sample(timeout: float) -> list[Fault]:
     """One of each kind; the rank that goes wrong is the first, or another."""
     return [
-        Fault(kind, i % 2, 2, 2 + i % 2, bool(i // 2 % 2), timeout=timeout)
+        Fault(kind, i % 2, 2, 2 + (i % 4 == 1), bool(i // 2 % 2), timeout=timeout)
         for i, kind in enumerate(KINDS)
     ]
 
