@@ -2,7 +2,7 @@
 
 {"crc32": of the rest, "body":
 {"version": 1, "leaves": ..., "values": ..., "files": ..., "metadata": ...,
- "random": ..., "mesh": ..., "job": ...}
+ "random": ..., "mesh": ...}
 }
 """
 
@@ -89,7 +89,6 @@ def write_manifest(stored: Stored, folder: Path) -> None:
         "metadata": stored.metadata,
         "random": stored.random,
         "mesh": stored.mesh,
-        "job": stored.job,
     }
     text = json.dumps(body, separators=(",", ":")).encode()
     raw = b'{"crc32": %d, "body":\n%s\n}\n' % (zlib.crc32(text), text)
@@ -139,20 +138,17 @@ def _parsed(raw: bytes, folder: Path) -> Stored:
             f"reads version {VERSION}: load it with the release that wrote it and save "
             "it again, or update fsfunc"
         )
-    body.only(*_BODY, perhaps=("job",))
+    body.only(*_BODY)
     files = _files(body)
     leaves = body.tables("leaves")
     tensors = {path: _tensor(path, said, list(files)) for path, said in leaves.items()}
     values, metadata, random, mesh = map(
         body.table, ("values", "metadata", "random", "mesh")
     )
-    job = body.table("job") if "job" in body else Said()
-    for name in job:
-        job.text(name)
     return proven(
         Stored(
             folder, tensors, dict(values), dict(metadata), dict(mesh), files,
-            dict(random), VERSION, dict(job),
+            dict(random), VERSION,
         )
     )  # fmt: skip
 

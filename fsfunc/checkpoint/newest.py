@@ -17,7 +17,6 @@ from fsfunc.checkpoint.folders import (
     family_of,
     is_unfinished,
 )
-from fsfunc.checkpoint.jobs import describe_job
 from fsfunc.checkpoint.manifest import MANIFEST
 from fsfunc.checkpoint.stored import CheckpointError
 
@@ -108,13 +107,9 @@ def tell_of_others(path: Path) -> None:
     """Warns where another job saves beside ``path``, under names that are alike."""
     for other in _family(path):
         if other.name not in _known(path):
-            try:
-                who = describe_job(metadata(other).job)
-            except (CheckpointError, OSError):
-                who = describe_job({})
             warnings.warn(
-                f"{other} was saved by {who} while this job saves here too: each would "
-                "go on from the other's; give each a folder of its own",
+                f"{other} was saved by another job while this one saves here too: each "
+                "would go on from the other's; give each a folder of its own",
                 RuntimeWarning,
                 stacklevel=2,
             )

@@ -92,7 +92,6 @@ class Stored:
         files: names and lengths of the files that hold the tensors.
         random: states of the default generators, and which of them each rank had.
         version: of the format; None where there is no manifest.
-        job: who saved it: host, process and the scheduler's job.
     """
 
     path: Path
@@ -103,7 +102,6 @@ class Stored:
     files: dict[str, StoredFile] = field(default_factory=dict)
     random: dict[str, Any] = field(default_factory=dict)
     version: int | None = None
-    job: dict[str, Any] = field(default_factory=dict)
 
     @property
     def leaves(self) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:

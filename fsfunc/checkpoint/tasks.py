@@ -18,7 +18,6 @@ from fsfunc.checkpoint import folders, newest, status
 from fsfunc.checkpoint.advice import advised
 from fsfunc.checkpoint.agreement import attempt
 from fsfunc.checkpoint.contents import Contents, parts_of, together
-from fsfunc.checkpoint.jobs import this_job
 from fsfunc.checkpoint.manifest import MANIFEST, VERSION, write_manifest
 from fsfunc.checkpoint.safetensors import write_parts
 from fsfunc.checkpoint.status import RankStatus
@@ -235,9 +234,7 @@ class SaveTask:
         mesh = {} if self.at is None else dict(self.at.mesh.axes)
         random = together([rank.random for rank in ranks])
         values, said = self.contents.values, self.metadata
-        return Stored(
-            self.path, leaves, values, said, mesh, files, random, VERSION, this_job()
-        )
+        return Stored(self.path, leaves, values, said, mesh, files, random, VERSION)
 
 
 def _as_text(values: Mapping[str, Any]) -> set[tuple[str, str]]:

@@ -8,6 +8,7 @@ data what can move between ranks, ``groups`` is a rank's handle on those along a
 
 mesh.py launch.py   named axes over ranks; make_mesh, spmd, local_batch
 collectives.py async_collectives.py   the public ones; start now, wait later
+collective_pairs.py   collective: one of your own, given with its transpose
 collective_ops.py   the one autograd.Function that runs linear maps
 collective_pairs.py collective: one of your own, given with its transpose
 linear_maps.py crossings.py   what moves, as data, with transposes; shard's own

@@ -62,7 +62,7 @@ def _can_pack(leaf: Any) -> bool:
     """Whether a leaf may be copied: neither differentiated nor mapped by anybody."""
     if not is_sharded(leaf) or leaf.layout.flat is None or leaf.parts is not None:
         return False
-    if leaf._local is None:  # a gradient that somebody has used up
+    if leaf._part is None is leaf._range:  # a gradient that somebody has used up
         return False
     local = leaf.local
     plain = not (local.requires_grad or _torch.is_wrapped(local))

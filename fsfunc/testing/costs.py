@@ -34,6 +34,7 @@ def assert_cost(
         rank: looks at this rank alone, where ranks do unlike things.
 
     Raises:
+        ValueError: neither is given.
         AssertionError: with each collective, its line and its bytes.
 
     >>> import torch, fsfunc as ff
@@ -46,6 +47,8 @@ def assert_cost(
     AssertionError: rank 0 sends 12 bytes in all, not 6:
       psum over data at ...  12 bytes
     """
+    if bytes is None and collectives is None:
+        raise ValueError("assert_cost needs bytes= or collectives=: what is to be sent")
     with ledger() as log:
         out = fn(*args)
     found = sorted({r.rank for r in log.records}) or [0]

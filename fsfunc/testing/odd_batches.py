@@ -51,7 +51,7 @@ def check_batch(batch: Any, axis: Axis, name: str = "the batch") -> None:
     fsfunc.testing.odd_batches.OddBatch: the batch is not what a step expects:
       rank 0 'x': 1 of 6 elements infinite
       rank 0 'y': 1 of 3 elements infinite
-    on simulated rank 0 of Mesh({'data': 2}, 'simulated')
+    on simulated rank 1 of Mesh({'data': 2}, 'simulated')
     """
     where = group(axis)
     paths, leaves, _ = tree.flatten_with_paths(batch)

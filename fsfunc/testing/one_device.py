@@ -71,7 +71,7 @@ def assert_equals_one_device(
         uneven: whether ranks may have unlike numbers of rows.
 
     Raises:
-        ValueError: a mesh whose ranks have no values of their own.
+        ValueError: a mesh whose ranks have no values of their own; nothing to compare.
         AssertionError: with the mesh, the leaf, its first element that differs and what
             each rank has there, the mistake that would explain it, and the last
             collectives that touched it.
@@ -105,10 +105,14 @@ def assert_equals_one_device(
             f"assert_equals_one_device on {mesh}, whose ranks have no values of their "
             'own: give it ranks, as ff.make_mesh(axes, "simulated")'
         )
+    if calls < 1:
+        raise ValueError(f"calls={calls}: nothing would be compared")
     axes = batch_axes(transformed, mesh) if axis is None else axis_names(axis)
     draws = torch.get_rng_state()
     expected = _on_one(step, state, batch, calls, goes_on)
     torch.set_rng_state(draws)
+    if not any(isinstance(x, Tensor) for x in tree.leaves(expected)):
+        raise ValueError(f"{_name(step)} returns no tensor: nothing would be compared")
 
     def main() -> Any:
         mine = local_batch(batch, mesh, axes, uneven) if axes else batch
@@ -119,7 +123,7 @@ def assert_equals_one_device(
             out = transformed(placed, *mine)
             written = written or _written(before, placed, mine)
             with silence():
-                outs.append(whole(out))
+                outs.append(tree.map(_copied, whole(out)))
             placed = placed if goes_on is None else goes_on(out)
         return outs, written, _rows(mine)
 
@@ -210,7 +214,7 @@ def _on_one(step: Any, state: Any, batch: Any, calls: int, goes_on: Any) -> list
     outs = []
     for _ in range(calls):
         out = step(state, *batch)
-        outs.append(out)
+        outs.append(tree.map(_copied, out))
         state = state if goes_on is None else goes_on(out)
     return outs
 
@@ -279,6 +283,11 @@ def _cut(batch: Any, mesh: Mesh, axes: tuple[str, ...], rank: int) -> Any:
     size, index = mesh.axis_size(axes), mesh.coordinate(axes, rank)
     part = lambda x: x.tensor_split(size)[index] if isinstance(x, Tensor) else x  # noqa: E731
     return tree.map(part, batch)
+
+
+def _copied(x: Any) -> Any:
+    """A tensor as it is now: a later call may be given its memory to write into."""
+    return x.detach().clone() if isinstance(x, Tensor) else x
 
 
 def _rows(batch: Any) -> int:

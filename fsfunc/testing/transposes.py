@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import warnings
 from collections.abc import Callable, Sequence
 from fractions import Fraction
@@ -55,6 +56,7 @@ def check_collective(
         mesh: in the place of ``sizes``: one with other axes beside.
 
     Raises:
+        ValueError: an unknown type or derivative, or a shape without elements.
         AssertionError: names the mesh, the derivative, both sides, and their ratio.
 
     >>> import fsfunc as ff
@@ -65,10 +67,10 @@ def check_collective(
         ...
     AssertionError: the transpose of <lambda>, V -> V over "data" of size 2, is wrong...
     """
-    meshes = (
-        [make_mesh({axis: n}, "simulated") for n in sizes] if mesh is None else [mesh]
-    )
-    for at in meshes:
+    if not math.prod(shape):
+        raise ValueError(f"shape={tuple(shape)} has no elements: any map passes")
+    drawn = (make_mesh({axis: n}, "simulated") for n in sizes)
+    for at in drawn if mesh is None else [mesh]:
         _Check(fn, axis, of, to, tuple(shape), transpose, agreeing, at).run(under)
 
 

@@ -171,27 +171,14 @@ class GradientSums:
         for observer in self.observers:
             observer.see(buffer, shard.split_axes)
 
-    def _reduce(self, one: Reducing) -> None:
-        """Puts a reduction in flight, and waits for the one before; or has it wait."""
-        if self.offloads:
+    def _reduce(self, one: Reducing, now: bool = False) -> None:
+        """Puts a reduction in flight, and waits for the one before; or has it wait.
+
+        With ``now`` it is waited for itself.
+        """
+        if self.offloads and not now:
             self.waiting.append(one)
             return
-        self._send(one)
-        if len(self.reducing) > 1:
-            self._finish()
-
-    def settle(self) -> None:
-        """Reduces what waits for it, one buffer after the other."""
-        while self.waiting:
-            one = self.waiting.pop(0)
-            with label(one.name, "backward"):
-                self._send(one)
-                del one
-                self._finish()
-                while self.summing:
-                    self._keep_first()
-
-    def _send(self, one: Reducing) -> None:
         shard, buffer = one.shard, one.buffer
         where = self.routes[shard.split_axes].where
         if buffer.dtype == torch.float16:
@@ -204,6 +191,17 @@ class GradientSums:
             else:
                 one.work = self.feedback.move(how, buffer, shard, where, whole)
         self.reducing.append(one)
+        if now or len(self.reducing) > 1:
+            del one, buffer
+            self._finish()
+
+    def settle(self) -> None:
+        """Reduces what waits for it, one buffer after the other."""
+        while self.waiting:
+            with label(self.waiting[0].name, "backward"):
+                self._reduce(self.waiting.pop(0), now=True)
+                while self.summing:
+                    self._keep_first()
 
     def _finish(self) -> None:
         """Takes in the reduction that was put in flight first."""
@@ -258,7 +256,8 @@ class GradientSums:
         own = shard.flat.dtype
         given, by = self.given.get(id(shard), own), self.mean_size
         halved = self.before if one.dtype == torch.float16 else 1
-        if mean := self.is_mean(shard):
+        # A mean at once, where that dtype might not hold the sum.
+        if mean := given != own or own == torch.float16:
             if given != own:  # rounded once
                 grad = grad.to(torch.promote_types(grad.dtype, torch.float32))
             grad = grad.div_(by / halved) if by != halved else grad
@@ -278,10 +277,6 @@ class GradientSums:
             if not still and self.steps.takes(shard):
                 del self.grads[id(shard)]
                 self.steps.step(shard, grad, 1 if mean else by)
-
-    def is_mean(self, shard: FlatShard) -> bool:
-        """Whether a mean is kept, where its dtype might not hold the sum."""
-        return id(shard) in self.given or shard.flat.dtype == torch.float16
 
     def finish(self) -> None:
         """Waits for all that is due; ``grads`` then has the sums over the ranks."""

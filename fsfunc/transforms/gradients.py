@@ -101,11 +101,10 @@ def collected(grads: Any, chosen: Any, runtime: ShardRuntime) -> tuple[Any, ...]
             continue
         grad = runtime.sums.grads.get(key)
         shards[key] = shard.like(_zeros(shard.flat) if grad is None else grad)
-    sums = [
-        s.flat
-        for key, s in shards.items()
-        if not runtime.sums.is_mean(runtime.keeps[key])
-    ]
+    sums, half = [], torch.float16  # of which, and of another dtype, there are means
+    for key, s in shards.items():
+        if half != s.flat.dtype == runtime.keeps[key].flat.dtype:
+            sums.append(s.flat)
     if sums and runtime.mean_size > 1:
         torch._foreach_div_(sums, runtime.mean_size)
     leaves = {}

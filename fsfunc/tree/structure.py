@@ -129,8 +129,9 @@ class Node(NamedTuple):
 def _keys_told_apart(expected: list[Any], actual: list[Any]) -> str:
     if max(len(expected), len(actual)) <= KEYS_SHOWN:
         return f"expected keys {expected}, found {actual}"
-    missing = [key for key in expected if key not in actual]
-    extra = [key for key in actual if key not in expected]
+    theirs, mine = set(actual), set(expected)
+    missing = [key for key in expected if key not in theirs]
+    extra = [key for key in actual if key not in mine]
     if not missing and not extra:
         at = [a == b for a, b in zip(expected, actual, strict=True)].index(False)
         return f"expected key {expected[at]!r} at position {at}, found {actual[at]!r}"

@@ -352,3 +352,25 @@ def test_spmd_within_a_rank():
         return few, ff.psum(torch.ones(1), "data").item()
 
     assert run(main) == [([2, 2], 3)] * 3
+
+
+@pytest.mark.parametrize("check", ["", "1"])
+def test_the_unit_is_compared_where_that_is_asked_for(monkeypatch, check):
+    """The table is that of processes: who came to what, for whom, and where."""
+    monkeypatch.setenv("FSFUNC_CHECK", check)
+    mesh = ff.make_mesh({"data": 2}, "simulated")
+
+    def main():
+        with label(f"layer({mesh.rank})", "forward"):
+            return ff.psum(torch.ones(2), "data").tolist()
+
+    if not check:
+        assert ff.spmd(main, mesh)() == [[2.0, 2.0]] * 2
+        return
+    with pytest.raises(CollectiveMismatch) as caught:
+        ff.spmd(main, mesh)()
+    rows = str(caught.value).splitlines()[1:]
+    for rank, row in enumerate(rows):
+        said = f'psum over "data", float32[2] of layer({rank}) (forward)'
+        assert row.startswith(f"  rank {rank} {said} at ")
+        assert "test_simulated.py:" in row

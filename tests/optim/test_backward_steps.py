@@ -153,7 +153,13 @@ OPTIMIZERS = {
 }
 
 
-@pytest.mark.parametrize("name", OPTIMIZERS)
+QUICK = {"chain", "mask", "ema", "partition", "torch's"}
+
+
+@pytest.mark.parametrize(
+    "name",
+    [pytest.param(k, marks=() if k in QUICK else pytest.mark.slow) for k in OPTIMIZERS],
+)
 def test_any_that_treats_each_element_by_itself_will_do(name):
     around = functools.partial(ff.shard, mesh=simulated(), axis="data")
     assert_same(OPTIMIZERS[name](), around, simulated())
@@ -176,7 +182,7 @@ def test_parameters_of_16_bits_with_copies():
 CALLS = st.sampled_from(["unit", "nested", "no_grad", "beside", "detached", "inner"])
 
 
-@settings(max_examples=8)
+@settings(max_examples=6)
 @given(
     calls=st.lists(st.tuples(CALLS, st.integers(0, 2)), min_size=1, max_size=6),
     remat=st.booleans(),

@@ -11,6 +11,7 @@ from fsfunc.testing import (
     NotFinite,
     assert_cost,
     assert_equal,
+    assert_equals_one_device,
     check_collective,
     check_replicated,
     check_types,
@@ -205,6 +206,18 @@ def test_bad_types_and_derivatives_are_refused():
         check_collective(lambda x: x, to="X")
     with pytest.raises(ValueError, match="under='hessian': it is one of"):
         check_collective(lambda x: x, under=["hessian"])
+
+
+def test_what_would_compare_nothing_is_refused():
+    with pytest.raises(ValueError, match="bytes= or collectives="):
+        assert_cost(lambda: 1)
+    with pytest.raises(ValueError, match="any map passes"):
+        check_collective(lambda x: x, shape=(0, 2))
+    step, given = lambda p, x: None, (torch.ones(2), torch.ones(2, 2))
+    with pytest.raises(ValueError, match="returns no tensor"):
+        assert_equals_one_device(step, step, MESH, *given)
+    with pytest.raises(ValueError, match="calls=0"):
+        assert_equals_one_device(step, step, MESH, *given, calls=0)
 
 
 def test_types_are_asked_for_where_a_step_cannot_be_tried():

@@ -114,6 +114,19 @@ def test_draws_are_the_same_in_both_runs():
     assert_equals_one_device(step, step, MESH, torch.ones(3), ROWS, axis=())
 
 
+def test_a_leaf_beside_units_is_donated_with_the_rest():
+    def loss(p, x):
+        return (linear(p["layer"], x) * p["gain"]).sum() / len(x)
+
+    params = {"layer": PARAMS[0], "gain": integers(4, seed=7)}
+    step = train_step(loss, ff.sgd(1.0))
+    state = ff.TrainState(params, ff.sgd(1.0).init(params))
+    donated = ff.donate(ff.shard(step, MESH, "data"))
+    assert_equals_one_device(
+        step, donated, MESH, state, ROWS, goes_on=lambda out: out[0]
+    )
+
+
 def test_stages_and_split_leaves_are_laid_out():
     pipe = ff.make_mesh({"pipe": 2, "data": 2}, "simulated")
     staged = ff.pipeline(ff.shard(STEP, pipe, "data"), pipe, "pipe", n_microbatches=2)

@@ -9,10 +9,10 @@ from hypothesis import strategies as st
 
 import fsfunc as ff
 from fsfunc import tree
+from fsfunc.testing import assert_equals_one_device
 from fsfunc.testing import strategies as draw
 from fsfunc.testing.drawn_models import rows
 from fsfunc.testing.drawn_stacks import DrawnStack
-from tests.checks import close
 from tests.models import chain, floats, layers, train_step
 
 LINES = st.integers(1, 8).map(lambda n: (ff.make_mesh({"data": n}), "data", None))
@@ -61,37 +61,27 @@ def test_steps_equal_those_of_one_device(
     optimizer = OPTIMIZERS["adam" if dtype == torch.float64 else "clipped"]
     params = noisy(spec.params(seed, dtype), seed)
     frozen = spec.frozen_params(seed, dtype)
-    batches = [rows(2 * mesh.size, seed + k, dtype) for k in range(3)]
+    batch = rows(2 * mesh.size, seed, dtype)
 
-    def step(state, frozen, batch):
-        value, grads = ff.value_and_grad(spec.loss)(state.params, frozen, batch)
+    def step(state, batch):
+        grad = ff.value_and_grad(spec.loss)
+        value, grads = grad(state.params, state.extra, batch)
         return state.apply_gradients(grads, optimizer), value
 
-    state, losses = ff.TrainState(params, optimizer.init(params)), []
-    for batch in batches:
-        state, value = step(state, frozen, batch)
-        losses.append(value)
-
-    def main():
-        stack = DrawnStack(mesh, order, axis, options)
-        run = stack(step)
-        run = ff.donate(run) if donated else run
-        mine = [ff.local_batch(b, mesh, stack.axes) for b in batches]
-        empty = ff.TrainState(params, optimizer.init(params))
-        base = ff.place(lambda f: run(empty, f, mine[0]), frozen)
-        mine_state = ff.init_state(
-            lambda state, batch: run(state, base, batch), params, optimizer, mine[0]
-        )
-        found = []
-        for batch in mine:
-            mine_state, value = run(mine_state, base, batch)
-            found.append(value)
-        return found, ff.unshard(mine_state)
-
-    tolerance = 1e-5 if dtype == torch.float32 else 1e-9
-    for found, unsharded in ff.spmd(main, mesh)():
-        close(found, losses, tolerance)
-        close(unsharded, state, tolerance)
+    state = ff.TrainState(params, optimizer.init(params), extra=frozen)
+    stack = DrawnStack(mesh, order, axis, options)
+    run = ff.donate(stack(step)) if donated else stack(step)
+    assert_equals_one_device(
+        step,
+        run,
+        mesh,
+        state,
+        batch,
+        axis=stack.axes,
+        calls=3,
+        goes_on=lambda out: out[0],
+        tolerance=1e-5 if dtype == torch.float32 else 1e-9,
+    )
 
 
 def test_64_ranks_train_in_seconds():

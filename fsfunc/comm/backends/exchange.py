@@ -81,20 +81,16 @@ def _header(
     return packed(CollectiveCall(said, *label, line), digest)
 
 
-def unpacked(row: Tensor) -> tuple[bytes, str]:
-    """A header's eight bytes, and what it says; zeros and "" before it has come."""
-    header = bytes(row.tolist())
-    return header[:8], header[8:].rstrip(b"\0").decode(errors="replace")
+def unpacked(row: Tensor) -> str:
+    """What a header says, after its eight bytes; "" before it has come."""
+    return bytes(row.tolist())[8:].rstrip(b"\0").decode(errors="replace")
 
 
-def _compare(rows: Mapping[int, Tensor], title: str) -> dict[int, str]:
-    """What each rank says, if the headers, by rank, are of one collective."""
-    found = {rank: unpacked(row) for rank, row in sorted(rows.items())}
-    said = {rank: text for rank, (_, text) in found.items()}
-    if len({digest for digest, _ in found.values()}) > 1:
-        first = {rank: text.partition("\n")[0] for rank, text in said.items()}
-        raise CollectiveMismatch(table(title, first))
-    return said
+def _compare(rows: Mapping[int, Tensor], title: str) -> None:
+    """Raises unless the headers, by rank, are of one collective."""
+    if len({bytes(row[:8].tolist()) for row in rows.values()}) > 1:
+        said = {rank: unpacked(row).partition("\n")[0] for rank, row in rows.items()}
+        raise CollectiveMismatch(table(title, dict(sorted(said.items()))))
 
 
 def compare_gathered(
@@ -104,7 +100,9 @@ def compare_gathered(
     every = mine.new_empty(len(ranks) * _SIZE)
     ALL_GATHER(every, mine, group=group)
     rows = every.cpu().view(-1, _SIZE).unbind()
-    return _compare(dict(zip(ranks, rows, strict=True)), title)
+    by_rank = dict(zip(ranks, rows, strict=True))
+    _compare(by_rank, title)
+    return {rank: unpacked(row) for rank, row in by_rank.items()}
 
 
 class Headers:
@@ -137,7 +135,7 @@ class Headers:
 
     def seen(self) -> dict[int, str]:
         """What the ranks say whose headers have come, even where others' do not."""
-        found = {rank: unpacked(row)[1] for rank, row in self.rows.items()}
+        found = {rank: unpacked(row) for rank, row in self.rows.items()}
         return {rank: text for rank, text in found.items() if text}
 
     def check(self, exchange: Exchange) -> None:

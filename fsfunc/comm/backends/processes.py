@@ -35,7 +35,14 @@ from torch import Tensor
 from fsfunc.comm.attribution import current_label, source_line
 from fsfunc.comm.backends.exchange import Exchange, compare_gathered, packed
 from fsfunc.comm.backends.flight import FlightRecord
-from fsfunc.comm.backends.link import Handle, Link, PeerFailed, digest, signature
+from fsfunc.comm.backends.link import (
+    Handle,
+    Link,
+    PeerFailed,
+    checks,
+    digest,
+    signature,
+)
 from fsfunc.comm.backends.point_to_point import Transfers
 from fsfunc.comm.backends.process_collectives import Pairs, issue
 from fsfunc.comm.backends.process_groups import (
@@ -63,7 +70,7 @@ class ProcessLink(Link):
         self.fake = dist.get_backend() == "fake"  # torch's stand-in: nothing moves
         self.paired = not self.fake  # what lies on the CPU
         self.device = "cuda" if dist.get_backend() == "nccl" else "cpu"
-        self.checks = os.environ.get("FSFUNC_CHECK", "0") not in ("", "0")
+        self.checks = checks()
         self.issued: Counter[tuple[int, ...]] = Counter()
         self.groups = Groups(timeout).use_world()
         self.patience = patience_of(self.groups.timeout)
@@ -205,8 +212,8 @@ def _compare_meshes(axes: Mapping[str, int], link: ProcessLink) -> None:
     """Raises on every rank where they make unlike meshes."""
     if link.fake or dist.get_world_size() == 1:
         return
-    checks = ", FSFUNC_CHECK=1" if link.checks else ""
-    text = f"makes a mesh {dict(axes)}, timeout {link.groups.timeout}{checks}"
+    asked = ", FSFUNC_CHECK=1" if link.checks else ""
+    text = f"makes a mesh {dict(axes)}, timeout {link.groups.timeout}{asked}"
     said = hashlib.blake2b(text.encode(), digest_size=8).digest()
     text = f"{text[:300]}\n{link.watchdog.listen()}"
     mine = packed(text, said).to(link.device)

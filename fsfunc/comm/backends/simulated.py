@@ -18,8 +18,9 @@ import torch
 from torch import Tensor
 
 from fsfunc import _torch
+from fsfunc.comm.attribution import current_label
 from fsfunc.comm.backends.baton import Aborted, Baton, Meeting, SendMeeting, restore
-from fsfunc.comm.backends.link import CollectiveCall, Handle, Link, signature
+from fsfunc.comm.backends.link import CollectiveCall, Handle, Link, checks, signature
 from fsfunc.comm.mesh import Here, Mesh, place_here
 
 __all__ = ["SimulatedLink", "run_simulated"]
@@ -46,6 +47,7 @@ class SimulatedLink(Link):
 
     def __init__(self, baton: Baton, rank: int):
         self.baton, self.rank, self.notes = baton, rank, baton.notes
+        self.checks = checks()
 
     def start(
         self,
@@ -58,6 +60,8 @@ class SimulatedLink(Link):
         any_order: bool = True,
         **how: Any,
     ) -> Handle:
+        if self.checks:  # as over processes
+            what = what or current_label()[0]
         meeting = Meeting(where.ranks, how)
         meeting = self._come(meeting, op, x.detach(), where, what)
         return _Pending(self, meeting, lambda: meeting.take(self.rank, out))
