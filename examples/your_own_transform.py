@@ -41,7 +41,8 @@ class Sharpness(ff.Interpretation):
             for i, g in zip(call.argnums, grads, strict=True):
                 size = ff.global_norm(g).clamp(min=1e-12)
                 step = ff.tree_scale(g, self.rho / size)
-                args[i] = ff.optim.apply_updates(args[i], step)
+                copy = ff.tree.map(torch.clone, args[i])  # a donated w stays as it is
+                args[i] = ff.optim.apply_updates(copy, step)
             return run(replace(call, args=tuple(args)))
 
         return at_the_worst_point
