@@ -201,7 +201,6 @@ def test_who_is_missing_is_said_and_who_waits_for_the_dead_is_woken(
     assert "ended with [0, 0, 0, 1]" in text, text
     assert text.splitlines().count("True") == 3
     said = [line for line in text.splitlines() if "[fsfunc] rank 0 has waited" in line]
-    assert len(said) == 1 and "[fsfunc] rank 1" not in text
     table = text.partition(said[0])[2].splitlines()
     assert "  rank 0 waits in #1 psum" in table[1] and "rank 3 runs, at " in table[7]
     files = sorted(tmp_path.glob("fsfunc-*-rank?.jsonl"))
