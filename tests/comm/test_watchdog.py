@@ -1,6 +1,8 @@
 """What ranks tell each other beside their collectives."""
 
 import json
+import os
+import sys
 import threading
 import time
 from datetime import timedelta
@@ -156,6 +158,25 @@ def test_what_a_rank_ends_by_is_known_when_it_is_gone():
     assert first.endswith("Rank 1 raised ValueError: no, and ended")
     assert zero.startswith("  rank 0 gave up #0 psum") and "rank 1 closed" in zero
     assert one == "  rank 1 raised ValueError: no, and ended"
+
+
+def test_a_fork_does_not_stand_in_for_its_parent():
+    """As a worker of a data loader: the parent's port closes with the parent."""
+    watchdog, caller = Watchdog(), Hotline(lambda m: m)
+    caller.others = {0: watchdog.listen()}
+    reader, writer = os.pipe()
+    if not (pid := os.fork()):
+        os.read(reader, 1)
+        os._exit(0)
+    try:
+        assert caller.ask([0], {}, 5)[0]["state"].startswith("runs, at ")
+        watchdog.close()
+        assert caller.ask([0], {}, 5) == {0: {"state": GONE}}
+    finally:
+        os.write(writer, b"x")
+        os.waitpid(pid, 0)
+        sys.excepthook = watchdog.hook
+        caller.close()
 
 
 LATE = """

@@ -113,8 +113,9 @@ class ProcessLink(Link):
 
     def hang_up(self, where: Any) -> None:
         """Wakes this process where it waits for ranks of ``where`` that are gone."""
-        if not self.fake and (group := self.groups.get(where.ranks)) is not None:
-            hang_up(group, [r for r in where.ranks if r != self.rank])
+        with contextlib.suppress(RuntimeError):  # the group is gone already
+            if (group := self.groups.get(where.ranks)) is not None:
+                hang_up(group, [r for r in where.ranks if r != self.rank])
 
     def trim(self) -> None:
         self.pool.trim(0)
