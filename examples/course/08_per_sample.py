@@ -31,7 +31,7 @@ def loss(params, x):
 
 def of_rows(params, x):
     rows = vmap(grad(loss), (None, 0))(params, x)  # [rows, ...] for each parameter
-    return rows, sum(g.square().sum((1, 2)) for g in rows).sqrt()
+    return rows, torch.stack([g.square().sum((1, 2)) for g in rows]).sum(0).sqrt()
 
 
 def clipped(params, x, limit=CLIP):

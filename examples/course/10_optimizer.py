@@ -33,9 +33,7 @@ def lars(norms):
     def update(grads, m, params):
         m = ff.tree.map(lambda m, g: BETA * m + g, m, grads)
         rates = [-RATE * w / m for w, m in zip(*norms((params, m)), strict=True)]
-        return list(
-            map(ff.tree_scale, m, rates)
-        ), m  # what is added, and the next state
+        return list(map(ff.tree_scale, m, rates)), m  # what to add, and the next state
 
     return ff.Optimizer(lambda params: ff.tree.map(torch.zeros_like, params), update)
 
@@ -73,8 +71,6 @@ for way, norms in (by_hand, own_norms), (by_hand, psum_norms), (train, ff.leaf_n
     with ff.ledger() as log:
         found = ff.spmd(way, mesh)(norms, mesh)[0]
     off, sent = (found[0] - plain[0]).abs().max(), log.bytes("data", "psum")
-    print(
-        f"{way.__name__:7} {norms.__name__:10} off by {off:.0e}, {sent} bytes of psum"
-    )
+    print(f"{way.__name__:7} {norms.__name__:10} off by {off:.0e}, psum {sent} bytes")
 assert sent == 2 * (RANKS - 1) / RANKS * STEPS * (2 * len(params) * 4 + 8)  # 8: a loss
 # own_norms under shard is refused, with the leaf: no number is better than a wrong one.

@@ -19,6 +19,9 @@ import fsfunc as ff
 from fsfunc.testing import assert_equals_one_device, check_collective
 from fsfunc.testing import strategies as draw
 
+PHASES = Phase.generate, Phase.shrink
+SEARCH = settings(max_examples=10, derandomize=True, deadline=None, phases=PHASES)
+
 
 def loss(params, x):
     return (torch.tanh(x @ params["w"]) + params["b"]).square().mean()
@@ -38,7 +41,7 @@ planted = {
 
 
 def law(transform):
-    @settings(max_examples=10, derandomize=True, phases=(Phase.generate, Phase.shrink))
+    @settings(SEARCH)
     @given(draw.meshes(max_axes=1, max_size=4), st.integers(0, 999))
     def on_any_mesh(mesh, seed):
         torch.manual_seed(seed)

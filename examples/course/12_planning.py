@@ -5,7 +5,8 @@ rank, for any number n of them. The plain program has L layers and Psi bytes of 
 At zero=3, recomputed, in bfloat16, with Adam, a rank will
 
     hold between steps    3 Psi / n                 its part of weights and moments
-    send in a step        (n-1)/n Psi/2 (3 - 1/L)   two gathers (the last one), a sum
+    send in a step        (n-1)/n Psi/2 (3 - 1/L)   two gathers, but one of the last
+                                                    layer, and a sum of gradients
 
 and how long that takes is arithmetic on a data sheet. No such step is ever computed.
 

@@ -96,8 +96,10 @@ def make_mesh(
             ``"vmap"`` (all ranks in one batched call; pure functions only).
         timeout: over processes, how long a rank waits for others before it raises, in
             seconds or as a timedelta, for every group of the mesh; None: as long as
-            the process group does (30 minutes, if nobody told it). Ranks of one
-            process wait for nobody: there it means nothing.
+            the process group does (30 minutes, if nobody told it). The error, a
+            RuntimeError, says where each rank is; after half of it (5 minutes at most,
+            or ``FSFUNC_WATCHDOG`` seconds) stderr does. Ranks of one process wait for
+            nobody: there it means nothing.
 
     Raises:
         TypeError: ``axes`` that are no mapping, or a timeout that is no time.
@@ -197,7 +199,9 @@ def spmd(fn: Callable[..., Any], mesh: Mesh) -> Callable[..., PerRank]:
         if alone:
             with place_here(Here(mesh, mesh.link.rank, mesh.link)):
                 try:
-                    return PerRank([fn(*by_rank[0])])
+                    found = PerRank([fn(*by_rank[0])])
+                    mesh.link.end()
+                    return found
                 except BaseException as error:
                     mesh.link.raised(error)
                     raise

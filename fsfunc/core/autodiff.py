@@ -168,11 +168,10 @@ class Outcome:
     scale: float = 1.0
     shown: Callable[[Any], Any] | None = None
 
-    def settled(self) -> Outcome:
-        """What ``value_and_grad`` would return of it: all that is due done, the mean.
+    def mean(self) -> tuple[Tensor, tuple[Any, ...]]:
+        """The value, and for each differentiated argument its gradients: the means.
 
-        It has no weight: returned from `Interpretation.gradient`, it is one among
-        those of microbatches and ranks around, which count alike.
+        For a transform to read; what it returns is an ``Outcome``, of sums.
 
         Raises:
             RuntimeError: a ``shard`` around keeps the gradients of its units, to reduce
@@ -184,7 +183,8 @@ class Outcome:
                     f"the gradient of {g.name!r} is not there inside of the shard that "
                     "reduces it: read gradients outside, as in mine(shard(step))"
                 )
-        return _mean(self)
+        found = _mean(self)
+        return found.total, found.grads
 
 
 def differentiate(call: GradientCall) -> Outcome:

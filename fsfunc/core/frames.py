@@ -130,8 +130,8 @@ class Interpretation:
 
         What is returned takes a ``GradientCall`` (of it ``fn``, ``args`` and
         ``argnums`` say what is differentiated; ``dataclasses.replace`` changes them),
-        and gives an ``Outcome``, as ``run`` does: sums, of which ``settled()`` is the
-        mean, with ``total``, ``grads`` (one tree for each argument) and ``aux``.
+        and gives an ``Outcome``, as ``run`` does: ``total`` and ``grads`` (one tree for
+        each argument), summed over microbatches, and ``aux``; ``mean()`` divides them.
         """
         return run
 

@@ -9,6 +9,7 @@ import runpy
 from pathlib import Path
 
 import pytest
+import torch
 
 import fsfunc as ff
 from tests.examples.programs import SCRIPT
@@ -73,4 +74,22 @@ def test_a_transform_of_one_s_own(capsys):
     example = runpy.run_path(str(SCRIPT.parent / "your_own_transform.py"))
     example["main"]()
     printed = capsys.readouterr().out
-    assert "the gradients of one device" in printed and "sharpness-aware" in printed
+    assert "gradients of one device" in printed and "sharpness-aware" in printed
+
+
+def test_it_leaves_a_donated_state_alone_until_it_is_updated():
+    example = runpy.run_path(str(SCRIPT.parent / "your_own_transform.py"))
+    sharpness_aware, optimizer = example["sharpness_aware"], ff.sgd(0.1, momentum=0.9)
+    step = optimizer(ff.value_and_grad(example["loss"]))
+    mesh = ff.make_mesh({"data": 2}, "simulated")
+    params = [torch.randn(3, 3, dtype=torch.float64) for _ in range(2)]
+    x = torch.randn(4, 3, dtype=torch.float64)
+    ff.testing.assert_equals_one_device(
+        sharpness_aware(step),
+        ff.donate(sharpness_aware(ff.shard(step, mesh, "data"))),
+        mesh,
+        ff.TrainState(params, optimizer.init(params)),
+        x,
+        goes_on=lambda out: out[0],
+        tolerance=1e-9,
+    )

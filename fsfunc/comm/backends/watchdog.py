@@ -74,6 +74,8 @@ class Watchdog:
                 return ""
             self.thread = threading.Thread(target=self._run, daemon=True, name="fsfunc")
             self.thread.start()
+            # A worker of a data loader would keep the port open, and never answer.
+            os.register_at_fork(after_in_child=self.hotline.close)
             self.hook, sys.excepthook = sys.excepthook, self._uncaught
             atexit.register(self.close)
         return self.hotline.address
@@ -90,7 +92,7 @@ class Watchdog:
 
     def _answer(self, message: Message) -> Message:
         if (why := message.get("ended")) is not None:
-            self.ended[int(message["rank"])] = str(why)
+            self.ended[int(message.get("rank", -1))] = str(why)
         found: Message = {"state": self.flight.state()}
         found["waits"] = self.flight.waiting() is not None
         if message.get("dump"):
