@@ -106,6 +106,19 @@ def test_a_transform_is_told_that_shard_keeps_gradients():
         ff.spmd(main, mesh)()
 
 
+def test_a_gradient_call_within_shard_runs_once():
+    class Twice(ff.Interpretation):
+        def gradient(self, run):
+            return lambda call: run(call) and run(call)
+
+    plain = ff.value_and_grad(loss)
+    around = ff.transformed(ff.shard(plain, mesh, "data"), Twice())
+    assert_equals_one_device(plain, around, mesh, *given())
+    within = ff.shard(ff.transformed(plain, Twice()), mesh, "data")
+    with pytest.raises(RuntimeError, match="put it around"):
+        assert_equals_one_device(plain, within, mesh, *given())
+
+
 def test_a_collective():
     def halo(x):
         """The rank's rows, after the last one of the rank before."""

@@ -23,7 +23,7 @@ from fsfunc import _torch
 from fsfunc.comm.backends.link import Done, Handle
 from fsfunc.comm.groups import RankGroup
 from fsfunc.core.casts import Casts
-from fsfunc.core.frames import running
+from fsfunc.core.frames import frame, running
 from fsfunc.runtime.buffer_pool import BufferPool
 from fsfunc.runtime.memory_kinds import count_as
 from fsfunc.runtime.stores import (
@@ -115,6 +115,7 @@ class ShardRuntime:
         self.count: dict[Micro, int] = {}  # unit calls so far, by microbatch
         self.gathering: dict[str, tuple[GatheredCall, Handle, Tensor]] = {}
         self.recent: Calls = []
+        self.passes: set[Any] = set()  # those that began, by microbatch
         self.calls: dict[Micro, list[Calls]] = {}  # in the order of their outputs
         self.keeps = {} if keeps is None else keeps
         self.parts: Parts = {} if parts is None else parts
@@ -144,7 +145,15 @@ class ShardRuntime:
         self.first = inner.passed - max(self.count.values(), default=0)
 
     def begin(self) -> None:
-        """A forward pass starts: what the last one left over is forgotten."""
+        """A forward pass starts: what the last one left over is forgotten.
+
+        Raises:
+            RuntimeError: one that was there already, whose gradients are summed here.
+        """
+        micro = frame().micro
+        if self.keeps and micro in self.passes:
+            raise RuntimeError(_AGAIN)
+        self.passes.add(micro)
         self.drop(self.recent)
         self.recent, self.calls, self.count = [], {}, {}
         if self.zero == 3:  # memory before the odd page fault
@@ -450,6 +459,10 @@ class ShardRuntime:
         self.close()
 
 
+_AGAIN = (
+    "a transform within shard takes the gradient of one call twice, and shard would "
+    "sum both for the parameters of units: put it around, as in mine(shard(step))"
+)
 _BUFFER = attrgetter("buffer")
 _PLAIN = Gather()
 
