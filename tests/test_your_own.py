@@ -47,6 +47,18 @@ def test_a_transform():
     assert torch.equal(signed(params, x)[0], by_hand[0])
 
 
+@pytest.mark.parametrize("zero", [0, 3])
+@pytest.mark.parametrize("around", [lambda f: f, ff.remat])
+def test_a_transform_of_parts_around_shard(around, zero):
+    class Tripled(ff.Interpretation):
+        def unit(self, run, call):
+            return lambda w, x: run(ff.tree.map(lambda part: 3 * part, w), x)
+
+    plain = ff.value_and_grad(loss)
+    mine = around(ff.transformed(ff.shard(plain, mesh, "data", zero=zero), Tripled()))
+    assert_equals_one_device(ff.transformed(plain, Tripled()), mine, mesh, *given())
+
+
 class Reading(ff.Interpretation):
     """Reads the gradients, and takes them again with the loss as it stands."""
 
@@ -136,6 +148,26 @@ def test_the_way_back_of_a_collective_may_run_on_another_thread():  # as on GPUs
             return pool.submit(torch.autograd.grad, y.sum(), x).result()[0].tolist()
 
     assert ff.spmd(main, ff.make_mesh({"data": 1}, "simulated"))() == [[1.0, 1.0]]
+
+
+@pytest.mark.parametrize(
+    "grad",
+    [
+        torch.func.grad,
+        lambda f: ff.value_and_grad(f),
+        lambda f: lambda w: torch.autograd.grad(f(w.requires_grad_()), w),
+    ],
+)
+def test_a_collective_that_reads_what_is_differentiated_is_refused(grad):
+    def loss(w):
+        scaled = ff.collective(
+            lambda x: w * ff.psum(x, "data", to="V"),
+            lambda g: w * ff.psum(g, "data", to="V"),
+        )
+        return scaled(torch.ones(3)).sum()
+
+    with pytest.raises(ValueError, match="before or after the collective"):
+        ff.spmd(lambda: grad(loss)(torch.tensor(2.0)), mesh)()
 
 
 def test_a_codec_in_place_of_a_gather():

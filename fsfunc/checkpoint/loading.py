@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections import defaultdict
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -29,7 +30,7 @@ from fsfunc.checkpoint.stored import Stored, StoredTensor
 from fsfunc.comm.mesh import Here
 from fsfunc.runtime.save_guard import is_held
 from fsfunc.runtime.stores import lies
-from fsfunc.sharded.donated import refuse_spent, spend
+from fsfunc.sharded.donated import overlaps, refuse_spent, spend
 from fsfunc.sharded.leaf import Sharded, is_sharded
 from fsfunc.sharded.packing import PackedTree, split_buffers
 
@@ -210,11 +211,15 @@ def _own_memory(
     if is_held(x for x in buffers.tensors if isinstance(x, Tensor)):
         raise ValueError("the target is being saved: wait() for that before a load")
     packed = {id(x) for _, shard in buffers.groups if shard for x in (shard.flat,)}
-    # Whole leaves as other objects: the marks are on the old ones.
-    fresh = [
-        x.detach() if isinstance(x, Tensor) and id(x) not in packed else x
-        for x in buffers.tensors
-    ]
+    # Whole leaves as other objects: the marks are on the old ones. What lies where
+    # another one does gets memory of its own, or it would be given that one's values.
+    fresh, ends = list(buffers.tensors), defaultdict(list)
+    for i, x in enumerate(fresh):
+        if isinstance(x, Tensor):
+            if overlaps(x, ends[_torch.storage_key(x)]):
+                fresh[i] = x.detach().clone()
+            elif id(x) not in packed:
+                fresh[i] = x.detach()
 
     def spoil() -> None:
         for leaf in leaves:

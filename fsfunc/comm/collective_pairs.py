@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -10,6 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from fsfunc import _torch
 from fsfunc.comm.attribution import current_label, label
 from fsfunc.comm.mesh import Here, here, place_here
 
@@ -36,6 +38,9 @@ def collective(forward: Map, transpose: Map) -> Map:
         a function of one tensor, that holds under autograd and ``torch.func``, nested
         in any way. Both maps run on the mesh on which it was called.
 
+    Raises:
+        ValueError: a map reads another tensor that somebody differentiates.
+
     Cost: that of ``forward``, and in a backward pass that of ``transpose``.
 
     >>> import torch, fsfunc as ff
@@ -54,9 +59,33 @@ def collective(forward: Map, transpose: Map) -> Map:
 
     @functools.wraps(forward)
     def run(x: Tensor) -> Tensor:
+        if _torch.functorch_active():
+            _check_beside(forward)
+            _check_beside(transpose)
         return _Map.apply(x, pair, here())
 
     return run
+
+
+def _check_beside(fn: Map) -> None:
+    """Raises where what ``torch.func`` differentiates is a variable around ``fn``.
+
+    Nothing of it would be seen later: in ``forward`` its levels are over.
+    """
+    for cell in getattr(fn, "__closure__", None) or ():
+        with contextlib.suppress(ValueError):  # an empty one
+            x = cell.cell_contents
+            if isinstance(x, Tensor) and _torch.differentiated_at(x):
+                break
+    else:
+        return
+    raise ValueError(_BESIDE)
+
+
+_BESIDE = (
+    "collective: beside the tensor that it is given another is differentiated, and no "
+    "derivative goes that way: use it before or after the collective, or detached"
+)
 
 
 @dataclass(frozen=True)
@@ -76,9 +105,12 @@ class _Map(torch.autograd.Function):
 
     @staticmethod
     def forward(x: Tensor, pair: _Pair, at: Here) -> Tensor:  # type: ignore[override]
-        with place_here(at):  # a backward pass may run anywhere
-            y = pair.forward(x)
-        return y.view_as(y) if y is x else y
+        mine = x.detach()
+        with place_here(at), torch.enable_grad():  # a backward pass may run anywhere
+            y = pair.forward(mine)
+        if y.requires_grad:
+            raise ValueError(_BESIDE)
+        return y
 
     @staticmethod
     def setup_context(ctx: Any, inputs: Any, output: Any) -> None:

@@ -26,6 +26,7 @@ __all__ = [
     "Donation",
     "Everything",
     "any_spent",
+    "overlaps",
     "refuse_spent",
     "spend",
     "spend_all",
@@ -217,3 +218,23 @@ def refuse_spent(t: Any) -> None:
     for path, x in zip(paths, leaves, strict=True):
         if why := why_spent(x):
             raise RuntimeError(f"{path!r}: {why}")
+
+
+def overlaps(x: Tensor, others: list[tuple[int, int]]) -> bool:
+    """Whether ``x`` meets one of ``others``, to which it is added.
+
+    Args:
+        others: of the same storage, (first, last + 1) element of each.
+    """
+    first, stop = _reach(x)
+    meets = any(first < end and start < stop for start, end in others)
+    others.append((first, stop))
+    return meets
+
+
+def _reach(x: Tensor) -> tuple[int, int]:
+    """(first, last + 1) element of its storage that ``x`` holds."""
+    start = int(x.storage_offset())
+    steps = zip(x.shape, x.stride(), strict=True)
+    last = start + sum((n - 1) * step for n, step in steps)
+    return (start, int(last + 1)) if x.numel() else (start, start)

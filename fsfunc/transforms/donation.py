@@ -18,6 +18,7 @@ from fsfunc.runtime.save_guard import is_held
 from fsfunc.sharded.donated import (
     Donation,
     any_spent,
+    overlaps,
     refuse_spent,
     spend,
     spend_all,
@@ -249,26 +250,11 @@ def _apart(leaves: list[Any]) -> list[Any]:
     out, ends = [], defaultdict(list)
     for leaf in map(_twin, leaves):
         x = leaf._local if isinstance(leaf, Sharded) else leaf
-        if isinstance(x, Tensor) and _overlaps(_reach(x), ends[_torch.storage_key(x)]):
+        if isinstance(x, Tensor) and overlaps(x, ends[_torch.storage_key(x)]):
             x = x.clone()
             leaf = Sharded(x, leaf.layout) if isinstance(leaf, Sharded) else x
         out.append(leaf)
     return out
-
-
-def _reach(x: Tensor) -> tuple[int, int]:
-    """(first, last + 1) element of its storage that ``x`` holds."""
-    start = int(x.storage_offset())
-    steps = zip(x.shape, x.stride(), strict=True)
-    last = start + sum((n - 1) * step for n, step in steps)
-    return (start, int(last + 1)) if x.numel() else (start, start)
-
-
-def _overlaps(span: tuple[int, int], others: list[tuple[int, int]]) -> bool:
-    """Whether ``span`` meets one of ``others``, to which it is added."""
-    meets = any(span[0] < stop and start < span[1] for start, stop in others)
-    others.append(span)
-    return meets
 
 
 def version(part: Any) -> int:

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from fsfunc import _torch, tree
 from fsfunc.comm.attribution import internal
+from fsfunc.core.differentiated import add_gradients
 from fsfunc.core.frames import Frame, Interpretation, Running, Thread, run_as, running
 from fsfunc.core.units import Call
 from fsfunc.runtime.generators import (
@@ -156,6 +157,15 @@ class _Replay:
         params, inputs, keywords = tree.unflatten(self.treedef, leaves)
         return tree.flatten(self.run(params, *inputs, **keywords))
 
+    def parts(self) -> list[Tensor]:
+        """Those of its leaves that somebody uses beside units, maybe in this call."""
+        found = {}
+        for x in self.leaves:
+            if isinstance(x, Sharded) and x.parts:
+                part = x.parts.get((id(x.packed), id(x.layout)))
+                found |= {} if part is None else {id(part): part}
+        return list(found.values())
+
     def first(self, tensors: Sequence[Tensor]) -> tuple[list[Any], Any]:
         """The first run: as without ``remat``, so that torch takes the same kernels."""
         if self.tape is None:
@@ -258,12 +268,15 @@ class _Recompute(torch.autograd.Function):
             pairs.append((thread.token, torch.zeros_like(thread.token)))
         wanted = [x for x, need in zip(tensors, needs, strict=True) if need]
         beside = [] if thread is None else [thread.start]
+        parts = ctx.replay.parts() if own and ctx.pull_recomputed is _pull else []
+        beside += parts
         found: Any = [None] * len(wanted)
         if pairs and (wanted or beside):
             ys, gs = zip(*pairs, strict=True)
             pull = partial(_pull, twice=True) if twice else ctx.pull_recomputed
             with run_as(Running(None, recompute=True)):
                 found = pull(ys, gs, wanted, beside)
+            add_gradients(parts, found[len(found) - len(parts) :])
         each = iter(found)
         given = [next(each) if need else None for need in needs]
         return (None, None, token, *given)

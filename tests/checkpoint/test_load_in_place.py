@@ -97,3 +97,36 @@ def test_a_damaged_checkpoint_is_refused_before_the_target_is_touched(tmp_path):
         ff.load(tmp_path / "a", state, donate=True)
     assert state["w"].tolist() == [0, 1, 2]
     ff.save(tmp_path / "b", state)  # not spent
+
+
+@pytest.mark.parametrize("only", [None, "w", "average"])
+@pytest.mark.parametrize("of", [lambda x: x, lambda x: x[1:]])
+def test_two_leaves_in_one_memory_come_apart(tmp_path, of, only):
+    """An average that started as the parameters themselves."""
+
+    def state(i):
+        return {"w": torch.full((4,), i), "average": of(torch.full((4,), i + 1))}
+
+    ff.save(tmp_path / "a", state(1.0))
+    w = torch.full((4,), 7.0)
+    found = ff.load(tmp_path / "a", {"w": w, "average": of(w)}, only=only, donate=True)
+    for k, x in found.items():
+        assert set(x.tolist()) == {state(1.0)[k][0].item() if only in (None, k) else 7}
+
+
+def test_so_do_parts_in_one_buffer(tmp_path):
+    unit = ff.unit(lambda p, x: x * p["w"] + p["b"])
+
+    def main(mesh):
+        loss = ff.shard(lambda p, x: unit(p, x).sum(), mesh, "data")
+        params = {"w": torch.arange(3.0), "b": torch.ones(3)}
+        one = ff.place(loss, params, torch.ones(3))
+        two = ff.place(loss, tree.map(lambda x: x + 5, params), torch.ones(3))
+        ff.save(tmp_path / "b", {"mine": one, "average": two})
+        target = {"mine": one, "average": dict(one)}
+        found = ff.load(tmp_path / "b", target, donate=True, only="average")
+        return ff.unshard(found)
+
+    for found in on({"data": 2}, main):
+        assert found["mine"]["w"].tolist() == [0, 1, 2]
+        assert found["average"]["w"].tolist() == [5, 6, 7]
