@@ -223,3 +223,13 @@ def test_all_of_it_is_public():
             assert not node.attr.startswith("_") or node.attr.startswith("__")
             if isinstance(node.value, ast.Name) and node.value.id == "ff":
                 assert node.attr in dir(ff)
+
+
+@pytest.mark.parametrize("cut", (lambda w: w[:1], lambda w: w, lambda w: w[:2].T))
+@pytest.mark.parametrize("read", (ff.unshard, lambda leaf, to: ff.save(to, leaf)))
+def test_a_part_that_its_layout_does_not_give_is_refused(cut, read, tmp_path):
+    rows = ff.Layout((4, 3), torch.float32, (ff.Split(0, "data", 2),), "w")
+    leaf = {"w": ff.Sharded(cut(integers(4, 3)), rows)}
+    where = () if read is ff.unshard else (tmp_path / "a",)
+    with pytest.raises(Exception, match=r"the part of w .* is \(2, 3\) on this rank"):
+        ff.spmd(lambda: read(leaf, *where), mesh)()
