@@ -41,11 +41,12 @@ class Fault:
 
 
 KINDS = {
+    "comes too late": "told",
+    "stops": "told",
     "raises in the loss": "told",
     "raises in a backward": "told",
     "raises in the loader": "told",
     "is killed": "told",
-    "stops": "told",
     "aborts": "told",
     "returns NaN": "told",
     "sends another shape": "told",
@@ -55,7 +56,6 @@ KINDS = {
     "calls fewer units": "told",
     "skips a step": "told",
     "evaluates alone": "told",
-    "comes too late": "told",
     "comes late": "right",
     "sees another batch size": "right",
     "has a slow link": "right",

@@ -94,6 +94,20 @@ def test_a_transform_is_told_that_shard_keeps_gradients():
         ff.spmd(main, mesh)()
 
 
+def test_a_settled_outcome_may_be_returned():
+    class Settled(ff.Interpretation):
+        def gradient(self, run):
+            return lambda call: run(call).settled()
+
+    def weighted(params, x):
+        return ff.Weighted(4 * loss(params, x), torch.tensor(4))
+
+    plain = ff.accumulate(ff.value_and_grad(weighted), 2)
+    assert_equals_one_device(
+        plain, ff.transformed(ff.shard(plain, mesh, "data"), Settled()), mesh, *given()
+    )
+
+
 def test_a_collective():
     def halo(x):
         """The rank's rows, after the last one of the rank before."""

@@ -199,7 +199,9 @@ def spmd(fn: Callable[..., Any], mesh: Mesh) -> Callable[..., PerRank]:
         if alone:
             with place_here(Here(mesh, mesh.link.rank, mesh.link)):
                 try:
-                    return PerRank([fn(*by_rank[0])])
+                    found = PerRank([fn(*by_rank[0])])
+                    mesh.link.end()
+                    return found
                 except BaseException as error:
                     mesh.link.raised(error)
                     raise

@@ -173,6 +173,9 @@ class Outcome:
 
         For a transform to read; what it returns is an ``Outcome``, of sums.
 
+        It has no weight: returned from `Interpretation.gradient`, it is one among
+        those of microbatches and ranks around, which count alike.
+
         Raises:
             RuntimeError: a ``shard`` around keeps the gradients of its units, to reduce
                 them as they appear: within it there are none.
@@ -284,7 +287,7 @@ def _divide(outcome: Outcome) -> Outcome:
     by = count if weight is None else weight
     grads = _divided(outcome.grads, by * scale, outcome.own, wide=scale != 1)
     total, aux = outcome.total / by, divided(outcome.aux, count)
-    return Outcome(total, weight, grads, aux, shown=outcome.shown)
+    return Outcome(total, None, grads, aux, shown=outcome.shown)
 
 
 def _divided(grads: Any, by: float | Tensor, own: bool, wide: bool) -> Any:

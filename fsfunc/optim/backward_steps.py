@@ -258,7 +258,7 @@ class BackwardSteps(Interpretation):
         stepped = {i for key in self.done for i in self.at[key]}
         same = len(leaves) == len(self.old) and state is self.state
         if not same or any(
-            leaves[i] is not self.old[i] or getattr(found[i], "spent", "") != APPLIED
+            leaves[i] is not self.old[i] or not _is_of(found[i], self.old[i])
             for i in stepped
         ):
             raise ValueError(_OTHERS)
@@ -273,6 +273,12 @@ class BackwardSteps(Interpretation):
             return tree.unflatten(self.treedef, self.new), self.kept.whole()
 
         return finish
+
+
+def _is_of(grad: Any, leaf: Any) -> bool:
+    """Whether that is the gradient of a leaf, and used up."""
+    spent = getattr(grad, "spent", "") == APPLIED
+    return spent and grad.layout is leaf.layout
 
 
 APPLIED = (

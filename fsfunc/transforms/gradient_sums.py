@@ -270,7 +270,12 @@ class GradientSums:
         if halved > 1 and not mean:
             grad.mul_(halved)
         before = self.grads.get(id(shard))
-        self.grads[id(shard)] = grad = grad if before is None else before.add_(grad)
+        if before is not None:
+            if before.dtype != given:  # of calls that asked for another dtype
+                summed = before.dtype == own != torch.float16
+                before = _cast(before.div_(by) if summed and by > 1 else before, given)
+            grad = before.add_(grad)
+        self.grads[id(shard)] = grad
         if self.steps is not None:
             still = self.open.setdefault(id(shard), set())
             still.discard(one.key[1])
@@ -301,6 +306,10 @@ class GradientSums:
             self._keep_first()
         if self.unseen:
             raise RuntimeError("a unit call's gradient never came: nothing to observe")
+
+
+def _cast(x: Tensor, dtype: torch.dtype) -> Tensor:
+    return x.to(dtype) if lies(x) is None else beside(x, x.to(dtype))
 
 
 class Reducing:

@@ -14,7 +14,7 @@ BENCHMARKS = Path(__file__).resolve().parents[2] / "benchmarks"
 def outcomes(tmp_path_factory):
     """What became of one fault of each kind."""
     path = tmp_path_factory.mktemp("faults") / "json"
-    options = ["--sample", "--at-once", "6", "--limit", "60", "--json", str(path)]
+    options = ["--sample", "--at-once", "8", "--limit", "60", "--json", str(path)]
     done = forked(BENCHMARKS / "faults.py", *options, timeout=110)
     assert path.exists(), done.stderr
     return json.loads(path.read_text())["ours"]

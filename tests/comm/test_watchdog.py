@@ -160,6 +160,7 @@ def test_what_a_rank_ends_by_is_known_when_it_is_gone():
     assert one == "  rank 1 raised ValueError: no, and ended"
 
 
+@pytest.mark.filterwarnings("ignore:.*fork:DeprecationWarning")
 def test_a_fork_does_not_stand_in_for_its_parent():
     """As a worker of a data loader: the parent's port closes with the parent."""
     watchdog, caller = Watchdog(), Hotline(lambda m: m)

@@ -158,6 +158,18 @@ def in_a_step(mesh, f, placed):
     return f"returned {found}"
 
 
+def leaves(mesh):
+    """Rank 2 is done where the others are not."""
+    try:
+        ff.spmd(lambda: mesh.rank == 2 or ff.psum(ones(5), "data"), mesh)()
+    except RuntimeError as error:
+        rows = str(error).splitlines()[1:]
+        names = ["psum", "psum", "end"]
+        rows = zip(range(3), names, rows, strict=True)
+        return all(f'rank {r} {n} over "data"' in row for r, n, row in rows)
+    return "left"
+
+
 def main():
     mesh = ff.make_mesh({"data": 3}, timeout=60)
     f, placed, more = ff.spmd(lambda: steps(mesh), mesh)()[0]
@@ -185,6 +197,8 @@ def main():
     found["checked, alike"] = torch.is_tensor(like[0])
     case = run((0, 1)), run((1, 0)), ("layer(0)", "layer(1)")
     found["checked"] = ff.spmd(lambda: differs(checked, *case), checked)()[0]
+
+    found["leaves early, checked"] = leaves(checked)
 
     os.environ["FSFUNC_CHECK"] = "0"
     short = ff.make_mesh({"data": 3}, timeout=2)

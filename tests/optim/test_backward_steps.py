@@ -427,6 +427,11 @@ def clipped(params, batch):
     return value, ff.tree_scale(grads, 1 / ff.global_norm(grads))
 
 
+def swapped(params, batch):
+    value, grads = ff.value_and_grad(loss_fn)(params, batch)
+    return value, [grads[1], grads[0], *grads[2:]]
+
+
 def sib():
     return ff.step_in_backward(ADAM)
 
@@ -461,6 +466,7 @@ BAD = {
                       ValueError, r"step_in_backward\(optimizer\)\(grad_fn\)"),
     "weighted": (lambda: stepped(sib(), loss=weighted), ValueError, "Return a mean"),
     "twice": (lambda: stepped(sib(), grad=twice), ValueError, "one loss"),
+    "other places": (lambda: stepped(sib(), grad=swapped), ValueError, "other grad"),
     "zero=1": (lambda: stepped(sib(), lambda f: ff.shard(f, MESH, "data", zero=1)),
                ValueError, "zero=2"),
     "accumulate(shard)": (lambda: stepped(

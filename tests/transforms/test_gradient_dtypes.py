@@ -66,6 +66,28 @@ def test_each_is_rounded_once(size, zero, given):
         assert_bits(narrow, [(2 * x).to(given) / 2 for x in wide])
 
 
+@pytest.mark.parametrize("order", ["nw", "wn", "wnw", "nwn"])
+@pytest.mark.parametrize("zero", [0, 1, 3])
+def test_a_buffer_may_have_both_kinds(zero, order):
+    """Whole numbers, of which no sum is rounded."""
+    mesh, x = simulated(2), torch.arange(8.0).reshape(4, 2)
+    wide = ff.unit(lambda w, x: x * w)
+    kinds = {"w": wide, "n": ff.precision(wide, FP32, gradients=BF16)}
+
+    def loss(w, x):
+        for kind in order:
+            x = kinds[kind](w, x)
+        return 2 * x.mean()
+
+    def main():
+        grad = ff.shard(ff.value_and_grad(loss), mesh, "data", zero=zero)
+        rows = ff.local_batch(x, mesh, "data")
+        return ff.unshard(grad(ff.place(grad, torch.ones(2), rows), rows)[1])
+
+    expected = ff.value_and_grad(loss)(torch.ones(2), x)[1]
+    assert torch.equal(ff.spmd(main, mesh)()[0].float(), expected)
+
+
 def held(values):
     """Bytes of the storages of a tree on this rank."""
     leaves = tree.leaves(values, is_leaf=ff.is_sharded)

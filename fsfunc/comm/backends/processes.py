@@ -72,6 +72,7 @@ class ProcessLink(Link):
         self.device = "cuda" if dist.get_backend() == "nccl" else "cpu"
         self.checks = checks()
         self.issued: Counter[tuple[int, ...]] = Counter()
+        self.used: dict[tuple[int, ...], Any] = {}  # where collectives were issued
         self.groups = Groups(timeout).use_world()
         self.patience = patience_of(self.groups.timeout)
         self.watchdog = the_watchdog()
@@ -111,6 +112,16 @@ class ProcessLink(Link):
         """Notes that ``error`` left the program of this rank: others may ask."""
         self.watchdog.raised(error)
 
+    def end(self) -> None:
+        """Compares that all ranks are done, where everything is to be compared.
+
+        A rank that skipped a step would else leave with numbers of its own, and the
+        others would hear of it alone.
+        """
+        if self.checks and self.paired and self.device == "cpu":
+            for where in list(self.used.values()):
+                self.start("end", torch.empty(0), where).wait()
+
     def hang_up(self, where: Any) -> None:
         """Wakes this process where it waits for ranks of ``where`` that are gone."""
         with contextlib.suppress(RuntimeError):  # the group is gone already
@@ -142,6 +153,8 @@ class ProcessLink(Link):
         said = signature(op, how, where.axis, x, what)
         number = self.issued[where.ranks]
         self.issued[where.ranks] += 1
+        if not number:
+            self.used[where.ranks] = where
         record = self.flight.begin(said, where, number)
         if not paired:
             compared = compared or self.fake
