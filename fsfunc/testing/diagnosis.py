@@ -218,7 +218,8 @@ def _of_own_rows(case: Case, found: Tensor, own: list[Tensor]) -> Iterator[str]:
         yield (
             "it is the mean of what each rank makes of its own rows: something that is "
             "not linear (a clip, a norm, a softmax, a maximum) ran before the "
-            "reduction, or on a part"
+            "reduction, or on a part; or each rank drew, or numbered, its rows as if "
+            "they were the first"
         )
     if near(total, found) and not near(total / n, case.expected):
         yield "it is the sum over ranks of what each one's rows alone give"
