@@ -119,6 +119,44 @@ def test_a_gradient_call_within_shard_runs_once():
         assert_equals_one_device(plain, within, mesh, *given())
 
 
+class Halved(ff.Interpretation):
+    """Gradients made anew of means; what is not linear is written in the same way."""
+
+    def gradient(self, run):
+        def halved(call):
+            outcome = run(call)
+            _, grads = outcome.mean()
+            return outcome.with_mean(ff.tree.map(lambda g: g / 2, grads))
+
+        return halved
+
+
+@pytest.mark.parametrize("within", [False, True])
+def test_a_transform_gives_other_gradients(within):
+    def weighted(params, x):  # microbatches and ranks weigh 4, 2, 2 and 8
+        w = x[:, 0].abs().max() * 2
+        return ff.Weighted(w * loss(params, x), w)
+
+    def stack(f):
+        return ff.accumulate(halves(f), 2) if within else halves(ff.accumulate(f, 2))
+
+    halves = lambda f: ff.transformed(f, Halved())  # noqa: E731
+    plain, (params, x) = ff.value_and_grad(weighted), given()
+    x[:, 0] = torch.tensor([2.0, 1.0, 1.0, 4.0])
+    value, grads = ff.accumulate(plain, 2)(params, x)
+    found = stack(plain)(params, x)
+    ff.testing.assert_equal(found, (value, [g / 2 for g in grads]), 1e-6)
+    mine = halves(ff.shard(ff.accumulate(plain, 2), mesh, "data"))
+
+    def main():
+        rows = ff.local_batch(x, mesh, "data")
+        return ff.unshard(mine(ff.place(mine, params, rows), rows))
+
+    one = ff.accumulate(plain, 4)(params, x)
+    for out in ff.spmd(main, mesh)():
+        ff.testing.assert_equal(out, (one[0], [g / 2 for g in one[1]]), 1e-6)
+
+
 def test_a_collective():
     def halo(x):
         """The rank's rows, after the last one of the rank before."""
@@ -135,6 +173,18 @@ def test_a_collective():
     check_collective(ff.collective(halo, back), transpose=back, sizes=(3,))
     with pytest.raises(AssertionError, match="the transpose of halo"):
         check_collective(ff.collective(halo, lambda g: g[1:]), under=["vjp"])
+
+
+def test_the_way_back_of_a_collective_may_run_on_another_thread():  # as on GPUs
+    total = ff.collective(*[lambda x: ff.psum(x, "data", to="V")] * 2)
+
+    def main():
+        x = torch.ones(2, requires_grad=True)
+        y = total(x)
+        with ThreadPoolExecutor(1) as pool:
+            return pool.submit(torch.autograd.grad, y.sum(), x).result()[0].tolist()
+
+    assert ff.spmd(main, ff.make_mesh({"data": 1}, "simulated"))() == [[1.0, 1.0]]
 
 
 @pytest.mark.parametrize(
@@ -268,3 +318,33 @@ def test_all_of_it_is_public():
             assert not node.attr.startswith("_") or node.attr.startswith("__")
             if isinstance(node.value, ast.Name) and node.value.id == "ff":
                 assert node.attr in dir(ff)
+
+
+@pytest.mark.parametrize("cut", (lambda w: w[:1], lambda w: w, lambda w: w[:2].T))
+@pytest.mark.parametrize("read", (ff.unshard, lambda leaf, to: ff.save(to, leaf)))
+def test_a_part_that_its_layout_does_not_give_is_refused(cut, read, tmp_path):
+    rows = ff.Layout((4, 3), torch.float32, (ff.Split(0, "data", 2),), "w")
+    leaf = {"w": ff.Sharded(cut(integers(4, 3)), rows)}
+    where = () if read is ff.unshard else (tmp_path / "a",)
+    with pytest.raises(Exception, match=r"the part of w .* is \(2, 3\) on this rank"):
+        ff.spmd(lambda: read(leaf, *where), mesh)()
+
+
+def test_a_codec_that_returns_something_else_is_refused():
+    with pytest.raises(TypeError, match="Silent has an encode .* say exact = False"):
+        type(
+            "Silent", (ff.Gather,), {"decode": lambda self, arrived, dtype, n: arrived}
+        )
+
+    class Longer(ff.Gather):
+        exact = False
+
+        def encode(self, part, dtype):
+            return torch.cat([part, part[:1]])
+
+    plain, (params, x) = ff.value_and_grad(loss), given()
+    mine = ff.shard(plain, mesh, "data", gather=Longer())
+    with pytest.raises(
+        ValueError, match=r"Longer\(\).decode returned \[12\] .* \[10\]"
+    ):
+        assert_equals_one_device(plain, mine, mesh, params, x)

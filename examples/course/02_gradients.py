@@ -76,5 +76,5 @@ for name, gradient in ways.items():
     verdict = "right" if found == [plain] * RANKS else "wrong"
     print(f"  {name:23} {found!s:25} {log.bytes('data'):3} bytes   {verdict}")
 
-# 3. The formula: an all-reduce sends 2 (n-1)/n b, here 6 bytes. The right way by hand
-#    has one for the value, and one for the derivative.
+# 3. The formula: an all-reduce sends 2 (n-1)/n b, here 6 bytes a number. The right way
+#    by hand has a value and a derivative; of shard the value is two, a sum and a count.

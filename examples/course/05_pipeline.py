@@ -61,8 +61,8 @@ assert_close((list(values), list(grads)), ([plain[0]] * S, plain[1]))
 assert log.bytes("pipe", "ppermute", rank=0) == (M + S - 1) * BYTES
 
 
-# 3. By the library. A schedule is data: what each rank runs, and in which order. It can
-#    be drawn (B takes twice the time of F), proven to end, and run.
+# 3. By the library. A schedule is data, that can be drawn, proven to end, and run. B is
+#    two ticks; or one of I, by the input, which others wait for, and one of W, by w.
 def main(schedule):
     fn = ff.pipeline(grad_fn, mesh, "pipe", n_microbatches=M, schedule=schedule)
     parts = ff.place(fn, params, batch)  # each rank its own stage's

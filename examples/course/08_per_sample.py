@@ -61,7 +61,8 @@ def by_hand(rows):
 
 
 # 3. By the library: a unit gathers the weights once, for all rows; reduce_like is the
-#    ranks' mean, in parts; and of the noise each rank draws the parts that it has.
+#    ranks' mean, in parts; of the noise each rank draws the parts that it has; and at
+#    the end unshard gathers what came of them.
 def by_parts(rows):
     whole, sharded = ff.unit(clipped, whole=True), lambda f: ff.shard(f, mesh, "data")
     parts = ff.place(sharded(whole), params, rows)

@@ -1,6 +1,6 @@
 """Lesson 10. An optimizer of your own, and what it may know of a shard.
 
-The plain program is LARS (You et al., 2017): momentum, at the scale of each matrix.
+The plain program is LARS (as in You et al., 2020): momentum, at each matrix's scale.
 
     m <- beta m + g,        w <- w - rate |w| / |m| m
 

@@ -33,7 +33,7 @@ def clip(g):
 
 # 1. T, right and in four ways that would train, and be wrong.
 planted = {
-    "a sum for the mean": lambda g: clip(ff.psum(g, "data")),
+    "reduced twice": lambda g: ff.psum(clip(ff.pmean(g, "data")), "data"),
     "clipped before the mean": lambda g: ff.pmean(clip(g), "data"),
     "one leaf forgotten": lambda g: clip(ff.pmean(g, "data") | {"b": g["b"]}),
     "rank 0 alone": lambda g: clip(ff.pbroadcast(g, "data", source=0)),
@@ -59,7 +59,7 @@ for name, wrong in planted.items():
     try:
         law(wrong)()
     except AssertionError as error:
-        print(f"{name}:", *str(error).splitlines()[1:6], sep="\n    ")
+        print(f"{name}:", *str(error).splitlines()[:6], sep="\n    ")
 
 
 # 2. A collective has a law too: <f(x), g> = <x, f'(g)>, for what goes back (lesson 2).

@@ -65,6 +65,7 @@ class Held(NamedTuple):
             return [
                 (Box(none, self.layout.shape, 0), self.part.view(self.layout.shape))
             ]
+        self.layout.check_part(self.part.shape, coordinates)
         found = boxes(self.layout, coordinates)
         if self.layout.flat is None:  # one box: the part itself, contiguous or not
             return [(box, self.part) for box in found]

@@ -171,7 +171,8 @@ class Outcome:
     def mean(self) -> tuple[Tensor, tuple[Any, ...]]:
         """The value, and for each differentiated argument its gradients: the means.
 
-        For a transform to read; what it returns is an ``Outcome``, of sums.
+        For a transform to read; what it returns is an ``Outcome``, of sums, which
+        :meth:`with_mean` makes of other gradients.
 
         Raises:
             RuntimeError: a ``shard`` around keeps the gradients of its units, to reduce
@@ -185,6 +186,16 @@ class Outcome:
                 )
         found = _mean(self)
         return found.total, found.grads
+
+    def with_mean(self, grads: tuple[Any, ...]) -> Outcome:
+        """This one with other gradients, of which ``grads`` are the means.
+
+        So it weighs as much as before among microbatches and ranks around.
+        """
+        by = self.scale * (self.count if self.weight is None else self.weight)
+        if isinstance(by, Tensor) or by != 1:
+            grads = tree.map(lambda g: g * by if isinstance(g, Tensor) else g, grads)
+        return replace(self, grads=grads, due=(), own=False, shown=None)
 
 
 def differentiate(call: GradientCall) -> Outcome:

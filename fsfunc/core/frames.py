@@ -131,7 +131,8 @@ class Interpretation:
         What is returned takes a ``GradientCall`` (of it ``fn``, ``args`` and
         ``argnums`` say what is differentiated; ``dataclasses.replace`` changes them),
         and gives an ``Outcome``, as ``run`` does: ``total`` and ``grads`` (one tree for
-        each argument), summed over microbatches, and ``aux``; ``mean()`` divides them.
+        each argument), summed over microbatches, and ``aux``. Outside of ``shard`` its
+        ``mean()`` divides them, and ``with_mean(grads)`` puts others in their place.
         """
         return run
 

@@ -45,7 +45,8 @@ class Optimizer(_Functions):
         init: ``init(params) -> state``, a pytree of tensors and numbers.
         update: ``update(grads, state, params=None) -> (updates, state)``: pure, made of
             operations that differentiate; updates are added to the parameters, and None
-            stands for none.
+            stands for none. So it does in ``grads``, for what is no floating tensor or
+            was not reached: `ff.tree.map` hands it to your function.
         apply: ``apply(grads, state, params) -> (params, state)``: the same as update
             and addition. It may write into tensors of ``params`` and ``state`` of
             which ``frame().donated`` says so (`Donation.may_write`), and then tells it

@@ -185,6 +185,15 @@ class Layout:
         start, stop = self.span(coordinates)
         return (stop - start,)
 
+    def check_part(self, shape: Sequence[int], coordinates: Coordinates) -> None:
+        """Raises where a part is neither of `local_shape` nor a row of its elements."""
+        due = self.local_shape(coordinates)
+        if tuple(shape) not in (due, (math.prod(due),)):
+            raise ValueError(
+                f"the part of {self} is {due} on this rank, not {tuple(shape)}: "
+                "ff.lay_like(whole, leaf) cuts it from a whole tensor"
+            )
+
     def buffer_range(self, coordinates: Coordinates) -> tuple[int, int]:
         """(start, stop) of the local part in this rank's `chunk` of the buffer.
 

@@ -42,6 +42,16 @@ class Sharded:
     ``leaf.ndim > 1`` means what it says. Used as a tensor outside a unit it raises.
     It is a pytree node (optree and torch) with the one child ``local``.
 
+    >>> import torch, fsfunc as ff
+    >>> mesh = ff.make_mesh({"data": 2}, "simulated")
+    >>> rows = ff.Layout((4, 2), torch.float32, (ff.Split(0, "data", 2),), "w")
+    >>> def main():
+    ...     at = mesh.coordinates(mesh.rank)
+    ...     mine = ff.Sharded(torch.full(rows.local_shape(at), 1.0 * at["data"]), rows)
+    ...     return ff.unshard(mine)[:, 0].tolist()
+    >>> ff.spmd(main, mesh)()[0]
+    [0.0, 0.0, 1.0, 1.0]
+
     ``packed`` is the buffer that it lies in, if that is so. Of a buffer whose gradient
     a gradient call gathers, that call makes leaves of its own: units read the buffer,
     and whoever else uses such a leaf's part differentiates it, as one of ``parts``.

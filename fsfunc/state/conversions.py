@@ -89,7 +89,7 @@ def unshard(
 @torch.no_grad()
 def _gathered(x: Sharded) -> Tensor:
     layout, at = x.layout, here()
-    local = x.local.detach()
+    local = _part(x, layout).detach()
     if not layout.axes:
         if copies := averaged_axes():
             local = apply_map(local, ENTER, group(copies))
@@ -114,7 +114,7 @@ def _gathered(x: Sharded) -> Tensor:
 def _entered(x: Sharded) -> Tensor:
     """The same as each rank's own, differentiable."""
     block = _block(x, "unshard")
-    axes, local = block.axes, x.local
+    axes, local = block.axes, _part(x, block)
     check_samples(local, repr(x.name))
     if copies := tuple(a for a in averaged_axes() if a not in axes):
         local = apply_map(local, ENTER, group(copies))
@@ -209,6 +209,13 @@ def _counts(layout: Layout, where: RankGroup) -> list[int]:
     mesh = here().mesh
     shapes = [layout.local_shape(mesh.coordinates(rank)) for rank in where.ranks]
     return [math.prod(shape) for shape in shapes]
+
+
+def _part(x: Sharded, layout: Layout) -> Tensor:
+    """A leaf's part, which somebody may have made by hand."""
+    at = here()
+    layout.check_part(x.local.shape, at.mesh.coordinates(at.rank))
+    return x.local
 
 
 def _block(x: Sharded, what: str) -> Layout:

@@ -103,4 +103,5 @@ def _message(log: Ledger, rank: int, what: str, sent: Any, due: Any) -> str:
 def said(r: Record) -> str:
     """A collective, where it was called, and on whose behalf."""
     who = " ".join(part for part in (r.unit, r.phase, r.what) if part)
-    return f"{r.op} over {', '.join(r.axis)} at {r.where}  {who}".rstrip()
+    at = "" if r.where == "?" else f" at {r.where}"  # the library's own, of no line
+    return f"{r.op} over {', '.join(r.axis)}{at}  {who}".rstrip()

@@ -139,7 +139,8 @@ def _last_bits(case: Case) -> Iterator[str]:
     if bool(max(gaps) <= 1e-5 * case.expected.abs().max()):
         yield (
             "it differs in the last bits: another order of sums, or products. Use "
-            "integers as data, or pass tolerance="
+            "integers as data, and powers of two of rows, ranks and microbatches; or "
+            "pass tolerance="
         )
 
 
@@ -167,8 +168,8 @@ def _unlike_ranks(case: Case) -> Iterator[str]:
     wrong = [r for r, x in enumerate(found) if not near(x, expected)]
     if own and (some := [r for r in wrong if near(found[r], own[r])]):
         yield (
-            f"{_ranks(some)} have what their own rows alone give: left out of a "
-            f"reduction over {named(case.axes)}"
+            f"{_ranks(some)} {'has' if len(some) == 1 else 'have each'} what its own "
+            f"rows alone give: left out of a reduction over {named(case.axes)}"
         )
     for said in said_of(found[wrong[0]], expected, case.before, case.shares):
         yield f"on {_ranks(wrong)}: {said}"
@@ -217,7 +218,8 @@ def _of_own_rows(case: Case, found: Tensor, own: list[Tensor]) -> Iterator[str]:
         yield (
             "it is the mean of what each rank makes of its own rows: something that is "
             "not linear (a clip, a norm, a softmax, a maximum) ran before the "
-            "reduction, or on a part"
+            "reduction, or on a part; or each rank drew, or numbered, its rows as if "
+            "they were the first"
         )
     if near(total, found) and not near(total / n, case.expected):
         yield "it is the sum over ranks of what each one's rows alone give"

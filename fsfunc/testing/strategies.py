@@ -1,17 +1,8 @@
 """What hypothesis draws for tests of sharding: meshes, layouts, models, stacks.
 
 Each shrinks to the smallest that still fails: one axis, of size 2, one leaf, zeros.
-Values are integers, so that what is equal is so bit for bit. A property test of one's
-own transform:
-
-    from hypothesis import given
-    from fsfunc.testing import assert_equals_one_device, strategies as draw
-
-    @given(draw.meshes(max_axes=1), draw.train_steps())
-    def test_mine(mesh, drawn):
-        step, mine = drawn.gradient, my_transform(drawn.gradient, mesh, "data")
-        assert_equals_one_device(
-            step, mine, mesh, drawn.params, drawn.batch(2 * mesh.size))
+Values are integers, so that what is equal is so bit for bit, where sizes are powers of
+two. ``help(fsfunc.testing)`` begins with a property test of one's own transform.
 """
 
 from __future__ import annotations
@@ -192,6 +183,12 @@ def batches(
 def models(*, outside: bool = True, frozen: bool = True) -> Strategy[DrawnModel]:
     """Models of units that nest, share and repeat parameters; they shrink to a layer.
 
+    They have relus: what is rounded on its way may come to the other side of one, so a
+    codec is better held to a smooth loss of your own.
+
+    Of one ``model.params(seed)``, ``model.frozen_params(seed)`` and
+    ``model.loss(params, frozen, batch)``, a batch being one of `batches`.
+
     Args:
         outside: whether some read a leaf beside units; ``frozen``: whether some have
             parameters that are not differentiated.
@@ -214,7 +211,16 @@ def models(*, outside: bool = True, frozen: bool = True) -> Strategy[DrawnModel]
 
 
 def train_steps(*, frozen: bool = False, outside: bool = True) -> Strategy[DrawnStep]:
-    """Train steps, with their state and data: see `DrawnStep`."""
+    """Train steps of drawn models, with their state and data.
+
+    Of what is drawn ``drawn.gradient(params, batch) -> (loss, grads)`` and
+    ``drawn.step(state, batch) -> (state, loss)``, one step of descent, are functions;
+    ``drawn.params``, ``drawn.state`` and ``drawn.batch(rows)`` what they take.
+    Parameters are dicts and lists; some leaves are integers, whose gradient is None.
+
+    Args:
+        frozen, outside: as for `models`; frozen parameters are in ``state.extra``.
+    """
     return st.builds(DrawnStep, models(frozen=frozen, outside=outside), seeds)
 
 
@@ -233,8 +239,9 @@ def transform_stacks(
 ) -> DrawnStack:
     """Stacks of ``shard`` with any options, and others around and within it.
 
-    They shrink to ``shard(step, mesh, axis)`` at zero=0. A batch of ``stack.rows``, or
-    of a multiple of it, goes with one.
+    They shrink to ``shard(step, mesh, axis)`` at zero=0. ``stack(f)`` is ``f`` under
+    them, on ``stack.mesh``; ``stack.axes`` are those over which its batch is cut, and
+    ``stack.rows`` the least that it takes, or a multiple of it.
 
     Args:
         kinds: which others, each once at most: "remat", "accumulate".

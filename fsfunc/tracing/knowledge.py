@@ -38,7 +38,8 @@ class Seen:
     parameter: bool = False
 
     def __str__(self) -> str:
-        return f"{self.what} ({self.where})" if self.where else self.what
+        known = self.where not in ("", "?")  # the library's own has no line
+        return f"{self.what} ({self.where})" if known else self.what
 
 
 class Known:

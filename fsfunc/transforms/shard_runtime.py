@@ -35,7 +35,12 @@ from fsfunc.runtime.stores import (
 from fsfunc.sharded.leaf import FlatShard, Parts
 from fsfunc.transforms.gathered_calls import Calls, GatheredCall, Micro
 from fsfunc.transforms.gradient_sums import GradientSums
-from fsfunc.transforms.messages.wire import Gather, KeptGather, Reduction
+from fsfunc.transforms.messages.wire import (
+    Gather,
+    KeptGather,
+    Reduction,
+    check_decoded,
+)
 from fsfunc.transforms.ownership import Ownership
 from fsfunc.transforms.routes import Routes
 
@@ -245,7 +250,9 @@ class ShardRuntime:
     def arrived(self, shard: FlatShard, full: Tensor, dtype: torch.dtype) -> Tensor:
         """What has arrived, as the whole buffer."""
         if self.rounds and shard.place.size > 1 and shard.flat.is_floating_point():
-            full = self.how_gathered.decode(full, dtype, shard.place.chunk)
+            count, how = shard.place.chunk, self.how_gathered
+            full = how.decode(full, dtype, count)
+            check_decoded(how, full, count * shard.place.size, dtype)
             count_as("gathered", [full])
         if self.zero in (1, 2):  # the state keeps it, until it changes
             shard.keep(full)

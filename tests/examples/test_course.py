@@ -29,7 +29,7 @@ SAYS = {
     "09": [r"\|H\| 0.4944, by 8 products 0.4890"],
     "10": ["by_hand own_norms  off by 9e-02", "train   leaf_norms off by [1-9]e-07"],
     "11": [
-        "a sum for the mean:\n",
+        '(?s)reduced twice:.*Mesh.*2 times too large, the size of "data"',
         "(?s)clipped before the mean:.*something that is not linear",
         "(?s)one leaf forgotten:.*'b' f32.*own rows",
         "(?s)rank 0 alone:.*what the rows of rank 0 alone give",

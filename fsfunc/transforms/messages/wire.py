@@ -35,11 +35,30 @@ from torch import Tensor
 from fsfunc.comm.backends.link import Handle
 from fsfunc.comm.groups import RankGroup
 
-__all__ = ["Gather", "KeptGather", "Reduction"]
+__all__ = ["Gather", "KeptGather", "Reduction", "check_decoded"]
+
+
+def check_decoded(how: object, x: Tensor, count: int, dtype: torch.dtype) -> None:
+    """Raises where a ``decode`` did not return ``count`` elements in ``dtype``."""
+    if x.shape != (count,) or x.dtype != dtype:
+        raise ValueError(
+            f"{how}.decode returned {list(x.shape)} in {x.dtype}: due are [{count}] in "
+            f"{dtype}"
+        )
 
 
 class _Shown:
     """Told by what it is made of: ranks compare how they send."""
+
+    exact: bool
+
+    def __init_subclass__(cls) -> None:
+        own = not {"encode", "decode"}.isdisjoint(vars(cls))
+        if own and _Shown not in cls.__bases__ and cls.exact is True:
+            raise TypeError(
+                f"{cls.__name__} has an encode or a decode of its own: say exact = "
+                "False in it, or what arrives is taken for what was there"
+            )
 
     def __eq__(self, other: object) -> bool:
         return type(self) is type(other) and vars(self) == vars(other)
@@ -54,6 +73,12 @@ class _Shown:
 
 class Gather(_Shown):
     """A rank's range of a buffer becomes the whole buffer.
+
+    One with an ``encode`` or ``decode`` of its own says ``exact = False``: it holds for
+    ``ff.value_and_grad``, and is refused where ``torch.func`` differentiates it.
+
+    Raises:
+        ValueError: ``decode`` returns another dtype, or number of elements.
 
     Cost: one all-gather of what ``encode`` gives.
 
@@ -88,7 +113,7 @@ class Gather(_Shown):
         return where.start("all_gather", sent, out=out, what=what)
 
     def decode(self, arrived: Tensor, dtype: torch.dtype, count: int) -> Tensor:
-        """The whole buffer, in ``dtype``: ``count`` elements of each rank."""
+        """The whole buffer, in ``dtype``: ``count`` elements of each rank, in a row."""
         return arrived
 
 
