@@ -175,18 +175,6 @@ def test_a_collective():
         check_collective(ff.collective(halo, lambda g: g[1:]), under=["vjp"])
 
 
-def test_the_way_back_of_a_collective_may_run_on_another_thread():  # as on GPUs
-    total = ff.collective(*[lambda x: ff.psum(x, "data", to="V")] * 2)
-
-    def main():
-        x = torch.ones(2, requires_grad=True)
-        y = total(x)
-        with ThreadPoolExecutor(1) as pool:
-            return pool.submit(torch.autograd.grad, y.sum(), x).result()[0].tolist()
-
-    assert ff.spmd(main, ff.make_mesh({"data": 1}, "simulated"))() == [[1.0, 1.0]]
-
-
 @pytest.mark.parametrize(
     "grad",
     [
