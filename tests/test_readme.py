@@ -1,6 +1,8 @@
 """The README's code runs as it stands, and its index has every public name."""
 
 import re
+from contextlib import redirect_stdout
+from io import StringIO
 
 import pytest
 import torch
@@ -13,17 +15,23 @@ CODES = re.findall(r"```python\n(.*?)```", README.read_text(), re.S)
 
 
 @pytest.fixture(scope="module")
-def names():
-    """What the README's programs define, one after another."""
-    return {}
+def ran():
+    """What the README's programs define, one after another, and what each prints."""
+    found, printed = {}, []
+    for code in CODES:
+        with redirect_stdout(StringIO()) as out:
+            exec(compile(code, str(README), "exec"), found)
+        printed.append(out.getvalue())
+    return found, printed
 
 
-def test_the_readme_s_example_runs(names, capsys):
-    def printed(code):
-        exec(compile(code, str(README), "exec"), names)
-        return capsys.readouterr().out
+@pytest.fixture
+def names(ran):
+    return ran[0]
 
-    step, plan, outlives, *rest = map(printed, CODES)
+
+def test_the_readme_s_example_runs(ran):
+    names, (step, plan, outlives, *rest) = ran
     assert "psum_scatter" in step and "all_gather" in step
     assert plan.startswith("5 ") and "on H100" in plan
     assert outlives == "[3, 3, 3, 3] [5, 5, 5, 5]\n"
