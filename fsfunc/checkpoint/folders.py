@@ -13,18 +13,19 @@ import fnmatch
 import os
 import re
 import shutil
-import uuid
 from contextlib import suppress
 from pathlib import Path
 
 from fsfunc.checkpoint.jobs import (
     MARK,
     describe_job,
+    has_gone,
     is_alive,
     is_fresh,
     is_marked,
     job_of,
     mark,
+    own_name,
 )
 
 __all__ = [
@@ -46,7 +47,7 @@ __all__ = [
 
 _SAVING, _DELETING = ".saving", ".deleting"
 _UNFINISHED = re.compile(r"\.(.+)\.(?:saving(?:-[0-9a-f]+)?|deleting)", re.S)
-_UNMARKED = re.compile(r".*-[0-9a-f]{32}", re.S)
+_OWN = re.compile(r".*-([0-9a-f]{32})", re.S)  # the name before the mark is there
 
 
 def check_absent(path: Path) -> None:
@@ -77,7 +78,7 @@ def begin_folder(path: Path) -> int:
     path.parent.mkdir(parents=True, exist_ok=True)
     # Marked and locked before it has the name by which others find it.
     folder = saving_folder(path)
-    new = folder.with_name(f"{folder.name}-{uuid.uuid4().hex}")
+    new = folder.with_name(f"{folder.name}-{own_name()}")
     new.mkdir()
     lock = None
     try:
@@ -113,11 +114,19 @@ def _check_free(folder: Path, path: Path) -> None:
 
 def _remove_dead(remains: Path, now: float) -> None:
     """Removes a folder that no living process writes into."""
-    if is_marked(remains):
-        if not is_alive(remains, now):
+    own = _OWN.fullmatch(remains.name)
+    gone = own is not None and has_gone(own[1])
+    if is_marked(remains):  # or killed before the mark said whose it is
+        if not is_alive(remains, now) or gone and not job_of(remains):
+            if remains.name.endswith(_SAVING):  # a name that a save may want
+                other = remains.with_name(f"{remains.name}-{own_name()}")
+                with suppress(OSError):
+                    remains = remains.rename(other)
             discard(remains)
-    elif _UNMARKED.fullmatch(remains.name) and not is_fresh(remains, now):
-        with suppress(OSError):  # killed before it was marked: it is empty
+    elif (
+        remains.name.endswith(_DELETING) or own and (gone or not is_fresh(remains, now))
+    ):  # killed after its mark went, or before it was marked: it is empty
+        with suppress(OSError):
             remains.rmdir()
 
 

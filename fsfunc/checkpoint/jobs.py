@@ -11,8 +11,10 @@ from __future__ import annotations
 import fcntl
 import json
 import os
+import secrets
 import socket
 import stat
+import zlib
 from contextlib import suppress
 from pathlib import Path
 
@@ -23,11 +25,13 @@ from fsfunc.checkpoint.stored import CheckpointError
 __all__ = [
     "MARK",
     "describe_job",
+    "has_gone",
     "is_alive",
     "is_fresh",
     "is_marked",
     "job_of",
     "mark",
+    "own_name",
     "this_job",
 ]
 
@@ -54,6 +58,20 @@ def describe_job(job: dict[str, str]) -> str:
         return "a job that is not known"
     name = f", job {job['job']}" if job.get("job") else ""
     return f"process {job.get('process', '?')} on {job.get('host', '?')}{name}"
+
+
+def own_name() -> str:
+    """32 hexadecimal digits that nobody else has: host, process, chance."""
+    return f"{_host():08x}{os.getpid():08x}{secrets.token_hex(8)}"
+
+
+def has_gone(name: str) -> bool:
+    """Whether such digits are of a process of this host, which runs no more."""
+    return int(name[:8], 16) == _host() and not _runs(str(int(name[8:16], 16)))
+
+
+def _host() -> int:
+    return zlib.crc32(socket.gethostname().encode())
 
 
 def mark(folder: Path) -> int:

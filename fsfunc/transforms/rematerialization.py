@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from functools import partial
+from itertools import compress
 from typing import Any
 
 import torch
@@ -266,7 +267,7 @@ class _Recompute(torch.autograd.Function):
         own = token is not None or ctx.replay.staged
         if own and thread is not None and thread.token is not thread.start:
             pairs.append((thread.token, torch.zeros_like(thread.token)))
-        wanted = [x for x, need in zip(tensors, needs, strict=True) if need]
+        wanted = list(compress(tensors, needs))
         beside = [] if thread is None else [thread.start]
         parts = ctx.replay.parts() if own and ctx.pull_recomputed is _pull else []
         beside += parts
@@ -276,7 +277,8 @@ class _Recompute(torch.autograd.Function):
             pull = partial(_pull, twice=True) if twice else ctx.pull_recomputed
             with run_as(Running(None, recompute=True)):
                 found = pull(ys, gs, wanted, beside)
-            add_gradients(parts, found[len(found) - len(parts) :])
+            if parts:
+                add_gradients(parts, found[len(found) - len(parts) :])
         each = iter(found)
         given = [next(each) if need else None for need in needs]
         return (None, None, token, *given)
