@@ -5,6 +5,7 @@ That only these are used is read off this file.
 
 import ast
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -92,6 +93,32 @@ def test_a_transform_reads_means_outside_of_shard(weighted):
 
         for found, read in ff.spmd(main, mesh)():
             ff.testing.assert_equal(read, found)
+
+
+class ByHand(ff.Interpretation):
+    """Changes gradients by hand, which within shard are not there."""
+
+    def gradient(self, run):
+        def halved(call):
+            outcome = run(call)
+            return replace(outcome, grads=ff.tree.map(lambda g: g / 2, outcome.grads))
+
+        return halved
+
+
+def test_a_transform_that_changes_what_shard_keeps_is_refused():
+    plain, (params, x) = ff.value_and_grad(loss), given()
+    within = ff.shard(ff.transformed(plain, ByHand()), mesh, "data")
+    around = ff.transformed(ff.shard(plain, mesh, "data"), ByHand())
+
+    def main(fn):
+        rows = ff.local_batch(x, mesh, "data")
+        return ff.unshard(fn(ff.place(fn, params, rows), rows)[1])
+
+    half = [g / 2 for g in plain(params, x)[1]]
+    ff.testing.assert_equal(ff.spmd(main, mesh)(around)[0], half, tolerance=1e-9)
+    with pytest.raises(RuntimeError, match="outside, as in"):
+        ff.spmd(main, mesh)(within)
 
 
 def test_a_transform_is_told_that_shard_keeps_gradients():

@@ -19,7 +19,15 @@ from fsfunc.comm.attribution import internal
 from fsfunc.comm.collective_ops import hearing
 from fsfunc.core.alike import check_beside, heard_here
 from fsfunc.core.differentiated import Leaves, add_gradients
-from fsfunc.core.frames import Counter, Running, Thread, frame, inside, run_as
+from fsfunc.core.frames import (
+    Counter,
+    Interpretation,
+    Running,
+    Thread,
+    frame,
+    inside,
+    run_as,
+)
 from fsfunc.core.losses import Weighted, divided, loss_parts, tie
 from fsfunc.runtime.compiled import refuse_compiled
 from fsfunc.runtime.generators import one_number
@@ -101,7 +109,8 @@ def value_and_grad(
         run_inner: Callable[..., Any] = differentiate
         # Inside a unit a derivative is this rank's own: no transform's business.
         for handler in () if f.path else reversed(f.handlers):
-            run_inner = handler.gradient(run_inner)
+            own = type(handler).__module__.startswith("fsfunc.")
+            run_inner = (handler.gradient if own else _held(handler))(run_inner)
         seed = one_number() if f.seed is None else f.seed
         heard = None if f.path or f.runtimes else heard_here()
         with inside(replace(f, seed=seed)), hearing(heard):
@@ -178,12 +187,11 @@ class Outcome:
             RuntimeError: a ``shard`` around keeps the gradients of its units, to reduce
                 them as they appear: within it there are none.
         """
-        for g in tree.leaves(self.grads, is_leaf=is_sharded):
-            if is_sharded(g) and g._local is None:
-                raise RuntimeError(
-                    f"the gradient of {g.name!r} is not there inside of the shard that "
-                    "reduces it: read gradients outside, as in mine(shard(step))"
-                )
+        for g in _absent(self):
+            raise RuntimeError(
+                f"the gradient of {g.name!r} is not there inside of the shard that "
+                "reduces it: read gradients outside, as in mine(shard(step))"
+            )
         found = _mean(self)
         return found.total, found.grads
 
@@ -196,6 +204,44 @@ class Outcome:
         if isinstance(by, Tensor) or by != 1:
             grads = tree.map(lambda g: g * by if isinstance(g, Tensor) else g, grads)
         return replace(self, grads=grads, due=(), own=False, shown=None)
+
+
+def _absent(outcome: Outcome) -> list[Any]:
+    """The gradients that a ``shard`` around keeps, to reduce them as they appear."""
+    every = tree.leaves(outcome.grads, is_leaf=is_sharded)
+    return [g for g in every if is_sharded(g) and g._local is None]
+
+
+def _held(handler: Interpretation) -> Callable[..., Any]:
+    """A user's ``handler.gradient``, that may not change what is not there.
+
+    Raises:
+        RuntimeError: it returns others in the place of gradients that shard keeps.
+    """
+
+    def gradient(run: Callable[..., Any]) -> Callable[..., Any]:
+        kept: list[Any] = []
+
+        def noted(call: GradientCall) -> Outcome:
+            outcome = run(call)
+            kept.extend(_absent(outcome))
+            return outcome
+
+        def checked(call: GradientCall) -> Outcome:
+            kept.clear()
+            outcome = handler.gradient(noted)(call)
+            for g in _absent(outcome):
+                if not any(g is one for one in kept):
+                    raise RuntimeError(
+                        f"{handler.called} changes the gradient of {g.name!r}, which "
+                        "is not there inside of the shard that reduces it: change "
+                        "gradients outside, as in mine(shard(step))"
+                    )
+            return outcome
+
+        return checked
+
+    return gradient
 
 
 def differentiate(call: GradientCall) -> Outcome:
