@@ -320,31 +320,7 @@ class Sharding(Interpretation):
             if repacked(leaves, at.mesh.coordinates(at.rank)):
                 args, keywords = tree.unflatten(treedef, leaves)
                 call = replace(call, args=args, keywords=keywords)
-            composed = _torch.functorch_active() or _torch.forward_ad_active()
-            outer, chosen = f.runtime_of(self), [call.args[i] for i in call.argnums]
-            plainly = (self.axis, ())
-            keeps = {} if composed else kept_here(chosen, plainly, self.cut.own)
-            observers = [h for h in f.handlers if isinstance(h, Observation)]
-            feedback = [h for h in f.handlers if isinstance(h, Feedback)]
-            if len(feedback) > 1:
-                raise ValueError(_TWICE.format(*(h.called for h in feedback)))
-            for h in feedback:
-                h.check(self.how_reduced)
-            parts = {} if call.parts is None else call.parts
-            runtime = self._runtime(
-                leaves,
-                at.rank,
-                outer.ownership,
-                steps=self._steps(keeps, parts),
-                observers=observers,
-                feedback=feedback[-1] if feedback else None,
-                first=outer.passed,
-                differentiated=chosen,
-                keeps=keeps,
-                parts=parts,
-            )
-            if not at.compared and at.link.moves and not composed:
-                check_whole(runtime, group(runtime.mean_axes, at))
+            runtime, outer = self._begun(call, leaves, at), f.runtime_of(self)
             heard = heard_here()
             sizes = tuple((a, self.mesh.axes[a]) for a in self.axes)
             where = tuple((self.mesh.coordinate(a, at.rank), n) for a, n in sizes)
@@ -356,33 +332,76 @@ class Sharding(Interpretation):
                 varies=(*f.varies, *where),
             )
             with inside(within):
-                kept = {**call.packed, **keeps}
+                kept = {**call.packed, **runtime.keeps}
                 with hearing(heard):
                     outcome = run(replace(call, packed=kept, parts=runtime.parts))
             runtime.finish()
             if all(i == n - 1 for i, n in f.micro):  # of a loop, the last
                 outer.goes_on_from(runtime)
-            with internal():
-                direct = beside(outcome.grads, chosen, runtime)
-            if observers:
-                check_observed(direct, chosen, runtime)
-            if f.tracer is not None:
-                whose, by = outer.ownership.is_one_value, tuple(chosen)
-                f.tracer.gradient(by, direct, whose)
-            with internal():
-                grads = collected(direct, chosen, runtime)
-            for axis in sorted(heard or ()):
-                whose = runtime.ownership.is_one_value
-                check_alike(self, call.fn, chosen, grads, whose, axis)
-            if f.tracer is not None:
-                f.tracer.reduced(tuple(chosen), grads)
-            outcome = replace(outcome, grads=grads)
-            if done := stepped(runtime):
-                by = tuple(chosen)
-                outcome = replace(outcome, shown=lambda grads: shown(grads, by, done))
-            return averaged(outcome, runtime, at)
+            return self._ended(call, outcome, runtime, heard)
 
         return sharded
+
+    def _begun(
+        self, call: GradientCall, leaves: Sequence[Any], at: Here
+    ) -> ShardRuntime:
+        """What gathers and sums for a gradient call, which is about to run."""
+        f, chosen = frame(), [call.args[i] for i in call.argnums]
+        composed = _torch.functorch_active() or _torch.forward_ad_active()
+        plainly = (self.axis, ())
+        keeps = {} if composed else kept_here(chosen, plainly, self.cut.own)
+        observers = [h for h in f.handlers if isinstance(h, Observation)]
+        feedback = [h for h in f.handlers if isinstance(h, Feedback)]
+        if len(feedback) > 1:
+            raise ValueError(_TWICE.format(*(h.called for h in feedback)))
+        for h in feedback:
+            h.check(self.how_reduced)
+        parts = {} if call.parts is None else call.parts
+        outer = f.runtime_of(self)
+        runtime = self._runtime(
+            leaves,
+            at.rank,
+            outer.ownership,
+            steps=self._steps(keeps, parts),
+            observers=observers,
+            feedback=feedback[-1] if feedback else None,
+            first=outer.passed,
+            differentiated=chosen,
+            keeps=keeps,
+            parts=parts,
+        )
+        if not at.compared and at.link.moves and not composed:
+            check_whole(runtime, group(runtime.mean_axes, at))
+        return runtime
+
+    def _ended(
+        self,
+        call: GradientCall,
+        outcome: Outcome,
+        runtime: ShardRuntime,
+        heard: set[str] | None,
+    ) -> Outcome:
+        """What it gave, with what the runtime summed in its places, as means."""
+        f, chosen = frame(), [call.args[i] for i in call.argnums]
+        with internal():
+            direct = beside(outcome.grads, chosen, runtime)
+        if runtime.sums.observers:
+            check_observed(direct, chosen, runtime)
+        if f.tracer is not None:
+            whose = f.runtime_of(self).ownership.is_one_value
+            f.tracer.gradient(tuple(chosen), direct, whose)
+        with internal():
+            grads = collected(direct, chosen, runtime)
+        for axis in sorted(heard or ()):
+            whose = runtime.ownership.is_one_value
+            check_alike(self, call.fn, chosen, grads, whose, axis)
+        if f.tracer is not None:
+            f.tracer.reduced(tuple(chosen), grads)
+        outcome = replace(outcome, grads=grads)
+        if done := stepped(runtime):
+            by = tuple(chosen)
+            outcome = replace(outcome, shown=lambda grads: shown(grads, by, done))
+        return averaged(outcome, runtime, here(self.mesh))
 
     def _steps(self, keeps: dict[int, FlatShard], parts: Parts) -> BackwardSteps | None:
         """Who steps buffers while the backward runs, if anybody."""
