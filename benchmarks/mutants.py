@@ -40,7 +40,8 @@ IDEAS = {
         "comm/collective_ops.py",
         "tests/comm/test_transposes.py tests/comm/test_collectives.py "
         "tests/comm/test_splitting.py tests/comm/test_abstract.py "
-        "tests/derivatives/test_law.py",
+        "tests/derivatives/test_refusals.py tests/test_torch.py "
+        "tests/transforms/test_shard_higher_order.py tests/derivatives/test_law.py",
     ),
     "gathered": (
         "transforms/gathered_calls.py transforms/boundary.py "

@@ -95,28 +95,56 @@ def test_a_transform_reads_means_outside_of_shard(weighted):
             ff.testing.assert_equal(read, found)
 
 
+class Looking(ff.Interpretation):
+    """Reads the mean, and passes on the outcome that it read it from."""
+
+    def gradient(self, run):
+        def look(call):
+            outcome = run(call)
+            outcome.mean()
+            return outcome
+
+        return look
+
+
+@pytest.mark.parametrize("n", [1, 2])
+def test_to_read_a_mean_changes_nothing(n):
+    plain = ff.accumulate(ff.value_and_grad(loss), n)
+    ff.testing.assert_equal(ff.transformed(plain, Looking())(*given()), plain(*given()))
+
+
 class ByHand(ff.Interpretation):
     """Changes gradients by hand, which within shard are not there."""
 
+    def __init__(self, how):
+        self.how = how
+
     def gradient(self, run):
-        def halved(call):
+        def changed(call):
             outcome = run(call)
-            return replace(outcome, grads=ff.tree.map(lambda g: g / 2, outcome.grads))
+            return replace(outcome, grads=(self.how(*outcome.grads, call.args[0]),))
 
-        return halved
+        return changed
 
 
-def test_a_transform_that_changes_what_shard_keeps_is_refused():
+HANDS = {
+    "by their values": lambda grads, _: ff.tree.map(lambda g: g / 2, grads),
+    "by others": lambda _, params: ff.tree.map(lambda p: p / 2, params),
+}
+
+
+@pytest.mark.parametrize("how", HANDS.values(), ids=HANDS)
+def test_a_transform_that_changes_what_shard_keeps_is_refused(how):
     plain, (params, x) = ff.value_and_grad(loss), given()
-    within = ff.shard(ff.transformed(plain, ByHand()), mesh, "data")
-    around = ff.transformed(ff.shard(plain, mesh, "data"), ByHand())
+    within = ff.shard(ff.transformed(plain, ByHand(how)), mesh, "data")
+    around = ff.transformed(ff.shard(plain, mesh, "data"), ByHand(how))
 
     def main(fn):
         rows = ff.local_batch(x, mesh, "data")
         return ff.unshard(fn(ff.place(fn, params, rows), rows)[1])
 
-    half = [g / 2 for g in plain(params, x)[1]]
-    ff.testing.assert_equal(ff.spmd(main, mesh)(around)[0], half, tolerance=1e-9)
+    changed = how(plain(params, x)[1], params)
+    ff.testing.assert_equal(ff.spmd(main, mesh)(around)[0], changed, tolerance=1e-9)
     with pytest.raises(RuntimeError, match="outside, as in"):
         ff.spmd(main, mesh)(within)
 

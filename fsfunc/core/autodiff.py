@@ -7,8 +7,8 @@ autograd: the same bits in less time, with residuals freed as the backward runs.
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -19,33 +19,17 @@ from fsfunc.comm.attribution import internal
 from fsfunc.comm.collective_ops import hearing
 from fsfunc.core.alike import check_beside, heard_here
 from fsfunc.core.differentiated import Leaves, add_gradients
-from fsfunc.core.frames import (
-    Counter,
-    Interpretation,
-    Running,
-    Thread,
-    frame,
-    inside,
-    run_as,
-)
-from fsfunc.core.losses import Weighted, divided, loss_parts, tie
+from fsfunc.core.frames import Counter, Running, Thread, frame, inside, run_as
+from fsfunc.core.losses import Weighted, loss_parts, tie
+from fsfunc.core.outcomes import GradientCall, Outcome
 from fsfunc.runtime.compiled import refuse_compiled
 from fsfunc.runtime.generators import one_number
 from fsfunc.runtime.memory_kinds import count_as
-from fsfunc.runtime.stores import beside, divided_beside, lies
 from fsfunc.sharded.inputs import arguments, refuse
 from fsfunc.sharded.layout import Layout
-from fsfunc.sharded.leaf import FlatShard, Parts, is_sharded
-from fsfunc.sharded.packing import split_buffers
+from fsfunc.sharded.leaf import is_sharded
 
-__all__ = [
-    "GradientCall",
-    "Outcome",
-    "Weighted",
-    "differentiate",
-    "tracked",
-    "value_and_grad",
-]
+__all__ = ["Weighted", "differentiate", "tracked", "value_and_grad"]
 
 
 def value_and_grad(
@@ -109,139 +93,18 @@ def value_and_grad(
         run_inner: Callable[..., Any] = differentiate
         # Inside a unit a derivative is this rank's own: no transform's business.
         for handler in () if f.path else reversed(f.handlers):
-            own = type(handler).__module__.startswith("fsfunc.")
-            run_inner = (handler.gradient if own else _held(handler))(run_inner)
+            run_inner = handler.gradient(run_inner)
         seed = one_number() if f.seed is None else f.seed
         heard = None if f.path or f.runtimes else heard_here()
         with inside(replace(f, seed=seed)), hearing(heard):
             call = GradientCall(fn, numbers, has_aux, args, keywords)
-            outcome = _mean(run_inner(call))
+            outcome = run_inner(call).settled()
         if heard:
             check_beside(fn, heard, [args[i] for i in numbers], outcome.grads)
         value = (outcome.total, outcome.aux) if has_aux else outcome.total
         return value, outcome.grads if several else outcome.grads[0]
 
     return run
-
-
-@dataclass(frozen=True)
-class GradientCall:
-    """What is differentiated: interpretations pass it along, and change it.
-
-    ``packed``: by identity, the buffers whose gradients a transform keeps; ``parts``:
-    those of their leaves that are used beside units, with their gradients. ``by``: what
-    it comes down to, in place of autograd's own forward and backward: with a pipeline
-    around, the run of its stages.
-    """
-
-    fn: Callable[..., Any]
-    argnums: tuple[int, ...]
-    has_aux: bool
-    args: tuple[Any, ...]
-    keywords: dict[str, Any]
-    packed: Mapping[int, FlatShard] = field(default_factory=dict)
-    parts: Parts | None = None
-    by: Callable[[GradientCall], Outcome] | None = None
-    cotangent: float = 1.0
-
-    def seed(self, total: Tensor) -> Tensor:
-        """What the backward of the scalar ``total`` starts from."""
-        return torch.full_like(total, self.cotangent)
-
-
-@dataclass(frozen=True)
-class Outcome:
-    """What a gradient call gives while it is under way.
-
-    Args:
-        total: the loss, or the total of a :class:`Weighted` one.
-        weight: its weight, if it has one. ``grads`` are those of ``total``; whoever
-            made the outermost call divides by the weight once all has been summed.
-        grads: one tree for each differentiated argument.
-        aux: what the loss returned beside its value.
-        count: of how many microbatches all this is the sum; whoever made the outermost
-            call divides by it, so that a transform on the way need not.
-        due: what is still to be done to the gradients, once all has been summed.
-        own: whether nobody else holds the memory of ``grads``.
-        scale: what ``grads`` are multiplied by, and are divided by in the end.
-        shown: what is made of them after that, if anything.
-    """
-
-    total: Tensor
-    weight: Tensor | None
-    grads: tuple[Any, ...]
-    aux: Any
-    count: int = 1
-    due: tuple[Callable[[Any], Any], ...] = ()
-    own: bool = False
-    scale: float = 1.0
-    shown: Callable[[Any], Any] | None = None
-
-    def mean(self) -> tuple[Tensor, tuple[Any, ...]]:
-        """The value, and for each differentiated argument its gradients: the means.
-
-        For a transform to read; what it returns is an ``Outcome``, of sums, which
-        :meth:`with_mean` makes of other gradients.
-
-        Raises:
-            RuntimeError: a ``shard`` around keeps the gradients of its units, to reduce
-                them as they appear: within it there are none.
-        """
-        for g in _absent(self):
-            raise RuntimeError(
-                f"the gradient of {g.name!r} is not there inside of the shard that "
-                "reduces it: read gradients outside, as in mine(shard(step))"
-            )
-        found = _mean(self)
-        return found.total, found.grads
-
-    def with_mean(self, grads: tuple[Any, ...]) -> Outcome:
-        """This one with other gradients, of which ``grads`` are the means.
-
-        So it weighs as much as before among microbatches and ranks around.
-        """
-        by = self.scale * (self.count if self.weight is None else self.weight)
-        if isinstance(by, Tensor) or by != 1:
-            grads = tree.map(lambda g: g * by if isinstance(g, Tensor) else g, grads)
-        return replace(self, grads=grads, due=(), own=False, shown=None)
-
-
-def _absent(outcome: Outcome) -> list[Any]:
-    """The gradients that a ``shard`` around keeps, to reduce them as they appear."""
-    every = tree.leaves(outcome.grads, is_leaf=is_sharded)
-    return [g for g in every if is_sharded(g) and g._local is None]
-
-
-def _held(handler: Interpretation) -> Callable[..., Any]:
-    """A user's ``handler.gradient``, that may not change what is not there.
-
-    Raises:
-        RuntimeError: it returns others in the place of gradients that shard keeps.
-    """
-
-    def gradient(run: Callable[..., Any]) -> Callable[..., Any]:
-        kept: list[Any] = []
-
-        def noted(call: GradientCall) -> Outcome:
-            outcome = run(call)
-            kept.extend(_absent(outcome))
-            return outcome
-
-        def checked(call: GradientCall) -> Outcome:
-            kept.clear()
-            outcome = handler.gradient(noted)(call)
-            for g in _absent(outcome):
-                if not any(g is one for one in kept):
-                    raise RuntimeError(
-                        f"{handler.called} changes the gradient of {g.name!r}, which "
-                        "is not there inside of the shard that reduces it: change "
-                        "gradients outside, as in mine(shard(step))"
-                    )
-            return outcome
-
-        return checked
-
-    return gradient
 
 
 def differentiate(call: GradientCall) -> Outcome:
@@ -321,55 +184,6 @@ def _check_differentiable(chosen: list[Any], names: list[str]) -> None:
             f"(the first is {kinds[0]}), and all gradients would be None; "
             "x.to(torch.float32) has one"
         )
-
-
-def _mean(outcome: Outcome) -> Outcome:
-    """The outcome, with what was still due done to its gradients, divided and shown."""
-    for finish in outcome.due:
-        outcome = replace(outcome, grads=finish(outcome.grads), due=())
-    outcome = _divide(outcome)
-    if outcome.shown is not None:
-        outcome = replace(outcome, grads=outcome.shown(outcome.grads), shown=None)
-    return outcome
-
-
-def _divide(outcome: Outcome) -> Outcome:
-    """The mean: sums over their weight, or over the number of microbatches."""
-    weight, count, scale = outcome.weight, outcome.count, outcome.scale
-    if weight is None and count == 1 == scale:
-        return outcome
-    by = count if weight is None else weight
-    grads = _divided(outcome.grads, by * scale, outcome.own, wide=scale != 1)
-    total, aux = outcome.total / by, divided(outcome.aux, count)
-    return Outcome(total, None, grads, aux, shown=outcome.shown)
-
-
-def _divided(grads: Any, by: float | Tensor, own: bool, wide: bool) -> Any:
-    """The gradients over ``by``; with ``wide`` those in float16 become float32."""
-    buffers = split_buffers(grads)
-    tensors = [g for g in buffers.tensors if isinstance(g, Tensor)]
-    wide = wide and any(g.dtype == torch.float16 for g in tensors)
-    if own and not wide and not isinstance(by, Tensor):
-        if tensors:
-            torch._foreach_div_(tensors, by)
-        return grads
-    return buffers.rebuild(
-        [_over(g, by, wide) if isinstance(g, Tensor) else g for g in buffers.tensors]
-    )
-
-
-def _over(g: Tensor, by: float | Tensor, wide: bool) -> Tensor:
-    """``g / by``, where what divides may be more than a half dtype holds or tells."""
-    if g.dtype not in (torch.float16, torch.bfloat16) or not (
-        wide or isinstance(by, Tensor)
-    ):
-        return divided_beside(g, by.to(g.dtype) if isinstance(by, Tensor) else by)
-    by = by.float() if isinstance(by, Tensor) else by
-    found = divided_beside(g.float(), by)
-    if lies(g) is not None:
-        kept = found.dtype if wide and g.dtype == torch.float16 else g.dtype
-        return beside(g, found.to(kept))
-    return found if wide and g.dtype == torch.float16 else found.to(g.dtype)
 
 
 def _detach(aux: Any) -> Any:

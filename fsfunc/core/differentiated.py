@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from fsfunc import _torch, tree
-from fsfunc.sharded.leaf import FlatShard, Parts, is_sharded
+from fsfunc.sharded.leaf import KEPT, FlatShard, Parts, Sharded, is_sharded
 
 __all__ = ["Leaves", "add_gradients"]
 
@@ -78,10 +78,11 @@ class Leaves:
         return [leaves[i].local for i in self.kept]
 
     def grads(self, values: Sequence[Tensor | None]) -> tuple[Any, ...]:
-        """Trees of gradients; None by a leaf that a transform answers for."""
+        """Trees of gradients; of a leaf that a transform keeps, one that raises."""
         found: list[Any] = [None] * len(self.leaves)
         for i in self.kept:
-            found[i] = self.leaves[i].with_local(None)
+            found[i] = kept = Sharded(None, self.leaves[i].layout)
+            kept.spent = KEPT
         for k, (i, g) in enumerate(zip(self.picked, values, strict=True)):
             old = self.leaves[i]
             g = torch.zeros_like(self.tensors[k]) if g is None else g

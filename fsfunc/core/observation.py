@@ -14,8 +14,9 @@ from fsfunc import _torch, tree
 from fsfunc.comm.attribution import internal
 from fsfunc.comm.collectives import psum
 from fsfunc.comm.crossings import LawError
-from fsfunc.core.autodiff import GradientCall, Outcome, tracked
+from fsfunc.core.autodiff import tracked
 from fsfunc.core.frames import Interpretation, frame, inside
+from fsfunc.core.outcomes import GradientCall, Outcome
 from fsfunc.sharded.leaf import Sharded, is_sharded
 
 __all__ = ["UNSEEN", "Observation", "observe_gradients"]

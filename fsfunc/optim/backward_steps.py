@@ -12,9 +12,9 @@ import torch
 from torch import Tensor
 
 from fsfunc import tree
-from fsfunc.core.autodiff import GradientCall, Outcome
 from fsfunc.core.frames import Interpretation, frame, inside
 from fsfunc.core.losses import Weighted
+from fsfunc.core.outcomes import GradientCall, Outcome
 from fsfunc.optim.leaves import Tree, along, paths_of, trainable
 from fsfunc.optim.mirrored_state import MirroredState
 from fsfunc.optim.optimizer import Optimizer, Run, State

@@ -7,8 +7,8 @@ from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 from fsfunc import tree
-from fsfunc.core.autodiff import GradientCall, Outcome
 from fsfunc.core.frames import Interpretation, frame, inside
+from fsfunc.core.outcomes import GradientCall, Outcome
 from fsfunc.optim.leaves import Tree
 from fsfunc.optim.norms import all_finite, holds
 from fsfunc.optim.optimizer import (

@@ -10,8 +10,8 @@ from torch import Tensor
 
 from fsfunc import _torch, tree
 from fsfunc.comm.crossings import LawError
-from fsfunc.core.autodiff import GradientCall, Outcome
 from fsfunc.core.frames import Interpretation, frame
+from fsfunc.core.outcomes import GradientCall, Outcome
 from fsfunc.core.units import Call
 from fsfunc.sharded.leaf import Sharded, is_sharded
 

@@ -15,10 +15,11 @@ from fsfunc import _torch, tree
 from fsfunc.comm.collective_ops import assumed
 from fsfunc.comm.groups import RankGroup, group
 from fsfunc.comm.mesh import Mesh, asks, here
-from fsfunc.core.autodiff import GradientCall, Outcome, differentiate, tracked
+from fsfunc.core.autodiff import differentiate, tracked
 from fsfunc.core.differentiated import Leaves
 from fsfunc.core.frames import Counter, Frame, Interpretation, frame, inside
 from fsfunc.core.losses import loss_parts
+from fsfunc.core.outcomes import GradientCall, Outcome
 from fsfunc.core.units import Call
 from fsfunc.pipelining.actions import (
     Schedule,

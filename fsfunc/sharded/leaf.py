@@ -19,7 +19,12 @@ from fsfunc import _torch, tree
 from fsfunc.sharded.layout import Flat, Layout
 
 __all__ = ["FlatShard", "NotATensor", "Parts", "Sharded", "View", "is_sharded"]
-__all__ += ["OPERATORS", "whole_shape"]
+__all__ += ["KEPT", "OPERATORS", "whole_shape"]
+
+KEPT = (
+    "its gradient is not there inside of the shard that reduces it as it appears: read "
+    "and change gradients outside, as in mine(shard(step))"
+)
 
 
 # Of one gradient call, by buffer and layout: the parts used beside units.
@@ -99,7 +104,7 @@ class Sharded:
         return self._local
 
     def check(self) -> None:
-        """Raises where the leaf was donated."""
+        """Raises where the leaf was donated, or is a gradient that is kept."""
         if self.spent:
             raise RuntimeError(f"{self.layout.name!r}: {self.spent}")
 

@@ -17,7 +17,7 @@ from torch import Tensor
 from fsfunc import _torch, tree
 from fsfunc.runtime.stores import zeros_beside
 from fsfunc.sharded.layout import Layout
-from fsfunc.sharded.leaf import FlatShard, Sharded, is_sharded
+from fsfunc.sharded.leaf import KEPT, FlatShard, Sharded, is_sharded
 from fsfunc.sharded.placements import room
 
 __all__ = [
@@ -218,7 +218,10 @@ class PackedTree:
         for (positions, packed), x in zip(self.groups, tensors, strict=True):
             if packed is None:
                 old = leaves[positions[0]]
-                leaves[positions[0]] = old.with_local(x) if is_sharded(old) else x
+                if not is_sharded(old):
+                    leaves[positions[0]] = x
+                elif old.spent != KEPT:
+                    leaves[positions[0]] = old.with_local(x)
             else:
                 packed = packed if x is packed.flat else packed.like(x)  # or in place
                 for i, leaf in zip(positions, packed.leaves(), strict=True):
@@ -227,7 +230,10 @@ class PackedTree:
 
 
 def _part(leaf: Any) -> Any:
-    return leaf.local if isinstance(leaf, Sharded) else leaf
+    """Its tensor; None, where that is a gradient that a transform around keeps."""
+    if not isinstance(leaf, Sharded):
+        return leaf
+    return None if leaf.spent == KEPT else leaf.local
 
 
 def complete_shards(

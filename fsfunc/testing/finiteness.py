@@ -10,8 +10,8 @@ from torch import Tensor
 
 from fsfunc import _torch, tree
 from fsfunc.comm.mesh import maybe_here
-from fsfunc.core.autodiff import GradientCall, Outcome
 from fsfunc.core.frames import Interpretation, frame
+from fsfunc.core.outcomes import GradientCall, Outcome
 from fsfunc.sharded.layout import describe
 from fsfunc.sharded.leaf import is_sharded
 from fsfunc.transforms.transforming import transformed

@@ -10,9 +10,9 @@ import torch
 from torch import Tensor
 
 from fsfunc import _torch, tree
-from fsfunc.core.autodiff import GradientCall, Outcome
 from fsfunc.core.frames import Interpretation, frame, inside
 from fsfunc.core.losses import added
+from fsfunc.core.outcomes import GradientCall, Outcome
 from fsfunc.runtime.stores import added_beside, lies
 from fsfunc.sharded.inputs import arguments, refuse, rows_of
 from fsfunc.sharded.leaf import is_sharded

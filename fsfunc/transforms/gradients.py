@@ -23,15 +23,15 @@ from fsfunc.comm.comparison import compare, whole_values
 from fsfunc.comm.crossings import MEAN, LawError, check_samples
 from fsfunc.comm.groups import RankGroup, group, strided
 from fsfunc.comm.linear_maps import LinearMap
-from fsfunc.core.autodiff import Outcome
 from fsfunc.core.losses import averaged as is_averaged
 from fsfunc.core.losses import is_summed
 from fsfunc.core.observation import UNSEEN
+from fsfunc.core.outcomes import Outcome
 from fsfunc.core.units import Call
 from fsfunc.optim.backward_steps import APPLIED
 from fsfunc.runtime.stores import empty_beside
 from fsfunc.sharded.layout import Layout
-from fsfunc.sharded.leaf import FlatShard, Sharded, is_sharded
+from fsfunc.sharded.leaf import KEPT, FlatShard, Sharded, is_sharded
 from fsfunc.transforms.shard_runtime import ShardRuntime
 
 __all__ = [
@@ -74,7 +74,16 @@ def kept_here(
 
 
 def beside(grads: Any, chosen: Any, runtime: ShardRuntime) -> Any:
-    """The trees of gradients, with those by parts that were used beside units."""
+    """The trees of gradients, with those by parts that were used beside units.
+
+    Raises:
+        RuntimeError: a transform within put others in the place of what is kept here.
+    """
+    if runtime.keeps:
+        kept = [x for shard in runtime.keeps.values() for x in shard.members]
+        found = tree.leaves(grads, is_leaf=is_sharded)
+        if len([g for g in found if is_sharded(g) and g.spent == KEPT]) < len(kept):
+            raise RuntimeError(f"a transform within shard changes gradients: {KEPT}")
     if not runtime.parts:
         return grads
     old, treedef = tree.flatten(tuple(chosen), is_leaf=is_sharded)
@@ -83,9 +92,7 @@ def beside(grads: Any, chosen: Any, runtime: ShardRuntime) -> Any:
         if is_sharded(x) and id(x.packed) in runtime.keeps:
             part = runtime.parts.get((id(x.packed), id(x.layout)))
             if part is not None and part.grad is not None:
-                before = None if out[i] is None else out[i]._local
-                both = part.grad if before is None else before + part.grad
-                out[i] = x.with_local(both)
+                out[i] = x.with_local(part.grad)
     return tree.unflatten(treedef, out)
 
 

@@ -13,9 +13,9 @@ from fsfunc.comm.collective_ops import hearing
 from fsfunc.comm.groups import RankGroup, group
 from fsfunc.comm.mesh import Axis, Here, Mesh, check_mesh, here
 from fsfunc.core.alike import check_alike, heard_here
-from fsfunc.core.autodiff import GradientCall, Outcome
 from fsfunc.core.frames import Frame, Interpretation, frame, inside
 from fsfunc.core.observation import Observation
+from fsfunc.core.outcomes import GradientCall, Outcome
 from fsfunc.core.units import Call
 from fsfunc.optim.backward_steps import BackwardSteps
 from fsfunc.runtime.buffer_pool import pool_of

@@ -14,8 +14,8 @@ from fsfunc.comm.backends.link import Handle
 from fsfunc.comm.collective_ops import assumed
 from fsfunc.comm.groups import RankGroup
 from fsfunc.comm.mesh import here
-from fsfunc.core.autodiff import GradientCall, Outcome
 from fsfunc.core.frames import Interpretation, frame, inside
+from fsfunc.core.outcomes import GradientCall, Outcome
 from fsfunc.optim.leaves import Tree
 from fsfunc.optim.optimizer import Optimizer, Run, State
 from fsfunc.sharded.layout import Layout, Split

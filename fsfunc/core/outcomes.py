@@ -1,0 +1,138 @@
+"""What interpretations pass along: a gradient call, and what it gave."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from fsfunc import tree
+from fsfunc.core.losses import divided
+from fsfunc.runtime.stores import beside, divided_beside, lies
+from fsfunc.sharded.leaf import FlatShard, Parts
+from fsfunc.sharded.packing import split_buffers
+
+__all__ = ["GradientCall", "Outcome"]
+
+
+@dataclass(frozen=True)
+class GradientCall:
+    """What is differentiated: interpretations pass it along, and change it.
+
+    ``packed``: by identity, the buffers whose gradients a transform keeps; ``parts``:
+    those of their leaves that are used beside units, with their gradients. ``by``: what
+    it comes down to, in place of autograd's own forward and backward: with a pipeline
+    around, the run of its stages.
+    """
+
+    fn: Callable[..., Any]
+    argnums: tuple[int, ...]
+    has_aux: bool
+    args: tuple[Any, ...]
+    keywords: dict[str, Any]
+    packed: Mapping[int, FlatShard] = field(default_factory=dict)
+    parts: Parts | None = None
+    by: Callable[[GradientCall], Outcome] | None = None
+    cotangent: float = 1.0
+
+    def seed(self, total: Tensor) -> Tensor:
+        """What the backward of the scalar ``total`` starts from."""
+        return torch.full_like(total, self.cotangent)
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What a gradient call gives while it is under way.
+
+    Args:
+        total: the loss, or the total of a :class:`Weighted` one.
+        weight: its weight, if it has one. ``grads`` are those of ``total``; whoever
+            made the outermost call divides by the weight once all has been summed.
+        grads: one tree for each differentiated argument.
+        aux: what the loss returned beside its value.
+        count: of how many microbatches all this is the sum; whoever made the outermost
+            call divides by it, so that a transform on the way need not.
+        own: whether nobody else holds the memory of ``grads``.
+        scale: what ``grads`` are multiplied by, and are divided by in the end.
+        shown: what is made of them after that, if anything.
+    """
+
+    total: Tensor
+    weight: Tensor | None
+    grads: tuple[Any, ...]
+    aux: Any
+    count: int = 1
+    own: bool = False
+    scale: float = 1.0
+    shown: Callable[[Any], Any] | None = None
+
+    def mean(self) -> tuple[Tensor, tuple[Any, ...]]:
+        """The value, and for each differentiated argument its gradients: the means.
+
+        For a transform to read; what it returns is an ``Outcome``, of sums, which
+        :meth:`with_mean` makes of other gradients.
+
+        Of the gradients that a ``shard`` around keeps, to reduce them as they appear,
+        there are none within it: leaves that raise for whoever reads them.
+        """
+        found = replace(self, own=False).settled()  # which divides what is its own
+        return found.total, found.grads
+
+    def with_mean(self, grads: tuple[Any, ...]) -> Outcome:
+        """This one with other gradients, of which ``grads`` are the means.
+
+        So it weighs as much as before among microbatches and ranks around.
+        """
+        by = self.scale * (self.count if self.weight is None else self.weight)
+        if isinstance(by, Tensor) or by != 1:
+            grads = tree.map(lambda g: g * by if isinstance(g, Tensor) else g, grads)
+        return replace(self, grads=grads, own=False, shown=None)
+
+    def settled(self) -> Outcome:
+        """The outcome as its maker sees it: sums divided, then shown."""
+        outcome = _divide(self)
+        if outcome.shown is not None:
+            outcome = replace(outcome, grads=outcome.shown(outcome.grads), shown=None)
+        return outcome
+
+
+def _divide(outcome: Outcome) -> Outcome:
+    """The mean: sums over their weight, or over the number of microbatches."""
+    weight, count, scale = outcome.weight, outcome.count, outcome.scale
+    if weight is None and count == 1 == scale:
+        return outcome
+    by = count if weight is None else weight
+    grads = _divided(outcome.grads, by * scale, outcome.own, wide=scale != 1)
+    total, aux = outcome.total / by, divided(outcome.aux, count)
+    return Outcome(total, None, grads, aux, shown=outcome.shown)
+
+
+def _divided(grads: Any, by: float | Tensor, own: bool, wide: bool) -> Any:
+    """The gradients over ``by``; with ``wide`` those in float16 become float32."""
+    buffers = split_buffers(grads)
+    tensors = [g for g in buffers.tensors if isinstance(g, Tensor)]
+    wide = wide and any(g.dtype == torch.float16 for g in tensors)
+    if own and not wide and not isinstance(by, Tensor):
+        if tensors:
+            torch._foreach_div_(tensors, by)
+        return grads
+    return buffers.rebuild(
+        [_over(g, by, wide) if isinstance(g, Tensor) else g for g in buffers.tensors]
+    )
+
+
+def _over(g: Tensor, by: float | Tensor, wide: bool) -> Tensor:
+    """``g / by``, where what divides may be more than a half dtype holds or tells."""
+    if g.dtype not in (torch.float16, torch.bfloat16) or not (
+        wide or isinstance(by, Tensor)
+    ):
+        return divided_beside(g, by.to(g.dtype) if isinstance(by, Tensor) else by)
+    by = by.float() if isinstance(by, Tensor) else by
+    found = divided_beside(g.float(), by)
+    if lies(g) is not None:
+        kept = found.dtype if wide and g.dtype == torch.float16 else g.dtype
+        return beside(g, found.to(kept))
+    return found if wide and g.dtype == torch.float16 else found.to(g.dtype)
