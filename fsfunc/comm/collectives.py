@@ -333,7 +333,7 @@ def pcast(x: Any, axis: Axis, *, to: str, of: str = "I") -> Any:
 
     def how(leaf: Tensor, where: RankGroup) -> LinearMap:
         row, known = f"{of}->{to}", _CASTS_UNDER_SHARD if where.mean else _CASTS
-        _check_types(where, "cast", row, sorted(known))
+        _check_types(where, "pcast", row, sorted(known))
         return _CASTS_UNDER_SHARD[row] if where.mean else LinearMap("cast", of, to)
 
     return over(x, axis, how)

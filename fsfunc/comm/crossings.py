@@ -60,7 +60,7 @@ def check_samples(x: Tensor, what: str, mapped: bool | None = None) -> None:
         return
     level = _torch.differentiated_at(x)
     if mapped is None:
-        mapped = any(0 < n < level for n in _torch.mapping_levels())
+        mapped = any(n < level for n in _torch.mapping_levels())
     if level and mapped:
         raise LawError(
             f"per-sample (vmapped) derivatives by {what}: sample k of this rank would "

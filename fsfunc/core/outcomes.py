@@ -55,6 +55,7 @@ class Outcome:
         aux: what the loss returned beside its value.
         count: of how many microbatches all this is the sum; whoever made the outermost
             call divides by it, so that a transform on the way need not.
+        due: what is still to be done to the gradients, once all has been summed.
         own: whether nobody else holds the memory of ``grads``.
         scale: what ``grads`` are multiplied by, and are divided by in the end.
         shown: what is made of them after that, if anything.
@@ -65,6 +66,7 @@ class Outcome:
     grads: tuple[Any, ...]
     aux: Any
     count: int = 1
+    due: tuple[Callable[[Any], Any], ...] = ()
     own: bool = False
     scale: float = 1.0
     shown: Callable[[Any], Any] | None = None
@@ -89,11 +91,14 @@ class Outcome:
         by = self.scale * (self.count if self.weight is None else self.weight)
         if isinstance(by, Tensor) or by != 1:
             grads = tree.map(lambda g: g * by if isinstance(g, Tensor) else g, grads)
-        return replace(self, grads=grads, own=False, shown=None)
+        return replace(self, grads=grads, due=(), own=False, shown=None)
 
     def settled(self) -> Outcome:
-        """The outcome as its maker sees it: sums divided, then shown."""
-        outcome = _divide(self)
+        """The outcome, with what was due done to its gradients, divided and shown."""
+        outcome = self
+        for finish in outcome.due:
+            outcome = replace(outcome, grads=finish(outcome.grads), due=())
+        outcome = _divide(outcome)
         if outcome.shown is not None:
             outcome = replace(outcome, grads=outcome.shown(outcome.grads), shown=None)
         return outcome

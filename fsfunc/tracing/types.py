@@ -166,7 +166,8 @@ _AGREE = {"psum", "pmax", "all_gather", "pbroadcast", "enter"}
 
 def moved_to(how: LinearMap, kind: Kind) -> Kind:
     """The type of what a move makes of a value of this type."""
-    if agrees(kind) and how.power == -1 and how.op in ("psum", "enter"):
+    mean = how.power == -1 and how.op in ("psum", "enter")
+    if mean and agrees(kind) and (kind is Kind.K or how.to != "R"):
         return kind if kind is Kind.K else Kind.A  # the mean of what is the same
     if kind in PARTS and how.of == how.to == "M":
         return kind

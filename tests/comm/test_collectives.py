@@ -294,3 +294,37 @@ def test_vjp_pulled_back_twice(call):
         return second - 2 * first
 
     close(on_ranks(main, MESHES["simulated"], X, V), torch.zeros_like(X))
+
+
+MOVES = {
+    "psum": lambda x: ff.psum(x, "data"),
+    "psum_scatter": lambda x: ff.psum_scatter(x, "data"),
+    "pmean": lambda x: ff.pmean(x, "data"),
+    "pmax": lambda x: ff.pmax(x, "data"),
+    "all_gather": lambda x: ff.all_gather(x, "data"),
+    "all_to_all": lambda x: ff.all_to_all(x, "data", split_dim=0, concat_dim=0),
+    "ppermute": lambda x: ff.ppermute(x, "data", []),
+    "pbroadcast": lambda x: ff.pbroadcast(x, "data", source=0),
+}
+
+
+@pytest.mark.parametrize("dtype", [torch.bool, torch.int32, torch.bfloat16])
+@pytest.mark.parametrize("name", MOVES)
+def test_what_is_summed_is_counted_and_what_moves_keeps_its_dtype(name, dtype, mesh):
+    (found,) = {
+        y.dtype for y in on_ranks(MOVES[name], mesh, torch.ones(N, N, dtype=dtype))
+    }
+    if name == "pmean" and not dtype.is_floating_point:
+        assert found == torch.float32
+    elif name in ("psum", "psum_scatter") and dtype == torch.bool:
+        assert found == torch.int64
+    else:
+        assert found == dtype
+
+
+@pytest.mark.parametrize(
+    "pairs", [[(0, 1), (0, 2)], [(0, 1), (2, 1)], [(0, 3)], [(-1, 0)]]
+)
+def test_a_ppermute_has_each_source_and_target_once(pairs, mesh):
+    with pytest.raises(ValueError, match=r"each source and target once, each in 0..2"):
+        on_ranks(lambda x: ff.ppermute(x, "data", pairs), mesh, X)

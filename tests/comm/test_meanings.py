@@ -1,0 +1,136 @@
+"""Each collective between each two types: what has a meaning, what it costs backwards.
+
+On plain axes, and on axes of ``shard``, whose loss is a mean.
+"""
+
+import pytest
+import torch
+
+import fsfunc as ff
+from fsfunc.testing import assert_equal
+
+N = 3
+mesh = ff.make_mesh({"data": N}, "simulated")
+MINE = torch.arange(1.0, N + 1, dtype=torch.float64)
+
+
+def whole(seed=0):
+    return torch.arange(1.0, 6.0, dtype=torch.float64) + seed
+
+
+reads = ff.unit(lambda params: params["w"].sum())
+
+
+def in_parts(step):
+    """What a step over one leaf in parts gives, whole, on each rank."""
+
+    def main():
+        params = ff.place(ff.shard(reads, mesh, "data"), {"w": whole()})
+        return ff.unshard(ff.shard(step, mesh, "data")(params))
+
+    return list(ff.spmd(main, mesh)())
+
+
+def through(params, fn):
+    """``fn`` of each rank's part alone."""
+
+    def alone(x):
+        own = ff.pcast(x.local, "data", of="S", to="V")
+        return x.with_local(ff.pcast(fn(own), "data", of="V", to="S"))
+
+    return ff.tree.map(alone, params, is_leaf=ff.is_sharded)
+
+
+def test_a_part_is_taken_for_an_own_value_and_back():
+    out = in_parts(lambda params: through(params, lambda x: x * x + 1))
+    assert_equal(out, [{"w": whole() ** 2 + 1}] * N)
+
+
+def test_the_gradient_through_own_values_is_that_of_the_whole():
+    def loss(params):
+        return ff.tree_sum(through(params, lambda x: x**3))
+
+    out = in_parts(lambda params: ff.value_and_grad(loss)(params))
+    assert_equal(out, [((whole() ** 3).sum(), {"w": 3 * whole() ** 2})] * N)
+
+
+def test_an_own_loss_of_a_part_counts_one_nth():
+    """The loss is the mean over ranks of each one's own, its part by its own factor."""
+
+    def loss(params):
+        own = ff.pcast(params["w"].local, "data", of="S", to="V")
+        return (own * MINE[ff.axis_index("data")]).sum()
+
+    out = in_parts(lambda params: ff.value_and_grad(loss)(params))
+    each = torch.cat([m.expand(n) for m, n in zip(MINE, (2, 2, 1), strict=True)])
+    assert_equal(out, [((whole() * each).sum() / N, {"w": each / N})] * N)
+
+
+def test_one_value_enters_own_losses():
+    """``I->V`` under shard: the gradient is the mean of the ranks' own."""
+
+    def step(w):
+        def own(w):
+            return ff.pcast(w, "data", to="V") * MINE[ff.axis_index("data")]
+
+        return ff.value_and_grad(own)(w)
+
+    w = torch.tensor(2.0, dtype=torch.float64)
+    out = list(ff.spmd(lambda: ff.shard(step, mesh, "data")(w), mesh)())
+    assert_equal(out, [(w * MINE.mean(), MINE.mean())] * N)
+
+
+CALLS = {
+    "psum": lambda x, of, to: ff.psum(x, "data", of=of, to=to),
+    "all_gather": lambda x, of, to: ff.all_gather(x, "data", to=to),
+    "pbroadcast": lambda x, of, to: ff.pbroadcast(x, "data", source=1, to=to),
+    "pcast": lambda x, of, to: ff.pcast(x, "data", of=of, to=to),
+}
+MEANINGS = {
+    "psum": "V->I P->I P->R V->V P->V V->R",
+    "all_gather": "V->V V->R V->I",
+    "pbroadcast": "V->V V->I",
+    "pcast": "I->V I->R R->V R->I V->P",
+}
+UNDER_SHARD = {
+    "psum": "V->I V->V",
+    "all_gather": "V->V V->I",
+    "pbroadcast": "V->V V->I",
+    "pcast": "I->V S->V V->S",
+}
+
+
+def refusal(op, of, to, sharded):
+    """What a rank is told of a call between two types; empty where it has a meaning."""
+
+    def main():
+        def run(x):
+            return CALLS[op](x, of, to)
+
+        try:
+            (ff.shard(run, mesh, "data") if sharded else run)(torch.ones(N))
+        except ValueError as e:
+            return str(e)
+        return ""
+
+    (said,) = {*ff.spmd(main, mesh)()}
+    return said
+
+
+@pytest.mark.parametrize("sharded", [False, True], ids=["plain", "under shard"])
+@pytest.mark.parametrize("op", CALLS)
+def test_what_has_no_meaning_is_refused_with_what_has(op, sharded):
+    legal = (UNDER_SHARD if sharded else MEANINGS)[op].split()
+    froms = "V" if op in ("all_gather", "pbroadcast") else "VIRPSM"
+    for of in froms:
+        for to in "VIRPSM":
+            said = refusal(op, of, to, sharded)
+            if f"{of}->{to}" in legal:
+                assert "has no meaning" not in said
+                continue
+            head, _, rows = said.partition(" has no meaning; it has: ")
+            assert head.endswith(f'{of}->{to} over "data"' + MEAN * sharded)
+            assert {*rows.split(", ")} == {*legal}
+
+
+MEAN = ", under shard a mean of losses,"
