@@ -4,18 +4,19 @@ Each gives `transforming.transformed` an interpretation, whose ``call`` runs the
 function, whose ``unit`` and ``gradient`` say what becomes of the calls that it makes;
 but ``precision`` and ``donate``, which change the frame alone.
 
-Of ``shard``, a unit call: `sharding` finds which buffers it reads, `shard_runtime`
-gathers them by `wire` and sends for the next, `boundary` lets the parameters in and
-forgets them behind the outputs. In the backward pass `boundary` is entered from the
-other side: `shard_runtime` gathers again, collects the gradients of a buffer, and
-reduces them by `wire`. A gradient call makes such a runtime, and `gradients` hands out
-what it has summed.
+Of ``shard``, a unit call: `sharding` finds which buffers it reads, `shard_runtime` has
+`gathers` bring them by `wire` and send for the next, `boundary` lets the parameters in
+and forgets them behind the outputs. In the backward pass `boundary` is entered from the
+other side: `gathers` brings them again, `gradient_sums` collects the gradients of a
+buffer, and reduces them by `wire`. A gradient call makes such a runtime, and
+`gradients` hands out what it has summed.
 
 transforming.py     how a transform reaches what it is around
 sharding.py         shard: what it makes of unit calls and of gradient calls
 unit_calls.py       which leaves a unit call gathers, and how
 boundary.py         one sharded unit: gather, run, forget; gather again, reduce
-shard_runtime.py routes.py   one call on a rank: gathers in flight; whom ranges go to
+shard_runtime.py routes.py   one call on a rank, what it hears; whom ranges go to
+gathers.py          its buffers: in flight, arrived, held, dropped
 gradient_sums.py    its gradients: collected, reduced, summed, kept
 gathered_calls.py   what one unit call holds of a buffer
 gradients.py        gradients by packed leaves, means of everything else, refusals

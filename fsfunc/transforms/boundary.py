@@ -186,7 +186,7 @@ def _forgetting(
         full = call.full
         if full is None:  # used beside its gradient's path: gathered for this use only
             with label(call.name, "backward"):
-                full = runtime.gather_again(shard, call)
+                full = runtime.gathers.gather_again(shard, call)
         return full.as_strided(shape, stride, full.storage_offset() + offset)
 
     return pack, unpack

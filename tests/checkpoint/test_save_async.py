@@ -12,7 +12,7 @@ import fsfunc as ff
 from fsfunc.checkpoint import safetensors
 from fsfunc.checkpoint.stored import CheckpointError
 from fsfunc.comm.mesh import here
-from fsfunc.transforms.shard_runtime import ShardRuntime
+from fsfunc.transforms.gathers import Gathers
 from tests.checkpoint.stacks import STACKS, made
 from tests.checkpoint.trees import PAIR, on
 from tests.checks import same
@@ -108,8 +108,8 @@ def test_a_gather_is_no_change(tmp_path, gate, monkeypatch, zero):
         slowly.saving[mesh_rank()].thread.join()
         return arrived(self, shard, full, dtype)
 
-    slowly.saving, arrived = {}, ShardRuntime.arrived
-    monkeypatch.setattr(ShardRuntime, "arrived", slowly)
+    slowly.saving, arrived = {}, Gathers.arrived
+    monkeypatch.setattr(Gathers, "arrived", slowly)
     mesh = ff.make_mesh(PAIR, "simulated")
     ff.spmd(lambda: main(mesh), mesh)()
 

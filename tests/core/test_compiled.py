@@ -11,7 +11,7 @@ import torch
 from torch._dynamo import lookup_backend
 
 import fsfunc as ff
-from fsfunc.transforms.shard_runtime import ShardRuntime
+from fsfunc.transforms.gathers import Gathers
 from tests.checks import same, simulated
 from tests.models import integers
 
@@ -157,7 +157,7 @@ def test_what_a_compiled_unit_gathered_goes_after_its_forward(
     monkeypatch, stack, backend
 ):
     """At the end of the forward one rank's last buffer is alive, and gathered again."""
-    gathered, alive, start = [], [], ShardRuntime.start
+    gathered, alive, start = [], [], Gathers.start
 
     def watched(runtime, shard, dtype):
         full, work = start(runtime, shard, dtype)
@@ -167,7 +167,7 @@ def test_what_a_compiled_unit_gathered_goes_after_its_forward(
     def look():
         alive.append(sum(full() is not None for full in gathered))
 
-    monkeypatch.setattr(ShardRuntime, "start", watched)
+    monkeypatch.setattr(Gathers, "start", watched)
     unit = ff.unit(torch.compile(layer, backend=backend))
     losses, _, sent = trained(loss_of(unit, after=look), *STACKS[stack])
     torch.testing.assert_close(losses, trained(loss_of(plain), *STACKS[stack])[0])

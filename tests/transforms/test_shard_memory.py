@@ -7,27 +7,27 @@ import pytest
 import torch
 
 import fsfunc as ff
+from fsfunc.transforms.gathers import Gathers
 from fsfunc.transforms.gradient_sums import GradientSums
-from fsfunc.transforms.shard_runtime import ShardRuntime
 from tests.checks import on_ranks, simulated
 
 pytestmark = pytest.mark.usefixtures("collected")
 MESH = simulated()
 
 
-class Gathers:
+class Watched:
     """Weak references to the storages that calls gathered into, and their sizes."""
 
     def __init__(self, monkeypatch):
         self.fulls = []
-        start = ShardRuntime.start
+        start = Gathers.start
 
         def watched(runtime, shard, dtype):
             full, work = start(runtime, shard, dtype)
             self.fulls.append(weakref.ref(full))
             return full, work
 
-        monkeypatch.setattr(ShardRuntime, "start", watched)
+        monkeypatch.setattr(Gathers, "start", watched)
 
     def alive(self):
         return sum(
@@ -62,7 +62,7 @@ def deep(depth, unit=flat, width=8):
 @pytest.mark.parametrize("depth", [3, 9])
 def test_after_the_forward_only_the_last_unit_is_whole(monkeypatch, depth, unit):
     """The last unit's buffer and no other, whatever the depth."""
-    gathers = Gathers(monkeypatch)
+    gathers = Watched(monkeypatch)
     loss, params = deep(depth, unit)
     found = []
 
@@ -86,7 +86,7 @@ def test_after_the_forward_only_the_last_unit_is_whole(monkeypatch, depth, unit)
 
 def test_buffers_in_the_backward_are_bounded(monkeypatch):
     """At most this unit, the next gather, its gradient and the one being reduced."""
-    gathers = Gathers(monkeypatch)
+    gathers = Watched(monkeypatch)
     loss, params = deep(10)
     peak = []
     collect = GradientSums.collect
