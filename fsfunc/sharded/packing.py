@@ -164,9 +164,10 @@ def joined(chosen: Sequence[Sharded], coordinates: Mapping[str, int]) -> Tensor:
     end = 0
     for x in chosen:
         start, stop = x.layout.buffer_range(coordinates)
-        # An empty part too: it has a gradient, an empty one.
-        pieces += [x.local.new_zeros(start - end), x.local]
-        end = stop
+        if stop > start:  # an empty leaf may come behind what begins where it does
+            pieces.append(x.local.new_zeros(start - end))
+            end = stop
+        pieces.append(x.local)  # an empty part too: it has a gradient, an empty one
     chunk = chunk_here(chosen[0].layout, coordinates)
     return in_a_row([*pieces, chosen[0].local.new_zeros(chunk - end)])
 

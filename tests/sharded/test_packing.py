@@ -1,0 +1,168 @@
+"""Leaves side by side in buffers, and trees as the few tensors that this makes."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+from fsfunc.sharded.layout import Layout, Owned, Split, pack_flat
+from fsfunc.sharded.leaf import KEPT, FlatShard, Sharded
+from fsfunc.sharded.packing import (
+    by_buffer,
+    chunk_here,
+    in_a_row,
+    joined,
+    pack,
+    packed_of,
+    repack,
+    side_by_side,
+    split_alike,
+    split_buffers,
+)
+from fsfunc.sharded.slices import take
+from fsfunc.testing import assert_equal
+from fsfunc.tree.structure import TreeMismatch
+
+SHAPES, NAMES = [(3,), (0,), (2, 2), ()], ["a", "b", "c", "d"]
+AT = [{"data": i} for i in range(3)]
+
+
+def members(size=3, buffer="u", **how):
+    return pack_flat(SHAPES, torch.float32, NAMES, ["data"], size, buffer, **how)
+
+
+def loose(at, layouts=None, start=1.0):
+    """A rank's leaves, each on its own: the elements of the buffer count from 1."""
+    out = []
+    for m in layouts or members():
+        offset = m.flat.offset + start
+        whole = torch.arange(offset, offset + m.numel).view(m.shape)
+        out.append(Sharded(take(whole, m, at).clone(), m))
+    return out
+
+
+@pytest.mark.parametrize("at", AT, ids=str)
+def test_parts_lie_side_by_side_as_the_layouts_say(at):
+    i = at["data"]
+    expected = torch.arange(1.0, 10.0)[3 * i : 3 * i + 3]
+    expected[expected > 8] = 0  # padding
+    leaves = loose(at)
+    assert pack(leaves, at).flat.tolist() == expected.tolist()
+    assert joined(leaves, at).tolist() == expected.tolist()
+    # An empty leaf begins where another does: either may come first.
+    assert joined([leaves[k] for k in (0, 2, 1, 3)], at).tolist() == expected.tolist()
+    # What is missing of the buffer is zero, before, between and behind.
+    some = [leaves[2]]
+    here = [x if 4 <= x <= 7 else 0.0 for x in expected.tolist()]
+    assert pack(some, at).flat.tolist() == joined(some, at).tolist() == here
+
+
+@pytest.mark.parametrize("at", AT, ids=str)
+def test_what_is_joined_is_differentiable_in_each_leaf(at):
+    parts = [x.local.requires_grad_() for x in loose(at)]
+    leaves = [Sharded(p, m) for p, m in zip(parts, members(), strict=True)]
+    flat = joined(leaves, at)
+    grads = torch.autograd.grad((flat * flat).sum(), parts)
+    assert_equal(list(grads), [2 * p.detach() for p in parts])
+    packed, differentiated = packed_of(leaves, at)
+    assert differentiated.grad_fn is not None and packed.flat.grad_fn is None
+    with torch.no_grad():
+        packed, plain = packed_of(leaves, at)
+    assert plain is packed.flat
+
+
+def test_what_is_empty_keeps_its_history():
+    x = torch.zeros(0, requires_grad=True)
+    y = in_a_row([x, torch.ones(2)])
+    assert y.shape == (2,)
+    (g,) = torch.autograd.grad(y.sum(), x, create_graph=True)
+    assert g.shape == (0,) and g.requires_grad is False
+    (g,) = torch.autograd.grad((y * y).sum(), x, create_graph=True)
+    assert g.grad_fn is not None
+
+
+def test_a_rank_has_no_room_for_what_others_own():
+    owned = pack_flat(
+        [(4,)], torch.float32, ["w"], ["data"], 2, "u", outer=[[Owned("pipe", 2, 1)]]
+    )
+    assert chunk_here(owned[0], {"pipe": 1, "data": 0}) == 2
+    assert chunk_here(owned[0], {"pipe": 0, "data": 0}) == 0
+    assert chunk_here(Layout((4,), torch.float32, (Split(0, "data", 2),)), AT[0]) == 0
+    away = {"pipe": 0, "data": 1}
+    leaf = Sharded(torch.zeros(0), owned[0])
+    assert pack([leaf], away).flat.shape == joined([leaf], away).shape == (0,)
+
+
+def test_leaves_of_one_buffer_are_found_in_its_order():
+    leaves = FlatShard(members(), torch.zeros(3), AT[0]).leaves()
+    other = FlatShard(members(), torch.zeros(3), AT[0]).leaves()
+    mixed = [leaves[2], other[0], leaves[0], other[3], 1.0]
+    assert by_buffer(mixed, [0, 1, 2, 3]) == [[2, 0], [1, 3]]
+    # On their own they go together by name, and what would overlap goes apart.
+    mixed = [*loose(AT[0])[::-1], *loose(AT[0])[:1]]
+    assert by_buffer(mixed, range(5)) == [[3, 1, 2, 0], [4]]
+    elsewhere = loose(AT[0], members(buffer="v"))
+    assert side_by_side([mixed[0], elsewhere[0]], [0, 1]) == [[0], [1]]
+    wide = Sharded(mixed[0].local.double(), mixed[0].layout)
+    assert side_by_side([mixed[3], wide], [0, 1]) == [[0], [1]]
+
+
+def test_a_donated_leaf_is_in_no_buffer():
+    leaves = FlatShard(members(), torch.zeros(3), AT[0]).leaves()
+    leaves[1].spent = "it was given away"
+    for look in (lambda: by_buffer(leaves, range(4)), lambda: split_buffers(leaves)):
+        with pytest.raises(RuntimeError, match="'b': it was given away"):
+            look()
+
+
+def test_a_tree_of_loose_leaves_is_packed_once():
+    leaves = loose(AT[1])
+    t = {"p": leaves, "n": 3}
+    out = repack(t, AT[1])
+    (shard,) = {x.packed for x in out["p"]}
+    assert out["n"] == 3 and shard.flat.tolist() == [4.0, 5.0, 6.0]
+    assert repack(out, AT[1]) is out
+    tracked = [Sharded(x.local.requires_grad_(), x.layout) for x in leaves]
+    assert repack(tracked, AT[1]) is tracked
+
+
+def test_a_tree_is_few_tensors_and_is_built_of_them():
+    shard = FlatShard(members(), torch.arange(3.0), AT[0])
+    t = {"u": shard.leaves(), "x": torch.ones(2), "one": loose(AT[0])[0], "no": None}
+    packed = split_buffers(t)
+    assert {len(p) for p, _ in packed.groups} == {4, 1}
+    assert sorted(map(len, packed.paths)) == [1, 1, 4]
+    assert any(x is shard.flat for x in packed.tensors)
+    twice = packed.rebuild([2 * x for x in packed.tensors])
+    assert twice["u"][0].local.tolist() == [0, 2, 4]
+    assert twice["x"].tolist() == [2, 2] and twice["one"].local.tolist() == [2, 4, 6]
+    same = packed.rebuild(packed.tensors)
+    assert same["u"][0].packed is shard
+
+
+def test_trees_are_cut_at_the_same_places_or_told_apart():
+    shard = FlatShard(members(), torch.arange(3.0), AT[0])
+    whole, apart = shard.leaves(), loose(AT[0])
+    ours, theirs = split_alike(whole, apart)
+    assert len(ours.tensors) == len(theirs.tensors) == 4
+    ours, theirs = split_alike(whole, shard.like(torch.ones(3)).leaves())
+    assert len(ours.tensors) == len(theirs.tensors) == 1
+    with pytest.raises(TreeMismatch):
+        split_alike(whole, whole[:3])
+
+
+def test_a_gradient_that_is_kept_elsewhere_stays_as_it_is():
+    kept = Sharded(None, members()[0])
+    kept.spent = KEPT
+    packed = split_buffers([kept, torch.ones(2)])
+    assert packed.tensors[0] is None
+    assert packed.rebuild([None, torch.zeros(2)])[0] is kept
+    with pytest.raises(RuntimeError, match="outside, as in mine"):
+        kept.local.mul(2)
+
+
+def test_layouts_are_equal_by_place_alone():
+    first = members()[0]
+    assert first == replace(first, name="other", order=(("u",),))
+    assert first == replace(first, compute=torch.bfloat16)
+    assert first != replace(first, dtype=torch.float64)
