@@ -47,11 +47,12 @@ class CutAxes:
         return (*self.copies, *self.axis)
 
     def own(self, layout: Layout) -> bool:
-        """Whether a leaf lies in a buffer over these axes, or over none of them."""
-        cut = None if layout.flat is None else layout.flat.axes
-        if cut in (self.axis, ()):
-            return True
-        return cut == self.beside(layout.split_axes)
+        """Whether a leaf lies in a buffer over these axes less those that split it.
+
+        Most buffers are over all of them, or none: that is asked first, of the buffer.
+        """
+        flat = layout.flat
+        return flat is not None and flat.axes == self.beside(layout.split_axes)
 
     def beside(self, split_axes: Sequence[str]) -> tuple[str, ...]:
         """The axes but for those, over which leaves are split already."""

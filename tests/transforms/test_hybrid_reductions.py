@@ -12,7 +12,7 @@ from tests.checks import close, refused, same, simulated
 from tests.models import WIDTH, chain, integers, layers, linear, train_step
 
 MESH = simulated(node=2, data=2)
-LAYERS, MICRO = 3, 2
+LAYERS, MICRO = 3, 4  # of microbatches more than two: first, some, last
 OPTIMIZER = ff.sgd(0.5)
 STEP = train_step(chain(linear), OPTIMIZER)
 BATCH = integers(4 * MICRO, WIDTH, seed=9, high=1)
