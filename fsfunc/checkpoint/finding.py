@@ -17,7 +17,6 @@ from fsfunc.checkpoint.parsing import (
     Wrong,
     proven,
     table_of,
-    uncollected,
 )
 from fsfunc.checkpoint.stored import (
     CheckpointError,
@@ -26,6 +25,7 @@ from fsfunc.checkpoint.stored import (
     StoredFile,
     StoredTensor,
 )
+from fsfunc.runtime.collector import uncollected
 
 __all__ = ["metadata"]
 

@@ -228,6 +228,7 @@ def family_of(name: str) -> tuple[str, bool, str]:
 
 
 def age(path: Path) -> tuple[int, str]:
+    """Sorts checkpoints by the last number in their names, the oldest first."""
     return int(_parts(path.name)[1] or -1), path.name
 
 

@@ -20,7 +20,7 @@ from torch import Tensor
 
 from fsfunc.checkpoint.manifest import SAFE_DTYPES, as_hex, from_hex
 from fsfunc.checkpoint.opening import is_pickle, open_regular, refuse_pickle
-from fsfunc.checkpoint.parsing import Said, Wrong, say, table_of, uncollected
+from fsfunc.checkpoint.parsing import Said, Wrong, say, table_of
 from fsfunc.checkpoint.stored import (
     BLOCK,
     CheckpointError,
@@ -29,6 +29,7 @@ from fsfunc.checkpoint.stored import (
     StoredFile,
     StoredTensor,
 )
+from fsfunc.runtime.collector import uncollected
 
 __all__ = [
     "PART_OF",

@@ -26,7 +26,6 @@ from fsfunc.checkpoint.parsing import (
     proven,
     say,
     table_of,
-    uncollected,
 )
 from fsfunc.checkpoint.stored import (
     BLOCK,
@@ -36,6 +35,7 @@ from fsfunc.checkpoint.stored import (
     StoredFile,
     StoredTensor,
 )
+from fsfunc.runtime.collector import uncollected
 
 __all__ = [
     "MANIFEST",

@@ -9,11 +9,9 @@ fill, and nothing behind this file asks again.
 from __future__ import annotations
 
 import base64
-import gc
 import json
 import math
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -30,7 +28,6 @@ __all__ = [
     "proven",
     "say",
     "table_of",
-    "uncollected",
 ]
 
 LEAVES = 1 << 18  # of a tree
@@ -63,18 +60,6 @@ def table_of(text: bytes) -> Said:
     if type(found) is not dict:
         raise Wrong("it is no table")
     return Said(found)
-
-
-@contextmanager
-def uncollected() -> Iterator[None]:
-    """The collector waits: of thousands of new values it would find none to free."""
-    on = gc.isenabled()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if on:
-            gc.enable()
 
 
 def _once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
@@ -189,6 +174,7 @@ def _check_count(many: int) -> None:
 
 
 def check_path(path: str) -> None:
+    """Raises where no tree has a leaf at such a path, or no file could name it."""
     if path.count("/") >= DEEPEST:
         raise Wrong(f"{path[:99]!r}... lies more than {DEEPEST} levels deep")
     try:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 import math
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -23,6 +22,7 @@ from fsfunc.planning.events import Started, Waited
 from fsfunc.planning.observer import Observer
 from fsfunc.planning.plans import Plan, PlannedLeaf, RankPlan
 from fsfunc.planning.unit_cache import DifferentiatedTwice, UnitCache
+from fsfunc.runtime.collector import uncollected
 from fsfunc.runtime.memory_kinds import counting
 from fsfunc.sharded.donated import refuse_spent
 from fsfunc.sharded.leaf import Sharded, is_sharded
@@ -107,23 +107,11 @@ def plan(
     def made(cache: UnitCache) -> Sequence[Any]:
         return _made(step, args, cache, layouts) if makes else args
 
-    with _uncollected():
+    with uncollected():
         if at is None:
             return _everywhere(step, made, _mesh_of(step, mesh), repeat)
         cache = UnitCache(Observer(), repeat)
         return _here(step, made(cache), at, cache)
-
-
-@contextmanager
-def _uncollected() -> Iterator[None]:
-    """Without rounds of garbage collection: each would go through all events."""
-    on = gc.isenabled()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if on:
-            gc.enable()
 
 
 def _mesh_of(step: Any, mesh: Mesh | None) -> Mesh:

@@ -1,6 +1,6 @@
 """The process at hand: scopes, generators, buffers, where a compiler stands aside.
 
-scoped.py           a context variable for the length of a block
+scoped.py collector.py   a context variable, or no collector, for a block
 generators.py       random states, kept and put back; seeds
 buffer_pool.py      memory for gathers and reductions, used in turn
 memory_kinds.py     what memory is for;  prefault.py   its pages, taken in time

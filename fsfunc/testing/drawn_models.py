@@ -74,6 +74,7 @@ def add_base(p: Any, x: Tensor) -> Tensor:
 
 @unit
 def whole_loss(params: Any, frozen: Any, batch: Any, model: DrawnModel) -> Tensor:
+    """The loss of a drawn model, as one unit that has all of it."""
     return model.mean(params, frozen, batch)
 
 

@@ -195,6 +195,7 @@ def _ranges(numbers: list[int]) -> str:
 
 
 def near(a: Tensor, b: Tensor) -> bool:
+    """Whether they are equal but for rounding."""
     return a.shape == b.shape and not bool(far(a, b, 1e-6).any())
 
 

@@ -49,10 +49,12 @@ Work = tuple[int | None, Any]  # the other rank, if it is one, and what torch ga
 
 
 def send(x: Tensor, rank: int, group: Any, under: int) -> Work:
+    """Puts ``x`` on its way to a rank, ``under`` a tag."""
     return rank, dist.isend(x, rank, group, under)
 
 
 def receive(x: Tensor, rank: int, group: Any, under: int) -> Work:
+    """Has what a rank sends ``under`` a tag written into ``x``."""
     return rank, dist.irecv(x, rank, group, under)
 
 

@@ -9,6 +9,7 @@ the line is read from its thread's stack.
 from __future__ import annotations
 
 import json
+import os
 import sys
 import threading
 import time
@@ -111,15 +112,21 @@ class FlightRecorder:
         return f"runs{f', at {line}' if line else ''}{last}"
 
     def dump(self, path: str, rank: int) -> None:
-        """Writes JSON lines: where the process is, then its records, oldest first."""
+        """Writes JSON lines: where the process is, then its records, oldest first.
+
+        Whoever reads the file finds all of them: several ranks may ask at once, and the
+        process may end meanwhile.
+        """
         stack = [
             f"{frame.f_code.co_filename}:{frame.f_lineno} {frame.f_code.co_name}"
             for frame in _frames(threading.main_thread().ident)
         ]
         first = {"rank": rank, "state": self.state(), "at": time.time(), "stack": stack}
         rows = [first, *(record.row() for record in list(self.records))]
-        with open(path, "w") as file:
+        part = f"{path}.{threading.get_ident()}"
+        with open(part, "w") as file:
             file.writelines(json.dumps(row) + "\n" for row in rows)
+        os.replace(part, path)
 
 
 def _frames(thread: int | None) -> list[FrameType]:

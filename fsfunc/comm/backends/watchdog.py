@@ -188,7 +188,8 @@ class Watchdog:
     # The thread
 
     def _run(self) -> None:
-        assert self.hotline is not None
+        if self.hotline is None:
+            raise RuntimeError("the watchdog has no line to the other ranks")
         while not self.over.is_set():
             record = self.flight.waiting()
             soon = self.told is not record and record and record.where.link.patience
