@@ -7,7 +7,9 @@ from dataclasses import dataclass
 from typing import Any
 
 from fsfunc.comm.mesh import Axis, Mesh
+from fsfunc.pipelining.pipelines import pipeline
 from fsfunc.transforms.accumulation import accumulate
+from fsfunc.transforms.donation import donate
 from fsfunc.transforms.rematerialization import remat
 from fsfunc.transforms.sharding import shard
 
@@ -19,9 +21,11 @@ class DrawnStack:
     """Transforms in an order: ``stack(step)`` is the step under them.
 
     Args:
-        order: of "shard", "remat" and "accumulate", the innermost first.
+        order: of "shard", "remat", "accumulate", "pipeline" and "donate", the innermost
+            first.
         axis, options: what ``shard`` is given.
-        microbatches: what ``accumulate`` is given.
+        microbatches: what ``accumulate`` and ``pipeline`` are given.
+        pipe: the axis of ``pipeline``, along which the batch is whole.
 
     >>> import fsfunc as ff
     >>> mesh = ff.make_mesh({"data": 2}, "simulated")
@@ -34,16 +38,21 @@ class DrawnStack:
     axis: Axis = "data"
     options: Any = None
     microbatches: int = 2
+    pipe: str = ""
 
     def __call__(self, step: Callable[..., Any]) -> Callable[..., Any]:
         for name in self.order:
-            if name == "shard":
-                step = shard(step, self.mesh, self.axis, **(self.options or {}))
-            elif name == "remat":
-                step = remat(step)
-            else:
-                step = accumulate(step, self.microbatches)
+            args, options = self._given(name)
+            step = _TRANSFORMS[name](step, *args, **options)
         return step
+
+    def _given(self, name: str) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """What a transform is given beside the step."""
+        if name == "shard":
+            return (self.mesh, self.axis), dict(self.options or {})
+        if name == "pipeline":
+            return (self.mesh, self.pipe), {"n_microbatches": self.microbatches}
+        return (self.microbatches,) * (name == "accumulate"), {}
 
     @property
     def axes(self) -> tuple[str, ...]:
@@ -55,18 +64,23 @@ class DrawnStack:
     @property
     def rows(self) -> int:
         """The smallest batch that every rank, and microbatch, has a row of."""
-        size = self.mesh.axis_size(self.axes)
-        return size * self.microbatches if "accumulate" in self.order else size
+        times = sum(name in ("accumulate", "pipeline") for name in self.order)
+        return self.mesh.axis_size(self.axes) * self.microbatches**times
 
     def __repr__(self) -> str:
         said = "step"
         for name in self.order:
-            if name == "shard":
-                options = "".join(
-                    f", {k}={v!r}" for k, v in (self.options or {}).items()
-                )
-                said = f"shard({said}, mesh, {self.axis!r}{options})"
-            else:
-                more = f", {self.microbatches}" if name == "accumulate" else ""
-                said = f"{name}({said}{more})"
+            args, options = self._given(name)
+            each = ["mesh" if x is self.mesh else repr(x) for x in args]
+            each += [f"{k}={v!r}" for k, v in options.items()]
+            said = f"{name}({', '.join([said, *each])})"
         return f"{said}  # of {self.mesh}"
+
+
+_TRANSFORMS: dict[str, Callable[..., Any]] = {
+    "shard": shard,
+    "remat": remat,
+    "accumulate": accumulate,
+    "pipeline": pipeline,
+    "donate": donate,
+}

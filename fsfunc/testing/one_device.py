@@ -64,7 +64,8 @@ def assert_equals_one_device(
         layouts: as for ``ff.place``.
         calls: how often it is called; a second call goes by what the first one learnt.
         goes_on: makes the next call's state of what a call returned (``lambda out:
-            out[0]``); by default every call is given the first one.
+            out[0]``); by default every call is given the first one, or the same anew
+            where it was donated.
         whole: makes, on each rank, what one device returns of what the rank has.
         tolerance: how far numbers may be apart, relative to theirs or to 1. By default
             not at all: give integers, as :func:`integers` makes them.
@@ -116,9 +117,11 @@ def assert_equals_one_device(
 
     def main() -> Any:
         mine = local_batch(batch, mesh, axes, uneven) if axes else batch
-        placed = place(transformed, state, *mine, layouts=layouts)
+        placed: Any = None
         outs, written = [], ""
         for _ in range(calls):
+            if placed is None or goes_on is None and _donated(placed):
+                placed = place(transformed, state, *mine, layouts=layouts)
             before = held((placed, mine))
             out = transformed(placed, *mine)
             written = written or _written(before, placed, mine)
@@ -230,11 +233,14 @@ def batch_axes(transformed: Any, mesh: Mesh) -> tuple[str, ...]:
     return tuple(a for a in mesh.axes if a in over)
 
 
+def _donated(placed: Any) -> bool:
+    return any_spent(tree.leaves(placed, is_leaf=is_sharded))
+
+
 def _written(before: list[Tensor], placed: Any, batch: Any) -> str:
     """What a call did to what it was given, and may not do."""
-    leaves = tree.leaves(placed, is_leaf=is_sharded)
-    if any_spent(leaves):
-        return ""  # donated: it may
+    if _donated(placed):
+        return ""  # it may
     paths, after, _ = tree.flatten_with_paths((placed, batch), is_leaf=is_sharded)
     real = [
         (p, x) for p, x in zip(paths, after, strict=True)

@@ -228,9 +228,13 @@ def train_steps(*, frozen: bool = False, outside: bool = True) -> Strategy[Drawn
 def orders(
     draw: Any, kinds: Sequence[str] = ("remat", "accumulate")
 ) -> tuple[str, ...]:
-    """Orders of transforms with "shard" among them, the innermost first."""
+    """Orders of transforms with "shard" among them, the innermost first.
+
+    "donate", which is for train steps, comes last: around all others.
+    """
     others = draw(st.lists(st.sampled_from(kinds), unique=True)) if kinds else []
-    return tuple(draw(st.permutations(["shard", *others])))
+    within = ["shard", *(name for name in others if name != "donate")]
+    return (*draw(st.permutations(within)), *["donate"] * ("donate" in others))
 
 
 @st.composite
@@ -244,15 +248,21 @@ def transform_stacks(
     ``stack.rows`` the least that it takes, or a multiple of it.
 
     Args:
-        kinds: which others, each once at most: "remat", "accumulate".
+        kinds: which others, each once at most: "remat", "accumulate"; for train steps
+            "donate"; and "pipeline", where the mesh has an axis for it beside one for
+            ``shard``: of losses with no fewer unit calls than that axis has ranks.
     """
-    names = list(mesh.axes)
-    copies = None
+    names, pipe = list(mesh.axes), ""
+    if "pipeline" in kinds and len(names) == 1:
+        kinds = [name for name in kinds if name != "pipeline"]
+    order = draw(orders(kinds))
+    if "pipeline" in order:
+        names.remove(pipe := draw(st.sampled_from(names)))
+    copies, axis = None, names[0]
     if len(names) > 1 and draw(st.booleans()):
         copies, axis = draw(st.permutations(names))[:2]
-    else:
-        axis = draw(axes(mesh)) if len(names) > 1 else names[0]
-    order = draw(orders(kinds))
+    elif len(names) > 1 and not pipe:
+        axis = draw(axes(mesh))
     options = {
         "zero": draw(st.integers(0, 3)),
         "reshard_after_forward": not draw(st.booleans()),
@@ -260,7 +270,7 @@ def transform_stacks(
     }
     if copies is not None:
         options["replicate"] = copies
-    return DrawnStack(mesh, order, axis, options)
+    return DrawnStack(mesh, order, axis, options, pipe=pipe)
 
 
 @st.composite

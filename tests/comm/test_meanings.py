@@ -80,6 +80,33 @@ def test_one_value_enters_own_losses():
     assert_equal(out, [(w * MINE.mean(), MINE.mean())] * N)
 
 
+GRID = ff.make_mesh({"data": 2, "model": 2}, "simulated")
+
+
+@pytest.mark.parametrize("axis", [("data", "model"), ("model", "data")])
+@pytest.mark.parametrize("call", [ff.psum, ff.pmean])
+def test_a_sum_over_an_axis_of_the_mean_and_another(call, axis):
+    """Under shard over "data" it is own there, and one value over "model"."""
+    mine = torch.tensor([[1.0, 2.0], [3.0, 5.0]], dtype=torch.float64)
+
+    def loss(w):
+        i, k = ff.axis_index("data"), ff.axis_index("model")
+        own = ff.pcast(ff.pcast(w, "data", to="V"), "model", to="V") * mine[i, k]
+        return call(own, axis) * (1 + i)
+
+    step = ff.shard(ff.value_and_grad(loss), GRID, "data")
+    w = torch.tensor(2.0, dtype=torch.float64)
+    out = list(ff.spmd(lambda: step(w), GRID)())
+    slope = (mine.sum() if call is ff.psum else mine.mean()) * 1.5
+    assert_equal(out, [(w * slope, slope)] * 4)
+
+    def typed(w):
+        return ff.psum(ff.pcast(w, "data", to="V"), axis, to="V")
+
+    with pytest.raises(ValueError, match="means under shard, and .* at once"):
+        ff.spmd(lambda: ff.shard(typed, GRID, "data")(w), GRID)()
+
+
 CALLS = {
     "psum": lambda x, of, to: ff.psum(x, "data", of=of, to=to),
     "all_gather": lambda x, of, to: ff.all_gather(x, "data", to=to),

@@ -157,6 +157,8 @@ def test_a_gradient_that_is_kept_elsewhere_stays_as_it_is():
     packed = split_buffers([kept, torch.ones(2)])
     assert packed.tensors[0] is None
     assert packed.rebuild([None, torch.zeros(2)])[0] is kept
+    t = {"g": kept}
+    assert repack(t, AT[0]) is t
     with pytest.raises(RuntimeError, match="outside, as in mine"):
         kept.local.mul(2)
 
