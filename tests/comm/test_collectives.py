@@ -328,3 +328,9 @@ def test_what_is_summed_is_counted_and_what_moves_keeps_its_dtype(name, dtype, m
 def test_a_ppermute_has_each_source_and_target_once(pairs, mesh):
     with pytest.raises(ValueError, match=r"each source and target once, each in 0..2"):
         on_ranks(lambda x: ff.ppermute(x, "data", pairs), mesh, X)
+
+
+@pytest.mark.parametrize("source", [-1, N])
+def test_a_pbroadcast_reads_a_rank_that_is_there(source, mesh):
+    with pytest.raises(ValueError, match=f"source={source} is off the axis 'data'"):
+        on_ranks(lambda x: ff.pbroadcast(x, "data", source=source), mesh, X)
