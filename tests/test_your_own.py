@@ -98,19 +98,34 @@ def test_a_transform_reads_means_outside_of_shard(weighted):
 class Looking(ff.Interpretation):
     """Reads the mean, and passes on the outcome that it read it from."""
 
+    def __init__(self, read):
+        self.read = read
+
     def gradient(self, run):
         def look(call):
             outcome = run(call)
-            outcome.mean()
+            self.read(outcome)
             return outcome
 
         return look
 
 
+@pytest.mark.parametrize("read", [lambda o: o.mean(), lambda o: o.settled()])
 @pytest.mark.parametrize("n", [1, 2])
-def test_to_read_a_mean_changes_nothing(n):
+def test_to_read_a_mean_changes_nothing(n, read):
     plain = ff.accumulate(ff.value_and_grad(loss), n)
-    ff.testing.assert_equal(ff.transformed(plain, Looking())(*given()), plain(*given()))
+    found = ff.transformed(plain, Looking(read))(*given())
+    ff.testing.assert_equal(found, plain(*given()))
+
+
+def test_gradients_that_a_transform_holds_stay_as_they_are():
+    params, x = given()
+    mine = ff.transformed(
+        ff.accumulate(ff.value_and_grad(loss), 2), ByHand(lambda _, params: params)
+    )
+    for _ in range(2):
+        assert torch.equal(mine(params, x)[1][0], params[0] / 2)
+    ff.testing.assert_equal(params, given()[0])
 
 
 class ByHand(ff.Interpretation):
@@ -210,6 +225,35 @@ def test_a_transform_gives_other_gradients(within):
     one = ff.accumulate(plain, 4)(params, x)
     for out in ff.spmd(main, mesh)():
         ff.testing.assert_equal(out, (one[0], [g / 2 for g in one[1]]), 1e-6)
+
+
+class Decayed(ff.Interpretation):
+    """Adds what is not linear in the gradients."""
+
+    def gradient(self, run):
+        def decayed(call):
+            outcome = run(call)
+            _, (grads,) = outcome.mean()
+            both = ff.tree.map(torch.add, grads, call.args[0])
+            return outcome.with_mean((both,))
+
+        return decayed
+
+
+@pytest.mark.parametrize(
+    "stack",
+    [lambda f: f, lambda f: ff.accumulate(f, 2), lambda f: ff.shard(f, mesh, "data")],
+)
+def test_a_transform_within_a_loss_scale_reads_means(stack):
+    plain, (params, x) = stack(ff.value_and_grad(loss)), given()
+
+    def stepped(optimizer):
+        step = optimizer(ff.transformed(plain, Decayed()))
+        state = ff.TrainState(params, optimizer.init(params))
+        return lambda: ff.unshard(step(state, x)[0].params)
+
+    scaled = ff.spmd(stepped(ff.loss_scale(ff.sgd(1.0), initial=8.0)), mesh)()
+    ff.testing.assert_equal(scaled[0], ff.spmd(stepped(ff.sgd(1.0)), mesh)()[0])
 
 
 def test_a_collective():

@@ -98,7 +98,7 @@ def value_and_grad(
         heard = None if f.path or f.runtimes else heard_here()
         with inside(replace(f, seed=seed)), hearing(heard):
             call = GradientCall(fn, numbers, has_aux, args, keywords)
-            outcome = run_inner(call).settled()
+            outcome = run_inner(call).settled(again=False)
         if heard:
             check_beside(fn, heard, [args[i] for i in numbers], outcome.grads)
         value = (outcome.total, outcome.aux) if has_aux else outcome.total
@@ -154,7 +154,8 @@ def differentiate(call: GradientCall) -> Outcome:
     count_as("gradients", found[: len(values)])
     grads = leaves.grads(found[: len(values)])
     add_gradients(made, found[len(values) : len(values) + len(made)])
-    outcome = Outcome(total.detach(), weight, grads, _detach(aux))
+    aux, scale = _detach(aux), call.cotangent
+    outcome = Outcome(total.detach(), weight, grads, aux, scale=scale)
     for observer in observers:
         observer.ends(outcome)
     return outcome
@@ -215,7 +216,8 @@ def _by_vjp(call: GradientCall) -> Outcome:
     spec, flat = beside
     flat = [next(each) if x is _TENSOR else x for x in flat]
     weight, aux = tree.unflatten(spec, flat)
-    return Outcome(total, weight, leaves.grads(found), aux)
+    grads, scale = leaves.grads(found), call.cotangent
+    return Outcome(total, weight, grads, aux, scale=scale)
 
 
 _TENSOR = object()

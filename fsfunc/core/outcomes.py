@@ -25,7 +25,8 @@ class GradientCall:
     ``packed``: by identity, the buffers whose gradients a transform keeps; ``parts``:
     those of their leaves that are used beside units, with their gradients. ``by``: what
     it comes down to, in place of autograd's own forward and backward: with a pipeline
-    around, the run of its stages.
+    around, the run of its stages. ``cotangent``: what the backward starts from; the
+    outcome's gradients are divided by it in the end.
     """
 
     fn: Callable[..., Any]
@@ -56,7 +57,8 @@ class Outcome:
         count: of how many microbatches all this is the sum; whoever made the outermost
             call divides by it, so that a transform on the way need not.
         due: what is still to be done to the gradients, once all has been summed.
-        own: whether nobody else holds the memory of ``grads``.
+        own: ``grads``, if nobody else holds their memory; once a transform has put
+            others in their place, it is not they.
         scale: what ``grads`` are multiplied by, and are divided by in the end.
         shown: what is made of them after that, if anything.
     """
@@ -67,7 +69,7 @@ class Outcome:
     aux: Any
     count: int = 1
     due: tuple[Callable[[Any], Any], ...] = ()
-    own: bool = False
+    own: tuple[Any, ...] | None = None
     scale: float = 1.0
     shown: Callable[[Any], Any] | None = None
 
@@ -80,8 +82,17 @@ class Outcome:
         Of the gradients that a ``shard`` around keeps, to reduce them as they appear,
         there are none within it: leaves that raise for whoever reads them.
         """
-        found = replace(self, own=False).settled()  # which divides what is its own
+        found = self.settled()
         return found.total, found.grads
+
+    def but(self, grads: tuple[Any, ...]) -> Outcome:
+        """This one with ``grads``, which lie in the memory of its own, or in new."""
+        return replace(self, grads=grads, own=grads if self.owns else None)
+
+    @property
+    def owns(self) -> bool:
+        """Whether nobody else holds the memory of ``grads``."""
+        return self.own is self.grads
 
     def with_mean(self, grads: tuple[Any, ...]) -> Outcome:
         """This one with other gradients, of which ``grads`` are the means.
@@ -91,13 +102,18 @@ class Outcome:
         by = self.scale * (self.count if self.weight is None else self.weight)
         if isinstance(by, Tensor) or by != 1:
             grads = tree.map(lambda g: g * by if isinstance(g, Tensor) else g, grads)
-        return replace(self, grads=grads, due=(), own=False, shown=None)
+        return replace(self, grads=grads, due=(), own=None, shown=None)
 
-    def settled(self) -> Outcome:
-        """The outcome, with what was due done to its gradients, divided and shown."""
-        outcome = self
+    def settled(self, again: bool = True) -> Outcome:
+        """The outcome, with what was due done to its gradients, divided and shown.
+
+        Args:
+            again: whether somebody goes on with this one: then its memory stays as it
+                is.
+        """
+        outcome = replace(self, own=None) if again else self
         for finish in outcome.due:
-            outcome = replace(outcome, grads=finish(outcome.grads), due=())
+            outcome = replace(outcome.but(finish(outcome.grads)), due=())
         outcome = _divide(outcome)
         if outcome.shown is not None:
             outcome = replace(outcome, grads=outcome.shown(outcome.grads), shown=None)
@@ -110,7 +126,7 @@ def _divide(outcome: Outcome) -> Outcome:
     if weight is None and count == 1 == scale:
         return outcome
     by = count if weight is None else weight
-    grads = _divided(outcome.grads, by * scale, outcome.own, wide=scale != 1)
+    grads = _divided(outcome.grads, by * scale, outcome.owns, wide=scale != 1)
     total, aux = outcome.total / by, divided(outcome.aux, count)
     return Outcome(total, None, grads, aux, shown=outcome.shown)
 

@@ -179,7 +179,6 @@ class _Scaling(Interpretation):
         def scaled(call: GradientCall) -> Outcome:
             if frame().in_loss:  # a derivative that the loss itself takes
                 return run(call)
-            outcome = run(replace(call, cotangent=call.cotangent * self.scale))
-            return replace(outcome, scale=outcome.scale * self.scale)
+            return run(replace(call, cotangent=call.cotangent * self.scale))
 
         return scaled

@@ -207,7 +207,8 @@ class Pipelining(Interpretation):
         total, weight, aux = _own(everywhere(summed, worker.where, self.owners[-1]))
         grads = leaves.grads([x.grad for x in picked])
         due = (functools.partial(sum_shared, where=worker.where),)
-        return Outcome(total, weight, grads, aux, count, due, own=True)
+        scale = call.cotangent
+        return Outcome(total, weight, grads, aux, count, due, own=grads, scale=scale)
 
     def _parts(self, call: GradientCall) -> list[Part]:
         """The microbatches of a gradient call."""

@@ -129,7 +129,7 @@ class _Sums:
         """Adds one; what it holds is not written into."""
         if self.first is None:
             self.first, self.grads = outcome, outcome.grads
-            self.ours = outcome.own
+            self.ours = outcome.owns
             return
         a, b = self.first, outcome
         self.grads = self._added(outcome.grads)
@@ -166,7 +166,8 @@ class _Sums:
         """The sum, and of how many."""
         if self.first is None:
             raise RuntimeError("no microbatch was run")
-        return replace(self.first, grads=self.grads, own=self.ours)
+        own = self.grads if self.ours else None
+        return replace(self.first, grads=self.grads, own=own)
 
 
 class Microbatches:
@@ -249,7 +250,7 @@ class Microbatches:
                     leaves[j] = None
                 grads[k] = tree.unflatten(a.treedef, leaves)
             own[-1].append(found)
-        return replace(outcome, grads=tuple(grads))
+        return outcome.but(tuple(grads))
 
     def joined(self, outcome: Outcome, own: Sequence[list[list[Any]]]) -> Outcome:
         """What :meth:`apart` took from each part, in order, put back as one."""
@@ -263,7 +264,7 @@ class Microbatches:
                     whole = isinstance(parts[0], Tensor)  # none by integers
                     leaves[j] = torch.cat(parts) if whole else None
                 grads[k] = tree.unflatten(a.treedef, leaves)
-        return replace(outcome, grads=tuple(grads))
+        return outcome.but(tuple(grads))
 
 
 @dataclass

@@ -195,10 +195,9 @@ def averaged(outcome: Outcome, runtime: ShardRuntime, at: Any) -> Outcome:
     for i, x in zip(at_sums, sums, strict=True):
         aux[i] = x
     return replace(
-        outcome,
+        outcome.but(_plain(outcome.grads, runtime, where)),
         total=means[0].to(outcome.total.dtype),
         weight=weight,
-        grads=_plain(outcome.grads, runtime, where),
         aux=tree.unflatten(spec, aux),
     )
 

@@ -397,7 +397,7 @@ class Sharding(Interpretation):
             check_alike(self, call.fn, chosen, grads, whose, axis)
         if f.tracer is not None:
             f.tracer.reduced(tuple(chosen), grads)
-        outcome = replace(outcome, grads=grads)
+        outcome = outcome.but(grads)
         if done := stepped(runtime):
             by = tuple(chosen)
             outcome = replace(outcome, shown=lambda grads: shown(grads, by, done))
