@@ -227,6 +227,21 @@ def test_a_transform_gives_other_gradients(within):
         ff.testing.assert_equal(out, (one[0], [g / 2 for g in one[1]]), 1e-6)
 
 
+def test_a_transform_that_scales_some_microbatches_is_refused():
+    class First(ff.Interpretation):
+        def gradient(self, run):
+            return lambda call: run(
+                replace(call, cotangent=2.0 if call.args[1][0, 0] > 0 else 1.0)
+            )
+
+    plain, (params, x) = ff.value_and_grad(loss), given()
+    x[:, 0] = torch.tensor([1.0, 1.0, -1.0, 1.0])
+    mine = ff.transformed(plain, First())
+    ff.testing.assert_equal(mine(params, x), plain(params, x))
+    with pytest.raises(ValueError, match="of some microbatches alone"):
+        ff.accumulate(mine, 2)(params, x)
+
+
 class Decayed(ff.Interpretation):
     """Adds what is not linear in the gradients."""
 

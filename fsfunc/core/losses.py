@@ -19,6 +19,7 @@ __all__ = [
     "Summed",
     "Weighted",
     "added",
+    "added_weights",
     "averaged",
     "divided",
     "is_summed",
@@ -166,6 +167,22 @@ def added(a: Any, b: Any) -> Any:
     what = "what a microbatch's loss returned beside its value"
     tree.check_same_structure(a, b, what=what, against="that of the one before")
     return tree.map(_both, a, b, is_leaf=is_summed)
+
+
+def added_weights(a: Tensor | None, b: Tensor | None) -> Tensor | None:
+    """The weight of two microbatches' losses, added up.
+
+    Raises:
+        TypeError: one of them has none.
+    """
+    if a is None or b is None:
+        if a is not b:
+            raise TypeError(
+                "the loss is ff.Weighted(total, weight) in some microbatches, and a "
+                "mean in others: return one kind in all of them"
+            )
+        return None
+    return a + b
 
 
 def _both(x: Any, y: Any) -> Any:

@@ -13,7 +13,14 @@ from torch import Tensor
 from fsfunc import tree
 from fsfunc.comm.attribution import label
 from fsfunc.comm.groups import RankGroup
-from fsfunc.core.losses import Weighted, added, averaged, divided, is_summed
+from fsfunc.core.losses import (
+    Weighted,
+    added,
+    added_weights,
+    averaged,
+    divided,
+    is_summed,
+)
 from fsfunc.sharded.inputs import arguments, refuse, rows_of
 from fsfunc.sharded.layout import Owned
 from fsfunc.sharded.leaf import is_sharded
@@ -139,7 +146,7 @@ def combined(results: Sequence[Result], shares: Sequence[float]) -> Result:
     total, weight, aux = scaled[0]
     for more, heavier, beside in scaled[1:]:
         total, aux = total + more, added(aux, beside)
-        weight = None if weight is None or heavier is None else weight + heavier
+        weight = added_weights(weight, heavier)
     return total, weight, aux
 
 

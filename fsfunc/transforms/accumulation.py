@@ -11,7 +11,7 @@ from torch import Tensor
 
 from fsfunc import _torch, tree
 from fsfunc.core.frames import Interpretation, frame, inside
-from fsfunc.core.losses import added
+from fsfunc.core.losses import added, added_weights
 from fsfunc.core.outcomes import GradientCall, Outcome
 from fsfunc.runtime.stores import added_beside, lies
 from fsfunc.sharded.inputs import arguments, refuse, rows_of
@@ -132,8 +132,14 @@ class _Sums:
             self.ours = outcome.owns
             return
         a, b = self.first, outcome
+        if (a.scale, len(a.due)) != (b.scale, len(b.due)):
+            raise ValueError(
+                "accumulate: a transform within changes the gradients, or what the "
+                "backward starts from, of some microbatches alone: let it give all of "
+                "them outcome.with_mean(...), of the same gradients where none change"
+            )
+        weight = added_weights(a.weight, b.weight)
         self.grads = self._added(outcome.grads)
-        weight = None if a.weight is None or b.weight is None else a.weight + b.weight
         aux = added(a.aux, b.aux)
         total, count = a.total + b.total, a.count + b.count
         self.first = replace(a, total=total, weight=weight, aux=aux, count=count)

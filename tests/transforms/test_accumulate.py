@@ -184,6 +184,15 @@ def test_a_number_that_does_not_divide_the_batch_is_refused(n, why) -> None:
     assert "(8, 3)" in str(info.value)
 
 
+def test_losses_weighted_in_some_microbatches_alone_are_refused() -> None:
+    def loss(w, x):
+        return ff.Weighted((w * x).sum(), len(x)) if x[0] else (w * x).mean()
+
+    grad = ff.accumulate(ff.value_and_grad(loss), 2)
+    with pytest.raises(TypeError, match="a mean in others"):
+        grad(torch.tensor(1.0), torch.tensor([0.0, 0, 1, 1]))
+
+
 @pytest.mark.parametrize("n", [0, -1, 2.0, "2"])
 def test_a_number_that_is_none_is_refused(n) -> None:
     with pytest.raises(ValueError, match="number of microbatches"):
