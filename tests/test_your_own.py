@@ -289,6 +289,15 @@ def test_a_collective():
         check_collective(ff.collective(halo, lambda g: g[1:]), under=["vjp"])
 
 
+def test_a_map_that_writes_into_what_it_is_given_is_refused():
+    twice = ff.collective(
+        lambda x: ff.psum(x.mul_(2), "data", to="V"),
+        lambda g: ff.psum(2 * g, "data", to="V"),
+    )
+    with pytest.raises(RuntimeError, match="in place.*work on a copy"):
+        ff.spmd(lambda: twice(torch.ones(2)), mesh)()
+
+
 @pytest.mark.parametrize(
     "grad",
     [
@@ -450,3 +459,15 @@ def test_a_codec_that_returns_something_else_is_refused():
         ValueError, match=r"Longer\(\).decode returned \[12\] .* \[10\]"
     ):
         assert_equals_one_device(plain, mine, mesh, params, x)
+
+
+def test_a_codec_that_writes_into_parameters_is_refused():
+    class Doubled(ff.Gather):
+        exact = False
+
+        def encode(self, part, dtype):
+            return part.mul_(2)
+
+    mine = ff.shard(ff.value_and_grad(loss), mesh, "data", gather=Doubled())
+    with pytest.raises(RuntimeError, match="in place: these are the parameters"):
+        assert_equals_one_device(ff.value_and_grad(loss), mine, mesh, *given())

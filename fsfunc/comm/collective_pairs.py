@@ -40,6 +40,7 @@ def collective(forward: Map, transpose: Map) -> Map:
 
     Raises:
         ValueError: a map reads another tensor that somebody differentiates.
+        RuntimeError: a map changes in place what it is given.
 
     Cost: that of ``forward``, and in a backward pass that of ``transpose``.
 
@@ -107,9 +108,15 @@ class _Map(torch.autograd.Function):
     def forward(x: Tensor, pair: _Pair, at: Here) -> Tensor:  # type: ignore[override]
         mine = x.detach()
         with place_here(at), torch.enable_grad():  # a backward pass may run anywhere
+            version = 0 if x.is_inference() else mine._version
             y = pair.forward(mine)
         if y.requires_grad:
             raise ValueError(_BESIDE)
+        if not x.is_inference() and mine._version != version:
+            raise RuntimeError(
+                "collective: a map changed the tensor that it was given in place, "
+                "which others may still read; work on a copy"
+            )
         return y
 
     @staticmethod

@@ -20,6 +20,7 @@ from torch import Tensor
 from fsfunc import tree
 from fsfunc.comm.backends.abstract import run_abstract
 from fsfunc.comm.groups import group
+from fsfunc.comm.ledgers import note_ranks
 from fsfunc.comm.mesh import (
     Axis,
     Here,
@@ -187,6 +188,7 @@ def spmd(fn: Callable[..., Any], mesh: Mesh) -> Callable[..., PerRank]:
             return _abstract(fn, mesh, args)
         alone = mesh.backend == "processes"
         hosted = 1 if alone else mesh.size
+        note_ranks([mesh.rank] if alone else range(mesh.size))
         for a in args:
             if isinstance(a, PerRank) and len(a) != hosted:
                 raise ValueError(

@@ -20,7 +20,7 @@ whatever the backend does underneath. An axis of size 1 sends, and counts, nothi
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass, field
@@ -32,7 +32,16 @@ from fsfunc.comm.attribution import current_label, source_line
 from fsfunc.comm.mesh import Axis, axis_names
 from fsfunc.runtime.scoped import Scoped
 
-__all__ = ["Ledger", "Record", "is_silent", "ledger", "note", "only", "silence"]
+__all__ = [
+    "Ledger",
+    "Record",
+    "is_silent",
+    "ledger",
+    "note",
+    "note_ranks",
+    "only",
+    "silence",
+]
 
 _LEDGERS: ContextVar[tuple[Ledger, ...]] = ContextVar("fsfunc_ledgers", default=())
 
@@ -60,11 +69,13 @@ def _number(value: Fraction) -> int | float:
 class Ledger:
     """The collectives of every rank that ran inside ``with ledger() as log``.
 
+    ``ranks``: those that ``spmd`` ran inside, whether they sent anything or not.
     ``count`` and ``bytes`` speak of one rank: the lowest that sent anything, or the
     one that ``rank=`` names (under processes a ledger only sees its own).
     """
 
     records: list[Record] = field(default_factory=list)
+    ranks: set[int] = field(default_factory=set)
 
     def of(self, rank: int | None = None) -> list[Record]:
         """One rank's records, in the order of issue."""
@@ -151,6 +162,12 @@ def note(
     record = Record(op, axis, sent, x.dtype, unit, phase, rank, source_line(), what)
     for log in logs:
         log.records.append(record)
+
+
+def note_ranks(ranks: Iterable[int]) -> None:
+    """Writes who runs into every open ledger."""
+    for log in _LEDGERS.get():
+        log.ranks.update(ranks)
 
 
 def silence() -> Scoped:

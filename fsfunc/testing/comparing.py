@@ -97,6 +97,8 @@ def place_of(number: int, shape: Sequence[int]) -> tuple[int, ...]:
 
 
 def _same(a: Any, b: Any, tolerance: float) -> bool:
+    if isinstance(a, bool | int | float) and type(a) is not type(b):
+        return False  # as 1 and 1.0
     if isinstance(a, float) and isinstance(b, float):
         return a == b or math.isclose(a, b, rel_tol=tolerance, abs_tol=tolerance)
     return bool(a == b)
@@ -109,7 +111,8 @@ def far(a: Tensor, b: Tensor, tolerance: float) -> Tensor:
     if tolerance and (a.is_floating_point() or a.is_complex()):
         wide = torch.complex128 if a.is_complex() else torch.float64
         a, b = a.to(wide), b.to(wide)
-        same = same | ((a - b).abs() <= tolerance * (1 + b.abs()))
+        near = (a - b).abs() <= tolerance * (1 + b.abs())
+        same = same | near & b.isfinite()  # all is near to an infinity
     return ~same
 
 

@@ -51,7 +51,7 @@ def assert_cost(
         raise ValueError("assert_cost needs bytes= or collectives=: what is to be sent")
     with ledger() as log:
         out = fn(*args)
-    found = sorted({r.rank for r in log.records}) or [0]
+    found = sorted(log.ranks | {r.rank for r in log.records}) or [0]
     for at in found if rank is None else [rank]:
         for what, sent, due in _claims(log, at, bytes, collectives):
             if sent != due:
@@ -66,11 +66,13 @@ def _claims(
     records = log.of(rank)
     by_axis: dict[str, Fraction] = {}
     ops: Counter[str] = Counter()
+    kinds = set[tuple[str, str]]()  # op, and op and axis
     for r in records:
         axis = ", ".join(r.axis)
         by_axis[axis] = by_axis.get(axis, Fraction(0)) + r.bytes
         ops[r.op] += 1
         ops[f"{r.op} {axis}"] += 1
+        kinds.add((r.op, f"{r.op} {axis}"))
     claims: list[tuple[str, Any, Any]] = []
     if isinstance(size, Mapping):
         every = dict.fromkeys([*size, *(a for a, n in by_axis.items() if n)])
@@ -81,8 +83,9 @@ def _claims(
         claims.append(("bytes in all", sum(by_axis.values()), size))
     if isinstance(counts, Mapping):
         claims += [(f"collectives {op!r}", ops[op], n) for op, n in counts.items()]
-        named = {key.partition(" ")[0] for key in counts}
-        others = {r.op for r in records} - named
+        by_axis_too = {key.partition(" ")[0] for key in counts}
+        rest = [kind for kind in kinds if kind[0] not in counts]
+        others = {kind[kind[0] in by_axis_too] for kind in rest} - set(counts)
         claims += [(f"collectives {op!r}", ops[op], 0) for op in sorted(others)]
     elif counts is not None:
         claims.append(("collectives in all", len(records), counts))

@@ -28,8 +28,8 @@ def check_batch(batch: Any, axis: Axis, name: str = "the batch") -> None:
     Any tree may be asked about: a batch, gradients, what a step returned.
 
     Args:
-        batch: a tree of tensors, of the same leaves on every rank; of sharded leaves
-            each rank looks at its own part.
+        batch: a tree of tensors, arrays and numbers, of the same leaves on every rank;
+            of sharded leaves each rank looks at its own part.
         axis: the ranks that are asked, all of which call this; one name or several.
         name: what the message calls it.
 
@@ -55,17 +55,20 @@ def check_batch(batch: Any, axis: Axis, name: str = "the batch") -> None:
     """
     where = group(axis)
     paths, leaves, _ = tree.flatten_with_paths(batch)
-    tensors = {p: x for p, x in zip(paths, leaves, strict=True) if _has_values(x)}
-    counts = [_counts(x.detach()) for x in tensors.values()]
-    mine = torch.stack(counts) if counts else torch.zeros(0, 3, dtype=torch.int64)
-    every = mine
-    if where.size > 1 and counts:
+    tensors = {
+        p: torch.as_tensor(x).detach()
+        for p, x in zip(paths, leaves, strict=True)
+        if _has_values(x)
+    }
+    tensors = tensors or {"": torch.zeros(0)}  # no leaf at all is empty too
+    every = mine = torch.stack([_counts(x).cpu() for x in tensors.values()])
+    if where.size > 1:
         with silence():
             x = mine.to(where.link.device)
             every = where.start("all_gather", x).wait().cpu()
     rows = []
-    each = every.view(where.size, len(tensors), 3).tolist() if counts else []
-    for rank, found in zip(where.ranks, each, strict=False):
+    each = every.view(where.size, len(tensors), 3).tolist()
+    for rank, found in zip(where.ranks, each, strict=True):
         for path, (nans, infinite, size) in zip(tensors, found, strict=True):
             kinds = {"NaN": nans, "infinite": infinite}
             bad = [f"{n} of {size} elements {what}" for what, n in kinds.items() if n]
@@ -79,7 +82,10 @@ def check_batch(batch: Any, axis: Axis, name: str = "the batch") -> None:
 
 
 def _has_values(x: Any) -> bool:
-    return isinstance(x, Tensor) and not x.is_meta
+    if isinstance(x, Tensor):
+        return not x.is_meta
+    kind = getattr(getattr(x, "dtype", None), "kind", "")  # a numpy array's
+    return isinstance(x, float) or kind != "" and kind in "biufc"
 
 
 def _counts(x: Tensor) -> Tensor:

@@ -122,7 +122,7 @@ def assert_equals_one_device(
         for _ in range(calls):
             if placed is None or goes_on is None and _donated(placed):
                 placed = place(transformed, state, *mine, layouts=layouts)
-            before = held((placed, mine))
+            before = held(placed), held(mine)
             out = transformed(placed, *mine)
             written = written or _written(before, placed, mine)
             with silence():
@@ -237,20 +237,24 @@ def _donated(placed: Any) -> bool:
     return any_spent(tree.leaves(placed, is_leaf=is_sharded))
 
 
-def _written(before: list[Tensor], placed: Any, batch: Any) -> str:
+def _written(before: Sequence[list[Tensor]], placed: Any, batch: Any) -> str:
     """What a call did to what it was given, and may not do."""
-    if _donated(placed):
-        return ""  # it may
-    paths, after, _ = tree.flatten_with_paths((placed, batch), is_leaf=is_sharded)
-    real = [
-        (p, x) for p, x in zip(paths, after, strict=True)
-        if is_sharded(x) or isinstance(x, Tensor)
-    ]  # fmt: skip
-    for (path, _), old, new in zip(real, before, held((placed, batch)), strict=True):
-        if not torch.equal(old, new) and not bool((old != old).any()):
-            where, _, name = path.partition("/")
-            what = f"the state's {name!r}" if where == "0" else f"the batch's {name!r}"
-            return f"wrote into {what}, which was not donated: use ff.donate, or a copy"
+    for what, olds, now in zip(
+        ("state", "batch"), before, (placed, batch), strict=True
+    ):
+        if _donated(now):
+            continue  # it may
+        paths, after, _ = tree.flatten_with_paths(now, is_leaf=is_sharded)
+        real = [
+            p for p, x in zip(paths, after, strict=True)
+            if is_sharded(x) or isinstance(x, Tensor)
+        ]  # fmt: skip
+        for path, old, new in zip(real, olds, held(now), strict=True):
+            if not bool(((old == new) | (old != old) & (new != new)).all()):
+                return (
+                    f"wrote into the {what}'s {path!r}, which was not donated: use "
+                    "ff.donate, or a copy"
+                )
     return ""
 
 

@@ -56,7 +56,8 @@ def check_collective(
         mesh: in the place of ``sizes``: one with other axes beside.
 
     Raises:
-        ValueError: an unknown type or derivative, or a shape without elements.
+        ValueError: an unknown type or derivative; a shape without elements, or nothing
+            to ask.
         AssertionError: names the mesh, the derivative, both sides, and their ratio.
 
     >>> import fsfunc as ff
@@ -69,6 +70,8 @@ def check_collective(
     """
     if not math.prod(shape):
         raise ValueError(f"shape={tuple(shape)} has no elements: any map passes")
+    if not under or not (sizes or mesh):
+        raise ValueError(f"under={under!r}, sizes={sizes!r}: nothing would be asked")
     drawn = (make_mesh({axis: n}, "simulated") for n in sizes)
     for at in drawn if mesh is None else [mesh]:
         _Check(fn, axis, of, to, tuple(shape), transpose, agreeing, at).run(under)

@@ -133,7 +133,14 @@ class Gathers:
         if away and type(how) is Gather and where is not None:
             return self._gather_in_place(shard, dtype, where)
         flat = self._bring(shard, shard.flat.dtype) if away else shard.flat.detach()
+        watched = lossy and not flat.is_inference()
+        version = flat._version if watched else 0
         source = how.encode(flat, dtype)
+        if watched and flat._version != version:
+            raise RuntimeError(
+                f"{how}.encode changed the part of {shard.name} that it was given in "
+                "place: these are the parameters; work on a copy"
+            )
         del flat
         full = None if lossy else shard.whole
         if full is None or full.dtype != dtype:

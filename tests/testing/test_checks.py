@@ -4,15 +4,18 @@ import re
 import sys
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 
 import fsfunc as ff
 from fsfunc.testing import (
     NotFinite,
+    OddBatch,
     assert_cost,
     assert_equal,
     assert_equals_one_device,
+    check_batch,
     check_collective,
     check_replicated,
     check_types,
@@ -49,6 +52,7 @@ UNEQUAL = {
     "a dtype": (one(torch.ones(2)), one(torch.ones(2).double()), r"not f64\[2\]"),
     "a kind": (one(1.0), one(torch.ones(())), "'a/0' is a float, not a Tensor"),
     "a number": (one(1), one(2), "'a/0' differs\n  expected 2\n  found 1"),
+    "a number's kind": (one(1), one(1.0), "'a/0' differs\n  expected 1.0\n  found 1"),
 }
 
 
@@ -56,6 +60,14 @@ UNEQUAL = {
 def test_unequal_trees_say_where(found, expected, said):
     with pytest.raises(AssertionError, match=said):
         assert_equal(found, expected)
+
+
+def test_what_is_infinite_is_near_to_nothing_else():
+    inf = torch.tensor([torch.inf, 1.0])
+    assert_equal(inf, inf, 1e-6)
+    for other in (torch.tensor([1.0, 1.0]), -inf):
+        with pytest.raises(AssertionError, match=r"differs at \(0,\)"):
+            assert_equal(other, inf, 1e-6)
 
 
 def test_equal_trees_and_near_ones_pass():
@@ -100,6 +112,10 @@ COSTS = {
         dict(collectives={"psum": 1}),
         "sends 1 collectives 'all_gather', not 0",
     ),
+    "an op over an axis that is not named": (
+        dict(collectives={"psum node": 0, "all_gather": 1}),
+        "sends 1 collectives 'psum data', not 0",
+    ),
     "all": (dict(collectives=3), "sends 2 collectives in all, not 3"),
     "another rank": (dict(bytes=1, rank=1), "rank 1 sends 24 bytes in all, not 1"),
 }
@@ -111,11 +127,32 @@ def test_a_cost_that_is_not_met_lists_what_was_sent(how, said):
         assert_cost(sends(1), **how)
 
 
+def test_a_rank_that_sends_nothing_has_a_cost_too():
+    grid = ff.make_mesh({"data": 2, "model": 2}, "simulated")
+
+    def some():
+        return ff.axis_index("model") or ff.psum(torch.ones(3), "data")
+
+    with pytest.raises(AssertionError, match="rank 1 sends 0 bytes in all, not 12"):
+        assert_cost(ff.spmd(some, grid), bytes=12)
+
+
 def test_a_cost_that_is_met_returns_what_ran():
     met = dict(bytes={"data": 36}, collectives={"psum data": 2, "all_gather": 1})
     found = assert_cost(sends(2), **met)
     assert [x.tolist() for x in found] == [[2.0] * 6] * 2
     assert assert_cost(lambda: 3, bytes=0, collectives=0) == 3
+
+
+@pytest.mark.parametrize("odd", [float("nan"), np.array([1.0, np.inf]), [], None])
+def test_a_batch_without_tensors_may_be_odd_too(odd):
+    given = odd, 1.0
+
+    def main():
+        check_batch(given[ff.axis_index("data")], "data")
+
+    with pytest.raises(OddBatch, match="rank 0 '.*': (1 of|empty)"):
+        ff.spmd(main, MESH)()
 
 
 def replicated(value, axis="data", mesh=MESH):
@@ -214,6 +251,9 @@ def test_what_would_compare_nothing_is_refused():
         assert_cost(lambda: 1)
     with pytest.raises(ValueError, match="any map passes"):
         check_collective(lambda x: x, shape=(0, 2))
+    for nothing in ({"sizes": ()}, {"under": ()}):
+        with pytest.raises(ValueError, match="nothing would be asked"):
+            check_collective(lambda x: x, **nothing)
     step, given = lambda p, x: None, (torch.ones(2), torch.ones(2, 2))
     with pytest.raises(ValueError, match="returns no tensor"):
         assert_equals_one_device(step, step, MESH, *given)

@@ -1,5 +1,7 @@
 """Law 1 as a check: what passes it, what it compares, and what its message says."""
 
+import math
+
 import pytest
 import torch
 
@@ -174,3 +176,17 @@ try:
 except AssertionError as error:
     print(error)
 """
+
+
+@pytest.mark.parametrize("what", ["state", "batch"])
+def test_what_is_written_is_seen_beside_nan_and_beside_a_donated_state(what):
+    step = lambda state, x: {"n": torch.ones(())}  # noqa: E731
+
+    def writes(state, x):
+        (state if what == "state" else x)[1] += 1
+        return step(state, x)
+
+    mine = writes if what == "state" else ff.donate(writes)
+    given = torch.tensor([math.nan, 1.0]), torch.ones(4)
+    with pytest.raises(AssertionError, match=f"wrote into the {what}'s"):
+        assert_equals_one_device(step, mine, MESH, *given)

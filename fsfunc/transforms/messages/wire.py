@@ -79,6 +79,7 @@ class Gather(_Shown):
 
     Raises:
         ValueError: ``decode`` returns another dtype, or number of elements.
+        RuntimeError: ``encode`` changes in place what it is given.
 
     Cost: one all-gather of what ``encode`` gives.
 
