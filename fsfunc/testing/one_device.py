@@ -109,8 +109,10 @@ def assert_equals_one_device(
     if calls < 1:
         raise ValueError(f"calls={calls}: nothing would be compared")
     axes = batch_axes(transformed, mesh) if axis is None else axis_names(axis)
-    draws = torch.get_rng_state()
+    draws, given = torch.get_rng_state(), (held(state), held(batch))
     expected = _on_one(step, state, batch, calls, goes_on)
+    if what := _written(given, state, batch):  # the ranks would begin from that
+        raise AssertionError(f"{_name(step)}, on one device: it {what}")
     torch.set_rng_state(draws)
     if not any(isinstance(x, Tensor) for x in tree.leaves(expected)):
         raise ValueError(f"{_name(step)} returns no tensor: nothing would be compared")

@@ -190,3 +190,5 @@ def test_what_is_written_is_seen_beside_nan_and_beside_a_donated_state(what):
     given = torch.tensor([math.nan, 1.0]), torch.ones(4)
     with pytest.raises(AssertionError, match=f"wrote into the {what}'s"):
         assert_equals_one_device(step, mine, MESH, *given)
+    with pytest.raises(AssertionError, match=f"one device: it wrote into the {what}'s"):
+        assert_equals_one_device(writes, step, MESH, *given)
