@@ -242,6 +242,32 @@ def test_a_transform_that_scales_some_microbatches_is_refused():
         ff.accumulate(mine, 2)(params, x)
 
 
+def test_a_transform_that_keeps_what_was_only_recorded_is_refused():
+    class Delayed(ff.Interpretation):
+        def __init__(self):
+            self.kept = {}
+
+        def gradient(self, run):
+            def delayed(call):
+                outcome, rank = run(call), ff.axis_index("data")
+                before = self.kept.get(rank)
+                self.kept[rank] = outcome.mean()[1]
+                return outcome if before is None else outcome.with_mean(before)
+
+            return delayed
+
+    optimizer = ff.sgd(0.5)
+    stack = ff.transformed(ff.shard(ff.value_and_grad(loss), mesh, "data"), Delayed())
+    step, (params, x) = optimizer(stack), given()
+
+    def main():
+        rows = ff.local_batch(x, mesh, "data")
+        step(ff.init_state(step, params, optimizer, rows), rows)
+
+    with pytest.raises(RuntimeError, match="gradients without data: it kept"):
+        ff.spmd(main, mesh)()
+
+
 class Decayed(ff.Interpretation):
     """Adds what is not linear in the gradients."""
 

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fsfunc import tree
+from fsfunc import _torch, tree
 from fsfunc.core.losses import divided
 from fsfunc.runtime.stores import beside, divided_beside, lies
 from fsfunc.sharded.leaf import FlatShard, Parts
@@ -98,7 +98,17 @@ class Outcome:
         """This one with other gradients, of which ``grads`` are the means.
 
         So it weighs as much as before among microbatches and ranks around.
+
+        Raises:
+            RuntimeError: gradients that a transform kept of a call without data.
         """
+        real = not isinstance(self.total, _torch.FakeTensor)
+        if real and any(isinstance(g, _torch.FakeTensor) for g in tree.leaves(grads)):
+            raise RuntimeError(
+                "a transform gives gradients without data: it kept something of a call "
+                "that was only recorded, before the first real one. What goes on from "
+                "call to call belongs into a state, as of ff.Optimizer(init, update)"
+            )
         by = self.scale * (self.count if self.weight is None else self.weight)
         if isinstance(by, Tensor) or by != 1:
             grads = tree.map(lambda g: g * by if isinstance(g, Tensor) else g, grads)
