@@ -268,6 +268,23 @@ def test_a_transform_that_keeps_what_was_only_recorded_is_refused():
         ff.spmd(main, mesh)()
 
 
+def test_a_backward_from_another_number_is_not_stepped_in():
+    class Larger(ff.Interpretation):
+        def gradient(self, run):
+            return lambda call: run(replace(call, cotangent=4.0))
+
+    optimizer, (params, x) = ff.step_in_backward(ff.sgd(1.0)), given()
+    step = optimizer(ff.transformed(ff.value_and_grad(loss), Larger()))
+    step = ff.shard(step, mesh, "data")
+
+    def main():
+        rows = ff.local_batch(x, mesh, "data")
+        step(ff.init_state(step, params, optimizer, rows), rows)
+
+    with pytest.raises(ValueError, match="the backward starts from another number"):
+        ff.spmd(main, mesh)()
+
+
 class Decayed(ff.Interpretation):
     """Adds what is not linear in the gradients."""
 

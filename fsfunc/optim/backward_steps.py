@@ -130,6 +130,7 @@ class BackwardSteps(Interpretation):
     """
 
     called = "step_in_backward"
+    observes = True
 
     def __init__(self, optimizer: Optimizer, state: State, params: Tree):
         self.optimizer, self.state, self.frame = optimizer, state, frame()
@@ -158,8 +159,6 @@ class BackwardSteps(Interpretation):
                 return run(call)
             if any(h.same_batch for h in f.handlers):
                 raise ValueError(_PIPELINE)
-            if call.cotangent != 1:
-                raise ValueError(_UNSEEN)
             if all(i == 0 for i, _ in f.micro) and self._knows(call):
                 if self.taken:
                     raise ValueError(_TWICE)
@@ -167,6 +166,10 @@ class BackwardSteps(Interpretation):
             return run(replace(call, fn=self._watched(call.fn, call.has_aux)))
 
         return stepped
+
+    def begins(self, call: GradientCall) -> None:
+        if call.cotangent != 1:
+            raise ValueError(_SCALED)
 
     def _knows(self, call: GradientCall) -> bool:
         """Whether it differentiates some of the parameters that are to be stepped."""
@@ -305,6 +308,12 @@ _WEIGHTED = (
     "step_in_backward with a Weighted loss: the weight of all ranks and microbatches "
     "is known in the end alone, and the step is made before. Return a mean, or use the "
     "optimizer without step_in_backward"
+)
+_SCALED = (
+    "step_in_backward steps while gradients are taken, and here the backward starts "
+    "from another number than 1, which gradients are divided by in the end, as "
+    "loss_scale has it: scale the loss itself, or use the optimizer without "
+    "step_in_backward"
 )
 _TWICE = (
     "step_in_backward steps while gradients are taken, and this step takes them twice: "
