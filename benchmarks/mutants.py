@@ -42,7 +42,8 @@ IDEAS = {
         "tests/comm/test_collectives.py tests/comm/test_splitting.py "
         "tests/comm/test_abstract.py tests/comm/test_ledger.py tests/test_torch.py "
         "tests/derivatives/test_refusals.py tests/tracing tests/sharded/test_sparse.py "
-        "tests/transforms/test_shard_higher_order.py tests/derivatives/test_law.py",
+        "tests/transforms/test_shard_higher_order.py tests/derivatives/test_law.py "
+        "tests/transforms/test_split_leaves.py",
     ),
     "gathered": (
         "transforms/gathered_calls.py transforms/gathers.py transforms/boundary.py "

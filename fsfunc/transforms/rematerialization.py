@@ -14,7 +14,8 @@ from torch import Tensor
 from fsfunc import _torch, tree
 from fsfunc.comm.attribution import internal
 from fsfunc.core.differentiated import add_gradients
-from fsfunc.core.frames import Frame, Interpretation, Running, Thread, run_as, running
+from fsfunc.core.frames import Frame, Interpretation
+from fsfunc.core.passes import Running, Thread, run_as, running
 from fsfunc.core.units import Call
 from fsfunc.runtime.generators import (
     States,
