@@ -270,7 +270,7 @@ class _Recompute(torch.autograd.Function):
             pairs.append((thread.token, torch.zeros_like(thread.token)))
         wanted = list(compress(tensors, needs))
         beside = [] if thread is None else [thread.start]
-        parts = ctx.replay.parts() if own and ctx.pull_recomputed is _pull else []
+        parts = ctx.replay.parts() if own else []
         beside += parts
         found: Any = [None] * len(wanted)
         if pairs and (wanted or beside):
@@ -278,7 +278,7 @@ class _Recompute(torch.autograd.Function):
             pull = partial(_pull, twice=True) if twice else ctx.pull_recomputed
             with run_as(Running(None, recompute=True)):
                 found = pull(ys, gs, wanted, beside)
-            if parts:
+            if parts and len(found) > len(wanted):  # else they are added to
                 add_gradients(parts, found[len(found) - len(parts) :])
         each = iter(found)
         given = [next(each) if need else None for need in needs]
