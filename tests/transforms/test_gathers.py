@@ -22,13 +22,8 @@ def computed_beside(step):
     found = []
     for start, e in enumerate(events):
         if isinstance(e, Started) and e.record and e.record.op == "all_gather":
-            waits = (
-                i
-                for i, w in enumerate(events)
-                if isinstance(w, Waited) and w[0] == e.number
-            )
-            between = events[start : next(waits)]
-            found.append({x.phase for x in between if isinstance(x, Ran)})
+            end = ends[e.number]
+            found.append({x.phase for x in events[start:end] if isinstance(x, Ran)})
     return found
 
 
