@@ -33,6 +33,9 @@ def counted(fn):
         (lambda: GRID.coordinates(), tuple(range(12)), ("a", "b", "c")),
         (lambda: GRID.rank, tuple(range(12)), ("a", "b", "c")),
         (lambda: GRID.coordinate("a", rank=7), (0,), ()),
+        (lambda: ff.ppermute(torch.ones(2), "b", [(0, 1), (1, 2), (2, 0)]), (0,), ()),
+        # Some send, and some do not.
+        (lambda: ff.ppermute(torch.ones(2), "b", [(0, 1)]), (0, 2, 4), ("b",)),
     ],
 )
 def test_ranks_run_that_ask_for_what_tells_them_apart(ask, ranks, asked):
