@@ -1,14 +1,16 @@
 """Mutation testing: are small mistakes in the code that must not lie found by tests?
 
     python benchmarks/mutants.py [--each 30] [--seed 0] [--only layout,schedules]
-                                 [--proven]
+                                 [--proven] [--again FILE]
 
 Takes the files of four rooms of ideas (layouts, collectives, the gathered call,
 schedules), draws ``--each`` mutants of each file (another comparison, another operator,
 a number off by one, a condition turned round, a statement left out, a branch taken),
 and runs the tests of that file's idea on each in a process of its own. Prints who
 survived, with the line before and after, and the share that was killed; a mutant that
-does not end within ``--limit`` seconds is killed too. Messages, docstrings, types and
+does not end within ``--limit`` seconds is killed too. ``--again`` tries those alone
+that survived, of which the lines stand in a file, once there are tests for them or the
+code is another. Messages, docstrings, types and
 what only a type checker reads are not mutated: a wording is nobody's law.
 """
 
@@ -42,12 +44,14 @@ IDEAS = {
         "tests/comm/test_collectives.py tests/comm/test_splitting.py "
         "tests/comm/test_abstract.py tests/comm/test_ledger.py tests/test_torch.py "
         "tests/derivatives/test_refusals.py tests/tracing tests/sharded/test_sparse.py "
-        "tests/transforms/test_shard_higher_order.py tests/derivatives/test_law.py",
+        "tests/transforms/test_shard_higher_order.py tests/derivatives/test_law.py "
+        "tests/transforms/test_split_leaves.py",
     ),
     "gathered": (
         "transforms/gathered_calls.py transforms/gathers.py transforms/boundary.py "
         "transforms/unit_calls.py transforms/gradient_sums.py",
-        "tests/transforms/test_gathered_calls.py tests/transforms/test_shard_laws.py "
+        "tests/transforms/test_gathered_calls.py tests/transforms/test_gathers.py "
+        "tests/transforms/test_shard_laws.py tests/transforms/test_hierarchy.py "
         "tests/transforms/test_shard_ledger.py tests/transforms/test_shard_units.py "
         "tests/transforms/test_shard_memory.py tests/transforms/test_accumulate.py "
         "tests/transforms/test_shard_orders.py tests/transforms/test_shard_stock.py "
@@ -104,8 +108,8 @@ def unspoken(tree: ast.Module) -> Iterator[ast.AST]:
             continue
         if text or declared or isinstance(node, ast.JoinedStr):
             continue
-        if isinstance(node, ast.keyword) and node.arg == "strict":
-            continue  # of zip: an assertion
+        if isinstance(node, ast.keyword) and node.arg in ("strict", "repr"):
+            continue  # of zip, an assertion; of a field, a wording
         if isinstance(node, ast.If) and "TYPE_CHECKING" in ast.unparse(node.test):
             continue
         yield node
@@ -188,9 +192,13 @@ class Mutant:
         self.after = ast.unparse(new).splitlines()[0]
         self.code = ast.fix_missing_locations(Swap(node, new).visit(tree))
 
+    @property
+    def text(self) -> str:
+        """What it is, wherever in its file."""
+        return f"[{self.change}]  {self.before}  ->  {self.after}"
+
     def __str__(self) -> str:
-        at = f"{self.path.relative_to(ROOT)}:{self.line}"
-        return f"{at}  [{self.change}]  {self.before}  ->  {self.after}"
+        return f"{self.path.relative_to(ROOT)}:{self.line}  {self.text}"
 
 
 class Instead(MetaPathFinder):
@@ -216,7 +224,15 @@ class Instead(MetaPathFinder):
         return spec
 
 
-def drawn(each: int, seed: int, only: list[str]) -> Iterator[tuple[Mutant, list[str]]]:
+def drawn(
+    each: int, seed: int, only: list[str], again: str
+) -> Iterator[tuple[Mutant, list[str]]]:
+    """Mutants of every file, and the tests for each.
+
+    Args:
+        again: the lines of some that survived; then these, whatever was to be drawn.
+    """
+    wanted = {tuple(part.split("  ", 1)) for part in _survivors(again)}
     for idea, (files, tests) in IDEAS.items():
         if only and idea not in only:
             continue
@@ -225,8 +241,20 @@ def drawn(each: int, seed: int, only: list[str]) -> Iterator[tuple[Mutant, list[
             nodes = list(unspoken(ast.parse(path.read_text())))
             every = [(i, c) for i, node in enumerate(nodes) for c in changes(node)]
             draw = random.Random(f"{seed} {file}")
-            for i, change in draw.sample(every, min(each, len(every))):
-                yield Mutant(path, i, change), tests.split()
+            if not wanted:
+                every = draw.sample(every, min(each, len(every)))
+            for i, change in every:
+                mutant = Mutant(path, i, change)
+                if not wanted or (f"fsfunc/{file}", mutant.text) in wanted:
+                    yield mutant, tests.split()
+
+
+def _survivors(log: str) -> Iterator[str]:
+    """Of each survivor that a log names: its file, and what it is."""
+    for line in log.splitlines():
+        if line.startswith("survived "):
+            at, text = line.removeprefix("survived ").split("  ", 1)
+            yield f"{at.partition(':')[0]}  {text}"
 
 
 def tried(mutant: Mutant | None, tests: list[str]) -> int:
@@ -258,6 +286,7 @@ def main() -> None:
     parser.add_argument("--each", type=int, default=30, help="mutants of each file")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--only", default="", help="ideas, by commas")
+    parser.add_argument("--again", type=Path, help="only who survived, by a log")
     parser.add_argument("--limit", type=float, default=300, help="seconds a mutant")
     parser.add_argument("--proven", action="store_true", help="tests are known to pass")
     parser.add_argument("--jobs", type=int, default=os.cpu_count() or 1)
@@ -272,7 +301,8 @@ def main() -> None:
             _, status = os.waitpid(tried(None, tests.split()), 0)
             if status:
                 sys.exit(f"{idea}: its tests fail on the code as it stands")
-    waiting = list(drawn(asked.each, asked.seed, only))
+    again = asked.again.read_text() if asked.again else ""
+    waiting = list(drawn(asked.each, asked.seed, only, again))
     running: dict[int, tuple[Mutant, float]] = {}
     counted: dict[str, list[int]] = {}
     survivors: list[Mutant] = []

@@ -56,8 +56,6 @@ def check_samples(x: Tensor, what: str, mapped: bool | None = None) -> None:
     Raises:
         LawError: the derivative is taken sample by sample.
     """
-    if not _torch.functorch_active():
-        return
     level = _torch.differentiated_at(x)
     if mapped is None:
         mapped = any(n < level for n in _torch.mapping_levels())

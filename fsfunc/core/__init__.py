@@ -11,6 +11,7 @@ autodiff.py         value_and_grad: the gradient call
 outcomes.py         what it passes along, and what it gave: sums, means
 alike.py            do ranks that share a loss have like gradients?
 frames.py           what a call knows of its surroundings; Interpretation
+passes.py           what holds while a pass runs;  tracers.py   who looks on meanwhile
 observation.py      observe_gradients: a rank's own, before they are reduced
 casts.py            in which dtypes units compute
 losses.py           what a loss returns, beside its value too, and several as one

@@ -19,9 +19,10 @@ from fsfunc.comm.attribution import internal
 from fsfunc.comm.collective_ops import hearing
 from fsfunc.core.alike import check_beside, heard_here
 from fsfunc.core.differentiated import Leaves, add_gradients
-from fsfunc.core.frames import Counter, Running, Thread, frame, inside, run_as
+from fsfunc.core.frames import Counter, frame, inside
 from fsfunc.core.losses import Weighted, loss_parts, tie
 from fsfunc.core.outcomes import GradientCall, Outcome
+from fsfunc.core.passes import Running, Thread, run_as
 from fsfunc.runtime.compiled import refuse_compiled
 from fsfunc.runtime.generators import one_number
 from fsfunc.runtime.memory_kinds import count_as

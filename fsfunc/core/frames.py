@@ -6,33 +6,25 @@ in which it was made, so a recompute in a backward pass needs no context.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable
 from contextvars import ContextVar
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-import torch
-from torch import Tensor
-
-from fsfunc.comm.attribution import INTERNAL, internal
+from fsfunc.comm.attribution import INTERNAL
 from fsfunc.comm.comparison import stated
 from fsfunc.comm.mesh import HERE, Here, Mesh, here
 from fsfunc.core.casts import Casts
-from fsfunc.runtime.scoped import Scoped
+from fsfunc.core.tracers import Tracer
 from fsfunc.sharded.donated import Donation
 
 __all__ = [
     "Counter",
     "Frame",
     "Interpretation",
-    "Running",
     "Stage",
-    "Thread",
-    "Tracer",
     "frame",
     "inside",
-    "run_as",
-    "running",
 ]
 
 
@@ -166,80 +158,6 @@ class Stage(Interpretation):
         raise NotImplementedError
 
 
-class Tracer:
-    """Who looks on while a step runs to show what it does; hooks do nothing here.
-
-    A frame has one at most: a ``Recorder`` while a state is laid out, a ``Checker``
-    while a step is tried, a ``UnitCache`` while one is planned.
-
-    complete: whether all that a step does is done, as a plan needs it; else a donated
-        state is not used up, and a pipeline need not run its stages.
-    draws: whether units draw their own random numbers: fake tensors have none.
-    forward_only: whether gradients have their shapes alone, and no backward pass runs.
-    """
-
-    complete = False
-    draws = False
-    forward_only = False
-
-    def standing_for(self, handler: Interpretation) -> Interpretation:
-        """The interpretation that a transform comes to meanwhile."""
-        return handler
-
-    def body(self, call: Any, params: Any, inputs: Any, keywords: Any) -> Any:
-        """What a unit's function returns."""
-        with internal(False):
-            return call.unit.checked(params, inputs, keywords)
-
-    def know(self, x: Tensor, path: str) -> None:
-        """Hears that ``x`` is in place of a leaf of the step's first argument."""
-
-    def read(self, values: Any) -> None:
-        """Hears that operators read these values, which no mode has seen."""
-
-    def gradients(self, leaves: Sequence[Tensor], found: Sequence[Tensor]) -> None:
-        """Hears that ``found`` stand in place of the gradients by ``leaves``."""
-
-    def called(self, key: Any, args: Any, keywords: Any, mean: Sequence[str]) -> None:
-        """Hears that a sharded function is called.
-
-        Args:
-            key: on what kinds of things; ``mean``: the axes over which it averages.
-        """
-
-    def takes(self, name: str, leaves: Iterable[Any]) -> None:
-        """Hears that a unit call takes sharded leaves."""
-
-    def gradient(self, by: Any, found: Any, averaged: Callable[[Tensor], bool]) -> None:
-        """Hears that ``found`` is the gradient by the tree ``by``.
-
-        Args:
-            averaged: whether the gradient by a plain leaf becomes the ranks' mean.
-        """
-
-    def reduced(self, by: Any, grads: Any) -> None:
-        """Hears that the sharded leaves among ``grads`` are means by now."""
-
-
-@dataclass(frozen=True)
-class Running:
-    """What depends on when a call runs, not on where it was made.
-
-    Args:
-        thread: see :class:`Thread`; none where nobody ties it to a loss.
-        recompute: whether a backward pass runs the call a second time.
-        forgets: whether nobody keeps the graph of what runs: it will run again.
-        adds_to: where its graph is pulled back at once, the leaves (by id) to whose
-            gradients products are added in place; None where a pipeline's stage may
-            take input gradients first.
-    """
-
-    thread: Thread | None = None
-    recompute: bool = False
-    forgets: bool = False
-    adds_to: frozenset[int] | None = None
-
-
 class Counter:
     """Numbers the unit calls made in one body."""
 
@@ -249,19 +167,6 @@ class Counter:
     def next(self) -> int:
         self.count += 1
         return self.count - 1
-
-
-class Thread:
-    """A zero that runs through the units of one gradient call, in call order.
-
-    Each unit takes it and hands it on, and the loss is tied to its end, so every unit's
-    backward runs on every rank, in reverse call order, whatever the loss made of the
-    unit's output.
-    """
-
-    def __init__(self, device: Any = None) -> None:
-        self.start = torch.zeros((), device=device, requires_grad=True)
-        self.token: Tensor = self.start
 
 
 @dataclass(frozen=True)
@@ -328,25 +233,13 @@ class Frame:
         return index
 
 
-_RUNNING: ContextVar[Running | None] = ContextVar("fsfunc_running", default=None)
 _FRAME: ContextVar[Frame | None] = ContextVar("fsfunc_frame", default=None)
 _OUTSIDE = Frame()
-_ALONE = Running()
 
 
 def frame() -> Frame:
     """The frame of whoever asks."""
     return _FRAME.get() or _OUTSIDE
-
-
-def running() -> Running:
-    """What holds for the calls that run now."""
-    return _RUNNING.get() or _ALONE
-
-
-def run_as(value: Running) -> Scoped:
-    """Makes ``value`` hold for the calls within."""
-    return Scoped(_RUNNING, value)
 
 
 class inside:

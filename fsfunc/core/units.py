@@ -20,7 +20,8 @@ from torch import Tensor
 from fsfunc import _torch, tree
 from fsfunc.comm.attribution import internal, label
 from fsfunc.core.casts import Casts, cast
-from fsfunc.core.frames import Counter, Frame, frame, inside, running
+from fsfunc.core.frames import Counter, Frame, frame, inside
+from fsfunc.core.passes import running
 from fsfunc.runtime.compiled import refuse_compiled
 from fsfunc.runtime.generators import States, generator_states, mix
 from fsfunc.sharded.leaf import is_sharded

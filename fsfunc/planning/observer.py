@@ -20,7 +20,8 @@ from torch import Tensor
 from fsfunc import _torch
 from fsfunc.comm.attribution import current_label
 from fsfunc.comm.ledgers import is_silent
-from fsfunc.core.frames import frame, running
+from fsfunc.core.frames import frame
+from fsfunc.core.passes import running
 from fsfunc.planning.events import Event, Gave, Ran, Took, describe
 from fsfunc.runtime.memory_kinds import OFFLOADED
 from fsfunc.runtime.stores import lies

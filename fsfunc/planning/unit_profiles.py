@@ -17,7 +17,8 @@ from torch import Tensor
 from fsfunc import _torch, tree
 from fsfunc.comm.attribution import internal
 from fsfunc.comm.mesh import maybe_here
-from fsfunc.core.frames import Counter, Interpretation, Tracer, inside
+from fsfunc.core.frames import Counter, Interpretation, inside
+from fsfunc.core.tracers import Tracer
 from fsfunc.core.units import Call
 from fsfunc.planning.events import Gave, Op, Ran, Segment, Took
 from fsfunc.planning.observer import Book, Observer

@@ -7,7 +7,8 @@ init function that ran on fake tensors (`init_tape`) and is run again, for this 
 part alone (`replay`). A user reaches parts and wholes by `conversions` and `noise`.
 
 train_state.py      TrainState, init_state, abstract_state
-placing.py leaf_sources.py   place; where the values come from
+placing.py lots.py   place; what lies together, and a rank's part of it
+leaf_sources.py     where the values come from
 layout_rules.py     which leaves are split over axes of their own
 mirroring.py        which leaves lie as parameters do: moments, averages
 conversions.py noise.py   unshard, lay_like, reduce_like; randn_like

@@ -15,7 +15,7 @@ All runs begin alike (`runs.without_data`), and differ in what they look for, wh
   with what each input depends on and costs (`dataflow`), printed by `names`. Pipelines
   cut it.
 
-Recorder and checker look on through one hook of the frame, a `frames.Tracer`; the
+Recorder and checker look on through one hook of the frame, a `tracers.Tracer`; the
 third decides about unit calls, as a `frames.Stage` does. Who looks at operators enters
 a mode (of `operators`, or one of torch functions). Two more rooms run things so: a plan
 its step (``planning.unit_cache``), and ``init_state`` an init function, whose operators

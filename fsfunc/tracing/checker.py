@@ -20,7 +20,8 @@ from fsfunc.comm.crossings import GATHER, OWN
 from fsfunc.comm.groups import RankGroup
 from fsfunc.comm.linear_maps import LinearMap
 from fsfunc.comm.mesh import here
-from fsfunc.core.frames import Tracer, frame
+from fsfunc.core.frames import frame
+from fsfunc.core.tracers import Tracer
 from fsfunc.core.units import Call
 from fsfunc.sharded.leaf import Sharded, is_sharded
 from fsfunc.tracing.knowledge import Seen

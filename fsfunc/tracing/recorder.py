@@ -25,7 +25,8 @@ from fsfunc.comm.collective_ops import Watcher, watching
 from fsfunc.comm.groups import RankGroup
 from fsfunc.comm.linear_maps import LinearMap
 from fsfunc.comm.mesh import asks
-from fsfunc.core.frames import Interpretation, Tracer, frame, inside
+from fsfunc.core.frames import Interpretation, frame, inside
+from fsfunc.core.tracers import Tracer
 from fsfunc.core.units import Call
 from fsfunc.sharded.donated import Everything
 from fsfunc.sharded.layout import Layout, Owned, Split

@@ -2,7 +2,7 @@
 
 Nothing is computed or sent, no ledger hears of it, the generators stand as before at
 the end, and what is compiled runs plainly. Who traces adds what it looks at: a
-:class:`~fsfunc.core.frames.Tracer` in the frame, a watcher of moves, modes.
+:class:`~fsfunc.core.tracers.Tracer` in the frame, a watcher of moves, modes.
 """
 
 from __future__ import annotations

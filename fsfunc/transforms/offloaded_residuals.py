@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from fsfunc import _torch, tree
-from fsfunc.core.frames import Thread, running
+from fsfunc.core.passes import Thread, running
 from fsfunc.core.units import Call
 from fsfunc.runtime.stores import Store, ahead
 from fsfunc.sharded.leaf import Sharded, is_sharded

@@ -14,7 +14,8 @@ from torch import Tensor
 from fsfunc import _torch, tree
 from fsfunc.comm.attribution import internal
 from fsfunc.core.differentiated import add_gradients
-from fsfunc.core.frames import Frame, Interpretation, Running, Thread, run_as, running
+from fsfunc.core.frames import Frame, Interpretation
+from fsfunc.core.passes import Running, Thread, run_as, running
 from fsfunc.core.units import Call
 from fsfunc.runtime.generators import (
     States,
@@ -269,7 +270,7 @@ class _Recompute(torch.autograd.Function):
             pairs.append((thread.token, torch.zeros_like(thread.token)))
         wanted = list(compress(tensors, needs))
         beside = [] if thread is None else [thread.start]
-        parts = ctx.replay.parts() if own and ctx.pull_recomputed is _pull else []
+        parts = ctx.replay.parts() if own else []
         beside += parts
         found: Any = [None] * len(wanted)
         if pairs and (wanted or beside):
@@ -277,7 +278,7 @@ class _Recompute(torch.autograd.Function):
             pull = partial(_pull, twice=True) if twice else ctx.pull_recomputed
             with run_as(Running(None, recompute=True)):
                 found = pull(ys, gs, wanted, beside)
-            if parts:
+            if parts and len(found) > len(wanted):  # else they are added to
                 add_gradients(parts, found[len(found) - len(parts) :])
         each = iter(found)
         given = [next(each) if need else None for need in needs]

@@ -20,7 +20,8 @@ from torch import Tensor
 
 from fsfunc.comm.groups import RankGroup
 from fsfunc.core.casts import Casts
-from fsfunc.core.frames import frame, running
+from fsfunc.core.frames import frame
+from fsfunc.core.passes import running
 from fsfunc.runtime.buffer_pool import BufferPool
 from fsfunc.runtime.stores import ahead, lies
 from fsfunc.sharded.leaf import FlatShard, Parts

@@ -16,7 +16,7 @@ from fsfunc.comm.collective_ops import Dense, apply_map
 from fsfunc.comm.crossings import ENTER, LawError
 from fsfunc.comm.groups import group
 from fsfunc.comm.mesh import Mesh, here
-from fsfunc.core.frames import running
+from fsfunc.core.passes import running
 from fsfunc.core.units import Call
 from fsfunc.runtime.stores import lies
 from fsfunc.sharded.layout import Layout

@@ -89,6 +89,17 @@ def per_sample(w, x):
     return vmap(grad(lambda w, one: by_units(w, one[None])), (None, 0))(w, x)
 
 
+def per_sample_sum(w, x):
+    """Beside units: of a sum over the parts, times the sample."""
+    return vmap(grad(lambda w, one: ff.tree_sum(w) * one.sum()), (None, 0))(w, x)
+
+
+def per_sample_whole(w, x):
+    """Beside units: of the whole leaf."""
+    loss = lambda w, one: (ff.unshard(w)["a"] @ one).sum()  # noqa: E731
+    return vmap(grad(loss), (None, 0))(w, x)
+
+
 def plain_by_torch(s, x):
     return grad(lambda s: (s * x).mean())(s)
 
@@ -139,6 +150,8 @@ STEPS = {
     "psum of parts": (psum_of_parts, "psum is given .*part of 'a'.*ff.tree_sum"),
     "one value": (gathered_as_one, "gives .*one value.*by ff.pcast.x, axis, to="),
     "per sample": (per_sample, "per-sample .vmapped. .*'a'.*whole=True"),
+    "per-sample sum": (per_sample_sum, "per-sample .*a sum over .* leaves.*whole=True"),
+    "per-sample whole": (per_sample_whole, "per-sample .vmapped. .*'a'.*whole=True"),
     "hessian": (hessian_of_units, "for each element .jacrev, hessian.*whole"),
     "born here": (born_here, "born in the step .*zeros_like.x.*first argument"),
     "own rate": (own_rate, "mul .*part of the gradient by 'a'.*argument 1.*ff.pmean"),

@@ -80,7 +80,12 @@ class Launch:
         return found
 
     def terminate(self) -> None:
-        os.kill(self.pid, signal.SIGTERM)
+        """SIGTERM, as a cluster sends it: to every process, the ranks first.
+
+        torchrun would pass it on in its own time, in which a short run ends.
+        """
+        for pid in (*self.ranks().values(), self.pid):
+            os.kill(pid, signal.SIGTERM)
 
     def kill(self, rank: int) -> None:
         os.kill(self.ranks()[rank], signal.SIGKILL)

@@ -7,6 +7,7 @@ import torch
 
 import fsfunc as ff
 from fsfunc import tree
+from fsfunc.testing import assert_equals_one_device
 from tests.checks import close, same
 from tests.pipelining import models
 from tests.pipelining.models import (
@@ -202,6 +203,38 @@ def test_precision_inside_and_outside(name):
     mesh = ff.make_mesh(MESHES[0], "simulated")
     # float32 in the units: what travels has the dtype that the units return.
     check(on_ranks(mesh, PRECISE[name]), one_device(2 * M, change=bf16), 2e-6)
+
+
+class Squared(ff.Interpretation):
+    """Computes on the parts of leaves, beside the units that read these."""
+
+    def unit(self, run, call):
+        return lambda params, *x: run(tree.map(lambda w: w * w, params), *x)
+
+
+def squared(f):
+    return ff.transformed(f, Squared())
+
+
+PARTS = {
+    "between": lambda f, mesh, s: pipe(ff.remat(squared(data(f, mesh))), mesh, s),
+    "outside": lambda f, mesh, s: ff.remat(pipe(squared(data(f, mesh)), mesh, s)),
+    "around": lambda f, mesh, s: ff.remat(squared(pipe(data(f, mesh), mesh, s))),
+    "around shard": lambda f, mesh, s: ff.remat(squared(data(pipe(f, mesh, s), mesh))),
+    "no remat": lambda f, mesh, s: pipe(squared(data(f, mesh)), mesh, s),
+}
+
+
+@pytest.mark.parametrize("schedule", ["1f1b", "zb_h1", "zb_v"])
+@pytest.mark.parametrize("name", PARTS)
+def test_a_transform_that_computes_on_parts(name, schedule):
+    mesh = ff.make_mesh(MESHES[0], "simulated")
+    plain = ff.value_and_grad(chain)
+    one = ff.accumulate(squared(plain), 2 * M)
+    mine = PARTS[name](plain, mesh, schedule)
+    assert_equals_one_device(
+        one, mine, mesh, parameters(), batches()[0], axis="data", tolerance=1e-12
+    )
 
 
 def test_leaves_that_an_optimizer_leaves_alone_stay():

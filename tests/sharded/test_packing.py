@@ -98,6 +98,8 @@ def test_leaves_of_one_buffer_are_found_in_its_order():
     other = FlatShard(members(), torch.zeros(3), AT[0]).leaves()
     mixed = [leaves[2], other[0], leaves[0], other[3], 1.0]
     assert by_buffer(mixed, [0, 1, 2, 3]) == [[2, 0], [1, 3]]
+    packed, flat = packed_of([leaves[0], leaves[2]], AT[0])
+    assert packed is leaves[0].packed and flat is packed.flat  # no copy
     # On their own they go together by name, and what would overlap goes apart.
     mixed = [*loose(AT[0])[::-1], *loose(AT[0])[:1]]
     assert by_buffer(mixed, range(5)) == [[3, 1, 2, 0], [4]]
