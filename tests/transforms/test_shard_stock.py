@@ -269,3 +269,38 @@ def test_a_gradient_is_one_tensor_for_each_buffer():
         return [len(split_buffers(t).tensors) for t in (params, grads, of_updated)]
 
     assert ff.spmd(main, MESH)() == [[3, 3, 3]] * 2
+
+
+@ZEROS
+def test_what_escaped_from_a_unit_is_pulled_back_past_its_end(zero):
+    """No backward of the unit's outputs has gathered what it needs."""
+
+    def loss(params, x):
+        seen = []
+
+        def body(p, x):
+            seen.append((x @ p["w"]).tanh() @ p["v"])
+            return seen[-1].square()
+
+        unit = ff.unit(body)
+        for p in params:
+            x = x + unit(p, x).detach() + seen[-1]
+        return x.square().mean()
+
+    def params_of():
+        each = [floats(3, 3, seed=k, dtype=torch.float64) for k in range(6)]
+        return [{"w": w, "v": v} for w, v in zip(each[::2], each[1::2], strict=True)]
+
+    def main():
+        f, mine = (
+            ff.shard(loss, MESH, "data", zero=zero),
+            ff.local_batch(X, MESH, "data"),
+        )
+        params = tracked(ff.place(f, params_of(), mine))
+        f(params, mine).backward()
+        return whole(params, [p.grad for p in parts(params)])
+
+    params = tree.map(lambda x: x.requires_grad_(), params_of())
+    loss(params, X).backward()
+    for found in ff.spmd(main, MESH)():
+        close(found, tree.map(lambda x: x.grad, params), 1e-12)
