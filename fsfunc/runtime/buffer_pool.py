@@ -40,7 +40,8 @@ class BufferPool:
         if like.device.type != "cpu":
             return torch.empty(count, dtype=dtype, device=like.device)
         size = count * dtype.itemsize
-        with self._lock:
+        # What lasts longer than an inference_mode around is read by autograd then.
+        with self._lock, torch.inference_mode(False):
             best, spare = None, []
             for i, storage in enumerate(self.storages):
                 room = storage.nbytes()

@@ -332,7 +332,9 @@ class FlatShard:
         return 0 if self.flat.is_inference() else self.flat._version
 
     def keep(self, whole: Tensor) -> None:
-        """Remembers the gathered buffer."""
+        """Remembers the gathered buffer, if autograd may read it."""
+        if whole.is_inference() or self.flat.is_inference():
+            return
         self.whole, self._version = whole, self.flat._version
 
     def shows(self, dtype: torch.dtype) -> bool:

@@ -164,6 +164,8 @@ def joined(chosen: Sequence[Sharded], coordinates: Mapping[str, int]) -> Tensor:
     end = 0
     for x in chosen:
         start, stop = x.layout.buffer_range(coordinates)
+        if start < min(end, stop):  # a leaf that is among them twice
+            continue
         if stop > start:  # an empty leaf may come behind what begins where it does
             pieces.append(x.local.new_zeros(start - end))
             end = stop

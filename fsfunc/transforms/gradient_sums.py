@@ -115,20 +115,26 @@ class GradientSums:
             if away:
                 buffer = empty_beside(shard.flat, dtype, scratch=True)
         count_as("gradients", [buffer, *grads])
-        targets, sources, at = [], [], 0
+        targets, sources, again, at = [], [], [], 0
         start = buffer.storage_offset()
         for (shape, steps, offset), g in zip(call.views, grads, strict=True):
-            if g is None:
+            if g is None or not g.numel():
+                continue
+            g = g if g.layout == torch.strided else strided(g)
+            if offset < at:  # a leaf that the unit was given twice
+                again.append((targets[-1], g))
                 continue
             if offset > at:
                 buffer[at:offset].zero_()
             at = offset + g.numel()
             targets.append(buffer.as_strided(shape, steps, start + offset))
-            sources.append(g if g.layout == torch.strided else strided(g))
+            sources.append(g)
         if at < count:
             buffer[at:].zero_()
         if targets:
             torch._foreach_copy_(targets, sources)
+        for target, g in again:
+            target.add_(g)
         return buffer
 
     def add(self, call: GatheredCall, shard: FlatShard, buffer: Tensor) -> None:

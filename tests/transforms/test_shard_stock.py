@@ -1,5 +1,7 @@
 """Sharded units under plain torch: stock autograd, errors, leaks, evaluation."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 
@@ -224,6 +226,34 @@ def test_evaluation_keeps_nothing_and_equals_one_device(zero, mode):
     for rank, (values, gathers) in enumerate(ff.spmd(main, MESH)()):
         assert values == [loss_fn(params_of(), X.chunk(2)[rank]).item()] * 2
         assert gathers == (3 if zero == 3 else 0)
+
+
+@pytest.mark.parametrize("zero", [1, 2])
+@pytest.mark.parametrize("updated", [False, True])
+def test_training_goes_on_from_an_evaluation_in_inference_mode(zero, updated):
+    """Which is the first to gather: what a step made, or a user's own update."""
+    sgd = ff.sgd(0.5)
+
+    def train(state, x):
+        value, grads = ff.value_and_grad(loss_fn)(state.params, x)
+        return state.apply_gradients(grads, sgd), value
+
+    def main():
+        mine = ff.local_batch(X, MESH, "data")
+        shard = lambda f: ff.shard(f, MESH, "data", zero=zero)  # noqa: E731
+        step, evaluate = shard(train), shard(loss_fn)
+        state, _ = step(ff.init_state(step, params_of(), sgd, mine), mine)
+        params = tree.map(torch.clone, state.params) if updated else state.params
+        with torch.inference_mode():
+            evaluate(params, mine)
+        return ff.unshard(step(replace(state, params=params), mine)[0].params)
+
+    expected = params_of()
+    for _ in range(2):
+        grads = ff.value_and_grad(loss_fn)(expected, X)[1]
+        expected = tree.map(lambda p, g: p - 0.5 * g, expected, grads)
+    for params in ff.spmd(main, MESH)():
+        close(params, expected, 1e-12)
 
 
 def test_a_gradient_is_one_tensor_for_each_buffer():

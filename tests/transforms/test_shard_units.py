@@ -124,3 +124,35 @@ def test_inputs_that_need_no_gradient_keep_needing_none(zero):
     for first, kernel, second, again in ranks(main):
         assert (first, second) == ((False, False, False), (False, False, True))
         assert "FlashAttention" in kernel and "FlashAttention" in again
+
+
+@pytest.mark.parametrize(
+    "zero, within", [(0, "remat"), (1, "accumulate"), (2, ""), (3, ""), (3, "remat")]
+)
+def test_a_leaf_under_two_names_of_one_call(zero, within):
+    """Tied weights: the gradient is the sum of both, whoever differentiates."""
+    unit = ff.unit(lambda p, x: torch.tanh(x @ p["in"]) @ p["out"].T + p["b"])
+
+    def loss(params, x):
+        tied = {"in": params["w"], "e": params["e"], "out": params["w"]}
+        return unit({**tied, "b": params["b"]}, x).square().mean()
+
+    draw = torch.Generator().manual_seed(0)
+    w, x = torch.randn(3, 3, generator=draw), torch.randn(4, 3, generator=draw)
+    params = {"b": torch.ones(3), "e": torch.zeros(0, 3), "w": w}
+    wrap = {"remat": ff.remat, "accumulate": lambda f: ff.accumulate(f, 2)}
+
+    def main():
+        f = wrap.get(within, lambda f: f)(ff.value_and_grad(loss))
+        f = ff.shard(f, MESH, "data", zero=zero)
+        of_rows = ff.shard(torch.func.grad(loss, argnums=1), MESH, "data", zero=zero)
+        mine = ff.local_batch(x, MESH, "data")
+        placed = ff.place(f, params, mine)
+        return ff.unshard(f(placed, mine)), of_rows(placed, mine) / 2
+
+    expected = ff.value_and_grad(loss)(params, x)
+    rows = torch.func.grad(loss, argnums=1)(params, x)
+    found = ranks(main)
+    for got, _ in found:
+        close(got, expected, 1e-5)
+    close(torch.cat([each for _, each in found]), rows, 1e-5)
