@@ -136,9 +136,8 @@ class ScheduleRun(Player):
             starts.append(start)
 
     def missing(self, action: Action) -> list[Action]:
-        """What an action still waits for; a send, for the posting of its receive."""
+        """What an action that waits is waiting for; a send, for its receive."""
         if action.is_compute:
             needs = self.dependencies.needs(action)
             return [need for need in needs if need not in self.times]
-        receive = other_end(action)
-        return [] if Posting(receive) in self.times else [receive]
+        return [other_end(action)]

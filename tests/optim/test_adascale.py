@@ -122,7 +122,7 @@ def observing(loss):
 
 
 def tied(ws, x):
-    for w in [*ws, ws[0]]:  # one of them twice
+    for w in [*ws, ws[0], ws[1], ws[0]]:  # one once, one twice, one three times
         x = product(w, x)
     return x.square().mean()
 

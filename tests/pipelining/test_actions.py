@@ -45,6 +45,7 @@ def test_a_row_may_mix_actions_and_text():
 def test_the_stage_is_left_out_only_where_it_is_the_ranks_own():
     assert listing(parse(["F0@1", "F0@0"])) == "0: F0@1\n1: F0@0"
     assert listing(parse(["F0@0 F0@3", "F0@1"])) == "0: F0@0 F0@3\n1: F0"
+    assert listing(parse(["F0"] * 10)).startswith("0: F0")
     wide = listing(parse(["F0"] * 11))
     assert wide.splitlines()[0] == " 0: F0" and wide.splitlines()[10] == "10: F0"
 

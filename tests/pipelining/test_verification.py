@@ -251,3 +251,10 @@ def test_the_bound_of_what_is_held():
         zb_v(4, 4), "rank 0 holds 2 microbatches at F0@3; .* allows 1.5", in_flight=1.5
     )
     refused(gpipe(2, 4), "in_flight has 1 bounds for 2 ranks", in_flight=[4])
+
+
+def test_what_a_rank_holds_is_given_back_once():
+    """By B, or by W; the second of two peaks is the higher one."""
+    assert held(parse(["F0 B0 F1 F2 B1 B2"])) == (2,)
+    assert held(parse(["F0 I0 W0 F1 F2 I1 W1 I2 W2"])) == (2,)
+    assert held(parse(["F0 I0 F1 W0 F2 I1 I2 W1 W2"])) == (2,)
