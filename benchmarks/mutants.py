@@ -232,7 +232,7 @@ def drawn(
     Args:
         again: the lines of some that survived; then these, whatever was to be drawn.
     """
-    wanted = {tuple(part.split("  ", 1)) for part in _survivors(again)}
+    wanted = list(_survivors(again))
     for idea, (files, tests) in IDEAS.items():
         if only and idea not in only:
             continue
@@ -240,21 +240,31 @@ def drawn(
             path = ROOT / "fsfunc" / file
             nodes = list(unspoken(ast.parse(path.read_text())))
             every = [(i, c) for i, node in enumerate(nodes) for c in changes(node)]
-            draw = random.Random(f"{seed} {file}")
-            if not wanted:
+            if not again:
+                draw = random.Random(f"{seed} {file}")
                 every = draw.sample(every, min(each, len(every)))
-            for i, change in every:
-                mutant = Mutant(path, i, change)
-                if not wanted or (f"fsfunc/{file}", mutant.text) in wanted:
-                    yield mutant, tests.split()
+            found = [Mutant(path, i, change) for i, change in every]
+            if again:
+                mine = [
+                    (line, text) for at, line, text in wanted if at == f"fsfunc/{file}"
+                ]
+                found = [_nearest(found, *one) for one in mine]
+            yield from ((mutant, tests.split()) for mutant in found if mutant)
 
 
-def _survivors(log: str) -> Iterator[str]:
-    """Of each survivor that a log names: its file, and what it is."""
-    for line in log.splitlines():
-        if line.startswith("survived "):
-            at, text = line.removeprefix("survived ").split("  ", 1)
-            yield f"{at.partition(':')[0]}  {text}"
+def _survivors(log: str) -> Iterator[tuple[str, int, str]]:
+    """Of each survivor that a log names: its file, its line, and what it is."""
+    for said in log.splitlines():
+        if said.startswith("survived "):
+            at, text = said.removeprefix("survived ").split("  ", 1)
+            file, line = at.split(":")
+            yield file, int(line), text
+
+
+def _nearest(mutants: list[Mutant], line: int, text: str) -> Mutant | None:
+    """The one that it is now, if the code still has it."""
+    alike = [m for m in mutants if m.text == text]
+    return min(alike, key=lambda m: abs(m.line - line), default=None)
 
 
 def tried(mutant: Mutant | None, tests: list[str]) -> int:
