@@ -186,3 +186,18 @@ def test_psum_never_meets_pmean():
 
     with pytest.raises(CollectiveMismatch, match="(?s)psum.*of a mean"):
         on(2, 3, step)
+
+
+@pytest.mark.parametrize("zero", [1, 3])
+@pytest.mark.parametrize(
+    "made",
+    [lambda w: w, lambda w: ff.lay_like(ff.unshard(w), w), ff.randn_like],
+    ids=["given", "laid", "drawn"],
+)
+def test_dims_of_a_part_are_not_asked_on_one_rank_either(made, zero):
+    """There a part is all of its leaf, but of one dim."""
+    step = lambda w, x: refused.by_dims(made(w), x)  # noqa: E731
+    with pytest.raises(ValueError, match=r"ndim at .*is_leaf=ff.is_sharded"):
+        ff.spmd(
+            lambda: refused.attempt(step, MESHES[1], zero, W, X, False), MESHES[1]
+        )()
