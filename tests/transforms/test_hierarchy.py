@@ -5,7 +5,7 @@ And a narrower dtype on the wire, alone and within levels.
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 import fsfunc as ff
@@ -58,6 +58,7 @@ def trained(zero, over=("data", "node"), stack=lambda f: f, axes=AXES, params=PA
     stack=st.sampled_from(sorted(STACKS)),
     keep=st.booleans(),
 )
+@example(zero=3, over=["node", "data"], stack="remat", keep=True)
 def test_levels_give_what_one_gather_and_one_sum_give(zero, over, stack, keep):
     over, around = tuple(over), STACKS[stack]
     (wanted, flat), *_ = trained(zero, over, around)
