@@ -44,6 +44,11 @@ def test_whole_leaves_too(name):
         attempted(name, 0)
 
 
+def test_the_unit_that_takes_what_ranks_disagree_on_is_named():
+    with pytest.raises(LawError, match=r"unit .* at .*worlds.py.* takes argument 1"):
+        attempted("an own factor", 0)
+
+
 def reduced_by_hand(answer):
     class Reduce(torch.autograd.Function):
         @staticmethod

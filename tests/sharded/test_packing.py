@@ -51,6 +51,10 @@ def test_parts_lie_side_by_side_as_the_layouts_say(at):
     assert joined(leaves, at).tolist() == expected.tolist()
     # An empty leaf begins where another does: either may come first.
     assert joined([leaves[k] for k in (0, 2, 1, 3)], at).tolist() == expected.tolist()
+    # Nor does it matter that a unit is given one of them twice.
+    assert (
+        joined([leaves[k] for k in (0, 0, 2, 3, 3)], at).tolist() == expected.tolist()
+    )
     # What is missing of the buffer is zero, before, between and behind.
     some = [leaves[2]]
     here = [x if 4 <= x <= 7 else 0.0 for x in expected.tolist()]
