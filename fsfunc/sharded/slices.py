@@ -210,5 +210,4 @@ def cut(
         first += 1
     if first < last:
         yield (first, *(0 for _ in inner)), (last - first, *inner)
-    if stop % row:
-        yield from within(last, 0, stop % row)
+    yield from within(last, 0, stop % row)
