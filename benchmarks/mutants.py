@@ -58,7 +58,8 @@ IDEAS = {
         "tests/derivatives tests/transforms/test_hybrid_reductions.py "
         "tests/transforms/test_precision.py tests/transforms/test_offload.py "
         "tests/transforms/test_shard_higher_order.py tests/optim/test_adascale.py "
-        "tests/transforms/test_split_leaves.py tests/planning/test_plan_memory.py",
+        "tests/transforms/test_split_leaves.py tests/planning/test_plan_memory.py "
+        "tests/transforms/test_wire.py",
     ),
     "schedules": (
         "pipelining/actions.py pipelining/synchronous.py pipelining/verification.py "
