@@ -230,9 +230,14 @@ def _joined(call: GatheredCall, shard: FlatShard, grads: Sequence[Any]) -> Tenso
     """The gradients in one buffer, for a backward of the backward."""
     flat, place, parts, at = shard.flat, shard.place, [], 0
     for (shape, _, offset), g in zip(call.views, grads, strict=True):
-        parts.append(flat.new_zeros(offset - at))
         g = flat.new_zeros(shape) if g is None else g
-        parts.append(strided(g).reshape(-1).to(flat.dtype))
+        if not g.numel():
+            continue
+        g = strided(g).reshape(-1).to(flat.dtype)
+        if offset < at:  # a leaf that the unit was given twice
+            parts[-1] = parts[-1] + g
+            continue
+        parts += [flat.new_zeros(offset - at), g]
         at = offset + g.numel()
     parts.append(flat.new_zeros(place.size * place.chunk - at))
     return torch.cat(parts)

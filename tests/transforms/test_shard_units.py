@@ -6,6 +6,7 @@ import torch.nn.functional as F
 
 import fsfunc as ff
 from fsfunc import tree
+from fsfunc.sharded.packing import split_buffers
 from tests.checks import close
 
 MESH = ff.make_mesh({"data": 2}, "simulated")
@@ -156,3 +157,36 @@ def test_a_leaf_under_two_names_of_one_call(zero, within):
     for got, _ in found:
         close(got, expected, 1e-5)
     close(torch.cat([each for _, each in found]), rows, 1e-5)
+
+
+@pytest.mark.parametrize("zero", [0, 1, 2, 3])
+def test_a_leaf_under_two_names_has_a_second_derivative(zero):
+    """Of a buffer that is differentiated as one tensor."""
+    mesh = ff.make_mesh({"data": 2}, "simulated")
+    unit = ff.unit(lambda p, x: torch.tanh(x @ p["a"]) @ p["c"])
+    draw = torch.Generator().manual_seed(0)
+    w = torch.randn(3, 3, generator=draw, dtype=torch.float64)
+    x = torch.randn(4, 3, generator=draw, dtype=torch.float64)
+
+    def loss(p, x):
+        return unit({"a": p["w"], "c": p["w"]}, x).square().mean()
+
+    def second(f, leaf, p, x):
+        (g,) = torch.autograd.grad(f(p, x), leaf, create_graph=True)
+        return torch.autograd.grad(g.pow(3).sum(), leaf)
+
+    def main():
+        f, mine = (
+            ff.shard(loss, mesh, "data", zero=zero),
+            ff.local_batch(x, mesh, "data"),
+        )
+        buffers = split_buffers(ff.place(f, {"w": w}, mine))
+        flats = [t.detach().clone().requires_grad_() for t in buffers.tensors]
+        return ff.unshard(
+            buffers.rebuild(second(f, flats, buffers.rebuild(flats), mine))
+        )
+
+    whole = w.clone().requires_grad_()
+    (expected,) = second(loss, whole, {"w": whole}, x)
+    for found in ff.spmd(main, mesh)():
+        torch.testing.assert_close(found["w"], expected, rtol=1e-9, atol=1e-9)
