@@ -68,6 +68,7 @@ from fsfunc._torch.graph import (
     looked_up,
     next_sequence_number,
     output_shape,
+    reaches_leaves,
     saved_tensors,
     saved_tensors_hooked,
     saved_under_hooks,

@@ -76,6 +76,11 @@ def graph_nodes(roots: Iterable[Any], stop: set[Any]) -> list[Any]:
     return found
 
 
+def reaches_leaves(root: Tensor, stop: set[Any]) -> bool:
+    """Whether ``root`` depends on leaves that require grad, past the nodes ``stop``."""
+    return any(hasattr(n, "variable") for n in graph_nodes([root.grad_fn], stop))
+
+
 _SavedTensor: Any = torch._C._autograd.SavedTensor  # type: ignore[attr-defined]
 _CAN_LOOK = hasattr(_SavedTensor, "unpack_hook") and hasattr(_SavedTensor, "data")
 _SAVED: dict[type, list[tuple[str, str]]] = {}

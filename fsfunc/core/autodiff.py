@@ -17,8 +17,9 @@ from torch import Tensor
 from fsfunc import _torch, tree
 from fsfunc.comm.attribution import internal
 from fsfunc.comm.collective_ops import hearing
+from fsfunc.comm.crossings import LawError
 from fsfunc.core.alike import check_beside, heard_here
-from fsfunc.core.differentiated import Leaves, add_gradients
+from fsfunc.core.differentiated import Leaves, add_gradients, newborn
 from fsfunc.core.frames import Counter, frame, inside
 from fsfunc.core.losses import Weighted, loss_parts, tie
 from fsfunc.core.outcomes import GradientCall, Outcome
@@ -59,15 +60,19 @@ def value_and_grad(
     Raises:
         TypeError, ValueError: a loss that is no scalar tensor.
         LawError: leaves are split over an axis, and the gradient of one that is not
-            differs along it, as it did not enter by ``pcast``.
+            differs along it, as it did not enter by ``pcast``; inside a unit, by a leaf
+            that only a unit within it gathers.
         TypeError: an argument to differentiate is a numpy array, or holds tensors and
             no floating one; a tensor that was made in inference mode.
         ValueError: ``argnums`` names an argument twice, or one that is not there.
 
+    Inside another gradient call's function, or a unit's, and where a tensor among the
+    arguments already requires grad, the result is differentiable: by the arguments, and
+    by what ``fn`` closes over.
+
     Cost: one forward and one backward pass, as ``torch.autograd.grad`` without
-    ``create_graph``. Under a ``torch.func`` transform, or where a tensor among the
-    arguments already requires grad, it is ``torch.func.vjp``, and can be differentiated
-    again; it then keeps every residual until its result is gone.
+    ``create_graph``. Where the result is differentiable, it keeps every residual until
+    it is gone.
 
     >>> import torch, fsfunc as ff
     >>> value, grads = ff.value_and_grad(lambda w: (w**2).sum())(torch.tensor([1., 2.]))
@@ -91,6 +96,8 @@ def value_and_grad(
         refuse("inference", "value_and_grad", given, *names)
         _check_differentiable([args[i] for i in numbers], [names[i] for i in numbers])
         f = frame()
+        if f.path and not f.whole:
+            _check_gathered(f.path, [args[i] for i in numbers])
         run_inner: Callable[..., Any] = differentiate
         # Inside a unit a derivative is this rank's own: no transform's business.
         for handler in () if f.path else reversed(f.handlers):
@@ -99,6 +106,7 @@ def value_and_grad(
         heard = None if f.path or f.runtimes else heard_here()
         with inside(replace(f, seed=seed)), hearing(heard):
             call = GradientCall(fn, numbers, has_aux, args, keywords)
+            call = replace(call, create_graph=_is_nested(call))
             outcome = run_inner(call).settled(again=False)
         if heard:
             check_beside(fn, heard, [args[i] for i in numbers], outcome.grads)
@@ -120,8 +128,8 @@ def differentiate(call: GradientCall) -> Outcome:
     f = frame()
     if _torch.functorch_active() or _torch.forward_ad_active():
         return _by_vjp(call)
-    if torch.is_grad_enabled() and tracked((call.args, call.keywords)):
-        return _by_vjp(call)
+    if call.create_graph:
+        return _differentiable(call)
     observers = [] if f.in_loss else [h for h in f.handlers if h.observes]
     for observer in observers:
         observer.begins(call)
@@ -133,7 +141,7 @@ def differentiate(call: GradientCall) -> Outcome:
     thread = Thread(leaves.device) if runtimes else None
     values = [x.detach().requires_grad_() for x in picked]
     with run_as(Running(thread)), torch.enable_grad():
-        with inside(replace(f, counter=Counter(), in_loss=True)):
+        with inside(replace(f, counter=Counter(), in_loss=f.in_loss + 1)):
             out = call.fn(*leaves.args(values), **call.keywords)
         total, weight, aux = loss_parts(out, call.has_aux)
         tied = total
@@ -162,6 +170,50 @@ def differentiate(call: GradientCall) -> Outcome:
     return outcome
 
 
+def _is_nested(call: GradientCall) -> bool:
+    """Whether autograd may be asked for derivatives of what a gradient call gives.
+
+    In a loss, in a unit, or where a backward pass computes either again; else only
+    where the arguments require grad.
+    """
+    if not torch.is_grad_enabled():
+        return False
+    f = frame()
+    inside = f.in_loss or bool(f.path) or _torch.current_node() is not None
+    return inside or tracked((call.args, call.keywords))
+
+
+def _differentiable(call: GradientCall) -> Outcome:
+    """On autograd, with gradients that are differentiable where the loss depends on
+    what others differentiate: an argument, or a tensor that ``fn`` closes over."""
+    leaves = Leaves(call.args, call.argnums)
+    values = [
+        x.view_as(x) if x.requires_grad else newborn(x.detach()) for x in leaves.tensors
+    ]
+    f = frame()
+    f = replace(f, counter=Counter(), in_loss=f.in_loss + 1, create_graph=True)
+    with run_as(Running()), inside(f):
+        out = call.fn(*leaves.args(values), **call.keywords)
+        total, weight, aux = loss_parts(out, call.has_aux)
+    found: Sequence[Tensor | None] = [None] * len(values)
+    again = any(x.requires_grad for x in leaves.tensors)
+    if values and total.requires_grad:
+        again = again or _torch.reaches_leaves(total, {x.grad_fn for x in values})
+        with internal():
+            found = torch.autograd.grad(
+                total,
+                values,
+                call.seed(total),
+                retain_graph=again,
+                create_graph=again,
+                allow_unused=True,
+            )
+    grads, scale = leaves.grads(found), call.cotangent
+    if not again:
+        total, aux = total.detach(), _detach(aux)
+    return Outcome(total, weight, grads, aux, scale=scale)
+
+
 def tracked(values: Any) -> bool:
     """Whether somebody around us differentiates a tensor among ``values``."""
     for x in tree.leaves(values, is_leaf=is_sharded):
@@ -188,6 +240,23 @@ def _check_differentiable(chosen: list[Any], names: list[str]) -> None:
         )
 
 
+def _check_gathered(path: tuple[str, ...], chosen: Any) -> None:
+    """Raises where a unit's body differentiates by what only a unit in it gathers.
+
+    Raises:
+        LawError: it would be the derivative of the ranks' mean, not this rank's own.
+    """
+    for x in tree.leaves(chosen, is_leaf=is_sharded):
+        if is_sharded(x) and x.layout.flat is not None:
+            raise LawError(
+                f"a derivative is taken inside unit {'/'.join(path)!r} by {x.name!r}, "
+                "which only a unit within it gathers: it would be that of the mean "
+                "over the ranks, where a unit's derivatives are the rank's own. Make "
+                f"{path[0]!r} ff.unit(fn, whole=True), which gathers all that it is "
+                "given, or take the derivative outside"
+            )
+
+
 def _detach(aux: Any) -> Any:
     return tree.map(lambda x: x.detach() if isinstance(x, Tensor) else x, aux)
 
@@ -206,7 +275,8 @@ def _by_vjp(call: GradientCall) -> Outcome:
         beside[:] = [spec, [_TENSOR if isinstance(x, Tensor) else x for x in flat]]
         return total, [x for x in flat if isinstance(x, Tensor)]
 
-    with inside(replace(frame(), counter=Counter(), in_loss=True)):
+    f = frame()
+    with inside(replace(f, counter=Counter(), in_loss=f.in_loss + 1)):
         found: Sequence[Tensor] = ()
         if picked:
             total, pull, kept = torch.func.vjp(pure, *picked, has_aux=True)  # type: ignore[misc]

@@ -11,7 +11,7 @@ from torch import Tensor
 from fsfunc import _torch, tree
 from fsfunc.sharded.leaf import KEPT, FlatShard, Parts, Sharded, is_sharded
 
-__all__ = ["Leaves", "add_gradients"]
+__all__ = ["Leaves", "add_gradients", "is_newborn", "newborn"]
 
 
 class Leaves:
@@ -88,6 +88,26 @@ class Leaves:
             g = torch.zeros_like(self.tensors[k]) if g is None else g
             found[i] = old.with_local(g) if is_sharded(old) else g
         return tree.unflatten(self.treedef, found)
+
+
+def newborn(x: Tensor) -> Tensor:
+    """``x``, which begins to be differentiated here: nobody captured it."""
+    return _Newborn.apply(x.requires_grad_())
+
+
+def is_newborn(node: Any) -> bool:
+    """Whether an autograd node is that of a :func:`newborn` tensor."""
+    return node.name() == "_NewbornBackward"
+
+
+class _Newborn(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x):  # type: ignore[override]
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx, g):  # type: ignore[override]
+        return g
 
 
 def add_gradients(parts: Sequence[Tensor], found: Sequence[Tensor | None]) -> None:

@@ -11,6 +11,7 @@ from contextvars import ContextVar
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+from fsfunc import _torch
 from fsfunc.comm.attribution import INTERNAL
 from fsfunc.comm.comparison import stated
 from fsfunc.comm.mesh import HERE, Here, Mesh, here
@@ -23,6 +24,7 @@ __all__ = [
     "Frame",
     "Interpretation",
     "Stage",
+    "composable",
     "frame",
     "inside",
 ]
@@ -185,9 +187,11 @@ class Frame:
         casts: the dtypes that ``precision`` asked for, if any.
         donated: the memory of the state that may be written in place, if any.
         tracer: looks on while a step is recorded, checked, or planned.
-        in_loss: whether a gradient call is around us.
+        in_loss: how many gradient calls are around us.
         whole: whether a unit around us gathered all of its parameters (see ``unit``).
         level: the functorch level at which the outermost unit around us was called.
+        create_graph: whether the gradient call around us gives gradients that are
+            themselves differentiable.
     """
 
     handlers: tuple[Interpretation, ...] = ()
@@ -202,9 +206,10 @@ class Frame:
     casts: Casts | None = None
     donated: Donation | None = None
     tracer: Tracer | None = None
-    in_loss: bool = False
+    in_loss: int = 0
     whole: bool = False
     level: int = 0
+    create_graph: bool = False
 
     def runtime_of(self, handler: Interpretation) -> Any:
         """What ``handler`` keeps during the innermost call around us, or None."""
@@ -240,6 +245,17 @@ _OUTSIDE = Frame()
 def frame() -> Frame:
     """The frame of whoever asks."""
     return _FRAME.get() or _OUTSIDE
+
+
+def composable() -> bool:
+    """Whether what runs must be made of operations with second derivatives.
+
+    So it is under ``torch.func`` and forward mode, and in a gradient call of which the
+    gradients are differentiated.
+    """
+    if _torch.functorch_active() or _torch.forward_ad_active():
+        return True
+    return frame().create_graph
 
 
 class inside:

@@ -26,7 +26,8 @@ class GradientCall:
     those of their leaves that are used beside units, with their gradients. ``by``: what
     it comes down to, in place of autograd's own forward and backward: with a pipeline
     around, the run of its stages. ``cotangent``: what the backward starts from; the
-    outcome's gradients are divided by it in the end.
+    outcome's gradients are divided by it in the end. ``create_graph``: the outcome is
+    differentiable, by the arguments and by what ``fn`` closes over.
     """
 
     fn: Callable[..., Any]
@@ -38,6 +39,7 @@ class GradientCall:
     parts: Parts | None = None
     by: Callable[[GradientCall], Outcome] | None = None
     cotangent: float = 1.0
+    create_graph: bool = False
 
     def seed(self, total: Tensor) -> Tensor:
         """What the backward of the scalar ``total`` starts from."""

@@ -20,6 +20,7 @@ from torch import Tensor
 from fsfunc import _torch, tree
 from fsfunc.comm.attribution import internal, label
 from fsfunc.core.casts import Casts, cast
+from fsfunc.core.differentiated import is_newborn
 from fsfunc.core.frames import Counter, Frame, frame, inside
 from fsfunc.core.passes import running
 from fsfunc.runtime.compiled import refuse_compiled
@@ -168,7 +169,9 @@ class Unit:
                         self._captured(user, tuple(variable.shape))
                 elif _torch.sequence_number(node) < start:
                     self._captured(user, _torch.output_shape(node, k))
-                todo += [(node.name(), n, i) for n, i in node.next_functions if n]
+                if not is_newborn(node):
+                    edges = [(n, i) for n, i in node.next_functions if n]
+                    todo += [(node.name(), n, i) for n, i in edges]
         if not recording:
             out = tree.map(lambda x: x.detach() if isinstance(x, Tensor) else x, out)
         return out

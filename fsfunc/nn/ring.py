@@ -25,6 +25,7 @@ from fsfunc.comm.async_collectives import launch
 from fsfunc.comm.attribution import current_label, internal, label
 from fsfunc.comm.groups import RankGroup
 from fsfunc.comm.linear_maps import LinearMap
+from fsfunc.core.frames import composable
 from fsfunc.nn.attention_blocks import (
     Attended,
     attend,
@@ -115,8 +116,7 @@ def attention(
 ) -> Tensor:
     """This rank's queries' attention to the keys of all ranks, in the dtype of q."""
     with _without_autocast(q):
-        plain = not (_torch.functorch_active() or _torch.forward_ad_active())
-        if recompute and plain:
+        if recompute and not composable():
             return _Ring.apply(q, k, v, ring)[0]
         return _composed(q, k, v, ring)
 

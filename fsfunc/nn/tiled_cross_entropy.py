@@ -6,9 +6,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from fsfunc import _torch
 from fsfunc.comm.collectives import all_gather, pcast
 from fsfunc.comm.groups import axis_size
+from fsfunc.core.frames import composable
 from fsfunc.nn.cross_entropy import is_transformed
 from fsfunc.nn.logit_tiles import MadeForward, TiledSums, Tiles, is_autocast, wide_of
 from fsfunc.nn.tensor_parallel import part_of, token_dim
@@ -167,7 +167,7 @@ def _is_made_forward(x: Tensor, part: Tensor) -> bool:
     """Whether autograd alone will differentiate a mean or a sum, and once."""
     if not torch.is_grad_enabled() or not (x.requires_grad or part.requires_grad):
         return False
-    if _torch.functorch_active() or _torch.forward_ad_active():
+    if composable():
         return False
     # A loss's scale reaches what is made backward; the rest would be lost in fp16.
     return x.dtype != torch.float16

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from fsfunc import tree
-from fsfunc.core.frames import frame, inside
+from fsfunc.core.frames import composable, frame, inside
 from fsfunc.optim.code_groups import groups_of, zero_codes
 from fsfunc.optim.coded_steps import Scratch, stretches, write_codes
 from fsfunc.optim.in_place import count_write, overlap, targets
@@ -18,7 +18,6 @@ from fsfunc.optim.leaves import (
     Mask,
     Tree,
     along,
-    composable,
     local,
     paths_of,
     trainable,

@@ -7,7 +7,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from fsfunc.optim.leaves import Tree, composable, map_flat
+from fsfunc.core.frames import composable
+from fsfunc.optim.leaves import Tree, map_flat
 from fsfunc.optim.norms import all_finite, holds
 from fsfunc.optim.optimizer import Optimizer, check_takes_plainly
 

@@ -10,8 +10,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fsfunc import _torch, tree
+from fsfunc import tree
 from fsfunc.comm.groups import strided
+from fsfunc.core.frames import composable
 from fsfunc.runtime.stores import empty_beside, lies, moments_store
 from fsfunc.sharded.leaf import Sharded, is_sharded
 from fsfunc.sharded.packing import split_alike
@@ -247,8 +248,3 @@ def differentiated(tensors: Sequence[Tensor]) -> bool:
     if composable():
         return True
     return torch.is_grad_enabled() and any(t.requires_grad for t in tensors)
-
-
-def composable() -> bool:
-    """Whether only operations with derivatives and ``vmap`` rules will do."""
-    return _torch.functorch_active() or _torch.forward_ad_active()

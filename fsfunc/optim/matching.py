@@ -15,11 +15,11 @@ import torch
 from torch import Tensor
 
 from fsfunc import tree
+from fsfunc.core.frames import composable
 from fsfunc.optim.leaves import (
     Mask,
     Tree,
     along,
-    composable,
     first_unfit,
     local,
     paths_of,

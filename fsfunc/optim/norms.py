@@ -22,8 +22,8 @@ from fsfunc.comm.collective_ops import assumed, issue
 from fsfunc.comm.collectives import pmax
 from fsfunc.comm.groups import group
 from fsfunc.comm.linear_maps import LinearMap
-from fsfunc.core.frames import frame
-from fsfunc.optim.leaves import Tree, composable, differentiated, split, trainable
+from fsfunc.core.frames import composable, frame
+from fsfunc.optim.leaves import Tree, differentiated, split, trainable
 from fsfunc.optim.reductions import (
     Spread,
     by_axes,

@@ -11,8 +11,8 @@ from torch import Tensor
 
 from fsfunc import _torch, tree
 from fsfunc.comm.mesh import here
-from fsfunc.core.frames import frame
-from fsfunc.optim.leaves import Tree, composable, local, map_flat, paths_of, trainable
+from fsfunc.core.frames import composable, frame
+from fsfunc.optim.leaves import Tree, local, map_flat, paths_of, trainable
 from fsfunc.optim.matching import Matched
 from fsfunc.optim.optimizer import Optimizer, State
 from fsfunc.optim.widening import Narrow, Widened

@@ -8,10 +8,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from fsfunc.core.frames import composable
 from fsfunc.optim.leaves import (
     Mask,
     Tree,
-    composable,
     differentiated,
     map_flat,
     scaled,

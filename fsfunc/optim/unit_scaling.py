@@ -10,7 +10,7 @@ from torch import Tensor
 
 from fsfunc import _torch, tree
 from fsfunc.comm.crossings import LawError
-from fsfunc.core.frames import Interpretation, frame
+from fsfunc.core.frames import Interpretation, composable, frame
 from fsfunc.core.outcomes import GradientCall, Outcome
 from fsfunc.core.units import Call
 from fsfunc.sharded.leaf import Sharded, is_sharded
@@ -54,8 +54,7 @@ class UnitScaling(Interpretation):
             return run
 
         def scaled(params: Any, *inputs: Any, **keywords: Any) -> Any:
-            composed = _torch.functorch_active() or _torch.forward_ad_active()
-            if composed or not torch.is_grad_enabled():
+            if composable() or not torch.is_grad_enabled():
                 return run(params, *inputs, **keywords)
             ends = _Ends(self, call)
             given = tree.map(ends.begin, (params, inputs, keywords), is_leaf=is_sharded)

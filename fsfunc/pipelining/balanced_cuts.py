@@ -208,7 +208,7 @@ def profile(
                 "pass ff.unshard(params)"
             )
     clock = _CallTimer(repeat)
-    f = Frame(at=frame().at, casts=frame().casts, handlers=(clock,), in_loss=True)
+    f = Frame(at=frame().at, casts=frame().casts, handlers=(clock,), in_loss=1)
     params = tree.map(_differentiated, args[0])
     with generators_kept(), inside(f):
         with torch.inference_mode(False):  # and gradients on

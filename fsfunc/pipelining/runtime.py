@@ -128,7 +128,7 @@ class Worker:
             handlers=(stage, *self.frame.handlers),
             micro=tuple(micro),
             counter=Counter(),
-            in_loss=True,
+            in_loss=1,
         )
         with (
             torch.set_grad_enabled(bool(self.values)),

@@ -103,7 +103,7 @@ def trace(
             at=at,
             casts=frame().casts,
             counter=stage.counter,
-            in_loss=True,
+            in_loss=1,
         )
         with inside(f):
             given = [

@@ -79,8 +79,10 @@ class _Accumulate(Interpretation):
         chosen: tuple[int, ...] | None,
         given: Any = None,
         once: bool = False,
+        depth: int = 0,
     ):
         self.n, self.chosen, self.given, self.once = n, chosen, given, once
+        self.depth = depth  # how many gradient calls are around the step
 
     @property
     def configuration(self) -> tuple[tuple[str, Any], ...]:
@@ -90,7 +92,8 @@ class _Accumulate(Interpretation):
     def call(self, f: Callable[..., Any], args: Any, keywords: Any) -> Any:
         """Runs ``f`` in reach of one like this, which knows what ``f`` was given."""
         given = args, keywords
-        outer, one = frame(), _Accumulate(self.n, self.chosen, given, self.once)
+        outer, how = frame(), (self.n, self.chosen, given, self.once)
+        one = _Accumulate(*how, outer.in_loss)
         try:
             with inside(replace(outer, handlers=(*outer.handlers, one))):
                 return f(*args, **keywords)
@@ -102,6 +105,8 @@ class _Accumulate(Interpretation):
 
     def gradient(self, run: Callable[..., Any]) -> Callable[..., Any]:
         def accumulated(call: GradientCall) -> Outcome:
+            if frame().in_loss > self.depth:  # a derivative that the loss itself takes
+                return run(call)
             args, keywords = self.given
             cut = Microbatches(call, self.n, self.chosen, args, keywords)
             own: list[Any] = []

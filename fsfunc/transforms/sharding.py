@@ -13,7 +13,7 @@ from fsfunc.comm.collective_ops import hearing
 from fsfunc.comm.groups import RankGroup, group
 from fsfunc.comm.mesh import Axis, Here, Mesh, check_mesh, here
 from fsfunc.core.alike import check_alike, heard_here
-from fsfunc.core.frames import Frame, Interpretation, frame, inside
+from fsfunc.core.frames import Frame, Interpretation, composable, frame, inside
 from fsfunc.core.observation import Observation
 from fsfunc.core.outcomes import GradientCall, Outcome
 from fsfunc.core.units import Call
@@ -347,7 +347,7 @@ class Sharding(Interpretation):
     ) -> ShardRuntime:
         """What gathers and sums for a gradient call, which is about to run."""
         f, chosen = frame(), [call.args[i] for i in call.argnums]
-        composed = _torch.functorch_active() or _torch.forward_ad_active()
+        composed = call.create_graph or composable()
         plainly = (self.axis, ())
         keeps = {} if composed else kept_here(chosen, plainly, self.cut.own)
         observers = [h for h in f.handlers if isinstance(h, Observation)]

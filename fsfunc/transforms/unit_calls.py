@@ -10,12 +10,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fsfunc import _torch, tree
+from fsfunc import tree
 from fsfunc.comm.attribution import label
 from fsfunc.comm.collective_ops import Dense, apply_map
 from fsfunc.comm.crossings import ENTER, LawError
 from fsfunc.comm.groups import group
 from fsfunc.comm.mesh import Mesh, here
+from fsfunc.core.frames import composable
 from fsfunc.core.passes import running
 from fsfunc.core.units import Call
 from fsfunc.runtime.stores import lies
@@ -83,7 +84,7 @@ def call_unit(
         _gathered_here(cut, leaves, call),
         not call.frame.path,
     )
-    functional = _torch.functorch_active() or _torch.forward_ad_active()
+    functional = composable()
     if plain and (plain := _unaveraged(leaves, runtime, functional)):
         _enter_plain(cut, leaves, plain, call, (inputs, named))
     if not mine:
