@@ -56,6 +56,8 @@ def test_forward_mode_is_seen():
     with torch.autograd.forward_ad.dual_level():
         what = "units under forward-mode AD lose their tangents"
         assert _torch.forward_ad_active(), breaks(what)
+        assert _torch.transforms_active(), breaks(what)
+    assert not _torch.transforms_active(), "none is left behind"
 
 
 def test_a_storage_has_one_key():
@@ -708,6 +710,61 @@ def test_whose_function_is_running_is_told():
     Double.apply(torch.ones(1, requires_grad=True))
     what = "collectives in a Function with another backward give wrong gradients"
     assert seen == [Double] and _torch.function_around() is None, breaks(what)
+
+
+def test_what_hides_tensors_from_autograd_is_named():
+    """A Function's forward and torch's checkpoint; a leaf that is no tensor is lost."""
+    named = []
+
+    def note(x):
+        named.append((_torch.saving_function(), _torch.function_under_func()))
+        return 2 * x
+
+    class Double(torch.autograd.Function):
+        @staticmethod
+        def forward(x):
+            return note(x)
+
+        @staticmethod
+        def setup_context(ctx, inputs, output):
+            pass
+
+        @staticmethod
+        def backward(ctx, g):
+            return 2 * g
+
+    x = torch.ones(1, requires_grad=True)
+    note(x)
+    Double.apply(x)
+    torch.func.vjp(Double.apply, x.detach())
+    for reentrant in (False, True):
+        torch.utils.checkpoint.checkpoint(note, x, use_reentrant=reentrant)
+    what = "gradients by placed leaves that a Function or a checkpoint reads are zero"
+    (plain, own, func, hooked, nested) = named
+    assert plain == ("", False), breaks("units are refused")
+    assert own[0].endswith(".Double") and not own[1], breaks(what)
+    assert func[0].endswith(".Double") and func[1], breaks(what)
+    assert hooked[0] == "torch.utils.checkpoint", breaks(what)
+    assert nested[0].endswith(".CheckpointFunction"), breaks(what)
+
+
+def test_a_backward_that_keeps_its_graph_says_so():
+    x, kept = torch.ones(1, requires_grad=True), []
+    y = x * 2
+    y.register_hook(lambda g: kept.append(_torch.keeps_graph()))
+    torch.autograd.grad(y, x, retain_graph=True)
+    torch.autograd.grad(y, x)
+    what = "a second derivative of a sharded unit is refused, or torch's own error"
+    assert kept == [True, False], breaks(what)
+
+
+def test_leaves_behind_a_tensor_are_seen():
+    x = torch.ones(1, requires_grad=True)
+    y = x.view(1) * 2
+    what = "a nested gradient call cuts the graph to what its function closes over"
+    assert _torch.reaches_leaves(y, set()), breaks(what)
+    stop = {y.grad_fn.next_functions[0][0]}
+    assert not _torch.reaches_leaves(y, stop), "what is beyond a node is not asked"
 
 
 def test_who_asks_for_a_value_is_told():

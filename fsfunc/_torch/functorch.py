@@ -49,6 +49,13 @@ def forward_ad_active() -> bool:
     return torch.autograd.forward_ad._current_level >= 0
 
 
+def transforms_active() -> bool:
+    """Whether a ``torch.func`` transform runs, or a level of forward mode is open."""
+    if torch._C._are_functorch_transforms_active():
+        return True
+    return torch.autograd.forward_ad._current_level >= 0
+
+
 def forward_ad_on() -> Any:
     """Inside, tangents go through plain operations.
 

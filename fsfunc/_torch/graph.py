@@ -35,6 +35,10 @@ def current_node() -> Any:
     return torch._C._current_autograd_node()
 
 
+#: Whether the backward that is under way keeps what its nodes saved.
+keeps_graph: Callable[[], bool] = torch._C._autograd._get_current_graph_task_keep_graph  # type: ignore[attr-defined]
+
+
 def will_run(node: Any) -> bool:
     """Whether the backward that is under way comes to a node (None: to nothing).
 
@@ -60,6 +64,32 @@ def function_around() -> Any:
             return cls
         frame = frame.f_back
     return None
+
+
+def saving_function() -> str:
+    """What around us keeps autograd from tensors that it is not given as arguments.
+
+    The forward of a user's ``autograd.Function``, by its name, or torch's checkpoint,
+    which runs a function again.
+    """
+    autograd: Any = torch._C._autograd  # type: ignore[attr-defined]
+    hooks = autograd._top_saved_tensors_default_hooks(True)
+    if hooks is not None and hooks[0].__module__ == "torch.utils.checkpoint":
+        return "torch.utils.checkpoint"
+    if torch.is_grad_enabled():  # a Function's forward runs without
+        return ""
+    cls = function_around()
+    return "" if cls is None else f"{cls.__module__}.{cls.__qualname__}"
+
+
+def function_under_func() -> bool:
+    """Whether a ``torch.func`` level runs the forward of an ``autograd.Function``."""
+    frame: Any = sys._getframe(1)
+    while frame is not None:
+        if frame.f_globals.get("__name__") == "torch._functorch.autograd_function":
+            return True
+        frame = frame.f_back
+    return False
 
 
 def graph_nodes(roots: Iterable[Any], stop: set[Any]) -> list[Any]:

@@ -33,7 +33,7 @@ def heard_here() -> set[str] | None:
     at = maybe_here()
     if at is None or not at.link.moves or at.mesh.backend == "vmap":
         return None
-    if _torch.functorch_active() or _torch.forward_ad_active():
+    if _torch.transforms_active():
         return None
     return set()
 

@@ -126,7 +126,7 @@ def differentiate(call: GradientCall) -> Outcome:
     if call.by is not None:
         return call.by(replace(call, by=None))
     f = frame()
-    if _torch.functorch_active() or _torch.forward_ad_active():
+    if _torch.transforms_active():
         return _by_vjp(call)
     if call.create_graph:
         return _differentiable(call)

@@ -253,9 +253,7 @@ def composable() -> bool:
     So it is under ``torch.func`` and forward mode, and in a gradient call of which the
     gradients are differentiated.
     """
-    if _torch.functorch_active() or _torch.forward_ad_active():
-        return True
-    return frame().create_graph
+    return frame().create_graph or _torch.transforms_active()
 
 
 class inside:

@@ -14,7 +14,6 @@ from fsfunc import _torch, tree
 from fsfunc.comm.attribution import internal
 from fsfunc.comm.collectives import psum
 from fsfunc.comm.crossings import LawError
-from fsfunc.core.autodiff import tracked
 from fsfunc.core.frames import Interpretation, frame, inside
 from fsfunc.core.outcomes import GradientCall, Outcome
 from fsfunc.sharded.leaf import Sharded, is_sharded
@@ -92,9 +91,7 @@ class Observation(Interpretation):
                 return run(call)
             if any(h.same_batch for h in f.handlers):
                 raise LawError(UNSEEN.format("a pipeline sums over its microbatches"))
-            composed = _torch.functorch_active() or _torch.forward_ad_active()
-            given = call.args, call.keywords
-            if composed or torch.is_grad_enabled() and tracked(given):
+            if call.create_graph or _torch.transforms_active():
                 raise LawError(UNSEEN.format("somebody differentiates the gradients"))
             return run(call)
 

@@ -54,7 +54,7 @@ class Tracer:
         """
 
     def takes(self, name: str, leaves: Iterable[Any]) -> None:
-        """Hears that a unit call takes sharded leaves."""
+        """Hears that ``name``, such as a unit call, takes sharded leaves."""
 
     def gradient(self, by: Any, found: Any, averaged: Callable[[Tensor], bool]) -> None:
         """Hears that ``found`` is the gradient by the tree ``by``.

@@ -121,7 +121,7 @@ class Pipelining(Interpretation):
 
     def unit(self, run: Callable[..., Any], call: Call) -> Callable[..., Any]:
         if not call.frame.staged:
-            if _torch.functorch_active() or _torch.forward_ad_active():
+            if _torch.transforms_active():
                 raise RuntimeError(_STOCK)
             raise _Outside(self)
 
@@ -159,9 +159,9 @@ class Pipelining(Interpretation):
             f = frame()
             if self._is_within(f):
                 raise RuntimeError(_BOTH)
-            if _torch.functorch_active() or _torch.forward_ad_active():
+            if _torch.transforms_active() or call.create_graph and f.in_loss:
                 raise RuntimeError(_STOCK)
-            if torch.is_grad_enabled() and tracked((call.args, call.keywords)):
+            if call.create_graph:
                 raise RuntimeError(_TRACKED)
             if self.schedule == forward_only(self.schedule):
                 raise ScheduleError(_NO_BACKWARD)

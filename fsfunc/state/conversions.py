@@ -22,6 +22,7 @@ from fsfunc.comm.crossings import ENTER, GATHER, LAY, MEAN, REDUCE, check_sample
 from fsfunc.comm.groups import RankGroup, group
 from fsfunc.comm.linear_maps import LinearMap
 from fsfunc.comm.mesh import averaged_axes, here
+from fsfunc.core.frames import frame
 from fsfunc.optim.leaves import differentiated
 from fsfunc.optim.reductions import entered
 from fsfunc.sharded.donated import refuse_spent
@@ -65,9 +66,13 @@ def unshard(
     [[0.0, 1.0, 2.0], [0.0, 1.0, 2.0]]
     """
 
+    tracer = frame().tracer
+
     def whole(x: Any) -> Any:
         if not isinstance(x, Sharded):
             return entered(x) if isinstance(x, Tensor) else x
+        if tracer is not None:
+            tracer.takes("unshard", [x])
         if differentiated([x.local]):
             if only is not None:
                 raise ValueError(

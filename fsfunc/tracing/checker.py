@@ -25,7 +25,7 @@ from fsfunc.core.tracers import Tracer
 from fsfunc.core.units import Call
 from fsfunc.sharded.leaf import Sharded, is_sharded
 from fsfunc.tracing.knowledge import Seen
-from fsfunc.tracing.refusals import refusal
+from fsfunc.tracing.refusals import refusal, refuse_cut
 from fsfunc.tracing.typed_operators import Operators
 from fsfunc.tracing.types import PARTS, Kind, agrees, misused, moved_to
 
@@ -138,8 +138,10 @@ class Checker(Tracer, Watcher, Operators):
                     self.known.meet(x, Seen(self.own if i else Kind.I, name))
 
     def takes(self, name: str, leaves: Iterable[Sharded]) -> None:
+        leaves = list(leaves)
+        refuse_cut(name, [(leaf.name, leaf._local) for leaf in leaves])
         for leaf in leaves:
-            self.claimed(leaf._local, f"unit {name!r}")
+            self.claimed(leaf._local, name)
 
     def body(self, call: Call, params: Any, inputs: Any, keywords: Any) -> Any:
         """Runs a unit's function, whose results are the rank's own."""

@@ -10,7 +10,7 @@ one that notes its unit calls (:class:`Noted`), one that computes again by none.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -33,6 +33,7 @@ from fsfunc.sharded.layout import Layout, Owned, Split
 from fsfunc.sharded.leaf import Sharded, is_sharded
 from fsfunc.tracing.groups import Findings, Taken
 from fsfunc.tracing.leaves import Recorded, block, local, plain, whole
+from fsfunc.tracing.refusals import refuse_cut
 from fsfunc.tracing.runs import place_without_data, without_data
 
 __all__ = ["Recorder", "record"]
@@ -214,6 +215,8 @@ class Recorder(Findings, Tracer, Watcher):
 
         def recorded(params: Any, *inputs: Any, **keywords: Any) -> Any:
             leaves, treedef = tree.flatten(params, is_leaf=is_sharded)
+            placed = filter(is_sharded, leaves)
+            self.takes(f"unit {call.name!r}", placed)
             names, casts = [], call.frame.casts
             each = None if casts is None else casts.each(call.name, treedef)
             kinds: list[Any] = []
@@ -245,6 +248,9 @@ class Recorder(Findings, Tracer, Watcher):
 
         return recorded
 
+    def takes(self, name: str, leaves: Iterable[Any]) -> None:
+        refuse_cut(name, [(self.path_of(x), local(x)) for x in leaves])
+
     def _given(self, x: Any) -> Any:
         """An output; a leaf that a unit returns as it is, is no leaf any more."""
         if self.path_of(x) is None:
@@ -255,8 +261,10 @@ class Recorder(Findings, Tracer, Watcher):
 
     def read(self, values: Any) -> None:
         """A torch function read these values, in a unit's own body or outside."""
-        f = frame()
-        for x in tree.leaves(values, is_leaf=is_sharded):
+        f, leaves = frame(), tree.leaves(values, is_leaf=is_sharded)
+        if not f.path:
+            self.takes("an operator", leaves)
+        for x in leaves:
             path = self.path_of(x)
             if path is None and id(x) in self._gradients and not is_own_call():
                 self.plain = False

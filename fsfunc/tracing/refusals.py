@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
+from typing import Any
 
+from torch import Tensor
+
+from fsfunc import _torch
 from fsfunc.comm.attribution import source_line
 from fsfunc.comm.crossings import LawError
 from fsfunc.tracing.knowledge import Seen
 from fsfunc.tracing.types import PARTS, Kind
 
-__all__ = ["LawError", "refusal"]
+__all__ = ["LawError", "refusal", "refuse_cut"]
 
 
 def refusal(
@@ -40,6 +44,34 @@ def refusal(
     )
     return LawError(text)
 
+
+def refuse_cut(reader: str, leaves: Iterable[tuple[str | None, Any]]) -> None:
+    """Raises where autograd does not see who reads a differentiated leaf.
+
+    A placed leaf is no tensor: ``Function.apply`` takes it for a constant.
+
+    Args:
+        leaves: the name of each, and this rank's part of it.
+
+    Raises:
+        LawError: an ``autograd.Function`` around the reader, or torch's checkpoint,
+            would lose the gradient.
+    """
+    if not (around := _torch.saving_function()):
+        return
+    unwrapped = _torch.function_under_func()  # and so nobody knows who is tracked
+    for name, x in leaves:
+        if name is not None and isinstance(x, Tensor):
+            if x.requires_grad or _torch.is_wrapped(x) or unwrapped:
+                leaf = repr(name) if name else "of the first argument"
+                raise LawError(_CUT.format(reader, leaf, source_line(), around))
+
+
+_CUT = (
+    "{} reads the placed leaf {}, at {}, within {}: autograd does not see the leaf "
+    "there, and its gradient would be lost. Call the Function in a unit, whose "
+    "parameters are tensors; in place of torch.utils.checkpoint use ff.remat(step)"
+)
 
 _TEXTS = {
     "random": (

@@ -152,6 +152,7 @@ class _Exit(torch.autograd.Function):
     @staticmethod
     def forward(ctx, runtime, calls, shards, token, *outs):  # type: ignore[override]
         ctx.runtime, ctx.calls, ctx.shards = runtime, calls, shards
+        ctx.freed = False
         ctx.set_materialize_grads(False)
         # Detached, not returned as they are: a later in-place change of an output is
         # allowed, and is seen by the version check where the unit saved it.
@@ -162,9 +163,20 @@ class _Exit(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, token, *grads):  # type: ignore[override]
+        if ctx.freed:
+            raise RuntimeError(_FREED.format(ctx.calls[0].name))
+        ctx.freed = not _torch.keeps_graph()
         with label(ctx.calls[0].name, "backward"):
             ctx.runtime.before_backward(ctx.calls, ctx.shards)
         return (None, None, None, token, *grads)
+
+
+_FREED = (
+    "unit {!r} is differentiated a second time, after a backward pass that freed what "
+    "it saved. The backward of a sharded loss passes through every unit that the loss "
+    "called, so that all ranks reduce alike, also where the loss does not use what the "
+    "unit returned: make one unit of the hook and of the calls that it differentiates"
+)
 
 
 def _parameters(calls: Calls) -> list[Tensor]:

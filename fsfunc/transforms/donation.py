@@ -181,7 +181,7 @@ class _Memory:
         """Whether all are plain tensors, each alone in its memory, of no graph."""
         if not (self.storages and self.once):
             return False
-        if _torch.functorch_active() or _torch.forward_ad_active():
+        if _torch.transforms_active():
             return False
         tensors = self.tensors
         return {Tensor}.issuperset(map(type, tensors)) and not any(

@@ -14,7 +14,6 @@ import torch
 from torch import Tensor
 
 from fsfunc import _torch, tree
-from fsfunc.core.frames import composable
 from fsfunc.core.passes import Thread, running
 from fsfunc.core.units import Call
 from fsfunc.runtime.stores import Store, ahead
@@ -31,8 +30,9 @@ def offloaded(run: Callable[..., Any], call: Call, store: Store) -> Callable[...
 
     def kept(params: Any, *inputs: Any, **keywords: Any) -> Any:
         tracer, now = call.frame.tracer, running()
+        composable = call.frame.create_graph or _torch.transforms_active()
         tried = tracer is not None and (tracer.forward_only or not tracer.complete)
-        if tried or composable() or now.recompute or not torch.is_grad_enabled():
+        if tried or composable or now.recompute or not torch.is_grad_enabled():
             return run(params, *inputs, **keywords)
         leaves = tree.leaves(params, is_leaf=is_sharded)
         given = [x for x in tree.leaves((inputs, keywords)) if isinstance(x, Tensor)]

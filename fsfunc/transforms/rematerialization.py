@@ -11,10 +11,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fsfunc import tree
+from fsfunc import _torch, tree
 from fsfunc.comm.attribution import internal
 from fsfunc.core.differentiated import add_gradients
-from fsfunc.core.frames import Frame, Interpretation, composable
+from fsfunc.core.frames import Frame, Interpretation
 from fsfunc.core.passes import Running, Thread, run_as, running
 from fsfunc.core.units import Call
 from fsfunc.runtime.generators import (
@@ -92,7 +92,8 @@ class _Remat(Interpretation):
             return run
 
         def recomputed(params: Any, *inputs: Any, **keywords: Any) -> Any:
-            if composable() or not torch.is_grad_enabled():
+            composable = call.frame.create_graph or _torch.transforms_active()
+            if composable or not torch.is_grad_enabled():
                 return run(params, *inputs, **keywords)
             leaves, treedef = tree.flatten((params, inputs, keywords), is_sharded)
             tensors, places = [], []

@@ -10,13 +10,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fsfunc import tree
+from fsfunc import _torch, tree
 from fsfunc.comm.attribution import label
 from fsfunc.comm.collective_ops import Dense, apply_map
 from fsfunc.comm.crossings import ENTER, LawError
 from fsfunc.comm.groups import group
 from fsfunc.comm.mesh import Mesh, here
-from fsfunc.core.frames import composable
 from fsfunc.core.passes import running
 from fsfunc.core.units import Call
 from fsfunc.runtime.stores import lies
@@ -84,14 +83,14 @@ def call_unit(
         _gathered_here(cut, leaves, call),
         not call.frame.path,
     )
-    functional = composable()
+    functional = f.create_graph or _torch.transforms_active()
     if plain and (plain := _unaveraged(leaves, runtime, functional)):
         _enter_plain(cut, leaves, plain, call, (inputs, named))
     if not mine:
         params = tree.unflatten(treedef, leaves) if plain else params
         return run(params, *inputs, **named)
     if f.tracer is not None:
-        f.tracer.takes(call.name, [leaves[i] for i in mine])
+        f.tracer.takes(f"unit {call.name!r}", [leaves[i] for i in mine])
     if runtime is None:
         raise RuntimeError(f"{call.name} runs outside the sharded function")
     if functional:

@@ -158,6 +158,65 @@ def test_tensors_that_already_require_grad_get_a_gradient_through_it(which) -> N
     same(again, (2 * x if which == "leaf" else 2 * w).detach())
 
 
+def slope(w, z):
+    return ff.value_and_grad(lambda z: (w * z**2).sum())(z)
+
+
+SLOPES = {  # losses by w, and the same on torch.func
+    "gradient": (
+        lambda w, z: (slope(w, z)[1] ** 2).sum(),
+        lambda w, z: (2 * w * z) ** 2,
+    ),
+    "value": (lambda w, z: slope(w, z)[0], lambda w, z: w * z**2),
+    "twice": (
+        lambda w, z: ff.value_and_grad(lambda z: slope(w, z)[1].prod())(z)[1].sum(),
+        lambda w, z: 4 * w * w * z,
+    ),
+    "of the gradient": (
+        lambda w, z: ff.value_and_grad(lambda w: (slope(w, z)[1] ** 2).sum())(w)[1],
+        lambda w, z: 8 * w * z**2,
+    ),
+    "in a unit": (
+        lambda w, z: (ff.unit(lambda w, z: slope(w, z)[1])(w, z) ** 2).sum(),
+        lambda w, z: (2 * w * z) ** 2,
+    ),
+}
+
+
+@pytest.mark.parametrize("around", [lambda f: f, ff.remat], ids=["plain", "remat"])
+@pytest.mark.parametrize("name", SLOPES)
+def test_a_nested_call_is_differentiable_by_what_it_closes_over(name, around) -> None:
+    """An energy model's loss is made of a gradient by the data."""
+    w, z = torch.tensor(3.0), torch.tensor([1.0, 2.0])
+    loss, right = SLOPES[name]
+    expected = torch.func.grad_and_value(lambda w: right(w, z).sum())(w)
+    same(ff.value_and_grad(around(loss))(w, z), expected[::-1])
+    same(torch.func.grad_and_value(loss)(w, z), expected)
+    w.requires_grad_()
+    same(torch.autograd.grad(around(ff.unit(loss))(w, z), w)[0], expected[0])
+
+
+def test_a_nested_call_that_depends_on_nothing_else_keeps_no_graph() -> None:
+    found = []
+
+    def loss(w, x):
+        found.append(ff.value_and_grad(lambda z: (z**2).sum())(x))
+        return (w * x).sum()
+
+    ff.value_and_grad(loss)(torch.ones(2), torch.ones(2))
+    assert not any(y.requires_grad for y in found[0])
+
+
+def test_aux_of_a_nested_call_is_differentiable_too() -> None:
+    def loss(w, x):
+        inner = lambda z: ((w * z).sum(), {"square": w * w})  # noqa: E731
+        (_, aux), _ = ff.value_and_grad(inner, has_aux=True)(x)
+        return aux["square"].sum()
+
+    g = ff.value_and_grad(loss)(torch.tensor([3.0]), torch.ones(1))[1]
+    assert g.item() == 6
+
+
 def test_under_no_grad_and_for_no_float_at_all() -> None:
     with torch.no_grad():
         _, g = ff.value_and_grad(lambda w: (w**2).sum())(torch.ones(2))

@@ -137,12 +137,27 @@ def wgan_gp(o, w, x):
     return plus(o, loss(o, w, x), gp)
 
 
+def energy(o, w, x):
+    """Score matching: a nested gradient of our own, by the data."""
+
+    def value(x):
+        return o.own(lambda h: h.square().sum(), mlp(o, w, x))
+
+    return o.own(lambda g: (g - 1).square().mean(), o.vag_x(value, x))
+
+
+def steep_energy(o, w, x):
+    """The same of a loss that is a nested gradient itself."""
+    return loss(o, w, o.vag_x(lambda x: energy(o, w, x), x))
+
+
 LOSSES = {
     f.__name__: f
     for f in (
         loss, norm_penalty, l2_penalty, times_squares, gradient_norm_penalty, maml,
         maml_by_value_and_grad, maml_one_task_a_rank, normed_step, loss_scaled_step,
         weight_noise, orthogonal, laid, contrastive, centred, neighbours, fgsm, wgan_gp,
+        energy, steep_energy,
     )
 }  # fmt: skip
 

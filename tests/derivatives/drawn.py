@@ -32,10 +32,10 @@ def matrices(depth, odd):
         nodes("attend", h),
         nodes("shift", h),
         nodes("product", p, LEAVES, h),
-        nodes("slope", s, h),
+        nodes("slope", s, h, st.sampled_from(["grad_x", "vag_x"])),
     ]
     if odd:
-        made.append(nodes("own matrix", h))
+        made += [nodes("own matrix", h), nodes("by hand", p, LEAVES, h)]
     return st.one_of(made)
 
 
@@ -95,8 +95,8 @@ def run(o, node, w, x):
     return _RUN[kind](o, go, w, x, *parts)
 
 
-def _slope(o, go, w, x, s, h):
-    found = o.grad_x(lambda h: go(s, x=h), go(h))
+def _slope(o, go, w, x, s, h, take):
+    found = getattr(o, take)(lambda h: go(s, x=h), go(h))
     return o.own(lambda g: g.clamp(-2, 2), found)
 
 
@@ -163,6 +163,7 @@ _RUN = {
     "product": _product,
     "slope": _slope,
     "own matrix": _own_matrix,
+    "by hand": lambda o, go, w, x, p, k, h: o.by_hand(o.leaf(go(p), k), go(h)),
     "msq": lambda o, go, w, x, h: o.own(lambda h: h.square().mean(), go(h)),
     "pmean": lambda o, go, w, x, s: o.pmean(go(s)),
     "psum": lambda o, go, w, x, s: o.psum(go(s)),

@@ -5,10 +5,11 @@
 
 import torch
 from torch.func import grad, hessian, vmap
+from torch.utils.checkpoint import checkpoint
 
 import fsfunc as ff
 from fsfunc import tree
-from tests.derivatives.worlds import by_units, unit
+from tests.derivatives.worlds import ByHand, by_units, unit
 
 each = tree.map
 
@@ -19,14 +20,47 @@ def gradient(step):
 
 
 @ff.unit
-def around(w, x, slope=True):
+def around(w, x, slope=grad):
     """A unit that differentiates one within it, which gathers for itself."""
     inner = lambda m: unit(m, x).sum()  # noqa: E731
-    return (grad(inner)(w["a"]).sum() if slope else inner(w["a"])) + w["b"].sum()
+    return slope(inner)(w["a"]).sum() + w["b"].sum()
 
 
 def by_around(w, x):
-    return around(w, x, slope=False)
+    return around(w, x, slope=lambda inner: inner)
+
+
+def around_ours(w, x):
+    return around(w, x, slope=lambda inner: lambda m: ff.value_and_grad(inner)(m)[0])
+
+
+def by_hand(w, x):
+    return ByHand.apply(x, w["a"]).sum() + by_units(w, x)
+
+
+def checkpointed(reentrant):
+    def loss(w, x):
+        tracked = x.clone().requires_grad_()
+        again = checkpoint(by_units, w, tracked, use_reentrant=reentrant)
+        return again + by_units(w, x)
+
+    return gradient(loss)
+
+
+class Whole(torch.autograd.Function):
+    """It reads no unit, but the whole leaf."""
+
+    @staticmethod
+    def forward(ctx, x, w):
+        return x @ ff.unshard(w)
+
+    @staticmethod
+    def backward(ctx, g):
+        return None, None
+
+
+def by_whole(w, x):
+    return Whole.apply(x, w["a"]).sum() + by_units(w, x)
 
 
 def hidden_noise(w, x):
@@ -158,6 +192,18 @@ STEPS = {
     "another rate": (another_rate_by_rank, "mul .*part of 'a'.*a number .0.[12]"),
     "more on one rank": (gradient(more_on_one_rank), "only rank 1 computes add at .*"),
     "inside a unit": (gradient(around), "inside unit 'around' by .*whole=True"),
+    "inside, ours": (
+        gradient(around_ours),
+        "inside unit .around. by .a..*whole=True",
+    ),
+    "a Function": (
+        gradient(by_hand),
+        "unit .* reads .*leaf .a., at .*ByHand.*in a unit",
+    ),
+    "a Function, stock": (lambda w, x: grad(by_hand)(w, x), "leaf 'a', at .*ByHand"),
+    "a Function, whole": (gradient(by_whole), "unshard reads .*'a', at .*Whole.*unit"),
+    "checkpoint": (checkpointed(False), "'a', .*torch.utils.checkpoint.*ff.remat"),
+    "reentrant": (checkpointed(True), "'a', .*CheckpointFunction.*ff.remat"),
 }
 # The same of a number that nobody placed, which is one value on all ranks.
 PLAIN = {
@@ -174,6 +220,7 @@ def attempt(step, mesh, zero, w, x, plain=False):
     if plain:
         given = torch.tensor(2.0, dtype=x.dtype)
     else:
-        laid = by_around if step is STEPS["inside a unit"][0] else by_units
+        inside = {STEPS["inside a unit"][0], STEPS["inside, ours"][0]}
+        laid = by_around if step in inside else by_units
         given = ff.place(shard(laid), w, mine)
     shard(step)(given, mine)

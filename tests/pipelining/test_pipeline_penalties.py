@@ -83,3 +83,21 @@ def test_nor_are_whole_parameters_made_in_it(order):
     made = lambda w, x: loss([a * x.mean() for a in tree.leaves(w)], x)  # noqa: E731
     with pytest.raises(ValueError, match="parameter that was made in the loss"):
         found(ff.value_and_grad(made), order, 3)
+
+
+@pytest.mark.parametrize("order", ["shard outside", "pipeline outside"])
+def test_a_gradient_call_within_the_loss_is_refused(order):
+    """Units of several stages would be in one graph; within one unit it may stand."""
+    slope = lambda w, x: ff.value_and_grad(lambda x: loss(w, x))(x)[1]  # noqa: E731
+    energy = ff.value_and_grad(lambda w, x: slope(w, x).square().sum())
+    with pytest.raises(RuntimeError, match="differentiates or maps unit .*one unit"):
+        found(energy, order, 3)
+
+
+def test_nor_is_it_a_gradient_that_somebody_differentiates():
+    def around(w, x):
+        inner = lambda x: pipelined(ff.value_and_grad(loss))(w, x)[0]  # noqa: E731
+        return ff.value_and_grad(inner)(x)[1].sum()
+
+    with pytest.raises(RuntimeError, match="must own the gradient call.*inside the"):
+        ff.spmd(lambda: ff.value_and_grad(lambda x: around(W, x))(X), MESH)()

@@ -175,6 +175,16 @@ def test_two_gradient_calls_in_a_step_are_accumulated_each() -> None:
     )
 
 
+def test_a_gradient_call_within_the_loss_is_not_cut_again() -> None:
+    def rows(p, batch):
+        inner = lambda x: total(p, {**batch, "x": x})  # noqa: E731
+        value, g = ff.value_and_grad(inner)(batch["x"])
+        return value + g.square().sum()
+
+    found = ff.accumulate(ff.value_and_grad(rows), 4)(P, BATCH)
+    same(found, loop(rows, P, BATCH, 4))
+
+
 @pytest.mark.parametrize(
     "n, why", [(3, "8 is not a multiple of 3"), (5, "8 is not"), (16, "at least one")]
 )

@@ -9,7 +9,7 @@ import fsfunc as ff
 from fsfunc import tree
 from fsfunc.sharded.leaf import is_sharded
 from fsfunc.sharded.packing import split_buffers
-from tests.checks import close, held, same
+from tests.checks import close, held, on_ranks, same, simulated
 from tests.models import chain, floats, layer, layers
 
 MESH = ff.make_mesh({"data": 2}, "simulated")
@@ -79,6 +79,34 @@ def test_a_graph_may_be_pulled_back_twice(poisoned, zero):
     for first, again in ranks(zero, use):
         close(first, EXPECTED, 1e-9)
         same(again, first)
+
+
+@pytest.mark.parametrize("in_a_unit", [False, True])
+def test_a_hook_that_differentiates_units_is_a_unit_with_them(in_a_unit):
+    """A deep equilibrium model: its hook pulls back through what no loss uses."""
+    cell = ff.unit(lambda w, z: torch.tanh(z @ w))
+
+    def settled(w, x):
+        z = cell(w, x)
+        fixed = z.detach().requires_grad_()
+        again = cell(w, fixed)
+
+        def pull(g):
+            return torch.autograd.grad(again, fixed, g, retain_graph=True)[0]
+
+        if z.requires_grad:
+            z.register_hook(lambda g: g + pull(pull(g)))
+        return z
+
+    layer = ff.unit(settled, whole=True) if in_a_unit else settled
+    grad = ff.value_and_grad(lambda w, x: layer(w, x).square().mean())
+    w, x, mesh = torch.eye(2) / 2, torch.ones(4, 2), simulated()
+    if in_a_unit:
+        for found in on_ranks(ff.shard(grad, mesh, "data"), w, x, mesh=mesh):
+            close(found, grad(w, x))
+    else:
+        with pytest.raises(RuntimeError, match="make one unit of the hook and of"):
+            on_ranks(ff.shard(grad, mesh, "data"), w, x, mesh=mesh)
 
 
 @ZEROS
