@@ -14,6 +14,7 @@ from torch import Tensor
 from fsfunc import _torch
 from fsfunc.comm.attribution import current_label, label
 from fsfunc.comm.mesh import Here, here, place_here
+from fsfunc.sharded.inputs import check_function
 
 __all__ = ["collective"]
 
@@ -56,6 +57,8 @@ def collective(forward: Map, transpose: Map) -> Map:
     >>> found[0], log.table()
     (tensor([2., 2., 2., 2.]), [('psum', 'data', 2, 24)])
     """
+    check_function(forward, "collective")
+    check_function(transpose, "collective")
     pair = _Pair(forward, transpose)
 
     @functools.wraps(forward)

@@ -31,7 +31,7 @@ from fsfunc.comm.mesh import (
     place_here,
     remember,
 )
-from fsfunc.sharded.inputs import refuse
+from fsfunc.sharded.inputs import check_function, refuse
 
 __all__ = ["PerRank", "local_batch", "make_mesh", "spmd"]
 
@@ -181,6 +181,7 @@ def spmd(fn: Callable[..., Any], mesh: Mesh) -> Callable[..., PerRank]:
     [0, 1, 2]
     """
     check_mesh(mesh, "spmd")
+    check_function(fn, "spmd")
 
     @functools.wraps(fn)
     def run(*args: Any) -> PerRank:

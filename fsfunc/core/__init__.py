@@ -8,6 +8,7 @@ one forward and one backward pass of the loss.
 
 units.py            unit: a call, and the function itself
 autodiff.py         value_and_grad: the gradient call
+gradient_inputs.py  checks of what it is given
 outcomes.py         what it passes along, and what it gave: sums, means
 alike.py            do ranks that share a loss have like gradients?
 frames.py           what a call knows of its surroundings; Interpretation

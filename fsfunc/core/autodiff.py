@@ -17,18 +17,17 @@ from torch import Tensor
 from fsfunc import _torch, tree
 from fsfunc.comm.attribution import internal
 from fsfunc.comm.collective_ops import hearing
-from fsfunc.comm.crossings import LawError
 from fsfunc.core.alike import check_beside, heard_here
 from fsfunc.core.differentiated import Leaves, add_gradients, newborn
 from fsfunc.core.frames import Counter, frame, inside
+from fsfunc.core.gradient_inputs import check_differentiable, check_gathered, check_rows
 from fsfunc.core.losses import Weighted, loss_parts, tie
 from fsfunc.core.outcomes import GradientCall, Outcome
 from fsfunc.core.passes import Running, Thread, run_as
 from fsfunc.runtime.compiled import refuse_compiled
 from fsfunc.runtime.generators import one_number
 from fsfunc.runtime.memory_kinds import count_as
-from fsfunc.sharded.inputs import arguments, refuse
-from fsfunc.sharded.layout import Layout
+from fsfunc.sharded.inputs import arguments, check_function, refuse
 from fsfunc.sharded.leaf import is_sharded
 
 __all__ = ["Weighted", "differentiate", "tracked", "value_and_grad"]
@@ -79,6 +78,7 @@ def value_and_grad(
     >>> value.item(), grads.tolist()
     (5.0, [2.0, 4.0])
     """
+    check_function(fn, "value_and_grad")
     several = not isinstance(argnums, int)
     chosen = tuple(argnums) if not isinstance(argnums, int) else (argnums,)
 
@@ -94,10 +94,10 @@ def value_and_grad(
             raise ValueError(f"argnums={argnums!r} names one argument twice")
         given, names = [*args, *keywords.values()], [*arguments(len(args)), *keywords]
         refuse("inference", "value_and_grad", given, *names)
-        _check_differentiable([args[i] for i in numbers], [names[i] for i in numbers])
+        check_differentiable([args[i] for i in numbers], [names[i] for i in numbers])
         f = frame()
         if f.path and not f.whole:
-            _check_gathered(f.path, [args[i] for i in numbers])
+            check_gathered(f.path, [args[i] for i in numbers])
         run_inner: Callable[..., Any] = differentiate
         # Inside a unit a derivative is this rank's own: no transform's business.
         for handler in () if f.path else reversed(f.handlers):
@@ -159,6 +159,8 @@ def differentiate(call: GradientCall) -> Outcome:
             found = torch.autograd.grad(
                 tied, inputs, call.seed(tied), allow_unused=True
             )
+    if weight is None:
+        check_rows(call, total)
     weight = None if weight is None else weight.detach()
     count_as("gradients", found[: len(values)])
     grads = leaves.grads(found[: len(values)])
@@ -225,36 +227,6 @@ def tracked(values: Any) -> bool:
         if isinstance(x, Tensor) and x.requires_grad:
             return True
     return False
-
-
-def _check_differentiable(chosen: list[Any], names: list[str]) -> None:
-    refuse("array", "value_and_grad", chosen, *names)
-    leaves = tree.leaves(chosen, is_leaf=is_sharded)
-    leaves = [x.layout if is_sharded(x) else x for x in leaves]
-    kinds = [x.dtype for x in leaves if isinstance(x, Tensor | Layout)]
-    if kinds and not any(kind.is_floating_point for kind in kinds):
-        raise TypeError(
-            f"value_and_grad by {', '.join(names)}: nothing there is a floating tensor "
-            f"(the first is {kinds[0]}), and all gradients would be None; "
-            "x.to(torch.float32) has one"
-        )
-
-
-def _check_gathered(path: tuple[str, ...], chosen: Any) -> None:
-    """Raises where a unit's body differentiates by what only a unit in it gathers.
-
-    Raises:
-        LawError: it would be the derivative of the ranks' mean, not this rank's own.
-    """
-    for x in tree.leaves(chosen, is_leaf=is_sharded):
-        if is_sharded(x) and x.layout.flat is not None:
-            raise LawError(
-                f"a derivative is taken inside unit {'/'.join(path)!r} by {x.name!r}, "
-                "which only a unit within it gathers: it would be that of the mean "
-                "over the ranks, where a unit's derivatives are the rank's own. Make "
-                f"{path[0]!r} ff.unit(fn, whole=True), which gathers all that it is "
-                "given, or take the derivative outside"
-            )
 
 
 def _detach(aux: Any) -> Any:

@@ -16,6 +16,7 @@ from fsfunc.comm.collectives import psum
 from fsfunc.comm.crossings import LawError
 from fsfunc.core.frames import Interpretation, frame, inside
 from fsfunc.core.outcomes import GradientCall, Outcome
+from fsfunc.sharded.inputs import check_function
 from fsfunc.sharded.leaf import Sharded, is_sharded
 
 __all__ = ["UNSEEN", "Observation", "observe_gradients"]
@@ -63,6 +64,8 @@ def observe_gradients(
     >>> g, total, n
     (tensor(2.), tensor(10.), 2)
     """
+
+    check_function(grad_fn, "observe_gradients")
 
     @functools.wraps(grad_fn)
     def observed(*args: Any, **keywords: Any) -> tuple[Any, Tensor, int]:

@@ -25,6 +25,7 @@ from fsfunc.core.frames import Counter, Frame, frame, inside
 from fsfunc.core.passes import running
 from fsfunc.runtime.compiled import refuse_compiled
 from fsfunc.runtime.generators import States, generator_states, mix
+from fsfunc.sharded.inputs import check_function
 from fsfunc.sharded.leaf import is_sharded
 
 __all__ = ["Call", "Unit", "unit"]
@@ -70,6 +71,7 @@ def unit(fn: Callable[..., Any], *, whole: bool = False) -> Unit:
     >>> each({"w": torch.eye(2)}, torch.zeros(3, 2))["w"].shape
     torch.Size([3, 2, 2])
     """
+    check_function(fn, "unit")
     if isinstance(fn, Unit) and fn.whole == whole:
         return fn
     return Unit(fn, whole)

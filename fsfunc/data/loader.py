@@ -17,6 +17,7 @@ from fsfunc import _torch, tree
 from fsfunc.comm.groups import group
 from fsfunc.comm.mesh import Axis, Mesh, asks, check_mesh, here
 from fsfunc.data.dataset import BatchDataset, Order, Share
+from fsfunc.sharded.inputs import check_integer
 
 __all__ = ["Batches", "batches"]
 
@@ -107,6 +108,8 @@ def batches(
         if option in _TAKEN:
             raise TypeError(f"batches decides {option} itself: {_TAKEN[option]}")
     rows = len(dataset)
+    check_integer(batch_size, "batch_size")
+    check_integer(seed, "seed")
     if batch_size < 1 or rows < 1:
         raise ValueError(
             f"a batch of {batch_size} rows of a dataset of {rows}: both are at least 1"

@@ -20,6 +20,7 @@ from torch import Tensor
 from fsfunc.optim.in_place import fused
 from fsfunc.optim.leaves import Mask, Tree
 from fsfunc.optim.matching import Matched, Rule
+from fsfunc.sharded.inputs import check_function
 
 State = Any
 Init = Callable[[Tree], State]
@@ -108,6 +109,8 @@ class Optimizer(_Functions):
         >>> step(State(params=torch.ones(2)), torch.tensor([1.0, 2.0]))
         (State(params=tensor([0.5000, 0.0000])), {'loss': tensor(3.)})
         """
+
+        check_function(grad_fn, "an optimizer")
 
         def train_step(state: Any, *batch: Any, **named: Any) -> tuple[Any, dict]:
             run = partial(grad_fn, state.params, *batch, **named)

@@ -114,6 +114,12 @@ def estimate(
     >>> found.seconds == found.compute + found.exposed and found.bubble == 0
     True
     """
+    if not isinstance(plan, Plan) or not isinstance(hardware, Hardware):
+        raise TypeError(
+            f"estimate is given a {type(plan).__name__} and a {type(hardware).__name__}"
+            ": estimate(plan, hardware) takes what ff.plan(step, state, batch) returns "
+            "and a description of a machine, such as ff.hardware.H100"
+        )
     if tokens is not None and not tokens > 0:
         raise ValueError(f"tokens of one step are more than none, got {tokens!r}")
     seconds, times, spans = play_through(plan, hardware)

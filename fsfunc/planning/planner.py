@@ -18,6 +18,7 @@ from fsfunc.comm.launch import spmd
 from fsfunc.comm.ledgers import Ledger
 from fsfunc.comm.mesh import Here, Mesh, asks, check_mesh, here, maybe_here
 from fsfunc.core.frames import frame, inside
+from fsfunc.optim.optimizer import Optimizer
 from fsfunc.planning.events import Started, Waited
 from fsfunc.planning.observer import Observer
 from fsfunc.planning.plans import Plan, PlannedLeaf, RankPlan
@@ -25,6 +26,7 @@ from fsfunc.planning.unit_cache import DifferentiatedTwice, UnitCache
 from fsfunc.runtime.collector import uncollected
 from fsfunc.runtime.memory_kinds import counting
 from fsfunc.sharded.donated import refuse_spent
+from fsfunc.sharded.inputs import check_function
 from fsfunc.sharded.leaf import Sharded, is_sharded
 from fsfunc.state.layout_rules import LayoutRules
 from fsfunc.state.train_state import TrainState, init_state
@@ -64,8 +66,8 @@ def plan(
         step: any function that transforms may be around: a step, a loss, one's own
             function that calls collectives.
         args: what it is called with: a state, real or fake, and a batch. Or a function
-            that returns the whole parameters, an optimizer, and this rank's own batch
-            (or a function that returns it).
+            that returns the whole parameters (or these), an optimizer, and this rank's
+            own batch (or a function that returns it).
         mesh: the mesh to plan for, whatever its backend; by default that of the
             transforms around ``step``, or one rank alone.
         repeat: whether to look at equal unit calls once (else at each).
@@ -97,7 +99,8 @@ def plan(
     (4, 49104)
     """
     at = maybe_here() if mesh is None else None
-    makes = len(args) == 3 and callable(args[0]) and hasattr(args[1], "init")
+    check_function(step, "plan")
+    makes = len(args) == 3 and isinstance(args[1], Optimizer)
     if layouts and not makes:
         raise ValueError(
             "plan(layouts=...) of a state that is laid out already: give layouts to "

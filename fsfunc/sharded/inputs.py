@@ -5,6 +5,7 @@ What is refused here would only fail later, and badly.
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -14,7 +15,7 @@ from torch import Tensor
 from fsfunc import _torch, tree
 from fsfunc.sharded.leaf import is_sharded
 
-__all__ = ["arguments", "refuse", "rows_of"]
+__all__ = ["arguments", "check_function", "check_integer", "refuse", "rows_of"]
 
 
 def _is_array(x: Any) -> bool:
@@ -63,6 +64,33 @@ _KINDS: dict[str, tuple[Callable[[Any], bool], Callable[[Any], str]]] = {
         ),
     ),
 }
+
+
+def check_function(f: Any, who: str) -> None:
+    """Raises where ``who`` is given something that cannot be called.
+
+    Raises:
+        TypeError: names what is given.
+    """
+    if not callable(f):
+        raise TypeError(
+            f"{who} takes a function, such as a unit, a loss or a step, and got {f!r} "
+            f"of type {type(f).__name__}"
+        )
+
+
+def check_integer(value: Any, name: str, least: int | None = None) -> None:
+    """Raises where an option is no integer, or below ``least``.
+
+    Raises:
+        TypeError, ValueError: names the option and what is given.
+    """
+    try:
+        value = operator.index(value)
+    except TypeError:
+        raise TypeError(f"{name}={value!r}: it must be an integer") from None
+    if least is not None and value < least:
+        raise ValueError(f"{name}={value!r}: it is at least {least}")
 
 
 def arguments(count: int, first: int = 0) -> list[str]:

@@ -11,6 +11,7 @@ import torch
 
 from fsfunc.core.casts import Casts
 from fsfunc.core.frames import frame, inside
+from fsfunc.sharded.inputs import check_function
 
 __all__ = ["precision"]
 
@@ -65,6 +66,7 @@ def precision(
     >>> ff.precision(unit, torch.bfloat16)(torch.ones(2), torch.ones(2)).dtype
     torch.bfloat16
     """
+    check_function(f, "precision")
     more = {} if overrides is None else dict(overrides)
     given = {"compute": compute, "reduce": reduce, "output": output, **more}
     given["gradients"] = gradients

@@ -24,6 +24,7 @@ from fsfunc.sharded.donated import (
     spend_all,
     unspend,
 )
+from fsfunc.sharded.inputs import check_function
 from fsfunc.sharded.leaf import FlatShard, Sharded, is_sharded
 
 __all__ = ["donate"]
@@ -79,6 +80,8 @@ def donate(step: Callable[..., Any]) -> Callable[..., Any]:
     Traceback (most recent call last):
     RuntimeError: f32[2]: this state was donated to a step, ...
     """
+
+    check_function(step, "donate")
 
     @functools.wraps(step)
     def run(state: Any, *args: Any, **keywords: Any) -> Any:

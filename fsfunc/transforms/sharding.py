@@ -20,7 +20,7 @@ from fsfunc.core.units import Call
 from fsfunc.optim.backward_steps import BackwardSteps
 from fsfunc.runtime.buffer_pool import pool_of
 from fsfunc.sharded.donated import refuse_spent
-from fsfunc.sharded.inputs import arguments, refuse
+from fsfunc.sharded.inputs import arguments, check_integer, refuse
 from fsfunc.sharded.leaf import FlatShard, Parts, is_sharded
 from fsfunc.sharded.packing import repack, repacked
 from fsfunc.tracing.recorder import Noted, Recorder
@@ -105,6 +105,7 @@ def shard(
     """
     if zero not in (0, 1, 2, 3):
         raise ValueError(f"zero={zero!r}: it is 0, 1, 2 or 3")
+    check_integer(min_bytes, "min_bytes", 0)
     names = check_mesh(mesh, "shard").check(axis)
     copies = () if replicate is None else mesh.check(replicate)
     if set(names) & set(copies):

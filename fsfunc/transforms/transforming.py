@@ -8,6 +8,7 @@ from typing import Any
 
 from fsfunc.core.frames import Interpretation, frame
 from fsfunc.runtime.compiled import refuse_compiled
+from fsfunc.sharded.inputs import check_function
 
 __all__ = ["transformed"]
 
@@ -34,6 +35,8 @@ def transformed(
     calls <lambda>
     tensor(6.)
     """
+
+    check_function(f, handler.called or "transformed")
 
     @functools.wraps(f)
     def run(*args: Any, **keywords: Any) -> Any:
