@@ -22,7 +22,7 @@ from fsfunc.core.differentiated import Leaves, add_gradients, newborn
 from fsfunc.core.frames import Counter, frame, inside
 from fsfunc.core.gradient_inputs import check_differentiable, check_gathered, check_rows
 from fsfunc.core.losses import Weighted, loss_parts, tie
-from fsfunc.core.outcomes import GradientCall, Outcome
+from fsfunc.core.outcomes import Argnums, GradientCall, Outcome, batch_arguments
 from fsfunc.core.passes import Running, Thread, run_as
 from fsfunc.runtime.compiled import refuse_compiled
 from fsfunc.runtime.generators import one_number
@@ -37,6 +37,8 @@ def value_and_grad(
     fn: Callable[..., Any],
     argnums: int | Sequence[int] = 0,
     has_aux: bool = False,
+    *,
+    batch_argnums: Argnums | None = None,
 ) -> Callable[..., Any]:
     """A function that returns ``(value, grads)`` of the scalar ``fn``.
 
@@ -51,6 +53,8 @@ def value_and_grad(
         has_aux: ``fn`` returns ``(loss, aux)``, and the value is ``(loss, aux)``; of
             ``aux``, floating scalars are averaged as the loss is, what is
             ``Summed(tree)`` is summed, the rest is this rank's.
+        batch_argnums: the arguments, by position or keyword, that ``accumulate`` and
+            ``pipeline`` cut into microbatches; by default the second one of two.
 
     Returns:
         ``(value, grads)``; ``grads`` has the structure of the argument, zeros where
@@ -81,6 +85,7 @@ def value_and_grad(
     check_function(fn, "value_and_grad")
     several = not isinstance(argnums, int)
     chosen = tuple(argnums) if not isinstance(argnums, int) else (argnums,)
+    batch = batch_arguments(batch_argnums)
 
     @functools.wraps(fn)
     def run(*args: Any, **keywords: Any) -> Any:
@@ -106,7 +111,7 @@ def value_and_grad(
         heard = None if f.path or f.runtimes else heard_here()
         with inside(replace(f, seed=seed)), hearing(heard):
             call = GradientCall(fn, numbers, has_aux, args, keywords)
-            call = replace(call, create_graph=_is_nested(call))
+            call = replace(call, create_graph=_is_nested(call), batch_argnums=batch)
             outcome = run_inner(call).settled(again=False)
         if heard:
             check_beside(fn, heard, [args[i] for i in numbers], outcome.grads)
@@ -181,7 +186,7 @@ def _is_nested(call: GradientCall) -> bool:
     if not torch.is_grad_enabled():
         return False
     f = frame()
-    inside = f.in_loss or bool(f.path) or _torch.current_node() is not None
+    inside = f.in_loss > 0 or bool(f.path) or _torch.current_node() is not None
     return inside or tracked((call.args, call.keywords))
 
 

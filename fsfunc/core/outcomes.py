@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -15,7 +15,17 @@ from fsfunc.runtime.stores import beside, divided_beside, lies
 from fsfunc.sharded.leaf import FlatShard, Parts
 from fsfunc.sharded.packing import split_buffers
 
-__all__ = ["GradientCall", "Outcome"]
+__all__ = ["Argnums", "BatchArgnums", "GradientCall", "Outcome", "batch_arguments"]
+
+Argnums = int | str | Sequence[int | str]
+BatchArgnums = tuple[int | str, ...]
+
+
+def batch_arguments(given: Argnums | None) -> BatchArgnums | None:
+    """``batch_argnums`` as a tuple of positions and keywords; None if nobody said."""
+    if given is None or isinstance(given, int | str):
+        return None if given is None else (given,)
+    return tuple(given)
 
 
 @dataclass(frozen=True)
@@ -27,7 +37,8 @@ class GradientCall:
     it comes down to, in place of autograd's own forward and backward: with a pipeline
     around, the run of its stages. ``cotangent``: what the backward starts from; the
     outcome's gradients are divided by it in the end. ``create_graph``: the outcome is
-    differentiable, by the arguments and by what ``fn`` closes over.
+    differentiable, by the arguments and by what ``fn`` closes over. ``batch_argnums``:
+    which arguments are cut into microbatches, if the call says so itself.
     """
 
     fn: Callable[..., Any]
@@ -40,6 +51,7 @@ class GradientCall:
     by: Callable[[GradientCall], Outcome] | None = None
     cotangent: float = 1.0
     create_graph: bool = False
+    batch_argnums: BatchArgnums | None = None
 
     def seed(self, total: Tensor) -> Tensor:
         """What the backward of the scalar ``total`` starts from."""

@@ -3,18 +3,14 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
-import torch
-from torch import Tensor
-
-from fsfunc import _torch, tree
+from fsfunc import tree
 from fsfunc.pipelining.microbatches import Part, kind_of
 from fsfunc.pipelining.stage_plans import Cut, Stages, cut
 from fsfunc.sharded.leaf import Sharded, is_sharded
 from fsfunc.tracing.leaves import plain
-from fsfunc.tracing.programs import Program, Spec
 from fsfunc.tracing.tracer import trace
 
 __all__ = ["Cuts"]
@@ -103,82 +99,6 @@ class Cuts:
                     self.check_leaf(at.get(path), self.owners[stage.number])
             self.checked.add((id(found), owned))
 
-    def refuse_rows(
-        self,
-        fn: Callable[..., Any],
-        args: Sequence[Any],
-        keywords: dict[str, Any],
-        argnums: Sequence[int],
-    ) -> None:
-        """Raises where a batch is differentiated, which is not cut as the rest of it.
-
-        A leaf as long as the batch may be part of it, or parameters by chance. What a
-        unit has in its first argument are parameters. Of the rest the loss tells, which
-        is tried on fake tensors with a longer batch: it needs no longer parameters. Nor
-        may they be longer, but for what the loss itself reads of a tree of parameters,
-        and gives no unit the rows of.
-        """
-        fn, (chosen, *others) = _first(fn, tuple(args), argnums)
-        chosen = tree.map(plain, chosen, is_leaf=is_sharded)
-        given = tree.map(plain, (others, keywords), is_leaf=is_sharded)
-        paths, leaves, treedef = tree.flatten_with_paths(chosen, is_leaf=is_sharded)
-        batch, structure = tree.flatten(given, is_leaf=is_sharded)
-        rows = {len(x) for x in filter(_is_cut, batch)}
-        long = [i for i, x in enumerate(leaves) if _is_cut(x) and {len(x)} == rows]
-        key = "rows", _code(fn), treedef, structure, *map(kind_of, (*leaves, *batch))
-        if not long or key in self.checked:
-            return
-
-        mode = _torch.fake_mode_of((*leaves, *batch))
-
-        def longer(x: Any) -> Any:
-            """A stand-in of twice the rows, which nobody sees being made."""
-            if not _is_cut(x):
-                return x
-            shape, device = (2 * len(x), *x.shape[1:]), _torch.device_of(x)
-            with _torch.beneath_all_modes(), mode:
-                return torch.empty(shape, dtype=x.dtype, device=device)
-
-        def runs(which: Collection[int], alone: bool = False) -> Program | None:
-            """The loss of these leaves, and but for ``alone`` the batch, twice as long.
-
-            None if it does not take them.
-            """
-            own = [longer(x) if i in which else x for i, x in enumerate(leaves)]
-            rest = given if alone else tree.map(longer, given, is_leaf=is_sharded)
-            others, named = rest
-            try:
-                with _torch.quiet_fakes():
-                    return trace(fn, (tree.unflatten(treedef, own), *others), named)
-            except Exception:
-                return None
-
-        def grows(i: int) -> bool:
-            """Whether units return more rows where a leaf has more."""
-            more = runs([i], alone=True)
-            return more is not None and _rows(more) != _rows(program)
-
-        program = trace(fn, (chosen, *given[0]), given[1])
-        used, own, inputs = set(program.loss.reads), set[str](), set[str]()
-        for call in program.calls:
-            used |= call.params | call.reads
-            own |= call.own
-            inputs |= call.params - call.own
-        long = [i for i in long if paths[i] in used - own]
-        at = {path: _argument(path, argnums) for path in paths}
-        kin = {at[path][0] for path in own}  # arguments that hold parameters
-        odd = [
-            i
-            for i in long
-            if paths[i] in inputs or at[paths[i]][0] not in kin or grows(i)
-        ]
-        fit = odd and (runs(odd) or any(runs([i]) for i in odd))
-        if long and (fit or not runs(())):
-            told = [f"argument {k}" + (f" at {where!r}" if where else "")
-                    for k, where in (at[paths[i]] for i in odd or long)]  # fmt: skip
-            raise ValueError(_ROWS.format(", ".join(told), *rows))
-        self.checked.add(key)
-
     def check_leaf(self, leaf: Any, rank: int) -> None:
         """Raises where ``leaf`` belongs to another rank of the pipeline."""
         for part in leaf.layout.owned if isinstance(leaf, Sharded) else ():
@@ -196,33 +116,6 @@ _READ = (
     "own gradient call beside the pipelined one, in the same step: "
     "ff.value_and_grad(penalty)(params), and the two gradients are added by tree.map"
 )
-
-
-_ROWS = (
-    "{} is differentiated, and is as long as the batch, {} rows, of which it seems to "
-    "be a part: a pipeline takes what it differentiates for parameters, and does not "
-    "cut it. Gradients by rows come from ff.accumulate(ff.pipeline(f, ..., "
-    "n_microbatches=1), n, batch_argnums=...), which cuts them; parameters are what a "
-    "unit takes as its first argument"
-)
-
-
-def _argument(path: str, argnums: Sequence[int]) -> tuple[int, str]:
-    """Which argument of the gradient call a leaf is in, and where in it."""
-    if tuple(argnums) == (0,):
-        return 0, path
-    first, _, rest = path.partition("/")
-    return argnums[int(first)], rest
-
-
-def _rows(program: Program) -> list[Any]:
-    """The lengths of what unit calls return."""
-    outputs = [x for call in program.calls for x in call.outputs.leaves]
-    return [x.shape[:1] if isinstance(x, Spec) else None for x in outputs]
-
-
-def _is_cut(x: Any) -> bool:
-    return isinstance(x, Tensor) and x.ndim > 0
 
 
 def _place(unit: str) -> str:

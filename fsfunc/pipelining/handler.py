@@ -19,7 +19,7 @@ from fsfunc.core.autodiff import differentiate, tracked
 from fsfunc.core.differentiated import Leaves
 from fsfunc.core.frames import Counter, Frame, Interpretation, frame, inside
 from fsfunc.core.losses import loss_parts
-from fsfunc.core.outcomes import GradientCall, Outcome
+from fsfunc.core.outcomes import BatchArgnums, GradientCall, Outcome
 from fsfunc.core.units import Call
 from fsfunc.pipelining.actions import (
     Schedule,
@@ -58,9 +58,16 @@ class Pipelining(Interpretation):
     called = "pipeline"
 
     def __init__(
-        self, mesh: Mesh, axis: str, n: int, schedule: Schedule, stages: Stages
+        self,
+        mesh: Mesh,
+        axis: str,
+        n: int,
+        schedule: Schedule,
+        stages: Stages,
+        batch_argnums: BatchArgnums | None = None,
     ):
         self.mesh, self.axis, self.n = mesh, axis, n
+        self.batch_argnums = batch_argnums
         self.schedule, self.stages = schedule, stages
         self.owners = owners(schedule)
         self.cuts = Cuts(stages, self.owners, axis)
@@ -73,6 +80,7 @@ class Pipelining(Interpretation):
         return (
             ("axis", self.axis),
             ("n_microbatches", self.n),
+            ("batch_argnums", self.batch_argnums),
             ("stages", stages),
             ("schedule", listing(self.schedule).replace("\n", " | ")),
         )
@@ -143,7 +151,7 @@ class Pipelining(Interpretation):
 
     def _forward(self, f: Callable[..., Any], args: Any, keywords: Any) -> Any:
         outer, call = frame(), GradientCall(f, (0,), False, args, keywords)
-        batches = self._batches(call, cut_batch(args, keywords, (0,), self.n))
+        batches = self._batches(call, self._parts(call))
         worker = Worker(
             f, lambda out: (out, None, None), batches, self.owners, self._where(),
             outer.but(micro=(*outer.micro, (0, self.n))), len(outer.micro), (),
@@ -212,10 +220,7 @@ class Pipelining(Interpretation):
 
     def _parts(self, call: GradientCall) -> list[Part]:
         """The microbatches of a gradient call."""
-        parts = cut_batch(call.args, call.keywords, call.argnums, self.n)
-        if self.n > 1:
-            self.cuts.refuse_rows(call.fn, call.args, call.keywords, call.argnums)
-        return parts
+        return cut_batch(call, self.n, self.batch_argnums)
 
     def _batches(
         self, call: GradientCall, parts: Sequence[Part], number: int = 0
@@ -295,7 +300,7 @@ class RecordedPipelining(Noted, Pipelining):
         return self.cut is not None
 
     def _forward(self, f: Callable[..., Any], args: Any, keywords: Any) -> Any:
-        part = cut_batch(args, keywords, (0,), self.n)[0]
+        part = self._parts(GradientCall(f, (0,), False, args, keywords))[0]
         with inside(self._running(self.cuts.of(f, part, (0,)), counter=Counter())):
             return f(*part.args, **part.keywords)
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -21,11 +21,12 @@ from fsfunc.core.losses import (
     divided,
     is_summed,
 )
-from fsfunc.sharded.inputs import arguments, refuse, rows_of
+from fsfunc.core.outcomes import BatchArgnums, GradientCall
 from fsfunc.sharded.layout import Owned
 from fsfunc.sharded.leaf import is_sharded
 from fsfunc.sharded.packing import split_buffers
 from fsfunc.tracing.programs import Outputs, Spec
+from fsfunc.transforms.microbatches import Microbatches
 
 __all__ = [
     "Part",
@@ -58,40 +59,36 @@ class Part:
     shapes: tuple[Any, ...]
 
 
-def cut_batch(
-    args: Sequence[Any],
-    keywords: Mapping[str, Any],
-    kept: Collection[int],
-    n: int,
-) -> list[Part]:
+def cut_batch(call: GradientCall, n: int, chosen: BatchArgnums | None) -> list[Part]:
     """``n`` parts along dim 0, as even as can be, the smaller ones last.
 
     Args:
-        args, keywords: of the loss: tensors of one dim or more are cut, all alike;
-            sharded leaves and scalars are not.
-        kept: positions in ``args`` that are not cut (the parameters).
-        n: how many.
+        chosen: the arguments that are the batch, where ``pipeline`` was told so.
 
     Raises:
-        ValueError: batch leaves that differ in dim 0, or fewer rows than parts.
+        ValueError: batch leaves that differ in dim 0, or fewer rows than parts; several
+            arguments that may be the batch; a batch that is differentiated.
     """
-    others = [None if i in kept else x for i, x in enumerate(args)]
-    given = (others, dict(keywords))
-    names = [*arguments(len(args)), *keywords]
-    refuse("array sparse", "pipeline", [*others, *keywords.values()], *names)
-    paths, leaves, treedef = tree.flatten_with_paths(given, is_leaf=is_sharded)
-    cut = [i for i, x in enumerate(leaves) if isinstance(x, Tensor) and x.ndim]
-    count = rows_of({paths[i].partition("/")[2]: leaves[i] for i in cut}, n)
-    pieces = {i: leaves[i].tensor_split(n) for i in cut}
+    cut = Microbatches(call, n, chosen, "pipeline")
+    for i in call.argnums:
+        if cut.is_cut(i):
+            raise ValueError(_ROWS.format(i))
     parts, casts = [], _casts()
     for m in range(n):
-        own = [pieces[i][m] if i in pieces else x for i, x in enumerate(leaves)]
-        size = own[cut[0]].shape[0] if cut else 1
-        some, rest = tree.unflatten(treedef, own)
-        some = [args[k] if k in kept else x for k, x in enumerate(some)]
-        shapes = (treedef, casts, *(kind_of(x) for x in own))
-        parts.append(Part(tuple(some), rest, size * n / count, shapes))
+        part = cut.part(m)
+        others = [None if i in call.argnums else x for i, x in enumerate(part.args)]
+        flat, spec = tree.flatten((others, part.keywords), is_leaf=is_sharded)
+        shapes = (spec, casts, *map(kind_of, flat))
+        share = cut.share(m)
+        parts.append(Part(part.args, part.keywords, share, shapes))
     return parts
+
+
+_ROWS = (
+    "argument {} is differentiated, and is part of the batch: a pipeline takes what it "
+    "differentiates for parameters, and does not cut it. Gradients by rows come from "
+    "ff.accumulate(ff.pipeline(f, ..., n_microbatches=1), n, batch_argnums=...)"
+)
 
 
 def _casts() -> tuple[Any, ...]:

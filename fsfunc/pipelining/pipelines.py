@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 from fsfunc.comm.mesh import Mesh, check_mesh
+from fsfunc.core.outcomes import Argnums, batch_arguments
 from fsfunc.optim import Optimizer
 from fsfunc.pipelining.actions import (
     Action,
@@ -37,16 +38,18 @@ def pipeline(
     n_microbatches: int,
     schedule: MakeSchedule | Rows = one_f_one_b,
     stages: Stages = None,
+    batch_argnums: Argnums | None = None,
     update: Optimizer | None = None,
     predict: Predict | None = None,
 ) -> Callable[..., Any]:
     """``f`` with the unit calls of its loss in stages, one or several on each rank.
 
-    A gradient call is cut into microbatches along dim 0, which go through the stages
-    as the schedule says; arguments that it differentiates are parameters, and are not
-    cut. Each rank runs the loss itself, of which only its own units'
-    calls do something: outputs of units are all that travels. Value and metrics reach
-    every rank of the axis; a rank holds the parameters of its own stages.
+    The batch of a gradient call is cut into microbatches along dim 0, which go through
+    the stages as the schedule says: in ``f(params, batch)`` the tensors of the second
+    argument, with more arguments those that ``batch_argnums`` names. Each rank runs
+    the loss itself, of which only its own units' calls do something: outputs of units
+    are all that travels. Value and metrics reach every rank of the axis; a rank holds
+    the parameters of its own stages.
 
     A loss is a mean over its rows: the value is the mean of the microbatches' values,
     by their rows, and so are metrics and gradients. (Of a sum over rows it would be a
@@ -62,6 +65,9 @@ def pipeline(
             stages. Or the schedule itself: a list of actions for each rank.
         stages: how many unit calls each stage has, or the name of the unit at which
             each begins; by default balanced by FLOPs.
+        batch_argnums: which arguments of its gradient calls are the batch, by position
+            or keyword; what ``ff.value_and_grad(loss, batch_argnums=)`` says of its own
+            comes first. What is differentiated is not cut.
         update: for a schedule with updates, such as ``ff.schedules.asynchronous``: the
             optimizer that a rank applies to its own leaves at each of them. ``f`` is
             a loss, and what comes back a train step.
@@ -147,9 +153,10 @@ def pipeline(
         verify(made, n_microbatches=n_microbatches)
     if stages is not None:
         stages = list(stages)  # type: ignore[assignment]
+    batch = batch_arguments(batch_argnums)
     if update is None:
         _check_synchronous(made, predict)
-        handler = Pipelining(mesh, names[0], n_microbatches, made, stages)
+        handler = Pipelining(mesh, names[0], n_microbatches, made, stages, batch)
         return transformed(f, handler)
     if not is_asynchronous(made):
         raise ScheduleError(
@@ -157,7 +164,7 @@ def pipeline(
             "ff.schedules.asynchronous: with another one apply the optimizer to what "
             "the gradient call returns, as update(ff.value_and_grad(loss)) does"
         )
-    own = Updating(mesh, names[0], n_microbatches, made, stages, update, predict)
+    own = Updating(mesh, names[0], n_microbatches, made, stages, batch, update, predict)
     return transformed(own.step(f), own)
 
 

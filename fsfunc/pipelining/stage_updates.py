@@ -20,7 +20,7 @@ from fsfunc.core.autodiff import value_and_grad
 from fsfunc.core.differentiated import Leaves
 from fsfunc.core.frames import Frame, Interpretation, frame, inside
 from fsfunc.core.losses import loss_parts
-from fsfunc.core.outcomes import GradientCall, Outcome
+from fsfunc.core.outcomes import BatchArgnums, GradientCall, Outcome
 from fsfunc.optim import Optimizer
 from fsfunc.pipelining.actions import Action, Schedule, ScheduleError, owners
 from fsfunc.pipelining.delayed import staleness
@@ -50,6 +50,7 @@ class Updating(Pipelining):
         n: int,
         schedule: Schedule,
         stages: Stages,
+        batch_argnums: BatchArgnums | None,
         optimizer: Optimizer,
         predict: Predict | None,
     ):
@@ -60,7 +61,7 @@ class Updating(Pipelining):
                 "does, and an asynchronous schedule updates stage by stage: use "
                 "another schedule"
             )
-        super().__init__(mesh, axis, n, schedule, stages)
+        super().__init__(mesh, axis, n, schedule, stages, batch_argnums)
         self.optimizer, self.predict = optimizer, predict
         self.late = staleness(schedule)
         self.is_tried = False

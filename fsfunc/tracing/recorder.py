@@ -271,13 +271,13 @@ class Recorder(Findings, Tracer, Watcher):
             if path is None or (path, f.numbers) in self.inside:
                 continue
             if not f.path and not is_own_call():
-                self.glue.setdefault(path, f.in_loss)
+                self.glue.setdefault(path, f.in_loss > 0)
             held = local(x)
             inner = _torch.is_wrapped(held)
             if inner and held.requires_grad and not (f.in_loss or f.path):
                 self.stock.setdefault(path, source_line())
             if f.path or path not in self.outside:
-                where = source_line(), f.in_loss or inner
+                where = source_line(), f.in_loss > 0 or inner
                 if f.path:
                     self.inside[path, f.numbers] = where
                 else:

@@ -269,7 +269,8 @@ class Spec:
         return params, batch, params["gain"] + 1
 
     def gradient(self):
-        return ff.value_and_grad(self.loss, self.argnums, self.aux)
+        batch = 0 if self.argnums == 1 else 1
+        return ff.value_and_grad(self.loss, self.argnums, self.aux, batch_argnums=batch)
 
 
 def batch_of(rows, seed, dtype=torch.float64):

@@ -41,7 +41,13 @@ def leaves_of_other_rows():
     def loss(params, batch, more):
         return chain(params, batch) + more.mean()
 
-    on(ff.value_and_grad(loss))(parameters(), batch(), torch.ones(3))
+    grad = ff.value_and_grad(loss, batch_argnums=(1, 2))
+    on(grad)(parameters(), batch(), torch.ones(3))
+
+
+def batches_that_nobody_named():
+    loss = lambda params, x, y: chain(params, {"x": x, "y": y})  # noqa: E731
+    on(ff.value_and_grad(loss))(parameters(), *batch().values())
 
 
 def parameters_that_require_grad():
@@ -227,6 +233,10 @@ BEFORE = {
     "leaves of other rows": (
         leaves_of_other_rows,
         r"differ in dim 0, .*\{'1/x': 4, '1/y': 4, '2': 3\}",
+    ),
+    "several batches": (
+        batches_that_nobody_named,
+        "arguments 1, 2 hold tensors: say which .*batch_argnums=, of ff.value_and_grad",
     ),
     "parameters that require grad": (
         parameters_that_require_grad,

@@ -136,7 +136,7 @@ def test_a_batch_of_another_structure_is_another_program():
     def loss(params, x, **named):
         return mean(params, x), {name: y.sum() for name, y in named.items()}
 
-    grad = piped(ff.value_and_grad(loss, has_aux=True))
+    grad = piped(ff.value_and_grad(loss, has_aux=True, batch_argnums=1))
 
     def main():
         return [grad(parameters(), X, **{k: X[0]})[0][1] for k in ("mask", "weight")]

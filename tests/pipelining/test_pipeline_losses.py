@@ -256,7 +256,7 @@ def test_data_are_not_trivial():
 def test_keywords_are_cut_too():
     params, batch = parameters(), batch_of(6, 3)
     more = {"weights": torch.arange(6.0, dtype=torch.float64), "scale": 2}
-    loss = ff.value_and_grad(of_keywords)
+    loss = ff.value_and_grad(of_keywords, batch_argnums=(1, "weights"))
     expected = ff.accumulate(loss, 3)(params, batch, **more)
     mesh, grad = pipelined(loss, 3)
     for found in ff.spmd(lambda: grad(params, batch, **more), mesh)():
@@ -349,7 +349,7 @@ def test_several_arguments_and_frozen_leaves():
     params, batch = parameters(), batch_of(4, 3)
     base = [{"w": q["w"] + 1, "n": torch.tensor([1, 2])} for q in params["layers"]]
     scale = torch.tensor(2.0, dtype=torch.float64)
-    call = ff.value_and_grad(loss, (2, 3))
+    call = ff.value_and_grad(loss, (2, 3), batch_argnums=1)
     expected = call(base, batch, params, scale)
     for schedule in SCHEDULES:
         mesh, grad = pipelined(call, 2, schedule)

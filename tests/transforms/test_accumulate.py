@@ -145,13 +145,13 @@ def test_batches_of_any_form() -> None:
         return (w * a * pair[0] * pair[1]["c"]).sum() * scale * n
 
     w, a, c = torch.tensor(2.0), integers(4), integers(4, seed=1)
-    g = ff.value_and_grad(f)
+    g = ff.value_and_grad(f, batch_argnums=(1, 2))
     given_ = (w, a, (a, {"c": c}))
     keywords = {"scale": torch.tensor(0.5), "n": 3}
     value, grad = ff.accumulate(g, 2)(*given_, **keywords)
     expected = g(*given_, **keywords)
     same((value * 2, grad * 2), expected)
-    own = ff.value_and_grad(f, argnums=1)
+    own = ff.value_and_grad(f, argnums=1, batch_argnums=(1, -1))
     value, grad = ff.accumulate(own, 2)(*given_, **keywords)
     same((value * 2, grad * 2), own(*given_, **keywords))
 

@@ -1,4 +1,4 @@
-"""What `accumulate` cuts: the batch, and nothing of the state; on any mesh alike."""
+"""Which arguments `accumulate` and `pipeline` cut: the batch, as they are told."""
 
 import time
 
@@ -7,7 +7,6 @@ import torch
 
 import fsfunc as ff
 from fsfunc import tree
-from fsfunc.core.frames import frame
 from tests import models
 from tests.checks import on_ranks, same, simulated
 
@@ -39,8 +38,8 @@ def loss(train, frozen, buffers, batch):
 
 
 def step(state, batch):
-    frozen = state["frozen"].detach()  # another object, the same memory
-    return ff.value_and_grad(loss)(state["train"], frozen, state["buffers"], batch)
+    grad = ff.value_and_grad(loss, batch_argnums=3)
+    return grad(state["train"], state["frozen"], state["buffers"], batch)
 
 
 ORDERS = {
@@ -66,34 +65,66 @@ def test_nothing_of_the_state_is_cut(order, n) -> None:
         same(found, expected)
 
 
-@pytest.mark.parametrize("order", ORDERS)
-def test_leaves_that_disagree_are_refused_as_a_pipeline_refuses_them(order) -> None:
-    def scaled(w, scale, x):
-        return ((x @ w) * scale).square().mean()
-
-    def f(w, batch):  # ``scale`` is an argument as the batch is, of half its rows
-        return ff.value_and_grad(scaled)(w, batch[1][: len(batch[0]) // 2], batch[0])
-
+def empty_pipeline(f, n, **told):
     mesh = ff.make_mesh({"pipe": 1}, "simulated")
-    pipe = ff.pipeline(f, mesh, "pipe", n_microbatches=2)
-    state, batch = integers(3, 4), (X, integers(ROWS))
-    with pytest.raises(ValueError) as theirs:
-        ff.spmd(lambda: pipe(state, batch), mesh)()
-    with pytest.raises(ValueError) as ours:
-        run(order, f, 2, state, batch)
-    said = "batch leaves differ in dim 0, along which microbatches are cut"
-    for error in (ours, theirs):
-        assert said in str(error.value)
-        assert "frozen parameters go into the first argument" in str(error.value)
-    if order == "one device":
-        assert str(ours.value) == str(theirs.value).split("\n")[0]
+    g = ff.pipeline(f, mesh, "pipe", n_microbatches=n, **told)
+    return lambda *args, **named: ff.spmd(lambda: g(*args, **named), mesh)()[0]
+
+
+def scaled(w, scale, x):
+    """A frozen vector, as long as the batch."""
+    return layer({"w": w}, x * scale.sum()).square().mean()
+
+
+BOTH = pytest.mark.parametrize("cut", [ff.accumulate, empty_pipeline])
+NAMED = [2, -1, (2,), "x"]
+
+
+@BOTH
+@pytest.mark.parametrize("told", NAMED)
+@pytest.mark.parametrize("place", ["the gradient call", "the transform"])
+def test_the_batch_is_what_is_told(cut, told, place) -> None:
+    w, scale, x = integers(3, 1), integers(ROWS), X
+    args = (w, scale) if told == "x" else (w, scale, x)
+    named = {"x": x} if told == "x" else {}
+    own = {"batch_argnums": told}
+    call = ff.value_and_grad(scaled)
+    if place == "the transform":
+        found = cut(call, 4, **own)(*args, **named)
+    else:
+        found = cut(ff.value_and_grad(scaled, **own), 4)(*args, **named)
+    same(found, call(*args, **named))
+
+
+@BOTH
+def test_nothing_is_guessed(cut) -> None:
+    w, scale, x = integers(3, 1), integers(ROWS), X
+    call = ff.value_and_grad(scaled)
+    for args, named in [((w, scale, x), {}), ((w, scale), {"x": x})]:
+        said = "1, 2" if not named else "1, 'x'"
+        with pytest.raises(ValueError, match=f"arguments {said} hold .*batch_argnums="):
+            cut(call, 2)(*args, **named)
+    same(cut(call, 1)(w, scale, x), call(w, scale, x))  # nothing is to be cut
+    for odd in (3, -4, "y", (1, "x")):
+        with pytest.raises(ValueError, match="3 positional arguments and no keywords"):
+            cut(call, 2, batch_argnums=odd)(w, scale, x)
+    both = ff.value_and_grad(mean_of_rows, argnums=(0, 1))  # parameters, or rows?
+    with pytest.raises(ValueError, match="arguments 1 hold tensors: say which"):
+        cut(both, 2)(integers(3), X)
+
+
+@BOTH
+def test_leaves_that_disagree_are_refused(cut) -> None:
+    with pytest.raises(ValueError, match="batch leaves differ in dim 0, .*'2': 4"):
+        call = ff.value_and_grad(scaled, batch_argnums=(1, 2))
+        cut(call, 2)(integers(3, 1), integers(ROWS), X[:4])
 
 
 def own_gradients(w, batch):
     def f(params, x, y):
         return (layer(params, x) - y).square().mean()
 
-    return ff.value_and_grad(f, argnums=(0, 1))(w, *batch)
+    return ff.value_and_grad(f, argnums=(0, 1), batch_argnums=(1, 2))(w, *batch)
 
 
 @pytest.mark.parametrize("n", [1, 2, 4])
@@ -124,7 +155,7 @@ def test_weighted_losses_and_integers_among_what_is_differentiated() -> None:
 
     batch = {"x": X, "ids": torch.arange(ROWS)}
     keep = (torch.arange(ROWS) % 3 > 0).float()
-    g = ff.value_and_grad(f, argnums=(0, 1))
+    g = ff.value_and_grad(f, argnums=(0, 1), batch_argnums=(1, 2))
     expected = g(integers(3), batch, keep)
     value, (by_w, by_batch) = ff.accumulate(g, 4)(integers(3), batch, keep)
     assert expected[1][1]["ids"] is by_batch["ids"] is None
@@ -137,46 +168,30 @@ def inner(w, x, y):
     return (x @ w - y).square().mean()
 
 
-def tuned(w, batch):
-    """A gradient at parameters that were made in the step."""
-    return ff.value_and_grad(inner)(w - 0.5 * w.square(), *batch)
-
-
 def test_parameters_made_in_the_step_are_not_cut() -> None:
-    w = integers(3, 1)
-    same(ff.accumulate(tuned, 4)(w, (X, Y)), tuned(w, (X, Y)))
+    def tuned(w, batch):
+        two = lambda w, batch: inner(w, *batch)  # noqa: E731
+        return ff.value_and_grad(two)(w - 0.5 * w.square(), batch)
+
+    for w, batch in [
+        (integers(3, 1), (X, Y)),
+        (integers(ROWS, ROWS), (integers(ROWS, ROWS), integers(ROWS, ROWS))),
+    ]:
+        same(ff.accumulate(tuned, 4)(w, batch), tuned(w, batch))
 
 
-def test_what_may_be_rows_or_parameters_is_asked_for() -> None:
+def test_rows_made_in_the_step_may_be_differentiated() -> None:
     def f(w, batch):
         x, y = batch
-        g = ff.value_and_grad(lambda d, x, y: inner(w, x + d, y))
+        shifted = lambda d, x, y: inner(w, x + d, y)  # noqa: E731
+        g = ff.value_and_grad(shifted, batch_argnums=(0, 1, 2))
         return g(torch.zeros_like(x), x, y)
 
     w = integers(3, 1)
-    with pytest.raises(ValueError, match=r"argument 0 .* 8 rows.*batch_argnums=") as e:
-        ff.accumulate(f, 4)(w, (X, Y))
-    assert "\n" not in str(e.value)
-    expected = f(w, (X, Y))
-    same(ff.accumulate(f, 4, batch_argnums=(0, 1, 2))(w, (X, Y)), expected)
-    same(ff.accumulate(f, 4, batch_argnums=(0, -2, -1))(w, (X, Y)), expected)
-    square = integers(ROWS, ROWS)  # parameters, with as many rows as the batch
-    batch = integers(ROWS, ROWS), integers(ROWS, ROWS)
-    with pytest.raises(ValueError, match="parameters, which are not cut, or rows"):
-        ff.accumulate(tuned, 4)(square, batch)
-    expected = tuned(square, batch)
-    same(ff.accumulate(tuned, 4, batch_argnums=(1, 2))(square, batch), expected)
-    with pytest.raises(ValueError, match="has 3 positional arguments"):
-        ff.accumulate(tuned, 4, batch_argnums=3)(square, batch)
+    same(ff.accumulate(f, 4)(w, (X, Y)), f(w, (X, Y)))
 
 
-def empty_pipeline(f, n):
-    mesh = ff.make_mesh({"pipe": 1}, "simulated")
-    g = ff.pipeline(f, mesh, "pipe", n_microbatches=n)
-    return lambda *args: ff.spmd(lambda: g(*args), mesh)()
-
-
-@pytest.mark.parametrize("cut", [ff.accumulate, empty_pipeline])
+@BOTH
 def test_an_empty_batch_is_refused(cut) -> None:
     def f(w, x):
         return layer({"w": w}, x).mean()
@@ -185,7 +200,7 @@ def test_an_empty_batch_is_refused(cut) -> None:
         cut(ff.value_and_grad(f), 2)(integers(3, 1), torch.ones(0, 3))
 
 
-@pytest.mark.parametrize("cut", [ff.accumulate, empty_pipeline])
+@BOTH
 def test_too_many_microbatches_are_refused_at_once(cut) -> None:
     def f(w, x):
         return layer({"w": w}, x).mean()
@@ -198,24 +213,6 @@ def test_too_many_microbatches_are_refused_at_once(cut) -> None:
 
 def mean_of_rows(w, x, y):
     return (w * x * y).sum(1).mean()
-
-
-def test_a_batch_in_the_keywords_of_the_step_is_cut() -> None:
-    def f(w, *, x):
-        return ff.value_and_grad(mean_of_rows, argnums=(0, 1))(w, x, x.abs())
-
-    same(ff.accumulate(f, 2)(integers(3), x=X), f(integers(3), x=X))
-
-
-def test_the_state_is_not_held_by_what_outlives_the_call() -> None:
-    def f(w, x):
-        value, grad = ff.value_and_grad(lambda w, x: (w * x).sum())(w, x)
-        frames.append(frame())
-        return value, grad
-
-    frames = []
-    ff.accumulate(f, 2)(integers(3), X)
-    assert [h.given for h in frames[0].handlers] == [None]
 
 
 def test_it_is_planned_and_recorded() -> None:

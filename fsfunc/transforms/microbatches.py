@@ -1,0 +1,171 @@
+"""The arguments of a gradient call in microbatches, cut along dim 0.
+
+Which arguments are the batch is told: in ``f(params, batch)`` the second one, else by
+``batch_argnums``. Of a batch every tensor with dims is cut, but for sharded leaves.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from fsfunc import tree
+from fsfunc.core.outcomes import BatchArgnums, GradientCall, Outcome
+from fsfunc.sharded.inputs import arguments, refuse, rows_of
+from fsfunc.sharded.leaf import is_sharded
+
+__all__ = ["Microbatches"]
+
+
+class Microbatches:
+    """A gradient call in ``n`` parts along dim 0.
+
+    Args:
+        call: the gradient call; what it says of its batch comes first.
+        n: how many parts, as even as can be, the smaller ones last.
+        chosen: the arguments that are cut, where the transform was told so.
+        who: the transform, for errors.
+        even: whether the parts must be of one size.
+
+    Raises:
+        ValueError: several arguments that may be the batch, and nobody said which; what
+            :func:`rows_of` refuses.
+    """
+
+    def __init__(
+        self,
+        call: GradientCall,
+        n: int,
+        chosen: BatchArgnums | None,
+        who: str,
+        *,
+        even: bool = False,
+    ):
+        self._call, self.n = call, n
+        given = {i: x for i, x in enumerate(call.args)} | call.keywords
+        names = [*arguments(len(call.args)), *call.keywords]
+        refuse("array sparse", who, [*given.values()], *names)
+        said = call.batch_argnums if call.batch_argnums is not None else chosen
+        self._arguments = {key: _Argument(x, str(key)) for key, x in given.items()}
+        cut = self._told(said) if said is not None else self._only(who) if n > 1 else []
+        leaves = {}
+        for key in cut:
+            leaves |= self._arguments[key].named()
+        self._rows = rows_of(leaves, n, even=even)
+        for key in cut:
+            self._arguments[key].cut(n)
+
+    def _told(self, said: BatchArgnums) -> list[int | str]:
+        """The arguments that ``batch_argnums`` names."""
+        count, found = len(self._call.args), []
+        for key in said:
+            if isinstance(key, int) and -count <= key < count:
+                key %= count
+            elif key not in self._call.keywords:
+                names = ", ".join(map(repr, self._call.keywords)) or "no"
+                raise ValueError(
+                    f"batch_argnums={said}, but this gradient call has {count} "
+                    f"positional arguments and {names} keywords: {key!r} is none"
+                )
+            found.append(key)
+        return found
+
+    def _only(self, who: str) -> list[int | str]:
+        """The one argument beside the first that holds tensors to cut, if any."""
+        found = [k for k, a in self._arguments.items() if k != 0 and a.tensors]
+        if len(found) > 1 or any(k in self._call.argnums for k in found):
+            told = ", ".join(map(repr, found))
+            raise ValueError(
+                f"{who} is to cut the batch of a gradient call along dim 0, of which "
+                f"the arguments {told} hold tensors: say which of them are the batch, "
+                "and which are parameters or buffers that stay whole, by "
+                f"batch_argnums=, of ff.value_and_grad or of {who}. (In f(params, "
+                "batch) the second argument is, where it is not differentiated.)"
+            )
+        return found
+
+    def part(self, m: int) -> GradientCall:
+        """The call on microbatch ``m``."""
+        made = {key: a.part(m) for key, a in self._arguments.items()}
+        count = len(self._call.args)
+        keywords = {key: made[key] for key in self._call.keywords}
+        args = tuple(made[i] for i in range(count))
+        return replace(self._call, args=args, keywords=keywords)
+
+    def is_cut(self, i: int) -> bool:
+        """Whether the positional argument ``i`` is cut."""
+        return bool(self._arguments[i].pieces)
+
+    def share(self, m: int) -> float:
+        """The rows of microbatch ``m``, over those of an average one."""
+        for a in self._arguments.values():
+            for pieces in a.pieces.values():
+                return len(pieces[m]) * self.n / self._rows
+        return 1.0
+
+    def apart(self, outcome: Outcome, own: list[list[list[Any]]]) -> Outcome:
+        """The outcome without the gradients by what is cut; ``own`` has those more."""
+        grads: list[Any] = list(outcome.grads)
+        own.append([])
+        for k, i in enumerate(self._call.argnums):
+            found, a = [], self._arguments[i]
+            if a.pieces:
+                leaves: list[Any] = a.treedef.flatten_up_to(grads[k])  # type: ignore
+                found = [leaves[j] for j in a.pieces]
+                for j in a.pieces:
+                    leaves[j] = None
+                grads[k] = tree.unflatten(a.treedef, leaves)
+            own[-1].append(found)
+        return outcome.but(tuple(grads))
+
+    def joined(self, outcome: Outcome, own: Sequence[list[list[Any]]]) -> Outcome:
+        """What :meth:`apart` took from each part, in order, put back as one."""
+        grads = list(outcome.grads)
+        for k, i in enumerate(self._call.argnums):
+            a = self._arguments[i]
+            if a.pieces:
+                leaves: list[Any] = a.treedef.flatten_up_to(grads[k])  # type: ignore
+                columns = zip(*[found[k] for found in own], strict=True)
+                for j, parts in zip(a.pieces, columns, strict=True):
+                    whole = isinstance(parts[0], Tensor)  # none by integers
+                    leaves[j] = torch.cat(parts) if whole else None
+                grads[k] = tree.unflatten(a.treedef, leaves)
+        return outcome.but(tuple(grads))
+
+
+@dataclass
+class _Argument:
+    """One argument: its leaves, and the pieces of those that are cut."""
+
+    value: Any
+    name: str
+    pieces: dict[int, Sequence[Tensor]] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        self.leaves, self.treedef = tree.flatten(self.value, is_leaf=is_sharded)
+        self.tensors = [
+            j for j, x in enumerate(self.leaves) if isinstance(x, Tensor) and x.ndim
+        ]
+
+    def named(self) -> dict[str, Tensor]:
+        """path -> leaf, of what can be cut."""
+        paths = tree.paths(self.value, is_leaf=is_sharded)
+        return {
+            "/".join(filter(None, (self.name, paths[j]))): self.leaves[j]
+            for j in self.tensors
+        }
+
+    def cut(self, n: int) -> None:
+        self.pieces = {j: self.leaves[j].tensor_split(n) for j in self.tensors}
+
+    def part(self, m: int) -> Any:
+        if not self.pieces:
+            return self.value
+        leaves = list(self.leaves)
+        for j, pieces in self.pieces.items():
+            leaves[j] = pieces[m]
+        return tree.unflatten(self.treedef, leaves)
