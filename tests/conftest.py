@@ -6,6 +6,7 @@ import subprocess
 import sys
 import tempfile
 import textwrap
+import warnings
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -16,6 +17,7 @@ from hypothesis import settings
 from tests import forking
 from tests.forking import end
 from tests.programs import environment
+from tests.rounding import round_by_shapes
 
 # derandomize: a failure in CI is a failure on every machine. No deadline: the first
 # example pays for torch's warm-up. No database in CI: the checkout may be read-only.
@@ -46,6 +48,8 @@ def pytest_cmdline_main(config: pytest.Config) -> None:
 
 def pytest_configure() -> None:
     torch.set_num_threads(1)
+    with warnings.catch_warnings(action="ignore"):  # torch's, of an overridden kernel
+        round_by_shapes()
 
 
 @pytest.hookimpl(tryfirst=True)  # before `-m "not slow"` is looked at
