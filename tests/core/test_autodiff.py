@@ -119,7 +119,7 @@ def test_weighted_is_exact_for_uneven_microbatches(keep, power) -> None:
     keep = torch.tensor(keep, dtype=torch.float64)
     x = torch.arange(16.0, dtype=torch.float64).view(8, 2)
     w = torch.tensor([1.0, -2.0], dtype=torch.float64)
-    grad = ff.value_and_grad(weighted)
+    grad = ff.value_and_grad(weighted, batch_argnums=(1, 2))
     value, g = grad(w, x, keep)
     mean = ((x @ w) ** 2 * keep).sum() / keep.sum()
     same(value, mean)
