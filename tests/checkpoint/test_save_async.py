@@ -356,4 +356,4 @@ def test_python_does_not_end_before_it_is_saved(tmp_path, how):
     else:
         found = ff.load(tmp_path / "a", {"w": torch.zeros(1 << 20)})
         assert found["w"].sum() == 1 << 20
-    assert (done.returncode == 1) == (how == "raises")
+    assert done.returncode == {"well": 0, "fails": 120, "raises": 1}[how]

@@ -1,5 +1,6 @@
 """Simulated ranks: deterministic, each as if alone, and nobody waits for ever."""
 
+import os
 import signal
 import threading
 import time
@@ -239,6 +240,23 @@ def test_different_collectives_are_told_apart(odd, says, swallow):
     assert "rank 0 psum" in str(caught.value) and "rank 2 psum" in str(caught.value)
 
 
+@pytest.mark.parametrize("ahead", [0, 4095])
+def test_nobody_has_numbers_after_an_error_that_was_caught(ahead):
+    found = []
+
+    def main():
+        try:
+            ff.psum(torch.ones(1 + index()), "data")
+        except RuntimeError:
+            pass
+        for _ in range(1 + ahead):
+            found.append(ff.psum(torch.ones(1), "data"))
+
+    with pytest.raises(CollectiveMismatch):
+        run(main)
+    assert found == []
+
+
 def test_other_pairs_are_another_collective():
     def main():
         ff.ppermute(torch.ones(1), "data", [(0, 1)] if index() else [(1, 0)])
@@ -352,6 +370,59 @@ def test_spmd_within_a_rank():
         return few, ff.psum(torch.ones(1), "data").item()
 
     assert run(main) == [([2, 2], 3)] * 3
+
+
+def test_two_threads_do_not_take_numbers_from_one_another():
+    """The second is refused, wherever it comes; the first draws what it draws alone."""
+    errors, begun, went = [], threading.Event(), threading.Event()
+
+    def main():
+        begun.set()
+        went.wait(10)
+        ff.psum(torch.ones(1), "data")
+        return torch.rand(2)
+
+    def other():
+        begun.wait(10)
+        try:
+            run(lambda: torch.rand(1))
+        except RuntimeError as error:
+            errors.append(str(error))
+        went.set()
+
+    torch.manual_seed(3)
+    state = torch.get_rng_state()
+    thread = threading.Thread(target=other)
+    thread.start()
+    beside = run(main)
+    thread.join()
+    assert ["while another thread of this process is at it" in e for e in errors] == [1]
+    torch.set_rng_state(state)
+    assert all(map(torch.equal, beside, run(main)))
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="forks")
+@pytest.mark.filterwarnings("ignore:.*fork:DeprecationWarning")
+def test_a_fork_of_ranks_has_no_collectives():
+    def main():
+        reader, writer = os.pipe()
+        if index() == 1 and not (pid := os.fork()):
+            try:
+                ff.psum(torch.ones(1), "data")
+            except RuntimeError as error:
+                os.write(writer, str(error).encode())
+            finally:
+                os._exit(0)
+        os.close(writer)
+        with os.fdopen(reader) as said:
+            text = said.read()
+        if index() == 1:
+            os.waitpid(pid, 0)
+        return text, ff.psum(torch.ones(1), "data").item()
+
+    (_, zero), (text, one), (_, two) = run(main)
+    assert (zero, one, two) == (3, 3, 3)
+    assert 'psum over "data", float32[1]' in text and "a fork of process" in text
 
 
 @pytest.mark.parametrize("check", ["", "1"])

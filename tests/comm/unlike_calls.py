@@ -188,7 +188,7 @@ def closed(mesh, found):
     """Whether what follows an error raises, and names it: as was ``found``, if so."""
     if found is not True and found != "left out":
         return found
-    says = "waits in vain" if found == "left out" else "this mesh is closed since an "
+    says = "waits in vain" if found == "left out" else "this mesh is closed since "
     for _ in range(2):
         try:
             total = ff.spmd(lambda: ff.psum(ones(5), "data"), mesh)()[0]
@@ -196,7 +196,7 @@ def closed(mesh, found):
         except RuntimeError as error:
             if says not in str(error):
                 return str(error)
-        says = "this mesh is closed since an "
+        says = "this mesh is closed since "
     return True
 
 

@@ -62,12 +62,10 @@ def meet(rank: int, size: int, timeout: timedelta | None) -> Any:
     except dist.DistError as error:
         if keeps:
             raise
-        whose = (
-            "the launcher" if launched else "rank 0, which has not joined or has gone"
-        )
+        whom = "the launcher" if launched else "rank 0"
         raise TimeoutError(
-            f"rank {rank} of {size} does not reach the store at {at[0]}:{at[1]}, kept "
-            f"by {whose}: {str(error).splitlines()[0]}"
+            f"{whom} did not join rank {rank} of {size}, or has gone; it keeps the "
+            f"store at {at[0]}:{at[1]}: {str(error).splitlines()[0]}"
         ) from error
 
 

@@ -119,11 +119,11 @@ class ProcessLink(Link):
             raise
 
     def close(self, what: Any, error: BaseException) -> None:
+        says = f". It says: {str(error)[:1000]}" if str(error) else ""
         why = (
-            f"this mesh is closed since an error in {what}, after which its ranks may "
-            "be at different places; to go on, call torch.distributed."
-            "destroy_process_group() and ff.make_mesh on each. The error was "
-            f"{type(error).__name__}: {str(error)[:1000]}"
+            f"this mesh is closed since {type(error).__name__} in {what}, as its ranks "
+            "may be at different places; to go on, call torch.distributed."
+            f"destroy_process_group() and ff.make_mesh on each{says}"
         )
         self.groups.close(why)
         self.transfers.down.close(why)
