@@ -2,6 +2,7 @@
 
 import os
 import signal
+import sys
 import threading
 import time
 
@@ -403,26 +404,28 @@ def test_two_threads_do_not_take_numbers_from_one_another():
 
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="forks")
 @pytest.mark.filterwarnings("ignore:.*fork:DeprecationWarning")
-def test_a_fork_of_ranks_has_no_collectives():
+@pytest.mark.parametrize("how, status", [("exits", 3), ("returns", 0), ("reduces", 1)])
+def test_a_fork_of_a_rank_ends_and_has_no_collectives(how, status, tmp_path):
     def main():
-        reader, writer = os.pipe()
         if index() == 1 and not (pid := os.fork()):
-            try:
-                ff.psum(torch.ones(1), "data")
-            except RuntimeError as error:
-                os.write(writer, str(error).encode())
-            finally:
-                os._exit(0)
-        os.close(writer)
-        with os.fdopen(reader) as said:
-            text = said.read()
+            os.dup2(os.open(tmp_path / "err", os.O_WRONLY | os.O_CREAT), 2)
+            sys.stderr = os.fdopen(2, "w")
+            if how == "returns":
+                return
+            if how == "exits":
+                sys.exit(3)
+            ff.psum(torch.ones(1), "data")
         if index() == 1:
-            os.waitpid(pid, 0)
-        return text, ff.psum(torch.ones(1), "data").item()
+            end = time.monotonic() + 10
+            while not (found := os.waitpid(pid, os.WNOHANG))[0]:
+                assert time.monotonic() < end, os.kill(pid, signal.SIGKILL)
+                time.sleep(0.01)
+            assert os.waitstatus_to_exitcode(found[1]) == status
+        return ff.psum(torch.ones(1), "data").item()
 
-    (_, zero), (text, one), (_, two) = run(main)
-    assert (zero, one, two) == (3, 3, 3)
-    assert 'psum over "data", float32[1]' in text and "a fork of process" in text
+    assert run(main) == [3, 3, 3]
+    said = (tmp_path / "err").read_text()
+    assert ("float32[1]" in said and "a fork of process" in said) == (how == "reduces")
 
 
 @pytest.mark.parametrize("check", ["", "1"])

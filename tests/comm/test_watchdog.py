@@ -147,6 +147,9 @@ def test_who_keeps_the_store_may_go_or_stop(kept, monkeypatch, how, of_it, of_ot
     began = time.monotonic()
     box.close("")
     assert time.monotonic() - began < 5
+    process.kill()
+    box.thread.join(20)
+    assert not box.thread.is_alive()
 
 
 # Records
@@ -203,13 +206,15 @@ def test_a_dump_is_nobody_elses(tmp_path, monkeypatch):
     assert [*path.parent.iterdir()] == [path] and path.parent.parent == tmp_path
     assert path.stat().st_mode & 0o777 == 0o600
     assert path.parent.stat().st_mode & 0o777 == 0o700
-    trap = path.parent / f"{path.name}.part"
-    trap.symlink_to(tmp_path / "mine")
-    with pytest.raises(FileExistsError):
-        watchdog.flight.dump(5)
-    assert not (tmp_path / "mine").exists()
+    path.unlink()
+    path.symlink_to(tmp_path / "mine")
+    watchdog.flight.dump(5)
+    assert path.is_file() and not path.is_symlink() and not (tmp_path / "mine").exists()
     watchdog.flight.clear()
     assert not any(tmp_path.iterdir())
+    monkeypatch.setenv("FSFUNC_FLIGHT", str(tmp_path / "nowhere"))
+    state, why = Watchdog()._answer("dump").splitlines()
+    assert state.startswith("runs, at ") and "cannot be written: " in why
 
 
 # When, and what
@@ -292,7 +297,6 @@ LATE = """
         took = time.perf_counter() - began
         assert took < 5, took
         print("raised ValueError: no such token at" in str(error), flush=True)
-        os._exit(0)
 """
 
 

@@ -139,10 +139,10 @@ class FlightRecorder:
             parent = os.environ.get("FSFUNC_FLIGHT") or None
             self.folder = tempfile.mkdtemp(prefix=f"fsfunc-{os.getpid()}-", dir=parent)
         path = os.path.join(self.folder, f"rank{rank}.jsonl")
-        flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW
-        with open(os.open(f"{path}.part", flags, 0o600), "w") as file:
+        part, name = tempfile.mkstemp(dir=self.folder)  # 0600; it follows no link
+        with open(part, "w") as file:
             file.writelines(json.dumps(row) + "\n" for row in rows)
-        os.replace(f"{path}.part", path)  # one before it may be read right now
+        os.replace(name, path)  # one before it may be read right now
         return path
 
     def clear(self) -> None:

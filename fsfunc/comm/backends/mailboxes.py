@@ -24,6 +24,7 @@ GONE = "has ended without a word: its process was killed, or has returned"
 SILENT = "does not answer: its process is stopped, or out of reach"
 _UNKNOWN = "does not answer: its process was killed or is stopped, or has made no mesh"
 _LIMIT = 2.0  # seconds for an answer
+_SOON = 0.5  # for that of a rank whose connections tell that it has gone, or stopped
 _ENDED = 10**15  # numbers what a rank ended by: its last answer to any question
 _LONGEST = 4000  # bytes of a text
 _FORM = re.compile(rb"([a-z]{1,9}) (\d{1,7}) (\d{1,15})\n(.{0,%d})" % _LONGEST, re.S)
@@ -149,7 +150,9 @@ class Mailbox(Words):
         asked, number = {*ranks, self.rank}, next(self.questions)
         heard = lambda: self.board.read("is", asked, number)  # noqa: E731
         self.tell(asked - heard().keys(), Word(kind, self.rank, number, text))
-        self.board.wait(_LIMIT, lambda: self.lost or len(heard()) == len(asked))
+        left = lambda: set() if self.lost else asked - heard().keys()  # noqa: E731
+        self.board.wait(_SOON, lambda: not left())
+        self.board.wait(_LIMIT, lambda: left() <= self.seen.keys())
         last, found = self.last_words(asked), heard()
         lost = self.lost or ("" if self.rank in found else f"{self.name} is silent")
         rest = {}

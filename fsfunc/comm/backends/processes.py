@@ -178,44 +178,30 @@ class ProcessLink(Link):
         compared = where.compared and not self.checks
         if self.checks:  # a buffer has a name; what has none is its unit's
             what = what or current_label()[0]
-        paired = x.device.type == "cpu" and self.paired
-        hops = op == "psum" and where.size > 2 and x.numel() >= 1024
-        if paired and hops:
-            how = {"hops": 1 if any_order else 2}
+        if op == "psum" and where.size > 2 and x.numel() >= 1024:
+            if x.device.type == "cpu" and self.paired:
+                how = {"hops": 1 if any_order else 2}
         said = signature(op, how, where.axis, x, what)
         number = self.issued[where.ranks]
         self.issued[where.ranks] += 1
         if not number:
             self.used[where.ranks] = where
         record = self.flight.begin(said, where, number)
-        if not paired:
-            compared = compared or self.fake
-            return self._told(self._native, record, x, out, group, compared, how)
-        return self._told(self._paired, record, x, out, group, compared, how)
+        return self._told(self._issue, record, x, out, group, compared, **how)
 
-    def _paired(
+    def _issue(
         self,
         record: FlightRecord,
         x: Tensor,
         out: Tensor | None,
         group: Any,
         compared: bool,
-        how: dict[str, Any],
-    ) -> Handle:
-        pairs = Pairs(record, group, self.pool, compared)
-        return getattr(pairs, record.said[0])(x, out, **how)
-
-    def _native(
-        self,
-        record: FlightRecord,
-        x: Tensor,
-        out: Tensor | None,
-        group: Any,
-        compared: bool,
-        how: dict[str, Any],
+        **how: Any,
     ) -> Handle:
         op, where = record.said[0], record.where
-        if not compared:
+        if x.device.type == "cpu" and self.paired:
+            return getattr(Pairs(record, group, self.pool, compared), op)(x, out, **how)
+        if not compared and not self.fake:
             record.line = source_line()
             mine = packed(record, digest(record.said)).to(x.device)
             compare_gathered(mine, group, where.ranks)

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import contextvars
 import os
+import sys
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
@@ -144,9 +145,13 @@ def _run(
         except Aborted:
             pass  # the error that stopped this rank is kept with the baton
         except BaseException as error:
+            if baton.process != os.getpid():
+                _end(error)
             if baton.error is None:
                 error.add_note(f"on simulated rank {rank} of {mesh}")
             baton.fail(error)
+        if baton.process != os.getpid():
+            _end(None)
         baton.state[rank] = "done"
         baton.hand_over(rank, last=True)
 
@@ -173,6 +178,16 @@ def _run(
         return results
     finally:
         del error  # its traceback holds this frame: no circle, in which tensors wait
+
+
+def _end(error: BaseException | None) -> None:
+    """Ends a fork of a rank, which has this thread alone: Python would not."""
+    code = error.code if isinstance(error, SystemExit) else error and 1
+    if error is not None and not isinstance(error, SystemExit):
+        sys.excepthook(type(error), error, error.__traceback__)
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(code if isinstance(code, int) else int(code is not None))
 
 
 def carry() -> Callable[[], ExitStack]:

@@ -86,13 +86,13 @@ class Watchdog:
 
     def _answer(self, kind: str) -> str:
         """What others are told, by the thread that hears them."""
+        state = self.flight.state()
+        if kind != "dump":
+            return state
         try:
-            state = self.flight.state()
-            if kind == "dump":
-                state = f"{state}\n    {self.flight.dump(self.rank)}"
-        except Exception as error:  # or it would hear nothing more
-            return f"cannot say where it is: {error!r}"
-        return state
+            return f"{state}\n    {self.flight.dump(self.rank)}"
+        except OSError as error:
+            return f"{state}\n    whose records cannot be written: {error}"
 
     def states(self, ranks: Iterable[int], kind: str = "where") -> dict[int, str]:
         """Where ranks are, or what became of them."""
