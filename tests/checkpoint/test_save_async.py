@@ -1,6 +1,7 @@
 """Saving in the background: the state of the call, whatever runs meanwhile."""
 
 import gc
+import os
 import threading
 import time
 import weakref
@@ -10,7 +11,9 @@ import torch
 
 import fsfunc as ff
 from fsfunc.checkpoint import safetensors
+from fsfunc.checkpoint.jobs import is_alive, unlock
 from fsfunc.checkpoint.stored import CheckpointError
+from fsfunc.checkpoint.tasks import in_flight
 from fsfunc.comm.mesh import here
 from fsfunc.transforms.gathers import Gathers
 from tests.checkpoint.stacks import STACKS, made
@@ -333,9 +336,34 @@ def test_the_generators_are_those_of_the_call(tmp_path, gate):
     assert torch.equal(torch.rand(3), drawn)
 
 
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="forks")
+@pytest.mark.filterwarnings("ignore:.*fork:DeprecationWarning")
+def test_a_fork_has_nothing_in_flight_and_holds_no_lock(tmp_path, gate):
+    """As a worker of a data loader, which may live for longer than its parent."""
+    saving = ff.save_async(tmp_path / "a", {"w": torch.ones(1)})
+    lock = saving.lock
+    if not (pid := os.fork()):
+        try:
+            os.fstat(lock)
+        except OSError:
+            os._exit(3 if in_flight(None) is None else 4)
+        finally:
+            os._exit(5)
+    assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 3
+    copy = os.dup(lock)  # as a fork has one that began before this save was in flight
+    here = tmp_path / ".a.saving"
+    assert is_alive(here, time.time())
+    unlock(os.dup(lock))
+    assert not is_alive(here, time.time())
+    os.close(copy)
+    gate.set()
+    saving.wait()
+
+
 ENDS = """
 import sys, torch, fsfunc as ff
 from fsfunc.checkpoint import safetensors
+from fsfunc.checkpoint.jobs import is_alive, unlock
 if sys.argv[2] == "fails":
     def broken(*_):
         raise OSError(28, "No space left on device")
