@@ -62,7 +62,7 @@ KINDS = {
     "has a slow link": "right",
     "nothing": "right",
 }
-# Of fsfunc alone: FSDP2 has no saves, no words, no step that is tried again.
+# Of fsfunc alone: FSDP2 has no saves, no messages, no step that is tried again.
 OURS = {
     "raises as all others do": "right",
     "never joins": "told",

@@ -132,7 +132,7 @@ def litter(rank: Any, mesh: Any, state: Any) -> None:
     if rank.due():
         for r in range(mesh.size):
             for data in JUNK:
-                mesh.link.words.outbox.queue_push(str(r), data)
+                mesh.link.board.outbox.queue_push(str(r), data)
 
 
 def no_descriptor(rank: Any, mesh: Any, state: Any) -> None:

@@ -1,8 +1,7 @@
-"""How each rank fares that saves in the background.
+"""Reports of the ranks that make one save: files, and messages that all is well or not.
 
-Without collectives, which could meet those of training: what a rank has written it
-reports in a file, in the folder that all write into, and that it has, or cannot, in a
-word.
+No collectives, which could meet those of training. What a rank has written stands in a
+file, in the folder that all write into, as it may be long.
 """
 
 from __future__ import annotations
@@ -15,7 +14,7 @@ from typing import Any, NamedTuple
 
 from fsfunc.checkpoint.manifest import MANIFEST
 from fsfunc.checkpoint.stored import CheckpointError, Chunk, StoredFile
-from fsfunc.comm.backends.mailboxes import Word, Words
+from fsfunc.comm.backends.mailboxes import Board, Message
 
 __all__ = ["Others", "RankStatus", "report", "take_status"]
 
@@ -78,27 +77,29 @@ class Others:
     """Those whom a rank waits for in one save: rank 0 for all, and all for rank 0.
 
     Args:
-        words: those of this rank.
+        board: what this rank hears of the others.
         path: what the checkpoint will be.
     """
 
-    def __init__(self, words: Words, size: int, path: Path):
-        self.words, self.path, self.number = words, path, next(words.saves)
-        self.ranks = [0] if words.rank else [*range(1, size)]
+    def __init__(self, board: Board, rank: int, size: int, path: Path):
+        self.board, self.rank, self.path = board, rank, path
+        self.ranks = [0] if rank else [*range(1, size)]
+        board.saves[rank] += 1
+        self.number = board.saves[rank]
         self.gone: dict[int, str] = {}  # why nothing is to be heard of some
 
     def tell(self, why: str) -> None:
         """Says that this rank has done its part, or why it could not."""
-        word = Word("save", self.words.rank, self.number, self.blamed or why)
-        self.words.tell(self.ranks, word)
+        message = Message("save", self.rank, self.number, self.blamed or why)
+        self.board.tell(self.ranks, message)
 
     def said(self) -> dict[int, str]:
-        """By rank, what they told."""
-        return self.words.board.read("save", self.ranks, self.number)
+        """Their messages, by rank: "" where all is well."""
+        return self.board.read("save", self.ranks, self.number)
 
     @property
     def blamed(self) -> str:
-        """What one of them could not do, if any."""
+        """The failure of one of them, in words; "" where there is none."""
         said = self.said()
         gone = [f"rank {r} {why}" for r, why in self.gone.items() if r not in said]
         return next(filter(None, said.values()), "; ".join(gone))
@@ -112,11 +113,11 @@ class Others:
         pause = 0.5
         over = lambda: self.blamed or len(self.said()) == len(self.ranks)  # noqa: E731
         while not over():
-            self.words.board.wait(pause, over)
+            self.board.wait(pause, over)
             pause = min(2 * pause, _PATIENCE)
             if not over():
                 left = [r for r in self.ranks if r not in self.said()]
-                self.gone = self.words.missing(left)
+                self.gone = self.board.missing(left)
                 if self.gone and (self.path / MANIFEST).exists():
                     return  # rank 0 has ended, and well
         if self.blamed:

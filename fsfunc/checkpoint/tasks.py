@@ -126,12 +126,12 @@ class SaveTask:
     # In the background
 
     def start(self) -> None:
-        """Goes on in the background; at once where ranks can send no words."""
+        """Goes on in the background; at once where ranks can send no messages."""
         if self.at is not None and self.size > 1:
-            if self.at.link.words is None:
+            if self.at.link.board is None:
                 self._finish()
                 return
-            self.others = Others(self.at.link.words, self.size, self.path)
+            self.others = Others(self.at.link.board, self.rank, self.size, self.path)
         # A daemon: at the end Python waits for it no longer than _tell_at_exit does.
         self.thread = Thread(target=self.run, name=f"save {self.path}", daemon=True)
         _IN_FLIGHT[self.rank] = self

@@ -87,7 +87,7 @@ def test_what_a_stranger_leaves_is_not_heard(boxes, data):
     here, there = boxes
     there.outbox.queue_push("0", data)
     assert there.ask([0], "where")[0][0] == "asked where"
-    assert here.thread.is_alive() and here.board.said.keys() <= {("is", 0), ("is", 1)}
+    assert here.thread.is_alive() and here.said.keys() <= {("is", 0), ("is", 1)}
 
 
 def test_what_is_heard_is_shown_without_escapes():
@@ -134,7 +134,7 @@ def test_who_keeps_the_store_may_go_or_stop(kept, monkeypatch, how, of_it, of_ot
     assert box.ask([1], "where")[0] == {1: "here"}
     os.kill(process.pid, how)
     if how == signal.SIGKILL:
-        box.board.wait(20, lambda: box.lost)
+        box.wait(20, lambda: box.lost)
     else:
         os.waitpid(process.pid, os.WUNTRACED)
     for _ in range(2):

@@ -12,7 +12,7 @@ from typing import Any
 from torch import Tensor
 
 from fsfunc.comm.attribution import current_label, source_line
-from fsfunc.comm.backends.mailboxes import Words
+from fsfunc.comm.backends.mailboxes import Board
 
 __all__ = [
     "CollectiveCall",
@@ -60,7 +60,7 @@ class Link:
     moves: bool = True  # data; what is only planned stays where it is
     device: str = "cpu"  # of tensors that a caller makes only to move them
     notes: dict[Any, Any] | None = None  # what ranks of one process tell each other
-    words: Words | None = None  # beside the collectives, if there are any
+    board: Board | None = None  # messages beside the collectives, where there are any
     level: int | None = None  # the functorch level that is the mesh, on a vmap mesh
 
     def start(

@@ -1,9 +1,9 @@
-"""What ranks tell one another beside their collectives, through torch's store.
+"""Messages between ranks beside their collectives, through queues in torch's store.
 
-A rank's mailbox is a queue in the store that the processes met in: the launcher's under
-torchrun, rank 0's otherwise. A thread of each process waits at its own, and nothing is
-sent while nobody has something to say. What comes is parsed as a stranger's: short, of
-one form, and from a rank that there is.
+The store is the one in which the processes met: the launcher's under torchrun, rank 0's
+otherwise. A rank's mailbox is a queue there, at which a thread of its process waits;
+nothing is sent while nobody has anything to say. What comes is parsed as if it were a
+stranger's: short, of one form, and from a rank that there is.
 """
 
 from __future__ import annotations
@@ -12,27 +12,28 @@ import itertools
 import os
 import re
 import threading
+from collections import Counter
 from collections.abc import Callable, Collection
 from datetime import timedelta
 from typing import Any, NamedTuple
 
 import torch.distributed as dist
 
-__all__ = ["GONE", "SILENT", "Board", "Mailbox", "Word", "Words", "parse"]
+__all__ = ["GONE", "SILENT", "Board", "Mailbox", "Message", "parse"]
 
 GONE = "has ended without a word: its process was killed, or has returned"
 SILENT = "does not answer: its process is stopped, or out of reach"
 _UNKNOWN = "does not answer: its process was killed or is stopped, or has made no mesh"
 _LIMIT = 2.0  # seconds for an answer
 _SOON = 0.5  # for that of a rank whose connections tell that it has gone, or stopped
-_ENDED = 10**15  # numbers what a rank ended by: its last answer to any question
+_ENDED = 10**15  # the number of a rank's last message: it answers every question
 _LONGEST = 4000  # bytes of a text
 _FORM = re.compile(rb"([a-z]{1,9}) (\d{1,7}) (\d{1,15})\n(.{0,%d})" % _LONGEST, re.S)
-_FOREVER = timedelta(days=3650)  # of a wait that times out torch tells stderr
+_FOREVER = timedelta(days=3650)  # torch tells stderr of every wait that times out
 
 
-class Word(NamedTuple):
-    """What a rank says, under a number: of a question, or of a save."""
+class Message(NamedTuple):
+    """Something that a rank says; the number is that of a question, or of a save."""
 
     kind: str
     rank: int
@@ -44,36 +45,40 @@ class Word(NamedTuple):
         return b"%s %d %d\n%s" % (self.kind.encode(), self.rank, self.number, text)
 
 
-def parse(data: bytes, size: int) -> Word | None:
-    """The word of one of ``size`` ranks; None where it is none.
+def parse(data: bytes, size: int) -> Message | None:
+    """The message of one of ``size`` ranks; None where it is none.
 
     >>> parse(b"is 1 7\\nruns", 2), parse(b"[" * 60_000, 2), parse(b"is 2 7\\n", 2)
-    (Word(kind='is', rank=1, number=7, text='runs'), None, None)
+    (Message(kind='is', rank=1, number=7, text='runs'), None, None)
     """
     found = _FORM.fullmatch(data)
     if found is None or int(found[2]) >= size:
         return None
     text = found[4].decode(errors="replace")
     shown = "".join(c if c.isprintable() or c == "\n" else "?" for c in text)
-    return Word(found[1].decode(), int(found[2]), int(found[3]), shown)
+    return Message(found[1].decode(), int(found[2]), int(found[3]), shown)
 
 
 class Board:
-    """The latest word of each kind of each rank; threads wait for more."""
+    """The latest message of each kind from each rank; threads can wait for more.
+
+    Ranks of one process share one: it has no more to do than to keep what they say.
+    """
 
     def __init__(self) -> None:
         self.said: dict[tuple[str, int], tuple[int, str]] = {}
         self.changed = threading.Condition()
+        self.saves = Counter[int]()  # by rank; all make the same ones
 
-    def put(self, word: Word) -> None:
+    def put(self, message: Message) -> None:
         with self.changed:
-            before, _ = self.said.get(word[:2], (0, ""))
-            if word.number >= before:
-                self.said[word[:2]] = word.number, word.text
+            before, _ = self.said.get(message[:2], (0, ""))
+            if message.number >= before:
+                self.said[message[:2]] = message.number, message.text
                 self.changed.notify_all()
 
     def read(self, kind: str, ranks: Collection[int], number: int) -> dict[int, str]:
-        """What ranks have said of ``number``, or of a later one, by rank."""
+        """The texts of ranks for ``number``, or for a later one, by rank."""
         with self.changed:
             found = {r: self.said.get((kind, r), (-1, "")) for r in ranks}
         return {r: text for r, (n, text) in found.items() if n >= number}
@@ -83,41 +88,33 @@ class Board:
         with self.changed:
             self.changed.wait_for(ready, seconds)
 
-
-class Words:
-    """One rank's words with the others of its process, who share a board."""
-
-    def __init__(self, rank: int, board: Board):
-        self.rank, self.board = rank, board
-        self.saves = itertools.count(1)  # all ranks make the same saves
-
-    def tell(self, ranks: Collection[int], word: Word) -> None:
-        """Leaves a word with each of ``ranks``; waits for nobody."""
-        self.board.put(word)
+    def tell(self, ranks: Collection[int], message: Message) -> None:
+        """Leaves a message for each of ``ranks``; waits for nobody."""
+        self.put(message)
 
     def missing(self, ranks: Collection[int]) -> dict[int, str]:
-        """Why nothing more is to be heard of some of ``ranks``."""
+        """Those of ``ranks`` of which nothing more is to be heard, and why."""
         return {}
 
 
-class Mailbox(Words):
-    """Those of a process with others, and the thread that reads what they say.
+class Mailbox(Board):
+    """The board of one process, and the thread that receives what others say.
 
     Args:
         store: that of the process group.
         answer: what to say to a question of that kind.
 
-    ``lost`` says why nothing is heard any more; "" while all is well. ``seen`` has what
-    became of some ranks, as far as their connections tell.
+    ``lost`` says why nothing is received any more; "" while all is well. ``seen`` has
+    what became of ranks, as far as this rank's connections to them tell.
 
     Raises:
         NotImplementedError: a store without queues: a file, or one of before libuv.
     """
 
     def __init__(self, store: Any, rank: int, size: int, answer: Callable[[str], str]):
-        super().__init__(rank, Board())
+        super().__init__()
         self.store = store  # its server may be in this process: it must stay
-        self.size, self.answer, self.lost = size, answer, ""
+        self.rank, self.size, self.answer, self.lost = rank, size, answer, ""
         self.others = {*range(size)} - {rank}
         self.seen: dict[int, str] = {}
         self.questions = itertools.count(1)
@@ -132,13 +129,13 @@ class Mailbox(Words):
         self.thread = threading.Thread(target=self._listen, daemon=True, name="fsfunc")
         self.thread.start()
 
-    def tell(self, ranks: Collection[int], word: Word) -> None:
+    def tell(self, ranks: Collection[int], message: Message) -> None:
         if self.lost:
             return
         try:
             with self.lock:
                 for rank in ranks:
-                    self.outbox.queue_push(str(rank), word.pack())
+                    self.outbox.queue_push(str(rank), message.pack())
         except RuntimeError as error:
             self._lose(str(error))
 
@@ -148,15 +145,15 @@ class Mailbox(Words):
         """(What ranks answer in time, what is to be said of the others), by rank."""
         # So is this rank: where it does not hear itself, the store is what is silent.
         asked, number = {*ranks, self.rank}, next(self.questions)
-        heard = lambda: self.board.read("is", asked, number)  # noqa: E731
-        self.tell(asked - heard().keys(), Word(kind, self.rank, number, text))
+        heard = lambda: self.read("is", asked, number)  # noqa: E731
         left = lambda: set() if self.lost else asked - heard().keys()  # noqa: E731
-        self.board.wait(_SOON, lambda: not left())
-        self.board.wait(_LIMIT, lambda: left() <= self.seen.keys())
+        self.tell(left(), Message(kind, self.rank, number, text))
+        self.wait(_SOON, lambda: not left())
+        self.wait(_LIMIT, lambda: left() <= self.seen.keys())
         last, found = self.last_words(asked), heard()
         lost = self.lost or ("" if self.rank in found else f"{self.name} is silent")
         rest = {}
-        for r in asked - (found.keys() - self.board.read("is", asked, _ENDED)):
+        for r in asked - (found.keys() - self.read("is", asked, _ENDED)):
             unheard = f"cannot be asked: {lost}" if lost else _UNKNOWN
             if lost and r == self.keeper:
                 unheard = GONE if self.lost else SILENT
@@ -170,25 +167,24 @@ class Mailbox(Words):
 
     def last_words(self, ranks: Collection[int]) -> dict[int, str]:
         """By rank, what those said that end, or have: "" where all was well."""
-        found = self.board.read("ends", ranks, 0)
-        return found | self.board.read("is", ranks, _ENDED)
+        return self.read("ends", ranks, 0) | self.read("is", ranks, _ENDED)
 
     def ends(self, why: str) -> None:
         """Says what this rank ends by; it answers as long as it lives."""
-        self.tell(self.others, Word("ends", self.rank, 0, why))
+        self.tell(self.others, Message("ends", self.rank, 0, why))
 
     def close(self, why: str) -> None:
-        """Says what this rank ends by, "" if well, and ends the thread.
+        """Says what this rank ended by, "" if well, and ends the thread.
 
-        All that know it tell rank 0 where it keeps the store, and it tells them.
+        Where rank 0 keeps the store all tell it, and it tells all before it goes.
         """
         if self.keeper == self.rank:
             self.ask(self.others, "ended", why)
         else:
             told = self.others if why else self.others & {self.keeper}
-            self.tell(told, Word("ended", self.rank, 0, why))
+            self.tell(told, Message("ended", self.rank, 0, why))
         self.over = True
-        self.tell([self.rank], Word("over", self.rank, 0))
+        self.tell([self.rank], Message("over", self.rank, 0))
         self.thread.join(_LIMIT)
 
     # The thread
@@ -200,30 +196,30 @@ class Mailbox(Words):
             except RuntimeError as error:
                 self._lose(str(error))
                 return
-            if (word := parse(data, self.size)) is not None and not self.over:
-                self._hear(word)
+            if (message := parse(data, self.size)) is not None and not self.over:
+                self._receive(message)
 
-    def _hear(self, word: Word) -> None:
-        kind, rank, number, text = word
+    def _receive(self, message: Message) -> None:
+        kind, rank, number, text = message
         if kind in ("is", "save", "ends"):
-            self.board.put(word)
+            self.put(message)
             return
         if number:
-            said = Word("is", self.rank, number, self.answer(kind))
+            answer = Message("is", self.rank, number, self.answer(kind))
             if rank == self.rank:
-                self.board.put(said)
+                self.put(answer)
             else:
-                self.tell([rank], said)
+                self.tell([rank], answer)
         if kind == "ended":
-            self.board.put(Word("is", rank, _ENDED, text))
+            self.put(Message("is", rank, _ENDED, text))
             if rank == self.keeper:
                 self._lose("its last word")
                 self.over = True
 
     def _lose(self, why: str) -> None:
-        with self.board.changed:
+        with self.changed:
             self.lost = self.lost or f"{self.name} has gone ({why.splitlines()[0]})"
-            self.board.changed.notify_all()
+            self.changed.notify_all()
 
 
 def _place_of(store: Any) -> tuple[str, int | None]:

@@ -192,9 +192,9 @@ class Groups:
 
 
 def _in_a_fork() -> None:
-    """What a fork may not do: gloo's threads, which are its parent's, would be missed.
+    """Has a fork refuse collectives, and free no group: gloo's threads are its parent's.
 
-    Nor may it free a group as it ends: it would wait for them.
+    It would wait for them for ever.
     """
     if not dist.is_initialized():
         return

@@ -78,7 +78,7 @@ class ProcessLink(Link):
         if dist.get_world_size() > 1 and not self.fake:
             store = _torch.default_store()
             self.watchdog.join(self.rank, dist.get_world_size(), store)
-        self.flight, self.words = self.watchdog.flight, self.watchdog.mailbox
+        self.flight, self.board = self.watchdog.flight, self.watchdog.mailbox
         self.dropped: list[Exchange] = []  # before they were over
         self.transfers = Transfers(self.groups, self.checks, self.flight)
 

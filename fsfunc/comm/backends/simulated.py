@@ -23,7 +23,6 @@ from fsfunc import _torch
 from fsfunc.comm.attribution import current_label
 from fsfunc.comm.backends.baton import Aborted, Baton, Meeting, SendMeeting, restore
 from fsfunc.comm.backends.link import CollectiveCall, Handle, Link, checks, signature
-from fsfunc.comm.backends.mailboxes import Words
 from fsfunc.comm.mesh import Here, Mesh, place_here
 
 __all__ = ["SimulatedLink", "run_simulated"]
@@ -50,7 +49,7 @@ class SimulatedLink(Link):
 
     def __init__(self, baton: Baton, rank: int):
         self.baton, self.rank, self.notes = baton, rank, baton.notes
-        self.words, self.checks = Words(rank, baton.board), checks()
+        self.board, self.checks = baton.board, checks()
 
     def start(
         self,

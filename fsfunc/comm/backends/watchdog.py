@@ -85,7 +85,7 @@ class Watchdog:
             atexit.register(self.close)
 
     def _answer(self, kind: str) -> str:
-        """What others are told, by the thread that hears them."""
+        """The answer to a question, from the thread that receives it."""
         state = self.flight.state()
         if kind != "dump":
             return state
@@ -95,7 +95,7 @@ class Watchdog:
             return f"{state}\n    whose records cannot be written: {error}"
 
     def states(self, ranks: Iterable[int], kind: str = "where") -> dict[int, str]:
-        """Where ranks are, or what became of them."""
+        """The states of ranks: where each is, or what became of it."""
         found = {self.rank: self.flight.state()}
         if self.mailbox is not None:
             size = self.mailbox.size
@@ -130,7 +130,7 @@ class Watchdog:
         error: BaseException,
         seen: Any = None,
     ) -> PeerFailed:
-        """What to raise where a wait was in vain.
+        """The error to raise after a wait in vain.
 
         Args:
             other: the rank that it was for, where that is known.
@@ -185,7 +185,7 @@ class Watchdog:
             threading.Thread(target=self._say, args=(record,), daemon=True).start()
 
     def _ended(self, ranks: Iterable[int]) -> bool:
-        """Whether one of these ranks ends by an error."""
+        """True where one of these ranks ends by an error."""
         box = self.mailbox
         return box is not None and any(box.last_words([*ranks]).values())
 
@@ -203,7 +203,7 @@ class Watchdog:
 
 
 def _reason(error: BaseException, other: int | None) -> tuple[str, str]:
-    """Why a wait was in vain, and what that says of ``other``."""
+    """The reason why a wait was in vain, and the state of ``other`` by that."""
     text, whom = str(error), "another rank" if other is None else f"rank {other}"
     if "imed out" in text:
         return f"{whom} did not come in time", SILENT
