@@ -19,7 +19,7 @@ FSFUNC_CHECK=1, which half of the cases have). "late numbers" are losses that a 
 got after the fault that are not those of one device, and of which it heard only later:
 such a rank's collectives are like all others' until the next evaluation.
 
-    python benchmarks/faults.py                    200 random faults
+    python benchmarks/faults.py                    300 random faults
     python benchmarks/faults.py --sample           one of each kind
     python benchmarks/faults.py --sample --fsdp2   and FSDP2 on the same ones
 """
@@ -261,7 +261,7 @@ def table(rows: Sequence[dict[str, Any]]) -> str:
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("--count", type=int, default=200)
+    parser.add_argument("--count", type=int, default=300)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--sample", action="store_true", help="one of each kind")
     parser.add_argument("--only", help="kinds, separated by commas")

@@ -192,9 +192,9 @@ class Groups:
 
 
 def _in_a_fork() -> None:
-    """Has a fork refuse collectives, and free no group: gloo's threads are its parent's.
+    """Has a fork refuse collectives and free no group: it would wait for ever.
 
-    It would wait for them for ever.
+    Threads of gloo's are its parent's alone.
     """
     if not dist.is_initialized():
         return

@@ -148,7 +148,10 @@ class Watchdog:
                 states[r] = f"{states.get(r, SILENT)}; it came to {text}"
         text = (
             f"{record.call}: rank {self.rank} waits in vain for others of ranks "
-            f"{list(where.ranks)}. {_cause(states, self.rank, other)}"
+            f"{list(where.ranks)}. "
+        )
+        text += _cause(states, self.rank, other) or (
+            f"To it, {reason}, or came to something else: FSFUNC_CHECK=1 would tell"
         )
         if len(states) > 1:
             text = table(f"{text}\nWhere they are", states)
@@ -217,7 +220,7 @@ def _is_heard(state: str) -> bool:
 
 
 def _cause(states: Mapping[int, str], rank: int, other: int | None) -> str:
-    """The rank that it is because of, as far as they tell."""
+    """The rank that it is because of, as far as they tell; "" where they do not."""
     others = {r: text for r, text in states.items() if r != rank}
     for kind in _BLAMED:
         found = [r for r, text in others.items() if text.startswith(kind)]
@@ -228,10 +231,7 @@ def _cause(states: Mapping[int, str], rank: int, other: int | None) -> str:
         if kind in ("gave up ", "waits "):
             tells = "; FSFUNC_CHECK=1 would tell what it came to in its place"
         return f"Rank {first} {others[first]}{tells}"
-    return (
-        "One of them stopped, ended, or came to something else, which FSFUNC_CHECK=1 "
-        "would tell"
-    )
+    return ""
 
 
 _WATCHDOG: list[Watchdog] = []
