@@ -8,13 +8,15 @@ from __future__ import annotations
 
 import json
 import os
+import time
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from fsfunc.checkpoint.manifest import MANIFEST
 from fsfunc.checkpoint.stored import CheckpointError, Chunk, StoredFile
-from fsfunc.comm.backends.mailboxes import Board, Message
+from fsfunc.comm.backends.mailboxes import Message, is_final
+from fsfunc.comm.mesh import Here
 
 __all__ = ["Others", "RankStatus", "report", "take_status"]
 
@@ -77,15 +79,15 @@ class Others:
     """Those whom a rank waits for in one save: rank 0 for all, and all for rank 0.
 
     Args:
-        board: what this rank hears of the others.
         path: what the checkpoint will be.
     """
 
-    def __init__(self, board: Board, rank: int, size: int, path: Path):
-        self.board, self.rank, self.path = board, rank, path
-        self.ranks = [0] if rank else [*range(1, size)]
-        board.saves[rank] += 1
-        self.number = board.saves[rank]
+    def __init__(self, at: Here, path: Path):
+        self.board, self.rank, self.path = at.link.board, at.rank, path
+        self.ranks = [0] if at.rank else [*range(1, at.mesh.size)]
+        self.patience = min(at.link.timeout / 2, 300.0)  # with who does not answer
+        self.board.saves[at.rank] += 1
+        self.number = self.board.saves[at.rank]
         self.gone: dict[int, str] = {}  # why nothing is to be heard of some
 
     def tell(self, why: str) -> None:
@@ -110,15 +112,25 @@ class Others:
         Raises:
             CheckpointError: one of them could not, or will never say.
         """
-        pause = 0.5
+        pause, silent = 0.5, dict[int, float]()  # since when
         over = lambda: self.blamed or len(self.said()) == len(self.ranks)  # noqa: E731
         while not over():
             self.board.wait(pause, over)
             pause = min(2 * pause, _PATIENCE)
-            if not over():
-                left = [r for r in self.ranks if r not in self.said()]
-                self.gone = self.board.missing(left)
-                if self.gone and (self.path / MANIFEST).exists():
-                    return  # rank 0 has ended, and well
+            if over():
+                break
+            asked = time.monotonic()
+            missing = self.board.missing(
+                [r for r in self.ranks if r not in self.said()]
+            )
+            silent = {r: silent.get(r, asked) for r in missing}
+            given_up = time.monotonic() - self.patience
+            self.gone = {
+                r: why
+                for r, why in missing.items()
+                if is_final(why) or silent[r] < given_up
+            }
+            if self.gone and (self.path / MANIFEST).exists():
+                return  # rank 0 has ended, and well
         if self.blamed:
             raise CheckpointError(f"{self.path} was not saved: {self.blamed}")

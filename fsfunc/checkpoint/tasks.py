@@ -131,7 +131,7 @@ class SaveTask:
             if self.at.link.board is None:
                 self._finish()
                 return
-            self.others = Others(self.at.link.board, self.rank, self.size, self.path)
+            self.others = Others(self.at, self.path)
         # A daemon: at the end Python waits for it no longer than _tell_at_exit does.
         self.thread = Thread(target=self.run, name=f"save {self.path}", daemon=True)
         _IN_FLIGHT[self.rank] = self

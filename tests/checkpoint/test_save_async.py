@@ -5,6 +5,7 @@ import os
 import threading
 import time
 import weakref
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -12,8 +13,10 @@ import torch
 import fsfunc as ff
 from fsfunc.checkpoint import safetensors
 from fsfunc.checkpoint.jobs import is_alive, unlock
+from fsfunc.checkpoint.status import Others
 from fsfunc.checkpoint.stored import CheckpointError
 from fsfunc.checkpoint.tasks import in_flight
+from fsfunc.comm.backends.mailboxes import GONE, SILENT, Board, Message
 from fsfunc.comm.mesh import here
 from fsfunc.transforms.gathers import Gathers
 from tests.checkpoint.stacks import STACKS, made
@@ -334,6 +337,28 @@ def test_the_generators_are_those_of_the_call(tmp_path, gate):
     assert not torch.equal(torch.rand(3), drawn)
     ff.load(tmp_path / "a", {"w": torch.ones(1)})
     assert torch.equal(torch.rand(3), drawn)
+
+
+@pytest.mark.parametrize(
+    "state, timeout, saved", [(SILENT, 60, True), (SILENT, 1, False), (GONE, 60, False)]
+)
+def test_a_silent_rank_is_waited_for_in_moderation(tmp_path, state, timeout, saved):
+    """It may be busy; one that is known to have gone is not waited for."""
+    board, mesh = Board(), SimpleNamespace(size=3)
+    board.missing = lambda ranks: dict.fromkeys(ranks, state)
+    link = SimpleNamespace(board=board, timeout=timeout)
+    others = Others(SimpleNamespace(link=link, rank=0, mesh=mesh), tmp_path / "a")
+    board.put(Message("save", 1, 1))
+    late = threading.Timer(2.0, board.put, (Message("save", 2, 1),))
+    late.start()
+    try:
+        if saved:
+            return others.wait()
+        with pytest.raises(CheckpointError, match=f"rank 2 {state[:15]}"):
+            others.wait()
+        assert late.is_alive()
+    finally:
+        late.cancel()
 
 
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="forks")

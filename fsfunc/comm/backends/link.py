@@ -57,6 +57,7 @@ class Link:
     """One rank's connection to the others of its mesh."""
 
     rank: int = 0
+    timeout: float = 1800.0  # seconds that a rank waits for others
     moves: bool = True  # data; what is only planned stays where it is
     device: str = "cpu"  # of tensors that a caller makes only to move them
     notes: dict[Any, Any] | None = None  # what ranks of one process tell each other

@@ -19,7 +19,7 @@ from typing import Any, NamedTuple
 
 import torch.distributed as dist
 
-__all__ = ["GONE", "SILENT", "Board", "Mailbox", "Message", "parse"]
+__all__ = ["GONE", "SILENT", "Board", "Mailbox", "Message", "is_final", "parse"]
 
 GONE = "has ended without a word: its process was killed, or has returned"
 SILENT = "does not answer: its process is stopped, or out of reach"
@@ -30,6 +30,11 @@ _ENDED = 10**15  # the number of a rank's last message: it answers every questio
 _LONGEST = 4000  # bytes of a text
 _FORM = re.compile(rb"([a-z]{1,9}) (\d{1,7}) (\d{1,15})\n(.{0,%d})" % _LONGEST, re.S)
 _FOREVER = timedelta(days=3650)  # torch tells stderr of every wait that times out
+
+
+def is_final(state: str) -> bool:
+    """False of a rank that is silent: it may be busy, and answer later."""
+    return not state.startswith("does not answer")
 
 
 class Message(NamedTuple):
@@ -93,7 +98,7 @@ class Board:
         self.put(message)
 
     def missing(self, ranks: Collection[int]) -> dict[int, str]:
-        """Those of ``ranks`` of which nothing more is to be heard, and why."""
+        """Those of ``ranks`` that are silent, or have ended; in words."""
         return {}
 
 

@@ -30,6 +30,9 @@ from fsfunc import _torch
 
 __all__ = ["Groups", "fresh", "hang_up", "is_torn", "meet"]
 
+_LAST = (
+    0.5  # seconds in which ranks hear from rank 0, which keeps the store, who is late
+)
 _LAUNCHED = timedelta(minutes=5)  # in which all that were started at once have come
 
 
@@ -90,8 +93,18 @@ def fresh(store: Any, rank: int, size: int, patience: float) -> Any:
     def read(key: str) -> str:
         return store.get(key).decode() if store.check([key]) else ""
 
-    found = ""
-    while time.monotonic() < limit:
+    def late() -> str:
+        if mine not in found.split(","):
+            return "rank 0"  # or it would have listed this rank
+        names = (f"rank {r}" for r in range(size) if read(f"seen/{r}") != found)
+        said = ", ".join(names)
+        if rank == 0:
+            store.set("late", f"{found}\n{said}")
+            time.sleep(_LAST)
+        return said
+
+    said = ""
+    while not said:
         if rank == 0:
             store.set("list", ",".join(read(f"here/{r}") for r in range(size)))
         found = read("list")
@@ -102,14 +115,12 @@ def fresh(store: Any, rank: int, size: int, patience: float) -> Any:
             if read("agreed") == found:
                 name = uuid.uuid5(uuid.NAMESPACE_OID, found)
                 return dist.PrefixStore(f"attempt/{name}", store)
+            of, _, names = read("late").partition("\n")
+            said = names if of == found else ""
+        if time.monotonic() > limit:
+            said = said or late()
         time.sleep(0.01)
-    absent = [r for r in range(size) if not found or read(f"seen/{r}") != found]
-    if mine not in found.split(","):
-        absent = [0]  # or it would have listed this rank
-    names = ", ".join(f"rank {r}" for r in absent)
-    raise TimeoutError(
-        f"{names} did not join rank {rank} of {size} in {patience:.0f} s"
-    )
+    raise TimeoutError(f"{said} did not join rank {rank} of {size} in {patience:.0f} s")
 
 
 class _MeshGroup:

@@ -74,6 +74,8 @@ class ProcessLink(Link):
         self.used: dict[tuple[int, ...], Any] = {}  # where collectives were issued
         self.groups = Groups(timeout).use_world()
         self.patience = patience_of(self.groups.timeout)
+        if self.groups.timeout is not None:
+            self.timeout = self.groups.timeout.total_seconds()
         self.watchdog = the_watchdog()
         if dist.get_world_size() > 1 and not self.fake:
             store = _torch.default_store()
