@@ -19,6 +19,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from faulty_beside import BESIDE
 from torch import Tensor, nn
 
 import fsfunc as ff
@@ -61,6 +62,12 @@ KINDS = {
     "has a slow link": "right",
     "nothing": "right",
 }
+# Of fsfunc alone: FSDP2 has no saves, no messages, no step that is tried again.
+OURS = {
+    "raises as all others do": "right",
+    "never joins": "told",
+    **{kind: due for kind, (due, _) in BESIDE.items()},
+}
 
 
 class Rank:
@@ -74,10 +81,14 @@ class Rank:
         self.file.write(json.dumps({"at": time.time(), **said}) + "\n")
         self.file.flush()
 
+    def now(self, *kinds: str) -> bool:
+        """Whether the fault is of one of these kinds, and of this step."""
+        return self.step == self.fault.step and self.fault.kind in kinds
+
     def due(self, *kinds: str) -> bool:
+        """Whether it is now, and this rank's."""
         fault = self.fault
-        odd = self.rank == fault.rank and self.step == fault.step
-        if not odd or fault.kind not in kinds:
+        if self.rank != fault.rank or not self.now(*(kinds or (fault.kind,))):
             return False
         self.note(fault=fault.kind)
         return True
@@ -157,9 +168,17 @@ def digest(tensors: list[Tensor]) -> str:
     return hashlib.blake2b(b"".join(parts), digest_size=8).hexdigest()
 
 
+class AllRaise(Exception):
+    """What all ranks raise alike, in the middle of a forward pass, and catch."""
+
+
 def ours(rank: Rank, size: int) -> None:
     """Training as the README has it, with an evaluation every third step."""
     fault = rank.fault
+    if fault.kind == "never joins" and rank.rank == fault.rank:
+        rank.note(fault=fault.kind)
+        time.sleep(fault.timeout + 3)
+        raise OSError("no such network")
     mesh = ff.make_mesh({"data": size}, timeout=fault.timeout)
     slow(rank)
 
@@ -171,6 +190,10 @@ def ours(rank: Rank, size: int) -> None:
         rank.in_the_loss()
         for i in rank.order():
             x = layer(ws[i], x)
+            if again and rank.now("raises as all others do"):
+                rank.due()
+                again.pop()
+                raise AllRaise
         mine, other = rank.shown(x)
         most = ff.psum(mine, "data") if other else ff.pmax(mine, "data")
         return x.square().mean() + 0.01 * most.mean()
@@ -184,7 +207,11 @@ def ours(rank: Rank, size: int) -> None:
         leaves = ff.tree.leaves((state.params, state.opt_state))
         return [t for t in leaves if isinstance(t, Tensor)]
 
-    given = weights()
+    given, again = weights(), [1, 2, 3]
+
+    def beside(state: Any) -> None:
+        if rank.now(*BESIDE):
+            BESIDE[fault.kind][1](rank, mesh, state)
 
     def init() -> list[Tensor]:
         return [w.clone() for w in given]
@@ -200,7 +227,13 @@ def ours(rank: Rank, size: int) -> None:
                     evaluate(state.params, x)
                 if rank.due("skips a step"):
                     continue
-                state, metrics = step(state, x)
+                beside(state)
+                while True:
+                    try:
+                        state, metrics = step(state, x)
+                        break
+                    except AllRaise:
+                        pass
                 before = digest(tensors(state))
                 rank.note(step=rank.step, loss=float(value := metrics["loss"]))
                 if not math.isfinite(value):  # alike on every rank: all of them ask

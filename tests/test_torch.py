@@ -1,5 +1,6 @@
 """Each private torch function, and what breaks when torch changes it."""
 
+import sys
 import weakref
 from datetime import timedelta
 
@@ -794,6 +795,21 @@ def test_a_process_group_says_how_long_it_waits():
             dist.destroy_process_group()
         what = "a timeout that the user gave is lost on a mesh of two axes"
         assert found == expected, breaks(what)
+
+
+def test_what_a_fork_must_not_free_is_kept():
+    store = dist.HashStore()
+    dist.init_process_group("fake", store=store, rank=0, world_size=1)
+    try:
+        what = "ranks no longer hear one another beside their collectives"
+        assert isinstance(_torch.default_store(), dist.Store), breaks(what)
+        group = dist.group.WORLD
+        before = sys.getrefcount(group)
+        _torch.keep_process_groups()
+        what = "a fork of a rank never ends: it frees groups whose threads it has not"
+        assert sys.getrefcount(group) == before + 1, breaks(what)
+    finally:
+        dist.destroy_process_group()
 
 
 def test_code_between_graphs_knows_of_its_compiler():

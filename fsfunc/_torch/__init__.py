@@ -84,10 +84,12 @@ from fsfunc._torch.graph import (
 from fsfunc._torch.internals import (
     compiler_at_work,
     compiler_stance,
+    default_store,
     group_timeout,
     held,
     hook_tables,
     is_compiled,
+    keep_process_groups,
     set_compiler_stance,
     set_tables,
     storage,

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import ctypes
 import sys
 from collections.abc import Callable
 from datetime import timedelta
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 
@@ -75,6 +77,20 @@ def group_timeout(group: Any) -> timedelta | None:
         options = getattr(group._get_backend(device), "options", None)
         found.append(getattr(options, "_timeout", None))
     return min((t for t in found if t is not None), default=None)
+
+
+def default_store() -> Any:
+    """The store in which the processes of the default process group met."""
+    return dist.distributed_c10d._get_default_store()
+
+
+def keep_process_groups() -> None:
+    """Has no process group freed in this process, not even as Python ends.
+
+    In a fork that would wait for ever, for threads which its parent alone has.
+    """
+    for group in dist.distributed_c10d._world.pg_map:
+        ctypes.pythonapi.Py_IncRef(ctypes.py_object(group))
 
 
 def is_compiled(module: torch.nn.Module) -> bool:

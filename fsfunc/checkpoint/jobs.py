@@ -33,6 +33,7 @@ __all__ = [
     "mark",
     "own_name",
     "this_job",
+    "unlock",
 ]
 
 MARK = "fsfunc.saving"
@@ -86,6 +87,13 @@ def mark(folder: Path) -> int:
         os.close(file)
         raise
     return file
+
+
+def unlock(file: int) -> None:
+    """Lets others see that nobody writes into the folder any more."""
+    with suppress(OSError):  # a file system without locks
+        fcntl.flock(file, fcntl.LOCK_UN)  # a fork may have the file open, too
+    os.close(file)
 
 
 def is_marked(folder: Path) -> bool:

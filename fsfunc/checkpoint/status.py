@@ -1,36 +1,26 @@
-"""How each rank fares that saves, as files in the folder that ranks write together.
+"""Reports of the ranks that make one save: files, and messages that all is well or not.
 
-So a save in the background needs no collective, which could meet those of training.
+No collectives, which could meet those of training. What a rank has written stands in a
+file, in the folder that all write into, as it may be long.
 """
 
 from __future__ import annotations
 
-import fnmatch
 import json
 import os
 import time
-from collections.abc import Callable, Mapping
-from contextlib import suppress
+from collections.abc import Mapping
 from pathlib import Path
-from threading import Event
 from typing import Any, NamedTuple
 
-from fsfunc.checkpoint.folders import names
+from fsfunc.checkpoint.manifest import MANIFEST
 from fsfunc.checkpoint.stored import CheckpointError, Chunk, StoredFile
+from fsfunc.comm.backends.mailboxes import Message, is_final
+from fsfunc.comm.mesh import Here
 
-__all__ = [
-    "ENDING",
-    "RankStatus",
-    "failure",
-    "report",
-    "report_failure",
-    "reported",
-    "take_status",
-    "wait_until",
-]
+__all__ = ["Others", "RankStatus", "report", "take_status"]
 
-ENDING = Event()  # this process ends: others may have been killed
-_PATIENCE = 15.0  # seconds without a word; a disk may take that long to answer
+_PATIENCE = 5.0  # seconds without a word, after which a rank is asked where it is
 
 
 class RankStatus(NamedTuple):
@@ -52,13 +42,8 @@ class RankStatus(NamedTuple):
 
 
 def report(folder: Path, rank: int, status: RankStatus) -> None:
-    """Tells the others that a rank's files are on disk."""
+    """Leaves what a rank has written for the first rank to read."""
     _put(_path(folder, rank), json.dumps(status._asdict()))
-
-
-def reported(folder: Path, size: int) -> bool:
-    """Whether all ranks' files are on disk."""
-    return all(_path(folder, rank).exists() for rank in range(size))
 
 
 def take_status(folder: Path, rank: int) -> RankStatus:
@@ -79,57 +64,6 @@ def take_status(folder: Path, rank: int) -> RankStatus:
     return RankStatus(files, chunks, said["random"], said["values"], said["tree"])
 
 
-def report_failure(folder: Path, rank: int, error: BaseException) -> None:
-    """Tells the others that a rank cannot go on.
-
-    On a full disk there may be no room for a word; a short link needs none.
-    """
-    path = folder / f"failed-{rank:05}"
-    try:
-        _put(path, f"{type(error).__name__}: {error}")
-    except OSError:
-        with suppress(FileExistsError, FileNotFoundError):
-            os.symlink(type(error).__name__[:40], path)
-
-
-def failure(folder: Path) -> str | None:
-    """What a rank said that could not go on, if any."""
-    for name in fnmatch.filter(names(folder), "failed-?????"):
-        path, rank = folder / name, int(name.removeprefix("failed-"))
-        with suppress(FileNotFoundError):  # the folder may go at any time
-            why = os.readlink(path) if path.is_symlink() else path.read_text()
-            return f"rank {rank} could not go on: {why}"
-    return None
-
-
-def wait_until(ready: Callable[[], bool], folder: Path, path: Path) -> None:
-    """Returns when ``ready()``.
-
-    Args:
-        folder: where the ranks write.
-        path: the place that it will have, for messages.
-
-    Raises:
-        CheckpointError: a rank failed; or this process ends, and no rank has written
-            anything for a while.
-    """
-    pause, seen, since = 0.001, None, time.monotonic()
-    while not ready():
-        if (why := failure(folder)) is not None:
-            raise CheckpointError(f"{path} was not saved: {why}")
-        if ENDING.is_set():
-            now = _sizes(folder)
-            if now != seen:
-                seen, since = now, time.monotonic()
-            elif time.monotonic() - since > _PATIENCE:
-                raise CheckpointError(
-                    f"{path} was not saved: this process ends, and for {_PATIENCE:.0f} "
-                    "s no rank has written anything"
-                )
-        time.sleep(pause)
-        pause = min(2 * pause, 0.05)
-
-
 def _path(folder: Path, rank: int) -> Path:
     return folder / f"rank-{rank:05}.json"
 
@@ -141,9 +75,62 @@ def _put(path: Path, text: str) -> None:
     os.rename(part, path)
 
 
-def _sizes(folder: Path) -> dict[str, int]:
-    found = {}
-    for name in names(folder):
-        with suppress(FileNotFoundError):
-            found[name] = (folder / name).stat().st_size
-    return found
+class Others:
+    """Those whom a rank waits for in one save: rank 0 for all, and all for rank 0.
+
+    Args:
+        path: what the checkpoint will be.
+    """
+
+    def __init__(self, at: Here, path: Path):
+        self.board, self.rank, self.path = at.link.board, at.rank, path
+        self.ranks = [0] if at.rank else [*range(1, at.mesh.size)]
+        self.patience = min(at.link.timeout / 2, 300.0)  # with who does not answer
+        self.board.saves[at.rank] += 1
+        self.number = self.board.saves[at.rank]
+        self.gone: dict[int, str] = {}  # why nothing is to be heard of some
+
+    def tell(self, why: str) -> None:
+        """Says that this rank has done its part, or why it could not."""
+        message = Message("save", self.rank, self.number, self.blamed or why)
+        self.board.tell(self.ranks, message)
+
+    def said(self) -> dict[int, str]:
+        """Their messages, by rank: "" where all is well."""
+        return self.board.read("save", self.ranks, self.number)
+
+    @property
+    def blamed(self) -> str:
+        """The failure of one of them, in words; "" where there is none."""
+        said = self.said()
+        gone = [f"rank {r} {why}" for r, why in self.gone.items() if r not in said]
+        return next(filter(None, said.values()), "; ".join(gone))
+
+    def wait(self) -> None:
+        """Returns when all of them have done their part.
+
+        Raises:
+            CheckpointError: one of them could not, or will never say.
+        """
+        pause, silent = 0.5, dict[int, float]()  # since when
+        over = lambda: self.blamed or len(self.said()) == len(self.ranks)  # noqa: E731
+        while not over():
+            self.board.wait(pause, over)
+            pause = min(2 * pause, _PATIENCE)
+            if over():
+                break
+            asked = time.monotonic()
+            missing = self.board.missing(
+                [r for r in self.ranks if r not in self.said()]
+            )
+            silent = {r: silent.get(r, asked) for r in missing}
+            given_up = time.monotonic() - self.patience
+            self.gone = {
+                r: why
+                for r, why in missing.items()
+                if is_final(why) or silent[r] < given_up
+            }
+            if self.gone and (self.path / MANIFEST).exists():
+                return  # rank 0 has ended, and well
+        if self.blamed:
+            raise CheckpointError(f"{self.path} was not saved: {self.blamed}")

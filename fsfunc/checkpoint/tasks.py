@@ -16,11 +16,12 @@ from typing import Any
 
 from fsfunc.checkpoint import folders, newest, status
 from fsfunc.checkpoint.advice import advised
-from fsfunc.checkpoint.agreement import attempt
+from fsfunc.checkpoint.agreement import attempt, everywhere
 from fsfunc.checkpoint.contents import Contents, parts_of, together
-from fsfunc.checkpoint.manifest import MANIFEST, VERSION, write_manifest
+from fsfunc.checkpoint.jobs import unlock
+from fsfunc.checkpoint.manifest import VERSION, write_manifest
 from fsfunc.checkpoint.safetensors import write_parts
-from fsfunc.checkpoint.status import RankStatus
+from fsfunc.checkpoint.status import Others, RankStatus
 from fsfunc.checkpoint.stored import (
     CheckpointError,
     Chunk,
@@ -50,6 +51,7 @@ class SaveTask:
     thread: Thread | None = None
     error: BaseException | None = None
     lock: int | None = None
+    others: Others | None = None  # who save it too
     _finished: bool = False
     _versions: list[int] = field(default_factory=list)
 
@@ -94,8 +96,6 @@ class SaveTask:
                     "checkpoint would hold neither the old values nor the new ones; "
                     "wait() first, or change a copy"
                 )
-        if status.failure(self.folder) is not None:
-            self._clear()
         mine = RankStatus(files, chunks, found.random, found.values, found.digest)
         status.report(self.folder, self.rank, mine)
 
@@ -121,69 +121,80 @@ class SaveTask:
         """Lets others see that nobody writes into the folder."""
         lock, self.lock = self.lock, None
         if lock is not None:
-            os.close(lock)
+            unlock(lock)
 
     # In the background
 
     def start(self) -> None:
-        """Goes on in the background."""
+        """Goes on in the background; at once where ranks can send no messages."""
+        if self.at is not None and self.size > 1:
+            if self.at.link.board is None:
+                self._finish()
+                return
+            self.others = Others(self.at, self.path)
         # A daemon: at the end Python waits for it no longer than _tell_at_exit does.
         self.thread = Thread(target=self.run, name=f"save {self.path}", daemon=True)
         _IN_FLIGHT[self.rank] = self
+        atexit.unregister(_tell_at_exit)
+        atexit.register(_tell_at_exit)  # runs before ranks cease to hear each other
         self.thread.start()
+
+    def _finish(self) -> None:
+        """Goes on here, all ranks together."""
+        try:
+            everywhere(self.at, self.write)
+            everywhere(self.at, self.complete)
+        except BaseException:
+            self.abandon()
+            raise
+        self.release()
+        self.unlock()
+        self._finished = True
 
     def done(self) -> bool:
         """Whether it is over, well or not; it never waits."""
         if self.thread is not None and self.thread.is_alive():
             return False
-        if self._finished or self.error is not None or self.first:
-            return True
-        return self._is_over() or status.failure(self.folder) is not None
+        over = self._finished or self.error is not None or self.first
+        return over or self.others is not None and bool(self.others.said())
 
     def wait(self) -> None:
         """Returns when the checkpoint is complete.
 
         Raises:
-            what went wrong, on this rank or on another.
+            what went wrong, on this rank or on another; CheckpointError: a rank was
+                killed, is stopped, or is out of reach: names it.
         """
         if self.thread is not None:
             self.thread.join()
         if _IN_FLIGHT.get(self.rank) is self:
             del _IN_FLIGHT[self.rank]
-        if self.error is None and not self.first and not self._finished:
-            self.error = attempt(self._wait_for_first)
+        others = None if self.first or self._finished else self.others
+        if self.error is None and others is not None:
+            self.error = attempt(others.wait)
         self._finished = True
         if self.error is not None:
             raise self.error
 
     def run(self) -> None:
         """What the thread does."""
+        said, others = "", self.others
         try:
             self.write()
-            if self.first:
-                everybody = lambda: status.reported(self.folder, self.size)  # noqa: E731
-                status.wait_until(everybody, self.folder, self.path)
+            if self.first and others is not None:
+                others.wait()
             self.complete()
         except BaseException as error:
             error = self.error = advised(error)
-            self._clear("*" if self.first else None)  # first: the disk may be full
-            attempt(
-                lambda error=error: status.report_failure(self.folder, self.rank, error)
-            )
-        finally:
-            self.release()
-            self.unlock()
-            self.contents, self._versions = Contents(), []  # it may be kept for long
-
-    def _wait_for_first(self) -> None:
-        status.wait_until(self._is_over, self.folder, self.path)
-        if not (self.path / MANIFEST).exists():
-            raise CheckpointError(
-                f"{self.path} was not saved: the folder in which it was written is gone"
-            )
-
-    def _is_over(self) -> bool:
-        return not self.folder.exists()
+            self._clear("*" if self.first else None)
+            said = f"rank {self.rank} could not go on: {type(error).__name__}: {error}"
+        if others is not None:
+            if others.blamed and not self.first:
+                self._clear()  # what the first rank did not find there
+            others.tell(said)
+        self.release()
+        self.unlock()
+        self.contents, self._versions = Contents(), []  # it may be kept for long
 
     def _clear(self, files: str | None = None) -> None:
         """Removes this rank's files, or all."""
@@ -250,13 +261,39 @@ def in_flight(at: Here | None) -> SaveTask | None:
 
 
 def _tell_at_exit() -> None:
-    """Waits for what is in flight; says what nobody asked for."""
-    status.ENDING.set()
+    """Waits for what is in flight; says what nobody asked for, and by the exit status.
+
+    Python has one for programs whose output cannot be written as they end: 120.
+    """
     for task in list(_IN_FLIGHT.values()):
         error = attempt(task.wait)
         if error is not None:
             print(f"fsfunc: {task.path} was not saved:", file=sys.stderr)
             traceback.print_exception(error)
+            sys.stdout = _Failing(sys.stdout)
 
 
-atexit.register(_tell_at_exit)
+class _Failing:
+    """An output that cannot be flushed as Python ends."""
+
+    def __init__(self, stream: Any):
+        self._stream = stream
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._stream, name)
+
+    def flush(self) -> None:
+        self._stream.flush()
+        if sys.is_finalizing():
+            raise CheckpointError("a save in the background failed: exit status 120")
+
+
+def _in_a_fork() -> None:
+    """Leaves what is in flight to the parent; no lock lasts longer than it lives."""
+    for task in _IN_FLIGHT.values():
+        if task.lock is not None:
+            os.close(task.lock)
+    _IN_FLIGHT.clear()
+
+
+os.register_at_fork(after_in_child=_in_a_fork)

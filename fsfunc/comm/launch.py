@@ -45,10 +45,16 @@ def _end_gloo() -> None:
     A thread lets go of a collective's tensors some time after the wait for it is over,
     and needs the GIL for that: once Python ends there is none to be had, and the whole
     process ends by SIGABRT. Registered on import of fsfunc: what registers later, as
-    the saves in the background, runs earlier.
+    the saves in the background, runs earlier. A fork has none of these threads, and
+    would wait for them.
     """
     if dist.is_available() and dist.is_initialized() and dist.get_backend() == "gloo":
         dist.destroy_process_group()
+
+
+os.register_at_fork(
+    after_in_child=lambda: dist.is_initialized() and atexit.unregister(_end_gloo)
+)
 
 
 class PerRank(list):
@@ -107,6 +113,7 @@ def make_mesh(
         ValueError: an unknown backend, a bad size or timeout, or a mesh unlike the
             number of processes.
         CollectiveMismatch: processes that ask for unlike meshes.
+        TimeoutError: ranks that do not join in time; names them.
 
     >>> make_mesh({"data": 4, "pipe": 2}, "simulated").size
     8
@@ -175,6 +182,7 @@ def spmd(fn: Callable[..., Any], mesh: Mesh) -> Callable[..., PerRank]:
     Raises:
         The first error of any rank, noting the rank; every rank then stops.
         Deadlock, CollectiveMismatch: simulated ranks that cannot go on.
+        RuntimeError: simulated ranks are at it in another thread.
 
     >>> import fsfunc as ff
     >>> ff.spmd(lambda: ff.axis_index("data"), ff.make_mesh({"data": 3}))()

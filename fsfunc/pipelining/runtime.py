@@ -91,7 +91,19 @@ class Worker:
         self.whole = False  # whether all backwards are
 
     def run(self, actions: Sequence[Action]) -> None:
-        """Does a rank's actions in their order."""
+        """Does a rank's actions in their order.
+
+        After an error the mesh is closed: another rank may be in this call still, and
+        would take what the next one sends for what it waits for.
+        """
+        try:
+            self._run(actions)
+        except BaseException as error:
+            if self.where.size > 1:
+                self.where.link.close("a pipelined step", error)
+            raise
+
+    def _run(self, actions: Sequence[Action]) -> None:
         self.actions, self.early = actions, set[Action]()
         forwards = [i for i, action in enumerate(actions) if action.kind == "F"]
         self.last = max(forwards, default=-1)

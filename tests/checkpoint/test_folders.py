@@ -9,7 +9,7 @@ import pytest
 import torch
 
 import fsfunc as ff
-from fsfunc.checkpoint import folders, status
+from fsfunc.checkpoint import folders
 from fsfunc.checkpoint.jobs import mark
 from tests.checkpoint.trees import PAIR, on
 from tests.checks import same
@@ -195,8 +195,7 @@ def test_a_folder_may_get_its_name_at_any_moment(tmp_path):
     try:
         end = time.monotonic() + 0.5
         while time.monotonic() < end:
-            assert status.failure(here) is None
-            assert status._sizes(here) in ({}, {"rank-00000.json": 2})
+            assert folders.names(here) in ([], ["rank-00000.json"])
             folders.empty(here, "*.safetensors")
     finally:
         stop.set()

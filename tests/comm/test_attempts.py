@@ -41,6 +41,11 @@ def test_each_attempt_has_a_store_of_its_own(store, size):
         next(iter(found.values()))[1].set("old", "1")
 
 
-def test_a_rank_that_does_not_come_is_told(store):
-    with pytest.raises(TimeoutError, match="rank 0 of 2 waited 0 s"):
+def test_ranks_that_do_not_come_are_named(store):
+    with pytest.raises(TimeoutError, match="^rank 1 did not join rank 0 of 2 in 0 s"):
         fresh(store, 0, 2, patience=0.1)
+    fresh_of = lambda r: fresh(store, r, 3, patience=0.2)  # noqa: E731
+    with pytest.raises(TimeoutError, match="^rank 0 did not join rank 1 of 3"):
+        fresh_of(1)
+    with pytest.raises(TimeoutError, match="^rank 1, rank 2 did not join rank 0 of 3"):
+        fresh_of(0)  # what rank 1 left is of an earlier attempt

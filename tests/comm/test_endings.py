@@ -37,3 +37,43 @@ def test_every_process_ends_by_a_python_error(case, tmp_path):
     for status, text, says in zip(ended, texts, SAYS[case], strict=True):
         assert status == 1, text  # below 0: ended by a signal
         assert "Traceback" in text and says in text and "went on" not in text, text
+
+
+FORKS = """
+    import os, sys, time, torch, fsfunc as ff
+    from torch.utils.data import DataLoader
+
+    class Reduces(torch.utils.data.Dataset):
+        def __len__(self):
+            return 2
+
+        def __getitem__(self, i):
+            return ff.psum(torch.ones(3), "data")
+
+    mesh = ff.make_mesh({"data": 2}, timeout=30)
+
+    def main():
+        ff.psum(torch.ones(3), "data")
+        if not (pid := os.fork()):
+            sys.exit(3)
+        for _ in range(200):
+            found, status = os.waitpid(pid, os.WNOHANG)
+            if found:
+                break
+            time.sleep(0.1)
+        assert found and os.waitstatus_to_exitcode(status) == 3, "it never ends"
+        try:
+            list(DataLoader(Reduces(), num_workers=1))
+        except RuntimeError as error:
+            text = str(error)
+            assert f"is a fork of process {os.getpid()}, which is rank" in text, text
+            print(ff.psum(torch.ones(3), "data").tolist(), flush=True)
+
+    ff.spmd(main, mesh)()
+"""
+
+
+@pytest.mark.processes
+def test_a_fork_ends_and_has_no_collectives(processes):
+    """As Python ends it, and as a worker of a data loader."""
+    assert processes(FORKS, 2, timeout=90) == "[2.0, 2.0, 2.0]\n" * 2

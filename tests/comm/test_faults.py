@@ -15,21 +15,21 @@ def outcomes(tmp_path_factory):
     """What became of one fault of each kind."""
     path = tmp_path_factory.mktemp("faults") / "json"
     options = ["--sample", "--at-once", "8", "--limit", "60", "--json", str(path)]
-    done = forked(BENCHMARKS / "faults.py", *options, timeout=110)
+    done = forked(BENCHMARKS / "faults.py", *options, timeout=200)
     assert path.exists(), done.stderr
     return json.loads(path.read_text())["ours"]
 
 
 @pytest.mark.processes
 def test_each_ends_as_is_due_on_every_survivor(outcomes):
-    assert len({row["kind"] for row in outcomes}) == 19
+    assert len({row["kind"] for row in outcomes}) == 33
     for row in outcomes:
         assert row["verdict"] == row["due"], row
         assert row["happened"] or row["kind"] == "nothing", row
         assert row["seconds"] < 20, row  # a timeout of two, and a slow machine
         assert set(row["intact"]) <= {"intact"}, row
         told = row["survivors"] if row["due"] == "told" else 0
-        assert len(row["intact"]) == told, row
+        assert len(row["intact"]) == told or row["kind"] == "never joins", row
         assert row["names it"] == told, row  # the rank that went wrong
 
 
@@ -51,6 +51,15 @@ def test_the_errors_say_what_happened(outcomes):
         "stops": "its process is stopped",
         "returns NaN": "'x': 1 of 32 elements NaN",
         "comes too late": "runs, at ",
+        "never joins": "did not join rank ",
+        "is killed while it saves": "does not answer: its process was killed or ",
+        "stops while it saves": "does not answer: its process ",
+        "may not write": "could not go on: PermissionError",
+        "removes the folder": "could not go on: FileNotFoundError",
+        "catches a mismatch": "this mesh is closed since CollectiveMismatch in psum",
+        "catches an interrupt": "this mesh is closed since KeyboardInterrupt in psum",
+        "is killed, and no descriptor left": "its process was killed",
+        "loses its loader's worker": "raised RuntimeError: DataLoader worker (pid ",
     }
     found = {row["kind"]: row for row in outcomes}
     for kind, said in says.items():

@@ -1,6 +1,8 @@
 """Simulated ranks: deterministic, each as if alone, and nobody waits for ever."""
 
+import os
 import signal
+import sys
 import threading
 import time
 
@@ -239,6 +241,23 @@ def test_different_collectives_are_told_apart(odd, says, swallow):
     assert "rank 0 psum" in str(caught.value) and "rank 2 psum" in str(caught.value)
 
 
+@pytest.mark.parametrize("ahead", [0, 4095])
+def test_nobody_has_numbers_after_an_error_that_was_caught(ahead):
+    found = []
+
+    def main():
+        try:
+            ff.psum(torch.ones(1 + index()), "data")
+        except RuntimeError:
+            pass
+        for _ in range(1 + ahead):
+            found.append(ff.psum(torch.ones(1), "data"))
+
+    with pytest.raises(CollectiveMismatch):
+        run(main)
+    assert found == []
+
+
 def test_other_pairs_are_another_collective():
     def main():
         ff.ppermute(torch.ones(1), "data", [(0, 1)] if index() else [(1, 0)])
@@ -352,6 +371,61 @@ def test_spmd_within_a_rank():
         return few, ff.psum(torch.ones(1), "data").item()
 
     assert run(main) == [([2, 2], 3)] * 3
+
+
+def test_two_threads_do_not_take_numbers_from_one_another():
+    """The second is refused, wherever it comes; the first draws what it draws alone."""
+    errors, begun, went = [], threading.Event(), threading.Event()
+
+    def main():
+        begun.set()
+        went.wait(10)
+        ff.psum(torch.ones(1), "data")
+        return torch.rand(2)
+
+    def other():
+        begun.wait(10)
+        try:
+            run(lambda: torch.rand(1))
+        except RuntimeError as error:
+            errors.append(str(error))
+        went.set()
+
+    torch.manual_seed(3)
+    state = torch.get_rng_state()
+    thread = threading.Thread(target=other)
+    thread.start()
+    beside = run(main)
+    thread.join()
+    assert ["while another thread of this process is at it" in e for e in errors] == [1]
+    torch.set_rng_state(state)
+    assert all(map(torch.equal, beside, run(main)))
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="forks")
+@pytest.mark.filterwarnings("ignore:.*fork:DeprecationWarning")
+@pytest.mark.parametrize("how, status", [("exits", 3), ("returns", 0), ("reduces", 1)])
+def test_a_fork_of_a_rank_ends_and_has_no_collectives(how, status, tmp_path):
+    def main():
+        if index() == 1 and not (pid := os.fork()):
+            os.dup2(os.open(tmp_path / "err", os.O_WRONLY | os.O_CREAT), 2)
+            sys.stderr = os.fdopen(2, "w")
+            if how == "returns":
+                return
+            if how == "exits":
+                sys.exit(3)
+            ff.psum(torch.ones(1), "data")
+        if index() == 1:
+            end = time.monotonic() + 10
+            while not (found := os.waitpid(pid, os.WNOHANG))[0]:
+                assert time.monotonic() < end, os.kill(pid, signal.SIGKILL)
+                time.sleep(0.01)
+            assert os.waitstatus_to_exitcode(found[1]) == status
+        return ff.psum(torch.ones(1), "data").item()
+
+    assert run(main) == [3, 3, 3]
+    said = (tmp_path / "err").read_text()
+    assert ("float32[1]" in said and "a fork of process" in said) == (how == "reduces")
 
 
 @pytest.mark.parametrize("check", ["", "1"])

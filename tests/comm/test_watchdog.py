@@ -2,17 +2,22 @@
 
 import json
 import os
+import signal
+import subprocess
 import sys
-import threading
+import textwrap
 import time
 from datetime import timedelta
+from pathlib import Path
 
 import pytest
 import torch
+import torch.distributed as dist
 
+from fsfunc.comm.backends import mailboxes
 from fsfunc.comm.backends.flight import FlightRecorder
-from fsfunc.comm.backends.hotline import GONE, SILENT, Hotline
 from fsfunc.comm.backends.link import PeerFailed, signature
+from fsfunc.comm.backends.mailboxes import GONE, SILENT, Mailbox
 from fsfunc.comm.backends.watchdog import Watchdog, patience_of
 
 
@@ -26,60 +31,125 @@ def recorded(flight, number=0):
     return flight.begin(said, Group, number)
 
 
-# The hotline
+# The mailboxes
 
 
 @pytest.fixture
-def pair():
-    here, there = Hotline(lambda m: m), Hotline(lambda m: {"state": m["ask"]})
-    here.others = {7: there.address}
-    yield here, there
-    here.close()
-    there.close()
+def store():
+    return dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
 
 
-def served(line, times=1):
-    thread = threading.Thread(target=lambda: [line.serve(5) for _ in range(times)])
-    thread.start()
-    return thread
+@pytest.fixture
+def boxes(store, monkeypatch):
+    """Those of two ranks of three, which answer with what they were asked."""
+    monkeypatch.setenv("TORCHELASTIC_USE_AGENT_STORE", "True")
+    monkeypatch.setattr(mailboxes, "_LIMIT", 1.0)
+    found = [Mailbox(store, rank, 3, lambda kind: f"asked {kind}") for rank in (0, 1)]
+    yield found
+    for box in found:
+        box.close("")
+    assert not any(box.thread.is_alive() for box in found)
 
 
-def test_a_rank_that_is_asked_answers(pair):
-    here, there = pair
-    thread = served(there)
-    assert here.ask([7, 8], {"ask": "x" * 9999}, 5) == {7: {"state": "x" * 9999}}
-    thread.join()
+def test_a_rank_that_is_asked_answers(boxes):
+    here, there = boxes
+    heard, rest = here.ask([0, 1], "where")
+    assert heard == {0: "asked where", 1: "asked where"} and rest == {}
+    there.answer = lambda kind: "x" * 9999
+    assert here.ask([1], "where")[0][1] == "x" * 4000
 
 
-def test_who_is_stopped_is_told_from_who_has_ended(pair):
-    here, there = pair
+def test_of_who_does_not_answer_it_is_said_what_is_known(boxes):
+    here, there = boxes
     began = time.monotonic()
-    assert here.ask([7], {"ask": ""}, 0.1) == {7: {"state": SILENT}}
-    assert time.monotonic() - began < 3
-    there.close()
-    assert here.ask([7], {"ask": ""}, 5) == {7: {"state": GONE}}
+    heard, rest = here.ask([1, 2], "where")
+    assert 1 <= time.monotonic() - began < 3
+    assert [*heard] == [0, 1] and rest[2].startswith("does not answer: its process")
+    here.seen[2] = GONE
+    assert here.ask([2], "where")[1] == {2: GONE}
+    there.ends("raised ValueError: no")
+    assert here.ask([1], "where")[0][1] == "asked where"  # it lives on, and answers
+    assert here.last_words([1, 2]) == {1: "raised ValueError: no"}
+    there.close("raised ValueError: no")
+    began = time.monotonic()
+    assert here.ask([1], "where")[1] == {1: "raised ValueError: no, and ended"}
+    assert time.monotonic() - began < 0.9  # it is not waited for
 
 
-@pytest.mark.parametrize("text", [b"hello\n", b"[1]\n", b'{"word": "guess"}\n', b""])
-def test_a_stranger_is_not_answered(pair, text):
-    import socket
+@pytest.mark.parametrize(
+    "data",
+    [b"", b"hello", b"[" * 60_000, b'{"rank": 1}', b"is 3 1\nno such rank",
+     b"is -1 1\n", b"is 1 99999999999999999\n", b"is 1 1\n" + b"x" * 5000,
+     b"\xff\xfe 1 1\n", b"is 1 \xd9\xa3\n", b"save 1\n"],
+)  # fmt: skip
+def test_what_a_stranger_leaves_is_not_heard(boxes, data):
+    """No recursion, no thread that ends, and nobody else is kept from being heard."""
+    here, there = boxes
+    there.outbox.queue_push("0", data)
+    assert there.ask([0], "where")[0][0] == "asked where"
+    assert here.thread.is_alive() and here.said.keys() <= {("is", 0), ("is", 1)}
 
-    _, there = pair
-    thread = served(there)
-    host, port, _ = there.address.rsplit(":", 2)
-    with socket.create_connection((host, int(port)), 5) as connection:
-        connection.sendall(text)
-        connection.shutdown(socket.SHUT_WR)
-        assert connection.recv(100) == b""
-    thread.join()
+
+def test_what_is_heard_is_shown_without_escapes():
+    word = mailboxes.parse(b"is 1 1\nruns \x1b[31m\x07\xc2\x9b\xff\n  on", 2)
+    assert word.text == "runs ?[31m??\ufffd\n  on"
 
 
-def test_who_waits_for_a_message_can_be_woken(pair):
-    here, _ = pair
-    thread, began = served(here), time.monotonic()
-    here.wake()
-    thread.join()
-    assert time.monotonic() - began < 4
+def test_nothing_is_sent_while_nobody_says_anything(boxes, store):
+    kept = store.num_keys()
+    for _ in range(3):
+        boxes[0].ask([1], "where")
+    assert store.num_keys() == kept  # nor does it grow
+
+
+STORE = """
+    import time, torch.distributed as dist
+    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    print(store.port, flush=True)
+    time.sleep(60)
+"""
+
+
+@pytest.fixture
+def kept():
+    """A process that keeps a store, and the store."""
+    args = [sys.executable, "-c", textwrap.dedent(STORE)]
+    with subprocess.Popen(args, stdout=subprocess.PIPE, text=True) as process:
+        assert process.stdout
+        port = int(process.stdout.readline())
+        yield process, dist.TCPStore("127.0.0.1", port, is_master=False)
+        process.kill()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "how, of_it, of_others",
+    [(signal.SIGKILL, GONE, "has gone"), (signal.SIGSTOP, SILENT, "is silent")],
+)
+def test_who_keeps_the_store_may_go_or_stop(kept, monkeypatch, how, of_it, of_others):
+    """Nobody hangs, and the rank that kept it is named."""
+    monkeypatch.setattr(mailboxes, "_LIMIT", 1.0)
+    process, store = kept
+    box = Mailbox(store, 1, 3, lambda kind: "here")
+    assert box.ask([1], "where")[0] == {1: "here"}
+    os.kill(process.pid, how)
+    if how == signal.SIGKILL:
+        box.wait(20, lambda: box.lost)
+    else:
+        os.waitpid(process.pid, os.WUNTRACED)
+    for _ in range(2):
+        began = time.monotonic()
+        heard, rest = box.ask([0, 2], "where")
+        assert time.monotonic() - began < 5
+        assert heard == {} and rest[0] == of_it
+        assert rest[2].startswith("cannot be asked: the store at 127.0.0.1:")
+        assert f"that rank 0 keeps {of_others}" in rest[2]
+    began = time.monotonic()
+    box.close("")
+    assert time.monotonic() - began < 5
+    process.kill()
+    box.thread.join(20)
+    assert not box.thread.is_alive()
 
 
 # Records
@@ -108,19 +178,43 @@ def test_a_state_is_where_the_process_is():
     assert flight.state().startswith("runs")
 
 
-def test_a_dump_is_a_line_for_each_record(tmp_path):
+def test_a_dump_is_a_line_for_each_record(tmp_path, monkeypatch):
+    monkeypatch.setenv("FSFUNC_FLIGHT", str(tmp_path))
     flight = FlightRecorder()
     recorded(flight).ended = 1.0
     recorded(flight, 1).waits()
     recorded(flight, 2).failed = True
     recorded(flight, 3)
-    flight.dump(str(tmp_path / "0"), 5)
-    first, *rows = map(json.loads, (tmp_path / "0").read_text().splitlines())
+    path = Path(flight.dump(5))
+    first, *rows = map(json.loads, path.read_text().splitlines())
     assert first["rank"] == 5 and first["state"].startswith("waits in #1")
     assert any("test_a_dump" in line for line in first["stack"])
     assert [r["state"] for r in rows] == ["ended", "waiting", "failed", "issued"]
     assert rows[0]["shape"] == [3] and rows[0]["dtype"] == "float32"
     assert abs(rows[3]["begun"] - time.time()) < 60
+
+
+def test_a_dump_is_nobody_elses(tmp_path, monkeypatch):
+    """In a folder of its own, which is gone after a run that ended well."""
+    monkeypatch.setenv("FSFUNC_FLIGHT", str(tmp_path))
+    watchdog, mask = Watchdog(), os.umask(0)
+    try:
+        paths = {Path(watchdog.flight.dump(5)) for _ in range(2)}
+    finally:
+        os.umask(mask)
+    (path,) = paths
+    assert [*path.parent.iterdir()] == [path] and path.parent.parent == tmp_path
+    assert path.stat().st_mode & 0o777 == 0o600
+    assert path.parent.stat().st_mode & 0o777 == 0o700
+    path.unlink()
+    path.symlink_to(tmp_path / "mine")
+    watchdog.flight.dump(5)
+    assert path.is_file() and not path.is_symlink() and not (tmp_path / "mine").exists()
+    watchdog.flight.clear()
+    assert not any(tmp_path.iterdir())
+    monkeypatch.setenv("FSFUNC_FLIGHT", str(tmp_path / "nowhere"))
+    state, why = Watchdog()._answer("dump").splitlines()
+    assert state.startswith("runs, at ") and "cannot be written: " in why
 
 
 # When, and what
@@ -142,17 +236,14 @@ def test_a_patience_that_is_none(monkeypatch, text):
         patience_of(None)
 
 
-def test_what_a_rank_ends_by_is_known_when_it_is_gone():
-    watchdog = Watchdog()
-    other = Hotline(lambda m: {"state": ""})
-    watchdog.hotline = Hotline(watchdog._answer)
+def test_what_a_rank_ends_by_is_known_when_it_is_gone(store):
+    watchdog, other = Watchdog(), Mailbox(store, 1, 2, str)
+    watchdog.mailbox = Mailbox(store, 0, 2, watchdog._answer)
     try:
-        watchdog.join(0, {0: "", 1: other.address})
-        other.close()
-        watchdog._answer({"ended": "raised ValueError: no", "rank": 1})
+        other.close("raised ValueError: no")
         error = watchdog.failed(recorded(watchdog.flight), 1, RuntimeError("gloo"))
     finally:
-        watchdog.hotline.close()
+        watchdog.mailbox.close("")
     assert type(error) is PeerFailed and isinstance(error, RuntimeError)
     first, _, zero, one = str(error).splitlines()
     assert first.endswith("Rank 1 raised ValueError: no, and ended")
@@ -160,24 +251,22 @@ def test_what_a_rank_ends_by_is_known_when_it_is_gone():
     assert one == "  rank 1 raised ValueError: no, and ended"
 
 
-@pytest.mark.filterwarnings("ignore:.*fork:DeprecationWarning")
-def test_a_fork_does_not_stand_in_for_its_parent():
-    """As a worker of a data loader: the parent's port closes with the parent."""
-    watchdog, caller = Watchdog(), Hotline(lambda m: m)
-    caller.others = {0: watchdog.listen()}
-    reader, writer = os.pipe()
-    if not (pid := os.fork()):
-        os.read(reader, 1)
-        os._exit(0)
+@pytest.mark.parametrize("kind", ["file", "before libuv"])
+def test_without_queues_ranks_know_what_gloo_tells(tmp_path, kind):
+    if kind == "file":
+        store = dist.FileStore(str(tmp_path / "store"), 2)
+    else:
+        how = {"wait_for_workers": False, "use_libuv": False}
+        store = dist.TCPStore("127.0.0.1", 0, is_master=True, **how)
+    watchdog, hook = Watchdog(), sys.excepthook
     try:
-        assert caller.ask([0], {}, 5)[0]["state"].startswith("runs, at ")
-        watchdog.close()
-        assert caller.ask([0], {}, 5) == {0: {"state": GONE}}
+        watchdog.join(0, 2, store)
+        error = watchdog.failed(recorded(watchdog.flight), 1, RuntimeError("gloo"))
     finally:
-        os.write(writer, b"x")
-        os.waitpid(pid, 0)
-        sys.excepthook = watchdog.hook
-        caller.close()
+        watchdog.close()
+        sys.excepthook = hook
+    assert watchdog.mailbox is None
+    assert "To it, rank 1 closed its connection, or came to something" in str(error)
 
 
 LATE = """
@@ -209,7 +298,6 @@ LATE = """
         took = time.perf_counter() - began
         assert took < 5, took
         print("raised ValueError: no such token at" in str(error), flush=True)
-        os._exit(0)
 """
 
 
@@ -225,7 +313,7 @@ def test_who_is_missing_is_said_and_who_waits_for_the_dead_is_woken(
     said = [line for line in text.splitlines() if "[fsfunc] rank 0 has waited" in line]
     table = text.partition(said[0])[2].splitlines()
     assert "  rank 0 waits in #1 psum" in table[1] and "rank 3 runs, at " in table[7]
-    files = sorted(tmp_path.glob("fsfunc-*-rank?.jsonl"))
+    files = sorted(tmp_path.glob("fsfunc-*/rank?.jsonl"))
     assert len(files) == 4
     for rank, file in enumerate(sorted(files, key=lambda f: f.stem[-1])):
         first, *rows = map(json.loads, file.read_text().splitlines())

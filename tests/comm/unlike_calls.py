@@ -1,8 +1,10 @@
-"""Processes that come to unlike collectives: every one of three is told, and goes on.
+"""Processes that come to unlike collectives: every one of three is told.
 
-Rank 2 does what the others do not. Prints a line for each case that went as it should.
+Rank 2 does what the others do not. The mesh is closed then, and they go on by another.
+Prints a line for each case that went as it should.
 """
 
+import contextlib
 import os
 import re
 import time
@@ -85,6 +87,9 @@ def loss(ws, x, order):
     return x.square().mean()
 
 
+IN_STEPS = ["unshard", "global_norm", "units in another order, never compared"]
+
+
 def steps(mesh):
     """Cases of sharded functions: what was placed, and what is called unlike."""
     ws, x = [torch.eye(3), 2 * torch.eye(3)], ones(2, 3)
@@ -92,23 +97,24 @@ def steps(mesh):
     placed = ff.place(f, ws, x, (0, 1))
     new = lambda: ff.shard(ff.value_and_grad(loss), mesh, "data")  # noqa: E731
     first, second = "layer(0)", "layer(1)"
-    return f, placed, {
-        "unshard": (
+    found = [
+        (
             lambda: ff.unshard(placed),
             lambda: ff.psum(ones(3), "data"),
             ("all_gather", "(unshard)", "psum"),
         ),
-        "global_norm": (
+        (
             lambda: ff.global_norm(placed),
             lambda: ff.unshard(placed),
             ("psum", "all_gather"),
         ),
-        "units in another order, never compared": (
+        (
             lambda: new()(placed, x, (0, 1)),
             lambda: new()(placed, x, (1, 0)),
             (first, second),
         ),
-    }  # fmt: skip
+    ]
+    return f, placed, dict(zip(IN_STEPS, found, strict=True))
 
 
 def differs(mesh, like, unlike, says):
@@ -129,7 +135,7 @@ def transfers(mesh):
     """Rank 0 sends what rank 1 does not expect."""
     where = group("data")
     if mesh.rank == 2:
-        return True
+        return "left out"
     try:
         if mesh.rank == 0:
             where.send(ones(4), 1).wait()
@@ -160,6 +166,7 @@ def in_a_step(mesh, f, placed):
 
 def leaves(mesh):
     """Rank 2 is done where the others are not."""
+    ff.spmd(lambda: ff.psum(ones(5), "data"), mesh)()
     try:
         ff.spmd(lambda: mesh.rank == 2 or ff.psum(ones(5), "data"), mesh)()
     except RuntimeError as error:
@@ -170,38 +177,62 @@ def leaves(mesh):
     return "left"
 
 
-def main():
-    mesh = ff.make_mesh({"data": 3}, timeout=60)
-    f, placed, more = ff.spmd(lambda: steps(mesh), mesh)()[0]
-    found = {}
-    for name, case in (CASES | more).items():
-        found[name] = ff.spmd(lambda case=case: differs(mesh, *case), mesh)()[0]
-        total = ff.spmd(lambda: ff.psum(ones(5), "data"), mesh)()[0]
-        if total.tolist() != [3.0] * 5:
-            found[name] = f"and then {total}"
-    found["transfer"] = ff.spmd(lambda: transfers(mesh), mesh)()[0]
+def anew(**how):
+    """A mesh of its own for each case, and that of the last one is no more."""
+    if dist.is_initialized():
+        dist.destroy_process_group()
+    return ff.make_mesh({"data": 3}, **{"timeout": 60} | how)
 
-    natively = ff.make_mesh({"data": 3}, timeout=60)
-    natively.link.paired = False  # as on NCCL
+
+def closed(mesh, found):
+    """Whether what follows an error raises, and names it: as was ``found``, if so."""
+    if found is not True and found != "left out":
+        return found
+    says = "waits in vain" if found == "left out" else "this mesh is closed since "
+    for _ in range(2):
+        try:
+            total = ff.spmd(lambda: ff.psum(ones(5), "data"), mesh)()[0]
+            return f"and then {total}"
+        except RuntimeError as error:
+            if says not in str(error):
+                return str(error)
+        says = "this mesh is closed since "
+    return True
+
+
+def main():
+    found = {}
+    for name in (*CASES, *IN_STEPS):
+        mesh = anew()
+        case = CASES.get(name) or ff.spmd(steps, mesh)(mesh)[0][2][name]
+        told = ff.spmd(lambda m=mesh, case=case: differs(m, *case), mesh)()[0]
+        found[name] = closed(mesh, told)
+    mesh = anew(timeout=3)  # rank 2 has no part in it
+    found["transfer"] = closed(mesh, ff.spmd(lambda: transfers(mesh), mesh)()[0])
+
     for name in ("op", "dtype", "size", "source"):
+        natively = anew()
+        natively.link.paired = False  # as on NCCL
         case = CASES[name]
-        found[f"{name}, natively"] = ff.spmd(
-            lambda case=case: differs(natively, *case), natively
-        )()[0]
+        told = ff.spmd(lambda m=natively, case=case: differs(m, *case), natively)()[0]
+        found[f"{name}, natively"] = closed(natively, told)
 
     os.environ["FSFUNC_CHECK"] = "1"
-    checked = ff.make_mesh({"data": 3}, timeout=60)
+    checked = anew()
     f, placed, _ = ff.spmd(lambda: steps(checked), checked)()[0]
     run = lambda order: lambda: f(placed, ones(2, 3), order)  # noqa: E731
     like = ff.spmd(run((0, 1)), checked)()[0]
     found["checked, alike"] = torch.is_tensor(like[0])
     case = run((0, 1)), run((1, 0)), ("layer(0)", "layer(1)")
-    found["checked"] = ff.spmd(lambda: differs(checked, *case), checked)()[0]
-
-    found["leaves early, checked"] = leaves(checked)
+    told = []
+    with contextlib.suppress(RuntimeError):  # it is the end that is compared next
+        ff.spmd(lambda: told.append(differs(checked, *case)), checked)()
+        told = ["went on"]
+    found["checked"] = closed(checked, *told)
+    found["leaves early, checked"] = leaves(anew())
 
     os.environ["FSFUNC_CHECK"] = "0"
-    short = ff.make_mesh({"data": 3}, timeout=2)
+    short = anew(timeout=2)
     f, placed, _ = ff.spmd(lambda: steps(short), short)()[0]
     ff.spmd(lambda: f(placed, ones(2, 3), (0, 1)), short)()
     began = time.perf_counter()

@@ -401,6 +401,31 @@ def test_a_stage_that_raises_raises_everywhere_and_leaves_the_state(
         close(found, expected, 1e-12)
 
 
+@pytest.mark.parametrize("rank", [0, 1])
+def test_after_a_step_that_raised_and_was_caught_nobody_has_numbers(rank):
+    """One rank is in that step still, and would take the next one's data for its."""
+    optimizer, found = ff.sgd(0.1), []
+
+    def main():
+        def step(unit):
+            loss = functools.partial(chain, unit=unit)
+            return on(optimizer(ff.value_and_grad(loss)))
+
+        state = ff.init_state(step(layer), parameters(), optimizer, batch())
+        try:
+            step(breaking("forward", rank, 1))(state, batch())
+            found.append("that step")
+        except Broken:
+            pass
+        step(layer)(state, batch())
+        found.append("the next one")
+
+    with pytest.raises(Broken) as caught:
+        ff.spmd(main, MESH)()
+    assert caught.value.__notes__ == [f"on simulated rank {rank}, in a pipelined step"]
+    assert found == []
+
+
 @pytest.mark.parametrize(
     "other", [{"stages": [3, 1]}, {"schedule": S.zb_v}], ids=lambda o: next(iter(o))
 )

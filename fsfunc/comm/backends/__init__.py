@@ -7,5 +7,5 @@ processes.py process_groups.py   torch.distributed, and its groups
 process_collectives.py point_to_point.py exchange.py
                     collectives, sends, and the wait for either
 flight.py           the last 100 collectives of a process, and how far each came
-hotline.py watchdog.py   ranks ask each other where they are; who is missing
+mailboxes.py watchdog.py   messages by torch's store; who is missing
 """

@@ -6,6 +6,7 @@ it is when nobody can run. All of a group meet in a collective, or two in a tran
 
 from __future__ import annotations
 
+import os
 import threading
 from dataclasses import dataclass, field
 from typing import Any
@@ -15,6 +16,7 @@ from torch import Tensor
 
 from fsfunc import _torch
 from fsfunc.comm.backends.link import CollectiveCall, CollectiveMismatch, table
+from fsfunc.comm.backends.mailboxes import Board
 from fsfunc.comm.linear_maps import combine
 
 __all__ = ["Aborted", "Baton", "Deadlock", "Meeting", "SendMeeting", "restore"]
@@ -129,6 +131,8 @@ class Baton:
         self.counts: dict[tuple[Any, ...], int] = {}
         self.states = [torch_state()] * n
         self.notes: dict[Any, Any] = {}
+        self.board = Board()
+        self.process, self.threads = os.getpid(), set[int]()
 
     def hand_over(self, rank: int, last: bool = False) -> None:
         """Passes the baton to the next rank that can run, and waits for it."""
@@ -180,6 +184,12 @@ class Baton:
 
         That is ``new`` if it is the first to come; the last to come completes it.
         """
+        if self.process != os.getpid():
+            raise RuntimeError(
+                f"{call}, in process {os.getpid()}, a fork of process {self.process} "
+                "that runs the simulated ranks: a fork, such as a worker of a data "
+                "loader, is no rank and has no collectives"
+            )
         if self.error is not None:
             raise Aborted
         among = (type(new), group, new.ranks)

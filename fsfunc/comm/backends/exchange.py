@@ -43,7 +43,6 @@ DATA, HEADER, TRANSFER, ANSWER = range(4)
 _NUMBERS = 2**12  # more than can be in flight at once; what is later comes later
 _SIZE = 512  # bytes of a header: a digest of eight, and a text
 _TITLE = "ranks call different collectives"
-_LEFT: list[Any] = []  # what a mismatch left under way
 
 Work = tuple[int | None, Any]  # the other rank, if it is one, and what torch gave
 
@@ -140,31 +139,31 @@ class Headers:
         found = {rank: unpacked(row) for rank, row in self.rows.items()}
         return {rank: text for rank, text in found.items() if text}
 
-    def check(self, exchange: Exchange) -> None:
-        """Waits for what the others say of ``exchange``.
+    def check(self) -> None:
+        """Waits for what the others say of it.
 
         Raises:
             CollectiveMismatch: on every rank, what each of them called.
         """
         settle(self.works, self.record, self.seen)
         self.works = []
-        try:
-            _compare(self.rows, f"{_TITLE}, #{self.record.number} of theirs")
-        except CollectiveMismatch:
-            # Nobody waits for it, and gloo may write there still.
-            _LEFT.append(exchange)
-            self.record.failed = True
-            raise
+        _compare(self.rows, f"{_TITLE}, #{self.record.number} of theirs")
 
 
 class Exchange(Handle):
     """Works of torch.distributed, then a local finish.
+
+    One that is dropped before it is over goes to its link, which waits for it: gloo
+    reads and writes there still, and without it would stand still for all that follow.
 
     Args:
         held: what must live until then.
         record: what it is, for who has to be told.
         headers: those of its ranks, where they are compared.
     """
+
+    result: Tensor | None = None
+    works: Sequence[Work] = ()
 
     def __init__(
         self,
@@ -176,20 +175,27 @@ class Exchange(Handle):
     ):
         self.works, self.finish, self.held = works, finish, held
         self.record, self.headers = record, headers
-        self.result: Tensor | None = None
 
     def wait(self) -> Tensor:
         if self.result is None:
-            if self.headers is not None:
-                self.headers.check(self)
-            settle(self.works, self.record)
-            self.result = self.finish()
+            try:
+                if self.headers is not None:
+                    self.headers.check()
+                settle(self.works, self.record)
+                self.result = self.finish()
+            except BaseException as error:
+                self.record.where.link.close(self.record.call, error)
+                raise
             self.record.ended = time.monotonic()
             del self.works, self.finish, self.held  # and the buffers with them
         return self.result
 
     def done(self) -> bool:
         return self.result is not None or all(w.is_completed() for _, w in self.works)
+
+    def __del__(self) -> None:
+        if self.result is None and self.works:
+            self.record.where.link.dropped.append(self)
 
 
 def settle(
@@ -205,6 +211,7 @@ def settle(
 
     Raises:
         PeerFailed: another rank stopped, or ended; names the collective.
+        RuntimeError: an error closed the mesh since it was issued.
     """
     record.waits()
     other = None
@@ -212,5 +219,8 @@ def settle(
         for other, work in works:  # noqa: B007  the error names it
             work.wait()
     except RuntimeError as error:
+        trace = error.__traceback__
+        if trace is not None and trace.tb_next is not None:
+            raise  # a signal's handler did, as that of a data loader does
         watchdog = record.where.link.watchdog
         raise watchdog.failed(record, other, error, seen()) from error

@@ -10,7 +10,9 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import sys
+import tempfile
 import threading
 import time
 from collections import deque
@@ -42,7 +44,13 @@ class FlightRecord:
         self.failed = False
 
     def waits(self) -> None:
-        """Its thread begins to wait for it."""
+        """Its thread begins to wait for it.
+
+        Raises:
+            RuntimeError: an error has closed its mesh since.
+        """
+        if self.failed:
+            self.where.link.groups.get(self.where.ranks)
         self.thread = threading.get_ident()
         self.waited = self.waited or time.monotonic()
 
@@ -88,6 +96,7 @@ class FlightRecorder:
     def __init__(self) -> None:
         self.records: deque[FlightRecord] = deque(maxlen=_KEPT)
         self.said = ""  # what stopped it, until it goes on
+        self.folder = ""  # where it was written, once it was
 
     def begin(self, said: Signature, where: Any, number: int) -> FlightRecord:
         record = FlightRecord(said, where, number)
@@ -111,11 +120,14 @@ class FlightRecorder:
         last = f"; its last was {self.records[-1]}" if self.records else ""
         return f"runs{f', at {line}' if line else ''}{last}"
 
-    def dump(self, path: str, rank: int) -> None:
+    def dump(self, rank: int) -> str:
         """Writes JSON lines: where the process is, then its records, oldest first.
 
-        Whoever reads the file finds all of them: several ranks may ask at once, and the
-        process may end meanwhile.
+        Returns the file: in a folder that this process makes, below ``FSFUNC_FLIGHT``
+        or where temporary files lie, and that nobody else can read or write.
+
+        Raises:
+            OSError: it cannot be written.
         """
         stack = [
             f"{frame.f_code.co_filename}:{frame.f_lineno} {frame.f_code.co_name}"
@@ -123,10 +135,20 @@ class FlightRecorder:
         ]
         first = {"rank": rank, "state": self.state(), "at": time.time(), "stack": stack}
         rows = [first, *(record.row() for record in list(self.records))]
-        part = f"{path}.{threading.get_ident()}"
+        if not self.folder:
+            parent = os.environ.get("FSFUNC_FLIGHT") or None
+            self.folder = tempfile.mkdtemp(prefix=f"fsfunc-{os.getpid()}-", dir=parent)
+        path = os.path.join(self.folder, f"rank{rank}.jsonl")
+        part, name = tempfile.mkstemp(dir=self.folder)  # 0600; it follows no link
         with open(part, "w") as file:
             file.writelines(json.dumps(row) + "\n" for row in rows)
-        os.replace(part, path)
+        os.replace(name, path)  # one before it may be read right now
+        return path
+
+    def clear(self) -> None:
+        """Removes what was written, after a run that ended well."""
+        if self.folder:
+            shutil.rmtree(self.folder, ignore_errors=True)
 
 
 def _frames(thread: int | None) -> list[FrameType]:

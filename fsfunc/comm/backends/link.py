@@ -12,6 +12,7 @@ from typing import Any
 from torch import Tensor
 
 from fsfunc.comm.attribution import current_label, source_line
+from fsfunc.comm.backends.mailboxes import Board
 
 __all__ = [
     "CollectiveCall",
@@ -56,9 +57,11 @@ class Link:
     """One rank's connection to the others of its mesh."""
 
     rank: int = 0
+    timeout: float = 1800.0  # seconds that a rank waits for others
     moves: bool = True  # data; what is only planned stays where it is
     device: str = "cpu"  # of tensors that a caller makes only to move them
     notes: dict[Any, Any] | None = None  # what ranks of one process tell each other
+    board: Board | None = None  # messages beside the collectives, where there are any
     level: int | None = None  # the functorch level that is the mesh, on a vmap mesh
 
     def start(
@@ -86,6 +89,16 @@ class Link:
     def receive(self, like: Tensor, where: Any, source: int, what: str = "") -> Handle:
         """Receives into ``like`` what the rank at index ``source`` sends."""
         raise NotImplementedError
+
+    def close(self, what: Any, error: BaseException) -> None:
+        """Has all that follows raise: since ``error`` ranks may be at different places.
+
+        What is under way may never be over, and what one rank comes to next would meet
+        what another came to before.
+
+        Args:
+            what: in which it was raised.
+        """
 
     def trim(self) -> None:
         """Lets go of memory that is kept for the next collectives."""

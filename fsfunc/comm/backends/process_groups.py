@@ -5,6 +5,9 @@ that those before them wrote to (torch 2.13 does, unless
 TORCH_DISABLE_SHARE_RDZV_TCP_STORE is 1), and with it where gloo, or NCCL, listened
 then. So the ranks first agree on a prefix that nobody used before.
 
+A group that came to an error is closed: nobody knows then which collective a rank comes
+to next, and a tag is used again after 4,096 of them.
+
 Groups that torch owns. A group has threads. One that outlived `destroy_process_group`,
 because a mesh still holds its group, would let go of a tensor while Python ends, and
 with that end the process by SIGABRT.
@@ -25,21 +28,54 @@ import torch.distributed as dist
 
 from fsfunc import _torch
 
-__all__ = ["Groups", "agent_store", "fresh", "hang_up", "is_torn"]
+__all__ = ["Groups", "fresh", "hang_up", "is_torn", "meet"]
 
-_PATIENCE = 300.0  # seconds for all ranks to come
-
-
-def agent_store() -> Any:
-    """The store of torchrun's agent, under a prefix of this attempt; None elsewhere."""
-    if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True":
-        return None
-    host, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
-    size, rank = int(os.environ["WORLD_SIZE"]), int(os.environ["RANK"])
-    return fresh(dist.TCPStore(host, port, size, is_master=False), rank, size)
+_LAST = (
+    0.5  # seconds in which ranks hear from rank 0, which keeps the store, who is late
+)
+_LAUNCHED = timedelta(minutes=5)  # in which all that were started at once have come
 
 
-def fresh(store: Any, rank: int, size: int, patience: float = _PATIENCE) -> Any:
+def meet(rank: int, size: int, timeout: timedelta | None) -> Any:
+    """The store in which the processes of this attempt meet, once all are there.
+
+    It is that of torchrun's agent, else one that rank 0 keeps.
+
+    Args:
+        timeout: how long to wait for a rank; those of torchrun, which may import for
+            longer, are waited for at least five minutes.
+
+    Raises:
+        TimeoutError: ranks do not come; names them.
+    """
+    for name in ("MASTER_ADDR", "MASTER_PORT"):
+        if name not in os.environ:
+            raise ValueError(f"{name} is not set: where do the ranks meet?")
+    launched = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+    limit = timeout or (_LAUNCHED if launched else dist.default_pg_timeout)
+    limit = max(limit, _LAUNCHED) if launched else limit
+    at = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
+    keeps = rank == 0 and not launched
+    try:
+        if at not in _STORES:
+            _STORES[at] = dist.TCPStore(
+                *at, size, keeps, limit, wait_for_workers=False, multi_tenant=True
+            )
+        return fresh(_STORES[at], rank, size, limit.total_seconds())
+    except dist.DistError as error:
+        if keeps:
+            raise
+        whom = "the launcher" if launched else "rank 0"
+        raise TimeoutError(
+            f"{whom} did not join rank {rank} of {size}, or has gone; it keeps the "
+            f"store at {at[0]}:{at[1]}: {str(error).splitlines()[0]}"
+        ) from error
+
+
+_STORES: dict[tuple[str, int], Any] = {}  # by address; as long as this process
+
+
+def fresh(store: Any, rank: int, size: int, patience: float) -> Any:
     """``store`` under a prefix that the ranks of this attempt alone share.
 
     Each rank leaves a number of its own; rank 0 lists those that it finds until every
@@ -57,7 +93,18 @@ def fresh(store: Any, rank: int, size: int, patience: float = _PATIENCE) -> Any:
     def read(key: str) -> str:
         return store.get(key).decode() if store.check([key]) else ""
 
-    while time.monotonic() < limit:
+    def late() -> str:
+        if mine not in found.split(","):
+            return "rank 0"  # or it would have listed this rank
+        names = (f"rank {r}" for r in range(size) if read(f"seen/{r}") != found)
+        said = ", ".join(names)
+        if rank == 0:
+            store.set("late", f"{found}\n{said}")
+            time.sleep(_LAST)
+        return said
+
+    said = ""
+    while not said:
         if rank == 0:
             store.set("list", ",".join(read(f"here/{r}") for r in range(size)))
         found = read("list")
@@ -68,10 +115,37 @@ def fresh(store: Any, rank: int, size: int, patience: float = _PATIENCE) -> Any:
             if read("agreed") == found:
                 name = uuid.uuid5(uuid.NAMESPACE_OID, found)
                 return dist.PrefixStore(f"attempt/{name}", store)
+            of, _, names = read("late").partition("\n")
+            said = names if of == found else ""
+        if time.monotonic() > limit:
+            said = said or late()
         time.sleep(0.01)
-    raise TimeoutError(
-        f"rank {rank} of {size} waited {patience:.0f} s for the others to start"
-    )
+    raise TimeoutError(f"{said} did not join rank {rank} of {size} in {patience:.0f} s")
+
+
+class _MeshGroup:
+    """A process group for as long as torch has it, and until an error closes it.
+
+    ``get()`` returns it, or None; once it is closed, it raises.
+    """
+
+    def __init__(self, group: Any):
+        self.get: Callable[[], Any] = lambda: None
+        if group is not None:
+            self.get = weakref.ref(group)
+        self.closed = ""
+        _GROUPS.add(self)
+
+    def close(self, why: str) -> None:
+        def closed() -> Any:
+            raise RuntimeError(self.closed)
+
+        self.closed = self.closed or why
+        self.get = closed
+
+
+_GROUPS: weakref.WeakSet[_MeshGroup] = weakref.WeakSet()  # all of this process
+_WORLD: weakref.WeakKeyDictionary[Any, _MeshGroup] = weakref.WeakKeyDictionary()
 
 
 class Groups:
@@ -83,14 +157,20 @@ class Groups:
     """
 
     def __init__(self, timeout: timedelta | None = None) -> None:
-        self._found: dict[tuple[int, ...], Callable[[], Any]] = {}
+        self._found: dict[tuple[int, ...], _MeshGroup] = {}
         self.timeout = timeout or _torch.group_timeout(dist.group.WORLD)
 
     def use_world(self) -> Groups:
-        """Takes the group of all ranks that is there already, if it waits as long."""
+        """Takes the group of all ranks that is there already, if it waits as long.
+
+        Raises:
+            RuntimeError: an error of another mesh has closed it.
+        """
         world = dist.group.WORLD
+        group = _WORLD.setdefault(world, _MeshGroup(world))
+        group.get()
         if self.timeout == _torch.group_timeout(world):
-            self._found[tuple(range(dist.get_world_size()))] = weakref.ref(world)
+            self._found[tuple(range(dist.get_world_size()))] = group
         return self
 
     def make(self, ranks: tuple[int, ...], **options: Any) -> None:
@@ -98,23 +178,48 @@ class Groups:
         if ranks not in self._found:
             group: Any = dist.new_group(list(ranks), self.timeout, **options)
             mine = dist.get_rank() in ranks  # others get a mark, and never ask for it
-            self._found[ranks] = weakref.ref(group) if mine else lambda: None
+            self._found[ranks] = _MeshGroup(group if mine else None)
 
     def get(self, ranks: tuple[int, ...]) -> Any:
         """The group of ``ranks``, which this rank is one of; None where none was made.
 
         Raises:
-            RuntimeError: it was destroyed.
+            RuntimeError: it was destroyed, or is closed.
         """
         if ranks not in self._found:
             return None
-        group = self._found[ranks]()
+        group = self._found[ranks].get()
         if group is None or not dist.is_initialized():
             raise RuntimeError(
                 f"the process group of ranks {list(ranks)} is gone "
                 "(destroy_process_group): make the mesh anew, after init_process_group"
             )
         return group
+
+    def close(self, why: str) -> None:
+        """Has all that comes after raise, unless another error has closed it."""
+        for group in self._found.values():
+            group.close(why)
+
+
+def _in_a_fork() -> None:
+    """Has a fork refuse collectives and free no group: it would wait for ever.
+
+    Threads of gloo's are its parent's alone.
+    """
+    if not dist.is_initialized():
+        return
+    why = (
+        f"process {os.getpid()} is a fork of process {os.getppid()}, which is rank "
+        f"{dist.get_rank()}: a fork, such as a worker of a data loader, is no rank and "
+        "has no collectives. Call them in the process that made the mesh"
+    )
+    for group in _GROUPS:
+        group.close(why)
+    _torch.keep_process_groups()
+
+
+os.register_at_fork(after_in_child=_in_a_fork)
 
 
 def hang_up(group: Any, others: Sequence[int]) -> None:

@@ -23,6 +23,7 @@ import contextlib
 import faulthandler
 import hashlib
 import os
+import time
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from datetime import timedelta
@@ -32,10 +33,12 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from fsfunc import _torch
 from fsfunc.comm.attribution import current_label, source_line
 from fsfunc.comm.backends.exchange import Exchange, compare_gathered, packed
 from fsfunc.comm.backends.flight import FlightRecord
 from fsfunc.comm.backends.link import (
+    CollectiveMismatch,
     Handle,
     Link,
     PeerFailed,
@@ -45,13 +48,9 @@ from fsfunc.comm.backends.link import (
 )
 from fsfunc.comm.backends.point_to_point import Transfers
 from fsfunc.comm.backends.process_collectives import Pairs, issue
-from fsfunc.comm.backends.process_groups import (
-    Groups,
-    agent_store,
-    hang_up,
-    is_torn,
-)
+from fsfunc.comm.backends.process_groups import Groups, hang_up, is_torn, meet
 from fsfunc.comm.backends.watchdog import patience_of, the_watchdog
+from fsfunc.comm.groups import RankGroup
 from fsfunc.runtime.buffer_pool import BufferPool
 
 __all__ = ["ProcessLink", "connect"]
@@ -75,8 +74,14 @@ class ProcessLink(Link):
         self.used: dict[tuple[int, ...], Any] = {}  # where collectives were issued
         self.groups = Groups(timeout).use_world()
         self.patience = patience_of(self.groups.timeout)
+        if self.groups.timeout is not None:
+            self.timeout = self.groups.timeout.total_seconds()
         self.watchdog = the_watchdog()
-        self.flight = self.watchdog.flight
+        if dist.get_world_size() > 1 and not self.fake:
+            store = _torch.default_store()
+            self.watchdog.join(self.rank, dist.get_world_size(), store)
+        self.flight, self.board = self.watchdog.flight, self.watchdog.mailbox
+        self.dropped: list[Exchange] = []  # before they were over
         self.transfers = Transfers(self.groups, self.checks, self.flight)
 
     def connect(self, every: Sequence[tuple[int, ...]]) -> None:
@@ -91,22 +96,49 @@ class ProcessLink(Link):
         self.transfers.connect(every)
 
     def send(self, x: Tensor, where: Any, to: int, what: str = "") -> Handle:
-        return self._told(lambda: self.transfers.send(x, where, to, what))
+        return self._told(self.transfers.send, x, where, to, what)
 
     def receive(self, like: Tensor, where: Any, source: int, what: str = "") -> Handle:
-        return self._told(lambda: self.transfers.receive(like, where, source, what))
+        return self._told(self.transfers.receive, like, where, source, what)
 
-    def _told(self, issue: Callable[[], Handle]) -> Handle:
-        """What is issued; where it cannot be any more, who is to blame."""
+    def _told(self, issue: Callable[..., Handle], *args: Any, **how: Any) -> Handle:
+        """What ``issue`` puts on its way; where it cannot any more, who is to blame."""
         try:
-            return issue()
+            return issue(*args, **how)
         except PeerFailed:
-            raise
+            raise  # of a wait, which has closed the mesh
         except RuntimeError as error:
-            if not is_torn(error):
-                raise
             record = self.flight.records[-1]
-            raise self.watchdog.failed(record, None, error) from error
+            if is_torn(error):
+                failed = self.watchdog.failed(record, None, error)
+                self.close(record.call, failed)
+                raise failed from error
+            if isinstance(error, CollectiveMismatch):
+                self.close(record.call, error)
+            raise
+        except KeyboardInterrupt as error:  # who knows what is on its way
+            self.close(self.flight.records[-1].call, error)
+            raise
+
+    def close(self, what: Any, error: BaseException) -> None:
+        says = f". It says: {str(error)[:1000]}" if str(error) else ""
+        why = (
+            f"this mesh is closed since {type(error).__name__} in {what}, as its ranks "
+            "may be at different places; to go on, call torch.distributed."
+            f"destroy_process_group() and ff.make_mesh on each{says}"
+        )
+        self.groups.close(why)
+        self.transfers.down.close(why)
+        for other in list(self.flight.records):
+            if other.where.link is self and not other.ended:
+                other.failed = True
+
+    def _take_in(self) -> None:
+        """Waits for what an error, or a caller, dropped while it was under way."""
+        while self.dropped:
+            first = min(self.dropped, key=lambda exchange: exchange.record.begun)
+            first.wait()
+            self.dropped.remove(first)
 
     def raised(self, error: BaseException) -> None:
         """Notes that ``error`` left the program of this rank: others may ask."""
@@ -143,39 +175,35 @@ class ProcessLink(Link):
         **how: Any,
     ) -> Handle:
         x, group = x.detach(), self.groups.get(where.ranks)
+        if self.dropped:
+            self._take_in()
         compared = where.compared and not self.checks
         if self.checks:  # a buffer has a name; what has none is its unit's
             what = what or current_label()[0]
-        paired = x.device.type == "cpu" and self.paired
-        hops = op == "psum" and where.size > 2 and x.numel() >= 1024
-        if paired and hops:
-            how = {"hops": 1 if any_order else 2}
+        if op == "psum" and where.size > 2 and x.numel() >= 1024:
+            if x.device.type == "cpu" and self.paired:
+                how = {"hops": 1 if any_order else 2}
         said = signature(op, how, where.axis, x, what)
         number = self.issued[where.ranks]
         self.issued[where.ranks] += 1
         if not number:
             self.used[where.ranks] = where
         record = self.flight.begin(said, where, number)
-        if not paired:
-            compared = compared or self.fake
-            return self._native(record, x, out, group, compared, how)
+        return self._told(self._issue, record, x, out, group, compared, **how)
 
-        def exchange() -> Handle:
-            return getattr(Pairs(record, group, self.pool, compared), op)(x, out, **how)
-
-        return self._told(exchange)
-
-    def _native(
+    def _issue(
         self,
         record: FlightRecord,
         x: Tensor,
         out: Tensor | None,
         group: Any,
         compared: bool,
-        how: dict[str, Any],
+        **how: Any,
     ) -> Handle:
         op, where = record.said[0], record.where
-        if not compared:
+        if x.device.type == "cpu" and self.paired:
+            return getattr(Pairs(record, group, self.pool, compared), op)(x, out, **how)
+        if not compared and not self.fake:
             record.line = source_line()
             mine = packed(record, digest(record.said)).to(x.device)
             compare_gathered(mine, group, where.ranks)
@@ -208,11 +236,11 @@ def connect(
         if torch.cuda.is_available():
             torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", 0)))
         backend = "nccl" if torch.cuda.is_available() else "gloo"
-        how: dict[str, Any] = {"timeout": timeout}
-        if (store := agent_store()) is not None:
-            rank = int(os.environ["RANK"])
-            how |= {"store": store, "rank": rank, "world_size": world}
-        dist.init_process_group(backend, **how)
+        rank = int(os.environ["RANK"])
+        store = meet(rank, world, timeout)
+        dist.init_process_group(
+            backend, store=store, rank=rank, world_size=world, timeout=timeout
+        )
     with contextlib.suppress(OSError, ValueError, AttributeError):  # no such stderr
         if not faulthandler.is_enabled():
             faulthandler.enable()  # what takes a process by a signal has its line told
@@ -223,18 +251,26 @@ def connect(
 
 
 def _compare_meshes(axes: Mapping[str, int], link: ProcessLink) -> None:
-    """Raises on every rank where they make unlike meshes."""
-    if link.fake or dist.get_world_size() == 1:
+    """Raises on every rank where they make unlike meshes, or one makes none."""
+    world, n = dist.group.WORLD, dist.get_world_size()
+    if link.fake or n == 1:
         return
     asked = ", FSFUNC_CHECK=1" if link.checks else ""
     text = f"makes a mesh {dict(axes)}, timeout {link.groups.timeout}{asked}"
     said = hashlib.blake2b(text.encode(), digest_size=8).digest()
-    text = f"{text[:300]}\n{link.watchdog.listen()}"
-    mine = packed(text, said).to(link.device)
-    ranks = range(dist.get_world_size())
-    every = compare_gathered(mine, dist.group.WORLD, ranks, "ranks make unlike meshes")
-    addresses = {r: text.partition("\n")[2] for r, text in every.items()}
-    link.watchdog.join(link.rank, addresses)
+    mine, ranks = packed(text, said).to(link.device), tuple(range(n))
+    where = RankGroup(tuple(axes), ranks, link.rank, link.rank, link)
+    record = link.flight.begin(
+        signature("make_mesh", {}, where.axis, mine, ""), where, 0
+    )
+    record.waits()
+    try:
+        compare_gathered(mine, world, ranks, "ranks make unlike meshes")
+    except CollectiveMismatch:
+        raise
+    except RuntimeError as error:
+        raise link.watchdog.failed(record, None, error) from error
+    record.ended = time.monotonic()
 
 
 def _check_size(axes: Mapping[str, int], size: int, world: int) -> None:

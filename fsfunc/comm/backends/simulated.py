@@ -9,9 +9,11 @@ generators go with the baton (numpy's and ``random``'s do not).
 from __future__ import annotations
 
 import contextvars
+import os
+import sys
 import threading
-from collections.abc import Callable, Sequence
-from contextlib import ExitStack
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 from typing import Any
 
 import torch
@@ -47,7 +49,7 @@ class SimulatedLink(Link):
 
     def __init__(self, baton: Baton, rank: int):
         self.baton, self.rank, self.notes = baton, rank, baton.notes
-        self.checks = checks()
+        self.board, self.checks = baton.board, checks()
 
     def start(
         self,
@@ -76,6 +78,11 @@ class SimulatedLink(Link):
         meeting = self._come(meeting, "receive", like, where, what)
         return _Pending(self, meeting, lambda: like)
 
+    def close(self, what: Any, error: BaseException) -> None:
+        if self.baton.error is None:
+            error.add_note(f"on simulated rank {self.rank}, in {what}")
+        self.baton.fail(error)
+
     def _come(self, new: Meeting, op: str, x: Tensor, where: Any, what: str) -> Meeting:
         call = CollectiveCall.now(signature(op, new.how, where.axis, x, what))
         return self.baton.come(self.rank, new, where.ranks, call, x)
@@ -87,10 +94,46 @@ def run_simulated(mesh: Mesh, fn: Callable[..., Any], args: Sequence[Sequence[An
     Every rank starts from the caller's default generator, and the caller goes on from
     rank 0's.
     """
-    baton, enter = Baton(mesh.size), carry()
+    enter = carry()
+    with _alone(Baton(mesh.size)) as baton:
+        return _run(mesh, fn, args, baton, enter)
+
+
+_RUNS: list[Baton] = []  # under way, one within the other
+os.register_at_fork(after_in_child=_RUNS.clear)  # they go on in the parent
+
+
+@contextmanager
+def _alone(baton: Baton) -> Iterator[Baton]:
+    """Raises where ranks of another run may come in between.
+
+    A rank that calls ``spmd`` waits for it, and holds the baton meanwhile.
+    """
+    _RUNS.append(baton)
+    others = _RUNS[: _RUNS.index(baton)]
+    try:
+        if others and not any(threading.get_ident() in b.threads for b in others):
+            raise RuntimeError(
+                "spmd on simulated ranks while another thread of this process is at "
+                "it: torch has one default generator, whose draws they would take "
+                "from one another. Run one after the other, or in several processes"
+            )
+        yield baton
+    finally:
+        _RUNS.remove(baton)
+
+
+def _run(
+    mesh: Mesh,
+    fn: Callable[..., Any],
+    args: Sequence[Sequence[Any]],
+    baton: Baton,
+    enter: Callable[[], ExitStack],
+) -> list[Any]:
     results: list[Any] = [None] * mesh.size
 
     def body(rank: int) -> None:
+        baton.threads.add(threading.get_ident())
         baton.wake[rank].acquire()
         restore(baton.states[rank])
         try:
@@ -101,9 +144,13 @@ def run_simulated(mesh: Mesh, fn: Callable[..., Any], args: Sequence[Sequence[An
         except Aborted:
             pass  # the error that stopped this rank is kept with the baton
         except BaseException as error:
+            if baton.process != os.getpid():
+                _end(error)
             if baton.error is None:
                 error.add_note(f"on simulated rank {rank} of {mesh}")
             baton.fail(error)
+        if baton.process != os.getpid():
+            _end(None)
         baton.state[rank] = "done"
         baton.hand_over(rank, last=True)
 
@@ -130,6 +177,16 @@ def run_simulated(mesh: Mesh, fn: Callable[..., Any], args: Sequence[Sequence[An
         return results
     finally:
         del error  # its traceback holds this frame: no circle, in which tensors wait
+
+
+def _end(error: BaseException | None) -> None:
+    """Ends a fork of a rank, which has this thread alone: Python would not."""
+    code = error.code if isinstance(error, SystemExit) else error and 1
+    if error is not None and not isinstance(error, SystemExit):
+        sys.excepthook(type(error), error, error.__traceback__)
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(code if isinstance(code, int) else int(code is not None))
 
 
 def carry() -> Callable[[], ExitStack]:

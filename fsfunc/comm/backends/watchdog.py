@@ -1,10 +1,10 @@
-"""Who is missing where: what ranks tell one another once they wait for too long.
+"""The watchdog of a process: it says who is missing where, on every rank that is left.
 
-A daemon thread of each process answers where its rank is, for ranks that wait in vain
-and for those that wait long; it says so on stderr, and writes the last records of every
-rank to files, after ``FSFUNC_WATCHDOG`` seconds (half the mesh's timeout, and five
-minutes at most). A rank that ends by an error tells all others first: those that wait
-for it are woken within two seconds, with its error as the cause of theirs.
+A rank that waits in vain asks the others where they are (see ``mailboxes``), and raises
+that. One that waits for ``FSFUNC_WATCHDOG`` seconds (half the mesh's timeout, and five
+minutes at most) says it on stderr, and all write their last records to files. A rank
+that ends by an error tells all others first: those that wait for it are woken within
+two seconds, with its error as the cause of theirs.
 """
 
 from __future__ import annotations
@@ -13,7 +13,6 @@ import atexit
 import math
 import os
 import sys
-import tempfile
 import threading
 import time
 from collections.abc import Iterable, Mapping
@@ -22,15 +21,18 @@ from typing import Any
 
 from fsfunc.comm.attribution import source_line, traceback_line
 from fsfunc.comm.backends.flight import FlightRecord, FlightRecorder
-from fsfunc.comm.backends.hotline import GONE, SILENT, Hotline, Message
 from fsfunc.comm.backends.link import PeerFailed, table
+from fsfunc.comm.backends.mailboxes import GONE, SILENT, Mailbox
 
 __all__ = ["Watchdog", "patience_of", "the_watchdog"]
 
 _TICK = 0.5  # seconds between two looks
 _GRACE = 1.0  # for a collective to be over, once one of its ranks has ended
-_LIMIT = 2.0  # for an answer
 _WHOLE = 32  # ranks of which a table shows all
+# How the state of a rank begins that it is because of, the likeliest first.
+_BLAMED = (
+    "raised ", "has ", "does not answer", "runs", "gave up ", "waits ", "cannot "
+)  # fmt: skip
 
 
 def patience_of(timeout: timedelta | None) -> float:
@@ -55,69 +57,51 @@ def patience_of(timeout: timedelta | None) -> float:
 
 
 class Watchdog:
-    """What one process knows of the others, and its thread that answers them."""
+    """What one process knows of the others, and the thread that watches its waits."""
 
     def __init__(self) -> None:
-        self.flight, self.rank, self.size = FlightRecorder(), 0, 1
+        self.flight, self.rank = FlightRecorder(), 0
         self.pid = os.getpid()  # a fork has the object, and no thread
-        self.ended: dict[int, str] = {}  # by rank: what it ended by
         self.told: FlightRecord | None = None  # of what has been said that it waits
         self.over = threading.Event()
-        self.hotline: Hotline | None = None
+        self.mailbox: Mailbox | None = None
+        self.thread: threading.Thread | None = None
 
-    def listen(self) -> str:
-        """The address under which others reach this process from now on; "" if none."""
-        if self.hotline is None:
-            try:
-                self.hotline = Hotline(self._answer)
-            except OSError:  # no network here: ranks know what gloo tells them
-                return ""
+    def join(self, rank: int, size: int, store: Any) -> None:
+        """Hears the ranks of a process group from now on, and is heard by them."""
+        before, self.rank = self.mailbox, rank
+        if before is not None and before.store is store:
+            return
+        if before is not None:
+            before.close("")
+        try:
+            self.mailbox = Mailbox(store, rank, size, self._answer)
+        except NotImplementedError:  # ranks know what gloo tells them
+            self.mailbox = None
+        if self.thread is None:
             self.thread = threading.Thread(target=self._run, daemon=True, name="fsfunc")
             self.thread.start()
-            # A worker of a data loader would keep the port open, and never answer.
-            os.register_at_fork(after_in_child=self.hotline.close)
             self.hook, sys.excepthook = sys.excepthook, self._uncaught
             atexit.register(self.close)
-        return self.hotline.address
 
-    def join(self, rank: int, addresses: Mapping[int, str]) -> None:
-        """Knows the ranks of a run by their addresses, this one's among them."""
-        self.rank, self.size = rank, len(addresses)
-        self.ended.clear()
-        if self.hotline is not None:
-            others = {r: a for r, a in addresses.items() if a and r != rank}
-            self.hotline.others = others
-
-    # What others ask, and tell
-
-    def _answer(self, message: Message) -> Message:
-        if (why := message.get("ended")) is not None:
-            self.ended[int(message.get("rank", -1))] = str(why)
-        found: Message = {"state": self.flight.state()}
-        found["waits"] = self.flight.waiting() is not None
-        if message.get("dump"):
-            found["file"] = self._dump()
-        return found
-
-    def _dump(self) -> str:
-        folder = os.environ.get("FSFUNC_FLIGHT") or tempfile.gettempdir()
-        path = os.path.join(folder, f"fsfunc-{self.pid}-rank{self.rank}.jsonl")
+    def _answer(self, kind: str) -> str:
+        """The answer to a question, from the thread that receives it."""
+        state = self.flight.state()
+        if kind != "dump":
+            return state
         try:
-            self.flight.dump(path, self.rank)
+            return f"{state}\n    {self.flight.dump(self.rank)}"
         except OSError as error:
-            return f"none: {error}"
-        return path
+            return f"{state}\n    whose records cannot be written: {error}"
 
-    def rows(self, ranks: Iterable[int], **message: Any) -> dict[int, Message]:
-        """What each rank answers; of those that ended, what they ended by."""
-        asked = set(range(self.size)) if self.size <= _WHOLE else set(ranks)
-        found: dict[int, Message] = {}
-        if self.hotline is not None:
-            found = self.hotline.ask(sorted(asked - {self.rank}), message, _LIMIT)
-        found[self.rank] = self._answer(message)
-        for rank, why in self.ended.items():
-            if found.get(rank, {}).get("state") == GONE:
-                found[rank]["state"] = f"{why}, and ended"
+    def states(self, ranks: Iterable[int], kind: str = "where") -> dict[int, str]:
+        """The states of ranks: where each is, or what became of it."""
+        found = {self.rank: self.flight.state()}
+        if self.mailbox is not None:
+            size = self.mailbox.size
+            every = range(size) if size <= _WHOLE else [*ranks]
+            heard, rest = self.mailbox.ask(every, kind)
+            found = rest | found | heard
         return dict(sorted(found.items()))
 
     # What goes wrong here
@@ -135,15 +119,9 @@ class Watchdog:
     ) -> None:
         if os.getpid() == self.pid:
             self.raised(error)
-            self._tell()
+            if self.flight.said and self.mailbox is not None:
+                self.mailbox.ends(self.flight.said)
         self.hook(kind, error, trace)
-
-    def _tell(self) -> None:
-        """Tells all others what this rank is about to end by, if by an error."""
-        if self.flight.said and self.hotline is not None:
-            message = {"ended": self.flight.said, "rank": self.rank}
-            self.hotline.ask(self.hotline.others, message, _LIMIT)
-            self.hotline.others = {}
 
     def failed(
         self,
@@ -152,7 +130,7 @@ class Watchdog:
         error: BaseException,
         seen: Any = None,
     ) -> PeerFailed:
-        """What to raise where a wait was in vain.
+        """The error to raise after a wait in vain.
 
         Args:
             other: the rank that it was for, where that is known.
@@ -160,82 +138,91 @@ class Watchdog:
         """
         where, line = record.where, record.line or source_line()
         record.line, record.failed = line, True
-        reason = _reason(error, other)
+        reason, became = _reason(error, other)
         self.flight.said = f"gave up {record}: {reason}"
-        found = self.rows(where.ranks)
-        states = {r: str(row["state"]) for r, row in found.items()}
+        if other is not None and self.mailbox is not None and became:
+            self.mailbox.seen[other] = became
+        states = self.states(where.ranks)
         for r, text in (seen or {}).items():
-            if states.get(r, SILENT) in (GONE, SILENT):
+            if not _is_heard(states.get(r, SILENT)):
                 states[r] = f"{states.get(r, SILENT)}; it came to {text}"
         text = (
             f"{record.call}: rank {self.rank} waits in vain for others of ranks "
-            f"{list(where.ranks)}. {_cause(states, self.rank, other)}"
+            f"{list(where.ranks)}. "
+        )
+        text += _cause(states, self.rank, other) or (
+            f"To it, {reason}, or came to something else: FSFUNC_CHECK=1 would tell"
         )
         if len(states) > 1:
             text = table(f"{text}\nWhere they are", states)
         return PeerFailed(text)
 
     def close(self) -> None:
-        """Says its last, and ends the thread while there is a Python for it to run."""
-        if os.getpid() != self.pid or self.hotline is None:
+        """Says its last, and ends the threads while there is a Python to run them."""
+        if os.getpid() != self.pid or self.thread is None:
             return
-        self._tell()
+        if self.mailbox is not None:
+            self.mailbox.close(self.flight.said)
         self.over.set()
-        self.hotline.wake()
-        self.thread.join(_LIMIT)
-        self.hotline.close()
+        self.thread.join(_TICK)
+        if not self.flight.said:
+            self.flight.clear()
 
     # The thread
 
     def _run(self) -> None:
-        if self.hotline is None:
-            raise RuntimeError("the watchdog has no line to the other ranks")
-        while not self.over.is_set():
+        pause = _TICK
+        while not self.over.wait(pause):
             record = self.flight.waiting()
             soon = self.told is not record and record and record.where.link.patience
-            self.hotline.serve(min(_TICK, soon / 4) if soon else _TICK)
-            self._look()
+            pause = min(_TICK, soon / 4) if soon else _TICK
+            if record is not None:
+                self._look(record)
 
-    def _look(self) -> None:
-        record = self.flight.waiting()
-        if record is None:
-            return
+    def _look(self, record: FlightRecord) -> None:
         waited, link = time.monotonic() - record.waited, record.where.link
-        if waited > _GRACE and not self.ended.keys().isdisjoint(record.where.ranks):
+        if waited > _GRACE and self._ended(record.where.ranks):
             link.hang_up(record.where)
         elif waited > link.patience and self.told is not record:
             self.told = record
-            # Not here: two ranks that ask each other must both be able to answer.
             threading.Thread(target=self._say, args=(record,), daemon=True).start()
+
+    def _ended(self, ranks: Iterable[int]) -> bool:
+        """True where one of these ranks ends by an error."""
+        box = self.mailbox
+        return box is not None and any(box.last_words([*ranks]).values())
 
     def _say(self, record: FlightRecord) -> None:
         """Of the ranks that wait the first says where everybody is; all dump."""
-        found = self.rows(record.where.ranks, dump=True)
-        if any(row.get("waits") for r, row in found.items() if r < self.rank):
+        states = self.states(record.where.ranks, "dump")
+        if any(
+            text.startswith("waits ") for r, text in states.items() if r < self.rank
+        ):
             return
         waited = time.monotonic() - record.waited
-        states = {
-            r: row["state"] + (f"\n    {row['file']}" if row.get("file") else "")
-            for r, row in found.items()
-        }
         title = f"[fsfunc] rank {self.rank} has waited {waited:.1f} s, and still does"
         sys.stderr.write(table(title, states) + "\n")
         sys.stderr.flush()
 
 
-def _reason(error: BaseException, other: int | None) -> str:
+def _reason(error: BaseException, other: int | None) -> tuple[str, str]:
+    """The reason why a wait was in vain, and the state of ``other`` by that."""
     text, whom = str(error), "another rank" if other is None else f"rank {other}"
     if "imed out" in text:
-        return f"{whom} did not come in time"
+        return f"{whom} did not come in time", SILENT
     if "pair closure" in text:
-        return "another rank has ended"
-    return f"{whom} closed its connection"
+        return "another rank has ended", ""
+    return f"{whom} closed its connection", GONE
+
+
+def _is_heard(state: str) -> bool:
+    return not state.startswith((GONE, "does not answer", "cannot be asked"))
 
 
 def _cause(states: Mapping[int, str], rank: int, other: int | None) -> str:
-    """The rank that it is because of, as far as they tell."""
+    """The rank that it is because of, as far as they tell; "" where they do not."""
     others = {r: text for r, text in states.items() if r != rank}
-    for kind in ("raised ", GONE, SILENT, "runs", "gave up ", "waits "):
+    for kind in _BLAMED:
         found = [r for r, text in others.items() if text.startswith(kind)]
         if not found:
             continue
@@ -244,10 +231,7 @@ def _cause(states: Mapping[int, str], rank: int, other: int | None) -> str:
         if kind in ("gave up ", "waits "):
             tells = "; FSFUNC_CHECK=1 would tell what it came to in its place"
         return f"Rank {first} {others[first]}{tells}"
-    return (
-        "One of them stopped, ended, or came to something else, which FSFUNC_CHECK=1 "
-        "would tell"
-    )
+    return ""
 
 
 _WATCHDOG: list[Watchdog] = []
