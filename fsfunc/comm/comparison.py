@@ -190,7 +190,7 @@ def _has_values(x: Any) -> bool:
     return x.layout == torch.strided and x.device.type != "meta"
 
 
-_ROW = 1024
+_ROW, _ROWS = 2048, 64
 _weights: dict[torch.device, Tensor] = {}
 
 
@@ -202,7 +202,7 @@ def checksums(
     Args:
         known: what is known of tensors that ranks of one process share; added to.
 
-    Cost: each tensor is read once (at the memory's speed); one number a tensor is
+    Cost: each tensor is read once, at some 4 GB/s a thread; one number a tensor is
     copied from the device.
 
     >>> one, other = torch.tensor([1.0, 2.0]), torch.tensor([2.0, 1.0])
@@ -231,25 +231,36 @@ def _known(x: Tensor, known: dict[int, Any]) -> int:
 
 
 def _words(x: Tensor) -> Tensor:
-    """The bytes of a tensor as 64-bit integers, zeros after the last."""
+    """The bytes of a tensor as 32-bit integers, zeros after the last."""
     x = x.detach().resolve_conj().resolve_neg().contiguous().view(-1)
     data = x.view(torch.uint8)
-    if data.storage_offset() % 8 or data.numel() % 8:
-        padded = data.new_zeros(-(-data.numel() // 8) * 8)
+    if data.storage_offset() % 4 or data.numel() % 4:
+        padded = data.new_zeros(-(-data.numel() // 4) * 4)
         padded[: data.numel()] = data
         data = padded
-    return data.view(torch.int64)
+    return data.view(torch.int32)
 
 
 def _folded(words: Tensor) -> Tensor:
-    """One number: rows are summed, and what is left is weighed by its place."""
-    while words.numel() > 8 * _ROW:
-        whole = words.numel() // _ROW * _ROW
-        sums = words[:whole].view(-1, _ROW).sum(1)
-        words = torch.cat([sums, words[whole:]])
+    """One number: each word is weighed by its place in a row, and so are the sums.
+
+    Weights are odd and 62 bits wide, words narrower: two that change by their highest
+    bits (two signs) do not cancel, as they would modulo 2^64 were they as wide.
+    """
     weights = _weights.get(words.device)
     if weights is None:
         generator = torch.Generator().manual_seed(0)
-        weights = torch.randint(2**62, (8 * _ROW,), generator=generator) * 2 + 1
+        weights = torch.randint(2**62, (_ROW,), generator=generator) * 2 + 1
         weights = _weights[words.device] = weights.to(words.device)
+    while words.numel() > _ROW:
+        whole = words.numel() // _ROW * _ROW
+        rows = words[:whole].view(-1, _ROW)
+        room = weights.new_empty(min(_ROWS, len(rows)), _ROW)  # it fits a core's cache
+        sums = torch.cat(
+            [
+                torch.mul(some, weights, out=room[: len(some)]).sum(1)
+                for some in rows.split(_ROWS)
+            ]
+        )
+        words = torch.cat([sums.view(torch.int32), words[whole:]])
     return (words * weights[: words.numel()]).sum()
