@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from dataclasses import replace
 from pathlib import Path
 
 import torch
@@ -129,6 +130,10 @@ def _together(folder: Path, headers: dict[str, Header]) -> Stored:
         for name, box in header.boxes.items():
             found.setdefault(name, []).append(box)
     tensors = {name: _joined(name, boxes) for name, boxes in sorted(found.items())}
+    for name, sizes in (ours.tables("own") if "own" in ours else {}).items():
+        if name not in tensors:
+            raise Wrong(f"{name[:99]!r} is each rank's own, and no tensor")
+        tensors[name] = replace(tensors[name], own=dict(sizes))
     files: dict[str, StoredFile] = {name: h.file for name, h in headers.items()}
     values, metadata, random, mesh = (
         dict(ours.table(name)) if name in ours else {}

@@ -79,6 +79,7 @@ def write_manifest(stored: Stored, folder: Path) -> None:
                 "dtype": dtype_name(leaf.dtype),
                 "chunks": [(names[c.file], *c[1:]) for c in leaf.chunks],
             }
+            | ({"own": dict(leaf.own)} if leaf.own else {})
             for path, leaf in stored.tensors.items()
         },
         "values": stored.values,
@@ -168,12 +169,13 @@ def _files(body: Said) -> dict[str, StoredFile]:
 
 
 def _tensor(path: str, said: Said, names: list[str]) -> StoredTensor:
-    said.only("shape", "dtype", "chunks")
+    own = said.table("own") if "own" in said else Said()
+    said.only("shape", "dtype", "chunks", *(["own"] if own else []))
     dtype = _DTYPES.get(said.text("dtype"))
     if dtype is None:
         raise Wrong(f"{path[:99]!r} is of dtype {said.text('dtype')[:99]!r}")
     chunks = tuple(_chunk(path, box, names) for box in said.row("chunks"))
-    return StoredTensor(said.numbers("shape"), dtype, chunks, path)
+    return StoredTensor(said.numbers("shape"), dtype, chunks, path, dict(own))
 
 
 def _chunk(path: str, said: Any, names: list[str]) -> Chunk:

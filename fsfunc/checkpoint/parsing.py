@@ -164,6 +164,8 @@ def proven(stored: Stored, heads: Mapping[str, int] | None = None) -> Stored:
     check_depth(stored.metadata)
     for path, leaf in stored.tensors.items():
         _check_boxes(path, leaf)
+        if leaf.own:
+            _check_own(path, leaf, stored.mesh)
     _check_bytes(stored, heads)
     return replace(stored, random=_random(stored.random))
 
@@ -209,6 +211,18 @@ def _check_boxes(path: str, leaf: StoredTensor) -> None:
             f"the boxes of {path!r} {leaf} do not make it up once: a file is missing, "
             "or one too many"
         )
+
+
+def _check_own(path: str, leaf: StoredTensor, mesh: Mapping[str, int]) -> None:
+    """Raises where there are not as many values of their own as ranks along axes."""
+    ranks = math.prod(mesh.get(axis, 0) for axis in leaf.own)
+    alike = all(type(n) is int and mesh.get(axis) == n for axis, n in leaf.own.items())
+    if alike and leaf.shape[:1] == (ranks,):
+        return
+    raise Wrong(
+        f"of {path[:99]!r}, of shape {str(list(leaf.shape))[:99]}, each rank has a row "
+        f"over {say(leaf.own)[:99]}, on a mesh of {str(dict(mesh))[:99]}"
+    )
 
 
 def _check_bytes(stored: Stored, heads: Mapping[str, int] | None) -> None:

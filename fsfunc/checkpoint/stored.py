@@ -17,6 +17,7 @@ from typing import Any, NamedTuple
 
 import torch
 
+from fsfunc.printing.amounts import of_axes
 from fsfunc.sharded.placements import describe
 
 __all__ = [
@@ -59,12 +60,19 @@ class StoredFile(NamedTuple):
 
 @dataclass(frozen=True)
 class StoredTensor:
-    """A tensor of the saved tree; ``name``: what its files call it."""
+    """A tensor of the saved tree.
+
+    Args:
+        name: what its files call it.
+        own: sizes of the axes along which ranks had each a value of their own, of which
+            this is the stack: ``shape`` is ``(n, *shape of one)``.
+    """
 
     shape: tuple[int, ...]
     dtype: torch.dtype
     chunks: tuple[Chunk, ...] = ()
     name: str = ""
+    own: Mapping[str, int] = field(default_factory=dict)
 
     @property
     def nbytes(self) -> int:
@@ -76,7 +84,10 @@ class StoredTensor:
         return tiles(self.shape, [(c.offsets, c.sizes) for c in self.chunks])
 
     def __str__(self) -> str:
-        return describe(self.shape, self.dtype, "")
+        if not self.own:
+            return describe(self.shape, self.dtype)
+        one = describe(self.shape[1:], self.dtype)
+        return f"{one}, each rank's own over {of_axes(self.own)}"
 
 
 @dataclass(frozen=True)
@@ -105,7 +116,7 @@ class Stored:
 
     @property
     def leaves(self) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
-        """Path -> (global shape, dtype) of every tensor."""
+        """Path -> (global shape, dtype) of every tensor; of ranks' own, the stack's."""
         return {path: (leaf.shape, leaf.dtype) for path, leaf in self.tensors.items()}
 
     @property

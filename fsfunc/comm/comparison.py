@@ -31,6 +31,7 @@ __all__ = [
     "bit_sums",
     "checksums",
     "compare",
+    "difference",
     "stated",
     "whole_values",
 ]
@@ -90,7 +91,13 @@ def compare(sections: Sequence[Section], where: RankGroup) -> None:
         every = _gathered(mine, where)
         for i, section in enumerate(sections):
             if len({row[16 * i : 16 * i + 16] for row in every}) > 1:
-                raise RanksDiffer(_difference(section, _texts(section.lines, where)))
+                raise difference(section, where)
+
+
+def difference(section: Section, where: RankGroup) -> RanksDiffer:
+    """The error of ranks that say unlike things; all ranks of the group ask for it."""
+    with silence(), torch.no_grad():
+        return RanksDiffer(_difference(section, _texts(section.lines, where)))
 
 
 def _with_the_first(sections: Sequence[Section], where: RankGroup) -> None:
@@ -232,8 +239,8 @@ def _known(x: Tensor, known: dict[int, Any]) -> int:
 
 def _words(x: Tensor) -> Tensor:
     """The bytes of a tensor as 32-bit integers, zeros after the last."""
-    x = x.detach().resolve_conj().resolve_neg().contiguous().view(-1)
-    data = x.view(torch.uint8)
+    x = x.detach().resolve_conj().resolve_neg().contiguous()
+    data = x.as_strided((x.numel(),), (1,)).view(torch.uint8)  # of one, any stride
     if data.storage_offset() % 4 or data.numel() % 4:
         padded = data.new_zeros(-(-data.numel() // 4) * 4)
         padded[: data.numel()] = data

@@ -8,7 +8,6 @@ from fsfunc.checkpoint.finding import metadata
 from fsfunc.checkpoint.stored import Stored
 from fsfunc.printing.amounts import of_axes, of_bytes
 from fsfunc.printing.tables import Report, Table
-from fsfunc.sharded.placements import describe
 
 __all__ = ["checkpoint"]
 
@@ -36,7 +35,7 @@ def checkpoint(found: Stored | str | os.PathLike, *, at: str = "") -> Report:
     tensors = [
         (
             path,
-            describe(leaf.shape, leaf.dtype),
+            str(leaf),
             of_bytes(leaf.nbytes),
             str(len(leaf.chunks)),
         )

@@ -149,6 +149,7 @@ def test_a_checksum_sees_order_and_views():
     assert checksums([z.conj()]) == checksums([z.conj().resolve_conj()])
     assert checksums([z.conj()]) != checksums([z])
     assert checksums([torch.zeros(())]) != checksums([-torch.zeros(())])
+    assert checksums([w[:1, 7], w[4:5, ::2][:, 3]]) == checksums([w[0, 7], w[4, 6]])
 
 
 def exchanged(x, i, j):
