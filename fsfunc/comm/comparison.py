@@ -197,7 +197,7 @@ def _has_values(x: Any) -> bool:
     return x.layout == torch.strided and x.device.type != "meta"
 
 
-_ROW, _ROWS = 2048, 64
+_ROW, _ROWS = 2048, 64  # words in a row; rows that fit a core's cache
 _weights: dict[torch.device, Tensor] = {}
 
 
@@ -219,20 +219,22 @@ def checksums(
     """
     known = {} if known is None else known
     with torch.no_grad(), torch.inference_mode(False):
-        return [_known(x, known) for x in tensors]
+        folded = _Folded()
+        return [_known(x, known, folded) for x in tensors]
 
 
 def bit_sums(tensors: Sequence[Tensor]) -> list[Tensor]:
     """The same numbers, as tensors: nothing waits for the device."""
     with torch.no_grad(), torch.inference_mode(False):
-        return [_folded(_words(x)) for x in tensors]
+        folded = _Folded()
+        return [folded(_words(x)) for x in tensors]
 
 
-def _known(x: Tensor, known: dict[int, Any]) -> int:
+def _known(x: Tensor, known: dict[int, Any], folded: _Folded) -> int:
     version = None if x.is_inference() else x._version
     seen, then, found = known.get(id(x), (None, None, 0))
     if seen is None or seen() is not x or version is None or version != then:
-        found = int(_folded(_words(x)).item())
+        found = int(folded(_words(x)).item())
         known[id(x)] = weakref.ref(x), version, found
     return found
 
@@ -248,26 +250,35 @@ def _words(x: Tensor) -> Tensor:
     return data.view(torch.int32)
 
 
-def _folded(words: Tensor) -> Tensor:
-    """One number: each word is weighed by its place in a row, and so are the sums.
+class _Folded:
+    """Words as one number: each is weighed by its place in a row, and so are the sums.
 
     Weights are odd and 62 bits wide, words narrower: two that change by their highest
     bits (two signs) do not cancel, as they would modulo 2^64 were they as wide.
     """
-    weights = _weights.get(words.device)
-    if weights is None:
-        generator = torch.Generator().manual_seed(0)
-        weights = torch.randint(2**62, (_ROW,), generator=generator) * 2 + 1
-        weights = _weights[words.device] = weights.to(words.device)
-    while words.numel() > _ROW:
-        whole = words.numel() // _ROW * _ROW
-        rows = words[:whole].view(-1, _ROW)
-        room = weights.new_empty(min(_ROWS, len(rows)), _ROW)  # it fits a core's cache
-        sums = torch.cat(
-            [
-                torch.mul(some, weights, out=room[: len(some)]).sum(1)
-                for some in rows.split(_ROWS)
-            ]
-        )
-        words = torch.cat([sums.view(torch.int32), words[whole:]])
-    return (words * weights[: words.numel()]).sum()
+
+    def __init__(self) -> None:
+        self.rooms: dict[torch.device, Tensor] = {}  # fresh memory costs page faults
+
+    def __call__(self, words: Tensor) -> Tensor:
+        weights = _weights_on(words.device)
+        while words.numel() > _ROW:
+            whole = words.numel() // _ROW * _ROW
+            rows = words[:whole].view(-1, _ROW).split(_ROWS)
+            sums = torch.cat([self._products(some, weights).sum(1) for some in rows])
+            words = torch.cat([sums.view(torch.int32), words[whole:]])
+        return (words * weights[: words.numel()]).sum()
+
+    def _products(self, rows: Tensor, weights: Tensor) -> Tensor:
+        room = self.rooms.get(rows.device)
+        if room is None:
+            room = self.rooms[rows.device] = weights.new_empty(_ROWS, _ROW)
+        return torch.mul(rows, weights, out=room[: len(rows)])
+
+
+def _weights_on(device: torch.device) -> Tensor:
+    if device not in _weights:
+        draw = torch.Generator().manual_seed(0)
+        wide = torch.randint(2**62, (_ROW,), generator=draw) * 2 + 1
+        _weights[device] = wide.to(device)
+    return _weights[device]
