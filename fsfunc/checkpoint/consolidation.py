@@ -13,7 +13,7 @@ from torch import Tensor
 from fsfunc.checkpoint.advice import way_out
 from fsfunc.checkpoint.blocks import check_files
 from fsfunc.checkpoint.finding import metadata
-from fsfunc.checkpoint.folders import sync
+from fsfunc.checkpoint.folders import begin_file, check_absent, sync
 from fsfunc.checkpoint.headers import (
     Entry,
     check_headers,
@@ -62,8 +62,7 @@ def consolidate(
 
 def _joined(stored: Stored, file: Path) -> Path:
     check_files(stored, stored.files)  # before there is room for what they say
-    if file.exists():
-        raise FileExistsError(f"{file} exists: name another, or remove it first")
+    check_absent(file)
     check_headers(stored, stored.tensors.values(), stored.files)
     leaves = sorted(stored.tensors.items(), key=lambda item: -item[1].dtype.itemsize)
     whole = _whole(stored, [leaf for _, leaf in leaves])
@@ -76,10 +75,10 @@ def _joined(stored: Stored, file: Path) -> Path:
         ours["own"] = own
     nbytes = sum(e.nbytes for e in entries)
     head, _ = header_of(entries, seal(ours, nbytes))
-    part = file.with_name(f".{file.name}.saving")
-    part.unlink(missing_ok=True)
+    part = begin_file(file)
     try:
         write_file(part, head, entries, lambda sums: with_sums(head, sums))
+        check_absent(file)  # it took a while
         os.rename(part, file)
     except BaseException:
         part.unlink(missing_ok=True)
