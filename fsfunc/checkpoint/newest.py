@@ -19,6 +19,7 @@ from fsfunc.checkpoint.folders import (
 )
 from fsfunc.checkpoint.manifest import MANIFEST
 from fsfunc.checkpoint.stored import CheckpointError
+from fsfunc.printing.letters import visible
 
 __all__ = ["keep_newest", "latest", "remember", "tell_of_others"]
 
@@ -61,7 +62,8 @@ def latest(
                 return path
             faults.append(fault)
             warnings.warn(
-                f"{path} cannot be loaded, and the one before it is taken: {fault}",
+                f"{visible(str(path))} cannot be loaded, and the one before it is "
+                f"taken: {fault}",
                 RuntimeWarning,
                 stacklevel=2,
             )

@@ -34,6 +34,7 @@ LEAVES = 1 << 18  # of a tree
 DEEPEST = 200  # names in a path, and levels of metadata
 LONGEST = 1 << 28  # bytes of JSON: the checksums of 32 TiB
 _ITEMS = 1 << 23  # values in it: a gigabyte of Python's objects at the most
+_LETTERS = 1 << 16  # of a path
 _DIMS, _MOST = 64, (1 << 63) - 1  # what torch can count
 
 
@@ -177,8 +178,11 @@ def _check_count(many: int) -> None:
 
 def check_path(path: str) -> None:
     """Raises where no tree has a leaf at such a path, or no file could name it."""
-    if path.count("/") >= DEEPEST:
-        raise Wrong(f"{path[:99]!r}... lies more than {DEEPEST} levels deep")
+    if path.count("/") >= DEEPEST or len(path) > _LETTERS:
+        raise Wrong(
+            f"{path[:99]!r}... lies more than {DEEPEST} levels deep, or is longer than "
+            f"{_LETTERS} letters"
+        )
     try:
         path.encode()
     except UnicodeEncodeError:

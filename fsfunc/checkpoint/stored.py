@@ -18,6 +18,7 @@ from typing import Any, NamedTuple
 import torch
 
 from fsfunc.printing.amounts import of_axes
+from fsfunc.printing.letters import visible, visible_lines
 from fsfunc.sharded.placements import describe
 
 __all__ = [
@@ -36,6 +37,9 @@ _FIELD = (1 << 127) - 1  # a prime
 
 class CheckpointError(RuntimeError):
     """A checkpoint that cannot be read, or was not completed."""
+
+    def __str__(self) -> str:
+        return visible_lines(super().__str__())
 
 
 class Chunk(NamedTuple):
@@ -87,7 +91,7 @@ class StoredTensor:
         if not self.own:
             return describe(self.shape, self.dtype)
         one = describe(self.shape[1:], self.dtype)
-        return f"{one}, each rank's own over {of_axes(self.own)}"
+        return f"{one}, each rank's own over {visible(of_axes(self.own))}"
 
 
 @dataclass(frozen=True)
@@ -158,7 +162,7 @@ class Stored:
         lines = [f"{self.path}: {self.nbytes:,} bytes in {len(self.files)} files"]
         lines += [f"  {path} {leaf}" for path, leaf in self.tensors.items()]
         lines += [f"  {path} {value!r}" for path, value in self.values.items()]
-        return "\n".join(lines)
+        return "\n".join(map(visible, lines))
 
 
 def tiles(
