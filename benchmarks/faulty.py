@@ -19,6 +19,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from faulty_saves import SAVES
 from torch import Tensor, nn
 
 import fsfunc as ff
@@ -60,6 +61,7 @@ KINDS = {
     "sees another batch size": "right",
     "has a slow link": "right",
     "nothing": "right",
+    **{kind: due for kind, (due, _) in SAVES.items()},
 }
 
 
@@ -200,6 +202,8 @@ def ours(rank: Rank, size: int) -> None:
                     evaluate(state.params, x)
                 if rank.due("skips a step"):
                     continue
+                if fault.kind in SAVES and rank.step == fault.step:
+                    SAVES[fault.kind][1](rank, mesh, state)
                 state, metrics = step(state, x)
                 before = digest(tensors(state))
                 rank.note(step=rank.step, loss=float(value := metrics["loss"]))
