@@ -65,8 +65,8 @@ def raise_everywhere(at: Here | None, error: BaseException | None) -> None:
         raise error
 
 
-def check_alike(at: Here | None, text: str, what: str) -> None:
-    """Raises on every rank where ``text`` is not the same on all of them.
+def check_alike(at: Here | None, said: Callable[[], str], what: str) -> None:
+    """Raises on every rank where ``said()`` is not the same on all of them.
 
     Raises:
         ValueError: says ``what`` the ranks do, and this rank's text.
@@ -75,6 +75,7 @@ def check_alike(at: Here | None, text: str, what: str) -> None:
     """
     if at is None or at.mesh.size == 1:
         return
+    text = said()
     mine = zlib.crc32(text.encode(errors="replace"))
     with label("", "checkpoint"), torch.no_grad():
         both = torch.tensor([mine, -mine], device=at.link.device)

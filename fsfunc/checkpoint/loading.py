@@ -105,7 +105,7 @@ def load(
     """
     here = mesh_here("load")
     stored = everywhere(here, lambda: metadata(path))
-    check_alike(here, stored.identity, "load different checkpoints")
+    check_alike(here, lambda: stored.identity, "load different checkpoints")
 
     def filled() -> tuple[Any, list[Any], dict[str, Tensor]]:
         refuse_spent(target)
@@ -120,8 +120,8 @@ def load(
 
     result, taken, states = everywhere(here, filled)
     if only is not None or rename is not None or not strict:
-        said = repr([x.name if isinstance(x, StoredTensor) else "" for x in taken])
-        check_alike(here, said, "read different leaves")
+        names = [x.name if isinstance(x, StoredTensor) else "" for x in taken]
+        check_alike(here, lambda: repr(names), "read different leaves")
     restore_random(states)
     return result
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import replace
 from difflib import get_close_matches
 from typing import Any
 
@@ -219,7 +218,7 @@ def _as(here: Any, there: Any) -> Any:
     """What lies there; a target as large as the stack of ranks' own takes all of it."""
     if isinstance(there, StoredTensor) and there.own:
         if getattr(here, "shape", None) == there.shape:
-            return replace(there, own={})
+            return there._replace(own={})
     return there
 
 

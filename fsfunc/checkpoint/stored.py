@@ -13,6 +13,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from secrets import randbelow
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import torch
@@ -62,8 +63,7 @@ class StoredFile(NamedTuple):
     origin: int = 0
 
 
-@dataclass(frozen=True)
-class StoredTensor:
+class StoredTensor(NamedTuple):
     """A tensor of the saved tree.
 
     Args:
@@ -76,7 +76,7 @@ class StoredTensor:
     dtype: torch.dtype
     chunks: tuple[Chunk, ...] = ()
     name: str = ""
-    own: Mapping[str, int] = field(default_factory=dict)
+    own: Mapping[str, int] = MappingProxyType({})
 
     @property
     def nbytes(self) -> int:
@@ -153,8 +153,9 @@ class Stored:
         tensors, values = inside(self.tensors), inside(self.values)
         if not tensors and not values:
             tops = sorted({p.partition("/")[0] for p in (*self.tensors, *self.values)})
+            more = f" and {len(tops) - 8} more" if len(tops) > 8 else ""
             raise KeyError(
-                f"{self.path} holds nothing at {at!r}; at its top are {tops}"
+                f"{self.path} holds nothing at {at!r}; at its top are {tops[:8]}{more}"
             )
         return replace(self, tensors=tensors, values=values)
 
