@@ -234,10 +234,10 @@ def _check_boxes(path: str, leaf: StoredTensor) -> None:
 
 def _check_own(path: str, leaf: StoredTensor, mesh: Mapping[str, int]) -> None:
     """Raises where there are not as many values of their own as ranks along axes."""
-    ranks = math.prod(mesh.get(axis, 0) for axis in leaf.own)
-    alike = all(type(n) is int and mesh.get(axis) == n for axis, n in leaf.own.items())
-    if alike and leaf.shape[:1] == (ranks,):
-        return
+    sizes = [(axis, n) for axis, n in mesh.items() if axis in leaf.own]  # in order
+    if sizes == [(axis, n) for axis, n in leaf.own.items() if type(n) is int]:
+        if leaf.shape[:1] == (math.prod(n for _, n in sizes),):
+            return
     raise Wrong(
         f"of {path[:99]!r}, of shape {str(list(leaf.shape))[:99]}, each rank has a row "
         f"over {say(leaf.own)[:99]}, on a mesh of {str(dict(mesh))[:99]}"

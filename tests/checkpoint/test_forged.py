@@ -90,6 +90,11 @@ def many_leaves(n):
     return b'{"version":1,"leaves":{' + leaves + b"}" + rest
 
 
+def two_axes_turned(body):
+    body["mesh"] = {"data": 2, "model": 1}
+    body["leaves"][H]["own"] = {"model": 1, "data": 2}
+
+
 def last_bytes(body):
     body["files"][0]["bytes"] += 8
 
@@ -149,6 +154,7 @@ FORGED = {
     "own of more ranks": (leaf(H, own={"data": 3}), "each rank has a row"),
     "own of True": (leaf(H, own={"data": True}), "each rank has a row"),
     "own of a list": (leaf(H, own={"data": [2]}), "each rank has a row"),
+    "own in another order": (two_axes_turned, "each rank has a row"),
     "own of no table": (leaf(H, own=["data"]), "no dict"),
     "own of no axis": (leaf(H, own={}), "it says"),
     "own of other rows": (leaf("params/h", own=PAIR | {"x": 1}), "each rank has a row"),

@@ -265,6 +265,13 @@ def test_more_axes_and_other_layouts_load_it_too(saved):
         found, whole = on(GRID, main)[3 * data + model]
         assert found == [10 * data + model]
         assert whole == [10 * data + i for i in range(3)]
+
+    def turned(mesh):  # axes in another order
+        return ff.load(saved, TARGET)["h"].tolist() == [
+            10 * mesh.coordinate("data") + i for i in range(3)
+        ]
+
+    assert all(on({"model": 3, "data": 2}, turned))
     layout = ff.Layout((3,), torch.float32, (ff.Split(0, "data", 2),), "h")
     with pytest.raises(ValueError, match="split over data=2"):
         on(PAIR, lambda mesh: ff.load(
