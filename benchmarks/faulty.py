@@ -20,6 +20,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from faulty_beside import BESIDE
+from faulty_saves import SAVES
 from torch import Tensor, nn
 
 import fsfunc as ff
@@ -62,11 +63,12 @@ KINDS = {
     "has a slow link": "right",
     "nothing": "right",
 }
+CALLED = BESIDE | SAVES
 # Of fsfunc alone: FSDP2 has no saves, no messages, no step that is tried again.
 OURS = {
     "raises as all others do": "right",
     "never joins": "told",
-    **{kind: due for kind, (due, _) in BESIDE.items()},
+    **{kind: due for kind, (due, _) in CALLED.items()},
 }
 
 
@@ -210,8 +212,8 @@ def ours(rank: Rank, size: int) -> None:
     given, again = weights(), [1, 2, 3]
 
     def beside(state: Any) -> None:
-        if rank.now(*BESIDE):
-            BESIDE[fault.kind][1](rank, mesh, state)
+        if rank.now(*CALLED):
+            CALLED[fault.kind][1](rank, mesh, state)
 
     def init() -> list[Tensor]:
         return [w.clone() for w in given]

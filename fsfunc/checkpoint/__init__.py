@@ -1,7 +1,8 @@
 """States that outlive the run: saved on one mesh, loaded on another.
 
 ``save`` and ``save_async`` are one `tasks.SaveTask`, begun in `saving`: on every rank
-`contents` says which boxes of the tree it holds and writes, `safetensors` writes them,
+`contents` says which boxes of the tree it holds and writes, `replicas` which leaves
+differ between ranks that hold the same boxes, `safetensors` writes them,
 `status` tells the first rank, which writes the `manifest` and renames the folder.
 `agreement` raises one rank's error on all. ``load`` goes the other way: `finding` reads
 what lies there, which `parsing` proves to make sense before anybody sees it (`stored`);
@@ -10,6 +11,7 @@ parts, `blocks` reads and proves them. ``latest`` is in `newest`.
 
 saving.py tasks.py  save, save_async; what one rank writes, and how it ends
 contents.py safetensors.py   what is saved; its files
+replicas.py          leaves of which several ranks hold a copy, alike or not
 status.py agreement.py advice.py   how ranks fare; errors, and the way out
 folders.py jobs.py newest.py   folders that appear whole; whose they are; latest
 stored.py parsing.py   what lies there, proven by one parse of all that files say

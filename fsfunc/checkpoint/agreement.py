@@ -14,7 +14,7 @@ from fsfunc.comm.attribution import label
 from fsfunc.comm.collectives import all_gather, pmax, psum
 from fsfunc.comm.mesh import Here
 
-__all__ = ["attempt", "check_alike", "everywhere", "raise_everywhere"]
+__all__ = ["attempt", "check_alike", "everywhere", "gathered", "raise_everywhere"]
 
 _T = TypeVar("_T")
 
@@ -58,15 +58,15 @@ def raise_everywhere(at: Here | None, error: BaseException | None) -> None:
         with label("", "checkpoint"), torch.no_grad():
             flag = torch.tensor([float(error is not None)], device=device)
             if psum(flag, axes).item() and error is None:
-                raise _first(_exchange("", axes, device))
+                raise _first(_exchange("", at))
             if error is not None:
-                _exchange(f"{type(error).__name__}: {error}", axes, device)
+                _exchange(f"{type(error).__name__}: {error}", at)
     if error is not None:
         raise error
 
 
-def check_alike(at: Here | None, text: str, what: str) -> None:
-    """Raises on every rank where ``text`` is not the same on all of them.
+def check_alike(at: Here | None, said: Callable[[], str], what: str) -> None:
+    """Raises on every rank where ``said()`` is not the same on all of them.
 
     Raises:
         ValueError: says ``what`` the ranks do, and this rank's text.
@@ -75,6 +75,7 @@ def check_alike(at: Here | None, text: str, what: str) -> None:
     """
     if at is None or at.mesh.size == 1:
         return
+    text = said()
     mine = zlib.crc32(text.encode(errors="replace"))
     with label("", "checkpoint"), torch.no_grad():
         both = torch.tensor([mine, -mine], device=at.link.device)
@@ -86,11 +87,18 @@ def check_alike(at: Here | None, text: str, what: str) -> None:
         )
 
 
-def _exchange(message: str, axes: tuple[str, ...], device: str) -> list[str]:
+def gathered(at: Here, mine: bytes) -> list[bytes]:
+    """What each rank of the mesh gives, all of one length."""
+    with label("", "checkpoint"), torch.no_grad():
+        x = torch.frombuffer(bytearray(mine), dtype=torch.uint8).to(at.link.device)
+        every = all_gather(x, tuple(at.mesh.axes)).cpu().view(-1, len(mine))
+    return [bytes(row.tolist()) for row in every]
+
+
+def _exchange(message: str, at: Here) -> list[str]:
     text = message.encode(errors="replace")[:_LONGEST].ljust(_LONGEST, b"\0")
-    mine = torch.frombuffer(bytearray(text), dtype=torch.uint8).to(device)
-    every = all_gather(mine, axes).cpu().view(-1, _LONGEST)
-    return [bytes(row.tolist()).rstrip(b"\0").decode(errors="replace") for row in every]
+    rows = gathered(at, text)
+    return [row.rstrip(b"\0").decode(errors="replace") for row in rows]
 
 
 def _first(messages: list[str]) -> Exception:

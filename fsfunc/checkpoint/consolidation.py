@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+from collections import deque
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import torch
@@ -11,11 +13,18 @@ from torch import Tensor
 from fsfunc.checkpoint.advice import way_out
 from fsfunc.checkpoint.blocks import check_files
 from fsfunc.checkpoint.finding import metadata
-from fsfunc.checkpoint.folders import sync
-from fsfunc.checkpoint.headers import Entry, header_of, seal, with_sums
-from fsfunc.checkpoint.loading import fill
+from fsfunc.checkpoint.folders import begin_file, check_absent, sync
+from fsfunc.checkpoint.headers import (
+    Entry,
+    check_headers,
+    header_of,
+    seal,
+    with_sums,
+)
+from fsfunc.checkpoint.reading import Request, read, requests
 from fsfunc.checkpoint.safetensors import write_file
-from fsfunc.checkpoint.stored import Stored, StoredTensor
+from fsfunc.checkpoint.stored import BLOCK, Stored, StoredTensor
+from fsfunc.sharded.slices import Box
 
 __all__ = ["consolidate"]
 
@@ -53,24 +62,23 @@ def consolidate(
 
 def _joined(stored: Stored, file: Path) -> Path:
     check_files(stored, stored.files)  # before there is room for what they say
-    if file.exists():
-        raise FileExistsError(f"{file} exists: name another, or remove it first")
-    entries = [
-        Entry(name, leaf.dtype, leaf.shape, lambda x=leaf: _whole(stored, x))
-        for name, leaf in sorted(
-            stored.tensors.items(), key=lambda item: -item[1].dtype.itemsize
-        )
-    ]
+    check_absent(file)
+    check_headers(stored, stored.tensors.values(), stored.files)
+    leaves = sorted(stored.tensors.items(), key=lambda item: -item[1].dtype.itemsize)
+    whole = _whole(stored, [leaf for _, leaf in leaves])
+    entries = [Entry(p, x.dtype, x.shape, lambda: next(whole)) for p, x in leaves]
     ours = {
         "values": stored.values, "metadata": stored.metadata,
         "random": stored.random, "mesh": stored.mesh,
     }  # fmt: skip
+    if own := {name: x.own for name, x in stored.tensors.items() if x.own}:
+        ours["own"] = own
     nbytes = sum(e.nbytes for e in entries)
     head, _ = header_of(entries, seal(ours, nbytes))
-    part = file.with_name(f".{file.name}.saving")
-    part.unlink(missing_ok=True)
+    part = begin_file(file)
     try:
         write_file(part, head, entries, lambda sums: with_sums(head, sums))
+        check_absent(file)  # it took a while
         os.rename(part, file)
     except BaseException:
         part.unlink(missing_ok=True)
@@ -79,6 +87,28 @@ def _joined(stored: Stored, file: Path) -> Path:
     return file
 
 
-def _whole(stored: Stored, leaf: StoredTensor) -> Tensor:
-    like = torch.empty(leaf.shape, dtype=leaf.dtype, device="meta")
-    return fill(stored, like, [leaf], None)
+def _whole(stored: Stored, leaves: Sequence[StoredTensor]) -> Iterator[Tensor]:
+    """The leaves one after another; small ones are read together."""
+    for some in _batches(leaves):
+        made = deque(torch.empty(x.shape, dtype=x.dtype, device="cpu") for x in some)
+        wanted: list[Request] = []
+        for leaf, x in zip(some, made, strict=True):
+            everything = Box(tuple(0 for _ in leaf.shape), leaf.shape, 0)
+            wanted += requests(leaf, everything, x)
+        read(stored, wanted)
+        del wanted, x
+        while made:
+            yield made.popleft()
+
+
+def _batches(leaves: Sequence[StoredTensor]) -> Iterator[list[StoredTensor]]:
+    some: list[StoredTensor] = []
+    nbytes = 0
+    for leaf in leaves:
+        if some and nbytes + leaf.nbytes > BLOCK:
+            yield some
+            some, nbytes = [], 0
+        some.append(leaf)
+        nbytes += leaf.nbytes
+    if some:
+        yield some

@@ -6,10 +6,11 @@ Of chance the states of the default random generators, as text, of every rank.
 from __future__ import annotations
 
 import base64
-import hashlib
+import json
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import torch
@@ -18,11 +19,14 @@ from torch import Tensor
 from fsfunc import _torch, tree
 from fsfunc.checkpoint.parsing import Wrong, check_path
 from fsfunc.checkpoint.stored import CheckpointError
+from fsfunc.comm.comparison import Section
 from fsfunc.comm.mesh import Here, maybe_here
 from fsfunc.runtime.generators import generator_states
 from fsfunc.sharded.layout import Coordinates, Layout
 from fsfunc.sharded.leaf import Sharded, is_sharded
+from fsfunc.sharded.placements import describe
 from fsfunc.sharded.slices import Box, boxes
+from fsfunc.sharded.stacks import stacked
 
 __all__ = [
     "Contents",
@@ -42,11 +46,16 @@ VALUES = (bool, int, float, str)
 
 
 class Held(NamedTuple):
-    """A tensor leaf of a tree on this rank: its layout, whole or not, and its part."""
+    """A tensor leaf of a tree on this rank: its layout, whole or not, and its part.
+
+    ``own``: sizes of the axes along which each rank has a value of its own, of which
+    this is the stack.
+    """
 
     path: str
     layout: Layout
     part: Tensor
+    own: Mapping[str, int] = MappingProxyType({})
 
     @staticmethod
     def of(path: str, leaf: Sharded | Tensor) -> Held:
@@ -54,6 +63,13 @@ class Held(NamedTuple):
         if isinstance(leaf, Sharded):
             return Held(path, leaf.layout, leaf.local)
         return Held(path, Layout(leaf.shape, leaf.dtype, (), path), leaf)
+
+    def stacked(self, own: Mapping[str, int], coordinates: Coordinates) -> Held:
+        """The stack of what ranks along axes have, each its own; memory is shared."""
+        layout, part = stacked(self.layout, own), self.part
+        if layout.local_shape(coordinates) == (1, *part.shape):
+            part = part[None]
+        return Held(self.path, layout, part, own)
 
     def boxes(self, coordinates: Coordinates) -> list[tuple[Box, Tensor]]:
         """The part as boxes of the whole, each with its elements (views of the part).
@@ -84,13 +100,20 @@ class Contents:
     random: dict[str, str] = field(default_factory=dict)
 
     @property
+    def lines(self) -> list[tuple[str, str]]:
+        """What the tree is, leaf by leaf, as every rank must have it."""
+        lines = []
+        for path, held in self.tensors.items():
+            axes = ", ".join(held.layout.axes)
+            over = f" over {axes}" if axes else ""
+            kind = describe(held.layout.shape, held.part.dtype)
+            lines.append((repr(path), kind + over))
+        return lines + [(repr(p), json.dumps(x)) for p, x in self.values.items()]
+
+    @property
     def digest(self) -> str:
-        """Equal for trees of the same paths, shapes and dtypes."""
-        lines = [
-            str(Layout(h.layout.shape, h.part.dtype, (), p))
-            for p, h in self.tensors.items()
-        ]
-        return hashlib.sha256("\n".join(lines).encode()).hexdigest()
+        """Equal for trees of the same lines."""
+        return Section("", self.lines).digest.hex()
 
 
 def mesh_here(verb: str) -> Here | None:

@@ -129,6 +129,10 @@ def _together(folder: Path, headers: dict[str, Header]) -> Stored:
         for name, box in header.boxes.items():
             found.setdefault(name, []).append(box)
     tensors = {name: _joined(name, boxes) for name, boxes in sorted(found.items())}
+    for name, sizes in (ours.tables("own") if "own" in ours else {}).items():
+        if name not in tensors:
+            raise Wrong(f"{name[:99]!r} is each rank's own, and no tensor")
+        tensors[name] = tensors[name]._replace(own=dict(sizes))
     files: dict[str, StoredFile] = {name: h.file for name, h in headers.items()}
     values, metadata, random, mesh = (
         dict(ours.table(name)) if name in ours else {}
@@ -142,7 +146,9 @@ def _together(folder: Path, headers: dict[str, Header]) -> Stored:
 
 def _joined(name: str, boxes: list[tuple[torch.dtype, Chunk]]) -> StoredTensor:
     """The leaf of which these are the boxes; it reaches as far as they do."""
-    (dtype, first), chunks = boxes[0], tuple(chunk for _, chunk in boxes)
+    (dtype, first), chunks = boxes[0], tuple([chunk for _, chunk in boxes])
+    if len(chunks) == 1 and not any(first.offsets):
+        return StoredTensor(first.sizes, dtype, chunks, name)
     dims = {len(dims) for chunk in chunks for dims in (chunk.offsets, chunk.sizes)}
     if dims != {len(first.sizes)} or any(other != dtype for other, _ in boxes):
         raise Wrong(f"the boxes of {name[:99]!r} are not of one dtype and dims")

@@ -1,9 +1,10 @@
 """Folders that appear whole or not at all, and go as whole.
 
 What is being written lies in ``.<name>.saving`` beside the place it will have, and gets
-there by one rename. What is being deleted is first renamed to ``.<name>.deleting``. So
-whatever has a checkpoint's name and a manifest is a complete one, whenever the process
-was killed; the others' remains, which bear a mark, are removed by the next save.
+there by one rename. What is being deleted is first renamed to ``.<name>.deleting-...``.
+So whatever has a checkpoint's name and a manifest is a complete one, whenever the
+process was killed; the others' remains, which bear a mark, are removed by the next
+save. Of a folder only what saves write is ever removed, by name, and no link followed.
 """
 
 from __future__ import annotations
@@ -12,7 +13,6 @@ import errno
 import fnmatch
 import os
 import re
-import shutil
 from contextlib import suppress
 from pathlib import Path
 
@@ -27,11 +27,13 @@ from fsfunc.checkpoint.jobs import (
     mark,
     own_name,
 )
+from fsfunc.checkpoint.manifest import MANIFEST
 
 __all__ = [
     "age",
     "alike",
     "appear",
+    "begin_file",
     "begin_folder",
     "check_absent",
     "delete",
@@ -46,7 +48,11 @@ __all__ = [
 ]
 
 _SAVING, _DELETING = ".saving", ".deleting"
-_UNFINISHED = re.compile(r"\.(.+)\.(?:saving(?:-[0-9a-f]+)?|deleting)", re.S)
+_UNFINISHED = re.compile(r"\.(.+)\.(saving|deleting)(?:-[0-9a-f]+)?", re.S)
+_WRITTEN = re.compile(
+    r"shard-\d{5}.*\.safetensors|rank-\d{5,}\.json(?:\.part)?|failed-\d{5,}(?:\.part)?|"
+    + re.escape(MANIFEST)
+)  # by saves
 _OWN = re.compile(r".*-([0-9a-f]{32})", re.S)  # the name before the mark is there
 
 
@@ -56,10 +62,10 @@ def check_absent(path: Path) -> None:
     Raises:
         FileExistsError: names the way out.
     """
-    if path.exists() or path.is_symlink():
+    if os.path.lexists(path):
         raise FileExistsError(
-            f"{path} exists: a checkpoint is never written over; save under another "
-            "name (such as the step's number), or remove it first"
+            f"{path} exists: nothing is ever written over; choose another name (such "
+            "as the step's number), or remove it first"
         )
 
 
@@ -99,6 +105,20 @@ def begin_folder(path: Path) -> int:
     return lock
 
 
+def begin_file(path: Path) -> Path:
+    """The name of a file to write before it becomes ``path``, which nothing has.
+
+    What killed processes of this host left under such names is removed.
+    """
+    begin = f".{path.name}{_SAVING}-"
+    for remains in entries(path.parent):
+        own = _OWN.fullmatch(remains.name)
+        if own and remains.name == begin + own[1] and has_gone(own[1]):
+            with suppress(OSError):
+                remains.unlink()
+    return path.with_name(begin + own_name())
+
+
 def _check_free(folder: Path, path: Path) -> None:
     if is_marked(folder):
         raise FileExistsError(
@@ -123,10 +143,8 @@ def _remove_dead(remains: Path, now: float) -> None:
                 with suppress(OSError):
                     remains = remains.rename(other)
             discard(remains)
-    elif (
-        remains.name.endswith(_DELETING) or own and (gone or not is_fresh(remains, now))
-    ):  # killed after its mark went, or before it was marked: it is empty
-        with suppress(OSError):
+    elif own and (gone or not is_fresh(remains, now)):
+        with suppress(OSError):  # killed after its mark went, or before it was marked
             remains.rmdir()
 
 
@@ -142,7 +160,7 @@ def appear(folder: Path, path: Path) -> None:
         FileExistsError: somebody else made ``path`` meanwhile.
     """
     sync(folder)
-    if path.exists():
+    if os.path.lexists(path):
         raise FileExistsError(f"{path} was made by somebody else while it was saved")
     os.rename(folder, path)
     with suppress(FileNotFoundError):  # the mark of what is being saved
@@ -170,22 +188,35 @@ def names(folder: Path) -> list[str]:
 
 
 def discard(folder: Path) -> None:
-    """Removes what was written for nothing: last its mark, in case this is killed."""
-    for name in names(folder):
-        if name != MARK:
-            path = folder / name
-            if path.is_dir() and not path.is_symlink():
-                shutil.rmtree(path, ignore_errors=True)
-            else:
+    """Removes what saves wrote into a folder, and the folder unless more lies in it.
+
+    The mark goes last, in case this is killed. What else lies there is the user's: it
+    stays, and where the folder was a checkpoint it has its name again.
+    """
+    marks = [MARK] if is_marked(folder) else []
+    for name in [*filter(_WRITTEN.fullmatch, names(folder)), *marks]:
+        with suppress(OSError):
+            (folder / name).unlink()
+    with suppress(FileNotFoundError):
+        try:
+            folder.rmdir()
+        except OSError:
+            found = _UNFINISHED.fullmatch(folder.name)
+            if found is not None and found[2] == _DELETING[1:]:
                 with suppress(OSError):
-                    path.unlink()
-    shutil.rmtree(folder, ignore_errors=True)
+                    folder.rename(folder.with_name(found[1]))
 
 
 def delete(path: Path) -> None:
-    """Removes a checkpoint, of which from the first moment on nothing has its name."""
-    gone = path.parent / f".{path.name}{_DELETING}"
-    if not is_marked(path):
+    """Removes a checkpoint, of which from the first moment on nothing has its name.
+
+    Of a link itself alone, and nothing where it leads.
+    """
+    if path.is_symlink():
+        path.unlink()
+        return
+    gone = path.with_name(f".{path.name}{_DELETING}-{own_name()}")
+    with suppress(FileExistsError):
         os.close(mark(path))
     os.rename(path, gone)
     discard(gone)

@@ -34,7 +34,7 @@ from fsfunc.sharded.donated import overlaps, refuse_spent, spend
 from fsfunc.sharded.leaf import Sharded, is_sharded
 from fsfunc.sharded.packing import PackedTree, split_buffers
 
-__all__ = ["fill", "load"]
+__all__ = ["load"]
 
 _TAKEN = (
     "this state's memory was given to ff.load(..., donate=True): go on with what it "
@@ -90,7 +90,8 @@ def load(
         CheckpointError: it is damaged, of another format version, or holds pickles.
         TreeMismatch: the trees differ; names the smallest subtree that does.
         ValueError: a shape or dtype differs; a number does not fit into the dtype that
-            ``cast`` makes of it; two leaves would take the same one.
+            ``cast`` makes of it; two leaves would take the same one; a leaf of which
+            each rank had its own, where the axes are not of the sizes that they had.
 
     Cost: reads what the rank needs, whole checksum blocks (1 MiB) of it; makes the
     result's memory and some 20 MiB. A few numbers are sent to agree on success.
@@ -104,7 +105,7 @@ def load(
     """
     here = mesh_here("load")
     stored = everywhere(here, lambda: metadata(path))
-    check_alike(here, stored.identity, "load different checkpoints")
+    check_alike(here, lambda: stored.identity, "load different checkpoints")
 
     def filled() -> tuple[Any, list[Any], dict[str, Tensor]]:
         refuse_spent(target)
@@ -115,17 +116,17 @@ def load(
         restore = not (at or only) if random is None else random
         rank = 0 if here is None else here.rank
         states = random_of(stored.random, rank) if restore else {}
-        return fill(found, target, taken, here, device, donate), taken, states
+        return _fill(found, target, taken, here, device, donate), taken, states
 
     result, taken, states = everywhere(here, filled)
     if only is not None or rename is not None or not strict:
-        said = repr([x.name if isinstance(x, StoredTensor) else "" for x in taken])
-        check_alike(here, said, "read different leaves")
+        names = [x.name if isinstance(x, StoredTensor) else "" for x in taken]
+        check_alike(here, lambda: repr(names), "read different leaves")
     restore_random(states)
     return result
 
 
-def fill(
+def _fill(
     stored: Stored,
     target: Any,
     taken: Sequence[Any],
@@ -158,8 +159,8 @@ def fill(
             if isinstance(leaf, Sharded | Tensor) and not donate:
                 kept.append((_local(leaf), _local(old[i])))
         elif isinstance(leaf, Sharded | Tensor):
-            held, coordinates = Held.of(path, leaf), coordinates_here(here)
-            for box, x in held.boxes(coordinates):
+            held = _placed(Held.of(path, leaf), taken[i], here)
+            for box, x in held.boxes(coordinates_here(here)):
                 wanted += requests(taken[i], box, x)
         else:
             leaves[i] = taken[i]
@@ -173,6 +174,26 @@ def fill(
             x.copy_(value)
         read(stored, wanted)
     return tree.unflatten(treedef, leaves)
+
+
+def _placed(held: Held, taken: StoredTensor, here: Here | None) -> Held:
+    """How a leaf of the target lies in the tensor that it takes.
+
+    Raises:
+        ValueError: the values of as many ranks are to be read by others.
+    """
+    if not taken.own:
+        return held
+    axes = {} if here is None else here.mesh.axes
+    unlike = [axis for axis, n in taken.own.items() if axes.get(axis) != n]
+    if unlike or taken.own.keys() & set(held.layout.axes):
+        raise ValueError(
+            f"cannot load {taken.name!r} {taken}, into {held.layout} on the mesh "
+            f"{dict(axes)}: load it where those axes have these sizes and make it one "
+            "value there (ff.pmean), leave it out (only=: the target keeps its first "
+            f"value), or take all ranks' by a target of shape {list(taken.shape)}"
+        )
+    return held.stacked(taken.own, coordinates_here(here))
 
 
 def _local(leaf: Sharded | Tensor) -> Tensor:

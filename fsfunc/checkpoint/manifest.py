@@ -13,7 +13,9 @@ import os
 import re
 import struct
 import zlib
+from collections.abc import Mapping
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -23,6 +25,8 @@ from fsfunc.checkpoint.parsing import (
     LONGEST,
     Said,
     Wrong,
+    number_of,
+    numbers_of,
     proven,
     say,
     table_of,
@@ -61,6 +65,9 @@ SAFE_DTYPES = {
 
 _FRAME = re.compile(rb'\{"crc32": ([0-9]{1,10}), "body":\n([^\n]*)\n\}\n')
 _FILE = re.compile(r"shard-[0-9]{5,9}-model-[0-9]{5,9}-of-[0-9]{5,9}\.safetensors")
+_NOT_OWN: Mapping[str, int] = MappingProxyType({})
+_LEAF = ("shape", "dtype", "chunks")
+_make = tuple.__new__
 _BODY = ("version", "leaves", "values", "files", "metadata", "random", "mesh")
 
 
@@ -79,6 +86,7 @@ def write_manifest(stored: Stored, folder: Path) -> None:
                 "dtype": dtype_name(leaf.dtype),
                 "chunks": [(names[c.file], *c[1:]) for c in leaf.chunks],
             }
+            | ({"own": dict(leaf.own)} if leaf.own else {})
             for path, leaf in stored.tensors.items()
         },
         "values": stored.values,
@@ -140,8 +148,13 @@ def _parsed(raw: bytes, folder: Path) -> Stored:
         )
     body.only(*_BODY)
     files = _files(body)
-    leaves = body.tables("leaves")
-    tensors = {path: _tensor(path, said, list(files)) for path, said in leaves.items()}
+    leaves, names = body.table("leaves").few(), list(files)
+    known = _Known()
+    tensors = {
+        path: _at_once(path, said, names, known)
+        or _tensor(path, leaves.table(path), names)
+        for path, said in leaves.items()
+    }
     values, metadata, random, mesh = map(
         body.table, ("values", "metadata", "random", "mesh")
     )
@@ -167,25 +180,54 @@ def _files(body: Said) -> dict[str, StoredFile]:
     return found
 
 
+class _Known(dict[tuple[Any, ...], tuple[int, ...]]):
+    """Lists of numbers from 0 on, as tuples: many leaves share few."""
+
+    def __missing__(self, key: tuple[Any, ...]) -> tuple[int, ...]:
+        self[key] = found = numbers_of([*key], "")
+        return found
+
+
+def _at_once(
+    path: str, said: Any, names: list[str], known: _Known
+) -> StoredTensor | None:
+    """A leaf as it is wherever nothing is wrong; None where somebody should look.
+
+    There may be hundreds of thousands: `_tensor` says the same of one, slowly.
+    """
+    try:
+        shape, dtype = known[tuple(said["shape"])], _DTYPES[said["dtype"]]
+        chunks = []
+        for file, begin, offsets, sizes in said["chunks"]:
+            if type(file) is not int or file < 0 or type(begin) is not int or begin < 0:
+                return None
+            box = names[file], begin, known[tuple(offsets)], known[tuple(sizes)]
+            chunks.append(_make(Chunk, box))
+    except (IndexError, KeyError, TypeError, ValueError):
+        return None
+    if len(said) != 3:
+        return None
+    return _make(StoredTensor, (shape, dtype, tuple(chunks), path, _NOT_OWN))
+
+
 def _tensor(path: str, said: Said, names: list[str]) -> StoredTensor:
-    said.only("shape", "dtype", "chunks")
+    own = said.table("own") if "own" in said else Said()
+    said.only(*_LEAF, *(["own"] if own else []))
     dtype = _DTYPES.get(said.text("dtype"))
     if dtype is None:
         raise Wrong(f"{path[:99]!r} is of dtype {said.text('dtype')[:99]!r}")
-    chunks = tuple(_chunk(path, box, names) for box in said.row("chunks"))
-    return StoredTensor(said.numbers("shape"), dtype, chunks, path)
+    chunks = tuple([_chunk(path, box, names) for box in said.row("chunks")])
+    return StoredTensor(said.numbers("shape"), dtype, chunks, path, dict(own))
 
 
 def _chunk(path: str, said: Any, names: list[str]) -> Chunk:
     if type(said) is not list or len(said) != 4:
         raise Wrong(f"a box of {path[:99]!r} is {say(said)}")
-    box = Said(zip(("file", "begin", "offsets", "sizes"), said, strict=True))
-    file = box.number("file")
-    if file >= len(names):
+    file, begin, offsets, sizes = said
+    if number_of(file, "file") >= len(names):
         raise Wrong(f"a box of {path[:99]!r} lies in file {file} of {len(names)}")
-    return Chunk(
-        names[file], box.number("begin"), box.numbers("offsets"), box.numbers("sizes")
-    )
+    begin, offsets = number_of(begin, "begin"), numbers_of(offsets, "offsets")
+    return Chunk(names[file], begin, offsets, numbers_of(sizes, "sizes"))
 
 
 def dtype_name(dtype: torch.dtype) -> str:

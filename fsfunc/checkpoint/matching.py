@@ -61,7 +61,7 @@ def matched(
                 against="the target",
             )
         raise _mismatch(stored, sources, missing, extra)
-    found = {p: there[name] for p, name in sources.items() if name in there}
+    found = {p: _as(here[p], there[n]) for p, n in sources.items() if n in there}
     if sources and not found:
         raise TreeMismatch(f"{_missing(stored, sources, missing)}; nothing else is")
     _check_kinds(stored, here, found, sources, cast)
@@ -214,7 +214,17 @@ def _nested(paths: Iterable[str]) -> Any:
     return top
 
 
+def _as(here: Any, there: Any) -> Any:
+    """What lies there; a target as large as the stack of ranks' own takes all of it."""
+    if isinstance(there, StoredTensor) and there.own:
+        if getattr(here, "shape", None) == there.shape:
+            return there._replace(own={})
+    return there
+
+
 def _kind(x: Any) -> Any:
+    if isinstance(x, StoredTensor) and x.own:
+        return x.shape[1:], x.dtype
     if isinstance(x, Sharded):  # moments may be of another dtype than the layout says
         return tuple(x.shape), x.local.dtype
     if isinstance(x, StoredTensor | Tensor):
@@ -223,6 +233,8 @@ def _kind(x: Any) -> Any:
 
 
 def _say(x: Any) -> str:
-    if isinstance(x, StoredTensor | Sharded | Tensor):
+    if isinstance(x, StoredTensor):
+        return f"a tensor {x}"
+    if isinstance(x, Sharded | Tensor):
         return f"a tensor {describe(*_kind(x))}"
     return f"a {type(x).__name__} ({x!r})"

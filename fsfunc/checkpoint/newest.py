@@ -19,6 +19,7 @@ from fsfunc.checkpoint.folders import (
 )
 from fsfunc.checkpoint.manifest import MANIFEST
 from fsfunc.checkpoint.stored import CheckpointError
+from fsfunc.printing.letters import visible
 
 __all__ = ["keep_newest", "latest", "remember", "tell_of_others"]
 
@@ -61,7 +62,8 @@ def latest(
                 return path
             faults.append(fault)
             warnings.warn(
-                f"{path} cannot be loaded, and the one before it is taken: {fault}",
+                f"{visible(str(path))} cannot be loaded, and the one before it is "
+                f"taken: {fault}",
                 RuntimeWarning,
                 stacklevel=2,
             )
@@ -78,12 +80,20 @@ def keep_newest(path: Path, keep: int) -> None:
 
     ``keep`` stay in all, of those that can be loaded. Names are alike that differ in
     their last number alone. What cannot be loaded, and what another job has put there
-    since this one began, is left alone.
+    since this one began, is left alone. So is, with a warning, what cannot be deleted:
+    the one that was saved is complete.
     """
     others = [p for p in _family(path) if p != path and p.name in _known(path)]
     others = [p for p in others if _fault(p) is None]
     for old in sorted(others, key=age)[: len(others) - (keep - 1)]:
-        delete(old)
+        try:
+            delete(old)
+        except OSError as error:
+            warnings.warn(
+                f"{old} is to make room, and cannot be deleted: {error}",
+                RuntimeWarning,
+                stacklevel=2,
+            )
 
 
 # What of a folder this process found there when it first saved, or saved itself: all

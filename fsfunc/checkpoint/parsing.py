@@ -25,6 +25,8 @@ __all__ = [
     "Wrong",
     "check_depth",
     "check_path",
+    "number_of",
+    "numbers_of",
     "proven",
     "say",
     "table_of",
@@ -34,6 +36,7 @@ LEAVES = 1 << 18  # of a tree
 DEEPEST = 200  # names in a path, and levels of metadata
 LONGEST = 1 << 28  # bytes of JSON: the checksums of 32 TiB
 _ITEMS = 1 << 23  # values in it: a gigabyte of Python's objects at the most
+_LETTERS = 1 << 16  # of a path
 _DIMS, _MOST = 64, (1 << 63) - 1  # what torch can count
 
 
@@ -87,10 +90,10 @@ class Said(dict[str, Any]):
 
     def number(self, name: str) -> int:
         """A number from 0 on."""
-        return _number(self.get(name), name)
+        return number_of(self.get(name), name)
 
     def numbers(self, name: str) -> tuple[int, ...]:
-        return _numbers(self.get(name), name)
+        return numbers_of(self.get(name), name)
 
     def text(self, name: str) -> str:
         return _of(self.get(name), str, name)
@@ -103,9 +106,13 @@ class Said(dict[str, Any]):
 
     def tables(self, name: str) -> dict[str, Said]:
         """Tables by name, no more than a tree has leaves."""
-        found = self.table(name)
-        _check_count(len(found))
+        found = self.table(name).few()
         return {key: found.table(key) for key in found}
+
+    def few(self) -> Said:
+        """Itself, where it says of no more than a tree has leaves."""
+        _check_count(len(self))
+        return self
 
     def texts(self, name: str) -> dict[str, str]:
         """Texts by name."""
@@ -119,16 +126,20 @@ def _of(x: Any, kind: type, name: str) -> Any:
     return x
 
 
-def _number(x: Any, name: str) -> int:
+def number_of(x: Any, name: str) -> int:
+    """``x``, a number from 0 on."""
     if type(x) is not int or not 0 <= x <= _MOST:
         raise Wrong(f"{name[:99]!r} is {say(x)}, and no number from 0 on")
     return x
 
 
-def _numbers(x: Any, name: str) -> tuple[int, ...]:
-    for n in _of(x, list, name):
+def numbers_of(x: Any, name: str) -> tuple[int, ...]:
+    """``x``, a list of such numbers."""
+    if type(x) is not list:
+        _of(x, list, name)  # which raises
+    for n in x:
         if type(n) is not int or not 0 <= n <= _MOST:
-            _number(n, name)
+            number_of(n, name)
     return tuple(x)
 
 
@@ -162,8 +173,15 @@ def proven(stored: Stored, heads: Mapping[str, int] | None = None) -> Stored:
         if type(size) is not int or size < 1:
             raise Wrong(f"the mesh's axis {axis!r} is of size {say(size)}")
     check_depth(stored.metadata)
+    alike: set[Any] = set()  # many leaves are cut alike
     for path, leaf in stored.tensors.items():
-        _check_boxes(path, leaf)
+        shape, dtype, chunks, _, own = leaf
+        cut = shape, dtype, tuple([chunk[2:] for chunk in chunks])
+        if cut not in alike:
+            _check_boxes(path, leaf)
+            alike.add(cut)
+        if own:
+            _check_own(path, leaf, stored.mesh)
     _check_bytes(stored, heads)
     return replace(stored, random=_random(stored.random))
 
@@ -175,8 +193,11 @@ def _check_count(many: int) -> None:
 
 def check_path(path: str) -> None:
     """Raises where no tree has a leaf at such a path, or no file could name it."""
-    if path.count("/") >= DEEPEST:
-        raise Wrong(f"{path[:99]!r}... lies more than {DEEPEST} levels deep")
+    if path.count("/") >= DEEPEST or len(path) > _LETTERS:
+        raise Wrong(
+            f"{path[:99]!r}... lies more than {DEEPEST} levels deep, or is longer than "
+            f"{_LETTERS} letters"
+        )
     try:
         path.encode()
     except UnicodeEncodeError:
@@ -211,25 +232,47 @@ def _check_boxes(path: str, leaf: StoredTensor) -> None:
         )
 
 
+def _check_own(path: str, leaf: StoredTensor, mesh: Mapping[str, int]) -> None:
+    """Raises where there are not as many values of their own as ranks along axes."""
+    sizes = [(axis, n) for axis, n in mesh.items() if axis in leaf.own]  # in order
+    if sizes == [(axis, n) for axis, n in leaf.own.items() if type(n) is int]:
+        if leaf.shape[:1] == (math.prod(n for _, n in sizes),):
+            return
+    raise Wrong(
+        f"of {path[:99]!r}, of shape {str(list(leaf.shape))[:99]}, each rank has a row "
+        f"over {say(leaf.own)[:99]}, on a mesh of {str(dict(mesh))[:99]}"
+    )
+
+
 def _check_bytes(stored: Stored, heads: Mapping[str, int] | None) -> None:
-    """Raises where a file's tensors are not all that follows its header."""
-    spans: dict[str, list[tuple[int, int, str]]] = {name: [] for name in stored.files}
-    for path, leaf in stored.tensors.items():
-        for c in leaf.chunks:
-            end = c.begin + math.prod(c.sizes) * leaf.dtype.itemsize
-            spans[c.file].append((c.begin, end, path))
-    for name, found in spans.items():
-        nbytes = stored.files[name].nbytes
-        found.sort()
-        if heads is None and not found:
+    """Raises where a file's tensors are not all that follows its header.
+
+    They are where each begins as another one ends: then every byte is in one more of
+    those that have begun than of those that have ended.
+    """
+    begins: dict[str, list[int]] = {name: [] for name in stored.files}
+    ends: dict[str, list[int]] = {name: [] for name in stored.files}
+    for leaf in stored.tensors.values():
+        width = leaf.dtype.itemsize
+        for name, begin, _, sizes in leaf.chunks:
+            begins[name].append(begin)
+            ends[name].append(begin + math.prod(sizes) * width)
+    for name, low in begins.items():
+        high, nbytes = ends[name], stored.files[name].nbytes
+        if heads is None and not low:
             raise Wrong(f"nothing lies in {name}")
-        at = found[0][0] if heads is None else heads[name]
-        for begin, end, path in found:
-            if begin != at:
-                raise Wrong(f"{path!r} begins at byte {begin} of {name}, and not {at}")
-            at = end
-        if at != nbytes:
-            raise Wrong(f"what lies in {name} ends at byte {at}, and not {nbytes}")
+        low.sort()
+        high.sort()
+        at = low[0] if heads is None else heads[name]
+        for begin, end in zip(low, [at, *high], strict=False):
+            if begin != end:
+                found = stored.tensors.items()
+                here = [p for p, x in found for c in x.chunks if c[:2] == (name, begin)]
+                raise Wrong(
+                    f"{here[0]!r} begins at byte {begin} of {name}, and not {end}"
+                )
+        if (end := high[-1] if high else at) != nbytes:
+            raise Wrong(f"what lies in {name} ends at byte {end}, and not {nbytes}")
 
 
 def _random(said: Mapping[str, Any]) -> dict[str, Any]:

@@ -15,10 +15,11 @@ from pathlib import Path
 from typing import Any
 
 from fsfunc.checkpoint import folders
-from fsfunc.checkpoint.agreement import check_alike, everywhere, raise_everywhere
+from fsfunc.checkpoint.agreement import everywhere, raise_everywhere
 from fsfunc.checkpoint.contents import Contents, check_mesh, contents_of, mesh_here
 from fsfunc.checkpoint.manifest import SAFE_DTYPES, dtype_name
 from fsfunc.checkpoint.parsing import LEAVES, check_depth
+from fsfunc.checkpoint.replicas import Copies, compared, copies_of
 from fsfunc.checkpoint.tasks import SaveTask, in_flight
 from fsfunc.comm.mesh import Here
 from fsfunc.sharded.donated import refuse_spent
@@ -44,9 +45,10 @@ def save(
     Args:
         path: where; nothing may be there.
         state: any tree of sharded leaves, tensors, numbers, strings and bools, such as
-            ``{"train": state, "data": loader.position}``. A whole tensor is taken to be
-            the same on every rank: one of them writes it.
-        metadata: anything that JSON can hold, for the reader.
+            ``{"train": state, "data": loader.position}``. Of a tensor whose bits are
+            the same on every rank one of them writes it; where they differ along an
+            axis each rank's is kept, and loaded where that axis has the same size.
+        metadata: anything that JSON can hold, for the reader; that of the first rank.
         keep: once this one is complete, delete all but so many of the checkpoints
             beside it whose names differ in their last number alone: it stays, and the
             highest numbers.
@@ -55,11 +57,14 @@ def save(
         FileExistsError: ``path`` exists.
         TypeError: a leaf that cannot be saved; ValueError: a fake one, or two of one
             path; RuntimeError: one that was donated.
+        RanksDiffer: numbers, strings or bools that differ between ranks, or paths,
+            shapes and dtypes.
         CheckpointError: another rank failed.
         OSError: the disk is full, or the like.
 
     Cost: each rank writes the boxes it holds once, straight from its memory, and waits
-    for the disk; replicas share the work. A few numbers are sent to agree on success.
+    for the disk; replicas share the work. What the ranks do not share among them is
+    read once more, to compare it. A few numbers are sent to agree on success.
 
     >>> import tempfile, torch, fsfunc as ff
     >>> with tempfile.TemporaryDirectory() as folder:
@@ -113,7 +118,7 @@ def _begin(path: Any, state: Any, metadata: Any, keep: int | None) -> SaveTask:
     """Checks everything that can be checked, makes the folder, and agrees."""
     at = mesh_here("save")
 
-    def checked() -> tuple[Path, Contents, dict[str, Any]]:
+    def checked() -> tuple[Path, Contents, Copies, dict[str, Any]]:
         if (earlier := in_flight(at)) is not None:
             earlier.wait()
         where = Path(os.path.abspath(os.fspath(path)))
@@ -123,13 +128,14 @@ def _begin(path: Any, state: Any, metadata: Any, keep: int | None) -> SaveTask:
                 f"keep={keep!r}: it is how many checkpoints stay, at least 1"
             )
         folders.check_absent(where)
-        return where, _saveable(state, at), said
+        found = _saveable(state, at)
+        return where, found, copies_of(found, at), said
 
     # Until all have come here, somebody may still be waiting for an earlier one.
-    where, found, said = everywhere(at, checked)
+    where, found, copies, said = everywhere(at, checked)
+    found = compared(found, copies, at, where)
     task = SaveTask(where, at, found, said, keep)
     try:
-        check_alike(at, str(where), "save to different paths")
         everywhere(at, task.make_folder)
         everywhere(at, task.find_folder)
     except BaseException:

@@ -13,10 +13,13 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from secrets import randbelow
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import torch
 
+from fsfunc.printing.amounts import of_axes
+from fsfunc.printing.letters import visible, visible_lines
 from fsfunc.sharded.placements import describe
 
 __all__ = [
@@ -35,6 +38,9 @@ _FIELD = (1 << 127) - 1  # a prime
 
 class CheckpointError(RuntimeError):
     """A checkpoint that cannot be read, or was not completed."""
+
+    def __str__(self) -> str:
+        return visible_lines(super().__str__())
 
 
 class Chunk(NamedTuple):
@@ -57,14 +63,20 @@ class StoredFile(NamedTuple):
     origin: int = 0
 
 
-@dataclass(frozen=True)
-class StoredTensor:
-    """A tensor of the saved tree; ``name``: what its files call it."""
+class StoredTensor(NamedTuple):
+    """A tensor of the saved tree.
+
+    Args:
+        name: what its files call it.
+        own: sizes of the axes along which ranks had each a value of their own, of which
+            this is the stack: ``shape`` is ``(n, *shape of one)``.
+    """
 
     shape: tuple[int, ...]
     dtype: torch.dtype
     chunks: tuple[Chunk, ...] = ()
     name: str = ""
+    own: Mapping[str, int] = MappingProxyType({})
 
     @property
     def nbytes(self) -> int:
@@ -76,7 +88,10 @@ class StoredTensor:
         return tiles(self.shape, [(c.offsets, c.sizes) for c in self.chunks])
 
     def __str__(self) -> str:
-        return describe(self.shape, self.dtype, "")
+        if not self.own:
+            return describe(self.shape, self.dtype)
+        one = describe(self.shape[1:], self.dtype)
+        return f"{one}, each rank's own over {visible(of_axes(self.own))}"
 
 
 @dataclass(frozen=True)
@@ -105,7 +120,7 @@ class Stored:
 
     @property
     def leaves(self) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
-        """Path -> (global shape, dtype) of every tensor."""
+        """Path -> (global shape, dtype) of every tensor; of ranks' own, the stack's."""
         return {path: (leaf.shape, leaf.dtype) for path, leaf in self.tensors.items()}
 
     @property
@@ -138,8 +153,9 @@ class Stored:
         tensors, values = inside(self.tensors), inside(self.values)
         if not tensors and not values:
             tops = sorted({p.partition("/")[0] for p in (*self.tensors, *self.values)})
+            more = f" and {len(tops) - 8} more" if len(tops) > 8 else ""
             raise KeyError(
-                f"{self.path} holds nothing at {at!r}; at its top are {tops}"
+                f"{self.path} holds nothing at {at!r}; at its top are {tops[:8]}{more}"
             )
         return replace(self, tensors=tensors, values=values)
 
@@ -147,7 +163,7 @@ class Stored:
         lines = [f"{self.path}: {self.nbytes:,} bytes in {len(self.files)} files"]
         lines += [f"  {path} {leaf}" for path, leaf in self.tensors.items()]
         lines += [f"  {path} {value!r}" for path, value in self.values.items()]
-        return "\n".join(lines)
+        return "\n".join(map(visible, lines))
 
 
 def tiles(

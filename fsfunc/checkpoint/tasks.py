@@ -233,7 +233,9 @@ class SaveTask:
             for path, boxes in rank.chunks.items():
                 chunks[path] += boxes
         leaves = {
-            path: StoredTensor(held.layout.shape, held.part.dtype, tuple(chunks[path]))
+            path: StoredTensor(
+                held.layout.shape, held.part.dtype, tuple(chunks[path]), own=held.own
+            )
             for path, held in self.contents.tensors.items()
         }
         for path, leaf in leaves.items():

@@ -12,6 +12,7 @@ from collections.abc import Sequence
 
 from fsfunc.cli import checkpoint_commands, hardware_command, plan_command
 from fsfunc.cli.build_scripts import Refused
+from fsfunc.printing.letters import visible_lines
 
 __all__ = ["main"]
 
@@ -32,6 +33,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         options.run(options)
     except Refused as error:
-        print(f"python -m fsfunc {options.command}: {error}", file=sys.stderr)
+        said = f"python -m fsfunc {options.command}: {error}"
+        print(visible_lines(said), file=sys.stderr)
         return 2
     return 0

@@ -8,6 +8,8 @@ from io import StringIO
 from itertools import groupby
 from typing import TYPE_CHECKING, Any
 
+from fsfunc.printing.letters import visible, visible_lines
+
 if TYPE_CHECKING:
     from rich.console import Console, ConsoleOptions, RenderResult
     from rich.text import Text
@@ -48,7 +50,7 @@ class Table:
             justify = "right" if mark == ">" else "left"
             table.add_column(Text("".join(name)), justify=justify, overflow="fold")
         for row in self.rows[: self.most]:
-            table.add_row(*map(Text, row))
+            table.add_row(*(Text(visible(cell)) for cell in row))
         yield table
         rest = max(len(self.rows) - self.most, 0) + self.hidden
         if rest:
@@ -94,7 +96,7 @@ class Printed:
         from rich.text import Text
 
         for piece in self.pieces(width):
-            yield Text(piece) if isinstance(piece, str) else piece
+            yield Text(visible_lines(piece)) if isinstance(piece, str) else piece
 
 
 @dataclass(frozen=True, repr=False)

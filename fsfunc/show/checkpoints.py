@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import os
+from typing import Any
 
 from fsfunc.checkpoint.finding import metadata
 from fsfunc.checkpoint.stored import Stored
 from fsfunc.printing.amounts import of_axes, of_bytes
 from fsfunc.printing.tables import Report, Table
-from fsfunc.sharded.placements import describe
 
 __all__ = ["checkpoint"]
+
+_LONGEST = 2000  # letters of a value
 
 
 def checkpoint(found: Stored | str | os.PathLike, *, at: str = "") -> Report:
@@ -34,16 +36,11 @@ def checkpoint(found: Stored | str | os.PathLike, *, at: str = "") -> Report:
         f"and {len(stored.files)} files, by {by}" + (f" on {mesh}" if mesh else "")
     )
     tensors = [
-        (
-            path,
-            describe(leaf.shape, leaf.dtype),
-            of_bytes(leaf.nbytes),
-            str(len(leaf.chunks)),
-        )
+        (path, str(leaf), of_bytes(leaf.nbytes), str(len(leaf.chunks)))
         for path, leaf in stored.tensors.items()
     ]
-    values = [(path, repr(value)) for path, value in stored.values.items()]
-    said = [(key, repr(value)) for key, value in stored.metadata.items()]
+    values = [(path, _short(value)) for path, value in stored.values.items()]
+    said = [(key, _short(value)) for key, value in stored.metadata.items()]
     parts: list[Table | str] = [head]
     if tensors:
         columns = ("<path", "<tensor", ">bytes", ">boxes")
@@ -53,3 +50,10 @@ def checkpoint(found: Stored | str | os.PathLike, *, at: str = "") -> Report:
     if said:
         parts.append(Table("metadata", ("<key", "<value"), said))
     return Report(tuple(parts))
+
+
+def _short(value: Any) -> str:
+    """A value as Python writes it; of a long text the beginning."""
+    text = repr(value)
+    more = len(text) - _LONGEST
+    return text if more <= 0 else f"{text[:_LONGEST]}... and {more} letters more"

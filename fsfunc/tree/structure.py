@@ -62,18 +62,21 @@ class Node(NamedTuple):
     value: Any
     treedef: TreeDef  # every child a leaf
     children: list[Any]
-    components: list[str]
 
     @classmethod
     def of(cls, value: Any, is_leaf: IsLeaf | None) -> "Node":
         """Return the top level of the tree `value`."""
         if is_leaf is not None and is_leaf(value):
-            return cls(value, optree.treespec_leaf(), [value], [""])
+            return cls(value, optree.treespec_leaf(), [value])
         children, treedef = optree.tree_flatten(
             value, lambda v: v is not value, namespace=NAMESPACE
         )
-        components = [path_of(accessor) for accessor in treedef.accessors()]
-        return cls(value, treedef, children, components)
+        return cls(value, treedef, children)
+
+    @property
+    def components(self) -> list[str]:
+        """What leads to each child."""
+        return [path_of(accessor) for accessor in self.treedef.accessors()]
 
     @property
     def is_leaf(self) -> bool:

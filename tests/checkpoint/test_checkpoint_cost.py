@@ -1,5 +1,7 @@
 """What a checkpoint costs: nearly nothing sent, no copy of the state, one slab read."""
 
+import gc
+import json
 import threading
 import time
 from pathlib import Path
@@ -8,13 +10,16 @@ import pytest
 import torch
 
 import fsfunc as ff
+from fsfunc.checkpoint import headers
+from fsfunc.runtime.collector import uncollected
+from tests.checkpoint.forging import text_of
 from tests.checkpoint.stacks import STACKS, abstract, made
 from tests.checkpoint.trees import on
 from tests.probes import LiveBytes
 
 MIB = 1 << 20
 SLAB = 8 * MIB
-AGREED = {"psum": 8, "pmax": 32}  # bytes that a rank sends, at most
+AGREED = {"psum": 8, "pmax": 32, "all_gather": 192}  # bytes that a rank sends, at most
 
 
 @pytest.mark.parametrize("name", ["zero=3 on 4", "zero=1 on 3", "shard(pipeline)"])
@@ -144,3 +149,88 @@ def test_a_state_being_saved_is_made_a_second_time_once(tmp_path):
     assert first != second or saving.done()
     assert state.params.data_ptr() == second
     saving.wait()
+
+
+# Of many leaves
+
+
+def busy(act, times=3):
+    """Seconds that a processor takes for it, at best."""
+    found = []
+    for _ in range(times):
+        gc.collect()
+        began = time.process_time()
+        act()
+        found.append(time.process_time() - began)
+    return min(found)
+
+
+def many(folder, count, boxes):
+    """A manifest of so many leaves, each of boxes in as many files."""
+    name = "shard-{:05}-model-00001-of-00001.safetensors".format
+    chunks = lambda i: [[f, 64 + 8 * i, [2 * f, 0], [2, 1]] for f in range(boxes)]  # noqa: E731
+    leaf = lambda i: {"shape": [2 * boxes, 1], "dtype": "float32", "chunks": chunks(i)}  # noqa: E731
+    nbytes = 64 + 8 * count
+    sums = "0" * 8 * -(-nbytes // MIB)
+    body = {
+        "version": 1,
+        "leaves": {f"model.layers.{i // 10}.w{i % 10}": leaf(i) for i in range(count)},
+        "files": [
+            {"name": name(f + 1), "bytes": nbytes, "crc32": sums} for f in range(boxes)
+        ],
+        "values": {}, "metadata": {}, "random": {}, "mesh": {},
+    }  # fmt: skip
+    folder.mkdir()
+    (folder / "fsfunc.json").write_bytes(text_of(body))
+    return folder
+
+
+@pytest.mark.parametrize("boxes", [1, 2])
+def test_a_manifest_of_many_leaves_takes_little_more_than_its_json(tmp_path, boxes):
+    """To be read and proven, or refused by a target that is another."""
+    path = many(tmp_path / "a", 20_000, boxes)
+    text = (path / "fsfunc.json").read_text()
+    with uncollected():
+        plain = busy(lambda: json.loads(text))
+    assert len(ff.metadata(path).tensors) == 20_000
+    assert busy(lambda: ff.metadata(path)) < 6.5 * plain
+
+    def refused():
+        with pytest.raises(ValueError, match="of 1 keys 1 missing"):
+            ff.load(path, {"other": torch.zeros(1)})
+
+    assert busy(refused) < 9 * plain
+
+
+def test_many_leaves_become_one_file_in_a_time_for_each(tmp_path, monkeypatch):
+    """Headers are read once, and small leaves together."""
+    state = {f"w{i}": torch.full((2,), float(i)) for i in range(3000)}
+    ff.save(tmp_path / "a", state)
+    seen, read = [], headers.header_at
+    monkeypatch.setattr(
+        headers, "header_at", lambda *a, **k: seen.append(a) or read(*a, **k)
+    )
+    one = ff.consolidate(tmp_path / "a", tmp_path / "one")
+    assert len(seen) == 1
+    monkeypatch.undo()
+    found = ff.load(one, abstract(state))
+    assert all(torch.equal(found[k], x) for k, x in state.items())
+
+
+def test_what_ranks_hold_alike_is_read_once_more_and_not_sent(tmp_path):
+    """Leaves that ranks have cut among them are not read for it at all."""
+    row = ff.Layout((2, MIB), torch.float32, (ff.Split(0, "data", 2),), "cut")
+
+    def main(mesh):
+        state = {"cut": ff.Sharded(torch.full((1, MIB), 1.0 * mesh.rank), row)}
+        state |= {"whole": torch.ones(MIB), "own": torch.ones(MIB) * mesh.rank}
+        logs = []
+        for names in (["cut"], ["cut", "whole"], list(state)):
+            with ff.ledger() as log:
+                ff.save(tmp_path / str(len(names)), {k: state[k] for k in names})
+            logs.append([(r.op, r.bytes) for r in log.of(mesh.rank)])
+        return logs
+
+    for cut, whole, own in on({"data": 2}, main):
+        assert cut == whole
+        assert len(own) == len(whole) + 2 and sum(n for _, n in own) < 512

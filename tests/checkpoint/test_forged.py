@@ -18,6 +18,7 @@ from tests.checks import same
 
 W = "params/layers/0/w"  # f32[2, 3] in two boxes, one on each rank
 V = "params/layers/1/w"
+H = "carried"  # f32[3], each rank's own: a stack of two
 
 
 def times(k):
@@ -25,9 +26,13 @@ def times(k):
 
 
 def ours(path, k=1.0):
-    state = times(k)
-    on(PAIR, lambda mesh: ff.save(path, laid_out(state, split(6), mesh)))
-    return state
+    state, own = times(k), k * torch.arange(6.0).view(2, 3)
+
+    def save(mesh):
+        ff.save(path, laid_out(state, split(6), mesh) | {H: own[mesh.rank]})
+
+    on(PAIR, save)
+    return state | {H: own}
 
 
 def one_file(path, k=1.0):
@@ -85,6 +90,11 @@ def many_leaves(n):
     return b'{"version":1,"leaves":{' + leaves + b"}" + rest
 
 
+def two_axes_turned(body):
+    body["mesh"] = {"data": 2, "model": 1}
+    body["leaves"][H]["own"] = {"model": 1, "data": 2}
+
+
 def last_bytes(body):
     body["files"][0]["bytes"] += 8
 
@@ -140,6 +150,15 @@ FORGED = {
         at_the_top(random={"states": [{}], "of": [1]}), "ranks' generators"
     ),
     "a generator of no state": (at_the_top(random=STATE), "state of the cpu generator"),
+    "own of another axis": (leaf(H, own={"model": 2}), "each rank has a row"),
+    "own of more ranks": (leaf(H, own={"data": 3}), "each rank has a row"),
+    "own of True": (leaf(H, own={"data": True}), "each rank has a row"),
+    "own of a list": (leaf(H, own={"data": [2]}), "each rank has a row"),
+    "own in another order": (two_axes_turned, "each rank has a row"),
+    "own of no table": (leaf(H, own=["data"]), "no dict"),
+    "own of no axis": (leaf(H, own={}), "it says"),
+    "own of other rows": (leaf("params/h", own=PAIR | {"x": 1}), "each rank has a row"),
+    "own of a scalar": (leaf("params/layers/1/b", own=PAIR), "each rank has a row"),
     "something more": (at_the_top(code="x"), "it says"),
     "something less": (lambda b: b.pop("values"), "it says"),
     "deep JSON": (deep(100_000), "nested too deeply"),
@@ -170,6 +189,23 @@ def test_a_manifest_that_makes_no_sense_is_refused_at_once(victim, what):
         victim.restore()
     said = str(raised.value)
     assert len(said) < 1000 and "state of" in said or str(victim.path) in said
+
+
+def test_own_rows_that_are_none_are_no_others_values(victim):
+    """Whoever says of two rows that they are ranks' own, or of ranks' own that they are
+    rows: a target of the shape that was saved is given what was saved, or nothing."""
+    for change, path in (
+        (leaf(W, own=PAIR), W),
+        (lambda b: b["leaves"][H].pop("own"), H),
+    ):
+        change(body := body_of(victim.path))
+        (victim.path / "fsfunc.json").write_bytes(text_of(body))
+        try:
+            assert victim.judge(proven=True) is None
+            with pytest.raises(ValueError, match="cannot load"):
+                ff.load(victim.path, torch.zeros(3), at=path)
+        finally:
+            victim.restore()
 
 
 def test_what_the_manifest_alone_says_is_not_believed(victim):

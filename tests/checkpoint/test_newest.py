@@ -3,7 +3,6 @@
 import errno
 import json
 import os
-import shutil
 import time
 
 import pytest
@@ -226,15 +225,25 @@ def test_a_link_is_no_remains(tmp_path):
     assert (tmp_path / "mine" / MARK).exists()
 
 
-def test_what_is_deleted_may_be_killed_at_any_moment(tmp_path, monkeypatch):
+@pytest.mark.parametrize("at", range(3))
+def test_what_is_deleted_may_be_killed_at_any_moment(tmp_path, monkeypatch, at):
     """Its mark goes last: the next save removes the rest."""
+    unlink, left = os.unlink, []
+
+    def killed(path, *args, **options):
+        if ".deleting" in str(path):
+            left.append(path)
+            if len(left) > at:
+                raise ZeroDivisionError
+        return unlink(path, *args, **options)
+
     steps(tmp_path, 1)
-    real = shutil.rmtree
-    monkeypatch.setattr("shutil.rmtree", lambda *a, **k: 1 / 0)
-    with pytest.raises(ZeroDivisionError):
+    with monkeypatch.context() as patch, pytest.raises(ZeroDivisionError):
+        patch.setattr("os.unlink", killed)
         steps(tmp_path, 2, keep=1)
-    monkeypatch.setattr("shutil.rmtree", real)
-    assert names(tmp_path) == [".step-1.deleting", "step-2"]
+    gone, found = names(tmp_path)
+    assert gone.startswith(".step-1.deleting-") and found == "step-2"
+    assert (tmp_path / gone / MARK).exists()
     steps(tmp_path, 3, keep=1)
     assert names(tmp_path) == ["step-3"]
 

@@ -44,7 +44,7 @@ def test_what_another_process_writes_is_left_alone(tmp_path):
     alive, dead = tmp_path / ".seed-1.saving", tmp_path / ".seed-2.saving"
     for folder in (dead, alive):
         folder.mkdir()
-        (folder / "part").write_text("half")
+        (folder / "shard-00001-half.safetensors").write_text("half")
     os.close(mark(dead))
     lock = mark(alive)
     try:

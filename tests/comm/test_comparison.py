@@ -149,6 +149,33 @@ def test_a_checksum_sees_order_and_views():
     assert checksums([z.conj()]) == checksums([z.conj().resolve_conj()])
     assert checksums([z.conj()]) != checksums([z])
     assert checksums([torch.zeros(())]) != checksums([-torch.zeros(())])
+    assert checksums([w[:1, 7], w[4:5, ::2][:, 3]]) == checksums([w[0, 7], w[4, 6]])
+
+
+def exchanged(x, i, j):
+    x[i], x[j] = x[j].clone(), x[i].clone()
+
+
+def negated(x, *places):
+    for i in places:
+        x[i] = -x[i]
+
+
+@pytest.mark.parametrize(
+    "dtype", [torch.float64, torch.float32, torch.bfloat16], ids=str
+)
+@pytest.mark.parametrize("n", [16, 100_000])
+def test_a_checksum_sees_signs_and_what_changed_places(dtype, n):
+    """Two changes by one amount: of the highest bits, and within one row."""
+    x = torch.arange(1.0, n + 1).to(dtype)
+    seen = checksums([x])
+    for change, *places in [
+        (negated, 1, 3), (negated, 3, 7), (negated, *range(n)), (negated, 0, n - 1),
+        (exchanged, 1, 3), (exchanged, 0, 9), (exchanged, 0, n - 1),
+    ]:  # fmt: skip
+        change(other := x.clone(), *places)
+        seen += checksums([other])
+    assert len(set(seen)) == len(seen)
 
 
 def test_a_record_is_of_the_whole_step():

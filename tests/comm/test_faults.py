@@ -22,7 +22,7 @@ def outcomes(tmp_path_factory):
 
 @pytest.mark.processes
 def test_each_ends_as_is_due_on_every_survivor(outcomes):
-    assert len({row["kind"] for row in outcomes}) == 33
+    assert len({row["kind"] for row in outcomes}) == 36
     for row in outcomes:
         assert row["verdict"] == row["due"], row
         assert row["happened"] or row["kind"] == "nothing", row

@@ -1,14 +1,13 @@
 """A state of which every rank along an axis has a copy of its own.
 
 Between two synchronisations such ranks differ, so a leaf is not one value along the
-axis. It lies as what it is: the stack of the n copies, ``[n, *shape]``, split along dim
-0. So it is saved whole, loaded where there are as many ranks, and refused elsewhere;
+axis. It lies as what it is: the stack of the n copies (`sharded.stacks`). So it is
+saved whole, loaded where there are as many ranks, and refused elsewhere.
 :class:`Relabeled` turns layouts into those of stacks and back, and moves nothing.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -18,7 +17,7 @@ from fsfunc import tree
 from fsfunc.comm.mesh import Mesh
 from fsfunc.sharded.layout import Layout
 from fsfunc.sharded.leaf import FlatShard, Sharded, is_sharded
-from fsfunc.sharded.placements import Placement, Split
+from fsfunc.sharded.stacks import rows_over, stacked, unstacked
 
 __all__ = ["LocalState", "Relabeled"]
 
@@ -64,7 +63,7 @@ class Relabeled:
 
     def __init__(self, mesh: Mesh, axis: tuple[str, ...]):
         self.mesh, self.axis = mesh, axis
-        self.size = mesh.axis_size(axis)
+        self.sizes = {a: mesh.axes[a] for a in axis}
         # By identity, since layouts compare without their names: (key, what it became),
         # both ways; buffers' members by rank too.
         self._layouts: dict[int, tuple[Layout, Layout]] = {}
@@ -139,25 +138,21 @@ class Relabeled:
         return self._layouts[id(layout)][1]
 
     def _stack(self, layout: Layout) -> Layout:
-        ours = [Split(0, a, self.mesh.axes[a]) for a in self.axis]
         if taken := set(layout.axes) & set(self.axis):
             raise ValueError(
                 f"{layout} is spread over {sorted(taken)}, where each rank is to have "
                 "a copy of its own: split or shard it over other axes"
             )
-        parts = (*ours, *_shifted(layout.parts, 1))
-        return replace(layout, shape=(self.size, *layout.shape), parts=parts)
+        return stacked(layout, self.sizes)
 
     def _unstack(self, layout: Layout) -> Layout:
-        ours = tuple(Split(0, a, self.mesh.axes[a]) for a in self.axis)
-        if layout.parts[: len(ours)] != ours:
+        if layout.parts[: len(self.axis)] != rows_over(self.sizes):
             raise ValueError(
-                f"{layout} is no stack of {self.size} copies over {self.axis}: go on "
+                f"{layout} is no stack of copies over {self.sizes}: go on "
                 "with the state that the step returned, or begin from one that is the "
                 "same on every rank, such as ff.consensus(state)"
             )
-        parts = _shifted(layout.parts[len(ours) :], -1)
-        return replace(layout, shape=layout.shape[1:], parts=parts)
+        return unstacked(layout, self.sizes)
 
 
 def _loose(local: Tensor, layout: Layout, at: dict[str, int]) -> Any:
@@ -165,10 +160,3 @@ def _loose(local: Tensor, layout: Layout, at: dict[str, int]) -> Any:
     shape = layout.local_shape(at) if layout.axes else layout.shape
     local = local.view(shape) if local.shape != shape else local
     return Sharded(local, layout) if layout.parts else local
-
-
-def _shifted(parts: Sequence[Placement], by: int) -> tuple[Placement, ...]:
-    """Parts of a tensor that has one dim more, or less, in front."""
-    return tuple(
-        replace(p, dim=p.dim + by) if isinstance(p, Split) else p for p in parts
-    )
