@@ -109,11 +109,10 @@ def adafactor(
         with torch.no_grad():
             leaves = _leaves(matched, state)
             sums = whole_sums(leaves)
+            dense = {"memory_format": torch.contiguous_format}
+            flats = matched.buffers[0].tensors
             updates = matched.buffers[1].rebuild(
-                [
-                    torch.zeros_like(x, dtype=wide(x.dtype))
-                    for x in matched.buffers[0].tensors
-                ]
+                [torch.zeros_like(x, dtype=wide(x.dtype), **dense) for x in flats]
             )
             for leaf, (power, rows, cols) in zip(leaves, sums, strict=True):
                 leaf.learn(rows, cols, t**beta2_decay)

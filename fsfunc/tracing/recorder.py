@@ -268,8 +268,11 @@ class Recorder(Findings, Tracer, Watcher):
             inner = _torch.is_wrapped(held)
             if inner and held.requires_grad and not (f.in_loss or f.path):
                 self.stock.setdefault(path, source_line())
-            if f.path or path not in self.outside:
-                where = source_line(), f.in_loss or inner
+            in_loss = bool(f.in_loss or inner)
+            # That a loss reads it counts, whoever has read it before.
+            _, known = self.outside.get(path, ("", None))
+            if f.path or known is None or in_loss > known:
+                where = source_line(), in_loss
                 if f.path:
                     self.inside[path, f.numbers] = where
                 else:
