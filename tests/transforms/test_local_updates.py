@@ -545,6 +545,34 @@ def test_bad_input_is_refused(call, error, way_out):
         call()
 
 
+def test_moments_of_8_bits_have_a_consensus_by_what_they_stand_for():
+    """Within a step of their codes; the same codes on every rank, to go on with."""
+    optimizer = ff.sharded_adam(0.1, moment_dtype=torch.uint8)
+    plain = train_step(chain(), optimizer)
+    mesh = nodes(2, 2)
+
+    def main():
+        step = ff.local_sgd(ff.shard(plain, mesh, "data"), mesh, "node", every=2)
+        mine = [ff.local_batch(batch_of(t), mesh, ("node", "data")) for t in range(4)]
+        state = ff.init_state(step, layers(2), optimizer, mine[0])
+        for x in mine[:3]:
+            state, _ = step(state, x)
+        agreed = ff.consensus(state)
+        own = copy_of(state, mesh).opt_state.decoded()
+        agreed_moments = ff.unshard(agreed).opt_state.decoded()
+        for name in ("mu", "nu"):
+            owns, means = getattr(own, name), getattr(agreed_moments, name)
+            for x, y in zip(owns, means, strict=True):
+                wanted = ff.pmean(x, "node")
+                near = wanted.abs() / 8 + wanted.abs().max() * 2.0**-18
+                assert ((y - wanted).abs() <= near).all() and wanted.abs().sum() > 0
+        ff.testing.check_replicated(agreed.params, "node")
+        step(agreed, mine[3])  # which compares all of it
+        return agreed.opt_state.count
+
+    assert ff.spmd(main, mesh)() == [3] * 4
+
+
 def test_ranks_whose_integers_differ_have_no_consensus():
     def main():
         step = ff.local_sgd(
