@@ -12,7 +12,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from fsfunc.comm.attribution import INTERNAL
-from fsfunc.comm.comparison import stated
+from fsfunc.comm.descriptions import stated
 from fsfunc.comm.mesh import HERE, Here, Mesh, here
 from fsfunc.core.casts import Casts
 from fsfunc.core.tracers import Tracer

@@ -17,6 +17,7 @@ from fsfunc.optim.optimizer import (
     Optimizer,
     check_fractions,
     check_not_negative,
+    described,
     elementwise,
 )
 from fsfunc.optim.scaled_moments import with_scaled_moments
@@ -42,6 +43,7 @@ class AdamState(NamedTuple):
     nu: Any
 
 
+@described
 def sharded_adam(
     learning_rate: float | Schedule = 1e-3,
     *,

@@ -16,7 +16,12 @@ from fsfunc.core.frames import frame
 from fsfunc.core.observation import observe_gradients
 from fsfunc.optim.leaves import Tree
 from fsfunc.optim.norms import global_norm
-from fsfunc.optim.optimizer import Optimizer, Run, State
+from fsfunc.optim.optimizer import (
+    Optimizer,
+    Run,
+    State,
+    described,
+)
 from fsfunc.optim.reductions import by_axes, tree_scale
 
 
@@ -37,6 +42,7 @@ class AdaScaleState(NamedTuple):
     inner: State
 
 
+@described
 def adascale(
     optimizer: Optimizer, scale: float | None = None, *, smoothing: float | None = None
 ) -> Optimizer:

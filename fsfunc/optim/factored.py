@@ -16,6 +16,7 @@ from fsfunc.optim.optimizer import (
     check_not_negative,
     check_numbers,
     check_params_given,
+    described,
 )
 from fsfunc.optim.schedules import Schedule, rate_at
 from fsfunc.optim.square_sums import FactoredLeaf, powers, whole_sums, wide
@@ -38,6 +39,7 @@ class AdafactorState(NamedTuple):
     variance: Any
 
 
+@described
 def adafactor(
     learning_rate: float | Schedule = 1e-2,
     *,

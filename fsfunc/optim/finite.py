@@ -9,7 +9,11 @@ from torch import Tensor
 
 from fsfunc.optim.leaves import Tree, composable, map_flat
 from fsfunc.optim.norms import all_finite, holds
-from fsfunc.optim.optimizer import Optimizer, check_takes_plainly
+from fsfunc.optim.optimizer import (
+    Optimizer,
+    check_takes_plainly,
+    described,
+)
 
 __all__ = ["ApplyIfFiniteState", "apply_if_finite"]
 
@@ -27,6 +31,7 @@ class ApplyIfFiniteState(NamedTuple):
     inner_state: Any
 
 
+@described
 def apply_if_finite(optimizer: Optimizer, max_consecutive_errors: int = 5) -> Optimizer:
     """``optimizer``, which makes no step where a gradient is infinite or NaN.
 

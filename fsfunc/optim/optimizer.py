@@ -9,14 +9,18 @@ clipping, weight decay and scaling have the same form, and `chain` joins them.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import functools
+import inspect
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from numbers import Real
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, ParamSpec, Self
 
 import torch
 from torch import Tensor
 
+from fsfunc.comm.collective_ops import claim
+from fsfunc.comm.descriptions import stated
 from fsfunc.optim.in_place import fused
 from fsfunc.optim.leaves import Mask, Tree
 from fsfunc.optim.matching import Matched, Rule
@@ -55,6 +59,9 @@ class Optimizer(_Functions):
             checks, norms and collectives belong to the first; ``commit()`` only writes,
             and returns what `apply` does. So several optimizers can share a step that,
             failing, leaves the state as it was.
+        configuration: by name, what tells it from others of its kind: numbers, inner
+            optimizers. Ranks compare it, and its repr shows it; without it, the names
+            of its functions alone.
 
     `apply` and `prepare` may be left out; one follows from the other, both from
     `update`.
@@ -68,7 +75,8 @@ class Optimizer(_Functions):
     ({'w': tensor([0.5000, 0.5000])}, ())
     """
 
-    __slots__ = ()
+    called: str
+    configuration: tuple[tuple[str, Any], ...]
 
     def __new__(
         cls,
@@ -77,12 +85,28 @@ class Optimizer(_Functions):
         apply: Apply | None = None,
         prepare: Prepare | None = None,
         take: Take | None = None,
+        *,
+        configuration: Mapping[str, Any] | None = None,
     ) -> Optimizer:
         if prepare is None:
             prepare = _added(update) if apply is None else _deferred(apply)
         if apply is None:
             apply = _at_once(prepare)
-        return super().__new__(cls, init, update, apply, prepare, take)
+        self = super().__new__(cls, init, update, apply, prepare, take)
+        known = {"init": init, "update": update} | dict(configuration or {})
+        return self.known_as("Optimizer", known)
+
+    def known_as(self, called: str, configuration: Mapping[str, Any]) -> Self:
+        """Itself, that says it was made by this call: see `described`."""
+        self.called, self.configuration = called, tuple(configuration.items())
+        return self
+
+    def _replace(self, **changes: Any) -> Optimizer:
+        other = Optimizer(**(self._asdict() | changes))
+        return other.known_as(self.called, dict(self.configuration) | changes)
+
+    def __repr__(self) -> str:
+        return stated(self)
 
     def __call__(self, grad_fn: Callable[..., Any]) -> Callable[..., Any]:
         """A train step ``step(state, *batch) -> (state, metrics)``.
@@ -110,6 +134,7 @@ class Optimizer(_Functions):
         """
 
         def train_step(state: Any, *batch: Any, **named: Any) -> tuple[Any, dict]:
+            claim(self, "the optimizer that makes the step")
             run = partial(grad_fn, state.params, *batch, **named)
             value, grads, optimizer = self.taken(run, state)
             if isinstance(value, tuple):
@@ -125,6 +150,22 @@ class Optimizer(_Functions):
         if self.take is None:
             return *run(), self
         return self.take(run, state.opt_state)
+
+
+_P = ParamSpec("_P")
+
+
+def described(make: Callable[_P, Optimizer]) -> Callable[_P, Optimizer]:
+    """``make``, whose optimizers say by what call of it they were made."""
+    signature = inspect.signature(make)
+
+    @functools.wraps(make)
+    def made(*args: _P.args, **keywords: _P.kwargs) -> Optimizer:
+        optimizer, given = make(*args, **keywords), signature.bind(*args, **keywords)
+        given.apply_defaults()
+        return optimizer.known_as(make.__name__, given.arguments)
+
+    return made
 
 
 def _deferred(apply: Apply) -> Prepare:

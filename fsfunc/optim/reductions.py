@@ -95,8 +95,7 @@ def tree_scale(values: Tree, factor: float | Tensor) -> Tree:
             f"tree_scale by a tensor of shape {tuple(factor.shape)}: one number scales "
             "a tree; multiply leaf by leaf in a unit, or take its mean first"
         )
-    if isinstance(factor, Tensor):
-        claim(factor, "tree_scale")
+    claim(factor, "tree_scale")
     if not isinstance(factor, Tensor) or not differentiated([factor]):
         return map_flat(lambda ts: scaled(ts, factor), values)
 

@@ -14,6 +14,7 @@ from fsfunc.optim.optimizer import (
     Optimizer,
     check_fractions,
     check_not_negative,
+    described,
     elementwise,
 )
 from fsfunc.optim.schedules import Schedule, rate_at
@@ -26,6 +27,7 @@ class LionState(NamedTuple):
     mu: Any
 
 
+@described
 def lion(
     learning_rate: float | Schedule = 1e-4,
     *,

@@ -15,7 +15,11 @@ from torch import Tensor
 from fsfunc.comm.attribution import label
 from fsfunc.comm.backends.link import Handle
 from fsfunc.comm.groups import RankGroup
-from fsfunc.optim.optimizer import Optimizer, State
+from fsfunc.optim.optimizer import (
+    Optimizer,
+    State,
+    described,
+)
 from fsfunc.sharded.leaf import FlatShard, Sharded
 from fsfunc.transforms.messages.residuals import Feedback, WithFeedback
 from fsfunc.transforms.messages.wire import Reduction
@@ -36,6 +40,7 @@ class PowerSGDState(NamedTuple):
     inner: State
 
 
+@described
 def powersgd(optimizer: Optimizer, rank: int, min_rate: float = 2.0) -> Optimizer:
     """``optimizer``, whose steps sum gradients of matrices in ``rank`` directions.
 
