@@ -33,12 +33,6 @@ def stated(value: Any) -> str:
     """
     if isinstance(value, Tensor):
         return _tensor(value)
-    if callable(value) and hasattr(value, "__qualname__"):
-        kind = "class" if isinstance(value, type) else "function"
-        return f"<{kind} {value.__qualname__}>"
-    if (parts := _parts(value)) is not None:
-        kind, items = parts
-        return f"{kind}({', '.join(f'{k}={stated(v)}' for k, v in items)})"
     if type(value) in (list, tuple):
         inside = ", ".join(map(stated, value))
         if type(value) is list:
@@ -47,6 +41,12 @@ def stated(value: Any) -> str:
     if isinstance(value, Mapping):
         inside = ", ".join(f"{stated(k)}: {stated(v)}" for k, v in value.items())
         return f"{{{inside}}}"
+    if (parts := _parts(value)) is not None:
+        kind, items = parts
+        return f"{kind}({', '.join(f'{k}={stated(v)}' for k, v in items)})"
+    if name := getattr(value, "__qualname__", None):
+        kind = "class" if isinstance(value, type) else "function"
+        return f"<{kind} {name}>"
     return re.sub(r" at 0x[0-9a-f]+", "", repr(value))
 
 

@@ -1,6 +1,7 @@
 """Optimizers as pairs of functions; elementwise over shards, exact across them.
 
-optimizer.py        what one is;  adam.py descent.py sign_descent.py   fused passes
+optimizer.py element_rules.py   what one is; those that treat elements by themselves:
+adam.py descent.py sign_descent.py   fused passes
 transformations.py masking.py schedules.py   clipping, chain; by leaf; rates
 trust.py layerwise.py   steps at the scale of each leaf: LAMB and LARS
 factored.py square_sums.py   Adafactor: moments by row and column; of any part

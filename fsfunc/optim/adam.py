@@ -11,6 +11,7 @@ from torch import Tensor
 
 from fsfunc import tree
 from fsfunc.optim.coded_moments import with_coded_moments
+from fsfunc.optim.element_rules import elementwise
 from fsfunc.optim.leaves import Mask, Tree, held_dtype, trainable, zeros_like
 from fsfunc.optim.matching import Decay
 from fsfunc.optim.optimizer import (
@@ -18,7 +19,6 @@ from fsfunc.optim.optimizer import (
     check_fractions,
     check_not_negative,
     described,
-    elementwise,
 )
 from fsfunc.optim.scaled_moments import with_scaled_moments
 from fsfunc.optim.schedules import Schedule, rate_at

@@ -81,8 +81,8 @@ def _encoded(kept: Codes, wide: Any, coder: Coder, seed: int) -> Codes:
     for codes, scales, x in zip(*kept, wide, strict=True):
         new = [empty_beside(local(t)) for t in (codes, scales)]
         if x.numel():
-            dither = chance(x.device, x.numel(), seed)
-            coder.encode(x.clone(), *map(_flat, new), dither, torch.empty_like(dither))
+            dither, (code, scale) = chance(x.device, x.numel(), seed), map(_flat, new)
+            coder.encode(x.clone(), code, scale, dither, torch.empty_like(dither))
         for column, old, t in zip(made, (codes, scales), new, strict=True):
             column.append(old.with_local(t) if is_sharded(old) else t)
     return Codes(*map(tuple, made))

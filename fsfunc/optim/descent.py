@@ -8,13 +8,13 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from fsfunc.optim.element_rules import elementwise
 from fsfunc.optim.leaves import Mask, Tree, zeros_like
 from fsfunc.optim.matching import decayed
 from fsfunc.optim.optimizer import (
     Optimizer,
     check_not_negative,
     described,
-    elementwise,
 )
 from fsfunc.optim.schedules import Schedule, rate_at
 

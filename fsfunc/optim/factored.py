@@ -111,7 +111,7 @@ def adafactor(
         with torch.no_grad():
             leaves = _leaves(matched, state)
             sums = whole_sums(leaves)
-            dense = {"memory_format": torch.contiguous_format}
+            dense: Any = {"memory_format": torch.contiguous_format}
             flats = matched.buffers[0].tensors
             updates = matched.buffers[1].rebuild(
                 [torch.zeros_like(x, dtype=wide(x.dtype), **dense) for x in flats]

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import functools
 import inspect
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from functools import partial
 from numbers import Real
 from typing import Any, NamedTuple, ParamSpec, Self
@@ -22,8 +22,8 @@ from torch import Tensor
 from fsfunc.comm.collective_ops import claim
 from fsfunc.comm.descriptions import stated
 from fsfunc.optim.in_place import fused
-from fsfunc.optim.leaves import Mask, Tree
-from fsfunc.optim.matching import Matched, Rule
+from fsfunc.optim.leaves import Tree
+from fsfunc.optim.matching import Matched
 
 State = Any
 Init = Callable[[Tree], State]
@@ -224,61 +224,6 @@ def _sum(p: Tensor, u: Tensor) -> Tensor:
 
 def _add(params: Any, updates: Any, *, weight_decay: float) -> None:
     torch._foreach_add_(params, updates)  # there is no decay in an addition
-
-
-def elementwise(
-    name: str,
-    init: Init,
-    *,
-    moments: Callable[[State], Sequence[Tree]],
-    after: Callable[..., State],
-    rule: Callable[[Any], Rule],
-    kernel: Callable[[Any], Callable[..., None]],
-    weight_decay: float = 0.0,
-    mask: Mask | None = None,
-    least: torch.dtype | None = None,
-) -> Optimizer:
-    """An optimizer that treats each element by itself.
-
-    Args:
-        name: what errors call it.
-        moments: the trees in its state, which are like the parameters.
-        after: ``after(state, *moments)``: its next state.
-        rule: ``rule(state)(param, grad, *moments, decay) -> (update, *moments)``, made
-            of operations that differentiate; all are tensors but ``decay``, which may
-            be a number.
-        kernel: ``kernel(state)(params, grads, *moments, weight_decay=)`` writes the
-            same step into lists of dense tensors, in one pass over memory.
-        weight_decay, mask: which decay a leaf has.
-        least: the kernel's tensors are copies of this dtype, where theirs is narrower.
-    """
-
-    def update(grads: Tree, state: State, params: Tree = None) -> tuple[Tree, State]:
-        if weight_decay:
-            check_params_given(params, name)
-        like = grads if params is None else params
-        matched = Matched.of(like, grads, *moments(state))
-        decays = matched.decays(weight_decay, mask)
-        updates, *new = matched.composed(rule(state), decays)
-        return updates, after(state, *new)
-
-    def prepare(
-        grads: Tree, state: State, params: Tree
-    ) -> Callable[[], tuple[Tree, State]]:
-        matched = Matched.of(params, grads, *moments(state))
-        if matched.differentiated:
-            updates, state = update(grads, state, params)
-            return lambda: (apply_updates(params, updates), state)
-        decays = matched.decays(weight_decay, mask)
-        commit = fused(matched, kernel(state), decays, least=least)
-
-        def finish() -> tuple[Tree, State]:
-            params, *new = commit()
-            return params, after(state, *new)
-
-        return finish
-
-    return Optimizer(init, update, prepare=prepare)
 
 
 def check_numbers(**values: Any) -> None:

@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from fsfunc.optim.element_rules import elementwise
 from fsfunc.optim.leaves import Mask, Tree, zeros_like
 from fsfunc.optim.matching import Decay
 from fsfunc.optim.optimizer import (
@@ -15,7 +16,6 @@ from fsfunc.optim.optimizer import (
     check_fractions,
     check_not_negative,
     described,
-    elementwise,
 )
 from fsfunc.optim.schedules import Schedule, rate_at
 

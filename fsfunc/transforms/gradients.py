@@ -63,9 +63,8 @@ def kept_here(
     found: dict[int, FlatShard] = {}
     plain = 0
     for x in tree.leaves(chosen, is_leaf=is_sharded):
-        if isinstance(x, Tensor):
-            plain += 1
         if not is_sharded(x) or x.packed is None or x.parts is not None:
+            plain += isinstance(x, Tensor)
             continue
         key, known = id(x.packed), x.packed.place.axes in plainly
         if known or key in found or ours(x.layout):
@@ -207,14 +206,11 @@ def averaged(outcome: Outcome, runtime: ShardRuntime, at: Any) -> Outcome:
     )
 
 
-def check_whole(runtime: ShardRuntime, claims: Lines, where: RankGroup) -> bool:
+def check_whole(runtime: ShardRuntime, claims: Lines, where: RankGroup) -> None:
     """Raises where ranks differentiate unlike values of what must be one value.
 
     Args:
         claims: what else of the step is to be the same on every rank.
-
-    Returns:
-        whether there are any.
 
     Raises:
         RanksDiffer: on every rank.
@@ -225,10 +221,9 @@ def check_whole(runtime: ShardRuntime, claims: Lines, where: RankGroup) -> bool:
     mine = [
         x if isinstance(x, Tensor) and runtime.averages(x) else None for x in leaves
     ]
-    if found := any(x is not None for x in mine):
+    if any(x is not None for x in mine):
         steps = Section("ranks make unlike steps", claims)
         compare([steps, whole_values(paths, mine, where.link.notes)], where)
-    return found
 
 
 def _plain(grads: Any, runtime: ShardRuntime, where: RankGroup) -> Any:

@@ -138,7 +138,8 @@ class Sharding(Interpretation):
         gather, reduction: how buffers travel, see ``wire``.
 
     By rank, ``claims``: what a step that was tried says is the same on all of them;
-    and ``compared_whole``: of how many whole leaves they compared the values.
+    and ``compared_whole``: of which whole leaves they compared the values, told by how
+    many there were in which arguments.
     """
 
     lays_out = True
@@ -164,7 +165,7 @@ class Sharding(Interpretation):
         self.how_gathered = Gather() if gather is None else gather
         self.how_reduced = Reduction() if reduction is None else reduction
         self.claims: dict[int, Lines] = {}
-        self.compared_whole: frozenset[tuple[int, int]] = frozenset()
+        self.compared_whole: frozenset[Any] = frozenset()
         self.how_gathered.check(axis)
         self.how_reduced.check(axis, zero)
 
@@ -379,10 +380,11 @@ class Sharding(Interpretation):
             keeps=keeps,
             parts=parts,
         )
-        if plain and at.link.moves and (at.rank, plain) not in self.compared_whole:
+        key = at.rank, plain, call.argnums
+        if plain and at.link.moves and key not in self.compared_whole:
             claims = self.claims.get(at.rank, ())
-            if check_whole(runtime, claims, group(runtime.mean_axes, at)):
-                self.compared_whole |= {(at.rank, plain)}
+            check_whole(runtime, claims, group(runtime.mean_axes, at))
+            self.compared_whole |= {key}
         return runtime
 
     def _ended(

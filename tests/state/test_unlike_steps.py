@@ -153,7 +153,7 @@ STATED = {  # optimizers, and the line in which ranks differ
     "one's own": (lambda r: ff.Optimizer(lambda p: (), other if r else own(1)[1]),
                   "optimizer/update: rank 0: <function own.<locals>.update>"),
     "one's own, configured": (
-        lambda r: own(0.1)._replace(init=lambda p: ()).known_as("mine", {"lr": r}),
+        lambda r: ff.Optimizer(lambda p: (), other, configuration={"lr": r}),
         "optimizer/lr: rank 0: 0; rank 1: 1",
     ),
     "scales": (lambda r: ff.loss_scale(ff.sgd(1.0), 8.0 + r), "optimizer/initial"),

@@ -467,6 +467,12 @@ def unlike():
     step(state_of(layers(1, seed=MESH.rank)), batch_of(0))
 
 
+def unlike_rates():
+    rate = ff.linear(1.0, 0.5, 10 + MESH.rank)
+    step = ff.slowmo(PLAIN, MESH, "node", every=2, lr=rate)
+    step(state_of(layers(1)), batch_of(0))
+
+
 def inside():
     step = ff.shard(ff.local_sgd(PLAIN, MESH, "node", every=2), MESH, "data")
     step(state_of(layers(1)), batch_of(0))
@@ -530,6 +536,7 @@ REFUSED = {
         lambda: ff.graphs.bipartite_linear(5), ValueError, "even"),
     "too many peers": (lambda: ff.graphs.ring(4, 3), ValueError, "peers, from 1 to 2"),
     "unlike beginnings": (on_pair(unlike), RanksDiffer, "parameters differ"),
+    "unlike rates": (on_pair(unlike_rates), RanksDiffer, "slowmo/lr at count 1"),
     "inside a shard": (on_pair(inside), ValueError, "goes around"),
     "over an axis of the shard": (on_pair(same_axis), ValueError, "each axis once"),
     "another rank's state": (another_rank_s, ValueError, "give each rank its own"),
