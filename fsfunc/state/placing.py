@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 from dataclasses import replace
-from itertools import chain
 from typing import Any
 
 from torch import Tensor
@@ -15,7 +14,6 @@ from fsfunc.comm.descriptions import told
 from fsfunc.comm.groups import RankGroup, group
 from fsfunc.comm.mesh import Here, here
 from fsfunc.core.frames import frame
-from fsfunc.optim.function_answers import answers
 from fsfunc.sharded.inputs import arguments, refuse
 from fsfunc.sharded.layout import Layout, Split
 from fsfunc.sharded.leaf import Sharded, is_sharded
@@ -267,8 +265,8 @@ def _compare(
     if where is None:
         return
     transforms = getattr(fn, "interpretations", ()) or handlers
-    each = [told(f"transform {i}", h, answers(())) for i, h in enumerate(transforms)]
-    lines = [*chain.from_iterable(each), *said(), *recorder.lines()]
+    each = [(f"transform {i}", str(h)) for i, h in enumerate(transforms)]
+    lines = [*each, *said(), *recorder.lines()]
     compare([Section(_UNLIKE, lines, _LIKE), values()], where)
     if same := {axis for h in handlers for axis in h.same_batch}:
         found = zip(*tree.flatten_with_paths(rest)[:2], strict=True)
