@@ -58,6 +58,9 @@ KINDS = {
     "calls fewer units": "told",
     "skips a step": "told",
     "evaluates alone": "told",
+    "has another optimizer": "told",
+    "has another learning rate": "told",
+    "begins from other values": "told",
     "comes late": "right",
     "sees another batch size": "right",
     "has a slow link": "right",
@@ -94,6 +97,12 @@ class Rank:
             return False
         self.note(fault=fault.kind)
         return True
+
+    def early(self, *kinds: str) -> bool:
+        """The same of what goes wrong before the first step."""
+        self.step, before = self.fault.step, self.step
+        found, self.step = self.due(*kinds), before
+        return found
 
     def batch(self) -> Tensor:
         """The rows of this rank in this step."""
@@ -143,6 +152,11 @@ def rows_of(rank: int, step: int, rows: int = ROWS) -> Tensor:
 def weights() -> list[Tensor]:
     draw = torch.Generator().manual_seed(7)
     return [torch.randn(WIDTH, WIDTH, generator=draw) / 3 for _ in range(LAYERS)]
+
+
+def first_weights(rank: Rank) -> list[Tensor]:
+    found = weights()
+    return [w + 1 for w in found] if rank.early("begins from other values") else found
 
 
 class Backward(torch.autograd.Function):
@@ -200,7 +214,10 @@ def ours(rank: Rank, size: int) -> None:
         most = ff.psum(mine, "data") if other else ff.pmax(mine, "data")
         return x.square().mean() + 0.01 * most.mean()
 
-    optimizer = ff.sharded_adam(1e-2, weight_decay=0.0)
+    rate = 2e-2 if rank.early("has another learning rate") else 1e-2
+    optimizer = ff.sharded_adam(rate, weight_decay=0.0)
+    if rank.early("has another optimizer"):
+        optimizer = ff.sgd(rate)
     step = ff.shard(optimizer(ff.value_and_grad(loss)), mesh, "data")
     step = ff.donate(step) if fault.donated else step
     evaluate = ff.shard(loss, mesh, "data")
@@ -209,7 +226,7 @@ def ours(rank: Rank, size: int) -> None:
         leaves = ff.tree.leaves((state.params, state.opt_state))
         return [t for t in leaves if isinstance(t, Tensor)]
 
-    given, again = weights(), [1, 2, 3]
+    given, again = first_weights(rank), [1, 2, 3]
 
     def beside(state: Any) -> None:
         if rank.now(*CALLED):
@@ -274,7 +291,7 @@ def fsdp2(rank: Rank, size: int) -> None:
     class Model(nn.Module):
         def __init__(self) -> None:
             super().__init__()
-            self.layers = nn.ModuleList(map(Layer, weights()))
+            self.layers = nn.ModuleList(map(Layer, first_weights(rank)))
 
         def forward(self, x: Tensor) -> Tensor:
             rank.in_the_loss()
@@ -289,7 +306,10 @@ def fsdp2(rank: Rank, size: int) -> None:
     for layer in model.layers:
         fully_shard(layer, mesh=mesh)
     fully_shard(model, mesh=mesh)
-    adam = torch.optim.Adam(model.parameters(), 1e-2)
+    rate = 2e-2 if rank.early("has another learning rate") else 1e-2
+    adam: Any = torch.optim.Adam(model.parameters(), rate)
+    if rank.early("has another optimizer"):
+        adam = torch.optim.SGD(model.parameters(), rate)
 
     def tensors() -> list[Tensor]:
         state = [v for s in adam.state.values() for v in s.values()]
@@ -325,9 +345,7 @@ def fsdp2(rank: Rank, size: int) -> None:
 
 def slow(rank: Rank) -> None:
     """From here on this rank's sends leave late, if that is its fault."""
-    rank.step = rank.fault.step
-    is_slow, rank.step = rank.due("has a slow link"), -1
-    if not is_slow:
+    if not rank.early("has a slow link"):
         return
     sends = {name: getattr(dist, name) for name in ("isend", "all_reduce")}
 

@@ -96,8 +96,9 @@ def _over(mode: FakeTensorMode, x: Tensor) -> FakeTensor:
     """
     if not isinstance(mode, HereFakeMode):
         return FakeTensor(mode, x, CPU)
-    if mode.always is None:
+    if mode.always is None:  # without the mode itself, or it would hold itself
         mode.always = dict(FakeTensor(mode, x.detach(), CPU).__dict__)
+        del mode.always["fake_mode"]
     fake = Tensor._make_subclass(
         FakeTensor,
         x,
@@ -109,7 +110,7 @@ def _over(mode: FakeTensorMode, x: Tensor) -> FakeTensor:
         torch._C._set_warn_deprecated_on_mutable_data_ptr(fake)
     else:
         torch._C._set_throw_on_mutable_data_ptr(fake)
-    vars(fake).update(mode.always)
+    vars(fake).update(mode.always, fake_mode=mode)
     return fake
 
 

@@ -15,5 +15,6 @@ linear_maps.py crossings.py   what moves, as data, with transposes; shard's own
 groups.py           a rank's handle on the ranks along an axis
 ledgers.py attribution.py   what is sent; for which unit, phase and line
 comparison.py       ranks say what they are about to do, and hear who disagrees
+descriptions.py     what a value is, in words that are the same in every process
 fake_errors.py      who asked a fake tensor for its value
 """

@@ -91,8 +91,8 @@ class Watcher:
     def laid(self, leaf: Any) -> None:
         """A sharded leaf was made of whole tensors, or like another."""
 
-    def claimed(self, x: Tensor, what: str) -> None:
-        """``what`` takes ``x`` for the same on every rank."""
+    def claimed(self, x: Any, what: str) -> None:
+        """``what`` takes ``x``, a tensor or not, for the same on every rank."""
 
 
 def watching(watcher: Watcher) -> Scoped:
@@ -100,7 +100,7 @@ def watching(watcher: Watcher) -> Scoped:
     return Scoped(_WATCHER, watcher)
 
 
-def claim(x: Tensor, what: str) -> None:
+def claim(x: Any, what: str) -> None:
     """Says that ``x`` is the same on every rank, to whoever looks."""
     if (watcher := _WATCHER.get()) is not None:
         watcher.claimed(x, what)

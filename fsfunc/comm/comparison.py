@@ -8,9 +8,9 @@ differ the texts; simulated ranks read what the first of them left in the link's
 from __future__ import annotations
 
 import hashlib
-import re
 import weakref
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -32,7 +32,8 @@ __all__ = [
     "checksums",
     "compare",
     "difference",
-    "stated",
+    "has_values",
+    "unlike",
     "whole_values",
 ]
 
@@ -64,15 +65,6 @@ class Section:
         return hashlib.blake2b(text.encode(errors="replace"), digest_size=16).digest()
 
 
-def stated(value: Any) -> str:
-    """``repr(value)`` without what differs from process to process.
-
-    >>> stated(len), stated(object())
-    ('<built-in function len>', '<object object>')
-    """
-    return re.sub(r" at 0x[0-9a-f]+", "", repr(value))
-
-
 def compare(sections: Sequence[Section], where: RankGroup) -> None:
     """Raises unless all ranks of a group say the same.
 
@@ -86,7 +78,7 @@ def compare(sections: Sequence[Section], where: RankGroup) -> None:
     if where.link.notes is not None:
         _with_the_first(sections, where)
         return
-    with silence(), label("", "what ranks are about to do"), torch.no_grad():
+    with _aside():
         mine = b"".join(section.digest for section in sections)
         every = _gathered(mine, where)
         for i, section in enumerate(sections):
@@ -98,6 +90,24 @@ def difference(section: Section, where: RankGroup) -> RanksDiffer:
     """The error of ranks that say unlike things; all ranks of the group ask for it."""
     with silence(), torch.no_grad():
         return RanksDiffer(_difference(section, _texts(section.lines, where)))
+
+
+def unlike(lines: Lines, where: RankGroup) -> dict[int, Lines]:
+    """Every rank's lines, by rank, if they are not all the same; else none.
+
+    Cost: that of :func:`compare`.
+    """
+    if where.size == 1:
+        return {}
+    with _aside():
+        every = _gathered(Section("", lines).digest, where)
+        return _texts(lines, where) if len(set(every)) > 1 else {}
+
+
+@contextmanager
+def _aside() -> Iterator[None]:
+    with silence(), label("", "what ranks are about to do"), torch.no_grad():
+        yield
 
 
 def _with_the_first(sections: Sequence[Section], where: RankGroup) -> None:
@@ -180,9 +190,9 @@ def whole_values(
     found = [
         (repr(path), repr(leaf))
         for path, leaf in zip(paths, leaves, strict=True)
-        if isinstance(leaf, bool | int | float | complex)
+        if isinstance(leaf, bool | int | float | complex | str | bytes)
     ]
-    tensors = {p: x for p, x in zip(paths, leaves, strict=True) if _has_values(x)}
+    tensors = {p: x for p, x in zip(paths, leaves, strict=True) if has_values(x)}
     known = None if notes is None else notes.setdefault("checksums", {})
     sums = checksums(list(tensors.values()), known)
     for (path, x), n in zip(tensors.items(), sums, strict=True):
@@ -191,7 +201,8 @@ def whole_values(
     return Section("whole parameters differ between ranks", found, ALIKE)
 
 
-def _has_values(x: Any) -> bool:
+def has_values(x: Any) -> bool:
+    """Whether a tensor has elements that can be read and summed."""
     if not isinstance(x, Tensor) or isinstance(x, _torch.FakeTensor):
         return False
     return x.layout == torch.strided and x.device.type != "meta"

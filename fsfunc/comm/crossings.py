@@ -13,6 +13,7 @@ REDUCE       own to parts: the mean, this rank's      GATHER
 ENTER        one value to own: a whole parameter      MEAN
 MEAN         own to own, which agree                  MEAN
 SUM          partial sums of parts to own: a norm     the mean, into parts
+MAX          the largest of parts to own              none
 SPREAD       own, which agree, into parts: a scale    n times own
 LAY          own, which agree, to parts: this rank's  n times own, zero elsewhere
 OWN          a part, taken for a value of its own     one n-th
@@ -27,14 +28,15 @@ from torch import Tensor
 from fsfunc import _torch
 from fsfunc.comm.linear_maps import LinearMap
 
-__all__ = ["ENTER", "GATHER", "LAY", "MEAN", "OWN", "PART", "REDUCE", "SPREAD", "SUM"]
-__all__ += ["LawError", "check_samples"]
+__all__ = ["ENTER", "GATHER", "LAY", "MAX", "MEAN", "OWN", "PART", "REDUCE", "SPREAD"]
+__all__ += ["SUM", "LawError", "check_samples"]
 
 GATHER = LinearMap("all_gather", "V", "M")
 REDUCE = LinearMap("psum_scatter", "M", "V", power=-1)
 MEAN = LinearMap("psum", "M", "M", power=-1)
 ENTER = LinearMap("enter", "M", "M", power=-1)
 SUM = LinearMap("psum", "P", "M")
+MAX = LinearMap("pmax", "P", "M")
 SPREAD = LinearMap("cast", "M", "R")
 LAY = LinearMap("slice", "M", "V")
 OWN = LinearMap("cast", "V", "M")

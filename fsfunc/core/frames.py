@@ -13,7 +13,7 @@ from typing import Any
 
 from fsfunc import _torch
 from fsfunc.comm.attribution import INTERNAL
-from fsfunc.comm.comparison import stated
+from fsfunc.comm.descriptions import stated
 from fsfunc.comm.mesh import HERE, Here, Mesh, here
 from fsfunc.core.casts import Casts
 from fsfunc.core.tracers import Tracer

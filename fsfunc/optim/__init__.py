@@ -1,6 +1,7 @@
 """Optimizers as pairs of functions; elementwise over shards, exact across them.
 
-optimizer.py        what one is;  adam.py descent.py sign_descent.py   fused passes
+optimizer.py element_rules.py   what one is; those that treat elements by themselves:
+adam.py descent.py sign_descent.py   fused passes
 transformations.py masking.py schedules.py   clipping, chain; by leaf; rates
 trust.py layerwise.py   steps at the scale of each leaf: LAMB and LARS
 factored.py square_sums.py   Adafactor: moments by row and column; of any part
@@ -16,6 +17,7 @@ layerwise_scaling.py unit_scaling.py   layerwise_loss_scale; a unit's own scale
 backward_steps.py   step_in_backward: no two units' gradients at once; of which
 mirrored_state.py separability.py   pieces of a state; does it treat elements apart?
 torch_optimizers.py torch_probe.py   torch's own, and what such a one keeps
+function_answers.py what schedules and masks say, which ranks compare
 reductions.py norms.py   tree_sum, tree_scale; global_norm, leaf_norms
 leaves.py matching.py in_place.py   leaves as few flat tensors, updated in place
 """

@@ -11,13 +11,14 @@ from torch import Tensor
 
 from fsfunc import tree
 from fsfunc.optim.coded_moments import with_coded_moments
+from fsfunc.optim.element_rules import elementwise
 from fsfunc.optim.leaves import Mask, Tree, held_dtype, trainable, zeros_like
 from fsfunc.optim.matching import Decay
 from fsfunc.optim.optimizer import (
     Optimizer,
     check_fractions,
     check_not_negative,
-    elementwise,
+    described,
 )
 from fsfunc.optim.scaled_moments import with_scaled_moments
 from fsfunc.optim.schedules import Schedule, rate_at
@@ -42,6 +43,7 @@ class AdamState(NamedTuple):
     nu: Any
 
 
+@described
 def sharded_adam(
     learning_rate: float | Schedule = 1e-3,
     *,

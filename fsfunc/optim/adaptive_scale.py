@@ -16,17 +16,23 @@ from fsfunc.core.frames import frame
 from fsfunc.core.observation import observe_gradients
 from fsfunc.optim.leaves import Tree
 from fsfunc.optim.norms import global_norm
-from fsfunc.optim.optimizer import Optimizer, Run, State
-from fsfunc.optim.reductions import tree_scale
+from fsfunc.optim.optimizer import (
+    Optimizer,
+    Run,
+    State,
+    described,
+)
+from fsfunc.optim.reductions import by_axes, tree_scale
 
 
 class AdaScaleState(NamedTuple):
     """The averages, the last gain, and what the optimizer within keeps.
 
-    All but ``inner`` are 0-dim float32 tensors, the same on every rank: ``variance`` of
-    a sample's gradient and ``square``, of the norm of what samples agree in, both
-    exponential averages that start at 0; and ``iterations``, the sum of all gains: how
-    many steps at a scale of 1 these were worth.
+    All but ``inner`` are 0-dim tensors, in float32, or in float64 where a parameter is,
+    the same on every rank: ``variance`` of a sample's gradient and ``square``, of the
+    norm of what samples agree in, both exponential averages that start at 0; and
+    ``iterations``, the sum of all gains: how many steps at a scale of 1 these were
+    worth.
     """
 
     variance: Tensor
@@ -36,6 +42,7 @@ class AdaScaleState(NamedTuple):
     inner: State
 
 
+@described
 def adascale(
     optimizer: Optimizer, scale: float | None = None, *, smoothing: float | None = None
 ) -> Optimizer:
@@ -107,10 +114,11 @@ class _AdaScale:
         return Optimizer(self.init, self.update, take=self.take)
 
     def init(self, params: Tree) -> AdaScaleState:
-        zeros = [torch.zeros(()) for _ in range(3)]
-        variance, square, iterations = zeros
+        _, wide = by_axes(params)
+        variance, square, iterations = (torch.zeros((), dtype=wide) for _ in range(3))
+        gain = torch.ones((), dtype=wide)
         inner = self.optimizer.init(params)
-        return AdaScaleState(variance, square, torch.ones(()), iterations, inner)
+        return AdaScaleState(variance, square, gain, iterations, inner)
 
     def take(self, run: Run, state: AdaScaleState) -> tuple[Any, Tree, Optimizer]:
         found: list[Any] = []
@@ -145,7 +153,7 @@ class _AdaScale:
         squares, n = self.seen
         scale = n if self.scale is None else self.scale
         keep = max(1 - n / 1000, 0.0) if self.smoothing is None else self.smoothing
-        mean = global_norm(grads).float() ** 2
+        mean = global_norm(grads) ** 2
         variance = (squares - n * mean) * (scale / n / (n - 1))
         square = mean - variance / scale
         # Each is bounded by itself, as FairScale does it. That the averages start at 0
@@ -159,4 +167,5 @@ class _AdaScale:
 
 
 def _square(gradient: Tensor) -> Tensor:
-    return vector_norm(gradient, dtype=torch.float32) ** 2
+    wide = torch.promote_types(gradient.dtype, torch.float32)
+    return vector_norm(gradient, dtype=wide) ** 2

@@ -17,6 +17,7 @@ from fsfunc.optim.optimizer import (
     check_fractions,
     check_params_given,
     check_takes_plainly,
+    described,
     summed,
 )
 
@@ -41,6 +42,7 @@ class AverageState(NamedTuple):
         return self.average
 
 
+@described
 def ema(
     optimizer: Optimizer,
     decay: float = 0.999,
@@ -87,6 +89,7 @@ def ema(
     return _averaged("ema", optimizer, weight, start, every, dtype)
 
 
+@described
 def swa(
     optimizer: Optimizer,
     *,

@@ -17,13 +17,19 @@ from fsfunc.core.losses import Weighted
 from fsfunc.core.outcomes import GradientCall, Outcome
 from fsfunc.optim.leaves import Tree, along, paths_of, trainable
 from fsfunc.optim.mirrored_state import MirroredState
-from fsfunc.optim.optimizer import Optimizer, Run, State
+from fsfunc.optim.optimizer import (
+    Optimizer,
+    Run,
+    State,
+    described,
+)
 from fsfunc.optim.separability import check_separable
 from fsfunc.sharded.leaf import FlatShard, Parts, is_sharded
 
 __all__ = ["APPLIED", "BackwardSteps", "step_in_backward"]
 
 
+@described
 def step_in_backward(optimizer: Optimizer) -> Optimizer:
     """``optimizer``, whose step of a unit is made as soon as its gradient is there.
 

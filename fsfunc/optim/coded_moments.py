@@ -12,7 +12,7 @@ from torch import Tensor
 from fsfunc import tree
 from fsfunc.core.frames import composable, frame, inside
 from fsfunc.optim.code_groups import groups_of, zero_codes
-from fsfunc.optim.coded_steps import Scratch, stretches, write_codes
+from fsfunc.optim.coded_steps import MEAN, SQUARE, Scratch, stretches, write_codes
 from fsfunc.optim.in_place import count_write, overlap, targets
 from fsfunc.optim.leaves import (
     Mask,
@@ -24,7 +24,8 @@ from fsfunc.optim.leaves import (
 )
 from fsfunc.optim.matching import Matched
 from fsfunc.optim.optimizer import Optimizer, check_params_given
-from fsfunc.runtime.block_codes import BLOCK
+from fsfunc.runtime.block_codes import BLOCK, Coder, chance
+from fsfunc.runtime.generators import mix
 from fsfunc.runtime.stores import empty_beside
 from fsfunc.sharded.donated import Donation, Everything
 from fsfunc.sharded.leaf import is_sharded
@@ -50,6 +51,40 @@ class CodedAdamState(NamedTuple):
     mu: Codes
     nu: Codes
     places: int
+
+    def decoded(self) -> CodedAdamState:
+        """The moments themselves, in float32: tensors of what this rank holds."""
+        mu, nu = _decoded(self.mu, MEAN), _decoded(self.nu, SQUARE)
+        return self._replace(mu=mu, nu=nu)
+
+    def encoded(self, wide: CodedAdamState) -> CodedAdamState:
+        """Such moments as codes, which lie as these do."""
+        mu = _encoded(self.mu, wide.mu, MEAN, mix(self.count, 0))
+        nu = _encoded(self.nu, wide.nu, SQUARE, mix(self.count, 1))
+        return self._replace(mu=mu, nu=nu)
+
+
+def _decoded(kept: Codes, coder: Coder) -> Any:
+    found = []
+    for codes, scales in zip(*kept, strict=True):
+        codes = _flat(codes)
+        out, spare = codes.float(), codes.int()  # both are written over
+        if codes.numel():
+            coder.decode(codes, _flat(scales), out, spare)
+        found.append(out)
+    return tuple(found)
+
+
+def _encoded(kept: Codes, wide: Any, coder: Coder, seed: int) -> Codes:
+    made: tuple[list[Any], list[Any]] = [], []
+    for codes, scales, x in zip(*kept, wide, strict=True):
+        new = [empty_beside(local(t)) for t in (codes, scales)]
+        if x.numel():
+            dither, (code, scale) = chance(x.device, x.numel(), seed), map(_flat, new)
+            coder.encode(x.clone(), code, scale, dither, torch.empty_like(dither))
+        for column, old, t in zip(made, (codes, scales), new, strict=True):
+            column.append(old.with_local(t) if is_sharded(old) else t)
+    return Codes(*map(tuple, made))
 
 
 @dataclass(frozen=True, eq=False)

@@ -16,7 +16,7 @@ from fsfunc.runtime.block_codes import BLOCK, CHUNK, Coder, chance, padded
 from fsfunc.runtime.generators import mix
 from fsfunc.runtime.stores import LIES, brought, lies
 
-__all__ = ["Scratch", "stretches", "write_codes"]
+__all__ = ["MEAN", "SQUARE", "Scratch", "stretches", "write_codes"]
 
 
 class Stretch(NamedTuple):
@@ -53,7 +53,7 @@ def stretches(
     return found
 
 
-_MEAN, _SQUARE = Coder(signed=True), Coder(signed=False)
+MEAN, SQUARE = Coder(signed=True), Coder(signed=False)
 
 
 class Scratch:
@@ -165,7 +165,7 @@ def _write_chunk(
 ) -> None:
     (codes, _), *_ = where
     mean, square, spare = scratch.of(codes, len(codes))
-    pairs = ((mean, _MEAN, where[:2]), (square, _SQUARE, where[2:]))
+    pairs = ((mean, MEAN, where[:2]), (square, SQUARE, where[2:]))
     for x, coder, ((codes, _), (scales, _)) in pairs:
         coder.decode(codes, scales, x, spare)
     for cut in cuts:

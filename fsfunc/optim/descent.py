@@ -8,9 +8,14 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from fsfunc.optim.element_rules import elementwise
 from fsfunc.optim.leaves import Mask, Tree, zeros_like
 from fsfunc.optim.matching import decayed
-from fsfunc.optim.optimizer import Optimizer, check_not_negative, elementwise
+from fsfunc.optim.optimizer import (
+    Optimizer,
+    check_not_negative,
+    described,
+)
 from fsfunc.optim.schedules import Schedule, rate_at
 
 
@@ -21,6 +26,7 @@ class SgdState(NamedTuple):
     momentum: Any
 
 
+@described
 def sgd(
     learning_rate: float | Schedule,
     *,

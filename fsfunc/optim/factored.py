@@ -16,6 +16,7 @@ from fsfunc.optim.optimizer import (
     check_not_negative,
     check_numbers,
     check_params_given,
+    described,
 )
 from fsfunc.optim.schedules import Schedule, rate_at
 from fsfunc.optim.square_sums import FactoredLeaf, powers, whole_sums, wide
@@ -38,6 +39,7 @@ class AdafactorState(NamedTuple):
     variance: Any
 
 
+@described
 def adafactor(
     learning_rate: float | Schedule = 1e-2,
     *,
@@ -109,11 +111,10 @@ def adafactor(
         with torch.no_grad():
             leaves = _leaves(matched, state)
             sums = whole_sums(leaves)
+            dense: Any = {"memory_format": torch.contiguous_format}
+            flats = matched.buffers[0].tensors
             updates = matched.buffers[1].rebuild(
-                [
-                    torch.zeros_like(x, dtype=wide(x.dtype))
-                    for x in matched.buffers[0].tensors
-                ]
+                [torch.zeros_like(x, dtype=wide(x.dtype), **dense) for x in flats]
             )
             for leaf, (power, rows, cols) in zip(leaves, sums, strict=True):
                 leaf.learn(rows, cols, t**beta2_decay)

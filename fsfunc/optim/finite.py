@@ -10,7 +10,11 @@ from torch import Tensor
 from fsfunc.core.frames import composable
 from fsfunc.optim.leaves import Tree, map_flat
 from fsfunc.optim.norms import all_finite, holds
-from fsfunc.optim.optimizer import Optimizer, check_takes_plainly
+from fsfunc.optim.optimizer import (
+    Optimizer,
+    check_takes_plainly,
+    described,
+)
 
 __all__ = ["ApplyIfFiniteState", "apply_if_finite"]
 
@@ -28,6 +32,7 @@ class ApplyIfFiniteState(NamedTuple):
     inner_state: Any
 
 
+@described
 def apply_if_finite(optimizer: Optimizer, max_consecutive_errors: int = 5) -> Optimizer:
     """``optimizer``, which makes no step where a gradient is infinite or NaN.
 

@@ -21,6 +21,7 @@ from fsfunc.optim.optimizer import (
     check_numbers,
     check_params_given,
     check_takes_plainly,
+    described,
     summed,
 )
 from fsfunc.optim.schedules import Schedule, rate_at
@@ -51,6 +52,7 @@ class ScheduleFreeState(NamedTuple):
         return matched.summed(lambda y, z: (y - (1 - b1) * z.to(y.dtype)) / b1)
 
 
+@described
 def schedule_free(
     base: Optimizer,
     learning_rate: float | Schedule,

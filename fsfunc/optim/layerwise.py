@@ -14,12 +14,18 @@ from fsfunc.optim.in_place import dense, fused
 from fsfunc.optim.leaves import Mask, Tree, map_flat, scaled
 from fsfunc.optim.matching import Matched
 from fsfunc.optim.norms import Row, rows_of
-from fsfunc.optim.optimizer import Optimizer, apply_updates, check_not_negative
+from fsfunc.optim.optimizer import (
+    Optimizer,
+    apply_updates,
+    check_not_negative,
+    described,
+)
 from fsfunc.optim.schedules import Schedule, rate_at
 from fsfunc.optim.transformations import add_decayed_weights, chain
 from fsfunc.optim.trust import Trust, scale_by_trust_ratio
 
 
+@described
 def lamb(
     learning_rate: float | Schedule = 1e-3,
     *,
@@ -142,6 +148,7 @@ def _directions(
         yield along, [u] if packed is None else [u[a:b] for a, b in packed.ranges]
 
 
+@described
 def lars(
     learning_rate: float | Schedule,
     *,

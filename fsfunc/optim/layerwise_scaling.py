@@ -13,7 +13,13 @@ from fsfunc import tree
 from fsfunc.core.frames import frame, inside
 from fsfunc.optim.leaves import Tree
 from fsfunc.optim.norms import all_finite, holds
-from fsfunc.optim.optimizer import Optimizer, Run, State, check_not_negative
+from fsfunc.optim.optimizer import (
+    Optimizer,
+    Run,
+    State,
+    check_not_negative,
+    described,
+)
 from fsfunc.optim.unit_scaling import UnitScaling
 from fsfunc.sharded.leaf import is_sharded
 
@@ -34,6 +40,7 @@ class LayerwiseLossScaleState(NamedTuple):
     inner: State
 
 
+@described
 def layerwise_loss_scale(
     optimizer: Optimizer,
     scales: Mapping[str, float],

@@ -16,6 +16,7 @@ from fsfunc.optim.optimizer import (
     Run,
     State,
     check_not_negative,
+    described,
 )
 from fsfunc.sharded.leaf import is_sharded
 
@@ -33,6 +34,7 @@ class LossScaleState(NamedTuple):
     inner: State
 
 
+@described
 def loss_scale(
     optimizer: Optimizer,
     initial: float = 2.0**16,

@@ -8,12 +8,16 @@ from typing import Any
 
 from fsfunc import tree
 from fsfunc.optim.leaves import Mask, Tree, along, paths_of, trainable
-from fsfunc.optim.optimizer import Optimizer
+from fsfunc.optim.optimizer import (
+    Optimizer,
+    described,
+)
 from fsfunc.sharded.leaf import is_sharded
 
 Labels = Callable[[str, Any], str | None]  # (path, leaf) -> which optimizer, if any
 
 
+@described
 def masked(optimizer: Optimizer, mask: Mask) -> Optimizer:
     """The optimizer that trains the leaves where ``mask(path, leaf)``, and no others.
 
@@ -43,6 +47,7 @@ def masked(optimizer: Optimizer, mask: Mask) -> Optimizer:
     )
 
 
+@described
 def partition(optimizers: Mapping[str, Optimizer], labels: Labels) -> Optimizer:
     """The optimizer that gives each leaf to the one that its label names.
 

@@ -5,7 +5,11 @@ from __future__ import annotations
 from typing import Any, NamedTuple
 
 from fsfunc.optim.leaves import Tree
-from fsfunc.optim.optimizer import Optimizer, State
+from fsfunc.optim.optimizer import (
+    Optimizer,
+    State,
+    described,
+)
 from fsfunc.optim.widening import Narrow, Widened
 
 __all__ = ["MasterState", "master_weights"]
@@ -22,6 +26,7 @@ class MasterState(NamedTuple):
     inner: State
 
 
+@described
 def master_weights(optimizer: Optimizer) -> Optimizer:
     """``optimizer`` on float32 copies of float16 and bfloat16 parameters.
 

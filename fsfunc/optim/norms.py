@@ -19,7 +19,6 @@ from torch.linalg import vector_norm
 
 from fsfunc import _torch, tree
 from fsfunc.comm.collective_ops import assumed, issue
-from fsfunc.comm.collectives import pmax
 from fsfunc.comm.groups import group
 from fsfunc.comm.linear_maps import LinearMap
 from fsfunc.core.frames import composable, frame
@@ -30,6 +29,7 @@ from fsfunc.optim.reductions import (
     combined,
     device_of,
     entered,
+    most_of_parts,
     out_of_parts,
 )
 from fsfunc.runtime.stores import like_device
@@ -80,7 +80,7 @@ def global_norm(values: Tree, p: float = 2.0) -> Tensor:
         local.append((axes, combined(norms, norm_of, where, dtype)))
     device = device_of(held)
     if math.isinf(p):
-        maxima = [pmax(norm, axes) if axes else norm for axes, norm in local]
+        maxima = [most_of_parts(norm, axes) for axes, norm in local]
         return combined(maxima, torch.amax, device, dtype)
     if len(local) == 1 and not local[0][0]:
         return out_of_parts(local[0][1], local[0][0])
@@ -192,10 +192,10 @@ def row_norms(rows: Iterable[Row], p: float = 2.0) -> list[Tensor]:
         device, sizes = devices[at[0]], [len(local[k]) for k in at]
         dtype = functools.reduce(torch.promote_types, [local[k].dtype for k in at])
         norms = torch.cat([local[k].to(device, dtype) for k in at])
-        if not math.isinf(p):
+        if math.isinf(p):
+            norms = most_of_parts(norms, axes)
+        else:
             norms = _root(out_of_parts(norms**p, axes), p)
-        elif axes:
-            norms = pmax(norms, axes)
         for k, whole in zip(at, norms.split(sizes), strict=True):
             out[k] = whole.to(local[k].device)
     return out

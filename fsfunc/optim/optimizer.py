@@ -9,17 +9,21 @@ clipping, weight decay and scaling have the same form, and `chain` joins them.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import functools
+import inspect
+from collections.abc import Callable, Mapping
 from functools import partial
 from numbers import Real
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, ParamSpec, Self
 
 import torch
 from torch import Tensor
 
+from fsfunc.comm.collective_ops import claim
+from fsfunc.comm.descriptions import stated
 from fsfunc.optim.in_place import fused
-from fsfunc.optim.leaves import Mask, Tree
-from fsfunc.optim.matching import Matched, Rule
+from fsfunc.optim.leaves import Tree
+from fsfunc.optim.matching import Matched
 from fsfunc.sharded.inputs import check_function
 
 State = Any
@@ -56,6 +60,9 @@ class Optimizer(_Functions):
             checks, norms and collectives belong to the first; ``commit()`` only writes,
             and returns what `apply` does. So several optimizers can share a step that,
             failing, leaves the state as it was.
+        configuration: by name, what tells it from others of its kind: numbers, inner
+            optimizers. Ranks compare it, and its repr shows it; without it, the names
+            of its functions alone.
 
     `apply` and `prepare` may be left out; one follows from the other, both from
     `update`.
@@ -69,7 +76,8 @@ class Optimizer(_Functions):
     ({'w': tensor([0.5000, 0.5000])}, ())
     """
 
-    __slots__ = ()
+    called: str
+    configuration: tuple[tuple[str, Any], ...]
 
     def __new__(
         cls,
@@ -78,12 +86,28 @@ class Optimizer(_Functions):
         apply: Apply | None = None,
         prepare: Prepare | None = None,
         take: Take | None = None,
+        *,
+        configuration: Mapping[str, Any] | None = None,
     ) -> Optimizer:
         if prepare is None:
             prepare = _added(update) if apply is None else _deferred(apply)
         if apply is None:
             apply = _at_once(prepare)
-        return super().__new__(cls, init, update, apply, prepare, take)
+        self = super().__new__(cls, init, update, apply, prepare, take)
+        known = {"init": init, "update": update} | dict(configuration or {})
+        return self.known_as("Optimizer", known)
+
+    def known_as(self, called: str, configuration: Mapping[str, Any]) -> Self:
+        """Itself, that says it was made by this call: see `described`."""
+        self.called, self.configuration = called, tuple(configuration.items())
+        return self
+
+    def _replace(self, **changes: Any) -> Optimizer:
+        other = Optimizer(**(self._asdict() | changes))
+        return other.known_as(self.called, dict(self.configuration) | changes)
+
+    def __repr__(self) -> str:
+        return stated(self)
 
     def __call__(self, grad_fn: Callable[..., Any]) -> Callable[..., Any]:
         """A train step ``step(state, *batch) -> (state, metrics)``.
@@ -113,6 +137,7 @@ class Optimizer(_Functions):
         check_function(grad_fn, "an optimizer")
 
         def train_step(state: Any, *batch: Any, **named: Any) -> tuple[Any, dict]:
+            claim(self, "the optimizer that makes the step")
             run = partial(grad_fn, state.params, *batch, **named)
             value, grads, optimizer = self.taken(run, state)
             if isinstance(value, tuple):
@@ -128,6 +153,22 @@ class Optimizer(_Functions):
         if self.take is None:
             return *run(), self
         return self.take(run, state.opt_state)
+
+
+_P = ParamSpec("_P")
+
+
+def described(make: Callable[_P, Optimizer]) -> Callable[_P, Optimizer]:
+    """``make``, whose optimizers say by what call of it they were made."""
+    signature = inspect.signature(make)
+
+    @functools.wraps(make)
+    def made(*args: _P.args, **keywords: _P.kwargs) -> Optimizer:
+        optimizer, given = make(*args, **keywords), signature.bind(*args, **keywords)
+        given.apply_defaults()
+        return optimizer.known_as(make.__name__, given.arguments)
+
+    return made
 
 
 def _deferred(apply: Apply) -> Prepare:
@@ -186,61 +227,6 @@ def _sum(p: Tensor, u: Tensor) -> Tensor:
 
 def _add(params: Any, updates: Any, *, weight_decay: float) -> None:
     torch._foreach_add_(params, updates)  # there is no decay in an addition
-
-
-def elementwise(
-    name: str,
-    init: Init,
-    *,
-    moments: Callable[[State], Sequence[Tree]],
-    after: Callable[..., State],
-    rule: Callable[[Any], Rule],
-    kernel: Callable[[Any], Callable[..., None]],
-    weight_decay: float = 0.0,
-    mask: Mask | None = None,
-    least: torch.dtype | None = None,
-) -> Optimizer:
-    """An optimizer that treats each element by itself.
-
-    Args:
-        name: what errors call it.
-        moments: the trees in its state, which are like the parameters.
-        after: ``after(state, *moments)``: its next state.
-        rule: ``rule(state)(param, grad, *moments, decay) -> (update, *moments)``, made
-            of operations that differentiate; all are tensors but ``decay``, which may
-            be a number.
-        kernel: ``kernel(state)(params, grads, *moments, weight_decay=)`` writes the
-            same step into lists of dense tensors, in one pass over memory.
-        weight_decay, mask: which decay a leaf has.
-        least: the kernel's tensors are copies of this dtype, where theirs is narrower.
-    """
-
-    def update(grads: Tree, state: State, params: Tree = None) -> tuple[Tree, State]:
-        if weight_decay:
-            check_params_given(params, name)
-        like = grads if params is None else params
-        matched = Matched.of(like, grads, *moments(state))
-        decays = matched.decays(weight_decay, mask)
-        updates, *new = matched.composed(rule(state), decays)
-        return updates, after(state, *new)
-
-    def prepare(
-        grads: Tree, state: State, params: Tree
-    ) -> Callable[[], tuple[Tree, State]]:
-        matched = Matched.of(params, grads, *moments(state))
-        if matched.differentiated:
-            updates, state = update(grads, state, params)
-            return lambda: (apply_updates(params, updates), state)
-        decays = matched.decays(weight_decay, mask)
-        commit = fused(matched, kernel(state), decays, least=least)
-
-        def finish() -> tuple[Tree, State]:
-            params, *new = commit()
-            return params, after(state, *new)
-
-        return finish
-
-    return Optimizer(init, update, prepare=prepare)
 
 
 def check_numbers(**values: Any) -> None:

@@ -19,7 +19,7 @@ from torch import Tensor
 from fsfunc import tree
 from fsfunc.comm.collective_ops import apply_map, claim, issue
 from fsfunc.comm.collectives import psum
-from fsfunc.comm.crossings import ENTER, SPREAD, SUM, check_samples
+from fsfunc.comm.crossings import ENTER, MAX, SPREAD, SUM, check_samples
 from fsfunc.comm.groups import group
 from fsfunc.comm.mesh import averaged_axes
 from fsfunc.core.frames import frame
@@ -35,7 +35,7 @@ from fsfunc.runtime.stores import like_device
 from fsfunc.sharded.leaf import Sharded, is_sharded
 
 __all__ = ["by_axes", "combined", "device_of", "entered", "into_parts"]
-__all__ += ["out_of_parts", "tree_scale", "tree_sum"]
+__all__ += ["most_of_parts", "out_of_parts", "tree_scale", "tree_sum"]
 
 Spread = tuple[str, ...] | None  # the axes of a sharded leaf; None: a plain tensor
 
@@ -95,8 +95,7 @@ def tree_scale(values: Tree, factor: float | Tensor) -> Tree:
             f"tree_scale by a tensor of shape {tuple(factor.shape)}: one number scales "
             "a tree; multiply leaf by leaf in a unit, or take its mean first"
         )
-    if isinstance(factor, Tensor):
-        claim(factor, "tree_scale")
+    claim(factor, "tree_scale")
     if not isinstance(factor, Tensor) or not differentiated([factor]):
         return map_flat(lambda ts: scaled(ts, factor), values)
 
@@ -123,6 +122,11 @@ def out_of_parts(x: Tensor, axes: Spread) -> Tensor:
     if over:
         x = issue(x, SUM, group(over))
     return psum(x, others) if others else x
+
+
+def most_of_parts(x: Tensor, axes: Spread) -> Tensor:
+    """The largest of what the ranks found in their parts, which has no derivative."""
+    return issue(x, MAX, group(axes)) if axes else x
 
 
 def entered(x: Tensor) -> Tensor:

@@ -14,7 +14,11 @@ from fsfunc.comm.mesh import here
 from fsfunc.core.frames import composable, frame
 from fsfunc.optim.leaves import Tree, local, map_flat, paths_of, trainable
 from fsfunc.optim.matching import Matched
-from fsfunc.optim.optimizer import Optimizer, State
+from fsfunc.optim.optimizer import (
+    Optimizer,
+    State,
+    described,
+)
 from fsfunc.optim.widening import Narrow, Widened
 from fsfunc.runtime.generators import mix
 from fsfunc.runtime.random_blocks import any_bits, draw
@@ -32,6 +36,7 @@ class RoundingState(NamedTuple):
     inner: State
 
 
+@described
 def stochastic_rounding(optimizer: Optimizer, *, seed: int = 0) -> Optimizer:
     """``optimizer`` on bfloat16 parameters, rounded up or down by chance.
 

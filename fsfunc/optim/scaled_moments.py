@@ -8,10 +8,11 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from fsfunc.optim.element_rules import elementwise
 from fsfunc.optim.leaves import Mask, Tree
 from fsfunc.optim.matching import Decay, Matched, Rule
 from fsfunc.optim.norms import all_finite, holds
-from fsfunc.optim.optimizer import Optimizer, elementwise
+from fsfunc.optim.optimizer import Optimizer
 from fsfunc.sharded.leaf import is_sharded
 
 __all__ = ["ScaledAdamState", "with_scaled_moments"]

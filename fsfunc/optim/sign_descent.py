@@ -8,13 +8,14 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from fsfunc.optim.element_rules import elementwise
 from fsfunc.optim.leaves import Mask, Tree, zeros_like
 from fsfunc.optim.matching import Decay
 from fsfunc.optim.optimizer import (
     Optimizer,
     check_fractions,
     check_not_negative,
-    elementwise,
+    described,
 )
 from fsfunc.optim.schedules import Schedule, rate_at
 
@@ -26,6 +27,7 @@ class LionState(NamedTuple):
     mu: Any
 
 
+@described
 def lion(
     learning_rate: float | Schedule = 1e-4,
     *,

@@ -69,7 +69,7 @@ class FactoredLeaf:
         if not self.factored:
             return
         rows, cols = rows.view(self.row.shape), cols.view(self.col.shape)
-        for box, g in self._cut(self.g):
+        for box, g in self._cut(self.g.reshape(-1)):
             of_rows = vector_norm(g, dim=-1, keepdim=True, dtype=self.wide)
             of_cols = vector_norm(g, dim=-2, keepdim=True, dtype=self.wide)
             _within(rows, box).add_(of_rows.square().to(rows.device))
@@ -88,22 +88,22 @@ class FactoredLeaf:
         self.denominator = self.row.mean(dim=-2, keepdim=True)
 
     def direct(self, out: Tensor, eps1: float | None) -> None:
-        """Writes the update before it is scaled."""
+        """Writes the update before it is scaled; ``out`` is dense."""
         least = torch.finfo(self.p.dtype).eps if eps1 is None else eps1
         if not self.factored:
             estimate = self.variance.clamp(min=least * least).rsqrt_()
             out.copy_(estimate.view(out.shape).mul_(self.g))
             return
         below = self.denominator.clamp(min=least)
-        for (box, g), (_, u) in zip(self._cut(self.g), self._cut(out), strict=True):
+        boxes = self._cut(self.g.reshape(-1)), self._cut(out.view(-1))
+        for (box, g), (_, u) in zip(*boxes, strict=True):
             torch.mul(_within(self.row, box), _within(self.col, box), out=u)
             u.div_(_within(below, box)).clamp_(min=least * least).rsqrt_().mul_(g)
 
     def rms(self, power: Tensor) -> Tensor:
         return (power / max(math.prod(self.shape), 1)).sqrt()
 
-    def _cut(self, x: Tensor) -> Iterator[tuple[Box, Tensor]]:
-        flat = x.reshape(-1)
+    def _cut(self, flat: Tensor) -> Iterator[tuple[Box, Tensor]]:
         for box in self.boxes:
             if box.numel:
                 yield box, flat[box.start : box.start + box.numel].view(box.sizes)

@@ -100,7 +100,9 @@ def from_torch(
 
     given = _Given(kind, lr, options)
     functions = _TorchFunctions(given, _kept_by(given))
-    return Optimizer(functions.init, functions.update, prepare=functions.prepare)
+    made = Optimizer(functions.init, functions.update, prepare=functions.prepare)
+    known = {"kind": kind, **given.at(0)([torch.zeros(1)]).defaults}
+    return made.known_as("from_torch", known if lr is None else {**known, "lr": lr})
 
 
 @dataclass(frozen=True, eq=False)

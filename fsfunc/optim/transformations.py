@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from functools import partial
 from typing import Any
 
@@ -25,10 +26,12 @@ from fsfunc.optim.optimizer import (
     check_not_negative,
     check_numbers,
     check_params_given,
+    described,
 )
 from fsfunc.optim.reductions import tree_scale
 
 
+@described
 def chain(*transforms: Optimizer) -> Optimizer:
     """The optimizer that passes gradients through each of ``transforms`` in order.
 
@@ -50,6 +53,10 @@ def chain(*transforms: Optimizer) -> Optimizer:
     """
     if not transforms:
         raise ValueError("chain() needs at least one transformation, such as sgd(0.1)")
+    return _chained(transforms)
+
+
+def _chained(transforms: Sequence[Optimizer]) -> Optimizer:
     *before, last = transforms
 
     def init(params: Tree) -> tuple[State, ...]:
@@ -93,12 +100,13 @@ def chain(*transforms: Optimizer) -> Optimizer:
             value, grads, taking[i] = take(partial(taken, i + 1), states[i])
             return value, grads
 
-        return *taken(0), chain(*taking)
+        return *taken(0), _chained(taking)
 
     alike = all(t.take is None for t in transforms)
     return Optimizer(init, update, prepare=prepare, take=None if alike else take)
 
 
+@described
 def scale(factor: float) -> Optimizer:
     """The transformation that multiplies gradients by ``factor``.
 
@@ -113,6 +121,7 @@ def scale(factor: float) -> Optimizer:
     return Optimizer(lambda params: (), update)
 
 
+@described
 def add_decayed_weights(weight_decay: float, mask: Mask | None = None) -> Optimizer:
     """The transformation ``g + weight_decay * p``.
 
@@ -142,6 +151,7 @@ def add_decayed_weights(weight_decay: float, mask: Mask | None = None) -> Optimi
     return Optimizer(lambda params: (), update)
 
 
+@described
 def clip_by_global_norm(
     max_norm: float, eps: float = 1e-6, *, p: float = 2.0
 ) -> Optimizer:
@@ -182,6 +192,7 @@ def clip_by_global_norm(
     return Optimizer(lambda params: (), update)
 
 
+@described
 def clip_by_value(max_value: float) -> Optimizer:
     """The transformation that clips each element of gradients by itself.
 

@@ -22,6 +22,7 @@ from fsfunc.optim.optimizer import (
     State,
     check_not_negative,
     check_params_given,
+    described,
 )
 from fsfunc.optim.reductions import into_parts
 from fsfunc.sharded.leaf import is_sharded
@@ -29,6 +30,7 @@ from fsfunc.sharded.leaf import is_sharded
 __all__ = ["Trust", "scale_by_trust_ratio"]
 
 
+@described
 def scale_by_trust_ratio(
     min_norm: float = 0.0,
     trust_coefficient: float = 1.0,

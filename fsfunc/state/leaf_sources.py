@@ -166,7 +166,9 @@ def defer(
         told_where("the init function", _INSTEAD),
     ):
         with fake, tape:
-            return init_fn(), source
+            made = init_fn()
+    tape.value = None  # it holds the tape, which holds what was given to the function
+    return made, source
 
 
 def _refuse(x: Tensor, move: Any, where: Any) -> Any:

@@ -9,7 +9,8 @@ from typing import Any
 from torch import Tensor
 
 from fsfunc import _torch, tree
-from fsfunc.comm.comparison import Section, compare
+from fsfunc.comm.comparison import Lines, Section, compare
+from fsfunc.comm.descriptions import told
 from fsfunc.comm.groups import RankGroup, group
 from fsfunc.comm.mesh import Here, here
 from fsfunc.core.frames import frame
@@ -50,10 +51,11 @@ def place(
     placed parameters: ``tree.map(torch.clone, placed["d"])``.
 
     Every rank calls it, with the same ``t`` and a function that makes the same unit
-    calls: ranks compare what they recorded, the configuration of their transforms, and
-    a checksum of each whole leaf; of ``rest`` tensors may have any lengths (under
-    ``pipeline``, the same). Simulated ranks compare likewise, where the first and the
-    last have a record of their own, and the others take the first one's.
+    calls: ranks compare what they recorded, the configuration of their transforms and
+    of the optimizers that the function applies, numbers that meet gradients outside
+    units, and a checksum of each whole leaf; of ``rest`` tensors may have any lengths
+    (under ``pipeline``, the same). Simulated ranks compare likewise, where the first
+    and the last have a record of their own, and the others take the first one's.
 
     ``layouts`` splits leaves: it has, by pattern of path (``*`` is one name, ``**`` any
     number), a ``Split(dim, axis)``, or several. A unit has such a leaf as a `Sharded`
@@ -68,7 +70,8 @@ def place(
             does not divide the dim, or that a pipeline has.
 
     Cost: of each whole leaf, the rank's part is copied, and all of it read once; over
-    processes a gather of 32 bytes, of which ledgers say nothing.
+    processes a gather of 32 bytes (of 16 more where gradients or leaves are worked on
+    outside units), of which ledgers say nothing.
     """
     return lay_out(fn, t, rest, record, GivenLeaves(), layouts)
 
@@ -80,8 +83,12 @@ def lay_out(
     record: str,
     source: GivenLeaves,
     layouts: LayoutRules | None = None,
+    given: Callable[[], Lines] = list,
 ) -> Any:
     """:func:`place`, of leaves whose values come from ``source``.
+
+    Args:
+        given: what ranks compare too, where there are others.
 
     Cost: leaf by leaf, what ``source`` takes for this rank's part of one.
     """
@@ -96,7 +103,13 @@ def lay_out(
     paths, leaves, treedef = tree.flatten_with_paths(t, is_leaf=is_sharded)
     found = dict(zip(paths, leaves, strict=True))
     splits: dict[str, tuple[Split, ...]] = {}
-    values = lambda: source.section(paths, leaves, at.link.notes)  # noqa: E731
+
+    def said() -> Lines:
+        return [*given(), ("record", record), *told("layouts", layouts or {})]
+
+    def values() -> Section:
+        return source.section(paths, leaves, at.link.notes)
+
     if layouts:
         mesh = laying[0].mesh if laying else here().mesh
         taken = {a for h in laying if not isinstance(h, Sharding) for a in h.axes}
@@ -105,7 +118,7 @@ def lay_out(
     if splits and not laying:  # they say it all
         at = here()
         if where := _compared(at, over):
-            compare([values()], where)
+            compare([Section(_UNLIKE, said(), _LIKE), values()], where)
         for path, parts in splits.items():
             layout = Layout(tuple(found[path].shape), found[path].dtype, parts, path)
             found[path] = block_of(found[path], layout, source)
@@ -127,7 +140,7 @@ def lay_out(
     if not tree.are_shown(leaves):
         tree.shown(t, "place", "is given", is_leaf=is_sharded)
     at = here(recorder.handlers[0].mesh)
-    _compare(fn, recorder, rest, at, over, values)
+    _compare(fn, recorder, rest, at, over, said, values)
     coordinates = at.mesh.coordinates(at.rank)
     groups = recorder.groups(
         shardings[0].min_bytes if shardings else 0, bool(shardings)
@@ -190,7 +203,8 @@ def _check_types(
         learn(sharding, at.rank, [key[0] for key in recorder.calls])
     elif at.link.moves and frame().tracer is None and at.mesh.backend != "vmap":
         if not _torch.fake_active():
-            learn(sharding, at.rank, check(fn, args, {}, at, sharding.axes))
+            seen = check(fn, args, {}, at, sharding.axes, together=True)
+            learn(sharding, at.rank, seen.calls if seen else ())
 
 
 def _recorded(
@@ -225,12 +239,20 @@ def _recorded(
     return replace(notes[key], handlers=mine)
 
 
+_UNLIKE = "ranks lay out for unlike steps"
+_LIKE = (
+    "Run the same step, by the same optimizer and numbers, on every rank; what one of "
+    "them alone is to report, compute on all"
+)
+
+
 def _compare(
     fn: Callable[..., Any],
     recorder: Recorder,
     rest: Any,
     at: Here,
     over: set[str],
+    said: Callable[[], Lines],
     values: Callable[[], Section],
 ) -> None:
     """Raises on every rank where the ranks lay out for unlike programs, or values.
@@ -243,9 +265,9 @@ def _compare(
     if where is None:
         return
     transforms = getattr(fn, "interpretations", ()) or handlers
-    lines = [(f"transform {i}", str(h)) for i, h in enumerate(transforms)]
-    program = Section("ranks lay out for unlike steps", [*lines, *recorder.lines()])
-    compare([program, values()], where)
+    each = [(f"transform {i}", str(h)) for i, h in enumerate(transforms)]
+    lines = [*each, *said(), *recorder.lines()]
+    compare([Section(_UNLIKE, lines, _LIKE), values()], where)
     if same := {axis for h in handlers for axis in h.same_batch}:
         found = zip(*tree.flatten_with_paths(rest)[:2], strict=True)
         shapes = [(f"{p!r}", f"{_kind(x)}") for p, x in found if isinstance(x, Tensor)]

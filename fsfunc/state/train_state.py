@@ -7,6 +7,11 @@ from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
 from fsfunc import tree
+from fsfunc.comm.collective_ops import claim
+from fsfunc.comm.comparison import Lines
+from fsfunc.comm.descriptions import told
+from fsfunc.optim.function_answers import answers
+from fsfunc.optim.optimizer import Optimizer
 from fsfunc.runtime.stores import moments_go_to
 from fsfunc.sharded.leaf import is_sharded
 from fsfunc.state.layout_rules import LayoutRules
@@ -39,6 +44,7 @@ class TrainState:
                 "params, optimizer, batch), or TrainState(params, optimizer.init("
                 "params))"
             )
+        claim(_known(optimizer), "the optimizer that applies gradients")
         params, opt_state = optimizer.apply(grads, self.opt_state, self.params)
         return replace(
             self, params=params, opt_state=opt_state, step=self.step + 1, **changes
@@ -97,8 +103,15 @@ def init_state(
         RuntimeError: the step or the function asks a fake tensor for its value, or the
             function calls a collective; names the line.
         ValueError: a leaf is read inside and outside units.
-        RanksDiffer: ranks that record unlike steps, or are given unlike parameters, or
-            whose functions draw from unlike numbers; on every rank. See ``place``.
+        RanksDiffer: ranks that record unlike steps, or are given unlike parameters,
+            optimizers or numbers for them, or whose functions draw from unlike numbers;
+            on every rank. See ``place``.
+
+    Ranks compare the optimizer by what it was made of: schedules by their rates at some
+    counts, masks by what they say of each leaf; one of your own by the names of its
+    functions, and its ``configuration`` if it has one. So too the optimizers that the
+    recorded step applies. What a closure holds they see where it meets gradients, as a
+    number: inside units, or in a metric, it is each rank's own.
 
     Cost: over processes a gather of 32 bytes. One run on fake tensors of each function.
     Whole parameters: each is read once, and the rank's part copied. A function: beside
@@ -206,13 +219,16 @@ def _state(
         params, more = whole if beside else (whole, extra)
         return step(TrainState(params, optimizer.init(params), extra=more), batch)
 
+    def given() -> Lines:
+        return told("optimizer", _known(optimizer), answers(made[0]))
+
     run.interpretations = getattr(step, "interpretations", ())  # type: ignore
     if beside:
         both = _Whole(params, extra)
         layouts = {f"params/{p}": rule for p, rule in (layouts or {}).items()}
-        params, extra = lay_out(run, both, (batch,), record, source, layouts)
+        params, extra = lay_out(run, both, (batch,), record, source, layouts, given)
     else:
-        params = lay_out(run, params, (batch,), record, source, layouts)
+        params = lay_out(run, params, (batch,), record, source, layouts, given)
     source.release()
     store = stores_of(step).moments
     with moments_go_to(store):
@@ -223,6 +239,11 @@ def _state(
     for transform in run.interpretations:  # type: ignore[attr-defined]
         state = transform.begin(state)
     return state
+
+
+def _known(optimizer: Any) -> Any:
+    """What ranks compare of an optimizer: of one that is none of ours its class."""
+    return optimizer if isinstance(optimizer, Optimizer) else type(optimizer)
 
 
 def _check_fit(params: Any, grads: Any) -> None:

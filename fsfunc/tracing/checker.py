@@ -17,12 +17,14 @@ from fsfunc import _torch, tree
 from fsfunc.comm.attribution import internal, is_internal, source_line
 from fsfunc.comm.collective_ops import Watcher
 from fsfunc.comm.crossings import GATHER, OWN
+from fsfunc.comm.descriptions import stated, told
 from fsfunc.comm.groups import RankGroup
 from fsfunc.comm.linear_maps import LinearMap
 from fsfunc.comm.mesh import here
 from fsfunc.core.frames import frame
 from fsfunc.core.tracers import Tracer
 from fsfunc.core.units import Call
+from fsfunc.optim.function_answers import answers
 from fsfunc.sharded.leaf import Sharded, is_sharded
 from fsfunc.tracing.knowledge import Seen
 from fsfunc.tracing.refusals import refusal, refuse_cut
@@ -35,8 +37,9 @@ __all__ = ["Checker"]
 class Checker(Tracer, Watcher, Operators):
     """Types the values of a step, and raises where one has none.
 
-    ``calls`` are the signatures of the calls of sharded functions. Of a pipelined loss
-    it sees what that returns: in it sharded leaves go into units alone.
+    ``calls`` are the signatures of the calls of sharded functions; ``claims`` what is
+    no tensor, and is to be the same on every rank. Of a pipelined loss it sees what
+    that returns: in it sharded leaves go into units alone.
     """
 
     def __init__(
@@ -44,6 +47,7 @@ class Checker(Tracer, Watcher, Operators):
     ):
         Operators.__init__(self, rank, axes, alone, varying)
         self.calls: list[Any] = []
+        self.claims: list[tuple[str, str]] = []
         self._parameters: set[int] = set()  # plain leaves that were differentiated
         self._functions: dict[str, str] = {}  # around collectives, and where these are
         self._answered: set[str] = set()  # those whose backward sends something
@@ -90,8 +94,14 @@ class Checker(Tracer, Watcher, Operators):
         if where.mean and not frame().path and parts:
             raise refusal("parts", how.op, [seen], None)
 
-    def claimed(self, x: Tensor, what: str) -> None:
-        if not frame().path and self.known.kind(x) is Kind.V:
+    def claimed(self, x: Any, what: str) -> None:
+        if frame().path:
+            return
+        if not isinstance(x, Tensor):
+            said = told(what, x, answers(()))
+            self.claims += said
+            self.agreed(what, stated(x), said)
+        elif self.known.kind(x) is Kind.V:
             raise refusal("disagrees", what, [self.known.of(x)], None)
 
     def measured(self, x: Tensor, what: str) -> None:

@@ -65,7 +65,8 @@ class Findings:
     ``groups`` are made of ``taken`` (which unit calls took which leaves), ``inside``
     (which unit's own body read a leaf), ``outside`` (leaves read by a loss outside
     every unit, and where), ``stock`` (those that ``torch.func`` differentiates there)
-    and ``trained``. ``looked_at``: whether the types of the step are, too.
+    and ``trained``. ``looked_at``: whether the types of the step are, too. ``claims``:
+    what else is to be the same on every rank.
     """
 
     layouts: dict[str, Layout] = field(default_factory=dict)
@@ -77,6 +78,7 @@ class Findings:
     handlers: list[Any] = field(default_factory=list)
     differentiated: bool = False
     looked_at: bool = True
+    claims: list[tuple[str, str]] = field(default_factory=list)
 
     def outer(self, group: LeafGroup) -> list[tuple[Placement, ...]]:
         """How each of a group's leaves lies before it is cut to fit the buffer."""
@@ -93,7 +95,7 @@ class Findings:
             said = str(replace(layout, name="")).removesuffix(" whole")
             found.append((f"leaf {path!r}", said + trained))
         outside = ", ".join(map(repr, sorted(self.outside))) or "nothing"
-        return [*found, ("read outside units", outside)]
+        return [*found, ("read outside units", outside), *self.claims]
 
     def whole(self, gathers: bool = True) -> set[str]:
         """Leaves that stay whole: a loss reads them outside its units, and no unit.

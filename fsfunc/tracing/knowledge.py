@@ -11,6 +11,7 @@ from torch import Tensor
 
 from fsfunc import _torch
 from fsfunc.comm.attribution import source_line
+from fsfunc.comm.comparison import checksums, has_values
 from fsfunc.tracing.types import PARTS, Kind, Operand, joint
 
 __all__ = ["Known", "Nodes", "Origin", "Seen"]
@@ -86,11 +87,10 @@ class Known:
 
 def digest_of(x: Tensor) -> Any:
     """What tells the values of a constant from others; None where it has none."""
-    if isinstance(x, _torch.FakeTensor) or _torch.is_wrapped(x):
+    if not has_values(x) or _torch.is_wrapped(x):
         return None
     with _torch.beneath_all_modes():
-        data = x.detach().cpu().contiguous().view(-1)
-        return tuple(x.shape), hash(bytes(data.untyped_storage())) if len(data) else 0
+        return tuple(x.shape), checksums([x])[0]
 
 
 @dataclass(frozen=True)

@@ -22,12 +22,14 @@ from torch.overrides import TorchFunctionMode
 from fsfunc import _torch, tree
 from fsfunc.comm.attribution import is_internal, is_own_call, source_line
 from fsfunc.comm.collective_ops import Watcher, watching
+from fsfunc.comm.descriptions import told
 from fsfunc.comm.groups import RankGroup
 from fsfunc.comm.linear_maps import LinearMap
 from fsfunc.comm.mesh import asks
 from fsfunc.core.frames import Interpretation, frame, inside
 from fsfunc.core.tracers import Tracer
 from fsfunc.core.units import Call
+from fsfunc.optim.function_answers import answers
 from fsfunc.sharded.donated import Everything
 from fsfunc.sharded.layout import Layout, Owned, Split
 from fsfunc.sharded.leaf import Sharded, is_sharded
@@ -124,6 +126,8 @@ def _record(
     )
     means = {axis for h in recorder.handlers for axis in getattr(h, "axes", ())}
     recorder.plain = recorder.plain and apart and not asked & means
+    done = "nothing" if recorder.plain else "something"
+    recorder.claims.append(("done with gradients or leaves outside units", done))
     return recorder
 
 
@@ -180,6 +184,11 @@ class Recorder(Findings, Tracer, Watcher):
         typed = how.to == "I" or how.op in ("cast", "enter", "slice")
         if typed or self._is_leaf(x):
             self.plain = False
+
+    def claimed(self, x: Any, what: str) -> None:
+        if not (isinstance(x, Tensor) or frame().path):
+            again = [name for name, _ in self.claims].count(what)
+            self.claims += told(what + "'" * again, x, answers(()))
 
     def _is_leaf(self, x: Any) -> bool:
         return id(x) in self._gradients or self.path_of(x) is not None
@@ -276,8 +285,11 @@ class Recorder(Findings, Tracer, Watcher):
             inner = _torch.is_wrapped(held)
             if inner and held.requires_grad and not (f.in_loss or f.path):
                 self.stock.setdefault(path, source_line())
-            if f.path or path not in self.outside:
-                where = source_line(), f.in_loss > 0 or inner
+            in_loss = bool(f.in_loss or inner)
+            # That a loss reads it counts, whoever has read it before.
+            _, known = self.outside.get(path, ("", None))
+            if f.path or known is None or in_loss > known:
+                where = source_line(), in_loss
                 if f.path:
                     self.inside[path, f.numbers] = where
                 else:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import replace
@@ -18,12 +18,15 @@ from fsfunc import _torch, tree
 from fsfunc.comm.attribution import called_by_user
 from fsfunc.comm.backends.abstract import AbstractLink
 from fsfunc.comm.collective_ops import watching
+from fsfunc.comm.comparison import unlike
+from fsfunc.comm.groups import RankGroup, group
 from fsfunc.comm.mesh import Here
 from fsfunc.core.frames import Interpretation, frame, inside
 from fsfunc.sharded.leaf import NotATensor, is_sharded
 from fsfunc.tracing.checker import Checker
 from fsfunc.tracing.refusals import LawError
 from fsfunc.tracing.runs import shadows, without_data
+from fsfunc.tracing.typed_operators import SharedOp
 
 __all__ = ["check", "knows", "learn", "signature", "unchecked"]
 
@@ -34,7 +37,8 @@ def check(
     keywords: dict[str, Any],
     at: Here,
     axes: tuple[str, ...],
-) -> list[Any]:
+    together: bool = False,
+) -> Checker | None:
     """Raises where ``call(*args, **keywords)`` has no meaning under ``shard``.
 
     The first argument is one value on all ranks, the others are the rank's own. Where a
@@ -45,9 +49,11 @@ def check(
 
     Args:
         at: the rank; ``axes``: those over which the loss is a mean.
+        together: whether all ranks along ``axes`` look now. Then those over processes
+            compare what each would compute.
 
     Returns:
-        the signatures of the calls of sharded functions that were made.
+        what was seen; None of a step that fake tensors cannot go through.
 
     Raises:
         LawError, NotATensor: names the line, the leaf, and the way out.
@@ -59,28 +65,79 @@ def check(
         key = "checked", count, tree.flatten((args, keywords), is_leaf=is_sharded)[1]
         known, asks = notes.get(key, (None, False))
         if known is not None and not (last or asks):
-            return known.calls
+            return known
     asked: set[str] = set()
+    others = group(axes, at) if together and notes is None else None
     try:
-        found = there = _tried(call, args, keywords, at, axes, asked)
-        other = at.rank
-        if known is not None:
-            there, other = known, known.rank
-        elif notes is None and asked & set(axes):
-            other = _neighbour(at, axes)
-            elsewhere = replace(at, rank=other)
-            there = _tried(call, args, keywords, elsewhere, axes, set())
-        if varying := differing(found.events, there.events, at.rank, other):
-            _tried(call, args, keywords, at, axes, set(), varying)
+        found = _looked_at(call, args, keywords, at, axes, asked, known, others)
     except (LawError, NotATensor):
         raise
     except Exception as error:
         if (seen := _UNCHECKED.get()) is not None:
             seen.append(error)
-        return []
+        return None
     if notes is not None:
         notes.setdefault(key, (found, bool(asked & set(axes))))
-    return found.calls
+    return found
+
+
+def _looked_at(
+    call: Callable[..., Any],
+    args: tuple[Any, ...],
+    keywords: dict[str, Any],
+    at: Here,
+    axes: tuple[str, ...],
+    asked: set[str],
+    known: Checker | None,
+    others: RankGroup | None,
+) -> Checker:
+    """What the step computes, which other ranks compute too.
+
+    Args:
+        known: what one of the ranks of this process has found.
+        others: the ranks that look now, over processes.
+    """
+    try:
+        found = there = _tried(call, args, keywords, at, axes, asked)
+        other = at.rank
+        if known is not None:
+            there, other = known, known.rank
+        elif at.link.notes is None and asked & set(axes):
+            other = _neighbour(at, axes)
+            elsewhere = replace(at, rank=other)
+            there = _tried(call, args, keywords, elsewhere, axes, set())
+        varying = differing(found.events, there.events, at.rank, other)
+    except Exception:
+        if others is not None:
+            _across(None, others)  # which they wait for
+        raise
+    if others is not None:
+        varying |= _across(found.events, others)
+    if varying:
+        _tried(call, args, keywords, at, axes, set(), varying)
+    return found
+
+
+_NOTHING = [("", "")]
+
+
+def _across(events: Sequence[SharedOp] | None, where: RankGroup) -> set[int]:
+    """Which events have other constants in another process: all of them call it.
+
+    Args:
+        events: None where the step could not be tried.
+
+    Raises:
+        LawError: they are not the same operators.
+    """
+    mine = [replace(e, constants=(repr(e.constants),)) for e in events or ()]
+    lines = [(e.name, *e.constants) for e in mine] if events is not None else _NOTHING
+    found: set[int] = set()
+    for rank, said in unlike(lines, where).items():
+        if events is not None and said != _NOTHING:
+            theirs = [SharedOp(name, (text,), "the same place") for name, text in said]
+            found |= differing(mine, theirs, where.rank, rank)
+    return found
 
 
 _UNCHECKED: ContextVar[list[Exception] | None] = ContextVar("unchecked", default=None)

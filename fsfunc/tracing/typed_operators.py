@@ -15,6 +15,7 @@ from torch import Tensor
 
 from fsfunc import _torch
 from fsfunc.comm.attribution import is_internal, is_own_call, source_line
+from fsfunc.comm.comparison import Lines
 from fsfunc.comm.mesh import asks
 from fsfunc.core.frames import frame
 from fsfunc.tracing.knowledge import (
@@ -37,7 +38,7 @@ from fsfunc.tracing.operators import (
     OperatorMode,
     class_of,
 )
-from fsfunc.tracing.refusals import refusal
+from fsfunc.tracing.refusals import LawError, refusal
 from fsfunc.tracing.types import PARTS, Kind, Operand, Untyped, result
 
 __all__ = ["SharedOp", "Operators"]
@@ -265,8 +266,7 @@ class Operators(OperatorMode):
         )
         if kind is Kind.K:
             return kind, (op.name, constants)  # nobody's, till it meets something
-        self.events.append(SharedOp(op.name, constants, source_line()))
-        if len(self.events) - 1 not in self.varying:
+        if self._alike(op.name, constants):
             return kind, None
         if kind in PARTS:
             part = next(x for x in seen if x.kind in PARTS)
@@ -274,6 +274,23 @@ class Operators(OperatorMode):
             own = Seen(Kind.V, f"a number ({said} here)")
             raise refusal("own", op.name, [part, own], None)
         return Kind.V, None
+
+    def _alike(self, name: str, constants: tuple[Any, ...]) -> bool:
+        """Notes an event; whether it was alike on all ranks, as far as is known."""
+        self.events.append(SharedOp(name, constants, source_line()))
+        return len(self.events) - 1 not in self.varying
+
+    def agreed(self, what: str, said: str, lines: Lines) -> None:
+        """Notes what is no tensor, and is to be the same on every rank.
+
+        Raises:
+            LawError: it is not.
+        """
+        if not self._alike(what, tuple(lines)):
+            raise LawError(
+                f"{what} is not the same on every rank, and what it is applied to is "
+                f"one value: at {source_line()} it is {said} here"
+            )
 
 
 def _trusted() -> bool:

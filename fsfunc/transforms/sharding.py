@@ -10,6 +10,7 @@ from typing import Any
 from fsfunc import _torch, tree
 from fsfunc.comm.attribution import internal
 from fsfunc.comm.collective_ops import hearing
+from fsfunc.comm.comparison import Lines
 from fsfunc.comm.groups import RankGroup, group
 from fsfunc.comm.mesh import Axis, Here, Mesh, check_mesh, here
 from fsfunc.core.alike import check_alike, heard_here
@@ -136,6 +137,10 @@ class Sharding(Interpretation):
         mesh, axis, zero, copies, reshard, min_bytes, reduce_each: what ``shard`` is
             asked.
         gather, reduction: how buffers travel, see ``wire``.
+
+    By rank, ``claims``: what a step that was tried says is the same on all of them;
+    and ``compared_whole``: of which whole leaves they compared the values, told by how
+    many there were in which arguments.
     """
 
     lays_out = True
@@ -160,6 +165,8 @@ class Sharding(Interpretation):
         self.holds = not reshard
         self.how_gathered = Gather() if gather is None else gather
         self.how_reduced = Reduction() if reduction is None else reduction
+        self.claims: dict[int, Lines] = {}
+        self.compared_whole: frozenset[Any] = frozenset()
         self.how_gathered.check(axis)
         self.how_reduced.check(axis, zero)
 
@@ -249,7 +256,8 @@ class Sharding(Interpretation):
                 *arguments(1),
             )
             call = lambda *args, **keywords: self.call(f, args, keywords)  # noqa: E731
-            check(call, args, keywords, at, (*at.mean, *self.axes))
+            seen = check(call, args, keywords, at, (*at.mean, *self.axes))
+            self.claims[at.rank] = seen.claims if seen else ()
             learn(self, at.rank, [key])
 
     def _runtime(
@@ -350,7 +358,9 @@ class Sharding(Interpretation):
         f, chosen = frame(), [call.args[i] for i in call.argnums]
         composed = call.create_graph or composable()
         plainly = (self.axis, ())
-        keeps = {} if composed else kept_here(chosen, plainly, self.cut.own)
+        keeps, plain = {}, 0
+        if not composed:
+            keeps, plain = kept_here(chosen, plainly, self.cut.own)
         observers = [h for h in f.handlers if isinstance(h, Observation)]
         feedback = [h for h in f.handlers if isinstance(h, Feedback)]
         if len(feedback) > 1:
@@ -371,8 +381,11 @@ class Sharding(Interpretation):
             keeps=keeps,
             parts=parts,
         )
-        if not at.compared and at.link.moves and not composed:
-            check_whole(runtime, group(runtime.mean_axes, at))
+        key = at.rank, plain, call.argnums
+        if plain and at.link.moves and key not in self.compared_whole:
+            claims = self.claims.get(at.rank, ())
+            check_whole(runtime, claims, group(runtime.mean_axes, at))
+            self.compared_whole |= {key}
         return runtime
 
     def _ended(

@@ -7,6 +7,16 @@ from dataclasses import dataclass
 import torch
 from hypothesis import strategies as st
 
+from fsfunc import (
+    adascale,
+    loss_scale,
+    master_weights,
+    muon,
+    powersgd,
+    shampoo,
+    step_in_backward,
+    stochastic_rounding,
+)
 from fsfunc.optim import (
     Optimizer,
     adafactor,
@@ -212,3 +222,24 @@ REDUCING = {
     ),
 }
 KINDS = OWN | TORCHS | COMPOSED | REDUCING
+OTHERS = {  # which have tests of their own
+    "muon": lambda: muon(0.1, ns_dtype=torch.float32),
+    "shampoo": lambda: shampoo(0.1, momentum=0.9, block=3),
+    "muon, and others": lambda: partition(
+        {"matrix": muon(0.1), "other": sgd(0.1)},
+        lambda path, leaf: "matrix" if leaf.ndim == 2 else "other",
+    ),
+    "moments of 16 bits": lambda: sharded_adam(0.1, moment_dtype=torch.float16),
+    "moments of 8 bits": lambda: sharded_adam(0.1, moment_dtype=torch.uint8),
+    "clipped by the largest": lambda: chain(
+        clip_by_global_norm(0.5, p=torch.inf), sgd(0.1)
+    ),
+    "adascale": lambda: adascale(sgd(0.1), scale=2.0),
+    "loss_scale": lambda: loss_scale(sharded_adam(0.1), 8.0),
+    "step_in_backward": lambda: step_in_backward(sharded_adam(0.1)),
+    "master_weights": lambda: master_weights(sharded_adam(0.1)),
+    "stochastic_rounding": lambda: stochastic_rounding(sharded_adam(0.1)),
+    "powersgd": lambda: powersgd(sgd(0.1), 1, 0.1),
+}
+EVERY = {name: kind.ours for name, kind in KINDS.items()} | OTHERS
+STEPS_ALONE = {"adascale", "step_in_backward", "powersgd"}  # no gradients but its own

@@ -86,6 +86,30 @@ def test_the_gains_are_fairscales(golden, stack):
 LOSS_SCALE = ff.optim.LossScaleState
 
 
+@pytest.mark.parametrize("stack", STACKS)
+def test_its_gains_are_as_wide_as_the_widest_parameter(stack):
+    size, around = STACKS[stack]
+    mesh, narrow = simulated(size), torch.float32
+    optimizer = ff.adascale(ff.sgd(0.5), smoothing=0.5)
+    wide = ff.unit(lambda p, x: torch.tanh(x @ p["w"].double() + p["b"]))
+    mean = lambda p, x: wide(p, x).square().mean()  # noqa: E731
+
+    def main(of_w, size, around, mesh):
+        step = around(optimizer(ff.value_and_grad(mean)), mesh, 4 // size)
+        params = {"w": PARAMS["w"].to(of_w), "b": PARAMS["b"].double()}
+        cut = lambda x: ff.local_batch(x, mesh, "data") if size > 1 else x  # noqa: E731
+        state = ff.init_state(step, params, optimizer, cut(batch(0, 4).double()))
+        for k in range(3):
+            state, _ = step(state, cut(batch(k, 4).double()))
+        return state.opt_state.iterations, ff.unshard(state.params)["b"]
+
+    for of_w, tolerance in ((torch.float64, 1e-9), (narrow, 1e-6)):
+        alone = main(of_w, 1, STACKS["alone"][1], None)
+        for found in ff.spmd(main, mesh)(of_w, size, around, mesh):
+            assert found[0].dtype == torch.float64 and 3 < found[0] < 12
+            close(found, alone, tolerance)
+
+
 def test_it_sends_two_numbers_more():
     mesh = simulated(2)
 

@@ -12,9 +12,10 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import fsfunc as ff
-from fsfunc._torch import FakeTensor
+from fsfunc._torch import FakeTensor, FakeTensorMode
 from tests.checks import simulated
 from tests.models import chain, train_step
+from tests.optim.optimizers import EVERY, TORCHS
 
 DATA, PIPE, BOTH = simulated(2), simulated(pipe=2), simulated(data=2, pipe=2)
 WIDTH = 8
@@ -49,12 +50,19 @@ def nested():
     return [{"a": a, "b": b, "own": torch.ones(WIDTH)}]
 
 
+def begin():
+    """Lets go of the circles there are; those to come are kept in `gc.garbage`."""
+    gc.set_debug(0)
+    gc.garbage.clear()
+    gc.collect()
+    gc.set_debug(gc.DEBUG_SAVEALL)
+
+
 @pytest.fixture
 def no_collector():
     """Runs the test without the collector; then no tensor hung in a circle."""
-    gc.collect()
     gc.disable()
-    gc.set_debug(gc.DEBUG_SAVEALL)
+    begin()
     try:
         yield
         gc.collect()
@@ -103,14 +111,16 @@ class Storages(TorchDispatchMode):
         return sum(size for _, size in self.held.values())
 
 
-def leaves_nothing(step, init=flat, mesh=DATA, call=None, steps=STEPS):
+def leaves_nothing(
+    step, init=flat, mesh=DATA, call=None, steps=STEPS, optimizer=OPTIMIZER
+):
     """On each rank as many bytes live after ``steps`` steps as after `WARM`.
 
     ``call(state, x)`` is called in place of the step, whose state it is.
     """
 
     def main():
-        state = ff.init_state(step, init, OPTIMIZER, X)
+        state = ff.init_state(step, init, optimizer, X)
         with Storages() as live:
             for i in range(steps):
                 state = step(state, X)[0] if call is None else call(state, X)
@@ -179,6 +189,34 @@ def test_a_step_leaves_nothing(no_collector, case):
     leaves_nothing(*CASES[case])
 
 
+@pytest.mark.parametrize("name", sorted(EVERY.keys() - set(list(TORCHS)[1:])))
+def test_nor_does_an_optimizer(no_collector, name):
+    optimizer = EVERY[name]()
+    begin()  # torch's are tried when they are made, and are circles themselves
+    low = name in ("master_weights", "stochastic_rounding")
+    init = (lambda: [w.bfloat16() for w in flat()]) if low else flat
+    wide = chain(ff.unit(lambda p, x: x + torch.tanh(x @ p.float())))
+    step = shard(optimizer(ff.value_and_grad(wide)), zero=2)
+    leaves_nothing(step, init, optimizer=optimizer)
+
+
+NODES = simulated(node=2, data=1)
+ALONE = shard(STEP, NODES)
+LOCAL = {
+    "local_sgd": ff.local_sgd(ALONE, NODES, "node", every=1),
+    "slowmo": ff.slowmo(ALONE, NODES, "node", every=1, lr=0.1),
+    "slowmo in parts": ff.slowmo(
+        ALONE, NODES, "node", every=1, lr=0.1, memory_efficient=True
+    ),
+    "gossip": ff.gossip(ALONE, NODES, "node", ff.graphs.ring(2)),
+}
+
+
+@pytest.mark.parametrize("name", LOCAL)
+def test_nor_do_ranks_that_train_by_themselves(no_collector, name):
+    leaves_nothing(LOCAL[name], mesh=NODES)
+
+
 class Stop(Exception):
     pass
 
@@ -220,6 +258,27 @@ def test_nor_does_one_that_raises(no_collector, zero, stack, where):
         return step(state, x)[0]
 
     leaves_nothing(step, call=call)
+
+
+def test_nor_does_a_pipelined_step_that_never_gets_as_far_as_to_run(no_collector):
+    """It is recorded each time anew: a mode of fake tensors knows all of them."""
+    broken = pipe(train_step(chain(ff.unit(stop)), OPTIMIZER), PIPE)
+
+    def main():
+        state = ff.TrainState(flat(), OPTIMIZER.init(flat()))
+        for _ in range(4):
+            with pytest.raises(Stop):
+                broken(state, X)
+
+    ff.spmd(main, PIPE)()
+    begin()  # torch holds the first one itself
+    ff.spmd(main, PIPE)()
+    gc.collect()
+    assert not [x for x in gc.garbage if isinstance(x, FakeTensorMode)]
+
+
+def stop(p, x):
+    raise Stop
 
 
 def test_nor_does_spmd_that_raises(no_collector):

@@ -467,6 +467,12 @@ def unlike():
     step(state_of(layers(1, seed=MESH.rank)), batch_of(0))
 
 
+def unlike_rates():
+    rate = ff.linear(1.0, 0.5, 10 + MESH.rank)
+    step = ff.slowmo(PLAIN, MESH, "node", every=2, lr=rate)
+    step(state_of(layers(1)), batch_of(0))
+
+
 def inside():
     step = ff.shard(ff.local_sgd(PLAIN, MESH, "node", every=2), MESH, "data")
     step(state_of(layers(1)), batch_of(0))
@@ -530,6 +536,7 @@ REFUSED = {
         lambda: ff.graphs.bipartite_linear(5), ValueError, "even"),
     "too many peers": (lambda: ff.graphs.ring(4, 3), ValueError, "peers, from 1 to 2"),
     "unlike beginnings": (on_pair(unlike), RanksDiffer, "parameters differ"),
+    "unlike rates": (on_pair(unlike_rates), RanksDiffer, "slowmo/lr at count 1"),
     "inside a shard": (on_pair(inside), ValueError, "goes around"),
     "over an axis of the shard": (on_pair(same_axis), ValueError, "each axis once"),
     "another rank's state": (another_rank_s, ValueError, "give each rank its own"),
@@ -543,6 +550,34 @@ REFUSED = {
 def test_bad_input_is_refused(call, error, way_out):
     with pytest.raises(error, match=way_out):
         call()
+
+
+def test_moments_of_8_bits_have_a_consensus_by_what_they_stand_for():
+    """Within a step of their codes; the same codes on every rank, to go on with."""
+    optimizer = ff.sharded_adam(0.1, moment_dtype=torch.uint8)
+    plain = train_step(chain(), optimizer)
+    mesh = nodes(2, 2)
+
+    def main():
+        step = ff.local_sgd(ff.shard(plain, mesh, "data"), mesh, "node", every=2)
+        mine = [ff.local_batch(batch_of(t), mesh, ("node", "data")) for t in range(4)]
+        state = ff.init_state(step, layers(2), optimizer, mine[0])
+        for x in mine[:3]:
+            state, _ = step(state, x)
+        agreed = ff.consensus(state)
+        own = copy_of(state, mesh).opt_state.decoded()
+        agreed_moments = ff.unshard(agreed).opt_state.decoded()
+        for name in ("mu", "nu"):
+            owns, means = getattr(own, name), getattr(agreed_moments, name)
+            for x, y in zip(owns, means, strict=True):
+                wanted = ff.pmean(x, "node")
+                near = wanted.abs() / 8 + wanted.abs().max() * 2.0**-18
+                assert ((y - wanted).abs() <= near).all() and wanted.abs().sum() > 0
+        ff.testing.check_replicated(agreed.params, "node")
+        step(agreed, mine[3])  # which compares all of it
+        return agreed.opt_state.count
+
+    assert ff.spmd(main, mesh)() == [3] * 4
 
 
 def test_ranks_whose_integers_differ_have_no_consensus():

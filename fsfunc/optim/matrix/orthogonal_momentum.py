@@ -29,6 +29,7 @@ from fsfunc.optim.optimizer import (
     check_not_negative,
     check_numbers,
     check_params_given,
+    described,
 )
 from fsfunc.optim.schedules import Schedule, rate_at
 
@@ -40,6 +41,7 @@ class MuonState(NamedTuple):
     momentum: Any
 
 
+@described
 def muon(
     learning_rate: float | Schedule = 1e-3,
     *,

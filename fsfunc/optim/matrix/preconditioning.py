@@ -30,6 +30,7 @@ from fsfunc.optim.optimizer import (
     check_not_negative,
     check_numbers,
     check_params_given,
+    described,
 )
 from fsfunc.optim.schedules import Schedule, rate_at
 from fsfunc.sharded.leaf import is_sharded
@@ -46,6 +47,7 @@ class ShampooState(NamedTuple):
     momentum: Any
 
 
+@described
 def shampoo(
     learning_rate: float | Schedule = 1e-1,
     *,

@@ -14,6 +14,7 @@ from fsfunc.comm.attribution import internal, label
 from fsfunc.comm.comparison import compare, whole_values
 from fsfunc.comm.groups import RankGroup, group
 from fsfunc.comm.mesh import here
+from fsfunc.optim.coded_moments import CodedAdamState
 from fsfunc.optim.in_place import fused
 from fsfunc.optim.leaves import local, map_flat
 from fsfunc.optim.matching import Matched
@@ -94,9 +95,10 @@ def assign(params: Any, means: Any) -> None:
 def consensus(state: LocalState) -> Any:
     """The one state that the ranks along an axis agree on: the mean of their copies.
 
-    Floating leaves, moments too, are averaged; of ``gossip`` by the ranks' weights, so
-    that nothing is lost. What ``slowmo`` remembers is left out. So is a model made that
-    can be evaluated, and a state that others can begin from.
+    Floating leaves, moments too, are averaged, those in 8 bits by what they stand for;
+    of ``gossip`` by the ranks' weights, so that nothing is lost. What ``slowmo``
+    remembers is left out. So is a model made that can be evaluated, and a state that
+    others can begin from.
 
     Args:
         state: a `LocalState`.
@@ -114,7 +116,9 @@ def consensus(state: LocalState) -> Any:
         )
     at = here()
     where, relabeled = group(state.axis, at), Relabeled(at.mesh, state.axis)
-    mine = relabeled.copy(state.copies, at.mesh.coordinates(at.rank))
+    copies = relabeled.copy(state.copies, at.mesh.coordinates(at.rank))
+    given, spec = tree.flatten(copies, is_leaf=_is_whole)
+    mine = tree.unflatten(spec, [x.decoded() if _is_coded(x) else x for x in given])
     paths, leaves, treedef = tree.flatten_with_paths(mine, is_leaf=is_sharded)
     weight = state.weights[where.index] if state.weights else 1.0
     with internal(), torch.no_grad(), label("", "consensus"):
@@ -128,4 +132,14 @@ def consensus(state: LocalState) -> Any:
             title = "the ranks' copies differ in what is not averaged"
             compare([replace(said, title=title, advice=advice)], where)
     out = [x if mean is None else mean for x, mean in zip(leaves, means, strict=True)]
-    return tree.unflatten(treedef, out)
+    made = spec.flatten_up_to(tree.unflatten(treedef, out))
+    pairs = zip(given, made, strict=True)
+    return tree.unflatten(spec, [x.encoded(y) if _is_coded(x) else y for x, y in pairs])
+
+
+def _is_coded(x: Any) -> bool:
+    return isinstance(x, CodedAdamState)
+
+
+def _is_whole(x: Any) -> bool:
+    return is_sharded(x) or _is_coded(x)

@@ -16,10 +16,12 @@ from torch import Tensor
 
 from fsfunc import _torch, tree
 from fsfunc.comm.attribution import internal, label
-from fsfunc.comm.comparison import compare, whole_values
+from fsfunc.comm.comparison import Section, compare, whole_values
+from fsfunc.comm.descriptions import told
 from fsfunc.comm.groups import RankGroup, group
 from fsfunc.comm.mesh import Axis, Here, Mesh, check_mesh, here
 from fsfunc.core.frames import Interpretation, frame, inside
+from fsfunc.optim.function_answers import answers
 from fsfunc.sharded.donated import spend, why_spent
 from fsfunc.sharded.leaf import is_sharded
 from fsfunc.transforms.local.averaging import assign, averages, written
@@ -142,7 +144,9 @@ class LocalUpdates(Interpretation):
             if at.link.moves:
                 paths, leaves, _ = tree.flatten_with_paths(state, is_leaf=is_sharded)
                 parts = [x.local if is_sharded(x) else x for x in leaves]
-                compare([whole_values(paths, parts, at.link.notes)], where)
+                said = told(self.called, self, answers(()))
+                steps = Section("ranks that train by themselves meet unlike", said)
+                compare([steps, whole_values(paths, parts, at.link.notes)], where)
             more = self.remembers(state.params, where)
             copies = self.copies.stacked(state, at_mesh)
         return LocalState(copies, 0, axis=self.axes, **more)

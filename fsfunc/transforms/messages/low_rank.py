@@ -15,7 +15,11 @@ from torch import Tensor
 from fsfunc.comm.attribution import label
 from fsfunc.comm.backends.link import Handle
 from fsfunc.comm.groups import RankGroup
-from fsfunc.optim.optimizer import Optimizer, State
+from fsfunc.optim.optimizer import (
+    Optimizer,
+    State,
+    described,
+)
 from fsfunc.sharded.leaf import FlatShard, Sharded
 from fsfunc.transforms.messages.residuals import Feedback, WithFeedback
 from fsfunc.transforms.messages.wire import Reduction
@@ -36,6 +40,7 @@ class PowerSGDState(NamedTuple):
     inner: State
 
 
+@described
 def powersgd(optimizer: Optimizer, rank: int, min_rate: float = 2.0) -> Optimizer:
     """``optimizer``, whose steps sum gradients of matrices in ``rank`` directions.
 
@@ -208,17 +213,20 @@ class _LowRank(Feedback):
         beside = [buffer[a:b].float() for a, b in cut.beside]
         sent = torch.cat([x.flatten() for x in (*parts, *beside)])
         first = where.start("psum", sent, what=shard.name)
-        work = _Sum(self, cut, shard, where, whole, first, owed, q)
+        work = _Sum(cut, shard, where, whole, first, owed, q, self.scale, self.new)
         self.under_way[shard.buffer] = work
         return work
 
 
 class _Sum(Handle):
-    """The sum of one buffer's gradients under way: P first, then Q."""
+    """The sum of one buffer's gradients under way: P first, then Q.
+
+    Args:
+        new: where it leaves what is remembered of the buffer.
+    """
 
     def __init__(
         self,
-        feedback: _LowRank,
         cut: _Cut,
         shard: FlatShard,
         where: RankGroup,
@@ -226,8 +234,11 @@ class _Sum(Handle):
         first: Handle,
         owed: Tensor,
         start: Tensor,
+        scale: float,
+        new: dict[str, tuple[Tensor, ...]],
     ):
-        self.feedback, self.cut, self.where, self.whole = feedback, cut, where, whole
+        self.cut, self.where, self.whole = cut, where, whole
+        self.scale, self.new = scale, new  # and not who keeps this: that is no circle
         self.buffer, self.name, self.first = shard.buffer, shard.name, first
         self.owed, self.start = owed, start
         self.count = shard.place.size * shard.place.chunk
@@ -260,10 +271,10 @@ class _Sum(Handle):
         torch._foreach_add_(matrices, approximate, alpha=-1 / ranks)
         # Of what overflowed nothing is owed, and nothing is learned.
         finite = q.isfinite().all()
-        owed = torch.where(finite, self.owed, 0.0).div_(self.feedback.scale)
+        owed = torch.where(finite, self.owed, 0.0).div_(self.scale)
         sound = torch.where(finite, q, self.start)
         q = _joined(_orthonormal(cut.rights(sound)), q)
-        self.feedback.new[self.buffer] = owed, q
+        self.new[self.buffer] = owed, q
         if self.whole:
             return total
         return total.view(ranks, -1)[self.where.index].clone()

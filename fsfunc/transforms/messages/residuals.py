@@ -17,7 +17,12 @@ from fsfunc.comm.mesh import here
 from fsfunc.core.frames import Interpretation, frame, inside
 from fsfunc.core.outcomes import GradientCall, Outcome
 from fsfunc.optim.leaves import Tree
-from fsfunc.optim.optimizer import Optimizer, Run, State
+from fsfunc.optim.optimizer import (
+    Optimizer,
+    Run,
+    State,
+    described,
+)
 from fsfunc.sharded.layout import Layout, Split
 from fsfunc.sharded.leaf import FlatShard, Sharded, is_sharded
 from fsfunc.transforms.messages.wire import Reduction
@@ -35,6 +40,7 @@ class ErrorFeedbackState(NamedTuple):
     inner: State
 
 
+@described
 def error_feedback(optimizer: Optimizer) -> Optimizer:
     """``optimizer``, whose steps send later what their reductions lose.
 

@@ -1,0 +1,93 @@
+"""What a value is, in words that are the same in every process: to show, to compare.
+
+What says itself what it is made of has a ``called`` and a ``configuration``, pairs of
+a name and a value: transforms and optimizers do. All else is its repr, but for tensors,
+which are said by what they hold, and functions, which are said by their names.
+"""
+
+from __future__ import annotations
+
+import functools
+import re
+from collections.abc import Callable, Mapping
+from itertools import chain
+from typing import Any
+
+from torch import Tensor
+
+from fsfunc.comm.comparison import Lines, checksums, has_values
+from fsfunc.sharded.layout import describe
+
+__all__ = ["Ask", "stated", "told"]
+
+Ask = Callable[[str, Any], Lines]  # (name, function) -> what it answers, line by line
+
+_FEW = 16  # elements of a tensor that are said one by one
+
+
+def stated(value: Any) -> str:
+    """What a value is, without what differs from process to process.
+
+    >>> stated(len), stated(object()), stated({"lr": (0.1,)})
+    ('<function len>', '<object object>', "{'lr': (0.1,)}")
+    """
+    if isinstance(value, Tensor):
+        return _tensor(value)
+    if type(value) in (list, tuple):
+        inside = ", ".join(map(stated, value))
+        if type(value) is list:
+            return f"[{inside}]"
+        return f"({inside},)" if len(value) == 1 else f"({inside})"
+    if isinstance(value, Mapping):
+        inside = ", ".join(f"{stated(k)}: {stated(v)}" for k, v in value.items())
+        return f"{{{inside}}}"
+    if (parts := _parts(value)) is not None:
+        kind, items = parts
+        return f"{kind}({', '.join(f'{k}={stated(v)}' for k, v in items)})"
+    if name := getattr(value, "__qualname__", None):
+        kind = "class" if isinstance(value, type) else "function"
+        return f"<{kind} {name}>"
+    return re.sub(r" at 0x[0-9a-f]+", "", repr(value))
+
+
+def told(name: str, value: Any, ask: Ask = lambda name, value: ()) -> Lines:
+    """The same, a line for each part, by the path that leads to it.
+
+    Args:
+        ask: what functions answer is a part of them; it is given their names.
+
+    >>> told("rates", {"first": 0.1, "others": (0.2,)})[1:]
+    [('rates/first', '0.1'), ('rates/others', 'tuple of 1'), ('rates/others/0', '0.2')]
+    """
+    kind, items = _parts(value) or ("", None)
+    if items is None and isinstance(value, Mapping):
+        items = [(str(key), value[key]) for key in sorted(value, key=str)]
+    elif items is None and type(value) in (list, tuple):
+        items = [(str(i), x) for i, x in enumerate(value)]
+    if items is None:
+        more = ask(name.rpartition("/")[2], value) if callable(value) else ()
+        return [(name, stated(value)), *((f"{name} {k}", said) for k, said in more)]
+    kind = kind or f"{type(value).__name__} of {len(items)}"
+    below = [told(f"{name}/{key}", x, ask) for key, x in items]
+    return [(name, kind), *chain.from_iterable(below)]
+
+
+def _parts(value: Any) -> tuple[str, list[tuple[str, Any]]] | None:
+    """What something is called, and what it is made of, where it says so."""
+    if isinstance(value, functools.partial):
+        given = [(str(i), x) for i, x in enumerate(value.args)]
+        return stated(value.func), [*given, *value.keywords.items()]
+    made = getattr(value, "configuration", None)
+    if isinstance(value, type) or not isinstance(made, tuple):
+        return None
+    return getattr(value, "called", "") or type(value).__name__, list(made)
+
+
+def _tensor(x: Tensor) -> str:
+    """A tensor by its values; by a checksum of many; by its shape without data."""
+    kind = f"tensor {describe(x.shape, x.dtype)}"
+    if not has_values(x):
+        return kind
+    if x.numel() <= _FEW:
+        return f"{kind} {x.tolist()}"
+    return f"{kind} of checksum {checksums([x])[0] % 2**64:016x}"

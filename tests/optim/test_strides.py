@@ -1,0 +1,124 @@
+"""Leaves and gradients that lie otherwise in memory are stepped as dense ones are.
+
+Transposed, permuted, of every second element, a window of other memory, expanded: by
+every optimizer, donated or not, whole and in shards.
+"""
+
+import pytest
+import torch
+
+import fsfunc as ff
+from fsfunc import tree
+from tests.checks import simulated
+from tests.optim.optimizers import EVERY, OTHERS, STEPS_ALONE
+from tests.optim.trees import assert_near, copies, donated, floating
+
+FORMS = {
+    "dense": torch.Tensor.contiguous,
+    "transposed": lambda x: x.mT.contiguous().mT,
+    "backwards": lambda x: x.permute(*range(x.ndim)[::-1]).contiguous().permute(
+        *range(x.ndim)[::-1]
+    ),
+    "every second": lambda x: torch.stack([x, x + 1], -1).flatten(-2)[..., ::2],
+    "a window": lambda x: torch.cat([x.new_ones(3), x.flatten()])[3:].view(x.shape),
+    "expanded": lambda x: x[:1].expand_as(x),
+}  # fmt: skip
+SHAPES = ((4, 6), (2, 3, 2, 2))
+MATRICES = ((4, 6),)  # for those that take no others
+STEPPED = [
+    *OTHERS,
+    "adam",
+    "sgd",
+    "lamb",
+    "lars",
+    "adafactor",
+    "schedule-free",
+    "Rprop",
+]
+DATA = simulated(2)
+
+
+def leaves_of(name, seed):
+    """Leaves of the shapes that the optimizer takes, one of each form, by form."""
+    shapes = MATRICES if name in ("muon", "shampoo") else SHAPES
+    low = name in ("master_weights", "stochastic_rounding")
+    draw, out = torch.Generator().manual_seed(seed), {}
+    for form in FORMS:
+        made = [torch.randn(s, generator=draw) for s in shapes]
+        made = [x[:1].expand_as(x).clone() if form == "expanded" else x for x in made]
+        out[form] = [x.bfloat16() if low else x for x in made]
+    return out
+
+
+def formed(values):
+    """The same numbers, each leaf in the form that its name says."""
+    return {form: list(map(FORMS[form], xs)) for form, xs in values.items()}
+
+
+def dense(values):
+    return copies(tree.map(torch.Tensor.contiguous, values))
+
+
+@pytest.mark.parametrize("gives", [False, True], ids=["pure", "donated"])
+@pytest.mark.parametrize("name", sorted(EVERY.keys() - STEPS_ALONE))
+def test_an_update_is_that_of_dense_ones(name, gives):
+    optimizer, found = EVERY[name](), []
+    forms = [(dense, dense), (formed, formed), (formed, dense), (dense, formed)]
+    for of_params, of_grads in forms:
+        params = of_params(leaves_of(name, 0))
+        state = optimizer.init(params)
+        for k in range(3):
+            grads = of_grads(tree.map(torch.Tensor.float, leaves_of(name, 1 + k)))
+            if gives:
+                with donated(params, state):
+                    params, state = optimizer.apply(grads, state, params)
+            else:
+                params, state = optimizer.apply(grads, state, params)
+        found.append(floating((params, state)))
+    for other in found[1:]:
+        assert_near(found[0], other)
+
+
+def distance(params, goals, x):
+    pairs = zip(tree.leaves(params), tree.leaves(goals), strict=True)
+    return sum(((p.float() - g * x.mean()) ** 2).sum() for p, g in pairs) / 2
+
+
+unit = ff.unit(distance)
+
+
+@pytest.mark.parametrize("name", sorted(STEPPED))
+def test_a_step_is_that_of_dense_ones(name):
+    """Leaves that a unit takes, and such as stay whole, on one device and on two."""
+    goals, xs = tree.map(torch.Tensor.float, leaves_of(name, 7)), torch.arange(1.0, 5.0)
+
+    def loss(params, x):
+        whole = 0.0 if name == "powersgd" else distance(params["whole"], goals, x)
+        return unit(params["unit"], goals, x) + whole
+
+    def run(lie, around):
+        optimizer = EVERY[name]()
+        step = around(ff.accumulate(optimizer(ff.value_and_grad(loss)), 2))
+        params = {k: lie(leaves_of(name, 0)) for k in ("unit", "whole")}
+        if name == "powersgd":
+            del params["whole"]
+        return optimizer, ff.donate(step), params
+
+    def alone(lie):
+        optimizer, step, params = run(lie, lambda f: f)
+        state = ff.TrainState(params, optimizer.init(params))
+        for _ in range(2):
+            state, _ = step(state, xs)
+        return floating(state.params)
+
+    def sharded(lie):
+        optimizer, step, params = run(lie, lambda f: ff.shard(f, DATA, "data"))
+        x = ff.local_batch(xs, DATA, "data")
+        state = ff.init_state(step, params, optimizer, x)
+        for _ in range(2):
+            state, _ = step(state, x)
+        return floating(ff.unshard(state.params))
+
+    if name != "powersgd":
+        assert_near(alone(dense), alone(formed))
+    assert_near(*(ff.spmd(sharded, DATA)(lie)[0] for lie in (dense, formed)))
