@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -15,12 +15,14 @@ from fsfunc.comm.mesh import Here, here
 from fsfunc.core.frames import frame
 from fsfunc.sharded.inputs import arguments, refuse
 from fsfunc.sharded.layout import Layout, Split
-from fsfunc.sharded.leaf import Sharded, is_sharded
+from fsfunc.sharded.leaf import NotATensor, Sharded, is_sharded
 from fsfunc.state.layout_rules import LayoutRules, splits_of
 from fsfunc.state.leaf_sources import GivenLeaves, Shapes
 from fsfunc.state.lots import block_of, lots_of, owned, packed
 from fsfunc.tracing.recorder import Recorder
 from fsfunc.tracing.recorder import record as _record
+from fsfunc.tracing.refusals import LawError
+from fsfunc.tracing.steadiness import Unsteady
 from fsfunc.tracing.type_check import check, learn
 from fsfunc.transforms.offloading import Stores, stores_of
 from fsfunc.transforms.sharding import Sharding
@@ -34,6 +36,7 @@ def place(
     *rest: Any,
     record: str = "fake",
     layouts: LayoutRules | None = None,
+    like: Mapping[str, str] | None = None,
 ) -> Any:
     """``t``, whole on every rank, as the call ``fn(t, *rest)`` expects it.
 
@@ -46,14 +49,19 @@ def place(
     the largest subtree that has the paths and shapes of one that units take, or of a
     part of it. Of several that are like it the nearest counts, by the names that lead
     to both: a model's moments beside it, ``ema_d`` for ``d``; if that does not tell
-    them apart, the copy stays whole. Nest it beside its model then, or make it of the
-    placed parameters: ``tree.map(torch.clone, placed["d"])``.
+    them apart, the copy stays whole. Say it by ``like`` then, nest it beside its model,
+    or make it of the placed parameters: ``tree.map(torch.clone, placed["d"])``.
 
     Every rank calls it, with the same ``t`` and a function that makes the same unit
     calls: ranks compare what they recorded, the configuration of their transforms, and
     a checksum of each whole leaf; of ``rest`` tensors may have any lengths (under
     ``pipeline``, the same). Simulated ranks compare likewise, where the first and the
     last have a record of their own, and the others take the first one's.
+
+    ``like`` says it: by pattern of a subtree's path, the path of the one that it lies
+    like, as ``like={"w0": "w", "op/*": "w"}``. It must, of a copy that the loss reads
+    beside the parameters (``tree.map`` over both: elastic weights, a penalty on the
+    distance from where they began): what a loss reads outside units stays whole else.
 
     ``layouts`` splits leaves: it has, by pattern of path (``*`` is one name, ``**`` any
     number), a ``Split(dim, axis)``, or several. A unit has such a leaf as a `Sharded`
@@ -65,12 +73,13 @@ def place(
     Raises:
         RanksDiffer: on every rank: what differs, and on which ranks.
         ValueError: a pattern that matches no path, two that match one, an axis that
-            does not divide the dim, or that a pipeline has.
+            does not divide the dim, or that a pipeline has; a leaf that is to lie like
+            one that is not there, or has another shape.
 
     Cost: of each whole leaf, the rank's part is copied, and all of it read once; over
     processes a gather of 32 bytes, of which ledgers say nothing.
     """
-    return lay_out(fn, t, rest, record, GivenLeaves(), layouts)
+    return lay_out(fn, t, rest, record, GivenLeaves(), layouts, like)
 
 
 def lay_out(
@@ -80,6 +89,7 @@ def lay_out(
     record: str,
     source: GivenLeaves,
     layouts: LayoutRules | None = None,
+    like: Mapping[str, str] | None = None,
 ) -> Any:
     """:func:`place`, of leaves whose values come from ``source``.
 
@@ -134,7 +144,7 @@ def lay_out(
     )
     whole = recorder.whole(bool(shardings))
     order = recorder.order(groups, coordinates) if shardings else []
-    for lot in lots_of(groups, recorder, whole, dict(found)):
+    for lot in lots_of(groups, recorder, whole, dict(found), like or {}):
         for path in lot.paths.values():
             refuse("float8", "place", {path: found[path]})
         laid = (
@@ -148,7 +158,7 @@ def lay_out(
     _check_taken(splits, found)
     placed = tree.unflatten(treedef, map(source.own, found.values()))
     if shardings:
-        if record == "fake" and not isinstance(source, Shapes):
+        if not isinstance(source, Shapes):
             _check_types(shardings[0], fn, recorder, (placed, *rest), at)
     return placed
 
@@ -185,12 +195,22 @@ def _check_taken(splits: Iterable[str], leaves: dict[str, Any]) -> None:
 def _check_types(
     sharding: Sharding, fn: Callable[..., Any], recorder: Recorder, args: Any, at: Here
 ) -> None:
-    """Has a step tried on fake tensors, where what it does has to do with types."""
+    """Runs the type check, where what the step does has to do with types.
+
+    What the step itself raises meanwhile it raises in its first call, if it still does:
+    the state may not be as it will be.
+    """
     if recorder.plain:  # on batches of any shape
         learn(sharding, at.rank, [key[0] for key in recorder.calls])
     elif at.link.moves and frame().tracer is None and at.mesh.backend != "vmap":
         if not _torch.fake_active():
-            learn(sharding, at.rank, check(fn, args, {}, at, sharding.axes))
+            try:
+                keys = check(fn, args, {}, at, sharding.axes)
+            except (LawError, NotATensor, Unsteady):
+                raise
+            except Exception:
+                return
+            learn(sharding, at.rank, keys)
 
 
 def _recorded(

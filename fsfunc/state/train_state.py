@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
@@ -66,6 +66,7 @@ def init_state(
     *,
     extra: Any = None,
     layouts: LayoutRules | None = None,
+    like: Mapping[str, str] | None = None,
 ) -> Any:
     """The first state of ``step``, each rank holding its part.
 
@@ -92,6 +93,8 @@ def init_state(
             ``place``.
         layouts: by pattern of a parameter's path, how it is split over axes that split
             the work of one loss: see ``place``.
+        like: by pattern of a path in ``extra``, the path of the parameters that it lies
+            like ("" is all of them): see ``place``.
 
     Raises:
         RuntimeError: the step or the function asks a fake tensor for its value, or the
@@ -136,7 +139,7 @@ def init_state(
     if record == "real" and isinstance(source, Deferred):
         whole = tree.map(source.own, whole, is_leaf=is_sharded)
         source = GivenLeaves()
-    return _state(step, whole, optimizer, batch, record, source, layouts)
+    return _state(step, whole, optimizer, batch, record, source, layouts, like)
 
 
 def _with_extra(params_or_init_fn: Any, extra: Any) -> Any:
@@ -160,6 +163,7 @@ def abstract_state(
     *,
     extra: Any = None,
     layouts: LayoutRules | None = None,
+    like: Mapping[str, str] | None = None,
 ) -> Any:
     """The state that ``init_state`` would make, of "meta" tensors: its shapes alone.
 
@@ -187,7 +191,7 @@ def abstract_state(
     whole = _with_extra(params_or_init_fn, extra)
     if callable(params_or_init_fn):
         whole, _ = defer(whole, batch, draws=False)
-    return _state(step, whole, optimizer, batch, "fake", Shapes(), layouts)
+    return _state(step, whole, optimizer, batch, "fake", Shapes(), layouts, like)
 
 
 def _state(
@@ -198,6 +202,7 @@ def _state(
     record: str,
     source: GivenLeaves,
     layouts: LayoutRules | None,
+    like: Mapping[str, str] | None,
 ) -> Any:
     params, extra = made
     beside = bool(tree.leaves(extra, is_leaf=is_sharded))  # else paths are as they are
@@ -210,7 +215,11 @@ def _state(
     if beside:
         both = _Whole(params, extra)
         layouts = {f"params/{p}": rule for p, rule in (layouts or {}).items()}
-        params, extra = lay_out(run, both, (batch,), record, source, layouts)
+        like = {
+            f"extra/{p}".strip("/"): f"params/{q}".strip("/")
+            for p, q in (like or {}).items()
+        }
+        params, extra = lay_out(run, both, (batch,), record, source, layouts, like)
     else:
         params = lay_out(run, params, (batch,), record, source, layouts)
     source.release()

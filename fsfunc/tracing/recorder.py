@@ -34,6 +34,7 @@ from fsfunc.sharded.leaf import Sharded, is_sharded
 from fsfunc.tracing.groups import Findings, Taken
 from fsfunc.tracing.leaves import Recorded, block, local, plain, whole
 from fsfunc.tracing.runs import place_without_data, without_data
+from fsfunc.tracing.steadiness import NumbersGiven, check_steady, said
 
 __all__ = ["Recorder", "record"]
 
@@ -54,11 +55,12 @@ def record(
 
     Raises:
         RuntimeError: the step asks a fake tensor for its value; names the line.
+        Unsteady: it gives torch's functions other numbers when it is run again.
         ValueError: a leaf is read by a unit and by the loss outside one.
 
-    Cost: one run whose gradients are shapes alone. A fake run that raises is made again
-    with its backward pass: a hook, or a Function's backward, may leave behind what the
-    step reads, and an error that stays is that of the second run.
+    Cost: two runs whose gradients are shapes alone. If they raise, one with its
+    backward pass: a hook, or a Function's backward, may leave behind what the step
+    reads, and an error that stays is that of this run.
     """
     if how not in ("fake", "real"):
         raise ValueError(f'record={how!r}: it is "fake" or "real"')
@@ -66,8 +68,14 @@ def record(
         # A forward pass shows which units take which leaves, and in which order. If it
         # raises, its error may come of the backward pass that is missing. It left
         # nothing behind, so that the whole run below meets what is wrong all the same.
+        # A second one shows whether it does the same each time.
+        found = None
         with suppress(Exception):
-            return _record(fn, params, rest, how, splits or {}, forward_only=True)
+            found = _record(fn, params, rest, how, splits or {}, forward_only=True)
+            again = _record(fn, params, rest, how, splits or {}, forward_only=True)
+        if found is not None:
+            check_steady(found.said, again.said)
+            return found
     return _record(fn, params, rest, how, splits or {})
 
 
@@ -122,7 +130,8 @@ def _record(
         in_loss and path not in taken for path, in_loss in recorder.glue.items()
     )
     means = {axis for h in recorder.handlers for axis in getattr(h, "axes", ())}
-    recorder.plain = recorder.plain and apart and not asked & means
+    plain = forward_only and apart and not asked & means  # else no gradient is known
+    recorder.plain = recorder.plain and plain
     return recorder
 
 
@@ -140,11 +149,12 @@ class Recorder(Findings, Tracer, Watcher):
     Args:
         forward_only: gradients have their shapes alone; no backward pass makes them.
         plain: whether the derivatives are those of ``value_and_grad`` alone, by leaves
-            of the tree, and nobody but units and the library reads what is sharded:
-            then there is nothing about types to look at.
+            of the tree, once by each, and nobody but units and the library reads what
+            is sharded: then there is nothing about types to look at.
         around: who looks on already: bodies of units run as it says.
         glue: leaves that the user's functions read outside units; whether in a loss.
         calls: of sharded functions, and on what.
+        said: the numbers that torch's functions were given.
     """
 
     forward_only: bool = False
@@ -153,8 +163,10 @@ class Recorder(Findings, Tracer, Watcher):
     around: Tracer | None = None
     glue: dict[str, bool] = field(default_factory=dict)
     calls: list[Any] = field(default_factory=list)
+    said: list[NumbersGiven] = field(default_factory=list)
     _known: dict[int, str] = field(default_factory=dict)
     _gradients: set[int] = field(default_factory=set)
+    _by: set[Any] = field(default_factory=set)  # by which leaves, of which microbatch
     _alive: list[Tensor] = field(default_factory=list)
 
     def know(self, x: Tensor, path: str) -> None:
@@ -168,8 +180,11 @@ class Recorder(Findings, Tracer, Watcher):
     def gradients(self, leaves: Sequence[Tensor], found: Sequence[Tensor]) -> None:
         """Hears what a gradient call gives: of leaves it is laid out as these are."""
         f = frame()
-        known = all(self.path_of(x) is not None for x in leaves)
+        by = [(self.path_of(x), f.micro) for x in leaves]
+        known = all(path is not None for path, _ in by)
         self.plain = self.plain and known and not (f.in_loss or f.path)
+        self.plain = self.plain and self._by.isdisjoint(by)
+        self._by.update(by)
         self._gradients.update(map(id, found))
         self._alive.extend(found)
 
@@ -320,6 +335,8 @@ class _Watch(TorchFunctionMode):
         name = getattr(func, "__name__", "")
         if name == "__get__":  # of a tensor, most often its shape
             return func(*args)
+        if (words := said(func, args, kwargs)) is not None:
+            self.recorder.said.append(words)
         if name not in _READS_NOTHING:
             self.recorder.read((args, kwargs or {}))
         if func in _DERIVATIVES and not is_internal():

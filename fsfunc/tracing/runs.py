@@ -8,7 +8,7 @@ the end, and what is compiled runs plainly. Who traces adds what it looks at: a
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import replace
 from typing import Any
 
@@ -20,12 +20,13 @@ from fsfunc.comm.backends.abstract import AbstractLink
 from fsfunc.comm.fake_errors import told_where
 from fsfunc.comm.ledgers import Ledger, only, silence
 from fsfunc.comm.mesh import Here, asking, maybe_here, place_here
+from fsfunc.runtime.buffer_pool import fresh_buffers
 from fsfunc.runtime.compiled import plainly
-from fsfunc.runtime.generators import generators_kept
+from fsfunc.runtime.generators import generators_kept, other_generators_kept
 from fsfunc.runtime.stores import mark_like
 from fsfunc.sharded.leaf import Sharded, is_sharded
 
-__all__ = ["place_without_data", "shadows", "without_data"]
+__all__ = ["place_without_data", "shadows", "with_data", "without_data"]
 
 
 def place_without_data() -> Here | None:
@@ -60,8 +61,11 @@ def without_data(
     """
     with ExitStack() as stack:
         stack.enter_context(generators_kept())
+        stack.enter_context(other_generators_kept())
         stack.enter_context(silence() if log is None else only(log))
         stack.enter_context(plainly())
+        if not fake:
+            stack.enter_context(fresh_buffers())
         mode = _torch.fake_mode()
         if fake and mode is None:
             mode = stack.enter_context(_torch.fake_mode_of(tree.leaves(values)))
@@ -79,6 +83,7 @@ def without_data(
 def shadows(mode: Any, args: Any, coordinates: Mapping[str, int] | None = None) -> Any:
     """The arguments as fake tensors, which share memory as these do.
 
+    ``mode``: of the fake tensors; None makes copies, with data.
     ``coordinates``: of the rank whose parts they are to be, if that is another one.
     """
     leaves, treedef = tree.flatten(args, is_leaf=is_sharded)
@@ -95,7 +100,7 @@ def shadows(mode: Any, args: Any, coordinates: Mapping[str, int] | None = None) 
             leaves[i] = x.with_local(fake(x.local))
         elif isinstance(x, Sharded) and x.packed is not None:
             shard = x.packed
-            if isinstance(shard.flat, _torch.FakeTensor):
+            if mode is not None and isinstance(shard.flat, _torch.FakeTensor):
                 continue
             if id(shard) not in shards:
                 shards[id(shard)] = shard.shadow(fake, coordinates).leaves()
@@ -105,17 +110,29 @@ def shadows(mode: Any, args: Any, coordinates: Mapping[str, int] | None = None) 
 
 
 def _shadow(mode: Any, x: Tensor, storages: dict[int, Tensor]) -> Tensor:
-    """``x`` without its data, in a storage as large as its own."""
+    """``x`` without its data, or a copy, in a storage as large as its own."""
     if isinstance(x, _torch.FakeTensor):
-        return x
+        return x if mode is not None else with_data(x)
     size, width = x.untyped_storage().nbytes(), x.element_size()
     if size % width:
-        return _torch.fake_of(mode, x.detach())
+        return x.clone() if mode is None else _torch.fake_of(mode, x.detach())
     key = _torch.storage_key(x)
-    with mode:
+    with nullcontext() if mode is None else mode:
         if key not in storages:
             storages[key] = torch.empty(size, dtype=torch.uint8, device=x.device)
+            if mode is None:
+                storages[key].untyped_storage().copy_(x.untyped_storage())
             mark_like(storages[key], x)
         whole = storages[key].view(x.dtype)
         part = whole.as_strided(x.shape, x.stride(), x.storage_offset())
     return part.requires_grad_(x.requires_grad)
+
+
+def with_data(x: Tensor) -> Tensor:
+    """What stands for a tensor without data where there must be some.
+
+    Ones, or zeros of integers: what an index, a divisor and a mask can be.
+    """
+    fill = 1 if x.dtype.is_floating_point or x.dtype == torch.bool else 0
+    real = torch.full(tuple(x.shape), fill, dtype=x.dtype, device=x.device)
+    return real.requires_grad_(x.requires_grad)

@@ -97,6 +97,9 @@ class _Accumulate(Interpretation):
         finally:
             one.given = None  # frames outlive the call in graphs
 
+    def on(self, given: Any) -> Interpretation:
+        return _Accumulate(self.n, self.chosen, given, self.once)
+
     def recorded(self, recorder: Any) -> Interpretation:
         return _Accumulate(self.n, self.chosen, once=True)  # others show the same
 
