@@ -116,14 +116,11 @@ class _Trial:
 
     def elsewhere(self, at: Here) -> Checker | None:
         """A run at another rank, of which ours may not have all that it has."""
-        for self.forgets, counts in (
-            (self.forgets, False),
-            (True, False),
-            (True, True),
-        ):
-            if (found := self.attempt(at, counts=counts)) is not None:
-                return found
-        return None
+        found = self.attempt(at)
+        if found is None:
+            self.forgets = True
+            found = self.attempt(at)
+        return self.attempt(at, counts=True) if found is None else found
 
     def other_ways(self, at: Here, found: Checker) -> None:
         """Runs with other values in place of those that the step asks for.
