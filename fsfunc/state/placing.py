@@ -10,12 +10,13 @@ from torch import Tensor
 
 from fsfunc import _torch, tree
 from fsfunc.comm.comparison import Section, compare
-from fsfunc.comm.groups import RankGroup, group
+from fsfunc.comm.groups import group
 from fsfunc.comm.mesh import Here, here
 from fsfunc.core.frames import frame
 from fsfunc.sharded.inputs import arguments, refuse
 from fsfunc.sharded.layout import Layout, Split
 from fsfunc.sharded.leaf import NotATensor, Sharded, is_sharded
+from fsfunc.state.agreeing import Agreement, compared, together
 from fsfunc.state.layout_rules import LayoutRules, splits_of
 from fsfunc.state.leaf_sources import GivenLeaves, Shapes
 from fsfunc.state.lots import block_of, lots_of, owned, packed
@@ -71,15 +72,18 @@ def place(
     gradients summed, over the others. A copy of parameters lies as they do.
 
     Raises:
-        RanksDiffer: on every rank: what differs, and on which ranks.
-        ValueError: a pattern that matches no path, two that match one, an axis that
-            does not divide the dim, or that a pipeline has; a leaf that is to lie like
-            one that is not there, or has another shape.
+        RanksDiffer: on every rank: what differs, and on which ranks; on the others,
+            where one raises.
+        ValueError: one tensor at two paths that are differentiated; a pattern that
+            matches no path, two that match one, an axis that does not divide the dim,
+            or that a pipeline has; a leaf that is to lie like one that is not there, or
+            has another shape.
 
     Cost: of each whole leaf, the rank's part is copied, and all of it read once; over
-    processes a gather of 32 bytes, of which ledgers say nothing.
+    processes a gather of 32 bytes and one of 16, of which ledgers say nothing.
     """
-    return lay_out(fn, t, rest, record, GivenLeaves(), layouts, like)
+    with together(fn, layouts) as agreement:
+        return lay_out(fn, t, rest, record, GivenLeaves(), agreement, layouts, like)
 
 
 def lay_out(
@@ -88,6 +92,7 @@ def lay_out(
     rest: Any,
     record: str,
     source: GivenLeaves,
+    agreement: Agreement,
     layouts: LayoutRules | None = None,
     like: Mapping[str, str] | None = None,
 ) -> Any:
@@ -114,13 +119,14 @@ def lay_out(
     over = {split.axis for parts in splits.values() for split in parts}
     if splits and not laying:  # they say it all
         at = here()
-        if where := _compared(at, over):
+        if where := compared(at, over):
             compare([values()], where)
         for path, parts in splits.items():
             layout = Layout(tuple(found[path].shape), found[path].dtype, parts, path)
             found[path] = block_of(found[path], layout, source)
         return tree.unflatten(treedef, map(source.own, found.values()))
     recorder = _recorded(fn, t, rest, record, splits)
+    _check_untied(found, recorder.trained)
     if not recorder.handlers:
         _check_offloaded(stores_of(fn), [])
         _check_taken(splits, found)
@@ -137,7 +143,7 @@ def lay_out(
     if not tree.are_shown(leaves):
         tree.shown(t, "place", "is given", is_leaf=is_sharded)
     at = here(recorder.handlers[0].mesh)
-    _compare(fn, recorder, rest, at, over, values)
+    _compare(fn, recorder, rest, at, over, values, agreement)
     coordinates = at.mesh.coordinates(at.rank)
     groups = recorder.groups(
         shardings[0].min_bytes if shardings else 0, bool(shardings)
@@ -180,6 +186,22 @@ def _check_offloaded(stores: Stores, shardings: list[Sharding]) -> None:
             "zero=3 each rank keeps its part beside it; offload(moments=...) goes with "
             "any zero"
         )
+
+
+def _check_untied(leaves: dict[str, Any], trained: set[str]) -> None:
+    """Raises where one tensor stands at two paths that are differentiated."""
+    paths: dict[Any, str] = {}
+    for path, x in leaves.items():
+        if path not in trained or not isinstance(x, Tensor) or not x.numel():
+            continue
+        key = _torch.storage_key(x), x.storage_offset(), x.numel()
+        if (other := paths.setdefault(key, path)) != path:
+            raise ValueError(
+                f"one tensor stands at {other!r} and at {path!r}: each path has a "
+                "gradient of its own, so that the first update unties them. Let one "
+                f"path have it and read {other!r} at both places (the gradients add "
+                "up); if they only begin alike, give a clone at one of them"
+            )
 
 
 def _check_taken(splits: Iterable[str], leaves: dict[str, Any]) -> None:
@@ -252,6 +274,7 @@ def _compare(
     at: Here,
     over: set[str],
     values: Callable[[], Section],
+    agreement: Agreement,
 ) -> None:
     """Raises on every rank where the ranks lay out for unlike programs, or values.
 
@@ -259,13 +282,15 @@ def _compare(
         over: the axes that leaves are split over.
     """
     handlers = recorder.handlers
-    where = _compared(at, over.union(*(h.axes for h in handlers)))
+    where = compared(at, over.union(*(h.axes for h in handlers)))
     if where is None:
         return
     transforms = getattr(fn, "interpretations", ()) or handlers
-    lines = [(f"transform {i}", str(h)) for i, h in enumerate(transforms)]
+    lines = [("raised", "nothing")]  # as it is said by who has
+    lines += [(f"transform {i}", str(h)) for i, h in enumerate(transforms)]
     program = Section("ranks lay out for unlike steps", [*lines, *recorder.lines()])
     compare([program, values()], where)
+    agreement.compared = True
     if same := {axis for h in handlers for axis in h.same_batch}:
         found = zip(*tree.flatten_with_paths(rest)[:2], strict=True)
         shapes = [(f"{p!r}", f"{_kind(x)}") for p, x in found if isinstance(x, Tensor)]
@@ -274,13 +299,6 @@ def _compare(
         compare([Section(title, shapes)], where)
     for h in handlers:
         h.ran(at)
-
-
-def _compared(at: Here, axes: set[str]) -> RankGroup | None:
-    """The ranks along some axes, if they are there to be compared."""
-    if not at.link.moves or at.link.level is not None:
-        return None  # what is planned has no others, and a vmap mesh one program
-    return group(tuple(a for a in at.mesh.axes if a in axes), at)
 
 
 def _kind(x: Any) -> Any:

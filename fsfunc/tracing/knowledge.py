@@ -142,13 +142,15 @@ class Known:
 
     def meet(self, x: Tensor, seen: Seen) -> None:
         """Says what a tensor is of which nothing was known."""
-        if self.kind(x) is Kind.K:
+        before = self.seen(x)
+        if before is None or before.kind is Kind.K:
             self.put(x, seen)
 
 
 def digest_of(x: Tensor) -> Any:
     """What tells the values of a constant from others; None where it has none."""
-    if isinstance(x, _torch.FakeTensor) or _torch.is_wrapped(x):
+    odd = isinstance(x, _torch.FakeTensor) or _torch.is_wrapped(x)
+    if odd or x.layout != torch.strided:
         return None
     with _torch.beneath_all_modes():
         data = x.detach().cpu().contiguous().view(-1)

@@ -13,6 +13,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -69,13 +70,15 @@ def record(
         # raises, its error may come of the backward pass that is missing. It left
         # nothing behind, so that the whole run below meets what is wrong all the same.
         # A second one shows whether it does the same each time.
-        found = None
-        with suppress(Exception):
-            found = _record(fn, params, rest, how, splits or {}, forward_only=True)
-            again = _record(fn, params, rest, how, splits or {}, forward_only=True)
-        if found is not None:
-            check_steady(found.said, again.said)
-            return found
+        shapes = partial(_record, fn, params, rest, how, splits or {}, True)
+        for remembers in (True, False):  # of forward mode fakes may raise for that
+            with suppress(Exception):
+                found, again = shapes(remembers), shapes(remembers)
+                break
+        else:
+            return _record(fn, params, rest, how, splits or {})
+        check_steady(found.said, again.said)
+        return found
     return _record(fn, params, rest, how, splits or {})
 
 
@@ -86,6 +89,7 @@ def _record(
     how: str,
     splits: Mapping[str, tuple[Split, ...]],
     forward_only: bool = False,
+    remembers: bool = False,
 ) -> Recorder:
     f, fake = frame(), how == "fake"
     recorder = Recorder(
@@ -97,7 +101,7 @@ def _record(
         (params, rest),
         place_without_data(),
         fake=fake,
-        remembers=forward_only,
+        remembers=remembers,
         asked=asked,
         told=_TOLD if fake else None,
     ) as mode:

@@ -7,6 +7,7 @@ the end, and what is compiled runs plainly. Who traces adds what it looks at: a
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import replace
@@ -89,12 +90,20 @@ def shadows(mode: Any, args: Any, coordinates: Mapping[str, int] | None = None) 
     leaves, treedef = tree.flatten(args, is_leaf=is_sharded)
     shards: dict[int, list[Sharded]] = {}
     storages: dict[int, Tensor] = {}
+    plain = {id(x): x for x in leaves if isinstance(x, Tensor)}
+    held = Counter(map(_torch.storage_key, plain.values()))
+    held.update(_torch.storage_key(x.packed.flat) for x in leaves if _packed(x))
+    lone: dict[int, Tensor] = {}
 
     def fake(x: Tensor) -> Tensor:
         return _shadow(mode, x, storages)
 
     for i, x in enumerate(leaves):
-        if isinstance(x, Tensor):
+        if isinstance(x, Tensor) and held[_torch.storage_key(x)] == 1:
+            if id(x) not in lone:
+                lone[id(x)] = _like(mode, x)
+            leaves[i] = lone[id(x)]
+        elif isinstance(x, Tensor):
             leaves[i] = fake(x)
         elif isinstance(x, Sharded) and x.packed is None:
             leaves[i] = x.with_local(fake(x.local))
@@ -109,13 +118,37 @@ def shadows(mode: Any, args: Any, coordinates: Mapping[str, int] | None = None) 
     return tree.unflatten(treedef, leaves)
 
 
+def _is_odd(x: Tensor) -> bool:
+    """Whether there is more to a tensor than elements of a storage."""
+    if x.layout != torch.strided or type(x) not in (Tensor, torch.nn.Parameter):
+        return True
+    return x.untyped_storage().nbytes() % x.element_size() != 0
+
+
+def _packed(x: Any) -> bool:
+    return isinstance(x, Sharded) and x.packed is not None
+
+
+def _like(mode: Any, x: Tensor) -> Tensor:
+    """``x`` without its data, or a copy, that begins where its storage does.
+
+    Of a part of a storage, on fake tensors, torch's forward mode makes no tangents.
+    """
+    if mode is None or isinstance(x, _torch.FakeTensor) or _is_odd(x):
+        return _shadow(mode, x, {})
+    with mode:
+        fake = torch.empty_strided(x.shape, x.stride(), dtype=x.dtype, device=x.device)
+        mark_like(fake, x)
+    return fake.requires_grad_(x.requires_grad)
+
+
 def _shadow(mode: Any, x: Tensor, storages: dict[int, Tensor]) -> Tensor:
     """``x`` without its data, or a copy, in a storage as large as its own."""
     if isinstance(x, _torch.FakeTensor):
         return x if mode is not None else with_data(x)
-    size, width = x.untyped_storage().nbytes(), x.element_size()
-    if size % width:
+    if _is_odd(x):
         return x.clone() if mode is None else _torch.fake_of(mode, x.detach())
+    size = x.untyped_storage().nbytes()
     key = _torch.storage_key(x)
     with nullcontext() if mode is None else mode:
         if key not in storages:

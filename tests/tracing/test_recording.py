@@ -31,7 +31,8 @@ def reads_the_inner_ones(p, x):
 
 
 def layers(n, **extra):
-    return {"layers": [{"w": torch.ones(2, 2), "s": torch.ones(())}] * n, **extra}
+    one = lambda: {"w": torch.ones(2, 2), "s": torch.ones(())}  # noqa: E731
+    return {"layers": [one() for _ in range(n)], **extra}
 
 
 X = torch.ones(3, 2)
