@@ -101,7 +101,6 @@ def init_state(
     Raises:
         RuntimeError: the step or the function asks a fake tensor for its value, or the
             function calls a collective; names the line.
-        ValueError: a leaf is read inside and outside units.
         RanksDiffer: ranks that record unlike steps, or are given unlike parameters, or
             whose functions draw from unlike numbers; on every rank. See ``place``.
 

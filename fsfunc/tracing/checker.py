@@ -230,7 +230,8 @@ class Checker(Tracer, Watcher, Operators):
     def reduced(self, by: Any, grads: Any, of: Any, value: Any) -> None:
         self._laid(by, grads)
         inputs, found = zip(*_pairs(by, grads), strict=True)
-        self._taken(inputs, (found, value), of)
+        means = [x for x in self.known.tensors(value) if self.known.kind(x) is Kind.A]
+        self._taken(inputs, (found, means), of)
 
     def _taken(self, by: Any, found: Any, of: Any) -> None:
         """Gradients were taken of values ``of``; those by parameters are means."""

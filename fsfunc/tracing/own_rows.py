@@ -29,7 +29,7 @@ class OwnTensors:
     """The own tensors of a step, by their memory: a view of one shows some rows of it.
 
     Rows are told by dim 0, along which a batch is cut among the ranks. ``thin`` says
-    whether somebody took rows of a tensor that has only one.
+    whether somebody took rows of a tensor and had all of them at once.
     """
 
     def __init__(self) -> None:
@@ -43,6 +43,9 @@ class OwnTensors:
         start, stop = _span(x)
         new = _Own(value, name, start, stop, x.shape[0], x.stride(0))
         found = self._by_storage.get(key, ())
+        within = [own for own in found if own.start <= start and stop <= own.stop]
+        if any((own.start, own.stop) != (start, stop) for own in within):
+            return  # it is a part of one
         kept = [own for own in found if own.stop <= start or stop <= own.start]
         self._by_storage[key] = [*kept, new]
 
@@ -62,10 +65,14 @@ class OwnTensors:
         """Hears that some memory is gone."""
         self._by_storage.pop(key, None)
 
-    def picked(self, key: int) -> None:
-        """Hears that rows of a tensor were taken."""
-        self.thin = self.thin or any(
-            own.rows == 1 for own in self._by_storage.get(key, ())
+    def picked(self, key: int, x: Tensor, *parts: Tensor) -> None:
+        """Hears that rows of a tensor were taken, perhaps all of them."""
+        found = self._by_storage.get(key, ())
+        alone = any(own.rows == 1 for own in found)
+        self.thin = (
+            self.thin
+            or bool(found)
+            and (alone or any(y.shape == x.shape for y in parts))
         )
 
 

@@ -57,7 +57,6 @@ def record(
     Raises:
         RuntimeError: the step asks a fake tensor for its value; names the line.
         Unsteady: it gives torch's functions other numbers when it is run again.
-        ValueError: a leaf is read by a unit and by the loss outside one.
 
     Cost: two runs whose gradients are shapes alone. If they raise, one with its
     backward pass: a hook, or a Function's backward, may leave behind what the step
@@ -92,9 +91,7 @@ def _record(
     remembers: bool = False,
 ) -> Recorder:
     f, fake = frame(), how == "fake"
-    recorder = Recorder(
-        forward_only=forward_only, looked_at=fake, draws=not fake, around=f.tracer
-    )
+    recorder = Recorder(forward_only=forward_only, draws=not fake, around=f.tracer)
     mine = fake and not _torch.fake_active()  # else they are fake already
     asked: set[str] = set()
     with without_data(
@@ -285,8 +282,6 @@ class Recorder(Findings, Tracer, Watcher):
                 self.glue.setdefault(path, f.in_loss)
             held = local(x)
             inner = _torch.is_wrapped(held)
-            if inner and held.requires_grad and not (f.in_loss or f.path):
-                self.stock.setdefault(path, source_line())
             if f.path or path not in self.outside:
                 where = source_line(), f.in_loss or inner
                 if f.path:

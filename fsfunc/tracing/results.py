@@ -57,7 +57,7 @@ def made_of(known: Known, op: OperatorClass, given: Sequence[Any]) -> Provenance
 
 def _picked(known: Known, x: Tensor, *where: Tensor) -> Provenance:
     """Some rows of an own tensor, copied."""
-    known.own.picked(_torch.storage_key(x))
+    known.own.picked(_torch.storage_key(x), x)
     which = tuple(map(known.value, where))
     one = Rows(known.value(x), known.of(x).what, which)
     return Provenance(frozenset((one,)))

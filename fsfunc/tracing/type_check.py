@@ -125,14 +125,14 @@ class _Trial:
     def other_ways(self, at: Here, found: Checker) -> None:
         """Runs with other values in place of those that the step asks for.
 
-        And with two rows of each own tensor that has one: in one a loop over rows
-        cannot be told from none.
+        And with twice the rows where somebody took all rows of an own tensor: a loop
+        that is over in one turn cannot be told from none.
         """
         for turn in range(found.stand_ins.turns):
             if turn != self.turn:
                 self.attempt(at, turn=turn)
         if found.known.own.thin:
-            self.attempt(at, (RowsApart,), rows=2)  # of all else one row is right
+            self.attempt(at, (RowsApart,), times=2)  # else all is right as it is
 
     def attempt(
         self,
@@ -155,7 +155,7 @@ class _Trial:
         turn: int | None = None,
         counts: bool = False,
         varying: Iterable[int] = (),
-        rows: int = 1,
+        times: int = 1,
     ) -> Checker:
         """One run, at a rank, and what the checker saw of it."""
         alone = at.mesh.axis_size(self.axes) == 1
@@ -181,7 +181,9 @@ class _Trial:
             around, (args, named) = shadows(
                 None if self.real else mode, seen, coordinates
             )
-            args = (*args[:1], *tree.map(lambda x: _repeated(x, rows), args[1:]))
+            if times > 1:
+                given = tree.map(lambda x: _repeated(x, times), (args[1:], named))
+                args, named = (*args[:1], *given[0]), given[1]
             on = zip(f.handlers, around, strict=True)
             handlers = tuple(h if x is None else h.on(x) for h, x in on)
             with (
@@ -196,10 +198,8 @@ class _Trial:
 
 
 def _repeated(x: Any, times: int) -> Any:
-    """An own tensor of one row with that row so many times."""
-    if isinstance(x, Tensor) and times > 1 and x.ndim and x.shape[0] == 1:
-        return torch.cat([x] * times)
-    return x
+    """An own tensor with each of its rows so many times."""
+    return torch.cat([x] * times) if isinstance(x, Tensor) and x.ndim else x
 
 
 def _is_odd(at: Here, axes: tuple[str, ...]) -> bool:

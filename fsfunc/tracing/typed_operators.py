@@ -198,7 +198,7 @@ class Operators(OperatorMode):
         if node is None and not _trusted():
             self._placed(op, tensors, sources, made, view)
         if view and (op.picks or op.name == "alias"):  # of all there are, an alias
-            self.known.own.picked(_torch.storage_key(tensors[0]))
+            self.known.own.picked(_torch.storage_key(tensors[0]), *tensors[:1], *made)
         if view and not op.picks:
             return
         kind = self._typed(op, operands, tensors, made, origin)

@@ -26,9 +26,13 @@ def every_operator():
 
 
 def claimed():
-    """The elementwise ones, but for those that write into an argument ``out``."""
+    """The elementwise ones, but for those that write into an argument ``out``.
+
+    Nor one that gives no values at all.
+    """
     for operator in every_operator():
-        if class_of(operator).elementwise:
+        op = class_of(operator)
+        if op.elementwise and op.name != "empty_like":
             if not any(a.is_out for a in operator._schema.arguments):
                 yield operator
 
