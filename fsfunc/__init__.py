@@ -21,7 +21,7 @@ from fsfunc.comm.launch import local_batch, make_mesh, spmd
 from fsfunc.comm.ledgers import ledger
 from fsfunc.comm.mesh import Mesh
 from fsfunc.core.autodiff import Weighted, value_and_grad
-from fsfunc.core.frames import Interpretation
+from fsfunc.core.frames import Interpretation, recording
 from fsfunc.core.losses import Summed
 from fsfunc.core.observation import observe_gradients
 from fsfunc.core.units import unit

@@ -30,7 +30,9 @@ from fsfunc._torch.dispatch import (
     plain_tensors,
     quiet_fakes,
     remembering_nothing,
+    tells_places,
     tells_value,
+    value_of,
     written,
 )
 from fsfunc._torch.fake_results import (

@@ -68,9 +68,23 @@ CPU_ATTENTION_BACKWARD: Any = (
 GROUPED_PRODUCT: Any = torch.ops.aten._grouped_mm
 
 
+@functools.cache
 def tells_value(func: Any) -> bool:
-    """Whether an operator gives the value of its tensor as a number of Python."""
-    return func is torch.ops.aten._local_scalar_dense.default
+    """Whether an operator gives Python a number, or an answer, made of values."""
+    return torch.Tag.data_dependent_output in func.tags
+
+
+@functools.cache
+def tells_places(func: Any) -> bool:
+    """Whether the values of its tensors may decide the shape of what one gives."""
+    return torch.Tag.dynamic_output_shape in func.tags
+
+
+def value_of(x: Tensor) -> Tensor | None:
+    """``x`` with its data, on no graph; None if it is fake, and nobody knows them."""
+    if isinstance(x, FakeTensor):
+        return x.constant
+    return x.detach()
 
 
 def arguments_of(

@@ -8,7 +8,7 @@ autograd, twice.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
 from typing import Any
@@ -34,6 +34,7 @@ __all__ = [
     "laid",
     "over",
     "run_by",
+    "summed",
     "unheard",
     "watched",
     "watching",
@@ -94,6 +95,9 @@ class Watcher:
     def claimed(self, x: Any, what: str) -> None:
         """``what`` takes ``x``, a tensor or not, for the same on every rank."""
 
+    def summed(self, x: Tensor, what: str) -> None:
+        """``what`` sums over ``x``, of which it knows no layout."""
+
 
 def watching(watcher: Watcher) -> Scoped:
     """Inside, ``watcher`` is told of every linear map."""
@@ -104,6 +108,13 @@ def claim(x: Any, what: str) -> None:
     """Says that ``x`` is the same on every rank, to whoever looks."""
     if (watcher := _WATCHER.get()) is not None:
         watcher.claimed(x, what)
+
+
+def summed(tensors: Iterable[Tensor], what: str) -> None:
+    """Says that ``what`` sums over plain tensors, to whoever looks."""
+    if (watcher := _WATCHER.get()) is not None:
+        for x in tensors:
+            watcher.summed(x, what)
 
 
 def assumed(y: Tensor, kind: str) -> Tensor:

@@ -27,6 +27,7 @@ __all__ = [
     "composable",
     "frame",
     "inside",
+    "recording",
 ]
 
 
@@ -60,13 +61,15 @@ class Interpretation:
     call. ``same_batch``: the axes along which all ranks must be given one batch.
     ``scales``: whether backward passes in its reach start from a larger number than 1,
     so that float16 will do. ``observes``: whether it is shown each gradient that
-    somebody takes, see :meth:`begins` and :meth:`ends`.
+    somebody takes, see :meth:`begins` and :meth:`ends`. ``given``: what the call in
+    reach was given, if it has to know; see :meth:`on`.
     """
 
     lays_out = False
     decides = False
     compared: frozenset[int] = frozenset()
     called = ""
+    given: Any = None
     same_batch: tuple[str, ...] = ()
     scales = observes = False
 
@@ -78,6 +81,10 @@ class Interpretation:
     def __str__(self) -> str:
         said = ", ".join(f"{k}={stated(v)}" for k, v in self.configuration)
         return f"{self.called or type(self).__name__}({said})"
+
+    def on(self, given: Any) -> Interpretation:
+        """What it is around a call that is given other tensors, to be tried."""
+        return self
 
     def learn(self, other: Any) -> None:
         """Takes over what ``other``, one like it, has seen of a recorded step."""
@@ -254,6 +261,30 @@ def composable() -> bool:
     gradients are differentiated.
     """
     return frame().create_graph or _torch.transforms_active()
+
+
+def recording() -> bool:
+    """Whether what runs now only runs to be recorded, checked or planned.
+
+    A step is run a few times before its first real call, most often on tensors without
+    data, by ``place``, ``init_state``, ``plan`` and the first call of new shapes. What
+    it does to Python's own state, or prints, it does each time.
+
+    >>> import torch, fsfunc as ff
+    >>> calls = []
+    >>> @ff.unit
+    ... def layer(w, x):
+    ...     calls.append(ff.recording())
+    ...     return w * x
+    >>> mesh = ff.make_mesh({"data": 1}, "simulated")
+    >>> def main():
+    ...     step = ff.shard(lambda w, x: layer(w, x), mesh, "data")
+    ...     step(ff.place(step, torch.ones(2), torch.ones(2)), torch.ones(2))
+    >>> _ = ff.spmd(main, mesh)()
+    >>> calls[0], calls[-1]
+    (True, False)
+    """
+    return frame().tracer is not None or _torch.fake_active()
 
 
 class inside:

@@ -63,5 +63,9 @@ class Tracer:
             averaged: whether the gradient by a plain leaf becomes the ranks' mean.
         """
 
-    def reduced(self, by: Any, grads: Any) -> None:
-        """Hears that the sharded leaves among ``grads`` are means by now."""
+    def reduced(self, by: Any, grads: Any, of: Any, value: Any) -> None:
+        """Hears that ``grads``, by the tree ``by``, and ``value`` are means by now.
+
+        Args:
+            of: what the gradient is of, and what its function was given.
+        """

@@ -24,7 +24,12 @@ import torch
 from torch import Tensor
 
 from fsfunc import tree
-from fsfunc.runtime.generators import generators_kept, mixed, scrambled
+from fsfunc.runtime.generators import (
+    generators_kept,
+    mixed,
+    other_generators_kept,
+    scrambled,
+)
 
 __all__ = ["BatchDataset", "Order", "Share", "Shuffled"]
 
@@ -128,7 +133,6 @@ def _emptied(one: Any, two: Any) -> Any:
 def _kept_generators() -> Iterator[Callable[[int], None]]:
     """Gives what seeds the default generators, which are put back in the end."""
     numpy = sys.modules.get("numpy")
-    python, theirs = random.getstate(), numpy.random.get_state() if numpy else None
 
     def seed_all(seed: int) -> None:
         torch.default_generator.manual_seed(seed)
@@ -136,13 +140,8 @@ def _kept_generators() -> Iterator[Callable[[int], None]]:
         if numpy:
             numpy.random.seed(seed % 2**32)
 
-    try:
-        with generators_kept():
-            yield seed_all
-    finally:
-        random.setstate(python)
-        if numpy:
-            numpy.random.set_state(theirs)
+    with generators_kept(), other_generators_kept():
+        yield seed_all
 
 
 _ROUNDS = 8  # twice what makes an ideal network indistinguishable from chance

@@ -69,9 +69,11 @@ class Matched:
             for what, column in zip(names, others, strict=True):
                 if (i := first_unfit(leaves, column, active)) is not None:
                     at, its = paths_of(treedef)[i], said(column[i])
+                    apart = is_sharded(leaves[i]) and not is_sharded(column[i])
                     raise tree.TreeMismatch(
                         f"{what} do not fit the parameters at {at!r}: "
                         f"expected one like {said(leaves[i])}, found {its}"
+                        + (_WHOLE if apart else "")
                     )
         return cls(treedef, trees, active, split(columns))
 
@@ -165,6 +167,14 @@ class Matched:
         for i, leaf in zip(self.active, active, strict=True):
             out[i] = leaf
         return tree.unflatten(self.treedef, out)
+
+
+_WHOLE = (
+    ". It was laid out whole: of several models of one shape nothing tells whose it "
+    "is. Say it, with the paths of both, ff.place(step, state, ..., "
+    'like={"moments/*": "params"}); nest it beside its model; or make it of the placed '
+    "parameters, optimizer.init(placed)"
+)
 
 
 def _chosen(trees: list[list[Any]], active: list[int]) -> list[list[Any]]:

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from fsfunc import tree
-from fsfunc.comm.collective_ops import apply_map, claim, issue
+from fsfunc.comm.collective_ops import apply_map, claim, issue, summed
 from fsfunc.comm.collectives import psum
 from fsfunc.comm.crossings import ENTER, MAX, SPREAD, SUM, check_samples
 from fsfunc.comm.groups import group
@@ -160,6 +160,7 @@ def by_axes(values: Tree) -> tuple[list[tuple[Spread, list[Tensor]]], torch.dtyp
     issues the same collectives.
     """
     leaves = [x for x in tree.leaves(values, is_sharded) if trainable(x)]
+    summed((x for x in leaves if not is_sharded(x)), "a sum over a tree")
     (buffers,) = split([leaves])
     held: dict[Spread, list[Tensor]] = {}
     dtype = torch.float32

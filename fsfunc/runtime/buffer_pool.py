@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from threading import Lock
 from typing import Any
 from weakref import WeakKeyDictionary
@@ -11,7 +13,7 @@ from torch import Tensor
 
 from fsfunc import _torch
 
-__all__ = ["BufferPool", "pool_of"]
+__all__ = ["BufferPool", "fresh_buffers", "pool_of"]
 
 
 class BufferPool:
@@ -81,6 +83,16 @@ class BufferPool:
         """Under ``poison``: NaN where ``buffer`` was, unless somebody else holds it."""
         if self.poison and _torch.storage_uses(buffer) <= 2:
             buffer.view(torch.uint8).fill_(255)
+
+
+@contextmanager
+def fresh_buffers() -> Iterator[None]:
+    """Inside, each buffer is made anew: for who tells values apart by their memory."""
+    BufferPool.fresh += 1
+    try:
+        yield
+    finally:
+        BufferPool.fresh -= 1
 
 
 _POOLS: WeakKeyDictionary[Any, dict[int, BufferPool]] = WeakKeyDictionary()

@@ -6,6 +6,8 @@ that is mixed of the numbers that tell it: so neither mixture may ever change.
 
 from __future__ import annotations
 
+import random
+import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 
@@ -22,6 +24,7 @@ __all__ = [
     "mix",
     "mixed",
     "one_number",
+    "other_generators_kept",
     "scrambled",
     "set_generators",
 ]
@@ -55,6 +58,19 @@ def generators_kept() -> Iterator[States]:
         yield states
     finally:
         set_generators(states)
+
+
+@contextmanager
+def other_generators_kept() -> Iterator[None]:
+    """The same of those of Python and of numpy, if that is there."""
+    numpy = sys.modules.get("numpy")
+    python, theirs = random.getstate(), numpy.random.get_state() if numpy else None
+    try:
+        yield
+    finally:
+        random.setstate(python)
+        if numpy:
+            numpy.random.set_state(theirs)
 
 
 def one_number(generator: torch.Generator | None = None) -> int:

@@ -174,6 +174,16 @@ class Sharded:
         # A part is a view of a buffer: without the clone the whole buffer is written.
         return Sharded, (self.local.clone(), self.layout)
 
+    def tree_text(self) -> str:
+        return f"a leaf in parts ({self.layout})"
+
+    tree_advice = (
+        "A sharded leaf and a whole one do not lie alike. A copy of parameters lies as "
+        'they do if it is placed so, ff.place(step, state, ..., like={"w0": "w"}) with '
+        "the paths of both, or is made of them, tree.map(torch.clone, params); in a "
+        "step ff.lay_like(whole, params) cuts it"
+    )
+
     def __hash__(self) -> int:
         return id(self)
 
@@ -391,5 +401,5 @@ class FlatShard:
         if at == self.coordinates:
             new._spans = self._spans
         if self.whole is not None and self.shows(self.whole.dtype):
-            new._version = flat._version
+            new._version = new.version
         return new

@@ -30,6 +30,7 @@ from fsfunc.sharded.layout import Layout
 from fsfunc.sharded.leaf import Sharded, is_sharded, whole_shape
 from fsfunc.sharded.packing import in_a_row
 from fsfunc.sharded.slices import assemble
+from fsfunc.tracing.leaves import plain
 
 __all__ = ["lay_like", "reduce_like", "unshard"]
 
@@ -182,7 +183,7 @@ def lay_like(t: Any, like: Any) -> Any:
 
     Args:
         t: whole floating tensors, the same on every rank, in the structure of ``like``;
-            None stays None.
+            None, and a leaf that lies so already, stays what it is.
         like: the tree whose layout is wanted; where a leaf is plain, so is the result.
 
     Raises:
@@ -268,10 +269,12 @@ def _back(
             is_leaf=lambda x: x is None or is_sharded(x),
         )
         raise
+    values = [plain(x) for x in values]  # of a step that is recorded
     chosen: dict[Any, list[int]] = {}
     blocks: dict[int, Layout] = {}
     for i, (x, old) in enumerate(zip(values, leaves, strict=True)):
-        if x is not None:
+        alike = is_sharded(x) and is_sharded(old) and x.layout.parts == old.layout.parts
+        if x is not None and not alike:  # what lies so already stays
             _check_like(x, old, what)
             if whole is None:
                 claim(x, what)

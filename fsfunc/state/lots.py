@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -16,7 +17,7 @@ from fsfunc.sharded.leaf import FlatShard, Sharded
 from fsfunc.sharded.packing import chunk_here
 from fsfunc.sharded.slices import take
 from fsfunc.state.leaf_sources import GivenLeaves
-from fsfunc.state.mirroring import mirrors
+from fsfunc.state.mirroring import mirrors, told
 from fsfunc.tracing.groups import LeafGroup
 from fsfunc.tracing.recorder import Recorder
 from fsfunc.transforms.offloading import Stores
@@ -45,9 +46,17 @@ class Lot:
 
 
 def lots_of(
-    groups: list[LeafGroup], recorder: Recorder, whole: set[str], leaves: dict[str, Any]
+    groups: list[LeafGroup],
+    recorder: Recorder,
+    whole: set[str],
+    leaves: dict[str, Any],
+    like: Mapping[str, str],
 ) -> list[Lot]:
-    """What lies together: leaves that units take, and those that mirror them."""
+    """What lies together: leaves that units take, and those that mirror them.
+
+    Args:
+        like: see ``place``.
+    """
     taken = {p for t in recorder.taken for p in t.leaves}
     chosen = [g for g in groups if not (taken and taken.isdisjoint(g.paths))]
     lots = [Lot(g, {p: p for p in g.paths}, g.dtype) for g in chosen]
@@ -56,10 +65,12 @@ def lots_of(
     parted = {p: tuple(p.split("/")) for p, x in leaves.items() if _real(x)}
     group_of = {parted[p]: g for g in chosen for p in g.paths if p in parted}
     trained = [parted[p] for p in recorder.trained if p in parted]
-    fixed = [parted[p] for p in whole if p in parted]
     shapes = {parts: leaves[p].shape for p, parts in parted.items()}
+    said = told(like, shapes, group_of)
+    fixed = [*said, *(parted[p] for p in whole if p in parted)]
     copies: dict[Any, dict[str, str]] = {}
-    for parts, (source, *roots) in mirrors(shapes, group_of, fixed, trained).items():
+    found = mirrors(shapes, group_of, fixed, trained) | said
+    for parts, (source, *roots) in found.items():
         path, g = "/".join(parts), group_of[source]
         key = (*roots, g.buffer, leaves[path].dtype)
         copies.setdefault(key, {})["/".join(source)] = path

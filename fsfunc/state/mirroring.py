@@ -1,8 +1,8 @@
 """Which leaves of a tree are copies, in shape, of parameters: moments, averages.
 
-Told by structure. A subtree mirrors another where each of its leaves has a leaf of its
-own path and shape there; the largest such subtree counts, and of several that it could
-mirror the nearest one, by the names on the way to it.
+Told by whoever places them, or by structure. A subtree mirrors another where each of
+its leaves has a leaf of its own path and shape there; the largest such subtree counts,
+and of several that it could mirror the nearest one, by the names on the way to it.
 """
 
 from __future__ import annotations
@@ -13,7 +13,9 @@ from collections import Counter
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from typing import Any
 
-__all__ = ["mirrors"]
+from fsfunc.tree.structure import matches
+
+__all__ = ["mirrors", "told"]
 
 Path = tuple[str, ...]
 _Found = tuple[Path, Path, Path]
@@ -42,6 +44,45 @@ def mirrors(
     """
     search = _Search(shapes, frozenset(taken), frozenset(fixed), frozenset(trained))
     return dict(search.below((), [p for p in shapes if p not in search.fixed]))
+
+
+def told(
+    like: Mapping[str, str], shapes: Mapping[Path, Any], taken: Collection[Path]
+) -> dict[Path, _Found]:
+    """The same for leaves of which somebody says what they lie like.
+
+    Args:
+        like: by pattern of the path of a subtree, the path of the one it lies like.
+
+    Raises:
+        ValueError: a pattern that matches no path; a leaf without one of its shape.
+
+    >>> both = {("w", "a"): 3, ("w0", "a"): 3}
+    >>> told({"w0": "w"}, both, {("w", "a")})
+    {('w0', 'a'): (('w', 'a'), ('w0',), ('w',))}
+    """
+    found: dict[Path, _Found] = {}
+    for pattern, named in like.items():
+        to = tuple(named.split("/")) if named else ()
+        below = [
+            (path[:k], path[k:])
+            for path in shapes
+            for k in range(len(path) + 1)
+            if matches(pattern, "/".join(path[:k]))
+        ]
+        if not below:
+            raise ValueError(f"like: no floating leaf lies at, or below, {pattern!r}")
+        for root, tail in below:
+            path, source = root + tail, to + tail
+            if shapes.get(source) != shapes[path]:
+                other = f"has {shapes[source]}" if source in shapes else "is not there"
+                raise ValueError(
+                    f"like: {'/'.join(path)!r} of shape {shapes[path]} would lie like "
+                    f"{'/'.join(source)!r}, which {other}"
+                )
+            if source in taken:
+                found[path] = source, root, to
+    return found
 
 
 class _Search:

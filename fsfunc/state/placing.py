@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -11,17 +11,20 @@ from torch import Tensor
 from fsfunc import _torch, tree
 from fsfunc.comm.comparison import Lines, Section, compare
 from fsfunc.comm.descriptions import told
-from fsfunc.comm.groups import RankGroup, group
+from fsfunc.comm.groups import group
 from fsfunc.comm.mesh import Here, here
 from fsfunc.core.frames import frame
 from fsfunc.sharded.inputs import arguments, refuse
 from fsfunc.sharded.layout import Layout, Split
-from fsfunc.sharded.leaf import Sharded, is_sharded
+from fsfunc.sharded.leaf import NotATensor, Sharded, is_sharded
+from fsfunc.state.agreeing import Agreement, compared, together
 from fsfunc.state.layout_rules import LayoutRules, splits_of
 from fsfunc.state.leaf_sources import GivenLeaves, Shapes
 from fsfunc.state.lots import block_of, lots_of, owned, packed
 from fsfunc.tracing.recorder import Recorder
 from fsfunc.tracing.recorder import record as _record
+from fsfunc.tracing.refusals import LawError
+from fsfunc.tracing.steadiness import Unsteady
 from fsfunc.tracing.type_check import check, learn
 from fsfunc.transforms.offloading import Stores, stores_of
 from fsfunc.transforms.sharding import Sharding
@@ -35,6 +38,7 @@ def place(
     *rest: Any,
     record: str = "fake",
     layouts: LayoutRules | None = None,
+    like: Mapping[str, str] | None = None,
 ) -> Any:
     """``t``, whole on every rank, as the call ``fn(t, *rest)`` expects it.
 
@@ -47,8 +51,8 @@ def place(
     the largest subtree that has the paths and shapes of one that units take, or of a
     part of it. Of several that are like it the nearest counts, by the names that lead
     to both: a model's moments beside it, ``ema_d`` for ``d``; if that does not tell
-    them apart, the copy stays whole. Nest it beside its model then, or make it of the
-    placed parameters: ``tree.map(torch.clone, placed["d"])``.
+    them apart, the copy stays whole. Say it by ``like`` then, nest it beside its model,
+    or make it of the placed parameters: ``tree.map(torch.clone, placed["d"])``.
 
     Every rank calls it, with the same ``t`` and a function that makes the same unit
     calls: ranks compare what they recorded, the configuration of their transforms and
@@ -56,6 +60,11 @@ def place(
     units, and a checksum of each whole leaf; of ``rest`` tensors may have any lengths
     (under ``pipeline``, the same). Simulated ranks compare likewise, where the first
     and the last have a record of their own, and the others take the first one's.
+
+    ``like`` says it: by pattern of a subtree's path, the path of the one that it lies
+    like, as ``like={"w0": "w", "op/*": "w"}``. It must, of a copy that the loss reads
+    beside the parameters (``tree.map`` over both: elastic weights, a penalty on the
+    distance from where they began): what a loss reads outside units stays whole else.
 
     ``layouts`` splits leaves: it has, by pattern of path (``*`` is one name, ``**`` any
     number), a ``Split(dim, axis)``, or several. A unit has such a leaf as a `Sharded`
@@ -65,15 +74,18 @@ def place(
     gradients summed, over the others. A copy of parameters lies as they do.
 
     Raises:
-        RanksDiffer: on every rank: what differs, and on which ranks.
-        ValueError: a pattern that matches no path, two that match one, an axis that
-            does not divide the dim, or that a pipeline has.
+        RanksDiffer: on every rank: what differs, and on which ranks; on the others,
+            where one raises.
+        ValueError: one tensor at two paths that are differentiated; a pattern that
+            matches no path, two that match one, an axis that does not divide the dim,
+            or that a pipeline has; a leaf that is to lie like one that is not there, or
+            has another shape.
 
     Cost: of each whole leaf, the rank's part is copied, and all of it read once; over
-    processes a gather of 32 bytes (of 16 more where gradients or leaves are worked on
-    outside units), of which ledgers say nothing.
+    processes a gather of 32 bytes and two of 16, of which ledgers say nothing.
     """
-    return lay_out(fn, t, rest, record, GivenLeaves(), layouts)
+    with together(fn, layouts) as agreement:
+        return lay_out(fn, t, rest, record, GivenLeaves(), agreement, layouts, like)
 
 
 def lay_out(
@@ -82,7 +94,9 @@ def lay_out(
     rest: Any,
     record: str,
     source: GivenLeaves,
+    agreement: Agreement,
     layouts: LayoutRules | None = None,
+    like: Mapping[str, str] | None = None,
     given: Callable[[], Lines] = list,
 ) -> Any:
     """:func:`place`, of leaves whose values come from ``source``.
@@ -117,13 +131,14 @@ def lay_out(
     over = {split.axis for parts in splits.values() for split in parts}
     if splits and not laying:  # they say it all
         at = here()
-        if where := _compared(at, over):
+        if where := compared(at, over):
             compare([Section(_UNLIKE, said(), _LIKE), values()], where)
         for path, parts in splits.items():
             layout = Layout(tuple(found[path].shape), found[path].dtype, parts, path)
             found[path] = block_of(found[path], layout, source)
         return tree.unflatten(treedef, map(source.own, found.values()))
     recorder = _recorded(fn, t, rest, record, splits)
+    _check_untied(found, recorder.trained)
     if not recorder.handlers:
         _check_offloaded(stores_of(fn), [])
         _check_taken(splits, found)
@@ -140,14 +155,14 @@ def lay_out(
     if not tree.are_shown(leaves):
         tree.shown(t, "place", "is given", is_leaf=is_sharded)
     at = here(recorder.handlers[0].mesh)
-    _compare(fn, recorder, rest, at, over, said, values)
+    _compare(fn, recorder, rest, at, over, said, values, agreement)
     coordinates = at.mesh.coordinates(at.rank)
     groups = recorder.groups(
         shardings[0].min_bytes if shardings else 0, bool(shardings)
     )
     whole = recorder.whole(bool(shardings))
     order = recorder.order(groups, coordinates) if shardings else []
-    for lot in lots_of(groups, recorder, whole, dict(found)):
+    for lot in lots_of(groups, recorder, whole, dict(found), like or {}):
         for path in lot.paths.values():
             refuse("float8", "place", {path: found[path]})
         laid = (
@@ -161,8 +176,8 @@ def lay_out(
     _check_taken(splits, found)
     placed = tree.unflatten(treedef, map(source.own, found.values()))
     if shardings:
-        if record == "fake" and not isinstance(source, Shapes):
-            _check_types(shardings[0], fn, recorder, (placed, *rest), at)
+        if not isinstance(source, Shapes):
+            _check_types(shardings[0], fn, recorder, (placed, *rest), at, agreement)
     return placed
 
 
@@ -185,6 +200,22 @@ def _check_offloaded(stores: Stores, shardings: list[Sharding]) -> None:
         )
 
 
+def _check_untied(leaves: dict[str, Any], trained: set[str]) -> None:
+    """Raises where one tensor stands at two paths that are differentiated."""
+    paths: dict[Any, str] = {}
+    for path, x in leaves.items():
+        if path not in trained or not isinstance(x, Tensor) or not x.numel():
+            continue
+        key = _torch.storage_key(x), x.storage_offset(), x.numel()
+        if (other := paths.setdefault(key, path)) != path:
+            raise ValueError(
+                f"one tensor stands at {other!r} and at {path!r}: each path has a "
+                "gradient of its own, so that the first update unties them. Let one "
+                f"path have it and read {other!r} at both places (the gradients add "
+                "up); if they only begin alike, give a clone at one of them"
+            )
+
+
 def _check_taken(splits: Iterable[str], leaves: dict[str, Any]) -> None:
     """Raises where a leaf that is to be split has stayed whole."""
     for path in splits:
@@ -196,15 +227,31 @@ def _check_taken(splits: Iterable[str], leaves: dict[str, Any]) -> None:
 
 
 def _check_types(
-    sharding: Sharding, fn: Callable[..., Any], recorder: Recorder, args: Any, at: Here
+    sharding: Sharding,
+    fn: Callable[..., Any],
+    recorder: Recorder,
+    args: Any,
+    at: Here,
+    agreement: Agreement,
 ) -> None:
-    """Has a step tried on fake tensors, where what it does has to do with types."""
+    """Runs the type check, where what the step does has to do with types.
+
+    What the step itself raises meanwhile it raises in its first call, if it still does:
+    the state may not be as it will be.
+    """
     if recorder.plain:  # on batches of any shape
         learn(sharding, at.rank, [key[0] for key in recorder.calls])
     elif at.link.moves and frame().tracer is None and at.mesh.backend != "vmap":
         if not _torch.fake_active():
-            seen = check(fn, args, {}, at, sharding.axes, together=True)
-            learn(sharding, at.rank, seen.calls if seen else ())
+            try:
+                seen = check(
+                    fn, args, {}, at, sharding.axes, exchange=agreement.exchange
+                )
+            except (LawError, NotATensor, Unsteady):
+                raise
+            except Exception:
+                return
+            learn(sharding, at.rank, seen.calls)
 
 
 def _recorded(
@@ -254,6 +301,7 @@ def _compare(
     over: set[str],
     said: Callable[[], Lines],
     values: Callable[[], Section],
+    agreement: Agreement,
 ) -> None:
     """Raises on every rank where the ranks lay out for unlike programs, or values.
 
@@ -261,13 +309,17 @@ def _compare(
         over: the axes that leaves are split over.
     """
     handlers = recorder.handlers
-    where = _compared(at, over.union(*(h.axes for h in handlers)))
+    where = compared(at, over.union(*(h.axes for h in handlers)))
     if where is None:
         return
     transforms = getattr(fn, "interpretations", ()) or handlers
-    each = [(f"transform {i}", str(h)) for i, h in enumerate(transforms)]
-    lines = [*each, *said(), *recorder.lines()]
+    lines = [("raised", "nothing")]  # as it is said by who has
+    lines += [(f"transform {i}", str(h)) for i, h in enumerate(transforms)]
+    lines += [*said(), *recorder.lines()]
     compare([Section(_UNLIKE, lines, _LIKE), values()], where)
+    agreement.compared = True
+    if shardings := [h for h in handlers if isinstance(h, Sharding)]:
+        agreement.among = group(shardings[0].axes, at)
     if same := {axis for h in handlers for axis in h.same_batch}:
         found = zip(*tree.flatten_with_paths(rest)[:2], strict=True)
         shapes = [(f"{p!r}", f"{_kind(x)}") for p, x in found if isinstance(x, Tensor)]
@@ -276,13 +328,6 @@ def _compare(
         compare([Section(title, shapes)], where)
     for h in handlers:
         h.ran(at)
-
-
-def _compared(at: Here, axes: set[str]) -> RankGroup | None:
-    """The ranks along some axes, if they are there to be compared."""
-    if not at.link.moves or at.link.level is not None:
-        return None  # what is planned has no others, and a vmap mesh one program
-    return group(tuple(a for a in at.mesh.axes if a in axes), at)
 
 
 def _kind(x: Any) -> Any:

@@ -15,7 +15,7 @@ from fsfunc.comm.backends.link import Handle
 from fsfunc.comm.mesh import maybe_here, place_here
 from fsfunc.planning.events import Gave, Took
 from fsfunc.planning.observer import Observer
-from fsfunc.runtime.buffer_pool import BufferPool
+from fsfunc.runtime.buffer_pool import fresh_buffers
 from fsfunc.runtime.memory_kinds import OFFLOADED, counting
 from fsfunc.sharded.leaf import Sharded, is_sharded
 
@@ -128,9 +128,9 @@ def live_bytes(*given: Any) -> Iterator[Living]:
     """
     observer = Observer(strangers=True)
     observer.given("buffers", _held(given))
-    BufferPool.fresh += 1
     try:
         with ExitStack() as stack:
+            stack.enter_context(fresh_buffers())
             if (at := maybe_here()) is not None:  # on one device nothing is sent
                 link = _Counted(at.link, observer)
                 stack.enter_context(place_here(replace(at, link=link)))
@@ -138,7 +138,6 @@ def live_bytes(*given: Any) -> Iterator[Living]:
             stack.enter_context(counting(observer))
             yield Living(observer)
     finally:
-        BufferPool.fresh -= 1
         observer.book.close()
 
 

@@ -10,7 +10,7 @@ from fsfunc.comm.mesh import Axis, Mesh, axis_names, check_mesh, here
 from fsfunc.state.layout_rules import LayoutRules
 from fsfunc.state.placing import place
 from fsfunc.testing.one_device import batch_axes
-from fsfunc.tracing.type_check import check, unchecked
+from fsfunc.tracing.type_check import check
 
 __all__ = ["check_types"]
 
@@ -28,15 +28,14 @@ def check_types(
     The step is run on tensors without data, at the first coordinate and the last. What
     is one value on all ranks (I), a rank's own (V), or a part of one value is followed
     through every operator; where they meet in a way that means nothing, it is refused.
-    A sharded step asks this of itself in its first call, where it can; here it is an
-    error where it cannot be asked.
+    A sharded step asks this of itself in its first call.
 
     Args:
         step, mesh, state, batch, axis, layouts: as for `assert_equals_one_device`.
 
     Raises:
         LawError, NotATensor: names the line, the leaf, and the way out.
-        AssertionError: the step could not be run on tensors without data.
+        Exception: what the step raises itself.
 
     Cost: no memory, and nothing is sent but what ranks compare.
 
@@ -58,12 +57,6 @@ def check_types(
     def main() -> None:
         mine = local_batch(batch, mesh, axes) if axes else batch
         placed = place(step, state, *mine, layouts=layouts)
-        with unchecked() as why:
-            check(step, (placed, *mine), {}, here(mesh), axes)
-        if why:
-            raise AssertionError(
-                "the types of this step are not known: it cannot run on tensors "
-                f"without data ({type(why[0]).__name__}: {why[0]})"
-            ) from why[0]
+        check(step, (placed, *mine), {}, here(mesh), axes)
 
     spmd(main, mesh)()

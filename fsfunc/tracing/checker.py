@@ -7,6 +7,7 @@ rank's own.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from typing import Any
@@ -14,7 +15,7 @@ from typing import Any
 from torch import Tensor
 
 from fsfunc import _torch, tree
-from fsfunc.comm.attribution import internal, is_internal, source_line
+from fsfunc.comm.attribution import current_label, internal, is_internal, source_line
 from fsfunc.comm.collective_ops import Watcher
 from fsfunc.comm.crossings import GATHER, OWN
 from fsfunc.comm.descriptions import stated, told
@@ -27,7 +28,11 @@ from fsfunc.core.units import Call
 from fsfunc.optim.function_answers import answers
 from fsfunc.sharded.leaf import Sharded, is_sharded
 from fsfunc.tracing.knowledge import Seen
+from fsfunc.tracing.provenance import Gradient, joined
 from fsfunc.tracing.refusals import refusal, refuse_cut
+from fsfunc.tracing.results import together
+from fsfunc.tracing.stand_ins import StandIns
+from fsfunc.tracing.steadiness import NumbersGiven
 from fsfunc.tracing.typed_operators import Operators
 from fsfunc.tracing.types import PARTS, Kind, agrees, misused, moved_to
 
@@ -38,16 +43,23 @@ class Checker(Tracer, Watcher, Operators):
     """Types the values of a step, and raises where one has none.
 
     ``calls`` are the signatures of the calls of sharded functions; ``claims`` what is
-    no tensor, and is to be the same on every rank. Of a pipelined loss it sees what
-    that returns: in it sharded leaves go into units alone.
+    no tensor, and is to be the same on every rank; ``said`` what numbers torch's
+    functions were given. Of a pipelined loss it sees what that returns: in it sharded
+    leaves go into units alone.
     """
 
     def __init__(
-        self, rank: int, axes: tuple[str, ...], alone: bool, varying: Iterable[int] = ()
+        self,
+        axes: tuple[str, ...],
+        alone: bool,
+        stand_ins: StandIns,
+        varying: Iterable[int] = (),
     ):
-        Operators.__init__(self, rank, axes, alone, varying)
+        Operators.__init__(self, axes, alone, stand_ins, varying)
         self.calls: list[Any] = []
         self.claims: list[tuple[str, str]] = []
+        self.said: list[NumbersGiven] = []
+        self._gathered: tuple[str, list[Sharded]] = "", []  # for the unit that comes
         self._parameters: set[int] = set()  # plain leaves that were differentiated
         self._functions: dict[str, str] = {}  # around collectives, and where these are
         self._answered: set[str] = set()  # those whose backward sends something
@@ -57,6 +69,14 @@ class Checker(Tracer, Watcher, Operators):
     def moved(self, x: Tensor, how: LinearMap, where: RankGroup, y: Tensor) -> None:
         if frame().path:
             return
+        self._moved(x, how, where, y)
+        if _torch.current_node() is None:
+            made_of, line = self.known.made_of(x), f"{how.op} at {source_line()}"
+            made_of = made_of.changed(line) if how.op == "pmax" else made_of
+            value = hash((how.op, how.to, self.known.value(x)))
+            self.known.change(y, made_of=made_of, value=value)
+
+    def _moved(self, x: Tensor, how: LinearMap, where: RankGroup, y: Tensor) -> None:
         if where.size == 1:
             self.known.give(y, Kind.A, f"what {how.op} gives")
             return
@@ -80,10 +100,13 @@ class Checker(Tracer, Watcher, Operators):
             self.known.put(y, seen)  # an expert's block, gathered over other axes
             return
         why = misused(how, seen.kind)
+        op = how.op
+        if why == "disagrees" and (unit := current_label()[0]):
+            why, op = "parameters", unit
         if how == GATHER and seen.kind is Kind.K and x.ndim > 1:
             why = "rows"  # of parts there is one dim: vmap brought the others
         if why:
-            raise refusal(why, how.op, [seen], None)
+            raise refusal(why, op, [seen], None)
         if how.op == "enter":
             self._parameters.add(_torch.storage_key(_torch.unwrapped(x)))
         self.known.give(y, moved_to(how, seen.kind), f"what {how.op} gives")
@@ -104,6 +127,11 @@ class Checker(Tracer, Watcher, Operators):
         elif self.known.kind(x) is Kind.V:
             raise refusal("disagrees", what, [self.known.of(x)], None)
 
+    def summed(self, x: Tensor, what: str) -> None:
+        seen = self.known.of(x)
+        if seen.kind in PARTS and not frame().path:
+            raise refusal("lost", what, [seen], None)
+
     def measured(self, x: Tensor, what: str) -> None:
         """Raises where the shape is asked of what shows a placed leaf's elements."""
         seen = self.known.of(x)
@@ -116,8 +144,9 @@ class Checker(Tracer, Watcher, Operators):
             self.known.put(leaf._local, replace(seen, flat=True))
 
     def assumed(self, y: Tensor, kind: str) -> None:
-        alone = self.own is Kind.A
+        seen, alone = self.known.of(y), self.own is Kind.A
         self.known.give(y, Kind.A if alone else Kind[kind], "what assume gave")
+        self.known.change(y, made_of=seen.made_of, value=seen.value)
 
     def used(self, x: Tensor) -> None:
         node = x.grad_fn if self._functions else None
@@ -140,18 +169,22 @@ class Checker(Tracer, Watcher, Operators):
             for path, x in zip(paths, leaves, strict=True):
                 name = f"argument {i}" + (f" at {path!r}" if path else "")
                 name = repr(path) if i == 0 and path else name
+                value = hash((i, path))
                 if isinstance(x, Sharded):
                     cut = self.own is Kind.V and set(x.layout.axes) & set(mean)
-                    kind = Kind.S if cut else Kind.I
-                    self.known.meet(x._local, placed(x, kind, name))
+                    seen = placed(x, Kind.S if cut else Kind.I, name)
+                    self.known.meet(x._local, replace(seen, value=value))
                 elif isinstance(x, Tensor):
-                    self.known.meet(x, Seen(self.own if i else Kind.I, name))
+                    kind = self.own if i else Kind.I
+                    self.known.meet(x, Seen(kind, name, value=value))
 
     def takes(self, name: str, leaves: Iterable[Sharded]) -> None:
         leaves = list(leaves)
         refuse_cut(name, [(leaf.name, leaf._local) for leaf in leaves])
         for leaf in leaves:
             self.claimed(leaf._local, name)
+        if not frame().path:
+            self._gathered = name, leaves
 
     def body(self, call: Call, params: Any, inputs: Any, keywords: Any) -> Any:
         """Runs a unit's function, whose results are the rank's own."""
@@ -167,20 +200,32 @@ class Checker(Tracer, Watcher, Operators):
             if isinstance(x, Tensor):
                 taken.add(_torch.storage_key(_torch.unwrapped(x)))
         start, before = self.nodes.begin(), self.given
+        given = (params, inputs, keywords)
+        if outermost and self._gathered[0] == f"unit {call.name!r}":
+            given, self._gathered = (*given, self._gathered[1]), ("", [])
+        if outermost:
+            self.captured = self.known.each_made_of(given)
         self.given = before | taken  # whole parameters may lie where their parts do
         with internal(False):
             out = call.unit.checked(params, inputs, keywords)
         self.given = before
         self.nodes.body(start)
-        if not outermost:
-            return out
+        return self._owned(call, out, taken, given) if outermost else out
+
+    def _owned(self, call: Call, out: Any, taken: set[int], given: Any) -> Any:
+        """What a unit returned, as the rank's own."""
+        name, numbers = f"unit {call.name!r}", itertools.count()
+        made_of = together(name, self.captured).changed(f"{name} at {source_line()}")
+        of = hash((call.unit, *map(self.known.value, self.known.tensors(given))))
 
         def own(y: Any) -> Any:
             if not isinstance(y, Tensor):
                 return y
             if _torch.storage_key(_torch.unwrapped(y)) in taken:
                 y = y.clone()
-            self.known.give(y, self.own, f"what unit {call.name!r} returned")
+            value = hash((of, next(numbers)))
+            what, line = f"what {name} returned", source_line()
+            self.known.put(y, Seen(self.own, what, line, value=value, made_of=made_of))
             return y
 
         return tree.map(own, out, is_leaf=is_sharded)
@@ -194,7 +239,27 @@ class Checker(Tracer, Watcher, Operators):
             elif isinstance(x, Tensor):
                 self._pair(x, g, averaged(x))
 
-    def reduced(self, by: Any, grads: Any) -> None:
+    def reduced(self, by: Any, grads: Any, of: Any, value: Any) -> None:
+        self._laid(by, grads)
+        inputs, found = zip(*_pairs(by, grads), strict=True)
+        means = [x for x in self.known.tensors(value) if self.known.kind(x) is Kind.A]
+        self._taken(inputs, (found, means), of)
+
+    def _taken(self, by: Any, found: Any, of: Any) -> None:
+        """Gradients were taken of values ``of``; those by parameters are means."""
+        seen = [self.known.of(x) for x in self.known.tensors(by)]
+        values = tuple(x.value for x in seen if x.kind in (Kind.S, Kind.I))
+        line = f"the derivative at {source_line()}"
+        own = mean = joined(self.known.each_made_of(of)).changed(line)
+        if values and self.own is Kind.V:
+            one = Gradient(hash(values), own.rows)
+            mean = own._replace(gradients=own.gradients | {one})
+        for g in self.known.tensors(found):
+            varies = self.known.kind(g) is Kind.V
+            self.known.change(g, made_of=own if varies else mean)
+
+    def _laid(self, by: Any, grads: Any) -> None:
+        """Gradients by sharded leaves lie as these do."""
         for x, g in _pairs(by, grads):
             if isinstance(x, Sharded) and isinstance(g, Sharded):
                 kind, name = self.known.kind(x._local), f"the gradient by {x.name!r}"
@@ -204,11 +269,12 @@ class Checker(Tracer, Watcher, Operators):
                     local = _torch.unwrapped(x._local)
                     self._parameters.add(_torch.storage_key(local))
 
-    def pulled(self, inputs: Iterable[Any], grads: Iterable[Any]) -> None:
+    def pulled(self, inputs: Sequence[Any], grads: Sequence[Any], of: Any) -> None:
         """A gradient was taken that nobody averages afterwards."""
         if not frame().path and not is_internal():
             for x, g in zip(inputs, grads, strict=True):
                 self._pair(x, g)
+            self._taken(inputs, grads, of)
 
     def _pair(self, x: Any, g: Any, averaged: bool = False) -> None:
         """Holds the type of a gradient against that of what it is a gradient by."""

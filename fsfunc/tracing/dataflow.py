@@ -20,6 +20,7 @@ from fsfunc.core.units import Call
 from fsfunc.tracing.names import Names
 from fsfunc.tracing.operators import FLOPS, OperatorMode
 from fsfunc.tracing.programs import NOWHERE, Draw, Glue, Origins, Value
+from fsfunc.tracing.runs import with_data
 
 __all__ = ["Argument", "Body", "Flow", "run_on_data", "tensors"]
 
@@ -217,7 +218,7 @@ def run_on_data(
     flow.__exit__(None, None, None)
     fake.__exit__(None, None, None)
     try:
-        real = [_with_data(x) if isinstance(x, Tensor) else x for x in leaves]
+        real = [with_data(x) if isinstance(x, Tensor) else x for x in leaves]
         params, inputs, keywords = tree.unflatten(treedef, real)
         with flow:
             out = call.body(params, *inputs, **keywords)
@@ -231,12 +232,6 @@ def run_on_data(
     return tree.map(
         lambda x: given.get(id(x), _fake(x)) if isinstance(x, Tensor) else x, out
     )
-
-
-def _with_data(x: Tensor) -> Tensor:
-    fill = 1 if x.dtype.is_floating_point or x.dtype == torch.bool else 0
-    real = torch.full(tuple(x.shape), fill, dtype=x.dtype, device=x.device)
-    return real.requires_grad_(x.requires_grad)
 
 
 def _fake(x: Tensor) -> Tensor:

@@ -64,20 +64,17 @@ class Findings:
 
     ``groups`` are made of ``taken`` (which unit calls took which leaves), ``inside``
     (which unit's own body read a leaf), ``outside`` (leaves read by a loss outside
-    every unit, and where), ``stock`` (those that ``torch.func`` differentiates there)
-    and ``trained``. ``looked_at``: whether the types of the step are, too. ``claims``:
-    what else is to be the same on every rank.
+    every unit, and where) and ``trained``. ``claims``: what else is to be the same on
+    every rank.
     """
 
     layouts: dict[str, Layout] = field(default_factory=dict)
     taken: list[Taken] = field(default_factory=list)
     inside: dict[_Reading, _Where] = field(default_factory=dict)
     outside: dict[str, _Where] = field(default_factory=dict)
-    stock: dict[str, str] = field(default_factory=dict)
     trained: set[str] = field(default_factory=set)
     handlers: list[Any] = field(default_factory=list)
     differentiated: bool = False
-    looked_at: bool = True
     claims: list[tuple[str, str]] = field(default_factory=list)
 
     def outer(self, group: LeafGroup) -> list[tuple[Placement, ...]]:
@@ -117,29 +114,7 @@ class Findings:
             if in_loss or not (inner or self.differentiated)
         }
         taken = {path for t in self.taken for path in t.leaves} if gathers else set()
-        if not self.looked_at:
-            self._refuse_unseen(read, taken)
         return set(read) - taken
-
-    def _refuse_unseen(self, read: dict[str, str], taken: set[str]) -> None:
-        """Refuses what might be wrong, where nobody looks at the types of the step."""
-        for path, where in read.items():
-            if path in taken:
-                raise ValueError(
-                    f"the loss reads {path!r} outside a unit, at {where}, and a unit "
-                    "takes it too: under shard that is this rank's part, and as the "
-                    "step depends on a value nobody can see that it is used as such. "
-                    "Move the reading into a unit, whose first argument it is part of; "
-                    "or leave out record=, and move what asks for a value into a unit"
-                )
-        for path, where in self.stock.items():
-            if path not in taken:
-                raise ValueError(
-                    f"torch.func differentiates {path!r}, which the loss reads outside "
-                    f"every unit, at {where}: its gradient would be this rank's own, "
-                    "not that of the mean over the ranks. Use ff.value_and_grad, or "
-                    "move the reading into a unit"
-                )
 
     def _calls(self) -> dict[str, list[Taken]]:
         """The unit calls that were given each leaf."""

@@ -2,16 +2,22 @@
 
 from __future__ import annotations
 
+import functools
+import itertools
+import weakref
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from fsfunc import _torch
+from fsfunc import _torch, tree
 from fsfunc.comm.attribution import source_line
 from fsfunc.comm.comparison import checksums, has_values
+from fsfunc.sharded.leaf import is_sharded
+from fsfunc.tracing.own_rows import OwnTensors
+from fsfunc.tracing.provenance import NOTHING, Provenance
 from fsfunc.tracing.types import PARTS, Kind, Operand, joint
 
 __all__ = ["Known", "Nodes", "Origin", "Seen"]
@@ -28,6 +34,8 @@ class Seen:
         uniform: whether all of its elements are one number.
         flat: whether it shows a placed leaf of other dims as a row of elements.
         parameter: whether it is made of one value on all ranks, with means.
+        value: the same for what is computed in the same way of the same values.
+        made_of: of which rows, and which gradients.
     """
 
     kind: Kind
@@ -37,6 +45,8 @@ class Seen:
     uniform: bool = False
     flat: bool = False
     parameter: bool = False
+    value: int = 0
+    made_of: Provenance = NOTHING
 
     def __str__(self) -> str:
         known = self.where not in ("", "?")  # the library's own has no line
@@ -47,16 +57,48 @@ class Known:
     """Tensors by their storages: a type belongs to a storage, and only rises."""
 
     def __init__(self) -> None:
+        self.own = OwnTensors()
         self._seen: dict[int, Seen] = {}
-        self._alive: list[Any] = []  # or an address would be another storage's
+        self._alive: dict[int, weakref.ref] = {}
+        self._numbers = itertools.count(1)
 
     def of(self, x: Tensor) -> Seen:
         """What is known of a tensor: it is a constant, if nothing is."""
-        found = self._seen.get(_torch.storage_key(_torch.unwrapped(x)))
-        return Seen(Kind.K, "a constant", "", digest_of(x)) if found is None else found
+        if (found := self.seen(x)) is not None:
+            return found
+        digest = digest_of(x)
+        key = _torch.storage_key(_torch.unwrapped(x))
+        value = hash(key if digest is None else digest)
+        return Seen(Kind.K, "a constant", "", digest, value=value)
+
+    def seen(self, x: Tensor) -> Seen | None:
+        """What is known of a tensor, if anything is."""
+        return self._seen.get(_torch.storage_key(_torch.unwrapped(x)))
 
     def kind(self, x: Tensor) -> Kind:
         return self.of(x).kind
+
+    def value(self, x: Tensor) -> int:
+        """What tells the value of a tensor from others."""
+        return hash((self.of(x).value, shown(_torch.unwrapped(x))))
+
+    def made_of(self, x: Tensor) -> Provenance:
+        """Of what a tensor is made; of a view of an own one, which rows it shows."""
+        base, seen = _torch.unwrapped(x), self.of(x)
+        rows, found = None, seen.made_of
+        if seen.kind is Kind.V:
+            rows = self.own.rows(_torch.storage_key(base), base)
+        return found if rows is None else found._replace(rows=found.rows | {rows})
+
+    def tensors(self, values: Any) -> list[Tensor]:
+        """The tensors of a tree, of sharded leaves this rank's parts."""
+        leaves = tree.leaves(values, is_leaf=is_sharded)
+        leaves = [x._local if is_sharded(x) else x for x in leaves]
+        return [x for x in leaves if isinstance(x, Tensor)]
+
+    def each_made_of(self, values: Any) -> list[Provenance]:
+        """Of what the tensors of a tree are made."""
+        return [self.made_of(x) for x in self.tensors(values)]
 
     def give(self, x: Tensor, kind: Kind, what: str, where: str | None = None) -> None:
         """Says of what type a tensor is, what to call it, and where it came from."""
@@ -65,23 +107,44 @@ class Known:
     def put(self, x: Tensor, seen: Seen) -> None:
         base = _torch.unwrapped(x)
         key = _torch.storage_key(base)
-        if key not in self._seen:
-            self._alive.append(_torch.storage(base))
-        self._seen[key] = seen
+        if key not in self._seen:  # till its address is another storage's
+            gone = functools.partial(self._forget, key)
+            self._alive[key] = weakref.ref(_torch.storage(base), gone)
+        self._seen[key] = seen = self._told_apart(seen)
+        if seen.kind in (Kind.K, Kind.A, Kind.V):
+            self.own.add(key, base, seen.value, seen.what)
+
+    def _forget(self, key: int, _: Any) -> None:
+        del self._seen[key], self._alive[key]
+        self.own.forget(key)
+
+    def _told_apart(self, seen: Seen) -> Seen:
+        return seen if seen.value else replace(seen, value=next(self._numbers))
+
+    def change(self, x: Tensor, **changes: Any) -> None:
+        """Says something else of a tensor that is known."""
+        self.put(x, replace(self.of(x), **changes))
 
     def write(self, x: Tensor, seen: Seen) -> None:
         """The same of a tensor that is written into: its type does not fall."""
-        before = self.kind(x)
-        if before in PARTS or seen.kind in PARTS:
-            rises = before not in PARTS
+        before = self.of(x)
+        if before.kind in PARTS or seen.kind in PARTS:
+            rises = before.kind not in PARTS
         else:
-            rises = joint({before, seen.kind}) is not before
-        if rises or before is seen.kind is Kind.K:  # another constant
+            rises = joint({before.kind, seen.kind}) is not before.kind
+        again = before.kind is seen.kind is Kind.K  # another constant
+        if not rises and not again:
+            seen = replace(before, value=seen.value, made_of=seen.made_of)
+        key = _torch.storage_key(_torch.unwrapped(x))
+        if key in self._seen:  # of which `x` may be a part
+            self._seen[key] = self._told_apart(seen)
+        else:
             self.put(x, seen)
 
     def meet(self, x: Tensor, seen: Seen) -> None:
         """Says what a tensor is of which nothing was known."""
-        if self.kind(x) is Kind.K:
+        before = self.seen(x)
+        if before is None or before.kind is Kind.K:
             self.put(x, seen)
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -12,6 +12,7 @@ from torch.utils.flop_counter import flop_registry
 from fsfunc import _torch
 
 __all__ = ["COPIES", "FLOPS", "OperatorClass", "OperatorMode", "TURNS", "class_of"]
+__all__ += ["class_of_call"]
 
 _DEVICE: Any = torch.ops.prim.device.default
 
@@ -48,17 +49,17 @@ _ALIKE = {"zeros_like", "ones_like", "full_like", "empty_like"}
 # Views of a row that mean another thing where the leaf has dims.
 TURNS = {"t", "transpose", "permute"}
 COPIES = {"copy", "clone", "alias", "contiguous", "detach", "lift_fresh"}
-_FOREACH_REDUCES = {"_foreach_norm", "_foreach_max", "_foreach_powsum"}
+# What torch tags as pointwise, and gives one number for all elements.
+_NOT_ELEMENTWISE = {"equal"}
 # By the field of a class: the operators that are so, whatever torch's tags say.
 _KNOWN = {
     "elementwise": {
         "copy", "_to_copy", "to", "fill", "zero", "lift_fresh", "contiguous",
-        "type_as", "_fused_adamw", "_fused_adam",
+        "type_as", "_fused_adamw", "_fused_adam", "_fused_sgd", "_fused_adagrad",
         "softplus", "softplus_backward", "smooth_l1_loss", "smooth_l1_loss_backward",
         "huber_loss", "huber_loss_backward", "mse_loss", "mse_loss_backward",
         "log_sigmoid_forward", "log_sigmoid_backward", "threshold",
-        "threshold_backward", "_fused_sgd", "_fused_adagrad",
-        "_amp_foreach_non_finite_check_and_unscale", *_ALIKE,
+        "threshold_backward", *_ALIKE,
     },
     "alike": _ALIKE,
     "factory": {
@@ -87,7 +88,8 @@ class OperatorClass:
     Args:
         name: without its overload, and without the underscore of one in place.
         random: whether it draws.
-        elementwise: whether each element of the result follows from those at its place.
+        elementwise: whether each element of the result follows from those at its place
+            (of a loss: where it is asked for no ``reduction``, see `class_of_call`).
         alike: whether it makes a tensor like its first, of whatever values.
         factory: whether it makes a tensor of any shape, of values of its own.
         joins: whether it puts tensors side by side.
@@ -111,6 +113,8 @@ class OperatorClass:
 def class_of(operator: Any) -> OperatorClass:
     """The class of an operator, by its tags where torch gives them, else by its name.
 
+    What neither says to be elementwise is not.
+
     >>> class_of(torch.ops.aten.tanh.default).elementwise
     True
     >>> class_of(torch.ops.aten.mm.default).elementwise
@@ -125,10 +129,52 @@ def class_of(operator: Any) -> OperatorClass:
         same = getattr(plain, operator._overloadname, None) if plain else None
         tags |= set(getattr(same, "tags", ()))
     known = {field: base in names for field, names in _KNOWN.items()}
-    foreach = base.startswith("_foreach_") and base not in _FOREACH_REDUCES
-    known["elementwise"] |= torch.Tag.pointwise in tags or foreach
+    pointwise = torch.Tag.pointwise in tags and base not in _NOT_ELEMENTWISE
+    known["elementwise"] |= pointwise or _each_is_elementwise(base)
     random = torch.Tag.nondeterministic_seeded in tags
     return OperatorClass(name=base, random=random, **known)
+
+
+def _each_is_elementwise(name: str) -> bool:
+    """Whether an operator over lists does at each place what is elementwise."""
+    if not name.startswith("_foreach_"):
+        return False
+    one: Any = getattr(torch.ops.aten, name.removeprefix("_foreach_"), None)
+    ways = [] if one is None else [getattr(one, way) for way in one.overloads()]
+    found = [
+        class_of(way).elementwise
+        for way in ways
+        if "out" not in way._overloadname and _of_a_tensor(way)
+    ]
+    return bool(found) and all(found)
+
+
+def _of_a_tensor(operator: Any) -> bool:
+    given = operator._schema.arguments
+    return bool(given) and str(given[0].type) == "Tensor"
+
+
+def class_of_call(operator: Any, args: Any, kwargs: Any) -> OperatorClass:
+    """The class of one call: a loss that is reduced is not elementwise.
+
+    >>> x = torch.ones(2)
+    >>> class_of_call(torch.ops.aten.mse_loss.default, (x, x), {}).elementwise
+    False
+    """
+    op = class_of(operator)
+    if op.elementwise and _reduces(operator):
+        said = _torch.arguments_of(operator, args, kwargs)
+        return replace(op, elementwise=said["reduction"] == _NO_REDUCTION)
+    return op
+
+
+_NO_REDUCTION = 0
+
+
+@functools.cache
+def _reduces(operator: Any) -> bool:
+    """Whether an operator can be asked for a sum, or a mean, of its results."""
+    return any(a.name == "reduction" for a in operator._schema.arguments)
 
 
 def _attention(q: Any, k: Any, v: Any, *_: Any, **__: Any) -> int:

@@ -13,6 +13,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -37,6 +38,7 @@ from fsfunc.tracing.groups import Findings, Taken
 from fsfunc.tracing.leaves import Recorded, block, local, plain, whole
 from fsfunc.tracing.refusals import refuse_cut
 from fsfunc.tracing.runs import place_without_data, without_data
+from fsfunc.tracing.steadiness import NumbersGiven, check_steady, said
 
 __all__ = ["Recorder", "record"]
 
@@ -57,11 +59,11 @@ def record(
 
     Raises:
         RuntimeError: the step asks a fake tensor for its value; names the line.
-        ValueError: a leaf is read by a unit and by the loss outside one.
+        Unsteady: it gives torch's functions other numbers when it is run again.
 
-    Cost: one run whose gradients are shapes alone. A fake run that raises is made again
-    with its backward pass: a hook, or a Function's backward, may leave behind what the
-    step reads, and an error that stays is that of the second run.
+    Cost: two runs whose gradients are shapes alone. If they raise, one with its
+    backward pass: a hook, or a Function's backward, may leave behind what the step
+    reads, and an error that stays is that of this run.
     """
     if how not in ("fake", "real"):
         raise ValueError(f'record={how!r}: it is "fake" or "real"')
@@ -69,8 +71,16 @@ def record(
         # A forward pass shows which units take which leaves, and in which order. If it
         # raises, its error may come of the backward pass that is missing. It left
         # nothing behind, so that the whole run below meets what is wrong all the same.
-        with suppress(Exception):
-            return _record(fn, params, rest, how, splits or {}, forward_only=True)
+        # A second one shows whether it does the same each time.
+        shapes = partial(_record, fn, params, rest, how, splits or {}, True)
+        for remembers in (True, False):  # of forward mode fakes may raise for that
+            with suppress(Exception):
+                found, again = shapes(remembers), shapes(remembers)
+                break
+        else:
+            return _record(fn, params, rest, how, splits or {})
+        check_steady(found.said, again.said)
+        return found
     return _record(fn, params, rest, how, splits or {})
 
 
@@ -81,18 +91,17 @@ def _record(
     how: str,
     splits: Mapping[str, tuple[Split, ...]],
     forward_only: bool = False,
+    remembers: bool = False,
 ) -> Recorder:
     f, fake = frame(), how == "fake"
-    recorder = Recorder(
-        forward_only=forward_only, looked_at=fake, draws=not fake, around=f.tracer
-    )
+    recorder = Recorder(forward_only=forward_only, draws=not fake, around=f.tracer)
     mine = fake and not _torch.fake_active()  # else they are fake already
     asked: set[str] = set()
     with without_data(
         (params, rest),
         place_without_data(),
         fake=fake,
-        remembers=forward_only,
+        remembers=remembers,
         asked=asked,
         told=_TOLD if fake else None,
     ) as mode:
@@ -125,7 +134,8 @@ def _record(
         in_loss and path not in taken for path, in_loss in recorder.glue.items()
     )
     means = {axis for h in recorder.handlers for axis in getattr(h, "axes", ())}
-    recorder.plain = recorder.plain and apart and not asked & means
+    plain = forward_only and apart and not asked & means  # else no gradient is known
+    recorder.plain = recorder.plain and plain
     done = "nothing" if recorder.plain else "something"
     recorder.claims.append(("done with gradients or leaves outside units", done))
     return recorder
@@ -145,11 +155,12 @@ class Recorder(Findings, Tracer, Watcher):
     Args:
         forward_only: gradients have their shapes alone; no backward pass makes them.
         plain: whether the derivatives are those of ``value_and_grad`` alone, by leaves
-            of the tree, and nobody but units and the library reads what is sharded:
-            then there is nothing about types to look at.
+            of the tree, once by each, and nobody but units and the library reads what
+            is sharded: then there is nothing about types to look at.
         around: who looks on already: bodies of units run as it says.
         glue: leaves that the user's functions read outside units; whether in a loss.
         calls: of sharded functions, and on what.
+        said: the numbers that torch's functions were given.
     """
 
     forward_only: bool = False
@@ -158,8 +169,10 @@ class Recorder(Findings, Tracer, Watcher):
     around: Tracer | None = None
     glue: dict[str, bool] = field(default_factory=dict)
     calls: list[Any] = field(default_factory=list)
+    said: list[NumbersGiven] = field(default_factory=list)
     _known: dict[int, str] = field(default_factory=dict)
     _gradients: set[int] = field(default_factory=set)
+    _by: set[Any] = field(default_factory=set)  # by which leaves, of which microbatch
     _alive: list[Tensor] = field(default_factory=list)
 
     def know(self, x: Tensor, path: str) -> None:
@@ -173,8 +186,11 @@ class Recorder(Findings, Tracer, Watcher):
     def gradients(self, leaves: Sequence[Tensor], found: Sequence[Tensor]) -> None:
         """Hears what a gradient call gives: of leaves it is laid out as these are."""
         f = frame()
-        known = all(self.path_of(x) is not None for x in leaves)
+        by = [(self.path_of(x), f.micro) for x in leaves]
+        known = all(path is not None for path, _ in by)
         self.plain = self.plain and known and not (f.in_loss or f.path)
+        self.plain = self.plain and self._by.isdisjoint(by)
+        self._by.update(by)
         self._gradients.update(map(id, found))
         self._alive.extend(found)
 
@@ -283,8 +299,6 @@ class Recorder(Findings, Tracer, Watcher):
                 self.glue.setdefault(path, f.in_loss > 0)
             held = local(x)
             inner = _torch.is_wrapped(held)
-            if inner and held.requires_grad and not (f.in_loss or f.path):
-                self.stock.setdefault(path, source_line())
             in_loss = bool(f.in_loss or inner)
             # That a loss reads it counts, whoever has read it before.
             _, known = self.outside.get(path, ("", None))
@@ -340,6 +354,8 @@ class _Watch(TorchFunctionMode):
         name = getattr(func, "__name__", "")
         if name == "__get__":  # of a tensor, most often its shape
             return func(*args)
+        if (words := said(func, args, kwargs)) is not None:
+            self.recorder.said.append(words)
         if name not in _READS_NOTHING:
             self.recorder.read((args, kwargs or {}))
         if func in _DERIVATIVES and not is_internal():

@@ -11,9 +11,29 @@ from fsfunc import _torch
 from fsfunc.comm.attribution import source_line
 from fsfunc.comm.crossings import LawError
 from fsfunc.tracing.knowledge import Seen
+from fsfunc.tracing.provenance import Gradient, Rows
 from fsfunc.tracing.types import PARTS, Kind
 
-__all__ = ["LawError", "refusal", "refuse_cut"]
+__all__ = ["LawError", "RowsApart", "apart", "refusal", "refuse_cut"]
+
+
+class RowsApart(LawError):
+    """Gradients that were taken row by row are means over the ranks by now."""
+
+
+def apart(op: str, one: Gradient, other: Gradient, rows: Rows) -> RowsApart:
+    """The error for two gradients, of other rows, that were changed and have met."""
+    return RowsApart(
+        f"{op} at {source_line()} puts together gradients by one value of the "
+        f"parameters that were taken of other rows of {rows.name}, each changed by "
+        f"what is not linear: {one.where}, {other.where}. Under shard each is the mean "
+        "over the ranks by then, of a row of every rank, where on one device it is of "
+        "one row alone (per-sample clipping, a step of a task's own). Take them where "
+        "derivatives are this rank's own, and take the mean of what comes out: "
+        "ff.reduce_like(ff.unit(fn, whole=True)(params, rows), params). Sums of "
+        "gradients, changed afterwards, are fine; what belongs together on all ranks "
+        "(the rows of one task) comes as a tensor of its own"
+    )
 
 
 def refusal(
@@ -120,6 +140,19 @@ _TEXTS = {
         "{op} at {line} takes {first}, which differs from rank to rank, for the same "
         "on all of them: take ff.pmean of it, or ff.reduce_like of whole gradients; "
         "what is a rank's own goes into a unit as an input"
+    ),
+    "parameters": (
+        "unit {op!r} at {line} is given as its parameters {first}, which differs from "
+        "rank to rank: parameters are one value on all ranks, whose gradient is a "
+        "mean. What is a rank's own goes into a unit as an input, unit(params, x, "
+        "weights); or one unit makes the weights and uses them (a hypernetwork: "
+        "ff.unit(lambda h, z, x: net(make(h, z), x))); or take ff.pmean of it"
+    ),
+    "lost": (
+        "{op} at {line} is given this rank's part of {first} as a plain tensor: its "
+        "layout was lost, as tree.leaves and a list of its results lose it, and the "
+        "sum would be over this part alone. Give trees of leaves: "
+        "ff.tree_sum(tree.map(fn, t)), or tree.leaves(t, is_leaf=ff.is_sharded)"
     ),
     "parts": (
         "{op} is given this rank's part of {first}: use ff.tree_sum or ff.global_norm "

@@ -7,8 +7,9 @@ the end, and what is compiled runs plainly. Who traces adds what it looks at: a
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator, Mapping
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import replace
 from typing import Any
 
@@ -20,12 +21,13 @@ from fsfunc.comm.backends.abstract import AbstractLink
 from fsfunc.comm.fake_errors import told_where
 from fsfunc.comm.ledgers import Ledger, only, silence
 from fsfunc.comm.mesh import Here, asking, maybe_here, place_here
+from fsfunc.runtime.buffer_pool import fresh_buffers
 from fsfunc.runtime.compiled import plainly
-from fsfunc.runtime.generators import generators_kept
+from fsfunc.runtime.generators import generators_kept, other_generators_kept
 from fsfunc.runtime.stores import mark_like
 from fsfunc.sharded.leaf import Sharded, is_sharded
 
-__all__ = ["place_without_data", "shadows", "without_data"]
+__all__ = ["place_without_data", "shadows", "with_data", "without_data"]
 
 
 def place_without_data() -> Here | None:
@@ -60,8 +62,11 @@ def without_data(
     """
     with ExitStack() as stack:
         stack.enter_context(generators_kept())
+        stack.enter_context(other_generators_kept())
         stack.enter_context(silence() if log is None else only(log))
         stack.enter_context(plainly())
+        if not fake:
+            stack.enter_context(fresh_buffers())
         mode = _torch.fake_mode()
         if fake and mode is None:
             mode = stack.enter_context(_torch.fake_mode_of(tree.leaves(values)))
@@ -79,23 +84,32 @@ def without_data(
 def shadows(mode: Any, args: Any, coordinates: Mapping[str, int] | None = None) -> Any:
     """The arguments as fake tensors, which share memory as these do.
 
+    ``mode``: of the fake tensors; None makes copies, with data.
     ``coordinates``: of the rank whose parts they are to be, if that is another one.
     """
     leaves, treedef = tree.flatten(args, is_leaf=is_sharded)
     shards: dict[int, list[Sharded]] = {}
     storages: dict[int, Tensor] = {}
+    plain = {id(x): x for x in leaves if isinstance(x, Tensor)}
+    held = Counter(map(_torch.storage_key, plain.values()))
+    held.update(_torch.storage_key(x.packed.flat) for x in leaves if _packed(x))
+    lone: dict[int, Tensor] = {}
 
     def fake(x: Tensor) -> Tensor:
         return _shadow(mode, x, storages)
 
     for i, x in enumerate(leaves):
-        if isinstance(x, Tensor):
+        if isinstance(x, Tensor) and held[_torch.storage_key(x)] == 1:
+            if id(x) not in lone:
+                lone[id(x)] = _like(mode, x)
+            leaves[i] = lone[id(x)]
+        elif isinstance(x, Tensor):
             leaves[i] = fake(x)
         elif isinstance(x, Sharded) and x.packed is None:
             leaves[i] = x.with_local(fake(x.local))
         elif isinstance(x, Sharded) and x.packed is not None:
             shard = x.packed
-            if isinstance(shard.flat, _torch.FakeTensor):
+            if mode is not None and isinstance(shard.flat, _torch.FakeTensor):
                 continue
             if id(shard) not in shards:
                 shards[id(shard)] = shard.shadow(fake, coordinates).leaves()
@@ -104,18 +118,54 @@ def shadows(mode: Any, args: Any, coordinates: Mapping[str, int] | None = None) 
     return tree.unflatten(treedef, leaves)
 
 
-def _shadow(mode: Any, x: Tensor, storages: dict[int, Tensor]) -> Tensor:
-    """``x`` without its data, in a storage as large as its own."""
-    if isinstance(x, _torch.FakeTensor):
-        return x
-    size, width = x.untyped_storage().nbytes(), x.element_size()
-    if size % width:
-        return _torch.fake_of(mode, x.detach())
-    key = _torch.storage_key(x)
+def _is_odd(x: Tensor) -> bool:
+    """Whether there is more to a tensor than elements of a storage."""
+    if x.layout != torch.strided or type(x) not in (Tensor, torch.nn.Parameter):
+        return True
+    return x.untyped_storage().nbytes() % x.element_size() != 0
+
+
+def _packed(x: Any) -> bool:
+    return isinstance(x, Sharded) and x.packed is not None
+
+
+def _like(mode: Any, x: Tensor) -> Tensor:
+    """``x`` without its data, or a copy, that begins where its storage does.
+
+    Of a part of a storage, on fake tensors, torch's forward mode makes no tangents.
+    """
+    if mode is None or isinstance(x, _torch.FakeTensor) or _is_odd(x):
+        return _shadow(mode, x, {})
     with mode:
+        fake = torch.empty_strided(x.shape, x.stride(), dtype=x.dtype, device=x.device)
+        mark_like(fake, x)
+    return fake.requires_grad_(x.requires_grad)
+
+
+def _shadow(mode: Any, x: Tensor, storages: dict[int, Tensor]) -> Tensor:
+    """``x`` without its data, or a copy, in a storage as large as its own."""
+    if isinstance(x, _torch.FakeTensor):
+        return x if mode is not None else with_data(x)
+    if _is_odd(x):
+        return x.clone() if mode is None else _torch.fake_of(mode, x.detach())
+    size = x.untyped_storage().nbytes()
+    key = _torch.storage_key(x)
+    with nullcontext() if mode is None else mode:
         if key not in storages:
             storages[key] = torch.empty(size, dtype=torch.uint8, device=x.device)
+            if mode is None:
+                storages[key].untyped_storage().copy_(x.untyped_storage())
             mark_like(storages[key], x)
         whole = storages[key].view(x.dtype)
         part = whole.as_strided(x.shape, x.stride(), x.storage_offset())
     return part.requires_grad_(x.requires_grad)
+
+
+def with_data(x: Tensor) -> Tensor:
+    """What stands for a tensor without data where there must be some.
+
+    Ones, or zeros of integers: what an index, a divisor and a mask can be.
+    """
+    fill = 1 if x.dtype.is_floating_point or x.dtype == torch.bool else 0
+    real = torch.full(tuple(x.shape), fill, dtype=x.dtype, device=x.device)
+    return real.requires_grad_(x.requires_grad)

@@ -1,34 +1,31 @@
-"""A step tried on tensors without data, before it runs: has it one meaning?"""
+"""A step tried before it runs, with nothing sent: has it one meaning?"""
 
 from __future__ import annotations
 
-import sys
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
-from contextvars import ContextVar
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
 from typing import Any
 from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor
-from torch.overrides import TorchFunctionMode
 
 from fsfunc import _torch, tree
-from fsfunc.comm.attribution import called_by_user
-from fsfunc.comm.backends.abstract import AbstractLink
+from fsfunc.comm.backends.abstract import AbstractLink, EchoLink
 from fsfunc.comm.collective_ops import watching
-from fsfunc.comm.comparison import unlike
-from fsfunc.comm.groups import RankGroup, group
+from fsfunc.comm.comparison import Lines
 from fsfunc.comm.mesh import Here
 from fsfunc.core.frames import Interpretation, frame, inside
 from fsfunc.sharded.leaf import NotATensor, is_sharded
+from fsfunc.tracing.asked import Asked
 from fsfunc.tracing.checker import Checker
-from fsfunc.tracing.refusals import LawError
+from fsfunc.tracing.refusals import LawError, RowsApart
 from fsfunc.tracing.runs import shadows, without_data
+from fsfunc.tracing.stand_ins import StandIns
+from fsfunc.tracing.steadiness import check_steady
 from fsfunc.tracing.typed_operators import SharedOp
 
-__all__ = ["check", "knows", "learn", "signature", "unchecked"]
+__all__ = ["check", "knows", "learn", "signature"]
 
 
 def check(
@@ -37,26 +34,32 @@ def check(
     keywords: dict[str, Any],
     at: Here,
     axes: tuple[str, ...],
-    together: bool = False,
-) -> Checker | None:
+    *,
+    again: bool = False,
+    exchange: Exchange = lambda lines: {},
+) -> Checker:
     """Raises where ``call(*args, **keywords)`` has no meaning under ``shard``.
 
-    The first argument is one value on all ranks, the others are the rank's own. Where a
-    step asks for a value it gets a stand-in, so one way through it is looked at; one
-    that fake tensors cannot go through at all is not: what is refused as it runs is
-    refused all the same. Of simulated ranks, which run one program, the first to come
-    and the last of the mesh look; all of them where it asks for its rank.
+    The first argument is one value on all ranks, the others are the rank's own. The
+    step is run on tensors without data; where it cannot go on with them, on copies of
+    what it is given, as if all ranks had the same. Where it asks for a value it is run
+    with one and another; a rank's own differs from rank to rank. Of simulated ranks,
+    which run one program, the first to come and the last of the mesh look; all of them
+    where it asks for its rank.
 
     Args:
         at: the rank; ``axes``: those over which the loss is a mean.
-        together: whether all ranks along ``axes`` look now. Then those over processes
-            compare what each would compute.
+        again: whether to run it once more, and see that it does the same.
+        exchange: of lines with other processes that look now; gives each one's, where
+            they are not all the same.
 
     Returns:
-        what was seen; None of a step that fake tensors cannot go through.
+        what was seen.
 
     Raises:
         LawError, NotATensor: names the line, the leaf, and the way out.
+        Unsteady: it does another thing each time that it is run.
+        Exception: what the step itself raises on copies.
     """
     notes, last = at.link.notes, at.rank == at.mesh.size - 1
     key, known = None, None
@@ -67,100 +70,192 @@ def check(
         if known is not None and not (last or asks):
             return known
     asked: set[str] = set()
-    others = group(axes, at) if together and notes is None else None
-    try:
-        found = _looked_at(call, args, keywords, at, axes, asked, known, others)
-    except (LawError, NotATensor):
-        raise
-    except Exception as error:
-        if (seen := _UNCHECKED.get()) is not None:
-            seen.append(error)
-        return None
+    trial = _Trial(call, args, keywords, axes, asked)
+    found = there = trial.first(at)
+    other = at
+    if again and known is None and not trial.real:
+        check_steady(found.said, trial.run(at).said)
+    if known is not None and not trial.real:
+        there, other = known, replace(at, rank=known.stand_ins.rank)
+    elif (notes is None or trial.real) and asked & set(axes):
+        other = replace(at, rank=_neighbour(at, axes))
+        there = trial.elsewhere(other) or found
+    varying = differing(found.events, there.events, at.rank, other.rank)
+    if not trial.real:
+        varying |= _across(found.events, exchange, at.rank)
+    if varying:
+        trial.run(at, varying=varying)
+    trial.other_ways(at, found)
     if notes is not None:
         notes.setdefault(key, (found, bool(asked & set(axes))))
     return found
 
 
-def _looked_at(
-    call: Callable[..., Any],
-    args: tuple[Any, ...],
-    keywords: dict[str, Any],
-    at: Here,
-    axes: tuple[str, ...],
-    asked: set[str],
-    known: Checker | None,
-    others: RankGroup | None,
-) -> Checker:
-    """What the step computes, which other ranks compute too.
-
-    Args:
-        known: what one of the ranks of this process has found.
-        others: the ranks that look now, over processes.
-    """
-    try:
-        found = there = _tried(call, args, keywords, at, axes, asked)
-        other = at.rank
-        if known is not None:
-            there, other = known, known.rank
-        elif at.link.notes is None and asked & set(axes):
-            other = _neighbour(at, axes)
-            elsewhere = replace(at, rank=other)
-            there = _tried(call, args, keywords, elsewhere, axes, set())
-        varying = differing(found.events, there.events, at.rank, other)
-    except Exception:
-        if others is not None:
-            _across(None, others)  # which they wait for
-        raise
-    if others is not None:
-        varying |= _across(found.events, others)
-    if varying:
-        _tried(call, args, keywords, at, axes, set(), varying)
-    return found
+Exchange = Callable[[Lines], Mapping[int, Lines]]
 
 
-_NOTHING = [("", "")]
-
-
-def _across(events: Sequence[SharedOp] | None, where: RankGroup) -> set[int]:
-    """Which events have other constants in another process: all of them call it.
-
-    Args:
-        events: None where the step could not be tried.
+def _across(events: Iterable[SharedOp], exchange: Exchange, rank: int) -> set[int]:
+    """Which events have other constants in another process.
 
     Raises:
         LawError: they are not the same operators.
     """
-    mine = [replace(e, constants=(repr(e.constants),)) for e in events or ()]
-    lines = [(e.name, *e.constants) for e in mine] if events is not None else _NOTHING
+    mine = [replace(e, constants=(repr(e.constants),)) for e in events]
     found: set[int] = set()
-    for rank, said in unlike(lines, where).items():
-        if events is not None and said != _NOTHING:
-            theirs = [SharedOp(name, (text,), "the same place") for name, text in said]
-            found |= differing(mine, theirs, where.rank, rank)
+    said = [("looked", "at"), *((e.name, *e.constants) for e in mine)]
+    for other, lines in exchange(said).items():
+        if lines:  # of those who have raised, or have nothing to look at, none
+            theirs = [SharedOp(name, (text,), "the same place") for name, text in lines]
+            found |= differing(mine, theirs[1:], rank, other)
     return found
 
 
-_UNCHECKED: ContextVar[list[Exception] | None] = ContextVar("unchecked", default=None)
+class _Trial:
+    """Runs of one call, with nothing sent.
+
+    ``asked`` is given the axes along which somebody asks for the rank's place; ``real``
+    says whether it runs on copies, ``forgets`` whether fake tensors remember nothing,
+    ``turn`` what stands in for values that nobody has; ``checker`` saw the last run.
+    With ``counts`` whole numbers stay what they are.
+    """
+
+    def __init__(self, call: Any, args: Any, keywords: Any, axes: Any, asked: set[str]):
+        self.call, self.args, self.keywords = call, args, keywords
+        self.axes, self.asked = axes, asked
+        self.real, self.forgets, self.turn = False, False, 0
+        self.checker: Any = None
+
+    def first(self, at: Here) -> Checker:
+        """The first run that comes to its end: of the last way it must."""
+        found = self.attempt(at)
+        if found is None:  # of forward mode it may raise for what fakes remember
+            before, self.forgets = self.checker, True
+            found = self.attempt(at)
+            check_steady(before.said, self.checker.said)
+        turns = self.checker.stand_ins.turns
+        while found is None and self.turn + 1 < turns:
+            self.turn += 1
+            found = self.attempt(at)
+        if found is None:
+            self.real, self.turn = True, 0
+            found = self.attempt(at) or self.run(at, counts=True)
+        return found
+
+    def elsewhere(self, at: Here) -> Checker | None:
+        """A run at another rank, of which ours may not have all that it has."""
+        found = self.attempt(at)
+        if found is None:
+            self.forgets = True
+            found = self.attempt(at)
+        return self.attempt(at, counts=True) if found is None else found
+
+    def other_ways(self, at: Here, found: Checker) -> None:
+        """Runs with other values in place of those that the step asks for.
+
+        And with twice the rows where somebody took all rows of an own tensor: a loop
+        that is over in one turn cannot be told from none.
+        """
+        for turn in range(found.stand_ins.turns):
+            if turn != self.turn:
+                self.attempt(at, turn=turn)
+        if found.known.own.thin:
+            self.attempt(at, (RowsApart,), times=2)  # else all is right as it is
+
+    def attempt(
+        self,
+        at: Here,
+        refused: tuple[type[Exception], ...] = (LawError, NotATensor),
+        **how: Any,
+    ) -> Checker | None:
+        """A run, or None where it raises what is no refusal."""
+        try:
+            return self.run(at, **how)
+        except refused:
+            raise
+        except Exception:
+            return None
+
+    def run(
+        self,
+        at: Here,
+        *,
+        turn: int | None = None,
+        counts: bool = False,
+        varying: Iterable[int] = (),
+        times: int = 1,
+    ) -> Checker:
+        """One run, at a rank, and what the checker saw of it."""
+        alone = at.mesh.axis_size(self.axes) == 1
+        odd = None if counts else _is_odd(at, self.axes)
+        stand_ins = StandIns(at.rank, odd, self.turn if turn is None else turn)
+        self.checker = checker = Checker(self.axes, alone, stand_ins, varying)
+        link = EchoLink(at.rank) if self.real else AbstractLink(at.rank)
+        now, given = replace(at, link=link), (self.args, self.keywords)
+        # Backward passes stay in this thread, whose modes see them.
+        with (
+            torch.autograd.set_multithreading_enabled(False),
+            without_data(
+                given,
+                now,
+                fake=not self.real,
+                remembers=not self.forgets,
+                asked=self.asked,
+            ) as mode,
+            _torch.quiet_fakes(),
+        ):
+            f, coordinates = frame(), at.mesh.coordinates(at.rank)
+            seen = [h.given for h in f.handlers], given
+            around, (args, named) = shadows(
+                None if self.real else mode, seen, coordinates
+            )
+            if times > 1:
+                given = tree.map(lambda x: _repeated(x, times), (args[1:], named))
+                args, named = (*args[:1], *given[0]), given[1]
+            on = zip(f.handlers, around, strict=True)
+            handlers = tuple(h if x is None else h.on(x) for h, x in on)
+            with (
+                inside(f.but(tracer=checker, at=now, handlers=handlers)),
+                watching(checker),
+                checker,
+                Asked(checker),
+            ):
+                out = self.call(*args, **named)
+                checker.returned(args[:1], out)
+        return checker
 
 
-@contextmanager
-def unchecked() -> Iterator[list[Exception]]:
-    """Gathers why calls inside could not be tried before they ran."""
-    found: list[Exception] = []
-    token = _UNCHECKED.set(found)
-    try:
-        yield found
-    finally:
-        _UNCHECKED.reset(token)
+def _repeated(x: Any, times: int) -> Any:
+    """An own tensor with each of its rows so many times."""
+    return torch.cat([x] * times) if isinstance(x, Tensor) and x.ndim else x
+
+
+def _is_odd(at: Here, axes: tuple[str, ...]) -> bool:
+    """Whether a rank is odd, along the first axis that has several."""
+    coordinates = at.mesh.coordinates(at.rank)
+    return next((coordinates[a] for a in axes if at.mesh.axes[a] > 1), 0) % 2 == 1
+
+
+def _neighbour(at: Here, axes: tuple[str, ...]) -> int:
+    """Another rank, next to this one on each of ``axes`` that has several."""
+    other = at.mesh.coordinates(at.rank)
+    for axis in axes:
+        size = at.mesh.axes[axis]
+        other[axis] += 1 if other[axis] + 1 < size else -1 if size > 1 else 0
+    return at.mesh.rank_at(other)
 
 
 # By interpretation: the (rank, signature) of calls that were looked at.
 _KNOWN: WeakKeyDictionary[Interpretation, set[Any]] = WeakKeyDictionary()
 
 
-def knows(handler: Interpretation, rank: int, key: Any) -> bool:
-    """Whether a call was looked at, or is like one in which nothing could be."""
+def knows(handler: Interpretation, rank: int, key: Any = None) -> bool:
+    """Whether a call was looked at, or is like one in which nothing could be.
+
+    Without a ``key``, whether any was.
+    """
     known = _KNOWN.get(handler, ())
+    if key is None:
+        return bool(known)
     return (rank, key) in known or (rank, key[0]) in known
 
 
@@ -170,9 +265,13 @@ def learn(handler: Interpretation, rank: int, keys: Iterable[Any]) -> None:
 
 
 def signature(args: Any, keywords: Any) -> Any:
-    """What tells programs apart by what they are given: structure, shapes, dtypes."""
+    """What tells programs apart by what they are given: structure, shapes, dtypes.
+
+    First what does so for batches of any shape: structure, and what is true or false.
+    """
     leaves, treedef = tree.flatten((args, keywords), is_leaf=is_sharded)
     kinds: list[Any] = [treedef]
+    truths: list[bool] = []
     for x in leaves:
         if isinstance(x, Tensor):
             kinds.append((x.shape, x.dtype, x.requires_grad))
@@ -180,15 +279,10 @@ def signature(args: Any, keywords: Any) -> Any:
             kinds.append((x.layout.shape, x.layout.dtype))
         else:
             kinds.append(type(x))
+            if isinstance(x, bool):
+                truths.append(x)
+    kinds[0] = (treedef, *truths)
     return tuple(kinds)
-
-
-def _neighbour(at: Here, axes: tuple[str, ...]) -> int:
-    """Another rank, at another coordinate on each of ``axes`` that has several."""
-    other = at.mesh.coordinates(at.rank)
-    for axis in axes:
-        other[axis] = (other[axis] + 1) % at.mesh.axes[axis]
-    return at.mesh.rank_at(other)
 
 
 def differing(events: Any, others: Any, rank: int, other: int) -> set[int]:
@@ -214,90 +308,3 @@ def differing(events: Any, others: Any, rank: int, other: int) -> set[int]:
         )
     pairs = enumerate(zip(events, others, strict=True))
     return {i for i, (a, b) in pairs if a.constants != b.constants}
-
-
-def _tried(*how: Any) -> Checker:
-    """The step run once; what raises may do so for what fakes remember, at first."""
-    try:
-        return _run(*how)
-    except (LawError, NotATensor):
-        raise
-    except RuntimeError:
-        return _run(*how, forget=True)
-
-
-def _run(
-    call: Callable[..., Any],
-    args: tuple[Any, ...],
-    keywords: dict[str, Any],
-    at: Here,
-    axes: tuple[str, ...],
-    asked: set[str],
-    varying: set[int] | None = None,
-    *,
-    forget: bool = False,
-) -> Checker:
-    alone = at.mesh.axis_size(axes) == 1
-    checker = Checker(at.rank, axes, alone, varying or ())
-    now = replace(at, link=AbstractLink(at.rank))
-    # Backward passes stay in this thread, whose modes see them.
-    with (
-        torch.autograd.set_multithreading_enabled(False),
-        without_data((args, keywords), now, remembers=not forget, asked=asked) as mode,
-        inside(frame().but(tracer=checker, at=now)),
-        _torch.quiet_fakes(),
-    ):
-        coordinates = at.mesh.coordinates(at.rank)
-        given, named = shadows(mode, (args, keywords), coordinates)
-        with watching(checker), checker, _Asked(checker):
-            out = call(*given, **named)
-            checker.returned(given[:1], out)
-    return checker
-
-
-_SHAPES: dict[Any, str] = {
-    Tensor.shape.__get__: "shape",  # type: ignore[attr-defined]
-    Tensor.ndim.__get__: "ndim",  # type: ignore[attr-defined]
-    Tensor.size: "size",
-    Tensor.dim: "dim",
-    Tensor.numel: "numel",
-    Tensor.nelement: "nelement",
-    Tensor.__len__: "len",
-}
-
-
-class _Asked(TorchFunctionMode):
-    """Sees the gradients that autograd takes, and who asks for a tensor's shape."""
-
-    def __init__(self, checker: Checker):
-        super().__init__()
-        self.checker = checker
-
-    def __torch_function__(self, func, types, args=(), kwargs=None):
-        if name := _SHAPES.get(func):
-            asker = sys._getframe(1)
-            while asker.f_code.co_name in ("__len__", "handle_torch_function"):
-                asker = asker.f_back or asker
-            if called_by_user(asker):
-                self.checker.measured(args[0], name)
-            return func(*args, **(kwargs or {}))
-        if func in (Tensor.backward, torch.autograd.backward):
-            return self._backward(func, args, kwargs or {})
-        out = func(*args, **(kwargs or {}))
-        if func is torch.autograd.grad:
-            given = dict(zip(("outputs", "inputs"), args, strict=False)) | (
-                kwargs or {}
-            )
-            inputs = given["inputs"]
-            inputs = [inputs] if isinstance(inputs, Tensor) else list(inputs)
-            self.checker.pulled(inputs, out)
-        return out
-
-    def _backward(self, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
-        roots = [x.grad_fn for x in tree.leaves(args) if isinstance(x, Tensor)]
-        nodes = _torch.graph_nodes(roots, set())
-        found = [getattr(node, "variable", None) for node in nodes]
-        leaves = [x for x in found if x is not None]
-        out = func(*args, **kwargs)
-        self.checker.pulled(leaves, [x.grad for x in leaves])
-        return out

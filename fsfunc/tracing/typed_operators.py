@@ -36,14 +36,15 @@ from fsfunc.tracing.operators import (
     TURNS,
     OperatorClass,
     OperatorMode,
-    class_of,
+    class_of_call,
 )
+from fsfunc.tracing.provenance import NOTHING, Provenance
 from fsfunc.tracing.refusals import LawError, refusal
-from fsfunc.tracing.types import PARTS, Kind, Operand, Untyped, result
+from fsfunc.tracing.results import made_of, value_of
+from fsfunc.tracing.stand_ins import StandIns
+from fsfunc.tracing.types import PARTS, Kind, Operand, Untyped, joint, result
 
-__all__ = ["SharedOp", "Operators"]
-
-_EQUAL: Any = torch.ops.aten.equal.default
+__all__ = ["Operators", "SharedOp"]
 
 
 @dataclass(frozen=True)
@@ -65,28 +66,36 @@ class Operators(OperatorMode):
     Args:
         rank: whose program it is; ``axes``: over which its loss is a mean;
             ``alone``: whether there is no other rank on them.
+        stand_ins: what they get who ask for values.
         varying: which events had constants that differ from rank to rank.
 
     ``events`` are what the ranks must agree on; ``known`` what is known of tensors;
-    ``given`` the memory that the bodies of units which run were given.
+    ``given`` the memory that the bodies of units which run were given; ``captured`` of
+    what the tensors are made that the outermost of them reads beside.
     """
 
     def __init__(
-        self, rank: int, axes: tuple[str, ...], alone: bool, varying: Iterable[int] = ()
+        self,
+        axes: tuple[str, ...],
+        alone: bool,
+        stand_ins: StandIns,
+        varying: Iterable[int] = (),
     ):
         super().__init__()
-        self.rank, self.axes, self.varying = rank, axes, set(varying)
+        self.axes, self.stand_ins, self.varying = axes, stand_ins, set(varying)
         self.own = Kind.A if alone else Kind.V
         self.events: list[SharedOp] = []
         self.known, self.nodes = Known(), Nodes()
         self.given: set[int] = set()
+        self.captured: list[Provenance] = []
         self._along = False  # whether an operator was given dims
         self._paused = False
 
     def operator(self, func: Any, args: Any, kwargs: Any) -> Any:
-        asked = func is _EQUAL or _torch.tells_value(func)
-        if asked and isinstance(args[0], _torch.FakeTensor):
-            return self._value(args[0], func)
+        if not self._paused and _torch.tells_value(func):
+            return self._told(func, args, kwargs)
+        if not self._paused and _torch.tells_places(func):
+            self.leaves_the_step(class_of_call(func, args, kwargs).name, args)
         numbers = self.nodes.new()
         out = self.run(func, args, kwargs)
         if self._paused:
@@ -97,32 +106,67 @@ class Operators(OperatorMode):
         written = _torch.written(func, args, kwargs)
         made = [x for x in flat([out, written]) if isinstance(x, Tensor)]
         if made:
+            op = class_of_call(func, args, kwargs)
             self._paused = True
             try:
                 if func._schema.name.startswith(OF_LISTS):
                     for row, results in rows(args, kwargs, made):
-                        self._note(func, row, results, bool(written), numbers)
+                        self._note(op, row, results, bool(written), numbers)
                 else:
                     self._along = names_dims(func, args, kwargs)
                     given = [*flat(args), *flat(kwargs)]
-                    self._note(func, given, made, bool(written), numbers)
+                    self._note(op, given, made, bool(written), numbers)
             finally:
                 self._paused = False
         return out
 
-    def _value(self, x: Tensor, func: Any) -> Any:
-        """A number in place of one that nobody has; an own one tells ranks apart."""
-        if func is _EQUAL or x.dtype == torch.bool:
-            return func is _EQUAL
-        own = self.known.kind(x) is Kind.V or frame().path
-        if not x.is_floating_point() or not own:
-            return 1.0 if x.is_floating_point() else 1
-        asks(self.axes)
-        return 1 + self.rank / 64
+    def leaves_the_step(self, name: str, values: Any) -> Kind:
+        """Whose the tensors are whose values are asked for.
+
+        Raises:
+            LawError: one is this rank's part of a leaf.
+        """
+        given = [x for x in flat([values]) if isinstance(x, Tensor)]
+        seen = [self.known.of(x) for x in given]
+        if any(x.kind in PARTS - {Kind.R} for x in seen):
+            if not frame().path and not _trusted():
+                raise refusal("mixes", name, seen, None)
+        kinds = {x.kind for x in seen}
+        kind = Kind.R if kinds & PARTS else joint(kinds)
+        if kind is Kind.V:
+            asks(self.axes)
+        return kind
+
+    def asked(self, name: str, x: Tensor) -> Tensor:
+        """What somebody gets who asks for a tensor's values."""
+        kind, value = self.leaves_the_step(name, x), _torch.value_of(x)
+        if kind is Kind.K and value is not None:
+            return value  # of a constant there are no others
+        own = kind is Kind.V
+        if frame().path and x.is_floating_point():
+            asks(self.axes)
+            own = True
+        return self.stand_ins.of(x, own)
+
+    def _told(self, func: Any, args: Any, kwargs: Any) -> Any:
+        """What an operator gives that tells a value, or what is in its place."""
+        name = func._schema.name.removeprefix("aten::")
+        given = [x for x in args if isinstance(x, Tensor)]
+        if len(given) == 1:
+            name = "item" if name == "_local_scalar_dense" else name
+            value = self.asked(name, given[0])
+            with _torch.beneath_all_modes():
+                return value.item()
+        kind = self.leaves_the_step(name, given)
+        known = all(_torch.value_of(x) is not None for x in given)
+        found = self.run(func, args, kwargs) if known else name == "equal"
+        if kind is Kind.K and known:
+            return found
+        return self.stand_ins.truth(found, kind is Kind.V)
 
     def _note(
         self,
-        func: Any,
+        op: OperatorClass,
         given: Sequence[Any],
         made: Sequence[Tensor],
         writes: bool,
@@ -130,7 +174,7 @@ class Operators(OperatorMode):
     ) -> None:
         tensors = [x for x in given if isinstance(x, Tensor)]
         inputs = {_torch.storage_key(x) for x in tensors}
-        op, node = class_of(func), _torch.current_node()
+        node = _torch.current_node()
         if node is None:
             origin = Origin(op.name, source_line(), _trusted())
             self.nodes.came_from(numbers, origin)
@@ -151,6 +195,8 @@ class Operators(OperatorMode):
         view = not writes and all(_torch.storage_key(y) in inputs for y in made)
         if node is None and not _trusted():
             self._placed(op, tensors, sources, made, view)
+        if view and (op.picks or op.name == "alias"):  # of all there are, an alias
+            self.known.own.picked(_torch.storage_key(tensors[0]), *tensors[:1], *made)
         if view and not op.picks:
             return
         kind = self._typed(op, operands, tensors, made, origin)
@@ -162,18 +208,22 @@ class Operators(OperatorMode):
         if node is None and kind is not Kind.V and not _trusted():
             kind, digest = self._event(op, given, tensors, kind)
         seen = self._seen(op, kind, sources, digest)
-        made_of = op.elementwise and all(x.number for x in operands)
+        uniform = op.elementwise and all(x.number for x in operands)
         rows = node is None and (op.elementwise or _trusted())
         seen = replace(
             seen,
-            uniform=(made_of or op.factory or op.alike) and not op.random,
+            uniform=(uniform or op.factory or op.alike) and not op.random,
             flat=rows and any(x.flat for x in sources) and made[0].ndim == 1,
+            made_of=NOTHING if node is not None else made_of(self.known, op, given),
         )
-        for y in made:
+        known = node is None and not op.random
+        value = value_of(self.known, op, given) if known else 0
+        for i, y in enumerate(made):
+            one = replace(seen, value=hash((value, i)) if value and i else value)
             if _torch.storage_key(y) in inputs:
-                self.known.write(y, seen)
+                self.known.write(y, one)
             else:
-                self.known.put(y, seen)
+                self.known.put(y, one)
 
     def used(self, x: Tensor) -> None:
         """Hears that an operator reads a tensor."""
@@ -181,10 +231,15 @@ class Operators(OperatorMode):
     def _captured(self, name: str, args: Any, kwargs: Any) -> None:
         """Raises where a unit's body reads parts that it was not given."""
         for x in flat([args, kwargs]):
-            if isinstance(x, Tensor) and self.known.kind(x) in PARTS:
-                given = _torch.storage_key(_torch.unwrapped(x)) in self.given
-                if _torch.current_node() is None and not given and not _trusted():
-                    raise refusal("input", name, [self.known.of(x)], None)
+            if not isinstance(x, Tensor) or (seen := self.known.seen(x)) is None:
+                continue
+            if _torch.storage_key(_torch.unwrapped(x)) in self.given:
+                continue
+            if _torch.current_node() is not None or _trusted():
+                continue
+            if seen.kind in PARTS:
+                raise refusal("input", name, [seen], None)
+            self.captured.append(self.known.made_of(x))
 
     def _placed(
         self,

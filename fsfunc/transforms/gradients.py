@@ -38,6 +38,7 @@ __all__ = [
     "averaged",
     "beside",
     "check_derivatives",
+    "check_mapped",
     "check_observed",
     "check_whole",
     "collected",
@@ -260,6 +261,23 @@ def _packed(
         for i, part in zip(positions, parts, strict=True):
             out[i] = part.view(tensors[i].shape)
     return out
+
+
+def check_mapped(call: Call, taken: Sequence[Sharded]) -> None:
+    """Raises where vmap, outside the unit that takes leaves, has cut them up.
+
+    Raises:
+        LawError: what it maps over is this rank's part, element by element.
+    """
+    for leaf in taken:
+        if leaf.layout.flat is not None and not leaf.local.ndim:
+            raise LawError(
+                f"vmap maps over {leaf.name!r} ({leaf.layout}), outside unit "
+                f"{call.name!r}, which takes it: this rank's part of it is a row of "
+                "elements, and not of what lies along dim 0. Map in a unit that has it "
+                "whole: ff.unit(lambda params, x: vmap(fn, (0, None))(params, x), "
+                "whole=True)"
+            )
 
 
 def check_derivatives(call: Call, taken: Sequence[Any], inputs: Any) -> None:

@@ -256,8 +256,9 @@ class Sharding(Interpretation):
                 *arguments(1),
             )
             call = lambda *args, **keywords: self.call(f, args, keywords)  # noqa: E731
-            seen = check(call, args, keywords, at, (*at.mean, *self.axes))
-            self.claims[at.rank] = seen.claims if seen else ()
+            axes, again = (*at.mean, *self.axes), not knows(self, at.rank)
+            seen = check(call, args, keywords, at, axes, again=again)
+            self.claims[at.rank] = seen.claims
             learn(self, at.rank, [key])
 
     def _runtime(
@@ -409,13 +410,16 @@ class Sharding(Interpretation):
         for axis in sorted(heard or ()):
             whose = runtime.ownership.is_one_value
             check_alike(self, call.fn, chosen, grads, whose, axis)
-        if f.tracer is not None:
-            f.tracer.reduced(tuple(chosen), grads)
+        of = (outcome.total, call.args, call.keywords)
         outcome = outcome.but(grads)
         if done := stepped(runtime):
             by = tuple(chosen)
             outcome = replace(outcome, shown=lambda grads: shown(grads, by, done))
-        return averaged(outcome, runtime, here(self.mesh))
+        outcome = averaged(outcome, runtime, here(self.mesh))
+        if f.tracer is not None:
+            value = (outcome.total, outcome.aux)
+            f.tracer.reduced(tuple(chosen), outcome.grads, of, value)
+        return outcome
 
     def _steps(self, keeps: dict[int, FlatShard], parts: Parts) -> BackwardSteps | None:
         """Who steps buffers while the backward runs, if anybody."""

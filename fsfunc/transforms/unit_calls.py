@@ -24,7 +24,7 @@ from fsfunc.sharded.leaf import Sharded, is_sharded, whole_shape
 from fsfunc.sharded.packing import by_buffer, joined, packed_of
 from fsfunc.transforms.boundary import enter, leave, spread
 from fsfunc.transforms.gathered_calls import GatheredCall
-from fsfunc.transforms.gradients import check_derivatives
+from fsfunc.transforms.gradients import check_derivatives, check_mapped
 from fsfunc.transforms.shard_runtime import ShardRuntime
 
 __all__ = ["CutAxes", "call_unit"]
@@ -94,6 +94,7 @@ def call_unit(
     if runtime is None:
         raise RuntimeError(f"{call.name} runs outside the sharded function")
     if functional:
+        check_mapped(call, [leaves[i] for i in mine])
         check_derivatives(call, [leaves[i] for i in mine], (inputs, named))
         _compose(leaves, treedef, mine, call, runtime)
         return run(tree.unflatten(treedef, leaves), *inputs, **named)
@@ -159,7 +160,8 @@ def _enter_plain(
     where = group(cut.every, here(cut.mesh))
     for i in positions:
         check_derivatives(call, [leaves[i]], inputs)
-        leaves[i] = apply_map(leaves[i], ENTER, where)
+        with label(call.name, "forward"):
+            leaves[i] = apply_map(leaves[i], ENTER, where)
 
 
 def _gathered_calls(

@@ -57,7 +57,11 @@ def _fits(patterns: list[str], names: list[str]) -> bool:
 
 
 class Node(NamedTuple):
-    """One level of a tree: what it is, without what lies below."""
+    """One level of a tree: what it is, without what lies below.
+
+    A class of nodes may say what one is to a message, by a method ``tree_text``, and
+    what to do where another kind stands in its place, by ``tree_advice``.
+    """
 
     value: Any
     treedef: TreeDef  # every child a leaf
@@ -98,6 +102,8 @@ class Node(NamedTuple):
 
     def __str__(self) -> str:
         value, kind = self.value, type(self.value).__name__
+        if (told := getattr(type(value), "tree_text", None)) is not None:
+            return told(value)
         if self.is_leaf:
             shape = getattr(value, "shape", None)
             return f"a leaf ({kind}{'' if shape is None else f' {list(shape)}'})"
@@ -116,7 +122,9 @@ class Node(NamedTuple):
         """Return what tells the level found from this one, which was expected."""
         mine, other = self.value, actual.value
         if type(mine) is not type(other) or self.is_leaf != actual.is_leaf:
-            return f"expected {self}, found {actual}"
+            kinds = type(mine), type(other)
+            advice = next(filter(None, map(_advice, kinds)), "")
+            return f"expected {self}, found {actual}{advice and '. '}{advice}"
         if isinstance(mine, Mapping):
             here, there = self.treedef.entries(), actual.treedef.entries()
             if here != there:
@@ -127,6 +135,11 @@ class Node(NamedTuple):
             f"the static data of {type(mine).__name__} differ: "
             f"expected {self.treedef}, found {actual.treedef}"
         )
+
+
+def _advice(kind: type) -> str:
+    """What a class of nodes says to who has another kind in its place."""
+    return getattr(kind, "tree_advice", "")
 
 
 def _keys_told_apart(expected: list[Any], actual: list[Any]) -> str:

@@ -1,5 +1,7 @@
 """States: laid out, trained, put together again; a user's own as well as ours."""
 
+from pathlib import Path
+
 import pytest
 import torch
 from hypothesis import given, settings
@@ -133,8 +135,8 @@ def test_init_state_takes_a_function_and_runs_nothing_real():
     for found, count in on_each_rank(main):
         same(found, alone.params)
         assert count == 0
-    # Each rank makes its parameters; the first and the last record.
-    assert sorted(calls) == ["FakeTensor", "FakeTensor", "init", "init"]
+    # Each rank makes its parameters; the first and the last record, twice each.
+    assert sorted(calls) == ["FakeTensor"] * 4 + ["init"] * 2
 
 
 def test_the_state_shares_no_memory_with_what_it_was_made_of():
@@ -317,3 +319,50 @@ def test_gradients_of_another_tree_are_refused():
     del grads["layers"][1]["b"]
     with pytest.raises(ValueError, match="gradients do not match.*layers/1"):
         state.apply_gradients(grads, optimizer)
+
+
+@pytest.mark.processes
+def test_where_one_process_cannot_lay_out_all_raise(processes):
+    """In the step, in the function that makes parameters, in the optimizer's init."""
+    found = processes(Path(__file__).with_name("failing_ranks.py"), 2).split("\n")
+    said = [line for line in found if line]
+    raised = {"step": "KeyError", "function": "OSError", "optimizer": "MemoryError"}
+    for rank, kinds in enumerate([dict.fromkeys(raised, "RanksDiffer"), raised]):
+        mine = said[7 * rank : 7 * rank + 7]
+        for i, (what, kind) in enumerate(kinds.items()):
+            assert mine[2 * i : 2 * i + 2] == [f"{what} {kind}", "4.0"]
+        assert mine[6] == "unlike True"
+
+
+@pytest.mark.parametrize("made", ["given", "by a function"])
+@pytest.mark.parametrize("turned", [False, True])
+def test_one_tensor_at_two_paths_is_refused(made, turned):
+    """The first update would untie them: of one that is read twice gradients add up."""
+    unit = ff.unit(lambda p, x: x @ p["a"] @ p["b"])
+    step = optimizer(ff.value_and_grad(lambda p, x: unit(p, x).sum()))
+
+    def init():
+        w = torch.ones(3, 3)
+        return {"a": w, "b": w.T if turned else w}
+
+    def main():
+        params = init if made == "by a function" else init()
+        ff.init_state(ff.shard(step, MESH, "data"), params, optimizer, torch.ones(2, 3))
+
+    with pytest.raises(
+        ValueError, match="one tensor stands at '.*a' and at '.*b'.*clone"
+    ):
+        ff.spmd(main, MESH)()
+
+
+def test_one_tensor_may_stand_in_a_state_twice():
+    """As an average of the weights begins, and a penalty on how far they went."""
+    step = lambda s, x: ff.value_and_grad(loss_fn)(s["w"], x)[1]  # noqa: E731
+
+    def main():
+        params = params_of()
+        f = ff.shard(step, MESH, "data")
+        placed = ff.place(f, {"w": params, "ema": params}, mine())
+        assert placed["ema"].keys() == placed["w"].keys()
+
+    ff.spmd(main, MESH)()

@@ -14,7 +14,7 @@ from fsfunc.comm.backends.link import Done, Handle, Link
 from fsfunc.comm.fake_errors import told_where
 from fsfunc.comm.mesh import Here, Mesh, asking, place_here
 
-__all__ = ["AbstractLink", "run_abstract"]
+__all__ = ["AbstractLink", "EchoLink", "run_abstract"]
 
 _INSTEAD = (
     ", where all tensors are fake: leave out there what reads a value, or run it on a "
@@ -58,6 +58,36 @@ class AbstractLink(Link):
 
     def receive(self, like: Tensor, where: Any, source: int, what: str = "") -> Handle:
         return Done(like)
+
+
+class EchoLink(AbstractLink):
+    """As if all ranks had the same: for tensors with data, of which nothing is sent."""
+
+    def start(
+        self,
+        op: str,
+        x: Tensor,
+        where: Any,
+        *,
+        out: Tensor | None = None,
+        what: str = "",
+        **how: Any,
+    ) -> Handle:
+        n = where.size
+        if op == "all_gather":
+            found = x.repeat(n, *[1] * (x.ndim - 1))
+        elif op == "psum_scatter":
+            found = x.view(n, -1, *x.shape[1:])[where.index] * n
+        elif op == "psum":
+            found = x * n
+        elif sizes := how.get("sizes"):
+            rows = sum(row[where.index] for row in sizes)
+            found = x[:1].expand(rows, *x.shape[1:])
+        elif op == "ppermute" and where.index not in [t for _, t in how["pairs"]]:
+            found = x.new_zeros(x.shape)
+        else:
+            found = x.clone()
+        return Done(found if out is None else out.copy_(found))
 
 
 def run_abstract(

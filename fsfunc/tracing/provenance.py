@@ -1,0 +1,174 @@
+"""What a value is made of: rows of own tensors, and gradients that are means by now.
+
+Under ``shard`` a gradient by parameters is the mean over the ranks. One that is taken
+of row i, in a loop over rows, is that of row i of every rank. What is linear in such
+gradients may be summed over the rows all the same. What is not (a norm, a clipped
+gradient, the loss of a task's own step) would be that of a mean, where on one device it
+is that of a row; it may be, as long as nothing sums it up over the rows.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import defaultdict
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field, replace
+from itertools import combinations
+from typing import Any, NamedTuple
+
+from torch import Tensor
+
+from fsfunc.tracing.operators import OperatorClass
+
+__all__ = ["Gradient", "NOTHING", "Provenance", "Rows", "joined", "met"]
+__all__ += ["nonlinear", "takes_rows"]
+
+
+class Rows(NamedTuple):
+    """Some, not all, rows of an own tensor.
+
+    Args:
+        of: which tensor, as a value; ``name``: what to call it; ``at``: which rows.
+    """
+
+    of: int
+    name: str
+    at: Any
+
+
+@dataclass(frozen=True)
+class Gradient:
+    """A gradient that is the ranks' mean, as what was made of it remembers it.
+
+    Args:
+        by: which value it is by.
+        rows: the rows of own tensors that it was taken of.
+        bent: whether an operator has changed it that is not linear; ``where``: which.
+    """
+
+    by: int
+    rows: frozenset[Rows]
+    bent: bool = False
+    where: str = field(default="", compare=False)
+
+    def other_rows(self, other: Gradient) -> Rows | None:
+        """Some rows, where both are of one tensor, but not of the same rows of it."""
+        for rows in self.rows ^ other.rows:
+            both = (any(r.of == rows.of for r in one.rows) for one in (self, other))
+            if all(both):
+                return rows
+        return None
+
+
+class Provenance(NamedTuple):
+    """What a value is made of."""
+
+    rows: frozenset[Rows] = frozenset()
+    gradients: frozenset[Gradient] = frozenset()
+
+    def changed(self, where: str) -> Provenance:
+        """That of a function of it that is not linear."""
+        if all(g.bent for g in self.gradients):
+            return self
+        bent = (
+            g if g.bent else replace(g, bent=True, where=where) for g in self.gradients
+        )
+        return self._replace(gradients=frozenset(bent))
+
+
+NOTHING = Provenance()
+
+
+def joined(given: Iterable[Provenance]) -> Provenance:
+    """That of what is made of several values: sums of gradients are one gradient."""
+    some = [x for x in given if x is not NOTHING]
+    if len(some) < 2:
+        return some[0] if some else NOTHING
+    rows = frozenset[Rows]().union(*(x.rows for x in some))
+    gradients = frozenset[Gradient]().union(*(x.gradients for x in some))
+    if len(gradients) < 2:
+        return Provenance(rows, gradients)
+    sums: dict[int, set[Rows]] = defaultdict(set)
+    for g in gradients:
+        if not g.bent:
+            sums[g.by].update(g.rows)
+    found = {g for g in gradients if g.bent}
+    found.update(Gradient(by, frozenset(rows)) for by, rows in sums.items())
+    return Provenance(rows, frozenset(found))
+
+
+def met(given: Iterable[Provenance]) -> tuple[Gradient, Gradient, Rows] | None:
+    """Two gradients by one value, and rows that only one is of: neither is linear.
+
+    Not those of which one value is made already: they have met before.
+    """
+    each = {x.gradients for x in given if any(g.bent for g in x.gradients)}
+    for some, others in combinations(each, 2):
+        for one in some - others:
+            for other in others - some:
+                if one.bent and other.bent and one.by == other.by:
+                    if (rows := one.other_rows(other)) is not None:
+                        return one, other, rows
+    return None
+
+
+# By operator, which of its tensors it is linear in, if the others are constants; None:
+# in all of them. Of lists it is told by what it does at each place.
+_LINEAR: dict[str, tuple[int, ...] | None] = {
+    **dict.fromkeys(
+        [
+            "add", "sub", "rsub", "neg", "clone", "copy", "_to_copy", "to", "detach",
+            "alias", "lift_fresh", "contiguous", "type_as", "sum", "mean", "cumsum",
+            "cat", "stack", "flip", "roll", "repeat", "index_put", "index_add",
+            "scatter", "scatter_add", "select_scatter", "slice_scatter", "tril",
+            "triu", "constant_pad_nd", "zero", "conj_physical",
+        ]
+    ),
+    "div": (0,), "true_divide": (0,), "addcdiv": (0, 1), "lerp": (0, 1),
+    "where": (1, 2), "masked_fill": (0, 2), "index": (0,), "index_select": (0,),
+    "gather": (0,), "take": (0,),
+}  # fmt: skip
+# By operator, from which of its tensors on it is linear in each one by itself.
+_FACTORS = {
+    **dict.fromkeys(["mul", "mm", "bmm", "mv", "dot", "vdot", "matmul"], 0),
+    **dict.fromkeys(["addcmul", "addmm", "addmv", "addr", "baddbmm", "addbmm"], 1),
+}
+
+
+def nonlinear(
+    op: OperatorClass, given: Sequence[Any], marked: Sequence[bool]
+) -> bool | None:
+    """Whether an operator is linear in the marked ones of its tensors, together.
+
+    None: what it makes has nothing to do with their values, or tells of them only
+    whether they are finite, as the mean does of each row.
+    """
+    name = op.name.removeprefix("_foreach_")
+    if op.alike or op.factory or name in _EQUALS and _asks_for_no_number(given):
+        return None
+    if name in _FACTORS:
+        return sum(marked[_FACTORS[name] :]) > 1
+    if op.picks:
+        return False
+    places = _LINEAR.get(name, ())
+    if places is None:
+        return False
+    return any(m for i, m in enumerate(marked) if i not in places)
+
+
+_EQUALS = {"eq", "ne", "isinf", "isnan", "isposinf", "isneginf"}
+
+
+def _asks_for_no_number(given: Sequence[Any]) -> bool:
+    """Whether a value is compared with itself, or with infinity."""
+    first, *rest = given
+    return all(x is first or isinstance(x, float) and math.isinf(x) for x in rest)
+
+
+def takes_rows(op: OperatorClass, given: Sequence[Any]) -> bool:
+    """Whether an operator copies some of the rows of its first tensor."""
+    if op.name in ("index_select", "gather"):
+        return given[0].ndim > 0 and given[1] % given[0].ndim == 0
+    if op.name == "index":
+        return isinstance(given[1], Tensor)
+    return op.name in ("take", "masked_select")

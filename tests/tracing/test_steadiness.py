@@ -1,0 +1,131 @@
+"""A step that does another thing each time it is run is told so before it counts."""
+
+import random
+
+import numpy as np
+import pytest
+import torch
+
+import fsfunc as ff
+from fsfunc.tracing.steadiness import Unsteady
+from tests.checks import simulated
+
+MESH = simulated(2)
+W, X = torch.ones(2, 1), torch.ones(4, 2)
+unit = ff.unit(lambda w, x: (x @ w).square().mean())
+
+
+class Trainer:
+    """A step whose rate falls with a count of its own."""
+
+    def __init__(self, guarded):
+        self.n, self.guarded = 0, guarded
+
+    def step(self, w, x):
+        rate = 0.1 / (1 + self.n)
+        if not (self.guarded and ff.recording()):
+            self.n += 1
+        g = ff.value_and_grad(unit)(w, x)[1]
+        return ff.tree.map(lambda a, g: a - rate * g, w, g)
+
+
+class LibraryTrainer(Trainer):
+    """The same where nobody but the library reads what is sharded."""
+
+    def step(self, w, x):
+        optimizer = ff.sgd(0.1 / (1 + self.n))
+        if not (self.guarded and ff.recording()):
+            self.n += 1
+        g = ff.value_and_grad(unit)(w, x)[1]
+        return optimizer.apply(g, optimizer.init(w), w)[0]
+
+
+def trained(kind, guarded, placed=True):
+    """The parameters after three steps, and how many the trainer counts."""
+
+    def main():
+        t = kind(guarded)
+        f = ff.shard(t.step, MESH, "data")
+        w = ff.place(f, W, X) if placed else W
+        for _ in range(3):
+            w = f(w, X)
+        return ff.unshard(w), t.n
+
+    return ff.spmd(main, MESH)()
+
+
+@pytest.mark.parametrize("placed", [True, False])
+@pytest.mark.parametrize("kind", [Trainer, LibraryTrainer])
+def test_a_count_that_recordings_raise_is_refused(kind, placed):
+    text = r"is given -?0\.1 when .* and -?0\.05 when .*Python state.*ff.recording"
+    with pytest.raises(Unsteady, match=text):
+        trained(kind, False, placed)
+
+
+@pytest.mark.parametrize("placed", [True, False])
+@pytest.mark.parametrize("kind", [Trainer, LibraryTrainer])
+def test_the_way_out_is_right(kind, placed):
+    t, w = kind(True), W
+    for _ in range(3):
+        w = t.step(w, X)
+    for found, n in trained(kind, True, placed):
+        assert n == t.n == 3
+        torch.testing.assert_close(found, w)
+
+
+def test_a_schedule_of_the_state_is_steady():
+    def step(state, x):
+        rate = 0.1 / (1 + state.step)
+        g = ff.value_and_grad(unit)(state.params, x)[1]
+        return state.replace(
+            params=ff.tree.map(lambda a, g: a - rate * g, state.params, g),
+            step=state.step + 1,
+        )
+
+    def main():
+        f = ff.shard(step, MESH, "data")
+        state = ff.init_state(f, W, ff.sgd(0.1), X)
+        return ff.unshard(f(f(state, X), X).params)
+
+    state = ff.TrainState(W)
+    right = step(step(state, X), X).params
+    assert all(torch.equal(found, right) for found in ff.spmd(main, MESH)())
+
+
+def test_what_is_made_once_and_kept_is_steady():
+    made = []
+
+    def step(w, x):
+        made.append(x) if made else torch.arange(7).sum()  # the first time alone
+        return ff.value_and_grad(unit)(w, x * 0.5)[1]
+
+    def main():
+        f = ff.shard(step, MESH, "data")
+        f(ff.place(f, W, X), X)
+
+    ff.spmd(main, MESH)()
+
+
+def test_numbers_of_python_and_numpy_are_as_if_nothing_had_run():
+    """They are drawn alike in each recording, and once more in the first real call."""
+    seen = []
+
+    def step(w, x):
+        drawn = random.random() + np.random.rand()
+        if not ff.recording():
+            seen.append(drawn)
+        g = ff.value_and_grad(unit)(w, x)[1]
+        return ff.tree.map(lambda a, g: a - drawn * g, w, g)
+
+    one = ff.make_mesh({"data": 1}, "simulated")
+
+    def main():
+        f = ff.shard(step, one, "data")
+        return f(ff.place(f, W, X), X)
+
+    random.seed(0)
+    np.random.seed(0)
+    ff.spmd(main, one)()
+    random.seed(0)
+    np.random.seed(0)
+    assert seen == [random.random() + np.random.rand()]
