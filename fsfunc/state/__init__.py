@@ -8,6 +8,7 @@ part alone (`replay`). A user reaches parts and wholes by `conversions` and `noi
 
 train_state.py      TrainState, init_state, abstract_state
 placing.py lots.py   place; what lies together, and a rank's part of it
+agreeing.py         one process cannot lay out: then all raise
 leaf_sources.py     where the values come from
 layout_rules.py     which leaves are split over axes of their own
 mirroring.py        which leaves lie as parameters do: moments, averages

@@ -22,7 +22,8 @@ gathered_calls.py   what one unit call holds of a buffer
 gradients.py        gradients by packed leaves, means of everything else, refusals
 ownership.py        whose a tensor is: one value on all ranks, or a rank's own
 rematerialization.py policies.py selecting.py   remat; what it keeps; remat_calls
-accumulation.py     accumulate: what is cut, and joined again
+microbatches.py     which arguments are a batch, and cutting them
+accumulation.py     accumulate: its microbatches one by one, and what is joined
 offloading.py offloaded_residuals.py   offload; of it, what units save
 casting.py donation.py   precision; donate
 """
