@@ -42,6 +42,7 @@ def chain(*transforms: Optimizer) -> Optimizer:
 
     Raises:
         ValueError: nothing to chain.
+        TypeError: something that is no `Optimizer`.
 
     Cost: the sum of theirs; all collectives come before the first write.
 
@@ -53,6 +54,12 @@ def chain(*transforms: Optimizer) -> Optimizer:
     """
     if not transforms:
         raise ValueError("chain() needs at least one transformation, such as sgd(0.1)")
+    for i, given in enumerate(transforms):
+        if not isinstance(given, Optimizer):
+            raise TypeError(
+                f"chain takes optimizers, and got {given!r} of type "
+                f"{type(given).__name__} at place {i}"
+            )
     return _chained(transforms)
 
 

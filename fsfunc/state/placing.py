@@ -14,7 +14,7 @@ from fsfunc.comm.descriptions import told
 from fsfunc.comm.groups import group
 from fsfunc.comm.mesh import Here, here
 from fsfunc.core.frames import frame
-from fsfunc.sharded.inputs import arguments, refuse
+from fsfunc.sharded.inputs import arguments, check_function, refuse
 from fsfunc.sharded.layout import Layout, Split
 from fsfunc.sharded.leaf import NotATensor, Sharded, is_sharded
 from fsfunc.state.agreeing import Agreement, compared, together
@@ -84,6 +84,7 @@ def place(
     Cost: of each whole leaf, the rank's part is copied, and all of it read once; over
     processes a gather of 32 bytes and two of 16, of which ledgers say nothing.
     """
+    check_function(fn, "place")
     with together(fn, layouts) as agreement:
         return lay_out(fn, t, rest, record, GivenLeaves(), agreement, layouts, like)
 

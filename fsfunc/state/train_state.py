@@ -14,6 +14,7 @@ from fsfunc.comm.descriptions import told
 from fsfunc.optim.function_answers import answers
 from fsfunc.optim.optimizer import Optimizer
 from fsfunc.runtime.stores import moments_go_to
+from fsfunc.sharded.inputs import check_function
 from fsfunc.sharded.leaf import is_sharded
 from fsfunc.state.agreeing import together
 from fsfunc.state.layout_rules import LayoutRules
@@ -147,6 +148,7 @@ def init_state(
     >>> ff.spmd(main, mesh)()[3]
     True
     """
+    _check_given(step, optimizer, "init_state")
     with together(step, layouts) as agreement:
         whole, source = _with_extra(params_or_init_fn, extra), GivenLeaves()
         if callable(params_or_init_fn):
@@ -203,6 +205,7 @@ def abstract_state(
     >>> w.local.device, w.local.numel() == 2**32 / 4
     (device(type='meta'), True)
     """
+    _check_given(step, optimizer, "abstract_state")
     with together(step, layouts) as agreement:
         whole, source = _with_extra(params_or_init_fn, extra), Shapes()
         if callable(params_or_init_fn):
@@ -257,6 +260,15 @@ def _state(
 def _known(optimizer: Any) -> Any:
     """What ranks compare of an optimizer: of one that is none of ours its class."""
     return optimizer if isinstance(optimizer, Optimizer) else type(optimizer)
+
+
+def _check_given(step: Any, optimizer: Any, who: str) -> None:
+    check_function(step, who)
+    if not callable(getattr(optimizer, "init", None)):
+        raise TypeError(
+            f"{who}(step, params, optimizer, *batch) got {optimizer!r} of type "
+            f"{type(optimizer).__name__} as its optimizer, which has no init(params)"
+        )
 
 
 def _check_fit(params: Any, grads: Any) -> None:

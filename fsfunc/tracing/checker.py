@@ -45,7 +45,8 @@ class Checker(Tracer, Watcher, Operators):
     ``calls`` are the signatures of the calls of sharded functions; ``claims`` what is
     no tensor, and is to be the same on every rank; ``said`` what numbers torch's
     functions were given. Of a pipelined loss it sees what that returns: in it sharded
-    leaves go into units alone.
+    leaves go into units alone. ``carried`` are the paths of the first argument where a
+    step returns each rank's own; it adds those that it finds.
     """
 
     def __init__(
@@ -53,12 +54,14 @@ class Checker(Tracer, Watcher, Operators):
         axes: tuple[str, ...],
         alone: bool,
         stand_ins: StandIns,
+        carried: set[str],
         varying: Iterable[int] = (),
     ):
         Operators.__init__(self, axes, alone, stand_ins, varying)
         self.calls: list[Any] = []
         self.claims: list[tuple[str, str]] = []
         self.said: list[NumbersGiven] = []
+        self.carried = carried
         self._gathered: tuple[str, list[Sharded]] = "", []  # for the unit that comes
         self._parameters: set[int] = set()  # plain leaves that were differentiated
         self._functions: dict[str, str] = {}  # around collectives, and where these are
@@ -175,7 +178,8 @@ class Checker(Tracer, Watcher, Operators):
                     seen = placed(x, Kind.S if cut else Kind.I, name)
                     self.known.meet(x._local, replace(seen, value=value))
                 elif isinstance(x, Tensor):
-                    kind = self.own if i else Kind.I
+                    own = i or path in self.carried
+                    kind = self.own if own else Kind.I
                     self.known.meet(x, Seen(kind, name, value=value))
 
     def takes(self, name: str, leaves: Iterable[Sharded]) -> None:
@@ -302,11 +306,11 @@ class Checker(Tracer, Watcher, Operators):
                 leaf = Seen(Kind.I, repr(y.name) if y.name else "a placed leaf")
                 raise refusal("returned", "", [leaf, self.known.of(y._local)], None)
         new = out[:1] if isinstance(out, tuple) else (out,)
-        leaves, treedef = tree.flatten(state, is_leaf=is_sharded)
-        found, other = tree.flatten(new, is_leaf=is_sharded)
+        paths, leaves, treedef = tree.flatten_with_paths(*state, is_leaf=is_sharded)
+        found, other = tree.flatten(*new, is_leaf=is_sharded)
         if treedef != other:
             return  # it returns something else
-        for x, y in zip(leaves, found, strict=True):
+        for path, x, y in zip(paths, leaves, found, strict=True):
             if isinstance(x, Sharded) and isinstance(y, Sharded):
                 x, y = x._local, y._local
             if not isinstance(x, Tensor) or not isinstance(y, Tensor):
@@ -315,6 +319,8 @@ class Checker(Tracer, Watcher, Operators):
             if same and self.known.kind(y) is Kind.V:
                 seen = [self.known.of(x), self.known.of(y)]
                 raise refusal("returned", "", seen, None)
+            if self.known.kind(y) is Kind.V:
+                self.carried.add(path)
 
 
 def placed(x: Sharded, kind: Kind, name: str) -> Seen:

@@ -115,7 +115,9 @@ class _Trial:
 
     ``asked`` is given the axes along which somebody asks for the rank's place; ``real``
     says whether it runs on copies, ``forgets`` whether fake tensors remember nothing,
-    ``turn`` what stands in for values that nobody has; ``checker`` saw the last run.
+    ``turn`` what stands in for values that nobody has; ``checker`` saw the last run;
+    ``carried`` are the paths of the first argument where the step returns each rank's
+    own, which the next call is given.
     With ``counts`` whole numbers stay what they are.
     """
 
@@ -124,6 +126,7 @@ class _Trial:
         self.axes, self.asked = axes, asked
         self.real, self.forgets, self.turn = False, False, 0
         self.checker: Any = None
+        self.carried: set[str] = set()
 
     def first(self, at: Here) -> Checker:
         """The first run that comes to its end: of the last way it must."""
@@ -167,9 +170,15 @@ class _Trial:
         refused: tuple[type[Exception], ...] = (LawError, NotATensor),
         **how: Any,
     ) -> Checker | None:
-        """A run, or None where it raises what is no refusal."""
+        """A run, or None where it raises what is no refusal.
+
+        Again, where it has shown what the next call is given.
+        """
         try:
-            return self.run(at, **how)
+            while True:
+                before, found = len(self.carried), self.run(at, **how)
+                if len(self.carried) == before:
+                    return found
         except refused:
             raise
         except Exception:
@@ -188,7 +197,9 @@ class _Trial:
         alone = at.mesh.axis_size(self.axes) == 1
         odd = None if counts else _is_odd(at, self.axes)
         stand_ins = StandIns(at.rank, odd, self.turn if turn is None else turn)
-        self.checker = checker = Checker(self.axes, alone, stand_ins, varying)
+        self.checker = checker = Checker(
+            self.axes, alone, stand_ins, self.carried, varying
+        )
         link = EchoLink(at.rank) if self.real else AbstractLink(at.rank)
         now, given = replace(at, link=link), (self.args, self.keywords)
         # Backward passes stay in this thread, whose modes see them.
