@@ -148,6 +148,11 @@ class Checker(Tracer, Watcher, Operators):
         if seen.kind not in PARTS and leaf.ndim > 1:
             self.known.put(leaf._local, replace(seen, flat=True))
 
+    def typed_like(self, y: Tensor, x: Tensor) -> Tensor:
+        y = y.clone()
+        self.known.put(y, self.known.of(x))
+        return y
+
     def assumed(self, y: Tensor, kind: str) -> None:
         seen, alone = self.known.of(y), self.own is Kind.A
         self.known.give(y, Kind.A if alone else Kind[kind], "what assume gave")
