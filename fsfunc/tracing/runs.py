@@ -81,11 +81,18 @@ def without_data(
         yield mode
 
 
-def shadows(mode: Any, args: Any, coordinates: Mapping[str, int] | None = None) -> Any:
+def shadows(
+    mode: Any,
+    args: Any,
+    coordinates: Mapping[str, int] | None = None,
+    *,
+    apart: bool = False,
+) -> Any:
     """The arguments as fake tensors, which share memory as these do.
 
     ``mode``: of the fake tensors; None makes copies, with data.
     ``coordinates``: of the rank whose parts they are to be, if that is another one.
+    ``apart``: what is a part of a larger tensor's memory may have some of its own.
     """
     leaves, treedef = tree.flatten(args, is_leaf=is_sharded)
     shards: dict[int, list[Sharded]] = {}
@@ -99,7 +106,7 @@ def shadows(mode: Any, args: Any, coordinates: Mapping[str, int] | None = None) 
         return _shadow(mode, x, storages)
 
     for i, x in enumerate(leaves):
-        if isinstance(x, Tensor) and held[_torch.storage_key(x)] == 1:
+        if isinstance(x, Tensor) and apart and held[_torch.storage_key(x)] == 1:
             if id(x) not in lone:
                 lone[id(x)] = _like(mode, x)
             leaves[i] = lone[id(x)]

@@ -218,7 +218,7 @@ class _Trial:
             f, coordinates = frame(), at.mesh.coordinates(at.rank)
             seen = [h.given for h in f.handlers], given
             around, (args, named) = shadows(
-                None if self.real else mode, seen, coordinates
+                None if self.real else mode, seen, coordinates, apart=True
             )
             for mine, its in zip(*map(_first, (self.args, args)), strict=False):
                 if is_rank_local(mine):

@@ -426,14 +426,14 @@ class Sharding(Interpretation):
         for axis in sorted(heard or ()):
             whose = runtime.ownership.is_one_value
             check_alike(self, call.fn, chosen, grads, whose, axis)
-        of = (outcome.total, call.args, call.keywords)
+        total = None if f.tracer is None else outcome.total
         outcome = outcome.but(grads)
         if done := stepped(runtime):
             by = tuple(chosen)
             outcome = replace(outcome, shown=lambda grads: shown(grads, by, done))
         outcome = averaged(outcome, runtime, here(self.mesh))
         if f.tracer is not None:
-            value = (outcome.total, outcome.aux)
+            of, value = (total, call.args, call.keywords), (outcome.total, outcome.aux)
             f.tracer.reduced(tuple(chosen), outcome.grads, of, value)
         return outcome
 
