@@ -22,11 +22,13 @@ class Tracer:
         state is not used up, and a pipeline need not run its stages.
     draws: whether units draw their own random numbers: fake tensors have none.
     forward_only: whether gradients have their shapes alone, and no backward pass runs.
+    fills: whether objects that are given may be filled, as a cache is: they are copies.
     """
 
     complete = False
     draws = False
     forward_only = False
+    fills = False
 
     def standing_for(self, handler: Any) -> Any:
         """The interpretation that a transform comes to meanwhile."""

@@ -49,8 +49,9 @@ _PARTS = ("args", "keywords")
 def are_filled() -> bool:
     """Whether a cache may be filled: no unit that is called now will run again."""
     f = frame()
-    noted = f.tracer is not None or f.staged
-    return not (noted or torch.is_grad_enabled() or _torch.functorch_active())
+    noted = f.tracer is not None and not f.tracer.fills
+    again = noted or f.staged or _torch.functorch_active()
+    return not (again or torch.is_grad_enabled())
 
 
 def without_caches(things: Iterable[Any]) -> None:

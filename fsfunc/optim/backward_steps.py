@@ -79,7 +79,7 @@ def step_in_backward(optimizer: Optimizer) -> Optimizer:
     >>> def main():
     ...     step, x = optimizer(ff.value_and_grad(loss)), torch.tensor([1.0, 3.0])
     ...     step = ff.donate(ff.shard(step, mesh, "data"))
-    ...     state = ff.init_state(step, [torch.ones(2)] * 2, optimizer, x)
+    ...     state = ff.init_state(step, [torch.ones(2), torch.ones(2)], optimizer, x)
     ...     return ff.unshard(step(state, x)[0].params)
     >>> ff.spmd(main, mesh)()[0]
     [tensor([ 0.5000, -0.5000]), tensor([ 0.5000, -0.5000])]

@@ -7,6 +7,7 @@ the end, and what is compiled runs plainly. Who traces adds what it looks at: a
 
 from __future__ import annotations
 
+import copy
 from collections import Counter
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager, nullcontext
@@ -122,6 +123,8 @@ def shadows(
                 shards[id(shard)] = shard.shadow(fake, coordinates).leaves()
             at = [id(m) for m in shard.members].index(id(x.layout))
             leaves[i] = shards[id(shard)][at]
+        elif mode is None and not tree.are_shown([x]):
+            leaves[i] = copy.deepcopy(x)
     return tree.unflatten(treedef, leaves)
 
 

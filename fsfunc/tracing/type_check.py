@@ -201,6 +201,7 @@ class _Trial:
         self.checker = checker = Checker(
             self.axes, alone, stand_ins, self.carried, varying
         )
+        checker.fills = self.real
         link = EchoLink(at.rank) if self.real else AbstractLink(at.rank)
         now, given = replace(at, link=link), (self.args, self.keywords)
         # Backward passes stay in this thread, whose modes see them.

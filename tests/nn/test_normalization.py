@@ -142,7 +142,7 @@ def test_a_split_leaf_tells_the_axis(norm, order, n) -> None:
     def block_of(k):
         up, down = wide(FEATURES, 4, seed=k), wide(4, FEATURES, seed=k + 1)
         given = {"up": up, "w": W, "down": down}
-        return given if norm is rms_norm else given | {"b": B}
+        return given if norm is rms_norm else given | {"b": B.clone()}
 
     params, x = [block_of(20), block_of(30)], wide(4, 4, seed=9)
     grad = ff.value_and_grad(loss)
@@ -245,7 +245,7 @@ def test_a_plan_sends_what_the_step_sends(wrap) -> None:
     def main():
         step = ff.shard(wrap(ff.value_and_grad(loss, has_aux=True)), mesh, "data")
         rows = ff.local_batch(wide(8, 4, seed=5), mesh, "data")
-        params = ff.place(step, [p, p], rows, layouts=layouts)
+        params = ff.place(step, [p, ff.tree.map(torch.clone, p)], rows, layouts=layouts)
         plan = ff.plan(step, params, rows)
         with ff.ledger() as log:
             step(params, rows)
