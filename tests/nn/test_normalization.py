@@ -141,7 +141,7 @@ def test_a_split_leaf_tells_the_axis(norm, order, n) -> None:
 
     def block_of(k):
         up, down = wide(FEATURES, 4, seed=k), wide(4, FEATURES, seed=k + 1)
-        given = {"up": up, "w": W, "down": down}
+        given = {"up": up, "w": W.clone(), "down": down}
         return given if norm is rms_norm else given | {"b": B.clone()}
 
     params, x = [block_of(20), block_of(30)], wide(4, 4, seed=9)
