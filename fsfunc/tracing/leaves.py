@@ -29,6 +29,9 @@ class Recorded(Sharded):
         if tracer is not None and isinstance(local, Tensor):
             tracer.know(local, layout.name)
 
+    def __reduce__(self) -> Any:  # as deepcopy asks
+        return Recorded, (self.local.clone(), self.layout)
+
     def _refuse(self, what: str) -> Any:
         raise RuntimeError(what)
 

@@ -12,10 +12,14 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from fsfunc import _torch
-from fsfunc.comm.attribution import source_line
+import torch
+from torch import Tensor
 
-__all__ = ["NumbersGiven", "Unsteady", "check_steady", "said"]
+from fsfunc import _torch, tree
+from fsfunc.comm.attribution import source_line
+from fsfunc.sharded.leaf import is_sharded
+
+__all__ = ["NumbersGiven", "Outside", "Unsteady", "check_data", "check_steady", "said"]
 
 
 class Unsteady(RuntimeError):
@@ -80,3 +84,65 @@ def check_steady(first: Sequence[NumbersGiven], second: Sequence[NumbersGiven]) 
                     "from step to step be part of the state (state.step counts), or "
                     "change it only where ff.recording() is False"
                 )
+
+
+class Outside:
+    """Tensors that a step writes into and did not make: of a closure, or an object.
+
+    A run on tensors without data leaves them as they were. ``restore`` puts back what
+    they held.
+    """
+
+    def __init__(self) -> None:
+        self._held: dict[int, tuple[Tensor, Tensor]] = {}
+
+    def before(self, func: Any, args: Any, kwargs: dict[str, Any] | None) -> None:
+        """Hears that a function of torch is about to be called.
+
+        Raises:
+            RuntimeError: it runs Python on each element, and there are none.
+        """
+        name = getattr(func, "__name__", "")
+        if name in _EACH and args and isinstance(args[0], _torch.FakeTensor):
+            raise RuntimeError(
+                f"{name} at {source_line()} calls a function of Python with each "
+                "element, and a step is recorded on tensors that have none: use "
+                "torch's operators, or call it in a unit"
+            )
+        writes = name.endswith("_") and not name.endswith("__") or name in _WRITES
+        given = args[:1] if writes else (kwargs or {}).get("out")
+        if given is not None:
+            for x in tree.leaves(given):
+                self._hold(x)
+
+    def _hold(self, x: Any) -> None:
+        real = isinstance(x, Tensor) and not isinstance(x, _torch.FakeTensor)
+        if real and not _torch.is_wrapped(x) and id(x) not in self._held:
+            with _torch.beneath_all_modes(), torch.no_grad():
+                self._held[id(x)] = x, x.detach().clone()
+
+    def restore(self) -> None:
+        with _torch.beneath_all_modes(), torch.no_grad():
+            for x, value in self._held.values():
+                x.detach().copy_(value)
+
+
+def check_data(out: Any) -> None:
+    """Raises where a real call returns tensors without data.
+
+    Raises:
+        Unsteady: names the leaf.
+    """
+    paths, leaves, _ = tree.flatten_with_paths(out, is_leaf=is_sharded)
+    for path, x in zip(paths, leaves, strict=True):
+        if isinstance(x._local if is_sharded(x) else x, _torch.FakeTensor):
+            raise Unsteady(
+                f"the step returns a tensor without data at {path!r}: it has kept one "
+                "in Python's own state (a list, an attribute) as it was recorded, "
+                "which runs it on such tensors. Let what goes on from step to step be "
+                "part of the state, or keep it only where ff.recording() is False"
+            )
+
+
+_EACH = {"apply_", "map_", "map2_"}
+_WRITES = {"__setitem__", "__iadd__", "__isub__", "__imul__", "__itruediv__"}

@@ -28,6 +28,7 @@ from fsfunc.sharded.leaf import FlatShard, Parts, is_sharded
 from fsfunc.sharded.packing import repack, repacked
 from fsfunc.sharded.rank_local import mark_rank_local
 from fsfunc.tracing.recorder import Noted, Recorder
+from fsfunc.tracing.steadiness import check_data
 from fsfunc.tracing.type_check import check, knows, learn, signature
 from fsfunc.transforms.gradients import (
     averaged,
@@ -171,6 +172,7 @@ class Sharding(Interpretation):
         self.claims: dict[int, Lines] = {}
         self.compared_whole: frozenset[Any] = frozenset()
         self.rank_local: set[str] = set()  # paths of the state that is returned
+        self.new = True  # nothing was returned as yet
         self.how_gathered.check(axis)
         self.how_reduced.check(axis, zero)
 
@@ -211,6 +213,9 @@ class Sharding(Interpretation):
                 found.tracer.returned(args, out)
             elif self.rank_local:
                 self._mark(out)
+            if self.new:
+                self.new = _torch.fake_active()
+                check_data(() if self.new else out)
             self.ran(at)
             return repack(out, coordinates)
 

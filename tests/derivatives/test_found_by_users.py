@@ -1,0 +1,274 @@
+"""Steps that once gave another number than one device, in silence: refused by name."""
+
+import copy
+
+import pytest
+import torch
+from torch.func import vjp
+
+import fsfunc as ff
+from fsfunc.tracing.refusals import LawError, RowsApart
+from fsfunc.tracing.steadiness import Unsteady
+from tests import checks
+
+MESH = checks.simulated(2)
+W = torch.ones(2, 1)
+X = torch.tensor([[1.0, 0.0], [0.0, 9.0], [0.0, 0.0], [0.0, 0.0]])
+unit = ff.unit(lambda w, x: x @ w)
+each = ff.tree.map
+
+
+def of_rows(rows, loss=lambda y: y.sum()):
+    """The gradients of blocks of rows, clipped and summed."""
+
+    def step(w, x):
+        found = []
+        for block in rows(x):
+            g = ff.value_and_grad(lambda w, r: loss(unit(w, r)))(w, block)[1]
+            found.append(each(lambda g: g.clamp(-1, 1), g))
+        return each(lambda *gs: sum(gs) / len(gs), *found)
+
+    return step
+
+
+def weighed(weights):
+    """One gradient for each row of a constant, by which the rows are weighed."""
+
+    def step(w, x):
+        found = []
+        for c in weights(len(x)):
+            loss = lambda w, x, c=c: (unit(w, x)[:, 0] * c).sum()  # noqa: E731
+            g = ff.value_and_grad(loss)(w, x)[1]
+            found.append(each(lambda g: g.clamp(-1, 1), g))
+        return each(lambda *gs: sum(gs) / len(gs), *found)
+
+    return step
+
+
+def pulled(w, x):
+    _, pull = vjp(lambda w: unit(w, x), w)
+    found = [pull(e[:, None])[0] for e in torch.eye(len(x))]
+    return each(lambda *gs: sum(g.clamp(-1, 1) for g in gs) / len(gs), *found)
+
+
+def joined(how):
+    """Gradients of rows, which meet in an operator that is linear in neither."""
+
+    def step(w, x):
+        gradient = ff.value_and_grad(lambda w, r: unit(w, r).sum())
+        return each(how, *[gradient(w, r)[1] for r in x.split(1)])
+
+    return step
+
+
+def spread(*gs):
+    mean = sum(gs) / len(gs)
+    return sum((g - mean) ** 2 for g in gs)
+
+
+one_of = lambda x, i: (torch.arange(len(x)) == i)[:, None]  # noqa: E731
+ROWS = {
+    "rolled": of_rows(lambda x: [x.roll(-i, 0)[:1] for i in range(len(x))]),
+    "flipped": of_rows(lambda x: [x[:1], x.flip(0)[:1]]),
+    "one-hot": of_rows(lambda x: [e @ x for e in torch.eye(len(x)).split(1)]),
+    "masked": of_rows(
+        lambda x: [torch.where(one_of(x, i), x, 0.0) for i in range(len(x))]
+    ),
+    "weighed": weighed(torch.eye),
+    "pulled back": pulled,
+    "maximum": joined(lambda *gs: torch.maximum(*gs[:2])),
+    "product": joined(lambda *gs: gs[0] * gs[1]),
+    "distance": joined(lambda *gs: gs[0].hypot(gs[1])),
+    "variance": joined(spread),
+    "stacked": joined(lambda *gs: torch.stack(gs).clamp(-1, 1).mean(0)),
+}
+
+
+def run(step, zero, given=None):
+    given = W if given is None else given
+
+    def main():
+        mine = ff.local_batch(X, MESH, "data")
+        sharded = ff.shard(step, MESH, "data", zero=zero)
+        return ff.unshard(sharded(ff.place(sharded, given, mine), mine))
+
+    return ff.spmd(main, MESH)()
+
+
+@pytest.mark.parametrize("zero", [0, 3])
+@pytest.mark.parametrize("what", ROWS)
+def test_rows_told_apart(what, zero):
+    with pytest.raises(LawError) as raised:
+        run(ROWS[what], zero)
+    assert zero or isinstance(raised.value, RowsApart) or what == "stacked"
+
+
+LINEAR = {
+    "a mean, then clipped": lambda *gs: (sum(gs) / len(gs)).clamp(-1, 1),
+    "a running mean": lambda *gs: torch.tanh(gs[0] + (gs[1] - gs[0]) / 2),
+}
+
+
+@pytest.mark.parametrize("what", LINEAR)
+def test_what_is_linear_in_rows_stays(what):
+    """Over ranks it is one device's, of the rows that meet in one mean."""
+    step = joined(LINEAR[what])
+    together = torch.stack(X.chunk(2)).mean(0)
+    expected = joined(LINEAR[what])(W, together)
+    for found in run(step, 0):
+        torch.testing.assert_close(found, expected)
+
+
+def by(change):
+    """A step that makes something else of the gradients."""
+
+    def step(w, x):
+        g = ff.value_and_grad(lambda w, x: unit(w, x).square().mean())(w, x)[1]
+        return each(change, w, g)
+
+    return step
+
+
+def first_row_kept(w, g):
+    g = g.clone()
+    g[0] = 0
+    return w - g
+
+
+ELEMENTS = {
+    "a row": first_row_kept,
+    "by the first row": lambda w, g: w - g / g[0],
+    "some rows": lambda w, g: w - torch.cat([g[:1] * 2, g[1:]]),
+    "row by row": lambda w, g: w - torch.stack([r / 2 for r in g]),
+    "split": lambda w, g: w - torch.cat([r * i for i, r in enumerate(g.split(1))]),
+    "a path of vectors": lambda w, g: w - (g / g.norm() if g.ndim == 1 else g),
+    "its stride": lambda w, g: w - g / w.stride(0),
+    "its memory": lambda w, g: w - g / w.untyped_storage().nbytes(),
+}
+
+
+@pytest.mark.parametrize("zero", [0, 1, 3])
+@pytest.mark.parametrize("what", ELEMENTS)
+def test_rows_and_shapes_are_not_those_of_elements(what, zero):
+    with pytest.raises(LawError):
+        run(by(ELEMENTS[what]), zero, torch.ones(2, 2))
+
+
+@pytest.mark.parametrize("zero", [1, 3])
+def test_a_detached_gradient_is_a_part_too(zero):
+    with pytest.raises(LawError, match="norm at "):
+        run(by(lambda w, g: w - g / g.detach().norm()), zero)
+
+
+@pytest.mark.parametrize("zero", [0, 3])
+def test_a_vector_beside_a_matrix_hides_no_shape(zero):
+    """They share memory."""
+    both = ff.unit(lambda p, x: (x @ p["w"] + p["b"]).square().mean())
+
+    def step(p, x):
+        g = ff.value_and_grad(both)(p, x)[1]
+        return each(lambda w, g: w - g - (0.5 * w if w.ndim > 1 else 0), p, g)
+
+    with pytest.raises(LawError, match="ndim at "):
+        run(step, zero, {"w": torch.ones(2, 2), "b": torch.ones(2)})
+
+
+# What is each rank's own, from function to function
+
+
+def observe(s, x):
+    return {"w": s["w"], "f": x.mean()}
+
+
+def train(s, x):
+    g = ff.value_and_grad(lambda w, x: unit(w, x).square().mean())(s["w"], x)[1]
+    return {"w": each(lambda w, g: w - s["f"] * g, s["w"], g), "f": s["f"]}
+
+
+@pytest.mark.parametrize("zero", [0, 3])
+@pytest.mark.parametrize("saved", [False, True])
+def test_another_function_knows_it_after_a_load_too(zero, saved, tmp_path):
+    def main():
+        mine = ff.local_batch(X, MESH, "data")
+        first, second = (ff.shard(f, MESH, "data", zero=zero) for f in (observe, train))
+        state = ff.place(second, {"w": W, "f": torch.zeros(())}, mine)
+        found = first(state, mine)
+        if saved:
+            ff.save(tmp_path / "a", found)
+            found = ff.load(tmp_path / "a", state)
+        return second(found, mine)
+
+    with pytest.raises(LawError, match="differs from rank to rank"):
+        ff.spmd(main, MESH)()
+
+
+@pytest.mark.parametrize("zero", [0, 3])
+def test_an_init_state_knows_it_too(zero):
+    optimizer = ff.sgd(0.1)
+
+    def step(s, x):
+        g = ff.value_and_grad(lambda w, x: unit(w, x).square().mean())(s.params, x)[1]
+        g = each(lambda g: g / (1 + s.extra), g)
+        return s.apply_gradients(g, optimizer, extra=x.square().mean()), None
+
+    def main():
+        mine = ff.local_batch(X, MESH, "data")
+        sharded = ff.shard(step, MESH, "data", zero=zero)
+        ff.init_state(sharded, W, optimizer, mine, extra=torch.zeros(()))
+
+    with pytest.raises(LawError, match="differs from rank to rank"):
+        ff.spmd(main, MESH)()
+
+
+# Python's own state
+
+
+@pytest.mark.parametrize("zero", [0, 3])
+def test_a_tensor_of_a_closure_is_written_once_a_call(zero):
+    def averaging(kept):
+        def step(w, x):
+            kept.mul_(0.5).add_(X.mean(0), alpha=0.5)
+            kept[0] += 1
+            loss = lambda w, x: unit(w, x - kept).square().mean()  # noqa: E731
+            return ff.value_and_grad(loss)(w, x)[1]
+
+        return step
+
+    alone = torch.full((2,), 3.0)
+    expected = averaging(alone)(W, X)
+
+    def main():
+        kept = torch.full((2,), 3.0)
+        mine = ff.local_batch(X, MESH, "data")
+        sharded = ff.shard(averaging(kept), MESH, "data", zero=zero)
+        found = sharded(ff.place(sharded, W, mine), mine)
+        return ff.unshard(found), kept
+
+    for found, kept in ff.spmd(main, MESH)():
+        assert torch.equal(kept, alone)
+        torch.testing.assert_close(found, expected)
+
+
+def test_a_tensor_without_data_that_was_kept_is_named():
+    kept = []
+
+    def step(w, x):
+        kept.append(by(lambda w, g: g)(w, x))
+        return each(lambda *gs: sum(gs), *kept[-2:])
+
+    with pytest.raises(Unsteady, match="returns a tensor without data at ''"):
+        run(step, 0)
+
+
+def test_python_on_each_element_is_refused_before_torch_crashes():
+    with pytest.raises(RuntimeError, match="apply_ at .* with each element"):
+        run(by(lambda w, g: g.clone().apply_(lambda v: 2 * v)), 3)
+
+
+def test_a_deep_copy_of_parameters_lies_as_they_do():
+    def step(w, x):
+        return each(lambda o, n: (o + n) / 2, copy.deepcopy(w), by(torch.sub)(w, x))
+
+    alone = (W + by(torch.sub)(W, X)) / 2
+    for found in run(step, 3):
+        torch.testing.assert_close(found, alone)
