@@ -255,9 +255,10 @@ class Checker(Tracer, Watcher, Operators):
         self._laid(by, grads)
         inputs, found = zip(*_pairs(by, grads), strict=True)
         means = [x for x in self.known.tensors(value) if self.known.kind(x) is Kind.A]
-        self._taken(inputs, (found, means), of)
+        self._taken(inputs, found, of)
+        self._taken(inputs, means, of, loss=True)
 
-    def _taken(self, by: Any, found: Any, of: Any) -> None:
+    def _taken(self, by: Any, found: Any, of: Any, loss: bool = False) -> None:
         """Gradients were taken of values ``of``; those by parameters are means."""
         seen = [self.known.of(x) for x in self.known.tensors(by)]
         values = tuple(x.value for x in seen if x.kind in (Kind.S, Kind.I))
@@ -266,7 +267,7 @@ class Checker(Tracer, Watcher, Operators):
         own = mean = own.changed(line)
         if values and self.own is Kind.V:
             shares = frozenset(((own.rows, 1.0),))
-            one = Gradient(hash(values), own.rows, shares)
+            one = Gradient(hash(values), own.rows, shares, loss=loss)
             mean = own._replace(gradients=own.gradients | {one})
         for g in self.known.tensors(found):
             varies = self.known.kind(g) is Kind.V

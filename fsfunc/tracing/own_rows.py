@@ -14,6 +14,9 @@ from fsfunc.tracing.provenance import Gradient, Rows
 __all__ = ["OwnTensors"]
 
 
+_SEVERAL = 4  # of fewer rows the halves are single rows too
+
+
 @dataclass(frozen=True)
 class _Own:
     """An own tensor in its memory: where it begins, and how its rows lie."""
@@ -75,6 +78,15 @@ class OwnTensors:
             block = isinstance(rows.at, tuple) and len(rows.at) == 2
             seen[rows.of] += rows.at[1] if block and type(rows.at[1]) is int else 1
         return all(n >= self._lengths.get(of, 0) for of, n in seen.items())
+
+    def lone(self, rows: Rows) -> bool:
+        """Whether some rows are one alone, of several, or were chosen one by one."""
+        at = rows.at
+        if not (isinstance(at, tuple) and len(at) == 2 and type(at[1]) is int):
+            return True
+        few = self._lengths.get(rows.of, 0) < _SEVERAL
+        self.thin = self.thin or few
+        return at[1] == 1 and not few
 
     def forget(self, key: int) -> None:
         """Hears that some memory is gone."""

@@ -45,6 +45,7 @@ class Gradient:
         rows: the rows of own tensors that it was taken of.
         shares: of a sum, how much of which rows there is; None where nobody knows.
         stacked: the dim along which those of several rows lie side by side, if they do.
+        loss: whether it is the loss itself, a mean as its gradient is.
         bent: whether an operator has changed it that is not linear; ``where``: which.
     """
 
@@ -52,6 +53,7 @@ class Gradient:
     rows: frozenset[Rows]
     shares: Shares | None = None
     stacked: int | None = None
+    loss: bool = False
     bent: bool = False
     where: str = field(default="", compare=False)
 
@@ -145,15 +147,17 @@ def _sum(by: int, terms: Sequence[Gradient], stacked: int | None) -> Gradient:
     """The gradient that a sum of several is, or that lie side by side."""
     rows = frozenset[Rows]().union(*(g.rows for g in terms))
     before = next((g.stacked for g in terms if g.stacked is not None), None)
-    if stacked is not None and any(terms[0].other_rows(g) for g in terms):
-        before = stacked
+    loss = all(g.loss for g in terms)
+    if stacked is not None and not loss:
+        if any(terms[0].other_rows(g) for g in terms):
+            before = stacked
     if stacked is not None or any(g.shares is None for g in terms):
-        return Gradient(by, rows, stacked=before)
+        return Gradient(by, rows, stacked=before, loss=loss)
     shares: dict[frozenset[Rows], float] = defaultdict(float)
     for g in terms:
         for part, much in g.shares or ():
             shares[part] += much
-    return Gradient(by, rows, frozenset(shares.items()), before)
+    return Gradient(by, rows, frozenset(shares.items()), before, loss)
 
 
 def met(given: Iterable[Provenance]) -> tuple[Gradient, Gradient, Rows] | None:
@@ -172,24 +176,28 @@ def met(given: Iterable[Provenance]) -> tuple[Gradient, Gradient, Rows] | None:
 
 
 def crossed(
-    given: Sequence[Provenance], whole: Callable[[Gradient], bool]
+    given: Sequence[Provenance],
+    whole: Callable[[Gradient], bool],
+    lone: Callable[[Rows], bool],
 ) -> tuple[Gradient, Gradient, Rows] | None:
-    """Two gradients by one value, each of some rows, that something not linear takes.
+    """Two gradients by one value, of single rows, that something not linear takes.
 
-    Or several that lie side by side.
+    Or several that lie side by side. Halves of a batch are halves on every rank.
 
     Args:
         whole: whether a gradient is of all rows there are.
+        lone: whether rows are one alone, of several, or chosen one by one.
     """
     for x in given:
         for g in x.gradients:
-            if g.stacked is not None and not g.bent:
+            if g.stacked is not None and not g.bent and any(map(lone, g.rows)):
                 return g, g, min(g.rows, key=str)
     for some, others in combinations(given, 2):
-        for one in some.gradients:
-            for other in others.gradients:
+        for one in some.gradients - others.gradients:
+            for other in others.gradients - some.gradients:
                 rows = one.other_rows(other) if one.by == other.by else None
-                if rows is not None and not (whole(one) or whole(other)):
+                known = whole(one) or whole(other) or (one.loss and other.loss)
+                if rows is not None and not known and any(map(lone, one.rows)):
                     return one, other, rows
     return None
 

@@ -52,7 +52,7 @@ def made_of(known: Known, op: OperatorClass, given: Sequence[Any]) -> Provenance
     if bends is None:
         return joined(x._replace(gradients=frozenset()) for x in each)
     if bends and not is_internal():
-        if (found := crossed(each, known.own.cover)) is not None:
+        if (found := crossed(each, known.own.cover, known.own.lone)) is not None:
             raise apart(op.name, *found)
     if not bends:
         each = _summed(op, given, tensors, each)
