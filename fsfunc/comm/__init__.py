@@ -11,7 +11,7 @@ collectives.py async_collectives.py   the public ones; start now, wait later
 collective_pairs.py   collective: one of your own, given with its transpose
 collective_ops.py   the one autograd.Function that runs linear maps
 collective_pairs.py collective: one of your own, given with its transpose
-linear_maps.py crossings.py   what moves, as data, with transposes; shard's own
+linear_maps.py shard_linear_maps.py   what moves, as data; shard's own
 groups.py           a rank's handle on the ranks along an axis
 ledgers.py attribution.py   what is sent; for which unit, phase and line
 comparison.py       ranks say what they are about to do, and hear who disagrees

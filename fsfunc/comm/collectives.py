@@ -27,10 +27,10 @@ from typing import Any
 from torch import Tensor
 
 from fsfunc.comm.collective_ops import over
-from fsfunc.comm.crossings import ENTER, OWN, PART
 from fsfunc.comm.groups import RankGroup, axis_size, group
 from fsfunc.comm.linear_maps import LinearMap, meanings
 from fsfunc.comm.mesh import Axis, asks, here
+from fsfunc.comm.shard_linear_maps import ENTER, OWN, PART
 
 __all__ = [
     "all_gather",

@@ -72,6 +72,8 @@ class Mesh:
         self.backend = backend
         self.size = math.prod(self.axes.values())
         self.link = link
+        # Gradients still to compare, by rank, loss and axis: see `gradient_agreement`.
+        self.uncompared: dict[Any, set[str]] = {}
         self._members: dict[tuple[tuple[str, ...], int], tuple[int, ...]] = {}
 
     @property

@@ -10,7 +10,7 @@ units.py            unit: a call, and the function itself
 autodiff.py         value_and_grad: the gradient call
 gradient_inputs.py  checks of what it is given
 outcomes.py         what it passes along, and what it gave: sums, means
-alike.py            do ranks that share a loss have like gradients?
+gradient_agreement.py   a check that ranks which share a loss agree on gradients
 frames.py           what a call knows of its surroundings; Interpretation
 passes.py           what holds while a pass runs;  tracers.py   who looks on meanwhile
 observation.py      observe_gradients: a rank's own, before they are reduced

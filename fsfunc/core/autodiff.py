@@ -17,9 +17,9 @@ from torch import Tensor
 from fsfunc import _torch, tree
 from fsfunc.comm.attribution import internal
 from fsfunc.comm.collective_ops import hearing
-from fsfunc.core.alike import check_beside, heard_here
 from fsfunc.core.differentiated import Leaves, add_gradients, newborn
 from fsfunc.core.frames import Counter, frame, inside
+from fsfunc.core.gradient_agreement import check_agreement, collective_axes
 from fsfunc.core.gradient_inputs import check_differentiable, check_gathered, check_rows
 from fsfunc.core.losses import Weighted, loss_parts, tie
 from fsfunc.core.outcomes import Argnums, GradientCall, Outcome, batch_arguments
@@ -108,13 +108,13 @@ def value_and_grad(
         for handler in () if f.path else reversed(f.handlers):
             run_inner = handler.gradient(run_inner)
         seed = one_number() if f.seed is None else f.seed
-        heard = None if f.path or f.runtimes else heard_here()
-        with inside(replace(f, seed=seed)), hearing(heard):
+        axes = None if f.path else collective_axes()
+        with inside(replace(f, seed=seed)), hearing(axes):
             call = GradientCall(fn, numbers, has_aux, args, keywords)
             call = replace(call, create_graph=_is_nested(call), batch_argnums=batch)
             outcome = run_inner(call).settled(again=False)
-        if heard:
-            check_beside(fn, heard, [args[i] for i in numbers], outcome.grads)
+        if axes:
+            check_agreement(fn, axes, [args[i] for i in numbers], outcome.grads)
         value = (outcome.total, outcome.aux) if has_aux else outcome.total
         return value, outcome.grads if several else outcome.grads[0]
 

@@ -13,7 +13,7 @@ from torch import Tensor
 from fsfunc import _torch, tree
 from fsfunc.comm.attribution import internal
 from fsfunc.comm.collectives import psum
-from fsfunc.comm.crossings import LawError
+from fsfunc.comm.shard_linear_maps import LawError
 from fsfunc.core.frames import Interpretation, frame, inside
 from fsfunc.core.outcomes import GradientCall, Outcome
 from fsfunc.sharded.inputs import check_function

@@ -5,7 +5,8 @@ leaf: each counts over the axes of its own layout, and a replicated one once. Le
 that are spread over the same axes are reduced together.
 
 Under ``shard`` all of this may be differentiated, to any order: a sum of parts crosses
-into own values, and a number crosses into parts, each with its transpose (`crossings`).
+into own values, and a number crosses into parts, each with its transpose
+(`shard_linear_maps`).
 """
 
 from __future__ import annotations
@@ -19,9 +20,9 @@ from torch import Tensor
 from fsfunc import tree
 from fsfunc.comm.collective_ops import apply_map, claim, issue, summed
 from fsfunc.comm.collectives import psum
-from fsfunc.comm.crossings import ENTER, MAX, SPREAD, SUM, check_samples
 from fsfunc.comm.groups import group
 from fsfunc.comm.mesh import averaged_axes
+from fsfunc.comm.shard_linear_maps import ENTER, MAX, SPREAD, SUM, check_samples
 from fsfunc.core.frames import frame
 from fsfunc.optim.leaves import (
     Tree,

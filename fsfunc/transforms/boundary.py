@@ -25,8 +25,8 @@ from torch import Tensor
 from fsfunc import _torch
 from fsfunc.comm.attribution import label
 from fsfunc.comm.collective_ops import apply_map
-from fsfunc.comm.crossings import ENTER, GATHER, MEAN, OWN, REDUCE, LawError
 from fsfunc.comm.groups import strided
+from fsfunc.comm.shard_linear_maps import ENTER, GATHER, MEAN, OWN, REDUCE, LawError
 from fsfunc.sharded.layout import Layout
 from fsfunc.sharded.leaf import FlatShard, Sharded
 from fsfunc.transforms.gathered_calls import Calls, GatheredCall

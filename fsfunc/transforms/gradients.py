@@ -20,9 +20,9 @@ from fsfunc import _torch, tree
 from fsfunc.comm.attribution import label
 from fsfunc.comm.collective_ops import apply_map
 from fsfunc.comm.comparison import Lines, Section, compare, whole_values
-from fsfunc.comm.crossings import MEAN, LawError, check_samples
 from fsfunc.comm.groups import RankGroup, group, strided
 from fsfunc.comm.linear_maps import LinearMap
+from fsfunc.comm.shard_linear_maps import MEAN, LawError, check_samples
 from fsfunc.core.losses import averaged as is_averaged
 from fsfunc.core.losses import is_summed
 from fsfunc.core.observation import UNSEEN

@@ -9,11 +9,9 @@ from typing import Any
 
 from fsfunc import _torch, tree
 from fsfunc.comm.attribution import internal
-from fsfunc.comm.collective_ops import hearing
 from fsfunc.comm.comparison import Lines
 from fsfunc.comm.groups import RankGroup, group
 from fsfunc.comm.mesh import Axis, Here, Mesh, check_mesh, here
-from fsfunc.core.alike import check_alike, heard_here
 from fsfunc.core.frames import Frame, Interpretation, composable, frame, inside
 from fsfunc.core.observation import Observation
 from fsfunc.core.outcomes import GradientCall, Outcome
@@ -331,7 +329,6 @@ class Sharding(Interpretation):
                 args, keywords = tree.unflatten(treedef, leaves)
                 call = replace(call, args=args, keywords=keywords)
             runtime, outer = self._begun(call, leaves, at), f.runtime_of(self)
-            heard = heard_here()
             sizes = tuple((a, self.mesh.axes[a]) for a in self.axes)
             where = tuple((self.mesh.coordinate(a, at.rank), n) for a, n in sizes)
             # In place of the plain call's: a loss is under one mean of ours.
@@ -343,12 +340,11 @@ class Sharding(Interpretation):
             )
             with inside(within):
                 kept = {**call.packed, **runtime.keeps}
-                with hearing(heard):
-                    outcome = run(replace(call, packed=kept, parts=runtime.parts))
+                outcome = run(replace(call, packed=kept, parts=runtime.parts))
             runtime.finish()
             if all(i == n - 1 for i, n in f.micro):  # of a loop, the last
                 outer.goes_on_from(runtime)
-            return self._ended(call, outcome, runtime, heard)
+            return self._ended(call, outcome, runtime)
 
         return sharded
 
@@ -390,11 +386,7 @@ class Sharding(Interpretation):
         return runtime
 
     def _ended(
-        self,
-        call: GradientCall,
-        outcome: Outcome,
-        runtime: ShardRuntime,
-        heard: set[str] | None,
+        self, call: GradientCall, outcome: Outcome, runtime: ShardRuntime
     ) -> Outcome:
         """What it gave, with what the runtime summed in its places, as means."""
         f, chosen = frame(), [call.args[i] for i in call.argnums]
@@ -407,9 +399,6 @@ class Sharding(Interpretation):
             f.tracer.gradient(tuple(chosen), direct, whose)
         with internal():
             grads = collected(direct, chosen, runtime)
-        for axis in sorted(heard or ()):
-            whose = runtime.ownership.is_one_value
-            check_alike(self, call.fn, chosen, grads, whose, axis)
         of = (outcome.total, call.args, call.keywords)
         outcome = outcome.but(grads)
         if done := stepped(runtime):

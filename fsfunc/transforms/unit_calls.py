@@ -13,9 +13,9 @@ from torch import Tensor
 from fsfunc import _torch, tree
 from fsfunc.comm.attribution import label
 from fsfunc.comm.collective_ops import Dense, apply_map
-from fsfunc.comm.crossings import ENTER, LawError
 from fsfunc.comm.groups import group
 from fsfunc.comm.mesh import Mesh, here
+from fsfunc.comm.shard_linear_maps import ENTER, LawError
 from fsfunc.core.passes import running
 from fsfunc.core.units import Call
 from fsfunc.runtime.stores import lies

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 import fsfunc as ff
-from fsfunc.comm.crossings import LawError
+from fsfunc.comm.shard_linear_maps import LawError
 from tests.checks import close, simulated
 
 # By FairScale 0.4.13's AdaScale in one process, world_size=1, of the same model and
