@@ -32,7 +32,7 @@ from fsfunc.optim.leaves import (
     split,
     trainable,
 )
-from fsfunc.runtime.stores import like_device
+from fsfunc.runtime.memory_spaces import space_of
 from fsfunc.sharded.leaf import Sharded, is_sharded
 
 __all__ = ["by_axes", "combined", "device_of", "entered", "into_parts"]
@@ -176,7 +176,10 @@ def by_axes(values: Tree) -> tuple[list[tuple[Spread, list[Tensor]]], torch.dtyp
 
 def device_of(held: list[tuple[Spread, list[Tensor]]]) -> torch.device:
     """Where the first tensor is computed with; the CPU where there is none."""
-    return like_device(held[0][1][0]).device if held else torch.device("cpu")
+    if not held:
+        return torch.device("cpu")
+    first = held[0][1][0]
+    return space_of(first).on_device(first).device
 
 
 def combined(

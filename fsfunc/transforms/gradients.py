@@ -1,4 +1,4 @@
-"""What a sharded gradient call gives: gradients by packed leaves, means of all else.
+"""Gradients of a sharded gradient call: by packed leaves, and means of all else.
 
 And which derivatives ``torch.func`` may take through a sharded unit. A parameter's
 derivative is that of the mean over the ranks, so its rows must mean the same thing on
@@ -29,7 +29,7 @@ from fsfunc.core.observation import UNSEEN
 from fsfunc.core.outcomes import Outcome
 from fsfunc.core.units import Call
 from fsfunc.optim.backward_steps import APPLIED
-from fsfunc.runtime.stores import empty_beside
+from fsfunc.runtime.memory_spaces import space_of
 from fsfunc.sharded.layout import Layout
 from fsfunc.sharded.leaf import KEPT, FlatShard, Sharded, is_sharded
 from fsfunc.transforms.shard_runtime import ShardRuntime
@@ -151,7 +151,7 @@ def shown(grads: Any, chosen: Any, done: Mapping[int, FlatShard]) -> tuple[Any, 
 
 
 def _zeros(flat: Tensor) -> Tensor:
-    return empty_beside(flat, scratch=True).zero_()
+    return space_of(flat).empty_like(flat, scratch=True).zero_()
 
 
 def check_observed(grads: Any, chosen: Any, runtime: ShardRuntime) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -10,20 +10,21 @@ from typing import Any
 from fsfunc import _torch, tree
 from fsfunc.comm.attribution import internal
 from fsfunc.comm.comparison import Lines
-from fsfunc.comm.groups import RankGroup, group
-from fsfunc.comm.mesh import Axis, Here, Mesh, check_mesh, here
-from fsfunc.core.frames import Frame, Interpretation, composable, frame, inside
+from fsfunc.comm.groups import group
+from fsfunc.comm.mesh import Axis, Here, Mesh, here
+from fsfunc.core.frames import Frame, Interpretation, frame, inside
 from fsfunc.core.observation import Observation
 from fsfunc.core.outcomes import GradientCall, Outcome
 from fsfunc.core.units import Call
 from fsfunc.optim.backward_steps import BackwardSteps
 from fsfunc.runtime.buffer_pool import pool_of
 from fsfunc.sharded.donated import refuse_spent
-from fsfunc.sharded.inputs import arguments, check_integer, refuse
+from fsfunc.sharded.inputs import arguments, refuse
 from fsfunc.sharded.leaf import FlatShard, Parts, is_sharded
 from fsfunc.sharded.packing import repack, repacked
 from fsfunc.tracing.recorder import Noted, Recorder
 from fsfunc.tracing.type_check import check, knows, learn, signature
+from fsfunc.transforms.buffer_groups import GroupTable
 from fsfunc.transforms.gradients import (
     averaged,
     beside,
@@ -37,9 +38,10 @@ from fsfunc.transforms.gradients import (
 from fsfunc.transforms.messages.residuals import Feedback
 from fsfunc.transforms.messages.wire import Gather, Reduction
 from fsfunc.transforms.ownership import Ownership
+from fsfunc.transforms.shard_options import ShardOptions
 from fsfunc.transforms.shard_runtime import ShardRuntime
 from fsfunc.transforms.transforming import transformed
-from fsfunc.transforms.unit_calls import CutAxes, call_unit
+from fsfunc.transforms.unit_calls import call_unit
 
 __all__ = ["Sharding", "shard"]
 
@@ -102,88 +104,41 @@ def shard(
     >>> ff.spmd(main, mesh)()
     [([1.0, 1.0], 6.0), ([1.0], 6.0)]
     """
-    if zero not in (0, 1, 2, 3):
-        raise ValueError(f"zero={zero!r}: it is 0, 1, 2 or 3")
-    check_integer(min_bytes, "min_bytes", 0)
-    names = check_mesh(mesh, "shard").check(axis)
-    copies = () if replicate is None else mesh.check(replicate)
-    if set(names) & set(copies):
-        raise ValueError(f"replicate={replicate!r} repeats an axis of {axis!r}")
-    if reduce_each and zero == 1:
-        raise ValueError(
-            "reduce_each=True at zero=1, which reduces once, when the backward ends: "
-            "zero=2 keeps parameters whole too, and reduces gradients as they appear"
-        )
-    handler = Sharding(
+    options = ShardOptions.of(
         mesh,
-        names,
-        zero,
-        copies,
-        reshard_after_forward,
-        min_bytes,
-        reduce_each,
-        gather=gather,
-        reduction=reduction,
+        axis,
+        replicate,
+        zero=zero,
+        reshard_after_forward=reshard_after_forward,
+        min_bytes=min_bytes,
+        reduce_each=reduce_each,
+        gather=Gather() if gather is None else gather,
+        reduction=Reduction() if reduction is None else reduction,
     )
-    return transformed(f, handler)
+    return transformed(f, Sharding(options))
 
 
 class Sharding(Interpretation):
-    """What ``shard`` makes of unit and gradient calls.
+    """The interpretation of ``shard``: of unit calls and of gradient calls.
 
-    Args:
-        mesh, axis, zero, copies, reshard, min_bytes, reduce_each: what ``shard`` is
-            asked.
-        gather, reduction: how buffers travel, see ``wire``.
-
-    By rank, ``claims``: what a step that was tried says is the same on all of them;
-    and ``compared_whole``: of which whole leaves they compared the values, told by how
-    many there were in which arguments.
+    By rank, ``claims``: the lines of a tried step that are the same on all of them;
+    and ``compared_whole``: the whole leaves of which they compared the values, told by
+    how many there were in which arguments.
     """
 
     lays_out = True
     called = "shard"
 
-    def __init__(
-        self,
-        mesh: Mesh,
-        axis: tuple[str, ...],
-        zero: int = 3,
-        copies: tuple[str, ...] = (),
-        reshard: bool = True,
-        min_bytes: int = 0,
-        reduce_each: bool = False,
-        *,
-        gather: Gather | None = None,
-        reduction: Reduction | None = None,
-    ):
-        self.mesh, self.axis, self.zero, self.copies = mesh, axis, zero, copies
-        self.cut = CutAxes(mesh, axis, copies)
-        self.min_bytes, self.reduce_each = min_bytes, reduce_each
-        self.holds = not reshard
-        self.how_gathered = Gather() if gather is None else gather
-        self.how_reduced = Reduction() if reduction is None else reduction
+    def __init__(self, options: ShardOptions):
+        self.cut, self.mesh, self.axis = options, options.mesh, options.axis
+        self.axes, self.zero = options.axes, options.zero
+        self.min_bytes = options.min_bytes
         self.claims: dict[int, Lines] = {}
         self.compared_whole: frozenset[Any] = frozenset()
-        self.how_gathered.check(axis)
-        self.how_reduced.check(axis, zero)
 
     @property
     def configuration(self) -> tuple[tuple[str, Any], ...]:
-        return (
-            ("axis", self.axis),
-            ("zero", self.zero),
-            ("replicate", self.copies),
-            ("reshard_after_forward", not self.holds),
-            ("min_bytes", self.min_bytes),
-            ("reduce_each", self.reduce_each),
-            ("gather", self.how_gathered),
-            ("reduction", self.how_reduced),
-        )
-
-    @property
-    def axes(self) -> tuple[str, ...]:
-        return self.cut.every
+        return self.cut.configuration
 
     # A call of the transformed function
 
@@ -264,8 +219,8 @@ class Sharding(Interpretation):
     ) -> ShardRuntime:
         """The runtime of a call that is given these leaves."""
         at = here(self.mesh)
-        where = group(self.axis, at)
-        replicas = group(self.copies, at) if self.copies else None
+        where, copies = group(self.axis, at), self.cut.replicate
+        replicas = group(copies, at) if copies else None
         coordinates = self.mesh.coordinates(rank)
         shards: dict[int, FlatShard] = {}
         for x in leaves:
@@ -277,38 +232,36 @@ class Sharding(Interpretation):
         runtime = ShardRuntime(
             where,
             replicas,
-            zero=self.zero,
-            holds=self.holds,
-            gather=self.how_gathered,
-            reduction=self.how_reduced,
+            self.cut,
             pool=pool_of(self.mesh, rank),
             coordinates=coordinates,
             shards=shards.values(),
             ownership=ownership,
-            reduce_each=self.reduce_each,
             **more,
         )
-        for shard in shards.values():
-            where = runtime.routes[shard.split_axes].where
-            self._check_place(shard, coordinates, where)
+        self._check_places(shards.values(), coordinates, runtime.groups)
         return runtime
 
-    def _check_place(
-        self, shard: FlatShard, at: dict[str, int], where: RankGroup | None
+    def _check_places(
+        self, shards: Iterable[FlatShard], at: dict[str, int], groups: GroupTable
     ) -> None:
         """Raises where a buffer is another rank's, or one of other ranks."""
-        own, size = shard.coordinates, shard.place.size
-        alike = size == 1 or where is not None and size == where.size
-        for axis, i in own.items():
-            alike = alike and at[axis] == i
         tracer = frame().tracer
-        if not alike and (tracer is None or tracer.complete):  # or in another's place
-            raise ValueError(
-                f"{shard.members[0]} is the part of {dict(own)} of {size} "
-                f"ranks, but this is {at} of {self.mesh}: give each rank its own "
-                "part (a list that spmd returned, passed on whole), or place the "
-                "whole tensors anew"
-            )
+        if tracer is not None and not tracer.complete:  # or in another's place
+            return
+        for shard in shards:
+            where = groups[shard.split_axes].where
+            own, size = shard.coordinates, shard.place.size
+            mine = size == 1 or where is not None and size == where.size
+            for axis, i in own.items():
+                mine = mine and at[axis] == i
+            if not mine:
+                raise ValueError(
+                    f"{shard.members[0]} is the part of {dict(own)} of {size} "
+                    f"ranks, but this is {at} of {self.mesh}: give each rank its own "
+                    "part (a list that spmd returned, passed on whole), or place the "
+                    "whole tensors anew"
+                )
 
     # Unit calls
 
@@ -316,7 +269,7 @@ class Sharding(Interpretation):
         if call.frame.whole:  # its parameters are plain tensors, and its own
             return run
         runtime = call.frame.runtime_of(self)
-        return partial(call_unit, self.cut, self.holds, runtime, run, call)
+        return partial(call_unit, self.cut, runtime, run, call)
 
     # Gradient calls
 
@@ -351,19 +304,18 @@ class Sharding(Interpretation):
     def _begun(
         self, call: GradientCall, leaves: Sequence[Any], at: Here
     ) -> ShardRuntime:
-        """What gathers and sums for a gradient call, which is about to run."""
+        """The runtime of a gradient call that is about to run."""
         f, chosen = frame(), [call.args[i] for i in call.argnums]
-        composed = call.create_graph or composable()
         plainly = (self.axis, ())
         keeps, plain = {}, 0
-        if not composed:
+        if not (call.composable or f.create_graph):
             keeps, plain = kept_here(chosen, plainly, self.cut.own)
         observers = [h for h in f.handlers if isinstance(h, Observation)]
         feedback = [h for h in f.handlers if isinstance(h, Feedback)]
         if len(feedback) > 1:
             raise ValueError(_TWICE.format(*(h.called for h in feedback)))
         for h in feedback:
-            h.check(self.how_reduced)
+            h.check(self.cut.reduction)
         parts = {} if call.parts is None else call.parts
         outer = f.runtime_of(self)
         runtime = self._runtime(
@@ -388,11 +340,11 @@ class Sharding(Interpretation):
     def _ended(
         self, call: GradientCall, outcome: Outcome, runtime: ShardRuntime
     ) -> Outcome:
-        """What it gave, with what the runtime summed in its places, as means."""
+        """The outcome, with the sums of the runtime in their places, as means."""
         f, chosen = frame(), [call.args[i] for i in call.argnums]
         with internal():
             direct = beside(outcome.grads, chosen, runtime)
-        if runtime.sums.observers:
+        if runtime.sums.observed:
             check_observed(direct, chosen, runtime)
         if f.tracer is not None:
             whose = f.runtime_of(self).ownership.is_one_value
@@ -411,7 +363,7 @@ class Sharding(Interpretation):
         return outcome
 
     def _steps(self, keeps: dict[int, FlatShard], parts: Parts) -> BackwardSteps | None:
-        """Who steps buffers while the backward runs, if anybody."""
+        """The steps that are made while the backward runs, if any."""
         f = frame()
         found = [h for h in f.handlers if isinstance(h, BackwardSteps)]
         steps = found[-1].begin(keeps, parts) if found and not f.in_loss else None
@@ -441,4 +393,4 @@ _AROUND = (
     "gradients once more: shard(accumulate(step, n), mesh, axes) over all axes at "
     "once, or with replicate=, sums them before the step"
 )
-_TWICE = "{} and {} both take in hand how gradients are summed, of one step: keep one"
+_TWICE = "{} and {} both override gradient reduction; use one"

@@ -78,7 +78,7 @@ def test_another_order_is_told_under_a_pipeline(zero, inner):
             f = wraps[name](f)
         x, calls = torch.ones(2, 3), (*SAME, (first, 3))
         other = (calls[1], calls[0], *calls[2:])  # of one stage
-        ws = ff.place(f, [*WS, WS[0]], x, calls)
+        ws = ff.place(f, [*WS, WS[0].clone()], x, calls)
         return f(ws, x, calls if mesh.coordinate("data") == 0 else other)
 
     with pytest.raises(CollectiveMismatch, match=r"of first\([01]\)"):

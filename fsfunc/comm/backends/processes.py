@@ -102,7 +102,7 @@ class ProcessLink(Link):
         return self._told(self.transfers.receive, like, where, source, what)
 
     def _told(self, issue: Callable[..., Handle], *args: Any, **how: Any) -> Handle:
-        """What ``issue`` puts on its way; where it cannot any more, who is to blame."""
+        """The handle that ``issue`` returns; names the failed rank where it cannot."""
         try:
             return issue(*args, **how)
         except PeerFailed:

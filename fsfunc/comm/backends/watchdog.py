@@ -57,7 +57,7 @@ def patience_of(timeout: timedelta | None) -> float:
 
 
 class Watchdog:
-    """What one process knows of the others, and the thread that watches its waits."""
+    """The state of other processes, and the thread that watches this one's waits."""
 
     def __init__(self) -> None:
         self.flight, self.rank = FlightRecorder(), 0

@@ -1,4 +1,4 @@
-"""How buffers travel: narrower, in levels, in few directions; and what is owed.
+"""Messages: buffers sent narrower, in levels, in few directions, with feedback.
 
 wire.py quantization.py   how a buffer travels: encode, move, decode; in 8 bits
 narrow_wire.py hierarchy.py   in a narrower dtype; in levels, across nodes and within

@@ -28,7 +28,7 @@ __all__ = ["PowerSGDState", "powersgd"]
 
 
 class PowerSGDState(NamedTuple):
-    """What each rank remembers of each buffer, and what the optimizer within keeps.
+    """Residuals and factors of each buffer, and the state of the optimizer within.
 
     ``residuals``: by buffer, float32 [ranks, elements of its matrices], each rank
     holding its row: what it still owes. ``factors``: float32 [ranks, sum of n r], the

@@ -1,4 +1,4 @@
-"""How a buffer travels between ranks: a gather and a reduction as values.
+"""Messages between ranks: a gather and a reduction of a packed buffer, as values.
 
 Each is three steps: ``encode`` what a rank has, ``move`` it, ``decode`` what arrived.
 Gathers in another dtype or quantised, and gradients compressed, take the place of one
@@ -103,7 +103,7 @@ class Gather(_Shown):
         """Raises where it cannot be used over these axes of a mesh."""
 
     def encode(self, part: Tensor, dtype: torch.dtype) -> Tensor:
-        """What a rank sends of its range, for a buffer in ``dtype``."""
+        """Encodes this rank's part for sending."""
         return part.to(dtype)
 
     def move(self, sent: Tensor, where: RankGroup, out: Tensor, what: str) -> Handle:
@@ -138,11 +138,11 @@ class Reduction(_Shown):
         """Raises where it cannot be used over these axes of a mesh, or at ``zero``."""
 
     def encode(self, buffer: Tensor, ranks: int) -> Tensor:
-        """What a rank sends of its gradient of the whole buffer, ``ranks`` ranges."""
+        """Encodes this rank's part for sending."""
         return buffer
 
     def sent(self, encoded: Tensor, count: int) -> Tensor:
-        """What others read in that: of each range ``count`` elements, in float32.
+        """Decodes one's own message: of each range ``count`` elements, in float32.
 
         Asked for where what was lost is to be sent later, see ``error_feedback``.
         """
