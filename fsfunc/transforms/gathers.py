@@ -204,12 +204,18 @@ class Gathers:
         whole = self.whole(shard, call.dtype)
         return self.gather(shard, call.dtype) if whole is None else whole
 
-    def send_for(self, shard: FlatShard, dtype: torch.dtype, now: Calls) -> None:
-        """Puts the gather of a buffer in flight, unless a neighbour ``now`` has it."""
+    def send_for(
+        self, shard: FlatShard, dtype: torch.dtype, now: Calls, back: bool = False
+    ) -> None:
+        """Puts the gather of a buffer in flight, unless a neighbour ``now`` has it.
+
+        One that is offloaded is only read ahead on the way ``back``: beside a unit and
+        its gradients there is no room for it.
+        """
         name = shard.buffer
         if name in self.flights:
             return
-        if self.size == 1:
+        if self.size == 1 or back and self.offloads:
             space_of(shard.flat).read_ahead(shard.flat)
             return
         if "+" in name and any(c.shows(shard, c.dtype) for c in now):
@@ -220,16 +226,6 @@ class Gathers:
             # What is sent is held to the end, on all ranks alike: no donated step
             # writes into it meanwhile.
             self.flights[name] = call, work, shard.flat.detach()
-
-    def send_back(self, shard: FlatShard, dtype: torch.dtype, now: Calls) -> None:
-        """The same on the way back, where an offloaded buffer is only read ahead.
-
-        Beside a unit and its gradients there is no room for it.
-        """
-        if self.offloads:
-            space_of(shard.flat).read_ahead(shard.flat)
-        else:
-            self.send_for(shard, dtype, now)
 
     def send_ahead(
         self, at: int, shards: Sequence[FlatShard], casts: Casts | None

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -59,8 +60,9 @@ class GradientSums:
     ):
         self.groups, self.pool, self.defers = groups, pool, defers
         self.zero, self.reduce_each = options.zero, options.reduce_each
-        self.reduction = options.reduction
-        self.feedback, self.steps = feedback, steps
+        self.reduction = how = options.reduction
+        self.send = how.send if feedback is None else partial(feedback.send, how)
+        self.steps = steps
         self.observed = _Observed(observers) if observers else None
         copies = 1 if groups.replicas is None else groups.replicas.size
         self.mean_size = groups.where.size * copies
@@ -153,17 +155,12 @@ class GradientSums:
         if self.defers and not now:
             self.waiting.append(one)
             return
-        shard, buffer, how = one.shard, one.grad, self.reduction
+        shard, buffer = one.shard, one.grad
         where = self.groups[shard.split_axes].where
         if buffer.dtype == torch.float16:
             buffer.div_(self.before)
         if where is not None and where.size > 1:
-            whole = shard.place.size == 1
-            if self.feedback is None:
-                sent = how.encode(buffer, where.size)
-                one.work = how.move(sent, where, whole, shard.name)
-            else:
-                one.work = self.feedback.move(how, buffer, shard, where, whole)
+            one.work = self.send(buffer, shard, where, shard.place.size == 1)
         self.reducing.append(one)
         if now or len(self.reducing) > 1:
             del one, buffer

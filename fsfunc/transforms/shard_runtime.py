@@ -211,7 +211,7 @@ class ShardRuntime:
             if before[0].forgets or running().recompute:
                 for c in before:
                     if c.full is None and (shard := c.shard) is not None:
-                        self.gathers.send_back(shard, c.dtype, every[at])
+                        self.gathers.send_for(shard, c.dtype, every[at], back=True)
 
     def before_backward(self, calls: Calls, shards: Sequence[FlatShard]) -> None:
         """The cotangents of a call's outputs are here: gather again, look back."""

@@ -6,6 +6,4 @@ simulated.py baton.py   threads of one process, one at a time
 processes.py process_groups.py   torch.distributed, and its groups
 process_collectives.py point_to_point.py exchange.py
                     collectives, sends, and the wait for either
-flight.py           the last 100 collectives of a process, and their progress
-mailboxes.py watchdog.py   messages by torch's store; ranks that are missing
 """

@@ -16,8 +16,8 @@ from torch import Tensor
 
 from fsfunc import _torch
 from fsfunc.comm.backends.link import CollectiveCall, CollectiveMismatch, table
-from fsfunc.comm.backends.mailboxes import Board
 from fsfunc.comm.linear_maps import combine
+from fsfunc.comm.watch.mailboxes import Board
 
 __all__ = ["Aborted", "Baton", "Deadlock", "Meeting", "SendMeeting", "restore"]
 

@@ -23,7 +23,6 @@ import torch.distributed as dist
 from torch import Tensor
 
 from fsfunc.comm.attribution import source_line
-from fsfunc.comm.backends.flight import FlightRecord
 from fsfunc.comm.backends.link import (
     CollectiveCall,
     CollectiveMismatch,
@@ -31,6 +30,7 @@ from fsfunc.comm.backends.link import (
     Signature,
     table,
 )
+from fsfunc.comm.watch.flight_recorder import FlightRecord
 
 __all__ = ["ALL_GATHER", "ANSWER", "DATA", "TRANSFER", "Exchange", "Headers"]
 __all__ += ["compare_gathered", "packed", "receive", "send", "settle", "tag"]

@@ -12,7 +12,7 @@ from typing import Any
 from torch import Tensor
 
 from fsfunc.comm.attribution import current_label, source_line
-from fsfunc.comm.backends.mailboxes import Board
+from fsfunc.comm.watch.mailboxes import Board
 
 __all__ = [
     "CollectiveCall",

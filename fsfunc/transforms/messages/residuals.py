@@ -195,7 +195,7 @@ class Feedback(Interpretation):
     def check(self, how: Reduction) -> None:
         """Raises where reductions of this kind leave nothing to do."""
 
-    def move(
+    def send(
         self,
         how: Reduction,
         buffer: Tensor,
@@ -203,7 +203,7 @@ class Feedback(Interpretation):
         where: RankGroup,
         whole: bool,
     ) -> Handle:
-        """Sends a gradient to be summed, as ``how.move`` does."""
+        """Sends a gradient to be summed, in the place of ``how.send``."""
         raise NotImplementedError
 
     def remembered(self, shard: FlatShard) -> tuple[Tensor, ...] | None:
@@ -242,7 +242,7 @@ class _Owing(Feedback):
         if how.exact:
             raise ValueError(_NOTHING_LOST)
 
-    def move(
+    def send(
         self,
         how: Reduction,
         buffer: Tensor,

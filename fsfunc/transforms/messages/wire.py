@@ -34,6 +34,7 @@ from torch import Tensor
 
 from fsfunc.comm.backends.link import Handle
 from fsfunc.comm.groups import RankGroup
+from fsfunc.sharded.leaf import FlatShard
 
 __all__ = ["Gather", "KeptGather", "Reduction", "check_decoded"]
 
@@ -147,6 +148,12 @@ class Reduction(_Shown):
         Asked for where what was lost is to be sent later, see ``error_feedback``.
         """
         return encoded.float()
+
+    def send(
+        self, buffer: Tensor, shard: FlatShard, where: RankGroup, whole: bool
+    ) -> Handle:
+        """Puts the sum of a buffer's gradient in flight: encodes and moves it."""
+        return self.move(self.encode(buffer, where.size), where, whole, shard.name)
 
     def move(self, sent: Tensor, where: RankGroup, whole: bool, what: str) -> Handle:
         """Sums it; each rank receives its range, or the whole."""
