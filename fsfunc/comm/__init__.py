@@ -8,6 +8,7 @@ the bytes, ``attribution`` names the unit, phase and line; ``backends`` move the
 
 mesh.py launch.py   named axes over ranks; make_mesh, spmd, local_batch
 collectives.py async_collectives.py   the public collectives; start now, wait later
+typed_maps.py       checks of dims, cuts and types
 collective_ops.py   the one autograd.Function that runs linear maps
 collective_pairs.py collective: a user's own, given with its transpose
 linear_maps.py shard_linear_maps.py   collectives as data; those of shard

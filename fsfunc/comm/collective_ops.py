@@ -29,13 +29,13 @@ __all__ = [
     "apply_map",
     "assumed",
     "claim",
-    "hearing",
+    "collecting_axes",
     "issue",
     "laid",
     "over",
     "run_by",
     "summed",
-    "unheard",
+    "ignoring_axes",
     "watched",
     "watching",
 ]
@@ -143,7 +143,7 @@ def watched(x: Tensor, how: LinearMap, where: RankGroup, y: Tensor) -> Tensor:
 
 
 _WATCHER: ContextVar[Watcher | None] = ContextVar("fsfunc_watcher", default=None)
-_HEARD: ContextVar[set[str] | None] = ContextVar("fsfunc_heard", default=None)
+_AXES: ContextVar[set[str] | None] = ContextVar("fsfunc_axes", default=None)
 _RUN: ContextVar[Callable[..., Any] | None] = ContextVar("fsfunc_run", default=None)
 
 
@@ -158,7 +158,7 @@ def run_by(run: Callable[[Tensor, LinearMap, RankGroup], Any]) -> Iterator[None]
 
 
 @contextmanager
-def hearing(axes: set[str] | None) -> Iterator[None]:
+def collecting_axes(axes: set[str] | None) -> Iterator[None]:
     """Adds to ``axes`` those over which collectives are called inside.
 
     An enclosing call sees them too; with None, that alone.
@@ -166,15 +166,15 @@ def hearing(axes: set[str] | None) -> Iterator[None]:
     if axes is None:
         yield
         return
-    with Scoped(_HEARD, axes):
+    with Scoped(_AXES, axes):
         yield
-    if (outer := _HEARD.get()) is not None:
+    if (outer := _AXES.get()) is not None:
         outer.update(axes)
 
 
-def unheard() -> Scoped:
+def ignoring_axes() -> Scoped:
     """Inside, no axes are collected: one rank may try what others know already."""
-    return Scoped(_HEARD, None)
+    return Scoped(_AXES, None)
 
 
 def issue(x: Tensor, how: LinearMap, where: RankGroup) -> Any:
@@ -185,8 +185,8 @@ def issue(x: Tensor, how: LinearMap, where: RankGroup) -> Any:
 def over(x: Any, axis: Axis, how: Callable[[Tensor, RankGroup], LinearMap]) -> Any:
     """The linear map that ``how`` gives for each tensor of ``x``, over ``axis``."""
     where = group(axis)
-    if (heard := _HEARD.get()) is not None:
-        heard.update(where.axis)
+    if (found := _AXES.get()) is not None:
+        found.update(where.axis)
     leaves, treedef = tree.flatten(x)
     for leaf in leaves:
         if not isinstance(leaf, Tensor):

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from fsfunc import _torch, tree
 from fsfunc.comm.attribution import internal
-from fsfunc.comm.collective_ops import hearing
+from fsfunc.comm.collective_ops import collecting_axes
 from fsfunc.core.differentiated import Leaves, add_gradients, newborn
 from fsfunc.core.execution_context import Running, Thread, run_as
 from fsfunc.core.frames import Counter, frame, inside
@@ -109,7 +109,7 @@ def value_and_grad(
             run_inner = handler.gradient(run_inner)
         seed = one_number() if f.seed is None else f.seed
         axes = None if f.path else collective_axes()
-        with inside(replace(f, seed=seed)), hearing(axes):
+        with inside(replace(f, seed=seed)), collecting_axes(axes):
             call = GradientCall(fn, numbers, has_aux, args, keywords)
             call = replace(call, create_graph=_is_nested(call), batch_argnums=batch)
             outcome = run_inner(call).settled(again=False)

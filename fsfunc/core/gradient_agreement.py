@@ -49,14 +49,17 @@ def check_agreement(
 
     Cost: a gather of two numbers a leaf, once; it is in no ledger.
     """
-    at, taken = here(), {a for h in frame().handlers for a in getattr(h, "axes", ())}
+    at, f = here(), frame()
+    taken = {a for h in f.handlers for a in getattr(h, "axes", ())}
+    owner: Any = f.runtimes[-1][0] if f.runtimes else at.mesh
+    uncompared = owner.uncompared
     for axis in sorted(axes - taken):
         key = at.rank, _code(fn), axis
-        left = at.mesh.uncompared.get(key)
+        left = uncompared.get(key)
         if left is None or left:
             where = group(axis, at)
             found = _numbers(chosen, grads, where, left)
-            at.mesh.uncompared[key] = _compare(found, where) if found else set()
+            uncompared[key] = _compare(found, where) if found else set()
 
 
 def _numbers(
@@ -81,7 +84,7 @@ def _numbers(
             g = None if g is None else g._local
         elif not isinstance(x, Tensor):
             continue
-        elif runtimes and not any(r.ownership.is_one_value(x) for r in runtimes):
+        elif runtimes and not any(r.ownership.is_replicated(x) for r in runtimes):
             continue
         if isinstance(g, Tensor) and g.is_floating_point() and g.numel():
             wide = strided(g).detach().double()

@@ -134,7 +134,7 @@ def entered(x: Tensor) -> Tensor:
     """A plain tensor as each rank's own: of a parameter the gradient is the mean."""
     if differentiated([x]):
         for handler, runtime in frame().runtimes:
-            if runtime.ownership.is_one_value(x):
+            if runtime.ownership.is_replicated(x):
                 check_samples(x, "a parameter")
                 x = apply_map(x, ENTER, group(handler.axes))  # type: ignore[attr-defined]
     return x

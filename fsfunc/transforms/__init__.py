@@ -12,7 +12,8 @@ collects the gradients of a buffer and reduces them by `wire`. A gradient call m
 such a runtime, and `gradients` returns its sums.
 
 transforming.py     applying a transform to a unit, a loss or a step
-sharding.py shard_options.py   shard: of unit calls and of gradient calls; its options
+sharding.py shard_options.py   shard, and its options
+sharded_calls.py    its interpretation: of unit calls and of gradient calls
 unit_calls.py       a unit call: the leaves that it gathers, and the two ways in
 boundary.py         one sharded unit: gather, run, forget; gather again, reduce
 shard_runtime.py    one call on a rank: its gathers and its gradients

@@ -221,7 +221,9 @@ class GradientSums:
         one.grad = None
         count_as("gradients", [grad])
         own, home, by = shard.flat.dtype, space_of(shard.flat), self.mean_size
-        given = one.given or (own if before is None else before.dtype)
+        given = own if before is None else before.dtype
+        if one.given not in (None, own):
+            given = one.given
         halved = self.before if one.dtype == torch.float16 else 1
         # A mean at once, where that dtype might not hold the sum.
         if mean := given != own or own == torch.float16:

@@ -29,11 +29,11 @@ class Ownership:
         self._said: dict[int, tuple[bool, Tensor]] = {}  # kept, or memory comes again
 
     @cached_property
-    def _one_value(self) -> set[int]:
+    def _replicated(self) -> set[int]:
         leaves = tree.leaves(self._args[:1], is_leaf=is_sharded)
         return {storage_of(x) for x in leaves if isinstance(x, Tensor)}
 
-    def is_one_value(self, x: Tensor) -> bool:
+    def is_replicated(self, x: Tensor) -> bool:
         """True if ``x`` lies in the memory of a parameter: then its gradient is a mean.
 
         By memory, not by object: to detach a leaf, or to track it, makes a new object.
@@ -41,11 +41,11 @@ class Ownership:
         key = storage_of(x)
         if key in self._said:
             return self._said[key][0]
-        return key in self._one_value
+        return key in self._replicated
 
-    def say(self, x: Tensor, one_value: bool) -> None:
+    def declare(self, x: Tensor, replicated: bool) -> None:
         """Sets the kind of ``x`` for this call."""
-        self._said[storage_of(x)] = one_value, _torch.unwrapped(x)
+        self._said[storage_of(x)] = replicated, _torch.unwrapped(x)
 
 
 def storage_of(x: Tensor) -> int:
@@ -92,7 +92,7 @@ def assume(x: Any, axis: Axis, type: str) -> Any:
         leaf = leaf.clone()
         for handler, runtime in frame().runtimes:
             if set(where.axis) <= set(getattr(handler, "axes", ())):
-                runtime.ownership.say(leaf, type == "I")
+                runtime.ownership.declare(leaf, type == "I")
         assumed(leaf, type)
         return leaf
 

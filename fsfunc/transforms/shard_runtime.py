@@ -88,7 +88,7 @@ class ShardRuntime:
 
     def averages(self, x: Tensor) -> bool:
         """True if the gradient call will average the gradient of a whole parameter."""
-        return bool(self.differentiated) and self.ownership.is_one_value(x)
+        return bool(self.differentiated) and self.ownership.is_replicated(x)
 
     @property
     def passed(self) -> int:

@@ -456,6 +456,9 @@ def test_a_whole_parameter_must_enter_where_activations_vary(zero, enters):
         for found in ff.spmd(main, mesh)():
             close(found, 2 * x.square().mean(0) / DIM, 1e-12)
         return
+    enters = True
+    ff.spmd(main, mesh)()
+    enters = False  # the same loss, under another shard: it is compared anew
     with pytest.raises(LawError, match="by 'gain' differs along \"model\".*ff.pcast"):
         ff.spmd(main, mesh)()
 

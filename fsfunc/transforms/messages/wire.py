@@ -1,10 +1,11 @@
 """Messages between ranks: a gather and a reduction of a packed buffer, as values.
 
-Each is three steps: ``encode`` what a rank has, ``move`` it, ``decode`` what arrived.
-Gathers in another dtype or quantised, and gradients compressed, take the place of one
-of these, and nothing else of ``shard`` changes. Parameters that stay with the host are
-brought by an ``encode`` to where they are sent from; but the gradients of a buffer are
-collected where its parameters lie, so their reduction takes them there and back.
+A message is five steps: its memory space (`memory_spaces`) fetches a range to the
+device, ``encode`` makes what is sent, ``move`` sends it, ``decode`` makes the result of
+what arrived, and the memory space of the result puts it where it belongs. To a buffer
+on the device the first and the last are nothing. Gathers in another dtype or
+quantised, and compressed gradients, take the place of one of the others, and nothing
+else of ``shard`` changes.
 
 To replace one, derive from it, change the steps that differ, say ``exact = False``
 where the values change on the way, and give it to ``shard``::
