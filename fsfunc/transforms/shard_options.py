@@ -16,7 +16,7 @@ __all__ = ["ShardOptions"]
 
 @dataclass(frozen=True)
 class ShardOptions:
-    """What ``shard`` was asked, checked; see there.
+    """The arguments of ``shard``, checked; see there.
 
     ``axis``: the axes over which parameters are cut; ``replicate``: those over which
     the parts are repeated.
