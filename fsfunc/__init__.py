@@ -97,13 +97,17 @@ from fsfunc.transforms.local.gossiping import gossip
 from fsfunc.transforms.local.local_copies import LocalState
 from fsfunc.transforms.local.local_updates import local_sgd
 from fsfunc.transforms.local.slow_momentum import slowmo
+from fsfunc.transforms.messages.encodings import (
+    CastGather,
+    CastReduction,
+    QuantizedGather,
+    QuantizedReduction,
+)
 from fsfunc.transforms.messages.hierarchy import (
     HierarchicalGather,
     HierarchicalReduction,
 )
 from fsfunc.transforms.messages.low_rank import powersgd
-from fsfunc.transforms.messages.narrow_wire import CastGather, CastReduction
-from fsfunc.transforms.messages.quantization import QuantizedGather, QuantizedReduction
 from fsfunc.transforms.messages.residuals import error_feedback
 from fsfunc.transforms.messages.wire import Gather, Reduction
 from fsfunc.transforms.offloading import offload

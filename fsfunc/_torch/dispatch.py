@@ -70,18 +70,18 @@ GROUPED_PRODUCT: Any = torch.ops.aten._grouped_mm
 
 @functools.cache
 def tells_value(func: Any) -> bool:
-    """Whether an operator gives Python a number, or an answer, made of values."""
+    """True if an operator gives Python a number, or an answer, made of values."""
     return torch.Tag.data_dependent_output in func.tags
 
 
 @functools.cache
 def tells_places(func: Any) -> bool:
-    """Whether the values of its tensors may decide the shape of what one gives."""
+    """True if the values of its tensors may decide the shape of what one gives."""
     return torch.Tag.dynamic_output_shape in func.tags
 
 
 def value_of(x: Tensor) -> Tensor | None:
-    """``x`` with its data, on no graph; None if it is fake, and nobody knows them."""
+    """``x`` with its data, on no graph; None if it is fake and has none."""
     if isinstance(x, FakeTensor):
         return x.constant
     return x.detach()
@@ -90,7 +90,7 @@ def value_of(x: Tensor) -> Tensor | None:
 def arguments_of(
     operator: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> dict[str, Any]:
-    """What an operator is called with, by name and in its schema's order."""
+    """The arguments of an operator's call, by name and in its schema's order."""
     found = {}
     for i, argument in enumerate(operator._schema.arguments):
         if i < len(args):
@@ -153,7 +153,7 @@ class HereFakeMode(FakeTensorMode):
 
 
 def _grouped_product(mode: FakeTensorMode, given: dict[str, Any]) -> Tensor:
-    """What a product of groups returns on a CPU (a mixture of experts).
+    """The result of a product of groups on a CPU (a mixture of experts).
 
     torch's own rule for tensors without data knows only one of its dtypes.
     """
@@ -227,7 +227,7 @@ def fake_mode() -> FakeTensorMode | None:
 
 
 def fake_active() -> bool:
-    """Whether a fake tensor mode is on in this thread."""
+    """True if a fake tensor mode is on in this thread."""
     return fake_mode() is not None
 
 
@@ -242,7 +242,7 @@ def device_of(x: Tensor) -> torch.device:
 
 
 def is_data_dependent(error: BaseException) -> bool:
-    """Whether ``error`` is a fake tensor refusing to tell a value."""
+    """True if ``error`` is a fake tensor refusing to tell a value."""
     return isinstance(
         error,
         (

@@ -1,4 +1,4 @@
-"""What operators return for fake tensors, sooner than torch says it."""
+"""Results of operators on fake tensors, sooner than torch makes them."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ _OF_NONE = {
 
 
 def fake_result(mode: FakeTensorMode, func: Any, args: Any, kwargs: Any) -> Any:
-    """What ``func`` returns for fake tensors of CPUs.
+    """The result of ``func`` for fake tensors of CPUs.
 
     The mode's own way is asked once for arguments that look alike: it costs ten times
     as much as what is remembered here, of operators that make new memory.
@@ -64,7 +64,7 @@ def fake_result(mode: FakeTensorMode, func: Any, args: Any, kwargs: Any) -> Any:
 
 
 def quick_fake(mode: FakeTensorMode, func: Any, args: Any, kwargs: Any) -> Any:
-    """What ``func`` returns for fake tensors of CPUs, or ``NotImplemented``.
+    """The result of ``func`` for fake tensors of CPUs, or ``NotImplemented``.
 
     The mode's own way costs three times as much; this one knows a few operators.
     """
@@ -125,7 +125,7 @@ _SHAPELESS = frozenset(
 
 @functools.cache
 def _makes_anew(func: Any) -> bool:
-    """Whether shapes alone say what an operator makes, in memory of its own."""
+    """True if shapes alone say what an operator makes, in memory of its own."""
     told = {torch.Tag.dynamic_output_shape, torch.Tag.data_dependent_output}
     schema = func._schema
     return (
@@ -141,7 +141,7 @@ def _makes_anew(func: Any) -> bool:
 
 
 def _looks(mode: FakeTensorMode, x: Any) -> Any:
-    """What of an argument decides how results look, or ``_ODD``."""
+    """The properties of an argument that decide how results look, or ``_ODD``."""
     kind = type(x)
     if kind is FakeTensor:
         if (
@@ -168,7 +168,7 @@ def _is_tensor(x: Any) -> bool:
 
 
 def _made_anew(out: Any, args: Any, kwargs: Any) -> Any:
-    """How results look that lie in memory of their own, or ``_ODD``."""
+    """The shapes of results that lie in memory of their own, or ``_ODD``."""
     kind = type(out) if isinstance(out, (tuple, list)) else None
     specs = []
     seen = {storage_key(x) for x in tree_leaves((args, kwargs)) if _is_tensor(x)}

@@ -22,12 +22,12 @@ from torch._functorch import eager_transforms
 
 
 def functorch_active() -> bool:
-    """Whether a ``torch.func`` transform (grad, vjp, jvp, vmap) is running."""
+    """True if a ``torch.func`` transform (grad, vjp, jvp, vmap) is running."""
     return torch._C._are_functorch_transforms_active()
 
 
 def plainly() -> bool:
-    """Whether nothing but autograd sees what is called here, and it looks."""
+    """True if nothing but autograd sees what is called here, and it looks."""
     quiet = not torch._C._are_functorch_transforms_active()
     return (
         quiet and torch.is_grad_enabled() and not torch._C._len_torch_dispatch_stack()
@@ -45,12 +45,12 @@ def beneath_functorch() -> Iterator[None]:
 
 
 def forward_ad_active() -> bool:
-    """Whether a dual level of ``torch.autograd.forward_ad`` is open."""
+    """True if a dual level of ``torch.autograd.forward_ad`` is open."""
     return torch.autograd.forward_ad._current_level >= 0
 
 
 def transforms_active() -> bool:
-    """Whether a ``torch.func`` transform runs, or a level of forward mode is open."""
+    """True if a ``torch.func`` transform runs, or a level of forward mode is open."""
     if torch._C._are_functorch_transforms_active():
         return True
     return torch.autograd.forward_ad._current_level >= 0
@@ -120,7 +120,7 @@ def unwrapped(x: Tensor) -> Tensor:
 
 
 def is_wrapped(x: Tensor) -> bool:
-    """Whether a functorch level wraps ``x``."""
+    """True if a functorch level wraps ``x``."""
     return is_functorch_wrapped_tensor(x)
 
 

@@ -13,7 +13,7 @@ from fsfunc._torch.internals import storage_key
 
 
 def sequence_number(node: Any) -> int:
-    """When an autograd node was made, counted per thread."""
+    """The number of an autograd node, in the order of making, per thread."""
     return node._sequence_nr()
 
 
@@ -23,7 +23,7 @@ def next_sequence_number() -> int:
 
 
 def seeds_a_backward() -> bool:
-    """Whether torch itself makes what a backward starts from: a cotangent of ones."""
+    """True if torch itself makes what a backward starts from: a cotangent of ones."""
     frame: Any = sys._getframe(1)
     while frame is not None and frame.f_code.co_name != "_make_grads":
         frame = frame.f_back
@@ -40,7 +40,7 @@ keeps_graph: Callable[[], bool] = torch._C._autograd._get_current_graph_task_kee
 
 
 def will_run(node: Any) -> bool:
-    """Whether the backward that is under way comes to a node (None: to nothing).
+    """True if the backward that is under way comes to a node (None: to nothing).
 
     Of a leaf torch does not tell: yes, then.
     """
@@ -67,7 +67,7 @@ def function_around() -> Any:
 
 
 def saving_function() -> str:
-    """What around us keeps autograd from tensors that it is not given as arguments.
+    """The name of a function around us that keeps autograd from its closures.
 
     The forward of a user's ``autograd.Function``, by its name, or torch's checkpoint,
     which runs a function again.
@@ -83,7 +83,7 @@ def saving_function() -> str:
 
 
 def function_under_func() -> bool:
-    """Whether a ``torch.func`` level runs the forward of an ``autograd.Function``."""
+    """True if a ``torch.func`` level runs the forward of an ``autograd.Function``."""
     frame: Any = sys._getframe(1)
     while frame is not None:
         if frame.f_globals.get("__name__") == "torch._functorch.autograd_function":
@@ -107,28 +107,31 @@ def graph_nodes(roots: Iterable[Any], stop: set[Any]) -> list[Any]:
 
 
 def reaches_leaves(root: Tensor, stop: set[Any]) -> bool:
-    """Whether ``root`` depends on leaves that require grad, past the nodes ``stop``."""
+    """True if ``root`` depends on leaves that require grad, past the nodes ``stop``."""
     return any(hasattr(n, "variable") for n in graph_nodes([root.grad_fn], stop))
 
 
-_SavedTensor: Any = torch._C._autograd.SavedTensor  # type: ignore[attr-defined]
-_CAN_LOOK = hasattr(_SavedTensor, "unpack_hook") and hasattr(_SavedTensor, "data")
-_SAVED: dict[type, list[tuple[str, str]]] = {}
+class _SavedNames(dict[type, list[tuple[str, str]]]):
+    """By the type of a node: (name of the handle, name of the value) it saves."""
 
-
-def _saved_attributes(kind: type) -> list[tuple[str, str]]:
-    """(raw name, value name) of what nodes of this type save."""
-    if kind not in _SAVED:
+    def __missing__(self, kind: type) -> list[tuple[str, str]]:
         raw = [name for name in dir(kind) if name.startswith("_raw_saved_")]
-        _SAVED[kind] = [
-            (name, "saved_tensors" if name == "_raw_saved_tensors" else name[4:])
-            for name in raw
-        ]
-    return _SAVED[kind]
+        many = {"_raw_saved_tensors": "saved_tensors"}
+        found = self[kind] = [(name, many.get(name, name[4:])) for name in raw]
+        return found
+
+
+_SAVED = _SavedNames()
+
+
+def _handles(node: Any, name: str) -> Any:
+    """The handles of what a node saves under a name."""
+    found = getattr(node, name)
+    return found if isinstance(found, (tuple, list)) else (found,)
 
 
 def saved_tensors_hooked() -> bool:
-    """Whether ``saved_tensors_hooks`` are on in this thread."""
+    """True if ``saved_tensors_hooks`` are on in this thread."""
     autograd: Any = torch._C._autograd  # type: ignore[attr-defined]
     return autograd._top_saved_tensors_default_hooks(True) is not None
 
@@ -159,20 +162,16 @@ def hook_saved(
 
 
 def saved_under_hooks(nodes: Iterable[Any]) -> bool:
-    """Whether ``nodes`` save anything under somebody's hooks."""
-    if not _CAN_LOOK:
-        return False
+    """True if ``nodes`` save anything under hooks."""
     for node in nodes:
-        for name, _ in _saved_attributes(type(node)):
-            raws = getattr(node, name)
-            raws = raws if isinstance(raws, (tuple, list)) else (raws,)
-            if any(raw.unpack_hook is not None for raw in raws):
+        for name, _ in _SAVED[type(node)]:
+            if any(raw.unpack_hook is not None for raw in _handles(node, name)):
                 return True
     return False
 
 
 def saved_tensors(nodes: Iterable[Any]) -> Iterator[Tensor]:
-    """The tensors that ``nodes`` save as they are, under nobody's hooks."""
+    """The tensors that ``nodes`` save as they are, without hooks."""
     for node in nodes:
         for _, value in _saved(node):
             if isinstance(value, Tensor):
@@ -180,24 +179,17 @@ def saved_tensors(nodes: Iterable[Any]) -> Iterator[Tensor]:
 
 
 def _saved(node: Any) -> list[tuple[Any, Any]]:
-    """What ``node`` saves: the handle on it, and the data.
+    """The saved tensors of ``node``: the handle on each, and the data.
 
-    Where torch lets us look, without unpacking: to unpack is to run other people's
-    hooks, which compute a checkpoint again or gather an inner unit's parameters.
+    Without unpacking: to unpack is to run other people's hooks, which compute a
+    checkpoint again or gather an inner unit's parameters.
     """
-    kind, found = type(node), []
-    names = _SAVED[kind] if kind in _SAVED else _saved_attributes(kind)
-    for raw_name, name in names:
-        raws = getattr(node, raw_name)
-        raws = raws if isinstance(raws, (tuple, list)) else (raws,)
-        if _CAN_LOOK:
-            for raw in raws:
-                if raw.unpack_hook is None:
-                    found.append((raw, raw.data))
-            continue
-        values = getattr(node, name)
-        values = values if isinstance(values, (tuple, list)) else (values,)
-        found += zip(raws, values, strict=True)
+    found = []
+    for name, _ in _SAVED[type(node)]:
+        raws = getattr(node, name)
+        for raw in raws if isinstance(raws, (tuple, list)) else (raws,):
+            if raw.unpack_hook is None:
+                found.append((raw, raw.data))
     return found
 
 
@@ -224,7 +216,7 @@ _TWO_PRODUCTS = {
 
 
 def has_two_products(node: Any) -> bool:
-    """Whether a node can give its input gradients first, its weight gradients later."""
+    """True if a node can give its input gradients first, its weight gradients later."""
     return node.name().rstrip("0123456789") in _TWO_PRODUCTS
 
 
@@ -238,7 +230,7 @@ KINDS = _Kinds()  # by the type of a node; graphs are walked node by node
 
 
 def kind_of(node: Any) -> str | None:
-    """What an autograd node is: a product, lookup, leaf, turn (transpose) or view."""
+    """The kind of a node: a product, lookup, leaf, turn (transpose) or view."""
     return KINDS[type(node)]
 
 
@@ -273,12 +265,12 @@ def weight_edge(node: Any) -> Any:
 
 
 def first_factor(node: Any) -> Tensor:
-    """What a matrix product saved of its first factor; it has it for the second's."""
+    """The first factor of a matrix product, saved for the gradient of the second."""
     return getattr(node, _PRODUCTS[type(node).__name__][1])
 
 
 def is_hooked(leaf: Tensor) -> bool:
-    """Whether somebody registered a hook on a leaf, which sees its gradient."""
+    """True if a hook is registered on a leaf, which sees its gradient."""
     return bool(leaf._backward_hooks)
 
 
@@ -299,12 +291,9 @@ def hook_residuals(
     since it was saved, of which the backward is to say so: under hooks torch does not
     look.
     """
-    if not _CAN_LOOK:
-        return
     for node in nodes:
-        for raw_name, name in _saved_attributes(type(node)):
-            raws = getattr(node, raw_name)
-            raws = raws if isinstance(raws, (tuple, list)) else (raws,)
+        for raw_name, name in _SAVED[type(node)]:
+            raws = _handles(node, raw_name)
             if any(raw.unpack_hook is not None for raw in raws):
                 continue
             chosen = [

@@ -1,4 +1,4 @@
-"""What torch's storages, modules, process groups and its compiler keep inside."""
+"""Internals of torch's storages, modules, process groups and its compiler."""
 
 from __future__ import annotations
 
@@ -28,12 +28,12 @@ def storage_key(x: Tensor) -> int:
 
 
 def storage(x: Tensor) -> Any:
-    """What holds the memory that ``x`` lies in: to keep alive, or to tell apart."""
+    """The holder of the memory that ``x`` lies in: to keep alive, or to tell apart."""
     return x.untyped_storage() if x.layout == torch.strided else x
 
 
 def storage_uses(x: Tensor) -> int:
-    """How many tensors (and Python handles) hold the storage of ``x``."""
+    """The number of tensors (and Python handles) that hold the storage of ``x``."""
     return torch._C._storage_Use_Count(storage_key(x))
 
 
@@ -42,12 +42,12 @@ uses_of: Callable[[int], int] = torch._C._storage_Use_Count
 
 
 def held(storage: torch.UntypedStorage) -> int:
-    """How many tensors hold ``storage``, this handle counted as one more."""
+    """The number of tensors that hold ``storage``, this handle counted as one more."""
     return uses_of(storage._cdata)
 
 
 def tables(module: torch.nn.Module) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Where a module keeps its own parameters and its own buffers, by attribute."""
+    """The dicts of a module's own parameters and its own buffers, by attribute."""
     return module._parameters, module._buffers
 
 
@@ -65,13 +65,13 @@ _HOOKS_AFTER = (
 
 
 def hook_tables(module: torch.nn.Module, *, before: bool) -> list[dict[Any, Any]]:
-    """Where a module keeps the hooks that run before its forward, or the others."""
+    """The dicts of the hooks that run before a module's forward, or the others."""
     names = _HOOKS_BEFORE if before else _HOOKS_AFTER
     return [module.__dict__[name] for name in names]
 
 
 def group_timeout(group: Any) -> timedelta | None:
-    """How long a process group waits for a rank; None where its kind has no limit."""
+    """The time that a process group waits for a rank; None where it has no limit."""
     found = []
     for device in group._device_types:
         options = getattr(group._get_backend(device), "options", None)
@@ -94,7 +94,7 @@ def keep_process_groups() -> None:
 
 
 def is_compiled(module: torch.nn.Module) -> bool:
-    """Whether somebody called a module's ``compile()``."""
+    """True if a module was compiled by its ``compile()``."""
     return module._compiled_call_impl is not None
 
 
@@ -106,7 +106,7 @@ compiler_at_work: Callable[[], Any] = (
 
 
 def compiler_stance() -> Any:
-    """How compiled functions run: torch has one answer for all threads.
+    """The stance of compiled functions: torch has one for all threads.
 
     None where nothing can have been compiled yet.
     """

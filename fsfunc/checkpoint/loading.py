@@ -28,8 +28,8 @@ from fsfunc.checkpoint.matching import KEPT, Only, Rename, matched
 from fsfunc.checkpoint.reading import Request, read, requests
 from fsfunc.checkpoint.stored import Stored, StoredTensor
 from fsfunc.comm.mesh import Here
+from fsfunc.runtime.memory_spaces import Offloaded, space_of
 from fsfunc.runtime.save_guard import is_held
-from fsfunc.runtime.stores import lies
 from fsfunc.sharded.donated import overlaps, refuse_spent, spend
 from fsfunc.sharded.leaf import Sharded, is_sharded
 from fsfunc.sharded.packing import PackedTree, split_buffers
@@ -207,7 +207,8 @@ def _room(x: Any, device: Any) -> Any:
     """Memory like ``x``; zero, as padding is (the system gives zero pages anyway)."""
     if not isinstance(x, Tensor):
         return x
-    if (where := lies(x)) is not None and device is None:
+    where = space_of(x)
+    if isinstance(where, Offloaded) and device is None:
         room = where.store.empty(x.numel(), x.dtype, _real(where.device))
         return room.view(x.shape).zero_()
     abstract = x.device.type == "meta" or isinstance(x, _torch.FakeTensor)

@@ -15,8 +15,8 @@ from typing import Any, NamedTuple
 
 from fsfunc.checkpoint.manifest import MANIFEST
 from fsfunc.checkpoint.stored import CheckpointError, Chunk, StoredFile
-from fsfunc.comm.backends.mailboxes import Message, is_final
 from fsfunc.comm.mesh import Here
+from fsfunc.comm.watch.mailboxes import Message, is_final
 
 __all__ = ["Others", "RankStatus", "report", "take_status"]
 

@@ -1,20 +1,20 @@
-"""Communication: who the ranks are, what moves between them, and what carries it.
+"""Communication: meshes, the collectives on them, and the backends that run these.
 
-``mesh`` names the ranks, ``launch`` runs a program on them. ``linear_maps`` says as
-data what can move between ranks, ``groups`` is a rank's handle on those along an axis,
-``collective_ops`` moves it differentiably; ``collectives`` are the user's words for it,
-``async_collectives`` the same in two phases. ``ledgers`` count what is sent, and
-``attribution`` says on whose behalf; ``backends`` carry it.
+``mesh`` names the ranks, ``launch`` runs a program on them. ``linear_maps`` has the
+collectives as data with their transposes, ``groups`` is a rank's handle on the ranks
+along an axis, ``collective_ops`` runs linear maps differentiably; ``collectives`` are
+the public functions, ``async_collectives`` the same in two phases. ``ledgers`` count
+the bytes, ``attribution`` names the unit, phase and line; ``backends`` move the data.
 
 mesh.py launch.py   named axes over ranks; make_mesh, spmd, local_batch
-collectives.py async_collectives.py   the public ones; start now, wait later
-collective_pairs.py   collective: one of your own, given with its transpose
+collectives.py async_collectives.py   the public collectives; start now, wait later
+typed_maps.py       checks of dims, cuts and types
 collective_ops.py   the one autograd.Function that runs linear maps
-collective_pairs.py collective: one of your own, given with its transpose
-linear_maps.py crossings.py   what moves, as data, with transposes; shard's own
+collective_pairs.py collective: a user's own, given with its transpose
+linear_maps.py shard_linear_maps.py   collectives as data; those of shard
 groups.py           a rank's handle on the ranks along an axis
-ledgers.py attribution.py   what is sent; for which unit, phase and line
-comparison.py       ranks say what they are about to do, and hear who disagrees
-descriptions.py     what a value is, in words that are the same in every process
-fake_errors.py      who asked a fake tensor for its value
+ledgers.py attribution.py   bytes sent; the unit, phase and line that sent them
+comparison.py       ranks compare what they are about to do
+descriptions.py     descriptions of values that are equal in every process
+fake_errors.py      errors of fake tensors that are asked for a value
 """

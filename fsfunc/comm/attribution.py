@@ -1,4 +1,4 @@
-"""On whose behalf something is done: a unit and phase, and a line of the user's.
+"""Attribution of collectives to a unit, a phase, and a line of the user's.
 
 A collective's record and its errors name all three.
 """
@@ -43,26 +43,26 @@ INTERNAL: ContextVar[bool] = ContextVar("fsfunc_internal", default=False)
 
 
 class label(Scoped):
-    """Says on whose behalf the collectives inside are issued."""
+    """Attributes the collectives inside to a unit and phase."""
 
     def __init__(self, unit: str, phase: str):
         self.var, self.value = _LABEL, (unit, phase)
 
 
 def current_label() -> tuple[str, str]:
-    """The (unit, phase) on whose behalf collectives are issued now."""
+    """The (unit, phase) to which collectives are attributed now."""
     return _LABEL.get()
 
 
 class internal(Scoped):
-    """What runs inside is the library's own doing (or, with False, the user's)."""
+    """Marks what runs inside as the library's own (with False, as the user's)."""
 
     def __init__(self, value: bool = True):
         self.var, self.value = INTERNAL, value
 
 
 def is_internal() -> bool:
-    """Whether the library is at work, not the user's function."""
+    """True if the library is at work, not the user's function."""
     return INTERNAL.get()
 
 
@@ -89,12 +89,12 @@ def traceback_line(error: BaseException) -> str:
 
 
 def called_by_user(frame: FrameType) -> bool:
-    """Whether the code of this frame, not of what it calls, is the user's."""
+    """True if the code of this frame, not of what it calls, is the user's."""
     return not frame.f_code.co_filename.startswith(_INNER)
 
 
 def is_own_call() -> bool:
-    """Whether it is fsfunc itself that calls torch now, not a user's function."""
+    """True if it is fsfunc itself that calls torch now, not a user's function."""
     frame = sys._getframe(1)
     here = frame.f_code.co_filename  # whoever asks is ours
     while frame is not None:

@@ -29,14 +29,14 @@ __all__ = [
     "apply_map",
     "assumed",
     "claim",
-    "hearing",
+    "collecting_axes",
     "issue",
     "laid",
     "over",
     "run_by",
     "summed",
+    "ignoring_axes",
     "typed_like",
-    "unheard",
     "watched",
     "watching",
 ]
@@ -79,7 +79,7 @@ def apply_map(x: Tensor, how: LinearMap, where: RankGroup) -> Tensor:
 
 
 class Watcher:
-    """Who is told of what moves while a step is only tried."""
+    """Callbacks on linear maps while a step is only tried."""
 
     def collective(self, x: Tensor, how: LinearMap, where: RankGroup) -> None:
         """Somebody asks for a collective, of ``x``."""
@@ -110,20 +110,20 @@ def watching(watcher: Watcher) -> Scoped:
 
 
 def claim(x: Any, what: str) -> None:
-    """Says that ``x`` is the same on every rank, to whoever looks."""
+    """Tells the watcher that ``x`` is the same on every rank."""
     if (watcher := _WATCHER.get()) is not None:
         watcher.claimed(x, what)
 
 
 def summed(tensors: Iterable[Tensor], what: str) -> None:
-    """Says that ``what`` sums over plain tensors, to whoever looks."""
+    """Tells the watcher that ``what`` sums over plain tensors."""
     if (watcher := _WATCHER.get()) is not None:
         for x in tensors:
             watcher.summed(x, what)
 
 
 def assumed(y: Tensor, kind: str) -> Tensor:
-    """Says of what type ``y`` is, to whoever looks; returns it."""
+    """Tells the watcher the type of ``y``; returns ``y``."""
     if (watcher := _WATCHER.get()) is not None:
         watcher.assumed(y, kind)
     return y
@@ -136,14 +136,14 @@ def typed_like(y: Tensor, x: Tensor) -> Tensor:
 
 
 def laid(leaf: Any) -> Any:
-    """Says that a sharded leaf was made, to whoever looks; returns it."""
+    """Tells the watcher that a sharded leaf was made; returns it."""
     if (watcher := _WATCHER.get()) is not None:
         watcher.laid(leaf)
     return leaf
 
 
 def watched(x: Tensor, how: LinearMap, where: RankGroup, y: Tensor) -> Tensor:
-    """``y``, that ``how`` has made of ``x``, in memory of its own if somebody looks."""
+    """``y = how(x)``, which the watcher sees in memory of its own."""
     watcher = _WATCHER.get()
     if watcher is None:
         return y
@@ -154,7 +154,7 @@ def watched(x: Tensor, how: LinearMap, where: RankGroup, y: Tensor) -> Tensor:
 
 
 _WATCHER: ContextVar[Watcher | None] = ContextVar("fsfunc_watcher", default=None)
-_HEARD: ContextVar[set[str] | None] = ContextVar("fsfunc_heard", default=None)
+_AXES: ContextVar[set[str] | None] = ContextVar("fsfunc_axes", default=None)
 _RUN: ContextVar[Callable[..., Any] | None] = ContextVar("fsfunc_run", default=None)
 
 
@@ -169,35 +169,35 @@ def run_by(run: Callable[[Tensor, LinearMap, RankGroup], Any]) -> Iterator[None]
 
 
 @contextmanager
-def hearing(axes: set[str] | None) -> Iterator[None]:
-    """Inside, ``axes`` gathers those over which collectives are called.
+def collecting_axes(axes: set[str] | None) -> Iterator[None]:
+    """Adds to ``axes`` those over which collectives are called inside.
 
-    So does what gathers them around; with None, that alone.
+    An enclosing call sees them too; with None, that alone.
     """
     if axes is None:
         yield
         return
-    with Scoped(_HEARD, axes):
+    with Scoped(_AXES, axes):
         yield
-    if (outer := _HEARD.get()) is not None:
+    if (outer := _AXES.get()) is not None:
         outer.update(axes)
 
 
-def unheard() -> Scoped:
-    """Inside, nobody gathers any: one rank may try what others know already."""
-    return Scoped(_HEARD, None)
+def ignoring_axes() -> Scoped:
+    """Inside, no axes are collected: one rank may try what others know already."""
+    return Scoped(_AXES, None)
 
 
 def issue(x: Tensor, how: LinearMap, where: RankGroup) -> Any:
-    """A linear map that stands in the user's program, for whoever runs these."""
+    """Runs a linear map of the user's program, as `run_by` says."""
     return (_RUN.get() or apply_map)(x, how, where)
 
 
 def over(x: Any, axis: Axis, how: Callable[[Tensor, RankGroup], LinearMap]) -> Any:
     """The linear map that ``how`` gives for each tensor of ``x``, over ``axis``."""
     where = group(axis)
-    if (heard := _HEARD.get()) is not None:
-        heard.update(where.axis)
+    if (found := _AXES.get()) is not None:
+        found.update(where.axis)
     leaves, treedef = tree.flatten(x)
     for leaf in leaves:
         if not isinstance(leaf, Tensor):

@@ -21,16 +21,17 @@ work of one loss, a psum is one value, I.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 from torch import Tensor
 
 from fsfunc.comm.collective_ops import over
-from fsfunc.comm.crossings import ENTER, OWN, PART
 from fsfunc.comm.groups import RankGroup, axis_size, group
-from fsfunc.comm.linear_maps import LinearMap, meanings
+from fsfunc.comm.linear_maps import LinearMap
 from fsfunc.comm.mesh import Axis, asks, here
+from fsfunc.comm.shard_linear_maps import ENTER, OWN, PART
+from fsfunc.comm.typed_maps import check_cut, check_types, checked_dim, typed
 
 __all__ = [
     "all_gather",
@@ -154,20 +155,9 @@ def all_gather(x: Any, axis: Axis, *, dim: int = 0, to: str = "V") -> Any:
     """
 
     def how(leaf: Tensor, where: RankGroup) -> LinearMap:
-        return _typed(where, "all_gather", "V", to, dim=_dim(leaf, dim))
+        return typed(where, "all_gather", "V", to, dim=checked_dim(leaf, dim))
 
     return over(x, axis, how)
-
-
-def _check_cut(x: Tensor, dim: int, where: RankGroup, op: str) -> int:
-    dim = _dim(x, dim)
-    if x.shape[dim] % where.size:
-        raise ValueError(
-            f"cannot {op} a tensor of shape {tuple(x.shape)} over axis "
-            f"{where.name} of size {where.size} along dim {dim}: {x.shape[dim]} is "
-            f"not a multiple of {where.size}; pad it"
-        )
-    return dim
 
 
 def psum_scatter(x: Any, axis: Axis, *, dim: int = 0, of: str = "V") -> Any:
@@ -194,8 +184,8 @@ def psum_scatter(x: Any, axis: Axis, *, dim: int = 0, of: str = "V") -> Any:
     """
 
     def how(leaf: Tensor, where: RankGroup) -> LinearMap:
-        cut = _check_cut(leaf, dim, where, "psum_scatter")
-        return _typed(where, "psum_scatter", of, "V", dim=cut)
+        cut = check_cut(leaf, dim, where, "psum_scatter")
+        return typed(where, "psum_scatter", of, "V", dim=cut)
 
     return over(x, axis, how)
 
@@ -223,9 +213,9 @@ def all_to_all(x: Any, axis: Axis, *, split_dim: int, concat_dim: int) -> Any:
     """
 
     def how(leaf: Tensor, where: RankGroup) -> LinearMap:
-        cut = _check_cut(leaf, split_dim, where, "all_to_all")
-        join = _dim(leaf, concat_dim, "concat_dim")
-        return _typed(where, "all_to_all", "V", "V", dim=cut, to_dim=join)
+        cut = check_cut(leaf, split_dim, where, "all_to_all")
+        join = checked_dim(leaf, concat_dim, "concat_dim")
+        return typed(where, "all_to_all", "V", "V", dim=cut, to_dim=join)
 
     return over(x, axis, how)
 
@@ -261,7 +251,7 @@ def ppermute(x: Any, axis: Axis, pairs: Sequence[tuple[int, int]]) -> Any:
         asks(group(axis).axis)  # some ranks send, and some do not
 
     def how(leaf: Tensor, where: RankGroup) -> LinearMap:
-        return _typed(where, "ppermute", "V", "V", pairs=pairs)
+        return typed(where, "ppermute", "V", "V", pairs=pairs)
 
     return over(x, axis, how)
 
@@ -293,7 +283,7 @@ def pbroadcast(x: Any, axis: Axis, *, source: int, to: str = "V") -> Any:
         raise ValueError(f"source={source} is off the axis {axis!r} of size {n}")
 
     def how(leaf: Tensor, where: RankGroup) -> LinearMap:
-        return _typed(where, "pbroadcast", "V", to, source=source)
+        return typed(where, "pbroadcast", "V", to, source=source)
 
     return over(x, axis, how)
 
@@ -333,36 +323,10 @@ def pcast(x: Any, axis: Axis, *, to: str, of: str = "I") -> Any:
 
     def how(leaf: Tensor, where: RankGroup) -> LinearMap:
         row, known = f"{of}->{to}", _CASTS_UNDER_SHARD if where.mean else _CASTS
-        _check_types(where, "pcast", row, sorted(known))
+        check_types(where, "pcast", row, sorted(known))
         return _CASTS_UNDER_SHARD[row] if where.mean else LinearMap("cast", of, to)
 
     return over(x, axis, how)
-
-
-def _dim(x: Tensor, dim: int, name: str = "dim") -> int:
-    if not -x.ndim <= dim < x.ndim:
-        raise ValueError(f"{name}={dim}: the tensor has shape {tuple(x.shape)}")
-    return dim % x.ndim
-
-
-def _typed(where: RankGroup, op: str, of: str, to: str, **fields: Any) -> LinearMap:
-    """The linear map between two types, as the axis takes them."""
-    legal = meanings(op)
-    if where.mean:  # a value is the rank's own, or one value that somebody asked for
-        legal = [row for row in legal if set(row.split("->")) <= {"V", "I"}]
-    _check_types(where, op, f"{of}->{to}", legal)
-    if where.mean:
-        of, to = of.replace("V", "M"), to.replace("V", "M")
-    return LinearMap(op, of, to, **fields)
-
-
-def _check_types(where: RankGroup, op: str, row: str, legal: Iterable[str]) -> None:
-    if row not in legal:
-        what = ", under shard a mean of losses," if where.mean else ""
-        raise ValueError(
-            f"{op} {row} over {where.name}{what} has no meaning; it has: "
-            f"{', '.join(legal)}"
-        )
 
 
 def _sum(x: Any, axis: Axis, of: str, to: str | None, power: int) -> Any:
@@ -380,6 +344,6 @@ def _sum(x: Any, axis: Axis, of: str, to: str | None, power: int) -> Any:
 
     def how(leaf: Tensor, where: RankGroup) -> LinearMap:
         default = "V" if where.mean else "I"
-        return _typed(where, "psum", of, default if to is None else to, power=power)
+        return typed(where, "psum", of, default if to is None else to, power=power)
 
     return over(x, axis, how)

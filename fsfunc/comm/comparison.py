@@ -1,4 +1,4 @@
-"""Whether ranks are about to do the same: what each says of it, compared once.
+"""Comparison of what ranks are about to do: each describes it, once.
 
 A rank says what it will do in lines, each a key (what it is about) and a text. Ranks
 over processes gather sixteen bytes of each section of lines, and only where these
@@ -48,7 +48,7 @@ class RanksDiffer(ValueError):
 
 @dataclass(frozen=True)
 class Section:
-    """What ranks say of one matter.
+    """The lines by which ranks describe one matter.
 
     Args:
         title: what is wrong where they differ.
@@ -128,7 +128,7 @@ def _with_the_first(sections: Sequence[Section], where: RankGroup) -> None:
 
 
 def _gathered(mine: bytes, where: RankGroup) -> list[bytes]:
-    """What each rank of the group gave, all of one length."""
+    """The bytes that each rank of the group gave, all of one length."""
     x = torch.frombuffer(bytearray(mine), dtype=torch.uint8).to(where.link.device)
     every = where.start("all_gather", x).wait().cpu()
     return [bytes(row.tolist()) for row in every.view(where.size, len(mine))]
@@ -149,7 +149,7 @@ def _texts(lines: Lines, where: RankGroup) -> dict[int, Lines]:
 
 
 def _difference(section: Section, by_rank: Mapping[int, Lines]) -> str:
-    """What a section's ranks say, line by line, where they do not say the same."""
+    """The lines of a section in which its ranks differ."""
     each = {rank: dict(lines) for rank, lines in sorted(by_rank.items())}
     keys = list(dict.fromkeys(key for said in each.values() for key in said))
     rows = []
@@ -182,7 +182,7 @@ ALIKE = (
 def whole_values(
     paths: Sequence[str], leaves: Sequence[Any], notes: dict[Any, Any] | None
 ) -> Section:
-    """What is to be the same on every rank of leaves that each has whole.
+    """The section of values that must be equal on every rank: leaves held whole.
 
     Args:
         notes: those of ranks that share a process, which may share tensors too.
@@ -202,7 +202,7 @@ def whole_values(
 
 
 def has_values(x: Any) -> bool:
-    """Whether a tensor has elements that can be read and summed."""
+    """True if a tensor has elements that can be read and summed."""
     if not isinstance(x, Tensor) or isinstance(x, _torch.FakeTensor):
         return False
     return x.layout == torch.strided and x.device.type != "meta"

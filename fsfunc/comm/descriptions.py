@@ -1,4 +1,4 @@
-"""What a value is, in words that are the same in every process: to show, to compare.
+"""Descriptions of values that are equal in every process: to show, to compare.
 
 What says itself what it is made of has a ``called`` and a ``configuration``, pairs of
 a name and a value: transforms and optimizers do. All else is its repr, but for tensors,
@@ -26,7 +26,7 @@ _FEW = 16  # elements of a tensor that are said one by one
 
 
 def stated(value: Any) -> str:
-    """What a value is, without what differs from process to process.
+    """A description of a value, without what differs from process to process.
 
     >>> stated(len), stated(object()), stated({"lr": (0.1,)})
     ('<function len>', '<object object>', "{'lr': (0.1,)}")
@@ -73,7 +73,7 @@ def told(name: str, value: Any, ask: Ask = lambda name, value: ()) -> Lines:
 
 
 def _parts(value: Any) -> tuple[str, list[tuple[str, Any]]] | None:
-    """What something is called, and what it is made of, where it says so."""
+    """The name of a value and the parts that it declares, if it does."""
     if isinstance(value, functools.partial):
         given = [(str(i), x) for i, x in enumerate(value.args)]
         return stated(value.func), [*given, *value.keywords.items()]

@@ -1,4 +1,4 @@
-"""Fake tensors have no values: whoever asks for one is told where."""
+"""Errors that name the line which asks a fake tensor for its value."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ __all__ = ["asks_for_a_value", "told_where"]
 
 
 def asks_for_a_value(error: BaseException) -> bool:
-    """Whether ``error`` is a fake tensor refusing to tell a value."""
+    """True if ``error`` is a fake tensor refusing to tell a value."""
     return _torch.is_data_dependent(error) or str(error).startswith(".numpy()")
 
 
 @contextmanager
 def told_where(what: str, instead: str) -> Iterator[None]:
-    """Turns a refusal of fake tensors into one that names the line that asked.
+    """Replaces a refusal of fake tensors by an error that names the line.
 
     What is compiled runs plainly inside: see there.
 

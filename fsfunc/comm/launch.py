@@ -1,4 +1,4 @@
-"""Where a program runs: ``make_mesh``, ``spmd`` and ``local_batch``."""
+"""Running a program on a mesh: ``make_mesh``, ``spmd`` and ``local_batch``."""
 
 from __future__ import annotations
 

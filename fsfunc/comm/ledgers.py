@@ -94,13 +94,13 @@ class Ledger:
     def count(
         self, op: str | None = None, axis: Axis | None = None, rank: int | None = None
     ) -> int:
-        """How many collectives one rank issued."""
+        """The number of collectives that one rank issued."""
         return len(self._select(op, axis, rank))
 
     def bytes(
         self, axis: Axis | None = None, op: str | None = None, rank: int | None = None
     ) -> int | float:
-        """How many bytes one rank sent, counted as the module's table says."""
+        """The bytes that one rank sent, counted as the module's table says."""
         chosen = self._select(op, axis, rank)
         return _number(sum((r.bytes for r in chosen), Fraction(0)))
 
@@ -176,10 +176,10 @@ def silence() -> Scoped:
 
 
 def is_silent() -> bool:
-    """Whether no ledger is open: nobody asked, or :func:`silence` is kept."""
+    """True if no ledger is open, or :func:`silence` is in force."""
     return not _LEDGERS.get()
 
 
 def only(log: Ledger) -> Scoped:
-    """What is issued inside is written into ``log``, and into no other ledger."""
+    """Writes what is issued inside into ``log``, and into no other ledger."""
     return Scoped(_LEDGERS, (log,))

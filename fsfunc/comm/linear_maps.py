@@ -142,7 +142,7 @@ class LinearMap:
 
     @property
     def how(self) -> dict[str, Any]:
-        """What the wire must know beside the op."""
+        """The arguments of the collective beside the op."""
         if self.op == "ppermute":
             return {"pairs": self.pairs}
         if self.sizes:
@@ -164,7 +164,7 @@ class LinearMap:
             )
 
     def before(self, x: Tensor) -> Tensor:
-        """What this rank puts on the wire: the cut or joined dim first."""
+        """The tensor that this rank sends: the cut or joined dim first."""
         x = self._counted(x)
         if self.op in _JOINS:
             x = x.movedim(self.dim, 0)
@@ -218,7 +218,7 @@ class LinearMap:
             return self.finish(self.start(x, where), x, where)
 
     def alone(self, x: Tensor) -> Tensor:
-        """What an axis of size 1 brings: the input, or zeros where nobody sends.
+        """The result on an axis of size 1: the input, or zeros where nobody sends.
 
         It is a copy where a larger axis would make one: what may be written in place
         must not depend on the size of the axis.
@@ -249,7 +249,7 @@ def combine(
     source: int = 0,
     sizes: Sizes = (),
 ) -> list[Tensor]:
-    """What each of two ranks or more receives where rank i sent ``xs[i]``, along dim 0.
+    """The results of two ranks or more where rank i sent ``xs[i]``, along dim 0.
 
     Sums run in rank order, which fixes their bits. The results may share memory with
     each other, never with an input.

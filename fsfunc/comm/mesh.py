@@ -72,11 +72,13 @@ class Mesh:
         self.backend = backend
         self.size = math.prod(self.axes.values())
         self.link = link
+        # Gradients still to compare, by rank, loss and axis: see `gradient_agreement`.
+        self.uncompared: dict[Any, set[str]] = {}
         self._members: dict[tuple[tuple[str, ...], int], tuple[int, ...]] = {}
 
     @property
     def rank(self) -> int:
-        """The rank of whoever asks."""
+        """The rank that runs."""
         asks(self.axes)
         return here(self).rank
 
@@ -100,7 +102,7 @@ class Mesh:
         return math.prod(self.axes[name] for name in self.check(axis))
 
     def coordinates(self, rank: int | None = None) -> dict[str, int]:
-        """The coordinate of ``rank`` (default: whoever asks) on every axis."""
+        """The coordinate of ``rank`` (default: the one that runs) on every axis."""
         if rank is None:
             rank = self.rank
         rest = rank
@@ -144,7 +146,7 @@ class Mesh:
 
 @dataclass(frozen=True)
 class Here:
-    """Who is asking: a rank of a mesh, and the link that carries its data.
+    """The rank that runs: its mesh, and the link that carries its data.
 
     Args:
         mean: the axes over which the loss is the mean of the ranks' own, as ``shard``
@@ -181,7 +183,7 @@ def asks(axes: Iterable[str]) -> None:
 
 
 def asking(seen: set[str] | None) -> Scoped:
-    """Inside, ``seen`` gathers the axes that are asked for (None: nobody's)."""
+    """Adds to ``seen`` the axes that are asked for inside (None: ignores them)."""
     return Scoped(_ASKED, seen)
 
 
@@ -204,10 +206,10 @@ HERE: ContextVar[Here | None] = ContextVar("fsfunc_here", default=None)
 
 
 def here(mesh: Mesh | None = None) -> Here:
-    """Who is asking, on ``mesh`` or on the mesh of the enclosing ``spmd``.
+    """The rank that runs, on ``mesh`` or on the mesh of the enclosing ``spmd``.
 
     Raises:
-        NoMesh: nobody said (``spmd`` does on a simulated, vmap or abstract mesh).
+        NoMesh: none is given (``spmd`` does on a simulated, vmap or abstract mesh).
         ValueError: ``mesh`` and the running ranks differ in number.
     """
     found = HERE.get()
@@ -240,7 +242,7 @@ def here(mesh: Mesh | None = None) -> Here:
 
 
 def maybe_here() -> Here | None:
-    """Who is asking; None where no mesh is in sight."""
+    """The rank that runs; None where no mesh is in sight."""
     try:
         return here()
     except NoMesh:

@@ -1,20 +1,20 @@
-"""Units, gradients, and what a call knows of its surroundings.
+"""Units, gradient calls, and the context that both read.
 
-A user's call of a `units.Unit`, or of what `autodiff.value_and_grad` returned, takes
-the `frames.Frame` it is made in. The frame names the transforms around, outermost
-first; each is a `frames.Interpretation`, and says what becomes of the call. What all
-come down to is `units.Call.body`, the unit's function, and `autodiff.differentiate`,
-one forward and one backward pass of the loss.
+A user's call of a `units.Unit`, or of the function that `autodiff.value_and_grad`
+returned, takes the `frames.Frame` in which it is made. The frame names the transforms
+around, outermost first; each is a `frames.Interpretation`, and decides how the call
+runs. All come down to `units.Call.body`, the unit's function, and to
+`autodiff.differentiate`, one forward and one backward pass of the loss.
 
 units.py            unit: a call, and the function itself
 autodiff.py         value_and_grad: the gradient call
-gradient_inputs.py  checks of what it is given
-outcomes.py         what it passes along, and what it gave: sums, means
-alike.py            do ranks that share a loss have like gradients?
-frames.py           what a call knows of its surroundings; Interpretation
-passes.py           what holds while a pass runs;  tracers.py   who looks on meanwhile
+gradient_inputs.py  checks of its arguments
+outcomes.py         GradientCall and Outcome, as interpretations pass them along
+gradient_agreement.py   a check that ranks which share a loss agree on gradients
+frames.py           the context of a call; Interpretation
+execution_context.py tracers.py   state of the pass that runs; hooks for recordings
 observation.py      observe_gradients: a rank's own, before they are reduced
-casts.py            in which dtypes units compute
-losses.py           what a loss returns, beside its value too, and several as one
+casts.py            the dtypes in which units compute
+losses.py           the outputs of a loss, and how several become one
 differentiated.py   the leaves that a gradient call differentiates
 """

@@ -16,14 +16,14 @@ from torch import Tensor
 
 from fsfunc import _torch, tree
 from fsfunc.comm.attribution import internal
-from fsfunc.comm.collective_ops import hearing
-from fsfunc.core.alike import check_beside, heard_here
+from fsfunc.comm.collective_ops import collecting_axes
 from fsfunc.core.differentiated import Leaves, add_gradients, newborn
+from fsfunc.core.execution_context import Running, Thread, run_as
 from fsfunc.core.frames import Counter, frame, inside
+from fsfunc.core.gradient_agreement import check_agreement, collective_axes
 from fsfunc.core.gradient_inputs import check_differentiable, check_gathered, check_rows
 from fsfunc.core.losses import Weighted, loss_parts, tie
 from fsfunc.core.outcomes import Argnums, GradientCall, Outcome, batch_arguments
-from fsfunc.core.passes import Running, Thread, run_as
 from fsfunc.runtime.compiled import refuse_compiled
 from fsfunc.runtime.generators import one_number
 from fsfunc.runtime.memory_kinds import count_as
@@ -108,13 +108,13 @@ def value_and_grad(
         for handler in () if f.path else reversed(f.handlers):
             run_inner = handler.gradient(run_inner)
         seed = one_number() if f.seed is None else f.seed
-        heard = None if f.path or f.runtimes else heard_here()
-        with inside(replace(f, seed=seed)), hearing(heard):
+        axes = None if f.path else collective_axes()
+        with inside(replace(f, seed=seed)), collecting_axes(axes):
             call = GradientCall(fn, numbers, has_aux, args, keywords)
             call = replace(call, create_graph=_is_nested(call), batch_argnums=batch)
             outcome = run_inner(call).settled(again=False)
-        if heard:
-            check_beside(fn, heard, [args[i] for i in numbers], outcome.grads)
+        if axes:
+            check_agreement(fn, axes, [args[i] for i in numbers], outcome.grads)
         value = (outcome.total, outcome.aux) if has_aux else outcome.total
         return value, outcome.grads if several else outcome.grads[0]
 
@@ -178,7 +178,7 @@ def differentiate(call: GradientCall) -> Outcome:
 
 
 def _is_nested(call: GradientCall) -> bool:
-    """Whether autograd may be asked for derivatives of what a gradient call gives.
+    """True if autograd may be asked for derivatives of what a gradient call gives.
 
     In a loss, in a unit, or where a backward pass computes either again; else only
     where the arguments require grad.
@@ -222,7 +222,7 @@ def _differentiable(call: GradientCall) -> Outcome:
 
 
 def tracked(values: Any) -> bool:
-    """Whether somebody around us differentiates a tensor among ``values``."""
+    """True if a tensor among ``values`` requires grad."""
     for x in tree.leaves(values, is_leaf=is_sharded):
         if is_sharded(x):
             # The part of a packed leaf is a view, made when it is first asked for.

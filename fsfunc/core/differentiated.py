@@ -72,7 +72,7 @@ class Leaves:
         return tuple(args)
 
     def every_part(self, args: Sequence[Any]) -> list[Tensor]:
-        """The parts of all kept leaves, which somebody may use beside units."""
+        """The parts of all kept leaves, which may be used beside units."""
         chosen = tuple(args[i] for i in self.argnums)
         leaves = tree.leaves(chosen, is_leaf=is_sharded)
         return [leaves[i].local for i in self.kept]
@@ -91,12 +91,12 @@ class Leaves:
 
 
 def newborn(x: Tensor) -> Tensor:
-    """``x``, which begins to be differentiated here: nobody captured it."""
+    """``x`` on a node of its own, by which it is known not to be captured."""
     return _Newborn.apply(x.requires_grad_())
 
 
 def is_newborn(node: Any) -> bool:
-    """Whether an autograd node is that of a :func:`newborn` tensor."""
+    """True if an autograd node is that of a :func:`newborn` tensor."""
     return node.name() == "_NewbornBackward"
 
 

@@ -1,4 +1,4 @@
-"""What a unit call or a gradient call needs to know, fixed when it is made.
+"""The context of unit calls and gradient calls, fixed when they are made.
 
 A :class:`Frame` is immutable and lives in a context variable. A call binds the frame
 in which it was made, so a recompute in a backward pass needs no context.
@@ -32,7 +32,7 @@ __all__ = [
 
 
 class Interpretation:
-    """What a transform makes of the calls in its reach; by default, nothing.
+    """The meaning that a transform gives to calls in its reach; by default, none.
 
     For a transform of your own derive from it, say what becomes of a call, and reach
     the calls inside a function by ``transformed(f, interpretation)``. Of a unit call
@@ -83,7 +83,7 @@ class Interpretation:
         return f"{self.called or type(self).__name__}({said})"
 
     def on(self, given: Any) -> Interpretation:
-        """What it is around a call that is given other tensors, to be tried."""
+        """The interpretation around a call that is given other tensors, to be tried."""
         return self
 
     def learn(self, other: Any) -> None:
@@ -96,11 +96,11 @@ class Interpretation:
             return f(*args, **keywords)
 
     def recorded(self, recorder: Any) -> Interpretation:
-        """What stands in its place while a step is recorded: see ``Recorder``."""
+        """The interpretation in its place while a step is recorded (`Recorder`)."""
         return self
 
     def here(self, mesh: Mesh) -> Here:
-        """Who runs under it, on ``mesh``, and whether there is still to compare."""
+        """The rank that runs under it, on ``mesh``, and if it is still to compare."""
         at = here(mesh)
         known = at.compared or at.rank in self.compared
         return at if known == at.compared else replace(at, compared=known)
@@ -115,7 +115,7 @@ class Interpretation:
         return state
 
     def unit(self, run: Callable[..., Any], call: Any) -> Callable[..., Any]:
-        """How to run a unit call whose inner interpretations are ``run``.
+        """A function that runs a unit call whose inner interpretations are ``run``.
 
         Args:
             call: of it ``call.name`` is the unit's (``block``, or ``block/norm`` of one
@@ -127,7 +127,7 @@ class Interpretation:
         return run
 
     def gradient(self, run: Callable[..., Any]) -> Callable[..., Any]:
-        """How to run a gradient call whose inner interpretations are ``run``.
+        """A function that runs a gradient call whose inner interpretations are ``run``.
 
         What is returned takes a ``GradientCall`` (of it ``fn``, ``args`` and
         ``argnums`` say what is differentiated; ``dataclasses.replace`` changes them),
@@ -163,7 +163,7 @@ class Stage(Interpretation):
         return decided
 
     def decide(self, call: Any, params: Any, inputs: Any, keywords: Any) -> Any:
-        """What a unit call of the loss returns."""
+        """The value that a unit call of the loss returns."""
         raise NotImplementedError
 
 
@@ -219,15 +219,24 @@ class Frame:
     create_graph: bool = False
 
     def runtime_of(self, handler: Interpretation) -> Any:
-        """What ``handler`` keeps during the innermost call around us, or None."""
+        """The runtime of ``handler`` in the innermost call around us, or None."""
         for owner, runtime in reversed(self.runtimes):
             if owner is handler:
                 return runtime
         return None
 
     @property
+    def composable(self) -> bool:
+        """True where what runs must be made of operations with second derivatives.
+
+        So it is under ``torch.func`` and forward mode, and in a gradient call of which
+        the gradients are differentiated.
+        """
+        return self.create_graph or _torch.transforms_active()
+
+    @property
     def staged(self) -> bool:
-        """Whether this is in a loss of which only some unit calls run here."""
+        """True if this is in a loss of which only some unit calls run here."""
         return bool(self.handlers) and self.handlers[0].decides
 
     def but(self, **changes: Any) -> Frame:
@@ -238,7 +247,7 @@ class Frame:
 
     @property
     def data_index(self) -> int:
-        """Which microbatch of the global batch this is: data axes major."""
+        """The index of this microbatch in the global batch: data axes major."""
         index = 0
         for at, count in (*self.varies, *self.micro):
             index = index * count + at
@@ -250,21 +259,17 @@ _OUTSIDE = Frame()
 
 
 def frame() -> Frame:
-    """The frame of whoever asks."""
+    """The frame in force."""
     return _FRAME.get() or _OUTSIDE
 
 
 def composable() -> bool:
-    """Whether what runs must be made of operations with second derivatives.
-
-    So it is under ``torch.func`` and forward mode, and in a gradient call of which the
-    gradients are differentiated.
-    """
-    return frame().create_graph or _torch.transforms_active()
+    """`Frame.composable` of the frame that is in force."""
+    return frame().composable
 
 
 def recording() -> bool:
-    """Whether what runs now only runs to be recorded, checked or planned.
+    """True if what runs now only runs to be recorded, checked or planned.
 
     A step is run a few times before its first real call, most often on tensors without
     data, by ``place``, ``init_state``, ``plan`` and the first call of new shapes. What

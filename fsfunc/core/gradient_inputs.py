@@ -7,7 +7,7 @@ from typing import Any
 from torch import Tensor
 
 from fsfunc import _torch, tree
-from fsfunc.comm.crossings import LawError
+from fsfunc.comm.shard_linear_maps import LawError
 from fsfunc.core.outcomes import GradientCall
 from fsfunc.sharded.inputs import arguments, refuse
 from fsfunc.sharded.layout import Layout

@@ -1,4 +1,4 @@
-"""What a loss returns: its value, what lies beside it, and how several become one.
+"""The outputs of a loss: its value, auxiliary outputs, and how several are joined.
 
 A step may be cut into microbatches, and its batch spread over ranks. Then losses are
 averaged (or :class:`Weighted`), and of what lies beside them floating scalars too; what
@@ -146,17 +146,17 @@ tree.register_node(Summed, lambda summed: ([summed.tree], None), _restored)
 
 
 def is_summed(x: Any) -> bool:
-    """Whether ``x`` is to be summed as a whole."""
+    """True if ``x`` is to be summed as a whole."""
     return isinstance(x, Summed)
 
 
 def averaged(x: Any) -> bool:
-    """Whether a leaf beside the loss is averaged as the loss is."""
+    """True if a leaf beside the loss is averaged as the loss is."""
     return isinstance(x, Tensor) and x.ndim == 0 and x.is_floating_point()
 
 
 def added(a: Any, b: Any) -> Any:
-    """What two microbatches returned beside their loss, as one: ``a`` came first.
+    """The auxiliary outputs of two microbatches as one: ``a`` came first.
 
     What is averaged is a sum until :func:`divided`.
 

@@ -1,4 +1,4 @@
-"""What a rank's own gradients measure, before they are summed with other ranks'."""
+"""Measures of a rank's own gradients, before they are summed with other ranks'."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fsfunc import _torch, tree
+from fsfunc import tree
 from fsfunc.comm.attribution import internal
 from fsfunc.comm.collectives import psum
-from fsfunc.comm.crossings import LawError
+from fsfunc.comm.shard_linear_maps import LawError
 from fsfunc.core.frames import Interpretation, frame, inside
 from fsfunc.core.outcomes import GradientCall, Outcome
 from fsfunc.sharded.inputs import check_function
@@ -94,8 +94,8 @@ class Observation(Interpretation):
                 return run(call)
             if any(h.same_batch for h in f.handlers):
                 raise LawError(UNSEEN.format("a pipeline sums over its microbatches"))
-            if call.create_graph or _torch.transforms_active():
-                raise LawError(UNSEEN.format("somebody differentiates the gradients"))
+            if call.composable:
+                raise LawError(UNSEEN.format("the gradients are differentiated"))
             return run(call)
 
         return seen

@@ -1,4 +1,4 @@
-"""What interpretations pass along: a gradient call, and what it gave."""
+"""A gradient call, and its outcome, as interpretations pass them along."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from torch import Tensor
 
 from fsfunc import _torch, tree
 from fsfunc.core.losses import divided
-from fsfunc.runtime.stores import beside, divided_beside, lies
+from fsfunc.runtime.memory_spaces import space_of
 from fsfunc.sharded.leaf import FlatShard, Parts
 from fsfunc.sharded.packing import split_buffers
 
@@ -22,7 +22,7 @@ BatchArgnums = tuple[int | str, ...]
 
 
 def batch_arguments(given: Argnums | None) -> BatchArgnums | None:
-    """``batch_argnums`` as a tuple of positions and keywords; None if nobody said."""
+    """``batch_argnums`` as a tuple of positions and keywords, or None."""
     if given is None or isinstance(given, int | str):
         return None if given is None else (given,)
     return tuple(given)
@@ -30,7 +30,7 @@ def batch_arguments(given: Argnums | None) -> BatchArgnums | None:
 
 @dataclass(frozen=True)
 class GradientCall:
-    """What is differentiated: interpretations pass it along, and change it.
+    """A gradient call: interpretations pass it along, and change it.
 
     ``packed``: by identity, the buffers whose gradients a transform keeps; ``parts``:
     those of their leaves that are used beside units, with their gradients. ``by``: what
@@ -53,14 +53,19 @@ class GradientCall:
     create_graph: bool = False
     batch_argnums: BatchArgnums | None = None
 
+    @property
+    def composable(self) -> bool:
+        """True where the outcome must be made of operations with derivatives."""
+        return self.create_graph or _torch.transforms_active()
+
     def seed(self, total: Tensor) -> Tensor:
-        """What the backward of the scalar ``total`` starts from."""
+        """The cotangent that the backward of the scalar ``total`` starts from."""
         return torch.full_like(total, self.cotangent)
 
 
 @dataclass(frozen=True)
 class Outcome:
-    """What a gradient call gives while it is under way.
+    """The result of a gradient call while it is under way.
 
     Args:
         total: the loss, or the total of a :class:`Weighted` one.
@@ -105,7 +110,7 @@ class Outcome:
 
     @property
     def owns(self) -> bool:
-        """Whether nobody else holds the memory of ``grads``."""
+        """True if the memory of ``grads`` is not shared."""
         return self.own is self.grads
 
     def with_mean(self, grads: tuple[Any, ...]) -> Outcome:
@@ -174,10 +179,14 @@ def _over(g: Tensor, by: float | Tensor, wide: bool) -> Tensor:
     if g.dtype not in (torch.float16, torch.bfloat16) or not (
         wide or isinstance(by, Tensor)
     ):
-        return divided_beside(g, by.to(g.dtype) if isinstance(by, Tensor) else by)
-    by = by.float() if isinstance(by, Tensor) else by
-    found = divided_beside(g.float(), by)
-    if lies(g) is not None:
-        kept = found.dtype if wide and g.dtype == torch.float16 else g.dtype
-        return beside(g, found.to(kept))
-    return found if wide and g.dtype == torch.float16 else found.to(g.dtype)
+        return _quotient(g, by.to(g.device, g.dtype) if isinstance(by, Tensor) else by)
+    found = g.float() / (by.to(g.device).float() if isinstance(by, Tensor) else by)
+    kept = found.dtype if wide and g.dtype == torch.float16 else g.dtype
+    return space_of(g).put(found, kept)
+
+
+def _quotient(g: Tensor, by: float | Tensor) -> Tensor:
+    home = space_of(g)
+    if not home.offloaded:
+        return g / by
+    return torch.div(g, by, out=home.empty_like(g, scratch=True))

@@ -1,4 +1,4 @@
-"""Who looks on while a step is recorded, tried or planned."""
+"""The tracer interface: hooks while a step is recorded, tried or planned."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ __all__ = ["Tracer"]
 
 
 class Tracer:
-    """Who looks on while a step runs to show what it does; hooks do nothing here.
+    """Hooks while a step runs to be recorded, tried or planned; here they do nothing.
 
     A frame has one at most: a ``Recorder`` while a state is laid out, a ``Checker``
     while a step is tried, a ``UnitCache`` while one is planned.
@@ -35,7 +35,7 @@ class Tracer:
         return handler
 
     def body(self, call: Any, params: Any, inputs: Any, keywords: Any) -> Any:
-        """What a unit's function returns."""
+        """Runs a unit's function."""
         with internal(False):
             return call.unit.checked(params, inputs, keywords)
 

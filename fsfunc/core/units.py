@@ -21,8 +21,8 @@ from fsfunc import _torch, tree
 from fsfunc.comm.attribution import internal, label
 from fsfunc.core.casts import Casts, cast
 from fsfunc.core.differentiated import is_newborn
+from fsfunc.core.execution_context import running
 from fsfunc.core.frames import Counter, Frame, frame, inside
-from fsfunc.core.passes import running
 from fsfunc.runtime.compiled import refuse_compiled
 from fsfunc.runtime.generators import States, generator_states, mix
 from fsfunc.sharded.inputs import check_function
@@ -201,7 +201,7 @@ class Call:
 
     @functools.cached_property
     def numbers(self) -> tuple[int, ...]:
-        """Which call it was of each body around it, outermost first."""
+        """The number of this call in each body around it, outermost first."""
         return (*self.frame.numbers, self.number)
 
     @functools.cached_property
@@ -259,7 +259,7 @@ class Call:
     def _cast(
         self, casts: Casts, params: Any, inputs: Any, keywords: Any
     ) -> tuple[Any, Any, Any]:
-        """What ``precision`` makes of what a unit is given."""
+        """The arguments of a unit as ``precision`` casts them."""
         f, dtype = self.frame, casts.of(self.name)
         if dtype == torch.float16 and f.in_loss and torch.is_grad_enabled():
             if not any(handler.scales for handler in f.handlers):

@@ -14,7 +14,7 @@ from torch import Tensor
 from fsfunc.comm.mesh import here
 from fsfunc.optim.leaves import local, trainable
 from fsfunc.runtime.block_codes import padded
-from fsfunc.runtime.stores import like_device, moments_store
+from fsfunc.runtime.memory_spaces import moments_store, space_of
 from fsfunc.sharded.layout import Layout
 from fsfunc.sharded.leaf import Sharded, is_sharded
 from fsfunc.sharded.packing import side_by_side
@@ -76,7 +76,7 @@ def _absent(layout: Layout) -> bool:
 def zero_codes(group: CodeGroup, per: int, dtype: torch.dtype) -> Any:
     """A zero for each ``per`` elements, laid out as what each rank has of its own."""
     first, count = group.first, group.room // per
-    device = like_device(local(first)).device
+    device = space_of(local(first)).on_device(local(first)).device
     if not is_sharded(first) or not first.layout.axes:
         return _zeros((count,), dtype, device)
     owned = first.layout.owned

@@ -26,7 +26,7 @@ from fsfunc.optim.matching import Matched
 from fsfunc.optim.optimizer import Optimizer, check_params_given
 from fsfunc.runtime.block_codes import BLOCK, Coder, chance
 from fsfunc.runtime.generators import mix
-from fsfunc.runtime.stores import empty_beside
+from fsfunc.runtime.memory_spaces import space_of
 from fsfunc.sharded.donated import Donation, Everything
 from fsfunc.sharded.leaf import is_sharded
 
@@ -78,7 +78,7 @@ def _decoded(kept: Codes, coder: Coder) -> Any:
 def _encoded(kept: Codes, wide: Any, coder: Coder, seed: int) -> Codes:
     made: tuple[list[Any], list[Any]] = [], []
     for codes, scales, x in zip(*kept, wide, strict=True):
-        new = [empty_beside(local(t)) for t in (codes, scales)]
+        new = [space_of(t).empty_like(t) for t in map(local, (codes, scales))]
         if x.numel():
             dither, (code, scale) = chance(x.device, x.numel(), seed), map(_flat, new)
             coder.encode(x.clone(), code, scale, dither, torch.empty_like(dither))
@@ -196,7 +196,7 @@ def _targets(
             taken[0].append(x)
             taken[1].append(new[-1])
         else:
-            fresh = empty_beside(local(x))
+            fresh = space_of(local(x)).empty_like(local(x))
             new.append(x.with_local(fresh) if is_sharded(x) else fresh)
     return old, new
 

@@ -14,7 +14,7 @@ from fsfunc.optim.leaves import local
 from fsfunc.optim.matching import Matched
 from fsfunc.runtime.block_codes import BLOCK, CHUNK, Coder, chance, padded
 from fsfunc.runtime.generators import mix
-from fsfunc.runtime.stores import LIES, brought, lies
+from fsfunc.runtime.memory_spaces import any_offloaded, space_of
 
 __all__ = ["MEAN", "SQUARE", "Scratch", "stretches", "write_codes"]
 
@@ -87,7 +87,7 @@ def write_codes(
     """
     tensors = [t for pair in where for t in pair]
     tensors += [t for cut in cuts for t in (cut.param, cut.grad)]
-    beside = [lies(t) is not None for t in tensors] if LIES else []
+    beside = [space_of(t).offloaded for t in tensors] if any_offloaded() else []
     if any(beside) and not all(beside):
         _write_here(kernel, group, cuts, where, stream, scratch)
         return
@@ -113,7 +113,7 @@ def _write_here(
     scratch: Scratch,
 ) -> None:
     """The same on the device, where some of it lies beside that."""
-    come = lambda x: x if lies(x) is None else brought(x)  # noqa: E731
+    come = lambda x: space_of(x).fetch(x)  # noqa: E731
     mine = [c._replace(param=come(c.param), grad=come(c.grad)) for c in cuts]
     # What was brought is a copy, to be written over.
     work = [come(old) for old, _ in where]

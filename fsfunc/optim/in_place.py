@@ -19,7 +19,7 @@ from fsfunc import _torch
 from fsfunc.core.frames import frame
 from fsfunc.optim.leaves import Loose, Tree, local
 from fsfunc.optim.matching import Matched
-from fsfunc.runtime.stores import LIES, brought, copied, lies
+from fsfunc.runtime.memory_spaces import any_offloaded, space_of
 from fsfunc.sharded.donated import Donation, Everything
 from fsfunc.sharded.leaf import is_sharded
 
@@ -101,7 +101,7 @@ def targets(
     """The trees to write, or copies of them."""
     written = [matched.buffers[0], *matched.buffers[2:]]
     if donation is None:
-        copies = [[copied(t) for t in b.tensors] for b in written]
+        copies = [[space_of(t).copied(t) for t in b.tensors] for b in written]
         return [_Target(b.rebuild(c), c) for b, c in zip(written, copies, strict=True)]
     active = [[column[i] for i in matched.active] for column in kept]
     flats = [b.tensors for b in written]
@@ -133,7 +133,7 @@ def _over(
     leaves = list(old)
     if not all(mine):
         pairs = zip(tensors, mine, strict=True)
-        tensors = [t if own else copied(t) for t, own in pairs]
+        tensors = [t if own else space_of(t).copied(t) for t, own in pairs]
         leaves = buffers.rebuild(tensors)
     for (positions, packed), own in zip(buffers.groups, mine, strict=True):
         if not own:
@@ -185,7 +185,9 @@ def _groups(
                         dtype = torch.promote_types(dtype, m.dtype)
                 if least is not None:
                     dtype = torch.promote_types(dtype, least)
-                apart = len(groups) if LIES and any(map(lies, row)) else -1
+                apart = -1
+                if any_offloaded() and any(map(_is_offloaded, row)):
+                    apart = len(groups)
                 key = (p.device, dtype, decay, apart)
                 found = groups.setdefault(key, [[] for _ in row])
                 for column, t in zip(found, row, strict=True):
@@ -200,7 +202,7 @@ def _alike(
     least: torch.dtype | None,
 ) -> dict[Any, list[list[Tensor]]] | None:
     """The one group, where all parameters and moments are of one kind."""
-    if LIES or not decays or decays.count(decays[0]) < len(decays):
+    if any_offloaded() or not decays or decays.count(decays[0]) < len(decays):
         return None
     params, *moments = (target.tensors for target in new)
     devices, dtypes = set(map(_device, params)), set(map(_dtype, params))
@@ -261,7 +263,9 @@ def _write_part(
     dtype: torch.dtype,
     decay: float,
 ) -> None:
-    beside = [lies(t) is not None for c in columns for t in c] if LIES else []
+    beside = []
+    if any_offloaded():
+        beside = [_is_offloaded(t) for c in columns for t in c]
     if any(beside) and not all(beside):
         work = [[_here(t, dtype) for t in column] for column in columns]
     else:
@@ -282,7 +286,11 @@ def _dense_ones(column: list[Tensor], dtype: torch.dtype) -> list[Tensor]:
 
 
 def _here(x: Tensor, dtype: torch.dtype) -> Tensor:
-    return dense(x, dtype) if lies(x) is None else brought(x, dtype)
+    return space_of(x).fetch(x, dtype) if _is_offloaded(x) else dense(x, dtype)
+
+
+def _is_offloaded(x: Tensor) -> bool:
+    return space_of(x).offloaded
 
 
 def dense(x: Tensor, dtype: torch.dtype) -> Tensor:

@@ -13,7 +13,7 @@ from torch import Tensor
 from fsfunc import tree
 from fsfunc.comm.groups import strided
 from fsfunc.core.frames import composable
-from fsfunc.runtime.stores import empty_beside, lies, moments_store
+from fsfunc.runtime.memory_spaces import any_offloaded, moments_store, space_of
 from fsfunc.sharded.leaf import Sharded, is_sharded
 from fsfunc.sharded.packing import split_alike
 from fsfunc.sharded.placements import describe
@@ -65,10 +65,8 @@ def zeros_like(params: Tree, dtype: torch.dtype | None = None) -> Tree:
 
 def _zeros(x: Tensor, dtype: torch.dtype | None) -> Tensor:
     """Zeros like ``x``, on its device, or where `init_state` wants moments to lie."""
-    store, where = moments_store(), lies(x)
-    if store is None and where is None:
-        return torch.zeros_like(x, dtype=dtype)
-    device = x.device if where is None else where.device
+    store = moments_store()
+    device = space_of(x).on_device(x).device
     if store is None:
         return torch.zeros_like(x, dtype=dtype, device=device)
     return store.empty(x.numel(), dtype or x.dtype, device).view(x.shape).zero_()
@@ -229,7 +227,7 @@ def scaled(tensors: Sequence[Tensor], factor: float | Tensor) -> list[Tensor]:
     """Each tensor times ``factor`` (a number or 0-dim tensor), in its own dtype."""
     if composable():
         return [t * factor for t in tensors]
-    away = any(lies(t) is not None for t in tensors)
+    away = any_offloaded() and any(space_of(t).offloaded for t in tensors)
     if isinstance(factor, Tensor) and (away or len({t.device for t in tensors}) > 1):
         each = [factor.to(t.device) for t in tensors]
         if not away:
@@ -237,7 +235,7 @@ def scaled(tensors: Sequence[Tensor], factor: float | Tensor) -> list[Tensor]:
     elif away:
         each = [factor] * len(tensors)
     if away:
-        outs = [empty_beside(t, scratch=True) for t in tensors]
+        outs = [space_of(t).empty_like(t, scratch=True) for t in tensors]
         rows = zip(tensors, each, outs, strict=True)
         return [torch.mul(t, by, out=o) for t, by, o in rows]
     return list(torch._foreach_mul(list(tensors), factor)) if tensors else []

@@ -32,7 +32,7 @@ from fsfunc.optim.reductions import (
     most_of_parts,
     out_of_parts,
 )
-from fsfunc.runtime.stores import like_device
+from fsfunc.runtime.memory_spaces import space_of
 from fsfunc.sharded.leaf import is_sharded
 
 __all__ = ["Row", "all_finite", "global_norm", "holds", "leaf_norms", "row_norms"]
@@ -183,7 +183,7 @@ def row_norms(rows: Iterable[Row], p: float = 2.0) -> list[Tensor]:
         wide = torch.promote_types(parts[0].dtype, torch.float32)
         places.setdefault(axes, []).append(len(local))
         local.append(_each_norm(parts, p, wide))
-        devices.append(like_device(parts[0]).device)
+        devices.append(space_of(parts[0]).on_device(parts[0]).device)
         del parts
     out = list(local)
     for axes, at in sorted(places.items(), key=lambda item: item[0] or ()):

@@ -5,7 +5,8 @@ leaf: each counts over the axes of its own layout, and a replicated one once. Le
 that are spread over the same axes are reduced together.
 
 Under ``shard`` all of this may be differentiated, to any order: a sum of parts crosses
-into own values, and a number crosses into parts, each with its transpose (`crossings`).
+into own values, and a number crosses into parts, each with its transpose
+(`shard_linear_maps`).
 """
 
 from __future__ import annotations
@@ -19,9 +20,9 @@ from torch import Tensor
 from fsfunc import tree
 from fsfunc.comm.collective_ops import apply_map, claim, issue, summed
 from fsfunc.comm.collectives import psum
-from fsfunc.comm.crossings import ENTER, MAX, SPREAD, SUM, check_samples
 from fsfunc.comm.groups import group
 from fsfunc.comm.mesh import averaged_axes
+from fsfunc.comm.shard_linear_maps import ENTER, MAX, SPREAD, SUM, check_samples
 from fsfunc.core.frames import frame
 from fsfunc.optim.leaves import (
     Tree,
@@ -31,7 +32,7 @@ from fsfunc.optim.leaves import (
     split,
     trainable,
 )
-from fsfunc.runtime.stores import like_device
+from fsfunc.runtime.memory_spaces import space_of
 from fsfunc.sharded.leaf import Sharded, is_sharded
 
 __all__ = ["by_axes", "combined", "device_of", "entered", "into_parts"]
@@ -133,7 +134,7 @@ def entered(x: Tensor) -> Tensor:
     """A plain tensor as each rank's own: of a parameter the gradient is the mean."""
     if differentiated([x]):
         for handler, runtime in frame().runtimes:
-            if runtime.ownership.is_one_value(x):
+            if runtime.ownership.is_replicated(x):
                 check_samples(x, "a parameter")
                 x = apply_map(x, ENTER, group(handler.axes))  # type: ignore[attr-defined]
     return x
@@ -175,7 +176,10 @@ def by_axes(values: Tree) -> tuple[list[tuple[Spread, list[Tensor]]], torch.dtyp
 
 def device_of(held: list[tuple[Spread, list[Tensor]]]) -> torch.device:
     """Where the first tensor is computed with; the CPU where there is none."""
-    return like_device(held[0][1][0]).device if held else torch.device("cpu")
+    if not held:
+        return torch.device("cpu")
+    first = held[0][1][0]
+    return space_of(first).on_device(first).device
 
 
 def combined(

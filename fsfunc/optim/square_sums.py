@@ -19,7 +19,7 @@ from torch.linalg import vector_norm
 from fsfunc.comm.mesh import here
 from fsfunc.optim.leaves import local
 from fsfunc.optim.reductions import out_of_parts
-from fsfunc.runtime.stores import like_device
+from fsfunc.runtime.memory_spaces import space_of
 from fsfunc.sharded.layout import Layout
 from fsfunc.sharded.leaf import is_sharded
 from fsfunc.sharded.slices import Box, boxes
@@ -156,7 +156,8 @@ def _over_axes(
         for k in chosen:
             dtype = torch.promote_types(dtype, leaves[k].wide)
         total = sum(sizes[k] for k in chosen)
-        device = like_device(leaves[chosen[0]].p).device
+        first = leaves[chosen[0]].p
+        device = space_of(first).on_device(first).device
         flat = torch.zeros(total, dtype=dtype, device=device)
         for k, x in zip(chosen, flat.split([sizes[k] for k in chosen]), strict=True):
             fill(leaves[k], x)

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from fsfunc import _torch, tree
-from fsfunc.comm.crossings import LawError
+from fsfunc.comm.shard_linear_maps import LawError
 from fsfunc.core.frames import Interpretation, composable, frame
 from fsfunc.core.outcomes import GradientCall, Outcome
 from fsfunc.core.units import Call

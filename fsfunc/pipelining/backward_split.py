@@ -24,7 +24,7 @@ from torch import Tensor
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from fsfunc import _torch
-from fsfunc.core.passes import Running, run_as, running
+from fsfunc.core.execution_context import Running, run_as, running
 from fsfunc.pipelining.fused_gradients import addition, pull_back
 from fsfunc.runtime.buffer_pool import BufferPool
 

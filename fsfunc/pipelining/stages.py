@@ -18,8 +18,8 @@ from fsfunc.comm.backends.abstract import AbstractLink
 from fsfunc.comm.collective_ops import apply_map
 from fsfunc.comm.groups import RankGroup
 from fsfunc.comm.linear_maps import LinearMap
+from fsfunc.core.execution_context import Running, Thread, run_as
 from fsfunc.core.frames import Stage
-from fsfunc.core.passes import Running, Thread, run_as
 from fsfunc.core.units import Call
 from fsfunc.pipelining.stage_plans import Cut, StagePlan
 from fsfunc.runtime.compiled import standing

@@ -20,11 +20,11 @@ from torch import Tensor
 from fsfunc import _torch
 from fsfunc.comm.attribution import current_label
 from fsfunc.comm.ledgers import is_silent
+from fsfunc.core.execution_context import running
 from fsfunc.core.frames import frame
-from fsfunc.core.passes import running
 from fsfunc.planning.events import Event, Gave, Ran, Took, describe
 from fsfunc.runtime.memory_kinds import OFFLOADED
-from fsfunc.runtime.stores import lies
+from fsfunc.runtime.memory_spaces import space_of
 from fsfunc.tracing.operators import OperatorMode
 
 __all__ = ["Book", "Observer"]
@@ -68,7 +68,7 @@ class Book:
         watched.key, watched.number = key, len(self.sizes)
         self.held[key] = watched
         self.events.append(Took(watched.number, size, op, unit, phase))
-        if lies(x) is not None:
+        if space_of(x).offloaded:
             self.kinds[watched.number] = OFFLOADED
         self.sizes.append(size)
 

@@ -26,8 +26,8 @@ from torch import Tensor
 from fsfunc import _torch, tree
 from fsfunc.comm.attribution import internal
 from fsfunc.comm.ledgers import is_silent
+from fsfunc.core.execution_context import running
 from fsfunc.core.frames import frame
-from fsfunc.core.passes import running
 from fsfunc.core.tracers import Tracer
 from fsfunc.core.units import Call
 from fsfunc.planning.events import Gave, Ran, Segment

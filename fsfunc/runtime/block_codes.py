@@ -111,7 +111,7 @@ class Coder:
     def decode(
         self, codes: Tensor, scales: Tensor, out: Tensor, spare: Tensor
     ) -> Tensor:
-        """What ``codes`` stand for, in ``out``, float32 [n]; ``spare`` as above."""
+        """The numbers of ``codes``, in ``out``, float32 [n]; ``spare`` as above."""
         bits = out.view(torch.int32).copy_(codes)
         if self.signed:
             torch.bitwise_left_shift(bits, 24, out=spare)

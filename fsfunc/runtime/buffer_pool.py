@@ -1,4 +1,4 @@
-"""Memory that gathers and reductions use in turn."""
+"""A pool of buffers for gathers and reductions."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ class BufferPool:
         self._lock = Lock()  # to find a free one and to take it is one thing
 
     def get(self, count: int, dtype: torch.dtype, like: Tensor) -> Tensor:
-        """``[count]`` elements of ``dtype`` whose values mean nothing."""
+        """``[count]`` elements of ``dtype``, uninitialised."""
         if isinstance(like, _torch.FakeTensor) or self.fresh:
             return torch.empty(count, dtype=dtype, device=_torch.device_of(like))
         if like.device.type != "cpu":
@@ -80,7 +80,7 @@ class BufferPool:
             self.storages = [*kept, *free[:keep]]
 
     def spoil(self, buffer: Tensor) -> None:
-        """Under ``poison``: NaN where ``buffer`` was, unless somebody else holds it."""
+        """Fills ``buffer`` with NaN under ``poison``, unless it is still held."""
         if self.poison and _torch.storage_uses(buffer) <= 2:
             buffer.view(torch.uint8).fill_(255)
 

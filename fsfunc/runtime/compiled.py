@@ -1,4 +1,4 @@
-"""Where what ``torch.compile`` made runs, and where it does not.
+"""Compiled functions inside of steps: units compile, what is around them does not.
 
 A unit's function may be compiled. What is around units may not: which unit is called
 when is for Python to say, and for transforms to see.

@@ -1,4 +1,4 @@
-"""What memory is for: whoever makes a tensor says so, to whoever counts."""
+"""Kinds of memory: what makes a tensor tells its purpose to whatever counts."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _COUNTER: ContextVar[Any] = ContextVar("fsfunc_counter", default=None)
 
 
 def count_as(kind: str, tensors: Iterable[Tensor | None]) -> None:
-    """Says what the memory of ``tensors`` is for; costs nothing where nobody counts."""
+    """Tells a counter the kind of the memory of ``tensors``, if there is one."""
     counter = _COUNTER.get()
     if counter is not None:
         counter.count_as(kind, tensors)

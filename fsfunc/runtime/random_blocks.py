@@ -38,7 +38,7 @@ Stream = tuple[int, int]  # (key, how many operators drew from it before)
 
 @dataclass(frozen=True)
 class Fill:
-    """How an operator fills a flat tensor: an operator in place, and its arguments."""
+    """A random operator in place on a flat tensor, and its arguments."""
 
     operator: Any
     args: tuple[Any, ...]
@@ -83,7 +83,7 @@ _IN_PLACE = {
 
 
 def fill_of(func: Any, arguments: dict[str, Any]) -> Fill | None:
-    """How ``func`` draws element by element, or None where it does not.
+    """The elementwise fill by which ``func`` draws, or None where it does not.
 
     Args:
         func: a random operator of torch.
@@ -163,7 +163,7 @@ def draw(fill: Fill, stream: Stream, x: Tensor, start: int, size: int) -> None:
 def seeded(
     func: Any, stream: Stream, args: Sequence[Any], kwargs: dict[str, Any]
 ) -> Any:
-    """What a random operator that draws in ways of its own gives for a stream."""
+    """The result for a stream of a random operator that draws in ways of its own."""
     kwargs = dict(kwargs)
     if "generator" in kwargs:
         kwargs["generator"] = None

@@ -1,4 +1,4 @@
-"""Memory that somebody reads in the background, and that nobody may write into."""
+"""Memory that is read in the background, and must not be written."""
 
 from __future__ import annotations
 
@@ -38,5 +38,5 @@ def hold(tensors: Iterable[Tensor]) -> Callable[[], None]:
 
 
 def is_held(tensors: Iterable[Tensor]) -> bool:
-    """Whether any of ``tensors`` lies in held memory."""
+    """True if any of ``tensors`` lies in held memory."""
     return bool(_held) and any(_torch.storage_key(x) in _held for x in tensors)

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from fsfunc import _torch, tree
-from fsfunc.runtime.stores import zeros_beside
+from fsfunc.runtime.memory_spaces import space_of
 from fsfunc.sharded.layout import Layout
 from fsfunc.sharded.leaf import KEPT, FlatShard, Sharded, is_sharded
 from fsfunc.sharded.placements import room
@@ -115,7 +115,8 @@ def pack(leaves: Sequence[Sharded], coordinates: Mapping[str, int]) -> FlatShard
     """Leaves of one buffer side by side; what is missing of the buffer is zero."""
     members = tuple(leaf.layout for leaf in leaves)
     own = {a: coordinates[a] for a in members[0].axes}
-    flat = zeros_beside(leaves[0].local, chunk_here(members[0], own))
+    first = leaves[0].local
+    flat = space_of(first).zeros(first, (chunk_here(members[0], own),))
     packed = FlatShard(members, flat, own)
     with torch.no_grad():
         for target, leaf in zip(packed.leaves(), leaves, strict=True):

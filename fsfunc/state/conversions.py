@@ -18,10 +18,17 @@ from torch import Tensor
 from fsfunc import tree
 from fsfunc.comm.attribution import label
 from fsfunc.comm.collective_ops import apply_map, assumed, claim, laid
-from fsfunc.comm.crossings import ENTER, GATHER, LAY, MEAN, REDUCE, check_samples
 from fsfunc.comm.groups import RankGroup, group
 from fsfunc.comm.linear_maps import LinearMap
 from fsfunc.comm.mesh import averaged_axes, here
+from fsfunc.comm.shard_linear_maps import (
+    ENTER,
+    GATHER,
+    LAY,
+    MEAN,
+    REDUCE,
+    check_samples,
+)
 from fsfunc.core.frames import frame
 from fsfunc.optim.leaves import differentiated
 from fsfunc.optim.reductions import entered

@@ -13,7 +13,7 @@ from fsfunc.comm.comparison import Lines
 from fsfunc.comm.descriptions import told
 from fsfunc.optim.function_answers import answers
 from fsfunc.optim.optimizer import Optimizer
-from fsfunc.runtime.stores import moments_go_to
+from fsfunc.runtime.memory_spaces import moments_go_to
 from fsfunc.sharded.inputs import check_function
 from fsfunc.sharded.leaf import is_sharded
 from fsfunc.state.agreeing import together

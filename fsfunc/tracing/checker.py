@@ -17,11 +17,11 @@ from torch import Tensor
 from fsfunc import _torch, tree
 from fsfunc.comm.attribution import current_label, internal, is_internal, source_line
 from fsfunc.comm.collective_ops import Watcher
-from fsfunc.comm.crossings import GATHER, OWN
 from fsfunc.comm.descriptions import stated, told
 from fsfunc.comm.groups import RankGroup
 from fsfunc.comm.linear_maps import LinearMap
 from fsfunc.comm.mesh import here
+from fsfunc.comm.shard_linear_maps import GATHER, OWN
 from fsfunc.core.frames import frame
 from fsfunc.core.tracers import Tracer
 from fsfunc.core.units import Call

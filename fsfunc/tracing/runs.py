@@ -25,7 +25,7 @@ from fsfunc.comm.mesh import Here, asking, maybe_here, place_here
 from fsfunc.runtime.buffer_pool import fresh_buffers
 from fsfunc.runtime.compiled import plainly
 from fsfunc.runtime.generators import generators_kept, other_generators_kept
-from fsfunc.runtime.stores import mark_like
+from fsfunc.runtime.memory_spaces import space_of
 from fsfunc.sharded.leaf import Sharded, is_sharded
 
 __all__ = ["place_without_data", "shadows", "with_data", "without_data"]
@@ -148,7 +148,7 @@ def _like(mode: Any, x: Tensor) -> Tensor:
         return _shadow(mode, x, {})
     with mode:
         fake = torch.empty_strided(x.shape, x.stride(), dtype=x.dtype, device=x.device)
-        mark_like(fake, x)
+        space_of(x).mark(fake)
     return fake.requires_grad_(x.requires_grad)
 
 
@@ -165,7 +165,7 @@ def _shadow(mode: Any, x: Tensor, storages: dict[int, Tensor]) -> Tensor:
             storages[key] = torch.empty(size, dtype=torch.uint8, device=x.device)
             if mode is None:
                 storages[key].untyped_storage().copy_(x.untyped_storage())
-            mark_like(storages[key], x)
+            space_of(x).mark(storages[key])
         whole = storages[key].view(x.dtype)
         part = whole.as_strided(x.shape, x.stride(), x.storage_offset())
     return part.requires_grad_(x.requires_grad)

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from fsfunc import _torch, tree
 from fsfunc.comm.attribution import source_line, traceback_line
-from fsfunc.comm.collective_ops import unheard
+from fsfunc.comm.collective_ops import ignoring_axes
 from fsfunc.comm.fake_errors import asks_for_a_value
 from fsfunc.core.frames import Counter, Frame, Stage, frame, inside
 from fsfunc.core.units import Call
@@ -95,7 +95,7 @@ def trace(
     with (
         torch.inference_mode(False),  # and gradients on
         without_data((args, keywords), at, told=_TOLD) as mode,
-        unheard(),
+        ignoring_axes(),
     ):
         stage = NotingStage(Flow(names), mode if mine else None)
         f = Frame(

@@ -1,29 +1,31 @@
-"""Transforms: a function in, a function out, the order of them the configuration.
+"""Transforms: a function in, a function out; their order is the configuration.
 
 Each gives `transforming.transformed` an interpretation, whose ``call`` runs the
-function, whose ``unit`` and ``gradient`` say what becomes of the calls that it makes;
-but ``precision`` and ``donate``, which change the frame alone.
+function and whose ``unit`` and ``gradient`` reinterpret the calls that it makes; but
+``precision`` and ``donate``, which change the frame alone.
 
-Of ``shard``, a unit call: `sharding` finds which buffers it reads, `shard_runtime` has
-`gathers` bring them by `wire` and send for the next, `boundary` lets the parameters in
-and forgets them behind the outputs. In the backward pass `boundary` is entered from the
-other side: `gathers` brings them again, `gradient_sums` collects the gradients of a
-buffer, and reduces them by `wire`. A gradient call makes such a runtime, and
-`gradients` hands out what it has summed.
+A unit call under ``shard``: `unit_calls` finds the buffers that it reads,
+`shard_runtime` has `gathers` gather them by `wire` and prefetch the next, `boundary`
+passes the parameters in and drops them behind the outputs. In the backward pass
+`boundary` is entered from the other side: `gathers` gathers again, `gradient_sums`
+collects the gradients of a buffer and reduces them by `wire`. A gradient call makes
+such a runtime, and `gradients` returns its sums.
 
-transforming.py     how a transform reaches what it is around
-sharding.py         shard: what it makes of unit calls and of gradient calls
-unit_calls.py       which leaves a unit call gathers, and how
+transforming.py     applying a transform to a unit, a loss or a step
+sharding.py shard_options.py   shard, and its options
+sharded_calls.py    its interpretation: of unit calls and of gradient calls
+unit_calls.py       a unit call: the leaves that it gathers, and the two ways in
 boundary.py         one sharded unit: gather, run, forget; gather again, reduce
-shard_runtime.py routes.py   one call on a rank, what it hears; whom ranges go to
-gathers.py          its buffers: in flight, arrived, held, dropped
-gradient_sums.py    its gradients: collected, reduced, summed, kept
-gathered_calls.py   what one unit call holds of a buffer
+shard_runtime.py    one call on a rank: its gathers and its gradients
+buffer_groups.py    process groups of a packed buffer
+gathers.py          gathered buffers: in flight, arrived, held, dropped
+gradient_sums.py    gradients: collected, reduced, summed, kept
+gathered_calls.py   one unit call's hold on a buffer
 gradients.py        gradients by packed leaves, means of everything else, refusals
-ownership.py        whose a tensor is: one value on all ranks, or a rank's own
-rematerialization.py policies.py selecting.py   remat; what it keeps; remat_calls
-microbatches.py     which arguments are a batch, and cutting them
-accumulation.py     accumulate: its microbatches one by one, and what is joined
-offloading.py offloaded_residuals.py   offload; of it, what units save
+ownership.py        replicated or rank-local: the kind of a plain tensor
+rematerialization.py policies.py selecting.py   remat; its policies; remat_calls
+microbatches.py     the arguments that are a batch, and cutting them
+accumulation.py     accumulate: microbatches one by one, and their sums
+offloading.py offloaded_residuals.py   offload; residuals of units
 casting.py donation.py   precision; donate
 """

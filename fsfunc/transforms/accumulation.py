@@ -19,7 +19,7 @@ from fsfunc.core.outcomes import (
     Outcome,
     batch_arguments,
 )
-from fsfunc.runtime.stores import added_beside, lies
+from fsfunc.runtime.memory_spaces import any_offloaded, space_of
 from fsfunc.sharded.packing import split_alike
 from fsfunc.transforms.microbatches import Microbatches
 from fsfunc.transforms.transforming import transformed
@@ -160,8 +160,8 @@ class _Sums:
         if _torch.functorch_active() or any(x.requires_grad for x in (*xs, *ys)):
             sums = [x + y for x, y in zip(xs, ys, strict=True)]  # foreach has no vmap
         else:
-            if any(lies(x) is not None for x in xs):
-                sums = [added_beside(x, y) for x, y in zip(xs, ys, strict=True)]
+            if any_offloaded():
+                sums = [_sum(x, y) for x, y in zip(xs, ys, strict=True)]
             else:
                 sums = torch._foreach_add(xs, ys)  # pyright: ignore
             self.ours = True
@@ -175,3 +175,11 @@ class _Sums:
             raise RuntimeError("no microbatch was run")
         own = self.grads if self.ours else None
         return replace(self.first, grads=self.grads, own=own)
+
+
+def _sum(x: Tensor, y: Tensor) -> Tensor:
+    """``x + y`` where ``x`` is."""
+    home = space_of(x)
+    if not home.offloaded:
+        return x + y
+    return torch.add(x, y.to(x.device), out=home.empty_like(x, scratch=True))

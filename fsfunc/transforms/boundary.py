@@ -25,8 +25,8 @@ from torch import Tensor
 from fsfunc import _torch
 from fsfunc.comm.attribution import label
 from fsfunc.comm.collective_ops import apply_map
-from fsfunc.comm.crossings import ENTER, GATHER, MEAN, OWN, REDUCE, LawError
 from fsfunc.comm.groups import strided
+from fsfunc.comm.shard_linear_maps import ENTER, GATHER, MEAN, OWN, REDUCE, LawError
 from fsfunc.sharded.layout import Layout
 from fsfunc.sharded.leaf import FlatShard, Sharded
 from fsfunc.transforms.gathered_calls import Calls, GatheredCall
@@ -53,7 +53,10 @@ def enter(
     for flat in flats:
         tracked = tracked or flat.requires_grad
     if not (tracked and torch.is_grad_enabled()):
-        return token, _parameters(calls)
+        views: list[Tensor] = []
+        for call in calls:
+            views += call.parameters()
+        return token, views
     tied = token is not None and not apart
     found: Any = _Enter.apply(runtime, calls, shards, tied, token, *flats)
     if apart:
@@ -72,12 +75,13 @@ def leave(
     views: Sequence[Tensor],
     inputs: Sequence[Any],
     outs: list[Any],
-    forget: bool,
+    recompute: bool,
 ) -> Tensor | None:
     """The token; ``outs`` go out, and what they saved of parameters is forgotten.
 
     Args:
         inputs: the leaves of what the unit was given beside parameters.
+        recompute: whether a backward pass runs the call a second time.
     """
     keys, at = [], 0
     for call in calls:
@@ -93,7 +97,7 @@ def leave(
                 roots.append(y.grad_fn)
     if not tracked and token is None or not torch.is_grad_enabled():
         return token  # a token made without grad would cut the thread of units
-    if forget:
+    if not (recompute or runtime.holds):
         stop = set()
         for x in (*views, *inputs):
             x = x._part if isinstance(x, Sharded) else x
@@ -110,7 +114,8 @@ def leave(
             at += len(call.views)
         if count:
             calls[0].forgets = True
-    runtime.after_forward(calls)
+    if not recompute:
+        runtime.after_forward(calls)
     going = map(outs.__getitem__, tracked)
     token, *exits = _Exit.apply(runtime, calls, shards, token, *going)
     for i, y in zip(tracked, exits, strict=True):
@@ -123,7 +128,10 @@ class _Enter(torch.autograd.Function):
     def forward(ctx, runtime, calls, shards, tied, token, *flats):  # type: ignore
         ctx.runtime, ctx.calls, ctx.shards, ctx.tied = runtime, calls, shards, tied
         ctx.set_materialize_grads(False)
-        return (None if token is None else token.clone(), *_parameters(calls))
+        found = [None if token is None else token.clone()]
+        for call in calls:
+            found += call.parameters()
+        return tuple(found)
 
     @staticmethod
     def backward(ctx, token, *grads):  # type: ignore[override]
@@ -179,12 +187,6 @@ _FREED = (
 )
 
 
-def _parameters(calls: Calls) -> list[Tensor]:
-    if len(calls) == 1:
-        return calls[0].parameters()
-    return [x for call in calls for x in call.parameters()]
-
-
 def _forgetting(
     runtime: ShardRuntime, call: GatheredCall, shard: FlatShard, start: int
 ) -> tuple[Any, Any]:
@@ -215,22 +217,22 @@ def spread(runtime: ShardRuntime, flat: Tensor, layout: Layout, name: str) -> Te
     """
     _check_exact(runtime)
     enter, gather = replace(ENTER, what=name), replace(GATHER, what=name)
-    where, replicas, apart = runtime.routes[layout.split_axes]
+    where, replicas, blocks = runtime.groups[layout.split_axes]
     if replicas is not None:
         flat = apply_map(flat, enter, replicas)
     if where is not None:
         cut = layout.flat is not None and layout.flat.size > 1
         flat = apply_map(flat, gather if cut else enter, where)
-    return apply_map(flat, OWN, apart) if apart is not None else flat
+    return apply_map(flat, OWN, blocks) if blocks is not None else flat
 
 
 def _reduced(runtime: ShardRuntime, buffer: Tensor, shard: FlatShard) -> Tensor:
     """The transpose of :func:`spread`."""
     _check_exact(runtime)
     how, mean = replace(REDUCE, what=shard.name), replace(MEAN, what=shard.name)
-    where, replicas, apart = runtime.routes[shard.split_axes]
-    if apart is not None:
-        buffer = apply_map(buffer, OWN.transpose(), apart)
+    where, replicas, blocks = runtime.groups[shard.split_axes]
+    if blocks is not None:
+        buffer = apply_map(buffer, OWN.transpose(), blocks)
     if where is not None:
         buffer = apply_map(buffer, how if shard.place.size > 1 else mean, where)
     if replicas is not None:
@@ -261,7 +263,7 @@ def _check_exact(runtime: ShardRuntime) -> None:
     Raises:
         LawError: a gather or a reduction changes values on the way.
     """
-    for how in (runtime.how_gathered, runtime.how_reduced):
+    for how in (runtime.options.gather, runtime.options.reduction):
         if not how.exact:
             raise LawError(
                 f"{type(how).__name__} changes what it sends, and a derivative taken "

@@ -13,7 +13,7 @@ from torch.nn import Parameter
 
 from fsfunc import _torch, tree
 from fsfunc.comm.mesh import HERE
-from fsfunc.core.frames import frame, inside
+from fsfunc.core.frames import composable, frame, inside
 from fsfunc.runtime.save_guard import is_held
 from fsfunc.sharded.donated import (
     Donation,
@@ -129,7 +129,7 @@ def restore(t: Any) -> None:
 
 
 class _Memory:
-    """What leaves lie in, and the tensors over it.
+    """The memory of leaves, and the tensors over it.
 
     ``written`` are buffers of packed leaves, and others' parts; ``tensors`` all that
     are there already; ``once`` says whether nothing lies at two places.
@@ -172,7 +172,7 @@ class _Memory:
         return list(map(_twin, self.leaves))
 
     def donation(self, twins: list[Any]) -> Donation:
-        """What a step may write into that is given ``twins`` of the leaves."""
+        """The donation to a step that is given ``twins`` of the leaves."""
         if not (self.storages and self.once):
             return Donation(self.tensors, twins, self.keys)
         mine = [x for x in twins if isinstance(x, Tensor)]
@@ -181,10 +181,10 @@ class _Memory:
         return Donation(self.tensors, (), self.keys, mine, self.storages)
 
     def plain(self) -> bool:
-        """Whether all are plain tensors, each alone in its memory, of no graph."""
+        """True if all are plain tensors, each alone in its memory, of no graph."""
         if not (self.storages and self.once):
             return False
-        if _torch.transforms_active():
+        if composable():
             return False
         tensors = self.tensors
         return {Tensor}.issuperset(map(type, tensors)) and not any(
@@ -200,7 +200,7 @@ class _Memory:
 
 
 def _ranks_meet() -> bool:
-    """Whether ranks of this process may share a plain tensor, each to donate it."""
+    """True if ranks of this process may share a plain tensor, each to donate it."""
     found = HERE.get()
     return found is not None and found.mesh.backend != "processes"
 
@@ -221,7 +221,7 @@ def _renewed(out: Any, given: list[Any]) -> Any:
 
 
 def _are_whole(leaves: list[Any]) -> bool:
-    """Whether there are plain dense tensors alone, and what is no tensor."""
+    """True if there are plain dense tensors alone, and what is no tensor."""
     kinds = set(map(type, leaves))
     if not all(kind in _DENSE or not issubclass(kind, _HELD) for kind in kinds):
         return False
@@ -261,6 +261,6 @@ def _apart(leaves: list[Any]) -> list[Any]:
 
 
 def version(part: Any) -> int:
-    """How often a leaf's part was written to: a gather does not count."""
+    """The version counter of a leaf's part: a gather does not count."""
     counted = isinstance(part, Tensor) and not part.is_inference()
     return part._version if counted else 0

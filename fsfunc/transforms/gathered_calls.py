@@ -15,7 +15,7 @@ Micro = tuple[tuple[int, int], ...]
 
 
 class GatheredCall:
-    """What one unit call has of one buffer: the whole, while it is held.
+    """One unit call's hold on one buffer: the whole, while it is held.
 
     Nothing in it leads to a graph: the graph holds the runtime, which looks from one
     call to its neighbours, and a way back would be a circle, in which gradients wait
@@ -64,11 +64,11 @@ class GatheredCall:
 
     @property
     def shard(self) -> FlatShard | None:
-        """The buffer, for as long as somebody else holds it."""
+        """The buffer, while it is referenced elsewhere."""
         return self._shard()
 
     def shows(self, shard: FlatShard, dtype: torch.dtype) -> bool:
-        """Whether it holds what ``shard`` is now, in ``dtype``."""
+        """True if it holds what ``shard`` is now, in ``dtype``."""
         same = self.full is not None and self._shard() is shard
         return same and self.dtype == dtype and self._version == shard.version
 

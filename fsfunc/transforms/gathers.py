@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from operator import attrgetter
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -15,11 +15,12 @@ from fsfunc.comm.groups import RankGroup
 from fsfunc.core.casts import Casts
 from fsfunc.runtime.buffer_pool import BufferPool
 from fsfunc.runtime.memory_kinds import count_as
-from fsfunc.runtime.stores import LIES, ahead, lies, like_device
+from fsfunc.runtime.memory_spaces import any_offloaded, space_of
 from fsfunc.sharded.leaf import FlatShard
+from fsfunc.transforms.buffer_groups import GroupTable
 from fsfunc.transforms.gathered_calls import Calls, GatheredCall
 from fsfunc.transforms.messages.wire import Gather, KeptGather, check_decoded
-from fsfunc.transforms.routes import Routes
+from fsfunc.transforms.shard_options import ShardOptions
 
 __all__ = ["Gathers"]
 
@@ -35,19 +36,18 @@ class _Near(NamedTuple):
     like: Tensor  # of its dtype, where it lies
 
     def shows(self, shard: FlatShard, dtype: torch.dtype) -> bool:
-        """Whether it is of what ``shard`` is now, in ``dtype``."""
+        """True if it is of what ``shard`` is now, in ``dtype``."""
         return self.version == shard.version and self.wanted == dtype
 
 
 class Gathers:
-    """What is gathered for one call, and what was sent for.
+    """The gathered buffers of one call, and the gathers in flight.
 
     Args:
-        routes: whom the ranges of a buffer go to.
+        groups: the process groups of each buffer.
         shards: the buffers that the call was given.
-        how: how they travel.
+        options: those of ``shard``.
         pool: memory for what arrives.
-        zero: as ``shard`` was asked.
         again: whether what a gather leaves to gather from again is kept.
 
     ``recent`` are the unit calls that hold their buffers now: the last one, and those
@@ -56,25 +56,27 @@ class Gathers:
 
     def __init__(
         self,
-        routes: Routes,
+        groups: GroupTable,
         shards: Iterable[FlatShard],
-        how: Gather,
+        options: ShardOptions,
         pool: BufferPool,
-        zero: int,
         again: bool,
     ):
-        self.routes, self.how, self.pool, self.zero = routes, how, pool, zero
+        self.groups, self.pool, self.zero = groups, pool, options.zero
+        self.how = how = options.gather
         self.again = again
         self.recent: Calls = []
-        self.size = routes[()].where.size  # type: ignore[union-attr]
+        self.size = groups.where.size
         self.rounds = not how.exact  # what is floating
         self.named: dict[str, list[FlatShard]] = {}  # several, of trees laid out alike
         for shard in shards:
             self.named.setdefault(shard.buffer, []).append(shard)
         self.copy = 0  # which of them is read
-        # Whether some of it lies beside the device; asked of none where nothing does.
-        every = [x for alike in self.named.values() for x in alike] if LIES else []
-        self.offloads = any(lies(x.flat) for x in every)
+        # Whether some of it is offloaded; asked of none where nothing is.
+        every = [x for alike in self.named.values() for x in alike]
+        self.offloads = any_offloaded() and any(
+            space_of(x.flat).offloaded for x in every
+        )
         self.flights: dict[str, tuple[GatheredCall, Handle, Tensor]] = {}
         # Where gathers leave something to gather from again: what they were.
         self.near: dict[int, _Near] = {}
@@ -100,51 +102,33 @@ class Gathers:
     def whole(self, shard: FlatShard, dtype: torch.dtype) -> Tensor | None:
         """The whole buffer where this rank has it without a gather."""
         if shard.place.size == 1 and shard.flat.dtype == dtype:
-            away = self.offloads and lies(shard.flat) is not None
+            away = self.offloads and space_of(shard.flat).offloaded
             return None if away else shard.flat.detach()
         if shard.whole is None or not shard.shows(dtype):
             return None
         return shard.whole
 
-    def _bring(self, shard: FlatShard, dtype: torch.dtype) -> Tensor:
-        """A rank's range on the device, of one that lies beside it."""
-        flat = shard.flat.detach()
-        found = self.pool.get(flat.numel(), dtype, like_device(flat))
-        count_as("gathered", [found])
-        return found.copy_(flat)
-
     def start(self, shard: FlatShard, dtype: torch.dtype) -> tuple[Tensor, Handle]:
-        """Puts a gather in flight, and says where it will arrive."""
-        place, how = shard.place, self.how
-        away = self.offloads and lies(shard.flat) is not None
-        if place.size == 1:  # cut over no axis: a cast is all that is needed
-            source = shard.flat.detach()
-            source = self._bring(shard, dtype) if away else source.to(dtype)
+        """Puts a gather in flight; returns where it will arrive."""
+        if shard.place.size == 1:  # cut over no axis: a cast is all that is needed
+            source = self._fetched(shard, dtype)
             return source, Done(source)
-        where = self.routes[shard.split_axes].where
-        lossy = self.rounds and shard.flat.is_floating_point()
         near = self.near.get(id(shard)) if self.near else None
         if near is not None and near.shows(shard, dtype):
             full = self.pool.get(near.count, near.like.dtype, near.like)
             count_as("gathered", [full])
             return full, near.first.again(full)
-        if self.rounds and not lossy:  # indices and masks have no rounding
+        where: Any = self.groups[shard.split_axes].where
+        how, full, source = self.how, shard.whole, None
+        if self.rounds and shard.flat.is_floating_point():
+            source, full = self._encoded(shard, dtype), None
+        elif self.rounds:  # indices and masks have no rounding
             how = _PLAIN
-        if away and type(how) is Gather and where is not None:
-            return self._gather_in_place(shard, dtype, where)
-        flat = self._bring(shard, shard.flat.dtype) if away else shard.flat.detach()
-        watched = lossy and not flat.is_inference()
-        version = flat._version if watched else 0
-        source = how.encode(flat, dtype)
-        if watched and flat._version != version:
-            raise RuntimeError(
-                f"{how}.encode changed the part of {shard.name} that it was given in "
-                "place: these are the parameters; work on a copy"
-            )
-        del flat
-        full = None if lossy else shard.whole
-        if full is None or full.dtype != dtype:
-            full = self.pool.get(place.size * source.numel(), source.dtype, source)
+        if full is None or source is None and full.dtype != dtype:
+            like = shard.flat if source is None else source
+            like = space_of(like).on_device(like) if self.offloads else like
+            kind = dtype if source is None else source.dtype
+            full = self.pool.get(where.size * like.numel(), kind, like)
             count_as("gathered", [full])
         out = full
         if full is shard.whole:
@@ -152,30 +136,46 @@ class Gathers:
                 # The state lies in it, and stays what it is: `.data` has a version of
                 # its own. (Any other buffer's tells graphs that it was written.)
                 out = full.data
-        if where is None or where.size == 1:
-            return full, Done(out.copy_(source))
+        if source is None:
+            source = self._fetched(shard, dtype, where, out)
         work = how.move(source, where, out, shard.name)
         if self.again and isinstance(work, KeptGather):
-            count = place.size * source.numel()
-            self.near[id(shard)] = _Near(
-                shard, shard.version, dtype, work, count, source.new_empty(0)
-            )
+            count, like = full.numel(), source.new_empty(0)
+            self.near[id(shard)] = _Near(shard, shard.version, dtype, work, count, like)
         return full, work
 
-    def _gather_in_place(
-        self, shard: FlatShard, dtype: torch.dtype, where: RankGroup
-    ) -> tuple[Tensor, Handle]:
-        """A range beside the device is brought right to where it is to arrive."""
-        flat, place = shard.flat.detach(), shard.place
-        full = self.pool.get(place.size * flat.numel(), dtype, like_device(flat))
-        count_as("gathered", [full])
-        source = full.tensor_split(place.size)[where.index].copy_(flat)
-        if where.size == 1:
-            return full, Done(full)
-        return full, _PLAIN.move(source, where, full, shard.name)
+    def _fetched(
+        self,
+        shard: FlatShard,
+        dtype: torch.dtype,
+        where: RankGroup | None = None,
+        full: Tensor | None = None,
+    ) -> Tensor:
+        """This rank's range on the device: right where it is to arrive, if it moves."""
+        flat = shard.flat.detach()
+        if not self.offloads or not (home := space_of(flat)).offloaded:
+            return flat.to(dtype)
+        if where is not None and full is not None:
+            room = full.tensor_split(where.size)[where.index]
+        else:
+            room = self.pool.get(len(flat), dtype, home.on_device(flat))
+            count_as("gathered", [room])
+        return home.fetch(flat, dtype, room)
+
+    def _encoded(self, shard: FlatShard, dtype: torch.dtype) -> Tensor:
+        """The range as a gather that rounds sends it."""
+        flat = self._fetched(shard, shard.flat.dtype)
+        version = 0 if flat.is_inference() else flat._version
+        source = self.how.encode(flat, dtype)
+        if not flat.is_inference() and flat._version != version:
+            raise RuntimeError(
+                f"{self.how}.encode changed the part of {shard.name} that it was given "
+                "in place: these are the parameters; work on a copy"
+            )
+        return source
 
     def arrived(self, shard: FlatShard, full: Tensor, dtype: torch.dtype) -> Tensor:
-        """What has arrived, as the whole buffer."""
+        """The whole buffer, of what has arrived."""
         if self.rounds and shard.place.size > 1 and shard.flat.is_floating_point():
             count, how = shard.place.chunk, self.how
             full = how.decode(full, dtype, count)
@@ -186,7 +186,7 @@ class Gathers:
         return full
 
     def gather(self, shard: FlatShard, dtype: torch.dtype) -> Tensor:
-        """What is in flight, or a gather that is waited for."""
+        """The result of the gather in flight, or of a new one that is waited for."""
         flight = self.flights.pop(shard.buffer, None)
         if flight is not None:
             call, work, _ = flight
@@ -204,13 +204,19 @@ class Gathers:
         whole = self.whole(shard, call.dtype)
         return self.gather(shard, call.dtype) if whole is None else whole
 
-    def send_for(self, shard: FlatShard, dtype: torch.dtype, now: Calls) -> None:
-        """Puts the gather of a buffer in flight, unless a neighbour ``now`` has it."""
+    def send_for(
+        self, shard: FlatShard, dtype: torch.dtype, now: Calls, back: bool = False
+    ) -> None:
+        """Puts the gather of a buffer in flight, unless a neighbour ``now`` has it.
+
+        One that is offloaded is only read ahead on the way ``back``: beside a unit and
+        its gradients there is no room for it.
+        """
         name = shard.buffer
         if name in self.flights:
             return
-        if self.size == 1:
-            ahead(shard.flat)
+        if self.size == 1 or back and self.offloads:
+            space_of(shard.flat).read_ahead(shard.flat)
             return
         if "+" in name and any(c.shows(shard, c.dtype) for c in now):
             return
@@ -235,16 +241,17 @@ class Gathers:
             alike = self.named.get(name, ())
             if self.copy < len(alike):
                 shard = alike[self.copy]
-                self.send_for(shard, _dtype(shard, casts), self.recent)
+                dtype = shard.flat.dtype if casts is None else _dtype(shard, casts)
+                self.send_for(shard, dtype, self.recent)
 
 
 _BUFFER = attrgetter("buffer")
 _PLAIN = Gather()
 
 
-def _dtype(shard: FlatShard, casts: Casts | None) -> torch.dtype:
-    """In which dtype a buffer is gathered, as far as is known before the call."""
+def _dtype(shard: FlatShard, casts: Casts) -> torch.dtype:
+    """The dtype in which a buffer is gathered, as far as is known before the call."""
     own = shard.flat.dtype
-    if casts is None or not own.is_floating_point:
+    if not own.is_floating_point:
         return own
     return (shard.members[0].compute or own) if casts.overrides else casts.compute

@@ -1,4 +1,4 @@
-"""What a sharded gradient call gives: gradients by packed leaves, means of all else.
+"""Gradients of a sharded gradient call: by packed leaves, and means of all else.
 
 And which derivatives ``torch.func`` may take through a sharded unit. A parameter's
 derivative is that of the mean over the ranks, so its rows must mean the same thing on
@@ -20,28 +20,26 @@ from fsfunc import _torch, tree
 from fsfunc.comm.attribution import label
 from fsfunc.comm.collective_ops import apply_map
 from fsfunc.comm.comparison import Lines, Section, compare, whole_values
-from fsfunc.comm.crossings import MEAN, LawError, check_samples
 from fsfunc.comm.groups import RankGroup, group, strided
 from fsfunc.comm.linear_maps import LinearMap
+from fsfunc.comm.shard_linear_maps import MEAN, LawError, check_samples
 from fsfunc.core.losses import averaged as is_averaged
 from fsfunc.core.losses import is_summed
 from fsfunc.core.observation import UNSEEN
 from fsfunc.core.outcomes import Outcome
 from fsfunc.core.units import Call
 from fsfunc.optim.backward_steps import APPLIED
-from fsfunc.runtime.stores import empty_beside
+from fsfunc.runtime.memory_spaces import space_of
 from fsfunc.sharded.layout import Layout
 from fsfunc.sharded.leaf import KEPT, FlatShard, Sharded, is_sharded
 from fsfunc.transforms.shard_runtime import ShardRuntime
 
 __all__ = [
+    "Gradients",
     "averaged",
-    "beside",
     "check_derivatives",
     "check_mapped",
-    "check_observed",
     "check_whole",
-    "collected",
     "kept_here",
     "shown",
     "stepped",
@@ -78,60 +76,100 @@ def kept_here(
     return found, plain
 
 
-def beside(grads: Any, chosen: Any, runtime: ShardRuntime) -> Any:
-    """The trees of gradients, with those by parts that were used beside units.
+class Gradients:
+    """The gradients of a sharded gradient call, leaf by leaf of its arguments.
+
+    Args:
+        chosen: the differentiated arguments; ``grads``: a tree for each.
 
     Raises:
         RuntimeError: a transform within put others in the place of what is kept here.
     """
-    if runtime.keeps:
-        kept = [x for shard in runtime.keeps.values() for x in shard.members]
-        found = tree.leaves(grads, is_leaf=is_sharded)
-        if len([g for g in found if is_sharded(g) and g.spent == KEPT]) < len(kept):
+
+    def __init__(self, chosen: Any, grads: Any, runtime: ShardRuntime):
+        self.runtime = runtime
+        self.leaves, self.treedef = tree.flatten(tuple(chosen), is_leaf=is_sharded)
+        # Up to the arguments' leaves: a gradient of None is one leaf, a None in the
+        # arguments is none.
+        self.found: list[Any] = self.treedef.flatten_up_to(grads)  # type: ignore
+        kept = [g for g in self.found if is_sharded(g) and g.spent == KEPT]
+        due = [x for shard in runtime.keeps.values() for x in shard.members]
+        if len(kept) < len(due):
             raise RuntimeError(f"a transform within shard changes gradients: {KEPT}")
-    if not runtime.parts:
-        return grads
-    old, treedef = tree.flatten(tuple(chosen), is_leaf=is_sharded)
-    out: list[Any] = treedef.flatten_up_to(grads)  # type: ignore[arg-type]
-    for i, x in enumerate(old):
-        if is_sharded(x) and id(x.packed) in runtime.keeps:
-            part = runtime.parts.get((id(x.packed), id(x.layout)))
+
+    def trees(self) -> Any:
+        """The trees of gradients."""
+        return tree.unflatten(self.treedef, self.found)
+
+    def _kept(self) -> list[int]:
+        """The positions of leaves whose gradients the runtime keeps."""
+        keeps = self.runtime.keeps
+        every = enumerate(self.leaves)
+        return [i for i, x in every if is_sharded(x) and id(x.packed) in keeps]
+
+    def take_parts(self) -> None:
+        """Takes in gradients by parts that were used beside units."""
+        for i in self._kept() if self.runtime.parts else ():
+            x = self.leaves[i]
+            part = self.runtime.parts.get((id(x.packed), id(x.layout)))
             if part is not None and part.grad is not None:
-                out[i] = x.with_local(part.grad)
-    return tree.unflatten(treedef, out)
+                self.found[i] = x.with_local(part.grad)
 
+    def check_observed(self) -> None:
+        """Raises where some of a rank's own gradient has been seen by no observer.
 
-def collected(grads: Any, chosen: Any, runtime: ShardRuntime) -> tuple[Any, ...]:
-    """The trees of gradients, with what the runtime kept in its places."""
-    old, treedef = tree.flatten(tuple(chosen), is_leaf=is_sharded)
-    # Up to the arguments' leaves: a gradient of None is one leaf, a None in the
-    # arguments is none.
-    out: list[Any] = treedef.flatten_up_to(grads)  # type: ignore[arg-type]
-    shards, done = {}, stepped(runtime)
-    for key, shard in runtime.keeps.items():
-        if key in done:
-            continue
-        grad = runtime.sums.grads.get(key)
-        shards[key] = shard.like(_zeros(shard.flat) if grad is None else grad)
-    sums, half = [], torch.float16  # of which, and of another dtype, there are means
-    for key, s in shards.items():
-        if half != s.flat.dtype == runtime.keeps[key].flat.dtype:
-            sums.append(s.flat)
-    if sums and runtime.mean_size > 1:
-        torch._foreach_div_(sums, runtime.mean_size)
-    leaves = {}
-    for key, shard in shards.items():
-        made = shard.leaves()
-        leaves[key] = dict(zip(map(id, shard.members), made, strict=True))
-    for i, x in enumerate(old):
-        if is_sharded(x) and id(x.packed) in done:
-            out[i] = None
-        elif is_sharded(x) and id(x.packed) in leaves:
-            new, direct = leaves[id(x.packed)][id(x.layout)], out[i]
-            out[i] = new
+        Raises:
+            LawError: gradients by parts that the loss used beside units, or of leaves
+                that ranks of the mean hold other blocks of.
+        """
+        for shard in self.runtime.keeps.values():
+            if set(shard.split_axes) & set(self.runtime.mean_axes):
+                why = f"{shard.name} is owned by ranks of the data"
+                raise LawError(UNSEEN.format(why))
+        for i in self._kept():
+            if (g := self.found[i]) is not None and g._local is not None:
+                raise LawError(UNSEEN.format(f"{g.name!r} is read beside units"))
+
+    def take_sums(self) -> None:
+        """Takes in what the runtime has summed of its buffers."""
+        shards, done, runtime = {}, stepped(self.runtime), self.runtime
+        for key, shard in runtime.keeps.items():
+            if key in done:
+                continue
+            grad = runtime.sums.grads.get(key)
+            shards[key] = shard.like(_zeros(shard.flat) if grad is None else grad)
+        sums, half = [], torch.float16  # of it, and of another dtype, there are means
+        for key, s in shards.items():
+            if half != s.flat.dtype == runtime.keeps[key].flat.dtype:
+                sums.append(s.flat)
+        if sums and runtime.mean_size > 1:
+            torch._foreach_div_(sums, runtime.mean_size)
+        leaves = {}
+        for key, shard in shards.items():
+            made = shard.leaves()
+            leaves[key] = dict(zip(map(id, shard.members), made, strict=True))
+        for i in self._kept():
+            x, direct = self.leaves[i], self.found[i]
+            if id(x.packed) in done:
+                self.found[i] = None
+                continue
+            new = self.found[i] = leaves[id(x.packed)][id(x.layout)]
             if direct is not None and direct._local is not None:  # beside units
                 new.local.add_(direct.local)
-    return tree.unflatten(treedef, out)
+
+    def average_whole(self, where: RankGroup) -> None:
+        """Makes means of the gradients of whole leaves; a rank's own stay its own."""
+        whole = [
+            i
+            for i, (x, g) in enumerate(zip(self.leaves, self.found, strict=True))
+            if isinstance(x, Tensor)
+            and isinstance(g, Tensor)
+            and self.runtime.ownership.is_replicated(x)
+        ]
+        given = [self.found[i] for i in whole]
+        means = _packed(given, MEAN, where, "plain gradients")
+        for i, x in zip(whole, means, strict=True):
+            self.found[i] = x
 
 
 def stepped(runtime: ShardRuntime) -> Mapping[int, FlatShard]:
@@ -151,31 +189,15 @@ def shown(grads: Any, chosen: Any, done: Mapping[int, FlatShard]) -> tuple[Any, 
 
 
 def _zeros(flat: Tensor) -> Tensor:
-    return empty_beside(flat, scratch=True).zero_()
+    return space_of(flat).empty_like(flat, scratch=True).zero_()
 
 
-def check_observed(grads: Any, chosen: Any, runtime: ShardRuntime) -> None:
-    """Raises where some of a rank's own gradient has been seen by no observer.
+def averaged(outcome: Outcome, found: Gradients, at: Any) -> Outcome:
+    """Loss, weight, floating scalars of aux and gradients of whole leaves as means.
 
-    Raises:
-        LawError: gradients by parts that the loss used beside units, or of leaves that
-            ranks of the mean hold other blocks of.
+    What of aux is summed, is summed over the ranks.
     """
-    for shard in runtime.keeps.values():
-        if set(shard.split_axes) & set(runtime.mean_axes):
-            raise LawError(UNSEEN.format(f"{shard.name} is owned by ranks of the data"))
-    old, treedef = tree.flatten(tuple(chosen), is_leaf=is_sharded)
-    for x, g in zip(old, treedef.flatten_up_to(grads), strict=True):
-        if is_sharded(x) and id(x.packed) in runtime.keeps:
-            if g is not None and g._local is not None:
-                raise LawError(UNSEEN.format(f"{x.name!r} is read beside units"))
-
-
-def averaged(outcome: Outcome, runtime: ShardRuntime, at: Any) -> Outcome:
-    """Loss, weight, floating scalars of aux and plain gradients: means over ranks.
-
-    What of aux is summed, is summed over them.
-    """
+    runtime = found.runtime
     where = group(runtime.mean_axes, at)
     n = runtime.mean_size
     if n == 1:
@@ -199,8 +221,9 @@ def averaged(outcome: Outcome, runtime: ShardRuntime, at: Any) -> Outcome:
     sums = tree.unflatten(treedef, _packed(sums, _SUM, where, "sums"))
     for i, x in zip(at_sums, sums, strict=True):
         aux[i] = x
+    found.average_whole(where)
     return replace(
-        outcome.but(_plain(outcome.grads, runtime, where)),
+        outcome.but(found.trees()),
         total=means[0].to(outcome.total.dtype),
         weight=weight,
         aux=tree.unflatten(spec, aux),
@@ -225,23 +248,6 @@ def check_whole(runtime: ShardRuntime, claims: Lines, where: RankGroup) -> None:
     if any(x is not None for x in mine):
         steps = Section("ranks make unlike steps", claims)
         compare([steps, whole_values(paths, mine, where.link.notes)], where)
-
-
-def _plain(grads: Any, runtime: ShardRuntime, where: RankGroup) -> Any:
-    """The gradients of whole parameters as means; a rank's own stay its own."""
-    leaves, treedef = tree.flatten(tuple(runtime.differentiated), is_leaf=is_sharded)
-    found: list[Any] = treedef.flatten_up_to(grads)  # type: ignore[arg-type]
-    shared = [
-        i
-        for i, x in enumerate(leaves)
-        if isinstance(x, Tensor)
-        and isinstance(found[i], Tensor)
-        and runtime.ownership.is_one_value(x)
-    ]
-    means = _packed([found[i] for i in shared], MEAN, where, "plain gradients")
-    for i, x in zip(shared, means, strict=True):
-        found[i] = x
-    return tree.unflatten(treedef, found)
 
 
 def _packed(

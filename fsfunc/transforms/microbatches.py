@@ -97,7 +97,7 @@ class Microbatches:
         return replace(self._call, args=args, keywords=keywords)
 
     def is_cut(self, i: int) -> bool:
-        """Whether the positional argument ``i`` is cut."""
+        """True if the positional argument ``i`` is cut."""
         return bool(self._arguments[i].pieces)
 
     def share(self, m: int) -> float:
@@ -123,7 +123,7 @@ class Microbatches:
         return outcome.but(tuple(grads))
 
     def joined(self, outcome: Outcome, own: Sequence[list[list[Any]]]) -> Outcome:
-        """What :meth:`apart` took from each part, in order, put back as one."""
+        """The outcome with what :meth:`apart` took off each part, joined in order."""
         grads = list(outcome.grads)
         for k, i in enumerate(self._call.argnums):
             a = self._arguments[i]

@@ -1,4 +1,4 @@
-"""Residuals of a unit call, which wait for its backward beside the device.
+"""Residuals of a unit call, offloaded until its backward.
 
 After a unit has run, the part of the graph that it made is walked once, as ``boundary``
 does for parameters: what its operators saved gets hooks that keep a copy elsewhere.
@@ -14,9 +14,9 @@ import torch
 from torch import Tensor
 
 from fsfunc import _torch, tree
-from fsfunc.core.passes import Thread, running
+from fsfunc.core.execution_context import Thread, running
 from fsfunc.core.units import Call
-from fsfunc.runtime.stores import Store, ahead
+from fsfunc.runtime.memory_spaces import Store, space_of
 from fsfunc.sharded.leaf import Sharded, is_sharded
 
 __all__ = ["offloaded"]
@@ -30,9 +30,9 @@ def offloaded(run: Callable[..., Any], call: Call, store: Store) -> Callable[...
 
     def kept(params: Any, *inputs: Any, **keywords: Any) -> Any:
         tracer, now = call.frame.tracer, running()
-        composable = call.frame.create_graph or _torch.transforms_active()
         tried = tracer is not None and (tracer.forward_only or not tracer.complete)
-        if tried or composable or now.recompute or not torch.is_grad_enabled():
+        plain = tried or call.frame.composable or now.recompute
+        if plain or not torch.is_grad_enabled():
             return run(params, *inputs, **keywords)
         leaves = tree.leaves(params, is_leaf=is_sharded)
         given = [x for x in tree.leaves((inputs, keywords)) if isinstance(x, Tensor)]
@@ -65,7 +65,7 @@ _LAST: weakref.WeakKeyDictionary[Thread, _Residuals] = weakref.WeakKeyDictionary
 
 
 def _memory(x: Any) -> list[int]:
-    """The storages that a parameter lies in, which are somebody's to keep."""
+    """The storages of a parameter, which stay where they are."""
     if isinstance(x, Sharded) and x.packed is not None:
         both = (x.packed.flat, x.packed.whole)
         return [_torch.storage_key(t) for t in both if t is not None]
@@ -74,7 +74,7 @@ def _memory(x: Any) -> list[int]:
 
 
 def _goes(x: Tensor, stays: set[int]) -> bool:
-    """Whether a saved tensor is worth a copy, and can be made again of one."""
+    """True if a saved tensor is worth a copy, and can be made again of one."""
     plain = type(x) in (Tensor, torch.nn.Parameter, _torch.FakeTensor)
     if not plain or x.layout != torch.strided or x.is_conj() or x.is_neg():
         return False
@@ -84,7 +84,7 @@ def _goes(x: Tensor, stays: set[int]) -> bool:
 
 
 class _Held:
-    """The memory of one storage, elsewhere; on the device while somebody uses it."""
+    """The memory of one storage, elsewhere; on the device while it is used."""
 
     def __init__(self, x: Tensor, store: Store):
         memory = x.untyped_storage()
@@ -116,7 +116,7 @@ class _Packed(NamedTuple):
 
 
 class _Residuals:
-    """What one unit call has saved.
+    """The saved tensors of one unit call.
 
     Args:
         before: what the call before it has, which the backward comes to next.
@@ -143,6 +143,6 @@ class _Residuals:
         if before is not None and (other := before()) is not None:
             for each in other.held:
                 if (held := each()) is not None:
-                    ahead(held.there)
+                    space_of(held.there).read_ahead(held.there)
         held, dtype, size, stride, offset = packed
         return held.here().view(dtype).as_strided(size, stride, offset)

@@ -12,7 +12,7 @@ from torch import Tensor
 from fsfunc import _torch, tree
 from fsfunc.core.frames import Frame, Interpretation, frame, inside
 from fsfunc.core.units import Call
-from fsfunc.runtime.stores import Lies, Store, copied_to, lies
+from fsfunc.runtime.memory_spaces import MemorySpace, Offloaded, Store, space_of
 from fsfunc.sharded.leaf import Sharded, is_sharded
 from fsfunc.transforms.offloaded_residuals import offloaded
 from fsfunc.transforms.transforming import transformed
@@ -23,7 +23,7 @@ Where = str | os.PathLike | None
 
 
 class Stores(NamedTuple):
-    """Where each kind of memory lies; None: on the device."""
+    """The store of each kind of memory; None: on the device."""
 
     params: Store | None = None
     moments: Store | None = None
@@ -124,7 +124,7 @@ def offload(
 
 
 def stores_of(f: Callable[..., Any]) -> Stores:
-    """Where a transformed function wants what it is given to lie."""
+    """The stores that a transformed function asks for."""
     found = Stores()
     for h in getattr(f, "interpretations", ()):
         if isinstance(h, _Offload):
@@ -134,7 +134,7 @@ def stores_of(f: Callable[..., Any]) -> Stores:
 
 
 def offloads_residuals(f: Frame) -> bool:
-    """Whether what units save for their backward is offloaded."""
+    """True if what units save for their backward is offloaded."""
     return any(isinstance(h, _Offload) and h.stores.activations for h in f.handlers)
 
 
@@ -192,20 +192,20 @@ def _buffer(x: Any) -> Tensor | None:
 
 
 class _PlacesBefore:
-    """Where the leaves of a tree lie: those of the next one are to lie so too."""
+    """The memory spaces of a tree's leaves, to which those of the next are moved."""
 
     def __init__(self, t: Any):
         leaves, self.treedef = tree.flatten(t, is_leaf=is_sharded)
         buffers = map(_buffer, leaves)
-        self.each = [None if x is None else lies(x) for x in buffers]
+        self.each = [None if x is None else space_of(x) for x in buffers]
 
     @property
     def any(self) -> bool:
-        """Whether one lies beside the device."""
-        return any(where is not None for where in self.each)
+        """True if one is offloaded."""
+        return any(where and where.offloaded for where in self.each)
 
     def keep(self, out: Any) -> Any:
-        """What a step returns, its state lying where the one that it was given did."""
+        """The output of a step, its state in the spaces of the one it was given."""
         is_pair = type(out) is tuple and bool(out)
         state = out[0] if is_pair else out
         leaves, treedef = tree.flatten(state, is_leaf=is_sharded)
@@ -226,18 +226,18 @@ def _paths(treedef: Any) -> list[str]:
 def settled_in(store: Store, t: Any) -> Any:
     """``t``, its floating tensors of a dim or more lying in ``store``."""
 
-    def where(leaf: Any) -> Lies | None:
+    def where(leaf: Any) -> MemorySpace | None:
         x = _buffer(leaf)
         if x is None or not (x.ndim and x.is_floating_point()):
             return None
-        return Lies(store, _torch.device_of(x))
+        return Offloaded(store, _torch.device_of(x))
 
     leaves, treedef = tree.flatten(t, is_leaf=is_sharded)
     _move(leaves, list(map(where, leaves)))
     return tree.unflatten(treedef, leaves)
 
 
-def _move(leaves: list[Any], wanted: Iterable[Lies | None]) -> bool:
+def _move(leaves: list[Any], wanted: Iterable[MemorySpace | None]) -> bool:
     """Leaves that lie on the device go where they are wanted; whether there were any.
 
     Leaves of a buffer go together, one buffer after the other.
@@ -245,16 +245,16 @@ def _move(leaves: list[Any], wanted: Iterable[Lies | None]) -> bool:
     moved: dict[int, dict[int, Sharded]] = {}  # by buffer, and by layout
     changed = False
     for i, (leaf, to) in enumerate(zip(leaves, wanted, strict=True)):
-        x = None if to is None else _buffer(leaf)
-        if to is None or x is None or x.requires_grad or lies(x) is not None:
+        x = _buffer(leaf) if to is not None and to.offloaded else None
+        if to is None or x is None or x.requires_grad or space_of(x).offloaded:
             continue
         changed = True
         if isinstance(leaf, Sharded) and (shard := leaf.packed) is not None:
             if id(shard) not in moved:
-                new = shard.like(copied_to(to, x)).leaves()
+                new = shard.like(to.copied(x)).leaves()
                 moved[id(shard)] = dict(zip(map(id, shard.members), new, strict=True))
             leaves[i] = moved[id(shard)][id(leaf.layout)]
         else:
-            x = copied_to(to, x)
+            x = to.copied(x)
             leaves[i] = leaf.with_local(x) if isinstance(leaf, Sharded) else x
     return changed

@@ -1,4 +1,4 @@
-"""Whose a plain tensor is in a sharded call: one value on all ranks, or a rank's own.
+"""Replicated or rank-local: the kind of a plain tensor in a sharded call.
 
 The first argument of a sharded function is its state, one value on all ranks; whatever
 else it is given is the rank's own. Sharded leaves say by themselves what they are.
@@ -22,34 +22,34 @@ __all__ = ["Ownership", "assume", "storage_of"]
 
 
 class Ownership:
-    """Whose the plain tensors are that one call of a sharded function was given."""
+    """The kinds of the plain tensors that one call of a sharded function was given."""
 
     def __init__(self, args: tuple[Any, ...]):
         self._args = args
         self._said: dict[int, tuple[bool, Tensor]] = {}  # kept, or memory comes again
 
     @cached_property
-    def _one_value(self) -> set[int]:
+    def _replicated(self) -> set[int]:
         leaves = tree.leaves(self._args[:1], is_leaf=is_sharded)
         return {storage_of(x) for x in leaves if isinstance(x, Tensor)}
 
-    def is_one_value(self, x: Tensor) -> bool:
-        """Whether ``x`` lies in the memory of a parameter: then its gradient is a mean.
+    def is_replicated(self, x: Tensor) -> bool:
+        """True if ``x`` lies in the memory of a parameter: then its gradient is a mean.
 
         By memory, not by object: to detach a leaf, or to track it, makes a new object.
         """
         key = storage_of(x)
         if key in self._said:
             return self._said[key][0]
-        return key in self._one_value
+        return key in self._replicated
 
-    def say(self, x: Tensor, one_value: bool) -> None:
-        """Says whose ``x`` is, for as long as the call runs."""
-        self._said[storage_of(x)] = one_value, _torch.unwrapped(x)
+    def declare(self, x: Tensor, replicated: bool) -> None:
+        """Sets the kind of ``x`` for this call."""
+        self._said[storage_of(x)] = replicated, _torch.unwrapped(x)
 
 
 def storage_of(x: Tensor) -> int:
-    """Equal for two tensors in one memory, whoever tracks, maps or donates them."""
+    """A key that is equal for two tensors in one memory, tracked, mapped or donated."""
     x = _torch.unwrapped(x)
     with _torch.plain_tensors():  # a donated step's own leaves are known as well
         return _torch.storage_key(x)
@@ -92,7 +92,7 @@ def assume(x: Any, axis: Axis, type: str) -> Any:
         leaf = leaf.clone()
         for handler, runtime in frame().runtimes:
             if set(where.axis) <= set(getattr(handler, "axes", ())):
-                runtime.ownership.say(leaf, type == "I")
+                runtime.ownership.declare(leaf, type == "I")
         assumed(leaf, type)
         return leaf
 

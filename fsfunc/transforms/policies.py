@@ -1,4 +1,4 @@
-"""What ``remat`` keeps: policies as data, and the names they speak of."""
+"""Policies of ``remat``, as data, and the names that they refer to."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ MODES = ("always", "except_last", "never")
 
 @dataclass(frozen=True)
 class Policy:
-    """Which named values ``remat`` keeps."""
+    """A set of named values that ``remat`` keeps, or does not."""
 
     names: frozenset[str]
 
@@ -69,7 +69,7 @@ class SaveAllBut(Policy):
 
 
 def recomputes(policy: Policy | str | None, micro: Sequence[tuple[int, int]]) -> bool:
-    """Whether a call is recomputed that was made in the microbatches ``micro``.
+    """True if a call is recomputed that was made in the microbatches ``micro``.
 
     ``"except_last"`` spares the last microbatch of the innermost loop: where all run
     forward first, its backward comes at once, and forgetting would free nothing.
@@ -91,7 +91,7 @@ _TAPED: ContextVar[bool] = ContextVar("fsfunc_taped", default=False)
 
 
 def is_taped() -> bool:
-    """Whether a policy numbers the operators that run now."""
+    """True if a policy numbers the operators that run now."""
     return _TAPED.get()
 
 
@@ -113,7 +113,7 @@ def checkpoint_name(x: Tensor, name: str) -> Tensor:
 
 @dataclass(frozen=True)
 class _Made:
-    """What an op of the first run returned, without the memory where that is possible.
+    """The output of an op of the first run, without its memory where possible.
 
     Args:
         number, func: which op it was; ``many``: whether it returned a sequence.
@@ -158,7 +158,7 @@ class Tape:
             self.kept[made.number] = made
 
     def tensors(self) -> list[Tensor]:
-        """What is kept: the caller holds it until :meth:`replay`."""
+        """The kept values: the caller holds them until :meth:`replay`."""
         for number, (value, version) in list(self.values.items()):
             if value._version != version:  # changed in place after it was named
                 del self.values[number], self.kept[number]

@@ -11,11 +11,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fsfunc import _torch, tree
+from fsfunc import tree
 from fsfunc.comm.attribution import internal
 from fsfunc.core.differentiated import add_gradients
+from fsfunc.core.execution_context import Running, Thread, run_as, running
 from fsfunc.core.frames import Frame, Interpretation
-from fsfunc.core.passes import Running, Thread, run_as, running
 from fsfunc.core.units import Call
 from fsfunc.runtime.generators import (
     States,
@@ -92,8 +92,7 @@ class _Remat(Interpretation):
             return run
 
         def recomputed(params: Any, *inputs: Any, **keywords: Any) -> Any:
-            composable = call.frame.create_graph or _torch.transforms_active()
-            if composable or not torch.is_grad_enabled():
+            if call.frame.composable or not torch.is_grad_enabled():
                 return run(params, *inputs, **keywords)
             leaves, treedef = tree.flatten((params, inputs, keywords), is_sharded)
             tensors, places = [], []
@@ -121,7 +120,7 @@ class _Remat(Interpretation):
 
 
 class _Replay:
-    """How to run a unit call a second time."""
+    """A unit call that can be run a second time."""
 
     def __init__(
         self,
@@ -160,7 +159,7 @@ class _Replay:
         return tree.flatten(self.run(params, *inputs, **keywords))
 
     def parts(self) -> list[Tensor]:
-        """Those of its leaves that somebody uses beside units, maybe in this call."""
+        """Its leaves that are used beside units, maybe in this call."""
         found = {}
         for x in self.leaves:
             if isinstance(x, Sharded) and x.parts:
@@ -222,7 +221,7 @@ class _Output:
 
 
 class _Place(int):
-    """Where a tensor of the output goes."""
+    """The position of a tensor of the output."""
 
 
 class _Recompute(torch.autograd.Function):

@@ -74,4 +74,4 @@ class _Some(Interpretation):
 
 
 def _nothing() -> None:
-    """What ``remat`` is asked about."""
+    """A function for ``remat`` to be applied to."""

@@ -20,17 +20,16 @@ from torch import Tensor
 
 from fsfunc.comm.groups import RankGroup
 from fsfunc.core.casts import Casts
+from fsfunc.core.execution_context import running
 from fsfunc.core.frames import frame
-from fsfunc.core.passes import running
 from fsfunc.runtime.buffer_pool import BufferPool
-from fsfunc.runtime.stores import ahead, lies
 from fsfunc.sharded.leaf import FlatShard, Parts
+from fsfunc.transforms.buffer_groups import GroupTable
 from fsfunc.transforms.gathered_calls import Calls, GatheredCall, Micro
 from fsfunc.transforms.gathers import Gathers
 from fsfunc.transforms.gradient_sums import GradientSums
-from fsfunc.transforms.messages.wire import Gather, Reduction
 from fsfunc.transforms.ownership import Ownership
-from fsfunc.transforms.routes import Routes
+from fsfunc.transforms.shard_options import ShardOptions
 
 __all__ = ["ShardRuntime"]
 
@@ -41,28 +40,23 @@ class ShardRuntime:
     Args:
         where: the group over which parameters are cut; ``replicas``: the group over
             which the cut parameters are repeated, if any.
-        zero: as ``shard`` was asked; ``holds``: whether backwards find buffers whole.
-        gather, reduction: how buffers travel.
+        options: those of ``shard``; ``holds``: whether backwards find buffers whole.
         pool: memory for gathers and reductions.
         shards: the buffers that the call was given.
-        ownership: whose its plain tensors are.
+        ownership: the kinds of its plain tensors.
         first: how many unit calls of the program came before.
         differentiated: the arguments that a gradient call differentiates.
         keeps: by identity, the buffers whose gradients are summed here, in ``sums``;
             ``parts`` has the parts of their leaves that are used beside units.
-        how_summed: ``reduce_each``, ``observers``, ``feedback``, ``steps``: see
-            ``GradientSums``.
+        how_summed: ``observers``, ``feedback``, ``steps``: see ``GradientSums``.
     """
 
     def __init__(
         self,
         where: RankGroup,
         replicas: RankGroup | None,
+        options: ShardOptions,
         *,
-        zero: int,
-        holds: bool,
-        gather: Gather,
-        reduction: Reduction,
         pool: BufferPool,
         coordinates: dict[str, int],
         shards: Iterable[FlatShard],
@@ -73,39 +67,32 @@ class ShardRuntime:
         parts: Parts | None = None,
         **how_summed: Any,
     ):
-        self.where, self.replicas, self.zero, self.holds = where, replicas, zero, holds
-        self.how_gathered, self.how_reduced = gather, reduction
+        self.where, self.options, self.zero = where, options, options.zero
+        self.holds = not options.reshard_after_forward
         self.pool, self.coordinates, self.ownership = pool, coordinates, ownership
         self.differentiated = differentiated
-        self.routes = Routes(where, replicas)
-        self.size = where.size
+        self.groups, self.size = GroupTable(where, replicas), where.size
         self.mean_axes = (*(() if replicas is None else replicas.axis), *where.axis)
         self.mean_size = self.size * (1 if replicas is None else replicas.size)
-        again = zero == 3 and not holds and bool(differentiated)
-        self.gathers = Gathers(self.routes, shards, gather, pool, zero, again)
-        self.offloads = self.gathers.offloads
+        again = self.zero == 3 and not self.holds and bool(differentiated)
+        self.gathers = Gathers(self.groups, shards, options, pool, again)
+        self.looks = self.size > 1 or self.gathers.offloads  # for what comes next
         self.first = first
         self.count: dict[Micro, int] = {}  # unit calls so far, by microbatch
         self.passes: set[Any] = set()  # those that began, by microbatch
         self.calls: dict[Micro, list[Calls]] = {}  # in the order of their outputs
         self.keeps = {} if keeps is None else keeps
         self.parts: Parts = {} if parts is None else parts
-        self.sums = GradientSums(
-            self.routes,
-            zero=zero,
-            reduction=reduction,
-            pool=pool,
-            offloads=self.offloads,
-            **how_summed,
-        )
+        defers = self.gathers.offloads
+        self.sums = GradientSums(self.groups, options, pool, defers, **how_summed)
 
     def averages(self, x: Tensor) -> bool:
-        """Whether the gradient call will average the gradient of a whole parameter."""
-        return bool(self.differentiated) and self.ownership.is_one_value(x)
+        """True if the gradient call will average the gradient of a whole parameter."""
+        return bool(self.differentiated) and self.ownership.is_replicated(x)
 
     @property
     def passed(self) -> int:
-        """How many unit calls of the program there were, up to here."""
+        """The number of unit calls of the program, up to here."""
         return self.first + max(self.count.values(), default=0)
 
     def goes_on_from(self, inner: ShardRuntime) -> None:
@@ -133,12 +120,16 @@ class ShardRuntime:
         self.gathers.close()
 
     def take(
-        self, calls: Calls, shards: Sequence[FlatShard], casts: Casts | None
+        self,
+        calls: Calls,
+        shards: Sequence[FlatShard],
+        casts: Casts | None,
+        recompute: bool,
     ) -> Calls:
         """Brings in what a unit call reads, and sends for what the next one will."""
-        if self.offloads:
+        if self.sums.waiting:
             self.sums.settle()
-        if running().recompute:
+        if recompute:
             return self._take_again(calls, shards)
         old, self.gathers.recent = self.gathers.recent, calls
         holds = self.holds and torch.is_grad_enabled()
@@ -163,7 +154,7 @@ class ShardRuntime:
         micro = calls[0].micro
         at = self.count.get(micro, 0)
         self.count[micro] = at + 1
-        if self.size > 1 or self.offloads:
+        if self.looks:
             self.gathers.send_ahead(self.first + at, shards, casts)
         return calls
 
@@ -177,10 +168,12 @@ class ShardRuntime:
         ]
         for call, shard in zip(calls, shards, strict=True):
             if call.full is None:
-                call.full = self.gathers.gather_again(shard, call)
-                away = self.offloads and lies(shard.flat) is not None
-                alone = shard.place.size == 1 and not away
-                call.lasts = shard.whole is call.full or alone
+                call.check(shard)
+                call.full = self.gathers.whole(shard, call.dtype)
+                call.lasts = call.full is not None
+                if call.full is None:
+                    call.full = self.gathers.gather(shard, call.dtype)
+                    call.lasts = shard.whole is call.full
         # The last unit's buffer is held still, for its own backward; each call's
         # backward drops what the call took.
         held = self.gathers.recent
@@ -194,10 +187,9 @@ class ShardRuntime:
 
         Microbatch by microbatch: a pipeline has several under way.
         """
-        if not running().recompute:
-            self.calls.setdefault(calls[0].micro, []).append(calls)
-            if self.sums.observers:
-                self.sums.expect(calls)
+        self.calls.setdefault(calls[0].micro, []).append(calls)
+        if self.sums.observed is not None:
+            self.sums.observed.expect(calls)
 
     # Backward
 
@@ -214,19 +206,16 @@ class ShardRuntime:
         if at < 0:
             return
         del every[at + 1 :]
-        if at > 0 and (self.size > 1 or self.offloads):
+        if at > 0 and self.looks:
             before = every[at - 1]
             if before[0].forgets or running().recompute:
                 for c in before:
                     if c.full is None and (shard := c.shard) is not None:
-                        if self.offloads:  # no room beside a unit and its gradients
-                            ahead(shard.flat)
-                        else:
-                            self.gathers.send_for(shard, c.dtype, every[at])
+                        self.gathers.send_for(shard, c.dtype, every[at], back=True)
 
     def before_backward(self, calls: Calls, shards: Sequence[FlatShard]) -> None:
         """The cotangents of a call's outputs are here: gather again, look back."""
-        if self.offloads:
+        if self.sums.waiting:
             self.sums.settle()
         if calls[0].forgets:
             for call, shard in zip(calls, shards, strict=True):

@@ -1,4 +1,4 @@
-"""How a transform reaches what it is applied to."""
+"""Applying a transform to a unit, a loss or a step."""
 
 from __future__ import annotations
 

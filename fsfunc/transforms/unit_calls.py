@@ -4,64 +4,33 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from fsfunc import _torch, tree
+from fsfunc import tree
 from fsfunc.comm.attribution import label
 from fsfunc.comm.collective_ops import Dense, apply_map
-from fsfunc.comm.crossings import ENTER, LawError
 from fsfunc.comm.groups import group
-from fsfunc.comm.mesh import Mesh, here
-from fsfunc.core.passes import running
+from fsfunc.comm.mesh import here
+from fsfunc.comm.shard_linear_maps import ENTER, LawError
+from fsfunc.core.execution_context import running
 from fsfunc.core.units import Call
-from fsfunc.runtime.stores import lies
-from fsfunc.sharded.layout import Layout
+from fsfunc.runtime.memory_spaces import space_of
 from fsfunc.sharded.leaf import Sharded, is_sharded, whole_shape
 from fsfunc.sharded.packing import by_buffer, joined, packed_of
 from fsfunc.transforms.boundary import enter, leave, spread
 from fsfunc.transforms.gathered_calls import GatheredCall
 from fsfunc.transforms.gradients import check_derivatives, check_mapped
+from fsfunc.transforms.shard_options import ShardOptions
 from fsfunc.transforms.shard_runtime import ShardRuntime
 
-__all__ = ["CutAxes", "call_unit"]
-
-
-@dataclass(frozen=True)
-class CutAxes:
-    """The axes over which a shard cuts buffers, and so which leaves are its own.
-
-    Args:
-        axis: over which parameters are cut; ``copies``: over which the parts repeat.
-    """
-
-    mesh: Mesh
-    axis: tuple[str, ...]
-    copies: tuple[str, ...] = ()
-
-    @property
-    def every(self) -> tuple[str, ...]:
-        return (*self.copies, *self.axis)
-
-    def own(self, layout: Layout) -> bool:
-        """Whether a leaf lies in a buffer over these axes less those that split it.
-
-        Most buffers are over all of them, or none: that is asked first, of the buffer.
-        """
-        flat = layout.flat
-        return flat is not None and flat.axes == self.beside(layout.split_axes)
-
-    def beside(self, split_axes: Sequence[str]) -> tuple[str, ...]:
-        """The axes but for those, over which leaves are split already."""
-        return tuple(axis for axis in self.axis if axis not in split_axes)
+__all__ = ["call_unit"]
 
 
 def call_unit(
-    cut: CutAxes,
-    holds: bool,
+    cut: ShardOptions,
     runtime: ShardRuntime | None,
     run: Callable[..., Any],
     call: Call,
@@ -69,44 +38,60 @@ def call_unit(
     *inputs: Any,
     **named: Any,
 ) -> Any:
-    """A unit call: takes in its parameters, runs, lets its outputs out.
+    """A unit call: its parameters enter, it runs, and its outputs leave.
 
-    Four ways: no leaf of ours, and it just runs; whole parameters that somebody
-    else differentiates enter as this rank's own; under ``torch.func`` gathers are
-    differentiable collectives; else the boundary, which gathers and forgets.
+    There are two ways in. By differentiable collectives enter whole parameters that
+    something else differentiates, and under ``torch.func`` all; else packed ones enter
+    by the boundary, which gathers and forgets.
     """
     given, spec = tree.flatten((params, inputs, named), is_leaf=is_sharded)
     treedef = spec.child(0)
     leaves = given[: treedef.num_leaves]
-    f, mine, plain = (
-        call.frame,
-        _gathered_here(cut, leaves, call),
-        not call.frame.path,
-    )
-    functional = f.create_graph or _torch.transforms_active()
-    if plain and (plain := _unaveraged(leaves, runtime, functional)):
-        _enter_plain(cut, leaves, plain, call, (inputs, named))
-    if not mine:
-        params = tree.unflatten(treedef, leaves) if plain else params
-        return run(params, *inputs, **named)
-    if f.tracer is not None:
+    f, functional = call.frame, call.frame.composable
+    mine = _gathered_here(cut, leaves, call)
+    whole = [] if f.path else _unaveraged(leaves, runtime, functional)
+    if whole:
+        _enter_whole(cut, leaves, whole, call, (inputs, named))
+    if mine and f.tracer is not None:
         f.tracer.takes(f"unit {call.name!r}", [leaves[i] for i in mine])
-    if runtime is None:
+    if mine and runtime is None:
         raise RuntimeError(f"{call.name} runs outside the sharded function")
-    if functional:
+    if mine and functional:
         check_mapped(call, [leaves[i] for i in mine])
         check_derivatives(call, [leaves[i] for i in mine], (inputs, named))
         _compose(leaves, treedef, mine, call, runtime)
-        return run(tree.unflatten(treedef, leaves), *inputs, **named)
-    now = running()
+    elif mine:
+        rest = inputs, named, given[len(leaves) :]
+        return _gather_and_forget(runtime, run, call, leaves, treedef, mine, rest)
+    if whole or mine:
+        params = tree.unflatten(treedef, leaves)
+    return run(params, *inputs, **named)
+
+
+def _gather_and_forget(
+    runtime: Any,
+    run: Callable[..., Any],
+    call: Call,
+    leaves: list[Any],
+    treedef: tree.TreeDef,
+    mine: list[int],
+    rest: tuple[Any, Any, list[Any]],
+) -> Any:
+    """Runs the unit between the two Functions of its boundary.
+
+    Args:
+        leaves: of the parameters; ``mine``: the positions of those to gather.
+        rest: the inputs and keywords, and the leaves of both.
+    """
+    now, (inputs, named, given) = running(), rest
     thread = now.thread
     with label(call.name, "forward"):
         calls, shards, flats, order = _gathered_calls(
             leaves, treedef, mine, call, runtime
         )
-        calls = runtime.take(calls, shards, f.casts)
+        calls = runtime.take(calls, shards, call.frame.casts, now.recompute)
         token = None if thread is None else thread.token
-        apart = f.staged
+        apart = call.frame.staged
         token, views = enter(runtime, calls, shards, flats, token, apart)
     if thread is not None and token is not None:
         thread.token = token
@@ -115,17 +100,15 @@ def call_unit(
         leaves[i] = view if split is None else Sharded(view, split)
     out = run(tree.unflatten(treedef, leaves), *inputs, **named)
     outs, spec = tree.flatten(out)
-    given = given[len(leaves) :]
-    token = token if thread is None else thread.token
-    forget = not (now.recompute or holds)
-    token = leave(runtime, calls, shards, token, views, given, outs, forget)
+    token, again = token if thread is None else thread.token, now.recompute
+    token = leave(runtime, calls, shards, token, views, given, outs, again)
     if thread is not None and token is not None:
         thread.token = token
     return tree.unflatten(spec, outs)
 
 
-def _gathered_here(cut: CutAxes, leaves: Sequence[Any], call: Call) -> list[int]:
-    """Which leaves this call gathers: those that are ours, and no inner unit's."""
+def _gathered_here(cut: ShardOptions, leaves: Sequence[Any], call: Call) -> list[int]:
+    """The positions of leaves that this call gathers: ours, and no inner unit's."""
     mine, inner = [], "" if call.unit.whole else call.name + "/"
     for i, x in enumerate(leaves):
         if is_sharded(x) and (flat := x.layout.flat) is not None:
@@ -138,7 +121,7 @@ def _gathered_here(cut: CutAxes, leaves: Sequence[Any], call: Call) -> list[int]
 def _unaveraged(
     leaves: Sequence[Any], runtime: ShardRuntime | None, functional: bool
 ) -> list[int]:
-    """Which whole parameters somebody differentiates who takes no mean of it.
+    """The positions of whole parameters differentiated by something that takes no mean.
 
     Not those whose gradient the gradient call around will average itself.
     """
@@ -151,13 +134,13 @@ def _unaveraged(
     return found
 
 
-def _enter_plain(
-    cut: CutAxes, leaves: list[Any], positions: list[int], call: Call, inputs: Any
+def _enter_whole(
+    cut: ShardOptions, leaves: list[Any], positions: list[int], call: Call, inputs: Any
 ) -> None:
     """Whole parameters as each rank's own: their gradients are means then."""
     if call.frame.staged:
         raise LawError(_MADE.format(call.name))
-    where = group(cut.every, here(cut.mesh))
+    where = group(cut.axes, here(cut.mesh))
     for i in positions:
         check_derivatives(call, [leaves[i]], inputs)
         with label(call.name, "forward"):
@@ -187,7 +170,7 @@ def _gathered_calls(
         else:
             chosen = [leaves[i] for i in positions]
             shard, flat = packed_of(chosen, runtime.coordinates)
-            runtime.routes[shard.split_axes]  # here: a backward has no context
+            runtime.groups[shard.split_axes]  # here: a backward has no context
         keeps = first.parts is runtime.parts and id(shard) in runtime.keeps
         views, at = [], shard.views
         for i in positions:
@@ -210,17 +193,17 @@ def _compose(
     treedef: tree.TreeDef,
     mine: list[int],
     call: Call,
-    runtime: ShardRuntime,
+    runtime: Any,
 ) -> None:
-    """The same by differentiable collectives, of any order and under any map."""
+    """Gathers by differentiable collectives, of any order and under any map."""
     casts = call.frame.casts
     for positions in by_buffer(leaves, mine):
         chosen = [leaves[i] for i in positions]
         layout = chosen[0].layout
         flat = joined(chosen, runtime.coordinates)
         shard = chosen[0].packed
-        if runtime.offloads and shard is not None and (where := lies(shard.flat)):
-            flat = flat.to(where.device)
+        if shard is not None:
+            flat = flat.to(space_of(shard.flat).on_device(shard.flat).device)
         if casts is not None:
             each = casts.each(call.name, treedef)
             flat = flat.to(_one_dtype(flat.dtype, [each[i] for i in positions]))
@@ -245,7 +228,7 @@ def _one_dtype(own: torch.dtype, wanted: Sequence[torch.dtype | None]) -> torch.
 
 
 _MADE = (
-    "unit {!r} of a pipelined loss has a parameter that was made in the loss: whether "
-    "it is one value on all ranks, whose gradient is a mean, or this rank's own, "
-    "nobody can tell there. Make it inside the unit, of the parameter itself"
+    "unit {!r} of a pipelined loss has a parameter that was made in the loss: there it "
+    "is unknown if it is one value on all ranks, with a mean as its gradient, or this "
+    "rank's own. Make it inside the unit, of the parameter itself"
 )

@@ -16,8 +16,8 @@ from fsfunc.checkpoint.jobs import is_alive, unlock
 from fsfunc.checkpoint.status import Others
 from fsfunc.checkpoint.stored import CheckpointError
 from fsfunc.checkpoint.tasks import in_flight
-from fsfunc.comm.backends.mailboxes import GONE, SILENT, Board, Message
 from fsfunc.comm.mesh import here
+from fsfunc.comm.watch.mailboxes import GONE, SILENT, Board, Message
 from fsfunc.transforms.gathers import Gathers
 from tests.checkpoint.stacks import STACKS, made
 from tests.checkpoint.trees import PAIR, on

@@ -14,11 +14,11 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from fsfunc.comm.backends import mailboxes
-from fsfunc.comm.backends.flight import FlightRecorder
 from fsfunc.comm.backends.link import PeerFailed, signature
-from fsfunc.comm.backends.mailboxes import GONE, SILENT, Mailbox
-from fsfunc.comm.backends.watchdog import Watchdog, patience_of
+from fsfunc.comm.watch import mailboxes
+from fsfunc.comm.watch.flight_recorder import FlightRecorder
+from fsfunc.comm.watch.mailboxes import GONE, SILENT, Mailbox
+from fsfunc.comm.watch.watchdog import Watchdog, patience_of
 
 
 class Group:

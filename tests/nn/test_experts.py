@@ -10,7 +10,7 @@ from transformers.models.mixtral.modeling_mixtral import MixtralSparseMoeBlock
 
 import fsfunc as ff
 import fsfunc.nn as nn
-from fsfunc.comm.crossings import LawError
+from fsfunc.comm.shard_linear_maps import LawError
 from tests.probes import LiveBytes
 
 LAST = torch.Generator().manual_seed(0)

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 import fsfunc as ff
-from fsfunc.comm.crossings import LawError
+from fsfunc.comm.shard_linear_maps import LawError
 from tests.checks import close, simulated
 
 # By FairScale 0.4.13's AdaScale in one process, world_size=1, of the same model and
@@ -266,9 +266,9 @@ def test_where_a_rank_has_no_gradient_of_its_own_it_is_refused(case):
 
 def test_under_a_derivative_it_is_refused():
     observed = observing(tied)
-    with pytest.raises(LawError, match="somebody differentiates"):
+    with pytest.raises(LawError, match="gradients are differentiated"):
         torch.func.grad(lambda ws: observed(ws, X)[1])(WS)
-    with pytest.raises(LawError, match="somebody differentiates"):
+    with pytest.raises(LawError, match="gradients are differentiated"):
         observed([w.clone().requires_grad_() for w in WS], X)
 
 

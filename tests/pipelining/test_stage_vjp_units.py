@@ -7,8 +7,8 @@ import torch
 import torch.nn.functional as F
 
 import fsfunc as ff
+from fsfunc.core.execution_context import Running, Thread, run_as, running
 from fsfunc.core.frames import Stage, frame, inside
-from fsfunc.core.passes import Running, Thread, run_as, running
 from fsfunc.pipelining.stage_vjp import StageVjp
 from tests.checks import same
 from tests.pipelining.test_stage_vjp import flops

@@ -13,8 +13,8 @@ import torch
 import fsfunc as ff
 from fsfunc import tree
 from fsfunc.comm.comparison import RanksDiffer
-from fsfunc.comm.crossings import LawError
 from fsfunc.comm.descriptions import stated, told
+from fsfunc.comm.shard_linear_maps import LawError
 from tests.checks import simulated
 from tests.optim.optimizers import EVERY
 

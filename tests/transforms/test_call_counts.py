@@ -75,12 +75,12 @@ def plain(f):
 @pytest.mark.parametrize(
     ("run", "stack", "ranks", "most"),
     [
-        (gradient, plain, 1, 116),
-        (gradient, plain, 2, 245),
-        (gradient, ff.remat, 1, 192),
-        (gradient, ff.remat, 2, 320),
-        (donated, plain, 1, 223),
-        (donated, plain, 2, 345),
+        (gradient, plain, 1, 114),
+        (gradient, plain, 2, 238),
+        (gradient, ff.remat, 1, 190),
+        (gradient, ff.remat, 2, 314),
+        (donated, plain, 1, 198),
+        (donated, plain, 2, 325),
     ],
     ids=lambda x: getattr(x, "__name__", None),
 )

@@ -66,13 +66,14 @@ def test_each_is_rounded_once(size, zero, given):
         assert_bits(narrow, [(2 * x).to(given) / 2 for x in wide])
 
 
-@pytest.mark.parametrize("order", ["nw", "wn", "wnw", "nwn"])
+@pytest.mark.parametrize("order", ["nw", "wn", "wnw", "nwn", "nf", "fn"])
 @pytest.mark.parametrize("zero", [0, 1, 3])
 def test_a_buffer_may_have_both_kinds(zero, order):
     """Whole numbers, of which no sum is rounded."""
     mesh, x = simulated(2), torch.arange(8.0).reshape(4, 2)
     wide = ff.unit(lambda w, x: x * w)
     kinds = {"w": wide, "n": ff.precision(wide, FP32, gradients=BF16)}
+    kinds["f"] = ff.precision(wide, FP32, gradients=FP32)
 
     def loss(w, x):
         for kind in order:

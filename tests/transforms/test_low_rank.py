@@ -191,7 +191,7 @@ def stepped(optimizer, **how):
         ),
         (
             lambda: stepped(ff.powersgd(ff.error_feedback(ff.sgd(1.0)), 1)),
-            "keep one",
+            "use one",
         ),
     ],
 )

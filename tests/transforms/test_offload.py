@@ -19,7 +19,7 @@ from hypothesis import strategies as st
 import fsfunc as ff
 from fsfunc import tree
 from fsfunc.optim import in_place
-from fsfunc.runtime.stores import LIES, Store, lies
+from fsfunc.runtime.memory_spaces import Store, any_offloaded, space_of
 from fsfunc.sharded.leaf import is_sharded
 from fsfunc.testing import poison
 from fsfunc.testing.drawn_models import rows
@@ -43,7 +43,7 @@ def nothing_left():
     """Nothing lies anywhere afterwards: whoever counts calls would count more."""
     yield
     gc.collect()
-    assert not LIES
+    assert not any_offloaded()
 
 
 def stacked(step, names, mesh, zero, stores):
@@ -72,13 +72,17 @@ def buffers(t):
     return list(found.values())
 
 
+def store_of(x):
+    return getattr(space_of(x), "store", None)
+
+
 def lie(t, where):
     """Whether all of it lies there."""
-    found = [lies(x) for x in buffers(t)]
+    found = [store_of(x) for x in buffers(t)]
     for x in tree.leaves(t, is_leaf=is_sharded):  # codes, factors: in none of these
         if is_sharded(x) and x.packed is None and x.local.ndim:
-            found.append(lies(x.local))
-    return all((x and str(x.store)) == (where and str(where)) for x in found)
+            found.append(store_of(x.local))
+    return all((x and str(x)) == (where and str(where)) for x in found)
 
 
 def trained(optimizer, loss, init, batch, mesh, names, zero=3, steps=2, **stores):
@@ -401,10 +405,13 @@ def test_no_more_is_held_for_more_units(tmp_path, ranks, name):
 
 def test_what_does_not_lie_where_the_rest_does_is_brought(tmp_path, monkeypatch):
     """As it must be where the device has memory of its own."""
-    seen, whole = [], in_place.brought
-    monkeypatch.setattr(
-        in_place, "brought", lambda x, dtype: seen.append(x) or whole(x, dtype)
-    )
+    seen, whole = [], in_place._here
+
+    def here(x, dtype):
+        seen.extend([x] * space_of(x).offloaded)
+        return whole(x, dtype)
+
+    monkeypatch.setattr(in_place, "_here", here)
     given = chain(), layers(3, make=floats), floats(4, 4), simulated(1)
     for kinds, count in (("params moments", 0), ("moments", 6), ("params", 6)):
         where = dict.fromkeys(kinds.split(), tmp_path)
@@ -510,7 +517,7 @@ def test_a_folder_may_be_shared_and_nothing_stays_in_it(tmp_path):
     b.fill_(2)
     assert a.eq(1).all() and b.eq(2).all()
     empty = one.empty(0, torch.float32, "cpu")
-    assert lies(empty).store is one and lies(a[3:]).store is one
+    assert store_of(empty) is one and store_of(a[3:]) is one
     scratch = one.scratch(10, torch.float32, "cpu")
     at = scratch.data_ptr()
     assert one.scratch(10, torch.float32, "cpu").data_ptr() != at

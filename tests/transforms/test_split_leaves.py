@@ -12,7 +12,7 @@ from torch.func import grad, jvp
 import fsfunc as ff
 from fsfunc import tree
 from fsfunc.comm.comparison import RanksDiffer
-from fsfunc.comm.crossings import LawError
+from fsfunc.comm.shard_linear_maps import LawError
 from fsfunc.nn import column_linear, row_linear
 from fsfunc.sharded.leaf import is_sharded
 from tests.checks import close, refusals, refused, same, simulated
@@ -456,6 +456,9 @@ def test_a_whole_parameter_must_enter_where_activations_vary(zero, enters):
         for found in ff.spmd(main, mesh)():
             close(found, 2 * x.square().mean(0) / DIM, 1e-12)
         return
+    enters = True
+    ff.spmd(main, mesh)()
+    enters = False  # the same loss, under another shard: it is compared anew
     with pytest.raises(LawError, match="by 'gain' differs along \"model\".*ff.pcast"):
         ff.spmd(main, mesh)()
 
@@ -494,6 +497,8 @@ def test_so_it_must_without_shard_where_others_are_split(axes, wrap, enters):
     def main():
         step = wrap(call, mesh)
         placed = ff.place(step, params, x, layouts=layouts)
+        for _ in range(0 if enters else 11):  # however often that tells nothing
+            step(placed, x)
         return ff.unshard(step(placed, x)[1])
 
     if enters:

@@ -6,8 +6,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import fsfunc as ff
-from fsfunc.comm.crossings import LawError
-from fsfunc.transforms.messages.quantization import dequantized, quantized
+from fsfunc.comm.shard_linear_maps import LawError
+from fsfunc.transforms.messages.encodings import dequantized, quantized
 from fsfunc.tree import map as tree_map
 from tests.models import chain, floats, layers
 

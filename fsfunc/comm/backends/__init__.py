@@ -1,11 +1,9 @@
-"""Links: what carries a rank's collectives to the other ranks.
+"""Backends: what runs a rank's collectives with the other ranks.
 
-link.py    what every backend offers
+link.py    the interface of all backends
 abstract.py vmapped.py   nothing moves; one level of vmap
 simulated.py baton.py   threads of one process, one at a time
 processes.py process_groups.py   torch.distributed, and its groups
 process_collectives.py point_to_point.py exchange.py
                     collectives, sends, and the wait for either
-flight.py           the last 100 collectives of a process, and how far each came
-mailboxes.py watchdog.py   messages by torch's store; who is missing
 """

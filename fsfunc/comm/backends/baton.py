@@ -16,8 +16,8 @@ from torch import Tensor
 
 from fsfunc import _torch
 from fsfunc.comm.backends.link import CollectiveCall, CollectiveMismatch, table
-from fsfunc.comm.backends.mailboxes import Board
 from fsfunc.comm.linear_maps import combine
+from fsfunc.comm.watch.mailboxes import Board
 
 __all__ = ["Aborted", "Baton", "Deadlock", "Meeting", "SendMeeting", "restore"]
 
@@ -43,14 +43,14 @@ class Meeting:
 
     @property
     def missing(self) -> list[int]:
-        """Who has not come yet."""
+        """The ranks that have not come yet."""
         return [r for r in self.ranks if r not in self.calls]
 
     def come(self, rank: int, call: CollectiveCall, x: Tensor) -> None:
         self.calls[rank], self.inputs[rank] = call, x
 
     def mismatch(self) -> str | None:
-        """What is wrong where the members came to different collectives."""
+        """The error text where the members came to different collectives."""
         if len({c.said for c in self.calls.values()}) == 1:
             return None
         return self._table("simulated ranks call different collectives")
@@ -98,7 +98,7 @@ TorchState = tuple[Tensor, Tensor | None, tuple[int, int], Any]
 
 
 def torch_state() -> TorchState:
-    """What torch has once for all threads, and each rank for itself.
+    """The state that torch has once for all threads, and each rank for itself.
 
     The default generators' states (the CPU's, and that of a CUDA device in use), the
     level of forward-mode differentiation, and how compiled functions run.

@@ -1,4 +1,4 @@
-"""What is under way between processes: its tags, its header, and the wait for it.
+"""Exchanges in flight between processes: their tags, headers, and waits.
 
 A tag is by what gloo matches a send and a receive. It has 31 bits: 2 say what is sent,
 12 number it, 16 say of what kind the collective is and 1 which hop of it. So unlike
@@ -23,7 +23,6 @@ import torch.distributed as dist
 from torch import Tensor
 
 from fsfunc.comm.attribution import source_line
-from fsfunc.comm.backends.flight import FlightRecord
 from fsfunc.comm.backends.link import (
     CollectiveCall,
     CollectiveMismatch,
@@ -31,6 +30,7 @@ from fsfunc.comm.backends.link import (
     Signature,
     table,
 )
+from fsfunc.comm.watch.flight_recorder import FlightRecord
 
 __all__ = ["ALL_GATHER", "ANSWER", "DATA", "TRANSFER", "Exchange", "Headers"]
 __all__ += ["compare_gathered", "packed", "receive", "send", "settle", "tag"]
@@ -83,7 +83,7 @@ def _header(
 
 
 def unpacked(row: Tensor) -> str:
-    """What a header says, after its eight bytes; "" before it has come."""
+    """The text of a header, after its eight bytes; "" before it has come."""
     return bytes(row.tolist())[8:].rstrip(b"\0").decode(errors="replace")
 
 
@@ -97,7 +97,7 @@ def _compare(rows: Mapping[int, Tensor], title: str) -> None:
 def compare_gathered(
     mine: Tensor, group: Any, ranks: Sequence[int], title: str = _TITLE
 ) -> dict[int, str]:
-    """What each rank says; headers are gathered, where there are no tags."""
+    """Compares headers by a gather, where there are no tags; returns the texts."""
     every = mine.new_empty(len(ranks) * _SIZE)
     ALL_GATHER(every, mine, group=group)
     rows = every.cpu().view(-1, _SIZE).unbind()
@@ -135,7 +135,7 @@ class Headers:
             self.works.append(send(mine, where.ranks[r], group, out))
 
     def seen(self) -> dict[int, str]:
-        """What the ranks say whose headers have come, even where others' do not."""
+        """The texts of the headers that have come, even where others' do not."""
         found = {rank: unpacked(row) for rank, row in self.rows.items()}
         return {rank: text for rank, text in found.items() if text}
 

@@ -1,4 +1,4 @@
-"""What every backend offers a rank, and what a rank says of a collective."""
+"""The interface of a backend, and the description of a collective."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from typing import Any
 from torch import Tensor
 
 from fsfunc.comm.attribution import current_label, source_line
-from fsfunc.comm.backends.mailboxes import Board
+from fsfunc.comm.watch.mailboxes import Board
 
 __all__ = [
     "CollectiveCall",
@@ -36,7 +36,7 @@ class Handle:
         raise NotImplementedError
 
     def done(self) -> bool:
-        """Whether it is known to be over: asks, and waits for nothing."""
+        """True if it is known to be over: asks, and waits for nothing."""
         raise NotImplementedError
 
 
@@ -128,14 +128,14 @@ class PeerFailed(RuntimeError):
 
 
 def checks() -> bool:
-    """Whether the environment asks that everything be compared."""
+    """True if the environment asks that everything be compared."""
     return os.environ.get("FSFUNC_CHECK", "0") not in ("", "0")
 
 
 def signature(
     op: str, how: Mapping[str, Any], axis: tuple[str, ...], x: Tensor, what: str
 ) -> Signature:
-    """What must be the same on every rank of a collective."""
+    """The properties of a collective that must be equal on every rank."""
     shape = x.shape[1:] if how.get("sizes") else x.shape  # each has its own rows
     return op, tuple(how.items()), axis, shape, x.dtype, what
 
@@ -150,7 +150,7 @@ def digest(said: Signature) -> bytes:
 
 @dataclass(frozen=True)
 class CollectiveCall:
-    """What one rank said when it came to a collective or a transfer."""
+    """A collective or a transfer as one rank came to it."""
 
     said: Signature
     unit: str = ""
@@ -164,9 +164,9 @@ class CollectiveCall:
 
     def __str__(self) -> str:
         op, how, axes, shape, dtype, what = self.said
-        whose = what or self.unit
+        name = what or self.unit
         phase = f" ({self.phase})" if self.phase else ""
-        unit = (f" of {whose}" if whose else "") + phase
+        unit = (f" of {name}" if name else "") + phase
         kind = str(dtype).removeprefix("torch.")
         axis, how = ", ".join(axes), "".join(f" {k}={v}" for k, v in how)
         at = f" at {self.where}" if self.where else ""
@@ -174,5 +174,5 @@ class CollectiveCall:
 
 
 def table(title: str, said: Mapping[int, Any]) -> str:
-    """What each rank said, a line for each."""
+    """A line for each rank, below a title."""
     return f"{title}:\n" + "\n".join(f"  rank {r} {call}" for r, call in said.items())

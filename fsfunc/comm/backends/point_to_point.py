@@ -28,9 +28,9 @@ from fsfunc.comm.backends.exchange import (
     send,
     tag,
 )
-from fsfunc.comm.backends.flight import FlightRecord, FlightRecorder
 from fsfunc.comm.backends.link import Handle, Signature, digest, signature
 from fsfunc.comm.backends.process_groups import Groups
+from fsfunc.comm.watch.flight_recorder import FlightRecord, FlightRecorder
 
 __all__ = ["Transfers"]
 

@@ -25,8 +25,8 @@ from fsfunc.comm.backends.exchange import (
     settle,
     tag,
 )
-from fsfunc.comm.backends.flight import FlightRecord
 from fsfunc.comm.backends.link import Handle, digest
+from fsfunc.comm.watch.flight_recorder import FlightRecord
 from fsfunc.runtime.buffer_pool import BufferPool
 
 __all__ = ["Pairs", "issue"]

@@ -239,6 +239,6 @@ def hang_up(group: Any, others: Sequence[int]) -> None:
 
 
 def is_torn(error: RuntimeError) -> bool:
-    """Whether it says that a connection of gloo's is closed."""
+    """True if it says that a connection of gloo's is closed."""
     text = str(error)
     return "gloo" in text or "pair closure" in text

@@ -36,7 +36,6 @@ from torch import Tensor
 from fsfunc import _torch
 from fsfunc.comm.attribution import current_label, source_line
 from fsfunc.comm.backends.exchange import Exchange, compare_gathered, packed
-from fsfunc.comm.backends.flight import FlightRecord
 from fsfunc.comm.backends.link import (
     CollectiveMismatch,
     Handle,
@@ -49,8 +48,9 @@ from fsfunc.comm.backends.link import (
 from fsfunc.comm.backends.point_to_point import Transfers
 from fsfunc.comm.backends.process_collectives import Pairs, issue
 from fsfunc.comm.backends.process_groups import Groups, hang_up, is_torn, meet
-from fsfunc.comm.backends.watchdog import patience_of, the_watchdog
 from fsfunc.comm.groups import RankGroup
+from fsfunc.comm.watch.flight_recorder import FlightRecord
+from fsfunc.comm.watch.watchdog import patience_of, the_watchdog
 from fsfunc.runtime.buffer_pool import BufferPool
 
 __all__ = ["ProcessLink", "connect"]
@@ -102,7 +102,7 @@ class ProcessLink(Link):
         return self._told(self.transfers.receive, like, where, source, what)
 
     def _told(self, issue: Callable[..., Handle], *args: Any, **how: Any) -> Handle:
-        """What ``issue`` puts on its way; where it cannot any more, who is to blame."""
+        """The handle that ``issue`` returns; names the failed rank where it cannot."""
         try:
             return issue(*args, **how)
         except PeerFailed:

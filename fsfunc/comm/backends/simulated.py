@@ -190,7 +190,7 @@ def _end(error: BaseException | None) -> None:
 
 
 def carry() -> Callable[[], ExitStack]:
-    """How a new thread enters the caller's settings.
+    """A function by which a new thread enters the caller's settings.
 
     Raises:
         RuntimeError: a setting that acts in one thread only.

@@ -80,7 +80,7 @@ def gossip(
 
 
 class Gossip(LocalUpdates):
-    """What ``gossip`` makes of a step."""
+    """The interpretation of ``gossip``."""
 
     called = "gossip"
 
@@ -99,7 +99,7 @@ class Gossip(LocalUpdates):
         return {"weights": self.first}
 
     def before(self, state: LocalState, params: Any, where: RankGroup) -> Any:
-        """What a step whose weight is not 1 leaves out of the numerator."""
+        """The part that a step whose weight is not 1 leaves out of the numerator."""
         if not state.weights:
             return None
         asks(where.axis)
@@ -148,7 +148,7 @@ def _mixed(
 
 
 def _shares(moves: Moves, n: int) -> list[float]:
-    """What each rank gives to each that it sends to, and keeps."""
+    """The share that each rank sends to each of its targets, and keeps."""
     sent = Counter(source for pairs in moves for source, _ in pairs)
     return [1 / (1 + sent[rank]) for rank in range(n)]
 
@@ -166,7 +166,7 @@ def _pushed(
 
 
 def _is_regular(moves: Moves, n: int) -> bool:
-    """Whether a meeting leaves weights of 1 as they are."""
+    """True if a meeting leaves weights of 1 as they are."""
     sent = Counter(source for pairs in moves for source, _ in pairs)
     kept = [Fraction(1, 1 + sent[rank]) for rank in range(n)]
     total = list(kept)

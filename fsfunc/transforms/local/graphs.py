@@ -1,4 +1,4 @@
-"""Who sends to whom in ``gossip``: graphs as data, made by plain functions.
+"""Communication graphs of ``gossip``, as data, made by plain functions.
 
 A graph is a list over time, gone round and round. Each entry has the moves of one
 meeting, each a list of (source, target) indices along the axis, in which no rank is

@@ -111,7 +111,7 @@ class LocalUpdates(Interpretation):
         return {}
 
     def before(self, state: LocalState, params: Any, where: RankGroup) -> Any:
-        """What is to be held of the parameters while the step runs."""
+        """Holds something of the parameters while the step runs."""
         return None
 
     def meet(
@@ -201,7 +201,7 @@ class LocalUpdates(Interpretation):
         return replace(before, handlers=handlers, varies=varies, at=at)
 
     def _own(self, args: Any, keywords: Any) -> LocalState:
-        """The state that a call was given, which nobody differentiates."""
+        """The state that a call was given, checked: it must not be differentiated."""
         if not args:
             raise ValueError(
                 f"{self.called}: the state is the first argument of a step"
@@ -210,7 +210,7 @@ class LocalUpdates(Interpretation):
         taped = any(isinstance(x, Tensor) and x.grad_fn is not None for x in leaves)
         if _torch.functorch_active() or taped and torch.is_grad_enabled():
             raise ValueError(
-                f"{self.called} of a step that somebody differentiates: ranks meet "
+                f"{self.called} of a step that is differentiated: ranks meet "
                 "without a derivative; take it inside the step"
             )
         if not isinstance(args[0], LocalState):
@@ -224,7 +224,7 @@ class LocalUpdates(Interpretation):
 
 
 class LocalSGD(LocalUpdates):
-    """What ``local_sgd`` makes of a step."""
+    """The interpretation of ``local_sgd``."""
 
     called = "local_sgd"
 

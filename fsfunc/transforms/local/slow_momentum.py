@@ -28,7 +28,7 @@ __all__ = ["slowmo"]
 
 
 class SlowMomentum(NamedTuple):
-    """What all ranks last began from, and the slow momentum.
+    """The parameters that all ranks last began from, and the slow momentum.
 
     Trees like the parameters, the same on every rank; in parts, lists of the rank's
     parts, one for each of the parameters' buffers.
@@ -128,7 +128,7 @@ class _Rates(NamedTuple):
 
 
 class SlowMo(LocalUpdates):
-    """What ``slowmo`` makes of a step."""
+    """The interpretation of ``slowmo``."""
 
     called = "slowmo"
 
@@ -212,7 +212,7 @@ class _Parts:
         ]
 
     def _layout(self, leaf: Any, x: Tensor) -> Layout:
-        """How a buffer's parts lie: one dim for each axis over which they differ."""
+        """The layout of a buffer's parts: a dim for each axis that tells them apart."""
         parts = leaf.layout.parts if is_sharded(leaf) else ()
         most = x.numel()
         if any(isinstance(p, Split) for p in parts) and leaf.layout.flat is None:

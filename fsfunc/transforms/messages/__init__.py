@@ -1,7 +1,8 @@
-"""How buffers travel: narrower, in levels, in few directions; and what is owed.
+"""Messages: gathers and reductions of packed buffers, as values that compose.
 
-wire.py quantization.py   how a buffer travels: encode, move, decode; in 8 bits
-narrow_wire.py hierarchy.py   in a narrower dtype; in levels, across nodes and within
-residuals.py        error_feedback: what a lossy reduction owes, paid later
+wire.py             a gather and a reduction: encode, move, decode
+encodings.py        in a narrower dtype; in 8 bits
+hierarchy.py        in levels, across nodes and within
+residuals.py        error_feedback: the loss of a reduction, added to the next
 low_rank.py         powersgd: gradients by their strongest directions
 """

@@ -225,7 +225,7 @@ def _inwards(where: RankGroup, across: str) -> list[RankGroup]:
 
 
 def _places(where: RankGroup, levels: Sequence[RankGroup]) -> list[int]:
-    """Where the axes of ``levels`` are among those of ``where``, then the others."""
+    """The positions of ``levels`` among the axes of ``where``, then the others."""
     found = [where.levels.index(level) for level in levels]
     return found + [i for i in range(len(where.levels)) if i not in found]
 
@@ -233,7 +233,7 @@ def _places(where: RankGroup, levels: Sequence[RankGroup]) -> list[int]:
 def _target(
     where: RankGroup, levels: Sequence[RankGroup], out: Tensor
 ) -> tuple[Tensor | None, Callable[[Tensor], Tensor]]:
-    """Where what comes level by level arrives, and what brings it to ``out``.
+    """The tensor that a gather level by level writes, and a function to ``out``.
 
     Innermost first it lies, which may be the order of ``where``.
     """

@@ -28,7 +28,7 @@ __all__ = ["PowerSGDState", "powersgd"]
 
 
 class PowerSGDState(NamedTuple):
-    """What each rank remembers of each buffer, and what the optimizer within keeps.
+    """Residuals and factors of each buffer, and the state of the optimizer within.
 
     ``residuals``: by buffer, float32 [ranks, elements of its matrices], each rank
     holding its row: what it still owes. ``factors``: float32 [ranks, sum of n r], the
@@ -187,7 +187,7 @@ class _LowRank(Feedback):
                 "leave reduction= out, or keep it with ff.error_feedback"
             )
 
-    def move(
+    def send(
         self,
         how: Reduction,
         buffer: Tensor,
@@ -197,8 +197,7 @@ class _LowRank(Feedback):
     ) -> Handle:
         cut = _Cut.of(shard, self.rank, self.min_rate)
         if not cut.matrices:
-            sent = how.encode(buffer, where.size)
-            return how.move(sent, where, whole, shard.name)
+            return how.send(buffer, shard, where, whole)
         if (before := self.under_way.pop(shard.buffer, None)) is not None:
             before.wait()  # of another call, which leaves what this one starts from
         found = self.remembered(shard)

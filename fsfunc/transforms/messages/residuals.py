@@ -1,4 +1,4 @@
-"""What a reduction loses of a gradient is added to the next one."""
+"""Error feedback: a reduction's loss is added to the next gradient."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ __all__ = ["ErrorFeedbackState", "Feedback", "WithFeedback", "error_feedback"]
 
 
 class ErrorFeedbackState(NamedTuple):
-    """What each rank still owes of each buffer, and what the optimizer within keeps.
+    """Residuals of each buffer, and the state of the optimizer within.
 
     ``residuals``: by buffer, float32 [ranks, elements], each rank holding its row.
     """
@@ -170,7 +170,7 @@ class WithFeedback:
 
 @dataclass(eq=False)
 class Feedback(Interpretation):
-    """What the reductions of one step take from those before, and leave to the next.
+    """State of the reductions of one step: from those before, and for the next.
 
     Args:
         kept: what was remembered, each by buffer.
@@ -195,7 +195,7 @@ class Feedback(Interpretation):
     def check(self, how: Reduction) -> None:
         """Raises where reductions of this kind leave nothing to do."""
 
-    def move(
+    def send(
         self,
         how: Reduction,
         buffer: Tensor,
@@ -203,11 +203,11 @@ class Feedback(Interpretation):
         where: RankGroup,
         whole: bool,
     ) -> Handle:
-        """Sends a gradient to be summed, as ``how.move`` does."""
+        """Sends a gradient to be summed, in the place of ``how.send``."""
         raise NotImplementedError
 
     def remembered(self, shard: FlatShard) -> tuple[Tensor, ...] | None:
-        """What there is of a buffer, by this step or those before.
+        """The rows remembered of a buffer, by this step or those before.
 
         Raises:
             RuntimeError: nothing, in a step that is not only tried.
@@ -242,7 +242,7 @@ class _Owing(Feedback):
         if how.exact:
             raise ValueError(_NOTHING_LOST)
 
-    def move(
+    def send(
         self,
         how: Reduction,
         buffer: Tensor,
@@ -256,7 +256,7 @@ class _Owing(Feedback):
     def _encode(
         self, how: Reduction, buffer: Tensor, shard: FlatShard, ranks: int
     ) -> Tensor:
-        """What is sent of a gradient and what is owed; takes in what is lost."""
+        """Encodes a gradient and its residual; the new residual is what is lost."""
         owed = self.remembered(shard)
         if owed is None:
             return how.encode(buffer, ranks)

@@ -1,10 +1,11 @@
-"""How a buffer travels between ranks: a gather and a reduction as values.
+"""Messages between ranks: a gather and a reduction of a packed buffer, as values.
 
-Each is three steps: ``encode`` what a rank has, ``move`` it, ``decode`` what arrived.
-Gathers in another dtype or quantised, and gradients compressed, take the place of one
-of these, and nothing else of ``shard`` changes. Parameters that stay with the host are
-brought by an ``encode`` to where they are sent from; but the gradients of a buffer are
-collected where its parameters lie, so their reduction takes them there and back.
+A message is five steps: its memory space (`memory_spaces`) fetches a range to the
+device, ``encode`` makes what is sent, ``move`` sends it, ``decode`` makes the result of
+what arrived, and the memory space of the result puts it where it belongs. To a buffer
+on the device the first and the last are nothing. Gathers in another dtype or
+quantised, and compressed gradients, take the place of one of the others, and nothing
+else of ``shard`` changes.
 
 To replace one, derive from it, change the steps that differ, say ``exact = False``
 where the values change on the way, and give it to ``shard``::
@@ -34,6 +35,7 @@ from torch import Tensor
 
 from fsfunc.comm.backends.link import Handle
 from fsfunc.comm.groups import RankGroup
+from fsfunc.sharded.leaf import FlatShard
 
 __all__ = ["Gather", "KeptGather", "Reduction", "check_decoded"]
 
@@ -103,7 +105,7 @@ class Gather(_Shown):
         """Raises where it cannot be used over these axes of a mesh."""
 
     def encode(self, part: Tensor, dtype: torch.dtype) -> Tensor:
-        """What a rank sends of its range, for a buffer in ``dtype``."""
+        """Encodes this rank's part for sending."""
         return part.to(dtype)
 
     def move(self, sent: Tensor, where: RankGroup, out: Tensor, what: str) -> Handle:
@@ -138,15 +140,21 @@ class Reduction(_Shown):
         """Raises where it cannot be used over these axes of a mesh, or at ``zero``."""
 
     def encode(self, buffer: Tensor, ranks: int) -> Tensor:
-        """What a rank sends of its gradient of the whole buffer, ``ranks`` ranges."""
+        """Encodes this rank's part for sending."""
         return buffer
 
     def sent(self, encoded: Tensor, count: int) -> Tensor:
-        """What others read in that: of each range ``count`` elements, in float32.
+        """Decodes one's own message: of each range ``count`` elements, in float32.
 
         Asked for where what was lost is to be sent later, see ``error_feedback``.
         """
         return encoded.float()
+
+    def send(
+        self, buffer: Tensor, shard: FlatShard, where: RankGroup, whole: bool
+    ) -> Handle:
+        """Puts the sum of a buffer's gradient in flight: encodes and moves it."""
+        return self.move(self.encode(buffer, where.size), where, whole, shard.name)
 
     def move(self, sent: Tensor, where: RankGroup, whole: bool, what: str) -> Handle:
         """Sums it; each rank receives its range, or the whole."""

@@ -1,4 +1,4 @@
-"""The crossings of ``shard``: wherever own values meet parts of leaves, or one value.
+"""Linear maps of ``shard``: between own values, parts of leaves, and one value.
 
 Under ``shard`` the loss is the mean over n ranks of their own losses. Own values pair
 by the mean over ranks (M), the parts of a sharded leaf by the sum over the ranks that

@@ -94,7 +94,7 @@ class Board:
             self.changed.wait_for(ready, seconds)
 
     def tell(self, ranks: Collection[int], message: Message) -> None:
-        """Leaves a message for each of ``ranks``; waits for nobody."""
+        """Leaves a message for each of ``ranks``, without waiting."""
         self.put(message)
 
     def missing(self, ranks: Collection[int]) -> dict[int, str]:

@@ -1,4 +1,4 @@
-"""What holds while a pass runs, forward, backward or again, wherever it was made."""
+"""State of the pass that runs: forward, backward or recompute."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ __all__ = ["Running", "Thread", "run_as", "running"]
 
 @dataclass(frozen=True)
 class Running:
-    """What depends on when a call runs, not on where it was made.
+    """State that depends on when a call runs, not on where it was made.
 
     Args:
         thread: see :class:`Thread`; none where nobody ties it to a loss.
@@ -51,7 +51,7 @@ _ALONE = Running()
 
 
 def running() -> Running:
-    """What holds for the calls that run now."""
+    """The state of the pass that runs now."""
     return _RUNNING.get() or _ALONE
 
 

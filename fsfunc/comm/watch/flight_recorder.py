@@ -67,7 +67,7 @@ class FlightRecord:
         return f"#{self.number} {self.call}"
 
     def row(self) -> dict[str, Any]:
-        """What a dump says of it."""
+        """The record as a row of a dump."""
         op, how, axis, shape, dtype, what = self.said
         clock = time.time() - time.monotonic()
         came = "ended" if self.ended else "waiting" if self.waiting else "issued"
@@ -106,12 +106,12 @@ class FlightRecorder:
         return record
 
     def waiting(self) -> FlightRecord | None:
-        """What has been waited for longest, if anything is."""
+        """The record that has been waited for longest, if any is."""
         found = [record for record in list(self.records) if record.waiting]
         return min(found, key=lambda r: r.waited, default=None)
 
     def state(self) -> str:
-        """Where this process is, as a line of a table has it after "rank 3"."""
+        """The state of this process, as a table shows it after "rank 3"."""
         if self.said:
             return self.said
         if (record := self.waiting()) is not None:

@@ -20,9 +20,9 @@ from datetime import timedelta
 from typing import Any
 
 from fsfunc.comm.attribution import source_line, traceback_line
-from fsfunc.comm.backends.flight import FlightRecord, FlightRecorder
 from fsfunc.comm.backends.link import PeerFailed, table
-from fsfunc.comm.backends.mailboxes import GONE, SILENT, Mailbox
+from fsfunc.comm.watch.flight_recorder import FlightRecord, FlightRecorder
+from fsfunc.comm.watch.mailboxes import GONE, SILENT, Mailbox
 
 __all__ = ["Watchdog", "patience_of", "the_watchdog"]
 
@@ -57,7 +57,7 @@ def patience_of(timeout: timedelta | None) -> float:
 
 
 class Watchdog:
-    """What one process knows of the others, and the thread that watches its waits."""
+    """The state of other processes, and the thread that watches this one's waits."""
 
     def __init__(self) -> None:
         self.flight, self.rank = FlightRecorder(), 0

@@ -1,0 +1,10 @@
+"""Failure reports of processes: the rank that is missing, by name, on every survivor.
+
+A rank that waits in vain asks the others for their state, beside the collectives, and
+raises what they say; one that ends by an error tells them first. Nothing is sent while
+all goes well.
+
+flight_recorder.py  the last 100 collectives of a process, and their progress
+mailboxes.py        messages by queues in torch's store
+watchdog.py         the thread that watches waits, and the errors of those in vain
+"""

@@ -1,0 +1,124 @@
+"""A check that ranks which share the work of one loss have equal gradients."""
+
+from __future__ import annotations
+
+import functools
+import inspect
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from fsfunc import _torch, tree
+from fsfunc.comm.attribution import label
+from fsfunc.comm.groups import RankGroup, group, strided
+from fsfunc.comm.ledgers import silence
+from fsfunc.comm.mesh import here, maybe_here
+from fsfunc.comm.shard_linear_maps import LawError
+from fsfunc.core.frames import frame
+from fsfunc.sharded.leaf import is_sharded
+
+__all__ = ["check_agreement", "collective_axes"]
+
+
+def collective_axes() -> set[str] | None:
+    """A set for the axes of a loss's collectives; None where gradients have no data."""
+    at = maybe_here()
+    if at is None or not at.link.moves or at.mesh.backend == "vmap":
+        return None
+    return None if _torch.transforms_active() else set()
+
+
+def check_agreement(
+    fn: Callable[..., Any], axes: set[str], chosen: Sequence[Any], grads: Sequence[Any]
+) -> None:
+    """Raises where the gradient of one value differs along an axis without a mean.
+
+    It differs where a parameter met values that vary along the axis, and did not enter.
+    Each leaf is compared in the first call in which its gradient is not zero.
+
+    Without ``shard`` around only arguments are compared of which some leaves are split
+    over the axis: it then splits the work of one loss.
+
+    Args:
+        fn: the loss; ``axes``: those over which it called collectives.
+
+    Raises:
+        LawError: on every rank; names the leaf, and the way out.
+
+    Cost: a gather of two numbers a leaf, once; it is in no ledger.
+    """
+    at, f = here(), frame()
+    taken = {a for h in f.handlers for a in getattr(h, "axes", ())}
+    owner: Any = f.runtimes[-1][0] if f.runtimes else at.mesh
+    uncompared = owner.uncompared
+    for axis in sorted(axes - taken):
+        key = at.rank, _code(fn), axis
+        left = uncompared.get(key)
+        if left is None or left:
+            where = group(axis, at)
+            found = _numbers(chosen, grads, where, left)
+            uncompared[key] = _compare(found, where) if found else set()
+
+
+def _numbers(
+    chosen: Sequence[Any], grads: Sequence[Any], where: RankGroup, left: set[str] | None
+) -> dict[str, Tensor]:
+    """The norm and the sum of each gradient to compare, by path."""
+    runtimes = [runtime for _, runtime in frame().runtimes]
+    paths, leaves, treedef = tree.flatten_with_paths(tuple(chosen), is_leaf=is_sharded)
+    gradients: list[Any] = treedef.flatten_up_to(tuple(grads))  # type: ignore[arg-type]
+    splits = {
+        path.partition("/")[0]
+        for path, x in zip(paths, leaves, strict=True)
+        if is_sharded(x) and not set(x.layout.split_axes).isdisjoint(where.axis)
+    }
+    found = {}
+    for path, x, g in zip(paths, leaves, gradients, strict=True):
+        if left is not None and path not in left:
+            continue
+        if not runtimes and path.partition("/")[0] not in splits:
+            continue
+        if is_sharded(x) and set(x.layout.axes).isdisjoint(where.axis):
+            g = None if g is None else g._local
+        elif not isinstance(x, Tensor):
+            continue
+        elif runtimes and not any(r.ownership.is_replicated(x) for r in runtimes):
+            continue
+        if isinstance(g, Tensor) and g.is_floating_point() and g.numel():
+            wide = strided(g).detach().double()
+            norm = torch.linalg.vector_norm(wide)
+            found[path] = torch.stack([norm, wide.sum()])
+    return found
+
+
+def _compare(found: dict[str, Tensor], where: RankGroup) -> set[str]:
+    """The paths of those that tell nothing yet: zero, or not finite."""
+    names = list(found)
+    with silence(), label("", "gradients that should be equal"):
+        sent = torch.stack(list(found.values()))
+        every = where.start("all_gather", sent).wait()
+    every = every.view(where.size, len(names), 2).cpu()
+    norms = every[..., :1].amax(0)
+    unlike = ((every - every[:1]).abs() > 0.02 * norms).any(-1).any(0)
+    if bool(unlike.any()):
+        i = int(unlike.nonzero()[0])
+        said = ", ".join(f"{n:.4g}" for n in every[:, i, 0].tolist())
+        raise LawError(
+            f"the gradient by {names[i].partition('/')[2]!r} differs along "
+            f"{where.name}, where the loss is one value (norms {said}): a whole "
+            "parameter that meets what varies there must enter by "
+            f'ff.pcast(w, {where.name}, to="V"), which sums its gradient. Where ranks '
+            "along it have samples of their own, make it an axis of the shard"
+        )
+    tells = (norms != 0).squeeze(-1) & every.isfinite().all(-1).all(0)
+    return {name for name, told in zip(names, tells.tolist(), strict=True) if not told}
+
+
+def _code(fn: Any) -> Any:
+    """The code of a function, one object also where it is made anew for every step."""
+    while isinstance(fn, functools.partial):
+        fn = fn.func
+    fn = inspect.unwrap(fn)
+    return getattr(fn, "__code__", type(fn))

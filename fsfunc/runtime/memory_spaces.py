@@ -1,0 +1,262 @@
+"""Memory spaces: the device's own memory, the host's, and mapped files.
+
+The space of a tensor is a property of its storage, fake ones too: :func:`space_of`
+tells it. Where a buffer is computed with its space fetches it, ``fetch``; what takes
+its place is put back, ``put``. To the device's own space both are nothing, so code that
+moves buffers need not ask where they are.
+"""
+
+from __future__ import annotations
+
+import mmap
+import os
+import tempfile
+import weakref
+from collections.abc import Sequence
+from contextvars import ContextVar
+from dataclasses import dataclass
+from threading import Lock
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from fsfunc import _torch
+from fsfunc.runtime.memory_kinds import OFFLOADED, count_as
+from fsfunc.runtime.prefault import advise
+from fsfunc.runtime.scoped import Scoped
+
+__all__ = [
+    "MemorySpace",
+    "Offloaded",
+    "Store",
+    "any_offloaded",
+    "moments_go_to",
+    "moments_store",
+    "space_of",
+]
+
+
+class Store:
+    """The host's memory (pinned where the device is a GPU), or a folder's disk.
+
+    On disk, memory is a file of its own that is mapped, whose blocks are taken at once
+    (or a write into memory would find the disk full, and kill the process), and which
+    has no name any more: no two ranks, processes or runs can meet in it, whatever they
+    call their folder, nothing is left behind by a run that is killed, and whoever
+    deletes the folder takes nothing away from a state.
+
+    Args:
+        where: "host", or a folder; it is made where it is not there.
+    """
+
+    def __init__(self, where: str | os.PathLike):
+        self.folder = None if where == "host" else os.path.abspath(os.fspath(where))
+        self._spare: list[torch.UntypedStorage] = []
+        self._twin: Store | None = None
+        self._lock = Lock()
+
+    def __str__(self) -> str:
+        return "host" if self.folder is None else self.folder
+
+    def check(self) -> None:
+        """Raises where nothing can be kept here.
+
+        Raises:
+            OSError: names the folder, and the way out.
+        """
+        if self.folder is not None:
+            try:
+                os.makedirs(self.folder, exist_ok=True)
+            except OSError as error:
+                raise self._said(error, "keeps memory in this folder") from error
+            self._mapped(mmap.PAGESIZE)
+
+    def empty(self, count: int, dtype: torch.dtype, device: Any) -> Tensor:
+        """``[count]`` elements that lie here and are computed with on ``device``."""
+        size, device = count * dtype.itemsize, torch.device(device)
+        if _torch.fake_active() or device.type == "meta" or not size:
+            on = "meta" if device.type == "meta" else "cpu"
+            found = torch.empty(count, dtype=dtype, device=on)
+        elif self.folder is None:
+            found = torch.empty(count, dtype=dtype, pin_memory=device.type == "cuda")
+        else:
+            found = _over(self._mapped(size), count, dtype)
+        return Offloaded(self, device).mark(found)
+
+    def scratch(self, count: int, dtype: torch.dtype, device: Any) -> Tensor:
+        """The same, in memory that is handed out again once it is free."""
+        if _torch.fake_active() or torch.device(device).type == "meta":
+            return self.empty(count, dtype, device)
+        size = count * dtype.itemsize
+        with self._lock:
+            for storage in self._spare:
+                if storage.nbytes() == size and _torch.uses_of(storage._cdata) == 1:
+                    return _over(storage, count, dtype)
+            # Marked as another one's: a mark that led here would keep all of it alive.
+            if self._twin is None:
+                self._twin = Store("host" if self.folder is None else self.folder)
+            found = self._twin.empty(count, dtype, device)
+            if size:
+                self._spare.append(found.untyped_storage())
+            return found
+
+    def _mapped(self, size: int) -> torch.UntypedStorage:
+        """A file's ``size`` bytes, all zero."""
+        path = None
+        try:
+            file, path = tempfile.mkstemp(prefix="offload-", dir=self.folder)
+            try:
+                os.posix_fallocate(file, 0, size)
+            finally:
+                os.close(file)
+            made = torch.UntypedStorage.from_file
+            return made(path, shared=True, nbytes=size)  # pyright: ignore
+        except (OSError, RuntimeError) as error:
+            raise self._said(error, f"takes {size} bytes of its disk") from error
+        finally:
+            if path is not None:
+                os.unlink(path)
+
+    def _said(self, error: Exception, what: str) -> OSError:
+        return OSError(
+            getattr(error, "errno", None) or 0,
+            f"offload to {self.folder!r} {what}, and cannot: "
+            f"{getattr(error, 'strerror', None) or error}. Make room there and go on "
+            "from the state that the step was given, or save that and give offload "
+            'a folder on another disk, or "host"',
+        )
+
+
+class MemorySpace:
+    """The memory of the device that computes: where tensors are unless offloaded."""
+
+    offloaded = False
+
+    def on_device(self, x: Tensor) -> Tensor:
+        """``x``, or an empty tensor like it, on the device that computes with it."""
+        return x
+
+    def fetch(
+        self, x: Tensor, dtype: torch.dtype | None = None, out: Tensor | None = None
+    ) -> Tensor:
+        """``x`` on the device, in ``dtype``: in ``out`` or new memory if it moves."""
+        return x if dtype is None else x.to(dtype)
+
+    def put(self, x: Tensor, dtype: torch.dtype | None = None) -> Tensor:
+        """``x`` in this space, in ``dtype``; if it moves, in memory used in turn."""
+        return x if dtype is None else x.to(dtype)
+
+    def empty_like(
+        self, x: Tensor, dtype: torch.dtype | None = None, scratch: bool = False
+    ) -> Tensor:
+        """Memory of the shape of ``x`` here; ``scratch`` is handed out again later."""
+        return torch.empty_like(x, dtype=dtype)
+
+    def zeros(self, x: Tensor, shape: Sequence[int]) -> Tensor:
+        """Zeros here, of the dtype of ``x``."""
+        return x.new_zeros(shape)
+
+    def copied(self, x: Tensor) -> Tensor:
+        """A copy of ``x`` here."""
+        return x.clone()
+
+    def read_ahead(self, x: Tensor) -> None:
+        """Says that ``x`` will be read soon: the system reads files meanwhile."""
+
+    def mark(self, x: Tensor) -> Tensor:
+        """``x``, of which it is noted that it is here."""
+        return x
+
+
+_DEVICE = MemorySpace()
+
+
+@dataclass(frozen=True, eq=False)
+class Offloaded(MemorySpace):
+    """A store beside the device on which its tensors are computed with."""
+
+    store: Store
+    device: torch.device
+
+    offloaded = True
+
+    def on_device(self, x: Tensor) -> Tensor:
+        same = x.device == self.device
+        return x if same else x.new_empty(0, device=self.device)
+
+    def fetch(
+        self, x: Tensor, dtype: torch.dtype | None = None, out: Tensor | None = None
+    ) -> Tensor:
+        if out is None:
+            out = x.new_empty(x.shape, dtype=dtype or x.dtype, device=self.device)
+        return out.copy_(x)
+
+    def put(self, x: Tensor, dtype: torch.dtype | None = None) -> Tensor:
+        dtype = x.dtype if dtype is None else dtype
+        if x.dtype == dtype and space_of(x).offloaded:
+            return x
+        room = self.store.scratch(x.numel(), dtype, self.device)
+        return room.view(x.shape).copy_(x)
+
+    def empty_like(
+        self, x: Tensor, dtype: torch.dtype | None = None, scratch: bool = False
+    ) -> Tensor:
+        make = self.store.scratch if scratch else self.store.empty
+        return make(x.numel(), dtype or x.dtype, self.device).view(x.shape)
+
+    def zeros(self, x: Tensor, shape: Sequence[int]) -> Tensor:
+        count = torch.Size(shape).numel()
+        return self.store.empty(count, x.dtype, self.device).view(shape).zero_()
+
+    def copied(self, x: Tensor) -> Tensor:
+        return self.empty_like(x).copy_(x.detach())
+
+    def read_ahead(self, x: Tensor) -> None:
+        if self.store.folder and not _torch.fake_active():
+            advise(x, mmap.MADV_WILLNEED)
+
+    def mark(self, x: Tensor) -> Tensor:
+        storage = x.untyped_storage()
+        key = storage._cdata
+
+        def gone(reference: Any, known: Any = _SPACES) -> None:  # at exit, too
+            if key in known and known[key][0] is reference:
+                del known[key]
+
+        _SPACES[key] = weakref.ref(storage, gone), self
+        count_as(OFFLOADED, [x])
+        return x
+
+
+# By the address of a storage; the reference takes the entry away when that dies.
+_SPACES: dict[int, tuple[weakref.ref, Offloaded]] = {}
+_MOMENTS: ContextVar[Store | None] = ContextVar("fsfunc_moments", default=None)
+
+
+def _over(storage: torch.UntypedStorage, count: int, dtype: torch.dtype) -> Tensor:
+    empty = torch.empty(0, dtype=dtype)
+    return empty.set_(storage, 0, (count,))  # type: ignore[call-overload]
+
+
+def any_offloaded() -> bool:
+    """True if any memory of this process is offloaded."""
+    return bool(_SPACES)
+
+
+def space_of(x: Tensor) -> MemorySpace:
+    """The space in which ``x`` is."""
+    if not _SPACES or _torch.is_wrapped(x) or x.layout != torch.strided:
+        return _DEVICE
+    found = _SPACES.get(_torch.storage_key(x))
+    return _DEVICE if found is None else found[1]
+
+
+def moments_go_to(store: Store | None) -> Scoped:
+    """Puts into ``store`` the moments that an optimizer makes inside."""
+    return Scoped(_MOMENTS, store)
+
+
+def moments_store() -> Store | None:
+    """The store of what an optimizer makes now, if that is not the device."""
+    return _MOMENTS.get()

@@ -1,0 +1,85 @@
+"""Options of ``shard``: one value that its runtime and its unit calls read."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, fields
+from typing import Any
+
+from fsfunc.comm.mesh import Axis, Mesh, check_mesh
+from fsfunc.sharded.inputs import check_integer
+from fsfunc.sharded.layout import Layout
+from fsfunc.transforms.messages.wire import Gather, Reduction
+
+__all__ = ["ShardOptions"]
+
+
+@dataclass(frozen=True)
+class ShardOptions:
+    """The arguments of ``shard``, checked; see there.
+
+    ``axis``: the axes over which parameters are cut; ``replicate``: those over which
+    the parts are repeated.
+    """
+
+    mesh: Mesh
+    axis: tuple[str, ...]
+    zero: int = 3
+    replicate: tuple[str, ...] = ()
+    reshard_after_forward: bool = True
+    min_bytes: int = 0
+    reduce_each: bool = False
+    gather: Gather = Gather()
+    reduction: Reduction = Reduction()
+
+    @classmethod
+    def of(
+        cls, mesh: Mesh, axis: Axis, replicate: Axis | None, **others: Any
+    ) -> ShardOptions:
+        """The options, of what a user gave.
+
+        Raises:
+            ValueError: as ``shard`` does.
+        """
+        names = check_mesh(mesh, "shard").check(axis)
+        copies = () if replicate is None else mesh.check(replicate)
+        if set(names) & set(copies):
+            raise ValueError(f"replicate={replicate!r} repeats an axis of {axis!r}")
+        found = cls(mesh, names, replicate=copies, **others)
+        found.gather.check(names)
+        found.reduction.check(names, found.zero)
+        return found
+
+    def __post_init__(self) -> None:
+        if self.zero not in (0, 1, 2, 3):
+            raise ValueError(f"zero={self.zero!r}: it is 0, 1, 2 or 3")
+        check_integer(self.min_bytes, "min_bytes", 0)
+        if self.reduce_each and self.zero == 1:
+            raise ValueError(
+                "reduce_each=True at zero=1, which reduces once, when the backward "
+                "ends: zero=2 keeps parameters whole too, and reduces gradients as "
+                "they appear"
+            )
+
+    @property
+    def configuration(self) -> tuple[tuple[str, Any], ...]:
+        """(name, value) of all but the mesh: ranks compare them."""
+        names = [f.name for f in fields(self) if f.name != "mesh"]
+        return tuple((name, getattr(self, name)) for name in names)
+
+    @property
+    def axes(self) -> tuple[str, ...]:
+        """All axes over which the loss is a mean."""
+        return (*self.replicate, *self.axis)
+
+    def own(self, layout: Layout) -> bool:
+        """True if a leaf lies in a buffer over these axes less those that split it.
+
+        Most buffers are over all of them, or none: that is asked first, of the buffer.
+        """
+        flat = layout.flat
+        return flat is not None and flat.axes == self.beside(layout.split_axes)
+
+    def beside(self, split_axes: Sequence[str]) -> tuple[str, ...]:
+        """The axes but for those, over which leaves are split already."""
+        return tuple(axis for axis in self.axis if axis not in split_axes)

@@ -1,0 +1,343 @@
+"""The interpretation of ``shard``: its calls, its unit calls, its gradient calls."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+from torch import Tensor
+
+from fsfunc import _torch, tree
+from fsfunc.comm.attribution import internal
+from fsfunc.comm.comparison import Lines
+from fsfunc.comm.groups import group
+from fsfunc.comm.mesh import Here, here
+from fsfunc.core.frames import Frame, Interpretation, frame, inside
+from fsfunc.core.observation import Observation
+from fsfunc.core.outcomes import GradientCall, Outcome
+from fsfunc.core.units import Call
+from fsfunc.optim.backward_steps import BackwardSteps
+from fsfunc.runtime.buffer_pool import pool_of
+from fsfunc.sharded.donated import refuse_spent
+from fsfunc.sharded.inputs import arguments, refuse
+from fsfunc.sharded.leaf import FlatShard, Parts, is_sharded
+from fsfunc.sharded.packing import repack, repacked
+from fsfunc.sharded.rank_local import mark_rank_local
+from fsfunc.tracing.recorder import Noted, Recorder
+from fsfunc.tracing.steadiness import check_data
+from fsfunc.tracing.type_check import check, knows, learn, signature
+from fsfunc.transforms.buffer_groups import GroupTable
+from fsfunc.transforms.gradients import (
+    Gradients,
+    averaged,
+    check_whole,
+    kept_here,
+    shown,
+    stepped,
+)
+from fsfunc.transforms.messages.residuals import Feedback
+from fsfunc.transforms.ownership import Ownership
+from fsfunc.transforms.shard_options import ShardOptions
+from fsfunc.transforms.shard_runtime import ShardRuntime
+from fsfunc.transforms.unit_calls import call_unit
+
+__all__ = ["Sharding"]
+
+
+class Sharding(Interpretation):
+    """The interpretation of ``shard``: of unit calls and of gradient calls.
+
+    By rank, ``claims``: the lines of a tried step that are the same on all of them;
+    and ``compared_whole``: the whole leaves of which they compared the values, told by
+    how many there were in which arguments.
+    """
+
+    lays_out = True
+    called = "shard"
+
+    def __init__(self, options: ShardOptions):
+        self.cut, self.mesh, self.axis = options, options.mesh, options.axis
+        self.axes, self.zero = options.axes, options.zero
+        self.min_bytes = options.min_bytes
+        self.claims: dict[int, Lines] = {}
+        self.compared_whole: frozenset[Any] = frozenset()
+        self.rank_local: set[str] = set()  # paths of the state that is returned
+        self.new = True  # nothing was returned as yet
+        self.uncompared: dict[Any, set[str]] = {}  # see `gradient_agreement`
+
+    @property
+    def configuration(self) -> tuple[tuple[str, Any], ...]:
+        return self.cut.configuration
+
+    # A call of the transformed function
+
+    def call(self, f: Callable[..., Any], args: Any, keywords: Any) -> Any:
+        """Runs ``f`` in reach of this interpretation; what it changed is packed."""
+        found = self.entered(self, f, args, keywords)
+        at = found.at or here(self.mesh)
+        coordinates = at.mesh.coordinates(at.rank)
+        with inside(found):
+            leaves, treedef = tree.flatten((args, keywords), is_leaf=is_sharded)
+            if repacked(leaves, coordinates):
+                args, keywords = tree.unflatten(treedef, leaves)
+            runtime = self._runtime(leaves, at.rank, Ownership(args))
+            runtimes = (*found.runtimes, (self, runtime))
+            with inside(replace(found, runtimes=runtimes)):
+                out = f(*args, **keywords)
+            runtime.close()
+            if found.tracer is not None:
+                found.tracer.returned(args, out)
+            elif self.rank_local:
+                self._mark(out)
+            if self.new:
+                self.new = _torch.fake_active()
+                check_data(() if self.new else out)
+            self.ran(at)
+            return repack(out, coordinates)
+
+    def entered(
+        self, handler: Interpretation, f: Callable[..., Any], args: Any, keywords: Any
+    ) -> Frame:
+        """The frame in which a call of ``f`` runs, of which ``handler`` is one more."""
+        before = frame()
+        for other in before.handlers:
+            taken = set(getattr(other, "axes", ())) & set(self.axes)
+            if taken:
+                raise ValueError(
+                    f"two transforms over one axis: {sorted(taken)} is taken by an "
+                    "outer one; shard each axis once"
+                )
+        at = self.here(self.mesh)
+        self._check(f, args, keywords, at)
+        at = replace(at, mean=(*at.mean, *self.axes))
+        return replace(before, handlers=(*before.handlers, handler), at=at)
+
+    def recorded(self, recorder: Recorder) -> Interpretation:
+        return _Recorded(self, recorder)
+
+    def _check(self, f: Any, args: Any, keywords: Any, at: Here) -> None:
+        """Has a call of new shapes tried without data, before anything of it runs."""
+        if at.link.moves:
+            refuse(
+                "array meta",
+                "a sharded function",
+                args[1:],
+                *arguments(len(args) - 1, 1),
+            )
+        if self.mesh.backend == "vmap":
+            return
+        try:
+            key = signature(args, keywords)
+        except RuntimeError:
+            for given in (*args, keywords):
+                refuse_spent(given)
+            raise
+        if (tracer := frame().tracer) is not None:
+            tracer.called(key, args, keywords, (*at.mean, *self.axes))
+            return
+        if _torch.functorch_active() or _torch.fake_active():
+            return
+        if not knows(self, at.rank, key):
+            refuse(
+                "array meta sparse",
+                "a sharded function",
+                args[:1],
+                *arguments(1),
+            )
+            call = lambda *args, **keywords: self.call(f, args, keywords)  # noqa: E731
+            axes, again = (*at.mean, *self.axes), not knows(self, at.rank)
+            seen = check(call, args, keywords, at, axes, again=again)
+            self.claims[at.rank], self.rank_local = seen.claims, seen.rank_local
+            learn(self, at.rank, [key])
+
+    def _mark(self, out: Any) -> None:
+        """Marks the tensors of the returned state that each rank has for itself."""
+        state = out[0] if isinstance(out, tuple) and out else out
+        paths, leaves, _ = tree.flatten_with_paths(state, is_leaf=is_sharded)
+        for path, x in zip(paths, leaves, strict=True):
+            if path in self.rank_local and isinstance(x, Tensor):
+                mark_rank_local(x)
+
+    def _runtime(
+        self, leaves: Sequence[Any], rank: int, ownership: Ownership, **more: Any
+    ) -> ShardRuntime:
+        """The runtime of a call that is given these leaves."""
+        at = here(self.mesh)
+        where, copies = group(self.axis, at), self.cut.replicate
+        replicas = group(copies, at) if copies else None
+        coordinates = self.mesh.coordinates(rank)
+        shards: dict[int, FlatShard] = {}
+        for x in leaves:
+            if is_sharded(x) and (shard := x.packed) is not None:
+                if id(shard) not in shards:
+                    plain = shard.place.axes in (self.axis, ())
+                    if plain or self.cut.own(shard.members[0]):
+                        shards[id(shard)] = shard
+        runtime = ShardRuntime(
+            where,
+            replicas,
+            self.cut,
+            pool=pool_of(self.mesh, rank),
+            coordinates=coordinates,
+            shards=shards.values(),
+            ownership=ownership,
+            **more,
+        )
+        self._check_places(shards.values(), coordinates, runtime.groups)
+        return runtime
+
+    def _check_places(
+        self, shards: Iterable[FlatShard], at: dict[str, int], groups: GroupTable
+    ) -> None:
+        """Raises where a buffer is another rank's, or one of other ranks."""
+        tracer = frame().tracer
+        checks = tracer is None or tracer.complete  # else in another's place
+        for shard in shards:
+            where = groups[shard.split_axes].where  # made here: a backward has no mesh
+            own, size = shard.coordinates, shard.place.size
+            mine = size == 1 or where is not None and size == where.size
+            for axis, i in own.items():
+                mine = mine and at[axis] == i
+            if checks and not mine:
+                raise ValueError(
+                    f"{shard.members[0]} is the part of {dict(own)} of {size} "
+                    f"ranks, but this is {at} of {self.mesh}: give each rank its own "
+                    "part (a list that spmd returned, passed on whole), or place the "
+                    "whole tensors anew"
+                )
+
+    # Unit calls
+
+    def unit(self, run: Callable[..., Any], call: Call) -> Callable[..., Any]:
+        if call.frame.whole:  # its parameters are plain tensors, and its own
+            return run
+        runtime = call.frame.runtime_of(self)
+        return partial(call_unit, self.cut, runtime, run, call)
+
+    # Gradient calls
+
+    def gradient(self, run: Callable[..., Any]) -> Callable[..., Any]:
+        def sharded(call: GradientCall) -> Outcome:
+            at, f = here(self.mesh), frame()
+            given = (call.args, call.keywords)
+            leaves, treedef = tree.flatten(given, is_leaf=is_sharded)
+            if repacked(leaves, at.mesh.coordinates(at.rank)):
+                args, keywords = tree.unflatten(treedef, leaves)
+                call = replace(call, args=args, keywords=keywords)
+            runtime, outer = self._begun(call, leaves, at), f.runtime_of(self)
+            sizes = tuple((a, self.mesh.axes[a]) for a in self.axes)
+            where = tuple((self.mesh.coordinate(a, at.rank), n) for a, n in sizes)
+            # In place of the plain call's: a loss is under one mean of ours.
+            others = [(h, kept) for h, kept in f.runtimes if h is not self]
+            within = replace(
+                f,
+                runtimes=(*others, (self, runtime)),
+                varies=(*f.varies, *where),
+            )
+            with inside(within):
+                kept = {**call.packed, **runtime.keeps}
+                outcome = run(replace(call, packed=kept, parts=runtime.parts))
+            runtime.finish()
+            if all(i == n - 1 for i, n in f.micro):  # of a loop, the last
+                outer.goes_on_from(runtime)
+            return self._ended(call, outcome, runtime)
+
+        return sharded
+
+    def _begun(
+        self, call: GradientCall, leaves: Sequence[Any], at: Here
+    ) -> ShardRuntime:
+        """The runtime of a gradient call that is about to run."""
+        f, chosen = frame(), [call.args[i] for i in call.argnums]
+        plainly = (self.axis, ())
+        keeps, plain = {}, 0
+        if not (call.composable or f.create_graph):
+            keeps, plain = kept_here(chosen, plainly, self.cut.own)
+        observers = [h for h in f.handlers if isinstance(h, Observation)]
+        feedback = [h for h in f.handlers if isinstance(h, Feedback)]
+        if len(feedback) > 1:
+            raise ValueError(_TWICE.format(*(h.called for h in feedback)))
+        for h in feedback:
+            h.check(self.cut.reduction)
+        parts = {} if call.parts is None else call.parts
+        outer = f.runtime_of(self)
+        runtime = self._runtime(
+            leaves,
+            at.rank,
+            outer.ownership,
+            steps=self._steps(keeps, parts),
+            observers=observers,
+            feedback=feedback[-1] if feedback else None,
+            first=outer.passed,
+            differentiated=chosen,
+            keeps=keeps,
+            parts=parts,
+        )
+        key = at.rank, plain, call.argnums
+        if plain and at.link.moves and key not in self.compared_whole:
+            claims = self.claims.get(at.rank, ())
+            check_whole(runtime, claims, group(runtime.mean_axes, at))
+            self.compared_whole |= {key}
+        return runtime
+
+    def _ended(
+        self, call: GradientCall, outcome: Outcome, runtime: ShardRuntime
+    ) -> Outcome:
+        """The outcome, with the sums of the runtime in their places, as means."""
+        f, chosen = frame(), [call.args[i] for i in call.argnums]
+        with internal():
+            found = Gradients(chosen, outcome.grads, runtime)
+            found.take_parts()
+        if runtime.sums.observed:
+            found.check_observed()
+        if f.tracer is not None:
+            replicated = f.runtime_of(self).ownership.is_replicated
+            f.tracer.gradient(tuple(chosen), found.trees(), replicated)
+        with internal():
+            found.take_sums()
+            grads = found.trees()
+        total = None if f.tracer is None else outcome.total
+        outcome = outcome.but(grads)
+        if done := stepped(runtime):
+            by = tuple(chosen)
+            outcome = replace(outcome, shown=lambda grads: shown(grads, by, done))
+        outcome = averaged(outcome, found, here(self.mesh))
+        if f.tracer is not None:
+            of, value = (total, call.args, call.keywords), (outcome.total, outcome.aux)
+            f.tracer.reduced(tuple(chosen), outcome.grads, of, value)
+        return outcome
+
+    def _steps(self, keeps: dict[int, FlatShard], parts: Parts) -> BackwardSteps | None:
+        """The steps that are made while the backward runs, if any."""
+        f = frame()
+        found = [h for h in f.handlers if isinstance(h, BackwardSteps)]
+        steps = found[-1].begin(keeps, parts) if found and not f.in_loss else None
+        if found and not f.in_loss:
+            if self.zero == 1:
+                raise ValueError(_LATE)
+            within = [h for h in f.handlers if isinstance(h, Sharding)]
+            if f.micro or len(within) > 1:
+                raise ValueError(_AROUND)
+        return steps
+
+
+class _Recorded(Noted):
+    """``shard`` while a step is recorded: unit calls are noted, nothing is gathered."""
+
+    def call(self, f: Callable[..., Any], args: Any, keywords: Any) -> Any:
+        with inside(self.handler.entered(self, f, args, keywords)):
+            return f(*args, **keywords)
+
+
+_LATE = (
+    "step_in_backward at zero=1, which reduces gradients when the backward ends: "
+    "zero=2 keeps parameters whole too, and reduces gradients as they appear"
+)
+_AROUND = (
+    "step_in_backward in a shard within accumulate or another shard, which sum its "
+    "gradients once more: shard(accumulate(step, n), mesh, axes) over all axes at "
+    "once, or with replicate=, sums them before the step"
+)
+_TWICE = "{} and {} both override gradient reduction; use one"
