@@ -15,8 +15,8 @@ code_groups.py coded_steps.py   how such codes lie; a step of them, by chunks
 loss_scaling.py     loss_scale: what float16 needs, steps skipped by all or none
 layerwise_scaling.py unit_scaling.py   layerwise_loss_scale; a unit's own scale
 backward_steps.py   step_in_backward: no two units' gradients at once; of which
-mirrored_state.py separability.py   pieces of a state; does it treat elements apart?
-torch_optimizers.py torch_probe.py   torch's own, and what such a one keeps
+mirrored_state.py   pieces of an optimizer's state
+torch_optimizers.py torch_classes.py   from_torch; the table of torch's own classes
 function_answers.py what schedules and masks say, which ranks compare
 reductions.py norms.py   tree_sum, tree_scale; global_norm, leaf_norms
 leaves.py matching.py in_place.py   leaves as few flat tensors, updated in place

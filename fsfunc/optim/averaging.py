@@ -183,7 +183,7 @@ def _averaged(
 
         return finish
 
-    return Optimizer(init, update, prepare=prepare)
+    return Optimizer(init, update, prepare=prepare, elementwise=optimizer.elementwise)
 
 
 def _lerp(averages: Any, params: Any, *, to: float, weight_decay: None) -> None:

@@ -23,7 +23,6 @@ from fsfunc.optim.optimizer import (
     State,
     described,
 )
-from fsfunc.optim.separability import check_separable
 from fsfunc.sharded.leaf import FlatShard, Parts, is_sharded
 
 __all__ = ["APPLIED", "BackwardSteps", "step_in_backward"]
@@ -44,8 +43,9 @@ def step_in_backward(optimizer: Optimizer) -> Optimizer:
     is everything where no `shard` is around, as on one device.
 
     Args:
-        optimizer: treats each element by itself, such as `sharded_adam`, `sgd`, `lion`,
-            `from_torch`, `partition`, `ema` or `master_weights` of such, or a `chain`.
+        optimizer: one that is ``elementwise``: `sharded_adam`, `sgd`, `lion`,
+            `from_torch`, `partition`, `ema` or `master_weights` of such, a `chain`, or
+            an `Optimizer` of your own that says so.
 
     Returns:
         the optimizer; its state is that of ``optimizer``, so a run may go on with it or
@@ -90,6 +90,14 @@ def step_in_backward(optimizer: Optimizer) -> Optimizer:
             "its own, as loss_scale does, which sees them all before it steps: use "
             "that one without step_in_backward, or give this one what makes its steps"
         )
+    if not optimizer.elementwise:
+        raise ValueError(
+            "step_in_backward steps a part of the parameters at a time, so it takes an "
+            "optimizer that treats each element by itself, such as ff.sharded_adam, "
+            f"ff.sgd or ff.lion, and not {optimizer.called}; what needs norms or all "
+            "gradients takes a step without it. Of an optimizer of your own say "
+            "ff.Optimizer(..., elementwise=True)"
+        )
     return _InBackward(optimizer)
 
 
@@ -99,33 +107,18 @@ class _InBackward(Optimizer):
     inner: Optimizer
 
     def __new__(cls, inner: Optimizer) -> _InBackward:
-        def init(params: Tree) -> State:
-            _check(inner, params)
-            return inner.init(params)
-
         def unseen(grads: Tree, state: State, params: Tree = None) -> Any:
             raise ValueError(_UNSEEN)
 
-        self: Any = super().__new__(cls, init, unseen, prepare=unseen)
+        self: Any = super().__new__(cls, inner.init, unseen, prepare=unseen)
         self.inner = inner
         return self
 
     def taken(self, run: Run, state: Any) -> tuple[Any, Tree, Optimizer]:
-        params = state.params
-        _check(self.inner, params)
-        steps, f = BackwardSteps(self.inner, state.opt_state, params), frame()
+        steps, f = BackwardSteps(self.inner, state.opt_state, state.params), frame()
         with inside(replace(f, handlers=(*f.handlers, steps))):
             value, grads = run()
         return value, grads, steps.rest()
-
-
-def _check(optimizer: Optimizer, params: Tree) -> None:
-    leaves, treedef = tree.flatten(params, is_sharded)
-    kinds = []
-    for path, x in zip(paths_of(treedef), leaves, strict=True):
-        if trainable(x):
-            kinds.append((path, tuple(x.shape), x.dtype))
-    check_separable(optimizer, tuple(kinds))
 
 
 class BackwardSteps(Interpretation):

@@ -73,4 +73,4 @@ def elementwise(
 
         return finish
 
-    return Optimizer(init, update, prepare=prepare)
+    return Optimizer(init, update, prepare=prepare, elementwise=True)

@@ -165,7 +165,7 @@ def schedule_free(
 
         return finish
 
-    return Optimizer(init, update, prepare=prepare)
+    return Optimizer(init, update, prepare=prepare, elementwise=base.elementwise)
 
 
 def _only(matched: Matched, values: Tree) -> Tree:

@@ -84,7 +84,12 @@ def partition(optimizers: Mapping[str, Optimizer], labels: Labels) -> Optimizer:
                 "way of its own, as loss_scale does: put it around the partition"
             )
     functions = _Partitioned(optimizers, labels)
-    return Optimizer(functions.init, functions.update, prepare=functions.prepare)
+    return Optimizer(
+        functions.init,
+        functions.update,
+        prepare=functions.prepare,
+        elementwise=all(x.elementwise for x in optimizers.values()),
+    )
 
 
 @dataclass(frozen=True, eq=False)

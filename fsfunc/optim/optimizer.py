@@ -60,6 +60,9 @@ class Optimizer(_Functions):
             checks, norms and collectives belong to the first; ``commit()`` only writes,
             and returns what `apply` does. So several optimizers can share a step that,
             failing, leaves the state as it was.
+        elementwise: your word that `update` treats each element by itself, so that a
+            step of some leaves, or of parts of them, is that part of the step:
+            `step_in_backward` asks for it.
         configuration: by name, what tells it from others of its kind: numbers, inner
             optimizers. Ranks compare it, and its repr shows it; without it, the names
             of its functions alone.
@@ -78,6 +81,7 @@ class Optimizer(_Functions):
 
     called: str
     configuration: tuple[tuple[str, Any], ...]
+    elementwise: bool
 
     def __new__(
         cls,
@@ -87,6 +91,7 @@ class Optimizer(_Functions):
         prepare: Prepare | None = None,
         take: Take | None = None,
         *,
+        elementwise: bool = False,
         configuration: Mapping[str, Any] | None = None,
     ) -> Optimizer:
         if prepare is None:
@@ -94,6 +99,7 @@ class Optimizer(_Functions):
         if apply is None:
             apply = _at_once(prepare)
         self = super().__new__(cls, init, update, apply, prepare, take)
+        self.elementwise = elementwise
         known = {"init": init, "update": update} | dict(configuration or {})
         return self.known_as("Optimizer", known)
 
@@ -103,7 +109,7 @@ class Optimizer(_Functions):
         return self
 
     def _replace(self, **changes: Any) -> Optimizer:
-        other = Optimizer(**(self._asdict() | changes))
+        other = Optimizer(**(self._asdict() | changes), elementwise=self.elementwise)
         return other.known_as(self.called, dict(self.configuration) | changes)
 
     def __repr__(self) -> str:

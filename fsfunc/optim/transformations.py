@@ -110,7 +110,13 @@ def _chained(transforms: Sequence[Optimizer]) -> Optimizer:
         return *taken(0), _chained(taking)
 
     alike = all(t.take is None for t in transforms)
-    return Optimizer(init, update, prepare=prepare, take=None if alike else take)
+    return Optimizer(
+        init,
+        update,
+        prepare=prepare,
+        take=None if alike else take,
+        elementwise=all(t.elementwise for t in transforms),
+    )
 
 
 @described
@@ -125,7 +131,7 @@ def scale(factor: float) -> Optimizer:
     def update(grads: Tree, state: State, params: Tree = None) -> tuple[Tree, State]:
         return map_flat(lambda ts: scaled(ts, factor), grads), state
 
-    return Optimizer(lambda params: (), update)
+    return Optimizer(lambda params: (), update, elementwise=True)
 
 
 @described
@@ -155,7 +161,7 @@ def add_decayed_weights(weight_decay: float, mask: Mask | None = None) -> Optimi
         (updates,) = matched.composed(lambda p, g, d: [decayed(g, p, d)], decays)
         return updates, state
 
-    return Optimizer(lambda params: (), update)
+    return Optimizer(lambda params: (), update, elementwise=True)
 
 
 @described
@@ -236,4 +242,4 @@ def clip_by_value(max_value: float) -> Optimizer:
     def update(grads: Tree, state: State, params: Tree = None) -> tuple[Tree, State]:
         return map_flat(clipped, grads), state
 
-    return Optimizer(lambda params: (), update)
+    return Optimizer(lambda params: (), update, elementwise=True)

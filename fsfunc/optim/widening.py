@@ -76,6 +76,7 @@ class Widened:
             self.update,
             prepare=self.prepare,
             take=None if alone else self.take,
+            elementwise=self.optimizer.elementwise,
         )
 
     def init(self, params: Tree) -> Any:

@@ -148,45 +148,32 @@ class Own(torch.optim.Optimizer):
                 if "slow" not in state:
                     state["count"], state["slow"] = 0, p.clone()
                 state["count"] += 1
-                if fault == "norm":
-                    g = g / g.norm()
-                elif fault == "total":
-                    state["total"] = state.get("total", 0) + float(g.sum())
-                elif fault == "calls" and self.calls > 10:
-                    g = g * self.calls
-                elif fault == "group" and group["steps"] > 10:
-                    g = g * group["steps"]
-                elif fault == "shared":
+                if fault == "shared":
                     self.state["total"] = group["lr"]  # type: ignore
-                elif fault == "decays matrices" and p.ndim > 1:
-                    g = g + 0.1 * p
-                elif fault == "decays filters" and p.ndim == 4:
-                    g = g + 0.1 * p
-                elif fault == "factors matrices" and p.ndim > 1:
-                    state["rows"] = g.mean(0)
-                elif fault == "no matrices":
-                    g = g + torch.dot(p, p) * 0
                 elif fault == "from one":
                     state["step"] = state.get("step", 0) + 1
-                elif fault == "noise":
-                    g = g + torch.randn_like(g)
                 elif fault == "matrix":
                     state["rows"] = torch.zeros(3, 3)
                 elif fault == "list":
                     state["rows"] = [g]
+                elif fault == "wide":
+                    state["master"] = p.double()
+                elif fault == "draws":
+                    torch.randn(3)
                 elif fault == "writes":
                     g.mul_(2)
-                elif fault == "matrices only":
-                    p.t() @ g.unsqueeze(0).t() @ p.mT.new_ones(7, 7)
                 p.add_(g, alpha=-group["lr"])
                 state["slow"] = state["slow"].lerp(p, 1 / state["count"])
+
+
+own = functools.partial(from_torch, Own, elementwise=True)
 
 
 @pytest.mark.parametrize("fault", ["", "writes"])
 def test_a_class_of_ones_own(fault):
     params = params_of([(3,), (2, 2)], 1)
     grads = grads_of(params, 1, 3)
-    optimizer = from_torch(Own, fault=fault)
+    optimizer = own(fault=fault)
     first = optimizer.init(params)
     assert first.numbers == {"count": 0}
     assert_bits(params["head"], first.moments["slow"]["head"])
@@ -201,7 +188,7 @@ def test_a_class_of_ones_own(fault):
 
 def test_a_number_that_begins_with_the_first_step():
     """A late leaf finds it as an early one does."""
-    optimizer = from_torch(Own, fault="from one")
+    optimizer = own(fault="from one")
     w, g = torch.ones(2), torch.ones(2)
     state = optimizer.init(w)
     assert state.numbers == {"count": 0, "step": 0}
@@ -213,26 +200,26 @@ def test_a_number_that_begins_with_the_first_step():
 @pytest.mark.parametrize(
     ("fault", "message"),
     [
-        ("norm", "Own cannot run on shards: it is not elementwise"),
-        ("total", "'total' depends on all elements"),
-        ("calls", r"carries 'calls' .* more than it keeps in state\[parameter\]"),
+        ("calls", r"carries calls .* more than it keeps in state\[parameter\]"),
         ("group", r"carries param_groups\[0\]\['steps'\]"),
-        ("shared", r"carries state\['total'\]"),
-        ("decays matrices", r"of shape \(3, 4\) .*p.ndim.* ff.partition"),
-        ("decays filters", r"of shape \(1, 3, 2, 2\)"),
-        ("factors matrices", r"of shape \(3, 4\)"),
-        ("no matrices", r"fails on a parameter of shape \(3, 4\)"),
-        ("noise", "draws random numbers"),
+        ("shared", "carries state of its own"),
         ("matrix", r"'rows', a tensor of shape \(3, 3\)"),
         ("list", "'rows', list"),
-        ("matrices only", "its step fails on a vector"),
+        ("wide", "keeps 'master' in torch.float64.* make them torch.float64"),
     ],
 )
-def test_a_class_that_is_not_elementwise_is_refused(fault, message):
-    before = torch.get_rng_state()
+def test_a_class_that_keeps_other_things_is_refused(fault, message):
     with pytest.raises(ValueError, match=message):
-        from_torch(Own, fault=fault)
+        own(fault=fault).init({"w": torch.ones(3)})
+
+
+def test_a_class_is_elementwise_by_the_callers_word():
+    with pytest.raises(ValueError, match=r"from_torch\(Own, elementwise=True, ...\)"):
+        from_torch(Own)
+    before = torch.get_rng_state()
+    own(fault="draws").init({"w": torch.ones(3)})
     assert torch.equal(before, torch.get_rng_state())
+    own(fault="wide").init({"w": torch.ones(3, dtype=torch.float64)})
 
 
 @ALL
