@@ -16,12 +16,7 @@ from fsfunc.core.frames import frame
 from fsfunc.core.observation import observe_gradients
 from fsfunc.optim.leaves import Tree
 from fsfunc.optim.norms import global_norm
-from fsfunc.optim.optimizer import (
-    Optimizer,
-    Run,
-    State,
-    described,
-)
+from fsfunc.optim.optimizer import Optimizer, Run, State, described
 from fsfunc.optim.reductions import by_axes, tree_scale
 
 

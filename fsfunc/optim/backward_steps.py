@@ -17,12 +17,7 @@ from fsfunc.core.losses import Weighted
 from fsfunc.core.outcomes import GradientCall, Outcome
 from fsfunc.optim.leaves import Tree, along, paths_of, trainable
 from fsfunc.optim.mirrored_state import MirroredState
-from fsfunc.optim.optimizer import (
-    Optimizer,
-    Run,
-    State,
-    described,
-)
+from fsfunc.optim.optimizer import Optimizer, Run, State, described
 from fsfunc.sharded.leaf import FlatShard, Parts, is_sharded
 
 __all__ = ["APPLIED", "BackwardSteps", "step_in_backward"]
@@ -79,7 +74,8 @@ def step_in_backward(optimizer: Optimizer) -> Optimizer:
     >>> def main():
     ...     step, x = optimizer(ff.value_and_grad(loss)), torch.tensor([1.0, 3.0])
     ...     step = ff.donate(ff.shard(step, mesh, "data"))
-    ...     state = ff.init_state(step, [torch.ones(2)] * 2, optimizer, x)
+    ...     ws = [torch.ones(2), torch.ones(2)]
+    ...     state = ff.init_state(step, ws, optimizer, x)
     ...     return ff.unshard(step(state, x)[0].params)
     >>> ff.spmd(main, mesh)()[0]
     [tensor([ 0.5000, -0.5000]), tensor([ 0.5000, -0.5000])]
@@ -171,7 +167,7 @@ class BackwardSteps(Interpretation):
             raise ValueError(_SCALED)
 
     def _knows(self, call: GradientCall) -> bool:
-        """Whether it differentiates some of the parameters that are to be stepped."""
+        """True if it differentiates some of the parameters that are to be stepped."""
         chosen = [call.args[i] for i in call.argnums]
         known = set(map(id, self.old))
         for x in tree.leaves(chosen, is_leaf=is_sharded):
@@ -194,7 +190,7 @@ class BackwardSteps(Interpretation):
         return loss
 
     def begin(self, keeps: dict[int, FlatShard], parts: Parts) -> BackwardSteps | None:
-        """What a sharded gradient call steps as it goes, if anything.
+        """Itself, if a sharded gradient call has buffers to step as it goes.
 
         Args:
             keeps: the buffers whose gradients it sums; ``parts``: what of their leaves
@@ -206,7 +202,7 @@ class BackwardSteps(Interpretation):
         return self if runs and any(key in self.at for key in keeps) else None
 
     def takes(self, shard: FlatShard) -> bool:
-        """Whether a buffer, all of whose gradients are summed, is stepped now."""
+        """True if a buffer, all of whose gradients are summed, is stepped now."""
         beside = any((id(shard), id(m)) in self.parts for m in shard.members)
         return id(shard) in self.at and not beside
 
@@ -243,7 +239,7 @@ class BackwardSteps(Interpretation):
     # What is left
 
     def rest(self) -> Optimizer:
-        """What steps the rest, and knows the state after all."""
+        """The optimizer that steps the other leaves, and returns the whole state."""
         if not self.done:
             return self.optimizer
 
@@ -256,7 +252,7 @@ class BackwardSteps(Interpretation):
         self, grads: Tree, state: State, params: Tree
     ) -> Callable[[], tuple[Tree, State]]:
         leaves, treedef = tree.flatten(params, is_sharded)
-        found = along(params, treedef, grads, "gradients")
+        found = along(treedef, grads, "gradients")
         stepped = {i for key in self.done for i in self.at[key]}
         same = len(leaves) == len(self.old) and state is self.state
         if not same or any(
@@ -278,7 +274,7 @@ class BackwardSteps(Interpretation):
 
 
 def _is_of(grad: Any, leaf: Any) -> bool:
-    """Whether that is the gradient of a leaf, and used up."""
+    """True if that is the gradient of a leaf, and used up."""
     spent = getattr(grad, "spent", "") == APPLIED
     return spent and grad.layout is leaf.layout
 

@@ -26,7 +26,7 @@ __all__ = ["AdafactorState", "adafactor"]
 
 
 class AdafactorState(NamedTuple):
-    """How many updates were made, and the second moments.
+    """The count of updates, and the second moments.
 
     Of a leaf of shape ``[..., r, c]`` ``row`` is ``[..., r, 1]`` and ``col`` is
     ``[..., 1, c]``, whole on every rank, float32 (float64 for such a leaf). Of a leaf
@@ -182,9 +182,8 @@ def _leaves(matched: Matched, state: AdafactorState) -> list[FactoredLeaf]:
 
 
 def _columns(matched: Matched, state: AdafactorState) -> list[list[Any]]:
-    like = tree.unflatten(matched.treedef, matched.trees[0])
     trees = state.row, state.col, state.variance
-    return [along(like, matched.treedef, t, "optimizer state") for t in trees]
+    return [along(matched.treedef, t, "optimizer state") for t in trees]
 
 
 def _next(

@@ -39,9 +39,8 @@ def fused(
     decays: Sequence[Any],
     *,
     cast: bool = True,
-    least: torch.dtype | None = None,
 ) -> Callable[[], list[Tree]]:
-    """What writes ``kernel`` into params and moments, and returns them.
+    """A function that runs ``kernel`` on params and moments, and returns them.
 
     Under `donate` it writes into the tensors given, where nobody else holds their
     memory, else into copies (on fresh memory the page faults cost most, whatever the
@@ -49,8 +48,7 @@ def fused(
     ``kernel(params, grads, *moments, weight_decay=)`` takes lists of dense tensors of
     one dtype on one device, and is called once for each such group. ``decays`` are
     whatever it takes for ``weight_decay``, by leaf. Without ``cast`` it takes tensors
-    as they are, and only the parameters' dtype tells groups apart. A dtype narrower
-    than ``least`` becomes that.
+    as they are, and only the parameters' dtype tells groups apart.
     """
     donation = frame().donated
     if donation is not None and overlap(matched):
@@ -62,7 +60,7 @@ def fused(
         with torch.no_grad():
             new = targets(matched, kept, donation, taken)
             count_write([t for target in new for t in target.tensors])
-            groups = _groups(matched, new, decays, least)
+            groups = _groups(matched, new, decays)
             for (_, dtype, decay, _), columns in groups.items():
                 if cast:
                     _write(kernel, columns, dtype, decay)
@@ -79,7 +77,7 @@ def fused(
 
 
 def overlap(matched: Matched) -> bool:
-    """Whether memory to write lies at two places: each then gets its own."""
+    """True if two tensors to write share memory: each then gets its own."""
     params, grads, *moments = [b.tensors for b in matched.buffers]
     tensors = [*params, *chain.from_iterable(moments)]
     for kind in {*map(type, tensors), *map(type, grads)}:
@@ -156,14 +154,13 @@ def _groups(
     matched: Matched,
     new: list[_Target],
     decays: Sequence[Any],
-    least: torch.dtype | None,
 ) -> dict[Any, list[list[Tensor]]]:
     """Columns (params, grads, *moments) by device, dtype and decay.
 
     A flat buffer whose leaves decay differently falls apart into its leaves. What of a
     row lies beside the device may have to be brought: such a row is a group of its own.
     """
-    if (alike := _alike(matched, new, decays, least)) is not None:
+    if (alike := _alike(matched, new, decays)) is not None:
         return alike
     groups: dict[Any, list[list[Tensor]]] = {}
     grads = _Target(
@@ -183,8 +180,6 @@ def _groups(
                 for m in moments:
                     if m.dtype != dtype:
                         dtype = torch.promote_types(dtype, m.dtype)
-                if least is not None:
-                    dtype = torch.promote_types(dtype, least)
                 apart = len(groups) if LIES and any(map(lies, row)) else -1
                 key = (p.device, dtype, decay, apart)
                 found = groups.setdefault(key, [[] for _ in row])
@@ -197,7 +192,6 @@ def _alike(
     matched: Matched,
     new: list[_Target],
     decays: Sequence[Any],
-    least: torch.dtype | None,
 ) -> dict[Any, list[list[Tensor]]] | None:
     """The one group, where all parameters and moments are of one kind."""
     if LIES or not decays or decays.count(decays[0]) < len(decays):
@@ -208,8 +202,6 @@ def _alike(
     if len(devices) > 1 or len(dtypes) > 1 or not all(map(Tensor.numel, params)):
         return None
     (device,), (dtype,) = devices, dtypes  # moments lie beside their parameters
-    if least is not None:
-        dtype = torch.promote_types(dtype, least)
     grads = matched.buffers[1].tensors
     return {(device, dtype, decays[0], -1): [params, grads, *moments]}
 

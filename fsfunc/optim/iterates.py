@@ -9,10 +9,9 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from fsfunc import tree
 from fsfunc.core.frames import frame, inside
 from fsfunc.optim.in_place import fused
-from fsfunc.optim.leaves import Mask, Tree, along, copied, floating
+from fsfunc.optim.leaves import Mask, Tree, chosen, copied, floating
 from fsfunc.optim.matching import Matched
 from fsfunc.optim.optimizer import (
     Optimizer,
@@ -31,7 +30,7 @@ __all__ = ["ScheduleFreeState", "schedule_free"]
 
 
 class ScheduleFreeState(NamedTuple):
-    """How many updates were made, the base iterate z, and what weighs the average.
+    """The count of updates, the base iterate z, and the weights of the average.
 
     The parameters that are trained are y, where gradients are taken; `eval_params`
     gives x, the average, which is ``(y - (1 - b1) z) / b1``. ``weight_sum`` is that of
@@ -170,10 +169,8 @@ def schedule_free(
 
 def _only(matched: Matched, values: Tree) -> Tree:
     """``values``, like the parameters, with None for leaves that are not updated."""
-    like = tree.unflatten(matched.treedef, matched.trees[0])
-    column = along(like, matched.treedef, values, "parameters")
-    nothing = [None] * len(column)
-    return matched.restore([column[i] for i in matched.active], nothing)
+    updated = [i in set(matched.active) for i in range(len(matched.trees[0]))]
+    return chosen(matched.treedef, updated, values, what="parameters")
 
 
 def _mixed(ys: Tree, zs: Tree, by: float, add: float) -> Tree:

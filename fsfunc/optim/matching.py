@@ -55,7 +55,7 @@ class Matched:
         leaves, treedef = tree.flatten(params, is_sharded)
         names = ["gradients"] + ["optimizer state"] * len(moments)
         others = [
-            along(params, treedef, other, what)
+            along(treedef, other, what)
             for what, other in zip(names, (grads, *moments), strict=True)
         ]
         active = [
@@ -83,8 +83,13 @@ class Matched:
         return _chosen(self.trees, self.active)
 
     @property
+    def nothing(self) -> list[None]:
+        """None for each leaf, as what stands where a leaf takes no part."""
+        return [None] * len(self.trees[0])
+
+    @property
     def differentiated(self) -> bool:
-        """Whether somebody may differentiate through what is done with the tensors.
+        """True if operations on the tensors may be differentiated.
 
         A leaf that merely asks for a gradient does not count: it is a parameter of
         this step, and a graph from step to step would hold every step's memory.
@@ -125,8 +130,7 @@ class Matched:
         ]
         made = [params if as_params else grads, *moments]
         results = list(zip(*rows, strict=True)) if rows else [()] * len(made)
-        nothing = [None] * len(self.trees[0])
-        kept = [self.trees[0] if as_params else nothing, *self.trees[2:]]
+        kept = [self.trees[0] if as_params else self.nothing, *self.trees[2:]]
         return [
             self.restore(b.rebuild(list(new)), old)
             for b, new, old in zip(made, results, kept, strict=True)
@@ -181,6 +185,11 @@ def _chosen(trees: list[list[Any]], active: list[int]) -> list[list[Any]]:
     if len(active) == len(trees[0]):
         return [list(column) for column in trees]
     return [[column[i] for i in active] for column in trees]
+
+
+def decays(decay: Decay) -> bool:
+    """False where nothing decays."""
+    return isinstance(decay, Tensor) or bool(decay)
 
 
 def decayed(g: Tensor, p: Tensor, decay: Decay) -> Tensor:

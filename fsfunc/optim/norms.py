@@ -89,7 +89,7 @@ def global_norm(values: Tree, p: float = 2.0) -> Tensor:
 
 
 def all_finite(values: Tree) -> Tensor:
-    """Whether all elements of the floating leaves are finite, equal on every rank.
+    """True if all elements of the floating leaves are finite, equal on every rank.
 
     Under a transform over axes of a mesh every rank of the mesh is asked, whatever it
     holds: so a step is skipped everywhere or nowhere.
@@ -122,7 +122,7 @@ def all_finite(values: Tree) -> Tensor:
 
 
 def holds(found: Tensor) -> bool:
-    """Whether it is true; without data every step is a good one."""
+    """The flag as a bool; True on fake tensors, where every step is a good one."""
     return _torch.fake_active() or found.is_meta or bool(found)
 
 

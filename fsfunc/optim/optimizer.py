@@ -1,4 +1,4 @@
-"""What an optimizer is: two functions, and what follows from them.
+"""The optimizer interface: two functions, and what follows from them.
 
 ``init(params)`` makes a state and ``update(grads, state, params)`` turns gradients into
 updates, which are **added** to the parameters (optax's contract; so the learning rate
@@ -214,7 +214,7 @@ def apply_updates(params: Tree, updates: Tree) -> Tree:
 
 
 def prepare_updates(params: Tree, updates: Tree) -> Callable[[], Tree]:
-    """What does the work of `apply_updates`; the trees are checked now."""
+    """A function that does the work of `apply_updates`; the trees are checked now."""
     matched = Matched.of(params, updates)
     if matched.differentiated:
         return lambda: matched.summed(_sum)
@@ -223,7 +223,7 @@ def prepare_updates(params: Tree, updates: Tree) -> Callable[[], Tree]:
 
 
 def summed(params: Tree, updates: Tree) -> Tree:
-    """What `apply_updates` gives, in memory of its own."""
+    """The result of `apply_updates`, in memory of its own."""
     return Matched.of(params, updates).summed(_sum)
 
 

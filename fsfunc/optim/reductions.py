@@ -23,14 +23,7 @@ from fsfunc.comm.crossings import ENTER, MAX, SPREAD, SUM, check_samples
 from fsfunc.comm.groups import group
 from fsfunc.comm.mesh import averaged_axes
 from fsfunc.core.frames import frame
-from fsfunc.optim.leaves import (
-    Tree,
-    differentiated,
-    map_flat,
-    scaled,
-    split,
-    trainable,
-)
+from fsfunc.optim.leaves import Tree, differentiated, map_flat, scaled, split, trainable
 from fsfunc.runtime.stores import like_device
 from fsfunc.sharded.leaf import Sharded, is_sharded
 
@@ -140,7 +133,7 @@ def entered(x: Tensor) -> Tensor:
 
 
 def into_parts(x: Tensor, axes: tuple[str, ...]) -> Tensor:
-    """What is the same on every rank, as a factor of parts over ``axes``."""
+    """A number that all ranks share, as a factor of parts over ``axes``."""
     over, _, _ = _parted(axes)
     return apply_map(x, SPREAD, group(over)) if over else x
 
@@ -174,7 +167,7 @@ def by_axes(values: Tree) -> tuple[list[tuple[Spread, list[Tensor]]], torch.dtyp
 
 
 def device_of(held: list[tuple[Spread, list[Tensor]]]) -> torch.device:
-    """Where the first tensor is computed with; the CPU where there is none."""
+    """The device of the first tensor; the CPU where there is none."""
     return like_device(held[0][1][0]).device if held else torch.device("cpu")
 
 

@@ -14,11 +14,7 @@ from fsfunc.comm.mesh import here
 from fsfunc.core.frames import composable, frame
 from fsfunc.optim.leaves import Tree, local, map_flat, paths_of, trainable
 from fsfunc.optim.matching import Matched
-from fsfunc.optim.optimizer import (
-    Optimizer,
-    State,
-    described,
-)
+from fsfunc.optim.optimizer import Optimizer, State, described
 from fsfunc.optim.widening import Narrow, Widened
 from fsfunc.runtime.generators import mix
 from fsfunc.runtime.random_blocks import any_bits, draw
@@ -30,7 +26,7 @@ __all__ = ["RoundingState", "stochastic_rounding"]
 
 
 class RoundingState(NamedTuple):
-    """How many updates were rounded, and what the optimizer within keeps."""
+    """The count of rounded updates, and the inner state."""
 
     count: int
     inner: State

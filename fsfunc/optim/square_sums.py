@@ -49,13 +49,13 @@ class FactoredLeaf:
 
     @property
     def sizes(self) -> list[int]:
-        """How many numbers are summed: of the parameter, by row and by column."""
+        """Counts of the sums: of the parameter, by row and by column."""
         if not self.factored:
             return [1, 0, 0]
         return [1, self.row.numel(), self.col.numel()]
 
     def fits(self, ndim: int) -> bool:
-        """Whether the second moments are such a leaf's."""
+        """True if the second moments fit such a leaf."""
         if ndim < 2:
             found = self.variance
             return found is not None and found.shape == self.p.shape
@@ -168,7 +168,7 @@ def _over_axes(
 
 
 def _boxes(layout: Layout) -> list[Box]:
-    """Where the rank's elements of a leaf lie in the whole of it."""
+    """The places of the rank's elements in the whole leaf."""
     at = here().mesh.coordinates()
     return _cached(layout, tuple(at[axis] for axis in layout.axes))
 

@@ -1,4 +1,4 @@
-"""What torch's elementwise optimizers keep for a parameter, and one step of them.
+"""States of torch's elementwise optimizers, and one step of them.
 
 A table tells it of torch's own classes. Of another class, which its caller calls
 elementwise, one step on two numbers shows the names and the first values.
@@ -115,11 +115,13 @@ def kept_by_torch(kind: type, o: Options, device: torch.device) -> Kept:
     wide = torch.get_default_dtype() == torch.float64 and not fused
     dtype = torch.float64 if wide else torch.float32
     there = fused or kind is torch.optim.ASGD
+    foreach = o.get("foreach") is not False and not fused  # None: on a GPU
     return Kept(
         {k: torch.tensor(v, dtype=dtype).item() for k, v in numbers.items()},
         moments,
         dict.fromkeys(numbers, (dtype, device if there else torch.device("cpu"))),
         afresh=bool(o.get("dampening")),  # SGD: its first momentum is the gradient
+        writes_gradients=foreach and bool(o.get("nesterov")),  # SGD adds the momentum
     )
 
 
@@ -257,7 +259,7 @@ def _filled(numbers: Numbers, kept: Kept, count: int) -> dict[str, Sequence[Any]
 
 
 def as_numbers(found: dict[str, Any]) -> Numbers:
-    """What a step keeps as numbers, where these lie on the host."""
+    """A state's numbers as plain ones, where they lie on the host."""
     return {k: x.item() if isinstance(x, Tensor) else x for k, x in found.items()}
 
 

@@ -46,7 +46,7 @@ _REFUSED = {
 
 
 class TorchState(NamedTuple):
-    """How many updates were made, and what the class keeps.
+    """The count of updates, and the state of the class.
 
     ``numbers`` has, by torch's name, what is one number for all elements, such as
     ``step``, as plain numbers; ``moments`` has, by torch's name, trees like the
@@ -267,7 +267,7 @@ class _TorchFunctions:
 
 
 def _on_host(x: Any) -> bool:
-    """Whether the value of a number can be read without waiting for a device."""
+    """True if a number can be read without waiting for a device."""
     if isinstance(x, _torch.FakeTensor):
         return False
     return not isinstance(x, Tensor) or x.device.type == "cpu"

@@ -10,13 +10,7 @@ import torch
 from torch import Tensor
 
 from fsfunc.core.frames import composable
-from fsfunc.optim.leaves import (
-    Mask,
-    Tree,
-    differentiated,
-    map_flat,
-    scaled,
-)
+from fsfunc.optim.leaves import Mask, Tree, differentiated, map_flat, scaled
 from fsfunc.optim.matching import Matched, decayed
 from fsfunc.optim.norms import global_norm
 from fsfunc.optim.optimizer import (

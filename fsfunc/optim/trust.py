@@ -74,7 +74,7 @@ def scale_by_trust_ratio(
 
 @dataclass(frozen=True)
 class Trust:
-    """How trust ratios are made; see `scale_by_trust_ratio`."""
+    """The formula of trust ratios; see `scale_by_trust_ratio`."""
 
     min_norm: float = 0.0
     coefficient: float = 1.0

@@ -66,7 +66,7 @@ class UnitScaling(Interpretation):
 
 
 class _Ends:
-    """What one unit call is given and returns, as its backward is to see them."""
+    """Scaling at the inputs and outputs of one unit call."""
 
     def __init__(self, scaling: UnitScaling, call: Call):
         self.found, self.name = scaling.found, call.name

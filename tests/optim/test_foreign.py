@@ -55,6 +55,25 @@ def test_it_keeps_what_the_class_keeps(name):
                 assert x.item() == state.numbers[n] and type(state.numbers[n]) is float
 
 
+FOREACH = [name for name in CLASSES if "fused" not in name]
+
+
+@pytest.mark.parametrize("maximize", [False, True])
+@pytest.mark.parametrize("name", FOREACH)
+def test_gradients_stay_where_the_class_writes_lists(name, maximize):
+    kind, options = CLASSES[name]
+    how = {**options, "foreach": True, "maximize": maximize}
+    if kind != "Rprop":
+        how["weight_decay"] = 0.1
+    params = params_of([(3, 2), ()], 0)
+    grads = grads_of(params, 0)
+    kept = copies(grads)
+    after, _ = trained(from_torch(getattr(torch.optim, kind), **how), params, grads)
+    assert_bits(kept, grads)
+    theirs = functools.partial(getattr(torch.optim, kind), **how)
+    assert_bits(by_torch(theirs, params, copies(grads)), floating(after))
+
+
 loss_fn = chain()
 PARAMS = layers(2, 3, dtype=torch.float64)
 X = torch.randn(4, 3, generator=torch.Generator().manual_seed(8), dtype=torch.float64)
