@@ -9,9 +9,16 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fsfunc.optim.element_rules import Codec, Commit, ElementRule, Kernel, chunks
+from fsfunc.optim.element_rules import (
+    Codec,
+    Commit,
+    ElementRule,
+    Equation,
+    Kernel,
+    chunks,
+)
 from fsfunc.optim.leaves import Tree
-from fsfunc.optim.matching import Matched, Rule
+from fsfunc.optim.matching import Matched
 from fsfunc.optim.norms import all_finite, holds
 from fsfunc.sharded.leaf import is_sharded
 
@@ -50,19 +57,19 @@ class Scaled(Codec):
         return self.state(*super().init(rule, params), _LARGEST, 0)
 
     def update(self, rule: ElementRule, grads: Tree, state: Any, params: Tree):
-        scaled, *how = self._chosen(rule, grads, state, params)
+        scaled, scale, lost = self._chosen(rule, grads, state, params)
         updates, after = super().update(scaled, grads, state, params)
-        return updates, self._after(state, after, *how)
+        return updates, self._after(state, after, scale, lost)
 
     def prepare(
         self, rule: ElementRule, grads: Tree, state: Any, params: Tree
     ) -> Commit:
-        scaled, *how = self._chosen(rule, grads, state, params)
+        scaled, scale, lost = self._chosen(rule, grads, state, params)
         commit = super().prepare(scaled, grads, state, params)
 
         def finish() -> tuple[Tree, Any]:
             params, after = commit()
-            return params, self._after(state, after, *how)
+            return params, self._after(state, after, scale, lost)
 
         return finish
 
@@ -94,10 +101,10 @@ class Scaled(Codec):
 def _scaled(rule: ElementRule, old: float, new: float) -> ElementRule:
     """The rule of moments that are kept times a scale; 0 forgets them."""
 
-    def equation(count: Any) -> Rule:
+    def equation(count: Any) -> Equation:
         plain = rule.equation(count)
 
-        def step(p: Tensor, g: Tensor, *rest: Any) -> list[Tensor]:
+        def step(p: Tensor, g: Tensor, *rest: Any) -> list[Any]:
             *moments, decay = rest
             p, g, *moments = (_wide(x) for x in (p, g, *moments))
             u, *made = plain(p, g, *(m / old for m in moments), decay)
@@ -144,7 +151,7 @@ def _largest(rule: ElementRule, matched: Matched, state: Any) -> list[Tensor]:
         ]
 
 
-def _most(row: Sequence[Tensor], step: Rule, decay: Any) -> Tensor:
+def _most(row: Sequence[Tensor], step: Equation, decay: Any) -> Tensor:
     p = row[0]
     most = torch.zeros(1, dtype=torch.float32, device=p.device)
     if not p.numel():
