@@ -18,6 +18,7 @@ from fsfunc.optim.optimizer import (
     Optimizer,
     check_fractions,
     check_not_negative,
+    check_rate,
     described,
 )
 from fsfunc.optim.scaled_moments import Scaled
@@ -115,7 +116,7 @@ def sharded_adam(
             [0, 1); an update without ``params`` while weights decay; codes of 8 bits
             made for parameters that lay in another way.
         RuntimeError: float16 moments overflow at a scale of 1; an update with codes
-            that somebody differentiates.
+            that is differentiated.
         TreeMismatch: gradients or state do not fit the parameters; names the path.
 
     Cost: no communication. One fused call for each device, dtype and decay, over the
@@ -137,8 +138,7 @@ def sharded_adam(
     (tensor([0.9000, 0.9000]), tensor([0.9990, 0.9990]), 1)
     """
     check_not_negative(eps=eps, weight_decay=weight_decay)
-    if not callable(learning_rate):
-        check_not_negative(learning_rate=learning_rate)
+    check_rate(learning_rate)
     check_fractions(b1=b1, b2=b2)
 
     if moment_dtype not in _MOMENTS:
@@ -199,7 +199,7 @@ def adam_rule(
 
 
 def _warn_of_narrow(params: Tree, b2: float) -> None:
-    """Of moments that nobody asked to have 16 bits, and that lose what they count."""
+    """Warns of moments in the parameters' 16 bits, which lose small squares."""
     leaves = tree.leaves(params, is_sharded)
     dtypes = {held_dtype(x) for x in leaves if trainable(x)}
     faults = []

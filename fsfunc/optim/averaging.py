@@ -1,4 +1,4 @@
-"""Averages of the parameters, kept beside any optimizer, and evaluated."""
+"""Averages of the parameters, kept with any optimizer, and evaluated."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ def ema(
     every: int = 1,
     dtype: torch.dtype | None = None,
 ) -> Optimizer:
-    """``optimizer``, and beside it an exponential average of the parameters.
+    """``optimizer``, with an exponential moving average of the parameters.
 
     After an update, as ``torch.optim.swa_utils.get_ema_multi_avg_fn`` does it::
 
@@ -99,7 +99,7 @@ def swa(
     every: int = 1,
     dtype: torch.dtype | None = None,
 ) -> Optimizer:
-    """``optimizer``, and beside it the mean of the parameters after its updates.
+    """``optimizer``, with the mean of the parameters after its updates.
 
     ``average = average + (p - average) / (n + 1)`` after n of them, as
     ``torch.optim.swa_utils.AveragedModel`` does it.

@@ -1,4 +1,4 @@
-"""Steps made while the backward runs, a unit's as soon as its gradient is there."""
+"""Optimizer steps fused into the backward pass, unit by unit."""
 
 from __future__ import annotations
 

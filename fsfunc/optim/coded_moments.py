@@ -3,20 +3,20 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import replace
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from fsfunc import tree
-from fsfunc.core.frames import composable, frame, inside
+from fsfunc.core.frames import composable, frame
 from fsfunc.optim.code_groups import groups_of, zero_codes
 from fsfunc.optim.coded_steps import MEAN, SQUARE, Scratch, stretches, write_codes
 from fsfunc.optim.element_rules import Codec, Commit, ElementRule
 from fsfunc.optim.in_place import count_write, overlap, targets
-from fsfunc.optim.leaves import Tree, along, local, paths_of, trainable
-from fsfunc.optim.matching import Matched
+from fsfunc.optim.leaves import Tree, local, paths_of, trainable
+from fsfunc.optim.optimizer import update_of
 from fsfunc.runtime.block_codes import BLOCK, Coder, chance
 from fsfunc.runtime.generators import mix
 from fsfunc.runtime.stores import empty_beside
@@ -106,16 +106,13 @@ class Coded(Codec):
 
         return self.state(0, *(codes() for _ in range(rule.moments)), places)
 
-    def update(self, rule: ElementRule, grads: Tree, state: Any, params: Tree):
-        matched = rule.matched(grads, params, ())
+    def update(
+        self, rule: ElementRule, grads: Tree, state: Any, params: Tree = None
+    ) -> tuple[Tree, Any]:
+        rule.matched(grads, params, ())  # which checks that parameters are given
         like = grads if params is None else params
         start = tree.map(lambda x: _wide(x, rule), like, is_leaf=is_sharded)
-        with inside(replace(frame(), donated=None)):
-            new, after = self.prepare(rule, grads, state, start)()
-        columns = [along(matched.treedef, t, "parameters") for t in (start, new)]
-        chosen = [[column[i] for i in matched.active] for column in columns]
-        moved = Matched.of(*chosen).summed(lambda p, n: n - p)
-        return matched.restore(moved, [None] * len(columns[0])), after
+        return update_of(partial(self.prepare, rule), grads, state, start)
 
     def prepare(
         self, rule: ElementRule, grads: Tree, state: Any, params: Tree
@@ -123,8 +120,8 @@ class Coded(Codec):
         matched = rule.matched(grads, params, ())
         if composable() or matched.differentiated:
             raise RuntimeError(
-                f"{rule.name} with moments in 8 bits: somebody differentiates this "
-                "update, and codes have no derivative: leave moment_dtype out"
+                f"{rule.name} with moments in 8 bits: this update is differentiated, "
+                "and codes have no derivative: leave moment_dtype out"
             )
         groups, places = groups_of(matched.trees[0], paths_of(matched.treedef))
         if places != state.places:

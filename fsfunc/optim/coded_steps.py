@@ -118,7 +118,7 @@ def _write_here(
     stream: tuple[int, int],
     scratch: Scratch,
 ) -> None:
-    """The same on the device, where some of it lies beside that."""
+    """The same on the device, where some tensors are offloaded."""
     come = lambda x: x if lies(x) is None else brought(x)  # noqa: E731
     mine = [c._replace(param=come(c.param), grad=come(c.grad)) for c in cuts]
     # What was brought is a copy, to be written over.

@@ -16,6 +16,7 @@ from fsfunc.optim.optimizer import (
     Optimizer,
     check_fractions,
     check_not_negative,
+    check_rate,
     described,
 )
 from fsfunc.optim.schedules import Schedule, rate_at
@@ -81,8 +82,7 @@ def sgd(
     check_not_negative(
         momentum=momentum, weight_decay=weight_decay, dampening=dampening
     )
-    if not callable(learning_rate):
-        check_not_negative(learning_rate=learning_rate)
+    check_rate(learning_rate)
     if nesterov and (not momentum or dampening):
         raise ValueError(
             f"nesterov needs momentum and no dampening; momentum is {momentum} and "
@@ -194,8 +194,7 @@ def lion(
     (tensor([0.9000, 1.0000, 1.1000]), tensor([ 0.0500,  0.0000, -0.0010]))
     """
     check_not_negative(weight_decay=weight_decay)
-    if not callable(learning_rate):
-        check_not_negative(learning_rate=learning_rate)
+    check_rate(learning_rate)
     check_fractions(b1=b1, b2=b2)
 
     def equation(count: Any):

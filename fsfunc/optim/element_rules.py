@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -124,7 +125,9 @@ class Codec:
         moments = [zeros_like(params, self.dtype) for _ in range(rule.moments)]
         return rule.after(0, moments)
 
-    def update(self, rule: ElementRule, grads: Tree, state: Any, params: Tree):
+    def update(
+        self, rule: ElementRule, grads: Tree, state: Any, params: Tree = None
+    ) -> tuple[Tree, Any]:
         count, moments = state[0], state[1 : 1 + rule.moments]
         matched = rule.matched(grads, params, moments)
         updates, *new = matched.composed(rule.step(count), rule.decays(matched))
@@ -149,16 +152,9 @@ class Codec:
 
 def elementwise(rule: ElementRule, codec: Codec) -> Optimizer:
     """The optimizer of an equation, whose moments are stored by a codec."""
-
-    def update(grads: Tree, state: Any, params: Tree = None) -> tuple[Tree, Any]:
-        return codec.update(rule, grads, state, params)
-
-    def prepare(grads: Tree, state: Any, params: Tree) -> Commit:
-        return codec.prepare(rule, grads, state, params)
-
     return Optimizer(
-        lambda params: codec.init(rule, params),
-        update,
-        prepare=prepare,
+        partial(codec.init, rule),
+        partial(codec.update, rule),
+        prepare=partial(codec.prepare, rule),
         elementwise=codec.elementwise,
     )

@@ -16,6 +16,7 @@ from fsfunc.optim.optimizer import (
     check_not_negative,
     check_numbers,
     check_params_given,
+    check_rate,
     described,
 )
 from fsfunc.optim.schedules import Schedule, rate_at
@@ -71,8 +72,8 @@ def adafactor(
         place of r c, the same on every rank.
 
     Raises:
-        ValueError: a number out of its range; an update without ``params``, or that
-            somebody differentiates or batches.
+        ValueError: a number out of its range; an update without ``params``, or one
+            that is differentiated or batched.
         TreeMismatch: gradients do not fit the parameters; names the path.
 
     Cost: two psums over each distinct set of axes in the layouts: of 1 + r + c numbers
@@ -91,8 +92,7 @@ def adafactor(
     eps1, eps2 = eps
     check_not_negative(eps1=eps1 or 0.0, eps2=eps2, weight_decay=weight_decay)
     check_numbers(beta2_decay=beta2_decay, d=d)
-    if not callable(learning_rate):
-        check_not_negative(learning_rate=learning_rate)
+    check_rate(learning_rate)
     if not (beta2_decay <= 0 and d >= 1):
         raise ValueError(
             f"beta2_decay is {beta2_decay} and d is {d}: the one must be at most 0, "

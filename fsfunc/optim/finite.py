@@ -1,4 +1,4 @@
-"""Steps that are skipped, on every rank, where a gradient is not finite."""
+"""Steps that all ranks skip where a gradient is not finite."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ __all__ = ["ApplyIfFiniteState", "Skipping", "apply_if_finite"]
 
 @dataclass(frozen=True, eq=False)
 class Skipping:
-    """An optimizer around one, whose step is skipped where it should not be made."""
+    """An optimizer around another, whose step may be skipped."""
 
     optimizer: Optimizer
 
@@ -109,8 +109,7 @@ def apply_if_finite(optimizer: Optimizer, max_consecutive_errors: int = 5) -> Op
             f"max_consecutive_errors is {max_consecutive_errors}: it must be 0 or more"
         )
 
-    made = _IfFinite(optimizer, max_consecutive_errors)
-    return Optimizer(made.init, made.update, prepare=made.prepare)
+    return Optimizer.of(_IfFinite(optimizer, max_consecutive_errors))
 
 
 @dataclass(frozen=True, eq=False)

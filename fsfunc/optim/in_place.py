@@ -42,13 +42,13 @@ def fused(
 ) -> Callable[[], list[Tree]]:
     """A function that runs ``kernel`` on params and moments, and returns them.
 
-    Under `donate` it writes into the tensors given, where nobody else holds their
+    Under `donate` it writes into the tensors given, where nothing else holds their
     memory, else into copies (on fresh memory the page faults cost most, whatever the
     order of copy and update).
     ``kernel(params, grads, *moments, weight_decay=)`` takes lists of dense tensors of
     one dtype on one device, and is called once for each such group. ``decays`` are
     whatever it takes for ``weight_decay``, by leaf. Without ``cast`` it takes tensors
-    as they are, and only the parameters' dtype tells groups apart.
+    as they are, and only the parameters' dtype separates groups.
     """
     donation = frame().donated
     if donation is not None and overlap(matched):

@@ -19,6 +19,7 @@ from fsfunc.optim.optimizer import (
     check_not_negative,
     check_numbers,
     check_params_given,
+    check_rate,
     check_takes_plainly,
     described,
     summed,
@@ -103,10 +104,9 @@ def schedule_free(
     check_takes_plainly("schedule_free", base)
     check_numbers(b1=b1)
     if not 0 < b1 < 1:
-        raise ValueError(f"b1 is {b1}: it must be above 0 and below 1, to tell x by")
+        raise ValueError(f"b1 is {b1}: it must be above 0 and below 1")
     check_not_negative(weight_lr_power=weight_lr_power, weight_decay=weight_decay)
-    if not callable(learning_rate):
-        check_not_negative(learning_rate=learning_rate)
+    check_rate(learning_rate)
 
     def init(params: Tree) -> ScheduleFreeState:
         z = copied(params)

@@ -13,12 +13,7 @@ from fsfunc.optim.in_place import fused
 from fsfunc.optim.leaves import Mask, Tree, map_flat, scaled
 from fsfunc.optim.matching import Matched, Rule
 from fsfunc.optim.norms import Row, rows_of
-from fsfunc.optim.optimizer import (
-    Optimizer,
-    apply_updates,
-    check_not_negative,
-    described,
-)
+from fsfunc.optim.optimizer import Optimizer, apply_updates, check_rate, described
 from fsfunc.optim.schedules import Schedule, rate_at
 from fsfunc.optim.transformations import add_decayed_weights, chain
 from fsfunc.optim.trust import Trust, scale_by_trust_ratio
@@ -76,8 +71,7 @@ def lamb(
     >>> w  # by a tenth of its norm
     tensor([2.6464, 3.6464])
     """
-    if not callable(learning_rate):
-        check_not_negative(learning_rate=learning_rate)
+    check_rate(learning_rate)
     adam = sharded_adam(
         1.0,
         b1=b1,
@@ -198,8 +192,7 @@ def lars(
     >>> w
     tensor([3.0000, 3.5000])
     """
-    if not callable(learning_rate):
-        check_not_negative(learning_rate=learning_rate)
+    check_rate(learning_rate)
     decay = add_decayed_weights(weight_decay, mask) if weight_decay else None
     trust = Trust(0.0, trust_coefficient, eps, trust_mask)
     descent = sgd(1.0, momentum=momentum, nesterov=nesterov)

@@ -1,4 +1,4 @@
-"""Backward passes scaled unit by unit, each as far up as its own gradients bear."""
+"""Dynamic loss scales, one for each unit."""
 
 from __future__ import annotations
 
@@ -113,7 +113,7 @@ def layerwise_loss_scale(
             "be scales, above 0 and between minimum and maximum"
         )
     rule = ScaleRule(growth, backoff, interval, minimum, maximum)
-    return _Layerwise(optimizer, firsts, rule).functions()
+    return Optimizer.of(_Layerwise(optimizer, firsts, rule))
 
 
 @dataclass(frozen=True, eq=False)
@@ -123,9 +123,6 @@ class _Layerwise(Skipping):
     firsts: dict[str, float]
     rule: ScaleRule
     found: Mapping[str, Tensor] = field(default_factory=dict)
-
-    def functions(self) -> Optimizer:
-        return Optimizer(self.init, self.update, prepare=self.prepare, take=self.take)
 
     def init(self, params: Tree) -> LayerwiseLossScaleState:
         counts = dict.fromkeys(self.firsts, 0)
@@ -172,9 +169,6 @@ class _Layerwise(Skipping):
             with inside(replace(f, handlers=(*f.handlers, scaling))):
                 return run()
 
-        if self.optimizer.take is None:
-            (value, grads), inner = scaled(), self.optimizer
-        else:
-            value, grads, inner = self.optimizer.take(scaled, state.inner)
+        value, grads, inner = self.optimizer.gradients(scaled, state.inner)
         after = replace(self, optimizer=inner, found=scaling.found)
-        return value, grads, after.functions()
+        return value, grads, Optimizer.of(after)

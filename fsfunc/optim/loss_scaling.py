@@ -1,4 +1,4 @@
-"""Losses scaled up, so that gradients in float16 do not vanish, and steps skipped."""
+"""Dynamic loss scaling: gradients in float16 do not vanish, overflows are skipped."""
 
 from __future__ import annotations
 
@@ -90,7 +90,7 @@ def loss_scale(
         )
 
     rule = ScaleRule(growth, backoff, interval, minimum)
-    return _Scaled(optimizer, float(initial), rule).functions()
+    return Optimizer.of(_Scaled(optimizer, float(initial), rule))
 
 
 class ScaleRule(NamedTuple):
@@ -132,9 +132,6 @@ class _Scaled(Skipping):
     initial: float
     rule: ScaleRule
 
-    def functions(self) -> Optimizer:
-        return Optimizer(self.init, self.update, prepare=self.prepare, take=self.take)
-
     def init(self, params: Tree) -> LossScaleState:
         return LossScaleState(self.initial, 0, 0, self.optimizer.init(params))
 
@@ -149,10 +146,8 @@ class _Scaled(Skipping):
     def take(self, run: Run, state: LossScaleState) -> tuple[Any, Tree, Optimizer]:
         f = frame()
         with inside(replace(f, handlers=(*f.handlers, _Scaling(state.scale)))):
-            if self.optimizer.take is None:
-                return *run(), self.functions()
-            value, grads, inner = self.optimizer.take(run, state.inner)
-        return value, grads, replace(self, optimizer=inner).functions()
+            value, grads, inner = self.optimizer.gradients(run, state.inner)
+        return value, grads, Optimizer.of(replace(self, optimizer=inner))
 
 
 class _Scaling(Interpretation):

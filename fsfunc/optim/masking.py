@@ -1,4 +1,4 @@
-"""Different optimizers for different leaves, told apart by path and global shape."""
+"""Different optimizers for different leaves, by path and global shape."""
 
 from __future__ import annotations
 
@@ -80,13 +80,8 @@ def partition(optimizers: Mapping[str, Optimizer], labels: Labels) -> Optimizer:
                 f"the optimizer of {label!r} takes the gradients of all leaves in a "
                 "way of its own, as loss_scale does: put it around the partition"
             )
-    functions = _Partitioned(optimizers, labels)
-    return Optimizer(
-        functions.init,
-        functions.update,
-        prepare=functions.prepare,
-        elementwise=all(x.elementwise for x in optimizers.values()),
-    )
+    each = all(x.elementwise for x in optimizers.values())
+    return Optimizer.of(_Partitioned(optimizers, labels), elementwise=each)
 
 
 @dataclass(frozen=True, eq=False)

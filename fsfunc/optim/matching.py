@@ -174,8 +174,8 @@ class Matched:
 
 
 _WHOLE = (
-    ". It was laid out whole: of several models of one shape nothing tells whose it "
-    "is. Say it, with the paths of both, ff.place(step, state, ..., "
+    ". It was laid out whole: with several models of one shape it could belong to "
+    "any. Say which, with the paths of both, ff.place(step, state, ..., "
     'like={"moments/*": "params"}); nest it beside its model; or make it of the placed '
     "parameters, optimizer.init(placed)"
 )

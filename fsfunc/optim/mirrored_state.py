@@ -1,4 +1,4 @@
-"""An optimizer's state in pieces, each of some leaves of the parameters."""
+"""Pieces of an optimizer's state, each for some leaves of the parameters."""
 
 from __future__ import annotations
 

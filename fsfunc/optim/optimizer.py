@@ -12,6 +12,7 @@ from __future__ import annotations
 import functools
 import inspect
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from functools import partial
 from numbers import Real
 from typing import Any, NamedTuple, ParamSpec, Self
@@ -21,6 +22,7 @@ from torch import Tensor
 
 from fsfunc.comm.collective_ops import claim
 from fsfunc.comm.descriptions import stated
+from fsfunc.core.frames import frame, inside
 from fsfunc.optim.in_place import fused
 from fsfunc.optim.leaves import Tree
 from fsfunc.optim.matching import Matched
@@ -155,17 +157,32 @@ class Optimizer(_Functions):
         return train_step
 
     def taken(self, run: Run, state: Any) -> tuple[Any, Tree, Optimizer]:
-        """(value, gradients, who applies them) of one step from a train state."""
-        if self.take is None:
+        """(value, gradients, the optimizer that applies them), from a train state."""
+        if self.take is None:  # a state may have no opt_state
             return *run(), self
         return self.take(run, state.opt_state)
+
+    def gradients(self, run: Run, opt_state: State) -> tuple[Any, Tree, Optimizer]:
+        """The same from the optimizer's own state."""
+        return (*run(), self) if self.take is None else self.take(run, opt_state)
+
+    @staticmethod
+    def of(functions: Any, *, elementwise: bool = False) -> Optimizer:
+        """The optimizer of an object's ``init``, ``update``, ``prepare``, ``take``."""
+        return Optimizer(
+            functions.init,
+            functions.update,
+            prepare=getattr(functions, "prepare", None),
+            take=getattr(functions, "take", None),
+            elementwise=elementwise,
+        )
 
 
 _P = ParamSpec("_P")
 
 
 def described(make: Callable[_P, Optimizer]) -> Callable[_P, Optimizer]:
-    """``make``, whose optimizers say by what call of it they were made."""
+    """``make``, whose optimizers have its name and arguments as configuration."""
     signature = inspect.signature(make)
 
     @functools.wraps(make)
@@ -192,6 +209,19 @@ def _added(update: Update) -> Prepare:
         return lambda: (add(), state)
 
     return prepare
+
+
+def update_of(
+    prepare: Prepare, grads: Tree, state: State, params: Tree
+) -> tuple[Tree, State]:
+    """The `update` of a ``prepare``: the differences that it makes to parameters."""
+    with inside(replace(frame(), donated=None)):
+        new, after = prepare(grads, state, params)()
+    matched = Matched.of(params, grads, new)
+    updates, _ = matched.composed(
+        lambda p, g, q, _: (q - p, q), [0.0] * len(matched.active)
+    )
+    return updates, after
 
 
 def apply_updates(params: Tree, updates: Tree) -> Tree:
@@ -252,6 +282,12 @@ def check_not_negative(**values: float) -> None:
     for name, value in values.items():
         if not value >= 0:
             raise ValueError(f"{name} is {value}: it must be 0 or more")
+
+
+def check_rate(learning_rate: Any) -> None:
+    """Raise where a learning rate is neither a schedule nor a number of 0 or more."""
+    if not callable(learning_rate):
+        check_not_negative(learning_rate=learning_rate)
 
 
 def check_fractions(**values: float) -> None:

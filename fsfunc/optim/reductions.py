@@ -76,7 +76,7 @@ def tree_scale(values: Tree, factor: float | Tensor) -> Tree:
         ValueError: a factor with dims.
 
     Transpose: of the factor, n times the sum over the rank's own parts, n ranks holding
-    one each; whoever made it one value over the ranks takes the mean.
+    one each; where it was made one value over the ranks the mean is taken.
 
     Cost: nothing is sent.
 

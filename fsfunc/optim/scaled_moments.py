@@ -56,7 +56,9 @@ class Scaled(Codec):
     def init(self, rule: ElementRule, params: Tree) -> Any:
         return self.state(*super().init(rule, params), _LARGEST, 0)
 
-    def update(self, rule: ElementRule, grads: Tree, state: Any, params: Tree):
+    def update(
+        self, rule: ElementRule, grads: Tree, state: Any, params: Tree = None
+    ) -> tuple[Tree, Any]:
         scaled, scale, lost = self._chosen(rule, grads, state, params)
         updates, after = super().update(scaled, grads, state, params)
         return updates, self._after(state, after, scale, lost)

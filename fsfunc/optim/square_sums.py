@@ -1,4 +1,4 @@
-"""A leaf's squares by row and by column, of whatever part of it a rank holds.
+"""Sums of a leaf's squares by row and by column, from the ranks' parts.
 
 A part is a few boxes of the leaf (a flat range: the end of a row, whole rows, the
 beginning of another); each adds to the rows and columns that it lies in, and the sums

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any, NamedTuple
 
@@ -11,11 +11,10 @@ import torch
 from torch import Tensor
 
 from fsfunc import _torch
-from fsfunc.core.frames import frame, inside
 from fsfunc.optim.in_place import fused
 from fsfunc.optim.leaves import Tree, map_flat
 from fsfunc.optim.matching import Matched
-from fsfunc.optim.optimizer import Optimizer, check_not_negative
+from fsfunc.optim.optimizer import Optimizer, check_not_negative, update_of
 from fsfunc.optim.schedules import Schedule, rate_at
 from fsfunc.optim.torch_classes import (
     Kept,
@@ -90,7 +89,7 @@ def from_torch(
         ValueError: a class of torch's that is not elementwise, or another one without
             ``elementwise``; one that keeps other things; ``capturable`` and
             ``differentiable``; a state of another class; an update without ``params``,
-            or that somebody differentiates.
+            or one that is differentiated.
         TreeMismatch: gradients or state do not fit the parameters; names the path.
 
     Cost: no communication. One call of the class's own step for each device and dtype,
@@ -124,9 +123,7 @@ def from_torch(
         check_not_negative(lr=lr)
 
     functions = _TorchFunctions(kind, lr, options)
-    made = Optimizer(
-        functions.init, functions.update, prepare=functions.prepare, elementwise=True
-    )
+    made = Optimizer.of(functions, elementwise=True)
     described = {"kind": kind, **functions.defaults}
     if lr is not None:
         described["lr"] = lr
@@ -257,13 +254,7 @@ class _TorchFunctions:
             raise ValueError(
                 f"{self.name} writes into parameters: call update(grads, state, params)"
             )
-        with inside(replace(frame(), donated=None)):
-            new, state = self.prepare(grads, state, params)()
-        matched = Matched.of(params, grads, new)
-        updates, _ = matched.composed(
-            lambda p, g, after, decay: (after - p, after), [0.0] * len(matched.active)
-        )
-        return updates, state
+        return update_of(self.prepare, grads, state, params)
 
 
 def _on_host(x: Any) -> bool:

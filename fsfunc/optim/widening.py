@@ -2,7 +2,7 @@
 
 An update is often smaller than half the distance of two numbers of 16 bits, and is lost
 where it is rounded to the nearest. So the optimizer within is given wide parameters:
-`master_weights` keeps them, `stochastic_rounding` rounds them by chance.
+`master_weights` keeps them, `stochastic_rounding` rounds them.
 """
 
 from __future__ import annotations
@@ -63,14 +63,8 @@ class Widened:
     optimizer: Optimizer
 
     def functions(self) -> Optimizer:
-        alone = self.optimizer.take is None
-        return Optimizer(
-            self.init,
-            self.update,
-            prepare=self.prepare,
-            take=None if alone else self.take,
-            elementwise=self.optimizer.elementwise,
-        )
+        made = Optimizer.of(self, elementwise=self.optimizer.elementwise)
+        return made._replace(take=None) if self.optimizer.take is None else made
 
     def init(self, params: Tree) -> Any:
         raise NotImplementedError
@@ -128,9 +122,7 @@ class Widened:
         return frame().donated
 
     def take(self, run: Run, state: Any) -> tuple[Any, Tree, Optimizer]:
-        # Only where the optimizer within has one.
-        assert self.optimizer.take is not None, "nothing to hand the gradients on to"
-        value, grads, inner = self.optimizer.take(run, state.inner)
+        value, grads, inner = self.optimizer.gradients(run, state.inner)
         return value, grads, replace(self, optimizer=inner).functions()
 
 

@@ -134,19 +134,3 @@ def test_a_chain_advances_the_state_of_each():
     assert state[:2] == (3, 3) and state[2].count == 3
     _, state = trained_by_update(optimizer, p, [p] * 3)
     assert state[:2] == (3, 3) and state[2].count == 3
-
-
-def test_decayed_weights_by_mask():
-    decay = add_decayed_weights(0.5, lambda path, leaf: path == "w")
-    params = {"w": torch.ones(1), "b": torch.ones(1), "n": 3}
-    grads = {"w": torch.ones(1), "b": torch.ones(1), "n": None}
-    updates, _ = decay.update(grads, (), params)
-    assert_bits({"w": torch.tensor([1.5]), "b": torch.ones(1), "n": None}, updates)
-
-
-def test_scale_leaves_other_leaves_alone():
-    grads = {"w": torch.ones(1), "n": 3, "i": torch.tensor(2)}
-    assert_bits(
-        {"w": torch.tensor([3.0]), "n": 3, "i": torch.tensor(2)},
-        scale(3.0).update(grads, ())[0],
-    )

@@ -7,15 +7,11 @@ import torch
 
 import fsfunc as ff
 from fsfunc import tree
-from fsfunc.comm.mesh import here
 from fsfunc.optim import from_torch
-from fsfunc.sharded.leaf import is_sharded
-from fsfunc.sharded.slices import take
 from tests.models import chain, layers
-from tests.optim.optimizers import CLASSES, matrices, ours, theirs
+from tests.optim.optimizers import CLASSES, ours, theirs
 from tests.optim.trees import (
     assert_bits,
-    assert_near,
     by_torch,
     copies,
     donated,
@@ -79,64 +75,11 @@ PARAMS = layers(2, 3, dtype=torch.float64)
 X = torch.randn(4, 3, generator=torch.Generator().manual_seed(8), dtype=torch.float64)
 
 
-@pytest.mark.parametrize("zero", [0, 1, 2, 3])
-@pytest.mark.parametrize("name", ["RMSprop", "SGD dampened", "NAdam", "Adagrad"])
-def test_steps_under_every_zero_resume_from_their_state(name, zero):
-    optimizer, mesh = ours(name), ff.make_mesh({"data": 4}, "simulated")
-    alone = optimizer(ff.value_and_grad(loss_fn))
-    expected = ff.TrainState(PARAMS, optimizer.init(PARAMS))
-    for _ in range(4):
-        expected, _ = alone(expected, X)
-
-    def main(donate):
-        step = ff.shard(optimizer(ff.value_and_grad(loss_fn)), mesh, "data", zero=zero)
-        step = ff.donate(step) if donate else step
-        mine = ff.local_batch(X, mesh, "data")
-        state = ff.init_state(step, PARAMS, optimizer, mine)
-        for k in range(4):
-            if k == 2:  # as from a checkpoint
-                stored = ff.unshard(state)
-                state = ff.init_state(step, stored.params, optimizer, mine)
-                state = state.replace(
-                    opt_state=laid_out(stored.opt_state, state.opt_state)
-                )
-            state, _ = step(state, mine)
-        return ff.unshard(state).replace(step=4)
-
-    for donate in (False, True):
-        for found in ff.spmd(main, mesh)(donate):
-            assert_near(expected, found, 1e-9)
-
-
-def laid_out(stored, like):
-    """Whole tensors as this rank's parts of them, with numbers as they are."""
-
-    def part(leaf, full):
-        if not is_sharded(leaf):
-            return full
-        return leaf.with_local(take(full, leaf.layout, here().mesh.coordinates()))
-
-    return tree.map(part, like, stored, is_leaf=is_sharded)
-
-
 def test_a_rank_without_elements_counts_too():
     empty = {"w": torch.ones(0)}
     _, state = trained(ours("NAdam"), empty, [empty] * 3)
     _, other = trained(ours("NAdam"), {"w": torch.ones(2)}, [{"w": torch.ones(2)}] * 3)
     assert state.numbers == other.numbers and state.numbers["step"] == 3.0
-
-
-def test_masked_leaves_are_frozen():
-    params = params_of([(3,), (2, 2)], 1)
-    after, state = trained(
-        ff.masked(ours("Rprop"), matrices), params, grads_of(params, 1)
-    )
-    assert_bits(params["head"], after["head"])
-    assert state["trained"].moments["prev"]["head"] is None
-    expected = by_torch(
-        theirs("Rprop"), params["blocks"], grads_of(params["blocks"], 1)
-    )
-    assert len(expected) == 1 and not torch.equal(expected[0], params["blocks"][0])
 
 
 def test_a_gradient_that_comes_late_finds_a_fresh_moment():

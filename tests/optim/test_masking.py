@@ -7,7 +7,6 @@ from fsfunc import tree
 from fsfunc.optim import (
     chain,
     clip_by_global_norm,
-    masked,
     partition,
     sgd,
     sharded_adam,
@@ -24,30 +23,6 @@ from tests.optim.trees import (
 
 def two():
     return {"a": torch.ones(2), "b": torch.ones(2)}
-
-
-def only_a(path, leaf):
-    return path == "a"
-
-
-def test_masked_freezes_the_rest():
-    optimizer = masked(sharded_adam(0.1), only_a)
-    params = two()
-    after, state = trained(optimizer, params, [two()] * 2)
-    assert after["b"] is params["b"]
-    assert state["trained"].mu["b"] is None
-    alone, its = trained(sharded_adam(0.1), {"a": params["a"]}, [{"a": two()["a"]}] * 2)
-    assert_bits(alone["a"], after["a"])
-    assert_bits(its.nu["a"], state["trained"].nu["a"])
-    updates, _ = optimizer.update(two(), state, params)
-    assert updates["b"] is None and updates["a"] is not None
-
-
-def test_a_masked_norm_counts_what_is_selected():
-    optimizer = masked(chain(clip_by_global_norm(1.0), sgd(1.0)), only_a)
-    grads = {"a": torch.tensor([3.0, 4.0]), "b": torch.full((2,), 1e6)}
-    after, _ = trained(optimizer, two(), [grads])
-    torch.testing.assert_close(after["a"], torch.tensor([0.4, 0.2]))
 
 
 @given(shapes=SHAPES, seed=SEEDS)

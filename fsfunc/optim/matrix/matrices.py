@@ -39,7 +39,7 @@ def check_matrices(params: Tree, name: str) -> None:
 
 
 def matched_matrices(name: str, params: Tree, grads: Tree, *moments: Tree) -> Matched:
-    """The trees matched, all of whose active leaves are matrices."""
+    """The trees matched; raises where an active leaf is no matrix."""
     matched = Matched.of(params, grads, *moments)
     check_matrices(matched.restore(matched.columns[0], matched.nothing), name)
     return matched
@@ -112,7 +112,7 @@ def directions(
         return matched.restore(out, matched.nothing)
     flats = [torch.empty_like(x) for x in params.tensors]
     for flat, (_, packed) in zip(flats, params.groups, strict=True):
-        end = 0  # of what the leaves before take; what is beside them stays zero
+        end = 0  # of what the leaves before take; what is between them stays zero
         for start, stop in () if packed is None else [*packed.ranges, _end(flat)]:
             flat[end:start].zero_()
             end = max(end, stop)

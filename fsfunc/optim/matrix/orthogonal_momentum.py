@@ -1,4 +1,4 @@
-"""Muon: momentum whose directions are made alike, each matrix on one rank."""
+"""Muon: orthogonalised momentum, each matrix on one rank."""
 
 from __future__ import annotations
 
@@ -30,6 +30,7 @@ from fsfunc.optim.optimizer import (
     apply_updates,
     check_not_negative,
     check_numbers,
+    check_rate,
     described,
 )
 from fsfunc.optim.schedules import Schedule
@@ -115,8 +116,7 @@ def muon(
     """
     check_not_negative(weight_decay=weight_decay, eps=eps)
     check_numbers(momentum=momentum)
-    if not callable(learning_rate):
-        check_not_negative(learning_rate=learning_rate)
+    check_rate(learning_rate)
     if not 0 <= momentum <= 1:
         raise ValueError(f"momentum is {momentum}: it must be from 0 to 1")
     if not 0 <= ns_steps < 100:
@@ -133,7 +133,7 @@ def muon(
     rule = descent_rule("muon", learning_rate, weight_decay, mask)
     ratio = _RATIOS[adjust_lr_fn]
     functions = _Muon(rule, momentum, nesterov, orthogonal, ratio, ns_dtype)
-    return Optimizer(functions.init, functions.update, prepare=functions.prepare)
+    return Optimizer.of(functions)
 
 
 def _original(rows: int, columns: int) -> float:

@@ -26,6 +26,7 @@ from fsfunc.optim.optimizer import (
     Optimizer,
     check_not_negative,
     check_numbers,
+    check_rate,
     described,
 )
 from fsfunc.optim.schedules import Schedule
@@ -87,8 +88,8 @@ def shampoo(
 
     Raises:
         ValueError: a leaf that is no matrix (see `partition`); a number out of its
-            range; an update without ``params`` while weights decay, or that somebody
-            differentiates; a state laid out for another mesh; a vmap mesh.
+            range; an update without ``params`` while weights decay, or one that is
+            differentiated; a state laid out for another mesh; a vmap mesh.
         TreeMismatch: gradients or state do not fit the parameters; names the path.
 
     Cost: two all-to-alls, of b bytes an element. Of E elements of matrices h lie with
@@ -112,8 +113,7 @@ def shampoo(
     """
     check_not_negative(momentum=momentum, weight_decay=weight_decay)
     check_numbers(b2=b2, eps=eps, interval=interval, block=block)
-    if not callable(learning_rate):
-        check_not_negative(learning_rate=learning_rate)
+    check_rate(learning_rate)
     if not (0 < b2 <= 1 and eps > 0 and interval >= 1 and block >= 1):
         raise ValueError(
             f"b2 is {b2}, eps {eps}, interval {interval} and block {block}: b2 must be "
@@ -122,7 +122,7 @@ def shampoo(
     preconditioning = Preconditioning(b2, eps, interval, block)
     rule = descent_rule("shampoo", learning_rate, weight_decay, mask, momentum)
     functions = _Shampoo(preconditioning, rule)
-    return Optimizer(functions.init, functions.update, prepare=functions.prepare)
+    return Optimizer.of(functions)
 
 
 @dataclass(frozen=True, eq=False)
