@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -10,17 +10,16 @@ import torch
 from torch import Tensor
 
 from fsfunc import tree
-from fsfunc.core.frames import composable, frame
+from fsfunc.core.frames import composable
 from fsfunc.optim.code_groups import groups_of, zero_codes
 from fsfunc.optim.coded_steps import MEAN, SQUARE, Scratch, stretches, write_codes
 from fsfunc.optim.element_rules import Codec, Commit, ElementRule
-from fsfunc.optim.in_place import count_write, overlap, targets
-from fsfunc.optim.leaves import Tree, local, paths_of, trainable
+from fsfunc.optim.in_place import count_write, donation_of, target, targets
+from fsfunc.optim.leaves import Tree, local, paths_of, split, trainable
 from fsfunc.optim.optimizer import update_of
 from fsfunc.runtime.block_codes import BLOCK, Coder, chance
 from fsfunc.runtime.generators import mix
 from fsfunc.runtime.stores import empty_beside
-from fsfunc.sharded.donated import Donation, Everything
 from fsfunc.sharded.leaf import is_sharded
 
 __all__ = ["MEAN", "SQUARE", "Coded", "Codes", "decoded", "encoded", "is_coded"]
@@ -132,9 +131,7 @@ class Coded(Codec):
                 "laid out as these (ff.init_state does), and load them there"
             )
         decays, count = rule.decays(matched), state.count
-        donation = frame().donated
-        if donation is not None and overlap(matched):
-            donation = None
+        donation = donation_of(matched)
         kernel = rule.writer(count)
 
         def commit() -> tuple[Tree, Any]:
@@ -143,7 +140,10 @@ class Coded(Codec):
                 (new,) = targets(matched, [matched.trees[0]], donation, taken)
                 count_write(new.tensors)
                 columns = [column for codes in state[1:-1] for column in codes]
-                held = [(x, _targets(x, donation, taken)) for x in columns]
+                held = [
+                    (x, target(list(x), split([x])[0], donation, taken).leaves)
+                    for x in columns
+                ]
                 cuts = stretches(matched, new, decays, groups)
                 scratch = Scratch(state.coders)
                 for i, group in enumerate(groups):
@@ -163,32 +163,6 @@ class Coded(Codec):
 
 def _flat(leaf: Any) -> Tensor:
     return local(leaf).view(-1)
-
-
-def _targets(
-    old: Sequence[Any],
-    donation: Donation | None,
-    taken: tuple[list[Any], list[Any]],
-) -> list[Any]:
-    """Codes to write: over the same memory where it is ours."""
-    tensors = [local(x) for x in old]
-    if donation is None:
-        mine = [False] * len(old)
-    elif isinstance(donation, Everything):
-        return list(old)
-    else:
-        donation.look()
-        mine = donation.may_write(tensors)
-    new = []
-    for x, own in zip(old, mine, strict=True):
-        if own:
-            new.append(x.twin() if is_sharded(x) else x.detach())
-            taken[0].append(x)
-            taken[1].append(new[-1])
-        else:
-            fresh = empty_beside(local(x))
-            new.append(x.with_local(fresh) if is_sharded(x) else fresh)
-    return new
 
 
 def _wide(leaf: Any, rule: ElementRule) -> Any:

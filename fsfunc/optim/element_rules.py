@@ -108,7 +108,10 @@ class ElementRule:
 
 def chunks(row: Sequence[Tensor]) -> Iterator[Sequence[Tensor]]:
     """Tensors of one shape in pieces that stay in a CPU's cache."""
-    if row[0].device.type != "cpu" or not all(x.is_contiguous() for x in row):
+    first = row[0]
+    if first.numel() <= CHUNK or first.device.type != "cpu":
+        return iter([row])
+    if not all(x.is_contiguous() for x in row):
         return iter([row])
     return zip(*(x.view(-1).split(CHUNK) for x in row), strict=True)
 

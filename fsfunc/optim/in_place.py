@@ -26,7 +26,7 @@ from fsfunc.sharded.leaf import is_sharded
 _device, _dtype = attrgetter("device"), attrgetter("dtype")
 
 
-class _Target(NamedTuple):
+class Target(NamedTuple):
     """A tree to write: its active leaves, and their memory as few tensors."""
 
     leaves: list[Any]
@@ -50,9 +50,7 @@ def fused(
     whatever it takes for ``weight_decay``, by leaf. Without ``cast`` it takes tensors
     as they are, and only the parameters' dtype separates groups.
     """
-    donation = frame().donated
-    if donation is not None and overlap(matched):
-        donation = None
+    donation = donation_of(matched)
 
     def commit() -> list[Tree]:
         kept = [matched.trees[0], *matched.trees[2:]]
@@ -76,7 +74,13 @@ def fused(
     return commit
 
 
-def overlap(matched: Matched) -> bool:
+def donation_of(matched: Matched) -> Donation | None:
+    """The donation of this step, None where trees to write share memory."""
+    donation = frame().donated
+    return None if donation is None or _overlap(matched) else donation
+
+
+def _overlap(matched: Matched) -> bool:
     """True if two tensors to write share memory: each then gets its own."""
     params, grads, *moments = [b.tensors for b in matched.buffers]
     tensors = [*params, *chain.from_iterable(moments)]
@@ -95,21 +99,31 @@ def targets(
     kept: list[list[Any]],
     donation: Donation | None,
     taken: tuple[list[Any], list[Any]],
-) -> list[_Target]:
+) -> list[Target]:
     """The trees to write, or copies of them."""
-    written = [matched.buffers[0], *matched.buffers[2:]]
-    if donation is None:
-        copies = [[copied(t) for t in b.tensors] for b in written]
-        return [_Target(b.rebuild(c), c) for b, c in zip(written, copies, strict=True)]
-    active = [[column[i] for i in matched.active] for column in kept]
-    flats = [b.tensors for b in written]
-    if isinstance(donation, Everything):  # leaves that are recorded stay themselves
-        return [_Target(*pair) for pair in zip(active, flats, strict=True)]
-    donation.look()
+    if donation is not None and not isinstance(donation, Everything):
+        donation.look()
+    written = zip(kept, [matched.buffers[0], *matched.buffers[2:]], strict=True)
     return [
-        _over(old, b, tensors, donation.may_write(tensors), taken)
-        for old, b, tensors in zip(active, written, flats, strict=True)
+        target([column[i] for i in matched.active], buffers, donation, taken)
+        for column, buffers in written
     ]
+
+
+def target(
+    leaves: list[Any],
+    buffers: Any,
+    donation: Donation | None,
+    taken: tuple[list[Any], list[Any]],
+) -> Target:
+    """Leaves to write, or copies of them; a donation has looked at what is held."""
+    tensors = buffers.tensors
+    if donation is None:
+        tensors = [copied(t) for t in tensors]
+        return Target(buffers.rebuild(tensors), tensors)
+    if isinstance(donation, Everything):  # leaves that are recorded stay themselves
+        return Target(leaves, tensors)
+    return _over(leaves, buffers, tensors, donation.may_write(tensors), taken)
 
 
 def _over(
@@ -118,7 +132,7 @@ def _over(
     tensors: list[Tensor],
     mine: list[bool],
     taken: tuple[list[Any], list[Any]],
-) -> _Target:
+) -> Target:
     """New leaves over the memory of the old ones, where that is ours, or over copies.
 
     Of a leaf that is written over the old one is spent: the new one is another object.
@@ -127,7 +141,7 @@ def _over(
         leaves = [x.detach() for x in old]
         taken[0].extend(old)
         taken[1].extend(leaves)
-        return _Target(leaves, tensors)
+        return Target(leaves, tensors)
     leaves = list(old)
     if not all(mine):
         pairs = zip(tensors, mine, strict=True)
@@ -147,12 +161,12 @@ def _over(
             leaves[i] = leaf
             taken[0].append(old[i])
             taken[1].append(leaf)
-    return _Target(leaves, tensors)
+    return Target(leaves, tensors)
 
 
 def _groups(
     matched: Matched,
-    new: list[_Target],
+    new: list[Target],
     decays: Sequence[Any],
 ) -> dict[Any, list[list[Tensor]]]:
     """Columns (params, grads, *moments) by device, dtype and decay.
@@ -163,7 +177,7 @@ def _groups(
     if (alike := _alike(matched, new, decays)) is not None:
         return alike
     groups: dict[Any, list[list[Tensor]]] = {}
-    grads = _Target(
+    grads = Target(
         [matched.trees[1][i] for i in matched.active], matched.buffers[1].tensors
     )
     columns = [new[0], grads, *new[1:]]
@@ -190,7 +204,7 @@ def _groups(
 
 def _alike(
     matched: Matched,
-    new: list[_Target],
+    new: list[Target],
     decays: Sequence[Any],
 ) -> dict[Any, list[list[Tensor]]] | None:
     """The one group, where all parameters and moments are of one kind."""

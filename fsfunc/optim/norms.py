@@ -6,7 +6,6 @@ whatever their number: one collective over each set of axes.
 
 from __future__ import annotations
 
-import functools
 import math
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
@@ -31,6 +30,7 @@ from fsfunc.optim.reductions import (
     entered,
     most_of_parts,
     out_of_parts,
+    over_axes,
 )
 from fsfunc.runtime.stores import like_device
 from fsfunc.sharded.leaf import is_sharded
@@ -175,30 +175,21 @@ def row_norms(rows: Iterable[Row], p: float = 2.0) -> list[Tensor]:
     """
     if not p > 0:
         raise ValueError(f"p is {p}: a norm needs it above 0")
-    local: list[Tensor] = []
-    devices: list[torch.device] = []  # where sums over ranks are made
-    places: dict[Spread, list[int]] = {}
+    pieces: list[tuple[Spread, Tensor, torch.device]] = []
     for axes, parts in rows:
         parts = [entered(t) for t in parts] if axes is None else parts
         wide = torch.promote_types(parts[0].dtype, torch.float32)
-        places.setdefault(axes, []).append(len(local))
-        local.append(_each_norm(parts, p, wide))
-        devices.append(like_device(parts[0]).device)
+        norms = _each_norm(parts, p, wide)
+        powers = norms**p if axes is not None and math.isfinite(p) else norms
+        pieces.append((axes, powers, like_device(parts[0]).device))
         del parts
-    out = list(local)
-    for axes, at in sorted(places.items(), key=lambda item: item[0] or ()):
-        if axes is None:
-            continue
-        device, sizes = devices[at[0]], [len(local[k]) for k in at]
-        dtype = functools.reduce(torch.promote_types, [local[k].dtype for k in at])
-        norms = torch.cat([local[k].to(device, dtype) for k in at])
-        if math.isinf(p):
-            norms = most_of_parts(norms, axes)
-        else:
-            norms = _root(out_of_parts(norms**p, axes), p)
-        for k, whole in zip(at, norms.split(sizes), strict=True):
-            out[k] = whole.to(local[k].device)
-    return out
+    if math.isinf(p):
+        return over_axes(pieces, most_of_parts)
+    found = over_axes(pieces)
+    return [
+        x if axes is None else _root(x, p)
+        for (axes, *_), x in zip(pieces, found, strict=True)
+    ]
 
 
 def _each_norm(parts: Sequence[Tensor], p: float, dtype: torch.dtype) -> Tensor:

@@ -10,7 +10,8 @@ into own values, and a number crosses into parts, each with its transpose (`cros
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import functools
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -28,7 +29,7 @@ from fsfunc.runtime.stores import like_device
 from fsfunc.sharded.leaf import Sharded, is_sharded
 
 __all__ = ["by_axes", "combined", "device_of", "entered", "into_parts"]
-__all__ += ["most_of_parts", "out_of_parts", "tree_scale", "tree_sum"]
+__all__ += ["most_of_parts", "out_of_parts", "over_axes", "tree_scale", "tree_sum"]
 
 Spread = tuple[str, ...] | None  # the axes of a sharded leaf; None: a plain tensor
 
@@ -120,6 +121,30 @@ def out_of_parts(x: Tensor, axes: Spread) -> Tensor:
 def most_of_parts(x: Tensor, axes: Spread) -> Tensor:
     """The largest of what the ranks found in their parts, which has no derivative."""
     return issue(x, MAX, group(axes)) if axes else x
+
+
+def over_axes(
+    pieces: Sequence[tuple[Spread, Tensor, torch.device]],
+    reduce: Callable[[Tensor, Spread], Tensor] = out_of_parts,
+) -> list[Tensor]:
+    """1-D tensors reduced over the axes of each; those over the same axes at once.
+
+    Args:
+        pieces: of each its axes (None, and it stays as it is), the tensor, and the
+            device that computes with it.
+    """
+    out = [x for _, x, _ in pieces]
+    places: dict[tuple[str, ...], list[int]] = {}
+    for k, (axes, _, _) in enumerate(pieces):
+        if axes is not None:
+            places.setdefault(axes, []).append(k)
+    for axes, at in sorted(places.items()):
+        dtype = functools.reduce(torch.promote_types, [out[k].dtype for k in at])
+        device, sizes = pieces[at[0]][2], [len(out[k]) for k in at]
+        whole = reduce(torch.cat([out[k].to(device, dtype) for k in at]), axes)
+        for k, x in zip(at, whole.split(sizes), strict=True):
+            out[k] = x.to(out[k].device)
+    return out
 
 
 def entered(x: Tensor) -> Tensor:

@@ -6,7 +6,7 @@ elementwise, one step on two numbers shows the names and the first values.
 
 from __future__ import annotations
 
-from collections import defaultdict
+from collections import UserDict, defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -128,14 +128,12 @@ def kept_by_torch(kind: type, o: Options, device: torch.device) -> Kept:
 # Another class, observed in one step
 
 
-class _Notes(dict):
+class _Notes(UserDict):
     """A parameter's state that remembers what was first stored under each name."""
 
     def __init__(self, given: Mapping[str, Any]):
         self.first: dict[str, Any] = {}
-        super().__init__()
-        for name, value in given.items():
-            self[name] = value
+        super().__init__(given)
 
     def __setitem__(self, name: str, value: Any) -> None:
         copy = value.clone() if isinstance(value, Tensor) else value
@@ -155,7 +153,8 @@ def observed(make: Make, name: str, dtype: torch.dtype, device: torch.device) ->
         p = start.clone()
         p.grad = torch.tensor([0.25, 0.5], dtype=dtype, device=device)
         optimizer = make([p])
-        optimizer.state[p] = notes = _Notes(optimizer.state[p])
+        given = dict(optimizer.state[p])  # by a class that fills it when it is made
+        optimizer.state[p] = notes = _Notes(given)
         before = _carried(optimizer)
         optimizer.step()
     carried = [k for k, v in _carried(optimizer).items() if before.get(k) != v]
@@ -168,9 +167,10 @@ def observed(make: Make, name: str, dtype: torch.dtype, device: torch.device) ->
     moments, tensors, unlike = {}, {}, {}
     for key, value in notes.items():
         if isinstance(value, (bool, int, float)):
-            numbers[key] = type(value)()
+            numbers[key] = notes.first[key] if given else type(value)()
         elif isinstance(value, Tensor) and not value.ndim:
-            numbers[key] = value.new_zeros((), device="cpu").item()
+            first = notes.first[key] if given else torch.zeros_like(value)
+            numbers[key] = first.item()
             tensors[key] = value.dtype, value.device
         elif isinstance(value, Tensor) and value.shape == p.shape:
             if value.dtype != dtype:
@@ -183,7 +183,9 @@ def observed(make: Make, name: str, dtype: torch.dtype, device: torch.device) ->
                 f"{name} is not elementwise: of a parameter of shape (2,) it keeps "
                 f"{key!r}, {what}, which is neither one number nor one for each element"
             )
-    return Kept(numbers, moments, tensors, unlike, afresh=True, writes_gradients=True)
+    return Kept(
+        numbers, moments, tensors, unlike, afresh=not given, writes_gradients=True
+    )
 
 
 def _carried(optimizer: torch.optim.Optimizer) -> dict[str, Any]:

@@ -99,6 +99,8 @@ class Own(torch.optim.Optimizer):
     def __init__(self, params, lr=0.1, fault=""):
         super().__init__(params, {"lr": lr, "fault": fault, "steps": 0})
         self.fault, self.calls = fault, 0
+        for p in self.param_groups[0]["params"] if fault == "early" else ():
+            self.state[p] |= {"count": 0, "slow": p.detach().clone()}
 
     @torch.no_grad()
     def step(self, closure=None):
@@ -131,7 +133,7 @@ class Own(torch.optim.Optimizer):
 own = functools.partial(from_torch, Own, elementwise=True)
 
 
-@pytest.mark.parametrize("fault", ["", "writes"])
+@pytest.mark.parametrize("fault", ["", "early", "writes"])
 def test_a_class_of_ones_own(fault):
     params = params_of([(3,), (2, 2)], 1)
     grads = grads_of(params, 1, 3)
