@@ -36,20 +36,15 @@ def stretches(
         i: (k, start) for k, g in enumerate(groups) for i, start in g.starts.items()
     }
     grads, found = matched.buffers[1].tensors, {}
-    for k, members in enumerate(matched.members):
-        each = [decays[j] for j in members]
-        if each.count(each[0]) == len(each):
+    for decay, k, j in matched.cuts(decays):
+        i = matched.active[matched.members[k][0] if j is None else j]
+        group, start = place[i]
+        if j is None:
             packed = matched.buffers[0].groups[k][1] is not None
-            group, start = place[matched.active[members[0]]]
-            cut = Stretch(new.tensors[k], grads[k], 0 if packed else start, each[0])
-            found.setdefault(group, []).append(cut)
-            continue
-        for j in members:
-            i = matched.active[j]
-            group, start = place[i]
-            g = local(matched.trees[1][i])
-            cut = Stretch(local(new.leaves[j]), g, start, decays[j])
-            found.setdefault(group, []).append(cut)
+            param, grad, start = new.tensors[k], grads[k], 0 if packed else start
+        else:
+            param, grad = local(new.leaves[j]), local(matched.trees[1][i])
+        found.setdefault(group, []).append(Stretch(param, grad, start, decay))
     return found
 
 

@@ -171,8 +171,7 @@ def _groups(
 ) -> dict[Any, list[list[Tensor]]]:
     """Columns (params, grads, *moments) by device, dtype and decay.
 
-    A flat buffer whose leaves decay differently falls apart into its leaves. What of a
-    row lies beside the device may have to be brought: such a row is a group of its own.
+    A row with offloaded tensors may have to be copied: it is a group of its own.
     """
     if (alike := _alike(matched, new, decays)) is not None:
         return alike
@@ -181,24 +180,20 @@ def _groups(
         [matched.trees[1][i] for i in matched.active], matched.buffers[1].tensors
     )
     columns = [new[0], grads, *new[1:]]
-    for k, members in enumerate(matched.members):
-        each = [decays[j] for j in members]
-        if each.count(each[0]) == len(each):
-            cuts = [(each[0], [c.tensors[k] for c in columns])]
-        else:
-            cuts = [(decays[j], [local(c.leaves[j]) for c in columns]) for j in members]
-        for decay, row in cuts:
-            p, _, *moments = row
-            if p.numel():
-                dtype = p.dtype
-                for m in moments:
-                    if m.dtype != dtype:
-                        dtype = torch.promote_types(dtype, m.dtype)
-                apart = len(groups) if LIES and any(map(lies, row)) else -1
-                key = (p.device, dtype, decay, apart)
-                found = groups.setdefault(key, [[] for _ in row])
-                for column, t in zip(found, row, strict=True):
-                    column.append(t)
+    for decay, k, j in matched.cuts(decays):
+        row = [c.tensors[k] if j is None else local(c.leaves[j]) for c in columns]
+        p, _, *moments = row
+        if p.numel():
+            dtype = p.dtype
+            for m in moments:
+                if m.dtype != dtype:
+                    dtype = torch.promote_types(dtype, m.dtype)
+            alone = len(groups) if LIES and any(map(lies, row)) else -1
+            found = groups.setdefault(
+                (p.device, dtype, decay, alone), [[] for _ in row]
+            )
+            for column, t in zip(found, row, strict=True):
+                column.append(t)
     return groups
 
 

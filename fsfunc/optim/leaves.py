@@ -243,18 +243,16 @@ def scaled(tensors: Sequence[Tensor], factor: float | Tensor) -> list[Tensor]:
     """Each tensor times ``factor`` (a number or 0-dim tensor), in its own dtype."""
     if composable():
         return [t * factor for t in tensors]
-    away = any(lies(t) is not None for t in tensors)
-    if isinstance(factor, Tensor) and (away or len({t.device for t in tensors}) > 1):
-        each = [factor.to(t.device) for t in tensors]
-        if not away:
-            return [t * by for t, by in zip(tensors, each, strict=True)]
-    elif away:
-        each = [factor] * len(tensors)
-    if away:
-        outs = [empty_beside(t, scratch=True) for t in tensors]
-        rows = zip(tensors, each, outs, strict=True)
-        return [torch.mul(t, by, out=o) for t, by, o in rows]
+    if any(lies(t) is not None for t in tensors):
+        return [_scaled_beside(t, factor) for t in tensors]
+    if isinstance(factor, Tensor) and len({t.device for t in tensors}) > 1:
+        return [t * factor.to(t.device) for t in tensors]
     return list(torch._foreach_mul(list(tensors), factor)) if tensors else []
+
+
+def _scaled_beside(x: Tensor, factor: float | Tensor) -> Tensor:
+    by = factor.to(x.device) if isinstance(factor, Tensor) else factor
+    return torch.mul(x, by, out=empty_beside(x, scratch=True))
 
 
 def differentiated(tensors: Sequence[Tensor]) -> bool:

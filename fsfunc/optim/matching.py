@@ -7,7 +7,7 @@ a rule over them out of place, differentiably; `in_place` runs a kernel over the
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -145,6 +145,15 @@ class Matched:
     def members(self) -> list[list[int]]:
         """By flat tensor: the positions in ``active`` of its leaves."""
         return [positions for positions, _ in self.buffers[0].groups]
+
+    def cuts(self, decays: Sequence[Any]) -> Iterator[tuple[Any, int, int | None]]:
+        """(decay, flat tensor, None), or leaf by leaf where decays differ within it."""
+        for k, members in enumerate(self.members):
+            each = [decays[j] for j in members]
+            if each.count(each[0]) == len(each):
+                yield each[0], k, None
+            else:
+                yield from ((decays[j], k, j) for j in members)
 
     def spread(self, decays: Sequence[float]) -> list[Decay]:
         """By flat tensor: the decay of its elements."""
