@@ -17,7 +17,7 @@ from fsfunc.optim.element_rules import (
     Kernel,
     chunks,
 )
-from fsfunc.optim.leaves import Tree
+from fsfunc.optim.leaves import Tree, chosen, map_flat
 from fsfunc.optim.matching import Matched
 from fsfunc.optim.norms import all_finite, holds
 from fsfunc.sharded.leaf import is_sharded
@@ -59,34 +59,42 @@ class Scaled(Codec):
     def update(
         self, rule: ElementRule, grads: Tree, state: Any, params: Tree = None
     ) -> tuple[Tree, Any]:
-        scaled, scale, lost = self._chosen(rule, grads, state, params)
+        matched = rule.matched(grads, params, state[1 : 1 + rule.moments])
+        scaled, scale, lost = self._chosen(rule, matched, state)
         updates, after = super().update(scaled, grads, state, params)
-        return updates, self._after(state, after, scale, lost)
+        return updates, self._after(matched, state, after, scale, lost)
 
     def prepare(
         self, rule: ElementRule, grads: Tree, state: Any, params: Tree
     ) -> Commit:
-        scaled, scale, lost = self._chosen(rule, grads, state, params)
+        matched = rule.matched(grads, params, state[1 : 1 + rule.moments])
+        scaled, scale, lost = self._chosen(rule, matched, state)
         commit = super().prepare(scaled, grads, state, params)
 
         def finish() -> tuple[Tree, Any]:
             params, after = commit()
-            return params, self._after(state, after, scale, lost)
+            return params, self._after(matched, state, after, scale, lost)
 
         return finish
 
-    def _after(self, state: Any, after: Any, scale: float, lost: bool) -> Any:
-        changed = lost or scale != state.scale
-        return self.state(*after, scale, 0 if changed else state.good_steps + 1)
+    def _after(
+        self, matched: Matched, state: Any, after: Any, scale: float, lost: bool
+    ) -> Any:
+        if not lost:
+            good = 0 if scale != state.scale else state.good_steps + 1
+            return self.state(*after, scale, good)
+        count, *moments = after
+        if any(_resting(matched)):  # what has no gradient stands for what it did
+            moments = [_halved(matched, m) for m in moments]
+        return self.state(count, *moments, scale, 0)
 
     def _chosen(
-        self, rule: ElementRule, grads: Tree, state: Any, params: Tree
+        self, rule: ElementRule, matched: Matched, state: Any
     ) -> tuple[ElementRule, float, bool]:
         """The step that all ranks agree on, its scale, and whether moments are lost."""
-        moments = state[1 : 1 + rule.moments]
-        matched = rule.matched(grads, params, moments)
         largest, scale = _largest(rule, matched, state), state.scale
         more = state.good_steps + 1 >= _INTERVAL and scale < _LARGEST
+        more = more and not any(_resting(matched))
         if more and _fit(matched, largest, scale * 2):
             return _scaled(rule, state.scale, scale * 2), scale * 2, False
         if _fit(matched, largest, scale):
@@ -98,6 +106,20 @@ class Scaled(Codec):
                 "is as it was. Clip them, or give moment_dtype=torch.bfloat16"
             )
         return _scaled(rule, state.scale, 0.0), scale / 2, True
+
+
+def _resting(matched: Matched) -> list[bool]:
+    """By leaf, true for moments of a parameter that has no gradient in this step."""
+    active, moments = set(matched.active), matched.trees[2]
+    return [m is not None and i not in active for i, m in enumerate(moments)]
+
+
+def _halved(matched: Matched, moments: Tree) -> Tree:
+    """``moments``, those that rest halved."""
+    resting = _resting(matched)
+    rest = chosen(matched.treedef, resting, moments)
+    halved = map_flat(lambda tensors: [t / 2 for t in tensors], rest)
+    return chosen(matched.treedef, resting, halved, moments)
 
 
 def _scaled(rule: ElementRule, old: float, new: float) -> ElementRule:
