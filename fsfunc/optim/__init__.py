@@ -1,6 +1,7 @@
 """Optimizers as pairs of functions; elementwise over shards, exact across them.
 
 optimizer.py        the interface, and the mark `elementwise`
+arguments.py        checks of arguments
 element_rules.py    an optimizer of one equation, with a codec and a fused kernel
 adam.py descent.py  sharded_adam; sgd and lion
 scaled_moments.py coded_moments.py   codecs: float16 with a scale; 8 bits

@@ -10,17 +10,12 @@ import torch
 from torch import Tensor
 
 from fsfunc import tree
+from fsfunc.optim.arguments import check_fractions, check_not_negative, check_rate
 from fsfunc.optim.coded_moments import MEAN, SQUARE, Coded, Codes
 from fsfunc.optim.element_rules import Codec, ElementRule, elementwise
 from fsfunc.optim.leaves import Mask, Tree, held_dtype, trainable
 from fsfunc.optim.matching import Decay, decays
-from fsfunc.optim.optimizer import (
-    Optimizer,
-    check_fractions,
-    check_not_negative,
-    check_rate,
-    described,
-)
+from fsfunc.optim.optimizer import Optimizer, described
 from fsfunc.optim.scaled_moments import Scaled
 from fsfunc.optim.schedules import Schedule, rate_at
 from fsfunc.sharded.leaf import is_sharded

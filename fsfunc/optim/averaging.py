@@ -9,14 +9,13 @@ from typing import Any, NamedTuple
 import torch
 
 from fsfunc import tree
+from fsfunc.optim.arguments import check_fractions, check_params_given
 from fsfunc.optim.in_place import fused
 from fsfunc.optim.leaves import Tree, along, chosen, copied, floating
 from fsfunc.optim.matching import Matched
 from fsfunc.optim.optimizer import (
     Optimizer,
     State,
-    check_fractions,
-    check_params_given,
     check_takes_plainly,
     described,
     summed,

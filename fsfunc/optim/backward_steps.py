@@ -284,34 +284,31 @@ APPLIED = (
     "gradients, such as a norm or a clip, needs the step without it"
 )
 _UNSEEN = (
-    "step_in_backward steps while gradients are taken, and did not see these: have it "
-    "make the train step, step_in_backward(optimizer)(grad_fn), with nothing around "
-    "it. What sees all gradients before a step, as clip_by_global_norm, loss_scale or "
-    "apply_if_finite do, is for a step without it; other transformations go within, "
+    "step_in_backward did not see these gradients being taken: have it make the train "
+    "step, step_in_backward(optimizer)(grad_fn), with nothing around it. What needs "
+    "all gradients, as clip_by_global_norm, loss_scale or apply_if_finite do, is for a "
+    "step without it; other transformations go within it, as in "
     "step_in_backward(chain(clip_by_value(1.0), sharded_adam(1e-3)))"
 )
 _OTHERS = (
-    "step_in_backward has stepped parameters while the backward ran, and is now given "
-    "other ones, another optimizer's state or other gradients: apply what its grad_fn "
+    "step_in_backward has stepped parameters while the backward ran, and is given "
+    "other parameters, another state or other gradients: apply what its grad_fn "
     "returned to the state that the step was given"
 )
 _PIPELINE = (
-    "step_in_backward in a pipeline, whose stages read parameters until the last "
-    "microbatch is through: use the optimizer without it"
+    "step_in_backward in a pipeline: stages read parameters until the last microbatch; "
+    "use the optimizer without it"
 )
 _WEIGHTED = (
-    "step_in_backward with a Weighted loss: the weight of all ranks and microbatches "
-    "is known in the end alone, and the step is made before. Return a mean, or use the "
-    "optimizer without step_in_backward"
+    "step_in_backward with a Weighted loss: its weight is known only at the end. "
+    "Return a mean, or use the optimizer without step_in_backward"
 )
 _SCALED = (
-    "step_in_backward steps while gradients are taken, and here the backward starts "
-    "from another number than 1, which gradients are divided by in the end, as "
-    "loss_scale has it: scale the loss itself, or use the optimizer without "
-    "step_in_backward"
+    "step_in_backward where the backward starts from another number than 1, as under "
+    "loss_scale: scale the loss itself, or use the optimizer without step_in_backward"
 )
 _TWICE = (
-    "step_in_backward steps while gradients are taken, and this step takes them twice: "
-    "the second time of parameters that are stepped already. Make it one loss, or use "
-    "the optimizer without step_in_backward"
+    "step_in_backward in a step that takes gradients twice, the second time of "
+    "parameters that are stepped already: make it one loss, or use the optimizer "
+    "without step_in_backward"
 )

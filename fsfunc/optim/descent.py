@@ -8,17 +8,12 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from fsfunc.optim.arguments import check_fractions, check_not_negative, check_rate
 from fsfunc.optim.coded_moments import MEAN, Coded, Codes
 from fsfunc.optim.element_rules import Codec, ElementRule, elementwise
 from fsfunc.optim.leaves import Mask
 from fsfunc.optim.matching import Decay, decayed, decays
-from fsfunc.optim.optimizer import (
-    Optimizer,
-    check_fractions,
-    check_not_negative,
-    check_rate,
-    described,
-)
+from fsfunc.optim.optimizer import Optimizer, described
 from fsfunc.optim.schedules import Schedule, rate_at
 
 

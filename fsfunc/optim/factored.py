@@ -9,16 +9,15 @@ import torch
 from torch import Tensor
 
 from fsfunc import tree
-from fsfunc.optim.leaves import Mask, Tree, along, local, paths_of, said, trainable
-from fsfunc.optim.matching import Matched
-from fsfunc.optim.optimizer import (
-    Optimizer,
+from fsfunc.optim.arguments import (
     check_not_negative,
     check_numbers,
     check_params_given,
     check_rate,
-    described,
 )
+from fsfunc.optim.leaves import Mask, Tree, along, local, paths_of, said, trainable
+from fsfunc.optim.matching import Matched
+from fsfunc.optim.optimizer import Optimizer, described
 from fsfunc.optim.schedules import Schedule, rate_at
 from fsfunc.optim.square_sums import FactoredLeaf, powers, whole_sums, wide
 from fsfunc.sharded.leaf import is_sharded

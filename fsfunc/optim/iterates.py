@@ -10,16 +10,18 @@ import torch
 from torch import Tensor
 
 from fsfunc.core.frames import frame, inside
+from fsfunc.optim.arguments import (
+    check_not_negative,
+    check_numbers,
+    check_params_given,
+    check_rate,
+)
 from fsfunc.optim.in_place import fused
 from fsfunc.optim.leaves import Mask, Tree, chosen, copied, floating
 from fsfunc.optim.matching import Matched
 from fsfunc.optim.optimizer import (
     Optimizer,
     apply_updates,
-    check_not_negative,
-    check_numbers,
-    check_params_given,
-    check_rate,
     check_takes_plainly,
     described,
     summed,

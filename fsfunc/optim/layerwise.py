@@ -8,12 +8,13 @@ from typing import Any
 import torch
 
 from fsfunc.optim.adam import AdamState, adam_rule, fused_adam, sharded_adam
+from fsfunc.optim.arguments import check_rate
 from fsfunc.optim.descent import SgdState, sgd
 from fsfunc.optim.in_place import fused
 from fsfunc.optim.leaves import Mask, Tree, map_flat, scaled
 from fsfunc.optim.matching import Matched, Rule
 from fsfunc.optim.norms import Row, rows_of
-from fsfunc.optim.optimizer import Optimizer, apply_updates, check_rate, described
+from fsfunc.optim.optimizer import Optimizer, apply_updates, described
 from fsfunc.optim.schedules import Schedule, rate_at
 from fsfunc.optim.transformations import add_decayed_weights, chain
 from fsfunc.optim.trust import Trust, scale_by_trust_ratio

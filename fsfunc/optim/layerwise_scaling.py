@@ -11,11 +11,12 @@ from torch import Tensor
 
 from fsfunc import tree
 from fsfunc.core.frames import frame, inside
+from fsfunc.optim.arguments import check_not_negative
 from fsfunc.optim.finite import Skipping
 from fsfunc.optim.leaves import Tree
 from fsfunc.optim.loss_scaling import ScaleRule
 from fsfunc.optim.norms import all_finite, holds
-from fsfunc.optim.optimizer import Optimizer, Run, State, check_not_negative, described
+from fsfunc.optim.optimizer import Optimizer, Run, State, described
 from fsfunc.optim.unit_scaling import UnitScaling
 
 __all__ = ["LayerwiseLossScaleState", "layerwise_loss_scale"]

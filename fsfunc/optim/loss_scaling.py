@@ -9,10 +9,11 @@ from typing import Any, NamedTuple
 
 from fsfunc.core.frames import Interpretation, frame, inside
 from fsfunc.core.outcomes import GradientCall, Outcome
+from fsfunc.optim.arguments import check_not_negative
 from fsfunc.optim.finite import Skipping
 from fsfunc.optim.leaves import Tree
 from fsfunc.optim.norms import all_finite, holds
-from fsfunc.optim.optimizer import Optimizer, Run, State, check_not_negative, described
+from fsfunc.optim.optimizer import Optimizer, Run, State, described
 
 
 class LossScaleState(NamedTuple):

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from fsfunc.comm.attribution import internal
+from fsfunc.optim.arguments import check_not_negative, check_numbers, check_rate
 from fsfunc.optim.element_rules import ElementRule
 from fsfunc.optim.in_place import fused
 from fsfunc.optim.leaves import Mask, Tree, local, zeros_like
@@ -25,14 +26,7 @@ from fsfunc.optim.matrix.matrices import (
 )
 from fsfunc.optim.matrix.matrix_exchange import MatrixExchange
 from fsfunc.optim.matrix.matrix_functions import newton_schulz, newton_schulz_flops
-from fsfunc.optim.optimizer import (
-    Optimizer,
-    apply_updates,
-    check_not_negative,
-    check_numbers,
-    check_rate,
-    described,
-)
+from fsfunc.optim.optimizer import Optimizer, apply_updates, described
 from fsfunc.optim.schedules import Schedule
 
 

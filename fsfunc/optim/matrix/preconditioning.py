@@ -10,6 +10,7 @@ from torch import Tensor
 
 from fsfunc import tree
 from fsfunc.comm.attribution import internal
+from fsfunc.optim.arguments import check_not_negative, check_numbers, check_rate
 from fsfunc.optim.element_rules import ElementRule
 from fsfunc.optim.leaves import Mask, Tree, along, local, trainable, zeros_like
 from fsfunc.optim.matching import Matched
@@ -22,13 +23,7 @@ from fsfunc.optim.matrix.matrices import (
 )
 from fsfunc.optim.matrix.matrix_exchange import MatrixExchange
 from fsfunc.optim.matrix.preconditioners import Preconditioning, placements_of
-from fsfunc.optim.optimizer import (
-    Optimizer,
-    check_not_negative,
-    check_numbers,
-    check_rate,
-    described,
-)
+from fsfunc.optim.optimizer import Optimizer, described
 from fsfunc.optim.schedules import Schedule
 from fsfunc.sharded.leaf import is_sharded
 
