@@ -10,17 +10,13 @@ import torch
 from torch import Tensor
 
 from fsfunc import tree
-from fsfunc.optim.coded_moments import with_coded_moments
-from fsfunc.optim.element_rules import elementwise
-from fsfunc.optim.leaves import Mask, Tree, held_dtype, trainable, zeros_like
-from fsfunc.optim.matching import Decay
-from fsfunc.optim.optimizer import (
-    Optimizer,
-    check_fractions,
-    check_not_negative,
-    described,
-)
-from fsfunc.optim.scaled_moments import with_scaled_moments
+from fsfunc.optim.arguments import check_fractions, check_not_negative, check_rate
+from fsfunc.optim.coded_moments import MEAN, SQUARE, Coded, Codes
+from fsfunc.optim.element_rules import Codec, ElementRule, elementwise
+from fsfunc.optim.leaves import Mask, Tree, held_dtype, trainable
+from fsfunc.optim.matching import Decay, decays
+from fsfunc.optim.optimizer import Optimizer, described
+from fsfunc.optim.scaled_moments import Scaled
 from fsfunc.optim.schedules import Schedule, rate_at
 from fsfunc.sharded.leaf import is_sharded
 
@@ -30,7 +26,7 @@ _MOMENTS = (
 
 
 class AdamState(NamedTuple):
-    """How many updates were made, and the moments.
+    """The count of updates, and the moments.
 
     ``count`` is a plain number, so schedules and checkpoints read it without waiting
     for a device; a 0-dim tensor is taken too (say, where a skipped step must not
@@ -41,6 +37,35 @@ class AdamState(NamedTuple):
     count: int | Tensor
     mu: Any
     nu: Any
+
+
+class ScaledAdamState(NamedTuple):
+    """An `AdamState` whose float16 moments are ``scale`` times what they stand for.
+
+    ``scale`` is a plain number, the same on every rank; ``good_steps`` counts the steps
+    since it last changed.
+    """
+
+    count: int | Tensor
+    mu: Any
+    nu: Any
+    scale: float
+    good_steps: int
+
+
+class CodedAdamState(NamedTuple):
+    """An `AdamState` with moments in 8 bits.
+
+    ``places`` tells how the parameters lay for which they were made: a block's scale
+    is of what one rank holds side by side, so they fit no other mesh.
+    """
+
+    count: int
+    mu: Codes
+    nu: Codes
+    places: int
+
+    coders = MEAN, SQUARE
 
 
 @described
@@ -86,7 +111,7 @@ def sharded_adam(
             [0, 1); an update without ``params`` while weights decay; codes of 8 bits
             made for parameters that lay in another way.
         RuntimeError: float16 moments overflow at a scale of 1; an update with codes
-            that somebody differentiates.
+            that is differentiated.
         TreeMismatch: gradients or state do not fit the parameters; names the path.
 
     Cost: no communication. One fused call for each device, dtype and decay, over the
@@ -108,8 +133,7 @@ def sharded_adam(
     (tensor([0.9000, 0.9000]), tensor([0.9990, 0.9990]), 1)
     """
     check_not_negative(eps=eps, weight_decay=weight_decay)
-    if not callable(learning_rate):
-        check_not_negative(learning_rate=learning_rate)
+    check_rate(learning_rate)
     check_fractions(b1=b1, b2=b2)
 
     if moment_dtype not in _MOMENTS:
@@ -118,52 +142,59 @@ def sharded_adam(
             f"{', '.join(map(str, _MOMENTS[1:]))}; the last stands for codes of 8 bits"
         )
 
-    def init(params: Tree) -> AdamState:
-        if moment_dtype is None:
-            _warn_of_narrow(params, b2)
-        mu, nu = zeros_like(params, moment_dtype), zeros_like(params, moment_dtype)
-        return AdamState(0, mu, nu)
+    rule = adam_rule(learning_rate, b1, b2, eps, weight_decay, mask)
+    if moment_dtype == torch.uint8:
+        return elementwise(rule, Coded(CodedAdamState))
+    if moment_dtype == torch.float16:
+        return elementwise(rule, Scaled(ScaledAdamState))
+    made = elementwise(rule, Codec(moment_dtype))
+    if moment_dtype is not None:
+        return made
 
-    def rule(state: AdamState):
-        t, rate = state.count + 1, rate_at(learning_rate, state.count)
+    def init(params: Tree) -> AdamState:
+        _warn_of_narrow(params, b2)
+        return made.init(params)
+
+    return made._replace(init=init)
+
+
+def adam_rule(
+    learning_rate: float | Schedule,
+    b1: float,
+    b2: float,
+    eps: float,
+    weight_decay: float,
+    mask: Mask | None,
+) -> ElementRule:
+    """The equation of `sharded_adam`."""
+
+    def equation(count: Any):
+        t, rate = count + 1, rate_at(learning_rate, count)
 
         def step(p: Tensor, g: Tensor, m: Tensor, v: Tensor, decay: Decay):
-            dtype = torch.promote_types(p.dtype, m.dtype)
-            p, g, mean, square = (x.to(dtype) for x in (p, g, m, v))
-            mean = mean.lerp(g, 1 - b1)
-            square = square * b2 + (1 - b2) * g * g
-            denominator = square.sqrt() / (1 - b2**t) ** 0.5 + eps
-            u = mean / denominator * (-rate / (1 - b1**t))
-            if isinstance(decay, Tensor) or decay:
-                u = u - rate * decay * p
-            return u, mean.to(m.dtype), square.to(v.dtype)
+            m = m.lerp(g, 1 - b1)
+            v = v * b2 + (1 - b2) * g * g
+
+            def update() -> Tensor:
+                denominator = v.sqrt() / (1 - b2**t) ** 0.5 + eps
+                u = m / denominator * (-rate / (1 - b1**t))
+                return u - rate * decay * p if decays(decay) else u
+
+            return update, m, v
 
         return step
 
-    def kernel(state: AdamState):
-        rate = rate_at(learning_rate, state.count)
-        return partial(
-            fused_adam, count=state.count, lr=rate, beta1=b1, beta2=b2, eps=eps
-        )
+    def kernel(count: Any):
+        rate = rate_at(learning_rate, count)
+        return partial(fused_adam, count=count, lr=rate, beta1=b1, beta2=b2, eps=eps)
 
-    if moment_dtype == torch.uint8:
-        return with_coded_moments("sharded_adam", kernel, weight_decay, mask)
-    if moment_dtype == torch.float16:
-        return with_scaled_moments(init, rule, kernel, (b1, b2), weight_decay, mask)
-    return elementwise(
-        "sharded_adam",
-        init,
-        moments=lambda state: (state.mu, state.nu),
-        after=lambda state, mu, nu: AdamState(state.count + 1, mu, nu),
-        rule=rule,
-        kernel=kernel,
-        weight_decay=weight_decay,
-        mask=mask,
+    return ElementRule(
+        "sharded_adam", AdamState, 2, equation, kernel, weight_decay, mask
     )
 
 
 def _warn_of_narrow(params: Tree, b2: float) -> None:
-    """Of moments that nobody asked to have 16 bits, and that lose what they count."""
+    """Warns of moments in the parameters' 16 bits, which lose small squares."""
     leaves = tree.leaves(params, is_sharded)
     dtypes = {held_dtype(x) for x in leaves if trainable(x)}
     faults = []

@@ -16,12 +16,7 @@ from fsfunc.core.frames import frame
 from fsfunc.core.observation import observe_gradients
 from fsfunc.optim.leaves import Tree
 from fsfunc.optim.norms import global_norm
-from fsfunc.optim.optimizer import (
-    Optimizer,
-    Run,
-    State,
-    described,
-)
+from fsfunc.optim.optimizer import Optimizer, Run, State, described
 from fsfunc.optim.reductions import by_axes, tree_scale
 
 
@@ -94,7 +89,7 @@ def adascale(
         raise ValueError(f"scale is {scale}: it must be 1 or more")
     if smoothing is not None and not 0 <= smoothing < 1:
         raise ValueError(f"smoothing is {smoothing}: it must be at least 0 and below 1")
-    return _AdaScale(optimizer, scale, smoothing).functions()
+    return Optimizer.of(_AdaScale(optimizer, scale, smoothing))
 
 
 @dataclass(frozen=True, eq=False)
@@ -110,9 +105,6 @@ class _AdaScale:
     smoothing: float | None
     seen: tuple[Tensor, int] | None = None
 
-    def functions(self) -> Optimizer:
-        return Optimizer(self.init, self.update, take=self.take)
-
     def init(self, params: Tree) -> AdaScaleState:
         _, wide = by_axes(params)
         variance, square, iterations = (torch.zeros((), dtype=wide) for _ in range(3))
@@ -127,10 +119,7 @@ class _AdaScale:
             out, *found[:] = observe_gradients(run, _square)()
             return out
 
-        if self.optimizer.take is None:
-            (value, grads), inner = observed(), self.optimizer
-        else:
-            value, grads, inner = self.optimizer.take(observed, state.inner)
+        value, grads, inner = self.optimizer.gradients(observed, state.inner)
         squares, n = found
         if axes := averaged_axes():
             squares, n = psum(squares, axes), n * group(axes).size
@@ -142,7 +131,7 @@ class _AdaScale:
                 "it over two ranks or more, or accumulate(step, 2)"
             )
         seen = replace(self, optimizer=inner, seen=(squares, n))
-        return value, grads, seen.functions()
+        return value, grads, Optimizer.of(seen)
 
     def update(self, grads: Tree, state: AdaScaleState, params: Tree = None):
         if self.seen is None:

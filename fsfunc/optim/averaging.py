@@ -1,31 +1,32 @@
-"""Averages of the parameters, kept beside any optimizer, in the parameters' layout."""
+"""Averages of the parameters, kept with any optimizer, and evaluated."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Mapping
 from functools import partial
 from typing import Any, NamedTuple
 
 import torch
 
+from fsfunc import tree
+from fsfunc.optim.arguments import check_fractions, check_params_given
 from fsfunc.optim.in_place import fused
-from fsfunc.optim.leaves import Tree, copied, floating
+from fsfunc.optim.leaves import Tree, along, chosen, copied, floating
 from fsfunc.optim.matching import Matched
 from fsfunc.optim.optimizer import (
     Optimizer,
     State,
-    check_fractions,
-    check_params_given,
     check_takes_plainly,
     described,
     summed,
 )
+from fsfunc.sharded.leaf import is_sharded
 
-__all__ = ["AverageState", "ema", "swa"]
+__all__ = ["AverageState", "ema", "eval_params", "swa"]
 
 
 class AverageState(NamedTuple):
-    """How many updates were made and how many are averaged, the average, and the rest.
+    """The counts of updates and of those averaged, the average, and the inner state.
 
     ``average`` is a tree like the parameters, in the same layout, with None for leaves
     that are not floating tensors; `eval_params` gives it as parameters. ``inner`` is
@@ -51,7 +52,7 @@ def ema(
     every: int = 1,
     dtype: torch.dtype | None = None,
 ) -> Optimizer:
-    """``optimizer``, and beside it an exponential average of the parameters.
+    """``optimizer``, with an exponential moving average of the parameters.
 
     After an update, as ``torch.optim.swa_utils.get_ema_multi_avg_fn`` does it::
 
@@ -97,7 +98,7 @@ def swa(
     every: int = 1,
     dtype: torch.dtype | None = None,
 ) -> Optimizer:
-    """``optimizer``, and beside it the mean of the parameters after its updates.
+    """``optimizer``, with the mean of the parameters after its updates.
 
     ``average = average + (p - average) / (n + 1)`` after n of them, as
     ``torch.optim.swa_utils.AveragedModel`` does it.
@@ -183,8 +184,72 @@ def _averaged(
 
         return finish
 
-    return Optimizer(init, update, prepare=prepare)
+    return Optimizer(init, update, prepare=prepare, elementwise=optimizer.elementwise)
 
 
 def _lerp(averages: Any, params: Any, *, to: float, weight_decay: None) -> None:
     torch._foreach_lerp_(averages, params, to)
+
+
+def eval_params(opt_state: Any, params: Tree) -> Tree:
+    """The averages that an optimizer keeps, as parameters to evaluate and to publish.
+
+    Args:
+        opt_state: of an optimizer in which somewhere is `ema`, `swa` or
+            `schedule_free`, or a state of one's own with a method ``evaluated(params)``
+            that gives a tree like them, with None for leaves that it does not have.
+        params: those that are trained, of the same step.
+
+    Returns:
+        a tree like ``params``, in their layouts and dtypes; what is not averaged is as
+        it is there. It may share memory with the state: read it before the next donated
+        step.
+
+    Raises:
+        ValueError: nothing in the state is averaged.
+
+    Cost: no communication; at most a copy of the rank's parameters.
+
+    >>> import torch
+    >>> from fsfunc.optim import chain, clip_by_value, ema, sgd
+    >>> optimizer = chain(clip_by_value(1.0), ema(sgd(0.5), 0.5))
+    >>> w, state = torch.zeros(1), optimizer.init(torch.zeros(1))
+    >>> for _ in range(2):
+    ...     w, state = optimizer.apply(-torch.ones(1), state, w)
+    >>> w, eval_params(state, w)
+    (tensor([1.]), tensor([0.7500]))
+    """
+    found = [state.evaluated(params) for state in _averaging(opt_state)]
+    if not found:
+        raise ValueError(
+            "nothing in this state is averaged: give the state of an optimizer made by "
+            "ff.ema, ff.swa or ff.schedule_free (of a TrainState its opt_state)"
+        )
+    _, treedef = tree.flatten(params, is_sharded)
+    averages = params
+    for average in found:
+        averages = _filled(treedef, average, averages)
+    matched = Matched.of(floating(params), floating(averages))
+    dtypes = [{b.dtype for b in column.tensors} for column in matched.buffers]
+    if dtypes[0] == dtypes[1] and len(dtypes[0]) < 2:
+        return averages
+    cast = matched.summed(lambda p, average: average.to(p.dtype))
+    return _filled(treedef, cast, averages)
+
+
+def _filled(treedef: tree.TreeDef, values: Tree, others: Tree) -> Tree:
+    """``values``, with ``others`` where they are None."""
+    there = [x is not None for x in along(treedef, values, "averages")]
+    return chosen(treedef, there, values, others, "averages")
+
+
+def _averaging(state: Any) -> Iterator[Any]:
+    """The outermost states in ``state`` that keep averages."""
+    if callable(getattr(type(state), "evaluated", None)):
+        yield state
+    elif isinstance(state, Mapping):
+        for inner in state.values():
+            yield from _averaging(inner)
+    elif isinstance(state, (tuple, list)):
+        for inner in state:
+            yield from _averaging(inner)

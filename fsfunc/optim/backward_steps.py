@@ -1,4 +1,4 @@
-"""Steps made while the backward runs, a unit's as soon as its gradient is there."""
+"""Optimizer steps fused into the backward pass, unit by unit."""
 
 from __future__ import annotations
 
@@ -17,13 +17,7 @@ from fsfunc.core.losses import Weighted
 from fsfunc.core.outcomes import GradientCall, Outcome
 from fsfunc.optim.leaves import Tree, along, paths_of, trainable
 from fsfunc.optim.mirrored_state import MirroredState
-from fsfunc.optim.optimizer import (
-    Optimizer,
-    Run,
-    State,
-    described,
-)
-from fsfunc.optim.separability import check_separable
+from fsfunc.optim.optimizer import Optimizer, Run, State, described
 from fsfunc.sharded.leaf import FlatShard, Parts, is_sharded
 
 __all__ = ["APPLIED", "BackwardSteps", "step_in_backward"]
@@ -44,8 +38,9 @@ def step_in_backward(optimizer: Optimizer) -> Optimizer:
     is everything where no `shard` is around, as on one device.
 
     Args:
-        optimizer: treats each element by itself, such as `sharded_adam`, `sgd`, `lion`,
-            `from_torch`, `partition`, `ema` or `master_weights` of such, or a `chain`.
+        optimizer: one that is ``elementwise``: `sharded_adam`, `sgd`, `lion`,
+            `from_torch`, `partition`, `ema` or `master_weights` of such, a `chain`, or
+            an `Optimizer` of your own that says so.
 
     Returns:
         the optimizer; its state is that of ``optimizer``, so a run may go on with it or
@@ -79,7 +74,8 @@ def step_in_backward(optimizer: Optimizer) -> Optimizer:
     >>> def main():
     ...     step, x = optimizer(ff.value_and_grad(loss)), torch.tensor([1.0, 3.0])
     ...     step = ff.donate(ff.shard(step, mesh, "data"))
-    ...     state = ff.init_state(step, [torch.ones(2), torch.ones(2)], optimizer, x)
+    ...     ws = [torch.ones(2), torch.ones(2)]
+    ...     state = ff.init_state(step, ws, optimizer, x)
     ...     return ff.unshard(step(state, x)[0].params)
     >>> ff.spmd(main, mesh)()[0]
     [tensor([ 0.5000, -0.5000]), tensor([ 0.5000, -0.5000])]
@@ -90,6 +86,14 @@ def step_in_backward(optimizer: Optimizer) -> Optimizer:
             "its own, as loss_scale does, which sees them all before it steps: use "
             "that one without step_in_backward, or give this one what makes its steps"
         )
+    if not optimizer.elementwise:
+        raise ValueError(
+            "step_in_backward steps a part of the parameters at a time, so it takes an "
+            "optimizer that treats each element by itself, such as ff.sharded_adam, "
+            f"ff.sgd or ff.lion, and not {optimizer.called}; what needs norms or all "
+            "gradients takes a step without it. Of an optimizer of your own say "
+            "ff.Optimizer(..., elementwise=True)"
+        )
     return _InBackward(optimizer)
 
 
@@ -99,33 +103,18 @@ class _InBackward(Optimizer):
     inner: Optimizer
 
     def __new__(cls, inner: Optimizer) -> _InBackward:
-        def init(params: Tree) -> State:
-            _check(inner, params)
-            return inner.init(params)
-
         def unseen(grads: Tree, state: State, params: Tree = None) -> Any:
             raise ValueError(_UNSEEN)
 
-        self: Any = super().__new__(cls, init, unseen, prepare=unseen)
+        self: Any = super().__new__(cls, inner.init, unseen, prepare=unseen)
         self.inner = inner
         return self
 
     def taken(self, run: Run, state: Any) -> tuple[Any, Tree, Optimizer]:
-        params = state.params
-        _check(self.inner, params)
-        steps, f = BackwardSteps(self.inner, state.opt_state, params), frame()
+        steps, f = BackwardSteps(self.inner, state.opt_state, state.params), frame()
         with inside(replace(f, handlers=(*f.handlers, steps))):
             value, grads = run()
         return value, grads, steps.rest()
-
-
-def _check(optimizer: Optimizer, params: Tree) -> None:
-    leaves, treedef = tree.flatten(params, is_sharded)
-    kinds = []
-    for path, x in zip(paths_of(treedef), leaves, strict=True):
-        if trainable(x):
-            kinds.append((path, tuple(x.shape), x.dtype))
-    check_separable(optimizer, tuple(kinds))
 
 
 class BackwardSteps(Interpretation):
@@ -178,7 +167,7 @@ class BackwardSteps(Interpretation):
             raise ValueError(_SCALED)
 
     def _knows(self, call: GradientCall) -> bool:
-        """Whether it differentiates some of the parameters that are to be stepped."""
+        """True if it differentiates some of the parameters that are to be stepped."""
         chosen = [call.args[i] for i in call.argnums]
         known = set(map(id, self.old))
         for x in tree.leaves(chosen, is_leaf=is_sharded):
@@ -201,7 +190,7 @@ class BackwardSteps(Interpretation):
         return loss
 
     def begin(self, keeps: dict[int, FlatShard], parts: Parts) -> BackwardSteps | None:
-        """What a sharded gradient call steps as it goes, if anything.
+        """Itself, if a sharded gradient call has buffers to step as it goes.
 
         Args:
             keeps: the buffers whose gradients it sums; ``parts``: what of their leaves
@@ -213,7 +202,7 @@ class BackwardSteps(Interpretation):
         return self if runs and any(key in self.at for key in keeps) else None
 
     def takes(self, shard: FlatShard) -> bool:
-        """Whether a buffer, all of whose gradients are summed, is stepped now."""
+        """True if a buffer, all of whose gradients are summed, is stepped now."""
         beside = any((id(shard), id(m)) in self.parts for m in shard.members)
         return id(shard) in self.at and not beside
 
@@ -250,7 +239,7 @@ class BackwardSteps(Interpretation):
     # What is left
 
     def rest(self) -> Optimizer:
-        """What steps the rest, and knows the state after all."""
+        """The optimizer that steps the other leaves, and returns the whole state."""
         if not self.done:
             return self.optimizer
 
@@ -263,7 +252,7 @@ class BackwardSteps(Interpretation):
         self, grads: Tree, state: State, params: Tree
     ) -> Callable[[], tuple[Tree, State]]:
         leaves, treedef = tree.flatten(params, is_sharded)
-        found = along(params, treedef, grads, "gradients")
+        found = along(treedef, grads, "gradients")
         stepped = {i for key in self.done for i in self.at[key]}
         same = len(leaves) == len(self.old) and state is self.state
         if not same or any(
@@ -285,7 +274,7 @@ class BackwardSteps(Interpretation):
 
 
 def _is_of(grad: Any, leaf: Any) -> bool:
-    """Whether that is the gradient of a leaf, and used up."""
+    """True if that is the gradient of a leaf, and used up."""
     spent = getattr(grad, "spent", "") == APPLIED
     return spent and grad.layout is leaf.layout
 
@@ -295,34 +284,31 @@ APPLIED = (
     "gradients, such as a norm or a clip, needs the step without it"
 )
 _UNSEEN = (
-    "step_in_backward steps while gradients are taken, and did not see these: have it "
-    "make the train step, step_in_backward(optimizer)(grad_fn), with nothing around "
-    "it. What sees all gradients before a step, as clip_by_global_norm, loss_scale or "
-    "apply_if_finite do, is for a step without it; other transformations go within, "
+    "step_in_backward did not see these gradients being taken: have it make the train "
+    "step, step_in_backward(optimizer)(grad_fn), with nothing around it. What needs "
+    "all gradients, as clip_by_global_norm, loss_scale or apply_if_finite do, is for a "
+    "step without it; other transformations go within it, as in "
     "step_in_backward(chain(clip_by_value(1.0), sharded_adam(1e-3)))"
 )
 _OTHERS = (
-    "step_in_backward has stepped parameters while the backward ran, and is now given "
-    "other ones, another optimizer's state or other gradients: apply what its grad_fn "
+    "step_in_backward has stepped parameters while the backward ran, and is given "
+    "other parameters, another state or other gradients: apply what its grad_fn "
     "returned to the state that the step was given"
 )
 _PIPELINE = (
-    "step_in_backward in a pipeline, whose stages read parameters until the last "
-    "microbatch is through: use the optimizer without it"
+    "step_in_backward in a pipeline: stages read parameters until the last microbatch; "
+    "use the optimizer without it"
 )
 _WEIGHTED = (
-    "step_in_backward with a Weighted loss: the weight of all ranks and microbatches "
-    "is known in the end alone, and the step is made before. Return a mean, or use the "
-    "optimizer without step_in_backward"
+    "step_in_backward with a Weighted loss: its weight is known only at the end. "
+    "Return a mean, or use the optimizer without step_in_backward"
 )
 _SCALED = (
-    "step_in_backward steps while gradients are taken, and here the backward starts "
-    "from another number than 1, which gradients are divided by in the end, as "
-    "loss_scale has it: scale the loss itself, or use the optimizer without "
-    "step_in_backward"
+    "step_in_backward where the backward starts from another number than 1, as under "
+    "loss_scale: scale the loss itself, or use the optimizer without step_in_backward"
 )
 _TWICE = (
-    "step_in_backward steps while gradients are taken, and this step takes them twice: "
-    "the second time of parameters that are stepped already. Make it one loss, or use "
-    "the optimizer without step_in_backward"
+    "step_in_backward in a step that takes gradients twice, the second time of "
+    "parameters that are stepped already: make it one loss, or use the optimizer "
+    "without step_in_backward"
 )

@@ -1,4 +1,4 @@
-"""How codes of 8 bits lie: by buffer, in whole blocks of what one rank holds."""
+"""Layout of 8-bit codes: by buffer, in whole blocks of the rank's part."""
 
 from __future__ import annotations
 

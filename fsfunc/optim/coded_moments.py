@@ -2,35 +2,27 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from fsfunc import tree
-from fsfunc.core.frames import composable, frame, inside
+from fsfunc.core.frames import composable
 from fsfunc.optim.code_groups import groups_of, zero_codes
 from fsfunc.optim.coded_steps import MEAN, SQUARE, Scratch, stretches, write_codes
-from fsfunc.optim.in_place import count_write, overlap, targets
-from fsfunc.optim.leaves import (
-    Mask,
-    Tree,
-    along,
-    local,
-    paths_of,
-    trainable,
-)
-from fsfunc.optim.matching import Matched
-from fsfunc.optim.optimizer import Optimizer, check_params_given
+from fsfunc.optim.element_rules import Codec, Commit, ElementRule
+from fsfunc.optim.in_place import count_write, donation_of, target, targets
+from fsfunc.optim.leaves import Tree, local, paths_of, split, trainable
+from fsfunc.optim.optimizer import update_of
 from fsfunc.runtime.block_codes import BLOCK, Coder, chance
 from fsfunc.runtime.generators import mix
 from fsfunc.runtime.memory_spaces import space_of
-from fsfunc.sharded.donated import Donation, Everything
 from fsfunc.sharded.leaf import is_sharded
 
-__all__ = ["Codes", "CodedAdamState", "with_coded_moments"]
+__all__ = ["MEAN", "SQUARE", "Coded", "Codes", "decoded", "encoded", "is_coded"]
 
 
 class Codes(NamedTuple):
@@ -40,28 +32,28 @@ class Codes(NamedTuple):
     scales: tuple[Any, ...]
 
 
-class CodedAdamState(NamedTuple):
-    """An `AdamState` with moments in 8 bits.
+def is_coded(state: Any) -> bool:
+    """True for a state with moments in 8 bits."""
+    return isinstance(state, tuple) and hasattr(state, "coders")
 
-    ``places`` tells how the parameters lay for which they were made: a block's scale
-    is of what one rank holds side by side, so they fit no other mesh.
-    """
 
-    count: int
-    mu: Codes
-    nu: Codes
-    places: int
+def decoded(state: Any) -> Any:
+    """A state with the moments themselves, in float32: what this rank holds of each."""
+    count, *kept, places = state
+    pairs = zip(kept, state.coders, strict=True)
+    return type(state)(count, *(_decoded(x, coder) for x, coder in pairs), places)
 
-    def decoded(self) -> CodedAdamState:
-        """The moments themselves, in float32: tensors of what this rank holds."""
-        mu, nu = _decoded(self.mu, MEAN), _decoded(self.nu, SQUARE)
-        return self._replace(mu=mu, nu=nu)
 
-    def encoded(self, wide: CodedAdamState) -> CodedAdamState:
-        """Such moments as codes, which lie as these do."""
-        mu = _encoded(self.mu, wide.mu, MEAN, mix(self.count, 0))
-        nu = _encoded(self.nu, wide.nu, SQUARE, mix(self.count, 1))
-        return self._replace(mu=mu, nu=nu)
+def encoded(state: Any, wide: Any) -> Any:
+    """Such moments as codes, which lie as those of ``state`` do."""
+    count, *kept, places = state
+    made = [
+        _encoded(codes, x, coder, mix(count, k))
+        for k, (codes, x, coder) in enumerate(
+            zip(kept, wide[1:-1], state.coders, strict=True)
+        )
+    ]
+    return type(state)(count, *made, places)
 
 
 def _decoded(kept: Codes, coder: Coder) -> Any:
@@ -87,16 +79,21 @@ def _encoded(kept: Codes, wide: Any, coder: Coder, seed: int) -> Codes:
     return Codes(*map(tuple, made))
 
 
-@dataclass(frozen=True, eq=False)
-class _Coded:
-    """The functions of such an optimizer."""
+class Coded(Codec):
+    """Moments in 8 bits, with a scale for each block of what one rank holds.
 
-    name: str
-    kernel: Callable[[Any], Callable[..., None]]
-    weight_decay: float
-    mask: Mask | None
+    Args:
+        state: as a rule's, with how the parameters lay behind, and a coder for each
+            moment in its class.
+    """
 
-    def init(self, params: Tree) -> CodedAdamState:
+    elementwise = False  # codes lie by buffer, and are stepped all at once
+
+    def __init__(self, state: Callable[..., Any]):
+        super().__init__()
+        self.state = state
+
+    def init(self, rule: ElementRule, params: Tree) -> Any:
         leaves, treedef = tree.flatten(params, is_sharded)
         groups, places = groups_of(leaves, paths_of(treedef))
 
@@ -106,135 +103,72 @@ class _Coded:
                 tuple(zero_codes(g, BLOCK, torch.float32) for g in groups),
             )
 
-        return CodedAdamState(0, codes(), codes(), places)
+        return self.state(0, *(codes() for _ in range(rule.moments)), places)
 
-    def update(self, grads: Tree, state: CodedAdamState, params: Tree = None):
+    def update(
+        self, rule: ElementRule, grads: Tree, state: Any, params: Tree = None
+    ) -> tuple[Tree, Any]:
+        rule.matched(grads, params, ())  # which checks that parameters are given
         like = grads if params is None else params
-        if self.weight_decay:
-            check_params_given(params, self.name)
-        nothing = tree.map(_nothing, like, is_leaf=is_sharded)
-        plain = _Coded(self.name, self.kernel, 0.0, None)
-        with inside(_not_donated()):
-            updates, after = plain.prepare(grads, state, nothing)()
-        if self.weight_decay:
-            matched = Matched.of(like, updates)
-            rate = self.kernel(state).keywords["lr"]  # type: ignore[attr-defined]
-            decays = matched.decays(self.weight_decay, self.mask)
-            less = lambda p, u, decay: [u - rate * decay * p]  # noqa: E731
-            (updates,) = matched.composed(less, decays)
-        return _where_given(updates, grads, like), after
+        start = tree.map(lambda x: _wide(x, rule), like, is_leaf=is_sharded)
+        return update_of(partial(self.prepare, rule), grads, state, start)
 
-    def prepare(self, grads: Tree, state: CodedAdamState, params: Tree):
-        matched = Matched.of(params, grads)
+    def prepare(
+        self, rule: ElementRule, grads: Tree, state: Any, params: Tree
+    ) -> Commit:
+        matched = rule.matched(grads, params, ())
         if composable() or matched.differentiated:
             raise RuntimeError(
-                f"{self.name} with moments in 8 bits: somebody differentiates this "
-                "update, and codes have no derivative: leave moment_dtype out"
+                f"{rule.name} with moments in 8 bits: this update is differentiated, "
+                "and codes have no derivative: leave moment_dtype out"
             )
         groups, places = groups_of(matched.trees[0], paths_of(matched.treedef))
         if places != state.places:
             raise ValueError(
-                f"{self.name}: moments in 8 bits were made for parameters that lay in "
+                f"{rule.name}: moments in 8 bits were made for parameters that lay in "
                 "another way. A block's scale is of what one rank holds, so they fit "
                 "no other mesh, zero or units: make them by init(params) of parameters "
                 "laid out as these (ff.init_state does), and load them there"
             )
-        decays = matched.decays(self.weight_decay, self.mask)
-        donation = frame().donated
-        if donation is not None and overlap(matched):
-            donation = None
-        kernel = self.kernel(state)
+        decays, count = rule.decays(matched), state.count
+        donation = donation_of(matched)
+        kernel = rule.writer(count)
 
-        def commit() -> tuple[Tree, CodedAdamState]:
+        def commit() -> tuple[Tree, Any]:
             taken: tuple[list[Any], list[Any]] = [], []
             with torch.no_grad():
                 (new,) = targets(matched, [matched.trees[0]], donation, taken)
                 count_write(new.tensors)
-                held = [_targets(x, donation, taken) for x in _columns(state)]
+                columns = [column for codes in state[1:-1] for column in codes]
+                held = [
+                    (x, target(list(x), split([x])[0], donation, taken).leaves)
+                    for x in columns
+                ]
                 cuts = stretches(matched, new, decays, groups)
-                scratch = Scratch()
+                scratch = Scratch(state.coders)
                 for i, group in enumerate(groups):
                     where = [(_flat(old[i]), _flat(to[i])) for old, to in held]
-                    mine, stream = cuts.get(i, []), (state.count, i)
-                    write_codes(kernel, group, mine, where, stream, scratch)
+                    write_codes(
+                        kernel, group, cuts.get(i, []), where, (count, i), scratch
+                    )
             if donation is not None:
                 donation.take(*taken)
             made = [tuple(to) for _, to in held]
-            mu, nu = Codes(*made[:2]), Codes(*made[2:])
-            after = CodedAdamState(state.count + 1, mu, nu, places)
-            return matched.restore(new.leaves, matched.trees[0]), after
+            moments = [Codes(*made[k : k + 2]) for k in range(0, len(made), 2)]
+            params = matched.restore(new.leaves, matched.trees[0])
+            return params, self.state(count + 1, *moments, places)
 
         return commit
-
-
-def _columns(state: CodedAdamState) -> list[Sequence[Any]]:
-    return [state.mu.codes, state.mu.scales, state.nu.codes, state.nu.scales]
 
 
 def _flat(leaf: Any) -> Tensor:
     return local(leaf).view(-1)
 
 
-def _targets(
-    old: Sequence[Any],
-    donation: Donation | None,
-    taken: tuple[list[Any], list[Any]],
-) -> tuple[Sequence[Any], list[Any]]:
-    """Codes as they are, and those to write: over the same memory where it is ours."""
-    tensors = [local(x) for x in old]
-    if donation is None:
-        mine = [False] * len(old)
-    elif isinstance(donation, Everything):
-        return old, list(old)
-    else:
-        donation.look()
-        mine = donation.may_write(tensors)
-    new = []
-    for x, own in zip(old, mine, strict=True):
-        if own:
-            new.append(x.twin() if is_sharded(x) else x.detach())
-            taken[0].append(x)
-            taken[1].append(new[-1])
-        else:
-            fresh = space_of(local(x)).empty_like(local(x))
-            new.append(x.with_local(fresh) if is_sharded(x) else fresh)
-    return old, new
-
-
-def _nothing(leaf: Any) -> Any:
-    """Zeros in place of parameters: what a step adds to them is then the update."""
+def _wide(leaf: Any, rule: ElementRule) -> Any:
+    """A parameter in float32, or zeros in its place where none decays."""
     if not trainable(leaf):
         return leaf
-    zeros = torch.zeros_like(local(leaf), dtype=torch.float32)
-    return leaf.with_local(zeros) if is_sharded(leaf) else zeros
-
-
-def _not_donated() -> Any:
-    return replace(frame(), donated=None)
-
-
-def _where_given(updates: Tree, grads: Tree, like: Tree) -> Tree:
-    """``updates`` of leaves that have a gradient, None for others."""
-    leaves, treedef = tree.flatten(like, is_sharded)
-    columns = [along(like, treedef, t, "gradients") for t in (updates, grads)]
-    rows = zip(leaves, *columns, strict=True)
-    return tree.unflatten(
-        treedef, [u if g is not None and trainable(p) else None for p, u, g in rows]
-    )
-
-
-def with_coded_moments(
-    name: str,
-    kernel: Callable[[Any], Callable[..., None]],
-    weight_decay: float,
-    mask: Mask | None,
-) -> Optimizer:
-    """The optimizer of a kernel of Adam's kind, whose moments are kept in 8 bits.
-
-    Args:
-        kernel: ``kernel(state)(params, grads, mu, nu, weight_decay=)`` writes one step
-            into lists of dense tensors; it has the rate as ``keywords["lr"]``.
-        weight_decay, mask: which decay a leaf has.
-    """
-    made = _Coded(name, kernel, weight_decay, mask)
-    return Optimizer(made.init, made.update, prepare=made.prepare)
+    x = local(leaf).detach()
+    wide = x.float() if rule.weight_decay else torch.zeros_like(x, dtype=torch.float32)
+    return leaf.with_local(wide) if is_sharded(leaf) else wide

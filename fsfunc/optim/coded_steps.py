@@ -36,20 +36,15 @@ def stretches(
         i: (k, start) for k, g in enumerate(groups) for i, start in g.starts.items()
     }
     grads, found = matched.buffers[1].tensors, {}
-    for k, members in enumerate(matched.members):
-        each = [decays[j] for j in members]
-        if each.count(each[0]) == len(each):
+    for decay, k, j in matched.cuts(decays):
+        i = matched.active[matched.members[k][0] if j is None else j]
+        group, start = place[i]
+        if j is None:
             packed = matched.buffers[0].groups[k][1] is not None
-            group, start = place[matched.active[members[0]]]
-            cut = Stretch(new.tensors[k], grads[k], 0 if packed else start, each[0])
-            found.setdefault(group, []).append(cut)
-            continue
-        for j in members:
-            i = matched.active[j]
-            group, start = place[i]
-            g = local(matched.trees[1][i])
-            cut = Stretch(local(new.leaves[j]), g, start, decays[j])
-            found.setdefault(group, []).append(cut)
+            param, grad, start = new.tensors[k], grads[k], 0 if packed else start
+        else:
+            param, grad = local(new.leaves[j]), local(matched.trees[1][i])
+        found.setdefault(group, []).append(Stretch(param, grad, start, decay))
     return found
 
 
@@ -57,19 +52,25 @@ MEAN, SQUARE = Coder(signed=True), Coder(signed=False)
 
 
 class Scratch:
-    """Memory for the chunks of a step, one after the other: by device, made once."""
+    """Memory for the chunks of a step, one after the other: by device, made once.
 
-    def __init__(self) -> None:
+    Args:
+        coders: of each moment.
+    """
+
+    def __init__(self, coders: Sequence[Coder]) -> None:
+        self.coders = coders
         self.rows: dict[torch.device, Tensor] = {}
 
-    def of(self, like: Tensor, count: int) -> tuple[Tensor, Tensor, Tensor]:
-        """Two float32 and one int32, each of ``count`` elements."""
+    def of(self, like: Tensor, count: int) -> tuple[list[Tensor], Tensor]:
+        """A float32 tensor of ``count`` elements for each moment, and one int32."""
         rows = self.rows.get(like.device)
         if rows is None or rows.shape[1] < count:
             size = max(count, CHUNK) if like.device.type == "cpu" else count
-            rows = self.rows[like.device] = torch.empty(3, size, device=like.device)
-        mean, square, spare = (row[:count] for row in rows)
-        return mean, square, spare.view(torch.int32)
+            shape = 1 + len(self.coders), size
+            rows = self.rows[like.device] = torch.empty(shape, device=like.device)
+        *moments, spare = (row[:count] for row in rows)
+        return moments, spare.view(torch.int32)
 
 
 def write_codes(
@@ -83,7 +84,7 @@ def write_codes(
     """One step of a group: codes are read and written a chunk at a time.
 
     Blocks of which nothing is updated keep their codes. ``where``: codes and scales of
-    the mean and of the mean square, old and new.
+    each moment in turn, old and new.
     """
     tensors = [t for pair in where for t in pair]
     tensors += [t for cut in cuts for t in (cut.param, cut.grad)]
@@ -112,7 +113,7 @@ def _write_here(
     stream: tuple[int, int],
     scratch: Scratch,
 ) -> None:
-    """The same on the device, where some of it lies beside that."""
+    """The same on the device, where some tensors are offloaded."""
     come = lambda x: space_of(x).fetch(x)  # noqa: E731
     mine = [c._replace(param=come(c.param), grad=come(c.grad)) for c in cuts]
     # What was brought is a copy, to be written over.
@@ -128,7 +129,7 @@ def _write_here(
 
 
 def _most(param: Tensor, count: int) -> int:
-    """How many elements are worked on at a time."""
+    """The number of elements worked on at a time."""
     return min(CHUNK, count) if param.device.type == "cpu" else count
 
 
@@ -164,19 +165,19 @@ def _write_chunk(
     scratch: Scratch,
 ) -> None:
     (codes, _), *_ = where
-    mean, square, spare = scratch.of(codes, len(codes))
-    pairs = ((mean, MEAN, where[:2]), (square, SQUARE, where[2:]))
-    for x, coder, ((codes, _), (scales, _)) in pairs:
-        coder.decode(codes, scales, x, spare)
+    moments, spare = scratch.of(codes, len(codes))
+    rows = list(zip(moments, scratch.coders, where[::2], where[1::2], strict=True))
+    for x, coder, (old, _), (scales, _) in rows:
+        coder.decode(old, scales, x, spare)
     for cut in cuts:
-        _step(kernel, cut, mean, square, begin)
-    for k, (x, coder, ((_, codes), (_, scales))) in enumerate(pairs):
+        _step(kernel, cut, moments, begin)
+    for k, (x, coder, (_, new), (_, scales)) in enumerate(rows):
         x[max(group.used - begin, 0) :].zero_()
         if isinstance(x, _torch.FakeTensor):
             dither = spare
         else:
             dither = chance(x.device, len(x), mix(*stream[:2], k, stream[2]))
-        coder.encode(x, codes, scales, dither, spare)
+        coder.encode(x, new, scales, dither, spare)
 
 
 def _range(
@@ -189,21 +190,21 @@ def _range(
 
 
 def _step(
-    kernel: Callable[..., None], cut: Stretch, mean: Tensor, square: Tensor, begin: int
+    kernel: Callable[..., None], cut: Stretch, moments: Sequence[Tensor], begin: int
 ) -> None:
     """Writes one step of the elements of a stretch that lie within the chunk."""
     low = max(cut.start, begin)
-    high = min(cut.start + cut.param.numel(), begin + mean.numel())
+    high = min(cut.start + cut.param.numel(), begin + moments[0].numel())
     if high <= low:
         return
     whole = cut.param if cut.param.is_contiguous() else cut.param.contiguous()
     target = whole.view(-1)[low - cut.start : high - cut.start]
     grad = cut.grad.reshape(-1)[low - cut.start : high - cut.start]
     wide = torch.promote_types(target.dtype, torch.float32)
-    moments = [x[low - begin : high - begin] for x in (mean, square)]
-    row = [x.to(wide).contiguous() for x in (target, grad, *moments)]
+    parts = [x[low - begin : high - begin] for x in moments]
+    row = [x.to(wide).contiguous() for x in (target, grad, *parts)]
     kernel(*([x] for x in row), weight_decay=cut.decay)
-    for x, made in zip((target, *moments), (row[0], *row[2:]), strict=True):
+    for x, made in zip((target, *parts), (row[0], *row[2:]), strict=True):
         if x is not made:
             x.copy_(made)
     if whole is not cut.param:

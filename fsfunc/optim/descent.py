@@ -1,4 +1,4 @@
-"""Gradient descent with momentum, one fused pass over what the rank holds."""
+"""Descent along a momentum, or along its signs: SGD and Lion."""
 
 from __future__ import annotations
 
@@ -8,19 +8,17 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from fsfunc.optim.element_rules import elementwise
-from fsfunc.optim.leaves import Mask, Tree, zeros_like
-from fsfunc.optim.matching import decayed
-from fsfunc.optim.optimizer import (
-    Optimizer,
-    check_not_negative,
-    described,
-)
+from fsfunc.optim.arguments import check_fractions, check_not_negative, check_rate
+from fsfunc.optim.coded_moments import MEAN, Coded, Codes
+from fsfunc.optim.element_rules import Codec, ElementRule, elementwise
+from fsfunc.optim.leaves import Mask
+from fsfunc.optim.matching import Decay, decayed, decays
+from fsfunc.optim.optimizer import Optimizer, described
 from fsfunc.optim.schedules import Schedule, rate_at
 
 
 class SgdState(NamedTuple):
-    """How many updates were made, and the momentum: None where there is none."""
+    """The count of updates, and the momentum: None where there is none."""
 
     count: int | Tensor
     momentum: Any
@@ -79,54 +77,43 @@ def sgd(
     check_not_negative(
         momentum=momentum, weight_decay=weight_decay, dampening=dampening
     )
-    if not callable(learning_rate):
-        check_not_negative(learning_rate=learning_rate)
+    check_rate(learning_rate)
     if nesterov and (not momentum or dampening):
         raise ValueError(
             f"nesterov needs momentum and no dampening; momentum is {momentum} and "
             f"dampening is {dampening}"
         )
 
-    def init(params: Tree) -> SgdState:
-        return SgdState(0, zeros_like(params) if momentum else None)
-
     def first(count: int | Tensor) -> bool:
         # Zero momentum gives the same first step; only dampening needs to know of it.
         return bool(dampening) and bool(count == 0)
 
-    def rule(state: SgdState):
-        rate, starts = rate_at(learning_rate, state.count), first(state.count)
+    def equation(count: Any):
+        rate, starts = rate_at(learning_rate, count), first(count)
 
         def step(p: Tensor, g: Tensor, *rest: Any):
             *moments, decay = rest
-            d = decayed(g.to(p.dtype), p, decay)
+            d = decayed(g, p, decay)
             if not moments:
-                return (-rate * d,)
+                return (lambda: -rate * d,)
             v = d.clone() if starts else momentum * moments[0] + (1 - dampening) * d
-            return -rate * (d + momentum * v if nesterov else v), v
+            return lambda: -rate * (d + momentum * v if nesterov else v), v
 
         return step
 
-    def kernel(state: SgdState):
+    def kernel(count: Any):
         return partial(
             _fused,
-            lr=rate_at(learning_rate, state.count),
+            lr=rate_at(learning_rate, count),
             momentum=momentum,
             dampening=dampening,
             nesterov=nesterov,
-            is_first_step=first(state.count),
+            is_first_step=first(count),
         )
 
-    return elementwise(
-        "sgd with weight_decay",
-        init,
-        moments=lambda state: () if state.momentum is None else (state.momentum,),
-        after=lambda state, velocity=None: SgdState(state.count + 1, velocity),
-        rule=rule,
-        kernel=kernel,
-        weight_decay=weight_decay,
-        mask=mask,
-    )
+    name, moments = "sgd with weight_decay", 1 if momentum else 0
+    rule = ElementRule(name, SgdState, moments, equation, kernel, weight_decay, mask)
+    return elementwise(rule, Codec())
 
 
 def _fused(
@@ -137,3 +124,87 @@ def _fused(
 ) -> None:
     """Writes one step into params and momenta, dense and on one device, in one pass."""
     torch._fused_sgd_(params, grads, momenta, maximize=False, **how)
+
+
+class LionState(NamedTuple):
+    """The count of updates, and the momentum, a tree like the parameters."""
+
+    count: int | Tensor
+    mu: Any
+
+
+class CodedLionState(NamedTuple):
+    """A `LionState` with the momentum in 8 bits, as in `CodedAdamState`."""
+
+    count: int
+    mu: Codes
+    places: int
+
+    coders = (MEAN,)
+
+
+@described
+def lion(
+    learning_rate: float | Schedule = 1e-4,
+    *,
+    b1: float = 0.9,
+    b2: float = 0.99,
+    weight_decay: float = 1e-3,
+    mask: Mask | None = None,
+    moment_dtype: torch.dtype | None = None,
+) -> Optimizer:
+    """Lion, with the defaults of optax, over whole or sharded leaves.
+
+    With g the gradient and l the learning rate::
+
+        p = p - l (sign(b1 m + (1 - b1) g) + weight_decay p)
+        m = b2 m + (1 - b2) g
+
+    Args:
+        learning_rate: a number, or ``schedule(count)`` giving one; see `schedules`.
+        b1: weight of the momentum in an update, in [0, 1).
+        b2: decay of the momentum, in [0, 1).
+        weight_decay: times the learning rate, what a leaf loses of itself.
+        mask: ``mask(path, leaf)`` says which leaves decay; all do without it.
+        moment_dtype: of mu; that of each parameter without it; ``torch.uint8`` stands
+            for codes of 8 bits, as in `sharded_adam`.
+
+    Returns:
+        the optimizer; its state is a `LionState`, half of Adam's.
+
+    Raises:
+        ValueError: a negative learning rate or weight decay; a beta outside [0, 1); an
+            update without ``params`` while weights decay.
+        TreeMismatch: gradients or state do not fit the parameters; names the path.
+
+    Cost: no communication. A few passes over the flat buffers of the leaves' units, in
+    place under `donate`, beside one fresh tensor of the size of the rank's parameters.
+
+    Source: Chen et al., Symbolic Discovery of Optimization Algorithms, algorithm 2.
+
+    >>> optimizer = lion(0.1, weight_decay=0.0)
+    >>> w = torch.ones(3)
+    >>> w, state = optimizer.apply(torch.tensor([5.0, 0.0, -0.1]), optimizer.init(w), w)
+    >>> w, state.mu
+    (tensor([0.9000, 1.0000, 1.1000]), tensor([ 0.0500,  0.0000, -0.0010]))
+    """
+    check_not_negative(weight_decay=weight_decay)
+    check_rate(learning_rate)
+    check_fractions(b1=b1, b2=b2)
+
+    def equation(count: Any):
+        rate = rate_at(learning_rate, count)
+
+        def step(p: Tensor, g: Tensor, m: Tensor, decay: Decay):
+            def update() -> Tensor:
+                u = m.lerp(g, 1 - b1).sign()
+                return -rate * (u + decay * p if decays(decay) else u)
+
+            return update, m.lerp(g, 1 - b2)
+
+        return step
+
+    rule = ElementRule("lion", LionState, 1, equation, None, weight_decay, mask)
+    if moment_dtype == torch.uint8:
+        return elementwise(rule, Coded(CodedLionState))
+    return elementwise(rule, Codec(moment_dtype))

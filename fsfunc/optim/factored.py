@@ -9,15 +9,15 @@ import torch
 from torch import Tensor
 
 from fsfunc import tree
-from fsfunc.optim.leaves import Mask, Tree, along, local, paths_of, said, trainable
-from fsfunc.optim.matching import Matched
-from fsfunc.optim.optimizer import (
-    Optimizer,
+from fsfunc.optim.arguments import (
     check_not_negative,
     check_numbers,
     check_params_given,
-    described,
+    check_rate,
 )
+from fsfunc.optim.leaves import Mask, Tree, along, local, paths_of, said, trainable
+from fsfunc.optim.matching import Matched
+from fsfunc.optim.optimizer import Optimizer, described
 from fsfunc.optim.schedules import Schedule, rate_at
 from fsfunc.optim.square_sums import FactoredLeaf, powers, whole_sums, wide
 from fsfunc.sharded.leaf import is_sharded
@@ -26,7 +26,7 @@ __all__ = ["AdafactorState", "adafactor"]
 
 
 class AdafactorState(NamedTuple):
-    """How many updates were made, and the second moments.
+    """The count of updates, and the second moments.
 
     Of a leaf of shape ``[..., r, c]`` ``row`` is ``[..., r, 1]`` and ``col`` is
     ``[..., 1, c]``, whole on every rank, float32 (float64 for such a leaf). Of a leaf
@@ -71,8 +71,8 @@ def adafactor(
         place of r c, the same on every rank.
 
     Raises:
-        ValueError: a number out of its range; an update without ``params``, or that
-            somebody differentiates or batches.
+        ValueError: a number out of its range; an update without ``params``, or one
+            that is differentiated or batched.
         TreeMismatch: gradients do not fit the parameters; names the path.
 
     Cost: two psums over each distinct set of axes in the layouts: of 1 + r + c numbers
@@ -91,8 +91,7 @@ def adafactor(
     eps1, eps2 = eps
     check_not_negative(eps1=eps1 or 0.0, eps2=eps2, weight_decay=weight_decay)
     check_numbers(beta2_decay=beta2_decay, d=d)
-    if not callable(learning_rate):
-        check_not_negative(learning_rate=learning_rate)
+    check_rate(learning_rate)
     if not (beta2_decay <= 0 and d >= 1):
         raise ValueError(
             f"beta2_decay is {beta2_decay} and d is {d}: the one must be at most 0, "
@@ -182,9 +181,8 @@ def _leaves(matched: Matched, state: AdafactorState) -> list[FactoredLeaf]:
 
 
 def _columns(matched: Matched, state: AdafactorState) -> list[list[Any]]:
-    like = tree.unflatten(matched.treedef, matched.trees[0])
     trees = state.row, state.col, state.variance
-    return [along(like, matched.treedef, t, "optimizer state") for t in trees]
+    return [along(matched.treedef, t, "optimizer state") for t in trees]
 
 
 def _next(

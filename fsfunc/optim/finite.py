@@ -1,7 +1,8 @@
-"""Steps that are skipped, on every rank, where a gradient is not finite."""
+"""Steps that all ranks skip where a gradient is not finite."""
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
@@ -10,17 +11,53 @@ from torch import Tensor
 from fsfunc.core.frames import composable
 from fsfunc.optim.leaves import Tree, map_flat
 from fsfunc.optim.norms import all_finite, holds
-from fsfunc.optim.optimizer import (
-    Optimizer,
-    check_takes_plainly,
-    described,
-)
+from fsfunc.optim.optimizer import Optimizer, State, check_takes_plainly, described
 
-__all__ = ["ApplyIfFiniteState", "apply_if_finite"]
+__all__ = ["ApplyIfFiniteState", "Skipping", "apply_if_finite"]
+
+
+@dataclass(frozen=True, eq=False)
+class Skipping:
+    """An optimizer around another, whose step may be skipped."""
+
+    optimizer: Optimizer
+
+    inner = "inner"  # the field of the state that has that of the optimizer within
+
+    def counted(self, grads: Tree, state: Any) -> tuple[bool, Any]:
+        """True if all ranks make the step, and the state that has counted it."""
+        raise NotImplementedError
+
+    def update(self, grads: Tree, state: Any, params: Tree = None) -> tuple[Tree, Any]:
+        makes, after = self.counted(grads, state)
+        if not makes:
+            return map_flat(_zeros, grads, rest=None), after
+        given = getattr(state, self.inner)
+        updates, inner = self.optimizer.update(grads, given, params)
+        return updates, self._with(after, inner)
+
+    def prepare(self, grads: Tree, state: Any, params: Tree):
+        makes, after = self.counted(grads, state)
+        if not makes:
+            return lambda: (params, after)
+        commit = self.optimizer.prepare(grads, getattr(state, self.inner), params)
+
+        def finish() -> tuple[Tree, Any]:
+            params, inner = commit()
+            return params, self._with(after, inner)
+
+        return finish
+
+    def _with(self, state: Any, inner: State) -> Any:
+        return state._replace(**{self.inner: inner})
+
+
+def _zeros(tensors: list[Tensor]) -> list[Tensor]:
+    return [torch.zeros_like(t) for t in tensors]
 
 
 class ApplyIfFiniteState(NamedTuple):
-    """How many steps in a row, and in all, had gradients that are not finite.
+    """The counts of steps, in a row and in all, with gradients that are not finite.
 
     ``last_finite``: whether those of the last step were; ``inner_state``: of the
     optimizer.
@@ -72,38 +109,26 @@ def apply_if_finite(optimizer: Optimizer, max_consecutive_errors: int = 5) -> Op
             f"max_consecutive_errors is {max_consecutive_errors}: it must be 0 or more"
         )
 
-    def init(params: Tree) -> ApplyIfFiniteState:
-        return ApplyIfFiniteState(0, True, 0, optimizer.init(params))
+    return Optimizer.of(_IfFinite(optimizer, max_consecutive_errors))
 
-    def seen(grads: Tree, state: ApplyIfFiniteState) -> tuple[bool, ApplyIfFiniteState]:
-        """Whether a step is made, and the state that has counted it."""
+
+@dataclass(frozen=True, eq=False)
+class _IfFinite(Skipping):
+    most: int
+
+    inner = "inner_state"
+
+    def init(self, params: Tree) -> ApplyIfFiniteState:
+        return ApplyIfFiniteState(0, True, 0, self.optimizer.init(params))
+
+    def counted(
+        self, grads: Tree, state: ApplyIfFiniteState
+    ) -> tuple[bool, ApplyIfFiniteState]:
         finite = _read(all_finite(grads))
         row = 0 if finite else state.notfinite_count + 1
         total = state.total_notfinite + (not finite)
-        counted = ApplyIfFiniteState(row, finite, total, state.inner_state)
-        return finite or row > max_consecutive_errors, counted
-
-    def update(grads: Tree, state: ApplyIfFiniteState, params: Tree = None):
-        makes, counted = seen(grads, state)
-        if not makes:
-            none = lambda ts: [torch.zeros_like(t) for t in ts]  # noqa: E731
-            return map_flat(none, grads, rest=None), counted
-        updates, inner = optimizer.update(grads, state.inner_state, params)
-        return updates, counted._replace(inner_state=inner)
-
-    def prepare(grads: Tree, state: ApplyIfFiniteState, params: Tree):
-        makes, counted = seen(grads, state)
-        if not makes:
-            return lambda: (params, counted)
-        commit = optimizer.prepare(grads, state.inner_state, params)
-
-        def finish() -> tuple[Tree, ApplyIfFiniteState]:
-            params, inner = commit()
-            return params, counted._replace(inner_state=inner)
-
-        return finish
-
-    return Optimizer(init, update, prepare=prepare)
+        after = ApplyIfFiniteState(row, finite, total, state.inner_state)
+        return finite or row > self.most, after
 
 
 def _read(flag: Tensor) -> bool:

@@ -1,4 +1,4 @@
-"""What functions answer that optimizers are given: rates by count, masks by leaf."""
+"""Values of an optimizer's functions: schedules by count, masks by leaf."""
 
 from __future__ import annotations
 

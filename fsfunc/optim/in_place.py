@@ -26,7 +26,7 @@ from fsfunc.sharded.leaf import is_sharded
 _device, _dtype = attrgetter("device"), attrgetter("dtype")
 
 
-class _Target(NamedTuple):
+class Target(NamedTuple):
     """A tree to write: its active leaves, and their memory as few tensors."""
 
     leaves: list[Any]
@@ -39,22 +39,18 @@ def fused(
     decays: Sequence[Any],
     *,
     cast: bool = True,
-    least: torch.dtype | None = None,
 ) -> Callable[[], list[Tree]]:
-    """What writes ``kernel`` into params and moments, and returns them.
+    """A function that runs ``kernel`` on params and moments, and returns them.
 
-    Under `donate` it writes into the tensors given, where nobody else holds their
+    Under `donate` it writes into the tensors given, where nothing else holds their
     memory, else into copies (on fresh memory the page faults cost most, whatever the
     order of copy and update).
     ``kernel(params, grads, *moments, weight_decay=)`` takes lists of dense tensors of
     one dtype on one device, and is called once for each such group. ``decays`` are
     whatever it takes for ``weight_decay``, by leaf. Without ``cast`` it takes tensors
-    as they are, and only the parameters' dtype tells groups apart. A dtype narrower
-    than ``least`` becomes that.
+    as they are, and only the parameters' dtype separates groups.
     """
-    donation = frame().donated
-    if donation is not None and overlap(matched):
-        donation = None
+    donation = donation_of(matched)
 
     def commit() -> list[Tree]:
         kept = [matched.trees[0], *matched.trees[2:]]
@@ -62,7 +58,7 @@ def fused(
         with torch.no_grad():
             new = targets(matched, kept, donation, taken)
             count_write([t for target in new for t in target.tensors])
-            groups = _groups(matched, new, decays, least)
+            groups = _groups(matched, new, decays)
             for (_, dtype, decay, _), columns in groups.items():
                 if cast:
                     _write(kernel, columns, dtype, decay)
@@ -78,8 +74,14 @@ def fused(
     return commit
 
 
-def overlap(matched: Matched) -> bool:
-    """Whether memory to write lies at two places: each then gets its own."""
+def donation_of(matched: Matched) -> Donation | None:
+    """The donation of this step, None where trees to write share memory."""
+    donation = frame().donated
+    return None if donation is None or _overlap(matched) else donation
+
+
+def _overlap(matched: Matched) -> bool:
+    """True if two tensors to write share memory: each then gets its own."""
     params, grads, *moments = [b.tensors for b in matched.buffers]
     tensors = [*params, *chain.from_iterable(moments)]
     for kind in {*map(type, tensors), *map(type, grads)}:
@@ -97,21 +99,31 @@ def targets(
     kept: list[list[Any]],
     donation: Donation | None,
     taken: tuple[list[Any], list[Any]],
-) -> list[_Target]:
+) -> list[Target]:
     """The trees to write, or copies of them."""
-    written = [matched.buffers[0], *matched.buffers[2:]]
-    if donation is None:
-        copies = [[space_of(t).copied(t) for t in b.tensors] for b in written]
-        return [_Target(b.rebuild(c), c) for b, c in zip(written, copies, strict=True)]
-    active = [[column[i] for i in matched.active] for column in kept]
-    flats = [b.tensors for b in written]
-    if isinstance(donation, Everything):  # leaves that are recorded stay themselves
-        return [_Target(*pair) for pair in zip(active, flats, strict=True)]
-    donation.look()
+    if donation is not None and not isinstance(donation, Everything):
+        donation.look()
+    written = zip(kept, [matched.buffers[0], *matched.buffers[2:]], strict=True)
     return [
-        _over(old, b, tensors, donation.may_write(tensors), taken)
-        for old, b, tensors in zip(active, written, flats, strict=True)
+        target([column[i] for i in matched.active], buffers, donation, taken)
+        for column, buffers in written
     ]
+
+
+def target(
+    leaves: list[Any],
+    buffers: Any,
+    donation: Donation | None,
+    taken: tuple[list[Any], list[Any]],
+) -> Target:
+    """Leaves to write, or copies of them; a donation has looked at what is held."""
+    tensors = buffers.tensors
+    if donation is None:
+        tensors = [space_of(t).copied(t) for t in tensors]
+        return Target(buffers.rebuild(tensors), tensors)
+    if isinstance(donation, Everything):  # leaves that are recorded stay themselves
+        return Target(leaves, tensors)
+    return _over(leaves, buffers, tensors, donation.may_write(tensors), taken)
 
 
 def _over(
@@ -120,7 +132,7 @@ def _over(
     tensors: list[Tensor],
     mine: list[bool],
     taken: tuple[list[Any], list[Any]],
-) -> _Target:
+) -> Target:
     """New leaves over the memory of the old ones, where that is ours, or over copies.
 
     Of a leaf that is written over the old one is spent: the new one is another object.
@@ -129,7 +141,7 @@ def _over(
         leaves = [x.detach() for x in old]
         taken[0].extend(old)
         taken[1].extend(leaves)
-        return _Target(leaves, tensors)
+        return Target(leaves, tensors)
     leaves = list(old)
     if not all(mine):
         pairs = zip(tensors, mine, strict=True)
@@ -149,57 +161,47 @@ def _over(
             leaves[i] = leaf
             taken[0].append(old[i])
             taken[1].append(leaf)
-    return _Target(leaves, tensors)
+    return Target(leaves, tensors)
 
 
 def _groups(
     matched: Matched,
-    new: list[_Target],
+    new: list[Target],
     decays: Sequence[Any],
-    least: torch.dtype | None,
 ) -> dict[Any, list[list[Tensor]]]:
     """Columns (params, grads, *moments) by device, dtype and decay.
 
-    A flat buffer whose leaves decay differently falls apart into its leaves. What of a
-    row lies beside the device may have to be brought: such a row is a group of its own.
+    A row with offloaded tensors may have to be copied: it is a group of its own.
     """
-    if (alike := _alike(matched, new, decays, least)) is not None:
+    if (alike := _alike(matched, new, decays)) is not None:
         return alike
     groups: dict[Any, list[list[Tensor]]] = {}
-    grads = _Target(
+    grads = Target(
         [matched.trees[1][i] for i in matched.active], matched.buffers[1].tensors
     )
     columns = [new[0], grads, *new[1:]]
-    for k, members in enumerate(matched.members):
-        each = [decays[j] for j in members]
-        if each.count(each[0]) == len(each):
-            cuts = [(each[0], [c.tensors[k] for c in columns])]
-        else:
-            cuts = [(decays[j], [local(c.leaves[j]) for c in columns]) for j in members]
-        for decay, row in cuts:
-            p, _, *moments = row
-            if p.numel():
-                dtype = p.dtype
-                for m in moments:
-                    if m.dtype != dtype:
-                        dtype = torch.promote_types(dtype, m.dtype)
-                if least is not None:
-                    dtype = torch.promote_types(dtype, least)
-                apart = -1
-                if any_offloaded() and any(map(_is_offloaded, row)):
-                    apart = len(groups)
-                key = (p.device, dtype, decay, apart)
-                found = groups.setdefault(key, [[] for _ in row])
-                for column, t in zip(found, row, strict=True):
-                    column.append(t)
+    for decay, k, j in matched.cuts(decays):
+        row = [c.tensors[k] if j is None else local(c.leaves[j]) for c in columns]
+        p, _, *moments = row
+        if p.numel():
+            dtype = p.dtype
+            for m in moments:
+                if m.dtype != dtype:
+                    dtype = torch.promote_types(dtype, m.dtype)
+            apart = -1
+            if any_offloaded() and any(map(_is_offloaded, row)):
+                apart = len(groups)
+            key = (p.device, dtype, decay, apart)
+            found = groups.setdefault(key, [[] for _ in row])
+            for column, t in zip(found, row, strict=True):
+                column.append(t)
     return groups
 
 
 def _alike(
     matched: Matched,
-    new: list[_Target],
+    new: list[Target],
     decays: Sequence[Any],
-    least: torch.dtype | None,
 ) -> dict[Any, list[list[Tensor]]] | None:
     """The one group, where all parameters and moments are of one kind."""
     if any_offloaded() or not decays or decays.count(decays[0]) < len(decays):
@@ -210,8 +212,6 @@ def _alike(
     if len(devices) > 1 or len(dtypes) > 1 or not all(map(Tensor.numel, params)):
         return None
     (device,), (dtype,) = devices, dtypes  # moments lie beside their parameters
-    if least is not None:
-        dtype = torch.promote_types(dtype, least)
     grads = matched.buffers[1].tensors
     return {(device, dtype, decays[0], -1): [params, grads, *moments]}
 

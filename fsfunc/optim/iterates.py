@@ -9,17 +9,19 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from fsfunc import tree
 from fsfunc.core.frames import frame, inside
+from fsfunc.optim.arguments import (
+    check_not_negative,
+    check_numbers,
+    check_params_given,
+    check_rate,
+)
 from fsfunc.optim.in_place import fused
-from fsfunc.optim.leaves import Mask, Tree, along, copied, floating
+from fsfunc.optim.leaves import Mask, Tree, chosen, copied, floating
 from fsfunc.optim.matching import Matched
 from fsfunc.optim.optimizer import (
     Optimizer,
     apply_updates,
-    check_not_negative,
-    check_numbers,
-    check_params_given,
     check_takes_plainly,
     described,
     summed,
@@ -31,7 +33,7 @@ __all__ = ["ScheduleFreeState", "schedule_free"]
 
 
 class ScheduleFreeState(NamedTuple):
-    """How many updates were made, the base iterate z, and what weighs the average.
+    """The count of updates, the base iterate z, and the weights of the average.
 
     The parameters that are trained are y, where gradients are taken; `eval_params`
     gives x, the average, which is ``(y - (1 - b1) z) / b1``. ``weight_sum`` is that of
@@ -104,10 +106,9 @@ def schedule_free(
     check_takes_plainly("schedule_free", base)
     check_numbers(b1=b1)
     if not 0 < b1 < 1:
-        raise ValueError(f"b1 is {b1}: it must be above 0 and below 1, to tell x by")
+        raise ValueError(f"b1 is {b1}: it must be above 0 and below 1")
     check_not_negative(weight_lr_power=weight_lr_power, weight_decay=weight_decay)
-    if not callable(learning_rate):
-        check_not_negative(learning_rate=learning_rate)
+    check_rate(learning_rate)
 
     def init(params: Tree) -> ScheduleFreeState:
         z = copied(params)
@@ -165,15 +166,13 @@ def schedule_free(
 
         return finish
 
-    return Optimizer(init, update, prepare=prepare)
+    return Optimizer(init, update, prepare=prepare, elementwise=base.elementwise)
 
 
 def _only(matched: Matched, values: Tree) -> Tree:
     """``values``, like the parameters, with None for leaves that are not updated."""
-    like = tree.unflatten(matched.treedef, matched.trees[0])
-    column = along(like, matched.treedef, values, "parameters")
-    nothing = [None] * len(column)
-    return matched.restore([column[i] for i in matched.active], nothing)
+    updated = [i in set(matched.active) for i in range(len(matched.trees[0]))]
+    return chosen(matched.treedef, updated, values, what="parameters")
 
 
 def _mixed(ys: Tree, zs: Tree, by: float, add: float) -> Tree:

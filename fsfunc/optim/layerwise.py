@@ -6,20 +6,15 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
-from torch import Tensor
 
-from fsfunc.optim.adam import AdamState, fused_adam, sharded_adam
+from fsfunc.optim.adam import AdamState, adam_rule, fused_adam, sharded_adam
+from fsfunc.optim.arguments import check_rate
 from fsfunc.optim.descent import SgdState, sgd
-from fsfunc.optim.in_place import dense, fused
+from fsfunc.optim.in_place import fused
 from fsfunc.optim.leaves import Mask, Tree, map_flat, scaled
-from fsfunc.optim.matching import Matched
+from fsfunc.optim.matching import Matched, Rule
 from fsfunc.optim.norms import Row, rows_of
-from fsfunc.optim.optimizer import (
-    Optimizer,
-    apply_updates,
-    check_not_negative,
-    described,
-)
+from fsfunc.optim.optimizer import Optimizer, apply_updates, described
 from fsfunc.optim.schedules import Schedule, rate_at
 from fsfunc.optim.transformations import add_decayed_weights, chain
 from fsfunc.optim.trust import Trust, scale_by_trust_ratio
@@ -64,9 +59,10 @@ def lamb(
         TreeMismatch: gradients or state do not fit the parameters; names the path.
 
     Cost: one psum over each distinct set of axes in the layouts, of two numbers for
-    each leaf there. Two passes: one for the norms, through scratch of three times the
+    each leaf there. Two passes: one for the norms, through scratch of six times the
     largest buffer, and Adam's own, one fused call for each leaf, which has its own
-    rate; in place under `donate`.
+    rate; in place under `donate`. With moments of float16 or 8 bits the updates are
+    made in memory of their own.
 
     Source: You et al., Large Batch Optimization for Deep Learning, algorithm 2.
 
@@ -76,12 +72,17 @@ def lamb(
     >>> w  # by a tenth of its norm
     tensor([2.6464, 3.6464])
     """
-    if not callable(learning_rate):
-        check_not_negative(learning_rate=learning_rate)
-    settings: dict[str, Any] = {"b1": b1, "b2": b2, "eps": eps}
+    check_rate(learning_rate)
     adam = sharded_adam(
-        1.0, weight_decay=weight_decay, mask=mask, moment_dtype=moment_dtype, **settings
+        1.0,
+        b1=b1,
+        b2=b2,
+        eps=eps,
+        weight_decay=weight_decay,
+        mask=mask,
+        moment_dtype=moment_dtype,
     )
+    rule = adam_rule(1.0, b1, b2, eps, weight_decay, mask)
     trust = Trust()
     pure = chain(adam, scale_by_trust_ratio())
 
@@ -92,20 +93,24 @@ def lamb(
         updates, (state, _) = pure.update(grads, (state, ()), params)
         return map_flat(lambda ts: scaled(ts, rate), updates), state
 
+    if moment_dtype in (torch.float16, torch.uint8):
+        return Optimizer(adam.init, update)
+
     def prepare(grads: Tree, state: AdamState, params: Tree):
-        matched = Matched.of(params, grads, state.mu, state.nu)
+        matched = rule.matched(grads, params, (state.mu, state.nu))
         if matched.differentiated:
             updates, state = update(grads, state, params)
             return lambda: (apply_updates(params, updates), state)
-        decays = matched.decays(weight_decay, mask)
-        how = {"count": state.count, "beta1": b1, "beta2": b2, "eps": eps}
+        decays = rule.decays(matched)
         with torch.no_grad():
-            ratios = trust.ratios(matched, _directions(matched, decays, how))
+            steps = _steps(matched, rule.step(state.count), decays)
+            ratios = trust.ratios(matched, steps)
         rate = rate_at(learning_rate, state.count)
         rates: list[Any] = [None] * len(decays)
         for ratio, members in zip(ratios, matched.members, strict=True):
             for j, own in zip(members, (rate * ratio).unbind(), strict=True):
                 rates[j] = own
+        how = {"count": state.count, "beta1": b1, "beta2": b2, "eps": eps}
 
         def kernel(*columns: Any, weight_decay: tuple[float, int]) -> None:
             decay, j = weight_decay
@@ -123,28 +128,15 @@ def lamb(
     return Optimizer(adam.init, update, prepare=prepare)
 
 
-def _directions(
-    matched: Matched, decays: Sequence[float], how: dict[str, Any]
-) -> Iterator[Row]:
-    """Adam's step of each flat tensor, at a rate of -1, on scratch."""
+def _steps(matched: Matched, step: Rule, decays: Sequence[float]) -> Iterator[Row]:
+    """Adam's step of each flat tensor at a rate of 1, by leaf."""
     columns = zip(*(b.tensors for b in matched.buffers), strict=True)
-    leaves = [matched.trees[0][i] for i in matched.active]
-    (*axes,) = (row[0] for row in rows_of(leaves, matched.buffers[0]))
+    axes = (row[0] for row in rows_of(matched.columns[0], matched.buffers[0]))
     spread, groups = matched.spread(decays), matched.buffers[0].groups
-    for (p, g, m, v), decay, along, (_, packed) in zip(
+    for row, decay, along, (_, packed) in zip(
         columns, spread, axes, groups, strict=True
     ):
-        dtype = torch.promote_types(torch.promote_types(p.dtype, m.dtype), v.dtype)
-        u = torch.zeros(p.shape, dtype=dtype, device=p.device)
-        if p.numel():
-            mean, square = m.to(dtype, copy=True), v.to(dtype, copy=True)
-            work = [[dense(x, dtype)] for x in (u, g, mean, square)]
-            fused_adam(*work, lr=1.0, weight_decay=0.0, **how)
-            del work, mean, square
-            if isinstance(decay, Tensor):
-                u.addcmul_(decay.to(dtype), p.to(dtype), value=-1)
-            elif decay:
-                u.sub_(p, alpha=decay)
+        u = step(*row, decay)[0]
         yield along, [u] if packed is None else [u[a:b] for a, b in packed.ranges]
 
 
@@ -201,8 +193,7 @@ def lars(
     >>> w
     tensor([3.0000, 3.5000])
     """
-    if not callable(learning_rate):
-        check_not_negative(learning_rate=learning_rate)
+    check_rate(learning_rate)
     decay = add_decayed_weights(weight_decay, mask) if weight_decay else None
     trust = Trust(0.0, trust_coefficient, eps, trust_mask)
     descent = sgd(1.0, momentum=momentum, nesterov=nesterov)

@@ -1,4 +1,4 @@
-"""Backward passes scaled unit by unit, each as far up as its own gradients bear."""
+"""Dynamic loss scales, one for each unit."""
 
 from __future__ import annotations
 
@@ -11,17 +11,13 @@ from torch import Tensor
 
 from fsfunc import tree
 from fsfunc.core.frames import frame, inside
+from fsfunc.optim.arguments import check_not_negative
+from fsfunc.optim.finite import Skipping
 from fsfunc.optim.leaves import Tree
+from fsfunc.optim.loss_scaling import ScaleRule
 from fsfunc.optim.norms import all_finite, holds
-from fsfunc.optim.optimizer import (
-    Optimizer,
-    Run,
-    State,
-    check_not_negative,
-    described,
-)
+from fsfunc.optim.optimizer import Optimizer, Run, State, described
 from fsfunc.optim.unit_scaling import UnitScaling
-from fsfunc.sharded.leaf import is_sharded
 
 __all__ = ["LayerwiseLossScaleState", "layerwise_loss_scale"]
 
@@ -117,102 +113,52 @@ def layerwise_loss_scale(
             "above 1, backoff between 0 and 1, the interval 1 or more, and there must "
             "be scales, above 0 and between minimum and maximum"
         )
-    rule = _Growth(growth, backoff, interval, minimum, maximum)
-    return _Layerwise(optimizer, firsts, rule).functions()
-
-
-class _Growth(NamedTuple):
-    """How scales follow from the steps."""
-
-    growth: float
-    backoff: float
-    interval: int
-    minimum: float
-    maximum: float
-
-    def good(
-        self, state: LayerwiseLossScaleState, inner: State
-    ) -> LayerwiseLossScaleState:
-        """After a step that was made."""
-        return self._after(state, ())._replace(inner=inner)
-
-    def bad(
-        self, state: LayerwiseLossScaleState, blamed: set[str]
-    ) -> LayerwiseLossScaleState:
-        """After one that was not, by overflows in these units, or before them all."""
-        after = self._after(state, blamed or set(state.scales))
-        return after._replace(skipped=state.skipped + 1)
-
-    def _after(self, state: LayerwiseLossScaleState, blamed: Any):
-        scales, counts = dict(state.scales), dict(state.good_steps)
-        for name, scale in state.scales.items():
-            counts[name] += 1
-            if name in blamed:
-                scales[name], counts[name] = self._smaller(name, scale), 0
-            elif counts[name] >= self.interval:
-                scales[name], counts[name] = min(scale * self.growth, self.maximum), 0
-        return state._replace(scales=scales, good_steps=counts)
-
-    def _smaller(self, name: str, scale: float) -> float:
-        if scale * self.backoff < self.minimum:
-            raise FloatingPointError(
-                f"gradients of unit {name!r} are not finite at a scale of {scale:g}, "
-                f"and {scale * self.backoff:g} is below the minimum of {self.minimum:g}"
-                ": the loss itself is not finite, or the model diverges. The state is "
-                "as it was"
-            )
-        return scale * self.backoff
+    rule = ScaleRule(growth, backoff, interval, minimum, maximum)
+    return Optimizer.of(_Layerwise(optimizer, firsts, rule))
 
 
 @dataclass(frozen=True, eq=False)
-class _Layerwise:
+class _Layerwise(Skipping):
     """The functions of such an optimizer; ``found``: who overflowed in this step."""
 
-    optimizer: Optimizer
     firsts: dict[str, float]
-    rule: _Growth
+    rule: ScaleRule
     found: Mapping[str, Tensor] = field(default_factory=dict)
-
-    def functions(self) -> Optimizer:
-        return Optimizer(self.init, self.update, prepare=self.prepare, take=self.take)
 
     def init(self, params: Tree) -> LayerwiseLossScaleState:
         counts = dict.fromkeys(self.firsts, 0)
         inner = self.optimizer.init(params)
         return LayerwiseLossScaleState(dict(self.firsts), counts, 0, inner)
 
-    def update(self, grads: Tree, state: LayerwiseLossScaleState, params: Tree = None):
-        if not holds(all_finite(grads)):
-            none = tree.map(lambda _: None, grads, is_leaf=is_sharded)
-            return none, self._bad(grads, state)
-        updates, inner = self.optimizer.update(grads, state.inner, params)
-        return updates, self.rule.good(state, inner)
-
-    def prepare(self, grads: Tree, state: LayerwiseLossScaleState, params: Tree):
-        if not holds(all_finite(grads)):
-            after = self._bad(grads, state)
-            return lambda: (params, after)
-        commit = self.optimizer.prepare(grads, state.inner, params)
-
-        def finish() -> tuple[Tree, LayerwiseLossScaleState]:
-            params, inner = commit()
-            return params, self.rule.good(state, inner)
-
-        return finish
-
-    def _bad(
+    def counted(
         self, grads: Tree, state: LayerwiseLossScaleState
-    ) -> LayerwiseLossScaleState:
-        """After a step that is not made: all ranks blame the same units."""
+    ) -> tuple[bool, LayerwiseLossScaleState]:
+        finite = holds(all_finite(grads))
+        blamed = () if finite else self._overflowed(grads, state.scales)
+        after = {
+            name: self.rule.next(
+                scale, state.good_steps[name], name in blamed, f" of unit {name!r}"
+            )
+            for name, scale in state.scales.items()
+        }
+        return finite, LayerwiseLossScaleState(
+            {name: scale for name, (scale, _) in after.items()},
+            {name: good for name, (_, good) in after.items()},
+            state.skipped + (not finite),
+            state.inner,
+        )
+
+    def _overflowed(self, grads: Tree, scales: dict[str, float]) -> set[str]:
+        """The units to blame, the same on all ranks; all, where the loss is."""
         near = next(x for x in tree.leaves(grads) if isinstance(x, Tensor))
         fine = near.new_zeros((), dtype=torch.float32)
         blamed = set()
-        for name in sorted(state.scales):
+        for name in sorted(scales):
             one = self.found.get(name)
             mine = fine if one is None else torch.where(one, torch.inf, fine)
             if not holds(all_finite([mine])):
                 blamed.add(name)
-        return self.rule.bad(state, blamed)
+        return blamed or set(scales)
 
     def take(
         self, run: Run, state: LayerwiseLossScaleState
@@ -224,9 +170,6 @@ class _Layerwise:
             with inside(replace(f, handlers=(*f.handlers, scaling))):
                 return run()
 
-        if self.optimizer.take is None:
-            (value, grads), inner = scaled(), self.optimizer
-        else:
-            value, grads, inner = self.optimizer.take(scaled, state.inner)
+        value, grads, inner = self.optimizer.gradients(scaled, state.inner)
         after = replace(self, optimizer=inner, found=scaling.found)
-        return value, grads, after.functions()
+        return value, grads, Optimizer.of(after)

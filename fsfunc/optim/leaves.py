@@ -26,7 +26,7 @@ _WHOLE = {Tensor, torch.nn.Parameter}
 
 
 def trainable(leaf: Any) -> bool:
-    """Whether an optimizer updates ``leaf``: a tensor or a shard of floating dtype.
+    """True if an optimizer updates ``leaf``: a tensor or a shard of floating dtype.
 
     Raises:
         TypeError: a complex leaf: neither updated rightly nor safely left out.
@@ -106,8 +106,8 @@ def map_flat(
     return tree.unflatten(treedef, out)
 
 
-def along(params: Tree, treedef: tree.TreeDef, other: Tree, what: str) -> list[Any]:
-    """What ``other`` holds at the place of each leaf of ``params``, None included.
+def along(treedef: tree.TreeDef, other: Tree, what: str) -> list[Any]:
+    """The value in ``other`` at the place of each leaf of a tree, None included.
 
     Raises:
         TreeMismatch: ``other`` lacks the structure; the message names the path.
@@ -115,11 +115,25 @@ def along(params: Tree, treedef: tree.TreeDef, other: Tree, what: str) -> list[A
     try:
         return treedef.flatten_up_to(other)
     except ValueError:
+        places = tree.unflatten(treedef, range(treedef.num_leaves))
         try:
-            tree.map(lambda leaf, _: leaf, params, other, is_leaf=is_sharded)
+            tree.map(lambda place, _: place, places, other, is_leaf=is_sharded)
         except tree.TreeMismatch as error:
             raise tree.TreeMismatch(f"{what} do not fit: {error}") from None
         raise
+
+
+def chosen(
+    treedef: tree.TreeDef,
+    mask: Sequence[bool],
+    values: Tree,
+    others: Tree | None = None,
+    what: str = "optimizer state",
+) -> Tree:
+    """``values`` at the leaves where ``mask``; elsewhere ``others``, or None."""
+    rest = [None] * len(mask) if others is None else along(treedef, others, what)
+    rows = zip(mask, along(treedef, values, what), rest, strict=True)
+    return tree.unflatten(treedef, [x if yes else other for yes, x, other in rows])
 
 
 def paths_of(treedef: tree.TreeDef) -> list[str]:
@@ -162,7 +176,7 @@ def split(columns: Sequence[Sequence[Any]]) -> list[Any]:
 
 
 def whole_and_alike(columns: Sequence[Sequence[Any]]) -> bool:
-    """Whether all are plain tensors that fit each other, at little cost a leaf."""
+    """True if all are plain tensors that fit each other; cheap."""
     if not all(_WHOLE.issuperset(map(type, column)) for column in columns):
         return False
     first, *others = (list(map(_lies, column)) for column in columns)
@@ -242,7 +256,7 @@ def scaled(tensors: Sequence[Tensor], factor: float | Tensor) -> list[Tensor]:
 
 
 def differentiated(tensors: Sequence[Tensor]) -> bool:
-    """Whether somebody may differentiate through what is done with ``tensors``."""
+    """True if operations on ``tensors`` may be differentiated."""
     if composable():
         return True
     return torch.is_grad_enabled() and any(t.requires_grad for t in tensors)

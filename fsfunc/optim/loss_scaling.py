@@ -1,24 +1,19 @@
-"""Losses scaled up, so that gradients in float16 do not vanish, and steps skipped."""
+"""Dynamic loss scaling: gradients in float16 do not vanish, overflows are skipped."""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
-from fsfunc import tree
 from fsfunc.core.frames import Interpretation, frame, inside
 from fsfunc.core.outcomes import GradientCall, Outcome
+from fsfunc.optim.arguments import check_not_negative
+from fsfunc.optim.finite import Skipping
 from fsfunc.optim.leaves import Tree
 from fsfunc.optim.norms import all_finite, holds
-from fsfunc.optim.optimizer import (
-    Optimizer,
-    Run,
-    State,
-    check_not_negative,
-    described,
-)
-from fsfunc.sharded.leaf import is_sharded
+from fsfunc.optim.optimizer import Optimizer, Run, State, described
 
 
 class LossScaleState(NamedTuple):
@@ -95,77 +90,65 @@ def loss_scale(
             "others above 0"
         )
 
-    rule = _Rule(growth, backoff, interval, minimum)
-    return _Scaled(optimizer, float(initial), rule).functions()
+    rule = ScaleRule(growth, backoff, interval, minimum)
+    return Optimizer.of(_Scaled(optimizer, float(initial), rule))
 
 
-class _Rule(NamedTuple):
-    """How a scale follows from the steps."""
+class ScaleRule(NamedTuple):
+    """Growth of a scale after good steps, and backoff after an overflow."""
 
     growth: float
     backoff: float
     interval: int
     minimum: float
+    maximum: float = math.inf
 
-    def good(self, state: LossScaleState, inner: State) -> LossScaleState:
-        """After a step that was made."""
-        count = state.good_steps + 1
-        if count < self.interval:
-            return state._replace(good_steps=count, inner=inner)
-        return LossScaleState(state.scale * self.growth, 0, state.skipped, inner)
+    def next(
+        self, scale: float, good_steps: int, overflows: bool, of: str = ""
+    ) -> tuple[float, int]:
+        """The scale, and the steps since it last changed, after one step more.
 
-    def bad(self, state: LossScaleState) -> LossScaleState:
-        """After one that was not."""
-        scale = state.scale * self.backoff
-        if scale < self.minimum:
-            raise FloatingPointError(
-                f"gradients are not finite at a loss scale of {state.scale:g}, and "
-                f"{scale:g} is below the minimum of {self.minimum:g}: the loss itself "
-                "is not finite, or the model diverges. The state is as it was"
-            )
-        return state._replace(scale=scale, good_steps=0, skipped=state.skipped + 1)
+        Raises:
+            FloatingPointError: it would fall below the minimum; says ``of`` what.
+        """
+        if overflows:
+            smaller = scale * self.backoff
+            if smaller < self.minimum:
+                raise FloatingPointError(
+                    f"gradients{of} are not finite at a loss scale of {scale:g}, and "
+                    f"{smaller:g} is below the minimum of {self.minimum:g}: the loss "
+                    "itself is not finite, or the model diverges. The state is as it "
+                    "was"
+                )
+            return smaller, 0
+        if good_steps + 1 < self.interval:
+            return scale, good_steps + 1
+        return min(scale * self.growth, self.maximum), 0
 
 
 @dataclass(frozen=True, eq=False)
-class _Scaled:
+class _Scaled(Skipping):
     """The functions of such an optimizer."""
 
-    optimizer: Optimizer
     initial: float
-    rule: _Rule
-
-    def functions(self) -> Optimizer:
-        return Optimizer(self.init, self.update, prepare=self.prepare, take=self.take)
+    rule: ScaleRule
 
     def init(self, params: Tree) -> LossScaleState:
         return LossScaleState(self.initial, 0, 0, self.optimizer.init(params))
 
-    def update(self, grads: Tree, state: LossScaleState, params: Tree = None):
-        if not holds(all_finite(grads)):
-            none = tree.map(lambda _: None, grads, is_leaf=is_sharded)
-            return none, self.rule.bad(state)
-        updates, inner = self.optimizer.update(grads, state.inner, params)
-        return updates, self.rule.good(state, inner)
-
-    def prepare(self, grads: Tree, state: LossScaleState, params: Tree):
-        if not holds(all_finite(grads)):
-            after = self.rule.bad(state)
-            return lambda: (params, after)
-        commit = self.optimizer.prepare(grads, state.inner, params)
-
-        def finish() -> tuple[Tree, LossScaleState]:
-            params, inner = commit()
-            return params, self.rule.good(state, inner)
-
-        return finish
+    def counted(
+        self, grads: Tree, state: LossScaleState
+    ) -> tuple[bool, LossScaleState]:
+        finite = holds(all_finite(grads))
+        scale, good = self.rule.next(state.scale, state.good_steps, not finite)
+        skipped = state.skipped + (not finite)
+        return finite, LossScaleState(scale, good, skipped, state.inner)
 
     def take(self, run: Run, state: LossScaleState) -> tuple[Any, Tree, Optimizer]:
         f = frame()
         with inside(replace(f, handlers=(*f.handlers, _Scaling(state.scale)))):
-            if self.optimizer.take is None:
-                return *run(), self.functions()
-            value, grads, inner = self.optimizer.take(run, state.inner)
-        return value, grads, replace(self, optimizer=inner).functions()
+            value, grads, inner = self.optimizer.gradients(run, state.inner)
+        return value, grads, Optimizer.of(replace(self, optimizer=inner))
 
 
 class _Scaling(Interpretation):

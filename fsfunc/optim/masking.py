@@ -1,4 +1,4 @@
-"""Different optimizers for different leaves, told apart by path and global shape."""
+"""Different optimizers for different leaves, by path and global shape."""
 
 from __future__ import annotations
 
@@ -7,11 +7,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from fsfunc import tree
-from fsfunc.optim.leaves import Mask, Tree, along, paths_of, trainable
-from fsfunc.optim.optimizer import (
-    Optimizer,
-    described,
-)
+from fsfunc.optim.leaves import Mask, Tree, along, chosen, paths_of, trainable
+from fsfunc.optim.optimizer import Optimizer, described
 from fsfunc.sharded.leaf import is_sharded
 
 Labels = Callable[[str, Any], str | None]  # (path, leaf) -> which optimizer, if any
@@ -83,37 +80,33 @@ def partition(optimizers: Mapping[str, Optimizer], labels: Labels) -> Optimizer:
                 f"the optimizer of {label!r} takes the gradients of all leaves in a "
                 "way of its own, as loss_scale does: put it around the partition"
             )
-    functions = _Partitioned(optimizers, labels)
-    return Optimizer(functions.init, functions.update, prepare=functions.prepare)
+    each = all(x.elementwise for x in optimizers.values())
+    return Optimizer.of(_Partitioned(optimizers, labels), elementwise=each)
 
 
 @dataclass(frozen=True, eq=False)
 class _Partition:
     """A tree whose leaves belong to optimizers, by label."""
 
-    like: Tree
     treedef: tree.TreeDef
     leaves: list[Any]
     labels: list[str | None]
 
     def only(self, label: str, values: Tree, what: str) -> Tree:
         """``values``, with None in place of all leaves that are labelled otherwise."""
-        column = zip(self.along(values, what), self.labels, strict=True)
-        return tree.unflatten(
-            self.treedef, [x if its == label else None for x, its in column]
-        )
+        mine = [its == label for its in self.labels]
+        return chosen(self.treedef, mine, values, what=what)
 
     def merged(self, values: Mapping[str, Tree], frozen: list[Any]) -> Tree:
         """By leaf, what the tree of its label holds; of ``frozen`` without one."""
-        columns = {k: self.along(part, "updates") for k, part in values.items()}
+        columns = {
+            k: along(self.treedef, part, "updates") for k, part in values.items()
+        }
         merged = [
             frozen[i] if label is None else columns[label][i]
             for i, label in enumerate(self.labels)
         ]
         return tree.unflatten(self.treedef, merged)
-
-    def along(self, values: Tree, what: str) -> list[Any]:
-        return along(self.like, self.treedef, values, what)
 
 
 @dataclass(frozen=True, eq=False)
@@ -134,7 +127,7 @@ class _Partitioned:
                     f"there are {list(self.optimizers)}; None freezes a leaf"
                 )
             found.append(label)
-        return _Partition(params, treedef, leaves, found)
+        return _Partition(treedef, leaves, found)
 
     def init(self, params: Tree) -> dict[str, Any]:
         parts = self.parted(params)
@@ -151,7 +144,8 @@ class _Partitioned:
                 f"{list(self.optimizers)}: make it with this partition's own "
                 "init(params)"
             )
-        given = zip(parts.labels, parts.along(grads, "gradients"), strict=True)
+        found = along(parts.treedef, grads, "gradients")
+        given = zip(parts.labels, found, strict=True)
         if any(parts.labels) and all(label is None or g is None for label, g in given):
             raise ValueError(
                 "none of the leaves to train has a gradient; a chain of two masked "

@@ -7,7 +7,7 @@ a rule over them out of place, differentiably; `in_place` runs a kernel over the
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -55,7 +55,7 @@ class Matched:
         leaves, treedef = tree.flatten(params, is_sharded)
         names = ["gradients"] + ["optimizer state"] * len(moments)
         others = [
-            along(params, treedef, other, what)
+            along(treedef, other, what)
             for what, other in zip(names, (grads, *moments), strict=True)
         ]
         active = [
@@ -83,8 +83,13 @@ class Matched:
         return _chosen(self.trees, self.active)
 
     @property
+    def nothing(self) -> list[None]:
+        """None for each leaf, as what stands where a leaf takes no part."""
+        return [None] * len(self.trees[0])
+
+    @property
     def differentiated(self) -> bool:
-        """Whether somebody may differentiate through what is done with the tensors.
+        """True if operations on the tensors may be differentiated.
 
         A leaf that merely asks for a gradient does not count: it is a parameter of
         this step, and a graph from step to step would hold every step's memory.
@@ -125,8 +130,7 @@ class Matched:
         ]
         made = [params if as_params else grads, *moments]
         results = list(zip(*rows, strict=True)) if rows else [()] * len(made)
-        nothing = [None] * len(self.trees[0])
-        kept = [self.trees[0] if as_params else nothing, *self.trees[2:]]
+        kept = [self.trees[0] if as_params else self.nothing, *self.trees[2:]]
         return [
             self.restore(b.rebuild(list(new)), old)
             for b, new, old in zip(made, results, kept, strict=True)
@@ -141,6 +145,15 @@ class Matched:
     def members(self) -> list[list[int]]:
         """By flat tensor: the positions in ``active`` of its leaves."""
         return [positions for positions, _ in self.buffers[0].groups]
+
+    def cuts(self, decays: Sequence[Any]) -> Iterator[tuple[Any, int, int | None]]:
+        """(decay, flat tensor, None), or leaf by leaf where decays differ within it."""
+        for k, members in enumerate(self.members):
+            each = [decays[j] for j in members]
+            if each.count(each[0]) == len(each):
+                yield each[0], k, None
+            else:
+                yield from ((decays[j], k, j) for j in members)
 
     def spread(self, decays: Sequence[float]) -> list[Decay]:
         """By flat tensor: the decay of its elements."""
@@ -170,8 +183,8 @@ class Matched:
 
 
 _WHOLE = (
-    ". It was laid out whole: of several models of one shape nothing tells whose it "
-    "is. Say it, with the paths of both, ff.place(step, state, ..., "
+    ". It was laid out whole: with several models of one shape it could belong to "
+    "any. Say which, with the paths of both, ff.place(step, state, ..., "
     'like={"moments/*": "params"}); nest it beside its model; or make it of the placed '
     "parameters, optimizer.init(placed)"
 )
@@ -181,6 +194,11 @@ def _chosen(trees: list[list[Any]], active: list[int]) -> list[list[Any]]:
     if len(active) == len(trees[0]):
         return [list(column) for column in trees]
     return [[column[i] for i in active] for column in trees]
+
+
+def decays(decay: Decay) -> bool:
+    """False where nothing decays."""
+    return isinstance(decay, Tensor) or bool(decay)
 
 
 def decayed(g: Tensor, p: Tensor, decay: Decay) -> Tensor:

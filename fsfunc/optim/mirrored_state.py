@@ -1,4 +1,4 @@
-"""An optimizer's state in pieces, each of some leaves of the parameters."""
+"""Pieces of an optimizer's state, each for some leaves of the parameters."""
 
 from __future__ import annotations
 
@@ -77,7 +77,7 @@ class MirroredState:
 
 
 def _like(x: Any, leaf: Any) -> bool:
-    """Whether a leaf of a state may be one for each element of a parameter."""
+    """True if a leaf of a state may be one for each element of a parameter."""
     if is_sharded(leaf) != is_sharded(x) or not (
         is_sharded(x) or isinstance(x, Tensor)
     ):

@@ -6,7 +6,6 @@ whatever their number: one collective over each set of axes.
 
 from __future__ import annotations
 
-import functools
 import math
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
@@ -31,6 +30,7 @@ from fsfunc.optim.reductions import (
     entered,
     most_of_parts,
     out_of_parts,
+    over_axes,
 )
 from fsfunc.runtime.memory_spaces import space_of
 from fsfunc.sharded.leaf import is_sharded
@@ -89,7 +89,7 @@ def global_norm(values: Tree, p: float = 2.0) -> Tensor:
 
 
 def all_finite(values: Tree) -> Tensor:
-    """Whether all elements of the floating leaves are finite, equal on every rank.
+    """True if all elements of the floating leaves are finite, equal on every rank.
 
     Under a transform over axes of a mesh every rank of the mesh is asked, whatever it
     holds: so a step is skipped everywhere or nowhere.
@@ -122,7 +122,7 @@ def all_finite(values: Tree) -> Tensor:
 
 
 def holds(found: Tensor) -> bool:
-    """Whether it is true; without data every step is a good one."""
+    """The flag as a bool; True on fake tensors, where every step is a good one."""
     return _torch.fake_active() or found.is_meta or bool(found)
 
 
@@ -175,30 +175,22 @@ def row_norms(rows: Iterable[Row], p: float = 2.0) -> list[Tensor]:
     """
     if not p > 0:
         raise ValueError(f"p is {p}: a norm needs it above 0")
-    local: list[Tensor] = []
-    devices: list[torch.device] = []  # where sums over ranks are made
-    places: dict[Spread, list[int]] = {}
+    pieces: list[tuple[Spread, Tensor, torch.device]] = []
     for axes, parts in rows:
         parts = [entered(t) for t in parts] if axes is None else parts
         wide = torch.promote_types(parts[0].dtype, torch.float32)
-        places.setdefault(axes, []).append(len(local))
-        local.append(_each_norm(parts, p, wide))
-        devices.append(space_of(parts[0]).on_device(parts[0]).device)
+        norms = _each_norm(parts, p, wide)
+        powers = norms**p if axes is not None and math.isfinite(p) else norms
+        device = space_of(parts[0]).on_device(parts[0]).device
+        pieces.append((axes, powers, device))
         del parts
-    out = list(local)
-    for axes, at in sorted(places.items(), key=lambda item: item[0] or ()):
-        if axes is None:
-            continue
-        device, sizes = devices[at[0]], [len(local[k]) for k in at]
-        dtype = functools.reduce(torch.promote_types, [local[k].dtype for k in at])
-        norms = torch.cat([local[k].to(device, dtype) for k in at])
-        if math.isinf(p):
-            norms = most_of_parts(norms, axes)
-        else:
-            norms = _root(out_of_parts(norms**p, axes), p)
-        for k, whole in zip(at, norms.split(sizes), strict=True):
-            out[k] = whole.to(local[k].device)
-    return out
+    if math.isinf(p):
+        return over_axes(pieces, most_of_parts)
+    found = over_axes(pieces)
+    return [
+        x if axes is None else _root(x, p)
+        for (axes, *_), x in zip(pieces, found, strict=True)
+    ]
 
 
 def _each_norm(parts: Sequence[Tensor], p: float, dtype: torch.dtype) -> Tensor:

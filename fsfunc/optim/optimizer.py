@@ -1,4 +1,4 @@
-"""What an optimizer is: two functions, and what follows from them.
+"""The optimizer interface: two functions, and what follows from them.
 
 ``init(params)`` makes a state and ``update(grads, state, params)`` turns gradients into
 updates, which are **added** to the parameters (optax's contract; so the learning rate
@@ -12,8 +12,8 @@ from __future__ import annotations
 import functools
 import inspect
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from functools import partial
-from numbers import Real
 from typing import Any, NamedTuple, ParamSpec, Self
 
 import torch
@@ -21,6 +21,7 @@ from torch import Tensor
 
 from fsfunc.comm.collective_ops import claim
 from fsfunc.comm.descriptions import stated
+from fsfunc.core.frames import frame, inside
 from fsfunc.optim.in_place import fused
 from fsfunc.optim.leaves import Tree
 from fsfunc.optim.matching import Matched
@@ -60,6 +61,9 @@ class Optimizer(_Functions):
             checks, norms and collectives belong to the first; ``commit()`` only writes,
             and returns what `apply` does. So several optimizers can share a step that,
             failing, leaves the state as it was.
+        elementwise: your word that `update` treats each element by itself, so that a
+            step of some leaves, or of parts of them, is that part of the step:
+            `step_in_backward` asks for it.
         configuration: by name, what tells it from others of its kind: numbers, inner
             optimizers. Ranks compare it, and its repr shows it; without it, the names
             of its functions alone.
@@ -78,6 +82,7 @@ class Optimizer(_Functions):
 
     called: str
     configuration: tuple[tuple[str, Any], ...]
+    elementwise: bool
 
     def __new__(
         cls,
@@ -87,6 +92,7 @@ class Optimizer(_Functions):
         prepare: Prepare | None = None,
         take: Take | None = None,
         *,
+        elementwise: bool = False,
         configuration: Mapping[str, Any] | None = None,
     ) -> Optimizer:
         if prepare is None:
@@ -94,6 +100,7 @@ class Optimizer(_Functions):
         if apply is None:
             apply = _at_once(prepare)
         self = super().__new__(cls, init, update, apply, prepare, take)
+        self.elementwise = elementwise
         known = {"init": init, "update": update} | dict(configuration or {})
         return self.known_as("Optimizer", known)
 
@@ -103,7 +110,7 @@ class Optimizer(_Functions):
         return self
 
     def _replace(self, **changes: Any) -> Optimizer:
-        other = Optimizer(**(self._asdict() | changes))
+        other = Optimizer(**(self._asdict() | changes), elementwise=self.elementwise)
         return other.known_as(self.called, dict(self.configuration) | changes)
 
     def __repr__(self) -> str:
@@ -149,17 +156,32 @@ class Optimizer(_Functions):
         return train_step
 
     def taken(self, run: Run, state: Any) -> tuple[Any, Tree, Optimizer]:
-        """(value, gradients, who applies them) of one step from a train state."""
-        if self.take is None:
+        """(value, gradients, the optimizer that applies them), from a train state."""
+        if self.take is None:  # a state may have no opt_state
             return *run(), self
         return self.take(run, state.opt_state)
+
+    def gradients(self, run: Run, opt_state: State) -> tuple[Any, Tree, Optimizer]:
+        """The same from the optimizer's own state."""
+        return (*run(), self) if self.take is None else self.take(run, opt_state)
+
+    @staticmethod
+    def of(functions: Any, *, elementwise: bool = False) -> Optimizer:
+        """The optimizer of an object's ``init``, ``update``, ``prepare``, ``take``."""
+        return Optimizer(
+            functions.init,
+            functions.update,
+            prepare=getattr(functions, "prepare", None),
+            take=getattr(functions, "take", None),
+            elementwise=elementwise,
+        )
 
 
 _P = ParamSpec("_P")
 
 
 def described(make: Callable[_P, Optimizer]) -> Callable[_P, Optimizer]:
-    """``make``, whose optimizers say by what call of it they were made."""
+    """``make``, whose optimizers have its name and arguments as configuration."""
     signature = inspect.signature(make)
 
     @functools.wraps(make)
@@ -188,6 +210,19 @@ def _added(update: Update) -> Prepare:
     return prepare
 
 
+def update_of(
+    prepare: Prepare, grads: Tree, state: State, params: Tree
+) -> tuple[Tree, State]:
+    """The `update` of a ``prepare``: the differences that it makes to parameters."""
+    with inside(replace(frame(), donated=None)):
+        new, after = prepare(grads, state, params)()
+    matched = Matched.of(params, grads, new)
+    updates, _ = matched.composed(
+        lambda p, g, q, _: (q - p, q), [0.0] * len(matched.active)
+    )
+    return updates, after
+
+
 def apply_updates(params: Tree, updates: Tree) -> Tree:
     """``params + updates``, in the dtypes of ``params``.
 
@@ -208,7 +243,7 @@ def apply_updates(params: Tree, updates: Tree) -> Tree:
 
 
 def prepare_updates(params: Tree, updates: Tree) -> Callable[[], Tree]:
-    """What does the work of `apply_updates`; the trees are checked now."""
+    """A function that does the work of `apply_updates`; the trees are checked now."""
     matched = Matched.of(params, updates)
     if matched.differentiated:
         return lambda: matched.summed(_sum)
@@ -217,7 +252,7 @@ def prepare_updates(params: Tree, updates: Tree) -> Callable[[], Tree]:
 
 
 def summed(params: Tree, updates: Tree) -> Tree:
-    """What `apply_updates` gives, in memory of its own."""
+    """The result of `apply_updates`, in memory of its own."""
     return Matched.of(params, updates).summed(_sum)
 
 
@@ -229,46 +264,10 @@ def _add(params: Any, updates: Any, *, weight_decay: float) -> None:
     torch._foreach_add_(params, updates)  # there is no decay in an addition
 
 
-def check_numbers(**values: Any) -> None:
-    """Raise TypeError where one of ``values`` is neither a number nor a tensor."""
-    for name, value in values.items():
-        if not isinstance(value, (Real, Tensor)):
-            said = f"float({value!r})" if isinstance(value, str) else "a float"
-            raise TypeError(
-                f"{name} is {value!r}, a {type(value).__name__}: it must be a number; "
-                f"give {said}"
-            )
-
-
-def check_not_negative(**values: float) -> None:
-    """Raise ValueError where one of ``values`` is negative, TypeError if no number."""
-    check_numbers(**values)
-    for name, value in values.items():
-        if not value >= 0:
-            raise ValueError(f"{name} is {value}: it must be 0 or more")
-
-
-def check_fractions(**values: float) -> None:
-    """Raise ValueError where one of ``values`` is not in [0, 1)."""
-    check_numbers(**values)
-    for name, value in values.items():
-        if not 0 <= value < 1:
-            raise ValueError(f"{name} is {value}: it must be at least 0 and below 1")
-
-
 def check_takes_plainly(what: str, optimizer: Optimizer) -> None:
     """Raise ValueError where ``optimizer`` has a say in how gradients are taken."""
     if optimizer.take is not None:
         raise ValueError(
             f"{what} is given an optimizer that takes gradients in a way of its own, "
             f"as loss_scale does: put that around, as in loss_scale({what}(...))"
-        )
-
-
-def check_params_given(params: Tree, what: str) -> None:
-    """Raise ValueError where an update that reads the parameters has none."""
-    if params is None:
-        raise ValueError(
-            f"{what} reads the parameters, so it needs them: call "
-            "update(grads, state, params)"
         )

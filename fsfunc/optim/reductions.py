@@ -11,7 +11,8 @@ into own values, and a number crosses into parts, each with its transpose
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import functools
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -24,19 +25,12 @@ from fsfunc.comm.groups import group
 from fsfunc.comm.mesh import averaged_axes
 from fsfunc.comm.shard_linear_maps import ENTER, MAX, SPREAD, SUM, check_samples
 from fsfunc.core.frames import frame
-from fsfunc.optim.leaves import (
-    Tree,
-    differentiated,
-    map_flat,
-    scaled,
-    split,
-    trainable,
-)
+from fsfunc.optim.leaves import Tree, differentiated, map_flat, scaled, split, trainable
 from fsfunc.runtime.memory_spaces import space_of
 from fsfunc.sharded.leaf import Sharded, is_sharded
 
 __all__ = ["by_axes", "combined", "device_of", "entered", "into_parts"]
-__all__ += ["most_of_parts", "out_of_parts", "tree_scale", "tree_sum"]
+__all__ += ["most_of_parts", "out_of_parts", "over_axes", "tree_scale", "tree_sum"]
 
 Spread = tuple[str, ...] | None  # the axes of a sharded leaf; None: a plain tensor
 
@@ -84,7 +78,7 @@ def tree_scale(values: Tree, factor: float | Tensor) -> Tree:
         ValueError: a factor with dims.
 
     Transpose: of the factor, n times the sum over the rank's own parts, n ranks holding
-    one each; whoever made it one value over the ranks takes the mean.
+    one each; where it was made one value over the ranks the mean is taken.
 
     Cost: nothing is sent.
 
@@ -130,6 +124,30 @@ def most_of_parts(x: Tensor, axes: Spread) -> Tensor:
     return issue(x, MAX, group(axes)) if axes else x
 
 
+def over_axes(
+    pieces: Sequence[tuple[Spread, Tensor, torch.device]],
+    reduce: Callable[[Tensor, Spread], Tensor] = out_of_parts,
+) -> list[Tensor]:
+    """1-D tensors reduced over the axes of each; those over the same axes at once.
+
+    Args:
+        pieces: of each its axes (None, and it stays as it is), the tensor, and the
+            device that computes with it.
+    """
+    out = [x for _, x, _ in pieces]
+    places: dict[tuple[str, ...], list[int]] = {}
+    for k, (axes, _, _) in enumerate(pieces):
+        if axes is not None:
+            places.setdefault(axes, []).append(k)
+    for axes, at in sorted(places.items()):
+        dtype = functools.reduce(torch.promote_types, [out[k].dtype for k in at])
+        device, sizes = pieces[at[0]][2], [len(out[k]) for k in at]
+        whole = reduce(torch.cat([out[k].to(device, dtype) for k in at]), axes)
+        for k, x in zip(at, whole.split(sizes), strict=True):
+            out[k] = x.to(out[k].device)
+    return out
+
+
 def entered(x: Tensor) -> Tensor:
     """A plain tensor as each rank's own: of a parameter the gradient is the mean."""
     if differentiated([x]):
@@ -141,7 +159,7 @@ def entered(x: Tensor) -> Tensor:
 
 
 def into_parts(x: Tensor, axes: tuple[str, ...]) -> Tensor:
-    """What is the same on every rank, as a factor of parts over ``axes``."""
+    """A number that all ranks share, as a factor of parts over ``axes``."""
     over, _, _ = _parted(axes)
     return apply_map(x, SPREAD, group(over)) if over else x
 
@@ -175,7 +193,7 @@ def by_axes(values: Tree) -> tuple[list[tuple[Spread, list[Tensor]]], torch.dtyp
 
 
 def device_of(held: list[tuple[Spread, list[Tensor]]]) -> torch.device:
-    """Where the first tensor is computed with; the CPU where there is none."""
+    """The device of the first tensor; the CPU where there is none."""
     if not held:
         return torch.device("cpu")
     first = held[0][1][0]

@@ -1,4 +1,4 @@
-"""Parameters in bfloat16 that are rounded by chance, and have no copies."""
+"""Stochastic rounding of bfloat16 parameters, without float32 copies."""
 
 from __future__ import annotations
 
@@ -14,11 +14,7 @@ from fsfunc.comm.mesh import here
 from fsfunc.core.frames import composable, frame
 from fsfunc.optim.leaves import Tree, local, map_flat, paths_of, trainable
 from fsfunc.optim.matching import Matched
-from fsfunc.optim.optimizer import (
-    Optimizer,
-    State,
-    described,
-)
+from fsfunc.optim.optimizer import Optimizer, State, described
 from fsfunc.optim.widening import Narrow, Widened
 from fsfunc.runtime.generators import mix
 from fsfunc.runtime.random_blocks import any_bits, draw
@@ -30,7 +26,7 @@ __all__ = ["RoundingState", "stochastic_rounding"]
 
 
 class RoundingState(NamedTuple):
-    """How many updates were rounded, and what the optimizer within keeps."""
+    """The count of rounded updates, and the inner state."""
 
     count: int
     inner: State
@@ -38,7 +34,7 @@ class RoundingState(NamedTuple):
 
 @described
 def stochastic_rounding(optimizer: Optimizer, *, seed: int = 0) -> Optimizer:
-    """``optimizer`` on bfloat16 parameters, rounded up or down by chance.
+    """``optimizer`` on bfloat16 parameters, which are rounded stochastically.
 
     A parameter becomes one of its two neighbours in bfloat16, the nearer one the more
     likely, so that in the mean it is what float32 would hold, and no copy is kept. What
@@ -47,8 +43,8 @@ def stochastic_rounding(optimizer: Optimizer, *, seed: int = 0) -> Optimizer:
     resumed run goes on with the same bits.
 
     Args:
-        optimizer: sees parameters in float32; so its moments are float32, unless it is
-            told otherwise.
+        optimizer: sees parameters in float32; so its moments are float32, unless it has
+            a dtype of its own for them.
         seed: of the draws.
 
     Returns:
@@ -56,7 +52,7 @@ def stochastic_rounding(optimizer: Optimizer, *, seed: int = 0) -> Optimizer:
 
     Raises:
         TypeError: a float16 leaf: what `master_weights` is for.
-        RuntimeError: an update that somebody differentiates: a draw has no derivative.
+        RuntimeError: an update that is differentiated: a draw has no derivative.
 
     Cost: nothing is sent. Nothing is kept; for the time of an update 4 bytes a
     parameter on the rank for the wide ones, and 2 for the rounded; 16 random bits an
@@ -85,7 +81,7 @@ class _Rounded(Widened):
         for path, leaf in zip(paths_of(treedef), leaves, strict=True):
             if trainable(leaf) and leaf.dtype == torch.float16:
                 raise TypeError(
-                    f"{path!r} is float16, and only bfloat16 is rounded by chance: "
+                    f"{path!r} is float16, and stochastic_rounding takes bfloat16: "
                     "give ff.master_weights(optimizer)"
                 )
         low = Narrow(params)
@@ -94,13 +90,13 @@ class _Rounded(Widened):
     def wide(self, state: RoundingState, low: Narrow) -> Tree:
         if composable() or Matched.of(low.params, low.params).differentiated:
             raise RuntimeError(
-                "stochastic_rounding: somebody differentiates these parameters, and a "
+                "stochastic_rounding of parameters that are differentiated: a "
                 "draw has no derivative: give ff.master_weights(optimizer)"
             )
         return low.merged(low.params, low.floats())
 
     def donation(self, wide: Tree) -> Donation | None:
-        """The wide ones are nobody else's, so the optimizer may write into them."""
+        """The float32 copies are temporary, so the optimizer may write into them."""
         mine = tree.leaves(wide, is_sharded)
         flats = {id(x.packed): x.packed.flat for x in mine if _lies_packed(x)}
         if (given := frame().donated) is None:

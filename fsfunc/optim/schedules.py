@@ -147,7 +147,7 @@ def join(schedules: Sequence[Schedule], boundaries: Sequence[int]) -> Schedule:
         raise ValueError(f"boundaries {list(boundaries)} must rise and begin above 0")
 
     def schedule(count: Any) -> Any:
-        if isinstance(count - 0, Tensor):  # which, nobody may ask where it is recorded
+        if isinstance(count - 0, Tensor):  # which cannot be asked while it is recorded
             rate, *later = [
                 torch.as_tensor(each(count - start), device=count.device)
                 for each, start in zip(schedules, starts, strict=True)

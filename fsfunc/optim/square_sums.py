@@ -1,4 +1,4 @@
-"""A leaf's squares by row and by column, of whatever part of it a rank holds.
+"""Sums of a leaf's squares by row and by column, from the ranks' parts.
 
 A part is a few boxes of the leaf (a flat range: the end of a row, whole rows, the
 beginning of another); each adds to the rows and columns that it lies in, and the sums
@@ -8,7 +8,7 @@ over all ranks are those of the leaf.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from functools import lru_cache
 from typing import Any
 
@@ -18,7 +18,7 @@ from torch.linalg import vector_norm
 
 from fsfunc.comm.mesh import here
 from fsfunc.optim.leaves import local
-from fsfunc.optim.reductions import out_of_parts
+from fsfunc.optim.reductions import over_axes
 from fsfunc.runtime.memory_spaces import space_of
 from fsfunc.sharded.layout import Layout
 from fsfunc.sharded.leaf import is_sharded
@@ -34,6 +34,7 @@ class FactoredLeaf:
         self.at, self.shape = at, tuple(param.shape)
         self.p, self.g = local(param), local(grad)
         self.wide = wide(self.p.dtype)
+        self.device = space_of(self.p).on_device(self.p).device
         self.axes: tuple[str, ...] = ()
         self.boxes = [Box((0,) * len(self.shape), self.shape, 0)]
         if is_sharded(param):
@@ -49,13 +50,13 @@ class FactoredLeaf:
 
     @property
     def sizes(self) -> list[int]:
-        """How many numbers are summed: of the parameter, by row and by column."""
+        """Counts of the sums: of the parameter, by row and by column."""
         if not self.factored:
             return [1, 0, 0]
         return [1, self.row.numel(), self.col.numel()]
 
     def fits(self, ndim: int) -> bool:
-        """Whether the second moments are such a leaf's."""
+        """True if the second moments fit such a leaf."""
         if ndim < 2:
             found = self.variance
             return found is not None and found.shape == self.p.shape
@@ -119,22 +120,17 @@ def _within(x: Tensor, box: Box) -> Tensor:
 
 def whole_sums(leaves: Sequence[FactoredLeaf]) -> list[tuple[Tensor, ...]]:
     """Of each leaf the sums of squares over all ranks: of it, by row and by column."""
-
-    def fill(leaf: FactoredLeaf, out: Tensor) -> None:
+    made = [torch.zeros(sum(x.sizes), dtype=x.wide, device=x.device) for x in leaves]
+    for leaf, out in zip(leaves, made, strict=True):
         leaf.add_to(*out.split(leaf.sizes))
-
-    sizes = [sum(leaf.sizes) for leaf in leaves]
-    sums = _over_axes(leaves, sizes, fill)
+    sums = _over_axes(leaves, made)
     return [x.split(leaf.sizes) for leaf, x in zip(leaves, sums, strict=True)]
 
 
 def powers(leaves: Sequence[FactoredLeaf], updates: Sequence[Tensor]) -> list[Tensor]:
     """Of each leaf the sum of squares of its update over all ranks."""
-
-    def fill(leaf: FactoredLeaf, out: Tensor) -> None:
-        out.add_(_power(updates[leaf.at], leaf.wide).to(out.device))
-
-    return [x[0] for x in _over_axes(leaves, [1] * len(leaves), fill)]
+    made = [_power(updates[x.at], x.wide).to(x.device)[None] for x in leaves]
+    return [x[0] for x in _over_axes(leaves, made)]
 
 
 def _power(x: Tensor, dtype: torch.dtype) -> Tensor:
@@ -142,34 +138,14 @@ def _power(x: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 def _over_axes(
-    leaves: Sequence[FactoredLeaf],
-    sizes: Sequence[int],
-    fill: Callable[[FactoredLeaf, Tensor], None],
+    leaves: Sequence[FactoredLeaf], numbers: Sequence[Tensor]
 ) -> list[Tensor]:
-    """Of each leaf ``sizes`` numbers, which ``fill`` adds to; one psum by axes."""
-    by_axes: dict[tuple[str, ...], list[int]] = {}
-    for k, leaf in enumerate(leaves):
-        by_axes.setdefault(leaf.axes, []).append(k)
-    out: list[Any] = [None] * len(leaves)
-    for axes, chosen in sorted(by_axes.items()):
-        dtype = torch.float32
-        for k in chosen:
-            dtype = torch.promote_types(dtype, leaves[k].wide)
-        total = sum(sizes[k] for k in chosen)
-        first = leaves[chosen[0]].p
-        device = space_of(first).on_device(first).device
-        flat = torch.zeros(total, dtype=dtype, device=device)
-        for k, x in zip(chosen, flat.split([sizes[k] for k in chosen]), strict=True):
-            fill(leaves[k], x)
-        if axes:
-            flat = out_of_parts(flat, axes)
-        for k, x in zip(chosen, flat.split([sizes[k] for k in chosen]), strict=True):
-            out[k] = x.to(leaves[k].p.device)
-    return out
+    pairs = zip(leaves, numbers, strict=True)
+    return over_axes([(leaf.axes, x, leaf.device) for leaf, x in pairs])
 
 
 def _boxes(layout: Layout) -> list[Box]:
-    """Where the rank's elements of a leaf lie in the whole of it."""
+    """The places of the rank's elements in the whole leaf."""
     at = here().mesh.coordinates()
     return _cached(layout, tuple(at[axis] for axis in layout.axes))
 

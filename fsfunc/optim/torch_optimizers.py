@@ -2,27 +2,42 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from fsfunc import _torch
-from fsfunc.core.frames import frame, inside
+from fsfunc.optim.arguments import check_not_negative
 from fsfunc.optim.in_place import fused
 from fsfunc.optim.leaves import Tree, map_flat
 from fsfunc.optim.matching import Matched
-from fsfunc.optim.optimizer import Optimizer, check_not_negative
+from fsfunc.optim.optimizer import Optimizer, update_of
 from fsfunc.optim.schedules import Schedule, rate_at
-from fsfunc.optim.torch_probe import Kept, as_numbers, at_rest, probe, run_step
+from fsfunc.optim.torch_classes import (
+    Kept,
+    as_numbers,
+    at_rest,
+    is_elementwise,
+    kept_by_torch,
+    observed,
+    run_step,
+)
 
-_NOT_ELEMENTWISE = {
-    "LBFGS": ("it takes a closure, and directions of the whole", "ff.sharded_adam"),
-    "Adafactor": ("it keeps sums over rows and columns of a matrix", "ff.adafactor"),
-    "Muon": ("it orthogonalises a matrix", "ff.muon"),
-    "SparseAdam": ("it takes sparse gradients", "ff.sharded_adam"),
+_NOT_ELEMENTWISE: dict[type, tuple[str, str]] = {
+    torch.optim.LBFGS: (
+        "it takes a closure, and directions of the whole",
+        "ff.sharded_adam",
+    ),
+    torch.optim.Adafactor: (
+        "it keeps sums over rows and columns of a matrix",
+        "ff.adafactor",
+    ),
+    torch.optim.Muon: ("it orthogonalises a matrix", "ff.muon"),
+    torch.optim.SparseAdam: ("it takes sparse gradients", "ff.sharded_adam"),
 }
 _REFUSED = {
     "capturable": "steps are counted on the host, where nothing waits for them",
@@ -31,7 +46,7 @@ _REFUSED = {
 
 
 class TorchState(NamedTuple):
-    """How many updates were made, and what the class keeps.
+    """The count of updates, and the state of the class.
 
     ``numbers`` has, by torch's name, what is one number for all elements, such as
     ``step``, as plain numbers; ``moments`` has, by torch's name, trees like the
@@ -47,16 +62,20 @@ def from_torch(
     kind: type[torch.optim.Optimizer],
     *,
     lr: float | Schedule | None = None,
+    elementwise: bool = False,
     **options: Any,
 ) -> Optimizer:
     """Any elementwise optimizer of torch's kind, over whole or sharded leaves.
 
     Args:
-        kind: the class, such as ``torch.optim.RMSprop``, or one of the user's own. It
-            is tried on twelve numbers here and now: what it does to a part of a
-            parameter must be that part of what it does to the whole, a matrix as a
-            vector. What shows only in longer or larger ones stays unseen.
+        kind: the class: one of torch's own, such as ``torch.optim.RMSprop``, or, with
+            ``elementwise``, any other.
         lr: a number, or ``schedule(count)`` giving one; the class's own without it.
+        elementwise: your word that a class which is not torch's treats each element by
+            itself, whatever the shape of the parameter, draws no random numbers, and
+            carries from step to step only what it keeps in ``state[parameter]``:
+            numbers, and values for each element. Nothing checks it; names and first
+            values are taken from one step on two numbers.
         options: passed on to the class. Parameter groups: see `partition`, `masked`.
 
     Returns:
@@ -68,10 +87,10 @@ def from_torch(
         what a first step does otherwise (as ``SGD``, which does not dampen it).
 
     Raises:
-        ValueError: a class that is not elementwise, looks at ``p.ndim``, or carries
-            more than it keeps for a parameter, as in a group; ``capturable`` and
+        ValueError: a class of torch's that is not elementwise, or another one without
+            ``elementwise``; one that keeps other things; ``capturable`` and
             ``differentiable``; a state of another class; an update without ``params``,
-            or that somebody differentiates.
+            or one that is differentiated.
         TreeMismatch: gradients or state do not fit the parameters; names the path.
 
     Cost: no communication. One call of the class's own step for each device and dtype,
@@ -88,93 +107,86 @@ def from_torch(
     if not (isinstance(kind, type) and issubclass(kind, torch.optim.Optimizer)):
         raise TypeError(f"from_torch takes a torch.optim class, not {kind!r}")
     name = kind.__name__
-    known = getattr(torch.optim, name, None) is kind
-    if known and name in _NOT_ELEMENTWISE:
-        why, instead = _NOT_ELEMENTWISE[name]
+    if kind in _NOT_ELEMENTWISE:
+        why, instead = _NOT_ELEMENTWISE[kind]
         raise ValueError(f"{name} cannot run on shards: {why}; take {instead}")
+    if not (is_elementwise(kind) or elementwise):
+        raise ValueError(
+            f"{name} is not in the table of torch's elementwise optimizers, and only "
+            "those run on shards. If it treats each element by itself, whatever the "
+            f"shape of a parameter, say from_torch({name}, elementwise=True, ...); if "
+            "it takes norms of leaves, see ff.lamb, ff.lars and ff.leaf_norms"
+        )
     for option, why in _REFUSED.items():
         if options.get(option):
             raise ValueError(f"from_torch({name}) does without {option}: {why}")
     if lr is not None and not callable(lr):
         check_not_negative(lr=lr)
 
-    given = _Given(kind, lr, options)
-    functions = _TorchFunctions(given, _kept_by(given))
-    made = Optimizer(functions.init, functions.update, prepare=functions.prepare)
-    known = {"kind": kind, **given.at(0)([torch.zeros(1)]).defaults}
-    return made.known_as("from_torch", known if lr is None else {**known, "lr": lr})
+    functions = _TorchFunctions(kind, lr, options)
+    made = Optimizer.of(functions, elementwise=True)
+    described = {"kind": kind, **functions.defaults}
+    if lr is not None:
+        described["lr"] = lr
+    return made.known_as("from_torch", described)
 
 
 @dataclass(frozen=True, eq=False)
-class _Given:
-    """A class of torch's kind, and the options for it."""
+class _TorchFunctions:
+    """The functions of such an optimizer."""
 
     kind: type[torch.optim.Optimizer]
     lr: float | Schedule | None
     options: dict[str, Any]
+    known: dict[Any, Kept] = field(default_factory=dict)  # by dtype and device
 
     @property
     def name(self) -> str:
         return self.kind.__name__
 
-    @property
-    def plain(self) -> dict[str, Any]:
-        """The options that take torch's own kernel off, for a few numbers."""
-        return {"fused": False} if self.options.get("fused") else {}
+    @cached_property
+    def defaults(self) -> dict[str, Any]:
+        """The options of the class at the first step."""
+        return self.at(0)([torch.zeros(1)]).defaults
 
     def at(self, count: int, **other: Any) -> Callable[..., torch.optim.Optimizer]:
-        """What makes the class's optimizers after so many updates."""
+        """The class with its options after so many updates."""
         lr = {} if self.lr is None else {"lr": rate_at(self.lr, count)}
         return lambda params: self.kind(params, **{**lr, **self.options, **other})
 
-
-def _kept_by(given: _Given) -> Kept:
-    """What the class keeps, as it is found on a few numbers."""
-    name, plain = given.name, given.plain
-    # A rate of 0, as a warm-up starts with, would show nothing.
-    still = given.lr is not None and not rate_at(given.lr, 0)
-    tried = {**plain, "lr": 1e-2} if still else plain
-    kept = probe(given.at(0, **tried), name)
-    if still:
-        first = probe(given.at(0, **plain), name)
-        kept = replace(kept, numbers=first.numbers, moments=first.moments)
-    if given.at(0)([torch.zeros(1)]).defaults.get("foreach", False) is None:
-        # What torch takes on a GPU may write where what it takes here does not.
-        writes = probe(given.at(0, **tried, foreach=True), name).writes_gradients
-        kept = replace(kept, writes_gradients=writes)
-    return kept
-
-
-@dataclass(frozen=True, eq=False)
-class _TorchFunctions:
-    """The functions of such an optimizer; ``found``: where it keeps its numbers."""
-
-    given: _Given
-    kept: Kept
-    found: dict[torch.device, Mapping[str, torch.device]] = field(default_factory=dict)
+    def kept(self, dtype: torch.dtype = torch.float32, device: Any = "cpu") -> Kept:
+        """The state of a parameter."""
+        key = dtype, torch.device(device)
+        if key not in self.known:
+            if is_elementwise(self.kind):
+                self.known[key] = kept_by_torch(self.kind, self.defaults, key[1])
+            else:
+                self.known[key] = observed(self.at(0), self.name, *key)
+        return self.known[key]
 
     def init(self, params: Tree) -> TorchState:
-        kept = self.kept
+        kept = self.kept()
 
         def started(k: str) -> Callable[[list[Tensor]], list[Tensor]]:
-            return lambda tensors: [kept.start(k, t) for t in tensors]
+            return lambda ts: [self._started(k, t) for t in ts]
 
-        map_flat(self._check_dtypes, params)
         moments = {k: map_flat(started(k), params, rest=None) for k in kept.moments}
         return TorchState(0, dict(kept.numbers), moments)
 
-    def _check_dtypes(self, tensors: list[Tensor]) -> list[Tensor]:
-        for t in tensors:
-            for k, dtype in self.kept.own.items():
-                if t.dtype != dtype:
-                    raise ValueError(
-                        f"{self.given.name} keeps {k!r} in {dtype}, whatever the "
-                        f"parameters, and these are {t.dtype}: make them {dtype}"
-                    )
-        return tensors
+    def _started(self, k: str, p: Tensor) -> Tensor:
+        kept = self._kept_for(p)
+        if dtype := kept.unlike.get(k):
+            raise ValueError(
+                f"{self.name} keeps {k!r} in {dtype}, whatever the parameters, and "
+                f"these are {p.dtype}: make them {dtype}"
+            )
+        return kept.start(k, p)
+
+    def _kept_for(self, p: Tensor) -> Kept:
+        return self.kept(p.dtype, _torch.device_of(p))
 
     def _matched(self, grads: Tree, state: TorchState, params: Tree) -> Matched:
-        kept, name = self.kept, self.given.name
+        kept, name = self.kept(), self.name
         found = [*state.numbers, *state.moments]
         if set(found) != {*kept.numbers, *kept.moments}:
             raise ValueError(
@@ -193,20 +205,19 @@ class _TorchFunctions:
     def prepare(
         self, grads: Tree, state: TorchState, params: Tree
     ) -> Callable[[], tuple[Tree, TorchState]]:
-        matched, kept = self._matched(grads, state, params), self.kept
-        make, found = self.given.at(state.count), []
+        matched, kept = self._matched(grads, state, params), self.kept()
+        make, found = self.at(state.count), []
 
         def kernel(ps: Any, gs: Any, *ms: Any, weight_decay: float) -> None:
             try:
                 numbers = run_step(
                     make,
-                    kept,
+                    self._kept_for(ps[0]),
                     ps,
                     gs,
                     dict(zip(kept.moments, ms, strict=True)),
                     state.numbers,
                     first=state.count == 0,
-                    devices=self._lying(_torch.device_of(ps[0])),
                 )
             except Exception as error:
                 # Without data a step that reads a number of its own ends here: what it
@@ -230,9 +241,11 @@ class _TorchFunctions:
         """The numbers after a step, where no step of this rank shows them."""
         with at_rest():
             p = torch.zeros(1)
-            moments = {k: [self.kept.start(k, p)] for k in self.kept.moments}
-            make = self.given.at(state.count, **self.given.plain)
-            args = make, self.kept, [p], [p.clone()], moments, state.numbers
+            kept = self.kept()
+            moments = {k: [kept.start(k, p)] for k in kept.moments}
+            plain = {"fused": False} if self.defaults.get("fused") else {}
+            make = self.at(state.count, **plain)
+            args = make, kept, [p], [p.clone()], moments, state.numbers
             return as_numbers(run_step(*args, first=state.count == 0))
 
     def update(
@@ -240,34 +253,13 @@ class _TorchFunctions:
     ) -> tuple[Tree, TorchState]:
         if params is None:
             raise ValueError(
-                f"{self.given.name} writes into parameters: call "
-                "update(grads, state, params)"
+                f"{self.name} writes into parameters: call update(grads, state, params)"
             )
-        with inside(replace(frame(), donated=None)):
-            new, state = self.prepare(grads, state, params)()
-        matched = Matched.of(params, grads, new)
-        updates, _ = matched.composed(
-            lambda p, g, after, decay: (after - p, after), [0.0] * len(matched.active)
-        )
-        return updates, state
-
-    def _lying(self, device: torch.device) -> Mapping[str, torch.device]:
-        """Where torch keeps its numbers for parameters on ``device``."""
-        if device.type == "cpu" or not self.kept.dtypes:
-            return {}
-        if device not in self.found:
-            with at_rest():
-                p = torch.zeros(1, device=device)
-                p.grad = torch.zeros_like(p)
-                optimizer = self.given.at(0)([p])
-                optimizer.step()
-                kept = optimizer.state[p]
-                self.found[device] = {k: kept[k].device for k in self.kept.dtypes}
-        return self.found[device]
+        return update_of(self.prepare, grads, state, params)
 
 
 def _on_host(x: Any) -> bool:
-    """Whether the value of a number can be read without waiting for a device."""
+    """True if a number can be read without waiting for a device."""
     if isinstance(x, _torch.FakeTensor):
         return False
     return not isinstance(x, Tensor) or x.device.type == "cpu"

@@ -10,24 +10,11 @@ import torch
 from torch import Tensor
 
 from fsfunc.core.frames import composable
-from fsfunc.optim.leaves import (
-    Mask,
-    Tree,
-    differentiated,
-    map_flat,
-    scaled,
-)
+from fsfunc.optim.arguments import check_not_negative, check_numbers, check_params_given
+from fsfunc.optim.leaves import Mask, Tree, differentiated, map_flat, scaled
 from fsfunc.optim.matching import Matched, decayed
 from fsfunc.optim.norms import global_norm
-from fsfunc.optim.optimizer import (
-    Optimizer,
-    Run,
-    State,
-    check_not_negative,
-    check_numbers,
-    check_params_given,
-    described,
-)
+from fsfunc.optim.optimizer import Optimizer, Run, State, described
 from fsfunc.optim.reductions import tree_scale
 
 
@@ -110,7 +97,13 @@ def _chained(transforms: Sequence[Optimizer]) -> Optimizer:
         return *taken(0), _chained(taking)
 
     alike = all(t.take is None for t in transforms)
-    return Optimizer(init, update, prepare=prepare, take=None if alike else take)
+    return Optimizer(
+        init,
+        update,
+        prepare=prepare,
+        take=None if alike else take,
+        elementwise=all(t.elementwise for t in transforms),
+    )
 
 
 @described
@@ -125,7 +118,7 @@ def scale(factor: float) -> Optimizer:
     def update(grads: Tree, state: State, params: Tree = None) -> tuple[Tree, State]:
         return map_flat(lambda ts: scaled(ts, factor), grads), state
 
-    return Optimizer(lambda params: (), update)
+    return Optimizer(lambda params: (), update, elementwise=True)
 
 
 @described
@@ -155,7 +148,7 @@ def add_decayed_weights(weight_decay: float, mask: Mask | None = None) -> Optimi
         (updates,) = matched.composed(lambda p, g, d: [decayed(g, p, d)], decays)
         return updates, state
 
-    return Optimizer(lambda params: (), update)
+    return Optimizer(lambda params: (), update, elementwise=True)
 
 
 @described
@@ -236,4 +229,4 @@ def clip_by_value(max_value: float) -> Optimizer:
     def update(grads: Tree, state: State, params: Tree = None) -> tuple[Tree, State]:
         return map_flat(clipped, grads), state
 
-    return Optimizer(lambda params: (), update)
+    return Optimizer(lambda params: (), update, elementwise=True)

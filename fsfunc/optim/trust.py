@@ -14,16 +14,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from fsfunc.optim.arguments import check_not_negative, check_params_given
 from fsfunc.optim.leaves import Mask, Tree, local, paths_of
 from fsfunc.optim.matching import Matched
 from fsfunc.optim.norms import Row, row_norms, rows_of
-from fsfunc.optim.optimizer import (
-    Optimizer,
-    State,
-    check_not_negative,
-    check_params_given,
-    described,
-)
+from fsfunc.optim.optimizer import Optimizer, State, described
 from fsfunc.optim.reductions import into_parts
 from fsfunc.sharded.leaf import is_sharded
 
@@ -74,7 +69,7 @@ def scale_by_trust_ratio(
 
 @dataclass(frozen=True)
 class Trust:
-    """How trust ratios are made; see `scale_by_trust_ratio`."""
+    """The formula of trust ratios; see `scale_by_trust_ratio`."""
 
     min_norm: float = 0.0
     coefficient: float = 1.0

@@ -1,4 +1,4 @@
-"""Units whose backward is multiplied by a scale of their own, and divided again."""
+"""Loss scales by unit: the backward of a unit is scaled, and its results divided."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ __all__ = ["UnitScaling"]
 class UnitScaling(Interpretation):
     """Multiplies by a unit's scale where its backward begins, and divides at its ends.
 
-    Innermost, it sees parameters as they are gathered, whoever does that.
+    Innermost, it sees parameters as they are gathered.
     """
 
     called = "layerwise_loss_scale"
@@ -66,7 +66,7 @@ class UnitScaling(Interpretation):
 
 
 class _Ends:
-    """What one unit call is given and returns, as its backward is to see them."""
+    """Scaling at the inputs and outputs of one unit call."""
 
     def __init__(self, scaling: UnitScaling, call: Call):
         self.found, self.name = scaling.found, call.name

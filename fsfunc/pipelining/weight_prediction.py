@@ -7,9 +7,9 @@ from typing import Any
 from torch import Tensor
 
 from fsfunc.optim import AdamState, SgdState
+from fsfunc.optim.arguments import check_not_negative
 from fsfunc.optim.leaves import Tree
 from fsfunc.optim.matching import Matched
-from fsfunc.optim.optimizer import check_not_negative
 from fsfunc.optim.schedules import Schedule, rate_at
 from fsfunc.pipelining.stage_updates import Predict
 

@@ -231,6 +231,8 @@ OTHERS = {  # which have tests of their own
     ),
     "moments of 16 bits": lambda: sharded_adam(0.1, moment_dtype=torch.float16),
     "moments of 8 bits": lambda: sharded_adam(0.1, moment_dtype=torch.uint8),
+    "lion, 8 bits": lambda: lion(0.1, moment_dtype=torch.uint8),
+    "lamb, 8 bits": lambda: lamb(0.1, moment_dtype=torch.uint8),
     "clipped by the largest": lambda: chain(
         clip_by_global_norm(0.5, p=torch.inf), sgd(0.1)
     ),

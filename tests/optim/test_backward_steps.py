@@ -149,11 +149,12 @@ OPTIMIZERS = {
         lambda path, leaf: None if path.startswith("1/") else path[-1],
     ),
     "a schedule": lambda: ff.sharded_adam(ff.warmup_cosine(0.1, 2, 9)),
+    "one's own": lambda: ff.Optimizer(ADAM.init, ADAM.update, elementwise=True),
     "torch's": lambda: ff.from_torch(torch.optim.RMSprop, lr=0.01, momentum=0.9),
 }
 
 
-QUICK = {"chain", "mask", "ema", "partition", "torch's"}
+QUICK = {"one's own", "chain", "mask", "ema", "partition", "torch's"}
 
 
 @pytest.mark.parametrize(
@@ -173,8 +174,8 @@ def test_parameters_of_16_bits_with_copies():
         return loss_fn(params, [x.to(BF16) for x in batch])
 
     around = functools.partial(ff.shard, mesh=simulated(), axis="data")
-    optimizer = ff.master_weights(ADAM)
-    assert_same(optimizer, around, simulated(), init=low, loss=loss)
+    for within in (ff.master_weights, ff.stochastic_rounding):
+        assert_same(within(ADAM), around, simulated(), init=low, loss=loss)
 
 
 # What a loss may do with parameters
@@ -457,6 +458,8 @@ BAD = {
         adam(moment_dtype=torch.uint8))), ValueError, ALONE),
     "loss_scale within": (lambda: ff.step_in_backward(ff.loss_scale(ADAM)),
                           ValueError, "without step_in_backward"),
+    "one's own": (lambda: ff.step_in_backward(ff.Optimizer(ADAM.init, ADAM.update)),
+                  ValueError, "elementwise=True"),
     "itself within": (lambda: ff.step_in_backward(sib()), ValueError, "makes its"),
     "loss_scale around": (lambda: stepped(ff.loss_scale(sib())), ValueError,
                           "nothing around"),

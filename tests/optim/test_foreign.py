@@ -7,15 +7,11 @@ import torch
 
 import fsfunc as ff
 from fsfunc import tree
-from fsfunc.comm.mesh import here
 from fsfunc.optim import from_torch
-from fsfunc.sharded.leaf import is_sharded
-from fsfunc.sharded.slices import take
 from tests.models import chain, layers
-from tests.optim.optimizers import CLASSES, matrices, ours, theirs
+from tests.optim.optimizers import CLASSES, ours, theirs
 from tests.optim.trees import (
     assert_bits,
-    assert_near,
     by_torch,
     copies,
     donated,
@@ -55,49 +51,28 @@ def test_it_keeps_what_the_class_keeps(name):
                 assert x.item() == state.numbers[n] and type(state.numbers[n]) is float
 
 
+FOREACH = [name for name in CLASSES if "fused" not in name]
+
+
+@pytest.mark.parametrize("maximize", [False, True])
+@pytest.mark.parametrize("name", FOREACH)
+def test_gradients_stay_where_the_class_writes_lists(name, maximize):
+    kind, options = CLASSES[name]
+    how = {**options, "foreach": True, "maximize": maximize}
+    if kind != "Rprop":
+        how["weight_decay"] = 0.1
+    params = params_of([(3, 2), ()], 0)
+    grads = grads_of(params, 0)
+    kept = copies(grads)
+    after, _ = trained(from_torch(getattr(torch.optim, kind), **how), params, grads)
+    assert_bits(kept, grads)
+    theirs = functools.partial(getattr(torch.optim, kind), **how)
+    assert_bits(by_torch(theirs, params, copies(grads)), floating(after))
+
+
 loss_fn = chain()
 PARAMS = layers(2, 3, dtype=torch.float64)
 X = torch.randn(4, 3, generator=torch.Generator().manual_seed(8), dtype=torch.float64)
-
-
-@pytest.mark.parametrize("zero", [0, 1, 2, 3])
-@pytest.mark.parametrize("name", ["RMSprop", "SGD dampened", "NAdam", "Adagrad"])
-def test_steps_under_every_zero_resume_from_their_state(name, zero):
-    optimizer, mesh = ours(name), ff.make_mesh({"data": 4}, "simulated")
-    alone = optimizer(ff.value_and_grad(loss_fn))
-    expected = ff.TrainState(PARAMS, optimizer.init(PARAMS))
-    for _ in range(4):
-        expected, _ = alone(expected, X)
-
-    def main(donate):
-        step = ff.shard(optimizer(ff.value_and_grad(loss_fn)), mesh, "data", zero=zero)
-        step = ff.donate(step) if donate else step
-        mine = ff.local_batch(X, mesh, "data")
-        state = ff.init_state(step, PARAMS, optimizer, mine)
-        for k in range(4):
-            if k == 2:  # as from a checkpoint
-                stored = ff.unshard(state)
-                state = ff.init_state(step, stored.params, optimizer, mine)
-                state = state.replace(
-                    opt_state=laid_out(stored.opt_state, state.opt_state)
-                )
-            state, _ = step(state, mine)
-        return ff.unshard(state).replace(step=4)
-
-    for donate in (False, True):
-        for found in ff.spmd(main, mesh)(donate):
-            assert_near(expected, found, 1e-9)
-
-
-def laid_out(stored, like):
-    """Whole tensors as this rank's parts of them, with numbers as they are."""
-
-    def part(leaf, full):
-        if not is_sharded(leaf):
-            return full
-        return leaf.with_local(take(full, leaf.layout, here().mesh.coordinates()))
-
-    return tree.map(part, like, stored, is_leaf=is_sharded)
 
 
 def test_a_rank_without_elements_counts_too():
@@ -105,19 +80,6 @@ def test_a_rank_without_elements_counts_too():
     _, state = trained(ours("NAdam"), empty, [empty] * 3)
     _, other = trained(ours("NAdam"), {"w": torch.ones(2)}, [{"w": torch.ones(2)}] * 3)
     assert state.numbers == other.numbers and state.numbers["step"] == 3.0
-
-
-def test_masked_leaves_are_frozen():
-    params = params_of([(3,), (2, 2)], 1)
-    after, state = trained(
-        ff.masked(ours("Rprop"), matrices), params, grads_of(params, 1)
-    )
-    assert_bits(params["head"], after["head"])
-    assert state["trained"].moments["prev"]["head"] is None
-    expected = by_torch(
-        theirs("Rprop"), params["blocks"], grads_of(params["blocks"], 1)
-    )
-    assert len(expected) == 1 and not torch.equal(expected[0], params["blocks"][0])
 
 
 def test_a_gradient_that_comes_late_finds_a_fresh_moment():
@@ -137,6 +99,8 @@ class Own(torch.optim.Optimizer):
     def __init__(self, params, lr=0.1, fault=""):
         super().__init__(params, {"lr": lr, "fault": fault, "steps": 0})
         self.fault, self.calls = fault, 0
+        for p in self.param_groups[0]["params"] if fault == "early" else ():
+            self.state[p] |= {"count": 0, "slow": p.detach().clone()}
 
     @torch.no_grad()
     def step(self, closure=None):
@@ -148,45 +112,32 @@ class Own(torch.optim.Optimizer):
                 if "slow" not in state:
                     state["count"], state["slow"] = 0, p.clone()
                 state["count"] += 1
-                if fault == "norm":
-                    g = g / g.norm()
-                elif fault == "total":
-                    state["total"] = state.get("total", 0) + float(g.sum())
-                elif fault == "calls" and self.calls > 10:
-                    g = g * self.calls
-                elif fault == "group" and group["steps"] > 10:
-                    g = g * group["steps"]
-                elif fault == "shared":
+                if fault == "shared":
                     self.state["total"] = group["lr"]  # type: ignore
-                elif fault == "decays matrices" and p.ndim > 1:
-                    g = g + 0.1 * p
-                elif fault == "decays filters" and p.ndim == 4:
-                    g = g + 0.1 * p
-                elif fault == "factors matrices" and p.ndim > 1:
-                    state["rows"] = g.mean(0)
-                elif fault == "no matrices":
-                    g = g + torch.dot(p, p) * 0
                 elif fault == "from one":
                     state["step"] = state.get("step", 0) + 1
-                elif fault == "noise":
-                    g = g + torch.randn_like(g)
                 elif fault == "matrix":
                     state["rows"] = torch.zeros(3, 3)
                 elif fault == "list":
                     state["rows"] = [g]
+                elif fault == "wide":
+                    state["master"] = p.double()
+                elif fault == "draws":
+                    torch.randn(3)
                 elif fault == "writes":
                     g.mul_(2)
-                elif fault == "matrices only":
-                    p.t() @ g.unsqueeze(0).t() @ p.mT.new_ones(7, 7)
                 p.add_(g, alpha=-group["lr"])
                 state["slow"] = state["slow"].lerp(p, 1 / state["count"])
 
 
-@pytest.mark.parametrize("fault", ["", "writes"])
+own = functools.partial(from_torch, Own, elementwise=True)
+
+
+@pytest.mark.parametrize("fault", ["", "early", "writes"])
 def test_a_class_of_ones_own(fault):
     params = params_of([(3,), (2, 2)], 1)
     grads = grads_of(params, 1, 3)
-    optimizer = from_torch(Own, fault=fault)
+    optimizer = own(fault=fault)
     first = optimizer.init(params)
     assert first.numbers == {"count": 0}
     assert_bits(params["head"], first.moments["slow"]["head"])
@@ -201,7 +152,7 @@ def test_a_class_of_ones_own(fault):
 
 def test_a_number_that_begins_with_the_first_step():
     """A late leaf finds it as an early one does."""
-    optimizer = from_torch(Own, fault="from one")
+    optimizer = own(fault="from one")
     w, g = torch.ones(2), torch.ones(2)
     state = optimizer.init(w)
     assert state.numbers == {"count": 0, "step": 0}
@@ -213,26 +164,26 @@ def test_a_number_that_begins_with_the_first_step():
 @pytest.mark.parametrize(
     ("fault", "message"),
     [
-        ("norm", "Own cannot run on shards: it is not elementwise"),
-        ("total", "'total' depends on all elements"),
-        ("calls", r"carries 'calls' .* more than it keeps in state\[parameter\]"),
+        ("calls", r"carries calls .* more than it keeps in state\[parameter\]"),
         ("group", r"carries param_groups\[0\]\['steps'\]"),
-        ("shared", r"carries state\['total'\]"),
-        ("decays matrices", r"of shape \(3, 4\) .*p.ndim.* ff.partition"),
-        ("decays filters", r"of shape \(1, 3, 2, 2\)"),
-        ("factors matrices", r"of shape \(3, 4\)"),
-        ("no matrices", r"fails on a parameter of shape \(3, 4\)"),
-        ("noise", "draws random numbers"),
+        ("shared", "carries state of its own"),
         ("matrix", r"'rows', a tensor of shape \(3, 3\)"),
         ("list", "'rows', list"),
-        ("matrices only", "its step fails on a vector"),
+        ("wide", "keeps 'master' in torch.float64.* make them torch.float64"),
     ],
 )
-def test_a_class_that_is_not_elementwise_is_refused(fault, message):
-    before = torch.get_rng_state()
+def test_a_class_that_keeps_other_things_is_refused(fault, message):
     with pytest.raises(ValueError, match=message):
-        from_torch(Own, fault=fault)
+        own(fault=fault).init({"w": torch.ones(3)})
+
+
+def test_a_class_is_elementwise_by_the_callers_word():
+    with pytest.raises(ValueError, match=r"from_torch\(Own, elementwise=True, ...\)"):
+        from_torch(Own)
+    before = torch.get_rng_state()
+    own(fault="draws").init({"w": torch.ones(3)})
     assert torch.equal(before, torch.get_rng_state())
+    own(fault="wide").init({"w": torch.ones(3, dtype=torch.float64)})
 
 
 @ALL

@@ -268,6 +268,23 @@ def test_float16_moments_follow_fairscales_scale():
     )
 
 
+@pytest.mark.parametrize("by", ["apply", "update"])
+def test_moments_that_rest_stand_for_the_same_in_another_scale(by):
+    optimizer, w = ff.sharded_adam(0.1, moment_dtype=FP16), torch.ones(3)
+    params, step = {"a": w, "b": w, "n": 3}, getattr(optimizer, by)
+    grads = {"a": w, "b": w / 2, "n": None}
+    _, state = optimizer.apply(grads, optimizer.init(params), params)
+    _, after = step({**grads, "a": w * 50, "b": None}, state, params)
+    assert after.scale == state.scale / 2 and not after.mu["a"].any()
+    for old, new in ((state.mu, after.mu), (state.nu, after.nu)):
+        assert_bits(old["b"].float() / state.scale, new["b"].float() / after.scale)
+    late = state._replace(scale=2.0**14, good_steps=1999)
+    _, kept = step({**grads, "b": None}, late, params)
+    assert kept.scale == late.scale and kept.good_steps == 2000
+    _, grown = step(grads, kept, params)
+    assert grown.scale == 2**15 and grown.good_steps == 0
+
+
 def test_an_overflow_on_one_rank_is_one_on_all():
     mesh, optimizer = ff.make_mesh({"data": 2}, "simulated"), adam(moment_dtype=FP16)
     step = ff.shard(ff.value_and_grad(loss_fn), mesh, "data")

@@ -331,7 +331,6 @@ def over_vmap():
         (lambda: ff.shampoo(eps=0.0), "eps above 0"),
         (lambda: ff.shampoo(interval=0), "at least 1"),
         (lambda: grad(lambda w: applied(ff.shampoo(), w, W)()[0].sum())(W), "ff.muon"),
-        (lambda: ff.from_torch(torch.optim.Muon), "take ff.muon"),
         (over_vmap, "use a simulated mesh"),
     ],
 )

@@ -93,16 +93,19 @@ def test_a_step_is_the_papers(name, shapes, seed):
     assert_near(by_hand(rule, params, grads), floating(after), 1e-6)
 
 
-def test_lamb_is_a_chain_of_its_parts():
+@pytest.mark.parametrize("moments", [None, torch.float16, torch.uint8])
+def test_lamb_is_a_chain_of_its_parts(moments):
     params = whole(0)
     grads = [like(params, k) for k in range(3)]
     parts = ff.chain(
-        ff.sharded_adam(1.0, eps=1e-6, weight_decay=0.1),
+        ff.sharded_adam(1.0, eps=1e-6, weight_decay=0.1, moment_dtype=moments),
         ff.scale_by_trust_ratio(),
         ff.scale(0.1),
     )
     expected, _ = trained(parts, params, grads)
-    after, _ = trained(ff.lamb(0.1, weight_decay=0.1), params, grads)
+    lamb = ff.lamb(0.1, weight_decay=0.1, moment_dtype=moments)
+    after, state = trained(lamb, params, grads)
+    assert type(state) is type(lamb.init(params))
     assert_near(floating(expected), floating(after))
 
 

@@ -32,7 +32,8 @@ LARGEST = {
         lambda g: ff.tree_sum(ff.leaf_norms(g, math.inf))
     ),
 }
-CASES = {k: v for k, v in EVERY.items() if k not in TORCHS or k == "NAdam"} | LARGEST
+FOREIGN = {"Adagrad", "NAdam", "SGD dampened"}
+CASES = {k: v for k, v in EVERY.items() if k not in TORCHS or k in FOREIGN} | LARGEST
 WIDE = {"adascale", *LARGEST}
 
 

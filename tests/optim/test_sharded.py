@@ -151,14 +151,6 @@ def test_padding_stays_zero():
         assert packed_of(made).flat[0] != 0 and packed_of(made).flat[1] == 0
 
 
-def test_moments_may_have_a_dtype_of_their_own():
-    optimizer = sharded_adam(moment_dtype=torch.bfloat16)
-    params = unit_of_two()
-    after, state = trained(optimizer, params, [unit_of_two()] * 2)
-    assert packed_of(state.mu).flat.dtype == torch.bfloat16
-    assert packed_of(after).flat.dtype == torch.float32
-
-
 def test_an_optimizer_runs_with_vmap_for_a_mesh_axis():
     params, g = torch.ones(2), torch.tensor([3.0, 4.0])
     mesh = make_mesh({"data": 2}, "vmap")

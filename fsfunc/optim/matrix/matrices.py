@@ -1,19 +1,24 @@
-"""What optimizers of whole matrices ask of their leaves, and what they give back."""
+"""The steps that optimizers of whole matrices have in common."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from fsfunc import tree
-from fsfunc.optim.leaves import Tree, local, paths_of, said, trainable
-from fsfunc.optim.matching import Decay, Matched
+from fsfunc.optim.element_rules import Codec, ElementRule
+from fsfunc.optim.leaves import Mask, Tree, local, paths_of, said, trainable
+from fsfunc.optim.matching import Matched, decays
+from fsfunc.optim.matrix.matrix_exchange import MatrixExchange
+from fsfunc.optim.schedules import Schedule, rate_at
 from fsfunc.sharded.leaf import is_sharded
 
-__all__ = ["check_matrices", "decays", "laid_as_parameters", "move_in_place"]
+__all__ = ["PLAIN", "check_matrices", "descent_rule", "directions", "matched_matrices"]
+
+PLAIN = Codec()
 
 
 def check_matrices(params: Tree, name: str) -> None:
@@ -33,54 +38,91 @@ def check_matrices(params: Tree, name: str) -> None:
             )
 
 
-def laid_as_parameters(
-    matched: Matched, parts: Sequence[Tensor], factors: Sequence[float]
-) -> list[Any]:
-    """The parts times their factors, as leaves that lie as the active ones do.
+def matched_matrices(name: str, params: Tree, grads: Tree, *moments: Tree) -> Matched:
+    """The trees matched; raises where an active leaf is no matrix."""
+    matched = Matched.of(params, grads, *moments)
+    check_matrices(matched.restore(matched.columns[0], matched.nothing), name)
+    return matched
 
-    In the dtypes of the parameters, those of one buffer in a buffer of their own.
+
+def descent_rule(
+    name: str,
+    learning_rate: float | Schedule,
+    weight_decay: float,
+    mask: Mask | None,
+    momentum: float = 0.0,
+) -> ElementRule:
+    """The step along directions u: ``v = momentum v + u`` and ``p - l (v + decay p)``.
+
+    Its state is a pair of the count and v, None without momentum.
     """
+
+    def equation(count: Any):
+        rate = rate_at(learning_rate, count)
+
+        def step(p: Tensor, u: Tensor, *rest: Any):
+            *moments, decay = rest
+            new = [momentum * v + u for v in moments]
+
+            def update() -> Tensor:
+                way = -rate * (new[0] if new else u)
+                return way - rate * decay * p if decays(decay) else way
+
+            return update, *new
+
+        return step
+
+    return ElementRule(
+        f"{name} with weight_decay",
+        lambda *state: state,
+        1 if momentum else 0,
+        equation,
+        None,
+        weight_decay,
+        mask,
+    )
+
+
+def directions(
+    matched: Matched,
+    exchange: MatrixExchange,
+    parts: Sequence[Tensor],
+    fn: Callable[[dict[int, Tensor]], dict[int, Tensor]],
+    factors: Sequence[float] | None = None,
+) -> Tree:
+    """The tree of what ``fn`` makes of the matrices, times factors.
+
+    It lies as the parameters do, in their dtypes; leaves of one buffer in a buffer.
+
+    Args:
+        parts: of each active leaf what this rank holds, of one dtype.
+        fn: as of `MatrixExchange.map`.
+    """
+    made = exchange.map(parts, fn)
     params = matched.buffers[0]
-    leaves = [matched.trees[0][i] for i in matched.active]
-    rows = list(zip(leaves, parts, factors, strict=True))
+    leaves = matched.columns[0]
+    factors = [1.0] * len(made) if factors is None else factors
+    rows = list(zip(leaves, made, factors, strict=True))
     if matched.differentiated:
-        made = [x.to(leaf.dtype) * factor for leaf, x, factor in rows]
-        return [
+        out = [x.to(leaf.dtype) * factor for leaf, x, factor in rows]
+        out = [
             leaf.with_local(x) if is_sharded(leaf) else x
-            for leaf, x in zip(leaves, made, strict=True)
+            for leaf, x in zip(leaves, out, strict=True)
         ]
+        return matched.restore(out, matched.nothing)
     flats = [torch.empty_like(x) for x in params.tensors]
     for flat, (_, packed) in zip(flats, params.groups, strict=True):
-        end = 0  # of what the leaves before take; what is beside them stays zero
+        end = 0  # of what the leaves before take; what is between them stays zero
         for start, stop in () if packed is None else [*packed.ranges, _end(flat)]:
             flat[end:start].zero_()
             end = max(end, stop)
     out = params.rebuild(flats)
-    targets = [local(leaf) for leaf in out]
-    if targets:
-        torch._foreach_copy_(targets, list(parts))
-    scaled = [(x, f) for x, f in zip(targets, factors, strict=True) if f != 1]
-    if scaled:
-        torch._foreach_mul_(*map(list, zip(*scaled, strict=True)))
-    return out
+    for leaf, (_, x, factor) in zip(out, rows, strict=True):
+        local(leaf).copy_(x)
+        if factor != 1:
+            local(leaf).mul_(factor)
+    return matched.restore(out, matched.nothing)
 
 
 def _end(flat: Tensor) -> tuple[int, int]:
     return flat.numel(), flat.numel()
-
-
-def decays(decay: Decay) -> bool:
-    """Whether a leaf loses any of itself."""
-    return isinstance(decay, Tensor) or bool(decay)
-
-
-def move_in_place(
-    params: list[Tensor], ways: list[Tensor], *, rate: Any, weight_decay: float
-) -> None:
-    """Writes ``p - rate weight_decay p - rate way`` into the parameters."""
-    if weight_decay:
-        torch._foreach_mul_(params, 1 - rate * weight_decay)
-    if isinstance(rate, Tensor):
-        torch._foreach_add_(params, torch._foreach_mul(ways, -rate))
-    else:
-        torch._foreach_add_(params, ways, alpha=-rate)

@@ -33,7 +33,7 @@ class _Bucket:
 
     @property
     def is_here(self) -> bool:
-        """Whether this rank holds any of them: on some axes others may own them all."""
+        """True if this rank holds any of them: on some axes others may own them all."""
         layout = self.owners.layouts[0]
         if not layout.owned:
             return True
@@ -97,7 +97,7 @@ class MatrixExchange:
         }
 
     def owns(self, i: int) -> bool:
-        """Whether this rank has matrix ``i`` whole."""
+        """True if this rank has matrix ``i`` whole."""
         if i not in self._found:
             return False
         bucket, k = self._found[i]
@@ -106,7 +106,7 @@ class MatrixExchange:
         return bucket.is_here and bucket.owners.owner[k] == bucket.index
 
     def owner(self, i: int) -> tuple[Owned, ...]:
-        """Where matrix ``i`` is whole, as the parts of a layout; () is everywhere."""
+        """The place of matrix ``i``, as parts of a layout; () is everywhere."""
         elsewhere = self.leaves[i].layout.owned if is_sharded(self.leaves[i]) else ()
         if i not in self._found:  # it has no elements, and nobody has them
             return elsewhere

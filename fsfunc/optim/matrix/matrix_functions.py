@@ -31,9 +31,9 @@ def newton_schulz(
         coefficients: (a, b, c), by which the small singular values grow.
         steps: how often.
         eps: the least norm by which it is divided.
-        room: memory from one matrix to the next, of which nobody has a derivative.
+        room: memory for reuse between matrices, where nothing is differentiated.
 
-    Cost: see `newton_schulz_flops`; in memory, beside the result, a matrix of its size
+    Cost: see `newton_schulz_flops`; in memory, besides the result, a matrix of its size
     and two of [m, m], m the shorter dim: once for each shape with ``room``.
 
     Source: Jordan et al., Muon: an optimizer for hidden layers in neural networks.

@@ -105,7 +105,7 @@ class Owners:
     def serves(self) -> list[list[bool]]:
         """By sender and owner: whether the sender's parts are those that it takes.
 
-        Of ranks that hold the same only those beside the owner send.
+        Of ranks that hold copies only those in the owner's copy send.
         """
         beside = [tuple(at[axis] for axis in self.copies) for at in self.points]
         return [[a == b for b in beside] for a in beside]

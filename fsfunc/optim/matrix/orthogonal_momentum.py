@@ -1,4 +1,4 @@
-"""Muon: momentum whose directions are made alike, each matrix on one rank."""
+"""Muon: orthogonalised momentum, each matrix on one rank."""
 
 from __future__ import annotations
 
@@ -12,30 +12,26 @@ import torch
 from torch import Tensor
 
 from fsfunc.comm.attribution import internal
+from fsfunc.optim.arguments import check_not_negative, check_numbers, check_rate
+from fsfunc.optim.element_rules import ElementRule
 from fsfunc.optim.in_place import fused
 from fsfunc.optim.leaves import Mask, Tree, local, zeros_like
-from fsfunc.optim.matching import Decay, Matched
+from fsfunc.optim.matching import Matched
 from fsfunc.optim.matrix.matrices import (
+    PLAIN,
     check_matrices,
-    decays,
-    laid_as_parameters,
-    move_in_place,
+    descent_rule,
+    directions,
+    matched_matrices,
 )
 from fsfunc.optim.matrix.matrix_exchange import MatrixExchange
 from fsfunc.optim.matrix.matrix_functions import newton_schulz, newton_schulz_flops
-from fsfunc.optim.optimizer import (
-    Optimizer,
-    apply_updates,
-    check_not_negative,
-    check_numbers,
-    check_params_given,
-    described,
-)
-from fsfunc.optim.schedules import Schedule, rate_at
+from fsfunc.optim.optimizer import Optimizer, apply_updates, described
+from fsfunc.optim.schedules import Schedule
 
 
 class MuonState(NamedTuple):
-    """How many updates were made, and the momentum, laid out as the parameters are."""
+    """The count of updates, and the momentum, laid out as the parameters are."""
 
     count: int | Tensor
     momentum: Any
@@ -114,8 +110,7 @@ def muon(
     """
     check_not_negative(weight_decay=weight_decay, eps=eps)
     check_numbers(momentum=momentum)
-    if not callable(learning_rate):
-        check_not_negative(learning_rate=learning_rate)
+    check_rate(learning_rate)
     if not 0 <= momentum <= 1:
         raise ValueError(f"momentum is {momentum}: it must be from 0 to 1")
     if not 0 <= ns_steps < 100:
@@ -129,17 +124,10 @@ def muon(
         raise ValueError(f"ns_dtype is {ns_dtype}: take bfloat16, or a wider float")
     a, b, c = ns_coefficients
     orthogonal = partial(newton_schulz, coefficients=(a, b, c), steps=ns_steps, eps=eps)
-    functions = _Muon(
-        learning_rate,
-        weight_decay,
-        momentum,
-        nesterov,
-        orthogonal,
-        _RATIOS[adjust_lr_fn],
-        ns_dtype,
-        mask,
-    )
-    return Optimizer(functions.init, functions.update, prepare=functions.prepare)
+    rule = descent_rule("muon", learning_rate, weight_decay, mask)
+    ratio = _RATIOS[adjust_lr_fn]
+    functions = _Muon(rule, momentum, nesterov, orthogonal, ratio, ns_dtype)
+    return Optimizer.of(functions)
 
 
 def _original(rows: int, columns: int) -> float:
@@ -161,108 +149,68 @@ _RATIOS: dict[str | None, Callable[[int, int], float]] = {
 class _Muon:
     """The functions of such an optimizer."""
 
-    learning_rate: float | Schedule
-    weight_decay: float
+    rule: ElementRule
     momentum: float
     nesterov: bool
     orthogonal: Callable[..., Tensor]
     ratio: Callable[[int, int], float]
     ns_dtype: torch.dtype
-    mask: Mask | None
 
     def init(self, params: Tree) -> MuonState:
         check_matrices(params, "muon")
         return MuonState(0, zeros_like(params))
 
     def update(self, grads: Tree, state: MuonState, params: Tree = None):
-        if self.weight_decay:
-            check_params_given(params, "muon with weight_decay")
         like = grads if params is None else params
-        matched = self._matched(grads, state, like)
-        by_leaf = matched.decays(self.weight_decay, self.mask)
-        rate, weight = rate_at(self.learning_rate, state.count), 1 - self.momentum
-        p, g, v = matched.columns
-        ways = self._ways(matched)
-
-        def move(p: Tensor, way: Tensor, decay: Decay) -> list[Tensor]:
-            u = -rate * way
-            return [u - rate * decay * p if decays(decay) else u]
-
-        def turn(v: Tensor, g: Tensor, _: Decay) -> list[Tensor]:
-            return [v.lerp(g.to(v.dtype), weight)]
-
-        (updates,) = Matched.of(p, ways).composed(move, by_leaf)
-        (v,) = Matched.of(v, g).composed(turn, [0.0] * len(v), as_params=True)
-        nothing = [None] * len(matched.trees[0])
-        after = MuonState(state.count + 1, matched.restore(v, matched.trees[2]))
-        return matched.restore(updates, nothing), after
+        ways = self._ways(matched_matrices("muon", like, grads, state.momentum))
+        updates, _ = PLAIN.update(self.rule, ways, (state.count, None), params)
+        weight = 1 - self.momentum
+        turned = Matched.of(state.momentum, grads).summed(
+            lambda v, g: v.lerp(g.to(v.dtype), weight)
+        )
+        return updates, MuonState(state.count + 1, turned)
 
     def prepare(self, grads: Tree, state: MuonState, params: Tree):
-        matched = self._matched(grads, state, params)
+        matched = matched_matrices("muon", params, grads, state.momentum)
         if matched.differentiated:
             updates, after = self.update(grads, state, params)
             return lambda: (apply_updates(params, updates), after)
-        by_leaf = matched.decays(self.weight_decay, self.mask)
-        rate = rate_at(self.learning_rate, state.count)
-        p, g, v = matched.columns
         ways = self._ways(matched)
-        move = fused(Matched.of(p, ways), partial(move_in_place, rate=rate), by_leaf)
+        move = PLAIN.prepare(self.rule, ways, (state.count, None), params)
         kernel = partial(_turn, weight=1 - self.momentum)
-        turn = fused(Matched.of(v, g), kernel, [0.0] * len(v))
+        momenta = Matched.of(state.momentum, grads)
+        turn = fused(momenta, kernel, [0.0] * len(momenta.active))
 
         def finish() -> tuple[Tree, MuonState]:
-            (v,), (p,) = turn(), move()
-            v = matched.restore(v, matched.trees[2])
-            return matched.restore(p, matched.trees[0]), MuonState(state.count + 1, v)
+            (v,), (params, _) = turn(), move()
+            return params, MuonState(state.count + 1, v)
 
         return finish
 
-    def _matched(self, grads: Tree, state: MuonState, like: Tree) -> Matched:
-        matched = Matched.of(like, grads, state.momentum)
-        nothing = [None] * len(matched.trees[0])
-        check_matrices(matched.restore(matched.columns[0], nothing), "muon")
-        return matched
-
-    def _ways(self, matched: Matched) -> list[Any]:
-        """Where each parameter goes, times the rate; of a graph if one is asked for."""
-        leaves, _, _ = matched.columns
-        graph = matched.differentiated and torch.is_grad_enabled()
+    def _ways(self, matched: Matched) -> Tree:
+        """The direction of each parameter; of a graph if one is asked for."""
+        leaves, differentiated = matched.columns[0], matched.differentiated
+        graph = differentiated and torch.is_grad_enabled()
         with internal(), torch.set_grad_enabled(graph):
             exchange = MatrixExchange(
-                leaves,
-                newton_schulz_flops,
-                "muon",
-                share=not matched.differentiated,
+                leaves, newton_schulz_flops, "muon", share=not differentiated
             )
-            ahead = self._ahead(matched)
-            parts = [local(x) for x in matched.buffers[1].rebuild(ahead)]
-            del ahead
-            room = None if matched.differentiated else {}
-            made = exchange.map(parts, partial(self._orthogonal, room=room))
+            parts = [local(x) for x in matched.buffers[1].rebuild(self._ahead(matched))]
             ratios = [self.ratio(*x.shape) if x.numel() else 1.0 for x in leaves]
-            return laid_as_parameters(matched, made, ratios)
+            room = None if differentiated else {}
+            fn = partial(self._orthogonal, room=room)
+            return directions(matched, exchange, parts, fn, ratios)
 
     def _ahead(self, matched: Matched) -> list[Tensor]:
-        """What is made orthogonal: the momentum, or where it leads; flat."""
+        """The matrices to orthogonalise: the momentum, or Nesterov's step; flat."""
         _, grads, momenta = (b.tensors for b in matched.buffers)
-        rows = [(g.to(v.dtype), v) for g, v in zip(grads, momenta, strict=True)]
-        weight, room = 1 - self.momentum, {}
         out = []
-        for g, v in rows:
-            if matched.differentiated:
-                v = v.lerp(g, weight)
-                out.append(g.lerp(v, self.momentum) if self.nesterov else v)
-                continue
-            key = v.dtype, v.device
-            if key not in room:  # for one buffer after the other
-                most = max(x.numel() for _, x in rows if (x.dtype, x.device) == key)
-                room[key] = v.new_empty(most)
-            u = room[key][: v.numel()].view(v.shape)
-            torch.lerp(v, g, weight, out=u)
-            if self.nesterov:
-                torch.lerp(g, u, self.momentum, out=u)
-            out.append(u.to(self.ns_dtype, copy=True))
-        return [x.to(self.ns_dtype) for x in out]
+        for g, v in zip(grads, momenta, strict=True):
+            g = g.to(v.dtype)
+            u = v.lerp(g, 1 - self.momentum)
+            u = g.lerp(u, self.momentum) if self.nesterov else u
+            out.append(u.to(self.ns_dtype))
+        return out
 
     def _orthogonal(self, matrices: dict[int, Tensor], room: Any) -> dict[int, Tensor]:
         return {i: self.orthogonal(x, room=room) for i, x in matrices.items()}

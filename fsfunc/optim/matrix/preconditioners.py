@@ -35,7 +35,7 @@ class Preconditioners(NamedTuple):
 
 @dataclass(frozen=True)
 class _Flops:
-    """What a matrix costs its owner: two decompositions a block, and four products."""
+    """Cost of a matrix to its owner: two decompositions a block, and four products."""
 
     block: int
     interval: int
@@ -61,7 +61,7 @@ def _blocks(shape: tuple[int, ...], block: int) -> Iterator[tuple[slice, slice]]
 
 @dataclass(frozen=True)
 class Preconditioning:
-    """How preconditioners begin and go on; the numbers are those of `shampoo`."""
+    """First value and update of preconditioners; the numbers are those of `shampoo`."""
 
     b2: float
     eps: float
@@ -121,6 +121,6 @@ class Preconditioning:
 
 
 def placements_of(kept: Preconditioners) -> tuple[Placement, ...]:
-    """How the preconditioners of a matrix lie."""
+    """The layout of the preconditioners of a matrix."""
     blocks = tree.leaves(kept, is_leaf=is_sharded)
     return blocks[0].layout.parts if blocks and is_sharded(blocks[0]) else ()

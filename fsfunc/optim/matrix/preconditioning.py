@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -11,33 +10,26 @@ from torch import Tensor
 
 from fsfunc import tree
 from fsfunc.comm.attribution import internal
-from fsfunc.optim.in_place import fused
+from fsfunc.optim.arguments import check_not_negative, check_numbers, check_rate
+from fsfunc.optim.element_rules import ElementRule
 from fsfunc.optim.leaves import Mask, Tree, along, local, trainable, zeros_like
 from fsfunc.optim.matching import Matched
 from fsfunc.optim.matrix.matrices import (
+    PLAIN,
     check_matrices,
-    decays,
-    laid_as_parameters,
-    move_in_place,
+    descent_rule,
+    directions,
+    matched_matrices,
 )
 from fsfunc.optim.matrix.matrix_exchange import MatrixExchange
-from fsfunc.optim.matrix.preconditioners import (
-    Preconditioning,
-    placements_of,
-)
-from fsfunc.optim.optimizer import (
-    Optimizer,
-    check_not_negative,
-    check_numbers,
-    check_params_given,
-    described,
-)
-from fsfunc.optim.schedules import Schedule, rate_at
+from fsfunc.optim.matrix.preconditioners import Preconditioning, placements_of
+from fsfunc.optim.optimizer import Optimizer, described
+from fsfunc.optim.schedules import Schedule
 from fsfunc.sharded.leaf import is_sharded
 
 
 class ShampooState(NamedTuple):
-    """How many updates were made, `Preconditioners` by leaf, and the momentum, if any.
+    """The count of updates, `Preconditioners` by leaf, and the momentum, if any.
 
     The momentum is laid out as the parameters are.
     """
@@ -91,8 +83,8 @@ def shampoo(
 
     Raises:
         ValueError: a leaf that is no matrix (see `partition`); a number out of its
-            range; an update without ``params`` while weights decay, or that somebody
-            differentiates; a state laid out for another mesh; a vmap mesh.
+            range; an update without ``params`` while weights decay, or one that is
+            differentiated; a state laid out for another mesh; a vmap mesh.
         TreeMismatch: gradients or state do not fit the parameters; names the path.
 
     Cost: two all-to-alls, of b bytes an element. Of E elements of matrices h lie with
@@ -116,132 +108,86 @@ def shampoo(
     """
     check_not_negative(momentum=momentum, weight_decay=weight_decay)
     check_numbers(b2=b2, eps=eps, interval=interval, block=block)
-    if not callable(learning_rate):
-        check_not_negative(learning_rate=learning_rate)
+    check_rate(learning_rate)
     if not (0 < b2 <= 1 and eps > 0 and interval >= 1 and block >= 1):
         raise ValueError(
             f"b2 is {b2}, eps {eps}, interval {interval} and block {block}: b2 must be "
             "above 0 and at most 1, eps above 0, and the others at least 1"
         )
-    rule = Preconditioning(b2, eps, interval, block)
-    functions = _Shampoo(learning_rate, momentum, rule, weight_decay, mask)
-    return Optimizer(functions.init, functions.update, prepare=functions.prepare)
+    preconditioning = Preconditioning(b2, eps, interval, block)
+    rule = descent_rule("shampoo", learning_rate, weight_decay, mask, momentum)
+    functions = _Shampoo(preconditioning, rule)
+    return Optimizer.of(functions)
 
 
 @dataclass(frozen=True, eq=False)
 class _Shampoo:
     """The functions of such an optimizer."""
 
-    learning_rate: float | Schedule
-    momentum: float
-    rule: Preconditioning
-    weight_decay: float
-    mask: Mask | None
+    preconditioning: Preconditioning
+    rule: ElementRule
 
     def init(self, params: Tree) -> ShampooState:
         check_matrices(params, "shampoo")
         leaves, treedef = tree.flatten(params, is_sharded)
         active = [i for i, leaf in enumerate(leaves) if trainable(leaf)]
         exchange = MatrixExchange(
-            [leaves[i] for i in active], self.rule.cost, "shampoo"
+            [leaves[i] for i in active], self.preconditioning.cost, "shampoo"
         )
         found: list[Any] = [None] * len(leaves)
         for k, i in enumerate(active):
-            found[i] = self.rule.first(leaves[i], exchange, k)
-        momentum = zeros_like(params) if self.momentum else None
+            found[i] = self.preconditioning.first(leaves[i], exchange, k)
+        momentum = zeros_like(params) if self.rule.moments else None
         return ShampooState(0, tree.unflatten(treedef, found), momentum)
 
     def update(self, grads: Tree, state: ShampooState, params: Tree = None):
-        if self.weight_decay:
-            check_params_given(params, "shampoo with weight_decay")
-        matched = self._matched(grads, state, grads if params is None else params)
-        by_leaf = matched.decays(self.weight_decay, self.mask)
-        rate = rate_at(self.learning_rate, state.count)
-        ways, preconditioners = self._ways(matched, state)
-
-        def rule(p: Tensor, way: Tensor, *rest: Any) -> list[Tensor]:
-            *moments, decay = rest
-            v = [self.momentum * v + way for v in moments]
-            u = -rate * (v[0] if v else way)
-            return [u - rate * decay * p if decays(decay) else u, *v]
-
-        p, _, *moments = matched.columns
-        updates, *v = Matched.of(p, ways, *moments).composed(rule, by_leaf)
-        nothing = [None] * len(matched.trees[0])
-        after = self._after(matched, state, preconditioners, v)
-        return matched.restore(updates, nothing), after
+        like = grads if params is None else params
+        ways, kept = self._ways(self._matched(grads, state, like), state)
+        before = state.count, state.momentum
+        updates, after = PLAIN.update(self.rule, ways, before, params)
+        return updates, ShampooState(after[0], kept, after[1])
 
     def prepare(self, grads: Tree, state: ShampooState, params: Tree):
-        matched = self._matched(grads, state, params)
-        by_leaf = matched.decays(self.weight_decay, self.mask)
-        rate = rate_at(self.learning_rate, state.count)
-        ways, preconditioners = self._ways(matched, state)
-        p, _, *moments = matched.columns
-        kernel = partial(_step, rate=rate, momentum=self.momentum)
-        commit = fused(Matched.of(p, ways, *moments), kernel, by_leaf)
+        ways, kept = self._ways(self._matched(grads, state, params), state)
+        before = state.count, state.momentum
+        commit = PLAIN.prepare(self.rule, ways, before, params)
 
         def finish() -> tuple[Tree, ShampooState]:
-            p, *v = commit()
-            after = self._after(matched, state, preconditioners, v)
-            return matched.restore(p, matched.trees[0]), after
+            params, (count, momentum) = commit()
+            return params, ShampooState(count, kept, momentum)
 
         return finish
 
     def _matched(self, grads: Tree, state: ShampooState, like: Tree) -> Matched:
         moments = () if state.momentum is None else (state.momentum,)
-        matched = Matched.of(like, grads, *moments)
+        matched = matched_matrices("shampoo", like, grads, *moments)
         if matched.differentiated:
             raise ValueError(
                 "the update of shampoo has no derivative: its roots have none where "
                 "eigenvalues are equal; take ff.sharded_adam or ff.muon"
             )
-        nothing = [None] * len(matched.trees[0])
-        check_matrices(matched.restore(matched.columns[0], nothing), "shampoo")
         return matched
 
-    def _after(
-        self, matched: Matched, state: ShampooState, new: Tree, v: list[Any]
-    ) -> ShampooState:
-        momentum = matched.restore(v[0], matched.trees[2]) if v else None
-        return ShampooState(state.count + 1, new, momentum)
-
-    def _ways(self, matched: Matched, state: ShampooState) -> tuple[list[Any], Tree]:
-        """Where each parameter goes, times the rate, and all preconditioners."""
-        like = tree.unflatten(matched.treedef, matched.trees[0])
-        kept = along(like, matched.treedef, state.preconditioners, "optimizer state")
+    def _ways(self, matched: Matched, state: ShampooState) -> tuple[Tree, Tree]:
+        """The direction of each parameter, and all preconditioners."""
+        kept = along(matched.treedef, state.preconditioners, "optimizer state")
         leaves, grads, *_ = matched.columns
         wide = torch.float32
         for leaf in leaves:
             wide = torch.promote_types(wide, leaf.dtype)
+        refresh = state.count % self.preconditioning.interval == 0
+
+        def precondition(matrices: dict[int, Tensor]) -> dict[int, Tensor]:
+            made = {}
+            for k, g in matrices.items():
+                i = matched.active[k]
+                made[k], kept[i] = self.preconditioning.step(g, kept[i], refresh)
+            return made
+
         with internal(), torch.no_grad():
             where = [placements_of(kept[i]) for i in matched.active]
-            exchange = MatrixExchange(leaves, self.rule.cost, "shampoo", given=where)
-            refresh = state.count % self.rule.interval == 0
-
-            def precondition(matrices: dict[int, Tensor]) -> dict[int, Tensor]:
-                made = {}
-                for k, g in matrices.items():
-                    i = matched.active[k]
-                    made[k], kept[i] = self.rule.step(g, kept[i], refresh)
-                return made
-
+            cost = self.preconditioning.cost
+            exchange = MatrixExchange(leaves, cost, "shampoo", given=where)
             parts = [local(x).to(wide) for x in grads]
-            made = exchange.map(parts, precondition)
-            ways = laid_as_parameters(matched, made, [1.0] * len(made))
+            ways = directions(matched, exchange, parts, precondition)
         return ways, tree.unflatten(matched.treedef, kept)
-
-
-def _step(
-    params: list[Tensor],
-    ways: list[Tensor],
-    momenta: list[Tensor] | tuple[Tensor, ...] = (),
-    *,
-    rate: Any,
-    momentum: float,
-    weight_decay: float,
-) -> None:
-    """Writes one step into parameters and momenta."""
-    if momenta:
-        torch._foreach_mul_(momenta, momentum)
-        torch._foreach_add_(momenta, ways)
-    move_in_place(params, list(momenta or ways), rate=rate, weight_decay=weight_decay)

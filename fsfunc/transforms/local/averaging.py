@@ -14,7 +14,7 @@ from fsfunc.comm.attribution import internal, label
 from fsfunc.comm.comparison import compare, whole_values
 from fsfunc.comm.groups import RankGroup, group
 from fsfunc.comm.mesh import here
-from fsfunc.optim.coded_moments import CodedAdamState
+from fsfunc.optim.coded_moments import decoded, encoded, is_coded
 from fsfunc.optim.in_place import fused
 from fsfunc.optim.leaves import local, map_flat
 from fsfunc.optim.matching import Matched
@@ -118,7 +118,7 @@ def consensus(state: LocalState) -> Any:
     where, relabeled = group(state.axis, at), Relabeled(at.mesh, state.axis)
     copies = relabeled.copy(state.copies, at.mesh.coordinates(at.rank))
     given, spec = tree.flatten(copies, is_leaf=_is_whole)
-    mine = tree.unflatten(spec, [x.decoded() if _is_coded(x) else x for x in given])
+    mine = tree.unflatten(spec, [decoded(x) if is_coded(x) else x for x in given])
     paths, leaves, treedef = tree.flatten_with_paths(mine, is_leaf=is_sharded)
     weight = state.weights[where.index] if state.weights else 1.0
     with internal(), torch.no_grad(), label("", "consensus"):
@@ -134,12 +134,8 @@ def consensus(state: LocalState) -> Any:
     out = [x if mean is None else mean for x, mean in zip(leaves, means, strict=True)]
     made = spec.flatten_up_to(tree.unflatten(treedef, out))
     pairs = zip(given, made, strict=True)
-    return tree.unflatten(spec, [x.encoded(y) if _is_coded(x) else y for x, y in pairs])
-
-
-def _is_coded(x: Any) -> bool:
-    return isinstance(x, CodedAdamState)
+    return tree.unflatten(spec, [encoded(x, y) if is_coded(x) else y for x, y in pairs])
 
 
 def _is_whole(x: Any) -> bool:
-    return is_sharded(x) or _is_coded(x)
+    return is_sharded(x) or is_coded(x)

@@ -84,9 +84,9 @@ def error_feedback(optimizer: Optimizer) -> Optimizer:
     >>> ff.spmd(main, mesh)()[0]  # 5 times x; without it, the 0.4 would be 0
     tensor([-635.,   -2.])
     """
-    return WithFeedback(
-        optimizer, ErrorFeedbackState, _nothing_owed, _Owing
-    ).functions()
+    return Optimizer.of(
+        WithFeedback(optimizer, ErrorFeedbackState, _nothing_owed, _Owing)
+    )
 
 
 def _nothing_owed(shard: FlatShard) -> tuple[Tensor]:
@@ -115,9 +115,6 @@ class WithFeedback:
     begin: Callable[[FlatShard], tuple[Tensor, ...]]
     feed: Callable[[Kept], Feedback]
     after: Kept | None = None
-
-    def functions(self) -> Optimizer:
-        return Optimizer(self.init, self.update, prepare=self.prepare, take=self.take)
 
     def init(self, params: Tree) -> Any:
         found: dict[str, list[Sharded]] = {}
@@ -160,12 +157,9 @@ class WithFeedback:
             with inside(replace(f, handlers=(*f.handlers, feedback))):
                 return run()
 
-        if self.optimizer.take is None:
-            (value, grads), inner = fed(), self.optimizer
-        else:
-            value, grads, inner = self.optimizer.take(fed, state.inner)
+        value, grads, inner = self.optimizer.gradients(fed, state.inner)
         after = replace(self, optimizer=inner, after=feedback.after())
-        return value, grads, after.functions()
+        return value, grads, Optimizer.of(after)
 
 
 @dataclass(eq=False)
