@@ -179,9 +179,10 @@ class Sharded:
 
     tree_advice = (
         "A sharded leaf and a whole one do not lie alike. A copy of parameters lies as "
-        'they do if it is placed so, ff.place(step, state, ..., like={"w0": "w"}) with '
-        "the paths of both, or is made of them, tree.map(torch.clone, params); in a "
-        "step ff.lay_like(whole, params) cuts it"
+        "they do if it is made of the laid out ones (tree.map(torch.clone, params); "
+        "ff.init_state does so for optimizers), or is placed so, ff.place(step, state, "
+        '..., like={"w0": "w"}) with the paths of both; in a step '
+        "ff.lay_like(whole, params) cuts it"
     )
 
     def __hash__(self) -> int:

@@ -6,15 +6,24 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from typing import Any
 
+from fsfunc import tree
 from fsfunc.comm.backends.link import CollectiveMismatch, PeerFailed
-from fsfunc.comm.comparison import Lines, RanksDiffer, Section, compare, unlike
+from fsfunc.comm.comparison import (
+    Lines,
+    RanksDiffer,
+    Section,
+    compare,
+    unlike,
+    whole_values,
+)
 from fsfunc.comm.groups import RankGroup, group
 from fsfunc.comm.mesh import Here, here
+from fsfunc.sharded.leaf import is_sharded
 from fsfunc.state.layout_rules import LayoutRules, axes_of
 
 __all__ = ["Agreement", "compared", "together"]
 
-_TITLE = "ranks lay out, and not all of them could"
+_TITLE = "ranks lay out a state, and not all alike"
 
 
 class Agreement:
@@ -22,17 +31,35 @@ class Agreement:
 
     ``where`` is None where there are none, or simulated ranks, which all raise anyway;
     ``compared``: whether they have said what they are about to do; ``among``: those who
-    have yet to exchange what they would compute.
+    have yet to exchange what they would compute; ``made``: what is compared at the end.
     """
 
     def __init__(self, fn: Callable[..., Any], layouts: LayoutRules | None):
         laying = [h for h in getattr(fn, "interpretations", ()) if h.lays_out]
         self.where: RankGroup | None = None
         self.among: RankGroup | None = None
+        self.simulated: RankGroup | None = None
         self.compared = False
-        if laying and (at := here(laying[0].mesh)).link.notes is None:
+        self.made: Lines = []
+        if laying:
+            at = here(laying[0].mesh)
             axes = {a for h in laying for a in h.axes} | {*axes_of(layouts or {})}
-            self.where = compared(at, axes)
+            if at.link.notes is None:
+                self.where = compared(at, axes)
+            else:
+                self.simulated = compared(at, axes)
+
+    def compare_made(self, t: Any) -> None:
+        """Compares the whole leaves that a function has made beside the parameters."""
+        where = self.where or self.simulated
+        if where is None:
+            return
+        paths, leaves, _ = tree.flatten_with_paths(t, is_leaf=is_sharded)
+        section = whole_values(paths, leaves, where.link.notes)
+        if where is self.simulated:
+            compare([section], where)
+        else:
+            self.made = section.lines
 
     def exchange(self, lines: Lines) -> dict[int, Lines]:
         """The lines of each rank among whom there is one that has others."""
@@ -70,7 +97,7 @@ def together(
 def _say(agreement: Agreement, what: str) -> None:
     """Tells the others, who say as many things at this point."""
     agreement.exchange(())
-    said = [Section(_TITLE, [("raised", what)])]
+    said = [Section(_TITLE, [("raised", what), *agreement.made])]
     if not agreement.compared:
         said.append(Section(_TITLE, []))  # in place of whole parameters
     if agreement.where is not None:

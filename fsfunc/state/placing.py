@@ -19,8 +19,18 @@ from fsfunc.sharded.layout import Layout, Split
 from fsfunc.sharded.leaf import NotATensor, Sharded, is_sharded
 from fsfunc.state.agreeing import Agreement, compared, together
 from fsfunc.state.layout_rules import LayoutRules, splits_of
+from fsfunc.state.leaf_groups import (
+    PlacedGroup,
+    block_of,
+    groups_like,
+    groups_taken,
+    leaves_like,
+    moments_like,
+    owned,
+    packed,
+)
 from fsfunc.state.leaf_sources import GivenLeaves, Shapes
-from fsfunc.state.lots import block_of, lots_of, owned, packed
+from fsfunc.state.train_state import Applied, noting_applied
 from fsfunc.tracing.recorder import Recorder
 from fsfunc.tracing.recorder import record as _record
 from fsfunc.tracing.refusals import LawError
@@ -46,13 +56,14 @@ def place(
     axis of the ``shard`` around them; what no unit takes stays whole, and what is laid
     out already stays as it is. No memory is shared with ``t``.
 
-    A copy of parameters that no unit takes (moments, an average of weights) lies as
-    they do, leaf by leaf, so that elementwise arithmetic between the two just works:
-    the largest subtree that has the paths and shapes of one that units take, or of a
-    part of it. Of several that are like it the nearest counts, by the names that lead
-    to both: a model's moments beside it, ``ema_d`` for ``d``; if that does not tell
-    them apart, the copy stays whole. Say it by ``like`` then, nest it beside its model,
-    or make it of the placed parameters: ``tree.map(torch.clone, placed["d"])``.
+    The optimizer's state in a `TrainState` lies as ``optimizer.init`` of the laid out
+    parameters does, by the optimizer that the step applies to it. Any other copy of
+    parameters that no unit takes (an average, moments in a tree of your own) stays
+    whole, unless ``like`` says what it lies like: by pattern of a subtree's path, the
+    path of the subtree that it copies, as in ``like={"w0": "w", "op/*": "w"}``. Leaf by
+    leaf it then lies as that does, so that elementwise arithmetic between the two just
+    works; else that raises. (What is made of leaves that are laid out lies as these do
+    by itself: ``tree.map(torch.clone, placed)``. See `init_state`.)
 
     Every rank calls it, with the same ``t`` and a function that makes the same unit
     calls: ranks compare what they recorded, the configuration of their transforms and
@@ -61,17 +72,12 @@ def place(
     (under ``pipeline``, the same). Simulated ranks compare likewise, where the first
     and the last have a record of their own, and the others take the first one's.
 
-    ``like`` says it: by pattern of a subtree's path, the path of the one that it lies
-    like, as ``like={"w0": "w", "op/*": "w"}``. It must, of a copy that the loss reads
-    beside the parameters (``tree.map`` over both: elastic weights, a penalty on the
-    distance from where they began): what a loss reads outside units stays whole else.
-
     ``layouts`` splits leaves: it has, by pattern of path (``*`` is one name, ``**`` any
     number), a ``Split(dim, axis)``, or several. A unit has such a leaf as a `Sharded`
     one, for the layer functions of ``ff.nn``; it is split before it is cut over the
     axes of a ``shard``. These may be among the axes that it is split over: experts,
     which the ranks along an axis exchange their samples with, are cut, and their
-    gradients summed, over the others. A copy of parameters lies as they do.
+    gradients summed, over the others.
 
     Raises:
         RanksDiffer: on every rank: what differs, and on which ranks; on the others,
@@ -138,7 +144,7 @@ def lay_out(
             layout = Layout(tuple(found[path].shape), found[path].dtype, parts, path)
             found[path] = block_of(found[path], layout, source)
         return tree.unflatten(treedef, map(source.own, found.values()))
-    recorder = _recorded(fn, t, rest, record, splits)
+    recorder, applied = _recorded(fn, t, rest, record, splits)
     _check_untied(found, recorder.trained)
     if not recorder.handlers:
         _check_offloaded(stores_of(fn), [])
@@ -161,19 +167,27 @@ def lay_out(
     groups = recorder.groups(
         shardings[0].min_bytes if shardings else 0, bool(shardings)
     )
-    whole = recorder.whole(bool(shardings))
     order = recorder.order(groups, coordinates) if shardings else []
-    for lot in lots_of(groups, recorder, whole, dict(found), like or {}):
-        for path in lot.paths.values():
+
+    def lay(part: PlacedGroup) -> None:
+        for path in part.paths.values():
             refuse("float8", "place", {path: found[path]})
-        laid = (
-            packed(
-                shardings[0], lot, recorder, found, coordinates, source, order, stores
-            ).leaves()
-            if shardings
-            else owned(lot, recorder, found, source)
-        )
-        found.update(zip(lot.paths.values(), laid, strict=True))
+        if shardings:
+            shard = packed(
+                shardings[0], part, recorder, found, coordinates, source, order, stores
+            )
+            laid = shard.leaves()
+        else:
+            laid = owned(part, recorder, found, source)
+        found.update(zip(part.paths.values(), laid, strict=True))
+
+    told_like, whole = leaves_like(like or {}, found), dict(found)
+    taken = groups_taken(groups, recorder, told_like)
+    for part in taken:
+        lay(part)
+    moments = moments_like(applied, found)
+    for part in groups_like(taken, {**moments, **told_like}, whole):
+        lay(part)
     _check_taken(splits, found)
     placed = tree.unflatten(treedef, map(source.own, found.values()))
     if shardings:
@@ -261,15 +275,20 @@ def _recorded(
     rest: Any,
     how: str,
     splits: dict[str, tuple[Split, ...]],
-) -> Recorder:
+) -> tuple[Recorder, list[Applied]]:
     """What ``fn`` shows: simulated ranks, which run one program, record it once.
 
     A rank takes another's record where it is at the same call, with the same shapes,
     and its own function names the transforms that the record is of.
     """
+
+    def record() -> tuple[Recorder, list[Applied]]:
+        with noting_applied() as applied:
+            return _record(fn, t, rest, how, splits), applied
+
     mine = [h for h in getattr(fn, "interpretations", ()) if h.lays_out]
     if not mine or (notes := here(mine[0].mesh).link.notes) is None:
-        return _record(fn, t, rest, how, splits)
+        return record()
     rank = here(mine[0].mesh).rank
     leaves, treedef = tree.flatten((t, rest), is_leaf=is_sharded)
     count = notes["records", rank] = notes.get(("records", rank), 0) + 1
@@ -278,13 +297,14 @@ def _recorded(
     key = ("record", count, how, treedef, shapes, kinds, tuple(splits.items()))
     last = rank == here(mine[0].mesh).mesh.size - 1  # it looks for itself
     if key not in notes or last and here(mine[0].mesh).link.moves:
-        found = _record(fn, t, rest, how, splits)
+        found, applied = record()
         if set(found.handlers) != set(mine) or last:
-            return found
-        notes[key] = replace(found, handlers=mine)
-    for ours, theirs in zip(mine, notes[key].handlers, strict=True):
+            return found, applied
+        notes[key] = replace(found, handlers=mine), applied
+    found, applied = notes[key]
+    for ours, theirs in zip(mine, found.handlers, strict=True):
         ours.learn(theirs)
-    return replace(notes[key], handlers=mine)
+    return replace(found, handlers=mine), applied
 
 
 _UNLIKE = "ranks lay out for unlike steps"
