@@ -1,4 +1,4 @@
-"""Where each element of a tensor lies on a mesh: pure arithmetic, no communication.
+"""Layouts of tensors on a mesh: pure arithmetic, no communication.
 
 A `Layout` is a tensor's global shape and dtype and the parts by which it is spread
 over mesh axes, outermost first. What a rank holds follows from it and from the rank's
@@ -115,7 +115,7 @@ class Layout:
 
     @cached_property
     def in_units(self) -> Layout | None:
-        """How it lies in a unit that has gathered it; None where it is whole there."""
+        """The layout in a unit that has gathered it; None where it is whole there."""
         if not self.splits:
             return None
         return Layout(self.shape, self.dtype, self.splits, self.name)

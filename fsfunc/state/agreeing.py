@@ -1,4 +1,4 @@
-"""Laying out together: where one rank raises, all of them do."""
+"""Errors while laying out, raised on all ranks."""
 
 from __future__ import annotations
 
@@ -95,7 +95,7 @@ def together(
 
 
 def _say(agreement: Agreement, what: str) -> None:
-    """Tells the others, who say as many things at this point."""
+    """Exchanges the outcome with the other ranks, which do the same."""
     agreement.exchange(())
     said = [Section(_TITLE, [("raised", what), *agreement.made])]
     if not agreement.compared:

@@ -208,7 +208,7 @@ class _FirstState:
 
     @property
     def is_told(self) -> bool:
-        """Whether a function of the user's makes leaves beside the parameters."""
+        """True where a function of the user's makes leaves beside the parameters."""
         return self.more is not None or not hasattr(self.optimizer, "init")
 
 
@@ -318,7 +318,7 @@ def _check_given(step: Any, optimizer: Any, who: str) -> None:
 
 
 class _Whole(NamedTuple):
-    """What a state is made of, as its paths show it."""
+    """Parameters and extra, under the names that they have in paths."""
 
     params: Any
     extra: Any

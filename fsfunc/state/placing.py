@@ -276,7 +276,7 @@ def _recorded(
     how: str,
     splits: dict[str, tuple[Split, ...]],
 ) -> tuple[Recorder, list[Applied]]:
-    """What ``fn`` shows: simulated ranks, which run one program, record it once.
+    """The record of ``fn``: simulated ranks, which run one program, share one.
 
     A rank takes another's record where it is at the same call, with the same shapes,
     and its own function names the transforms that the record is of.

@@ -30,7 +30,7 @@ _DECIDED_BY = {torch.ops.aten.any.default: True, torch.ops.aten.all.default: Fal
 
 
 class Replay:
-    """The values that a tape's storages have at its end.
+    """The values of a tape's storages after its last operator.
 
     A storage whose elements each depend on the same element of others is computed
     block by block, where it is wanted. Any other is computed whole; the last of these
@@ -173,7 +173,7 @@ class Replay:
     def _needed(
         self, ops: Sequence[TapedOp], storage: int, block: _Span
     ) -> tuple[list[tuple[TapedOp, int, int]], dict[int, _Span]]:
-        """What to run for one block, with ranges, and the ranges of memory it takes."""
+        """The operators to run for one block, with ranges, and the ranges of memory."""
         need, spans = {storage: block}, {storage: block}
 
         def widen(number: int, start: int, stop: int) -> None:
@@ -211,7 +211,7 @@ class Replay:
 
 
 class _ReplayMemory:
-    """What a replay holds, by storage: a flat range of it, and where that begins."""
+    """The memory of a replay, by storage: a flat range of it, and its beginning."""
 
     def __init__(
         self, tape: InitTape, written: set[int], spans: dict[int, _Span] | None = None

@@ -81,7 +81,7 @@ tree.register_node(
 
 
 def known_optimizer(optimizer: Any) -> Any:
-    """What ranks compare of an optimizer: of one that is none of ours its class."""
+    """The value by which ranks compare optimizers; of a foreign one, its class."""
     ours = isinstance(optimizer, Optimizer) or not hasattr(optimizer, "init")
     return optimizer if ours else type(optimizer)
 
