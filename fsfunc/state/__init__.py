@@ -10,7 +10,7 @@ tensors (`init_tape`) and is run again, for this rank's part alone (`replay`).
 train_state.py      TrainState
 initialization.py   init_state, abstract_state
 placing.py leaf_groups.py   place; groups of leaves, and a rank's part of each
-agreeing.py         an error on one process while laying out is raised on all
+agreeing.py         comparison of ranks that lay out; errors raised on all
 leaf_sources.py     the values of leaves: given, deferred, or shapes alone
 layout_rules.py     leaves that are split over axes of their own
 conversions.py noise.py   unshard, lay_like, reduce_like; randn_like

@@ -1,10 +1,12 @@
-"""Errors while laying out, raised on all ranks."""
+"""Comparison of ranks that lay out a state; errors are raised on all of them."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from typing import Any
+
+from torch import Tensor
 
 from fsfunc import tree
 from fsfunc.comm.backends.link import CollectiveMismatch, PeerFailed
@@ -18,12 +20,26 @@ from fsfunc.comm.comparison import (
 )
 from fsfunc.comm.groups import RankGroup, group
 from fsfunc.comm.mesh import Here, here
-from fsfunc.sharded.leaf import is_sharded
+from fsfunc.sharded.leaf import Sharded, is_sharded
 from fsfunc.state.layout_rules import LayoutRules, axes_of
+from fsfunc.tracing.recorder import Recorder
+from fsfunc.transforms.sharding import Sharding
 
-__all__ = ["Agreement", "compared", "together"]
+__all__ = [
+    "Agreement",
+    "compare_programs",
+    "compared",
+    "kind_of",
+    "together",
+    "unlike_steps",
+]
 
 _TITLE = "ranks lay out a state, and not all alike"
+_UNLIKE = "ranks lay out for unlike steps"
+_LIKE = (
+    "Run the same step, by the same optimizer and numbers, on every rank; what one of "
+    "them alone is to report, compute on all"
+)
 
 
 class Agreement:
@@ -109,3 +125,52 @@ def compared(at: Here, axes: set[str]) -> RankGroup | None:
     if not at.link.moves or at.link.level is not None:
         return None  # what is planned has no others, and a vmap mesh one program
     return group(tuple(a for a in at.mesh.axes if a in axes), at)
+
+
+def unlike_steps(lines: Lines) -> Section:
+    """The lines of the program that a rank lays out for."""
+    return Section(_UNLIKE, lines, _LIKE)
+
+
+def compare_programs(
+    fn: Callable[..., Any],
+    recorder: Recorder,
+    rest: Any,
+    at: Here,
+    over: set[str],
+    said: Callable[[], Lines],
+    values: Callable[[], Section],
+    agreement: Agreement,
+) -> None:
+    """Raises on every rank where the ranks lay out for unlike programs, or values.
+
+    Args:
+        over: the axes that leaves are split over.
+    """
+    handlers = recorder.handlers
+    where = compared(at, over.union(*(h.axes for h in handlers)))
+    if where is None:
+        return
+    transforms = getattr(fn, "interpretations", ()) or handlers
+    lines = [("raised", "nothing")]  # a rank that has raised names its error here
+    lines += [(f"transform {i}", str(h)) for i, h in enumerate(transforms)]
+    lines += [*said(), *recorder.lines()]
+    compare([unlike_steps(lines), values()], where)
+    agreement.compared = True
+    if shardings := [h for h in handlers if isinstance(h, Sharding)]:
+        agreement.among = group(shardings[0].axes, at)
+    if same := {axis for h in handlers for axis in h.same_batch}:
+        found = zip(*tree.flatten_with_paths(rest)[:2], strict=True)
+        shapes = [
+            (f"{p!r}", f"{kind_of(x)}") for p, x in found if isinstance(x, Tensor)
+        ]
+        title = f"the ranks along {sorted(same)} are given unlike batches"
+        where = group(tuple(a for a in at.mesh.axes if a in same), at)
+        compare([Section(title, shapes)], where)
+    for h in handlers:
+        h.ran(at)
+
+
+def kind_of(x: Any) -> Any:
+    """The shape and dtype of a tensor, the type of any other leaf."""
+    return (x.shape, x.dtype) if isinstance(x, Tensor | Sharded) else type(x)

@@ -11,13 +11,19 @@ from torch import Tensor
 from fsfunc import _torch, tree
 from fsfunc.comm.comparison import Lines, Section, compare
 from fsfunc.comm.descriptions import told
-from fsfunc.comm.groups import group
 from fsfunc.comm.mesh import Here, here
 from fsfunc.core.frames import frame
 from fsfunc.sharded.inputs import arguments, check_function, refuse
 from fsfunc.sharded.layout import Layout, Split
-from fsfunc.sharded.leaf import NotATensor, Sharded, is_sharded
-from fsfunc.state.agreeing import Agreement, compared, together
+from fsfunc.sharded.leaf import NotATensor, is_sharded
+from fsfunc.state.agreeing import (
+    Agreement,
+    compare_programs,
+    compared,
+    kind_of,
+    together,
+    unlike_steps,
+)
 from fsfunc.state.layout_rules import LayoutRules, splits_of
 from fsfunc.state.leaf_groups import (
     PlacedGroup,
@@ -139,7 +145,7 @@ def lay_out(
     if splits and not laying:  # they say it all
         at = here()
         if where := compared(at, over):
-            compare([Section(_UNLIKE, said(), _LIKE), values()], where)
+            compare([unlike_steps(said()), values()], where)
         for path, parts in splits.items():
             layout = Layout(tuple(found[path].shape), found[path].dtype, parts, path)
             found[path] = block_of(found[path], layout, source)
@@ -162,7 +168,7 @@ def lay_out(
     if not tree.are_shown(leaves):
         tree.shown(t, "place", "is given", is_leaf=is_sharded)
     at = here(recorder.handlers[0].mesh)
-    _compare(fn, recorder, rest, at, over, said, values, agreement)
+    compare_programs(fn, recorder, rest, at, over, said, values, agreement)
     coordinates = at.mesh.coordinates(at.rank)
     groups = recorder.groups(
         shardings[0].min_bytes if shardings else 0, bool(shardings)
@@ -292,7 +298,7 @@ def _recorded(
     rank = here(mine[0].mesh).rank
     leaves, treedef = tree.flatten((t, rest), is_leaf=is_sharded)
     count = notes["records", rank] = notes.get(("records", rank), 0) + 1
-    shapes = tuple(_kind(x) for x in leaves)
+    shapes = tuple(kind_of(x) for x in leaves)
     kinds = tuple(h.configuration for h in mine)
     key = ("record", count, how, treedef, shapes, kinds, tuple(splits.items()))
     last = rank == here(mine[0].mesh).mesh.size - 1  # it looks for itself
@@ -305,51 +311,3 @@ def _recorded(
     for ours, theirs in zip(mine, found.handlers, strict=True):
         ours.learn(theirs)
     return replace(found, handlers=mine), applied
-
-
-_UNLIKE = "ranks lay out for unlike steps"
-_LIKE = (
-    "Run the same step, by the same optimizer and numbers, on every rank; what one of "
-    "them alone is to report, compute on all"
-)
-
-
-def _compare(
-    fn: Callable[..., Any],
-    recorder: Recorder,
-    rest: Any,
-    at: Here,
-    over: set[str],
-    said: Callable[[], Lines],
-    values: Callable[[], Section],
-    agreement: Agreement,
-) -> None:
-    """Raises on every rank where the ranks lay out for unlike programs, or values.
-
-    Args:
-        over: the axes that leaves are split over.
-    """
-    handlers = recorder.handlers
-    where = compared(at, over.union(*(h.axes for h in handlers)))
-    if where is None:
-        return
-    transforms = getattr(fn, "interpretations", ()) or handlers
-    lines = [("raised", "nothing")]  # as it is said by who has
-    lines += [(f"transform {i}", str(h)) for i, h in enumerate(transforms)]
-    lines += [*said(), *recorder.lines()]
-    compare([Section(_UNLIKE, lines, _LIKE), values()], where)
-    agreement.compared = True
-    if shardings := [h for h in handlers if isinstance(h, Sharding)]:
-        agreement.among = group(shardings[0].axes, at)
-    if same := {axis for h in handlers for axis in h.same_batch}:
-        found = zip(*tree.flatten_with_paths(rest)[:2], strict=True)
-        shapes = [(f"{p!r}", f"{_kind(x)}") for p, x in found if isinstance(x, Tensor)]
-        title = f"the ranks along {sorted(same)} are given unlike batches"
-        where = group(tuple(a for a in at.mesh.axes if a in same), at)
-        compare([Section(title, shapes)], where)
-    for h in handlers:
-        h.ran(at)
-
-
-def _kind(x: Any) -> Any:
-    return (x.shape, x.dtype) if isinstance(x, Tensor | Sharded) else type(x)
