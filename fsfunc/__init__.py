@@ -84,9 +84,10 @@ from fsfunc.planning.machines import Hardware, Level
 from fsfunc.sharded.layout import Flat, Layout, Owned, Split
 from fsfunc.sharded.leaf import Sharded, is_sharded
 from fsfunc.state.conversions import lay_like, reduce_like, unshard
+from fsfunc.state.initialization import abstract_state, init_state
 from fsfunc.state.noise import randn_like
 from fsfunc.state.placing import place
-from fsfunc.state.train_state import TrainState, abstract_state, init_state
+from fsfunc.state.train_state import TrainState
 from fsfunc.tracing.tracer import program
 from fsfunc.transforms.accumulation import accumulate
 from fsfunc.transforms.casting import precision

@@ -9,14 +9,14 @@ what lies there, which `parsing` proves to make sense before anybody sees it (`s
 `matching` says what each leaf takes, `reading` asks for the boxes that make up a rank's
 parts, `blocks` reads and proves them. ``latest`` is in `newest`.
 
-saving.py tasks.py  save, save_async; what one rank writes, and how it ends
-contents.py safetensors.py   what is saved; its files
-replicas.py          leaves of which several ranks hold a copy, alike or not
-status.py agreement.py advice.py   how ranks fare; errors, and the way out
-folders.py jobs.py newest.py   folders that appear whole; whose they are; latest
-stored.py parsing.py   what lies there, proven by one parse of all that files say
-manifest.py headers.py opening.py   fsfunc.json; heads of files; regular files
-loading.py matching.py   load; which leaf takes which
-finding.py reading.py blocks.py   what lies at a path; boxes, proven as they come
+saving.py tasks.py  save, save_async; the save of one rank
+contents.py safetensors.py   the leaves that are saved; safetensors files, written
+replicas.py         leaves of which several ranks hold a copy, compared
+status.py agreement.py advice.py   reports of ranks; errors raised on all ranks
+folders.py save_lock.py newest.py   folders that appear atomically; their locks; latest
+stored.py parsing.py   metadata of a checkpoint; parsing and validation
+manifest.py headers.py opening.py   fsfunc.json; headers of files; regular files
+loading.py matching.py   load; matching of leaves
+finding.py reading.py blocks.py   metadata; reads of boxes; blocks with checksums
 consolidation.py    one file of whole tensors
 """

@@ -1,4 +1,4 @@
-"""What the system says went wrong, and the way out."""
+"""Advice for errors of the operating system."""
 
 from __future__ import annotations
 

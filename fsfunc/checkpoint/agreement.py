@@ -37,7 +37,7 @@ def everywhere(at: Here | None, action: Callable[[], _T]) -> _T:
 
 
 def attempt(action: Callable[[], Any]) -> Exception | None:
-    """What ``action()`` raised."""
+    """The exception that ``action()`` raised, or None."""
     try:
         action()
     except Exception as error:
@@ -88,7 +88,7 @@ def check_alike(at: Here | None, said: Callable[[], str], what: str) -> None:
 
 
 def gathered(at: Here, mine: bytes) -> list[bytes]:
-    """What each rank of the mesh gives, all of one length."""
+    """The bytes that each rank of the mesh gives, all of one length."""
     with label("", "checkpoint"), torch.no_grad():
         x = torch.frombuffer(bytearray(mine), dtype=torch.uint8).to(at.link.device)
         every = all_gather(x, tuple(at.mesh.axes)).cpu().view(-1, len(mine))

@@ -107,7 +107,7 @@ class Blocks:
                 at, into = at + count, into[count:]
 
     def _floor(self, at: int, size: int) -> int:
-        """Where the piece of ``size`` begins that ``at`` lies in."""
+        """The beginning of the piece of ``size`` that ``at`` lies in."""
         return at - (at - self.origin) % size
 
     def _run(self, slabs: Iterable[tuple[int, int, list[Range]]]) -> None:
@@ -130,7 +130,7 @@ class Blocks:
                     work.exception()  # waits: it reads from the file
 
     def _fill(self, low: int, end: int, ranges: list[Range]) -> None:
-        """What a thread does: reads the blocks of one slab, proves and copies them."""
+        """Reads the blocks of one slab, verifies and copies them, on a thread."""
         slab = self.threads.slab
         self._read(low, end - low, slab)
         self._prove(low, slab[: end - low])

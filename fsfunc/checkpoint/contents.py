@@ -1,6 +1,6 @@
-"""What is saved: of a tree, and of chance; and which of the ranks that hold it writes.
+"""The contents of a checkpoint: leaves, generator states, and their writers.
 
-Of chance the states of the default random generators, as text, of every rank.
+The states of the default random generators are saved as text, those of every rank.
 """
 
 from __future__ import annotations
@@ -19,7 +19,6 @@ from torch import Tensor
 from fsfunc import _torch, tree
 from fsfunc.checkpoint.parsing import Wrong, check_path
 from fsfunc.checkpoint.stored import CheckpointError
-from fsfunc.comm.comparison import Section
 from fsfunc.comm.mesh import Here, maybe_here
 from fsfunc.runtime.generators import generator_states
 from fsfunc.sharded.layout import Coordinates, Layout
@@ -101,7 +100,7 @@ class Contents:
 
     @property
     def lines(self) -> list[tuple[str, str]]:
-        """What the tree is, leaf by leaf, as every rank must have it."""
+        """A description of the tree, leaf by leaf, equal on every rank."""
         lines = []
         for path, held in self.tensors.items():
             axes = ", ".join(held.layout.axes)
@@ -110,14 +109,9 @@ class Contents:
             lines.append((repr(path), kind + over))
         return lines + [(repr(p), json.dumps(x)) for p, x in self.values.items()]
 
-    @property
-    def digest(self) -> str:
-        """Equal for trees of the same lines."""
-        return Section("", self.lines).digest.hex()
-
 
 def mesh_here(verb: str) -> Here | None:
-    """Who is asking, if there is a mesh in sight.
+    """The rank and mesh in sight, if there is one.
 
     Raises:
         RuntimeError: there is one, and it holds no values.
@@ -137,7 +131,7 @@ def coordinates_here(at: Here | None) -> dict[str, int]:
 
 
 def contents_of(state: Any) -> Contents:
-    """What of ``state`` is saved.
+    """The contents of ``state`` that are saved.
 
     Raises:
         TypeError: a leaf that is neither a tensor nor a number, string or bool.
@@ -237,7 +231,7 @@ def _replica(layout: Layout, at: Here | None) -> tuple[int, int]:
 
 
 def _random_state() -> dict[str, str]:
-    """How the default generators stand, by device type."""
+    """The states of the default generators, by device type."""
     return {
         g.device.type: base64.b64encode(bytes(state.tolist())).decode()
         for g, state in generator_states()

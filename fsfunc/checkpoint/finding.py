@@ -1,4 +1,4 @@
-"""Finding out what lies at a path: our own checkpoint, or somebody's safetensors."""
+"""Reading of metadata: of a checkpoint of fsfunc, or of safetensors files."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ __all__ = ["metadata"]
 
 
 def metadata(path: str | os.PathLike) -> Stored:
-    """What lies in the checkpoint at ``path``; needs no mesh, and reads no tensor.
+    """The leaves and metadata of the checkpoint at ``path``; reads no tensor.
 
     Args:
         path: whatever `load` takes.

@@ -1,4 +1,4 @@
-"""Folders that appear whole or not at all, and go as whole.
+"""Folders that appear and are deleted atomically.
 
 What is being written lies in ``.<name>.saving`` beside the place it will have, and gets
 there by one rename. What is being deleted is first renamed to ``.<name>.deleting-...``.
@@ -16,7 +16,8 @@ import re
 from contextlib import suppress
 from pathlib import Path
 
-from fsfunc.checkpoint.jobs import (
+from fsfunc.checkpoint.manifest import MANIFEST
+from fsfunc.checkpoint.save_lock import (
     MARK,
     describe_job,
     has_gone,
@@ -27,7 +28,6 @@ from fsfunc.checkpoint.jobs import (
     mark,
     own_name,
 )
-from fsfunc.checkpoint.manifest import MANIFEST
 
 __all__ = [
     "age",
@@ -149,7 +149,7 @@ def _remove_dead(remains: Path, now: float) -> None:
 
 
 def saving_folder(path: Path) -> Path:
-    """Where the checkpoint that will be ``path`` is written."""
+    """The folder in which the checkpoint ``path`` is written."""
     return path.parent / f".{path.name}{_SAVING}"
 
 
@@ -176,7 +176,7 @@ def empty(folder: Path, files: str) -> None:
 
 
 def names(folder: Path) -> list[str]:
-    """What lies in a folder, by name; nothing where it is gone, or goes meanwhile.
+    """The names in a folder; none where it is gone, or goes meanwhile.
 
     Another rank may give it its name, or remove it, at any time; `Path.glob` raises
     where that comes after its first look.
@@ -232,28 +232,28 @@ def sync(folder: Path) -> None:
 
 
 def entries(folder: Path) -> list[Path]:
-    """What lies in a folder, if it is one."""
+    """The paths in a folder; none of what is no folder."""
     return sorted(folder.iterdir()) if folder.is_dir() else []
 
 
 def is_unfinished(path: Path) -> bool:
-    """Whether its name is that of what is being written or deleted."""
+    """True for the name of a folder that is being written or deleted."""
     return _UNFINISHED.fullmatch(path.name) is not None
 
 
 def _remains_of(path: Path, other: Path) -> bool:
-    """Whether ``path`` is what a killed process left of a checkpoint like ``other``."""
+    """True for the remains of a killed save of a checkpoint like ``other``."""
     found = _UNFINISHED.fullmatch(path.name)
     return bool(found) and path.is_dir() and alike(found[1], other.name)
 
 
 def alike(a: str, b: str) -> bool:
-    """Whether two names differ in their last number alone, as two steps of a run do."""
+    """True if two names differ in their last number alone, as two steps of a run do."""
     return family_of(a) == family_of(b)
 
 
 def family_of(name: str) -> tuple[str, bool, str]:
-    """What names that are alike have in common."""
+    """A name without its last number, as a key."""
     before, number, after = _parts(name)
     return before, bool(number), after
 
@@ -264,6 +264,6 @@ def age(path: Path) -> tuple[int, str]:
 
 
 def _parts(name: str) -> tuple[str, str, str]:
-    """What stands before a name's last number, that number, and what follows it."""
+    """A name, split into the text before its last number, that number, and the rest."""
     found = re.fullmatch(r"(.*?)(\d+)(\D*)", name, re.S)
     return found.groups() if found else (name, "", "")  # type: ignore[return-value]

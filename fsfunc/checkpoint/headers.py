@@ -69,7 +69,7 @@ class Entry(NamedTuple):
 
 
 class Header(NamedTuple):
-    """What a file says of itself.
+    """The parsed header of a file.
 
     Args:
         nbytes: of the header: where the tensors begin.
@@ -190,7 +190,7 @@ def header_of(
 
 
 def seal(said: dict[str, Any], nbytes: int) -> dict[str, str]:
-    """What a consolidated file says besides its tensors, as a header holds it.
+    """The metadata of a consolidated file, as header fields.
 
     Args:
         nbytes: of its tensors, for whose checksums there is room: see `with_sums`.
@@ -208,7 +208,7 @@ def with_sums(head: bytes, sums: Sequence[int]) -> bytes:
 
 
 def _unsealed(extra: dict[str, str]) -> Said:
-    """What `seal` was given; nothing of a file that is not sealed."""
+    """The metadata that `seal` was given; empty for a file that is not sealed."""
     text = extra.get(_OURS)
     if text is None:
         return Said()

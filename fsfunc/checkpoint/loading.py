@@ -180,7 +180,7 @@ def _fill(
 
 
 def _placed(held: Held, taken: StoredTensor, here: Here | None) -> Held:
-    """How a leaf of the target lies in the tensor that it takes.
+    """A leaf of the target, laid out in the tensor that it takes.
 
     Raises:
         ValueError: the values of as many ranks are to be read by others.

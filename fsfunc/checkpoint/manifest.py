@@ -1,4 +1,4 @@
-"""What a checkpoint says of itself: ``fsfunc.json``, one small file.
+"""The manifest of a checkpoint: ``fsfunc.json``, one small file.
 
 {"crc32": of the rest, "body":
 {"version": 1, "leaves": ..., "values": ..., "files": ..., "metadata": ...,
@@ -108,7 +108,7 @@ def write_manifest(stored: Stored, folder: Path) -> None:
 
 
 def read_manifest(folder: Path) -> Stored:
-    """What ``fsfunc.json`` in ``folder`` says.
+    """The parsed ``fsfunc.json`` of ``folder``.
 
     Raises:
         CheckpointError: it is damaged, or of a version that this library cannot read.
@@ -117,7 +117,7 @@ def read_manifest(folder: Path) -> Stored:
 
 
 def parse(raw: bytes, folder: Path) -> Stored:
-    """What the bytes of a manifest say, all of it proven to make sense.
+    """The parsed and validated bytes of a manifest.
 
     Raises:
         CheckpointError: they are no manifest, or of a version that is not known.

@@ -1,4 +1,4 @@
-"""Which leaf of a checkpoint each leaf of a target takes."""
+"""Matching of a target's leaves with a checkpoint's."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def matched(
     cast: bool = False,
     strict: bool = True,
 ) -> list[Any]:
-    """What each leaf takes: a `StoredTensor`, a number, string or bool, or `KEPT`.
+    """The source of each leaf: a `StoredTensor`, a number, string or bool, or `KEPT`.
 
     Args: as `load` has them.
 
@@ -94,7 +94,7 @@ def _chosen(paths: list[str], only: Only | None) -> list[str]:
 
 
 def _renamed(paths: list[str], rename: Rename | None) -> dict[str, str]:
-    """What each path is called in the checkpoint."""
+    """By path in the target, the path in the checkpoint."""
     if rename is None:
         return {path: path for path in paths}
     if callable(rename):
@@ -179,7 +179,7 @@ def _check_kinds(
 
 
 def _casts(there: Any, here: Any) -> bool:
-    """Whether a leaf differs in dtype alone, and no value would be another number."""
+    """True if a leaf differs in dtype alone, and all values can be converted."""
     a, b = _kind(there), _kind(here)
     if type(a) is not tuple or type(b) is not tuple or a[0] != b[0]:
         return False
@@ -215,7 +215,7 @@ def _nested(paths: Iterable[str]) -> Any:
 
 
 def _as(here: Any, there: Any) -> Any:
-    """What lies there; a target as large as the stack of ranks' own takes all of it."""
+    """The stored leaf; a target of a stack's own shape takes the stack whole."""
     if isinstance(there, StoredTensor) and there.own:
         if getattr(here, "shape", None) == there.shape:
             return there._replace(own={})

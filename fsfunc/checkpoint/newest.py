@@ -135,7 +135,7 @@ def _is_one(path: Path) -> bool:
 
 
 def _fault(path: Path, proven: bool = False) -> CheckpointError | None:
-    """Why a checkpoint cannot be loaded, as far as that is seen."""
+    """The error that loading a checkpoint would raise, as far as is seen."""
     try:
         stored = metadata(path)
         if proven:

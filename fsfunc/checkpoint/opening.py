@@ -48,7 +48,7 @@ def read_regular(path: Path, most: int, *, follow: bool = False) -> bytes:
 
 
 def stays(path: Path, folder: Path) -> bool:
-    """Whether an entry of ``folder`` lies there, wherever links lead.
+    """True if an entry of ``folder`` lies in it, links followed.
 
     Or in Hugging Face's cache, whose snapshots are folders of links into its blobs.
     """
@@ -60,7 +60,7 @@ def stays(path: Path, folder: Path) -> bool:
 
 
 def is_pickle(path: Path) -> bool:
-    """Whether a file is called as pickles are, or begins as they do."""
+    """True if a file is named as pickles are, or begins as they do."""
     if path.name.endswith(_PICKLES):
         return True
     if not path.is_file():
@@ -70,7 +70,7 @@ def is_pickle(path: Path) -> bool:
 
 
 def refuse_pickle(path: Path) -> CheckpointError:
-    """What is raised in place of loading one."""
+    """The error that is raised in place of loading a pickle."""
     return CheckpointError(
         f"{path} holds pickles, which can run any code and are never loaded: turn it "
         "into safetensors with the library that wrote it (torch.load with "

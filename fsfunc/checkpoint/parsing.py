@@ -1,4 +1,4 @@
-"""From what a file says to what is known: the one parse of all tables.
+"""Parsing and validation of manifests and headers.
 
 A manifest and a header are data from outside. They are JSON of bounded size, `Said`
 takes each value out with its type, and `proven` looks at what they say together: so
@@ -41,7 +41,7 @@ _DIMS, _MOST = 64, (1 << 63) - 1  # what torch can count
 
 
 class Wrong(ValueError):
-    """What a table says cannot be."""
+    """A table that is invalid."""
 
 
 def table_of(text: bytes) -> Said:
@@ -73,7 +73,7 @@ def _once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 
 
 class Said(dict[str, Any]):
-    """What a file says, by name, each value of the type that is asked for.
+    """A JSON table, whose values are read by type.
 
     Every method raises `Wrong` where it is of another.
 

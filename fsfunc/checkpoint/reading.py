@@ -1,4 +1,4 @@
-"""Which boxes of which files hold what a rank asks for, and how they come to it."""
+"""Requests for boxes of tensors, and the reads that fill them."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ class Request(NamedTuple):
 
     @property
     def begin(self) -> int:
-        """Where in the file its first element lies."""
+        """The position of its first element in the file."""
         at = sum(o * s for o, s in zip(self.offsets, self.strides, strict=True))
         return self.chunk.begin + at * self.leaf.dtype.itemsize
 
@@ -52,7 +52,7 @@ class Request(NamedTuple):
 
     @property
     def is_plain(self) -> bool:
-        """Whether its bytes lie in the file as they do in memory."""
+        """True if its bytes are laid out in the file as in memory."""
         x = self.target
         as_written = x.is_contiguous() and not (x.is_conj() or x.is_neg())
         return (
@@ -80,7 +80,7 @@ class Request(NamedTuple):
 
 
 def requests(leaf: StoredTensor, box: Box, target: Tensor) -> Iterator[Request]:
-    """What to read of the stored boxes of a leaf, to fill a box of it.
+    """The requests that fill a box of a leaf from its stored boxes.
 
     Args:
         target: the elements of ``box``, of its shape.

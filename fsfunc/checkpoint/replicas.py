@@ -76,7 +76,7 @@ def compared(found: Contents, mine: Copies, at: Here | None, path: Path) -> Cont
     if at is None or at.mesh.size == 1:
         return found
     axes = {axis: size for axis, size in at.mesh.axes.items() if size > 1}
-    said = [_digest(str(path)), bytes.fromhex(found.digest)]
+    said = [_digest(str(path)), Section("", found.lines).digest]
     said += [_digest(mine.along(axis)) for axis in axes]
     every = gathered(at, b"".join(said))
     paths, trees, *sums = [[row[i : i + 16] for row in every] for i in _steps(every)]

@@ -72,15 +72,7 @@ def save(
     ...     ff.load(f"{folder}/step-1", {"w": torch.zeros(2), "step": 0})
     {'w': tensor([1., 1.]), 'step': 1}
     """
-    task = _begin(path, state, metadata, keep)
-    try:
-        everywhere(task.at, task.write)
-        everywhere(task.at, task.complete)
-    except BaseException:
-        task.abandon()
-        raise
-    task.release()
-    task.unlock()
+    _begin(path, state, metadata, keep).finish()
 
 
 def save_async(

@@ -11,7 +11,7 @@ import os
 import time
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from fsfunc.checkpoint.manifest import MANIFEST
 from fsfunc.checkpoint.stored import CheckpointError, Chunk, StoredFile
@@ -24,21 +24,17 @@ _PATIENCE = 5.0  # seconds without a word, after which a rank is asked where it 
 
 
 class RankStatus(NamedTuple):
-    """What a rank has written, and what it takes the whole to be.
+    """The files that a rank has written, and the states of its random generators.
 
     Args:
         files: its files.
         chunks: the boxes of each leaf that it wrote.
         random: its default generators' states, by device type.
-        values: the numbers, strings and bools of its tree.
-        tree: a digest of the paths, shapes and dtypes of its tree.
     """
 
     files: Mapping[str, StoredFile]
     chunks: Mapping[str, list[Chunk]]
     random: Mapping[str, str]
-    values: Mapping[str, Any]
-    tree: str
 
 
 def report(folder: Path, rank: int, status: RankStatus) -> None:
@@ -61,7 +57,7 @@ def take_status(folder: Path, rank: int) -> RankStatus:
         path: [Chunk(name, at, tuple(o), tuple(n)) for name, at, o, n in boxes]
         for path, boxes in said["chunks"].items()
     }
-    return RankStatus(files, chunks, said["random"], said["values"], said["tree"])
+    return RankStatus(files, chunks, said["random"])
 
 
 def _path(folder: Path, rank: int) -> Path:

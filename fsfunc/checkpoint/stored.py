@@ -1,4 +1,4 @@
-"""What lies in a checkpoint, as values that `parsing` has proven to make sense.
+"""The metadata of a checkpoint, which `parsing` has validated.
 
 Tensors lie in safetensors files, keyed by their paths in the tree, as boxes (`Chunk`);
 each file has a checksum for every mebibyte, so that any part of it can be read and
@@ -84,7 +84,7 @@ class StoredTensor(NamedTuple):
 
     @property
     def is_whole(self) -> bool:
-        """Whether the chunks hold every element of the shape exactly once."""
+        """True if the chunks hold every element of the shape exactly once."""
         return tiles(self.shape, [(c.offsets, c.sizes) for c in self.chunks])
 
     def __str__(self) -> str:
@@ -96,7 +96,7 @@ class StoredTensor(NamedTuple):
 
 @dataclass(frozen=True)
 class Stored:
-    """What lies in a checkpoint, read without any mesh and without the tensors.
+    """The metadata of a checkpoint, read without any mesh and without the tensors.
 
     Args:
         path: where it is.
@@ -169,7 +169,7 @@ class Stored:
 def tiles(
     shape: tuple[int, ...], boxes: Sequence[tuple[tuple[int, ...], tuple[int, ...]]]
 ) -> bool:
-    """Whether boxes (offsets, sizes) hold every element of ``shape`` exactly once.
+    """True if boxes (offsets, sizes) hold every element of ``shape`` exactly once.
 
     Where and only where they do, the sum of the boxes' monomials is that of the whole:
     Σ_boxes ∏_d (x_d^(offset+size) − x_d^offset) = ∏_d (x_d^shape − 1). Both sides are

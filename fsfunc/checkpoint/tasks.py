@@ -1,14 +1,13 @@
-"""A save task: what a rank is to write of a checkpoint, and how it ends."""
+"""The save of one checkpoint on one rank, at once or in the background."""
 
 from __future__ import annotations
 
 import atexit
-import json
 import os
 import sys
 import time
 import traceback
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from threading import Thread
@@ -18,9 +17,9 @@ from fsfunc.checkpoint import folders, newest, status
 from fsfunc.checkpoint.advice import advised
 from fsfunc.checkpoint.agreement import attempt, everywhere
 from fsfunc.checkpoint.contents import Contents, parts_of, together
-from fsfunc.checkpoint.jobs import unlock
 from fsfunc.checkpoint.manifest import VERSION, write_manifest
 from fsfunc.checkpoint.safetensors import write_parts
+from fsfunc.checkpoint.save_lock import unlock
 from fsfunc.checkpoint.status import Others, RankStatus
 from fsfunc.checkpoint.stored import (
     CheckpointError,
@@ -96,7 +95,7 @@ class SaveTask:
                     "checkpoint would hold neither the old values nor the new ones; "
                     "wait() first, or change a copy"
                 )
-        mine = RankStatus(files, chunks, found.random, found.values, found.digest)
+        mine = RankStatus(files, chunks, found.random)
         status.report(self.folder, self.rank, mine)
 
     def complete(self) -> None:
@@ -109,6 +108,18 @@ class SaveTask:
         newest.remember(self.path)
         if self.keep is not None:
             newest.keep_newest(self.path, self.keep)
+
+    def finish(self) -> None:
+        """Writes the checkpoint, all ranks together."""
+        try:
+            everywhere(self.at, self.write)
+            everywhere(self.at, self.complete)
+        except BaseException:
+            self.abandon()
+            raise
+        self.release()
+        self.unlock()
+        self._finished = True
 
     def abandon(self) -> None:
         """Nothing comes of it: what was written is removed, what was held let go."""
@@ -129,7 +140,7 @@ class SaveTask:
         """Goes on in the background; at once where ranks can send no messages."""
         if self.at is not None and self.size > 1:
             if self.at.link.board is None:
-                self._finish()
+                self.finish()
                 return
             self.others = Others(self.at, self.path)
         # A daemon: at the end Python waits for it no longer than _tell_at_exit does.
@@ -139,20 +150,8 @@ class SaveTask:
         atexit.register(_tell_at_exit)  # runs before ranks cease to hear each other
         self.thread.start()
 
-    def _finish(self) -> None:
-        """Goes on here, all ranks together."""
-        try:
-            everywhere(self.at, self.write)
-            everywhere(self.at, self.complete)
-        except BaseException:
-            self.abandon()
-            raise
-        self.release()
-        self.unlock()
-        self._finished = True
-
     def done(self) -> bool:
-        """Whether it is over, well or not; it never waits."""
+        """True once it is over, well or not; it never waits."""
         if self.thread is not None and self.thread.is_alive():
             return False
         over = self._finished or self.error is not None or self.first
@@ -177,7 +176,7 @@ class SaveTask:
             raise self.error
 
     def run(self) -> None:
-        """What the thread does."""
+        """The body of the thread."""
         said, others = "", self.others
         try:
             self.write()
@@ -204,28 +203,17 @@ class SaveTask:
     # What the first rank makes of all reports
 
     def _status_of(self, rank: int) -> RankStatus:
-        """What a rank reported, of the same tree as this one's."""
+        """The report of a rank."""
         try:
-            found = status.take_status(self.folder, rank)
+            return status.take_status(self.folder, rank)
         except FileNotFoundError as error:
             raise CheckpointError(
                 f"rank {rank} wrote its part of {self.path} where rank 0 does not "
                 "see it: all ranks need one shared file system"
             ) from error
-        extra = sorted(found.chunks.keys() - self.contents.tensors.keys())
-        mine, theirs = map(_as_text, (self.contents.values, found.values))
-        extra = extra or sorted(path for path, _ in mine ^ theirs)
-        if extra or found.tree != self.contents.digest:
-            where = f", at {extra[0]!r}" if extra else ""
-            raise CheckpointError(
-                f"rank {rank} saves another tree than rank 0{where}: every rank must "
-                "save the same paths, shapes and values; what is a rank's own belongs "
-                "into a tensor that is Sharded over its axis"
-            )
-        return found
 
     def _stored(self, ranks: Sequence[RankStatus]) -> Stored:
-        """What the ranks have written together."""
+        """The metadata of what the ranks have written."""
         files: dict[str, StoredFile] = {}
         chunks: dict[str, list[Chunk]] = {path: [] for path in self.contents.tensors}
         for rank in ranks:
@@ -250,15 +238,11 @@ class SaveTask:
         return Stored(self.path, leaves, values, said, mesh, files, random, VERSION)
 
 
-def _as_text(values: Mapping[str, Any]) -> set[tuple[str, str]]:
-    return {(path, json.dumps(value)) for path, value in values.items()}
-
-
 _IN_FLIGHT: dict[int, SaveTask] = {}  # by rank
 
 
 def in_flight(at: Here | None) -> SaveTask | None:
-    """What this rank saves in the background."""
+    """The save that this rank has in flight."""
     return _IN_FLIGHT.get(0 if at is None else at.rank)
 
 

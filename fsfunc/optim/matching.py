@@ -69,7 +69,7 @@ class Matched:
             for what, column in zip(names, others, strict=True):
                 if (i := first_unfit(leaves, column, active)) is not None:
                     at, its = paths_of(treedef)[i], said(column[i])
-                    apart = is_sharded(leaves[i]) and not is_sharded(column[i])
+                    apart = is_sharded(leaves[i]) != is_sharded(column[i])
                     raise tree.TreeMismatch(
                         f"{what} do not fit the parameters at {at!r}: "
                         f"expected one like {said(leaves[i])}, found {its}"
@@ -183,10 +183,10 @@ class Matched:
 
 
 _WHOLE = (
-    ". It was laid out whole: with several models of one shape it could belong to "
-    "any. Say which, with the paths of both, ff.place(step, state, ..., "
-    'like={"moments/*": "params"}); nest it beside its model; or make it of the placed '
-    "parameters, optimizer.init(placed)"
+    ". One is whole, the other lies in parts: ff.init_state(step, params, optimizer, "
+    "*batch) makes the optimizer's state of the laid out parameters, as "
+    "optimizer.init(placed) does; of a state that was made before, say what lies like "
+    'the parameters: ff.place(step, state, ..., like={"opt_state/*": "params"})'
 )
 
 

@@ -28,8 +28,9 @@ from fsfunc.runtime.memory_kinds import counting
 from fsfunc.sharded.donated import refuse_spent
 from fsfunc.sharded.inputs import check_function
 from fsfunc.sharded.leaf import Sharded, is_sharded
+from fsfunc.state.initialization import init_state
 from fsfunc.state.layout_rules import LayoutRules
-from fsfunc.state.train_state import TrainState, init_state
+from fsfunc.state.train_state import TrainState
 from fsfunc.tracing.runs import shadows, without_data
 from fsfunc.transforms.donation import restore
 from fsfunc.transforms.local.local_copies import LocalState

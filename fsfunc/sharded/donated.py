@@ -186,7 +186,7 @@ def spend_all(leaves: Iterable[Any], why: str) -> None:
 
 
 def any_spent(leaves: Sequence[Any]) -> bool:
-    """Whether one of ``leaves`` was given away."""
+    """True if one of ``leaves`` was donated."""
     kinds = set(map(type, leaves))
     if not any(issubclass(kind, Spent | Sharded) for kind in kinds):
         return False
@@ -202,7 +202,7 @@ def unspend(leaf: Any) -> None:
 
 
 def why_spent(leaf: Any) -> str:
-    """Why a leaf is spent; empty where it is not."""
+    """The reason why a leaf is spent; empty where it is not."""
     if isinstance(leaf, Sharded):
         return leaf.spent
     return leaf.why if isinstance(leaf, Spent) else ""
@@ -221,7 +221,7 @@ def refuse_spent(t: Any) -> None:
 
 
 def overlaps(x: Tensor, others: list[tuple[int, int]]) -> bool:
-    """Whether ``x`` meets one of ``others``, to which it is added.
+    """True if ``x`` overlaps one of ``others``, to which it is added.
 
     Args:
         others: of the same storage, (first, last + 1) element of each.

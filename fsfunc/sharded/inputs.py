@@ -1,4 +1,4 @@
-"""What a step may be given: leaves of a kind that works, and rows enough to cut.
+"""Checks of a step's arguments: kinds of leaves, and rows to cut.
 
 What is refused here would only fail later, and badly.
 """
@@ -94,7 +94,7 @@ def check_integer(value: Any, name: str, least: int | None = None) -> None:
 
 
 def arguments(count: int, first: int = 0) -> list[str]:
-    """What positional arguments are called."""
+    """Names of positional arguments, for messages."""
     return [f"argument {i}" for i in range(first, first + count)]
 
 
@@ -132,7 +132,7 @@ def refuse(kinds: str, who: str, values: Any, *parts: str) -> None:
 
 
 def rows_of(batch: Mapping[str, Tensor], n: int, *, even: bool = False) -> int:
-    """How many rows a batch has, once it is known that ``n`` parts can be cut of it.
+    """The number of rows of a batch, of which ``n`` parts can be cut.
 
     Args:
         batch: path -> leaf, of one dim or more.

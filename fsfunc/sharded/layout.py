@@ -1,4 +1,4 @@
-"""Where each element of a tensor lies on a mesh: pure arithmetic, no communication.
+"""Layouts of tensors on a mesh: pure arithmetic, no communication.
 
 A `Layout` is a tensor's global shape and dtype and the parts by which it is spread
 over mesh axes, outermost first. What a rank holds follows from it and from the rank's
@@ -9,10 +9,9 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from functools import cached_property
 from itertools import product
-from typing import Any
 
 import torch
 
@@ -30,12 +29,6 @@ from fsfunc.sharded.placements import (
 
 Coordinates = Mapping[str, int]
 Key = tuple[int, ...]  # the coordinates over `layout.axes`, in that order, unnamed
-
-_KINDS: dict[str, type[Placement]] = {
-    "flat": Flat,
-    "split": Split,
-    "owned": Owned,
-}
 
 
 @dataclass(frozen=True)
@@ -115,7 +108,7 @@ class Layout:
 
     @cached_property
     def in_units(self) -> Layout | None:
-        """How it lies in a unit that has gathered it; None where it is whole there."""
+        """The layout in a unit that has gathered it; None where it is whole there."""
         if not self.splits:
             return None
         return Layout(self.shape, self.dtype, self.splits, self.name)
@@ -215,37 +208,10 @@ class Layout:
         )
         return f"{describe(self.shape, self.dtype, self.name)} {parts or 'whole'}"
 
-    def to_data(self) -> dict[str, Any]:
-        """The layout as JSON-able data; `from_data` is the inverse."""
-        kinds = {cls: kind for kind, cls in _KINDS.items()}
-        return {
-            "shape": list(self.shape),
-            "dtype": str(self.dtype).removeprefix("torch."),
-            "parts": [{"kind": kinds[type(p)], **asdict(p)} for p in self.parts],
-            "name": self.name,
-        }
-
-    @staticmethod
-    def from_data(data: Mapping[str, Any]) -> Layout:
-        """The layout of which `to_data` made this, also after a way through JSON.
-
-        >>> layout = Layout((9,), torch.bfloat16, (Split(0, "data", 8),), "b")
-        >>> Layout.from_data(layout.to_data()) == layout
-        True
-        """
-        parts = []
-        for part in data["parts"]:
-            fields: dict[str, Any] = dict(part)
-            for name in fields.keys() & {"axes", "sizes"}:
-                fields[name] = tuple(fields[name])
-            parts.append(_KINDS[fields.pop("kind")](**fields))
-        dtype = getattr(torch, data["dtype"])
-        return Layout(tuple(data["shape"]), dtype, tuple(parts), data["name"])
-
 
 def pack_flat(
     shapes: Sequence[Sequence[int]],
-    dtypes: torch.dtype | Sequence[torch.dtype],
+    dtype: torch.dtype,
     names: Sequence[str],
     axes: Sequence[str],
     size: int | Sequence[int],
@@ -259,16 +225,13 @@ def pack_flat(
 
     Args:
         shapes: the leaves' global shapes.
-        dtypes: their dtype; where a sequence, its members must agree.
+        dtype: that of all of them.
         names: their paths.
         axes: the axes over which the buffer is cut, the major one first.
         size: the number of ranks; with several axes, the size of each.
         buffer: the name that tells this buffer from others.
         outer: for each leaf the parts that come before its `Flat`, if any. A leaf then
             takes the room of its largest block, the same on every rank.
-
-    Raises:
-        ValueError: dtypes that differ: a buffer has one.
 
     >>> shapes = [(3,), (), (5,)]
     >>> for layout in pack_flat(shapes, torch.float32, "abc", ["data"], 4, "u"):
@@ -277,18 +240,11 @@ def pack_flat(
     b f32[] flat over data=4 at 3:4 of 4x3
     c f32[5] flat over data=4 at 4:9 of 4x3
     """
-    each = [dtypes] * len(shapes) if isinstance(dtypes, torch.dtype) else [*dtypes]
-    if len(set(each)) > 1:
-        leaves = ", ".join(map(describe, shapes, each, names))
-        raise ValueError(
-            f"cannot pack {leaves} into buffer {buffer!r}: a buffer has one dtype; "
-            "pack one for each"
-        )
     sizes = (size,) if isinstance(size, int) else tuple(size)
     before = [()] * len(shapes) if outer is None else [tuple(parts) for parts in outer]
     blocks = [
         Layout(tuple(shape), dtype, parts, name)
-        for shape, dtype, parts, name in zip(shapes, each, before, names, strict=True)
+        for shape, parts, name in zip(shapes, before, names, strict=True)
     ]
     offsets = [0]
     for block in blocks:

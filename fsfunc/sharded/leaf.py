@@ -179,9 +179,10 @@ class Sharded:
 
     tree_advice = (
         "A sharded leaf and a whole one do not lie alike. A copy of parameters lies as "
-        'they do if it is placed so, ff.place(step, state, ..., like={"w0": "w"}) with '
-        "the paths of both, or is made of them, tree.map(torch.clone, params); in a "
-        "step ff.lay_like(whole, params) cuts it"
+        "they do if it is made of the laid out ones (tree.map(torch.clone, params); "
+        "ff.init_state does so for optimizers), or is placed so, ff.place(step, state, "
+        '..., like={"w0": "w"}) with the paths of both; in a step '
+        "ff.lay_like(whole, params) cuts it"
     )
 
     def __hash__(self) -> int:
@@ -311,7 +312,7 @@ class FlatShard:
 
     @property
     def name(self) -> str:
-        """Whose parameters they are: the unit, and the first leaf."""
+        """The unit that takes the parameters, and the first leaf, for messages."""
         unit, first = self.buffer.partition(":")[0], self.members[0].name
         more = len(self.members) - 1
         return f"{unit}({first} and {more} more)" if more else f"{unit}({first})"
@@ -338,7 +339,7 @@ class FlatShard:
 
     @property
     def version(self) -> int:
-        """How often ``flat`` was written to."""
+        """The version counter of ``flat``."""
         return 0 if self.flat.is_inference() else self.flat._version
 
     def keep(self, whole: Tensor) -> None:
@@ -348,7 +349,7 @@ class FlatShard:
         self.whole, self._version = whole, self.flat._version
 
     def shows(self, dtype: torch.dtype) -> bool:
-        """Whether ``whole`` is there, in ``dtype``, and as new as ``flat``."""
+        """True if ``whole`` is there, in ``dtype``, and as new as ``flat``."""
         whole = self.whole
         if whole is None or whole.dtype != dtype or self.flat.is_inference():
             return False

@@ -59,7 +59,7 @@ def repacked(leaves: list[Any], coordinates: Mapping[str, int]) -> bool:
 
 
 def _can_pack(leaf: Any) -> bool:
-    """Whether a leaf may be copied: neither differentiated nor mapped by anybody."""
+    """True if a leaf may be copied: it is neither differentiated nor vmapped."""
     if not is_sharded(leaf) or leaf.layout.flat is None or leaf.parts is not None:
         return False
     if leaf._part is None is leaf._range:  # a gradient that somebody has used up

@@ -1,18 +1,19 @@
 """A train state, made and laid out.
 
-`train_state.init_state` gives parameters, moments and extras to `placing.lay_out`,
-which has the step recorded to see what lies together, and makes each leaf's part.
-Where values come from is a `leaf_sources.GivenLeaves`: whole tensors in hand; or an
-init function that ran on fake tensors (`init_tape`) and is run again, for this rank's
-part alone (`replay`). A user reaches parts and wholes by `conversions` and `noise`.
+`initialization.init_state` gives parameters and extras to `placing.lay_out`, which has
+the step recorded to see which leaves belong together, and makes each leaf's part; the
+optimizer's state is then made of these parts. Where values come from is a
+`leaf_sources.GivenLeaves`: whole tensors in hand; or an init function that ran on fake
+tensors (`init_tape`) and is run again, for this rank's part alone (`replay`).
+`conversions` and `noise` are used inside of a step.
 
-train_state.py      TrainState, init_state, abstract_state
-placing.py lots.py   place; what lies together, and a rank's part of it
-agreeing.py         one process cannot lay out: then all raise
-leaf_sources.py     where the values come from
-layout_rules.py     which leaves are split over axes of their own
-mirroring.py        which leaves lie as parameters do: moments, averages
+train_state.py      TrainState
+initialization.py   init_state, abstract_state
+placing.py leaf_groups.py   place; groups of leaves, and a rank's part of each
+agreeing.py         comparison of ranks that lay out; errors raised on all
+leaf_sources.py     the values of leaves: given, deferred, or shapes alone
+layout_rules.py     leaves that are split over axes of their own
 conversions.py noise.py   unshard, lay_like, reduce_like; randn_like
-init_tape.py taped_ops.py replay.py   an init function, run for a rank's own part
-                    alone
+init_tape.py taped_ops.py replay.py   an init function recorded, and replayed for
+                    this rank's part
 """

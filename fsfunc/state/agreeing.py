@@ -1,4 +1,4 @@
-"""Laying out together: where one rank raises, all of them do."""
+"""Comparison of ranks that lay out a state; errors are raised on all of them."""
 
 from __future__ import annotations
 
@@ -6,15 +6,40 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from typing import Any
 
+from torch import Tensor
+
+from fsfunc import tree
 from fsfunc.comm.backends.link import CollectiveMismatch, PeerFailed
-from fsfunc.comm.comparison import Lines, RanksDiffer, Section, compare, unlike
+from fsfunc.comm.comparison import (
+    Lines,
+    RanksDiffer,
+    Section,
+    compare,
+    unlike,
+    whole_values,
+)
 from fsfunc.comm.groups import RankGroup, group
 from fsfunc.comm.mesh import Here, here
+from fsfunc.sharded.leaf import Sharded, is_sharded
 from fsfunc.state.layout_rules import LayoutRules, axes_of
+from fsfunc.tracing.recorder import Recorder
+from fsfunc.transforms.sharding import Sharding
 
-__all__ = ["Agreement", "compared", "together"]
+__all__ = [
+    "Agreement",
+    "compare_programs",
+    "compared",
+    "kind_of",
+    "together",
+    "unlike_steps",
+]
 
-_TITLE = "ranks lay out, and not all of them could"
+_TITLE = "ranks lay out a state, and not all alike"
+_UNLIKE = "ranks lay out for unlike steps"
+_LIKE = (
+    "Run the same step, by the same optimizer and numbers, on every rank; what one of "
+    "them alone is to report, compute on all"
+)
 
 
 class Agreement:
@@ -22,17 +47,35 @@ class Agreement:
 
     ``where`` is None where there are none, or simulated ranks, which all raise anyway;
     ``compared``: whether they have said what they are about to do; ``among``: those who
-    have yet to exchange what they would compute.
+    have yet to exchange what they would compute; ``made``: what is compared at the end.
     """
 
     def __init__(self, fn: Callable[..., Any], layouts: LayoutRules | None):
         laying = [h for h in getattr(fn, "interpretations", ()) if h.lays_out]
         self.where: RankGroup | None = None
         self.among: RankGroup | None = None
+        self.simulated: RankGroup | None = None
         self.compared = False
-        if laying and (at := here(laying[0].mesh)).link.notes is None:
+        self.made: Lines = []
+        if laying:
+            at = here(laying[0].mesh)
             axes = {a for h in laying for a in h.axes} | {*axes_of(layouts or {})}
-            self.where = compared(at, axes)
+            if at.link.notes is None:
+                self.where = compared(at, axes)
+            else:
+                self.simulated = compared(at, axes)
+
+    def compare_made(self, t: Any) -> None:
+        """Compares the whole leaves that a function has made beside the parameters."""
+        where = self.where or self.simulated
+        if where is None:
+            return
+        paths, leaves, _ = tree.flatten_with_paths(t, is_leaf=is_sharded)
+        section = whole_values(paths, leaves, where.link.notes)
+        if where is self.simulated:
+            compare([section], where)
+        else:
+            self.made = section.lines
 
     def exchange(self, lines: Lines) -> dict[int, Lines]:
         """The lines of each rank among whom there is one that has others."""
@@ -68,9 +111,9 @@ def together(
 
 
 def _say(agreement: Agreement, what: str) -> None:
-    """Tells the others, who say as many things at this point."""
+    """Exchanges the outcome with the other ranks, which do the same."""
     agreement.exchange(())
-    said = [Section(_TITLE, [("raised", what)])]
+    said = [Section(_TITLE, [("raised", what), *agreement.made])]
     if not agreement.compared:
         said.append(Section(_TITLE, []))  # in place of whole parameters
     if agreement.where is not None:
@@ -82,3 +125,52 @@ def compared(at: Here, axes: set[str]) -> RankGroup | None:
     if not at.link.moves or at.link.level is not None:
         return None  # what is planned has no others, and a vmap mesh one program
     return group(tuple(a for a in at.mesh.axes if a in axes), at)
+
+
+def unlike_steps(lines: Lines) -> Section:
+    """The lines of the program that a rank lays out for."""
+    return Section(_UNLIKE, lines, _LIKE)
+
+
+def compare_programs(
+    fn: Callable[..., Any],
+    recorder: Recorder,
+    rest: Any,
+    at: Here,
+    over: set[str],
+    said: Callable[[], Lines],
+    values: Callable[[], Section],
+    agreement: Agreement,
+) -> None:
+    """Raises on every rank where the ranks lay out for unlike programs, or values.
+
+    Args:
+        over: the axes that leaves are split over.
+    """
+    handlers = recorder.handlers
+    where = compared(at, over.union(*(h.axes for h in handlers)))
+    if where is None:
+        return
+    transforms = getattr(fn, "interpretations", ()) or handlers
+    lines = [("raised", "nothing")]  # a rank that has raised names its error here
+    lines += [(f"transform {i}", str(h)) for i, h in enumerate(transforms)]
+    lines += [*said(), *recorder.lines()]
+    compare([unlike_steps(lines), values()], where)
+    agreement.compared = True
+    if shardings := [h for h in handlers if isinstance(h, Sharding)]:
+        agreement.among = group(shardings[0].axes, at)
+    if same := {axis for h in handlers for axis in h.same_batch}:
+        found = zip(*tree.flatten_with_paths(rest)[:2], strict=True)
+        shapes = [
+            (f"{p!r}", f"{kind_of(x)}") for p, x in found if isinstance(x, Tensor)
+        ]
+        title = f"the ranks along {sorted(same)} are given unlike batches"
+        where = group(tuple(a for a in at.mesh.axes if a in same), at)
+        compare([Section(title, shapes)], where)
+    for h in handlers:
+        h.ran(at)
+
+
+def kind_of(x: Any) -> Any:
+    """The shape and dtype of a tensor, the type of any other leaf."""
+    return (x.shape, x.dtype) if isinstance(x, Tensor | Sharded) else type(x)

@@ -1,4 +1,4 @@
-"""From parts to whole tensors and back, inside a step too, each with its transpose.
+"""Conversions between sharded and whole tensors, each with its transpose.
 
 Inside a step parts are for elementwise work. What needs whole matrices (Muon, Shampoo),
 or each rank's own tensors (per-sample gradients, tasks), goes through here: ``unshard``
@@ -218,7 +218,7 @@ def lay_like(t: Any, like: Any) -> Any:
 
 
 def _counts(layout: Layout, where: RankGroup) -> list[int]:
-    """How many elements of a leaf each rank of a group holds."""
+    """The number of elements of a leaf on each rank of a group."""
     mesh = here().mesh
     shapes = [layout.local_shape(mesh.coordinates(rank)) for rank in where.ranks]
     return [math.prod(shape) for shape in shapes]
@@ -232,7 +232,7 @@ def _part(x: Sharded, layout: Layout) -> Tensor:
 
 
 def _block(x: Sharded, what: str) -> Layout:
-    """What other axes leave of a leaf, as the shard around has laid that out.
+    """The layout of a leaf's block over the axes of the shard around.
 
     Raises:
         ValueError: it lies in ranges over axes without a mean, is split over axes with

@@ -1,4 +1,4 @@
-"""What a function did to tensors that hold nothing: a tape, to be run again in part.
+"""Recording of an init function on fake tensors, to be replayed in part.
 
 The function runs on fake tensors, and each operator that makes or writes memory is
 noted down, with where its operands lie: a number for their storage, and how they lie
@@ -37,7 +37,7 @@ def _all(values: Any, kind: Any) -> list[Any]:
 
 
 class InitTape(_torch.TorchDispatchMode):
-    """Notes what is done inside; it stands above the mode of fake tensors.
+    """Records the operators that run inside; it stands above the fake tensor mode.
 
     What is computed from given tensors alone is computed at once: a step that reads a
     file, or ``torch.tensor(...)``, has its values. What an operator writes of the
@@ -103,7 +103,7 @@ class InitTape(_torch.TorchDispatchMode):
     # Where tensors lie
 
     def ref(self, x: Tensor) -> Ref:
-        """Where a fake tensor of the run lies."""
+        """The storage and strides of a fake tensor of the run."""
         number = self._numbers.get(_torch.storage_key(x))
         if number is None:
             raise RuntimeError(
@@ -118,13 +118,13 @@ class InitTape(_torch.TorchDispatchMode):
         )  # fmt: skip
 
     def found(self, x: Tensor) -> Ref | None:
-        """Where a tensor that the function returned lies; None: where it was given."""
+        """The same of a tensor that the function returned; None where it was given."""
         if not self._is_of_the_run(x):
             return None
         return self.ref(self._shown(x))
 
     def _is_of_the_run(self, x: Tensor) -> bool:
-        """Whether the values of ``x`` are the tape's."""
+        """True where the values of ``x`` are computed by the tape."""
         if _is_fake(x):
             return True
         shadow = self._shadows.get(_torch.storage_key(x))
@@ -141,7 +141,7 @@ class InitTape(_torch.TorchDispatchMode):
         return number
 
     def _made(self, x: Any) -> Ref | None:
-        """Where a result lies, if nothing lay there before."""
+        """The storage of a result, if it is a new one."""
         if not isinstance(x, Tensor) or _torch.storage_key(x) in self._numbers:
             return None
         self._know(x)
@@ -186,7 +186,7 @@ class InitTape(_torch.TorchDispatchMode):
             return func(*args, **kwargs)
 
     def lines(self) -> list[tuple[str, str]]:
-        """What functions that make the same have in common: (about what, text)."""
+        """A description that equal init functions share: (subject, text)."""
         keys = sorted({op.stream[0] for op in self.ops if op.stream is not None})
         read = sorted({r.storage for op in self.ops for r in op.reads})
         given = [x for x in (self.storages[i].given for i in read) if x is not None]

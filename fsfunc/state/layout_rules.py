@@ -129,7 +129,7 @@ def _check(path: str, x: Any, splits: Sequence[Split]) -> None:
 
 
 def _ways(n: int, size: int) -> str:
-    """What would work in place of ``n`` over ``size``: lengths, and sizes."""
+    """Lengths and sizes that would work in place of ``n`` over ``size``."""
     low, high = n // size * size, -(-n // size) * size
     lengths = " or ".join(str(m) for m in (low, high) if m)
     fits = [m for m in range(1, n + 1) if n % m == 0]

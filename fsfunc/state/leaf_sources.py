@@ -1,4 +1,4 @@
-"""Where the values of a tree come from as it is laid out: given, deferred, or nowhere.
+"""Sources of the values of a tree that is laid out: given, deferred, or none.
 
 Each kind makes the memory that a rank holds, writes a rank's part of a leaf into it,
 and gives a leaf whole in memory of its own.
@@ -54,7 +54,7 @@ class GivenLeaves:
     def section(
         self, paths: Sequence[str], leaves: Sequence[Any], notes: Any
     ) -> Section:
-        """What is to be the same on every rank of the values.
+        """A description of the values that must be equal on every rank.
 
         Args:
             notes: of ranks that share a process, which may share tensors too.
@@ -123,7 +123,7 @@ class Deferred(GivenLeaves):
     def section(
         self, paths: Sequence[str], leaves: Sequence[Any], notes: Any
     ) -> Section:
-        """Which numbers are drawn from, what is done, and what was given to it."""
+        """The seeds, the operators and the given tensors of the init function."""
         given = [x if self._is_given(x) else None for x in leaves]
         lines = [*self.tape.lines(), *super().section(paths, given, notes).lines]
         return Section(
@@ -144,7 +144,7 @@ _INSTEAD = (
 def defer(
     init_fn: Callable[[], Any], beside: Any, draws: bool = True
 ) -> tuple[Any, GivenLeaves]:
-    """What ``init_fn`` returns, on tensors without values, and where these come from.
+    """The result of ``init_fn`` on fake tensors, and the source of its values.
 
     Args:
         beside: the batch: fake tensors of two modes cannot meet.

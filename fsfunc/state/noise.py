@@ -1,4 +1,4 @@
-"""Noise on parts: of each rank its part of what one device would draw."""
+"""Random numbers for sharded leaves, equal to those of one device."""
 
 from __future__ import annotations
 

@@ -11,16 +11,32 @@ from torch import Tensor
 from fsfunc import _torch, tree
 from fsfunc.comm.comparison import Lines, Section, compare
 from fsfunc.comm.descriptions import told
-from fsfunc.comm.groups import group
 from fsfunc.comm.mesh import Here, here
 from fsfunc.core.frames import frame
 from fsfunc.sharded.inputs import arguments, check_function, refuse
 from fsfunc.sharded.layout import Layout, Split
-from fsfunc.sharded.leaf import NotATensor, Sharded, is_sharded
-from fsfunc.state.agreeing import Agreement, compared, together
+from fsfunc.sharded.leaf import NotATensor, is_sharded
+from fsfunc.state.agreeing import (
+    Agreement,
+    compare_programs,
+    compared,
+    kind_of,
+    together,
+    unlike_steps,
+)
 from fsfunc.state.layout_rules import LayoutRules, splits_of
+from fsfunc.state.leaf_groups import (
+    PlacedGroup,
+    block_of,
+    groups_like,
+    groups_taken,
+    leaves_like,
+    moments_like,
+    owned,
+    packed,
+)
 from fsfunc.state.leaf_sources import GivenLeaves, Shapes
-from fsfunc.state.lots import block_of, lots_of, owned, packed
+from fsfunc.state.train_state import Applied, noting_applied
 from fsfunc.tracing.recorder import Recorder
 from fsfunc.tracing.recorder import record as _record
 from fsfunc.tracing.refusals import LawError
@@ -46,13 +62,14 @@ def place(
     axis of the ``shard`` around them; what no unit takes stays whole, and what is laid
     out already stays as it is. No memory is shared with ``t``.
 
-    A copy of parameters that no unit takes (moments, an average of weights) lies as
-    they do, leaf by leaf, so that elementwise arithmetic between the two just works:
-    the largest subtree that has the paths and shapes of one that units take, or of a
-    part of it. Of several that are like it the nearest counts, by the names that lead
-    to both: a model's moments beside it, ``ema_d`` for ``d``; if that does not tell
-    them apart, the copy stays whole. Say it by ``like`` then, nest it beside its model,
-    or make it of the placed parameters: ``tree.map(torch.clone, placed["d"])``.
+    The optimizer's state in a `TrainState` lies as ``optimizer.init`` of the laid out
+    parameters does, by the optimizer that the step applies to it. Any other copy of
+    parameters that no unit takes (an average, moments in a tree of your own) stays
+    whole, unless ``like`` says what it lies like: by pattern of a subtree's path, the
+    path of the subtree that it copies, as in ``like={"w0": "w", "op/*": "w"}``. Leaf by
+    leaf it then lies as that does, so that elementwise arithmetic between the two just
+    works; else that raises. (What is made of leaves that are laid out lies as these do
+    by itself: ``tree.map(torch.clone, placed)``. See `init_state`.)
 
     Every rank calls it, with the same ``t`` and a function that makes the same unit
     calls: ranks compare what they recorded, the configuration of their transforms and
@@ -61,17 +78,12 @@ def place(
     (under ``pipeline``, the same). Simulated ranks compare likewise, where the first
     and the last have a record of their own, and the others take the first one's.
 
-    ``like`` says it: by pattern of a subtree's path, the path of the one that it lies
-    like, as ``like={"w0": "w", "op/*": "w"}``. It must, of a copy that the loss reads
-    beside the parameters (``tree.map`` over both: elastic weights, a penalty on the
-    distance from where they began): what a loss reads outside units stays whole else.
-
     ``layouts`` splits leaves: it has, by pattern of path (``*`` is one name, ``**`` any
     number), a ``Split(dim, axis)``, or several. A unit has such a leaf as a `Sharded`
     one, for the layer functions of ``ff.nn``; it is split before it is cut over the
     axes of a ``shard``. These may be among the axes that it is split over: experts,
     which the ranks along an axis exchange their samples with, are cut, and their
-    gradients summed, over the others. A copy of parameters lies as they do.
+    gradients summed, over the others.
 
     Raises:
         RanksDiffer: on every rank: what differs, and on which ranks; on the others,
@@ -133,12 +145,12 @@ def lay_out(
     if splits and not laying:  # they say it all
         at = here()
         if where := compared(at, over):
-            compare([Section(_UNLIKE, said(), _LIKE), values()], where)
+            compare([unlike_steps(said()), values()], where)
         for path, parts in splits.items():
             layout = Layout(tuple(found[path].shape), found[path].dtype, parts, path)
             found[path] = block_of(found[path], layout, source)
         return tree.unflatten(treedef, map(source.own, found.values()))
-    recorder = _recorded(fn, t, rest, record, splits)
+    recorder, applied = _recorded(fn, t, rest, record, splits)
     _check_untied(found, recorder.trained)
     if not recorder.handlers:
         _check_offloaded(stores_of(fn), [])
@@ -156,24 +168,32 @@ def lay_out(
     if not tree.are_shown(leaves):
         tree.shown(t, "place", "is given", is_leaf=is_sharded)
     at = here(recorder.handlers[0].mesh)
-    _compare(fn, recorder, rest, at, over, said, values, agreement)
+    compare_programs(fn, recorder, rest, at, over, said, values, agreement)
     coordinates = at.mesh.coordinates(at.rank)
     groups = recorder.groups(
         shardings[0].min_bytes if shardings else 0, bool(shardings)
     )
-    whole = recorder.whole(bool(shardings))
     order = recorder.order(groups, coordinates) if shardings else []
-    for lot in lots_of(groups, recorder, whole, dict(found), like or {}):
-        for path in lot.paths.values():
+
+    def lay(part: PlacedGroup) -> None:
+        for path in part.paths.values():
             refuse("float8", "place", {path: found[path]})
-        laid = (
-            packed(
-                shardings[0], lot, recorder, found, coordinates, source, order, stores
-            ).leaves()
-            if shardings
-            else owned(lot, recorder, found, source)
-        )
-        found.update(zip(lot.paths.values(), laid, strict=True))
+        if shardings:
+            shard = packed(
+                shardings[0], part, recorder, found, coordinates, source, order, stores
+            )
+            laid = shard.leaves()
+        else:
+            laid = owned(part, recorder, found, source)
+        found.update(zip(part.paths.values(), laid, strict=True))
+
+    told_like, whole = leaves_like(like or {}, found), dict(found)
+    taken = groups_taken(groups, recorder, told_like)
+    for part in taken:
+        lay(part)
+    moments = moments_like(applied, found)
+    for part in groups_like(taken, {**moments, **told_like}, whole):
+        lay(part)
     _check_taken(splits, found)
     placed = tree.unflatten(treedef, map(source.own, found.values()))
     if shardings:
@@ -262,75 +282,33 @@ def _recorded(
     rest: Any,
     how: str,
     splits: dict[str, tuple[Split, ...]],
-) -> Recorder:
-    """What ``fn`` shows: simulated ranks, which run one program, record it once.
+) -> tuple[Recorder, list[Applied]]:
+    """The record of ``fn``: simulated ranks, which run one program, share one.
 
     A rank takes another's record where it is at the same call, with the same shapes,
     and its own function names the transforms that the record is of.
     """
+
+    def record() -> tuple[Recorder, list[Applied]]:
+        with noting_applied() as applied:
+            return _record(fn, t, rest, how, splits), applied
+
     mine = [h for h in getattr(fn, "interpretations", ()) if h.lays_out]
     if not mine or (notes := here(mine[0].mesh).link.notes) is None:
-        return _record(fn, t, rest, how, splits)
+        return record()
     rank = here(mine[0].mesh).rank
     leaves, treedef = tree.flatten((t, rest), is_leaf=is_sharded)
     count = notes["records", rank] = notes.get(("records", rank), 0) + 1
-    shapes = tuple(_kind(x) for x in leaves)
+    shapes = tuple(kind_of(x) for x in leaves)
     kinds = tuple(h.configuration for h in mine)
     key = ("record", count, how, treedef, shapes, kinds, tuple(splits.items()))
     last = rank == here(mine[0].mesh).mesh.size - 1  # it looks for itself
     if key not in notes or last and here(mine[0].mesh).link.moves:
-        found = _record(fn, t, rest, how, splits)
+        found, applied = record()
         if set(found.handlers) != set(mine) or last:
-            return found
-        notes[key] = replace(found, handlers=mine)
-    for ours, theirs in zip(mine, notes[key].handlers, strict=True):
+            return found, applied
+        notes[key] = replace(found, handlers=mine), applied
+    found, applied = notes[key]
+    for ours, theirs in zip(mine, found.handlers, strict=True):
         ours.learn(theirs)
-    return replace(notes[key], handlers=mine)
-
-
-_UNLIKE = "ranks lay out for unlike steps"
-_LIKE = (
-    "Run the same step, by the same optimizer and numbers, on every rank; what one of "
-    "them alone is to report, compute on all"
-)
-
-
-def _compare(
-    fn: Callable[..., Any],
-    recorder: Recorder,
-    rest: Any,
-    at: Here,
-    over: set[str],
-    said: Callable[[], Lines],
-    values: Callable[[], Section],
-    agreement: Agreement,
-) -> None:
-    """Raises on every rank where the ranks lay out for unlike programs, or values.
-
-    Args:
-        over: the axes that leaves are split over.
-    """
-    handlers = recorder.handlers
-    where = compared(at, over.union(*(h.axes for h in handlers)))
-    if where is None:
-        return
-    transforms = getattr(fn, "interpretations", ()) or handlers
-    lines = [("raised", "nothing")]  # as it is said by who has
-    lines += [(f"transform {i}", str(h)) for i, h in enumerate(transforms)]
-    lines += [*said(), *recorder.lines()]
-    compare([Section(_UNLIKE, lines, _LIKE), values()], where)
-    agreement.compared = True
-    if shardings := [h for h in handlers if isinstance(h, Sharding)]:
-        agreement.among = group(shardings[0].axes, at)
-    if same := {axis for h in handlers for axis in h.same_batch}:
-        found = zip(*tree.flatten_with_paths(rest)[:2], strict=True)
-        shapes = [(f"{p!r}", f"{_kind(x)}") for p, x in found if isinstance(x, Tensor)]
-        title = f"the ranks along {sorted(same)} are given unlike batches"
-        where = group(tuple(a for a in at.mesh.axes if a in same), at)
-        compare([Section(title, shapes)], where)
-    for h in handlers:
-        h.ran(at)
-
-
-def _kind(x: Any) -> Any:
-    return (x.shape, x.dtype) if isinstance(x, Tensor | Sharded) else type(x)
+    return replace(found, handlers=mine), applied

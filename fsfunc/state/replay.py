@@ -25,12 +25,8 @@ _SMALL = 1 << 10  # operators on so little are run again for every block
 _Span = tuple[int, int]
 
 
-# Over booleans, the value that settles the whole.
-_DECIDED_BY = {torch.ops.aten.any.default: True, torch.ops.aten.all.default: False}
-
-
 class Replay:
-    """The values that a tape's storages have at its end.
+    """The values of a tape's storages after its last operator.
 
     A storage whose elements each depend on the same element of others is computed
     block by block, where it is wanted. Any other is computed whole; the last of these
@@ -85,24 +81,8 @@ class Replay:
         return _seen(self._kept[1], r)
 
     def value(self, r: Ref) -> Any:
-        """The one number that a tensor is.
-
-        Cost: that of the tensor; for ``any()`` and ``all()`` over elements that each
-        depend on the same element of others, a block.
-        """
+        """The one number that a tensor is."""
         self._slices, self._kept = {}, None  # the tape has gone on
-        last = self._slice(r.storage)[0][-1]
-        if last.func in _DECIDED_BY and last.reads[0].is_flat:
-            x, decided = last.reads[0], _DECIDED_BY[last.func]
-            if x.dtype == torch.bool and self._slice(x.storage)[1]:
-                device = self.tape.storages[x.storage].device
-                for start in range(0, x.numel, BLOCK):
-                    stop = min(start + BLOCK, x.numel)
-                    block = torch.empty(stop - start, dtype=x.dtype, device=device)
-                    self.write(x, start, stop, block)
-                    if last.func(block).item() == decided:
-                        return decided
-                return not decided
         return self.view(r).item()
 
     def release(self) -> None:
@@ -156,24 +136,15 @@ class Replay:
         """Computes one block of a storage, and writes a part of it to ``out``."""
         todo, spans = self._needed(ops, storage, block)
         memory = _ReplayMemory(self.tape, _written([op for op, *_ in todo]), spans)
-        # In place, unless it takes more than a draw: how torch computes may depend on
-        # where in memory it does.
-        direct = part == block == spans[storage] and out.is_contiguous()
-        direct = direct and all(
-            op.is_flat and op.how in ("draw", "fill") for op, *_ in todo
-        )
-        if direct:
-            memory.bind(storage, out, block[0])
         for op, start, stop in todo:
             _run(memory, op, start, stop)
-        if not direct:
-            found, base = memory.of(storage)
-            out.copy_(found[part[0] - base : part[1] - base])
+        found, base = memory.of(storage)
+        out.copy_(found[part[0] - base : part[1] - base])
 
     def _needed(
         self, ops: Sequence[TapedOp], storage: int, block: _Span
     ) -> tuple[list[tuple[TapedOp, int, int]], dict[int, _Span]]:
-        """What to run for one block, with ranges, and the ranges of memory it takes."""
+        """The operators to run for one block, with ranges, and the ranges of memory."""
         need, spans = {storage: block}, {storage: block}
 
         def widen(number: int, start: int, stop: int) -> None:
@@ -211,7 +182,7 @@ class Replay:
 
 
 class _ReplayMemory:
-    """What a replay holds, by storage: a flat range of it, and where that begins."""
+    """The memory of a replay, by storage: a flat range of it, and its beginning."""
 
     def __init__(
         self, tape: InitTape, written: set[int], spans: dict[int, _Span] | None = None

@@ -1,4 +1,4 @@
-"""What is noted of an operator: where its operands lie, what it does to elements."""
+"""Recorded operators: the storages of their operands, and a kind of operation."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _aten: Any = torch.ops.aten
 
 @dataclass(frozen=True, slots=True)
 class Ref:
-    """Where a tensor lies: in which storage of the tape, and how."""
+    """A tensor's storage on the tape, and its strides and offset there."""
 
     storage: int
     dtype: torch.dtype
@@ -70,7 +70,7 @@ class TapedOp:
 
     @property
     def results(self) -> tuple[Ref, ...]:
-        """What it wrote into, and what it made."""
+        """The tensors that it wrote into, and those that it made."""
         return (*self.writes, *(r for r in self.makes if r is not None))
 
     @property
@@ -79,7 +79,7 @@ class TapedOp:
 
     @property
     def is_flat(self) -> bool:
-        """Whether element i lies at i of the target and of each operand's range."""
+        """True where element i depends on element i of each operand, all contiguous."""
         shape = self.target.shape
         if len(self.results) > 1:
             return False
@@ -115,7 +115,7 @@ def exchange(values: Any, kind: Any, change: Callable[[Any], Any]) -> Any:
 
 
 def how_of(func: Any, arguments: dict[str, Any]) -> tuple[str, Any]:
-    """What an operator does to one element, as :class:`Op` says."""
+    """The kind of an operator, see ``TapedOp.how``, and the value that it fills in."""
     packet = func.overloadpacket
     if "out" in arguments:
         return "plain", None

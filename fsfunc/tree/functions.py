@@ -13,7 +13,7 @@ from typing import Any
 import optree
 
 from fsfunc.tree.nodes import learned
-from fsfunc.tree.opaque import LEAVES, NAMESPACE, SHOWN, hides
+from fsfunc.tree.non_tensor_leaves import LEAVES, NAMESPACE, SHOWN, hides
 from fsfunc.tree.structure import (
     IsLeaf,
     Node,

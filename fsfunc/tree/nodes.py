@@ -1,4 +1,4 @@
-"""Which classes are nodes of a tree, and which become so at first sight.
+"""Registration of classes as tree nodes, by hand or at first sight.
 
 A dataclass that holds a tensor, and a class that torch's pytree knows, become nodes as
 soon as one of them is seen among the leaves of a tree. Of everything else only the
@@ -16,7 +16,7 @@ import optree
 import torch.utils._pytree as torch_pytree
 from optree.registry import __GLOBAL_NAMESPACE as EVERYWHERE
 
-from fsfunc.tree.opaque import (
+from fsfunc.tree.non_tensor_leaves import (
     CONTAINERS,
     LEAVES,
     NAMESPACE,
@@ -168,19 +168,19 @@ def adopt(cls: type[Any]) -> bool:
 
 
 def _name_of(key: Any) -> Any:
-    """What one of torch's keys says: an attribute, a key or a position."""
+    """The attribute, key or position of one of torch's path entries."""
     named = dataclasses.is_dataclass(key)
     return getattr(key, dataclasses.fields(key)[0].name) if named else key
 
 
 def _is_record(cls: type) -> bool:
-    """Whether a class is a dataclass, and no more than its attributes."""
+    """True if a class is a dataclass, and no more than its attributes."""
     plain = cls.__new__ is object.__new__ and not issubclass(cls, CONTAINERS)
     return dataclasses.is_dataclass(cls) and plain
 
 
 class _Context:
-    """What torch's pytree keeps of a node; it need not be hashable."""
+    """The context of torch's pytree for a node; it need not be hashable."""
 
     __slots__ = ("value",)
 
@@ -234,7 +234,7 @@ def _learn(cls: type[Any]) -> None:
 
 
 class _Beside:
-    """What a dataclass holds beside its fields: it tells no two trees apart."""
+    """Attributes of a dataclass beside its fields: equal for any two trees."""
 
     __slots__ = ("values",)
 

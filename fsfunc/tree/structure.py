@@ -1,4 +1,4 @@
-"""How two trees differ, told at the smallest subtree that does."""
+"""Comparison of tree structures, down to the smallest subtree that differs."""
 
 from collections.abc import Callable, Iterator, Mapping
 from fnmatch import fnmatchcase
@@ -6,7 +6,7 @@ from typing import Any, NamedTuple
 
 import optree
 
-from fsfunc.tree.opaque import NAMESPACE
+from fsfunc.tree.non_tensor_leaves import NAMESPACE
 
 Tree = Any
 TreeDef = optree.PyTreeSpec
@@ -79,7 +79,7 @@ class Node(NamedTuple):
 
     @property
     def components(self) -> list[str]:
-        """What leads to each child."""
+        """The path components of the children."""
         return [path_of(accessor) for accessor in self.treedef.accessors()]
 
     @property
@@ -138,7 +138,7 @@ class Node(NamedTuple):
 
 
 def _advice(kind: type) -> str:
-    """What a class of nodes says to who has another kind in its place."""
+    """The advice of a class of nodes on mismatches."""
     return getattr(kind, "tree_advice", "")
 
 

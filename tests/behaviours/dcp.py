@@ -39,7 +39,7 @@ test_state_dict.py
   has     | model and optimizer of any transforms, to any | checkpoint/test_resharding.py::test_every_stack_loads_what_any_saved
   has     | full state dicts: gathered, on the host, on one rank alone | state/test_train_state.py::test_unshard_for_one_rank_and_to_a_dtype_of_device
   has     | a full state dict becomes parts | state/test_train_state.py::test_unshard_undoes_place
-  differs | flattened optimizer state, names in place of numbers | moments lie in the tree of their parameters | state/test_mirroring.py::test_every_moment_lies_as_its_model
+  differs | flattened optimizer state, names in place of numbers | moments lie in the tree of their parameters | state/test_born_layouts.py::test_what_is_made_of_laid_out_parameters_lies_as_they_do
   has     | frozen parameters have no state | state/test_train_state.py::test_a_frozen_base_has_no_gradient_moment_or_reduction
   differs | tied weights come back tied | a tie is one leaf that several units read | tracing/test_recording.py::test_a_leaf_of_several_units_has_a_buffer_of_its_own
   has     | learning rates and counts are kept | checkpoint/test_resume.py::test_another_process_goes_on_bit_by_bit

@@ -57,7 +57,7 @@ nn/data_parallel/test_sharded_ddp_features.py
   has     | training, by buckets and without | fairscale/test_fairscale.py::test_a_sharded_step_is_fairscales
   differs | trainability changes between steps | another loss is another record; OSS loses updates there | fairscale/test_fairscale.py::test_layers_that_thaw_are_those_of_torch
   has     | two optimizers for one model | state/test_train_state.py::test_a_users_own_state_with_two_optimizers_and_an_average
-  has     | a generator and a discriminator | state/test_mirroring.py::test_a_generative_adversarial_network_trains_as_on_one_device
+  has     | a generator and a discriminator | state/test_born_layouts.py::test_a_generative_adversarial_network_trains_as_on_one_device
   not     | reduce() by hand, sync_buffers() | gradients are reduced where they are made; buffers are returned
 nn/data_parallel/test_sharded_ddp_pytorch_parity.py
   has     | with clipping, accumulation | fairscale/test_fairscale.py::test_a_sharded_step_is_fairscales

@@ -10,7 +10,7 @@ import torch
 
 import fsfunc as ff
 from fsfunc.checkpoint import folders
-from fsfunc.checkpoint.jobs import mark
+from fsfunc.checkpoint.save_lock import mark
 from tests.checkpoint.trees import PAIR, on
 from tests.checks import same
 

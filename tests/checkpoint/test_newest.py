@@ -9,8 +9,8 @@ import pytest
 import torch
 
 import fsfunc as ff
-from fsfunc.checkpoint import jobs, newest
-from fsfunc.checkpoint.jobs import MARK, is_alive, mark
+from fsfunc.checkpoint import newest, save_lock
+from fsfunc.checkpoint.save_lock import MARK, is_alive, mark
 from fsfunc.checkpoint.stored import CheckpointError
 from tests.checkpoint.trees import PAIR, on
 from tests.checks import same
@@ -114,9 +114,9 @@ def test_a_second_job_in_the_folder_is_told_of_and_its_own_stays(tmp_path, monke
 
 def test_a_job_is_named_by_its_scheduler(monkeypatch):
     monkeypatch.setenv("TORCHELASTIC_RUN_ID", "none")  # what torchrun says without one
-    assert jobs.this_job()["job"] == ""
+    assert save_lock.this_job()["job"] == ""
     monkeypatch.setenv("SLURM_JOB_ID", "42")
-    assert jobs.this_job()["job"] == "42"
+    assert save_lock.this_job()["job"] == "42"
 
 
 def test_the_bytes_of_a_checkpoint_are_those_of_its_state(tmp_path, monkeypatch):
@@ -156,7 +156,7 @@ def left(tmp_path, monkeypatch):
     os.close(mark(folder))
 
     def by(age=3600.0, **said):
-        me = jobs.this_job()
+        me = save_lock.this_job()
         (folder / MARK).write_text(json.dumps(me | said))
         for path in (folder / MARK, folder):
             os.utime(path, (time.time() - age,) * 2)
@@ -169,7 +169,7 @@ def without_locks(monkeypatch):
     def none(*_):
         raise OSError(errno.ENOLCK, "No locks available")
 
-    monkeypatch.setattr(jobs.fcntl, "flock", none)
+    monkeypatch.setattr(save_lock.fcntl, "flock", none)
 
 
 DEAD = 1 << 22  # no process has such a number

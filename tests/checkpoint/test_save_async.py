@@ -12,7 +12,7 @@ import torch
 
 import fsfunc as ff
 from fsfunc.checkpoint import safetensors
-from fsfunc.checkpoint.jobs import is_alive, unlock
+from fsfunc.checkpoint.save_lock import is_alive, unlock
 from fsfunc.checkpoint.status import Others
 from fsfunc.checkpoint.stored import CheckpointError
 from fsfunc.checkpoint.tasks import in_flight
@@ -388,7 +388,7 @@ def test_a_fork_has_nothing_in_flight_and_holds_no_lock(tmp_path, gate):
 ENDS = """
 import sys, torch, fsfunc as ff
 from fsfunc.checkpoint import safetensors
-from fsfunc.checkpoint.jobs import is_alive, unlock
+from fsfunc.checkpoint.save_lock import is_alive, unlock
 if sys.argv[2] == "fails":
     def broken(*_):
         raise OSError(28, "No space left on device")

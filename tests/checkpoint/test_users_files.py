@@ -12,7 +12,7 @@ import torch
 
 import fsfunc as ff
 from fsfunc.checkpoint import folders
-from fsfunc.checkpoint.jobs import MARK, own_name
+from fsfunc.checkpoint.save_lock import MARK, own_name
 from tests.checks import same
 
 W = {"w": torch.ones(2)}

@@ -8,7 +8,7 @@ import torch
 
 import fsfunc as ff
 from fsfunc.checkpoint import folders
-from fsfunc.checkpoint.jobs import mark
+from fsfunc.checkpoint.save_lock import mark
 
 MESH = ff.make_mesh({"data": 3}, "simulated")
 W = {"w": torch.arange(4.0)}

@@ -24,9 +24,9 @@ def fails_late(fails):
     """After the ranks have compared what they will do."""
 
     def init(params):
-        if ff.is_sharded(ff.tree.leaves(params, is_leaf=ff.is_sharded)[0]):
-            if fails == "optimizer" and not ff.recording():
-                raise MemoryError("no room for moments")
+        laid = ff.is_sharded(ff.tree.leaves(params, is_leaf=ff.is_sharded)[0])
+        if fails == "optimizer" and laid and not ff.recording():
+            raise MemoryError("no room for moments")
         return OPTIMIZER.init(params)
 
     return ff.Optimizer(init, OPTIMIZER.update)

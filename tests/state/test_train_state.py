@@ -62,12 +62,13 @@ def test_unshard_undoes_place(spec, where, zero, min_bytes, with_moments):
             grad, mesh, axis, zero=zero, replicate=replicate, min_bytes=min_bytes
         )
         call = lambda p, *rest: step(p, *rest)  # noqa: E731
-        tree_of, t = call, params
+        tree_of, t, like = call, params, {}
         if with_moments:
+            like = {"mu": "params"}
             t = {"mu": tree.map(lambda x: x + 1, params), "params": params}
             tree_of = lambda t, *rest: step(t["params"], *rest)  # noqa: E731
         given = held(t)
-        placed = ff.place(tree_of, t, frozen, batch)
+        placed = ff.place(tree_of, t, frozen, batch, like=like)
         again = ff.place(tree_of, placed, frozen, batch)
         same(held(t), given)
         if with_moments:  # laid out alike, so an elementwise update just works
@@ -252,8 +253,8 @@ def test_a_frozen_base_has_no_gradient_moment_or_reduction(zero):
     def main():
         run = ff.shard(step, MESH, "data", zero=zero)
         start = trained(params)
-        whole = ff.TrainState(start, optimizer.init(start), 0, {"base": params["base"]})
-        state = ff.place(run, whole, x)
+        base = {"base": params["base"]}
+        state = ff.init_state(run, start, optimizer, x, extra=base)
         state = run(state, x)
         with ff.ledger() as log:
             state = run(state, x)

@@ -170,7 +170,7 @@ PROGRAMS = {
         # A reduction for each unit that is differentiated, and one of the loss.
         f.__name__: Program(grad(f), MATRICES, X, tolerance=0, reductions=n)
         for f, n in (
-            (unseen_first, 3), (unseen_between, 3), (unseen_last, 3), (same_weight, 2)
+            (unseen_first, 3), (unseen_between, 3), (unseen_last, 3), (same_weight, 3)
         )
     },
     "reduced": of_losses(1),

@@ -1,4 +1,4 @@
-"""Whose a folder is that is being saved: a mark in it, locked while its job lives.
+"""The lock of a folder that is being saved: a marked file, locked by its process.
 
 A lock holds on one machine and, where the network's file system knows locks (NFS 4,
 Lustre with ``flock``), on all. Where it does not, a process of this machine is asked
@@ -67,7 +67,7 @@ def own_name() -> str:
 
 
 def has_gone(name: str) -> bool:
-    """Whether such digits are of a process of this host, which runs no more."""
+    """True if such digits name a process of this host that has ended."""
     return int(name[:8], 16) == _host() and not _runs(str(int(name[8:16], 16)))
 
 
@@ -76,7 +76,7 @@ def _host() -> int:
 
 
 def mark(folder: Path) -> int:
-    """Writes into a new folder whose it is; returns the lock, a file descriptor."""
+    """Writes the owner's name into a new folder; returns its lock's file descriptor."""
     flags = os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC
     file = os.open(folder / MARK, flags, 0o644)
     try:
@@ -97,7 +97,7 @@ def unlock(file: int) -> None:
 
 
 def is_marked(folder: Path) -> bool:
-    """Whether a save made the folder; any other is somebody's own."""
+    """True if a save made the folder; any other is the user's."""
     try:
         kind = os.lstat(folder / MARK).st_mode
     except OSError:
@@ -106,7 +106,7 @@ def is_marked(folder: Path) -> bool:
 
 
 def job_of(folder: Path) -> dict[str, str]:
-    """What the mark says."""
+    """The owner that the mark names; empty where there is none."""
     try:
         said = table_of(read_regular(folder / MARK, 1 << 16))
         return {name: said.text(name) for name in said}
@@ -115,7 +115,7 @@ def job_of(folder: Path) -> dict[str, str]:
 
 
 def is_alive(folder: Path, now: float) -> bool:
-    """Whether somebody may be writing into a marked folder.
+    """True if a process may be writing into a marked folder.
 
     Args:
         now: the time by the file system's clock.
@@ -158,7 +158,7 @@ def _runs(process: str) -> bool:
 
 
 def is_fresh(folder: Path, now: float) -> bool:
-    """Whether something in the folder changed just now."""
+    """True if something in the folder has changed recently."""
     newest = 0.0
     with suppress(OSError):
         for name in (".", *os.listdir(folder)):

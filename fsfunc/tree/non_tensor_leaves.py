@@ -1,4 +1,4 @@
-"""Which leaves are no tensors, and may yet hold one out of sight.
+"""Leaves that are no tensors: their types, and tensors hidden in them.
 
 Most are told by their types alone, all leaves of a tree in one set operation.
 """
@@ -41,20 +41,20 @@ LEAVES: set[type] = set(SHOWN)
 
 
 def count_as_leaf(cls: type) -> None:
-    """Where one that is a node is found among leaves, it was asked for."""
+    """Registers a class as a leaf that hides no tensor."""
     LEAVES.add(cls)
     SHOWN.add(cls)
 
 
 def is_node(cls: type) -> bool:
-    """Whether optree takes one apart."""
+    """True if optree flattens values of the class."""
     registered = optree.register_pytree_node.get(cls, namespace=NAMESPACE)
     tuples = optree.is_namedtuple_class(cls) or optree.is_structseq_class(cls)
     return registered is not None or tuples
 
 
 def is_open(cls: type) -> bool:
-    """Whether nothing can be hidden in one: what is called may hold what it likes."""
+    """True if values of the class need no search for hidden tensors."""
     if issubclass(cls, (torch.Tensor, enum.Enum, Callable)):
         return True
     return not (issubclass(cls, CONTAINERS) or cls.__dictoffset__ or slots_of(cls))
@@ -80,7 +80,7 @@ def hides(x: Any) -> bool:
 
 
 def holds(x: Any, depth: int = 6) -> bool:
-    """Whether a tensor is found within an object, not within functions or modules."""
+    """True if an object holds a tensor, not within functions or modules."""
     cls = type(x)
     if cls in _BARE:
         return False

@@ -1,0 +1,323 @@
+"""What is made of laid out parameters lies as they do; all else is told, or whole."""
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import fsfunc as ff
+from fsfunc import tree
+from fsfunc.comm.comparison import RanksDiffer
+from fsfunc.sharded.leaf import is_sharded
+from fsfunc.sharded.packing import split_buffers
+from fsfunc.tracing.refusals import LawError
+from tests.checks import close, same, simulated
+from tests.optim.optimizers import KINDS
+
+MESH = simulated(2)
+ZEROS = pytest.mark.parametrize("zero", range(4))
+layer = ff.unit(lambda p, x: torch.relu(x @ p["w"] + p["b"]))
+
+
+def linear(a, b, seed=0):
+    draw = torch.Generator().manual_seed(seed + 7 * a + b)
+    make = lambda *s: torch.randint(-1, 2, s, generator=draw).double()  # noqa: E731
+    return {"w": make(a, b), "b": make(b)}
+
+
+def run(layers, x):
+    for p in layers:
+        x = layer(p, x)
+    return x
+
+
+def layouts(t):
+    found = tree.leaves(t, is_leaf=is_sharded)
+    return [x.layout if is_sharded(x) else None for x in found]
+
+
+@given(
+    st.integers(0, 3),
+    st.lists(st.sampled_from([(2, 3), (3, 3), (3, 2)]), min_size=2, max_size=3),
+    st.booleans(),
+)
+@settings(max_examples=25)
+def test_what_is_made_of_laid_out_parameters_lies_as_they_do(zero, sizes, like):
+    """Models of like names and often like shapes, their moments and averages."""
+    params = {f"m{i}": {"l": linear(*s)} for i, s in enumerate(sizes)}
+
+    def loss(params):
+        ones = [torch.ones(1, s[0]).double() for s in sizes]
+        each = zip(params.values(), ones, strict=True)
+        return sum(layer(p["l"], x).sum() for p, x in each)
+
+    def made(params):
+        moments = {k: {"mu": tree.map(torch.clone, p)} for k, p in params.items()}
+        return {"params": params, "opt": moments, "average": {"m1": params["m1"]}}
+
+    def main():
+        step = ff.shard(
+            lambda t: ff.value_and_grad(loss)(t["params"]), MESH, "data", zero=zero
+        )
+        told = {f"opt/{k}/mu": f"params/{k}" for k in params} | {"average": "params"}
+        if like:
+            t = ff.place(step, made(params), like=told)
+        else:
+            t = ff.init_state(step, params, made)
+        for k, p in t["params"].items():
+            tree.map(torch.add, t["opt"][k]["mu"], p)
+            parts = [x.parts for x in layouts(t["opt"][k])]
+            assert parts == [x.parts for x in layouts(p)]
+        tree.map(torch.add, t["average"]["m1"], t["params"]["m1"])
+        memory = [x.untyped_storage().data_ptr() for x in tree.leaves(t["average"])]
+        theirs = [x.untyped_storage().data_ptr() for x in tree.leaves(t["params"])]
+        assert not set(memory) & set(theirs) - {0}
+        return ff.unshard(t)
+
+    for whole in ff.spmd(main, MESH)():
+        same(whole, made(params))
+
+
+def test_a_part_of_the_moments_lies_where_the_whole_would():
+    """Of a buffer of two leaves one is trained: its moment adds to its parameter."""
+    state = {"params": {"l": linear(4, 3)}, "mu": {"l": {"w": linear(4, 3)["w"]}}}
+
+    def main():
+        loss = lambda t: layer(t["params"]["l"], torch.ones(1, 4).double()).sum()  # noqa: E731
+        f = ff.shard(loss, MESH, "data")
+        t = ff.place(f, state, like={"mu": "params"})
+        assert layouts(t["mu"])[0] == t["params"]["l"]["w"].layout
+        return ff.unshard(tree.map(torch.add, t["mu"]["l"]["w"], t["params"]["l"]["w"]))
+
+    expected = state["mu"]["l"]["w"] + state["params"]["l"]["w"]
+    assert all(torch.equal(x, expected) for x in ff.spmd(main, MESH)())
+
+
+# Of a train state the optimizer tells; what nobody tells stays whole, and is refused
+
+
+@pytest.mark.parametrize("size", [1, 2])
+@pytest.mark.parametrize("name", KINDS)
+def test_a_state_made_of_whole_parameters_is_right_or_refused(name, size):
+    """Right in a `TrainState`, refused in a tree that nobody tells anything about."""
+    mesh, optimizer = simulated(size), KINDS[name].ours()
+    params = [linear(4, 4), linear(4, 4, 1)]
+    x = torch.randint(-2, 3, (4, 4)).double()
+    grad = ff.value_and_grad(lambda p, x: run(p, x).square().mean())
+    whole = optimizer.init(params)
+
+    def by_hand(t, x):
+        return optimizer.apply(grad(t["p"], x)[1], t["of"], t["p"])[0]
+
+    def placed(step, t, zero):
+        def main():
+            f, mine = (
+                ff.shard(step, mesh, "data", zero=zero),
+                ff.local_batch(x, mesh, "data"),
+            )
+            return ff.unshard(f(ff.place(f, t, mine), mine))
+
+        return ff.spmd(main, mesh)()[0]
+
+    for zero in (0, 1, 3):
+        step = lambda s, x: optimizer(grad)(s, x)[0].params  # noqa: E731
+        state = ff.TrainState(params, whole)
+        close(placed(step, state, zero), step(state, x), 1e-9)
+        tree_of = {"p": params, "of": whole}
+        try:
+            found = placed(by_hand, tree_of, zero)
+        except tree.TreeMismatch as error:
+            assert "init(" in str(error)
+        else:
+            close(found, by_hand(tree_of, x), 1e-9)
+
+
+@pytest.mark.parametrize("like", [None, {"opt_state/*": "params"}])
+def test_trained_moments_are_placed_with_their_parameters(like):
+    optimizer = ff.sharded_adam(0.1)
+    plain = optimizer(ff.value_and_grad(lambda p, x: run(p, x).square().mean()))
+    params, x = [linear(4, 4), linear(4, 4, 1)], torch.ones(4, 4).double()
+    state, _ = plain(ff.TrainState(params, optimizer.init(params)), x)
+
+    def main():
+        step = ff.shard(plain, MESH, "data")
+        placed = ff.place(step, state, x, like=like)
+        return ff.unshard(step(placed, x)[0])
+
+    for found in ff.spmd(main, MESH)():
+        close(found, plain(state, x)[0], 1e-9)
+
+
+def sums_by_hand(t):
+    """Of parts and a whole copy, which lie in lists: nothing tells them apart."""
+    pairs = zip(tree.leaves(t["w"]), tree.leaves(t["copy"]), strict=True)
+    return sum((a * b).sum() for a, b in pairs)
+
+
+@pytest.mark.parametrize("size", [2, 16])
+def test_a_whole_copy_that_meets_parts_by_hand_is_refused(size):
+    """Where a rank's part is one number too, which goes with any shape."""
+
+    def step(t, x):
+        ff.value_and_grad(lambda w, x: layer(w, x).sum())(t["w"], x)
+        return sums_by_hand(t)
+
+    def main():
+        mesh = simulated(size)
+        f, t = ff.shard(step, mesh, "data"), {"w": linear(3, 4), "copy": linear(3, 4)}
+        return f(ff.place(f, t, torch.ones(1, 3).double()), torch.ones(1, 3).double())
+
+    with pytest.raises((ValueError, RuntimeError, TypeError)):
+        ff.spmd(main, simulated(size))()
+
+
+REFUSED = {
+    "no tensor": (
+        lambda p: {"ema": p["w"].clone()},
+        TypeError,
+        "is sharded.*tree_map",
+    ),
+    "another shape": (
+        lambda p: {"n": tree.map(lambda x: x[:1].sum(), p)},
+        LawError,
+        "mixes",
+    ),
+    "a norm": (lambda p: {"n": tree.map(lambda x: x / x.norm(), p)}, LawError, "norm"),
+    "unlike": (lambda p: {"h": torch.ones(2) * MESH.rank}, RanksDiffer, "extra/h"),
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_what_a_function_may_not_make_of_parameters(name):
+    extra, kind, text = REFUSED[name]
+    optimizer = ff.sgd(0.1)
+    step = optimizer(ff.value_and_grad(lambda p, x: layer(p, x).sum()))
+
+    def main():
+        f, x = ff.shard(step, MESH, "data"), torch.ones(2, 3).double()
+        ff.init_state(f, linear(3, 4), optimizer, x, extra=extra)
+
+    with pytest.raises(kind, match=text):
+        ff.spmd(main, MESH)()
+
+
+def test_extra_goes_with_an_optimizer():
+    with pytest.raises(ValueError, match="extra= goes with an optimizer"):
+        ff.init_state(lambda s: s, {}, lambda p: p, extra={"a": 1})
+    with pytest.raises(TypeError, match="no function that makes the state"):
+        ff.init_state(lambda s: s, {}, 3)
+
+
+# A generative adversarial network, and an average of its generator
+
+
+OPTIMIZER = ff.sgd(2.0**-4, momentum=0.5)
+
+
+def fake_rows(params, noise):
+    return run(params, noise)
+
+
+def d_loss(d, g, noise, rows):
+    with torch.no_grad():
+        made = fake_rows(g, noise)
+    return (run(d, made) - run(d, rows)).mean()
+
+
+def g_loss(g, d, noise):
+    return -run(d, fake_rows(g, noise)).mean()
+
+
+def gan_step(state, batch):
+    noise, rows = batch
+    g, d = state["g"], state["d"]
+    loss, grads = ff.value_and_grad(d_loss)(d.params, g.params, noise, rows)
+    d = d.apply_gradients(grads, OPTIMIZER)
+    other, grads = ff.value_and_grad(g_loss)(g.params, d.params, noise)
+    g = g.apply_gradients(grads, OPTIMIZER)
+    ema = tree.map(lambda e, p: 0.5 * e + 0.5 * p, state["ema_g"], g.params)
+    return {"g": g, "d": d, "ema_g": ema}, (loss, other)
+
+
+def gan():
+    draw = torch.Generator().manual_seed(3)
+    g, d = [linear(2, 4), linear(4, 4)], [linear(4, 4, 5), linear(4, 2, 5)]
+    batch = [torch.randint(-2, 3, (4, n), generator=draw).double() for n in (2, 4)]
+    return {"g": g, "d": d}, tuple(batch)
+
+
+def begin(params):
+    state = {k: ff.TrainState(p, OPTIMIZER.init(p)) for k, p in params.items()}
+    return {**state, "ema_g": params["g"]}
+
+
+@ZEROS
+@pytest.mark.parametrize("deferred", [False, True])
+def test_a_generative_adversarial_network_trains_as_on_one_device(zero, deferred):
+    params, batch = gan()
+    state = begin(params)
+    for _ in range(2):
+        state, losses = gan_step(state, batch)
+
+    def main():
+        step = ff.shard(gan_step, MESH, "data", zero=zero)
+        mine = ff.local_batch(batch, MESH, "data")
+        init = (lambda: tree.map(torch.clone, params)) if deferred else params
+        placed = ff.init_state(step, init, begin, mine)
+        shapes = ff.abstract_state(step, init, begin, mine)
+        assert layouts(placed) == layouts(shapes)
+        assert layouts(placed["ema_g"]) == layouts(placed["g"].params)
+        for _ in range(2):
+            placed, found = ff.donate(step)(placed, mine)
+        moments = split_buffers(placed["g"].opt_state).tensors
+        held = sum(x.numel() for x in moments if isinstance(x, torch.Tensor))
+        return ff.unshard(placed), found, held
+
+    for whole, found, held in ff.spmd(main, MESH)():
+        close(found, losses, 1e-9)
+        close(whole, state, 1e-9)
+        assert held == (32 if zero == 0 else 16)
+
+
+# What a state carries besides
+
+
+def averaging_step(state, x):
+    loss, grads = ff.value_and_grad(lambda p, x: run(p, x).mean())(state.params, x)
+    new = state.apply_gradients(grads, OPTIMIZER)
+    ema = tree.map(lambda e, p: 0.5 * e + 0.5 * p, state.extra["ema"], new.params)
+    seen = state.extra["seen"] + 1
+    return new.replace(extra={"ema": ema, "seen": seen, "note": "kept"}), loss
+
+
+@ZEROS
+@pytest.mark.parametrize("how", ["tree", "function", "deferred"])
+def test_a_state_with_an_average_of_its_weights(zero, how):
+    params = [linear(4, 4), linear(4, 4, 1)]
+    rest = {"seen": torch.zeros(3), "note": "kept"}
+    of = lambda params: {"ema": params, **rest}  # noqa: E731
+    extra, like = (of(params), {"ema": ""}) if how == "tree" else (of, None)
+    init = (lambda: tree.map(torch.clone, params)) if how == "deferred" else params
+    x = torch.randint(
+        -2, 3, (4, 4), generator=torch.Generator().manual_seed(1)
+    ).double()
+    alone = ff.init_state(averaging_step, params, OPTIMIZER, x, extra=of(params))
+    alone, loss = averaging_step(alone, x)
+
+    def main():
+        step = ff.shard(averaging_step, MESH, "data", zero=zero)
+        mine = ff.local_batch(x, MESH, "data")
+        given = step, init, OPTIMIZER, mine
+        shapes = ff.abstract_state(*given, extra=extra, like=like)
+        state = ff.init_state(*given, extra=extra, like=like)
+        assert layouts(state) == layouts(shapes)
+        assert layouts(state.extra["ema"]) == layouts(state.params)
+        assert not is_sharded(state.extra["seen"])
+        same(ff.unshard(state.extra["ema"]), params)
+        state, found = ff.donate(step)(state, mine)
+        return ff.unshard(state), found
+
+    for state, found in ff.spmd(main, MESH)():
+        assert torch.equal(found, loss)
+        same(state, alone)
+    assert torch.equal(rest["seen"], torch.zeros(3))
