@@ -7,7 +7,7 @@ name. A forward runs the whole loss of one microbatch, within a `stages.StageRun
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -78,11 +78,11 @@ class Worker:
         self.frame, self.depth, self.values = frame, depth, list(values)
         self.pool = BufferPool() if pool is None else pool
         self.results: dict[int, Any] = {}
-        # By (stage, microbatch): what came for it and what goes from it, till it has.
+        # By direction ("F", "B"), stage and microbatch: what came for an action from
+        # here, what is being received for it, and what it made for other ranks.
+        self.inbox: dict[Any, dict[Value, Tensor]] = defaultdict(dict)
         self.posted: dict[Any, list[tuple[Value, Any]]] = defaultdict(list)
-        self.arrived: dict[Any, dict[Value, Tensor]] = defaultdict(dict)
-        self.cotangents: dict[Any, dict[Value, Tensor]] = defaultdict(dict)
-        self.leaving: dict[Any, dict[Value, Tensor]] = {}
+        self.outbox: dict[Any, dict[Value, Tensor]] = {}
         self.kept: dict[Any, _Forwarded] = {}
         self.sends: list[Any] = []
         self.actions: Sequence[Action] = ()
@@ -130,7 +130,10 @@ class Worker:
     def _F(self, a: Action) -> None:
         batch, key = self.microbatches[a.microbatch], (a.stage, a.microbatch)
         cut = batch.cut
-        received = self._received(a)
+        received = self._taken("F", a)
+        if self.values:  # each a leaf of the stage's graph
+            for value, x in received.items():
+                x.requires_grad_(cut.spec(value).requires_grad)
         tied = bool(self.values) and bool(self.frame.runtimes)
         adds_to = frozenset(map(id, self.values)) if self.whole else None
         stage = StageRun(cut, cut.stages[a.stage], received, tied, adds_to)
@@ -163,7 +166,7 @@ class Worker:
                 seeds.append(self.seed(total).mul_(share))
                 self.results[a.microbatch] = total.detach(), weight, aux
         stage.check_made(tracked=bool(self.values))
-        self._hand_on(a, stage.made)
+        self._pass_on("F", a, stage.made, cut.consumers(a.stage))
         if not self.values:
             return
         given = [v for v, x in stage.made.items() if x.requires_grad]
@@ -177,26 +180,29 @@ class Worker:
     def _returned(self, part: Part) -> Any:
         return self.call(*part.args, **part.keywords)
 
-    def _received(self, a: Action) -> dict[Value, Tensor]:
-        """The values that a stage depends on, each a leaf of its graph."""
-        key, cut = (a.stage, a.microbatch), self.microbatches[a.microbatch].cut
-        found = self.arrived.pop(key, {})
-        found |= {v: work.wait() for v, work in self.posted.pop(("RF", *key), ())}
-        tracked = bool(self.values)
-        for value, x in found.items():
-            if tracked and cut.spec(value).requires_grad:
-                x.requires_grad_()
+    def _taken(self, way: str, a: Action) -> dict[Value, Tensor]:
+        """Takes the activations ("F") or cotangents ("B") that came for an action."""
+        key = way, a.stage, a.microbatch
+        found = self.inbox.pop(key, {})
+        for value, work in self.posted.pop(key, ()):
+            _add(found, value, work.wait())
         return found
 
-    def _hand_on(self, a: Action, made: dict[Value, Tensor]) -> None:
-        """Keeps what goes to other ranks; gives what stays to the stages here."""
-        cut, m = self.microbatches[a.microbatch].cut, a.microbatch
-        for peer, values in cut.consumers(a.stage):
+    def _pass_on(
+        self,
+        way: str,
+        a: Action,
+        made: Mapping[Value, Tensor],
+        peers: Iterable[tuple[int, Sequence[Value]]],
+    ) -> None:
+        """Gives other stages what an action made for them, or keeps it to be sent."""
+        for peer, values in peers:
             message = {value: made[value].detach() for value in values}
             if self.owners[peer] == self.owners[a.stage]:
-                self.arrived[peer, m] |= message
+                for value, x in message.items():
+                    _add(self.inbox[way, peer, a.microbatch], value, x)
             else:
-                self.leaving["SF", a.stage, m, peer] = message
+                self.outbox[way, a.stage, a.microbatch, peer] = message
 
     # Backward
 
@@ -228,26 +234,19 @@ class Worker:
         self.kept.pop((a.stage, a.microbatch)).vjp.weight_gradient()
 
     def _cotangents(self, a: Action, kept: _Forwarded) -> list[Tensor | None]:
-        """Those of what the forward made: of the loss, of what was sent, of threads."""
-        key = a.stage, a.microbatch
-        found = self.cotangents.pop(key, {})
-        for value, work in self.posted.pop(("RB", *key), ()):
-            _add(found, value, work.wait())
+        """Those of the loss, of outputs that other stages use, and of thread ends."""
+        found = self._taken("B", a)
         return [*kept.seeds, *(found.get(v) for v in kept.given), *kept.ends]
 
     def _hand_back(
         self, a: Action, kept: _Forwarded, grads: Sequence[Tensor | None]
     ) -> None:
-        """Gives the gradients of what came in to the stages that made it."""
-        cut, m = self.microbatches[a.microbatch].cut, a.microbatch
-        found = dict(zip(kept.taken, grads, strict=True))
-        for peer, values in cut.producers_of(a.stage):
-            message = {v: _whole(found[v], cut.spec(v)) for v in values}
-            if self.owners[peer] == self.owners[a.stage]:
-                for value, g in message.items():
-                    _add(self.cotangents[peer, m], value, g)
-            else:
-                self.leaving["SB", a.stage, m, peer] = message
+        """Passes the gradients of a stage's inputs to the stages that made them."""
+        cut = self.microbatches[a.microbatch].cut
+        found = {
+            v: _whole(g, cut.spec(v)) for v, g in zip(kept.taken, grads, strict=True)
+        }
+        self._pass_on("B", a, found, cut.producers_of(a.stage))
 
     def _send_back(self, a: Action) -> None:
         """Does the sends that come right after a backward before its end."""
@@ -262,20 +261,19 @@ class Worker:
     # Transfers
 
     def _send(self, a: Action) -> None:
-        calls, to = self.microbatches[a.microbatch].cut.program.calls, _peer(a)
+        calls, peer = self.microbatches[a.microbatch].cut.program.calls, _peer(a)
         phase = "forward" if a.kind == "SF" else "backward"
-        message = self.leaving.pop((a.kind, a.stage, a.microbatch, a.peer))
+        message = self.outbox.pop((a.kind[1], a.stage, a.microbatch, peer))
         for value, x in message.items():
             what = _named(value, calls, a)
             with label(calls[value.call].name, phase):
-                self.sends.append(self.where.send(x, self.owners[to], what))
+                self.sends.append(self.where.send(x, self.owners[peer], what))
 
     def _receive(self, a: Action) -> None:
-        cut, peer = self.microbatches[a.microbatch].cut, _peer(a)
-        source, posted = self.owners[peer], self.posted[a.kind, a.stage, a.microbatch]
-        forward = a.kind == "RF"
+        cut, peer, way = self.microbatches[a.microbatch].cut, _peer(a), a.kind[1]
+        source, posted = self.owners[peer], self.posted[way, a.stage, a.microbatch]
         for value in (
-            cut.messages[peer, a.stage] if forward else cut.returned(a.stage, peer)
+            cut.messages[peer, a.stage] if way == "F" else cut.returned(a.stage, peer)
         ):
             spec, what = cut.spec(value), _named(value, cut.program.calls, a)
             look = spec.shape, spec.dtype, spec.device
