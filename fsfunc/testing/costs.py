@@ -1,4 +1,4 @@
-"""What a call sends, held against what it is to send."""
+"""``assert_cost``: the collectives and bytes of a call, compared with claims."""
 
 from __future__ import annotations
 

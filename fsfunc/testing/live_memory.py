@@ -23,14 +23,14 @@ __all__ = ["Living", "live_bytes"]
 
 
 class Living:
-    """What a run held: ``peak_bytes``, and ``bytes`` after each change."""
+    """The memory that a run held: ``peak_bytes``, and ``bytes`` after each change."""
 
     def __init__(self, observer: Observer):
         self._observer = observer
 
     @property
     def bytes(self) -> list[int]:
-        """What was held after each change, in order."""
+        """The bytes held after each change, in order."""
         held, rows, book = 0, [], self._observer.book
         for event in book.events:
             if not isinstance(event, Took | Gave):

@@ -1,4 +1,4 @@
-"""What hypothesis draws for tests of sharding: meshes, layouts, models, stacks.
+"""Hypothesis strategies for tests of sharding: meshes, layouts, models, stacks.
 
 Each shrinks to the smallest that still fails: one axis, of size 2, one leaf, zeros.
 Values are integers, so that what is equal is so bit for bit, where sizes are powers of
