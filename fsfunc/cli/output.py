@@ -1,4 +1,4 @@
-"""What commands print, and the files that they write."""
+"""Output of the commands: printed reports, and files."""
 
 from __future__ import annotations
 

@@ -187,7 +187,7 @@ def _show(
 def facts(
     plan: Plan, estimate: Estimate | None = None, hardware: Hardware | None = None
 ) -> dict[str, Any]:
-    """What a plan, and its estimate if given, say: dicts, lists, numbers and names.
+    """A plan, and its estimate if given, as dicts, lists, numbers and names.
 
     With ``hardware`` also its memory, and whether the plan fits. Bytes and FLOPs are
     of one rank and step, times in seconds. Spans are left out: ``show.trace`` writes
@@ -230,7 +230,7 @@ def _program(own: RankPlan) -> dict[str, Any]:
 
 
 def _collectives(records: Iterable[Record]) -> list[dict[str, Any]]:
-    """How many of each op over some axes in one phase there are, and their bytes."""
+    """The count and bytes of each op over some axes in one phase."""
     found: dict[tuple[str, tuple[str, ...], str], list[Record]] = defaultdict(list)
     for record in records:
         found[record.op, record.axis, record.phase].append(record)

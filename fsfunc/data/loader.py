@@ -206,7 +206,7 @@ class Batches(Iterator[Any]):
         return tree.map(fake, batch)
 
     def epoch(self) -> Iterator[Any]:
-        """What is left of the epoch that ``position`` lies in."""
+        """Iterates over the rest of the epoch that ``position`` lies in."""
         epoch = self._epoch
         while self._epoch == epoch:
             try:
@@ -232,7 +232,7 @@ class Batches(Iterator[Any]):
 
     @property
     def position(self) -> dict[str, int]:
-        """Where the next batch lies: numbers that are the same on every rank.
+        """The place of the next batch: numbers that are the same on every rank.
 
         ``epoch`` and ``batch`` count from 0; the others tell of which order they are a
         place. To be saved: ``{"train": state, "data": loader.position}``.

@@ -157,7 +157,7 @@ class SplitBackward:
     def _run_inner(
         self, roots: Sequence[tuple[GradientEdge, Tensor]]
     ) -> Sequence[Tensor | None]:
-        """What comes to inputs, and then to early edges, which take it."""
+        """The gradients of inputs, and then of early edges, which take them."""
         pulling = {
             n: n.pull_recomputed for n in self.inner if hasattr(n, "pull_recomputed")
         }

@@ -30,7 +30,7 @@ def balance(
     memory: Sequence[Number] | None = None,
     bound: Number | None = None,
 ) -> list[int]:
-    """How many of consecutive calls each of ``n`` stages has, the largest sum least.
+    """Numbers of consecutive calls for ``n`` stages, the largest stage's cost least.
 
     Among the cuts whose most costly stage costs least, the most even one: least sum of
     squares of the stages' costs, then of their counts.

@@ -17,7 +17,7 @@ __all__ = ["Cuts"]
 
 
 class Cuts:
-    """What the losses of a pipelined function have shown.
+    """The traced losses of a pipelined function, one for each shape of microbatch.
 
     Args:
         stages: as the user gave them.
@@ -123,7 +123,7 @@ def _place(unit: str) -> str:
 
 
 def _code(fn: Any) -> Any:
-    """What a function is, also where it is made anew for every step."""
+    """The code of a function, which stays when it is made anew for every step."""
     while isinstance(fn, functools.partial):
         fn = fn.func
     return getattr(fn, "__code__", fn)

@@ -1,4 +1,4 @@
-"""What an action of a schedule has to wait for.
+"""Dependencies between the actions of a schedule.
 
 An edge (p, c) says that stage c takes outputs of the earlier stage p: c's forward
 needs p's, and p's backward needs c's. Without edges given each stage feeds the next.

@@ -25,7 +25,7 @@ __all__ = ["Addition", "addition", "pull_back"]
 
 @dataclass(frozen=True)
 class Addition:
-    """How one node adds to the gradient of a parameter.
+    """The operation by which one node adds to the gradient of a parameter.
 
     Of a product ``y = x @ w``, or ``x @ w.T``, or of a lookup of rows of ``w``.
 
@@ -87,7 +87,7 @@ def _nothing() -> None:
 
 
 def addition(node: Any, pool: BufferPool) -> Addition | None:
-    """What ``node`` adds to a parameter, if it is a product with one or a lookup."""
+    """The addition of ``node`` to a parameter: of a product with it, or a lookup."""
     edge = _torch.weight_edge(node)
     if edge is None:
         return None

@@ -1,4 +1,4 @@
-"""What ``pipeline`` makes of unit calls and of gradient calls."""
+"""The interpretation of unit calls and gradient calls by ``pipeline``."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ __all__ = ["Pipelining"]
 
 
 class Pipelining(Interpretation):
-    """What ``pipeline`` makes of unit and gradient calls."""
+    """Interprets unit calls and gradient calls as a pipeline."""
 
     lays_out = True
     called = "pipeline"
@@ -185,11 +185,11 @@ class Pipelining(Interpretation):
         return pipelined
 
     def _is_within(self, f: Frame) -> bool:
-        """Whether a loss runs already of which unit calls are placed."""
+        """True inside a loss whose unit calls are placed on stages."""
         return f.staged
 
     def _differentiate(self, depth: int, number: int, call: GradientCall) -> Outcome:
-        """What a gradient call comes down to: the actions of this rank."""
+        """Computes a gradient call by the actions of this rank."""
         f = frame()
         leaves = Leaves(call.args, call.argnums, call.packed, call.parts)
         picked = [x.detach().requires_grad_() for x in leaves.tensors]
@@ -241,7 +241,7 @@ class Pipelining(Interpretation):
         worker: Worker,
         of: Callable[[Schedule], Schedule] = lambda schedule: schedule,
     ) -> list[Any]:
-        """What each microbatch's loss returned, or blanks where the last stage is not.
+        """The results of each microbatch's loss, blanks where the last stage is not.
 
         Blanks too where no stage runs: whose values types are, their programs have told
         by then.
@@ -320,7 +320,7 @@ class RecordedPipelining(Noted, Pipelining):
 
 
 def _own(out: Any) -> Any:
-    """What a pipeline returned, said to be of this rank's rows."""
+    """A pipeline's results, typed as this rank's own."""
     return tree.map(lambda x: assumed(x, "V") if isinstance(x, Tensor) else x, out)
 
 

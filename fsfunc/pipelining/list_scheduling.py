@@ -108,7 +108,7 @@ def _ends(schedule: Schedule, costs: Costs) -> float:
 
 @dataclass(frozen=True)
 class Rule:
-    """How a free rank chooses: an I that is ready, else an F, else a W.
+    """The choice of a free rank: an I that is ready, else an F, else a W.
 
     Args:
         deep: of several forwards that of the last stage; else that of the earliest

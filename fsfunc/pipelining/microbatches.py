@@ -97,7 +97,7 @@ def _casts() -> tuple[Any, ...]:
 
 
 def kind_of(x: Any) -> Any:
-    """What a program depends on of a leaf, to be compared."""
+    """The part of a leaf that a program depends on, for comparison."""
     if isinstance(x, Tensor) or is_sharded(x):
         return tuple(x.shape), x.dtype
     try:
@@ -148,7 +148,7 @@ def combined(results: Sequence[Result], shares: Sequence[float]) -> Result:
 
 
 def forwarded(returned: Sequence[Any], shares: Sequence[float]) -> Any:
-    """What a forward pass alone returned: means, sums, and rows joined."""
+    """The results of a forward pass alone: means, sums, and rows joined."""
     if isinstance(returned[0], Weighted):
         totals, weights = zip(*returned, strict=True)
         return Weighted(torch.stack(totals).sum(), sum(weights))

@@ -79,7 +79,7 @@ class Player:
 
 
 class Posting(NamedTuple):
-    """What a send waits for: that its receive is posted."""
+    """The posting of a receive, for which its send waits."""
 
     receive: Action
 
@@ -136,7 +136,7 @@ class ScheduleRun(Player):
             starts.append(start)
 
     def missing(self, action: Action) -> list[Action]:
-        """What an action that waits is waiting for; a send, for its receive."""
+        """The needs of an action that are not met; of a send, its receive."""
         if action.is_compute:
             needs = self.dependencies.needs(action)
             return [need for need in needs if need not in self.times]

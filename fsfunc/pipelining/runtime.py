@@ -285,7 +285,7 @@ class Worker:
 
 @dataclass
 class _Forwarded:
-    """What a forward leaves for its backward."""
+    """The state that a forward keeps for its backward."""
 
     vjp: StageVjp
     seeds: list[Tensor | None]  # the loss's cotangent, where there is a loss
@@ -313,7 +313,7 @@ def _whole(g: Tensor | None, spec: Spec) -> Tensor:
 
 
 def _named(value: Value, calls: Sequence[Any], a: Action) -> str:
-    """What travels: an output of a unit call, or, coming back, its gradient."""
+    """The name of a message: an output of a unit call, or its gradient."""
     name, what = calls[value.call].name, "" if a.kind.endswith("F") else "gradient of "
     return f"{what}{name} #{value.call}.{value.leaf}, microbatch {a.microbatch}"
 

@@ -53,7 +53,7 @@ class Cut:
 
     @cached_property
     def messages(self) -> dict[tuple[int, int], tuple[Value, ...]]:
-        """What travels from one stage to another, for each microbatch."""
+        """The values sent from one stage to another, for each microbatch."""
         found: dict[tuple[int, int], list[Value]] = {}
         for stage in self.stages:
             for value in stage.receives:
@@ -62,11 +62,11 @@ class Cut:
         return {key: tuple(values) for key, values in found.items()}
 
     def consumers(self, stage: int) -> list[tuple[int, tuple[Value, ...]]]:
-        """Which stages depend on this one, and on which of its values."""
+        """The stages that depend on this one, with the values that they use."""
         return [(c, values) for (p, c), values in self.messages.items() if p == stage]
 
     def producers_of(self, stage: int) -> list[tuple[int, list[Value]]]:
-        """Which stages this one depends on, and what it gives gradients of."""
+        """The stages that this one depends on, with values whose gradients it gives."""
         return [(p, self.returned(p, c)) for p, c in self.messages if c == stage]
 
     def returned(self, producer: int, consumer: int) -> list[Value]:
@@ -75,7 +75,7 @@ class Cut:
         return [value for value in values if self.spec(value).requires_grad]
 
     def spec(self, value: Value) -> Spec:
-        """What a value looks like."""
+        """The shape, dtype and device of a value."""
         return self.program.calls[value.call].outputs.leaves[value.leaf]
 
     @cached_property
@@ -144,7 +144,7 @@ def cut(program: Program, stages: Stages = None, n: int | None = None) -> Cut:
 
 
 def _origins(program: Program, calls: range) -> Origins:
-    """Where all that a stage computes comes from."""
+    """The origins of all that a stage computes."""
     found = Origins()
     for number in calls:
         found = found | program.calls[number].origins
@@ -192,7 +192,7 @@ def _ranges(program: Program, stages: Stages, n: int | None) -> list[range]:
 
 
 def _counts(program: Program, stages: list[Any]) -> list[int]:
-    """How many unit calls each stage has, by what the user gave."""
+    """The number of unit calls of each stage, by the counts or names given."""
     if all(isinstance(s, str) for s in stages):
         return _by_name(program, stages)
     if not all(isinstance(s, int) and not isinstance(s, bool) for s in stages):
@@ -211,7 +211,7 @@ def _counts(program: Program, stages: list[Any]) -> list[int]:
 
 
 def _by_name(program: Program, stages: list[str]) -> list[int]:
-    """How many calls each stage has, from the names of those that begin one."""
+    """The number of calls of each stage, from the names of those that begin one."""
     starts: list[int] = []
     for s, stage in enumerate(stages):
         start = _call_named(program, stage)

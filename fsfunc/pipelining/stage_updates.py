@@ -36,7 +36,7 @@ Predict = Callable[[Any, Any, int], Any]
 
 
 class Updating(Pipelining):
-    """What ``pipeline`` makes of a loss whose stages update in between.
+    """Interprets a loss as a pipeline whose stages update in between.
 
     Args:
         optimizer: applied by each rank to its own leaves, at every U.

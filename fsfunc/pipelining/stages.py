@@ -48,7 +48,7 @@ _HERE = _Here()
 
 
 class StageRun(Stage):
-    """What becomes of the unit calls of a loss in one stage, for one microbatch.
+    """Runs, of the unit calls of a loss, those of one stage, for one microbatch.
 
     Args:
         cut: the program of this microbatch's shapes, cut.

@@ -26,7 +26,7 @@ __all__ = ["Costs", "TimedAction", "bubble", "clock", "clocked", "simulate"]
 
 @dataclass(frozen=True)
 class Costs:
-    """What the actions of a pipeline cost, in any unit of time.
+    """Costs of the actions of a pipeline, in any unit of time.
 
     A number is the time that all stages of a rank take together for one microbatch:
     each of its v stages takes 1/v of it. A sequence has one number for each stage,

@@ -1,4 +1,4 @@
-"""What parameters will be some updates later, as far as their momentum tells."""
+"""Prediction of parameters some updates ahead, by their momentum."""
 
 from __future__ import annotations
 

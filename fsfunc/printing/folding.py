@@ -1,4 +1,4 @@
-"""What repeats with numbers counting up, said once: lines of a listing, and names."""
+"""Folding of lines and names that repeat with numbers counting up."""
 
 from __future__ import annotations
 
@@ -67,7 +67,7 @@ def _repeats(lines: Sequence[_Line], i: int) -> tuple[int, int]:
 
 
 def _times(lines: Sequence[_Line], i: int, period: int) -> int:
-    """How often ``period`` lines come from ``i`` on, each number counting evenly."""
+    """The number of repeats of ``period`` lines from ``i`` on, counting evenly."""
     times, steps = 1, None
     while i + period * (times + 1) <= len(lines):
         a = i + period * (times - 1)

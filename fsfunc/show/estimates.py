@@ -98,7 +98,7 @@ def _ranks(estimate: Estimate, plan: Plan | None) -> Table:
 
 
 def room(plan: Plan, hardware: Hardware) -> str:
-    """Whether the plan fits the hardware's memory, in words: by how much, and where.
+    """A sentence on a plan in a hardware's memory: if it fits, by how much, where.
 
     >>> from fsfunc.planning.events import Took
     >>> from fsfunc.planning.plans import RankPlan

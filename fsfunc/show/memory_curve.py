@@ -22,7 +22,7 @@ Held = tuple[int, ...]  # bytes of each of KINDS
 
 @dataclass(frozen=True)
 class Curve:
-    """What a rank holds while its operators run.
+    """The memory that a rank holds while its operators run.
 
     Args:
         points: (operators that ran before, bytes of each of ``KINDS`` from then on).
@@ -45,7 +45,7 @@ class Curve:
         return tuple(map(max, zip(*held, strict=True)))
 
     def columns(self, count: int) -> list[Held]:
-        """What is held when most is, in each of ``count`` equal parts of the step."""
+        """The highest moment of each of ``count`` equal parts of the step."""
         tops: list[Held] = [(0,) * len(KINDS)] * count
         for (at, held), until in self._spans():
             size = sum(held)

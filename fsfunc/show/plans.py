@@ -68,7 +68,7 @@ def plan(plan: Plan, rank: int | None = None) -> Report:
 
 
 def _totals(plan: Plan, own: RankPlan, rank: int | None) -> str:
-    """Whose program it is, and its figures in one line."""
+    """The ranks of a program, and its figures in one line."""
     shown = own.rank if rank is None else rank
     first = f"rank {shown} of {of_axes(plan.mesh.axes) or 'one'}"
     if own.alike > 1:
@@ -175,12 +175,12 @@ def _whole_bytes(leaf: PlannedLeaf) -> int:
 
 
 def _lies(leaf: PlannedLeaf) -> str:
-    """How a leaf lies; those of one layer on each stage lie alike."""
+    """The layout of a leaf in words; that of one layer on each stage is one."""
     return "whole" if leaf.layout is None else in_words(leaf.layout, owner=False)
 
 
 def _all_lie(leaves: list[PlannedLeaf]) -> str:
-    """How leaves that lie alike lie, with their owner where that is one."""
+    """The one layout of several leaves, with their owner if that is one too."""
     said = {in_words(leaf.layout) for leaf in leaves if leaf.layout is not None}
     return said.pop() if len(said) == 1 else _lies(leaves[0])
 

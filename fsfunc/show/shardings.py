@@ -72,13 +72,13 @@ class LeafPicture(Printed):
 
     @cached_property
     def held(self) -> list[dict[str, int]]:
-        """Where on the layout's axes elements lie, of the first so many places."""
+        """The coordinates that hold elements, among the first so many."""
         places = itertools.islice(every_coordinate(self.layout), LOOKED_AT)
         return [at for at in places if math.prod(self.layout.local_shape(at))]
 
     @property
     def empty(self) -> int:
-        """How many of those places hold nothing."""
+        """The number of coordinates among those that hold nothing."""
         places = math.prod(self.layout.sizes.values())
         return min(places, LOOKED_AT) - len(self.held)
 
@@ -107,7 +107,7 @@ class LeafPicture(Printed):
 def sharding(
     value: Any, mesh: Mesh | None = None, *, rank: int | None = None
 ) -> LeafPicture | Report:
-    """Which rank holds which elements: of one leaf a picture, of a tree a table.
+    """The elements that each rank holds: of one leaf a picture, of a tree a table.
 
     A leaf of one or two dims is drawn as it is; of more, the leading ones are rows and
     the rest columns. Nothing is communicated: a layout says it all, so the mesh may be
@@ -202,7 +202,7 @@ def _layout(leaf: Any) -> Layout | None:
 def _cells(
     leaf: Any, layout: Layout | None, at: dict[str, int]
 ) -> tuple[tuple[str, ...], int]:
-    """What a table says of a leaf after its path, and its bytes on this rank."""
+    """A table's cells for a leaf after its path, and its bytes on this rank."""
     if layout is not None:
         n = math.prod(layout.local_shape(at)) * layout.dtype.itemsize
         what = describe(layout.shape, layout.dtype)

@@ -145,7 +145,7 @@ def trace(
 
 
 def _of_event(event: TimedAction, zero: float) -> Slice:
-    """What a rank of a pipeline does, on the track of what it computes or transfers."""
+    """The slice of a rank's action, on the track of what it computes or transfers."""
     rank, action, start, end = event
     kind, stage, peer = action.kind, action.stage, action.peer
     look = by_sign(kind) if action.is_compute else TRANSFERS[kind]
@@ -163,7 +163,7 @@ def _of_event(event: TimedAction, zero: float) -> Slice:
 
 
 def _of_span(span: Span) -> Slice:
-    """What a stream does, on a track of its own."""
+    """The slice of a span, on the track of its stream."""
     direction, _, peer = span.stream.partition(" ")
     way = {"to": "s", "from": "f"}.get(direction, "")
     ends = (str(span.rank), peer)
