@@ -118,11 +118,11 @@ from fsfunc.optim import (
     warmup_cosine,
 )
 from fsfunc.pipelining import schedules
+from fsfunc.pipelining.asynchronous import momentum_prediction
 from fsfunc.pipelining.balanced_cuts import balance, profile
 from fsfunc.pipelining.pipelines import pipeline
 from fsfunc.pipelining.timing import Costs, bubble, clock
 from fsfunc.pipelining.verification import verify
-from fsfunc.pipelining.weight_prediction import momentum_prediction
 from fsfunc.planning import hardware
 from fsfunc.planning.machines import Hardware, Level
 from fsfunc.sharded.layout import Flat, Layout, Owned, Split

@@ -17,7 +17,7 @@ from fsfunc.cli import (
     plan_command,
 )
 from fsfunc.cli.build_scripts import Refused
-from fsfunc.printing.letters import visible_lines
+from fsfunc.printing.tables import visible_lines
 
 __all__ = ["main"]
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 from collections import defaultdict
 from collections.abc import Iterable
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -207,7 +208,8 @@ def facts(
         "programs": [_program(own) for own in plan.ranks],
     }
     if estimate is not None:
-        found["estimate"] = _estimate(estimate)
+        times = asdict(replace(estimate, spans=[]))
+        found["estimate"] = {name: x for name, x in times.items() if name != "spans"}
     if hardware is not None:
         found["memory"] = hardware.memory
         found["fits"] = plan.peak_bytes <= hardware.memory
@@ -244,12 +246,3 @@ def _collectives(records: Iterable[Record]) -> list[dict[str, Any]]:
         }
         for (op, axes, phase), alike in found.items()
     ]
-
-
-def _estimate(estimate: Estimate) -> dict[str, Any]:
-    names = ("hardware", "seconds", "compute", "exposed", "bubble")
-    names += ("flops_per_second", "share_of_peak", "tokens_per_second")
-    of_rank = ("rank", "alike", "compute", "exposed", "bubble", "idle")
-    found = {name: getattr(estimate, name) for name in names}
-    ranks = [{name: getattr(r, name) for name in of_rank} for r in estimate.ranks]
-    return {**found, "ranks": ranks}

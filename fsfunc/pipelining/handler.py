@@ -21,12 +21,7 @@ from fsfunc.core.frames import Counter, Frame, Interpretation, frame, inside
 from fsfunc.core.losses import loss_parts
 from fsfunc.core.outcomes import BatchArgnums, GradientCall, Outcome
 from fsfunc.core.units import Call
-from fsfunc.pipelining.actions import (
-    Schedule,
-    ScheduleError,
-    listing,
-    owners,
-)
+from fsfunc.pipelining.actions import Schedule, ScheduleError, listing, owners
 from fsfunc.pipelining.cut_programs import Cuts
 from fsfunc.pipelining.microbatches import (
     Part,

@@ -135,16 +135,14 @@ def blank(outputs: Outputs) -> Any:
 
 def combined(results: Sequence[Result], shares: Sequence[float]) -> Result:
     """The sums over microbatches, each mean counted by its share of the rows."""
-    scaled = []
-    for (total, weight, aux), share in zip(results, shares, strict=True):
-        if weight is None:
-            total = total * share
-        scaled.append((total, weight, _scaled(aux, share)))
-    total, weight, aux = scaled[0]
-    for more, heavier, beside in scaled[1:]:
-        total, aux = total + more, added(aux, beside)
-        weight = added_weights(weight, heavier)
-    return total, weight, aux
+    totals, weights, others = zip(*results, strict=True)
+    parts = zip(totals, weights, shares, strict=True)
+    scaled = [t * share if weight is None else t for t, weight, share in parts]
+    return (
+        functools.reduce(torch.add, scaled),
+        functools.reduce(added_weights, weights),
+        functools.reduce(added, map(_scaled, others, shares)),
+    )
 
 
 def forwarded(returned: Sequence[Any], shares: Sequence[float]) -> Any:
@@ -179,27 +177,27 @@ def everywhere(value: Any, where: RankGroup, source: int) -> Any:
     leaves, treedef = tree.flatten(value)
     tensors = [i for i, x in enumerate(leaves) if isinstance(x, Tensor)]
     numbers = [i for i, x in enumerate(leaves) if type(x) in (bool, int, float)]
-    packed = [i for i, x in enumerate(leaves) if averaged(x)]
+    packed = [i for i in tensors if averaged(leaves[i])]
+    device = leaves[tensors[0]].device if tensors else None
+
+    def sent(x: Tensor) -> Tensor:
+        return where.start("pbroadcast", x, source=source).wait()
+
     with label("", "loss"):
         if packed:
-            wide = functools.reduce(
-                torch.promote_types, [leaves[i].dtype for i in packed], torch.float32
-            )
-            stack = torch.stack([leaves[i].to(wide) for i in packed])
-            stack = where.start("pbroadcast", stack, source=source).wait()
-            for i, x in zip(packed, stack, strict=True):
+            dtypes = [leaves[i].dtype for i in packed]
+            wide = functools.reduce(torch.promote_types, dtypes, torch.float32)
+            found = sent(torch.stack([leaves[i].to(wide) for i in packed]))
+            for i, x in zip(packed, found, strict=True):
                 leaves[i] = x.to(leaves[i].dtype)
         for i in tensors:
             if i not in packed:
-                x = leaves[i].contiguous()
-                leaves[i] = where.start("pbroadcast", x, source=source).wait()
+                leaves[i] = sent(leaves[i].contiguous())
         if numbers:  # those here may be as old as the program
-            device = leaves[tensors[0]].device if tensors else None
-            sent = [float(leaves[i]) for i in numbers]
-            sent = torch.tensor(sent, dtype=torch.float64, device=device)
-            sent = where.start("pbroadcast", sent, source=source).wait().tolist()
-            if where.index != source:
-                for i, x in zip(numbers, sent, strict=True):
+            mine = [float(leaves[i]) for i in numbers]
+            mine = torch.tensor(mine, dtype=torch.float64, device=device)
+            for i, x in zip(numbers, sent(mine).tolist(), strict=True):
+                if where.index != source:
                     leaves[i] = type(leaves[i])(x) if x.is_integer() else x
     return tree.unflatten(treedef, leaves)
 

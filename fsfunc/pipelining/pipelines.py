@@ -16,10 +16,11 @@ from fsfunc.pipelining.actions import (
     is_asynchronous,
     parse,
 )
+from fsfunc.pipelining.asynchronous import Predict
 from fsfunc.pipelining.handler import Pipelining
 from fsfunc.pipelining.schedules import one_f_one_b
 from fsfunc.pipelining.stage_plans import Stages
-from fsfunc.pipelining.stage_updates import Predict, Updating
+from fsfunc.pipelining.stage_updates import Updating
 from fsfunc.pipelining.verification import verify
 from fsfunc.transforms.transforming import transformed
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from itertools import groupby
 from typing import Any
 
 import torch
@@ -246,11 +247,6 @@ def _call_named(program: Program, stage: str) -> int:
 
 def _told(program: Program) -> str:
     """The unit calls there are, runs of one name as one."""
-    runs: list[list[str]] = []
-    for call in program.calls:
-        if runs and runs[-1][0] == call.name:
-            runs[-1].append(call.name)
-        else:
-            runs.append([call.name])
-    shown = [r[0] if len(r) == 1 else f"{r[0]} x{len(r)}" for r in runs]
+    runs = [(name, len([*r])) for name, r in groupby(c.name for c in program.calls)]
+    shown = [name if n == 1 else f"{name} x{n}" for name, n in runs]
     return f" ({', '.join(shown)})" if shown else ""

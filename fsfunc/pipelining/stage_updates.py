@@ -23,16 +23,14 @@ from fsfunc.core.losses import loss_parts
 from fsfunc.core.outcomes import BatchArgnums, GradientCall, Outcome
 from fsfunc.optim import Optimizer
 from fsfunc.pipelining.actions import Action, Schedule, ScheduleError, owners
-from fsfunc.pipelining.delayed import staleness
+from fsfunc.pipelining.asynchronous import Predict, staleness
 from fsfunc.pipelining.handler import Pipelining
 from fsfunc.pipelining.microbatches import Part, blank, combined, everywhere
 from fsfunc.pipelining.runtime import Microbatch, Worker
 from fsfunc.pipelining.stage_plans import Stages
 from fsfunc.sharded.leaf import is_sharded
 
-__all__ = ["Predict", "Updating"]
-
-Predict = Callable[[Any, Any, int], Any]
+__all__ = ["Updating"]
 
 
 class Updating(Pipelining):

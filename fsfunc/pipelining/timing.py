@@ -11,14 +11,8 @@ from dataclasses import dataclass
 from time import perf_counter
 from typing import Literal, NamedTuple
 
-from fsfunc.pipelining.actions import (
-    SENDS,
-    Action,
-    Schedule,
-    ScheduleError,
-    parse,
-)
-from fsfunc.pipelining.dependencies import Dependencies, Edge, made, other_end
+from fsfunc.pipelining.actions import SENDS, Action, Schedule, ScheduleError, parse
+from fsfunc.pipelining.player import Dependencies, Edge, made, other_end
 from fsfunc.pipelining.verification import verified_run
 
 __all__ = ["Costs", "TimedAction", "bubble", "clock", "clocked", "simulate"]

@@ -5,7 +5,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from fsfunc.pipelining.actions import Action, ScheduleError, listing, parse
-from fsfunc.pipelining.dependencies import Dependencies, other_end
+from fsfunc.pipelining.player import Dependencies, other_end
 from fsfunc.pipelining.schedules import forward_only, gpipe, one_f_one_b, zb_v
 from fsfunc.pipelining.transfers import with_transfers
 from fsfunc.pipelining.verification import verify
