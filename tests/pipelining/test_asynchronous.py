@@ -289,10 +289,6 @@ def test_staleness_counts_to_the_weight_gradient():
     rows = ["F0 F1 I0 W0 U0 I1 W1 U1"]
     assert S.staleness(S.parse(rows)) == ((0, 1),)
     assert S.staleness(S.one_f_one_b(2, 3)) == ((0, 0, 0), (0, 0, 0))
-    with pytest.raises(ScheduleError, match="rank 0 has several stages"):
-        S.staleness(S.zb_v(4, 2))
-    with pytest.raises(ScheduleError, match="rank 1 has forwards without a backward"):
-        S.staleness(S.parse(["F0 B0", "F0"]))
 
 
 def test_an_update_goes_after_what_its_backward_sends():
@@ -363,10 +359,6 @@ def step_of(
             {"schedule": ["F0@0 F0@1 B0@1 U0@1 B0@0 U0@0"], "n": 1,
              "ranks": 1},
             "2 stages on 1 ranks: under an asynchronous schedule a rank has one",
-        ),
-        (
-            {"schedule": functools.partial(S.asynchronous, interval=0)},
-            "interval must be an integer from 1 on, got 0",
         ),
     ],
 )  # fmt: skip
