@@ -118,8 +118,8 @@ from fsfunc.optim import (
     warmup_cosine,
 )
 from fsfunc.pipelining import schedules
-from fsfunc.pipelining.asynchronous import momentum_prediction
 from fsfunc.pipelining.balanced_cuts import balance, profile
+from fsfunc.pipelining.delayed import momentum_prediction
 from fsfunc.pipelining.pipelines import pipeline
 from fsfunc.pipelining.timing import Costs, bubble, clock
 from fsfunc.pipelining.verification import verify

@@ -154,7 +154,7 @@ def refusing(script: Path) -> Iterator[None]:
 
 
 def _line_of(script: Path, frames: Sequence[traceback.FrameSummary]) -> str:
-    """The innermost line of the script, or of what lies beside it."""
+    """The innermost line of the script, or of a file in its folder."""
     for frame in reversed(frames):
         file = Path(frame.filename)
         theirs = file.is_relative_to(FSFUNC) or "site-packages" in file.parts

@@ -206,7 +206,7 @@ class Batches(Iterator[Any]):
         return tree.map(fake, batch)
 
     def epoch(self) -> Iterator[Any]:
-        """Iterates over the rest of the epoch that ``position`` lies in."""
+        """Iterates over the rest of the epoch of ``position``."""
         epoch = self._epoch
         while self._epoch == epoch:
             try:

@@ -172,7 +172,7 @@ def profile(
     """Seconds of the forward and backward pass of each unit call of ``loss_fn``.
 
     Each unit call runs once to warm up and then ``repeat`` times, on the inputs that
-    the loss gives it; the median counts. What lies between the calls is not timed.
+    the loss gives it; the median counts. Operations between the calls are not timed.
 
     Args:
         loss_fn: a loss that calls units.

@@ -76,7 +76,7 @@ class Cuts:
     def check(self, cuts: Iterable[Cut], params: Any) -> None:
         """Raises, on every rank alike, where a stage would not have what it reads.
 
-        That is a leaf that lies with another stage, or a part of one that is read
+        That is a leaf of another stage, or a part of one that is read
         outside units: sums, scalings and noise there would be those of this stage.
 
         Args:

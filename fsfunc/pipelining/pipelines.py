@@ -16,7 +16,7 @@ from fsfunc.pipelining.actions import (
     is_asynchronous,
     parse,
 )
-from fsfunc.pipelining.asynchronous import Predict
+from fsfunc.pipelining.delayed import Predict
 from fsfunc.pipelining.handler import Pipelining
 from fsfunc.pipelining.schedules import one_f_one_b
 from fsfunc.pipelining.stage_plans import Stages
@@ -124,7 +124,7 @@ def pipeline(
     """
     names = check_mesh(mesh, "pipeline").check(axis)
     if len(names) != 1:
-        raise ValueError(f"a pipeline lies along one axis, got {names}")
+        raise ValueError(f"a pipeline is over one axis, got {names}")
     if not isinstance(n_microbatches, int) or n_microbatches < 1:
         raise ValueError(f"n_microbatches={n_microbatches!r}: there is at least one")
     if n_microbatches > _MOST:

@@ -15,7 +15,7 @@ from fsfunc.pipelining.actions import (
     parse,
     to_json,
 )
-from fsfunc.pipelining.asynchronous import asynchronous, staleness
+from fsfunc.pipelining.delayed import asynchronous, staleness
 from fsfunc.pipelining.list_scheduling import greedy
 from fsfunc.pipelining.synchronous import (
     forwards,

@@ -23,7 +23,7 @@ from fsfunc.core.losses import loss_parts
 from fsfunc.core.outcomes import BatchArgnums, GradientCall, Outcome
 from fsfunc.optim import Optimizer
 from fsfunc.pipelining.actions import Action, Schedule, ScheduleError, owners
-from fsfunc.pipelining.asynchronous import Predict, staleness
+from fsfunc.pipelining.delayed import Predict, staleness
 from fsfunc.pipelining.handler import Pipelining
 from fsfunc.pipelining.microbatches import Part, blank, combined, everywhere
 from fsfunc.pipelining.runtime import Microbatch, Worker
@@ -114,35 +114,26 @@ class Updating(Pipelining):
 
     def _check_leaves(self, batches: Sequence[Microbatch], params: Any) -> None:
         """Raises where a rank cannot update its leaves alone."""
-        readers: dict[str, set[int]] = {}
-        for batch in {id(b.cut): b for b in batches}.values():
-            for stage in batch.cut.stages:
-                for path in stage.leaves | stage.reads:
-                    readers.setdefault(path, set()).add(self.owners[stage.number])
+        stages = [stage for batch in batches for stage in batch.cut.stages]
+        used = frozenset[str]().union(*(s.leaves | s.reads for s in stages))
         paths, leaves, _ = tree.flatten_with_paths(params, is_leaf=is_sharded)
-        size = len(self.schedule)
         for path, leaf in zip(paths, leaves, strict=True):
-            ranks = sorted(readers.get(path, ()))
-            if is_sharded(leaf) and leaf.layout.parts != leaf.layout.owned:
-                raise ValueError(
-                    f"{path!r} is {leaf.layout}: an asynchronous schedule goes without "
-                    "shard, as its stages update at times of their own"
-                )
-            trained = isinstance(leaf, Tensor) and leaf.is_floating_point()
-            if size == 1 or not ranks or not trained:
+            if is_sharded(leaf):
+                if leaf.layout.parts != leaf.layout.owned:
+                    raise ValueError(
+                        f"{path!r} is {leaf.layout}: an asynchronous schedule goes "
+                        "without shard, as its stages update at times of their own"
+                    )
                 continue
-            if len(ranks) > 1:
+            trained = isinstance(leaf, Tensor) and leaf.is_floating_point()
+            if len(self.schedule) > 1 and path in used and trained:
                 raise ValueError(
-                    f"{path!r} is used by stages of the ranks {ranks}, which update at "
-                    "different times: under an asynchronous schedule a leaf belongs to "
-                    "one stage. Choose stages= so that one has all its uses, or use "
-                    "another schedule"
+                    f"{path!r} is whole on every rank, and under an asynchronous "
+                    "schedule a leaf belongs to the one stage that updates it: make "
+                    "the state by ff.init_state(step, params, optimizer, batch), read "
+                    "the leaf in units, not in the loss, and choose stages= so that "
+                    "one stage has all its uses; or use another schedule"
                 )
-            raise ValueError(
-                f"{path!r} is whole on every rank, but only rank {ranks[0]} would "
-                "update it: make the state by ff.init_state(step, params, optimizer, "
-                "batch), and read the leaf in a unit, not in the loss"
-            )
 
     def _try(self, running: _Running, f: Frame) -> None:
         """Raises where the optimizer would communicate, or predict would fail."""

@@ -28,7 +28,7 @@ def verify(
 ) -> None:
     """Return nothing where the schedule is right and runs to its end.
 
-    Each stage lies on one rank and takes each microbatch forward once, and backward
+    Each stage is on one rank and takes each microbatch forward once, and backward
     once: by B, or by I and then W (nowhere, in a schedule of forwards alone). Every
     action comes after what it needs. Where a stage updates (U), every update has
     gradients to take up, and every gradient of every stage an update. Where the

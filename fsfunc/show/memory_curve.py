@@ -55,7 +55,7 @@ class Curve:
         return tops
 
     def peak_column(self, count: int) -> int:
-        """The column in which the peak lies."""
+        """The column of the peak."""
         return self._column(self.peak[0], count)
 
     def _spans(self) -> Iterator[tuple[tuple[int, Held], int]]:

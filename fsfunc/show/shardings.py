@@ -124,7 +124,7 @@ def sharding(
 
     Raises:
         TypeError: a mesh that is none.
-        ValueError: a tree without leaves; a leaf that lies on axes that the mesh has
+        ValueError: a tree without leaves; a leaf on axes that the mesh has
             not, or has in another size.
         IndexError: a rank that the mesh has not.
 
@@ -175,7 +175,7 @@ def sharding(
     for names, found in alike(keyed):
         rows.append((counted(names), *found[0]))
     over = of_axes(mesh.axes) or "one rank"
-    head = ("<path", "<whole", "<lies", f"<rank {own} holds", ">bytes each")
+    head = ("<path", "<whole", "<layout", f"<rank {own} holds", ">bytes each")
     end = f"rank {own} holds {of_bytes(total)} in {len(leaves)} leaves"
     return Report((f"over {over}", "", Table("", head, rows, most=200), "", end))
 
@@ -216,7 +216,7 @@ def _cells(
 def _where(
     layouts: Sequence[Layout], mesh: Mesh | None, rank: int | None
 ) -> tuple[Mesh, int]:
-    """The mesh that leaves lie on, checked, and the rank whose parts are shown."""
+    """The mesh of the leaves, checked, and the rank whose parts are shown."""
     asking = 0
     if mesh is None:
         if (found := maybe_here()) is not None:
@@ -231,7 +231,7 @@ def _where(
             if mesh.axes.get(axis) != size:
                 has = f"of size {mesh.axes[axis]}" if axis in mesh.axes else "not there"
                 raise ValueError(
-                    f'{layout.subject} lies on axis "{axis}" of size {size}, which is '
+                    f'{layout.subject} is over axis "{axis}" of size {size}, which is '
                     f"{has} in {mesh}: pass the mesh that it was placed on"
                 )
     own = asking if rank is None else rank

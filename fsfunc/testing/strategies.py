@@ -105,7 +105,7 @@ def layouts(
     """Layouts of one tensor over any axes of a mesh; they shrink to a whole one.
 
     Args:
-        flat: whether some axes cut a flat buffer, in which others lie beside it.
+        flat: whether some axes cut a flat buffer, which other tensors share.
         owned: whether one coordinate of an axis may have all of it.
     """
     names = draw(st.lists(st.sampled_from(list(mesh.axes)), unique=True))

@@ -102,7 +102,7 @@ VALUES = {
     ),
     "another axis": (
         lying(LEAF, {"model": 2}),
-        "'w' f32[4] lies on axis \"data\" of size 2, which is not there",
+        "'w' f32[4] is over axis \"data\" of size 2, which is not there",
     ),
     "another size": (
         lying([LEAF], {"data": 4}),
