@@ -67,7 +67,7 @@ def add_to(commands: Any) -> None:
         f'on "{THIS}" machine, measured',
     )
     add("--tokens", type=float, metavar="N", help="of a step, over all ranks")
-    add("--rank", type=int, metavar="R", help="whose program is shown (default: 0)")
+    add("--rank", type=int, metavar="R", help="the rank to show (default: 0)")
     add("--memory", action="store_true", help="show the memory over the step")
     add("--streams", action="store_true", help="show what the estimate does when")
     add("--png", type=Path, metavar="DIR", help="draw memory and streams there")

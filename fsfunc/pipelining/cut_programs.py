@@ -113,7 +113,7 @@ _READ = (
     "{} is read outside units in a loss that a pipeline runs, {}: a stage has the "
     "parameters of its own units alone, and of these the rank's part. Read it inside "
     "a unit. A term of the loss that is of parameters alone, as a penalty is, has its "
-    "own gradient call beside the pipelined one, in the same step: "
+    "own gradient call next to the pipelined one, in the same step: "
     "ff.value_and_grad(penalty)(params), and the two gradients are added by tree.map"
 )
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 from collections import defaultdict
 from collections.abc import Callable, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -46,27 +46,24 @@ from fsfunc.tracing.recorder import Noted, Recorder
 __all__ = ["Pipelining"]
 
 
+@dataclass(eq=False, repr=False)
 class Pipelining(Interpretation):
     """Interprets unit calls and gradient calls as a pipeline."""
+
+    mesh: Mesh
+    axis: str
+    n: int
+    schedule: Schedule
+    stages: Stages
+    batch_argnums: BatchArgnums | None
 
     lays_out = True
     called = "pipeline"
 
-    def __init__(
-        self,
-        mesh: Mesh,
-        axis: str,
-        n: int,
-        schedule: Schedule,
-        stages: Stages,
-        batch_argnums: BatchArgnums | None = None,
-    ):
-        self.mesh, self.axis, self.n = mesh, axis, n
-        self.batch_argnums = batch_argnums
-        self.schedule, self.stages = schedule, stages
-        self.owners = owners(schedule)
-        self.cuts = Cuts(stages, self.owners, axis)
-        self.same_batch = (axis,)
+    def __post_init__(self) -> None:
+        self.owners = owners(self.schedule)
+        self.cuts = Cuts(self.stages, self.owners, self.axis)
+        self.same_batch = (self.axis,)
         self.pools: dict[int, BufferPool] = defaultdict(BufferPool)
 
     @functools.cached_property
@@ -238,8 +235,7 @@ class Pipelining(Interpretation):
     ) -> list[Any]:
         """The results of each microbatch's loss, blanks where the last stage is not.
 
-        Blanks too where no stage runs: whose values types are, their programs have told
-        by then.
+        Blanks too where a tracer only records programs and types: no stage runs then.
         """
         batches, where = worker.microbatches, worker.where
         between = frozenset[tuple[int, int]]().union(*(b.cut.messages for b in batches))

@@ -1,4 +1,4 @@
-"""A batch in microbatches, and what they returned as one, on every rank."""
+"""A batch in microbatches, and their results as one, on every rank."""
 
 from __future__ import annotations
 
@@ -49,8 +49,8 @@ class Part:
         args, keywords: of the loss; what is not cut is in every part.
         share: what a mean over its rows counts: its rows, over those of an average
             part.
-        shapes: what tells parts apart that need programs of their own; autocast too,
-            under which the same unit gives other dtypes.
+        shapes: the key of the part's program: shapes, dtypes, plain values; autocast
+            too, under which the same unit gives other dtypes.
     """
 
     args: tuple[Any, ...]
@@ -63,7 +63,7 @@ def cut_batch(call: GradientCall, n: int, chosen: BatchArgnums | None) -> list[P
     """``n`` parts along dim 0, as even as can be, the smaller ones last.
 
     Args:
-        chosen: the arguments that are the batch, where ``pipeline`` was told so.
+        chosen: ``batch_argnums`` of ``pipeline``, if given.
 
     Raises:
         ValueError: batch leaves that differ in dim 0, or fewer rows than parts; several

@@ -93,7 +93,7 @@ def pipeline(
             batch that is differentiated.
             With updates: a leaf of stages on several ranks, an optimizer that
             communicates, a ``Weighted`` loss, ``shard`` or ``accumulate`` around.
-        RuntimeError: a loss whose course depends on a tensor's value, or which is
+        RuntimeError: a loss whose control flow depends on a tensor's value, or which is
             differentiated by ``torch.func``.
 
     Cost, a step: one message each way for each microbatch and each two stages of

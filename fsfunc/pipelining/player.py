@@ -24,8 +24,8 @@ class Player:
     """One event loop. A rank is an iterator that yields what it waits for.
 
     It goes on once that has happened, and at once where it has. Who is awake goes on
-    in the order of time, then of ranks. A rank that yields None sleeps until somebody
-    wakes it.
+    in the order of time, then of ranks. A rank that yields None sleeps until
+    :meth:`wake`.
 
     >>> player = Player()
     >>> def second():
@@ -50,7 +50,7 @@ class Player:
         self._awake: list[tuple[float, int]] = []
 
     def happened(self, what: Hashable, time: float = 0) -> None:
-        """Notes when something happened, and wakes who waits for it."""
+        """Records the time of an event, and wakes the ranks that wait for it."""
         self.times[what] = time
         for rank in self._asleep.pop(what, ()):
             self.wake(rank, time)
@@ -67,7 +67,7 @@ class Player:
         self.go_on()
 
     def go_on(self) -> None:
-        """Takes those further that were woken since nobody could go on."""
+        """Runs the ranks that have been woken."""
         while self._awake:
             self.now, rank = heappop(self._awake)
             self.waits[rank] = None

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -41,6 +41,7 @@ class Microbatch:
     cut: Cut
 
 
+@dataclass(eq=False)
 class Worker:
     """One rank of one pipelined call.
 
@@ -59,24 +60,18 @@ class Worker:
     of the last stage, and ``values`` hold their gradients.
     """
 
-    def __init__(
-        self,
-        call: Callable[..., Any],
-        read: Callable[[Any], Any],
-        microbatches: Sequence[Microbatch],
-        owners: Sequence[int],
-        where: RankGroup,
-        frame: Frame,
-        depth: int,
-        values: Sequence[Tensor],
-        pool: BufferPool | None = None,
-        seed: Callable[[Tensor], Tensor] = torch.ones_like,
-    ):
-        self.seed = seed
-        self.call, self.read = call, read
-        self.microbatches, self.owners, self.where = microbatches, owners, where
-        self.frame, self.depth, self.values = frame, depth, list(values)
-        self.pool = BufferPool() if pool is None else pool
+    call: Callable[..., Any]
+    read: Callable[[Any], Any]
+    microbatches: Sequence[Microbatch]
+    owners: Sequence[int]
+    where: RankGroup
+    frame: Frame
+    depth: int
+    values: Sequence[Tensor]
+    pool: BufferPool = field(default_factory=BufferPool)
+    seed: Callable[[Tensor], Tensor] = torch.ones_like
+
+    def __post_init__(self) -> None:
         self.results: dict[int, Any] = {}
         # By direction ("F", "B"), stage and microbatch: what came for an action from
         # here, what is being received for it, and what it made for other ranks.
@@ -215,7 +210,7 @@ class Worker:
             self._send_back(a)
 
         # Past the last forward, another rank has nothing else to do than to wait for
-        # the gradients of its outputs; for those of the weights nobody waits. (Before
+        # the gradients of its outputs; for those of the weights no rank waits. (Before
         # it, a weight's product is better done while its factors are in the cache.)
         waits = self.at > self.last and any(
             self.owners[p] != own for p, _ in cut.producers_of(a.stage)
@@ -295,7 +290,7 @@ class _Forwarded:
 
 
 def _check_undrawn(states: States) -> None:
-    """Raises where glue drew numbers, of which the program knows nothing."""
+    """Raises where the loss drew numbers outside units that its program has not."""
     if _torch.fake_active():
         return  # fake tensors draw nothing
     if any(not torch.equal(g.get_state(), state) for g, state in states):

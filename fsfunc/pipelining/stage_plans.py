@@ -71,7 +71,7 @@ class Cut:
         return [(p, self.returned(p, c)) for p, c in self.messages if c == stage]
 
     def returned(self, producer: int, consumer: int) -> list[Value]:
-        """The values between two stages whose gradients travel back."""
+        """The values between two stages whose gradients are sent back."""
         values = self.messages[producer, consumer]
         return [value for value in values if self.spec(value).requires_grad]
 
@@ -160,7 +160,7 @@ def _check_draws(program: Program, origins: Sequence[Origins]) -> None:
             raise ValueError(
                 f"{program.name} draws random numbers outside every unit, by {draw.op} "
                 f"at {draw.line}, which stages {_listed(users)} use: each would draw "
-                "its own. Draw them in a unit, whose output then travels"
+                "its own. Draw them in a unit, whose output is then sent"
             )
 
 
@@ -181,8 +181,8 @@ def _ranges(program: Program, stages: Stages, n: int | None) -> list[range]:
     if wanted > total:
         raise ValueError(
             f"{wanted} stages, but {program.name} has only {total} unit calls"
-            f"{_told(program)}: a stage has at least one. Use fewer stages, or make "
-            "smaller units"
+            f"{_calls_in_words(program)}: a stage has at least one. Use fewer stages, "
+            "or make smaller units"
         )
     if stages is None:
         counts = balance([call.flops for call in program.calls], wanted)
@@ -206,7 +206,7 @@ def _counts(program: Program, stages: list[Any]) -> list[int]:
     if sum(stages) != len(program.calls):
         raise ValueError(
             f"stages={stages!r} sums to {sum(stages)}, but {program.name} has "
-            f"{len(program.calls)} unit calls{_told(program)}"
+            f"{len(program.calls)} unit calls{_calls_in_words(program)}"
         )
     return stages
 
@@ -240,12 +240,13 @@ def _call_named(program: Program, stage: str) -> int:
     if int(k) >= len(found):
         there = f"only {len(found)} calls of" if found else "no unit call named"
         raise ValueError(
-            f"stage {stage!r}: {program.name} has {there} {name!r}{_told(program)}"
+            f"stage {stage!r}: {program.name} has {there} {name!r}"
+            f"{_calls_in_words(program)}"
         )
     return found[int(k)]
 
 
-def _told(program: Program) -> str:
+def _calls_in_words(program: Program) -> str:
     """The unit calls there are, runs of one name as one."""
     runs = [(name, len([*r])) for name, r in groupby(c.name for c in program.calls)]
     shown = [name if n == 1 else f"{name} x{n}" for name, n in runs]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any, cast
 
 import torch
@@ -15,24 +15,23 @@ from fsfunc.comm.collective_ops import run_by
 from fsfunc.comm.groups import RankGroup
 from fsfunc.comm.ledgers import silence
 from fsfunc.comm.linear_maps import LinearMap
-from fsfunc.comm.mesh import Mesh
 from fsfunc.core.autodiff import value_and_grad
 from fsfunc.core.differentiated import Leaves
 from fsfunc.core.frames import Frame, Interpretation, frame, inside
 from fsfunc.core.losses import loss_parts
-from fsfunc.core.outcomes import BatchArgnums, GradientCall, Outcome
+from fsfunc.core.outcomes import GradientCall, Outcome
 from fsfunc.optim import Optimizer
 from fsfunc.pipelining.actions import Action, Schedule, ScheduleError, owners
 from fsfunc.pipelining.delayed import Predict, staleness
 from fsfunc.pipelining.handler import Pipelining
 from fsfunc.pipelining.microbatches import Part, blank, combined, everywhere
 from fsfunc.pipelining.runtime import Microbatch, Worker
-from fsfunc.pipelining.stage_plans import Stages
 from fsfunc.sharded.leaf import is_sharded
 
 __all__ = ["Updating"]
 
 
+@dataclass(eq=False, repr=False)
 class Updating(Pipelining):
     """Interprets a loss as a pipeline whose stages update in between.
 
@@ -41,27 +40,19 @@ class Updating(Pipelining):
         predict: ``(params, opt_state, updates) -> params``, some updates ahead.
     """
 
-    def __init__(
-        self,
-        mesh: Mesh,
-        axis: str,
-        n: int,
-        schedule: Schedule,
-        stages: Stages,
-        batch_argnums: BatchArgnums | None,
-        optimizer: Optimizer,
-        predict: Predict | None,
-    ):
-        _check_schedule(schedule)
-        if optimizer.take is not None:
+    optimizer: Optimizer
+    predict: Predict | None
+
+    def __post_init__(self) -> None:
+        _check_schedule(self.schedule)
+        if self.optimizer.take is not None:
             raise ValueError(
                 "the optimizer takes gradients in a way of its own, as loss_scale "
                 "does, and an asynchronous schedule updates stage by stage: use "
                 "another schedule"
             )
-        super().__init__(mesh, axis, n, schedule, stages, batch_argnums)
-        self.optimizer, self.predict = optimizer, predict
-        self.late = staleness(schedule)
+        super().__post_init__()
+        self.late = staleness(self.schedule)
         self.is_tried = False
 
     def step(self, loss: Callable[..., Any]) -> Callable[..., Any]:
@@ -103,9 +94,7 @@ class Updating(Pipelining):
         if where.size > 1 and not self.is_tried:
             self._try(running, f)
             self.is_tried = True
-        worker = _UpdatingWorker(
-            self, running, batches, where, f, depth, self.late[where.index]
-        )
+        worker = _UpdatingWorker(self, running, batches, where, f, depth)
         results = self._run(worker)
         running.params, running.opt_state = worker.params, worker.opt_state
         summed = combined(results, [b.part.share for b in batches])
@@ -187,10 +176,8 @@ class _Version:
 class _UpdatingWorker(Worker):
     """One rank of one call: a :class:`Worker` whose parameters change on the way.
 
-    Args:
-        late: by microbatch, how many updates come between its forward and backward.
-
-    After ``run``, ``params`` and ``opt_state`` are the new ones.
+    After ``run``, ``params`` and ``opt_state`` are the new ones. ``late`` is, by
+    microbatch, the number of updates between its forward and its backward.
     """
 
     def __init__(
@@ -201,14 +188,14 @@ class _UpdatingWorker(Worker):
         where: RankGroup,
         frame: Frame,
         depth: int,
-        late: Sequence[int],
     ):
         super().__init__(
             running.loss,
             lambda returned: loss_parts(returned, False),
             microbatches, handler.owners, where, frame, depth, (),
         )  # fmt: skip
-        self.optimizer, self.ahead, self.late = handler.optimizer, handler.ahead, late
+        self.optimizer, self.ahead = handler.optimizer, handler.ahead
+        self.late = handler.late[where.index]
         self.params, self.opt_state = running.params, running.opt_state
         self.actual = self.version = _Version(self.params)
         self.used: dict[int, _Version] = {}  # by microbatch, till its backward

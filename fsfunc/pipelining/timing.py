@@ -198,7 +198,7 @@ def clock() -> Iterator[list[TimedAction]]:
 
 @contextmanager
 def clocked(rank: int, action: Action) -> Iterator[None]:
-    """Notes the time of what runs inside, where somebody asked for it."""
+    """Records the time of the action that runs inside, under :func:`clock`."""
     start = perf_counter()
     yield
     if logs := _CLOCKS.get():

@@ -49,8 +49,8 @@ class Lane:
     def columns(self, start: float, end: float, count: int) -> list[Look | None]:
         """The look of what takes most of each of ``count`` equal parts of the time.
 
-        None where there is nothing. Transfers may be short beside what is computed: a
-        part in which anything is sent shows what.
+        None where there is nothing. Of a stream of transfers, whose gaps are no spans,
+        a part in which anything is sent shows what.
         """
         width = (end - start) / count
         sums: list[dict[Look, float]] = [{} for _ in range(count)]
@@ -102,7 +102,7 @@ class LaneChart(Drawn):
         )
 
     def picture(self, title: str, marks: dict[str, str], **how: Any) -> Figure:
-        """The picture, whose legend has ``marks`` beside the looks."""
+        """The picture, whose legend has the looks and ``marks``."""
         marks = {look.title: look.color for look in self.looks()} | marks
         rows = [self.row(lane) for lane in self.lanes]
         return lane_figure(title, rows, self.start, self.end, marks, **how)

@@ -21,7 +21,7 @@ _COLORS = (
 )  # fmt: skip
 # By the arms that meet, of up, right, down and left, as the digits of a binary number.
 _CORNERS = "   ┐ ─┌┬ ┘│┤└┴├┼"
-Holders = Sequence[Key | None]  # of a row's cells; None beside them
+Holders = Sequence[Key | None]  # of a row's cells; None outside
 
 
 class Rectangle(NamedTuple):
@@ -41,7 +41,7 @@ class Grid:
         dims: how many of the leaf's dims its rows count; the rest are its columns.
         rows, columns: where the cells begin, and the last one's end.
         keys: for each row and column the coordinates (over ``layout.axes``) of those
-            who hold the cell.
+            of the ranks that hold the cell.
     """
 
     dims: int
@@ -68,11 +68,11 @@ class Grid:
             key: f"#000000 on {_COLORS[i % len(_COLORS)]}" for i, key in enumerate(said)
         }
         yield [(" " * (margin + 1) + " ".join(h.center(width) for h in heads), "")]
-        nobody = [None] * (len(heads) + 2)
-        held = [nobody, *([None, *row, None] for row in self.keys), nobody]
+        outside = [None] * (len(heads) + 2)
+        held = [outside, *([None, *row, None] for row in self.keys), outside]
         for i, (above, row) in enumerate(pairwise(held)):
             yield [(" " * margin + _border(above, row, width), "")]
-            if row is nobody:
+            if row is outside:
                 return
             cells = [(f"{sides[i].rjust(margin - 1)} ", "")]
             for before, key in pairwise(row):

@@ -159,7 +159,7 @@ def memory(
 
     Args:
         plan: of ``ff.plan``.
-        rank: whose; the lowest that was planned by default.
+        rank: the rank; by default the lowest that was planned.
         path: where to draw it as a picture too (``.png``, ``.svg``, ``.pdf``).
 
     Returns:

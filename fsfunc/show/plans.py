@@ -30,7 +30,7 @@ def plan(plan: Plan, rank: int | None = None) -> Report:
 
     Args:
         plan: of ``ff.plan``.
-        rank: whose program is shown in full; the lowest that was planned by default.
+        rank: the rank of the program to show; by default the lowest that was planned.
 
     Returns:
         A ``Report``: print it, or print it in colours with ``rich.print``.

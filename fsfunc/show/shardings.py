@@ -32,7 +32,7 @@ LOOKED_AT = 10_000  # sets of ranks, for it
 
 @dataclass(frozen=True, repr=False)
 class LeafPicture(Printed):
-    """One leaf over a mesh, to print: a grid of who holds what, and a table.
+    """One leaf over a mesh, to print: a grid of the holders of each part, and a table.
 
     ``grid`` is None where its cells are too many to read: the table says it alone.
     """
@@ -117,7 +117,7 @@ def sharding(
         value: a ``Sharded`` leaf or a ``Layout``; or a tree of such and of tensors, as
             a state is. Equal layers are one row.
         mesh: by default the one that is running, else the axes that leaves name.
-        rank: whose part is shown; in a table of a tree whoever asks by default, or 0.
+        rank: the rank to show; of a tree by default the calling rank, or 0.
 
     Returns:
         a ``LeafPicture`` or a ``Report``: print it, or print it with ``rich.print``.
@@ -216,7 +216,7 @@ def _cells(
 def _where(
     layouts: Sequence[Layout], mesh: Mesh | None, rank: int | None
 ) -> tuple[Mesh, int]:
-    """The mesh of the leaves, checked, and the rank whose parts are shown."""
+    """The mesh of the leaves, checked, and the rank to show."""
     asking = 0
     if mesh is None:
         if (found := maybe_here()) is not None:

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 __all__ = ["StreamChart", "streams"]
 
-RANKS = 16  # shown, where nobody says which
+RANKS = 16  # shown by default
 WIDEST = 110  # columns, where nothing says how wide the paper is
 
 

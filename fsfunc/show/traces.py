@@ -99,7 +99,7 @@ def trace(
             estimate of ``ff.estimate``, or its spans.
         path: the file to write.
         plan: of which the estimate is: the memory that ranks hold is then a counter
-            beside their tracks.
+            next to their tracks.
 
     Returns:
         ``{"traceEvents": [...], "displayTimeUnit": "ms"}``.
@@ -123,7 +123,7 @@ def trace(
             counters = list(_counters(spans, check_plan(plan)))
     elif plan is not None:
         raise TypeError(
-            "memory is drawn beside an estimate, and these are events of a run: give "
+            "memory goes with an estimate, and these are events of a run: give "
             "trace(estimate, path, plan=plan)"
         )
     else:

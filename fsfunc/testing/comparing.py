@@ -90,12 +90,12 @@ def _unlike(path: str, a: Any, b: Any, tolerance: float) -> Difference | None:
     if (a.shape, a.dtype) != (b.shape, b.dtype):
         kinds = describe(a.shape, a.dtype), describe(b.shape, b.dtype)
         return Difference(path, f"{name} is {kinds[0]}, not {kinds[1]}", a, b)
-    apart = far(a, b, tolerance)
-    if not bool(apart.any()):
+    differs = far(a, b, tolerance)
+    if not bool(differs.any()):
         return None
-    first = int(apart.reshape(-1).to(torch.uint8).argmax())
+    first = int(differs.reshape(-1).to(torch.uint8).argmax())
     index = place_of(first, a.shape)
-    count = int(apart.sum())
+    count = int(differs.sum())
     said = f"{describe(a.shape, a.dtype, name)} differs"
     if a.ndim:
         said += f" at {index}, in {count} of {a.numel()} elements"

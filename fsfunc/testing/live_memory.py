@@ -49,10 +49,10 @@ class Living:
 
 
 class _Counted:
-    """A link whose own doings do not count, but for the tensor that it returns.
+    """A link whose own memory does not count, but for the tensor that it returns.
 
     Simulated ranks do each other's sums, and share what comes of them when all have
-    come; the last of them waits for nobody. A rank alone takes the memory of a result
+    come; the last of them does not wait. A rank alone takes the memory of a result
     before it sends, and holds what it sends until that is over.
     """
 

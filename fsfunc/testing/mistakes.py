@@ -102,8 +102,8 @@ def _not_finite(case: Case) -> str:
     if not bad or not bool(case.expected.isfinite().all()):
         return ""
     return (
-        f"not finite on {_ranks(bad)}, finite on one device: memory that nobody "
-        "wrote is read (under poison it holds NaN): a stale buffer, or padding; or "
+        f"not finite on {_ranks(bad)}, finite on one device: unwritten memory "
+        "is read (under poison it holds NaN): a stale buffer, or padding; or "
         "something is divided by what an empty part, or a fully masked one, gives"
     )
 

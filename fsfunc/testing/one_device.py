@@ -46,9 +46,8 @@ def assert_equals_one_device(
 
     One device calls ``step(state, *batch)``. Each rank of the mesh lays the state out
     by ``place``, takes its rows of the batch, and calls ``transformed``; what that
-    returns, whole, must be the same. So values, gradients, new states and whatever else
-    a step returns are compared, and nobody may have written into a state that was not
-    donated.
+    returns, whole, must be the same: values, gradients, new states and whatever else a
+    step returns. Nor may a call write into a state that was not donated.
 
     Args:
         step: what one device runs; any function of (state, \\*batch), that may return

@@ -11,6 +11,7 @@ from __future__ import annotations
 import math
 import warnings
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from fractions import Fraction
 from typing import Any
 
@@ -84,30 +85,32 @@ def check_collective(
         _Check(fn, axis, of, to, tuple(shape), transpose, agreeing, at).run(under)
 
 
+@dataclass(eq=False)
 class _Check:
     """One collective on one mesh."""
 
-    def __init__(
-        self,
-        fn: Any,
-        axis: str,
-        of: str,
-        to: str,
-        shape: tuple[int, ...],
-        transpose: Any,
-        agreeing: bool,
-        mesh: Mesh,
-    ):
+    fn: Any
+    axis: str
+    of: str
+    to: str
+    shape: tuple[int, ...]
+    transpose: Any
+    agreeing: bool
+    mesh: Mesh
+
+    def __post_init__(self) -> None:
+        fn, axis, of, to, mesh = self.fn, self.axis, self.of, self.to, self.mesh
         for kind in (of, to):
             if kind not in "VIRP":
                 raise ValueError(f"type {kind!r}: it is V, I, R or P")
-        self.fn, self.axis, self.of, self.to, self.mesh = fn, axis, of, to, mesh
-        self.transpose, self.draw = transpose, torch.Generator().manual_seed(0)
+        self.draw = torch.Generator().manual_seed(0)
         name = getattr(fn, "__name__", type(fn).__name__)
         n = mesh.axis_size(axis)
         self.name = f'{name}, {of} -> {to} over "{axis}" of size {n}'
-        self.alike = of in "IR" or agreeing
-        self.x, self.z = (typed(self.alike, shape, mesh, axis, self.draw) for _ in "xz")
+        self.alike = of in "IR" or self.agreeing
+        self.x, self.z = (
+            typed(self.alike, self.shape, mesh, axis, self.draw) for _ in "xz"
+        )
         self.y = self.on_ranks(fn, self.x)
         out = self.y[0].shape
         dual = COTANGENT[to] in "IR"

@@ -255,7 +255,7 @@ BUGS = {
         momentum([1, 0]), "right elements in another order.* order of ranks",
     ),
     "a stale buffer": Bug(
-        stale_check, stale(True), stale(False), "memory that nobody wrote",
+        stale_check, stale(True), stale(False), "unwritten memory is read",
     ),
     "a state written in place": Bug(
         by_mean, mean, written, "wrote into the state's 'b', which was not donated",
