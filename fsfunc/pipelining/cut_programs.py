@@ -6,8 +6,11 @@ import functools
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
+import torch
+from torch import Tensor
+
 from fsfunc import tree
-from fsfunc.pipelining.microbatches import Part, kind_of
+from fsfunc.core.outcomes import GradientCall
 from fsfunc.pipelining.stage_plans import Cut, Stages, cut
 from fsfunc.sharded.leaf import Sharded, is_sharded
 from fsfunc.tracing.leaves import plain
@@ -34,29 +37,26 @@ class Cuts:
         for key, found in other.known.items():
             self.known.setdefault(key, found)
 
-    def of(
-        self,
-        fn: Callable[..., Any],
-        part: Part,
-        argnums: Sequence[int],
-        number: int = 0,
-    ) -> Cut:
+    def of(self, call: GradientCall, number: int = 0) -> Cut:
         """The stages of a loss, for a microbatch of these shapes; a penalty has none.
 
         Args:
-            number: of the step's gradient calls, in each of which the loss is one.
+            call: the gradient call on one microbatch.
+            number: its place among the gradient calls of a step.
         """
-        chosen = [part.args[i] for i in argnums]
+        chosen = [call.args[i] for i in call.argnums]
+        others = [None if i in call.argnums else x for i, x in enumerate(call.args)]
         flat, structure = tree.flatten(chosen, is_leaf=is_sharded)
-        kinds = tuple(map(kind_of, flat))
-        loss = number, _code(fn), structure
+        more, form = tree.flatten((others, call.keywords), is_leaf=is_sharded)
+        kinds = tuple(map(_kind, [*flat, *more]))
+        loss = number, _code(call.fn), structure
         # Of split leaves a unit may make parts, of other shapes.
         split = any(isinstance(x, Sharded) and x.layout.splits for x in flat)
-        key = (loss, part.shapes, kinds, split)
+        key = loss, form, kinds, split, _casts()
         if key not in self.known:
-            args = tree.map(plain, part.args, is_leaf=is_sharded)
-            fn, args = _first(fn, args, argnums)
-            program = trace(fn, args, part.keywords)
+            args = tree.map(plain, call.args, is_leaf=is_sharded)
+            fn, args = _first(call.fn, args, call.argnums)
+            program = trace(fn, args, call.keywords)
             stages = self.stages
             before = next((c for k, c in self.known.items() if k[0] == loss), None)
             if before is not None:  # as the state is laid out
@@ -120,6 +120,23 @@ _READ = (
 
 def _place(unit: str) -> str:
     return f"for what unit {unit!r} is given" if unit else "for the loss"
+
+
+def _kind(x: Any) -> Any:
+    """The part of a leaf that a program depends on, for comparison."""
+    if isinstance(x, Tensor) or is_sharded(x):
+        return tuple(x.shape), x.dtype
+    try:
+        hash(x)
+    except TypeError:
+        return type(x)
+    return x
+
+
+def _casts() -> tuple[Any, ...]:
+    """The dtypes of autocast, under which the same unit gives other ones."""
+    kinds = [k for k in ("cpu", "cuda") if torch.is_autocast_enabled(k)]
+    return tuple((k, torch.get_autocast_dtype(k)) for k in kinds)
 
 
 def _code(fn: Any) -> Any:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections import defaultdict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -24,7 +24,7 @@ from fsfunc.core.units import Call
 from fsfunc.pipelining.actions import Schedule, ScheduleError, listing, owners
 from fsfunc.pipelining.cut_programs import Cuts
 from fsfunc.pipelining.microbatches import (
-    Part,
+    Microbatch,
     blank,
     combined,
     cut_batch,
@@ -33,7 +33,7 @@ from fsfunc.pipelining.microbatches import (
     forwarded,
     sum_shared,
 )
-from fsfunc.pipelining.runtime import Microbatch, Worker
+from fsfunc.pipelining.runtime import Worker
 from fsfunc.pipelining.schedules import forward_only
 from fsfunc.pipelining.stage_plans import Cut, Stages
 from fsfunc.pipelining.transfers import with_transfers
@@ -143,13 +143,13 @@ class Pipelining(Interpretation):
 
     def _forward(self, f: Callable[..., Any], args: Any, keywords: Any) -> Any:
         outer, call = frame(), GradientCall(f, (0,), False, args, keywords)
-        batches = self._batches(call, self._parts(call))
+        batches = self._batches(call)
         worker = Worker(
-            f, lambda out: (out, None, None), batches, self.owners, self._where(),
+            lambda out: (out, None, None), batches, self.owners, self._where(),
             outer.but(micro=(*outer.micro, (0, self.n))), len(outer.micro), (),
         )  # fmt: skip
         found = [returned for returned, _, _ in self._run(worker, forward_only)]
-        out = forwarded(found, [b.part.share for b in batches])
+        out = forwarded(found, [b.share for b in batches])
         return _own(everywhere(out, worker.where, self.owners[-1]))
 
     # Gradient calls
@@ -187,8 +187,7 @@ class Pipelining(Interpretation):
         picked = [x.detach().requires_grad_() for x in leaves.tensors]
         args = leaves.args(picked)
         values = [*picked, *leaves.every_part(args)]
-        parts, count = folded(self._parts(replace(call, args=args)))
-        batches = self._batches(call, parts, number)
+        batches, count = folded(self._batches(replace(call, args=args), number))
         if not batches[0].cut.stages:
             return differentiate(call)
         for _, runtime in f.runtimes:
@@ -199,27 +198,24 @@ class Pipelining(Interpretation):
             return total, *tree.map(_detached, (weight, aux))
 
         worker = Worker(
-            call.fn, read, batches, self.owners, self._where(), f, depth, values,
+            read, batches, self.owners, self._where(), f, depth, values,
             self.pools[here(self.mesh).rank], call.seed,
         )  # fmt: skip
         results = self._run(worker)
-        summed = combined(results, [p.share for p in parts])
+        summed = combined(results, [b.share for b in batches])
         total, weight, aux = _own(everywhere(summed, worker.where, self.owners[-1]))
         grads = leaves.grads([x.grad for x in picked])
         due = (functools.partial(sum_shared, where=worker.where),)
         scale = call.cotangent
         return Outcome(total, weight, grads, aux, count, due, own=grads, scale=scale)
 
-    def _parts(self, call: GradientCall) -> list[Part]:
-        """The microbatches of a gradient call."""
+    def _cut(self, call: GradientCall) -> list[Microbatch]:
         return cut_batch(call, self.n, self.batch_argnums)
 
-    def _batches(
-        self, call: GradientCall, parts: Sequence[Part], number: int = 0
-    ) -> list[Microbatch]:
-        """Each with its program; the ``number``-th gradient call of a step."""
-        of = functools.partial(self.cuts.of, call.fn, argnums=call.argnums)
-        batches = [Microbatch(part, of(part, number=number)) for part in parts]
+    def _batches(self, call: GradientCall, number: int = 0) -> list[Microbatch]:
+        """The microbatches of a step's ``number``-th gradient call, with programs."""
+        of = self.cuts.of
+        batches = [replace(b, cut=of(b.call, number)) for b in self._cut(call)]
         first = tuple(call.argnums) == (0,)  # what a program has as its parameters
         params = call.args[0] if first else [call.args[i] for i in call.argnums]
         self.cuts.check([b.cut for b in batches], params)
@@ -291,13 +287,13 @@ class RecordedPipelining(Noted, Pipelining):
         return self.cut is not None
 
     def _forward(self, f: Callable[..., Any], args: Any, keywords: Any) -> Any:
-        part = self._parts(GradientCall(f, (0,), False, args, keywords))[0]
-        with inside(self._running(self.cuts.of(f, part, (0,)), counter=Counter())):
-            return f(*part.args, **part.keywords)
+        call = self._cut(GradientCall(f, (0,), False, args, keywords))[0].call
+        with inside(self._running(self.cuts.of(call), counter=Counter())):
+            return f(*call.args, **call.keywords)
 
     def _differentiate(self, depth: int, number: int, call: GradientCall) -> Outcome:
-        part = self._parts(call)[0]
-        found = self.cuts.of(call.fn, part, call.argnums, number)
+        part = self._cut(call)[0].call
+        found = self.cuts.of(part, number)
         if not found.stages:
             return differentiate(call)
         with inside(self._running(found)):

@@ -29,38 +29,36 @@ from fsfunc.tracing.programs import Outputs, Spec
 from fsfunc.transforms.microbatches import Microbatches
 
 __all__ = [
-    "Part",
+    "Microbatch",
     "blank",
     "combined",
     "cut_batch",
     "everywhere",
     "folded",
     "forwarded",
-    "kind_of",
     "sum_shared",
 ]
 
 
 @dataclass(frozen=True)
-class Part:
-    """The arguments of one microbatch.
+class Microbatch:
+    """One microbatch of a gradient call.
 
     Args:
-        args, keywords: of the loss; what is not cut is in every part.
-        share: what a mean over its rows counts: its rows, over those of an average
-            part.
-        shapes: the key of the part's program: shapes, dtypes, plain values; autocast
-            too, under which the same unit gives other dtypes.
+        call: the gradient call on it; arguments that are not cut are whole in it.
+        share: the weight of its mean: its rows, over those of an average microbatch.
+        cut: the program of the loss for its shapes, in stages, once that is known.
     """
 
-    args: tuple[Any, ...]
-    keywords: dict[str, Any]
+    call: GradientCall
     share: float
-    shapes: tuple[Any, ...]
+    cut: Any = None
 
 
-def cut_batch(call: GradientCall, n: int, chosen: BatchArgnums | None) -> list[Part]:
-    """``n`` parts along dim 0, as even as can be, the smaller ones last.
+def cut_batch(
+    call: GradientCall, n: int, chosen: BatchArgnums | None
+) -> list[Microbatch]:
+    """``n`` microbatches along dim 0, as even as can be, the smaller ones last.
 
     Args:
         chosen: ``batch_argnums`` of ``pipeline``, if given.
@@ -73,15 +71,7 @@ def cut_batch(call: GradientCall, n: int, chosen: BatchArgnums | None) -> list[P
     for i in call.argnums:
         if cut.is_cut(i):
             raise ValueError(_ROWS.format(i))
-    parts, casts = [], _casts()
-    for m in range(n):
-        part = cut.part(m)
-        others = [None if i in call.argnums else x for i, x in enumerate(part.args)]
-        flat, spec = tree.flatten((others, part.keywords), is_leaf=is_sharded)
-        shapes = (spec, casts, *map(kind_of, flat))
-        share = cut.share(m)
-        parts.append(Part(part.args, part.keywords, share, shapes))
-    return parts
+    return [Microbatch(cut.part(m), cut.share(m)) for m in range(n)]
 
 
 _ROWS = (
@@ -91,24 +81,8 @@ _ROWS = (
 )
 
 
-def _casts() -> tuple[Any, ...]:
-    kinds = [k for k in ("cpu", "cuda") if torch.is_autocast_enabled(k)]
-    return tuple((k, torch.get_autocast_dtype(k)) for k in kinds)
-
-
-def kind_of(x: Any) -> Any:
-    """The part of a leaf that a program depends on, for comparison."""
-    if isinstance(x, Tensor) or is_sharded(x):
-        return tuple(x.shape), x.dtype
-    try:
-        hash(x)
-    except TypeError:
-        return type(x)
-    return x
-
-
-def folded(parts: Sequence[Part]) -> tuple[list[Part], int]:
-    """The parts, with a mean over them in their shares, and what is left to divide by.
+def folded(parts: Sequence[Microbatch]) -> tuple[list[Microbatch], int]:
+    """The parts, their mean folded into their shares, and the divisor that is left.
 
     To divide by a power of two is exact at any time: better one scalar now than all
     gradients later.

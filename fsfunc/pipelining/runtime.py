@@ -19,9 +19,9 @@ from fsfunc.comm.attribution import label
 from fsfunc.comm.collective_ops import run_by
 from fsfunc.comm.groups import RankGroup
 from fsfunc.core.frames import Counter, Frame, inside
+from fsfunc.core.outcomes import GradientCall
 from fsfunc.pipelining.actions import Action
-from fsfunc.pipelining.microbatches import Part
-from fsfunc.pipelining.stage_plans import Cut
+from fsfunc.pipelining.microbatches import Microbatch
 from fsfunc.pipelining.stage_vjp import StageVjp
 from fsfunc.pipelining.stages import CAPTURED, Ended, StageRun, abstractly
 from fsfunc.pipelining.timing import clocked
@@ -30,15 +30,7 @@ from fsfunc.runtime.compiled import plainly
 from fsfunc.runtime.generators import States, generators_kept, mix
 from fsfunc.tracing.programs import Spec, Value
 
-__all__ = ["Microbatch", "Worker"]
-
-
-@dataclass(frozen=True)
-class Microbatch:
-    """One microbatch of a pipelined call: its arguments, its program."""
-
-    part: Part
-    cut: Cut
+__all__ = ["Worker"]
 
 
 @dataclass(eq=False)
@@ -46,7 +38,6 @@ class Worker:
     """One rank of one pipelined call.
 
     Args:
-        call: the loss.
         read: ``(returned) -> (total, weight, aux)``; the last stage's.
         microbatches: all of them.
         owners: by stage, the index along ``where`` of the rank that runs it.
@@ -60,7 +51,6 @@ class Worker:
     of the last stage, and ``values`` hold their gradients.
     """
 
-    call: Callable[..., Any]
     read: Callable[[Any], Any]
     microbatches: Sequence[Microbatch]
     owners: Sequence[int]
@@ -147,7 +137,7 @@ class Worker:
             inside(f),
         ):
             try:
-                returned = self._returned(batch.part)
+                returned = self._returned(batch.call)
             except Ended:
                 returned = None
         outputs: list[Tensor] = []
@@ -157,7 +147,7 @@ class Worker:
             total, weight, aux = self.results[a.microbatch] = self.read(returned)
             if isinstance(total, Tensor) and total.requires_grad:
                 outputs.append(total)
-                share = batch.part.share if weight is None else 1.0
+                share = batch.share if weight is None else 1.0
                 seeds.append(self.seed(total).mul_(share))
                 self.results[a.microbatch] = total.detach(), weight, aux
         stage.check_made(tracked=bool(self.values))
@@ -172,8 +162,8 @@ class Worker:
         ends = [torch.zeros_like(x) for x in stage.ends]
         self.kept[key] = _Forwarded(vjp, seeds, given, taken, ends)
 
-    def _returned(self, part: Part) -> Any:
-        return self.call(*part.args, **part.keywords)
+    def _returned(self, call: GradientCall) -> Any:
+        return call.fn(*call.args, **call.keywords)
 
     def _taken(self, way: str, a: Action) -> dict[Value, Tensor]:
         """Takes the activations ("F") or cotangents ("B") that came for an action."""

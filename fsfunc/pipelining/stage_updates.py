@@ -24,8 +24,8 @@ from fsfunc.optim import Optimizer
 from fsfunc.pipelining.actions import Action, Schedule, ScheduleError, owners
 from fsfunc.pipelining.delayed import Predict, staleness
 from fsfunc.pipelining.handler import Pipelining
-from fsfunc.pipelining.microbatches import Part, blank, combined, everywhere
-from fsfunc.pipelining.runtime import Microbatch, Worker
+from fsfunc.pipelining.microbatches import Microbatch, blank, combined, everywhere
+from fsfunc.pipelining.runtime import Worker
 from fsfunc.sharded.leaf import is_sharded
 
 __all__ = ["Updating"]
@@ -82,7 +82,7 @@ class Updating(Pipelining):
         running = cast(_Running, call.fn)
         f = frame().but(donated=None)  # forwards use old versions
         call = replace(call, fn=running.loss)
-        batches = self._batches(call, self._parts(call), number)
+        batches = self._batches(call, number)
         where = self._where()
         blanks = [loss_parts(blank(b.cut.program.loss.outputs), False) for b in batches]
         if any(weight is not None for _, weight, _ in blanks):
@@ -97,7 +97,7 @@ class Updating(Pipelining):
         worker = _UpdatingWorker(self, running, batches, where, f, depth)
         results = self._run(worker)
         running.params, running.opt_state = worker.params, worker.opt_state
-        summed = combined(results, [b.part.share for b in batches])
+        summed = combined(results, [b.share for b in batches])
         total, _, _ = everywhere(summed, where, self.owners[-1])
         return Outcome(total, None, (None,), None, self.n)
 
@@ -190,7 +190,6 @@ class _UpdatingWorker(Worker):
         depth: int,
     ):
         super().__init__(
-            running.loss,
             lambda returned: loss_parts(returned, False),
             microbatches, handler.owners, where, frame, depth, (),
         )  # fmt: skip
@@ -211,9 +210,9 @@ class _UpdatingWorker(Worker):
         self.used[a.microbatch], self.values = self.version, self.version.values
         super()._F(a)
 
-    def _returned(self, part: Part) -> Any:
+    def _returned(self, call: GradientCall) -> Any:
         # Not a function that knows this worker: a circle, in which tensors would wait.
-        return self.call(self.version.params, *part.args[1:], **part.keywords)
+        return call.fn(self.version.params, *call.args[1:], **call.keywords)
 
     def _B(self, a: Action) -> None:
         with self._gathering(a):
@@ -233,7 +232,7 @@ class _UpdatingWorker(Worker):
         self.sums = [x.grad for x in values]
         for x in values:
             x.grad = None
-        self.share += self.microbatches[a.microbatch].part.share
+        self.share += self.microbatches[a.microbatch].share
 
     def _U(self, a: Action) -> None:
         held = [g for g in self.sums if g is not None]
