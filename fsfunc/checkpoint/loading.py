@@ -33,6 +33,7 @@ from fsfunc.runtime.stores import lies
 from fsfunc.sharded.donated import overlaps, refuse_spent, spend
 from fsfunc.sharded.leaf import Sharded, is_sharded
 from fsfunc.sharded.packing import PackedTree, split_buffers
+from fsfunc.sharded.rank_local import mark_rank_local
 
 __all__ = ["load"]
 
@@ -160,6 +161,8 @@ def _fill(
                 kept.append((_local(leaf), _local(old[i])))
         elif isinstance(leaf, Sharded | Tensor):
             held = _placed(Held.of(path, leaf), taken[i], here)
+            if taken[i].own and isinstance(leaf, Tensor):
+                mark_rank_local(leaf)
             for box, x in held.boxes(coordinates_here(here)):
                 wanted += requests(taken[i], box, x)
         else:

@@ -35,6 +35,7 @@ __all__ = [
     "over",
     "run_by",
     "summed",
+    "typed_like",
     "unheard",
     "watched",
     "watching",
@@ -89,6 +90,10 @@ class Watcher:
     def assumed(self, y: Tensor, kind: str) -> None:
         """Somebody says that ``y`` is of this type."""
 
+    def typed_like(self, y: Tensor, x: Tensor) -> Tensor:
+        """``y``, a part of a buffer, which is now what ``x`` was; perhaps a copy."""
+        return y
+
     def laid(self, leaf: Any) -> None:
         """A sharded leaf was made of whole tensors, or like another."""
 
@@ -122,6 +127,12 @@ def assumed(y: Tensor, kind: str) -> Tensor:
     if (watcher := _WATCHER.get()) is not None:
         watcher.assumed(y, kind)
     return y
+
+
+def typed_like(y: Tensor, x: Tensor) -> Tensor:
+    """``y``, a part of a buffer that several share: of the type of ``x``."""
+    watcher = _WATCHER.get()
+    return y if watcher is None else watcher.typed_like(y, x)
 
 
 def laid(leaf: Any) -> Any:

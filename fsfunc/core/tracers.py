@@ -53,6 +53,9 @@ class Tracer:
             key: on what kinds of things; ``mean``: the axes over which it averages.
         """
 
+    def returned(self, args: Any, out: Any) -> None:
+        """Hears what a sharded function was given and returns, as it ends."""
+
     def takes(self, name: str, leaves: Iterable[Any]) -> None:
         """Hears that ``name``, such as a unit call, takes sharded leaves."""
 

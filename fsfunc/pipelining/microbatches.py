@@ -12,6 +12,7 @@ from torch import Tensor
 
 from fsfunc import tree
 from fsfunc.comm.attribution import label
+from fsfunc.comm.collective_ops import typed_like
 from fsfunc.comm.groups import RankGroup
 from fsfunc.core.losses import (
     Weighted,
@@ -200,7 +201,7 @@ def sum_shared(grads: Any, where: RankGroup) -> Any:
             flat = where.start("psum", flat).wait()
         parts = flat.split([tensors[i].numel() for i in positions])
         for i, part in zip(positions, parts, strict=True):
-            tensors[i] = part.view(tensors[i].shape)
+            tensors[i] = typed_like(part.view(tensors[i].shape), tensors[i])
     return buffers.rebuild(tensors)
 
 

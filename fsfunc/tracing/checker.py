@@ -27,8 +27,9 @@ from fsfunc.core.tracers import Tracer
 from fsfunc.core.units import Call
 from fsfunc.optim.function_answers import answers
 from fsfunc.sharded.leaf import Sharded, is_sharded
+from fsfunc.sharded.rank_local import is_rank_local
 from fsfunc.tracing.knowledge import Seen
-from fsfunc.tracing.provenance import Gradient, joined
+from fsfunc.tracing.provenance import Gradient, Provenance, joined
 from fsfunc.tracing.refusals import refusal, refuse_cut
 from fsfunc.tracing.results import together
 from fsfunc.tracing.stand_ins import StandIns
@@ -45,8 +46,9 @@ class Checker(Tracer, Watcher, Operators):
     ``calls`` are the signatures of the calls of sharded functions; ``claims`` what is
     no tensor, and is to be the same on every rank; ``said`` what numbers torch's
     functions were given. Of a pipelined loss it sees what that returns: in it sharded
-    leaves go into units alone. ``carried`` are the paths of the first argument where a
-    step returns each rank's own; it adds those that it finds.
+    leaves go into units alone. ``carried`` are the paths of a first argument, by its
+    structure, where a sharded function returns each rank's own: it adds what it finds.
+    ``rank_local`` are such paths of what the outermost one returns.
     """
 
     def __init__(
@@ -54,14 +56,14 @@ class Checker(Tracer, Watcher, Operators):
         axes: tuple[str, ...],
         alone: bool,
         stand_ins: StandIns,
-        carried: set[str],
+        carried: set[tuple[Any, str]],
         varying: Iterable[int] = (),
     ):
         Operators.__init__(self, axes, alone, stand_ins, varying)
         self.calls: list[Any] = []
         self.claims: list[tuple[str, str]] = []
         self.said: list[NumbersGiven] = []
-        self.carried = carried
+        self.carried, self.rank_local = carried, set[str]()
         self._gathered: tuple[str, list[Sharded]] = "", []  # for the unit that comes
         self._parameters: set[int] = set()  # plain leaves that were differentiated
         self._functions: dict[str, str] = {}  # around collectives, and where these are
@@ -146,6 +148,11 @@ class Checker(Tracer, Watcher, Operators):
         if seen.kind not in PARTS and leaf.ndim > 1:
             self.known.put(leaf._local, replace(seen, flat=True))
 
+    def typed_like(self, y: Tensor, x: Tensor) -> Tensor:
+        y = y.clone()
+        self.known.put(y, self.known.of(x))
+        return y
+
     def assumed(self, y: Tensor, kind: str) -> None:
         seen, alone = self.known.of(y), self.own is Kind.A
         self.known.give(y, Kind.A if alone else Kind[kind], "what assume gave")
@@ -168,7 +175,7 @@ class Checker(Tracer, Watcher, Operators):
     def called(self, key: Any, args: Any, keywords: Any, mean: Sequence[str]) -> None:
         self.calls.append(key)
         for i, value in enumerate((*args, keywords)):
-            paths, leaves, _ = tree.flatten_with_paths(value, is_leaf=is_sharded)
+            paths, leaves, treedef = tree.flatten_with_paths(value, is_leaf=is_sharded)
             for path, x in zip(paths, leaves, strict=True):
                 name = f"argument {i}" + (f" at {path!r}" if path else "")
                 name = repr(path) if i == 0 and path else name
@@ -178,7 +185,8 @@ class Checker(Tracer, Watcher, Operators):
                     seen = placed(x, Kind.S if cut else Kind.I, name)
                     self.known.meet(x._local, replace(seen, value=value))
                 elif isinstance(x, Tensor):
-                    own = i or path in self.carried
+                    known = (treedef, path) in self.carried
+                    own = i or known or is_rank_local(x)
                     kind = self.own if own else Kind.I
                     self.known.meet(x, Seen(kind, name, value=value))
 
@@ -254,21 +262,37 @@ class Checker(Tracer, Watcher, Operators):
         seen = [self.known.of(x) for x in self.known.tensors(by)]
         values = tuple(x.value for x in seen if x.kind in (Kind.S, Kind.I))
         line = f"the derivative at {source_line()}"
-        own = mean = joined(self.known.each_made_of(of)).changed(line)
+        own = joined([*self.known.each_made_of(of), *self._pulled_with(of)])
+        own = mean = own.changed(line)
         if values and self.own is Kind.V:
-            one = Gradient(hash(values), own.rows)
+            shares = frozenset(((own.rows, 1.0),))
+            one = Gradient(hash(values), own.rows, shares)
             mean = own._replace(gradients=own.gradients | {one})
         for g in self.known.tensors(found):
             varies = self.known.kind(g) is Kind.V
             self.known.change(g, made_of=own if varies else mean)
 
+    def _pulled_with(self, of: Any) -> list[Provenance]:
+        """The rows that constants choose by which derivatives are pulled back."""
+        tensors = self.known.tensors(of)
+        own = [x for x in tensors if self.known.kind(x) is Kind.V and x.ndim]
+        seen = [(c, self.known.of(c)) for c in tensors if c.ndim and len(c) > 1]
+        return [
+            self.known.weighed(own[0], c)
+            for c, known in seen
+            if own and known.kind is Kind.K and not known.uniform
+        ]
+
     def _laid(self, by: Any, grads: Any) -> None:
         """Gradients by sharded leaves lie as these do."""
+        flat: set[int] = set()  # memory of which a part has several dims
         for x, g in _pairs(by, grads):
             if isinstance(x, Sharded) and isinstance(g, Sharded):
                 kind, name = self.known.kind(x._local), f"the gradient by {x.name!r}"
-                seen = placed(g, kind, name)
-                self.known.put(g._local, replace(seen, where=source_line()))
+                seen, key = placed(g, kind, name), _torch.storage_key(g._local)
+                flat |= {key} if seen.flat else set()
+                seen = replace(seen, where=source_line(), flat=key in flat)
+                self.known.put(g._local, seen)
                 if kind is Kind.I:
                     local = _torch.unwrapped(x._local)
                     self._parameters.add(_torch.storage_key(local))
@@ -299,15 +323,18 @@ class Checker(Tracer, Watcher, Operators):
         elif of.parameter and found.kind is Kind.V and not averaged:
             raise refusal("made of one", "", [of, found], None)
 
-    def returned(self, state: Any, out: Any) -> None:
-        """Holds what a step returns against the state that it was given."""
+    def returned(self, args: Any, out: Any) -> None:
+        """Holds what a sharded function returns against what it was given."""
         for y in tree.leaves(out, is_leaf=is_sharded):
-            if isinstance(y, Sharded) and self.known.kind(y._local) is Kind.V:
+            if isinstance(y, Sharded) and self._varies(y._local):
                 leaf = Seen(Kind.I, repr(y.name) if y.name else "a placed leaf")
                 raise refusal("returned", "", [leaf, self.known.of(y._local)], None)
-        new = out[:1] if isinstance(out, tuple) else (out,)
-        paths, leaves, treedef = tree.flatten_with_paths(*state, is_leaf=is_sharded)
-        found, other = tree.flatten(*new, is_leaf=is_sharded)
+        new = out[0] if isinstance(out, tuple) and out else out
+        paths, found, other = tree.flatten_with_paths(new, is_leaf=is_sharded)
+        plain = zip(paths, found, strict=True)
+        own = {p for p, y in plain if isinstance(y, Tensor) and self._varies(y)}
+        self.rank_local = own
+        leaves, treedef = tree.flatten(args[0] if args else (), is_leaf=is_sharded)
         if treedef != other:
             return  # it returns something else
         for path, x, y in zip(paths, leaves, found, strict=True):
@@ -316,11 +343,14 @@ class Checker(Tracer, Watcher, Operators):
             if not isinstance(x, Tensor) or not isinstance(y, Tensor):
                 continue
             same = x.shape == y.shape and _torch.storage_key(x) in self._parameters
-            if same and self.known.kind(y) is Kind.V:
+            if same and self._varies(y):
                 seen = [self.known.of(x), self.known.of(y)]
                 raise refusal("returned", "", seen, None)
-            if self.known.kind(y) is Kind.V:
-                self.carried.add(path)
+            if path in own:
+                self.carried.add((treedef, path))
+
+    def _varies(self, x: Tensor) -> bool:
+        return self.known.kind(x) is Kind.V
 
 
 def placed(x: Sharded, kind: Kind, name: str) -> Seen:

@@ -17,7 +17,7 @@ from fsfunc.comm.attribution import source_line
 from fsfunc.comm.comparison import checksums, has_values
 from fsfunc.sharded.leaf import is_sharded
 from fsfunc.tracing.own_rows import OwnTensors
-from fsfunc.tracing.provenance import NOTHING, Provenance
+from fsfunc.tracing.provenance import NOTHING, Provenance, Rows
 from fsfunc.tracing.types import PARTS, Kind, Operand, joint
 
 __all__ = ["Known", "Nodes", "Origin", "Seen"]
@@ -35,6 +35,7 @@ class Seen:
         flat: whether it shows a placed leaf of other dims as a row of elements.
         parameter: whether it is made of one value on all ranks, with means.
         value: the same for what is computed in the same way of the same values.
+        root: of what has its rows in another order, the value that they are of.
         made_of: of which rows, and which gradients.
     """
 
@@ -46,6 +47,7 @@ class Seen:
     flat: bool = False
     parameter: bool = False
     value: int = 0
+    root: int = 0
     made_of: Provenance = NOTHING
 
     def __str__(self) -> str:
@@ -90,6 +92,15 @@ class Known:
             rows = self.own.rows(_torch.storage_key(base), base)
         return found if rows is None else found._replace(rows=found.rows | {rows})
 
+    def root(self, x: Tensor) -> int:
+        """What tells the tensor that rows are of, whatever their order."""
+        return self.of(x).root or self.value(x)
+
+    def weighed(self, x: Tensor, by: Tensor) -> Provenance:
+        """Of what rows are made that a constant chooses, or weighs."""
+        which = Rows(self.root(x), self.of(x).what, ("weighed", self.value(by)))
+        return Provenance(frozenset((which,)))
+
     def tensors(self, values: Any) -> list[Tensor]:
         """The tensors of a tree, of sharded leaves this rank's parts."""
         leaves = tree.leaves(values, is_leaf=is_sharded)
@@ -112,7 +123,7 @@ class Known:
             self._alive[key] = weakref.ref(_torch.storage(base), gone)
         self._seen[key] = seen = self._told_apart(seen)
         if seen.kind in (Kind.K, Kind.A, Kind.V):
-            self.own.add(key, base, seen.value, seen.what)
+            self.own.add(key, base, seen.value, seen.root, seen.what)
 
     def _forget(self, key: int, _: Any) -> None:
         del self._seen[key], self._alive[key]
@@ -142,10 +153,15 @@ class Known:
             self.put(x, seen)
 
     def meet(self, x: Tensor, seen: Seen) -> None:
-        """Says what a tensor is of which nothing was known."""
+        """Says what a tensor is of which nothing was known.
+
+        Of memory that leaves share it is flat if one of them has several dims.
+        """
         before = self.seen(x)
         if before is None or before.kind is Kind.K:
             self.put(x, seen)
+        elif seen.flat and not before.flat:
+            self.put(x, replace(before, flat=True))
 
 
 def digest_of(x: Tensor) -> Any:

@@ -11,8 +11,8 @@ from torch.utils.flop_counter import flop_registry
 
 from fsfunc import _torch
 
-__all__ = ["COPIES", "FLOPS", "OperatorClass", "OperatorMode", "TURNS", "class_of"]
-__all__ += ["class_of_call"]
+__all__ = ["COPIES", "FLOPS", "MOVES_ROWS", "OperatorClass", "OperatorMode", "TURNS"]
+__all__ += ["class_of", "class_of_call"]
 
 _DEVICE: Any = torch.ops.prim.device.default
 
@@ -48,6 +48,7 @@ class OperatorMode(_torch.TorchDispatchMode):
 _ALIKE = {"zeros_like", "ones_like", "full_like", "empty_like"}
 # Views of a row that mean another thing where the leaf has dims.
 TURNS = {"t", "transpose", "permute"}
+MOVES_ROWS = {"roll", "flip", "rot90", "index", "index_select", "gather", "sort"}
 COPIES = {"copy", "clone", "alias", "contiguous", "detach", "lift_fresh"}
 # What torch tags as pointwise, and gives one number for all elements.
 _NOT_ELEMENTWISE = {"equal"}

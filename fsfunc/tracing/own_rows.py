@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from fsfunc.tracing.provenance import Rows
+from fsfunc.tracing.provenance import Gradient, Rows
 
 __all__ = ["OwnTensors"]
 
@@ -18,6 +19,7 @@ class _Own:
     """An own tensor in its memory: where it begins, and how its rows lie."""
 
     value: int
+    root: int
     name: str
     start: int
     stop: int
@@ -34,14 +36,15 @@ class OwnTensors:
 
     def __init__(self) -> None:
         self._by_storage: dict[int, list[_Own]] = {}
+        self._lengths: dict[int, int] = {}
         self.thin = False
 
-    def add(self, key: int, x: Tensor, value: int, name: str) -> None:
+    def add(self, key: int, x: Tensor, value: int, root: int, name: str) -> None:
         """An own tensor that fills its memory, or a range of it."""
         if x.layout != torch.strided or not x.ndim or not x.numel():
             return
         start, stop = _span(x)
-        new = _Own(value, name, start, stop, x.shape[0], x.stride(0))
+        new = _Own(value, root, name, start, stop, x.shape[0], x.stride(0))
         found = self._by_storage.get(key, ())
         within = [own for own in found if own.start <= start and stop <= own.stop]
         if any((own.start, own.stop) != (start, stop) for own in within):
@@ -58,8 +61,20 @@ class OwnTensors:
         for own in found:
             if own.step and own.start <= start and stop <= own.stop:
                 at = _rows(x, start - own.start, own)
-                return None if at is None else Rows(own.value, own.name, at)
+                if at is None:
+                    return None
+                self._lengths[own.root or own.value] = own.rows
+                moved = (own.value, at) if own.root else at
+                return Rows(own.root or own.value, own.name, moved)
         return None
+
+    def cover(self, gradient: Gradient) -> bool:
+        """Whether a gradient is of all rows of each tensor that it was taken of."""
+        seen: dict[int, int] = defaultdict(int)
+        for rows in gradient.rows:
+            block = isinstance(rows.at, tuple) and len(rows.at) == 2
+            seen[rows.of] += rows.at[1] if block and type(rows.at[1]) is int else 1
+        return all(n >= self._lengths.get(of, 0) for of, n in seen.items())
 
     def forget(self, key: int) -> None:
         """Hears that some memory is gone."""

@@ -11,17 +11,17 @@ from __future__ import annotations
 
 import math
 from collections import defaultdict
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import combinations
 from typing import Any, NamedTuple
 
 from torch import Tensor
 
-from fsfunc.tracing.operators import OperatorClass
+from fsfunc.tracing.operators import COPIES, OperatorClass
 
-__all__ = ["Gradient", "NOTHING", "Provenance", "Rows", "joined", "met"]
-__all__ += ["nonlinear", "takes_rows"]
+__all__ = ["Gradient", "NOTHING", "Provenance", "Rows", "crossed", "factors", "joined"]
+__all__ += ["met", "nonlinear", "takes_rows"]
 
 
 class Rows(NamedTuple):
@@ -43,21 +43,43 @@ class Gradient:
     Args:
         by: which value it is by.
         rows: the rows of own tensors that it was taken of.
+        shares: of a sum, how much of which rows there is; None where nobody knows.
+        stacked: the dim along which those of several rows lie side by side, if they do.
         bent: whether an operator has changed it that is not linear; ``where``: which.
     """
 
     by: int
     rows: frozenset[Rows]
+    shares: Shares | None = None
+    stacked: int | None = None
     bent: bool = False
     where: str = field(default="", compare=False)
 
     def other_rows(self, other: Gradient) -> Rows | None:
-        """Some rows, where both are of one tensor, but not of the same rows of it."""
+        """Some rows, where both are of one tensor, but not of the same rows of it.
+
+        Or not of as much of each.
+        """
         for rows in self.rows ^ other.rows:
             both = (any(r.of == rows.of for r in one.rows) for one in (self, other))
             if all(both):
                 return rows
+        if self.rows and not _proportional(self.shares, other.shares):
+            return min(self.rows, key=str)
         return None
+
+
+Shares = frozenset[tuple[frozenset[Rows], float]]
+
+
+def _proportional(some: Shares | None, others: Shares | None) -> bool:
+    if some is None or others is None:
+        return True
+    one, other = dict(some), dict(others)
+    if one.keys() != other.keys():
+        return False
+    ratios = [one[k] / other[k] if other[k] else math.inf for k in one]
+    return max(ratios) - min(ratios) <= 1e-6 * abs(max(ratios))
 
 
 class Provenance(NamedTuple):
@@ -65,6 +87,20 @@ class Provenance(NamedTuple):
 
     rows: frozenset[Rows] = frozenset()
     gradients: frozenset[Gradient] = frozenset()
+
+    def scaled(self, factor: float | None) -> Provenance:
+        """That of so many times it; None: of something else that is linear in it."""
+        if factor == 1 or all(g.shares is None for g in self.gradients):
+            return self
+        found = (replace(g, shares=_times(g.shares, factor)) for g in self.gradients)
+        return self._replace(gradients=frozenset(found))
+
+    def summed(self, dims: Sequence[int]) -> Provenance:
+        """That of its sums along dims."""
+        found = (
+            replace(g, stacked=None) if g.stacked in dims else g for g in self.gradients
+        )
+        return self._replace(gradients=frozenset(found))
 
     def changed(self, where: str) -> Provenance:
         """That of a function of it that is not linear."""
@@ -79,8 +115,18 @@ class Provenance(NamedTuple):
 NOTHING = Provenance()
 
 
-def joined(given: Iterable[Provenance]) -> Provenance:
-    """That of what is made of several values: sums of gradients are one gradient."""
+def _times(shares: Shares | None, factor: float | None) -> Shares | None:
+    if shares is None or factor is None:
+        return None
+    return frozenset((rows, much * factor) for rows, much in shares)
+
+
+def joined(given: Iterable[Provenance], stacked: int | None = None) -> Provenance:
+    """That of what is made of several values: sums of gradients are one gradient.
+
+    Args:
+        stacked: the dim along which they are put side by side, if they are.
+    """
     some = [x for x in given if x is not NOTHING]
     if len(some) < 2:
         return some[0] if some else NOTHING
@@ -88,13 +134,26 @@ def joined(given: Iterable[Provenance]) -> Provenance:
     gradients = frozenset[Gradient]().union(*(x.gradients for x in some))
     if len(gradients) < 2:
         return Provenance(rows, gradients)
-    sums: dict[int, set[Rows]] = defaultdict(set)
-    for g in gradients:
-        if not g.bent:
-            sums[g.by].update(g.rows)
     found = {g for g in gradients if g.bent}
-    found.update(Gradient(by, frozenset(rows)) for by, rows in sums.items())
+    for by in {g.by for g in gradients if not g.bent}:
+        terms = [g for x in some for g in x.gradients if g.by == by and not g.bent]
+        found.add(_sum(by, terms, stacked))
     return Provenance(rows, frozenset(found))
+
+
+def _sum(by: int, terms: Sequence[Gradient], stacked: int | None) -> Gradient:
+    """The gradient that a sum of several is, or that lie side by side."""
+    rows = frozenset[Rows]().union(*(g.rows for g in terms))
+    before = next((g.stacked for g in terms if g.stacked is not None), None)
+    if stacked is not None and any(terms[0].other_rows(g) for g in terms):
+        before = stacked
+    if stacked is not None or any(g.shares is None for g in terms):
+        return Gradient(by, rows, stacked=before)
+    shares: dict[frozenset[Rows], float] = defaultdict(float)
+    for g in terms:
+        for part, much in g.shares or ():
+            shares[part] += much
+    return Gradient(by, rows, frozenset(shares.items()), before)
 
 
 def met(given: Iterable[Provenance]) -> tuple[Gradient, Gradient, Rows] | None:
@@ -109,6 +168,29 @@ def met(given: Iterable[Provenance]) -> tuple[Gradient, Gradient, Rows] | None:
                 if one.bent and other.bent and one.by == other.by:
                     if (rows := one.other_rows(other)) is not None:
                         return one, other, rows
+    return None
+
+
+def crossed(
+    given: Sequence[Provenance], whole: Callable[[Gradient], bool]
+) -> tuple[Gradient, Gradient, Rows] | None:
+    """Two gradients by one value, each of some rows, that something not linear takes.
+
+    Or several that lie side by side.
+
+    Args:
+        whole: whether a gradient is of all rows there are.
+    """
+    for x in given:
+        for g in x.gradients:
+            if g.stacked is not None and not g.bent:
+                return g, g, min(g.rows, key=str)
+    for some, others in combinations(given, 2):
+        for one in some.gradients:
+            for other in others.gradients:
+                rows = one.other_rows(other) if one.by == other.by else None
+                if rows is not None and not (whole(one) or whole(other)):
+                    return one, other, rows
     return None
 
 
@@ -154,6 +236,25 @@ def nonlinear(
     if places is None:
         return False
     return any(m for i, m in enumerate(marked) if i not in places)
+
+
+def factors(
+    op: OperatorClass, given: Sequence[Any], tensors: Sequence[Tensor]
+) -> list[float | None]:
+    """How many times each of its tensors an operator adds; None where nobody knows."""
+    name = op.name.removeprefix("_foreach_")
+    numbers = [x for x in given if isinstance(x, int | float)]
+    ways: dict[str, list[float | None]] = {}
+    if len(tensors) == 2:
+        by = float(numbers[0]) if numbers else 1.0
+        ways = {"add": [1.0, by], "sub": [1.0, -by]}
+    elif len(tensors) == 1 and numbers:
+        by = float(numbers[0])
+        ways = {"add": [1.0], "sub": [1.0], "rsub": [-1.0], "mul": [by]}
+        ways["div"] = [1 / by if by else None]
+    elif len(tensors) == 1:
+        ways = {"neg": [-1.0], "sum": [1.0], **dict.fromkeys(COPIES, [1.0])}
+    return ways.get(name, [None] * len(tensors))
 
 
 _EQUALS = {"eq", "ne", "isinf", "isnan", "isposinf", "isneginf"}

@@ -127,7 +127,8 @@ def _record(
                 is_leaf=is_sharded,
             )
             with _Watch(recorder):
-                fn(tree.unflatten(treedef, leaves), *others)
+                out = fn(tree.unflatten(treedef, leaves), *others)
+            recorder.carries(out)
     asks(asked)
     taken = {path for t in recorder.taken for path in t.leaves}
     apart = all(
@@ -205,6 +206,22 @@ class Recorder(Findings, Tracer, Watcher):
         if not (isinstance(x, Tensor) or frame().path):
             again = [name for name, _ in self.claims].count(what)
             self.claims += told(what + "'" * again, x, answers(()))
+
+    def carries(self, out: Any) -> None:
+        """Hears what the step returns: a state may carry what is each rank's own."""
+        state = out[0] if isinstance(out, tuple) and out else out
+        leaves = tree.leaves(state, is_leaf=is_sharded)
+        if any(map(is_sharded, leaves)):
+            plain = [x for x in leaves if isinstance(x, Tensor)]
+            self.plain = self.plain and not plain
+
+    def touched(self, values: Any) -> None:
+        """Hears that a function of torch was called with these values, by anybody."""
+        f = frame()
+        if self.plain and not (f.path or f.in_loss):
+            leaves = tree.leaves(values, is_leaf=is_sharded)
+            if any(map(self._is_leaf, leaves)) and not is_own_call():
+                self.plain = False
 
     def _is_leaf(self, x: Any) -> bool:
         return id(x) in self._gradients or self.path_of(x) is not None
@@ -352,6 +369,7 @@ class _Watch(TorchFunctionMode):
 
     def __torch_function__(self, func, types, args=(), kwargs=None):
         name = getattr(func, "__name__", "")
+        self.recorder.touched(args)
         if name == "__get__":  # of a tensor, most often its shape
             return func(*args)
         if (words := said(func, args, kwargs)) is not None:

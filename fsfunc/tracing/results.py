@@ -14,6 +14,8 @@ from fsfunc.tracing.operators import COPIES, OperatorClass
 from fsfunc.tracing.provenance import (
     Provenance,
     Rows,
+    crossed,
+    factors,
     joined,
     met,
     nonlinear,
@@ -44,22 +46,71 @@ def made_of(known: Known, op: OperatorClass, given: Sequence[Any]) -> Provenance
     if op.name in ("copy", "fill", "zero") and shown(given[0]) is None:
         tensors = tensors[1:]  # of the first nothing is left
     each = [known.made_of(x) for x in tensors]
-    if takes_rows(op, given) and known.kind(given[0]) is Kind.V:
-        each.append(_picked(known, *tensors))
     if not any(x.gradients for x in each):
-        return joined(each)
+        return joined([*each, *_chosen(known, op, given, tensors)])
     bends = nonlinear(op, given, [bool(x.gradients) for x in each])
     if bends is None:
         return joined(x._replace(gradients=frozenset()) for x in each)
-    made_of = joined(each) if is_internal() else together(op.name, each)
+    if bends and not is_internal():
+        if (found := crossed(each, known.own.cover)) is not None:
+            raise apart(op.name, *found)
+    if not bends:
+        each = _summed(op, given, tensors, each)
+    stacked = _dim(given, tensors[0]) if op.joins else None
+    made_of = joined(each, stacked)
+    if not is_internal():
+        together(op.name, each)
     return made_of.changed(f"{op.name} at {source_line()}") if bends else made_of
+
+
+def _summed(
+    op: OperatorClass,
+    given: Sequence[Any],
+    tensors: Sequence[Tensor],
+    each: Sequence[Provenance],
+) -> list[Provenance]:
+    """Of what terms are made, as an operator adds them, or sums over their dims."""
+    if op.name in ("sum", "mean"):
+        (x,) = tensors
+        dims = [n % x.ndim for n in given if type(n) is int and x.ndim]
+        each = [p.summed(dims or range(x.ndim)) for p in each]
+    return [
+        p.scaled(by) for p, by in zip(each, factors(op, given, tensors), strict=True)
+    ]
+
+
+def _dim(given: Sequence[Any], x: Tensor) -> int:
+    """The dim along which tensors are put side by side."""
+    return next((n % (x.ndim + 1) for n in given if type(n) is int), 0)
+
+
+_PRODUCTS = {"mm", "mv", "bmm", "matmul", "dot"}
+
+
+def _chosen(
+    known: Known, op: OperatorClass, given: Sequence[Any], tensors: Sequence[Tensor]
+) -> list[Provenance]:
+    """Rows of an own tensor that are copied, or that constants choose or weigh."""
+    if takes_rows(op, given) and known.kind(given[0]) is Kind.V:
+        return [_picked(known, *tensors)]
+    own = next((x for x in tensors if known.kind(x) is Kind.V and x.ndim), None)
+    if own is None or own.shape[0] < 2:
+        return []
+    found = []
+    for c in tensors:
+        seen, product = known.of(c), op.name in _PRODUCTS
+        if seen.kind is Kind.K and not seen.uniform and c.ndim:
+            along = c.shape[-1 if product else 0] == own.shape[0]
+            if along and (product or op.elementwise and c.ndim == own.ndim):
+                found.append(known.weighed(own, c))
+    return found
 
 
 def _picked(known: Known, x: Tensor, *where: Tensor) -> Provenance:
     """Some rows of an own tensor, copied."""
     known.own.picked(_torch.storage_key(x), x)
     which = tuple(map(known.value, where))
-    one = Rows(known.value(x), known.of(x).what, which)
+    one = Rows(known.root(x), known.of(x).what, which)
     return Provenance(frozenset((one,)))
 
 

@@ -17,6 +17,7 @@ from fsfunc.comm.comparison import Lines
 from fsfunc.comm.mesh import Here
 from fsfunc.core.frames import Interpretation, frame, inside
 from fsfunc.sharded.leaf import NotATensor, is_sharded
+from fsfunc.sharded.rank_local import is_rank_local, mark_rank_local
 from fsfunc.tracing.asked import Asked
 from fsfunc.tracing.checker import Checker
 from fsfunc.tracing.refusals import LawError, RowsApart
@@ -116,8 +117,8 @@ class _Trial:
     ``asked`` is given the axes along which somebody asks for the rank's place; ``real``
     says whether it runs on copies, ``forgets`` whether fake tensors remember nothing,
     ``turn`` what stands in for values that nobody has; ``checker`` saw the last run;
-    ``carried`` are the paths of the first argument where the step returns each rank's
-    own, which the next call is given.
+    ``carried`` are the paths of a first argument, by its structure, where a sharded
+    function returns each rank's own, which the next call is given.
     With ``counts`` whole numbers stay what they are.
     """
 
@@ -126,7 +127,7 @@ class _Trial:
         self.axes, self.asked = axes, asked
         self.real, self.forgets, self.turn = False, False, 0
         self.checker: Any = None
-        self.carried: set[str] = set()
+        self.carried: set[tuple[Any, str]] = set()
 
     def first(self, at: Here) -> Checker:
         """The first run that comes to its end: of the last way it must."""
@@ -219,6 +220,9 @@ class _Trial:
             around, (args, named) = shadows(
                 None if self.real else mode, seen, coordinates
             )
+            for mine, its in zip(*map(_first, (self.args, args)), strict=False):
+                if is_rank_local(mine):
+                    mark_rank_local(its)
             if times > 1:
                 given = tree.map(lambda x: _repeated(x, times), (args[1:], named))
                 args, named = (*args[:1], *given[0]), given[1]
@@ -230,9 +234,13 @@ class _Trial:
                 checker,
                 Asked(checker),
             ):
-                out = self.call(*args, **named)
-                checker.returned(args[:1], out)
+                self.call(*args, **named)
         return checker
+
+
+def _first(args: Any) -> list[Any]:
+    """The leaves of the first argument."""
+    return tree.leaves(args[:1], is_leaf=is_sharded)
 
 
 def _repeated(x: Any, times: int) -> Any:
@@ -285,7 +293,7 @@ def signature(args: Any, keywords: Any) -> Any:
     truths: list[bool] = []
     for x in leaves:
         if isinstance(x, Tensor):
-            kinds.append((x.shape, x.dtype, x.requires_grad))
+            kinds.append((x.shape, x.dtype, x.requires_grad, is_rank_local(x)))
         elif is_sharded(x):
             kinds.append((x.layout.shape, x.layout.dtype))
         else:

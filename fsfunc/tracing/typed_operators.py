@@ -33,6 +33,7 @@ from fsfunc.tracing.knowledge import (
 )
 from fsfunc.tracing.operators import (
     COPIES,
+    MOVES_ROWS,
     TURNS,
     OperatorClass,
     OperatorMode,
@@ -218,12 +219,20 @@ class Operators(OperatorMode):
         )
         known = node is None and not op.random
         value = value_of(self.known, op, given) if known else 0
+        seen = replace(seen, root=self._root(op, tensors) if known else 0)
         for i, y in enumerate(made):
             one = replace(seen, value=hash((value, i)) if value and i else value)
             if _torch.storage_key(y) in inputs:
                 self.known.write(y, one)
             else:
                 self.known.put(y, one)
+
+    def _root(self, op: OperatorClass, given: Sequence[Tensor]) -> int:
+        """The value of which a result has the rows in another order, if it has."""
+        own = [x for x in given if self.known.kind(x) is Kind.V]
+        if op.name in MOVES_ROWS and own:
+            return self.known.root(own[0])
+        return next((root for x in own if (root := self.known.of(x).root)), 0)
 
     def used(self, x: Tensor) -> None:
         """Hears that an operator reads a tensor."""
@@ -257,7 +266,8 @@ class Operators(OperatorMode):
                 turned = op.name in TURNS or any(
                     y.shape[-1:] != x.shape[-1:] for y in made
                 )
-                if turned and not op.picks:
+                some = seen.flat and any(y.shape != x.shape for y in made)
+                if some if op.picks else turned:
                     raise refusal("mixes", op.name, [seen], None)
             elif seen.flat and not op.elementwise:
                 if self._along or any(y.ndim for y in made):

@@ -7,6 +7,8 @@ from dataclasses import replace
 from functools import partial
 from typing import Any
 
+from torch import Tensor
+
 from fsfunc import _torch, tree
 from fsfunc.comm.attribution import internal
 from fsfunc.comm.collective_ops import hearing
@@ -24,6 +26,7 @@ from fsfunc.sharded.donated import refuse_spent
 from fsfunc.sharded.inputs import arguments, check_integer, refuse
 from fsfunc.sharded.leaf import FlatShard, Parts, is_sharded
 from fsfunc.sharded.packing import repack, repacked
+from fsfunc.sharded.rank_local import mark_rank_local
 from fsfunc.tracing.recorder import Noted, Recorder
 from fsfunc.tracing.type_check import check, knows, learn, signature
 from fsfunc.transforms.gradients import (
@@ -167,6 +170,7 @@ class Sharding(Interpretation):
         self.how_reduced = Reduction() if reduction is None else reduction
         self.claims: dict[int, Lines] = {}
         self.compared_whole: frozenset[Any] = frozenset()
+        self.rank_local: set[str] = set()  # paths of the state that is returned
         self.how_gathered.check(axis)
         self.how_reduced.check(axis, zero)
 
@@ -203,6 +207,10 @@ class Sharding(Interpretation):
             with inside(replace(found, runtimes=runtimes)):
                 out = f(*args, **keywords)
             runtime.close()
+            if found.tracer is not None:
+                found.tracer.returned(args, out)
+            elif self.rank_local:
+                self._mark(out)
             self.ran(at)
             return repack(out, coordinates)
 
@@ -258,8 +266,16 @@ class Sharding(Interpretation):
             call = lambda *args, **keywords: self.call(f, args, keywords)  # noqa: E731
             axes, again = (*at.mean, *self.axes), not knows(self, at.rank)
             seen = check(call, args, keywords, at, axes, again=again)
-            self.claims[at.rank] = seen.claims
+            self.claims[at.rank], self.rank_local = seen.claims, seen.rank_local
             learn(self, at.rank, [key])
+
+    def _mark(self, out: Any) -> None:
+        """Marks what the state that is returned holds of each rank's own."""
+        state = out[0] if isinstance(out, tuple) and out else out
+        paths, leaves, _ = tree.flatten_with_paths(state, is_leaf=is_sharded)
+        for path, x in zip(paths, leaves, strict=True):
+            if path in self.rank_local and isinstance(x, Tensor):
+                mark_rank_local(x)
 
     def _runtime(
         self, leaves: Sequence[Any], rank: int, ownership: Ownership, **more: Any
