@@ -1,4 +1,48 @@
-"""fsfunc: a plain train step, transformed."""
+"""Sharded training as transforms of plain train steps.
+
+``import fsfunc as ff``. ``help(ff.shard)`` and the like say all about a name, and
+``python -m fsfunc names`` prints a sentence on each of these:
+
+transforms
+    unit value_and_grad shard remat remat_calls accumulate pipeline donate offload
+    precision SaveOnly SaveAllBut checkpoint_name
+losses
+    Weighted Summed
+meshes and ranks
+    make_mesh Mesh spmd axis_index axis_size local_batch ledger
+collectives
+    psum pmean pmax all_gather psum_scatter all_to_all ppermute pbroadcast pcast
+    start collective
+layouts and states
+    place init_state abstract_state TrainState unshard lay_like reduce_like assume
+    Sharded is_sharded Layout Flat Split Owned randn_like
+messages of shard
+    Gather Reduction CastGather CastReduction QuantizedGather QuantizedReduction
+    HierarchicalGather HierarchicalReduction powersgd error_feedback
+optimizers
+    Optimizer sgd sharded_adam lion adafactor muon shampoo lamb lars schedule_free
+    from_torch chain partition masked join scale scale_by_trust_ratio
+    add_decayed_weights clip_by_global_norm clip_by_value apply_if_finite loss_scale
+    layerwise_loss_scale adascale master_weights stochastic_rounding step_in_backward
+    ema swa eval_params
+    constant linear cosine_decay warmup_cosine
+    global_norm leaf_norms tree_sum tree_scale all_finite
+local updates
+    local_sgd LocalState slowmo gossip consensus graphs
+pipelines
+    schedules Costs bubble verify clock balance profile program momentum_prediction
+layers
+    nn batch_norm init_statistics commit_statistics RunningStatistics
+checkpoints
+    save save_async load latest metadata consolidate CheckpointError
+modules and data
+    from_module to_module by_size batches
+plans
+    plan estimate search recompute_points Hardware Level hardware measure_hardware
+    show
+transforms and tests of your own
+    Interpretation transformed recording observe_gradients tree testing
+"""
 
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
@@ -75,10 +119,10 @@ from fsfunc.optim import (
 )
 from fsfunc.pipelining import schedules
 from fsfunc.pipelining.balanced_cuts import balance, profile
+from fsfunc.pipelining.delayed import momentum_prediction
 from fsfunc.pipelining.pipelines import pipeline
 from fsfunc.pipelining.timing import Costs, bubble, clock
 from fsfunc.pipelining.verification import verify
-from fsfunc.pipelining.weight_prediction import momentum_prediction
 from fsfunc.planning import hardware
 from fsfunc.planning.machines import Hardware, Level
 from fsfunc.sharded.layout import Flat, Layout, Owned, Split

@@ -1,16 +1,19 @@
-"""The README's code runs as it stands, and its index has every public name."""
+"""The README's code runs as it stands, and the index has every public name."""
 
 import re
 from contextlib import redirect_stdout
 from io import StringIO
+from pathlib import Path
 
 import pytest
 import torch
 
 import fsfunc as ff
+from fsfunc.cli import main
+from fsfunc.cli.names_command import public, sentence
 from tests.checks import close
-from tests.public_names import README, index, public, sentence, written
 
+README = Path(__file__).parents[1] / "README.md"
 CODES = re.findall(r"```python\n(.*?)```", README.read_text(), re.S)
 
 
@@ -71,8 +74,15 @@ def test_a_dataset_of_one_s_own(names):
 
 
 def test_the_index_has_every_public_name():
-    assert written() == index(), "python -m tests.public_names writes it anew"
-
-
-def test_every_public_name_says_what_it_is():
+    """``help(fsfunc)`` has each, or its room; ``python -m fsfunc names`` a sentence."""
+    listed = set(ff.__doc__.split())
+    assert {name.partition(".")[0] for name in public()} - listed == set()
     assert [name for name, thing in public().items() if not sentence(name, thing)] == []
+
+
+def test_the_command_prints_names_and_finds_words(capsys):
+    assert main(["names"]) == 0
+    assert capsys.readouterr().out.count("\n") == len(public())
+    assert main(["names", "zero stage 9"]) == 2
+    assert main(["names", "one_f_one"]) == 0
+    assert capsys.readouterr().out.startswith("ff.schedules.one_f_one_b: Return the")

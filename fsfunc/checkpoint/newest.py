@@ -19,7 +19,7 @@ from fsfunc.checkpoint.folders import (
 )
 from fsfunc.checkpoint.manifest import MANIFEST
 from fsfunc.checkpoint.stored import CheckpointError
-from fsfunc.printing.letters import visible
+from fsfunc.printing.tables import visible
 
 __all__ = ["keep_newest", "latest", "remember", "tell_of_others"]
 

@@ -19,7 +19,7 @@ from typing import Any, NamedTuple
 import torch
 
 from fsfunc.printing.amounts import of_axes
-from fsfunc.printing.letters import visible, visible_lines
+from fsfunc.printing.tables import visible, visible_lines
 from fsfunc.sharded.placements import describe
 
 __all__ = [

@@ -1,6 +1,6 @@
-"""The commands of ``python -m fsfunc``: plan, hardware, checkpoint, consolidate.
+"""The commands of ``python -m fsfunc``.
 
-plan_command.py hardware_command.py checkpoint_commands.py
+plan_command.py hardware_command.py checkpoint_commands.py names_command.py
 build_scripts.py output.py   scripts with build(mesh); what is printed, written
 """
 
@@ -10,11 +10,18 @@ import argparse
 import sys
 from collections.abc import Sequence
 
-from fsfunc.cli import checkpoint_commands, hardware_command, plan_command
+from fsfunc.cli import (
+    checkpoint_commands,
+    hardware_command,
+    names_command,
+    plan_command,
+)
 from fsfunc.cli.build_scripts import Refused
-from fsfunc.printing.letters import visible_lines
+from fsfunc.printing.tables import visible_lines
 
 __all__ = ["main"]
+
+COMMANDS = (plan_command, hardware_command, checkpoint_commands, names_command)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -26,7 +33,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     cut = given.index("--") if "--" in given else len(given)
     top = argparse.ArgumentParser(prog="python -m fsfunc")
     commands = top.add_subparsers(dest="command", required=True, metavar="COMMAND")
-    for command in (plan_command, hardware_command, checkpoint_commands):
+    for command in COMMANDS:
         command.add_to(commands)
     options = top.parse_args(given[:cut])
     options.passed = given[cut + 1 :]

@@ -28,7 +28,7 @@ FSFUNC = Path(__file__).parents[1]
 
 
 class Refused(Exception):
-    """What was asked for makes no sense, in words for whoever asked."""
+    """An error in the command line or its script, shown without a traceback."""
 
 
 @contextlib.contextmanager
@@ -113,7 +113,7 @@ def plan_of(build: Callable[[Mesh], Any], mesh: Mesh, script: Path) -> Plan:
 
 
 def _checked(made: Any, script: Path) -> tuple[Any, ...]:
-    """What ``build`` returned, if it is what a plan is made of."""
+    """The values that ``build`` returned, if a plan can be made of them."""
     start = f"build of {script} returns {RETURNS}"
     if not isinstance(made, tuple | list):
         raise Refused(f"{start}, and returned {_shown(made)}")
@@ -154,7 +154,7 @@ def refusing(script: Path) -> Iterator[None]:
 
 
 def _line_of(script: Path, frames: Sequence[traceback.FrameSummary]) -> str:
-    """The innermost line of the script, or of what lies beside it."""
+    """The innermost line of the script, or of a file in its folder."""
     for frame in reversed(frames):
         file = Path(frame.filename)
         theirs = file.is_relative_to(FSFUNC) or "site-packages" in file.parts

@@ -20,7 +20,7 @@ __all__ = ["add_to"]
 
 def add_to(commands: Any) -> None:
     """Adds ``checkpoint`` and ``consolidate`` to argparse's subparsers."""
-    lists = "what lies in a checkpoint"
+    lists = "the contents of a checkpoint"
     makes = "one safetensors file with every tensor of a checkpoint whole"
     look = commands.add_parser("checkpoint", help=lists, description=f"Prints {lists}.")
     join = commands.add_parser(

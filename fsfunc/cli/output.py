@@ -1,4 +1,4 @@
-"""What commands print, and the files that they write."""
+"""Output of the commands: printed reports, and files."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ __all__ = ["put", "write_json", "writing"]
 
 
 def put(shown: Printed) -> None:
-    """Print in colours on a terminal; elsewhere as text, whose lines nothing cuts."""
+    """Print in colours on a terminal; elsewhere as text of any width."""
     if sys.stdout.isatty():
         import rich
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 from collections import defaultdict
 from collections.abc import Iterable
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -66,7 +67,7 @@ def add_to(commands: Any) -> None:
         f'on "{THIS}" machine, measured',
     )
     add("--tokens", type=float, metavar="N", help="of a step, over all ranks")
-    add("--rank", type=int, metavar="R", help="whose program is shown (default: 0)")
+    add("--rank", type=int, metavar="R", help="the rank to show (default: 0)")
     add("--memory", action="store_true", help="show the memory over the step")
     add("--streams", action="store_true", help="show what the estimate does when")
     add("--png", type=Path, metavar="DIR", help="draw memory and streams there")
@@ -187,7 +188,7 @@ def _show(
 def facts(
     plan: Plan, estimate: Estimate | None = None, hardware: Hardware | None = None
 ) -> dict[str, Any]:
-    """What a plan, and its estimate if given, say: dicts, lists, numbers and names.
+    """A plan, and its estimate if given, as dicts, lists, numbers and names.
 
     With ``hardware`` also its memory, and whether the plan fits. Bytes and FLOPs are
     of one rank and step, times in seconds. Spans are left out: ``show.trace`` writes
@@ -207,7 +208,8 @@ def facts(
         "programs": [_program(own) for own in plan.ranks],
     }
     if estimate is not None:
-        found["estimate"] = _estimate(estimate)
+        times = asdict(replace(estimate, spans=[]))
+        found["estimate"] = {name: x for name, x in times.items() if name != "spans"}
     if hardware is not None:
         found["memory"] = hardware.memory
         found["fits"] = plan.peak_bytes <= hardware.memory
@@ -230,7 +232,7 @@ def _program(own: RankPlan) -> dict[str, Any]:
 
 
 def _collectives(records: Iterable[Record]) -> list[dict[str, Any]]:
-    """How many of each op over some axes in one phase there are, and their bytes."""
+    """The count and bytes of each op over some axes in one phase."""
     found: dict[tuple[str, tuple[str, ...], str], list[Record]] = defaultdict(list)
     for record in records:
         found[record.op, record.axis, record.phase].append(record)
@@ -244,12 +246,3 @@ def _collectives(records: Iterable[Record]) -> list[dict[str, Any]]:
         }
         for (op, axes, phase), alike in found.items()
     ]
-
-
-def _estimate(estimate: Estimate) -> dict[str, Any]:
-    names = ("hardware", "seconds", "compute", "exposed", "bubble")
-    names += ("flops_per_second", "share_of_peak", "tokens_per_second")
-    of_rank = ("rank", "alike", "compute", "exposed", "bubble", "idle")
-    found = {name: getattr(estimate, name) for name in names}
-    ranks = [{name: getattr(r, name) for name in of_rank} for r in estimate.ranks]
-    return {**found, "ranks": ranks}

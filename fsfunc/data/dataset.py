@@ -36,7 +36,7 @@ __all__ = ["BatchDataset", "Order", "Share", "Shuffled"]
 
 @dataclass(frozen=True)
 class Order:
-    """Which rows are in which batch: a function of these five, and of no mesh."""
+    """The order of rows in batches: a function of these five, and of no mesh."""
 
     rows: int
     batch_size: int
@@ -61,7 +61,7 @@ class Order:
 
 
 class Share(NamedTuple):
-    """Which of ``count`` parts a rank reads."""
+    """The part of a batch that a rank reads, one of ``count``."""
 
     index: int
     count: int

@@ -206,7 +206,7 @@ class Batches(Iterator[Any]):
         return tree.map(fake, batch)
 
     def epoch(self) -> Iterator[Any]:
-        """What is left of the epoch that ``position`` lies in."""
+        """Iterates over the rest of the epoch of ``position``."""
         epoch = self._epoch
         while self._epoch == epoch:
             try:
@@ -223,16 +223,25 @@ class Batches(Iterator[Any]):
             loader = DataLoader(
                 self._reading,  # type: ignore[arg-type]
                 batch_size=None,
-                sampler=_Places(self),  # type: ignore[arg-type]
+                sampler=self._places(),  # type: ignore[arg-type]
                 collate_fn=_itself,
                 generator=torch.Generator().manual_seed(0),
                 **self._options,
             )
             return iter(loader)
 
+    def _places(self) -> Iterator[tuple[int, int]]:
+        """Yields (epoch, batch) of each batch from ``position`` on."""
+        epoch, batch, count = self._epoch, self._batch, len(self)
+        while self._epochs is None or epoch < self._epochs:
+            yield epoch, batch
+            batch += 1
+            if batch == count:
+                epoch, batch = epoch + 1, 0
+
     @property
     def position(self) -> dict[str, int]:
-        """Where the next batch lies: numbers that are the same on every rank.
+        """The place of the next batch: numbers that are the same on every rank.
 
         ``epoch`` and ``batch`` count from 0; the others tell of which order they are a
         place. To be saved: ``{"train": state, "data": loader.position}``.
@@ -268,19 +277,3 @@ class Batches(Iterator[Any]):
                 f"{position.get('epoch')}: an epoch has {len(self)}, counted from 0"
             )
         self._epoch, self._batch, self._stream = epoch, batch, None
-
-
-class _Places:
-    """(epoch, batch) of each batch from a position on."""
-
-    def __init__(self, loader: Batches):
-        self.start = loader._epoch, loader._batch
-        self.count, self.epochs = len(loader), loader._epochs
-
-    def __iter__(self) -> Iterator[tuple[int, int]]:
-        epoch, batch = self.start
-        while self.epochs is None or epoch < self.epochs:
-            yield epoch, batch
-            batch += 1
-            if batch == self.count:
-                epoch, batch = epoch + 1, 0

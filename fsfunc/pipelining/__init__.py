@@ -1,8 +1,8 @@
 """Pipelines: a step in stages, its schedule as data, proven before it runs.
 
-A schedule is a tuple of `actions` for each rank. `synchronous`, `delayed` and
-`list_scheduling` make some; `verification` and `timing` play them (`player`) on what
-each action needs (`dependencies`), and `transfers` writes sends and receives in.
+A schedule is a tuple of `actions` for each rank. `synchronous`, `delayed`
+and `list_scheduling` make some; `verification` and `timing` play them (`player`), each
+action after what it needs, and `transfers` writes sends and receives in.
 
 `pipelines` checks what it is asked, and has the schedule proven. A gradient call comes
 to `handler`: the batch is cut (`microbatches`), the loss is seen once for each shape of
@@ -17,11 +17,11 @@ pipelines.py handler.py   pipeline: what it makes of unit and gradient calls
 cut_programs.py stage_plans.py balanced_cuts.py   programs cut into stages
 actions.py schedules.py   schedules as data, and ff.schedules, which are made by
 synchronous.py list_scheduling.py delayed.py   by hand; searched for; asynchronous
-verification.py dependencies.py player.py   the proof that one runs
+verification.py player.py   the proof that one runs
 transfers.py timing.py   sends written into one; when each action runs
 runtime.py          a rank's actions, one after another: the interpreter
 stages.py           the user's own loss, of which one stage's unit calls run
 stage_vjp.py backward_split.py fused_gradients.py   its backward, or halves
 microbatches.py     a batch in parts, and what they returned as one
-stage_updates.py weight_prediction.py   stages that update in between
+stage_updates.py    stages that update in between
 """

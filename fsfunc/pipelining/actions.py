@@ -1,4 +1,4 @@
-"""What each rank of a pipeline does, as data: actions, schedules, their text and JSON.
+"""Pipeline schedules as data: actions, their text and their JSON.
 
 A schedule is a tuple of actions for each rank. The functions that make schedules write
 compute actions alone; `transfers.with_transfers` adds what travels between ranks.

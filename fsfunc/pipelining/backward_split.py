@@ -3,8 +3,8 @@
 A node is *inner* if it leads to an input. An edge from an inner node to one that is
 not, but leads to a parameter, is a *frontier* edge. What lies beyond the frontier needs
 no input, so all of it can wait. And of an inner node whose weight gradient is a product
-of its own, such as ``addmm``, that product can wait too: such nodes are *apart*, and
-the edges that wait with them are *late*. All other frontier edges are *early*: what
+of its own, such as ``addmm``, that product can wait too: such nodes are *deferred*,
+and the edges that wait with them are *late*. All other frontier edges are *early*: what
 crosses them is found along with the input gradients, by the same kernels.
 
 The autograd engine runs every node on a path to one that it has to reach. So an edge
@@ -42,7 +42,7 @@ class WeightGroup:
 
     Args:
         nodes: all of them; ``leaves``: those that are parameters.
-        users: nodes apart that late edges come from.
+        users: deferred nodes that late edges come from.
         found: what has arrived: edges into the group, and cotangents.
         number: the highest in autograd's own order; 0 where there are leaves alone.
     """
@@ -61,7 +61,7 @@ class SplitBackward:
     A node that computes again in its backward parts too, if it has an attribute
     ``pull_recomputed``: what it calls, as ``pull_recomputed(ys, gs, wanted, beside)``,
     in place of ``torch.autograd.grad``, where ``wanted`` are its own inputs that need a
-    gradient, in order, and ``beside`` leaves whose gradients nobody asks for.
+    gradient, in order, and ``beside`` other leaves.
 
     Args:
         roots: where cotangents come in.
@@ -70,9 +70,9 @@ class SplitBackward:
         pool: memory for these.
 
     ``inner`` are the nodes that lead to an input, ``early`` the edges to find along
-    with the input gradients, ``late`` those that wait, by node apart; ``group_of`` is
-    the group of each node beyond the frontier, and ``groups`` has them in the order in
-    which a backward comes to them.
+    with the input gradients, ``late`` those that wait, by deferred node; ``group_of``
+    is the group of each node beyond the frontier, and ``groups`` has them in backward
+    order.
     """
 
     def __init__(
@@ -85,14 +85,14 @@ class SplitBackward:
         self.roots, self.pool = list(roots), pool
         self.wanted = [get_gradient_edge(x) for x in inputs]
         self.names = {get_gradient_edge(x).node: x for x in parameters}
-        self.kept: dict[Any, Any] = {}  # by node apart, in the order of the backward
+        self.kept: dict[Any, Any] = {}  # by deferred node, in backward order
         self.inner: set[Any] = set()
         self.early: list[Edge] = []
         self.late: dict[Any, list[Edge]] = {}
         whole = WeightGroup(leaves=list(self.names))
         self.group_of: dict[Any, WeightGroup] = {edge.node: whole for edge in roots}
         self.groups = [whole]
-        if self.wanted:  # else nobody waits for anything
+        if self.wanted:  # else nothing is waited for
             self._part()
 
     def _part(self) -> None:
@@ -157,12 +157,12 @@ class SplitBackward:
     def _run_inner(
         self, roots: Sequence[tuple[GradientEdge, Tensor]]
     ) -> Sequence[Tensor | None]:
-        """What comes to inputs, and then to early edges, which take it."""
+        """The gradients of inputs, and then of early edges, which take them."""
         pulling = {
             n: n.pull_recomputed for n in self.inner if hasattr(n, "pull_recomputed")
         }
-        apart = [n for n in self.late if n not in pulling]
-        hooks = [n.register_prehook(partial(self._keep, n)) for n in apart]
+        deferred = [n for n in self.late if n not in pulling]
+        hooks = [n.register_prehook(partial(self._keep, n)) for n in deferred]
         try:
             for node in pulling:
                 node.pull_recomputed = partial(self._pull, node)
@@ -170,7 +170,7 @@ class SplitBackward:
                 [edge for edge, _ in roots],
                 [*self.wanted, *(GradientEdge(*edge) for edge in self.early)],
                 [g for _, g in roots],
-                retain_graph=bool(apart),
+                retain_graph=bool(deferred),
                 allow_unused=True,
             )
         finally:
@@ -213,7 +213,7 @@ class SplitBackward:
         return [None if wait else next(found) for wait in waits]
 
     def weight_gradient(self) -> None:
-        """Runs the nodes apart, and each group when all has arrived."""
+        """Runs the deferred nodes, and each group once its cotangents are there."""
         groups = deque(self.groups)
         for group in groups:
             group.users &= self.kept.keys()
@@ -222,9 +222,9 @@ class SplitBackward:
                 self._finish(groups.popleft())
             if self.kept:
                 node = next(iter(self.kept))
-                self._apart(node, self.kept.pop(node))
+                self._run_deferred(node, self.kept.pop(node))
 
-    def _apart(self, node: Any, kept: Any) -> None:
+    def _run_deferred(self, node: Any, kept: Any) -> None:
         edges = self.late.pop(node, [])
         groups = list(dict.fromkeys(self.group_of[c] for c, _ in edges))
         if isinstance(kept, _Recomputed):

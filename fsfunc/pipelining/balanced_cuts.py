@@ -30,7 +30,7 @@ def balance(
     memory: Sequence[Number] | None = None,
     bound: Number | None = None,
 ) -> list[int]:
-    """How many of consecutive calls each of ``n`` stages has, the largest sum least.
+    """Numbers of consecutive calls for ``n`` stages, the largest stage's cost least.
 
     Among the cuts whose most costly stage costs least, the most even one: least sum of
     squares of the stages' costs, then of their counts.
@@ -172,7 +172,7 @@ def profile(
     """Seconds of the forward and backward pass of each unit call of ``loss_fn``.
 
     Each unit call runs once to warm up and then ``repeat`` times, on the inputs that
-    the loss gives it; the median counts. What lies between the calls is not timed.
+    the loss gives it; the median counts. Operations between the calls are not timed.
 
     Args:
         loss_fn: a loss that calls units.

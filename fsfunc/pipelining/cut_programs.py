@@ -6,8 +6,11 @@ import functools
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
+import torch
+from torch import Tensor
+
 from fsfunc import tree
-from fsfunc.pipelining.microbatches import Part, kind_of
+from fsfunc.core.outcomes import GradientCall
 from fsfunc.pipelining.stage_plans import Cut, Stages, cut
 from fsfunc.sharded.leaf import Sharded, is_sharded
 from fsfunc.tracing.leaves import plain
@@ -17,7 +20,7 @@ __all__ = ["Cuts"]
 
 
 class Cuts:
-    """What the losses of a pipelined function have shown.
+    """The traced losses of a pipelined function, one for each shape of microbatch.
 
     Args:
         stages: as the user gave them.
@@ -34,29 +37,26 @@ class Cuts:
         for key, found in other.known.items():
             self.known.setdefault(key, found)
 
-    def of(
-        self,
-        fn: Callable[..., Any],
-        part: Part,
-        argnums: Sequence[int],
-        number: int = 0,
-    ) -> Cut:
+    def of(self, call: GradientCall, number: int = 0) -> Cut:
         """The stages of a loss, for a microbatch of these shapes; a penalty has none.
 
         Args:
-            number: of the step's gradient calls, in each of which the loss is one.
+            call: the gradient call on one microbatch.
+            number: its place among the gradient calls of a step.
         """
-        chosen = [part.args[i] for i in argnums]
+        chosen = [call.args[i] for i in call.argnums]
+        others = [None if i in call.argnums else x for i, x in enumerate(call.args)]
         flat, structure = tree.flatten(chosen, is_leaf=is_sharded)
-        kinds = tuple(map(kind_of, flat))
-        loss = number, _code(fn), structure
+        more, form = tree.flatten((others, call.keywords), is_leaf=is_sharded)
+        kinds = tuple(map(_kind, [*flat, *more]))
+        loss = number, _code(call.fn), structure
         # Of split leaves a unit may make parts, of other shapes.
         split = any(isinstance(x, Sharded) and x.layout.splits for x in flat)
-        key = (loss, part.shapes, kinds, split)
+        key = loss, form, kinds, split, _casts()
         if key not in self.known:
-            args = tree.map(plain, part.args, is_leaf=is_sharded)
-            fn, args = _first(fn, args, argnums)
-            program = trace(fn, args, part.keywords)
+            args = tree.map(plain, call.args, is_leaf=is_sharded)
+            fn, args = _first(call.fn, args, call.argnums)
+            program = trace(fn, args, call.keywords)
             stages = self.stages
             before = next((c for k, c in self.known.items() if k[0] == loss), None)
             if before is not None:  # as the state is laid out
@@ -76,7 +76,7 @@ class Cuts:
     def check(self, cuts: Iterable[Cut], params: Any) -> None:
         """Raises, on every rank alike, where a stage would not have what it reads.
 
-        That is a leaf that lies with another stage, or a part of one that is read
+        That is a leaf of another stage, or a part of one that is read
         outside units: sums, scalings and noise there would be those of this stage.
 
         Args:
@@ -113,7 +113,7 @@ _READ = (
     "{} is read outside units in a loss that a pipeline runs, {}: a stage has the "
     "parameters of its own units alone, and of these the rank's part. Read it inside "
     "a unit. A term of the loss that is of parameters alone, as a penalty is, has its "
-    "own gradient call beside the pipelined one, in the same step: "
+    "own gradient call next to the pipelined one, in the same step: "
     "ff.value_and_grad(penalty)(params), and the two gradients are added by tree.map"
 )
 
@@ -122,8 +122,25 @@ def _place(unit: str) -> str:
     return f"for what unit {unit!r} is given" if unit else "for the loss"
 
 
+def _kind(x: Any) -> Any:
+    """The part of a leaf that a program depends on, for comparison."""
+    if isinstance(x, Tensor) or is_sharded(x):
+        return tuple(x.shape), x.dtype
+    try:
+        hash(x)
+    except TypeError:
+        return type(x)
+    return x
+
+
+def _casts() -> tuple[Any, ...]:
+    """The dtypes of autocast, under which the same unit gives other ones."""
+    kinds = [k for k in ("cpu", "cuda") if torch.is_autocast_enabled(k)]
+    return tuple((k, torch.get_autocast_dtype(k)) for k in kinds)
+
+
 def _code(fn: Any) -> Any:
-    """What a function is, also where it is made anew for every step."""
+    """The code of a function, which stays when it is made anew for every step."""
     while isinstance(fn, functools.partial):
         fn = fn.func
     return getattr(fn, "__code__", fn)

@@ -25,7 +25,7 @@ __all__ = ["Addition", "addition", "pull_back"]
 
 @dataclass(frozen=True)
 class Addition:
-    """How one node adds to the gradient of a parameter.
+    """The operation by which one node adds to the gradient of a parameter.
 
     Of a product ``y = x @ w``, or ``x @ w.T``, or of a lookup of rows of ``w``.
 
@@ -87,7 +87,7 @@ def _nothing() -> None:
 
 
 def addition(node: Any, pool: BufferPool) -> Addition | None:
-    """What ``node`` adds to a parameter, if it is a product with one or a lookup."""
+    """The addition of ``node`` to a parameter: of a product with it, or a lookup."""
     edge = _torch.weight_edge(node)
     if edge is None:
         return None
@@ -114,26 +114,28 @@ def pull_back(
     inputs: Sequence[Tensor],
     parameters: Sequence[Tensor],
     pool: BufferPool,
-    between: Callable[[], None] | None = None,
+    later: list[Callable[[], None]] | None = None,
 ) -> None:
     """Adds to the ``.grad`` of inputs and parameters; as ``autograd.backward`` does.
 
     Parameters that products and lookups alone read take their gradients in place.
 
     Args:
-        between: called when the inputs have their gradients; those products and
-            lookups come after it, and what they need is kept till then.
+        later: where given, it collects those products and lookups, to be run after
+            this; what they need is kept till then.
     """
     adds = _alone([edge.node for edge in roots], parameters, pool)
     added = {id(add.leaf) for add in adds}
     wanted: list[Any] = [*inputs, *(p for p in parameters if id(p) not in added)]
     # What the engine has to come to, though there is nothing left for it to compute.
     wanted += [GradientEdge(add.node, 0) for add in adds]
-    later: list[Callable[[], None]] = []
+
+    def put_off(add: Addition, grads: Sequence[Tensor | None]) -> None:
+        if later is not None:
+            later.append(add.bound(grads))
+
     hooks = [
-        add.node.register_prehook(
-            add if between is None else partial(_put_off, later, add)
-        )
+        add.node.register_prehook(add if later is None else partial(put_off, add))
         for add in adds
     ]
     del adds
@@ -143,16 +145,6 @@ def pull_back(
     finally:
         for hook in hooks:
             hook.remove()
-    if between is not None:
-        between()
-    for run in later:
-        run()
-
-
-def _put_off(
-    later: list[Callable[[], None]], add: Addition, grads: Sequence[Tensor | None]
-) -> None:
-    later.append(add.bound(grads))
 
 
 def _alone(

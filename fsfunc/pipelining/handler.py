@@ -1,11 +1,11 @@
-"""What ``pipeline`` makes of unit calls and of gradient calls."""
+"""The interpretation of unit calls and gradient calls by ``pipeline``."""
 
 from __future__ import annotations
 
 import functools
 from collections import defaultdict
-from collections.abc import Callable, Sequence
-from dataclasses import replace
+from collections.abc import Callable
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -21,15 +21,10 @@ from fsfunc.core.frames import Counter, Frame, Interpretation, frame, inside
 from fsfunc.core.losses import loss_parts
 from fsfunc.core.outcomes import BatchArgnums, GradientCall, Outcome
 from fsfunc.core.units import Call
-from fsfunc.pipelining.actions import (
-    Schedule,
-    ScheduleError,
-    listing,
-    owners,
-)
+from fsfunc.pipelining.actions import Schedule, ScheduleError, listing, owners
 from fsfunc.pipelining.cut_programs import Cuts
 from fsfunc.pipelining.microbatches import (
-    Part,
+    Microbatch,
     blank,
     combined,
     cut_batch,
@@ -38,7 +33,7 @@ from fsfunc.pipelining.microbatches import (
     forwarded,
     sum_shared,
 )
-from fsfunc.pipelining.runtime import Microbatch, Worker
+from fsfunc.pipelining.runtime import Worker
 from fsfunc.pipelining.schedules import forward_only
 from fsfunc.pipelining.stage_plans import Cut, Stages
 from fsfunc.pipelining.transfers import with_transfers
@@ -51,27 +46,24 @@ from fsfunc.tracing.recorder import Noted, Recorder
 __all__ = ["Pipelining"]
 
 
+@dataclass(eq=False, repr=False)
 class Pipelining(Interpretation):
-    """What ``pipeline`` makes of unit and gradient calls."""
+    """Interprets unit calls and gradient calls as a pipeline."""
+
+    mesh: Mesh
+    axis: str
+    n: int
+    schedule: Schedule
+    stages: Stages
+    batch_argnums: BatchArgnums | None
 
     lays_out = True
     called = "pipeline"
 
-    def __init__(
-        self,
-        mesh: Mesh,
-        axis: str,
-        n: int,
-        schedule: Schedule,
-        stages: Stages,
-        batch_argnums: BatchArgnums | None = None,
-    ):
-        self.mesh, self.axis, self.n = mesh, axis, n
-        self.batch_argnums = batch_argnums
-        self.schedule, self.stages = schedule, stages
-        self.owners = owners(schedule)
-        self.cuts = Cuts(stages, self.owners, axis)
-        self.same_batch = (axis,)
+    def __post_init__(self) -> None:
+        self.owners = owners(self.schedule)
+        self.cuts = Cuts(self.stages, self.owners, self.axis)
+        self.same_batch = (self.axis,)
         self.pools: dict[int, BufferPool] = defaultdict(BufferPool)
 
     @functools.cached_property
@@ -151,13 +143,13 @@ class Pipelining(Interpretation):
 
     def _forward(self, f: Callable[..., Any], args: Any, keywords: Any) -> Any:
         outer, call = frame(), GradientCall(f, (0,), False, args, keywords)
-        batches = self._batches(call, self._parts(call))
+        batches = self._batches(call)
         worker = Worker(
-            f, lambda out: (out, None, None), batches, self.owners, self._where(),
+            lambda out: (out, None, None), batches, self.owners, self._where(),
             outer.but(micro=(*outer.micro, (0, self.n))), len(outer.micro), (),
         )  # fmt: skip
         found = [returned for returned, _, _ in self._run(worker, forward_only)]
-        out = forwarded(found, [b.part.share for b in batches])
+        out = forwarded(found, [b.share for b in batches])
         return _own(everywhere(out, worker.where, self.owners[-1]))
 
     # Gradient calls
@@ -185,18 +177,17 @@ class Pipelining(Interpretation):
         return pipelined
 
     def _is_within(self, f: Frame) -> bool:
-        """Whether a loss runs already of which unit calls are placed."""
+        """True inside a loss whose unit calls are placed on stages."""
         return f.staged
 
     def _differentiate(self, depth: int, number: int, call: GradientCall) -> Outcome:
-        """What a gradient call comes down to: the actions of this rank."""
+        """Computes a gradient call by the actions of this rank."""
         f = frame()
         leaves = Leaves(call.args, call.argnums, call.packed, call.parts)
         picked = [x.detach().requires_grad_() for x in leaves.tensors]
         args = leaves.args(picked)
         values = [*picked, *leaves.every_part(args)]
-        parts, count = folded(self._parts(replace(call, args=args)))
-        batches = self._batches(call, parts, number)
+        batches, count = folded(self._batches(replace(call, args=args), number))
         if not batches[0].cut.stages:
             return differentiate(call)
         for _, runtime in f.runtimes:
@@ -207,27 +198,24 @@ class Pipelining(Interpretation):
             return total, *tree.map(_detached, (weight, aux))
 
         worker = Worker(
-            call.fn, read, batches, self.owners, self._where(), f, depth, values,
+            read, batches, self.owners, self._where(), f, depth, values,
             self.pools[here(self.mesh).rank], call.seed,
         )  # fmt: skip
         results = self._run(worker)
-        summed = combined(results, [p.share for p in parts])
+        summed = combined(results, [b.share for b in batches])
         total, weight, aux = _own(everywhere(summed, worker.where, self.owners[-1]))
         grads = leaves.grads([x.grad for x in picked])
         due = (functools.partial(sum_shared, where=worker.where),)
         scale = call.cotangent
         return Outcome(total, weight, grads, aux, count, due, own=grads, scale=scale)
 
-    def _parts(self, call: GradientCall) -> list[Part]:
-        """The microbatches of a gradient call."""
+    def _cut(self, call: GradientCall) -> list[Microbatch]:
         return cut_batch(call, self.n, self.batch_argnums)
 
-    def _batches(
-        self, call: GradientCall, parts: Sequence[Part], number: int = 0
-    ) -> list[Microbatch]:
-        """Each with its program; the ``number``-th gradient call of a step."""
-        of = functools.partial(self.cuts.of, call.fn, argnums=call.argnums)
-        batches = [Microbatch(part, of(part, number=number)) for part in parts]
+    def _batches(self, call: GradientCall, number: int = 0) -> list[Microbatch]:
+        """The microbatches of a step's ``number``-th gradient call, with programs."""
+        of = self.cuts.of
+        batches = [replace(b, cut=of(b.call, number)) for b in self._cut(call)]
         first = tuple(call.argnums) == (0,)  # what a program has as its parameters
         params = call.args[0] if first else [call.args[i] for i in call.argnums]
         self.cuts.check([b.cut for b in batches], params)
@@ -241,10 +229,9 @@ class Pipelining(Interpretation):
         worker: Worker,
         of: Callable[[Schedule], Schedule] = lambda schedule: schedule,
     ) -> list[Any]:
-        """What each microbatch's loss returned, or blanks where the last stage is not.
+        """The results of each microbatch's loss, blanks where the last stage is not.
 
-        Blanks too where no stage runs: whose values types are, their programs have told
-        by then.
+        Blanks too where a tracer only records programs and types: no stage runs then.
         """
         batches, where = worker.microbatches, worker.where
         between = frozenset[tuple[int, int]]().union(*(b.cut.messages for b in batches))
@@ -300,13 +287,13 @@ class RecordedPipelining(Noted, Pipelining):
         return self.cut is not None
 
     def _forward(self, f: Callable[..., Any], args: Any, keywords: Any) -> Any:
-        part = self._parts(GradientCall(f, (0,), False, args, keywords))[0]
-        with inside(self._running(self.cuts.of(f, part, (0,)), counter=Counter())):
-            return f(*part.args, **part.keywords)
+        call = self._cut(GradientCall(f, (0,), False, args, keywords))[0].call
+        with inside(self._running(self.cuts.of(call), counter=Counter())):
+            return f(*call.args, **call.keywords)
 
     def _differentiate(self, depth: int, number: int, call: GradientCall) -> Outcome:
-        part = self._parts(call)[0]
-        found = self.cuts.of(call.fn, part, call.argnums, number)
+        part = self._cut(call)[0].call
+        found = self.cuts.of(part, number)
         if not found.stages:
             return differentiate(call)
         with inside(self._running(found)):
@@ -320,7 +307,7 @@ class RecordedPipelining(Noted, Pipelining):
 
 
 def _own(out: Any) -> Any:
-    """What a pipeline returned, said to be of this rank's rows."""
+    """A pipeline's results, typed as this rank's own."""
     return tree.map(lambda x: assumed(x, "V") if isinstance(x, Tensor) else x, out)
 
 

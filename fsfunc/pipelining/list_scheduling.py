@@ -108,7 +108,7 @@ def _ends(schedule: Schedule, costs: Costs) -> float:
 
 @dataclass(frozen=True)
 class Rule:
-    """How a free rank chooses: an I that is ready, else an F, else a W.
+    """The choice of a free rank: an I that is ready, else an F, else a W.
 
     Args:
         deep: of several forwards that of the last stage; else that of the earliest
@@ -124,6 +124,7 @@ class Rule:
 RULES = [Rule(*each) for each in product([True, False], [0.0, 0.5, 1.0])]
 
 
+@dataclass(eq=False)
 class ListScheduler(Player):
     """The pipeline played in time, each rank choosing what it starts when it is free.
 
@@ -131,29 +132,28 @@ class ListScheduler(Player):
 
     Args:
         owners: the rank of each stage.
+        count: microbatches.
         room: what a rank may hold, in microbatches of one of its stages.
     """
 
-    def __init__(
-        self,
-        owners: list[int],
-        n_microbatches: int,
-        costs: Costs,
-        room: int,
-        rule: Rule,
-    ) -> None:
+    owners: list[int]
+    count: int
+    costs: Costs
+    room: int
+    rule: Rule
+
+    def __post_init__(self) -> None:
         super().__init__()
-        self.owners, self.count, self.costs = owners, n_microbatches, costs
-        self.room, self.rule = room, rule
-        ranks = max(owners) + 1
-        self.chunks = len(owners) // ranks
-        self.mine = [[s for s, r in enumerate(owners) if r == k] for k in range(ranks)]
+        ranks = max(self.owners) + 1
+        stages = list(enumerate(self.owners))
+        self.chunks = len(stages) // ranks
+        self.mine = [[s for s, r in stages if r == k] for k in range(ranks)]
         self.rows: list[list[Action]] = [[] for _ in range(ranks)]
         self.free: list[float] = [0] * ranks  # when its last action ends
         self.holds = [0] * ranks
         # The ends of each stage's actions of a kind: as many as there have been.
         self.ends: dict[str, list[list[float]]] = {
-            kind: [[] for _ in owners] for kind in "FIW"
+            kind: [[] for _ in self.owners] for kind in "FIW"
         }
 
     def run(self) -> Schedule:

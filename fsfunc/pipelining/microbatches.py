@@ -1,4 +1,4 @@
-"""A batch in microbatches, and what they returned as one, on every rank."""
+"""A batch in microbatches, and their results as one, on every rank."""
 
 from __future__ import annotations
 
@@ -30,41 +30,39 @@ from fsfunc.tracing.programs import Outputs, Spec
 from fsfunc.transforms.microbatches import Microbatches
 
 __all__ = [
-    "Part",
+    "Microbatch",
     "blank",
     "combined",
     "cut_batch",
     "everywhere",
     "folded",
     "forwarded",
-    "kind_of",
     "sum_shared",
 ]
 
 
 @dataclass(frozen=True)
-class Part:
-    """The arguments of one microbatch.
+class Microbatch:
+    """One microbatch of a gradient call.
 
     Args:
-        args, keywords: of the loss; what is not cut is in every part.
-        share: what a mean over its rows counts: its rows, over those of an average
-            part.
-        shapes: what tells parts apart that need programs of their own; autocast too,
-            under which the same unit gives other dtypes.
+        call: the gradient call on it; arguments that are not cut are whole in it.
+        share: the weight of its mean: its rows, over those of an average microbatch.
+        cut: the program of the loss for its shapes, in stages, once that is known.
     """
 
-    args: tuple[Any, ...]
-    keywords: dict[str, Any]
+    call: GradientCall
     share: float
-    shapes: tuple[Any, ...]
+    cut: Any = None
 
 
-def cut_batch(call: GradientCall, n: int, chosen: BatchArgnums | None) -> list[Part]:
-    """``n`` parts along dim 0, as even as can be, the smaller ones last.
+def cut_batch(
+    call: GradientCall, n: int, chosen: BatchArgnums | None
+) -> list[Microbatch]:
+    """``n`` microbatches along dim 0, as even as can be, the smaller ones last.
 
     Args:
-        chosen: the arguments that are the batch, where ``pipeline`` was told so.
+        chosen: ``batch_argnums`` of ``pipeline``, if given.
 
     Raises:
         ValueError: batch leaves that differ in dim 0, or fewer rows than parts; several
@@ -74,15 +72,7 @@ def cut_batch(call: GradientCall, n: int, chosen: BatchArgnums | None) -> list[P
     for i in call.argnums:
         if cut.is_cut(i):
             raise ValueError(_ROWS.format(i))
-    parts, casts = [], _casts()
-    for m in range(n):
-        part = cut.part(m)
-        others = [None if i in call.argnums else x for i, x in enumerate(part.args)]
-        flat, spec = tree.flatten((others, part.keywords), is_leaf=is_sharded)
-        shapes = (spec, casts, *map(kind_of, flat))
-        share = cut.share(m)
-        parts.append(Part(part.args, part.keywords, share, shapes))
-    return parts
+    return [Microbatch(cut.part(m), cut.share(m)) for m in range(n)]
 
 
 _ROWS = (
@@ -92,24 +82,8 @@ _ROWS = (
 )
 
 
-def _casts() -> tuple[Any, ...]:
-    kinds = [k for k in ("cpu", "cuda") if torch.is_autocast_enabled(k)]
-    return tuple((k, torch.get_autocast_dtype(k)) for k in kinds)
-
-
-def kind_of(x: Any) -> Any:
-    """What a program depends on of a leaf, to be compared."""
-    if isinstance(x, Tensor) or is_sharded(x):
-        return tuple(x.shape), x.dtype
-    try:
-        hash(x)
-    except TypeError:
-        return type(x)
-    return x
-
-
-def folded(parts: Sequence[Part]) -> tuple[list[Part], int]:
-    """The parts, with a mean over them in their shares, and what is left to divide by.
+def folded(parts: Sequence[Microbatch]) -> tuple[list[Microbatch], int]:
+    """The parts, their mean folded into their shares, and the divisor that is left.
 
     To divide by a power of two is exact at any time: better one scalar now than all
     gradients later.
@@ -136,20 +110,18 @@ def blank(outputs: Outputs) -> Any:
 
 def combined(results: Sequence[Result], shares: Sequence[float]) -> Result:
     """The sums over microbatches, each mean counted by its share of the rows."""
-    scaled = []
-    for (total, weight, aux), share in zip(results, shares, strict=True):
-        if weight is None:
-            total = total * share
-        scaled.append((total, weight, _scaled(aux, share)))
-    total, weight, aux = scaled[0]
-    for more, heavier, beside in scaled[1:]:
-        total, aux = total + more, added(aux, beside)
-        weight = added_weights(weight, heavier)
-    return total, weight, aux
+    totals, weights, others = zip(*results, strict=True)
+    parts = zip(totals, weights, shares, strict=True)
+    scaled = [t * share if weight is None else t for t, weight, share in parts]
+    return (
+        functools.reduce(torch.add, scaled),
+        functools.reduce(added_weights, weights),
+        functools.reduce(added, map(_scaled, others, shares)),
+    )
 
 
 def forwarded(returned: Sequence[Any], shares: Sequence[float]) -> Any:
-    """What a forward pass alone returned: means, sums, and rows joined."""
+    """The results of a forward pass alone: means, sums, and rows joined."""
     if isinstance(returned[0], Weighted):
         totals, weights = zip(*returned, strict=True)
         return Weighted(torch.stack(totals).sum(), sum(weights))
@@ -180,27 +152,27 @@ def everywhere(value: Any, where: RankGroup, source: int) -> Any:
     leaves, treedef = tree.flatten(value)
     tensors = [i for i, x in enumerate(leaves) if isinstance(x, Tensor)]
     numbers = [i for i, x in enumerate(leaves) if type(x) in (bool, int, float)]
-    packed = [i for i, x in enumerate(leaves) if averaged(x)]
+    packed = [i for i in tensors if averaged(leaves[i])]
+    device = leaves[tensors[0]].device if tensors else None
+
+    def sent(x: Tensor) -> Tensor:
+        return where.start("pbroadcast", x, source=source).wait()
+
     with label("", "loss"):
         if packed:
-            wide = functools.reduce(
-                torch.promote_types, [leaves[i].dtype for i in packed], torch.float32
-            )
-            stack = torch.stack([leaves[i].to(wide) for i in packed])
-            stack = where.start("pbroadcast", stack, source=source).wait()
-            for i, x in zip(packed, stack, strict=True):
+            dtypes = [leaves[i].dtype for i in packed]
+            wide = functools.reduce(torch.promote_types, dtypes, torch.float32)
+            found = sent(torch.stack([leaves[i].to(wide) for i in packed]))
+            for i, x in zip(packed, found, strict=True):
                 leaves[i] = x.to(leaves[i].dtype)
         for i in tensors:
             if i not in packed:
-                x = leaves[i].contiguous()
-                leaves[i] = where.start("pbroadcast", x, source=source).wait()
+                leaves[i] = sent(leaves[i].contiguous())
         if numbers:  # those here may be as old as the program
-            device = leaves[tensors[0]].device if tensors else None
-            sent = [float(leaves[i]) for i in numbers]
-            sent = torch.tensor(sent, dtype=torch.float64, device=device)
-            sent = where.start("pbroadcast", sent, source=source).wait().tolist()
-            if where.index != source:
-                for i, x in zip(numbers, sent, strict=True):
+            mine = [float(leaves[i]) for i in numbers]
+            mine = torch.tensor(mine, dtype=torch.float64, device=device)
+            for i, x in zip(numbers, sent(mine).tolist(), strict=True):
+                if where.index != source:
                     leaves[i] = type(leaves[i])(x) if x.is_integer() else x
     return tree.unflatten(treedef, leaves)
 

@@ -16,10 +16,11 @@ from fsfunc.pipelining.actions import (
     is_asynchronous,
     parse,
 )
+from fsfunc.pipelining.delayed import Predict
 from fsfunc.pipelining.handler import Pipelining
 from fsfunc.pipelining.schedules import one_f_one_b
 from fsfunc.pipelining.stage_plans import Stages
-from fsfunc.pipelining.stage_updates import Predict, Updating
+from fsfunc.pipelining.stage_updates import Updating
 from fsfunc.pipelining.verification import verify
 from fsfunc.transforms.transforming import transformed
 
@@ -45,56 +46,54 @@ def pipeline(
     """``f`` with the unit calls of its loss in stages, one or several on each rank.
 
     The batch of a gradient call is cut into microbatches along dim 0, which go through
-    the stages as the schedule says: in ``f(params, batch)`` the tensors of the second
-    argument, with more arguments those that ``batch_argnums`` names. Each rank runs
-    the loss itself, of which only its own units' calls do something: outputs of units
-    are all that travels. Value and metrics reach every rank of the axis; a rank holds
-    the parameters of its own stages.
+    the stages in the order of the schedule. In ``f(params, batch)`` the tensors of the
+    second argument are the batch; with more arguments ``batch_argnums`` names it. Each
+    rank calls the loss function, in which only the unit calls of its own stages compute
+    anything; outputs of units are all that is sent. Value and metrics are returned on
+    every rank of the axis. A rank holds the parameters of its own stages.
 
-    A loss is a mean over its rows: the value is the mean of the microbatches' values,
-    by their rows, and so are metrics and gradients. (Of a sum over rows it would be a
-    part.) ``ff.Weighted`` has weights of its own, and what is ``ff.Summed`` is summed.
+    A loss has to be a mean over rows: its value, metrics and gradients are the means of
+    the microbatches', weighted by their rows. A loss with weights of its own returns
+    ``ff.Weighted``; a metric that is a sum is ``ff.Summed``.
 
     Args:
         f: a train step; or a loss ``(params, *batch)``: the forward pass alone.
-        axis: the mesh axis along which the stages lie. Every rank of it is given the
-            same batch.
+        axis: the mesh axis of the stages. All its ranks are given the same batch.
         n_microbatches: M; the rows of a batch need not be a multiple of it.
         schedule: ``(n_stages, n_microbatches, ...) -> Schedule``, such as those of
             ``ff.schedules``; with a keyword ``chunks`` of default v, each rank has v
             stages. Or the schedule itself: a list of actions for each rank.
         stages: how many unit calls each stage has, or the name of the unit at which
             each begins; by default balanced by FLOPs.
-        batch_argnums: which arguments of its gradient calls are the batch, by position
-            or keyword; what ``ff.value_and_grad(loss, batch_argnums=)`` says of its own
-            comes first. What is differentiated is not cut.
+        batch_argnums: the arguments of gradient calls that are the batch, by position
+            or keyword, unless ``ff.value_and_grad(loss, batch_argnums=)`` names its
+            own. Arguments that are differentiated are not cut.
         update: for a schedule with updates, such as ``ff.schedules.asynchronous``: the
             optimizer that a rank applies to its own leaves at each of them. ``f`` is
             a loss, and what comes back a train step.
-        predict: with ``update``: ``(params, opt_state, updates) -> params``, by which
-            a forward whose gradient will be some updates late uses parameters
-            predicted so far ahead; such as ``ff.momentum_prediction``.
+        predict: with ``update``: ``(params, opt_state, updates) -> params``, such as
+            ``ff.momentum_prediction``: a forward whose gradient will be some updates
+            late uses parameters predicted so many updates ahead.
 
     With ``update`` the result is ``step(state, *batch) -> (state, {"loss": loss})``;
     ``state.step`` counts calls, the optimizer's own count its updates. An update
     applies the mean of the gradients, over the rows of the microbatches since the last
     one, to the newest parameters. Each gradient is taken at the parameters that the
     stages had at the microbatch's forward: w[k+1] = w[k] - l g(w[k-s]) for ``sgd``, s
-    being ``ff.schedules.staleness``, which differs from stage to stage. So the numbers
-    are those of no synchronous step, but where s is 0 (one rank: SGD on the
-    microbatches; an interval of M or more: the step of 1F1B). The loss is the mean of
-    the microbatches', each at the parameters that it was computed with. Nothing is in
-    flight between two calls.
+    being ``ff.schedules.staleness``, which differs from stage to stage. This equals a
+    synchronous step only where s is 0 (one rank: SGD on the microbatches; an interval
+    of M or more: the step of 1F1B). The loss is the mean of the microbatches', each at
+    the parameters that it was computed with. Nothing is in flight between two calls.
 
     Raises:
-        ScheduleError: a schedule that cannot run; says why, before anything is sent.
+        ScheduleError: a schedule that cannot run, with the reason, before any message.
             With updates: no ``update``, or several stages on a rank.
         ValueError: more stages than unit calls, a cut that names no unit, fewer rows
             than microbatches, random numbers drawn outside units for two stages, a
             batch that is differentiated.
             With updates: a leaf of stages on several ranks, an optimizer that
             communicates, a ``Weighted`` loss, ``shard`` or ``accumulate`` around.
-        RuntimeError: a loss whose course depends on a tensor's value, or which is
+        RuntimeError: a loss whose control flow depends on a tensor's value, or which is
             differentiated by ``torch.func``.
 
     Cost, a step: one message each way for each microbatch and each two stages of
@@ -125,7 +124,7 @@ def pipeline(
     """
     names = check_mesh(mesh, "pipeline").check(axis)
     if len(names) != 1:
-        raise ValueError(f"a pipeline lies along one axis, got {names}")
+        raise ValueError(f"a pipeline is over one axis, got {names}")
     if not isinstance(n_microbatches, int) or n_microbatches < 1:
         raise ValueError(f"n_microbatches={n_microbatches!r}: there is at least one")
     if n_microbatches > _MOST:

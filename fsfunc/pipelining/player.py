@@ -1,4 +1,4 @@
-"""The player: ranks that go through what they have to do, and wait for each other.
+"""The player: ranks that go through actions, and wait for each other's.
 
 Whatever has an order on each rank is played by it: a schedule, to prove that it runs
 and to time it; its compute actions alone, to find where sends and receives belong; a
@@ -12,18 +12,20 @@ from collections.abc import Callable, Hashable, Iterable, Iterator
 from heapq import heappop, heappush
 from typing import NamedTuple
 
-from fsfunc.pipelining.actions import RECEIVES, Action, Schedule
-from fsfunc.pipelining.dependencies import Dependencies, made, other_end
+from fsfunc.pipelining.actions import RECEIVES, Action, Schedule, ScheduleError, owners
 
-__all__ = ["Player", "Posting", "ScheduleRun"]
+__all__ = ["Dependencies", "Edge", "Player", "Posting", "ScheduleRun"]
+__all__ += ["made", "other_end"]
+
+Edge = tuple[int, int]  # (producer stage, later consumer stage)
 
 
 class Player:
     """One event loop. A rank is an iterator that yields what it waits for.
 
     It goes on once that has happened, and at once where it has. Who is awake goes on
-    in the order of time, then of ranks. A rank that yields None sleeps until somebody
-    wakes it.
+    in the order of time, then of ranks. A rank that yields None sleeps until
+    :meth:`wake`.
 
     >>> player = Player()
     >>> def second():
@@ -48,7 +50,7 @@ class Player:
         self._awake: list[tuple[float, int]] = []
 
     def happened(self, what: Hashable, time: float = 0) -> None:
-        """Notes when something happened, and wakes who waits for it."""
+        """Records the time of an event, and wakes the ranks that wait for it."""
         self.times[what] = time
         for rank in self._asleep.pop(what, ()):
             self.wake(rank, time)
@@ -65,7 +67,7 @@ class Player:
         self.go_on()
 
     def go_on(self) -> None:
-        """Takes those further that were woken since nobody could go on."""
+        """Runs the ranks that have been woken."""
         while self._awake:
             self.now, rank = heappop(self._awake)
             self.waits[rank] = None
@@ -79,9 +81,92 @@ class Player:
 
 
 class Posting(NamedTuple):
-    """What a send waits for: that its receive is posted."""
+    """The posting of a receive, for which its send waits."""
 
     receive: Action
+
+
+class Dependencies:
+    """The needs of each action of a schedule.
+
+    An edge (p, c) says that stage c takes outputs of the earlier stage p: c's forward
+    needs p's, and p's backward needs c's. Without edges each stage feeds the next.
+    Gradients are named by "I", also where a whole backward "B" makes them. Where the
+    schedule has transfers of its own, what another rank makes is needed in the form
+    of the receive that brings it; else the action itself is needed.
+    """
+
+    def __init__(self, schedule: Schedule, edges: Iterable[Edge] | None = None) -> None:
+        self.rank_of = owners(schedule)
+        stages = len(self.rank_of)
+        chain = {(s, s + 1) for s in range(stages - 1)}
+        self.edges = chain if edges is None else set(edges)
+        for producer, consumer in self.edges:
+            if not 0 <= producer < consumer < stages:
+                raise ScheduleError(
+                    f"the edge ({producer}, {consumer}) has to lead from a stage to a "
+                    f"later one of the {stages}"
+                )
+        self.producers = [self._ends(1, 0, s) for s in range(stages)]
+        self.consumers = [self._ends(0, 1, s) for s in range(stages)]
+        self.explicit = any(not a.is_compute for row in schedule for a in row)
+
+    def _ends(self, here: int, there: int, stage: int) -> list[int]:
+        return sorted(edge[there] for edge in self.edges if edge[here] == stage)
+
+    def crosses(self, stage: int, other: int) -> bool:
+        return self.rank_of[stage] != self.rank_of[other]
+
+    def needs(self, action: Action) -> Iterator[Action]:
+        """Yield what must be done before the action, receives meaning their end."""
+        kind, stage, microbatch = action.kind, action.stage, action.microbatch
+        if kind == "F":
+            yield from (
+                self._from(producer, action, "F") for producer in self.producers[stage]
+            )
+        elif kind in ("B", "I"):
+            yield Action("F", stage, microbatch)
+            yield from (
+                self._from(consumer, action, "B") for consumer in self.consumers[stage]
+            )
+        elif kind == "SF":
+            yield Action("F", stage, microbatch)
+        elif kind in ("SB", "W"):
+            yield Action("I", stage, microbatch)
+
+    def _from(self, stage: int, user: Action, direction: str) -> Action:
+        if self.explicit and self.crosses(stage, user.stage):
+            return Action(f"R{direction}", user.stage, user.microbatch, stage)
+        return Action("F" if direction == "F" else "I", stage, user.microbatch)
+
+    def sends(self, action: Action) -> Iterator[Action]:
+        """Yield the sends that follow a compute action."""
+        stage, microbatch = action.stage, action.microbatch
+        forward = action.kind == "F"
+        if forward or action.kind in ("B", "I"):
+            for peer in (self.consumers if forward else self.producers)[stage]:
+                if self.crosses(stage, peer):
+                    yield Action("SF" if forward else "SB", stage, microbatch, peer)
+
+
+def made(action: Action) -> Action:
+    """Return the name under which others need the action: a "B" counts as its "I"."""
+    if action.kind == "B":
+        return Action("I", action.stage, action.microbatch)
+    return action
+
+
+def other_end(transfer: Action) -> Action:
+    """Return the receive of a send, the send of a receive.
+
+    >>> print(other_end(Action("SF", 0, 3, 1)))
+    RF3@1<0
+    """
+    kind, peer = transfer.kind, transfer.peer
+    if peer is None:
+        raise ScheduleError(f"{transfer} is no transfer: it has no other end")
+    letter = "R" if kind[0] == "S" else "S"
+    return Action(letter + kind[1], peer, transfer.microbatch, transfer.stage)
 
 
 class ScheduleRun(Player):
@@ -136,7 +221,7 @@ class ScheduleRun(Player):
             starts.append(start)
 
     def missing(self, action: Action) -> list[Action]:
-        """What an action that waits is waiting for; a send, for its receive."""
+        """The needs of an action that are not met; of a send, its receive."""
         if action.is_compute:
             needs = self.dependencies.needs(action)
             return [need for need in needs if need not in self.times]

@@ -7,8 +7,8 @@ name. A forward runs the whole loss of one microbatch, within a `stages.StageRun
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -19,9 +19,9 @@ from fsfunc.comm.attribution import label
 from fsfunc.comm.collective_ops import run_by
 from fsfunc.comm.groups import RankGroup
 from fsfunc.core.frames import Counter, Frame, inside
+from fsfunc.core.outcomes import GradientCall
 from fsfunc.pipelining.actions import Action
-from fsfunc.pipelining.microbatches import Part
-from fsfunc.pipelining.stage_plans import Cut
+from fsfunc.pipelining.microbatches import Microbatch
 from fsfunc.pipelining.stage_vjp import StageVjp
 from fsfunc.pipelining.stages import CAPTURED, Ended, StageRun, abstractly
 from fsfunc.pipelining.timing import clocked
@@ -30,22 +30,14 @@ from fsfunc.runtime.compiled import plainly
 from fsfunc.runtime.generators import States, generators_kept, mix
 from fsfunc.tracing.programs import Spec, Value
 
-__all__ = ["Microbatch", "Worker"]
+__all__ = ["Worker"]
 
 
-@dataclass(frozen=True)
-class Microbatch:
-    """One microbatch of a pipelined call: its arguments, its program."""
-
-    part: Part
-    cut: Cut
-
-
+@dataclass(eq=False)
 class Worker:
     """One rank of one pipelined call.
 
     Args:
-        call: the loss.
         read: ``(returned) -> (total, weight, aux)``; the last stage's.
         microbatches: all of them.
         owners: by stage, the index along ``where`` of the rank that runs it.
@@ -59,30 +51,23 @@ class Worker:
     of the last stage, and ``values`` hold their gradients.
     """
 
-    def __init__(
-        self,
-        call: Callable[..., Any],
-        read: Callable[[Any], Any],
-        microbatches: Sequence[Microbatch],
-        owners: Sequence[int],
-        where: RankGroup,
-        frame: Frame,
-        depth: int,
-        values: Sequence[Tensor],
-        pool: BufferPool | None = None,
-        seed: Callable[[Tensor], Tensor] = torch.ones_like,
-    ):
-        self.seed = seed
-        self.call, self.read = call, read
-        self.microbatches, self.owners, self.where = microbatches, owners, where
-        self.frame, self.depth, self.values = frame, depth, list(values)
-        self.pool = BufferPool() if pool is None else pool
+    read: Callable[[Any], Any]
+    microbatches: Sequence[Microbatch]
+    owners: Sequence[int]
+    where: RankGroup
+    frame: Frame
+    depth: int
+    values: Sequence[Tensor]
+    pool: BufferPool = field(default_factory=BufferPool)
+    seed: Callable[[Tensor], Tensor] = torch.ones_like
+
+    def __post_init__(self) -> None:
         self.results: dict[int, Any] = {}
-        # By (stage, microbatch): what came for it and what goes from it, till it has.
+        # By direction ("F", "B"), stage and microbatch: what came for an action from
+        # here, what is being received for it, and what it made for other ranks.
+        self.inbox: dict[Any, dict[Value, Tensor]] = defaultdict(dict)
         self.posted: dict[Any, list[tuple[Value, Any]]] = defaultdict(list)
-        self.arrived: dict[Any, dict[Value, Tensor]] = defaultdict(dict)
-        self.cotangents: dict[Any, dict[Value, Tensor]] = defaultdict(dict)
-        self.leaving: dict[Any, dict[Value, Tensor]] = {}
+        self.outbox: dict[Any, dict[Value, Tensor]] = {}
         self.kept: dict[Any, _Forwarded] = {}
         self.sends: list[Any] = []
         self.actions: Sequence[Action] = ()
@@ -130,7 +115,10 @@ class Worker:
     def _F(self, a: Action) -> None:
         batch, key = self.microbatches[a.microbatch], (a.stage, a.microbatch)
         cut = batch.cut
-        received = self._received(a)
+        received = self._taken("F", a)
+        if self.values:  # each a leaf of the stage's graph
+            for value, x in received.items():
+                x.requires_grad_(cut.spec(value).requires_grad)
         tied = bool(self.values) and bool(self.frame.runtimes)
         adds_to = frozenset(map(id, self.values)) if self.whole else None
         stage = StageRun(cut, cut.stages[a.stage], received, tied, adds_to)
@@ -149,7 +137,7 @@ class Worker:
             inside(f),
         ):
             try:
-                returned = self._returned(batch.part)
+                returned = self._returned(batch.call)
             except Ended:
                 returned = None
         outputs: list[Tensor] = []
@@ -159,11 +147,11 @@ class Worker:
             total, weight, aux = self.results[a.microbatch] = self.read(returned)
             if isinstance(total, Tensor) and total.requires_grad:
                 outputs.append(total)
-                share = batch.part.share if weight is None else 1.0
+                share = batch.share if weight is None else 1.0
                 seeds.append(self.seed(total).mul_(share))
                 self.results[a.microbatch] = total.detach(), weight, aux
         stage.check_made(tracked=bool(self.values))
-        self._hand_on(a, stage.made)
+        self._pass_on("F", a, stage.made, cut.consumers(a.stage))
         if not self.values:
             return
         given = [v for v, x in stage.made.items() if x.requires_grad]
@@ -174,29 +162,32 @@ class Worker:
         ends = [torch.zeros_like(x) for x in stage.ends]
         self.kept[key] = _Forwarded(vjp, seeds, given, taken, ends)
 
-    def _returned(self, part: Part) -> Any:
-        return self.call(*part.args, **part.keywords)
+    def _returned(self, call: GradientCall) -> Any:
+        return call.fn(*call.args, **call.keywords)
 
-    def _received(self, a: Action) -> dict[Value, Tensor]:
-        """The values that a stage depends on, each a leaf of its graph."""
-        key, cut = (a.stage, a.microbatch), self.microbatches[a.microbatch].cut
-        found = self.arrived.pop(key, {})
-        found |= {v: work.wait() for v, work in self.posted.pop(("RF", *key), ())}
-        tracked = bool(self.values)
-        for value, x in found.items():
-            if tracked and cut.spec(value).requires_grad:
-                x.requires_grad_()
+    def _taken(self, way: str, a: Action) -> dict[Value, Tensor]:
+        """Takes the activations ("F") or cotangents ("B") that came for an action."""
+        key = way, a.stage, a.microbatch
+        found = self.inbox.pop(key, {})
+        for value, work in self.posted.pop(key, ()):
+            _add(found, value, work.wait())
         return found
 
-    def _hand_on(self, a: Action, made: dict[Value, Tensor]) -> None:
-        """Keeps what goes to other ranks; gives what stays to the stages here."""
-        cut, m = self.microbatches[a.microbatch].cut, a.microbatch
-        for peer, values in cut.consumers(a.stage):
+    def _pass_on(
+        self,
+        way: str,
+        a: Action,
+        made: Mapping[Value, Tensor],
+        peers: Iterable[tuple[int, Sequence[Value]]],
+    ) -> None:
+        """Gives other stages what an action made for them, or keeps it to be sent."""
+        for peer, values in peers:
             message = {value: made[value].detach() for value in values}
             if self.owners[peer] == self.owners[a.stage]:
-                self.arrived[peer, m] |= message
+                for value, x in message.items():
+                    _add(self.inbox[way, peer, a.microbatch], value, x)
             else:
-                self.leaving["SF", a.stage, m, peer] = message
+                self.outbox[way, a.stage, a.microbatch, peer] = message
 
     # Backward
 
@@ -209,7 +200,7 @@ class Worker:
             self._send_back(a)
 
         # Past the last forward, another rank has nothing else to do than to wait for
-        # the gradients of its outputs; for those of the weights nobody waits. (Before
+        # the gradients of its outputs; for those of the weights no rank waits. (Before
         # it, a weight's product is better done while its factors are in the cache.)
         waits = self.at > self.last and any(
             self.owners[p] != own for p, _ in cut.producers_of(a.stage)
@@ -228,26 +219,19 @@ class Worker:
         self.kept.pop((a.stage, a.microbatch)).vjp.weight_gradient()
 
     def _cotangents(self, a: Action, kept: _Forwarded) -> list[Tensor | None]:
-        """Those of what the forward made: of the loss, of what was sent, of threads."""
-        key = a.stage, a.microbatch
-        found = self.cotangents.pop(key, {})
-        for value, work in self.posted.pop(("RB", *key), ()):
-            _add(found, value, work.wait())
+        """Those of the loss, of outputs that other stages use, and of thread ends."""
+        found = self._taken("B", a)
         return [*kept.seeds, *(found.get(v) for v in kept.given), *kept.ends]
 
     def _hand_back(
         self, a: Action, kept: _Forwarded, grads: Sequence[Tensor | None]
     ) -> None:
-        """Gives the gradients of what came in to the stages that made it."""
-        cut, m = self.microbatches[a.microbatch].cut, a.microbatch
-        found = dict(zip(kept.taken, grads, strict=True))
-        for peer, values in cut.producers_of(a.stage):
-            message = {v: _whole(found[v], cut.spec(v)) for v in values}
-            if self.owners[peer] == self.owners[a.stage]:
-                for value, g in message.items():
-                    _add(self.cotangents[peer, m], value, g)
-            else:
-                self.leaving["SB", a.stage, m, peer] = message
+        """Passes the gradients of a stage's inputs to the stages that made them."""
+        cut = self.microbatches[a.microbatch].cut
+        found = {
+            v: _whole(g, cut.spec(v)) for v, g in zip(kept.taken, grads, strict=True)
+        }
+        self._pass_on("B", a, found, cut.producers_of(a.stage))
 
     def _send_back(self, a: Action) -> None:
         """Does the sends that come right after a backward before its end."""
@@ -262,20 +246,19 @@ class Worker:
     # Transfers
 
     def _send(self, a: Action) -> None:
-        calls, to = self.microbatches[a.microbatch].cut.program.calls, _peer(a)
+        calls, peer = self.microbatches[a.microbatch].cut.program.calls, _peer(a)
         phase = "forward" if a.kind == "SF" else "backward"
-        message = self.leaving.pop((a.kind, a.stage, a.microbatch, a.peer))
+        message = self.outbox.pop((a.kind[1], a.stage, a.microbatch, peer))
         for value, x in message.items():
             what = _named(value, calls, a)
             with label(calls[value.call].name, phase):
-                self.sends.append(self.where.send(x, self.owners[to], what))
+                self.sends.append(self.where.send(x, self.owners[peer], what))
 
     def _receive(self, a: Action) -> None:
-        cut, peer = self.microbatches[a.microbatch].cut, _peer(a)
-        source, posted = self.owners[peer], self.posted[a.kind, a.stage, a.microbatch]
-        forward = a.kind == "RF"
+        cut, peer, way = self.microbatches[a.microbatch].cut, _peer(a), a.kind[1]
+        source, posted = self.owners[peer], self.posted[way, a.stage, a.microbatch]
         for value in (
-            cut.messages[peer, a.stage] if forward else cut.returned(a.stage, peer)
+            cut.messages[peer, a.stage] if way == "F" else cut.returned(a.stage, peer)
         ):
             spec, what = cut.spec(value), _named(value, cut.program.calls, a)
             look = spec.shape, spec.dtype, spec.device
@@ -287,7 +270,7 @@ class Worker:
 
 @dataclass
 class _Forwarded:
-    """What a forward leaves for its backward."""
+    """The state that a forward keeps for its backward."""
 
     vjp: StageVjp
     seeds: list[Tensor | None]  # the loss's cotangent, where there is a loss
@@ -297,7 +280,7 @@ class _Forwarded:
 
 
 def _check_undrawn(states: States) -> None:
-    """Raises where glue drew numbers, of which the program knows nothing."""
+    """Raises where the loss drew numbers outside units that its program has not."""
     if _torch.fake_active():
         return  # fake tensors draw nothing
     if any(not torch.equal(g.get_state(), state) for g, state in states):
@@ -315,7 +298,7 @@ def _whole(g: Tensor | None, spec: Spec) -> Tensor:
 
 
 def _named(value: Value, calls: Sequence[Any], a: Action) -> str:
-    """What travels: an output of a unit call, or, coming back, its gradient."""
+    """The name of a message: an output of a unit call, or its gradient."""
     name, what = calls[value.call].name, "" if a.kind.endswith("F") else "gradient of "
     return f"{what}{name} #{value.call}.{value.leaf}, microbatch {a.microbatch}"
 

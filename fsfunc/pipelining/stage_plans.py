@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from itertools import groupby
 from typing import Any
 
 import torch
@@ -53,7 +54,7 @@ class Cut:
 
     @cached_property
     def messages(self) -> dict[tuple[int, int], tuple[Value, ...]]:
-        """What travels from one stage to another, for each microbatch."""
+        """The values sent from one stage to another, for each microbatch."""
         found: dict[tuple[int, int], list[Value]] = {}
         for stage in self.stages:
             for value in stage.receives:
@@ -62,20 +63,20 @@ class Cut:
         return {key: tuple(values) for key, values in found.items()}
 
     def consumers(self, stage: int) -> list[tuple[int, tuple[Value, ...]]]:
-        """Which stages depend on this one, and on which of its values."""
+        """The stages that depend on this one, with the values that they use."""
         return [(c, values) for (p, c), values in self.messages.items() if p == stage]
 
     def producers_of(self, stage: int) -> list[tuple[int, list[Value]]]:
-        """Which stages this one depends on, and what it gives gradients of."""
+        """The stages that this one depends on, with values whose gradients it gives."""
         return [(p, self.returned(p, c)) for p, c in self.messages if c == stage]
 
     def returned(self, producer: int, consumer: int) -> list[Value]:
-        """The values between two stages whose gradients travel back."""
+        """The values between two stages whose gradients are sent back."""
         values = self.messages[producer, consumer]
         return [value for value in values if self.spec(value).requires_grad]
 
     def spec(self, value: Value) -> Spec:
-        """What a value looks like."""
+        """The shape, dtype and device of a value."""
         return self.program.calls[value.call].outputs.leaves[value.leaf]
 
     @cached_property
@@ -144,7 +145,7 @@ def cut(program: Program, stages: Stages = None, n: int | None = None) -> Cut:
 
 
 def _origins(program: Program, calls: range) -> Origins:
-    """Where all that a stage computes comes from."""
+    """The origins of all that a stage computes."""
     found = Origins()
     for number in calls:
         found = found | program.calls[number].origins
@@ -159,7 +160,7 @@ def _check_draws(program: Program, origins: Sequence[Origins]) -> None:
             raise ValueError(
                 f"{program.name} draws random numbers outside every unit, by {draw.op} "
                 f"at {draw.line}, which stages {_listed(users)} use: each would draw "
-                "its own. Draw them in a unit, whose output then travels"
+                "its own. Draw them in a unit, whose output is then sent"
             )
 
 
@@ -180,8 +181,8 @@ def _ranges(program: Program, stages: Stages, n: int | None) -> list[range]:
     if wanted > total:
         raise ValueError(
             f"{wanted} stages, but {program.name} has only {total} unit calls"
-            f"{_told(program)}: a stage has at least one. Use fewer stages, or make "
-            "smaller units"
+            f"{_calls_in_words(program)}: a stage has at least one. Use fewer stages, "
+            "or make smaller units"
         )
     if stages is None:
         counts = balance([call.flops for call in program.calls], wanted)
@@ -192,7 +193,7 @@ def _ranges(program: Program, stages: Stages, n: int | None) -> list[range]:
 
 
 def _counts(program: Program, stages: list[Any]) -> list[int]:
-    """How many unit calls each stage has, by what the user gave."""
+    """The number of unit calls of each stage, by the counts or names given."""
     if all(isinstance(s, str) for s in stages):
         return _by_name(program, stages)
     if not all(isinstance(s, int) and not isinstance(s, bool) for s in stages):
@@ -205,13 +206,13 @@ def _counts(program: Program, stages: list[Any]) -> list[int]:
     if sum(stages) != len(program.calls):
         raise ValueError(
             f"stages={stages!r} sums to {sum(stages)}, but {program.name} has "
-            f"{len(program.calls)} unit calls{_told(program)}"
+            f"{len(program.calls)} unit calls{_calls_in_words(program)}"
         )
     return stages
 
 
 def _by_name(program: Program, stages: list[str]) -> list[int]:
-    """How many calls each stage has, from the names of those that begin one."""
+    """The number of calls of each stage, from the names of those that begin one."""
     starts: list[int] = []
     for s, stage in enumerate(stages):
         start = _call_named(program, stage)
@@ -239,18 +240,14 @@ def _call_named(program: Program, stage: str) -> int:
     if int(k) >= len(found):
         there = f"only {len(found)} calls of" if found else "no unit call named"
         raise ValueError(
-            f"stage {stage!r}: {program.name} has {there} {name!r}{_told(program)}"
+            f"stage {stage!r}: {program.name} has {there} {name!r}"
+            f"{_calls_in_words(program)}"
         )
     return found[int(k)]
 
 
-def _told(program: Program) -> str:
+def _calls_in_words(program: Program) -> str:
     """The unit calls there are, runs of one name as one."""
-    runs: list[list[str]] = []
-    for call in program.calls:
-        if runs and runs[-1][0] == call.name:
-            runs[-1].append(call.name)
-        else:
-            runs.append([call.name])
-    shown = [r[0] if len(r) == 1 else f"{r[0]} x{len(r)}" for r in runs]
+    runs = [(name, len([*r])) for name, r in groupby(c.name for c in program.calls)]
+    shown = [name if n == 1 else f"{name} x{n}" for name, n in runs]
     return f" ({', '.join(shown)})" if shown else ""

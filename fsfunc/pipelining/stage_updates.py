@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any, cast
 
 import torch
@@ -15,55 +15,44 @@ from fsfunc.comm.collective_ops import run_by
 from fsfunc.comm.groups import RankGroup
 from fsfunc.comm.ledgers import silence
 from fsfunc.comm.linear_maps import LinearMap
-from fsfunc.comm.mesh import Mesh
 from fsfunc.core.autodiff import value_and_grad
 from fsfunc.core.differentiated import Leaves
 from fsfunc.core.frames import Frame, Interpretation, frame, inside
 from fsfunc.core.losses import loss_parts
-from fsfunc.core.outcomes import BatchArgnums, GradientCall, Outcome
+from fsfunc.core.outcomes import GradientCall, Outcome
 from fsfunc.optim import Optimizer
 from fsfunc.pipelining.actions import Action, Schedule, ScheduleError, owners
-from fsfunc.pipelining.delayed import staleness
+from fsfunc.pipelining.delayed import Predict, staleness
 from fsfunc.pipelining.handler import Pipelining
-from fsfunc.pipelining.microbatches import Part, blank, combined, everywhere
-from fsfunc.pipelining.runtime import Microbatch, Worker
-from fsfunc.pipelining.stage_plans import Stages
+from fsfunc.pipelining.microbatches import Microbatch, blank, combined, everywhere
+from fsfunc.pipelining.runtime import Worker
 from fsfunc.sharded.leaf import is_sharded
 
-__all__ = ["Predict", "Updating"]
-
-Predict = Callable[[Any, Any, int], Any]
+__all__ = ["Updating"]
 
 
+@dataclass(eq=False, repr=False)
 class Updating(Pipelining):
-    """What ``pipeline`` makes of a loss whose stages update in between.
+    """Interprets a loss as a pipeline whose stages update in between.
 
     Args:
         optimizer: applied by each rank to its own leaves, at every U.
         predict: ``(params, opt_state, updates) -> params``, some updates ahead.
     """
 
-    def __init__(
-        self,
-        mesh: Mesh,
-        axis: str,
-        n: int,
-        schedule: Schedule,
-        stages: Stages,
-        batch_argnums: BatchArgnums | None,
-        optimizer: Optimizer,
-        predict: Predict | None,
-    ):
-        _check_schedule(schedule)
-        if optimizer.take is not None:
+    optimizer: Optimizer
+    predict: Predict | None
+
+    def __post_init__(self) -> None:
+        _check_schedule(self.schedule)
+        if self.optimizer.take is not None:
             raise ValueError(
                 "the optimizer takes gradients in a way of its own, as loss_scale "
                 "does, and an asynchronous schedule updates stage by stage: use "
                 "another schedule"
             )
-        super().__init__(mesh, axis, n, schedule, stages, batch_argnums)
-        self.optimizer, self.predict = optimizer, predict
-        self.late = staleness(schedule)
+        super().__post_init__()
+        self.late = staleness(self.schedule)
         self.is_tried = False
 
     def step(self, loss: Callable[..., Any]) -> Callable[..., Any]:
@@ -93,7 +82,7 @@ class Updating(Pipelining):
         running = cast(_Running, call.fn)
         f = frame().but(donated=None)  # forwards use old versions
         call = replace(call, fn=running.loss)
-        batches = self._batches(call, self._parts(call), number)
+        batches = self._batches(call, number)
         where = self._where()
         blanks = [loss_parts(blank(b.cut.program.loss.outputs), False) for b in batches]
         if any(weight is not None for _, weight, _ in blanks):
@@ -105,46 +94,35 @@ class Updating(Pipelining):
         if where.size > 1 and not self.is_tried:
             self._try(running, f)
             self.is_tried = True
-        worker = _UpdatingWorker(
-            self, running, batches, where, f, depth, self.late[where.index]
-        )
+        worker = _UpdatingWorker(self, running, batches, where, f, depth)
         results = self._run(worker)
         running.params, running.opt_state = worker.params, worker.opt_state
-        summed = combined(results, [b.part.share for b in batches])
+        summed = combined(results, [b.share for b in batches])
         total, _, _ = everywhere(summed, where, self.owners[-1])
         return Outcome(total, None, (None,), None, self.n)
 
     def _check_leaves(self, batches: Sequence[Microbatch], params: Any) -> None:
         """Raises where a rank cannot update its leaves alone."""
-        readers: dict[str, set[int]] = {}
-        for batch in {id(b.cut): b for b in batches}.values():
-            for stage in batch.cut.stages:
-                for path in stage.leaves | stage.reads:
-                    readers.setdefault(path, set()).add(self.owners[stage.number])
+        stages = [stage for batch in batches for stage in batch.cut.stages]
+        used = frozenset[str]().union(*(s.leaves | s.reads for s in stages))
         paths, leaves, _ = tree.flatten_with_paths(params, is_leaf=is_sharded)
-        size = len(self.schedule)
         for path, leaf in zip(paths, leaves, strict=True):
-            ranks = sorted(readers.get(path, ()))
-            if is_sharded(leaf) and leaf.layout.parts != leaf.layout.owned:
-                raise ValueError(
-                    f"{path!r} is {leaf.layout}: an asynchronous schedule goes without "
-                    "shard, as its stages update at times of their own"
-                )
-            trained = isinstance(leaf, Tensor) and leaf.is_floating_point()
-            if size == 1 or not ranks or not trained:
+            if is_sharded(leaf):
+                if leaf.layout.parts != leaf.layout.owned:
+                    raise ValueError(
+                        f"{path!r} is {leaf.layout}: an asynchronous schedule goes "
+                        "without shard, as its stages update at times of their own"
+                    )
                 continue
-            if len(ranks) > 1:
+            trained = isinstance(leaf, Tensor) and leaf.is_floating_point()
+            if len(self.schedule) > 1 and path in used and trained:
                 raise ValueError(
-                    f"{path!r} is used by stages of the ranks {ranks}, which update at "
-                    "different times: under an asynchronous schedule a leaf belongs to "
-                    "one stage. Choose stages= so that one has all its uses, or use "
-                    "another schedule"
+                    f"{path!r} is whole on every rank, and under an asynchronous "
+                    "schedule a leaf belongs to the one stage that updates it: make "
+                    "the state by ff.init_state(step, params, optimizer, batch), read "
+                    "the leaf in units, not in the loss, and choose stages= so that "
+                    "one stage has all its uses; or use another schedule"
                 )
-            raise ValueError(
-                f"{path!r} is whole on every rank, but only rank {ranks[0]} would "
-                "update it: make the state by ff.init_state(step, params, optimizer, "
-                "batch), and read the leaf in a unit, not in the loss"
-            )
 
     def _try(self, running: _Running, f: Frame) -> None:
         """Raises where the optimizer would communicate, or predict would fail."""
@@ -198,10 +176,8 @@ class _Version:
 class _UpdatingWorker(Worker):
     """One rank of one call: a :class:`Worker` whose parameters change on the way.
 
-    Args:
-        late: by microbatch, how many updates come between its forward and backward.
-
-    After ``run``, ``params`` and ``opt_state`` are the new ones.
+    After ``run``, ``params`` and ``opt_state`` are the new ones. ``late`` is, by
+    microbatch, the number of updates between its forward and its backward.
     """
 
     def __init__(
@@ -212,14 +188,13 @@ class _UpdatingWorker(Worker):
         where: RankGroup,
         frame: Frame,
         depth: int,
-        late: Sequence[int],
     ):
         super().__init__(
-            running.loss,
             lambda returned: loss_parts(returned, False),
             microbatches, handler.owners, where, frame, depth, (),
         )  # fmt: skip
-        self.optimizer, self.ahead, self.late = handler.optimizer, handler.ahead, late
+        self.optimizer, self.ahead = handler.optimizer, handler.ahead
+        self.late = handler.late[where.index]
         self.params, self.opt_state = running.params, running.opt_state
         self.actual = self.version = _Version(self.params)
         self.used: dict[int, _Version] = {}  # by microbatch, till its backward
@@ -235,9 +210,9 @@ class _UpdatingWorker(Worker):
         self.used[a.microbatch], self.values = self.version, self.version.values
         super()._F(a)
 
-    def _returned(self, part: Part) -> Any:
+    def _returned(self, call: GradientCall) -> Any:
         # Not a function that knows this worker: a circle, in which tensors would wait.
-        return self.call(self.version.params, *part.args[1:], **part.keywords)
+        return call.fn(self.version.params, *call.args[1:], **call.keywords)
 
     def _B(self, a: Action) -> None:
         with self._gathering(a):
@@ -257,7 +232,7 @@ class _UpdatingWorker(Worker):
         self.sums = [x.grad for x in values]
         for x in values:
             x.grad = None
-        self.share += self.microbatches[a.microbatch].part.share
+        self.share += self.microbatches[a.microbatch].share
 
     def _U(self, a: Action) -> None:
         held = [g for g in self.sums if g is not None]

@@ -1,4 +1,4 @@
-"""What a stage keeps of one microbatch's forward pass, and how it pulls back.
+"""The vector-Jacobian product of one stage for one microbatch.
 
 ``backward`` is the whole of it. ``input_gradient`` and then ``weight_gradient`` are its
 two halves, with the same operations in all: the schedule can pass the input gradients
@@ -54,97 +54,60 @@ class StageVjp:
         self.pool = BufferPool() if pool is None else pool
         self.outputs = [get_gradient_edge(y) for y in outputs]
         self.inputs, self.parameters = list(inputs), list(parameters)
-        self.state = "new"
         self.rest: Callable[[], None] | None = None  # for weight_gradient
 
     def backward(
         self, cotangents: Sequence[Tensor | None], give: Give | None = None
     ) -> list[Tensor | None]:
-        """The inputs' gradients, None where there is none; adds to the parameters'.
+        """Returns the inputs' gradients and adds to the parameters'.
 
         Args:
             cotangents: one for each output, None for zero.
             give: called with what is returned as soon as it is there: before the
                 products of weights, whose factors are kept till then.
 
-        Raises:
-            RuntimeError: it has been used.
-            ValueError: cotangents unlike the outputs in number.
-
         Cost: one backward pass, which frees the graph as it goes.
         """
-        edges, grads = self._start("backward", "spent", cotangents)
-        inputs, parameters = self.inputs, self.parameters
-        self._forget()
-        found: list[Tensor | None] = []
-
-        def take() -> None:
-            found.extend(x.grad for x in inputs)
-            for x in inputs:
-                x.grad = None
-            if give is not None:
-                give(found)
-
-        between = None if give is None else take
-        pull_back(edges, grads, inputs, parameters, self.pool, between)
-        if give is None:
-            take()
+        edges, grads = self._roots(cotangents)
+        later: list[Callable[[], None]] | None = None if give is None else []
+        pull_back(edges, grads, self.inputs, self.parameters, self.pool, later)
+        found = [x.grad for x in self.inputs]
+        for x in self.inputs:
+            x.grad = None
+        if give is not None:
+            give(found)
+        for add in later or ():
+            add()
         return found
 
     def input_gradient(
         self, cotangents: Sequence[Tensor | None]
     ) -> list[Tensor | None]:
-        """The inputs' gradients, None where there is none; the rest is for later.
+        """Returns the inputs' gradients; the parameters' are left for later.
 
-        The arguments and errors are those of :meth:`backward`.
+        Args:
+            cotangents: one for each output, None for zero.
 
         Cost: the operations that lead to the inputs, and of the rest those that one
         kernel does together with them. What the weight gradients need is kept.
         """
-        edges, grads = self._start("input_gradient", "half", cotangents)
+        edges, grads = self._roots(cotangents)
         split = SplitBackward(edges, self.inputs, self.parameters, self.pool)
-        self._forget()
-        self.rest = split.weight_gradient
+        self.inputs, self.rest = [], split.weight_gradient
         del edges
         return split.input_gradient(grads)
 
     def weight_gradient(self) -> None:
-        """Adds to the parameters' gradients what ``input_gradient`` left.
-
-        Raises:
-            RuntimeError: not right after ``input_gradient``, and once.
-        """
-        if self.state != "half" or self.rest is None:
-            raise RuntimeError(
-                "weight_gradient comes after input_gradient, and once: "
-                + _SAYS[self.state]
-            )
-        self.state = "spent"
+        """Adds to the parameters' gradients what ``input_gradient`` left."""
         rest, self.rest = self.rest, None
+        assert rest is not None, "input_gradient comes before weight_gradient, once"
         rest()
 
-    def _start(
-        self, what: str, then: str, cotangents: Sequence[Tensor | None]
+    def _roots(
+        self, cotangents: Sequence[Tensor | None]
     ) -> tuple[list[GradientEdge], list[Tensor]]:
-        if self.state != "new":
-            raise RuntimeError(
-                f"{what} of a forward pass that is used: {_SAYS[self.state]}"
-            )
-        if len(cotangents) != len(self.outputs):
-            raise ValueError(
-                f"{len(cotangents)} cotangents for {len(self.outputs)} outputs"
-            )
-        self.state = then
+        """The outputs that have cotangents, which are not kept, and those."""
         both = zip(self.outputs, cotangents, strict=True)
         pairs = [(edge, g) for edge, g in both if g is not None]
+        self.outputs = []
         return [edge for edge, _ in pairs], [g for _, g in pairs]
-
-    def _forget(self) -> None:
-        self.outputs, self.inputs, self.parameters = [], [], []
-
-
-_SAYS = {
-    "new": "nothing has been pulled back yet",
-    "half": "its input gradients are out, and weight_gradient is due",
-    "spent": "all its gradients are out; record another forward pass",
-}

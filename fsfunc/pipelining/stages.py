@@ -8,7 +8,7 @@ where their results are used, and the loss ends after the stage's last unit.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 from torch import Tensor
@@ -47,8 +47,9 @@ class _Here(Stage):
 _HERE = _Here()
 
 
+@dataclass(eq=False)
 class StageRun(Stage):
-    """What becomes of the unit calls of a loss in one stage, for one microbatch.
+    """Runs, of the unit calls of a loss, those of one stage, for one microbatch.
 
     Args:
         cut: the program of this microbatch's shapes, cut.
@@ -61,17 +62,15 @@ class StageRun(Stage):
     ``ends`` those of the threads.
     """
 
-    def __init__(
-        self,
-        cut: Cut,
-        plan: StagePlan,
-        received: Mapping[Value, Tensor],
-        tied: bool,
-        adds_to: frozenset[int] | None,
-    ):
-        self.cut, self.plan, self.received = cut, plan, received
-        self.tied, self.adds_to = tied, adds_to
-        self.wanted = {v for _, values in cut.consumers(plan.number) for v in values}
+    cut: Cut
+    plan: StagePlan
+    received: Mapping[Value, Tensor]
+    tied: bool
+    adds_to: frozenset[int] | None
+
+    def __post_init__(self) -> None:
+        consumers = self.cut.consumers(self.plan.number)
+        self.wanted = {v for _, values in consumers for v in values}
         self.made: dict[Value, Tensor] = {}
         self.starts: list[Tensor] = []
         self.ends: list[Tensor] = []
@@ -81,10 +80,10 @@ class StageRun(Stage):
         known, k = self.cut.program.calls, call.number
         name = call.unit.__name__
         if k >= len(known) or name != known[k].name:
-            told = f"{known[k].name!r}" if k < len(known) else "no further call"
+            there = f"{known[k].name!r}" if k < len(known) else "no further call"
             raise RuntimeError(
                 f"call {k} of the loss is of unit {name!r}, but when it was recorded "
-                f"there was {told}: a pipelined loss must make the same unit calls on "
+                f"there was {there}: a pipelined loss must make the same unit calls on "
                 "every rank and for every microbatch"
             )
         if k not in self.plan.calls:
@@ -96,7 +95,7 @@ class StageRun(Stage):
         return out
 
     def check(self, values: Any, what: str) -> None:
-        """Raises where ``values`` hold a stand-in: nobody sent what they depend on."""
+        """Raises where ``values`` hold a stand-in for a value that was not sent."""
         for x in tree.leaves(values):
             if isinstance(x, _torch.FakeTensor) and not _torch.fake_active():
                 raise RuntimeError(
@@ -120,18 +119,18 @@ class StageRun(Stage):
         """Raises where others wait for something else than what this stage made."""
         for value, x in self.made.items():
             spec = self.cut.spec(value)
-            told = f"call {value.call}, of unit "
-            told += f"{self.cut.program.calls[value.call].name!r},"
+            what = f"call {value.call}, of unit "
+            what += f"{self.cut.program.calls[value.call].name!r},"
             if (x.shape, x.dtype) != (spec.shape, spec.dtype):
                 raise RuntimeError(
-                    f"{told} gave {x.dtype} {tuple(x.shape)} for another stage, where "
+                    f"{what} gave {x.dtype} {tuple(x.shape)} for another stage, where "
                     f"{spec.dtype} {tuple(spec.shape)} was recorded: the shape of what "
                     "travels may depend on shapes, not on data or on what a function "
                     "captured; pad it, or make one unit of the call and its users"
                 )
             if tracked and x.requires_grad and not spec.requires_grad:
                 raise RuntimeError(
-                    f"{told} is differentiated, and was not when the loss was "
+                    f"{what} is differentiated, and was not when the loss was "
                     f"recorded: {CAPTURED}"
                 )
 
@@ -141,9 +140,9 @@ class StageRun(Stage):
         thread = Thread(device) if self.tied else None
         # A recompute holds the call, and we hold its outputs: no circle of the two.
         handlers = (_HERE, *call.frame.handlers[1:])
-        apart = replace(call, frame=call.frame.but(handlers=handlers))
+        inner = replace(call, frame=call.frame.but(handlers=handlers))
         with run_as(Running(thread, adds_to=self.adds_to)), standing(self.stance):
-            out = apart.run(params, *inputs, **keywords)
+            out = inner.run(params, *inputs, **keywords)
         if thread is not None and thread.token is not thread.start:
             self.starts.append(thread.start)
             self.ends.append(thread.token)

@@ -11,14 +11,8 @@ from dataclasses import dataclass
 from time import perf_counter
 from typing import Literal, NamedTuple
 
-from fsfunc.pipelining.actions import (
-    SENDS,
-    Action,
-    Schedule,
-    ScheduleError,
-    parse,
-)
-from fsfunc.pipelining.dependencies import Dependencies, Edge, made, other_end
+from fsfunc.pipelining.actions import SENDS, Action, Schedule, ScheduleError, parse
+from fsfunc.pipelining.player import Dependencies, Edge, made, other_end
 from fsfunc.pipelining.verification import verified_run
 
 __all__ = ["Costs", "TimedAction", "bubble", "clock", "clocked", "simulate"]
@@ -26,7 +20,7 @@ __all__ = ["Costs", "TimedAction", "bubble", "clock", "clocked", "simulate"]
 
 @dataclass(frozen=True)
 class Costs:
-    """What the actions of a pipeline cost, in any unit of time.
+    """Costs of the actions of a pipeline, in any unit of time.
 
     A number is the time that all stages of a rank take together for one microbatch:
     each of its v stages takes 1/v of it. A sequence has one number for each stage,
@@ -204,7 +198,7 @@ def clock() -> Iterator[list[TimedAction]]:
 
 @contextmanager
 def clocked(rank: int, action: Action) -> Iterator[None]:
-    """Notes the time of what runs inside, where somebody asked for it."""
+    """Records the time of the action that runs inside, under :func:`clock`."""
     start = perf_counter()
     yield
     if logs := _CLOCKS.get():

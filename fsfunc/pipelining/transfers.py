@@ -12,8 +12,14 @@ from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 from fsfunc.pipelining.actions import Action, Schedule, ScheduleError
-from fsfunc.pipelining.dependencies import Dependencies, Edge, made, other_end
-from fsfunc.pipelining.player import Player, Posting
+from fsfunc.pipelining.player import (
+    Dependencies,
+    Edge,
+    Player,
+    Posting,
+    made,
+    other_end,
+)
 from fsfunc.pipelining.verification import verify
 
 

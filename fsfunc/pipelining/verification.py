@@ -15,8 +15,7 @@ from fsfunc.pipelining.actions import (
     parse,
     stages_of,
 )
-from fsfunc.pipelining.dependencies import Dependencies, Edge, made, other_end
-from fsfunc.pipelining.player import ScheduleRun
+from fsfunc.pipelining.player import Dependencies, Edge, ScheduleRun, made, other_end
 
 
 def verify(
@@ -29,7 +28,7 @@ def verify(
 ) -> None:
     """Return nothing where the schedule is right and runs to its end.
 
-    Each stage lies on one rank and takes each microbatch forward once, and backward
+    Each stage is on one rank and takes each microbatch forward once, and backward
     once: by B, or by I and then W (nowhere, in a schedule of forwards alone). Every
     action comes after what it needs. Where a stage updates (U), every update has
     gradients to take up, and every gradient of every stage an update. Where the
@@ -119,28 +118,24 @@ def _check_complete(
     n_microbatches: int | None,
 ) -> None:
     rank_of = dependencies.rank_of
+    have = Counter(action for row in schedule for action in row)
     stages = len(rank_of) if n_stages is None else n_stages
-    actions = [action for row in schedule for action in row]
-    most = max(action.microbatch for action in actions) + 1
+    most = max(action.microbatch for action in have) + 1
     count = most if n_microbatches is None else n_microbatches
-    for action in actions:
+    for action, times in have.items():
+        where = f"rank {rank_of[action.stage]}: {action}"
         if action.stage >= stages or action.microbatch >= count:
             raise ScheduleError(
-                f"rank {rank_of[action.stage]}: {action} is impossible: there are "
-                f"{stages} stages and {count} microbatches, numbered from 0 on"
+                f"{where} is impossible: there are {stages} stages and {count} "
+                "microbatches, numbered from 0 on"
             )
+        if times > 1:
+            raise ScheduleError(f"{where} comes {times} times: once is right")
     if len(rank_of) < stages:
         raise ScheduleError(
             f"stage {len(rank_of)} of {stages} is on no rank of the schedule"
         )
-    for action, times in Counter(actions).items():
-        if times > 1:
-            raise ScheduleError(
-                f"rank {rank_of[action.stage]}: {action} comes {times} times: once "
-                "is right"
-            )
-    have = set(actions)
-    backwards = any(action.kind in ("B", "I", "W") for action in actions)
+    backwards = any(action.kind in ("B", "I", "W") for action in have)
     for stage, rank in enumerate(rank_of):
         for m in range(count):
             kinds = {k for k in "FBIW" if Action(k, stage, m) in have}

@@ -1,4 +1,4 @@
-"""What is printed for people: amounts in words, tables on rich, repeats folded.
+"""Printing for people: amounts in words, tables on rich, repeats folded.
 
-amounts.py tables.py folding.py letters.py
+amounts.py tables.py folding.py
 """

@@ -56,7 +56,7 @@ def of_seconds(value: float) -> str:
 
 
 def of_share(part: float | Fraction, whole: float | Fraction) -> str:
-    """How much of ``whole`` that is.
+    """A part of ``whole`` in per cent.
 
     >>> of_share(1, 3), of_share(0, 0), of_share(1, 2000)
     ('33 %', '0 %', '<1 %')

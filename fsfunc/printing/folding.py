@@ -1,4 +1,4 @@
-"""What repeats with numbers counting up, said once: lines of a listing, and names."""
+"""Folding of lines and names that repeat with numbers counting up."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import TypeVar
 
 __all__ = ["alike", "counted", "folded", "together"]
 
-# Which call, which result of glue, which member of a list: all that may count up.
+# Numbers of calls, of results outside units, of list items: all may count up.
 _COUNTS = re.compile(r"((?<=[%/])\d+|(?<=\bg)\d+)\b")
 _LEAST = 3  # repeats that are worth folding
 _LONGEST = 32  # lines that are looked at as one repeat
@@ -25,7 +25,7 @@ def folded(lines: Sequence[str]) -> list[str]:
     >>> print("\\n".join(folded([f"%{i + 1} = f(p/{i}, %{i})" for i in range(4)])))
     %1-4 = f(p/0-3, %0-3)  x4
 
-    A block of several lines is bracketed, with how often beside its first:
+    A block of several lines is bracketed, with the count after its first:
 
     >>> lines = [s for i in range(3) for s in (f"  g{i} = neg(x)", f"%{i} = f(g{i})")]
     >>> print("\\n".join(folded(lines)))
@@ -67,7 +67,7 @@ def _repeats(lines: Sequence[_Line], i: int) -> tuple[int, int]:
 
 
 def _times(lines: Sequence[_Line], i: int, period: int) -> int:
-    """How often ``period`` lines come from ``i`` on, each number counting evenly."""
+    """The number of repeats of ``period`` lines from ``i`` on, counting evenly."""
     times, steps = 1, None
     while i + period * (times + 1) <= len(lines):
         a = i + period * (times - 1)

@@ -8,13 +8,11 @@ from io import StringIO
 from itertools import groupby
 from typing import TYPE_CHECKING, Any
 
-from fsfunc.printing.letters import visible, visible_lines
-
 if TYPE_CHECKING:
     from rich.console import Console, ConsoleOptions, RenderResult
     from rich.text import Text
 
-__all__ = ["Printed", "Report", "Table", "painted"]
+__all__ = ["Printed", "Report", "Table", "painted", "visible", "visible_lines"]
 
 _UNBOUNDED = 100_000  # columns: no line of text is wrapped or cut
 
@@ -125,3 +123,22 @@ def painted(cells: Iterable[tuple[str, str]]) -> Text:
     runs = groupby(cells, key=lambda cell: cell[1])
     said = [("".join(letters for letters, _ in run), style) for style, run in runs]
     return Text.assemble(*said, no_wrap=True, overflow="crop")
+
+
+def visible(text: str) -> str:
+    """``text`` with escapes for what a terminal would obey in place of showing it.
+
+    Names in a file may hold such letters: colours, moves of the cursor, other
+    directions of writing, ends of lines.
+
+    >>> print(visible("a\\x1b[2Jb\\nc"))
+    a\\x1b[2Jb\\nc
+    """
+    if text.isprintable():
+        return text
+    return "".join(c if c.isprintable() else repr(c)[1:-1] for c in text)
+
+
+def visible_lines(text: str) -> str:
+    """The same of several lines, which stay lines."""
+    return "\n".join(map(visible, text.split("\n")))

@@ -1,9 +1,11 @@
 """Tables and pictures for people.
 
 plans.py estimates.py shardings.py layouts.py checkpoints.py   tables
-timelines.py timeline_text.py stream_plot.py lanes.py   what runs when
-memory_plot.py memory_curve.py   what is held when
-figures.py palette.py traces.py   drawn, in one set of colours; for trace viewers
+lanes.py            the model of charts over time: rows of spans
+timelines.py timeline_text.py stream_plot.py   schedules and estimates as lanes
+memory_curve.py memory_plot.py   memory over a step: the model, and its chart
+figures.py palette.py   pictures by matplotlib, in one set of colours
+traces.py           JSON for trace viewers
 """
 
 from fsfunc.printing.tables import Report

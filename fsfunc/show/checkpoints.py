@@ -1,4 +1,4 @@
-"""What lies in a checkpoint, as tables."""
+"""Tables of the contents of a checkpoint."""
 
 from __future__ import annotations
 

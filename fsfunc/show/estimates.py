@@ -98,7 +98,7 @@ def _ranks(estimate: Estimate, plan: Plan | None) -> Table:
 
 
 def room(plan: Plan, hardware: Hardware) -> str:
-    """Whether the plan fits the hardware's memory, in words: by how much, and where.
+    """A sentence on a plan in a hardware's memory: if it fits, by how much, where.
 
     >>> from fsfunc.planning.events import Took
     >>> from fsfunc.planning.plans import RankPlan
@@ -163,7 +163,7 @@ def description(hardware: Hardware) -> Report:
         ("of peak, attention", of_share(hardware.attention, 1)),
         ("memory", of_bytes(hardware.memory)),
         ("memory's bandwidth", f"{of_bytes(hardware.bandwidth)}/s"),
-        ("an operator beside its work", of_seconds(hardware.overhead)),
+        ("overhead of an operator", of_seconds(hardware.overhead)),
     ]
     if hardware.fresh is not None:
         rows.append(("first touch of memory", f"{of_bytes(hardware.fresh)}/s"))
@@ -172,6 +172,6 @@ def description(hardware: Hardware) -> Report:
         said = f"{of_bytes(level.bandwidth)}/s, {of_seconds(level.latency)} a message"
         rows.append((name, said))
     if hardware.levels:
-        rows.append(("of a transfer beside computing", of_share(hardware.overlap, 1)))
+        rows.append(("of a transfer while computing", of_share(hardware.overlap, 1)))
     rows += [(name, f"{of_bytes(rate)}/s") for name, rate in hardware.rates.items()]
     return Report((Table(hardware.name, ("<field", ">value"), rows, most=len(rows)),))

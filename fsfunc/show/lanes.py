@@ -1,18 +1,22 @@
-"""What streams do over time, as rows of spans: what text and picture both draw."""
+"""Rows of spans over time: the model of timelines and of stream charts."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from fsfunc.pipelining.actions import Action
 from fsfunc.pipelining.timing import TimedAction
 from fsfunc.planning.simulation import Span
-from fsfunc.show.palette import COMPUTE, GAPS, OUTSIDE, STALL, WAITS, Look, look_of
+from fsfunc.show.figures import Bar, Drawn, Row, lane_figure
+from fsfunc.show.palette import GAPS, LOOKS, OUTSIDE, Look, look_of
 
-__all__ = ["Lane", "check_events", "check_spans"]
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
+__all__ = ["Lane", "LaneChart", "check_events", "check_spans"]
 
 NOISE = 1e-9  # of the whole: sums of floats that should be equal
 
@@ -30,18 +34,23 @@ class Lane:
         return f"rank {self.rank} {self.stream}"
 
     @property
+    def work(self) -> list[Span]:
+        """The spans that are no gaps."""
+        return [span for span in self.spans if span.phase not in GAPS]
+
+    @property
     def busy(self) -> float:
-        return sum(s.end - s.start for s in self.spans if s.phase not in GAPS)
+        return sum(span.end - span.start for span in self.work)
 
     @property
     def idle(self) -> float:
-        return sum(s.end - s.start for s in self.spans if s.phase in GAPS)
+        return sum(s.end - s.start for s in self.spans) - self.busy
 
     def columns(self, start: float, end: float, count: int) -> list[Look | None]:
-        """What takes most of each of ``count`` equal parts of the time; None: idle.
+        """The look of what takes most of each of ``count`` equal parts of the time.
 
-        Transfers may be short beside what is computed: a part in which anything is
-        sent shows what. A computing lane waits between what it computes.
+        None where there is nothing. Of a stream of transfers, whose gaps are no spans,
+        a part in which anything is sent shows what.
         """
         width = (end - start) / count
         sums: list[dict[Look, float]] = [{} for _ in range(count)]
@@ -53,31 +62,50 @@ class Lane:
                 low, high = start + i * width, start + (i + 1) * width
                 share = max(min(span.end, high) - max(span.start, low), 0.0)
                 sums[i][look] = sums[i].get(look, 0.0) + share
-        computes = self.stream == COMPUTE
-        free = width / 2 if computes else -1.0
-        busy = [
-            i for i, parts in enumerate(sums) if parts and sum(parts.values()) > free
-        ]
-        found: list[Look | None] = [None] * count
-        if computes and busy:
-            found[busy[0] : busy[-1]] = [STALL] * (busy[-1] - busy[0])
-        for i in busy:
-            found[i] = max(sums[i], key=sums[i].__getitem__)
-        return found
+        return [max(s, key=s.__getitem__) if s else None for s in sums]
 
-    def filled(self, end: float) -> Lane:
-        """The lane with its gaps from 0 to ``end`` as spans, named by their phase."""
-        phases = [WAITS.title] * (len(self.spans) + 1)
+    def filled(self, start: float, end: float, wait: Look) -> Lane:
+        """The lane with its gaps from ``start`` to ``end`` as spans.
+
+        Args:
+            wait: the look of those between two spans.
+        """
+        phases = [wait.title] * (len(self.spans) + 1)
         phases[0] = phases[-1] = OUTSIDE.title
-        starts = [0.0, *(span.end for span in self.spans)]
+        starts = [start, *(span.end for span in self.spans)]
         ends = [*(span.start for span in self.spans), end]
         gaps = [
-            Span(self.rank, self.stream, "", "", phase, start, stop)
-            for phase, start, stop in zip(phases, starts, ends, strict=True)
-            if stop - start > NOISE * end
+            Span(self.rank, self.stream, "", "", phase, a, b)
+            for phase, a, b in zip(phases, starts, ends, strict=True)
+            if b - a > NOISE * (end - start)
         ]
         spans = sorted((*gaps, *self.spans), key=lambda span: span.start)
         return replace(self, spans=tuple(spans))
+
+
+class LaneChart(Drawn):
+    """Lanes from ``start`` to ``end``, in the looks of the palette."""
+
+    lanes: tuple[Lane, ...]
+    start: float
+    end: float
+
+    def looks(self) -> list[Look]:
+        """The looks that are in the chart, in the palette's order."""
+        seen = {look_of(span) for lane in self.lanes for span in lane.spans}
+        return [look for look in LOOKS if look in seen]
+
+    def row(self, lane: Lane) -> Row:
+        """A lane as the picture has it."""
+        return Row(
+            lane.name, [Bar(s.start, s.end, look_of(s).color) for s in lane.spans]
+        )
+
+    def picture(self, title: str, marks: dict[str, str], **how: Any) -> Figure:
+        """The picture, whose legend has the looks and ``marks``."""
+        marks = {look.title: look.color for look in self.looks()} | marks
+        rows = [self.row(lane) for lane in self.lanes]
+        return lane_figure(title, rows, self.start, self.end, marks, **how)
 
 
 def check_events(events: Iterable[Any]) -> list[TimedAction]:
@@ -85,30 +113,23 @@ def check_events(events: Iterable[Any]) -> list[TimedAction]:
 
     Raises:
         TypeError: an event that is no such tuple; says which.
-        ValueError: no events, a negative rank, a time that is not finite, or an end
-            before its start; says which.
+        ValueError: no events, or an end before its start; says which.
     """
-    checked = []
+    found = []
     for place, event in enumerate(events):
-        if not isinstance(event, tuple) or len(event) != 4:
-            raise TypeError(
-                f"event {place} is {event!r}: give (rank, action, start, end) tuples, "
-                "as a recorded run or simulate(schedule) has them"
-            )
-        rank, action, start, end = event
-        if not isinstance(action, Action):
-            raise TypeError(
-                f"event {place} has {action!r} where its Action belongs: "
-                "parse() makes actions of text"
-            )
-        here = f"event {place}, {action} of rank {rank}"
-        if not isinstance(rank, int) or rank < 0:
-            raise ValueError(f"{here}: a rank is 0, 1, 2 ...")
-        _check_times(here, start, end)
-        checked.append(TimedAction(rank, action, start, end))
-    if not checked:
+        match event:
+            case int() as rank, Action() as action, start, end if rank >= 0:
+                _check_times(f"event {place}, {action} of rank {rank}", start, end)
+                found.append(TimedAction(rank, action, start, end))
+            case _:
+                raise TypeError(
+                    f"event {place} is {event!r}: give (rank, action, start, end), as "
+                    "a recorded run or simulate(schedule) has them; ranks are 0, 1, "
+                    "..., and parse() makes actions of text"
+                )
+    if not found:
         raise ValueError("there are no events to show: was the run recorded?")
-    return checked
+    return found
 
 
 def check_spans(estimate: Any) -> list[Span]:
@@ -118,17 +139,16 @@ def check_spans(estimate: Any) -> list[Span]:
         TypeError: what is no span; says which.
         ValueError: no spans, or one that ends before it starts.
     """
-    found: Sequence[Any] = list(getattr(estimate, "spans", estimate))
-    if not found:
-        raise ValueError("there are no spans to show: the plan has no events")
+    found = list(getattr(estimate, "spans", estimate))
     for place, span in enumerate(found):
         if not isinstance(span, Span):
             raise TypeError(
                 f"span {place} is {span!r}: give an estimate, as ff.estimate(plan, "
                 "hardware) makes it, or its spans"
             )
-        here = f"span {place}, {span.name} of rank {span.rank}"
-        _check_times(here, span.start, span.end)
+        _check_times(f"span {place}, {span.name} of {span.rank}", span.start, span.end)
+    if not found:
+        raise ValueError("there are no spans to show: the plan has no events")
     return sorted(found, key=lambda span: (span.rank, span.start, span.end))
 
 

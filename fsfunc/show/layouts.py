@@ -1,4 +1,4 @@
-"""Where a leaf lies: in words, and as a grid of cells that ranks hold."""
+"""Layouts in words, and as a grid of cells that ranks hold."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ _COLORS = (
 )  # fmt: skip
 # By the arms that meet, of up, right, down and left, as the digits of a binary number.
 _CORNERS = "   ┐ ─┌┬ ┘│┤└┴├┼"
-Holders = Sequence[Key | None]  # of a row's cells; None beside them
+Holders = Sequence[Key | None]  # of a row's cells; None outside
 
 
 class Rectangle(NamedTuple):
@@ -41,7 +41,7 @@ class Grid:
         dims: how many of the leaf's dims its rows count; the rest are its columns.
         rows, columns: where the cells begin, and the last one's end.
         keys: for each row and column the coordinates (over ``layout.axes``) of those
-            who hold the cell.
+            of the ranks that hold the cell.
     """
 
     dims: int
@@ -50,7 +50,7 @@ class Grid:
     keys: tuple[tuple[Key, ...], ...]
 
     def at(self, row: int, column: int) -> Key:
-        """Who holds the element at this row and column of the sheet."""
+        """The holders of the element at this row and column of the sheet."""
         i = sum(start <= row for start in self.rows) - 1
         return self.keys[i][sum(start <= column for start in self.columns) - 1]
 
@@ -68,11 +68,11 @@ class Grid:
             key: f"#000000 on {_COLORS[i % len(_COLORS)]}" for i, key in enumerate(said)
         }
         yield [(" " * (margin + 1) + " ".join(h.center(width) for h in heads), "")]
-        nobody = [None] * (len(heads) + 2)
-        held = [nobody, *([None, *row, None] for row in self.keys), nobody]
+        outside = [None] * (len(heads) + 2)
+        held = [outside, *([None, *row, None] for row in self.keys), outside]
         for i, (above, row) in enumerate(pairwise(held)):
             yield [(" " * margin + _border(above, row, width), "")]
-            if row is nobody:
+            if row is outside:
                 return
             cells = [(f"{sides[i].rjust(margin - 1)} ", "")]
             for before, key in pairwise(row):
@@ -97,7 +97,7 @@ def _border(
 
 
 def in_words(layout: Layout, owner: bool = True) -> str:
-    """How a leaf is spread, without the numbers that only its buffer cares for.
+    """A layout in words, without the numbers that only its buffer needs.
 
     Args:
         owner: whether to say which coordinate owns it, of those that one owns.
@@ -124,7 +124,7 @@ def in_words(layout: Layout, owner: bool = True) -> str:
 
 
 def part_in_words(layout: Layout, coordinates: Coordinates) -> str:
-    """What a rank holds, as one would index it.
+    """The part of a rank, as one would index it.
 
     ``[2:4, :]`` is a block; ``.flat[5:9]`` a range of the whole, flattened row-major;
     ``[2:4, :].flat[5:9]`` such a range of a block.
@@ -180,7 +180,7 @@ def grid_of(layout: Layout) -> Grid | None:
 
 
 def rows_of(layout: Layout) -> int | None:
-    """How many dims to count as rows, so that a rank's block is rows by columns.
+    """The number of leading dims to count as rows, so that blocks are rectangles.
 
     None where no number of them does: three dims of which two inner ones are cut.
 
@@ -194,7 +194,7 @@ def rows_of(layout: Layout) -> int | None:
 
 
 def boxes(layout: Layout, coordinates: Coordinates, dims: int) -> list[Rectangle]:
-    """What a rank holds, as at most three rectangles of the leaf's sheet, in order.
+    """The part of a rank, as at most three rectangles of the leaf's sheet, in order.
 
     >>> import torch
     >>> from fsfunc.sharded.layout import Flat

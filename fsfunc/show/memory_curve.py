@@ -6,7 +6,7 @@ from bisect import bisect_left
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from itertools import pairwise
+from itertools import accumulate, pairwise
 
 from fsfunc.planning.events import Ran, Segment, Took
 from fsfunc.planning.plans import RankPlan
@@ -22,7 +22,7 @@ Held = tuple[int, ...]  # bytes of each of KINDS
 
 @dataclass(frozen=True)
 class Curve:
-    """What a rank holds while its operators run.
+    """The memory that a rank holds while its operators run.
 
     Args:
         points: (operators that ran before, bytes of each of ``KINDS`` from then on).
@@ -45,7 +45,7 @@ class Curve:
         return tuple(map(max, zip(*held, strict=True)))
 
     def columns(self, count: int) -> list[Held]:
-        """What is held when most is, in each of ``count`` equal parts of the step."""
+        """The highest moment of each of ``count`` equal parts of the step."""
         tops: list[Held] = [(0,) * len(KINDS)] * count
         for (at, held), until in self._spans():
             size = sum(held)
@@ -55,7 +55,7 @@ class Curve:
         return tops
 
     def peak_column(self, count: int) -> int:
-        """The column in which the peak lies."""
+        """The column of the peak."""
         return self._column(self.peak[0], count)
 
     def _spans(self) -> Iterator[tuple[tuple[int, Held], int]]:
@@ -91,29 +91,26 @@ def curve_of(own: RankPlan) -> Curve:
             peak = (at, what)
 
     for number, event in enumerate(own.events):
-        before = ran
-        body = event.op if isinstance(event, Ran) else None
-        if body is not None:
-            ran += len(body.ops)
-        if isinstance(body, Segment):
-            inside = 0
-            for after, change in body.memory:
-                inside += change
-                bytes_of = list(held)
-                bytes_of[aside] += inside
-                put(before + after, tuple(bytes_of))
-            put(ran, held)
+        before, is_body = ran, False
+        if isinstance(event, Ran) and event.op is not None:
+            ran += len(event.op.ops)
+            if is_body := isinstance(event.op, Segment):
+                inside = accumulate(change for _, change in event.op.memory)
+                for (after, _), more in zip(event.op.memory, inside, strict=True):
+                    grown = (*held[:aside], held[aside] + more, *held[aside + 1 :])
+                    put(before + after, grown)
+                put(ran, held)
+            if ran > before:
+                unit, phase = event.unit, event.phase
+                if turns and (turns[-1].unit, turns[-1].phase) == (unit, phase):
+                    before = turns.pop().start
+                turns.append(Span(own.rank, COMPUTE, unit, unit, phase, before, ran))
         if row is not None and row[0] == number:
-            if not isinstance(body, Segment):
+            if not is_body:
                 held = row[1]
                 put(ran, held)
                 given = held if isinstance(event, Took) and not event.op else given
             row = next(rows, None)
-        if isinstance(event, Ran) and ran > before:
-            unit, phase = event.unit, event.phase
-            if turns and (turns[-1].unit, turns[-1].phase) == (unit, phase):
-                before = turns.pop().start
-            turns.append(Span(own.rank, COMPUTE, unit, unit, phase, before, ran))
     lane = Lane(own.rank, COMPUTE, tuple(turns))
     return Curve(tuple(points), lane, ran, peak, given)
 

@@ -35,7 +35,7 @@ __all__ = [
 OUTSIDE_UNITS = "(outside units)"
 ROWS = 12  # lines of the chart
 WIDEST = 100  # its columns, where nothing says how wide the paper is
-INCHES = (8.6, 3.6)  # of the picture's axes
+WIDTH, HEIGHT = 9.6, 3.6  # inches of the picture
 PIXELS = 1200  # columns of the picture: more than there are pixels between two of them
 STRIP = 0.03  # of the picture's height: the phases' line under the axis
 # Of that line: no kind's colours.
@@ -61,7 +61,7 @@ class MemoryChart(Drawn):
 
     @property
     def title(self) -> str:
-        """Whose memory it is, and its peak."""
+        """The rank, its peak, and when that is."""
         top = of_bytes(sum(self.curve.peak[1]))
         when = f", {self.peak}" if self.peak else ""
         return f"memory of rank {self.rank}: at most {top}{when}"
@@ -95,7 +95,7 @@ class MemoryChart(Drawn):
         yield self._table()
 
     def _phases(self, count: int) -> list[Look | None]:
-        """What ran most in each of ``count`` equal parts of the step."""
+        """The phase that ran most in each of ``count`` equal parts of the step."""
         length = self.curve.length
         return self.curve.turns.columns(0, length, count) if length else [None] * count
 
@@ -121,7 +121,7 @@ class MemoryChart(Drawn):
         at, held = curve.peak
         sizes = {kind: held[KINDS.index(kind)] for kind in reversed(kinds)}
         said = ", ".join(f"{k} {of_bytes(size)}" for k, size in sizes.items() if size)
-        figure, axes = sheet(f"{self.title}\n{said}", INCHES, marks, 0.85, 0.25)
+        figure, axes = sheet(f"{self.title}\n{said}", WIDTH, HEIGHT, marks)
         count = max(min(PIXELS, curve.length), 1)
         edges = [i * max(curve.length, 1) / count for i in range(count + 1)]
         columns = curve.columns(count)
@@ -148,7 +148,7 @@ class MemoryChart(Drawn):
             color = GREYS.get(look.title, "white") if look else "white"
             axes.axvspan(*ends, -STRIP, 0, color=color, clip_on=False, linewidth=0)
             start = end
-        axes.tick_params(axis="x", pad=STRIP * INCHES[1] * 72 + 2)
+        axes.tick_params(axis="x", pad=STRIP * HEIGHT * 72 + 2)
         return figure
 
 
@@ -159,7 +159,7 @@ def memory(
 
     Args:
         plan: of ``ff.plan``.
-        rank: whose; the lowest that was planned by default.
+        rank: the rank; by default the lowest that was planned.
         path: where to draw it as a picture too (``.png``, ``.svg``, ``.pdf``).
 
     Returns:

@@ -1,4 +1,4 @@
-"""What each kind of thing is called and how it is coloured, wherever it is shown."""
+"""Names, signs and colours of what charts show."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ __all__ = [
     "COMPUTE",
     "COMPUTING",
     "GAPS",
+    "LOOKS",
     "Look",
     "MEMORY",
     "OTHER",
@@ -30,7 +31,7 @@ COMPUTE = "compute"  # the stream on which a rank computes
 
 @dataclass(frozen=True, eq=False)
 class Look:
-    """How one kind is shown: in words, in print, in a picture and in a trace.
+    """The look of one kind: in words, in print, in a picture and in a trace.
 
     There is one of each: they are compared, and found in dicts, as objects.
     """
@@ -93,11 +94,12 @@ MEMORY = _by_title(
     Look("activations", "a", "#4fa37b"),
 )
 OTHER = Look("other", "?", "#a5abb7", "generic_work")
+LOOKS = (*COMPUTING.values(), *GAPS.values(), *SENDING.values(), OTHER)
 _MESSAGES = {"send", "receive"}
 
 
 def look_of(span: Span) -> Look:
-    """What is computed by its phase, what is sent by its kind; a grey one of others."""
+    """The look of a span: by its phase where it computes, else by what is sent."""
     if span.stream == COMPUTE:
         return _ON_COMPUTE.get(span.phase, OTHER)
     return SENDING.get("message" if span.name in _MESSAGES else span.name, OTHER)

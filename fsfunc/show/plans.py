@@ -30,7 +30,7 @@ def plan(plan: Plan, rank: int | None = None) -> Report:
 
     Args:
         plan: of ``ff.plan``.
-        rank: whose program is shown in full; the lowest that was planned by default.
+        rank: the rank of the program to show; by default the lowest that was planned.
 
     Returns:
         A ``Report``: print it, or print it in colours with ``rich.print``.
@@ -68,7 +68,7 @@ def plan(plan: Plan, rank: int | None = None) -> Report:
 
 
 def _totals(plan: Plan, own: RankPlan, rank: int | None) -> str:
-    """Whose program it is, and its figures in one line."""
+    """The ranks of a program, and its figures in one line."""
     shown = own.rank if rank is None else rank
     first = f"rank {shown} of {of_axes(plan.mesh.axes) or 'one'}"
     if own.alike > 1:
@@ -142,9 +142,9 @@ def _units(own: RankPlan) -> Table:
             own.derived.get(unit, 0),
         )
 
-    lying = {u: "; ".join(dict.fromkeys(map(_lies, leaves[u]))) for u in names}
+    layouts = {u: "; ".join(dict.fromkeys(map(_layout_of, leaves[u]))) for u in names}
     rows = []
-    keyed = [(unit, (figures(unit), lying[unit]), unit) for unit in names]
+    keyed = [(unit, (figures(unit), layouts[unit]), unit) for unit in names]
     for group, found in alike(keyed):
         n, row = len(found), figures(found[0])
         if not any(row):
@@ -153,8 +153,8 @@ def _units(own: RankPlan) -> Table:
         computed = [of_count(n * x) if x else "" for x in row[4:-1]]
         held, kept = (of_bytes(n * x) if x else "" for x in (row[3], row[-1]))
         name = counted(group, OUTSIDE_UNITS)
-        rows.append((name, *counts, lying[found[0]], held, *computed, kept))
-    head = ("<unit", ">calls", ">tensors", ">elements", "<lie", ">held here")
+        rows.append((name, *counts, layouts[found[0]], held, *computed, kept))
+    head = ("<unit", ">calls", ">tensors", ">elements", "<layout", ">held here")
     head += (*(f">{p} FLOP" for p in phases), ">derived, a call")
     return _without_empty(Table("units", head, rows))
 
@@ -174,15 +174,15 @@ def _whole_bytes(leaf: PlannedLeaf) -> int:
     return _numel(leaf) * leaf.dtype.itemsize
 
 
-def _lies(leaf: PlannedLeaf) -> str:
-    """How a leaf lies; those of one layer on each stage lie alike."""
+def _layout_of(leaf: PlannedLeaf) -> str:
+    """The layout of a leaf in words; that of one layer on each stage is one."""
     return "whole" if leaf.layout is None else in_words(leaf.layout, owner=False)
 
 
-def _all_lie(leaves: list[PlannedLeaf]) -> str:
-    """How leaves that lie alike lie, with their owner where that is one."""
+def _common_layout(leaves: list[PlannedLeaf]) -> str:
+    """The one layout of several leaves, with their owner if that is one too."""
     said = {in_words(leaf.layout) for leaf in leaves if leaf.layout is not None}
-    return said.pop() if len(said) == 1 else _lies(leaves[0])
+    return said.pop() if len(said) == 1 else _layout_of(leaves[0])
 
 
 def _collectives(own: RankPlan) -> Table:
@@ -220,7 +220,7 @@ def _line(where: str) -> str:
 def _parameters(own: RankPlan) -> Table:
     """One row for each parameter, or for all that differ in a layer's number."""
     keyed = [
-        (leaf.path, (leaf.shape, leaf.dtype, _lies(leaf)), leaf)
+        (leaf.path, (leaf.shape, leaf.dtype, _layout_of(leaf)), leaf)
         for leaf in own.leaves
         if leaf.kind == "parameters"
     ]
@@ -229,8 +229,10 @@ def _parameters(own: RankPlan) -> Table:
         first, held = leaves[0], sum(leaf.bytes for leaf in leaves)
         what = describe(first.shape, first.dtype)
         whole = of_bytes(sum(map(_whole_bytes, leaves)))
-        rows.append((counted(names), what, _all_lie(leaves), whole, of_bytes(held)))
-    head = ("<path", "<each", "<lies", ">whole", ">held here")
+        rows.append(
+            (counted(names), what, _common_layout(leaves), whole, of_bytes(held))
+        )
+    head = ("<path", "<each", "<layout", ">whole", ">held here")
     return Table("parameters", head, rows)
 
 

@@ -32,7 +32,7 @@ LOOKED_AT = 10_000  # sets of ranks, for it
 
 @dataclass(frozen=True, repr=False)
 class LeafPicture(Printed):
-    """One leaf over a mesh, to print: a grid of who holds what, and a table.
+    """One leaf over a mesh, to print: a grid of the holders of each part, and a table.
 
     ``grid`` is None where its cells are too many to read: the table says it alone.
     """
@@ -72,13 +72,13 @@ class LeafPicture(Printed):
 
     @cached_property
     def held(self) -> list[dict[str, int]]:
-        """Where on the layout's axes elements lie, of the first so many places."""
+        """The coordinates that hold elements, among the first so many."""
         places = itertools.islice(every_coordinate(self.layout), LOOKED_AT)
         return [at for at in places if math.prod(self.layout.local_shape(at))]
 
     @property
     def empty(self) -> int:
-        """How many of those places hold nothing."""
+        """The number of coordinates among those that hold nothing."""
         places = math.prod(self.layout.sizes.values())
         return min(places, LOOKED_AT) - len(self.held)
 
@@ -107,7 +107,7 @@ class LeafPicture(Printed):
 def sharding(
     value: Any, mesh: Mesh | None = None, *, rank: int | None = None
 ) -> LeafPicture | Report:
-    """Which rank holds which elements: of one leaf a picture, of a tree a table.
+    """The elements that each rank holds: of one leaf a picture, of a tree a table.
 
     A leaf of one or two dims is drawn as it is; of more, the leading ones are rows and
     the rest columns. Nothing is communicated: a layout says it all, so the mesh may be
@@ -117,14 +117,14 @@ def sharding(
         value: a ``Sharded`` leaf or a ``Layout``; or a tree of such and of tensors, as
             a state is. Equal layers are one row.
         mesh: by default the one that is running, else the axes that leaves name.
-        rank: whose part is shown; in a table of a tree whoever asks by default, or 0.
+        rank: the rank to show; of a tree by default the calling rank, or 0.
 
     Returns:
         a ``LeafPicture`` or a ``Report``: print it, or print it with ``rich.print``.
 
     Raises:
         TypeError: a mesh that is none.
-        ValueError: a tree without leaves; a leaf that lies on axes that the mesh has
+        ValueError: a tree without leaves; a leaf on axes that the mesh has
             not, or has in another size.
         IndexError: a rank that the mesh has not.
 
@@ -175,7 +175,7 @@ def sharding(
     for names, found in alike(keyed):
         rows.append((counted(names), *found[0]))
     over = of_axes(mesh.axes) or "one rank"
-    head = ("<path", "<whole", "<lies", f"<rank {own} holds", ">bytes each")
+    head = ("<path", "<whole", "<layout", f"<rank {own} holds", ">bytes each")
     end = f"rank {own} holds {of_bytes(total)} in {len(leaves)} leaves"
     return Report((f"over {over}", "", Table("", head, rows, most=200), "", end))
 
@@ -202,7 +202,7 @@ def _layout(leaf: Any) -> Layout | None:
 def _cells(
     leaf: Any, layout: Layout | None, at: dict[str, int]
 ) -> tuple[tuple[str, ...], int]:
-    """What a table says of a leaf after its path, and its bytes on this rank."""
+    """A table's cells for a leaf after its path, and its bytes on this rank."""
     if layout is not None:
         n = math.prod(layout.local_shape(at)) * layout.dtype.itemsize
         what = describe(layout.shape, layout.dtype)
@@ -216,7 +216,7 @@ def _cells(
 def _where(
     layouts: Sequence[Layout], mesh: Mesh | None, rank: int | None
 ) -> tuple[Mesh, int]:
-    """The mesh that leaves lie on, checked, and the rank whose parts are shown."""
+    """The mesh of the leaves, checked, and the rank to show."""
     asking = 0
     if mesh is None:
         if (found := maybe_here()) is not None:
@@ -231,7 +231,7 @@ def _where(
             if mesh.axes.get(axis) != size:
                 has = f"of size {mesh.axes[axis]}" if axis in mesh.axes else "not there"
                 raise ValueError(
-                    f'{layout.subject} lies on axis "{axis}" of size {size}, which is '
+                    f'{layout.subject} is over axis "{axis}" of size {size}, which is '
                     f"{has} in {mesh}: pass the mesh that it was placed on"
                 )
     own = asking if rank is None else rank

@@ -12,18 +12,8 @@ from fsfunc.planning.estimation import Estimate
 from fsfunc.planning.simulation import Span
 from fsfunc.printing.amounts import of_seconds, of_share
 from fsfunc.printing.tables import Table, painted
-from fsfunc.show.figures import Bar, Drawn, Row, lane_figure
-from fsfunc.show.lanes import Lane, check_spans
-from fsfunc.show.palette import (
-    COMPUTE,
-    COMPUTING,
-    OTHER,
-    SENDING,
-    STALL,
-    Look,
-    legend,
-    look_of,
-)
+from fsfunc.show.lanes import Lane, LaneChart, check_spans
+from fsfunc.show.palette import COMPUTE, GAPS, SENDING, STALL, legend
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -31,16 +21,17 @@ if TYPE_CHECKING:
 
 __all__ = ["StreamChart", "streams"]
 
-RANKS = 16  # shown, where nobody says which
+RANKS = 16  # shown by default
 WIDEST = 110  # columns, where nothing says how wide the paper is
 
 
 @dataclass(frozen=True, repr=False)
-class StreamChart(Drawn):
+class StreamChart(LaneChart):
     """Streams to print: ``print(s)``, in colours by ``rich.print(s)``, or saved.
 
     Each stream of a rank has a row: what it computes by phase (``F``, ``R``, ``B``,
-    ``U``), what it sends by kind; ``░`` where a rank waits for what is sent.
+    ``U``), what it sends by kind; ``░`` where a rank waits for what is sent, ``·``
+    before it begins and after its end.
     """
 
     title: str
@@ -63,13 +54,17 @@ class StreamChart(Drawn):
             cells = [(look.sign, look.style) if look else (" ", "") for look in looks]
             yield painted([(f"{lane.name.ljust(margin)}│", ""), *cells, ("│", "")])
         yield ""
-        for looks in self.marks():
+        seen = self.looks()
+        sent = [look for look in seen if look.title in SENDING]
+        gaps = [look for look in seen if look.title in GAPS]
+        computed = [look for look in seen if look not in (*sent, *gaps)]
+        for looks in (computed, gaps, sent):
             yield from map(painted, legend(looks, width))
         yield ""
         rows = [
             (
                 lane.name,
-                str(len(lane.spans)),
+                str(len(lane.work)),
                 of_seconds(lane.busy),
                 of_share(lane.busy, self.end - self.start),
             )
@@ -79,27 +74,9 @@ class StreamChart(Drawn):
         if self.missing:
             yield f"{self.missing} more ranks: ranks=[...] says which to show"
 
-    def marks(self) -> list[list[Look]]:
-        """The looks that are in the chart: of computing, of sending."""
-        seen = {look_of(span) for lane in self.lanes for span in lane.spans}
-        computing = [look for look in COMPUTING.values() if look in seen]
-        sending = [look for look in (*SENDING.values(), OTHER) if look in seen]
-        waits = [STALL] if computing else []
-        return [looks for looks in ([*computing, *waits], sending) if looks]
-
     def figure(self) -> Figure:
-        rows = []
-        for lane in self.lanes:
-            bars = [Bar(s.start, s.end, look_of(s).color) for s in lane.spans]
-            if lane.stream == COMPUTE:  # it waits between what it computes
-                ends = lane.spans[0].start, lane.spans[-1].end
-                bars.insert(0, Bar(*ends, STALL.color, edged=False))
-            rows.append(Row(lane.name, bars))
-        marks = {look.title: look.color for looks in self.marks() for look in looks}
         title = self.title or f"streams, {of_seconds(self.end - self.start)}"
-        return lane_figure(
-            title, rows, self.start, self.end, marks, say_time=of_seconds
-        )
+        return self.picture(title, {}, say_time=of_seconds)
 
 
 def streams(
@@ -109,7 +86,7 @@ def streams(
     between: tuple[float, float] | None = None,
     path: str | PathLike[str] | None = None,
 ) -> StreamChart:
-    """What each stream of the planned ranks does when.
+    """The chart of an estimate: each stream of the planned ranks over time.
 
     Args:
         estimate: of ``ff.estimate``, or its spans.
@@ -177,4 +154,8 @@ def _lanes(spans: Sequence[Span], rank: int, start: float, end: float) -> list[L
             cut = span._replace(start=max(span.start, start), end=min(span.end, end))
             found.setdefault(span.stream, []).append(cut)
     names = sorted(found, key=lambda stream: stream != COMPUTE)
-    return [Lane(rank, stream, tuple(found[stream])) for stream in names]
+    lanes = [Lane(rank, stream, tuple(found[stream])) for stream in names]
+    return [
+        lane.filled(start, end, STALL) if lane.stream == COMPUTE else lane
+        for lane in lanes
+    ]

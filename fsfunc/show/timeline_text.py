@@ -71,7 +71,7 @@ def columns_of(spans: Sequence[Span], makespan: float) -> Columns:
             math.ceil((len(s.name) + 1) / round((s.end - s.start) / unit))
             for s in spans
         )
-        pitch = max(pitch, 2)  # an edge, and something to see beside it
+        pitch = max(pitch, 2)  # an edge and a cell
         if makespan / unit * pitch <= _MOST_COLUMNS:
             return Columns(float(pitch / unit), pitch)
     rates = sorted((len(s.name) + 1) / (s.end - s.start) for s in spans)

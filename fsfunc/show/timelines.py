@@ -14,13 +14,13 @@ from fsfunc.pipelining.verification import held
 from fsfunc.planning.simulation import Span
 from fsfunc.printing.amounts import of_share
 from fsfunc.printing.tables import Table, painted
-from fsfunc.show.figures import Bar, Drawn, Row, lane_figure
-from fsfunc.show.lanes import NOISE, Lane, check_events
+from fsfunc.show.figures import Bar, Row
+from fsfunc.show.lanes import NOISE, Lane, LaneChart, check_events
 from fsfunc.show.palette import (
     COMPUTE,
     COMPUTING,
     GAPS,
-    Look,
+    WAITS,
     by_sign,
     legend,
     lighter,
@@ -36,7 +36,7 @@ __all__ = ["Timeline", "timeline"]
 
 
 @dataclass(frozen=True, repr=False)
-class Timeline(Drawn):
+class Timeline(LaneChart):
     """A timeline to print: ``print(t)``, in colours by ``rich.print(t)``, or saved.
 
     Each rank has a row. ``F3`` is the forward of microbatch 3 (``F3@5``: of stage 5,
@@ -55,6 +55,11 @@ class Timeline(Drawn):
     lanes: tuple[Lane, ...]
     makespan: float
     held: tuple[float, ...]
+    start = 0.0
+
+    @property
+    def end(self) -> float:
+        return self.makespan
 
     @classmethod
     def of_events(cls, events: Sequence[tuple[int, Action, float, float]]) -> Timeline:
@@ -77,9 +82,8 @@ class Timeline(Drawn):
     def pieces(self, width: int | None) -> Iterator[Table | Text | str]:
         self._check_lengths()
         yield from map(painted, bands(self.lanes, self.makespan, width))
-        seen = self._looks()
-        for looks in (COMPUTING, GAPS):
-            own = [look for look in looks.values() if look in seen]
+        for part in (COMPUTING, GAPS):
+            own = [look for look in self.looks() if look.title in part]
             yield from map(painted, legend(own, width))
         yield ""
         yield f"makespan {number(self.makespan)}"
@@ -89,39 +93,36 @@ class Timeline(Drawn):
         ]
         yield Table("", ("<", ">busy", ">bubble", ">", ">held"), rows)
 
+    def row(self, lane: Lane) -> Row:
+        stages = sorted({span.unit for span in lane.work}, key=int)
+        bars = []
+        for span in lane.spans:
+            color = look_of(span).color
+            if span.unit:  # else a gap
+                color = lighter(color, stages.index(span.unit), self._chunks)
+            label = span.name.partition("@")[0]  # the shade tells the stage
+            bars.append(Bar(span.start, span.end, color, label))
+        note = "{} bubble, {} held".format(*self._notes()[lane.rank])
+        return Row(f"rank {lane.rank}", bars, note)
+
+    @property
+    def _chunks(self) -> int:
+        """The most stages of a rank."""
+        return max(len({span.unit for span in lane.work}) for lane in self.lanes)
+
     def figure(self) -> Figure:
         self._check_lengths()
-        stages = [{s.unit for s in lane.spans if s.unit} for lane in self.lanes]
-        chunks = max(map(len, stages))
-        rows = []
-        for lane, own, notes in zip(self.lanes, stages, self._notes(), strict=True):
-            ordered = sorted(own, key=int)
-            bars = []
-            for span in lane.spans:
-                color, label = look_of(span).color, span.name
-                if span.unit:  # else a gap
-                    color = lighter(color, ordered.index(span.unit), chunks)
-                    label = label.partition("@")[0]  # the shade tells the stage
-                bars.append(Bar(span.start, span.end, color, label, bool(span.unit)))
-            note = "{} bubble, {} held".format(*notes)
-            rows.append(Row(f"rank {lane.rank}", bars, note))
-        marks = {look.title: look.color for look in self._looks()}
+        marks, chunks = {}, self._chunks
         if chunks > 1:
             pale = lighter(COMPUTING["forward"].color, chunks - 1, chunks)
             marks["lighter: a rank's later stage"] = pale
         idle = of_share(sum(self.bubble), len(self.lanes) * self.makespan)
-        title = f"makespan {number(self.makespan)}, {idle} bubble"
-        return lane_figure(title, rows, 0, self.makespan, marks)
+        return self.picture(f"makespan {number(self.makespan)}, {idle} bubble", marks)
 
     def _notes(self) -> list[tuple[str, str]]:
-        """Of each rank its bubble's share and what it holds."""
+        """The bubble's share and what is held, by rank."""
         shares = (of_share(bubble, self.makespan) for bubble in self.bubble)
         return list(zip(shares, map(number, self.held), strict=True))
-
-    def _looks(self) -> list[Look]:
-        """Those of what is shown, in the palette's order."""
-        seen = {span.phase for lane in self.lanes for span in lane.spans}
-        return [look for title, look in (COMPUTING | GAPS).items() if title in seen]
 
     def _check_lengths(self) -> None:
         if not any(lane.busy for lane in self.lanes):
@@ -215,5 +216,5 @@ def _timeline_of(events: Sequence[Any], n_ranks: int = 0) -> Timeline:
                     f"before {before.name} ends at {before.end:.6g}: a rank computes "
                     "one action at a time"
                 )
-        lanes.append(Lane(rank, COMPUTE, spans).filled(makespan))
+        lanes.append(Lane(rank, COMPUTE, spans).filled(0.0, makespan, WAITS))
     return Timeline(tuple(lanes), makespan, tuple(held(actions)))

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections import defaultdict, deque
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from os import PathLike
 from pathlib import Path
 from typing import Any
@@ -32,40 +33,40 @@ _NOISE = 0.0005  # microseconds: sums of floats that should be equal
 _MOMENTS = 4000  # at which a rank's memory is written, at most
 
 
+@dataclass
 class Slice:
-    """A complete event ("X"), its track, and the message that it is an end of.
+    """A complete event ("X") on a track of a rank, perhaps one end of a message.
 
     Args:
         times: from when to when it lasts, in seconds.
         about: what a viewer says of it.
         message: equal at both ends; what is carried comes first.
         way: "s" where the message leaves, "f" where it arrives.
+
+    ``event`` is as a trace file has it; its thread ("tid") comes when all are known.
     """
 
-    def __init__(
-        self,
-        rank: int,
-        track: str,
-        name: str,
-        times: tuple[float, float],
-        look: Look,
-        about: Json,
-        message: tuple[Any, ...] = (),
-        way: str = "",
-    ):
-        self.track, self.message, self.way = track, message, way
-        start, end = map(_microseconds, times)
+    rank: int
+    track: str
+    name: str
+    times: tuple[float, float]
+    look: Look
+    about: Json
+    message: tuple[Any, ...] = ()
+    way: str = ""
+
+    def __post_init__(self) -> None:
+        start, end = map(_microseconds, self.times)
         long = round(end - start, 3)  # so it touches what begins when it ends
-        #: As a trace file has it; its thread ("tid") comes when all are known.
         self.event: Json = {
             "ph": "X",
-            "name": name,
-            "cat": "compute" if track == COMPUTE else "transfer",
-            "pid": rank,
+            "name": self.name,
+            "cat": "compute" if self.track == COMPUTE else "transfer",
+            "pid": self.rank,
             "ts": start,
-            "dur": max(long, _SHORTEST) if way else long,
-            "cname": look.reserved,
-            "args": about,
+            "dur": max(long, _SHORTEST) if self.way else long,
+            "cname": self.look.reserved,
+            "args": self.about,
         }
 
     @property
@@ -98,7 +99,7 @@ def trace(
             estimate of ``ff.estimate``, or its spans.
         path: the file to write.
         plan: of which the estimate is: the memory that ranks hold is then a counter
-            beside their tracks.
+            next to their tracks.
 
     Returns:
         ``{"traceEvents": [...], "displayTimeUnit": "ms"}``.
@@ -122,7 +123,7 @@ def trace(
             counters = list(_counters(spans, check_plan(plan)))
     elif plan is not None:
         raise TypeError(
-            "memory is drawn beside an estimate, and these are events of a run: give "
+            "memory goes with an estimate, and these are events of a run: give "
             "trace(estimate, path, plan=plan)"
         )
     else:
@@ -145,7 +146,7 @@ def trace(
 
 
 def _of_event(event: TimedAction, zero: float) -> Slice:
-    """What a rank of a pipeline does, on the track of what it computes or transfers."""
+    """The slice of a rank's action, on the track of what it computes or transfers."""
     rank, action, start, end = event
     kind, stage, peer = action.kind, action.stage, action.peer
     look = by_sign(kind) if action.is_compute else TRANSFERS[kind]
@@ -163,7 +164,7 @@ def _of_event(event: TimedAction, zero: float) -> Slice:
 
 
 def _of_span(span: Span) -> Slice:
-    """What a stream does, on a track of its own."""
+    """The slice of a span, on the track of its stream."""
     direction, _, peer = span.stream.partition(" ")
     way = {"to": "s", "from": "f"}.get(direction, "")
     ends = (str(span.rank), peer)

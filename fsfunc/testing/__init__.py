@@ -21,28 +21,25 @@ A collective has `check_collective`; what a step sends, `assert_cost`. An optimi
 tested as a step, ``optimizer(drawn.gradient)``, whose state is a ``TrainState``.
 
 one_device.py       law 1 of any transform
-diagnosis.py mistakes.py   the mistake that explains a difference
-comparing.py integer_data.py   trees held against trees; data whose sums are exact
-costs.py closed_forms.py   assert_cost; bytes to hold a ledger against
-transposes.py dot_products.py   check_collective, by typed dot products
-replication.py type_checking.py   check_replicated; check_types
-poisoning.py finiteness.py   NaN in memory that means nothing; where NaN came from
+mistakes.py         the ten commonest mistakes, as explanations of a difference
+comparing.py        comparison of trees; data whose sums are exact
+costs.py            assert_cost: what a step sends
+transposes.py       check_collective, by typed dot products
+type_checking.py    check_types
+rank_checks.py      check_replicated; check_batch: NaN and empty rows, by rank
+nan_checks.py       finite: where NaN came from; poison: NaN in unwritten memory
 strategies.py drawn_models.py drawn_stacks.py   what hypothesis draws
-odd_batches.py      check_batch: what a loader gave that no rank expected
 live_memory.py      live_bytes
 """
 
 from typing import Any
 
-from fsfunc.testing.comparing import assert_equal
+from fsfunc.testing.comparing import assert_equal, integers
 from fsfunc.testing.costs import assert_cost
-from fsfunc.testing.finiteness import NotFinite, finite
-from fsfunc.testing.integer_data import integers
 from fsfunc.testing.live_memory import Living, live_bytes
-from fsfunc.testing.odd_batches import OddBatch, check_batch
+from fsfunc.testing.nan_checks import NotFinite, finite, poison
 from fsfunc.testing.one_device import assert_equals_one_device
-from fsfunc.testing.poisoning import poison
-from fsfunc.testing.replication import check_replicated
+from fsfunc.testing.rank_checks import OddBatch, check_batch, check_replicated
 from fsfunc.testing.transposes import check_collective
 from fsfunc.testing.type_checking import check_types
 

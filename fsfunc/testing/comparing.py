@@ -1,4 +1,8 @@
-"""Trees held against trees: the first leaf, and element, in which they differ."""
+"""Comparison of trees, and integer data whose sums are exact in any order.
+
+Sums and products of integers, and means over powers of two, have the same bits in any
+order: a sharded step must give the very bits of one device, without a tolerance.
+"""
 
 from __future__ import annotations
 
@@ -14,7 +18,15 @@ from fsfunc import tree
 from fsfunc.sharded.layout import describe
 from fsfunc.sharded.leaf import is_sharded
 
-__all__ = ["Difference", "assert_equal", "difference", "far", "held", "place_of"]
+__all__ = [
+    "Difference",
+    "assert_equal",
+    "difference",
+    "far",
+    "held",
+    "integers",
+    "place_of",
+]
 
 
 @dataclass(frozen=True)
@@ -35,7 +47,7 @@ class Difference:
     index: tuple[int, ...] | None = None
 
     def at_index(self, x: Any) -> str:
-        """What ``x``, a leaf like these two, has there."""
+        """The element of ``x``, a leaf like these two, at the index."""
         if not isinstance(x, Tensor):
             return repr(x)
         if self.index is None or len(self.index) != x.ndim:
@@ -78,12 +90,12 @@ def _unlike(path: str, a: Any, b: Any, tolerance: float) -> Difference | None:
     if (a.shape, a.dtype) != (b.shape, b.dtype):
         kinds = describe(a.shape, a.dtype), describe(b.shape, b.dtype)
         return Difference(path, f"{name} is {kinds[0]}, not {kinds[1]}", a, b)
-    apart = far(a, b, tolerance)
-    if not bool(apart.any()):
+    differs = far(a, b, tolerance)
+    if not bool(differs.any()):
         return None
-    first = int(apart.reshape(-1).to(torch.uint8).argmax())
+    first = int(differs.reshape(-1).to(torch.uint8).argmax())
     index = place_of(first, a.shape)
-    count = int(apart.sum())
+    count = int(differs.sum())
     said = f"{describe(a.shape, a.dtype, name)} differs"
     if a.ndim:
         said += f" at {index}, in {count} of {a.numel()} elements"
@@ -105,7 +117,7 @@ def _same(a: Any, b: Any, tolerance: float) -> bool:
 
 
 def far(a: Tensor, b: Tensor, tolerance: float) -> Tensor:
-    """Where two tensors of one shape are not equal, or near; NaN is near nothing."""
+    """True in the elements that are neither equal nor near; NaN is near nothing."""
     a, b = a.detach(), b.detach()
     same = a == b
     if tolerance and (a.is_floating_point() or a.is_complex()):
@@ -148,3 +160,16 @@ def held(values: Any) -> list[Tensor]:
     leaves = tree.leaves(values, is_leaf=is_sharded)
     parts = [x.local if is_sharded(x) else x for x in leaves]
     return [x.detach().clone() for x in parts if isinstance(x, Tensor)]
+
+
+def integers(
+    *shape: int, seed: int = 0, high: int = 2, dtype: torch.dtype = torch.float32
+) -> Tensor:
+    """Integers of ``-high`` to ``high``, the same for one seed and shape.
+
+    >>> integers(2, 3)
+    tensor([[ 2.,  2.,  1.],
+            [-2.,  1.,  2.]])
+    """
+    draw = torch.Generator().manual_seed(seed)
+    return torch.randint(-high, high + 1, shape, generator=draw).to(dtype)

@@ -1,4 +1,4 @@
-"""What a call sends, held against what it is to send."""
+"""``assert_cost``: the collectives and bytes of a call, compared with claims."""
 
 from __future__ import annotations
 
@@ -104,7 +104,7 @@ def _message(log: Ledger, rank: int, what: str, sent: Any, due: Any) -> str:
 
 
 def said(r: Record) -> str:
-    """A collective, where it was called, and on whose behalf."""
+    """A collective with the line that called it, and its unit, phase and leaf."""
     who = " ".join(part for part in (r.unit, r.phase, r.what) if part)
     at = "" if r.where == "?" else f" at {r.where}"  # the library's own, of no line
     return f"{r.op} over {', '.join(r.axis)}{at}  {who}".rstrip()

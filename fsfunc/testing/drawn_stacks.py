@@ -47,7 +47,7 @@ class DrawnStack:
         return step
 
     def _given(self, name: str) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        """What a transform is given beside the step."""
+        """The arguments of a transform beside the step."""
         if name == "shard":
             return (self.mesh, self.axis), dict(self.options or {})
         if name == "pipeline":

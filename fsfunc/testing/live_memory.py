@@ -23,14 +23,14 @@ __all__ = ["Living", "live_bytes"]
 
 
 class Living:
-    """What a run held: ``peak_bytes``, and ``bytes`` after each change."""
+    """The memory that a run held: ``peak_bytes``, and ``bytes`` after each change."""
 
     def __init__(self, observer: Observer):
         self._observer = observer
 
     @property
     def bytes(self) -> list[int]:
-        """What was held after each change, in order."""
+        """The bytes held after each change, in order."""
         held, rows, book = 0, [], self._observer.book
         for event in book.events:
             if not isinstance(event, Took | Gave):
@@ -49,10 +49,10 @@ class Living:
 
 
 class _Counted:
-    """A link whose own doings do not count, but for the tensor that it returns.
+    """A link whose own memory does not count, but for the tensor that it returns.
 
     Simulated ranks do each other's sums, and share what comes of them when all have
-    come; the last of them waits for nobody. A rank alone takes the memory of a result
+    come; the last of them does not wait. A rank alone takes the memory of a result
     before it sends, and holds what it sends until that is over.
     """
 

@@ -1,13 +1,15 @@
-"""What a wrong tensor is, beside the right one: so many times it, in another order.
+"""The ten commonest mistakes of sharding, as explanations of a leaf that differs.
 
-Each rule is a question to two tensors, in float64, and a sentence that names the cause.
+Each rule compares what ranks have with what one device gives, in float64, and returns a
+sentence that names the mistake, or "".
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
 
 import torch
 from torch import Tensor
@@ -15,215 +17,233 @@ from torch import Tensor
 from fsfunc.comm.mesh import Axis, Mesh
 from fsfunc.testing.comparing import far
 
-__all__ = ["Shares", "multiple", "named", "near", "over_axes", "said_of"]
+__all__ = ["Case", "explain"]
 
 
 @dataclass(frozen=True)
-class Shares:
-    """A mesh, the axes over which a batch is cut, and the rows of each rank."""
-
-    mesh: Mesh
-    axes: tuple[str, ...] = ()
-    rows: tuple[int, ...] = ()
-
-    def __str__(self) -> str:
-        return ", ".join(map(str, self.rows))
-
-    @property
-    def padded(self) -> float:
-        """The rows that there are, by those that ranks have once all have as many."""
-        return sum(self.rows) / (len(self.rows) * max(self.rows, default=1) or 1)
-
-
-def said_of(
-    found: Tensor,
-    expected: Tensor,
-    before: Tensor | None,
-    shares: Shares,
-    parts: bool = True,
-) -> Iterator[str]:
-    """What would make ``found`` of ``expected``; the first is the best guess.
+class Case:
+    """A leaf that is not that of one device.
 
     Args:
-        before: what was given, in whose place they come.
-        parts: whether to go on to which part is wrong.
+        expected: what one device gives.
+        found: what each rank gives, in rank order.
+        mesh: that of the ranks.
+        before: the leaf of the state in whose place this one is returned.
+        axes: over which the batch is cut; ``rows``: how many each rank has.
+        alone: what one device makes of each rank's own rows; asked for late.
     """
+
+    expected: Tensor
+    found: Sequence[Tensor]
+    mesh: Mesh
+    before: Tensor | None = None
+    axes: tuple[str, ...] = ()
+    rows: Sequence[int] = ()
+    alone: Callable[[], Sequence[Tensor]] = tuple
+
+    @cached_property
+    def own(self) -> list[Tensor]:
+        """The results of each rank's own rows; empty where there are none."""
+        if not self.axes or self.mesh.axis_size(self.axes) == 1:
+            return []
+        try:
+            found = [_wide(x) for x in self.alone()]
+        except Exception:  # a diagnosis may fail; what it is of was found already
+            return []
+        return found if _all_like(found, self.expected) else []
+
+    @property
+    def sizes(self) -> list[tuple[Axis, int]]:
+        """Each axis of several ranks with its size, and all of them together."""
+        names = list(self.mesh.axes)
+        axes: list[Axis] = [*names, tuple(names)] if len(names) > 1 else [*names]
+        return [(a, n) for a in axes if (n := self.mesh.axis_size(a)) > 1]
+
+
+def explain(case: Case) -> str:
+    """A sentence on the first mistake of the list that gives what was found."""
+    if case.expected.is_complex() or not _all_like(case.found, case.expected):
+        return _another_shape(case)
+    case = replace(
+        case,
+        expected=_wide(case.expected),
+        found=[_wide(x) for x in case.found],
+        before=None if case.before is None else _wide(case.before),
+    )
+    of_all = (_not_finite, _last_bits)
+    differ = not all(near(x, case.found[0]) for x in case.found)
+    for rule in (*of_all, _not_reduced) if differ else (*of_all, _of_own_rows, _of_one):
+        if said := rule(case):
+            return said
+    return "no common mistake gives these values"
+
+
+def _another_shape(case: Case) -> str:
+    shape, found = tuple(case.expected.shape), tuple(case.found[0].shape)
+    if len(shape) == len(found):
+        for dim, (n, m) in enumerate(zip(shape, found, strict=True)):
+            for axis, size in case.sizes:
+                if m * size == n != m:
+                    return (
+                        f"dim {dim} is {size} times too short, as if it were a part: "
+                        f"it was not gathered over {named(axis)}, or gathered along "
+                        "another dim"
+                    )
+                if m == n * size != n:
+                    return (
+                        f"dim {dim} is {size} times too long, as if it were gathered "
+                        f"over {named(axis)} once too often, or along another dim"
+                    )
+    return "the values have other shapes than on one device"
+
+
+def _not_finite(case: Case) -> str:
+    bad = [r for r, x in enumerate(case.found) if not bool(x.isfinite().all())]
+    if not bad or not bool(case.expected.isfinite().all()):
+        return ""
+    return (
+        f"not finite on {_ranks(bad)}, finite on one device: unwritten memory "
+        "is read (under poison it holds NaN): a stale buffer, or padding; or "
+        "something is divided by what an empty part, or a fully masked one, gives"
+    )
+
+
+def _last_bits(case: Case) -> str:
+    gaps = [float((x - case.expected).abs().amax()) for x in case.found if x.numel()]
+    if not gaps or max(gaps) > 1e-5 * float(case.expected.abs().max()):
+        return ""
+    return (
+        "it differs in the last bits: another order of sums, or products. Use "
+        "integers as data, and powers of two of rows, ranks and microbatches; or "
+        "pass tolerance="
+    )
+
+
+def _not_reduced(case: Case) -> str:
+    """Explains ranks that differ from each other."""
+    own, axes = case.own, named(case.axes)
+    if own and all(near(x, y) for x, y in zip(case.found, own, strict=True)):
+        return (
+            "each rank has what its own rows alone give: nothing was reduced over "
+            f"{axes}"
+        )
+    for axis, n in case.sizes:
+        groups = {case.mesh.members(axis, r) for r in range(case.mesh.size)}
+        sums = [torch.stack([case.found[r] for r in ranks]).sum(0) for ranks in groups]
+        for name, by in (("pmean", n), ("psum", 1)):
+            if all(near(x / by, case.expected) for x in sums):
+                return (
+                    f"the {name[1:]} over {named(axis)} of what the ranks have is "
+                    f"right: a {name} is missing"
+                )
+    wrong = [r for r, x in enumerate(case.found) if not near(x, case.expected)] or [0]
+    if lonely := [r for r in wrong if own and near(case.found[r], own[r])]:
+        return (
+            f"{_ranks(lonely)} {'has' if len(lonely) == 1 else 'have each'} what its "
+            f"own rows alone give: left out of a reduction over {axes}"
+        )
+    said = _of_one(replace(case, found=[case.found[wrong[0]]]))
+    return f"on {_ranks(wrong)}: {said}" if said else (
+        "ranks differ where the value is claimed to be one: something of a rank's own "
+        "(rows, a part, a random draw) came in after the last reduction, or was never "
+        "reduced"
+    )  # fmt: skip
+
+
+def _of_own_rows(case: Case) -> str:
+    """Explains one wrong value on all ranks by what each one's rows give."""
+    if not case.own:
+        return ""
+    found, total = case.found[0], torch.stack(case.own).sum(0)
+    alone = [r for r, x in enumerate(case.own) if near(x, found)]
+    if alone and len(alone) < len(case.own):
+        return (
+            f"it is what the rows of rank {alone[0]} alone give: the others' are left "
+            "out"
+        )
+    if not near(total / len(case.own), found) or near(total, case.expected):
+        return ""
+    if len(set(case.rows)) > 1:
+        return (
+            f"it is the mean of means of ranks with {str([*case.rows])[1:-1]} rows: "
+            "unequal parts are weighed alike; weigh each by its rows (ff.Weighted)"
+        )
+    return (
+        "it is the mean of what each rank makes of its own rows: something that is "
+        "not linear (a clip, a norm, a softmax, a maximum) ran before the "
+        "reduction, or on a part; or each rank drew, or numbered, its rows as if "
+        "they were the first"
+    )
+
+
+def _of_one(case: Case) -> str:
+    """Explains a wrong value by the right one."""
+    found, expected, before = case.found[0], case.expected, case.before
     if not bool(found.any()) and bool(expected.any()):
-        yield (
+        return (
             "it is zero: lost on its way (a detached tensor, one captured by closure, "
             "a custom backward that returns nothing), or never summed"
         )
     if before is not None and before.shape == found.shape:
-        if near(found, before) and not near(expected, before):
-            yield (
-                "it is what the call was given: never updated, or an old copy is "
-                "returned"
-            )
-    if (by := ratio(found, expected)) is not None:
-        yield from _times(by, "it", expected, shares)
-    if before is not None and before.shape == found.shape:
-        by = ratio(found - before, expected - before)
-        if by is not None:
-            yield from _times(by, "its change", expected, shares)
-    yield from _rounded(found, expected)
-    yield from _another_order(found, expected)
-    if parts:
-        yield from _normalised(found, expected, shares)
-        yield from _where(found, expected, shares)
-
-
-def _times(by: float, what: str, like: Tensor, shares: Shares) -> Iterator[str]:
-    """Why a value would be so many times the right one."""
-    is_close = lambda a, b: math.isclose(a, b, rel_tol=1e-6)  # noqa: E731
-    for axis in over_axes(shares.mesh):
-        n = shares.mesh.axis_size(axis)
-        if n > 1 and is_close(by, n):
-            yield (
-                f"{what} is {n} times too large, the size of {named(axis)}: a sum in "
-                "the place of a mean, a part counted on every rank, or reduced twice"
-            )
-        if n > 1 and is_close(by * n, 1):
-            yield (
-                f"{what} is {n} times too small, the size of {named(axis)}: a mean in "
-                "the place of a sum, or divided twice"
-            )
-        if n > 1 and like.numel() > 1 and is_close(max(by, 1 / by), math.sqrt(n)):
-            way = "large" if by > 1 else "small"
-            yield (
-                f"{what} is sqrt({n}) times too {way}, {n} being the size of "
-                f"{named(axis)}: a norm that counts copies once for each rank, or only "
-                "a rank's part"
-            )
-    if is_close(by, -1):
-        yield f"{what} has the wrong sign"
-    elif shares.padded < 1 and is_close(by, shares.padded):
-        yield (
-            f"{what} is {by:.6g} times that of one device, as if ranks with "
-            f"{shares} rows all had {max(shares.rows)}: padding leaks into a mean"
-        )
-    elif _whole(by):
-        yield (
-            f"{what} is {by:.0f} times too large: counted {by:.0f} times, or "
-            "accumulated without division"
-        )
-    elif _whole(1 / by):
-        yield f"{what} is {1 / by:.0f} times too small: divided once too often"
-    elif like.numel() > 1:
-        yield f"{what} is {by:.6g} times that of one device: scaled by another number"
-
-
-def _whole(x: float) -> bool:
-    return x > 1.5 and math.isclose(x, round(x), rel_tol=1e-6)
-
-
-def _rounded(found: Tensor, expected: Tensor) -> Iterator[str]:
-    """Less precise than it should be."""
-    if not expected.numel() or near(found, expected):
-        return
-    gap, scale = (found - expected).abs().max(), expected.abs().max()
-    if near(found, _bf16(expected)) or near(found, expected.half().double()):
-        yield "it is rounded to 16 bits: cast, or reduced, in bfloat16 or float16"
-    elif bool(gap <= 0.05 * scale):
-        if near(found, _bf16(found)) and not near(expected, _bf16(expected)):
-            yield "it has 8 bits of precision: reduced, or added up, in bfloat16"
-
-
-def _bf16(x: Tensor) -> Tensor:
-    return x.to(torch.bfloat16).double()
-
-
-def _another_order(found: Tensor, expected: Tensor) -> Iterator[str]:
-    """The right elements elsewhere."""
-    if found.ndim == 2 and near(found, expected.T):
-        yield "it is transposed: cut, or joined, along the other dim"
+        if near(found, before):
+            return "it is what the call was given: never updated, or an old copy"
+        if by := ratio(found - before, expected - before):
+            return _scaled(by, "its change", case)
+    if by := ratio(found, expected):
+        return _scaled(by, "it", case)
     same = near(found.flatten().sort().values, expected.flatten().sort().values)
     if same and found.numel() > 1:
-        yield (
+        return (
             "it has the right elements in another order: parts joined along another "
             "dim, or in another order of ranks"
         )
+    return ""
 
 
-def _normalised(found: Tensor, expected: Tensor, shares: Shares) -> Iterator[str]:
-    """Each part along a dim is right but for a factor of its own."""
-    for axis in over_axes(shares.mesh):
-        n = shares.mesh.axis_size(axis)
-        for dim, length in enumerate(expected.shape):
-            if n == 1 or length % n or length == n:
-                continue
-            factors = []
-            for a, b in zip(found.chunk(n, dim), expected.chunk(n, dim), strict=True):
-                k = a.sum(dim, keepdim=True) / b.sum(dim, keepdim=True)
-                factors.append(k if near(a, k * b) else None)
-            if all(k is not None for k in factors):
-                yield (
-                    f"each {n}th of dim {dim} has a factor of its own: a softmax, norm "
-                    f"or mean ran over a dim that is split over {named(axis)}"
-                )
-
-
-def _where(found: Tensor, expected: Tensor, shares: Shares) -> Iterator[str]:
-    """Which part is wrong, and whose it is."""
-    apart = far(found, expected, 1e-6)
-    for dim, n in enumerate(apart.shape):
-        others = [d for d in range(apart.ndim) if d != dim]
-        lines = apart.any(dim=others) if others else apart
-        wrong = lines.nonzero().flatten().tolist()
-        if not 0 < len(wrong) < n:
-            continue
-        chosen = found.index_select(dim, torch.tensor(wrong))
-        what = f"elements {_ranges(wrong)} of dim {dim}"
-        if not bool(chosen.any()):
-            yield (
-                f"{what} are zero, and no others wrong: dropped (a capacity, a mask), "
-                "or never filled"
+def _scaled(by: float, what: str, case: Case) -> str:
+    """Explains a value that is so many times the right one."""
+    for axis, n in case.sizes:
+        if math.isclose(by, n, rel_tol=1e-6):
+            return (
+                f"{what} is {n} times too large, the size of {named(axis)}: a sum in "
+                "the place of a mean, a part counted on every rank, or reduced twice"
             )
-        first = n // max(shares.mesh.axis_size(shares.axes), 1) if shares.axes else n
-        if dim == 0 and sum(shares.rows) == n and min(wrong) >= first:
-            yield (
-                f"only {what} are wrong, none of the first rank's rows: the others' "
-                "draws, positions or mask are as if they were the first's (a key, or "
-                "an offset, without axis_index)"
+        if math.isclose(by * n, 1, rel_tol=1e-6):
+            return (
+                f"{what} is {n} times too small, the size of {named(axis)}: a mean in "
+                "the place of a sum, or divided twice"
             )
-        yield f"only {what} are wrong, on every rank"
+    return (
+        f"{what} is {by:.6g} times that of one device: the wrong sign, or microbatches "
+        "accumulated without division, or divided once too often"
+    )
 
 
-def _ranges(numbers: list[int]) -> str:
-    if numbers == list(range(numbers[0], numbers[-1] + 1)):
-        return f"{numbers[0]}:{numbers[-1] + 1}"
-    return ", ".join(map(str, numbers[:8])) + (", ..." if len(numbers) > 8 else "")
+def _wide(x: Tensor) -> Tensor:
+    return x.detach().double()
+
+
+def _all_like(xs: Sequence[Tensor], like: Tensor) -> bool:
+    return bool(xs) and all(x.shape == like.shape for x in xs)
+
+
+def _ranks(ranks: Sequence[int]) -> str:
+    return f"rank{'s' * (len(ranks) > 1)} {', '.join(map(str, ranks))}"
 
 
 def near(a: Tensor, b: Tensor) -> bool:
-    """Whether they are equal but for rounding."""
+    """True where two tensors are equal but for rounding."""
     return a.shape == b.shape and not bool(far(a, b, 1e-6).any())
 
 
 def ratio(a: Tensor, b: Tensor) -> float | None:
-    """k, where a = k b, and neither is zero."""
+    """k, where a = k b, and k is neither 0 nor 1."""
     if not a.numel() or not bool(b.any()) or not bool(a.any()):
         return None
     at = int(b.abs().argmax())
     k = float(a.flatten()[at] / b.flatten()[at])
     scale = float(a.abs().max())  # near to zero all is near
     return k if k not in (0.0, 1.0) and near(a / scale, k * b / scale) else None
-
-
-def multiple(delta: Tensor, x: Tensor) -> float | None:
-    """k, where delta = k x once x is repeated, and neither is zero."""
-    if x.ndim > delta.ndim or not x.numel() or not bool(delta.any()):
-        return None
-    try:
-        wide = x.expand_as(delta)
-    except RuntimeError:
-        return None
-    return 1.0 if near(delta, wide) else ratio(delta, wide)
-
-
-def over_axes(mesh: Mesh) -> list[Axis]:
-    """Each axis of a mesh, and all of them."""
-    names = list(mesh.axes)
-    return [*names, tuple(names)] if len(names) > 1 else list(names)
 
 
 def named(axis: Axis) -> str:

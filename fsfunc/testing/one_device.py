@@ -5,7 +5,6 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from itertools import takewhile
 from typing import Any
 
 import torch
@@ -22,7 +21,7 @@ from fsfunc.state.layout_rules import LayoutRules
 from fsfunc.state.placing import place
 from fsfunc.testing.comparing import Difference, difference, held
 from fsfunc.testing.costs import said
-from fsfunc.testing.diagnosis import Case, explain
+from fsfunc.testing.mistakes import Case, explain
 
 __all__ = ["assert_equals_one_device", "batch_axes"]
 
@@ -47,9 +46,8 @@ def assert_equals_one_device(
 
     One device calls ``step(state, *batch)``. Each rank of the mesh lays the state out
     by ``place``, takes its rows of the batch, and calls ``transformed``; what that
-    returns, whole, must be the same. So values, gradients, new states and whatever else
-    a step returns are compared, and nobody may have written into a state that was not
-    donated.
+    returns, whole, must be the same: values, gradients, new states and whatever else a
+    step returns. Nor may a call write into a state that was not donated.
 
     Args:
         step: what one device runs; any function of (state, \\*batch), that may return
@@ -149,7 +147,7 @@ def assert_equals_one_device(
 
 @dataclass(frozen=True)
 class _Runs:
-    """What was run, what one device gave, and what the ranks hosted here did."""
+    """The runs on one device and on the ranks hosted here."""
 
     step: Callable[..., Any]
     transformed: Callable[..., Any]
@@ -197,16 +195,15 @@ class _Runs:
             lines.append(f"  and {len(each) - _SHOWN} more ranks")
         every = len(self.ranks) == self.mesh.size  # over processes we know our own
         if every and all(isinstance(x, Tensor) for x in [seen.expected, *found]):
-            given = _given(self.state)
             case = Case(
-                seen.expected, found, self.mesh, given, _before(seen, given),
+                seen.expected, found, self.mesh, _before(seen, self.state),
                 self.axes, self.rows, lambda: self.alone(k, position),
             )  # fmt: skip
             lines.append(explain(case))
         return "\n".join([*lines, *_origin(seen.path, self.log)])
 
     def alone(self, k: int, position: int) -> Sequence[Tensor]:
-        """What one device makes of each rank's rows."""
+        """The results of one device on each rank's rows."""
         every = range(self.mesh.size)
         parts = [_cut(self.batch, self.mesh, self.axes, r) for r in every]
         how = self.calls, self.goes_on
@@ -215,7 +212,7 @@ class _Runs:
 
 
 def _on_one(step: Any, state: Any, batch: Any, calls: int, goes_on: Any) -> list[Any]:
-    """What each call gives on one device."""
+    """The results of each call on one device."""
     outs = []
     for _ in range(calls):
         out = step(state, *batch)
@@ -240,7 +237,7 @@ def _donated(placed: Any) -> bool:
 
 
 def _written(before: Sequence[list[Tensor]], placed: Any, batch: Any) -> str:
-    """What a call did to what it was given, and may not do."""
+    """A sentence on a write into an argument that was not donated, or ""."""
     for what, olds, now in zip(
         ("state", "batch"), before, (placed, batch), strict=True
     ):
@@ -260,20 +257,15 @@ def _written(before: Sequence[list[Tensor]], placed: Any, batch: Any) -> str:
     return ""
 
 
-def _given(state: Any) -> dict[str, Tensor]:
-    paths, leaves, _ = tree.flatten_with_paths(state)
-    return {p: x for p, x in zip(paths, leaves, strict=True) if isinstance(x, Tensor)}
-
-
-def _before(seen: Difference, given: dict[str, Tensor]) -> Tensor | None:
+def _before(seen: Difference, state: Any) -> Tensor | None:
     """The leaf of the state that has the longest end of a returned leaf's path."""
     names, best, at = seen.path.split("/"), None, 0
-    for path, x in given.items():
+    paths, leaves, _ = tree.flatten_with_paths(state)
+    for path, x in zip(paths, leaves, strict=True):
         own = path.split("/") if path else []
-        pairs = zip(reversed(own), reversed(names), strict=False)
-        common = len(list(takewhile(lambda pair: pair[0] == pair[1], pairs)))
-        if common == len(own) and common >= at and x.shape == seen.expected.shape:
-            best, at = x, common
+        fits = own == names[len(names) - len(own) :] and isinstance(x, Tensor)
+        if fits and len(own) >= at and x.shape == seen.expected.shape:
+            best, at = x, len(own)
     return best
 
 
@@ -303,13 +295,13 @@ def _copied(x: Any) -> Any:
 
 
 def _rows(batch: Any) -> int:
-    """How many rows a batch has."""
+    """The number of rows of a batch."""
     sizes = [len(x) for x in tree.leaves(batch) if isinstance(x, Tensor) and x.ndim]
     return sizes[0] if sizes else 0
 
 
 def _name(fn: Any) -> str:
-    """What a function is called, with the transforms around it."""
+    """The name of a function, with the transforms around it."""
     name = getattr(fn, "__name__", type(fn).__name__)
     name = "the step" if name == "<lambda>" else name
     for h in getattr(fn, "interpretations", ()):

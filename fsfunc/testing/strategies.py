@@ -1,4 +1,4 @@
-"""What hypothesis draws for tests of sharding: meshes, layouts, models, stacks.
+"""Hypothesis strategies for tests of sharding: meshes, layouts, models, stacks.
 
 Each shrinks to the smallest that still fails: one axis, of size 2, one leaf, zeros.
 Values are integers, so that what is equal is so bit for bit, where sizes are powers of
@@ -105,7 +105,7 @@ def layouts(
     """Layouts of one tensor over any axes of a mesh; they shrink to a whole one.
 
     Args:
-        flat: whether some axes cut a flat buffer, in which others lie beside it.
+        flat: whether some axes cut a flat buffer, which other tensors share.
         owned: whether one coordinate of an axis may have all of it.
     """
     names = draw(st.lists(st.sampled_from(list(mesh.axes)), unique=True))

@@ -1,10 +1,17 @@
-"""Whether a collective is linear, and its derivatives are those of a linear map."""
+"""``check_collective``: a map over ranks and its derivatives, by typed dot products.
+
+A linear map f and its transpose pair alike, <f(x), g> = <x, f'(g)>, each side over the
+ranks by its type: V varies (a sum over ranks), I is one value (counted once), P is in
+parts and R equal with a cotangent in parts (the parts are summed first), M varies under
+a mean over the ranks. See `fsfunc.comm.linear_maps`.
+"""
 
 from __future__ import annotations
 
 import math
 import warnings
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from fractions import Fraction
 from typing import Any
 
@@ -13,11 +20,12 @@ from torch import Tensor
 from torch.func import grad, jvp, vjp, vmap
 
 from fsfunc.comm.launch import PerRank, make_mesh, spmd
-from fsfunc.comm.mesh import Mesh
-from fsfunc.testing.dot_products import COTANGENT, pairing, typed
+from fsfunc.comm.mesh import Axis, Mesh
 
-__all__ = ["check_collective"]
+__all__ = ["COTANGENT", "check_collective", "pairing", "typed"]
 
+COTANGENT = {"V": "V", "I": "I", "R": "P", "P": "R", "M": "M"}
+_UNIT = 840.0**2  # means of means over up to 8 ranks are exact too
 UNDER = ("linear", "vjp", "grad", "jvp", "vmap", "twice")
 
 
@@ -37,7 +45,7 @@ def check_collective(
     """Raises unless ``fn`` is a linear map over ranks that differentiates as one.
 
     A linear map f and its transpose pair alike: <f(x), g> = <x, f'(g)>, each side
-    summed over the ranks as its type says (see `fsfunc.testing.dot_products`). On
+    summed over the ranks as its type says. On
     integers both sides are equal, not near. That is asked under ``vjp``; ``grad``
     must give the same, ``jvp`` must be ``fn`` of the tangent, ``vmap`` must map it and
     its transpose, and ``twice`` the transpose of the transpose must be ``fn`` again.
@@ -77,30 +85,32 @@ def check_collective(
         _Check(fn, axis, of, to, tuple(shape), transpose, agreeing, at).run(under)
 
 
+@dataclass(eq=False)
 class _Check:
     """One collective on one mesh."""
 
-    def __init__(
-        self,
-        fn: Any,
-        axis: str,
-        of: str,
-        to: str,
-        shape: tuple[int, ...],
-        transpose: Any,
-        agreeing: bool,
-        mesh: Mesh,
-    ):
+    fn: Any
+    axis: str
+    of: str
+    to: str
+    shape: tuple[int, ...]
+    transpose: Any
+    agreeing: bool
+    mesh: Mesh
+
+    def __post_init__(self) -> None:
+        fn, axis, of, to, mesh = self.fn, self.axis, self.of, self.to, self.mesh
         for kind in (of, to):
             if kind not in "VIRP":
                 raise ValueError(f"type {kind!r}: it is V, I, R or P")
-        self.fn, self.axis, self.of, self.to, self.mesh = fn, axis, of, to, mesh
-        self.transpose, self.draw = transpose, torch.Generator().manual_seed(0)
+        self.draw = torch.Generator().manual_seed(0)
         name = getattr(fn, "__name__", type(fn).__name__)
         n = mesh.axis_size(axis)
         self.name = f'{name}, {of} -> {to} over "{axis}" of size {n}'
-        self.alike = of in "IR" or agreeing
-        self.x, self.z = (typed(self.alike, shape, mesh, axis, self.draw) for _ in "xz")
+        self.alike = of in "IR" or self.agreeing
+        self.x, self.z = (
+            typed(self.alike, self.shape, mesh, axis, self.draw) for _ in "xz"
+        )
         self.y = self.on_ranks(fn, self.x)
         out = self.y[0].shape
         dual = COTANGENT[to] in "IR"
@@ -210,7 +220,7 @@ class _Check:
         return ": its transpose moves, or sums, something else"
 
     def claim(self, what: str, kind: str, values: Sequence[Tensor]) -> None:
-        """What is of type I or R is one value in a group."""
+        """Raises where values of type I or R are not one value in a group."""
         if kind not in "IR":
             return
         for ranks in self.groups():
@@ -227,3 +237,35 @@ class _Check:
                 raise AssertionError(
                     f"{self.name}, {what}; on rank {rank} it is\n{a}\nand not\n{b}"
                 )
+
+
+def pairing(kind: str, xs: Sequence[Tensor], gs: Sequence[Tensor]) -> Fraction:
+    """<x, g> over the ranks of one group, where x is of this type and g of its dual.
+
+    >>> import torch
+    >>> one, two = torch.tensor([1.0]), torch.tensor([2.0])
+    >>> int(pairing("V", [one, two], [one, two]))
+    5
+    >>> int(pairing("I", [two, two], [two, two]))
+    4
+    """
+    each = [Fraction((x * g).sum().item()) for x, g in zip(xs, gs, strict=True)]
+    if kind == "I":
+        return each[0]
+    if kind == "P":  # g is equal on all ranks, x in parts: <sum of parts, g>
+        return Fraction((sum(xs) * gs[0]).sum().item())
+    if kind == "R":
+        return Fraction((xs[0] * sum(gs)).sum().item())
+    return sum(each, Fraction(0)) / (len(each) if kind == "M" else 1)
+
+
+def typed(
+    alike: bool, shape: Sequence[int], mesh: Mesh, axis: Axis, draw: torch.Generator
+) -> PerRank:
+    """Integers in float64 for every rank; ``alike``: the same ones in a group."""
+    keys = [mesh.members(axis, r) if alike else r for r in range(mesh.size)]
+    made: dict[object, Tensor] = {}
+    for key in keys:
+        if key not in made:
+            made[key] = _UNIT * torch.randint(-3, 4, tuple(shape), generator=draw)
+    return PerRank([made[key].double() for key in keys])

@@ -1,4 +1,4 @@
-"""Whether a transformed step has one meaning, asked before it runs."""
+"""``check_types``: the type check of a transformed step, before it runs."""
 
 from __future__ import annotations
 

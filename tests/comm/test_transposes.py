@@ -17,7 +17,7 @@ from fsfunc.comm import linear_maps
 from fsfunc.comm.collective_ops import apply_map
 from fsfunc.comm.groups import group
 from fsfunc.comm.linear_maps import LinearMap
-from fsfunc.testing.dot_products import COTANGENT, pairing, typed
+from fsfunc.testing.transposes import COTANGENT, pairing, typed
 
 PLAIN = sorted(linear_maps.TRANSPOSES)
 # Each as it is, and with V under the mean on either side.

@@ -79,31 +79,6 @@ def test_a_thousand_calls_take_no_time():
     assert time.perf_counter() - start < 10
 
 
-@pytest.mark.parametrize(
-    ("costs", "n", "options", "told"),
-    [
-        ([1, 2], 3, {}, "3 stages, but only 2 calls"),
-        ([1, 2], 0, {}, "n=0: there is at least one stage"),
-        ([1, 2], 1.5, {}, "n=1.5"),
-        ([1, -2], 1, {}, "the cost of call 1 is -2"),
-        ([1, float("inf")], 1, {}, "the cost of call 1 is inf"),
-        (
-            [1, 2],
-            1,
-            {"memory": [1, float("nan")], "bound": 3},
-            "memory of call 1 is nan",
-        ),
-        ([1, 2], 1, {"memory": [1, 2]}, "go together"),
-        ([1, 2], 1, {"bound": 2}, "go together"),
-        ([1, 2], 1, {"memory": [1], "bound": 3}, "memory of 1 calls, but costs of 2"),
-        ([1, 2], 2, {"memory": [1, 9], "bound": 8}, r"within memory 8: .*\[1, 9\]"),
-    ],
-)
-def test_bad_costs_are_refused(costs, n, options, told):
-    with pytest.raises(ValueError, match=told):
-        ff.balance(costs, n, **options)
-
-
 # By the clock
 
 

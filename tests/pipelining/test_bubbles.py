@@ -4,7 +4,7 @@ from fractions import Fraction
 
 import pytest
 
-from fsfunc.pipelining.actions import ScheduleError, parse
+from fsfunc.pipelining.actions import parse
 from fsfunc.pipelining.schedules import (
     forward_only,
     gpipe,
@@ -154,30 +154,3 @@ def test_the_bubble_is_that_of_the_busiest_rank():
     assert bubble(one_f_one_b(2, 4), uneven) == 1 + 2
     assert bubble(one_f_one_b(2, 4), uneven, by="span") == 1 + 2
     assert bubble(one_f_one_b(2, 4), uneven, by="makespan") == 3
-
-
-@pytest.mark.parametrize(
-    ("costs", "says"),
-    [
-        ({"f": -1}, "f has the time -1"),
-        ({"i": float("nan")}, "i has the time nan"),
-        ({"w": [1, float("inf")]}, "w has the time inf"),
-        ({"send": -1}, "send has the time -1"),
-        ({"send": [1, 2]}, "send is one number"),
-    ],
-)
-def test_a_cost_that_is_none_is_refused(costs, says):
-    with pytest.raises(ScheduleError, match=says):
-        Costs(**costs)
-
-
-def test_costs_of_too_few_stages_are_refused():
-    with pytest.raises(ScheduleError, match="costs f have 2 stages; F0@2 has none"):
-        simulate(gpipe(3, 1), Costs(f=[1, 2]))
-
-
-def test_another_bubble_and_a_schedule_that_cannot_run_are_refused():
-    with pytest.raises(ScheduleError, match="'rank'"):
-        bubble(gpipe(2, 2), by="rank")  # type: ignore[arg-type]
-    with pytest.raises(ScheduleError, match="B0@0 comes before F0@0"):
-        simulate(parse(["B0 F0"]))

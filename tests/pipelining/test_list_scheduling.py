@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from fsfunc.pipelining.actions import Action, ScheduleError, owners
+from fsfunc.pipelining.actions import Action, owners
 from fsfunc.pipelining.list_scheduling import RULES, ListScheduler
 from fsfunc.pipelining.schedules import (
     gpipe,
@@ -155,18 +155,3 @@ def quick_makespan(rows, times):
                 at[rank] += 1
                 moving = True
     return max(clock) if at == [len(row) for row in rows] else float("inf")
-
-
-@pytest.mark.parametrize("bound", [0, 0.5, -1, float("nan")])
-def test_a_bound_below_one_microbatch_is_refused(bound):
-    with pytest.raises(ScheduleError, match="has to hold one microbatch"):
-        greedy(2, 3, memory_bound=bound)
-
-
-def test_bad_counts_are_refused():
-    with pytest.raises(ScheduleError, match="n_microbatches must be an integer"):
-        greedy(2, 0)
-    with pytest.raises(ScheduleError, match="3 stages do not come to 2 on each rank"):
-        greedy(3, 2, chunks=2)
-    with pytest.raises(ScheduleError, match="costs f have 2 stages"):
-        greedy(3, 2, costs=Costs(f=[1, 2]))

@@ -276,10 +276,7 @@ BEFORE = {
         lambda: on(ff.shard(GRADIENT, MESH, "pipe"))(parameters(), batch()),
         "'pipe'",
     ),
-    "two axes": (
-        lambda: ff.pipeline(chain, MESH, ("pipe",) * 2, n_microbatches=2),
-        "",
-    ),
+    "two axes": (lambda: ff.pipeline(chain, MESH, ("pipe",) * 2, n_microbatches=2), ""),
     "an unknown axis": (
         lambda: ff.pipeline(chain, MESH, "pope", n_microbatches=2),
         "pope",

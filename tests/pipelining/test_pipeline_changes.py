@@ -5,6 +5,8 @@ import torch
 from torch.nn.functional import dropout, embedding
 
 import fsfunc as ff
+from fsfunc.pipelining import cut_programs
+from fsfunc.tracing.tracer import trace
 from tests.checks import same, simulated
 from tests.models import layers, linear
 
@@ -31,6 +33,19 @@ def mean(params, x, unit=linear):
 
 def on_ranks(main):
     return ff.spmd(main, MESH)()
+
+
+def test_a_loss_is_traced_once_for_each_shape_of_microbatch(monkeypatch):
+    rows = []
+
+    def counted(fn, args, keywords):
+        rows.append(len(args[1]))
+        return trace(fn, args, keywords)
+
+    monkeypatch.setattr(cut_programs, "trace", counted)
+    grad = ff.pipeline(ff.value_and_grad(mean), MESH, "pipe", n_microbatches=3)
+    on_ranks(lambda: [grad(parameters(), X) for _ in range(2)])
+    assert rows == [2, 1]
 
 
 # By what it captured

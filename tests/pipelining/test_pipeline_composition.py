@@ -133,11 +133,10 @@ def reference():
     return one_device(2 * M)
 
 
-@pytest.mark.parametrize("axes", MESHES, ids=str)
 @pytest.mark.parametrize("zero", range(4))
 @pytest.mark.parametrize("order", ORDERS)
-def test_either_order_trains_as_one_device(order, zero, axes, reference):
-    mesh = ff.make_mesh(axes, "simulated")
+def test_either_order_trains_as_one_device(order, zero, reference):
+    mesh = ff.make_mesh(MESHES[zero % 2], "simulated")
     build = lambda f, mesh: ORDERS[order](f, mesh, zero=zero)  # noqa: E731
     check(on_ranks(mesh, build), reference)
 

@@ -185,34 +185,6 @@ def test_stages_are_balanced_by_flops():
     assert [len(plan.calls) for plan in cut(program, n=4).stages] == [1, 1, 2, 2]
 
 
-UNITS = re.escape("loss has 5 unit calls (embed, block x3, head)")
-BAD = [
-    ([1, 1, 1, 1, 1, 1], None, r"6 stages, but .* 5 unit calls .embed, block x3, head"),
-    (None, 6, "6 stages, but loss has only 5 unit calls"),
-    (None, 0, "at least one stage"),
-    (None, None, "at least one stage"),
-    ([], None, "at least one stage"),
-    ([2, 3], 3, r"\[2, 3\] names 2 stages of 3"),
-    ([5, 0], None, r"stages=\[5, 0\]: a stage has at least one unit call"),
-    ([2, 2], None, r"\[2, 2\] sums to 4, but " + UNITS),
-    ([2, 3.0], None, "either counts of unit calls, or names"),
-    ([True, 4], None, "either counts of unit calls, or names"),
-    (["embed", 4], None, "either counts of unit calls, or names"),
-    (["embed", "decoder"], None, r"no unit call named 'decoder' \(embed, block x3"),
-    (["embed", "block:3"], None, "only 3 calls of 'block'"),
-    (["embed", "block:x"], None, "no unit call named 'block:x'"),
-    (["block", "head"], None, "the first stage begins at the first .* 'embed', not"),
-    (["embed", "head", "block"], None, "'block' is call 1, .* before begins at call 4"),
-    (["embed", "block", "block:0"], None, "it would be empty"),
-]
-
-
-@pytest.mark.parametrize(("stages", "n", "told"), BAD)
-def test_a_cut_that_cannot_be_made_says_why(stages, n, told):
-    with pytest.raises(ValueError, match=told):
-        cut(shown(), stages, n)
-
-
 def noisy(p, x):
     noise = torch.rand(2)
     h = head(p, x * noise)

@@ -178,49 +178,34 @@ def deep(x: Tensor, ws: list[Tensor]) -> Tensor:
     return x
 
 
-def test_half_of_the_products_wait():
-    product = 2 * D**3
-    x, ws = leaves(1, 0)[0], leaves(5, 10)
-    make = lambda: StageVjp([deep(x, ws)], [x], ws)  # noqa: E731
-    assert counted(make, torch.ones(D, D)) == (10 * product, 5 * product, 5 * product)
+WAITS: dict[str, Any] = {  # outputs, weights, products in all and in the two halves
+    "a chain": (lambda x, *ws: [deep(x, [*ws])], 5, (10, 5, 5)),
+    "a weight used twice in a row": (lambda x, w, v: [(x @ w @ v) @ w], 2, (6, 5, 1)),
+    "a derived weight, derived back once": (
+        lambda x, w, v: [torch.relu(x @ (w @ v)).t() @ (w @ v).t()], 2, (8, 2, 6),
+    ),
+    "a weight used above where it is derived": (
+        lambda x, w, v: [torch.relu(x @ (w @ v)) @ w], 2, (6, 6, 0),
+    ),
+    "below": (lambda x, w, v: [torch.relu(x @ w) @ (w @ v)], 2, (6, 6, 0)),
+    "beside an output": (
+        lambda x, w, v: [torch.relu(x @ (u := w @ v)) @ w, u], 2, (6, 6, 0),
+    ),
+    "no inputs": (lambda x, *ws: [deep(x.detach(), [*ws])], 3, (5, 0, 5)),
+}  # fmt: skip
 
 
-def test_a_weight_used_twice_in_a_row_does_not_wait():
-    product = 2 * D**3
-    x, (w, v) = leaves(1, 0)[0], leaves(2, 10)
-    make = lambda: StageVjp([(x @ w @ v) @ w], [x], [w, v])  # noqa: E731
-    assert counted(make, torch.ones(D, D)) == (6 * product, 5 * product, product)
-
-
-def test_a_derived_weight_is_derived_back_once():
-    product = 2 * D**3
-    x, (w, v) = leaves(1, 0)[0], leaves(2, 10)
+@pytest.mark.parametrize("name", WAITS)
+def test_products_of_weights_wait_where_they_can(name):
+    """No operation runs for both halves."""
+    net, n, products = WAITS[name]
 
     def make():
-        return StageVjp([torch.relu(x @ (w @ v)).t() @ (w @ v).t()], [x], [w, v])
+        x, ws = leaves(1, 0)[0], leaves(n, 10)
+        return StageVjp(net(x, *ws), [x] * (name != "no inputs"), ws)
 
-    assert counted(make, torch.ones(D, D)) == (8 * product, 2 * product, 6 * product)
-
-
-def test_a_weight_used_as_it_is_and_derived():
-    """Above, below and beside: no operation runs for both halves."""
-    product = 2 * D**3
-    x, (w, v) = leaves(1, 0)[0], leaves(2, 10)
-
-    def above():
-        return StageVjp([torch.relu(x @ (w @ v)) @ w], [x], [w, v])
-
-    def below():
-        return StageVjp([torch.relu(x @ w) @ (w @ v)], [x], [w, v])
-
-    def given():
-        u = w @ v
-        return StageVjp([torch.relu(x @ u) @ w, u], [x], [w, v])
-
-    cotangent = torch.ones(D, D, dtype=torch.double)
-    assert counted(above, cotangent) == (6 * product, 6 * product, 0)
-    assert counted(below, cotangent) == (6 * product, 6 * product, 0)
-    assert counted(given, cotangent, cotangent) == (6 * product, 6 * product, 0)
+    ones = [torch.ones(D, D, dtype=torch.double)] * (1 + (name == "beside an output"))
+    assert counted(make, *ones) == tuple(2 * D**3 * k for k in products)
 
 
 def test_a_weight_that_is_an_output_too():
@@ -232,13 +217,6 @@ def test_a_weight_that_is_an_output_too():
         StageVjp([torch.relu(x @ v), v], [x], [w]).backward([g, 5 * g])
         y = torch.relu(x @ view(w)) + 5 * view(w)
         same(w.grad, torch.autograd.grad(y, w, g)[0])
-
-
-def test_without_inputs_all_of_it_waits():
-    product = 2 * D**3
-    x, ws = whole_numbers(D, D, seed=3), leaves(3, 10)
-    make = lambda: StageVjp([deep(x, ws)], [], ws)  # noqa: E731
-    assert counted(make, torch.ones(D, D)) == (5 * product, 0, 5 * product)
 
 
 def units(n: int):
@@ -407,30 +385,3 @@ def test_a_unit_is_entered_when_its_gradients_are_there():
     with LiveBytes(ws, [w.grad for w in ws]) as memory:
         vjp.weight_gradient()
     assert memory.peak <= 3 * 64 * 64 * 4
-
-
-# Errors
-
-
-def test_a_tape_runs_once():
-    x, ws = leaves(1, 0)[0], leaves(2, 10)
-    cts = [torch.ones(D, D, dtype=torch.double)]
-    vjp = StageVjp([deep(x, ws)], [x], ws)
-    with pytest.raises(ValueError, match="2 cotangents for 1 outputs"):
-        vjp.backward([*cts, None])
-    with pytest.raises(RuntimeError, match="nothing has been pulled back yet"):
-        vjp.weight_gradient()
-    vjp.input_gradient(cts)
-    for again in (vjp.backward, vjp.input_gradient):
-        with pytest.raises(RuntimeError, match="weight_gradient is due"):
-            again(cts)
-    vjp.weight_gradient()
-    with pytest.raises(RuntimeError, match="once: all its gradients are out"):
-        vjp.weight_gradient()
-    vjp = StageVjp([deep(x, ws)], [x], ws)
-    vjp.backward(cts)
-    for again in (vjp.backward, vjp.input_gradient):
-        with pytest.raises(RuntimeError, match="all its gradients are out"):
-            again(cts)
-    with pytest.raises(RuntimeError, match="all its gradients are out"):
-        vjp.weight_gradient()

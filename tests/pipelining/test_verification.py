@@ -5,7 +5,7 @@ from hypothesis import assume, given
 from hypothesis import strategies as st
 
 from fsfunc.pipelining.actions import ScheduleError, parse
-from fsfunc.pipelining.dependencies import Dependencies, made
+from fsfunc.pipelining.player import Dependencies, made
 from fsfunc.pipelining.schedules import forward_only, gpipe, one_f_one_b, zb_v
 from fsfunc.pipelining.transfers import with_transfers
 from fsfunc.pipelining.verification import held, verify
@@ -174,10 +174,7 @@ def test_a_cycle_between_ranks_is_a_deadlock_with_a_table():
 
 def test_sends_that_wait_for_each_other_are_a_deadlock():
     rows = parse(
-        [
-            "F0 SF0>1 F1 SF1>1 RB0<1 B0 RB1<1 B1",
-            "RF0<0 F0 B0 SB0>0 RF1<0 F1 B1 SB1>0",
-        ]
+        ["F0 SF0>1 F1 SF1>1 RB0<1 B0 RB1<1 B1", "RF0<0 F0 B0 SB0>0 RF1<0 F1 B1 SB1>0"]
     )
     with pytest.raises(ScheduleError) as error:
         verify(rows)
@@ -198,10 +195,7 @@ def test_sends_that_wait_for_each_other_are_a_deadlock():
 
 def test_a_compute_action_that_waits_for_a_message_names_the_sender():
     rows = parse(
-        [
-            "F0 SF0>1 RB0<1 B0 F1 SF1>1 RB1<1 B1",
-            "RF0<0 F0 RF1<0 F1 B0 SB0>0 B1 SB1>0",
-        ]
+        ["F0 SF0>1 RB0<1 B0 F1 SF1>1 RB1<1 B1", "RF0<0 F0 RF1<0 F1 B0 SB0>0 B1 SB1>0"]
     )
     words = r"rank 1: F1@1 \(entry 3\) waits for RF1@1<0 of rank 0"
     refused(rows, words)

@@ -22,7 +22,7 @@ rank 0 of data=4 and 3 more that run the same program
 16.1 kFLOP (forward 4.05 k, recompute 4.00 k, backward 8.10 k), 1.08 kB sent over data, at most 1.86 kB held
 
 units
-unit   calls  tensors  elements  lie               held here  forward FLOP  recompute FLOP  backward FLOP  derived, a call
+unit   calls  tensors  elements  layout            held here  forward FLOP  recompute FLOP  backward FLOP  derived, a call
 block      2        2       256  flat over data=4      256 B        4.00 k          4.00 k         8.00 k             64 B
 head                1         6  flat over data=4        8 B            50                            100
 
@@ -33,7 +33,7 @@ psum_scatter  data  backward      2   296 B    200 B  train.py:7
 psum          data  loss          1  12.5 B   12.5 B  train.py:7
 
 parameters
-path                    each        lies                whole  held here
+path                    each        layout              whole  held here
 params/blocks/0-1/w ×2  f32[16, 8]  flat over data=4  1.02 kB      256 B
 params/head             f32[6]      flat over data=4     24 B        8 B
 

@@ -45,7 +45,8 @@ def others(**options):
 
 TYPES = {
     "an event": (drawn((0, F0, 0, 1), "F1"), "event 1 is 'F1': give (rank, action, st"),
-    "an action": (drawn((0, "F0", 0, 1)), "event 0 has 'F0' where its Action belongs"),
+    "an action": (drawn((0, "F0", 0, 1)), f"event 0 is {(0, 'F0', 0, 1)}: give"),
+    "a rank": (drawn((-1, F0, 0, 1)), "ranks are 0, 1, ..."),
     "a span": (shown(STEP[0], (0, "F0", 0, 1)), "span 1 is (0, 'F0', 0, 1): give"),
     "a short event": (lambda: trace([(0, F0, 0)]), f"event 0 is {(0, F0, 0)}: give ("),
     "spans first": (lambda: trace([STEP[0], (0, F0, 0, 1)]), "span 1 is"),
@@ -73,7 +74,6 @@ RANKS = {
 VALUES = {
     "no events": (drawn(), "no events to show: was the run recorded"),
     "nothing computed": (drawn((0, SF0, 0, 1)), "no F, B, I or W among"),
-    "a rank": (drawn((-1, F0, 0, 1)), "event 0, F0@0 of rank -1: a rank is 0, 1"),
     "an end": (drawn((0, F0, 2, 1)), "F0@0 of rank 0: it cannot last from 2 to 1"),
     "a time": (drawn((0, F0, 0, math.nan)), "cannot last from 0 to nan"),
     "two at a time": (
@@ -102,7 +102,7 @@ VALUES = {
     ),
     "another axis": (
         lying(LEAF, {"model": 2}),
-        "'w' f32[4] lies on axis \"data\" of size 2, which is not there",
+        "'w' f32[4] is over axis \"data\" of size 2, which is not there",
     ),
     "another size": (
         lying([LEAF], {"data": 4}),

@@ -198,7 +198,7 @@ def test_a_state_is_a_table():
     assert shown[3] == golden("""
 over data=4
 
-path      whole      lies              rank 3 holds  bytes each
+path      whole      layout            rank 3 holds  bytes each
 0-2/b ×3  f32[4]     flat over data=4  nothing              0 B
 0-2/w ×3  f32[4, 4]  flat over data=4  .flat[11:16]        20 B
 

@@ -156,10 +156,7 @@ def test_an_arrow_leads_from_stream_to_stream():
     spans.append(Span(1, "to 5", "send", "", "", 0.0, 1.0))  # nobody's
     written = trace(spans)
     starts, ends = of_kind(written, "s"), of_kind(written, "f")
-    assert [(s["id"], s["pid"], s["ts"]) for s in starts] == [
-        (1, 0, 0.0),
-        (2, 0, 2e6),
-    ]
+    assert [(s["id"], s["pid"], s["ts"]) for s in starts] == [(1, 0, 0.0), (2, 0, 2e6)]
     assert [(e["id"], e["pid"], e["ts"], e["bp"]) for e in ends] == [
         (1, 1, 1e6 - 0.001, "e"),
         (2, 1, 3e6 - 0.001, "e"),

@@ -7,7 +7,6 @@ import fsfunc as ff
 from fsfunc import tree
 from fsfunc.testing import assert_cost, check_replicated, check_types, finite, integers
 from fsfunc.testing import poison as poisoned
-from tests.models import floats
 from tests.testing.planted import TWO, Bug, law
 
 W, X = {"w": integers(4, 4), "b": integers(4, seed=1)}, integers(4, 4, seed=2)
@@ -67,10 +66,6 @@ def over_ranks(g):
     return ff.pmean(g, "data")
 
 
-def copies(g):
-    return ff.psum(norm(g) ** 2, "data").sqrt()
-
-
 def microbatched(divide):
     def by_hand(p, x):
         parts = [grad(loss)(p, part) for part in x.chunk(4)]
@@ -107,45 +102,8 @@ def momentum(back):
     return by_hand
 
 
-def dropped(fold):
-    """Noise on rows, by a generator; the whole batch draws in order of rows."""
-
-    def by_hand(p, x):
-        draw = torch.Generator().manual_seed(3)
-        at = ff.axis_index("data") if fold else 0
-        noise = torch.randint(-2, 3, (4, 4), generator=draw)[2 * at : 2 * at + 2]
-        return x * (1 + noise)
-
-    return by_hand
-
-
-def noisy(p, x):
-    draw = torch.Generator().manual_seed(3)
-    return x * (1 + torch.randint(-2, 3, (4, 4), generator=draw))
-
-
-def positions(offset):
-    def by_hand(p, x):
-        first = ff.axis_index("data") * len(x) if offset else 0
-        return x + torch.arange(first, first + len(x))[:, None]
-
-    return by_hand
-
-
-def padded(count):
-    """Uneven rows, padded to three; ``count`` says by how many a mean divides."""
-
-    def by_hand(p, x):
-        full = torch.cat([x, x.new_zeros(3 - len(x), 4)])
-        sums = {"w": full.sum(0)}
-        many = torch.tensor(float(count(x, full)))
-        return tree.map(lambda s: s / ff.psum(many, "data"), ff.psum(sums, "data"))
-
-    return by_hand
-
-
 def stale(fill):
-    """The same into a buffer; its last row is somebody's old one."""
+    """Uneven rows, summed in a buffer of three; its last row may be an old one."""
 
     def by_hand(p, x):
         buffer = (torch.zeros if fill else torch.empty)(3, 4)
@@ -158,10 +116,6 @@ def stale(fill):
 def stale_check(ranks):
     with poisoned():
         law(lambda p, x: x.sum(0), TWO, W, integers(5, 4), uneven=True)(ranks)
-
-
-def normalised(mean_of):
-    return lambda p, x: x - mean_of(x.mean(0))
 
 
 def written(p, x):
@@ -240,13 +194,6 @@ def looked(x):
     return run
 
 
-def half(g):
-    return tree.map(lambda x: ff.pmean(x.bfloat16(), "data").float(), g)
-
-
-FLOATS = law(step, TWO, W | {"w": floats(4, 4)}, floats(4, 4, seed=1), tolerance=1e-4)
-LOST = "left out|nothing was reduced"
-
 BUGS = {
     "sum for mean": Bug(
         by_mean, mean, reduced(lambda g: ff.psum(g, "data")),
@@ -291,19 +238,13 @@ BUGS = {
         lambda p, x: over_ranks(clipped(norm, p, x)),
         r"not linear \(a clip, a norm.* ran before the reduction",
     ),
-    "norm over replicas": Bug(
-        law(lambda p, x: clipped(norm, p, x), TWO, W, X, tolerance=1e-5),
-        lambda p, x: clipped(norm, p, x, over_ranks),
-        lambda p, x: clipped(copies, p, x, over_ranks),
-        r"sqrt\(2\) times too small.* a norm that counts copies",
-    ),
     "accumulate without division": Bug(
         law(grad(loss), TWO, W, integers(8, 4)), microbatched(4), microbatched(1),
-        "4 times too large: .*accumulated without division",
+        "4 times that of one device: .*accumulated without division",
     ),
     "an update of the wrong sign": Bug(
         law(update, TWO, W, X), updated(), updated(0.5),
-        "its change has the wrong sign",
+        "its change is -1 times .*the wrong sign",
     ),
     "a leaf never updated": Bug(
         law(update, TWO, W, X), updated(), updated(keep=True),
@@ -313,32 +254,8 @@ BUGS = {
         law(lambda p, x: update(p, x)["w"], TWO, W, X), momentum([0, 1]),
         momentum([1, 0]), "right elements in another order.* order of ranks",
     ),
-    "a key not folded": Bug(
-        law(noisy, TWO, W, X, whole=lambda y: ff.all_gather(y, "data")),
-        dropped(True), dropped(False), "a key, or an offset, without axis_index",
-    ),
-    "positions without an offset": Bug(
-        law(lambda p, x: x + torch.arange(4)[:, None], TWO, W, X,
-            whole=lambda y: ff.all_gather(y, "data")),
-        positions(True), positions(False), "positions or mask.*an offset",
-    ),
-    "padding that leaks": Bug(
-        law(lambda p, x: {"w": x.mean(0)}, TWO, W, integers(5, 4), uneven=True,
-            tolerance=1e-5),
-        padded(lambda x, full: len(x)), padded(lambda x, full: len(full)),
-        "3, 2 rows all had 3: padding leaks",
-    ),
     "a stale buffer": Bug(
-        stale_check, stale(True), stale(False), "memory that nobody wrote",
-    ),
-    "statistics of own rows": Bug(
-        law(normalised(lambda m: m), TWO, W, X,
-            whole=lambda y: ff.all_gather(y, "data")),
-        normalised(lambda m: ff.pmean(m, "data")), normalised(lambda m: m),
-        "statistics.* saw the rank's own rows only",
-    ),
-    "bf16 reduction": Bug(
-        FLOATS, mean, reduced(half), "rounded to 16 bits: .*reduced, in bfloat16",
+        stale_check, stale(True), stale(False), "unwritten memory is read",
     ),
     "a state written in place": Bug(
         by_mean, mean, written, "wrote into the state's 'b', which was not donated",

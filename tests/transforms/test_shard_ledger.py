@@ -7,8 +7,8 @@ import pytest
 import torch
 
 import fsfunc as ff
-from fsfunc.testing.closed_forms import Buffer, UnitBuffers, sharded_step
 from fsfunc.testing.drawn_models import embed, layer
+from tests.closed_forms import Buffer, UnitBuffers, sharded_step
 
 MESH = ff.make_mesh({"data": 4}, "simulated")
 GRID = ff.make_mesh({"node": 2, "data": 2}, "simulated")

@@ -1,20 +1,20 @@
-"""The README's index: every public name with the first sentence of its docstring.
+"""``python -m fsfunc names``: every public name, with a sentence on each."""
 
-python -m tests.public_names     writes it anew
-"""
+from __future__ import annotations
 
+import argparse
 import inspect
-from pathlib import Path
 from types import ModuleType
 from typing import Any
 
 import fsfunc as ff
+from fsfunc.cli.build_scripts import Refused
 
-README = Path(__file__).parents[1] / "README.md"
-HEAD, TAIL = "## Every public name\n", "\n## "
+__all__ = ["add_to", "public", "sentence"]
+
 ROOMS = ("nn", "schedules", "hardware", "graphs", "show", "testing")
-THINGS = {  # what has no docstring of its own
-    "is_sharded": "Whether a leaf is Sharded: `is_leaf=ff.is_sharded`",
+THINGS = {  # objects without a docstring of their own
+    "is_sharded": "True for a Sharded leaf: `is_leaf=ff.is_sharded`",
     "hardware.A100_40": "An A100 of 40 GB, eight to a node",
     "hardware.A100_80": "An A100 of 80 GB, eight to a node",
     "hardware.CPU": "A small machine of processors, for examples",
@@ -24,8 +24,25 @@ THINGS = {  # what has no docstring of its own
 }
 
 
+def add_to(commands: Any) -> None:
+    """Adds ``names`` to argparse's subparsers."""
+    about = "every public name, with a sentence on each"
+    one = commands.add_parser("names", help=about, description=f"Prints {about}.")
+    one.set_defaults(run=_run)
+    only = "only names and sentences that contain this"
+    one.add_argument("word", nargs="?", default="", metavar="WORD", help=only)
+
+
+def _run(options: argparse.Namespace) -> None:
+    lines = [f"ff.{name}: {sentence(name, x)}" for name, x in sorted(public().items())]
+    shown = [line for line in lines if options.word.lower() in line.lower()]
+    if not shown:
+        raise Refused(f"no public name, and no sentence on one, has {options.word!r}")
+    print("\n".join(shown))
+
+
 def public() -> dict[str, Any]:
-    """What a user reaches by ``ff.name``, or by ``ff.room.name``, by that name."""
+    """The objects that users reach as ``ff.name`` or ``ff.room.name``, by that name."""
     from fsfunc import nn  # noqa: F401  # a room that is imported by its name
 
     found = {}
@@ -42,25 +59,9 @@ def public() -> dict[str, Any]:
 
 
 def sentence(name: str, thing: Any) -> str:
+    """The first sentence of an object's docstring, as plain text."""
     if name in THINGS:
         return THINGS[name]
     said = (inspect.getdoc(thing) or "").partition("\n\n")[0]
     said = said.replace(":func:", "").replace(":class:", "").replace("``", "`")
     return " ".join(said.split()).rstrip(".")
-
-
-def index() -> str:
-    """The section, from its first line of text to its last."""
-    rows = [f"- `{name}`: {sentence(name, x)}" for name, x in sorted(public().items())]
-    return "\n".join(rows) + "\n"
-
-
-def written() -> str:
-    """The section as the README has it."""
-    section = README.read_text().partition(HEAD)[2].partition(TAIL)[0]
-    return section[section.index("- `") :] if "- `" in section else section
-
-
-if __name__ == "__main__":
-    text = README.read_text()
-    README.write_text(text.replace(written(), index()))

@@ -1,8 +1,10 @@
-"""The first value of a step that is not finite: which unit, which leaf, which rank."""
+"""NaN: the first value of a step that is not finite, and NaN in unwritten memory."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import warnings
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -12,11 +14,13 @@ from fsfunc import _torch, tree
 from fsfunc.comm.mesh import maybe_here
 from fsfunc.core.frames import Interpretation, frame
 from fsfunc.core.outcomes import GradientCall, Outcome
+from fsfunc.runtime.buffer_pool import BufferPool
 from fsfunc.sharded.layout import describe
 from fsfunc.sharded.leaf import is_sharded
+from fsfunc.testing.comparing import place_of
 from fsfunc.transforms.transforming import transformed
 
-__all__ = ["NotFinite", "finite"]
+__all__ = ["NotFinite", "finite", "poison"]
 
 
 class NotFinite(FloatingPointError):
@@ -44,7 +48,7 @@ def finite(fn: Callable[..., Any]) -> Callable[..., Any]:
     >>> finite(step)(torch.ones(2), x)  # doctest: +ELLIPSIS
     Traceback (most recent call last):
         ...
-    fsfunc.testing.finiteness.NotFinite: unit '<lambda>' returns nan at (1,) of ...
+    fsfunc.testing.nan_checks.NotFinite: unit '<lambda>' returns nan at (1,) of ...
     """
     return transformed(fn, _Finite())
 
@@ -115,10 +119,7 @@ def look(value: Any, says: Callable[[str], str], kind: str = "") -> None:
             good = x.detach().isfinite()
             if bool(good.all()):
                 continue
-            first = int((~good).reshape(-1).int().argmax())
-            at = tuple(
-                int(i) for i in torch.unravel_index(torch.tensor(first), x.shape)
-            )
+            at = place_of(int((~good).reshape(-1).int().argmax()), x.shape)
             number = x.detach()[at].item()
         where = f" of {kind}{path!r}" if path else ""
         part = ", this rank's part," if is_sharded(leaf) else ""
@@ -133,3 +134,38 @@ def _who() -> str:
     if at is None:
         return " on one device"
     return f" on rank {at.rank} {at.mesh.coordinates(at.rank)}"
+
+
+@contextmanager
+def poison() -> Iterator[None]:
+    """Fills memory that means nothing yet, or no more, with NaN.
+
+    Inside, the buffers of gathers and reductions are spoiled as they are handed out and
+    as they are let go of, and so is what ``torch.empty`` and its like return (integers:
+    their largest). A step that reads a stale buffer, or padding, then returns NaN,
+    where it may have been right by chance.
+
+    It holds for the whole process, on CPU and CUDA.
+
+    >>> import torch
+    >>> with poison():
+    ...     torch.empty(2)
+    tensor([nan, nan])
+    """
+    was = torch.are_deterministic_algorithms_enabled()
+    warned = torch.is_deterministic_algorithms_warn_only_enabled()
+    settings: Any = torch.utils.deterministic
+    filled = settings.fill_uninitialized_memory
+    poisoned = BufferPool.poison
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", ".*deterministic.*")
+        try:
+            # torch fills what is new only where it is asked to be deterministic.
+            torch.use_deterministic_algorithms(True, warn_only=True)
+            settings.fill_uninitialized_memory = True
+            BufferPool.poison = True
+            yield
+        finally:
+            BufferPool.poison = poisoned
+            settings.fill_uninitialized_memory = filled
+            torch.use_deterministic_algorithms(was, warn_only=warned)

@@ -1,0 +1,168 @@
+"""Schedules, costs and cuts that cannot be are refused in words."""
+
+import functools
+from functools import partial
+
+import pytest
+import torch
+
+import fsfunc as ff
+from fsfunc.pipelining.actions import (
+    Action,
+    ScheduleError,
+    from_json,
+    owners,
+    parse,
+    ranks_for,
+)
+from fsfunc.pipelining.list_scheduling import greedy
+from fsfunc.pipelining.player import other_end
+from fsfunc.pipelining.stage_plans import cut
+from fsfunc.pipelining.synchronous import gpipe
+from fsfunc.pipelining.timing import Costs, bubble, simulate
+from fsfunc.pipelining.transfers import with_transfers
+
+S = ff.schedules
+TEXT = [
+    *(
+        (parse, [["F0"], ["F0", "B0", entry]], r"rank 1, entry 2: .* is no action")
+        for entry in ["", "F", "G3", "F-1", "F3>1", "SF3", "SF3<1", "RB3>1", "F3@"]
+    ),
+    (parse, [["F0"], [None]], r"rank 1, entry 0: None is no action"),
+    *(
+        (from_json, text, "a list of lists|is no action")
+        for text in ["3", '{"a": 1}', '["F0", "F0"]', "[[3]]"]
+    ),
+    (owners, parse(["F0", "F1@0"]), "rank 1 has F1@0, but stage 0 is on rank 0"),
+    (owners, parse(["F0", "", "F0"]), "stage 1 is on no rank"),
+    (owners, parse(["", ""]), "stage 0 is on no rank.*no action"),
+    (other_end, Action("F", 3, 1), "F1@3 is no transfer"),
+    (with_transfers, with_transfers(gpipe(2, 1)), "has transfers already"),
+    (with_transfers, parse(["B0 F0"]), "B0@0 comes before F0@0"),
+    (simulate, parse(["B0 F0"]), "B0@0 comes before F0@0"),
+    *(
+        (partial(with_transfers, edges={edge}), gpipe(2, 1), "to a later one of the 2")
+        for edge in [(1, 0), (0, 0), (0, 2), (-1, 1)]
+    ),
+]
+ACTIONS = [
+    (("X", 0, 0), "no action has the kind 'X'"),
+    (("F", -1, 0), "stage=-1"),
+    (("F", 0, 1.5), "microbatch=1.5"),
+    (("F", True, 0), "stage=True"),
+    (("F", 0, 0, 1), "F has no peer; got peer=1"),
+    (("SF", 0, 0), "SF has a peer, .* got peer=None"),
+    (("RB", 0, 0, -2), "got peer=-2"),
+]
+COUNTS = {"n_stages": 4, "n_microbatches": 4, "chunks": 1}
+NUMBERS = [
+    *(
+        (partial(ranks_for, **COUNTS | {name: value}), f"{name} must be an integer fr")
+        for name in COUNTS
+        for value in [0, -1, 1.0, True]
+    ),
+    *(
+        (partial(getattr(S, name), *counts), "must be an integer from 1 on")
+        for name in (
+            *("gpipe", "one_f_one_b", "looped_bfs", "interleaved_1f1b", "zb_h1"),
+            *("zb_v", "greedy", "asynchronous"),
+        )
+        for counts in [(0, 1), (4, 0), (4, 2.0)]
+    ),
+    *(
+        (partial(make, 5, 4, chunks=2), "5 stages do not come to 2 on each rank")
+        for make in (S.interleaved_1f1b, S.looped_bfs, S.zb_v, S.greedy)
+    ),
+    (partial(S.zb_v, 6, 4, chunks=3), "2 stages on each rank, got chunks=3"),
+    (partial(S.forwards, 3, 1, (0, 1)), "got 2 for 3"),
+    (partial(S.asynchronous, 2, 2, interval=0), "interval must be an integer from 1"),
+    *(
+        (partial(greedy, 2, 3, memory_bound=n), "has to hold one microbatch")
+        for n in [0, 0.5, -1, float("nan")]
+    ),
+    (partial(greedy, 3, 2, costs=Costs(f=[1, 2])), "costs f have 2 stages"),
+    (partial(simulate, gpipe(3, 1), Costs(f=[1, 2])), "2 stages; F0@2 has none of"),
+    (partial(bubble, gpipe(2, 2), by="rank"), "'rank'"),
+    (partial(Costs, f=-1), "f has the time -1"),
+    (partial(Costs, i=float("nan")), "i has the time nan"),
+    (partial(Costs, w=[1, float("inf")]), "w has the time inf"),
+    (partial(Costs, send=-1), "send has the time -1"),
+    (partial(Costs, send=[1, 2]), "send is one number"),
+    (partial(S.staleness, S.zb_v(4, 2)), "rank 0 has several stages"),
+    (partial(S.staleness, parse(["F0 B0", "F0"])), "rank 1 has forwards without a b"),
+]
+SCHEDULES = [
+    *((partial(call, given), words) for call, given, words in TEXT),
+    *((partial(Action, *given), words) for given, words in ACTIONS),
+    *NUMBERS,
+]
+
+BALANCES = [
+    ([1, 2], 3, {}, "3 stages, but only 2 calls"),
+    ([1, 2], 0, {}, "n=0: there is at least one stage"),
+    ([1, 2], 1.5, {}, "n=1.5"),
+    ([1, -2], 1, {}, "the cost of call 1 is -2"),
+    ([1, float("inf")], 1, {}, "the cost of call 1 is inf"),
+    ([1, 2], 1, {"memory": [1, float("nan")], "bound": 3}, "memory of call 1 is nan"),
+    ([1, 2], 1, {"memory": [1, 2]}, "go together"),
+    ([1, 2], 1, {"bound": 2}, "go together"),
+    ([1, 2], 1, {"memory": [1], "bound": 3}, "memory of 1 calls, but costs of 2"),
+    ([1, 2], 2, {"memory": [1, 9], "bound": 8}, r"within memory 8: .*\[1, 9\]"),
+]
+UNITS = r"5 unit calls \(embed, block x3, head\)"
+CUTS = [
+    ([1] * 6, None, rf"6 stages, but loss has only {UNITS}"),
+    (None, 6, "6 stages, but loss has only 5 unit calls"),
+    (None, 0, "at least one stage"),
+    (None, None, "at least one stage"),
+    ([], None, "at least one stage"),
+    ([2, 3], 3, r"\[2, 3\] names 2 stages of 3"),
+    ([5, 0], None, r"stages=\[5, 0\]: a stage has at least one unit call"),
+    ([2, 2], None, rf"\[2, 2\] sums to 4, but loss has {UNITS}"),
+    ([2, 3.0], None, "either counts of unit calls, or names"),
+    ([True, 4], None, "either counts of unit calls, or names"),
+    (["embed", 4], None, "either counts of unit calls, or names"),
+    (["embed", "decoder"], None, r"no unit call named 'decoder' \(embed, block x3"),
+    (["embed", "block:3"], None, "only 3 calls of 'block'"),
+    (["embed", "block:x"], None, "no unit call named 'block:x'"),
+    (["block", "head"], None, "the first stage begins at the first .* 'embed', not"),
+    (["embed", "head", "block"], None, "'block' is call 1, .* before begins at call 4"),
+    (["embed", "block", "block:0"], None, "it would be empty"),
+]
+
+
+@functools.cache
+def program():
+    def named(name):
+        def unit(p, x):
+            return x * p
+
+        unit.__name__ = name
+        return ff.unit(unit)
+
+    embed, block, head = map(named, ("embed", "block", "head"))
+
+    def loss(p, x):
+        for unit in (embed, block, block, block, head):
+            x = unit(p, x)
+        return x.sum()
+
+    return ff.program(loss, torch.ones(2), torch.ones(2))
+
+
+@pytest.mark.parametrize(("call", "words"), SCHEDULES)
+def test_a_schedule_that_cannot_be_is_refused(call, words):
+    with pytest.raises(ScheduleError, match=words):
+        call()
+
+
+@pytest.mark.parametrize(("costs", "n", "options", "words"), BALANCES)
+def test_costs_that_cannot_be_balanced_are_refused(costs, n, options, words):
+    with pytest.raises(ValueError, match=words):
+        ff.balance(costs, n, **options)
+
+
+@pytest.mark.parametrize(("stages", "n", "words"), CUTS)
+def test_a_cut_that_cannot_be_made_is_refused(stages, n, words):
+    with pytest.raises(ValueError, match=words):
+        cut(program(), stages, n)
