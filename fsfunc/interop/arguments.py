@@ -1,4 +1,4 @@
-"""What goes in and out of modules: trees whose every tensor is seen, and caches.
+"""Arguments and results of modules: trees whose every tensor is seen, and caches.
 
 A cache, of keys and values for one, fills as a module runs. With gradients it is left
 out, as under a checkpoint: a unit that runs again would fill it twice. Without, and
@@ -47,7 +47,7 @@ _PARTS = ("args", "keywords")
 
 
 def are_filled() -> bool:
-    """Whether a cache may be filled: no unit that is called now will run again."""
+    """True if a cache may be filled: no unit that is called now will run again."""
     f = frame()
     noted = f.tracer is not None or f.staged
     return not (noted or torch.is_grad_enabled() or _torch.functorch_active())

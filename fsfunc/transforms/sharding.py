@@ -7,6 +7,8 @@ from dataclasses import replace
 from functools import partial
 from typing import Any
 
+import torch
+
 from fsfunc import _torch, tree
 from fsfunc.comm.attribution import internal
 from fsfunc.comm.collective_ops import hearing
@@ -249,6 +251,9 @@ class Sharding(Interpretation):
         if _torch.functorch_active() or _torch.fake_active():
             return
         if not knows(self, at.rank, key):
+            leaves = tree.leaves((args, keywords), is_leaf=is_sharded)
+            if not (torch.is_grad_enabled() or tree.are_shown(leaves)):
+                return  # a cache of keys and values, say, which a trial would fill
             refuse(
                 "array meta sparse",
                 "a sharded function",

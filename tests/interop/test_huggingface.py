@@ -23,37 +23,25 @@ from tests.interop.models import (
 )
 
 MODELS = {
-    "gpt2": (gpt2, {}, "transformer.h.*"),  # tied embeddings
+    "gpt2": (gpt2, {}, "transformer.h.*"),
     "llama": (llama, {}, "model.layers.*"),
     "llama tied": (llama, {"tie_word_embeddings": True}, "**.layers.*"),
     "mixtral": (mixtral, {"experts_implementation": "batched_mm"}, "model.layers.*"),
-    "mixtral by value": (
-        mixtral,
-        {"experts_implementation": "eager"},
-        "model.layers.*",
-    ),
-}
+    "mixtral by value": (mixtral, {"experts_implementation": "eager"},
+        "model.layers.*"),
+}  # fmt: skip
 TRANSFORMS = {
     "zero=3": ({"data": 2}, lambda step, mesh: ff.shard(step, mesh, "data")),
-    "zero=1 remat": (
-        {"data": 2},
-        lambda step, mesh: ff.shard(ff.remat(step), mesh, "data", zero=1),
-    ),
-    "zero=3 remat accumulate": (
-        {"data": 2},
-        lambda step, mesh: ff.shard(ff.accumulate(ff.remat(step), 2), mesh, "data"),
-    ),
-    "pipeline": (
-        {"pipe": 2},
-        lambda step, mesh: ff.pipeline(step, mesh, "pipe", n_microbatches=2),
-    ),
-    "pipeline of shards": (
-        {"data": 2, "pipe": 2},
-        lambda step, mesh: ff.pipeline(
-            ff.shard(ff.remat(step), mesh, "data"), mesh, "pipe", n_microbatches=2
-        ),
-    ),
-}
+    "zero=1 remat": ({"data": 2}, lambda step, mesh: ff.shard(ff.remat(step), mesh,
+        "data", zero=1)),
+    "zero=3 remat accumulate": ({"data": 2}, lambda step,
+        mesh: ff.shard(ff.accumulate(ff.remat(step), 2), mesh, "data")),
+    "pipeline": ({"pipe": 2}, lambda step, mesh: ff.pipeline(step, mesh, "pipe",
+        n_microbatches=2)),
+    "pipeline of shards": ({"data": 2, "pipe": 2}, lambda step,
+        mesh: ff.pipeline(ff.shard(ff.remat(step), mesh, "data"), mesh, "pipe",
+        n_microbatches=2)),
+}  # fmt: skip
 
 
 @pytest.fixture(scope="module")
