@@ -148,8 +148,14 @@ class SplitFlow:
 
         Raises:
             TypeError: it returns something else, or more.
-            RuntimeError: something is shown.
+            RuntimeError: something is shown, or made of a rank's own features.
         """
+        if any(map(any, self.withheld.values())):
+            raise RuntimeError(
+                "plan: a unit returns what is made of split features, such as the "
+                "attention of a rank's own heads, which is another on every rank: "
+                "return it joined, or leave these layers out of the plan"
+            )
         if self.sequence is None:
             return out
         if seen:

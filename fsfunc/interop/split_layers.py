@@ -118,13 +118,18 @@ class SplitModule:
         given, ranks = Signature.of((args, keywords)), axis_size(flow.axis)
         key = given.key, flow.sequence, ranks
         if key not in self._seen:
-            with _torch.outside_modes(), _torch.beneath_functorch():
-                module = copy.deepcopy(self._module)
-                self._seen[key] = run_shapes(
-                    module, self._words, given, ranks, typed=not flow.sequence
-                )
+            self._seen[key] = self._run(given, ranks, typed=not flow.sequence)
         flow.withheld[id(self)] = self._seen[key]
         return args, keywords
+
+    def _run(self, given: Signature, ranks: int, typed: bool) -> list[bool]:
+        with (
+            _torch.outside_modes(),
+            _torch.outside_function_modes(),
+            _torch.beneath_functorch(),
+        ):
+            module = copy.deepcopy(self._module)
+            return run_shapes(module, self._words, given, ranks, typed)
 
     def leave(self, m: nn.Module, args: Any, out: Any) -> Any:
         """A hook after its forward: what is made of a rank's features stays within."""

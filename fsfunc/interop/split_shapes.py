@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Mapping
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -39,7 +40,8 @@ class Signature(NamedTuple):
         leaves, treedef = tree.flatten(values, is_leaf=is_object)
         found = tuple(None if is_object(x) else _GivenTensor.of(x) for x in leaves)
         # What is held in a cache has shapes of its own: they are looked at once.
-        key = treedef if any(map(is_object, leaves)) else (treedef, found)
+        told = tuple(x if x.__hash__ else repr(x) for x in found)
+        key = treedef if any(map(is_object, leaves)) else (treedef, told)
         return cls(treedef, found, key)
 
 
@@ -85,15 +87,12 @@ def run_shapes(
     names: dict[int, tuple[str, bool]] = {}
     leaves = [_meta(*x) if isinstance(x, _GivenTensor) else x for x in given.leaves]
     args, keywords = tree.unflatten(given.treedef, leaves)
-    held = [_fill(m, words.get(path) == "whole", names) for path, m in _all(module)]
+    for path, m in module.named_modules():
+        _fill(m, words.get(path) == "whole", names)
     for path, word in words.items():
-        m: Any = module.get_submodule(path)
-        if word == "column":
-            m.forward = lambda x, n=m.out_features: x.new_empty(
-                *x.shape[:-1], n * _MARK, requires_grad=x.is_floating_point()
-            )
-        elif word == "row":
-            m.forward = lambda x, m=m, path=path: _row(m, path, x)
+        m = module.get_submodule(path)
+        if word in ("column", "row"):
+            m.forward = partial(_column if word == "column" else _row, m, path)
     try:
         with torch.enable_grad(), _SplitDim(names, ranks, typed):
             out = module.forward(*args, **keywords)
@@ -106,7 +105,6 @@ def run_shapes(
             "number of heads, x.view(*shape, -1, self.head_dim), or leave its layers "
             "out of the plan"
         ) from error
-    del held
     return [_is_marked(x) for x in tree.leaves(out, is_leaf=is_object)]
 
 
@@ -115,19 +113,14 @@ class _NotSplit(RuntimeError):
         super().__init__(f"plan: {text}")
 
 
-def _all(module: nn.Module) -> list[tuple[str, nn.Module]]:
-    return list(module.named_modules())
-
-
 def _meta(shape: Any, dtype: torch.dtype, requires_grad: bool = False) -> Tensor:
     return torch.empty(shape, dtype=dtype, device="meta", requires_grad=requires_grad)
 
 
-def _fill(m: nn.Module, whole: bool, names: dict[int, tuple[str, bool]]) -> Any:
+def _fill(m: nn.Module, whole: bool, names: dict[int, tuple[str, bool]]) -> None:
     """Puts tensors without data into the tables and attributes of a copy's module."""
     params, buffers = _torch.tables(m)
-    own = vars(m)
-    for table in (params, buffers, own):
+    for table in (params, buffers, vars(m)):
         for key, x in table.items():
             if isinstance(x, Absent) and x.dtype is not None:
                 grad = table is params and x.dtype.is_floating_point
@@ -138,7 +131,10 @@ def _fill(m: nn.Module, whole: bool, names: dict[int, tuple[str, bool]]) -> Any:
                 table[key] = _meta(x.shape, x.dtype)
     for hooks in _torch.hook_tables(m, before=False):
         hooks.clear()
-    return params
+
+
+def _column(m: Any, path: str, x: Tensor) -> Tensor:
+    return x.new_empty(*x.shape[:-1], m.out_features * _MARK, requires_grad=True)
 
 
 def _row(m: Any, path: str, x: Tensor) -> Tensor:
@@ -205,9 +201,11 @@ class _SplitDim(TorchFunctionMode):
             self._refuse(name, split[0])
         if not found or name.startswith("new_") or name in _LIKE:
             return out
-        self._check_types(name, given, split, found)
+        if self.typed:
+            self._check_types(given, found)
         if split:
-            self._check_draws(name, split[0], args, kwargs)
+            if self.typed and _draws(name, args, kwargs):
+                raise _NotSplit(_drawn(name))
             self._check_along(name, split[0], args, kwargs)
             for y in found:
                 self._check_dim(name, split, y)
@@ -260,25 +258,11 @@ class _SplitDim(TorchFunctionMode):
         if _dim(x) in dims:
             self._refuse(name, x)
 
-    def _check_draws(self, name: str, x: Tensor, args: Any, kwargs: Any) -> None:
-        """Random numbers, of which every rank would draw the same."""
-        if not self.typed or not _draws(name, args, kwargs):
-            return
-        raise _NotSplit(
-            f"random numbers are drawn for split features, by {name}, and all ranks "
-            "would draw the same: set its p to 0 (of a Hugging Face model: "
-            "attention_dropout=0), or have it after the row layer"
-        )
-
-    def _check_types(
-        self, name: str, given: list[Tensor], split: list[Tensor], found: list[Tensor]
-    ) -> None:
+    def _check_types(self, given: list[Tensor], found: list[Tensor]) -> None:
         """One value on all ranks that meets parts would get one part's gradient."""
-        if not self.typed:
-            return
         known = [self.names.get(id(x), ("", False)) for x in given]
         whole = [n for n, is_whole in known if is_whole]
-        if split:
+        if any(map(_is_marked, [*given, *found])):
             for x, (parameter, is_whole) in zip(given, known, strict=True):
                 if x.requires_grad and not is_whole and not _is_marked(x):
                     raise _NotSplit(_meeting(parameter))
@@ -303,6 +287,14 @@ def _meeting(parameter: str) -> str:
         "what a module around split layers is given meets split features without "
         "having passed a column layer, so that its gradient would be one rank's part: "
         "leave these layers out of the plan"
+    )
+
+
+def _drawn(name: str) -> str:
+    return (
+        f"random numbers are drawn for split features, by {name}, and all ranks would "
+        "draw the same: set its p to 0 (of a Hugging Face model: attention_dropout=0), "
+        "or have it after the row layer"
     )
 
 

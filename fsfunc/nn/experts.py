@@ -125,7 +125,7 @@ def expert_layer(
 
 
 def dispatch(x: Tensor, routing: Routing, axis: str | None = None) -> Tensor:
-    """What arrives at this rank's experts: tokens of all ranks, zeros in empty places.
+    """The tokens of all ranks for this rank's experts, zeros in empty places.
 
     Args:
         x: [T, d], this rank's tokens.
@@ -217,7 +217,7 @@ def _parts(params: Any, axis: str | None) -> tuple[list[Any], Any, str | None]:
 
 
 def _spread(what: str, experts: int, axis: str | None) -> tuple[int, int]:
-    """How many ranks there are, and how many experts on each."""
+    """The number of ranks, and that of experts on each."""
     n = 1 if axis is None else axis_size(axis)
     if experts % n:
         less = experts // n * n
@@ -230,7 +230,7 @@ def _spread(what: str, experts: int, axis: str | None) -> tuple[int, int]:
 
 
 def _checked(what: str, x: Tensor, routing: Routing, axis: str | None) -> int:
-    """How many experts a rank has."""
+    """The number of experts on a rank."""
     if x.ndim != 2 or len(x) != len(routing.indices):
         raise ValueError(
             f"{what}: tokens of shape {tuple(x.shape)}, but the routing is of "

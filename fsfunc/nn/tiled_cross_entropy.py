@@ -10,7 +10,8 @@ from fsfunc.comm.collectives import all_gather, pcast
 from fsfunc.comm.groups import axis_size
 from fsfunc.core.frames import composable
 from fsfunc.nn.cross_entropy import is_transformed
-from fsfunc.nn.logit_tiles import MadeForward, TiledSums, Tiles, is_autocast, wide_of
+from fsfunc.nn.dtypes import autocast, wide
+from fsfunc.nn.logit_tiles import MadeForward, TiledSums, Tiles
 from fsfunc.nn.tensor_parallel import part_of, token_dim
 from fsfunc.nn.token_losses import Targets, TokenLoss
 from fsfunc.sharded.leaf import Sharded
@@ -92,9 +93,9 @@ def linear_cross_entropy(
     4.0
     """
     part, axis = _part(weight, axis)
-    kind, shift = x.device.type, 0.0
-    if scale is None and is_autocast(x) and x.dtype != torch.float64:
-        x, part = (y.to(torch.get_autocast_dtype(kind)) for y in (x, part))
+    shift = 0.0
+    if scale is None:
+        x, part = autocast(x, part)
     _check(x, part, tile, scale, margin)
     loss = TokenLoss.checked(
         _NAME, part.shape[:1], axis, label_smoothing, z_loss, reduction
@@ -111,8 +112,8 @@ def linear_cross_entropy(
             x = all_gather(x, axis, dim=sequence_dim)
     x = x.reshape(-1, x.shape[-1])
     if scale is not None:
-        wide = torch.promote_types(wide_of(x), wide_of(part))
-        x, part = (F.normalize(y.to(wide), dim=-1) for y in (x, part))
+        dtype = torch.promote_types(wide(x), wide(part))
+        x, part = (F.normalize(y.to(dtype), dim=-1) for y in (x, part))
         x, shift = scale * x, -scale * margin
     tiles = Tiles(tile or max(16, _TILE // loss.own), shift, loss)
     if reduction != "none" and _is_made_forward(x, part):
@@ -164,7 +165,7 @@ def _check(
 
 
 def _is_made_forward(x: Tensor, part: Tensor) -> bool:
-    """Whether autograd alone will differentiate a mean or a sum, and once."""
+    """True if autograd alone will differentiate a mean or a sum, and once."""
     if not torch.is_grad_enabled() or not (x.requires_grad or part.requires_grad):
         return False
     if composable():

@@ -109,6 +109,8 @@ MIXED = {
 TYPED = {
     "an input": lambda m, x, b, n: m.q(x) * x.sum(),
     "a parameter": lambda m, x, b, n: m.q(x) * m.o.bias.sum(),
+    "a parameter for each": lambda m, x, b, n: m.q(x)
+    + m.o.bias[:1].expand(m.q(x).shape[-1]),
     "dropout": lambda m, x, b, n: F.dropout(m.q(x), 0.1),
     "attention's dropout": lambda m, x, b, n: joined(attend(*m.heads(x, b, n, -1, SIZE),
         0.1), b, n),
@@ -147,6 +149,47 @@ def test_what_does_not_is_refused(what):
     says = "^plan: .*(out of the plan|to the plan|p to 0)"
     with pytest.raises(RuntimeError, match=says):
         both((HEADS_OF_ALL | MIXED | TYPED)[what])
+
+
+class Leaking(Attention):
+    """Returns, beside its output, what a rank's own heads are."""
+
+    def forward(self, x):
+        y = self.q(x)
+        return self.o(y), y
+
+
+class Around(nn.Module):
+    def __init__(self, reads):
+        super().__init__()
+        self.inner, self.reads = Leaking(None), reads
+
+    def forward(self, x):
+        out, own = self.inner(x)
+        return out + own.sum() if self.reads else out
+
+
+@pytest.mark.parametrize("grads", [True, False])
+def test_split_features_do_not_leave_the_module_around_them(grads):
+    def run(module, units=""):
+        plan = {"**.q": "column", "**.o": "row"}
+        apply, params, buffers = ff.from_module(module, units, plan=plan, axis="model")
+        step = lambda p, x: apply(p, buffers, x).square().sum()  # noqa: E731
+        step = ff.value_and_grad(step) if grads else step
+        x = X.float()
+
+        def main():
+            return ff.unshard(step(ff.place(step, params, x, layouts=apply.layouts), x))
+
+        return step(params, x), ff.spmd(main, simulated(model=2))()
+
+    with pytest.raises(RuntimeError, match="returns what is made of split features"):
+        run(Around(reads=False), "inner")
+    with pytest.raises(RuntimeError, match="returns of a rank's own features, .* read"):
+        run(Around(reads=True))
+    expected, found = run(Around(reads=False))
+    for one in found:
+        close(one, expected, 1e-5)
 
 
 def test_heads_that_the_axis_does_not_divide_are_refused():
