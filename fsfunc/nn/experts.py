@@ -24,6 +24,7 @@ from fsfunc.comm.collectives import all_to_all
 from fsfunc.comm.groups import axis_size
 from fsfunc.nn.expert_buffers import check_rows, dropless, placed, weighed
 from fsfunc.nn.routing import Routing
+from fsfunc.nn.tensor_parallel import part_of
 from fsfunc.sharded.leaf import is_sharded
 
 __all__ = ["combine", "dispatch", "expert_layer"]
@@ -84,7 +85,10 @@ def expert_layer(
     >>> expert_layer(x, routing, lambda scale, x: scale * x, scales).round().tolist()
     [[1.0, 2.0], [30.0, 40.0]]
     """
-    leaves, treedef, axis = _parts(params, axis)
+    leaves, treedef = tree.flatten(params, is_sharded)
+    for i, leaf in enumerate(leaves):
+        if is_sharded(leaf):  # it knows its axis: one program on one device and on many
+            leaves[i], axis = part_of("expert_layer", leaf, (0,), axis=axis)
     tokens = x.reshape(-1, x.shape[-1])
     here = _checked("expert_layer", tokens, routing, axis)
     for i, leaf in enumerate(leaves):
@@ -195,25 +199,6 @@ def combine(y: Tensor, routing: Routing, axis: str | None = None) -> Tensor:
         y = all_to_all(y, axis, split_dim=1, concat_dim=0)
     slots = routing.indices * capacity + routing.positions
     return weighed(y.flatten(0, 1), slots, routing)
-
-
-def _parts(params: Any, axis: str | None) -> tuple[list[Any], Any, str | None]:
-    """This rank's tensors, their structure, and the axis that experts are spread over:
-    a leaf that is laid out knows it, so one program runs on one device and on many."""
-    leaves, treedef = tree.flatten(params, is_sharded)
-    for i, leaf in enumerate(leaves):
-        if not is_sharded(leaf):
-            continue
-        splits, flat = leaf.layout.splits, leaf.layout.flat
-        split = splits[0] if len(splits) == 1 and flat is None else None
-        if split is None or split.dim or axis not in (None, split.axis):
-            over = "one axis" if axis is None else f'axis "{axis}"'
-            raise ValueError(
-                f"expert_layer: the leaf {leaf.layout} is no leaf of experts: split it "
-                f"along dim 0, over {over}, and read it in a unit"
-            )
-        axis, leaves[i] = split.axis, leaf.local
-    return leaves, treedef, axis
 
 
 def _spread(what: str, experts: int, axis: str | None) -> tuple[int, int]:

@@ -167,13 +167,7 @@ def _parts(
         if leaf is None:
             parts.append(None)
             continue
-        part, over = part_of(what, leaf, (0,))
-        if over is not None and axis not in (None, over):
-            raise ValueError(
-                f"{what}: the {name} is split over {over!r}, and the features over "
-                f"{axis!r}: lay it out over that axis"
-            )
-        axis = over or axis
+        part, axis = part_of(what, leaf, (0,), axis=axis)
         parts.append(part)
         if part.shape != (features,):
             raise ValueError(

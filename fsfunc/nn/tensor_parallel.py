@@ -196,30 +196,41 @@ def vocab_embedding(
 
 
 def part_of(
-    what: str, leaf: Leaf, dims: Sequence[int], *, like: Leaf | None = None
+    what: str,
+    leaf: Leaf,
+    dims: Sequence[int],
+    *,
+    like: Leaf | None = None,
+    axis: str | None = None,
 ) -> tuple[Tensor, str | None]:
     """This rank's part of a leaf, and the axis over which one of ``dims`` is split.
 
     Args:
         what: who asks, for the message.
         like: a leaf whose axis it must be split over.
+        axis: the axis over which it must be split, and over which a plain tensor is.
 
     Raises:
         ValueError: it is split along another dim, or more than once, or otherwise than
-            ``like``, or into unequal parts; it lies in a buffer.
+            ``like``, or into unequal parts, or over another axis; it lies in a buffer.
     """
-    if isinstance(leaf, Sharded) and leaf.layout.flat is not None:
+    if not isinstance(leaf, Sharded):
+        splits: Any = ()
+    elif leaf.layout.flat is not None:
         raise ValueError(
             f"{what}: {leaf.layout} lies in a buffer: read it in an @ff.unit, which "
             "gathers the rest"
         )
-    splits = leaf.layout.splits if isinstance(leaf, Sharded) else ()
-    axis = splits[0].axis if splits else None
+    else:
+        splits = leaf.layout.splits
+    found = splits[0].axis if splits else None
     wanted = like.layout.splits if isinstance(like, Sharded) else ()
     others = len(splits) > 1 or any(split.dim not in dims for split in splits)
-    unlike = like is not None and axis != (wanted[0].axis if wanted else None)
-    if others or unlike:
-        way = f"split it along dim {' or '.join(map(str, dims))}, over one axis"
+    unlike = like is not None and found != (wanted[0].axis if wanted else None)
+    apart = isinstance(leaf, Sharded) and axis not in (None, found)
+    if others or unlike or apart:
+        over = f'axis "{axis}", or leave axis= out' if apart else "one axis"
+        way = f"split it along dim {' or '.join(map(str, dims))}, over {over}"
         if unlike:
             way = f"lay it out over the axis of {_said(like)}"
         raise ValueError(f"{what}: {_said(leaf)} is no leaf for it: {way}")
@@ -231,9 +242,7 @@ def part_of(
                 f"{what}: {_said(leaf)}: the axis does not divide {n}: pad it to "
                 f"{below + split.size}" + (f", or cut it to {below}" if below else "")
             )
-    if not isinstance(leaf, Sharded):
-        return leaf, None
-    return leaf.local, axis
+    return (leaf.local, found) if isinstance(leaf, Sharded) else (leaf, axis)
 
 
 def token_dim(what: str, x: Tensor, dim: int) -> int:

@@ -92,7 +92,7 @@ def linear_cross_entropy(
     >>> linear_cross_entropy(x, w, torch.tensor([0, 3, 1]), tile=2).exp().item()
     4.0
     """
-    part, axis = _part(weight, axis)
+    part, axis = part_of(_NAME, weight, (0,), axis=axis)
     shift = 0.0
     if scale is None:
         x, part = autocast(x, part)
@@ -127,19 +127,6 @@ def linear_cross_entropy(
     each = [loss.of(loss.joined([y[i] for y in sums])) for i in tiles.cuts(x)]
     found = loss.reduced(torch.cat(each), own.kept)
     return found.reshape(targets.shape) if reduction == "none" else found
-
-
-def _part(weight: Tensor | Sharded, axis: str | None) -> tuple[Tensor, str | None]:
-    """This rank's part of the vocabulary, and the axis over which it is split."""
-    part, found = part_of(_NAME, weight, (0,))
-    if not isinstance(weight, Sharded):
-        return part, axis
-    if axis not in (None, found):
-        raise ValueError(
-            f'{_NAME}: axis="{axis}" with the weight {weight.layout}: leave axis= out, '
-            f'or lay it out by Split(0, "{axis}")'
-        )
-    return part, found
 
 
 def _check(

@@ -364,6 +364,60 @@ def test_what_a_part_cannot_know_is_refused(do, dim):
         on_parts(do, dim)
 
 
+SIZES = {
+    "num_hidden_layers": LAYERS, "num_attention_heads": 4, "num_key_value_heads": 2,
+    "hidden_size": WIDTH, "intermediate_size": 32, "vocab_size": WORDS,
+    "max_position_embeddings": 32, "pad_token_id": 0,
+}  # fmt: skip
+ROUTED = {"moe_intermediate_size": 8, "num_experts_per_tok": 2}
+LATENT = {
+    "q_lora_rank": 8, "kv_lora_rank": 8, "qk_rope_head_dim": 4, "qk_nope_head_dim": 4,
+    "v_head_dim": 4, "num_key_value_heads": 4, "first_k_dense_replace": 1,
+}  # fmt: skip
+FAMILIES = {
+    "Cohere2": {},
+    "DeepseekV3": ROUTED | LATENT | {"n_routed_experts": 4, "n_group": 1},
+    "GPTNeoX": {"hidden_dropout": 0.0},  # queries, keys and values of a head in one
+    "Glm4": {"head_dim": 4},
+    "Olmo2": {},  # a norm over all heads
+    "Phi": {},
+    "Phi3": {},  # a gate beside values
+    "Qwen3Moe": ROUTED | {"head_dim": 4, "num_experts": 4},
+    "Starcoder2": {},
+}
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_models_of_transformers_split_by_their_own_plan(family):
+    import transformers
+
+    options = {"attention_dropout": 0.0, "topk_group": 1}
+    config = getattr(transformers, f"{family}Config")
+    settings = config(**SIZES | options | FAMILIES[family])
+    module = hugging_face(
+        lambda: getattr(transformers, f"{family}ForCausalLM")(settings).double()
+    )
+    if "Moe" in family or "Deepseek" in family:
+        module.set_experts_implementation("batched_mm")
+    apply, params, buffers = ff.from_module(
+        module, f"{module.base_model_prefix}.layers.*", plan="auto", axis="model"
+    )
+    step = ff.value_and_grad(
+        lambda p, batch: language_loss(apply(p, buffers, **batch).logits, batch)
+    )
+    batch = text(4)
+    expected = step(params, batch)
+
+    def main():
+        return ff.unshard(
+            step(ff.place(step, params, batch, layouts=apply.layouts), batch)
+        )
+
+    assert apply.layouts
+    for found in ff.spmd(main, simulated(model=2))():
+        close(found, expected, 1e-6)  # norms of some are in fp32
+
+
 def test_stock_derivatives_are_those_of_one_device():
     apply, params, loss, batch = made("qwen3")
     expected = torch.func.grad(loss)(params, batch)

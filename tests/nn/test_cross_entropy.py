@@ -574,7 +574,7 @@ LINEAR = lambda *args, **how: lambda: linear_cross_entropy(*args, **how)  # noqa
     "cut too": (of_leaf((6, 3), ff.Split(0, "model", 2), ff.Flat(("d",), 1, "u", 0,
         18)), ValueError, "an @ff.unit"),
     "a whole leaf": (of_leaf((6, 3), axis="model"), ValueError,
-        r"Split\(0, \"model\"\)"),
+        'split it along dim 0, over axis "model"'),
     "not divided": (of_leaf((7, 3), ff.Split(0, "model", 2)), ValueError,
         "divide 7: pad it to 8, or cut it to 6"),
 })  # fmt: skip

@@ -550,7 +550,7 @@ REFUSED = {
     "tokens of three dims": (lambda: nn.dispatch(X[None], routed(), "expert"),
         r"\(1, 4, 2\)"),
     "a leaf split along another dim": (lambda: layer(split_leaf(2, dim=1)),
-        "split it along dim 0, over axis"),
+        "split it along dim 0, over one axis"),
     "a leaf split over another axis": (lambda: layer(split_leaf(1, axis="data")),
         'split over data=1 .*"expert"'),
     "dispatch without places": (lambda: nn.dispatch(X, routed(factor=None)),
