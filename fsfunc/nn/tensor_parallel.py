@@ -127,11 +127,7 @@ def row_linear(
     torch.Size([2, 3])
     """
     part, axis = part_of("row_linear", weight, (1,))
-    if isinstance(bias, Sharded) and bias.layout.splits:
-        raise ValueError(
-            f"row_linear: the bias {bias.name!r} lies as {bias.layout}; the ranks' "
-            "products are summed, and it is added once: leave it whole"
-        )
+    _check_whole(bias)
     sequence_dim = _checked("row_linear", x, axis, sequence_dim)
     if axis is None:
         return F.linear(x, part, bias)
@@ -261,6 +257,14 @@ def _checked(what: str, x: Tensor, axis: str | None, dim: int | None) -> int | N
         return token_dim(what, x, dim)
     refuse_mean(what, axis)
     return None
+
+
+def _check_whole(bias: Any) -> None:
+    if isinstance(bias, Sharded) and bias.layout.splits:
+        raise ValueError(
+            f"row_linear: the bias {bias.name!r} lies as {bias.layout}; the ranks' "
+            "products are summed, and it is added once: leave it whole"
+        )
 
 
 def _said(leaf: Any) -> str:
