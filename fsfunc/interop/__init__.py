@@ -4,7 +4,8 @@ modules.py patterns.py   from_module, to_module; selection of units
 structures.py stubs.py   copies that run, and placeholders in them
 module_tensors.py arguments.py   a module's tensors; arguments and results of units
 call_tensors.py attributes.py   changes to tensors and attributes
-layer_plans.py split_shapes.py   plans of split layers; shape rules of their features
+layer_plans.py plan_words.py   plans of split layers; their words, and transformers' own
+split_shapes.py     shape rules of split features
 split_layers.py split_flow.py   torch's layers as they run split; casts and gathers
 split_experts.py split_values.py   experts spread over ranks; split logits, sequences
 """

@@ -12,8 +12,9 @@ from torch import Tensor, nn
 from fsfunc import _torch, tree
 from fsfunc.comm.collectives import all_gather
 from fsfunc.comm.groups import axis_size, group
+from fsfunc.interop.arguments import Signature, is_object
 from fsfunc.interop.split_flow import SplitFlow
-from fsfunc.interop.split_shapes import Signature, is_object, run_shapes
+from fsfunc.interop.split_shapes import run_shapes
 from fsfunc.interop.split_values import SplitTensor
 from fsfunc.interop.stubs import Absent
 from fsfunc.nn.tensor_parallel import part_of, row_linear, vocab_embedding

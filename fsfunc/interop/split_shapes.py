@@ -11,55 +11,19 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Mapping
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from fsfunc import _torch, tree
+from fsfunc.interop.arguments import GivenTensor, Signature, is_object
 from fsfunc.interop.stubs import Absent
 
-__all__ = ["Signature", "is_object", "run_shapes"]
+__all__ = ["run_shapes"]
 
 _MARK = 1_000_003  # a prime that no other size has as a factor
-
-
-class Signature(NamedTuple):
-    """All that a forward can tell of what it is given, without its values.
-
-    A cache, say, is left out of it.
-    """
-
-    treedef: Any
-    leaves: tuple[Any, ...]
-    key: Any
-
-    @classmethod
-    def of(cls, values: Any) -> Signature:
-        leaves, treedef = tree.flatten(values, is_leaf=is_object)
-        found = tuple(None if is_object(x) else _GivenTensor.of(x) for x in leaves)
-        # What is held in a cache has shapes of its own: they are looked at once.
-        told = tuple(x if x.__hash__ else repr(x) for x in found)
-        key = treedef if any(map(is_object, leaves)) else (treedef, told)
-        return cls(treedef, found, key)
-
-
-class _GivenTensor(NamedTuple):
-    shape: torch.Size
-    dtype: torch.dtype
-    requires_grad: bool
-
-    @staticmethod
-    def of(x: Any) -> Any:
-        if not isinstance(x, Tensor):
-            return x
-        return _GivenTensor(x.shape, x.dtype, x.requires_grad)
-
-
-def is_object(x: Any) -> bool:
-    """True if a leaf is no tensor, and may hold some."""
-    return hasattr(x, "__dict__") and not isinstance(x, Tensor | type)
 
 
 def run_shapes(
@@ -85,7 +49,7 @@ def run_shapes(
         RuntimeError: features, or heads, are not taken each by itself.
     """
     names: dict[int, tuple[str, bool]] = {}
-    leaves = [_meta(*x) if isinstance(x, _GivenTensor) else x for x in given.leaves]
+    leaves = [_meta(*x) if isinstance(x, GivenTensor) else x for x in given.leaves]
     args, keywords = tree.unflatten(given.treedef, leaves)
     for path, m in module.named_modules():
         _fill(m, words.get(path) == "whole", names)
