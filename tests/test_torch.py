@@ -626,6 +626,21 @@ def test_a_modules_hooks_are_found():
     assert [len(x) for x in found] == [1, 1, 0, 0, 0], breaks(what)
 
 
+def test_function_modes_see_nothing_outside_them_and_go_on_behind():
+    class Watching(torch.overrides.TorchFunctionMode):
+        def __torch_function__(self, func, types, args=(), kwargs=None):
+            seen.append(func.__name__)
+            return func(*args, **(kwargs or {}))
+
+    seen = []
+    with Watching(), Watching():
+        with _torch.outside_function_modes():
+            torch.ones(2)
+        assert seen == []
+        torch.zeros(2)
+    assert seen == ["zeros"] * 2
+
+
 def test_what_is_copied_outside_modes_is_real():
     real = torch.ones(2)
     with _torch.FakeTensorMode(allow_non_fake_inputs=True), torch.inference_mode():

@@ -26,6 +26,7 @@ from fsfunc._torch.dispatch import (
     fake_of,
     forget_fakes,
     is_data_dependent,
+    outside_function_modes,
     outside_modes,
     plain_tensors,
     quiet_fakes,

@@ -59,6 +59,19 @@ def outside_modes() -> Iterator[None]:
         yield
 
 
+@contextmanager
+def outside_function_modes() -> Iterator[None]:
+    """Inside, no torch function mode that was on sees anything."""
+    modes = []
+    while torch._C._len_torch_function_stack():
+        modes.append(torch.overrides._pop_mode())  # type: ignore[attr-defined]
+    try:
+        yield
+    finally:
+        for mode in reversed(modes):
+            torch.overrides._push_mode(mode)  # type: ignore[attr-defined]
+
+
 # Attention on the CPU, of which torch's own counter of operations knows nothing.
 CPU_ATTENTION: Any = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
 CPU_ATTENTION_BACKWARD: Any = (

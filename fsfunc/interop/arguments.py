@@ -1,4 +1,4 @@
-"""What goes in and out of modules: trees whose every tensor is seen, and caches.
+"""Arguments and results of modules: trees whose every tensor is seen, and caches.
 
 A cache, of keys and values for one, fills as a module runs. With gradients it is left
 out, as under a checkpoint: a unit that runs again would fill it twice. Without, and
@@ -8,7 +8,7 @@ where every unit runs here and once, it is handed through units as it is.
 from __future__ import annotations
 
 from collections.abc import Iterable
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -17,7 +17,16 @@ from fsfunc import _torch, tree
 from fsfunc.core.frames import frame
 from fsfunc.sharded.leaf import is_sharded
 
-__all__ = ["are_filled", "handed", "opened", "taken", "without_caches"]
+__all__ = [
+    "GivenTensor",
+    "Signature",
+    "are_filled",
+    "handed",
+    "is_object",
+    "opened",
+    "taken",
+    "without_caches",
+]
 
 
 def opened(values: Any, who: str) -> bool:
@@ -47,7 +56,7 @@ _PARTS = ("args", "keywords")
 
 
 def are_filled() -> bool:
-    """Whether a cache may be filled: no unit that is called now will run again."""
+    """True if a cache may be filled: no unit that is called now will run again."""
     f = frame()
     noted = f.tracer is not None and not f.tracer.fills
     again = noted or f.staged or _torch.functorch_active()
@@ -90,3 +99,40 @@ def taken(values: Any) -> Any:
         return values
     leaves = [x() if type(x) is _Handed else x for x in leaves]
     return tree.unflatten(treedef, leaves)
+
+
+class Signature(NamedTuple):
+    """All that a forward can tell of what it is given, without its values.
+
+    A cache, say, is left out of it.
+    """
+
+    treedef: Any
+    leaves: tuple[Any, ...]
+    key: Any
+
+    @classmethod
+    def of(cls, values: Any) -> Signature:
+        leaves, treedef = tree.flatten(values, is_leaf=is_object)
+        found = tuple(None if is_object(x) else GivenTensor.of(x) for x in leaves)
+        # What is held in a cache has shapes of its own: they are looked at once.
+        told = tuple(x if x.__hash__ else repr(x) for x in found)
+        key = treedef if any(map(is_object, leaves)) else (treedef, told)
+        return cls(treedef, found, key)
+
+
+class GivenTensor(NamedTuple):
+    shape: torch.Size
+    dtype: torch.dtype
+    requires_grad: bool
+
+    @staticmethod
+    def of(x: Any) -> Any:
+        if not isinstance(x, Tensor):
+            return x
+        return GivenTensor(x.shape, x.dtype, x.requires_grad)
+
+
+def is_object(x: Any) -> bool:
+    """True if a leaf is no tensor, and may hold some."""
+    return hasattr(x, "__dict__") and not isinstance(x, Tensor | type)

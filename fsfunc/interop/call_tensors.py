@@ -1,4 +1,4 @@
-"""The tensors of one call of a part: what it reads, and what it did to them.
+"""Parameters and buffers of one call of a part, and what the call did to them.
 
 The modules of a copy look for their parameters and buffers in tables, which ask the
 call.
@@ -7,6 +7,7 @@ call.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -14,14 +15,16 @@ from torch import Tensor, nn
 from torch.nn.modules import batchnorm as _batchnorm
 
 from fsfunc import _torch
+from fsfunc.interop.layer_plans import LayerPlan
 from fsfunc.interop.split_flow import SplitFlow
 from fsfunc.sharded.leaf import is_sharded
 
 __all__ = ["CallTensors", "Knowledge"]
 
 
+@dataclass
 class Knowledge:
-    """What is known of one part, for all its copies.
+    """Facts about one part that all its copies share.
 
     Args:
         name: of the part; it is "" of the whole.
@@ -29,26 +32,19 @@ class Knowledge:
         frozen: parameters that no gradient is asked of.
         fixed: buffers that may not be written.
         fetch: reads a parameter outside every unit; None inside one.
-        meeting, sequence: see `SplitFlow`.
+        plan: which layers are split.
+        looked: whether a first call on data left all parameters as they were.
+        hidden: buffers whose values changed while their version counters did not.
     """
 
-    def __init__(
-        self,
-        name: str,
-        who: str,
-        frozen: frozenset[str],
-        fixed: frozenset[str],
-        fetch: Callable[[str, Any], Any] | None,
-        meeting: Mapping[str, str],
-        sequence: str | None,
-    ):
-        self.name, self.who, self.fetch = name, who, fetch
-        self.meeting, self.sequence = meeting, sequence
-        self.frozen, self.fixed = frozen, fixed
-        #: Whether a first call on data left all parameters as they were.
-        self.looked = False
-        #: Buffers whose values changed while their version counters did not.
-        self.hidden: set[str] = set()
+    name: str
+    who: str
+    frozen: frozenset[str]
+    fixed: frozenset[str]
+    fetch: Callable[[str, Any], Any] | None
+    plan: LayerPlan
+    looked: bool = False
+    hidden: set[str] = field(default_factory=set)
 
 
 class CallTensors:
@@ -95,13 +91,17 @@ class CallTensors:
         self._fetched: dict[Any, Any] = {}
         self._watched: dict[int, tuple[str, Tensor, int, Tensor | None]] = {}
         self._held: dict[str, tuple[Tensor, int]] = {}
-        self.flow = SplitFlow(params, self.part.meeting, self.part.sequence)
+        self.flow = self._flow(params)
 
     def end(self) -> None:
         """The call is over: what it was given is let go."""
         self._running, self.params, self.buffers = False, {}, {}
         self._leaves, self._fetched, self._watched, self._held = {}, {}, {}, {}
-        self.flow = SplitFlow({}, {})
+
+    def _flow(self, params: Mapping[str, Any]) -> SplitFlow:
+        plan, unit = self.part.plan, self.part.name
+        column = None if self.part.fetch else plan.columns.get(unit)
+        return SplitFlow(params, column, plan.meeting, unit in plan.sequences)
 
     @property
     def given(self) -> CallTensors:
@@ -228,14 +228,14 @@ _NEW = -1  # a version that no tensor has
 
 
 def _is_virtual(tensors: tuple[Tensor, ...]) -> bool:
-    """Whether there are no values to look at."""
+    """True if one of the tensors has no values."""
     return _torch.fake_active() or any(
         x.is_meta or isinstance(_torch.unwrapped(x), _torch.FakeTensor) for x in tensors
     )
 
 
 def _equal(x: Tensor, before: Tensor) -> bool:
-    """Whether two tensors have the same values, NaN for NaN."""
+    """True if two tensors have the same values, NaN for NaN."""
     with _torch.beneath_functorch(), torch.no_grad():
         x, before = _torch.unwrapped(x), _torch.unwrapped(before)
         if x.shape != before.shape:

@@ -1,25 +1,22 @@
-"""Which layers of a module are split over an axis of the mesh, and how.
+"""Plans: which layers of a module are split over an axis of the mesh, and how.
 
-A plan is checked before anything runs, but for what needs the sizes of a mesh, which is
-checked before a call sends anything.
+A plan is checked before anything runs, but for what needs the sizes of a mesh or of
+activations, which is checked before a call sends anything.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
-from difflib import get_close_matches
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from torch import nn
 
-from fsfunc import _torch
-from fsfunc.interop.layer_scopes import Scopes, head_dim
 from fsfunc.interop.module_tensors import Tensors
-from fsfunc.interop.split_experts import check_experts, kind_of
-from fsfunc.interop.split_layers import KINDS, gather_sequence
+from fsfunc.interop.plan_words import words_of
+from fsfunc.interop.split_experts import kind_of
+from fsfunc.interop.split_layers import KINDS, SplitModule
 from fsfunc.sharded.layout import Split
 from fsfunc.sharded.leaf import is_sharded
-from fsfunc.tree.structure import matches
 
 __all__ = ["LayerPlan", "planned"]
 
@@ -29,26 +26,25 @@ class LayerPlan:
 
     Args:
         words: by a layer's name, how it is split.
-        layouts: by a parameter's name, how it lies: for ``layouts=`` of ``place``.
-        heads: by a weight's name, how many of its rows are one head, which no rank may
-            have a part of.
-        meeting: whole parameters that meet split features, and the weight of a column
-            layer that makes these.
-        sequences: units whose sequence is split, and such a weight in each.
-        around: the modules in them that take the whole sequence.
+        layouts: by a parameter's name, its layout: for ``layouts=`` of ``place``.
+        around: the modules in which features are split: each holds column layers and
+            the row layers that take what they make.
+        columns: by a unit's name, the weight of a column layer in it.
+        sequences: the units of which each rank has positions of its own.
+        meeting: the whole parameters that meet parts.
     """
 
     def __init__(
         self,
         words: Mapping[str, str],
         layouts: Mapping[str, Split],
-        heads: Mapping[str, int],
-        meeting: Mapping[str, str],
-        sequences: Mapping[str, str],
-        around: Iterable[str],
+        around: Sequence[str],
+        columns: Mapping[str, str],
+        sequences: frozenset[str],
+        meeting: frozenset[str],
     ):
-        self.words, self.layouts, self.heads = words, layouts, heads
-        self.meeting, self.sequences, self.around = meeting, sequences, around
+        self.words, self.layouts, self.around = words, layouts, around
+        self.columns, self.sequences, self.meeting = columns, sequences, meeting
 
     def install(self, template: nn.Module) -> None:
         """Makes the layers of a copy of the module run split, in calls on parts."""
@@ -56,25 +52,23 @@ class LayerPlan:
             m = template.get_submodule(name)
             kind = kind_of(type(m)) if word == "expert" else type(m)
             m.__class__ = KINDS.get((word, type(m)), kind)
-        for name in self.around:
-            template.get_submodule(name).register_forward_pre_hook(
-                gather_sequence, prepend=True, with_kwargs=True
-            )
+        found = {x: SplitModule(template, x, self.words) for x in self.around}
+        for name, split in found.items():
+            m = template.get_submodule(name)
+            m.register_forward_pre_hook(split.enter, prepend=True, with_kwargs=True)
+            m.register_forward_hook(split.leave)
 
     def check(self, params: Mapping[str, Any]) -> None:
-        """Looks at how the parameters of a unit lie.
+        """Looks at the layouts of a unit's parameters.
 
         Raises:
-            ValueError: one lies otherwise than planned, while others do not; a head
-                that no rank has all of.
+            ValueError: one lies otherwise than planned, while others do not.
         """
         if not self.layouts:
             return
         leaves = {n: x for n, x in params.items() if is_sharded(x)}
         split = {n: x.layout.splits for n, x in leaves.items() if x.layout.splits}
-        if not split:
-            return
-        for name in params:
+        for name in params if split else ():
             wanted, found = self.layouts.get(name), split.get(name, ())
             lies = [(s.dim, s.axis) for s in found]
             if lies != ([] if wanted is None else [(wanted.dim, wanted.axis)]):
@@ -82,17 +76,6 @@ class LayerPlan:
                     f"plan: {name!r} lies {_lies(found)}, and is to lie "
                     f"{_lies((wanted,) if wanted else ())}: place all parameters with "
                     "layouts=apply.layouts"
-                )
-        for name, size in self.heads.items():
-            if name not in split:
-                continue
-            count, n = params[name].shape[0] // size, split[name][0].size
-            if count % n:
-                fits = ", ".join(str(k) for k in range(1, count + 1) if not count % k)
-                raise ValueError(
-                    f"plan: {name!r} has {count} heads of {size} features, which axis "
-                    f'"{split[name][0].axis}" of size {n} does not divide: give it '
-                    f"a size of {fits}; or leave these layers out of the plan"
                 )
 
 
@@ -103,7 +86,7 @@ def planned(
     plan: Mapping[str, str | tuple[str, str]],
     axis: str,
 ) -> LayerPlan:
-    """What a plan of words by pattern means for a module cut into units.
+    """The split layers of a module cut into units, by a plan of words by pattern.
 
     Args:
         plan: a word, of layers split over ``axis``; or ("expert", another axis).
@@ -113,56 +96,71 @@ def planned(
             options that no split one has; that is frozen, or computes its weight.
         ValueError: a word that is none; a pattern that matches no module, two that
             match one; a parameter that others have too and leave whole; a column layer
-            that no row layer of its unit follows, or does not as each feature or head
-            is taken by itself; a sequence unit that is none, or may mix positions.
+            without a row layer in its unit; a sequence unit that is none, or may mix
+            positions.
     """
-    plain = {k: x if isinstance(x, str) else x[0] for k, x in plan.items()}
-    words, by = _words(module, plain)
-    axes = {n: axis if plan[k] == plain[k] else plan[k][1] for n, k in by.items()}
-    for name, over in axes.items():
-        if over != axis and words[name] != "expert":
-            raise ValueError(
-                f"plan: {name!r} is split over {over!r} and other layers over {axis!r}:"
-                ' features go over one axis from layer to layer; "expert" alone takes '
-                "an axis of its own"
-            )
-    scopes = Scopes(module, units, words)
-    split = [name for name, word in words.items() if word == "sequence"]
-    for unit in split:
-        words |= scopes.within_sequence(unit)
-    names = {id(x): name for name, x in tensors.all.items()}
-    layouts: dict[str, Split] = {}
-    uses: dict[str, list[tuple[str, int | str | None]]] = {}
-    for layer, m in module.named_modules():
-        for attribute, x in m.named_parameters(recurse=False):
-            use = _use(words.get(layer, ""), attribute)
-            uses.setdefault(names[id(x)], []).append((layer, use))
-            if isinstance(use, int):
-                layouts[names[id(x)]] = Split(use, axes[layer])
-    for name in layouts:
-        if name in tensors.frozen:
-            raise TypeError(
-                f"plan: {name!r} does not require grad, and so is among the buffers, "
-                "which no layout splits: let it require grad, and leave it out of the "
-                "optimizer by ff.masked"
-            )
-    _check_ties(uses)
-    scopes = Scopes(module, units, words)
-    heads, meeting, sequences, around = {}, {}, {}, set()
+    words, axes = words_of(module, plan, axis)
+    names = _Names(module, units, words)
+    for unit in names.sequences:
+        words |= names.within_sequence(unit)
+    layouts = _layouts(module, tensors, words, axes)
+    own = {id(x): name for name, x in tensors.all.items()}
+    around: dict[str, None] = {}
+    columns: dict[str, str] = {}
+    meeting: set[str] = set()
     for layer, word in words.items():
         m = module.get_submodule(layer)
         if word == "column":
-            above, unit = scopes.around(layer), scopes.unit_of(layer)
-            if unit in split:
-                sequences.setdefault(unit, names[id(m.weight)])
-                around.add(above)
-            if size := head_dim(module, layer):
-                heads[names[id(m.weight)]] = size
+            around[names.around(layer)] = None
+            columns.setdefault(names.unit_of(layer), own[id(m.weight)])
         elif word == "whole":
-            weight = module.get_submodule(scopes.column_beside(layer)).weight
-            for x in m.parameters(recurse=False):
-                meeting[names[id(x)]] = names[id(weight)]
-    return LayerPlan(words, layouts, heads, meeting, sequences, around)
+            meeting.update(own[id(x)] for x in m.parameters(recurse=False))
+    for layer, word in words.items():
+        if word != "whole" or names.unit_of(layer) in names.sequences:
+            continue
+        if not any(_is_in(layer, x) for x in around):
+            raise ValueError(
+                f'plan: {layer!r} is "whole", as what meets split features, and no '
+                'module around it has a "column" layer: leave it out'
+            )
+    sequences = frozenset(names.sequences)
+    return LayerPlan(
+        words, layouts, list(around), columns, sequences, frozenset(meeting)
+    )
+
+
+def _layouts(
+    module: nn.Module,
+    tensors: Tensors,
+    words: Mapping[str, str],
+    axes: Mapping[str, str],
+) -> dict[str, Split]:
+    """The layouts of split parameters, which all that have one of them must share."""
+    names = {id(x): name for name, x in tensors.all.items()}
+    layouts: dict[str, Split] = {}
+    uses: dict[str, tuple[str, int | str | None]] = {}
+    for layer, m in module.named_modules():
+        for attribute, x in m.named_parameters(recurse=False):
+            name, word = names[id(x)], words.get(layer, "")
+            use: int | str | None = word if word == "whole" else 0 if word else None
+            if word == "row":
+                use = 1 if attribute == "weight" else None  # a bias is added once
+            first, other = uses.setdefault(name, (layer, use))
+            if other != use:
+                raise ValueError(
+                    f"plan: {name!r} is tied, and {first!r} and {layer!r} must be split"
+                    ' alike: an embedding "vocab" and a head "column_gathered", or '
+                    '"vocab" for ff.nn.vocab_cross_entropy; or neither'
+                )
+            if isinstance(use, int):
+                layouts[name] = Split(use, axes[layer])
+            if isinstance(use, int) and name in tensors.frozen:
+                raise TypeError(
+                    f"plan: {name!r} does not require grad, and so is among the "
+                    "buffers, which no layout splits: let it require grad, and leave "
+                    "it out of the optimizer by ff.masked"
+                )
+    return layouts
 
 
 def _lies(splits: tuple[Split, ...]) -> str:
@@ -171,94 +169,109 @@ def _lies(splits: tuple[Split, ...]) -> str:
     return "split over " + ", ".join(f'"{s.axis}" along dim {s.dim}' for s in splits)
 
 
-def _words(
-    module: nn.Module, plan: Mapping[str, str]
-) -> tuple[dict[str, str], dict[str, str]]:
-    """By the name of each layer that a plan names, its word, and its pattern."""
-    first = {id(m): name for name, m in module.named_modules()}
-    every = [*module.named_modules(remove_duplicate=False)]
-    by: dict[str, str] = {}
-    for pattern, word in plan.items():
-        names = [first[id(m)] for name, m in every if matches(pattern, name, ".")]
-        if not names:
-            layers = [n for n, m in every if isinstance(m, nn.Linear | nn.Embedding)]
-            near = get_close_matches(pattern, layers, 3, 0.3) or layers[:3]
+class _Names:
+    """Names of a module's layers, by the units and the split modules they are in.
+
+    Args:
+        units: the names of the module's units; every layer is in one.
+        words: by a layer's name, how it is split.
+    """
+
+    def __init__(
+        self, module: nn.Module, units: Sequence[str], words: Mapping[str, str]
+    ):
+        self.module, self.units, self.words = module, units, words
+        self.sequences = [name for name, word in words.items() if word == "sequence"]
+
+    def unit_of(self, name: str) -> str:
+        return max((u for u in self.units if _is_in(name, u)), key=len)
+
+    def around(self, column: str) -> str:
+        """The innermost module of a unit that has a column layer and row layers.
+
+        Raises:
+            ValueError: there is none.
+        """
+        unit = self.unit_of(column)
+        rows = [x for x, word in self.words.items() if word == "row"]
+        rows = [x for x in rows if self.unit_of(x) == unit]
+        for above in _above(column):
+            if any(_is_in(x, above) for x in rows):
+                break
+        else:
             raise ValueError(
-                f"plan: no module matches {pattern!r}; there are "
-                f"{', '.join(map(repr, near))} ({len(layers)} layers in all). '*' "
-                "stands for one component of a name, '**' for any number"
+                f'plan: {column!r} is "column", which leaves each rank its own '
+                f'features, and no "row" layer in its unit {unit!r} takes them: '
+                "plan one, with units= that have both in one; or say "
+                '"column_gathered"'
             )
-        for name in dict.fromkeys(names):
-            if name in by:
-                raise ValueError(
-                    f"plan: {by[name]!r} and {pattern!r} both match {name!r}: let one "
-                    "pattern name it"
-                )
-            _check_layer(name, module.get_submodule(name), word)
-            by[name] = pattern
-    return {name: plan[pattern] for name, pattern in by.items()}, by
+        if above == unit and unit in self.sequences:
+            raise ValueError(
+                f'plan: {column!r} and its "row" layer stand in {unit!r} itself, a '
+                '"sequence", of which they take all positions: put both into a module '
+                "of their own in it, which is given these, or leave the sequence out"
+            )
+        return above
+
+    def within_sequence(self, unit: str) -> dict[str, str]:
+        """The modules of a "sequence" unit that are "whole", as they meet positions.
+
+        Raises:
+            ValueError: it is no unit, or has others; what may not take each position by
+                itself is not split.
+        """
+        inner = [u for u in self.units if u != unit and _is_in(u, unit)]
+        if unit not in self.units or not unit or inner:
+            but = f"has the unit {inner[0]!r} in it" if inner else "is none of them"
+            raise ValueError(
+                f'plan: {unit!r} is "sequence", as units are that are given hidden '
+                f"states first and return them, and {but}: give units= so"
+            )
+        if not any(w == "column" and _is_in(x, unit) for x, w in self.words.items()):
+            raise ValueError(
+                f'plan: {unit!r} is "sequence", and has no "column" and "row" layers: '
+                "plan those, or leave it out"
+            )
+        first = {id(m): name for name, m in self.module.named_modules()}
+        parts = self.module.get_submodule(unit).named_modules(remove_duplicate=False)
+        found = {first[id(m)]: m for _, m in parts}
+        return {x: "whole" for x, m in found.items() if self._is_vector(x, m, unit)}
+
+    def _is_vector(self, name: str, m: nn.Module, unit: str) -> bool:
+        """True if a module of a sequence unit has parameters of one dim alone."""
+        own, word = [*m.parameters(recurse=False)], self.words.get(name)
+        why = None
+        if isinstance(m, _OVER_POSITIONS):
+            why = f"has {name!r} in it, a {type(m).__name__}, which is of all positions"
+        elif own and self.unit_of(name) != unit:
+            why = f"shares {name!r} with another"
+        if why:
+            raise ValueError(
+                f'plan: {unit!r} is "sequence", and {why}: leave the sequence out'
+            )
+        if word in ("column", "row", "whole") or not own:
+            return False
+        if word not in (None, "sequence") or any(x.ndim > 1 for x in own):
+            raise ValueError(
+                f'plan: {name!r} is in {unit!r}, a "sequence", and would take a '
+                'rank\'s positions alone: split it as "column" or "row"; say '
+                '"whole" where it takes each position by itself; or leave the '
+                "sequence out"
+            )
+        return True
 
 
-def _check_layer(name: str, m: nn.Module, word: str) -> None:
-    known = sorted({*(known for known, _ in KINDS), "expert", "sequence", "whole"})
-    if word not in known:
-        raise ValueError(
-            f"plan: {name!r} is given {word!r}; a layer is {', '.join(known[:-1])} or "
-            f"{known[-1]}"
-        )
-    if word == "sequence":
-        return
-    if word == "whole" and any(True for _ in m.parameters(recurse=False)):
-        return
-    if word == "expert":
-        return check_experts(name, m)
-    if word == "whole":
-        raise ValueError(
-            f'plan: {name!r} is "whole", and has no parameter of its own: name the '
-            "modules in it that have"
-        )
-    if (word, type(m)) in KINDS:
-        _check_options(name, m)
-        return
-    kinds = sorted({cls.__name__ for known, cls in KINDS if known == word})
-    way = "" if type(m) in (nn.Linear, nn.Embedding) else (
-        ". Where its forward calls ff.nn.column_linear, row_linear or vocab_embedding "
-        "on self.weight, layouts= alone splits it"
-    )  # fmt: skip
-    raise TypeError(
-        f"plan: {name!r} is a {type(m).__module__}.{type(m).__qualname__}, and "
-        f"{word!r} splits torch.nn's own {' or '.join(kinds)}{way}"
-    )
+def _is_in(name: str, above: str) -> bool:
+    return not above or name == above or name.startswith(f"{above}.")
 
 
-def _check_options(name: str, m: nn.Module) -> None:
-    options = ("sparse", "scale_grad_by_freq")
-    asked = [x for x in options if getattr(m, x, False)]
-    if asked:
-        raise TypeError(f"plan: {name!r} is an Embedding with {asked[0]}: leave it out")
-    table, _ = _torch.tables(m)
-    if table.get("weight") is None:
-        raise TypeError(
-            f"plan: the weight of {name!r} is computed by a hook, from what a rank has "
-            "no part of: remove the hook, or leave the layer out of the plan"
-        )
+def _above(name: str) -> Iterator[str]:
+    while name:
+        name = name.rpartition(".")[0]
+        yield name
 
 
-def _use(word: str, attribute: str) -> int | str | None:
-    """How a layer has a parameter: split (its dim), whole, or meeting others."""
-    if word == "row":
-        return 1 if attribute == "weight" else None  # a bias is added once
-    return word if word == "whole" else 0 if word else None
-
-
-def _check_ties(uses: Mapping[str, list[tuple[str, int | str | None]]]) -> None:
-    """Raises where two layers have one parameter, each in a way of its own."""
-    for name, found in uses.items():
-        (first, use), *others = found
-        for layer, other in others:
-            if other != use:
-                raise ValueError(
-                    f"plan: {name!r} is tied, and {first!r} and {layer!r} must be split"
-                    ' alike: an embedding "vocab" and a head "column_gathered", or '
-                    '"vocab" for ff.nn.vocab_cross_entropy; or neither'
-                )
+_OVER_POSITIONS = (
+    nn.BatchNorm1d, nn.BatchNorm2d, nn.SyncBatchNorm, nn.InstanceNorm1d,
+    nn.InstanceNorm2d, nn.GroupNorm,
+)  # fmt: skip

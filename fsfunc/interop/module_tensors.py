@@ -1,12 +1,13 @@
-"""What a module holds: its tensors by their state-dict names, tied ones once.
+"""Tensors of a module by their state-dict names, tied ones once.
 
 And functions that hold what a copy of their module would not: its own tensors.
 """
 
 from __future__ import annotations
 
-import dis
 import functools
+import gc
+import inspect
 import types
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
@@ -24,7 +25,7 @@ __all__ = ["Tensors", "check_closures", "computed", "tensors_of"]
 
 @dataclass(frozen=True)
 class Tensors:
-    """What a module holds; names are those of ``state_dict()``, the first of several.
+    """The tensors of a module, by the first of their names in ``state_dict()``.
 
     Args:
         params: parameters that are trained.
@@ -86,8 +87,6 @@ def _check_kind(module: nn.Module) -> None:
     for name, m in module.named_modules():
         kind = type(m).__name__
         at = f"{name!r} is" if name else "the module is"
-        if isinstance(m, torch.jit.ScriptModule):
-            raise TypeError(f"{at} a {kind}, whose code cannot be cut: give the module")
         if getattr(m, "max_norm", None) is not None:
             raise ValueError(
                 f"{at} a {kind} with max_norm, which changes its weight in forward: "
@@ -98,18 +97,18 @@ def _check_kind(module: nn.Module) -> None:
                 f"{at} compiled in place, and what runs is a copy of it: give the "
                 "module before its compile(), and compile functions that it calls"
             )
-        wrapped = next((a for a in ("_orig_mod", "module") if hasattr(m, a)), None)
-        if wrapped and kind in _WRAPPED:
+        if isinstance(m, torch.jit.ScriptModule) or kind in _WRAPPED:
+            inside = f" (.{_WRAPPED[kind]})" if kind in _WRAPPED else ""
             raise TypeError(
-                f"{at} a {kind}, which changes how it runs: give what is inside "
-                f"(.{wrapped}), and ff.shard for the rest"
+                f"{at} a {kind}, which changes how it runs: give what is inside"
+                f"{inside}, and ff.shard for the rest"
             )
 
 
-_WRAPPED = (
-    "DataParallel", "DistributedDataParallel", "FullyShardedDataParallel",
-    "OptimizedModule",
-)  # fmt: skip
+_WRAPPED = {
+    "DataParallel": "module", "DistributedDataParallel": "module",
+    "FullyShardedDataParallel": "module", "OptimizedModule": "_orig_mod",
+}  # fmt: skip
 
 
 def _check_tensor(name: str, x: Tensor) -> None:
@@ -158,14 +157,14 @@ def check_closures(module: nn.Module) -> None:
     Raises:
         TypeError: one does.
     """
-    names: dict[int, str] = {}
+    names = {id(m): n or type(module).__name__ for n, m in module.named_modules()}
+    names |= {id(x): n for n, x in module.named_parameters()}
+    names |= {id(x): n for n, x in module.named_buffers()}
     for name, m in module.named_modules():
-        names[id(m)] = name or type(module).__name__
-    for name, x in [*module.named_parameters(), *module.named_buffers()]:
-        names[id(x)] = name
-    for name, m in module.named_modules():
-        for attribute, x in _kept(m):
-            held = next(_held(x, names, set(), 6, within=False), None)
+        hooks = [hook for table in hook_tables(m) for hook in table.values()]
+        kept = {k: x for k, x in vars(m).items() if k not in _OWN}
+        for attribute, x in [*kept.items(), *(("its hook", hook) for hook in hooks)]:
+            held = next(_held(x, names, set(), 8, within=False), None)
             if held is not None:
                 where = f"{name}.{attribute}" if name else attribute
                 raise TypeError(
@@ -177,16 +176,7 @@ def check_closures(module: nn.Module) -> None:
                 )
 
 
-def _kept(m: nn.Module) -> Iterator[tuple[str, Any]]:
-    tables = hook_tables(m)
-    for hook in (hook for table in tables for hook in table.values()):
-        yield "its hook", hook
-    seen = {id(table) for table in tables}
-    for attribute, x in vars(m).items():
-        ours = attribute in ("_parameters", "_buffers", "_modules")
-        internal = attribute.endswith("_hooks") and attribute.startswith("_")
-        if id(x) not in seen and not ours and not internal:
-            yield attribute, x
+_OWN = frozenset(vars(nn.Module()))
 
 
 def _held(
@@ -198,42 +188,25 @@ def _held(
     seen.add(id(x))
     if within and id(x) in names:
         yield names[id(x)]
-        return
-    inner: list[Any] = []
-    if isinstance(x, types.FunctionType):
-        within = True
-        inner = [*(x.__defaults__ or ()), *(x.__kwdefaults__ or {}).values()]
-        inner += [c.cell_contents for c in x.__closure__ or () if not _is_empty(c)]
-        for name in _globals(x.__code__):
-            found = x.__globals__.get(name)
-            if isinstance(found, nn.Module | Tensor) and id(found) in names:
-                inner.append(found)
-    elif isinstance(x, types.MethodType):  # what it is bound to is copied with it
-        inner = [x.__self__] if within else []
-        inner.append(x.__func__)
-    elif isinstance(x, functools.partial):
-        inner = [x.func, *x.args, *x.keywords.values()]
-    elif isinstance(x, Mapping):
-        inner = list(x.values())
-    elif isinstance(x, list | tuple | set | frozenset):
-        inner = list(x)
-    elif within and not isinstance(x, type | types.ModuleType | nn.Module | Tensor):
-        inner = list(getattr(x, "__dict__", {}).values())
-    for y in inner:
-        yield from _held(y, names, seen, depth - 1, within=within)
+    elif not isinstance(x, type | types.ModuleType | nn.Module | Tensor):
+        function = isinstance(x, types.FunctionType)
+        for y in _captured(x) if function else _inside(x, within):
+            yield from _held(y, names, seen, depth - 1, within=within or function)
 
 
-def _is_empty(cell: types.CellType) -> bool:
+def _captured(function: types.FunctionType) -> list[Any]:
+    """Objects that a function has in cells, as defaults, or by global names."""
+    found = [*(function.__defaults__ or ()), *(function.__kwdefaults__ or {}).values()]
     try:
-        return cell.cell_contents is cell
-    except ValueError:
-        return True
+        of = inspect.getclosurevars(function)
+    except ValueError:  # a cell that is empty as yet
+        return found
+    tensors = [x for x in of.globals.values() if isinstance(x, nn.Module | Tensor)]
+    return [*found, *of.nonlocals.values(), *tensors]
 
 
-def _globals(code: types.CodeType) -> Iterator[str]:
-    for step in dis.get_instructions(code):
-        if step.opname == "LOAD_GLOBAL":
-            yield step.argval
-    for inner in code.co_consts:
-        if isinstance(inner, types.CodeType):
-            yield from _globals(inner)
+def _inside(x: Any, within: bool) -> list[Any]:
+    if isinstance(x, types.MethodType) and not within:
+        return [x.__func__]  # what it is bound to is copied with it
+    containers = list, tuple, set, frozenset, Mapping, functools.partial
+    return gc.get_referents(x) if within or isinstance(x, containers) else []

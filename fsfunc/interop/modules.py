@@ -13,6 +13,7 @@ from fsfunc.interop.arguments import are_filled, opened
 from fsfunc.interop.layer_plans import LayerPlan, planned
 from fsfunc.interop.module_tensors import computed, tensors_of
 from fsfunc.interop.patterns import Units, chosen, completed
+from fsfunc.interop.plan_words import own_plan
 from fsfunc.interop.structures import Structure
 from fsfunc.sharded.leaf import is_sharded
 
@@ -23,7 +24,7 @@ def from_module(
     module: nn.Module,
     units: Units = (),
     *,
-    plan: Mapping[str, str | tuple[str, str]] | None = None,
+    plan: Mapping[str, str | tuple[str, str]] | str | None = None,
     axis: str | None = None,
 ) -> tuple[Callable[..., Any], dict[str, Tensor], dict[str, Tensor]]:
     """``(apply, params, buffers)``: a module as a function of its tensors.
@@ -50,20 +51,25 @@ def from_module(
             them.
         plan: by pattern of names (``*`` is one component), how a layer is split over
             ``axis``, as in ``{"model.layers.*.self_attn.[qkv]_proj": "column",
-            "model.layers.*.self_attn.o_proj": "row"}``. A Linear is split by the
-            features that come out (``"column"``) or that go in (``"row"``): both are
-            in one unit, and what is between takes each feature, or each head, by
-            itself; a module there with parameters, such as a norm over a head, is
+            "model.layers.*.self_attn.o_proj": "row"}``; or ``"auto"``, the plan that a
+            model of transformers has (``base_model_tp_plan`` of its configuration). A
+            Linear is split by its output features (``"column"``) or by its input
+            features (``"row"``); both are in one unit. As under torch's
+            ``parallelize_module``, the forward between them sees this rank's sizes, and
+            takes each feature, or each head, by itself: it says ``x.view(*shape, -1,
+            head_dim)``, not a number of heads. A run on shapes alone checks that. A
+            module between them with parameters, such as a norm over a head, is
             ``"whole"``. ``"column_gathered"`` is whole for what follows, such as
             logits. ``"vocab"`` is an Embedding; or a head, whose logits stay split:
             ``F.cross_entropy`` of them, the module's own too, and
             ``ff.nn.vocab_cross_entropy`` are those of whole ones. ``"sequence"`` is a
             unit with such layers that takes hidden states [batch, sequence, ...] first
             and returns them: between such units each rank has its positions alone, and
-            gathers and scatters take the place of all-reduces. What is in it, but for
-            the modules around split layers, takes each position by itself.
+            gathers and scatters take the place of all-reduces. In it all but the
+            innermost modules that hold column and row layers take each position by
+            itself.
             ``"expert"`` is a module of experts that are stacked along dim 0 of its
-            parameters, as those of transformers (``"**.experts"``): they are shared out
+            parameters, as those of transformers (``"**.experts"``): they are spread
             over ``axis``, one of the data or not, or over that of ``("expert",
             "data")``, and tokens travel to them; nobody is dropped. ``apply.layouts``
             are the ``layouts=`` of ``ff.place`` and ``ff.init_state``; parameters that
@@ -78,17 +84,17 @@ def from_module(
         these with what the forward wrote: under ``shard`` each rank's own, and under
         ``accumulate`` and ``pipeline`` each microbatch's own, as each starts from the
         buffers that were given (batch statistics over all are those of
-        ``ff.batch_norm``).
+        ``ff.batch_norm``). Attributes that the forward sets outside of units are then
+        dropped after the call; without it they raise.
 
     Raises:
         ValueError: units that match nothing; parameters without a shape yet, or tied by
             their memory; a plan's pattern that matches no module, or one that another
             matches; a word that is none; a column layer without a row layer in its
-            unit, or with another number of features; a forward that reads how many
-            heads there are; a sequence that is no unit, or has weights that no word
-            splits. Of ``apply``: missing, further or mis-shaped tensors; heads or
-            positions that the axis does not divide; parameters that lie otherwise than
-            planned.
+            unit; "auto" of a model without a plan; a sequence that is no unit, or has
+            weights that no word splits. Of ``apply``: missing, further or mis-shaped
+            tensors; positions that the axis does not divide; parameters that lie
+            otherwise than planned.
         TypeError: a plan without an axis, or of what is no Linear, Embedding or stack
             of experts; a module that is wrapped (DataParallel, fully_shard, compile,
             script), or whose structure cannot be copied; functions in it, such as a
@@ -96,13 +102,14 @@ def from_module(
             hooks.
             Of ``apply``: a unit that is given tensors out of sight, such as a cache of
             keys and values, while gradients are on.
-        RuntimeError: of ``apply``: a forward writes a buffer without ``mutable=True``,
-            or changes a parameter, a count or a sum in an attribute, or a list that a
-            unit is given or shares with others, or hands on tensors by attributes of
-            its units; whole parameters, or random numbers, that meet the split
-            features of a plan; what is done to split logits, or to sequences between
-            units, that a part alone does not tell; a torch.utils.checkpoint within,
-            whose backward comes after the call.
+        RuntimeError: of ``apply``: a forward writes a buffer, or leaves an attribute
+            changed, without ``mutable=True``; a unit leaves one changed, or one is set
+            on a unit from outside; a parameter is changed, or a list that a unit is
+            given; split features of a plan meet others of theirs, a number of all
+            heads, whole parameters, or random numbers; heads that the axis does not
+            divide; what is done to split logits, or to sequences between units, that a
+            part alone does not tell; a torch.utils.checkpoint within, whose backward
+            comes after the call.
 
     Cost: a copy of the structure, without tensors, for every call that runs at once
     (for every call, where attributes hold what cannot be put back, such as a random
@@ -157,13 +164,14 @@ def from_module(
 
 
 def _split(module: Any, tensors: Any, units: Any, plan: Any, axis: Any) -> LayerPlan:
-    """What is split of a module: nothing, without a plan."""
+    """The split layers of a module: none, without a plan."""
     if (plan is None) != (axis is None):
         raise TypeError(
             "plan= says which layers are split, and axis= over which axis of the mesh: "
             'give both, as in plan={"**.q_proj": "column"}, axis="model"'
         )
-    return planned(module, tensors, units, plan or {}, axis)
+    plan = own_plan(module) if plan == "auto" else plan or {}
+    return planned(module, tensors, units, plan, axis)
 
 
 def to_module(
@@ -251,16 +259,12 @@ def _check(what: str, given: Any, shapes: _Shapes) -> None:
 
 
 def _misnamed(what: str, missing: Any, further: Any, given: Any, shapes: _Shapes):
-    for name in missing[:3]:
-        near = get_close_matches(name, further, 1)
-        yield f"{what}: {name!r} is missing" + (
-            f" ({near[0]!r} is there)" if near else ""
-        )
-    for name in further[:3]:
-        near = get_close_matches(str(name), list(shapes), 1)
-        yield f"{what}: the module has no {name!r}" + (
-            f", but {near[0]!r}" if near else ""
-        )
-    rest = len(missing[3:]) + len(further[3:])
-    if rest:
+    for said, names, others in (
+        ("has no tensor", missing, further),
+        ("has, and the module has not,", further, list(shapes)),
+    ):
+        for name in names[:3]:
+            near = get_close_matches(str(name), others, 1)
+            yield f"{what} {said} {name!r}" + (f" (near: {near[0]!r})" if near else "")
+    if rest := len(missing[3:]) + len(further[3:]):
         yield f"and {rest} more"

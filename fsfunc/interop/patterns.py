@@ -1,4 +1,4 @@
-"""Which parts of a module are units: by class, name, size or predicate."""
+"""Selection of units among a module's parts: by class, name, size or predicate."""
 
 from __future__ import annotations
 
@@ -18,13 +18,16 @@ __all__ = ["BySize", "by_size", "called", "chosen", "completed"]
 Units = Any  # a class, a name, a pattern, a size, a predicate; or several
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class BySize:
     """Units of about one size: see :func:`by_size`."""
 
     min_params: int
     whole: tuple[type[nn.Module], ...]
     through: tuple[type[nn.Module], ...]
+
+    def __repr__(self) -> str:
+        return f"by_size({self.min_params})"
 
     def names(self, module: nn.Module) -> list[str]:
         """The names of the units within ``module``."""
@@ -33,7 +36,7 @@ class BySize:
         return found
 
     def _visit(self, name: str, module: nn.Module, found: list[str]) -> int:
-        """How many parameters the units at and below ``module`` have."""
+        """The number of parameters of the units at and below ``module``."""
         count = sum(p.numel() for p in module.parameters())
         if count < self.min_params or isinstance(module, self.whole):
             return 0
@@ -79,7 +82,7 @@ def by_size(
 
 
 def called(module: nn.Module) -> bool:
-    """Whether a module has a forward: a ModuleList, for one, has none."""
+    """True if a module has a forward: a ModuleList, for one, has none."""
     return type(module).forward is not nn.Module.forward
 
 
@@ -139,7 +142,7 @@ def _test(one: Any) -> Callable[[str, nn.Module], bool]:
 
 
 def _is_named(pattern: str, name: str) -> bool:
-    """Whether a pattern means a module; one that ends in ``**`` means what is below.
+    """True if a pattern names a module; one that ends in ``**`` names those below.
 
     >>> [_is_named(p, "a") for p in ("*", "a.**", "**", "")], _is_named("*", "")
     ([True, False, True, False], False)
@@ -152,35 +155,22 @@ def _is_named(pattern: str, name: str) -> bool:
 
 
 def _nothing(module: nn.Module, one: Any, parts: dict[str, nn.Module]) -> str:
-    """What to say of a pattern that gives no unit."""
+    """The message about a pattern that gives no unit."""
+    said = getattr(one, "__name__", repr(getattr(one, "pattern", one)))
     if parts:
         name, m = next(iter(parts.items()))
         return (
-            f"units: {_said(one)} matches {name!r}, a {type(m).__name__}, which is "
+            f"units: {said} matches {name!r}, a {type(m).__name__}, which is "
             f'never called itself: "{name}.*" names its parts'
         )
-    names = [name for name, m in module.named_modules() if name and called(m)]
-    classes = sorted({type(m).__name__ for m in module.modules() if called(m)})
-    if isinstance(one, int | BySize):
-        count = sum(p.numel() for p in module.parameters())
-        return f"units: {_said(one)} matches nothing; the module has {count} parameters"
-    if isinstance(one, type):
-        near = get_close_matches(one.__name__, classes, 3, 0.4) or classes[:12]
-        return f"units: no module is a {one.__name__}; there are {', '.join(near)}"
-    text = one if isinstance(one, str) else getattr(one, "pattern", "")
-    near = get_close_matches(text, names, 3, 0.4) or names[:8]
+    names = {name: type(m).__name__ for name, m in module.named_modules() if called(m)}
+    found = [*sorted({*names.values()}), *map(repr, filter(None, names))]
+    near = get_close_matches(said, found, 6, 0.4) or found[:12]
+    count = sum(p.numel() for p in module.parameters())
     return (
-        f"units: {_said(one)} matches no module; there are {', '.join(map(repr, near))}"
-        f", of the classes {', '.join(classes[:12])}"
+        f"units: {said} matches nothing; there are {', '.join(near)}, in a module of "
+        f"{count} parameters"
     )
-
-
-def _said(one: Any) -> str:
-    if isinstance(one, re.Pattern):
-        return repr(one.pattern)
-    if isinstance(one, BySize):
-        return f"by_size({one.min_params})"
-    return repr(one) if isinstance(one, str | int) else "the predicate"
 
 
 _DRAWS = (

@@ -28,7 +28,7 @@ _TAKES = ["self", "hidden_states", "top_k_index", "top_k_weights"]
 
 
 class SplitExperts(nn.Module):
-    """What stands before a class of experts: tokens travel to theirs, and back."""
+    """Base that sends tokens to the ranks of their experts, and back."""
 
     def forward(self, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Any):
         x, index, weights = hidden_states, top_k_index, top_k_weights

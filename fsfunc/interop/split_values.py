@@ -6,14 +6,12 @@ the largest of its logits, would be one rank's, and nobody would see it.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
-from weakref import WeakValueDictionary
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from torch.overrides import TorchFunctionMode
 
 from fsfunc import tree
 from fsfunc.comm.collective_ops import over
@@ -22,7 +20,7 @@ from fsfunc.comm.groups import axis_size
 from fsfunc.comm.linear_maps import LinearMap
 from fsfunc.nn.cross_entropy import vocab_cross_entropy
 
-__all__ = ["Followed", "SplitTensor", "is_split", "joined", "own_positions"]
+__all__ = ["SplitTensor", "is_split", "joined", "own_positions"]
 
 
 class SplitTensor:
@@ -46,7 +44,7 @@ class SplitTensor:
 
     @property
     def shape(self) -> torch.Size:
-        """Of the whole tensor."""
+        """The shape of the whole tensor."""
         sizes = list(self.local.shape)
         sizes[self.along] *= self.ranks
         return torch.Size(sizes)
@@ -81,13 +79,13 @@ class SplitTensor:
         return self._cut(self.local[index], "an index")
 
     def _cut(self, y: Tensor, what: str) -> SplitTensor:
-        """What some rows of logits are; the classes are as they were."""
+        """Some rows of logits; the classes are as they were."""
         if self.along != -1 or y.shape[-1:] != self.local.shape[-1:]:
             self._refuse(what)
         return SplitTensor(y, self.axis, -1, self.ranks)
 
     def _each(self, do: Callable[..., Any], args: Any, keywords: Any) -> SplitTensor:
-        """What takes each element by itself."""
+        """A function of each element by itself."""
         if keywords.keys() - {"dtype", "device", "alpha"}:
             self._refuse(", ".join(keywords))
         y = do(*map(self._met, args), **keywords)
@@ -162,7 +160,7 @@ class SplitTensor:
 
 
 def is_split(x: Any) -> bool:
-    """Whether ``x`` is a rank's part that knows of what."""
+    """True if ``x`` is a `SplitTensor`."""
     return isinstance(x, SplitTensor)
 
 
@@ -194,41 +192,6 @@ def own_positions(x: Any, axis: str) -> Tensor:
     return over(x, axis, lambda *_: LinearMap("slice", "I", "V", dim=1))
 
 
-class Followed(TorchFunctionMode):
-    """What is made of some tensors, where no graph tells: without gradients."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self._known: WeakValueDictionary[int, Tensor] = WeakValueDictionary()
-
-    def add(self, x: Tensor) -> None:
-        self._known[id(x)] = x
-
-    def discard(self, x: Tensor) -> None:
-        self._known.pop(id(x), None)
-
-    def has(self, values: Any) -> bool:
-        """Whether one of these is made of them."""
-        return any(id(x) in self._known for x in _tensors(values))
-
-    def __torch_function__(
-        self, func: Any, types: Any, args: Any = (), kwargs: Any = None
-    ) -> Any:
-        out = func(*args, **(kwargs or {}))
-        if self._known and self.has((args, [*(kwargs or {}).values()])):
-            for x in _tensors((out, args[:1] if func is Tensor.__setitem__ else ())):
-                self.add(x)
-        return out
-
-
-def _tensors(values: Any) -> Iterator[Tensor]:
-    if isinstance(values, Tensor):
-        yield values
-    elif isinstance(values, list | tuple):
-        for x in values:
-            yield from _tensors(x)
-
-
 def _is_mask(x: Any) -> bool:
     return isinstance(x, Tensor) and x.dtype == torch.bool
 
@@ -244,8 +207,6 @@ _ELEMENTWISE = {
 _OPTIONS = (
     "weight", "size_average", "ignore_index", "reduce", "reduction", "label_smoothing",
 )  # fmt: skip
-
-_UNKNOWN = ("weight", "size_average", "reduce")
 
 
 def _operator(name: str) -> Any:

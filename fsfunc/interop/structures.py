@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from operator import is_
 from typing import Any
@@ -26,12 +25,19 @@ from fsfunc.interop.arguments import (
     taken,
     without_caches,
 )
-from fsfunc.interop.attributes import Attribute, AttributeWatch
+from fsfunc.interop.attributes import Attributes
 from fsfunc.interop.call_tensors import CallTensors, Knowledge
 from fsfunc.interop.layer_plans import LayerPlan
 from fsfunc.interop.module_tensors import Tensors, check_closures, computed
-from fsfunc.interop.split_layers import ColumnLinear
-from fsfunc.interop.stubs import Absent, Seen, make_stub, run_late, shown_by
+from fsfunc.interop.stubs import (
+    Absent,
+    LateHooks,
+    Seen,
+    make_stub,
+    run_late,
+    shown_by,
+)
+from fsfunc.nn.draws import own_draws
 from fsfunc.sharded.leaf import is_sharded
 
 __all__ = ["Structure"]
@@ -39,7 +45,7 @@ __all__ = ["Structure"]
 
 @dataclass(frozen=True)
 class Extras:
-    """What is wanted of a part beside its output.
+    """Results of a part beside its output.
 
     Args:
         mutable: the buffers that it wrote.
@@ -53,7 +59,7 @@ class Extras:
 
     @property
     def is_plain(self) -> bool:
-        """Whether a unit gives its output, and no more."""
+        """True if a unit gives its output, and no more."""
         return not (self.mutable or self.shows)
 
 
@@ -175,8 +181,9 @@ class Copy:
         if part.fetch is None and part.name:
             for hooks in _torch.hook_tables(self.module, before=False):
                 hooks.clear()  # they run on the unit's output, outside it
-        #: What the call sets, fills and hangs.
-        self.watch = AttributeWatch(self.module, things, stubs.keys(), part.who)
+        self.attributes = Attributes(self.module, things, stubs.keys(), part.who)
+        units = map(self.module.get_submodule, stubs)
+        self.late_hooks = {id(m): LateHooks(m) for m in units}
 
 
 class _Part:
@@ -191,9 +198,7 @@ class _Part:
         self.template = m = structure.template.get_submodule(name)
         who = "the module" if fetch else f"unit {name or type(m).__name__!r}"
         frozen, fixed = structure.frozen, structure.fixed
-        plan = structure.plan
-        meeting, sequence = plan.meeting, None if fetch else plan.sequences.get(name)
-        self.known = Knowledge(name, who, frozen, fixed, fetch, meeting, sequence)
+        self.known = Knowledge(name, who, frozen, fixed, fetch, structure.plan)
         self.free: dict[bool, list[Copy]] = {False: [], True: []}  # by: may fill caches
         # Absent ones, which bear the names that these tensors have in the whole.
         tables = [(dict(x.named_parameters(recurse=False)), x) for x in m.modules()]
@@ -201,18 +206,13 @@ class _Part:
         self.buffers = _names(
             x for _, one in tables for _, x in one.named_buffers(recurse=False)
         )
-        self.splits = not fetch and any(
-            isinstance(x, ColumnLinear) for x in m.modules()
-        )
         self.units: dict[Extras, Unit] = {}
-        self.sets: set[Attribute] = set()
-        self.fills: set[Attribute] = set()
 
     def called_within(self, outer: Copy, m: nn.Module, args: Any, keywords: Any) -> Any:
         """Calls the unit in place of ``m``, within a part that holds its tensors."""
-        given, watch = outer.tensors.given, outer.watch
-        watch.enter()
-        hooks = watch.late_hooks(m)
+        given = outer.tensors.given
+        outer.attributes.enter()
+        hooks = outer.late_hooks[id(m)].found()
         params = {n: given.params[n] for n in self.params}
         buffers = {n: given.current(n) for n in self.buffers}
         asked = Extras(given.mutable, outer.fills, tuple(hooks))
@@ -221,12 +221,6 @@ class _Part:
             given.write(name, x)
         for path, inputs, output in seen:
             run_late(m.get_submodule(path), hooks[path], inputs, output)
-        for path, name in self.sets:  # on a copy that is not this one
-            where = ".".join(filter(None, (self.name, path, name)))
-            attributes = vars(m.get_submodule(path))
-            if (path, name) in self.fills:
-                watch.leave(self.name, where, attributes.get(name))
-            attributes[name] = Absent(where, None, None)
         return out
 
     def run(
@@ -242,19 +236,17 @@ class _Part:
             flow = own.tensors.flow
             args, keywords = flow.taken(args, keywords)
             seen = shown_by(own.module, asked.shows)
-            with flow.running(own.module.training) if self.splits else nullcontext():
+            with own_draws(flow.sequence if own.module.training else None):
                 out = own.module(*args, **keywords)
             changed = own.tensors.changed()
-            flow.check((args, keywords), (out, seen))
             out = flow.returned(out, seen)
         finally:
             own.tensors.end()
-            found, filled = own.watch.restored()
-            if not own.watch.is_spoiled:
+            left = own.attributes.restored(asked.mutable and not self.name)
+            if not own.attributes.is_closed:
                 free.append(own)
-        own.watch.check(found)
-        self.sets |= found.keys()
-        self.fills |= filled
+        if left is not None:
+            raise RuntimeError(left)
         return out, changed, seen
 
     def _copy(self, fills: bool) -> Copy:
@@ -267,7 +259,7 @@ class _Part:
     ) -> tuple[Any, dict[str, Tensor], Seen]:
         """Calls the unit, and nothing else."""
         who = f"unit {self.name!r}"
-        if asked.mutable and not buffers:
+        if asked.mutable and self.name and not buffers:
             asked = replace(asked, mutable=False)
         if asked.fills:
             args, keywords = handed((args, keywords))

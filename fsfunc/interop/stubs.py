@@ -1,8 +1,8 @@
-"""What stands in a copied module: for a tensor, and for a unit; and hooks that wait.
+"""Placeholders in a copied module: of tensors, and of units; hooks on units' insides.
 
-A unit runs on a copy of its own. What a forward hangs there, to see what modules within
-the unit return, does not hang on that copy: what it would have seen comes out of the
-unit, and it runs on that.
+A unit runs on a copy of its own. A hook that a forward hangs on modules within a unit
+does not hang on that copy: what it would be given comes out of the unit, and it runs on
+that.
 """
 
 from __future__ import annotations
@@ -28,11 +28,11 @@ __all__ = [
 
 
 class Absent:
-    """The place of a tensor: who reads it reads what no call has put there."""
+    """Placeholder of a tensor; any use raises."""
 
     __slots__ = ("name", "shape", "dtype", "__weakref__")
 
-    def __init__(self, name: str, shape: Any, dtype: Any):
+    def __init__(self, name: str, shape: Any = None, dtype: Any = None):
         self.name, self.shape, self.dtype = name, shape, dtype
 
     def __repr__(self) -> str:
@@ -51,10 +51,8 @@ class Absent:
 
     def _refuse(self) -> Any:
         raise RuntimeError(
-            f"{self.name!r} is read where it is not: it is what the forward of a unit "
-            "sets on its module, or a parameter that is kept in a list. Return the "
-            "one, and read the other as the attribute that registers it; or make a "
-            "unit of a module around both"
+            f"{self.name!r} is read where it is not, such as a parameter that is kept "
+            "in a list: read it as the attribute that registers it"
         )
 
     @classmethod
@@ -114,10 +112,7 @@ Seen = list[tuple[str, Any, Any]]  # which module, what it was given, what it re
 
 
 class LateHooks:
-    """The hooks within a unit, and which of them are new.
-
-    Looked at before every call of a unit: by one C function where there are none.
-    """
+    """Forward hooks within a unit that were hung there as the module ran."""
 
     def __init__(self, unit: nn.Module):
         inner = [(path, hook_tables(m)) for path, m in unit.named_modules() if path]
@@ -126,32 +121,32 @@ class LateHooks:
         self._sizes = list(map(len, self._tables))
 
     def found(self) -> dict[str, list[Hook]]:
-        """Forward hooks on the modules, by path, that were not there at first.
+        """The hooks, by the path of the module on which they hang.
 
         Raises:
-            RuntimeError: hooks of another kind.
+            RuntimeError: hooks of another kind, that the unit alone could run.
         """
         found: dict[str, list[Hook]] = {}
         if list(map(len, self._tables)) == self._sizes:
             return found
         for path, tables, known in self._known:
-            new = [
+            after, *others = (
                 [hook for key, hook in table.items() if key not in before]
                 for table, before in zip(tables, known, strict=True)
-            ]
-            if any(new[1:]):
+            )
+            if any(others):
                 raise RuntimeError(
                     f"the module hangs a hook on {path!r} within a unit as it runs, "
                     "which the unit alone could run: hang it there before from_module, "
                     "or make a unit of what is around both"
                 )
-            if new[0]:
-                found[path] = new[0]
+            if after:
+                found[path] = after
         return found
 
 
 def hook_tables(m: nn.Module) -> list[dict[Any, Any]]:
-    """Where a module keeps its hooks: the forward hooks first."""
+    """The tables of a module's hooks: that of plain forward hooks first."""
     return [x for b in (False, True) for x in _torch.hook_tables(m, before=b)]
 
 

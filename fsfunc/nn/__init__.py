@@ -1,18 +1,15 @@
 """Layers with collectives in them, as functions of parameters and inputs.
 
-tensor_parallel.py  products and tables whose weights are split
-token_losses.py cross_entropy.py   a token's loss of sums over its logits; of them
-logit_tiles.py tiled_cross_entropy.py   the last layer too, which never holds them
-gating.py           which experts a token goes to: top-1, top-2, top-k
-routing.py          its place in their queues: capacity, dropped choices, padding
-experts.py expert_buffers.py   experts on many ranks, and the way there and back
-context_parallel.py ring.py   attention over a cut sequence; who sends what to whom
-sequence_order.py attention_blocks.py   zig-zag; a block of it, and how they join
-statistics.py       batch normalisation and its running statistics
-synchronized.py     batch normalisation by the statistics of all ranks' batches
-normalization.py    layer, root-mean-square and group norms of split features
-moments.py          mean and variance of values that are spread over ranks
-draws.py            random numbers of each rank's own; dropout
+tensor_parallel.py  linear layers and embeddings whose weights are split
+token_losses.py cross_entropy.py   cross-entropy over a split vocabulary
+logit_tiles.py tiled_cross_entropy.py   the last layer and its loss, tile by tile
+gating.py routing.py   top-1, top-2, top-k gates; capacity, dropped choices, padding
+experts.py expert_buffers.py   experts spread over ranks, and the all-to-alls to them
+context_parallel.py ring.py   attention over a split sequence; the ring's schedule
+sequence_order.py attention_blocks.py   zig-zag order; attention to a block of keys
+statistics.py synchronized.py   batch norms, of one rank's batch or of all; statistics
+normalization.py moments.py   norms of split features; mean and variance over ranks
+draws.py dtypes.py   each rank's own random numbers, dropout; dtypes of sums, autocast
 """
 
 from fsfunc.nn.context_parallel import all_to_all_attention, ring_attention

@@ -19,12 +19,13 @@ import torch
 from torch import Tensor
 
 from fsfunc import _torch
+from fsfunc.nn.dtypes import wide
 
-__all__ = ["Attended", "attend", "attend_in_place", "joined", "pull", "wide"]
+__all__ = ["Attended", "attend", "attend_in_place", "joined", "pull"]
 
 
 class Attended(NamedTuple):
-    """What queries get of some keys.
+    """Attention of queries to some keys.
 
     Args:
         out: [batch, heads, n, value_dim].
@@ -138,7 +139,7 @@ def _pull_by_kernel(g, q, k, v, of, causal, scale):
 
 
 def _has_kernel(q: Tensor, k: Tensor, v: Tensor) -> bool:
-    """Whether torch has one kernel for it that also gives the sums."""
+    """True if torch has one kernel for it that also gives the sums."""
     some = q.numel() and k.numel()
     return bool(q.device.type == "cpu" and some and v.shape == k.shape)
 
@@ -172,8 +173,3 @@ def _fold(x: Tensor, k: Tensor) -> Tensor:
 
 def _unfold(x: Tensor, q: Tensor) -> Tensor:
     return x.reshape(*q.shape[:3], x.shape[-1])
-
-
-def wide(x: Tensor) -> torch.dtype:
-    """The dtype in which sums over ``x`` are held."""
-    return torch.promote_types(x.dtype, torch.float32)

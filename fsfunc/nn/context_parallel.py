@@ -13,14 +13,13 @@ part which it is, so it is taken from nobody but the caller.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
 
-import torch
 from torch import Tensor
 
 from fsfunc.comm.collectives import all_to_all
 from fsfunc.comm.groups import RankGroup, axis_index, group
 from fsfunc.comm.mesh import Axis
+from fsfunc.nn.dtypes import autocast
 from fsfunc.nn.ring import Ring, attention
 from fsfunc.nn.sequence_order import (
     contiguous_parts,
@@ -95,7 +94,7 @@ def ring_attention(
 
     Source: Liu, Zaharia and Abbeel, 2023, Ring attention; Dao et al., 2022.
 
-    >>> import fsfunc as ff
+    >>> import fsfunc as ff, torch
     >>> mesh = ff.make_mesh({"context": 2}, "simulated")
     >>> q = torch.randn(3, 1, 2, 8, 4, dtype=torch.float64)
     >>> whole = torch.nn.functional.scaled_dot_product_attention(*q, is_causal=True)
@@ -155,7 +154,7 @@ def all_to_all_attention(
 
     Source: Jacobs et al., 2023, DeepSpeed Ulysses.
 
-    >>> import fsfunc as ff
+    >>> import fsfunc as ff, torch
     >>> mesh = ff.make_mesh({"context": 2}, "simulated")
     >>> q = torch.randn(1, 2, 4, 8)
     >>> mine = lambda: q.chunk(2, dim=2)[ff.axis_index("context")]
@@ -239,17 +238,8 @@ def _checked(
             f"{name}: {heads} query heads do not share {read} key heads evenly; "
             f"numbers of key heads that work: {work}; got {shapes}"
         )
-    q, k, v = _autocast(q, k, v)
+    q, k, v = autocast(q, k, v)  # what is sent and saved is of the low dtype, too
     return q, k, v, 1 / math.sqrt(q.shape[3]) if scale is None else float(scale)
-
-
-def _autocast(*xs: Tensor) -> Iterable[Tensor]:
-    """As torch's attention: what is sent and saved is of the low dtype, too."""
-    device = xs[0].device.type
-    on = torch.amp.is_autocast_available(device) and torch.is_autocast_enabled(device)
-    if not on or xs[0].dtype == torch.float64:
-        return xs
-    return [x.to(torch.get_autocast_dtype(device)) for x in xs]
 
 
 def _check_halves(name: str, n: int, where: RankGroup) -> None:

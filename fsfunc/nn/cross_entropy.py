@@ -14,6 +14,7 @@ from torch import Tensor
 from torch.overrides import handle_torch_function, has_torch_function
 
 from fsfunc import _torch
+from fsfunc.nn.dtypes import wide
 from fsfunc.nn.token_losses import Targets, TokenLoss
 
 __all__ = [
@@ -93,7 +94,7 @@ def vocab_cross_entropy(
     )
     own = Targets.checked(what, targets, logits.shape[:-1], loss, ignore_index)
     if is_transformed():
-        z = logits.to(torch.promote_types(logits.dtype, torch.float32))
+        z = logits.to(wide(logits))
         sums = row_sums(z, own, loss.smooth)
     else:
         sums = _sums(logits, own, loss.smooth)
@@ -101,7 +102,7 @@ def vocab_cross_entropy(
 
 
 def is_transformed() -> bool:
-    """Whether ``vmap`` or forward mode looks: they see plain operators alone."""
+    """True under ``vmap`` or forward mode, which see plain operators alone."""
     return _torch.forward_ad_active() or bool(_torch.mapping_levels())
 
 
@@ -185,8 +186,7 @@ class _RowSums(torch.autograd.Function):
     @staticmethod
     def forward(logits, at, mine, smooth):  # type: ignore[override]
         own, found = Targets(at, mine, mine), []
-        wide = torch.promote_types(logits.dtype, torch.float32)
-        for i, z in _copies(logits, wide):
+        for i, z in _copies(logits, wide(logits)):
             found.append(exponentiated(z, own[i], smooth)[0])
         return tuple(torch.cat(parts) for parts in zip(*found, strict=True))
 

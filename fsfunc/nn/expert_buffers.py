@@ -70,7 +70,7 @@ def dropless(
     sent, got, room = _loads(routing, axis, here)
 
     def starts(loads: Loads) -> Loads:
-        """Where rows begin, by the rank at the other end and its expert, or ours."""
+        """First rows, by the rank at the other end and its expert, or ours."""
         runs = enumerate(loads)
         return [list(accumulate(run[:-1], initial=i * room)) for i, run in runs]
 
@@ -95,7 +95,7 @@ def dropless(
 
 
 def _loads(routing: Routing, axis: str | None, here: int) -> tuple[Loads, Loads, int]:
-    """What this rank sends to each rank's experts, what each sends to its own, and the
+    """Rows this rank sends to each rank's experts, those each sends to its own, and the
     largest load of one rank on another: plain numbers, for which the host waits."""
     n = 1 if axis is None else axis_size(axis)
     mine = counts = routing.counts[None]

@@ -24,6 +24,7 @@ from fsfunc.comm.collectives import all_to_all
 from fsfunc.comm.groups import axis_size
 from fsfunc.nn.expert_buffers import check_rows, dropless, placed, weighed
 from fsfunc.nn.routing import Routing
+from fsfunc.nn.tensor_parallel import part_of
 from fsfunc.sharded.leaf import is_sharded
 
 __all__ = ["combine", "dispatch", "expert_layer"]
@@ -84,7 +85,10 @@ def expert_layer(
     >>> expert_layer(x, routing, lambda scale, x: scale * x, scales).round().tolist()
     [[1.0, 2.0], [30.0, 40.0]]
     """
-    leaves, treedef, axis = _parts(params, axis)
+    leaves, treedef = tree.flatten(params, is_sharded)
+    for i, leaf in enumerate(leaves):
+        if is_sharded(leaf):  # it knows its axis: one program on one device and on many
+            leaves[i], axis = part_of("expert_layer", leaf, (0,), axis=axis)
     tokens = x.reshape(-1, x.shape[-1])
     here = _checked("expert_layer", tokens, routing, axis)
     for i, leaf in enumerate(leaves):
@@ -125,7 +129,7 @@ def expert_layer(
 
 
 def dispatch(x: Tensor, routing: Routing, axis: str | None = None) -> Tensor:
-    """What arrives at this rank's experts: tokens of all ranks, zeros in empty places.
+    """The tokens of all ranks for this rank's experts, zeros in empty places.
 
     Args:
         x: [T, d], this rank's tokens.
@@ -197,27 +201,8 @@ def combine(y: Tensor, routing: Routing, axis: str | None = None) -> Tensor:
     return weighed(y.flatten(0, 1), slots, routing)
 
 
-def _parts(params: Any, axis: str | None) -> tuple[list[Any], Any, str | None]:
-    """This rank's tensors, their structure, and the axis that experts are spread over:
-    a leaf that is laid out knows it, so one program runs on one device and on many."""
-    leaves, treedef = tree.flatten(params, is_sharded)
-    for i, leaf in enumerate(leaves):
-        if not is_sharded(leaf):
-            continue
-        splits, flat = leaf.layout.splits, leaf.layout.flat
-        split = splits[0] if len(splits) == 1 and flat is None else None
-        if split is None or split.dim or axis not in (None, split.axis):
-            over = "one axis" if axis is None else f'axis "{axis}"'
-            raise ValueError(
-                f"expert_layer: the leaf {leaf.layout} is no leaf of experts: split it "
-                f"along dim 0, over {over}, and read it in a unit"
-            )
-        axis, leaves[i] = split.axis, leaf.local
-    return leaves, treedef, axis
-
-
 def _spread(what: str, experts: int, axis: str | None) -> tuple[int, int]:
-    """How many ranks there are, and how many experts on each."""
+    """The number of ranks, and that of experts on each."""
     n = 1 if axis is None else axis_size(axis)
     if experts % n:
         less = experts // n * n
@@ -230,7 +215,7 @@ def _spread(what: str, experts: int, axis: str | None) -> tuple[int, int]:
 
 
 def _checked(what: str, x: Tensor, routing: Routing, axis: str | None) -> int:
-    """How many experts a rank has."""
+    """The number of experts on a rank."""
     if x.ndim != 2 or len(x) != len(routing.indices):
         raise ValueError(
             f"{what}: tokens of shape {tuple(x.shape)}, but the routing is of "

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from fsfunc.nn.dtypes import wide
 from fsfunc.nn.routing import Routing, check_used, counts_of, route
 
 __all__ = ["top_1_gating", "top_2_gating", "top_k_gating"]
@@ -162,8 +163,7 @@ def _checked(
             "dim is the experts, and a token goes to one at least and each once"
         )
     check_used(what, used, logits.shape[:-1])
-    wide = torch.promote_types(logits.dtype, torch.float32)
-    flat = logits.reshape(-1, logits.shape[-1]).to(wide)
+    flat = logits.reshape(-1, logits.shape[-1]).to(wide(logits))
     if used is None:
         return flat, None
     used = used.reshape(-1)
@@ -208,5 +208,5 @@ def _mean(x: Tensor, used: Tensor | None) -> Tensor:
 
 
 def _number(x: Tensor, used: Tensor | None) -> Any:
-    """Of tokens; 1 of none."""
+    """The number of tokens; 1 of none."""
     return max(len(x), 1) if used is None else used.sum().clamp(min=1)

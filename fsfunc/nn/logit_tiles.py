@@ -15,9 +15,7 @@ Two ways lead to the gradients:
 from __future__ import annotations
 
 from collections.abc import Sequence
-from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -29,33 +27,17 @@ from fsfunc.nn.cross_entropy import (
     is_transformed,
     row_sums,
 )
+from fsfunc.nn.dtypes import wide, without_autocast
 from fsfunc.nn.token_losses import Targets, TokenLoss
 
-__all__ = ["MadeForward", "TiledSums", "Tiles", "is_autocast", "wide_of"]
+__all__ = ["MadeForward", "TiledSums", "Tiles"]
 
 _CLASSES = 2**13  # of the weight's gradient that are summed at a time in another dtype
-_NOTHING = nullcontext()
-
-
-def wide_of(x: Tensor) -> torch.dtype:
-    """The dtype to sum in: fp32 at least."""
-    return torch.promote_types(x.dtype, torch.float32)
-
-
-def is_autocast(x: Tensor) -> bool:
-    """Whether autocast is on where ``x`` lies."""
-    kind = x.device.type
-    return torch.amp.is_autocast_available(kind) and torch.is_autocast_enabled(kind)
-
-
-def _as_given(x: Tensor) -> AbstractContextManager[Any]:
-    """Inside, products are made in the dtypes that their factors have."""
-    return torch.autocast(x.device.type, enabled=False) if is_autocast(x) else _NOTHING
 
 
 @dataclass(frozen=True)
 class Tiles:
-    """How the logits are made: those of ``rows`` tokens at a time.
+    """Logits of ``rows`` tokens at a time.
 
     Args:
         shift: what is added to the target's.
@@ -71,7 +53,7 @@ class Tiles:
 
     def logits(self, x: Tensor, w: Tensor, own: Targets) -> Tensor:
         """One tile's, in memory of its own."""
-        z = (x @ w.T).to(wide_of(x))
+        z = (x @ w.T).to(wide(x))
         if not self.shift:
             return z
         shift = self.shift * own.mine.to(z.dtype)
@@ -83,7 +65,7 @@ class Tiles:
         It is what ``TiledSums`` computes, for those who must look into it.
         """
         found = []
-        with _as_given(x):
+        with without_autocast(x):
             for i in self.cuts(x):
                 z = self.logits(x[i], w, own[i])
                 found.append(row_sums(z, own[i], self.loss.smooth))
@@ -97,14 +79,14 @@ class Tiles:
 
 
 class _Gradients:
-    """Of x and the weight: each tile adds what the derivative by its logits gives."""
+    """Gradients of x and the weight, to which each tile adds its share."""
 
     def __init__(self, x: Tensor, w: Tensor, needs: Sequence[bool]):
         self.x, self.w, self.dx, self.dw = x, w, None, None
         if needs[0]:
             self.dx = torch.empty(x.shape, dtype=x.dtype, device=x.device)
         if needs[1]:
-            self.dw = torch.zeros(w.shape, dtype=wide_of(w), device=w.device)
+            self.dw = torch.zeros(w.shape, dtype=wide(w), device=w.device)
 
     def add(self, i: slice, p: Tensor) -> None:
         """``p``: the derivative by the logits of the tokens ``i``."""
@@ -130,8 +112,8 @@ class MadeForward(torch.autograd.Function):
     def forward(x, w, at, mine, kept, anchor, tiles):  # type: ignore[override]
         own, loss, each = Targets(at, mine, kept), tiles.loss, []
         gradients = _Gradients(x, w, (x.requires_grad, w.requires_grad))
-        weights = loss.weights(kept, wide_of(x))
-        with _as_given(x):
+        weights = loss.weights(kept, wide(x))
+        with without_autocast(x):
             for i in tiles.cuts(x):
                 z = tiles.logits(x[i], w, own[i])
                 sums, top = exponentiated(z, own[i], loss.smooth)
@@ -188,7 +170,7 @@ class TiledSums(torch.autograd.Function):
     @staticmethod
     def forward(x, w, at, mine, tiles):  # type: ignore[override]
         own, found = Targets(at, mine, mine), []
-        with _as_given(x):
+        with without_autocast(x):
             for i in tiles.cuts(x):
                 z = tiles.logits(x[i], w, own[i])
                 found.append(exponentiated(z, own[i], tiles.loss.smooth)[0])
@@ -250,7 +232,7 @@ def _pulled_back(
     """``Tiles.pullback``, in the memory of a tile."""
     gradients = _Gradients(x, w, needs)
     lse = lse.clamp(min=torch.finfo(lse.dtype).min)  # -inf - -inf would be NaN
-    with _as_given(x):
+    with without_autocast(x):
         for i in tiles.cuts(x):
             z = tiles.logits(x[i], w, own[i]).sub_(lse[i].unsqueeze(-1)).exp_()
             gradients.add(i, gradient_of(z, own[i], [y[i] for y in slopes]))

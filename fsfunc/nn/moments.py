@@ -1,4 +1,4 @@
-"""Mean and variance of values that are spread over ranks, and what they are taken to.
+"""Mean and variance of values that are spread over ranks, and normalisation by them.
 
 Each rank sums its values about their own mean c, with d = x - c in the dtype of ``x``
 (fp32 at least), and moves the sums to the origin in fp64, where those of all ranks add
@@ -20,17 +20,24 @@ import torch
 from torch import Tensor
 
 from fsfunc.comm.collectives import psum
+from fsfunc.nn.dtypes import wide
 
 __all__ = ["normalized", "normalizer", "shifted_sums", "summed"]
 
 
-def shifted_sums(x: Tensor, dims: list[int]) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """(x - c, c, sum x, sum x^2) over ``dims``, kept at size 1; the last in fp64."""
+def shifted_sums(
+    x: Tensor, dims: list[int], keep: bool = True
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """(x - c, c, sum x, sum x^2) over ``dims``, kept at size 1: sums in fp64.
+
+    ``x - c`` is in fp32 at least; without ``keep`` its memory is that of the squares.
+    """
+    x = x.to(wide(x))
     n = math.prod(x.shape[d] for d in dims)
     c = x.detach().mean(dims, keepdim=True)
     off = x - c
     first = off.sum(dims, keepdim=True).double()
-    second = off.square().sum(dims, keepdim=True).double()
+    second = (off.square() if keep else off.square_()).sum(dims, keepdim=True).double()
     c = c.double()
     return off, c, n * c + first, second + 2 * c * first + n * c * c
 
@@ -38,7 +45,7 @@ def shifted_sums(x: Tensor, dims: list[int]) -> tuple[Tensor, Tensor, Tensor, Te
 def normalizer(
     c: Tensor, mean: Tensor, square: Tensor, eps: float
 ) -> tuple[Tensor, Tensor]:
-    """What takes x - c to its normalised value: by how much it is scaled, and moved."""
+    """(scale, shift) that take x - c to its normalised value."""
     factor = torch.rsqrt((square - mean * mean).clamp(min=0) + eps)
     return factor, (c - mean) * factor
 

@@ -14,6 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from fsfunc.comm.groups import axis_size, group
+from fsfunc.nn.dtypes import wide
 from fsfunc.nn.moments import normalized, normalizer, shifted_sums, summed
 from fsfunc.nn.tensor_parallel import Leaf, part_of
 
@@ -58,12 +59,11 @@ def layer_norm(
     w, b, axis = _parts("layer_norm", x, -1, weight, bias, axis)
     if axis is None:
         return F.layer_norm(x, x.shape[-1:], w, b, eps)
-    wide = torch.promote_types(x.dtype, torch.float32)
-    off, shift, total, squares = shifted_sums(x.to(wide), [-1])
+    off, shift, total, squares = shifted_sums(x, [-1])
     n = x.shape[-1] * axis_size(axis)
     total, squares = summed(torch.stack([total, squares]), (axis,)).unbind()
     factor, move = normalizer(shift, total / n, squares / n, eps)
-    y = off * factor.to(wide) + move.to(wide)
+    y = off * factor.to(off.dtype) + move.to(off.dtype)
     y = y if w is None else y * w
     return (y if b is None else y + b).to(x.dtype)
 
@@ -93,9 +93,9 @@ def rms_norm(
     w, _, axis = _parts("rms_norm", x, -1, weight, None, axis)
     if axis is None:
         return F.rms_norm(x, x.shape[-1:], w, eps)
-    wide = x.to(torch.promote_types(x.dtype, torch.float32))
-    squares = summed(wide.square().sum(-1, keepdim=True), (axis,))
-    y = wide * torch.rsqrt(squares / (x.shape[-1] * axis_size(axis)) + eps)
+    y = x.to(wide(x))
+    squares = summed(y.square().sum(-1, keepdim=True), (axis,))
+    y = y * torch.rsqrt(squares / (x.shape[-1] * axis_size(axis)) + eps)
     return (y if w is None else y * w).to(x.dtype)
 
 
@@ -137,9 +137,8 @@ def group_norm(
     _check_groups(x, groups, n)
     if axis is None or groups % n == 0:
         return F.group_norm(x, groups // n, w, b, eps)
-    wide, where = torch.promote_types(x.dtype, torch.float32), group(axis)
-    dims = list(range(1, x.ndim))
-    off, shift, total, squares = shifted_sums(x.to(wide), dims)
+    where = group(axis)
+    off, shift, total, squares = shifted_sums(x, list(range(1, x.ndim)))
     # The sums of all groups go round, and this rank adds to those of its own.
     own = torch.arange(groups, device=x.device) == where.position // (n // groups)
     sums = torch.stack([total.flatten(), squares.flatten()]).unsqueeze(-1) * own
@@ -168,13 +167,7 @@ def _parts(
         if leaf is None:
             parts.append(None)
             continue
-        part, over = part_of(what, leaf, (0,))
-        if over is not None and axis not in (None, over):
-            raise ValueError(
-                f"{what}: the {name} is split over {over!r}, and the features over "
-                f"{axis!r}: lay it out over that axis"
-            )
-        axis = over or axis
+        part, axis = part_of(what, leaf, (0,), axis=axis)
         parts.append(part)
         if part.shape != (features,):
             raise ValueError(

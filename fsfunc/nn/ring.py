@@ -1,4 +1,4 @@
-"""Attention over a ring of ranks: who sends what to whom, and what each computes.
+"""Ring attention: which keys go to which rank, and what each rank computes.
 
 That is data: moves and blocks. At step s each rank has the keys and values of the rank
 s before it, sent by that rank itself, and their gradients go straight home; so nothing
@@ -12,7 +12,6 @@ Where more than that derivative is asked for, it is plain operators and collecti
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any, NamedTuple
@@ -32,8 +31,8 @@ from fsfunc.nn.attention_blocks import (
     attend_in_place,
     joined,
     pull,
-    wide,
 )
+from fsfunc.nn.dtypes import wide, without_autocast
 
 __all__ = ["Block", "Ring", "attention", "ring_blocks", "ring_moves"]
 
@@ -63,7 +62,7 @@ def ring_moves(step: int, size: int, zigzag: bool) -> tuple[Pairs, ...]:
 
 
 def ring_blocks(step: int, index: int, causal: bool, parts: int) -> list[Block]:
-    """What the rank at ``index`` computes: as much as any other in this step.
+    """Blocks of the rank at ``index``: as many as any other's in this step.
 
     >>> [len(ring_blocks(1, index, True, 2)) for index in range(4)]
     [2, 2, 2, 2]
@@ -115,7 +114,7 @@ def attention(
     q: Tensor, k: Tensor, v: Tensor, ring: Ring, recompute: bool = True
 ) -> Tensor:
     """This rank's queries' attention to the keys of all ranks, in the dtype of q."""
-    with _without_autocast(q):
+    with without_autocast(q):
         if recompute and not composable():
             return _Ring.apply(q, k, v, ring)[0]
         return _composed(q, k, v, ring)
@@ -205,7 +204,7 @@ class _Ring(torch.autograd.Function):
     @staticmethod
     def backward(ctx, g, _):  # type: ignore[override]
         q, k, v, out, lse = ctx.saved_tensors
-        with label(ctx.unit, "backward"), _without_autocast(q), internal():
+        with label(ctx.unit, "backward"), without_autocast(q), internal():
             if torch.is_grad_enabled() or _torch.functorch_active():
                 grads = _pulled_twice(g, (q, k, v), ctx.needs_input_grad, ctx.ring)
             else:
@@ -258,7 +257,7 @@ def _pulled_at(
     dqs: list[Any],
     ring: Ring,
 ) -> list[Tensor]:
-    """What each part of the keys and values gets of one step; dqs get theirs, too."""
+    """Gradients of each part of the keys and values in one step; adds those of dqs."""
     given: list[Any] = [None] * len(parts)
     for a, b, diagonal in ring_blocks(step, ring.index, ring.causal, ring.parts):
         g, q, out, lse = mine[a]
@@ -280,11 +279,3 @@ def _land(waits: Sequence[Callable[[], Tensor]], home: list[Tensor]) -> None:
 def _added(total: Tensor | None, x: Tensor) -> Tensor:
     """The sum, in fp32 at least."""
     return x.to(wide(x)) if total is None else total.add_(x)
-
-
-def _without_autocast(x: Tensor) -> Any:
-    """Dtypes are as they are given: scores and sums in fp32."""
-    kind = x.device.type
-    if not torch.amp.is_autocast_available(kind):
-        return nullcontext()
-    return torch.autocast(kind, enabled=False)

@@ -1,4 +1,4 @@
-"""Where tokens go: the experts of each, its place in their queues, who finds no room.
+"""Routing of tokens: experts, places in their queues, and dropped choices.
 
 In an expert's queue all tokens' first choices stand before all second ones, and tokens
 in their order; whoever stands behind its capacity is dropped, with a weight of 0.
@@ -21,7 +21,7 @@ __all__ = ["Routing", "check_used", "counts_of", "route"]
 
 
 class Routing(NamedTuple):
-    """Where each of T tokens goes, by k choices among E experts.
+    """The k choices of each of T tokens among E experts.
 
     Args:
         indices: [T, k] int64, the experts that a token chose, the best first.
@@ -106,7 +106,7 @@ def route(
 
 
 def counts_of(chosen: Tensor, experts: int, used: Tensor | None) -> Tensor:
-    """How often each expert is in ``chosen`` [N], where it is of a used token [N]."""
+    """The number of times each expert is in ``chosen`` [N], by used tokens [N]."""
     ones = torch.ones_like(chosen) if used is None else used.to(chosen.dtype)
     zeros = torch.zeros(experts, dtype=torch.int64, device=chosen.device)
     return zeros.scatter_add(0, chosen, ones)

@@ -1,4 +1,4 @@
-"""How a sequence is cut among ranks so that causal attention is equal work for each.
+"""Zig-zag order of a sequence: equal work for all ranks in causal attention.
 
 In contiguous parts the last rank's queries see every key, and the first one's see its
 own alone. Cut into 2 W half-blocks, of which rank i takes number i and number
@@ -138,12 +138,12 @@ def _owner(block: int, size: int) -> int:
 
 
 def _is_odd(axis: Axis, x: Tensor) -> Any:
-    """Whether the odd one of this rank's two half-blocks comes first."""
+    """True if the odd one of this rank's two half-blocks comes first."""
     return torch.as_tensor(axis_index(axis) % 2 == 1, device=x.device)
 
 
 def _order(axis_size: int) -> list[int]:
-    """Which half-blocks lie in a row, in zig-zag order."""
+    """The half-blocks in zig-zag order."""
     return [b for i in range(axis_size) for b in (i, 2 * axis_size - 1 - i)]
 
 

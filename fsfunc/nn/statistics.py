@@ -5,14 +5,10 @@ piece, each by its own statistics. What the pieces return is summed, so that run
 statistics are those of the whole batch, committed once, however it was cut.
 
 How it stays exact. A plain sum of squares loses the variance where the mean is large,
-and the sums of squares about each piece's own mean do not simply add up. Here a piece
-is summed about its own mean, in the dtype of ``x`` (fp32 at least), and only then moved
-to the origin, in fp64, one number a channel: with shift c and d = x - c,
-
-    sum x = n c + sum d          sum x^2 = sum d^2 + 2 c sum d + n c^2
-
-which do add up. What the variance loses in fp64 is (mean / deviation)^2 / 2^53 of it,
-and fp32 data of that mean were themselves rounded by more: (mean / deviation)^2 / 2^48.
+and the sums of squares about each piece's own mean do not simply add up. ``moments``
+says how a piece is summed. What the variance loses in fp64 is (mean / deviation)^2 /
+2^53 of it, and fp32 data of that mean were themselves rounded by more:
+(mean / deviation)^2 / 2^48.
 """
 
 from __future__ import annotations
@@ -26,6 +22,8 @@ from torch import Tensor
 
 from fsfunc import tree
 from fsfunc.core.losses import Summed
+from fsfunc.nn.dtypes import wide
+from fsfunc.nn.moments import shifted_sums
 
 __all__ = [
     "Moments",
@@ -34,6 +32,7 @@ __all__ = [
     "check_norm",
     "commit_statistics",
     "init_statistics",
+    "stock_norm",
 ]
 
 
@@ -52,7 +51,7 @@ class Moments(NamedTuple):
 
 
 class RunningStatistics(NamedTuple):
-    """What evaluation normalises by.
+    """Statistics that evaluation normalises by.
 
     Args:
         mean: [C], of the values.
@@ -124,16 +123,30 @@ def batch_norm(
     >>> y.tolist(), [x.tolist() for x in stats.tree]
     ([[-1.0], [1.0]], [[4.0], [10.0], 2.0])
     """
-    wide = check_norm(params, x, running)
-    weight, bias = (
-        None if value is None else value.to(wide)
-        for value in ((params or {}).get(name) for name in ("weight", "bias"))
-    )
+    check_norm(params, x, running)
+    y = stock_norm(params, x, eps, running)
     if running is not None:
-        mean, var = running.mean.to(wide), running.var.to(wide)
-        return F.batch_norm(x, mean, var, weight, bias, eps=eps), None
-    y = F.batch_norm(x, None, None, weight, bias, training=True, eps=eps)
-    return y, Summed(_moments(x.detach().to(wide)))
+        return y, None
+    dims = [d for d in range(x.ndim) if d != 1]
+    _, _, total, squares = shifted_sums(x.detach(), dims, keep=False)
+    n = x.numel() // x.shape[1]
+    count = torch.full((), n, dtype=torch.float64, device=x.device)
+    return y, Summed(Moments(total.flatten(), squares.flatten(), count))
+
+
+def stock_norm(
+    params: Mapping[str, Tensor] | None,
+    x: Tensor,
+    eps: float,
+    running: RunningStatistics | None,
+) -> Tensor:
+    """torch's batch norm, by running statistics or by those of ``x``."""
+    given = dict(params or {})
+    if running is not None:
+        given |= {"running_mean": running.mean, "running_var": running.var}
+    given = {name: value.to(wide(x)) for name, value in given.items()}
+    none = {"running_mean": None, "running_var": None}
+    return F.batch_norm(x, **(none | given), training=running is None, eps=eps)  # type: ignore
 
 
 def check_norm(
@@ -141,8 +154,8 @@ def check_norm(
     x: Tensor,
     running: RunningStatistics | None,
     least: int = 2,
-) -> torch.dtype:
-    """The dtype to compute in, where ``least`` values a channel are enough."""
+) -> None:
+    """Raises where a batch norm cannot be; ``least`` values a channel are enough."""
     if not x.is_floating_point():
         raise TypeError(f"batch_norm needs a floating tensor, got {x.dtype}")
     if x.ndim < 2:
@@ -164,20 +177,6 @@ def check_norm(
             f"shape {tuple(x.shape)}: cut the batch into fewer microbatches, or give "
             "running= to normalise by"
         )
-    return torch.promote_types(x.dtype, torch.float32)
-
-
-def _moments(x: Tensor) -> Moments:
-    """The sums over all dims but 1; the module says why in this way."""
-    dims = [d for d in range(x.ndim) if d != 1]
-    shift = x.mean(dims, keepdim=True)
-    off = x - shift
-    first = off.sum(dims).double()
-    second = off.square_().sum(dims).double()
-    n = x.numel() // x.shape[1]
-    count = torch.full((), n, dtype=torch.float64, device=x.device)
-    c = shift.flatten().double()
-    return Moments(count * c + first, second + 2 * c * first + count * c * c, count)
 
 
 def commit_statistics(running: Any, stats: Any, momentum: float | None = 0.1) -> Any:

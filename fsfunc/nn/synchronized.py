@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from fsfunc.comm.collectives import pcast
@@ -13,7 +12,13 @@ from fsfunc.comm.groups import axis_size, group
 from fsfunc.comm.mesh import Axis, here
 from fsfunc.core.losses import Summed
 from fsfunc.nn.moments import normalized, normalizer, shifted_sums, summed
-from fsfunc.nn.statistics import Moments, RunningStatistics, batch_norm, check_norm
+from fsfunc.nn.statistics import (
+    Moments,
+    RunningStatistics,
+    batch_norm,
+    check_norm,
+    stock_norm,
+)
 
 __all__ = ["sync_batch_norm"]
 
@@ -67,7 +72,7 @@ def sync_batch_norm(
     """
     if axis is None or axis_size(axis) == 1:
         return batch_norm(params, x, eps=eps, running=running)
-    wide = check_norm(params, x, running, least=1)
+    check_norm(params, x, running, least=1)
     names = here().mesh.check(axis)
     means = tuple(name for name in names if group(name).mean)
     others = tuple(name for name in names if name not in means)
@@ -76,13 +81,10 @@ def sync_batch_norm(
     if given and others:  # one value on all ranks meets what is each rank's own
         entered = pcast(torch.stack(list(given.values())), others, to="V")
         given = dict(zip(given, entered.unbind(), strict=True))
-    weight, bias = given.get("weight"), given.get("bias")
     if running is not None:
-        mean, var = running.mean.to(wide), running.var.to(wide)
-        w, b = (None if v is None else v.to(wide) for v in (weight, bias))
-        return F.batch_norm(x, mean, var, w, b, eps=eps), None
+        return stock_norm(given, x, eps, running), None
     rows = [d for d in range(x.ndim) if d != 1]
-    off, shift, total, squares = shifted_sums(x.to(wide), rows)
+    off, shift, total, squares = shifted_sums(x, rows)
     n = x.numel() // x.shape[1]
     count = torch.full((1,), n, dtype=torch.float64, device=x.device)
     sums = torch.cat([total.flatten(), squares.flatten(), count])
@@ -90,10 +92,8 @@ def sync_batch_norm(
     stats = Moments(*_cut(sums.detach(), x.shape[1]))
     total, squares, count = _cut(summed(sums, means), x.shape[1])
     factor, move = normalizer(shift.flatten(), total / count, squares / count, eps)
-    if weight is not None:
-        factor, move = factor * weight, move * weight
-    if bias is not None:
-        move = move + bias
+    factor, move = (y * given.get("weight", 1) for y in (factor, move))
+    move = move + given.get("bias", 0)
     return normalized(off, factor.view_as(shift), move.view_as(shift), x), Summed(stats)
 
 

@@ -77,16 +77,19 @@ def column_linear(
             f"column_linear: {len(weights)} weights and {len(biases)} biases: give one "
             "at least, and each its bias or None"
         )
-    parts, axis = _split_alike("column_linear", weights)
-    added = []
+    parts, axis, added = [], None, []
     for w, b in zip(weights, biases, strict=True):
+        part, axis = part_of("column_linear", w, range(w.ndim - 1), like=weights[0])
+        parts.append(part)
         if b is not None:
             dim = w.layout.splits[0].dim if axis is not None else 0  # type: ignore
             b = part_of("column_linear", b, (dim,), like=w)[0].flatten()
         added.append(b)
     sequence_dim = _checked("column_linear", x, axis, sequence_dim)
-    if axis is not None:
-        x = _whole(x, axis, sequence_dim)
+    if axis is not None and sequence_dim is None:
+        x = pcast(x, axis, to="V")
+    elif axis is not None:
+        x = all_gather(x, axis, dim=sequence_dim)  # type: ignore[arg-type]
     found = []
     for w, b in zip(parts, added, strict=True):
         y = _linear(x, w.flatten(0, -2), b, sequence_dim)
@@ -124,12 +127,14 @@ def row_linear(
     torch.Size([2, 3])
     """
     part, axis = part_of("row_linear", weight, (1,))
-    _refuse_split(bias)
+    _check_whole(bias)
     sequence_dim = _checked("row_linear", x, axis, sequence_dim)
     if axis is None:
         return F.linear(x, part, bias)
     y = _summed(_linear(x, part, None, sequence_dim), axis, sequence_dim)
-    return y if bias is None else y + _met(bias, axis, sequence_dim)
+    if bias is not None and sequence_dim is not None:
+        bias = pcast(bias, axis, to="V")
+    return y if bias is None else y + bias
 
 
 def vocab_embedding(
@@ -187,30 +192,41 @@ def vocab_embedding(
 
 
 def part_of(
-    what: str, leaf: Leaf, dims: Sequence[int], *, like: Leaf | None = None
+    what: str,
+    leaf: Leaf,
+    dims: Sequence[int],
+    *,
+    like: Leaf | None = None,
+    axis: str | None = None,
 ) -> tuple[Tensor, str | None]:
     """This rank's part of a leaf, and the axis over which one of ``dims`` is split.
 
     Args:
         what: who asks, for the message.
         like: a leaf whose axis it must be split over.
+        axis: the axis over which it must be split, and over which a plain tensor is.
 
     Raises:
         ValueError: it is split along another dim, or more than once, or otherwise than
-            ``like``, or into unequal parts; it lies in a buffer.
+            ``like``, or into unequal parts, or over another axis; it lies in a buffer.
     """
-    if isinstance(leaf, Sharded) and leaf.layout.flat is not None:
+    if not isinstance(leaf, Sharded):
+        splits: Any = ()
+    elif leaf.layout.flat is not None:
         raise ValueError(
             f"{what}: {leaf.layout} lies in a buffer: read it in an @ff.unit, which "
             "gathers the rest"
         )
-    splits = leaf.layout.splits if isinstance(leaf, Sharded) else ()
-    axis = splits[0].axis if splits else None
+    else:
+        splits = leaf.layout.splits
+    found = splits[0].axis if splits else None
     wanted = like.layout.splits if isinstance(like, Sharded) else ()
     others = len(splits) > 1 or any(split.dim not in dims for split in splits)
-    unlike = like is not None and axis != (wanted[0].axis if wanted else None)
-    if others or unlike:
-        way = f"split it along dim {' or '.join(map(str, dims))}, over one axis"
+    unlike = like is not None and found != (wanted[0].axis if wanted else None)
+    apart = isinstance(leaf, Sharded) and axis not in (None, found)
+    if others or unlike or apart:
+        over = f'axis "{axis}", or leave axis= out' if apart else "one axis"
+        way = f"split it along dim {' or '.join(map(str, dims))}, over {over}"
         if unlike:
             way = f"lay it out over the axis of {_said(like)}"
         raise ValueError(f"{what}: {_said(leaf)} is no leaf for it: {way}")
@@ -222,9 +238,7 @@ def part_of(
                 f"{what}: {_said(leaf)}: the axis does not divide {n}: pad it to "
                 f"{below + split.size}" + (f", or cut it to {below}" if below else "")
             )
-    if not isinstance(leaf, Sharded):
-        return leaf, None
-    return leaf.local, axis
+    return (leaf.local, found) if isinstance(leaf, Sharded) else (leaf, axis)
 
 
 def token_dim(what: str, x: Tensor, dim: int) -> int:
@@ -245,7 +259,7 @@ def _checked(what: str, x: Tensor, axis: str | None, dim: int | None) -> int | N
     return None
 
 
-def _refuse_split(bias: Any) -> None:
+def _check_whole(bias: Any) -> None:
     if isinstance(bias, Sharded) and bias.layout.splits:
         raise ValueError(
             f"row_linear: the bias {bias.name!r} lies as {bias.layout}; the ranks' "
@@ -253,22 +267,8 @@ def _refuse_split(bias: Any) -> None:
         )
 
 
-def _split_alike(what: str, leaves: Sequence[Leaf]) -> tuple[list[Tensor], str | None]:
-    found = [
-        part_of(what, leaf, range(leaf.ndim - 1), like=leaves[0]) for leaf in leaves
-    ]
-    return [part for part, _ in found], found[0][1]
-
-
 def _said(leaf: Any) -> str:
     return str(leaf.layout) if isinstance(leaf, Sharded) else "a whole tensor"
-
-
-def _whole(x: Tensor, axis: str, sequence_dim: int | None) -> Tensor:
-    """An activation that meets split weights, as each rank's own."""
-    if sequence_dim is None:
-        return pcast(x, axis, to="V")
-    return all_gather(x, axis, dim=sequence_dim)
 
 
 def _summed(y: Tensor, axis: str, sequence_dim: int | None) -> Tensor:
@@ -291,8 +291,3 @@ def _linear(
         return F.linear(x, weight, bias)
     by_position = x.movedim(sequence_dim, 0)
     return F.linear(by_position, weight, bias).movedim(0, sequence_dim)
-
-
-def _met(x: Tensor, axis: str, sequence_dim: int | None) -> Tensor:
-    """A whole parameter as it meets an activation between layers."""
-    return x if sequence_dim is None else pcast(x, axis, to="V")

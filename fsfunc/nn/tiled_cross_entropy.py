@@ -10,7 +10,8 @@ from fsfunc.comm.collectives import all_gather, pcast
 from fsfunc.comm.groups import axis_size
 from fsfunc.core.frames import composable
 from fsfunc.nn.cross_entropy import is_transformed
-from fsfunc.nn.logit_tiles import MadeForward, TiledSums, Tiles, is_autocast, wide_of
+from fsfunc.nn.dtypes import autocast, wide
+from fsfunc.nn.logit_tiles import MadeForward, TiledSums, Tiles
 from fsfunc.nn.tensor_parallel import part_of, token_dim
 from fsfunc.nn.token_losses import Targets, TokenLoss
 from fsfunc.sharded.leaf import Sharded
@@ -91,10 +92,10 @@ def linear_cross_entropy(
     >>> linear_cross_entropy(x, w, torch.tensor([0, 3, 1]), tile=2).exp().item()
     4.0
     """
-    part, axis = _part(weight, axis)
-    kind, shift = x.device.type, 0.0
-    if scale is None and is_autocast(x) and x.dtype != torch.float64:
-        x, part = (y.to(torch.get_autocast_dtype(kind)) for y in (x, part))
+    part, axis = part_of(_NAME, weight, (0,), axis=axis)
+    shift = 0.0
+    if scale is None:
+        x, part = autocast(x, part)
     _check(x, part, tile, scale, margin)
     loss = TokenLoss.checked(
         _NAME, part.shape[:1], axis, label_smoothing, z_loss, reduction
@@ -111,8 +112,8 @@ def linear_cross_entropy(
             x = all_gather(x, axis, dim=sequence_dim)
     x = x.reshape(-1, x.shape[-1])
     if scale is not None:
-        wide = torch.promote_types(wide_of(x), wide_of(part))
-        x, part = (F.normalize(y.to(wide), dim=-1) for y in (x, part))
+        dtype = torch.promote_types(wide(x), wide(part))
+        x, part = (F.normalize(y.to(dtype), dim=-1) for y in (x, part))
         x, shift = scale * x, -scale * margin
     tiles = Tiles(tile or max(16, _TILE // loss.own), shift, loss)
     if reduction != "none" and _is_made_forward(x, part):
@@ -126,19 +127,6 @@ def linear_cross_entropy(
     each = [loss.of(loss.joined([y[i] for y in sums])) for i in tiles.cuts(x)]
     found = loss.reduced(torch.cat(each), own.kept)
     return found.reshape(targets.shape) if reduction == "none" else found
-
-
-def _part(weight: Tensor | Sharded, axis: str | None) -> tuple[Tensor, str | None]:
-    """This rank's part of the vocabulary, and the axis over which it is split."""
-    part, found = part_of(_NAME, weight, (0,))
-    if not isinstance(weight, Sharded):
-        return part, axis
-    if axis not in (None, found):
-        raise ValueError(
-            f'{_NAME}: axis="{axis}" with the weight {weight.layout}: leave axis= out, '
-            f'or lay it out by Split(0, "{axis}")'
-        )
-    return part, found
 
 
 def _check(
@@ -164,7 +152,7 @@ def _check(
 
 
 def _is_made_forward(x: Tensor, part: Tensor) -> bool:
-    """Whether autograd alone will differentiate a mean or a sum, and once."""
+    """True if autograd alone will differentiate a mean or a sum, and once."""
     if not torch.is_grad_enabled() or not (x.requires_grad or part.requires_grad):
         return False
     if composable():

@@ -1,4 +1,4 @@
-"""What a token's loss is, of sums over its logits, and how tokens' become one.
+"""Loss of a token, of sums over its logits, and of all tokens.
 
 Of a row of logits z and a target y the loss needs three sums: the logarithm of the sum
 of exponentials, z_y, and, where labels are smoothed, the sum of all:
@@ -26,7 +26,7 @@ __all__ = ["Targets", "TokenLoss", "own_rows", "refuse_mean"]
 
 @dataclass(frozen=True)
 class TokenLoss:
-    """What a token's loss is, of the sums over its logits, and how tokens' become one.
+    """Loss of a token, of the sums over its logits, and of all tokens.
 
     Args:
         axis: over which the vocabulary is split.
@@ -70,7 +70,7 @@ class TokenLoss:
 
     @property
     def smooth(self) -> bool:
-        """Whether the sum of all logits is asked for."""
+        """True if the sum of all logits is needed."""
         return self.label_smoothing > 0
 
     def joined(self, sums: Sequence[Tensor]) -> tuple[Tensor, ...]:
@@ -100,7 +100,7 @@ class TokenLoss:
         return by_lse, by_target, -self.label_smoothing / self.classes * weights
 
     def weights(self, kept: Tensor, dtype: torch.dtype) -> Tensor:
-        """What each token counts in ``reduced``, a mean or a sum."""
+        """The weight of each token in ``reduced``, a mean or a sum."""
         share = torch.ones((), dtype=dtype, device=kept.device)
         share = share / kept.sum() if self.reduction == "mean" else share
         return torch.where(kept, share, 0)
@@ -115,7 +115,7 @@ class TokenLoss:
 
 @dataclass(frozen=True)
 class Targets:
-    """Where the targets lie in this rank's part of the vocabulary.
+    """Places of the targets in this rank's part of the vocabulary.
 
     Args:
         at: [...] int64, the class within the part: 0 where another rank has it; past
@@ -157,7 +157,7 @@ def own_rows(
     axis: str | None,
     ignore_index: int | None = None,
 ) -> Targets:
-    """Where indices into a vocabulary lie in this rank's ``own`` rows of it.
+    """Places of indices into a vocabulary in this rank's ``own`` rows of it.
 
     Args:
         what: names one of them, for the message.

@@ -77,68 +77,46 @@ def model(kind, config, batch, units, config_of=None, **options):
 
 BLOCKS = ["encoder.block.*", "decoder.block.*"]
 MODELS = {
-    "gpt2": model(
-        "GPT2LMHeadModel",
-        {"n_embd": WIDTH, "n_layer": 2, "n_head": 2, "vocab_size": VOCABULARY},
-        NEXT, "transformer.h.*", n_positions=8, bos_token_id=0, eos_token_id=0,
-    ),
+    "gpt2": model("GPT2LMHeadModel", {"n_embd": WIDTH, "n_layer": 2, "n_head": 2,
+        "vocab_size": VOCABULARY}, NEXT, "transformer.h.*", n_positions=8,
+        bos_token_id=0, eos_token_id=0),
     "llama": model("LlamaForCausalLM", GROUPED, NEXT, "model.layers.*"),
     "qwen2": model("Qwen2ForCausalLM", GROUPED, NEXT, "model.layers.*"),
-    "mixtral": model(
-        "MixtralForCausalLM", GROUPED, NEXT, "model.layers.*", num_local_experts=3
-    ),
+    "mixtral": model("MixtralForCausalLM", GROUPED, NEXT, "model.layers.*",
+        num_local_experts=3),
     "mixtral in balance": model(  # its loss reads what the routers return
         "MixtralForCausalLM", GROUPED, NEXT, "model.layers.*", num_local_experts=3,
         output_router_logits=True, router_aux_loss_coef=0.5,
     ),
-    "t5": model(
-        "T5ForConditionalGeneration", TRANSLATING,
-        IDS | {"decoder_input_ids": tokens(4, 5)}, BLOCKS,
-        d_kv=4, d_ff=32, num_layers=2, num_heads=4,
-    ),
-    "t5 with labels": model(
-        "T5ForConditionalGeneration", TRANSLATING, NEXT, BLOCKS,
-        d_kv=4, d_ff=32, num_layers=2, num_heads=4,
-    ),
-    "whisper": model(
-        "WhisperForConditionalGeneration", WHISPER,
+    "t5": model("T5ForConditionalGeneration", TRANSLATING,
+        IDS | {"decoder_input_ids": tokens(4, 5)}, BLOCKS, d_kv=4, d_ff=32,
+        num_layers=2, num_heads=4),
+    "t5 with labels": model("T5ForConditionalGeneration", TRANSLATING, NEXT, BLOCKS,
+        d_kv=4, d_ff=32, num_layers=2, num_heads=4),
+    "whisper": model("WhisperForConditionalGeneration", WHISPER,
         {"input_features": pictures(20)[:, 0, :8], "labels": tokens(4, 5)},
-        ["model.encoder.layers.*", "model.decoder.layers.*"],
-    ),
+        ["model.encoder.layers.*", "model.decoder.layers.*"]),
     "bert": model("BertForMaskedLM", TEXT, NEXT, "bert.encoder.layer.*"),
-    "bert with classes": model(
-        "BertForSequenceClassification", TEXT, CLASS, "bert.encoder.layer.*",
-        num_labels=5,
-    ),
-    "bert with a number": model(
-        "BertForSequenceClassification", TEXT, CLASS | {"labels": labels().double()},
-        "bert.encoder.layer.*", num_labels=1,
-    ),
-    "vit": model(
-        "ViTForImageClassification", PICTURE, SEEN, "vit.layers.*", num_labels=5
-    ),
-    "deit": model(
-        "DeiTForImageClassification", PICTURE, SEEN, "deit.layers.*", num_labels=5
-    ),
-    "dinov2": model(
-        "Dinov2ForImageClassification", HIDDEN, SEEN, "dinov2.encoder.layer.*",
-        image_size=8, patch_size=4, num_labels=5,
-    ),
-    "clip": model(
-        "CLIPModel", {}, IDS | {"pixel_values": pictures(), "return_loss": True},
-        ["text_model.encoder.layers.*", "vision_model.encoder.layers.*"], "CLIP",
-        text_config=TEXT | {"bos_token_id": 0, "eos_token_id": 2, "pad_token_id": 1},
-        vision_config=PICTURE, projection_dim=8,
-    ),
-    "mamba": model(
-        "MambaForCausalLM", {"hidden_size": WIDTH, "num_hidden_layers": 2}, NEXT,
-        "backbone.layers.*", vocab_size=VOCABULARY, state_size=4, intermediate_size=32,
-    ),
-    "resnet": model(
-        "ResNetForImageClassification", {}, SEEN | {"pixel_values": pictures(32)},
-        "resnet.encoder.stages.*", embedding_size=8, hidden_sizes=[8, 16],
-        depths=[1, 1], num_labels=5,
-    ),
+    "bert with classes": model("BertForSequenceClassification", TEXT, CLASS,
+        "bert.encoder.layer.*", num_labels=5),
+    "bert with a number": model("BertForSequenceClassification", TEXT,
+        CLASS | {"labels": labels().double()}, "bert.encoder.layer.*", num_labels=1),
+    "vit": model("ViTForImageClassification", PICTURE, SEEN, "vit.layers.*",
+        num_labels=5),
+    "deit": model("DeiTForImageClassification", PICTURE, SEEN, "deit.layers.*",
+        num_labels=5),
+    "dinov2": model("Dinov2ForImageClassification", HIDDEN, SEEN,
+        "dinov2.encoder.layer.*", image_size=8, patch_size=4, num_labels=5),
+    "clip": model("CLIPModel", {}, IDS | {"pixel_values": pictures(),
+        "return_loss": True}, ["text_model.encoder.layers.*",
+        "vision_model.encoder.layers.*"], "CLIP", text_config=TEXT | {"bos_token_id": 0,
+        "eos_token_id": 2, "pad_token_id": 1}, vision_config=PICTURE, projection_dim=8),
+    "mamba": model("MambaForCausalLM", {"hidden_size": WIDTH, "num_hidden_layers": 2},
+        NEXT, "backbone.layers.*", vocab_size=VOCABULARY, state_size=4,
+        intermediate_size=32),
+    "resnet": model("ResNetForImageClassification", {},
+        SEEN | {"pixel_values": pictures(32)}, "resnet.encoder.stages.*",
+        embedding_size=8, hidden_sizes=[8, 16], depths=[1, 1], num_labels=5),
 }  # fmt: skip
 WRITES = {"resnet"}  # batch statistics
 SINGLE = {

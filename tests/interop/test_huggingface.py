@@ -23,37 +23,25 @@ from tests.interop.models import (
 )
 
 MODELS = {
-    "gpt2": (gpt2, {}, "transformer.h.*"),  # tied embeddings
+    "gpt2": (gpt2, {}, "transformer.h.*"),
     "llama": (llama, {}, "model.layers.*"),
     "llama tied": (llama, {"tie_word_embeddings": True}, "**.layers.*"),
     "mixtral": (mixtral, {"experts_implementation": "batched_mm"}, "model.layers.*"),
-    "mixtral by value": (
-        mixtral,
-        {"experts_implementation": "eager"},
-        "model.layers.*",
-    ),
-}
+    "mixtral by value": (mixtral, {"experts_implementation": "eager"},
+        "model.layers.*"),
+}  # fmt: skip
 TRANSFORMS = {
     "zero=3": ({"data": 2}, lambda step, mesh: ff.shard(step, mesh, "data")),
-    "zero=1 remat": (
-        {"data": 2},
-        lambda step, mesh: ff.shard(ff.remat(step), mesh, "data", zero=1),
-    ),
-    "zero=3 remat accumulate": (
-        {"data": 2},
-        lambda step, mesh: ff.shard(ff.accumulate(ff.remat(step), 2), mesh, "data"),
-    ),
-    "pipeline": (
-        {"pipe": 2},
-        lambda step, mesh: ff.pipeline(step, mesh, "pipe", n_microbatches=2),
-    ),
-    "pipeline of shards": (
-        {"data": 2, "pipe": 2},
-        lambda step, mesh: ff.pipeline(
-            ff.shard(ff.remat(step), mesh, "data"), mesh, "pipe", n_microbatches=2
-        ),
-    ),
-}
+    "zero=1 remat": ({"data": 2}, lambda step, mesh: ff.shard(ff.remat(step), mesh,
+        "data", zero=1)),
+    "zero=3 remat accumulate": ({"data": 2}, lambda step,
+        mesh: ff.shard(ff.accumulate(ff.remat(step), 2), mesh, "data")),
+    "pipeline": ({"pipe": 2}, lambda step, mesh: ff.pipeline(step, mesh, "pipe",
+        n_microbatches=2)),
+    "pipeline of shards": ({"data": 2, "pipe": 2}, lambda step,
+        mesh: ff.pipeline(ff.shard(ff.remat(step), mesh, "data"), mesh, "pipe",
+        n_microbatches=2)),
+}  # fmt: skip
 
 
 @pytest.fixture(scope="module")
@@ -67,26 +55,16 @@ def references():
             module = hugging_face(make, **options)
             made = ff.from_module(copy.deepcopy(module), units=units)
             batch = text()
-            logits = module(**batch).logits.detach()
-            found[name] = made, batch, logits, trained(module, batch)
+            found[name] = made, batch, trained(module, batch)
         return found[name]
 
     return reference
 
 
-@pytest.mark.parametrize("name", MODELS)
-def test_apply_returns_what_the_module_does(references, name):
-    (apply, params, buffers), batch, logits, _ = references(name)
-    given = {k: v.clone().requires_grad_() for k, v in params.items()}
-    out = apply(given, buffers, **batch)
-    assert torch.equal(out.logits, logits)
-    assert type(out).__module__.startswith("transformers.")
-
-
 @pytest.mark.parametrize("how", TRANSFORMS)
 @pytest.mark.parametrize("name", MODELS)
 def test_a_model_trains_as_by_itself(references, name, how):
-    (apply, params, buffers), batch, _, (losses, expected) = references(name)
+    (apply, params, buffers), batch, (losses, expected) = references(name)
     optimizer = ff.sharded_adam(1e-2)
     step = step_of(apply, buffers, optimizer)
     axes, transform = TRANSFORMS[how]
@@ -105,18 +83,6 @@ def test_a_model_trains_as_by_itself(references, name, how):
         assert log.count("psum_scatter") == 2 * n
     elif how == "pipeline":
         assert log.count("all_gather") == log.count("psum_scatter") == 0
-
-
-def test_units_by_class_are_units_by_name():
-    from transformers.models.llama.modeling_llama import LlamaDecoderLayer
-
-    module = hugging_face(llama)
-    by_class = ff.from_module(module, units=LlamaDecoderLayer)[0].units
-    assert by_class == ff.from_module(module, units="model.layers.*")[0].units
-    assert by_class == (
-        "model.embed_tokens", "model.layers.0", "model.layers.1", "model.layers.2",
-        "model.norm", "lm_head",
-    )  # fmt: skip
 
 
 def test_a_model_around_units_is_a_unit_too():
@@ -150,17 +116,6 @@ def test_dropout_is_that_of_one_device_under_accumulation():
     piped = run(TRANSFORMS["pipeline"][1], {"pipe": 2})
     close(sharded, alone)
     close(piped, alone)
-
-
-def test_names_round_trip():
-    module = hugging_face(gpt2)
-    apply, params, buffers = ff.from_module(module)
-    again = ff.to_module(module, params, buffers)
-    assert "lm_head.weight" not in params
-    assert again.state_dict().keys() == module.state_dict().keys()
-    assert again.lm_head.weight is again.transformer.wte.weight
-    assert again.lm_head.weight is not module.lm_head.weight
-    close(dict(again.state_dict()), dict(module.state_dict()), 0.0)
 
 
 def test_mixed_precision_computes_in_bf16_and_keeps_fp32():

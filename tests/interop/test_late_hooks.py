@@ -68,11 +68,9 @@ def test_what_they_see_is_what_the_module_would_show(units):
 STACKS = {
     "remat": ({"data": 2}, lambda f, mesh: ff.shard(ff.remat(f), mesh, "data")),
     "zero=3": ({"data": 2}, lambda f, mesh: ff.shard(f, mesh, "data")),
-    "every stage sees what it needs": (
-        {"pipe": 3},
-        lambda f, mesh: ff.pipeline(f, mesh, "pipe", n_microbatches=2),
-    ),
-}
+    "every stage sees what it needs": ({"pipe": 3}, lambda f, mesh: ff.pipeline(f, mesh,
+        "pipe", n_microbatches=2)),
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("stack", STACKS)

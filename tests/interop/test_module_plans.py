@@ -60,26 +60,22 @@ def qwen3(**options):
 
 MODELS = {
     "llama": (llama, {}, PLAN),
+    "auto": (llama, {}, "auto"),
+    "qwen3 auto": (qwen3, {}, "auto"),
+    "mixtral auto": (mixtral, {"num_local_experts": 4,
+        "experts_implementation": "batched_mm"}, "auto"),
     "biases": (llama, {"attention_bias": True, "mlp_bias": True}, PLAN),
     "tied": (llama, {"tie_word_embeddings": True}, PLAN),
     "eager": (llama, {"attn_implementation": "eager"}, PLAN),
     "qwen3": (qwen3, {}, PLAN | {"model.layers.*.self_attn.[qk]_norm": "whole"}),
-    "mixtral": (
-        mixtral,
-        {"num_local_experts": 4, "experts_implementation": "batched_mm"},
-        ATTENTION | EXPERTS,
-    ),
-    "mixtral over both": (
-        mixtral,
-        {"num_local_experts": 4, "experts_implementation": "batched_mm"},
-        ATTENTION | dict.fromkeys(EXPERTS, ("expert", "data")),
-    ),
-    "sequence": (
-        llama,
-        {"attention_bias": True},
-        PLAN | {"model.layers.*": "sequence"},
-    ),
-}
+    "mixtral": (mixtral, {"num_local_experts": 4,
+        "experts_implementation": "batched_mm"}, ATTENTION | EXPERTS),
+    "mixtral over both": (mixtral, {"num_local_experts": 4,
+        "experts_implementation": "batched_mm"}, ATTENTION | dict.fromkeys(EXPERTS,
+        ("expert", "data"))),
+    "sequence": (llama, {"attention_bias": True},
+        PLAN | {"model.layers.*": "sequence"}),
+}  # fmt: skip
 
 
 def made(name="llama", units="model.layers.*", **plan):
@@ -88,7 +84,7 @@ def made(name="llama", units="model.layers.*", **plan):
     module = hugging_face(make, vocab_size=WORDS, num_hidden_layers=LAYERS, **options)
     for p in module.parameters():  # biases and norms too
         p.data += 0.1 * torch.randn_like(p)
-    plan = whole | plan
+    plan = whole if whole == "auto" else whole | plan
     apply, params, buffers = ff.from_module(module, units, plan=plan, axis="model")
 
     def loss(params, batch):
@@ -130,15 +126,11 @@ TRANSFORMS = {
     "no shard": (lambda step, mesh: step, {"model": 2}),
     "zero=0": (lambda step, mesh: ff.shard(step, mesh, "data", zero=0), None),
     "zero=3": (lambda step, mesh: ff.shard(step, mesh, "data", zero=3), None),
-    "zero=3 remat": (
-        lambda step, mesh: ff.shard(ff.remat(step), mesh, "data", zero=3),
-        None,
-    ),
-    "pipeline": (
-        lambda step, mesh: ff.pipeline(step, mesh, "pipe", n_microbatches=2),
-        {"pipe": 2, "model": 2},
-    ),
-}
+    "zero=3 remat": (lambda step, mesh: ff.shard(ff.remat(step), mesh, "data", zero=3),
+        None),
+    "pipeline": (lambda step, mesh: ff.pipeline(step, mesh, "pipe", n_microbatches=2),
+        {"pipe": 2, "model": 2}),
+}  # fmt: skip
 CASES = [("llama", how) for how in TRANSFORMS]
 CASES += [(name, "zero=3") for name in MODELS if name != "llama"]
 CASES += [("qwen3", "no shard"), ("mixtral", "pipeline"), ("sequence", "pipeline")]
@@ -372,6 +364,60 @@ def test_what_a_part_cannot_know_is_refused(do, dim):
         on_parts(do, dim)
 
 
+SIZES = {
+    "num_hidden_layers": LAYERS, "num_attention_heads": 4, "num_key_value_heads": 2,
+    "hidden_size": WIDTH, "intermediate_size": 32, "vocab_size": WORDS,
+    "max_position_embeddings": 32, "pad_token_id": 0,
+}  # fmt: skip
+ROUTED = {"moe_intermediate_size": 8, "num_experts_per_tok": 2}
+LATENT = {
+    "q_lora_rank": 8, "kv_lora_rank": 8, "qk_rope_head_dim": 4, "qk_nope_head_dim": 4,
+    "v_head_dim": 4, "num_key_value_heads": 4, "first_k_dense_replace": 1,
+}  # fmt: skip
+FAMILIES = {
+    "Cohere2": {},
+    "DeepseekV3": ROUTED | LATENT | {"n_routed_experts": 4, "n_group": 1},
+    "GPTNeoX": {"hidden_dropout": 0.0},  # queries, keys and values of a head in one
+    "Glm4": {"head_dim": 4},
+    "Olmo2": {},  # a norm over all heads
+    "Phi": {},
+    "Phi3": {},  # a gate beside values
+    "Qwen3Moe": ROUTED | {"head_dim": 4, "num_experts": 4},
+    "Starcoder2": {},
+}
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_models_of_transformers_split_by_their_own_plan(family):
+    import transformers
+
+    options = {"attention_dropout": 0.0, "topk_group": 1}
+    config = getattr(transformers, f"{family}Config")
+    settings = config(**SIZES | options | FAMILIES[family])
+    module = hugging_face(
+        lambda: getattr(transformers, f"{family}ForCausalLM")(settings).double()
+    )
+    if "Moe" in family or "Deepseek" in family:
+        module.set_experts_implementation("batched_mm")
+    apply, params, buffers = ff.from_module(
+        module, f"{module.base_model_prefix}.layers.*", plan="auto", axis="model"
+    )
+    step = ff.value_and_grad(
+        lambda p, batch: language_loss(apply(p, buffers, **batch).logits, batch)
+    )
+    batch = text(4)
+    expected = step(params, batch)
+
+    def main():
+        return ff.unshard(
+            step(ff.place(step, params, batch, layouts=apply.layouts), batch)
+        )
+
+    assert apply.layouts
+    for found in ff.spmd(main, simulated(model=2))():
+        close(found, expected, 1e-6)  # norms of some are in fp32
+
+
 def test_stock_derivatives_are_those_of_one_device():
     apply, params, loss, batch = made("qwen3")
     expected = torch.func.grad(loss)(params, batch)
@@ -409,25 +455,12 @@ def test_parameters_that_come_whole_run_as_the_module_itself():
 # What is refused
 
 
-class Counting(nn.Module):
-    """Attention that views by how many heads there are."""
-
-    def __init__(self):
-        super().__init__()
-        self.num_heads, self.head_dim = 2, 4
-        self.q, self.out = nn.Linear(4, 8), nn.Linear(8, 4)
-
-    def forward(self, x):
-        y = self.q(x).view(*x.shape[:-1], self.num_heads, self.head_dim)
-        return self.out(y.flatten(-2))
-
-
 class Between(nn.Module):
     """Two layers, and what may happen to what is between them."""
 
     def __init__(self, what):
         super().__init__()
-        self.what, self.head_dim = what, 4
+        self.what = what
         self.norm = nn.LayerNorm(4)
         self.up, self.down = nn.Linear(4, 8), nn.Linear(8, 4)
         self.gain = Gain()
@@ -435,9 +468,7 @@ class Between(nn.Module):
     def forward(self, x):
         h = self.up(self.norm(x) if self.what == "norm" else x)
         h = self.gain(h) if self.what == "gain" else h
-        h = nn.functional.dropout(h) if self.what == "dropout" else h
-        h = h * x.sum() if self.what == "input" else h
-        y = self.down(h[..., :3] if self.what == "slice" else h)
+        y = self.down(h)
         return y + h.mean() if self.what == "output" else y
 
 
@@ -448,16 +479,6 @@ class Gain(nn.Module):
 
     def forward(self, x):
         return x * self.weight
-
-
-class Fused(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.gate_up, self.down = nn.Linear(4, 16), nn.Linear(8, 4)
-
-    def forward(self, x):
-        gate, up = self.gate_up(x).chunk(2, -1)
-        return self.down(torch.sigmoid(gate) * up)
 
 
 class Experts(nn.Module):
@@ -520,6 +541,11 @@ def taking(module, plan, units="", axis="model"):
     return lambda: ff.from_module(module, units, plan=plan, axis=axis)
 
 
+def with_plan(module, **plan):
+    module._tp_plan = plan
+    return module
+
+
 def running(
     module, plan=PAIR, units="", layouts=None, over=None, x=X, grads=True, **axes
 ):
@@ -544,249 +570,105 @@ def running(
     return call
 
 
-@refusals(
-    {
-        "no module": (
-            taking(Stack(), {"blocks.*.upp": "column"}),
-            ValueError,
-            "no module matches 'blocks.\\*.upp'; there are 'blocks.2.up'",
-        ),
-        "two patterns": (
-            taking(Stack(), {"blocks.*.up": "column", "**.up": "row"}),
-            ValueError,
-            "'blocks.\\*.up' and '\\*\\*.up' both match 'blocks.0.up': let one",
-        ),
-        "a norm": (
-            taking(Block(), {"norm": "column"}),
-            TypeError,
-            "'norm' is a torch.nn.modules.normalization.LayerNorm, and 'column' splits "
-            "torch.nn's own Linear. Where its forward calls ff.nn.column_linear",
-        ),
-        "an embedding by rows": (
-            taking(Stack(), {"embed": "row"}),
-            TypeError,
-            "'embed' is a .*Embedding, and 'row' splits torch.nn's own Linear",
-        ),
-        "a word": (
-            taking(Block(), {"up": "colwise"}),
-            ValueError,
-            "'up' is given 'colwise'; a layer is column, column_gathered, expert, row, "
-            "sequence, vocab or whole",
-        ),
-        "an axis of its own": (
-            taking(Block(), PAIR | {"down": ("row", "data")}),
-            ValueError,
-            "'down' is split over 'data' and other layers over 'model': .* \"expert\"",
-        ),
-        "other experts": (
-            taking(Block(), {"up": "expert"}),
-            TypeError,
-            "'up' is \"expert\", and its forward takes input: it must take "
-            "hidden_states, top_k_index, top_k_weights, .* ff.nn.expert_layer",
-        ),
-        "experts of no number": (
-            taking(Experts(up=(2, 4), down=(3, 4)), {"": "expert"}),
-            TypeError,
-            "one of each parameter along dim 0; it has up \\(2, 4\\), down \\(3, 4\\)",
-        ),
-        "experts and more": (
-            taking(nn.Sequential(Experts(True, up=(2, 4))), {"0": "expert"}),
-            TypeError,
-            "holds 'scale', of which a rank's experts would not take their own part",
-        ),
-        "no axis": (
-            taking(Block(), PAIR, axis=None),
-            TypeError,
-            'give both, as in plan={"\\*\\*.q_proj": "column"}, axis="model"',
-        ),
-        "no plan": (taking(Block(), None), TypeError, "give both"),
-        "a frozen layer": (
-            taking(Block().requires_grad_(False), PAIR),
-            TypeError,
-            "'up.weight' does not require grad, .* ff.masked",
-        ),
-        "a sparse embedding": (
-            taking(nn.Embedding(4, 2, sparse=True), {"": "vocab"}),
-            TypeError,
-            "an Embedding with sparse",
-        ),
-        "a computed weight": (
-            taking(
-                nn.Sequential(nn.utils.spectral_norm(nn.Linear(4, 4))), {"0": "row"}
-            ),
-            TypeError,
-            "the weight of '0' is computed by a hook",
-        ),
-        "a tie": (
-            taking(Stack(), {"embed": "vocab"}),
-            ValueError,
-            "'embed' and 'head' must be split alike: .* \"column_gathered\"",
-        ),
-        "no row": (
-            taking(Block(), {"up": "column"}),
-            ValueError,
-            "no \"row\" layer in its unit '' takes them",
-        ),
-        "other units": (
-            taking(Block(), PAIR, units=()),
-            ValueError,
-            "no \"row\" layer in its unit 'up' takes them: plan one, with units= that",
-        ),
-        "several layers in one": (
-            taking(Fused(), {"gate_up": "column", "down": "row"}),
-            ValueError,
-            "gives 16 features, of which the \"row\" layer 'down' takes 8: .* Make a "
-            "Linear of each",
-        ),
-        "a number of heads": (
-            taking(Counting(), {"q": "column", "out": "row"}),
-            ValueError,
-            "Counting.forward, of the module, reads num_heads.* x.view\\(\\*shape, -1",
-        ),
-        "whole alone": (
-            taking(Block(), {"norm": "whole"}),
-            ValueError,
-            'has no "column" layer: leave it out',
-        ),
-        "whole of nothing": (
-            taking(Block(), {**PAIR, "drop": "whole"}),
-            ValueError,
-            "'drop' is \"whole\", and has no parameter of its own",
-        ),
-        "a sequence without units": (
-            taking(Parts(), {"blocks.*.pair": "sequence"}, units="blocks.*"),
-            ValueError,
-            "'blocks.0.pair' is \"sequence\", .*, and is none of them: give units= so",
-        ),
-        "a sequence with units": (
-            taking(Parts(), PARTS, units=["blocks.*", "**.pair"]),
-            ValueError,
-            "and has the unit 'blocks.0.pair' in it: give units= so",
-        ),
-        "what may mix positions": (
-            taking(Parts("mixer"), PARTS, units="blocks.*"),
-            ValueError,
-            "'blocks.0.mix' is in 'blocks.0', a \"sequence\", .* split it as",
-        ),
-        "what is of all positions": (
-            taking(Parts("statistics"), PARTS, units="blocks.*"),
-            ValueError,
-            "'blocks.0.norm', a BatchNorm1d, is of all positions: leave the sequence",
-        ),
-        "layers in the sequence itself": (
-            taking(
-                Stack(),
-                {"blocks.*": "sequence", "**.up": "column", "**.down": "row"},
-                units="blocks.*",
-            ),
-            ValueError,
-            "'blocks.0.up' .* stand in 'blocks.0' itself, .* into a module of their",
-        ),
-        "a sequence of nothing": (
-            taking(nn.Sequential(nn.LayerNorm(4)), {"0": "sequence"}, units="0"),
-            ValueError,
-            '\'0\' is "sequence", .* has no "column" layer|no "column" and',
-        ),
-        "a shared norm": (
-            taking(Parts("shared"), PARTS, units="blocks.*"),
-            ValueError,
-            "'blocks.1' is \"sequence\", and shares its 'pair.norm' with another",
-        ),
-        "positions": (
-            running(Parts(), PARTS, "blocks.*", x=LONG[:, :3]),
-            ValueError,
-            'of 3 positions is not split over axis "model" of size 2, .* pad it to 4',
-        ),
-        "one position": (
-            running(Parts(), PARTS, "blocks.*", x=LONG[:, :2]),
-            ValueError,
-            "which needs a multiple of 2 from 4: pad it to 4",
-        ),
-        "a sequence by keyword": (
-            running(Parts("keyword"), PARTS, "blocks.*", x=LONG),
-            TypeError,
-            "as its first argument, not by keyword; got None",
-        ),
-        "between sequences": (
-            running(Parts("glue"), PARTS, "blocks.*", x=LONG),
-            RuntimeError,
-            'cumsum of SplitTensor\\(\\(2, 4, 4\\) over "model", dim -2\\).* unit',
-        ),
-        "two sequences": (
-            running(Parts("two"), PARTS, "blocks.*", x=LONG),
-            TypeError,
-            "returns .*(2, 2, 4).* is to return one tensor, of 2 positions a rank",
-        ),
-        "rows alone": (
-            running(Parts("flat"), PARTS, "blocks.*", x=LONG),
-            RuntimeError,
-            "is given \\(4, 4\\), which is neither the sequence, of 2 positions",
-        ),
-        "features": (
-            running(Block(), model=3),
-            ValueError,
-            "'up.weight' .* size 3: 8 is not a multiple of it; make it 6 or 9",
-        ),
-        "heads": (
-            running(Between(""), model=4),
-            ValueError,
-            "'up.weight' has 2 heads of 4 features, which axis \"model\" of size 4 "
-            "does not divide: give it a size of 1, 2; or",
-        ),
-        "other layouts": (
-            running(Between(""), layouts={"up.*": ff.Split(0, "model")}),
-            ValueError,
-            "'down.weight' lies whole, and is to lie split over \"model\" along dim 1: "
-            "place all parameters with layouts=apply.layouts",
-        ),
-        "an axis of shard": (
-            running(Between(""), over="data", data=2),
-            ValueError,
-            'split over "data", over which shard averages',
-        ),
-        "a whole parameter between": (
-            running(Between("gain")),
-            RuntimeError,
-            "'gain.weight', which is whole, meets the split features that "
-            "'down.weight' takes, .* add 'gain': \"whole\" to the plan",
-        ),
-        "an input between": (
-            running(
-                nn.Sequential(nn.Linear(4, 4), Between("input")),
-                {"1.up": "column", "1.down": "row"},
-                units="1",
-            ),
-            RuntimeError,
-            "what the unit is given meets the split features that '1.down.weight' takes"
-            " without having passed a column layer",
-        ),
-        "whole elsewhere": (
-            running(Between("norm"), {**PAIR, "norm": "whole"}),
-            RuntimeError,
-            "'norm.(weight|bias)' is \"whole\", .* take nothing of it: leave it out",
-        ),
-        "random numbers": (
-            running(Between("dropout")),
-            RuntimeError,
-            "random numbers are drawn for the split features that 'down.weight' takes",
-        ),
-        "an output between": (
-            running(Between("output")),
-            RuntimeError,
-            "a unit returns what is made of split features, .* output_attentions=False",
-        ),
-        "an output between, without gradients": (
-            running(Between("output"), grads=False),
-            RuntimeError,
-            "a unit returns what is made of split features",
-        ),
-        "too few features": (
-            running(Between("slice")),
-            ValueError,
-            "'down.weight' is given 3 features, and a rank has 4: the layer before it",
-        ),
-    }
-)
+@refusals({
+    "no module": (taking(Stack(), {"blocks.*.upp": "column"}), ValueError,
+        "no module matches 'blocks.\\*.upp'; there are 'blocks.2.up'"),
+    "two patterns": (taking(Stack(), {"blocks.*.up": "column", "**.up": "row"}),
+        ValueError,
+        "'blocks.\\*.up' and '\\*\\*.up' both match 'blocks.0.up': let one"),
+    "a norm": (taking(Block(), {"norm": "column"}), TypeError,
+        "'norm' is a torch.nn.modules.normalization.LayerNorm, and 'column' splits "
+        "torch.nn's own Linear. Where its forward calls ff.nn.column_linear"),
+    "an embedding by rows": (taking(Stack(), {"embed": "row"}), TypeError,
+        "'embed' is a .*Embedding, and 'row' splits torch.nn's own Linear"),
+    "a word": (taking(Block(), {"up": "colwise"}), ValueError,
+        "'up' is given 'colwise'; a layer is column, column_gathered, expert, row, "
+        "sequence, vocab or whole"),
+    "an axis of its own": (taking(Block(), PAIR | {"down": ("row", "data")}),
+        ValueError,
+        "'down' is split over 'data' and other layers over 'model': .* \"expert\""),
+    "other experts": (taking(Block(), {"up": "expert"}), TypeError,
+        "'up' is \"expert\", and its forward takes input: it must take "
+        "hidden_states, top_k_index, top_k_weights, .* ff.nn.expert_layer"),
+    "experts of no number": (taking(Experts(up=(2, 4), down=(3, 4)), {"": "expert"}),
+        TypeError,
+        "one of each parameter along dim 0; it has up \\(2, 4\\), down \\(3, 4\\)"),
+    "experts and more": (taking(nn.Sequential(Experts(True, up=(2, 4))),
+        {"0": "expert"}), TypeError,
+        "holds 'scale', of which a rank's experts would not take their own part"),
+    "no axis": (taking(Block(), PAIR, axis=None), TypeError,
+        'give both, as in plan={"\\*\\*.q_proj": "column"}, axis="model"'),
+    "no plan": (taking(Block(), None), TypeError, "give both"),
+    "no plan of its own": (taking(Block(), "auto"), ValueError,
+        "Block has no plan of its own, .* write one"),
+    "another word": (taking(with_plan(Block(), up="mla_kv_a_proj"), "auto"), ValueError,
+        "the plan of Block has 'up' as 'mla_kv_a_proj', .* no counterpart"),
+    "a frozen layer": (taking(Block().requires_grad_(False), PAIR), TypeError,
+        "'up.weight' does not require grad, .* ff.masked"),
+    "a sparse embedding": (taking(nn.Embedding(4, 2, sparse=True), {"": "vocab"}),
+        TypeError, "an Embedding with sparse"),
+    "a computed weight": (taking(nn.Sequential(nn.utils.spectral_norm(nn.Linear(4, 4))),
+        {"0": "row"}), TypeError, "the weight of '0' is computed by a hook"),
+    "a tie": (taking(Stack(), {"embed": "vocab"}), ValueError,
+        "'embed' and 'head' must be split alike: .* \"column_gathered\""),
+    "no row": (taking(Block(), {"up": "column"}), ValueError,
+        "no \"row\" layer in its unit '' takes them"),
+    "other units": (taking(Block(), PAIR, units=()), ValueError,
+        "no \"row\" layer in its unit 'up' takes them: plan one, with units= that"),
+    "whole alone": (taking(Block(), {"norm": "whole"}), ValueError,
+        'no module around it has a "column" layer: leave it out'),
+    "whole of nothing": (taking(Block(), {**PAIR, "drop": "whole"}), ValueError,
+        "'drop' is \"whole\", and has no parameter of its own"),
+    "a sequence without units": (taking(Parts(), {"blocks.*.pair": "sequence"},
+        units="blocks.*"), ValueError,
+        "'blocks.0.pair' is \"sequence\", .*, and is none of them: give units= so"),
+    "a sequence with units": (taking(Parts(), PARTS, units=["blocks.*", "**.pair"]),
+        ValueError, "and has the unit 'blocks.0.pair' in it: give units= so"),
+    "what may mix positions": (taking(Parts("mixer"), PARTS, units="blocks.*"),
+        ValueError, "'blocks.0.mix' is in 'blocks.0', a \"sequence\", .* split it as"),
+    "what is of all positions": (taking(Parts("statistics"), PARTS, units="blocks.*"),
+        ValueError,
+        "'blocks.0' is .* has 'blocks.0.norm' in it, a BatchNorm1d, .* leave the"),
+    "layers in the sequence itself": (taking(Stack(), {"blocks.*": "sequence",
+        "**.up": "column", "**.down": "row"}, units="blocks.*"), ValueError,
+        "'blocks.0.up' .* stand in 'blocks.0' itself, .* into a module of their"),
+    "a sequence of nothing": (taking(nn.Sequential(nn.LayerNorm(4)), {"0": "sequence"},
+        units="0"), ValueError,
+        '\'0\' is "sequence", .* has no "column" layer|no "column" and'),
+    "a shared norm": (taking(Parts("shared"), PARTS, units="blocks.*"), ValueError,
+        "'blocks.1' is \"sequence\", and shares 'blocks.0.pair.norm' with another"),
+    "positions": (running(Parts(), PARTS, "blocks.*", x=LONG[:, :3]), ValueError,
+        'of 3 positions is not split over axis "model" of size 2, .* pad it to 4'),
+    "one position": (running(Parts(), PARTS, "blocks.*", x=LONG[:, :2]), ValueError,
+        "which needs a multiple of 2 from 4: pad it to 4"),
+    "a sequence by keyword": (running(Parts("keyword"), PARTS, "blocks.*", x=LONG),
+        TypeError, "as its first argument, not by keyword; got None"),
+    "between sequences": (running(Parts("glue"), PARTS, "blocks.*", x=LONG),
+        RuntimeError,
+        'cumsum of SplitTensor\\(\\(2, 4, 4\\) over "model", dim -2\\).* unit'),
+    "two sequences": (running(Parts("two"), PARTS, "blocks.*", x=LONG), TypeError,
+        "returns .*(2, 2, 4).* is to return one tensor, of 2 positions a rank"),
+    "rows alone": (running(Parts("flat"), PARTS, "blocks.*", x=LONG), RuntimeError,
+        "is given \\(4, 4\\), which is neither the sequence, of 2 positions"),
+    "features": (running(Block(), model=3), ValueError,
+        "'up.weight' .* size 3: 8 is not a multiple of it; make it 6 or 9"),
+    "other layouts": (running(Between(""), layouts={"up.*": ff.Split(0, "model")}),
+        ValueError,
+        "'down.weight' lies whole, and is to lie split over \"model\" along dim 1: "
+        "place all parameters with layouts=apply.layouts"),
+    "an axis of shard": (running(Between(""), over="data", data=2), ValueError,
+        'split over "data", over which shard averages'),
+    "a whole parameter between": (running(Between("gain")), RuntimeError,
+        "'gain.weight', which is whole, meets split features, .* add 'gain': "
+        '"whole" to the plan'),
+    "whole elsewhere": (running(Between("norm"), {**PAIR, "norm": "whole"}),
+        RuntimeError,
+        "'norm.(weight|bias)' is \"whole\", .* and meets others: leave it out"),
+    "an output between": (running(Between("output")), RuntimeError,
+        "mean of split features"),
+    "too few features": (running(Between("norm"), {"down": "row"}), ValueError,
+        "'down.weight' is given 8 features, and a rank has 4: the layer before it"),
+})  # fmt: skip
 def test_bad_plans_are_refused(call, error, way_out):
     refused(call, error, way_out)
 

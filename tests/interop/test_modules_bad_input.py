@@ -43,11 +43,6 @@ def parameter(module):
     module.layer.weight = nn.Parameter(torch.zeros(4, 4))
 
 
-def in_place(module):
-    with torch.no_grad():
-        module.layer.weight.mul_(2)
-
-
 def register(module):
     module.register_buffer("late", torch.ones(()))
 
@@ -73,13 +68,6 @@ def test_a_forward_that_changes_what_it_does_not_return(write, says, units):
     assert module[0].constant == 1
 
 
-def test_a_parameter_changed_in_place():
-    apply, params, buffers = ff.from_module(Writing(in_place), units="")
-    params = {name: x.clone() for name, x in params.items()}
-    with pytest.raises(RuntimeError, match="changes the parameter 'layer.weight'"):
-        apply(params, buffers, X)
-
-
 class Listed(nn.Module):
     def __init__(self):
         super().__init__()
@@ -100,17 +88,17 @@ def test_names_and_shapes_are_checked():
     apply, params, buffers = ff.from_module(Stack())
     tokens = torch.zeros(1, 1, dtype=torch.long)
     less = {k: v for k, v in params.items() if k != "blocks.0.up.bias"}
-    with pytest.raises(ValueError, match=r"'blocks.0.up.bias' is missing \('blocks.0"):
+    with pytest.raises(ValueError, match="no tensor 'blocks.0.up.bias' .near: 'blo"):
         apply(less | {"blocks.0.up.bios": X}, buffers, tokens)
-    with pytest.raises(ValueError, match="no 'head.weight'"):
+    with pytest.raises(ValueError, match="module has not, 'head.weight'"):
         apply(params | {"head.weight": X}, buffers, tokens)
     with pytest.raises(ValueError, match=r"'embed.weight' has shape \(3, 4\), and \(5"):
         apply(params | {"embed.weight": X}, buffers, tokens)
     with pytest.raises(TypeError, match="dict of tensors by name"):
         apply(list(params.values()), buffers, tokens)
-    with pytest.raises(ValueError, match="buffers: the module has no 'a'"):
+    with pytest.raises(ValueError, match="buffers has, and the module has not, 'a'"):
         ff.to_module(Stack(), params, {"a": X})
-    with pytest.raises(ValueError, match="'embed.weight' is missing"):
+    with pytest.raises(ValueError, match="no tensor 'embed.weight'"):
         ff.to_module(Stack(), {})
 
 

@@ -91,14 +91,14 @@ def test_attention_is_not_cut_by_size():
 @pytest.mark.parametrize(
     ("spec", "says"),
     [
-        ("block.*", "'block.*' matches no module; there are 'blocks"),
+        ("block.*", "'block.*' matches nothing; there are 'blocks"),
         ("blocks.0.upp", "'blocks.0.up'"),
-        (re.compile("blocks.9"), "matches no module"),
-        (nn.Conv2d, "no module is a Conv2d; there are Block, Dropout, Embedding"),
-        (ff.by_size(10_000), "matches nothing; the module has 272 parameters"),
-        (lambda name, m: False, "the predicate matches no module"),
+        (re.compile("blocks.9"), "'blocks.9' matches nothing; there are 'blocks.2'"),
+        (nn.Conv2d, "Conv2d matches nothing; there are Block, Dropout, Embedding"),
+        (ff.by_size(10_000), "matches nothing; .* in a module of 272 parameters"),
+        (lambda name, m: False, "<lambda> matches nothing"),
         ("blocks", "'blocks', a ModuleList, which is never called.*\"blocks.*\""),
-        ([Block, "nowhere"], "'nowhere' matches no module"),
+        ([Block, "nowhere"], "'nowhere' matches nothing"),
     ],
 )
 def test_units_that_match_nothing_are_told(spec, says):

@@ -38,7 +38,7 @@ CASES = {
     "split sequences": (0, 2, True),
     "1 x 2": (1, 2, True),
     "2 x 1": (2, 1, False),
-}
+}  # fmt: skip
 
 
 def batches():

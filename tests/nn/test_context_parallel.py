@@ -390,10 +390,9 @@ STACKS = {
     "shard": lambda f, mesh: ff.shard(f, mesh, ("data", "context")),
     "shard(remat)": lambda f, mesh: ff.shard(ff.remat(f), mesh, ("data", "context")),
     "remat(shard)": lambda f, mesh: ff.remat(ff.shard(f, mesh, ("data", "context"))),
-    "accumulate": lambda f, mesh: ff.shard(
-        ff.accumulate(f, 2), mesh, ("data", "context"), zero=2
-    ),
-}
+    "accumulate": lambda f, mesh: ff.shard(ff.accumulate(f, 2), mesh, ("data",
+        "context"), zero=2),
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("stack", STACKS)
@@ -520,89 +519,47 @@ def ulysses(q, k, v, size=2, **how):
 
 X = zeros(2, 4)
 BAD = {
-    "odd": (
-        ring(*[zeros(2, 3)] * 3, causal=True, order="zigzag"),
-        ValueError,
-        "3 positions a rank.*multiple of 4, such as 4 or 8, not 6",
-    ),
-    "odd, all to all": (
-        ulysses(*[zeros(2, 1)] * 3, causal=True, order="zigzag"),
-        ValueError,
-        "all_to_all_attention: 1 positions.*such as 4, not 2",
-    ),
+    "odd": (ring(*[zeros(2, 3)] * 3, causal=True, order="zigzag"), ValueError,
+        "3 positions a rank.*multiple of 4, such as 4 or 8, not 6"),
+    "odd, all to all": (ulysses(*[zeros(2, 1)] * 3, causal=True, order="zigzag"),
+        ValueError, "all_to_all_attention: 1 positions.*such as 4, not 2"),
     "order": (ring(X, X, X, order="striped"), ValueError, "'zigzag' or 'contiguous'"),
-    "no order": (
-        ring(X, X, X, causal=True),
-        TypeError,
+    "no order": (ring(X, X, X, causal=True), TypeError,
         "ring_attention: causal=True over 'context' needs order=.*ff.nn.zigzag.*"
-        '"contiguous"',
-    ),
-    "no order, all to all": (
-        ulysses(X, X, X, causal=True, size=1),
-        TypeError,
-        "all_to_all_attention: causal=True over 'context' needs order=",
-    ),
-    "a scale to learn": (
-        ring(X, X, X, scale=torch.ones(())),
-        TypeError,
-        "scale is a tensor, .* multiply q by it",
-    ),
-    "heads": (
-        ring(zeros(6, 4), zeros(4, 4), zeros(4, 4)),
-        ValueError,
-        "6 query heads do not share 4 key heads.*work: 1, 2, 3, 6",
-    ),
-    "heads, all to all": (
-        ulysses(*[zeros(6, 4)] * 3, size=4),
-        ValueError,
+        '"contiguous"'),
+    "no order, all to all": (ulysses(X, X, X, causal=True, size=1), TypeError,
+        "all_to_all_attention: causal=True over 'context' needs order="),
+    "a scale to learn": (ring(X, X, X, scale=torch.ones(())), TypeError,
+        "scale is a tensor, .* multiply q by it"),
+    "heads": (ring(zeros(6, 4), zeros(4, 4), zeros(4, 4)), ValueError,
+        "6 query heads do not share 4 key heads.*work: 1, 2, 3, 6"),
+    "heads, all to all": (ulysses(*[zeros(6, 4)] * 3, size=4), ValueError,
         '6 query heads and 6 key heads are not cut into 4 by "context". Axis sizes '
-        "that work: 1, 2, 3, 6; or 4 or 8 key heads.*ring_attention",
-    ),
-    "key heads, all to all": (
-        ulysses(zeros(8, 4), zeros(2, 4), zeros(2, 4), size=4),
-        ValueError,
-        "work: 1, 2; or 4 key heads",
-    ),
+        "that work: 1, 2, 3, 6; or 4 or 8 key heads.*ring_attention"),
+    "key heads, all to all": (ulysses(zeros(8, 4), zeros(2, 4), zeros(2, 4), size=4),
+        ValueError, "work: 1, 2; or 4 key heads"),
     "dims": (ring(X[0], X, X), ValueError, r"batch, heads, n, head_dim.*q \(2, 4, 4\)"),
     "k and v": (ring(X, X, zeros(2, 5)), ValueError, "k and v differ in"),
     "batch": (ring(zeros(2, 4, batch=2), X, X), ValueError, "q and k differ in batch"),
     "head_dim": (ring(zeros(2, 4, 3), X, X), ValueError, "differ in head_dim"),
     "no keys": (ring(X, zeros(2, 0), zeros(2, 0)), ValueError, "no keys"),
-    "causal lengths": (
-        ring(zeros(2, 2), X, X, causal=True, order="zigzag"),
-        ValueError,
-        "as many queries as keys",
-    ),
-    "dtypes": (
-        ring(X, X, X.double()),
-        TypeError,
-        "one floating dtype.*v torch.float64",
-    ),
+    "causal lengths": (ring(zeros(2, 2), X, X, causal=True, order="zigzag"), ValueError,
+        "as many queries as keys"),
+    "dtypes": (ring(X, X, X.double()), TypeError,
+        "one floating dtype.*v torch.float64"),
     "integers": (ring(X.long(), X.long(), X.long()), TypeError, "q torch.int64"),
-    "axis": (
-        refusing(lambda: ring_attention(X, X, X, "contxt")),
-        ValueError,
-        'unknown axis "contxt"',
-    ),
-    "no mesh": (
-        lambda: ring_attention(X, X, X, "context"),
-        ff.comm.mesh.NoMesh,
-        "no mesh in sight",
-    ),
-    "a sequence": (
-        lambda: zigzag(torch.zeros(10), 2, 0),
-        ValueError,
-        "10 is not cut into the 4 half-blocks of an axis of size 2.*such as 8 or 12",
-    ),
-    "a short sequence": (
-        lambda: unzigzag(torch.zeros(1, 3), 2, 1),
-        ValueError,
-        "such as 4$",
-    ),
+    "axis": (refusing(lambda: ring_attention(X, X, X, "contxt")), ValueError,
+        'unknown axis "contxt"'),
+    "no mesh": (lambda: ring_attention(X, X, X, "context"), ff.comm.mesh.NoMesh,
+        "no mesh in sight"),
+    "a sequence": (lambda: zigzag(torch.zeros(10), 2, 0), ValueError,
+        "10 is not cut into the 4 half-blocks of an axis of size 2.*such as 8 or 12"),
+    "a short sequence": (lambda: unzigzag(torch.zeros(1, 3), 2, 1), ValueError,
+        "such as 4$"),
     "a dim": (lambda: zigzag(torch.zeros(4), 2, 1), ValueError, r"dim=1.*\(4,\)"),
     "a size": (lambda: zigzag(torch.zeros(4), 0, 0), ValueError, "axis_size=0"),
     "an index": (lambda: zigzag_positions(4, 2, 2), ValueError, "index=2 is off"),
-}
+}  # fmt: skip
 
 
 @refusals(BAD)

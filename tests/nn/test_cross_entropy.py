@@ -543,68 +543,41 @@ VOCAB = lambda *args, **how: lambda: vocab_cross_entropy(*args, **how)  # noqa: 
 LINEAR = lambda *args, **how: lambda: linear_cross_entropy(*args, **how)  # noqa: E731
 
 
-@refusals(
-    {
-        "past the end": (VOCAB(X, bad(3)), IndexError, "target 3 .* of 3: .* 0 to 2"),
-        "below 0": (VOCAB(X, bad(-1)), IndexError, "target -1 .* ignore_index=-100"),
-        "of a tile": (LINEAR(X, W, bad(6)), IndexError, "target 6 .* 0 to 5"),
-        "past all ranks": (
-            on_ranks(vocab_cross_entropy, X, bad(6), "model"),
-            IndexError,
-            "target 6 is outside the vocabulary of 6",
-        ),
-        "of all ranks' tiles": (
-            on_ranks(linear_cross_entropy, X, W, bad(12), axis="model"),
-            IndexError,
-            "target 12 is outside the vocabulary of 12",
-        ),
-        "under vmap": (
-            lambda: torch.vmap(vocab_cross_entropy, (None, 0))(X, bad(9)[None]),
-            IndexError,
-            "target 9",
-        ),
-        "probabilities": (VOCAB(X, X), TypeError, "targets are integers"),
-        "truth values": (VOCAB(X, Y > 0), TypeError, "targets are integers"),
-        "integers": (VOCAB(Y[None], Y[:1]), TypeError, "floating logits"),
-        "too few targets": (VOCAB(X, Y[:2]), ValueError, r"\(2,\) for .* \(4,\)"),
-        "no class": (VOCAB(X[:, :0], Y), ValueError, "one at least"),
-        "smoothing": (VOCAB(X, Y, label_smoothing=2), ValueError, r"\[0, 1\]"),
-        "z-loss": (VOCAB(X, Y, z_loss=-1.0), ValueError, "0 or more"),
-        "reduction": (VOCAB(X, Y, reduction="avg"), ValueError, "'mean', 'sum' or"),
-        "features": (LINEAR(X, W[:, 1:], Y), ValueError, r"\(4, 3\) .* \(6, 2\)"),
-        "two dtypes": (LINEAR(X.float(), W, Y), TypeError, "x.to"),
-        "tile": (LINEAR(X, W, Y, tile=0), ValueError, "1 or more"),
-        "margin": (LINEAR(X, W, Y, margin=0.3), ValueError, "scale="),
-        "sequence_dim": (
-            on_ranks(linear_cross_entropy, X, W, Y, axis="model", sequence_dim=1),
-            ValueError,
-            "before the last",
-        ),
-        "another dim": (
-            of_leaf((6, 6), ff.Split(1, "model", 2)),
-            ValueError,
-            "head .* along dim 0, over one axis",
-        ),
-        "another axis": (
-            of_leaf((6, 3), ff.Split(0, "model", 2), axis="data"),
-            ValueError,
-            "leave axis= out",
-        ),
-        "cut too": (
-            of_leaf((6, 3), ff.Split(0, "model", 2), ff.Flat(("d",), 1, "u", 0, 18)),
-            ValueError,
-            "an @ff.unit",
-        ),
-        "a whole leaf": (
-            of_leaf((6, 3), axis="model"), ValueError, r"Split\(0, \"model\"\)"
-        ),
-        "not divided": (
-            of_leaf((7, 3), ff.Split(0, "model", 2)),
-            ValueError,
-            "divide 7: pad it to 8, or cut it to 6",
-        ),
-    }
-)  # fmt: skip
+@refusals({
+    "past the end": (VOCAB(X, bad(3)), IndexError, "target 3 .* of 3: .* 0 to 2"),
+    "below 0": (VOCAB(X, bad(-1)), IndexError, "target -1 .* ignore_index=-100"),
+    "of a tile": (LINEAR(X, W, bad(6)), IndexError, "target 6 .* 0 to 5"),
+    "past all ranks": (on_ranks(vocab_cross_entropy, X, bad(6), "model"), IndexError,
+        "target 6 is outside the vocabulary of 6"),
+    "of all ranks' tiles": (on_ranks(linear_cross_entropy, X, W, bad(12), axis="model"),
+        IndexError, "target 12 is outside the vocabulary of 12"),
+    "under vmap": (lambda: torch.vmap(vocab_cross_entropy, (None, 0))(X, bad(9)[None]),
+        IndexError, "target 9"),
+    "probabilities": (VOCAB(X, X), TypeError, "targets are integers"),
+    "truth values": (VOCAB(X, Y > 0), TypeError, "targets are integers"),
+    "integers": (VOCAB(Y[None], Y[:1]), TypeError, "floating logits"),
+    "too few targets": (VOCAB(X, Y[:2]), ValueError, r"\(2,\) for .* \(4,\)"),
+    "no class": (VOCAB(X[:, :0], Y), ValueError, "one at least"),
+    "smoothing": (VOCAB(X, Y, label_smoothing=2), ValueError, r"\[0, 1\]"),
+    "z-loss": (VOCAB(X, Y, z_loss=-1.0), ValueError, "0 or more"),
+    "reduction": (VOCAB(X, Y, reduction="avg"), ValueError, "'mean', 'sum' or"),
+    "features": (LINEAR(X, W[:, 1:], Y), ValueError, r"\(4, 3\) .* \(6, 2\)"),
+    "two dtypes": (LINEAR(X.float(), W, Y), TypeError, "x.to"),
+    "tile": (LINEAR(X, W, Y, tile=0), ValueError, "1 or more"),
+    "margin": (LINEAR(X, W, Y, margin=0.3), ValueError, "scale="),
+    "sequence_dim": (on_ranks(linear_cross_entropy, X, W, Y, axis="model",
+        sequence_dim=1), ValueError, "before the last"),
+    "another dim": (of_leaf((6, 6), ff.Split(1, "model", 2)), ValueError,
+        "head .* along dim 0, over one axis"),
+    "another axis": (of_leaf((6, 3), ff.Split(0, "model", 2), axis="data"), ValueError,
+        "leave axis= out"),
+    "cut too": (of_leaf((6, 3), ff.Split(0, "model", 2), ff.Flat(("d",), 1, "u", 0,
+        18)), ValueError, "an @ff.unit"),
+    "a whole leaf": (of_leaf((6, 3), axis="model"), ValueError,
+        'split it along dim 0, over axis "model"'),
+    "not divided": (of_leaf((7, 3), ff.Split(0, "model", 2)), ValueError,
+        "divide 7: pad it to 8, or cut it to 6"),
+})  # fmt: skip
 def test_bad_input_is_refused(call, error, way_out):
     refused(call, error, way_out)
 

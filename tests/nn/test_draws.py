@@ -281,24 +281,13 @@ def test_what_raises_inside_leaves_the_generators_equal() -> None:
     masks(step)  # which compares what is drawn next
 
 
-@refusals(
-    {
-        "p": (
-            lambda: dropout(X, 1.5),
-            ValueError,
-            "p=1.5 is no probability",
-        ),
-        "an axis": (
-            ff.spmd(lambda: dropout(X, P, "column"), simulated(model=2)),
-            ValueError,
-            'unknown axis "column"',
-        ),
-        "vmap": (
-            ff.spmd(lambda: dropout(X, P, "model"), ff.make_mesh({"model": 2}, "vmap")),
-            ValueError,
-            'one call draws for all ranks; make the mesh "simulated"',
-        ),
-    }
-)
+@refusals({
+    "p": (lambda: dropout(X, 1.5), ValueError, "p=1.5 is no probability"),
+    "an axis": (ff.spmd(lambda: dropout(X, P, "column"), simulated(model=2)),
+        ValueError, 'unknown axis "column"'),
+    "vmap": (ff.spmd(lambda: dropout(X, P, "model"), ff.make_mesh({"model": 2},
+        "vmap")), ValueError,
+        'one call draws for all ranks; make the mesh "simulated"'),
+})  # fmt: skip
 def test_bad_input_is_refused(call, error, way_out) -> None:
     refused(call, error, way_out)

@@ -535,48 +535,35 @@ def layer(params=None, x=X, axis="expert", fn=lambda p, x: x, grouped=False, **r
 
 
 REFUSED = {
-    "experts that the axis does not divide": (
-        lambda: layer(count=5), r'5 experts over axis "expert" of size 2.*4 or 6',
-    ),
+    "experts that the axis does not divide": (lambda: layer(count=5),
+        r'5 experts over axis "expert" of size 2.*4 or 6'),
     "fewer experts than ranks": (lambda: layer(count=1), "take 2 experts"),
     "dispatch of such": (lambda: nn.dispatch(X, routed(7), "expert"), "6 or 8"),
     "combine of such": (lambda: nn.combine(X, routed(7), "expert"), "6 or 8"),
-    "all experts on each rank": (
-        lambda: layer({"w": torch.zeros(4, 3)}),
-        r"params at 'w' is of \(4, 3\).*this rank's 2 of 4",
-    ),
-    "a part where all are due": (
-        lambda: layer(torch.zeros(2), axis=None), "this rank's 4 of 4",
-    ),
+    "all experts on each rank": (lambda: layer({"w": torch.zeros(4, 3)}),
+        r"params at 'w' is of \(4, 3\).*this rank's 2 of 4"),
+    "a part where all are due": (lambda: layer(torch.zeros(2), axis=None),
+        "this rank's 4 of 4"),
     "a scalar": (lambda: layer(torch.zeros(())), r"params is of \(\): give"),
     "a number": (lambda: layer({"n": 2}), "params at 'n' is of 2: give"),
     "other tokens": (lambda: layer(tokens=3), r"\(4, 2\), but the routing is of 3"),
-    "tokens of three dims": (
-        lambda: nn.dispatch(X[None], routed(), "expert"), r"\(1, 4, 2\)",
-    ),
-    "a leaf split along another dim": (
-        lambda: layer(split_leaf(2, dim=1)), "split it along dim 0, over axis",
-    ),
-    "a leaf split over another axis": (
-        lambda: layer(split_leaf(1, axis="data")), 'split over data=1 .*"expert"',
-    ),
-    "dispatch without places": (
-        lambda: nn.dispatch(X, routed(factor=None)), "capacity_factor=",
-    ),
-    "combine without places": (
-        lambda: nn.combine(X, routed(factor=None)), "expert_layer, which takes all",
-    ),
-    "another number of rows": (
-        lambda: nn.combine(torch.zeros(2, 3, 2), routed(), "expert"),
-        r"2 experts with 2 x 1 places: give \[2, 2, features\]",
-    ),
+    "tokens of three dims": (lambda: nn.dispatch(X[None], routed(), "expert"),
+        r"\(1, 4, 2\)"),
+    "a leaf split along another dim": (lambda: layer(split_leaf(2, dim=1)),
+        "split it along dim 0, over one axis"),
+    "a leaf split over another axis": (lambda: layer(split_leaf(1, axis="data")),
+        'split over data=1 .*"expert"'),
+    "dispatch without places": (lambda: nn.dispatch(X, routed(factor=None)),
+        "capacity_factor="),
+    "combine without places": (lambda: nn.combine(X, routed(factor=None)),
+        "expert_layer, which takes all"),
+    "another number of rows": (lambda: nn.combine(torch.zeros(2, 3, 2), routed(),
+        "expert"), r"2 experts with 2 x 1 places: give \[2, 2, features\]"),
     "an expert that loses rows": (lambda: layer(fn=lambda p, x: x[1:]), r"give \[2, 2"),
-    "one that loses rows, grouped": (
-        lambda: layer(fn=lambda p, x, ends: x[1:], grouped=True), "a row of",
-    ),
-    "one that loses rows, dropless": (
-        lambda: layer(fn=lambda p, x: x[1:], factor=None), "a row of",
-    ),
+    "one that loses rows, grouped": (lambda: layer(fn=lambda p, x, ends: x[1:],
+        grouped=True), "a row of"),
+    "one that loses rows, dropless": (lambda: layer(fn=lambda p, x: x[1:], factor=None),
+        "a row of"),
 }  # fmt: skip
 
 

@@ -256,41 +256,30 @@ def test_under_torch_func() -> None:
 X = torch.zeros(4, 3)
 REFUSED = {
     "integers": (lambda: nn.top_1_gating(X.long()), TypeError, "needs floating logits"),
-    "too few experts": (
-        lambda: nn.top_2_gating(X[:, :1]), ValueError, r"2 choices .*\(4, 1\)",
-    ),
+    "too few experts": (lambda: nn.top_2_gating(X[:, :1]), ValueError,
+        r"2 choices .*\(4, 1\)"),
     "no choice": (lambda: nn.top_k_gating(X, 0), ValueError, "one at least"),
     "too many choices": (lambda: nn.top_k_gating(X, 4), ValueError, "each once"),
     "no dims": (lambda: nn.top_k_gating(X.sum(), 1), ValueError, "last dim"),
-    "noise of another shape": (
-        lambda: nn.top_2_gating(X, noise=X[0]), ValueError, r"noise of shape \(3,\)",
-    ),
-    "factor 0": (
-        lambda: nn.top_1_gating(X, capacity_factor=0), ValueError, "None drops nobody",
-    ),
-    "factor nan": (
-        lambda: nn.top_1_gating(X, capacity_factor=math.nan), ValueError, "finite",
-    ),
-    "negative room": (
-        lambda: nn.top_1_gating(X, min_capacity=-1), ValueError, "min_capacity=-1",
-    ),
-    "room without a factor": (
-        lambda: nn.top_k_gating(X, 2, min_capacity=1), ValueError, "without a",
-    ),
-    "unlike shapes": (
-        lambda: nn.route(X[:, :2].long(), X, 3), ValueError, r"\[tokens, choices\]",
-    ),
-    "padding in integers": (
-        lambda: nn.top_1_gating(X, used_token=torch.ones(4).long()), TypeError,
-        r"used_token of torch.int64: .* attention_mask.bool\(\)",
-    ),
-    "padding of another shape": (
-        lambda: nn.top_k_gating(X, 2, used_token=torch.ones(2, 2).bool()), ValueError,
-        r"used_token of shape \(2, 2\) for tokens of shape \(4,\)",
-    ),
-    "no such expert": (
-        lambda: nn.route(X.long() + 3, X, 3), RuntimeError, "out of bounds",
-    ),
+    "noise of another shape": (lambda: nn.top_2_gating(X, noise=X[0]), ValueError,
+        r"noise of shape \(3,\)"),
+    "factor 0": (lambda: nn.top_1_gating(X, capacity_factor=0), ValueError,
+        "None drops nobody"),
+    "factor nan": (lambda: nn.top_1_gating(X, capacity_factor=math.nan), ValueError,
+        "finite"),
+    "negative room": (lambda: nn.top_1_gating(X, min_capacity=-1), ValueError,
+        "min_capacity=-1"),
+    "room without a factor": (lambda: nn.top_k_gating(X, 2, min_capacity=1), ValueError,
+        "without a"),
+    "unlike shapes": (lambda: nn.route(X[:, :2].long(), X, 3), ValueError,
+        r"\[tokens, choices\]"),
+    "padding in integers": (lambda: nn.top_1_gating(X, used_token=torch.ones(4).long()),
+        TypeError, r"used_token of torch.int64: .* attention_mask.bool\(\)"),
+    "padding of another shape": (lambda: nn.top_k_gating(X, 2, used_token=torch.ones(2,
+        2).bool()), ValueError,
+        r"used_token of shape \(2, 2\) for tokens of shape \(4,\)"),
+    "no such expert": (lambda: nn.route(X.long() + 3, X, 3), RuntimeError,
+        "out of bounds"),
 }  # fmt: skip
 
 

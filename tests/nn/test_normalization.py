@@ -77,12 +77,35 @@ class Groups:
         return F.group_norm(x, self.groups, w, b, 1e-4)
 
 
-KINDS = [Layer(), Root(), *map(Groups, (1, 2, 4, 8))]
+class Batch:
+    """Of rows, which are split, and so no parameter is."""
+
+    dim, shape, numbers = 0, (8, FEATURES, 2), 2 * FEATURES + 1
+
+    def __repr__(self):
+        return "batch"
+
+    @staticmethod
+    def ours(x, w, b, axis):
+        params = {} if w is None else {"weight": w, "bias": b}
+        return sync_batch_norm(params, x, axis, eps=1e-4)[0]
+
+    @staticmethod
+    def torchs(x, w, b):
+        return F.batch_norm(x, None, None, w, b, training=True, eps=1e-4)
+
+
+KINDS = [Layer(), Root(), *map(Groups, (1, 2, 4, 8)), Batch()]
 W, B = wide(FEATURES, seed=1), wide(FEATURES, seed=2)
 
 
 def part(x, dim=0, axis="model"):
     return x.chunk(ff.axis_size(axis), dim)[ff.axis_index(axis)]
+
+
+def own(kind, x):
+    """This rank's part of a parameter, or all of it."""
+    return x if kind.dim == 0 else part(x)
 
 
 def derivatives(kind, x, w, b, t, axis):
@@ -112,8 +135,10 @@ def test_derivatives_to_any_order(kind, n, seed) -> None:
     expected = derivatives(kind, x, W, B, t, None)
 
     def main():
-        values = part(x, kind.dim), part(W), part(B), part(t, kind.dim)
-        mine = tuple((part(gx, kind.dim), part(gw), part(gb)) for gx, gw, gb in right)
+        values = part(x, kind.dim), own(kind, W), own(kind, B), part(t, kind.dim)
+        mine = tuple(
+            (part(gx, kind.dim), own(kind, gw), own(kind, gb)) for gx, gw, gb in right
+        )
         return derivatives(kind, *values, "model"), (expected[0], *mine)
 
     right = expected[1:]
@@ -172,7 +197,7 @@ def test_one_sum_forward_and_one_backward(kind, n) -> None:
     x, t = wide(*kind.shape, seed=3), wide(*kind.shape, seed=4)
 
     def main():
-        mine, w, b = part(x, kind.dim).requires_grad_(), part(W), part(B)
+        mine, w, b = part(x, kind.dim).requires_grad_(), own(kind, W), own(kind, B)
         with ff.ledger() as log:
             y = kind.ours(mine, w, b, "model")
             (y * part(t, kind.dim)).sum().backward()
@@ -184,26 +209,33 @@ def test_one_sum_forward_and_one_backward(kind, n) -> None:
 
 
 @pytest.mark.parametrize("ratio", [1e2, 1e4])
-@pytest.mark.parametrize("kind", [Layer(), Groups(1)], ids=["layer", "group"])
+@pytest.mark.parametrize("kind", [Layer(), Groups(1), Batch()], ids=repr)
 def test_a_mean_far_larger_than_the_deviation_costs_no_digits(kind, ratio) -> None:
-    x = floats(*kind.shape, seed=3) + ratio
-    y = kind.torchs(x.double(), None, None)
+    x, t = floats(*kind.shape, seed=3) + ratio, floats(*kind.shape, seed=5)
+
+    def derivative(norm, x, t):
+        return norm(x), torch.func.grad(lambda x: (norm(x) * t).sum())(x)
+
+    right = derivative(lambda x: kind.torchs(x, None, None), x.double(), t.double())
 
     def main():
-        return kind.ours(part(x, kind.dim), None, None, "model")
+        norm = lambda x: kind.ours(x, None, None, "model")  # noqa: E731
+        return derivative(norm, part(x, kind.dim), part(t, kind.dim))
 
-    found = torch.cat(ff.spmd(main, simulated(model=2))(), kind.dim)
-    close(found.double(), y, 2e-6)
+    outs = ff.spmd(main, simulated(model=2))()
+    for k, expected in enumerate(right):
+        found = torch.cat([out[k] for out in outs], kind.dim)
+        close(found.double(), expected, 4e-6)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
-@pytest.mark.parametrize("kind", [Layer(), Root(), Groups(2)], ids=repr)
+@pytest.mark.parametrize("kind", [Layer(), Root(), Groups(2), Batch()], ids=repr)
 def test_dtypes(kind, dtype) -> None:
     x, w, b = (v.to(dtype) for v in (wide(*kind.shape, seed=3), W, B))
     expected = kind.torchs(x.double(), w.double(), b.double()).to(dtype)
 
     def main():
-        return kind.ours(part(x, kind.dim), part(w), part(b), "model")
+        return kind.ours(part(x, kind.dim), own(kind, w), own(kind, b), "model")
 
     found = torch.cat(ff.spmd(main, simulated(model=4))(), kind.dim)
     close(found, expected, {torch.float32: 1e-6}.get(dtype, 2e-2))
@@ -271,70 +303,36 @@ def ranks(call, n=2):
     return ff.spmd(call, simulated(model=n, other=1))
 
 
-@refusals(
-    {
-        "a whole weight": (
-            ranks(lambda: layer_norm(X, torch.ones(4), axis="model")),
-            ValueError,
-            r"this rank has 2 features of shape \(3, 2\), and of the weight \(4,\): "
-            r"lay it out by ff.Split\(0",
-        ),
-        "a whole bias": (
-            ranks(lambda: layer_norm(X, leaf(0), torch.ones(4))),
-            ValueError,
-            r"of the bias \(4,\)",
-        ),
-        "another dim": (
-            ranks(lambda: rms_norm(X, leaf(1))),
-            ValueError,
-            "rms_norm: .* is no leaf for it: split it along dim 0",
-        ),
-        "another axis": (
-            ranks(lambda: layer_norm(X, leaf(0), axis="other")),
-            ValueError,
-            "the weight is split over 'model', and the features over 'other'",
-        ),
-        "axes at odds": (
-            ranks(lambda: layer_norm(X, leaf(0, "other"), leaf(0))),
-            ValueError,
-            "the bias is split over 'model', and the features over 'other'",
-        ),
-        "an unknown axis": (
-            ranks(lambda: layer_norm(X, axis="column")),
-            ValueError,
-            'unknown axis "column"',
-        ),
-        "integers": (
-            ranks(lambda: rms_norm(X.int(), axis="model")),
-            TypeError,
-            "rms_norm needs a floating tensor, got torch.int32",
-        ),
-        "no features": (
-            lambda: layer_norm(torch.tensor(1.0)),
-            ValueError,
-            r"layer_norm: no features in shape \(\)",
-        ),
-        "no channels": (
-            lambda: group_norm(torch.ones(3), 1),
-            ValueError,
-            r"group_norm: no features in shape \(3,\)",
-        ),
-        "groups across ranks": (
-            ranks(lambda: group_norm(torch.ones(2, 3), 3, axis="model"), n=4),
-            ValueError,
-            "12 channels over 4 ranks cannot be parted into 3 groups.*nearest: 2 and 4",
-        ),
-        "unequal groups": (
-            lambda: group_norm(torch.ones(2, 6), 4),
-            ValueError,
-            "6 channels cannot be parted into 4 groups .*nearest: 3 and 6",
-        ),
-        "no groups": (
-            lambda: group_norm(torch.ones(2, 6), 0),
-            ValueError,
-            "into 0 groups.*nearest: 1$",
-        ),
-    }
-)
+@refusals({
+    "a whole weight": (
+        ranks(lambda: layer_norm(X, torch.ones(4), axis="model")),
+        ValueError,
+        r"this rank has 2 features of shape \(3, 2\), and of the weight \(4,\): "
+        r"lay it out by ff.Split\(0",
+    ),
+    "a whole bias": (ranks(lambda: layer_norm(X, leaf(0), torch.ones(4))), ValueError,
+        r"of the bias \(4,\)"),
+    "another dim": (ranks(lambda: rms_norm(X, leaf(1))), ValueError,
+        "rms_norm: .* is no leaf for it: split it along dim 0"),
+    "another axis": (ranks(lambda: layer_norm(X, leaf(0), axis="other")), ValueError,
+        "is no leaf for it: split it .* over axis .other., or leave axis= out"),
+    "axes at odds": (ranks(lambda: layer_norm(X, leaf(0, "other"), leaf(0))),
+        ValueError, "is no leaf for it: split it .*, over axis .other."),
+    "an unknown axis": (ranks(lambda: layer_norm(X, axis="column")), ValueError,
+        'unknown axis "column"'),
+    "integers": (ranks(lambda: rms_norm(X.int(), axis="model")), TypeError,
+        "rms_norm needs a floating tensor, got torch.int32"),
+    "no features": (lambda: layer_norm(torch.tensor(1.0)), ValueError,
+        r"layer_norm: no features in shape \(\)"),
+    "no channels": (lambda: group_norm(torch.ones(3), 1), ValueError,
+        r"group_norm: no features in shape \(3,\)"),
+    "groups across ranks": (ranks(lambda: group_norm(torch.ones(2, 3), 3, axis="model"),
+        n=4), ValueError,
+        "12 channels over 4 ranks cannot be parted into 3 groups.*nearest: 2 and 4"),
+    "unequal groups": (lambda: group_norm(torch.ones(2, 6), 4), ValueError,
+        "6 channels cannot be parted into 4 groups .*nearest: 3 and 6"),
+    "no groups": (lambda: group_norm(torch.ones(2, 6), 0), ValueError,
+        "into 0 groups.*nearest: 1$"),
+})  # fmt: skip
 def test_bad_input_is_refused(call, error, way_out) -> None:
     refused(call, error, way_out)

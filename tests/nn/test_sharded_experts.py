@@ -63,7 +63,7 @@ def by_groups(loss, n):
 GATINGS = {
     "top-2": lambda logits: top_2_gating(logits),
     "dropless": lambda logits: top_k_gating(logits, 2, capacity_factor=None),
-}
+}  # fmt: skip
 
 
 def trained(step, x, layouts=None, record="fake"):

@@ -259,55 +259,26 @@ def test_statistics_hold_one_copy_for_a_moment() -> None:
 
 BAD = {
     "1-D": (lambda: ff.batch_norm(None, draw(4)), ValueError, r"\[N, C, \*\].*\(4,\)"),
-    "integers": (
-        lambda: ff.batch_norm(None, torch.ones(4, 2).long()),
-        TypeError,
-        "int64",
-    ),
-    "one value": (
-        lambda: ff.batch_norm(None, draw(1, C)),
-        ValueError,
-        r"two values a channel.*\(1, 3\): cut the batch into fewer",
-    ),
+    "integers": (lambda: ff.batch_norm(None, torch.ones(4, 2).long()), TypeError,
+        "int64"),
+    "one value": (lambda: ff.batch_norm(None, draw(1, C)), ValueError,
+        r"two values a channel.*\(1, 3\): cut the batch into fewer"),
     "no value": (lambda: ff.batch_norm(None, draw(0, C)), ValueError, "two values"),
-    "a weight": (
-        lambda: ff.batch_norm({"weight": draw(4)}, draw(4, C)),
-        ValueError,
-        r"weight has shape \(4,\).*3 channels",
-    ),
-    "running": (
-        lambda: ff.batch_norm(None, draw(4, C), running=ff.init_statistics(2)),
-        ValueError,
-        r"running mean has shape \(2,\)",
-    ),
-    "momentum": (
-        lambda: ff.commit_statistics(FRESH, [], 1.5),
-        ValueError,
-        r"momentum=1.5: it is within \[0, 1\]",
-    ),
-    "no statistics": (
-        lambda: ff.commit_statistics([ff.init_statistics(C)], [draw(C)]),
-        TypeError,
-        "expected the Summed that batch_norm returned at '0'",
-    ),
-    "no running": (
-        lambda: ff.commit_statistics({"a": draw(C)}, {"a": draw(C)}),
-        TypeError,
-        "expected RunningStatistics at 'a'.*init_statistics",
-    ),
-    "layers": (
-        lambda: ff.commit_statistics(FRESH, [ff.batch_norm(None, draw(4, C))[1]]),
-        TreeMismatch,
-        "does not match the first",
-    ),
-    "channels": (
-        lambda: ff.commit_statistics(
-            ff.init_statistics(2), ff.batch_norm(None, draw(4, C))[1]
-        ),
-        ValueError,
-        "3 channels for running ones of 2",
-    ),
-}
+    "a weight": (lambda: ff.batch_norm({"weight": draw(4)}, draw(4, C)), ValueError,
+        r"weight has shape \(4,\).*3 channels"),
+    "running": (lambda: ff.batch_norm(None, draw(4, C), running=ff.init_statistics(2)),
+        ValueError, r"running mean has shape \(2,\)"),
+    "momentum": (lambda: ff.commit_statistics(FRESH, [], 1.5), ValueError,
+        r"momentum=1.5: it is within \[0, 1\]"),
+    "no statistics": (lambda: ff.commit_statistics([ff.init_statistics(C)], [draw(C)]),
+        TypeError, "expected the Summed that batch_norm returned at '0'"),
+    "no running": (lambda: ff.commit_statistics({"a": draw(C)}, {"a": draw(C)}),
+        TypeError, "expected RunningStatistics at 'a'.*init_statistics"),
+    "layers": (lambda: ff.commit_statistics(FRESH, [ff.batch_norm(None, draw(4,
+        C))[1]]), TreeMismatch, "does not match the first"),
+    "channels": (lambda: ff.commit_statistics(ff.init_statistics(2), ff.batch_norm(None,
+        draw(4, C))[1]), ValueError, "3 channels for running ones of 2"),
+}  # fmt: skip
 
 
 @refusals(BAD)

@@ -245,103 +245,48 @@ ROWS = ff.Layout((4, 4), torch.float32, (ff.Split(1, "data", 2),), "w")
 X, TABLE = torch.ones(3, 4), torch.eye(4)
 
 
-@refusals(
-    {
-        "a column layer of rows": (
-            lambda: column_linear(X, leaf(1)),
-            ValueError,
-            "split over model=2 along dim 1 is no leaf for it: split it along dim 0",
-        ),
-        "a row layer of columns": (
-            lambda: row_linear(X, leaf(0)),
-            ValueError,
-            "row_linear: .* split it along dim 1",
-        ),
-        "unlike axes": (
-            lambda: column_linear(X, (leaf(0), leaf(0, "other"))),
-            ValueError,
-            "lay it out over the axis of w",
-        ),
-        "a whole bias": (
-            lambda: column_linear(X, leaf(0), torch.ones(4)),
-            ValueError,
-            "a whole tensor is no leaf for it: lay it out over the axis of w",
-        ),
-        "fewer biases": (
-            lambda: column_linear(X, (TABLE, TABLE), (None,)),
-            ValueError,
-            "2 weights and 1 biases: give .* each its bias or None",
-        ),
-        "no weights": (lambda: column_linear(X, ()), ValueError, "give one at least"),
-        "features as a sequence": (
-            lambda: row_linear(X, leaf(1), sequence_dim=-1),
-            ValueError,
-            "row_linear: sequence_dim=-1 .* one of the dims before the last",
-        ),
-        "unequal parts": (
-            lambda: vocab_embedding(leaf(0, n=5), torch.tensor([1])),
-            ValueError,
-            "the axis does not divide 5: pad it to 6, or cut it to 4",
-        ),
-        "a buffer": (
-            lambda: column_linear(X, leaf(0, "model", ff.Flat(("d",), 1, "u", 0, 8))),
-            ValueError,
-            "lies in a buffer: read it in an @ff.unit",
-        ),
-        "inputs of ranks": (
-            over_data(lambda w, x: column_linear(x, w), X),
-            ValueError,
-            'column_linear: over axis "data" shard averages .* another axis',
-        ),
-        "features of ranks' inputs": (
-            over_data(lambda w, x: row_linear(x, ff.Sharded(w.local.T, ROWS)), X),
-            ValueError,
-            'row_linear: over axis "data" shard averages',
-        ),
-        "tokens of ranks": (
-            over_data(vocab_embedding, torch.tensor([1, 2])),
-            ValueError,
-            'tokens: over axis "data" shard averages',
-        ),
-        "a split bias": (
-            lambda: row_linear(X, leaf(1), leaf(0)),
-            ValueError,
-            "added once: leave it whole",
-        ),
-        "a plain product": (
-            lambda: F.linear(X, leaf(0)),
-            NotATensor,
-            "column_linear takes weights that are split along dim 0",
-        ),
-        "padding": (
-            lambda: vocab_embedding(torch.eye(4), torch.tensor([1]), padding_idx=4),
-            ValueError,
-            "padding_idx=4 is outside the vocabulary of 4: give one from -4 to 3",
-        ),
-        "a token": (
-            lambda: vocab_embedding(torch.eye(4), torch.tensor([1, 4])),
-            IndexError,
-            "token 4 is outside the vocabulary of 4: give 0 to 3",
-        ),
-        "a token below": (
-            lambda: vocab_embedding(torch.eye(4), torch.tensor([-1])),
-            IndexError,
-            "token -1 is outside",
-        ),
-        "a token under vmap, turned round": (
-            lambda: torch.vmap(torch.vmap(vocab_embedding, (None, 1)), (None, 0))(
-                TABLE, torch.tensor([[[0, 1, 2], [3, 0, 8]]] * 4)
-            ),
-            IndexError,
-            "token 8 is outside the vocabulary of 4",
-        ),
-        "floats": (
-            lambda: vocab_embedding(torch.eye(4), torch.ones(2)),
-            TypeError,
-            "tokens are integers, got torch.float32",
-        ),
-    }
-)
+@refusals({
+    "a column layer of rows": (lambda: column_linear(X, leaf(1)), ValueError,
+        "split over model=2 along dim 1 is no leaf for it: split it along dim 0"),
+    "a row layer of columns": (lambda: row_linear(X, leaf(0)), ValueError,
+        "row_linear: .* split it along dim 1"),
+    "unlike axes": (lambda: column_linear(X, (leaf(0), leaf(0, "other"))), ValueError,
+        "lay it out over the axis of w"),
+    "a whole bias": (lambda: column_linear(X, leaf(0), torch.ones(4)), ValueError,
+        "a whole tensor is no leaf for it: lay it out over the axis of w"),
+    "fewer biases": (lambda: column_linear(X, (TABLE, TABLE), (None,)), ValueError,
+        "2 weights and 1 biases: give .* each its bias or None"),
+    "no weights": (lambda: column_linear(X, ()), ValueError, "give one at least"),
+    "features as a sequence": (lambda: row_linear(X, leaf(1), sequence_dim=-1),
+        ValueError, "row_linear: sequence_dim=-1 .* one of the dims before the last"),
+    "unequal parts": (lambda: vocab_embedding(leaf(0, n=5), torch.tensor([1])),
+        ValueError, "the axis does not divide 5: pad it to 6, or cut it to 4"),
+    "a buffer": (lambda: column_linear(X, leaf(0, "model", ff.Flat(("d",), 1, "u", 0,
+        8))), ValueError, "lies in a buffer: read it in an @ff.unit"),
+    "inputs of ranks": (over_data(lambda w, x: column_linear(x, w), X), ValueError,
+        'column_linear: over axis "data" shard averages .* another axis'),
+    "features of ranks' inputs": (over_data(lambda w, x: row_linear(x,
+        ff.Sharded(w.local.T, ROWS)), X), ValueError,
+        'row_linear: over axis "data" shard averages'),
+    "tokens of ranks": (over_data(vocab_embedding, torch.tensor([1, 2])), ValueError,
+        'tokens: over axis "data" shard averages'),
+    "a split bias": (lambda: row_linear(X, leaf(1), leaf(0)), ValueError,
+        "added once: leave it whole"),
+    "a plain product": (lambda: F.linear(X, leaf(0)), NotATensor,
+        "column_linear takes weights that are split along dim 0"),
+    "padding": (lambda: vocab_embedding(torch.eye(4), torch.tensor([1]), padding_idx=4),
+        ValueError,
+        "padding_idx=4 is outside the vocabulary of 4: give one from -4 to 3"),
+    "a token": (lambda: vocab_embedding(torch.eye(4), torch.tensor([1, 4])), IndexError,
+        "token 4 is outside the vocabulary of 4: give 0 to 3"),
+    "a token below": (lambda: vocab_embedding(torch.eye(4), torch.tensor([-1])),
+        IndexError, "token -1 is outside"),
+    "a token under vmap, turned round": (lambda: torch.vmap(torch.vmap(vocab_embedding,
+        (None, 1)), (None, 0))(TABLE, torch.tensor([[[0, 1, 2], [3, 0, 8]]] * 4)),
+        IndexError, "token 8 is outside the vocabulary of 4"),
+    "floats": (lambda: vocab_embedding(torch.eye(4), torch.ones(2)), TypeError,
+        "tokens are integers, got torch.float32"),
+})  # fmt: skip
 def test_bad_input_is_refused(call, error, way_out):
     refused(call, error, way_out)
 

@@ -1,0 +1,210 @@
+"""A forward around split layers is that of one device, or refused by its shapes."""
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+import fsfunc as ff
+from tests.checks import close, simulated
+
+BATCH, LENGTH, HEADS, SIZE = 2, 6, 4, 4
+WIDTH = HEADS * SIZE
+X = torch.randn(
+    BATCH, LENGTH, WIDTH, generator=torch.Generator().manual_seed(0)
+).double()
+
+
+class Attention(nn.Module):
+    """Four Linears, and what is done between them."""
+
+    def __init__(self, do):
+        super().__init__()
+        self.q, self.k, self.v, self.o = (nn.Linear(WIDTH, WIDTH) for _ in range(4))
+        self.qkv, self.do = nn.Linear(WIDTH, 3 * WIDTH), do
+        self.slopes = nn.Buffer(torch.arange(1.0, HEADS + 1))
+
+    def forward(self, x):
+        out = self.do(self, x, *x.shape[:2])
+        out, *rest = out if isinstance(out, tuple) else (out,)
+        return self.o(out) + sum(rest)
+
+    def heads(self, x, *shape):
+        return (f(x).view(*shape).transpose(1, 2) for f in (self.q, self.k, self.v))
+
+
+def attend(q, k, v, p=0.0):
+    return F.scaled_dot_product_attention(q, k, v, dropout_p=p, is_causal=True)
+
+
+def joined(x, b, n):
+    return x.transpose(1, 2).reshape(b, n, -1)
+
+
+def scored(q, k, v, change=lambda s: s):
+    return change(q @ k.transpose(-1, -2)).softmax(-1) @ v
+
+
+def fused(m, x, b, n):
+    return m.qkv(x).view(b, n, -1, 3 * SIZE).transpose(1, 2).chunk(3, -1)
+
+
+def evens(m, x, b, n):
+    q = m.q(x)
+    return torch.cat([q[..., ::2], q[..., 1::2]], -1)
+
+
+def alone(m, x, b, n):
+    """Attention of each head, in the order of features."""
+    return joined(attend(*m.heads(x, b, n, -1, SIZE)), b, n)
+
+
+RIGHT = {
+    "heads": alone,
+    "one of each": lambda m, x, b, n: torch.tanh(m.q(x)) * F.silu(m.k(x) + 1),
+    "scores": lambda m, x, b, n: joined(scored(*m.heads(x, b, n, -1, SIZE)), b, n),
+    "unflattened": lambda m, x, b, n: m.q(x).unflatten(-1, (-1, SIZE)).flatten(2),
+    "all in each head": lambda m, x, b, n: joined(attend(*fused(m, x, b, n)), b, n),
+    "a norm over a head": lambda m, x, b, n: F.normalize(F.layer_norm(m.q(x).view(b, n,
+        -1, SIZE), (SIZE,)), dim=-1).flatten(2),
+    "a product for each": lambda m, x, b, n: (torch.einsum("bnhd,bmhd->bhnm",
+        m.q(x).view(b, n, -1, SIZE), m.k(x).view(b, n, -1,
+        SIZE)).softmax(-1).matmul(m.v(x).view(b, n, -1, SIZE).transpose(1,
+        2)).transpose(1, 2).flatten(2)),
+}  # fmt: skip
+HEADS_OF_ALL = {
+    "in the place of a head's size": lambda m, x, b, n: joined(attend(*m.heads(x, b, n,
+        HEADS, -1)), b, n),
+    "and all sizes": lambda m, x, b, n: joined(attend(*m.heads(x, b, n, HEADS, SIZE)),
+        b, n),
+    "beside positions": lambda m, x, b, n: joined(attend(*m.heads(x, b, -1, HEADS,
+        SIZE)), b, n),
+    "beside rows": lambda m, x, b, n: m.q(x).view(b * HEADS, -1, SIZE).view(b, n, -1),
+    "behind a transpose": lambda m, x, b, n: joined(attend(*(y.reshape(b * HEADS, -1,
+        SIZE) for y in m.heads(x, b, n, -1, SIZE))).reshape(b, -1, n, SIZE), b, n),
+    "in slopes": lambda m, x, b, n: joined(scored(*m.heads(x, b, n, -1, SIZE),
+        lambda s: s * m.slopes[:, None, None]), b, n),
+    "counted": lambda m, x, b, n: joined(scored(*m.heads(x, b, n, -1, SIZE),
+        lambda s: s + torch.arange(s.shape[1], device=s.device)[:, None, None]), b, n),
+}  # fmt: skip
+MIXED = {
+    "a norm": lambda m, x, b, n: (lambda q: q / q.norm(dim=-1, keepdim=True))(m.q(x)),
+    "a softmax": lambda m, x, b, n: m.q(x).softmax(-1),
+    "a layer norm": lambda m, x, b, n: (lambda q: F.layer_norm(q,
+        q.shape[-1:]))(m.q(x)),
+    "a mean of heads": lambda m, x, b, n: m.q(x) * m.k(x).mean(-1, keepdim=True),
+    "thirds": lambda m, x, b, n: m.qkv(x).chunk(3, -1)[0],
+    "thirds by view": lambda m, x, b, n: m.qkv(x).view(b, n, 3, -1).unbind(2)[1],
+    "a slice": lambda m, x, b, n: m.q(x)[..., : WIDTH // 2].repeat(1, 1, 2),
+    "a shift": lambda m, x, b, n: m.q(x).roll(1, -1),
+    "a sum so far": lambda m, x, b, n: m.q(x).cumsum(-1),
+    "evens first": evens,
+    "heads with heads": lambda m, x, b, n: scored(*(f(x).view(b, n, -1,
+        SIZE) for f in (m.q, m.k, m.v))).flatten(2),
+    "a part that is written": lambda m, x, b, n: (m.q(x).clone().index_fill_(-1,
+        torch.arange(2, device=x.device), 0.0)),
+    "an item that is written": lambda m, x, b, n: _written(m.q(x).clone()),
+    "a mean that leaves": lambda m, x, b, n: (m.q(x), m.k(x).mean()),
+}  # fmt: skip
+TYPED = {
+    "an input": lambda m, x, b, n: m.q(x) * x.sum(),
+    "a parameter": lambda m, x, b, n: m.q(x) * m.o.bias.sum(),
+    "a parameter for each": lambda m, x, b, n: m.q(x)
+    + m.o.bias[:1].expand(m.q(x).shape[-1]),
+    "dropout": lambda m, x, b, n: F.dropout(m.q(x), 0.1),
+    "attention's dropout": lambda m, x, b, n: joined(attend(*m.heads(x, b, n, -1, SIZE),
+        0.1), b, n),
+    "noise": lambda m, x, b, n: m.q(x) + torch.rand_like(m.q(x)),
+}  # fmt: skip
+
+
+def _written(q):
+    q[..., :2] = 0
+    return q
+
+
+def both(do):
+    """(one device's, each rank's) loss and gradients."""
+    torch.manual_seed(0)
+    module = nn.Sequential(nn.Linear(WIDTH, WIDTH), Attention(do)).double()
+    plan = {"1.[qkv]": "column", "1.qkv": "column", "1.o": "row"}
+    apply, params, buffers = ff.from_module(module, "1", plan=plan, axis="model")
+    step = ff.value_and_grad(lambda p, x: apply(p, buffers, x).square().mean())
+
+    def main():
+        return ff.unshard(step(ff.place(step, params, X, layouts=apply.layouts), X))
+
+    return step(params, X), ff.spmd(main, simulated(model=2))()
+
+
+@pytest.mark.parametrize("what", RIGHT)
+def test_what_takes_each_head_by_itself_is_that_of_one_device(what):
+    expected, found = both(RIGHT[what])
+    for one in found:
+        close(one, expected, 1e-10)
+
+
+@pytest.mark.parametrize("what", [*HEADS_OF_ALL, *MIXED, *TYPED])
+def test_what_does_not_is_refused(what):
+    says = "^plan: .*(out of the plan|to the plan|p to 0)"
+    with pytest.raises(RuntimeError, match=says):
+        both((HEADS_OF_ALL | MIXED | TYPED)[what])
+
+
+class Leaking(Attention):
+    """Returns, beside its output, what a rank's own heads are."""
+
+    def forward(self, x):
+        y = self.q(x)
+        return self.o(y), y
+
+
+class Around(nn.Module):
+    def __init__(self, reads):
+        super().__init__()
+        self.inner, self.reads = Leaking(None), reads
+
+    def forward(self, x):
+        out, own = self.inner(x)
+        return out + own.sum() if self.reads else out
+
+
+@pytest.mark.parametrize("grads", [True, False])
+def test_split_features_do_not_leave_the_module_around_them(grads):
+    def run(module, units=""):
+        plan = {"**.q": "column", "**.o": "row"}
+        apply, params, buffers = ff.from_module(module, units, plan=plan, axis="model")
+        step = lambda p, x: apply(p, buffers, x).square().sum()  # noqa: E731
+        step = ff.value_and_grad(step) if grads else step
+        x = X.float()
+
+        def main():
+            return ff.unshard(step(ff.place(step, params, x, layouts=apply.layouts), x))
+
+        return step(params, x), ff.spmd(main, simulated(model=2))()
+
+    with pytest.raises(RuntimeError, match="returns what is made of split features"):
+        run(Around(reads=False), "inner")
+    with pytest.raises(RuntimeError, match="returns of a rank's own features, .* read"):
+        run(Around(reads=True))
+    expected, found = run(Around(reads=False))
+    for one in found:
+        close(one, expected, 1e-5)
+
+
+def test_heads_that_the_axis_does_not_divide_are_refused():
+    step, params, x = _of_two_heads()
+    with pytest.raises(RuntimeError, match="as 2 heads, which an axis of size 4 does"):
+        ff.spmd(lambda: step(params(), x), simulated(model=4))()
+
+
+def _of_two_heads():
+    def do(m, x, b, n):
+        return m.q(x).view(b, n, -1, WIDTH // 2).flatten(2)
+
+    plan = {"q": "column", "o": "row"}
+    apply, params, _ = ff.from_module(Attention(do), "", plan=plan, axis="model")
+    buffers = {"slopes": torch.zeros(HEADS)}
+    step = lambda p, x: apply(p, buffers, x).sum()  # noqa: E731
+    x = X.float()
+    return step, lambda: ff.place(step, params, x, layouts=apply.layouts), x
