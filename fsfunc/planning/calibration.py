@@ -193,7 +193,7 @@ def _observed(call: Callable[[], Any], bare: Hardware) -> tuple[list[Op], float]
         kept = call()
     events = observer.book.events
     del kept
-    ops = [op for event in events if isinstance(event, Ran) for op in event.op.ops]
+    ops = [event.op for event in events if isinstance(event, Ran)]
     taken = sum(event.bytes for event in events if isinstance(event, Took))
     touched = taken / bare.fresh if bare.fresh else 0.0
     return ops, len(ops) * bare.overhead + touched

@@ -154,7 +154,6 @@ def _by_dtype(plan: RankPlan) -> Counter[str]:
     """FLOPs of a rank by the dtype's name."""
     found: Counter[str] = Counter()
     for event, n in plan.ran.items():
-        for op in event.op.ops:
-            if op.flops:
-                found[str(op.dtype).removeprefix("torch.")] += n * op.flops
+        if event.op.flops:
+            found[str(event.op.dtype).removeprefix("torch.")] += n * event.op.flops
     return found

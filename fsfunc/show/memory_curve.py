@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from itertools import pairwise
 
-from fsfunc.planning.events import Ran, Segment, Took
+from fsfunc.planning.events import Ran, Took
 from fsfunc.planning.plans import RankPlan
 from fsfunc.planning.simulation import Span
 from fsfunc.runtime.memory_kinds import KINDS
@@ -77,7 +77,7 @@ class Curve:
 
 def curve_of(own: RankPlan) -> Curve:
     """The curve of a rank's plan."""
-    aside, rows = KINDS.index("activations"), iter(own.memory)
+    rows = iter(own.memory)
     row = next(rows, None)
     points: list[tuple[int, Held]] = []
     turns: list[Span] = []
@@ -91,25 +91,13 @@ def curve_of(own: RankPlan) -> Curve:
             peak = (at, what)
 
     for number, event in enumerate(own.events):
-        before = ran
-        body = event.op if isinstance(event, Ran) else None
-        if body is not None:
-            ran += len(body.ops)
-        if isinstance(body, Segment):
-            inside = 0
-            for after, change in body.memory:
-                inside += change
-                bytes_of = list(held)
-                bytes_of[aside] += inside
-                put(before + after, tuple(bytes_of))
-            put(ran, held)
         if row is not None and row[0] == number:
-            if not isinstance(body, Segment):
-                held = row[1]
-                put(ran, held)
-                given = held if isinstance(event, Took) and not event.op else given
+            held = row[1]
+            put(ran, held)
+            given = held if isinstance(event, Took) and not event.op else given
             row = next(rows, None)
-        if isinstance(event, Ran) and ran > before:
+        if isinstance(event, Ran):
+            before, ran = ran, ran + 1
             unit, phase = event.unit, event.phase
             if turns and (turns[-1].unit, turns[-1].phase) == (unit, phase):
                 before = turns.pop().start

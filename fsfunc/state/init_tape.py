@@ -36,7 +36,7 @@ def _all(values: Any, kind: Any) -> list[Any]:
     return found
 
 
-class InitTape(_torch.TorchDispatchMode):
+class InitTape(_torch.DispatchMode):
     """Notes what is done inside; it stands above the mode of fake tensors.
 
     What is computed from given tensors alone is computed at once: a step that reads a

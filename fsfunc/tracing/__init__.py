@@ -19,7 +19,7 @@ All runs begin alike (`runs.without_data`), and differ in what they look for, wh
 Recorder and checker look on through one hook of the frame, a `tracers.Tracer`; the
 third decides about unit calls, as a `frames.Stage` does. Who looks at operators enters
 a mode (of `operators`, or one of torch functions). Two more rooms run things so: a plan
-its step (``planning.unit_cache``), and ``init_state`` an init function, whose operators
+its step (``planning.observer``), and ``init_state`` an init function, whose operators
 it keeps to run them again in part (``state.init_tape``).
 
 runs.py operators.py   what such runs share: nothing is sent; what operators are

@@ -135,7 +135,7 @@ class Flow(OperatorMode):
         body.origins = body.origins | self.of((args, kwargs))
         if not body.real:
             self._refuse_captured(written, f"unit {body.name!r}")
-        out = self.run(func, args, kwargs)
+        out = func(*args, **kwargs)
         formula = FLOPS.get(func.overloadpacket)
         if formula is not None:
             body.flops += formula(*args, **kwargs, out_val=out)
@@ -152,7 +152,7 @@ class Flow(OperatorMode):
         if torch.Tag.nondeterministic_seeded in func.tags:
             origins = origins | Origins(draws=frozenset((len(self.draws),)))
             self.draws.append(Draw(name, line))
-        out = self.run(func, args, kwargs)
+        out = func(*args, **kwargs)
         made = tensors(out) or written
         for x in (*made, *written):
             self.know(x, origins, None)

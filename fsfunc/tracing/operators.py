@@ -17,17 +17,8 @@ __all__ += ["class_of_call"]
 _DEVICE: Any = torch.ops.prim.device.default
 
 
-class OperatorMode(_torch.TorchDispatchMode):
-    """A dispatch mode, which backward passes and ``torch.func`` do not escape.
-
-    ``operator`` is told of each operator that runs, and runs it.
-    """
-
-    fake: Any = None
-
-    def __enter__(self) -> Any:
-        self.fake = _torch.fake_mode()
-        return super().__enter__()
+class OperatorMode(_torch.DispatchMode):
+    """Calls ``operator`` for each operator that runs, in backward passes too."""
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         if func is _DEVICE and isinstance(args[0], _torch.FakeTensor):
@@ -35,14 +26,8 @@ class OperatorMode(_torch.TorchDispatchMode):
         return self.operator(func, args, kwargs or {})
 
     def operator(self, func: Any, args: Any, kwargs: Any) -> Any:
-        """What an operator returns, once it has been looked at."""
-        return self.run(func, args, kwargs)
-
-    def run(self, func: Any, args: Any, kwargs: Any) -> Any:
-        """What an operator returns."""
-        if self.fake is None:
-            return func(*args, **kwargs)
-        return _torch.fake_result(self.fake, func, args, kwargs)
+        """Runs an operator and returns its result."""
+        return func(*args, **kwargs)
 
 
 _ALIKE = {"zeros_like", "ones_like", "full_like", "empty_like"}

@@ -97,7 +97,7 @@ class Operators(OperatorMode):
         if not self._paused and _torch.tells_places(func):
             self.leaves_the_step(class_of_call(func, args, kwargs).name, args)
         numbers = self.nodes.new()
-        out = self.run(func, args, kwargs)
+        out = func(*args, **kwargs)
         if self._paused:
             return out
         if path := frame().path:  # there all is the rank's own, whatever it does
@@ -159,7 +159,7 @@ class Operators(OperatorMode):
                 return value.item()
         kind = self.leaves_the_step(name, given)
         known = all(_torch.value_of(x) is not None for x in given)
-        found = self.run(func, args, kwargs) if known else name == "equal"
+        found = func(*args, **kwargs) if known else name == "equal"
         if kind is Kind.K and known:
             return found
         return self.stand_ins.truth(found, kind is Kind.V)
