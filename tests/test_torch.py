@@ -1,6 +1,7 @@
 """Each private torch function, and what breaks when torch changes it."""
 
 import functools
+import itertools
 import sys
 import weakref
 from datetime import timedelta
@@ -327,6 +328,8 @@ QUICK = [
             (aten.permute.default, ([1, 0],)),
             (aten.expand.default, ([3, 4, 6],)),
             (aten._unsafe_view.default, ([4, 2, 3],)),
+            (aten.unsqueeze.default, (-1,)),
+            (aten.squeeze.dim, (0,)),
         )
     ],
     *[
@@ -413,6 +416,16 @@ def test_quick_fakes_leave_the_rest_to_the_mode():
         assert found is NotImplemented, (args, how)
     assert _torch.quick_fake(mode, aten.add.Tensor, (x, x), {}) is NotImplemented
     assert _torch.quick_fake(mode, aten.ones_like.default, (x,), {}) is NotImplemented
+
+
+def test_quick_answers_are_those_of_the_operators():
+    kinds = [torch.ones(4, 6), torch.ones(10, 6)[2:6], torch.ones(4, 6).t()]
+    kinds += [torch.ones(4, 6, dtype=torch.float64), torch.ones(())]
+    mode = _torch.fake_mode_of([])
+    for op in aten.is_same_size.default, aten._has_same_storage_numel.default:
+        for x, y in itertools.product(kinds, kinds):
+            fakes = [_torch.fake_of(mode, z) for z in (x, y)]
+            assert _torch.quick_fake(mode, op, fakes, {}) == op(x, y), (op, x, y)
 
 
 def wide(dtype=torch.float32):

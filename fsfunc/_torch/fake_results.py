@@ -16,14 +16,20 @@ from fsfunc._torch.internals import storage_key
 CPU = torch.device("cpu")
 
 _aten: Any = torch.ops.aten
-_DEVICE: Any = torch.ops.prim.device.default
 # What depends on shapes alone, alike on every device.
 _OF_ONE = {
     _aten.slice.Tensor, _aten.select.int, _aten.as_strided.default,
     _aten.detach.default, _aten.alias.default, _aten.view.default,
     _aten.t.default, _aten.transpose.int, _aten.permute.default,
-    _aten.expand.default, _aten._unsafe_view.default,
+    _aten.expand.default, _aten._unsafe_view.default, _aten.unsqueeze.default,
+    _aten.squeeze.dim,
 }  # fmt: skip
+# What autograd's forward mode asks of each tensor, and Python of its device.
+_ANSWERS: dict[Any, Callable[..., Any]] = {
+    torch.ops.prim.device.default: lambda x: getattr(x, "fake_device", x.device),
+    _aten.is_same_size.default: lambda x, y: x.shape == y.shape,
+    _aten._has_same_storage_numel.default: lambda x, y: _numel(x) == _numel(y),
+}
 _LIKE_ONE = {
     _aten.zeros_like.default, _aten.empty_like.default, _aten.new_empty.default,
     _aten.new_zeros.default,
@@ -73,8 +79,8 @@ def quick_fake(mode: FakeTensorMode, func: Any, args: Any, kwargs: Any) -> Any:
 
     The mode's own way costs three times as much; this one knows a few operators.
     """
-    if func is _DEVICE and isinstance(args[0], FakeTensor):
-        return args[0].fake_device
+    if (answer := _ANSWERS.get(func)) is not None:
+        return answer(*args)
     if func._schema.is_mutable and not func._schema.returns:
         known = any(getattr(x, "constant", None) is not None for x in tree_leaves(args))
         return NotImplemented if known else None  # there is nothing to write
@@ -95,6 +101,11 @@ def quick_fake(mode: FakeTensorMode, func: Any, args: Any, kwargs: Any) -> Any:
         kwargs["device"] = "meta"
     with torch._C._DisableTorchDispatch():
         return _over(mode, func(*args, **kwargs))
+
+
+def _numel(x: Tensor) -> int:
+    """How many elements of its dtype a tensor's storage has."""
+    return x.untyped_storage().nbytes() // x.itemsize
 
 
 def _over(mode: FakeTensorMode, x: Tensor) -> FakeTensor:

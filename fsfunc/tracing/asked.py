@@ -64,7 +64,11 @@ class Asked(TorchFunctionMode):
             return self._values(func, args, kwargs or {})
         if func in (Tensor.backward, torch.autograd.backward):
             return self._backward(func, args, kwargs or {})
-        out = func(*args, **(kwargs or {}))
+        self.checker.indexing = func is Tensor.__getitem__
+        try:
+            out = func(*args, **(kwargs or {}))
+        finally:
+            self.checker.indexing = False
         if func is torch.autograd.grad:
             given = dict(zip(("outputs", "inputs"), args, strict=False)) | (
                 kwargs or {}

@@ -88,6 +88,7 @@ class Operators(OperatorMode):
         self.known, self.nodes = Known(), Nodes()
         self.given: set[int] = set()
         self.captured: list[Provenance] = []
+        self.indexing = False  # while a tensor is indexed
         self._along = False  # whether an operator was given dims
         self._paused = False
 
@@ -195,8 +196,10 @@ class Operators(OperatorMode):
         view = not writes and all(_torch.storage_key(y) in inputs for y in made)
         if node is None and not _trusted():
             self._placed(op, tensors, sources, made, view)
-        if view and (op.picks or op.name == "alias"):  # of all there are, an alias
-            self.known.own.picked(_torch.storage_key(tensors[0]), *tensors[:1], *made)
+            all_rows = self.indexing and op.name == "alias"
+            if view and (op.picks or all_rows):
+                key = _torch.storage_key(tensors[0])
+                self.known.own.picked(key, *tensors[:1], *made)
         if view and not op.picks:
             return
         kind = self._typed(op, operands, tensors, made, origin)
