@@ -8,7 +8,6 @@ which is how a plan is held against the truth.
 
 from __future__ import annotations
 
-import weakref
 from bisect import bisect_right
 from collections import Counter
 from collections.abc import Iterable, Iterator
@@ -30,17 +29,9 @@ from fsfunc.runtime.memory_kinds import OFFLOADED
 from fsfunc.runtime.stores import lies
 from fsfunc.sharded.leaf import is_sharded
 from fsfunc.tracing.operators import OperatorMode
+from fsfunc.tracing.storages import StorageTable
 
 __all__ = ["Book", "Observer"]
-
-
-class _Watched(weakref.ref):
-    """A storage under watch: its place in the book, for the moment when it dies."""
-
-    __slots__ = ("key", "number")
-
-    key: int
-    number: int
 
 
 class Book:
@@ -50,7 +41,7 @@ class Book:
         self.events: list[Event] = []
         self.kinds: dict[int, str] = {}
         self.sizes: list[int] = []  # of each storage, by number
-        self.held: dict[int, _Watched] = {}  # by the storage's address
+        self.held = StorageTable[int](self._gone)  # the number of each storage
         self.open = True
 
     def take(
@@ -63,28 +54,18 @@ class Book:
                 f"makes a tensor with layout {x.layout}, as large as its values: plan "
                 "the step with sparse=False; it runs either way"
             )
-        storage = x.untyped_storage()
-        size = storage.nbytes() if size is None else size
-        key = storage._cdata
-        if key in self.held:
+        if self.held.get(x) is not None:
             return
-        watched = _Watched(storage, self._gone)
-        watched.key, watched.number = key, len(self.sizes)
-        self.held[key] = watched
-        self.events.append(Took(watched.number, size, op, unit, phase))
+        size = x.untyped_storage().nbytes() if size is None else size
+        self.held[x] = number = len(self.sizes)
+        self.events.append(Took(number, size, op, unit, phase))
         if lies(x) is not None:
-            self.kinds[watched.number] = OFFLOADED
+            self.kinds[number] = OFFLOADED
         self.sizes.append(size)
 
-    def _gone(self, watched: _Watched) -> None:
+    def _gone(self, number: int) -> None:
         if self.open:
-            del self.held[watched.key]
-            self.events.append(Gave(watched.number))
-
-    def number(self, x: Tensor) -> int | None:
-        """The number of the storage of ``x``, where it is known."""
-        found = self.held.get(_torch.storage_key(x))
-        return None if found is None else found.number
+            self.events.append(Gave(number))
 
     def close(self) -> None:
         """Nothing that happens from now on is noted."""
@@ -176,7 +157,8 @@ class Observer(Tracer, OperatorMode):
         """Notes the copies that a body made; outputs are somebody else's to keep."""
         given = map(_torch.unwrapped, _tensors(tree.leaves(out)))
         keys = self._copies - {_torch.storage_key(x) for x in given}
-        numbers = [w.number for k in keys if (w := self.book.held.get(k)) is not None]
+        held = self.book.held.facts
+        numbers = [held[key] for key in keys if key in held]
         if numbers:
             self._kept.append((name, numbers))
 
@@ -184,7 +166,7 @@ class Observer(Tracer, OperatorMode):
         """Adds to ``derived`` the copies of parameters that are still held."""
         if not self._kept or is_silent():
             return
-        held = {watched.number for watched in self.book.held.values()}
+        held = set(self.book.held.facts.values())
         for name, numbers in self._kept:
             size = sum(self.book.sizes[n] for n in numbers if n in held)
             if size:
@@ -245,7 +227,7 @@ class Observer(Tracer, OperatorMode):
         """Says what the memory of ``tensors`` is for."""
         for x in tensors:
             if x is not None:
-                number = self.book.number(_torch.unwrapped(x))
+                number = self.book.held.get(x)
                 if number is not None and self.book.kinds.get(number) != OFFLOADED:
                     self.book.kinds[number] = kind
 

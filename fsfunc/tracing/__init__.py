@@ -29,6 +29,7 @@ recorder.py leaves.py groups.py   which leaves units take: place lays out by it
 type_check.py checker.py typed_operators.py asked.py   has a sharded step one meaning?
 types.py knowledge.py   the types, and of what they are known
 provenance.py own_rows.py results.py   gradients of rows: means too early?
+storages.py         facts about tensors, by storage, forgotten when it is freed
 stand_ins.py steadiness.py   for who asks for values; does it do the same again?
 refusals.py         the messages
 """

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import functools
 import itertools
-import weakref
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -18,6 +16,7 @@ from fsfunc.comm.comparison import checksums, has_values
 from fsfunc.sharded.leaf import is_sharded
 from fsfunc.tracing.own_rows import OwnTensors
 from fsfunc.tracing.provenance import NOTHING, Provenance
+from fsfunc.tracing.storages import StorageTable
 from fsfunc.tracing.types import PARTS, Kind, Operand, joint
 
 __all__ = ["Known", "Nodes", "Origin", "Seen"]
@@ -58,8 +57,7 @@ class Known:
 
     def __init__(self) -> None:
         self.own = OwnTensors()
-        self._seen: dict[int, Seen] = {}
-        self._alive: dict[int, weakref.ref] = {}
+        self._seen = StorageTable[Seen]()
         self._numbers = itertools.count(1)
 
     def of(self, x: Tensor) -> Seen:
@@ -73,7 +71,7 @@ class Known:
 
     def seen(self, x: Tensor) -> Seen | None:
         """What is known of a tensor, if anything is."""
-        return self._seen.get(_torch.storage_key(_torch.unwrapped(x)))
+        return self._seen.get(x)
 
     def kind(self, x: Tensor) -> Kind:
         return self.of(x).kind
@@ -87,7 +85,7 @@ class Known:
         base, seen = _torch.unwrapped(x), self.of(x)
         rows, found = None, seen.made_of
         if seen.kind is Kind.V:
-            rows = self.own.rows(_torch.storage_key(base), base)
+            rows = self.own.rows(base)
         return found if rows is None else found._replace(rows=found.rows | {rows})
 
     def tensors(self, values: Any) -> list[Tensor]:
@@ -105,18 +103,9 @@ class Known:
         self.put(x, Seen(kind, what, source_line() if where is None else where))
 
     def put(self, x: Tensor, seen: Seen) -> None:
-        base = _torch.unwrapped(x)
-        key = _torch.storage_key(base)
-        if key not in self._seen:  # till its address is another storage's
-            gone = functools.partial(self._forget, key)
-            self._alive[key] = weakref.ref(_torch.storage(base), gone)
-        self._seen[key] = seen = self._told_apart(seen)
+        self._seen[x] = seen = self._told_apart(seen)
         if seen.kind in (Kind.K, Kind.A, Kind.V):
-            self.own.add(key, base, seen.value, seen.what)
-
-    def _forget(self, key: int, _: Any) -> None:
-        del self._seen[key], self._alive[key]
-        self.own.forget(key)
+            self.own.add(_torch.unwrapped(x), seen.value, seen.what)
 
     def _told_apart(self, seen: Seen) -> Seen:
         return seen if seen.value else replace(seen, value=next(self._numbers))
@@ -135,9 +124,8 @@ class Known:
         again = before.kind is seen.kind is Kind.K  # another constant
         if not rises and not again:
             seen = replace(before, value=seen.value, made_of=seen.made_of)
-        key = _torch.storage_key(_torch.unwrapped(x))
-        if key in self._seen:  # of which `x` may be a part
-            self._seen[key] = self._told_apart(seen)
+        if self.seen(x) is not None:  # of which `x` may be a part
+            self._seen[x] = self._told_apart(seen)
         else:
             self.put(x, seen)
 

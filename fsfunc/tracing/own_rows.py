@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from fsfunc.tracing.provenance import Rows
+from fsfunc.tracing.storages import StorageTable
 
 __all__ = ["OwnTensors"]
 
@@ -33,25 +34,25 @@ class OwnTensors:
     """
 
     def __init__(self) -> None:
-        self._by_storage: dict[int, list[_Own]] = {}
+        self._own = StorageTable[list[_Own]]()
         self.thin = False
 
-    def add(self, key: int, x: Tensor, value: int, name: str) -> None:
+    def add(self, x: Tensor, value: int, name: str) -> None:
         """An own tensor that fills its memory, or a range of it."""
         if x.layout != torch.strided or not x.ndim or not x.numel():
             return
         start, stop = _span(x)
         new = _Own(value, name, start, stop, x.shape[0], x.stride(0))
-        found = self._by_storage.get(key, ())
+        found = self._own.get(x) or []
         within = [own for own in found if own.start <= start and stop <= own.stop]
         if any((own.start, own.stop) != (start, stop) for own in within):
             return  # it is a part of one
         kept = [own for own in found if own.stop <= start or stop <= own.start]
-        self._by_storage[key] = [*kept, new]
+        self._own[x] = [*kept, new]
 
-    def rows(self, key: int, x: Tensor) -> Rows | None:
+    def rows(self, x: Tensor) -> Rows | None:
         """Which rows of an own tensor a view of its memory shows; None: all of them."""
-        found = self._by_storage.get(key, ())
+        found = self._own.get(x)
         if not found or not x.numel():
             return None
         start, stop = _span(x)
@@ -61,19 +62,11 @@ class OwnTensors:
                 return None if at is None else Rows(own.value, own.name, at)
         return None
 
-    def forget(self, key: int) -> None:
-        """Hears that some memory is gone."""
-        self._by_storage.pop(key, None)
-
-    def picked(self, key: int, x: Tensor, *parts: Tensor) -> None:
+    def picked(self, x: Tensor, *parts: Tensor) -> None:
         """Hears that rows of a tensor were taken, perhaps all of them."""
-        found = self._by_storage.get(key, ())
-        alone = any(own.rows == 1 for own in found)
-        self.thin = (
-            self.thin
-            or bool(found)
-            and (alone or any(y.shape == x.shape for y in parts))
-        )
+        if found := self._own.get(x):
+            alone = any(own.rows == 1 for own in found)
+            self.thin |= alone or any(y.shape == x.shape for y in parts)
 
 
 def _span(x: Tensor) -> tuple[int, int]:

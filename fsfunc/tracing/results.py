@@ -7,7 +7,6 @@ from typing import Any
 
 from torch import Tensor
 
-from fsfunc import _torch
 from fsfunc.comm.attribution import is_internal, source_line
 from fsfunc.tracing.knowledge import Known, number, shown
 from fsfunc.tracing.operators import COPIES, OperatorClass
@@ -57,7 +56,7 @@ def made_of(known: Known, op: OperatorClass, given: Sequence[Any]) -> Provenance
 
 def _picked(known: Known, x: Tensor, *where: Tensor) -> Provenance:
     """Some rows of an own tensor, copied."""
-    known.own.picked(_torch.storage_key(x), x)
+    known.own.picked(x)
     which = tuple(map(known.value, where))
     one = Rows(known.value(x), known.of(x).what, which)
     return Provenance(frozenset((one,)))

@@ -163,7 +163,7 @@ class NotingStage(Stage):
             outputs=outputs,
             origins=fed | replace(captured, reads=captured.reads - given),
             flops=body.flops,
-            activations=sum(s.nbytes() for s in body.kept.values()),
+            activations=sum(x.untyped_storage().nbytes() for x in body.kept.values()),
             weights=sum(x.numel() * x.element_size() for x in taken.values()),
             line=line,
             text=text,
@@ -219,8 +219,9 @@ class NotingStage(Stage):
         for sharing in apart.values():
             if len(sharing) > 2 or flow.knows(sharing[0]):
                 flow.share(sharing, body.name)
-        for key in [k for k in body.kept if k in flow.owner]:
-            del body.kept[key]  # somebody else's: a parameter, or what came in
+        for key, x in list(body.kept.items()):
+            if flow.owner.get(x) is not None:
+                del body.kept[key]  # somebody else's: a parameter, or what came in
         return tree.unflatten(treedef, leaves), outputs
 
     def finished(self, name: str, out: Any) -> Program:

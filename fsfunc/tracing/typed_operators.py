@@ -198,8 +198,7 @@ class Operators(OperatorMode):
             self._placed(op, tensors, sources, made, view)
             all_rows = self.indexing and op.name == "alias"
             if view and (op.picks or all_rows):
-                key = _torch.storage_key(tensors[0])
-                self.known.own.picked(key, *tensors[:1], *made)
+                self.known.own.picked(*tensors[:1], *made)
         if view and not op.picks:
             return
         kind = self._typed(op, operands, tensors, made, origin)
