@@ -1,4 +1,4 @@
-"""How long what happens in a step takes on some hardware: one rule for each thing.
+"""The cost model: seconds of operators, memory, collectives and messages.
 
 Nothing here knows of a sharding scheme: an operator costs what its work, its bytes and
 its launch do, a collective what a ring over its ranks does.

@@ -1,4 +1,4 @@
-"""What happens in a step, in order, as data: what a plan is made of."""
+"""The events of a step, in order, as data: a plan is a list of them."""
 
 from __future__ import annotations
 
@@ -149,7 +149,7 @@ def describe(
 
 
 def _bytes(x: Tensor) -> int:
-    """What lies under ``x``: a broadcast dim is there once."""
+    """Bytes of the elements under ``x``: a broadcast dim is there once."""
     count = 1
     for n, step in zip(x.shape, x.stride(), strict=True):
         if step:
@@ -172,7 +172,7 @@ def _dims(packet: Any, read: Sequence[Tensor]) -> tuple[int, ...]:
 
 
 def is_attention(packet: Any) -> bool:
-    """Whether an operator is a fused attention."""
+    """True if an operator is a fused attention."""
     name = str(packet)
     return "_attention" in name and "scaled_dot_product" in name
 

@@ -1,4 +1,4 @@
-"""Watching a run below autograd: its operators, and the memory that they take.
+"""Recording a run below autograd: its operators, and the memory that they take.
 
 An :class:`Observer` is a dispatch mode. It sees every operator of a rank's thread, of
 the backward pass too, and each storage that one makes, until the last tensor over it
@@ -35,7 +35,7 @@ __all__ = ["Book", "Observer"]
 
 
 class Book:
-    """What has happened so far, in order, and what memory is held now."""
+    """The events so far, in order, and the memory that is held now."""
 
     def __init__(self) -> None:
         self.events: list[Event] = []

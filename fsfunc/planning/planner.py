@@ -1,4 +1,4 @@
-"""``plan``: run a step where nothing is computed or sent, and note what it would do."""
+"""``plan``: a step is run where nothing is computed or sent, and recorded."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def plan(
     mesh: Mesh | None = None,
     layouts: LayoutRules | None = None,
 ) -> Plan:
-    """What ``step(*args)`` will do: every collective, FLOP and byte, before it runs.
+    """Plan ``step(*args)``: every collective, FLOP and byte, before it runs.
 
     The step runs on fake tensors over ranks that send nothing, so a plan is made of a
     mesh of any size and of parameters that nobody could hold.
@@ -220,7 +220,7 @@ def _leaves(args: Any) -> Iterator[tuple[PlannedLeaf, list[Tensor]]]:
 
 
 def _kind(i: int, value: Any, path: str) -> str:
-    """What a leaf of argument ``i`` is for."""
+    """The kind of memory that a leaf of argument ``i`` is."""
     if i > 0:
         return "buffers"
     if not isinstance(value, TrainState | LocalState):

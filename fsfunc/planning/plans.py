@@ -1,4 +1,4 @@
-"""``Plan``: what a step will do, rank by rank, and the questions it answers."""
+"""``Plan``: the recorded events of a step, rank by rank, and their summaries."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ class Alive(NamedTuple):
 
 
 class Work(NamedTuple):
-    """What ran of one unit in one phase: calls of it, operators, FLOPs, bytes."""
+    """Work of one unit in one phase: calls, operators, FLOPs, bytes."""
 
     calls: int
     ops: int
@@ -61,7 +61,7 @@ class Work(NamedTuple):
 
 @dataclass(frozen=True, eq=False)
 class RankPlan:
-    """What one rank will do.
+    """The plan of one rank.
 
     Args:
         rank: the one that was looked at.
@@ -97,12 +97,12 @@ class RankPlan:
 
     @cached_property
     def ran(self) -> Mapping[Ran, int]:
-        """How often each thing ran, in the order of first appearance."""
+        """Counts of equal operators, in the order of first appearance."""
         return Counter(event for event in self.events if isinstance(event, Ran))
 
     @cached_property
     def work(self) -> Mapping[tuple[str, str], Work]:
-        """What runs, by (unit, phase), in the order of first appearance."""
+        """The work by (unit, phase), in the order of first appearance."""
         found: dict[tuple[str, str], Work] = {}
         for (op, unit, phase), n in self.ran.items():
             calls = self.calls.get((unit, phase), 0)
@@ -166,7 +166,7 @@ class RankPlan:
         return sum(self.peak.values())
 
     def alive(self, at: int | None = None) -> list[Alive]:
-        """What is held after event number ``at`` (default: the peak), largest first."""
+        """Memory held after event number ``at`` (default: the peak), largest first."""
         at = self.peak_at if at is None else at
         held: dict[int, Took] = {}
         for event in self.events[: at + 1]:
@@ -184,7 +184,7 @@ class RankPlan:
 
 @dataclass(frozen=True, eq=False)
 class Plan:
-    """What a step will do: a :class:`RankPlan` for each distinct program.
+    """The plan of a step: a :class:`RankPlan` for each distinct program.
 
     ``count``, ``bytes`` and ``table`` speak of one rank, as a ledger's do: the lowest,
     or the one that ``rank=`` names. ``peak_bytes`` and ``flops`` are those of the rank
@@ -216,13 +216,13 @@ class Plan:
     def count(
         self, op: str | None = None, axis: Axis | None = None, rank: int | None = None
     ) -> int:
-        """How many collectives a rank issues."""
+        """The number of collectives that a rank issues."""
         return self.on(rank).ledger.count(op, axis)
 
     def bytes(
         self, axis: Axis | None = None, op: str | None = None, rank: int | None = None
     ) -> int | float:
-        """How many bytes a rank sends, counted as the ledger counts."""
+        """The bytes that a rank sends, counted as the ledger counts."""
         return self.on(rank).ledger.bytes(axis, op)
 
     def table(self, rank: int | None = None) -> list[tuple[str, str, int, int | float]]:

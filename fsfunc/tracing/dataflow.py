@@ -1,4 +1,4 @@
-"""What depends on what, seen below autograd while a loss runs on fake tensors.
+"""Data dependencies of a loss, recorded below autograd on fake tensors.
 
 Dependencies follow storages, not tensors: a view, an operation in place and an
 assignment to a slice reach the storage that they share. What a unit does inside stays
@@ -35,7 +35,7 @@ class Argument(NamedTuple):
 
 @dataclass
 class Body:
-    """What the function of one unit call does while it runs.
+    """FLOPs, origins and kept memory of one unit call while it runs.
 
     Args:
         name: the unit's.
@@ -67,7 +67,7 @@ class Body:
 
 
 class Flow(OperatorMode):
-    """Notes where the values of a run come from, while it is on.
+    """A dispatch mode that records where the values of a run come from.
 
     Args:
         names: what tensors are called in the listing.
@@ -100,7 +100,7 @@ class Flow(OperatorMode):
             self.shared[x] = unit
 
     def knows(self, x: Tensor) -> bool:
-        """Whether the storage of ``x`` is a leaf's, a unit's output's or glue's."""
+        """True if the storage of ``x`` is a leaf's, a unit's output's or glue's."""
         return self._origins.get(x) is not None
 
     def argument(self, x: Tensor, leaf: Argument) -> Tensor:
@@ -112,7 +112,7 @@ class Flow(OperatorMode):
         return x
 
     def of(self, values: Any) -> Origins:
-        """Where the tensors in a tree come from."""
+        """The joint origins of the tensors in a tree."""
         found = NOWHERE
         for x in tensors(values):
             found = found | (self._origins.get(x) or NOWHERE)

@@ -1,4 +1,4 @@
-"""torch's operators: who sees them run, what kind of work they do, how many FLOPs."""
+"""Torch's operators: a mode that sees them run, their classes, their FLOPs."""
 
 from __future__ import annotations
 
@@ -68,7 +68,7 @@ _KNOWN = {
 
 @dataclass(frozen=True)
 class OperatorClass:
-    """What an operator does.
+    """Properties of an operator.
 
     Args:
         name: without its overload, and without the underscore of one in place.
@@ -121,7 +121,7 @@ def class_of(operator: Any) -> OperatorClass:
 
 
 def _each_is_elementwise(name: str) -> bool:
-    """Whether an operator over lists does at each place what is elementwise."""
+    """True if an operator over lists is elementwise at each position."""
     if not name.startswith("_foreach_"):
         return False
     one: Any = getattr(torch.ops.aten, name.removeprefix("_foreach_"), None)
@@ -158,7 +158,7 @@ _NO_REDUCTION = 0
 
 @functools.cache
 def _reduces(operator: Any) -> bool:
-    """Whether an operator can be asked for a sum, or a mean, of its results."""
+    """True if an operator can be asked for a sum, or a mean, of its results."""
     return any(a.name == "reduction" for a in operator._schema.arguments)
 
 

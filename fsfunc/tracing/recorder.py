@@ -1,4 +1,4 @@
-"""Reading off a step which leaves belong together.
+"""Recording which leaves the units of a step take.
 
 The step runs once on fake tensors, moving nothing. Its leaves are :class:`Recorded`:
 they pass for tensors, and note who reads them. The unit calls then say which leaves
@@ -50,7 +50,7 @@ def record(
     how: str = "fake",
     splits: Mapping[str, tuple[Split, ...]] | None = None,
 ) -> Recorder:
-    """What ``fn(params, *rest)`` shows of its leaves, moving nothing.
+    """Record one run of ``fn(params, *rest)`` that moves nothing.
 
     Args:
         splits: by path, how leaves are split over axes that no transform gathers.
@@ -154,7 +154,7 @@ _TOLD = (
 
 @dataclass
 class Recorder(Findings, Tracer, Watcher):
-    """What one run of a step shows, as it is noted down.
+    """A tracer that records which leaves units take, and in which order.
 
     Args:
         forward_only: gradients have their shapes alone; no backward pass makes them.
@@ -311,7 +311,7 @@ class Recorder(Findings, Tracer, Watcher):
 
 
 class Noted(Interpretation):
-    """What stands for a transform that lays out, while a step is recorded.
+    """Replacement for a sharding transform while a step is recorded.
 
     Args:
         handler: the transform's own interpretation.
@@ -327,7 +327,7 @@ class Noted(Interpretation):
         return self.recorder.unit(self, run, call)
 
     def owner(self, number: int) -> tuple[Owned, ...]:
-        """Where along an axis the loss's unit call of this number runs, if known."""
+        """The coordinates that run the loss's unit call of this number, if known."""
         return ()
 
 

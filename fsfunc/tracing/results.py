@@ -1,4 +1,4 @@
-"""What is known of a result by what it is computed of: its value, its provenance."""
+"""Values and provenance of results, from those of the operands."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ __all__ = ["made_of", "together", "value_of"]
 
 
 def value_of(known: Known, op: OperatorClass, given: Sequence[Any]) -> int:
-    """What tells the value of a result: what was done, and of what values."""
+    """A hash of a result: of the operator and the values of its operands."""
     if op.name in COPIES:
         (*_, last) = (x for x in given if isinstance(x, Tensor))
         return known.value(last)

@@ -34,7 +34,7 @@ _TOLD = (
 
 
 def program(loss_fn: Callable[..., Any], *args: Any, **keywords: Any) -> Program:
-    """What one run of ``loss_fn(*args, **keywords)`` shows: its unit calls, in order.
+    """Trace ``loss_fn(*args, **keywords)``: its unit calls in order, as data.
 
     The loss runs once on fake tensors: nothing is computed or sent, and no random
     number drawn.
@@ -240,7 +240,7 @@ class NotingStage(Stage):
 
 
 def _labels(fn: Callable[..., Any], count: int) -> list[str]:
-    """What the function calls its first ``count`` arguments."""
+    """Names of the function's first ``count`` arguments."""
     try:
         known = list(inspect.signature(fn).parameters.values())
     except (TypeError, ValueError):  # a builtin's

@@ -1,4 +1,4 @@
-"""A step tried before it runs, with nothing sent: has it one meaning?"""
+"""The type check: a step is run without data, and refused if it has no meaning."""
 
 from __future__ import annotations
 
@@ -241,7 +241,7 @@ def _repeated(x: Any, times: int) -> Any:
 
 
 def _is_odd(at: Here, axes: tuple[str, ...]) -> bool:
-    """Whether a rank is odd, along the first axis that has several."""
+    """True if a rank is odd, along the first axis that has several."""
     coordinates = at.mesh.coordinates(at.rank)
     return next((coordinates[a] for a in axes if at.mesh.axes[a] > 1), 0) % 2 == 1
 
@@ -260,7 +260,7 @@ _KNOWN: WeakKeyDictionary[Interpretation, set[Any]] = WeakKeyDictionary()
 
 
 def knows(handler: Interpretation, rank: int, key: Any = None) -> bool:
-    """Whether a call was looked at, or is like one in which nothing could be.
+    """True if a call was checked, or needs no check.
 
     Without a ``key``, whether any was.
     """
@@ -271,12 +271,12 @@ def knows(handler: Interpretation, rank: int, key: Any = None) -> bool:
 
 
 def learn(handler: Interpretation, rank: int, keys: Iterable[Any]) -> None:
-    """Says of calls of these signatures that they were looked at."""
+    """Marks calls of these signatures as checked."""
     _KNOWN.setdefault(handler, set()).update((rank, key) for key in keys)
 
 
 def signature(args: Any, keywords: Any) -> Any:
-    """What tells programs apart by what they are given: structure, shapes, dtypes.
+    """A key of a call's arguments: structure, shapes, dtypes.
 
     First what does so for batches of any shape: structure, and what is true or false.
     """

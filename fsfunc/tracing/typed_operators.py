@@ -49,7 +49,7 @@ __all__ = ["Operators", "SharedOp"]
 
 @dataclass(frozen=True)
 class SharedOp:
-    """What one operator did on the way of what should be one value on all ranks.
+    """An operator that computes what should be one value on all ranks.
 
     Args:
         constants: the numbers that it was given, and what its constant tensors are.
@@ -122,7 +122,7 @@ class Operators(OperatorMode):
         return out
 
     def leaves_the_step(self, name: str, values: Any) -> Kind:
-        """Whose the tensors are whose values are asked for.
+        """The joint type of tensors that are asked for their values.
 
         Raises:
             LawError: one is this rank's part of a leaf.
@@ -139,7 +139,7 @@ class Operators(OperatorMode):
         return kind
 
     def asked(self, name: str, x: Tensor) -> Tensor:
-        """What somebody gets who asks for a tensor's values."""
+        """The values given to a caller that asks for a tensor's."""
         kind, value = self.leaves_the_step(name, x), _torch.value_of(x)
         if kind is Kind.K and value is not None:
             return value  # of a constant there are no others
@@ -150,7 +150,7 @@ class Operators(OperatorMode):
         return self.stand_ins.of(x, own)
 
     def _told(self, func: Any, args: Any, kwargs: Any) -> Any:
-        """What an operator gives that tells a value, or what is in its place."""
+        """The result of an operator that returns a Python value, or a placeholder."""
         name = func._schema.name.removeprefix("aten::")
         given = [x for x in args if isinstance(x, Tensor)]
         if len(given) == 1:
@@ -268,7 +268,7 @@ class Operators(OperatorMode):
     def _seen(
         self, op: OperatorClass, kind: Kind, sources: Sequence[Seen], digest: Any
     ) -> Seen:
-        """What is known of a result: where it came from, if it is of that kind."""
+        """The facts about a result of some kind."""
         made = Seen(kind, f"what {op.name} made", source_line(), digest)
         source = next((x for x in sources if x.kind is kind), None)
         of_one = any(x.parameter or x.kind is Kind.I for x in sources)
@@ -351,5 +351,5 @@ class Operators(OperatorMode):
 
 
 def _trusted() -> bool:
-    """Whether the library is at work, which knows what it does with parts."""
+    """True while the library is at work, which knows what it does with parts."""
     return is_internal() or is_own_call()
