@@ -108,7 +108,7 @@ def _numel(x: Tensor) -> int:
     return x.untyped_storage().nbytes() // x.itemsize
 
 
-def _over(mode: FakeTensorMode, x: Tensor) -> FakeTensor:
+def _over(mode: Any, x: Tensor) -> FakeTensor:
     """A fake tensor of the CPU over one on "meta", as its constructor makes it.
 
     That one takes three times as long: all but the tensor itself is always the same.

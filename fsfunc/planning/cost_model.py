@@ -87,8 +87,9 @@ def taken_seconds(size: int, hardware: Hardware, op: str) -> float:
     >>> [taken_seconds(10**9, slow, op) for op in ("", "aten.empty.out")]
     [0.0, 0.0]
     """
-    free = hardware.fresh is None or not op or "empty" in op
-    return 0.0 if free else size / hardware.fresh
+    if hardware.fresh is None or not op or "empty" in op:
+        return 0.0
+    return size / hardware.fresh
 
 
 def collective_seconds(

@@ -28,6 +28,7 @@ from fsfunc.planning.events import Event, Gave, Ran, Took, describe
 from fsfunc.runtime.memory_kinds import OFFLOADED
 from fsfunc.runtime.stores import lies
 from fsfunc.sharded.leaf import is_sharded
+from fsfunc.tracing.knowledge import flat
 from fsfunc.tracing.operators import OperatorMode
 from fsfunc.tracing.storages import StorageTable
 
@@ -115,7 +116,7 @@ class Observer(Tracer, OperatorMode):
         return out
 
     def _note(self, func: Any, args: Any, kwargs: Any, out: Any) -> None:
-        read, made = list(_tensors((args, kwargs.values()))), list(_tensors((out,)))
+        read, made = _tensors([args, kwargs]), _tensors(out)
         known = {_torch.storage_key(x) for x in read}
         if self.strangers:
             for x in read:
@@ -232,10 +233,6 @@ class Observer(Tracer, OperatorMode):
                     self.book.kinds[number] = kind
 
 
-def _tensors(values: Iterable[Any]) -> Iterator[Tensor]:
-    """The tensors among an operator's arguments: single ones, or lists of them."""
-    for x in values:
-        if isinstance(x, Tensor):
-            yield x
-        elif isinstance(x, (list, tuple)) or type(x).__name__ == "dict_values":
-            yield from _tensors(x)
+def _tensors(values: Any) -> list[Tensor]:
+    """The tensors in an operator's arguments, or results."""
+    return [x for x in flat(values) if isinstance(x, Tensor)]

@@ -39,12 +39,8 @@ class Trials:
         memory: float,
         space: Space,
     ):
-        self.space, self.optimizer, self.hardware, self.memory = (
-            space,
-            optimizer,
-            hardware,
-            memory,
-        )
+        self.space, self.optimizer = space, optimizer
+        self.hardware, self.memory = hardware, memory
         self.loss_fn, self.batch = loss_fn, batch
         self.init = params if callable(params) else lambda: _alike(params)
         self.rows = _rows(batch)
