@@ -29,13 +29,13 @@ class _Own:
 class OwnTensors:
     """The own tensors of a step, by their memory: a view of one shows some rows of it.
 
-    Rows are told by dim 0, along which a batch is cut among the ranks. ``thin`` says
-    whether somebody took rows of a tensor and had all of them at once.
+    Rows are told by dim 0, along which a batch is cut among the ranks. ``were_picked``
+    says whether the step took a part of one.
     """
 
     def __init__(self) -> None:
         self._own = StorageTable[list[_Own]]()
-        self.thin = False
+        self.were_picked = False
 
     def add(self, x: Tensor, value: int, name: str) -> None:
         """An own tensor that fills its memory, or a range of it."""
@@ -62,11 +62,9 @@ class OwnTensors:
                 return None if at is None else Rows(own.value, own.name, at)
         return None
 
-    def picked(self, x: Tensor, *parts: Tensor) -> None:
-        """Hears that rows of a tensor were taken, perhaps all of them."""
-        if found := self._own.get(x):
-            alone = any(own.rows == 1 for own in found)
-            self.thin |= alone or any(y.shape == x.shape for y in parts)
+    def picked(self, x: Tensor) -> None:
+        """Hears that the step took a part of a tensor, perhaps all of it."""
+        self.were_picked |= bool(self._own.get(x))
 
 
 def _span(x: Tensor) -> tuple[int, int]:

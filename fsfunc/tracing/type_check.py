@@ -155,13 +155,13 @@ class _Trial:
     def other_ways(self, at: Here, found: Checker) -> None:
         """Runs with other values in place of those that the step asks for.
 
-        And with twice the rows where somebody took all rows of an own tensor: a loop
-        that is over in one turn cannot be told from none.
+        And with twice the rows where the step took parts of an own tensor: a loop over
+        rows that is over in one turn cannot be told from none.
         """
         for turn in range(found.stand_ins.turns):
             if turn != self.turn:
                 self.attempt(at, turn=turn)
-        if found.known.own.thin:
+        if found.known.own.were_picked:
             self.attempt(at, (RowsApart,), times=2)  # else all is right as it is
 
     def attempt(

@@ -196,9 +196,10 @@ class Operators(OperatorMode):
         view = not writes and all(_torch.storage_key(y) in inputs for y in made)
         if node is None and not _trusted():
             self._placed(op, tensors, sources, made, view)
-            all_rows = self.indexing and op.name == "alias"
-            if view and (op.picks or all_rows):
-                self.known.own.picked(*tensors[:1], *made)
+        # Of a slice that is all there is, torch makes an alias.
+        taken = op.picks or op.name == "as_strided" or self.indexing
+        if view and taken and node is None and not _trusted():
+            self.known.own.picked(tensors[0])
         if view and not op.picks:
             return
         kind = self._typed(op, operands, tensors, made, origin)
