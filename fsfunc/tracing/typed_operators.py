@@ -175,9 +175,10 @@ class Operators(OperatorMode):
     ) -> None:
         tensors = [x for x in given if isinstance(x, Tensor)]
         inputs = {_torch.storage_key(x) for x in tensors}
-        node = _torch.current_node()
+        node, trusted = _torch.current_node(), _trusted()
+        by_user = node is None and not trusted
         if node is None:
-            origin = Origin(op.name, source_line(), _trusted())
+            origin = Origin(op.name, source_line(), trusted)
             self.nodes.came_from(numbers, origin)
         elif self.nodes.in_a_body(node, numbers):
             for y in made:
@@ -194,12 +195,12 @@ class Operators(OperatorMode):
         sources = [self.known.of(x) for x in tensors]
         operands = [operand(x, self.known.of(x)) for x in read]
         view = not writes and all(_torch.storage_key(y) in inputs for y in made)
-        if node is None and not _trusted():
+        if by_user:
             self._placed(op, tensors, sources, made, view)
-        # Of a slice that is all there is, torch makes an alias.
-        taken = op.picks or op.name == "as_strided" or self.indexing
-        if view and taken and node is None and not _trusted():
-            self.known.own.picked(tensors[0])
+            # Of a slice that is all there is, torch makes an alias.
+            taken = op.picks or op.name == "as_strided" or self.indexing
+            if view and taken:
+                self.known.own.picked(tensors[0])
         if view and not op.picks:
             return
         kind = self._typed(op, operands, tensors, made, origin)
@@ -208,11 +209,11 @@ class Operators(OperatorMode):
         if op.random and not any(isinstance(x, torch.Generator) for x in given):
             kind = self.own  # the ranks' default generators are their own
         digest = None
-        if node is None and kind is not Kind.V and not _trusted():
+        if by_user and kind is not Kind.V:
             kind, digest = self._event(op, given, tensors, kind)
         seen = self._seen(op, kind, sources, digest)
         uniform = op.elementwise and all(x.number for x in operands)
-        rows = node is None and (op.elementwise or _trusted())
+        rows = node is None and (op.elementwise or trusted)
         seen = replace(
             seen,
             uniform=(uniform or op.factory or op.alike) and not op.random,
