@@ -179,7 +179,7 @@ def model_states(made: Plan) -> tuple[dict[str, int], int]:
     """
     r = made.ranks[0]
     ran = ((i, e.op) for i, e in enumerate(r.events) if isinstance(e, Ran))
-    update = max(i for i, op in ran if any("_fused_adam" in one.name for one in op.ops))
+    update = max(i for i, op in ran if "_fused_adam" in op.name)
     chosen = [i for i, k in enumerate(KINDS) if k not in ("activations", "buffers")]
     held = [row for at, row in r.memory if at < update][-1]
     most = max(sum(row[i] for i in chosen) for _, row in r.memory)

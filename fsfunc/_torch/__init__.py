@@ -7,12 +7,12 @@ dispatch.py fake_results.py functorch.py   modes; fake tensors, faster; levels
 """
 
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from fsfunc._torch.dispatch import (
     CPU_ATTENTION,
     CPU_ATTENTION_BACKWARD,
     GROUPED_PRODUCT,
+    DispatchMode,
     abstract_mode,
     active_modes,
     arguments_of,
@@ -77,12 +77,10 @@ from fsfunc._torch.graph import (
     reaches_leaves,
     saved_tensors,
     saved_tensors_hooked,
-    saved_under_hooks,
     saving_function,
     seeds_a_backward,
     sequence_number,
     weight_edge,
-    will_run,
 )
 from fsfunc._torch.internals import (
     compiler_at_work,

@@ -13,7 +13,9 @@ from torch import Tensor
 from torch._subclasses import fake_tensor
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.utils._device import DeviceContext
-from torch.utils._python_dispatch import _disable_current_modes
+from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
+
+from fsfunc._torch.fake_results import CPU, fake_result
 
 
 def active_modes() -> list[str]:
@@ -141,17 +143,33 @@ def written(operator: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> lis
     return found
 
 
-CPU = torch.device("cpu")
+class DispatchMode(TorchDispatchMode):
+    """A dispatch mode that does not guard each call against torch.compile."""
+
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        return False
 
 
 class HereFakeMode(FakeTensorMode):
     """Fake tensors of the devices that this torch can run, and of no others.
 
     Of another device autograd would end the process, where it looks for its streams.
-    ``always`` is what they have in common beside the tensor itself.
+    ``always`` holds the attributes that all of them have in common.
     """
 
     always: dict[str, Any] | None = None
+
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        return False
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):  # type: ignore[override]
+        kwargs = kwargs or {}
+        slowly = functools.partial(
+            super().__torch_dispatch__, func, types, args, kwargs
+        )
+        return fake_result(self, slowly, func, args, kwargs)
 
     def dispatch(self, func, types, args=(), kwargs=None):  # type: ignore[override]
         if func is GROUPED_PRODUCT.default:

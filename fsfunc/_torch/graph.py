@@ -39,16 +39,6 @@ def current_node() -> Any:
 keeps_graph: Callable[[], bool] = torch._C._autograd._get_current_graph_task_keep_graph  # type: ignore[attr-defined]
 
 
-def will_run(node: Any) -> bool:
-    """True if the backward that is under way comes to a node (None: to nothing).
-
-    Of a leaf torch does not tell: yes, then.
-    """
-    if node is None or hasattr(node, "variable"):
-        return node is not None
-    return torch._C._will_engine_execute_node(node)
-
-
 def output_shape(node: Any, k: int) -> tuple[int, ...]:
     """The shape of the ``k``-th tensor that an autograd node's op made."""
     return tuple(node._input_metadata[k].shape)
@@ -159,15 +149,6 @@ def hook_saved(
                     continue
                 count += 1
     return count
-
-
-def saved_under_hooks(nodes: Iterable[Any]) -> bool:
-    """True if ``nodes`` save anything under hooks."""
-    for node in nodes:
-        for name, _ in _SAVED[type(node)]:
-            if any(raw.unpack_hook is not None for raw in _handles(node, name)):
-                return True
-    return False
 
 
 def saved_tensors(nodes: Iterable[Any]) -> Iterator[Tensor]:

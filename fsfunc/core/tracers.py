@@ -16,7 +16,7 @@ class Tracer:
     """Hooks while a step runs to be recorded, tried or planned; here they do nothing.
 
     A frame has one at most: a ``Recorder`` while a state is laid out, a ``Checker``
-    while a step is tried, a ``UnitCache`` while one is planned.
+    while a step is tried, an ``Observer`` while one is planned.
 
     complete: whether all that a step does is done, as a plan needs it; else a donated
         state is not used up, and a pipeline need not run its stages.
@@ -41,9 +41,6 @@ class Tracer:
 
     def know(self, x: Tensor, path: str) -> None:
         """Hears that ``x`` is in place of a leaf of the step's first argument."""
-
-    def read(self, values: Any) -> None:
-        """Hears that operators read these values, which no mode has seen."""
 
     def gradients(self, leaves: Sequence[Tensor], found: Sequence[Tensor]) -> None:
         """Hears that ``found`` stand in place of the gradients by ``leaves``."""

@@ -1,15 +1,13 @@
-"""What a step will do and what it will cost, before it runs.
+"""Predicting what a step will do and cost, before it runs.
 
 ``plan`` runs the step on fake tensors: a `planner.PlannedLink` in place of the rank's
-notes what would be sent, `observer` every operator and all memory, and `unit_cache`,
-the tracer of the frame, runs each distinct unit's body once (`unit_profiles`) and
-replays it after. They write `events`, of which a `plans.Plan` is made. An estimate
-plays these through (`simulation`) with what each takes (`cost_model`) on a machine
-(`machines`); a search plans and estimates many stacks (`stacks`, `trials`).
+records what would be sent, and an `observer.Observer`, the tracer of the frame, every
+operator and all memory. They write `events`, of which a `plans.Plan` is made. An
+estimate plays these through (`simulation`) with what each takes (`cost_model`) on a
+machine (`machines`); a search plans and estimates many stacks (`stacks`, `trials`).
 
 planner.py          plan: a step run where nothing is sent or computed; the moves
-observer.py         what is noted of operators and of memory
-unit_cache.py unit_profiles.py   a unit's body run apart once, and replayed
+observer.py         records operators and memory
 events.py plans.py  what a plan is made of, and answers
 estimation.py simulation.py cost_model.py   how long it takes
 machines.py hardware.py   what a device and its links can do

@@ -115,7 +115,7 @@ def _place(mesh: Mesh | None) -> Here | None:
 
 
 def _memory(watch: Stopwatch, sizes: Sizes) -> dict[str, Any]:
-    """How much there is, how fast it is, and what its first touch costs."""
+    """Size and bandwidth of memory, and the cost of its first touch."""
     large = [torch.ones(sizes.memory, device=watch.device) for _ in range(3)]
     streamed = watch(lambda: torch.add(large[0], large[1], out=large[2]), MEMORY / 2)
     x, out = large[0][: sizes.touched], large[2][: sizes.touched]
@@ -193,7 +193,7 @@ def _observed(call: Callable[[], Any], bare: Hardware) -> tuple[list[Op], float]
         kept = call()
     events = observer.book.events
     del kept
-    ops = [op for event in events if isinstance(event, Ran) for op in event.op.ops]
+    ops = [event.op for event in events if isinstance(event, Ran)]
     taken = sum(event.bytes for event in events if isinstance(event, Took))
     touched = taken / bare.fresh if bare.fresh else 0.0
     return ops, len(ops) * bare.overhead + touched

@@ -1,4 +1,4 @@
-"""Which meshes and stacks a search tries, and in which order."""
+"""The meshes and stacks that a search tries, in order."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ Axes = tuple[tuple[str, int], ...]
 
 @dataclass(frozen=True)
 class Space:
-    """What may be chosen; see ``search``, which has the same arguments."""
+    """The options of a search; ``search`` has the same arguments."""
 
     zero: tuple[int, ...] = (0, 1, 2, 3)
     remat: tuple[Policy | str | None, ...] = (None, "always")
@@ -108,7 +108,7 @@ class Space:
         return self.zero if stack.parts_of(stack.means) > 1 else (None,)
 
     def on(self, axes: Axes) -> Stack:
-        """What all stacks on a mesh have in common.
+        """The stack that all stacks on a mesh are variants of.
 
         A leaf is split over the axes along which there are several ranks.
         """
@@ -131,7 +131,7 @@ class Space:
 
 
 def stages_of(stack: Stack) -> int:
-    """How many stages the stack's pipeline has; 1 without one."""
+    """The number of stages of the stack's pipeline; 1 without one."""
     if stack.schedule is None:
         return 1
     made = getattr(schedules, stack.schedule)
@@ -208,7 +208,7 @@ def _checked(axes: Mapping[str, int], named: Sequence[str]) -> Axes:
 
 
 def _node(ranks: int, hardware: Hardware) -> int:
-    """How many ranks a node has, where there are several whole ones; else 0."""
+    """The number of ranks of a node, if there are several whole ones; else 0."""
     width = hardware.levels[0].ranks if hardware.levels else 0
     return width if 0 < width < ranks and ranks % width == 0 else 0
 

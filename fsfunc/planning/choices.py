@@ -1,4 +1,4 @@
-"""What a search found: choices with their figures, and the front of the best."""
+"""Results of a search: choices with their figures, and the Pareto front."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How long what happens in a step takes on some hardware: one rule for each thing.
+"""The cost model: seconds of operators, memory, collectives and messages.
 
 Nothing here knows of a sharding scheme: an operator costs what its work, its bytes and
 its launch do, a collective what a ring over its ranks does.
@@ -10,7 +10,7 @@ import math
 from collections.abc import Sequence
 
 from fsfunc.comm.ledgers import Record
-from fsfunc.planning.events import Op, Segment
+from fsfunc.planning.events import Op
 from fsfunc.planning.machines import Hardware
 
 __all__ = [
@@ -21,11 +21,8 @@ __all__ = [
 ]
 
 
-def op_seconds(op: Op | Segment, hardware: Hardware) -> float:
+def op_seconds(op: Op, hardware: Hardware) -> float:
     """The seconds that an operator takes, beside the first touch of what it makes.
-
-    A segment takes those of its operators, and the first touch of all the memory that
-    it takes on its way.
 
     A product takes flops / (peak · efficiency), read from the curve at the size
     (b·m·k·n)**(1/3): the cube of equal work. A batch counts as more work of one
@@ -48,10 +45,6 @@ def op_seconds(op: Op | Segment, hardware: Hardware) -> float:
     >>> f"{op_seconds(mm, A100_40) * 1e6:.0f} us"
     '563 us'
     """
-    if isinstance(op, Segment):
-        taken = sum(size for _, size in op.memory if size > 0)
-        each = sum(op_seconds(one, hardware) for one in op.ops)
-        return each + _touching(taken, hardware)
     rate = hardware.rates.get(op.name, hardware.bandwidth)
     seconds = op.bytes / rate
     if op.flops:
@@ -74,33 +67,29 @@ def _computing(op: Op, hardware: Hardware) -> float:
     return op.flops / (peak * hardware.efficiency_at(size))
 
 
-def taken_seconds(size: int, hardware: Hardware, op: str | None = None) -> float:
+def taken_seconds(size: int, hardware: Hardware, op: str) -> float:
     """The seconds that memory costs beside its use: its first touch and its return.
 
     Only what an operator makes costs that here. What the step was given was touched
-    before; what a segment leaves behind is in :func:`op_seconds`; and what is taken
-    empty is a buffer of a collective, which is used again. All is free where memory
-    stays with a caching allocator (``hardware.fresh`` is None).
+    before, and what is taken empty is a buffer of a collective, which is used again.
+    All is free where memory stays with a caching allocator (``hardware.fresh`` is
+    None).
 
     Args:
         size: bytes.
         hardware: whose memory.
-        op: who took it, as a plan's ``Took`` says; None: an operator.
+        op: who took it, as a plan's ``Took`` says.
 
     >>> from fsfunc.planning.hardware import H100, replace
     >>> slow = replace(H100, fresh=2e9)
     >>> [taken_seconds(10**9, h, "aten.mm.default") for h in (H100, slow)]
     [0.0, 0.5]
-    >>> [taken_seconds(10**9, slow, op) for op in ("", "output", "aten.empty.out")]
-    [0.0, 0.0, 0.0]
+    >>> [taken_seconds(10**9, slow, op) for op in ("", "aten.empty.out")]
+    [0.0, 0.0]
     """
-    # Operators have a dot in their names.
-    made = op is None or ("." in op and "empty" not in op)
-    return _touching(size, hardware) if made else 0.0
-
-
-def _touching(size: int, hardware: Hardware) -> float:
-    return 0.0 if hardware.fresh is None else size / hardware.fresh
+    if hardware.fresh is None or not op or "empty" in op:
+        return 0.0
+    return size / hardware.fresh
 
 
 def collective_seconds(

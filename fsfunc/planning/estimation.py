@@ -1,4 +1,4 @@
-"""``estimate``: how long a planned step takes on some hardware, and where it goes."""
+"""``estimate``: the time of a planned step on some hardware."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ __all__ = ["Estimate", "estimate"]
 
 @dataclass(frozen=True, repr=False)
 class Estimate:
-    """How long a step takes, and where the time goes; ``print`` it for the ranks too.
+    """The estimated time of a step by its parts; ``print`` it for the ranks too.
 
     Args:
         hardware: its name.
@@ -69,7 +69,7 @@ class Estimate:
 def estimate(
     plan: Plan, hardware: Hardware, *, tokens: float | None = None
 ) -> Estimate:
-    """How long a planned step takes on ``hardware``, and where the time goes.
+    """Estimate the time of a planned step on ``hardware``, by its parts.
 
     All planned ranks are played through together: each computes its operators in
     order, while its collectives go on beside them on one stream for each group, from
@@ -154,7 +154,6 @@ def _by_dtype(plan: RankPlan) -> Counter[str]:
     """FLOPs of a rank by the dtype's name."""
     found: Counter[str] = Counter()
     for event, n in plan.ran.items():
-        for op in event.op.ops:
-            if op.flops:
-                found[str(op.dtype).removeprefix("torch.")] += n * op.flops
+        if event.op.flops:
+            found[str(event.op.dtype).removeprefix("torch.")] += n * event.op.flops
     return found

@@ -1,11 +1,8 @@
-"""What happens in a step, in order, as data: what a plan is made of."""
+"""The events of a step, in order, as data: a plan is a list of them."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
-from functools import cached_property
-from itertools import accumulate
 from typing import Any, NamedTuple
 
 import torch
@@ -20,7 +17,6 @@ __all__ = [
     "Op",
     "PHASES",
     "Ran",
-    "Segment",
     "Started",
     "Took",
     "Waited",
@@ -53,46 +49,11 @@ class Op(NamedTuple):
     dims: tuple[int, ...] = ()
     causal: bool = False
 
-    memory, peak = (), 0  # as of a segment of it alone
-
-    @property
-    def ops(self) -> tuple[Op, ...]:
-        return (self,)
-
-
-@dataclass(frozen=True, eq=False)
-class Segment:
-    """The body of a unit, forward or backward, seen once and repeated as a whole.
-
-    Args:
-        ops: in order.
-        memory: (how many ops ran before, bytes taken or, negative, given back).
-    """
-
-    ops: tuple[Op, ...]
-    memory: tuple[tuple[int, int], ...] = ()
-
-    @cached_property
-    def peak(self) -> int:
-        """The most that ``memory`` adds up to on the way, at least 0."""
-        return max(accumulate((size for _, size in self.memory), initial=0))
-
-    @cached_property
-    def flops(self) -> int:
-        return sum(op.flops for op in self.ops)
-
-    @cached_property
-    def bytes(self) -> int:
-        return sum(op.bytes for op in self.ops)
-
 
 class Ran(NamedTuple):
-    """An operator ran; or a segment, as one.
+    """An operator ran, in a unit (or "" outside every unit) and a phase."""
 
-    What a segment leaves behind is taken and given by events after it.
-    """
-
-    op: Op | Segment
+    op: Op
     unit: str
     phase: str
 
@@ -188,7 +149,7 @@ def describe(
 
 
 def _bytes(x: Tensor) -> int:
-    """What lies under ``x``: a broadcast dim is there once."""
+    """Bytes of the elements under ``x``: a broadcast dim is there once."""
     count = 1
     for n, step in zip(x.shape, x.stride(), strict=True):
         if step:
@@ -211,7 +172,7 @@ def _dims(packet: Any, read: Sequence[Tensor]) -> tuple[int, ...]:
 
 
 def is_attention(packet: Any) -> bool:
-    """Whether an operator is a fused attention."""
+    """True if an operator is a fused attention."""
     name = str(packet)
     return "_attention" in name and "scaled_dot_product" in name
 

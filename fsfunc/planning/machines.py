@@ -1,4 +1,4 @@
-"""What a machine is to an estimate: a few numbers, checked and read-only."""
+"""Descriptions of machines: a few numbers, checked and read-only."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ class Level:
 
 @dataclass(frozen=True)
 class Hardware:
-    """What a rank computes, remembers and sends with.
+    """The device of a rank, its memory and its links.
 
     Ranks lie on nodes in the mesh's row-major order. Two of equal fields are equal,
     and one can be the key of a dict. Its mappings cannot be changed.

@@ -1,4 +1,4 @@
-"""Watching a run below autograd: its operators, and the memory that they take.
+"""Recording a run below autograd: its operators, and the memory that they take.
 
 An :class:`Observer` is a dispatch mode. It sees every operator of a rank's thread, of
 the backward pass too, and each storage that one makes, until the last tensor over it
@@ -8,8 +8,8 @@ which is how a plan is held against the truth.
 
 from __future__ import annotations
 
-import weakref
 from bisect import bisect_right
+from collections import Counter
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -17,36 +17,32 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fsfunc import _torch
+from fsfunc import _torch, tree
 from fsfunc.comm.attribution import current_label
 from fsfunc.comm.ledgers import is_silent
 from fsfunc.core.execution_context import running
 from fsfunc.core.frames import frame
+from fsfunc.core.tracers import Tracer
+from fsfunc.core.units import Call
 from fsfunc.planning.events import Event, Gave, Ran, Took, describe
 from fsfunc.runtime.memory_kinds import OFFLOADED
 from fsfunc.runtime.memory_spaces import space_of
+from fsfunc.sharded.leaf import is_sharded
+from fsfunc.tracing.knowledge import flat
 from fsfunc.tracing.operators import OperatorMode
+from fsfunc.tracing.storages import StorageTable
 
 __all__ = ["Book", "Observer"]
 
 
-class _Watched(weakref.ref):
-    """A storage under watch: its place in the book, for the moment when it dies."""
-
-    __slots__ = ("key", "number")
-
-    key: int
-    number: int
-
-
 class Book:
-    """What has happened so far, in order, and what memory is held now."""
+    """The events so far, in order, and the memory that is held now."""
 
     def __init__(self) -> None:
         self.events: list[Event] = []
         self.kinds: dict[int, str] = {}
         self.sizes: list[int] = []  # of each storage, by number
-        self.held: dict[int, _Watched] = {}  # by the storage's address
+        self.held = StorageTable[int](self._gone)  # the number of each storage
         self.open = True
 
     def take(
@@ -59,47 +55,41 @@ class Book:
                 f"makes a tensor with layout {x.layout}, as large as its values: plan "
                 "the step with sparse=False; it runs either way"
             )
-        storage = x.untyped_storage()
-        size = storage.nbytes() if size is None else size
-        key = storage._cdata
-        if key in self.held:
+        if self.held.get(x) is not None:
             return
-        watched = _Watched(storage, self._gone)
-        watched.key, watched.number = key, len(self.sizes)
-        self.held[key] = watched
-        self.events.append(Took(watched.number, size, op, unit, phase))
+        size = x.untyped_storage().nbytes() if size is None else size
+        self.held[x] = number = len(self.sizes)
+        self.events.append(Took(number, size, op, unit, phase))
         if space_of(x).offloaded:
-            self.kinds[watched.number] = OFFLOADED
+            self.kinds[number] = OFFLOADED
         self.sizes.append(size)
 
-    def _gone(self, watched: _Watched) -> None:
+    def _gone(self, number: int) -> None:
         if self.open:
-            del self.held[watched.key]
-            self.events.append(Gave(watched.number))
-
-    def number(self, x: Tensor) -> int | None:
-        """The number of the storage of ``x``, where it is known."""
-        found = self.held.get(_torch.storage_key(x))
-        return None if found is None else found.number
+            self.events.append(Gave(number))
 
     def close(self) -> None:
         """Nothing that happens from now on is noted."""
         self.open = False
 
 
-class Observer(OperatorMode):
-    """Writes what a rank's thread does into ``book``, while it is on.
+class Observer(Tracer, OperatorMode):
+    """Records what a rank's thread does into ``book``, while it is entered.
+
+    As the frame's tracer it also runs the bodies of units, so that each operator of
+    the forward and the backward pass is recorded under its unit.
 
     Args:
         strangers: whether memory counts that no operator seen here has made, such as
             what other ranks sent.
-        units: (name, phase) of the unit bodies that run now, the innermost last.
-        roots: storages of the running body's parameters; ``pure``: of what was computed
-            from them alone.
-        reads: storages that any operator read.
-        before_backward: is called once, when a backward begins.
-        said: who takes memory now, in place of the operator that does.
+
+    Attributes:
+        calls: how often each unit's body ran, by (unit, phase).
+        derived: bytes that a unit keeps for its backward and computed from its
+            parameters alone, by unit.
     """
+
+    complete = True
 
     def __init__(self, strangers: bool = False) -> None:
         super().__init__()
@@ -107,26 +97,26 @@ class Observer(OperatorMode):
         self.always = strangers
         self.paused = False
         self.book = Book()
-        self.units: list[tuple[str, str]] = []
-        self.said = ""
-        self.before_backward: Any = None
-        self.roots: set[int] = set()
-        self.pure: set[int] = set()
-        self.reads: set[int] = set()
-        # Whose the autograd nodes are, from which number on.
+        self.calls: Counter[tuple[str, str]] = Counter()
+        self.derived: dict[str, int] = {}
+        self._units: list[tuple[str, str]] = []  # (name, phase), the innermost last
+        self._params: set[int] = set()  # storages of the running body's parameters
+        self._copies: set[int] = set()  # storages computed from those alone
+        self._kept: list[tuple[str, list[int]]] = []  # copies of bodies that ran
+        # The unit that made the autograd nodes, from which sequence number on.
         self._turns: list[int] = []
         self._names: list[str] = []
 
-    # What runs
+    # Operators
 
     def operator(self, func: Any, args: Any, kwargs: Any) -> Any:
-        out = self.run(func, args, kwargs)
+        out = func(*args, **kwargs)
         if not self.paused and (self.always or not is_silent()):
             self._note(func, args, kwargs, out)
         return out
 
     def _note(self, func: Any, args: Any, kwargs: Any, out: Any) -> None:
-        read, made = list(_tensors((args, kwargs.values()))), list(_tensors((out,)))
+        read, made = _tensors([args, kwargs]), _tensors(out)
         known = {_torch.storage_key(x) for x in read}
         if self.strangers:
             for x in read:
@@ -135,41 +125,61 @@ class Observer(OperatorMode):
         if not fresh and not func._schema.is_mutable:
             return  # a view
         unit, phase = self.where()
-        if phase == "backward" and self.before_backward is not None:
-            look, self.before_backward = self.before_backward, None
-            look()
+        if phase == "backward":
+            self.measure_copies()
         op = describe(func, args, kwargs, out, read, made)
         if op is not None:
             self.book.events.append(Ran(op, unit, phase))
-        self.reads |= known
-        made_of = known and known <= self.roots | self.pure
+        copy = known and known <= self._params | self._copies
         for x in fresh:
-            self.book.take(x, self.said or str(func), unit, phase)
+            self.book.take(x, str(func), unit, phase)
             key = _torch.storage_key(x)
-            self.roots.discard(key)  # of a storage that is gone
-            (self.pure.add if made_of else self.pure.discard)(key)
+            self._params.discard(key)  # of a storage that is gone
+            (self._copies.add if copy else self._copies.discard)(key)
 
-    def begin_body(self, params: Iterable[Tensor]) -> None:
-        """A body starts that is given these parameters."""
-        self.roots = {_torch.storage_key(x) for x in params}
-        self.pure = set()
+    # Bodies of units
 
-    def derived(self, outs: Iterable[Any]) -> list[int]:
-        """The storages, by number, that hold what was computed from parameters alone.
+    def body(self, call: Call, params: Any, inputs: Any, keywords: Any) -> Any:
+        self.measure_copies()
+        before = self._params, self._copies
+        given = _tensors(tree.leaves(params, is_leaf=is_sharded))
+        self._params = {
+            _torch.storage_key(x) for x in given if not _torch.is_wrapped(x)
+        }
+        self._copies = set()
+        with self._unit(call.name):
+            out = super().body(call, params, inputs, keywords)
+        if not running().recompute and not is_silent():
+            self._keep_copies(call.name, out)
+        self._params, self._copies = before
+        return out
 
-        Outputs are not among them: they are somebody else's to keep.
-        """
-        given = map(_torch.unwrapped, _tensors(outs))
-        keys = self.pure - {_torch.storage_key(x) for x in given}
-        held = self.book.held
-        return [held[k].number for k in keys if k in held]
+    def _keep_copies(self, name: str, out: Any) -> None:
+        """Notes the copies that a body made; outputs are somebody else's to keep."""
+        given = map(_torch.unwrapped, _tensors(tree.leaves(out)))
+        keys = self._copies - {_torch.storage_key(x) for x in given}
+        held = self.book.held.facts
+        numbers = [held[key] for key in keys if key in held]
+        if numbers:
+            self._kept.append((name, numbers))
 
-    # On whose behalf
+    def measure_copies(self) -> None:
+        """Adds to ``derived`` the copies of parameters that are still held."""
+        if not self._kept or is_silent():
+            return
+        held = set(self.book.held.facts.values())
+        for name, numbers in self._kept:
+            size = sum(self.book.sizes[n] for n in numbers if n in held)
+            if size:
+                self.derived[name] = max(size, self.derived.get(name, 0))
+        self._kept.clear()
+
+    # Units and phases
 
     def where(self) -> tuple[str, str]:
         """The unit and the phase of what runs now."""
-        if self.units:
-            return self.units[-1]
+        if self._units:
+            return self._units[-1]
         unit, phase = current_label()
         node = _torch.current_node()
         # The node that recomputes, and not one of those that it then runs.
@@ -192,27 +202,18 @@ class Observer(OperatorMode):
         self._names.append(name)
 
     @contextmanager
-    def unit(self, name: str) -> Iterator[None]:
-        """What runs inside is the body of a unit, and so is its backward."""
+    def _unit(self, name: str) -> Iterator[None]:
+        """Inside, the body of a unit runs; its backward is known by its nodes."""
         phase = "recompute" if running().recompute else "forward"
+        if not is_silent():
+            self.calls[name, phase] += 1
         self._turn(name)
-        self.units.append((name, phase))
+        self._units.append((name, phase))
         try:
             yield
         finally:
-            self.units.pop()
-            self._turn(self.units[-1][0] if self.units else "")
-
-    @contextmanager
-    def standing_for(self, name: str, phase: str, what: str) -> Iterator[None]:
-        """Memory that is taken inside is a unit's, as if ``what`` had taken it."""
-        self.units.append((name, phase))
-        before, self.said = self.said, what
-        try:
-            yield
-        finally:
-            self.units.pop()
-            self.said = before
+            self._units.pop()
+            self._turn(self._units[-1][0] if self._units else "")
 
     # What memory is for
 
@@ -227,30 +228,11 @@ class Observer(OperatorMode):
         """Says what the memory of ``tensors`` is for."""
         for x in tensors:
             if x is not None:
-                number = self.book.number(_torch.unwrapped(x))
+                number = self.book.held.get(x)
                 if number is not None and self.book.kinds.get(number) != OFFLOADED:
                     self.book.kinds[number] = kind
 
-    @contextmanager
-    def apart(self) -> Iterator[Book]:
-        """What happens inside goes into a book of its own."""
-        before = self.book, self.units, self.roots, self.pure, self.reads, self.always
-        self.book, self.units, self.reads = Book(), [], set()
-        self.begin_body([])
-        self.always = True
-        try:
-            yield self.book
-        finally:
-            self.book.close()
-            self.book, self.units, self.roots, self.pure, self.reads, self.always = (
-                before
-            )
 
-
-def _tensors(values: Iterable[Any]) -> Iterator[Tensor]:
-    """The tensors among an operator's arguments: single ones, or lists of them."""
-    for x in values:
-        if isinstance(x, Tensor):
-            yield x
-        elif isinstance(x, (list, tuple)) or type(x).__name__ == "dict_values":
-            yield from _tensors(x)
+def _tensors(values: Any) -> list[Tensor]:
+    """The tensors in an operator's arguments, or results."""
+    return [x for x in flat(values) if isinstance(x, Tensor)]

@@ -1,10 +1,9 @@
-"""``plan``: run a step where nothing is computed or sent, and note what it would do."""
+"""``plan``: a step is run where nothing is computed or sent, and recorded."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
 
@@ -22,7 +21,6 @@ from fsfunc.optim.optimizer import Optimizer
 from fsfunc.planning.events import Started, Waited
 from fsfunc.planning.observer import Observer
 from fsfunc.planning.plans import Plan, PlannedLeaf, RankPlan
-from fsfunc.planning.unit_cache import DifferentiatedTwice, UnitCache
 from fsfunc.runtime.collector import uncollected
 from fsfunc.runtime.memory_kinds import counting
 from fsfunc.sharded.donated import refuse_spent
@@ -49,14 +47,12 @@ def plan(
     step: Callable[..., Any],
     *args: Any,
     mesh: Mesh | None = None,
-    repeat: bool = True,
     layouts: LayoutRules | None = None,
 ) -> Plan:
-    """What ``step(*args)`` will do: every collective, FLOP and byte, before it runs.
+    """Plan ``step(*args)``: every collective, FLOP and byte, before it runs.
 
     The step runs on fake tensors over ranks that send nothing, so a plan is made of a
-    mesh of any size and of parameters that nobody could hold. A unit that is called
-    again on the same shapes is looked at once.
+    mesh of any size and of parameters that nobody could hold.
 
     In two forms: ``plan(step, state, batch)``, inside ``spmd(main, mesh)`` on any mesh,
     is this rank's plan (on real ranks nothing runs, and the state stays as it is); and
@@ -71,7 +67,6 @@ def plan(
             own batch (or a function that returns it).
         mesh: the mesh to plan for, whatever its backend; by default that of the
             transforms around ``step``, or one rank alone.
-        repeat: whether to look at equal unit calls once (else at each).
         layouts: how parameters are split, as ``init_state`` takes it; where the state
             is made here.
 
@@ -82,8 +77,7 @@ def plan(
         RuntimeError: the step asks for a tensor's value; names the line.
         ValueError: tensors of a device that this torch cannot run.
 
-    Cost: about a millisecond a unit call, once units are known; no memory beside the
-    events themselves.
+    Cost: some 50 microseconds an operator, and no memory beside the events themselves.
 
     >>> import torch, fsfunc as ff
     >>> layer = ff.unit(lambda p, x: torch.tanh(x @ p))
@@ -108,14 +102,13 @@ def plan(
             "the place or init_state that made it"
         )
 
-    def made(cache: UnitCache) -> Sequence[Any]:
-        return _made(step, args, cache, layouts) if makes else args
+    def main() -> Plan:
+        return _here(step, _made(step, args, layouts) if makes else args, here())
 
     with uncollected():
         if at is None:
-            return _everywhere(step, made, _mesh_of(step, mesh), repeat)
-        cache = UnitCache(Observer(), repeat)
-        return _here(step, made(cache), at, cache)
+            return _everywhere(main, _mesh_of(step, mesh))
+        return main()
 
 
 def _mesh_of(step: Any, mesh: Mesh | None) -> Mesh:
@@ -126,14 +119,8 @@ def _mesh_of(step: Any, mesh: Mesh | None) -> Mesh:
     return Mesh({} if mesh is None else check_mesh(mesh, "plan").axes, "abstract")
 
 
-def _everywhere(
-    step: Any, made: Callable[[UnitCache], Sequence[Any]], mesh: Mesh, repeat: bool
-) -> Plan:
-    cache = UnitCache(Observer(), repeat)  # what one rank saw serves the others
-
-    def main() -> Plan:
-        return _here(step, made(cache), here(), cache)
-
+def _everywhere(main: Callable[[], Plan], mesh: Mesh) -> Plan:
+    """The plans of every distinct program of a mesh, as one."""
     found = spmd(main, mesh)()
     alike = mesh.size // len(found)
     ranks = (replace(p.ranks[0], alike=alike) for p in found)
@@ -141,49 +128,31 @@ def _everywhere(
 
 
 def _made(
-    step: Any, args: Sequence[Any], cache: UnitCache, layouts: LayoutRules | None
+    step: Any, args: Sequence[Any], layouts: LayoutRules | None
 ) -> tuple[Any, ...]:
     """The state and the batch, of the functions that make them."""
     init, optimizer, batch = args
     batch = batch() if callable(batch) else batch
+    _check_devices(batch)
     if (mode := _torch.fake_mode()) is not None:
         batch = shadows(mode, batch)
-    with (
-        told_where(*_TOLD),
-        _observed(cache, frame().at),
-    ):
-        state = init_state(step, init, optimizer, batch, layouts=layouts)
-        return state, batch
+    with told_where(*_TOLD):
+        return init_state(step, init, optimizer, batch, layouts=layouts), batch
 
 
-@contextmanager
-def _observed(cache: UnitCache, at: Here | None) -> Iterator[None]:
-    """Inside, bodies of units are replayed."""
-    with inside(frame().but(tracer=cache, at=at)), cache.observer:
-        yield
-
-
-def _here(step: Any, args: Sequence[Any], at: Here, cache: UnitCache) -> Plan:
+def _here(step: Any, args: Sequence[Any], at: Here) -> Plan:
     """The plan of this rank."""
-    try:
-        found, asked = _planned(step, args, at, cache)
-    except DifferentiatedTwice:
-        plainly = UnitCache(Observer(), repeat=False)
-        found, asked = _planned(step, args, at, plainly)
+    found, asked = _planned(step, args, at)
     asks(asked)
     axes = tuple(a for a in at.mesh.axes if a in asked)
     count = math.prod(at.mesh.axes[a] for a in axes)
     return Plan(at.mesh, (replace(found, alike=at.mesh.size // count),), axes)
 
 
-def _planned(
-    step: Any, args: Sequence[Any], at: Here, cache: UnitCache
-) -> tuple[RankPlan, set[str]]:
-    log, observer, asked = Ledger(), cache.begin(), set[str]()
+def _planned(step: Any, args: Sequence[Any], at: Here) -> tuple[RankPlan, set[str]]:
+    log, observer, asked = Ledger(), Observer(), set[str]()
     refuse_spent(args)
-    for x in tree.leaves(args):
-        if isinstance(x, Tensor):
-            _torch.check_device(_torch.device_of(x))
+    _check_devices(args)
     now = replace(at, link=PlannedLink(at.rank, observer, log))
     with (
         without_data(args, now, log=log, asked=asked, told=_TOLD) as mode,
@@ -196,11 +165,12 @@ def _planned(
             leaves.append(leaf)
             del tensors  # the step may let go of a buffer that the state keeps
         try:
-            with _observed(cache, None if frame().at is None else now):
+            mine = None if frame().at is None else now
+            with inside(frame().but(tracer=observer, at=mine)), observer:
                 out = step(*args)
         finally:
             restore(args)  # a donated step marks what is the caller's
-        cache.look_back()
+        observer.measure_copies()
         for value in out if isinstance(out, tuple) else (out,):
             if isinstance(value, TrainState | LocalState):
                 for leaf, tensors in _leaves((value,)):
@@ -209,12 +179,18 @@ def _planned(
         book.close()
     found = RankPlan(
         at.rank, 1, at.mesh.coordinates(at.rank), book.events, book.kinds,
-        leaves, log.records, cache.derived,
+        leaves, log.records, observer.calls, observer.derived,
     )  # fmt: skip
     return found, asked
 
 
 # What the step is given
+
+
+def _check_devices(values: Any) -> None:
+    for x in tree.leaves(values):
+        if isinstance(x, Tensor):
+            _torch.check_device(_torch.device_of(x))
 
 
 def _leaves(args: Any) -> Iterator[tuple[PlannedLeaf, list[Tensor]]]:
@@ -245,7 +221,7 @@ def _leaves(args: Any) -> Iterator[tuple[PlannedLeaf, list[Tensor]]]:
 
 
 def _kind(i: int, value: Any, path: str) -> str:
-    """What a leaf of argument ``i`` is for."""
+    """The kind of memory that a leaf of argument ``i`` is."""
     if i > 0:
         return "buffers"
     if not isinstance(value, TrainState | LocalState):

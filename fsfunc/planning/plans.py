@@ -1,4 +1,4 @@
-"""``Plan``: what a step will do, rank by rank, and the questions it answers."""
+"""``Plan``: the recorded events of a step, rank by rank, and their summaries."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import torch
 
 from fsfunc.comm.ledgers import Ledger, Record
 from fsfunc.comm.mesh import Axis, Mesh
-from fsfunc.planning.events import Event, Gave, Ran, Segment, Took
+from fsfunc.planning.events import Event, Gave, Ran, Took
 from fsfunc.runtime.memory_kinds import KINDS, OFFLOADED
 from fsfunc.sharded.layout import Layout
 
@@ -51,7 +51,7 @@ class Alive(NamedTuple):
 
 
 class Work(NamedTuple):
-    """What ran of one unit in one phase: calls of it, operators, FLOPs, bytes."""
+    """Work of one unit in one phase: calls, operators, FLOPs, bytes."""
 
     calls: int
     ops: int
@@ -61,7 +61,7 @@ class Work(NamedTuple):
 
 @dataclass(frozen=True, eq=False)
 class RankPlan:
-    """What one rank will do.
+    """The plan of one rank.
 
     Args:
         rank: the one that was looked at.
@@ -71,6 +71,7 @@ class RankPlan:
         kinds: what each storage is for.
         leaves: what the step was given: state and batch.
         records: its collectives, in the order of issue.
+        calls: how often the body of a unit ran, by (unit, phase).
         derived: bytes that a unit keeps for its backward which it computed from its
             parameters alone (casts, normalised weights): whole, on every rank.
     """
@@ -82,6 +83,7 @@ class RankPlan:
     kinds: Mapping[int, str]
     leaves: Sequence[PlannedLeaf]
     records: Sequence[Record]
+    calls: Mapping[tuple[str, str], int] = field(default_factory=dict)
     derived: Mapping[str, int] = field(default_factory=dict)
 
     @cached_property
@@ -91,27 +93,22 @@ class RankPlan:
 
     def ops(self) -> Iterator[Ran]:
         """Every operator that runs, in order."""
-        for event in self.events:
-            if isinstance(event, Ran):
-                for op in event.op.ops:
-                    yield event._replace(op=op)
+        return (event for event in self.events if isinstance(event, Ran))
 
     @cached_property
     def ran(self) -> Mapping[Ran, int]:
-        """How often each thing ran, in the order of first appearance."""
+        """Counts of equal operators, in the order of first appearance."""
         return Counter(event for event in self.events if isinstance(event, Ran))
 
     @cached_property
     def work(self) -> Mapping[tuple[str, str], Work]:
-        """What runs, by (unit, phase), in the order of first appearance."""
+        """The work by (unit, phase), in the order of first appearance."""
         found: dict[tuple[str, str], Work] = {}
         for (op, unit, phase), n in self.ran.items():
-            calls, ops, flops, size = found.get((unit, phase), (0, 0, 0, 0))
+            calls = self.calls.get((unit, phase), 0)
+            _, ops, flops, size = found.get((unit, phase), (0, 0, 0, 0))
             found[unit, phase] = Work(
-                calls + n * isinstance(op, Segment),
-                ops + n * len(op.ops),
-                flops + n * op.flops,
-                size + n * op.bytes,
+                calls, ops + n, flops + n * op.flops, size + n * op.bytes
             )
         return found
 
@@ -125,15 +122,10 @@ class RankPlan:
 
     @cached_property
     def memory(self) -> list[tuple[int, tuple[int, ...]]]:
-        """(event number, bytes held of each of ``KINDS``) after each change.
-
-        What a segment takes and gives on its way appears as its highest point, among
-        the activations.
-        """
+        """(event number, bytes held of each of ``KINDS``) after each change."""
         index = {kind: i for i, kind in enumerate(KINDS)}
         held, rows = [0] * len(KINDS), []
         sizes: dict[int, tuple[int, int]] = {}
-        aside = index["activations"]
         for number, event in enumerate(self.events):
             if isinstance(event, Took):
                 kind = self.kinds.get(event.key, "activations")
@@ -147,11 +139,6 @@ class RankPlan:
                     continue
                 i, size = sizes.pop(event.key)
                 held[i] -= size
-            elif isinstance(event, Ran) and event.op.peak:
-                top = list(held)
-                top[aside] += event.op.peak
-                rows.append((number, tuple(top)))
-                continue
             else:
                 continue
             rows.append((number, tuple(held)))
@@ -179,7 +166,7 @@ class RankPlan:
         return sum(self.peak.values())
 
     def alive(self, at: int | None = None) -> list[Alive]:
-        """What is held after event number ``at`` (default: the peak), largest first."""
+        """Memory held after event number ``at`` (default: the peak), largest first."""
         at = self.peak_at if at is None else at
         held: dict[int, Took] = {}
         for event in self.events[: at + 1]:
@@ -192,16 +179,12 @@ class RankPlan:
             Alive(t.bytes, self.kinds.get(t.key, "activations"), t.op, t.unit, t.phase)
             for t in held.values()
         ]
-        last = self.events[at] if self.events else None
-        if isinstance(last, Ran) and last.op.peak:
-            what = ("activations", "", last.unit, last.phase)
-            found.append(Alive(last.op.peak, *what))
         return sorted(found, key=lambda a: -a.bytes)
 
 
 @dataclass(frozen=True, eq=False)
 class Plan:
-    """What a step will do: a :class:`RankPlan` for each distinct program.
+    """The plan of a step: a :class:`RankPlan` for each distinct program.
 
     ``count``, ``bytes`` and ``table`` speak of one rank, as a ledger's do: the lowest,
     or the one that ``rank=`` names. ``peak_bytes`` and ``flops`` are those of the rank
@@ -233,13 +216,13 @@ class Plan:
     def count(
         self, op: str | None = None, axis: Axis | None = None, rank: int | None = None
     ) -> int:
-        """How many collectives a rank issues."""
+        """The number of collectives that a rank issues."""
         return self.on(rank).ledger.count(op, axis)
 
     def bytes(
         self, axis: Axis | None = None, op: str | None = None, rank: int | None = None
     ) -> int | float:
-        """How many bytes a rank sends, counted as the ledger counts."""
+        """The bytes that a rank sends, counted as the ledger counts."""
         return self.on(rank).ledger.bytes(axis, op)
 
     def table(self, rank: int | None = None) -> list[tuple[str, str, int, int | float]]:

@@ -153,7 +153,7 @@ def _sending(
 def _added(
     watch: Stopwatch, start: Callable[[], Any], alone: float, sizes: Sizes
 ) -> float:
-    """What a transfer adds to products beside it, over what it takes alone."""
+    """The time that a transfer adds to products beside it, over its time alone."""
     share, side = BESIDE / len(SENDING) / 3, sizes.other
     x, y = (torch.randn(side, side, device=watch.device) for _ in range(2))
     out = torch.empty_like(x)

@@ -1,4 +1,4 @@
-"""``recompute_points``: which unit calls to recompute, for least memory or least time.
+"""``recompute_points``: choose unit calls to recompute, for memory or time.
 
 A call that is kept holds its activations from its forward to its backward. A run of
 calls that is recomputed holds its output alone, and all of its activations while it is
@@ -44,7 +44,7 @@ class Points:
 
     @property
     def splits(self) -> list[int]:
-        """Where a run begins right after another: FairScale's reset points."""
+        """Calls where a run begins right after another: FairScale's reset points."""
         ends = {stop for _, stop in self.runs}
         return [start for start, _ in self.runs if start in ends]
 
@@ -195,7 +195,7 @@ def _fewest(chain: _Chain, segments: Any, names: tuple[str, ...]) -> Points:
 
 
 class _Way(NamedTuple):
-    """How the calls from some number on go: the peak, the time, and the first run."""
+    """A choice for the calls from some number on: the peak, the time, the first run."""
 
     peak: Number
     seconds: Number

@@ -23,7 +23,7 @@ Call = Callable[[], Any]
 
 @dataclass(frozen=True)
 class Sizes:
-    """What a device is measured with.
+    """Sizes of the tensors that a device is measured with.
 
     Args:
         tokens, width, vocabulary: of the activations; a hidden layer is four times as

@@ -1,4 +1,4 @@
-"""A plan played through: when every rank does what, given what each thing costs.
+"""Simulation of a plan: start and end of all that every rank does.
 
 Every rank that was planned has a stream that computes. Collectives run on streams
 beside it, one for each group of ranks; messages on one for each pair of ranks and
@@ -27,7 +27,7 @@ COMPUTE = "compute"
 
 
 class Span(NamedTuple):
-    """What a stream of a rank does from ``start`` to ``end``, in seconds.
+    """An interval of a rank's stream, from ``start`` to ``end`` in seconds.
 
     On the stream ``compute``, all that a unit (or, where ``unit`` is "", nothing that
     has a name) runs in one phase without a wait in between; on a stream named after
@@ -45,7 +45,7 @@ class Span(NamedTuple):
 
 @dataclass(frozen=True)
 class RankTimes:
-    """Where the time of one rank goes; the four add up to that of the step.
+    """The time of one rank in four parts, which add up to that of the step.
 
     Args:
         rank, alike: the one that was planned, and how many it stands for.
@@ -153,7 +153,7 @@ class _RankRun:
         self._end = self.clock
 
     def rest(self) -> None:
-        """What was computed since the last rest is one span."""
+        """Ends the span of what was computed since the last rest."""
         if self._end > self._start:
             what = (self._unit or self._phase, self._unit, self._phase)
             self.spans.append(
@@ -322,7 +322,7 @@ class _PlanRun(Player):
 
 
 def _state(run: _RankRun) -> str:
-    """What a rank that cannot go on waits for, and who has not done their part."""
+    """A message for a rank that cannot go on: what it waits for, and who is missing."""
     events, rank = run.plan.events, run.plan.rank
     left = events[run.at] if run.at < len(events) else None
     # After its last event it waits for all that it has started.

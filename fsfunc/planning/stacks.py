@@ -1,4 +1,4 @@
-"""``Stack``: which transforms, in which order, as data: applied, or written as code."""
+"""``Stack``: transforms in order, as data: applied, or written as code."""
 
 from __future__ import annotations
 
@@ -89,7 +89,7 @@ class Stack:
 
     @property
     def ranks(self) -> int:
-        """How many ranks the mesh has."""
+        """The number of ranks of the mesh."""
         return Mesh(dict(self.axes), "abstract").size
 
     @property
@@ -104,7 +104,7 @@ class Stack:
 
     @property
     def parts(self) -> int:
-        """How many parts the batch's rows are cut into."""
+        """The number of parts that the batch's rows are cut into."""
         return self.parts_by_dim[0]
 
     @property

@@ -27,7 +27,7 @@ __all__ = ["Trials"]
 
 
 class Trials:
-    """What was tried so far, of one loss and one batch."""
+    """Stacks tried so far, on one loss and one batch."""
 
     def __init__(
         self,
@@ -39,12 +39,8 @@ class Trials:
         memory: float,
         space: Space,
     ):
-        self.space, self.optimizer, self.hardware, self.memory = (
-            space,
-            optimizer,
-            hardware,
-            memory,
-        )
+        self.space, self.optimizer = space, optimizer
+        self.hardware, self.memory = hardware, memory
         self.loss_fn, self.batch = loss_fn, batch
         self.init = params if callable(params) else lambda: _alike(params)
         self.rows = _rows(batch)
@@ -64,7 +60,7 @@ class Trials:
         self.skipped.extend(Skipped(stack, why) for stack in stacks)
 
     def lies_on(self, axes: Axes) -> bool:
-        """Whether the batch can be cut for a mesh; else that is noted."""
+        """True if the batch can be cut for a mesh; else the mesh is skipped."""
         stack = self.space.on(axes)
         for dim, parts in stack.parts_by_dim.items():
             odd = [n for n in self._lengths(dim) if n % parts]

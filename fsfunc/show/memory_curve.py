@@ -6,9 +6,9 @@ from bisect import bisect_left
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from itertools import accumulate, pairwise
+from itertools import pairwise
 
-from fsfunc.planning.events import Ran, Segment, Took
+from fsfunc.planning.events import Ran, Took
 from fsfunc.planning.plans import RankPlan
 from fsfunc.planning.simulation import Span
 from fsfunc.runtime.memory_kinds import KINDS
@@ -77,7 +77,7 @@ class Curve:
 
 def curve_of(own: RankPlan) -> Curve:
     """The curve of a rank's plan."""
-    aside, rows = KINDS.index("activations"), iter(own.memory)
+    rows = iter(own.memory)
     row = next(rows, None)
     points: list[tuple[int, Held]] = []
     turns: list[Span] = []
@@ -91,26 +91,17 @@ def curve_of(own: RankPlan) -> Curve:
             peak = (at, what)
 
     for number, event in enumerate(own.events):
-        before, is_body = ran, False
-        if isinstance(event, Ran) and event.op is not None:
-            ran += len(event.op.ops)
-            if is_body := isinstance(event.op, Segment):
-                inside = accumulate(change for _, change in event.op.memory)
-                for (after, _), more in zip(event.op.memory, inside, strict=True):
-                    grown = (*held[:aside], held[aside] + more, *held[aside + 1 :])
-                    put(before + after, grown)
-                put(ran, held)
-            if ran > before:
-                unit, phase = event.unit, event.phase
-                if turns and (turns[-1].unit, turns[-1].phase) == (unit, phase):
-                    before = turns.pop().start
-                turns.append(Span(own.rank, COMPUTE, unit, unit, phase, before, ran))
         if row is not None and row[0] == number:
-            if not is_body:
-                held = row[1]
-                put(ran, held)
-                given = held if isinstance(event, Took) and not event.op else given
+            held = row[1]
+            put(ran, held)
+            given = held if isinstance(event, Took) and not event.op else given
             row = next(rows, None)
+        if isinstance(event, Ran):
+            before, ran = ran, ran + 1
+            unit, phase = event.unit, event.phase
+            if turns and (turns[-1].unit, turns[-1].phase) == (unit, phase):
+                before = turns.pop().start
+            turns.append(Span(own.rank, COMPUTE, unit, unit, phase, before, ran))
     lane = Lane(own.rank, COMPUTE, tuple(turns))
     return Curve(tuple(points), lane, ran, peak, given)
 

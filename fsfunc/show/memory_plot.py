@@ -292,8 +292,7 @@ def alive_table(own: RankPlan) -> Table:
     for names, groups in alike(keyed):
         kind, op, phase = groups[0][0]
         total = sum(sum(numbers) for _, numbers in groups)
-        by = "(within its body)" if phase else "(given to the step)"
-        by = _operator(op) if op else by
+        by = _operator(op) if op else "(given to the step)"
         unit = together(names) or (OUTSIDE_UNITS if op else "")
         count = str(sum(len(numbers) for _, numbers in groups))
         share = of_share(total, own.peak_bytes)

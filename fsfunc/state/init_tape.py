@@ -36,8 +36,8 @@ def _all(values: Any, kind: Any) -> list[Any]:
     return found
 
 
-class InitTape(_torch.TorchDispatchMode):
-    """Records the operators that run inside; it stands above the fake tensor mode.
+class InitTape(_torch.DispatchMode):
+    """Notes what is done inside; it stands above the mode of fake tensors.
 
     What is computed from given tensors alone is computed at once: a step that reads a
     file, or ``torch.tensor(...)``, has its values. What an operator writes of the

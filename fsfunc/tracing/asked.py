@@ -1,4 +1,4 @@
-"""Watching torch's functions as a step is tried: who asks for what.
+"""A torch-function mode for the type check: gradients, shapes and values asked for.
 
 Operators do not tell it: gradients are taken, shapes and values leave the tensors.
 """
@@ -45,9 +45,9 @@ _SHOWN = {Tensor.__repr__, Tensor.__format__}
 
 
 class Asked(TorchFunctionMode):
-    """Sees the gradients that autograd takes, who asks for shapes, and who for values.
+    """Reports gradients taken by autograd, shapes and values asked for, to a checker.
 
-    And hears what numbers functions are given.
+    It also records the numbers that functions are given.
     """
 
     def __init__(self, checker: Checker):
@@ -74,7 +74,11 @@ class Asked(TorchFunctionMode):
             return self._values(func, args, kwargs or {})
         if func in (Tensor.backward, torch.autograd.backward):
             return self._backward(func, args, kwargs or {})
-        out = func(*args, **(kwargs or {}))
+        self.checker.indexing = func is Tensor.__getitem__
+        try:
+            out = func(*args, **(kwargs or {}))
+        finally:
+            self.checker.indexing = False
         if func is torch.autograd.grad:
             given = dict(zip(("outputs", "inputs"), args, strict=False)) | (
                 kwargs or {}
@@ -86,7 +90,7 @@ class Asked(TorchFunctionMode):
         return out
 
     def _values(self, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
-        """What somebody gets who takes values out of torch, or prints them."""
+        """The result of a function that takes values out of torch, or prints them."""
         if _torch.is_wrapped(args[0]):
             return func(*args, **kwargs)
         if (name := _VALUES.get(func)) is not None:

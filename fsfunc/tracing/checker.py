@@ -1,4 +1,4 @@
-"""Watching a step that runs on fake tensors: what its units, moves and gradients mean.
+"""The type check of a step: types for units, collectives and gradients.
 
 A :class:`Checker` knows the types of values (`Operators`), and is told of all that is
 no operator of torch. It runs the bodies of units, inside which every value is the
@@ -225,7 +225,7 @@ class Checker(Tracer, Watcher, Operators):
         return self._owned(call, out, taken, given) if outermost else out
 
     def _owned(self, call: Call, out: Any, taken: set[int], given: Any) -> Any:
-        """What a unit returned, as the rank's own."""
+        """A unit's outputs, typed as the rank's own."""
         name, numbers = f"unit {call.name!r}", itertools.count()
         made_of = together(name, self.captured).changed(f"{name} at {source_line()}")
         of = hash((call.unit, *map(self.known.value, self.known.tensors(given))))
@@ -355,7 +355,7 @@ class Checker(Tracer, Watcher, Operators):
 
 
 def placed(x: Sharded, kind: Kind, name: str) -> Seen:
-    """What is known of a placed leaf's own tensor."""
+    """The facts about a placed leaf's local tensor."""
     return Seen(kind, name, flat=kind is Kind.I and x.ndim > 1)
 
 

@@ -1,4 +1,4 @@
-"""What depends on what, seen below autograd while a loss runs on fake tensors.
+"""Data dependencies of a loss, recorded below autograd on fake tensors.
 
 Dependencies follow storages, not tensors: a view, an operation in place and an
 assignment to a slice reach the storage that they share. What a unit does inside stays
@@ -21,6 +21,7 @@ from fsfunc.tracing.names import Names
 from fsfunc.tracing.operators import FLOPS, OperatorMode
 from fsfunc.tracing.programs import NOWHERE, Draw, Glue, Origins, Value
 from fsfunc.tracing.runs import with_data
+from fsfunc.tracing.storages import StorageTable
 
 __all__ = ["Argument", "Body", "Flow", "run_on_data", "tensors"]
 
@@ -34,25 +35,25 @@ class Argument(NamedTuple):
 
 @dataclass
 class Body:
-    """What the function of one unit call does while it runs.
+    """FLOPs, origins and kept memory of one unit call while it runs.
 
     Args:
         name: the unit's.
         real: it runs on tensors with data.
         flops: counted so far.
         origins: of all that it has used.
-        kept: storages that its backward pass keeps.
+        kept: tensors that its backward pass keeps, one of each storage.
     """
 
     name: str
     real: bool = False
     flops: int = 0
     origins: Origins = NOWHERE
-    kept: dict[int, torch.UntypedStorage] = field(default_factory=dict)
+    kept: dict[int, Tensor] = field(default_factory=dict)
 
     def keep(self, x: Tensor) -> None:
         """Notes a tensor that its backward pass keeps."""
-        self.kept[_torch.storage_key(x)] = x.untyped_storage()
+        self.kept[_torch.storage_key(x)] = x
 
     def keep_saved(self, given: Any, out: Any) -> None:
         """Notes what autograd saved between the arguments and the outputs.
@@ -66,7 +67,7 @@ class Body:
 
 
 class Flow(OperatorMode):
-    """Notes where the values of a run come from, while it is on.
+    """A dispatch mode that records where the values of a run come from.
 
     Args:
         names: what tensors are called in the listing.
@@ -83,29 +84,24 @@ class Flow(OperatorMode):
         self.glue: list[Glue] = []
         self.draws: list[Draw] = []
         self.mutated: set[Value] = set()
-        self.owner: dict[int, Argument | Value] = {}
-        self.shared: dict[int, str] = {}
-        self._origins: dict[int, Origins] = {}
-        self._alive: list[Tensor] = []  # or a key would come to mean another storage
+        self.owner = StorageTable[Argument | Value]()
+        self.shared = StorageTable[str]()
+        self._origins = StorageTable[Origins]()
 
     def know(self, x: Tensor, origins: Origins, owner: Argument | Value | None) -> None:
-        """Says where what is in the storage of ``x`` comes from, and whose it is."""
-        key = _torch.storage_key(x)
-        if key not in self._origins:
-            self._alive.append(x)
-        self._origins[key] = origins
+        """Records the origins of what is in the storage of ``x``, and its owner."""
+        self._origins[x] = origins
         if owner is not None:
-            self.owner[key] = owner
+            self.owner[x] = owner
 
     def share(self, sharing: Iterable[Tensor], unit: str) -> None:
         """Notes tensors that a unit returned, and that lie in one storage for it."""
         for x in sharing:
-            self._alive.append(x)
-            self.shared[_torch.storage_key(x)] = unit
+            self.shared[x] = unit
 
     def knows(self, x: Tensor) -> bool:
-        """Whether the storage of ``x`` is a leaf's, a unit's output's or glue's."""
-        return _torch.storage_key(x) in self._origins
+        """True if the storage of ``x`` is a leaf's, a unit's output's or glue's."""
+        return self._origins.get(x) is not None
 
     def argument(self, x: Tensor, leaf: Argument) -> Tensor:
         """``x``, known as a leaf of the loss's arguments."""
@@ -116,10 +112,10 @@ class Flow(OperatorMode):
         return x
 
     def of(self, values: Any) -> Origins:
-        """Where the tensors in a tree come from."""
+        """The joint origins of the tensors in a tree."""
         found = NOWHERE
         for x in tensors(values):
-            found = found | self._origins.get(_torch.storage_key(x), NOWHERE)
+            found = found | (self._origins.get(x) or NOWHERE)
         return found
 
     def operator(self, func: Any, args: Any, kwargs: Any) -> Any:
@@ -135,7 +131,7 @@ class Flow(OperatorMode):
         body.origins = body.origins | self.of((args, kwargs))
         if not body.real:
             self._refuse_captured(written, f"unit {body.name!r}")
-        out = self.run(func, args, kwargs)
+        out = func(*args, **kwargs)
         formula = FLOPS.get(func.overloadpacket)
         if formula is not None:
             body.flops += formula(*args, **kwargs, out_val=out)
@@ -145,14 +141,14 @@ class Flow(OperatorMode):
         """An operation of the loss's own."""
         self._refuse_captured(written, "the loss")
         for x in written:
-            self._note_write(_torch.storage_key(x))
+            self._note_write(x)
         name, line = func.overloadpacket.__name__, source_line()
         text = self.names.call(args, kwargs)
         origins = self.of((args, kwargs))
         if torch.Tag.nondeterministic_seeded in func.tags:
             origins = origins | Origins(draws=frozenset((len(self.draws),)))
             self.draws.append(Draw(name, line))
-        out = self.run(func, args, kwargs)
+        out = func(*args, **kwargs)
         made = tensors(out) or written
         for x in (*made, *written):
             self.know(x, origins, None)
@@ -171,18 +167,18 @@ class Flow(OperatorMode):
                     "the new value beside the loss"
                 )
 
-    def _note_write(self, key: int) -> None:
-        owner = self.owner.get(key)
+    def _note_write(self, x: Tensor) -> None:
+        owner = self.owner.get(x)
         if isinstance(owner, Argument):
             raise RuntimeError(
                 f"the loss writes in place into {self.names.path(owner)!r}, at "
                 f"{source_line()}: every stage of a pipeline would do so, for every "
                 "microbatch. Write into a clone"
             )
-        if key in self.shared:
+        if (unit := self.shared.get(x)) is not None:
             raise RuntimeError(
                 f"the loss writes in place, at {source_line()}, into memory that an "
-                f"output of unit {self.shared[key]!r} shares with one of its inputs or "
+                f"output of unit {unit!r} shares with one of its inputs or "
                 "another output: on another stage they lie apart. Write into a clone"
             )
         if owner is not None:

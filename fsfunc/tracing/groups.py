@@ -1,4 +1,4 @@
-"""Which leaves belong together: what follows from the unit calls that a step made."""
+"""Groups of leaves that share a buffer, from the unit calls that a step made."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ _Where = tuple[str, bool]  # file and line, and whether a gradient call was arou
 
 @dataclass
 class Findings:
-    """What one run of a step showed.
+    """Findings of one run of a step.
 
     ``groups`` are made of ``taken`` (which unit calls took which leaves), ``inside``
     (which unit's own body read a leaf), ``outside`` (leaves read by a loss outside
@@ -78,11 +78,11 @@ class Findings:
     claims: list[tuple[str, str]] = field(default_factory=list)
 
     def outer(self, group: LeafGroup) -> list[tuple[Placement, ...]]:
-        """How each of a group's leaves lies before it is cut to fit the buffer."""
+        """The placements of a group's leaves before they are cut to fit the buffer."""
         return [(*group.owner, *self.layouts[path].parts) for path in group.paths]
 
     def lines(self) -> list[tuple[str, str]]:
-        """What ranks that run one program have in common: (what it is about, text).
+        """Lines (subject, text) that are equal on all ranks that run one program.
 
         Nothing of a batch's lengths is in it, which ranks may choose for themselves.
         """
@@ -155,7 +155,7 @@ class Findings:
         ]
 
     def _owns(self, t: Taken, path: str, calls: list[Taken]) -> bool:
-        """Whether ``t`` gathers the leaf: no unit around it, and no inner one, does."""
+        """True if ``t`` gathers the leaf: no unit around it, and no inner one, does."""
         n, reads = len(t.numbers), (path, t.numbers) in self.inside
         outer = [t.numbers[:k] for k in range(1, n)]
         if any((path, numbers) in self.inside for numbers in outer):
@@ -186,7 +186,7 @@ class Findings:
 
 
 def _takes(calls: list[Taken], numbers: tuple[int, ...]) -> bool:
-    """Whether a unit call, or one around it, is among those that take a leaf."""
+    """True if a unit call, or one around it, is among those that take a leaf."""
     return any(t.numbers == numbers[: len(t.numbers)] for t in calls)
 
 

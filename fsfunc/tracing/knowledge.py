@@ -1,10 +1,8 @@
-"""What a run on fake tensors knows: of each tensor, of each node, of each operand."""
+"""Facts of a type check about tensors, autograd nodes and operands."""
 
 from __future__ import annotations
 
-import functools
 import itertools
-import weakref
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -18,6 +16,7 @@ from fsfunc.comm.comparison import checksums, has_values
 from fsfunc.sharded.leaf import is_sharded
 from fsfunc.tracing.own_rows import OwnTensors
 from fsfunc.tracing.provenance import NOTHING, Provenance, Rows
+from fsfunc.tracing.storages import StorageTable
 from fsfunc.tracing.types import PARTS, Kind, Operand, joint
 
 __all__ = ["Known", "Nodes", "Origin", "Seen"]
@@ -26,7 +25,7 @@ __all__ += ["OF_LISTS", "flat", "names_dims", "number", "operand", "rows", "show
 
 @dataclass(frozen=True)
 class Seen:
-    """What is known of a tensor.
+    """Facts about a tensor.
 
     Args:
         what: what to call it; ``where``: the line it came from, if that tells anything.
@@ -60,12 +59,11 @@ class Known:
 
     def __init__(self) -> None:
         self.own = OwnTensors()
-        self._seen: dict[int, Seen] = {}
-        self._alive: dict[int, weakref.ref] = {}
+        self._seen = StorageTable[Seen]()
         self._numbers = itertools.count(1)
 
     def of(self, x: Tensor) -> Seen:
-        """What is known of a tensor: it is a constant, if nothing is."""
+        """The facts about a tensor; those of a constant, if there are none."""
         if (found := self.seen(x)) is not None:
             return found
         digest = digest_of(x)
@@ -74,14 +72,14 @@ class Known:
         return Seen(Kind.K, "a constant", "", digest, value=value)
 
     def seen(self, x: Tensor) -> Seen | None:
-        """What is known of a tensor, if anything is."""
-        return self._seen.get(_torch.storage_key(_torch.unwrapped(x)))
+        """The facts about a tensor, if there are any."""
+        return self._seen.get(x)
 
     def kind(self, x: Tensor) -> Kind:
         return self.of(x).kind
 
     def value(self, x: Tensor) -> int:
-        """What tells the value of a tensor from others."""
+        """A hash that is equal for equal values."""
         return hash((self.of(x).value, shown(_torch.unwrapped(x))))
 
     def made_of(self, x: Tensor) -> Provenance:
@@ -89,7 +87,7 @@ class Known:
         base, seen = _torch.unwrapped(x), self.of(x)
         rows, found = None, seen.made_of
         if seen.kind is Kind.V:
-            rows = self.own.rows(_torch.storage_key(base), base)
+            rows = self.own.rows(base)
         return found if rows is None else found._replace(rows=found.rows | {rows})
 
     def root(self, x: Tensor) -> int:
@@ -116,18 +114,9 @@ class Known:
         self.put(x, Seen(kind, what, source_line() if where is None else where))
 
     def put(self, x: Tensor, seen: Seen) -> None:
-        base = _torch.unwrapped(x)
-        key = _torch.storage_key(base)
-        if key not in self._seen:  # till its address is another storage's
-            gone = functools.partial(self._forget, key)
-            self._alive[key] = weakref.ref(_torch.storage(base), gone)
-        self._seen[key] = seen = self._told_apart(seen)
+        self._seen[x] = seen = self._told_apart(seen)
         if seen.kind in (Kind.K, Kind.A, Kind.V):
-            self.own.add(key, base, seen.value, seen.root, seen.what)
-
-    def _forget(self, key: int, _: Any) -> None:
-        del self._seen[key], self._alive[key]
-        self.own.forget(key)
+            self.own.add(_torch.unwrapped(x), seen.value, seen.root, seen.what)
 
     def _told_apart(self, seen: Seen) -> Seen:
         return seen if seen.value else replace(seen, value=next(self._numbers))
@@ -146,9 +135,8 @@ class Known:
         again = before.kind is seen.kind is Kind.K  # another constant
         if not rises and not again:
             seen = replace(before, value=seen.value, made_of=seen.made_of)
-        key = _torch.storage_key(_torch.unwrapped(x))
-        if key in self._seen:  # of which `x` may be a part
-            self._seen[key] = self._told_apart(seen)
+        if self.seen(x) is not None:  # of which `x` may be a part
+            self._seen[x] = self._told_apart(seen)
         else:
             self.put(x, seen)
 
@@ -165,7 +153,7 @@ class Known:
 
 
 def digest_of(x: Tensor) -> Any:
-    """What tells the values of a constant from others; None where it has none."""
+    """A digest of a constant's values; None where it has none."""
     if not has_values(x) or _torch.is_wrapped(x):
         return None
     with _torch.beneath_all_modes():
@@ -206,7 +194,7 @@ class Nodes:
         self._origins.update(dict.fromkeys(numbers, origin))
 
     def in_a_body(self, node: Any, numbers: range) -> bool:
-        """Whether a node is of a body; ``numbers``, that it makes, are then too."""
+        """True if a node is of a unit's body; so are ``numbers``, which it makes."""
         number = _torch.sequence_number(node)
         inside = any(start <= number < end for start, end in self._bodies)
         if inside or number in self._within:
@@ -235,7 +223,7 @@ OF_LISTS = ("aten::_foreach_", "aten::_fused_")
 
 
 def rows(args: Any, kwargs: Any, made: list[Tensor]) -> list[tuple[list[Any], Any]]:
-    """What an operator over lists does at each place: what it is given, and made."""
+    """Arguments and results of an operator over lists, at each position."""
     every = [*args, *kwargs.values()]
     n = len(args[0])
     lists = [x for x in every if isinstance(x, (list, tuple)) and len(x) == n]
@@ -245,14 +233,14 @@ def rows(args: Any, kwargs: Any, made: list[Tensor]) -> list[tuple[list[Any], An
 
 
 def names_dims(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> bool:
-    """Whether an operator works along dims that it is given."""
+    """True if an operator is given dims to work along."""
     said = {a.name: x for a, x in zip(func._schema.arguments, args, strict=False)}
     said |= kwargs
     return any(said.get(name) not in (None, [], ()) for name in ("dim", "dims"))
 
 
 def number(x: Any) -> Any:
-    """What of an argument that is no tensor tells it from others."""
+    """A comparable value for an argument that is no tensor."""
     if isinstance(x, torch.Generator):
         return "generator", x.initial_seed()
     simple = isinstance(x, (bool, int, float, complex, str, type(None)))
@@ -260,14 +248,14 @@ def number(x: Any) -> Any:
 
 
 def shown(x: Tensor) -> Any:
-    """Which elements of its memory a tensor shows, where it is not all of them."""
+    """Offset, shape and strides of a tensor that shows only a part of its memory."""
     if x.layout != torch.strided or x.nbytes == x.untyped_storage().nbytes():
         return None
     return x.storage_offset(), tuple(x.shape), x.stride()
 
 
 def flat(values: Any) -> list[Any]:
-    """What lists of lists hold."""
+    """The elements of nested lists, as one list."""
     if isinstance(values, (tuple, list)):
         return [y for x in values for y in flat(x)]
     if isinstance(values, dict):

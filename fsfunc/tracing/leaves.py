@@ -57,7 +57,7 @@ def local(x: Any) -> Any:
 
 
 def whole(x: Any) -> Any:
-    """What a unit sees of a leaf that is laid out already: its shape will do."""
+    """The stand-in that a unit is given for a leaf that is laid out already."""
     if not isinstance(x, Sharded):
         return x
     local, split = x.local.detach(), x.layout.in_units
@@ -68,7 +68,7 @@ def whole(x: Any) -> Any:
 
 
 def block(x: Any, layout: Layout) -> Any:
-    """What a unit sees of a recorded leaf: a tensor, or the first rank's part of it.
+    """The value that a unit is given for a recorded leaf: a tensor, or a rank's part.
 
     Args:
         layout: how it will be split; to all but units it passes for a whole tensor.

@@ -9,8 +9,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fsfunc import _torch, tree
+from fsfunc import tree
 from fsfunc.sharded.placements import describe
+from fsfunc.tracing.storages import StorageTable
 
 __all__ = ["Names", "below", "nested"]
 
@@ -49,15 +50,15 @@ class Names:
 
     def __init__(self, root: str, params: Sequence[str]):
         self.root, self.params = root, tuple(params)
-        self._places: dict[Any, str] = {}
-        self._storages: dict[int, str] = {}
+        self._names = StorageTable[dict[Any, str]]()  # by place; at None the last one
         self._glue = 0
 
     def give(self, x: Tensor, name: str = "") -> str:
         """Names ``x``; by default as the next result of glue."""
         if not name:
             name, self._glue = f"g{self._glue}", self._glue + 1
-        self._places[_place(x)] = self._storages[_torch.storage_key(x)] = name
+        known = self._names.get(x) or {}
+        self._names[x] = known | {_place(x): name, None: name}
         return name
 
     def path(self, leaf: Any) -> str:
@@ -67,9 +68,9 @@ class Names:
     def of(self, x: Any) -> str:
         """The text for one leaf."""
         if isinstance(x, Tensor):
-            found = self._places.get(_place(x))
-            found = found or self._storages.get(_torch.storage_key(x))
-            return found or f"captured {describe(x.shape, x.dtype)}"
+            if known := self._names.get(x):
+                return known.get(_place(x), known[None])
+            return f"captured {describe(x.shape, x.dtype)}"
         if isinstance(x, int) and x == sys.maxsize:
             return "end"  # of a slice
         if isinstance(x, _PLAIN):
@@ -113,4 +114,4 @@ def _within(path: str, top: str) -> bool:
 
 
 def _place(x: Tensor) -> Any:
-    return _torch.storage_key(x), x.storage_offset(), tuple(x.shape), x.stride()
+    return x.storage_offset(), tuple(x.shape), x.stride()

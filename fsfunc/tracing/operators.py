@@ -1,4 +1,4 @@
-"""torch's operators: who sees them run, what kind of work they do, how many FLOPs."""
+"""Torch's operators: a mode that sees them run, their classes, their FLOPs."""
 
 from __future__ import annotations
 
@@ -17,17 +17,8 @@ __all__ += ["class_of", "class_of_call"]
 _DEVICE: Any = torch.ops.prim.device.default
 
 
-class OperatorMode(_torch.TorchDispatchMode):
-    """A dispatch mode, which backward passes and ``torch.func`` do not escape.
-
-    ``operator`` is told of each operator that runs, and runs it.
-    """
-
-    fake: Any = None
-
-    def __enter__(self) -> Any:
-        self.fake = _torch.fake_mode()
-        return super().__enter__()
+class OperatorMode(_torch.DispatchMode):
+    """Calls ``operator`` for each operator that runs, in backward passes too."""
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         if func is _DEVICE and isinstance(args[0], _torch.FakeTensor):
@@ -35,14 +26,8 @@ class OperatorMode(_torch.TorchDispatchMode):
         return self.operator(func, args, kwargs or {})
 
     def operator(self, func: Any, args: Any, kwargs: Any) -> Any:
-        """What an operator returns, once it has been looked at."""
-        return self.run(func, args, kwargs)
-
-    def run(self, func: Any, args: Any, kwargs: Any) -> Any:
-        """What an operator returns."""
-        if self.fake is None:
-            return func(*args, **kwargs)
-        return _torch.fake_result(self.fake, func, args, kwargs)
+        """Runs an operator and returns its result."""
+        return func(*args, **kwargs)
 
 
 _ALIKE = {"zeros_like", "ones_like", "full_like", "empty_like"}
@@ -84,7 +69,7 @@ _KNOWN = {
 
 @dataclass(frozen=True)
 class OperatorClass:
-    """What an operator does.
+    """Properties of an operator.
 
     Args:
         name: without its overload, and without the underscore of one in place.
@@ -137,7 +122,7 @@ def class_of(operator: Any) -> OperatorClass:
 
 
 def _each_is_elementwise(name: str) -> bool:
-    """Whether an operator over lists does at each place what is elementwise."""
+    """True if an operator over lists is elementwise at each position."""
     if not name.startswith("_foreach_"):
         return False
     one: Any = getattr(torch.ops.aten, name.removeprefix("_foreach_"), None)
@@ -174,7 +159,7 @@ _NO_REDUCTION = 0
 
 @functools.cache
 def _reduces(operator: Any) -> bool:
-    """Whether an operator can be asked for a sum, or a mean, of its results."""
+    """True if an operator can be asked for a sum, or a mean, of its results."""
     return any(a.name == "reduction" for a in operator._schema.arguments)
 
 

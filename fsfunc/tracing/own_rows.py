@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from fsfunc.tracing.provenance import Gradient, Rows
+from fsfunc.tracing.storages import StorageTable
 
 __all__ = ["OwnTensors"]
 
@@ -33,31 +34,31 @@ class _Own:
 class OwnTensors:
     """The own tensors of a step, by their memory: a view of one shows some rows of it.
 
-    Rows are told by dim 0, along which a batch is cut among the ranks. ``thin`` says
-    whether somebody took rows of a tensor and had all of them at once.
+    Rows are told by dim 0, along which a batch is cut among the ranks. ``were_picked``
+    says whether the step took a part of one.
     """
 
     def __init__(self) -> None:
-        self._by_storage: dict[int, list[_Own]] = {}
+        self._own = StorageTable[list[_Own]]()
         self._lengths: dict[int, int] = {}
-        self.thin = False
+        self.were_picked = False
 
-    def add(self, key: int, x: Tensor, value: int, root: int, name: str) -> None:
+    def add(self, x: Tensor, value: int, root: int, name: str) -> None:
         """An own tensor that fills its memory, or a range of it."""
         if x.layout != torch.strided or not x.ndim or not x.numel():
             return
         start, stop = _span(x)
         new = _Own(value, root, name, start, stop, x.shape[0], x.stride(0))
-        found = self._by_storage.get(key, ())
+        found = self._own.get(x) or []
         within = [own for own in found if own.start <= start and stop <= own.stop]
         if any((own.start, own.stop) != (start, stop) for own in within):
             return  # it is a part of one
         kept = [own for own in found if own.stop <= start or stop <= own.start]
-        self._by_storage[key] = [*kept, new]
+        self._own[x] = [*kept, new]
 
-    def rows(self, key: int, x: Tensor) -> Rows | None:
+    def rows(self, x: Tensor) -> Rows | None:
         """Which rows of an own tensor a view of its memory shows; None: all of them."""
-        found = self._by_storage.get(key, ())
+        found = self._own.get(x)
         if not found or not x.numel():
             return None
         start, stop = _span(x)
@@ -72,7 +73,7 @@ class OwnTensors:
         return None
 
     def cover(self, gradient: Gradient) -> bool:
-        """Whether a gradient is of all rows of each tensor that it was taken of."""
+        """True if a gradient is of all rows of each tensor that it was taken of."""
         seen: dict[int, int] = defaultdict(int)
         for rows in gradient.rows:
             block = isinstance(rows.at, tuple) and len(rows.at) == 2
@@ -80,27 +81,17 @@ class OwnTensors:
         return all(n >= self._lengths.get(of, 0) for of, n in seen.items())
 
     def lone(self, rows: Rows) -> bool:
-        """Whether some rows are one alone, of several, or were chosen one by one."""
+        """True if some rows are one alone, of several, or were chosen one by one."""
         at = rows.at
         if not (isinstance(at, tuple) and len(at) == 2 and type(at[1]) is int):
             return True
         few = self._lengths.get(rows.of, 0) < _SEVERAL
-        self.thin = self.thin or few
+        self.were_picked |= few
         return at[1] == 1 and not few
 
-    def forget(self, key: int) -> None:
-        """Hears that some memory is gone."""
-        self._by_storage.pop(key, None)
-
-    def picked(self, key: int, x: Tensor, *parts: Tensor) -> None:
-        """Hears that rows of a tensor were taken, perhaps all of them."""
-        found = self._by_storage.get(key, ())
-        alone = any(own.rows == 1 for own in found)
-        self.thin = (
-            self.thin
-            or bool(found)
-            and (alone or any(y.shape == x.shape for y in parts))
-        )
+    def picked(self, x: Tensor) -> None:
+        """Hears that the step took a part of a tensor, perhaps all of it."""
+        self.were_picked |= bool(self._own.get(x))
 
 
 def _span(x: Tensor) -> tuple[int, int]:

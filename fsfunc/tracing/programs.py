@@ -1,4 +1,4 @@
-"""What one run of a loss shows: its unit calls, and what their inputs depend on.
+"""A traced loss as data: its unit calls and the origins of their inputs.
 
 A program is read, cut into stages and balanced; it is never replayed. A stage runs the
 user's own loss, so the operations between unit calls are kept for reading only.
@@ -76,7 +76,7 @@ def _told(x: Any) -> str:
 
 @dataclass(frozen=True)
 class Origins:
-    """Where a value comes from, by way of the operations between unit calls.
+    """The sources of a value, through the operations between unit calls.
 
     Args:
         needs: outputs of unit calls.
@@ -108,7 +108,7 @@ NOWHERE = Origins()
 
 @dataclass(frozen=True)
 class Traced:
-    """What something returned in the run of a loss, and where that comes from.
+    """Outputs of a call, or of the loss, with their origins.
 
     Args:
         outputs: what was returned.
@@ -132,7 +132,7 @@ class Traced:
 
 
 class Loss(Traced):
-    """What a loss returned, and where it comes from."""
+    """Outputs of the loss, with their origins."""
 
     def __str__(self) -> str:
         return f"loss = {self.text} -> {self.outputs}"
@@ -204,7 +204,7 @@ class Draw:
 
 @dataclass(frozen=True)
 class Program:
-    """What one run of a loss shows.
+    """The unit calls of a loss, and the operations between them.
 
     Args:
         name: the loss's.

@@ -1,4 +1,4 @@
-"""What a value is made of: rows of own tensors, and gradients that are means by now.
+"""Provenance of values: rows of own tensors, and gradients averaged over ranks.
 
 Under ``shard`` a gradient by parameters is the mean over the ranks. One that is taken
 of row i, in a loop over rows, is that of row i of every rank. What is linear in such
@@ -85,7 +85,7 @@ def _proportional(some: Shares | None, others: Shares | None) -> bool:
 
 
 class Provenance(NamedTuple):
-    """What a value is made of."""
+    """The rows and the averaged gradients that a value depends on."""
 
     rows: frozenset[Rows] = frozenset()
     gradients: frozenset[Gradient] = frozenset()
@@ -228,7 +228,7 @@ _FACTORS = {
 def nonlinear(
     op: OperatorClass, given: Sequence[Any], marked: Sequence[bool]
 ) -> bool | None:
-    """Whether an operator is linear in the marked ones of its tensors, together.
+    """True unless an operator is jointly linear in the marked ones of its tensors.
 
     None: what it makes has nothing to do with their values, or tells of them only
     whether they are finite, as the mean does of each row.
@@ -269,13 +269,13 @@ _EQUALS = {"eq", "ne", "isinf", "isnan", "isposinf", "isneginf"}
 
 
 def _asks_for_no_number(given: Sequence[Any]) -> bool:
-    """Whether a value is compared with itself, or with infinity."""
+    """True if a value is compared with itself, or with infinity."""
     first, *rest = given
     return all(x is first or isinstance(x, float) and math.isinf(x) for x in rest)
 
 
 def takes_rows(op: OperatorClass, given: Sequence[Any]) -> bool:
-    """Whether an operator copies some of the rows of its first tensor."""
+    """True if an operator copies some of the rows of its first tensor."""
     if op.name in ("index_select", "gather"):
         return given[0].ndim > 0 and given[1] % given[0].ndim == 0
     if op.name == "index":

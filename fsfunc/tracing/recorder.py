@@ -1,4 +1,4 @@
-"""Reading off a step which leaves belong together.
+"""Recording which leaves the units of a step take.
 
 The step runs once on fake tensors, moving nothing. Its leaves are :class:`Recorded`:
 they pass for tensors, and note who reads them. The unit calls then say which leaves
@@ -26,7 +26,7 @@ from fsfunc.comm.collective_ops import Watcher, watching
 from fsfunc.comm.descriptions import told
 from fsfunc.comm.groups import RankGroup
 from fsfunc.comm.linear_maps import LinearMap
-from fsfunc.comm.mesh import asks
+from fsfunc.comm.mesh import asks, maybe_here
 from fsfunc.core.frames import Interpretation, frame, inside
 from fsfunc.core.tracers import Tracer
 from fsfunc.core.units import Call
@@ -50,7 +50,7 @@ def record(
     how: str = "fake",
     splits: Mapping[str, tuple[Split, ...]] | None = None,
 ) -> Recorder:
-    """What ``fn(params, *rest)`` shows of its leaves, moving nothing.
+    """Record one run of ``fn(params, *rest)`` that moves nothing.
 
     Args:
         splits: by path, how leaves are split over axes that no transform gathers.
@@ -61,9 +61,10 @@ def record(
         RuntimeError: the step asks a fake tensor for its value; names the line.
         Unsteady: it gives torch's functions other numbers when it is run again.
 
-    Cost: two runs whose gradients are shapes alone. If they raise, one with its
-    backward pass: a hook, or a Function's backward, may leave behind what the step
-    reads, and an error that stays is that of this run.
+    Cost: two runs whose gradients are shapes alone (one for a plan, after which no real
+    step runs). If they raise, one with its backward pass: a hook, or a Function's
+    backward, may leave behind what the step reads, and an error that stays is that of
+    this run.
     """
     if how not in ("fake", "real"):
         raise ValueError(f'record={how!r}: it is "fake" or "real"')
@@ -73,9 +74,12 @@ def record(
         # nothing behind, so that the whole run below meets what is wrong all the same.
         # A second one shows whether it does the same each time.
         shapes = partial(_record, fn, params, rest, how, splits or {}, True)
+        at = maybe_here()
+        planned = at is not None and not at.link.moves
         for remembers in (True, False):  # of forward mode fakes may raise for that
             with suppress(Exception):
-                found, again = shapes(remembers), shapes(remembers)
+                found = shapes(remembers)
+                again = found if planned else shapes(remembers)
                 break
         else:
             return _record(fn, params, rest, how, splits or {})
@@ -94,7 +98,7 @@ def _record(
     remembers: bool = False,
 ) -> Recorder:
     f, fake = frame(), how == "fake"
-    recorder = Recorder(forward_only=forward_only, draws=not fake, around=f.tracer)
+    recorder = Recorder(forward_only=forward_only, draws=not fake)
     mine = fake and not _torch.fake_active()  # else they are fake already
     asked: set[str] = set()
     with without_data(
@@ -151,14 +155,13 @@ _TOLD = (
 
 @dataclass
 class Recorder(Findings, Tracer, Watcher):
-    """What one run of a step shows, as it is noted down.
+    """A tracer that records which leaves units take, and in which order.
 
     Args:
         forward_only: gradients have their shapes alone; no backward pass makes them.
         plain: whether the derivatives are those of ``value_and_grad`` alone, by leaves
             of the tree, once by each, and nobody but units and the library reads what
             is sharded: then there is nothing about types to look at.
-        around: who looks on already: bodies of units run as it says.
         glue: leaves that the user's functions read outside units; whether in a loss.
         calls: of sharded functions, and on what.
         said: the numbers that torch's functions were given.
@@ -167,7 +170,6 @@ class Recorder(Findings, Tracer, Watcher):
     forward_only: bool = False
     draws: bool = False
     plain: bool = True
-    around: Tracer | None = None
     glue: dict[str, bool] = field(default_factory=dict)
     calls: list[Any] = field(default_factory=list)
     said: list[NumbersGiven] = field(default_factory=list)
@@ -243,9 +245,7 @@ class Recorder(Findings, Tracer, Watcher):
     def body(self, call: Call, params: Any, inputs: Any, keywords: Any) -> Any:
         # Where no transform lays out, nobody has made tensors of the leaves yet.
         params = tree.map(plain, params, is_leaf=is_sharded)
-        if self.around is not None:
-            return self.around.body(call, params, inputs, keywords)
-        return Tracer.body(self, call, params, inputs, keywords)
+        return super().body(call, params, inputs, keywords)
 
     def unit(self, noted: Noted, run: Callable[..., Any], call: Call):
         """A unit call under recording: its leaves become plain tensors again."""
@@ -328,7 +328,7 @@ class Recorder(Findings, Tracer, Watcher):
 
 
 class Noted(Interpretation):
-    """What stands for a transform that lays out, while a step is recorded.
+    """Replacement for a sharding transform while a step is recorded.
 
     Args:
         handler: the transform's own interpretation.
@@ -344,7 +344,7 @@ class Noted(Interpretation):
         return self.recorder.unit(self, run, call)
 
     def owner(self, number: int) -> tuple[Owned, ...]:
-        """Where along an axis the loss's unit call of this number runs, if known."""
+        """The coordinates that run the loss's unit call of this number, if known."""
         return ()
 
 

@@ -1,4 +1,4 @@
-"""What is known of a result by what it is computed of: its value, its provenance."""
+"""Values and provenance of results, from those of the operands."""
 
 from __future__ import annotations
 
@@ -7,7 +7,6 @@ from typing import Any
 
 from torch import Tensor
 
-from fsfunc import _torch
 from fsfunc.comm.attribution import is_internal, source_line
 from fsfunc.tracing.knowledge import Known, number, shown
 from fsfunc.tracing.operators import COPIES, OperatorClass
@@ -28,7 +27,7 @@ __all__ = ["made_of", "together", "value_of"]
 
 
 def value_of(known: Known, op: OperatorClass, given: Sequence[Any]) -> int:
-    """What tells the value of a result: what was done, and of what values."""
+    """A hash of a result: of the operator and the values of its operands."""
     if op.name in COPIES:
         (*_, last) = (x for x in given if isinstance(x, Tensor))
         return known.value(last)
@@ -108,7 +107,7 @@ def _chosen(
 
 def _picked(known: Known, x: Tensor, *where: Tensor) -> Provenance:
     """Some rows of an own tensor, copied."""
-    known.own.picked(_torch.storage_key(x), x)
+    known.own.picked(x)
     which = tuple(map(known.value, where))
     one = Rows(known.root(x), known.of(x).what, which)
     return Provenance(frozenset((one,)))

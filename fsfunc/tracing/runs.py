@@ -1,4 +1,4 @@
-"""Running something on tensors without data: what all who trace a step have in common.
+"""The harness of every trace: running a function on tensors without data.
 
 Nothing is computed or sent, no ledger hears of it, the generators stand as before at
 the end, and what is compiled runs plainly. Who traces adds what it looks at: a
@@ -129,7 +129,7 @@ def shadows(
 
 
 def _is_odd(x: Tensor) -> bool:
-    """Whether there is more to a tensor than elements of a storage."""
+    """True if there is more to a tensor than elements of a storage."""
     if x.layout != torch.strided or type(x) not in (Tensor, torch.nn.Parameter):
         return True
     return x.untyped_storage().nbytes() % x.element_size() != 0
@@ -172,7 +172,7 @@ def _shadow(mode: Any, x: Tensor, storages: dict[int, Tensor]) -> Tensor:
 
 
 def with_data(x: Tensor) -> Tensor:
-    """What stands for a tensor without data where there must be some.
+    """A tensor with data in place of one without.
 
     Ones, or zeros of integers: what an index, a divisor and a mask can be.
     """

@@ -1,4 +1,4 @@
-"""What a step gets that asks for values while it is tried.
+"""Placeholder values for a step that asks for values during the type check.
 
 Where nobody has them, others in their place. From turn to turn they are others, so that
 a step is seen on more than one of its ways; where they are a rank's own, they are never
@@ -36,7 +36,7 @@ class StandIns:
         self._count: Counter[str] = Counter()
 
     def of(self, x: Tensor, own: bool) -> Tensor:
-        """What is shown of ``x``; ``own``: whether it is each rank's own."""
+        """A placeholder for the value of ``x``; ``own``: if it is each rank's own."""
         with _torch.beneath_all_modes(), torch.no_grad():
             value = _torch.value_of(x)
             if x.dtype == torch.bool:

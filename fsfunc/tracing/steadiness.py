@@ -1,4 +1,4 @@
-"""Whether a step does the same each time that it is run.
+"""Detecting steps that do something else each time that they are run.
 
 A step is run a few times before its first real call: to be recorded, to be checked. If
 Python state that it changes (a counter, an object's attribute) decides what it does, it
@@ -27,7 +27,7 @@ class Unsteady(RuntimeError):
 
 
 class NumbersGiven(NamedTuple):
-    """What numbers a function of torch was given, and where."""
+    """Numbers that a function of torch was given, and the line of the call."""
 
     name: str
     numbers: tuple[Any, ...]
@@ -38,7 +38,7 @@ _INNER = str(Path(_torch.__file__).parent)  # where what is fake is made
 
 
 def said(func: Any, args: Any, kwargs: dict[str, Any] | None) -> NumbersGiven | None:
-    """What a call of a function of torch says in numbers, if anything.
+    """The numbers among the arguments of a call of torch's, if there are any.
 
     For modes: of the function that called them.
     """

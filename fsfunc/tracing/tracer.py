@@ -34,7 +34,7 @@ _TOLD = (
 
 
 def program(loss_fn: Callable[..., Any], *args: Any, **keywords: Any) -> Program:
-    """What one run of ``loss_fn(*args, **keywords)`` shows: its unit calls, in order.
+    """Trace ``loss_fn(*args, **keywords)``: its unit calls in order, as data.
 
     The loss runs once on fake tensors: nothing is computed or sent, and no random
     number drawn.
@@ -163,7 +163,7 @@ class NotingStage(Stage):
             outputs=outputs,
             origins=fed | replace(captured, reads=captured.reads - given),
             flops=body.flops,
-            activations=sum(s.nbytes() for s in body.kept.values()),
+            activations=sum(x.untyped_storage().nbytes() for x in body.kept.values()),
             weights=sum(x.numel() * x.element_size() for x in taken.values()),
             line=line,
             text=text,
@@ -219,8 +219,9 @@ class NotingStage(Stage):
         for sharing in apart.values():
             if len(sharing) > 2 or flow.knows(sharing[0]):
                 flow.share(sharing, body.name)
-        for key in [k for k in body.kept if k in flow.owner]:
-            del body.kept[key]  # somebody else's: a parameter, or what came in
+        for key, x in list(body.kept.items()):
+            if flow.owner.get(x) is not None:
+                del body.kept[key]  # somebody else's: a parameter, or what came in
         return tree.unflatten(treedef, leaves), outputs
 
     def finished(self, name: str, out: Any) -> Program:
@@ -239,7 +240,7 @@ class NotingStage(Stage):
 
 
 def _labels(fn: Callable[..., Any], count: int) -> list[str]:
-    """What the function calls its first ``count`` arguments."""
+    """Names of the function's first ``count`` arguments."""
     try:
         known = list(inspect.signature(fn).parameters.values())
     except (TypeError, ValueError):  # a builtin's

@@ -1,4 +1,4 @@
-"""A step tried before it runs, with nothing sent: has it one meaning?"""
+"""The type check: a step is run without data, and refused if it has no meaning."""
 
 from __future__ import annotations
 
@@ -156,13 +156,13 @@ class _Trial:
     def other_ways(self, at: Here, found: Checker) -> None:
         """Runs with other values in place of those that the step asks for.
 
-        And with twice the rows where somebody took all rows of an own tensor: a loop
-        that is over in one turn cannot be told from none.
+        And with twice the rows where the step took parts of an own tensor: a loop over
+        rows that is over in one turn cannot be told from none.
         """
         for turn in range(found.stand_ins.turns):
             if turn != self.turn:
                 self.attempt(at, turn=turn)
-        if found.known.own.thin:
+        if found.known.own.were_picked:
             self.attempt(at, (RowsApart,), times=2)  # else all is right as it is
 
     def attempt(
@@ -250,7 +250,7 @@ def _repeated(x: Any, times: int) -> Any:
 
 
 def _is_odd(at: Here, axes: tuple[str, ...]) -> bool:
-    """Whether a rank is odd, along the first axis that has several."""
+    """True if a rank is odd, along the first axis that has several."""
     coordinates = at.mesh.coordinates(at.rank)
     return next((coordinates[a] for a in axes if at.mesh.axes[a] > 1), 0) % 2 == 1
 
@@ -269,7 +269,7 @@ _KNOWN: WeakKeyDictionary[Interpretation, set[Any]] = WeakKeyDictionary()
 
 
 def knows(handler: Interpretation, rank: int, key: Any = None) -> bool:
-    """Whether a call was looked at, or is like one in which nothing could be.
+    """True if a call was checked, or needs no check.
 
     Without a ``key``, whether any was.
     """
@@ -280,12 +280,12 @@ def knows(handler: Interpretation, rank: int, key: Any = None) -> bool:
 
 
 def learn(handler: Interpretation, rank: int, keys: Iterable[Any]) -> None:
-    """Says of calls of these signatures that they were looked at."""
+    """Marks calls of these signatures as checked."""
     _KNOWN.setdefault(handler, set()).update((rank, key) for key in keys)
 
 
 def signature(args: Any, keywords: Any) -> Any:
-    """What tells programs apart by what they are given: structure, shapes, dtypes.
+    """A key of a call's arguments: structure, shapes, dtypes.
 
     First what does so for batches of any shape: structure, and what is true or false.
     """

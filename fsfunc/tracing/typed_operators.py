@@ -50,7 +50,7 @@ __all__ = ["Operators", "SharedOp"]
 
 @dataclass(frozen=True)
 class SharedOp:
-    """What one operator did on the way of what should be one value on all ranks.
+    """An operator that computes what should be one value on all ranks.
 
     Args:
         constants: the numbers that it was given, and what its constant tensors are.
@@ -89,6 +89,7 @@ class Operators(OperatorMode):
         self.known, self.nodes = Known(), Nodes()
         self.given: set[int] = set()
         self.captured: list[Provenance] = []
+        self.indexing = False  # while a tensor is indexed
         self._along = False  # whether an operator was given dims
         self._paused = False
 
@@ -98,7 +99,7 @@ class Operators(OperatorMode):
         if not self._paused and _torch.tells_places(func):
             self.leaves_the_step(class_of_call(func, args, kwargs).name, args)
         numbers = self.nodes.new()
-        out = self.run(func, args, kwargs)
+        out = func(*args, **kwargs)
         if self._paused:
             return out
         if path := frame().path:  # there all is the rank's own, whatever it does
@@ -122,7 +123,7 @@ class Operators(OperatorMode):
         return out
 
     def leaves_the_step(self, name: str, values: Any) -> Kind:
-        """Whose the tensors are whose values are asked for.
+        """The joint type of tensors that are asked for their values.
 
         Raises:
             LawError: one is this rank's part of a leaf.
@@ -139,7 +140,7 @@ class Operators(OperatorMode):
         return kind
 
     def asked(self, name: str, x: Tensor) -> Tensor:
-        """What somebody gets who asks for a tensor's values."""
+        """The values given to a caller that asks for a tensor's."""
         kind, value = self.leaves_the_step(name, x), _torch.value_of(x)
         if kind is Kind.K and value is not None:
             return value  # of a constant there are no others
@@ -150,7 +151,7 @@ class Operators(OperatorMode):
         return self.stand_ins.of(x, own)
 
     def _told(self, func: Any, args: Any, kwargs: Any) -> Any:
-        """What an operator gives that tells a value, or what is in its place."""
+        """The result of an operator that returns a Python value, or a placeholder."""
         name = func._schema.name.removeprefix("aten::")
         given = [x for x in args if isinstance(x, Tensor)]
         if len(given) == 1:
@@ -160,7 +161,7 @@ class Operators(OperatorMode):
                 return value.item()
         kind = self.leaves_the_step(name, given)
         known = all(_torch.value_of(x) is not None for x in given)
-        found = self.run(func, args, kwargs) if known else name == "equal"
+        found = func(*args, **kwargs) if known else name == "equal"
         if kind is Kind.K and known:
             return found
         return self.stand_ins.truth(found, kind is Kind.V)
@@ -175,9 +176,10 @@ class Operators(OperatorMode):
     ) -> None:
         tensors = [x for x in given if isinstance(x, Tensor)]
         inputs = {_torch.storage_key(x) for x in tensors}
-        node = _torch.current_node()
+        node, trusted = _torch.current_node(), _trusted()
+        by_user = node is None and not trusted
         if node is None:
-            origin = Origin(op.name, source_line(), _trusted())
+            origin = Origin(op.name, source_line(), trusted)
             self.nodes.came_from(numbers, origin)
         elif self.nodes.in_a_body(node, numbers):
             for y in made:
@@ -194,10 +196,12 @@ class Operators(OperatorMode):
         sources = [self.known.of(x) for x in tensors]
         operands = [operand(x, self.known.of(x)) for x in read]
         view = not writes and all(_torch.storage_key(y) in inputs for y in made)
-        if node is None and not _trusted():
+        if by_user:
             self._placed(op, tensors, sources, made, view)
-        if view and (op.picks or op.name == "alias"):  # of all there are, an alias
-            self.known.own.picked(_torch.storage_key(tensors[0]), *tensors[:1], *made)
+            # Of a slice that is all there is, torch makes an alias.
+            taken = op.picks or op.name == "as_strided" or self.indexing
+            if view and taken:
+                self.known.own.picked(tensors[0])
         if view and not op.picks:
             return
         kind = self._typed(op, operands, tensors, made, origin)
@@ -206,11 +210,11 @@ class Operators(OperatorMode):
         if op.random and not any(isinstance(x, torch.Generator) for x in given):
             kind = self.own  # the ranks' default generators are their own
         digest = None
-        if node is None and kind is not Kind.V and not _trusted():
+        if by_user and kind is not Kind.V:
             kind, digest = self._event(op, given, tensors, kind)
         seen = self._seen(op, kind, sources, digest)
         uniform = op.elementwise and all(x.number for x in operands)
-        rows = node is None and (op.elementwise or _trusted())
+        rows = node is None and (op.elementwise or trusted)
         seen = replace(
             seen,
             uniform=(uniform or op.factory or op.alike) and not op.random,
@@ -276,7 +280,7 @@ class Operators(OperatorMode):
     def _seen(
         self, op: OperatorClass, kind: Kind, sources: Sequence[Seen], digest: Any
     ) -> Seen:
-        """What is known of a result: where it came from, if it is of that kind."""
+        """The facts about a result of some kind."""
         made = Seen(kind, f"what {op.name} made", source_line(), digest)
         source = next((x for x in sources if x.kind is kind), None)
         of_one = any(x.parameter or x.kind is Kind.I for x in sources)
@@ -359,5 +363,5 @@ class Operators(OperatorMode):
 
 
 def _trusted() -> bool:
-    """Whether the library is at work, which knows what it does with parts."""
+    """True while the library is at work, which knows what it does with parts."""
     return is_internal() or is_own_call()

@@ -64,11 +64,11 @@ class Operand:
 
 
 class Untyped(Exception):
-    """What an operator makes has no type; the argument says why, as one word."""
+    """Raised where a result has no type; the argument is the reason, as one word."""
 
 
 def agrees(kind: Kind) -> bool:
-    """Whether a value of this type is the same on every rank."""
+    """True if a value of this type is the same on every rank."""
     return kind in (Kind.K, Kind.I, Kind.A)
 
 

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from fsfunc import _torch
-from fsfunc._torch import TorchDispatchMode
+from fsfunc._torch import DispatchMode
 from fsfunc.comm.attribution import internal, is_internal
 from fsfunc.runtime.generators import States, generator_states, set_generators
 from fsfunc.runtime.scoped import Scoped
@@ -210,7 +210,7 @@ class Tape:
             yield
 
 
-class _Counting(TorchDispatchMode):
+class _Counting(DispatchMode):
     """Numbers the ops of the user's function."""
 
     def __init__(self) -> None:

@@ -18,7 +18,7 @@ types
   has     | what differs by rank may not come out as one value | derivatives/test_refusals.py::test_what_differs_from_rank_to_rank_is_refused
   differs | an argument that varies is cast by pvary | types are found by running the step, never written | derivatives/test_law.py::test_a_loss_has_the_gradient_of_the_mean
   differs | check_vma=False | no switch: right, or refused with the line | derivatives/test_judge.py::test_right_or_refused
-  differs | control flow (scan, while, cond) has rules of types | Python runs it: each branch is seen as it is taken | planning/test_unit_cache.py::test_branches_on_python_values_are_seen
+  differs | control flow (scan, while, cond) has rules of types | Python runs it: each branch is seen as it is taken | planning/test_plan_units.py::test_branches_on_python_values_are_seen
   not     | unreduced values as arguments and results | a sum that is still to come lives within a step
 in and out
   has     | each rank is given its part, and parts are joined | comm/test_mesh.py::test_the_parts_make_the_batch

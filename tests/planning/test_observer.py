@@ -199,19 +199,18 @@ def test_the_phases_of_a_step():
 
     w, x = torch.ones(3, 3), torch.ones(2, 3)
     state = ff.TrainState(w, optimizer.init(w))
-    for repeat in True, False:
-        found = ff.plan(ff.remat(train), state, x, repeat=repeat).ranks[0]
-        by_place = {}
-        for ran in found.ops():
-            by_place.setdefault((ran.unit, ran.phase), []).append(ran.op.name)
-        assert {phase for _, phase in by_place} == set(PHASES)
-        assert by_place["layer", "forward"] == ["aten.mm", "aten.tanh"]
-        assert by_place["layer", "recompute"] == ["aten.mm", "aten.tanh"]
-        assert "aten.mm" in by_place["layer", "backward"]
-        assert {"aten.sum", "aten.mul"} <= set(by_place["", "forward"])
-        assert any("adam" in name for name in by_place["", "update"])
-        assert not any("adam" in name for (_, phase), names in by_place.items()
-                       if phase != "update" for name in names)  # fmt: skip
+    found = ff.plan(ff.remat(train), state, x).ranks[0]
+    by_place = {}
+    for ran in found.ops():
+        by_place.setdefault((ran.unit, ran.phase), []).append(ran.op.name)
+    assert {phase for _, phase in by_place} == set(PHASES)
+    assert by_place["layer", "forward"] == ["aten.mm", "aten.tanh"]
+    assert by_place["layer", "recompute"] == ["aten.mm", "aten.tanh"]
+    assert "aten.mm" in by_place["layer", "backward"]
+    assert {"aten.sum", "aten.mul"} <= set(by_place["", "forward"])
+    assert any("adam" in name for name in by_place["", "update"])
+    assert not any("adam" in name for (_, phase), names in by_place.items()
+                   if phase != "update" for name in names)  # fmt: skip
 
 
 def test_a_backward_belongs_to_the_unit_whose_forward_made_it():
@@ -226,7 +225,7 @@ def test_a_backward_belongs_to_the_unit_whose_forward_made_it():
         return around(p, one(p, x)).sin().sum()
 
     p, x = torch.ones(3, 3), torch.ones(3, 3)
-    found = ff.plan(ff.value_and_grad(loss), p, x, repeat=False).ranks[0]
+    found = ff.plan(ff.value_and_grad(loss), p, x).ranks[0]
     backward = {}
     for ran in found.ops():
         if ran.phase == "backward":
@@ -240,7 +239,7 @@ def test_events_name_who_took_memory():
     layer = ff.unit(lambda p, x: torch.tanh(x @ p))
     layer.__name__ = "layer"
     p, x = torch.ones(3, 3), torch.ones(2, 3)
-    events = ff.plan(lambda p, x: layer(p, x).sum(), p, x, repeat=False).ranks[0].events
+    events = ff.plan(lambda p, x: layer(p, x).sum(), p, x).ranks[0].events
     taken = [(e.op, e.unit, e.bytes) for e in events if type(e) is Took and e.bytes]
     assert taken == [
         ("", "", 36), ("", "", 24), ("aten.mm.default", "layer", 24),

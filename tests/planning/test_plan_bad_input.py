@@ -187,9 +187,5 @@ def test_a_unit_that_writes_into_its_input_is_told():
         x.mul_(2)
         return x @ p
 
-    for repeat in True, False:
-        with pytest.raises(RuntimeError, match="changed its input 0"):
-            ff.plan(
-                lambda p, x: writing(p[0], x * 1), init(), X,
-                repeat=repeat,
-            )  # fmt: skip
+    with pytest.raises(RuntimeError, match="changed its input 0"):
+        ff.plan(lambda p, x: writing(p[0], x * 1), init(), X)

@@ -88,7 +88,6 @@ def test_a_plan_is_what_a_step_does(spec, stack, dtypes, donated, seed):
     for found in ff.spmd(main, stack.mesh)():
         for both in found:
             both.check()
-            assert both.plan.ranks[0].peak_bytes == both.plain.ranks[0].peak_bytes
 
 
 @pytest.mark.slow  # test_plan.py has what it claims, one by one
@@ -103,10 +102,10 @@ def test_a_plan_leaves_no_trace(spec, stack, donated, seed):
         drawn = stack, None, donated
         step, state, rest = stepped(spec, params, frozen, batch, drawn)
         found, sent = [], []
-        for repeat in True, False:
+        for _ in range(2):
             if plans:
                 with unchanged(state, rest):
-                    ff.plan(step, state, *rest, repeat=repeat)
+                    ff.plan(step, state, *rest)
             with ff.ledger() as log:
                 state, loss = step(state, *rest)
             found += held((state, loss))
@@ -140,7 +139,4 @@ def test_a_plan_of_a_pipeline_is_what_each_rank_does(drawn, k, seed):
 
     for found in ff.spmd(main, mesh)():
         for both in found:
-            plan, plain = both.plan.ranks[0], both.plain.ranks[0]
-            assert facts(plan.records) == facts(both.sent)
-            assert facts(plain.records) == facts(both.sent)
-            assert plan.flops() == plain.flops()
+            assert facts(both.plan.ranks[0].records) == facts(both.sent)

@@ -231,7 +231,7 @@ def test_a_run_as_one_unit_is_recomputed_once():
         return head(params["head"], x)
 
     grad = remat_calls(ff.value_and_grad(grouped), [0, 1, 2])
-    own = ff.plan(grad, params, batch, repeat=False).ranks[0]
+    own = ff.plan(grad, params, batch).ranks[0]
     once = own.flops("<lambda>/block", "forward")
     assert own.flops("<lambda>/block", "recompute") == once > 0
     assert torch.equal(grad(params, batch)[0], loss_fn(params, batch))

@@ -1,17 +1,19 @@
 """Plans of a few events, and spans, written by hand, for what shows them."""
 
+import itertools
 from fractions import Fraction
 
 import torch
 
 from fsfunc.comm.ledgers import Record
 from fsfunc.comm.mesh import Mesh
-from fsfunc.planning.events import Gave, Op, Ran, Segment, Took
+from fsfunc.planning.events import Gave, Op, Ran, Took
 from fsfunc.planning.plans import Plan, PlannedLeaf, RankPlan
 from fsfunc.planning.simulation import Span
 from fsfunc.sharded.layout import pack_flat
 
 F32 = torch.float32
+_KEYS = itertools.count(1000)
 
 
 def op(name="aten.mm", flops=0):
@@ -28,10 +30,13 @@ def record(name, phase, size, unit="", axis=("data",), line=7):
     )
 
 
-def segment(memory, flops, count=3):
-    """A body of ``count`` operators; its first has all the FLOPs."""
-    ops = tuple(op("aten.mm", flops if i == 0 else 0) for i in range(count))
-    return Segment(ops, tuple(memory))
+def body(size, flops, unit, phase):
+    """Three operators; the first has the FLOPs, the second holds ``size`` bytes."""
+    key = next(_KEYS)
+    held = [Took(key, size, "aten.mm", unit, phase)] if size else []
+    freed = [Gave(key)] if size else []
+    first, second = ran(unit, phase, flops), ran(unit, phase)
+    return [first, *held, second, *freed, ran(unit, phase)]
 
 
 def lone(events, kinds=(), records=(), mesh=None):
@@ -42,8 +47,6 @@ def lone(events, kinds=(), records=(), mesh=None):
 
 def small():
     """Two equal layers and a head over 4 ranks, forward and backward."""
-    forward = segment([(1, 400), (2, -400)], 2000)
-    backward = segment([(1, 900), (2, -900)], 4000)
     leaves, events, kinds = [], [], {}
     shapes = {"blocks/0/w": (16, 8), "blocks/1/w": (16, 8), "head": (6,)}
     for key, (path, shape) in enumerate(shapes.items()):
@@ -62,12 +65,12 @@ def small():
     for i in (0, 1):
         events += [Took(30 + i, 128, "aten.empty", "block", "forward")]
         kinds[30 + i] = "gathered"
-        events += [Ran(forward, "block", "forward"), Gave(30 + i)]
+        events += [*body(400, 2000, "block", "forward"), Gave(30 + i)]
         events += [Took(40 + i, 200, "aten.mm", "block", "forward")]
     events += [ran("head", "forward", 50), ran("head", "backward", 100)]
     for i in (1, 0):
-        events += [Ran(forward, "block", "recompute")]
-        events += [Ran(backward, "block", "backward"), Gave(40 + i)]
+        events += body(400, 2000, "block", "recompute")
+        events += [*body(900, 4000, "block", "backward"), Gave(40 + i)]
         events += [Took(50 + i, 32, "aten.add", "block", "backward")]
         kinds[50 + i] = "gradients"
     events += [ran("", "update", 0, "aten.add_"), Gave(50), Gave(51)]
@@ -78,9 +81,9 @@ def small():
         record("psum_scatter", "backward", 200, "head"),
         record("psum", "loss", Fraction(25, 2)),
     ]
-    own = RankPlan(
-        0, 4, {"data": 0}, events, kinds, leaves, records, {"block": 64}
-    )  # fmt: skip
+    calls = {("block", "forward"): 2, ("block", "recompute"): 2}
+    what = events, kinds, leaves, records, calls, {"block": 64}
+    own = RankPlan(0, 4, {"data": 0}, *what)
     return Plan(Mesh({"data": 4}, "abstract"), (own,))
 
 

@@ -3,31 +3,30 @@
 from hypothesis import given
 from hypothesis import strategies as st
 
-from fsfunc.planning.events import Gave, Ran, Took
+from fsfunc.planning.events import Gave, Took
 from fsfunc.runtime.memory_kinds import KINDS
 from fsfunc.show import memory
 from fsfunc.show.memory_curve import curve_of
 from fsfunc.show.memory_plot import ROWS, stack
 from fsfunc.show.palette import MEMORY
-from tests.show.planned import golden, lone, ran, segment, small, stages
+from tests.show.planned import body, golden, lone, ran, small, stages
 
 
 @st.composite
 def plans(draw):
-    """Plans of random events: memory of all kinds taken and given, segments."""
+    """Plans of random events: memory of all kinds taken and given."""
     events, kinds, alive = [], {}, []
     for number in range(draw(st.integers(1, 25))):
-        what = draw(st.sampled_from(["take", "take", "give", "run", "replay"]))
+        what = draw(st.sampled_from(["take", "take", "give", "run", "body"]))
         if what == "take":
             events.append(Took(number, draw(st.integers(1, 9)), "aten.mm", "f", "x"))
             kinds[number] = draw(st.sampled_from(KINDS))
             alive.append(number)
         elif what == "give" and alive:
             events.append(Gave(alive.pop(draw(st.integers(0, len(alive) - 1)))))
-        elif what == "replay":
-            top = draw(st.integers(0, 30))
-            body = segment([(1, top), (2, -top)] if top else [], 0)
-            events.append(Ran(body, "f", draw(st.sampled_from(["forward", "b"]))))
+        elif what == "body":
+            phase = draw(st.sampled_from(["forward", "b"]))
+            events += body(draw(st.integers(0, 30)), 0, "f", phase)
         else:
             events.append(ran("f", draw(st.sampled_from(["forward", "backward"]))))
     return lone(events, kinds)
@@ -66,7 +65,7 @@ def test_a_column_is_stacked_to_scale(held, above):
 
 def test_a_step_in_full():
     assert memory(small()).text(60) == golden("""
-memory of rank 0: at most 1.86 kB, in the backward of block
+memory of rank 0: at most 1.86 kB, in the backward of block, by aten.mm
 
                                      ▼
 1.86 kB ┤                            aaa

@@ -44,7 +44,7 @@ opt_state  moments           3       262  1.05 kB      264 B
 batch      buffers           1         8     32 B       32 B
 total                                                  560 B
 
-memory at the peak, in the backward of block
+memory at the peak, in the backward of block, by aten.mm
 kind           bytes  share
 parameters     264 B   14 %
 moments        264 B   14 %
@@ -54,7 +54,7 @@ total        1.86 kB
 
 what is held then, largest first
 kind         unit   taken by             phase     tensors  bytes  share
-activations  block  (within its body)    backward        1  900 B   48 %
+activations  block  aten.mm              backward        1  900 B   48 %
 activations  block  aten.mm              forward         2  400 B   22 %
 parameters          (given to the step)                  3  264 B   14 %
 moments             (given to the step)                  3  264 B   14 %

@@ -1,10 +1,12 @@
 """A step that does another thing each time it is run is told so before it counts."""
 
 import random
+from functools import partial
 
 import numpy as np
 import pytest
 import torch
+from torch.func import grad, jvp
 
 import fsfunc as ff
 from fsfunc.tracing.steadiness import Unsteady
@@ -129,3 +131,32 @@ def test_numbers_of_python_and_numpy_are_as_if_nothing_had_run():
     random.seed(0)
     np.random.seed(0)
     assert seen == [random.random() + np.random.rand()]
+
+
+@ff.unit
+def layer(w, x):
+    return torch.tanh(x @ w)
+
+
+def curvature(runs, params, x):
+    """A Hessian-vector product, which counts how often it is called."""
+    runs.append(1)
+    loss = lambda w: layer(w, x).square().mean()  # noqa: E731
+    return jvp(grad(loss), (params,), (params,))[1]
+
+
+# torch scripts its own forward-mode decompositions, and warns of it.
+@pytest.mark.filterwarnings("ignore:.torch.jit.script. is deprecated")
+def test_a_step_is_tried_three_times_at_most():
+    """Recorded twice, and checked once: nothing in it asks for more."""
+
+    def main():
+        runs = []
+        step = ff.shard(partial(curvature, runs), MESH, "data")
+        placed = ff.place(step, torch.ones(3, 3), torch.ones(2, 3))
+        tried = len(runs)
+        step(placed, torch.ones(2, 3))
+        return tried, len(runs)
+
+    for tried, all_ in ff.spmd(main, MESH)():
+        assert 1 <= tried <= 3 and all_ == tried + 1

@@ -135,7 +135,7 @@ def test_no_whole_of_them_is_made_in_float32(moment_dtype):
     def main():
         batch = batch_of()
         state = ff.init_state(step, init(), optimizer, batch)
-        plan = ff.plan(step, state, batch, repeat=False)
+        plan = ff.plan(step, state, batch)
         with ff.testing.live_bytes(state, batch) as seen:
             step(state, batch)
         assert plan.ranks[0].peak_bytes == seen.peak_bytes

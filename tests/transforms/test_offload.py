@@ -299,7 +299,7 @@ def test_a_state_of_48_units_trains_in_the_memory_of_two(tmp_path):
         with ff.testing.live_bytes(state, x) as seen:
             state, _ = step(state, x)
         if where:
-            planned = ff.plan(step, init, ADAM, x, mesh=mesh, repeat=False)
+            planned = ff.plan(step, init, ADAM, x, mesh=mesh)
             assert planned.peak_bytes == seen.peak_bytes
         return size, seen.peak_bytes, resident, buffers(state)
 
@@ -324,7 +324,7 @@ def test_the_plan_is_the_run(tmp_path, ranks, kinds):
     def peaks(step):
         mine = ff.local_batch(x, mesh, "data")
         state = ff.init_state(step, params, ADAM, mine)
-        planned = ff.plan(step, state, mine, repeat=False)
+        planned = ff.plan(step, state, mine)
         with ff.testing.live_bytes(state, mine) as seen:
             step(state, mine)
         return seen.peak_bytes, planned.peak_bytes
@@ -341,7 +341,7 @@ def test_the_plan_is_the_run(tmp_path, ranks, kinds):
         # Units that are replayed stand for their bodies but for an output or two.
         whole = ff.plan(step, lambda: params, ADAM, x[:8], mesh=mesh)
         assert abs(whole.peak_bytes - found) < 0.1 * found
-        whole = ff.plan(step, lambda: params, ADAM, x[:8], mesh=mesh, repeat=False)
+        whole = ff.plan(step, lambda: params, ADAM, x[:8], mesh=mesh)
         assert whole.peak_bytes == beside[0][0]
 
 
@@ -368,7 +368,7 @@ def test_over_ranks_too_a_step_has_the_room_of_two_units(ranks, names):
     def main():
         params = [{"w": torch.eye(wide)} for _ in range(units)]
         state = ff.init_state(step, params, ADAM, x)
-        planned = ff.plan(step, state, x, repeat=False)
+        planned = ff.plan(step, state, x)
         with ff.testing.live_bytes(state, x) as seen:
             step(state, x)
         return seen.peak_bytes, planned.peak_bytes
@@ -397,7 +397,7 @@ def test_no_more_is_held_for_more_units(tmp_path, ranks, name):
 
     def peak(units):
         params = [{"w": torch.zeros(16, 16)} for _ in range(units)]
-        x, how = torch.zeros(8, 16), {"mesh": mesh, "repeat": False}
+        x, how = torch.zeros(8, 16), {"mesh": mesh}
         return ff.plan(step, lambda: params, optimizer, x, **how).peak_bytes
 
     assert peak(12) <= peak(4) + 8 * 8 * 10  # numbers of some units: norms, tokens
