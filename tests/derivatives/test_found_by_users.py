@@ -143,7 +143,7 @@ ELEMENTS = {
     "split": lambda w, g: w - torch.cat([r * i for i, r in enumerate(g.split(1))]),
     "a path of vectors": lambda w, g: w - (g / g.norm() if g.ndim == 1 else g),
     "its stride": lambda w, g: w - g / w.stride(0),
-    "its memory": lambda w, g: w - g / w.untyped_storage().nbytes(),
+    "its memory": lambda w, g: w - g / w.nbytes,
 }
 
 
