@@ -273,7 +273,7 @@ def _check_types(
             except Exception:
                 return
             learn(sharding, at.rank, seen.calls)
-            sharding.rank_local = seen.rank_local
+            sharding.rank_local |= seen.rank_local
 
 
 def _recorded(

@@ -30,7 +30,6 @@ _SHAPES: dict[Any, str] = {
     Tensor.__len__: "len",
     Tensor.ndimension: "ndimension",
     Tensor.stride: "stride",
-    Tensor.untyped_storage: "untyped_storage",
     Tensor.nbytes.__get__: "nbytes",  # type: ignore[attr-defined]
 }
 

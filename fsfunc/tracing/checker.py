@@ -290,7 +290,8 @@ class Checker(Tracer, Watcher, Operators):
         for x, g in _pairs(by, grads):
             if isinstance(x, Sharded) and isinstance(g, Sharded):
                 kind, name = self.known.kind(x._local), f"the gradient by {x.name!r}"
-                seen, key = placed(g, kind, name), _torch.storage_key(g._local)
+                seen = placed(g, kind, name)
+                key = _torch.storage_key(_torch.unwrapped(g._local))
                 flat |= {key} if seen.flat else set()
                 seen = replace(seen, where=source_line(), flat=key in flat)
                 self.known.put(g._local, seen)

@@ -80,8 +80,9 @@ def _proportional(some: Shares | None, others: Shares | None) -> bool:
     one, other = dict(some), dict(others)
     if one.keys() != other.keys():
         return False
-    ratios = [one[k] / other[k] if other[k] else math.inf for k in one]
-    return max(ratios) - min(ratios) <= 1e-6 * abs(max(ratios))
+    most = max(other, key=lambda k: abs(other[k]))
+    ratio, near = one[most] / (other[most] or 1), 1e-6 * max(map(abs, one.values()))
+    return all(abs(one[k] - ratio * other[k]) <= near for k in one)
 
 
 class Provenance(NamedTuple):

@@ -45,18 +45,19 @@ def made_of(known: Known, op: OperatorClass, given: Sequence[Any]) -> Provenance
     if op.name in ("copy", "fill", "zero") and shown(given[0]) is None:
         tensors = tensors[1:]  # of the first nothing is left
     each = [known.made_of(x) for x in tensors]
+    chosen = _chosen(known, op, given, tensors)
     if not any(x.gradients for x in each):
-        return joined([*each, *_chosen(known, op, given, tensors)])
+        return joined([*each, *chosen])
     bends = nonlinear(op, given, [bool(x.gradients) for x in each])
     if bends is None:
-        return joined(x._replace(gradients=frozenset()) for x in each)
+        return joined([*(x._replace(gradients=frozenset()) for x in each), *chosen])
     if bends and not is_internal():
         if (found := crossed(each, known.own.cover, known.own.lone)) is not None:
             raise apart(op.name, *found)
     if not bends:
         each = _summed(op, given, tensors, each)
     stacked = _dim(given, tensors[0]) if op.joins else None
-    made_of = joined(each, stacked)
+    made_of = joined([*each, *chosen], stacked)
     if not is_internal():
         together(op.name, each)
     return made_of.changed(f"{op.name} at {source_line()}") if bends else made_of

@@ -124,7 +124,8 @@ class Outside:
     def restore(self) -> None:
         with _torch.beneath_all_modes(), torch.no_grad():
             for x, value in self._held.values():
-                x.detach().copy_(value)
+                with torch.inference_mode(x.is_inference()):
+                    x.detach().copy_(value)
 
 
 def check_data(out: Any) -> None:

@@ -273,7 +273,7 @@ class Operators(OperatorMode):
                 some = seen.flat and any(y.shape != x.shape for y in made)
                 if some if op.picks else turned:
                     raise refusal("mixes", op.name, [seen], None)
-            elif seen.flat and not op.elementwise:
+            elif seen.flat and not (op.elementwise or op.factory):
                 if self._along or any(y.ndim for y in made):
                     raise refusal("mixes", op.name, [seen], None)
 

@@ -149,7 +149,8 @@ class Sharding(Interpretation):
             call = lambda *args, **keywords: self.call(f, args, keywords)  # noqa: E731
             axes, again = (*at.mean, *self.axes), not knows(self, at.rank)
             seen = check(call, args, keywords, at, axes, again=again)
-            self.claims[at.rank], self.rank_local = seen.claims, seen.rank_local
+            self.claims[at.rank] = seen.claims
+            self.rank_local |= seen.rank_local
             learn(self, at.rank, [key])
 
     def _mark(self, out: Any) -> None:

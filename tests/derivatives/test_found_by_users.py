@@ -119,6 +119,17 @@ def test_what_is_linear_in_rows_stays(what):
         torch.testing.assert_close(found, expected)
 
 
+def cancelled(*gs):
+    """Two sums of the same rows, of which one has none of the second left."""
+    return (gs[0] + gs[1]).tanh() + (gs[0] + 0 * gs[1]).tanh()
+
+
+@pytest.mark.parametrize("order", [1, -1])
+def test_a_row_that_cancels_is_another_sum(order):
+    with pytest.raises(RowsApart):
+        run(joined(lambda *gs: cancelled(*gs[::order])), 0)
+
+
 def by(change):
     """A step that makes something else of the gradients."""
 
@@ -143,7 +154,7 @@ ELEMENTS = {
     "split": lambda w, g: w - torch.cat([r * i for i, r in enumerate(g.split(1))]),
     "a path of vectors": lambda w, g: w - (g / g.norm() if g.ndim == 1 else g),
     "its stride": lambda w, g: w - g / w.stride(0),
-    "its memory": lambda w, g: w - g / w.untyped_storage().nbytes(),
+    "its memory": lambda w, g: w - g / w.nbytes,
 }
 
 

@@ -18,7 +18,7 @@ from tests.derivatives.test_judge import STACKS
 from tests.derivatives.worlds import by_units
 
 ROWS_A_RANK = {2: 4, 3: 4, 4: 2}  # even, so that blocks weigh alike
-EXAMPLES = int(os.environ.get("JUDGED", "150"))
+EXAMPLES = int(os.environ.get("JUDGED", "60"))
 ROUTES = ["fake", "real", "odd"]
 
 

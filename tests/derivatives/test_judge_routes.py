@@ -18,7 +18,7 @@ from tests.derivatives.worlds import NoMeaning, Ranks, by_units
 
 __all__ = ["pytestmark"]
 
-EXAMPLES = int(os.environ.get("JUDGED", "100"))
+EXAMPLES = int(os.environ.get("JUDGED", "50"))
 
 
 def on_ranks(program, n, way, record):

@@ -22,7 +22,7 @@ from tests.derivatives.worlds import NoMeaning, Ranks, by_units
 
 __all__ = ["pytestmark"]
 
-EXAMPLES = int(os.environ.get("JUDGED", "60"))
+EXAMPLES = int(os.environ.get("JUDGED", "40"))
 SAVES = {
     "save": ff.save,
     "save_async": lambda path, state: ff.save_async(path, state).wait(),
