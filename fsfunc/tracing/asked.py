@@ -16,7 +16,7 @@ from fsfunc import _torch, tree
 from fsfunc.comm.attribution import called_by_user
 from fsfunc.tracing.checker import Checker
 from fsfunc.tracing.runs import with_data
-from fsfunc.tracing.steadiness import Outside, said
+from fsfunc.tracing.steadiness import said
 
 __all__ = ["Asked"]
 
@@ -51,12 +51,7 @@ class Asked(TorchFunctionMode):
 
     def __init__(self, checker: Checker):
         super().__init__()
-        self.checker, self.outside = checker, Outside()
-
-    def __exit__(self, *failed: Any) -> Any:
-        done = super().__exit__(*failed)
-        self.outside.restore()
-        return done
+        self.checker = checker
 
     def __torch_function__(self, func, types, args=(), kwargs=None):
         if name := _SHAPES.get(func):
@@ -68,7 +63,6 @@ class Asked(TorchFunctionMode):
             return func(*args, **(kwargs or {}))
         if (words := said(func, args, kwargs)) is not None:
             self.checker.said.append(words)
-        self.outside.before(func, args, kwargs)
         if func in _SHOWN or func in _VALUES:
             return self._values(func, args, kwargs or {})
         if func in (Tensor.backward, torch.autograd.backward):

@@ -267,7 +267,9 @@ class Checker(Tracer, Watcher, Operators):
         own = mean = own.changed(line)
         if values and self.own is Kind.V:
             shares = frozenset(((own.rows, 1.0),))
-            one = Gradient(hash(values), own.rows, shares, loss=loss)
+            several = any(_torch.mapped_at(c) for c in self.known.tensors(of))
+            stacked = 0 if several else None  # each by a vector of its own, as jacrev
+            one = Gradient(hash(values), own.rows, shares, stacked, loss)
             mean = own._replace(gradients=own.gradients | {one})
         for g in self.known.tensors(found):
             varies = self.known.kind(g) is Kind.V
@@ -281,7 +283,8 @@ class Checker(Tracer, Watcher, Operators):
         return [
             self.known.weighed(own[0], c)
             for c, known in seen
-            if own and known.kind is Kind.K and not known.uniform
+            if own
+            and (_torch.mapped_at(c) or known.kind is Kind.K and not known.uniform)
         ]
 
     def _laid(self, by: Any, grads: Any) -> None:

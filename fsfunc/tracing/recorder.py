@@ -38,7 +38,7 @@ from fsfunc.tracing.groups import Findings, Taken
 from fsfunc.tracing.leaves import Recorded, block, local, plain, whole
 from fsfunc.tracing.refusals import refuse_cut
 from fsfunc.tracing.runs import place_without_data, without_data
-from fsfunc.tracing.steadiness import NumbersGiven, Outside, check_steady, said
+from fsfunc.tracing.steadiness import NumbersGiven, check_steady, said
 
 __all__ = ["Recorder", "record"]
 
@@ -130,7 +130,7 @@ def _record(
                 rest,
                 is_leaf=is_sharded,
             )
-            with _Watch(recorder, fake):
+            with _Watch(recorder):
                 out = fn(tree.unflatten(treedef, leaves), *others)
             recorder.carries(out)
     asks(asked)
@@ -363,21 +363,13 @@ _DERIVATIVES = {torch.autograd.grad, Tensor.backward, torch.autograd.backward}
 class _Watch(TorchFunctionMode):
     """Sees which leaves are read outside every unit."""
 
-    def __init__(self, recorder: Recorder, fake: bool):
+    def __init__(self, recorder: Recorder):
         super().__init__()
-        self.recorder, self.outside = recorder, Outside() if fake else None
-
-    def __exit__(self, *failed: Any) -> Any:
-        done = super().__exit__(*failed)
-        if self.outside is not None:
-            self.outside.restore()
-        return done
+        self.recorder = recorder
 
     def __torch_function__(self, func, types, args=(), kwargs=None):
         name = getattr(func, "__name__", "")
         self.recorder.touched(args)
-        if self.outside is not None:
-            self.outside.before(func, args, kwargs)
         if name == "__get__":  # of a tensor, most often its shape
             return func(*args)
         if (words := said(func, args, kwargs)) is not None:

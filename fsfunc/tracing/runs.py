@@ -27,6 +27,7 @@ from fsfunc.runtime.compiled import plainly
 from fsfunc.runtime.generators import generators_kept, other_generators_kept
 from fsfunc.runtime.memory_spaces import space_of
 from fsfunc.sharded.leaf import Sharded, is_sharded
+from fsfunc.tracing.steadiness import Outside
 
 __all__ = ["place_without_data", "shadows", "with_data", "without_data"]
 
@@ -73,6 +74,7 @@ def without_data(
             mode = stack.enter_context(_torch.fake_mode_of(tree.leaves(values)))
             if not remembers:
                 stack.enter_context(_torch.remembering_nothing(mode))
+        stack.enter_context(Outside())
         if asked is not None:
             stack.enter_context(asking(asked))
         if at is not None:

@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from torch.overrides import TorchFunctionMode
 
 from fsfunc import _torch, tree
 from fsfunc.comm.attribution import source_line
@@ -86,22 +87,25 @@ def check_steady(first: Sequence[NumbersGiven], second: Sequence[NumbersGiven]) 
                 )
 
 
-class Outside:
-    """Tensors that a step writes into and did not make: of a closure, or an object.
+class Outside(TorchFunctionMode):
+    """Restores, at its end, tensors that a step writes into and did not make.
 
-    A run on tensors without data leaves them as they were. ``restore`` puts back what
-    they held.
+    They are of a closure, or of an object: a run without data leaves them as they were.
+
+    Raises:
+        RuntimeError: a function runs Python on each element of a tensor without any.
     """
 
     def __init__(self) -> None:
+        super().__init__()
         self._held: dict[int, tuple[Tensor, Tensor]] = {}
 
-    def before(self, func: Any, args: Any, kwargs: dict[str, Any] | None) -> None:
-        """Hears that a function of torch is about to be called.
+    def __exit__(self, *failed: Any) -> Any:
+        done = super().__exit__(*failed)
+        self._restore()
+        return done
 
-        Raises:
-            RuntimeError: it runs Python on each element, and there are none.
-        """
+    def __torch_function__(self, func, types, args=(), kwargs=None):
         name = getattr(func, "__name__", "")
         if name in _EACH and args and isinstance(args[0], _torch.FakeTensor):
             raise RuntimeError(
@@ -114,6 +118,7 @@ class Outside:
         if given is not None:
             for x in tree.leaves(given):
                 self._hold(x)
+        return func(*args, **(kwargs or {}))
 
     def _hold(self, x: Any) -> None:
         real = isinstance(x, Tensor) and not isinstance(x, _torch.FakeTensor)
@@ -121,7 +126,7 @@ class Outside:
             with _torch.beneath_all_modes(), torch.no_grad():
                 self._held[id(x)] = x, x.detach().clone()
 
-    def restore(self) -> None:
+    def _restore(self) -> None:
         with _torch.beneath_all_modes(), torch.no_grad():
             for x, value in self._held.values():
                 with torch.inference_mode(x.is_inference()):

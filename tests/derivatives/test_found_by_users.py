@@ -103,6 +103,17 @@ def test_rows_told_apart(what, zero):
     assert zero or isinstance(raised.value, RowsApart) or what == "stacked"
 
 
+@pytest.mark.parametrize("zero", [0, 1, 3])
+def test_a_jacobian_by_rows_is_not_clipped_after_the_mean(zero):
+    def step(w, x):
+        rows = torch.func.jacrev(lambda w: unit(w, x)[:, 0])(w)
+        return each(lambda j: j.clamp(-1, 1).mean(0), rows)
+
+    with pytest.raises(LawError) as raised:
+        run(step, zero)
+    assert zero or isinstance(raised.value, RowsApart)
+
+
 LINEAR = {
     "a mean, then clipped": lambda *gs: (sum(gs) / len(gs)).clamp(-1, 1),
     "a running mean": lambda *gs: torch.tanh(gs[0] + (gs[1] - gs[0]) / 2),

@@ -140,3 +140,28 @@ def test_a_plan_of_a_pipeline_is_what_each_rank_does(drawn, k, seed):
     for found in ff.spmd(main, mesh)():
         for both in found:
             assert facts(both.plan.ranks[0].records) == facts(both.sent)
+
+
+def test_a_tensor_of_a_closure_that_a_step_writes_stays_as_it_was():
+    mesh = ff.make_mesh({"data": 2}, "simulated")
+    unit = ff.unit(lambda w, x: (x @ w).square().mean())
+
+    def main():
+        kept = torch.full((2,), 8.0)
+
+        def step(w, x):
+            kept.mul_(0.5)
+            return ff.value_and_grad(lambda w, x: unit(w, x - kept))(w, x)[1]
+
+        f = ff.shard(step, mesh, "data")
+        x = torch.ones(2, 2)
+        w = ff.place(f, torch.ones(2, 1), x)
+        seen = [kept.tolist()]
+        ff.plan(f, w, x)
+        seen.append(kept.tolist())
+        f(w, x)
+        return [*seen, kept.tolist()]
+
+    for before, planned, stepped in ff.spmd(main, mesh)():
+        assert before == planned == [8.0, 8.0]
+        assert stepped == [4.0, 4.0]
