@@ -28,7 +28,8 @@ def apart(op: str, one: Gradient, other: Gradient, rows: Rows) -> RowsApart:
     return RowsApart(
         f"{op} at {source_line()} puts together gradients by one value of the "
         f"parameters that were taken of other rows of {rows.name}"
-        f"{changed if where else ''}. Under shard each is the mean over the ranks by then, of a row of every rank, where on one device it is of "
+        f"{changed if where else ''}. Under shard each is the mean over the ranks by "
+        "then, of a row of every rank, where on one device it is of "
         "one row alone (per-sample clipping, a step of a task's own). Take them where "
         "derivatives are this rank's own, and take the mean of what comes out: "
         "ff.reduce_like(ff.unit(fn, whole=True)(params, rows), params). Sums of "
