@@ -12,9 +12,10 @@ import torch
 from torch import Tensor
 
 from fsfunc import tree
-from fsfunc.core.frames import Interpretation, frame, inside
+from fsfunc.core.frames import frame, inside
 from fsfunc.core.losses import Weighted
 from fsfunc.core.outcomes import GradientCall, Outcome
+from fsfunc.core.reduction_hooks import GradientSteps
 from fsfunc.optim.leaves import Tree, along, paths_of, trainable
 from fsfunc.optim.mirrored_state import MirroredState
 from fsfunc.optim.optimizer import Optimizer, Run, State, described
@@ -117,7 +118,13 @@ class _InBackward(Optimizer):
         return value, grads, steps.rest()
 
 
-class BackwardSteps(Interpretation):
+APPLIED = (
+    "step_in_backward has used this gradient up while the backward ran; what reads "
+    "gradients, such as a norm or a clip, needs the step without it"
+)
+
+
+class BackwardSteps(GradientSteps):
     """The steps of one train step, buffer by buffer, and of the rest in the end.
 
     Args:
@@ -125,7 +132,7 @@ class BackwardSteps(Interpretation):
     """
 
     called = "step_in_backward"
-    observes = True
+    why_spent = APPLIED
 
     def __init__(self, optimizer: Optimizer, state: State, params: Tree):
         self.optimizer, self.state, self.frame = optimizer, state, frame()
@@ -190,28 +197,16 @@ class BackwardSteps(Interpretation):
         return loss
 
     def begin(self, keeps: dict[int, FlatShard], parts: Parts) -> BackwardSteps | None:
-        """Itself, if a sharded gradient call has buffers to step as it goes.
-
-        Args:
-            keeps: the buffers whose gradients it sums; ``parts``: what of their leaves
-                is used beside units.
-        """
         self.parts = parts
         tracer = frame().tracer
         runs = tracer is None or tracer.complete
         return self if runs and any(key in self.at for key in keeps) else None
 
     def takes(self, shard: FlatShard) -> bool:
-        """True if a buffer, all of whose gradients are summed, is stepped now."""
         beside = any((id(shard), id(m)) in self.parts for m in shard.members)
         return id(shard) in self.at and not beside
 
     def step(self, shard: FlatShard, grad: Tensor, mean_size: int) -> None:
-        """Steps a buffer by its gradient, which is written into.
-
-        Args:
-            mean_size: of how many ranks' gradients that is the sum.
-        """
         if id(shard) in self.done:
             raise RuntimeError(f"a gradient of {shard.name} came after its step")
         positions = self.at[id(shard)]
@@ -279,10 +274,6 @@ def _is_of(grad: Any, leaf: Any) -> bool:
     return spent and grad.layout is leaf.layout
 
 
-APPLIED = (
-    "step_in_backward has used this gradient up while the backward ran; what reads "
-    "gradients, such as a norm or a clip, needs the step without it"
-)
 _UNSEEN = (
     "step_in_backward did not see these gradients being taken: have it make the train "
     "step, step_in_backward(optimizer)(grad_fn), with nothing around it. What needs "

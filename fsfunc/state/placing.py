@@ -41,7 +41,7 @@ from fsfunc.tracing.recorder import Recorder
 from fsfunc.tracing.recorder import record as _record
 from fsfunc.tracing.refusals import LawError
 from fsfunc.tracing.steadiness import Unsteady
-from fsfunc.tracing.type_check import check, learn
+from fsfunc.tracing.type_check import check
 from fsfunc.transforms.offloading import Stores, stores_of
 from fsfunc.transforms.sharding import Sharding
 
@@ -261,7 +261,7 @@ def _check_types(
     the state may not be as it will be.
     """
     if recorder.plain:  # on batches of any shape
-        learn(sharding, at.rank, [key[0] for key in recorder.calls])
+        sharding.first_calls.learn(at.rank, [key[0] for key in recorder.calls])
     elif at.link.moves and frame().tracer is None and at.mesh.backend != "vmap":
         if not _torch.fake_active():
             try:
@@ -272,8 +272,8 @@ def _check_types(
                 raise
             except Exception:
                 return
-            learn(sharding, at.rank, seen.calls)
-            sharding.rank_local |= seen.rank_local
+            sharding.first_calls.learn(at.rank, seen.calls)
+            sharding.first_calls.rank_local |= seen.rank_local
 
 
 def _recorded(

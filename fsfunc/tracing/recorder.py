@@ -242,6 +242,10 @@ class Recorder(Findings, Tracer, Watcher):
     def standing_for(self, handler: Interpretation) -> Interpretation:
         return handler.recorded(self)
 
+    def noted(self, handler: Any) -> Noted:
+        """The interpretation that only notes the unit calls of ``handler``."""
+        return _NotedShard(handler, self)
+
     def body(self, call: Call, params: Any, inputs: Any, keywords: Any) -> Any:
         # Where no transform lays out, nobody has made tensors of the leaves yet.
         params = tree.map(plain, params, is_leaf=is_sharded)
@@ -346,6 +350,14 @@ class Noted(Interpretation):
     def owner(self, number: int) -> tuple[Owned, ...]:
         """The coordinates that run the loss's unit call of this number, if known."""
         return ()
+
+
+class _NotedShard(Noted):
+    """``shard`` while a step is recorded: unit calls are noted, nothing is gathered."""
+
+    def call(self, f: Callable[..., Any], args: Any, keywords: Any) -> Any:
+        with inside(self.handler.entered(self, f, args, keywords)):
+            return f(*args, **keywords)
 
 
 _READS_NOTHING = {

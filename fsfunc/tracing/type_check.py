@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
 from typing import Any
-from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor
@@ -15,7 +14,8 @@ from fsfunc.comm.backends.abstract import AbstractLink, EchoLink
 from fsfunc.comm.collective_ops import watching
 from fsfunc.comm.comparison import Lines
 from fsfunc.comm.mesh import Here
-from fsfunc.core.frames import Interpretation, frame, inside
+from fsfunc.core.first_calls import FirstCalls
+from fsfunc.core.frames import frame, inside
 from fsfunc.sharded.leaf import NotATensor, is_sharded
 from fsfunc.sharded.rank_local import is_rank_local, mark_rank_local
 from fsfunc.tracing.asked import Asked
@@ -23,10 +23,10 @@ from fsfunc.tracing.checker import Checker
 from fsfunc.tracing.refusals import LawError, RowsApart
 from fsfunc.tracing.runs import shadows, without_data
 from fsfunc.tracing.stand_ins import StandIns
-from fsfunc.tracing.steadiness import check_steady
+from fsfunc.tracing.steadiness import check_data, check_steady
 from fsfunc.tracing.typed_operators import SharedOp
 
-__all__ = ["check", "knows", "learn", "signature"]
+__all__ = ["TypeCheck", "check"]
 
 
 def check(
@@ -109,6 +109,19 @@ def _across(events: Iterable[SharedOp], exchange: Exchange, rank: int) -> set[in
             theirs = [SharedOp(name, (text,), "the same place") for name, text in lines]
             found |= differing(mine, theirs[1:], rank, other)
     return found
+
+
+class TypeCheck(FirstCalls):
+    """Checks the types of a sharded function's calls, the first time of their kind."""
+
+    def check(self, call: Any, args: Any, keywords: Any, at: Here, axes: Any) -> None:
+        again = not self.knows(at.rank)
+        seen = check(call, args, keywords, at, axes, again=again)
+        self.claims[at.rank] = seen.claims
+        self.rank_local |= seen.rank_local
+
+    def check_returned(self, out: Any) -> None:
+        check_data(out)
 
 
 class _Trial:
@@ -262,47 +275,6 @@ def _neighbour(at: Here, axes: tuple[str, ...]) -> int:
         size = at.mesh.axes[axis]
         other[axis] += 1 if other[axis] + 1 < size else -1 if size > 1 else 0
     return at.mesh.rank_at(other)
-
-
-# By interpretation: the (rank, signature) of calls that were looked at.
-_KNOWN: WeakKeyDictionary[Interpretation, set[Any]] = WeakKeyDictionary()
-
-
-def knows(handler: Interpretation, rank: int, key: Any = None) -> bool:
-    """True if a call was checked, or needs no check.
-
-    Without a ``key``, whether any was.
-    """
-    known = _KNOWN.get(handler, ())
-    if key is None:
-        return bool(known)
-    return (rank, key) in known or (rank, key[0]) in known
-
-
-def learn(handler: Interpretation, rank: int, keys: Iterable[Any]) -> None:
-    """Marks calls of these signatures as checked."""
-    _KNOWN.setdefault(handler, set()).update((rank, key) for key in keys)
-
-
-def signature(args: Any, keywords: Any) -> Any:
-    """A key of a call's arguments: structure, shapes, dtypes.
-
-    First what does so for batches of any shape: structure, and what is true or false.
-    """
-    leaves, treedef = tree.flatten((args, keywords), is_leaf=is_sharded)
-    kinds: list[Any] = [treedef]
-    truths: list[bool] = []
-    for x in leaves:
-        if isinstance(x, Tensor):
-            kinds.append((x.shape, x.dtype, x.requires_grad, is_rank_local(x)))
-        elif is_sharded(x):
-            kinds.append((x.layout.shape, x.layout.dtype))
-        else:
-            kinds.append(type(x))
-            if isinstance(x, bool):
-                truths.append(x)
-    kinds[0] = (treedef, *truths)
-    return tuple(kinds)
 
 
 def differing(events: Any, others: Any, rank: int, other: int) -> set[int]:

@@ -14,14 +14,13 @@ from fsfunc.comm.backends.link import Handle
 from fsfunc.comm.groups import strided
 from fsfunc.core.frames import frame
 from fsfunc.core.observation import Observation
-from fsfunc.optim.backward_steps import BackwardSteps
+from fsfunc.core.reduction_hooks import GradientSteps, ReductionFeedback
 from fsfunc.runtime.buffer_pool import BufferPool
 from fsfunc.runtime.memory_kinds import count_as
 from fsfunc.runtime.memory_spaces import space_of
 from fsfunc.sharded.leaf import FlatShard
 from fsfunc.transforms.buffer_groups import GroupTable
 from fsfunc.transforms.gathered_calls import Calls, GatheredCall
-from fsfunc.transforms.messages.residuals import Feedback
 from fsfunc.transforms.shard_options import ShardOptions
 
 __all__ = ["GradientSums"]
@@ -55,8 +54,8 @@ class GradientSums:
         defers: bool,
         *,
         observers: Sequence[Observation] = (),
-        feedback: Feedback | None = None,
-        steps: BackwardSteps | None = None,
+        feedback: ReductionFeedback | None = None,
+        steps: GradientSteps | None = None,
     ):
         self.groups, self.pool, self.defers = groups, pool, defers
         self.zero, self.reduce_each = options.zero, options.reduce_each

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import functools
 from collections import defaultdict
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -27,8 +27,8 @@ from fsfunc.core.losses import averaged as is_averaged
 from fsfunc.core.losses import is_summed
 from fsfunc.core.observation import UNSEEN
 from fsfunc.core.outcomes import Outcome
+from fsfunc.core.reduction_hooks import GradientSteps
 from fsfunc.core.units import Call
-from fsfunc.optim.backward_steps import APPLIED
 from fsfunc.runtime.memory_spaces import space_of
 from fsfunc.sharded.layout import Layout
 from fsfunc.sharded.leaf import KEPT, FlatShard, Sharded, is_sharded
@@ -42,7 +42,6 @@ __all__ = [
     "check_whole",
     "kept_here",
     "shown",
-    "stepped",
 ]
 
 _SUM = LinearMap("psum", "M", "M")
@@ -132,7 +131,9 @@ class Gradients:
 
     def take_sums(self) -> None:
         """Takes in what the runtime has summed of its buffers."""
-        shards, done, runtime = {}, stepped(self.runtime), self.runtime
+        shards, runtime = {}, self.runtime
+        steps = runtime.sums.steps
+        done = {} if steps is None else steps.done
         for key, shard in runtime.keeps.items():
             if key in done:
                 continue
@@ -172,19 +173,14 @@ class Gradients:
             self.found[i] = x
 
 
-def stepped(runtime: ShardRuntime) -> Mapping[int, FlatShard]:
-    """By identity, the buffers that were stepped while the backward ran."""
-    return {} if runtime.sums.steps is None else runtime.sums.steps.done
-
-
-def shown(grads: Any, chosen: Any, done: Mapping[int, FlatShard]) -> tuple[Any, ...]:
+def shown(grads: Any, chosen: Any, steps: GradientSteps) -> tuple[Any, ...]:
     """The trees of gradients, with leaves that raise for those that are used up."""
     old, treedef = tree.flatten(tuple(chosen), is_leaf=is_sharded)
     out: list[Any] = treedef.flatten_up_to(grads)  # type: ignore[arg-type]
     for i, x in enumerate(old):
-        if is_sharded(x) and id(x.packed) in done:
+        if is_sharded(x) and id(x.packed) in steps.done:
             out[i] = Sharded(None, x.layout)
-            out[i].spent = APPLIED
+            out[i].spent = steps.why_spent
     return tree.unflatten(treedef, out)
 
 

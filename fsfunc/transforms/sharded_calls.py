@@ -11,23 +11,20 @@ from torch import Tensor
 
 from fsfunc import _torch, tree
 from fsfunc.comm.attribution import internal
-from fsfunc.comm.comparison import Lines
 from fsfunc.comm.groups import group
 from fsfunc.comm.mesh import Here, here
+from fsfunc.core.first_calls import FirstCalls, signature
 from fsfunc.core.frames import Frame, Interpretation, frame, inside
 from fsfunc.core.observation import Observation
 from fsfunc.core.outcomes import GradientCall, Outcome
+from fsfunc.core.reduction_hooks import GradientSteps, ReductionFeedback
 from fsfunc.core.units import Call
-from fsfunc.optim.backward_steps import BackwardSteps
 from fsfunc.runtime.buffer_pool import pool_of
 from fsfunc.sharded.donated import refuse_spent
 from fsfunc.sharded.inputs import arguments, refuse
 from fsfunc.sharded.leaf import FlatShard, Parts, is_sharded
 from fsfunc.sharded.packing import repack, repacked
 from fsfunc.sharded.rank_local import mark_rank_local
-from fsfunc.tracing.recorder import Noted, Recorder
-from fsfunc.tracing.steadiness import check_data
-from fsfunc.tracing.type_check import check, knows, learn, signature
 from fsfunc.transforms.buffer_groups import GroupTable
 from fsfunc.transforms.gradients import (
     Gradients,
@@ -35,9 +32,7 @@ from fsfunc.transforms.gradients import (
     check_whole,
     kept_here,
     shown,
-    stepped,
 )
-from fsfunc.transforms.messages.residuals import Feedback
 from fsfunc.transforms.ownership import Ownership
 from fsfunc.transforms.shard_options import ShardOptions
 from fsfunc.transforms.shard_runtime import ShardRuntime
@@ -49,21 +44,23 @@ __all__ = ["Sharding"]
 class Sharding(Interpretation):
     """The interpretation of ``shard``: of unit calls and of gradient calls.
 
-    By rank, ``claims``: the lines of a tried step that are the same on all of them;
-    and ``compared_whole``: the whole leaves of which they compared the values, told by
+    Args:
+        options: where and how leaves are cut, and what moves them.
+        first_calls: the check of a call with arguments of new shapes.
+
+    ``compared_whole``: by rank, the whole leaves of which values were compared, told by
     how many there were in which arguments.
     """
 
     lays_out = True
     called = "shard"
 
-    def __init__(self, options: ShardOptions):
+    def __init__(self, options: ShardOptions, first_calls: FirstCalls):
+        self.first_calls = first_calls
         self.cut, self.mesh, self.axis = options, options.mesh, options.axis
         self.axes, self.zero = options.axes, options.zero
         self.min_bytes = options.min_bytes
-        self.claims: dict[int, Lines] = {}
         self.compared_whole: frozenset[Any] = frozenset()
-        self.rank_local: set[str] = set()  # paths of the state that is returned
         self.new = True  # nothing was returned as yet
         self.uncompared: dict[Any, set[str]] = {}  # see `gradient_agreement`
 
@@ -89,11 +86,11 @@ class Sharding(Interpretation):
             runtime.close()
             if found.tracer is not None:
                 found.tracer.returned(args, out)
-            elif self.rank_local:
+            elif self.first_calls.rank_local:
                 self._mark(out)
             if self.new:
                 self.new = _torch.fake_active()
-                check_data(() if self.new else out)
+                self.first_calls.check_returned(() if self.new else out)
             self.ran(at)
             return repack(out, coordinates)
 
@@ -114,8 +111,8 @@ class Sharding(Interpretation):
         at = replace(at, mean=(*at.mean, *self.axes))
         return replace(before, handlers=(*before.handlers, handler), at=at)
 
-    def recorded(self, recorder: Recorder) -> Interpretation:
-        return _Recorded(self, recorder)
+    def recorded(self, recorder: Any) -> Interpretation:
+        return recorder.noted(self)
 
     def _check(self, f: Any, args: Any, keywords: Any, at: Here) -> None:
         """Has a call of new shapes tried without data, before anything of it runs."""
@@ -139,7 +136,7 @@ class Sharding(Interpretation):
             return
         if _torch.functorch_active() or _torch.fake_active():
             return
-        if not knows(self, at.rank, key):
+        if not self.first_calls.knows(at.rank, key):
             refuse(
                 "array meta sparse",
                 "a sharded function",
@@ -147,18 +144,16 @@ class Sharding(Interpretation):
                 *arguments(1),
             )
             call = lambda *args, **keywords: self.call(f, args, keywords)  # noqa: E731
-            axes, again = (*at.mean, *self.axes), not knows(self, at.rank)
-            seen = check(call, args, keywords, at, axes, again=again)
-            self.claims[at.rank] = seen.claims
-            self.rank_local |= seen.rank_local
-            learn(self, at.rank, [key])
+            axes = (*at.mean, *self.axes)
+            self.first_calls.check(call, args, keywords, at, axes)
+            self.first_calls.learn(at.rank, [key])
 
     def _mark(self, out: Any) -> None:
         """Marks the tensors of the returned state that each rank has for itself."""
         state = out[0] if isinstance(out, tuple) and out else out
         paths, leaves, _ = tree.flatten_with_paths(state, is_leaf=is_sharded)
         for path, x in zip(paths, leaves, strict=True):
-            if path in self.rank_local and isinstance(x, Tensor):
+            if path in self.first_calls.rank_local and isinstance(x, Tensor):
                 mark_rank_local(x)
 
     def _runtime(
@@ -257,7 +252,7 @@ class Sharding(Interpretation):
         if not (call.composable or f.create_graph):
             keeps, plain = kept_here(chosen, plainly, self.cut.own)
         observers = [h for h in f.handlers if isinstance(h, Observation)]
-        feedback = [h for h in f.handlers if isinstance(h, Feedback)]
+        feedback = [h for h in f.handlers if isinstance(h, ReductionFeedback)]
         if len(feedback) > 1:
             raise ValueError(_TWICE.format(*(h.called for h in feedback)))
         for h in feedback:
@@ -278,7 +273,7 @@ class Sharding(Interpretation):
         )
         key = at.rank, plain, call.argnums
         if plain and at.link.moves and key not in self.compared_whole:
-            claims = self.claims.get(at.rank, ())
+            claims = self.first_calls.claims.get(at.rank, ())
             check_whole(runtime, claims, group(runtime.mean_axes, at))
             self.compared_whole |= {key}
         return runtime
@@ -301,19 +296,20 @@ class Sharding(Interpretation):
             grads = found.trees()
         total = None if f.tracer is None else outcome.total
         outcome = outcome.but(grads)
-        if done := stepped(runtime):
+        steps = runtime.sums.steps
+        if steps is not None and steps.done:
             by = tuple(chosen)
-            outcome = replace(outcome, shown=lambda grads: shown(grads, by, done))
+            outcome = replace(outcome, shown=lambda grads: shown(grads, by, steps))
         outcome = averaged(outcome, found, here(self.mesh))
         if f.tracer is not None:
             of, value = (total, call.args, call.keywords), (outcome.total, outcome.aux)
             f.tracer.reduced(tuple(chosen), outcome.grads, of, value)
         return outcome
 
-    def _steps(self, keeps: dict[int, FlatShard], parts: Parts) -> BackwardSteps | None:
+    def _steps(self, keeps: dict[int, FlatShard], parts: Parts) -> GradientSteps | None:
         """The steps that are made while the backward runs, if any."""
         f = frame()
-        found = [h for h in f.handlers if isinstance(h, BackwardSteps)]
+        found = [h for h in f.handlers if isinstance(h, GradientSteps)]
         steps = found[-1].begin(keeps, parts) if found and not f.in_loss else None
         if found and not f.in_loss:
             if self.zero == 1:
@@ -322,14 +318,6 @@ class Sharding(Interpretation):
             if f.micro or len(within) > 1:
                 raise ValueError(_AROUND)
         return steps
-
-
-class _Recorded(Noted):
-    """``shard`` while a step is recorded: unit calls are noted, nothing is gathered."""
-
-    def call(self, f: Callable[..., Any], args: Any, keywords: Any) -> Any:
-        with inside(self.handler.entered(self, f, args, keywords)):
-            return f(*args, **keywords)
 
 
 _LATE = (

@@ -6,6 +6,7 @@ from collections.abc import Callable
 from typing import Any
 
 from fsfunc.comm.mesh import Axis, Mesh
+from fsfunc.tracing.type_check import TypeCheck
 from fsfunc.transforms.messages.wire import Gather, Reduction
 from fsfunc.transforms.shard_options import ShardOptions
 from fsfunc.transforms.sharded_calls import Sharding
@@ -83,4 +84,4 @@ def shard(
         gather=Gather() if gather is None else gather,
         reduction=Reduction() if reduction is None else reduction,
     )
-    return transformed(f, Sharding(options))
+    return transformed(f, Sharding(options, TypeCheck()))

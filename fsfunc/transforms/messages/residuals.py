@@ -14,8 +14,9 @@ from fsfunc.comm.backends.link import Handle
 from fsfunc.comm.collective_ops import assumed
 from fsfunc.comm.groups import RankGroup
 from fsfunc.comm.mesh import here
-from fsfunc.core.frames import Interpretation, frame, inside
+from fsfunc.core.frames import frame, inside
 from fsfunc.core.outcomes import GradientCall, Outcome
+from fsfunc.core.reduction_hooks import ReductionFeedback
 from fsfunc.optim.leaves import Tree
 from fsfunc.optim.optimizer import (
     Optimizer,
@@ -163,7 +164,7 @@ class WithFeedback:
 
 
 @dataclass(eq=False)
-class Feedback(Interpretation):
+class Feedback(ReductionFeedback):
     """State of the reductions of one step: from those before, and for the next.
 
     Args:
@@ -185,20 +186,6 @@ class Feedback(Interpretation):
             return run(call)
 
         return fed
-
-    def check(self, how: Reduction) -> None:
-        """Raises where reductions of this kind leave nothing to do."""
-
-    def send(
-        self,
-        how: Reduction,
-        buffer: Tensor,
-        shard: FlatShard,
-        where: RankGroup,
-        whole: bool,
-    ) -> Handle:
-        """Sends a gradient to be summed, in the place of ``how.send``."""
-        raise NotImplementedError
 
     def remembered(self, shard: FlatShard) -> tuple[Tensor, ...] | None:
         """The rows remembered of a buffer, by this step or those before.

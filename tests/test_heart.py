@@ -1,0 +1,46 @@
+"""The heart stands by itself: shard, remat and accumulate import nothing above them."""
+
+import ast
+from pathlib import Path
+
+import fsfunc
+
+ROOT = Path(fsfunc.__file__).parent
+ROOMS = {"_torch", "tree", "comm", "sharded", "runtime", "core", "transforms"}
+TRANSFORMS = ("sharded_calls", "rematerialization", "accumulation")
+
+
+def module(name):
+    """The file of a module of fsfunc, or None."""
+    path = ROOT.joinpath(*name.split(".")[1:])
+    found = (path.with_suffix(".py"), path / "__init__.py")
+    return next((p for p in found if p.exists()), None)
+
+
+def imports(path):
+    """The modules of fsfunc that a file imports."""
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.ImportFrom) and (node.module or "").startswith(
+            "fsfunc"
+        ):
+            for alias in node.names:
+                inner = f"{node.module}.{alias.name}"
+                yield inner if module(inner) else node.module
+
+
+def heart():
+    """Every module that the three transforms need, by name."""
+    found, todo = {}, [f"fsfunc.transforms.{name}" for name in TRANSFORMS]
+    while todo:
+        if (name := todo.pop()) not in found and name != "fsfunc":
+            found[name] = module(name)
+            todo += imports(found[name])
+    return found
+
+
+def test_the_heart_needs_no_other_room():
+    assert {name.split(".")[1] for name in heart()} == ROOMS
+
+
+def test_the_heart_is_small():
+    assert len(heart()) <= 66
