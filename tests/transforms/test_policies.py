@@ -46,23 +46,14 @@ PLAIN = matmuls(ff.value_and_grad(loss), P, X)
 POLICIES = [
     (None, 6),
     (ff.SaveOnly("first"), 4),
-    (ff.SaveOnly("second"), 4),
     (ff.SaveOnly("first", "second"), 2),
-    (ff.SaveOnly(["first", "second"]), 2),
     (ff.SaveOnly("unknown"), 6),
-    (ff.SaveOnly(), 6),
     (ff.SaveAllBut(), 2),
     (ff.SaveAllBut("first"), 4),
-    (ff.SaveAllBut("first", "second"), 6),
 ]
 
 
-def named(x) -> str:
-    """The same in every process: sets have an order of their own in each."""
-    return f"{type(x).__name__}: {', '.join(sorted(getattr(x, 'names', {str(x)})))}"
-
-
-@pytest.mark.parametrize("policy, again", POLICIES, ids=named)
+@pytest.mark.parametrize("policy, again", POLICIES, ids=range(len(POLICIES)))
 def test_named_values_are_not_computed_again(policy, again) -> None:
     count, out = matmuls(ff.remat(ff.value_and_grad(loss), policy), P, X)
     same(out, PLAIN[1])
@@ -129,17 +120,18 @@ BODIES = [
 
 
 @pytest.mark.parametrize("body", BODIES, ids=lambda f: f.__name__)
-@pytest.mark.parametrize("autocast", [False, True])
-def test_any_op_may_be_named(body, autocast) -> None:
+def test_any_op_may_be_named(body) -> None:
     unit = ff.unit(body)
 
-    def f(p, x):
+    def f(p, x, autocast):
         with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
             return (unit(p, x) ** 2).sum().float()
 
     grad = ff.value_and_grad(f)
-    expected = matmuls(grad, P[0], X)[1]
-    same(matmuls(ff.remat(grad, ff.SaveOnly("h")), P[0], X)[1], expected)
+    for autocast in (False, True):
+        expected = matmuls(grad, P[0], X, autocast)[1]
+        found = matmuls(ff.remat(grad, ff.SaveOnly("h")), P[0], X, autocast)[1]
+        same(found, expected)
 
 
 @pytest.mark.parametrize(
@@ -185,8 +177,9 @@ def test_names_inside_nested_units_are_kept_once_and_for_both() -> None:
     assert kept - plain == 2 + 2
 
 
-@pytest.mark.parametrize("order", ["remat(shard)", "shard(remat)"])
-@pytest.mark.parametrize("zero", [0, 1, 2, 3])
+@pytest.mark.parametrize(
+    ("order", "zero"), [("remat(shard)", 0), ("shard(remat)", 1), ("remat(shard)", 3)]
+)
 def test_names_beside_collectives(order, zero) -> None:
     @ff.unit
     def mixing(p, x):
