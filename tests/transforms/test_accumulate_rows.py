@@ -168,20 +168,3 @@ SQUARE = integers(ROWS, ROWS)
 )
 def test_what_is_made_in_the_step_is_cut_where_it_is_rows(f, w, batch):
     same(ff.accumulate(f, 4)(w, batch), f(w, batch))
-
-
-def test_it_is_planned_and_recorded():
-    def train(state, batch):
-        _, (grads, by_x) = own_gradients(state.params, batch)
-        return state.apply_gradients(grads, OPTIMIZER), {"by_x": by_x}
-
-    def main():
-        s = ff.shard(ff.accumulate(train, 2), MESH, "data")
-        mine = ff.local_batch((X, Y), MESH, "data")
-        state = ff.init_state(s, {"w": W}, OPTIMIZER, mine)
-        return ff.unshard(s(state, mine)[0].params), s(state, mine)[1]["by_x"]
-
-    one = ff.TrainState({"w": W}, OPTIMIZER.init({"w": W}))
-    for params, by_x in ff.spmd(main, MESH)():
-        same(params, train(one, (X, Y))[0].params)
-        assert by_x.shape == (4, 3)
