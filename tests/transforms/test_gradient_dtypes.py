@@ -7,9 +7,8 @@ import torch
 
 import fsfunc as ff
 from fsfunc import tree
-from tests.checks import refused, simulated
+from tests.checks import refused, same, simulated
 from tests.models import floats, layer, layers
-from tests.optim.trees import assert_bits
 
 WIDTH, UNITS = 32, 4
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
@@ -57,7 +56,7 @@ def test_each_is_rounded_once(size, zero, given):
         ff.spmd(main, mesh)(None), ff.spmd(main, mesh)(given), strict=True
     ):
         assert {x.dtype for x in narrow} == {given}
-        assert_bits(narrow, [(2 * x).to(given) / 2 for x in wide])
+        same(narrow, [(2 * x).to(given) / 2 for x in wide])
 
 
 @pytest.mark.parametrize(
@@ -174,7 +173,7 @@ def test_optimizers_read_them_as_if_they_were_wide(name):
             for x, y in zip(tree.leaves(a), tree.leaves(b), strict=True):
                 torch.testing.assert_close(x, y, rtol=1e-4, atol=1e-5)
         else:
-            assert_bits(a, b)
+            same(a, b)
 
 
 @pytest.mark.parametrize(
@@ -192,22 +191,7 @@ def test_the_step_is_the_same(make):
             state, _ = ff.donate(step)(state, batch)
         return ff.unshard(state.params)
 
-    assert_bits(ff.spmd(main, mesh)(make(ADAM))[0], ff.spmd(main, mesh)(ADAM)[0])
-
-
-def test_accumulated_parts_are_added_in_it():
-    """To what rounding each sum costs."""
-    mesh = simulated()
-
-    def main(given):
-        grad = half(ff.value_and_grad(loss_fn), gradients=given)
-        grad = ff.accumulate(ff.shard(grad, mesh, "data"), 3)
-        batch = ff.local_batch(batch_of(), mesh, "data")
-        return ff.unshard(grad(ff.place(grad, init(), batch), batch)[1])
-
-    wide, narrow = [ff.spmd(main, mesh)(g)[0] for g in (None, BF16)]
-    for x, y in zip(tree.leaves(wide), tree.leaves(narrow), strict=True):
-        assert (x - y.float()).norm() <= 2.0**-7 * x.norm()
+    same(ff.spmd(main, mesh)(make(ADAM))[0], ff.spmd(main, mesh)(ADAM)[0])
 
 
 def test_what_is_no_dtype_is_refused():

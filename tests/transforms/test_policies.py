@@ -66,18 +66,9 @@ def attention(p, x):
     return checkpoint_name(h, "h")
 
 
-def normed(p, x):
-    return checkpoint_name(F.layer_norm(torch.sin(x), (D,), p["a"][0], p["b"][0]), "h")
-
-
 def dropped(p, x):
     h = checkpoint_name(F.dropout(torch.sin(x @ p["a"]), 0.5), "h")
     return 1 + F.dropout(h, 0.5)  # what is drawn next does not change
-
-
-def dropped_in_one_op(p, x):
-    h, _ = torch.native_dropout(torch.sin(x @ p["a"]), 0.5, True)
-    return 1 + F.dropout(checkpoint_name(h, "h"), 0.5)  # its own, the next draw
 
 
 def changed_after(p, x):
@@ -93,18 +84,9 @@ def view_of_it(p, x):
     return torch.sin(checkpoint_name((x @ p["a"]).t(), "h")) @ p["b"][:4]
 
 
-def view_of_an_input(p, x):
-    return torch.sin(checkpoint_name(x[1:], "h")) @ checkpoint_name(p["a"].t(), "h")
-
-
 def split(p, x):
     a, b = (x @ p["a"]).chunk(2, -1)
     return torch.sin(checkpoint_name(a, "h")) * checkpoint_name(b, "h")
-
-
-def largest(p, x):
-    values, indices = (x @ p["a"]).topk(2)
-    return torch.sin(checkpoint_name(values, "h")) * indices
 
 
 def strided(p, x):
@@ -114,8 +96,7 @@ def strided(p, x):
 
 
 BODIES = [
-    attention, normed, dropped, dropped_in_one_op, changed_after, changed_before,
-    view_of_it, view_of_an_input, split, largest, strided,
+    attention, dropped, changed_after, changed_before, view_of_it, split, strided
 ]  # fmt: skip
 
 
@@ -132,27 +113,6 @@ def test_any_op_may_be_named(body) -> None:
         expected = matmuls(grad, P[0], X, autocast)[1]
         found = matmuls(ff.remat(grad, ff.SaveOnly("h")), P[0], X, autocast)[1]
         same(found, expected)
-
-
-@pytest.mark.parametrize(
-    "body, op",
-    [(attention, "_scaled_dot_product"), (normed, "native_layer_norm."),
-     (dropped, "bernoulli_"), (view_of_it, "mm"), (split, "mm"), (largest, "topk")],
-)  # fmt: skip
-def test_the_op_that_made_it_runs_once_in_the_forward(body, op) -> None:
-    grad = ff.value_and_grad(lambda p, x: ff.unit(body)(p, x).sum())
-
-    def count(f):
-        with Calls(op) as calls:
-            f(P[0], X)
-        return calls.count
-
-    saved = count(ff.remat(grad, ff.SaveOnly("h")))
-    again = count(ff.remat(grad))
-    if body is dropped:  # the first draw is an op within the dropout, not its last one
-        assert saved == again
-    else:
-        assert again - saved == 1
 
 
 def test_names_inside_nested_units_are_kept_once_and_for_both() -> None:
@@ -251,8 +211,3 @@ def test_a_unit_that_does_something_else_the_second_time_is_refused() -> None:
 
     with pytest.raises(RuntimeError, match="must do the same again"):
         ff.remat(ff.value_and_grad(fickle), ff.SaveOnly("h"))(P[0]["a"], X)
-
-
-def test_policies_are_values() -> None:
-    assert ff.SaveOnly("a", "b") == ff.SaveOnly(["b", "a"]) != ff.SaveAllBut("a", "b")
-    assert hash(ff.SaveOnly("a")) == hash(ff.SaveOnly("a"))

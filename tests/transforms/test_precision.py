@@ -178,36 +178,6 @@ def test_each_dtype_is_sent_in_its_own() -> None:
     assert sent(MIXED) == ((3 + 2) * D * D * 2 + (3 + 1) * D * 4) // 2
 
 
-@pytest.mark.parametrize("zero", [2, 3])
-def test_no_wide_whole_is_kept_beside_the_narrow_one(zero) -> None:
-    optimizer = ff.sgd(0.5)
-    step = ff.precision(optimizer(ff.value_and_grad(normed_loss)), BF)
-    step = ff.donate(ff.shard(step, MESH, "data", zero=zero))
-
-    def main():
-        x = ff.local_batch(NX, MESH, "data")
-        state = ff.init_state(step, NS, optimizer, x)
-        for _ in range(2):
-            state, _ = step(state, x)
-        found = {}
-        for leaf in tree.leaves(state.params, is_leaf=ff.is_sharded):
-            for x in (leaf.packed.flat, leaf.packed.whole):
-                if x is not None:
-                    key = x.untyped_storage().data_ptr()
-                    found[key] = max(found.get(key, 0), x.nbytes)
-        return sum(found.values())
-
-    count = 3 * (D * D + D)
-    wide, narrow = 4 * count // 2, 2 * count if zero < 3 else 0
-    assert ff.spmd(main, MESH)() == [wide + narrow] * 2
-
-
-def test_what_units_return() -> None:
-    f = lambda **how: ff.precision(lambda p, x: normed(p, x), BF, **how)(NS[0], NX)  # noqa: E731
-    assert f().dtype == BF
-    same(f(output=F32), f().float())
-
-
 def test_an_autocast_around_units_is_honoured_also_when_they_run_again() -> None:
     seen = []
 
@@ -248,3 +218,9 @@ def test_an_autocast_around_units_is_honoured_also_when_they_run_again() -> None
 def test_a_dtype_that_is_not_floating_is_refused(keywords) -> None:
     with pytest.raises(ValueError, match="floating"):
         ff.precision(loss, **keywords)
+
+
+def test_what_units_return() -> None:
+    f = lambda **how: ff.precision(lambda p, x: normed(p, x), BF, **how)(NS[0], NX)  # noqa: E731
+    assert f().dtype == BF
+    same(f(output=F32), f().float())

@@ -84,24 +84,3 @@ def test_a_stage_that_sends_another_microbatch_is_told():
 
     with pytest.raises(CollectiveMismatch, match="(?s)microbatch 0.*microbatch 1"):
         ff.spmd(main, simulated(2))()
-
-
-@pytest.mark.parametrize("zero", [0, 3])
-def test_a_record_names_unit_and_leaves(zero):
-    mesh = simulated(node=2, data=2)
-
-    def main():
-        f = ff.value_and_grad(loss)
-        f = ff.shard(f, mesh, "data", zero=zero, replicate="node", min_bytes=72)
-        ws = ff.place(f, WS, torch.ones(2, 3), SAME)
-        with ff.ledger() as log:
-            f(ws, torch.ones(2, 3), SAME)
-        found = [(r.op, *r.axis, r.what) for r in log.of(mesh.rank) if r.what]
-        return [x for x in found if x[-1] != "a mean"]  # of the losses
-
-    found = ff.spmd(main, mesh)()[3]
-    assert {what for *_, what in found} == {"(0 and 1 more)", "first(2)"}
-    both = {(op, axis) for op, axis, _ in found}
-    reduced = ("psum_scatter", "data") if zero else ("psum", "data")
-    assert both >= {reduced, ("psum", "node")}
-    assert (("all_gather", "data") in both) == (zero > 0)
