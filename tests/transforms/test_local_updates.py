@@ -202,7 +202,7 @@ def test_ranks_are_what_one_device_plays(kind, optimizer, zero, donated, more):
 # As FairScale does
 
 START = {"w": torch.arange(3.0).view(3, 1) / 4 - 0.25, "b": torch.tensor([0.5])}
-slow: dict[str, Any] = dict(beta=0.5, alpha=0.75, lr=LR, every=4)
+SLOW: dict[str, Any] = dict(beta=0.5, alpha=0.75, lr=LR, every=4)
 FAIRSCALE = {
     "local_sgd of 3": (
         lambda s, m: ff.local_sgd(s, m, "node", every=3),
@@ -211,14 +211,14 @@ FAIRSCALE = {
          [-0.2784865, -0.4131566, -0.1679723, -0.075188]],
     ),
     "slowmo in parts of 3": (
-        lambda s, m: ff.slowmo(s, m, "node", average_every=3, **slow),
+        lambda s, m: ff.slowmo(s, m, "node", average_every=3, **SLOW),
         [[-0.2140618, -0.3965455, -0.2144471, 0.2595642],
          [-0.236952, -0.4269306, -0.2243912, 0.1554703],
          [-0.271402, -0.4343438, -0.1979518, -0.108378]],
     ),
     "slowmo of 3": (
         lambda s, m: ff.slowmo(
-            s, m, "node", average_every=2, memory_efficient=False, **slow),
+            s, m, "node", average_every=2, memory_efficient=False, **SLOW),
         [[-0.2361681, -0.4214022, -0.2192011, 0.100774]] * 3,
     ),
     "gossip on a ring of 3": (
@@ -353,44 +353,6 @@ def test_a_saved_state_has_the_copies_of_all_ranks(tmp_path, kind):
     assert ff.spmd(main, mesh)() == [4] * 4
 
 
-def test_copies_of_a_state_go_to_other_cuts_of_the_data_not_to_other_nodes(tmp_path):
-    optimizer = ff.sgd(LR)
-
-    def state_on(mesh):
-        step = ff.shard(train_step(loss, optimizer), mesh, "data")
-        step = ff.local_sgd(step, mesh, "node", every=2)
-        mine = ff.local_batch(batch_of(0), mesh, ("node", "data"))
-        state = ff.init_state(step, parameters(), optimizer, mine)
-        return step(state, mine)[0]
-
-    def saved():
-        ff.save(tmp_path / "a", state := state_on(nodes(2, 1)))
-        return ff.unshard(state)
-
-    expected = ff.spmd(saved, nodes(2, 1))()[0]
-    load = lambda m: ff.unshard(ff.load(tmp_path / "a", state_on(m)))  # noqa: E731
-    wider = nodes(2, 2)
-    same(ff.spmd(lambda: load(wider), wider)()[3], expected)
-    other = nodes(4, 1)
-    with pytest.raises(Exception, match=r"f32\[2, 4\] in the checkpoint"):
-        ff.spmd(lambda: load(other), other)()
-
-
-def test_moments_counts_and_masks_of_dropout_are_a_rank_s_own():
-    mesh, optimizer = nodes(2), ff.sgd(LR)
-    noisy = ff.unit(lambda p, x: torch.nn.functional.dropout(x, 0.5) @ p)
-
-    def main():
-        step = train_step(lambda p, x: noisy(p, x).sum(), optimizer)
-        step = ff.local_sgd(ff.shard(step, mesh, "data"), mesh, "node", every=2)
-        x = torch.ones(4, 32)
-        state = ff.init_state(step, torch.zeros(32, 1), optimizer, x)
-        return copy_of(step(state, x)[0], mesh).params
-
-    one, other = ff.spmd(main, mesh)()
-    assert not torch.equal(one, other)
-
-
 def test_half_parameters_are_averaged_in_float32():
     mesh = nodes(3)
     values = [60000.0, 60000.0, 30000.0]  # whose sum is no float16
@@ -415,66 +377,48 @@ MESH = nodes(2)
 PLAIN = train_step(chain(), ff.sgd(LR))
 
 
-def on_pair(call, mesh=MESH):
-    return lambda: ff.spmd(call, mesh)()
+SGD = ff.sgd(LR)
 
 
 def state_of(params):
-    return ff.TrainState(params, ff.sgd(LR).init(params))
+    return ff.TrainState(params, SGD.init(params))
 
 
-def unlike():
-    step = ff.local_sgd(PLAIN, MESH, "node", every=2)
-    step(state_of(layers(1, seed=MESH.rank)), batch_of(0))
+def run(step, params=lambda: layers(1)):
+    """A first call of ``step()`` on two nodes."""
+    return lambda: ff.spmd(lambda: step()(state_of(params()), batch_of(0)), MESH)()
 
 
-def unlike_rates():
-    rate = ff.linear(1.0, 0.5, 10 + MESH.rank)
-    step = ff.slowmo(PLAIN, MESH, "node", every=2, lr=rate)
-    step(state_of(layers(1)), batch_of(0))
+def local(step=PLAIN):
+    return ff.local_sgd(step, MESH, "node", every=2)
 
 
-def inside():
-    step = ff.shard(ff.local_sgd(PLAIN, MESH, "node", every=2), MESH, "data")
-    step(state_of(layers(1)), batch_of(0))
-
-
-def same_axis():
-    step = ff.local_sgd(ff.shard(PLAIN, MESH, "node"), MESH, "node", every=2)
-    step(state_of(layers(1)), batch_of(0))
+def slow(rate):
+    return ff.slowmo(PLAIN, MESH, "node", every=2, lr=rate)
 
 
 def another_rank_s():
-    step = ff.local_sgd(ff.shard(PLAIN, MESH, "data"), MESH, "node", every=2)
-    states = ff.spmd(
-        lambda: ff.init_state(step, layers(1), ff.sgd(LR), batch_of(0)), MESH
-    )()
+    step = local(ff.shard(PLAIN, MESH, "data"))
+    start = lambda: ff.init_state(step, layers(1), SGD, batch_of(0))  # noqa: E731
+    states = ff.spmd(start, MESH)()
     ff.spmd(lambda: step(states[0], batch_of(0)), MESH)()
 
 
-def derived():
-    step = ff.local_sgd(PLAIN, MESH, "node", every=2)
-    w = torch.eye(WIDTH).requires_grad_() * 2
-    step(state_of([{"w": w}]), batch_of(0))
+def tracked():
+    return [{"w": torch.eye(WIDTH).requires_grad_() * 2}]
 
 
-def spanning():
-    far = lambda p, x: ff.psum(chain()(p, x), "node")  # noqa: E731
-    step = ff.local_sgd(train_step(far, ff.sgd(LR)), MESH, "node", every=2)
-    step(state_of(layers(1)), batch_of(0))
+def spanning(p, x):
+    return ff.psum(chain()(p, x), "node")
 
 
-def rate_of_zero():
-    step = ff.slowmo(PLAIN, MESH, "node", every=1, lr=ff.linear(0.0, 1.0, 4))
-    step(state_of(layers(1)), batch_of(0))
+def unlike_integers():
+    step = local(lambda s, x: (s.replace(params={"n": s.params["n"] + x}), None))
+    ff.consensus(step(ff.TrainState({"n": torch.tensor(1)}), MESH.rank)[0])
 
 
-def plain_consensus():
-    ff.consensus(state_of(layers(1)))  # pyright: ignore[reportArgumentType]
-
-
-def graph(moves, n=2):
-    return lambda: ff.gossip(PLAIN, nodes(n), "node", moves)
+def graph(moves):
+    return lambda: ff.gossip(PLAIN, MESH, "node", moves)
 
 
 REFUSED = {
@@ -482,13 +426,12 @@ REFUSED = {
         lambda: ff.local_sgd(PLAIN, MESH, "node", every=0), ValueError, "at least 1"),
     "an axis that is not there": (
         lambda: ff.local_sgd(PLAIN, MESH, "pod", every=1), ValueError, "unknown axis"),
-    "lr=0": (lambda: ff.slowmo(PLAIN, MESH, "node", lr=0.0), ValueError, "above 0"),
+    "lr=0": (lambda: slow(0.0), ValueError, "above 0"),
     "beta<0": (
         lambda: ff.slowmo(PLAIN, MESH, "node", lr=1.0, beta=-1.0), ValueError, "beta"),
-    "average_every=0": (
-        lambda: ff.slowmo(PLAIN, MESH, "node", lr=1.0, average_every=0), ValueError,
-        "average_every"),
-    "a rate of zero": (on_pair(rate_of_zero), ValueError, "above 0 where"),
+    "a rate of zero": (
+        run(lambda: ff.slowmo(PLAIN, MESH, "node", every=1, lr=ff.linear(0.0, 1.0, 4))),
+        ValueError, "above 0 where"),
     "a rank off the axis": (graph([[[(0, 2)]]]), ValueError, "indices of 0 to 1"),
     "a source twice": (graph([[[(0, 1), (0, 0)]]]), ValueError, "make two moves"),
     "no graph": (graph([]), ValueError, "list over time"),
@@ -496,14 +439,26 @@ REFUSED = {
     "an odd bipartite graph": (
         lambda: ff.graphs.bipartite_linear(5), ValueError, "even"),
     "too many peers": (lambda: ff.graphs.ring(4, 3), ValueError, "peers, from 1 to 2"),
-    "unlike beginnings": (on_pair(unlike), RanksDiffer, "parameters differ"),
-    "unlike rates": (on_pair(unlike_rates), RanksDiffer, "slowmo/lr at count 1"),
-    "inside a shard": (on_pair(inside), ValueError, "goes around"),
-    "over an axis of the shard": (on_pair(same_axis), ValueError, "each axis once"),
+    "unlike beginnings": (
+        run(local, lambda: layers(1, seed=MESH.rank)), RanksDiffer,
+        "parameters differ"),
+    "unlike rates": (
+        run(lambda: slow(ff.linear(1.0, 0.5, 10 + MESH.rank))), RanksDiffer,
+        "slowmo/lr at count 1"),
+    "inside a shard": (
+        run(lambda: ff.shard(local(), MESH, "data")), ValueError, "goes around"),
+    "over an axis of the shard": (
+        run(lambda: local(ff.shard(PLAIN, MESH, "node"))), ValueError,
+        "each axis once"),
     "another rank's state": (another_rank_s, ValueError, "give each rank its own"),
-    "a loss that spans ranks": (on_pair(spanning), ValueError, "outside of it"),
-    "a step that is differentiated": (on_pair(derived), ValueError, "inside the step"),
-    "consensus of a plain state": (plain_consensus, TypeError, "LocalState"),
+    "a loss that spans ranks": (
+        run(lambda: local(train_step(spanning, SGD))), ValueError, "outside of it"),
+    "a step that is differentiated": (
+        run(local, tracked), ValueError, "inside the step"),
+    "consensus of a plain state": (
+        lambda: ff.consensus(state_of(layers(1))), TypeError, "LocalState"),
+    "consensus of unlike integers": (
+        lambda: ff.spmd(unlike_integers, MESH)(), RanksDiffer, "no mean"),
 }  # fmt: skip
 
 
@@ -539,19 +494,6 @@ def test_moments_of_8_bits_have_a_consensus_by_what_they_stand_for():
         return agreed.opt_state.count
 
     assert ff.spmd(main, mesh)() == [3] * 4
-
-
-def test_ranks_whose_integers_differ_have_no_consensus():
-    def main():
-        step = ff.local_sgd(
-            lambda s, x: (s.replace(params={"n": s.params["n"] + x}), None),
-            MESH, "node", every=1,
-        )  # fmt: skip
-        state, _ = step(ff.TrainState({"n": torch.tensor(1)}), MESH.rank)
-        ff.consensus(state)
-
-    with pytest.raises(RanksDiffer, match="no mean"):
-        ff.spmd(main, MESH)()
 
 
 BLOCK = ff.unit(
@@ -609,3 +551,18 @@ def test_ranks_that_train_by_themselves_skip_a_step_together():
     for skipped, found in ff.spmd(main, MESH)():
         assert skipped == 1
         same(found, layers(1))
+
+
+def test_moments_counts_and_masks_of_dropout_are_a_rank_s_own():
+    mesh, optimizer = nodes(2), ff.sgd(LR)
+    noisy = ff.unit(lambda p, x: torch.nn.functional.dropout(x, 0.5) @ p)
+
+    def main():
+        step = train_step(lambda p, x: noisy(p, x).sum(), optimizer)
+        step = ff.local_sgd(ff.shard(step, mesh, "data"), mesh, "node", every=2)
+        x = torch.ones(4, 32)
+        state = ff.init_state(step, torch.zeros(32, 1), optimizer, x)
+        return copy_of(step(state, x)[0], mesh).params
+
+    one, other = ff.spmd(main, mesh)()
+    assert not torch.equal(one, other)

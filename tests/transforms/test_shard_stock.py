@@ -156,31 +156,6 @@ def test_torch_func_on_a_leaf_outside_units_is_refused():
         ff.spmd(lambda: ff.place(step, params, X), MESH)()
 
 
-def test_merged_units_of_which_the_loss_ignores_one():
-    """Neighbours share a buffer, and the first one's backward never comes."""
-
-    def ignoring(params, x):
-        layer(params[0], x)
-        return layer(params[1], x).square().mean()
-
-    def main():
-        mine = ff.local_batch(X, MESH, "data")
-        loss = ff.shard(ignoring, MESH, "data", min_bytes=10**6)
-        params = tracked(ff.place(loss, params_of(2), mine))
-        found = torch.autograd.grad(
-            loss(params, mine), parts(params), allow_unused=True
-        )
-        zeros = [
-            torch.zeros_like(p) if g is None else g
-            for p, g in zip(parts(params), found, strict=True)
-        ]
-        return whole(params, zeros)
-
-    expected = ff.value_and_grad(ignoring)(params_of(2), X)[1]
-    for found in ff.spmd(main, MESH)():
-        close(found, expected, 1e-9)
-
-
 @pytest.mark.parametrize(
     ("zero", "where"), [(3, "forward"), (1, "backward"), (3, "backward"), (0, "after")]
 )
@@ -252,33 +227,6 @@ def test_evaluation_keeps_nothing_and_equals_one_device(zero, mode):
         assert gathers == (3 if zero == 3 else 0)
 
 
-@pytest.mark.parametrize(("zero", "updated"), [(1, False), (2, True)])
-def test_training_goes_on_from_an_evaluation_in_inference_mode(zero, updated):
-    """Which is the first to gather: what a step made, or a user's own update."""
-    sgd = ff.sgd(0.5)
-
-    def train(state, x):
-        value, grads = ff.value_and_grad(loss_fn)(state.params, x)
-        return state.apply_gradients(grads, sgd), value
-
-    def main():
-        mine = ff.local_batch(X, MESH, "data")
-        shard = lambda f: ff.shard(f, MESH, "data", zero=zero)  # noqa: E731
-        step, evaluate = shard(train), shard(loss_fn)
-        state, _ = step(ff.init_state(step, params_of(), sgd, mine), mine)
-        params = tree.map(torch.clone, state.params) if updated else state.params
-        with torch.inference_mode():
-            evaluate(params, mine)
-        return ff.unshard(step(replace(state, params=params), mine)[0].params)
-
-    expected = params_of()
-    for _ in range(2):
-        grads = ff.value_and_grad(loss_fn)(expected, X)[1]
-        expected = tree.map(lambda p, g: p - 0.5 * g, expected, grads)
-    for params in ff.spmd(main, MESH)():
-        close(params, expected, 1e-12)
-
-
 @pytest.mark.parametrize("zero", [0, 3])
 def test_what_escaped_from_a_unit_is_pulled_back_past_its_end(zero):
     """No backward of the unit's outputs has gathered what it needs."""
@@ -312,3 +260,55 @@ def test_what_escaped_from_a_unit_is_pulled_back_past_its_end(zero):
     loss(params, X).backward()
     for found in ff.spmd(main, MESH)():
         close(found, tree.map(lambda x: x.grad, params), 1e-12)
+
+
+def test_merged_units_of_which_the_loss_ignores_one():
+    """Neighbours share a buffer, and the first one's backward never comes."""
+
+    def ignoring(params, x):
+        layer(params[0], x)
+        return layer(params[1], x).square().mean()
+
+    def main():
+        mine = ff.local_batch(X, MESH, "data")
+        loss = ff.shard(ignoring, MESH, "data", min_bytes=10**6)
+        params = tracked(ff.place(loss, params_of(2), mine))
+        found = torch.autograd.grad(
+            loss(params, mine), parts(params), allow_unused=True
+        )
+        zeros = [
+            torch.zeros_like(p) if g is None else g
+            for p, g in zip(parts(params), found, strict=True)
+        ]
+        return whole(params, zeros)
+
+    expected = ff.value_and_grad(ignoring)(params_of(2), X)[1]
+    for found in ff.spmd(main, MESH)():
+        close(found, expected, 1e-9)
+
+
+@pytest.mark.parametrize(("zero", "updated"), [(1, False), (2, True)])
+def test_training_goes_on_from_an_evaluation_in_inference_mode(zero, updated):
+    """Which is the first to gather: what a step made, or a user's own update."""
+    sgd = ff.sgd(0.5)
+
+    def train(state, x):
+        value, grads = ff.value_and_grad(loss_fn)(state.params, x)
+        return state.apply_gradients(grads, sgd), value
+
+    def main():
+        mine = ff.local_batch(X, MESH, "data")
+        shard = lambda f: ff.shard(f, MESH, "data", zero=zero)  # noqa: E731
+        step, evaluate = shard(train), shard(loss_fn)
+        state, _ = step(ff.init_state(step, params_of(), sgd, mine), mine)
+        params = tree.map(torch.clone, state.params) if updated else state.params
+        with torch.inference_mode():
+            evaluate(params, mine)
+        return ff.unshard(step(replace(state, params=params), mine)[0].params)
+
+    expected = params_of()
+    for _ in range(2):
+        grads = ff.value_and_grad(loss_fn)(expected, X)[1]
+        expected = tree.map(lambda p, g: p - 0.5 * g, expected, grads)
+    for params in ff.spmd(main, MESH)():
+        close(params, expected, 1e-12)

@@ -6,7 +6,6 @@ import torch.nn.functional as F
 
 import fsfunc as ff
 from fsfunc import tree
-from fsfunc.sharded.packing import split_buffers
 from tests.checks import close, simulated
 from tests.models import floats
 
@@ -163,25 +162,3 @@ def test_a_leaf_under_two_names_of_one_call(zero, within):
         close(got, expected, 1e-9)
     rows = torch.func.grad(tied_loss, argnums=1)(TIED, ROWS)
     close(torch.cat([each for _, each in found]), rows, 1e-9)
-
-
-@pytest.mark.parametrize("zero", [0, 3])
-def test_a_leaf_under_two_names_has_a_second_derivative(zero):
-    """Of buffers that are differentiated as one tensor each."""
-
-    def second(f, leaves, p, x):
-        grads = torch.autograd.grad(f(p, x), leaves, create_graph=True)
-        return torch.autograd.grad(sum(g.pow(3).sum() for g in grads), leaves)
-
-    def main():
-        f = ff.shard(tied_loss, MESH, "data", zero=zero)
-        mine = ff.local_batch(ROWS, MESH, "data")
-        buffers = split_buffers(ff.place(f, TIED, mine))
-        flats = [t.detach().clone().requires_grad_() for t in buffers.tensors]
-        found = second(f, flats, buffers.rebuild(flats), mine)
-        return ff.unshard(buffers.rebuild(found))
-
-    whole = {k: v.clone().requires_grad_() for k, v in TIED.items()}
-    expected = second(tied_loss, list(whole.values()), whole, ROWS)
-    for found in ranks(main):
-        close(found, dict(zip(whole, expected, strict=True)), 1e-9)
