@@ -56,18 +56,6 @@ def test_how_many_microbatches_are_recomputed(n, mode) -> None:
 
 
 @pytest.mark.parametrize(
-    ("mode", "again"), [("always", 6), ("except_last", 4), ("never", 0)]
-)
-def test_the_innermost_loop_decides(mode, again) -> None:
-    one = Counted()
-    step = ff.accumulate(ff.accumulate(ff.remat(one.grad, mode), 3), 2)
-    assert one.again(step, P, X)[0] == 6 + again
-    step = ff.accumulate(ff.accumulate(ff.remat(one.grad, mode), 2), 3)
-    innermost_of_two = {"always": 6, "except_last": 3, "never": 0}[mode]
-    assert one.again(step, P, X)[0] == 6 + innermost_of_two
-
-
-@pytest.mark.parametrize(
     ("mode", "again"), [("always", 1), ("except_last", 0), ("never", 0)]
 )
 def test_outside_a_loop_there_is_one_microbatch_the_last(mode, again) -> None:

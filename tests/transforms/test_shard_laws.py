@@ -15,7 +15,7 @@ STACKS = draw.meshes(("a", "b")).flatmap(draw.transform_stacks)
 
 
 @given(draw.models(), STACKS, draw.seeds)
-@settings(max_examples=20)
+@settings(max_examples=14)
 def test_a_sharded_gradient_call_has_the_bits_of_one_device(model, stack, seed):
     def gradient(params, batch):
         trained, frozen = params
@@ -35,7 +35,7 @@ PIPED = draw.meshes(("a", "b"), max_axes=2).flatmap(
 
 
 @given(draw.train_steps(frozen=True), PIPED)
-@settings(max_examples=12)
+@settings(max_examples=8)
 def test_a_train_step_under_any_stack_has_the_bits_of_one_device(drawn, stack):
     stages = stack.mesh.axes[stack.pipe] if stack.pipe else 0
     assume(stages <= (1 if drawn.model.whole else 2))
@@ -49,7 +49,7 @@ def test_a_train_step_under_any_stack_has_the_bits_of_one_device(drawn, stack):
     )
 
 
-@settings(max_examples=4)
+@settings(max_examples=3)
 @given(draw.models(), st.integers(0, 3), draw.seeds)
 def test_where_sums_round_it_is_near(model, zero, seed):
     """Steps of Adam, clipped, whose norms and means are no exact numbers."""

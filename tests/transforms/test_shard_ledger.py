@@ -5,7 +5,7 @@ from fractions import Fraction
 
 import pytest
 import torch
-from hypothesis import example, given, settings
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import fsfunc as ff
@@ -205,16 +205,20 @@ def check(loss, params, calls, **scheme):
         assert sums(log, rank, over) == expected
 
 
-@pytest.mark.parametrize("scheme", SCHEMES)
+SOME = {"zero=0", "zero=1", "zero=3", "kept", "shard(remat)", "two axes", "HSDP zero=3",
+        "shard(accumulate) zero=3", "accumulate(shard) zero=1",
+        "accumulate(shard(remat))"}  # fmt: skip
+
+
+@pytest.mark.parametrize("scheme", sorted(SOME))
 def test_a_step_sends_what_the_closed_form_says(scheme):
     loss, params, calls = MODELS["plain"]
     check(loss, params, calls, **SCHEMES[scheme])
 
 
 @pytest.mark.parametrize("model", [m for m in MODELS if m != "plain"])
-@settings(max_examples=3)
-@given(st.sampled_from(list(SCHEMES)))
-@example("zero=3")
+@settings(max_examples=2)
+@given(st.sampled_from(sorted(SCHEMES.keys() - SOME)))
 def test_so_does_any_model(model, scheme):
     loss, params, calls = MODELS[model]
     if model == "an ignored unit":
@@ -286,6 +290,20 @@ def test_nested_units_send_what_flat_ones_would(scheme):
     check(loss, params, NESTED, **SCHEMES[scheme])
 
 
+def test_an_axis_of_one_rank_sends_nothing():
+    mesh = ff.make_mesh({"data": 1, "node": 1}, "simulated")
+
+    def main():
+        step = ff.shard(ff.value_and_grad(plain), mesh, "data", replicate="node")
+        tokens = torch.zeros(2, dtype=torch.int64)
+        placed = ff.place(step, params_of(), {}, tokens)
+        with ff.ledger() as log:
+            step(placed, {}, tokens)
+        return log.records
+
+    assert ff.spmd(main, mesh)() == [[]]
+
+
 @pytest.mark.parametrize("which", ["model", "average"])
 def test_evaluating_one_of_several_trees_gathers_it_alone(which):
     """Their buffers bear one name: what is sent for ahead is the tree in use."""
@@ -304,17 +322,3 @@ def test_evaluating_one_of_several_trees_gathers_it_alone(which):
         return log.count("all_gather", rank=MESH.rank)
 
     assert ff.spmd(main, MESH)() == [len(PLAIN)] * 3
-
-
-def test_an_axis_of_one_rank_sends_nothing():
-    mesh = ff.make_mesh({"data": 1, "node": 1}, "simulated")
-
-    def main():
-        step = ff.shard(ff.value_and_grad(plain), mesh, "data", replicate="node")
-        tokens = torch.zeros(2, dtype=torch.int64)
-        placed = ff.place(step, params_of(), {}, tokens)
-        with ff.ledger() as log:
-            step(placed, {}, tokens)
-        return log.records
-
-    assert ff.spmd(main, mesh)() == [[]]
