@@ -107,7 +107,7 @@ ROUGH = ("pmean", ("times", ("rough sum", ("w",)), ("msq", ("x",))))
 IN_UNITS = ("msq", ("unit", ("w",), "b", ("unit", ("w",), "a", ("x",))))
 
 
-@many(60)
+@many(40)
 @given(
     losses(), st.sampled_from(TAKES), RANKS, st.sampled_from(WAYS),
     st.sampled_from(["fake", *ROUTES]), STACK,
@@ -133,7 +133,7 @@ def together(rows, n, data):
     return [torch.cat(blocks) for blocks in zip(*each, strict=True)]
 
 
-@many(25)
+@many(15)
 @given(loops(), RANKS, st.sampled_from(WAYS), st.sampled_from(ROUTES), STACK)
 def test_loops_are_right_or_refused_where_they_are_not(drawn, n, way, route, stack):
     """And refused only there."""
@@ -209,7 +209,7 @@ def in_two_runs(step, n, zero, save):
         return ff.spmd(main, mesh)(Path(folder) / "saved")
 
 
-@many(8)
+@many(6)
 @given(
     losses(), matrices(2, odd=True), RANKS, st.integers(0, 3),
     st.sampled_from(sorted(SAVES)),
