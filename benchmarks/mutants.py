@@ -55,7 +55,7 @@ IDEAS = {
         "tests/transforms/test_shard_laws.py tests/transforms/test_hierarchy.py "
         "tests/transforms/test_shard_ledger.py tests/transforms/test_shard_units.py "
         "tests/transforms/test_shard_memory.py tests/transforms/test_accumulate.py "
-        "tests/transforms/test_shard_orders.py tests/transforms/test_shard_stock.py "
+        "tests/transforms/test_shard_stock.py "
         "tests/derivatives tests/transforms/test_hybrid_reductions.py "
         "tests/transforms/test_precision.py tests/transforms/test_offload.py "
         "tests/transforms/test_shard_higher_order.py tests/optim/test_adascale.py "

@@ -6,12 +6,12 @@ nn/data_parallel/test_fsdp.py
   has     | parameters on the host | fairscale/test_fairscale.py::test_a_sharded_step_is_fairscales
   has     | computing in float16, reduced in float32 | fairscale/test_fairscale.py::test_a_sharded_step_is_fairscales
   differs | move_grads_to_cpu=False with parameters there must raise | gradients follow their parameters; the trainer's knob works | examples/test_trainer.py::test_a_knob_gives_the_losses_of_one_device
-  has     | experts that are not sharded over the data | transforms/test_split_leaves.py::test_experts_train_as_on_one_device
+  has     | experts that are not sharded over the data | transforms/test_split_leaves.py::test_training_is_that_of_one_device_as_planned
   not     | reset_parameters, deepcopy, pickles of a wrapper | no wrapper: parameters are trees, made by an init function
 nn/data_parallel/test_fsdp_uneven.py
   has     | nine elements over two to eight ranks | sharded/test_layout.py::test_nine_elements_over_eight_ranks
 nn/data_parallel/test_fsdp_grad_acc.py
-  has     | accumulated gradients are those of the whole batch | transforms/test_accumulate.py::test_a_mean_and_a_weighted_loss_equal_those_of_the_whole_batch
+  has     | accumulated gradients are those of the whole batch | transforms/test_accumulate.py::test_it_equals_the_plain_loop_or_the_whole_batch_bit_by_bit
   has     | how often no_sync gathers and reduces | transforms/test_hybrid_reductions.py::test_bytes_over_data_are_of_each_and_over_replicas_of_one
 nn/data_parallel/test_fsdp_state_dict.py
   has     | a full state dict, in float32 | fairscale/test_fairscale.py::test_a_sharded_step_is_fairscales

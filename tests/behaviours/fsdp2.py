@@ -16,7 +16,7 @@ test_fully_shard_init.py
   not     | the class of a module is swapped, and named so | modules are copied into functions, and left as they are
   not     | fully_shard twice on one module raises | units are functions; one in another takes its own leaves
 test_fully_shard_training.py
-  has     | parity with one device: one wrapper, several | transforms/test_shard_orders.py::test_steps_equal_those_of_one_device
+  has     | parity with one device: one wrapper, several | transforms/test_shard_laws.py::test_a_train_step_under_any_stack_has_the_bits_of_one_device
   has     | the same with the parameters on the host | transforms/test_offload.py::test_any_step_is_the_one_that_offloads_nothing
   not     | inputs are moved to the device by the root | a batch is where its loader put it
   not     | parameters are swapped in and out of the module, before and after forward | a unit is called with its whole parameters; no module holds them
@@ -38,7 +38,7 @@ test_fully_shard_comm.py
   has     | prefetches fly beneath the backward, and in its order | comm/test_splitting.py::test_backward_is_the_forward_order_turned_round
   has     | a divide factor that does not overflow half precision | optim/test_loss_scaling.py::test_a_sum_in_float16_does_not_overflow_and_the_way_there_loses_little
   has     | a module whose output nobody reads | transforms/test_shard_stock.py::test_merged_units_of_which_the_loss_ignores_one
-  differs | a gather of one's own, a reduction of one's own | classes of ten lines, by value | transforms/test_wire.py::test_a_gather_in_bfloat16_is_a_cast_before_it_at_half_the_bytes
+  differs | a gather of one's own, a reduction of one's own | classes of ten lines, by value | transforms/test_wire.py::test_what_travels_is_a_cast_before_or_after_it_of_fewer_bytes
   not     | memory from the group's own allocator | nothing in fsfunc depends on NCCL's allocator
   not     | the order of streams, and which of them waits | eager torch.distributed orders it; our events are in plans
 test_fully_shard_frozen.py

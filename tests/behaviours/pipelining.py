@@ -58,7 +58,7 @@ test_composability.py
   has     | with FSDP inside | pipelining/test_pipeline_composition.py::test_either_order_trains_as_one_device
   has     | with replicas and tensor parallelism | pipelining/test_pipeline_composition.py::test_over_three_axes_with_replicas
 test_dtensor_pp.py
-  has     | layers that are split, in stages | transforms/test_split_leaves.py::test_a_pipeline_trains_split_layers_as_one_device_does
+  has     | layers that are split, in stages | transforms/test_split_leaves.py::test_training_is_that_of_one_device_as_planned
 test_hf_transformers.py
   has     | a Hugging Face model in stages | interop/test_huggingface.py::test_a_model_trains_as_by_itself
 """  # noqa: E501

@@ -17,7 +17,7 @@ collectives
 types
   has     | what differs by rank may not come out as one value | derivatives/test_refusals.py::test_what_differs_from_rank_to_rank_is_refused
   differs | an argument that varies is cast by pvary | types are found by running the step, never written | derivatives/test_law.py::test_a_loss_has_the_gradient_of_the_mean
-  differs | check_vma=False | no switch: right, or refused with the line | derivatives/test_judge.py::test_right_or_refused
+  differs | check_vma=False | no switch: right, or refused with the line | derivatives/test_judge.py::test_programs_are_right_or_refused
   differs | control flow (scan, while, cond) has rules of types | Python runs it: each branch is seen as it is taken | planning/test_plan_units.py::test_branches_on_python_values_are_seen
   not     | unreduced values as arguments and results | a sum that is still to come lives within a step
 in and out
@@ -34,7 +34,7 @@ in and out
 derivatives
   has     | jvp | comm/test_collectives.py::test_jvp
   has     | jvp through a sharded step | transforms/test_shard_higher_order.py::test_a_jvp_is_that_of_one_device
-  has     | reverse mode, to the second order | transforms/test_shard_higher_order.py::test_a_hessian_product_is_that_of_one_device
+  has     | reverse mode, to the second order | transforms/test_shard_higher_order.py::test_a_hessian_product_over_replicas_is_that_of_one_device
   has     | jacobians by row and by column | comm/test_collectives.py::test_jacfwd
   has     | vjp pulled back again | comm/test_collectives.py::test_vjp_pulled_back_twice
   differs | gradients by what is closed over, not by arguments | what a unit captures and differentiates is refused, with the way out | core/test_purity.py::test_a_captured_differentiated_tensor_is_refused
@@ -59,7 +59,7 @@ random numbers
   has     | keys split over ranks draw apart | core/test_dropout.py::test_ranks_draw_for_their_data_and_agree_where_data_do_not_vary
   has     | one key on all ranks draws alike | nn/test_draws.py::test_split_masks_are_independent_and_whole_ones_equal
 drawn programs
-  has     | functions, meshes and specs drawn, against a loop over ranks | derivatives/test_judge.py::test_right_or_refused
+  has     | functions, meshes and specs drawn, against a loop over ranks | derivatives/test_judge.py::test_programs_are_right_or_refused
   has     | their gradients | transforms/test_shard_programs.py::test_a_gradient_call_is_that_of_one_device
   has     | FSDP by hand: a gather, and its transpose | comm/test_transposes.py::test_a_move_and_its_transpose_pair_alike
   has     | ring attention's gradient | nn/test_context_parallel.py::test_a_ring_is_torchs_attention

@@ -5,7 +5,6 @@ import torch
 import torch.nn.functional as F
 
 import fsfunc as ff
-from fsfunc.runtime.generators import mix
 from tests.checks import on_ranks, same, simulated
 
 D, B = 16, 8
@@ -57,14 +56,10 @@ def test_remat_draws_the_same_masks() -> None:
     "ranks, make",
     [
         (4, lambda g, s: s(g)),
-        (2, lambda g, s: s(A(g, 2))),
         (2, lambda g, s: A(s(g), 2)),
-        (1, lambda g, s: A(s(g), 4)),
         (1, lambda g, s: A(s(A(g, 2)), 2)),
         (4, lambda g, s: R(s(g))),
-        (4, lambda g, s: s(R(g))),
         (2, lambda g, s: s(A(R(g), 2))),
-        (2, lambda g, s: R(A(s(g), 2))),
         (2, lambda g, s: A(R(s(g)), 2)),
     ],
 )
@@ -131,19 +126,6 @@ def test_a_step_repeats_from_the_default_generator_and_draws_one_number() -> Non
     assert torch.equal(torch.get_rng_state(), after)
 
 
-def test_glue_draws_as_if_there_were_no_units() -> None:
-    def f(ps, x):
-        before = torch.rand(3)
-        h = block(ps[0], x)
-        return h.sum() * 0 + ps[0].sum(), (before, torch.rand(3))
-
-    torch.manual_seed(1)
-    (_, drawn), _ = ff.value_and_grad(f, has_aux=True)(P, X)
-    torch.manual_seed(1)
-    torch.randint(1 << 62, ())
-    same(drawn, (torch.rand(3), torch.rand(3)))
-
-
 def test_ranks_draw_for_their_data_and_agree_where_data_do_not_vary() -> None:
     mesh = ff.make_mesh({"data": 2, "model": 2}, "simulated")
 
@@ -171,11 +153,14 @@ def test_ranks_draw_for_their_data_and_agree_where_data_do_not_vary() -> None:
     assert not torch.equal(by_place[0, 0], by_place[1, 0])
 
 
-def test_numbers_mix_well() -> None:
-    """No two short tuples of small numbers collide, and every bit is used."""
-    tuples = [(a, b, c) for a in range(16) for b in range(16) for c in range(16)]
-    mixed = {mix(*t) for t in [*tuples, *[t[:2] for t in tuples]]}
-    assert len(mixed) == 16**3 + 16**2
-    both = [m & 1 for m in mixed], [m >> 62 & 1 for m in mixed]
-    assert all(0.45 < sum(bits) / len(bits) < 0.55 for bits in both)
-    assert all(0 <= m < 1 << 63 for m in mixed)
+def test_glue_draws_as_if_there_were_no_units() -> None:
+    def f(ps, x):
+        before = torch.rand(3)
+        h = block(ps[0], x)
+        return h.sum() * 0 + ps[0].sum(), (before, torch.rand(3))
+
+    torch.manual_seed(1)
+    (_, drawn), _ = ff.value_and_grad(f, has_aux=True)(P, X)
+    torch.manual_seed(1)
+    torch.randint(1 << 62, ())
+    same(drawn, (torch.rand(3), torch.rand(3)))

@@ -5,12 +5,11 @@ from collections import namedtuple
 import pytest
 import torch
 import torch.nn.functional as F
-from torch import nn
 
 import fsfunc as ff
 from fsfunc import tree
 from fsfunc._torch import FakeTensor
-from tests.checks import close, same
+from tests.checks import close
 
 Point = namedtuple("Point", "a b")
 MESH = ff.make_mesh({"data": 2}, "simulated")
@@ -18,11 +17,11 @@ X = torch.arange(6.0).view(2, 3)
 W = torch.linspace(-1, 1, 9).view(3, 3)
 
 
-def sharded(f, params, *rest, zero=3):
+def sharded(f, params, *rest, zero=3, around=lambda f: f):
     """What rank 0 gets of f(params, *rest) under shard over two ranks, called twice."""
 
     def main():
-        g = ff.shard(f, MESH, "data", zero=zero)
+        g = around(ff.shard(f, MESH, "data", zero=zero))
         placed = ff.place(g, params, *rest)
         g(placed, *rest)  # the next one sends for what this one learnt
         value, grads = g(placed, *rest)
@@ -36,16 +35,9 @@ def interpreted(f, params, *rest):
     g = ff.value_and_grad(f)
     yield "plain", g(params, *rest)
     yield "remat", ff.remat(g)(params, *rest)
-    for zero in (1, 3):
-        yield f"shard, {zero=}", sharded(g, params, *rest, zero=zero)
-        yield f"shard(remat), {zero=}", sharded(ff.remat(g), params, *rest, zero=zero)
-
-        def main(zero=zero):
-            shard = ff.remat(ff.shard(g, MESH, "data", zero=zero))
-            value, grads = shard(ff.place(shard, params, *rest), *rest)
-            return value, ff.unshard(grads)
-
-        yield f"remat(shard), {zero=}", ff.spmd(main, MESH)()[0]
+    yield "shard", sharded(g, params, *rest)
+    yield "shard(remat), zero=1", sharded(ff.remat(g), params, *rest, zero=1)
+    yield "remat(shard)", sharded(g, params, *rest, around=ff.remat)
 
 
 def many_outputs(w, x, none, n, pair, *, scale):
@@ -95,12 +87,6 @@ def autocast_inside(w, x):
     return h.float() @ w
 
 
-def attention(w, x):
-    q, k, v = (x @ w).expand(3, 1, 1, *x.shape).unbind(0)
-    mask = torch.zeros(x.shape[0], x.shape[0])
-    return F.scaled_dot_product_attention(q, k, v, attn_mask=mask)[0, 0]
-
-
 def causal(w, x):
     q = (x @ w).view(1, 1, *x.shape)
     return F.scaled_dot_product_attention(q, q, q, is_causal=True)[0, 0]
@@ -132,18 +118,14 @@ def views(w, x):
 inner = ff.unit(lambda w, x: torch.sin(x @ w))
 BODIES = {
     "linear": lambda w, x: x @ w,
-    "transposed": lambda w, x: torch.tanh(F.linear(x, w)),
     "view of the parameter": lambda w, x: w[:2].sum(0) * x,
-    "the parameter": lambda w, x: w,
     "views as outputs": views,
     "detached": lambda w, x: x @ w.detach() * w.sum(),
-    "cast": lambda w, x: (x.bfloat16() @ w.bfloat16()).float(),
     "torch.func inside": func_inside,
     "checkpoint inside": checkpoint_inside,
     "old-style Function": lambda w, x: torch.tanh(Old.apply(x, w)),
     "embedding": lambda w, x: F.embedding(torch.arange(3), w) * x.sum(),
     "normalised weight": lambda w, x: torch.tanh(x @ F.normalize(w)),
-    "attention": attention,
     "causal attention": causal,
     "dropout": lambda w, x: F.dropout(x @ w, 0.5) @ w,
     "autocast": autocast_inside,
@@ -189,16 +171,6 @@ def test_any_pytree_in_and_out() -> None:
         torch.testing.assert_close(found, expected)
 
 
-def test_outputs_have_the_same_requires_grad_under_remat() -> None:
-    unit = ff.unit(many_outputs)
-    w = W.clone().requires_grad_()
-    plain = unit(w, X, None, 2, X, scale=1)
-    again = ff.remat(unit)(w, X, None, 2, X, scale=1)
-    for key in ("h", "again", "w", "x", "ones", "ints"):
-        assert plain[key].requires_grad == again[key].requires_grad, key
-    assert again["h"] is again["again"]
-
-
 def test_in_place_on_an_output_in_glue() -> None:
     unit = ff.unit(lambda w, x: (x @ w, x @ w))
 
@@ -210,32 +182,3 @@ def test_in_place_on_an_output_in_glue() -> None:
     expected = 2 * ((X @ W) ** 2).sum()
     for _, (value, _) in interpreted(f, W, X):
         torch.testing.assert_close(value, expected)
-
-
-def test_nested_units_take_their_own_leaves() -> None:
-    inner = ff.unit(lambda p, x: torch.tanh(x @ p))
-
-    @ff.unit
-    def outer(p, x):
-        for w in p["inner"]:
-            x = inner(w, x)
-        return x @ p["own"]
-
-    @ff.unit
-    def whole(p, x):
-        return outer(p, outer(p, x)).sum()
-
-    p = {"inner": [W, W * 2], "own": W + 1}
-    found = dict(interpreted(whole, p, X))
-    for how, out in found.items():
-        torch.testing.assert_close(out, found["plain"], msg=lambda m, h=how: h + m)
-
-
-def test_inference_mode_and_tensors_made_in_it() -> None:
-    unit = ff.unit(lambda w, x: x @ w)
-    w = nn.Parameter(W)
-    with torch.inference_mode():
-        made = X + 0
-        same(unit(w, made), X @ W)
-    with torch.no_grad():
-        same(ff.unit(lambda w, x: x @ w)(w, made), X @ W)

@@ -31,10 +31,6 @@ def norm_penalty(o, w, x):
     return plus(o, loss(o, w, x), o.own(lambda n: n**2, o.norm(w)))
 
 
-def l2_penalty(o, w, x):
-    return plus(o, loss(o, w, x), squares(o, w))
-
-
 def times_squares(o, w, x):
     return times(o, loss(o, w, x), squares(o, w))
 
@@ -44,14 +40,10 @@ def gradient_norm_penalty(o, w, x):
     return plus(o, loss(o, w, x), o.own(lambda n: n**2, o.norm(g)))
 
 
-def maml(o, w, x, take="grad_w"):
+def maml(o, w, x):
     """One inner step on the whole batch, which all ranks take alike."""
-    g = getattr(o, take)(lambda w: loss(o, w, x), w)
+    g = o.grad_w(lambda w: loss(o, w, x), w)
     return loss(o, o.map(lambda a, g: a - 0.5 * g, w, g), flipped(o, x))
-
-
-def maml_by_value_and_grad(o, w, x):
-    return maml(o, w, x, "vag_w")
 
 
 def maml_one_task_a_rank(o, w, x):
@@ -73,23 +65,9 @@ def loss_scaled_step(o, w, x):
     return loss(o, o.map(torch.sub, w, step), flipped(o, x))
 
 
-def weight_noise(o, w, x):
-    noise = o.noise(w, 3)
-    return loss(o, o.map(lambda a, e: a + 0.1 * e, w, noise), x)
-
-
 def hessian_vector_product(o, w, x):
     direction = o.noise(w, 5)
     return o.hvp(lambda w: loss(o, w, x), w, direction)
-
-
-def orthogonal(o, w, x):
-    """Whole matrices inside a gradient call: what Muon and Shampoo are made of."""
-    full = o.unshard(w)
-    return o.own(
-        lambda a, b, x: (x @ torch.linalg.inv(a @ a.T + torch.eye(len(a))) @ b).mean(),
-        full["a"], full["b"], x,
-    )  # fmt: skip
 
 
 def laid(o, w, x):
@@ -121,11 +99,6 @@ def neighbours(o, w, x):
     return plus(o, one, o.psum(one))
 
 
-def fgsm(o, w, x):
-    g = o.grad_x(lambda x: loss(o, w, x), x)
-    return loss(o, w, o.own(lambda x, g: x + 0.1 * g.sign(), x, g))
-
-
 def wgan_gp(o, w, x):
     """A critic, and how steep it is at the data."""
 
@@ -151,13 +124,13 @@ def steep_energy(o, w, x):
     return loss(o, w, o.vag_x(lambda x: energy(o, w, x), x))
 
 
+# More of them, in words of users: `tests/examples/test_derivatives.py`.
 LOSSES = {
     f.__name__: f
     for f in (
-        loss, norm_penalty, l2_penalty, times_squares, gradient_norm_penalty, maml,
-        maml_by_value_and_grad, maml_one_task_a_rank, normed_step, loss_scaled_step,
-        weight_noise, orthogonal, laid, contrastive, centred, neighbours, fgsm, wgan_gp,
-        energy, steep_energy,
+        loss, norm_penalty, times_squares, gradient_norm_penalty, maml,
+        maml_one_task_a_rank, normed_step, loss_scaled_step, laid, contrastive, centred,
+        neighbours, wgan_gp, energy, steep_energy,
     )
 }  # fmt: skip
 
@@ -181,34 +154,6 @@ def dp_sgd(o, w, x):
     return o.map(lambda g, e: g + 0.01 * e, mean, o.noise(w, 9))
 
 
-def sgld(o, w, x):
-    g = o.vag_w(lambda w: loss(o, w, x), w)
-    return o.map(lambda a, g, e: a - 0.1 * g + 0.01 * e, w, g, o.noise(w, 11))
-
-
-def muon(o, w, x):
-    """The gradient's matrices, made orthogonal: alike on every rank."""
-    full = o.unshard(o.vag_w(lambda w: loss(o, w, x), w))
-    made = {k: o.own(_orthogonalised, v) for k, v in full.items()}
-    return o.map(lambda a, u: a - 0.1 * u, w, o.lay(made, w))
-
-
-def _orthogonalised(g):
-    u, _, v = torch.linalg.svd(g + 0.1 * torch.eye(len(g), dtype=g.dtype))
-    return u @ v
-
-
-def shampoo(o, w, x):
-    full = o.unshard(o.vag_w(lambda w: loss(o, w, x), w))
-
-    def conditioned(g):
-        left = g @ g.T + torch.eye(len(g), dtype=g.dtype)
-        return torch.linalg.solve(left, g)
-
-    made = {k: o.own(conditioned, v) for k, v in full.items()}
-    return o.map(lambda a, u: a - 0.1 * u, w, o.lay(made, w))
-
-
 def adversarial_rows(o, w, x):
     """Own values' derivatives as results: nobody divides them by n."""
     return o.vag_x(lambda x: loss(o, w, x), x), o.grad_x(lambda x: loss(o, w, x), x)
@@ -223,8 +168,5 @@ def gradients_of_neighbours(o, w, x):
 
 STEPS = {
     f.__name__: f
-    for f in (
-        dp_sgd, sgld, muon, shampoo, hessian_vector_product, adversarial_rows,
-        gradients_of_neighbours,
-    )
+    for f in (dp_sgd, hessian_vector_product, adversarial_rows, gradients_of_neighbours)
 }  # fmt: skip

@@ -31,7 +31,6 @@ def matrices(depth, odd):
         nodes("centre", h),
         nodes("attend", h),
         nodes("shift", h),
-        nodes("product", p, LEAVES, h),
         nodes("slope", s, h, st.sampled_from(["grad_x", "vag_x"])),
     ]
     if odd:
@@ -146,11 +145,6 @@ def _centre(o, go, w, x, h):
     return o.own(torch.sub, h, o.pmean(o.own(lambda h: h.mean(0), h)))
 
 
-def _product(o, go, w, x, p, k, h):
-    full = o.unshard(go(p))
-    return o.own(lambda a, h: (h @ a).sin(), full[k], go(h))
-
-
 _RUN = {
     "x": lambda o, go, w, x: x,
     "w": lambda o, go, w, x: w,
@@ -160,7 +154,6 @@ _RUN = {
     "centre": _centre,
     "attend": _attend,
     "shift": lambda o, go, w, x, h: o.shift(go(h)),
-    "product": _product,
     "slope": _slope,
     "own matrix": _own_matrix,
     "by hand": lambda o, go, w, x, p, k, h: o.by_hand(o.leaf(go(p), k), go(h)),

@@ -169,7 +169,7 @@ ELEMENTS = {
 }
 
 
-@pytest.mark.parametrize("zero", [0, 1, 3])
+@pytest.mark.parametrize("zero", [0, 3])
 @pytest.mark.parametrize("what", ELEMENTS)
 def test_rows_and_shapes_are_not_those_of_elements(what, zero):
     with pytest.raises(LawError):

@@ -1,10 +1,12 @@
 """Drawn programs, on drawn meshes and stacks: right by the law, or refused. Never else.
 
-`JUDGED=2000 pytest tests/derivatives/test_judge.py` judges as many programs.
+`JUDGED=2000 pytest tests/derivatives/test_judge.py` judges as many programs of each.
 """
 
 import os
 import re
+import tempfile
+from pathlib import Path
 
 import pytest
 import torch
@@ -14,15 +16,77 @@ from hypothesis import strategies as st
 import fsfunc as ff
 from fsfunc import tree
 from fsfunc.sharded.leaf import NotATensor
-from fsfunc.tracing.refusals import LawError
-from tests.derivatives.drawn import losses, run
-from tests.derivatives.judging import MESHES, WAYS, by_law, on_ranks
-from tests.derivatives.worlds import NoMeaning
+from fsfunc.tracing.refusals import LawError, RowsApart
+from tests.derivatives import drawn_loops
+from tests.derivatives.drawn import losses, matrices, run
+from tests.derivatives.drawn_loops import ROWS, is_of_a_batch, loops
+from tests.derivatives.judging import MESHES, WAYS, W, X, by_law
+from tests.derivatives.worlds import NoMeaning, Ranks, by_units
 
 pytestmark = pytest.mark.filterwarnings("ignore:.torch.jit.script. is deprecated")
-EXAMPLES = int(os.environ.get("JUDGED", "250"))
 STACKS = {"": lambda f: f, "remat": ff.remat}
 TAKES = ["vag_w", "grad_w", "vag_x", "grad_x", "value"]
+# Recorded on tensors without data, as it really runs, or where neither can go.
+ROUTES = ["fake", "real", "odd"]
+RANKS = st.sampled_from([n for n in MESHES if n > 1])
+STACK = st.sampled_from(sorted(STACKS))
+COMMON = {"suppress_health_check": list(HealthCheck)}
+
+
+def many(examples):
+    return settings(max_examples=int(os.environ.get("JUDGED", examples)), **COMMON)
+
+
+def close(found, expected):
+    """Whether all ranks have what the law says, to rounding."""
+    pairs = zip(tree.leaves(list(found)), tree.leaves(list(expected)), strict=True)
+    same = {"rtol": 1e-7, "atol": 1e-8, "equal_nan": True}
+    return all(torch.allclose(a, b, **same) for a, b in pairs)
+
+
+def judge(expect, find, alone):
+    """What is found is what is expected, or refused; errors of torch come alone too."""
+    try:
+        expected = expect()
+    except NoMeaning:
+        expected = None
+    except NotImplementedError:
+        return
+    try:
+        found = find()
+    except (LawError, NotATensor):
+        return
+    except ValueError as error:  # of the rules that hold as a step runs
+        assert "derivative" in str(error), error
+        return
+    except RuntimeError as error:
+        with pytest.raises(RuntimeError, match=re.escape(str(error)[:40])):
+            alone()
+        return
+    assert expected is not None, "accepted, though it has no meaning"
+    assert close(found, expected), (found[0], expected[0])
+
+
+def on_ranks(step, n, way, route, stack, data=X):
+    """What ``step(w, x)`` gives each rank; ``odd``: tensors without data cannot go."""
+    mesh = MESHES[n]
+    shard = lambda f: ff.shard(stack(f), mesh, "data", zero=3 if way is None else way)  # noqa: E731
+
+    def odd(w, x):
+        return step(w, x + 0 * torch.unique(x.detach()).sum())
+
+    def main():
+        mine, f = ff.local_batch(data, mesh, "data"), shard(step)
+        if way is None or route == "odd":
+            f = shard(odd) if route == "odd" else f
+            w = W if way is None else ff.place(shard(by_units), W, mine)
+        elif route == "real":
+            w = ff.place(f, W, mine, record="real")
+        else:
+            w = ff.place(shard(by_units), W, mine)
+        return ff.unshard(f(w, mine))
+
+    return ff.spmd(main, mesh)()
 
 
 def step_of(node, take):
@@ -38,48 +102,122 @@ def step_of(node, take):
     return step
 
 
-def close(found, expected):
-    """Whether all ranks have what the law says, to rounding."""
-    for one, right in zip(found, expected, strict=True):
-        for a, b in zip(tree.leaves(one), tree.leaves(right), strict=True):
-            if not torch.allclose(a, b, rtol=1e-7, atol=1e-8, equal_nan=True):
-                return False
-    return True
-
-
 # A leaf read beside units and in them: its gradient is told with both.
 ROUGH = ("pmean", ("times", ("rough sum", ("w",)), ("msq", ("x",))))
 IN_UNITS = ("msq", ("unit", ("w",), "b", ("unit", ("w",), "a", ("x",))))
 
 
-@settings(max_examples=EXAMPLES, suppress_health_check=list(HealthCheck))
+@many(40)
 @given(
-    losses(),
-    st.sampled_from(TAKES),
-    st.sampled_from([n for n in MESHES if n > 1]),
-    st.sampled_from(WAYS),
-    st.sampled_from(sorted(STACKS)),
-)
-@example(("plus", ROUGH, IN_UNITS), "vag_w", 2, 0, "")
-@example(("plus", ROUGH, IN_UNITS), "vag_w", 3, 0, "remat")
-def test_right_or_refused(node, take, n, way, stack):
-    step = step_of(node, take)
+    losses(), st.sampled_from(TAKES), RANKS, st.sampled_from(WAYS),
+    st.sampled_from(["fake", *ROUTES]), STACK,
+)  # fmt: skip
+@example(("plus", ROUGH, IN_UNITS), "vag_w", 2, 0, "fake", "")
+@example(("plus", ROUGH, IN_UNITS), "vag_w", 3, 0, "fake", "remat")
+def test_programs_are_right_or_refused(node, take, n, way, route, stack):
+    program = step_of(node, take)
+    step = lambda w, x: program(Ranks(), w, x)  # noqa: E731
+    judge(
+        lambda: by_law(program, n, parts=bool(way), placed=way is not None),
+        lambda: on_ranks(step, n, way, route, STACKS[stack]),
+        lambda: on_ranks(step, 1, way, route, STACKS[stack]),
+    )
+
+
+ROWS_A_RANK = {2: 4, 3: 4, 4: 2}  # even, so that blocks weigh alike
+
+
+def together(rows, n, data):
+    """The rows that meet in one mean: the same block of every rank."""
+    each = [rows(part) for part in data.chunk(n)]
+    return [torch.cat(blocks) for blocks in zip(*each, strict=True)]
+
+
+@many(15)
+@given(loops(), RANKS, st.sampled_from(WAYS), st.sampled_from(ROUTES), STACK)
+def test_loops_are_right_or_refused_where_they_are_not(drawn, n, way, route, stack):
+    """And refused only there."""
+    rows, data = ROWS[drawn.rows], X[: n * ROWS_A_RANK[n]]
+    by_law = drawn_loops.run(drawn, W, together(rows, n, data))
+    alone = drawn_loops.run(drawn, W, rows(data))
+    right = not is_of_a_batch(drawn) or close([by_law], [alone])
+    step = lambda w, x: drawn_loops.run(drawn, w, rows(x))  # noqa: E731
     try:
-        expected = by_law(step, n, parts=bool(way), placed=way is not None)
-    except NoMeaning:
-        expected = None
-    except NotImplementedError:
+        found = on_ranks(step, n, way, route, STACKS[stack], data)
+    except RowsApart:
+        assert not right, "refused, though it is right"
         return
-    try:
-        found = on_ranks(step, n, way, wrap=STACKS[stack])
-    except (LawError, NotATensor):
+    except LawError:  # of other laws, that the other judge knows
+        assert way is None
         return
-    except ValueError as error:  # of the rules that hold as a step runs
-        assert "derivative" in str(error), error
-        return
-    except RuntimeError as error:  # torch's own, on one device too
-        with pytest.raises(RuntimeError, match=re.escape(str(error)[:40])):
-            on_ranks(step, 1, way, wrap=STACKS[stack])
-        return
-    assert expected is not None, "accepted, though it has no meaning"
-    assert close(found, expected), (found[0], expected[0])
+    assert right, "accepted, though one device gives something else"
+    assert close(found, [by_law] * n), (found, by_law)
+
+
+SAVES = {
+    "save": ff.save,
+    "save_async": lambda path, state: ff.save_async(path, state).wait(),
+}
+
+
+def carrying(loss, hidden):
+    """A step of parameters, and of numbers that each rank adds to its rows."""
+
+    def step(o, w, h, x):
+        x = o.own(torch.add, x, h)
+        g = o.vag_w(lambda w: run(o, loss, w, x), w)
+        moved = o.map(lambda a, g: a - 0.1 * g, w, g)
+        return moved, o.own(torch.tanh, run(o, hidden, w, x))
+
+    return step
+
+
+def twice(step):
+    """Two steps, one after the other."""
+
+    def program(o, w, x):
+        h = o.own(torch.zeros_like, x)
+        for _ in range(2):
+            w, h = step(o, w, h, x)
+        return {"w": w, "h": h}
+
+    return program
+
+
+def in_two_runs(step, n, zero, save):
+    """The same: the second goes on with what the first has saved, bit by bit."""
+    mesh = MESHES[n]
+
+    def main(path):
+        mine = ff.local_batch(X, mesh, "data")
+
+        @lambda f: ff.shard(f, mesh, "data", zero=zero)
+        def sharded(state, x):
+            w, h = step(Ranks(), state["w"], state["h"], x)
+            return {"w": w, "h": h}
+
+        w = ff.place(ff.shard(by_units, mesh, "data", zero=zero), W, mine)
+        first = {"w": w, "h": torch.zeros_like(mine)}
+        state = sharded(first, mine)
+        save(path, state)
+        found = ff.load(path, first)
+        same = tree.map(torch.equal, *map(ff.unshard, (state, found)))
+        assert all(tree.leaves(same)), "it came back otherwise"
+        return ff.unshard(sharded(found, mine))
+
+    with tempfile.TemporaryDirectory() as folder:
+        return ff.spmd(main, mesh)(Path(folder) / "saved")
+
+
+@many(6)
+@given(
+    losses(), matrices(2, odd=True), RANKS, st.integers(0, 3),
+    st.sampled_from(sorted(SAVES)),
+)  # fmt: skip
+def test_what_is_saved_goes_on(loss, hidden, n, zero, save):
+    step = carrying(loss, hidden)
+    judge(
+        lambda: by_law(twice(step), n, parts=bool(zero)),
+        lambda: in_two_runs(step, n, zero, SAVES[save]),
+        lambda: in_two_runs(step, 1, zero, SAVES[save]),
+    )

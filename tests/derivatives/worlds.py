@@ -16,6 +16,7 @@ import fsfunc as ff
 from fsfunc import tree
 
 AXIS = "data"
+_ = staticmethod
 unit = ff.unit(lambda w, h: torch.tanh(h @ w))
 
 
@@ -53,73 +54,27 @@ class Ranks:
     """The operations as a user of fsfunc writes them."""
 
     law = False
-
-    def own(self, fn, *values):
-        return fn(*values)
-
-    def unit(self, matrix, h):
-        return unit(matrix, h)
-
-    def leaf(self, w, k):
-        return w[k]
-
-    def psum(self, v):
-        return ff.psum(v, AXIS)
-
-    def pmean(self, v):
-        return ff.pmean(v, AXIS)
-
-    def gather(self, v):
-        return ff.all_gather(v, AXIS)
+    own = _(lambda fn, *values: fn(*values))
+    unit, own_matrix = _(unit), _(unit)
+    leaf = _(lambda w, k: w[k])
+    psum = _(lambda v: ff.psum(v, AXIS))
+    pmean = _(lambda v: ff.pmean(v, AXIS))
+    gather = _(lambda v: ff.all_gather(v, AXIS))
+    first = _(lambda v: ff.pbroadcast(v, AXIS, source=0))
+    tree_sum, norm, scale = _(ff.tree_sum), _(ff.global_norm), _(ff.tree_scale)
+    map, unshard = _(tree.map), _(ff.unshard)
+    lay, reduce = _(ff.lay_like), _(ff.reduce_like)
+    grad_w = grad_x = _(lambda loss, w: grad(loss)(w))
+    vag_w = vag_x = _(lambda loss, w: ff.value_and_grad(loss)(w)[1])
+    hvp = _(lambda loss, w, along: jvp(grad(loss), (w,), (along,))[1])
+    by_hand = _(lambda matrix, h: ByHand.apply(h, matrix))
 
     def shift(self, v):
         n = ff.axis_size(AXIS)
         return ff.ppermute(v, AXIS, [(i, (i + 1) % n) for i in range(n)])
 
-    def first(self, v):
-        return ff.pbroadcast(v, AXIS, source=0)
-
-    def scatter(self, v):
-        return ff.psum_scatter(v, AXIS)
-
-    def tree_sum(self, w):
-        return ff.tree_sum(w)
-
-    def norm(self, w):
-        return ff.global_norm(w)
-
-    def scale(self, w, factor):
-        return ff.tree_scale(w, factor)
-
-    def map(self, fn, *trees):
-        return tree.map(fn, *trees)
-
     def noise(self, w, seed):
         return ff.randn_like(w, generator=torch.Generator().manual_seed(seed))
-
-    def unshard(self, w):
-        return ff.unshard(w)
-
-    def lay(self, t, like):
-        return ff.lay_like(t, like)
-
-    def reduce(self, t, like):
-        return ff.reduce_like(t, like)
-
-    def grad_w(self, loss, w):
-        return grad(loss)(w)
-
-    def vag_w(self, loss, w):
-        return ff.value_and_grad(loss)(w)[1]
-
-    def grad_x(self, loss, h):
-        return grad(loss)(h)
-
-    def vag_x(self, loss, h):
-        return ff.value_and_grad(loss)(h)[1]
-
-    def hvp(self, loss, w, direction):
-        return jvp(grad(loss), (w,), (direction,))[1]
 
     def whole(self, fn, w, *inputs):
         """``fn(o, w, *inputs)`` in a unit that has all parameters to itself."""
@@ -129,31 +84,14 @@ class Ranks:
         return vmap(grad(lambda w, one: loss(w, one[None])), (None, 0))(w, x)
 
     # What parts have no meaning for, unless they are whole
-
-    def times_own(self, w, s):
-        return tree.map(lambda a: a * s, w)
-
-    def rough_noise(self, w):
-        return tree.map(lambda a: a + torch.randn_like(a), w)
-
-    def rough_sum(self, w):
-        return sum(a.square().sum() for a in tree.leaves(w))
-
-    def turned(self, w):
-        return tree.map(lambda a: a + 0.5 * a.T, w)
-
-    def sized(self, w):
-        return tree.map(lambda a: a / (a.ndim + a.numel()), w)
+    times_own = _(lambda w, s: tree.map(lambda a: a * s, w))
+    rough_noise = _(lambda w: tree.map(lambda a: a + torch.randn_like(a), w))
+    rough_sum = _(lambda w: sum(a.square().sum() for a in tree.leaves(w)))
+    turned = _(lambda w: tree.map(lambda a: a + 0.5 * a.T, w))
+    sized = _(lambda w: tree.map(lambda a: a / (a.ndim + a.numel()), w))
 
     def times_item(self, w, s):
-        rate = s.item()
-        return tree.map(lambda a: a * rate, w)
-
-    def own_matrix(self, matrix, h):
-        return unit(matrix, h)
-
-    def by_hand(self, matrix, h):
-        return ByHand.apply(h, matrix)
+        return self.times_own(w, s.item())
 
 
 class Law(Ranks):
@@ -196,9 +134,6 @@ class Law(Ranks):
 
     def first(self, v):
         return [self._each(v)[0]] * self.n
-
-    def scatter(self, v):
-        return list(sum(self._each(v)).tensor_split(self.n))
 
     def tree_sum(self, w):
         return self.own(lambda *leaves: sum(a.sum() for a in leaves), *w.values())

@@ -13,6 +13,7 @@ import torch
 
 import fsfunc as ff
 from fsfunc import tree
+from tests.models import floats, layers
 
 MICROBATCHES = 2
 SCHEMES = {
@@ -25,7 +26,6 @@ SCHEMES = {
     "accumulate(shard)": {"order": ("shard", "accumulate")},
     "donated": {"order": ("shard", "donate")},
     "bf16": {"order": ("precision", "shard")},
-    "jvp": {"order": ("shard",), "use": "jvp"},
 }
 HYBRID = {f"HSDP zero={z}": {"zero": z, "replicate": "node"} for z in (0, 2, 3)}
 
@@ -35,10 +35,7 @@ layer = ff.unit(
 )
 
 
-smooth = ff.unit(lambda p, x: torch.tanh(x @ p["w"] + p["b"]))
-
-
-def loss_fn(params, batch, layer=layer):
+def loss_fn(params, batch):
     x = embed(params["embed"], batch["tokens"])
     for p in params["layers"]:
         x = layer(p, x)
@@ -46,14 +43,12 @@ def loss_fn(params, batch, layer=layer):
 
 
 def params_of():
-    draw = torch.Generator().manual_seed(3)
-    rand = lambda *s: torch.randn(s, generator=draw)  # noqa: E731
-    layers = [{"w": rand(5, 5), "b": rand(5)} for _ in range(3)]
-    return {"embed": {"table": rand(7, 5)}, "layers": layers, "gain": torch.ones(5)}
-
-
-def units_params():
-    return {k: v for k, v in params_of().items() if k != "gain"}
+    table, gain = floats(7, 5, seed=9), torch.ones(5)
+    return {
+        "embed": {"table": table},
+        "layers": layers(3, 5, make=floats),
+        "gain": gain,
+    }
 
 
 def batches(count):
@@ -61,7 +56,7 @@ def batches(count):
     return [{"tokens": torch.randint(7, (8,), generator=draw)} for _ in range(count)]
 
 
-def run(mesh, order=("shard",), use="train", **options):
+def run(mesh, order=("shard",), **options):
     """Three steps on this rank: losses, parameters and ledger, as plain data."""
     optimizer = ff.sharded_adam(0.01)
     axes = tuple(mesh.axes)
@@ -74,8 +69,6 @@ def run(mesh, order=("shard",), use="train", **options):
     }
     torch.manual_seed(11)
     step = optimizer(ff.value_and_grad(loss_fn))
-    if use == "jvp":
-        return derivative(mesh, transforms["shard"])
     for name in order:
         step = transforms[name](step)
     mine = [ff.local_batch(b, mesh, axes) for b in batches(3)]
@@ -90,25 +83,6 @@ def run(mesh, order=("shard",), use="train", **options):
         for r in log.of(mesh.rank)
     ]
     return losses, digest(ff.unshard(state.params)), sent
-
-
-def derivative(mesh, shard):
-    """A product with the Hessian, forward over reverse: torch has one forward level."""
-    mine = ff.local_batch(batches(1)[0], mesh, tuple(mesh.axes))
-    params = ff.place(shard(smooth_loss), units_params(), mine)
-    v = tree.map(torch.ones_like, params)
-    found = shard(lambda p, batch: product(p, v, batch))(params, mine)
-    return [], tree.map(lambda x: x.tolist(), ff.unshard(found))
-
-
-def smooth_loss(params, batch):
-    """Of units alone, and without dropout, whose masks differ over ranks."""
-    return loss_fn(params | {"gain": torch.ones(5)}, batch, smooth)
-
-
-def product(params, v, batch):
-    gradient = lambda p: torch.func.grad(smooth_loss)(p, batch)  # noqa: E731
-    return torch.func.jvp(gradient, (params,), (v,))[1]
 
 
 def digest(params):

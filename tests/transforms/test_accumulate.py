@@ -2,14 +2,14 @@
 
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import fsfunc as ff
 from fsfunc import tree
 from fsfunc.sharded.leaf import is_sharded
 from fsfunc.sharded.packing import split_buffers
-from tests.checks import same
+from tests.checks import refusals, same, simulated
 from tests.models import integers
 from tests.probes import LiveBytes
 
@@ -18,6 +18,9 @@ P = {
     "b": [integers(4, seed=2, high=3), integers(4, 2, seed=3, high=3)],
 }  # fmt: skip
 X, Y = integers(8, 3, seed=4, high=3), integers(8, 2, seed=5, high=3)
+BATCH = {"x": X, "y": Y}
+COUNTS = st.sampled_from([1, 2, 4, 8])
+vag = ff.value_and_grad
 
 
 @ff.unit
@@ -25,17 +28,18 @@ def hidden(p, x):
     return (x @ p["a"] + p["b"]) * p["n"]
 
 
-def first(p, x):
-    return hidden({"a": p["a"], "b": p["b"][0], "n": p["n"]}, x)
-
-
 @ff.unit
 def squares(w, h, y):
     return (h @ w - y) ** 2
 
 
+def errors(p, batch):
+    h = hidden({"a": p["a"], "b": p["b"][0], "n": p["n"]}, batch["x"])
+    return squares(p["b"][1], h, batch["y"])
+
+
 def total(p, batch):
-    return squares(p["b"][1], first(p, batch["x"]), batch["y"]).sum()
+    return errors(p, batch).sum()
 
 
 def mean(p, batch):
@@ -44,82 +48,60 @@ def mean(p, batch):
 
 def weighted(p, batch):
     keep = (batch["y"].sum(1) > 0).float()
-    errors = squares(p["b"][1], first(p, batch["x"]), batch["y"]).sum(1)
-    return ff.Weighted((errors * keep).sum(), keep.sum())
-
-
-BATCH = {"x": X, "y": Y}
+    return ff.Weighted((errors(p, batch).sum(1) * keep).sum(), keep.sum())
 
 
 def loop(f, params, batch, n):
     """What `accumulate` says that it equals."""
     parts = [{k: v.chunk(n)[i] for k, v in batch.items()} for i in range(n)]
-    outs = [ff.value_and_grad(f)(params, part) for part in parts]
-    add = lambda *xs: sum(xs[1:], xs[0]) / n  # noqa: E731
-    return tree.map(add, *outs)
+    outs = [vag(f)(params, part) for part in parts]
+    return tree.map(lambda *xs: sum(xs[1:], xs[0]) / n, *outs)
 
 
-@pytest.mark.parametrize("f", [total, mean])
-@given(st.sampled_from([1, 2, 4, 8]))
-def test_it_equals_the_plain_loop_bit_by_bit(f, n) -> None:
-    same(ff.accumulate(ff.value_and_grad(f), n)(P, BATCH), loop(f, P, BATCH, n))
+@pytest.mark.parametrize("f", [total, mean, weighted])
+@given(COUNTS)
+def test_it_equals_the_plain_loop_or_the_whole_batch_bit_by_bit(f, n):
+    found = ff.accumulate(vag(f), n)(P, BATCH)
+    if f is not weighted:
+        same(found, loop(f, P, BATCH, n))
+    if f is not total:
+        same(found, vag(f)(P, BATCH))
 
 
-@given(st.sampled_from([1, 2, 4, 8]))
-def test_a_mean_and_a_weighted_loss_equal_those_of_the_whole_batch(n) -> None:
-    for f in (mean, weighted):
-        grad = ff.value_and_grad(f)
-        same(ff.accumulate(grad, n)(P, BATCH), grad(P, BATCH))
-
-
-ONE = {
-    (f, n): ff.accumulate(ff.value_and_grad(f), n)(P, BATCH)
-    for f in (total, mean, weighted)
-    for n in (1, 2, 4, 8)
-}
-
-
-@pytest.mark.parametrize("f", [total, mean, weighted], ids=lambda f: f.__name__)
-@pytest.mark.parametrize("zero", [0, 1, 2, 3])
-@pytest.mark.parametrize("ranks, n", [(2, 2), (2, 4), (4, 2), (4, 1)])
-@pytest.mark.parametrize("order", ["shard(accumulate)", "accumulate(shard)", "both"])
-def test_with_shard_in_either_order_it_equals_one_device(
-    f, zero, ranks, n, order
-) -> None:
-    mesh = ff.make_mesh({"data": ranks}, "simulated")
+@settings(max_examples=15)
+@given(
+    st.sampled_from([total, mean, weighted]),
+    st.integers(0, 3),
+    st.sampled_from([(2, 2), (2, 4), (4, 2), (4, 1)]),
+    st.sampled_from(["shard(accumulate)", "accumulate(shard)", "both"]),
+)
+def test_with_shard_in_either_order_it_equals_one_device(f, zero, how, order):
+    """Gradients stay one tensor for each unit, and are reduced as often as promised."""
+    ranks, n = how
+    mesh = simulated(ranks)
 
     def main():
-        g = ff.value_and_grad(f)
-        if order == "shard(accumulate)":
-            g = ff.shard(ff.accumulate(g, n), mesh, "data", zero=zero)
-        elif order == "accumulate(shard)":
-            g = ff.accumulate(ff.shard(g, mesh, "data", zero=zero), n)
-        else:
-            g = ff.accumulate(g, max(n // 2, 1))
-            g = ff.accumulate(ff.shard(g, mesh, "data", zero=zero), min(n, 2))
+        within, outside = {
+            "shard(accumulate)": (n, 1),
+            "accumulate(shard)": (1, n),
+            "both": (max(n // 2, 1), min(n, 2)),
+        }[order]
+        g = ff.shard(ff.accumulate(vag(f), within), mesh, "data", zero=zero)
+        g = ff.accumulate(g, outside)
         mine = ff.local_batch(BATCH, mesh, "data")
         params = ff.place(g, P, mine)
         with ff.ledger() as log:
             value, grads = g(params, mine)
         kept = tree.leaves(grads, is_leaf=is_sharded)
-        flat = len(split_buffers(grads).tensors)
         assert all(not is_sharded(x) or x.packed is not None for x in kept)
-        return value, ff.unshard(grads), flat, log
+        assert len(split_buffers(grads).tensors) == 2
+        reduction = "psum" if zero == 0 else "psum_scatter"
+        units = [r for r in log.of(0) if r.op == reduction and r.phase != "loss"]
+        return value, ff.unshard(grads), len(units) == 2 * outside
 
-    value, grads, flat, log = ff.spmd(main, mesh)()[0]
-    same((value, grads), ONE[f, n * ranks])
-    assert flat == 2  # gradients stay one tensor for each unit
-    reduction = "psum" if zero == 0 else "psum_scatter"
-    units = [r for r in log.of(0) if r.op == reduction and r.phase != "loss"]
-    times = {"shard(accumulate)": 1, "accumulate(shard)": n}.get(order, min(n, 2))
-    assert len(units) == 2 * times
-
-
-def test_gradients_that_autograd_hands_out_twice_or_expanded() -> None:
-    x = torch.arange(4.0)
-    grad = ff.value_and_grad(lambda p, x: (p[0] + p[1]).sum() * x.sum())
-    _, grads = ff.accumulate(grad, 4)((torch.ones(3), torch.ones(3)), x)
-    same(grads, (torch.full((3,), 1.5),) * 2)
+    value, grads, as_promised = ff.spmd(main, mesh)()[0]
+    same((value, grads), ff.accumulate(vag(f), n * ranks)(P, BATCH))
+    assert as_promised
 
 
 class Hand(torch.autograd.Function):
@@ -133,107 +115,96 @@ class Hand(torch.autograd.Function):
         return ctx.x, None  # the caller's own memory
 
 
-def test_the_callers_data_are_not_written_into() -> None:
+def test_gradients_that_come_twice_expanded_or_in_the_callers_memory():
+    x = torch.arange(4.0)
+    grad = vag(lambda p, x: (p[0] + p[1]).sum() * x.sum())
+    _, grads = ff.accumulate(grad, 4)((torch.ones(3), torch.ones(3)), x)
+    same(grads, (torch.full((3,), 1.5),) * 2)
     x = torch.arange(6.0)
     before = x.clone()
-    _, grad = ff.accumulate(ff.value_and_grad(Hand.apply), 3)(torch.ones(2), x)
+    _, grad = ff.accumulate(vag(Hand.apply), 3)(torch.ones(2), x)
     same((x, grad), (before, torch.tensor([2.0, 3.0])))
 
 
-def test_batches_of_any_form() -> None:
+@pytest.mark.parametrize("told", [{}, {"argnums": 1, "batch_argnums": (1, -1)}])
+def test_batches_of_any_form(told):
     def f(w, a, pair, *, scale, n, c=None):
         return (w * a * pair[0] * pair[1]["c"]).sum() * scale * n
 
-    w, a, c = torch.tensor(2.0), integers(4), integers(4, seed=1)
-    g = ff.value_and_grad(f, batch_argnums=(1, 2))
-    given_ = (w, a, (a, {"c": c}))
-    keywords = {"scale": torch.tensor(0.5), "n": 3}
-    value, grad = ff.accumulate(g, 2)(*given_, **keywords)
-    expected = g(*given_, **keywords)
-    same((value * 2, grad * 2), expected)
-    own = ff.value_and_grad(f, argnums=1, batch_argnums=(1, -1))
-    value, grad = ff.accumulate(own, 2)(*given_, **keywords)
-    same((value * 2, grad * 2), own(*given_, **keywords))
+    a, c = integers(4), integers(4, seed=1)
+    args, named = (
+        (torch.tensor(2.0), a, (a, {"c": c})),
+        {"scale": 0.5 * X[0, 0], "n": 3},
+    )
+    g = vag(f, **({"batch_argnums": (1, 2)} | told))
+    value, grad = ff.accumulate(g, 2)(*args, **named)
+    same((value * 2, grad * 2), g(*args, **named))
 
 
-def test_nested() -> None:
-    g = ff.value_and_grad(mean)
+def test_calls_nest_and_each_gradient_call_of_a_step_is_cut_once():
+    g = vag(mean)
     expected = ff.accumulate(g, 8)(P, BATCH)
     same(ff.accumulate(ff.accumulate(g, 2), 4)(P, BATCH), expected)
-    same(ff.accumulate(ff.accumulate(g, 1), 8)(P, BATCH), expected)
+    both = ff.accumulate(lambda p, b: (vag(mean)(p, b), vag(total)(p, b)), 2)
+    same(both(P, BATCH), (loop(mean, P, BATCH, 2), loop(total, P, BATCH, 2)))
 
-
-def test_two_gradient_calls_in_a_step_are_accumulated_each() -> None:
-    def step(p, batch):
-        a, ga = ff.value_and_grad(mean)(p, batch)
-        b, gb = ff.value_and_grad(total)(p, batch)
-        return (a, ga), (b, gb)
-
-    same(
-        ff.accumulate(step, 2)(P, BATCH),
-        (loop(mean, P, BATCH, 2), loop(total, P, BATCH, 2)),
-    )
-
-
-def test_a_gradient_call_within_the_loss_is_not_cut_again() -> None:
     def rows(p, batch):
-        inner = lambda x: total(p, {**batch, "x": x})  # noqa: E731
-        value, g = ff.value_and_grad(inner)(batch["x"])
+        value, g = vag(lambda x: total(p, {**batch, "x": x}))(batch["x"])
         return value + g.square().sum()
 
-    found = ff.accumulate(ff.value_and_grad(rows), 4)(P, BATCH)
-    same(found, loop(rows, P, BATCH, 4))
+    same(ff.accumulate(vag(rows), 4)(P, BATCH), loop(rows, P, BATCH, 4))
 
 
-@pytest.mark.parametrize(
-    "n, why", [(3, "8 is not a multiple of 3"), (5, "8 is not"), (16, "at least one")]
+def some_weighted(w, x):
+    return ff.Weighted((w * x).sum(), len(x)) if x[0] else (w * x).mean()
+
+
+def cut(n):
+    return lambda: ff.accumulate(vag(mean), n)(P, BATCH)
+
+
+@refusals(
+    {
+        "3": (cut(3), ValueError, r"1/x.*\(8, 3\).*8 is not a multiple of 3"),
+        "16": (cut(16), ValueError, "16 microbatches: .*at least one"),
+        **{str(n): (cut(n), ValueError, "number of micro") for n in (0, -1, 2.0, "2")},
+        "some weighted": (
+            lambda: ff.accumulate(vag(some_weighted), 2)(
+                torch.tensor(1.0), torch.tensor([0.0, 0, 1, 1])
+            ),
+            TypeError,
+            "a mean in others",
+        ),
+    }
 )
-def test_a_number_that_does_not_divide_the_batch_is_refused(n, why) -> None:
-    with pytest.raises(ValueError, match=rf"1/x.*{n} microbatches: .*{why}") as info:
-        ff.accumulate(ff.value_and_grad(mean), n)(P, BATCH)
-    assert "(8, 3)" in str(info.value)
+def test_bad_input_is_refused(call, error, way_out):
+    with pytest.raises(error, match=way_out):
+        call()
 
 
-def test_losses_weighted_in_some_microbatches_alone_are_refused() -> None:
-    def loss(w, x):
-        return ff.Weighted((w * x).sum(), len(x)) if x[0] else (w * x).mean()
-
-    grad = ff.accumulate(ff.value_and_grad(loss), 2)
-    with pytest.raises(TypeError, match="a mean in others"):
-        grad(torch.tensor(1.0), torch.tensor([0.0, 0, 1, 1]))
-
-
-@pytest.mark.parametrize("n", [0, -1, 2.0, "2"])
-def test_a_number_that_is_none_is_refused(n) -> None:
-    with pytest.raises(ValueError, match="number of microbatches"):
-        ff.accumulate(ff.value_and_grad(mean), n)
-
-
-def test_under_torch_func_and_differentiated_again() -> None:
+def test_under_torch_func_and_differentiated_again():
     def f(w, x):
         return (torch.sin(w * x) ** 2).mean()
 
-    def g(w):
-        return ff.accumulate(ff.value_and_grad(f), 2)(w, X)[1]
+    def g(w, n=2):
+        return ff.accumulate(vag(f), n)(w, X)[1]
 
-    w = torch.linspace(-1, 1, 3)
+    w, close = torch.linspace(-1, 1, 3), torch.testing.assert_close
     expected = torch.func.jacrev(torch.func.grad(lambda w: f(w, X)))(w)
-    torch.testing.assert_close(torch.func.jacrev(g)(w), expected)
+    close(torch.func.jacrev(g)(w), expected)
     leaf = w.clone().requires_grad_()
-    (again,) = torch.autograd.grad(g(leaf).sum(), leaf)
-    torch.testing.assert_close(again, expected.sum(0))
-    maps = torch.func.vmap(lambda w: ff.accumulate(ff.value_and_grad(f), 4)(w, X)[1])
-    torch.testing.assert_close(maps(torch.stack([w, 2 * w]))[1], g(2 * w))
+    close(torch.autograd.grad(g(leaf).sum(), leaf)[0], expected.sum(0))
+    maps = torch.func.vmap(lambda w: g(w, 4))
+    close(maps(torch.stack([w, 2 * w]))[1], g(2 * w))
 
 
-def test_it_holds_three_gradients_at_most_and_one_microbatch() -> None:
+def test_it_holds_three_gradients_at_most_and_one_microbatch():
     w, x = torch.ones(64, 64), torch.ones(4 * 512, 64)
+    grad = vag(lambda w, x: torch.sin(torch.sin(x @ w)).sum())
 
     def peak(n):
         with LiveBytes(w, x) as memory:
-            ff.accumulate(
-                ff.value_and_grad(lambda w, x: torch.sin(torch.sin(x @ w)).sum()), n
-            )(w, x)
+            ff.accumulate(grad, n)(w, x)
         return memory.peak / w.nbytes
 
     once, four = peak(1), peak(4)

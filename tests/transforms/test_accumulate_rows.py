@@ -6,11 +6,11 @@ import pytest
 import torch
 
 import fsfunc as ff
-from fsfunc import tree
 from tests import models
-from tests.checks import on_ranks, same, simulated
+from tests.checks import on_ranks, refused, same, simulated
 
-ROWS, MESH = 8, simulated()
+ROWS, MESH, OPTIMIZER = 8, simulated(), ff.sgd(0.5)
+vag = ff.value_and_grad
 
 
 def integers(*shape):
@@ -22,51 +22,44 @@ def layer(params, x):
     return x @ params["w"]
 
 
+W, SCALE, X, Y = integers(3, 1), integers(ROWS), integers(ROWS, 3), integers(ROWS, 1)
 # Frozen parameters and buffers with as many rows as the batch.
-STATE = {
-    "train": {"w": integers(3, 1)},
-    "frozen": integers(ROWS, 3),
-    "buffers": (integers(ROWS),),
-}
-X, Y = integers(ROWS, 3), integers(ROWS, 1)
-
-
-def loss(train, frozen, buffers, batch):
-    x, y = batch
-    h = layer(train, x + frozen.sum(0)) + buffers[0].max()
-    return (h - y).square().mean()
+STATE = {"train": {"w": W}, "frozen": integers(ROWS, 3), "buffers": (SCALE,)}
 
 
 def step(state, batch):
-    grad = ff.value_and_grad(loss, batch_argnums=3)
+    def loss(train, frozen, buffers, batch):
+        x, y = batch
+        h = layer(train, x + frozen.sum(0)) + buffers[0].max()
+        return (h - y).square().mean()
+
+    grad = vag(loss, batch_argnums=3)
     return grad(state["train"], state["frozen"], state["buffers"], batch)
 
 
 ORDERS = {
-    "one device": lambda f, n, mesh: ff.accumulate(f, n),
-    "shard(accumulate)": lambda f, n, mesh: ff.shard(ff.accumulate(f, n), mesh, "data"),
-    "accumulate(shard)": lambda f, n, mesh: ff.accumulate(ff.shard(f, mesh, "data"), n),
+    "one device": lambda f, n: ff.accumulate(f, n),
+    "shard(accumulate)": lambda f, n: ff.shard(ff.accumulate(f, n), MESH, "data"),
+    "accumulate(shard)": lambda f, n: ff.accumulate(ff.shard(f, MESH, "data"), n),
 }
 
 
 def run(order, f, n, state, batch):
     """What each rank gets, whole."""
-    g = ORDERS[order](f, n, MESH)
+    g = ORDERS[order](f, n)
     if order == "one device":
         return [g(state, batch)]
     return on_ranks(g, state, batch, laid=lambda state, batch: 0.0)
 
 
 @pytest.mark.parametrize("order", ORDERS)
-@pytest.mark.parametrize("n", [2, 4])
-def test_nothing_of_the_state_is_cut(order, n) -> None:
-    expected = step(STATE, (X, Y))
-    for found in run(order, step, n, STATE, (X, Y)):
-        same(found, expected)
+def test_nothing_of_the_state_is_cut(order):
+    for found in run(order, step, 4, STATE, (X, Y)):
+        same(found, step(STATE, (X, Y)))
 
 
 def empty_pipeline(f, n, **told):
-    mesh = ff.make_mesh({"pipe": 1}, "simulated")
+    mesh = simulated(pipe=1)
     g = ff.pipeline(f, mesh, "pipe", n_microbatches=n, **told)
     return lambda *args, **named: ff.spmd(lambda: g(*args, **named), mesh)()[0]
 
@@ -77,161 +70,101 @@ def scaled(w, scale, x):
 
 
 BOTH = pytest.mark.parametrize("cut", [ff.accumulate, empty_pipeline])
-NAMED = [2, -1, (2,), "x"]
+ARGS = (W, SCALE, X)
 
 
 @BOTH
-@pytest.mark.parametrize("told", NAMED)
-@pytest.mark.parametrize("place", ["the gradient call", "the transform"])
-def test_the_batch_is_what_is_told(cut, told, place) -> None:
-    w, scale, x = integers(3, 1), integers(ROWS), X
-    args = (w, scale) if told == "x" else (w, scale, x)
-    named = {"x": x} if told == "x" else {}
-    own = {"batch_argnums": told}
-    call = ff.value_and_grad(scaled)
-    if place == "the transform":
-        found = cut(call, 4, **own)(*args, **named)
-    else:
-        found = cut(ff.value_and_grad(scaled, **own), 4)(*args, **named)
-    same(found, call(*args, **named))
-
-
-@BOTH
-def test_nothing_is_guessed(cut) -> None:
-    w, scale, x = integers(3, 1), integers(ROWS), X
-    call = ff.value_and_grad(scaled)
-    for args, named in [((w, scale, x), {}), ((w, scale), {"x": x})]:
-        said = "1, 2" if not named else "1, 'x'"
-        with pytest.raises(ValueError, match=f"arguments {said} hold .*batch_argnums="):
-            cut(call, 2)(*args, **named)
-    same(cut(call, 1)(w, scale, x), call(w, scale, x))  # nothing is to be cut
-    for odd in (3, -4, "y", (1, "x")):
-        with pytest.raises(ValueError, match="3 positional arguments and no keywords"):
-            cut(call, 2, batch_argnums=odd)(w, scale, x)
-    both = ff.value_and_grad(mean_of_rows, argnums=(0, 1))  # parameters, or rows?
-    with pytest.raises(ValueError, match="arguments 1 hold tensors: say which"):
-        cut(both, 2)(integers(3), X)
-
-
-@BOTH
-def test_leaves_that_disagree_are_refused(cut) -> None:
-    with pytest.raises(ValueError, match="batch leaves differ in dim 0, .*'2': 4"):
-        call = ff.value_and_grad(scaled, batch_argnums=(1, 2))
-        cut(call, 2)(integers(3, 1), integers(ROWS), X[:4])
-
-
-def own_gradients(w, batch):
-    def f(params, x, y):
-        return (layer(params, x) - y).square().mean()
-
-    return ff.value_and_grad(f, argnums=(0, 1), batch_argnums=(1, 2))(w, *batch)
-
-
-@pytest.mark.parametrize("n", [1, 2, 4])
-def test_gradients_by_the_batch_are_joined_in_order(n) -> None:
-    params = STATE["train"]
-    value, (grads, by_x) = own_gradients(params, (X, Y))
-    found = ff.accumulate(own_gradients, n)(params, (X, Y))
-    same(found, (value, (grads, by_x)))
-    assert found[1][1].shape == X.shape
-
-
-@pytest.mark.parametrize("order", ["shard(accumulate)", "accumulate(shard)"])
-def test_they_are_the_ranks_own_on_any_mesh(order) -> None:
-    params = STATE["train"]
-    each = run(order, own_gradients, 2, params, (X, Y))
-    alone = ff.accumulate(own_gradients, 2)
-    expected, (by_w, _) = own_gradients(params, (X, Y))
-    for rank, (value, (grads, by_x)) in enumerate(each):
-        same((value, grads), (expected, by_w))
-        mine = X.chunk(2)[rank], Y.chunk(2)[rank]
-        same(by_x, alone(params, mine)[1][1])
-
-
-def test_weighted_losses_and_integers_among_what_is_differentiated() -> None:
-    def f(w, batch, keep):
-        errors = (batch["x"] @ w - batch["ids"]).square()
-        return ff.Weighted((errors * keep).sum(), keep.sum())
-
-    batch = {"x": X, "ids": torch.arange(ROWS)}
-    keep = (torch.arange(ROWS) % 3 > 0).float()
-    g = ff.value_and_grad(f, argnums=(0, 1), batch_argnums=(1, 2))
-    expected = g(integers(3), batch, keep)
-    value, (by_w, by_batch) = ff.accumulate(g, 4)(integers(3), batch, keep)
-    assert expected[1][1]["ids"] is by_batch["ids"] is None
-    torch.testing.assert_close(
-        (value, by_w, by_batch["x"]), (expected[0], expected[1][0], expected[1][1]["x"])
-    )
-
-
-def inner(w, x, y):
-    return (x @ w - y).square().mean()
-
-
-def test_parameters_made_in_the_step_are_not_cut() -> None:
-    def tuned(w, batch):
-        two = lambda w, batch: inner(w, *batch)  # noqa: E731
-        return ff.value_and_grad(two)(w - 0.5 * w.square(), batch)
-
-    for w, batch in [
-        (integers(3, 1), (X, Y)),
-        (integers(ROWS, ROWS), (integers(ROWS, ROWS), integers(ROWS, ROWS))),
-    ]:
-        same(ff.accumulate(tuned, 4)(w, batch), tuned(w, batch))
-
-
-def test_rows_made_in_the_step_may_be_differentiated() -> None:
-    def f(w, batch):
-        x, y = batch
-        shifted = lambda d, x, y: inner(w, x + d, y)  # noqa: E731
-        g = ff.value_and_grad(shifted, batch_argnums=(0, 1, 2))
-        return g(torch.zeros_like(x), x, y)
-
-    w = integers(3, 1)
-    same(ff.accumulate(f, 4)(w, (X, Y)), f(w, (X, Y)))
-
-
-@BOTH
-def test_an_empty_batch_is_refused(cut) -> None:
-    def f(w, x):
-        return layer({"w": w}, x).mean()
-
-    with pytest.raises(ValueError, match=r"0 rows .*\(0, 3\).*the batch is empty"):
-        cut(ff.value_and_grad(f), 2)(integers(3, 1), torch.ones(0, 3))
-
-
-@BOTH
-def test_too_many_microbatches_are_refused_at_once(cut) -> None:
-    def f(w, x):
-        return layer({"w": w}, x).mean()
-
-    start = time.perf_counter()
-    with pytest.raises(ValueError, match="100000"):
-        cut(ff.value_and_grad(f), 100_000)(integers(3, 1), torch.ones(4, 3))
-    assert time.perf_counter() - start < 2
+@pytest.mark.parametrize("told", [2, -1, (2,), "x"])
+def test_the_batch_is_what_is_told(cut, told):
+    args, named = ((W, SCALE), {"x": X}) if told == "x" else (ARGS, {})
+    own, call = {"batch_argnums": told}, vag(scaled)
+    for g in (cut(call, 4, **own), cut(vag(scaled, **own), 4)):
+        same(g(*args, **named), call(*args, **named))
 
 
 def mean_of_rows(w, x, y):
     return (w * x * y).sum(1).mean()
 
 
-def test_it_is_planned_and_recorded() -> None:
-    def train(state, batch):
-        _, (grads, by_x) = own_gradients(state.params, batch)
-        return state.apply_gradients(grads, OPTIMIZER), {"by_x": by_x}
+@BOTH
+def test_nothing_is_guessed(cut):
+    call = vag(scaled)
+    no = lambda f, words: refused(f, ValueError, words)  # noqa: E731
+    no(lambda: cut(call, 2)(*ARGS), "arguments 1, 2 hold .*batch_argnums=")
+    no(lambda: cut(call, 2)(W, SCALE, x=X), "arguments 1, 'x' hold .*batch_argnums=")
+    same(cut(call, 1)(*ARGS), call(*ARGS))  # nothing is to be cut
+    for odd in (3, -4, "y", (1, "x")):
+        g = cut(call, 2, batch_argnums=odd)
+        no(lambda g=g: g(*ARGS), "3 positional arguments and no keywords")
+    both = vag(mean_of_rows, argnums=(0, 1))  # parameters, or rows?
+    no(lambda: cut(both, 2)(integers(3), X), "arguments 1 hold tensors: say which")
+    pair = cut(vag(scaled, batch_argnums=(1, 2)), 2)
+    no(lambda: pair(W, SCALE, X[:4]), "batch leaves differ in dim 0, .*'2': 4")
+    alone = vag(lambda w, x: layer({"w": w}, x).mean())
+    empty = lambda: cut(alone, 2)(W, X[:0])  # noqa: E731
+    no(empty, r"0 rows .*\(0, 3\).*the batch is empty")
+    start = time.perf_counter()
+    no(lambda: cut(alone, 100_000)(W, X[:4]), "100000")
+    assert time.perf_counter() - start < 2
 
-    def main():
-        s = ff.shard(ff.accumulate(train, 2), MESH, "data")
-        mine = ff.local_batch((X, Y), MESH, "data")
-        state = ff.init_state(s, STATE["train"], OPTIMIZER, mine)
-        return ff.unshard(s(state, mine)[0].params), s(state, mine)[1]["by_x"]
 
-    one = ff.TrainState(STATE["train"], OPTIMIZER.init(STATE["train"]))
-    expected, _ = train(one, (X, Y))
-    for params, by_x in ff.spmd(main, MESH)():
-        same(params, expected.params)
-        assert by_x.shape == (4, 3)
-    assert tree.leaves(expected.params)
+def own_gradients(w, batch):
+    def f(params, x, y):
+        return (layer(params, x) - y).square().mean()
+
+    return vag(f, argnums=(0, 1), batch_argnums=(1, 2))(w, *batch)
 
 
-OPTIMIZER = ff.sgd(0.5)
+@pytest.mark.parametrize("n", [1, 4])
+def test_gradients_by_the_batch_are_joined_in_order(n):
+    found = ff.accumulate(own_gradients, n)({"w": W}, (X, Y))
+    same(found, own_gradients({"w": W}, (X, Y)))
+
+
+@pytest.mark.parametrize("order", ["shard(accumulate)", "accumulate(shard)"])
+def test_they_are_the_ranks_own_on_any_mesh(order):
+    each = run(order, own_gradients, 2, {"w": W}, (X, Y))
+    alone = ff.accumulate(own_gradients, 2)
+    expected, (by_w, _) = own_gradients({"w": W}, (X, Y))
+    for rank, (value, (grads, by_x)) in enumerate(each):
+        same((value, grads), (expected, by_w))
+        same(by_x, alone({"w": W}, (X.chunk(2)[rank], Y.chunk(2)[rank]))[1][1])
+
+
+def test_weighted_losses_and_integers_among_what_is_differentiated():
+    def f(w, batch, keep):
+        errors = (batch["x"] @ w - batch["ids"]).square()
+        return ff.Weighted((errors * keep).sum(), keep.sum())
+
+    batch = {"x": X, "ids": torch.arange(ROWS)}
+    keep = (torch.arange(ROWS) % 3 > 0).float()
+    g = vag(f, argnums=(0, 1), batch_argnums=(1, 2))
+    value, (by_w, by_batch) = g(integers(3), batch, keep)
+    found = ff.accumulate(g, 4)(integers(3), batch, keep)
+    assert by_batch["ids"] is found[1][1]["ids"] is None
+    torch.testing.assert_close(
+        (found[0], found[1][0], found[1][1]["x"]), (value, by_w, by_batch["x"])
+    )
+
+
+def tuned(w, batch):
+    """Parameters made in the step."""
+    two = lambda w, batch: (batch[0] @ w - batch[1]).square().mean()  # noqa: E731
+    return vag(two)(w - 0.5 * w.square(), batch)
+
+
+def shifted(w, batch):
+    """Rows made in the step, and differentiated."""
+    f = lambda d, x, y: ((x + d) @ w - y).square().mean()  # noqa: E731
+    return vag(f, batch_argnums=(0, 1, 2))(torch.zeros_like(batch[0]), *batch)
+
+
+SQUARE = integers(ROWS, ROWS)
+
+
+@pytest.mark.parametrize(
+    "f, w, batch",
+    [(tuned, W, (X, Y)), (tuned, SQUARE, (SQUARE, SQUARE)), (shifted, W, (X, Y))],
+)
+def test_what_is_made_in_the_step_is_cut_where_it_is_rows(f, w, batch):
+    same(ff.accumulate(f, 4)(w, batch), f(w, batch))

@@ -46,13 +46,6 @@ def test_a_neighbour_of_another_is_not(unlike):
     assert mine.full is None and not mine.shows(shard, torch.float32)
 
 
-def test_what_a_call_holds_stays():
-    shard, full = buffer(), torch.zeros(4)
-    mine = call(shard, full=full)
-    mine.take_over(call(shard, full=torch.ones(4)))
-    assert mine.full is full
-
-
 def test_it_shows_its_buffer_in_its_dtype_until_that_is_written():
     shard = buffer()
     mine = call(shard, full=torch.zeros(4))
@@ -63,16 +56,3 @@ def test_it_shows_its_buffer_in_its_dtype_until_that_is_written():
     assert not mine.shows(shard, torch.float32)
     with pytest.raises(RuntimeError, match="'w' .*written over.*before the update"):
         mine.check(shard)
-
-
-def test_parameters_are_views_and_nothing_before_the_gather():
-    shard = buffer()
-    mine = GatheredCall("u", (0,), (), shard, [((2, 2), (2, 1), 0)], torch.float32)
-    with pytest.raises(RuntimeError, match="'u' reads what is not gathered"):
-        mine.parameters()
-    mine.full = torch.arange(5.0)[1:]  # of a larger storage
-    (w,) = mine.parameters()
-    assert w.tolist() == [[1, 2], [3, 4]]
-    assert mine.shard is shard
-    del shard
-    assert mine.shard is None

@@ -51,7 +51,7 @@ def run(step):
     return ff.spmd(main, MESH)()
 
 
-@settings(max_examples=6)
+@settings(max_examples=4)
 @given(
     zero=st.sampled_from([0, 2, 3]),
     replicate=st.sampled_from(["node", None]),
@@ -65,7 +65,7 @@ def test_reducing_each_and_summing_once_is_one_device(zero, replicate, wrap):
             assert all(x.isfinite().all() for p in found for x in p.values())
 
 
-@pytest.mark.parametrize("zero", [0, 2, 3])
+@pytest.mark.parametrize("zero", [0, 3])
 def test_bytes_over_data_are_of_each_and_over_replicas_of_one(zero):
     how = {"zero": zero, "replicate": "node"}
     both = run(ff.shard(ff.accumulate(STEP, MICRO), MESH, "data", **how))[0][1]

@@ -22,7 +22,6 @@ from tests.models import (
     affine,
     chain,
     floats,
-    integers,
     layers,
     train_step,
 )
@@ -161,7 +160,7 @@ def copy_of(state, mesh):
     return tree.map(lambda x: x[i] if isinstance(x, torch.Tensor) else x, whole)
 
 
-@settings(max_examples=10)
+@settings(max_examples=9)
 @given(
     kind=st.sampled_from(sorted(KINDS)),
     optimizer=st.sampled_from(sorted(OPTIMIZERS)),
@@ -200,61 +199,26 @@ def test_ranks_are_what_one_device_plays(kind, optimizer, zero, donated, more):
         close(out[0][1], mean([s.params for s in expected]), 2e-6)
 
 
-def test_slow_momentum_each_step_is_sgd_with_momentum():
-    mesh, optimizer = nodes(2, 2), ff.sgd(LR)
-    whole = train_step(loss, torch_like := ff.sgd(LR, momentum=0.9))
-    expected = ff.TrainState(parameters(), torch_like.init(parameters()))
-    for t in range(4):
-        expected, _ = whole(expected, batch_of(t))
-
-    def main():
-        step = ff.shard(train_step(loss, optimizer), mesh, "data")
-        step = ff.slowmo(step, mesh, "node", every=1, beta=0.9, lr=ff.constant(LR))
-        mine = lambda t: ff.local_batch(batch_of(t), mesh, ("node", "data"))  # noqa: E731
-        state = ff.init_state(step, parameters(), optimizer, mine(0))
-        for t in range(4):
-            state, _ = step(state, mine(t))
-        return copy_of(state, mesh).params
-
-    for found in ff.spmd(main, mesh)():
-        close(found, expected.params, 2e-6)
-
-
 # As FairScale does
 
 START = {"w": torch.arange(3.0).view(3, 1) / 4 - 0.25, "b": torch.tensor([0.5])}
-slow: dict[str, Any] = dict(beta=0.5, alpha=0.75, lr=LR, every=4)
+SLOW: dict[str, Any] = dict(beta=0.5, alpha=0.75, lr=LR, every=4)
 FAIRSCALE = {
-    "local_sgd of 2": (
-        lambda s, m: ff.local_sgd(s, m, "node", every=3),
-        [[-0.1532209, -0.2641791, -0.1322522, 0.3225887],
-         [-0.1799065, -0.2900162, -0.1334863, 0.226041]],
-    ),
     "local_sgd of 3": (
         lambda s, m: ff.local_sgd(s, m, "node", every=3),
         [[-0.2206691, -0.378126, -0.1879356, 0.2929641],
          [-0.2427588, -0.4053565, -0.1952712, 0.1899836],
          [-0.2784865, -0.4131566, -0.1679723, -0.075188]],
     ),
-    "slowmo in parts of 2": (
-        lambda s, m: ff.slowmo(s, m, "node", average_every=3, **slow),
-        [[-0.1467314, -0.2809595, -0.1568748, 0.2950493],
-         [-0.1740974, -0.3095773, -0.1604332, 0.1974901]],
-    ),
     "slowmo in parts of 3": (
-        lambda s, m: ff.slowmo(s, m, "node", average_every=3, **slow),
+        lambda s, m: ff.slowmo(s, m, "node", average_every=3, **SLOW),
         [[-0.2140618, -0.3965455, -0.2144471, 0.2595642],
          [-0.236952, -0.4269306, -0.2243912, 0.1554703],
          [-0.271402, -0.4343438, -0.1979518, -0.108378]],
     ),
-    "slowmo of 2": (
-        lambda s, m: ff.slowmo(
-            s, m, "node", average_every=2, memory_efficient=False, **slow),
-        [[-0.1573822, -0.2962123, -0.1627062, 0.2422051]] * 2,
-    ),
     "slowmo of 3": (
         lambda s, m: ff.slowmo(
-            s, m, "node", average_every=2, memory_efficient=False, **slow),
+            s, m, "node", average_every=2, memory_efficient=False, **SLOW),
         [[-0.2361681, -0.4214022, -0.2192011, 0.100774]] * 3,
     ),
     "gossip on a ring of 3": (
@@ -300,16 +264,14 @@ def test_numbers_of_fairscale(name):
 # Graphs
 
 
-@pytest.mark.parametrize("n", [2, 3, 4, 5, 8, 9])
+@pytest.mark.parametrize("n", [3, 4, 9])
 def test_a_round_of_meetings_mixes_everything(n):
     """Columns and rows of each meeting add up to 1, and means come ever closer."""
-    made = [ff.graphs.ring(n, 2), ff.graphs.directed_exponential(n)]
-    made += [
-        ff.graphs.n_peer_exponential(n, min(2, n - 1)),
-        ff.graphs.directed_linear(n),
-    ]
+    graphs = ff.graphs
+    made = [graphs.ring(n, 2), graphs.directed_exponential(n)]
+    made += [graphs.n_peer_exponential(n, 2), graphs.directed_linear(n)]
     if n % 2 == 0:
-        made += [ff.graphs.bipartite_exponential(n), ff.graphs.bipartite_linear(n)]
+        made += [graphs.bipartite_exponential(n), graphs.bipartite_linear(n)]
     for graph in made:
         total = torch.eye(n, dtype=torch.float64)
         for moves in graph * (8 * n):
@@ -319,7 +281,7 @@ def test_a_round_of_meetings_mixes_everything(n):
             p /= p.sum(0)
             assert torch.allclose(p.sum(1), torch.ones(n, dtype=torch.float64))
             total = p @ total
-        if not (n == 2 or graph == made[0] and n % 2 == 0):
+        if graph != made[0] or n % 2:
             assert torch.allclose(total, torch.full_like(total, 1 / n), atol=1e-3)
 
 
@@ -349,30 +311,28 @@ def bytes_sent(wrap, steps, zero=3):
     return ff.spmd(main, mesh)()[0]
 
 
-def test_bytes_of_local_sgd_are_those_of_one_all_reduce_in_so_many_steps():
-    part = 2 * (WIDTH + 1) * WIDTH * 4 // 2  # float32, of which "data" has halves
-    sent = bytes_sent(lambda s, m: ff.local_sgd(s, m, "node", every=3), 6)
-    assert sent == [0, 0, part, 0, 0, part]  # 2 (n - 1) / n of them, with n = 2
-    hsdp = bytes_sent(lambda s, m: ff.local_sgd(s, m, "node", every=1), 1, zero=0)
-    assert hsdp == [2 * part]
+PART = 2 * (WIDTH + 1) * WIDTH * 4 // 2  # float32, of which "data" has halves
+TURNS = [[[(0, 1), (1, 0)]], [[(1, 0)]]]  # rank 0 sends in the first meeting alone
 
 
-def test_bytes_of_slow_momentum_and_gossip():
-    part = 2 * (WIDTH + 1) * WIDTH * 4 // 2
-    for efficient in (True, False):
-        wrap = lambda s, m, e=efficient: ff.slowmo(  # noqa: E731
-            s, m, "node", every=2, lr=LR, memory_efficient=e
-        )
-        assert bytes_sent(wrap, 4) == [0, part, 0, part]
-    graph = [[[(0, 1), (1, 0)]], [[(1, 0)]]]
-    sent = bytes_sent(lambda s, m: ff.gossip(s, m, "node", graph), 4)
-    assert sent == [part, 0, part, 0]  # rank 0 sends in the first meeting alone
+@pytest.mark.parametrize(
+    ("wrap", "zero", "expected"),
+    [
+        (lambda s, m: ff.local_sgd(s, m, "node", every=3), 3, [0, 0, PART] * 2),
+        (lambda s, m: ff.local_sgd(s, m, "node", every=1), 0, [2 * PART]),
+        (lambda s, m: ff.slowmo(s, m, "node", every=2, lr=LR), 3, [0, PART] * 2),
+        (lambda s, m: ff.gossip(s, m, "node", TURNS), 3, [PART, 0] * 2),
+    ],
+)
+def test_bytes_are_those_of_a_mean_now_and_then(wrap, zero, expected):
+    """2 (n - 1) / n of the parameters, with n = 2."""
+    assert bytes_sent(wrap, len(expected), zero) == expected
 
 
 # What is kept
 
 
-@pytest.mark.parametrize("kind", ["slowmo", "slowmo, whole", "gossip"])
+@pytest.mark.parametrize("kind", ["slowmo, whole", "gossip"])
 def test_a_saved_state_has_the_copies_of_all_ranks(tmp_path, kind):
     mesh, optimizer = nodes(2, 2), ff.sharded_adam(LR)
 
@@ -391,44 +351,6 @@ def test_a_saved_state_has_the_copies_of_all_ranks(tmp_path, kind):
         return again.count
 
     assert ff.spmd(main, mesh)() == [4] * 4
-
-
-def test_copies_of_a_state_go_to_other_cuts_of_the_data_not_to_other_nodes(tmp_path):
-    optimizer = ff.sgd(LR)
-
-    def state_on(mesh):
-        step = ff.shard(train_step(loss, optimizer), mesh, "data")
-        step = ff.local_sgd(step, mesh, "node", every=2)
-        mine = ff.local_batch(batch_of(0), mesh, ("node", "data"))
-        state = ff.init_state(step, parameters(), optimizer, mine)
-        return step(state, mine)[0]
-
-    def saved():
-        ff.save(tmp_path / "a", state := state_on(nodes(2, 1)))
-        return ff.unshard(state)
-
-    expected = ff.spmd(saved, nodes(2, 1))()[0]
-    load = lambda m: ff.unshard(ff.load(tmp_path / "a", state_on(m)))  # noqa: E731
-    wider = nodes(2, 2)
-    same(ff.spmd(lambda: load(wider), wider)()[3], expected)
-    other = nodes(4, 1)
-    with pytest.raises(Exception, match=r"f32\[2, 4\] in the checkpoint"):
-        ff.spmd(lambda: load(other), other)()
-
-
-def test_moments_counts_and_masks_of_dropout_are_a_rank_s_own():
-    mesh, optimizer = nodes(2), ff.sgd(LR)
-    noisy = ff.unit(lambda p, x: torch.nn.functional.dropout(x, 0.5) @ p)
-
-    def main():
-        step = train_step(lambda p, x: noisy(p, x).sum(), optimizer)
-        step = ff.local_sgd(ff.shard(step, mesh, "data"), mesh, "node", every=2)
-        x = torch.ones(4, 32)
-        state = ff.init_state(step, torch.zeros(32, 1), optimizer, x)
-        return copy_of(step(state, x)[0], mesh).params
-
-    one, other = ff.spmd(main, mesh)()
-    assert not torch.equal(one, other)
 
 
 def test_half_parameters_are_averaged_in_float32():
@@ -455,66 +377,48 @@ MESH = nodes(2)
 PLAIN = train_step(chain(), ff.sgd(LR))
 
 
-def on_pair(call, mesh=MESH):
-    return lambda: ff.spmd(call, mesh)()
+SGD = ff.sgd(LR)
 
 
 def state_of(params):
-    return ff.TrainState(params, ff.sgd(LR).init(params))
+    return ff.TrainState(params, SGD.init(params))
 
 
-def unlike():
-    step = ff.local_sgd(PLAIN, MESH, "node", every=2)
-    step(state_of(layers(1, seed=MESH.rank)), batch_of(0))
+def run(step, params=lambda: layers(1)):
+    """A first call of ``step()`` on two nodes."""
+    return lambda: ff.spmd(lambda: step()(state_of(params()), batch_of(0)), MESH)()
 
 
-def unlike_rates():
-    rate = ff.linear(1.0, 0.5, 10 + MESH.rank)
-    step = ff.slowmo(PLAIN, MESH, "node", every=2, lr=rate)
-    step(state_of(layers(1)), batch_of(0))
+def local(step=PLAIN):
+    return ff.local_sgd(step, MESH, "node", every=2)
 
 
-def inside():
-    step = ff.shard(ff.local_sgd(PLAIN, MESH, "node", every=2), MESH, "data")
-    step(state_of(layers(1)), batch_of(0))
-
-
-def same_axis():
-    step = ff.local_sgd(ff.shard(PLAIN, MESH, "node"), MESH, "node", every=2)
-    step(state_of(layers(1)), batch_of(0))
+def slow(rate):
+    return ff.slowmo(PLAIN, MESH, "node", every=2, lr=rate)
 
 
 def another_rank_s():
-    step = ff.local_sgd(ff.shard(PLAIN, MESH, "data"), MESH, "node", every=2)
-    states = ff.spmd(
-        lambda: ff.init_state(step, layers(1), ff.sgd(LR), batch_of(0)), MESH
-    )()
+    step = local(ff.shard(PLAIN, MESH, "data"))
+    start = lambda: ff.init_state(step, layers(1), SGD, batch_of(0))  # noqa: E731
+    states = ff.spmd(start, MESH)()
     ff.spmd(lambda: step(states[0], batch_of(0)), MESH)()
 
 
-def derived():
-    step = ff.local_sgd(PLAIN, MESH, "node", every=2)
-    w = torch.eye(WIDTH).requires_grad_() * 2
-    step(state_of([{"w": w}]), batch_of(0))
+def tracked():
+    return [{"w": torch.eye(WIDTH).requires_grad_() * 2}]
 
 
-def spanning():
-    far = lambda p, x: ff.psum(chain()(p, x), "node")  # noqa: E731
-    step = ff.local_sgd(train_step(far, ff.sgd(LR)), MESH, "node", every=2)
-    step(state_of(layers(1)), batch_of(0))
+def spanning(p, x):
+    return ff.psum(chain()(p, x), "node")
 
 
-def rate_of_zero():
-    step = ff.slowmo(PLAIN, MESH, "node", every=1, lr=ff.linear(0.0, 1.0, 4))
-    step(state_of(layers(1)), batch_of(0))
+def unlike_integers():
+    step = local(lambda s, x: (s.replace(params={"n": s.params["n"] + x}), None))
+    ff.consensus(step(ff.TrainState({"n": torch.tensor(1)}), MESH.rank)[0])
 
 
-def plain_consensus():
-    ff.consensus(state_of(layers(1)))  # pyright: ignore[reportArgumentType]
-
-
-def graph(moves, n=2):
-    return lambda: ff.gossip(PLAIN, nodes(n), "node", moves)
+def graph(moves):
+    return lambda: ff.gossip(PLAIN, MESH, "node", moves)
 
 
 REFUSED = {
@@ -522,13 +426,12 @@ REFUSED = {
         lambda: ff.local_sgd(PLAIN, MESH, "node", every=0), ValueError, "at least 1"),
     "an axis that is not there": (
         lambda: ff.local_sgd(PLAIN, MESH, "pod", every=1), ValueError, "unknown axis"),
-    "lr=0": (lambda: ff.slowmo(PLAIN, MESH, "node", lr=0.0), ValueError, "above 0"),
+    "lr=0": (lambda: slow(0.0), ValueError, "above 0"),
     "beta<0": (
         lambda: ff.slowmo(PLAIN, MESH, "node", lr=1.0, beta=-1.0), ValueError, "beta"),
-    "average_every=0": (
-        lambda: ff.slowmo(PLAIN, MESH, "node", lr=1.0, average_every=0), ValueError,
-        "average_every"),
-    "a rate of zero": (on_pair(rate_of_zero), ValueError, "above 0 where"),
+    "a rate of zero": (
+        run(lambda: ff.slowmo(PLAIN, MESH, "node", every=1, lr=ff.linear(0.0, 1.0, 4))),
+        ValueError, "above 0 where"),
     "a rank off the axis": (graph([[[(0, 2)]]]), ValueError, "indices of 0 to 1"),
     "a source twice": (graph([[[(0, 1), (0, 0)]]]), ValueError, "make two moves"),
     "no graph": (graph([]), ValueError, "list over time"),
@@ -536,14 +439,26 @@ REFUSED = {
     "an odd bipartite graph": (
         lambda: ff.graphs.bipartite_linear(5), ValueError, "even"),
     "too many peers": (lambda: ff.graphs.ring(4, 3), ValueError, "peers, from 1 to 2"),
-    "unlike beginnings": (on_pair(unlike), RanksDiffer, "parameters differ"),
-    "unlike rates": (on_pair(unlike_rates), RanksDiffer, "slowmo/lr at count 1"),
-    "inside a shard": (on_pair(inside), ValueError, "goes around"),
-    "over an axis of the shard": (on_pair(same_axis), ValueError, "each axis once"),
+    "unlike beginnings": (
+        run(local, lambda: layers(1, seed=MESH.rank)), RanksDiffer,
+        "parameters differ"),
+    "unlike rates": (
+        run(lambda: slow(ff.linear(1.0, 0.5, 10 + MESH.rank))), RanksDiffer,
+        "slowmo/lr at count 1"),
+    "inside a shard": (
+        run(lambda: ff.shard(local(), MESH, "data")), ValueError, "goes around"),
+    "over an axis of the shard": (
+        run(lambda: local(ff.shard(PLAIN, MESH, "node"))), ValueError,
+        "each axis once"),
     "another rank's state": (another_rank_s, ValueError, "give each rank its own"),
-    "a loss that spans ranks": (on_pair(spanning), ValueError, "outside of it"),
-    "a step that is differentiated": (on_pair(derived), ValueError, "inside the step"),
-    "consensus of a plain state": (plain_consensus, TypeError, "LocalState"),
+    "a loss that spans ranks": (
+        run(lambda: local(train_step(spanning, SGD))), ValueError, "outside of it"),
+    "a step that is differentiated": (
+        run(local, tracked), ValueError, "inside the step"),
+    "consensus of a plain state": (
+        lambda: ff.consensus(state_of(layers(1))), TypeError, "LocalState"),
+    "consensus of unlike integers": (
+        lambda: ff.spmd(unlike_integers, MESH)(), RanksDiffer, "no mean"),
 }  # fmt: skip
 
 
@@ -581,88 +496,45 @@ def test_moments_of_8_bits_have_a_consensus_by_what_they_stand_for():
     assert ff.spmd(main, mesh)() == [3] * 4
 
 
-def test_ranks_whose_integers_differ_have_no_consensus():
-    def main():
-        step = ff.local_sgd(
-            lambda s, x: (s.replace(params={"n": s.params["n"] + x}), None),
-            MESH, "node", every=1,
-        )  # fmt: skip
-        state, _ = step(ff.TrainState({"n": torch.tensor(1)}), MESH.rank)
-        ff.consensus(state)
-
-    with pytest.raises(RanksDiffer, match="no mean"):
-        ff.spmd(main, MESH)()
-
-
-def test_a_step_that_raises_leaves_the_state_as_it_was():
-    mesh, optimizer = nodes(2), ff.sgd(LR)
-
-    def main():
-        bad = lambda p, x: chain()(p, x) / (0 if x is None else 1)  # noqa: E731
-        step = ff.local_sgd(
-            ff.shard(train_step(bad, optimizer), mesh, "data"), mesh, "node", every=2
-        )
-        state = ff.init_state(step, layers(2), optimizer, batch_of(0))
-        before = tree.map(torch.clone, ff.unshard(state.copies.params))
-        with pytest.raises(Exception):  # noqa: B017
-            step(state, integers(3, 3))
-        same(ff.unshard(state.copies.params), before)
-        return step(state, batch_of(0))[0].count
-
-    assert ff.spmd(main, mesh)() == [1, 1]
-
-
-def test_split_leaves_and_stages_are_copied_as_whole_ones_are():
-    """Over "model" or "pipe" within, the ranks' copies are those without it."""
-    found = []
-    params = {"up": floats(6, WIDTH), "down": floats(WIDTH, 6, seed=1)}
-    layouts = {"up": ff.Split(0, "model"), "down": ff.Split(1, "model")}
-    block = ff.unit(
-        lambda p, x: ff.nn.row_linear(
-            torch.tanh(ff.nn.column_linear(x, p["up"])), p["down"]
-        )
+BLOCK = ff.unit(
+    lambda p, x: ff.nn.row_linear(
+        torch.tanh(ff.nn.column_linear(x, p["up"])), p["down"]
     )
-    plain = ff.unit(lambda p, x: torch.tanh(x @ p["up"].T) @ p["down"].T)
-    for unit, n, rules in ((block, 2, layouts), (plain, 1, None)):
-        mesh = simulated(node=3, data=2, model=n)
-        optimizer = ff.sgd(LR)
+)
+ALONE = ff.unit(lambda p, x: torch.tanh(x @ p["up"].T) @ p["down"].T)
+SPLITS = {"*/up": ff.Split(0, "model"), "*/down": ff.Split(1, "model")}
 
-        def main(unit=unit, mesh=mesh, rules=rules, optimizer=optimizer):
-            step = train_step(lambda p, x: unit(p, x).square().mean(), optimizer)
+
+@pytest.mark.parametrize("kind", ["model", "pipe"])
+def test_split_leaves_and_stages_are_copied_as_whole_ones_are(kind):
+    """Over "model" or "pipe" within, the ranks' copies are those without it."""
+    params = [
+        {"up": floats(6, WIDTH, seed=k), "down": floats(WIDTH, 6, seed=k + 1)}
+        for k in (0, 2)
+    ]
+
+    def trained(n):
+        mesh, optimizer = simulated(node=2, data=2, **{kind: n}), ff.sgd(LR)
+        split = kind == "model" and n > 1
+
+        def main():
+            step = train_step(chain(BLOCK if split else ALONE), optimizer)
+            if kind == "pipe" and n > 1:
+                step = ff.pipeline(step, mesh, "pipe", n_microbatches=2)
             step = ff.shard(step, mesh, "data")
             step = ff.slowmo(step, mesh, "node", every=2, lr=LR)
-            mine = lambda t: ff.local_batch(  # noqa: E731
-                floats(12, WIDTH, seed=t), mesh, ("node", "data")
-            )
-            state = ff.init_state(step, params, optimizer, mine(0), layouts=rules)
+            mine = lambda t: ff.local_batch(batch_of(t), mesh, ("node", "data"))  # noqa: E731
+            rules = {"layouts": SPLITS} if split else {}
+            state = ff.init_state(step, params, optimizer, mine(0), **rules)
             for t in range(3):
                 state, _ = step(state, mine(t))
             return copy_of(state, mesh).params
 
-        found.append(ff.spmd(main, mesh)())
-    for rank, whole in enumerate(found[0]):
-        close(whole, found[1][rank // 2], 2e-6)
+        return ff.spmd(main, mesh)()
 
-
-def test_stages_of_a_pipeline_are_copied_by_each_of_theirs():
-    found = []
-    for staged in (True, False):
-        mesh, optimizer = simulated(node=2, pipe=2, data=1), ff.sgd(LR)
-
-        def main(staged=staged, mesh=mesh, optimizer=optimizer):
-            step = train_step(chain(), optimizer)
-            cut = ff.pipeline(step, mesh, "pipe", n_microbatches=2)
-            step = ff.shard(cut if staged else ff.accumulate(step, 2), mesh, "data")
-            step = ff.slowmo(step, mesh, "node", every=2, lr=LR)
-            mine = lambda t: ff.local_batch(batch_of(t), mesh, "node")  # noqa: E731
-            state = ff.init_state(step, layers(3, make=floats), optimizer, mine(0))
-            for t in range(3):
-                state, _ = step(state, mine(t))
-            return copy_of(state, mesh).params
-
-        found.append(ff.spmd(main, mesh)())
-    for one, other in zip(*found, strict=True):
-        close(one, other, 2e-6)
+    whole = trained(1)
+    for rank, found in enumerate(trained(2)):
+        close(found, whole[rank // 2], 2e-6)
 
 
 def test_ranks_that_train_by_themselves_skip_a_step_together():
@@ -679,3 +551,18 @@ def test_ranks_that_train_by_themselves_skip_a_step_together():
     for skipped, found in ff.spmd(main, MESH)():
         assert skipped == 1
         same(found, layers(1))
+
+
+def test_moments_counts_and_masks_of_dropout_are_a_rank_s_own():
+    mesh, optimizer = nodes(2), ff.sgd(LR)
+    noisy = ff.unit(lambda p, x: torch.nn.functional.dropout(x, 0.5) @ p)
+
+    def main():
+        step = train_step(lambda p, x: noisy(p, x).sum(), optimizer)
+        step = ff.local_sgd(ff.shard(step, mesh, "data"), mesh, "node", every=2)
+        x = torch.ones(4, 32)
+        state = ff.init_state(step, torch.zeros(32, 1), optimizer, x)
+        return copy_of(step(state, x)[0], mesh).params
+
+    one, other = ff.spmd(main, mesh)()
+    assert not torch.equal(one, other)

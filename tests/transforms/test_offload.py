@@ -19,7 +19,7 @@ from hypothesis import strategies as st
 import fsfunc as ff
 from fsfunc import tree
 from fsfunc.optim import in_place
-from fsfunc.runtime.memory_spaces import Store, any_offloaded, space_of
+from fsfunc.runtime.memory_spaces import any_offloaded, space_of
 from fsfunc.sharded.leaf import is_sharded
 from fsfunc.testing import poison
 from fsfunc.testing.drawn_models import rows
@@ -103,12 +103,12 @@ def trained(optimizer, loss, init, batch, mesh, names, zero=3, steps=2, **stores
     return ff.spmd(main, mesh)()
 
 
-@settings(max_examples=8)
+@settings(max_examples=6)
 @given(
     models(frozen=False),
     st.sampled_from(sorted(STACKS)),
     st.integers(1, 3),
-    st.sampled_from([3, 0]),
+    st.integers(0, 3),
     st.lists(st.sampled_from(["host", "disk", None]), min_size=3, max_size=3),
 )
 def test_any_step_is_the_one_that_offloads_nothing(
@@ -121,6 +121,8 @@ def test_any_step_is_the_one_that_offloads_nothing(
     }
     if stack == "alone":
         stores["params"], ranks = None, 1
+    if zero in (1, 2):
+        stores["params"] = None
     stores = {k: w for k, w in stores.items() if w is not None} or {"moments": folder}
     loss = lambda params, batch: spec.loss(params, {}, batch)  # noqa: E731
     given = spec.params(3), rows(4 * ranks, 3), simulated(ranks), STACKS[stack]
@@ -133,18 +135,6 @@ def test_any_step_is_the_one_that_offloads_nothing(
         # makes: units in a unit that is recomputed come back in another order.
         assert sent == before or spec.whole
         assert lay or stack == "alone"
-
-
-@pytest.mark.parametrize("zero", [1, 2])
-def test_moments_go_with_any_zero(tmp_path, zero):
-    given = chain(), layers(3, make=floats), floats(4, 4), simulated()
-    names = ("shard", "offload", "donate")
-    plain = trained(ADAM, *given, names, zero)
-    for (state, sent, lay), (expected, before, _) in zip(
-        trained(ADAM, *given, names, zero, moments=tmp_path), plain, strict=True
-    ):
-        same(state, expected)
-        assert sent == before and lay
 
 
 OPTIMIZERS = {
@@ -163,38 +153,6 @@ OPTIMIZERS = {
         lambda path, leaf: "matrix" if leaf.ndim == 2 else "other",
     ),
 }
-
-
-@pytest.mark.parametrize("name", OPTIMIZERS)
-def test_optimizers_update_what_lies_there(tmp_path, name):
-    optimizer, x = OPTIMIZERS[name], floats(4, 4)
-    given = chain(), layers(2, make=floats), x, simulated(1)
-    (expected, *_), *_ = trained(optimizer, *given, ("shard",))
-    for stores in ("params moments", "moments", "params"):
-        names = ("shard", "offload", *["donate"] * (stores == "moments"))
-        where = dict.fromkeys(stores.split(), tmp_path)
-        (found, _, lay), *_ = trained(optimizer, *given, names, **where)
-        same(found, expected)
-        assert lay
-
-
-def test_it_is_torch_s_adamw(tmp_path):
-    params, x, mesh = layers(2, make=floats), floats(4, 4), simulated(1)
-    names, where = (
-        ("shard", "offload", "donate"),
-        dict.fromkeys(("params", "moments", "activations"), tmp_path),
-    )
-    (((state, *_),)) = trained(ADAM, chain(), params, x, mesh, names, **where)
-    leaves = [w.clone().requires_grad_() for w in tree.leaves(params)]
-    theirs = torch.optim.AdamW(leaves, 0.01, fused=True)
-    for _ in range(2):
-        theirs.zero_grad()
-        h = x
-        for b, w in zip(leaves[::2], leaves[1::2], strict=True):
-            h = torch.tanh(h @ w + b)
-        h.square().mean().backward()
-        theirs.step()
-    torch.testing.assert_close(tree.leaves(state.params), leaves, rtol=1e-6, atol=1e-6)
 
 
 def tied(params, x):
@@ -221,7 +179,7 @@ WITHIN = {  # from the inside out
 }
 
 
-@settings(max_examples=7)
+@settings(max_examples=6)
 @given(
     st.sampled_from(sorted(OPTIMIZERS)),
     st.sampled_from(sorted(SENT)),
@@ -315,55 +273,21 @@ def test_a_state_of_48_units_trains_in_the_memory_of_two(tmp_path):
     same(state, expected)
 
 
-@pytest.mark.parametrize("ranks", [1, 2])
-@pytest.mark.parametrize("kinds", ["moments", "params", "params moments activations"])
-def test_the_plan_is_the_run(tmp_path, ranks, kinds):
-    where, mesh = dict.fromkeys(kinds.split(), tmp_path), simulated(ranks)
-    params, x = layers(4, 16, make=floats), floats(8 * ranks, 16)
-
-    def peaks(step):
-        mine = ff.local_batch(x, mesh, "data")
-        state = ff.init_state(step, params, ADAM, mine)
-        planned = ff.plan(step, state, mine)
-        with ff.testing.live_bytes(state, mine) as seen:
-            step(state, mine)
-        return seen.peak_bytes, planned.peak_bytes
-
-    for names in (("shard", "offload"), ("accumulate", "remat", "shard", "offload")):
-        make = lambda where, names=names: stacked(  # noqa: E731
-            ADAM(ff.value_and_grad(chain())), names, mesh, 3, where
-        )
-        step, plain = make(where), make({})
-        beside = ff.spmd(lambda: peaks(step), mesh)()  # noqa: B023
-        (most, _), *_ = ff.spmd(lambda: peaks(plain), mesh)()  # noqa: B023
-        for found, planned in beside:
-            assert found == planned < most
-        # Units that are replayed stand for their bodies but for an output or two.
-        whole = ff.plan(step, lambda: params, ADAM, x[:8], mesh=mesh)
-        assert abs(whole.peak_bytes - found) < 0.1 * found
-        whole = ff.plan(step, lambda: params, ADAM, x[:8], mesh=mesh)
-        assert whole.peak_bytes == beside[0][0]
-
-
-@pytest.mark.parametrize("ranks", [2, 3])
 @pytest.mark.parametrize(
-    "names",
+    ("ranks", "kinds", "names"),
     [
-        ("remat", "shard", "offload", "donate"),
-        ("shard", "offload"),
-        ("accumulate", "shard", "offload"),
-        ("shard", "accumulate", "offload"),
+        (2, "params moments", ("remat", "shard", "offload", "donate")),
+        (3, "params moments activations", ("accumulate", "shard", "offload")),
+        (2, "params moments", ("shard", "accumulate", "offload")),
+        (1, "params moments", ("accumulate", "remat", "shard", "offload")),
     ],
-    ids=" ".join,
 )
-def test_over_ranks_too_a_step_has_the_room_of_two_units(ranks, names):
+def test_a_step_has_the_room_of_two_units_as_planned(tmp_path, ranks, kinds, names):
     """No third for what is in flight: neither the next unit nor the last reduction."""
     units, wide, mesh = 6, 64, simulated(ranks)
     x = torch.zeros(4, wide)
-    step = stacked(
-        ADAM(ff.value_and_grad(chain())), names, mesh, 3,
-        {"params": "host", "moments": "host"},
-    )  # fmt: skip
+    stores = dict.fromkeys(kinds.split(), tmp_path)
+    step = stacked(ADAM(ff.value_and_grad(chain())), names, mesh, 3, stores)
 
     def main():
         params = [{"w": torch.eye(wide)} for _ in range(units)]
@@ -379,65 +303,7 @@ def test_over_ranks_too_a_step_has_the_room_of_two_units(ranks, names):
         assert peak <= two + (units + 8) * x.nbytes  # and activations
 
 
-GROWTH = {
-    "pure": ("shard", "offload"),
-    "summed whole": ("accumulate", "shard", "offload"),
-    "summed in parts": ("shard", "accumulate", "offload"),
-    "clipped": ("shard", "offload"),
-}
-
-
-@pytest.mark.parametrize("ranks", [1, 2])
-@pytest.mark.parametrize("name", GROWTH)
-def test_no_more_is_held_for_more_units(tmp_path, ranks, name):
-    kinds, mesh = ("params", "moments", "activations"), simulated(ranks)
-    optimizer = OPTIMIZERS["clipped"] if name == "clipped" else ADAM
-    step = optimizer(ff.value_and_grad(chain()))
-    step = stacked(step, GROWTH[name], mesh, 3, dict.fromkeys(kinds, tmp_path))
-
-    def peak(units):
-        params = [{"w": torch.zeros(16, 16)} for _ in range(units)]
-        x, how = torch.zeros(8, 16), {"mesh": mesh}
-        return ff.plan(step, lambda: params, optimizer, x, **how).peak_bytes
-
-    assert peak(12) <= peak(4) + 8 * 8 * 10  # numbers of some units: norms, tokens
-
-
-def test_what_does_not_lie_where_the_rest_does_is_brought(tmp_path, monkeypatch):
-    """As it must be where the device has memory of its own."""
-    seen, whole = [], in_place._here
-
-    def here(x, dtype):
-        seen.extend([x] * space_of(x).offloaded)
-        return whole(x, dtype)
-
-    monkeypatch.setattr(in_place, "_here", here)
-    given = chain(), layers(3, make=floats), floats(4, 4), simulated(1)
-    for kinds, count in (("params moments", 0), ("moments", 6), ("params", 6)):
-        where = dict.fromkeys(kinds.split(), tmp_path)
-        trained(ADAM, *given, ("shard", "offload"), steps=1, **where)
-        assert len(seen) == count  # both moments; or the parameters and gradients
-        seen.clear()
-
-
-def test_an_update_of_one_s_own_is_put_where_the_state_lay(tmp_path):
-    def step(params, x):
-        _, grads = ff.value_and_grad(chain())(params, x)
-        return tree.map(lambda w, g: w - 0.1 * g, params, grads)
-
-    def main(where):
-        f = stacked(step, ("shard", "offload"), mesh, 3, where)
-        params = ff.place(f, layers(2, make=floats), x)
-        params = f(f(params, x), x)
-        assert lie(params, where.get("params"))
-        return ff.unshard(params)
-
-    mesh, x = simulated(), floats(4, 4)
-    found = ff.spmd(lambda: main({"params": tmp_path}), mesh)()
-    same(list(found), list(ff.spmd(lambda: main({}), mesh)()))
-
-
-@pytest.mark.parametrize("order", ["offload remat", "remat offload", "offload"])
+@pytest.mark.parametrize("order", ["remat offload", "offload"])
 def test_what_units_save_is_not_held_on_the_device(tmp_path, order):
     """The inputs that remat keeps too, whichever of the two comes first."""
     params, x = layers(12, make=floats), floats(4096, 4)
@@ -463,8 +329,10 @@ def placed_step(folder, donate=False):
     return ff.donate(step) if donate else step
 
 
-@pytest.mark.parametrize("how", ["full", "limit", "gone", "no folder any more"])
-@pytest.mark.parametrize("donate", [False, True])
+@pytest.mark.parametrize(
+    ("how", "donate"),
+    [("full", True), ("limit", False), ("gone", True)],
+)
 def test_a_disk_that_is_full_or_gone_leaves_the_state(
     tmp_path, monkeypatch, how, donate
 ):
@@ -490,39 +358,19 @@ def test_a_disk_that_is_full_or_gone_leaves_the_state(
                 resource.setrlimit(resource.RLIMIT_FSIZE, (16, limit[1]))
             else:
                 shutil.rmtree(folder)
-                if how != "gone":
-                    folder.touch()
             words = {"full": "No space left", "limit": "too large", "gone": "No such"}
-            words = words.get(how, "Not a directory")
+            words = words[how]
             try:
                 with pytest.raises(OSError, match=f"disk.*{words}.*room") as caught:
                     step(state, x)
             finally:
                 resource.setrlimit(resource.RLIMIT_FSIZE, limit)
             assert str(folder) in str(caught.value)
-        if how == "no folder any more":
-            folder.unlink()
         folder.mkdir(exist_ok=True)
         assert not os.listdir(folder)
         same(ff.unshard(step(state, x)[0]), expected)
 
     ff.spmd(main, simulated(1))()
-
-
-def test_a_folder_may_be_shared_and_nothing_stays_in_it(tmp_path):
-    one, other = Store(tmp_path), Store(tmp_path)
-    a, b = (s.empty(1000, torch.float32, "cpu") for s in (one, other))
-    assert a.eq(0).all() and not os.listdir(tmp_path)
-    a.fill_(1)
-    b.fill_(2)
-    assert a.eq(1).all() and b.eq(2).all()
-    empty = one.empty(0, torch.float32, "cpu")
-    assert store_of(empty) is one and store_of(a[3:]) is one
-    scratch = one.scratch(10, torch.float32, "cpu")
-    at = scratch.data_ptr()
-    assert one.scratch(10, torch.float32, "cpu").data_ptr() != at
-    del scratch
-    assert one.scratch(10, torch.float32, "cpu").data_ptr() == at
 
 
 def test_a_saved_state_goes_back_to_where_its_target_lies(tmp_path):
@@ -604,3 +452,37 @@ def test_what_was_changed_in_place_is_still_refused(tmp_path):
     )
     with pytest.raises(RuntimeError, match="modified by an inplace operation"):
         step(floats(16, 16), floats(16, 16))
+
+
+def test_an_update_of_one_s_own_is_put_where_the_state_lay(tmp_path):
+    def step(params, x):
+        _, grads = ff.value_and_grad(chain())(params, x)
+        return tree.map(lambda w, g: w - 0.1 * g, params, grads)
+
+    def main(where):
+        f = stacked(step, ("shard", "offload"), mesh, 3, where)
+        params = ff.place(f, layers(2, make=floats), x)
+        params = f(f(params, x), x)
+        assert lie(params, where.get("params"))
+        return ff.unshard(params)
+
+    mesh, x = simulated(), floats(4, 4)
+    found = ff.spmd(lambda: main({"params": tmp_path}), mesh)()
+    same(list(found), list(ff.spmd(lambda: main({}), mesh)()))
+
+
+def test_what_does_not_lie_where_the_rest_does_is_brought(tmp_path, monkeypatch):
+    """As it must be where the device has memory of its own."""
+    seen, whole = [], in_place._here
+
+    def here(x, dtype):
+        seen.extend([x] * space_of(x).offloaded)
+        return whole(x, dtype)
+
+    monkeypatch.setattr(in_place, "_here", here)
+    given = chain(), layers(3, make=floats), floats(4, 4), simulated(1)
+    for kinds, count in (("params moments", 0), ("moments", 6), ("params", 6)):
+        where = dict.fromkeys(kinds.split(), tmp_path)
+        trained(ADAM, *given, ("shard", "offload"), steps=1, **where)
+        assert len(seen) == count  # both moments; or the parameters and gradients
+        seen.clear()

@@ -46,23 +46,14 @@ PLAIN = matmuls(ff.value_and_grad(loss), P, X)
 POLICIES = [
     (None, 6),
     (ff.SaveOnly("first"), 4),
-    (ff.SaveOnly("second"), 4),
     (ff.SaveOnly("first", "second"), 2),
-    (ff.SaveOnly(["first", "second"]), 2),
     (ff.SaveOnly("unknown"), 6),
-    (ff.SaveOnly(), 6),
     (ff.SaveAllBut(), 2),
     (ff.SaveAllBut("first"), 4),
-    (ff.SaveAllBut("first", "second"), 6),
 ]
 
 
-def named(x) -> str:
-    """The same in every process: sets have an order of their own in each."""
-    return f"{type(x).__name__}: {', '.join(sorted(getattr(x, 'names', {str(x)})))}"
-
-
-@pytest.mark.parametrize("policy, again", POLICIES, ids=named)
+@pytest.mark.parametrize("policy, again", POLICIES, ids=range(len(POLICIES)))
 def test_named_values_are_not_computed_again(policy, again) -> None:
     count, out = matmuls(ff.remat(ff.value_and_grad(loss), policy), P, X)
     same(out, PLAIN[1])
@@ -75,18 +66,9 @@ def attention(p, x):
     return checkpoint_name(h, "h")
 
 
-def normed(p, x):
-    return checkpoint_name(F.layer_norm(torch.sin(x), (D,), p["a"][0], p["b"][0]), "h")
-
-
 def dropped(p, x):
     h = checkpoint_name(F.dropout(torch.sin(x @ p["a"]), 0.5), "h")
     return 1 + F.dropout(h, 0.5)  # what is drawn next does not change
-
-
-def dropped_in_one_op(p, x):
-    h, _ = torch.native_dropout(torch.sin(x @ p["a"]), 0.5, True)
-    return 1 + F.dropout(checkpoint_name(h, "h"), 0.5)  # its own, the next draw
 
 
 def changed_after(p, x):
@@ -102,18 +84,9 @@ def view_of_it(p, x):
     return torch.sin(checkpoint_name((x @ p["a"]).t(), "h")) @ p["b"][:4]
 
 
-def view_of_an_input(p, x):
-    return torch.sin(checkpoint_name(x[1:], "h")) @ checkpoint_name(p["a"].t(), "h")
-
-
 def split(p, x):
     a, b = (x @ p["a"]).chunk(2, -1)
     return torch.sin(checkpoint_name(a, "h")) * checkpoint_name(b, "h")
-
-
-def largest(p, x):
-    values, indices = (x @ p["a"]).topk(2)
-    return torch.sin(checkpoint_name(values, "h")) * indices
 
 
 def strided(p, x):
@@ -123,44 +96,23 @@ def strided(p, x):
 
 
 BODIES = [
-    attention, normed, dropped, dropped_in_one_op, changed_after, changed_before,
-    view_of_it, view_of_an_input, split, largest, strided,
+    attention, dropped, changed_after, changed_before, view_of_it, split, strided
 ]  # fmt: skip
 
 
 @pytest.mark.parametrize("body", BODIES, ids=lambda f: f.__name__)
-@pytest.mark.parametrize("autocast", [False, True])
-def test_any_op_may_be_named(body, autocast) -> None:
+def test_any_op_may_be_named(body) -> None:
     unit = ff.unit(body)
 
-    def f(p, x):
+    def f(p, x, autocast):
         with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
             return (unit(p, x) ** 2).sum().float()
 
     grad = ff.value_and_grad(f)
-    expected = matmuls(grad, P[0], X)[1]
-    same(matmuls(ff.remat(grad, ff.SaveOnly("h")), P[0], X)[1], expected)
-
-
-@pytest.mark.parametrize(
-    "body, op",
-    [(attention, "_scaled_dot_product"), (normed, "native_layer_norm."),
-     (dropped, "bernoulli_"), (view_of_it, "mm"), (split, "mm"), (largest, "topk")],
-)  # fmt: skip
-def test_the_op_that_made_it_runs_once_in_the_forward(body, op) -> None:
-    grad = ff.value_and_grad(lambda p, x: ff.unit(body)(p, x).sum())
-
-    def count(f):
-        with Calls(op) as calls:
-            f(P[0], X)
-        return calls.count
-
-    saved = count(ff.remat(grad, ff.SaveOnly("h")))
-    again = count(ff.remat(grad))
-    if body is dropped:  # the first draw is an op within the dropout, not its last one
-        assert saved == again
-    else:
-        assert again - saved == 1
+    for autocast in (False, True):
+        expected = matmuls(grad, P[0], X, autocast)[1]
+        found = matmuls(ff.remat(grad, ff.SaveOnly("h")), P[0], X, autocast)[1]
+        same(found, expected)
 
 
 def test_names_inside_nested_units_are_kept_once_and_for_both() -> None:
@@ -185,8 +137,9 @@ def test_names_inside_nested_units_are_kept_once_and_for_both() -> None:
     assert kept - plain == 2 + 2
 
 
-@pytest.mark.parametrize("order", ["remat(shard)", "shard(remat)"])
-@pytest.mark.parametrize("zero", [0, 1, 2, 3])
+@pytest.mark.parametrize(
+    ("order", "zero"), [("remat(shard)", 0), ("shard(remat)", 1), ("remat(shard)", 3)]
+)
 def test_names_beside_collectives(order, zero) -> None:
     @ff.unit
     def mixing(p, x):
@@ -258,8 +211,3 @@ def test_a_unit_that_does_something_else_the_second_time_is_refused() -> None:
 
     with pytest.raises(RuntimeError, match="must do the same again"):
         ff.remat(ff.value_and_grad(fickle), ff.SaveOnly("h"))(P[0]["a"], X)
-
-
-def test_policies_are_values() -> None:
-    assert ff.SaveOnly("a", "b") == ff.SaveOnly(["b", "a"]) != ff.SaveAllBut("a", "b")
-    assert hash(ff.SaveOnly("a")) == hash(ff.SaveOnly("a"))

@@ -39,7 +39,7 @@ class Counted:
         return self.runs / len(P), out
 
 
-@pytest.mark.parametrize("n", [1, 2, 3])
+@pytest.mark.parametrize("n", [1, 3])
 @pytest.mark.parametrize("mode", MODES)
 def test_how_many_microbatches_are_recomputed(n, mode) -> None:
     one = Counted()
@@ -56,18 +56,6 @@ def test_how_many_microbatches_are_recomputed(n, mode) -> None:
 
 
 @pytest.mark.parametrize(
-    ("mode", "again"), [("always", 6), ("except_last", 4), ("never", 0)]
-)
-def test_the_innermost_loop_decides(mode, again) -> None:
-    one = Counted()
-    step = ff.accumulate(ff.accumulate(ff.remat(one.grad, mode), 3), 2)
-    assert one.again(step, P, X)[0] == 6 + again
-    step = ff.accumulate(ff.accumulate(ff.remat(one.grad, mode), 2), 3)
-    innermost_of_two = {"always": 6, "except_last": 3, "never": 0}[mode]
-    assert one.again(step, P, X)[0] == 6 + innermost_of_two
-
-
-@pytest.mark.parametrize(
     ("mode", "again"), [("always", 1), ("except_last", 0), ("never", 0)]
 )
 def test_outside_a_loop_there_is_one_microbatch_the_last(mode, again) -> None:
@@ -80,10 +68,14 @@ def test_outside_a_loop_there_is_one_microbatch_the_last(mode, again) -> None:
         assert one.again(ff.remat(one.loss, mode), P, X)[0] == 1  # evaluation
 
 
-@pytest.mark.parametrize("zero", [0, 2, 3])
-@pytest.mark.parametrize("order", ["ras", "rsa", "sra"])
-@pytest.mark.parametrize("mode", MODES)
-def test_with_shard_the_numbers_stay(mode, order, zero) -> None:
+@pytest.mark.parametrize(
+    ("mode", "order", "zero"),
+    [
+        ("always", "sra", 0), ("except_last", "ras", 3), ("never", "rsa", 3),
+        ("except_last", "rsa", 2), ("never", "sra", 2),
+    ],
+)  # fmt: skip
+def test_with_shard_the_numbers_stay(mode, order, zero):
     mesh = ff.make_mesh({"data": 2}, "simulated")
     one = Counted()
     wraps = {
@@ -109,7 +101,7 @@ def test_with_shard_the_numbers_stay(mode, order, zero) -> None:
     same(run(order), run(order.replace("r", "")))
 
 
-@pytest.mark.parametrize("policy", ["", "last", "except-last", 3, ["always"], object()])
+@pytest.mark.parametrize("policy", ["except-last", 3, ["always"]])
 def test_another_policy_is_refused(policy) -> None:
     with pytest.raises(TypeError, match="'always', 'except_last', 'never', or None"):
         ff.remat(lambda p: p, policy)

@@ -1,6 +1,7 @@
-"""Through a sharded unit, any order of derivative is that of one device."""
+"""Forward mode and per-sample gradients through sharded units, as on one device.
 
-import functools
+Products with the Hessian, and derivatives of derivatives, `tests/derivatives` has.
+"""
 
 import pytest
 import torch
@@ -11,61 +12,47 @@ import fsfunc as ff
 from fsfunc import tree
 from fsfunc.comm.mesh import here
 from fsfunc.sharded.leaf import is_sharded
-from tests.checks import close, on_ranks
+from tests.checks import close, on_ranks, simulated
+from tests.models import affine, floats
 
 # torch scripts its own forward-mode decompositions, and warns of it.
 pytestmark = pytest.mark.filterwarnings("ignore:.torch.jit.script. is deprecated")
 
 WIDTH, RANKS = 3, 2
-MESH = ff.make_mesh({"data": RANKS}, "simulated")
-GRID = ff.make_mesh({"node": 2, "data": 2}, "simulated")
-ZEROS = pytest.mark.parametrize("zero", [0, 1, 2, 3])
-
-
-@ff.unit
-def layer(p, x):
-    return torch.tanh(x @ p["w"] + p["b"]) * p["s"]
-
-
-@ff.unit
-def square(p, x):
-    return (x * p["v"]) ** 2
+MESH, GRID = simulated(RANKS), simulated(node=2, data=2)
+layer = ff.unit(lambda p, x: torch.tanh(affine(p, x)) * p["s"])
+square = ff.unit(lambda p, x: (x * p["v"]) ** 2)
 
 
 def loss_fn(params, x):
-    h = layer(params["a"], x)
-    h = layer(params["c"], h) if "c" in params else h
-    return square(params["d"], h).mean()
+    return square(params["d"], layer(params["c"], layer(params["a"], x))).mean()
 
 
-def params_of(seed=0):
-    draw = torch.Generator().manual_seed(seed)
-    rand = lambda *s: torch.randn(s, generator=draw, dtype=torch.float64)  # noqa: E731
-    one = lambda: {"w": rand(WIDTH, WIDTH), "b": rand(WIDTH), "s": rand()}  # noqa: E731
-    return {"a": one(), "c": one(), "d": {"v": rand(WIDTH)}}
+def wide(*shape, seed):
+    return floats(*shape, seed=seed, dtype=torch.float64)
 
 
-def data(ranks=RANKS):
-    draw = torch.Generator().manual_seed(5)
-    return torch.randn(2 * ranks, WIDTH, generator=draw, dtype=torch.float64)
+def one(k):
+    return {"w": wide(3, 3, seed=k), "b": wide(3, seed=k + 1), "s": wide(seed=k + 2)}
+
+
+PARAMS = {"a": one(0), "c": one(3), "d": {"v": wide(WIDTH, seed=6)}}
+DATA = wide(4, WIDTH, seed=7)
 
 
 def run(use, zero, *, remat=False, mesh=MESH, replicate=None):
     """``use(loss, params, x)`` under shard, on each rank, unsharded."""
-    shard = functools.partial(
-        ff.shard, mesh=mesh, axis="data", zero=zero, replicate=replicate
-    )
+    shard = lambda f: ff.shard(f, mesh, "data", zero=zero, replicate=replicate)  # noqa: E731
     step = lambda p, x: use(loss_fn, p, x)  # noqa: E731
     step = shard(ff.remat(step) if remat else step)
-    return on_ranks(step, params_of(), data(mesh.size), mesh=mesh, laid=shard(loss_fn))
+    return on_ranks(step, PARAMS, DATA, mesh=mesh, laid=shard(loss_fn))
 
 
 def like(params, seed=3):
     """A direction of the same layout, made of each leaf's whole."""
 
     def one(path, leaf):
-        draw = torch.Generator().manual_seed(seed + len(path))
-        whole = torch.randn(leaf.shape, generator=draw, dtype=torch.float64)
+        whole = wide(*leaf.shape, seed=seed + len(path))
         if not is_sharded(leaf):
             return whole
         start, stop = leaf.layout.span(here().mesh.coordinates())
@@ -79,13 +66,17 @@ def forward_over_reverse(loss, p, x):
 
 
 def reverse_over_reverse(loss, p, x):
-    _, pull = vjp(lambda p: grad(loss)(p, x), p)
-    return pull(like(p))[0]
-
-
-def value_and_grad_inside(loss, p, x):
     _, pull = vjp(lambda p: ff.value_and_grad(loss)(p, x)[1], p)
     return pull(like(p))[0]
+
+
+@pytest.mark.parametrize(
+    ("use", "zero"), [(forward_over_reverse, 3), (reverse_over_reverse, 1)]
+)
+def test_a_hessian_product_over_replicas_is_that_of_one_device(use, zero):
+    expected = forward_over_reverse(loss_fn, PARAMS, DATA)
+    for found in run(use, zero, mesh=GRID, replicate="node"):
+        close(found, expected, 1e-9)
 
 
 def dual_numbers(loss, p, x):
@@ -100,42 +91,28 @@ def forward_mode(loss, p, x):
         return ff.pmean(forward_ad.unpack_dual(loss(dual, x)).tangent, "data")
 
 
-@ZEROS
-@pytest.mark.parametrize(
-    "use", [forward_over_reverse, reverse_over_reverse, value_and_grad_inside]
-)
-@pytest.mark.parametrize("mesh", [MESH, GRID], ids=["line", "grid"])
-def test_a_hessian_product_is_that_of_one_device(use, zero, mesh):
-    expected = forward_over_reverse(loss_fn, params_of(), data(mesh.size))
-    for found in run(use, zero, mesh=mesh, replicate="node" if mesh is GRID else None):
-        close(found, expected, 1e-9)
-
-
-@ZEROS
+@pytest.mark.parametrize("zero", [0, 1, 3])
 @pytest.mark.parametrize("use", [dual_numbers, forward_mode])
 def test_a_jvp_is_that_of_one_device(use, zero):
-    p = params_of()
-    expected = jvp(lambda p: loss_fn(p, data()), (p,), (like(p),))[1]
+    expected = jvp(lambda p: loss_fn(p, DATA), (PARAMS,), (like(PARAMS),))[1]
     for found in run(use, zero):
         close(found, expected, 1e-9)
 
 
 def per_sample(loss):
-    one = lambda p, sample: loss(p, sample[None])  # noqa: E731
-    return vmap(grad(one), in_dims=(None, 0))
+    return vmap(grad(lambda p, sample: loss(p, sample[None])), in_dims=(None, 0))
 
 
-@ZEROS
-@pytest.mark.parametrize("remat", [False, True])
+@pytest.mark.parametrize(("zero", "remat"), [(0, True), (2, False), (3, True)])
 def test_per_sample_gradients_in_a_whole_unit_are_those_of_one_device(zero, remat):
     """Each rank has those of its own samples, of all parameters."""
     each = ff.unit(per_sample(loss_fn), whole=True)
-    expected = per_sample(loss_fn)(params_of(), data())
+    expected = per_sample(loss_fn)(PARAMS, DATA)
     for rank, found in enumerate(run(lambda f, p, x: each(p, x), zero, remat=remat)):
         close(found, tree.map(lambda g, r=rank: g.chunk(RANKS)[r], expected), 1e-9)
 
 
-@ZEROS
+@pytest.mark.parametrize("zero", [0, 3])
 def test_per_sample_gradients_outside_a_unit_would_mix_the_ranks_and_are_refused(zero):
     with pytest.raises(ValueError, match="per-sample .* by 'a/b', .*whole=True"):
         run(lambda f, p, x: per_sample(f)(p, x), zero)
@@ -149,8 +126,7 @@ def curvature(loss, p, x):
     return hessian(lambda x: loss(p, x))(x)
 
 
-@ZEROS
-@pytest.mark.parametrize("use", [each_sample, curvature])
+@pytest.mark.parametrize(("use", "zero"), [(each_sample, 1), (curvature, 3)])
 def test_what_is_of_inputs_alone_is_that_of_one_device(use, zero):
     for rank, found in enumerate(run(use, zero)):
-        close(found, use(loss_fn, params_of(), data().chunk(RANKS)[rank]), 1e-9)
+        close(found, use(loss_fn, PARAMS, DATA.chunk(RANKS)[rank]), 1e-9)

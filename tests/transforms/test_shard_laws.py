@@ -1,17 +1,21 @@
 """Laws of ``shard`` over drawn meshes, trees and orders: it equals one device."""
 
+import torch
 from hypothesis import assume, given, settings
+from hypothesis import strategies as st
 
 import fsfunc as ff
 from fsfunc.testing import assert_equals_one_device
 from fsfunc.testing import strategies as draw
 from fsfunc.testing.drawn_models import rows
+from tests.checks import simulated
+from tests.models import chain, floats, layers, train_step
 
 STACKS = draw.meshes(("a", "b")).flatmap(draw.transform_stacks)
 
 
 @given(draw.models(), STACKS, draw.seeds)
-@settings(max_examples=60)
+@settings(max_examples=14)
 def test_a_sharded_gradient_call_has_the_bits_of_one_device(model, stack, seed):
     def gradient(params, batch):
         trained, frozen = params
@@ -31,7 +35,7 @@ PIPED = draw.meshes(("a", "b"), max_axes=2).flatmap(
 
 
 @given(draw.train_steps(frozen=True), PIPED)
-@settings(max_examples=30)
+@settings(max_examples=8)
 def test_a_train_step_under_any_stack_has_the_bits_of_one_device(drawn, stack):
     stages = stack.mesh.axes[stack.pipe] if stack.pipe else 0
     assume(stages <= (1 if drawn.model.whole else 2))
@@ -43,3 +47,43 @@ def test_a_train_step_under_any_stack_has_the_bits_of_one_device(drawn, stack):
         drawn.batch(2 * stack.rows),
         axis=stack.axes,
     )
+
+
+@settings(max_examples=3)
+@given(draw.models(), st.integers(0, 3), draw.seeds)
+def test_where_sums_round_it_is_near(model, zero, seed):
+    """Steps of Adam, clipped, whose norms and means are no exact numbers."""
+    mesh = simulated(3)
+    optimizer = ff.chain(ff.clip_by_global_norm(0.5), ff.sharded_adam(0.01))
+    dtype = torch.float64
+    params = ff.tree.map(
+        lambda x: x + 0.3 if x.is_floating_point() else x, model.params(seed, dtype)
+    )
+    frozen = model.frozen_params(seed, dtype)
+
+    def step(state, batch):
+        value, grads = ff.value_and_grad(model.loss)(state.params, state.extra, batch)
+        return state.apply_gradients(grads, optimizer), value
+
+    assert_equals_one_device(
+        step,
+        ff.donate(ff.shard(step, mesh, "data", zero=zero)),
+        mesh,
+        ff.TrainState(params, optimizer.init(params), extra=frozen),
+        rows(6, seed, dtype),
+        calls=3,
+        goes_on=lambda out: out[0],
+        tolerance=1e-9,
+    )
+
+
+def test_a_notebook_goes_on_with_what_spmd_returned():
+    mesh, optimizer = simulated(2), ff.sgd(0.1)
+    params, x = layers(1, make=floats), floats(8, 4, seed=2)
+    step = ff.shard(train_step(chain(), optimizer), mesh, "data")
+    states = ff.spmd(lambda: ff.init_state(step, params, optimizer, x), mesh)()
+    losses = []
+    for _ in range(3):
+        states, values = ff.spmd(step, mesh)(states, x).unzip()
+        losses.append(values[0].item())
+    assert losses == sorted(losses, reverse=True) and losses[0] > losses[-1]

@@ -12,29 +12,7 @@ from fsfunc.transforms.gradient_sums import GradientSums
 from tests.checks import on_ranks, simulated
 
 pytestmark = pytest.mark.usefixtures("collected")
-MESH = simulated()
-
-
-class Watched:
-    """Weak references to the storages that calls gathered into, and their sizes."""
-
-    def __init__(self, monkeypatch):
-        self.fulls = []
-        start = Gathers.start
-
-        def watched(runtime, shard, dtype):
-            full, work = start(runtime, shard, dtype)
-            self.fulls.append(weakref.ref(full))
-            return full, work
-
-        monkeypatch.setattr(Gathers, "start", watched)
-
-    def alive(self):
-        return sum(
-            r().numel() * r().element_size() for r in self.fulls if r() is not None
-        )
-
-
+MESH, SIZE = simulated(), 8 * 8 * 4
 flat = ff.unit(lambda p, x: torch.tanh(x @ p))
 
 
@@ -44,34 +22,38 @@ def nested(p, x):
     return flat(p["inner"], x @ p["own"]) @ p["own"]
 
 
-def deep(depth, unit=flat, width=8):
-    def make():
-        w = torch.randn(width, width) * 0.1
-        return w if unit is flat else {"inner": w, "own": w + 0}
-
+def deep(depth, unit=flat):
     def loss(params, x):
         for p in params:
             x = unit(p, x)
         gc.collect()
         return x.sum()
 
-    return loss, [make() for _ in range(depth)]
+    w = torch.eye(8) / 2
+    return loss, [w + 0 if unit is flat else {"inner": w + 0, "own": w + 0}] * depth
 
 
-@pytest.mark.parametrize("unit", [flat, nested], ids=["flat", "nested"])
-@pytest.mark.parametrize("depth", [3, 9])
+@pytest.mark.parametrize(("unit", "depth"), [(flat, 9), (nested, 3)])
 def test_after_the_forward_only_the_last_unit_is_whole(monkeypatch, depth, unit):
-    """The last unit's buffer and no other, whatever the depth."""
-    gathers = Watched(monkeypatch)
-    loss, params = deep(depth, unit)
-    found = []
+    start, fulls, found = Gathers.start, [], []
+
+    def watched(runtime, shard, dtype):
+        full, work = start(runtime, shard, dtype)
+        fulls.append(weakref.ref(full))
+        return full, work
+
+    def alive():
+        return sum(full().nbytes for full in fulls if full() is not None)
 
     def at_the_end(params, x):
         value = loss(params, x)
         if ff.axis_index("data") == 0:
-            found.append(gathers.alive())
+            found.append(alive())
         return value
 
+    monkeypatch.setattr(Gathers, "start", watched)
+    loss, params = deep(depth, unit)
+    params = ff.tree.map(torch.clone, params)
     step = ff.shard(ff.value_and_grad(at_the_end), MESH, "data")
     on_ranks(step, params, torch.ones(4, 8), mesh=MESH, calls=2)
     gc.collect()
@@ -80,27 +62,23 @@ def test_after_the_forward_only_the_last_unit_is_whole(monkeypatch, depth, unit)
     # are of recordings, which gather nothing.)
     most = 2 if unit is flat else 3
     assert found[:2] == [0, 0]
-    assert all(0 < n <= most * 8 * 8 * 4 for n in found[2:]), found
-    assert gathers.alive() == 0
+    assert all(0 < n <= most * SIZE for n in found[2:]), found
+    assert alive() == 0
 
 
 def test_buffers_in_the_backward_are_bounded(monkeypatch):
     """At most this unit, the next gather, its gradient and the one being reduced."""
-    gathers = Watched(monkeypatch)
     loss, params = deep(10)
-    peak = []
-    collect = GradientSums.collect
+    peak, collect = [], GradientSums.collect
 
     def watched(sums, *args):
         buffer = collect(sums, *args)
-        gathers.fulls.append(weakref.ref(buffer))
         if sums.groups.where.rank == 0:
-            mine = sums.pool.storages
-            peak.append(sum(s.nbytes() for s in mine))
+            peak.append(sum(s.nbytes() for s in sums.pool.storages))
         return buffer
 
     monkeypatch.setattr(GradientSums, "collect", watched)
-
     step = ff.shard(ff.value_and_grad(loss), MESH, "data")
+    params = ff.tree.map(torch.clone, params)
     on_ranks(step, params, torch.ones(4, 8), mesh=MESH, calls=3)
-    assert max(peak) <= 4 * 8 * 8 * 4, max(peak) / (8 * 8 * 4)
+    assert max(peak) <= 4 * SIZE, max(peak) / SIZE
