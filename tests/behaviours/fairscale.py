@@ -36,7 +36,7 @@ nn/data_parallel/test_fsdp_input.py
 nn/data_parallel/test_fsdp_grad_scaler.py
   has     | an overflow on one rank is one on all | optim/test_loss_scaling.py::test_an_overflow_on_one_rank_skips_the_step_on_all
 nn/data_parallel/test_fsdp_hf_transformer_eval.py
-  has     | a Hugging Face model, evaluated | interop/test_huggingface.py::test_apply_returns_what_the_module_does
+  has     | a Hugging Face model, evaluated | interop/test_default_flags.py::test_a_model_is_what_it_is_by_itself
 nn/data_parallel/test_fsdp_pre_backward_hook.py
   not     | hooks are registered anew in each forward | no hooks: a unit's backward is in the graph
 nn/data_parallel/test_fsdp_offload.py

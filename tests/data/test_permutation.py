@@ -5,13 +5,14 @@ import math
 from collections import Counter
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from fsfunc.data.dataset import Shuffled
 from fsfunc.runtime.generators import mixed
 
 
+@settings(max_examples=12)
 @given(st.integers(1, 3000), st.integers(-(2**70), 2**70))
 def test_an_order_is_a_permutation(n, key):
     order = Shuffled(n, key)
