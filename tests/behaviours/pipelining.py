@@ -6,7 +6,7 @@ test_schedule.py
   has     | GPipe, 1F1B, interleaved, looped BFS as published | pipelining/test_schedules.py::test_as_written_down
   has     | zero-bubble schedules as torch's own | pipelining/test_schedules.py::test_equal_to_torch
   has     | a schedule by its name | examples/test_pipe.py::test_every_schedule_can_be_asked_for
-  has     | stages that ranks do not divide are refused | pipelining/test_schedules.py::test_stages_that_chunks_do_not_divide_are_refused
+  has     | stages that ranks do not divide are refused | pipelining/test_pipeline_bad_input.py::test_every_rank_says_what_is_wrong_and_sends_nothing
   has     | actions as text, and back | pipelining/test_actions.py::test_text_and_json_come_back
   differs | schedules as CSV | as JSON | pipelining/test_actions.py::test_text_and_json_come_back
   has     | an action that is missing, twice, or too early is named | pipelining/test_verification.py::test_a_wrong_schedule_is_refused
