@@ -157,18 +157,6 @@ def test_a_drawn_dataclass_is_rebuilt_as_it_was(values, frozen, slots):
         assert tree.flatten(getattr(again, name))[1] == tree.flatten(v)[1]
 
 
-def test_a_config_is_a_leaf():
-    @dataclass
-    class Config:
-        width: int = 3
-        names: list = field(default_factory=list)
-        sizes: dict = field(default_factory=dict)
-
-    config = Config(sizes={"a": Frozen(1)})
-    for _ in range(2):
-        assert tree.leaves({"c": config, "x": torch.ones(1)})[0] is config
-
-
 def test_what_was_not_set_is_not_set_again_and_what_was_computed_is_anew():
     @dataclass
     class Late:
