@@ -4,14 +4,16 @@ import pytest
 import torch
 
 from fsfunc.sharded.layout import Layout, Owned, Split, pack_flat
-from fsfunc.sharded.leaf import KEPT, Sharded
+from fsfunc.sharded.leaf import KEPT, FlatShard, Sharded
 from fsfunc.sharded.packing import (
+    by_buffer,
     chunk_here,
     in_a_row,
     joined,
     pack,
     packed_of,
     repack,
+    side_by_side,
     split_buffers,
 )
 from fsfunc.sharded.slices import take
@@ -101,3 +103,19 @@ def test_a_gradient_that_is_kept_elsewhere_stays_as_it_is():
     assert repack(t, AT[0]) is t
     with pytest.raises(RuntimeError, match="outside, as in mine"):
         kept.local.mul(2)
+
+
+def test_leaves_of_one_buffer_are_found_in_its_order():
+    leaves = FlatShard(members(), torch.zeros(3), AT[0]).leaves()
+    other = FlatShard(members(), torch.zeros(3), AT[0]).leaves()
+    mixed = [leaves[2], other[0], leaves[0], other[3], 1.0]
+    assert by_buffer(mixed, [0, 1, 2, 3]) == [[2, 0], [1, 3]]
+    packed, flat = packed_of([leaves[0], leaves[2]], AT[0])
+    assert packed is leaves[0].packed and flat is packed.flat  # no copy
+    # On their own they go together by name, and what would overlap goes apart.
+    mixed = [*loose(AT[0])[::-1], *loose(AT[0])[:1]]
+    assert by_buffer(mixed, range(5)) == [[3, 1, 2, 0], [4]]
+    elsewhere = loose(AT[0], members(buffer="v"))
+    assert side_by_side([mixed[0], elsewhere[0]], [0, 1]) == [[0], [1]]
+    wide = Sharded(mixed[0].local.double(), mixed[0].layout)
+    assert side_by_side([mixed[3], wide], [0, 1]) == [[0], [1]]
