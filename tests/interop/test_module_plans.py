@@ -199,28 +199,6 @@ def test_experts_send_their_tokens_there_and_back(axis, kind, dtype, record):
         assert log.bytes(axis, "all_to_all") == sent
 
 
-def test_a_planned_step_sends_what_the_step_sends():
-    apply, params, loss, batch = made("sequence")
-    mine = {name: x[: ROWS // 2] for name, x in batch.items()}
-
-    def build(backend):
-        mesh = ff.make_mesh({"data": 2, "model": 2}, backend)
-
-        def main():
-            step = ff.shard(ff.value_and_grad(loss), mesh, "data")
-            placed = ff.place(step, params, mine, layouts=apply.layouts)
-            if backend == "abstract":
-                return ff.plan(step, placed, mine).ranks[0].records
-            with ff.ledger() as log:
-                step(placed, mine)
-            return [record for record in log.records if record.rank == 0]
-
-        records = ff.spmd(main, mesh)()[0]
-        return [(record.op, record.axis, record.bytes) for record in records]
-
-    assert build("abstract") == build("simulated")
-
-
 def knowing(apply, buffers, batch):
     logits = apply(*buffers, **batch).logits[:, :-1] * 2 - torch.ones(())
     return ff.nn.vocab_cross_entropy(logits, batch["input_ids"][:, 1:])

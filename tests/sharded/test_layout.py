@@ -205,21 +205,6 @@ def test_layouts_are_hashable_values_that_ignore_their_name():
     assert Flat(("data",), 4, "u", 0, 1) == Flat(("data",), 4, "u", 0, 1, (4,))
 
 
-def test_a_layout_tells_its_facts():
-    layout = Layout(
-        (10, 7),
-        torch.bfloat16,
-        (Owned("pipe", 2, 1), Flat(("node", "data"), 6, "u", 3, 13, (2, 3))),
-    )
-    assert (layout.ndim, layout.numel, layout.nbytes) == (2, 70, 140)
-    assert layout.axes == ("pipe", "node", "data")
-    assert layout.sizes == {"pipe": 2, "node": 2, "data": 3}
-    assert layout.block({"pipe": 0, "node": 0, "data": 0}) is None
-    assert layout.block({"pipe": 1, "node": 0, "data": 0}) == ((0, 10), (0, 7))
-    assert layout.span({"pipe": 1, "node": 0, "data": 1}) == (10, 23)
-    assert layout.span({"pipe": 0, "node": 0, "data": 1}) == (0, 0)
-
-
 PRINTED = {
     "f32[10, 7] whole": (),
     "f32[10, 7] flat over data=4 at 0:70 of 4x20": (Flat(("data",), 4, "u", 0, 20),),
