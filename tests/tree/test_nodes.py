@@ -138,7 +138,7 @@ VALUES = st.recursive(
 )
 
 
-@settings(max_examples=25)
+@settings(max_examples=15)
 @given(st.lists(VALUES, min_size=1, max_size=3), st.booleans(), st.booleans())
 def test_a_drawn_dataclass_is_rebuilt_as_it_was(values, frozen, slots):
     names = [f"f{i}" for i in range(len(values))]
