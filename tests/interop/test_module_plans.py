@@ -119,7 +119,7 @@ TRANSFORMS = {
         {"pipe": 2, "model": 2}),
 }  # fmt: skip
 CASES = [("llama", "no shard"), ("llama", "zero=3 remat"), ("sequence", "pipeline")]
-CASES += [(name, "zero=3") for name in MODELS]
+CASES += [(name, "zero=3") for name in MODELS if name != "tied"]  # as logits are
 
 
 @pytest.mark.parametrize(("name", "how"), CASES)

@@ -40,7 +40,7 @@ def trained(step, batch, layouts=None):
 WHOLE = trained(train_step(model({}), OPTIMIZER), samples())
 
 
-@settings(max_examples=7)
+@settings(max_examples=3)
 @given(
     st.sampled_from(["model", *PAIRS]),
     st.integers(0, 3),
