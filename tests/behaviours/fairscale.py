@@ -36,7 +36,7 @@ nn/data_parallel/test_fsdp_input.py
 nn/data_parallel/test_fsdp_grad_scaler.py
   has     | an overflow on one rank is one on all | optim/test_loss_scaling.py::test_an_overflow_on_one_rank_skips_the_step_on_all
 nn/data_parallel/test_fsdp_hf_transformer_eval.py
-  has     | a Hugging Face model, evaluated | interop/test_huggingface.py::test_apply_returns_what_the_module_does
+  has     | a Hugging Face model, evaluated | interop/test_default_flags.py::test_a_model_is_what_it_is_by_itself
 nn/data_parallel/test_fsdp_pre_backward_hook.py
   not     | hooks are registered anew in each forward | no hooks: a unit's backward is in the graph
 nn/data_parallel/test_fsdp_offload.py
@@ -83,7 +83,7 @@ optim/test_layerwise_gradient_scaler.py
 experimental/optim/test_dynamic_loss_scaler.py
   has     | a dynamic scale, down to its minimum | optim/test_loss_scaling.py::test_at_the_minimum_it_raises_and_the_state_is_as_it_was
 nn/model_parallel/test_layers.py
-  has     | column, row and vocabulary layers | nn/test_tensor_parallel.py::test_a_split_model_trains_as_one_device_does
+  has     | column, row and vocabulary layers | nn/test_four_axes.py::test_a_step_over_all_axes_is_that_of_one_device
   differs | padding_idx counts within a rank's rows | in the table: its row gets no gradient where it lies | nn/test_tensor_parallel.py::test_a_padding_row_gets_no_gradient_on_the_rank_that_has_it
 nn/model_parallel/test_cross_entropy.py
   has     | cross-entropy of split logits | nn/test_cross_entropy.py::test_it_is_the_loss_of_whole_logits
@@ -92,7 +92,7 @@ nn/model_parallel/test_random.py
 nn/moe/test_top2gating.py
   has     | the gate's numbers | nn/test_gating.py::test_fairscales_numbers
 nn/moe/test_moe_layer.py
-  has     | identity experts, one gate a token, unused experts | nn/test_experts.py::test_fairscales_layers
+  has     | identity experts, one gate a token, unused experts | nn/test_experts.py::test_ranks_are_every_expert_on_every_token
 nn/pipe/test_parity.py
   has     | parity with one device | pipelining/test_pipeline_laws.py::test_a_pipelined_gradient_call_has_the_bits_of_one_device
 nn/pipe/test_pipe.py

@@ -6,7 +6,7 @@ test_fully_shard_init.py
   has     | a mesh, or a way to lie, that makes no sense is refused | comm/test_mesh.py::test_bad_axes_names_and_batches_are_refused
   has     | leaves of one wrapper travel together; of several dtypes apart | tracing/test_recording.py::test_dtypes_and_untrained_leaves_lie_apart
   differs | a scalar parameter raises | it is a leaf as any other, in a buffer with its neighbours | transforms/test_shard_laws.py::test_a_sharded_gradient_call_has_the_bits_of_one_device
-  differs | a parameter that is not contiguous raises | it is taken row by row | sharded/test_layout.py::test_take_flattens_a_transposed_tensor_row_major
+  differs | a parameter that is not contiguous raises | it is taken row by row | sharded/test_layout.py::test_a_flat_part_of_a_cut_block_copies_no_more_than_itself
   differs | shard_placement_fn: by which dim | buffers have no dim; Split(dim, axis) for leaves of their own | transforms/test_split_leaves.py::test_a_program_gives_what_it_gives_on_one_device
   has     | an uneven dim | transforms/test_shard_laws.py::test_a_sharded_gradient_call_has_the_bits_of_one_device
   has     | meta init: nothing is held whole before it is sharded | state/test_init_functions.py::test_beside_the_shards_one_leaf_is_held

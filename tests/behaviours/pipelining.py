@@ -6,9 +6,9 @@ test_schedule.py
   has     | GPipe, 1F1B, interleaved, looped BFS as published | pipelining/test_schedules.py::test_as_written_down
   has     | zero-bubble schedules as torch's own | pipelining/test_schedules.py::test_equal_to_torch
   has     | a schedule by its name | examples/test_pipe.py::test_every_schedule_can_be_asked_for
-  has     | stages that ranks do not divide are refused | pipelining/test_schedules.py::test_stages_that_chunks_do_not_divide_are_refused
+  has     | stages that ranks do not divide are refused | pipelining/test_pipeline_bad_input.py::test_every_rank_says_what_is_wrong_and_sends_nothing
   has     | actions as text, and back | pipelining/test_actions.py::test_text_and_json_come_back
-  differs | schedules as CSV | as JSON | pipelining/test_actions.py::test_json_of_another_form_is_refused
+  differs | schedules as CSV | as JSON | pipelining/test_actions.py::test_text_and_json_come_back
   has     | an action that is missing, twice, or too early is named | pipelining/test_verification.py::test_a_wrong_schedule_is_refused
   has     | sends and receives written into a schedule of computing | pipelining/test_transfers.py::test_as_written_down
   has     | a schedule that waits for itself is told | pipelining/test_verification.py::test_a_cycle_between_ranks_is_a_deadlock_with_a_table
@@ -31,14 +31,14 @@ test_schedule_multiproc.py
   has     | what is held is freed after a step | transforms/test_growth.py::test_a_step_leaves_nothing
   not     | a forward hook, custom functions for an action | an action is what its name says: a schedule is data, proven before it runs
 test_backward.py
-  has     | gradients of inputs alone, of weights alone | pipelining/test_stage_vjp.py::test_half_of_the_products_wait
+  has     | gradients of inputs alone, of weights alone | pipelining/test_stage_vjp.py::test_products_of_weights_wait_where_they_can
   has     | several layers, and several microbatches | pipelining/test_stage_vjp.py::test_gradients_add_up_in_place
   has     | weights that are frozen, or used in no output | pipelining/test_stage_vjp.py::test_dropout_and_integers_and_what_nobody_uses
   has     | memory falls as the backward goes | pipelining/test_stage_vjp.py::test_a_whole_backward_frees_as_it_goes
 test_stage.py
   has     | a shape or a dtype that is not the recorded one is told | pipelining/test_pipeline_changes.py::test_what_travels_has_the_recorded_shape
   differs | stages built by hand | stages= by counts or by names: one loss, cut | pipelining/test_stage_plans.py::test_stages_are_given_by_counts_or_by_names
-  differs | a weight backward of one's own (dw_builder) | the tape is split by itself | pipelining/test_stage_vjp.py::test_half_of_the_products_wait
+  differs | a weight backward of one's own (dw_builder) | the tape is split by itself | pipelining/test_stage_vjp.py::test_products_of_weights_wait_where_they_can
   has     | stages that are not the last hold no outputs | pipelining/test_pipeline_memory.py::test_a_rank_holds_what_the_table_says
 test_microbatch.py
   has     | a batch cut and joined again | pipelining/test_pipeline_losses.py::test_a_forward_pass_returns_rows_joined
@@ -47,7 +47,7 @@ test_microbatch.py
   not     | BlockMask is cut | attention masks are made within a unit, of its rows
 test_pipe.py
   has     | a traced split computes what the model does | pipelining/test_stage_plans.py::test_a_stage_computes_what_the_whole_does_from_what_it_has
-  has     | parameters have the names of the model | interop/test_huggingface.py::test_names_round_trip
+  has     | parameters have the names of the model | interop/test_modules.py::test_to_module_is_the_inverse
   has     | a weight that stages share | pipelining/test_pipeline_ledger.py::test_of_placed_leaves_only_those_that_stages_share_are_summed
   has     | skips across stages | pipelining/test_pipeline_ledger.py::test_a_skip_goes_straight_to_its_consumer
 test_transformer.py

@@ -62,5 +62,5 @@ drawn programs
   has     | functions, meshes and specs drawn, against a loop over ranks | derivatives/test_judge.py::test_programs_are_right_or_refused
   has     | their gradients | transforms/test_shard_programs.py::test_a_gradient_call_is_that_of_one_device
   has     | FSDP by hand: a gather, and its transpose | comm/test_transposes.py::test_a_move_and_its_transpose_pair_alike
-  has     | ring attention's gradient | nn/test_context_parallel.py::test_a_ring_is_torchs_attention
+  has     | ring attention's gradient | nn/test_context_parallel.py::test_it_is_torchs_attention
 """  # noqa: E501

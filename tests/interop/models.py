@@ -9,14 +9,10 @@ import fsfunc as ff
 
 VOCABULARY, WIDTH, LENGTH = 31, 16, 6
 SIZES = {
-    "num_hidden_layers": 3,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "hidden_size": WIDTH,
-    "intermediate_size": 32,
-    "vocab_size": VOCABULARY,
+    "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2,
+    "hidden_size": WIDTH, "intermediate_size": 32, "vocab_size": VOCABULARY,
     "max_position_embeddings": 32,
-}
+}  # fmt: skip
 
 
 class Block(nn.Module):
@@ -55,7 +51,7 @@ def gpt2(**options):
 
     off = dict.fromkeys(("resid_pdrop", "embd_pdrop", "attn_pdrop"), 0.0)
     config = GPT2Config(
-        n_embd=WIDTH, n_layer=3, n_head=2, vocab_size=VOCABULARY, n_positions=32,
+        n_embd=WIDTH, n_layer=2, n_head=2, vocab_size=VOCABULARY, n_positions=32,
         bos_token_id=0, eos_token_id=0, **(off | options),
     )  # fmt: skip
     return GPT2LMHeadModel(config).double()

@@ -8,9 +8,9 @@ from torch import nn
 
 import fsfunc as ff
 from tests.checks import simulated, with_ledger
-from tests.interop.models import close
+from tests.interop.models import close, seeded
 
-X = torch.randn(4, 3, generator=torch.Generator().manual_seed(0)).double()
+X = torch.randn(4, 3, generator=seeded(0)).double()
 
 
 class Layer(nn.Module):
@@ -22,22 +22,22 @@ class Layer(nn.Module):
         return x + self.outer(torch.tanh(self.inner(x)))
 
 
+def collect(module, found):
+    module.register_forward_hook(lambda m, args, out: found.append((args[0], out)))
+
+
 class Watched(nn.Module):
     """Collects what some modules of its layers return, as transformers' models do."""
 
-    def __init__(self, hang=None):
+    def __init__(self, hang=collect):
         super().__init__()
         self.layers = nn.ModuleList(Layer() for _ in range(3))
-        self.hang = hang or self.collect
-
-    def collect(self, module, found):
-        module.register_forward_hook(lambda m, args, out: found.append((args[0], out)))
+        self.hang = hang
 
     def forward(self, x, seen=True):
         found = []
-        if seen:
-            for layer in self.layers:
-                self.hang(layer.inner, found)
+        for layer in self.layers if seen else ():
+            self.hang(layer.inner, found)
         for layer in self.layers:
             x = layer(x)
         return x, found
@@ -48,9 +48,9 @@ def loss_of(out):
     return x.square().mean() + sum((a.sum(-1) * b.sum(-1)).mean() for a, b in found)
 
 
-def made(**options):
+def made(*hang):
     torch.manual_seed(0)
-    return Watched(**options).double()
+    return Watched(*hang).double()
 
 
 @pytest.mark.parametrize("units", [Layer, [Layer, nn.Linear], Watched])
@@ -66,8 +66,7 @@ def test_what_they_see_is_what_the_module_would_show(units):
 
 
 STACKS = {
-    "remat": ({"data": 2}, lambda f, mesh: ff.shard(ff.remat(f), mesh, "data")),
-    "zero=3": ({"data": 2}, lambda f, mesh: ff.shard(f, mesh, "data")),
+    "shard": ({"data": 2}, lambda f, mesh: ff.shard(ff.remat(f), mesh, "data")),
     "every stage sees what it needs": ({"pipe": 3}, lambda f, mesh: ff.pipeline(f, mesh,
         "pipe", n_microbatches=2)),
 }  # fmt: skip
@@ -77,43 +76,32 @@ STACKS = {
 def test_gradients_flow_through_what_they_see(stack):
     module = made()
     apply, params, buffers = ff.from_module(module, Layer)
-    own = copy.deepcopy(module)
+    own, (axes, wrap) = copy.deepcopy(module), STACKS[stack]
     loss_of(own(X)).backward()
     step = ff.value_and_grad(lambda p, x: loss_of(apply(p, buffers, x)))
-    axes, wrap = STACKS[stack]
     found = with_ledger(
         lambda mesh: wrap(step, mesh), params, X, mesh=simulated(**axes)
     )
     close(found[0][0][1], {name: p.grad for name, p in own.named_parameters()})
 
 
-def before(module, found):
-    module.register_forward_pre_hook(lambda m, args: None)
+ONLY = "hangs a hook on 'inner' within a unit"
+HANG = {
+    "before": (lambda m, _: m.register_forward_pre_hook(lambda m, args: None),
+        f"{ONLY}.*before from_module"),
+    "backward": (lambda m, _: m.register_full_backward_hook(lambda m, given, out: None),
+        ONLY),
+    "with keywords": (lambda m, _: m.register_forward_hook(lambda m, a, k, out: None,
+        with_kwargs=True), ONLY),
+    "changing": (lambda m, _: m.register_forward_hook(lambda m, args, out: 2 * out),
+        "Linear within a unit.*changes what it returns"),
+}  # fmt: skip
 
 
-def backward(module, found):
-    module.register_full_backward_hook(lambda m, given, out: None)
-
-
-def with_keywords(module, found):
-    module.register_forward_hook(lambda m, a, k, out: None, with_kwargs=True)
-
-
-def changing(module, found):
-    module.register_forward_hook(lambda m, args, out: 2 * out)
-
-
-@pytest.mark.parametrize(
-    ("hang", "says"),
-    [
-        (before, "hangs a hook on 'inner' within a unit.*before from_module"),
-        (backward, "hangs a hook on 'inner' within a unit"),
-        (with_keywords, "hangs a hook on 'inner' within a unit"),
-        (changing, "Linear within a unit.*changes what it returns"),
-    ],
-)
-def test_hooks_that_only_the_unit_could_run_are_refused(hang, says):
-    module = made(hang=hang)
+@pytest.mark.parametrize("what", HANG)
+def test_hooks_that_only_the_unit_could_run_are_refused(what):
+    hang, says = HANG[what]
+    module = made(hang)
     apply, params, buffers = ff.from_module(module, Layer)
     for _ in range(2):
         with pytest.raises(RuntimeError, match=says):

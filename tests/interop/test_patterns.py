@@ -3,7 +3,6 @@
 import re
 
 import pytest
-import torch
 from torch import nn
 
 import fsfunc as ff
@@ -73,7 +72,7 @@ class Policy:
         return taken
 
 
-@pytest.mark.parametrize("least", [1, 10, 30, 60, 80, 100, 250, 500])
+@pytest.mark.parametrize("least", [1, 30, 80, 250])
 def test_sizes_are_counted_as_fairscale_does(least):
     layer = nn.TransformerEncoderLayer(4, 2, 8)
     module = nn.Sequential(Stack(), layer, nn.ModuleList([nn.Linear(4, 4)]))
@@ -86,32 +85,3 @@ def test_attention_is_not_cut_by_size():
     module = nn.Sequential(nn.Linear(10, 10), nn.MultiheadAttention(100, 1))
     assert ff.by_size(40).names(module) == ["0", ""]
     assert units(ff.by_size(40), module) == units(40, module) == ("Sequential", "0")
-
-
-@pytest.mark.parametrize(
-    ("spec", "says"),
-    [
-        ("block.*", "'block.*' matches nothing; there are 'blocks"),
-        ("blocks.0.upp", "'blocks.0.up'"),
-        (re.compile("blocks.9"), "'blocks.9' matches nothing; there are 'blocks.2'"),
-        (nn.Conv2d, "Conv2d matches nothing; there are Block, Dropout, Embedding"),
-        (ff.by_size(10_000), "matches nothing; .* in a module of 272 parameters"),
-        (lambda name, m: False, "<lambda> matches nothing"),
-        ("blocks", "'blocks', a ModuleList, which is never called.*\"blocks.*\""),
-        ([Block, "nowhere"], "'nowhere' matches nothing"),
-    ],
-)
-def test_units_that_match_nothing_are_told(spec, says):
-    with pytest.raises(ValueError, match=says.replace("(", r"\(")):
-        units(spec)
-
-
-@pytest.mark.parametrize("spec", [3.5, int, torch.ones(1), True])
-def test_units_of_no_kind_are_refused(spec):
-    with pytest.raises(TypeError, match="units has"):
-        units(spec)
-
-
-def test_a_size_below_one_is_refused():
-    with pytest.raises(ValueError, match="1 or more"):
-        ff.by_size(0)

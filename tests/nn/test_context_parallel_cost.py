@@ -8,6 +8,7 @@ from fsfunc.nn import attention_blocks
 from fsfunc.nn.attention_blocks import attend_in_place, pull
 from fsfunc.nn.ring import ring_blocks, ring_moves
 from tests.checks import simulated
+from tests.models import train_step
 from tests.nn.test_context_parallel import attention, cut, pulled, tensors
 from tests.planning.comparing import planned_and_run
 
@@ -37,7 +38,7 @@ def forward(attend):
     return lambda q, k, v, w: attend(q, k, v)
 
 
-@pytest.mark.parametrize("size", [1, 2, 3, 4])
+@pytest.mark.parametrize("size", [1, 3])
 def test_a_ring_sends_what_is_seen(size) -> None:
     hops = size - 1
 
@@ -73,7 +74,7 @@ def test_all_to_all_is_four_of_them_each_way(size) -> None:
             assert log.count("all_to_all") == len(log.of()) == 4 * times * (size > 1)
 
 
-@pytest.mark.parametrize("size", [1, 2, 3, 4, 7])
+@pytest.mark.parametrize("size", [1, 3, 4])
 def test_every_block_that_is_seen_is_computed_once_and_in_equal_shares(size) -> None:
     places = [(i, 2 * size - 1 - i) for i in range(size)]
     done = []
@@ -145,48 +146,36 @@ def test_memory_is_a_share_of_the_whole(form, order) -> None:
     assert held(form, order, 4, 256)[0] < 25.3 * part // 4 < scores
 
 
-class Layers:
-    """Two layers of attention, cut over the axis that they are sharded over."""
+@pytest.mark.parametrize(("form", "order"), [("ring", "zigzag"), ("all_to_all", None)])
+def test_a_plan_knows_bytes_and_memory(form, order) -> None:
+    mesh, optimizer = simulated(context=2), ff.sgd(0.1)
+    attend = attention(form, order)
 
-    optimizer = ff.sgd(0.1)
+    @ff.unit
+    def layer(p, x):
+        heads = (x @ p["qkv"]).unflatten(-1, (3, 4, -1)).permute(2, 0, 3, 1, 4)
+        return x + torch.tanh(attend(*heads)).transpose(1, 2).flatten(2) @ p["o"]
 
-    def __init__(self, attend):
-        def layer(p, x):
-            heads = (x @ p["qkv"]).unflatten(-1, (3, 4, -1)).permute(2, 0, 3, 1, 4)
-            return x + torch.tanh(attend(*heads)).transpose(1, 2).flatten(2) @ p["o"]
+    def loss(params, x):
+        for p in params:
+            x = layer(p, x)
+        return (x**2).mean()
 
-        self.layer = ff.unit(layer)
-
-    def init(self):
+    def init():
         return [{"qkv": torch.ones(8, 24), "o": torch.ones(8, 8)} for _ in "ab"]
 
-    def step(self, state, x):
-        def loss(params):
-            y = x
-            for p in params:
-                y = self.layer(p, y)
-            return (y**2).mean()
-
-        value, grads = ff.value_and_grad(loss)(state.params)
-        return state.apply_gradients(grads, self.optimizer), value
-
-
-@pytest.mark.parametrize("order", [None, "zigzag"])
-@pytest.mark.parametrize("form", ["ring", "all_to_all"])
-def test_a_plan_knows_bytes_and_memory(form, order) -> None:
-    layers, mesh = Layers(attention(form, order)), simulated(context=4)
-    step = ff.shard(ff.remat(layers.step), mesh, "context")
-
     def main():
+        step = ff.shard(ff.remat(train_step(loss, optimizer)), mesh, "context")
         x = torch.zeros(2, 16, 8)
-        state = ff.init_state(step, layers.init, layers.optimizer, x)
+        state = ff.init_state(step, init, optimizer, x)
         return planned_and_run(step, state, x)
 
     for both in ff.spmd(main, mesh)():
         both.check()
 
 
-def test_rows_of_scores_are_bounded_whatever_the_length() -> None:
-    peaks = [held("ring", "zigzag", 2, n, value=9)[0] for n in (2048, 4096)]
-    rows = 3 * 4 * 4 * (1 << 20) // 4  # tiles of 2^20 scores in fp32, and their work
-    assert peaks[1] - peaks[0] < rows < 4 * 1024 * 1024 * 4
+def test_rows_of_scores_are_bounded_whatever_the_length(monkeypatch) -> None:
+    monkeypatch.setattr(attention_blocks, "_SCORES", 1 << 18)
+    peaks = [held("ring", "zigzag", 2, n, value=9)[0] for n in (1024, 2048)]
+    rows = 3 * 4 * 4 * (1 << 18) // 4  # tiles of 2^18 scores in fp32, and their work
+    assert peaks[1] - peaks[0] < rows < 4 * 512 * 512 * 4

@@ -11,17 +11,14 @@ import torch
 import torch.nn.functional as F
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
-from torch._subclasses.fake_tensor import FakeTensorMode
 
 import fsfunc as ff
 from fsfunc.nn import (
     cross_entropy,
     linear_cross_entropy,
-    token_losses,
     vocab_cross_entropy,
 )
 from fsfunc.nn.cross_entropy import cuts
-from fsfunc.nn.token_losses import Targets, TokenLoss
 from tests.checks import close, refusals, refused, simulated, unchanged
 from tests.probes import LiveBytes
 
@@ -87,6 +84,17 @@ def by_functions(fn, x, w):
     return value, found
 
 
+def by_ranks(n, fn, w, x=None, dim=0):
+    """``fn(part of w)`` on ranks; of x too, which is cut along ``dim``."""
+
+    def main():
+        i = ff.axis_index("model")
+        cut = () if x is None else (x.tensor_split(n, dim)[i],)
+        return fn(w.tensor_split(n)[i], *cut)
+
+    return ff.spmd(main, simulated(model=n))()
+
+
 HOW = {
     "label_smoothing": st.sampled_from([0.0, 0.1, 1.0]),
     "z_loss": st.sampled_from([0.0, 0.01]),
@@ -96,10 +104,10 @@ HOW = {
 ALL = {"label_smoothing": 0.1, "z_loss": 0.01, "reduction": "mean", "ignore_index": -1}
 
 
-@BOTH
-@pytest.mark.parametrize("derive", [by_autograd, by_functions])
-@settings(max_examples=10)
+@settings(max_examples=16)
 @given(
+    fn=st.sampled_from([of_logits, tiled]),
+    derive=st.sampled_from([by_autograd, by_functions]),
     ranks=st.integers(1, 4),
     own=st.integers(1, 4),
     tokens=st.integers(0, 7),
@@ -107,9 +115,10 @@ ALL = {"label_smoothing": 0.1, "z_loss": 0.01, "reduction": "mean", "ignore_inde
     how=st.fixed_dictionaries(HOW),
     kept=st.sampled_from([True, True, False]),
 )
-@example(2, 3, 7, 3, ALL, True)
-@example(3, 2, 7, 2, ALL | {"reduction": "sum", "ignore_index": 0}, True)
-@example(2, 3, 7, 3, ALL | {"reduction": "none"}, True)
+@example(tiled, by_autograd, 2, 3, 7, 3, ALL, True)
+@example(of_logits, by_functions, 2, 3, 7, 3, ALL, True)
+@example(tiled, by_functions, 3, 2, 7, 2, ALL | {"reduction": "sum"}, True)
+@example(tiled, by_autograd, 2, 3, 7, 3, ALL | {"reduction": "none"}, True)
 def test_it_is_the_loss_of_whole_logits(
     fn, derive, ranks, own, tokens, tile, how, kept
 ):
@@ -118,13 +127,11 @@ def test_it_is_the_loss_of_whole_logits(
     y = y if kept else torch.full_like(y, how["ignore_index"])
     value, (dx, dw) = by_autograd(lambda x, w: weighed(judged(x, w, y, **how)), x, w)
 
-    def main():
-        part = w.tensor_split(ranks)[ff.axis_index("model")]
-        mine = lambda x, w: weighed(fn(x, w, y, "model", tile=tile, **how))  # noqa: E731
-        return derive(mine, x, part)
+    def mine(x, w):
+        return weighed(fn(x, w, y, "model", tile=tile, **how))
 
     with ff.ledger() as log, unchanged(x, w):
-        found = ff.spmd(main, simulated(model=ranks))()
+        found = by_ranks(ranks, lambda part: derive(mine, x, part), w)
     for mine, part in zip(found, dw.tensor_split(ranks), strict=True):
         torch.testing.assert_close(
             mine, (value, (dx, part)), rtol=1e-11, atol=1e-11, equal_nan=True
@@ -137,31 +144,23 @@ def test_it_is_the_loss_of_whole_logits(
 
 
 @BOTH
-def test_losses_keep_the_shape_of_the_targets(fn):
-    x, w, y = draw(2, 3, D), draw(7, D), drawn_targets(6, 7).view(2, 3)
-    found = fn(x, w, y, reduction="none")
-    expected = judged(x.flatten(0, 1), w, y.flatten(), reduction="none").view(2, 3)
-    close(found, expected, 1e-12)
-
-
-@BOTH
-@pytest.mark.parametrize("transform", ["hessian", "rows", "mixed", "jvp", "vmap"])
-@pytest.mark.parametrize("reduction", ["mean", "none"])
+@pytest.mark.parametrize(
+    ("transform", "reduction"),
+    [("hessian", "mean"), ("mixed", "none"), ("jvp", "mean"), ("vmap", "none")],
+)
 def test_every_derivative_holds(fn, transform, reduction):
-    x, w, y = draw(5, D), draw(7, D), drawn_targets(5, 7)
-    xs, ys = draw(2, 5, D), torch.stack([y, y.flip(0)])
+    x, w, y = draw(4, D), draw(5, D), drawn_targets(4, 5)
+    xs, ys = draw(2, 4, D), torch.stack([y, y.flip(0)])
     both, how = (0, 1), {"label_smoothing": 0.2, "z_loss": 0.1, "reduction": reduction}
 
     def derived(loss):
         def f(x, w, y=y):
             return weighed(loss(x, w, y, **how))
 
-        jacobian = torch.func.jacrev(f, both)
         return {
             "hessian": lambda: torch.func.hessian(f, both)(x, w),
-            "rows": lambda: torch.func.jacrev(jacobian, both)(x, w),
             "mixed": lambda: torch.func.jacrev(torch.func.jacfwd(f, both), both)(x, w),
-            "jvp": lambda: torch.func.jvp(f, (x, w), (w[:5], -w)),
+            "jvp": lambda: torch.func.jvp(f, (x, w), (w[:4], -w)),
             "vmap": lambda: torch.vmap(torch.func.grad(f), (0, None, 0))(xs, w, ys),
         }[transform]()
 
@@ -179,24 +178,22 @@ def test_second_derivatives_cross_ranks(fn):
         grad = torch.func.grad(lambda x, w: loss(x, w, y), (0, 1))
         return torch.func.vjp(grad, x, w)[1]((x, t))
 
-    def main():
-        part = w.tensor_split(2)[ff.axis_index("model")]
-        mine = lambda x, w, y: fn(x, w, y, "model", **how)  # noqa: E731
-        return product(mine, part, part)
+    def mine(x, w, y):
+        return fn(x, w, y, "model", **how)
 
     dx, dw = product(lambda x, w, y: judged(x, w, y, **how), w, w)
-    found = ff.spmd(main, simulated(model=2))()
+    found = by_ranks(2, lambda part: product(mine, part, part), w)
     for mine, part in zip(found, dw.tensor_split(2), strict=True):
         close(mine, (dx, part), 1e-11)
 
 
-@pytest.mark.parametrize("loss", [lambda *a: of_logits(*a), lambda *a: tiled(*a)])
-def test_it_holds_on_a_mesh_of_vmap(loss):
+@BOTH
+def test_it_holds_on_a_mesh_of_vmap(fn):
     x, w, y = draw(4, D), draw(6, D), drawn_targets(4, 6)
 
     def main():
         part = w.view(3, 2, D)[ff.axis_index("model")]
-        return torch.func.grad(lambda x: loss(x, part, y, "model"))(x)
+        return torch.func.grad(lambda x: fn(x, part, y, "model"))(x)
 
     expected = by_autograd(lambda x, w: judged(x, w, y), x, w)[1][0]
     for found in ff.spmd(main, ff.make_mesh({"model": 3}, "vmap"))():
@@ -206,31 +203,27 @@ def test_it_holds_on_a_mesh_of_vmap(loss):
 # Masked classes
 
 
-@pytest.mark.parametrize("derive", [by_autograd, by_functions, "by vmap"])
-def test_a_rank_may_have_masked_classes_alone(derive):
+def test_a_rank_may_have_masked_classes_alone():
     """As where a vocabulary is padded to a multiple of the axis."""
     z, y = draw(4, 6), torch.tensor([0, 1, 2, 3])
     z[:, 4:] = -torch.inf
-
-    def loss(z, w):
-        return vocab_cross_entropy(z, y, "model") + w.sum()
+    grad = torch.func.grad(lambda z: vocab_cross_entropy(z, y, "model"))
 
     def main():
-        part, none = z.tensor_split(3, 1)[ff.axis_index("model")], draw(1)
-        if derive == "by vmap":
-            return torch.vmap(torch.func.grad(loss), (0, None))(part[None], none)[0]
-        return derive(loss, part, none)[1][0]
+        part = z.tensor_split(3, 1)[ff.axis_index("model")]
+        leaf = part.clone().requires_grad_()
+        vocab_cross_entropy(leaf, y, "model").backward()
+        return leaf.grad, grad(part), torch.vmap(grad)(part[None])[0]
 
     expected = torch.func.grad(lambda z: judge(z, y))(z)
-    found = ff.spmd(main, simulated(model=3))()
-    close(torch.cat(found, 1), expected, 1e-12)
+    for found in zip(*ff.spmd(main, simulated(model=3))(), strict=True):
+        close(torch.cat(found, 1), expected, 1e-12)
 
 
 # Large margins
 
 
-@pytest.mark.parametrize("classes", [32, 37])
-@pytest.mark.parametrize("tile", [1, 5, 16, None])
+@pytest.mark.parametrize(("classes", "tile"), [(32, 5), (37, 16), (37, None)])
 def test_margins_are_those_of_the_equation(classes, tile):
     """Whatever is left for the last tile: where FairScale's is wrong."""
     x, w, y = draw(17, D), draw(classes, D), drawn_targets(17, classes)
@@ -246,20 +239,16 @@ def test_margins_are_those_of_the_equation(classes, tile):
         found = derive(lambda x, w: linear_cross_entropy(x, w, y, **how), x, w)
         close(found, expected, 1e-10)
     if classes % 2 == 0:
-
-        def main():
-            part = w.tensor_split(2)[ff.axis_index("model")]
-            return by_autograd(lambda x, w: tiled(x, w, y, "model", **how), x, part)
-
-        for i, found in enumerate(ff.spmd(main, simulated(model=2))()):
-            value, (dx, dw) = expected
+        split = lambda x, w: tiled(x, w, y, "model", **how)  # noqa: E731
+        value, (dx, dw) = expected
+        for i, found in enumerate(by_ranks(2, lambda p: by_autograd(split, x, p), w)):
             close(found, (value, (dx, dw.tensor_split(2)[i])), 1e-10)
 
 
 # Memory
 
 
-N, WIDE, V, TILE = 64, 4, 4096, 4
+N, WIDE, V, TILE = 64, 4, 1024, 4
 LOGITS = 4 * N * V
 
 
@@ -288,22 +277,19 @@ def test_gradients_that_are_made_forward_take_their_own_size_and_a_tile():
 
 @pytest.mark.parametrize("transformed", [False, True])
 def test_nobody_holds_all_logits(transformed):
-    def fn(x, w, y):
-        if not transformed:
-            return linear_cross_entropy(x, w, y, tile=TILE, reduction="none").sum()
-        f = lambda x, w: linear_cross_entropy(x, w, y, tile=TILE)  # noqa: E731
-        dx, dw = torch.func.grad(f, (0, 1))(x, w)
-        return dx.sum() + dw.sum()
+    x, w = draw(N, WIDE, dtype=torch.float32), draw(V, WIDE).float()
+    how = {"tile": TILE} if transformed else {"tile": TILE, "reduction": "none"}
 
-    with torch.no_grad() if transformed else torch.enable_grad():
-        if transformed:
-            x, w = draw(N, WIDE, dtype=torch.float32), draw(V, WIDE).float()
-            with LiveBytes(x, w) as live:
-                fn(x, w, drawn_targets(N, V))
-            peak = live.peak
-        else:
-            peak, _, kept = peak_and_kept(fn)
-            assert kept <= 64 * N
+    def loss(x, w):
+        return linear_cross_entropy(x, w, drawn_targets(N, V), **how).sum()
+
+    if transformed:
+        with LiveBytes(x, w) as live, torch.no_grad():
+            torch.func.grad(loss, (0, 1))(x, w)
+        peak = live.peak
+    else:
+        peak, _, kept = peak_and_kept(lambda x, w, y: loss(x, w))
+        assert kept <= 64 * N
     assert peak <= 3 * 4 * TILE * V + 3 * 4 * (V + N) * WIDE < LOGITS
 
 
@@ -326,9 +312,14 @@ def test_split_logits_have_one_tensor_of_their_size_beside_them(dtype):
 # Dtypes
 
 
-@BOTH
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-@pytest.mark.parametrize("derive", [by_autograd, by_functions])
+@pytest.mark.parametrize(
+    ("fn", "dtype", "derive"),
+    [
+        (tiled, torch.bfloat16, by_autograd),
+        (tiled, torch.float16, by_functions),
+        (of_logits, torch.bfloat16, by_autograd),
+    ],
+)
 def test_narrow_dtypes_are_summed_in_a_wider_one(fn, dtype, derive):
     x, w = draw(300, D).to(dtype), draw(50, D).to(dtype)
     y = drawn_targets(300, 50)
@@ -351,8 +342,7 @@ def test_tiles_are_added_up_in_fp32(derive):
     y = torch.zeros(600, dtype=torch.int64)
     how = {"reduction": "sum", "tile": 1}
     _, (_, dw) = derive(lambda x, w: linear_cross_entropy(x, w, y, **how), x, w)
-    expected = -0.75 * x.double().sum(0)
-    close(dw[0].double() / expected, torch.ones(D).double(), 2**-7)
+    close(dw[0].double() / (-0.75 * x.double().sum(0)), torch.ones(D).double(), 2**-7)
 
 
 @pytest.mark.parametrize("derive", [by_autograd, by_functions])
@@ -402,52 +392,46 @@ def head(p, h, y, reduction="mean"):
     return loss.mean()
 
 
-@pytest.mark.parametrize("reduction", ["mean", "none"])
-@pytest.mark.parametrize("through", [lambda f: f, ff.remat], ids=["shard", "remat"])
-def test_a_leaf_that_is_split_names_its_axis(reduction, through):
-    params = {"embed": draw(12, D), "head": draw(12, D)}
-    batch = tuple(torch.randint(12, (2, 8), generator=DRAWN).unbind())
-
-    def loss(p, batch):
-        return head(p["head"], body(p["embed"], batch[0]), batch[1], reduction)
-
-    mesh = simulated(data=2, model=2)
-    step = ff.shard(through(ff.value_and_grad(loss)), mesh, "data")
-    split = {"head": ff.Split(0, "model")}
-
-    def main():
-        mine = ff.local_batch(batch, mesh, "data")
-        placed = ff.place(step, params, mine, layouts=split)
-        value, grads = step(placed, mine)
-        return value, ff.unshard(grads)
-
-    expected = ff.value_and_grad(loss)(params, batch)
-    for found in ff.spmd(main, mesh)():
-        close(found, expected, 1e-12)
-
-
 @ff.unit
 def middle(p, h):
     return torch.tanh(h @ p)
 
 
-@pytest.mark.parametrize("schedule", ["one_f_one_b", "zb_h1"])
-def test_a_stage_of_a_pipeline_may_have_it(schedule):
-    """Also where gradients of weights come later: both are made at once."""
+STACKS = {
+    "shard": ({"data": 2, "model": 2}, lambda f, m: ff.shard(f, m, "data")),
+    "shard(remat)": (
+        {"data": 2, "model": 2}, lambda f, m: ff.shard(ff.remat(f), m, "data")),
+    # Gradients of weights come later: both are made at once.
+    "pipeline": ({"pipe": 2, "model": 2}, lambda f, m: ff.pipeline(
+        f, m, "pipe", n_microbatches=2, schedule=ff.schedules.zb_h1)),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("stack", "reduction"),
+    [("shard", "none"), ("shard(remat)", "mean"), ("pipeline", "mean")],
+)
+def test_a_leaf_that_is_split_names_its_axis(stack, reduction):
+    """And a plan knows what is sent."""
     params = {"embed": draw(12, D), "middle": draw(D, D), "head": draw(12, D)}
     batch = tuple(torch.randint(12, (2, 8), generator=DRAWN).unbind())
 
     def loss(p, batch):
         h = middle(p["middle"], body(p["embed"], batch[0]))
-        return head(p["head"], h, batch[1])
+        return head(p["head"], h, batch[1], reduction)
 
-    mesh = simulated(pipe=2, model=2)
-    how = {"n_microbatches": 4, "schedule": getattr(ff.schedules, schedule)}
-    grad = ff.pipeline(ff.value_and_grad(loss), mesh, "pipe", **how)
+    axes, wrap = STACKS[stack]
+    mesh, split = simulated(**axes), {"head": ff.Split(0, "model")}
+    step = wrap(ff.value_and_grad(loss), mesh)
 
     def main():
-        split = {"head": ff.Split(0, "model")}
-        value, grads = grad(ff.place(grad, params, batch, layouts=split), batch)
+        mine = ff.local_batch(batch, mesh, "data") if "data" in axes else batch
+        placed = ff.place(step, params, mine, layouts=split)
+        plan = ff.plan(step, placed, mine) if "data" in axes else None
+        with ff.ledger() as log:
+            value, grads = step(placed, mine)
+        if plan is not None:
+            assert all(plan.bytes(axis) == log.bytes(axis) > 0 for axis in axes)
         return value, ff.unshard(grads)
 
     expected = ff.value_and_grad(loss)(params, batch)
@@ -455,45 +439,21 @@ def test_a_stage_of_a_pipeline_may_have_it(schedule):
         close(found, expected, 1e-12)
 
 
-def test_a_plan_of_it_is_what_runs():
-    params, batch = draw(12, D), tuple(torch.randint(12, (2, 8)).unbind())
-    mesh = simulated(data=2, model=2)
-
-    def loss(p, batch):
-        return head(p["head"], F.one_hot(batch[0], D).double(), batch[1])
-
-    step = ff.shard(ff.sgd(0.1)(ff.value_and_grad(loss)), mesh, "data")
-
-    def main():
-        mine = (ff.local_batch(batch, mesh, "data")[0] % D, batch[1][:4])
-        split = {"head": ff.Split(0, "model")}
-        state = ff.init_state(step, {"head": params}, ff.sgd(0.1), mine, layouts=split)
-        plan = ff.plan(step, state, mine)
-        with ff.ledger() as log:
-            step(state, mine)
-        return [(plan.bytes(axis), log.bytes(axis)) for axis in ("data", "model")]
-
-    for data, model in ff.spmd(main, mesh)()[:1]:
-        assert data[0] == data[1] > 0 and model[0] == model[1] > 0
-
-
-@settings(max_examples=8)
-@given(ranks=st.integers(1, 4), own=st.integers(1, 3), tile=st.integers(1, 9))
+@settings(max_examples=6)
+@given(ranks=st.integers(1, 3), own=st.integers(1, 3), tile=st.integers(1, 9))
 def test_tokens_may_come_split_along_a_sequence(ranks, own, tile):
     x, w, length = draw(2, ranks * own, D), draw(ranks * 2, D), ranks * own
     y = drawn_targets(2 * length, ranks * 2).view(2, length)
     how = {"sequence_dim": 1, "tile": tile, "reduction": "sum"}
 
-    def main():
-        i = ff.axis_index("model")
-        xi, wi = x.tensor_split(ranks, 1)[i], w.tensor_split(ranks)[i]
-        return by_autograd(lambda x, w: tiled(x, w, y, "model", **how), xi, wi)
+    def mine(w, x):
+        return by_autograd(lambda x, w: tiled(x, w, y, "model", **how), x, w)
 
     expected = by_autograd(
         lambda x, w: judged(x.flatten(0, 1), w, y.flatten(), reduction="sum"), x, w
     )
     with ff.ledger() as log:
-        found = ff.spmd(main, simulated(model=ranks))()
+        found = by_ranks(ranks, mine, w, x, dim=1)
     dx, dw = (
         g.tensor_split(ranks, d) for d, g in zip((1, 0), expected[1], strict=True)
     )
@@ -508,7 +468,6 @@ def test_tokens_may_come_split_along_a_sequence(ranks, own, tile):
 
 
 X, W, Y = draw(4, D), draw(6, D), torch.tensor([0, 5, 3, -100])
-EACH = simulated(model=2)
 
 
 def bad(index):
@@ -518,7 +477,7 @@ def bad(index):
 
 
 def on_ranks(fn, *args, **how):
-    return lambda: ff.spmd(lambda: fn(*args, **how), EACH)()
+    return ff.spmd(lambda: fn(*args, **how), simulated(model=2))
 
 
 def leaf(shape, *parts):
@@ -526,21 +485,19 @@ def leaf(shape, *parts):
     return ff.Sharded(draw(*layout.local_shape({"model": 0, "d": 0})), layout)
 
 
+VOCAB = lambda *args, **how: lambda: vocab_cross_entropy(*args, **how)  # noqa: E731
+LINEAR = lambda *args, **how: lambda: linear_cross_entropy(*args, **how)  # noqa: E731
+
+
 def of_leaf(shape, *parts, **how):
     return on_ranks(linear_cross_entropy, X, leaf(shape, *parts), Y, **how)
 
 
-def averaged():
-    step = ff.shard(ff.value_and_grad(head_over_data), simulated(2), "data")
-    return lambda: ff.spmd(lambda: step(W, Y), simulated(2))()
-
-
-def head_over_data(w, y):
-    return vocab_cross_entropy(X @ w.T, y, "data")
-
-
-VOCAB = lambda *args, **how: lambda: vocab_cross_entropy(*args, **how)  # noqa: E731
-LINEAR = lambda *args, **how: lambda: linear_cross_entropy(*args, **how)  # noqa: E731
+def test_an_axis_of_averages_is_refused():
+    loss = lambda w, y: vocab_cross_entropy(X @ w.T, y, "data")  # noqa: E731
+    step = ff.shard(ff.value_and_grad(loss), simulated(2), "data")
+    with pytest.raises(ValueError, match="another axis of the mesh"):
+        ff.spmd(lambda: step(W, Y), simulated(2))()
 
 
 @refusals({
@@ -582,11 +539,6 @@ def test_bad_input_is_refused(call, error, way_out):
     refused(call, error, way_out)
 
 
-def test_an_axis_of_averages_is_refused():
-    with pytest.raises(ValueError, match="another axis of the mesh"):
-        averaged()()
-
-
 @pytest.mark.parametrize("by", [(0,), (1,), (0, 1)])
 def test_a_second_derivative_by_autograd_is_refused_where_it_would_be_lost(by):
     x, w = X.clone().requires_grad_(), W.clone().requires_grad_()
@@ -596,18 +548,3 @@ def test_a_second_derivative_by_autograd_is_refused_where_it_would_be_lost(by):
         with pytest.raises(RuntimeError, match="torch.func"):
             total = loss + g.square().sum()
             torch.autograd.grad(total, [(x, w)[i] for i in by], retain_graph=True)
-
-
-def test_where_values_are_not_told_an_index_past_the_end_meets_torchs_own_check():
-    loss = TokenLoss.checked("loss", (6,), None, 0.0, 0.0, "mean")
-    y = torch.tensor([0, 9])
-    with FakeTensorMode() as fakes:
-        x, w = torch.empty(2, D), torch.empty(6, D)
-        assert linear_cross_entropy(x, w, fakes.from_tensor(y)).shape == ()
-    # As on a device that is not asked.
-    with mock.patch.object(token_losses, "_first", lambda *_: None):
-        at = Targets.checked("loss", y, (2,), loss, -100).at
-        assert at.tolist() == [0, 6]
-        for fn in (of_logits, tiled):
-            with pytest.raises(RuntimeError, match="out of bounds"):
-                fn(X[:2], W, y)

@@ -48,18 +48,17 @@ def layer(w, x):
     return split, whole
 
 
-def noting(seen, grad=lambda f: f, mesh=None):
+def noting(seen):
     def loss(w, x):
         found = [layer(w, x) for _ in range(2)]
         return sum(v.sum() for a, b in found for v in (*a, *b)), found
 
-    value, g = grad(ff.value_and_grad(loss, has_aux=True))(torch.ones(D), X)
+    value, g = ff.value_and_grad(loss, has_aux=True)(torch.ones(D), X)
     seen += [value[1], g]
 
 
-@pytest.mark.parametrize("n", [2, 4])
-def test_split_masks_are_independent_and_whole_ones_equal(n) -> None:
-    outs = [found for found, _ in masks(noting, n=n)]
+def test_split_masks_are_independent_and_whole_ones_equal() -> None:
+    outs = [found for found, _ in masks(noting, n=4)]
     apart([v for found in outs for split, _ in found for v in split])
     for found in outs:
         same([whole for _, whole in found], [whole for _, whole in outs[0]])
@@ -69,30 +68,25 @@ def test_split_masks_are_independent_and_whole_ones_equal(n) -> None:
     assert abs((kept != 0).double().mean().item() - P) < 4 * 0.5 / kept.numel() ** 0.5
 
 
-def test_outside_units_too() -> None:
+def test_outside_units_and_over_several_axes_masks_differ_where_these_do() -> None:
     def step(seen):
-        seen += [dropout(X, P, "model"), dropout(X, P), dropout(X, P, "model")]
+        with pytest.raises(KeyError), own_draws("a"):  # generators are equal again
+            torch.rand(3)
+            raise KeyError
+        seen += [dropout(X, P, ("a", "b")), dropout(X, P, "a"), dropout(X, P)]
 
-    first, second = masks(step)
-    apart([first[0], first[2], second[0], second[2]])
-    same(first[1], second[1])
-
-
-def test_of_several_axes_masks_differ_where_these_do() -> None:
-    def step(seen):
-        seen += [dropout(X, P, ("a", "b")), dropout(X, P, "a")]
-
-    both, one = zip(*masks(step, a=2, b=2), strict=True)
+    both, one, whole = zip(*masks(step, a=2, b=2), strict=True)
     apart(both)
     same(one[0], one[1])
     apart([one[0], one[2]])
+    same(list(whole), [whole[0]] * 4)
 
 
-POLICIES = [None, ff.SaveAllBut(), ff.SaveOnly("kept")]
-
-
-@pytest.mark.parametrize("policy", POLICIES, ids=repr)
-@pytest.mark.parametrize("seeded", [True, False])
+@pytest.mark.parametrize(
+    ("policy", "seeded"),
+    [(None, True), (ff.SaveAllBut(), True), (ff.SaveOnly("kept"), False)],
+    ids=repr,
+)
 def test_a_recompute_draws_the_same(policy, seeded) -> None:
     """With values kept between and within draws, and by stock derivatives too."""
 
@@ -160,38 +154,16 @@ def trained(wrap, axes, parts):
 
 def test_every_order_of_transforms_draws_the_same() -> None:
     """So do two ranks, and one rank with two microbatches: whose data they are."""
-    expected, seen = trained(ORDERS["plain"], {"data": 2, "model": 2}, 1)
+    two, one = {"data": 2, "model": 2}, {"data": 1, "model": 2}
+    expected, seen = trained(ORDERS["plain"], two, 1)
     apart([mask for _, _, mask in seen])
-    for wrap in ORDERS.values():
-        close(trained(wrap, {"data": 2, "model": 2}, 1)[0], expected, 1e-6)
-        close(trained(wrap, {"data": 1, "model": 2}, 2)[0], expected, 1e-6)
-
-
-def test_gradients_are_those_of_the_masks_that_were_drawn() -> None:
-    x, up, down = torch.randn(4, 3), torch.randn(8, 3), torch.randn(2, 8)
-
-    def main():
-        seen = []
-
-        @ff.unit
-        def pair(p, x):
-            h = column_linear(x, p["up"])
-            y = dropout(h, P, "model")
-            seen.append((y / h).detach())
-            return row_linear(y, p["down"]).square().sum()
-
-        layouts = {"up": ff.Split(0, "model"), "down": ff.Split(1, "model")}
-        params = ff.place(pair, {"up": up, "down": down}, x, layouts=layouts)
-        seen.clear()
-        grads = ff.unshard(ff.value_and_grad(pair)(params, x))
-        return grads, ff.all_gather(seen[0], "model", dim=1)
-
-    for found, mask in ff.spmd(main, simulated(model=2))():
-
-        def loss(p, mask=mask):
-            return ((x @ p["up"].T * mask) @ p["down"].T).square().sum()
-
-        close(found, ff.value_and_grad(loss)({"up": up, "down": down}), 1e-5)
+    for order, axes, parts in (
+        ("remat inside", two, 1),
+        ("remat outside", two, 1),
+        ("plain", one, 2),
+        ("remat inside", one, 2),
+    ):
+        close(trained(ORDERS[order], axes, parts)[0], expected, 1e-6)
 
 
 def test_under_torch_func_and_in_attention() -> None:
@@ -250,17 +222,16 @@ def test_a_pipeline_draws_as_one_stage_does() -> None:
         close(found, expected, 1e-6)
 
 
-def test_one_rank_and_no_axis_are_torchs_dropout() -> None:
-    torch.manual_seed(0)
-    expected, after = F.dropout(X, 0.25), torch.rand(2)
-    for axis in (None, "model"):
+@pytest.mark.parametrize("axis", [None, "model"])
+def test_one_rank_and_no_axis_are_torchs_dropout(axis) -> None:
+    def drawn(fn):
+        torch.manual_seed(0)
+        with nothing_sent():
+            return fn(), torch.rand(2)
 
-        def main(axis=axis):
-            torch.manual_seed(0)
-            with nothing_sent():
-                return dropout(X, 0.25, axis), torch.rand(2)
-
-        same(ff.spmd(main, simulated(model=1))()[0], (expected, after))
+    expected = drawn(lambda: F.dropout(X, 0.25))
+    main = ff.spmd(lambda: drawn(lambda: dropout(X, 0.25, axis)), simulated(model=1))
+    same(main()[0], expected)
 
 
 def test_evaluation_draws_nothing() -> None:
@@ -270,15 +241,6 @@ def test_evaluation_draws_nothing() -> None:
         same(torch.get_rng_state(), state)
 
     ff.spmd(main, simulated(model=2))()
-
-
-def test_what_raises_inside_leaves_the_generators_equal() -> None:
-    def step(seen):
-        with pytest.raises(KeyError), own_draws("model"):
-            torch.rand(3)
-            raise KeyError
-
-    masks(step)  # which compares what is drawn next
 
 
 @refusals({

@@ -2,103 +2,22 @@
 
 Stages lie along "pipe", samples along "data", parts of their sequences along "context"
 (to ``shard`` these are data, too), and heads, features and the vocabulary along
-"model".
+"model": weights are split as Megatron splits them, sequences whole or split between
+layers.
 """
 
-import pytest
-import torch
-import torch.nn.functional as F
+from hypothesis import example, given, settings
+from hypothesis import strategies as st
 
 import fsfunc as ff
-from fsfunc.nn import (
-    column_linear,
-    ring_attention,
-    row_linear,
-    vocab_cross_entropy,
-    vocab_embedding,
-    zigzag,
-    zigzag_positions,
-)
+from fsfunc.nn import all_to_all_attention, ring_attention, zigzag
 from tests.checks import close, simulated
-from tests.models import floats, train_step
+from tests.models import train_step
+from tests.nn.models import LAYOUTS, model, parameters, samples
 
-VOCAB, DIM, HEADS, LENGTH, BATCH = 8, 8, 4, 8, 8
-LAYOUTS = {
-    "embed/tokens": ff.Split(0, "model"),
-    "blocks/*/qkv": ff.Split(1, "model"),
-    "blocks/*/out": ff.Split(1, "model"),
-    "blocks/*/up": ff.Split(0, "model"),
-    "blocks/*/down": ff.Split(1, "model"),
-    "head": ff.Split(0, "model"),
-}
 OPTIMIZER = ff.chain(ff.clip_by_global_norm(0.5), ff.sharded_adam(0.01))
-
-
-def wide(*shape, seed):
-    return floats(*shape, seed=seed, dtype=torch.float64) / 2
-
-
-def parameters():
-    def block(k):
-        return {
-            "norm": wide(DIM, seed=k),
-            "qkv": wide(3, HEADS, DIM // HEADS, DIM, seed=k + 1),
-            "out": wide(DIM, DIM, seed=k + 2),
-            "up": wide(4 * DIM, DIM, seed=k + 3),
-            "down": wide(DIM, 4 * DIM, seed=k + 4),
-        }
-
-    return {
-        "embed": {
-            "tokens": wide(VOCAB, DIM, seed=90),
-            "positions": wide(LENGTH, DIM, seed=91),
-        },
-        "blocks": [block(10 * k) for k in range(4)],
-        "head": wide(VOCAB, DIM, seed=92),
-    }
-
-
-def model(axes):
-    """``loss(params, batch)`` of a causal model, for ranks along these axes."""
-    context = "context" if "context" in axes else None
-    split = "model" if "model" in axes else None
-
-    @ff.unit
-    def embed(p, tokens):
-        positions = p["positions"]
-        if context is not None:
-            at = ff.axis_index(context)
-            positions = positions[zigzag_positions(LENGTH, axes[context], at)]
-        return vocab_embedding(p["tokens"], tokens) + positions
-
-    @ff.unit
-    def block(p, x):
-        h = F.layer_norm(x, (DIM,), p["norm"])
-        q, k, v = column_linear(h, p["qkv"]).permute(2, 0, 3, 1, 4)
-        if context is None:
-            y = F.scaled_dot_product_attention(q, k, v, is_causal=True)
-        else:
-            y = ring_attention(q, k, v, context, causal=True, order="zigzag")
-        x = x + row_linear(y.transpose(1, 2).flatten(2), p["out"])
-        return x + row_linear(torch.tanh(column_linear(x, p["up"])), p["down"])
-
-    @ff.unit
-    def head(w, x, targets):
-        return vocab_cross_entropy(column_linear(x, w), targets, split)
-
-    def loss(params, batch):
-        x = embed(params["embed"], batch["tokens"])
-        for p in params["blocks"]:
-            x = block(p, x)
-        return head(params["head"], x, batch["targets"])
-
-    return loss
-
-
-def samples():
-    draw = torch.Generator().manual_seed(1)
-    drawn = torch.randint(VOCAB, (BATCH, LENGTH + 1), generator=draw)
-    return {"tokens": drawn[:, :-1], "targets": drawn[:, 1:]}
+PAIRS = ["data model", "data context", "model context", "pipe context", "pipe model"]
+INNER = {"": lambda f: f, "remat": ff.remat, "cut": lambda f: ff.accumulate(f, 2)}
 
 
 def part(batch, mesh):
@@ -118,34 +37,37 @@ def trained(step, batch, layouts=None):
     return ff.unshard((state.params, state.opt_state)), loss
 
 
-def plain(step):
-    return step
-
-
 WHOLE = trained(train_step(model({}), OPTIMIZER), samples())
 
 
-@pytest.mark.parametrize(
-    ("axes", "zero", "inner"),
-    [
-        ({"pipe": 2, "data": 2, "model": 2, "context": 2}, 3, ff.remat),
-        ({"pipe": 2, "data": 2, "model": 2, "context": 2}, 1, plain),
-        ({"data": 2, "context": 2}, 3, ff.remat),
-        ({"context": 4}, 2, plain),
-        ({"model": 2, "context": 2}, 0, ff.remat),
-        ({"pipe": 3, "context": 2}, 3, plain),
-    ],
-    ids=lambda x: getattr(x, "__name__", None) or str(x),
+@settings(max_examples=3)
+@given(
+    st.sampled_from(["model", *PAIRS]),
+    st.integers(0, 3),
+    st.sampled_from(list(INNER)),
+    st.sampled_from([None, 1]),
+    st.booleans(),
+    st.sampled_from([ring_attention, all_to_all_attention]),
 )
-def test_a_step_over_all_axes_is_that_of_one_device(axes, zero, inner):
-    mesh = simulated(**axes)
+@example("pipe data model context", 3, "remat", None, False, ring_attention)
+@example("data model", 3, "remat", 1, True, None)
+@example("model context", 0, "remat", None, False, ring_attention)
+@example("data context", 2, "cut", None, True, all_to_all_attention)
+def test_a_step_over_all_axes_is_that_of_one_device(
+    names, zero, inner, dim, donated, attend
+):
+    axes = dict.fromkeys(names.split(), 2)
+    mesh, data = simulated(**axes), tuple(a for a in axes if a in ("data", "context"))
+    dim = dim if names in ("model", "data model") else None
+    if "pipe" in axes and inner == "cut":
+        inner = ""
 
     def main():
-        step = inner(train_step(model(axes), OPTIMIZER))
+        step = INNER[inner](train_step(model(axes, dim, attend), OPTIMIZER))
         if "pipe" in axes:
             step = ff.pipeline(step, mesh, "pipe", n_microbatches=2)
-        data = tuple(a for a in ("data", "context") if a in axes)
-        step = ff.shard(step, mesh, data, zero=zero)
+        step = ff.shard(step, mesh, data, zero=zero) if data else step
+        step = ff.donate(step) if donated else step
         layouts = LAYOUTS if "model" in axes else None
         return trained(step, part(samples(), mesh), layouts)
 

@@ -15,16 +15,13 @@ from transformers.models.mixtral.modeling_mixtral import (
 )
 
 import fsfunc.nn as nn
+from tests.checks import close, refusals, refused
 
 LAST = torch.Generator().manual_seed(0)
 
 
 def draw(*shape, dtype=torch.float64):
     return torch.randn(shape, generator=LAST, dtype=dtype)
-
-
-def close(found, expected, tolerance=1e-12):
-    torch.testing.assert_close(found, expected, rtol=tolerance, atol=tolerance)
 
 
 def as_masks(routing):
@@ -59,7 +56,7 @@ def by_masks(logits, noise, capacity):
     return aux, combine
 
 
-@settings(max_examples=25)
+@settings(max_examples=15)
 @given(
     tokens=st.integers(1, 12),
     experts=st.integers(2, 6),
@@ -76,9 +73,9 @@ def test_top_2_is_the_published_gate(tokens, experts, factor, noisy) -> None:
     capacity = math.ceil(Fraction(str(factor)) * 2 * tokens / experts)
     assert found.capacity == capacity
     aux, combine = by_masks(logits, noise, capacity)
-    close(as_masks(found), combine.detach())
+    close(as_masks(found), combine.detach(), 1e-12)
     assert found.dropped == 2 * tokens - (combine != 0).sum()
-    close(found.aux_loss, aux)
+    close(found.aux_loss, aux, 1e-12)
     to = draw(tokens, 2)  # a cotangent of weights, as one of the masks
     masks = as_masks(found._replace(weights=to))
     grads = [
@@ -88,7 +85,7 @@ def test_top_2_is_the_published_gate(tokens, experts, factor, noisy) -> None:
             (combine * masks).sum() + aux * 3,
         ]
     ]
-    close(*grads)
+    close(*grads, tolerance=1e-12)
 
 
 def test_fairscales_numbers() -> None:
@@ -100,17 +97,6 @@ def test_fairscales_numbers() -> None:
     assert routing.capacity == 4
     assert routing.aux_loss.item() == pytest.approx(0.026696, abs=1e-6)
     assert routing.weights.sum().item() == pytest.approx(12.0)
-
-
-def test_an_overflowing_expert_takes_tokens_in_their_order() -> None:
-    logits = draw(8, 4)
-    logits[:, 0] = logits.amax(1) + 1
-    for routing in [nn.top_2_gating(logits), nn.top_k_gating(logits, 2)]:
-        assert routing.positions[:, 0].tolist() == list(range(8))
-    routing = nn.top_2_gating(logits)
-    assert routing.kept[:, 0].tolist() == [True] * 4 + [False] * 4
-    assert (routing.weights[4:, 0] == 0).all()
-    assert routing.counts[0] == 8 and routing.dropped >= 4
 
 
 def test_the_second_expert_is_drawn_by_its_probability() -> None:
@@ -126,7 +112,7 @@ def test_the_second_expert_is_drawn_by_its_probability() -> None:
     assert routing.weights.tolist() == [[1.0, 0.0]]
 
 
-@settings(max_examples=20)
+@settings(max_examples=10)
 @given(st.integers(1, 12), st.integers(1, 6), st.data())
 def test_top_k_is_mixtrals_router(tokens, experts, data) -> None:
     k = data.draw(st.integers(1, experts))
@@ -152,13 +138,13 @@ def test_top_1_is_switchs() -> None:
     assert routing.capacity == 5  # ceil(1.25 * 15 / 4)
     assert (routing.indices[:, 0] == index).all()
     kept = routing.kept[:, 0]
-    close(routing.weights[:, 0], torch.where(kept, best, 0))
-    close(routing.aux_loss, 4 * (fractions * probs.mean(0)).sum())
+    close(routing.weights[:, 0], torch.where(kept, best, 0), 1e-12)
+    close(routing.aux_loss, 4 * (fractions * probs.mean(0)).sum(), 1e-12)
     loss = routing.weights.sum() + routing.aux_loss + routing.z_loss
     assert (torch.autograd.grad(loss, logits)[0] != 0).all(-1).any()
 
 
-@settings(max_examples=25)
+@settings(max_examples=15)
 @given(
     rows=st.lists(st.lists(st.integers(0, 3), min_size=2, max_size=2), max_size=8),
     factor=st.sampled_from([None, 0.5, 1.1, 3]),
@@ -208,21 +194,15 @@ def test_padding_is_as_if_it_were_not_there(used, gate, factor) -> None:
     expected = gates[gate](leaf[used], **room)
     assert factor is None or found.capacity == math.ceil(0.6 * k * len(used) / 4)
     for name in ("indices", "weights", "positions", "kept"):
-        close(getattr(found, name)[used], getattr(expected, name))
+        close(getattr(found, name)[used], getattr(expected, name), 1e-12)
     for name in ("counts", "dropped", "aux_loss", "z_loss"):
-        close(getattr(found, name), getattr(expected, name))
+        close(getattr(found, name), getattr(expected, name), 1e-12)
     assert not found.kept[~used].any() and not found.weights[~used].any()
     aux = load_balancing_loss_func((leaf[used],), 4, k) if used.any() else 0.0
     if gate == "top k":
         close(found.aux_loss, torch.as_tensor(aux).double(), 1e-6)
     (grad,) = torch.autograd.grad(found.aux_loss + found.z_loss, leaf)
     assert grad.isfinite().all() and not grad[~used].any()
-
-
-def test_a_factor_is_meant_as_it_is_written() -> None:
-    """In floats 1.1 * 50 is more than 55."""
-    zeros = torch.zeros(50, 1, dtype=torch.int64)
-    assert nn.route(zeros, torch.ones(50, 1), 1, capacity_factor=1.1).capacity == 55
 
 
 @pytest.mark.parametrize("gate", [nn.top_1_gating, nn.top_2_gating])
@@ -245,9 +225,9 @@ def test_under_torch_func() -> None:
         return (routing.weights[:, 0] ** 2).sum() + routing.aux_loss + routing.z_loss
 
     each = torch.stack([torch.func.grad(loss)(x) for x in logits])
-    close(torch.func.vmap(torch.func.grad(loss))(logits), each)
+    close(torch.func.vmap(torch.func.grad(loss))(logits), each, 1e-12)
     leaf = logits[0].clone().requires_grad_()
-    close(torch.autograd.grad(loss(leaf), leaf)[0], each[0])
+    close(torch.autograd.grad(loss(leaf), leaf)[0], each[0], 1e-12)
     assert torch.autograd.gradcheck(loss, leaf) and torch.autograd.gradgradcheck(
         loss, leaf
     )
@@ -283,8 +263,12 @@ REFUSED = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("case", REFUSED)
-def test_refused(case) -> None:
-    call, error, way = REFUSED[case]
-    with pytest.raises(error, match=way):
-        call()
+@refusals(REFUSED)
+def test_bad_input_is_refused(call, error, way_out) -> None:
+    refused(call, error, way_out)
+
+
+def test_a_factor_is_meant_as_it_is_written() -> None:
+    """In floats 1.1 * 50 is more than 55."""
+    zeros = torch.zeros(50, 1, dtype=torch.int64)
+    assert nn.route(zeros, torch.ones(50, 1), 1, capacity_factor=1.1).capacity == 55

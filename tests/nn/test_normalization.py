@@ -1,16 +1,18 @@
 """Norms of features that are split over ranks are those of one device, and what they
 send is two numbers a row, forward and backward."""
 
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
 import pytest
 import torch
 import torch.nn.functional as F
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 import fsfunc as ff
 from fsfunc.nn import (
     column_linear,
-    dropout,
     group_norm,
     layer_norm,
     rms_norm,
@@ -19,83 +21,48 @@ from fsfunc.nn import (
 )
 from tests.checks import close, nothing_sent, refusals, refused, same, simulated
 from tests.models import floats
+from tests.nn.models import wide
 
 pytestmark = pytest.mark.filterwarnings("ignore:.torch.jit.script. is deprecated")
 FEATURES = 8
 
 
-def wide(*shape, seed):
-    return floats(*shape, seed=seed, dtype=torch.float64)
+class Kind(NamedTuple):
+    """A norm, ours and torch's; the dim that is split, and numbers that are sent."""
 
-
-class Layer:
-    """Of rows of features."""
-
-    dim, shape, numbers = -1, (3, 2, FEATURES), 2 * 3 * 2
-
-    def __repr__(self):
-        return type(self).__name__.lower()
-
-    @staticmethod
-    def ours(x, w, b, axis):
-        return layer_norm(x, w, b, axis=axis, eps=1e-4)
-
-    @staticmethod
-    def torchs(x, w, b):
-        return F.layer_norm(x, (FEATURES,), w, b, 1e-4)
-
-
-class Root(Layer):
-    """Their mean square alone; a bias has no part in it."""
-
-    numbers = 3 * 2
-
-    @staticmethod
-    def ours(x, w, b, axis):
-        return rms_norm(x, w, axis=axis, eps=1e-4) + 0 * b
-
-    @staticmethod
-    def torchs(x, w, b):
-        return F.rms_norm(x, (FEATURES,), w, 1e-4) + 0 * b
-
-
-class Groups:
-    """Of channels."""
-
-    dim, shape = 1, (3, FEATURES, 2, 2)
-
-    def __init__(self, groups):
-        self.groups, self.numbers = groups, 2 * 3 * groups
+    name: str
+    dim: int
+    shape: tuple[int, ...]
+    numbers: int
+    ours: Callable[..., Any]  # (x, weight, bias, axis)
+    torchs: Callable[..., Any]
+    groups: int = 0
 
     def __repr__(self):
-        return f"{self.groups} groups"
-
-    def ours(self, x, w, b, axis):
-        return group_norm(x, self.groups, w, b, axis=axis, eps=1e-4)
-
-    def torchs(self, x, w, b):
-        return F.group_norm(x, self.groups, w, b, 1e-4)
+        return self.name
 
 
-class Batch:
-    """Of rows, which are split, and so no parameter is."""
-
-    dim, shape, numbers = 0, (8, FEATURES, 2), 2 * FEATURES + 1
-
-    def __repr__(self):
-        return "batch"
-
-    @staticmethod
-    def ours(x, w, b, axis):
-        params = {} if w is None else {"weight": w, "bias": b}
-        return sync_batch_norm(params, x, axis, eps=1e-4)[0]
-
-    @staticmethod
-    def torchs(x, w, b):
-        return F.batch_norm(x, None, None, w, b, training=True, eps=1e-4)
+def of_batch(x, w, b, axis):
+    params = {} if w is None else {"weight": w, "bias": b}
+    return sync_batch_norm(params, x, axis, eps=1e-4)[0]
 
 
-KINDS = [Layer(), Root(), *map(Groups, (1, 2, 4, 8)), Batch()]
+def of_groups(n):
+    return Kind(f"{n} groups", 1, (3, FEATURES, 2, 2), 2 * 3 * n,
+        lambda x, w, b, axis: group_norm(x, n, w, b, axis=axis, eps=1e-4),
+        lambda x, w, b: F.group_norm(x, n, w, b, 1e-4), n)  # fmt: skip
+
+
+LAYER = Kind("layer", -1, (3, 2, FEATURES), 2 * 3 * 2,
+    lambda x, w, b, axis: layer_norm(x, w, b, axis=axis, eps=1e-4),
+    lambda x, w, b: F.layer_norm(x, (FEATURES,), w, b, 1e-4))  # fmt: skip
+ROOT = Kind("root", -1, (3, 2, FEATURES), 3 * 2,  # a bias has no part in it
+    lambda x, w, b, axis: rms_norm(x, w, axis=axis, eps=1e-4) + 0 * b,
+    lambda x, w, b: F.rms_norm(x, (FEATURES,), w, 1e-4) + 0 * b)  # fmt: skip
+BATCH = Kind("batch", 0, (8, FEATURES, 2), 2 * FEATURES + 1, of_batch,  # rows are split
+    lambda x, w, b: F.batch_norm(x, None, None, w, b, training=True, eps=1e-4),
+)  # fmt: skip
+KINDS = [LAYER, ROOT, *map(of_groups, (1, 2, 4, 8)), BATCH]
 W, B = wide(FEATURES, seed=1), wide(FEATURES, seed=2)
 
 
@@ -128,8 +95,8 @@ def derivatives(kind, x, w, b, t, axis):
     return (loss(x, w, b), tangent), first(x, w, b), second
 
 
-@settings(max_examples=25)
-@given(st.sampled_from(KINDS), st.sampled_from([2, 4, 8]), st.integers(0, 50))
+@settings(max_examples=14)
+@given(st.sampled_from(KINDS), st.sampled_from([2, 4]), st.integers(0, 50))
 def test_derivatives_to_any_order(kind, n, seed) -> None:
     x, t = wide(*kind.shape, seed=seed) + 1, wide(*kind.shape, seed=seed + 1)
     expected = derivatives(kind, x, W, B, t, None)
@@ -146,54 +113,60 @@ def test_derivatives_to_any_order(kind, n, seed) -> None:
         close(found, whole, 1e-9)
 
 
-@settings(max_examples=10)
+@settings(max_examples=5)
 @given(
     st.sampled_from([layer_norm, rms_norm]),
-    st.sampled_from([None, "s", "rs", "sr"]),
-    st.sampled_from([1, 2, 4]),
+    st.sampled_from(["", "s", "rs", "sr"]),
+    st.sampled_from([1, 2]),
 )
+@example(layer_norm, "rs", 2)
 def test_a_split_leaf_tells_the_axis(norm, order, n) -> None:
-    """Between a column layer and a row layer, under what trains them."""
+    """Between a column layer and a row layer; and a plan knows what is sent."""
+    names = "w" if norm is rms_norm else "wb"
 
     @ff.unit
     def block(p, x):
-        h = torch.tanh(column_linear(x, p["up"]))
-        values = (p["w"],) if norm is rms_norm else (p["w"], p["b"])
-        return row_linear(norm(h, *values), p["down"])
+        h = norm(torch.tanh(column_linear(x, p["up"])), *(p[k] for k in names))
+        return row_linear(h, p["down"])
 
     def loss(params, x):
         return sum(block(p, x).square().mean() for p in params)
 
     def block_of(k):
-        up, down = wide(FEATURES, 4, seed=k), wide(4, FEATURES, seed=k + 1)
-        given = {"up": up, "w": W.clone(), "down": down}
-        return given if norm is rms_norm else given | {"b": B.clone()}
+        split = {"w": W, "b": B, "up": wide(FEATURES, 4, seed=k)}
+        return {n: split[n].clone() for n in (*names, "up")} | {
+            "down": wide(4, FEATURES, seed=k + 1)
+        }
 
-    params, x = [block_of(20), block_of(30)], wide(4, 4, seed=9)
-    grad = ff.value_and_grad(loss)
-    expected = grad(params, x)
-    layouts = {"*/up": ff.Split(0, "model"), "*/[wb]": ff.Split(0, "model")}
-    layouts["*/down"] = ff.Split(1, "model")
-    axes = {"model": n} if order is None else {"data": 2, "model": n}
-    mesh = simulated(**axes)
-    if norm is rms_norm:
-        layouts["*/w"] = layouts.pop("*/[wb]")
+    axes = {"data": 2, "model": n} if order else {"model": n}
+    params, x, mesh = (
+        [block_of(20), block_of(30)],
+        wide(4, 4, seed=9),
+        simulated(**axes),
+    )
+    grad = step = ff.value_and_grad(loss)
+    for key in order:
+        step = ff.remat(step) if key == "r" else ff.shard(step, mesh, "data")
+    layouts = {"*/[uwb]*": ff.Split(0, "model"), "*/down": ff.Split(1, "model")}
 
     def main():
-        step, rows = grad, x
-        for key in order or "":
-            step = ff.remat(step) if key == "r" else ff.shard(step, mesh, "data")
-        if order is not None:
-            rows = ff.local_batch(x, mesh, "data")
-        return ff.unshard(step(ff.place(step, params, rows, layouts=layouts), rows))
+        rows = ff.local_batch(x, mesh, "data") if order else x
+        placed = ff.place(step, params, rows, layouts=layouts)
+        plan = ff.plan(step, placed, rows)
+        with ff.ledger() as log:
+            found = step(placed, rows)
+        for axis in axes:
+            assert plan.bytes(axis) == log.bytes(axis)
+            assert plan.count(axis=axis) == log.count(axis=axis)
+        return ff.unshard(found)
 
+    expected = grad(params, x)
     for found in ff.spmd(main, mesh)():
         close(found, expected, 1e-11)
 
 
 @pytest.mark.parametrize("kind", KINDS, ids=repr)
-@pytest.mark.parametrize("n", [2, 4])
-def test_one_sum_forward_and_one_backward(kind, n) -> None:
+def test_one_sum_forward_and_one_backward(kind, n=4) -> None:
     x, t = wide(*kind.shape, seed=3), wide(*kind.shape, seed=4)
 
     def main():
@@ -203,14 +176,13 @@ def test_one_sum_forward_and_one_backward(kind, n) -> None:
             (y * part(t, kind.dim)).sum().backward()
         return [r.bytes for r in log.of()]
 
-    whole = isinstance(kind, Groups) and kind.groups % n == 0
+    whole = kind.groups and kind.groups % n == 0
     sent = 2 * (n - 1) * kind.numbers * 8 / n
     assert ff.spmd(main, simulated(model=n))()[0] == ([] if whole else [sent, sent])
 
 
-@pytest.mark.parametrize("ratio", [1e2, 1e4])
-@pytest.mark.parametrize("kind", [Layer(), Groups(1), Batch()], ids=repr)
-def test_a_mean_far_larger_than_the_deviation_costs_no_digits(kind, ratio) -> None:
+@pytest.mark.parametrize("kind", [LAYER, of_groups(1), BATCH], ids=repr)
+def test_a_mean_far_larger_than_the_deviation_costs_no_digits(kind, ratio=1e4) -> None:
     x, t = floats(*kind.shape, seed=3) + ratio, floats(*kind.shape, seed=5)
 
     def derivative(norm, x, t):
@@ -228,8 +200,8 @@ def test_a_mean_far_larger_than_the_deviation_costs_no_digits(kind, ratio) -> No
         close(found.double(), expected, 4e-6)
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
-@pytest.mark.parametrize("kind", [Layer(), Root(), Groups(2), Batch()], ids=repr)
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+@pytest.mark.parametrize("kind", [LAYER, ROOT, of_groups(2), BATCH], ids=repr)
 def test_dtypes(kind, dtype) -> None:
     x, w, b = (v.to(dtype) for v in (wide(*kind.shape, seed=3), W, B))
     expected = kind.torchs(x.double(), w.double(), b.double()).to(dtype)
@@ -254,40 +226,6 @@ def test_one_rank_is_one_device(kind) -> None:
     same(ff.spmd(main, simulated(model=1))()[0], expected)
 
 
-@pytest.mark.parametrize("wrap", [lambda f: f, ff.remat], ids=["plain", "remat"])
-def test_a_plan_sends_what_the_step_sends(wrap) -> None:
-    @ff.unit
-    def block(p, x):
-        h = layer_norm(torch.tanh(column_linear(x, p["up"])), p["w"], p["b"])
-        h = dropout(group_norm(h, 1, axis="model"), 0.5, "model")
-        return sync_batch_norm(None, x + row_linear(h, p["down"]), "data")
-
-    def loss(params, x):
-        found = []
-        for p in params:
-            x, stats = block(p, x)
-            found.append(stats)
-        return x.square().mean(), found
-
-    p = {"up": wide(FEATURES, 4, seed=1), "w": W, "b": B, "down": W.expand(4, -1)}
-    layouts = {"*/up": ff.Split(0, "model"), "*/[wb]": ff.Split(0, "model")}
-    layouts["*/down"] = ff.Split(1, "model")
-    mesh = simulated(data=2, model=2)
-
-    def main():
-        step = ff.shard(wrap(ff.value_and_grad(loss, has_aux=True)), mesh, "data")
-        rows = ff.local_batch(wide(8, 4, seed=5), mesh, "data")
-        params = ff.place(step, [p, ff.tree.map(torch.clone, p)], rows, layouts=layouts)
-        plan = ff.plan(step, params, rows)
-        with ff.ledger() as log:
-            step(params, rows)
-        for axis in mesh.axes:
-            assert plan.bytes(axis) == log.bytes(axis) > 0
-            assert plan.count(axis=axis) == log.count(axis=axis)
-
-    ff.spmd(main, mesh)()
-
-
 # What is refused
 
 
@@ -304,12 +242,8 @@ def ranks(call, n=2):
 
 
 @refusals({
-    "a whole weight": (
-        ranks(lambda: layer_norm(X, torch.ones(4), axis="model")),
-        ValueError,
-        r"this rank has 2 features of shape \(3, 2\), and of the weight \(4,\): "
-        r"lay it out by ff.Split\(0",
-    ),
+    "a whole weight": (ranks(lambda: layer_norm(X, torch.ones(4), axis="model")),
+        ValueError, r"of the weight \(4,\): lay it out by ff.Split\(0"),
     "a whole bias": (ranks(lambda: layer_norm(X, leaf(0), torch.ones(4))), ValueError,
         r"of the bias \(4,\)"),
     "another dim": (ranks(lambda: rms_norm(X, leaf(1))), ValueError,

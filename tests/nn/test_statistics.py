@@ -5,15 +5,14 @@ import functools
 import pytest
 import torch
 import torch.nn.functional as F
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 import fsfunc as ff
 from fsfunc import tree
 from fsfunc.core.losses import Summed, added
-from fsfunc.nn.statistics import Moments
 from fsfunc.tree.structure import TreeMismatch
-from tests.checks import refusals, refused, same
+from tests.checks import close, refusals, refused, same, simulated
 from tests.probes import LiveBytes
 
 C = 3
@@ -24,15 +23,11 @@ def draw(*shape, dtype=torch.float32):
     return torch.randn(shape, generator=GENERATOR, dtype=dtype)
 
 
-def close(found, expected, tolerance=1e-6):
-    torch.testing.assert_close(found, expected, rtol=tolerance, atol=tolerance)
-
-
 def affine():
     return {"weight": draw(C), "bias": draw(C)}
 
 
-# The model: three layers, each followed by a norm, whose statistics go out beside it.
+# The model: two layers, each followed by a norm, whose statistics go out beside it.
 
 
 @ff.unit
@@ -53,7 +48,7 @@ def model(params, x):
 
 
 GRAD = ff.value_and_grad(model, has_aux=True)
-PARAMS = [{"w": draw(C, C), "norm": affine()} for _ in range(3)]
+PARAMS = [{"w": draw(C, C), "norm": affine()} for _ in range(2)]
 FRESH = [ff.init_statistics(C) for _ in PARAMS]
 
 
@@ -79,6 +74,7 @@ SIZES = st.lists(st.integers(2, 7), min_size=1, max_size=5)
 NDIMS, MOMENTA = st.integers(2, 5), st.sampled_from([0.1, None, 1.0, 0.0, 0.35])
 
 
+@settings(max_examples=10)
 @given(st.lists(SIZES, min_size=1, max_size=3), NDIMS, MOMENTA)
 def test_uneven_microbatches_give_torchs_statistics(batches, ndim, momentum) -> None:
     running, seen = FRESH, []
@@ -86,44 +82,43 @@ def test_uneven_microbatches_give_torchs_statistics(batches, ndim, momentum) -> 
     for sizes in batches:
         parts = [model(PARAMS, draw(*shape_of(ndim, n)) * 3 + 2)[1] for n in sizes]
         stats, inputs = functools.reduce(added, parts)
-        assert [s.tree.count.item() for s in stats] == [inputs[0][:, 0].numel()] * 3
+        assert [s.tree.count.item() for s in stats] == [inputs[0][:, 0].numel()] * 2
         running = ff.commit_statistics(running, stats, momentum)
         seen.append(inputs)
     close(running, torchs(seen, momentum))
 
 
-def local(x, sizes):
-    """A rank's rows, where rank i has ``sizes[i]``."""
-    return x.split(sizes)[ff.axis_index("data")]
-
-
-@settings(max_examples=8)
-@given(st.lists(st.integers(1, 3), min_size=2, max_size=3), NDIMS)
-def test_uneven_ranks_and_several_microbatches(sizes, ndim) -> None:
-    mesh, n = ff.make_mesh({"data": len(sizes)}, "simulated"), 2
+@settings(max_examples=4)
+@given(
+    st.lists(st.integers(1, 3), min_size=2, max_size=3),
+    NDIMS,
+    st.sampled_from(["s", "sa"]),
+)
+@example([2, 1], 3, "as")
+@example([1, 2], 2, "sra")
+def test_uneven_ranks_and_several_microbatches(sizes, ndim, order) -> None:
+    mesh, n = simulated(len(sizes)), 2
     sizes = [2 * n * size for size in sizes]
     GENERATOR.manual_seed(ndim)
     x = draw(*shape_of(ndim, sum(sizes)))
+    wraps = {"a": lambda f: ff.accumulate(f, n), "r": ff.remat}
+    wraps["s"] = lambda f: ff.shard(f, mesh, "data")
 
-    def main(order):
-        wraps = {"a": lambda f: ff.accumulate(f, n), "r": ff.remat}
-        wraps["s"] = lambda f: ff.shard(f, mesh, "data")
+    def main():
         step = functools.reduce(lambda f, key: wraps[key](f), order, GRAD)
-        mine = local(x, sizes)
+        mine = x.split(sizes)[ff.axis_index("data")]
         (_, (stats, seen)), _ = step(ff.place(step, PARAMS, mine), mine)
         return ff.commit_statistics(FRESH, stats, None), seen
 
-    for order in ("s", "as", "sa", "sra"):
-        outs = ff.spmd(lambda order=order: main(order), mesh)()
-        whole = [torch.cat(hs) for hs in zip(*(seen for _, seen in outs), strict=True)]
-        close(outs[0][0], torchs([whole], None))
-        for other, _ in outs:  # the same bits on every rank
-            same(other, outs[0][0])
+    outs = ff.spmd(main, mesh)()
+    whole = [torch.cat(hs) for hs in zip(*(seen for _, seen in outs), strict=True)]
+    close(outs[0][0], torchs([whole], None))
+    for other, _ in outs:  # the same bits on every rank
+        same(other, outs[0][0])
 
 
-@pytest.mark.parametrize("n", [1, 2, 4])
-def test_a_recompute_counts_nothing_twice(n) -> None:
-    x, calls = draw(8, C), []
+def test_a_recompute_counts_nothing_twice() -> None:
+    x, calls, n = draw(8, C), [], 2
 
     @ff.unit
     def noted(p, x):
@@ -142,8 +137,9 @@ def test_a_recompute_counts_nothing_twice(n) -> None:
     assert expected[0][1].tree.count.item() == 8
 
 
-@pytest.mark.parametrize("ndim", [2, 3, 4, 5])
-@pytest.mark.parametrize("names", ["weight bias", "weight", "bias", ""])
+@pytest.mark.parametrize(
+    ("ndim", "names"), [(2, "weight bias"), (3, "weight"), (4, "bias"), (5, "")]
+)
 def test_value_and_gradients_are_those_of_torch(ndim, names) -> None:
     params = {k: v for k, v in affine().items() if k in names.split()}
     x = draw(*shape_of(ndim, 5))
@@ -161,18 +157,7 @@ def test_value_and_gradients_are_those_of_torch(ndim, names) -> None:
     same(ff.batch_norm(None, x)[0], F.batch_norm(x, None, None, training=True))
 
 
-def test_the_running_variance_is_unbiased() -> None:
-    x = torch.tensor([[0.0], [2.0]])
-    for piece in (x, x.repeat(2, 1)):  # n/(n-1) of 1, n being the whole batch's
-        _, stats = ff.batch_norm(None, piece)
-        var = ff.commit_statistics(ff.init_statistics(1), stats, 1.0).var.item()
-        assert var == pytest.approx(len(piece) / (len(piece) - 1), abs=1e-7)
-    two = added(ff.batch_norm(None, x)[1], ff.batch_norm(None, x)[1])
-    var = ff.commit_statistics(ff.init_statistics(1), two, 1.0).var.item()
-    assert var == pytest.approx(4 / 3, abs=1e-7)
-
-
-@pytest.mark.parametrize("ratio", [1e2, 1e3, 1e4, 1e5])
+@pytest.mark.parametrize("ratio", [1e2, 1e5])
 def test_a_mean_far_larger_than_the_deviation_costs_no_digits(ratio) -> None:
     x = draw(600, C) + ratio * torch.tensor([1.0, -1.0, 0.5])
     parts = [ff.batch_norm(None, piece)[1] for piece in x.split([2, 98, 500])]
@@ -184,7 +169,7 @@ def test_a_mean_far_larger_than_the_deviation_costs_no_digits(ratio) -> None:
     assert (naive / x.double().var(0) - 1).abs().max() > 1e-4
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float64])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64])
 def test_dtypes(dtype) -> None:
     x = draw(64, C, 2).to(dtype) + 1
     running = ff.init_statistics(C)
@@ -272,6 +257,8 @@ BAD = {
         r"momentum=1.5: it is within \[0, 1\]"),
     "no statistics": (lambda: ff.commit_statistics([ff.init_statistics(C)], [draw(C)]),
         TypeError, "expected the Summed that batch_norm returned at '0'"),
+    "sums of another kind": (lambda: ff.commit_statistics(ff.init_statistics(C),
+        Summed({"total": draw(C)})), TypeError, "expected the Summed"),
     "no running": (lambda: ff.commit_statistics({"a": draw(C)}, {"a": draw(C)}),
         TypeError, "expected RunningStatistics at 'a'.*init_statistics"),
     "layers": (lambda: ff.commit_statistics(FRESH, [ff.batch_norm(None, draw(4,
@@ -284,10 +271,3 @@ BAD = {
 @refusals(BAD)
 def test_bad_input_is_refused(call, error, way_out) -> None:
     refused(call, error, way_out)
-
-
-def test_sums_of_other_kinds_are_not_statistics() -> None:
-    counts = Summed({"total": draw(C)})
-    with pytest.raises(TypeError, match="expected the Summed"):
-        ff.commit_statistics(ff.init_statistics(C), counts)
-    assert Moments._fields == ("total", "squares", "count")

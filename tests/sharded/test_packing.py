@@ -1,7 +1,5 @@
 """Leaves side by side in buffers, and trees as the few tensors that this makes."""
 
-from dataclasses import replace
-
 import pytest
 import torch
 
@@ -16,12 +14,10 @@ from fsfunc.sharded.packing import (
     packed_of,
     repack,
     side_by_side,
-    split_alike,
     split_buffers,
 )
 from fsfunc.sharded.slices import take
 from fsfunc.testing import assert_equal
-from fsfunc.tree.structure import TreeMismatch
 
 SHAPES, NAMES = [(3,), (0,), (2, 2), ()], ["a", "b", "c", "d"]
 AT = [{"data": i} for i in range(3)]
@@ -97,6 +93,18 @@ def test_a_rank_has_no_room_for_what_others_own():
     assert pack([leaf], away).flat.shape == joined([leaf], away).shape == (0,)
 
 
+def test_a_gradient_that_is_kept_elsewhere_stays_as_it_is():
+    kept = Sharded(None, members()[0])
+    kept.spent = KEPT
+    packed = split_buffers([kept, torch.ones(2)])
+    assert packed.tensors[0] is None
+    assert packed.rebuild([None, torch.zeros(2)])[0] is kept
+    t = {"g": kept}
+    assert repack(t, AT[0]) is t
+    with pytest.raises(RuntimeError, match="outside, as in mine"):
+        kept.local.mul(2)
+
+
 def test_leaves_of_one_buffer_are_found_in_its_order():
     leaves = FlatShard(members(), torch.zeros(3), AT[0]).leaves()
     other = FlatShard(members(), torch.zeros(3), AT[0]).leaves()
@@ -111,66 +119,3 @@ def test_leaves_of_one_buffer_are_found_in_its_order():
     assert side_by_side([mixed[0], elsewhere[0]], [0, 1]) == [[0], [1]]
     wide = Sharded(mixed[0].local.double(), mixed[0].layout)
     assert side_by_side([mixed[3], wide], [0, 1]) == [[0], [1]]
-
-
-def test_a_donated_leaf_is_in_no_buffer():
-    leaves = FlatShard(members(), torch.zeros(3), AT[0]).leaves()
-    leaves[1].spent = "it was given away"
-    for look in (lambda: by_buffer(leaves, range(4)), lambda: split_buffers(leaves)):
-        with pytest.raises(RuntimeError, match="'b': it was given away"):
-            look()
-
-
-def test_a_tree_of_loose_leaves_is_packed_once():
-    leaves = loose(AT[1])
-    t = {"p": leaves, "n": 3}
-    out = repack(t, AT[1])
-    (shard,) = {x.packed for x in out["p"]}
-    assert out["n"] == 3 and shard.flat.tolist() == [4.0, 5.0, 6.0]
-    assert repack(out, AT[1]) is out
-    tracked = [Sharded(x.local.requires_grad_(), x.layout) for x in leaves]
-    assert repack(tracked, AT[1]) is tracked
-
-
-def test_a_tree_is_few_tensors_and_is_built_of_them():
-    shard = FlatShard(members(), torch.arange(3.0), AT[0])
-    t = {"u": shard.leaves(), "x": torch.ones(2), "one": loose(AT[0])[0], "no": None}
-    packed = split_buffers(t)
-    assert {len(p) for p, _ in packed.groups} == {4, 1}
-    assert sorted(map(len, packed.paths)) == [1, 1, 4]
-    assert any(x is shard.flat for x in packed.tensors)
-    twice = packed.rebuild([2 * x for x in packed.tensors])
-    assert twice["u"][0].local.tolist() == [0, 2, 4]
-    assert twice["x"].tolist() == [2, 2] and twice["one"].local.tolist() == [2, 4, 6]
-    same = packed.rebuild(packed.tensors)
-    assert same["u"][0].packed is shard
-
-
-def test_trees_are_cut_at_the_same_places_or_told_apart():
-    shard = FlatShard(members(), torch.arange(3.0), AT[0])
-    whole, apart = shard.leaves(), loose(AT[0])
-    ours, theirs = split_alike(whole, apart)
-    assert len(ours.tensors) == len(theirs.tensors) == 4
-    ours, theirs = split_alike(whole, shard.like(torch.ones(3)).leaves())
-    assert len(ours.tensors) == len(theirs.tensors) == 1
-    with pytest.raises(TreeMismatch):
-        split_alike(whole, whole[:3])
-
-
-def test_a_gradient_that_is_kept_elsewhere_stays_as_it_is():
-    kept = Sharded(None, members()[0])
-    kept.spent = KEPT
-    packed = split_buffers([kept, torch.ones(2)])
-    assert packed.tensors[0] is None
-    assert packed.rebuild([None, torch.zeros(2)])[0] is kept
-    t = {"g": kept}
-    assert repack(t, AT[0]) is t
-    with pytest.raises(RuntimeError, match="outside, as in mine"):
-        kept.local.mul(2)
-
-
-def test_layouts_are_equal_by_place_alone():
-    first = members()[0]
-    assert first == replace(first, name="other", order=(("u",),))
-    assert first == replace(first, compute=torch.bfloat16)
-    assert first != replace(first, dtype=torch.float64)

@@ -8,7 +8,7 @@ import optree
 import pytest
 import torch
 import torch.utils._pytree as torch_pytree
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from fsfunc import tree
@@ -16,6 +16,7 @@ from fsfunc.sharded.layout import pack_flat
 from fsfunc.sharded.leaf import FlatShard, Sharded, is_sharded
 from fsfunc.sharded.packing import repack, side_by_side, split_alike, split_buffers
 from fsfunc.sharded.slices import take
+from fsfunc.tree.structure import TreeMismatch
 
 AT = {"data": 1}
 SHAPES = st.lists(
@@ -47,10 +48,8 @@ USES = {
     "reflected -": lambda x: 1 - x,
     "@": lambda x: x @ torch.ones(3),
     "@ from a tensor": lambda x: torch.ones(4) @ x,
-    "tensor * it": lambda x: torch.ones(3) * x,
     "in place": lambda x: x.__imul__(2),
     "==": lambda x: x == x,
-    "!=": lambda x: x != 0,
     "<": lambda x: x < 1,
     "bool": bool,
     "len": len,
@@ -59,15 +58,13 @@ USES = {
     "index": lambda x: x[0],
     "assignment": lambda x: x.__setitem__(0, 1),
     "float": float,
-    "int": int,
     "-": lambda x: -x,
     "abs": abs,
     "a method": lambda x: x.sum(),
     "a property": lambda x: x.T,
-    "torch.relu": torch.relu,
-    "linear": lambda x: torch.nn.functional.linear(torch.ones(3), x),
-    "stack": lambda x: torch.stack([x, x]),
-    "torch.add": lambda x: torch.add(torch.ones(3), x),
+    "a function": torch.relu,
+    "in a list": lambda x: torch.stack([x, x]),
+    "of two": lambda x: torch.add(torch.ones(3), x),
 }
 
 
@@ -75,11 +72,6 @@ USES = {
 def test_used_as_a_tensor_it_names_its_path_and_the_way_out(use):
     with pytest.raises(TypeError, match=r"'blocks/3/w'.*@ff.unit.*ff.unshard"):
         USES[use](leaf())
-
-
-def test_a_bare_leaf_has_a_name_in_errors_too():
-    with pytest.raises(TypeError, match="sharded, and a tensor only"):
-        leaf("") + 1
 
 
 def test_it_shows_the_global_tensor():
@@ -128,14 +120,6 @@ def test_copies_clone_the_part_alone():
     assert x.local.sum() != 0
 
 
-def test_the_parts_of_a_shard_are_views_of_it():
-    shard = packed_of([(3,), (), (0, 2), (4,)])
-    assert shard.flat.tolist() == [4, 5, 6, 7]  # rank 1 of 0 1 2 | 3 | | 4 5 6 7
-    assert [x.local.tolist() for x in shard.leaves()] == [[], [], [], [4, 5, 6, 7]]
-    shard.leaves()[3].local.zero_()
-    assert shard.flat.tolist() == [0, 0, 0, 0]
-
-
 def test_a_whole_buffer_shows_what_it_was_gathered_from():
     shard = packed_of([(4,)])
     assert not shard.shows(torch.float32)
@@ -149,6 +133,7 @@ def values(t):
     return [x.local.tolist() for x in tree.leaves(t, is_leaf=is_sharded)]
 
 
+@settings(max_examples=15)
 @given(SHAPES, st.integers(1, 4), st.data())
 def test_buffers_are_the_tree_as_few_tensors(shapes, size, data):
     at = {"data": data.draw(st.integers(0, size - 1))}
@@ -170,8 +155,11 @@ def test_trees_are_cut_alike_or_leaf_by_leaf():
     assert [len(b.tensors) for b in split_alike(flat, flat)] == [1, 1]
     assert [len(b.tensors) for b in split_alike(flat, loose)] == [2, 2]
     assert [b.paths for b in split_alike(flat, loose)] == [[["0"], ["1"]]] * 2
+    with pytest.raises(TreeMismatch):
+        split_alike(flat, flat[:1])
 
 
+@settings(max_examples=15)
 @given(SHAPES, st.integers(1, 4), st.data())
 def test_settling_packs_what_lost_its_shard(shapes, size, data):
     at = {"data": data.draw(st.integers(0, size - 1))}

@@ -1,5 +1,6 @@
 """The laws of trees: there and back, one order, paths that lead to their leaf."""
 
+import re
 from collections import OrderedDict, defaultdict, namedtuple
 from types import SimpleNamespace
 from typing import Any, NamedTuple
@@ -8,7 +9,7 @@ import optree
 import pytest
 import torch
 import torch.utils._pytree as torch_pytree
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from fsfunc import tree
@@ -108,39 +109,24 @@ def reordered(value):
     return value
 
 
+@settings(max_examples=30)
 @given(trees())
 def test_unflatten_undoes_flatten(value):
-    leaves, treedef = tree.flatten(value)
-    assert tree.unflatten(treedef, leaves) == value
-    assert tree.leaves(value) == leaves
-
-
-@given(trees())
-def test_paths_and_leaves_are_those_of_a_plain_walk(value):
+    """And leaves and paths are those of a plain walk, however dicts were built."""
     paths, leaves, treedef = tree.flatten_with_paths(value)
     assert list(zip(paths, leaves, strict=True)) == list(walk(value))
-    assert tree.paths(value) == paths
-    assert treedef == tree.flatten(value)[1]
-
-
-@given(trees())
-def test_the_order_in_which_a_dict_was_built_does_not_matter(value):
+    assert (leaves, treedef) == tree.flatten(value) == (tree.leaves(value), treedef)
+    assert tree.unflatten(treedef, leaves) == value == tree.map(lambda x: x, value)
     other = reordered(value)
-    assert tree.leaves(value) == tree.leaves(other)
-    assert tree.paths(value) == tree.paths(other)
+    assert tree.leaves(other) == leaves and tree.paths(other) == paths
     tree.check_same_structure(value, other)
-
-
-@given(trees())
-def test_map_keeps_structure_and_order(value):
-    assert tree.map(lambda leaf: leaf, value) == value
-    doubled = tree.map(lambda a, b: a + b, value, reordered(value))
-    assert tree.leaves(doubled) == [2 * leaf for leaf in tree.leaves(value)]
+    doubled = tree.map(lambda a, b: a + b, value, other)
+    assert tree.leaves(doubled) == [2 * leaf for leaf in leaves]
     named = tree.map_with_path(lambda path, _, other: (path, other), value, doubled)
-    pairs = tree.flatten(value)[1].flatten_up_to(named)
-    assert pairs == list(walk(doubled))
+    assert treedef.flatten_up_to(named) == list(walk(doubled))
 
 
+@settings(max_examples=30)
 @given(trees(), trees())
 def test_a_mismatch_is_raised_exactly_where_structures_differ(left, right):
     if tree.flatten(left)[1] == tree.flatten(right)[1]:
@@ -150,6 +136,7 @@ def test_a_mismatch_is_raised_exactly_where_structures_differ(left, right):
             tree.check_same_structure(left, right)
 
 
+@settings(max_examples=30)
 @given(trees().filter(tree.leaves), st.data())
 def test_a_mismatch_names_the_one_place_that_differs(value, data):
     paths, leaves, treedef = tree.flatten_with_paths(value)
@@ -173,69 +160,33 @@ def both(*keys):
 MANY = [f"k{i}" for i in range(20)]
 
 
-@pytest.mark.parametrize(
-    ("expected", "actual", "message"),
-    [
-        (
-            {"blocks": [0, 0, 0, both("w", "b")]},
-            {"blocks": [0, 0, 0, both("w")]},
-            "at 'blocks/3': expected keys ['b', 'w'], found ['w']",
-        ),
-        ([0, (1, 2)], [0, (1,)], "at '1': expected length 2, found 1"),
-        ({"a": (1, 2)}, {"a": [1, 2]}, "at 'a': expected tuple of 2, found list of 2"),
-        ((1, 2), Pair(1, 2), "expected tuple of 2, found Pair with fields"),
-        ({"a": None}, {"a": 1}, "at 'a': expected None, found a leaf (int)"),
-        ({"a": 1}, {"a": None}, "at 'a': expected a leaf (int), found None"),
-        (
-            {"a": torch.zeros(2, 3)},
-            {"a": {}},
-            "at 'a': expected a leaf (Tensor [2, 3]), found dict with keys []",
-        ),
-        (
-            {"a": 1},
-            OrderedDict(a=1),
-            "expected dict with keys ['a'], found OrderedDict",
-        ),
-        (
-            OrderedDict(a=1, b=2),
-            OrderedDict(b=1, a=2),
-            "the root: expected keys ['a', 'b'], found ['b', 'a']",
-        ),
-        (0, both(*MANY), "found dict with keys ['k0', 'k1', 'k10', 'k11', 'k12', "),
-        (0, both(*MANY), "'k13', 'k14', 'k15'] and 12 more"),
-        (
-            defaultdict(int, a=1),
-            defaultdict(list, a=1),
-            "the static data of defaultdict differ",
-        ),
-        (
-            [{"w": Boxed(1, "x")}],
-            [{"w": Boxed(1, "y")}],
-            "at '0/w': the static data of Boxed differ",
-        ),
-        ([{"w": Boxed(1)}], [{"w": Boxed([1])}], "at '0/w': expected a leaf (int)"),
-        (State([1], 2), State([], 2), "at 'params': expected length 1, found 0"),
-        (
-            both(*MANY),
-            both(*MANY[1:], "z"),
-            "of 20 keys 1 missing ['k0'], 1 unexpected ['z']",
-        ),
-        (
-            OrderedDict.fromkeys(MANY, 0),
-            OrderedDict.fromkeys(reversed(MANY), 0),
-            "expected key 'k0' at position 0, found 'k19'",
-        ),
-        (
-            [both("w")] * 3,
-            [both("v")] * 3,
-            "at '0': expected keys ['w'], found ['v'] (and at 2 more places)",
-        ),
-    ],
-)
+MISMATCHES = [
+    ({"blocks": [0, both("w", "b")]}, {"blocks": [0, both("w")]},
+        "at 'blocks/1': expected keys ['b', 'w'], found ['w']"),
+    ([0, (1, 2)], [0, (1,)], "at '1': expected length 2, found 1"),
+    ({"a": (1, 2)}, {"a": [1, 2]}, "at 'a': expected tuple of 2, found list of 2"),
+    ((1, 2), Pair(1, 2), "expected tuple of 2, found Pair with fields"),
+    ({"a": None}, {"a": 1}, "at 'a': expected None, found a leaf (int)"),
+    ({"a": 1}, {"a": None}, "at 'a': expected a leaf (int), found None"),
+    ({"a": torch.zeros(2, 3)}, {"a": {}}, "expected a leaf (Tensor [2, 3]), found d"),
+    ({"a": 1}, OrderedDict(a=1), "expected dict with keys ['a'], found OrderedDict"),
+    (OrderedDict(a=1, b=2), OrderedDict(b=1, a=2), "keys ['a', 'b'], found ['b', 'a']"),
+    (0, both(*MANY), "'k13', 'k14', 'k15'] and 12 more"),
+    (defaultdict(int, a=1), defaultdict(list, a=1), "the static data of defaultdict"),
+    ([{"w": Boxed(1, "x")}], [{"w": Boxed(1, "y")}], "at '0/w': the static data of Bo"),
+    ([{"w": Boxed(1)}], [{"w": Boxed([1])}], "at '0/w': expected a leaf (int)"),
+    (State([1], 2), State([], 2), "at 'params': expected length 1, found 0"),
+    (both(*MANY), both(*MANY[1:], "z"), "1 missing ['k0'], 1 unexpected ['z']"),
+    (OrderedDict.fromkeys(MANY, 0), OrderedDict.fromkeys(reversed(MANY), 0),
+        "expected key 'k0' at position 0, found 'k19'"),
+    ([both("w")] * 3, [both("v")] * 3, "found ['v'] (and at 2 more places)"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("expected", "actual", "message"), MISMATCHES)
 def test_a_mismatch_tells_what_stands_there(expected, actual, message):
-    with pytest.raises(TreeMismatch) as error:
+    with pytest.raises(TreeMismatch, match=re.escape(message)):
         tree.check_same_structure(expected, actual)
-    assert message in str(error.value)
 
 
 def test_a_mismatch_says_whose_it_is():
@@ -259,23 +210,14 @@ def test_is_leaf_hides_what_lies_below():
         tree.check_same_structure(left, {"w": [1]}, is_leaf=is_boxed)
 
 
-def test_map_may_go_on_below_a_leaf():
-    assert tree.map(lambda _, below: below, {"a": 1}, {"a": [2, 3]}) == {"a": [2, 3]}
-
-
 def test_map_names_the_path_where_a_tree_falls_short():
+    assert tree.map(lambda _, below: below, {"a": 1}, {"a": [2, 3]}) == {"a": [2, 3]}
     with pytest.raises(TreeMismatch, match=r"map over .* at 'a/1': expected keys \['b"):
         tree.map(max, {"a": [1, {"b": 2}]}, {"a": [1, {}]})
     with pytest.raises(TreeMismatch, match="at 'a': expected None, found a leaf"):
         tree.map(max, {"a": None}, {"a": 1})
-
-
-def test_an_error_of_the_mapped_function_is_its_own():
-    def fail(_):
-        raise ValueError("mine")
-
-    with pytest.raises(ValueError, match="^mine$"):
-        tree.map(fail, [1])
+    with pytest.raises(ZeroDivisionError):  # the function's own
+        tree.map(lambda x: 1 / x, [0])
 
 
 def test_none_is_no_leaf_and_empty_containers_stay():
@@ -296,15 +238,9 @@ def test_registered_nodes_are_nodes_in_both_libraries():
 
 
 def test_torch_func_sees_through_a_registered_node():
-    gradient = torch.func.grad(lambda b: (b.inside**2).sum())
-    out = gradient(Boxed(torch.tensor([1.0, 3.0]), "kept"))
-    assert isinstance(out, Boxed) and out.label == "kept"
-    assert out.inside.tolist() == [2.0, 6.0]
-
-
-def test_registering_again_changes_nothing():
-    register()
-    assert tree.leaves(Boxed(5)) == torch_pytree.tree_leaves(Boxed(5)) == [5]
+    register()  # again: which changes nothing
+    out = torch.func.grad(lambda b: (b.inside**2).sum())(Boxed(torch.ones(2), "kept"))
+    assert out.label == "kept" and out.inside.tolist() == [2.0, 2.0]
 
 
 def test_other_objects_and_unknown_classes_are_leaves():

@@ -1,0 +1,224 @@
+"""A plan that cannot split a module says why, before anything is sent."""
+
+import torch
+from torch import nn
+
+import fsfunc as ff
+from tests.checks import refusals, refused, simulated
+from tests.interop.models import Block, Stack
+from tests.interop.test_module_plans import equals_one_device
+
+
+class Between(nn.Module):
+    """Two layers, and what may happen to what is between them."""
+
+    def __init__(self, what):
+        super().__init__()
+        self.what = what
+        self.norm = nn.LayerNorm(4)
+        self.up, self.down = nn.Linear(4, 8), nn.Linear(8, 4)
+        self.gain = Gain()
+
+    def forward(self, x):
+        h = self.up(self.norm(x) if self.what == "norm" else x)
+        h = self.gain(h) if self.what == "gain" else h
+        y = self.down(h)
+        return y + h.mean() if self.what == "output" else y
+
+
+class Gain(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.weight = nn.Parameter(torch.full((), 2.0))
+
+    def forward(self, x):
+        return x * self.weight
+
+
+class Experts(nn.Module):
+    def __init__(self, scaled=False, **shapes):
+        super().__init__()
+        for name, shape in shapes.items():
+            self.register_parameter(name, nn.Parameter(torch.ones(shape)))
+        if scaled:
+            self.register_buffer("scale", torch.ones(2))
+
+    def forward(self, hidden_states, top_k_index, top_k_weights): ...
+
+
+class Part(nn.Module):
+    """[B, L, 4] -> [B, L, 4], by two layers in a module of their own."""
+
+    def __init__(self, what="", p=0.0):
+        super().__init__()
+        self.what, self.pair, self.drop = what, Between(""), nn.Dropout(p)
+        self.weight = nn.Parameter(torch.ones(4))
+        if what == "mixer":
+            self.mix = nn.Conv1d(4, 4, 1)
+        if what == "statistics":
+            self.norm = nn.BatchNorm1d(4, affine=False)
+
+    def forward(self, x):
+        y = self.pair(x.flatten(0, 1) if self.what == "flat" else x)
+        y = self.drop(x * self.weight) + y
+        return (y, y) if self.what == "two" else y
+
+
+class Parts(nn.Module):
+    """Two of them, and a norm."""
+
+    def __init__(self, what=""):
+        super().__init__()
+        self.blocks = nn.ModuleList(Part(what) for _ in range(2))
+        self.what, self.norm = what, nn.LayerNorm(4)
+        if what == "shared":
+            self.blocks[1].pair.norm = self.blocks[0].pair.norm
+
+    def forward(self, x):
+        for block in self.blocks:
+            x = block(x=x) if self.what == "keyword" else block(x)
+            x = x.cumsum(1) if self.what == "glue" else x
+        return self.norm(x)
+
+
+PAIR = {"up": "column", "down": "row"}
+PARTS = {
+    "blocks.*": "sequence",
+    "blocks.*.pair.up": "column",
+    "blocks.*.pair.down": "row",
+}
+X = torch.ones(2, 4)
+LONG = torch.ones(2, 4, 4)
+
+
+def taking(module, plan, units="", axis="model"):
+    return lambda: ff.from_module(module, units, plan=plan, axis=axis)
+
+
+def with_plan(module, **plan):
+    module._tp_plan = plan
+    return module
+
+
+def running(module, plan=PAIR, units="", layouts=None, over="model", x=X, **axes):
+    """Places, and runs with gradients on simulated ranks."""
+
+    def call():
+        apply, params, buffers = ff.from_module(module, units, plan=plan, axis=over)
+        mesh = simulated(**(axes or {"data": 1, "model": 2}))
+        grad = ff.value_and_grad(lambda p, x: apply(p, buffers, x).square().mean())
+
+        def main():
+            step = ff.shard(grad, mesh, "data") if "data" in mesh.axes else grad
+            table = apply.layouts if layouts is None else layouts
+            step(ff.place(step, params, x, layouts=table), x)
+
+        ff.spmd(main, mesh)()
+
+    return call
+
+
+def parts(plan=None, units="blocks.*", what=""):
+    return taking(Parts(what), PARTS if plan is None else plan, units=units)
+
+
+def split(what, x=LONG):
+    return running(Parts(what), PARTS, "blocks.*", x=x)
+
+
+@refusals({
+    "no module": (taking(Stack(), {"blocks.*.upp": "column"}), ValueError,
+        "no module matches 'blocks.\\*.upp'; there are 'blocks.2.up'"),
+    "two patterns": (taking(Stack(), {"blocks.*.up": "column", "**.up": "row"}),
+        ValueError, "both match 'blocks.0.up': let one"),
+    "a norm": (taking(Block(), {"norm": "column"}), TypeError,
+        "LayerNorm, and 'column' splits torch.nn's own Linear. .*column_linear"),
+    "an embedding by rows": (taking(Stack(), {"embed": "row"}), TypeError,
+        "'embed' is a .*Embedding, and 'row' splits torch.nn's own Linear"),
+    "a word": (taking(Block(), {"up": "colwise"}), ValueError, "given 'colwise'; a la"),
+    "an axis of its own": (taking(Block(), PAIR | {"down": ("row", "data")}),
+        ValueError, "'down' is split over 'data' and other layers over 'model'"),
+    "other experts": (taking(Block(), {"up": "expert"}), TypeError,
+        "takes input: it must take hidden_states, top_k_index, top_k_weights"),
+    "experts of no number": (taking(Experts(up=(2, 4), down=(3, 4)), {"": "expert"}),
+        TypeError, "along dim 0; it has up \\(2, 4\\), down \\(3, 4\\)"),
+    "experts and more": (taking(nn.Sequential(Experts(True, up=(2, 4))),
+        {"0": "expert"}), TypeError, "holds 'scale', of which a rank's experts"),
+    "no axis": (taking(Block(), PAIR, axis=None), TypeError, "give both, as in plan="),
+    "no plan": (taking(Block(), None), TypeError, "give both"),
+    "no plan of its own": (taking(Block(), "auto"), ValueError, "no plan of its own"),
+    "another word": (taking(with_plan(Block(), up="mla_kv_a_proj"), "auto"), ValueError,
+        "'up' as 'mla_kv_a_proj', .* no counterpart"),
+    "a frozen layer": (taking(Block().requires_grad_(False), PAIR), TypeError,
+        "'up.weight' does not require grad, .* ff.masked"),
+    "a sparse embedding": (taking(nn.Embedding(4, 2, sparse=True), {"": "vocab"}),
+        TypeError, "an Embedding with sparse"),
+    "a computed weight": (taking(nn.Sequential(nn.utils.spectral_norm(nn.Linear(4, 4))),
+        {"0": "row"}), TypeError, "the weight of '0' is computed by a hook"),
+    "a tie": (taking(Stack(), {"embed": "vocab"}), ValueError,
+        "'embed' and 'head' must be split alike: .* \"column_gathered\""),
+    "no row": (taking(Block(), {"up": "column"}), ValueError, "in its unit '' takes t"),
+    "other units": (taking(Block(), PAIR, units=()), ValueError,
+        "no \"row\" layer in its unit 'up' takes them: plan one, with units= that"),
+    "whole alone": (taking(Block(), {"norm": "whole"}), ValueError,
+        'no module around it has a "column" layer: leave it out'),
+    "whole of nothing": (taking(Block(), {**PAIR, "drop": "whole"}), ValueError,
+        "'drop' is \"whole\", and has no parameter of its own"),
+    "a sequence without units": (parts({"blocks.*.pair": "sequence"}), ValueError,
+        "'blocks.0.pair' is \"sequence\", .*, and is none of them: give units= so"),
+    "a sequence with units": (parts(units=["blocks.*", "**.pair"]), ValueError,
+        "has the unit 'blocks.0.pair' in it: give units= so"),
+    "what may mix positions": (parts(what="mixer"), ValueError, "'blocks.0.mix' is in"),
+    "what is of all positions": (parts(what="statistics"), ValueError,
+        "has 'blocks.0.norm' in it, a BatchNorm1d"),
+    "layers in the sequence itself": (taking(Stack(), {"blocks.*": "sequence",
+        "**.up": "column", "**.down": "row"}, units="blocks.*"), ValueError,
+        "stand in 'blocks.0' itself, .* into a module of their"),
+    "a sequence of nothing": (taking(nn.Sequential(nn.LayerNorm(4)), {"0": "sequence"},
+        units="0"), ValueError, 'has no "column" layer|no "column" and'),
+    "a shared norm": (parts(what="shared"), ValueError, "shares 'blocks.0.pair.norm'"),
+    "positions": (split("", LONG[:, :3]), ValueError, "of 3 positions .* pad it to 4"),
+    "one position": (split("", LONG[:, :2]), ValueError, "multiple of 2 from 4: pad"),
+    "a sequence by keyword": (split("keyword"), TypeError, "not by keyword; got None"),
+    "between sequences": (split("glue"), RuntimeError, "cumsum of SplitTensor"),
+    "two sequences": (split("two"), TypeError, "is to return one tensor, of 2 positi"),
+    "rows alone": (split("flat"), RuntimeError, "neither the sequence, of 2 positions"),
+    "features": (running(Block(), model=3), ValueError,
+        "'up.weight' .* size 3: 8 is not a multiple of it; make it 6 or 9"),
+    "other layouts": (running(Between(""), layouts={"up.*": ff.Split(0, "model")}),
+        ValueError, "'down.weight' lies whole, .* with layouts=apply.layouts"),
+    "an axis of shard": (running(Between(""), over="data", data=2), ValueError,
+        'split over "data", over which shard averages'),
+    "a whole parameter between": (running(Between("gain")), RuntimeError,
+        "meets split features, .* add 'gain': \"whole\" to the plan"),
+    "whole elsewhere": (running(Between("norm"), {**PAIR, "norm": "whole"}),
+        RuntimeError, "is \"whole\", .* and meets others: leave it out"),
+    "an output between": (running(Between("output")), RuntimeError, "mean of split fe"),
+    "too few features": (running(Between("norm"), {"down": "row"}), ValueError,
+        "'down.weight' is given 8 features, and a rank has 4: the layer before it"),
+})  # fmt: skip
+def test_bad_plans_are_refused(call, error, way_out):
+    refused(call, error, way_out)
+
+
+def test_a_whole_module_between_has_the_gradient_of_one_device():
+    x = torch.linspace(-1, 1, 8, dtype=torch.float64).view(2, 4)
+    plan, module = {**PAIR, "gain": "whole"}, Between("gain").double()
+    equals_one_device(module, {"x": x}, lambda y, _: y.square().mean(), "", plan=plan)
+
+
+def test_ranks_drop_positions_of_their_own():
+    module = nn.Sequential(Part(p=0.5))
+    for p in module[0].pair.down.parameters():
+        p.data.zero_()
+    plan = {"0": "sequence", "0.pair.up": "column", "0.pair.down": "row"}
+    apply, params, buffers = ff.from_module(module, "0", plan=plan, axis="model")
+    x, layouts = torch.ones(8, 4, 4), apply.layouts
+
+    def main():
+        local = lambda p, x: apply(p, buffers, x).local  # noqa: E731
+        return local(ff.place(local, params, x, layouts=layouts), x)
+
+    one, other = ff.spmd(main, simulated(model=2))()
+    assert {*one.unique().tolist(), *other.unique().tolist()} == {0.0, 2.0}
+    assert not torch.equal(one, other)
