@@ -2,6 +2,7 @@
 
 import json
 import zlib
+from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
@@ -24,66 +25,95 @@ from tests.checkpoint.trees import (
 )
 from tests.checks import same
 
+SIZES = [6, 3 << 18]  # the files of the larger one have several blocks
+
 
 @pytest.fixture(scope="module")
 def kept(tmp_path_factory):
-    """A small checkpoint of two files, and one whose files have several blocks."""
-    folder = tmp_path_factory.mktemp("kept")
-    return {n: (folder / str(n), save_on_two(folder / str(n), n)) for n in (6, 3 << 18)}
+    """By size, a checkpoint of two files; and one file, as `consolidate` writes it."""
+    folder, found = tmp_path_factory.mktemp("kept"), Kept()
+    for n in SIZES:
+        found[n] = folder / str(n), save_on_two(folder / str(n), n)
+        state = {"w": torch.randn(n), "n": torch.arange(5), "step": 3}
+        ff.save(folder / f"{n}-saved", state)
+        one = ff.consolidate(folder / f"{n}-saved", folder / f"{n}.safetensors")
+        found[-n] = one, state
+    return found
 
 
-class Changed:
-    """A checkpoint while one of its files has other bytes (None: is gone)."""
-
-    def __init__(self, file, data):
-        self.file, self.data, self.before = file, data, file.read_bytes()
-
-    def __enter__(self):
-        self.file.unlink()
-        if self.data is not None:
-            self.file.write_bytes(self.data)
-
-    def __exit__(self, *_):
-        self.file.write_bytes(self.before)
+class Kept(dict):
+    def __repr__(self):  # which hypothesis prints
+        return "kept"
 
 
-@settings(max_examples=120)
+@contextmanager
+def changed(file, data):
+    """While one of a checkpoint's files has other bytes (None: is gone)."""
+    before = file.read_bytes()
+    file.unlink()
+    try:
+        if data is not None:
+            file.write_bytes(data)
+        yield
+    finally:
+        file.write_bytes(before)
+
+
+@settings(max_examples=60)
 @given(
-    st.sampled_from([6, 6, 6, 3 << 18]),
+    st.sampled_from([6, 6, *SIZES, -6, -SIZES[1]]),
+    st.sampled_from(["a bit", "a bit", "of its head", "shorter", "longer"]),
     st.integers(0),
     st.integers(0, 1 << 40),
     st.integers(0, 7),
 )
-def test_a_flipped_bit_is_found(kept, n, which, where, bit):
-    path, state = kept[n]
-    files = sorted(path.iterdir())
-    file = files[which % len(files)]
+def test_a_changed_byte_or_length_is_found(kept, which, how, file, where, bit):
+    path, state = kept[which]
+    files = sorted(path.iterdir()) if path.is_dir() else [path]
+    file = files[file % len(files)]
     data = bytearray(file.read_bytes())
-    where %= len(data)
-    data[where] ^= 1 << bit
+    if how == "shorter":
+        del data[where % len(data) :]
+    elif how == "longer":
+        data += bytes(1 + where % 9)
+    else:
+        head = 8 + int.from_bytes(data[:8], "little")
+        head = head if how == "of its head" and file.name != "fsfunc.json" else 1 << 60
+        data[where % min(head, len(data))] ^= 1 << bit
     torch.manual_seed(5)
     random = torch.get_rng_state()
-    with Changed(file, data):
-        with pytest.raises(CheckpointError, match="damaged") as raised:
-            ff.load(path, empty(state))
-        assert str(file) in str(raised.value)
-        assert torch.equal(torch.get_rng_state(), random)
-        if file.name != "fsfunc.json":
-            with pytest.raises(CheckpointError, match="damaged between bytes"):
-                prove(ff.metadata(path))
-
-
-@settings(max_examples=30)
-@given(st.integers(0), st.integers(0, 1 << 40), st.booleans())
-def test_a_file_of_another_length_is_found(kept, which, length, longer):
-    path, state = kept[6]
-    files = sorted(path.iterdir())
-    file = files[which % len(files)]
-    data = file.read_bytes()
-    data = data + bytes(1 + length % 9) if longer else data[: length % len(data)]
-    with Changed(file, data), pytest.raises(CheckpointError) as raised:
+    with changed(file, data), pytest.raises(CheckpointError) as raised:
         ff.load(path, empty(state))
     assert str(file) in str(raised.value)
+    assert "damaged" in str(raised.value) or "bit" not in how or which < 0
+    assert torch.equal(torch.get_rng_state(), random)
+    if file.name != "fsfunc.json":
+        with changed(file, data), pytest.raises(CheckpointError):
+            prove(ff.metadata(path))
+
+
+@pytest.mark.parametrize("size", SIZES)
+@pytest.mark.parametrize("text", ["__metadata__", '"fsfunc"', "fsfunc.crc32", '"w"'])
+def test_a_flipped_bit_of_what_a_single_file_calls_things_is_found(kept, text, size):
+    path, _ = kept[-size]
+    data = path.read_bytes()
+    at = data.index(text.encode()) + 2
+    other = data[:at] + bytes([data[at] ^ 1]) + data[at + 1 :]
+    with changed(path, other), pytest.raises(CheckpointError):
+        ff.metadata(path)
+
+
+def test_a_checksum_that_reads_alike_is_no_other_text(kept):
+    path, state = kept[-6]
+    data = path.read_bytes()
+    assert prove(ff.metadata(path)) == len(data)
+    same(ff.load(path, empty(state)), state)
+    start = data.index(b'fsfunc.sums":"') + 14
+    at = next(i for i in range(start, len(data)) if data[i : i + 1].isalpha())
+    other = data[:at] + data[at : at + 1].upper() + data[at + 1 :]
+    with changed(path, other):
+        with pytest.raises(CheckpointError, match="damaged.*written in another way"):
+            ff.metadata(path)
 
 
 @pytest.mark.parametrize("which", range(3))
@@ -99,7 +129,7 @@ def test_a_missing_file_is_named_on_every_rank(kept, which):
         same(target, laid_out(empty(state), split(6), mesh))
         return str(raised.value)
 
-    with Changed(file, None):
+    with changed(file, None):
         for said in on(PAIR, load):
             assert file.name in said
     on(PAIR, lambda mesh: ff.load(path, laid_out(state, split(6), mesh)))
@@ -191,7 +221,7 @@ def test_a_missing_checkpoint_is_told_on_every_rank(tmp_path):
         ff.load(tmp_path, torch.ones(1))
 
 
-@settings(max_examples=80)
+@settings(max_examples=30)
 @given(st.integers(0, 1 << 40), st.integers(0, 255))
 def test_a_foreign_file_with_any_other_head_is_refused(foreign, where, value):
     """Or read: without checksums nobody can tell numbers from other numbers."""
@@ -213,76 +243,3 @@ def foreign(tmp_path_factory):
     ff.save(folder / "a", {"w": torch.ones(2, 3), "z": torch.ones(2), "step": 3})
     path = ff.consolidate(folder / "a", folder / "a.safetensors")
     return Path(path), Path(path).read_bytes()
-
-
-@pytest.fixture(scope="module", params=[6, 3 << 18])
-def single(request, tmp_path_factory):
-    """One file of tensors of up to 3 MiB, as `consolidate` writes it."""
-    folder = tmp_path_factory.mktemp("single")
-    state = {"w": torch.randn(request.param), "n": torch.arange(5), "step": 3}
-    ff.save(folder / "a", state)
-    path = ff.consolidate(folder / "a", folder / "a.safetensors")
-    return Single(path, state, path.read_bytes())
-
-
-class Single:
-    """Of a short ``repr``, which hypothesis prints."""
-
-    def __init__(self, *known):
-        self.known = known
-
-
-def test_a_single_file_is_proven(single):
-    path, state, data = single.known
-    path.write_bytes(data)
-    found = ff.load(
-        path, {"w": torch.zeros_like(state["w"]), "n": state["n"], "step": 0}
-    )
-    same(found, state)
-    length = 8 + int.from_bytes(data[:8], "little")
-    assert prove(ff.metadata(path)) == len(data)
-    assert ff.metadata(path).files[path.name].origin == length
-    assert set(safetensors_of(path)) == {"w", "n"}
-
-
-def safetensors_of(path):
-    data = path.read_bytes()
-    length = int.from_bytes(data[:8], "little")
-    return json.loads(data[8 : 8 + length]).keys() - {"__metadata__"}
-
-
-@settings(max_examples=150)
-@given(st.integers(0, 1 << 40), st.booleans(), st.integers(0, 7))
-def test_a_flipped_bit_of_a_single_file_is_found(single, where, in_head, bit):
-    path, state, data = single.known
-    data = bytearray(data)
-    head = 8 + int.from_bytes(data[:8], "little")
-    where %= head if in_head else len(data)
-    data[where] ^= 1 << bit
-    path.write_bytes(data)
-    target = {"w": torch.zeros_like(state["w"]), "n": torch.zeros(5).long(), "step": 0}
-    with pytest.raises(CheckpointError):
-        ff.load(path, target)
-    with pytest.raises(CheckpointError):
-        prove(ff.metadata(path))
-
-
-@pytest.mark.parametrize(
-    "text", [b"__metadata__", b'"fsfunc"', b"fsfunc.crc32", b"fsfunc.sums", b'"w"']
-)
-def test_a_flipped_bit_of_what_a_single_file_calls_things_is_found(single, text):
-    path, state, data = single.known
-    at = data.index(text) + 2
-    path.write_bytes(data[:at] + bytes([data[at] ^ 1]) + data[at + 1 :])
-    with pytest.raises(CheckpointError):
-        ff.metadata(path)
-
-
-def test_a_checksum_that_reads_alike_is_no_other_text(single):
-    path, state, data = single.known
-    start = data.index(b'fsfunc.sums":"') + 14
-    end = data.index(b'"', start)
-    at = next(i for i in range(start, end) if data[i : i + 1].isalpha())
-    path.write_bytes(data[:at] + data[at : at + 1].upper() + data[at + 1 :])
-    with pytest.raises(CheckpointError, match="damaged.*written in another way"):
-        ff.metadata(path)

@@ -59,7 +59,7 @@ def partial_loads(draw):
     return axes, kinds, asked, only, sides
 
 
-@settings(max_examples=20)
+@settings(max_examples=8)
 @given(drawn=partial_loads(), donate=st.booleans(), seed=st.integers(0, 99))
 def test_what_is_chosen_is_read_renamed_and_converted(
     tmp_path_factory, drawn, donate, seed
@@ -233,14 +233,6 @@ def test_no_number_becomes_another(tmp_path, saved, target, right):
     assert alike(found, saved.to(target.dtype))
     with pytest.raises(ValueError, match="cast=True converts"):
         ff.load(tmp_path / "a", {"w": target})
-
-
-def test_a_large_leaf_is_converted_piece_by_piece(tmp_path):
-    saved = torch.randn(3 << 20).view(1 << 10, -1)
-    ff.save(tmp_path / "a", {"w": saved.t()})
-    target = torch.zeros(saved.t().shape, dtype=torch.bfloat16)
-    found = ff.load(tmp_path / "a", {"w": target}, cast=True)["w"]
-    assert torch.equal(found, saved.t().bfloat16())
 
 
 def test_what_is_kept_has_a_value(kept):
