@@ -84,6 +84,14 @@ def test_saving_makes_no_copy(tmp_path, save):
     assert memory.rise <= 4 * MIB
 
 
+def test_what_is_not_contiguous_is_copied_leaf_by_leaf(tmp_path):
+    n = 1 << 10
+    state = {f"w{i}": torch.full((n, n), float(i)).t() for i in range(8)}
+    with LiveBytes(state) as live:
+        ff.save(tmp_path / "a", state)
+    assert live.peak <= 4 * MIB + 4096
+
+
 def test_loading_makes_its_result_and_one_slab(tmp_path):
     state = state_of()
     on({"data": 2}, lambda mesh: ff.save(tmp_path / "a", state))

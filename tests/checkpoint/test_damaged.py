@@ -156,58 +156,76 @@ def test_another_version_is_told(tmp_path, version):
         ff.metadata(path)
 
 
-W = "params/layers/0/w"
+W, B = "params/layers/0/w", "params/layers/0/b"
+
+
+def first(**other):
+    return lambda s: s["params"]["layers"][0].update(other)
+
+
+def kept_alone(s):
+    s["params"]["h"] = s["params"]["h"].to("meta")
+
+
+# What is done to a target of what was saved, how it is loaded, and what is said of it.
 CHANGES = {
     "a leaf too many": (
-        lambda s: s["params"]["layers"][1].update(c=torch.ones(1)),
-        TreeMismatch, ["params/layers/1", "'c'"],
-    ),
-    "a leaf too few": (
-        lambda s: s["params"]["layers"][0].pop("b"),
-        TreeMismatch, ["params/layers/0", "'b'"],
-    ),
-    "a subtree too few": (
-        lambda s: s["params"]["layers"].pop(), TreeMismatch, ["params/layers"]
-    ),
-    "a leaf for a subtree": (
-        lambda s: s["params"].update(layers=torch.ones(1)),
-        TreeMismatch, ["params/layers"],
-    ),
-    "another shape": (
-        lambda s: s["params"]["layers"][0].update(w=torch.zeros(3, 2)),
-        ValueError, [W, "f32[2, 3]", "f32[3, 2]", "give a target"],
-    ),
-    "another dtype": (
-        lambda s: s["params"]["layers"][0].update(w=torch.zeros(2, 3).half()),
-        ValueError, [W, "f32[2, 3]", "f16[2, 3]"],
-    ),
-    "a number for a tensor": (
-        lambda s: s["params"].update(h=1), ValueError, ["params/h", "bf16[2]", "int"]
-    ),
-    "a tensor for a number": (
-        lambda s: s.update(step=torch.ones(())), ValueError, ["step", "f32[]", "int"]
-    ),
-    "another kind of number": (
-        lambda s: s.update(step=1.0), ValueError, ["step", "float", "int"]
-    ),
+        lambda s: s["params"]["layers"][1].update(c=torch.ones(1)), {},
+        TreeMismatch, ["params/layers/1", "'c'"]),
+    "a leaf too few": (lambda s: s["params"]["layers"][0].pop("b"), {},
+                       TreeMismatch, ["params/layers/0", "'b'"]),
+    "a subtree too few": (lambda s: s["params"]["layers"].pop(), {},
+                          TreeMismatch, ["params/layers"]),
+    "a leaf for a subtree": (lambda s: s["params"].update(layers=torch.ones(1)), {},
+                             TreeMismatch, ["params/layers"]),
+    "another shape": (first(w=torch.zeros(3, 2)), {}, ValueError,
+                      [W, "f32[2, 3]", "f32[3, 2]", "give a target"]),
+    "another dtype": (first(w=torch.zeros(2, 3).half()), {}, ValueError,
+                      [W, "f32[2, 3]", "f16[2, 3]"]),
+    "a number for a tensor": (lambda s: s["params"].update(h=1), {}, ValueError,
+                              ["params/h", "bf16[2]", "int"]),
+    "a tensor for a number": (lambda s: s.update(step=torch.ones(())), {}, ValueError,
+                              ["step", "f32[]", "int"]),
+    "another kind of number": (lambda s: s.update(step=1.0), {}, ValueError,
+                               ["step", "float", "int"]),
+    "a subtree that is not there": (None, {"at": "model"}, KeyError,
+                                    ["holds nothing at 'model'", "params"]),
+    "a pattern that fits nothing": (None, {"only": "params/layer"}, ValueError,
+                                    ["fits no path", W]),
+    "one pattern of two": (None, {"only": ["step", "stop"]}, ValueError,
+                           ["'stop'", "step"]),
+    "nobody chosen": (None, {"only": lambda _: False}, ValueError, ["chooses none"]),
+    "a name that is not there": (None, {"rename": {W: "params/layers/0/v"}},
+                                 TreeMismatch, [W, "params/layers/0/v", B]),
+    "no such names": (None, {"rename": {"parms": "params"}}, ValueError,
+                      ["rename= names 'parms'", "params"]),
+    "two for one": (None, {"rename": {W: "params/layers/1/w"}}, ValueError,
+                    ["would both take 'params/layers/1/w'", W]),
+    "another kind": (None, {"rename": {W: B, B: W}, "cast": True}, ValueError,
+                     [B, f"there {W!r}", "f32[3]", "f32[2, 3]"]),
+    "one that nobody takes": (
+        lambda s: s["params"].pop("h"), {"rename": lambda p: p}, TreeMismatch,
+        ["params/h", "no leaf of the target takes", "strict=False"]),
+    "one kept without a value": (kept_alone, {"only": "params/layers"}, ValueError,
+                                 ["'params/h' is not read", "no value"]),
 }  # fmt: skip
 
 
 @pytest.mark.parametrize("change", CHANGES)
 def test_a_target_that_does_not_match_is_told_by_path(kept, change):
     path, state = kept[6]
+    act, options, kind, words = CHANGES[change]
     target = empty(state)
-    act, kind, words = CHANGES[change]
-    act(target)
-    with pytest.raises(kind) as raised:
-        ff.load(path, target)
-    for word in [*words, str(path)]:
-        assert word in str(raised.value), f"{word!r} is not in: {raised.value}"
+    if act:
+        act(target)
 
+    def main(mesh):
+        with pytest.raises(kind) as raised:
+            ff.load(path, target, **options)
+        for word in [*words, *([] if options else [str(path)])]:
+            assert word in str(raised.value), f"{word!r} is not in: {raised.value}"
 
-def test_a_subtree_that_is_not_there_is_told(kept):
-    with pytest.raises(KeyError, match="holds nothing at 'model'.*params"):
-        ff.load(kept[6][0], torch.ones(1), at="model")
+    on(PAIR, main)
 
 
 def test_a_missing_checkpoint_is_told_on_every_rank(tmp_path):

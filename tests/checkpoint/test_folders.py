@@ -57,6 +57,15 @@ def test_only_checkpoints_of_its_name_are_deleted(tmp_path):
     assert (tmp_path / "step-3" / "notes.txt").read_text() == "mine"
 
 
+def test_of_several_numbers_the_last_counts(tmp_path):
+    """The others tell runs apart."""
+    for name in ("lr1e-3-step-9", "lr1e-4-step-7"):
+        ff.save(tmp_path / name, W)
+    ff.save(tmp_path / "lr1e-4-step-8", W, keep=1)
+    assert names(tmp_path) == ["lr1e-3-step-9", "lr1e-4-step-8"]
+    assert ff.latest(tmp_path).name == "lr1e-3-step-9"
+
+
 def test_the_one_just_saved_stays_though_its_number_is_lower(tmp_path):
     """A run that went back to an earlier step."""
     for i in (90, 100):

@@ -139,6 +139,18 @@ def mesh_rank():
     return here().rank
 
 
+def test_a_donated_step_writes_in_place_again_afterwards(tmp_path):
+    optimizer = ff.sgd(0.1)
+    step = ff.donate(optimizer(ff.value_and_grad(lambda w, x: (w * x).sum())))
+    w = torch.ones(2)
+    where = w.data_ptr()
+    state = ff.TrainState(w, optimizer.init(w))
+    saving = ff.save_async(tmp_path / "a", state)
+    saving.wait()
+    state, _ = step(state, torch.ones(2))
+    assert state.params.data_ptr() == where
+
+
 def test_a_state_that_is_saved_and_stepped_is_spent(tmp_path, gate):
     """It is still a state that was donated: nobody else goes on with it."""
     optimizer = ff.sgd(0.1)
@@ -219,6 +231,36 @@ def test_an_error_of_one_rank_is_raised_by_all_that_wait(tmp_path, gate, rank):
 
     on(PAIR, main)
     assert nothing_saved(tmp_path)
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_disk_so_full_that_not_even_a_note_fits(tmp_path, gate, rank, monkeypatch):
+    """Until the files that were written for nothing are gone."""
+    gate.broken[rank] = full()
+    make = open
+
+    def no_room(path, mode="r", *args, **options):
+        written = set(mode) & set("wax") and str(tmp_path) in str(path)
+        if written and list(tmp_path.rglob(f"shard-{rank + 1:05}-*")):
+            raise full()
+        return make(path, mode, *args, **options)
+
+    def main(mesh):
+        saving = ff.save_async(tmp_path / "a", two())
+        if mesh.rank == rank:
+            half = f"shard-{rank + 1:05}-half.safetensors"
+            (tmp_path / ".a.saving" / half).write_text("half of it")
+            monkeypatch.setattr("builtins.open", no_room)
+            monkeypatch.setattr("io.open", no_room)
+        ff.psum(torch.ones(1), "data")
+        gate.set()
+        with pytest.raises((OSError, CheckpointError), match="No space left"):
+            saving.wait()
+
+    waits = threading.Thread(target=on, args=(PAIR, main), daemon=True)
+    waits.start()
+    waits.join(PATIENCE / 4)
+    assert not waits.is_alive(), "a rank waits for ever"
 
 
 @pytest.mark.parametrize("save", [ff.save, ff.save_async])

@@ -107,18 +107,29 @@ def test_the_scale_goes_as_torchs():
         same(state.params, w.data)
 
 
+ADAM, UNIT = ff.sharded_adam(0.5), {"layer": 2.0}
+LEAST = {
+    "loss_scale": (ff.loss_scale(ADAM, 2.0, minimum=1.0), (1.0, 0, 1),
+                   "below the minimum of 1"),
+    "layerwise": (ff.layerwise_loss_scale(ADAM, UNIT, minimum=1.0),
+                  ({"layer": 1.0}, {"layer": 0}, 1), "'layer' are not finite .* of 1"),
+}  # fmt: skip
+
+
 @pytest.mark.parametrize("donated", [False, True])
-def test_at_the_minimum_it_raises_and_the_state_is_as_it_was(donated):
+@pytest.mark.parametrize("name", LEAST)
+def test_at_the_minimum_it_raises_and_the_state_is_as_it_was(name, donated):
+    optimizer, scales, says = LEAST[name]
+
     def main():
-        optimizer = ff.loss_scale(ff.sharded_adam(0.5), 2.0, minimum=1.0)
         step = ff.shard(optimizer(ff.value_and_grad(loss)), DATA, "data")
         step = ff.donate(step) if donated else step
         x = ff.local_batch(X, DATA, "data")
         state = ff.init_state(step, WS, optimizer, x)
         state, _ = step(state, x * torch.inf)
-        with pytest.raises(FloatingPointError, match="below the minimum of 1"):
+        with pytest.raises(FloatingPointError, match=says):
             step(state, x * torch.inf)
-        assert state.opt_state[:3] == (1.0, 0, 1)
+        assert state.opt_state[:3] == scales
         same(ff.unshard(state.params), WS)
         return step(state, x)[1]["loss"].item()
 

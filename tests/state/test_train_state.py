@@ -41,8 +41,8 @@ def on_each_rank(main):
 
 
 MESHES = st.sampled_from(
-    [({"data": n}, "data", None) for n in (1, 2, 3, 5)]
-    + [({"a": 2, "b": 3}, axis, copies) for axis, copies in
+    [({"data": n}, "data", None) for n in (2, 1, 3)]
+    + [({"a": 2, "b": 2}, axis, copies) for axis, copies in
        [(("a", "b"), None), (("b", "a"), None), ("a", "b"), ("b", "a"), ("b", None)]]
 )  # fmt: skip
 
@@ -50,7 +50,7 @@ MESHES = st.sampled_from(
 @given(
     models(), MESHES, st.integers(0, 3), st.sampled_from([0, 60, 10**6]), st.booleans()
 )
-@settings(max_examples=10)
+@settings(max_examples=8)
 def test_unshard_undoes_place(spec, where, zero, min_bytes, with_moments):
     axes, axis, replicate = where
     mesh = ff.make_mesh(axes, "simulated")
