@@ -9,7 +9,7 @@ import fsfunc as ff
 from fsfunc import tree
 from tests.models import chain, floats, layer, layers
 from tests.optim.optimizers import EVERY, TORCHS, matrices
-from tests.optim.steps import DATA, STACKS, WIDTH, loss, trained
+from tests.optim.steps import DATA, WIDTH, loss, trained
 from tests.optim.trees import assert_bits, assert_near
 
 
@@ -99,8 +99,11 @@ PARAMS[1]["steps"] = torch.tensor(3)
 BATCH = floats(8, WIDTH, seed=5)
 
 
-@pytest.mark.parametrize("stack", STACKS)
-def test_in_every_stack_a_step_is_that_of_one_device(stack):
+@pytest.mark.parametrize(
+    "stack",
+    ["shard zero=1", "accumulate(shard)", "donate(remat(shard))", "pipeline(shard)"],
+)
+def test_in_any_stack_a_step_is_that_of_one_device(stack):
     def ran(stack):
         how = {"fn": chain(layer), "init": PARAMS, "look": average}
         return trained(stack, everything(), batches=[BATCH] * 3, **how)
